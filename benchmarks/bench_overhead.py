@@ -1,0 +1,126 @@
+"""What a call costs beside its GPU time: host time when warm, and the first call with an empty and a filled cache.
+
+    PYTHONPATH=. python benchmarks/bench_overhead.py --out benchmarks/results/overhead.json
+
+First calls are timed in fresh processes that share one empty cache folder: the first compiles (cold), the second loads
+from disk. Invariant: nothing waits for the GPU inside a timed stretch of host time.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import deep_tile
+from benchmarks.peers import OURS, PEERS, Call, Inputs
+from benchmarks.shapes import Shape
+from benchmarks.timing import describe_run
+from deep_tile.problem import GemmProblem
+from deep_tile.select import choose
+
+HOST_SHAPE = Shape(64, 2112, 7168)
+BATCHES, CALLS_PER_BATCH = 4, 500
+"""2,000 calls. The driver queues about a thousand launches and then makes the host wait, so batches are shorter."""
+
+ALLOCATING = "deep_tile, allocating out"
+FIRST_CALL_SHAPES = tuple(Shape(m, 4096, 7168) for m in (1, 64, 256, 1024, 4096))
+
+
+def host_us(calls: dict[str, Call]) -> dict[str, float]:
+    """Wall time per call, contestants taking turns batch by batch."""
+    seconds = dict.fromkeys(calls, 0.0)
+    for _ in range(BATCHES):
+        for name, call in calls.items():
+            call()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS_PER_BATCH):
+                call()
+            seconds[name] += time.perf_counter() - start
+            torch.cuda.synchronize()
+    return {name: total * 1e6 / (BATCHES * CALLS_PER_BATCH) for name, total in seconds.items()}
+
+
+def host_calls() -> tuple[dict[str, Call], dict[str, str]]:
+    """Every contestant that runs `HOST_SHAPE`, and why others do not."""
+    inputs = Inputs(HOST_SHAPE)
+    calls, unsupported = {}, {}
+    for name, peer in PEERS.items():
+        try:
+            calls[name] = peer.prepare(inputs)
+            calls[name]()
+        except Exception as error:  # A library may refuse in any way it likes.
+            calls.pop(name, None)
+            unsupported[name] = f"{type(error).__name__}: {error}"
+    calls[ALLOCATING] = lambda: deep_tile.fp8_gemm(inputs.a, inputs.a_scale, inputs.b, inputs.b_scale)
+    return calls, unsupported
+
+
+def first_calls() -> list[dict[str, Any]]:
+    """Milliseconds of the first and the second call of each config, GPU time included, in this process.
+
+    The very first call also imports the compiler's bindings and loads the launcher.
+    """
+    num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    by_config = {}
+    for shape in FIRST_CALL_SHAPES:
+        by_config.setdefault(choose(GemmProblem(*shape, num_sms=num_sms)).name, shape)
+    rows = []
+    for config, shape in by_config.items():
+        call = OURS.prepare(Inputs(shape))
+        row = {"config": config, "shape": str(shape), "first_ms": _elapsed_ms(call), "second_ms": _elapsed_ms(call)}
+        rows.append(row)
+    return rows
+
+
+def _elapsed_ms(call: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def first_calls_in_fresh_process(cache: str) -> list[dict[str, Any]]:
+    modules = os.pathsep.join(filter(None, sys.path))  # The child finds the same deep_tile as this process.
+    environment = {**os.environ, "PYTHONPATH": modules, "DEEP_TILE_CACHE_DIR": cache}
+    command = [sys.executable, __file__, "--first-calls"]
+    printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return json.loads(printed.splitlines()[-1])
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Host time per call and first-call times.")
+    parser.add_argument("--out", type=Path, help="where to write the results as JSON")
+    parser.add_argument("--first-calls", action="store_true", help="print this process's first-call times and stop")
+    options = parser.parse_args(arguments)
+    if options.first_calls:
+        print(json.dumps(first_calls()))
+        return
+    calls, unsupported = host_calls()
+    with tempfile.TemporaryDirectory() as cache:
+        first = {state: first_calls_in_fresh_process(cache) for state in ("cold", "disk")}
+    result = {
+        "shape": str(HOST_SHAPE),
+        "host_us": host_us(calls),
+        "unsupported": unsupported,
+        "first_calls": first,
+        "meta": describe_run(),
+    }
+    text = json.dumps(result, indent=2)
+    if options.out:
+        options.out.write_text(text + "\n")
+    Console().print_json(text)
+
+
+if __name__ == "__main__":
+    main()

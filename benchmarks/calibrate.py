@@ -1,0 +1,124 @@
+"""Fits the selector's time model to a search and writes deep_tile/calibration.json.
+
+    PYTHONPATH=. python benchmarks/calibrate.py benchmarks/results/search_h200.json
+
+No GPU. The two coefficients of each config minimise the logarithm of predicted over measured time; the constants that
+all configs share are those of SHARED. Shapes where the model's choice loses are listed with the fastest config. Prints
+the model's error, and what the choices lose against the fastest config measured.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+import deep_tile
+from benchmarks.shapes import Shape
+from deep_tile import select
+from deep_tile.config import GemmConfig
+from deep_tile.hardware import H200
+from deep_tile.problem import GemmProblem
+
+SHARED = {"launch_us": 4.5, "memory_us": 2.0, "overlap": 4.0}
+"""Best of a grid around them (launch 3.3 to 5.5, memory 0 to 2, overlap 2 to 6): the choice hardly depends on them."""
+
+CONTENDER = 0.2
+"""A config this much slower than the fastest counts half."""
+
+WORTH = 1.01
+"""How much faster than the model's choice a measured config must be to be listed."""
+
+OUT = Path(deep_tile.__file__).parent / "calibration.json"
+
+
+def fit(config: GemmConfig, times: dict[Shape, float], fastest: dict[Shape, float]) -> tuple[float, float]:
+    """(block_us, tile_us) of one config by Gauss-Newton on their logarithms.
+
+    A shape weighs the less, the further the config is from the fastest there: the model has to rank contenders.
+    """
+    problems = [GemmProblem(*shape, num_sms=H200.num_sms) for shape in times]
+    measured = np.array(list(times.values()))
+    waves = np.array([select.estimate(config, problem).waves for problem in problems])
+    blocks = np.array([select.blocks_per_tile(config, problem.k) for problem in problems])
+    excess = measured / np.array([fastest[shape] for shape in times]) - 1
+    weight = 1 / (1 + (excess / CONTENDER) ** 2)
+    memory = np.array([SHARED["memory_us"] + shape.bytes / H200.hbm_tbps / 1e6 for shape in times])
+
+    def log_error(logs: np.ndarray) -> np.ndarray:
+        compute = waves * (blocks * math.exp(logs[0]) + math.exp(logs[1]))
+        p = SHARED["overlap"]
+        return np.log((SHARED["launch_us"] + (compute**p + memory**p) ** (1 / p)) / measured)
+
+    logs, step = np.log([0.3, 1.0]), 1e-4
+    for _ in range(40):
+        error = log_error(logs)
+        slopes = np.stack([(log_error(logs + step * axis) - error) / step for axis in np.eye(2)], axis=1)
+        change = np.linalg.lstsq(slopes * weight[:, None], -error * weight, rcond=None)[0]
+        logs = np.maximum(logs + np.clip(change, -0.5, 0.5), [-5.0, -3.0])
+    return math.exp(logs[0]), math.exp(logs[1])
+
+
+def write(model: dict) -> None:
+    OUT.write_text(json.dumps(model, indent=1) + "\n")
+    select.calibration.cache_clear()
+    select.choose_bucket.cache_clear()
+
+
+def better_choices(searched: dict[Shape, dict[str, float]]) -> dict[str, str]:
+    """By bucket, "MxNxK" with its largest m: the config measured fastest, where the model's choice is WORTH slower."""
+    buckets: dict[GemmProblem, list[dict[str, float]]] = {}
+    for shape, times in searched.items():
+        problem = select.bucketed(GemmProblem(*shape, num_sms=H200.num_sms))
+        buckets.setdefault(problem, []).append(times)
+    choices = {}
+    for problem, measurements in buckets.items():
+        total = {name: sum(math.log(times[name]) for times in measurements) for name in measurements[0]}
+        best, chosen = min(total, key=total.get), select.choose(problem).name
+        if total[chosen] - total[best] > len(measurements) * math.log(WORTH):
+            choices[f"{problem.m}x{problem.n}x{problem.k}"] = best
+    return choices
+
+
+def report(searched: dict[Shape, dict[str, float]]) -> str:
+    """How well the calibration on disk predicts the search, and what following it costs."""
+    configs = {config.name: config for config in select.default_configs()}
+    errors, losses = [], []
+    for shape, times in searched.items():
+        problem = GemmProblem(*shape, num_sms=H200.num_sms)
+        predicted = {name: select.estimate(configs[name], problem).time_us for name in times if name in configs}
+        errors += [abs(predicted[name] / times[name] - 1) for name in predicted]
+        losses.append(times[select.choose(problem).name] / min(times.values()))
+    mean_loss = math.exp(np.mean(np.log(losses)))
+    return (
+        f"median error {np.median(errors):.1%}, 90th percentile {np.quantile(errors, 0.9):.1%}; "
+        f"chosen over fastest: {mean_loss:.3f} in the geometric mean, {max(losses):.3f} at worst"
+    )
+
+
+def load_search(path: Path) -> dict[Shape, dict[str, float]]:
+    return {Shape.parse(text): times for text, times in json.loads(path.read_text())["us"].items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("search", type=Path, help="JSON file of search.py")
+    path = parser.parse_args().search
+    searched = load_search(path)
+    fastest = {shape: min(times.values()) for shape, times in searched.items()}
+    coefficients = {}
+    for config in select.default_configs():
+        times = {shape: times[config.name] for shape, times in searched.items() if config.name in times}
+        coefficients[config.name] = [round(value, 4) for value in fit(config, times, fastest)]
+    run = json.loads(path.read_text())["run"]
+    source = {"gpu": run["gpu"], "num_sms": run["num_sms"], "date": run["date"], "fitted_to": path.name}
+    model = {**source, **SHARED, "configs": coefficients, "choices": {}}
+    write(model)
+    print("model alone:", report(searched))
+    write({**model, "choices": better_choices(searched)})
+    print("with choices:", report(searched))
+
+
+if __name__ == "__main__":
+    main()

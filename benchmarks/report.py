@@ -1,0 +1,244 @@
+"""What is said about results: tables, geometric means, comparisons, the README's table and plot.
+
+Used by bench_gemm.py for its printout and as a script to refresh the README; reads JSON files, needs no GPU:
+
+    PYTHONPATH=. python benchmarks/report.py RESULT.json [--overhead OVERHEAD.json] [--readme README.md]
+
+Invariant: ratios are times, ours over theirs (below 1: deep_tile is faster), and are taken within one run only, because
+cards of one model differ by up to 10 %. DeepGEMM's published times enter through cuBLASLt tensor-wise fast, which both
+runs measured.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.shapes import DEEPSEEK_V3_LAYERS, M_RANGES, NINE, TOKENS, Shape, m_range
+
+OURS = "deep_tile"
+COMMON = "cublaslt_tensor_fast"
+"""The contestant through which runs on different cards are compared."""
+
+README_SHOWS = (OURS, "deep_gemm", "cublaslt_block", COMMON, "torch_bf16")
+"""The contestants of the README's table and plot; the results hold the others."""
+
+PUBLISHED = Path(__file__).parent / "results" / "peers_h200_2026-11-21.json"
+BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
+MISSING = "–"
+
+Run = dict[str, Any]
+"""A results file: {"meta": {...}, "shapes": [{"m", "n", "k", "results": {contestant: {"us": ..., ...}}, ...}, ...]}."""
+Times = dict[Shape, float]
+
+
+def load_run(path: str | Path) -> Run:
+    return json.loads(Path(path).read_text())
+
+
+def save_run(path: str | Path, run: Run) -> None:
+    """One shape per line, so that two runs can be read side by side; replaced at once, never half written."""
+    lines = ",\n".join("    " + json.dumps(row) for row in run["shapes"])
+    meta = json.dumps(run["meta"], indent=2).replace("\n", "\n  ")
+    temporary = Path(f"{path}.tmp")
+    temporary.write_text(f'{{\n  "meta": {meta},\n  "shapes": [\n{lines}\n  ]\n}}\n')
+    os.replace(temporary, path)
+
+
+def shape_of(row: dict[str, Any]) -> Shape:
+    return Shape(row["m"], row["n"], row["k"])
+
+
+def times(run: Run, contestant: str) -> Times:
+    """Median microseconds by shape, where the contestant ran."""
+    return {shape_of(row): row["results"][contestant]["us"] for row in run["shapes"] if contestant in row["results"]}
+
+
+def contestants(run: Run) -> list[str]:
+    """In order of first appearance."""
+    return list(dict.fromkeys(name for row in run["shapes"] for name in row["results"]))
+
+
+def ratios(ours: Times, theirs: Times) -> Times:
+    """Ours over theirs, on the shapes that both have."""
+    return {shape: us / theirs[shape] for shape, us in ours.items() if shape in theirs}
+
+
+def published_deep_gemm_ratios(run: Run) -> Times:
+    """deep_tile over DeepGEMM 2.6.1, each relative to cuBLASLt tensor-wise fast of its own run."""
+    published = load_run(PUBLISHED)
+    ours = ratios(times(run, OURS), times(run, COMMON))
+    return ratios(ours, ratios(times(published, "deep_gemm"), times(published, COMMON)))
+
+
+def means_by_range(values: Times) -> dict[str, float]:
+    """Geometric mean in each m range that has shapes."""
+    ranges = {name: [value for shape, value in values.items() if m_range(shape) == name] for name in M_RANGES}
+    return {name: geometric_mean(found) for name, found in ranges.items() if found}
+
+
+def all_means(run: Run) -> dict[str, dict[str, float]]:
+    """Geometric means of ours against every other contestant, published DeepGEMM and the limit, by title."""
+    ours = times(run, OURS)
+    others = {label_of(run, name): ratios(ours, times(run, name)) for name in contestants(run) if name != OURS}
+    if "H200" in run["meta"]["gpu"]:
+        others["DeepGEMM 2.6.1, published"] = published_deep_gemm_ratios(run)
+    others["limit"] = {shape: us / shape.limit_us() for shape, us in ours.items()}
+    return {title: means_by_range(values) for title, values in others.items() if values}
+
+
+def label_of(run: Run, contestant: str) -> str:
+    return run["meta"].get("labels", {}).get(contestant, contestant)
+
+
+def print_run(run: Run, console: Console) -> None:
+    """Every shape, then the geometric means."""
+    names = contestants(run)
+    table = Table("m x n x k", *(label_of(run, name) for name in names), "limit", "config", title="Microseconds")
+    for row in run["shapes"]:
+        cells = [_microseconds(row["results"].get(name, {}).get("us")) for name in names]
+        table.add_row(str(shape_of(row)), *cells, _microseconds(shape_of(row).limit_us()), _tile(row))
+    console.print(table)
+    console.print(_means_table("Geometric mean of deep_tile's time over", all_means(run)))
+
+
+def print_comparison(old: Run, new: Run, console: Console) -> None:
+    """deep_tile in two runs: plain, and each relative to cuBLASLt tensor-wise fast of its own run."""
+    plain = ratios(times(new, OURS), times(old, OURS))
+    relative = ratios(*(ratios(times(run, OURS), times(run, COMMON)) for run in (new, old)))
+    table = Table("m x n x k", "old us", "new us", "new / old", "relative to cuBLASLt", title="deep_tile, two runs")
+    for shape, ratio in plain.items():
+        old_us, new_us = (_microseconds(times(run, OURS)[shape]) for run in (old, new))
+        table.add_row(str(shape), old_us, new_us, f"{ratio:.3f}", _ratio(relative.get(shape)))
+    console.print(table)
+    means = {"new / old": means_by_range(plain), "relative to cuBLASLt": means_by_range(relative)}
+    console.print(_means_table("Geometric mean", means))
+
+
+def _means_table(title: str, means: dict[str, dict[str, float]]) -> Table:
+    table = Table("", *M_RANGES, title=title)
+    for name, by_range in means.items():
+        table.add_row(name, *(_ratio(by_range.get(m_name)) for m_name in M_RANGES))
+    return table
+
+
+def _tile(row: dict[str, Any]) -> str:
+    return row.get("config", MISSING).removeprefix("fp8_gemm_")
+
+
+def _microseconds(us: float | None) -> str:
+    return MISSING if us is None else f"{us:.1f}"
+
+
+def _ratio(ratio: float | None) -> str:
+    return MISSING if ratio is None else f"{ratio:.3f}"
+
+
+def markdown_tables(run: Run) -> str:
+    """The README's benchmark section: the nine compute-bound shapes, and the means over all shapes measured."""
+    rows = {shape_of(row): row for row in run["shapes"]}
+    names = [name for name in README_SHOWS if name in contestants(run)]
+    nine = [["m x n x k", *(label_of(run, name) for name in names), "limit", "deep_tile TFLOPS"]]
+    for shape in (shape for shape in NINE if shape in rows):
+        results = rows[shape]["results"]
+        cells = [_microseconds(results.get(name, {}).get("us")) for name in names]
+        rate = f"{shape.flops / results[OURS]['us'] / 1e6:.0f}" if OURS in results else MISSING
+        nine.append([str(shape), *cells, _microseconds(shape.limit_us()), rate])
+    means = [["time of deep_tile over", *M_RANGES]]
+    for title, by_range in all_means(run).items():
+        means.append([title, *(_ratio(by_range.get(name)) for name in M_RANGES)])
+    meta = run["meta"]
+    note = (
+        f"{meta['gpu']}, {meta['date'][:10]}, torch {meta.get('torch', MISSING)}, CUDA {meta.get('cuda', MISSING)}; "
+        f"microseconds, medians, L2 cold. Geometric means over {len(rows)} shapes; below 1, deep_tile is faster. "
+        "Tensor-wise and row-wise cuBLASLt have no block scales to apply. The limit is "
+        "max(flops / 1500 TFLOPS + 3.3 us, bytes / 4.09 TB/s + 5.1 us)."
+    )
+    return "\n\n".join((note, _markdown(nine), _markdown(means)))
+
+
+def markdown_overhead(overhead: dict[str, Any]) -> str:
+    """What a call costs beside its GPU time, from bench_overhead.py's file."""
+    rows = [["host time per warm call", "us"], *([name, f"{us:.1f}"] for name, us in overhead["host_us"].items())]
+    kernels = [["first call of a kernel, ms", "cold cache", "disk cache"]]
+    for cold, disk in zip(overhead["first_calls"]["cold"], overhead["first_calls"]["disk"], strict=True):
+        kernels.append([f"`{cold['config']}`", f"{cold['first_ms']:.0f}", f"{disk['first_ms']:.1f}"])
+    return f"{_markdown(rows)}\n\n{_markdown(kernels)}\n\nThe first row includes loading the compiler's bindings."
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    head, *body = rows
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---", *["---:"] * (len(head) - 1)], *body))
+
+
+def replace_between_markers(path: Path, text: str) -> None:
+    """Put `text` between the two benchmark markers of a file."""
+    before, begin, rest = path.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path} must hold the line {BEGIN} and, after it, {END}; the table goes between them")
+    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+def plot_layers(run: Run, path: Path) -> None:
+    """Share of the limit against m, one panel per DeepSeek-V3 layer: 1 is a kernel that leaves nothing to gain."""
+    from matplotlib.figure import Figure  # Measuring needs no plots.
+
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    panels = figure.subplots(2, 3, sharex=True, sharey=True)
+    for panel, (layer, (n, k)) in zip(panels.flat, DEEPSEEK_V3_LAYERS.items(), strict=True):
+        for name in (name for name in README_SHOWS if name in contestants(run)):
+            _plot_line(panel, times(run, name), n, k, label_of(run, name), bold=name == OURS)
+        panel.axhline(1, color="black", linewidth=0.8, linestyle=":")
+        panel.set_title(f"{layer}\nn = {n}, k = {k}", fontsize=10)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(TOKENS[::2], TOKENS[::2])
+        panel.grid(alpha=0.3)
+    for panel in panels[1]:
+        panel.set_xlabel("m (tokens)")
+    panels[0, 0].set_ylim(0, 1.1)
+    figure.supylabel("share of the limit (dotted: the limit)")
+    figure.suptitle(f"DeepSeek-V3's linear layers, {run['meta']['gpu']}, {run['meta']['date'][:10]}")
+    figure.legend(
+        *panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(README_SHOWS), frameon=False
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _plot_line(panel: Any, measured: Times, n: int, k: int, label: str, bold: bool) -> None:
+    points = sorted((shape.m, shape.limit_us() / us) for shape, us in measured.items() if shape[1:] == (n, k))
+    panel.plot(
+        [m for m, _ in points],
+        [share for _, share in points],
+        label=label,
+        marker="o",
+        markersize=3,
+        linewidth=2.5 if bold else 1.2,
+        zorder=3 if bold else 2,
+    )
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Write the README's benchmark table and plot from a results file.")
+    parser.add_argument("result", type=Path, help="JSON written by bench_gemm.py")
+    parser.add_argument("--overhead", type=Path, help="JSON written by bench_overhead.py")
+    parser.add_argument("--readme", type=Path, default=Path("README.md"))
+    parser.add_argument("--figures", type=Path, default=Path("docs/figures"))
+    options = parser.parse_args(arguments)
+    run = load_run(options.result)
+    text = markdown_tables(run)
+    if options.overhead:
+        text += "\n\n" + markdown_overhead(load_run(options.overhead))
+    replace_between_markers(options.readme, text)
+    plot_layers(run, options.figures / "deepseek_v3_layers.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+/* The part of the CUDA driver API that the launcher calls, declared by hand.
+ *
+ * Included by launcher.c, so that it builds without a CUDA toolkit. Where cuda.h exists, tests/test_launcher.py holds
+ * every value, layout and signature below against it: handles keep cuda.h's struct tags, and an `unsigned` stands for
+ * each of its enums, so that the types agree. The interface is CUDA 12.0's, the first with cuLibrary and tensor maps.
+ */
+#ifndef DEEP_TILE_DRIVER_H
+#define DEEP_TILE_DRIVER_H
+
+#include <stdint.h>
+
+typedef unsigned DriverResult; /* CUresult; 0 is success */
+typedef struct CUctx_st *DriverContext;
+typedef struct CUlib_st *DriverLibrary;
+typedef struct CUkern_st *DriverKernel;
+typedef struct CUfunc_st *DriverFunction;
+typedef struct CUstream_st *DriverStream;
+struct CUtensorMap_st;    /* 128 bytes: TensorMap of params.h */
+struct CUlaunchConfig_st; /* LaunchConfig below */
+
+enum {
+    DRIVER_API_VERSION = 12000,
+    PROC_ADDRESS_LEGACY_STREAM = 1, /* stream 0 is the legacy default stream, as it is for torch */
+
+    FUNC_LOCAL_SIZE_BYTES = 3,
+    FUNC_NUM_REGS = 4,
+    FUNC_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8,
+
+    LAUNCH_CLUSTER_DIMENSION = 4,
+    LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION = 6,
+
+    MAP_UINT8 = 0,
+    MAP_BFLOAT16 = 9,
+    MAP_INTERLEAVE_NONE = 0,
+    MAP_SWIZZLE_NONE = 0,
+    MAP_SWIZZLE_32B = 1,
+    MAP_SWIZZLE_64B = 2,
+    MAP_SWIZZLE_128B = 3,
+    MAP_L2_PROMOTION_NONE = 0,
+    MAP_L2_PROMOTION_256B = 3,
+    MAP_OOB_FILL_ZEROS = 0,
+
+    ERROR_NOT_INITIALIZED = 3,
+    ERROR_NO_DEVICE = 100,
+    ERROR_INVALID_DEVICE = 101,
+    ERROR_INVALID_IMAGE = 200,
+    ERROR_NO_BINARY_FOR_GPU = 209,
+    ERROR_INVALID_SOURCE = 300,
+    ERROR_INVALID_HANDLE = 400,
+    ERROR_NOT_FOUND = 500,
+    ERROR_ILLEGAL_ADDRESS = 700,
+    ERROR_LAUNCH_FAILED = 719,
+};
+
+typedef struct { /* CUlaunchAttribute */
+    unsigned id;
+    union {
+        struct {
+            unsigned x, y, z;
+        } cluster_dim;
+        int programmatic_stream_serialization;
+        uint64_t opaque[8];
+    } value;
+} LaunchAttribute;
+
+typedef struct { /* CUlaunchConfig */
+    unsigned grid_x, grid_y, grid_z;
+    unsigned block_x, block_y, block_z;
+    unsigned smem_bytes;
+    DriverStream stream;
+    LaunchAttribute *attributes;
+    unsigned attribute_count;
+} LaunchConfig;
+
+typedef DriverResult (*GetProcAddress)(const char *symbol, void **address, int version, uint64_t flags,
+                                       unsigned *status);
+
+/* CALL(name, parameter list) for every entry point. */
+#define DRIVER_CALLS(CALL)                                                                                            \
+    CALL(cuInit, (unsigned flags))                                                                                    \
+    CALL(cuDriverGetVersion, (int *version))                                                                          \
+    CALL(cuGetErrorName, (DriverResult result, const char **name))                                                    \
+    CALL(cuGetErrorString, (DriverResult result, const char **text))                                                  \
+    CALL(cuDeviceGet, (int *device, int ordinal))                                                                     \
+    CALL(cuDevicePrimaryCtxRetain, (DriverContext *context, int device))                                              \
+    CALL(cuCtxGetCurrent, (DriverContext *context))                                                                   \
+    CALL(cuCtxPushCurrent, (DriverContext context))                                                                   \
+    CALL(cuCtxPopCurrent, (DriverContext *context))                                                                   \
+    CALL(cuLibraryLoadData, (DriverLibrary *library, const void *code, unsigned *jit_options, void **jit_values,      \
+                             unsigned jit_count, unsigned *options, void **values, unsigned count))                   \
+    CALL(cuLibraryGetKernel, (DriverKernel *kernel, DriverLibrary library, const char *name))                         \
+    CALL(cuKernelSetAttribute, (unsigned attribute, int value, DriverKernel kernel, int device))                      \
+    CALL(cuKernelGetFunction, (DriverFunction *function, DriverKernel kernel))                                        \
+    CALL(cuFuncGetAttribute, (int *value, unsigned attribute, DriverFunction function))                               \
+    CALL(cuTensorMapEncodeTiled, (struct CUtensorMap_st *map, unsigned element_type, uint32_t rank, void *address,    \
+                                  const uint64_t *sizes, const uint64_t *strides_bytes, const uint32_t *box,          \
+                                  const uint32_t *element_steps, unsigned interleave, unsigned swizzle,               \
+                                  unsigned l2_promotion, unsigned oob_fill))                                          \
+    CALL(cuLaunchKernelEx, (const struct CUlaunchConfig_st *config, DriverFunction function, void **arguments,        \
+                            void **extra))
+
+#endif

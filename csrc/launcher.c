@@ -1,0 +1,768 @@
+/* deep_tile._launcher: load a cubin, prepare a launch, launch it.
+ *
+ * Called by plan.py and api.py. It knows handles, integers and addresses, never a tensor. Each step does what the next
+ * one need not repeat:
+ *
+ *   load(cubin, ...)     -> Kernel   once per kernel and device: may take milliseconds
+ *   prepare(kernel, ...) -> Launch   once per problem: checks every number
+ *   launch(prepared, ...)            every call: takes addresses, encodes tensor maps, launches; allocates nothing
+ *
+ * Invariant: libcuda is opened by the first load() or driver_version(), never by the import, so that importing works
+ * without a driver and survives fork.
+ */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030A0000
+#include <Python.h>
+#include <structmember.h>
+
+#include <dlfcn.h>
+#include <elf.h>
+#include <limits.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <string.h>
+
+#include "../include/deep_tile/params.h"
+#include "driver.h"
+
+_Static_assert(sizeof(TensorMap) == 128, "the driver writes 128 bytes into a tensor map");
+
+#define COUNT_OF(array) (sizeof(array) / sizeof((array)[0]))
+
+/* ------------------------------------------------------------------------------------------------ the driver ---- */
+
+#define DECLARE_CALL(name, parameters) DriverResult(*name) parameters;
+typedef struct {
+    DRIVER_CALLS(DECLARE_CALL)
+} Driver;
+
+static Driver driver;
+static char driver_problem[512]; /* why `driver` cannot be used; empty when it can */
+static pthread_once_t driver_opened = PTHREAD_ONCE_INIT;
+
+#define REQUIRED_DRIVER "the NVIDIA driver: 525 or newer for CUDA 12, 580 or newer for CUDA 13"
+
+static bool find_entry_point(GetProcAddress get_proc_address, const char *name, size_t offset)
+{
+    void *address = NULL;
+    unsigned status;
+    DriverResult result = get_proc_address(name, &address, DRIVER_API_VERSION, PROC_ADDRESS_LEGACY_STREAM, &status);
+    memcpy((char *)&driver + offset, &address, sizeof address);
+    return result == 0 && address != NULL;
+}
+
+static void open_driver(void)
+{
+#define LOCATE_CALL(name, parameters) {#name, offsetof(Driver, name)},
+    static const struct {
+        const char *name;
+        size_t offset;
+    } entry_points[] = {DRIVER_CALLS(LOCATE_CALL)};
+
+    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (library == NULL) {
+        PyOS_snprintf(driver_problem, sizeof driver_problem, "the CUDA driver cannot be opened (%s); install %s",
+                      dlerror(), REQUIRED_DRIVER);
+        return;
+    }
+    GetProcAddress get_proc_address;
+    void *address = dlsym(library, "cuGetProcAddress_v2");
+    memcpy(&get_proc_address, &address, sizeof address);
+    for (size_t i = 0; i < COUNT_OF(entry_points); i++) {
+        if (address == NULL || !find_entry_point(get_proc_address, entry_points[i].name, entry_points[i].offset)) {
+            PyOS_snprintf(driver_problem, sizeof driver_problem, "the CUDA driver has no %s; update %s",
+                          address == NULL ? "cuGetProcAddress_v2" : entry_points[i].name, REQUIRED_DRIVER);
+            return;
+        }
+    }
+}
+
+/* Opens the driver on first use; false with RuntimeError set when that cannot be done. */
+static bool require_driver(void)
+{
+    Py_BEGIN_ALLOW_THREADS
+    pthread_once(&driver_opened, open_driver);
+    Py_END_ALLOW_THREADS
+    if (driver_problem[0] == '\0')
+        return true;
+    PyErr_SetString(PyExc_RuntimeError, driver_problem);
+    return false;
+}
+
+/* The first driver call that failed, kept until the GIL is held again. */
+typedef struct {
+    const char *call; /* NULL: none failed */
+    DriverResult result;
+} Failure;
+
+static bool succeeded(Failure *failure, const char *call, DriverResult result)
+{
+    if (result != 0 && failure->call == NULL)
+        *failure = (Failure){call, result};
+    return result == 0;
+}
+
+#define CALL(failure, name, ...) succeeded(failure, #name, driver.name(__VA_ARGS__))
+
+static const char *remedy(DriverResult result)
+{
+    switch (result) {
+    case ERROR_NOT_INITIALIZED:
+        return "; CUDA cannot be used in a process forked after CUDA had started: start workers with 'spawn'";
+    case ERROR_NO_DEVICE:
+        return "; no NVIDIA GPU is visible: check nvidia-smi and CUDA_VISIBLE_DEVICES";
+    case ERROR_INVALID_DEVICE:
+        return "; there is no such GPU: check the device index and CUDA_VISIBLE_DEVICES";
+    case ERROR_NO_BINARY_FOR_GPU:
+        return "; the kernels are built for sm_90a and run on Hopper GPUs only";
+    case ERROR_INVALID_IMAGE:
+    case ERROR_INVALID_SOURCE:
+        return "; the cubin is damaged or newer than the driver: clear the kernel cache, or update " REQUIRED_DRIVER;
+    case ERROR_INVALID_HANDLE:
+        return "; the stream must belong to the kernel's device";
+    case ERROR_NOT_FOUND:
+        return "; the cubin holds no kernel of that name";
+    case ERROR_ILLEGAL_ADDRESS:
+    case ERROR_LAUNCH_FAILED:
+        return "; an earlier kernel of this process failed: find it with compute-sanitizer or CUDA_LAUNCH_BLOCKING=1";
+    default:
+        return "";
+    }
+}
+
+/* Sets RuntimeError; `kernel_name` may be NULL. Returns NULL for the caller to return. */
+static PyObject *raise_failure(const Failure *failure, PyObject *kernel_name)
+{
+    const char *name = NULL, *text = NULL; /* and so they stay for a code that the driver does not know */
+    driver.cuGetErrorName(failure->result, &name);
+    driver.cuGetErrorString(failure->result, &text);
+    PyObject *subject = kernel_name ? PyUnicode_FromFormat(" for kernel %U", kernel_name) : PyUnicode_FromString("");
+    if (subject != NULL)
+        PyErr_Format(PyExc_RuntimeError, "%s failed%U: %s (%u), %s%s", failure->call, subject,
+                     name ? name : "unknown error", failure->result, text ? text : "no description",
+                     remedy(failure->result));
+    Py_XDECREF(subject);
+    return NULL;
+}
+
+/* -------------------------------------------------------------------------------------------- types and module ---- */
+
+/* A kernel loaded on one device. Its library is never unloaded: kernels are a finite set, and at interpreter exit the
+ * driver may be gone before its last Kernel; leaking a library then is better than a crash. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *name;
+    DriverContext context; /* the device's primary context, which torch uses too */
+    DriverKernel handle;
+    int device;
+    int smem_bytes;
+    int registers;
+    int local_bytes;
+} Kernel;
+
+typedef struct {
+    uint64_t sizes[2]; /* inner, outer */
+    uint64_t outer_stride_bytes;
+    uint32_t box[2];
+    unsigned element_type;
+    unsigned swizzle;
+    unsigned l2_promotion;
+} MapLayout;
+
+/* All of a launch but the addresses. */
+typedef struct {
+    PyObject_HEAD
+    Kernel *kernel;
+    MapLayout a_map, b_map, out_map;
+    bool has_out_map;
+    bool pdl;
+    unsigned grid, cluster, threads;
+    unsigned char params[sizeof(GemmParams)]; /* bytes, because Python aligns objects to 16 and GemmParams wants 64 */
+} Launch;
+
+typedef struct {
+    PyTypeObject *kernel_type;
+    PyTypeObject *launch_type;
+} ModuleState;
+
+static void free_object(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc free_memory = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free_memory(self);
+    Py_DECREF(type); /* instances of heap types own a reference to their type */
+}
+
+static void kernel_dealloc(PyObject *self)
+{
+    Py_XDECREF(((Kernel *)self)->name);
+    free_object(self);
+}
+
+static void launch_dealloc(PyObject *self)
+{
+    Py_XDECREF((PyObject *)((Launch *)self)->kernel);
+    free_object(self);
+}
+
+/* ------------------------------------------------------------------------------------------------------- load ---- */
+
+/* Whether `size` bytes hold all that the ELF header speaks of. The driver is told no size and would read on. */
+static bool is_whole_cubin(const char *cubin, Py_ssize_t size)
+{
+    Elf64_Ehdr header;
+    if (size < (Py_ssize_t)sizeof header || memcmp(cubin, ELFMAG, SELFMAG) != 0)
+        return false;
+    memcpy(&header, cubin, sizeof header);
+    uint64_t available = (uint64_t)size;
+    uint64_t sections_bytes = (uint64_t)header.e_shnum * header.e_shentsize;
+    uint64_t segments_bytes = (uint64_t)header.e_phnum * header.e_phentsize;
+    return header.e_shoff <= available && sections_bytes <= available - header.e_shoff &&
+           header.e_phoff <= available && segments_bytes <= available - header.e_phoff;
+}
+
+/* Loads into the current context, now: nothing is left for a later launch to do, which may be captured in a graph. */
+static bool load_here(Failure *failure, Kernel *kernel, int device, const char *cubin, const char *name)
+{
+    DriverLibrary library;
+    DriverFunction function;
+    /* With no options given the driver keeps its own copy of the cubin. */
+    return CALL(failure, cuLibraryLoadData, &library, cubin, NULL, NULL, 0, NULL, NULL, 0) &&
+           CALL(failure, cuLibraryGetKernel, &kernel->handle, library, name) &&
+           CALL(failure, cuKernelSetAttribute, FUNC_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel->smem_bytes, kernel->handle,
+                device) &&
+           CALL(failure, cuKernelGetFunction, &function, kernel->handle) &&
+           CALL(failure, cuFuncGetAttribute, &kernel->registers, FUNC_NUM_REGS, function) &&
+           CALL(failure, cuFuncGetAttribute, &kernel->local_bytes, FUNC_LOCAL_SIZE_BYTES, function);
+}
+
+/* The primary context is retained and never released, as the library in it is never unloaded. */
+static void load_on_device(Failure *failure, Kernel *kernel, const char *cubin, const char *name)
+{
+    int device;
+    DriverContext popped;
+    bool entered = CALL(failure, cuInit, 0) && CALL(failure, cuDeviceGet, &device, kernel->device) &&
+                   CALL(failure, cuDevicePrimaryCtxRetain, &kernel->context, device) &&
+                   CALL(failure, cuCtxPushCurrent, kernel->context);
+    if (!entered)
+        return;
+    load_here(failure, kernel, device, cubin, name);
+    (void)CALL(failure, cuCtxPopCurrent, &popped);
+}
+
+PyDoc_STRVAR(load_doc, "load(cubin: bytes, name: str, smem_bytes: int, device: int) -> Kernel\n"
+                       "\n"
+                       "Load kernel `name` on GPU `device`, with `smem_bytes` of dynamic shared memory per block.\n"
+                       "\n"
+                       "Raises ValueError for a torn cubin or a negative number, RuntimeError for whatever the\n"
+                       "driver refuses. The GIL is released meanwhile.");
+
+static PyObject *load(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"cubin", "name", "smem_bytes", "device", NULL};
+    PyObject *cubin, *name;
+    int smem_bytes, device;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "SUii:load", keywords, &cubin, &name, &smem_bytes, &device))
+        return NULL;
+    const char *code = PyBytes_AsString(cubin);
+    if (!is_whole_cubin(code, PyBytes_Size(cubin)))
+        return PyErr_Format(PyExc_ValueError, "load: cubin is no whole ELF file (%zd bytes); compile %U again",
+                            PyBytes_Size(cubin), name);
+    if (smem_bytes < 0 || device < 0)
+        return PyErr_Format(PyExc_ValueError, "load: smem_bytes is %d and device is %d, want neither negative",
+                            smem_bytes, device);
+    const char *name_text = PyUnicode_AsUTF8AndSize(name, NULL);
+    if (name_text == NULL || !require_driver())
+        return NULL;
+
+    ModuleState *state = PyModule_GetState(module);
+    Kernel *kernel = (Kernel *)PyType_GenericAlloc(state->kernel_type, 0);
+    if (kernel == NULL)
+        return NULL;
+    Py_INCREF(name);
+    kernel->name = name;
+    kernel->smem_bytes = smem_bytes;
+    kernel->device = device;
+
+    Failure failure = {NULL, 0};
+    Py_BEGIN_ALLOW_THREADS
+    load_on_device(&failure, kernel, code, name_text);
+    Py_END_ALLOW_THREADS
+    if (failure.call == NULL)
+        return (PyObject *)kernel;
+    raise_failure(&failure, name);
+    Py_DECREF((PyObject *)kernel);
+    return NULL;
+}
+
+/* ---------------------------------------------------------------------------------------------------- prepare ---- */
+
+typedef struct {
+    const char *name;
+    long long low, high;
+} Field;
+
+/* Reads `value` into `*number`; ValueError or TypeError names the field, as "group.name" where there is a group. */
+static bool read_number(PyObject *value, const char *group, const Field *field, long long *number)
+{
+    const char *dot = group[0] == '\0' ? "" : ".";
+    int overflow = 0;
+    *number = PyLong_AsLongLongAndOverflow(value, &overflow);
+    if (PyErr_Occurred()) {
+        PyErr_Format(PyExc_TypeError, "prepare: %s%s%s is %R, want an int", group, dot, field->name, value);
+        return false;
+    }
+    if (overflow == 0 && *number >= field->low && *number <= field->high)
+        return true;
+    PyErr_Format(PyExc_ValueError, "prepare: %s%s%s is %R, want %lld to %lld", group, dot, field->name, value,
+                 field->low, field->high);
+    return false;
+}
+
+enum { ELEMENT_BYTES, INNER, OUTER, OUTER_STRIDE_BYTES, BOX_INNER, BOX_OUTER, SWIZZLE_BYTES, MAP_NUMBERS };
+
+/* TMA's own limits. */
+static const Field map_fields[MAP_NUMBERS] = {
+    [ELEMENT_BYTES] = {"element_bytes", 1, 2},
+    [INNER] = {"inner", 1, 1LL << 32},
+    [OUTER] = {"outer", 1, 1LL << 32},
+    [OUTER_STRIDE_BYTES] = {"outer_stride_bytes", 16, (1LL << 40) - 16},
+    [BOX_INNER] = {"box_inner", 1, 256},
+    [BOX_OUTER] = {"box_outer", 1, 256},
+    [SWIZZLE_BYTES] = {"swizzle_bytes", 0, 128},
+};
+
+static int swizzle_mode(long long swizzle_bytes)
+{
+    switch (swizzle_bytes) {
+    case 0:
+        return MAP_SWIZZLE_NONE;
+    case 32:
+        return MAP_SWIZZLE_32B;
+    case 64:
+        return MAP_SWIZZLE_64B;
+    case 128:
+        return MAP_SWIZZLE_128B;
+    default:
+        return -1;
+    }
+}
+
+/* The limits of a map that tie several of its numbers together. */
+static bool check_map(const char *map_name, const long long numbers[])
+{
+    long long stride_bytes = numbers[OUTER_STRIDE_BYTES], swizzle_bytes = numbers[SWIZZLE_BYTES];
+    long long box_bytes = numbers[BOX_INNER] * numbers[ELEMENT_BYTES];
+    if (stride_bytes % 16 != 0)
+        PyErr_Format(PyExc_ValueError, "prepare: %s.outer_stride_bytes is %lld, want a multiple of 16", map_name,
+                     stride_bytes);
+    else if (swizzle_mode(swizzle_bytes) < 0)
+        PyErr_Format(PyExc_ValueError, "prepare: %s.swizzle_bytes is %lld, want 0, 32, 64 or 128", map_name,
+                     swizzle_bytes);
+    else if (box_bytes % 16 != 0)
+        PyErr_Format(PyExc_ValueError, "prepare: %s.box_inner is %lld bytes, want a multiple of 16", map_name,
+                     box_bytes);
+    else if (swizzle_bytes != 0 && box_bytes > swizzle_bytes)
+        PyErr_Format(PyExc_ValueError, "prepare: %s.box_inner is %lld bytes, want at most swizzle_bytes, %lld",
+                     map_name, box_bytes, swizzle_bytes);
+    return !PyErr_Occurred();
+}
+
+static bool read_map(PyObject *given, const char *map_name, unsigned l2_promotion, MapLayout *layout)
+{
+    if (!PyTuple_Check(given) || PyTuple_Size(given) != MAP_NUMBERS) {
+        PyErr_Format(PyExc_TypeError,
+                     "prepare: %s is %R, want a tuple (element_bytes, inner, outer, outer_stride_bytes, box_inner, "
+                     "box_outer, swizzle_bytes)",
+                     map_name, given);
+        return false;
+    }
+    long long numbers[MAP_NUMBERS];
+    for (int i = 0; i < MAP_NUMBERS; i++)
+        if (!read_number(PyTuple_GetItem(given, i), map_name, &map_fields[i], &numbers[i]))
+            return false;
+    if (!check_map(map_name, numbers))
+        return false;
+    *layout = (MapLayout){
+        .sizes = {(uint64_t)numbers[INNER], (uint64_t)numbers[OUTER]},
+        .outer_stride_bytes = (uint64_t)numbers[OUTER_STRIDE_BYTES],
+        .box = {(uint32_t)numbers[BOX_INNER], (uint32_t)numbers[BOX_OUTER]},
+        .element_type = numbers[ELEMENT_BYTES] == 1 ? MAP_UINT8 : MAP_BFLOAT16,
+        .swizzle = (unsigned)swizzle_mode(numbers[SWIZZLE_BYTES]),
+        .l2_promotion = l2_promotion,
+    };
+    return true;
+}
+
+enum {
+    GRID,
+    CLUSTER,
+    THREADS,
+    A_BOX_ROWS,
+    A_SCALE_STRIDE_M,
+    A_SCALE_STRIDE_K,
+    B_SCALE_STRIDE_N,
+    B_SCALE_STRIDE_K,
+    OUT_STRIDE_M,
+    SIZE_M,
+    SIZE_N,
+    SIZE_K,
+    LAUNCH_NUMBERS
+};
+
+static const Field launch_fields[LAUNCH_NUMBERS] = {
+    [GRID] = {"grid", 1, INT_MAX},
+    [CLUSTER] = {"cluster", 1, 8},
+    [THREADS] = {"threads", 1, 1024},
+    [A_BOX_ROWS] = {"a_box_rows", 1, 256},
+    [A_SCALE_STRIDE_M] = {"a_scale_strides[0]", 0, LLONG_MAX},
+    [A_SCALE_STRIDE_K] = {"a_scale_strides[1]", 0, LLONG_MAX},
+    [B_SCALE_STRIDE_N] = {"b_scale_strides[0]", 0, LLONG_MAX},
+    [B_SCALE_STRIDE_K] = {"b_scale_strides[1]", 0, LLONG_MAX},
+    [OUT_STRIDE_M] = {"out_stride_m", 0, LLONG_MAX},
+    [SIZE_M] = {"m", 1, INT_MAX},
+    [SIZE_N] = {"n", 1, INT_MAX},
+    [SIZE_K] = {"k", 1, INT_MAX},
+};
+
+static bool read_launch_numbers(PyObject *const given[], long long numbers[])
+{
+    for (int i = 0; i < LAUNCH_NUMBERS; i++)
+        if (!read_number(given[i], "", &launch_fields[i], &numbers[i]))
+            return false;
+    if (numbers[GRID] % numbers[CLUSTER] == 0)
+        return true;
+    PyErr_Format(PyExc_ValueError, "prepare: grid is %lld, want a multiple of cluster, %lld", numbers[GRID],
+                 numbers[CLUSTER]);
+    return false;
+}
+
+/* The kernel counts the bytes of a_box_rows rows; a box of any other height would leave it waiting for ever. */
+static bool check_a_box_rows(long long a_box_rows, const MapLayout *a_map)
+{
+    if (a_box_rows == a_map->box[1])
+        return true;
+    PyErr_Format(PyExc_ValueError, "prepare: a_box_rows is %lld, want a_map.box_outer, %d", a_box_rows,
+                 (int)a_map->box[1]);
+    return false;
+}
+
+static void fill_template(Launch *launch, const long long numbers[])
+{
+    GemmParams params = {
+        .a_scale_stride_m = numbers[A_SCALE_STRIDE_M],
+        .a_scale_stride_k = numbers[A_SCALE_STRIDE_K],
+        .b_scale_stride_n = numbers[B_SCALE_STRIDE_N],
+        .b_scale_stride_k = numbers[B_SCALE_STRIDE_K],
+        .out_stride_m = numbers[OUT_STRIDE_M],
+        .m = (int)numbers[SIZE_M],
+        .n = (int)numbers[SIZE_N],
+        .k = (int)numbers[SIZE_K],
+        .a_box_rows = (int)numbers[A_BOX_ROWS],
+    };
+    memcpy(launch->params, &params, sizeof params);
+}
+
+PyDoc_STRVAR(prepare_doc,
+             "prepare(kernel, *, grid, cluster, threads, a_map, b_map, out_map, a_box_rows, a_scale_strides,\n"
+             "        b_scale_strides, out_stride_m, m, n, k, pdl) -> Launch\n"
+             "\n"
+             "Everything about a launch but the addresses.\n"
+             "\n"
+             "grid, cluster: blocks, and blocks per cluster; threads: per block. a_map, b_map, out_map: tensor maps\n"
+             "(element_bytes, inner, outer, outer_stride_bytes, box_inner, box_outer, swizzle_bytes), with elements\n"
+             "of 1 byte or of 2 (BF16); out_map is None for a kernel that stores directly. a_scale_strides (m, k),\n"
+             "b_scale_strides (n, k) and out_stride_m are in elements. pdl: programmatic dependent launch.\n"
+             "\n"
+             "Raises ValueError or TypeError naming the field, what was seen and what is wanted.");
+
+static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"",       "grid",       "cluster",         "threads",         "a_map",        "b_map",
+                               "out_map", "a_box_rows", "a_scale_strides", "b_scale_strides", "out_stride_m", "m",
+                               "n",      "k",          "pdl",             NULL};
+    PyObject *kernel, *a_map, *b_map, *out_map, *given[LAUNCH_NUMBERS];
+    int pdl;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$OOOOOOO(OO)(OO)OOOOp:prepare", keywords, &kernel, &given[GRID],
+                                     &given[CLUSTER], &given[THREADS], &a_map, &b_map, &out_map, &given[A_BOX_ROWS],
+                                     &given[A_SCALE_STRIDE_M], &given[A_SCALE_STRIDE_K], &given[B_SCALE_STRIDE_N],
+                                     &given[B_SCALE_STRIDE_K], &given[OUT_STRIDE_M], &given[SIZE_M], &given[SIZE_N],
+                                     &given[SIZE_K], &pdl))
+        return NULL;
+
+    long long numbers[LAUNCH_NUMBERS];
+    MapLayout a_layout, b_layout, out_layout = {.sizes = {0}};
+    bool has_out_map = out_map != Py_None;
+    if (!read_launch_numbers(given, numbers) || !read_map(a_map, "a_map", MAP_L2_PROMOTION_256B, &a_layout) ||
+        !read_map(b_map, "b_map", MAP_L2_PROMOTION_256B, &b_layout) ||
+        (has_out_map && !read_map(out_map, "out_map", MAP_L2_PROMOTION_NONE, &out_layout)) ||
+        !check_a_box_rows(numbers[A_BOX_ROWS], &a_layout))
+        return NULL;
+    ModuleState *state = PyModule_GetState(module);
+    if (Py_TYPE(kernel) != state->kernel_type)
+        return PyErr_Format(PyExc_TypeError, "prepare: kernel is %R, want the Kernel that load() returned", kernel);
+
+    Launch *launch = (Launch *)PyType_GenericAlloc(state->launch_type, 0);
+    if (launch == NULL)
+        return NULL;
+    Py_INCREF(kernel);
+    launch->kernel = (Kernel *)kernel;
+    launch->a_map = a_layout;
+    launch->b_map = b_layout;
+    launch->out_map = out_layout;
+    launch->has_out_map = has_out_map;
+    launch->pdl = pdl != 0;
+    launch->grid = (unsigned)numbers[GRID];
+    launch->cluster = (unsigned)numbers[CLUSTER];
+    launch->threads = (unsigned)numbers[THREADS];
+    fill_template(launch, numbers);
+    return (PyObject *)launch;
+}
+
+/* ----------------------------------------------------------------------------------------------------- launch ---- */
+
+enum { A, A_SCALE, B, B_SCALE, OUT, STREAM, ADDRESSES };
+
+static const char *const address_names[ADDRESSES] = {"a", "a_scale", "b", "b_scale", "out", "stream"};
+
+enum { TMA_ALIGNMENT_BYTES = 16 };
+
+static bool read_addresses(PyObject *const given[], uintptr_t addresses[])
+{
+    for (int i = 0; i < ADDRESSES; i++) {
+        addresses[i] = (uintptr_t)PyLong_AsUnsignedLongLong(given[i]);
+        if (addresses[i] == UINTPTR_MAX && PyErr_Occurred()) {
+            PyErr_Format(PyExc_TypeError, "launch: %s is %R, want an address (an int of 64 bits, not negative)",
+                         address_names[i], given[i]);
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool check_alignment(const uintptr_t addresses[], int which)
+{
+    int remainder = (int)(addresses[which] % TMA_ALIGNMENT_BYTES);
+    if (remainder == 0)
+        return true;
+    PyErr_Format(PyExc_ValueError, "launch: the address of %s is %d modulo %d, want a multiple of %d for TMA",
+                 address_names[which], remainder, TMA_ALIGNMENT_BYTES, TMA_ALIGNMENT_BYTES);
+    return false;
+}
+
+static bool encode_map(Failure *failure, TensorMap *map, const MapLayout *layout, uintptr_t address)
+{
+    static const uint32_t element_steps[2] = {1, 1};
+    return CALL(failure, cuTensorMapEncodeTiled, (struct CUtensorMap_st *)map, layout->element_type, 2, (void *)address,
+                layout->sizes, &layout->outer_stride_bytes, layout->box, element_steps, MAP_INTERLEAVE_NONE,
+                layout->swizzle, layout->l2_promotion, MAP_OOB_FILL_ZEROS);
+}
+
+static bool fill_params(Failure *failure, GemmParams *params, const Launch *launch, const uintptr_t addresses[])
+{
+    memcpy(params, launch->params, sizeof *params);
+    params->a_scale = (const float *)addresses[A_SCALE];
+    params->b_scale = (const float *)addresses[B_SCALE];
+    params->out = (void *)addresses[OUT];
+    return encode_map(failure, &params->a_map, &launch->a_map, addresses[A]) &&
+           encode_map(failure, &params->b_map, &launch->b_map, addresses[B]) &&
+           (!launch->has_out_map || encode_map(failure, &params->out_map, &launch->out_map, addresses[OUT]));
+}
+
+/* Everything lies on the stack: threads may launch at the same time. */
+static void launch_here(Failure *failure, const Launch *launch, const uintptr_t addresses[])
+{
+    GemmParams params;
+    if (!fill_params(failure, &params, launch, addresses))
+        return;
+
+    LaunchAttribute attributes[2];
+    unsigned attribute_count = 0;
+    if (launch->cluster > 1)
+        attributes[attribute_count++] =
+            (LaunchAttribute){.id = LAUNCH_CLUSTER_DIMENSION, .value.cluster_dim = {launch->cluster, 1, 1}};
+    if (launch->pdl)
+        attributes[attribute_count++] = (LaunchAttribute){.id = LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION,
+                                                          .value.programmatic_stream_serialization = 1};
+    const LaunchConfig config = {
+        .grid_x = launch->grid,
+        .grid_y = 1,
+        .grid_z = 1,
+        .block_x = launch->threads,
+        .block_y = 1,
+        .block_z = 1,
+        .smem_bytes = (unsigned)launch->kernel->smem_bytes,
+        .stream = (DriverStream)addresses[STREAM],
+        .attributes = attributes,
+        .attribute_count = attribute_count,
+    };
+    void *arguments[] = {&params};
+    /* Since CUDA 12.0 the driver takes a CUkernel where it asks for a CUfunction. */
+    (void)CALL(failure, cuLaunchKernelEx, (const struct CUlaunchConfig_st *)&config,
+               (DriverFunction)launch->kernel->handle, arguments, NULL);
+}
+
+/* A thread that has not used the GPU yet, or uses another one, has another context current. */
+static void launch_on_device(Failure *failure, const Launch *launch, const uintptr_t addresses[])
+{
+    DriverContext current;
+    if (!CALL(failure, cuCtxGetCurrent, &current))
+        return;
+    if (current == launch->kernel->context) {
+        launch_here(failure, launch, addresses);
+        return;
+    }
+    if (!CALL(failure, cuCtxPushCurrent, launch->kernel->context))
+        return;
+    launch_here(failure, launch, addresses);
+    (void)CALL(failure, cuCtxPopCurrent, &current);
+}
+
+PyDoc_STRVAR(launch_doc, "launch(prepared, a, a_scale, b, b_scale, out, stream) -> None\n"
+                         "\n"
+                         "Launch on `stream`; all but `prepared` are addresses as ints.\n"
+                         "\n"
+                         "Raises TypeError for what is no address, ValueError for one that TMA cannot use (a, b, and\n"
+                         "out where it has a map: multiples of 16), RuntimeError for whatever the driver refuses.");
+
+static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 1 + ADDRESSES)
+        return PyErr_Format(PyExc_TypeError,
+                            "launch: got %zd arguments, want 7: prepared, a, a_scale, b, b_scale, out, stream", count);
+    uintptr_t addresses[ADDRESSES];
+    if (!read_addresses(args + 1, addresses) || !check_alignment(addresses, A) || !check_alignment(addresses, B))
+        return NULL;
+    const ModuleState *state = PyModule_GetState(module);
+    if (Py_TYPE(args[0]) != state->launch_type)
+        return PyErr_Format(PyExc_TypeError, "launch: prepared is %R, want the Launch that prepare() returned",
+                            args[0]);
+    const Launch *prepared = (const Launch *)args[0];
+    if (prepared->has_out_map && !check_alignment(addresses, OUT))
+        return NULL;
+
+    Failure failure = {NULL, 0};
+    /* A launch blocks while the stream's queue is full, and what the GPU waits for may be a callback that needs the
+     * GIL; so it is released, as torch does. */
+    Py_BEGIN_ALLOW_THREADS
+    launch_on_device(&failure, prepared, addresses);
+    Py_END_ALLOW_THREADS
+    if (failure.call != NULL)
+        return raise_failure(&failure, prepared->kernel->name);
+    Py_RETURN_NONE;
+}
+
+/* ----------------------------------------------------------------------------------------------------- module ---- */
+
+PyDoc_STRVAR(driver_version_doc, "driver_version() -> int\n"
+                                 "\n"
+                                 "The CUDA version the driver supports, 1000 * major + 10 * minor.\n"
+                                 "\n"
+                                 "Raises RuntimeError when there is no driver.");
+
+static PyObject *driver_version(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    if (!require_driver())
+        return NULL;
+    Failure failure = {NULL, 0};
+    int version;
+    if (!CALL(&failure, cuDriverGetVersion, &version))
+        return raise_failure(&failure, NULL);
+    return PyLong_FromLong(version);
+}
+
+static PyMemberDef kernel_members[] = {
+    {"name", T_OBJECT_EX, offsetof(Kernel, name), READONLY, "the kernel's name"},
+    {"device", T_INT, offsetof(Kernel, device), READONLY, "index of the GPU it is loaded on"},
+    {"registers", T_INT, offsetof(Kernel, registers), READONLY, "registers per thread at the launch"},
+    {"local_bytes", T_INT, offsetof(Kernel, local_bytes), READONLY, "local memory per thread: not 0 when it spills"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot kernel_slots[] = {
+    {Py_tp_doc, "A kernel loaded on one GPU; made by load()."},
+    {Py_tp_dealloc, kernel_dealloc},
+    {Py_tp_members, kernel_members},
+    {0, NULL},
+};
+
+static PyType_Spec kernel_spec = {
+    .name = "deep_tile._launcher.Kernel",
+    .basicsize = sizeof(Kernel),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = kernel_slots,
+};
+
+static PyType_Slot launch_slots[] = {
+    {Py_tp_doc, "All of a launch but the addresses; made by prepare()."},
+    {Py_tp_dealloc, launch_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec launch_spec = {
+    .name = "deep_tile._launcher.Launch",
+    .basicsize = sizeof(Launch),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = launch_slots,
+};
+
+static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    if (type != NULL && PyModule_AddType(module, (PyTypeObject *)type) < 0)
+        Py_CLEAR(type);
+    return (PyTypeObject *)type;
+}
+
+static int module_exec(PyObject *module)
+{
+    ModuleState *state = PyModule_GetState(module);
+    state->kernel_type = add_type(module, &kernel_spec);
+    state->launch_type = add_type(module, &launch_spec);
+    if (state->kernel_type == NULL || state->launch_type == NULL)
+        return -1;
+    return PyModule_AddIntConstant(module, "GEMM_PARAMS_BYTES", sizeof(GemmParams));
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    ModuleState *state = PyModule_GetState(module);
+    Py_VISIT((PyObject *)state->kernel_type);
+    Py_VISIT((PyObject *)state->launch_type);
+    return 0;
+}
+
+static int module_clear(PyObject *module)
+{
+    ModuleState *state = PyModule_GetState(module);
+    Py_CLEAR(state->kernel_type);
+    Py_CLEAR(state->launch_type);
+    return 0;
+}
+
+static PyMethodDef module_methods[] = {
+    {"load", (PyCFunction)(void (*)(void))load, METH_VARARGS | METH_KEYWORDS, load_doc},
+    {"prepare", (PyCFunction)(void (*)(void))prepare, METH_VARARGS | METH_KEYWORDS, prepare_doc},
+    {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, launch_doc},
+    {"driver_version", driver_version, METH_NOARGS, driver_version_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};
+
+static struct PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "deep_tile._launcher",
+    .m_doc = "Loads cubins and launches them through the CUDA driver.",
+    .m_size = sizeof(ModuleState),
+    .m_methods = module_methods,
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+};
+
+PyMODINIT_FUNC PyInit__launcher(void)
+{
+    return PyModuleDef_Init(&module_definition);
+}

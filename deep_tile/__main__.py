@@ -1,0 +1,7 @@
+"""`python -m deep_tile`: the same as the `deep-tile` command."""
+
+import sys
+
+from deep_tile.cli import main
+
+sys.exit(main())

@@ -1,0 +1,391 @@
+"""The public calls: check tensors, find the prepared launch, launch.
+
+The warm path is one dictionary hit and one call into C. Its key is the call's signature, every property of the tensors
+that the checks read; so a signature met before has passed them, and only pointers and the stream are new.
+"""
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from deep_tile import _launcher, jit, plan, select, settings
+from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile.problem import GemmProblem
+from deep_tile.reference import fp8_gemm_reference
+
+_TMA_BYTES = 16
+_MAX_SIGNATURES = 65_536
+_MAX_SIZE = 2**31 - 1024
+"""Rounded up to the largest cluster tile, a size must still be an int of the kernel."""
+
+_launches: dict[tuple, _launcher.Launch] = {}
+
+
+class Precompiled(NamedTuple):
+    """What `precompile` did.
+
+    Attributes:
+        configs: kernels that the shapes can need.
+        compiled: how many of them had to be compiled; the others came from the cache.
+    """
+
+    configs: tuple[GemmConfig, ...]
+    compiled: int
+
+
+def fp8_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    config: GemmConfig | None = None,
+    num_sms: int | None = None,
+) -> torch.Tensor:
+    """FP8 matrix product with block scales: `out = (a * a_scale) @ (b * b_scale)^T`.
+
+    `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n // 128, k // 128]`, accumulated in FP32 and
+    rounded once. Runs on the tensors' device and torch's current stream; CPU tensors go through the operation's
+    definition in `deep_tile.reference`. Sizes m, n and k are free; m = 0 or n = 0 does nothing, k = 0 writes zeros.
+
+    Args:
+        a: [m, k] float8_e4m3fn, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
+        a_scale: [m, ceil(k / 128)] float32, any strides: row-major, or M-major with stride (1, m) or padded.
+        b: [n, k] float8_e4m3fn, laid out like `a`.
+        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides.
+        out: [m, n] bfloat16, unit stride along n; allocated when None. Any alignment and row stride will do, but rows
+            that begin and end at multiples of 16 bytes are stored faster. Must not overlap the inputs.
+        out_dtype: dtype of `out`; only bfloat16 so far.
+        config: the kernel to use instead of the selector's choice.
+        num_sms: streaming multiprocessors to use, at most and by default all of the device.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError: an argument is no tensor or has the wrong dtype.
+        ValueError: a shape, stride, alignment, device, config or num_sms that the operation does not take.
+        RuntimeError: the GPU is not a Hopper, NVRTC or the driver is missing, or a kernel would have to be compiled or
+            loaded while the stream is being captured. Nothing has been launched and `out` is untouched.
+
+    The method (1x128 and 128x128 scales, promotion to FP32 every 128 of k) is that of the DeepSeek-V3 report, 3.3.
+    """
+    try:
+        if out is None:
+            out = _empty_out(a, b, out_dtype)
+        device = a.get_device()
+        key = (
+            *(a.shape, a.stride(), a.dtype, device),
+            *(a_scale.shape, a_scale.stride(), a_scale.dtype, a_scale.get_device()),
+            *(b.shape, b.stride(), b.dtype, b.get_device()),
+            *(b_scale.shape, b_scale.stride(), b_scale.dtype, b_scale.get_device()),
+            *(out.shape, out.stride(), out.dtype, out.get_device()),
+            *(out.data_ptr() % _TMA_BYTES, out_dtype, config, num_sms),
+        )
+        launch = _launches.get(key)
+    except (AttributeError, TypeError):
+        _check_types(a, a_scale, b, b_scale, out, out_dtype, config)
+        _checked_num_sms(num_sms, a.device)
+        raise
+    if launch is None:
+        launch = _first_call(a, a_scale, b, b_scale, out, out_dtype, config, num_sms)
+        if launch is None:
+            return out
+        if len(_launches) >= _MAX_SIGNATURES:
+            _launches.clear()
+        _launches[key] = launch
+    _launcher.launch(
+        launch,
+        a.data_ptr(),
+        a_scale.data_ptr(),
+        b.data_ptr(),
+        b_scale.data_ptr(),
+        out.data_ptr(),
+        torch._C._cuda_getCurrentRawStream(device),
+    )
+    return out
+
+
+def supports(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    out_dtype: torch.dtype = torch.bfloat16,
+    a_stride: int | None = None,
+    b_stride: int | None = None,
+) -> tuple[bool, str]:
+    """Whether `fp8_gemm` takes such a problem, and if not, why; for dispatchers, without tensors or a GPU.
+
+    Args:
+        m, n, k: sizes in elements.
+        dtype, out_dtype: of the operands and of `out`.
+        a_stride, b_stride: row strides in elements; contiguous rows when None.
+    """
+    for name, size in (("m", m), ("n", n), ("k", k)):
+        if not 0 <= size <= _MAX_SIZE:
+            return False, f"{name} is {size}; sizes run from 0 to {_MAX_SIZE}"
+    if dtype != torch.float8_e4m3fn:
+        return False, f"operands are {dtype}; supported is torch.float8_e4m3fn"
+    if out_dtype != torch.bfloat16:
+        return False, f"out is {out_dtype}; supported is torch.bfloat16"
+    for name, rows, stride in (("a", m, a_stride), ("b", n, b_stride)):
+        problem = _row_stride_problem(name, rows, k, k if stride is None else stride)
+        if problem:
+            return False, problem
+    return True, "supported"
+
+
+def is_available() -> tuple[bool, str]:
+    """Whether kernels can run here, and if not, why. Never raises. May initialise CUDA."""
+    try:
+        if not torch.cuda.is_available():
+            return False, "torch sees no CUDA device; CPU tensors still work, through deep_tile.reference"
+        _check_hopper(torch.cuda.current_device())
+        return True, f"NVRTC {jit.nvrtc_version()}, {torch.cuda.get_device_name()}"
+    except Exception as error:  # the promise is an answer, whatever is broken underneath
+        return False, f"{type(error).__name__}: {error}"
+
+
+def precompile(
+    shapes: Iterable[tuple[int, int, int]], *, workers: int | None = None, num_sms: int | None = None
+) -> Precompiled:
+    """Compile, and on a Hopper GPU load, every kernel that `fp8_gemm` can need for the shapes.
+
+    Launches nothing and allocates no GPU memory beyond the CUDA context; afterwards no call with such a shape, the
+    default config and a dense `out` compiles or loads anything. With a warm disk cache it takes milliseconds.
+
+    Args:
+        shapes: (n, k, max_m) for each weight matrix: every m from 1 to max_m is covered.
+        workers: threads compiling at once; all cores by default.
+        num_sms: as later passed to `fp8_gemm`; by default all of the current device, or of an H200 if there is none.
+
+    Raises:
+        ValueError: a shape that `fp8_gemm` does not take.
+        jit.CompileError: a kernel does not compile.
+    """
+    device = torch.cuda.current_device() if is_available()[0] else None
+    if num_sms is None:
+        num_sms = select.H200.num_sms if device is None else _num_sms(device)
+    configs = set()
+    for n, k, max_m in shapes:
+        padded = round_up(k, _TMA_BYTES)
+        supported, reason = supports(max_m, n, k, a_stride=padded, b_stride=padded)
+        if not supported or not min(n, k, max_m):
+            raise ValueError(
+                f"shape (n={n}, k={k}, max_m={max_m}): {reason if not supported else 'sizes must be positive'}"
+            )
+        configs.update(select.configs_for(n, k, max_m, num_sms, tma_store=n * 2 % _TMA_BYTES == 0))
+    ordered = tuple(sorted(configs, key=lambda config: config.name))
+    before = jit.compile_count()
+    plan.load_kernels(ordered, device, workers or os.cpu_count() or 1)
+    return Precompiled(ordered, jit.compile_count() - before)
+
+
+def _empty_out(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    if a.dim() != 2 or b.dim() != 2:
+        raise ValueError(f"a and b must be [m, k] and [n, k]; got shapes {tuple(a.shape)} and {tuple(b.shape)}")
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def _first_call(a, a_scale, b, b_scale, out, out_dtype, config, num_sms) -> _launcher.Launch | None:
+    """Check a signature not met before and prepare its launch; None when the result is already in `out`."""
+    _check_types(a, a_scale, b, b_scale, out, out_dtype, config)
+    _check_dtypes(a, a_scale, b, b_scale, out)
+    _check_devices(a, a_scale, b, b_scale, out)
+    _check_shapes(a, a_scale, b, b_scale, out)
+    _check_strides(a, b, out)
+    num_sms = _checked_num_sms(num_sms, a.device)
+    (m, k), n = a.shape, b.shape[0]
+    if m == 0 or n == 0:
+        return None
+    if k == 0:
+        out.zero_()
+        return None
+    if a.device.type == "cpu":
+        out.copy_(fp8_gemm_reference(a, a_scale, b, b_scale, out_dtype))
+        return None
+    device = a.get_device()
+    _check_hopper(device)
+    problem = GemmProblem(m, n, k, num_sms, _tma_can_store(out))
+    config = select.choose(problem) if config is None else _checked_config(config, problem)
+    _check_capture(config, device)
+    if settings.print_config():
+        print(f"deep_tile: m={m} n={n} k={k} num_sms={problem.num_sms}: {config.name}", file=sys.stderr)
+    return plan.prepare_launch(problem, config, _layout(a, a_scale, b, b_scale, out), device)
+
+
+def _layout(a, a_scale, b, b_scale, out) -> plan.Layout:
+    """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal one."""
+    k, n = a.shape[1], b.shape[0]
+
+    def row_stride(x: torch.Tensor, single: int) -> int:
+        return x.stride(0) if x.shape[0] > 1 else single
+
+    return plan.Layout(
+        row_stride(a, round_up(k, _TMA_BYTES)),
+        row_stride(b, round_up(k, _TMA_BYTES)),
+        row_stride(out, round_up(n, _TMA_BYTES // 2)),
+        a_scale.stride(),
+        b_scale.stride(),
+    )
+
+
+def _check_types(a, a_scale, b, b_scale, out, out_dtype, config) -> None:
+    tensors = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale}
+    for name, value in (tensors if out is None else {**tensors, "out": out}).items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}")
+    if out_dtype != torch.bfloat16:
+        raise TypeError(f"out_dtype must be torch.bfloat16; got {out_dtype}. Convert the result with .to({out_dtype})")
+    if config is not None and not isinstance(config, GemmConfig):
+        raise TypeError(f"config must be a deep_tile.GemmConfig or None; got {type(config).__name__}")
+
+
+def _check_dtypes(a, a_scale, b, b_scale, out) -> None:
+    wanted = (
+        ("a", a, torch.float8_e4m3fn, "quantise with deep_tile.per_token_cast_to_fp8"),
+        ("b", b, torch.float8_e4m3fn, "quantise with deep_tile.per_block_cast_to_fp8"),
+        ("a_scale", a_scale, torch.float32, "convert with .float()"),
+        ("b_scale", b_scale, torch.float32, "convert with .float()"),
+        ("out", out, torch.bfloat16, "allocate it as torch.bfloat16, or pass out=None"),
+    )
+    for name, tensor, dtype, remedy in wanted:
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}; got {tensor.dtype}. To fix: {remedy}")
+
+
+def _check_devices(a, a_scale, b, b_scale, out) -> None:
+    if a.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"a is on {a.device}; fp8_gemm runs on a Hopper GPU, or on the CPU as a reference")
+    for name, tensor in (("a_scale", a_scale), ("b", b), ("b_scale", b_scale), ("out", out)):
+        if tensor.device != a.device:
+            raise ValueError(f"{name} is on {tensor.device} but a is on {a.device}; move it with .to(a.device)")
+
+
+def _check_shapes(a, a_scale, b, b_scale, out) -> None:
+    for name, tensor, shape in (("a", a, "[m, k]"), ("b", b, "[n, k]")):
+        if tensor.dim() != 2:
+            raise ValueError(
+                f"{name} must have shape {shape}; got {tuple(tensor.shape)}. Flatten leading dimensions first"
+            )
+    (m, k), n = a.shape, b.shape[0]
+    if b.shape[1] != k:
+        raise ValueError(
+            f"a is [m, k] = {tuple(a.shape)} and b is [n, k] = {tuple(b.shape)}: k differs. "
+            "b holds one row per output column; a [k, n] weight must be transposed and made contiguous"
+        )
+    if max(m, n, k) > _MAX_SIZE:
+        raise ValueError(f"m, n, k = {m}, {n}, {k}; each must be at most {_MAX_SIZE}")
+    k_blocks, n_blocks = ceil_div(k, SCALE_BLOCK), ceil_div(n, SCALE_BLOCK)
+    _check_shape("a_scale", a_scale, (m, k_blocks), "[m, ceil(k / 128)]")
+    _check_shape("b_scale", b_scale, (n_blocks, k_blocks), "[ceil(n / 128), ceil(k / 128)]")
+    _check_shape("out", out, (m, n), "[m, n]")
+
+
+def _check_shape(name: str, tensor: torch.Tensor, wanted: tuple[int, int], meaning: str) -> None:
+    if tuple(tensor.shape) == wanted:
+        return
+    remedy = ""
+    if tuple(tensor.shape) == wanted[::-1]:
+        remedy = f". It looks transposed: pass {name}.t(); any strides are accepted, so no copy is needed"
+    raise ValueError(f"{name} must have shape {meaning} = {wanted}; got {tuple(tensor.shape)}{remedy}")
+
+
+def _check_strides(a, b, out) -> None:
+    for name, tensor in (("a", a), ("b", b)):
+        rows, k = tensor.shape
+        if k > 1 and tensor.stride(1) != 1:
+            raise ValueError(
+                f"{name} must have a unit stride along k; its strides are {tensor.stride()}. "
+                f"Make it K-major: {name}.contiguous()"
+            )
+        problem = _row_stride_problem(name, rows, k, tensor.stride(0))
+        if problem:
+            raise ValueError(problem)
+        if rows * k and tensor.data_ptr() % _TMA_BYTES:
+            raise ValueError(_misaligned(name, tensor))
+    m, n = out.shape
+    if n > 1 and out.stride(1) != 1:
+        raise ValueError(f"out must have a unit stride along n; its strides are {out.stride()}. Pass a row-major out")
+    if m > 1 and out.stride(0) < n:
+        raise ValueError(f"rows of out overlap: its row stride is {out.stride(0)} for {n} columns. Pass a dense out")
+
+
+def _misaligned(name: str, tensor: torch.Tensor) -> str:
+    return (
+        f"{name} must begin at a multiple of {_TMA_BYTES} bytes; its address is {tensor.data_ptr() % _TMA_BYTES} bytes "
+        f"past one. Slice at multiples of {_TMA_BYTES} columns, or pass {name}.clone()"
+    )
+
+
+def _row_stride_problem(name: str, rows: int, k: int, stride: int) -> str | None:
+    if rows <= 1:
+        return None
+    if stride < k:
+        return f"rows of {name} overlap: the row stride is {stride} for k = {k}. Pass {name}.contiguous()"
+    if stride % _TMA_BYTES:
+        return (
+            f"{name}'s row stride must be a multiple of {_TMA_BYTES} bytes; it is {stride}. "
+            f"Allocate [rows, {round_up(stride, _TMA_BYTES)}] and pass the first {k} columns"
+        )
+    return None
+
+
+def _check_hopper(device: int) -> None:
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        raise RuntimeError(
+            f"cuda:{device} is {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}; deep_tile's "
+            "kernels need a Hopper GPU (9.0: H100, H200, H800, H20). CPU tensors compute through the reference"
+        )
+
+
+def _num_sms(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _checked_num_sms(num_sms: int | None, device: torch.device) -> int:
+    """SMs to use; on the CPU, where there are none, any positive number passes."""
+    available = _num_sms(device.index) if device.type == "cuda" else _MAX_SIZE
+    if num_sms is None:
+        return available
+    if not isinstance(num_sms, int) or not 1 <= num_sms <= available:
+        raise ValueError(f"num_sms must be an int from 1 to {available}, the SMs of {device}; got {num_sms!r}")
+    return num_sms
+
+
+def _checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
+    if config.tma_store and not problem.tma_store:
+        raise ValueError(
+            f"{config.name} stores with TMA, but out's address, row length or row stride is no multiple of "
+            f"{_TMA_BYTES} bytes; pass a config with tma_store=False, or an aligned out"
+        )
+    if config.cluster > problem.num_sms:
+        raise ValueError(f"{config.name} needs {config.cluster} SMs; num_sms is {problem.num_sms}")
+    return config
+
+
+def _tma_can_store(out: torch.Tensor) -> bool:
+    """TMA addresses rows, and clips them, in steps of 16 bytes: at n = 261 it overwrites columns 261 to 263."""
+    m, n = out.shape
+    row_bytes = (n * 2, *([] if m == 1 else [out.stride(0) * 2]))
+    return all(number % _TMA_BYTES == 0 for number in (out.data_ptr(), *row_bytes))
+
+
+def _check_capture(config: GemmConfig, device: int) -> None:
+    if plan.is_loaded(config, device):
+        return
+    with torch.cuda.device(device):
+        if not torch.cuda.is_current_stream_capturing():
+            return
+    raise RuntimeError(
+        f"{config.name} is not loaded yet and cannot be while a CUDA graph is captured; call fp8_gemm once with these "
+        "shapes, or deep_tile.precompile, before the capture"
+    )

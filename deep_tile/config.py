@@ -1,0 +1,196 @@
+"""How it is done: one point in the space of kernels.
+
+`GemmConfig` is handed to the CUDA kernel as its one template argument (see codegen.py), so every size that host and
+device must agree on is derived here, once; the kernel asserts the shared-memory size against its own struct.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+
+SCALE_BLOCK = 128
+"""Elements of K (and of N) that share a scale: also one 128-byte swizzle span of FP8."""
+
+SMEM_LIMIT_BYTES = 232_448
+"""Shared memory one block may use on Hopper (227 KB)."""
+
+WARPGROUP_THREADS = 128
+MMA_M = 64
+"""Rows of one WGMMA instruction, and of one store box."""
+
+ACCUMULATOR_LIMIT = 192
+"""Accumulators a math thread can hold beside addresses and scales, out of 232 registers."""
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tile, pipeline depth and cluster of one kernel.
+
+    Attributes:
+        block_m, block_n: output tile of one thread block, in elements.
+        stages: depth of the shared-memory ring; one stage holds one K block of a, b and their scales.
+        cluster_m, cluster_n: thread blocks per cluster along M and N. Blocks along M share their b tile and blocks
+            along N their a tile, by TMA multicast.
+        split_k: thread blocks per cluster along K. Each takes its part of the K blocks; then each adds up, in the
+            order of the parts, its share of the tile's columns.
+        scale_blocks: scale blocks of K per stage. More than one keeps several short WGMMA chains in flight.
+        store_buffers: output boxes per math warpgroup, filled and drained in turn.
+        tma_store: store `out` with TMA; otherwise element by element, for any alignment and row stride.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    cluster_m: int = 1
+    cluster_n: int = 1
+    split_k: int = 1
+    scale_blocks: int = 1
+    store_buffers: int = 2
+    tma_store: bool = True
+
+    def __post_init__(self):
+        problem = self.illegal_because
+        if problem:
+            raise ValueError(f"{self.name}: {problem}")
+
+    @property
+    def illegal_because(self) -> str | None:
+        """The first hardware or layout rule this config breaks, or None."""
+        if self.block_m not in (64, 128, 256):
+            return f"block_m is {self.block_m}; supported are 64, 128 and 256"
+        if self.block_n % 16 or not 16 <= self.block_n <= 256:
+            return f"block_n is {self.block_n}; WGMMA and stmatrix need a multiple of 16 from 16 to 256"
+        if self.stages < 2:
+            return f"stages is {self.stages}; the ring needs at least 2 to overlap loads and math"
+        if (self.cluster_m, self.cluster_n) not in ((1, 1), (2, 1), (1, 2)):
+            return f"cluster is {self.cluster_m}x{self.cluster_n}; supported are 1x1, 2x1 and 1x2"
+        if self.split_k not in (1, 2, 4, 8) or (self.split_k > 1 and self.cluster_m * self.cluster_n > 1):
+            return f"split_k is {self.split_k}; supported are 1, 2, 4 and 8, without multicast"
+        if self.block_n % (16 * self.split_k):
+            return f"block_n is {self.block_n}; each of {self.split_k} K parts adds up a multiple of 16 columns"
+        if self.split_k > 1 and self.chunks_m > 1:
+            return f"split_k is {self.split_k}; it takes tiles of 64 or 128 rows"
+        if self.scale_blocks not in (1, 2, 4) or (self.scale_blocks > 1 and self.chunks_m * self.chunks_n > 1):
+            return f"scale_blocks is {self.scale_blocks}; supported are 1, and 2 and 4 for tiles of one WGMMA"
+        if self.store_buffers not in (1, 2):
+            return f"store_buffers is {self.store_buffers}; supported are 1 and 2"
+        if self.accumulator_registers + self.block_registers > ACCUMULATOR_LIMIT:
+            return (
+                f"{self.accumulator_registers} accumulators and {self.block_registers} of one K block exceed the "
+                f"{ACCUMULATOR_LIMIT} registers a math thread can spare"
+            )
+        if self.smem_bytes > SMEM_LIMIT_BYTES:
+            return f"{self.smem_bytes} bytes of shared memory exceed Hopper's {SMEM_LIMIT_BYTES} bytes per block"
+        return None
+
+    @cached_property
+    def name(self) -> str:
+        """Kernel name, profiler row, command-line argument and test id, e.g. `fp8_gemm_128x256x128_s4_c2x1`."""
+        tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        split = "" if self.split_k == 1 else f"_k{self.split_k}"
+        buffers = "" if self.store_buffers == 2 else "_b1"
+        store = "" if self.tma_store else "_any"
+        return f"fp8_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{buffers}{store}"
+
+    @property
+    def block_k(self) -> int:
+        """Elements of K per stage."""
+        return self.scale_blocks * SCALE_BLOCK
+
+    # Thread blocks and warpgroups.
+
+    @property
+    def cluster(self) -> int:
+        """Thread blocks per cluster."""
+        return self.cluster_m * self.cluster_n * self.split_k
+
+    @property
+    def math_warpgroups(self) -> int:
+        return 1 if self.block_m == MMA_M else 2
+
+    @property
+    def threads(self) -> int:
+        """One producer warpgroup and the math warpgroups."""
+        return WARPGROUP_THREADS * (1 + self.math_warpgroups)
+
+    # Each math warpgroup covers its rows of the tile by chunks_m x chunks_n WGMMA tiles of 64 x mma_n.
+
+    @property
+    def rows_per_warpgroup(self) -> int:
+        return self.block_m // self.math_warpgroups
+
+    @property
+    def chunks_m(self) -> int:
+        return self.rows_per_warpgroup // MMA_M
+
+    @property
+    def chunks_n(self) -> int:
+        """A K block's temporary accumulators must fit beside the tile's: wide tiles are multiplied in two halves."""
+        fits = self.accumulator_registers + self.block_n // 2 <= ACCUMULATOR_LIMIT
+        return 1 if fits else 2
+
+    @property
+    def mma_n(self) -> int:
+        return self.block_n // self.chunks_n
+
+    @property
+    def accumulator_registers(self) -> int:
+        """FP32 accumulators per math thread: each holds 1/128 of its warpgroup's tile."""
+        return self.rows_per_warpgroup * self.block_n // WARPGROUP_THREADS
+
+    @property
+    def block_registers(self) -> int:
+        """Temporary FP32 accumulators of one K block, before promotion."""
+        return self.scale_blocks * MMA_M * self.mma_n // WARPGROUP_THREADS
+
+    @property
+    def columns_per_part(self) -> int:
+        """Columns of the tile that each block of the cluster adds up and stores."""
+        return self.block_n // self.split_k
+
+    # Scales and output boxes.
+
+    @property
+    def column_group(self) -> int:
+        """Columns that share one slot of b scales: a scale block of 128 may begin at any multiple of this."""
+        return gcd(self.block_n, SCALE_BLOCK)
+
+    @property
+    def b_scale_slots(self) -> int:
+        return self.block_n // self.column_group
+
+    @property
+    def store_columns(self) -> int:
+        """Width of one output box: BF16 columns of at most one 128-byte swizzle span that divide block_n."""
+        return gcd(self.columns_per_part, 64)
+
+    # Shared memory: the fields of SharedStorage in include/deep_tile/config.cuh, in order.
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one stage: operands, scales (slots padded to 16 bytes) and its two barriers."""
+        operands = (self.block_m + self.block_n) * self.block_k
+        scales = 4 * self.scale_blocks * (self.block_m + round_up(self.b_scale_slots, 4))
+        return operands + scales + 2 * 8
+
+    @property
+    def store_bytes(self) -> int:
+        return self.math_warpgroups * self.store_buffers * MMA_M * self.store_columns * 2
+
+    @property
+    def partial_bytes(self) -> int:
+        """FP32 sums from the cluster's other blocks."""
+        return (self.split_k - 1) * self.block_m * self.columns_per_part * 4
+
+    @property
+    def smem_bytes(self) -> int:
+        barriers = 2 * 8 * self.math_warpgroups
+        return round_up(self.partial_bytes + self.stages * self.stage_bytes + self.store_bytes + barriers, 1024)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    return -(-value // divisor)

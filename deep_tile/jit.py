@@ -1,0 +1,422 @@
+"""Kernel source to cubin: NVRTC, and a disk cache in front of it.
+
+Called by plan.py (`load_cubin`) and by the command line. Knows only text and bytes: no config, no torch, no driver and
+no GPU. cuda.core is imported by the functions that compile, because its import costs more than a read from the cache.
+
+Invariant: a cubin that comes from the cache was compiled from this very source, with these options and this NVRTC: its
+entry is sealed with a checksum over key and content. A cache that cannot be read, written or locked costs compilations,
+never an error; the one exception is a directory that somebody else may write to, which is refused.
+"""
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+import stat
+import subprocess
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from functools import cache, cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from deep_tile import settings
+
+_OPTIONS = {
+    "arch": "sm_90a",
+    "std": "c++20",
+    "device_as_default_execution_space": True,
+    "ptxas_options": "-v",
+    "no_cache": True,
+}
+"""Keyword arguments of `cuda.core.ProgramOptions`. No path, hence a cache that can be moved; -v logs the registers, and
+NVRTC's own cache, which would answer with an empty log, is off."""
+
+_LOG_PADDING = "\0 \n"
+"""What NVRTC leaves around its logs."""
+
+_import_lock = threading.Lock()
+"""Two threads that both import cuda.core 1.2 for the first time get an ImportError."""
+
+_LOCK_TIMEOUT_SECONDS = 60
+"""How long to wait for whoever compiles the same kernel, before compiling it again: a hundred times what it takes."""
+
+
+class Compiled(NamedTuple):
+    """One run of the compiler: the cubin, the log of NVRTC and ptxas, and the seconds it took."""
+
+    cubin: bytes
+    log: str
+    seconds: float
+
+
+class ResourceUsage(NamedTuple):
+    """What ptxas reports of a kernel, per thread.
+
+    `warnings` are its remarks C75xx and C76xx, whole lines: it serialised WGMMAs, or changed the synchronisation
+    around them.
+    """
+
+    registers: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    stack_bytes: int
+    warnings: tuple[str, ...]
+
+
+class CacheInfo(NamedTuple):
+    """State of the cache; `directory` is None when the kernels are kept in memory."""
+
+    directory: Path | None
+    entries: int
+    size_bytes: int
+    limit_bytes: int
+    nvrtc_version: str
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a kernel. The message holds its log, its options, its version and where the source was saved."""
+
+
+def load_cubin(source: str, name: str) -> bytes:
+    """The cubin of `source`, from the cache or else compiled and stored; threads and processes may call it at once.
+
+    Args:
+        source: CUDA C++ text with one `extern "C"` kernel and no includes.
+        name: the kernel's name; it labels messages and files, and does not tell kernels apart.
+
+    Raises:
+        CompileError: NVRTC refused the source.
+        RuntimeError: NVRTC is missing and the cache has no such kernel.
+        PermissionError: somebody else may write to the cache directory.
+    """
+    if settings.dump_dir() is not None:
+        return compile_kernel(source, name).cubin  # a cached cubin has no PTX and no log to write
+    kernels = _cache()
+    kernels.prepare()
+    key = _key(source)
+    return kernels.get(key) or _compile_once(kernels, key, source, name)
+
+
+def _compile_once(kernels: "_KernelCache", key: bytes, source: str, name: str) -> bytes:
+    with kernels.lock(key):
+        cubin = kernels.get(key)  # whoever held the lock may have stored it
+        if cubin is None:
+            cubin = compile_kernel(source, name).cubin
+            kernels.put(key, cubin)
+        return cubin
+
+
+def compile_kernel(source: str, name: str) -> Compiled:
+    """Compile `source` with NVRTC, whatever the cache holds. Arguments and errors as for `load_cubin`.
+
+    NVRTC holds neither the GIL nor a lock of its own: on 2 cores eight kernels take one thread 1.2 s and two threads
+    0.7 s (NVRTC 13.0.88).
+    """
+    _loaded_nvrtc_version()  # a missing NVRTC is not a compile error
+    with _import_lock:
+        from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(name=name, **_OPTIONS)
+    log = io.StringIO()
+    start = time.perf_counter()
+    try:
+        program = Program(source, "c++", options=options)
+        cubin = bytes(program.compile("cubin", logs=log).code)
+    except Exception as error:  # the class of cuda.core's compile errors is not public
+        flags = b" ".join(options.as_bytes("nvrtc", "cubin")).decode()
+        raise CompileError(_compile_error_text(source, name, flags, str(error))) from None
+    compiled = Compiled(cubin, log.getvalue().strip(_LOG_PADDING), time.perf_counter() - start)
+    _count_compilation()
+    directory = settings.dump_dir()
+    if directory is not None:
+        _dump(directory / name, source, _ptx(program), compiled)
+    return compiled
+
+
+def _compile_error_text(source: str, name: str, flags: str, log: str) -> str:
+    with tempfile.NamedTemporaryFile("w", prefix=f"{name}_", suffix=".cu", delete=False) as file:
+        file.write(source)
+    return (
+        f"NVRTC {nvrtc_version()} cannot compile {name}\n"
+        f"options: {flags}\n"
+        f"source saved as: {file.name}\n"
+        f"{log.strip(_LOG_PADDING)}"
+    )
+
+
+_compilations = 0
+_state_lock = threading.Lock()
+
+
+def _count_compilation() -> None:
+    global _compilations
+    with _state_lock:
+        _compilations += 1
+
+
+def compile_count() -> int:
+    """Kernels that this process has compiled so far: unchanged by whatever the cache could serve."""
+    return _compilations
+
+
+def resource_usage(log: str) -> ResourceUsage:
+    """Read the log of `compile_kernel`. Functions that were not inlined count: their spills are added up.
+
+    Raises:
+        ValueError: the log says nothing about registers, so it does not come from `compile_kernel`.
+    """
+    registers = [int(count) for count in re.findall(r"Used (\d+) registers", log)]
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    if not (registers and frames):
+        raise ValueError(f"log: wanted the output of ptxas -v, as compile_kernel returns it; got {log!r}")
+    stack, stores, loads = zip(*(map(int, frame) for frame in frames), strict=True)
+    remarks = tuple(line.strip() for line in log.splitlines() if re.search(r"\bC7[56]\d\d\b", line))
+    return ResourceUsage(max(registers), sum(stores), sum(loads), max(stack), remarks)
+
+
+def _ptx(program) -> bytes:
+    """PTX of a compiled cuda.core.Program. Its own `compile("ptx")` would compile again, and ask the driver."""
+    from cuda.bindings import nvrtc
+
+    _, size = nvrtc.nvrtcGetPTXSize(program.handle)
+    text = bytearray(size)
+    nvrtc.nvrtcGetPTX(program.handle, text)
+    return bytes(text.rstrip(b"\0"))
+
+
+def _dump(stem: Path, source: str, ptx: bytes, compiled: Compiled) -> None:
+    from cuda.pathfinder import find_nvidia_binary_utility
+
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    cubin = stem.with_suffix(".cubin")
+    stem.with_suffix(".cu").write_text(source)
+    stem.with_suffix(".ptx").write_bytes(ptx)
+    stem.with_suffix(".log").write_text(compiled.log)
+    cubin.write_bytes(compiled.cubin)
+    disassembler = find_nvidia_binary_utility("nvdisasm")
+    if disassembler is not None:
+        with stem.with_suffix(".sass").open("wb") as sass:
+            subprocess.run([disassembler, "--print-code", cubin], stdout=sass, check=True)
+
+
+@cache
+def nvrtc_version() -> str:
+    """Version of the NVRTC that compiles: '13.0.88', or '13.0' when it does not come from a wheel.
+
+    The wheel is asked first: it knows the patch level, and loading the library takes 6 ms, 50 ms when not in memory.
+
+    Raises:
+        RuntimeError: NVRTC is missing.
+    """
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        major = metadata.version("cuda-bindings").split(".")[0]
+        return metadata.version("nvidia-cuda-nvrtc-cu12" if major == "12" else "nvidia-cuda-nvrtc")
+    return _loaded_nvrtc_version()
+
+
+def _loaded_nvrtc_version() -> str:
+    try:
+        from cuda.bindings import nvrtc
+
+        _, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(
+            "deep_tile compiles its kernels with NVRTC, and the library or its Python binding is missing. "
+            'Remedy: pip install "deep_tile[cu13]" (with a PyTorch for CUDA 12: "deep_tile[cu12]")'
+        ) from error
+    return f"{major}.{minor}"
+
+
+def cache_info() -> CacheInfo:
+    """Where the cache is, what it holds, and its limit. Creates nothing."""
+    kernels = _cache()
+    sizes = kernels.entry_sizes()
+    return CacheInfo(kernels.directory, len(sizes), sum(sizes), kernels.limit_bytes, nvrtc_version())
+
+
+def clear_cache() -> None:
+    """Remove every kernel from the cache. Kernels that are loaded stay loaded.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    _cache().clear()
+
+
+def _key(source: str) -> bytes:
+    """All that a cubin depends on. cuda.core's own key would load cuda.core and NVRTC for every hit."""
+    digest = hashlib.sha256()
+    for part in (nvrtc_version(), repr(sorted(_OPTIONS.items())), source):
+        text = part.encode()
+        digest.update(len(text).to_bytes(8, "little") + text)
+    return digest.digest()
+
+
+def _seal(key: bytes, cubin: bytes) -> bytes:
+    """What follows the cubin in its entry; tools that read the ELF file do not look there."""
+    return hashlib.sha256(key + cubin).digest()
+
+
+_SEAL_BYTES = hashlib.sha256().digest_size
+
+_ENTRIES = "entries"
+"""Subdirectory in which FileStreamProgramCache keeps its entries."""
+
+
+def _cache() -> "_KernelCache":
+    with _state_lock:
+        return _open_cache()
+
+
+@cache
+def _open_cache() -> "_KernelCache":
+    return _KernelCache(settings.cache_dir(), settings.cache_max_bytes())
+
+
+class _KernelCache:
+    """Cubins by key: files of a directory, and in memory those that the directory does not take.
+
+    FileStreamProgramCache writes the files (atomically, for many processes at once) and keeps their total size below
+    the limit. Added here: seals, locks, the owner's check, and reads that need no import of cuda.core.
+    """
+
+    def __init__(self, directory: Path | None, limit_bytes: int) -> None:
+        self.directory = directory
+        self.limit_bytes = limit_bytes
+        self._memory: dict[bytes, bytes] = {}
+        self._thread_locks: dict[bytes, threading.Lock] = {}
+        self._warned = False
+        if directory is None:
+            self._warn("none of DEEP_TILE_CACHE_DIR, XDG_CACHE_HOME and HOME names a directory")
+
+    def prepare(self) -> None:
+        """Create the directory, and refuse one that somebody else may write to.
+
+        Done before every use, since a directory under /tmp may be swept away and made again by anybody. Root is
+        trusted: it can do anything anyway, and it makes the images that caches are baked into (an image that runs as
+        another user needs `chmod -R a+rX` on the directory).
+        """
+        if self.directory is None:
+            return
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.directory.stat()
+        except OSError as error:
+            self._warn(str(error))
+            return
+        if status.st_uid not in (os.geteuid(), 0):
+            raise self._refusal(f"belongs to user id {status.st_uid}, and this process runs as {os.geteuid()}")
+        if status.st_mode & stat.S_IWOTH:
+            raise self._refusal("is writable by every user")
+
+    def get(self, key: bytes) -> bytes | None:
+        if self.directory is None or key in self._memory:
+            return self._memory.get(key)
+        entry = self._read(key)
+        if entry is None:
+            return None
+        cubin = entry[:-_SEAL_BYTES]
+        if entry[-_SEAL_BYTES:] == _seal(key, cubin):
+            return cubin
+        with contextlib.suppress(OSError, KeyError):
+            del self._files[key]  # torn, damaged or foreign
+        return None
+
+    def put(self, key: bytes, cubin: bytes) -> None:
+        if self.directory is not None:
+            try:
+                self._files[key] = cubin + _seal(key, cubin)
+                return
+            except OSError as error:
+                self._warn(str(error))
+        self._memory[key] = cubin
+
+    @contextlib.contextmanager
+    def lock(self, key: bytes) -> Iterator[None]:
+        """Keep others from compiling the same kernel meanwhile. Where that fails, it is compiled twice."""
+        thread_lock = self._thread_locks.setdefault(key, threading.Lock())
+        acquired = thread_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS)
+        try:
+            with self._file_lock(key):
+                yield
+        finally:
+            if acquired:
+                thread_lock.release()
+
+    def entry_sizes(self) -> list[int]:
+        """Bytes of each cubin held."""
+        sizes = [len(cubin) for cubin in self._memory.values()]
+        if self.directory is not None:
+            for path in self.directory.glob(f"{_ENTRIES}/*/*"):
+                with contextlib.suppress(FileNotFoundError):  # another process may remove it meanwhile
+                    sizes.append(path.stat().st_size)
+        return sizes
+
+    def clear(self) -> None:
+        self._memory.clear()
+        if self.directory is not None and self.directory.exists():
+            self.prepare()
+            self._files.clear()
+
+    @cached_property
+    def _files(self):
+        """The directory's keeper. Raises OSError where the directory cannot be used."""
+        with _import_lock:
+            from cuda.core.utils import FileStreamProgramCache
+
+        return FileStreamProgramCache(self.directory, max_size_bytes=self.limit_bytes)
+
+    def _read(self, key: bytes) -> bytes | None:
+        with contextlib.suppress(OSError):
+            return _entry_path(self.directory, key).read_bytes()
+        with contextlib.suppress(OSError):
+            return self._files.get(key)
+        return None
+
+    @contextlib.contextmanager
+    def _file_lock(self, key: bytes) -> Iterator[None]:
+        if self.directory is None:
+            yield
+            return
+        from filelock import FileLock
+
+        with contextlib.ExitStack() as held:
+            # Read-only or vanished directory, file system without locks, or timeout: go on without.
+            with contextlib.suppress(OSError, NotImplementedError):
+                locks = self.directory / "locks"
+                locks.mkdir(exist_ok=True)
+                held.enter_context(FileLock(locks / key.hex()).acquire(timeout=_LOCK_TIMEOUT_SECONDS))
+            yield
+
+    def _refusal(self, seen: str) -> PermissionError:
+        return PermissionError(
+            f"cache directory {self.directory} {seen}: whoever can write there can make this process run their code. "
+            "Set DEEP_TILE_CACHE_DIR to a directory of your own; deep_tile creates it if it does not exist"
+        )
+
+    def _warn(self, reason: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"deep_tile keeps newly compiled kernels in memory only: {reason}. "
+            "Set DEEP_TILE_CACHE_DIR to a writable directory to keep them for the next process",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _entry_path(directory: Path, key: bytes) -> Path:
+    """Where FileStreamProgramCache keeps an entry, since cuda-core 1.1.
+
+    Read here, a hit takes 0.7 ms; through cuda.core, 45 ms, most of it the import. With a release that keeps entries
+    elsewhere the file is not found here, and cuda.core is asked: slower, and as right.
+    """
+    digest = hashlib.sha256(key).hexdigest()
+    return directory / _ENTRIES / digest[:2] / digest[2:]

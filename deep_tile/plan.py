@@ -1,0 +1,99 @@
+"""From a problem to a kernel that is loaded and ready to launch.
+
+Called by api.py when it meets a new signature, and by the command line. Kernels are compiled (jit.py) and loaded once
+per device and live as long as the process: they are a finite set, because sizes are run-time values.
+"""
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from deep_tile import _launcher, jit
+from deep_tile.codegen import kernel_source
+from deep_tile.config import MMA_M, SCALE_BLOCK, GemmConfig, round_up
+from deep_tile.problem import GemmProblem
+from deep_tile.select import grid_size
+
+
+class Layout(NamedTuple):
+    """Strides of one call's tensors, in elements; operands and `out` have a unit stride along their rows."""
+
+    a_stride: int
+    b_stride: int
+    out_stride: int
+    a_scale_strides: tuple[int, int]
+    b_scale_strides: tuple[int, int]
+
+
+_kernels: dict[tuple[GemmConfig, int], _launcher.Kernel] = {}
+_kernels_lock = threading.Lock()
+
+
+def is_loaded(config: GemmConfig, device: int) -> bool:
+    """Whether a launch of `config` on CUDA device `device` needs neither compiler, disk nor driver loading."""
+    return (config, device) in _kernels
+
+
+def load_kernel(config: GemmConfig, device: int) -> _launcher.Kernel:
+    """The kernel of `config` on CUDA device `device`: remembered, else from the disk cache, else compiled."""
+    kernel = _kernels.get((config, device))
+    if kernel is not None:
+        return kernel
+    cubin = jit.load_cubin(kernel_source(config), config.name)
+    with _kernels_lock:
+        if (config, device) not in _kernels:
+            _kernels[config, device] = _launcher.load(cubin, config.name, config.smem_bytes, device)
+        return _kernels[config, device]
+
+
+def load_kernels(configs: Iterable[GemmConfig], device: int | None, workers: int) -> None:
+    """Compile, and load unless `device` is None, every config, `workers` at a time."""
+
+    def load(config: GemmConfig) -> None:
+        if device is None:
+            jit.load_cubin(kernel_source(config), config.name)
+        else:
+            load_kernel(config, device)
+
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        list(pool.map(load, configs))
+
+
+def prepare_launch(problem: GemmProblem, config: GemmConfig, layout: Layout, device: int) -> _launcher.Launch:
+    """Everything about a launch but its pointers, as `_launcher.launch(prepared, a, a_scale, b, b_scale, out, stream)`.
+
+    Raises:
+        ValueError: a size or stride that the launch cannot express.
+        jit.CompileError: the kernel does not compile.
+        RuntimeError: the driver refuses the kernel.
+    """
+    m, n, k = problem.m, problem.n, problem.k
+    box_rows = a_box_rows(config, m)
+    a_map = (1, k, m, layout.a_stride, SCALE_BLOCK, box_rows, 128)
+    b_map = (1, k, n, layout.b_stride, SCALE_BLOCK, config.block_n // config.cluster_m, 128)
+    out_map = (2, n, m, layout.out_stride * 2, config.store_columns, MMA_M, config.store_columns * 2)
+    return _launcher.prepare(
+        load_kernel(config, device),
+        grid=grid_size(config, problem),
+        cluster=config.cluster,
+        threads=config.threads,
+        a_map=a_map,
+        b_map=b_map,
+        out_map=out_map if config.tma_store else None,
+        a_box_rows=box_rows,
+        a_scale_strides=layout.a_scale_strides,
+        b_scale_strides=layout.b_scale_strides,
+        out_stride_m=layout.out_stride,
+        m=m,
+        n=n,
+        k=k,
+        pdl=False,
+    )
+
+
+def a_box_rows(config: GemmConfig, m: int) -> int:
+    """Rows of one TMA box of `a`: no more than there are, since rows out of bounds cost as much as real ones."""
+    if config.cluster_n > 1:
+        return config.block_m // config.cluster_n
+    return min(config.block_m, round_up(m, 8))

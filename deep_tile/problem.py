@@ -1,0 +1,23 @@
+"""What is asked: one matrix product, without tensors.
+
+A `GemmProblem` is what the selector reads and the plan is remembered by. It holds only what can change the choice of
+the kernel; pointers and strides belong to the launch.
+"""
+
+from typing import NamedTuple
+
+
+class GemmProblem(NamedTuple):
+    """`out[m, n] = sum over k of a[m, k] * b[n, k]`, FP8 operands with block scales.
+
+    Attributes:
+        m, n, k: sizes in elements, all positive.
+        num_sms: streaming multiprocessors that the kernel may use.
+        tma_store: whether `out` meets TMA's rules: address, row length and row stride are multiples of 16 bytes.
+    """
+
+    m: int
+    n: int
+    k: int
+    num_sms: int = 132
+    tma_store: bool = True

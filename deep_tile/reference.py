@@ -1,0 +1,98 @@
+"""The definition of `fp8_gemm` in plain torch, and how far an output is from it.
+
+Called by api.py for CPU tensors, and by tests and benchmarks on any device. Invariant: no global precision setting
+(TF32, `torch.set_float32_matmul_precision`) changes a result, because every product is taken in float64.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from deep_tile.config import ceil_div
+from deep_tile.quantize import TOKEN_BLOCK, WEIGHT_BLOCK, dequantize
+
+ROWS_AT_ONCE = 4096
+"""Rows of `a` held in float64 at a time: 8192 x 7168 x 16384 peaks near 3 GB, most of it `b`."""
+
+ELEMENTS_AT_ONCE = 1 << 24
+"""Elements that an error measure holds in float64 at a time."""
+
+
+def fp8_gemm_reference(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """`out[m, n] = sum over k of a[m, k] a_scale[m, k // 128] b[n, k] b_scale[n // 128, k // 128]`.
+
+    The operands are dequantised to FP32, multiplied and summed in float64 (at least as exact as the FP32 accumulation
+    of the kernels) and rounded once to `out_dtype`.
+
+    Args:
+        a: [m, k] float8_e4m3fn; a_scale: [m, ceil(k / 128)] float32. Any strides.
+        b: [n, k] float8_e4m3fn; b_scale: [ceil(n / 128), ceil(k / 128)] float32. Any strides.
+        out_dtype: dtype of the result.
+
+    Returns:
+        A contiguous tensor [m, n] on the operands' device.
+
+    Raises:
+        TypeError, ValueError: an operand or a scale has the wrong dtype or shape.
+    """
+    _require_operand("a", a, a_scale, TOKEN_BLOCK)
+    _require_operand("b", b, b_scale, WEIGHT_BLOCK)
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"a has shape {list(a.shape)} and b {list(b.shape)}; their last dimensions, k, must be equal")
+    b_columns = dequantize(b, b_scale, block=WEIGHT_BLOCK).double().t()
+    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    row_groups = (tensor.split(ROWS_AT_ONCE) for tensor in (a, a_scale, out))
+    for a_rows, scale_rows, out_rows in zip(*row_groups, strict=True):
+        out_rows.copy_(dequantize(a_rows, scale_rows, block=TOKEN_BLOCK).double() @ b_columns)
+    return out
+
+
+def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:
+    """Frobenius norm of `x - reference` over that of `reference`, in float64.
+
+    0.0 when both are zero, infinity when only `reference` is, NaN when either holds NaN.
+    """
+    error = norm = 0.0
+    for got, wanted in _float64_chunks(x, reference):
+        error += (got - wanted).square().sum()
+        norm += wanted.square().sum()
+    error, norm = float(error) ** 0.5, float(norm) ** 0.5
+    if error == 0:
+        return 0.0
+    return error / norm if norm else error * math.inf
+
+
+def cosine_difference(x: torch.Tensor, reference: torch.Tensor) -> float:
+    """`1 - 2 <x, reference> / (<x, x> + <reference, reference>)`, in float64; 0.0 when both are zero."""
+    product = squares = 0.0
+    for got, wanted in _float64_chunks(x, reference):
+        product += (got * wanted).sum()
+        squares += (got.square() + wanted.square()).sum()
+    product, squares = float(product), float(squares)
+    return 0.0 if squares == 0 else 1 - 2 * product / squares
+
+
+def _require_operand(name: str, x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> None:
+    if x.dim() != 2:
+        raise ValueError(f"{name} has shape {list(x.shape)}; it must be 2-D")
+    wanted = list(map(ceil_div, x.shape, block))
+    if list(scale.shape) != wanted:
+        raise ValueError(
+            f"{name}_scale has shape {list(scale.shape)}; for {name} of shape {list(x.shape)} it must be {wanted}"
+        )
+
+
+def _float64_chunks(x: torch.Tensor, reference: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both tensors in float64, some rows at a time."""
+    if x.shape != reference.shape:
+        raise ValueError(f"x has shape {list(x.shape)} and reference {list(reference.shape)}; they must be equal")
+    rows = max(1, ELEMENTS_AT_ONCE // max(1, x[:1].numel()))
+    for got, wanted in zip(x.split(rows), reference.split(rows), strict=True):
+        yield got.double(), wanted.double()

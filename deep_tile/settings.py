@@ -1,0 +1,101 @@
+"""The environment variables of deep_tile: the one place that reads them, and the table that documents them.
+
+Called by api.py and jit.py, away from the path of a warm call. Each variable is read at its first use, never at import,
+and then remembered: all calls of a process see the same value.
+"""
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Variable(NamedTuple):
+    """One row of the table that the README and `python -m deep_tile doctor` show."""
+
+    name: str
+    meaning: str
+    default: str
+
+
+CACHE_DIR = Variable(
+    "DEEP_TILE_CACHE_DIR",
+    "Directory of compiled kernels, an absolute path. It may be moved, or copied into an image.",
+    "$XDG_CACHE_HOME/deep_tile, else $HOME/.cache/deep_tile, else memory only",
+)
+CACHE_MAX_MB = Variable(
+    "DEEP_TILE_CACHE_MAX_MB",
+    "Size of that directory in MiB; above it, kernels are removed, the longest unread first.",
+    "512",
+)
+PRINT_CONFIG = Variable(
+    "DEEP_TILE_PRINT_CONFIG",
+    "1: print each newly chosen config.",
+    "0",
+)
+DUMP_DIR = Variable(
+    "DEEP_TILE_DUMP_DIR",
+    "Directory, an absolute path, for source, PTX, cubin and log of each kernel, and its SASS where nvdisasm is found. "
+    "Kernels are then compiled even if they are cached.",
+    "unset",
+)
+
+VARIABLES = (CACHE_DIR, CACHE_MAX_MB, PRINT_CONFIG, DUMP_DIR)
+
+
+@cache
+def cache_dir() -> Path | None:
+    """Directory of compiled kernels; None: keep them in memory."""
+    return _absolute_path(CACHE_DIR) or _user_cache_dir()
+
+
+@cache
+def cache_max_bytes() -> int:
+    """Size above which the cache directory is trimmed."""
+    text = _read(CACHE_MAX_MB)
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise _bad_value(CACHE_MAX_MB, text, "a positive integer")
+    return int(text) << 20
+
+
+@cache
+def print_config() -> bool:
+    """Whether to print each newly chosen config."""
+    text = _read(PRINT_CONFIG)
+    if text not in ("0", "1"):
+        raise _bad_value(PRINT_CONFIG, text, "0 or 1")
+    return text == "1"
+
+
+@cache
+def dump_dir() -> Path | None:
+    """Directory for the input and the outputs of the compiler; None: they are not written."""
+    return _absolute_path(DUMP_DIR)
+
+
+def _read(variable: Variable) -> str:
+    return os.environ.get(variable.name) or variable.default
+
+
+def _absolute_path(variable: Variable) -> Path | None:
+    text = os.environ.get(variable.name)
+    if not text:
+        return None
+    if not Path(text).is_absolute():
+        raise _bad_value(variable, text, "an absolute path")
+    return Path(text)
+
+
+def _user_cache_dir() -> Path | None:
+    """By the rules of XDG: a relative path counts as unset. A missing HOME is not looked up elsewhere."""
+    for name, subdirectory in (("XDG_CACHE_HOME", "deep_tile"), ("HOME", ".cache/deep_tile")):
+        base = Path(os.environ.get(name, ""))
+        if base.is_absolute():
+            return base / subdirectory
+    return None
+
+
+def _bad_value(variable: Variable, seen: str, wanted: str) -> ValueError:
+    return ValueError(
+        f"environment variable {variable.name}: got {seen!r}, wanted {wanted}; unset, it means {variable.default}"
+    )

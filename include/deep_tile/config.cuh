@@ -1,0 +1,61 @@
+// GemmConfig, the kernel's one template argument, and the shared memory that it implies.
+//
+// Python decides and derives every number (deep_tile/config.py says what each means); codegen.py writes them as
+// `constexpr GemmConfig config = {...}`. Nothing is computed twice: this side only asserts.
+#pragma once
+
+#include "params.h"
+
+namespace deep_tile {
+
+struct GemmConfig {
+    int block_m, block_n, block_k;
+    int stages;
+    int cluster_m, cluster_n, split_k;
+    int scale_blocks;
+    int math_warpgroups, threads;
+    int rows_per_warpgroup, chunks_m, chunks_n, mma_n;
+    int columns_per_part;
+    int column_group, b_scale_slots;
+    int store_columns, store_buffers;
+    bool tma_store;
+    int smem_bytes;
+
+    constexpr int cluster() const { return cluster_m * cluster_n * split_k; }
+};
+
+constexpr int mma_m = 64;              // rows of one WGMMA, and of one output box
+constexpr int warp_threads = 32;
+constexpr int warpgroup_threads = 128;
+constexpr int scale_block = 128;       // columns of b that share a scale
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+// Sums that the other blocks of a split-K cluster send: one slot per sender, four registers of each thread side by side.
+template <GemmConfig config, bool split = (config.split_k > 1)>
+struct Partials {};
+
+template <GemmConfig config>
+struct Partials<config, true> {
+    static constexpr int vectors = config.columns_per_part / 8;
+    alignas(1024) float partial[config.math_warpgroups][config.split_k - 1][vectors][warpgroup_threads][4];
+};
+
+// Operand and output buffers begin at multiples of 1024 bytes: the period of the 128-byte swizzle.
+template <GemmConfig config>
+struct alignas(1024) SharedStorage : Partials<config> {
+    alignas(1024) u8 a[config.stages][config.block_m * config.block_k];
+    u8 b[config.stages][config.block_n * config.block_k];
+    u8 out[config.math_warpgroups][config.store_buffers][mma_m * config.store_columns * 2];
+    alignas(16) float a_scale[config.stages][config.scale_blocks][config.block_m];
+    alignas(16) float b_scale[config.stages][config.scale_blocks][(config.b_scale_slots + 3) / 4 * 4];
+    u64 full[config.stages];
+    u64 empty[config.stages];
+    u64 partial_full[config.math_warpgroups];
+    u64 partial_empty[config.math_warpgroups];
+};
+
+}  // namespace deep_tile

@@ -1,0 +1,30 @@
+// The position in a ring of shared-memory stages, and waiting on its barriers.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace deep_tile {
+
+// Which stage comes next and the parity of its current round. A consumer waits for `phase`, the producer for
+// `phase ^ 1`: a barrier that was never completed counts as complete for parity 1, so the first round falls through.
+template <int stages>
+struct PipelineState {
+    int stage = 0;
+    u32 phase = 0;
+
+    __device__ __forceinline__ void advance() {
+        stage += 1;
+        if (stage == stages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+__device__ __forceinline__ void wait(const u64& barrier, u32 parity) {
+    const u32 address = ptx::smem_address(&barrier);
+    while (!ptx::mbarrier_try_wait_parity(address, parity)) {
+    }
+}
+
+}  // namespace deep_tile

@@ -1,0 +1,93 @@
+// Split K: the blocks of a cluster hold partial sums of the same tile; each adds up its share of the columns.
+//
+// Block r pushes the other blocks' shares straight from registers into their shared memory (distributed shared memory,
+// no workspace), then adds what it received to its own share in the order of the parts, so the result does not depend
+// on timing. Each math warpgroup exchanges with its counterparts only.
+//
+//   barrier             waited for by          arrivals                                    completes when
+//   partial_full[w]     warpgroup w, receiving its own thread, and the senders' bytes      all other blocks' sums are here
+//   partial_empty[w]    warpgroup w, sending   1 per warp of w in each other block         they have read the last tile's
+#pragma once
+
+#include "epilogue.cuh"
+#include "scheduler.cuh"
+
+namespace deep_tile {
+
+template <GemmConfig config>
+class SplitReduction {
+   public:
+    __device__ __forceinline__ SplitReduction(SharedStorage<config>& smem, int warpgroup)
+        : smem_(smem),
+          warpgroup_(warpgroup),
+          thread_(threadIdx.x % warpgroup_threads),
+          rank_(ptx::cluster_ctarank()) {}
+
+    __device__ __forceinline__ void send(const Accumulators<config>& sums) {
+        constexpr int received_bytes = (config.split_k - 1) * mma_m * config.columns_per_part * 4;
+        wait(smem_.partial_empty[warpgroup_], phase_ ^ 1);
+        if (thread_ == 0) {
+            ptx::mbarrier_arrive_expect_tx(ptx::smem_address(&smem_.partial_full[warpgroup_]), received_bytes);
+        }
+#pragma unroll
+        for (int part = 0; part < config.split_k; ++part) {
+            if (part != rank_) push(sums, part);
+        }
+    }
+
+    // Completes the columns of part `part`, this block's own.
+    template <int part>
+    __device__ __forceinline__ void receive(Accumulators<config>& sums) {
+        wait(smem_.partial_full[warpgroup_], phase_);
+#pragma unroll
+        for (int i = 0; i < vectors; ++i) {
+            float* own = &sums[0][0][0] + vector(part, i);
+            float total[4] = {};
+#pragma unroll
+            for (int sender = 0; sender < config.split_k; ++sender) {
+                const float* values = sender == part ? own : slot(sender, part, i);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) total[j] += values[j];
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) own[j] = total[j];
+        }
+        phase_ ^= 1;
+    }
+
+    // The slots may be overwritten. Not after the last tile: the senders may have exited.
+    __device__ __forceinline__ void release() const {
+        const int lane = thread_ % warp_threads;
+        __syncwarp();
+        if (lane < config.split_k && lane != rank_) {
+            ptx::mbarrier_arrive_cluster(ptx::smem_address(&smem_.partial_empty[warpgroup_]), lane);
+        }
+    }
+
+    __device__ __forceinline__ int rank() const { return rank_; }
+
+   private:
+    static constexpr int vectors = Partials<config>::vectors;
+
+    // Four accumulators of this thread: columns 8i and 8i + 1 (plus 2 * (lane % 4)) of its two rows in the part.
+    static __device__ __forceinline__ int vector(int part, int i) { return part * config.columns_per_part / 2 + i * 4; }
+
+    __device__ __forceinline__ float* slot(int sender, int receiver, int i) const {
+        return smem_.partial[warpgroup_][sender < receiver ? sender : sender - 1][i][thread_];
+    }
+
+    __device__ __forceinline__ void push(const Accumulators<config>& sums, int part) const {
+        const u32 barrier = ptx::mapa(ptx::smem_address(&smem_.partial_full[warpgroup_]), part);
+        const u32 first = ptx::mapa(ptx::smem_address(slot(rank_, part, 0)), part);
+#pragma unroll
+        for (int i = 0; i < vectors; ++i) {
+            ptx::st_async(first + i * warpgroup_threads * 16, &sums[0][0][0] + vector(part, i), barrier);
+        }
+    }
+
+    SharedStorage<config>& smem_;
+    const int warpgroup_, thread_, rank_;
+    u32 phase_ = 0;
+};
+
+}  // namespace deep_tile

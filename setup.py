@@ -1,0 +1,28 @@
+"""What pyproject.toml cannot say: the C extension, and where the CUDA headers go.
+
+Called by pip. Building needs a C compiler and setuptools alone: no torch, no CUDA toolkit, no libcuda. The headers stay
+in include/ in a checkout and travel in the wheel as deep_tile/include/deep_tile/, so codegen.py finds them in
+`include/deep_tile/` beside the package or inside it.
+"""
+
+from setuptools import Extension, find_packages, setup
+
+HEADERS = "deep_tile.include.deep_tile"
+
+launcher = Extension(
+    "deep_tile._launcher",
+    sources=["csrc/launcher.c"],
+    depends=["csrc/driver.h", "include/deep_tile/params.h"],
+    libraries=["dl"],
+    extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"],
+    extra_link_args=["-pthread"],
+    py_limited_api=True,
+)
+
+setup(
+    packages=[*find_packages(include=["deep_tile", "deep_tile.*"]), HEADERS],
+    package_dir={HEADERS: "include/deep_tile"},
+    package_data={HEADERS: ["*.h", "*.cuh"], "deep_tile": ["calibration.json"]},
+    ext_modules=[launcher],
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

@@ -1,0 +1,172 @@
+/* A libcuda.so.1 without a GPU: it writes down what the launcher asks for.
+ *
+ * Built and loaded by test_launcher.py, in a process of its own. Every call prints one line to standard output;
+ * FAKE_DRIVER_FAIL="cuLaunchKernelEx=719" makes that call fail, FAKE_DRIVER_LACKS="cuInit" hides an entry point.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../csrc/driver.h"
+#include "../include/deep_tile/params.h"
+
+#define DECLARE(name, parameters) DriverResult name parameters;
+DRIVER_CALLS(DECLARE)
+
+enum { UNKNOWN_ERROR = 9999 }; /* for which the driver has neither name nor text */
+
+static _Thread_local DriverContext current_context;
+
+/* Prints "call details" and returns what the call shall return. */
+static DriverResult record(const char *call, const char *details, ...)
+{
+    char line[1024];
+    va_list values;
+    va_start(values, details);
+    vsnprintf(line, sizeof line, details, values);
+    va_end(values);
+    printf("%s %s\n", call, line); /* one call: threads do not mix within a line */
+    fflush(stdout);
+
+    const char *fail = getenv("FAKE_DRIVER_FAIL");
+    size_t length = strlen(call);
+    return fail && strncmp(fail, call, length) == 0 && fail[length] == '=' ? (unsigned)atoi(fail + length + 1) : 0;
+}
+
+DriverResult cuGetProcAddress_v2(const char *symbol, void **address, int version, uint64_t flags, unsigned *status)
+{
+    const char *lacks = getenv("FAKE_DRIVER_LACKS");
+    *status = 0;
+    *address = lacks && strcmp(lacks, symbol) == 0 ? NULL : dlsym(RTLD_DEFAULT, symbol);
+    return version == DRIVER_API_VERSION && flags == PROC_ADDRESS_LEGACY_STREAM ? 0 : 1;
+}
+
+DriverResult cuInit(unsigned flags)
+{
+    return record("cuInit", "%u", flags);
+}
+
+DriverResult cuDriverGetVersion(int *version)
+{
+    *version = 13000;
+    return record("cuDriverGetVersion", "");
+}
+
+DriverResult cuGetErrorName(DriverResult result, const char **name)
+{
+    *name = result == UNKNOWN_ERROR ? NULL : "CUDA_ERROR_NAME";
+    return *name == NULL;
+}
+
+DriverResult cuGetErrorString(DriverResult result, const char **text)
+{
+    *text = result == UNKNOWN_ERROR ? NULL : "the driver's text";
+    return *text == NULL;
+}
+
+DriverResult cuDeviceGet(int *device, int ordinal)
+{
+    *device = ordinal;
+    return record("cuDeviceGet", "%d", ordinal);
+}
+
+DriverResult cuDevicePrimaryCtxRetain(DriverContext *context, int device)
+{
+    *context = (DriverContext)(uintptr_t)(0xC0 + device);
+    return record("cuDevicePrimaryCtxRetain", "%d", device);
+}
+
+DriverResult cuCtxGetCurrent(DriverContext *context)
+{
+    *context = current_context;
+    return record("cuCtxGetCurrent", "");
+}
+
+DriverResult cuCtxPushCurrent(DriverContext context)
+{
+    current_context = context;
+    return record("cuCtxPushCurrent", "%p", (void *)context);
+}
+
+DriverResult cuCtxPopCurrent(DriverContext *context)
+{
+    *context = current_context;
+    current_context = NULL;
+    return record("cuCtxPopCurrent", "");
+}
+
+DriverResult cuLibraryLoadData(DriverLibrary *library, const void *code, unsigned *jit_options, void **jit_values,
+                               unsigned jit_count, unsigned *options, void **values, unsigned count)
+{
+    (void)jit_options, (void)jit_values, (void)options, (void)values;
+    *library = (DriverLibrary)0x11B;
+    return record("cuLibraryLoadData", "%.4s options %u", (const char *)code + 1, jit_count + count);
+}
+
+DriverResult cuLibraryGetKernel(DriverKernel *kernel, DriverLibrary library, const char *name)
+{
+    *kernel = (DriverKernel)0x4E1;
+    return record("cuLibraryGetKernel", "%p %s", (void *)library, name);
+}
+
+DriverResult cuKernelSetAttribute(unsigned attribute, int value, DriverKernel kernel, int device)
+{
+    return record("cuKernelSetAttribute", "%u=%d %p device %d", attribute, value, (void *)kernel, device);
+}
+
+DriverResult cuKernelGetFunction(DriverFunction *function, DriverKernel kernel)
+{
+    *function = (DriverFunction)0xF;
+    return record("cuKernelGetFunction", "%p", (void *)kernel);
+}
+
+DriverResult cuFuncGetAttribute(int *value, unsigned attribute, DriverFunction function)
+{
+    *value = attribute == FUNC_NUM_REGS ? 168 : 8;
+    return record("cuFuncGetAttribute", "%u %p", attribute, (void *)function);
+}
+
+DriverResult cuTensorMapEncodeTiled(struct CUtensorMap_st *map, unsigned element_type, uint32_t rank, void *address,
+                                    const uint64_t *sizes, const uint64_t *strides_bytes, const uint32_t *box,
+                                    const uint32_t *element_steps, unsigned interleave, unsigned swizzle,
+                                    unsigned l2_promotion, unsigned oob_fill)
+{
+    ((TensorMap *)map)->opaque[0] = (uintptr_t)address;
+    return record("cuTensorMapEncodeTiled",
+                  "%p type %u rank %u sizes %" PRIu64 ",%" PRIu64 " stride %" PRIu64 " box %u,%u steps %u,%u "
+                  "interleave %u swizzle %u promotion %u fill %u misaligned %d",
+                  address, element_type, rank, sizes[0], sizes[1], strides_bytes[0], box[0], box[1], element_steps[0],
+                  element_steps[1], interleave, swizzle, l2_promotion, oob_fill, (int)((uintptr_t)map % 64));
+}
+
+/* The value of the attribute `id`, 0 where it is not given. */
+static int attribute_value(const LaunchConfig *config, unsigned id)
+{
+    for (unsigned i = 0; i < config->attribute_count; i++)
+        if (config->attributes[i].id == id)
+            return *(const int *)&config->attributes[i].value;
+    return 0;
+}
+
+DriverResult cuLaunchKernelEx(const struct CUlaunchConfig_st *config, DriverFunction function, void **arguments,
+                              void **extra)
+{
+    const LaunchConfig *launch = (const LaunchConfig *)config;
+    const GemmParams *params = arguments[0];
+    return record("cuLaunchKernelEx",
+                  "%p context %p grid %u,%u,%u block %u,%u,%u smem %u stream %p attributes %u cluster %d pdl %d "
+                  "extra %p maps %llx,%llx,%llx a_scale %p b_scale %p out %p strides %lld,%lld %lld,%lld %lld "
+                  "sizes %d,%d,%d box %d",
+                  (void *)function, (void *)current_context, launch->grid_x, launch->grid_y, launch->grid_z,
+                  launch->block_x, launch->block_y, launch->block_z, launch->smem_bytes, (void *)launch->stream,
+                  launch->attribute_count, attribute_value(launch, LAUNCH_CLUSTER_DIMENSION),
+                  attribute_value(launch, LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION), (void *)extra,
+                  params->a_map.opaque[0], params->b_map.opaque[0], params->out_map.opaque[0],
+                  (const void *)params->a_scale, (const void *)params->b_scale, params->out, params->a_scale_stride_m,
+                  params->a_scale_stride_k, params->b_scale_stride_n, params->b_scale_stride_k, params->out_stride_m,
+                  params->m, params->n, params->k, params->a_box_rows);
+}

@@ -1,0 +1,224 @@
+"""What the tests of `fp8_gemm` share: poisoned inputs, guarded outputs, the exact product and how far one may be off.
+
+Used by the test modules and by sanitize.py, on either device. Invariant: whatever a kernel has no business to read is
+NaN, and whatever it has no business to write is checked bit for bit.
+"""
+
+import os
+import secrets
+from typing import NamedTuple
+
+import torch
+
+from deep_tile import fp8_gemm, per_block_cast_to_fp8, per_token_cast_to_fp8
+from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
+
+FROBENIUS_LIMIT = 1.8e-3
+"""The project's accuracy bar; rounding a normal sample to BF16 takes 1.66e-3 of it."""
+
+BF16_ROUNDING = 2**-8
+ACCUMULATION = 8e-3
+"""Most that an element may be off beyond its rounding, in units of `Exact.spread`: over ten standard deviations of an
+accumulation error that meets the bar, yet less than losing one product of a K block."""
+
+_NAN_BYTE = 0xFF
+"""Repeated, a NaN in float8_e4m3fn, bfloat16 and float32 alike."""
+
+SCALE_STRIDES = {
+    "row": lambda rows, groups: (groups, 1),
+    "row_padded": lambda rows, groups: (groups + 3, 1),
+    "column": lambda rows, groups: (1, rows),
+    "column_aligned": lambda rows, groups: (1, round_up(rows, 4)),
+    "scattered": lambda rows, groups: (3, 3 * rows + 2),
+}
+"""Strides of a scale of [rows, groups], by the layout's name."""
+
+
+class Operands(NamedTuple):
+    """The four inputs of fp8_gemm, in its order."""
+
+    a: torch.Tensor
+    a_scale: torch.Tensor
+    b: torch.Tensor
+    b_scale: torch.Tensor
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """m, n, k."""
+        return self.a.shape[0], self.b.shape[0], self.a.shape[1]
+
+
+class Exact(NamedTuple):
+    """The product in float64, and the size that each element would have if its terms had random signs."""
+
+    value: torch.Tensor
+    spread: torch.Tensor
+
+    def corner(self, m: int, n: int) -> "Exact":
+        return Exact(self.value[:m, :n], self.spread[:m, :n])
+
+
+def make_operands(m: int, n: int, k: int, *, device: str = "cpu", seed: int | None = None, **layout) -> Operands:
+    """Quantised normal samples whose blocks differ in size by up to 4 times, so that a wrong scale shows.
+
+    The seed is fresh unless given, here or as DEEP_TILE_TEST_SEED; it is printed, and pytest shows that on a failure.
+    `layout` is passed on to `rearranged`.
+    """
+    if seed is None:
+        seed = int(os.environ.get("DEEP_TILE_TEST_SEED") or secrets.randbits(31))
+    print(f"make_operands({m}, {n}, {k}, seed={seed})")
+    generator = torch.Generator(device).manual_seed(seed)
+    a = per_token_cast_to_fp8(_random_matrix(m, k, 1, generator))
+    b = per_block_cast_to_fp8(_random_matrix(n, k, SCALE_BLOCK, generator))
+    return rearranged(Operands(*a, *b), **layout)
+
+
+def _random_matrix(rows: int, k: int, block_rows: int, generator: torch.Generator) -> torch.Tensor:
+    def draw(function, *shape):
+        return function(*shape, generator=generator, device=generator.device)
+
+    sizes = torch.exp2(2 * draw(torch.rand, ceil_div(rows, block_rows), ceil_div(k, SCALE_BLOCK)) - 1)
+    sizes = sizes.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(SCALE_BLOCK, 1)[:, :k]
+    return draw(torch.randn, rows, k) * sizes
+
+
+def make_any_bytes(m: int, n: int, k: int, *, device: str = "cpu") -> Operands:
+    """Operands of evenly drawn finite FP8 bit patterns, made without a wide temporary: for very large sizes."""
+
+    def draw(rows):
+        bits = torch.randint(0, 256, (rows, k), dtype=torch.uint8, device=device)
+        return bits.bitwise_and_(0xF7).view(torch.float8_e4m3fn)  # no pattern without this exponent bit is NaN
+
+    groups = ceil_div(k, SCALE_BLOCK)
+    a_scale = torch.rand(m, groups, device=device) + 0.5
+    return Operands(draw(m), a_scale, draw(n), torch.rand(ceil_div(n, SCALE_BLOCK), groups, device=device) + 0.5)
+
+
+def rearranged(
+    operands: Operands,
+    *,
+    m: int | None = None,
+    n: int | None = None,
+    k: int | None = None,
+    a_padding: int = 0,
+    b_padding: int = 0,
+    a_scale: str = "row",
+    b_scale: str = "row",
+) -> Operands:
+    """The leading m, n and k of `operands`, each tensor in a buffer of its own with NaN all around.
+
+    Args:
+        a_padding, b_padding: bytes between rows, beyond what rounding k up to 16 leaves; multiples of 16.
+        a_scale, b_scale: names of SCALE_STRIDES.
+    """
+    m, n, k = (full if wanted is None else wanted for full, wanted in zip(operands.sizes, (m, n, k), strict=True))
+    groups = ceil_div(k, SCALE_BLOCK)
+    stride = round_up(k, 16)
+    return Operands(
+        _placed(operands.a[:m, :k], (stride + a_padding, 1)),
+        _placed_scale(operands.a_scale[:m, :groups], a_scale),
+        _placed(operands.b[:n, :k], (stride + b_padding, 1)),
+        _placed_scale(operands.b_scale[: ceil_div(n, SCALE_BLOCK), :groups], b_scale),
+    )
+
+
+def _placed_scale(scale: torch.Tensor, layout: str) -> torch.Tensor:
+    return _placed(scale, SCALE_STRIDES[layout](*scale.shape))
+
+
+def _placed(values: torch.Tensor, strides: tuple[int, int]) -> torch.Tensor:
+    """A copy of `values` with these strides, 16-byte aligned, in a buffer whose other bytes are all NaN."""
+    margin = 256
+    extent = round_up(_extent(values.shape, strides), 16)
+    size_bytes = (margin + extent + margin) * values.element_size()
+    buffer = torch.full((size_bytes,), _NAN_BYTE, dtype=torch.uint8, device=values.device).view(values.dtype)
+    return buffer.as_strided(values.shape, strides, margin).copy_(values)
+
+
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+class GuardedOut:
+    """An `out` of NaN, with its row stride and offset, in the middle of a buffer of the same bits.
+
+    Attributes:
+        out: [m, n] bfloat16; its address is `offset` elements past a multiple of 16 bytes.
+    """
+
+    def __init__(self, m: int, n: int, *, device: str = "cpu", stride: int | None = None, offset: int = 0):
+        strides = (n if stride is None else stride, 1)
+        # As far as a tile reaches that is not clipped.
+        margin = round_up(256 * strides[0] + 256, 8)
+        self._region = ((m, n), strides, margin + offset)
+        size = 2 * margin + offset + _extent((m, n), strides)
+        self._bits = torch.full((size,), -1, dtype=torch.int16, device=device)
+        self.out = self._bits.view(torch.bfloat16).as_strided(*self._region)
+
+    def assert_untouched(self) -> None:
+        assert (self._bits == -1).all(), "out was written"
+
+    def assert_guards_intact(self) -> None:
+        outside = self._bits.clone()
+        outside.as_strided(*self._region).fill_(-1)
+        changed = (outside != -1).nonzero().flatten() - self._region[2]
+        assert not len(changed), f"wrote outside out, at elements {changed[:8].tolist()} counted from its first"
+
+
+def exact_product(operands: Operands, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None) -> Exact:
+    """The definition of fp8_gemm in float64, written apart from deep_tile.reference; of some rows and columns if given.
+
+    Args:
+        rows, columns: indices into m and n; all of them when None.
+    """
+    m, n, _ = operands.sizes
+    device = operands.a.device
+    rows = torch.arange(m, device=device) if rows is None else rows
+    columns = torch.arange(n, device=device) if columns is None else columns
+    a = _scaled(operands.a, operands.a_scale, rows, rows)
+    b = _scaled(operands.b, operands.b_scale, columns, columns // SCALE_BLOCK)
+    return Exact(a @ b.t(), (a.square() @ b.square().t()).sqrt())
+
+
+def _scaled(x: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor, scale_rows: torch.Tensor) -> torch.Tensor:
+    values = x.view(torch.uint8)[rows].view(x.dtype).float().double()  # torch neither indexes nor widens FP8 everywhere
+    return values * scale[scale_rows].double().repeat_interleave(SCALE_BLOCK, 1)[:, : x.shape[1]]
+
+
+def assert_accurate(out: torch.Tensor, exact: Exact) -> None:
+    """Every element is within BF16 rounding and a little accumulation error; so is the whole, by the project's bar."""
+    error = (out.double() - exact.value).abs()
+    allowed = BF16_ROUNDING * exact.value.abs() + ACCUMULATION * exact.spread
+    wrong = (~(error <= allowed)).nonzero()
+    assert not len(wrong), (
+        f"{len(wrong)} of {out.numel()} elements are off, first at {wrong[0].tolist()}: "
+        f"{out[tuple(wrong[0])].item()}, exact {exact.value[tuple(wrong[0])].item()}"
+    )
+    if out.numel() >= 20_000:  # of fewer elements, rounding alone may exceed the bar
+        error_norm, norm = error.norm().item(), exact.value.norm().item()
+        assert error_norm <= FROBENIUS_LIMIT * norm, f"relative Frobenius error {error_norm / norm:.2e}"
+
+
+def check_gemm(
+    operands: Operands,
+    exact: Exact | None = None,
+    *,
+    out_stride: int | None = None,
+    out_offset: int = 0,
+    **keywords,
+) -> torch.Tensor:
+    """Multiply into a guarded `out`, check its values and its surroundings, and return it."""
+    m, n, _ = operands.sizes
+    guarded = GuardedOut(m, n, device=operands.a.device, stride=out_stride, offset=out_offset)
+    assert fp8_gemm(*operands, guarded.out, **keywords) is guarded.out
+    guarded.assert_guards_intact()
+    assert_accurate(guarded.out, exact_product(operands) if exact is None else exact)
+    return guarded.out
+
+
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Equality that NaN takes part in."""
+    return torch.equal(x.contiguous().view(torch.int16), y.contiguous().view(torch.int16))

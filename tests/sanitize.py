@@ -1,0 +1,77 @@
+"""Small products that together use every feature of the kernels, for NVIDIA's compute-sanitizer.
+
+    compute-sanitizer --tool racecheck --kernel-regex kns=fp8_gemm python tests/sanitize.py
+
+run_gpu.py runs it under memcheck, racecheck and synccheck. Inputs have no slack around them, so that an access beyond
+one is an access beyond its allocation (with PYTORCH_NO_CUDA_MEMORY_CACHING=1). Ends with status 1 on a wrong value.
+"""
+
+import sys
+from typing import NamedTuple
+
+import torch
+from helpers import Operands, assert_accurate, exact_product, make_operands
+
+from deep_tile import GemmConfig, fp8_gemm
+from deep_tile.config import round_up
+
+
+class Case(NamedTuple):
+    config: GemmConfig
+    m: int
+    n: int
+    k: int
+    num_sms: int
+
+
+CASES = (
+    Case(GemmConfig(64, 16, 4), 1, 40, 656, 2),
+    Case(GemmConfig(64, 64, 5, tma_store=False), 70, 133, 144, 3),
+    Case(GemmConfig(64, 224, 3), 65, 232, 500, 2),
+    Case(GemmConfig(128, 64, 4), 130, 136, 600, 2),
+    Case(GemmConfig(128, 176, 3, store_buffers=1), 100, 360, 300, 2),
+    Case(GemmConfig(128, 256, 2, tma_store=False), 129, 261, 400, 3),
+    Case(GemmConfig(256, 64, 2, store_buffers=1), 257, 72, 400, 1),
+    Case(GemmConfig(128, 64, 3, 2, 1), 300, 136, 520, 5),
+    Case(GemmConfig(128, 80, 3, 1, 2, tma_store=False), 130, 165, 520, 2),
+    Case(GemmConfig(256, 128, 2, 1, 2, store_buffers=1), 9, 264, 400, 2),
+    Case(GemmConfig(256, 96, 2, 2, 1), 520, 200, 260, 2),
+    Case(GemmConfig(64, 32, 2, scale_blocks=4), 9, 72, 1100, 2),
+    Case(GemmConfig(64, 64, 2, split_k=4, scale_blocks=2), 70, 136, 1300, 4),
+    Case(GemmConfig(128, 64, 2, split_k=2), 130, 200, 600, 2),
+    Case(GemmConfig(64, 128, 2, split_k=8, tma_store=False), 65, 133, 700, 8),
+)
+"""Rings that go round, K that ends inside a block, ragged edges, several waves, clusters that overhang the matrix."""
+
+
+def tight(x: torch.Tensor, device: str) -> torch.Tensor:
+    """A copy with nothing beyond its last row; FP8 rows are 16 bytes apart or a multiple."""
+    columns = round_up(x.shape[1], 16) if x.dtype == torch.float8_e4m3fn else x.shape[1]
+    copy = torch.zeros(x.shape[0], columns, dtype=x.dtype, device=device)[:, : x.shape[1]]
+    return copy.copy_(x)
+
+
+def run(case: Case, device: str = "cuda") -> None:
+    """Raises AssertionError on a wrong value."""
+    operands = make_operands(case.m, case.n, case.k)
+    columns = round_up(case.n, 8) if case.config.tma_store else case.n
+    out = torch.full((case.m, columns), float("nan"), dtype=torch.bfloat16, device=device)[:, : case.n]
+    on_device = Operands(*(tight(x, device) for x in operands))
+    fp8_gemm(*on_device, out, config=case.config, num_sms=case.num_sms)
+    assert_accurate(out.cpu(), exact_product(operands))
+
+
+def main() -> int:
+    failures = 0
+    for case in CASES:
+        print(case.config.name, *case[1:], flush=True)
+        try:
+            run(case)
+        except AssertionError as error:
+            failures += 1
+            print("WRONG:", error, flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

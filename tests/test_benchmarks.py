@@ -1,0 +1,262 @@
+"""The benchmark scripts without a GPU: shapes, contestants on small CPU inputs, what is concluded and written."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # Appended: an installed deep_tile still comes first.
+
+from benchmarks import bench_gemm, bench_overhead, report, timing  # noqa: E402
+from benchmarks.peers import PEERS, Inputs, deep_tile_peer  # noqa: E402
+from benchmarks.shapes import DENSE, M_RANGES, NINE, Shape, m_range, select_shapes  # noqa: E402
+from deep_tile.reference import relative_error  # noqa: E402
+from deep_tile.select import default_configs  # noqa: E402
+
+SMALL = Shape(32, 160, 272)
+
+
+def made_up_run(gpu="NVIDIA H200", scale=1.0):
+    """Published times under deep_tile's name: DeepGEMM's, so every ratio is known."""
+    published = report.load_run(report.PUBLISHED)
+    rows = []
+    for row in published["shapes"]:
+        results = {name: dict(result) for name, result in row["results"].items() if name.startswith("cublaslt")}
+        results = {"deep_tile": {"us": row["results"]["deep_gemm"]["us"] * scale}, **results}
+        rows.append({**row, "config": "fp8_gemm_x", "results": results})
+    labels = {name: peer.label for name, peer in PEERS.items()}
+    return {"meta": {"gpu": gpu, "date": "2026-11-21", "labels": labels}, "shapes": rows}
+
+
+def test_shapes_are_those_of_the_published_table():
+    published = report.load_run(report.PUBLISHED)
+    assert [report.shape_of(row) for row in published["shapes"]] == list(DENSE)
+    assert (len(DENSE), len(set(DENSE)), len(NINE)) == (84, 84, 9)
+    assert set(NINE) <= set(DENSE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "limit"),
+    [("1x2112x7168", 8.8), ("128x7168x16384", 34.8), ("4096x7168x576", 25.8), ("8192x8192x8192", 736.3)],
+)
+def test_limit_is_that_of_the_published_table(shape, limit):
+    assert Shape.parse(shape).limit_us() == pytest.approx(limit, abs=0.05)
+
+
+def test_nobody_beats_the_limit_by_much():
+    published = report.load_run(report.PUBLISHED)
+    for name in report.contestants(published):
+        for shape, us in report.times(published, name).items():
+            assert us > 0.93 * shape.limit_us(), (name, shape)
+
+
+def test_select_shapes():
+    assert select_shapes("all") == list(DENSE)
+    assert select_shapes("nine") == list(NINE)
+    assert sum(len(select_shapes(name)) for name in M_RANGES) == 84
+    assert {shape.m for shape in select_shapes("m<=128")} == {1, 8, 16, 32, 64, 128}
+    assert select_shapes("1x2x3,4x5x6") == [Shape(1, 2, 3), Shape(4, 5, 6)]
+    assert [m_range(Shape(m, 1, 1)) for m in (128, 129, 1024, 1025)] == ["m<=128", *["m=129-1024"] * 2, "m>1024"]
+    for wrong in ("1x2", "0x2x3", "axbxc", "some"):
+        with pytest.raises(ValueError, match="MxNxK"):
+            select_shapes(wrong)
+
+
+@pytest.mark.parametrize("name", ["deep_tile", "cublaslt_tensor_slow", "torch_bf16"])
+def test_contestants_compute_what_they_are_held_against(name):
+    inputs = Inputs(SMALL, device="cpu")
+    output = PEERS[name].prepare(inputs)()
+    assert (output.dtype, tuple(output.shape)) == (torch.bfloat16, (SMALL.m, SMALL.n))
+    assert relative_error(output, getattr(inputs, PEERS[name].expected)) < bench_gemm.MAX_RELATIVE_ERROR
+
+
+def test_inputs_are_reproducible_and_differ_between_shapes():
+    first, again, other = (Inputs(shape, device="cpu") for shape in (SMALL, SMALL, Shape(32, 160, 288)))
+    assert torch.equal(first.a_bf16, again.a_bf16)
+    assert not torch.equal(first.a_bf16, other.a_bf16[:, : SMALL.k])
+
+
+def test_block_wise_refuses_one_row():
+    with pytest.raises(ValueError, match="m = 1"):
+        PEERS["cublaslt_block"].prepare(Inputs(Shape(1, 128, 128), device="cpu"))
+
+
+def test_block_wise_scales_are_laid_out_for_cublaslt(monkeypatch):
+    """1x128 scales M-major; 128x128 scales K-major with K blocks padded to a multiple of 4: 3 of them become 4."""
+    seen = []
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", lambda *arguments, **keywords: seen.extend(arguments))
+    inputs = Inputs(SMALL, device="cpu")
+    PEERS["cublaslt_block"].prepare(inputs)()
+    a_scale, b_scale = seen[2], seen[4]
+    assert (a_scale.shape, a_scale.stride()) == ((32, 3), (1, 32))
+    assert (b_scale.shape, b_scale.stride()) == ((4, 2), (1, 4))
+    assert torch.equal(a_scale, inputs.a_scale) and torch.equal(b_scale[:3].t(), inputs.b_scale)
+
+
+def test_deep_gemm_gets_scales_that_it_need_not_transpose(monkeypatch):
+    seen = []
+    module = types.SimpleNamespace(fp8_gemm_nt=lambda a, b, out: seen.append((a, b, out)))
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    output = PEERS["deep_gemm"].prepare(Inputs(Shape(30, 160, 272), device="cpu", scale_layout="row"))()
+    ((_, a_scale), _, out) = seen[0]
+    assert a_scale.stride() == (1, 32)
+    assert out is output
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    """bench_gemm on the CPU: one call instead of a graph, a made-up time instead of a measured one."""
+    monkeypatch.setattr(bench_gemm, "L2Flush", lambda: None)
+    monkeypatch.setattr(bench_gemm, "capture_empty", lambda: None)
+    monkeypatch.setattr(bench_gemm, "capture", lambda call: timing.Captured(None, call(), call))
+    monkeypatch.setattr(
+        bench_gemm,
+        "time_alternating",
+        lambda graphs, repeats, flush: dict.fromkeys(graphs, timing.Timing(30.0, 29.0, 32.0)),
+    )
+    monkeypatch.setattr(bench_gemm, "time_sustained", lambda graph, once_us: once_us * 1.1)
+    monkeypatch.setattr(bench_gemm, "Inputs", lambda shape, scale_layout: Inputs(shape, "cpu", scale_layout))
+    monkeypatch.setattr(bench_gemm, "describe_run", lambda: {"gpu": "none", "date": "2026-11-21"})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"multi_processor_count": 132})
+    )
+
+
+def test_bench_writes_every_contestant_or_a_reason(without_gpu, tmp_path, caplog):
+    out = tmp_path / "result.json"
+    assert bench_gemm.main(["--shapes", "32x160x272,16x160x272", "--sustained", "--out", str(out)]) == 0
+    run = report.load_run(out)
+    for row, shape in zip(run["shapes"], ("32x160x272", "16x160x272"), strict=True):
+        assert str(report.shape_of(row)) == shape
+        assert row["results"].keys() | row["unsupported"].keys() == PEERS.keys()
+        assert row["results"]["deep_tile"]["relative_error"] < bench_gemm.MAX_RELATIVE_ERROR
+        assert row["results"]["deep_tile"]["sustained_us"] == pytest.approx(33)
+        assert "ModuleNotFoundError" in row["unsupported"]["deep_gemm"]
+        assert row["config"].startswith("fp8_gemm_")
+    assert [record.args[0] for record in caplog.records].count("deep_gemm") == 1  # Said once, not at every shape.
+
+
+def test_bench_fails_when_deep_tile_is_wrong_or_absent(without_gpu, monkeypatch, caplog):
+    wrong = deep_tile_peer()
+    monkeypatch.setitem(
+        PEERS, "deep_tile", type(wrong)("deep_tile", "deep_tile", lambda inputs: lambda: inputs.new_out().fill_(1))
+    )
+    assert bench_gemm.main(["--shapes", str(SMALL), "--peers", "deep_tile"]) == 1
+    assert "exceeds" in caplog.text
+
+    def refuse(inputs):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setitem(PEERS, "deep_tile", type(wrong)("deep_tile", "deep_tile", refuse))
+    assert bench_gemm.main(["--shapes", str(SMALL), "--peers", "deep_tile,torch_bf16"]) == 1
+    assert "no such kernel" in caplog.text
+
+
+def test_bench_times_named_configs(without_gpu, tmp_path):
+    name, out = default_configs()[0].name, tmp_path / "result.json"
+    bench_gemm.main(["--shapes", str(SMALL), "--peers", "deep_tile", "--configs", name, "--out", str(out)])
+    assert set(report.contestants(report.load_run(out))) == {"deep_tile", name}
+
+
+@pytest.mark.parametrize("arguments", [["--peers", "cublas"], ["--configs", "fp8_gemm_1x1"]])
+def test_bench_refuses_unknown_names(without_gpu, arguments):
+    with pytest.raises(ValueError, match="unknown"):
+        bench_gemm.main(["--shapes", str(SMALL), *arguments])
+
+
+def test_timing_summary():
+    timed = timing.Timing.of([float(us) for us in range(1, 12)])
+    assert (timed.p10_us, timed.us, timed.p90_us) == (2, 6, 10)
+
+
+def test_published_means_are_those_of_the_design():
+    """DeepGEMM's time: 1.10, 1.10, 1.07 of cuBLASLt tensor-wise fast, and 1.24, 1.31, 1.19 of the limit."""
+    means = report.all_means(made_up_run())
+    assert list(means["cuBLASLt tensor-wise, fast"].values()) == pytest.approx([1.10, 1.10, 1.07], abs=0.006)
+    assert list(means["limit"].values()) == pytest.approx([1.24, 1.31, 1.19], abs=0.006)
+    assert list(means["DeepGEMM 2.6.1, published"].values()) == pytest.approx([1, 1, 1])
+
+
+def test_published_deep_gemm_is_left_out_on_other_gpus():
+    assert "DeepGEMM 2.6.1, published" not in report.all_means(made_up_run(gpu="NVIDIA H100"))
+
+
+def test_comparison_corrects_for_the_card():
+    old, new = made_up_run(), made_up_run(scale=0.8)
+    for row in new["shapes"]:
+        row["results"][report.COMMON]["us"] *= 0.9
+    console = Console(record=True, width=120)
+    report.print_comparison(old, new, console)
+    printed = console.export_text()
+    assert "4096x4096x7168" in printed
+    assert "0.800" in printed and "0.889" in printed
+
+
+def test_compare_mode_reads_files(tmp_path, capsys):
+    report.save_run(tmp_path / "old.json", made_up_run())
+    report.save_run(tmp_path / "new.json", made_up_run(scale=0.5))
+    assert bench_gemm.main(["--compare", str(tmp_path / "old.json"), str(tmp_path / "new.json")]) == 0
+    assert "0.500" in capsys.readouterr().out
+
+
+def test_saved_runs_hold_one_shape_per_line(tmp_path):
+    path = tmp_path / "run.json"
+    report.save_run(path, made_up_run())
+    assert report.load_run(path) == made_up_run()
+    assert sum(line.lstrip().startswith('{"m"') for line in path.read_text().splitlines()) == 84
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_report_writes_table_and_plot(tmp_path):
+    result, overhead, readme = (tmp_path / name for name in ("run.json", "overhead.json", "README.md"))
+    report.save_run(result, made_up_run())
+    first = [{"config": "fp8_gemm_x", "first_ms": 321.4, "second_ms": 0.1}]
+    overhead.write_text(json.dumps({"host_us": {"deep_tile": 3.21}, "first_calls": {"cold": first, "disk": first}}))
+    readme.write_text(f"before\n{report.BEGIN}\nstale\n{report.END}\nafter\n")
+    arguments = [result, "--overhead", overhead, "--readme", readme, "--figures", tmp_path / "figures"]
+    report.main([str(argument) for argument in arguments])
+    text = readme.read_text()
+    assert text.startswith(f"before\n{report.BEGIN}\n") and text.endswith(f"{report.END}\nafter\n")
+    assert "stale" not in text
+    assert "| 4096x2112x7168 | 97.0 | 114.9 | 83.2 | 86.0 | 1279 |" in text
+    assert "| deep_tile | 3.2 |" in text and "| `fp8_gemm_x` | 321 | 321.4 |" in text
+    assert (tmp_path / "figures" / "deepseek_v3_layers.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_refuses_a_readme_without_markers(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{report.END} {report.BEGIN}")
+    with pytest.raises(ValueError, match="must hold the line"):
+        report.replace_between_markers(readme, "text")
+    assert readme.read_text() == f"{report.END} {report.BEGIN}"
+
+
+@pytest.mark.gpu
+def test_bench_on_the_gpu(tmp_path):
+    out = tmp_path / "result.json"
+    arguments = ["--shapes", "64x576x7168,4096x2112x7168", "--repeats", "5", "--sustained", "--out", str(out)]
+    assert bench_gemm.main(arguments) == 0
+    for row in report.load_run(out)["shapes"]:
+        assert row["results"].keys() >= PEERS.keys() - {"deep_gemm"}
+        assert 1 < row["empty_graph_us"] < 10
+        for name, result in row["results"].items():
+            assert result["p10_us"] <= result["us"] <= result["p90_us"]
+            assert result["relative_error"] < 0.02, name
+
+
+@pytest.mark.gpu
+def test_overhead_on_the_gpu(tmp_path):
+    out = tmp_path / "overhead.json"
+    bench_overhead.main(["--out", str(out)])
+    result = json.loads(out.read_text())
+    assert result["host_us"].keys() >= {"deep_tile", bench_overhead.ALLOCATING, "torch_bf16"}
+    assert result["first_calls"]["cold"][0]["config"] == result["first_calls"]["disk"][0]["config"]

@@ -1,0 +1,91 @@
+"""The generated kernels: complete texts that compile clean, for every config the selector can choose."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from deep_tile import jit
+from deep_tile.codegen import kernel_source
+from deep_tile.config import GemmConfig
+from deep_tile.select import default_configs
+
+ROOT = Path(__file__).parent.parent
+DEFAULT_CONFIGS = (*default_configs(True), *default_configs(False))
+SM_REGISTERS = 64 * 1024
+
+each_default_config = pytest.mark.parametrize("config", DEFAULT_CONFIGS, ids=lambda config: config.name)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Every default kernel, compiled on all cores: config -> jit.Compiled, or the error."""
+
+    def compile_one(config):
+        try:
+            return jit.compile_kernel(kernel_source(config), config.name)
+        except jit.CompileError as error:
+            return error
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(DEFAULT_CONFIGS, pool.map(compile_one, DEFAULT_CONFIGS), strict=True))
+
+
+@each_default_config
+def test_default_kernel_compiles_clean(config, compiled):
+    result = compiled[config]
+    assert isinstance(result, jit.Compiled), result
+    usage = jit.resource_usage(result.log)
+    assert usage.warnings == ()
+    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
+    assert usage.registers * config.threads <= SM_REGISTERS
+    assert config.name.encode() in result.cubin
+
+
+@each_default_config
+def test_source_is_self_contained(config):
+    source = kernel_source(config)
+    assert "#include" not in source and "#pragma once" not in source
+    assert str(ROOT) not in source
+    assert re.findall(r"wgmma\.mma_async\.\S+\.m64n(\d+)k32\.", source) == [str(config.mma_n)]
+    assert source.count("__global__") == 1
+
+
+def test_sources_tell_all_configs_apart():
+    assert len({kernel_source(config) for config in DEFAULT_CONFIGS}) == len(DEFAULT_CONFIGS)
+
+
+@pytest.mark.parametrize("headers", ["include/deep_tile", "deep_tile/include/deep_tile"], ids=["checkout", "wheel"])
+def test_source_does_not_depend_on_where_the_package_lies(headers, tmp_path):
+    package = tmp_path / "deep_tile"
+    package.mkdir()
+    (package / "__init__.py").touch()  # codegen needs config alone
+    for module in ("codegen.py", "config.py"):
+        shutil.copy(ROOT / "deep_tile" / module, package)
+    shutil.copytree(ROOT / "include" / "deep_tile", tmp_path / headers)
+    config = GemmConfig(128, 192, 4, 2, 1, store_buffers=1, tma_store=False)
+    program = (
+        "from deep_tile.codegen import kernel_source\n"
+        "from deep_tile.config import GemmConfig\n"
+        f"print(kernel_source({config!r}), end='')"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert printed.stdout == kernel_source(config)
+
+
+def test_missing_headers_are_reported(tmp_path):
+    shutil.copytree(ROOT / "deep_tile", tmp_path / "deep_tile", ignore=shutil.ignore_patterns("__init__.py", "*.so"))
+    (tmp_path / "deep_tile" / "__init__.py").touch()
+    program = (
+        "from deep_tile.codegen import kernel_source\n"
+        "from deep_tile.config import GemmConfig\n"
+        "kernel_source(GemmConfig(64, 64, 4))"
+    )
+    failed = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert f"RuntimeError: deep_tile's CUDA headers are missing: no gemm.cuh in {tmp_path}" in failed.stderr
+    assert "reinstall deep_tile" in failed.stderr

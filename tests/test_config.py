@@ -1,0 +1,169 @@
+"""GemmConfig: its rules, its derived sizes, and its agreement with the C++ side (include/deep_tile/config.cuh)."""
+
+import dataclasses
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from deep_tile import jit
+from deep_tile.codegen import kernel_source
+from deep_tile.config import SMEM_LIMIT_BYTES, GemmConfig
+
+HEADERS = Path(__file__).parent.parent / "include" / "deep_tile"
+
+
+def legal_configs():
+    """Every one with at most 24 stages."""
+    choices = product(
+        (64, 128, 192, 256), range(16, 257, 16), range(2, 25), ((1, 1), (2, 1), (1, 2)), (1, 2), (True, False)
+    )
+    for block_m, block_n, stages, cluster, store_buffers, tma_store in choices:
+        try:
+            yield GemmConfig(block_m, block_n, stages, *cluster, store_buffers=store_buffers, tma_store=tma_store)
+        except ValueError:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"block_m": 32}, "block_m is 32"),
+        ({"block_m": 192}, "block_m is 192; supported are 64, 128 and 256"),
+        ({"block_m": 512}, "block_m is 512"),
+        ({"block_n": 8}, "block_n is 8; .* multiple of 16 from 16 to 256"),
+        ({"block_n": 100}, "block_n is 100"),
+        ({"block_n": 272}, "block_n is 272"),
+        ({"stages": 1}, "stages is 1; .* at least 2"),
+        ({"cluster_m": 0}, "cluster is 0x1"),
+        ({"cluster_m": 2, "cluster_n": 2}, "cluster is 2x2; supported are 1x1, 2x1 and 1x2"),
+        ({"cluster_n": 3}, "cluster is 1x3"),
+        ({"store_buffers": 0}, "store_buffers is 0"),
+        ({"store_buffers": 3}, "store_buffers is 3; supported are 1 and 2"),
+        ({"block_m": 256, "block_n": 160}, "160 accumulators and 40 of one K block exceed the 192 registers"),
+        ({"stages": 8}, f"bytes of shared memory exceed Hopper's {SMEM_LIMIT_BYTES}"),
+    ],
+)
+def test_each_rule_refuses_and_says_why(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GemmConfig(**{"block_m": 128, "block_n": 128, "stages": 4, **arguments})
+
+
+def test_deepest_rings_that_fit():
+    assert GemmConfig(128, 256, 4).smem_bytes == SMEM_LIMIT_BYTES
+    with pytest.raises(ValueError, match="240640 bytes"):
+        GemmConfig(128, 192, 5)
+
+
+DERIVED = (
+    *("name", "cluster", "math_warpgroups", "threads", "rows_per_warpgroup"),
+    *("accumulator_registers", "block_registers", "chunks_m", "chunks_n", "mma_n"),
+    *("column_group", "b_scale_slots", "store_columns", "stage_bytes", "store_bytes", "smem_bytes"),
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "by_hand"),
+    [
+        (
+            GemmConfig(128, 256, 4, 2, 1),
+            ("fp8_gemm_128x256x128_s4_c2x1", 2, 2, 384, 64)
+            + (128, 64, 1, 2, 128)
+            + (128, 2, 64, 49152 + 512 + 16 + 16, 32768, 227 * 1024),
+        ),
+        (
+            GemmConfig(64, 16, 20, store_buffers=1, tma_store=False),
+            ("fp8_gemm_64x16x128_s20_c1x1_b1_any", 1, 1, 256, 64)
+            + (8, 8, 1, 1, 16)
+            + (16, 1, 16, 10240 + 256 + 16 + 16, 2048, 208 * 1024),
+        ),
+        (
+            GemmConfig(64, 224, 2),
+            ("fp8_gemm_64x224x128_s2_c1x1", 1, 1, 256, 64)
+            + (112, 56, 1, 2, 112)
+            + (32, 7, 32, 36864 + 256 + 32 + 16, 8192, 81 * 1024),
+        ),
+        (
+            GemmConfig(128, 176, 4, 1, 2),
+            ("fp8_gemm_128x176x128_s4_c1x2", 2, 2, 384, 64)
+            + (88, 88, 1, 1, 176)
+            + (16, 11, 16, 38912 + 512 + 48 + 16, 8192, 163 * 1024),
+        ),
+        (
+            GemmConfig(256, 128, 4, store_buffers=1),
+            ("fp8_gemm_256x128x128_s4_c1x1_b1", 1, 2, 384, 128)
+            + (128, 64, 2, 1, 128)
+            + (128, 1, 64, 49152 + 1024 + 16 + 16, 16384, 213 * 1024),
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_derived_sizes(config, by_hand):
+    assert {name: getattr(config, name) for name in DERIVED} == dict(zip(DERIVED, by_hand, strict=True))
+
+
+def test_names_tell_all_configs_apart():
+    configs = list(legal_configs())
+    assert len({config.name for config in configs}) == len(configs) > 500
+    assert all(re.fullmatch(r"[a-z0-9_]+", config.name) for config in configs)
+
+
+def test_config_is_a_value():
+    config = GemmConfig(128, 128, 4)
+    assert config == GemmConfig(128, 128, 4, 1, 1, 1, 1, 2, True)
+    assert hash(config) == hash(GemmConfig(128, 128, 4))
+    assert config != dataclasses.replace(config, tma_store=False)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.stages = 5
+
+
+def initializers(config: GemmConfig) -> dict[str, str]:
+    """The fields that the generated kernel gives C++'s GemmConfig, as text, in order."""
+    (body,) = re.findall(r"GemmConfig config = \{(.*?)\};", kernel_source(config))
+    return dict(re.findall(r"\.(\w+) = (\w+)", body))
+
+
+def cpp_fields() -> dict[str, str]:
+    """The fields that config.cuh declares, by type, in order."""
+    (body,) = re.findall(r"struct GemmConfig \{(.*?)\n\};", (HEADERS / "config.cuh").read_text(), re.DOTALL)
+    declarations = re.findall(r"^ {4}(int|bool) ([\w, ]+);", body, re.MULTILINE)
+    return {name: kind for kind, names in declarations for name in names.split(", ")}
+
+
+def test_every_cpp_field_is_given_and_no_other():
+    config = GemmConfig(128, 256, 4, 2, 1, store_buffers=1, tma_store=False)
+    given, declared = initializers(config), cpp_fields()
+    assert list(given) == list(declared)  # in order, as C++ demands of designated initialisers
+    for name, kind in declared.items():
+        assert (given[name] in ("true", "false")) == (kind == "bool"), name
+
+
+def test_every_choice_of_a_config_reaches_the_kernel():
+    config = GemmConfig(128, 96, 3, 1, 2, store_buffers=1, tma_store=False)
+    given = initializers(config)
+    for field in dataclasses.fields(GemmConfig):
+        assert given[field.name] == str(getattr(config, field.name)).lower(), field.name
+
+
+def test_shared_memory_is_as_large_as_cpp_says():
+    headers = "".join((HEADERS / name).read_text() for name in ("params.h", "config.cuh"))
+    headers = headers.replace("#pragma once", "").replace('#include "params.h"', "")
+    asserts = []
+    for config in legal_configs():
+        fields = ", ".join(f".{name} = {value}" for name, value in initializers(config).items())
+        asserts.append(
+            f"static_assert(sizeof(deep_tile::SharedStorage<deep_tile::GemmConfig{{{fields}}}>) == "
+            f'{config.smem_bytes}, "{config.name}");'
+        )
+    assert len(asserts) > 500
+    jit.compile_kernel("\n".join([headers, *asserts, 'extern "C" __global__ void nothing() {}']), "nothing")
+
+
+def test_a_wrong_shared_memory_size_does_not_compile():
+    config = GemmConfig(64, 32, 4)
+    source = kernel_source(config)
+    wrong = source.replace(f".smem_bytes = {config.smem_bytes}", f".smem_bytes = {config.smem_bytes + 1024}")
+    assert wrong != source
+    with pytest.raises(jit.CompileError, match=r"config\.py and config\.cuh disagree"):
+        jit.compile_kernel(wrong, config.name)

@@ -1,0 +1,152 @@
+"""The helpers of the GPU tests themselves: that the checks notice what they are for, and the samples cover it."""
+
+import pytest
+import sanitize
+import torch
+from helpers import GuardedOut, assert_accurate, exact_product, make_any_bytes, make_operands, rearranged
+
+from deep_tile import fp8_gemm
+from deep_tile.config import ceil_div
+from deep_tile.problem import GemmProblem
+from deep_tile.select import cluster_tiles, default_configs
+
+M, N, K = 150, 300, 520
+
+
+@pytest.fixture(scope="module")
+def operands():
+    return make_operands(M, N, K)
+
+
+@pytest.fixture(scope="module")
+def exact(operands):
+    return exact_product(operands)
+
+
+@pytest.fixture
+def out(operands):
+    """A right result."""
+    return fp8_gemm(*operands)
+
+
+def test_right_values_pass(out, exact):
+    assert_accurate(out, exact)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6])
+def test_one_wrong_element_is_noticed(value, out, exact):
+    out[M - 1, N - 1] = value
+    with pytest.raises(AssertionError, match=r"1 of 45000 elements are off, first at \[149, 299\]"):
+        assert_accurate(out, exact)
+
+
+def test_an_element_left_unwritten_is_noticed(exact):
+    with pytest.raises(AssertionError, match="45000 of 45000"):
+        assert_accurate(GuardedOut(M, N).out, exact)
+
+
+def zero_k(x, k):
+    x.view(torch.uint8)[:, k] = 0
+
+
+def swap_columns(scale, k):
+    scale[:, [0, 1]] = scale[:, [1, 0]]
+
+
+def shift_rows(scale, k):
+    scale.copy_(scale.roll(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("field", "damage"),
+    [("a", zero_k), ("b", zero_k), ("a_scale", swap_columns), ("b_scale", swap_columns), ("a_scale", shift_rows)],
+)
+def test_wrong_operands_are_noticed(field, damage, operands, exact):
+    """Such as a product of the K tail that is left out, or a scale of a neighbour."""
+    damaged = rearranged(operands)
+    damage(getattr(damaged, field), K - 1)
+    with pytest.raises(AssertionError, match="elements are off"):
+        assert_accurate(fp8_gemm(*damaged), exact)
+
+
+def test_a_systematic_error_is_noticed(exact):
+    """One by which no single element is off too far."""
+    with pytest.raises(AssertionError, match="relative Frobenius error 2"):
+        assert_accurate((exact.value * 1.0012).to(torch.bfloat16), exact)
+
+
+@pytest.mark.parametrize("position", [(-1, 0), (0, -1), (M, 0), (M - 1, N), (M + 200, 7)])
+def test_a_write_beside_out_is_noticed(position):
+    guarded = GuardedOut(M, N, stride=N + 5, offset=3)
+    guarded.out.fill_(1.0)
+    guarded.assert_guards_intact()
+    strides, offset = guarded.out.stride(), guarded.out.storage_offset()
+    beside = offset + position[0] * strides[0] + position[1]
+    guarded.out.as_strided((1,), (1,), beside).fill_(float("nan"))
+    with pytest.raises(AssertionError, match="wrote outside out"):
+        guarded.assert_guards_intact()
+
+
+def test_a_touched_out_is_noticed():
+    guarded = GuardedOut(M, N)
+    guarded.assert_untouched()
+    guarded.out[0, 0] = float("nan")
+    with pytest.raises(AssertionError, match="out was written"):
+        guarded.assert_untouched()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 7])
+def test_guarded_out_lies_where_it_says(offset):
+    out = GuardedOut(M, N, stride=304, offset=offset).out
+    assert out.data_ptr() % 16 == offset * 2
+    assert out.stride() == (304, 1)
+
+
+def test_inputs_are_poisoned_all_around(operands):
+    copies = rearranged(operands, k=300, a_scale="column_aligned", b_scale="scattered", a_padding=16)
+    assert copies.a.stride() == (320, 1) and copies.a.data_ptr() % 16 == 0
+    assert copies.a_scale.stride() == (1, 152)
+    for copy, original in zip(copies, operands, strict=True):
+        assert torch.equal(copy.float(), original[:, : copy.shape[1]].float())
+        everything = torch.empty(0, dtype=copy.dtype).set_(copy.untyped_storage())
+        assert everything.float().isfinite().sum() == copy.numel()
+
+
+def test_same_seed_same_operands():
+    first, second, third = make_operands(9, 9, 200, seed=1), make_operands(9, 9, 200, seed=1), make_operands(9, 9, 200)
+    assert torch.equal(first.a_scale, second.a_scale)
+    assert not torch.equal(first.a_scale, third.a_scale)
+
+
+def test_any_bytes_are_finite_and_many():
+    operands = make_any_bytes(100, 200, 300)
+    assert operands.a.float().isfinite().all()
+    assert len(operands.b.view(torch.uint8).unique()) == 128
+
+
+def test_exact_product_of_some_rows_and_columns(operands, exact):
+    rows, columns = torch.tensor([0, 149, 7]), torch.tensor([299, 128])
+    part = exact_product(operands, rows, columns)
+    assert torch.allclose(part.value, exact.value[rows][:, columns], rtol=1e-12)
+
+
+@pytest.mark.parametrize("case", sanitize.CASES, ids=lambda case: case.config.name)
+def test_sanitizer_case_is_right(case):
+    """On the CPU path; each has several waves, or a cluster that overhangs the matrix."""
+    sanitize.run(case, "cpu")
+    config = case.config
+    waves = ceil_div(cluster_tiles(config, GemmProblem(case.m, case.n, case.k)), case.num_sms // config.cluster)
+    rows, columns = ceil_div(case.m, config.block_m), ceil_div(case.n, config.block_n)
+    overhangs = rows % config.cluster_m or columns % config.cluster_n
+    assert waves > 1 or overhangs
+    assert config.cluster_m * config.cluster_n == 1 or overhangs
+
+
+def test_sanitizer_cases_use_every_feature_of_the_default_kernels():
+    def features(configs):
+        names = ("math_warpgroups", "chunks_m", "chunks_n", "cluster_m", "cluster_n", "split_k", "scale_blocks")
+        names = (*names, "store_buffers", "tma_store")
+        return {(name, getattr(config, name)) for config in configs for name in (*names, "store_columns")}
+
+    missing = features((*default_configs(True), *default_configs(False))) - features(c.config for c in sanitize.CASES)
+    assert not missing

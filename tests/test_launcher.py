@@ -1,0 +1,471 @@
+"""The native launcher, without a GPU: what it refuses, and what it asks of the driver.
+
+What it asks is seen through fake_driver.c, a libcuda.so.1 that writes every call down. It is loaded in a process of its
+own, because a process opens the driver once.
+"""
+
+import ctypes
+import os
+import re
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from deep_tile import _launcher
+
+ROOT = Path(__file__).resolve().parent.parent
+CUDA_INCLUDE = Path("/usr/local/cuda/include")
+COMPILER = shlex.split(sysconfig.get_config_var("CC") or "cc")
+
+A_MAP = (1, 7168, 4096, 7168, 128, 64, 128)
+B_MAP = (1, 7168, 2112, 7168, 128, 96, 128)
+OUT_MAP = (2, 2112, 4096, 4224, 64, 64, 128)
+LAUNCH = {
+    "grid": 132,
+    "cluster": 2,
+    "threads": 384,
+    "a_map": A_MAP,
+    "b_map": B_MAP,
+    "out_map": OUT_MAP,
+    "a_box_rows": 64,
+    "a_scale_strides": (56, 1),
+    "b_scale_strides": (1, 17),
+    "out_stride_m": 2112,
+    "m": 4096,
+    "n": 2112,
+    "k": 7168,
+    "pdl": False,
+}
+
+# Loads the launcher by its path: importing the package would import torch, which may open the real driver.
+PREAMBLE = f"""
+import ctypes, importlib.machinery, importlib.util, sys
+loader = importlib.machinery.ExtensionFileLoader("_launcher", {_launcher.__file__!r})
+launcher = importlib.util.module_from_spec(importlib.util.spec_from_loader("_launcher", loader))
+loader.exec_module(launcher)
+def opened_libraries():
+    return open("/proc/self/maps").read()
+"""
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+
+
+# ---- what it is
+
+
+def test_gemm_params_bytes():
+    """Three tensor maps, three pointers, five strides, four ints, rounded up to 64 bytes."""
+    fields_bytes = 3 * 128 + struct.calcsize("3P5q4i")
+    assert (fields_bytes + 63) // 64 * 64 == _launcher.GEMM_PARAMS_BYTES
+
+
+def test_is_a_stable_abi_extension():
+    assert Path(_launcher.__file__).name == "_launcher.abi3.so"
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="readelf (binutils) is not installed")
+def test_depends_on_libc_alone():
+    dynamic = subprocess.run(["readelf", "-d", _launcher.__file__], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
+    assert needed, dynamic
+    assert all(re.match(r"(libc|libdl|libpthread|ld-linux.*|libc\.musl.*)\.so", library) for library in needed), needed
+
+
+def test_import_opens_no_driver():
+    run = run_python(PREAMBLE + "print('libcuda' in opened_libraries(), '_launcher' in opened_libraries())")
+    assert run.stdout.split() == ["False", "True"], run.stderr
+
+
+def test_driver_version():
+    """Where there is a driver it is asked, and where there is none the error says what to do."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        with pytest.raises(RuntimeError, match=r"libcuda\.so\.1.*install the NVIDIA driver: 525 or newer"):
+            _launcher.driver_version()
+    else:
+        assert _launcher.driver_version() >= 12000
+
+
+# ---- what it refuses
+
+
+def elf(size: int, sections_at: int = 64, sections: int = 0) -> bytes:
+    """An ELF header with a section table, padded to `size` bytes."""
+    header = struct.pack(
+        "<4s12xHHIQQQIHHHHHH", b"\x7fELF", 2, 190, 1, 0, 64, sections_at, 0, 64, 56, 0, 64, sections, 0
+    )
+    return header.ljust(size, b"\0")
+
+
+WHOLE_CUBIN = elf(size=256, sections=3)
+
+
+@pytest.mark.parametrize(
+    "cubin",
+    [
+        b"",
+        b"\x7fELF",
+        b"PTX".ljust(256),
+        WHOLE_CUBIN[:-1],
+        elf(size=256, sections_at=257),
+        elf(size=256, sections_at=2**64 - 1),
+    ],
+    ids=["empty", "header cut", "no ELF", "sections cut", "sections past the end", "offset that wraps round"],
+)
+def test_load_refuses_torn_cubins(cubin):
+    with pytest.raises(ValueError, match=rf"cubin is no whole ELF file \({len(cubin)} bytes\); compile gemm again"):
+        _launcher.load(cubin, "gemm", 1024, 0)
+
+
+@pytest.mark.parametrize(("smem_bytes", "device"), [(-1, 0), (1024, -1)])
+def test_load_refuses_negative_numbers(smem_bytes, device):
+    with pytest.raises(ValueError, match=f"smem_bytes is {smem_bytes} and device is {device}"):
+        _launcher.load(WHOLE_CUBIN, "gemm", smem_bytes, device)
+
+
+def with_number(layout: tuple, index: int, number: object) -> tuple:
+    return (*layout[:index], number, *layout[index + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grid": 0}, "grid is 0, want 1 to 2147483647"),
+        ({"grid": 131}, "grid is 131, want a multiple of cluster, 2"),
+        ({"cluster": 9}, "cluster is 9, want 1 to 8"),
+        ({"threads": 1025}, "threads is 1025, want 1 to 1024"),
+        ({"m": 0}, "m is 0, want 1 to 2147483647"),
+        ({"n": 2**31}, "n is 2147483648, want 1 to 2147483647"),
+        ({"k": 2**80}, f"k is {2**80}, want 1 to 2147483647"),
+        ({"a_box_rows": 128}, "a_box_rows is 128, want a_map.box_outer, 64"),
+        ({"a_scale_strides": (-1, 1)}, "a_scale_strides[0] is -1, want 0 to 9223372036854775807"),
+        ({"b_scale_strides": (1, 2**63)}, "b_scale_strides[1] is 9223372036854775808, want 0 to 9223372036854775807"),
+        ({"out_stride_m": -2112}, "out_stride_m is -2112, want 0 to"),
+        ({"a_map": with_number(A_MAP, 0, 4)}, "a_map.element_bytes is 4, want 1 to 2"),
+        ({"a_map": with_number(A_MAP, 1, 0)}, "a_map.inner is 0, want 1 to 4294967296"),
+        ({"b_map": with_number(B_MAP, 2, 2**32 + 1)}, "b_map.outer is 4294967297, want 1 to 4294967296"),
+        ({"b_map": with_number(B_MAP, 3, 7176)}, "b_map.outer_stride_bytes is 7176, want a multiple of 16"),
+        ({"b_map": with_number(B_MAP, 3, 2**40)}, "b_map.outer_stride_bytes is 1099511627776, want 16 to"),
+        ({"b_map": with_number(B_MAP, 4, 24)}, "b_map.box_inner is 24 bytes, want a multiple of 16"),
+        ({"out_map": with_number(OUT_MAP, 4, 72)}, "out_map.box_inner is 144 bytes, want at most swizzle_bytes, 128"),
+        ({"out_map": with_number(OUT_MAP, 5, 257)}, "out_map.box_outer is 257, want 1 to 256"),
+        ({"out_map": with_number(OUT_MAP, 6, 48)}, "out_map.swizzle_bytes is 48, want 0, 32, 64 or 128"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_prepare_names_the_wrong_number(change, message):
+    with pytest.raises(ValueError, match=re.escape(f"prepare: {message}")):
+        _launcher.prepare(None, **LAUNCH | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "kernel is None, want the Kernel that load() returned"),
+        ({"out_map": None}, "kernel is None, want the Kernel that load() returned"),
+        ({"m": 4096.0}, "m is 4096.0, want an int"),
+        ({"a_map": A_MAP[:-1]}, "want a tuple (element_bytes, inner, outer, outer_stride_bytes, box_inner, box_outer"),
+        ({"a_map": None}, "a_map is None, want a tuple"),
+        ({"b_map": with_number(B_MAP, 4, "128")}, "b_map.box_inner is '128', want an int"),
+    ],
+)
+def test_prepare_names_the_wrong_type(change, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        _launcher.prepare(None, **LAUNCH | change)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((), TypeError, "got 0 arguments, want 7: prepared, a, a_scale, b, b_scale, out, stream"),
+        ((None, 0, 0, 0, 0, 0, 0, 0), TypeError, "got 8 arguments, want 7"),
+        ((None, 0, 0, 0, 0, 0, 0), TypeError, "prepared is None, want the Launch that prepare() returned"),
+        ((None, 0, 1.5, 0, 0, 0, 0), TypeError, "a_scale is 1.5, want an address"),
+        ((None, 0, 0, 0, 0, -1, 0), TypeError, "out is -1, want an address"),
+        ((None, 0, 0, 0, 0, 0, 2**64), TypeError, f"stream is {2**64}, want an address"),
+        ((None, 24, 0, 0, 0, 0, 0), ValueError, "the address of a is 8 modulo 16, want a multiple of 16"),
+        ((None, 0, 0, 31, 0, 0, 0), ValueError, "the address of b is 15 modulo 16, want a multiple of 16"),
+    ],
+)
+def test_launch_names_the_wrong_argument(arguments, error, message):
+    with pytest.raises(error, match=re.escape(f"launch: {message}")):
+        _launcher.launch(*arguments)
+
+
+@pytest.mark.parametrize("name", ["Kernel", "Launch"])
+def test_handles_cannot_be_made_by_hand(name):
+    with pytest.raises(TypeError, match="cannot create"):
+        getattr(_launcher, name)()
+
+
+# ---- what it asks of the driver
+
+
+@pytest.fixture(scope="session")
+def fake_driver(tmp_path_factory) -> Path:
+    library = tmp_path_factory.mktemp("fake_driver") / "libcuda.so.1"
+    source = ROOT / "tests" / "fake_driver.c"
+    options = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([*COMPILER, *options, "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+@pytest.fixture
+def run_on_fake_driver(fake_driver):
+    """Runs code that knows `launcher`, `load()`, `LAUNCH` and `fake`; the result's stdout holds a line per call."""
+    setup = f"""
+fake = ctypes.CDLL({str(fake_driver)!r}, mode=ctypes.RTLD_GLOBAL)
+LAUNCH = {LAUNCH!r}
+def load(device=0):
+    return launcher.load({WHOLE_CUBIN!r}, "gemm", 200_000, device)
+def begin():
+    print("---", flush=True)
+"""
+
+    def run(code: str, **environment: str) -> str:
+        process = run_python(PREAMBLE + setup + code, **environment)
+        assert process.returncode == 0, process.stderr
+        return process.stdout
+
+    return run
+
+
+def test_load_leaves_nothing_for_the_launch(run_on_fake_driver):
+    """The kernel is loaded in the device's primary context, and that context is left again."""
+    out = run_on_fake_driver("""
+kernel = load(device=3)
+begin()
+print(kernel.name, kernel.device, kernel.registers, kernel.local_bytes)
+try:
+    kernel.device = 4
+except AttributeError:
+    print("read-only")
+""")
+    calls, attributes = out.split("---\n")
+    assert calls.splitlines() == [
+        "cuInit 0",
+        "cuDeviceGet 3",
+        "cuDevicePrimaryCtxRetain 3",
+        "cuCtxPushCurrent 0xc3",
+        "cuLibraryLoadData ELF options 0",
+        "cuLibraryGetKernel 0x11b gemm",
+        "cuKernelSetAttribute 8=200000 0x4e1 device 3",
+        "cuKernelGetFunction 0x4e1",
+        "cuFuncGetAttribute 4 0xf",
+        "cuFuncGetAttribute 3 0xf",
+        "cuCtxPopCurrent ",
+    ]
+    assert attributes.split() == ["gemm", "3", "168", "8", "read-only"]
+
+
+def test_launch_from_a_thread_without_a_context(run_on_fake_driver):
+    out = run_on_fake_driver("""
+prepared = launcher.prepare(load(), **LAUNCH)
+begin()
+launcher.launch(prepared, 0xA00, 0xA5, 0xB00, 0xB5, 0xC00, 0x57)
+""")
+    assert out.split("---\n")[1].splitlines() == [
+        "cuCtxGetCurrent ",
+        "cuCtxPushCurrent 0xc0",
+        "cuTensorMapEncodeTiled 0xa00 type 0 rank 2 sizes 7168,4096 stride 7168 box 128,64 steps 1,1 "
+        "interleave 0 swizzle 3 promotion 3 fill 0 misaligned 0",
+        "cuTensorMapEncodeTiled 0xb00 type 0 rank 2 sizes 7168,2112 stride 7168 box 128,96 steps 1,1 "
+        "interleave 0 swizzle 3 promotion 3 fill 0 misaligned 0",
+        "cuTensorMapEncodeTiled 0xc00 type 9 rank 2 sizes 2112,4096 stride 4224 box 64,64 steps 1,1 "
+        "interleave 0 swizzle 3 promotion 0 fill 0 misaligned 0",
+        "cuLaunchKernelEx 0x4e1 context 0xc0 grid 132,1,1 block 384,1,1 smem 200000 stream 0x57 attributes 1 cluster 2 "
+        "pdl 0 extra (nil) maps a00,b00,c00 a_scale 0xa5 b_scale 0xb5 out 0xc00 strides 56,1 1,17 2112 "
+        "sizes 4096,2112,7168 box 64",
+        "cuCtxPopCurrent ",
+    ]
+
+
+def test_launch_in_the_right_context_leaves_it_alone(run_on_fake_driver):
+    out = run_on_fake_driver("""
+prepared = launcher.prepare(load(), **LAUNCH)
+fake.cuCtxPushCurrent(ctypes.c_void_p(0xC0))
+begin()
+launcher.launch(prepared, 0, 0, 0, 0, 0, 0)
+""")
+    calls = [line.split()[0] for line in out.split("---\n")[1].splitlines()]
+    assert calls == ["cuCtxGetCurrent", *["cuTensorMapEncodeTiled"] * 3, "cuLaunchKernelEx"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pdl", "attributes"),
+    [
+        (1, False, "attributes 0 cluster 0 pdl 0"),
+        (1, True, "attributes 1 cluster 0 pdl 1"),
+        (2, True, "attributes 2 cluster 2 pdl 1"),
+    ],
+)
+def test_launch_attributes(run_on_fake_driver, cluster, pdl, attributes):
+    out = run_on_fake_driver(f"""
+prepared = launcher.prepare(load(), **LAUNCH | {{"cluster": {cluster}, "pdl": {pdl}}})
+launcher.launch(prepared, 0, 0, 0, 0, 0, 0)
+""")
+    assert attributes in out
+
+
+def test_out_needs_alignment_only_for_its_map(run_on_fake_driver):
+    out = run_on_fake_driver("""
+kernel = load()
+begin()
+try:
+    launcher.launch(launcher.prepare(kernel, **LAUNCH), 0, 0, 0, 0, 0xC02, 0)
+except ValueError as error:
+    print(error, flush=True)
+launcher.launch(launcher.prepare(kernel, **LAUNCH | {"out_map": None}), 0, 0, 0, 0, 0xC02, 0)
+""")
+    lines = out.split("---\n")[1].splitlines()
+    assert lines[0] == "launch: the address of out is 2 modulo 16, want a multiple of 16 for TMA"
+    assert [line.split()[0] for line in lines].count("cuTensorMapEncodeTiled") == 2
+    assert "maps 0,0,0" in out
+    assert "out 0xc02" in out
+
+
+def test_threads_do_not_share_a_launch(run_on_fake_driver):
+    """Every line of a launch speaks of one caller's addresses."""
+    out = run_on_fake_driver("""
+from threading import Thread
+prepared = launcher.prepare(load(), **LAUNCH)
+def work(base):
+    for call in range(100):
+        launcher.launch(prepared, base + 16, base + 32, base + 48, base + 64, base + 80, base)
+threads = [Thread(target=work, args=(0x1000 * (i + 1),)) for i in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+""")
+    launches = re.findall(r"stream 0x(.)000 .* maps (.)010,(.)030,(.)050 a_scale 0x(.)020 b_scale 0x(.)040 out", out)
+    assert len(launches) == 400
+    assert all(len(set(bases)) == 1 for bases in launches)
+
+
+@pytest.mark.parametrize(
+    ("code", "failure", "message"),
+    [
+        (
+            "load()",
+            "cuInit=100",
+            r"cuInit failed for kernel gemm: .*\(100\).*; no NVIDIA GPU is visible: check nvidia-smi",
+        ),
+        ("load()", "cuInit=3", r"cuInit failed .* start workers with 'spawn'"),
+        ("load(device=7)", "cuDeviceGet=101", r"cuDeviceGet failed .*check the device index"),
+        (
+            "load()",
+            "cuLibraryLoadData=209",
+            r"cuLibraryLoadData failed for kernel gemm: CUDA_ERROR_NAME \(209\), the driver's text; "
+            r"the kernels are built for sm_90a and run on Hopper GPUs only",
+        ),
+        ("load()", "cuLibraryLoadData=300", r"clear the kernel cache, or update the NVIDIA driver"),
+        ("load()", "cuLibraryGetKernel=500", r"the cubin holds no kernel of that name"),
+        ("launch()", "cuLaunchKernelEx=719", r"cuLaunchKernelEx failed for kernel gemm: .*compute-sanitizer"),
+        ("launch()", "cuLaunchKernelEx=400", r"the stream must belong to the kernel's device"),
+        ("launch()", "cuTensorMapEncodeTiled=1", r"cuTensorMapEncodeTiled failed for kernel gemm: .*\(1\)"),
+        ("launch()", "cuCtxGetCurrent=201", r"cuCtxGetCurrent failed for kernel gemm"),
+        ("launcher.driver_version()", "cuDriverGetVersion=999", r"cuDriverGetVersion failed: .*\(999\)"),
+        ("load()", "cuInit=9999", r"cuInit failed for kernel gemm: unknown error \(9999\), no description"),
+    ],
+)
+def test_driver_failures_say_what_and_why(run_on_fake_driver, code, failure, message):
+    out = run_on_fake_driver(
+        f"""
+def launch():
+    launcher.launch(launcher.prepare(load(), **LAUNCH), 0, 0, 0, 0, 0, 0)
+try:
+    {code}
+except RuntimeError as error:
+    print("error:", error, flush=True)
+""",
+        FAKE_DRIVER_FAIL=failure,
+    )
+    assert re.search("error: .*" + message, out), out
+    assert out.count("cuCtxPushCurrent") == out.count("cuCtxPopCurrent"), "the caller's context must come back"
+
+
+def test_old_driver(run_on_fake_driver):
+    out = run_on_fake_driver(
+        """
+for attempt in range(2):
+    try:
+        load()
+    except RuntimeError as error:
+        print(error)
+""",
+        FAKE_DRIVER_LACKS="cuLibraryLoadData",
+    )
+    line = "the CUDA driver has no cuLibraryLoadData; update the NVIDIA driver: 525 or newer for CUDA 12, 580 or newer"
+    assert [text.startswith(line) for text in out.splitlines()] == [True, True], out
+
+
+# ---- what it believes of the driver
+
+
+AGREEMENT = """
+#include <cuda.h>
+#include <stddef.h>
+#include "csrc/driver.h"
+
+#define SAME(ours, theirs) _Static_assert((ours) == (theirs), #ours)
+#define SAME_FIELD(field, their_field) SAME(offsetof(LaunchConfig, field), offsetof(CUlaunchConfig, their_field))
+
+SAME(PROC_ADDRESS_LEGACY_STREAM, CU_GET_PROC_ADDRESS_LEGACY_STREAM);
+SAME(FUNC_LOCAL_SIZE_BYTES, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES);
+SAME(FUNC_NUM_REGS, CU_FUNC_ATTRIBUTE_NUM_REGS);
+SAME(FUNC_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
+SAME(LAUNCH_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
+SAME(LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
+SAME(MAP_UINT8, CU_TENSOR_MAP_DATA_TYPE_UINT8);
+SAME(MAP_BFLOAT16, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16);
+SAME(MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_INTERLEAVE_NONE);
+SAME(MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE);
+SAME(MAP_SWIZZLE_32B, CU_TENSOR_MAP_SWIZZLE_32B);
+SAME(MAP_SWIZZLE_64B, CU_TENSOR_MAP_SWIZZLE_64B);
+SAME(MAP_SWIZZLE_128B, CU_TENSOR_MAP_SWIZZLE_128B);
+SAME(MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE);
+SAME(MAP_L2_PROMOTION_256B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+SAME(MAP_OOB_FILL_ZEROS, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+SAME(ERROR_NOT_INITIALIZED, CUDA_ERROR_NOT_INITIALIZED);
+SAME(ERROR_NO_DEVICE, CUDA_ERROR_NO_DEVICE);
+SAME(ERROR_INVALID_DEVICE, CUDA_ERROR_INVALID_DEVICE);
+SAME(ERROR_INVALID_IMAGE, CUDA_ERROR_INVALID_IMAGE);
+SAME(ERROR_NO_BINARY_FOR_GPU, CUDA_ERROR_NO_BINARY_FOR_GPU);
+SAME(ERROR_INVALID_SOURCE, CUDA_ERROR_INVALID_SOURCE);
+SAME(ERROR_INVALID_HANDLE, CUDA_ERROR_INVALID_HANDLE);
+SAME(ERROR_NOT_FOUND, CUDA_ERROR_NOT_FOUND);
+SAME(ERROR_ILLEGAL_ADDRESS, CUDA_ERROR_ILLEGAL_ADDRESS);
+SAME(ERROR_LAUNCH_FAILED, CUDA_ERROR_LAUNCH_FAILED);
+
+SAME(sizeof(LaunchAttribute), sizeof(CUlaunchAttribute));
+SAME(offsetof(LaunchAttribute, value), offsetof(CUlaunchAttribute, value));
+SAME(sizeof(LaunchConfig), sizeof(CUlaunchConfig));
+SAME_FIELD(grid_x, gridDimX);
+SAME_FIELD(block_x, blockDimX);
+SAME_FIELD(smem_bytes, sharedMemBytes);
+SAME_FIELD(stream, hStream);
+SAME_FIELD(attributes, attrs);
+SAME_FIELD(attribute_count, numAttrs);
+
+#define SAME_SIGNATURE(name, parameters)                                                            \\
+    typedef DriverResult our_##name parameters;                                                     \\
+    _Static_assert(__builtin_types_compatible_p(our_##name, __typeof__(name)), #name);
+DRIVER_CALLS(SAME_SIGNATURE)
+_Static_assert(__builtin_types_compatible_p(GetProcAddress, __typeof__(&cuGetProcAddress)), "cuGetProcAddress");
+"""
+
+
+@pytest.mark.skipif(not (CUDA_INCLUDE / "cuda.h").exists(), reason=f"no cuda.h in {CUDA_INCLUDE}")
+def test_declarations_agree_with_cuda_h():
+    options = ["-std=gnu11", "-fsyntax-only", f"-I{ROOT}", f"-I{CUDA_INCLUDE}", "-xc", "-"]
+    check = subprocess.run([*COMPILER, *options], input=AGREEMENT, capture_output=True, text=True)
+    assert check.returncode == 0, check.stderr

@@ -1,0 +1,112 @@
+"""The GPU report, on made-up tests and outputs: that nothing which went wrong is reported as well."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import run_gpu
+
+ROOT = Path(__file__).parent.parent
+
+OUTCOMES = """
+import pytest
+pytestmark = pytest.mark.gpu
+def test_right(): pass
+def test_wrong(): assert False
+def test_absent(): pytest.skip("no second GPU")
+@pytest.fixture
+def broken(): raise OSError
+def test_without_fixture(broken): pass
+@pytest.fixture
+def untidy():
+    yield
+    raise OSError
+def test_wrong_twice(untidy): assert False
+"""
+
+
+def outcome_of(folder: Path) -> dict:
+    """What run_tests says of a folder, asked in a process of its own."""
+    program = f"import json, pathlib, run_gpu; print(json.dumps(run_gpu.run_tests(pathlib.Path({str(folder)!r}))))"
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_outcomes_are_counted(tmp_path):
+    (tmp_path / "test_outcomes.py").write_text(OUTCOMES)
+    outcome = outcome_of(tmp_path)
+    assert (outcome["ok"], outcome["passed"], outcome["failed"], outcome["skipped"]) == (False, 1, 3, 1)
+    assert [name.split("::")[1] for name in outcome["failures"]] == [
+        "test_without_fixture",
+        "test_wrong",
+        "test_wrong_twice",
+    ]
+    assert list(outcome["skips"].values()) == ["Skipped: no second GPU"]
+
+
+@pytest.mark.parametrize(
+    ("text", "ok", "failed"),
+    [
+        ("import pytest\n@pytest.mark.gpu\ndef test_right(): pass", True, 0),
+        ("def test_of_no_gpu(): pass", False, 0),
+        ("import nothing_of_that_name", False, 1),
+    ],
+    ids=["right", "nothing ran", "cannot be collected"],
+)
+def test_ok_means_that_tests_ran_and_passed(text, ok, failed, tmp_path):
+    (tmp_path / "test_some.py").write_text(text)
+    outcome = outcome_of(tmp_path)
+    assert (outcome["ok"], outcome["failed"]) == (ok, failed)
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "ok", "errors"),
+    [
+        (0, "========= ERROR SUMMARY: 0 errors\n", True, 0),
+        (0, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", True, 0),
+        (9, "========= ERROR SUMMARY: 12 errors\n", False, 12),
+        (0, "========= RACECHECK SUMMARY: 3 hazards displayed (0 errors, 3 warnings)\n", False, 3),
+        (1, "WRONG: 1 of 4 elements\n========= ERROR SUMMARY: 0 errors\n", False, 0),
+        (0, "nothing known\n", False, None),
+    ],
+)
+def test_sanitizer_output_is_judged(status, output, ok, errors):
+    outcome = run_gpu.judge(status, output)
+    assert (outcome["ok"], outcome["errors"]) == (ok, errors)
+    assert (outcome["result"] == "clean") == ok
+
+
+def test_a_missing_sanitizer_is_said(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    outcomes = run_gpu.run_sanitizers()
+    assert set(outcomes) == {"memcheck", "racecheck", "synccheck"}
+    assert all(outcome["result"] == "not run: compute-sanitizer is not on PATH" for outcome in outcomes.values())
+
+
+def test_a_sanitizer_is_run_and_its_findings_fail(tmp_path, monkeypatch):
+    """With a stand-in that reports an error under racecheck alone."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(
+        "#!/bin/sh\n"
+        'test "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 || exit 3\n'
+        'case "$*" in *racecheck*sanitize.py) echo "RACECHECK SUMMARY: 1 hazards displayed"; exit 9;; esac\n'
+        'echo "ERROR SUMMARY: 0 errors"\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    outcomes = run_gpu.run_sanitizers()
+    assert {name: outcome["ok"] for name, outcome in outcomes.items()} == {
+        "memcheck": True,
+        "racecheck": False,
+        "synccheck": True,
+    }

@@ -1,0 +1,199 @@
+"""The selector: legal choices for any shape, one choice per bucket of m, and golden choices for the benchmark shapes.
+
+`python tests/test_select.py --update` writes golden_choices.json anew, after a change that is meant to change choices.
+"""
+
+import argparse
+import json
+import random
+import runpy
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from deep_tile import select
+from deep_tile.config import GemmConfig
+from deep_tile.problem import GemmProblem
+from deep_tile.select import (
+    blocks_per_tile,
+    bucketed,
+    choose,
+    cluster_slots,
+    configs_for,
+    default_configs,
+    grid_size,
+)
+
+TESTS = Path(__file__).parent
+GOLDEN = TESTS / "golden_choices.json"
+SM_COUNTS = (1, 2, 3, 7, 66, 78, 113, 114, 132)
+
+num_sms = st.sampled_from(SM_COUNTS)
+sizes = st.one_of(st.integers(1, 300), st.integers(1, 200_000), st.integers(1, 2**31 - 1))
+problems = st.builds(GemmProblem, sizes, sizes, sizes, num_sms, st.booleans())
+
+
+def benchmark_shapes():
+    return runpy.run_path(str(TESTS.parent / "benchmarks" / "shapes.py"))["DENSE"]
+
+
+def golden_choices() -> dict[str, str]:
+    return {str(shape): choose(GemmProblem(shape.m, shape.n, shape.k)).name for shape in benchmark_shapes()}
+
+
+def random_problems(count: int):
+    """Shapes spread evenly over the orders of magnitude; the same ones every time."""
+    source = random.Random(2026)
+
+    def size(largest):
+        return round(2 ** source.uniform(0, largest))
+
+    for _ in range(count):
+        yield GemmProblem(size(18), size(18), size(16), source.choice(SM_COUNTS), source.random() < 0.5)
+
+
+def test_choices_are_legal_over_thousands_of_shapes():
+    for problem in random_problems(4000):
+        config = choose(problem)
+        assert config in default_configs(problem.tma_store), problem
+        assert config.illegal_because is None, problem
+        assert config.tma_store == problem.tma_store, problem
+        assert config.cluster <= problem.num_sms, problem
+
+
+@given(problems)
+@settings(max_examples=300, deadline=None)
+def test_any_size_gets_a_legal_choice_and_a_runnable_grid(problem):
+    config = choose(problem)
+    assert config.tma_store == problem.tma_store
+    assert 1 <= config.cluster <= grid_size(config, problem) <= problem.num_sms
+
+
+@given(problems, st.sampled_from(default_configs(True)))
+@settings(max_examples=300, deadline=None)
+def test_grid_is_the_smallest_that_keeps_the_waves(problem, config):
+    assume(config.cluster <= problem.num_sms)
+    rows = -(-problem.m // (config.block_m * config.cluster_m))
+    columns = -(-problem.n // (config.block_n * config.cluster_n))
+    clusters, rest = divmod(grid_size(config, problem), config.cluster)
+    assert rest == 0
+    assert clusters <= rows * columns
+
+    def waves(slots):
+        return -(-rows * columns // slots)
+
+    fewest_waves = waves(cluster_slots(config, problem.num_sms))
+    assert waves(clusters) == fewest_waves
+    assert clusters == 1 or waves(clusters - 1) > fewest_waves
+
+
+def test_grid_by_hand():
+    config = GemmConfig(128, 128, 4)
+    assert grid_size(config, GemmProblem(128, 128, 128)) == 1
+    assert grid_size(config, GemmProblem(4096, 2176, 7168)) == 109  # 32 x 17 = 544 tiles, 5 waves
+    assert grid_size(GemmConfig(128, 128, 4, 2, 1), GemmProblem(4096, 2176, 7168)) == 2 * 55  # 272 pairs, 5 waves
+    assert grid_size(GemmConfig(128, 128, 4, 1, 2), GemmProblem(1, 1, 1, num_sms=3)) == 2
+
+
+def test_large_clusters_leave_sms_idle():
+    """120 of an H200's 132 SMs run clusters of four or eight at once (occupancy query, 2026-11-21)."""
+    pairs, fours, eights = (GemmConfig(64, 128, 4, split_k=parts) for parts in (2, 4, 8))
+    assert [cluster_slots(config, 132) for config in (pairs, fours, eights)] == [66, 30, 15]
+    assert cluster_slots(fours, 4) == 1
+
+
+def test_blocks_of_the_longest_part():
+    assert blocks_per_tile(GemmConfig(64, 64, 4), 7168) == 56
+    assert blocks_per_tile(GemmConfig(64, 64, 4, split_k=4), 7168) == 14
+    assert blocks_per_tile(GemmConfig(64, 64, 4, split_k=4, scale_blocks=2), 7168 - 128) == 14  # 28 stages, 7 each
+    assert blocks_per_tile(GemmConfig(64, 64, 3, scale_blocks=4), 130) == 4
+
+
+@given(problems)
+@settings(max_examples=200, deadline=None)
+def test_choice_is_that_of_its_bucket(problem):
+    bucket = bucketed(problem)
+    assert bucket.m >= problem.m
+    assert bucketed(bucket) == bucket
+    assert bucket._replace(m=problem.m) == problem
+    assert choose(problem) == choose(bucket)
+
+
+@given(problems)
+@settings(max_examples=50, deadline=None)
+def test_choice_is_deterministic(problem):
+    first = choose(problem)
+    select.choose_bucket.cache_clear()
+    default_configs.cache_clear()
+    assert choose(problem) == first
+
+
+@given(
+    n=st.integers(1, 40_000),
+    k=st.integers(1, 20_000),
+    max_m=st.integers(1, 700),
+    num_sms=num_sms,
+    tma_store=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_configs_for_are_those_that_some_m_is_given(n, k, max_m, num_sms, tma_store):
+    chosen = {choose(GemmProblem(m, n, k, num_sms, tma_store)) for m in range(1, max_m + 1)}
+    covering = configs_for(n, k, max_m, num_sms, tma_store)
+    assert len(covering) == len(set(covering))
+    # The last bucket reaches beyond max_m, but is one choice.
+    assert set(covering) == chosen
+
+
+def test_configs_for_large_m_cover_random_m():
+    source = random.Random(7)
+    covering = set(configs_for(7168, 2048, 50_000, 132))
+    for _ in range(500):
+        assert choose(GemmProblem(source.randint(1, 50_000), 7168, 2048)) in covering
+
+
+def test_candidates_are_every_runnable_default_fastest_first():
+    problem = GemmProblem(1000, 2112, 7168, num_sms=1)
+    ranked = select.candidates(problem)
+    times = [estimate.time_us for estimate, _ in ranked]
+    assert times == sorted(times)
+    assert {config for _, config in ranked} == {c for c in default_configs(True) if c.cluster == 1}
+    assert all(0 < e.utilization <= 1 and e.waves >= 1 for e, _ in ranked)
+    assert ranked[0][1] == choose(bucketed(problem))
+
+
+@pytest.mark.parametrize("tma_store", [True, False])
+def test_default_configs_are_distinct_and_all_of_one_store(tma_store):
+    configs = default_configs(tma_store)
+    assert len(configs) == len(set(configs)) > 10
+    assert all(config.tma_store == tma_store for config in configs)
+    assert any(config.cluster == 1 for config in configs)  # what one SM can run
+
+
+def test_golden_choices():
+    """Of an H200; see the top of this file for how to write them anew."""
+    assert golden_choices() == json.loads(GOLDEN.read_text())
+
+
+def test_warm_choice_takes_microseconds():
+    problem = GemmProblem(77, 4096, 7168)
+    choose(problem)
+
+    def seconds():
+        start = time.perf_counter()
+        for _ in range(1000):
+            choose(problem)
+        return (time.perf_counter() - start) / 1000
+
+    # 0.7 us on an idle core; the bound leaves room for a busy one.
+    assert statistics.median(seconds() for _ in range(20)) < 5e-6
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Golden choices of the selector")
+    parser.add_argument("--update", action="store_true", required=True, help="write golden_choices.json anew")
+    parser.parse_args()
+    GOLDEN.write_text(json.dumps(golden_choices(), indent=1) + "\n")

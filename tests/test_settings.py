@@ -1,0 +1,111 @@
+"""Environment variables: defaults, precedence, refusals. No GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deep_tile import settings
+
+READERS = (settings.cache_dir, settings.cache_max_bytes, settings.print_config, settings.dump_dir)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in [variable.name for variable in settings.VARIABLES] + ["XDG_CACHE_HOME"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/home/someone")
+    forget()
+    yield
+    forget()
+
+
+def forget():
+    for reader in READERS:
+        reader.cache_clear()
+
+
+def test_defaults():
+    assert settings.cache_dir() == Path("/home/someone/.cache/deep_tile")
+    assert settings.cache_max_bytes() == 512 * 2**20
+    assert settings.print_config() is False
+    assert settings.dump_dir() is None
+
+
+def test_values(monkeypatch):
+    monkeypatch.setenv("DEEP_TILE_CACHE_DIR", "/caches/mine")
+    monkeypatch.setenv("DEEP_TILE_CACHE_MAX_MB", "3")
+    monkeypatch.setenv("DEEP_TILE_PRINT_CONFIG", "1")
+    monkeypatch.setenv("DEEP_TILE_DUMP_DIR", "/dumps")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert settings.cache_dir() == Path("/caches/mine")
+    assert settings.cache_max_bytes() == 3 * 2**20
+    assert settings.print_config() is True
+    assert settings.dump_dir() == Path("/dumps")
+
+
+@pytest.mark.parametrize(
+    ("xdg", "home", "wanted"),
+    [
+        ("/xdg", "/home/someone", Path("/xdg/deep_tile")),
+        ("", "/home/someone", Path("/home/someone/.cache/deep_tile")),
+        ("relative", "/home/someone", Path("/home/someone/.cache/deep_tile")),
+        ("/xdg", None, Path("/xdg/deep_tile")),
+        (None, "", None),
+        (None, None, None),
+    ],
+)
+def test_cache_dir_without_own_variable(monkeypatch, xdg, home, wanted):
+    for name, value in (("XDG_CACHE_HOME", xdg), ("HOME", home)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert settings.cache_dir() == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "read"),
+    [
+        ("DEEP_TILE_CACHE_DIR", "relative/dir", settings.cache_dir),
+        ("DEEP_TILE_CACHE_DIR", "~/cache", settings.cache_dir),
+        ("DEEP_TILE_CACHE_MAX_MB", "0", settings.cache_max_bytes),
+        ("DEEP_TILE_CACHE_MAX_MB", "-5", settings.cache_max_bytes),
+        ("DEEP_TILE_CACHE_MAX_MB", "1.5", settings.cache_max_bytes),
+        ("DEEP_TILE_CACHE_MAX_MB", "²", settings.cache_max_bytes),
+        ("DEEP_TILE_PRINT_CONFIG", "yes", settings.print_config),
+        ("DEEP_TILE_DUMP_DIR", "here", settings.dump_dir),
+    ],
+)
+def test_bad_value_names_variable_and_value(monkeypatch, name, value, read):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="wanted") as error:
+        read()
+    assert name in str(error.value)
+    assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize("variable", settings.VARIABLES, ids=lambda variable: variable.name)
+def test_empty_means_default(monkeypatch, variable):
+    wanted = [read() for read in READERS]
+    forget()
+    monkeypatch.setenv(variable.name, "")
+    assert [read() for read in READERS] == wanted
+
+
+def test_read_once(monkeypatch):
+    assert settings.print_config() is False
+    monkeypatch.setenv("DEEP_TILE_PRINT_CONFIG", "1")
+    assert settings.print_config() is False
+
+
+def test_not_read_at_import():
+    environment = dict(os.environ) | {variable.name: "bad" for variable in settings.VARIABLES}
+    subprocess.run([sys.executable, settings.__file__], env=environment, check=True)
+
+
+def test_package_reads_the_environment_here_only():
+    texts = {path.name: path.read_text() for path in Path(settings.__file__).parent.glob("*.py")}
+    assert [name for name, text in texts.items() if "os.environ" in text or "getenv" in text] == ["settings.py"]
