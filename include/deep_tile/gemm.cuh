@@ -10,8 +10,8 @@
 //   barrier      waited for by          arrivals                                          completes when
 //   full[s]      math warpgroups        1 operand lane + 32 scale lanes, and the          stage s holds a, b and their
 //                                       bytes of a and b (some sent by the cluster peer)  scales
-//   empty[s]     both producer warps    1 per math warp of every block in the cluster     nobody reads stage s any more,
-//                                                                                         here or in the peer we write to
+//   empty[s]     both producer warps    every math thread, and 1 per math warp of the     nobody reads stage s any more,
+//                                       multicast peer                                    here or in the peer we write to
 //   named 1, 2   one math warpgroup     its own 128 threads                               its output box is written / free
 //
 // Math warpgroups never wait for each other. Scales travel with the stage, because reading them from global memory in
@@ -30,10 +30,10 @@ constexpr int math_registers = 232;
 template <GemmConfig config>
 __device__ __forceinline__ void initialize_barriers(SharedStorage<config>& smem) {
     constexpr int math_warps = config.math_warpgroups * warpgroup_threads / warp_threads;
-    constexpr int multicast = config.cluster_m * config.cluster_n;
+    constexpr int peers = config.cluster_m * config.cluster_n - 1;
     if (threadIdx.x < config.stages) {
         ptx::mbarrier_init(ptx::smem_address(&smem.full[threadIdx.x]), 1 + warp_threads);
-        ptx::mbarrier_init(ptx::smem_address(&smem.empty[threadIdx.x]), math_warps * multicast);
+        ptx::mbarrier_init(ptx::smem_address(&smem.empty[threadIdx.x]), math_warps * (warp_threads + peers));
     }
     if (config.split_k > 1 && threadIdx.x < config.math_warpgroups) {
         ptx::mbarrier_init(ptx::smem_address(&smem.partial_full[threadIdx.x]), 1);
@@ -158,19 +158,16 @@ __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedS
     }
 }
 
-// Lane r of each math warp tells block r of the cluster; the warp has read what it needs of the stage.
+// The warp has read what it needs of the stage. Every lane says so here, and one for all of them to the block that shares
+// the operands: racecheck follows a barrier's arrivals but not __syncwarp, and this costs nothing (H200, 2026-11-21).
 template <GemmConfig config>
 __device__ __forceinline__ void release(u64& empty) {
-    const u32 lane = threadIdx.x % warp_threads;
     const u32 barrier = ptx::smem_address(&empty);
-    __syncwarp();
-    if constexpr (config.cluster_m * config.cluster_n == 1) {
-        if (lane == 0) ptx::mbarrier_arrive(barrier);
-    } else {
-        if (lane < config.cluster()) ptx::mbarrier_arrive_cluster(barrier, lane);
+    ptx::mbarrier_arrive(barrier);
+    if constexpr (config.cluster_m * config.cluster_n > 1) {
+        if (threadIdx.x % warp_threads == 0) ptx::mbarrier_arrive_cluster(barrier, ptx::cluster_ctarank() ^ 1);
     }
 }
-
 
 // What one math thread needs of a stage's scales: those of its two rows in each WGMMA tile, and of all columns.
 template <GemmConfig config>
@@ -193,7 +190,7 @@ struct Scales {
 };
 
 // What stands between two WGMMAs of a warpgroup is time in which only the other one feeds the tensor cores. So the next
-// stage is awaited and its scales are read while this stage's last WGMMA runs: 3 % at k = 2048 or 7168, 6 % at 16384
+// stage is awaited and its scales are read while this stage's first WGMMA runs: 3 % at k = 2048 or 7168, 6 % at 16384
 // (128x256, H200, 2026-11-21).
 template <GemmConfig config>
 class Consumer {
@@ -219,7 +216,7 @@ class Consumer {
                 Blocks<config> blocks;
                 begin_blocks<config>(blocks, a + chunk_m * (mma_m * scale_block / 16),
                                      b + chunk_n * (config.mma_n * scale_block / 16));
-                if (i == chunks - 1) {
+                if (i == 0) {
                     state_.advance();
                     if (step + 1 < range_.end) acquire(next_scales);
                 }
