@@ -12,7 +12,7 @@ HEADERS = "deep_tile.include.deep_tile"
 launcher = Extension(
     "deep_tile._launcher",
     sources=["csrc/launcher.c"],
-    depends=["csrc/driver.h", "include/deep_tile/params.h"],
+    depends=["csrc/dlpack.h", "csrc/driver.h", "include/deep_tile/params.h"],
     libraries=["dl"],
     extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"],
     extra_link_args=["-pthread"],

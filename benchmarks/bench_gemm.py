@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python benchmarks/bench_gemm.py --shapes nine --sustained --out benchmarks/results/nine.json
     PYTHONPATH=. python benchmarks/bench_gemm.py --compare OLD.json NEW.json
+    PYTHONPATH=. python benchmarks/bench_gemm.py --results OLD.json --plot layers.png
 
 The method is in timing.py, the contestants in peers.py. Exits with 1 when deep_tile fails at a shape or its output is
 further from the exact product than BF16 rounding explains.
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.peers import OURS, PEERS, Inputs, Peer, deep_tile_peer
-from benchmarks.report import load_run, print_comparison, print_run, save_run, shape_of
+from benchmarks.report import Run, load_run, plot_tflops, print_comparison, print_run, save_run, shape_of
 from benchmarks.shapes import Shape, select_shapes
 from benchmarks.timing import Captured, L2Flush, capture, capture_empty, describe_run, time_alternating, time_sustained
 from deep_tile.problem import GemmProblem
@@ -129,6 +130,8 @@ def parse(arguments: Iterable[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="errors of the outputs")
     parser.add_argument("--sustained", action="store_true", help="also a second of back-to-back runs, if large")
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw TFLOPS against m for each layer, as PNG")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="show this results file instead of measuring")
     parser.add_argument("--compare", nargs=2, metavar=("OLD", "NEW"), help="compare two results files and stop")
     options = parser.parse_args(arguments)
     if options.repeats < 2:
@@ -143,6 +146,19 @@ def main(arguments: Iterable[str] | None = None) -> int:
     if options.compare:
         print_comparison(*map(load_run, options.compare), console)
         return 0
+    run = load_run(options.results) if options.results else measure(options, console)
+    if options.out:
+        save_run(options.out, run)
+    print_run(run, console)
+    if options.plot:
+        plot_tflops(run, options.plot)
+    found = [] if options.results else failures(run["shapes"])
+    for line in found:
+        log.error("deep_tile at %s", line)
+    return 1 if found else 0
+
+
+def measure(options: argparse.Namespace, console: Console) -> Run:
     shapes, peers = select_shapes(options.shapes), chosen_peers(options.peers, options.configs)
     with torch.cuda.stream(torch.cuda.Stream()):  # Graphs cannot be captured on the default stream.
         bench = Bench(peers, options)
@@ -156,14 +172,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         "shapes": options.shapes,
         "scale_layout": options.scale_layout,
     }
-    run = {"meta": meta, "shapes": rows}
-    if options.out:
-        save_run(options.out, run)
-    print_run(run, console)
-    found = failures(rows)
-    for line in found:
-        log.error("deep_tile at %s", line)
-    return 1 if found else 0
+    return {"meta": meta, "shapes": rows}
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import deep_tile
 from benchmarks.peers import OURS, PEERS, Call, Inputs
 from benchmarks.shapes import Shape
 from benchmarks.timing import describe_run
+from deep_tile import _launcher, api
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose
 
@@ -32,6 +33,7 @@ BATCHES, CALLS_PER_BATCH = 4, 500
 """2,000 calls. The driver queues about a thousand launches and then makes the host wait, so batches are shorter."""
 
 ALLOCATING = "deep_tile, allocating out"
+PLAN = "deep_tile, prepared plan"
 FIRST_CALL_SHAPES = tuple(Shape(m, 4096, 7168) for m in (1, 64, 256, 1024, 4096))
 
 
@@ -62,7 +64,27 @@ def host_calls() -> tuple[dict[str, Call], dict[str, str]]:
             calls.pop(name, None)
             unsupported[name] = f"{type(error).__name__}: {error}"
     calls[ALLOCATING] = lambda: deep_tile.fp8_gemm(inputs.a, inputs.a_scale, inputs.b, inputs.b_scale)
+    plan, out = deep_tile.prepare(inputs.a, inputs.a_scale, inputs.b, inputs.b_scale), inputs.new_out()
+    calls[PLAN] = lambda: plan(inputs.a, inputs.a_scale, out)
     return calls, unsupported
+
+
+def host_parts() -> dict[str, Call]:
+    """What a warm `fp8_gemm` does, each part also containing those after it: from the call down to the driver."""
+    inputs = Inputs(HOST_SHAPE)
+    tensors = (inputs.a, inputs.a_scale, inputs.b, inputs.b_scale, inputs.new_out())
+    deep_tile.fp8_gemm(*tensors)
+    signature = api._signature(*tensors)
+    known = next(launches for launches in api._launches.values() if signature in launches)
+    launch = known[signature]
+    addresses = (*(tensor.data_ptr() for tensor in tensors), torch.cuda.current_stream().cuda_stream)
+    return {
+        "fp8_gemm": lambda: deep_tile.fp8_gemm(*tensors),
+        "read, find, launch": lambda: _launcher.launch_known(known, *tensors),
+        "launch": lambda: _launcher.launch(launch, *addresses),
+        "(only read the tensors)": lambda: _launcher.signature(*tensors),
+        "(only call a function)": lambda: None,
+    }
 
 
 def first_calls() -> list[dict[str, Any]]:
@@ -112,6 +134,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     result = {
         "shape": str(HOST_SHAPE),
         "host_us": host_us(calls),
+        "host_parts_us": host_us(host_parts()),
         "unsupported": unsupported,
         "first_calls": first,
         "meta": describe_run(),

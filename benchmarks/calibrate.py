@@ -15,16 +15,21 @@ from pathlib import Path
 import numpy as np
 
 import deep_tile
+from benchmarks.predict import Searched, compare, geometric_mean, load_search, summary
 from benchmarks.shapes import Shape
 from deep_tile import select
 from deep_tile.config import GemmConfig
 from deep_tile.hardware import H200
 from deep_tile.problem import GemmProblem
 
-SHARED = {"launch_us": 4.5, "memory_us": 2.0, "overlap": 4.0}
-"""Best of a grid around them (launch 3.3 to 5.5, memory 0 to 2, overlap 2 to 6): the choice hardly depends on them."""
+SHARED = {
+    **{"launch_us": 4.5, "memory_us": 2.0, "overlap": 4.0},
+    **{"idle_gain": 0.1, "throttle": 0.3, "throttle_us": 1000.0},
+}
+"""Best of a grid around them (launch 3.3 to 5.5, memory 0 to 2, overlap 2 to 6, gain 0 to 0.5, throttle 0 to 0.3): the
+choice hardly depends on them, the predicted time does."""
 
-CONTENDER = 0.2
+CONTENDER = 1.0
 """A config this much slower than the fastest counts half."""
 
 WORTH = 1.01
@@ -34,22 +39,19 @@ OUT = Path(deep_tile.__file__).parent / "calibration.json"
 
 
 def fit(config: GemmConfig, times: dict[Shape, float], fastest: dict[Shape, float]) -> tuple[float, float]:
-    """(block_us, tile_us) of one config by Gauss-Newton on their logarithms.
+    """(block_us, tile_us) of one config by Gauss-Newton on their logarithms, through the selector's own model.
 
     A shape weighs the less, the further the config is from the fastest there: the model has to rank contenders.
     """
     problems = [GemmProblem(*shape, num_sms=H200.num_sms) for shape in times]
     measured = np.array(list(times.values()))
-    waves = np.array([select.estimate(config, problem).waves for problem in problems])
-    blocks = np.array([select.blocks_per_tile(config, problem.k) for problem in problems])
     excess = measured / np.array([fastest[shape] for shape in times]) - 1
     weight = 1 / (1 + (excess / CONTENDER) ** 2)
-    memory = np.array([SHARED["memory_us"] + shape.bytes / H200.hbm_tbps / 1e6 for shape in times])
 
     def log_error(logs: np.ndarray) -> np.ndarray:
-        compute = waves * (blocks * math.exp(logs[0]) + math.exp(logs[1]))
-        p = SHARED["overlap"]
-        return np.log((SHARED["launch_us"] + (compute**p + memory**p) ** (1 / p)) / measured)
+        select.calibration().configs[config.name] = tuple(np.exp(logs))
+        predicted = [select.estimate(config, problem).time_us for problem in problems]
+        return np.log(np.array(predicted) / measured)
 
     logs, step = np.log([0.3, 1.0]), 1e-4
     for _ in range(40):
@@ -66,7 +68,7 @@ def write(model: dict) -> None:
     select.choose_bucket.cache_clear()
 
 
-def better_choices(searched: dict[Shape, dict[str, float]]) -> dict[str, str]:
+def better_choices(searched: Searched) -> dict[str, str]:
     """By bucket, "MxNxK" with its largest m: the config measured fastest, where the model's choice is WORTH slower."""
     buckets: dict[GemmProblem, list[dict[str, float]]] = {}
     for shape, times in searched.items():
@@ -81,24 +83,15 @@ def better_choices(searched: dict[Shape, dict[str, float]]) -> dict[str, str]:
     return choices
 
 
-def report(searched: dict[Shape, dict[str, float]]) -> str:
-    """How well the calibration on disk predicts the search, and what following it costs."""
-    configs = {config.name: config for config in select.default_configs()}
-    errors, losses = [], []
-    for shape, times in searched.items():
-        problem = GemmProblem(*shape, num_sms=H200.num_sms)
-        predicted = {name: select.estimate(configs[name], problem).time_us for name in times if name in configs}
-        errors += [abs(predicted[name] / times[name] - 1) for name in predicted]
-        losses.append(times[select.choose(problem).name] / min(times.values()))
-    mean_loss = math.exp(np.mean(np.log(losses)))
+def report(searched: Searched) -> str:
+    """How well the calibration on disk predicts the search, and what following its choices costs."""
+    figures = summary(compare(searched))
+    chosen = {shape: select.choose(GemmProblem(*shape, num_sms=H200.num_sms)).name for shape in searched}
+    losses = [times[chosen[shape]] / min(times.values()) for shape, times in searched.items()]
     return (
-        f"median error {np.median(errors):.1%}, 90th percentile {np.quantile(errors, 0.9):.1%}; "
-        f"chosen over fastest: {mean_loss:.3f} in the geometric mean, {max(losses):.3f} at worst"
+        f"median error {figures['median error']:.1%}, 90th percentile {figures['90th percentile']:.1%}; chosen over "
+        f"fastest: {geometric_mean(losses):.3f} in the geometric mean, {max(losses):.3f} at worst"
     )
-
-
-def load_search(path: Path) -> dict[Shape, dict[str, float]]:
-    return {Shape.parse(text): times for text, times in json.loads(path.read_text())["us"].items()}
 
 
 def main() -> None:
@@ -107,13 +100,13 @@ def main() -> None:
     path = parser.parse_args().search
     searched = load_search(path)
     fastest = {shape: min(times.values()) for shape, times in searched.items()}
-    coefficients = {}
-    for config in select.default_configs():
-        times = {shape: times[config.name] for shape, times in searched.items() if config.name in times}
-        coefficients[config.name] = [round(value, 4) for value in fit(config, times, fastest)]
     run = json.loads(path.read_text())["run"]
     source = {"gpu": run["gpu"], "num_sms": run["num_sms"], "date": run["date"], "fitted_to": path.name}
-    model = {**source, **SHARED, "configs": coefficients, "choices": {}}
+    model = {**source, **SHARED, "configs": {}, "choices": {}}
+    write(model)
+    for config in select.default_configs():
+        times = {shape: times[config.name] for shape, times in searched.items() if config.name in times}
+        model["configs"][config.name] = [round(value, 4) for value in fit(config, times, fastest)]
     write(model)
     print("model alone:", report(searched))
     write({**model, "choices": better_choices(searched)})

@@ -12,7 +12,7 @@ runs measured.
 import argparse
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -191,32 +191,58 @@ def plot_layers(run: Run, path: Path) -> None:
     from matplotlib.figure import Figure  # Measuring needs no plots.
 
     figure = Figure(figsize=(13, 7), layout="constrained")
+    panels = _plot_panels(figure, run, lambda shape, us: shape.limit_us() / us)
+    for panel in panels.flat:
+        panel.axhline(1, color="black", linewidth=0.8, linestyle=":")
+    panels[0, 0].set_ylim(0, 1.1)
+    figure.supylabel("share of the limit (dotted: the limit)")
+    _save(figure, run, path)
+
+
+def plot_tflops(run: Run, path: Path) -> None:
+    """TFLOPS against m, one panel per DeepSeek-V3 layer: ours, the peers and the limit."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    panels = _plot_panels(figure, run, lambda shape, us: shape.flops / us / 1e6)
+    for panel, (n, k) in zip(panels.flat, DEEPSEEK_V3_LAYERS.values(), strict=True):
+        limits = [Shape(m, n, k) for m in TOKENS]
+        rates = [shape.flops / shape.limit_us() / 1e6 for shape in limits]
+        panel.plot(TOKENS, rates, color="black", linewidth=0.8, linestyle=":", label="limit")
+        panel.set_yscale("log")
+    figure.supylabel("TFLOPS")
+    _save(figure, run, path)
+
+
+def _plot_panels(figure: Any, run: Run, height: Callable[[Shape, float], float]) -> Any:
+    """One panel per layer, with a line per contestant of the height that each time has."""
     panels = figure.subplots(2, 3, sharex=True, sharey=True)
     for panel, (layer, (n, k)) in zip(panels.flat, DEEPSEEK_V3_LAYERS.items(), strict=True):
         for name in (name for name in README_SHOWS if name in contestants(run)):
-            _plot_line(panel, times(run, name), n, k, label_of(run, name), bold=name == OURS)
-        panel.axhline(1, color="black", linewidth=0.8, linestyle=":")
+            points = [(s.m, height(s, us)) for s, us in times(run, name).items() if s[1:] == (n, k)]
+            _plot_line(panel, points, label_of(run, name), bold=name == OURS)
         panel.set_title(f"{layer}\nn = {n}, k = {k}", fontsize=10)
         panel.set_xscale("log", base=2)
         panel.set_xticks(TOKENS[::2], TOKENS[::2])
         panel.grid(alpha=0.3)
     for panel in panels[1]:
         panel.set_xlabel("m (tokens)")
-    panels[0, 0].set_ylim(0, 1.1)
-    figure.supylabel("share of the limit (dotted: the limit)")
+    return panels
+
+
+def _save(figure: Any, run: Run, path: Path) -> None:
     figure.suptitle(f"DeepSeek-V3's linear layers, {run['meta']['gpu']}, {run['meta']['date'][:10]}")
-    figure.legend(
-        *panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(README_SHOWS), frameon=False
-    )
+    lines = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=len(lines[0]), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
-def _plot_line(panel: Any, measured: Times, n: int, k: int, label: str, bold: bool) -> None:
-    points = sorted((shape.m, shape.limit_us() / us) for shape, us in measured.items() if shape[1:] == (n, k))
+def _plot_line(panel: Any, points: list[tuple[int, float]], label: str, bold: bool) -> None:
+    points = sorted(points)
     panel.plot(
         [m for m, _ in points],
-        [share for _, share in points],
+        [height for _, height in points],
         label=label,
         marker="o",
         markersize=3,

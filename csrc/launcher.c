@@ -1,11 +1,19 @@
 /* deep_tile._launcher: load a cubin, prepare a launch, launch it.
  *
- * Called by plan.py and api.py. It knows handles, integers and addresses, never a tensor. Each step does what the next
- * one need not repeat:
+ * Called by plan.py and api.py. Each step does what the next one need not repeat:
  *
- *   load(cubin, ...)     -> Kernel   once per kernel and device: may take milliseconds
- *   prepare(kernel, ...) -> Launch   once per problem: checks every number
- *   launch(prepared, ...)            every call: takes addresses, encodes tensor maps, launches; allocates nothing
+ *   load(cubin, ...)     -> Kernel        once per kernel and device: may take milliseconds
+ *   prepare(kernel, ...) -> Launch        once per problem: checks every number
+ *   bind(prepared, ...)  -> BoundLaunch   once per weights, for a Plan
+ *
+ * and each call launches, encoding tensor maps and leaving nothing behind:
+ *
+ *   launch_known(launches, tensors)       finds the Launch by the tensors' signature
+ *   launch_bound(bound, tensors)          holds the tensors against the one signature that it was bound with
+ *   launch(prepared, addresses, stream)   whatever the tensors are
+ *
+ * Of tensors it knows what DLPack says; it judges none of it. Which signatures are right is decided in Python, once for
+ * each, and what it has not met or cannot read it leaves to Python.
  *
  * Invariant: libcuda is opened by the first load() or driver_version(), never by the import, so that importing works
  * without a driver and survives fork.
@@ -23,6 +31,7 @@
 #include <string.h>
 
 #include "../include/deep_tile/params.h"
+#include "dlpack.h"
 #include "driver.h"
 
 _Static_assert(sizeof(TensorMap) == 128, "the driver writes 128 bytes into a tensor map");
@@ -180,9 +189,49 @@ typedef struct {
     unsigned char params[sizeof(GemmParams)]; /* bytes, because Python aligns objects to 16 and GemmParams wants 64 */
 } Launch;
 
+enum { A, A_SCALE, B, B_SCALE, OUT, STREAM, ADDRESSES, TENSORS = STREAM };
+
+static const char *const address_names[ADDRESSES] = {"a", "a_scale", "b", "b_scale", "out", "stream"};
+
+enum { TMA_ALIGNMENT_BYTES = 16 };
+
+/* All that the checks in api.py read of a call's tensors, as bytes to compare: whoever changes the one changes the
+ * other. Of `out`'s address they read whether TMA can use it, of other addresses nothing that launching does not check
+ * again. */
+typedef struct {
+    TensorDevice device; /* of every tensor */
+    TensorDtype dtypes[TENSORS];
+    uint32_t out_is_aligned;
+    struct {
+        int64_t shape[2], strides[2];
+    } layouts[TENSORS];
+} Signature;
+
+_Static_assert(sizeof(Signature) == 8 + 4 * TENSORS + 4 + 32 * TENSORS, "padding would be compared, too");
+
+/* A launch of one weight matrix: what launch_bound() need not read or encode again. */
+typedef struct {
+    PyObject_HEAD
+    Launch *prepared;
+    Signature signature;
+    uintptr_t b, b_scale;
+    unsigned char b_map[sizeof(TensorMap)]; /* bytes, as in Launch */
+} BoundLaunch;
+
+/* A type whose instances can be read through DLPack; a subclass is another type. */
+typedef struct {
+    PyTypeObject *type;
+    const Exchange *exchange;
+} TensorType;
+
+enum { MAX_TENSOR_TYPES = 4 };
+
 typedef struct {
     PyTypeObject *kernel_type;
     PyTypeObject *launch_type;
+    PyTypeObject *bound_launch_type;
+    TensorType tensor_types[MAX_TENSOR_TYPES];
+    int tensor_type_count;
 } ModuleState;
 
 static void free_object(PyObject *self)
@@ -202,6 +251,12 @@ static void kernel_dealloc(PyObject *self)
 static void launch_dealloc(PyObject *self)
 {
     Py_XDECREF((PyObject *)((Launch *)self)->kernel);
+    free_object(self);
+}
+
+static void bound_launch_dealloc(PyObject *self)
+{
+    Py_XDECREF((PyObject *)((BoundLaunch *)self)->prepared);
     free_object(self);
 }
 
@@ -447,7 +502,7 @@ static bool check_a_box_rows(long long a_box_rows, const MapLayout *a_map)
     return false;
 }
 
-static void fill_template(Launch *launch, const long long numbers[])
+static void fill_template(Launch *launch, const long long numbers[], bool early_b)
 {
     GemmParams params = {
         .a_scale_stride_m = numbers[A_SCALE_STRIDE_M],
@@ -459,35 +514,37 @@ static void fill_template(Launch *launch, const long long numbers[])
         .n = (int)numbers[SIZE_N],
         .k = (int)numbers[SIZE_K],
         .a_box_rows = (int)numbers[A_BOX_ROWS],
+        .early_b = early_b,
     };
     memcpy(launch->params, &params, sizeof params);
 }
 
 PyDoc_STRVAR(prepare_doc,
              "prepare(kernel, *, grid, cluster, threads, a_map, b_map, out_map, a_box_rows, a_scale_strides,\n"
-             "        b_scale_strides, out_stride_m, m, n, k, pdl) -> Launch\n"
+             "        b_scale_strides, out_stride_m, m, n, k, pdl, early_b) -> Launch\n"
              "\n"
              "Everything about a launch but the addresses.\n"
              "\n"
              "grid, cluster: blocks, and blocks per cluster; threads: per block. a_map, b_map, out_map: tensor maps\n"
              "(element_bytes, inner, outer, outer_stride_bytes, box_inner, box_outer, swizzle_bytes), with elements\n"
              "of 1 byte or of 2 (BF16); out_map is None for a kernel that stores directly. a_scale_strides (m, k),\n"
-             "b_scale_strides (n, k) and out_stride_m are in elements. pdl: programmatic dependent launch.\n"
+             "b_scale_strides (n, k) and out_stride_m are in elements. pdl: programmatic dependent launch, under\n"
+             "which the kernel may request b before it waits for the preceding kernel if early_b is true.\n"
              "\n"
              "Raises ValueError or TypeError naming the field, what was seen and what is wanted.");
 
 static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"",       "grid",       "cluster",         "threads",         "a_map",        "b_map",
+    static char *keywords[] = {"",        "grid",       "cluster",         "threads",         "a_map",        "b_map",
                                "out_map", "a_box_rows", "a_scale_strides", "b_scale_strides", "out_stride_m", "m",
-                               "n",      "k",          "pdl",             NULL};
+                               "n",       "k",          "pdl",             "early_b",         NULL};
     PyObject *kernel, *a_map, *b_map, *out_map, *given[LAUNCH_NUMBERS];
-    int pdl;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$OOOOOOO(OO)(OO)OOOOp:prepare", keywords, &kernel, &given[GRID],
+    int pdl, early_b;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$OOOOOOO(OO)(OO)OOOOpp:prepare", keywords, &kernel, &given[GRID],
                                      &given[CLUSTER], &given[THREADS], &a_map, &b_map, &out_map, &given[A_BOX_ROWS],
                                      &given[A_SCALE_STRIDE_M], &given[A_SCALE_STRIDE_K], &given[B_SCALE_STRIDE_N],
                                      &given[B_SCALE_STRIDE_K], &given[OUT_STRIDE_M], &given[SIZE_M], &given[SIZE_N],
-                                     &given[SIZE_K], &pdl))
+                                     &given[SIZE_K], &pdl, &early_b))
         return NULL;
 
     long long numbers[LAUNCH_NUMBERS];
@@ -515,30 +572,11 @@ static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
     launch->grid = (unsigned)numbers[GRID];
     launch->cluster = (unsigned)numbers[CLUSTER];
     launch->threads = (unsigned)numbers[THREADS];
-    fill_template(launch, numbers);
+    fill_template(launch, numbers, early_b != 0);
     return (PyObject *)launch;
 }
 
 /* ----------------------------------------------------------------------------------------------------- launch ---- */
-
-enum { A, A_SCALE, B, B_SCALE, OUT, STREAM, ADDRESSES };
-
-static const char *const address_names[ADDRESSES] = {"a", "a_scale", "b", "b_scale", "out", "stream"};
-
-enum { TMA_ALIGNMENT_BYTES = 16 };
-
-static bool read_addresses(PyObject *const given[], uintptr_t addresses[])
-{
-    for (int i = 0; i < ADDRESSES; i++) {
-        addresses[i] = (uintptr_t)PyLong_AsUnsignedLongLong(given[i]);
-        if (addresses[i] == UINTPTR_MAX && PyErr_Occurred()) {
-            PyErr_Format(PyExc_TypeError, "launch: %s is %R, want an address (an int of 64 bits, not negative)",
-                         address_names[i], given[i]);
-            return false;
-        }
-    }
-    return true;
-}
 
 static bool check_alignment(const uintptr_t addresses[], int which)
 {
@@ -558,22 +596,26 @@ static bool encode_map(Failure *failure, TensorMap *map, const MapLayout *layout
                 layout->swizzle, layout->l2_promotion, MAP_OOB_FILL_ZEROS);
 }
 
-static bool fill_params(Failure *failure, GemmParams *params, const Launch *launch, const uintptr_t addresses[])
+/* `b_map` is that of addresses[B] where somebody has encoded it already, else NULL. */
+static bool fill_params(Failure *failure, GemmParams *params, const Launch *launch, const uintptr_t addresses[],
+                        const void *b_map)
 {
     memcpy(params, launch->params, sizeof *params);
     params->a_scale = (const float *)addresses[A_SCALE];
     params->b_scale = (const float *)addresses[B_SCALE];
     params->out = (void *)addresses[OUT];
+    if (b_map != NULL)
+        memcpy(&params->b_map, b_map, sizeof params->b_map);
     return encode_map(failure, &params->a_map, &launch->a_map, addresses[A]) &&
-           encode_map(failure, &params->b_map, &launch->b_map, addresses[B]) &&
+           (b_map != NULL || encode_map(failure, &params->b_map, &launch->b_map, addresses[B])) &&
            (!launch->has_out_map || encode_map(failure, &params->out_map, &launch->out_map, addresses[OUT]));
 }
 
 /* Everything lies on the stack: threads may launch at the same time. */
-static void launch_here(Failure *failure, const Launch *launch, const uintptr_t addresses[])
+static void launch_here(Failure *failure, const Launch *launch, const uintptr_t addresses[], const void *b_map)
 {
     GemmParams params;
-    if (!fill_params(failure, &params, launch, addresses))
+    if (!fill_params(failure, &params, launch, addresses, b_map))
         return;
 
     LaunchAttribute attributes[2];
@@ -603,19 +645,59 @@ static void launch_here(Failure *failure, const Launch *launch, const uintptr_t 
 }
 
 /* A thread that has not used the GPU yet, or uses another one, has another context current. */
-static void launch_on_device(Failure *failure, const Launch *launch, const uintptr_t addresses[])
+static void launch_on_device(Failure *failure, const Launch *launch, const uintptr_t addresses[], const void *b_map)
 {
     DriverContext current;
     if (!CALL(failure, cuCtxGetCurrent, &current))
         return;
     if (current == launch->kernel->context) {
-        launch_here(failure, launch, addresses);
+        launch_here(failure, launch, addresses, b_map);
         return;
     }
     if (!CALL(failure, cuCtxPushCurrent, launch->kernel->context))
         return;
-    launch_here(failure, launch, addresses);
+    launch_here(failure, launch, addresses, b_map);
     (void)CALL(failure, cuCtxPopCurrent, &current);
+}
+
+/* What every way to launch ends in. The caller owns `launch` meanwhile. False with an exception set if it fails. */
+static bool launch_at(const Launch *launch, const uintptr_t addresses[], const void *b_map)
+{
+    if (!check_alignment(addresses, A) || !check_alignment(addresses, B) ||
+        (launch->has_out_map && !check_alignment(addresses, OUT)))
+        return false;
+    Failure failure = {NULL, 0};
+    /* A launch blocks while the stream's queue is full, and what the GPU waits for may be a callback that needs the
+     * GIL; so it is released, as torch does. */
+    Py_BEGIN_ALLOW_THREADS
+    launch_on_device(&failure, launch, addresses, b_map);
+    Py_END_ALLOW_THREADS
+    if (failure.call == NULL)
+        return true;
+    raise_failure(&failure, launch->kernel->name);
+    return false;
+}
+
+static bool read_addresses(PyObject *const given[], uintptr_t addresses[])
+{
+    for (int i = 0; i < ADDRESSES; i++) {
+        addresses[i] = (uintptr_t)PyLong_AsUnsignedLongLong(given[i]);
+        if (addresses[i] == UINTPTR_MAX && PyErr_Occurred()) {
+            PyErr_Format(PyExc_TypeError, "launch: %s is %R, want an address (an int of 64 bits, not negative)",
+                         address_names[i], given[i]);
+            return false;
+        }
+    }
+    return true;
+}
+
+/* `prepared` as a Launch; NULL with TypeError set when it is none. Borrowed. */
+static Launch *as_launch(const ModuleState *state, PyObject *prepared, const char *call)
+{
+    if (Py_TYPE(prepared) == state->launch_type)
+        return (Launch *)prepared;
+    PyErr_Format(PyExc_TypeError, "%s: prepared is %R, want the Launch that prepare() returned", call, prepared);
+    return NULL;
 }
 
 PyDoc_STRVAR(launch_doc, "launch(prepared, a, a_scale, b, b_scale, out, stream) -> None\n"
@@ -631,25 +713,237 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t coun
         return PyErr_Format(PyExc_TypeError,
                             "launch: got %zd arguments, want 7: prepared, a, a_scale, b, b_scale, out, stream", count);
     uintptr_t addresses[ADDRESSES];
-    if (!read_addresses(args + 1, addresses) || !check_alignment(addresses, A) || !check_alignment(addresses, B))
+    if (!read_addresses(args + 1, addresses))
         return NULL;
-    const ModuleState *state = PyModule_GetState(module);
-    if (Py_TYPE(args[0]) != state->launch_type)
-        return PyErr_Format(PyExc_TypeError, "launch: prepared is %R, want the Launch that prepare() returned",
-                            args[0]);
-    const Launch *prepared = (const Launch *)args[0];
-    if (prepared->has_out_map && !check_alignment(addresses, OUT))
+    const Launch *prepared = as_launch(PyModule_GetState(module), args[0], "launch");
+    if (prepared == NULL || !launch_at(prepared, addresses, NULL))
         return NULL;
-
-    Failure failure = {NULL, 0};
-    /* A launch blocks while the stream's queue is full, and what the GPU waits for may be a callback that needs the
-     * GIL; so it is released, as torch does. */
-    Py_BEGIN_ALLOW_THREADS
-    launch_on_device(&failure, prepared, addresses);
-    Py_END_ALLOW_THREADS
-    if (failure.call != NULL)
-        return raise_failure(&failure, prepared->kernel->name);
     Py_RETURN_NONE;
+}
+
+/* ---------------------------------------------------------------------------------------------------- tensors ---- */
+
+/* The table of `capsule` for the DLPack that we know; NULL, without an exception, when it has none. */
+static const Exchange *find_exchange(PyObject *capsule)
+{
+    const ExchangeHeader *header = PyCapsule_GetPointer(capsule, EXCHANGE_CAPSULE);
+    if (header == NULL)
+        PyErr_Clear();
+    while (header != NULL && header->major != EXCHANGE_MAJOR_VERSION)
+        header = header->older;
+    const Exchange *exchange = (const Exchange *)header;
+    return exchange != NULL && exchange->view != NULL && exchange->current_stream != NULL ? exchange : NULL;
+}
+
+PyDoc_STRVAR(read_tensors_of_doc,
+             "read_tensors_of(type) -> bool\n"
+             "\n"
+             "Read tensors of exactly this type from now on. False, and they are left to Python, where the type lacks\n"
+             "DLPack's C exchange API. Raises ValueError for more types than there is room for.");
+
+static PyObject *read_tensors_of(PyObject *module, PyObject *type)
+{
+    ModuleState *state = PyModule_GetState(module);
+    if (!PyType_Check(type))
+        return PyErr_Format(PyExc_TypeError, "read_tensors_of: got %R, want a type", type);
+    PyObject *capsule = PyObject_GetAttrString(type, EXCHANGE_ATTRIBUTE);
+    if (capsule == NULL) {
+        PyErr_Clear();
+        Py_RETURN_FALSE;
+    }
+    const Exchange *exchange = find_exchange(capsule);
+    Py_DECREF(capsule); /* by the standard the table lives as long as the process */
+    if (exchange == NULL)
+        Py_RETURN_FALSE;
+    if (state->tensor_type_count == MAX_TENSOR_TYPES)
+        return PyErr_Format(PyExc_ValueError, "read_tensors_of: there is room for %d types", MAX_TENSOR_TYPES);
+    Py_INCREF(type);
+    state->tensor_types[state->tensor_type_count++] = (TensorType){(PyTypeObject *)type, exchange};
+    Py_RETURN_TRUE;
+}
+
+static const Exchange *exchange_of(const ModuleState *state, PyObject *tensor)
+{
+    const PyTypeObject *type = Py_TYPE(tensor);
+    for (int i = 0; i < state->tensor_type_count; i++)
+        if (state->tensor_types[i].type == type)
+            return state->tensor_types[i].exchange;
+    return NULL;
+}
+
+/* Writes tensor number `which` into `signature`, its device too when it is `a`, and its address into `addresses`.
+ *
+ * False, without an exception, for what no kernel can be launched with: no tensor of a known type, one without memory,
+ * one that is not 2-D, or one on another device than `a`. Python's checks then say what is wrong. */
+static bool read_tensor(const ModuleState *state, PyObject *tensor, int which, Signature *signature,
+                        uintptr_t addresses[])
+{
+    const Exchange *exchange = exchange_of(state, tensor);
+    if (exchange == NULL)
+        return false;
+    TensorView view;
+    if (exchange->view(tensor, &view) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    if (view.rank != 2)
+        return false;
+    if (which == A)
+        signature->device = view.device;
+    else if (view.device.type != signature->device.type || view.device.index != signature->device.index)
+        return false;
+    signature->dtypes[which] = view.dtype;
+    for (int i = 0; i < 2; i++) {
+        signature->layouts[which].shape[i] = view.shape[i];
+        signature->layouts[which].strides[i] = view.strides[i];
+    }
+    addresses[which] = (uintptr_t)view.data + view.byte_offset;
+    if (which == OUT)
+        signature->out_is_aligned = addresses[OUT] % TMA_ALIGNMENT_BYTES == 0;
+    return true;
+}
+
+static bool read_tensors(const ModuleState *state, PyObject *const tensors[], Signature *signature,
+                         uintptr_t addresses[])
+{
+    for (int which = A; which < TENSORS; which++)
+        if (!read_tensor(state, tensors[which], which, signature, addresses))
+            return false;
+    return true;
+}
+
+/* Launches on the stream that is current for `a`. False with an exception set if it fails. */
+static bool launch_on_current_stream(const ModuleState *state, PyObject *a, const Signature *signature,
+                                     Launch *prepared, uintptr_t addresses[], const void *b_map)
+{
+    void *stream;
+    if (exchange_of(state, a)->current_stream(signature->device.type, signature->device.index, &stream) != 0)
+        return false;
+    addresses[STREAM] = (uintptr_t)stream;
+    Py_INCREF((PyObject *)prepared); /* another thread may drop it while the GIL is released */
+    bool launched = launch_at(prepared, addresses, b_map);
+    Py_DECREF((PyObject *)prepared);
+    return launched;
+}
+
+static PyObject *signature_bytes(const Signature *signature)
+{
+    return PyBytes_FromStringAndSize((const char *)signature, sizeof *signature);
+}
+
+PyDoc_STRVAR(signature_doc, "signature(a, a_scale, b, b_scale, out) -> bytes | None\n"
+                            "\n"
+                            "Device, dtypes, shapes, strides, and whether out is aligned for TMA: equal bytes, equal\n"
+                            "properties. None where a tensor cannot be read here, which Python then has to look at.");
+
+static PyObject *signature(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != TENSORS)
+        return PyErr_Format(PyExc_TypeError, "signature: got %zd arguments, want 5: a, a_scale, b, b_scale, out",
+                            count);
+    Signature seen;
+    uintptr_t addresses[ADDRESSES];
+    if (!read_tensors(PyModule_GetState(module), args, &seen, addresses))
+        Py_RETURN_NONE;
+    return signature_bytes(&seen);
+}
+
+PyDoc_STRVAR(launch_known_doc,
+             "launch_known(launches, a, a_scale, b, b_scale, out) -> bool\n"
+             "\n"
+             "Launch what the dict `launches` holds under the tensors' signature, on the current stream of a's\n"
+             "device. False, and nothing has happened, where it holds nothing or a tensor cannot be read here.\n"
+             "\n"
+             "Raises as launch() does.");
+
+static PyObject *launch_known(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 1 + TENSORS || !PyDict_Check(args[0]))
+        return PyErr_Format(PyExc_TypeError,
+                            "launch_known: want 6 arguments: a dict, a, a_scale, b, b_scale, out; got %zd", count);
+    const ModuleState *state = PyModule_GetState(module);
+    PyObject *const *tensors = args + 1;
+    Signature seen;
+    uintptr_t addresses[ADDRESSES];
+    if (!read_tensors(state, tensors, &seen, addresses))
+        Py_RETURN_FALSE;
+    PyObject *key = signature_bytes(&seen);
+    if (key == NULL)
+        return NULL;
+    PyObject *found = PyDict_GetItemWithError(args[0], key);
+    Py_DECREF(key);
+    if (found == NULL && !PyErr_Occurred())
+        Py_RETURN_FALSE;
+    Launch *prepared = found == NULL ? NULL : as_launch(state, found, "launch_known");
+    if (prepared == NULL || !launch_on_current_stream(state, tensors[A], &seen, prepared, addresses, NULL))
+        return NULL;
+    Py_RETURN_TRUE;
+}
+
+PyDoc_STRVAR(bind_doc, "bind(prepared, a, a_scale, b, b_scale, out) -> BoundLaunch | None\n"
+                       "\n"
+                       "`prepared` for this b and b_scale, which the caller keeps in place, and for any other tensors\n"
+                       "like these. None where a tensor cannot be read here.\n"
+                       "\n"
+                       "Raises ValueError where b is not aligned to 16 bytes, RuntimeError as launch() does.");
+
+static PyObject *bind_launch(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 1 + TENSORS)
+        return PyErr_Format(PyExc_TypeError,
+                            "bind: got %zd arguments, want 6: prepared, a, a_scale, b, b_scale, out", count);
+    const ModuleState *state = PyModule_GetState(module);
+    Launch *prepared = as_launch(state, args[0], "bind");
+    if (prepared == NULL)
+        return NULL;
+    Signature seen;
+    uintptr_t addresses[ADDRESSES];
+    if (!read_tensors(state, args + 1, &seen, addresses))
+        Py_RETURN_NONE;
+    Failure failure = {NULL, 0};
+    TensorMap b_map;
+    if (!check_alignment(addresses, B))
+        return NULL;
+    if (!encode_map(&failure, &b_map, &prepared->b_map, addresses[B]))
+        return raise_failure(&failure, prepared->kernel->name);
+
+    BoundLaunch *bound = (BoundLaunch *)PyType_GenericAlloc(state->bound_launch_type, 0);
+    if (bound == NULL)
+        return NULL;
+    Py_INCREF((PyObject *)prepared);
+    bound->prepared = prepared;
+    bound->signature = seen;
+    bound->b = addresses[B];
+    bound->b_scale = addresses[B_SCALE];
+    memcpy(bound->b_map, &b_map, sizeof b_map);
+    return (PyObject *)bound;
+}
+
+PyDoc_STRVAR(launch_bound_doc, "launch_bound(bound, a, a_scale, out) -> bool\n"
+                               "\n"
+                               "Launch with the weights bound, on the current stream of a's device. False, and\n"
+                               "nothing has happened, where a tensor differs in more than its address.\n"
+                               "\n"
+                               "Raises as launch() does.");
+
+static PyObject *launch_bound(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const ModuleState *state = PyModule_GetState(module);
+    if (count != 4 || Py_TYPE(args[0]) != state->bound_launch_type)
+        return PyErr_Format(PyExc_TypeError,
+                            "launch_bound: want 4 arguments: what bind() returned, a, a_scale, out; got %zd", count);
+    const BoundLaunch *bound = (const BoundLaunch *)args[0];
+    Signature seen = bound->signature;
+    uintptr_t addresses[ADDRESSES] = {[B] = bound->b, [B_SCALE] = bound->b_scale};
+    bool alike = read_tensor(state, args[1], A, &seen, addresses) &&
+                 read_tensor(state, args[2], A_SCALE, &seen, addresses) &&
+                 read_tensor(state, args[3], OUT, &seen, addresses) &&
+                 memcmp(&seen, &bound->signature, sizeof seen) == 0;
+    if (!alike)
+        Py_RETURN_FALSE;
+    if (!launch_on_current_stream(state, args[1], &seen, bound->prepared, addresses, bound->b_map))
+        return NULL;
+    Py_RETURN_TRUE;
 }
 
 /* ----------------------------------------------------------------------------------------------------- module ---- */
@@ -707,6 +1001,19 @@ static PyType_Spec launch_spec = {
     .slots = launch_slots,
 };
 
+static PyType_Slot bound_launch_slots[] = {
+    {Py_tp_doc, "A launch with its weights; made by bind()."},
+    {Py_tp_dealloc, bound_launch_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec bound_launch_spec = {
+    .name = "deep_tile._launcher.BoundLaunch",
+    .basicsize = sizeof(BoundLaunch),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = bound_launch_slots,
+};
+
 static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
@@ -720,7 +1027,8 @@ static int module_exec(PyObject *module)
     ModuleState *state = PyModule_GetState(module);
     state->kernel_type = add_type(module, &kernel_spec);
     state->launch_type = add_type(module, &launch_spec);
-    if (state->kernel_type == NULL || state->launch_type == NULL)
+    state->bound_launch_type = add_type(module, &bound_launch_spec);
+    if (state->kernel_type == NULL || state->launch_type == NULL || state->bound_launch_type == NULL)
         return -1;
     return PyModule_AddIntConstant(module, "GEMM_PARAMS_BYTES", sizeof(GemmParams));
 }
@@ -730,6 +1038,9 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     ModuleState *state = PyModule_GetState(module);
     Py_VISIT((PyObject *)state->kernel_type);
     Py_VISIT((PyObject *)state->launch_type);
+    Py_VISIT((PyObject *)state->bound_launch_type);
+    for (int i = 0; i < state->tensor_type_count; i++)
+        Py_VISIT((PyObject *)state->tensor_types[i].type);
     return 0;
 }
 
@@ -738,6 +1049,9 @@ static int module_clear(PyObject *module)
     ModuleState *state = PyModule_GetState(module);
     Py_CLEAR(state->kernel_type);
     Py_CLEAR(state->launch_type);
+    Py_CLEAR(state->bound_launch_type);
+    while (state->tensor_type_count > 0)
+        Py_CLEAR(state->tensor_types[--state->tensor_type_count].type);
     return 0;
 }
 
@@ -745,6 +1059,11 @@ static PyMethodDef module_methods[] = {
     {"load", (PyCFunction)(void (*)(void))load, METH_VARARGS | METH_KEYWORDS, load_doc},
     {"prepare", (PyCFunction)(void (*)(void))prepare, METH_VARARGS | METH_KEYWORDS, prepare_doc},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, launch_doc},
+    {"read_tensors_of", read_tensors_of, METH_O, read_tensors_of_doc},
+    {"signature", (PyCFunction)(void (*)(void))signature, METH_FASTCALL, signature_doc},
+    {"launch_known", (PyCFunction)(void (*)(void))launch_known, METH_FASTCALL, launch_known_doc},
+    {"bind", (PyCFunction)(void (*)(void))bind_launch, METH_FASTCALL, bind_doc},
+    {"launch_bound", (PyCFunction)(void (*)(void))launch_bound, METH_FASTCALL, launch_bound_doc},
     {"driver_version", driver_version, METH_NOARGS, driver_version_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -1,18 +1,38 @@
-"""deep_tile: FP8 block-scaled matrix products on NVIDIA Hopper GPUs, compiled at run time."""
+"""deep_tile: FP8 block-scaled matrix products on NVIDIA Hopper GPUs, compiled at run time.
 
-from deep_tile.api import fp8_gemm, is_available, precompile, supports
-from deep_tile.config import GemmConfig
-from deep_tile.quantize import dequantize, per_block_cast_to_fp8, per_token_cast_to_fp8
+The public names and nothing else. Each is imported at its first use, so that what needs no torch (`explain`, the
+command line's reports) does not wait a second for it.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "GemmConfig",
-    "dequantize",
-    "fp8_gemm",
-    "is_available",
-    "per_block_cast_to_fp8",
-    "per_token_cast_to_fp8",
-    "precompile",
-    "supports",
-]
+_MODULES = {
+    "GemmConfig": "config",
+    "Plan": "api",
+    "dequantize": "quantize",
+    "explain": "report",
+    "fp8_gemm": "api",
+    "is_available": "api",
+    "per_block_cast_to_fp8": "quantize",
+    "per_token_cast_to_fp8": "quantize",
+    "precompile": "api",
+    "prepare": "api",
+    "supports": "api",
+}
+
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'deep_tile' has no attribute {name!r}")
+    value = getattr(import_module(f"deep_tile.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

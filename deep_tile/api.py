@@ -1,7 +1,9 @@
 """The public calls: check tensors, find the prepared launch, launch.
 
-The warm path is one dictionary hit and one call into C. Its key is the call's signature, every property of the tensors
-that the checks read; so a signature met before has passed them, and only pointers and the stream are new.
+The warm path is one call into C, which reads the tensors through DLPack, finds the launch by their signature and
+launches. The signature is every property of the tensors that the checks read; so one met before has passed them, and
+only pointers and the stream are new. Tensors that C cannot read (subclasses, and all of them where torch has no DLPack
+C exchange API) take the same way in Python, through `_signature` and `_launch`.
 """
 
 import os
@@ -21,7 +23,27 @@ _MAX_SIGNATURES = 65_536
 _MAX_SIZE = 2**31 - 1024
 """Rounded up to the largest cluster tile, a size must still be an int of the kernel."""
 
-_launches: dict[tuple, _launcher.Launch] = {}
+_Launches = dict[bytes | tuple, _launcher.Launch]
+"""Prepared launches by the tensors' signature: bytes where C reads it, a tuple where Python does."""
+
+_launches: dict[tuple, _Launches] = {}
+"""By the call's options, which are `_Options` or the plain tuple equal to it."""
+
+_NO_LAUNCHES: _Launches = {}
+
+for _tensor_type in (torch.Tensor, torch.nn.Parameter):
+    _launcher.read_tensors_of(_tensor_type)
+
+
+class _Options(NamedTuple):
+    """The keywords of a call; described at `fp8_gemm`."""
+
+    out_dtype: torch.dtype
+    config: GemmConfig | None
+    num_sms: int | None
+    batch_invariant: bool
+    pdl: bool
+    constant_weights: bool
 
 
 class Precompiled(NamedTuple):
@@ -46,12 +68,16 @@ def fp8_gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     config: GemmConfig | None = None,
     num_sms: int | None = None,
+    batch_invariant: bool = False,
+    pdl: bool = False,
+    constant_weights: bool = False,
 ) -> torch.Tensor:
     """FP8 matrix product with block scales: `out = (a * a_scale) @ (b * b_scale)^T`.
 
     `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n // 128, k // 128]`, accumulated in FP32 and
     rounded once. Runs on the tensors' device and torch's current stream; CPU tensors go through the operation's
     definition in `deep_tile.reference`. Sizes m, n and k are free; m = 0 or n = 0 does nothing, k = 0 writes zeros.
+    Not differentiable: that a tensor requires a gradient is ignored.
 
     Args:
         a: [m, k] float8_e4m3fn, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
@@ -63,52 +89,122 @@ def fp8_gemm(
         out_dtype: dtype of `out`; only bfloat16 so far.
         config: the kernel to use instead of the selector's choice.
         num_sms: streaming multiprocessors to use, at most and by default all of the device.
+        batch_invariant: a row of `out` is the same, bit for bit, whatever m, num_sms and the other rows are. Gives up
+            split K, which helps where m is small. Without it results still repeat from call to call.
+        pdl: programmatic dependent launch. The kernel may start while its predecessor in the stream still runs, and
+            waits for that one's end before it touches what that one may have written.
+        constant_weights: with `pdl`, also request `b` before that wait. Neither `b` nor `b_scale` may then be written
+            by a kernel that can still run: by none since the stream's last launch without `pdl`, itself included.
 
     Returns:
         `out`.
 
     Raises:
         TypeError: an argument is no tensor or has the wrong dtype.
-        ValueError: a shape, stride, alignment, device, config or num_sms that the operation does not take.
+        ValueError: a shape, stride, alignment, device, config, num_sms or combination of options that the operation
+            does not take.
         RuntimeError: the GPU is not a Hopper, NVRTC or the driver is missing, or a kernel would have to be compiled or
             loaded while the stream is being captured. Nothing has been launched and `out` is untouched.
 
     The method (1x128 and 128x128 scales, promotion to FP32 every 128 of k) is that of the DeepSeek-V3 report, 3.3.
     """
+    options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
     try:
         if out is None:
             out = _empty_out(a, b, out_dtype)
-        device = a.get_device()
-        key = (
-            *(a.shape, a.stride(), a.dtype, device),
-            *(a_scale.shape, a_scale.stride(), a_scale.dtype, a_scale.get_device()),
-            *(b.shape, b.stride(), b.dtype, b.get_device()),
-            *(b_scale.shape, b_scale.stride(), b_scale.dtype, b_scale.get_device()),
-            *(out.shape, out.stride(), out.dtype, out.get_device()),
-            *(out.data_ptr() % _TMA_BYTES, out_dtype, config, num_sms),
-        )
-        launch = _launches.get(key)
+        if _launcher.launch_known(_launches.get(options, _NO_LAUNCHES), a, a_scale, b, b_scale, out):
+            return out
+        signature = _signature(a, a_scale, b, b_scale, out)
     except (AttributeError, TypeError):
         _check_types(a, a_scale, b, b_scale, out, out_dtype, config)
         _checked_num_sms(num_sms, a.device)
         raise
+    launch = _launches.get(options, _NO_LAUNCHES).get(signature)
     if launch is None:
-        launch = _first_call(a, a_scale, b, b_scale, out, out_dtype, config, num_sms)
-        if launch is None:
-            return out
-        if len(_launches) >= _MAX_SIGNATURES:
-            _launches.clear()
-        _launches[key] = launch
-    _launcher.launch(
-        launch,
-        a.data_ptr(),
-        a_scale.data_ptr(),
-        b.data_ptr(),
-        b_scale.data_ptr(),
-        out.data_ptr(),
-        torch._C._cuda_getCurrentRawStream(device),
-    )
+        launch = _first_call(a, a_scale, b, b_scale, out, _Options(*options), signature)
+    if launch is not None:
+        _launch(launch, a, a_scale, b, b_scale, out)
     return out
+
+
+class Plan:
+    """A product made ready by `prepare`: checked, its kernel loaded, its weights bound. Call it to multiply.
+
+    Attributes:
+        b, b_scale: the weights, as given to `prepare`. The plan reads the memory they had then.
+        config: the kernel; None where none is needed, on the CPU and for empty tensors.
+    """
+
+    __slots__ = ("b", "b_scale", "config", "_bound", "_launch", "_wanted")
+
+    def __init__(self, a, a_scale, b, b_scale, out, prepared: tuple[GemmConfig, _launcher.Launch] | None):
+        self.b, self.b_scale = b, b_scale
+        self.config, self._launch = prepared or (None, None)
+        self._bound = prepared and _launcher.bind(self._launch, a, a_scale, b, b_scale, out)
+        self._wanted = _call_layouts(a, a_scale, out)
+
+    def __call__(self, a: torch.Tensor, a_scale: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`fp8_gemm(a, a_scale, self.b, self.b_scale, out)` with the options given to `prepare`; returns `out`.
+
+        Args:
+            a, a_scale, out: as at preparation in shape, strides, dtype, device and, for `out`, in whether it is
+                aligned to 16 bytes; all of that is checked. `out` is allocated, dense, when None.
+
+        Raises:
+            TypeError: an argument is no tensor.
+            ValueError: a tensor that is not like the one at preparation, or an `a` not aligned to 16 bytes.
+            RuntimeError: whatever the driver refuses. Nothing has been launched and `out` is untouched.
+        """
+        if out is None:
+            out = self.b.new_empty(*self._wanted["out"].shape, dtype=torch.bfloat16)
+        if self._bound is None or not _launcher.launch_bound(self._bound, a, a_scale, out):
+            self._call_unread(a, a_scale, out)
+        return out
+
+    def _call_unread(self, a, a_scale, out) -> None:
+        """Launch for tensors that C cannot read, or say why they differ from those at preparation."""
+        _check_tensors(a=a, a_scale=a_scale, out=out)
+        for (name, seen), wanted in zip(_call_layouts(a, a_scale, out).items(), self._wanted.values(), strict=True):
+            if seen != wanted:
+                raise ValueError(f"{name} is {seen}; this plan is for {wanted}. Pass the like, or prepare another plan")
+        if self._launch is None:
+            _compute_without_kernel(a, a_scale, self.b, self.b_scale, out)
+        else:
+            _launch(self._launch, a, a_scale, self.b, self.b_scale, out)
+
+    def __repr__(self) -> str:
+        m, n = self._wanted["out"].shape
+        return f"<deep_tile.Plan m={m} n={n} k={self.b.shape[1]} {self.config.name if self.config else 'no kernel'}>"
+
+
+def prepare(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    config: GemmConfig | None = None,
+    num_sms: int | None = None,
+    batch_invariant: bool = False,
+    pdl: bool = False,
+    constant_weights: bool = False,
+) -> Plan:
+    """Make one product ready for many calls: `plan = prepare(a, a_scale, b, b_scale)`, then `plan(a, a_scale, out)`.
+
+    For engines that fix their shapes: a call of the plan takes less host time than `fp8_gemm`, and never compiles.
+    Arguments and errors are those of `fp8_gemm`; `a`, `a_scale` and `out` serve as examples, and nothing is computed.
+    A call checks all that it is given, but not that `b` and `b_scale` are still where they were: write new weights into
+    them with `copy_`, and prepare again after replacing their memory (`b.data = ...`, `b.set_(...)`).
+    """
+    options = _Options(out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
+    _check_types(a, a_scale, b, b_scale, out, out_dtype, config)
+    if out is None:
+        out = _empty_out(a, b, out_dtype)
+    options = _checked_options(options, a, a_scale, b, b_scale, out)
+    prepared = _prepare_launch(a, a_scale, b, b_scale, out, options) if _needs_kernel(a, b) else None
+    return Plan(a, a_scale, b, b_scale, out, prepared)
 
 
 def supports(
@@ -154,7 +250,11 @@ def is_available() -> tuple[bool, str]:
 
 
 def precompile(
-    shapes: Iterable[tuple[int, int, int]], *, workers: int | None = None, num_sms: int | None = None
+    shapes: Iterable[tuple[int, int, int]],
+    *,
+    workers: int | None = None,
+    num_sms: int | None = None,
+    batch_invariant: bool = False,
 ) -> Precompiled:
     """Compile, and on a Hopper GPU load, every kernel that `fp8_gemm` can need for the shapes.
 
@@ -164,7 +264,8 @@ def precompile(
     Args:
         shapes: (n, k, max_m) for each weight matrix: every m from 1 to max_m is covered.
         workers: threads compiling at once; all cores by default.
-        num_sms: as later passed to `fp8_gemm`; by default all of the current device, or of an H200 if there is none.
+        num_sms, batch_invariant: as later passed to `fp8_gemm`. By default num_sms is all of the current device, or of
+            an H200 if there is none.
 
     Raises:
         ValueError: a shape that `fp8_gemm` does not take.
@@ -181,7 +282,8 @@ def precompile(
             raise ValueError(
                 f"shape (n={n}, k={k}, max_m={max_m}): {reason if not supported else 'sizes must be positive'}"
             )
-        configs.update(select.configs_for(n, k, max_m, num_sms, tma_store=n * 2 % _TMA_BYTES == 0))
+        tma_store = n * 2 % _TMA_BYTES == 0
+        configs.update(select.configs_for(n, k, max_m, num_sms, tma_store, split_k=not batch_invariant))
     ordered = tuple(sorted(configs, key=lambda config: config.name))
     before = jit.compile_count()
     plan.load_kernels(ordered, device, workers or os.cpu_count() or 1)
@@ -191,34 +293,115 @@ def precompile(
 def _empty_out(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"a and b must be [m, k] and [n, k]; got shapes {tuple(a.shape)} and {tuple(b.shape)}")
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)  # a tuple would cost 0.3 us
 
 
-def _first_call(a, a_scale, b, b_scale, out, out_dtype, config, num_sms) -> _launcher.Launch | None:
-    """Check a signature not met before and prepare its launch; None when the result is already in `out`."""
-    _check_types(a, a_scale, b, b_scale, out, out_dtype, config)
+def _signature(a, a_scale, b, b_scale, out) -> bytes | tuple:
+    """Whatever the checks read of the tensors, to compare: bytes, or a tuple where C cannot read them all."""
+    return _launcher.signature(a, a_scale, b, b_scale, out) or (
+        (a.shape, a.stride(), a.dtype, a.get_device()),
+        (a_scale.shape, a_scale.stride(), a_scale.dtype, a_scale.get_device()),
+        (b.shape, b.stride(), b.dtype, b.get_device()),
+        (b_scale.shape, b_scale.stride(), b_scale.dtype, b_scale.get_device()),
+        (out.shape, out.stride(), out.dtype, out.get_device()),
+        out.data_ptr() % _TMA_BYTES == 0,
+    )
+
+
+def _first_call(a, a_scale, b, b_scale, out, options: _Options, signature) -> _launcher.Launch | None:
+    """Check a signature not met before, prepare its launch and remember it; None when the result is in `out`."""
+    checked = _checked_options(options, a, a_scale, b, b_scale, out)
+    if not _needs_kernel(a, b):
+        _compute_without_kernel(a, a_scale, b, b_scale, out)
+        return None
+    _, launch = _prepare_launch(a, a_scale, b, b_scale, out, checked)
+    launches = _launches.setdefault(options, {})
+    if len(launches) >= _MAX_SIGNATURES:
+        launches.clear()
+    launches[signature] = launch
+    return launch
+
+
+def _checked_options(options: _Options, a, a_scale, b, b_scale, out) -> _Options:
+    """Check everything that can be wrong about a call; the options, with num_sms filled in."""
+    _check_types(a, a_scale, b, b_scale, out, options.out_dtype, options.config)
     _check_dtypes(a, a_scale, b, b_scale, out)
     _check_devices(a, a_scale, b, b_scale, out)
     _check_shapes(a, a_scale, b, b_scale, out)
     _check_strides(a, b, out)
-    num_sms = _checked_num_sms(num_sms, a.device)
-    (m, k), n = a.shape, b.shape[0]
-    if m == 0 or n == 0:
-        return None
-    if k == 0:
+    if options.constant_weights and not options.pdl:
+        raise ValueError(
+            "constant_weights=True is for launches with pdl=True, which may start before their predecessor has ended; "
+            "pass both or neither"
+        )
+    return options._replace(num_sms=_checked_num_sms(options.num_sms, a.device))
+
+
+def _needs_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.is_cuda and min(*a.shape, *b.shape) > 0
+
+
+def _compute_without_kernel(a, a_scale, b, b_scale, out) -> None:
+    if out.numel() == 0:
+        return
+    if a.shape[1] == 0:
         out.zero_()
-        return None
-    if a.device.type == "cpu":
-        out.copy_(fp8_gemm_reference(a, a_scale, b, b_scale, out_dtype))
-        return None
+    else:
+        out.copy_(fp8_gemm_reference(a, a_scale, b, b_scale, out.dtype))
+
+
+def _prepare_launch(a, a_scale, b, b_scale, out, options: _Options) -> tuple[GemmConfig, _launcher.Launch]:
+    """For a call that has been checked and needs a kernel."""
     device = a.get_device()
     _check_hopper(device)
-    problem = GemmProblem(m, n, k, num_sms, _tma_can_store(out))
-    config = select.choose(problem) if config is None else _checked_config(config, problem)
+    (m, k), n = a.shape, b.shape[0]
+    problem = GemmProblem(m, n, k, options.num_sms, _tma_can_store(out), split_k=not options.batch_invariant)
+    config = select.choose(problem) if options.config is None else _checked_config(options.config, problem)
     _check_capture(config, device)
     if settings.print_config():
         print(f"deep_tile: m={m} n={n} k={k} num_sms={problem.num_sms}: {config.name}", file=sys.stderr)
-    return plan.prepare_launch(problem, config, _layout(a, a_scale, b, b_scale, out), device)
+    layout = _layout(a, a_scale, b, b_scale, out)
+    pdl = {"pdl": options.pdl, "constant_weights": options.constant_weights}
+    return config, plan.prepare_launch(problem, config, layout, device, **pdl)
+
+
+def _launch(launch: _launcher.Launch, a, a_scale, b, b_scale, out) -> None:
+    _launcher.launch(
+        launch,
+        a.data_ptr(),
+        a_scale.data_ptr(),
+        b.data_ptr(),
+        b_scale.data_ptr(),
+        out.data_ptr(),
+        torch._C._cuda_getCurrentRawStream(a.get_device()),
+    )
+
+
+class _TensorLayout(NamedTuple):
+    """What a plan expects of a tensor; reads well in an error."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    aligned: bool
+
+    def __str__(self) -> str:
+        alignment = "" if self.aligned else f", not aligned to {_TMA_BYTES} bytes"
+        return f"{self.dtype} {list(self.shape)} with strides {self.strides} on {self.device}{alignment}"
+
+
+def _call_layouts(a, a_scale, out) -> dict[str, _TensorLayout]:
+    """Of the tensors that a plan is called with, by name. A scale may begin anywhere."""
+
+    def layout(x: torch.Tensor, aligned: bool) -> _TensorLayout:
+        return _TensorLayout(tuple(x.shape), x.stride(), x.dtype, x.device, aligned)
+
+    return {
+        "a": layout(a, a.data_ptr() % _TMA_BYTES == 0),
+        "a_scale": layout(a_scale, True),
+        "out": layout(out, out.data_ptr() % _TMA_BYTES == 0),
+    }
 
 
 def _layout(a, a_scale, b, b_scale, out) -> plan.Layout:
@@ -238,14 +421,17 @@ def _layout(a, a_scale, b, b_scale, out) -> plan.Layout:
 
 
 def _check_types(a, a_scale, b, b_scale, out, out_dtype, config) -> None:
-    tensors = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale}
-    for name, value in (tensors if out is None else {**tensors, "out": out}).items():
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}")
+    _check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, **({} if out is None else {"out": out}))
     if out_dtype != torch.bfloat16:
         raise TypeError(f"out_dtype must be torch.bfloat16; got {out_dtype}. Convert the result with .to({out_dtype})")
     if config is not None and not isinstance(config, GemmConfig):
         raise TypeError(f"config must be a deep_tile.GemmConfig or None; got {type(config).__name__}")
+
+
+def _check_tensors(**arguments) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}")
 
 
 def _check_dtypes(a, a_scale, b, b_scale, out) -> None:
@@ -369,6 +555,8 @@ def _checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
         )
     if config.cluster > problem.num_sms:
         raise ValueError(f"{config.name} needs {config.cluster} SMs; num_sms is {problem.num_sms}")
+    if config.split_k > 1 and not problem.split_k:
+        raise ValueError(f"{config.name} splits K, and sums depend on the split; batch_invariant=True needs split_k=1")
     return config
 
 

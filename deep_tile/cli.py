@@ -2,8 +2,11 @@
 
 Called by users and by `make demo`. It adds tables and exit codes to what the other modules do, and decides nothing
 about kernels. Invariant: results go to stdout, progress and errors to stderr; the exit code is 0 when all is well, 1
-when a check fails or something is missing, 2 for arguments that make no sense.
+when a check fails or something is missing, 2 for arguments that make no sense. torch, which takes a second to import,
+is imported by the commands that multiply.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -13,25 +16,27 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from statistics import geometric_mean, median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import deep_tile
-from deep_tile import _launcher, jit, select, settings
+from deep_tile import _launcher, hardware, jit, report, select, settings
 from deep_tile.codegen import kernel_source
 from deep_tile.config import SCALE_BLOCK, GemmConfig
+from deep_tile.hardware import DTYPE_BYTES, PRESETS
 from deep_tile.problem import GemmProblem
-from deep_tile.reference import relative_error
-from deep_tile.select import Estimate
+from deep_tile.report import table as _table
+
+if TYPE_CHECKING:
+    import torch
+
+    from deep_tile.tune import Tuned
 
 PROGRAM = "deep-tile"
 WIDE = 200
@@ -52,6 +57,9 @@ LAYERS = {
 
 TOKENS = (16, 128, 4096)
 """m of each: decoding, a larger batch, prefill."""
+
+TOKENS_TO_TUNE = "8,16,32,64,128,256,512,1024,2048,4096"
+"""m of each product that `tune` tries of a weight, unless told."""
 
 MAX_RELATIVE_ERROR = 1.8e-3
 """Frobenius norm, against float64. Rounding the result to BF16 explains 1.66e-3."""
@@ -77,67 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def explain(options: argparse.Namespace) -> int:
-    problem = GemmProblem(options.m, options.n, options.k, options.num_sms)
-    bucket = select.bucketed(problem)
-    ranked = select.candidates(bucket)
-    reason = _why(ranked)
+    asked = {"dtype": options.dtype, "hardware": options.hardware, "num_sms": options.num_sms}
+    derived = report.derivation(options.m, options.n, options.k, **asked)
     if options.json:
-        rows = [_candidate_data(problem, *candidate) for candidate in ranked]
-        data = {"problem": problem._asdict(), "decided_for_m": bucket.m, "config": rows[0]["name"], "why": reason}
-        print(json.dumps({**data, "candidates": rows}, indent=2))
-        return 0
-    shown = ranked if options.all else ranked[:FIRST_CANDIDATES]
-    console = _console()
-    console.print(_candidate_table(problem, shown, len(ranked)), "")
-    if bucket.m != problem.m:
-        console.print(f"Decided for m = {bucket.m}, as for every m that rounds up to it.")
-    console.print(reason)
+        print(json.dumps(report.as_data(derived), indent=2))
+    else:
+        report.show(derived, _console(), None if options.all else FIRST_CANDIDATES)
+    if options.plot:
+        report.plot(derived, options.plot)
+        print(f"{PROGRAM}: wrote {options.plot}", file=sys.stderr)
     return 0
-
-
-def _why(ranked: list[tuple[Estimate, GemmConfig]]) -> str:
-    """What the first of the candidates has over the second."""
-    best, config = ranked[0]
-    if best.time_us > min(estimate.time_us for estimate, _ in ranked):
-        return f"{config.name} was measured fastest here, though others are predicted faster: {_estimate_text(best)}."
-    text = f"{config.name} has the shortest predicted time: {_estimate_text(best)}."
-    if len(ranked) == 1:
-        return text
-    other, runner_up = ranked[1]
-    slower = other.time_us / best.time_us - 1
-    if slower == 0:
-        return f"{text} {runner_up.name} is predicted equal, and comes later in the list."
-    return f"{text} Next is {runner_up.name}, {slower:.1%} slower: {_estimate_text(other)}."
-
-
-def _estimate_text(estimate: Estimate) -> str:
-    waves = "1 wave" if estimate.waves == 1 else f"{estimate.waves} waves"
-    return f"{estimate.time_us:.1f} us, bound by {estimate.bound}, {waves} at {estimate.utilization:.0%} of the SMs"
-
-
-def _candidate_data(problem: GemmProblem, estimate: Estimate, config: GemmConfig) -> dict[str, Any]:
-    grid = select.grid_size(config, problem)
-    return {"name": config.name, **estimate._asdict(), "grid": grid, **asdict(config), "smem_bytes": config.smem_bytes}
-
-
-def _candidate_table(problem: GemmProblem, shown: list[tuple[Estimate, GemmConfig]], total: int) -> Table:
-    m, n, k, num_sms, _ = problem
-    title = f"m = {m}, n = {n}, k = {k} on {num_sms} SMs: {len(shown)} of {total} candidates, by predicted time"
-    columns = ("us", "over best", "bound by", "waves", "SMs used", "stages", "smem KiB")
-    table = _table("config", *columns, title=title)
-    best_us = shown[0][0].time_us
-    for estimate, config in shown:
-        table.add_row(
-            config.name,
-            f"{estimate.time_us:.1f}",
-            f"{estimate.time_us / best_us - 1:.1%}",
-            estimate.bound,
-            str(estimate.waves),
-            f"{estimate.utilization:.0%}",
-            str(config.stages),
-            _kib(config.smem_bytes),
-        )
-    return table
 
 
 # ---- compile: every kernel, with what ptxas says of it
@@ -268,6 +225,8 @@ class Check(NamedTuple):
 
 
 def doctor(options: argparse.Namespace) -> int:
+    if options.measure:
+        return _measure_hardware(options)
     findings = [_examine(check) for check in _checks()]
     works = all(finding.status != "fail" for finding in findings)
     if options.json:
@@ -281,6 +240,28 @@ def doctor(options: argparse.Namespace) -> int:
     where = f"on the GPU: {reason}" if available else f"on CPU tensors only: {reason}"
     console.print(f"deep_tile works here, {where}" if works else "deep_tile cannot work here: see the lines that fail")
     return 0 if works else 1
+
+
+def _measure_hardware(options: argparse.Namespace) -> int:
+    available, reason = deep_tile.is_available()
+    if not available:
+        raise RuntimeError(f"measuring needs a Hopper GPU: {reason}")
+    import torch
+
+    from deep_tile.measure import measure
+
+    device = torch.cuda.get_device_name()
+    known, measured = measure()
+    hardware.store_measured(device, measured)
+    if options.json:
+        print(json.dumps({"gpu": device, "measured": measured}, indent=2))
+        return 0
+    console, table = _console(), _table(device, "measured", "known before", "source")
+    for name, value in measured.items():
+        table.add_row(name, f"{value:g}", f"{getattr(known, name):g}", known.source(name))
+    console.print(table, "")
+    console.print(f"Stored in {hardware.measured_path()}; `explain --hardware '{device}'` uses it.")
+    return 0
 
 
 def _examine(check: Check) -> Finding:
@@ -311,6 +292,7 @@ VARIABLE_VALUES: tuple[tuple[settings.Variable, Callable[[], object]], ...] = (
     (settings.CACHE_MAX_MB, lambda: settings.cache_max_bytes() >> 20),
     (settings.PRINT_CONFIG, lambda: int(settings.print_config())),
     (settings.DUMP_DIR, lambda: settings.dump_dir() or "unset"),
+    (settings.TUNED, lambda: settings.tuned_file() or "a file for each model of GPU, in the cache directory"),
 )
 """Each environment variable and how to say what it means to this process."""
 
@@ -322,6 +304,8 @@ def _look_at(value: Callable[[], object]) -> Callable[[], tuple[str, str]]:
 
 
 def _look_at_torch() -> tuple[str, str]:
+    import torch
+
     cuda = torch.version.cuda
     return ("ok" if cuda else "warn"), f"{torch.__version__}, {f'built for CUDA {cuda}' if cuda else 'without CUDA'}"
 
@@ -343,6 +327,8 @@ def _look_at_gpus() -> tuple[str, str]:
 
 
 def _gpu_names() -> Iterable[str]:
+    import torch
+
     for device in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(device)
         yield f"cuda:{device} {gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} SMs"
@@ -446,7 +432,11 @@ class _Measured(NamedTuple):
     error: float
 
 
-def _measure(m: int, n: int, k: int, timer: "_Timer") -> _Measured:
+def _measure(m: int, n: int, k: int, timer: _Timer) -> _Measured:
+    import torch
+
+    from deep_tile.reference import relative_error
+
     x, w = _random(m, n, k, "cuda")
     a, a_scale = deep_tile.per_token_cast_to_fp8(x)
     b, b_scale = deep_tile.per_block_cast_to_fp8(w)
@@ -474,17 +464,20 @@ class _Timer:
     )
 
     def __init__(self):
+        import torch
+
+        self._torch = torch
         self._read = torch.zeros(self.FLUSH_BYTES // 4, device="cuda")
 
     def medians_us(self, *calls: Callable[[], torch.Tensor]) -> list[float]:
         for call in calls:
             call()
         rounds = [[self._between_events(call) for call in calls] for _ in range(self.ROUNDS)]
-        torch.cuda.synchronize()
+        self._torch.cuda.synchronize()
         return [median(start.elapsed_time(end) * 1e3 for start, end in pairs) for pairs in zip(*rounds, strict=True)]
 
     def _between_events(self, call: Callable[[], torch.Tensor]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._read.sum()
         start.record()
         call()
@@ -494,12 +487,16 @@ class _Timer:
 
 def _checked_error(m: int, n: int, k: int, device: str) -> float:
     """Relative error of one product of random operands."""
+    from deep_tile.reference import relative_error
+
     x, w = _random(m, n, k, device)
     operands = *deep_tile.per_token_cast_to_fp8(x), *deep_tile.per_block_cast_to_fp8(w)
     return relative_error(deep_tile.fp8_gemm(*operands), _exact_product(*operands))
 
 
 def _random(m: int, n: int, k: int, device: str) -> list[torch.Tensor]:
+    import torch
+
     generator = torch.Generator(device).manual_seed(0)
     return [torch.randn(rows, k, generator=generator, device=device, dtype=torch.bfloat16) for rows in (m, n)]
 
@@ -520,10 +517,50 @@ def _report_errors(errors: dict[tuple[int, int, int], float]) -> int:
     return 1 if wrong else 0
 
 
+# ---- tune: the fastest config, measured
+
+
+def tune(options: argparse.Namespace) -> int:
+    shapes = _shapes_to_tune(options)
+    available, reason = deep_tile.is_available()
+    if not available:
+        raise RuntimeError(f"tune times kernels, so it needs a Hopper GPU: {reason}")
+    from deep_tile import tune as search
+
+    results = search.tune(shapes, wide=options.wide, repeats=options.repeats, track=_track)
+    place = search.store(results)
+    console = _console()
+    console.print(_tuned_table(results), "", f"Kept in {place}; the selector takes them from there from now on.")
+    wrong = [(result.problem, *found) for result in results for found in result.wrong.items()]
+    for (m, n, k, *_), config, error in wrong:
+        print(f"{PROGRAM}: {config.name} at {m}x{n}x{k}: relative error {error:.2e}; left out", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _shapes_to_tune(options: argparse.Namespace) -> list[tuple[int, int, int]]:
+    """(m, n, k) of the weight on the command line and of the file's lines."""
+    weight = (options.n, options.k)
+    if weight == (None, None) and options.shapes:
+        return options.shapes
+    if None in weight:
+        options.refuse("give N and K of a weight, or --shapes FILE")
+    return [(m, *weight) for m in options.m] + options.shapes
+
+
+def _tuned_table(results: Sequence[Tuned]) -> Table:
+    columns = ("m up to", "n", "k", "us", "TFLOPS", "chosen before", "us", "gain", "tried")
+    table = _table("config", *columns)
+    for (m, n, k, *_), (config, us), before, before_us, tried, _ in results:
+        was = "the same" if config == before else before.name
+        numbers = f"{us:.1f}", f"{2 * m * n * k / us / 1e6:.0f}", was, f"{before_us:.1f}", f"{before_us / us - 1:.1%}"
+        table.add_row(config.name, str(m), str(n), str(k), *numbers, str(tried))
+    return table
+
+
 # ---- bench: the scripts of a checkout
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-NEED_NO_GPU = {"-h", "--help", "--compare"}
+NEED_NO_GPU = {"-h", "--help", "--compare", "--results"}
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -566,9 +603,14 @@ def _parser() -> argparse.ArgumentParser:
     command = add("explain", explain, "which kernel a product of [M, K] and [N, K] gets, and why")
     for name in ("m", "n", "k"):
         command.add_argument(name, type=_positive, metavar=name.upper())
-    _add_num_sms(command)
+    command.add_argument("--dtype", choices=DTYPE_BYTES, default="fp8", help="of the operands; default: %(default)s")
+    command.add_argument(
+        "--hardware", default="H200", help=f"one of {', '.join(PRESETS)}, or the driver's name; default: %(default)s"
+    )
+    command.add_argument("--num-sms", type=_positive, help="SMs to use; default: all of the hardware's")
     command.add_argument("--all", action="store_true", help=f"every candidate, not only the first {FIRST_CANDIDATES}")
-    command.add_argument("--json", action="store_true", help="every candidate, as JSON")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline as an image, such as a PNG")
+    command.add_argument("--json", action="store_true", help="everything, as JSON")
 
     command = add("compile", compile_kernels, "compile every default kernel, fill the cache, show registers and spills")
     command.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, help="at once; default: %(default)s")
@@ -583,12 +625,23 @@ def _parser() -> argparse.ArgumentParser:
     _add_num_sms(command)
 
     command = add("doctor", doctor, "what works on this machine, and what to do about the rest")
+    command.add_argument("--measure", action="store_true", help="measure the GPU's bandwidths, latencies and rates")
     command.add_argument("--json", action="store_true", help="as JSON")
 
     command = add("cache", show_cache, "the directory of compiled kernels")
     actions = command.add_subparsers(metavar="ACTION", required=True)
     actions.add_parser("info", help="where it is and what it holds").set_defaults(run=show_cache)
     actions.add_parser("clear", help="remove every kernel from it").set_defaults(run=clear_cache)
+
+    command = add("tune", tune, "time configs on this GPU and keep the fastest for each shape")
+    for name, text in (("n", "rows of the weight [N, K]"), ("k", "its columns")):
+        command.add_argument(name, type=_positive, nargs="?", metavar=name.upper(), help=text)
+    command.add_argument("--m", type=_positives, default=TOKENS_TO_TUNE, metavar="M,M,...", help="default: %(default)s")
+    text = "with a line MxNxK for each product"
+    command.add_argument("--shapes", type=_shapes_file, default=[], metavar="FILE", help=text)
+    command.add_argument("--wide", action="store_true", help="also other numbers of stages and store buffers")
+    command.add_argument("--repeats", type=_samples, default=20, help="samples per config; default: %(default)s")
+    command.set_defaults(refuse=command.error)
 
     add("bench", bench, "run benchmarks/bench_gemm.py of a checkout, with its arguments", add_help=False)
     return parser
@@ -604,6 +657,36 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer below 2**31")
     return int(text)
+
+
+def _samples(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is too few for a median with a spread; give 2 or more")
+    return int(text)
+
+
+def _positives(text: str) -> list[int]:
+    return [_positive(number) for number in text.split(",")]
+
+
+def _shapes_file(path: str) -> list[tuple[int, int, int]]:
+    """(m, n, k) of each line that is neither empty nor a comment."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{path!r} cannot be read: {error}") from None
+    shapes = [_product_shape(path, text) for line in lines if (text := line.split("#")[0].strip())]
+    if not shapes:
+        raise argparse.ArgumentTypeError(f"{path!r} has no line MxNxK, such as 4096x7168x2048")
+    return shapes
+
+
+def _product_shape(path: str, text: str) -> tuple[int, int, int]:
+    sizes = text.split("x")
+    if len(sizes) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} in {path!r} is not MxNxK, such as 4096x7168x2048")
+    m, n, k = map(_positive, sizes)
+    return m, n, k
 
 
 def _weight_shape(text: str) -> tuple[int, int, int]:
@@ -625,13 +708,3 @@ def _console(stderr: bool = False) -> Console:
 
 def _track(items: Iterable, description: str, total: int | None = None) -> Iterable:
     return track(items, description, total=total, console=_console(stderr=True))
-
-
-def _table(first: str, *others: str, title: str | None = None, numbers: bool = True) -> Table:
-    """Columns after the first hold numbers and are set to the right, unless told otherwise."""
-    style = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)}
-    table = Table(title=title, title_justify="left", title_style="bold", **style)
-    table.add_column(first, no_wrap=True)
-    for header in others:
-        table.add_column(header, justify="right" if numbers else "left", overflow="fold")
-    return table

@@ -1,12 +1,14 @@
 """From a config to the text of its kernel.
 
 The text is complete: our own headers are pasted in, so NVRTC needs no include path, and one hash of the text is the
-identity of the kernel wherever the package is installed. It holds the single WGMMA instruction that the config uses.
+identity of the kernel wherever the package is installed. A product's text holds the single WGMMA instruction that its
+config uses.
 """
 
 import re
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from deep_tile.config import GemmConfig
 
@@ -15,7 +17,7 @@ _INCLUDE = re.compile(r'^#include "(\w+\.(?:cuh|h))"$', re.MULTILINE)
 
 def kernel_source(config: GemmConfig) -> str:
     """CUDA C++ of the kernel `config.name`, one self-contained translation unit for NVRTC or nvcc."""
-    return "\n".join([_wgmma(config.mma_n), _headers(), _entry(config)])
+    return "\n".join([_wgmma(config.mma_n), _headers("gemm.cuh"), _entry(config)])
 
 
 def _wgmma(mma_n: int) -> str:
@@ -78,9 +80,54 @@ extern "C" __global__ void __launch_bounds__(config.threads, 1)
 """
 
 
-@lru_cache(maxsize=1)
-def _headers() -> str:
-    """gemm.cuh with every header of ours pasted in at its first include."""
+class CastKernel(NamedTuple):
+    """A cast to FP8: what its text depends on.
+
+    Attributes:
+        block_rows: 1 or 128, rows that share a scale with each other and with 128 columns.
+        source: format of the input, a key of `CAST_SOURCES`.
+        threads: of a thread block.
+        threads_per_scale: threads that meet in one scale: part of a warp for 1x128, the thread block for 128x128.
+        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
+    """
+
+    block_rows: int
+    source: str
+    threads: int
+    threads_per_scale: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"fp8_cast_{self.block_rows}x128_{self.source}_t{self.threads}_s{self.threads_per_scale}"
+
+
+CAST_SOURCES = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32"}
+"""Formats that can be cast to FP8, by the names they have in quantize.cuh."""
+
+
+def cast_source(kernel: CastKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`.
+
+    Numbers are of 8 bytes each, which is how cuda.core passes Python's.
+    """
+    function = "cast_rows" if kernel.block_rows == 1 else "cast_tiles"
+    entry = f"""\
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const void* x, unsigned char* out, float* scale, long long rows, long long columns, long long x_stride,
+    long long out_stride, long long scale_stride_row, long long scale_stride_column, long long aligned,
+    double amax_floor) {{
+    deep_tile::{function}<deep_tile::{CAST_SOURCES[kernel.source]}, {kernel.threads_per_scale}>(
+        {{x, out, scale, rows, columns, x_stride, out_stride, scale_stride_row, scale_stride_column, aligned != 0,
+         static_cast<float>(amax_floor)}});
+}}
+"""
+    return "\n".join([_headers("quantize.cuh"), entry])
+
+
+@lru_cache(maxsize=2)
+def _headers(first: str) -> str:
+    """A header of ours with every other pasted in at its first include."""
     directory = _header_directory()
     seen = set()
 
@@ -91,7 +138,7 @@ def _headers() -> str:
         text = (directory / name).read_text().replace("#pragma once\n", "")
         return _INCLUDE.sub(lambda match: paste(match[1]), text)
 
-    return paste("gemm.cuh")
+    return paste(first)
 
 
 def _header_directory() -> Path:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
+from deep_tile.walls import WARPGROUP_THREADS, Wall, accumulator_registers, capacity_wall, register_wall
+
 SCALE_BLOCK = 128
 """Elements of K (and of N) that share a scale: also one 128-byte swizzle span of FP8."""
 
 SMEM_LIMIT_BYTES = 232_448
 """Shared memory one block may use on Hopper (227 KB)."""
 
-WARPGROUP_THREADS = 128
 MMA_M = 64
 """Rows of one WGMMA instruction, and of one store box."""
 
@@ -74,14 +75,15 @@ class GemmConfig:
             return f"scale_blocks is {self.scale_blocks}; supported are 1, and 2 and 4 for tiles of one WGMMA"
         if self.store_buffers not in (1, 2):
             return f"store_buffers is {self.store_buffers}; supported are 1 and 2"
-        if self.accumulator_registers + self.block_registers > ACCUMULATOR_LIMIT:
-            return (
-                f"{self.accumulator_registers} accumulators and {self.block_registers} of one K block exceed the "
-                f"{ACCUMULATOR_LIMIT} registers a math thread can spare"
-            )
-        if self.smem_bytes > SMEM_LIMIT_BYTES:
-            return f"{self.smem_bytes} bytes of shared memory exceed Hopper's {SMEM_LIMIT_BYTES} bytes per block"
-        return None
+        return next((wall.reason for wall in (self.register_wall, self.capacity_wall) if not wall.holds), None)
+
+    @property
+    def register_wall(self) -> Wall:
+        return register_wall(self.accumulator_registers, self.block_registers, ACCUMULATOR_LIMIT)
+
+    @property
+    def capacity_wall(self) -> Wall:
+        return capacity_wall(self.smem_bytes, SMEM_LIMIT_BYTES)
 
     @cached_property
     def name(self) -> str:
@@ -136,7 +138,7 @@ class GemmConfig:
     @property
     def accumulator_registers(self) -> int:
         """FP32 accumulators per math thread: each holds 1/128 of its warpgroup's tile."""
-        return self.rows_per_warpgroup * self.block_n // WARPGROUP_THREADS
+        return accumulator_registers(self.block_m, self.block_n, self.math_warpgroups)
 
     @property
     def block_registers(self) -> int:

@@ -1,30 +1,276 @@
-"""What the selector knows of a GPU: limits and rates, each with where it comes from.
+"""What is known of a GPU: limits, rates and latencies, each with its unit and where it comes from.
 
-Numbers marked H200 were measured on an NVIDIA H200 (driver 580, CUDA 13.0, 2026-11-21).
+Read by the selector, the roofline, the benchmarks and the command line. No GPU, no torch. Invariant: a preset is a
+constant, so that a choice made from it is the same on every machine; only `for_device` looks at what
+`python -m deep_tile doctor --measure` has stored.
+
+Sources, by grade:
+    datasheet   NVIDIA's H100, H200 and GH200 data sheets and the "H100 Tensor Core GPU Architecture" white paper. Dense
+                tensor rates: half of the figures printed with sparsity.
+    press       H800 and H20 have no public data sheet; figures as reported when they were announced.
+    measured    NVIDIA H200, 700 W, driver 580, CUDA 13.0, 2026-11-21.
+    published   microbenchmarks by others.
+    scaled      from the H200's measurement, in proportion to the datasheets of both.
+    assumed     a guess, for want of a machine.
 """
 
-from dataclasses import dataclass
+import json
+import re
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from deep_tile import settings
+from deep_tile.config import SMEM_LIMIT_BYTES
+
+DTYPE_BYTES = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4}
+"""Element types of the tensor cores, and the bytes of one operand's element."""
+
+MEASURABLE = ("hbm_tbps", "l2_tbps", "hbm_latency_ns", "l2_latency_ns", "launch_us", "fp8_tflops")
+"""Fields that `doctor --measure` stores and `for_device` prefers to a preset's."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Rates of one GPU model, in the units of its field names.
+    """Limits, rates and latencies of one GPU, in the units of its field names.
 
     Attributes:
-        name: as the driver reports it.
-        num_sms: streaming multiprocessors.
-        hbm_tbps: what a plain streaming-read kernel reaches, in TB/s.
+        name: what it is called here, and in `--hardware`.
+        num_sms: streaming multiprocessors (SMs).
+        clock_mhz: of the SMs under tensor load; turns cycles into time.
+        peak_tflops: dense tensor rate of each dtype, as the datasheet has it.
+        fp8_tflops: FP8 WGMMA under real loads on random data, where the power limit already acts.
+        hbm_peak_tbps: memory bandwidth of the datasheet, TB/s.
+        hbm_tbps: what a plain streaming-read kernel reaches, TB/s.
+        l2_tbps: L2 to all SMs together by TMA, each SM reading for itself, TB/s.
+        l2_multicast_tbps: the same where pairs of SMs share every read, bytes delivered, TB/s.
+        hbm_latency_ns, l2_latency_ns: one read of an idle memory.
         launch_us: an empty kernel, from event to event.
         stream_us: what a streaming-read kernel takes beyond its bytes at `hbm_tbps`: launch and ramp.
-        fp8_tflops: FP8 WGMMA under real loads on random data, where the power limit already acts.
+        l2_bytes: size of the L2 cache.
+        smem_bytes: shared memory that one block may use.
+        smem_bytes_per_clock: shared-memory bandwidth of one SM.
+        registers: 32-bit registers of one SM.
+        registers_per_thread: the most that an instruction can name.
+        threads: the most that one SM holds.
+        blocks: the most thread blocks that one SM holds.
+        sources: by field, its grade where it is not `datasheet`.
     """
 
     name: str
     num_sms: int
+    clock_mhz: float
+    peak_tflops: dict[str, float] = field(hash=False)
+    fp8_tflops: float
+    hbm_peak_tbps: float
     hbm_tbps: float
+    l2_tbps: float
+    l2_multicast_tbps: float
+    hbm_latency_ns: float
+    l2_latency_ns: float
     launch_us: float
     stream_us: float
-    fp8_tflops: float
+    l2_bytes: int
+    smem_bytes: int = SMEM_LIMIT_BYTES
+    smem_bytes_per_clock: int = 128
+    registers: int = 65_536
+    registers_per_thread: int = 255
+    threads: int = 2048
+    blocks: int = 32
+    sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
+
+    def tflops(self, dtype: str) -> float:
+        """Tensor rate under real loads: the share of the datasheet's rate that FP8 was measured to keep.
+
+        Raises:
+            ValueError: the tensor cores do not multiply this dtype, or the rate is not known here.
+        """
+        return self.peak(dtype) * self.fp8_tflops / self.peak_tflops["fp8"]
+
+    def peak(self, dtype: str) -> float:
+        """Dense tensor rate of the datasheet, TFLOPS. Raises ValueError like `tflops`."""
+        if dtype not in self.peak_tflops:
+            known = ", ".join(self.peak_tflops)
+            raise ValueError(f"dtype is {dtype!r}; {self.name} has tensor rates for {known}")
+        return self.peak_tflops[dtype]
+
+    def source(self, name: str) -> str:
+        """Grade of one field: see the top of this module."""
+        return self.sources.get(name, "datasheet")
+
+    @property
+    def smem_tbps(self) -> float:
+        """Shared memory of all SMs together, TB/s."""
+        return self.num_sms * self.smem_bytes_per_clock * self.clock_mhz / 1e6
 
 
-H200 = Hardware(name="NVIDIA H200", num_sms=132, hbm_tbps=4.09, launch_us=3.3, stream_us=5.1, fp8_tflops=1500.0)
+def _tensor_rates(fp8: float) -> dict[str, float]:
+    """Hopper's rates halve as the operand doubles."""
+    return {"fp8": fp8, "int8": fp8, "fp16": fp8 / 2, "bf16": fp8 / 2, "tf32": fp8 / 4}
+
+
+H200 = Hardware(
+    name="H200",
+    num_sms=132,
+    clock_mhz=1755,
+    peak_tflops=_tensor_rates(1979),
+    fp8_tflops=1500.0,
+    hbm_peak_tbps=4.8,
+    hbm_tbps=4.09,
+    l2_tbps=9.5,
+    l2_multicast_tbps=12.3,
+    hbm_latency_ns=330,
+    l2_latency_ns=220,
+    launch_us=3.3,
+    stream_us=5.1,
+    l2_bytes=50 << 20,
+    sources={
+        **dict.fromkeys(("fp8_tflops", "hbm_tbps", "l2_tbps", "l2_multicast_tbps"), "measured"),
+        **dict.fromkeys(("launch_us", "stream_us"), "measured"),
+        **dict.fromkeys(("hbm_latency_ns", "l2_latency_ns"), "published"),
+        "clock_mhz": "assumed",
+        "l2_bytes": "assumed",
+    },
+)
+"""L2: 72 GB/s per SM, 93 delivered with multicast. Latencies: the upper half of 480 to 660 and of 270 to 500 clocks."""
+
+
+def _scaled(
+    name: str, num_sms: int, fp8: float, hbm: float, sustained: float | None = None, **others: float
+) -> Hardware:
+    """A Hopper GPU that nobody measured for us: the H200's rates in proportion to both datasheets.
+
+    Args:
+        fp8: dense TFLOPS. `sustained`: under real loads, where the H200's share does not carry over.
+        hbm: TB/s.
+    """
+    sms = num_sms / H200.num_sms
+    scaled = dict.fromkeys(("hbm_tbps", "l2_tbps", "l2_multicast_tbps", "fp8_tflops"), "scaled")
+    assumed = dict.fromkeys(("hbm_latency_ns", "l2_latency_ns", "launch_us", "stream_us", "clock_mhz"), "assumed")
+    share = H200.fp8_tflops / H200.peak("fp8")
+    return replace(
+        H200,
+        name=name,
+        num_sms=num_sms,
+        peak_tflops=_tensor_rates(fp8),
+        fp8_tflops=sustained or round(fp8 * share),
+        hbm_peak_tbps=hbm,
+        hbm_tbps=round(hbm * H200.hbm_tbps / H200.hbm_peak_tbps, 2),
+        l2_tbps=round(H200.l2_tbps * sms, 2),
+        l2_multicast_tbps=round(H200.l2_multicast_tbps * sms, 2),
+        sources={**scaled, **assumed, **({"fp8_tflops": "assumed"} if sustained else {})},
+        **others,
+    )
+
+
+H100_SXM = _scaled("H100 SXM", 132, fp8=1979, hbm=3.35)
+H100_PCIE = _scaled("H100 PCIe", 114, fp8=1513, hbm=2.0, clock_mhz=1620)
+H800 = _scaled("H800", 132, fp8=1979, hbm=3.35)
+H20 = _scaled("H20", 78, fp8=296, hbm=4.0, sustained=281, l2_bytes=60 << 20)
+"""296 TFLOPS of 78 SMs are a quarter of an H200's rate per SM and clock: far from the power limit, so that 95 % of it
+is taken to be reached."""
+GH200 = _scaled("GH200", 132, fp8=1979, hbm=4.0)
+"""The 96 GB model. That of 144 GB has HBM3e with 4.9 TB/s."""
+
+for _press in (H800, H20):
+    _press.sources.update(dict.fromkeys(("num_sms", "peak_tflops", "hbm_peak_tbps", "l2_bytes"), "press"))
+
+PRESETS = {hardware.name: hardware for hardware in (H100_SXM, H100_PCIE, H200, H800, H20, GH200)}
+
+_DEVICE_NAMES = (
+    (r"GH200", "GH200"),
+    (r"H100.*PCIe", "H100 PCIe"),
+    (r"H100( SXM5?)?( 80GB)?( HBM3)?", "H100 SXM"),
+    (r"H200", "H200"),
+    (r"H800( SXM5?)?( 80GB)?( HBM3)?", "H800"),
+    (r"H20", "H20"),
+)
+"""Patterns of the whole name that the driver reports, less `NVIDIA` and what follows the memory's size."""
+
+
+def for_device(device: Any = "H200") -> Hardware:
+    """The preset of a GPU, with the number of SMs and the L2 size that the driver tells and what was measured on it.
+
+    Args:
+        device: a name (`H20`, `h100-sxm`, `NVIDIA H100 80GB HBM3`), or torch's device properties: anything with
+            `name`, `multi_processor_count` and `L2_cache_size`. A preset's own name gives the preset, unmeasured.
+
+    Raises:
+        ValueError: no preset has this name.
+    """
+    if isinstance(device, str):
+        return _from_name(device)
+    hardware = _from_name(device.name)
+    told = {"num_sms": device.multi_processor_count, "l2_bytes": device.L2_cache_size}
+    sources = {**hardware.sources, **dict.fromkeys(told, "driver")}
+    return _with_measured(replace(hardware, **told, sources=sources), device.name)
+
+
+def _from_name(name: str) -> Hardware:
+    def plain(text: str) -> str:
+        return re.sub(r"[\s_-]+", " ", text).strip().casefold()
+
+    for preset in PRESETS.values():
+        if plain(name) == plain(preset.name):
+            return preset
+    shortened = re.sub(r"^NVIDIA ", "", name.strip())
+    for pattern, preset_name in _DEVICE_NAMES:
+        if re.fullmatch(rf"{pattern}( \d+GB)?( HBM\w+)?", shortened, re.IGNORECASE):
+            return PRESETS[preset_name] if not name.startswith("NVIDIA") else _with_measured(PRESETS[preset_name], name)
+    raise ValueError(f"hardware is {name!r}; known are {', '.join(PRESETS)}")
+
+
+# ---- what `doctor --measure` stores
+
+
+def measured_path():
+    """JSON file of measurements by the driver's name of the GPU, beside the compiled kernels; None: memory only."""
+    directory = settings.cache_dir()
+    return directory and directory / "hardware.json"
+
+
+def store_measured(device_name: str, values: dict[str, float]) -> None:
+    """Remember measured fields, so that `for_device` of this GPU uses them in every later process.
+
+    Raises:
+        ValueError: a name is none of `MEASURABLE`, or a value is not positive.
+        OSError: there is no directory, or it cannot be written.
+    """
+    for name, value in values.items():
+        if name not in MEASURABLE or not value > 0:
+            raise ValueError(f"measured {name} is {value}; wanted a positive number for one of {', '.join(MEASURABLE)}")
+    path = measured_path()
+    if path is None:
+        raise FileNotFoundError("no cache directory to store measurements in; set DEEP_TILE_CACHE_DIR")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    replacement = path.with_suffix(".new")
+    replacement.write_text(json.dumps({**_stored(path), device_name: values}, indent=1) + "\n")
+    replacement.replace(path)
+    _stored_measurements.cache_clear()
+
+
+def _with_measured(hardware: Hardware, device_name: str) -> Hardware:
+    values = _stored_measurements().get(device_name, {})
+    values = {name: value for name, value in values.items() if name in MEASURABLE}
+    return replace(hardware, **values, sources={**hardware.sources, **dict.fromkeys(values, "measured")})
+
+
+@lru_cache(maxsize=1)
+def _stored_measurements() -> dict[str, dict[str, float]]:
+    path = measured_path()
+    return {} if path is None else _stored(path)
+
+
+def _stored(path) -> dict[str, dict[str, float]]:
+    """A missing or damaged file counts as empty: measurements can be made again."""
+    try:
+        stored = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
+
+
+def describe(hardware: Hardware) -> list[tuple[str, Any, str]]:
+    """(field, value, grade) of everything known, in the order of the fields."""
+    shown = (entry.name for entry in fields(hardware) if entry.name not in ("name", "sources"))
+    return [(name, getattr(hardware, name), hardware.source(name)) for name in shown]

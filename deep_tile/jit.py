@@ -40,7 +40,7 @@ NVRTC's own cache, which would answer with an empty log, is off."""
 _LOG_PADDING = "\0 \n"
 """What NVRTC leaves around its logs."""
 
-_import_lock = threading.Lock()
+import_lock = threading.Lock()
 """Two threads that both import cuda.core 1.2 for the first time get an ImportError."""
 
 _LOCK_TIMEOUT_SECONDS = 60
@@ -119,7 +119,7 @@ def compile_kernel(source: str, name: str) -> Compiled:
     0.7 s (NVRTC 13.0.88).
     """
     _loaded_nvrtc_version()  # a missing NVRTC is not a compile error
-    with _import_lock:
+    with import_lock:
         from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(name=name, **_OPTIONS)
@@ -367,7 +367,7 @@ class _KernelCache:
     @cached_property
     def _files(self):
         """The directory's keeper. Raises OSError where the directory cannot be used."""
-        with _import_lock:
+        with import_lock:
             from cuda.core.utils import FileStreamProgramCache
 
         return FileStreamProgramCache(self.directory, max_size_bytes=self.limit_bytes)

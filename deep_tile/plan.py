@@ -60,8 +60,20 @@ def load_kernels(configs: Iterable[GemmConfig], device: int | None, workers: int
         list(pool.map(load, configs))
 
 
-def prepare_launch(problem: GemmProblem, config: GemmConfig, layout: Layout, device: int) -> _launcher.Launch:
+def prepare_launch(
+    problem: GemmProblem,
+    config: GemmConfig,
+    layout: Layout,
+    device: int,
+    *,
+    pdl: bool = False,
+    constant_weights: bool = False,
+) -> _launcher.Launch:
     """Everything about a launch but its pointers, as `_launcher.launch(prepared, a, a_scale, b, b_scale, out, stream)`.
+
+    Args:
+        pdl: programmatic dependent launch: the kernel may start while its predecessor in the stream still runs.
+        constant_weights: with `pdl`, b is requested before that predecessor is waited for.
 
     Raises:
         ValueError: a size or stride that the launch cannot express.
@@ -88,7 +100,8 @@ def prepare_launch(problem: GemmProblem, config: GemmConfig, layout: Layout, dev
         m=m,
         n=n,
         k=k,
-        pdl=False,
+        pdl=pdl,
+        early_b=constant_weights,
     )
 
 

@@ -14,6 +14,8 @@ class GemmProblem(NamedTuple):
         m, n, k: sizes in elements, all positive.
         num_sms: streaming multiprocessors that the kernel may use.
         tma_store: whether `out` meets TMA's rules: address, row length and row stride are multiples of 16 bytes.
+        split_k: whether thread blocks may share the K of a tile. Without that every kernel adds up a row's products in
+            the same order, so that its result does not depend on m.
     """
 
     m: int
@@ -21,3 +23,4 @@ class GemmProblem(NamedTuple):
     k: int
     num_sms: int = 132
     tma_store: bool = True
+    split_k: bool = True

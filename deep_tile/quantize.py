@@ -1,17 +1,22 @@
 """Casts to FP8 with one FP32 scale per 1x128 (activations) or 128x128 (weights) block, and back.
 
-Called by users, tests and benchmarks; plain torch, on any device. Invariant: for finite `x`, either cast
-followed by `dequantize` gives `x` back to within e4m3's rounding at its block's scale; nothing saturates.
+Called by users, tests and benchmarks. `_definition`, in plain torch, says what a cast is; on a Hopper GPU a kernel
+(cast.py) writes the same bits. Invariant: for finite `x`, either cast followed by `dequantize` gives `x` back to within
+e4m3's rounding at its block's scale; nothing saturates.
 """
+
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 
+from deep_tile import cast
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8_DTYPE).max  # 448
-SMALLEST_AMAX_FLOOR = FP8_MAX * torch.finfo(torch.float32).tiny
+SMALLEST_AMAX_FLOOR = 2.0**-80
+"""About 8e-25: above it, no step of the kernels' division underflows."""
 SOURCE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 TOKEN_BLOCK = (1, SCALE_BLOCK)
@@ -21,54 +26,82 @@ WEIGHT_BLOCK = (SCALE_BLOCK, SCALE_BLOCK)
 
 SCALE_LAYOUTS = ("row", "m", "m_aligned")
 
+_KERNEL_SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_VECTOR_BYTES = 16
+"""What a thread of a kernel loads at once; it stores as many elements."""
+
 
 def per_token_cast_to_fp8(
-    x: torch.Tensor, *, scale_layout: str = "row", amax_floor: float = 1e-4
+    x: torch.Tensor,
+    *,
+    scale_layout: str = "row",
+    amax_floor: float = 1e-4,
+    out: torch.Tensor | None = None,
+    scale_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise activations: one scale per row and 128 columns.
 
+    Runs on `x`'s device and torch's current stream: on a Hopper GPU by one kernel, elsewhere by torch, with the same
+    result bit for bit, but for the sign of NaN.
+
     Args:
-        x: [m, k], float64, float32, float16 or bfloat16, any strides and any k (the last group may be short). It is
-            converted to FP32 first.
+        x: [m, k], float64, float32, float16 or bfloat16, any strides and any k (the last group may be short). float64
+            is converted to FP32 first. On the GPU fastest where columns are adjacent and rows begin and end at
+            multiples of 16 bytes; other column strides are copied first.
         scale_layout: memory order of the scale. "row": stride (k_groups, 1). "m": stride (1, m). "m_aligned": stride
             (1, m rounded up to 4), which TMA needs; the padding holds zeros.
         amax_floor: lower bound of a group's largest magnitude, so that an all-zero group keeps a usable scale. 1e-4 is
-            DeepGEMM's, 1e-10 vLLM's and SGLang's. At least 448 times FP32's smallest normal number, about 5.3e-36.
+            DeepGEMM's, 1e-10 vLLM's and SGLang's. At least 2**-80, about 8e-25.
+        out: [m, k] float8_e4m3fn with unit column stride, to write to; allocated, contiguous, when None.
+        scale_out: [m, k_groups] float32 of any strides, to write to; `scale_layout` then means nothing.
 
     Returns:
-        The contiguous [m, k] float8_e4m3fn tensor and its FP32 scale [m, k_groups], `k_groups = ceil(k / 128)`, where
-        scale = max(largest magnitude of the group, amax_floor) / 448.
+        The [m, k] float8_e4m3fn tensor and its FP32 scale [m, k_groups], `k_groups = ceil(k / 128)`, where
+        scale = max(largest magnitude of the group, amax_floor) / 448 and element = x / scale, each rounded to FP32 and
+        the element once more, to nearest even, to e4m3.
 
-    A group that holds NaN or infinity becomes NaN throughout when it is dequantised or multiplied; no other group
-    changes.
+    In a group that holds NaN or infinity the scale and every element become NaN; no other group changes.
 
     Raises:
-        TypeError: `x` is not a tensor of a listed dtype.
-        ValueError: `x` is not 2-D, `scale_layout` is unknown or `amax_floor` out of range.
+        TypeError: `x` is not a tensor of a listed dtype, or `out` or `scale_out` has the wrong one.
+        ValueError: `x` is not 2-D, `scale_layout` is unknown, `amax_floor` out of range, or shape, stride or device of
+            `out` or `scale_out` do not fit.
+        RuntimeError: on a Hopper GPU, NVRTC or the driver is missing, or the kernel would have to be loaded while the
+            stream is being captured.
     """
     if scale_layout not in SCALE_LAYOUTS:
         raise ValueError(f"scale_layout is {scale_layout!r}; use one of {', '.join(map(repr, SCALE_LAYOUTS))}")
-    quantized, scale = _quantize("x", x, TOKEN_BLOCK, amax_floor)
-    return quantized, _lay_out(scale, scale_layout)
+    _check_source("x", x, amax_floor)
+    if scale_out is None:
+        scale_out = _empty_scale(x, scale_layout)
+    return _cast(x, TOKEN_BLOCK, amax_floor, out, scale_out)
 
 
-def per_block_cast_to_fp8(w: torch.Tensor, *, amax_floor: float = 1e-4) -> tuple[torch.Tensor, torch.Tensor]:
+def per_block_cast_to_fp8(
+    w: torch.Tensor,
+    *,
+    amax_floor: float = 1e-4,
+    out: torch.Tensor | None = None,
+    scale_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise weights: one scale per 128 rows and 128 columns.
 
     Args:
-        w: [n, k], float64, float32, float16 or bfloat16, any strides, any n and k (edge blocks may be short). It is
-            converted to FP32 first.
-        amax_floor: as for `per_token_cast_to_fp8`.
+        w: [n, k], any n and k (edge blocks may be short), otherwise as `x` of `per_token_cast_to_fp8`.
+        amax_floor, out: as for `per_token_cast_to_fp8`.
+        scale_out: [ceil(n / 128), ceil(k / 128)] float32 of any strides, to write to; allocated, contiguous, when None.
 
     Returns:
-        The contiguous [n, k] float8_e4m3fn tensor and its contiguous FP32 scale [ceil(n / 128), ceil(k / 128)].
-        A block that holds NaN or infinity becomes NaN throughout; no other block changes.
+        The [n, k] float8_e4m3fn tensor and its FP32 scale [ceil(n / 128), ceil(k / 128)], computed as by
+        `per_token_cast_to_fp8`. A block that holds NaN or infinity becomes NaN throughout; no other block changes.
 
     Raises:
-        TypeError: `w` is not a tensor of a listed dtype.
-        ValueError: `w` is not 2-D or `amax_floor` out of range.
+        As `per_token_cast_to_fp8`.
     """
-    return _quantize("w", w, WEIGHT_BLOCK, amax_floor)
+    _check_source("w", w, amax_floor)
+    if scale_out is None:
+        scale_out = w.new_empty(_scale_shape(w, WEIGHT_BLOCK), dtype=torch.float32)
+    return _cast(w, WEIGHT_BLOCK, amax_floor, out, scale_out)
 
 
 def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] | None = None) -> torch.Tensor:
@@ -98,9 +131,7 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
     return _from_blocks(blocks * scale[:, None, :, None], x.shape)
 
 
-def _quantize(
-    name: str, x: torch.Tensor, block: tuple[int, int], amax_floor: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _check_source(name: str, x: torch.Tensor, amax_floor: float) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in SOURCE_DTYPES:
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in SOURCE_DTYPES)
         raise TypeError(f"{name} is {_kind(x)}; the cast takes a tensor of {wanted}")
@@ -108,13 +139,101 @@ def _quantize(
     if not SMALLEST_AMAX_FLOOR <= amax_floor < float("inf"):
         raise ValueError(
             f"amax_floor is {amax_floor}; it must be finite and at least {SMALLEST_AMAX_FLOOR:.2g}, "
-            "or an all-zero block would be divided by zero"
+            "or scales of all-zero blocks would be too small to divide by"
         )
+
+
+def _cast(
+    x: torch.Tensor, block: tuple[int, int], amax_floor: float, out: torch.Tensor | None, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast a checked `x` into `out`, allocated when None, and `scale`."""
+    if out is None:
+        out = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
+    _check_target("out", out, FP8_DTYPE, x.shape, x.device)
+    _check_target("scale_out", scale, torch.float32, _scale_shape(x, block), x.device)
+    if out.shape[1] > 1 and out.stride(1) != 1:
+        raise ValueError(f"out must have a unit column stride; its strides are {out.stride()}. Pass a row-major out")
+    if x.numel() and x.device.type == "cuda" and _is_hopper(x.get_device()):
+        _cast_by_kernel(x, block[0], amax_floor, out, scale)
+    else:
+        _definition(x, block, amax_floor, out, scale)
+    return out, scale
+
+
+def _check_target(name: str, target: torch.Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
+    if not isinstance(target, torch.Tensor) or target.dtype != dtype:
+        raise TypeError(f"{name} is {_kind(target)}; the cast writes a tensor of {str(dtype).removeprefix('torch.')}")
+    if target.shape != shape:
+        raise ValueError(f"{name} has shape {list(target.shape)}; for this input it must be {list(shape)}")
+    if target.device != device:
+        raise ValueError(f"{name} is on {target.device} but the input is on {device}; allocate it there")
+
+
+@torch.no_grad()
+def _definition(
+    x: torch.Tensor, block: tuple[int, int], amax_floor: float, out: torch.Tensor, scale: torch.Tensor
+) -> None:
     blocks = _to_blocks(x.float(), block[0])
-    scale = blocks.abs().amax((1, 3)).clamp(min=amax_floor) / FP8_MAX
+    amax = blocks.abs().amax((1, 3)).clamp(min=amax_floor)
+    amax = amax.masked_fill(amax.isinf(), float("nan"))
+    # By a tensor, since on a GPU torch divides by a number by multiplying with its reciprocal, one rounding off.
+    scale.copy_(amax / torch.full_like(amax, FP8_MAX))
     # Divided, not multiplied by a reciprocal: the largest element of a block lands on 448 within one FP32 rounding.
     quantized = (blocks / scale[:, None, :, None]).to(FP8_DTYPE)
-    return _from_blocks(quantized, x.shape), scale
+    out.copy_(_from_blocks(quantized, x.shape))
+
+
+def _cast_by_kernel(
+    x: torch.Tensor, block_rows: int, amax_floor: float, out: torch.Tensor, scale: torch.Tensor
+) -> None:
+    if x.dtype == torch.float64:
+        x = x.float()
+    rows, columns = x.shape
+    if columns > 1 and x.stride(1) != 1:
+        x = x.contiguous()
+    device = x.get_device()
+    kernel, grid = cast.choose(block_rows, _KERNEL_SOURCES[x.dtype], rows, columns, _num_sms(device))
+    arguments = cast.CastArguments(
+        *(x.data_ptr(), out.data_ptr(), scale.data_ptr(), rows, columns, x.stride(0), out.stride(0), *scale.stride()),
+        aligned=_is_aligned(x, out),
+        amax_floor=float(amax_floor),
+    )
+    with torch.cuda.device(device):
+        if not cast.is_loaded(kernel, device):
+            _refuse_capture(kernel.name)
+            cast.load(kernel, device)
+        cast.launch(kernel, grid, device, torch._C._cuda_getCurrentRawStream(device), arguments)
+
+
+def _is_aligned(x: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether a kernel may read `x` and write `out` vector by vector."""
+    rows, columns = x.shape
+    elements = _VECTOR_BYTES // x.element_size()
+    strides = (x.stride(0), out.stride(0)) if rows > 1 else ()
+    steps = all(number % elements == 0 for number in (columns, *strides))
+    return steps and x.data_ptr() % _VECTOR_BYTES == 0 and out.data_ptr() % elements == 0
+
+
+def _refuse_capture(kernel_name: str) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{kernel_name} is not loaded yet and cannot be while a CUDA graph is captured; "
+            "cast a tensor of this dtype once before the capture"
+        )
+
+
+@cache
+def _is_hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def _num_sms(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _scale_shape(x: torch.Tensor, block: tuple[int, int]) -> tuple[int, int]:
+    return ceil_div(x.shape[0], block[0]), ceil_div(x.shape[1], block[1])
 
 
 def _to_blocks(x: torch.Tensor, block_rows: int) -> torch.Tensor:
@@ -130,13 +249,14 @@ def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return blocks.reshape(row_blocks * block_rows, groups * width)[:rows, :k].contiguous()
 
 
-def _lay_out(scale: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values in the memory order that `layout` names."""
+def _empty_scale(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """A scale per row and 128 columns, in the memory order that `layout` names; only its padding is initialised."""
+    m, groups = _scale_shape(x, TOKEN_BLOCK)
     if layout == "row":
-        return scale
-    m, groups = scale.shape
+        return torch.empty(m, groups, dtype=torch.float32, device=x.device)
     rows = round_up(m, 4) if layout == "m_aligned" else m
-    return scale.new_zeros(groups, rows).t()[:m].copy_(scale)
+    allocate = torch.empty if rows == m else torch.zeros
+    return allocate(groups, rows, dtype=torch.float32, device=x.device).t()[:m]
 
 
 def _find_block(x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None) -> tuple[int, int]:

@@ -1,20 +1,25 @@
 """Which config a problem gets: candidates -> predicted time -> choice. Pure functions of sizes; no GPU, no torch.
 
 The time model has two terms that overlap: waves of tiles, and bytes through HBM. What a K block and a tile of each
-config take was measured and fitted (benchmarks/search.py and calibrate.py); the numbers are in calibration.json.
+config take was measured on an H200 and fitted (benchmarks/search.py and calibrate.py); the numbers are in
+calibration.json, and for another GPU they are scaled by its tensor rate, clock and bandwidth. roofline.py shows the
+same estimates and adds the walls that explain them.
 
 The choice is the same for all m of one bucket (`bucketed`), so that the configs any m <= max_m can need are found by
 trying each bucket once, and a server that compiled them never compiles again.
 """
 
 import json
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from deep_tile import tuned
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.hardware import H200, Hardware
 from deep_tile.problem import GemmProblem
+from deep_tile.walls import product_flops
 
 _CLUSTERS = ((1, 1), (2, 1), (1, 2))
 _MAX_STAGES = 24
@@ -47,9 +52,9 @@ def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options
         for stages in range(_MAX_STAGES, fewest - 1, -1):
             try:
                 return GemmConfig(block_m, block_n, stages, store_buffers=store_buffers, tma_store=tma_store, **options)
-            except ValueError:
-                continue
-    raise ValueError(f"tile {block_m}x{block_n} with {options} fits in no number of stages")
+            except ValueError as error:
+                reason = error
+    raise ValueError(f"tile {block_m}x{block_n} fits in no number of stages: {reason}")
 
 
 @lru_cache(maxsize=2)
@@ -105,6 +110,9 @@ class Calibration(NamedTuple):
         launch_us: what every call costs.
         memory_us: what the bytes cost beside their bandwidth.
         overlap: exponent p of (compute**p + memory**p)**(1/p): 1 adds the two, infinity takes the larger.
+        idle_gain: how much faster tiles run, beside idle SMs that leave them power and L2.
+        throttle, throttle_us: by which share a long kernel is slowed by the power limit, and the length at which half
+            of that is reached.
         configs: by kernel name, (one K block, the rest of a tile).
         num_sms: of the GPU it was measured on.
         choices: by "MxNxK" of a bucket, the name of a config that was measured faster than the model's choice.
@@ -113,6 +121,9 @@ class Calibration(NamedTuple):
     launch_us: float
     memory_us: float
     overlap: float
+    idle_gain: float
+    throttle: float
+    throttle_us: float
     configs: dict[str, tuple[float, float]]
     num_sms: int
     choices: dict[str, str]
@@ -122,16 +133,23 @@ class Calibration(NamedTuple):
 def calibration() -> Calibration:
     data = json.loads((Path(__file__).parent / "calibration.json").read_text())
     configs = {name: tuple(coefficients) for name, coefficients in data["configs"].items()}
-    return Calibration(data["launch_us"], data["memory_us"], data["overlap"], configs, data["num_sms"], data["choices"])
+    return Calibration(**{name: data[name] for name in Calibration._fields} | {"configs": configs})
 
 
 def tile_times(config: GemmConfig, hardware: Hardware = H200) -> tuple[float, float]:
-    """Microseconds of one K block and of the rest of a tile: measured, or typical for a config that was not."""
-    measured = calibration().configs.get(config.name.removesuffix("_any"))
-    if measured:
-        return measured
-    flops = 2 * config.block_m * config.block_n * SCALE_BLOCK
-    return 1.2 * flops / (hardware.fp8_tflops * 1e6 / hardware.num_sms), 2.0
+    """Microseconds of one K block and of the rest of a tile: measured on an H200, or typical for a config that was not.
+
+    On another GPU, what the tensor cores need takes as long as their rate says, and the rest scales with the clock.
+    """
+    tensor_us = block_tensor_us(config, H200)
+    block_us, tile_us = calibration().configs.get(config.name.removesuffix("_any"), (1.2 * tensor_us, 2.0))
+    slower_clock = H200.clock_mhz / hardware.clock_mhz
+    return block_tensor_us(config, hardware) + (block_us - tensor_us) * slower_clock, tile_us * slower_clock
+
+
+def block_tensor_us(config: GemmConfig, hardware: Hardware) -> float:
+    """What the tensor cores of one SM need for one K block of 128, at their rate under load."""
+    return product_flops(config.block_m, config.block_n, SCALE_BLOCK) / (hardware.fp8_tflops / hardware.num_sms) / 1e6
 
 
 class Estimate(NamedTuple):
@@ -154,23 +172,67 @@ class Estimate(NamedTuple):
     utilization: float
 
 
-def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> Estimate:
-    """Predict a config's time on a problem.
+class ComputeParts(NamedTuple):
+    """What the waves of tiles consist of, in microseconds.
 
-    `launch + (compute**p + memory**p)**(1/p)`, where compute is `waves * (K blocks * block + tile)` and memory is a
-    constant and the bytes over the bandwidth.
+    Attributes:
+        blocks_us: multiplying, promoting and waiting for K blocks.
+        tiles_us: the rest of every tile: filling the pipeline, scaling, storing.
+        idle_us: gained beside idle SMs, negative.
+        throttle_us: lost to the power limit.
     """
+
+    blocks_us: float
+    tiles_us: float
+    idle_us: float
+    throttle_us: float
+
+
+def compute_parts(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> ComputeParts:
     model = calibration()
-    tiles = cluster_tiles(config, problem)
-    slots = cluster_slots(config, problem.num_sms)
-    waves = ceil_div(tiles, slots)
+    waves, utilization = waves_of(config, problem)
     block_us, tile_us = tile_times(config, hardware)
-    compute_us = waves * (blocks_per_tile(config, problem.k) * block_us + tile_us)
-    bytes_moved = (problem.m + problem.n) * problem.k + 2 * problem.m * problem.n
-    memory_us = model.memory_us + bytes_moved / hardware.hbm_tbps / 1e6
-    time_us = model.launch_us + (compute_us**model.overlap + memory_us**model.overlap) ** (1 / model.overlap)
+    blocks_us, tiles_us = waves * blocks_per_tile(config, problem.k) * block_us, waves * tile_us
+    idle_us = -model.idle_gain * (1 - utilization) * (blocks_us + tiles_us)
+    alone_us = blocks_us + tiles_us + idle_us
+    busy_us = alone_us * utilization
+    # A GPU with slower tensor cores per SM stays as much further from its power limit.
+    heat = min(1.0, block_tensor_us(config, H200) / block_tensor_us(config, hardware))
+    throttle_us = alone_us * heat * model.throttle * busy_us / (busy_us + model.throttle_us)
+    return ComputeParts(blocks_us, tiles_us, idle_us, throttle_us)
+
+
+def waves_of(config: GemmConfig, problem: GemmProblem) -> tuple[int, float]:
+    """Waves, and the share of their tile slots that have a tile."""
+    tiles, slots = cluster_tiles(config, problem), cluster_slots(config, problem.num_sms)
+    waves = ceil_div(tiles, slots)
+    return waves, tiles / (waves * slots)
+
+
+def compulsory_bytes(problem: GemmProblem) -> int:
+    """Through HBM at least: each operand once in FP8, the result in BF16. The scales, under 3 %, are left out."""
+    return (problem.m + problem.n) * problem.k + 2 * problem.m * problem.n
+
+
+def memory_time(problem: GemmProblem, hardware: Hardware = H200) -> float:
+    """Microseconds of the compulsory bytes; few SMs cannot ask for all that HBM gives."""
+    tbps = min(hardware.hbm_tbps, hardware.l2_tbps * problem.num_sms / hardware.num_sms)
+    return calibration().memory_us + compulsory_bytes(problem) / tbps / 1e6
+
+
+def launch_time(hardware: Hardware = H200) -> float:
+    """Microseconds that every call costs: fitted on an H200, and what another GPU's empty kernel takes more."""
+    return calibration().launch_us + hardware.launch_us - H200.launch_us
+
+
+def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> Estimate:
+    """Predict a config's time on a problem: `launch + (compute**p + memory**p)**(1/p)`."""
+    overlap = calibration().overlap
+    compute_us = sum(compute_parts(config, problem, hardware))
+    memory_us = memory_time(problem, hardware)
+    time_us = launch_time(hardware) + (compute_us**overlap + memory_us**overlap) ** (1 / overlap)
     bound = "compute" if compute_us >= memory_us else "memory"
-    return Estimate(time_us, compute_us, memory_us, bound, waves, tiles / (waves * slots))
+    return Estimate(time_us, compute_us, memory_us, bound, *waves_of(config, problem))
 
 
 def bucketed(problem: GemmProblem) -> GemmProblem:
@@ -178,21 +240,37 @@ def bucketed(problem: GemmProblem) -> GemmProblem:
     return problem._replace(m=round_up(problem.m, 8 if problem.m <= 64 else 64))
 
 
-def candidates(problem: GemmProblem) -> list[tuple[Estimate, GemmConfig]]:
-    """Every default config that the problem's SMs can run: the one measured fastest where that is known, then the
-    fastest predicted."""
-    measured = measured_choice(problem)
-    runnable = (c for c in default_configs(problem.tma_store) if c.cluster <= problem.num_sms)
-    estimated = ((estimate(c, problem), c) for c in runnable)
+def candidates(problem: GemmProblem, hardware: Hardware = H200) -> list[tuple[Estimate, GemmConfig]]:
+    """Every default config that the problem's SMs can run, and one that `tune` found: the one measured fastest where
+    that is known, then the fastest predicted."""
+    own, measured = (tuned_choice(problem), measured_choice(problem)) if hardware.name == H200.name else (None, None)
+    known = dict.fromkeys((*default_configs(problem.tma_store), *([own] if own else [])))
+    configs = (c for c in known if problem.split_k or c.split_k == 1)
+    runnable = (c for c in configs if c.cluster <= problem.num_sms)
+    estimated = ((estimate(c, problem, hardware), c) for c in runnable)
     return sorted(estimated, key=lambda pair: (pair[1].name.removesuffix("_any") != measured, pair[0].time_us))
 
 
 def measured_choice(problem: GemmProblem) -> str | None:
-    """Name of the config that was measured faster than the model's choice for this bucket, if there is one."""
-    model = calibration()
+    """Name of the config that was measured fastest for this bucket: by the user's own search, else by ours, which knows
+    those buckets where the model is wrong."""
+    own, model = tuned_choice(problem), calibration()
+    if own is not None:
+        return own.name.removesuffix("_any")
     if problem.num_sms != model.num_sms:
         return None
-    return model.choices.get(f"{problem.m}x{problem.n}x{problem.k}")
+    return model.choices.get(bucket_key(problem))
+
+
+def tuned_choice(problem: GemmProblem) -> GemmConfig | None:
+    """The config that `tune` found to be fastest for this bucket, to store as the problem's `out` needs it."""
+    choice = tuned.choices(problem.num_sms).get(bucket_key(problem))
+    return choice and replace(choice.config, tma_store=problem.tma_store)
+
+
+def bucket_key(problem: GemmProblem) -> str:
+    """What measured choices are stored by."""
+    return f"{problem.m}x{problem.n}x{problem.k}"
 
 
 @lru_cache(maxsize=65_536)
@@ -206,8 +284,10 @@ def choose(problem: GemmProblem) -> GemmConfig:
     return choose_bucket(bucketed(problem))
 
 
-def configs_for(n: int, k: int, max_m: int, num_sms: int, tma_store: bool = True) -> list[GemmConfig]:
+def configs_for(
+    n: int, k: int, max_m: int, num_sms: int, tma_store: bool = True, split_k: bool = True
+) -> list[GemmConfig]:
     """Every config that some m in [1, max_m] is given."""
     ends = [*range(8, min(max_m, 64) + 1, 8), *range(128, max_m + 1, 64), max_m]
-    chosen = {choose(GemmProblem(m, n, k, num_sms, tma_store)) for m in ends}
+    chosen = {choose(GemmProblem(m, n, k, num_sms, tma_store, split_k)) for m in ends}
     return sorted(chosen, key=lambda config: config.name)

@@ -1,7 +1,7 @@
 """The environment variables of deep_tile: the one place that reads them, and the table that documents them.
 
-Called by api.py and jit.py, away from the path of a warm call. Each variable is read at its first use, never at import,
-and then remembered: all calls of a process see the same value.
+Called by api.py, jit.py and tuned.py, away from the path of a warm call. Each variable is read at its first use, never
+at import, and then remembered: all calls of a process see the same value.
 """
 
 import os
@@ -40,7 +40,13 @@ DUMP_DIR = Variable(
     "unset",
 )
 
-VARIABLES = (CACHE_DIR, CACHE_MAX_MB, PRINT_CONFIG, DUMP_DIR)
+TUNED = Variable(
+    "DEEP_TILE_TUNED",
+    "File, an absolute path, that `tune` adds its results to and choices are taken from.",
+    "tuned/<name of the GPU>.json in the cache directory",
+)
+
+VARIABLES = (CACHE_DIR, CACHE_MAX_MB, PRINT_CONFIG, DUMP_DIR, TUNED)
 
 
 @cache
@@ -71,6 +77,12 @@ def print_config() -> bool:
 def dump_dir() -> Path | None:
     """Directory for the input and the outputs of the compiler; None: they are not written."""
     return _absolute_path(DUMP_DIR)
+
+
+@cache
+def tuned_file() -> Path | None:
+    """File of tuned choices; None: one for each model of GPU, in the cache directory."""
+    return _absolute_path(TUNED)
 
 
 def _read(variable: Variable) -> str:

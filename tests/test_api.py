@@ -10,7 +10,7 @@ import torch
 from helpers import SCALE_STRIDES, GuardedOut, Operands, check_gemm, make_operands
 
 import deep_tile
-from deep_tile import GemmConfig, api, fp8_gemm, is_available, jit, precompile, select, settings, supports
+from deep_tile import GemmConfig, api, fp8_gemm, is_available, jit, precompile, prepare, select, settings, supports
 from deep_tile.problem import GemmProblem
 
 ROOT = Path(__file__).parent.parent
@@ -207,8 +207,76 @@ def test_config_must_suit_the_problem():
         api._checked_config(GemmConfig(64, 64, 4), unaligned)
     with pytest.raises(ValueError, match="needs 2 SMs; num_sms is 1"):
         api._checked_config(two_blocks, GemmProblem(64, 64, 64, num_sms=1))
+    split = GemmConfig(128, 64, 4, split_k=2)
+    with pytest.raises(ValueError, match="splits K.*batch_invariant=True needs split_k=1"):
+        api._checked_config(split, GemmProblem(64, 64, 64, split_k=False))
+    assert api._checked_config(split, GemmProblem(64, 64, 64)) is split
     assert api._checked_config(any_store, unaligned) is any_store
     assert api._checked_config(two_blocks, GemmProblem(64, 64, 64, num_sms=2)) is two_blocks
+
+
+def test_options_change_no_value():
+    """On the CPU they are checked and otherwise without effect."""
+    operands = make_operands(5, 130, 300, seed=1)
+    check_gemm(operands, batch_invariant=True, pdl=True, constant_weights=True)
+
+
+def test_constant_weights_need_pdl():
+    assert_refused(
+        ValueError, "constant_weights=True is for launches with pdl=True.*both or neither", {"constant_weights": True}
+    )
+
+
+# Plans. What a call of one launches is in test_host_path.py.
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 130, 300), (3, 5, 0), (0, 8, 64)])
+def test_plan_multiplies(m, n, k):
+    first, second = (make_operands(m, n, k, seed=seed) for seed in (1, 2))
+    plan = prepare(*first)
+    assert (plan.config, plan.b is first.b, plan.b_scale is first.b_scale) == (None, True, True)
+    guarded = GuardedOut(m, n)
+    assert plan(second.a, second.a_scale, guarded.out) is guarded.out
+    assert torch.equal(guarded.out, fp8_gemm(second.a, second.a_scale, first.b, first.b_scale))
+    assert torch.equal(plan(first.a, first.a_scale), fp8_gemm(*first))
+    assert repr(plan) == f"<deep_tile.Plan m={m} n={n} k={k} no kernel>"
+
+
+def test_plan_sees_weights_written_in_place():
+    operands = make_operands(5, 130, 300, seed=1)
+    plan = prepare(*operands)
+    operands.b.copy_(make_operands(5, 130, 300, seed=2).b)
+    assert torch.equal(plan(operands.a, operands.a_scale), fp8_gemm(*operands))
+
+
+def test_plan_refuses_what_is_unlike_its_example():
+    plan, guarded = prepare(*GOOD), GuardedOut(5, 130)
+    for a, a_scale, message in [
+        (GOOD.a[:4], GOOD.a_scale, r"a is .*\[4, 300\].*; this plan is for .*\[5, 300\].*prepare another plan"),
+        (GOOD.a, GOOD.a_scale.double(), "a_scale is torch.float64 .*; this plan is for torch.float32"),
+        (misaligned(GOOD.a), GOOD.a_scale, "a is .*, not aligned to 16 bytes; this plan"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            plan(a, a_scale, guarded.out)
+    with pytest.raises(TypeError, match="a_scale must be a torch.Tensor; got NoneType"):
+        plan(GOOD.a, None, guarded.out)
+    guarded.assert_untouched()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"a": GOOD.a.float()}, TypeError, "a must be torch.float8_e4m3fn"),
+        ({"b": [1.0]}, TypeError, "b must be a torch.Tensor; got list"),
+        ({"a_scale": GOOD.a_scale.t()}, ValueError, "looks transposed"),
+        ({"config": [128]}, TypeError, "config must be a deep_tile.GemmConfig or None"),
+        ({"num_sms": 0}, ValueError, "num_sms must be an int"),
+        ({"constant_weights": True}, ValueError, "constant_weights=True is for launches with pdl=True"),
+    ],
+)
+def test_prepare_checks_as_a_call_does(arguments, error, message):
+    with pytest.raises(error, match=message):
+        prepare(**{**GOOD._asdict(), **arguments})
 
 
 # supports, is_available, precompile.
@@ -323,6 +391,16 @@ def test_precompile_heeds_num_sms(no_gpu_and_no_kernels):
     assert set(result.configs) == set(select.configs_for(576, 7168, 128, 1))
 
 
+def test_precompile_batch_invariant(no_gpu_and_no_kernels):
+    """Without split K, which these shapes are given otherwise, and for the selector's every choice."""
+    shape = (576, 7168, 128)
+    assert any(config.split_k > 1 for config in select.configs_for(*shape, 132))
+    result = precompile([shape], batch_invariant=True)
+    assert all(config.split_k == 1 for config in result.configs)
+    chosen = {select.choose(GemmProblem(m, 576, 7168, 132, split_k=False)) for m in range(1, 129)}
+    assert chosen == set(result.configs)
+
+
 def test_precompile_takes_padded_rows(no_gpu_and_no_kernels):
     """k = 100 is fine for fp8_gemm when the rows are 112 bytes apart."""
     assert precompile([(128, 100, 8)]).compiled == 1
@@ -354,7 +432,7 @@ def test_import_leaves_cuda_the_compiler_and_the_cache_alone(tmp_path):
 import sys
 import torch
 before = set(sys.modules)
-import deep_tile
+import deep_tile.api
 assert not torch.cuda.is_initialized()
 assert not {name for name in set(sys.modules) - before if name.startswith("cuda")}, "a compiler was imported"
 assert deep_tile.jit.compile_count() == 0
@@ -389,5 +467,5 @@ if child:
 def test_public_names():
     assert sorted(deep_tile.__all__) == sorted(set(deep_tile.__all__))
     assert all(hasattr(deep_tile, name) for name in deep_tile.__all__)
-    for name in ("fp8_gemm", "is_available", "precompile", "supports", "GemmConfig"):
+    for name in ("fp8_gemm", "is_available", "precompile", "prepare", "supports", "GemmConfig", "Plan"):
         assert name in deep_tile.__all__

@@ -258,5 +258,7 @@ def test_overhead_on_the_gpu(tmp_path):
     out = tmp_path / "overhead.json"
     bench_overhead.main(["--out", str(out)])
     result = json.loads(out.read_text())
-    assert result["host_us"].keys() >= {"deep_tile", bench_overhead.ALLOCATING, "torch_bf16"}
+    assert result["host_us"].keys() >= {"deep_tile", bench_overhead.ALLOCATING, bench_overhead.PLAN, "torch_bf16"}
+    parts = result["host_parts_us"]
+    assert parts["(only call a function)"] < parts["(only read the tensors)"] < parts["fp8_gemm"]
     assert result["first_calls"]["cold"][0]["config"] == result["first_calls"]["disk"][0]["config"]

@@ -41,6 +41,7 @@ LAUNCH = {
     "n": 2112,
     "k": 7168,
     "pdl": False,
+    "early_b": False,
 }
 
 # Loads the launcher by its path: importing the package would import torch, which may open the real driver.
@@ -63,8 +64,8 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_gemm_params_bytes():
-    """Three tensor maps, three pointers, five strides, four ints, rounded up to 64 bytes."""
-    fields_bytes = 3 * 128 + struct.calcsize("3P5q4i")
+    """Three tensor maps, three pointers, five strides, five ints, rounded up to 64 bytes."""
+    fields_bytes = 3 * 128 + struct.calcsize("3P5q5i")
     assert (fields_bytes + 63) // 64 * 64 == _launcher.GEMM_PARAMS_BYTES
 
 
@@ -193,8 +194,6 @@ def test_prepare_names_the_wrong_type(change, message):
         ((None, 0, 1.5, 0, 0, 0, 0), TypeError, "a_scale is 1.5, want an address"),
         ((None, 0, 0, 0, 0, -1, 0), TypeError, "out is -1, want an address"),
         ((None, 0, 0, 0, 0, 0, 2**64), TypeError, f"stream is {2**64}, want an address"),
-        ((None, 24, 0, 0, 0, 0, 0), ValueError, "the address of a is 8 modulo 16, want a multiple of 16"),
-        ((None, 0, 0, 31, 0, 0, 0), ValueError, "the address of b is 15 modulo 16, want a multiple of 16"),
     ],
 )
 def test_launch_names_the_wrong_argument(arguments, error, message):
@@ -202,7 +201,25 @@ def test_launch_names_the_wrong_argument(arguments, error, message):
         _launcher.launch(*arguments)
 
 
-@pytest.mark.parametrize("name", ["Kernel", "Launch"])
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("signature", (1, 2), "signature: got 2 arguments, want 5"),
+        ("launch_known", ({}, 1), "launch_known: want 6 arguments: a dict, a, a_scale, b, b_scale, out; got 2"),
+        ("launch_known", ([], 1, 2, 3, 4, 5), "launch_known: want 6 arguments: a dict"),
+        ("bind", (None, 1), "bind: got 2 arguments, want 6: prepared, a"),
+        ("bind", (None, 1, 2, 3, 4, 5), "bind: prepared is None, want the Launch that prepare() returned"),
+        ("launch_bound", (None, 1, 2, 3), "launch_bound: want 4 arguments: what bind() returned"),
+        ("launch_bound", (), "launch_bound: want 4 arguments"),
+        ("read_tensors_of", (7,), "read_tensors_of: got 7, want a type"),
+    ],
+)
+def test_tensor_calls_name_the_wrong_argument(name, arguments, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        getattr(_launcher, name)(*arguments)
+
+
+@pytest.mark.parametrize("name", ["Kernel", "Launch", "BoundLaunch"])
 def test_handles_cannot_be_made_by_hand(name):
     with pytest.raises(TypeError, match="cannot create"):
         getattr(_launcher, name)()
@@ -285,7 +302,7 @@ launcher.launch(prepared, 0xA00, 0xA5, 0xB00, 0xB5, 0xC00, 0x57)
         "interleave 0 swizzle 3 promotion 0 fill 0 misaligned 0",
         "cuLaunchKernelEx 0x4e1 context 0xc0 grid 132,1,1 block 384,1,1 smem 200000 stream 0x57 attributes 1 cluster 2 "
         "pdl 0 extra (nil) maps a00,b00,c00 a_scale 0xa5 b_scale 0xb5 out 0xc00 strides 56,1 1,17 2112 "
-        "sizes 4096,2112,7168 box 64",
+        "sizes 4096,2112,7168 box 64 early_b 0",
         "cuCtxPopCurrent ",
     ]
 
@@ -302,19 +319,36 @@ launcher.launch(prepared, 0, 0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
-    ("cluster", "pdl", "attributes"),
+    ("cluster", "pdl", "early_b", "attributes"),
     [
-        (1, False, "attributes 0 cluster 0 pdl 0"),
-        (1, True, "attributes 1 cluster 0 pdl 1"),
-        (2, True, "attributes 2 cluster 2 pdl 1"),
+        (1, False, False, "attributes 0 cluster 0 pdl 0"),
+        (1, True, False, "attributes 1 cluster 0 pdl 1"),
+        (2, True, True, "attributes 2 cluster 2 pdl 1"),
     ],
 )
-def test_launch_attributes(run_on_fake_driver, cluster, pdl, attributes):
+def test_launch_attributes(run_on_fake_driver, cluster, pdl, early_b, attributes):
     out = run_on_fake_driver(f"""
-prepared = launcher.prepare(load(), **LAUNCH | {{"cluster": {cluster}, "pdl": {pdl}}})
+prepared = launcher.prepare(load(), **LAUNCH | {{"cluster": {cluster}, "pdl": {pdl}, "early_b": {early_b}}})
 launcher.launch(prepared, 0, 0, 0, 0, 0, 0)
 """)
     assert attributes in out
+    assert f"early_b {early_b:d}" in out
+
+
+def test_operands_need_alignment(run_on_fake_driver):
+    out = run_on_fake_driver("""
+prepared = launcher.prepare(load(), **LAUNCH)
+begin()
+for addresses in ((24, 0, 0, 0, 0), (0, 0, 31, 0, 0)):
+    try:
+        launcher.launch(prepared, *addresses, 0)
+    except ValueError as error:
+        print(error)
+""")
+    assert out.split("---\n")[1].splitlines() == [
+        "launch: the address of a is 8 modulo 16, want a multiple of 16 for TMA",
+        "launch: the address of b is 15 modulo 16, want a multiple of 16 for TMA",
+    ]
 
 
 def test_out_needs_alignment_only_for_its_map(run_on_fake_driver):
@@ -408,7 +442,292 @@ for attempt in range(2):
     assert [text.startswith(line) for text in out.splitlines()] == [True, True], out
 
 
-# ---- what it believes of the driver
+# ---- how it reads tensors
+
+# A tensor library in a few lines: DLPack's C exchange API around Python functions.
+MADE_UP_TENSORS = """
+class View(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device", ctypes.c_int * 2), ("rank", ctypes.c_int32),
+        ("dtype", ctypes.c_uint8 * 4), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+class Tensor:
+    def __init__(self, address, shape, strides=None, dtype=(10, 8), device=(2, 0), offset=0, memory=True):
+        self.view = View(address, device, len(shape), (*dtype, 1, 0), byte_offset=offset)
+        self.sizes = [(ctypes.c_int64 * len(shape))(*x) for x in (shape, strides or (shape[-1], 1))]
+        self.view.shape, self.view.strides = (ctypes.addressof(x) for x in self.sizes)
+        self.memory = memory
+
+@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(View))
+def view(tensor, out):
+    out[0] = tensor.view
+    return 0 if tensor.memory else -1
+
+@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+def current_stream(device_type, index, stream):
+    stream[0] = 0x5000 + 0x100 * device_type + index
+    return 0
+
+class Exchange(ctypes.Structure):
+    _fields_ = [("version", ctypes.c_uint32 * 2), ("older", ctypes.c_void_p), ("unused", ctypes.c_void_p * 3),
+                ("view", ctypes.c_void_p), ("current_stream", ctypes.c_void_p)]
+
+def exchange(version=(1, 3), older=None, view=ctypes.cast(view, ctypes.c_void_p)):
+    return Exchange(version, older, (None,) * 3, view, ctypes.cast(current_stream, ctypes.c_void_p))
+
+new_capsule = ctypes.pythonapi.PyCapsule_New
+new_capsule.argtypes, new_capsule.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p), ctypes.py_object
+
+def tensor_type(table, name=b"dlpack_exchange_api"):
+    capsule = new_capsule(ctypes.addressof(table), name, None)
+    return type("Typed", (Tensor,), {"__dlpack_c_exchange_api__": capsule})
+
+table = exchange()
+Typed = tensor_type(table)
+"""
+
+CALL = """
+print(launcher.read_tensors_of(Typed), flush=True)
+GOOD = {
+    "a": {"address": 0xA00, "shape": (4096, 7168)},
+    "a_scale": {"address": 0xA4, "shape": (4096, 56), "dtype": (2, 32)},
+    "b": {"address": 0xB00, "shape": (2112, 7168)},
+    "b_scale": {"address": 0xB4, "shape": (17, 56), "strides": (1, 17), "dtype": (2, 32)},
+    "out": {"address": 0xC00, "shape": (4096, 2112), "dtype": (4, 16)},
+}
+def call(kind=Typed, **changes):
+    return [kind(**GOOD[name] | changes.get(name, {})) for name in GOOD]
+def attempt(function, *arguments):
+    try:
+        print(function(*arguments), flush=True)
+    except (TypeError, ValueError) as error:
+        print(error, flush=True)
+prepared = launcher.prepare(load(), **LAUNCH)
+launches = {launcher.signature(*call()): prepared}
+begin()
+"""
+
+
+@pytest.fixture
+def run_with_tensors(run_on_fake_driver):
+    """Runs code that knows `call()`, `launches` and `attempt()` too; the lines after the first "---"."""
+
+    def run(code: str) -> list[str]:
+        before, _, after = run_on_fake_driver(MADE_UP_TENSORS + CALL + code).partition("---\n")
+        assert before.splitlines()[0] == "True"
+        return after.splitlines()
+
+    return run
+
+
+def test_launch_known(run_with_tensors):
+    """The signature finds the launch; addresses, with their offset, and the stream are those of the call."""
+    lines = run_with_tensors("""
+attempt(launcher.launch_known, launches, *call(a={"address": 0x1A00}, out={"address": 0xB00, "offset": 0x100}))
+""")
+    assert [line.split()[0] for line in lines[2:5]] == ["cuTensorMapEncodeTiled"] * 3
+    assert "stream 0x5200 " in lines[5]
+    assert "maps 1a00,b00,c00 a_scale 0xa4 b_scale 0xb4 out 0xc00 strides 56,1 1,17 2112" in lines[5]
+    assert lines[6:] == ["cuCtxPopCurrent ", "True"]
+
+
+DIFFERENT = {
+    "dtype": '{"a": {"dtype": (12, 8)}}',
+    "bits": '{"b_scale": {"dtype": (2, 16)}}',
+    "rows": '{"a": {"shape": (4095, 7168)}}',
+    "columns": '{"b": {"shape": (2112, 7040), "strides": (7168, 1)}}',
+    "row stride": '{"out": {"strides": (2120, 1)}}',
+    "column stride": '{"a_scale": {"strides": (1, 4096)}}',
+    "alignment of out": '{"out": {"address": 0xC02}}',
+    "device": '{name: {"device": (2, 1)} for name in GOOD}',
+    "kind of device": '{name: {"device": (1, 0)} for name in GOOD}',
+}
+UNREADABLE = {
+    "rank": '{"a": {"shape": (4096, 56, 128), "strides": (7168, 128, 1)}}',
+    "other device": '{"b": {"device": (2, 1)}}',
+    "no memory": '{"out": {"memory": False}}',
+}
+
+
+@pytest.mark.parametrize("change", DIFFERENT.values(), ids=DIFFERENT)
+def test_every_difference_is_another_signature(run_with_tensors, change):
+    """Nothing reaches the driver."""
+    lines = run_with_tensors(f"""
+changed = call(**{change})
+attempt(launcher.launch_known, launches, *changed)
+print(launcher.signature(*changed) in launches, launcher.signature(*changed) == launcher.signature(*call(**{change})))
+""")
+    assert lines == ["False", "False True"]
+
+
+@pytest.mark.parametrize("change", UNREADABLE.values(), ids=UNREADABLE)
+def test_what_cannot_be_read_is_left_to_python(run_with_tensors, change):
+    lines = run_with_tensors(f"""
+attempt(launcher.launch_known, launches, *call(**{change}))
+attempt(launcher.signature, *call(**{change}))
+attempt(launcher.bind, prepared, *call(**{change}))
+""")
+    assert lines == ["False", "None", "None"]
+
+
+def test_only_registered_types_are_read(run_with_tensors):
+    lines = run_with_tensors("""
+attempt(launcher.signature, *call(kind=type("Subclass", (Typed,), {})))
+attempt(launcher.launch_known, launches, 1, None, "b", [], Typed)
+""")
+    assert lines == ["None", "False"]
+
+
+def test_alignment_is_checked_at_every_launch(run_with_tensors):
+    lines = run_with_tensors("""
+bound = launcher.bind(prepared, *call())
+begin()
+off = call(a={"address": 0xA08})
+attempt(launcher.launch_known, launches, *off)
+attempt(launcher.launch_known, launches, *call(b={"address": 0xB0F}))
+attempt(launcher.launch_bound, bound, off[0], off[1], off[4])
+attempt(launcher.bind, prepared, *call(b={"address": 0xB0F}))
+""")
+    message = "launch: the address of {} is {} modulo 16, want a multiple of 16 for TMA".format
+    assert lines[lines.index("---") + 1 :] == [message("a", 8), message("b", 15), message("a", 8), message("b", 15)]
+
+
+def test_launches_hold_launches(run_with_tensors):
+    lines = run_with_tensors("""
+attempt(launcher.launch_known, {key: "launch" for key in launches}, *call())
+""")
+    assert lines == ["launch_known: prepared is 'launch', want the Launch that prepare() returned"]
+
+
+def test_launch_bound(run_with_tensors):
+    """The weights are those bound, and their tensor map is not encoded again."""
+    lines = run_with_tensors("""
+bound = launcher.bind(prepared, *call(b={"address": 0xBB00}, b_scale={"address": 0xBB4}))
+begin()
+a, a_scale, _, _, out = call(a={"address": 0x1A00}, a_scale={"address": 0x1A4}, out={"address": 0x1C00})
+attempt(launcher.launch_bound, bound, a, a_scale, out)
+""")
+    encoded, launched = lines[: lines.index("---")], lines[lines.index("---") + 1 :]
+    assert [line.split()[1] for line in encoded] == ["0xbb00"]
+    assert [line.split()[1] for line in launched if "Encode" in line] == ["0x1a00", "0x1c00"]
+    (launch,) = (line for line in launched if "cuLaunchKernelEx" in line)
+    assert "stream 0x5200 " in launch
+    assert "maps 1a00,bb00,1c00 a_scale 0x1a4 b_scale 0xbb4 out 0x1c00 strides 56,1 1,17 2112" in launch
+    assert launched[-1] == "True"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [change for change in (*DIFFERENT.values(), *UNREADABLE.values()) if not change.startswith(('{"b"', '{"b_scale"'))],
+)
+def test_bound_launch_takes_the_like_only(run_with_tensors, change):
+    lines = run_with_tensors(f"""
+bound = launcher.bind(prepared, *call())
+begin()
+a, a_scale, _, _, out = call(**{change})
+attempt(launcher.launch_bound, bound, a, a_scale, out)
+""")
+    assert lines[lines.index("---") + 1 :] == ["False"]
+
+
+def test_launches_may_be_dropped_meanwhile(run_with_tensors):
+    """Another thread clears the dict while this one launches from it."""
+    lines = run_with_tensors("""
+from threading import Thread
+kernel, tensors, key = load(), call(), next(iter(launches))
+begin()
+def work():
+    for _ in range(100):
+        launches[key] = launcher.prepare(kernel, **LAUNCH)
+        launcher.launch_known(launches, *tensors)
+        launches.clear()
+threads = [Thread(target=work) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print("done")
+""")
+    launched = [line for line in lines if line.startswith("cuLaunchKernelEx")]
+    assert 100 <= len(launched) <= 400
+    assert all("maps a00,b00,c00 " in line for line in launched)
+    assert lines[-1] == "done"
+
+
+def test_types_without_the_exchange_api(run_on_fake_driver):
+    """None of them is read; an older table of the same library is found behind a newer one."""
+    out = run_on_fake_driver(
+        MADE_UP_TENSORS
+        + """
+print(launcher.read_tensors_of(int))
+for table in (exchange(version=(2, 0)), exchange(version=(0, 8)), exchange(view=None)):
+    print(launcher.read_tensors_of(tensor_type(table)))
+print(launcher.read_tensors_of(tensor_type(exchange(), name=b"dltensor")))
+print(launcher.read_tensors_of(type("Odd", (), {"__dlpack_c_exchange_api__": 7})))
+first = exchange()
+print(launcher.read_tensors_of(tensor_type(exchange(version=(2, 0), older=ctypes.addressof(first)))))
+"""
+    )
+    assert out.split() == ["False"] * 6 + ["True"]
+
+
+def test_room_for_few_types(run_on_fake_driver):
+    out = run_on_fake_driver(
+        MADE_UP_TENSORS
+        + """
+try:
+    for count in range(10):
+        launcher.read_tensors_of(tensor_type(table))
+except ValueError as error:
+    print(count, error)
+"""
+    )
+    assert out == "4 read_tensors_of: there is room for 4 types\n"
+
+
+# ---- what it believes of DLPack and of the driver
+
+
+DLPACK_AGREEMENT = """
+#include <ATen/dlpack.h>
+#include <stddef.h>
+#include "csrc/dlpack.h"
+
+#define SAME(ours, theirs) _Static_assert((ours) == (theirs), #ours)
+#define SAME_TYPE(ours, theirs) _Static_assert(__builtin_types_compatible_p(ours, theirs), #ours)
+#define SAME_FIELD(type, field, their_type, their_field)                                            \\
+    SAME(offsetof(type, field), offsetof(their_type, their_field));                                 \\
+    SAME(sizeof((type){0}.field), sizeof((their_type){0}.their_field))
+
+SAME(EXCHANGE_MAJOR_VERSION, DLPACK_MAJOR_VERSION);
+SAME(sizeof(TensorView), sizeof(DLTensor));
+SAME_FIELD(TensorView, data, DLTensor, data);
+SAME_FIELD(TensorView, device.type, DLTensor, device.device_type);
+SAME_FIELD(TensorView, device.index, DLTensor, device.device_id);
+SAME_FIELD(TensorView, rank, DLTensor, ndim);
+SAME_FIELD(TensorView, dtype, DLTensor, dtype);
+SAME_FIELD(TensorView, dtype.lanes, DLTensor, dtype.lanes);
+SAME_FIELD(TensorView, shape, DLTensor, shape);
+SAME_FIELD(TensorView, strides, DLTensor, strides);
+SAME_FIELD(TensorView, byte_offset, DLTensor, byte_offset);
+SAME_FIELD(Exchange, header.major, DLPackExchangeAPI, header.version.major);
+SAME_FIELD(Exchange, header.older, DLPackExchangeAPI, header.prev_api);
+SAME_FIELD(Exchange, view, DLPackExchangeAPI, dltensor_from_py_object_no_sync);
+SAME_FIELD(Exchange, current_stream, DLPackExchangeAPI, current_work_stream);
+SAME_TYPE(DLPackDLTensorFromPyObjectNoSync, int (*)(void *, DLTensor *));
+SAME_TYPE(DLPackCurrentWorkStream, int (*)(DLDeviceType, int32_t, void **));
+"""
+
+
+def test_declarations_agree_with_dlpack_h():
+    import torch
+
+    include = Path(torch.__file__).parent / "include"
+    if "DLPackExchangeAPI" not in (include / "ATen" / "dlpack.h").read_text():
+        pytest.skip(f"the dlpack.h of torch {torch.__version__} has no C exchange API")
+    options = ["-std=gnu11", "-fsyntax-only", f"-I{ROOT}", f"-I{include}", "-xc", "-"]
+    check = subprocess.run([*COMPILER, *options], input=DLPACK_AGREEMENT, capture_output=True, text=True)
+    assert check.returncode == 0, check.stderr
 
 
 AGREEMENT = """

@@ -1,10 +1,13 @@
-"""The FP8 casts: values, scales, memory layouts and refusals."""
+"""The FP8 casts: values, scales, memory layouts and refusals; and that their kernels compile clean, without a GPU."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deep_tile import cast as kernels
+from deep_tile import jit
+from deep_tile.codegen import CAST_SOURCES, cast_source
 from deep_tile.config import ceil_div, round_up
 from deep_tile.quantize import FP8_DTYPE, dequantize, per_block_cast_to_fp8, per_token_cast_to_fp8
 
@@ -84,11 +87,72 @@ def test_nan_and_infinity_stay_in_their_block(cast, rows, poison):
     x = random_matrix(130, 300)
     clean = dequantize(*cast(x))
     x[1, 130] = poison
-    back = dequantize(*cast(x))
+    quantized, scale = cast(x)
+    back = dequantize(quantized, scale)
     touched = torch.zeros_like(x, dtype=torch.bool)
     touched[rows, 128:256] = True
-    assert back[touched].isnan().all()
+    assert back[touched].isnan().all() and quantized.float()[touched].isnan().all()
+    assert scale.isnan().sum() == 1
     assert torch.equal(back[~touched], clean[~touched])
+
+
+@CASTS
+def test_writes_where_it_is_told(cast):
+    x = random_matrix(130, 200, torch.bfloat16)
+    expected, expected_scale = cast(x)
+    out = torch.full((130, 256), 7.0).to(FP8_DTYPE)
+    scale_out = torch.full((expected_scale.shape[1], 200), 7.0).t()
+    got, scale = cast(x, out=out[:, 8:208], scale_out=scale_out[: len(expected_scale)])
+    assert got.data_ptr() == out.data_ptr() + 8 and scale.data_ptr() == scale_out.data_ptr()
+    assert torch.equal(got.float(), expected.float()) and torch.equal(scale, expected_scale)
+    untouched = [out[:, :8].float(), out[:, 208:].float(), scale_out[len(expected_scale) :]]
+    assert all((margin == 7).all() for margin in untouched)
+
+
+@CASTS
+@pytest.mark.parametrize(
+    ("targets", "error", "message"),
+    [
+        ({"out": torch.zeros(4, 200)}, TypeError, "out is a tensor of float32; .* float8_e4m3fn"),
+        ({"out": torch.zeros(4, 201).to(FP8_DTYPE)}, ValueError, r"out has shape \[4, 201\].*\[4, 200\]"),
+        ({"out": torch.zeros(200, 4).to(FP8_DTYPE).t()}, ValueError, "out must have a unit column stride"),
+        ({"out": torch.zeros(4, 200, device="meta").to(FP8_DTYPE)}, ValueError, "out is on meta but the input is on c"),
+        ({"scale_out": torch.zeros(4, 2).half()}, TypeError, "scale_out is a tensor of float16; .* float32"),
+        ({"scale_out": torch.zeros(3, 2)}, ValueError, r"scale_out has shape \[3, 2\]"),
+        ({"scale_out": 1.0}, TypeError, "scale_out is a .*float"),
+    ],
+)
+def test_unfit_targets_are_refused(cast, targets, error, message):
+    with pytest.raises(error, match=message):
+        cast(torch.zeros(4, 200), **targets)
+
+
+@pytest.mark.parametrize("block_rows", [1, 128])
+@pytest.mark.parametrize("source", CAST_SOURCES)
+def test_kernel_compiles_clean(block_rows, source):
+    kernel, _ = kernels.choose(block_rows, source, 4096, 7168, 132)
+    text = cast_source(kernel)
+    assert "#include" not in text and text.count("__global__") == 1
+    usage = jit.resource_usage(jit.compile_kernel(text, kernel.name).log)
+    assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes, usage.warnings) == (0, 0, 0, ())
+    assert usage.registers * kernel.threads * kernel.blocks_per_sm <= 64 * 1024
+
+
+@pytest.mark.parametrize(("block_rows", "loads"), [(1, 2), (128, 8)])
+def test_launch_parameters_are_the_rooflines(block_rows, loads):
+    walls = kernels.roofline(block_rows, "bf16", 4096, 7168)
+    assert (walls.passes, walls.unroll, walls.vector_elements) == (1, loads, 8)
+    kernel, grid = kernels.choose(block_rows, "bf16", 4096, 7168, 132)
+    assert (kernel.threads, kernel.threads_per_scale, grid) == (walls.warps * 32, walls.threads_per_row, walls.grid)
+    assert walls.bytes_in_flight >= walls.bytes_needed
+
+
+@given(rows=st.integers(1, 2**20), columns=st.integers(1, 2**16), block_rows=st.sampled_from([1, 128]))
+def test_one_kernel_serves_every_size(rows, columns, block_rows):
+    kernel, grid = kernels.choose(block_rows, "bf16", rows, columns, 132)
+    assert kernel == kernels.choose(block_rows, "bf16", 4096, 7168, 78)[0]
+    blocks = ceil_div(rows, block_rows) * ceil_div(columns, 128)
+    assert 1 <= grid <= min(132 * kernel.blocks_per_sm, ceil_div(blocks * kernel.threads_per_scale, kernel.threads))
 
 
 def test_dequantize_decides_by_shape():

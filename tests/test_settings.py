@@ -9,7 +9,7 @@ import pytest
 
 from deep_tile import settings
 
-READERS = (settings.cache_dir, settings.cache_max_bytes, settings.print_config, settings.dump_dir)
+READERS = (settings.cache_dir, settings.cache_max_bytes, settings.print_config, settings.dump_dir, settings.tuned_file)
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +32,7 @@ def test_defaults():
     assert settings.cache_max_bytes() == 512 * 2**20
     assert settings.print_config() is False
     assert settings.dump_dir() is None
+    assert settings.tuned_file() is None
 
 
 def test_values(monkeypatch):
@@ -39,11 +40,13 @@ def test_values(monkeypatch):
     monkeypatch.setenv("DEEP_TILE_CACHE_MAX_MB", "3")
     monkeypatch.setenv("DEEP_TILE_PRINT_CONFIG", "1")
     monkeypatch.setenv("DEEP_TILE_DUMP_DIR", "/dumps")
+    monkeypatch.setenv("DEEP_TILE_TUNED", "/tuned/mine.json")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert settings.cache_dir() == Path("/caches/mine")
     assert settings.cache_max_bytes() == 3 * 2**20
     assert settings.print_config() is True
     assert settings.dump_dir() == Path("/dumps")
+    assert settings.tuned_file() == Path("/tuned/mine.json")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +80,7 @@ def test_cache_dir_without_own_variable(monkeypatch, xdg, home, wanted):
         ("DEEP_TILE_CACHE_MAX_MB", "²", settings.cache_max_bytes),
         ("DEEP_TILE_PRINT_CONFIG", "yes", settings.print_config),
         ("DEEP_TILE_DUMP_DIR", "here", settings.dump_dir),
+        ("DEEP_TILE_TUNED", "mine.json", settings.tuned_file),
     ],
 )
 def test_bad_value_names_variable_and_value(monkeypatch, name, value, read):

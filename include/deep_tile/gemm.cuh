@@ -79,32 +79,60 @@ __device__ __forceinline__ void load_slice(u8* tile, const TensorMap& map, int k
     }
 }
 
-// One warp. Blocks of the cluster write into each other's stages, so a block may not exit before its peer is done with
-// it: the extra round of empty waits at the end sees to that.
+// One thread requests a stage's tile of `a`, or announces the whole stage and requests its tile of `b`; each scale block
+// is a box of its own.
+template <GemmConfig config>
+__device__ __forceinline__ void load_a(const GemmParams& params, SharedStorage<config>& smem, int stage, int row, int k,
+                                       Slice slice) {
+#pragma unroll
+    for (int i = 0; i < config.scale_blocks; ++i) {
+        load_slice(smem.a[stage] + i * config.block_m * scale_block, params.a_map, k + i * scale_block, row,
+                   params.a_box_rows, slice, smem.full[stage]);
+    }
+}
+
+template <GemmConfig config>
+__device__ __forceinline__ void load_b(const GemmParams& params, SharedStorage<config>& smem, int stage, int row, int k,
+                                       Slice slice) {
+    const u32 bytes = (params.a_box_rows * config.cluster_n + config.block_n) * config.block_k;
+    ptx::mbarrier_arrive_expect_tx(ptx::smem_address(&smem.full[stage]), bytes);
+#pragma unroll
+    for (int i = 0; i < config.scale_blocks; ++i) {
+        load_slice(smem.b[stage] + i * config.block_n * scale_block, params.b_map, k + i * scale_block, row,
+                   config.block_n / config.cluster_m, slice, smem.full[stage]);
+    }
+}
+
+// One warp. When the caller says that `b` does not depend on the preceding kernel, the first round of stages requests it
+// before that kernel has ended.
+//
+// Blocks of the cluster write into each other's stages, so a block may not exit before its peer is done with it: the
+// extra round of empty waits at the end sees to that.
 template <GemmConfig config>
 __device__ __forceinline__ void produce_operands(const GemmParams& params, SharedStorage<config>& smem) {
     const Slice a_slice = slice_of_a<config>();
     const Slice b_slice = slice_of_b<config>();
-    const u32 stage_bytes = (params.a_box_rows * config.cluster_n + config.block_n) * config.block_k;
     const KRange range = k_range<config>(params);
     PipelineState<config.stages> state;
     TileScheduler<config> tiles(params);
-    for (Tile tile = tiles.first(); tile.valid; tile = tiles.next()) {
+    Tile tile = tiles.first();
+    int early_stages = params.early_b && tile.valid ? min(config.stages, range.end - range.begin) : 0;
+    for (int stage = 0; stage < early_stages; ++stage) {
+        if (ptx::elect_sync()) {
+            load_b(params, smem, stage, tile.n, (range.begin + stage) * config.block_k, b_slice);
+        }
+        __syncwarp();
+    }
+    ptx::griddepcontrol_wait();
+    for (; tile.valid; tile = tiles.next()) {
         for (int step = range.begin; step < range.end; ++step) {
-            u64& full = smem.full[state.stage];
             wait(smem.empty[state.stage], state.phase ^ 1);
             if (ptx::elect_sync()) {
-                ptx::mbarrier_arrive_expect_tx(ptx::smem_address(&full), stage_bytes);
-#pragma unroll
-                for (int i = 0; i < config.scale_blocks; ++i) {
-                    const int k = step * config.block_k + i * scale_block;
-                    load_slice(smem.a[state.stage] + i * config.block_m * scale_block, params.a_map, k, tile.m,
-                               params.a_box_rows, a_slice, full);
-                    load_slice(smem.b[state.stage] + i * config.block_n * scale_block, params.b_map, k, tile.n,
-                               config.block_n / config.cluster_m, b_slice, full);
-                }
+                if (early_stages <= 0) load_b(params, smem, state.stage, tile.n, step * config.block_k, b_slice);
+                load_a(params, smem, state.stage, tile.m, step * config.block_k, a_slice);
             }
             __syncwarp();
+            early_stages -= 1;
             state.advance();
         }
     }
@@ -119,6 +147,7 @@ __device__ __forceinline__ void produce_operands(const GemmParams& params, Share
 template <GemmConfig config>
 __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedStorage<config>& smem) {
     constexpr int rows_per_lane = config.block_m / warp_threads;
+    ptx::griddepcontrol_wait();
     const int lane = threadIdx.x % warp_threads;
     const int last_group = (params.n - 1) / scale_block;
     const int k_blocks = ceil_div(params.k, scale_block);
@@ -190,7 +219,7 @@ struct Scales {
 };
 
 // What stands between two WGMMAs of a warpgroup is time in which only the other one feeds the tensor cores. So the next
-// stage is awaited and its scales are read while this stage's first WGMMA runs: 3 % at k = 2048 or 7168, 6 % at 16384
+// stage is awaited and its scales are read while this stage's first WGMMA runs: 2 % at k = 2048, 5 % at 16384
 // (128x256, H200, 2026-11-21).
 template <GemmConfig config>
 class Consumer {
@@ -312,7 +341,6 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     }
     initialize_barriers<config>(smem);
     ptx::griddepcontrol_launch_dependents();
-    ptx::griddepcontrol_wait();
 
     // From lane 0, so that the compiler knows it as uniform: branches and WGMMA descriptors that depend on it then
     // live in uniform registers (946 -> 1226 TFLOPS for 128x192; H200, 2026-11-21).
@@ -321,6 +349,7 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
         if constexpr (config.math_warpgroups == 2) ptx::setmaxnreg_dec<producer_registers>();
         produce<config>(params, smem);
     } else {
+        ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
         if constexpr (config.math_warpgroups == 2) ptx::setmaxnreg_inc<math_registers>();
         if constexpr (config.split_k == 1) {
             consume<config>(params, smem, warpgroup);

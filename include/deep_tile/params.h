@@ -29,6 +29,7 @@ typedef struct {
     long long out_stride_m;
     int m, n, k;
     int a_box_rows; /* rows of a that one TMA load writes: fewer than block_m / cluster_n when m is small */
+    int early_b;    /* b is constant: it may be requested before the wait for the preceding kernel */
 } GemmParams;
 
 #endif

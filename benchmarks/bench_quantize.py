@@ -1,0 +1,113 @@
+"""Time the casts to FP8 against a copy of as many bytes and against the roofline's prediction; write JSON.
+
+    PYTHONPATH=. python benchmarks/bench_quantize.py --out benchmarks/results/quantize_h200.json
+
+The method is in timing.py. Every timed output is compared with the definition, bit by bit; exits with 1 when one
+differs.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.timing import L2Flush, capture, capture_empty, describe_run, time_alternating
+from deep_tile import cast
+from deep_tile.config import SCALE_BLOCK
+from deep_tile.hardware import Hardware, for_device
+from deep_tile.quantize import per_block_cast_to_fp8, per_token_cast_to_fp8
+
+SHAPES = ((4096, 7168), (16384, 7168), (4096, 2048), (7168, 16384), (1024, 7168), (64, 7168))
+"""Activations [m, k] and weights [n, k] of DeepSeek-V3's layers; the first is the one that is judged."""
+
+
+class Kind(NamedTuple):
+    """One of the two casts."""
+
+    block_rows: int
+    cast: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+KINDS = {"1x128": Kind(1, per_token_cast_to_fp8), "128x128": Kind(SCALE_BLOCK, per_block_cast_to_fp8)}
+
+
+def measure(name: str, rows: int, columns: int, repeats: int, flush: L2Flush, hardware: Hardware) -> dict[str, Any]:
+    """One cast of [rows, columns] from BF16, as it is written."""
+    kind = KINDS[name]
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    out, scale = kind.cast(x)
+    bytes_moved = 3 * x.numel() + 4 * scale.numel()
+    source = torch.zeros(bytes_moved // 2, device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    calls = {
+        "cast": capture(lambda: kind.cast(x, out=out, scale_out=scale)[0]),
+        "copy": capture(lambda: target.copy_(source)),
+        "empty": capture_empty(),
+    }
+    times = time_alternating(calls, repeats, flush)
+    walls = cast.roofline(kind.block_rows, "bf16", rows, columns, hardware)
+    return {
+        "cast": name,
+        "rows": rows,
+        "columns": columns,
+        "bytes_moved": bytes_moved,
+        **asdict(times["cast"]),
+        "gb_per_s": bytes_moved / times["cast"].us / 1e3,
+        "copy_us": times["copy"].us,
+        "copy_gb_per_s": bytes_moved / times["copy"].us / 1e3,
+        "share_of_copy": times["copy"].us / times["cast"].us,
+        "empty_graph_us": times["empty"].us,
+        "predicted_us": walls.time_us,
+        "bound": walls.bound,
+        "grid": walls.grid,
+        "threads": walls.warps * cast.WARP,
+        "correct": _is_correct(kind, x, out, scale),
+    }
+
+
+def _is_correct(kind: Kind, x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor) -> bool:
+    wanted, wanted_scale = kind.cast(x.cpu())
+    return torch.equal(out.cpu().view(torch.uint8), wanted.view(torch.uint8)) and torch.equal(scale.cpu(), wanted_scale)
+
+
+def print_rows(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table("cast", "rows", "columns", "us", "GB/s", "copy us", "share of copy", "predicted us", "bits")
+    for row in rows:
+        numbers = f"{row['us']:.1f}", f"{row['gb_per_s']:.0f}", f"{row['copy_us']:.1f}", f"{row['share_of_copy']:.1%}"
+        sizes = row["cast"], str(row["rows"]), str(row["columns"])
+        table.add_row(*sizes, *numbers, f"{row['predicted_us']:.1f}", "equal" if row["correct"] else "DIFFER")
+    console.print(table)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    rows, columns = map(int, text.split("x"))
+    return rows, columns
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Time the casts from BF16 to FP8.")
+    parser.add_argument("--shapes", type=_shape, nargs="+", default=SHAPES, metavar="ROWSxCOLUMNS")
+    parser.add_argument("--repeats", type=int, default=50, help="samples per call (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="where to write the results as JSON")
+    options = parser.parse_args(arguments)
+    hardware = for_device(torch.cuda.get_device_properties(torch.cuda.current_device()))
+    flush = L2Flush()
+    cases = [(name, *shape) for shape in options.shapes for name in KINDS]
+    with torch.cuda.stream(torch.cuda.Stream()):  # Graphs cannot be captured on the default stream.
+        rows = [measure(*case, options.repeats, flush, hardware) for case in track(cases, "Measuring")]
+    if options.out:
+        options.out.write_text(json.dumps({"meta": describe_run(), "casts": rows}, indent=1) + "\n")
+    print_rows(rows, Console())
+    return 0 if all(row["correct"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

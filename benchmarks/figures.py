@@ -1,0 +1,68 @@
+"""Draws the figures of docs/method.md from the model and the stored search. No GPU:
+
+    PYTHONPATH=. python benchmarks/figures.py [--figures docs/figures]
+
+Run it after calibrate.py, so that text, figures and model stay one.
+"""
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import predict
+from deep_tile import report, select
+from deep_tile.hardware import H200
+from deep_tile.problem import GemmProblem
+
+STAIRS = (2112, 7168)
+"""n and k of the figure of waves."""
+
+STAIR_CONFIGS = ("fp8_gemm_64x64x256_s6_c1x1", "fp8_gemm_128x128x128_s5_c1x1", "fp8_gemm_128x192x128_s4_c1x1")
+
+
+def draw(folder: Path) -> list[Path]:
+    """Write every figure and return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"method_{name}.png" for name in ("roofline", "decode", "waves", "prediction")]
+    report.plot(report.derivation(4096, 4096, 7168), paths[0])
+    report.plot(report.derivation(64, 4096, 7168), paths[1])
+    plot_waves(paths[2])
+    predict.plot(predict.compare(predict.load_search()), paths[3])
+    return paths
+
+
+def plot_waves(path: Path) -> None:
+    """Predicted time against m for a few tiles: stairs, one step per wave; and what was measured."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    configs = {config.name: config for config in select.default_configs()}
+    for number, name in enumerate(STAIR_CONFIGS):
+        _plot_stairs(axes, configs[name], f"C{number}")
+    axes.set(xlim=(0, 4096), ylim=(0, None), xlabel="m", ylabel="us")
+    axes.set_title(f"n = {STAIRS[0]}, k = {STAIRS[1]} on an H200: lines predicted, points measured")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _plot_stairs(axes: Any, config: select.GemmConfig, color: str) -> None:
+    sizes = range(64, 4097, 32)
+    predicted = [select.estimate(config, GemmProblem(m, *STAIRS, H200.num_sms)).time_us for m in sizes]
+    axes.plot(sizes, predicted, color=color, label=config.name)
+    searched = predict.load_search()
+    measured = [(s.m, us[config.name]) for s, us in searched.items() if s[1:] == STAIRS and config.name in us]
+    axes.scatter(*zip(*[point for point in measured if point[0] <= 4096], strict=True), color=color, s=25)
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Draw the figures of docs/method.md.")
+    parser.add_argument("--figures", type=Path, default=Path("docs/figures"))
+    for path in draw(parser.parse_args(arguments).figures):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""What `doctor --measure` measures of the GPU at hand: bandwidths, latencies, tensor rate, launch floor.
+
+Called by cli.py; the figures are those of `hardware.MEASURABLE`, in the same units and meant the same way, so that they
+can take a preset's place. Needs a Hopper GPU and imports torch. A few seconds; nothing else should run on the GPU.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+import torch
+
+from deep_tile import jit
+from deep_tile.hardware import Hardware, for_device
+from deep_tile.other_kernels import WARP, derive_elementwise
+
+SOURCE = r"""
+extern "C" __global__ void read_all(const uint4 *data, long long count, long long passes, unsigned *out)
+{
+    const long long step = (long long)gridDim.x * blockDim.x;
+    const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    unsigned sum = 0;
+    for (long long pass = 0; pass < passes; ++pass)
+        for (long long i = first; i < count; i += 4 * step) {
+            uint4 loaded[4];  // all four are under way before the first is used
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                loaded[j] = i + j * step < count ? __ldcg(data + i + j * step) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                sum ^= loaded[j].x ^ loaded[j].y ^ loaded[j].z ^ loaded[j].w;
+        }
+    if (sum == 0x9e3779b9)  // never worth storing, always worth reading
+        *out = sum;
+}
+
+extern "C" __global__ void chase(const long long *next, long long at, long long steps, long long *out)
+{
+    for (long long i = 0; i < steps; ++i)
+        at = __ldcg(next + at);
+    *out = at;
+}
+"""
+"""L1 is passed by. A chased address depends on the one before, so that one read is under way at a time."""
+
+REPEATS = 10
+HBM_BYTES = 4 << 30
+L2_READ_BYTES = 16 << 20
+L2_PASSES = 64
+HBM_CHASED_BYTES = 512 << 20
+L2_CHASED_BYTES = 4 << 20
+LINE_BYTES = 128
+CHASED_STEPS = 20_000
+GEMM_SIZE = 8192
+
+
+def measure(device: torch.device | int | None = None) -> tuple[Hardware, dict[str, float]]:
+    """What is known of the GPU without measuring, and the measured fields by name.
+
+    Args:
+        device: a CUDA device, by default the current one.
+
+    Raises:
+        ValueError: no preset has the GPU's name.
+        RuntimeError: the driver or NVRTC refuses.
+    """
+    index = torch.cuda.current_device() if device is None else torch.device(device).index
+    properties = torch.cuda.get_device_properties(index)
+    known = for_device(properties)
+    with torch.cuda.device(index), torch.cuda.stream(torch.cuda.Stream()):
+        return known, dict(_Measurements(known))
+
+
+class _Measurements:
+    """All measurements of the current device, on the current stream, as (field, value)."""
+
+    def __init__(self, known: Hardware):
+        self.known = known
+
+    def __iter__(self) -> Iterator[tuple[str, float]]:
+        yield "launch_us", round(self.launch_us(), 2)
+        yield "hbm_tbps", round(self.read_tbps(HBM_BYTES, 1), 3)
+        yield "l2_tbps", round(self.read_tbps(L2_READ_BYTES, L2_PASSES), 3)
+        yield "hbm_latency_ns", round(self.latency_ns(HBM_CHASED_BYTES), 1)
+        yield "l2_latency_ns", round(self.latency_ns(L2_CHASED_BYTES), 1)
+        yield "fp8_tflops", round(self.fp8_tflops(), 1)
+
+    def launch_us(self) -> float:
+        """A replayed graph of one small kernel, from event to event."""
+        word, graph = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            word.zero_()
+        return self._median_us(graph.replay, repeats=10 * REPEATS)
+
+    def read_tbps(self, size_bytes: int, passes: int) -> float:
+        """All SMs read `size_bytes`, `passes` times; a difference of two lengths leaves launch and ramp out."""
+        data, out = self._zeros(size_bytes), self._zeros(16)
+        walls = derive_elementwise(size_bytes // 16, 16, 0, self.known)
+        threads, count = walls.warps * WARP, size_bytes // 16
+
+        def read_us(elements: int, times: int) -> float:
+            arguments = (data.data_ptr(), elements, times, out.data_ptr())
+            return self._median_us(lambda: self._launch("read_all", walls.grid, threads, *arguments))
+
+        short = (count // 2, passes) if passes == 1 else (count, passes // 2)
+        longer_us = read_us(count, passes) - read_us(*short)
+        return size_bytes * passes / 2 / longer_us / 1e6
+
+    def latency_ns(self, size_bytes: int) -> float:
+        """One thread follows a random cycle through the lines of a buffer."""
+        lines, words = size_bytes // LINE_BYTES, LINE_BYTES // 8
+        order = torch.randperm(lines, device="cuda") * words
+        following = torch.zeros(lines * words, dtype=torch.int64, device="cuda")
+        following[order] = order.roll(-1)
+        out = self._zeros(16)
+
+        def chase_us(steps: int) -> float:
+            def call() -> None:  # each begins elsewhere: the lines of the last one are in L2
+                first = random.randrange(lines) * words
+                self._launch("chase", 1, 1, following.data_ptr(), first, steps, out.data_ptr())
+
+            return self._median_us(call)
+
+        chase_us(lines if size_bytes == L2_CHASED_BYTES else 1)  # what fits L2 is brought there
+        return (chase_us(2 * CHASED_STEPS) - chase_us(CHASED_STEPS)) / CHASED_STEPS * 1e3
+
+    def fp8_tflops(self) -> float:
+        """cuBLAS's FP8 product with one scale per tensor: tensor cores under real loads, random data."""
+        a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+        one = torch.ones((), device="cuda")
+        options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        us = self._median_us(lambda: torch._scaled_mm(a, b.t(), **options))
+        return 2 * GEMM_SIZE**3 / us / 1e6
+
+    def _zeros(self, size_bytes: int) -> torch.Tensor:
+        return torch.zeros(size_bytes // 8, dtype=torch.int64, device="cuda")
+
+    @cached_property
+    def _kernels(self) -> dict[str, Any]:
+        with jit.import_lock:
+            from cuda.core import Device, ObjectCode
+        Device(torch.cuda.current_device()).set_current()
+        code = ObjectCode.from_cubin(jit.load_cubin(SOURCE, "measure"), name="measure")
+        return {name: code.get_kernel(name) for name in ("read_all", "chase")}
+
+    def _launch(self, name: str, grid: int, threads: int, *arguments: int) -> None:
+        """All parameters have 8 bytes, as cuda.core passes an int."""
+        from cuda.core import LaunchConfig, Stream, launch
+
+        stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+        launch(stream, LaunchConfig(grid=grid, block=threads), self._kernels[name], *arguments)
+
+    @staticmethod
+    def _median_us(call: Callable[[], object], repeats: int = REPEATS) -> float:
+        call()
+        times = []
+        for _ in range(repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3)
+        return median(times)

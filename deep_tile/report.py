@@ -1,0 +1,363 @@
+"""`explain`: from m, n, k to a kernel, step by step, as data, as text for a terminal, or as a picture.
+
+Called by the command line and, through `deep_tile.explain`, by users. It computes nothing: what it shows is
+roofline.py's derivation, which is the selector's. No GPU, no torch; matplotlib only for the picture.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from deep_tile import hardware as gpus
+from deep_tile import select
+from deep_tile.hardware import DTYPE_BYTES, Hardware
+from deep_tile.problem import GemmProblem
+from deep_tile.roofline import Candidate, Derivation, derive
+from deep_tile.select import Estimate
+from deep_tile.walls import Wall, product_flops
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+"""Stored measurements, in a checkout."""
+
+
+class Measured(NamedTuple):
+    """One stored measurement of a config on a problem."""
+
+    us: float
+    tflops: float
+    source: str
+
+
+def derivation(
+    m: int, n: int, k: int, *, dtype: str = "fp8", hardware: str | Hardware = "H200", num_sms: int | None = None
+) -> Derivation:
+    """What `explain` explains; arguments and errors as there."""
+    gpu = gpus.for_device(hardware) if isinstance(hardware, str) else hardware
+    return derive(GemmProblem(m, n, k, num_sms if num_sms is not None else gpu.num_sms), gpu, dtype)
+
+
+def explain(
+    m: int, n: int, k: int, *, dtype: str = "fp8", hardware: str | Hardware = "H200", num_sms: int | None = None
+) -> dict[str, Any]:
+    """Which kernel a product gets on a GPU, and why. No GPU is needed.
+
+    Args:
+        m, n, k: of `out[m, n] = a[m, k] @ b[n, k].T`, elements.
+        dtype: of the operands: fp8, or int8, fp16, bf16, tf32, for which tiles are derived though there is no kernel.
+        hardware: a preset's name (H100 SXM, H100 PCIe, H200, H800, H20, GH200), the driver's name of such a GPU, or a
+            `deep_tile.hardware.Hardware`.
+        num_sms: SMs to use; by default all.
+
+    Returns:
+        JSON-ready data. `config` is the name of the kernel, `why` a sentence; `walls` are those of the problem and of
+        the choice, each {name, value, limit, unit, holds, reason}; `candidates` all kernels in the selector's order,
+        with predicted times in us, waves, registers, shared memory and stages_min, stages_max; `rejected` the tiles
+        that hit a wall; `predicted` the components of the choice's time in us; `measured` a stored measurement of it
+        or None; `hardware` every number used, with its source.
+
+    Raises:
+        ValueError: unknown hardware or dtype, a size that is not positive, more SMs than there are.
+    """
+    return as_data(derivation(m, n, k, dtype=dtype, hardware=hardware, num_sms=num_sms))
+
+
+def as_data(derived: Derivation) -> dict[str, Any]:
+    measured = measurement(derived)
+    return {
+        "problem": derived.problem._asdict(),
+        "dtype": derived.dtype,
+        "hardware": {
+            "name": derived.hardware.name,
+            **{name: {"value": value, "source": source} for name, value, source in gpus.describe(derived.hardware)},
+        },
+        "decided_for_m": derived.bucket.m,
+        "config": _name(derived, derived.choice),
+        "why": why(derived),
+        "walls": [wall._asdict() for wall in (*derived.walls, *derived.choice.tile.walls)],
+        "predicted": dict(components(derived)),
+        "measured": measured and measured._asdict(),
+        "candidates": [_candidate_data(derived, candidate) for candidate in derived.candidates],
+        "rejected": [rejected._asdict() for rejected in derived.rejected],
+    }
+
+
+def _candidate_data(derived: Derivation, candidate: Candidate) -> dict[str, Any]:
+    config, tile, estimate = candidate
+    walls = {wall.name: wall for wall in tile.walls}
+    return {
+        **asdict(config),
+        "name": _name(derived, candidate),
+        **estimate._asdict(),
+        "grid": select.grid_size(config, derived.problem),
+        "block_k": tile.block_k,
+        "accumulators": tile.accumulators,
+        "temporaries": tile.temporaries,
+        "stage_bytes": tile.stage_bytes,
+        "smem_bytes": tile.smem_bytes,
+        "stages_min": tile.stages_min,
+        "stages_max": tile.stages_max,
+        "intensity_l2": walls["intensity (L2)"].value,
+        "intensity_smem": walls["intensity (shared memory)"].value,
+    }
+
+
+def components(derived: Derivation) -> list[tuple[str, float]]:
+    """(what, us) of the choice's predicted time; they add up to it."""
+    config, _, estimate = derived.choice
+    parts = select.compute_parts(config, _as_fp8(derived), derived.hardware)
+    launch_us = select.launch_time(derived.hardware)
+    return [
+        ("launch", launch_us),
+        ("K blocks of all waves", parts.blocks_us),
+        ("rest of the tiles: fill, scale, store", parts.tiles_us),
+        ("gained beside idle SMs", parts.idle_us),
+        ("lost to the power limit", parts.throttle_us),
+        ("memory that computing does not hide", estimate.time_us - launch_us - estimate.compute_us),
+    ]
+
+
+def _as_fp8(derived: Derivation) -> GemmProblem:
+    return derived.bucket._replace(k=derived.bucket.k * DTYPE_BYTES[derived.dtype])
+
+
+def _name(derived: Derivation, candidate: Candidate) -> str:
+    """The kernel's, or the tile's where there is no kernel."""
+    tile = candidate.tile
+    if derived.dtype == "fp8":
+        return candidate.config.name
+    return f"{derived.dtype}_{tile.block_m}x{tile.block_n}x{tile.block_k}_s{tile.stages}"
+
+
+def why(derived: Derivation) -> str:
+    """What the first of the candidates has over the second."""
+    first, *others = derived.candidates
+    best, name = first.estimate, _name(derived, first)
+    if others and best.time_us > min(other.estimate.time_us for other in others):
+        return f"{name} was measured fastest here, though others are predicted faster: {_estimate_text(best)}."
+    text = f"{name} has the shortest predicted time: {_estimate_text(best)}."
+    if not others:
+        return text
+    other, runner_up = others[0].estimate, _name(derived, others[0])
+    slower = other.time_us / best.time_us - 1
+    if slower == 0:
+        return f"{text} {runner_up} is predicted equal, and comes later in the list."
+    return f"{text} Next is {runner_up}, {slower:.1%} slower: {_estimate_text(other)}."
+
+
+def _estimate_text(estimate: Estimate) -> str:
+    waves = "1 wave" if estimate.waves == 1 else f"{estimate.waves} waves"
+    return f"{estimate.time_us:.1f} us, bound by {estimate.bound}, {waves} at {estimate.utilization:.0%} of the SMs"
+
+
+# ---- stored measurements
+
+
+def measurement(derived: Derivation) -> Measured | None:
+    """The newest stored measurement of the choice on this very problem and GPU, if there is one."""
+    config, problem = derived.choice.config, derived.problem
+    if derived.dtype != "fp8" or problem.num_sms != derived.hardware.num_sms:
+        return None
+    found = []
+    for path in sorted(RESULTS.glob("*.json")):
+        data = json.loads(path.read_text())
+        run = data.get("run") or data.get("meta") or {}
+        if _is_gpu(run.get("gpu", ""), derived.hardware):
+            found += [(run.get("date", ""), us, path.name) for us in _times(data, problem, config.name)]
+    if not found:
+        return None
+    date, us, name = max(found)
+    flops = product_flops(problem.m, problem.n, problem.k)
+    return Measured(us, flops / us / 1e6, f"{name}, {date[:10]}")
+
+
+def _is_gpu(name: str, hardware: Hardware) -> bool:
+    try:
+        return gpus.for_device(name).name == hardware.name
+    except ValueError:
+        return False
+
+
+def _times(data: dict[str, Any], problem: GemmProblem, config: str) -> Iterable[float]:
+    """From a file of benchmarks/search.py or of benchmarks/bench_gemm.py."""
+    searched = data.get("us", {}).get(f"{problem.m}x{problem.n}x{problem.k}", {})
+    if config in searched:
+        yield searched[config]
+    for row in data.get("shapes", []):
+        if (row["m"], row["n"], row["k"]) == problem[:3] and row.get("config") == config:
+            yield row["results"]["deep_tile"]["us"]
+
+
+# ---- for a terminal
+
+
+def show(derived: Derivation, console: Console, most: int | None) -> None:
+    """Print the derivation; `most` candidates at most, None: all."""
+    problem, choice, gpu = derived.problem, derived.choice, derived.hardware
+    m, n, k, num_sms, *_ = problem
+    console.print(f"m = {m}, n = {n}, k = {k} in {derived.dtype} on {num_sms} SMs of {gpu.name}", style="bold")
+    if derived.bucket.m != m:
+        console.print(f"Decided for m = {derived.bucket.m}, as for every m that rounds up to it.")
+    console.print()
+    console.print(_wall_table(derived), "")
+    shown = derived.candidates[:most]
+    console.print(_candidate_table(derived, shown), "")
+    console.print(why(derived), "")
+    console.print(_component_table(derived))
+    measured = measurement(derived)
+    if measured:
+        error = choice.estimate.time_us / measured.us - 1
+        console.print(
+            f"Measured: {measured.us:.1f} us, {measured.tflops:.0f} TFLOPS ({measured.source}); "
+            f"the prediction is {error:+.1%} off."
+        )
+    for line in _notes(derived):
+        console.print(line)
+
+
+def _notes(derived: Derivation) -> Iterable[str]:
+    gpu, assumed = derived.hardware, ("scaled", "assumed")
+    unmeasured = [name for name, _, source in gpus.describe(gpu) if source in assumed]
+    if gpu.source("fp8_tflops") in assumed:
+        yield (
+            f"Times are those of an H200, scaled to {gpu.name} by tensor rate, clock and bandwidth. Not measured "
+            f"there: {', '.join(unmeasured)}; `doctor --measure` measures most of them."
+        )
+    if derived.dtype != "fp8":
+        yield f"There is no {derived.dtype} kernel; times are those of FP8 tiles whose stages have as many bytes."
+    elif gpu != gpus.H200:
+        used = select.choose(derived.problem)
+        if used != derived.choice.config:
+            yield f"By itself fp8_gemm takes {used.name}, as for an H200 with as many SMs; `config=` overrides it."
+
+
+def _wall_table(derived: Derivation) -> Table:
+    """The walls one after the other; the choice's arithmetic for those that belong to a tile."""
+    choice, gpu = derived.choice.tile, derived.hardware
+    walls = {wall.name: wall for wall in choice.walls}
+    size = f"{choice.block_m}x{choice.block_n}x{choice.block_k}"
+    made = table("wall", "", "arithmetic", numbers=False)
+    made.add_row("HBM, the problem", _mark(derived.walls[0]), derived.walls[0].reason)
+    hit = "; ".join(f"{one.block_m}x{one.block_n} by {_excess(one.reason)}" for one in derived.rejected)
+    registers = f"{size}: {walls['register'].reason}. {len(derived.rejected)} tiles hit it: {hit}"
+    made.add_row("registers", _mark(walls["register"]), registers)
+    operands = (choice.block_m + choice.block_n) * choice.block_k * DTYPE_BYTES[derived.dtype]
+    fixed = choice.smem_bytes - choice.stages * choice.stage_bytes
+    made.add_row(
+        "capacity",
+        _mark(walls["capacity"]),
+        f"({choice.block_m} + {choice.block_n}) x {choice.block_k} x {DTYPE_BYTES[derived.dtype]} = {operands} bytes "
+        f"of operands, {choice.stage_bytes} a stage with scales and barriers; ({gpu.smem_bytes} - {fixed}) / "
+        f"{choice.stage_bytes} = {choice.stages_max} stages at most, {choice.stages} used",
+    )
+    made.add_row("L2, the tile", _mark(walls["intensity (L2)"]), walls["intensity (L2)"].reason)
+    smem = walls["intensity (shared memory)"]
+    made.add_row("shared memory, WGMMA", _mark(smem), smem.reason)
+    made.add_row("latency", _mark(walls["latency"]), walls["latency"].reason)
+    made.add_row("Little's law", _mark(walls["Little's law"]), walls["Little's law"].reason)
+    config, estimate, bucket = derived.choice.config, derived.choice.estimate, derived.bucket
+    units = select.cluster_tiles(config, bucket)
+    slots = select.cluster_slots(config, bucket.num_sms)
+    made.add_row(
+        "waves",
+        "",
+        f"{units} {'tiles' if config.cluster == 1 else f'clusters of {config.cluster}'} over {slots} slots: "
+        f"{estimate.waves} waves, {estimate.utilization:.0%} full",
+    )
+    return made
+
+
+def _mark(wall: Wall) -> str:
+    return "holds" if wall.holds else "bound" if wall.name.startswith("intensity") else "hit"
+
+
+def _excess(reason: str) -> str:
+    return reason.rpartition("by ")[2]
+
+
+def _candidate_table(derived: Derivation, shown: list[Candidate]) -> Table:
+    title = f"{len(shown)} of {len(derived.candidates)} candidates, by predicted time"
+    columns = ("us", "over best", "bound by", "waves", "full", "registers", "KiB/stage", "stages", "FLOP/byte L2")
+    made = table("config" if derived.dtype == "fp8" else "tile", *columns, title=title)
+    best_us = shown[0].estimate.time_us
+    for candidate in shown:
+        _, tile, estimate = candidate
+        made.add_row(
+            _name(derived, candidate),
+            f"{estimate.time_us:.1f}",
+            f"{estimate.time_us / best_us - 1:.1%}",
+            estimate.bound,
+            str(estimate.waves),
+            f"{estimate.utilization:.0%}",
+            f"{tile.accumulators}+{tile.temporaries}",
+            f"{tile.stage_bytes / 1024:.1f}",
+            f"{tile.stages_min}..{tile.stages}..{tile.stages_max}",
+            f"{tile.wall('intensity (L2)').value:.0f}",
+        )
+    made.caption = "registers: accumulators + one K block's; stages: least by latency, used, most by capacity"
+    return made
+
+
+def _component_table(derived: Derivation) -> Table:
+    made = table("predicted time", "us", "share")
+    total = derived.choice.estimate.time_us
+    for what, us in components(derived):
+        if abs(us) >= 0.005 * total:
+            made.add_row(what, f"{us:.1f}", f"{us / total:.0%}")
+    made.add_row("in all", f"{total:.1f}", "", style="bold")
+    return made
+
+
+def table(first: str, *others: str, title: str | None = None, numbers: bool = True) -> Table:
+    """Columns after the first hold numbers and are set to the right, unless told otherwise."""
+    style = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)}
+    made = Table(title=title, title_justify="left", title_style="bold", caption_justify="left", **style)
+    made.add_column(first, no_wrap=True)
+    for header in others:
+        made.add_column(header, justify="right" if numbers else "left", overflow="fold")
+    return made
+
+
+# ---- the picture
+
+
+def plot(derived: Derivation, path: str | Path) -> None:
+    """Write the roofline as an image: three bandwidths and the tensor rate, the problem, the candidates' tiles.
+
+    Each point stands at the intensity that counts for its roof: the problem at FLOP per byte of HBM, a tile at FLOP per
+    byte of L2. Heights are predicted TFLOPS of the whole product, and the measured one where it is stored.
+    """
+    from matplotlib.figure import Figure  # explain without a picture does not wait for it
+
+    gpu, problem = derived.hardware, derived.problem
+    flops, peak = product_flops(problem.m, problem.n, problem.k), gpu.tflops(derived.dtype)
+    tiles = [(c.tile.wall("intensity (L2)").value, flops / c.estimate.time_us / 1e6) for c in derived.candidates]
+    at = derived.walls[0].value
+    low, high = min(at, *(x for x, _ in tiles), peak / gpu.smem_tbps) / 3, max(at, peak / gpu.hbm_tbps) * 5
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    roofs = (("HBM", gpu.hbm_tbps, "tab:blue"), ("L2", gpu.l2_tbps, "tab:orange"))
+    for name, tbps, color in (*roofs, ("shared memory", gpu.smem_tbps, "tab:green")):
+        ridge = peak / tbps
+        axes.plot([low, ridge, high], [low * tbps, peak, peak], color=color, label=f"{name}, {tbps:.3g} TB/s")
+    axes.axhline(gpu.peak(derived.dtype), color="black", linewidth=0.8, linestyle=":", label="datasheet's tensor rate")
+    axes.scatter(*zip(*tiles, strict=True), s=14, color="tab:orange", alpha=0.5, label="candidates' tiles, against L2")
+    axes.scatter(*tiles[0], s=70, marker="D", color="tab:orange", edgecolor="black", label="the choice's tile")
+    problem_style = {"s": 90, "marker": "*", "color": "tab:blue", "edgecolor": "black"}
+    axes.scatter(at, tiles[0][1], label="the problem, against HBM", **problem_style)
+    measured = measurement(derived)
+    if measured:
+        label = f"measured, {measured.tflops:.0f} TFLOPS"
+        axes.scatter(at, measured.tflops, s=60, marker="x", color="black", label=label, zorder=3)
+    lowest = min(rate for _, rate in tiles)
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(min(lowest, peak / 30) / 2, peak * 2.2))
+    axes.set(xlabel="FLOP per byte through the level", ylabel="TFLOPS")
+    axes.set_title(f"{problem.m} x {problem.n} x {problem.k}, {derived.dtype}, {gpu.name}")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,302 @@
+"""The roofline with its resources: which tiles are possible on a GPU, which are good for a problem, and why.
+
+Called by report.py (`explain`) and by users. The formulas are walls.py's, the legal tiles config.py's and the times
+select.py's, whose choice this only explains. Pure functions: no GPU, no torch. Invariant: the first candidate of
+`derive` is the config that `select.choose` gives the problem.
+
+Kernels that are no GEMM have functions of the same kind: `derive_elementwise`, `derive_reduction`, `derive_attention`,
+`derive_convolution`.
+"""
+
+from math import gcd
+from typing import NamedTuple
+
+from deep_tile import select
+from deep_tile.config import ACCUMULATOR_LIMIT, MMA_M, SCALE_BLOCK, GemmConfig
+from deep_tile.hardware import DTYPE_BYTES, H200, Hardware
+from deep_tile.other_kernels import derive_attention, derive_convolution, derive_elementwise, derive_reduction
+from deep_tile.problem import GemmProblem
+from deep_tile.select import Estimate
+from deep_tile.walls import (
+    Wall,
+    accumulator_registers,
+    capacity_wall,
+    intensity_wall,
+    latency_wall,
+    littles_law,
+    operand_bytes,
+    product_flops,
+    register_wall,
+    stages_max,
+)
+
+__all__ = [
+    "Candidate",
+    "Derivation",
+    "Estimate",
+    "Rejected",
+    "Tile",
+    "Wall",
+    "accumulator_registers",
+    "capacity_wall",
+    "derive",
+    "derive_attention",
+    "derive_convolution",
+    "derive_elementwise",
+    "derive_reduction",
+    "intensity_wall",
+    "latency_wall",
+    "littles_law",
+    "operand_bytes",
+    "problem_walls",
+    "product_flops",
+    "register_wall",
+    "stages_max",
+    "tile",
+    "tile_of",
+]
+
+BLOCK_M = (64, 128, 256)
+BLOCK_N = (16, 32, 64, 96, 128, 160, 192, 224, 256)
+"""Sizes that `derive` walks through the walls."""
+
+STORE_BUFFERS = 2
+BARRIER_BYTES = 2 * 8
+
+
+class Tile(NamedTuple):
+    """One tile before the walls, whatever the problem.
+
+    Attributes:
+        block_m, block_n, block_k: elements; block_k of them per stage.
+        dtype: of the operands.
+        stages: of the pipeline.
+        accumulators, temporaries: registers per math thread, of the tile and of a K block that is not yet added.
+        stage_bytes, smem_bytes: shared memory of one stage and of all.
+        stages_min, stages_max: by latency and by capacity.
+        walls: register, capacity, latency, intensity against L2 and against shared memory, Little's law.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    dtype: str
+    stages: int
+    accumulators: int
+    temporaries: int
+    stage_bytes: int
+    smem_bytes: int
+    stages_min: int
+    stages_max: int
+    walls: tuple[Wall, ...]
+
+    def wall(self, name: str) -> Wall:
+        return next(wall for wall in self.walls if wall.name == name)
+
+
+class Candidate(NamedTuple):
+    """A tile that passes the walls, with what it takes on a problem; `config` is the kernel that has it."""
+
+    config: GemmConfig
+    tile: Tile
+    estimate: Estimate
+
+
+class Rejected(NamedTuple):
+    """A tile that hits a wall; `reason` says which, and by how much."""
+
+    block_m: int
+    block_n: int
+    reason: str
+
+
+class Derivation(NamedTuple):
+    """From a problem and a GPU to a config.
+
+    Attributes:
+        problem, hardware, dtype: what was asked.
+        bucket: the problem that decides for it.
+        walls: intensity of the whole problem against HBM, and what a whole wave asks of L2.
+        candidates: the selector's, in its order; the first is the choice.
+        rejected: tiles of the grid `BLOCK_M` x `BLOCK_N` that hit the register or the capacity wall.
+    """
+
+    problem: GemmProblem
+    hardware: Hardware
+    dtype: str
+    bucket: GemmProblem
+    walls: tuple[Wall, ...]
+    candidates: list[Candidate]
+    rejected: list[Rejected]
+
+    @property
+    def choice(self) -> Candidate:
+        return self.candidates[0]
+
+
+def derive(problem: GemmProblem, hardware: Hardware = H200, dtype: str = "fp8") -> Derivation:
+    """Walk the tiles through the walls and rank the kernels that are left by their predicted time.
+
+    Other dtypes than fp8 have no kernels here. They are judged by the FP8 kernel whose stages have as many bytes: a K
+    block of 128 bytes takes the tensor cores equally long in every dtype. Without promotion they are somewhat faster.
+
+    Args:
+        problem: m, n, k and the SMs to use, at most the hardware's.
+        hardware: see `hardware.for_device`.
+        dtype: of the operands: fp8, int8, fp16, bf16 or tf32; the result has 2 bytes per element.
+
+    Raises:
+        ValueError: a size is not positive, there are more SMs than the hardware has, or it has no rate for the dtype.
+    """
+    _check(problem, hardware)
+    hardware.peak(dtype)
+    as_fp8 = problem._replace(k=problem.k * DTYPE_BYTES[dtype])
+    bucket = select.bucketed(as_fp8)
+    ranked = select.candidates(bucket, hardware)
+    if dtype != "fp8":
+        ranked = [(estimate, config) for estimate, config in ranked if config.cluster == config.scale_blocks == 1]
+        ranked.sort(key=lambda pair: pair[0].time_us)
+    candidates = [Candidate(config, _config_tile(config, dtype, hardware), estimate) for estimate, config in ranked]
+    walls = problem_walls(problem, hardware, dtype)
+    asked = bucket._replace(k=problem.k)
+    return Derivation(problem, hardware, dtype, asked, walls, candidates, _rejected(dtype, hardware))
+
+
+def problem_walls(problem: GemmProblem, hardware: Hardware = H200, dtype: str = "fp8") -> tuple[Wall, ...]:
+    """The whole problem against HBM, each operand moved once."""
+    as_fp8 = problem._replace(k=problem.k * DTYPE_BYTES[dtype])
+    flops = product_flops(problem.m, problem.n, problem.k)
+    bytes_moved = select.compulsory_bytes(as_fp8)
+    return (intensity_wall("HBM", flops, bytes_moved, hardware.tflops(dtype), hardware.hbm_tbps),)
+
+
+def tile(
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    dtype: str = "fp16",
+    hardware: Hardware = H200,
+    *,
+    math_warpgroups: int | None = None,
+    temporaries: int = 0,
+    scale_bytes: int = 0,
+    stages: int | None = None,
+) -> Tile:
+    """Any tile before the walls, also one that no kernel here has.
+
+    Args:
+        block_m, block_n, block_k: elements.
+        dtype: of the operands.
+        math_warpgroups: that share the tile; by default one for 64 rows, else two.
+        temporaries: registers per thread of a product that is scaled before it is added.
+        scale_bytes: of one stage.
+        stages: by default as many as fit.
+
+    Raises:
+        ValueError: a size is not positive, the dtype has no tensor rate, or the tile hits the register or the capacity
+            wall; the message says by how much.
+    """
+    for name, size in (("block_m", block_m), ("block_n", block_n), ("block_k", block_k)):
+        if size <= 0:
+            raise ValueError(f"{name} is {size}; sizes must be positive")
+    hardware.peak(dtype)
+    warpgroups = math_warpgroups or (1 if block_m <= MMA_M else 2)
+    stage_bytes = round(operand_bytes(block_m, block_n, block_k, DTYPE_BYTES[dtype])) + scale_bytes + BARRIER_BYTES
+    fixed_bytes = warpgroups * STORE_BUFFERS * MMA_M * gcd(block_n, 64) * 2
+    most = stages_max(stage_bytes, fixed_bytes, hardware.smem_bytes)
+    made = _tile(
+        *(block_m, block_n, block_k, dtype, hardware),
+        accumulators=accumulator_registers(block_m, block_n, warpgroups),
+        temporaries=temporaries,
+        stage_bytes=stage_bytes,
+        smem_bytes=fixed_bytes + (stages or max(most, 2)) * stage_bytes,
+        stages=stages or max(most, 2),
+        most=most,
+        mma_n=min(block_n, 256),
+    )
+    hit = [wall.reason for wall in made.walls if wall.name in ("register", "capacity") and not wall.holds]
+    if hit:
+        raise ValueError(f"tile {block_m}x{block_n}x{block_k} of {dtype}: {'; '.join(hit)}")
+    return made
+
+
+def tile_of(config: GemmConfig, hardware: Hardware = H200) -> Tile:
+    """The tile of a kernel, with the kernel's own registers and shared memory."""
+    return _config_tile(config, "fp8", hardware)
+
+
+def _config_tile(config: GemmConfig, dtype: str, hardware: Hardware) -> Tile:
+    block_k = config.block_k // DTYPE_BYTES[dtype]
+    if dtype != "fp8":
+        return tile(config.block_m, config.block_n, block_k, dtype, hardware)
+    fixed_bytes = config.smem_bytes - config.stages * config.stage_bytes
+    return _tile(
+        *(config.block_m, config.block_n, block_k, dtype, hardware),
+        accumulators=config.accumulator_registers,
+        temporaries=config.block_registers,
+        stage_bytes=config.stage_bytes,
+        smem_bytes=config.smem_bytes,
+        stages=config.stages,
+        most=stages_max(config.stage_bytes, fixed_bytes, hardware.smem_bytes),
+        mma_n=config.mma_n,
+    )
+
+
+def _tile(
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    dtype: str,
+    hardware: Hardware,
+    *,
+    accumulators: int,
+    temporaries: int,
+    stage_bytes: int,
+    smem_bytes: int,
+    stages: int,
+    most: int,
+    mma_n: int,
+) -> Tile:
+    element_bytes, tflops = DTYPE_BYTES[dtype], hardware.tflops(dtype)
+    flops = product_flops(block_m, block_n, block_k)
+    latency_us = hardware.hbm_latency_ns / 1e3
+    latency = latency_wall(stages, flops, tflops / hardware.num_sms, latency_us)
+    mma_bytes = operand_bytes(MMA_M, mma_n, block_k, element_bytes)
+    walls = (
+        register_wall(accumulators, temporaries, ACCUMULATOR_LIMIT),
+        capacity_wall(smem_bytes, hardware.smem_bytes),
+        latency,
+        intensity_wall("L2", flops, operand_bytes(block_m, block_n, block_k, element_bytes), tflops, hardware.l2_tbps),
+        intensity_wall("shared memory", product_flops(MMA_M, mma_n, block_k), mma_bytes, tflops, hardware.smem_tbps),
+        littles_law((stages - 1) * stage_bytes, hardware.hbm_tbps * 1e3 / hardware.num_sms, latency_us),
+    )
+    return Tile(
+        *(block_m, block_n, block_k, dtype, stages, accumulators, temporaries, stage_bytes, smem_bytes),
+        *(round(latency.limit), most, walls),
+    )
+
+
+def _rejected(dtype: str, hardware: Hardware) -> list[Rejected]:
+    rejected = []
+    for block_m in BLOCK_M:
+        for block_n in BLOCK_N:
+            try:
+                _smallest(block_m, block_n, dtype, hardware)
+            except ValueError as error:
+                rejected.append(Rejected(block_m, block_n, str(error).partition(": ")[2]))
+    return rejected
+
+
+def _smallest(block_m: int, block_n: int, dtype: str, hardware: Hardware) -> GemmConfig | Tile:
+    """The tile with the two stages that a pipeline needs. Raises ValueError where even that hits a wall."""
+    if dtype == "fp8":
+        return GemmConfig(block_m, block_n, 2, store_buffers=1)
+    return tile(block_m, block_n, SCALE_BLOCK // DTYPE_BYTES[dtype], dtype, hardware, stages=2)
+
+
+def _check(problem: GemmProblem, hardware: Hardware) -> None:
+    for name in ("m", "n", "k", "num_sms"):
+        if getattr(problem, name) <= 0:
+            raise ValueError(f"{name} is {getattr(problem, name)}; sizes must be positive")
+    if problem.num_sms > hardware.num_sms:
+        raise ValueError(f"num_sms is {problem.num_sms}; {hardware.name} has {hardware.num_sms}")

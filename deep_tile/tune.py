@@ -1,0 +1,169 @@
+"""The search for the fastest config of given shapes on the GPU at hand: `python -m deep_tile tune`.
+
+Called by cli.py. Compiles the candidates, checks what each of them computes, times them in turns (timing.py), and keeps
+the winners (tuned.py), which the selector then prefers. Invariant: a config whose result was wrong is never kept.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from deep_tile import plan, select, tuned
+from deep_tile.api import fp8_gemm, supports
+from deep_tile.config import GemmConfig, round_up
+from deep_tile.problem import GemmProblem
+from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
+from deep_tile.reference import fp8_gemm_reference, relative_error
+from deep_tile.timing import L2Flush, capture, time_alternating
+
+MAX_RELATIVE_ERROR = 1.8e-3
+"""Frobenius norm, against the reference. Rounding the result to BF16 explains 1.66e-3."""
+
+PREDICTED_WITHIN = 2.0
+"""Configs predicted to take more than this many times the best are not tried."""
+
+CLEARLY = 0.99
+"""A config takes the place of the selector's choice only below this share of its time: two runs differ as much."""
+
+Track = Callable[[Iterable, str, int], Iterable]
+"""Passes items on and shows progress: items, what is being done, how many there are."""
+
+
+class Tuned(NamedTuple):
+    """What became of one bucket.
+
+    Attributes:
+        problem: the bucket, with its largest m.
+        choice: the config to use from now on, and its time.
+        before, before_us: what the selector chose so far, and its time; NaN when its result was wrong.
+        tried: configs that were timed.
+        wrong: configs whose result was off, with its relative error.
+    """
+
+    problem: GemmProblem
+    choice: tuned.Choice
+    before: GemmConfig
+    before_us: float
+    tried: int
+    wrong: dict[GemmConfig, float]
+
+
+def tune(shapes: Iterable[tuple[int, int, int]], *, wide: bool, repeats: int, track: Track) -> list[Tuned]:
+    """Search every shape's bucket on the current device; nothing is stored.
+
+    Args:
+        shapes: (m, n, k).
+        wide: also try numbers of stages and store buffers other than the default.
+        repeats: samples per config.
+
+    Raises:
+        ValueError: a shape that `fp8_gemm` does not take.
+        RuntimeError: no config computed a shape right.
+    """
+    problems = list(dict.fromkeys(_bucket(*shape) for shape in shapes))
+    searched = {problem: search_space(problem, wide) for problem in problems}
+    _load(list(dict.fromkeys(config for configs in searched.values() for config in configs)), track)
+    flush = L2Flush()
+    with torch.cuda.stream(torch.cuda.Stream()):  # graphs cannot be captured on the default stream
+        items = track(searched.items(), "Timing", len(searched))
+        return [_tune_bucket(problem, configs, repeats, flush) for problem, configs in items]
+
+
+def store(results: Sequence[Tuned]) -> str:
+    """Keep the choices for this model of GPU; where, in words. Raises OSError as `tuned.store` does."""
+    properties = _properties()
+    found = {select.bucket_key(result.problem): result.choice for result in results}
+    path = tuned.store(properties.name, properties.multi_processor_count, found)
+    select.choose_bucket.cache_clear()
+    return str(path)
+
+
+def search_space(problem: GemmProblem, wide: bool) -> list[GemmConfig]:
+    """Configs that are worth timing, the selector's choice first."""
+    ranked = select.candidates(problem)
+    limit_us = PREDICTED_WITHIN * min(estimate.time_us for estimate, _ in ranked)
+    likely = [config for i, (estimate, config) in enumerate(ranked) if i == 0 or estimate.time_us <= limit_us]
+    if not wide:
+        return likely
+    return list(dict.fromkeys(variant for config in likely for variant in (config, *variants(config))))
+
+
+def variants(config: GemmConfig) -> list[GemmConfig]:
+    """The same tile with other depths of its rings, as far as they fit."""
+    found = []
+    for store_buffers in (1, 2):
+        for stages in range(max(2, config.stages - 2), config.stages + 3):
+            try:
+                found.append(replace(config, stages=stages, store_buffers=store_buffers))
+            except ValueError:
+                break  # deeper rings need more shared memory still
+    return found
+
+
+def _bucket(m: int, n: int, k: int) -> GemmProblem:
+    padded = round_up(k, 16)
+    supported, reason = supports(m, n, k, a_stride=padded, b_stride=padded)
+    if not supported or not min(m, n, k):
+        raise ValueError(f"shape {m}x{n}x{k}: {reason if not supported else 'sizes must be positive'}")
+    num_sms = _properties().multi_processor_count
+    return select.bucketed(GemmProblem(m, n, k, num_sms, tma_store=n % 8 == 0))
+
+
+def _properties():
+    return torch.cuda.get_device_properties(torch.cuda.current_device())
+
+
+def _load(configs: Sequence[GemmConfig], track: Track) -> None:
+    device = torch.cuda.current_device()
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        loaded = pool.map(lambda config: plan.load_kernel(config, device), configs)
+        for _ in track(loaded, "Compiling", len(configs)):
+            pass
+
+
+def _tune_bucket(problem: GemmProblem, configs: Sequence[GemmConfig], repeats: int, flush: L2Flush) -> Tuned:
+    operands = _operands(problem)
+    expected = fp8_gemm_reference(*operands, torch.float32)
+    out = torch.empty(problem.m, problem.n, dtype=torch.bfloat16, device="cuda")
+    graphs, wrong = {}, {}
+    for config in configs:
+        graph = capture(partial(fp8_gemm, *operands, out, config=config))
+        out.fill_(float("nan"))  # the config before may have left the right result
+        graph.replay()
+        error = relative_error(out, expected)
+        if error <= MAX_RELATIVE_ERROR:
+            graphs[config] = graph
+        else:
+            wrong[config] = error
+    if not graphs:
+        raise RuntimeError(f"{select.bucket_key(problem)}: every config's result is wrong, such as {wrong}")
+    times_us = {config: timing.us for config, timing in time_alternating(graphs, repeats, flush).items()}
+    before = configs[0]
+    best = choose(times_us, before)
+    choice = tuned.Choice(best, times_us[best])
+    return Tuned(problem, choice, before, times_us.get(before, float("nan")), len(graphs), wrong)
+
+
+def choose(times_us: dict[GemmConfig, float], before: GemmConfig) -> GemmConfig:
+    """The fastest, or the present choice where that is as good."""
+    best = min(times_us, key=times_us.__getitem__)
+    if before in times_us and times_us[best] > CLEARLY * times_us[before]:
+        return before
+    return best
+
+
+def _operands(problem: GemmProblem) -> tuple[torch.Tensor, ...]:
+    """a, a_scale, b, b_scale of random normal values, rows at multiples of 16 bytes."""
+    m, n, k = problem.m, problem.n, problem.k
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def cast(rows: int, per_rows: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(rows, k, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return per_rows(x, out=torch.empty(rows, round_up(k, 16), dtype=FP8_DTYPE, device="cuda")[:, :k])
+
+    return *cast(m, per_token_cast_to_fp8), *cast(n, per_block_cast_to_fp8)

@@ -1,0 +1,133 @@
+"""What `tune` found to be fastest, kept from process to process.
+
+Written by tune.py, read by select.py: no torch, no CUDA. A file holds the choices of one model of GPU, by bucket:
+`{"gpu": ..., "num_sms": ..., "choices": {"MxNxK": {"us": ..., "config": {fields of GemmConfig}}}}`. Invariant: it is
+read once per process, and one that cannot be used costs a warning, never an error: the selector does without.
+"""
+
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deep_tile import settings
+from deep_tile.config import GemmConfig
+
+_DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
+
+
+class Choice(NamedTuple):
+    """The fastest config of a bucket, and the microseconds it took when it was tuned."""
+
+    config: GemmConfig
+    us: float
+
+
+def choices(num_sms: int) -> Mapping[str, Choice]:
+    """Tuned choices by "MxNxK" of a bucket, for products on `num_sms` SMs: all of the GPU that was tuned on."""
+    return _all_choices().get(num_sms, {})
+
+
+@lru_cache(maxsize=1)
+def _all_choices() -> dict[int, dict[str, Choice]]:
+    found: dict[int, dict[str, Choice]] = {}
+    for path in _files():
+        try:
+            num_sms, tuned = _read(path)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            warnings.warn(
+                f"deep_tile ignores the tuned choices in {path}: {type(error).__name__}: {error}. "
+                "Remove the file, and run `python -m deep_tile tune` again",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            continue
+        found.setdefault(num_sms, {}).update(tuned)
+    return found
+
+
+def _files() -> Iterator[Path]:
+    """The file that the user names, if it exists; else those of this machine's GPUs."""
+    named = settings.tuned_file()
+    if named is not None:
+        yield from [named] if named.exists() else []
+        return
+    directory = _directory()
+    if directory is None:
+        return
+    stems = {_file_name(gpu) for gpu in _gpus_of_machine()}
+    for path in sorted(directory.glob("*.json")):
+        if not stems or path.name in stems:
+            yield path
+
+
+def _gpus_of_machine() -> set[str]:
+    """Models of GPU, as the driver's files say without initialising it; none where it does not show them.
+
+    Then a file of another GPU with as many SMs may be taken: its choices are right, and perhaps not the fastest.
+    """
+    models = set()
+    for path in _DRIVER_FILES.glob("*/information"):
+        try:
+            text = path.read_text()
+        except OSError:
+            continue
+        models.update(re.findall(r"^Model:\s*(.*\S)", text, re.MULTILINE))
+    return models
+
+
+def _read(path: Path) -> tuple[int, dict[str, Choice]]:
+    data = json.loads(path.read_text())
+    tuned = {key: Choice(GemmConfig(**entry["config"]), entry["us"]) for key, entry in data["choices"].items()}
+    return int(data["num_sms"]), tuned
+
+
+def path_for(gpu: str) -> Path | None:
+    """Where choices for a model of GPU are kept; None: nowhere, since there is no cache directory."""
+    directory = _directory()
+    return settings.tuned_file() or (directory and directory / _file_name(gpu))
+
+
+def _directory() -> Path | None:
+    cache = settings.cache_dir()
+    return cache and cache / "tuned"
+
+
+def _file_name(gpu: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", gpu) + ".json"
+
+
+def store(gpu: str, num_sms: int, found: Mapping[str, Choice]) -> Path:
+    """Add choices to the file of a GPU, in place of older ones of the same buckets; this process uses them too.
+
+    Results of a GPU of the same model with another number of SMs are replaced, and a damaged file is.
+
+    Raises:
+        OSError: there is nowhere to keep them, or the file cannot be written.
+    """
+    path = path_for(gpu)
+    if path is None:
+        raise FileNotFoundError("no directory to keep tuned choices in; set DEEP_TILE_TUNED or DEEP_TILE_CACHE_DIR")
+    try:
+        old_num_sms, kept = _read(path)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        old_num_sms, kept = num_sms, {}
+    merged = {**(kept if old_num_sms == num_sms else {}), **found}
+    entries = {key: {"us": round(choice.us, 3), "config": asdict(choice.config)} for key, choice in merged.items()}
+    _write(path, {"gpu": gpu, "num_sms": num_sms, "choices": entries})
+    _all_choices.cache_clear()
+    return path
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    """All at once, so that a reader never sees half a file."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, delete=False) as file:
+        file.write(json.dumps(data, indent=1) + "\n")
+    os.replace(file.name, path)

@@ -1,0 +1,122 @@
+"""The four walls that a tile runs into: registers, capacity, intensity, latency. Each a pure function with units.
+
+Called by config.py (what is legal), select.py and roofline.py (what is good); it imports nothing of the package, so
+that all of them share one set of formulas. Invariant: a wall is the number, the limit it is held against, and the
+arithmetic in words; it decides nothing else.
+"""
+
+from math import ceil
+from typing import NamedTuple
+
+WARPGROUP_THREADS = 128
+
+
+class Wall(NamedTuple):
+    """One wall seen from one tile.
+
+    Attributes:
+        name: `register`, `capacity`, `intensity (LEVEL)`, `latency` or `Little's law`.
+        value, limit: in `unit`; the tile is on the good side while `holds`.
+        unit: of both.
+        holds: register and capacity: the tile is possible. Intensity: the tensor cores are the bound, not this level.
+            Latency: the stages hide it.
+        reason: the arithmetic.
+    """
+
+    name: str
+    value: float
+    limit: float
+    unit: str
+    holds: bool
+    reason: str
+
+
+def accumulator_registers(block_m: int, block_n: int, math_warpgroups: int) -> int:
+    """32-bit accumulators of each math thread: the tile, spread over all of them."""
+    return ceil(block_m * block_n / (WARPGROUP_THREADS * math_warpgroups))
+
+
+def register_wall(accumulators: int, temporaries: int, limit: int) -> Wall:
+    """What a math thread holds against what it can spare.
+
+    Args:
+        accumulators: registers of the output tile, see `accumulator_registers`.
+        temporaries: registers of one K block's product, where it is scaled before it is added (two levels); else 0.
+        limit: registers that addresses, scales and loop variables leave.
+    """
+    needed = accumulators + temporaries
+    if temporaries:
+        sentence = f"{accumulators} accumulators and {temporaries} of one K block"
+    else:
+        sentence = f"{accumulators} accumulators"
+    if needed > limit:
+        reason = f"{sentence} exceed the {limit} registers a math thread can spare, by {needed - limit}"
+    else:
+        reason = f"{sentence} fit the {limit} registers a math thread can spare"
+    return Wall("register", needed, limit, "registers per thread", needed <= limit, reason)
+
+
+def operand_bytes(block_m: int, block_n: int, block_k: int, element_bytes: float) -> float:
+    """Both operands of one K block of a tile."""
+    return (block_m + block_n) * block_k * element_bytes
+
+
+def capacity_wall(smem_bytes: int, limit_bytes: int) -> Wall:
+    """Stages, output tile, scales and barriers against the shared memory of a block."""
+    if smem_bytes > limit_bytes:
+        reason = (
+            f"{smem_bytes} bytes of shared memory exceed Hopper's {limit_bytes} bytes per block, by "
+            f"{smem_bytes - limit_bytes}"
+        )
+    else:
+        reason = f"{smem_bytes} of {limit_bytes} bytes of shared memory"
+    return Wall("capacity", smem_bytes, limit_bytes, "bytes", smem_bytes <= limit_bytes, reason)
+
+
+def stages_max(stage_bytes: float, fixed_bytes: float, limit_bytes: int) -> int:
+    """Most stages that fit beside what a block needs once; 0 if not even one does."""
+    return max(0, int((limit_bytes - fixed_bytes) // stage_bytes))
+
+
+def product_flops(m: int, n: int, k: int) -> int:
+    """A multiplication and an addition for each m, n and k."""
+    return 2 * m * n * k
+
+
+def intensity_wall(level: str, flops: float, bytes_moved: float, tflops: float, tbps: float) -> Wall:
+    """FLOP per byte through one level of the memory against the FLOP per byte at which that level keeps up.
+
+    Judge the whole problem (each operand once) against HBM, one tile against L2, one instruction against shared memory.
+    """
+    intensity, critical = flops / bytes_moved, tflops / tbps
+    bound = "compute" if intensity >= critical else level
+    reason = (
+        f"{flops:.4g} FLOP / {bytes_moved:.4g} bytes = {intensity:.4g} FLOP per byte, and {level} keeps up from "
+        f"{tflops:g} TFLOPS / {tbps:.4g} TB/s = {critical:.4g} on: bound by {bound}"
+    )
+    return Wall(f"intensity ({level})", intensity, critical, "FLOP per byte", intensity >= critical, reason)
+
+
+def latency_wall(stages: int, flops: float, sm_tflops: float, latency_us: float) -> Wall:
+    """Stages against those that keep the tensor cores of an SM busy while the next loads are under way.
+
+    `stages_min = ceil(latency / t_stage) + 1`: one that is multiplied, and as many loading as the latency lasts stages.
+
+    Args:
+        flops: of one stage.
+        sm_tflops: rate of one SM.
+        latency_us: from asking for a stage to having it.
+    """
+    stage_us = flops / sm_tflops / 1e6
+    least = ceil(latency_us / stage_us) + 1
+    reason = f"ceil({latency_us:.3g} us of latency / {stage_us:.3g} us of math per stage) + 1 = {least} stages at least"
+    if stages < least:
+        reason += f"; {stages} are {least - stages} too few"
+    return Wall("latency", stages, least, "stages", stages >= least, reason)
+
+
+def littles_law(bytes_in_flight: float, sm_gbps: float, latency_us: float) -> Wall:
+    """Bytes that an SM has asked for against bandwidth x latency: what it must have asked for, to get its share."""
+    needed = sm_gbps * 1e3 * latency_us
+    reason = f"{bytes_in_flight:.0f} bytes in flight per SM; {sm_gbps:.4g} GB/s x {latency_us:.3g} us need {needed:.0f}"
+    return Wall("Little's law", bytes_in_flight, needed, "bytes in flight", bytes_in_flight >= needed, reason)

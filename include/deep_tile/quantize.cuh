@@ -1,0 +1,293 @@
+// The casts to FP8: one scale per 1x128 block (cast_rows) or 128x128 block (cast_tiles), each element read once.
+//
+// Launched by deep_tile/cast.py; deep_tile/quantize.py holds the definition that every bit agrees with. A row of a block
+// is 128 columns, shared by `lanes` neighbouring threads. Each thread holds vectors of 16 bytes of it in registers from
+// the load until the store, all of them requested before the first is used; threads * vectors keep memory busy.
+#pragma once
+
+#include "config.cuh"
+
+namespace deep_tile::ptx {
+
+// The larger of two unsigned halves, twice: "max".
+__device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
+    u32 larger;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
+__device__ __forceinline__ float cvt_f32_f16(u16 half) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+    return value;
+}
+
+// Two floats to packed e4m3, round to nearest even; `low` in bits 0 to 7.
+__device__ __forceinline__ u16 cvt_rn_satfinite_e4m3x2(float high, float low) {
+    u16 packed;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+}  // namespace deep_tile::ptx
+
+namespace deep_tile {
+
+using i64 = long long;
+
+// Strides in elements; columns of x and out are adjacent.
+struct CastParams {
+    const void* x;
+    u8* out;
+    float* scale;
+    i64 rows, columns, x_stride, out_stride;
+    i64 scale_stride_row, scale_stride_column;
+    bool aligned;  // x may be read, and out written, in whole vectors; rows end with one
+    float amax_floor;
+};
+
+// Formats of x: what a word of one or two elements holds. Magnitudes are compared as integers, which orders finite
+// values, infinity and NaN, in this order; so NaN comes through.
+
+struct Halves {
+    using Bits = u16;
+    static __device__ __forceinline__ u32 magnitude(u32 word) { return word & 0x7fff7fff; }
+    static __device__ __forceinline__ u32 larger(u32 a, u32 b) { return ptx::max_u16x2(a, b); }
+    static __device__ __forceinline__ u16 largest(u32 word) { return max(word >> 16, word & 0xffff); }
+};
+
+struct BFloat16 : Halves {
+    static __device__ __forceinline__ float value(u16 bits) { return __uint_as_float(u32(bits) << 16); }
+};
+
+struct Float16 : Halves {
+    static __device__ __forceinline__ float value(u16 bits) { return ptx::cvt_f32_f16(bits); }
+};
+
+struct Float32 {
+    using Bits = u32;
+    static __device__ __forceinline__ u32 magnitude(u32 word) { return word & 0x7fffffff; }
+    static __device__ __forceinline__ u32 larger(u32 a, u32 b) { return max(a, b); }
+    static __device__ __forceinline__ u32 largest(u32 word) { return word; }
+    static __device__ __forceinline__ float value(u32 bits) { return __uint_as_float(bits); }
+};
+
+// x / divisor, rounded as IEEE wants it, given 1 / divisor so rounded: Markstein's correction of the rounded product,
+// good where nothing underflows. A third of the instructions of `/`.
+__device__ __forceinline__ float divide(float x, float divisor, float reciprocal) {
+    const float quotient = x * reciprocal;
+    return copysignf(fmaf(fmaf(-divisor, quotient, x), reciprocal, quotient), x);  // the remainder of -0 is +0
+}
+
+struct Scale {
+    float value, reciprocal;
+};
+
+// From the magnitude, as the bits of a float, of a block's largest element. Infinity counts as NaN.
+__device__ __forceinline__ Scale make_scale(u32 magnitude, float amax_floor) {
+    constexpr float fp8_max = 448.0f;
+    constexpr u32 infinity = 0x7f800000, nan = 0x7fffffff;
+    const u32 amax = max(magnitude, __float_as_uint(amax_floor));
+    const float value = divide(__uint_as_float(amax < infinity ? amax : nan), fp8_max, 1.0f / fp8_max);
+    return {value, __frcp_rn(value)};
+}
+
+// One thread's part of a row of 128 columns, shared by `lanes` threads.
+template <typename Format, int lanes>
+class Slice {
+   public:
+    // `row` is the first of `columns` elements; what lies beyond is taken as zeros, which change no largest magnitude.
+    __device__ __forceinline__ void load(const typename Format::Bits* row, int columns, int lane, bool aligned) {
+#pragma unroll
+        for (int i = 0; i < vectors; ++i) {
+            if (aligned) {
+                load_vector(words_[i], row, columns, vector_column(i, lane));
+            } else {
+                load_elements(words_[i], row, columns, i, lane);
+            }
+        }
+    }
+
+    // Bits of a float.
+    __device__ __forceinline__ u32 magnitude() const {
+        u32 larger = 0;
+#pragma unroll
+        for (int i = 0; i < vectors; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) larger = Format::larger(larger, Format::magnitude(words_[i][j]));
+        }
+        return __float_as_uint(Format::value(Format::largest(larger)));
+    }
+
+    __device__ __forceinline__ void store(u8* row, int columns, int lane, bool aligned, const Scale& scale) const {
+#pragma unroll
+        for (int i = 0; i < vectors; ++i) {
+            u32 codes[elements / 4];
+            quantize(codes, words_[i], scale);
+            if (aligned) {
+                store_vector(row, columns, vector_column(i, lane), codes);
+            } else {
+                store_elements(row, columns, i, lane, codes);
+            }
+        }
+    }
+
+   private:
+    using Bits = typename Format::Bits;
+    static constexpr int elements = 16 / sizeof(Bits);  // of a vector
+    static constexpr int per_word = 4 / sizeof(Bits);
+    static constexpr int vectors = scale_block / (lanes * elements);
+
+    // Neighbouring threads take neighbouring vectors, or, where these cannot be had, neighbouring elements.
+    static __device__ __forceinline__ int vector_column(int i, int lane) { return (i * lanes + lane) * elements; }
+    static __device__ __forceinline__ int element_column(int i, int j, int lane) {
+        return (i * elements + j) * lanes + lane;
+    }
+
+    static __device__ __forceinline__ void load_vector(u32 (&words)[4], const Bits* row, int columns, int column) {
+        uint4 vector = {};
+        if (column < columns) vector = *reinterpret_cast<const uint4*>(row + column);
+        words[0] = vector.x, words[1] = vector.y, words[2] = vector.z, words[3] = vector.w;
+    }
+
+    static __device__ __forceinline__ void load_elements(u32 (&words)[4], const Bits* row, int columns, int i,
+                                                         int lane) {
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+            words[word] = 0;
+#pragma unroll
+            for (int part = 0; part < per_word; ++part) {
+                const int column = element_column(i, word * per_word + part, lane);
+                if (column < columns) words[word] |= u32(row[column]) << (16 * part);
+            }
+        }
+    }
+
+    static __device__ __forceinline__ float value(const u32 (&words)[4], int j) {
+        return Format::value(Bits(words[j / per_word] >> (16 * (j % per_word))));
+    }
+
+    static __device__ __forceinline__ void quantize(u32 (&codes)[elements / 4], const u32 (&words)[4],
+                                                    const Scale& scale) {
+#pragma unroll
+        for (int j = 0; j < elements; j += 4) {
+            float scaled[4];
+#pragma unroll
+            for (int n = 0; n < 4; ++n) scaled[n] = divide(value(words, j + n), scale.value, scale.reciprocal);
+            codes[j / 4] = u32(ptx::cvt_rn_satfinite_e4m3x2(scaled[3], scaled[2])) << 16 |
+                           ptx::cvt_rn_satfinite_e4m3x2(scaled[1], scaled[0]);
+        }
+    }
+
+    static __device__ __forceinline__ void store_vector(u8* row, int columns, int column,
+                                                        const u32 (&codes)[elements / 4]) {
+        if (column >= columns) return;
+        if constexpr (elements == 8) {
+            *reinterpret_cast<uint2*>(row + column) = {codes[0], codes[1]};
+        } else {
+            *reinterpret_cast<u32*>(row + column) = codes[0];
+        }
+    }
+
+    static __device__ __forceinline__ void store_elements(u8* row, int columns, int i, int lane,
+                                                          const u32 (&codes)[elements / 4]) {
+#pragma unroll
+        for (int j = 0; j < elements; ++j) {
+            const int column = element_column(i, j, lane);
+            if (column < columns) row[column] = codes[j / 4] >> (8 * (j % 4));
+        }
+    }
+
+    u32 words_[vectors][4];
+};
+
+// Of `lanes` neighbouring threads, all of which must call it; the rest of the warp may be elsewhere.
+template <int lanes>
+__device__ __forceinline__ u32 largest_of_lanes(u32 value) {
+    constexpr u32 team = lanes == warp_threads ? ~0u : (1u << lanes) - 1;
+    const u32 mask = team << (threadIdx.x % warp_threads / lanes * lanes);
+#pragma unroll
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+        value = max(value, __shfl_xor_sync(mask, value, distance));
+    }
+    return value;
+}
+
+__device__ __forceinline__ int columns_of(const CastParams& params, u32 block_column) {
+    const i64 left = params.columns - i64(block_column) * scale_block;
+    return left < scale_block ? int(left) : scale_block;
+}
+
+__device__ __forceinline__ void write_scale(const CastParams& params, u32 row, u32 column, float value) {
+    params.scale[row * params.scale_stride_row + column * params.scale_stride_column] = value;
+}
+
+// 1x128 blocks: `lanes` threads take one after the other. Blocks are counted along the columns first, in 32 bits:
+// more of them would be 512 GiB of out.
+template <typename Format, int lanes>
+__device__ __forceinline__ void cast_rows(const CastParams& params) {
+    const auto* x = static_cast<const typename Format::Bits*>(params.x);
+    const u32 block_columns = (params.columns + scale_block - 1) / scale_block;
+    const u32 blocks = params.rows * block_columns;
+    const u32 teams = gridDim.x * (blockDim.x / lanes);
+    const int lane = threadIdx.x % lanes;
+    for (u32 block = (blockIdx.x * blockDim.x + threadIdx.x) / lanes; block < blocks; block += teams) {
+        const u32 row = block / block_columns, block_column = block % block_columns;
+        const int columns = columns_of(params, block_column);
+        const u32 first = block_column * scale_block;
+        Slice<Format, lanes> slice;
+        slice.load(x + row * params.x_stride + first, columns, lane, params.aligned);
+        const Scale scale = make_scale(largest_of_lanes<lanes>(slice.magnitude()), params.amax_floor);
+        if (lane == 0) write_scale(params, row, block_column, scale.value);
+        slice.store(params.out + row * params.out_stride + first, columns, lane, params.aligned, scale);
+    }
+}
+
+// The largest of the thread block's values, in every thread.
+template <int threads>
+__device__ __forceinline__ u32 largest_of_block(u32 value) {
+    constexpr int warps = threads / warp_threads;
+    __shared__ u32 largest[warps];
+    const u32 of_warp = __reduce_max_sync(~0u, value);
+    __syncthreads();  // the last round's values have been read
+    if (threadIdx.x % warp_threads == 0) largest[threadIdx.x / warp_threads] = of_warp;
+    __syncthreads();
+    return __reduce_max_sync(~0u, largest[threadIdx.x % warps]);
+}
+
+// 128x128 blocks: a thread block takes one after the other, a slice of every `threads / lanes`-th row per thread.
+template <typename Format, int threads>
+__device__ __forceinline__ void cast_tiles(const CastParams& params) {
+    using Bits = typename Format::Bits;
+    constexpr int lanes = scale_block * sizeof(Bits) / 16;
+    constexpr int step = threads / lanes, slices = scale_block / step;
+    const auto* x = static_cast<const Bits*>(params.x);
+    const u32 block_columns = (params.columns + scale_block - 1) / scale_block;
+    const u32 blocks = (params.rows + scale_block - 1) / scale_block * block_columns;
+    const int lane = threadIdx.x % lanes;
+    for (u32 block = blockIdx.x; block < blocks; block += gridDim.x) {
+        const u32 block_row = block / block_columns, block_column = block % block_columns;
+        const i64 first_row = i64(block_row) * scale_block + threadIdx.x / lanes;
+        const u32 first = block_column * scale_block;
+        const int columns = columns_of(params, block_column);
+        Slice<Format, lanes> slice[slices];
+        u32 magnitude = 0;
+#pragma unroll
+        for (int i = 0; i < slices; ++i) {
+            const i64 row = first_row + i * step;
+            slice[i].load(x + row * params.x_stride + first, row < params.rows ? columns : 0, lane, params.aligned);
+        }
+#pragma unroll
+        for (int i = 0; i < slices; ++i) magnitude = max(magnitude, slice[i].magnitude());
+        const Scale scale = make_scale(largest_of_block<threads>(magnitude), params.amax_floor);
+        if (threadIdx.x == 0) write_scale(params, block_row, block_column, scale.value);
+#pragma unroll
+        for (int i = 0; i < slices; ++i) {
+            const i64 row = first_row + i * step;
+            u8* out = params.out + row * params.out_stride + first;
+            slice[i].store(out, row < params.rows ? columns : 0, lane, params.aligned, scale);
+        }
+    }
+}
+
+}  // namespace deep_tile

@@ -1,0 +1,166 @@
+"""`explain`: the selector's choice, as data, as text and as a picture, within a second and without torch."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import deep_tile
+from deep_tile import cli, report, select
+from deep_tile.hardware import PRESETS
+from deep_tile.problem import GemmProblem
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def call(capsys):
+    """Run a command line: its exit code, stdout and stderr."""
+
+    def run(*arguments: str):
+        try:
+            code = cli.main(arguments)
+        except SystemExit as exit_:
+            code = exit_.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("shape", [(1, 32768, 512), (100, 576, 7168), (4096, 4096, 7168)])
+def test_data_is_the_selectors_choice(shape):
+    data = deep_tile.explain(*shape)
+    assert data["config"] == data["candidates"][0]["name"] == select.choose(GemmProblem(*shape)).name
+    assert sum(data["predicted"].values()) == pytest.approx(data["candidates"][0]["time_us"])
+    assert {row["name"] for row in data["candidates"]} == {config.name for config in select.default_configs()}
+    json.dumps(data, allow_nan=False)
+
+
+def test_walls_are_told_with_their_arithmetic(call):
+    code, out, _ = call("explain", "4096", "4096", "7168")
+    text = " ".join(out.split())
+    assert code == 0
+    for said in (
+        "2.405e+11 FLOP / 9.227e+07 bytes = 2607 FLOP per byte",
+        "128 accumulators and 64 of one K block fit the 192 registers",
+        "256x256 by 128",
+        "(128 + 256) x 128 x 1 = 49152 bytes",
+        "4 stages at most, 4 used",
+        "+ 1 = 2 stages at least",
+        "256 clusters of 2 over 66 slots: 4 waves, 97% full",
+    ):
+        assert said in text, said
+
+
+@pytest.mark.parametrize("gpu", PRESETS)
+def test_every_preset(call, gpu):
+    code, out, err = call("explain", "64", "4096", "7168", "--hardware", gpu)
+    assert (code, err) == (0, "")
+    assert f"on {PRESETS[gpu].num_sms} SMs of {gpu}" in out
+    assert ("scaled to" in out) == (gpu != "H200")
+
+
+def test_where_the_choice_for_another_gpu_differs_it_is_said(call):
+    out = " ".join(call("explain", "64", "4096", "7168", "--hardware", "H100 SXM")[1].split())
+    derived = report.derivation(64, 4096, 7168, hardware="H100 SXM")
+    used = select.choose(derived.problem)
+    assert used != derived.choice.config
+    assert f"By itself fp8_gemm takes {used.name}" in out
+
+
+def test_other_dtypes_are_tiles_without_kernels(call):
+    code, out, _ = call("explain", "4096", "4096", "7168", "--dtype", "bf16")
+    assert code == 0
+    assert "bf16_128x256x64_s4" in out
+    assert "There is no bf16 kernel" in out
+    assert "fp8_gemm" not in out
+    assert deep_tile.explain(4096, 4096, 7168, dtype="bf16")["config"] == "bf16_128x256x64_s4"
+
+
+def test_a_stored_measurement_is_shown(call):
+    out = call("explain", "4096", "4096", "7168")[1]
+    assert "Measured: " in out and "the prediction is" in out
+    measured = deep_tile.explain(4096, 4096, 7168)["measured"]
+    assert measured["tflops"] == pytest.approx(2 * 4096 * 4096 * 7168 / measured["us"] / 1e6)
+    assert deep_tile.explain(4096, 4096, 7100)["measured"] is None
+    assert deep_tile.explain(4096, 4096, 7168, num_sms=131)["measured"] is None
+    assert deep_tile.explain(4096, 4096, 7168, hardware="H100 SXM")["measured"] is None
+
+
+def test_measurements_of_a_bench_run_are_found(monkeypatch, tmp_path):
+    name = select.choose(GemmProblem(24, 512, 512)).name
+    row = {"m": 24, "n": 512, "k": 512, "config": name, "results": {"deep_tile": {"us": 8.0}}}
+    for date, us in (("2026-11-20", 9.0), ("2026-11-22", 8.0)):
+        run = {"meta": {"gpu": "NVIDIA H200", "date": date}, "shapes": [{**row, "results": {"deep_tile": {"us": us}}}]}
+        (tmp_path / f"{date}.json").write_text(json.dumps(run))
+    (tmp_path / "other.json").write_text(json.dumps({"meta": {"gpu": "NVIDIA A100", "date": "2027"}, "shapes": [row]}))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    measured = deep_tile.explain(24, 512, 512)["measured"]
+    assert (measured["us"], measured["source"]) == (8.0, "2026-11-22.json, 2026-11-22")
+
+
+def test_plot(call, tmp_path):
+    picture = tmp_path / "roofline.png"
+    code, _, err = call("explain", "64", "4096", "7168", "--plot", str(picture))
+    assert code == 0
+    assert str(picture) in err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "code"),
+    [
+        (("--hardware", "A100"), "hardware is 'A100'; known are H100 SXM", 1),
+        (("--num-sms", "133"), "num_sms is 133; H200 has 132", 1),
+        (("--num-sms", "100", "--hardware", "H20"), "num_sms is 100; H20 has 78", 1),
+        (("--dtype", "fp64"), "invalid choice: 'fp64'", 2),
+    ],
+)
+def test_bad_arguments(call, arguments, said, code):
+    seen, out, err = call("explain", "1", "2", "3", *arguments)
+    assert (seen, out) == (code, "")
+    assert said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
+def test_sizes_must_be_positive(sizes):
+    with pytest.raises(ValueError, match="sizes must be positive"):
+        deep_tile.explain(*sizes)
+
+
+def test_it_takes_less_than_a_second_and_no_torch():
+    """Starting Python included: 0.15 s on an idle core."""
+    program = (
+        "import sys\nfrom deep_tile.cli import main\n"
+        "assert main(['explain', '4096', '4096', '7168']) == 0\n"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'cuda'} & set(sys.modules)\nassert not heavy, heavy\n"
+    )
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 1
+
+
+# ---- what else of the command line shows measurements
+
+
+def test_doctor_measure_needs_a_gpu(call, monkeypatch):
+    monkeypatch.setattr(deep_tile, "is_available", lambda: (False, "torch sees no CUDA device"))
+    code, out, err = call("doctor", "--measure")
+    assert (code, out) == (1, "")
+    assert err == "deep-tile: measuring needs a Hopper GPU: torch sees no CUDA device\n"
+
+
+def test_bench_plots_stored_results_without_a_gpu(call, tmp_path):
+    picture = tmp_path / "layers.png"
+    stored = ROOT / "benchmarks" / "results" / "peers_h200_2026-11-21.json"
+    code, out, _ = call("bench", "--results", str(stored), "--plot", str(picture))
+    assert code == 0
+    assert "4096x7168x2048" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,152 @@
+"""What is known of GPUs: presets against the datasheets, names, and measurements that are stored and preferred."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from deep_tile import hardware
+from deep_tile.hardware import H20, H200, PRESETS, for_device
+
+
+@pytest.fixture
+def stored(monkeypatch, tmp_path):
+    """The file of measurements, in a folder that does not exist yet."""
+    path = tmp_path / "cache" / "hardware.json"
+    monkeypatch.setattr(hardware, "measured_path", lambda: path)
+    hardware._stored_measurements.cache_clear()
+    yield path
+    hardware._stored_measurements.cache_clear()
+
+
+def properties(name="NVIDIA H200", sms=132, l2_bytes=60 << 20):
+    return SimpleNamespace(name=name, multi_processor_count=sms, L2_cache_size=l2_bytes)
+
+
+@pytest.mark.parametrize(
+    ("name", "sms", "fp8_tflops", "hbm_tbps"),
+    [
+        ("H100 SXM", 132, 1979, 3.35),
+        ("H100 PCIe", 114, 1513, 2.0),
+        ("H200", 132, 1979, 4.8),
+        ("H800", 132, 1979, 3.35),
+        ("H20", 78, 296, 4.0),
+        ("GH200", 132, 1979, 4.0),
+    ],
+)
+def test_presets_are_the_datasheets(name, sms, fp8_tflops, hbm_tbps):
+    preset = PRESETS[name]
+    assert (preset.num_sms, preset.peak("fp8"), preset.hbm_peak_tbps) == (sms, fp8_tflops, hbm_tbps)
+    assert preset.peak("bf16") == preset.peak("fp16") == fp8_tflops / 2
+    assert preset.peak("int8") == fp8_tflops
+    assert preset.fp8_tflops < preset.peak("fp8")
+    assert preset.hbm_tbps < preset.hbm_peak_tbps
+
+
+def test_an_sm_of_an_h200_multiplies_8192_fp8_a_clock():
+    """The white paper's peak: 4096 multiply-adds per clock and SM at 1830 MHz."""
+    assert H200.peak("fp8") * 1e12 / H200.num_sms / 1.83e9 == pytest.approx(8192, rel=1e-3)
+
+
+def test_only_the_h200_was_measured():
+    assert H200.source("fp8_tflops") == H200.source("hbm_tbps") == "measured"
+    for preset in PRESETS.values():
+        if preset != H200:
+            assert "measured" not in preset.sources.values()
+            assert preset.source("hbm_tbps") == "scaled"
+    assert H20.source("peak_tflops") == "press"
+    assert PRESETS["H100 SXM"].source("peak_tflops") == "datasheet"
+
+
+def test_what_is_described_has_a_source():
+    known = {"datasheet", "press", "measured", "published", "scaled", "assumed"}
+    for preset in PRESETS.values():
+        described = hardware.describe(preset)
+        assert {"hbm_tbps", "registers", "launch_us", "smem_bytes"} <= {name for name, _, _ in described}
+        assert {source for _, _, source in described} <= known
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("H100 SXM", "H100 SXM"),
+        ("h100-sxm", "H100 SXM"),
+        ("H100", "H100 SXM"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H800", "H800"),
+        ("NVIDIA H20", "H20"),
+        ("h20", "H20"),
+        ("NVIDIA GH200 480GB", "GH200"),
+    ],
+)
+def test_names(stored, name, preset):
+    assert for_device(name) == PRESETS[preset]
+
+
+@pytest.mark.parametrize("name", ["", "A100", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "H2", "B200", "NVIDIA H20-3e"])
+def test_unknown_names_list_the_known(name):
+    with pytest.raises(ValueError, match="known are H100 SXM, H100 PCIe, H200, H800, H20, GH200") as caught:
+        for_device(name)
+    assert repr(name) in str(caught.value)
+
+
+def test_the_driver_is_believed(stored):
+    told = for_device(properties(sms=120, l2_bytes=60 << 20))
+    assert (told.num_sms, told.l2_bytes, told.source("num_sms")) == (120, 60 << 20, "driver")
+    assert told.hbm_tbps == H200.hbm_tbps
+
+
+def test_measurements_are_stored_and_preferred_by_the_drivers_name_only(stored):
+    hardware.store_measured("NVIDIA H20", {"hbm_tbps": 3.6, "launch_us": 2.9})
+    hardware.store_measured("NVIDIA H200", {"hbm_tbps": 4.2})
+    assert set(json.loads(stored.read_text())) == {"NVIDIA H20", "NVIDIA H200"}
+    measured = for_device(properties("NVIDIA H20", 78))
+    assert (measured.hbm_tbps, measured.launch_us, measured.source("hbm_tbps")) == (3.6, 2.9, "measured")
+    assert measured.fp8_tflops == H20.fp8_tflops
+    assert for_device("NVIDIA H20").hbm_tbps == 3.6
+    assert for_device("H20") == H20
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3"])
+def test_a_damaged_file_counts_as_empty_and_is_replaced(stored, text):
+    stored.parent.mkdir()
+    stored.write_text(text)
+    assert for_device("NVIDIA H200") == H200
+    hardware.store_measured("NVIDIA H200", {"hbm_tbps": 4.2})
+    assert for_device("NVIDIA H200").hbm_tbps == 4.2
+
+
+@pytest.mark.parametrize("values", [{"hbm_tbps": 0}, {"hbm_tbps": -1.0}, {"hbm_tbps": float("nan")}, {"colour": 1.0}])
+def test_nonsense_is_not_stored(stored, values):
+    with pytest.raises(ValueError, match="wanted a positive number for one of hbm_tbps"):
+        hardware.store_measured("NVIDIA H200", values)
+    assert not stored.exists()
+
+
+def test_without_a_cache_directory_nothing_is_stored(monkeypatch):
+    monkeypatch.setattr(hardware, "measured_path", lambda: None)
+    with pytest.raises(FileNotFoundError, match="DEEP_TILE_CACHE_DIR"):
+        hardware.store_measured("NVIDIA H200", {"hbm_tbps": 4.2})
+
+
+def test_dtypes_without_a_tensor_rate():
+    with pytest.raises(ValueError, match="dtype is 'fp64'; H20 has tensor rates for fp8, int8, fp16, bf16, tf32"):
+        H20.tflops("fp64")
+    assert H200.tflops("bf16") == pytest.approx(750)
+
+
+@pytest.mark.gpu
+def test_measuring_a_gpu_gives_every_figure_near_its_preset():
+    import torch
+
+    from deep_tile.measure import measure
+
+    known, measured = measure()
+    assert set(measured) == set(hardware.MEASURABLE)
+    assert known.num_sms == torch.cuda.get_device_properties(0).multi_processor_count
+    for name, value in measured.items():
+        assert 1 / 3 < value / getattr(known, name) < 3, (name, value, getattr(known, name))
+    assert measured["l2_latency_ns"] < measured["hbm_latency_ns"]
+    assert measured["hbm_tbps"] < measured["l2_tbps"]

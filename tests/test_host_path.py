@@ -1,0 +1,254 @@
+"""The way of a warm call through api.py, without a GPU: what is launched, by which path, and what reaches the checks.
+
+CPU tensors of the real torch pass for GPU tensors, in a process of its own in which fake_driver.c is the driver. That
+covers everything on the host but torch's CUDA streams, which test_host_path_gpu.py does.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from test_launcher import WHOLE_CUBIN, fake_driver, run_python  # noqa: F401
+
+SETUP = f"""
+import ctypes, os, sys
+import torch
+if "libcuda.so" in open("/proc/self/maps").read():
+    sys.exit("torch has opened the real driver")
+ctypes.CDLL(os.environ["FAKE_DRIVER"], mode=ctypes.RTLD_GLOBAL)
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from helpers import make_operands
+from deep_tile import GemmConfig, _launcher, api, fp8_gemm, plan, prepare
+
+# The facts that need a GPU.
+api._needs_kernel = lambda a, b: True
+api._check_hopper = api._check_capture = lambda *ignored: None
+plan.load_kernel = lambda config, device: _launcher.load({WHOLE_CUBIN!r}, config.name, config.smem_bytes, 0)
+torch._C._cuda_getCurrentRawStream = lambda device: 0x57
+
+paths = []  # what a call did: prepare a launch, launch
+def note(module, name):
+    function = getattr(module, name)
+    def noting(*args, **kwargs):
+        result = function(*args, **kwargs)
+        if result is not False:
+            paths.append(name)
+        return result
+    setattr(module, name, noting)
+for module, name in ((_launcher, "launch"), (_launcher, "launch_known"), (_launcher, "launch_bound"),
+                     (plan, "prepare_launch")):
+    note(module, name)
+
+def show(*what):
+    print("=", *what, flush=True)
+def attempt(call, *args, **kwargs):
+    paths.clear()
+    try:
+        call(*args, **kwargs)
+        show(*paths)
+    except (TypeError, ValueError, RuntimeError) as error:
+        show(type(error).__name__, error, *paths)
+
+# Not all dense, so that the strides can change.
+a, a_scale, b, b_scale = make_operands(5, 128, 256, seed=1)
+out = torch.zeros(6, 136, dtype=torch.bfloat16)[:5, :128]
+good = {{"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "out": out}}
+"""
+
+
+@pytest.fixture
+def run_pretending(fake_driver):  # noqa: F811
+    """Runs code that knows all of SETUP; the lines that it shows, and those of the kernels launched."""
+
+    def run(code: str) -> tuple[list[str], list[str]]:
+        process = run_python(SETUP + code, FAKE_DRIVER=str(fake_driver))
+        if "torch has opened the real driver" in process.stderr:
+            pytest.skip("this torch opens the real driver when it is imported")
+        assert process.returncode == 0, process.stderr
+        lines = process.stdout.splitlines()
+        shown = [line.removeprefix("=").strip() for line in lines if line.startswith("=")]
+        return shown, [line for line in lines if line.startswith("cuLaunchKernelEx")]
+
+    return run
+
+
+WITHOUT_DLPACK = """
+_launcher.launch_known, _launcher.signature, _launcher.bind = lambda *ignored: False, *[lambda *ignored: None] * 2
+"""
+"""As with a torch that has no DLPack C exchange API."""
+
+
+def test_second_call_is_one_call_into_c(run_pretending):
+    shown, launched = run_pretending("""
+for _ in range(3):
+    attempt(fp8_gemm, **good)
+show(f"a_scale {a_scale.data_ptr():#x} b_scale {b_scale.data_ptr():#x} out {out.data_ptr():#x} strides 2,1 2,1 136 ")
+""")
+    assert shown[:3] == ["prepare_launch launch", "launch_known", "launch_known"]
+    assert len(launched) == 3
+    assert all(shown[3] in launch for launch in launched)
+    assert ["stream 0x57 " in launch for launch in launched] == [True, False, False], "DLPack knows torch's stream"
+
+
+def test_second_call_without_dlpack(run_pretending):
+    shown, launched = run_pretending(WITHOUT_DLPACK + "for _ in range(3): attempt(fp8_gemm, **good)")
+    assert shown == ["prepare_launch launch", "launch", "launch"]
+    assert len({launch.partition("maps")[2] for launch in launched}) == 1
+
+
+def test_parameters_are_tensors(run_pretending):
+    """Whether they require a gradient or not; what differs in nothing that the checks read shares a launch."""
+    shown, _ = run_pretending("""
+attempt(fp8_gemm, **good)
+frozen = torch.nn.Parameter(b, requires_grad=False)
+trained = torch.nn.Parameter(b_scale)
+attempt(fp8_gemm, **good | {"b": frozen, "b_scale": trained})
+attempt(fp8_gemm, **good | {"a": a.clone(), "b": b.clone()})
+""")
+    assert shown == ["prepare_launch launch", "launch_known", "launch_known"]
+
+
+def test_other_subclasses_go_through_python(run_pretending):
+    shown, _ = run_pretending("""
+class Subclass(torch.Tensor):
+    pass
+attempt(fp8_gemm, **good)
+for _ in range(2):
+    attempt(fp8_gemm, **good | {"b": b.as_subclass(Subclass)})
+""")
+    assert shown == ["prepare_launch launch", "prepare_launch launch", "launch"]
+
+
+CHANGES = {
+    "dtype": ('"a": a.view(torch.uint8)', "TypeError a must be torch.float8_e4m3fn"),
+    "dtype of the same family": ('"b": b.view(torch.float8_e5m2)', "TypeError b must be torch.float8_e4m3fn"),
+    "dtype of out": ('"out": out.view(torch.float16)', "TypeError out must be torch.bfloat16"),
+    "device": ('"b_scale": b_scale.to("meta")', "ValueError b_scale is on meta"),
+    "shape": ('"a_scale": a_scale[:4]', "ValueError a_scale must have shape"),
+    "rank": ('"b": b[None]', r"ValueError b must have shape \[n, k\]"),
+    "stride": ('"b": b.t().contiguous().t()', "ValueError b must have a unit stride along k"),
+    "stride of out": ('"out": out.as_strided((5, 128), (64, 1))', "ValueError rows of out overlap"),
+    "alignment": (
+        '"a": torch.zeros(5 * 256 + 8, dtype=torch.uint8).view(a.dtype)[8:].view(5, 256)',
+        "ValueError launch: the address of a is 8 modulo 16",
+    ),
+    "no tensor": ('"a": [1.0]', "TypeError a must be a torch.Tensor; got list"),
+    "no memory": ('"a_scale": a_scale.to_sparse()', "RuntimeError .*storage"),
+    "config": ('"config": "fast"', "TypeError config must be a deep_tile.GemmConfig"),
+    "unhashable config": ('"config": [128]', "TypeError config must be a deep_tile.GemmConfig"),
+    "num_sms": ('"num_sms": 0', "ValueError num_sms must be an int"),
+    "out_dtype": ('"out_dtype": torch.float32', "TypeError out_dtype must be torch.bfloat16"),
+    "constant_weights": ('"constant_weights": True', "ValueError constant_weights=True is for launches with pdl=True"),
+}
+"""Of a call that is right and known: what changes, and what is raised; nothing is launched."""
+
+
+@pytest.mark.parametrize("dlpack", [True, False], ids=["dlpack", "without dlpack"])
+def test_changes_reach_the_checks(run_pretending, dlpack):
+    changes = dict(CHANGES)
+    if not dlpack:
+        del changes["device"]  # Python tells GPUs apart by number, and what passes for a GPU here has none.
+    calls = "\n".join(f"attempt(fp8_gemm, **good | {{{change}}})" for change, _ in changes.values())
+    setup = "attempt(fp8_gemm, **good)\n"
+    shown, launched = run_pretending(("" if dlpack else WITHOUT_DLPACK) + setup + calls)
+    assert len(launched) == 1
+    for (_, message), line in zip(changes.values(), shown[1:], strict=True):
+        assert re.match(message, line), line
+
+
+def test_legal_changes_are_prepared_anew(run_pretending):
+    shown, launched = run_pretending("""
+attempt(fp8_gemm, **good)
+unaligned = torch.zeros(6 * 136 + 1, dtype=torch.bfloat16).as_strided(out.shape, out.stride(), 1)
+changes = [
+    {"out": unaligned}, {"a_scale": a_scale.t().contiguous().t()}, {"a": a[:3], "a_scale": a_scale[:3], "out": out[:3]},
+    {"num_sms": 7}, {"config": GemmConfig(64, 64, 4)}, {"batch_invariant": True}, {"pdl": True},
+    {"pdl": True, "constant_weights": True},
+]
+for change in changes:
+    attempt(fp8_gemm, **good | change)
+    attempt(fp8_gemm, **good | change)
+""")
+    assert shown == ["prepare_launch launch", *["prepare_launch launch", "launch_known"] * 8]
+    assert [re.search(r"pdl \d", launch).group() for launch in launched] == ["pdl 0"] * 13 + ["pdl 1"] * 4
+    assert [re.search(r"early_b \d", launch).group() for launch in launched] == ["early_b 0"] * 15 + ["early_b 1"] * 2
+
+
+def test_out_is_allocated(run_pretending):
+    shown, _ = run_pretending("""
+for _ in range(2):
+    attempt(fp8_gemm, a, a_scale, b, b_scale)
+result = fp8_gemm(a, a_scale, b, b_scale)
+show(result.dtype, tuple(result.shape), result.is_contiguous())
+""")
+    assert shown == ["prepare_launch launch", "launch_known", "torch.bfloat16 (5, 128) True"]
+
+
+def test_signatures_are_forgotten_when_there_are_too_many(run_pretending):
+    shown, _ = run_pretending("""
+api._MAX_SIGNATURES = 2
+for m in (1, 2, 2, 3, 3, 2):
+    attempt(fp8_gemm, a[:m], a_scale[:m], b, b_scale, out[:m])
+show(*map(len, api._launches.values()))
+""")
+    new, known = "prepare_launch launch", "launch_known"
+    assert shown == [new, new, known, new, known, new, "2"]
+
+
+# Plans.
+
+
+@pytest.mark.parametrize(
+    ("setup", "path"), [("", "launch_bound"), (WITHOUT_DLPACK, "launch")], ids=["dlpack", "without dlpack"]
+)
+def test_plan(run_pretending, setup, path):
+    """It prepares once, launches nothing by itself, and binds the weights."""
+    shown, launched = run_pretending(
+        setup
+        + """
+weights = torch.nn.Parameter(b, requires_grad=False)
+plan_ = prepare(a, a_scale, weights, b_scale, out, pdl=True, constant_weights=True)
+show(*paths)
+other = a.clone(), a_scale.clone(), torch.zeros(6, 136, dtype=torch.bfloat16)[:5, :128]
+attempt(plan_, a, a_scale, out)
+attempt(plan_, *other)
+show(plan_(*other) is other[2], plan_.b is weights, plan_.b_scale is b_scale, plan_.config.block_m)
+show(repr(plan_))
+result = prepare(a, a_scale, b, b_scale)(a, a_scale)
+show(result.dtype, tuple(result.shape), result.is_contiguous())
+for call in ((a, a_scale, out), other):
+    show(f"a_scale {call[1].data_ptr():#x} b_scale {b_scale.data_ptr():#x} out {call[2].data_ptr():#x} ")
+"""
+    )
+    assert shown[:4] == ["prepare_launch", path, path, "True True True 64"]
+    assert re.fullmatch(r"<deep_tile\.Plan m=5 n=128 k=256 fp8_gemm_\S+>", shown[4])
+    assert shown[5] == "torch.bfloat16 (5, 128) True"
+    assert len(launched) == 4
+    assert shown[6] in launched[0] and shown[7] in launched[1]
+    assert all("pdl 1" in launch and "early_b 1" in launch for launch in launched[:3])
+
+
+PLAN_CHANGES = {
+    "a.view(torch.uint8), a_scale, out": "ValueError a is torch.uint8 .* this plan is for torch.float8_e4m3fn",
+    "a[:3], a_scale[:3], out[:3]": r"ValueError a is .*\[3, 256\].* this plan is for .*\[5, 256\]",
+    "a, a_scale.t().contiguous().t(), out": r"ValueError a_scale is .*strides \(1, 5\).*plan is for .*strides \(2, 1\)",
+    "a, a_scale.to('meta'), out": "ValueError a_scale is .* on meta; this plan is for .* on cpu",
+    "a, a_scale": r"ValueError out is .*strides \(128, 1\).*this plan is for .*strides \(136, 1\)",
+    "a, a_scale, torch.zeros(817, dtype=out.dtype).as_strided((5, 128), (136, 1), 1)": (
+        "ValueError out is .*, not aligned to 16 bytes; this plan"
+    ),
+    "torch.zeros(1288, dtype=torch.uint8).view(a.dtype)[8:].view(5, 256), a_scale, out": (
+        "ValueError launch: the address of a is 8 modulo 16|ValueError a is .*, not aligned to 16 bytes; this plan"
+    ),
+    "a, [1.0], out": "TypeError a_scale must be a torch.Tensor; got list",
+    "None, a_scale": "TypeError a must be a torch.Tensor; got NoneType",
+}
+
+
+@pytest.mark.parametrize("setup", ["", WITHOUT_DLPACK], ids=["dlpack", "without dlpack"])
+def test_plan_takes_the_like_only(run_pretending, setup):
+    calls = "\n".join(f"attempt(plan_, {arguments})" for arguments in PLAN_CHANGES)
+    shown, launched = run_pretending(setup + "plan_ = prepare(a, a_scale, b, b_scale, out)\n" + calls)
+    assert not launched
+    for message, line in zip(PLAN_CHANGES.values(), shown, strict=True):
+        assert re.match(message, line), line

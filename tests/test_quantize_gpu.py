@@ -1,0 +1,217 @@
+"""The casts' kernels: the same bits as the definition, for every shape, dtype, layout and alignment."""
+
+import threading
+
+import pytest
+import torch
+
+from deep_tile import cast as kernels
+from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
+
+pytestmark = pytest.mark.gpu
+
+CASTS = pytest.mark.parametrize("cast", [per_token_cast_to_fp8, per_block_cast_to_fp8])
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+SHAPES = [
+    (1, 1),
+    (1, 128),
+    (3, 7),
+    (128, 128),
+    (127, 129),
+    (130, 264),
+    (257, 7168),
+    (4096, 576),
+    (33, 2049),
+    (1, 16391),
+]
+
+
+def random_matrix(m, k, dtype=torch.bfloat16, seed=0):
+    """Magnitudes from 1e-4 to 1e4: all of e4m3's range occurs in every block, zeros of both signs too."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(m, k, generator=generator, device="cuda")
+    x *= 10 ** (8 * torch.rand(m, k, generator=generator, device="cuda") - 4)
+    x[torch.rand(m, k, generator=generator, device="cuda") < 0.05] *= 0
+    return x.to(dtype)
+
+
+def codes(x):
+    """Bits, NaN of either sign as one."""
+    return torch.where(x.float().isnan(), 0x7F, x.contiguous().view(torch.uint8))
+
+
+def assert_as_defined(cast, x, **options):
+    """The kernel's result is that of the CPU, which is the definition."""
+    quantized, scale = cast(x, **options)
+    targets = {"out", "scale_out"}
+    wanted, wanted_scale = cast(x.cpu(), **{name: options[name] for name in options if name not in targets})
+    assert torch.equal(codes(quantized.cpu()), codes(wanted))
+    torch.testing.assert_close(scale.cpu(), wanted_scale, rtol=0, atol=0, equal_nan=True)
+    return quantized, scale
+
+
+@CASTS
+@DTYPES
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_are_the_definitions(cast, dtype, shape):
+    quantized, _ = assert_as_defined(cast, random_matrix(*shape, dtype))
+    assert quantized.is_contiguous()
+
+
+@CASTS
+@DTYPES
+def test_kernel_is_what_runs(cast, dtype):
+    cast(random_matrix(2, 128, dtype))
+    source = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
+    block_rows = 1 if cast is per_token_cast_to_fp8 else 128
+    kernel, _ = kernels.choose(block_rows, source, 2, 128, 132)
+    assert kernels.is_loaded(kernel, torch.cuda.current_device())
+
+
+@CASTS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_any_strides_and_alignment(cast, dtype):
+    x = random_matrix(200, 1024, dtype)
+    for view in (x[:, :520], x[:, 8:520], x[:, 1:513], x[:, :519], x[::3], x[:, ::2], x.t(), x[:1], x[:, :1]):
+        assert_as_defined(cast, view)
+    assert_as_defined(cast, x[0].expand(130, 1024))
+
+
+@pytest.mark.parametrize("m", [1, 3, 4, 130])
+@pytest.mark.parametrize("layout", ["row", "m", "m_aligned"])
+def test_scale_layouts(m, layout):
+    x = random_matrix(m, 1300)
+    _, scale = assert_as_defined(per_token_cast_to_fp8, x, scale_layout=layout)
+    assert scale.stride() == per_token_cast_to_fp8(x.cpu(), scale_layout=layout)[1].stride()
+    if layout == "m_aligned":
+        padded = scale.as_strided(((m + 3) // 4 * 4, 11), scale.stride())
+        assert (padded[m:] == 0).all()
+
+
+@CASTS
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_writes_where_it_is_told_and_nowhere_else(cast, offset):
+    x = random_matrix(130, 200)
+    rows = cast(x)[1].shape[0]
+    out = torch.full((132, 256), 7.0, device="cuda").to(FP8_DTYPE)
+    scale_out = torch.full((3, 140), 7.0, device="cuda").t()
+    target, scale_target = out[1:131, offset : offset + 200], scale_out[1 : 1 + rows, :2]
+    assert_as_defined(cast, x, out=target, scale_out=scale_target)
+    target.view(torch.uint8).fill_(0)
+    scale_target.fill_(0)
+    assert out.float().count_nonzero() == 132 * 256 - 130 * 200
+    assert scale_out.count_nonzero() == 3 * 140 - 2 * rows
+
+
+@CASTS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_infinity(cast, dtype, poison):
+    x = random_matrix(130, 300, dtype)
+    x[1, 130] = poison
+    quantized, scale = assert_as_defined(cast, x)
+    assert quantized[1, 128:256].float().isnan().all() and scale.isnan().sum() == 1
+
+
+@CASTS
+@pytest.mark.parametrize("amax_floor", [1, 1e-4, 1e-10, 2.0**-80])
+def test_tiny_values_and_floors(cast, amax_floor):
+    x = random_matrix(130, 512, torch.float32) * torch.logspace(-45, 30, 512, device="cuda")
+    assert_as_defined(cast, x, amax_floor=amax_floor)
+    assert_as_defined(cast, torch.zeros_like(x), amax_floor=amax_floor)
+
+
+@CASTS
+def test_largest_finite_values(cast):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = random_matrix(4, 256, dtype)
+        x[2, 7] = torch.finfo(dtype).max
+        assert_as_defined(cast, x)
+
+
+def test_every_bfloat16_over_every_kind_of_scale():
+    """All 65536 values, each in groups whose largest element differs: rounding at the midpoints between codes."""
+    values = torch.arange(65536, device="cuda", dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    finite = values[values.isfinite()]
+    finite = finite[torch.randperm(len(finite), generator=torch.Generator("cuda").manual_seed(1), device="cuda")]
+    assert_as_defined(per_token_cast_to_fp8, finite[: len(finite) // 128 * 128].view(-1, 128), amax_floor=2.0**-80)
+    small = finite[finite.abs() < 448][:32768].view(256, 128)
+    for largest in torch.linspace(448, 900, 64).tolist():
+        x = small.clone()
+        x[:, 0] = largest
+        assert_as_defined(per_token_cast_to_fp8, x)
+
+
+@CASTS
+def test_empty(cast):
+    for shape in ((0, 300), (5, 0), (0, 0)):
+        quantized, scale = cast(torch.empty(shape, device="cuda"))
+        assert quantized.shape == shape and scale.numel() == 0
+
+
+@CASTS
+def test_graph_replays_what_was_captured(cast):
+    x = random_matrix(300, 1024)
+    out, scale = cast(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cast(x, out=out, scale_out=scale)
+    x.copy_(random_matrix(300, 1024, seed=5))
+    graph.replay()
+    torch.cuda.synchronize()
+    wanted, wanted_scale = cast(x.cpu())
+    assert torch.equal(codes(out.cpu()), codes(wanted)) and torch.equal(scale.cpu(), wanted_scale)
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_capture_refuses_a_kernel_that_is_not_loaded(monkeypatch):
+    monkeypatch.setattr(kernels, "_loaded", {})
+    x = random_matrix(4, 128)
+    with pytest.raises(RuntimeError, match="not loaded yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        per_token_cast_to_fp8(x)
+
+
+@CASTS
+def test_runs_on_the_current_stream(cast):
+    x = torch.zeros(512, 4096, device="cuda", dtype=torch.bfloat16)
+    y = random_matrix(512, 4096)
+    wanted, _ = cast(y)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        x.copy_(y)
+        got, _ = cast(x)
+    stream.synchronize()
+    assert torch.equal(codes(got), codes(wanted))
+
+
+def test_thread_that_has_used_no_gpu():
+    x = random_matrix(64, 512)
+    wanted, _ = per_token_cast_to_fp8(x)
+    torch.cuda.synchronize()
+    results = []
+    thread = threading.Thread(target=lambda: results.append(per_token_cast_to_fp8(x)[0]))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert torch.equal(codes(results[0]), codes(wanted))
+
+
+@CASTS
+def test_second_gpu(cast):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = random_matrix(130, 300)
+    wanted, _ = cast(x)
+    got, scale = cast(x.to("cuda:1"))
+    assert (got.device.index, scale.device.index, torch.cuda.current_device()) == (1, 1, 0)
+    assert torch.equal(codes(got.cpu()), codes(wanted.cpu()))
+
+
+def test_rows_beyond_two_gibibytes():
+    x = torch.randn(70_000, 128, device="cuda", dtype=torch.bfloat16)
+    wide = torch.empty(70_000, 32_768, device="cuda", dtype=torch.bfloat16)[:, :128]
+    wide.copy_(x)
+    assert torch.equal(codes(per_token_cast_to_fp8(wide)[0]), codes(per_token_cast_to_fp8(x)[0]))
+    assert torch.equal(codes(per_block_cast_to_fp8(wide)[0]), codes(per_block_cast_to_fp8(x)[0]))
