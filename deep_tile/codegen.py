@@ -109,16 +109,16 @@ CAST_SOURCES = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32"}
 def cast_source(kernel: CastKernel) -> str:
     """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`.
 
-    Numbers are of 8 bytes each, which is how cuda.core passes Python's.
+    Numbers are of 8 bytes each and truths of one, which is how cuda.core passes Python's.
     """
     function = "cast_rows" if kernel.block_rows == 1 else "cast_tiles"
     entry = f"""\
 extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
 {kernel.name}(const void* x, unsigned char* out, float* scale, long long rows, long long columns, long long x_stride,
-    long long out_stride, long long scale_stride_row, long long scale_stride_column, long long aligned,
+    long long out_stride, long long scale_stride_row, long long scale_stride_column, bool aligned,
     double amax_floor) {{
     deep_tile::{function}<deep_tile::{CAST_SOURCES[kernel.source]}, {kernel.threads_per_scale}>(
-        {{x, out, scale, rows, columns, x_stride, out_stride, scale_stride_row, scale_stride_column, aligned != 0,
+        {{x, out, scale, rows, columns, x_stride, out_stride, scale_stride_row, scale_stride_column, aligned,
          static_cast<float>(amax_floor)}});
 }}
 """
