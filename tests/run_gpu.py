@@ -80,7 +80,7 @@ def run_sanitizers() -> dict[str, dict[str, Any]]:
 
 
 def run_sanitizer(sanitizer: str, tool: str) -> dict[str, Any]:
-    command = [sanitizer, "--tool", tool, "--kernel-regex", "kns=fp8_gemm", "--error-exitcode", "9"]
+    command = [sanitizer, "--tool", tool, "--kernel-regex", "kns=fp8_", "--error-exitcode", "9"]
     # Every tensor an allocation of its own, so that memcheck knows where it ends.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     start = time.perf_counter()

@@ -1,18 +1,19 @@
 """Small products that together use every feature of the kernels, for NVIDIA's compute-sanitizer.
 
-    compute-sanitizer --tool racecheck --kernel-regex kns=fp8_gemm python tests/sanitize.py
+    compute-sanitizer --tool racecheck --kernel-regex kns=fp8_ python tests/sanitize.py
 
 run_gpu.py runs it under memcheck, racecheck and synccheck. Inputs have no slack around them, so that an access beyond
 one is an access beyond its allocation (with PYTORCH_NO_CUDA_MEMORY_CACHING=1). Ends with status 1 on a wrong value.
 """
 
 import sys
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from helpers import Operands, assert_accurate, exact_product, make_operands
 
-from deep_tile import GemmConfig, fp8_gemm
+from deep_tile import GemmConfig, fp8_gemm, per_block_cast_to_fp8, per_token_cast_to_fp8
 from deep_tile.config import round_up
 
 
@@ -44,6 +45,10 @@ CASES = (
 """Rings that go round, K that ends inside a block, ragged edges, several waves, clusters that overhang the matrix."""
 
 
+CASTS = ((torch.bfloat16, 70, 304), (torch.float32, 129, 130), (torch.float16, 3, 128))
+"""dtype, rows and columns: whole vectors and single elements, short last blocks."""
+
+
 def tight(x: torch.Tensor, device: str) -> torch.Tensor:
     """A copy with nothing beyond its last row; FP8 rows are 16 bytes apart or a multiple."""
     columns = round_up(x.shape[1], 16) if x.dtype == torch.float8_e4m3fn else x.shape[1]
@@ -61,15 +66,31 @@ def run(case: Case, device: str = "cuda") -> None:
     assert_accurate(out.cpu(), exact_product(operands))
 
 
+def run_casts(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda") -> None:
+    """Both casts against the definition, which is what the CPU computes. Raises AssertionError on a wrong bit."""
+    x = torch.randn(rows, columns).to(dtype)
+    for cast in (per_token_cast_to_fp8, per_block_cast_to_fp8):
+        for on_device, expected in zip(cast(x.to(device)), cast(x), strict=True):
+            assert torch.equal(on_device.cpu().view(torch.uint8), expected.view(torch.uint8)), cast.__name__
+
+
+def failed(run: Callable[..., None], *arguments: Any) -> bool:
+    try:
+        run(*arguments)
+    except AssertionError as error:
+        print("WRONG:", error, flush=True)
+        return True
+    return False
+
+
 def main() -> int:
     failures = 0
     for case in CASES:
         print(case.config.name, *case[1:], flush=True)
-        try:
-            run(case)
-        except AssertionError as error:
-            failures += 1
-            print("WRONG:", error, flush=True)
+        failures += failed(run, case)
+    for cast in CASTS:
+        print("casts of", *cast, flush=True)
+        failures += failed(run_casts, *cast)
     return 1 if failures else 0
 
 

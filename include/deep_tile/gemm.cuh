@@ -128,8 +128,8 @@ __device__ __forceinline__ void produce_operands(const GemmParams& params, Share
         for (int step = range.begin; step < range.end; ++step) {
             wait(smem.empty[state.stage], state.phase ^ 1);
             if (ptx::elect_sync()) {
-                if (early_stages <= 0) load_b(params, smem, state.stage, tile.n, step * config.block_k, b_slice);
                 load_a(params, smem, state.stage, tile.m, step * config.block_k, a_slice);
+                if (early_stages <= 0) load_b(params, smem, state.stage, tile.n, step * config.block_k, b_slice);
             }
             __syncwarp();
             early_stages -= 1;
@@ -219,8 +219,8 @@ struct Scales {
 };
 
 // What stands between two WGMMAs of a warpgroup is time in which only the other one feeds the tensor cores. So the next
-// stage is awaited and its scales are read while this stage's first WGMMA runs: 2 % at k = 2048, 5 % at 16384
-// (128x256, H200, 2026-11-21).
+// stage is awaited and its scales are read while a WGMMA of this stage runs: 2 % at k = 2048, 5 % at 16384. The first
+// WGMMA is best; with multicast, whose stages complete later, the last (128x256, H200, 2026-11-21).
 template <GemmConfig config>
 class Consumer {
    public:
@@ -245,7 +245,7 @@ class Consumer {
                 Blocks<config> blocks;
                 begin_blocks<config>(blocks, a + chunk_m * (mma_m * scale_block / 16),
                                      b + chunk_n * (config.mma_n * scale_block / 16));
-                if (i == 0) {
+                if (i == await_in) {
                     state_.advance();
                     if (step + 1 < range_.end) acquire(next_scales);
                 }
@@ -263,6 +263,7 @@ class Consumer {
 
    private:
     static constexpr int chunks = config.chunks_m * config.chunks_n;
+    static constexpr int await_in = config.cluster_m * config.cluster_n == 1 ? 0 : chunks - 1;
 
     __device__ __forceinline__ void acquire(Scales<config>& scales) const {
         wait(smem_.full[state_.stage], state_.phase);
