@@ -81,6 +81,8 @@ def run_sanitizers() -> dict[str, dict[str, Any]]:
 
 def run_sanitizer(sanitizer: str, tool: str) -> dict[str, Any]:
     command = [sanitizer, "--tool", tool, "--kernel-regex", "kns=fp8_", "--error-exitcode", "9"]
+    if tool == "memcheck":  # cuda-bindings asks the driver for calls that older drivers lack; ours raise when they fail
+        command += ["--report-api-errors", "no"]
     # Every tensor an allocation of its own, so that memcheck knows where it ends.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     start = time.perf_counter()
