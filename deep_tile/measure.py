@@ -160,7 +160,7 @@ class _Measurements:
         times = []
         for _ in range(repeats):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(BUSY_CYCLES)  # the GPU is still at it when all below is enqueued: no host time is measured
+            torch.cuda._sleep(BUSY_CYCLES)  # still running when all below is enqueued: no host time is measured
             start.record()
             call()
             end.record()
