@@ -6,6 +6,7 @@ the same order, as results/peers_h200_2026-11-21.json.
 
 from typing import NamedTuple
 
+from deep_tile.cli import DEEPSEEK_V3_LAYERS
 from deep_tile.hardware import H200, Hardware
 
 
@@ -47,43 +48,11 @@ def _parse_all(text: str) -> tuple[Shape, ...]:
     return tuple(map(Shape.parse, text.split()))
 
 
-DEEPSEEK_V3_LAYERS = {
-    "q and kv down-projection": (2112, 7168),
-    "shared expert, gate and up": (4096, 7168),
-    "shared expert, down": (7168, 2048),
-    "attention output": (7168, 16384),
-    "q up-projection": (24576, 1536),
-    "kv up-projection": (32768, 512),
-}
-"""(n, k) of DeepSeek-V3's linear layers."""
-
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 _OTHERS = _parse_all(
     "1x576x7168 128x576x7168 4096x576x7168 4096x512x32768 4096x1536x24576 4096x2048x7168 "
     "4096x4096x4096 4096x7168x576 4096x7168x2112 4096x7168x4096 4096x16384x7168 8192x8192x8192"
-)
-_LAYERS = {
-    "q and kv down-projection": (2112, 7168),
-    "shared expert, gate and up": (4096, 7168),
-    "shared expert, down": (7168, 2048),
-    "attention output": (7168, 16384),
-    "q up-projection": (24576, 1536),
-    "kv up-projection": (32768, 512),
-}
-"""(n, k) of DeepSeek-V3's linear layers."""
-
-TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-
-_OTHERS = tuple(
-    map(
-        Shape.parse,
-        (
-            *("1x576x7168", "128x576x7168", "4096x576x7168", "4096x512x32768", "4096x1536x24576", "4096x2048x7168"),
-            *("4096x4096x4096", "4096x7168x576", "4096x7168x2112", "4096x7168x4096", "4096x16384x7168"),
-            "8192x8192x8192",
-        ),
-    )
 )
 _LAYERS = tuple(Shape(m, n, k) for n, k in DEEPSEEK_V3_LAYERS.values() for m in TOKENS)
 

@@ -229,7 +229,7 @@ def test_doctor_warns_of_a_driver_older_than_nvrtc(call, monkeypatch):
 
 @pytest.fixture
 def one_layer(monkeypatch):
-    monkeypatch.setattr(cli, "LAYERS", {"a layer": (512, 256)})
+    monkeypatch.setattr(cli, "DEEPSEEK_V3_LAYERS", {"a layer": (512, 256)})
     monkeypatch.setattr(cli, "TOKENS", (8, 4096))
 
 
