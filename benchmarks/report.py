@@ -163,9 +163,10 @@ def markdown_tables(run: Run) -> str:
     return "\n\n".join((note, _markdown(nine), _markdown(means)))
 
 
-def markdown_overhead(overhead: dict[str, Any]) -> str:
-    """What a call costs beside its GPU time, from bench_overhead.py's file."""
-    rows = [["host time per warm call", "us"], *([name, f"{us:.1f}"] for name, us in overhead["host_us"].items())]
+def markdown_overhead(overhead: dict[str, Any], labels: dict[str, str]) -> str:
+    """What a call costs beside its GPU time, from bench_overhead.py's file; `labels` are titles by contestant."""
+    rows = [["host time per warm call", "us"]]
+    rows += [[labels.get(name, name), f"{us:.1f}"] for name, us in overhead["host_us"].items()]
     kernels = [["first call of a kernel, ms", "cold cache", "disk cache"]]
     for cold, disk in zip(overhead["first_calls"]["cold"], overhead["first_calls"]["disk"], strict=True):
         kernels.append([f"`{cold['config']}`", f"{cold['first_ms']:.0f}", f"{disk['first_ms']:.1f}"])
@@ -261,7 +262,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     run = load_run(options.result)
     text = markdown_tables(run)
     if options.overhead:
-        text += "\n\n" + markdown_overhead(load_run(options.overhead))
+        text += "\n\n" + markdown_overhead(load_run(options.overhead), run["meta"].get("labels", {}))
     replace_between_markers(options.readme, text)
     plot_layers(run, options.figures / "deepseek_v3_layers.png")
 

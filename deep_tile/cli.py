@@ -16,6 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -116,7 +117,7 @@ class Built(NamedTuple):
 def compile_kernels(options: argparse.Namespace) -> int:
     configs = _wanted_configs(options)
     dump_dir = settings.dump_dir()
-    built = _build_all(configs, options.jobs, _build if dump_dir else _build_and_store)
+    built = _build_all(configs, options.jobs, store=dump_dir is None)
     console = _console()
     console.print(_kernel_table(built), "")
     console.print(f"{len(built)} kernels for sm_90a, {sum(kernel.seconds for kernel in built):.1f} s of compiling.")
@@ -135,21 +136,18 @@ def _wanted_configs(options: argparse.Namespace) -> list[GemmConfig]:
     return list(dict.fromkeys(configs))
 
 
-def _build(config: GemmConfig) -> Built:
-    compiled = jit.compile_kernel(kernel_source(config), config.name)
+def _build(config: GemmConfig, store: bool = False) -> Built:
+    """Compile, cached or not, for the log, which no cache holds; `store` gives the kernel to the cache."""
+    source = kernel_source(config)
+    compiled = jit.compile_kernel(source, config.name)
+    if store:
+        jit.store_cubin(source, compiled.cubin)
     return Built(config, compiled.seconds, jit.resource_usage(compiled.log))
 
 
-def _build_and_store(config: GemmConfig) -> Built:
-    """Compile for the log, which no cache holds, then see to it that the cache has the kernel."""
-    built = _build(config)
-    jit.load_cubin(kernel_source(config), config.name)
-    return built
-
-
-def _build_all(configs: Sequence[GemmConfig], jobs: int, build: Callable[[GemmConfig], Built]) -> list[Built]:
+def _build_all(configs: Sequence[GemmConfig], jobs: int, store: bool = False) -> list[Built]:
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        return list(_track(pool.map(build, configs), "Compiling", len(configs)))
+        return list(_track(pool.map(partial(_build, store=store), configs), "Compiling", len(configs)))
 
 
 def _kernel_table(built: list[Built], uses: dict[GemmConfig, int] | None = None) -> Table:
@@ -394,7 +392,7 @@ def _demo_without_gpu(reason: str) -> int:
         "So: choose kernels for DeepSeek-V3's layers as on an H200, compile them for sm_90a, multiply on the CPU."
     )
     uses = Counter(select.choose(GemmProblem(*shape)) for shape in shapes)
-    built = _build_all(list(uses), os.cpu_count() or 1, _build)
+    built = _build_all(list(uses), os.cpu_count() or 1)
     console.print(_kernel_table(built, uses), "")
     m, n, k = 96, 400, 1040
     error = _checked_error(m, n, k, "cpu")

@@ -103,6 +103,17 @@ def load_cubin(source: str, name: str) -> bytes:
     return kernels.get(key) or _compile_once(kernels, key, source, name)
 
 
+def store_cubin(source: str, cubin: bytes) -> None:
+    """Give the cache a cubin that `compile_kernel` made of `source`.
+
+    Raises:
+        PermissionError: somebody else may write to the cache directory.
+    """
+    kernels = _cache()
+    kernels.prepare()
+    kernels.put(_key(source), cubin)
+
+
 def _compile_once(kernels: "_KernelCache", key: bytes, source: str, name: str) -> bytes:
     with kernels.lock(key):
         cubin = kernels.get(key)  # whoever held the lock may have stored it

@@ -217,6 +217,14 @@ def test_second_load_is_a_hit(directory):
     assert directory.stat().st_mode & 0o777 == 0o700
 
 
+def test_stored_cubin_is_a_hit(directory):
+    compiled = jit.compile_kernel(SOURCE, "answer")
+    jit.store_cubin(SOURCE, compiled.cubin)
+    forget_cache()
+    with compiles(0):
+        assert load() == compiled.cubin
+
+
 def test_other_source_is_a_miss():
     load()
     with compiles(1):
