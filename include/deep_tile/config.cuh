@@ -34,7 +34,7 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-// Sums that the other blocks of a split-K cluster send: one slot per sender, four registers of each thread side by side.
+// Sums that the other blocks of a split-K cluster send: one slot per sender, four registers of each thread adjacent.
 template <GemmConfig config, bool split = (config.split_k > 1)>
 struct Partials {};
 

@@ -92,7 +92,8 @@ class Epilogue {
         u16* out = static_cast<u16*>(params_.out);
         const u32 first = thread_ / warp_threads;
         for (u32 i = first; i < mma_m && row + i < params_.m; i += warpgroup_threads / warp_threads) {
-            for (u32 j = thread_ % warp_threads; j < config.store_columns && column + j < params_.n; j += warp_threads) {
+            for (u32 j = thread_ % warp_threads; j < config.store_columns && column + j < params_.n;
+                 j += warp_threads) {
                 out[(row + i) * params_.out_stride_m + column + j] =
                     ptx::ld_shared_u16(buffer() + swizzle(i * row_bytes + j * 2));
             }

@@ -1,18 +1,18 @@
-// The kernel: persistent, warp-specialised FP8 GEMM with block scales. codegen.py generates the entry that calls gemm().
+// The kernel: persistent, warp-specialised FP8 GEMM with block scales. codegen.py generates the entry, which calls gemm.
 //
 // out[m, n] = sum over K blocks of a_scale[m, block] * b_scale[n / 128, block] * (a[m, block] . b[n, block])
 //
-//   who                                    does                                          per K block
-//   producer warpgroup, warp 0             TMA: a and b tiles -> stage                   waits empty, expects bytes on full
-//   producer warpgroup, warp 1             cp.async: a and b scales -> stage             waits empty, arrives on full
-//   math warpgroup 0 (and 1)               WGMMA, promotion; per tile its rows' epilogue  waits full, arrives on empty
+//   who                          does                                            per stage
+//   producer warpgroup, warp 0   TMA: a and b tiles -> stage                     waits empty, expects bytes on full
+//   producer warpgroup, warp 1   cp.async: a and b scales -> stage               waits empty, arrives on full
+//   math warpgroup 0 (and 1)     WGMMA, promotion; per tile its rows' epilogue   waits full, arrives on empty
 //
-//   barrier      waited for by          arrivals                                          completes when
-//   full[s]      math warpgroups        1 operand lane + 32 scale lanes, and the          stage s holds a, b and their
-//                                       bytes of a and b (some sent by the cluster peer)  scales
-//   empty[s]     both producer warps    every math thread, and 1 per math warp of the     nobody reads stage s any more,
-//                                       multicast peer                                    here or in the peer we write to
-//   named 1, 2   one math warpgroup     its own 128 threads                               its output box is written / free
+//   barrier      waited for by         arrivals                                      completes when
+//   full[s]      math warpgroups       1 operand lane + 32 scale lanes, and the      stage s holds a, b and their
+//                                      bytes of a and b (some sent by the peer)      scales
+//   empty[s]     both producer warps   every math thread, and 1 per math warp of     nobody reads stage s any more,
+//                                      the multicast peer                            here or in the peer
+//   named 1, 2   one math warpgroup    its own 128 threads                           its output box is written, free
 //
 // Math warpgroups never wait for each other. Scales travel with the stage, because reading them from global memory in
 // the math loop costs 6 to 8 % (H200, 2026-11-21); by cp.async, 4 bytes a copy, because that takes any stride, and so
@@ -47,7 +47,7 @@ __device__ __forceinline__ void initialize_barriers(SharedStorage<config>& smem)
     }
 }
 
-// The share of an operand tile that this block loads: all of it, or one of `parts` slices, sent to every block in `mask`.
+// The share of an operand tile that this block loads: all of it, or one of `parts` slices, sent to each block in `mask`.
 struct Slice {
     int part, parts;
     u16 mask;
@@ -79,8 +79,8 @@ __device__ __forceinline__ void load_slice(u8* tile, const TensorMap& map, int k
     }
 }
 
-// One thread requests a stage's tile of `a`, or announces the whole stage and requests its tile of `b`; each scale block
-// is a box of its own.
+// One thread requests a stage's tile of `a`, or announces the whole stage and requests its tile of `b`; each scale
+// block is a box of its own.
 template <GemmConfig config>
 __device__ __forceinline__ void load_a(const GemmParams& params, SharedStorage<config>& smem, int stage, int row, int k,
                                        Slice slice) {
@@ -103,8 +103,8 @@ __device__ __forceinline__ void load_b(const GemmParams& params, SharedStorage<c
     }
 }
 
-// One warp. When the caller says that `b` does not depend on the preceding kernel, the first round of stages requests it
-// before that kernel has ended.
+// One warp. When the caller says that `b` does not depend on the preceding kernel, the first round of stages requests
+// it before that kernel has ended.
 //
 // Blocks of the cluster write into each other's stages, so a block may not exit before its peer is done with it: the
 // extra round of empty waits at the end sees to that.
@@ -176,8 +176,8 @@ __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedS
                     a_scale[i] += params.a_scale_stride_k;
                 }
                 if (lane < config.b_scale_slots) {
-                    ptx::cp_async(ptx::smem_address(&smem.b_scale[state.stage][j][lane]), valid ? b_scale : params.b_scale,
-                                  valid);
+                    ptx::cp_async(ptx::smem_address(&smem.b_scale[state.stage][j][lane]),
+                                  valid ? b_scale : params.b_scale, valid);
                     b_scale += params.b_scale_stride_k;
                 }
             }
@@ -187,8 +187,8 @@ __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedS
     }
 }
 
-// The warp has read what it needs of the stage. Every lane says so here, and one for all of them to the block that shares
-// the operands: racecheck follows a barrier's arrivals but not __syncwarp, and this costs nothing (H200, 2026-11-21).
+// The warp has read what it needs of the stage. Every lane says so here, and one for all of them to the block that
+// shares the operands: racecheck follows a barrier's arrivals but not __syncwarp, and this costs nothing (H200, 2026-11-21).
 template <GemmConfig config>
 __device__ __forceinline__ void release(u64& empty) {
     const u32 barrier = ptx::smem_address(&empty);

@@ -40,8 +40,8 @@ __device__ __forceinline__ void begin_blocks(Blocks<config>& blocks, u64 a, u64 
     for (int i = 0; i < config.scale_blocks; ++i) {
 #pragma unroll
         for (int k = 0; k < scale_block; k += mma_k_bytes) {
-            wgmma(blocks[i], a + (i * config.block_m * scale_block + k) / 16, b + (i * config.block_n * scale_block + k) / 16,
-                  k != 0);
+            wgmma(blocks[i], a + (i * config.block_m * scale_block + k) / 16,
+                  b + (i * config.block_n * scale_block + k) / 16, k != 0);
         }
     }
     ptx::wgmma_commit_group();

@@ -1,5 +1,5 @@
-// One function per PTX instruction, named after its mnemonic. Inline assembly lives here, in the generated wgmma and, for
-// the three that only the casts use, in quantize.cuh.
+// One function per PTX instruction, named after its mnemonic. Inline assembly lives here, in the generated wgmma and,
+// for the three that only the casts use, in quantize.cuh.
 //
 // Shared-memory addresses are 32-bit (`smem_address`). Sections are of the PTX ISA 9.0 manual, "Instruction Set".
 #pragma once

@@ -4,9 +4,9 @@
 // no workspace), then adds what it received to its own share in the order of the parts, so the result does not depend
 // on timing. Each math warpgroup exchanges with its counterparts only.
 //
-//   barrier             waited for by          arrivals                                    completes when
-//   partial_full[w]     warpgroup w, receiving its own thread, and the senders' bytes      all other blocks' sums are here
-//   partial_empty[w]    warpgroup w, sending   1 per warp of w in each other block         they have read the last tile's
+//   barrier            waited for by             arrivals                                   completes when
+//   partial_full[w]    warpgroup w, receiving    its own thread, and the senders' bytes     all others' sums are here
+//   partial_empty[w]   warpgroup w, sending      1 per warp of w in each other block        they have read the last ones
 #pragma once
 
 #include "epilogue.cuh"
