@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from deep_tile.cli import DEEPSEEK_V3_LAYERS
 from deep_tile.hardware import H200, Hardware
+from deep_tile.problem import GemmProblem
+from deep_tile.select import compulsory_bytes
+from deep_tile.walls import product_flops
 
 
 class Shape(NamedTuple):
@@ -30,12 +33,11 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> int:
-        return 2 * self.m * self.n * self.k
+        return product_flops(*self)
 
     @property
     def bytes(self) -> int:
-        """FP8 operands read once, BF16 output written once; the scales, under 3 %, are left out."""
-        return self.m * self.k + self.n * self.k + 2 * self.m * self.n
+        return compulsory_bytes(GemmProblem(*self))
 
     def limit_us(self, hardware: Hardware = H200) -> float:
         """Shortest time to expect: the tensor cores' rate or the memory's, each with its own fixed cost."""
