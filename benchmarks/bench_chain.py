@@ -8,10 +8,9 @@ L2 is not flushed: the weights of a chain are several times its size, those of t
 
 import argparse
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 
 import torch
 
@@ -72,7 +71,7 @@ def main() -> None:
     path.write_text(json.dumps({"meta": describe_run(), "us_per_launch": times}, indent=1) + "\n")
     for name in OPTIONS:
         ratios = [shape[name] / shape["single"] for shape in times.values()]
-        print(f"{name}: {math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f} of a single launch")
+        print(f"{name}: {geometric_mean(ratios):.3f} of a single launch")
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ import argparse
 import json
 import math
 from pathlib import Path
+from statistics import geometric_mean
 
 import numpy as np
 
 import deep_tile
-from benchmarks.predict import Searched, compare, geometric_mean, load_search, summary
+from benchmarks.predict import Searched, compare, load_search, summary
 from benchmarks.shapes import Shape
 from deep_tile import select
 from deep_tile.config import GemmConfig

@@ -11,6 +11,7 @@ import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import geometric_mean
 from typing import NamedTuple
 
 import numpy as np
@@ -91,10 +92,6 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 def absolute_errors(compared: Iterable[Compared]) -> np.ndarray:
     return np.abs(np.concatenate([one.errors for one in compared]))
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    return float(np.exp(np.mean(np.log(list(values)))))
 
 
 def summary(compared: list[Compared]) -> dict[str, float]:
