@@ -1,9 +1,11 @@
-"""What every test shares: a kernel cache of its own, and the reason why GPU tests do not run here."""
+"""What tests share: a kernel cache of their own, a command line, and the reason why GPU tests do not run here."""
 
 import functools
 
 import pytest
 import torch
+
+from deep_tile import cli
 
 HOPPER = (9, 0)
 
@@ -30,3 +32,17 @@ def kernel_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DEEP_TILE_CACHE_DIR", str(tmp_path_factory.mktemp("kernel_cache")))
         yield
+
+
+@pytest.fixture
+def call(capsys):
+    """Run a command line; returns exit code, stdout and stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            code = cli.main(arguments)
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return run

@@ -36,20 +36,6 @@ def cache(tmp_path, monkeypatch):
     forget()
 
 
-@pytest.fixture
-def call(capsys):
-    """Run a command line; returns exit code, stdout and stderr."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        try:
-            code = cli.main(arguments)
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return run
-
-
 def kernels_in(text: str) -> list[str]:
     """Names that begin a table's rows."""
     return re.findall(r"^(fp8_gemm_\S+) +\d", text, re.MULTILINE)

@@ -9,25 +9,11 @@ from pathlib import Path
 import pytest
 
 import deep_tile
-from deep_tile import cli, report, select
+from deep_tile import report, select
 from deep_tile.hardware import PRESETS
 from deep_tile.problem import GemmProblem
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture
-def call(capsys):
-    """Run a command line: its exit code, stdout and stderr."""
-
-    def run(*arguments: str):
-        try:
-            code = cli.main(arguments)
-        except SystemExit as exit_:
-            code = exit_.code
-        return code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.mark.parametrize("shape", [(1, 32768, 512), (100, 576, 7168), (4096, 4096, 7168)])
