@@ -146,6 +146,12 @@ class GemmConfig:
         return self.scale_blocks * MMA_M * self.mma_n // WARPGROUP_THREADS
 
     @property
+    def block_sets(self) -> int:
+        """Sets of temporaries: with two, the next K block is multiplied while this one is promoted."""
+        fits = self.accumulator_registers + 2 * self.block_registers <= ACCUMULATOR_LIMIT
+        return 2 if fits and self.chunks_m * self.chunks_n == 1 else 1
+
+    @property
     def columns_per_part(self) -> int:
         """Columns of the tile that each block of the cluster adds up and stores."""
         return self.block_n // self.split_k
@@ -163,8 +169,26 @@ class GemmConfig:
 
     @property
     def store_columns(self) -> int:
-        """Width of one output box: BF16 columns of at most one 128-byte swizzle span that divide block_n."""
-        return gcd(self.columns_per_part, 64)
+        """Width of one output box: BF16 columns that divide each part of the tile.
+
+        As wide as the widest swizzle span where that divides the part; else half the part, or all of it where the half
+        is no multiple of 16: rows of an odd multiple of 32 bytes meet in one bank two by two, even without a swizzle.
+        """
+        columns = self.columns_per_part
+        if columns % 64 == 0:
+            return 64
+        return columns // 2 if columns % 32 == 0 and columns > 32 else columns
+
+    @property
+    def store_swizzle(self) -> int:
+        """Bytes of an output box's swizzle span, which must hold a whole row: 32, 64 or 128, or 0 for none."""
+        row_bytes = self.store_columns * 2
+        return row_bytes if row_bytes in (32, 64, 128) else 0
+
+    @property
+    def boxes(self) -> int:
+        """Output boxes that a math warpgroup stores of one tile."""
+        return self.chunks_m * self.columns_per_part // self.store_columns
 
     # Shared memory: the fields of SharedStorage in include/deep_tile/config.cuh, in order.
 

@@ -25,25 +25,28 @@ _CLUSTERS = ((1, 1), (2, 1), (1, 2))
 _MAX_STAGES = 24
 
 _DECODE_TILES = (
-    *((16, 4, 1), (32, 4, 1), (32, 4, 2), (48, 2, 1), (64, 2, 1), (64, 2, 2), (64, 2, 4), (64, 4, 1)),
-    *((96, 2, 1), (128, 2, 1), (128, 2, 2), (128, 2, 4), (128, 2, 8), (192, 1, 1), (256, 1, 1)),
+    *((16, 4, 1), (32, 2, 1), (32, 4, 1), (32, 2, 2), (32, 4, 2), (48, 1, 1), (48, 2, 1)),
+    *((64, 1, 1), (64, 2, 1), (64, 4, 1), (64, 1, 2), (64, 2, 2), (64, 1, 4), (64, 2, 4)),
+    *((96, 2, 1), (128, 1, 1), (128, 1, 2), (128, 2, 4), (128, 2, 8), (192, 1, 1), (256, 1, 1)),
 )
-"""(block_n, scale_blocks, split_k) of 64-row tiles. Several scale blocks per stage hide a short WGMMA chain's latency;
-split K spreads few, wide tiles over all SMs, which read less of `a` than many narrow ones."""
+"""(block_n, scale_blocks, split_k) of 64-row tiles. Several scale blocks per stage hide a short WGMMA chain's latency,
+stages of one arrive sooner; split K spreads few, wide tiles over all SMs, which read less of `a` than many narrow."""
 
 _MULTICAST_TILES = (
-    *((128, 64, 1), (128, 96, 1), (128, 128, 1), (128, 128, 2), (128, 144, 1), (128, 160, 1), (128, 192, 1)),
-    *((128, 224, 1), (128, 256, 1), (256, 128, 1)),
+    *((128, 64), (128, 96), (128, 128), (128, 144), (128, 160), (128, 192), (128, 224), (128, 256), (256, 128)),
 )
-"""(block_m, block_n, scale_blocks) that are built alone and as clusters of two. Widths that share few columns per scale
-(176, 208) lost 10 to 30 % per column to their neighbours (H200, 2026-11-21)."""
+"""(block_m, block_n) that are built alone and as clusters of two."""
 
-_SPLIT_TILES = ((64, 1), (128, 1), (192, 1))
-"""(block_n, scale_blocks) of 128-row tiles whose K two blocks share."""
+_SINGLE_TILES = ((128, 112),)
+"""(block_m, block_n) that lost as clusters of two on every shape measured."""
+
+_SPLIT_TILES = (64, 128, 192)
+"""block_n of 128-row tiles whose K two blocks share."""
 
 
 def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options: int) -> GemmConfig:
-    """The tile with as many stages as fit beside two output buffers, or beside one where that leaves too few.
+    """The tile with as many stages as fit beside its output boxes: beside one if the tile is one box, else beside two,
+    or beside one where two leave too few stages.
 
     Too few are less than four, or less than three that hold several scale blocks.
     """
@@ -51,9 +54,15 @@ def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options
     for store_buffers, fewest in ((2, enough), (1, 2)):
         for stages in range(_MAX_STAGES, fewest - 1, -1):
             try:
-                return GemmConfig(block_m, block_n, stages, store_buffers=store_buffers, tma_store=tma_store, **options)
+                config = GemmConfig(
+                    block_m, block_n, stages, store_buffers=store_buffers, tma_store=tma_store, **options
+                )
             except ValueError as error:
                 reason = error
+                continue
+            if config.boxes < store_buffers:
+                break
+            return config
     raise ValueError(f"tile {block_m}x{block_n} fits in no number of stages: {reason}")
 
 
@@ -65,15 +74,13 @@ def default_configs(tma_store: bool = True) -> tuple[GemmConfig, ...]:
         for block_n, scale_blocks, split_k in _DECODE_TILES
     ]
     multicast = [
-        deepest_config(*tile, tma_store, scale_blocks=scale_blocks, cluster_m=cluster_m, cluster_n=cluster_n)
-        for *tile, scale_blocks in _MULTICAST_TILES
+        deepest_config(*tile, tma_store, cluster_m=cluster_m, cluster_n=cluster_n)
+        for tile in _MULTICAST_TILES
         for cluster_m, cluster_n in _CLUSTERS
     ]
-    split = [
-        deepest_config(128, block_n, tma_store, scale_blocks=scale_blocks, split_k=2)
-        for block_n, scale_blocks in _SPLIT_TILES
-    ]
-    return (*decode, *multicast, *split)
+    single = [deepest_config(*tile, tma_store) for tile in _SINGLE_TILES]
+    split = [deepest_config(128, block_n, tma_store, split_k=2) for block_n in _SPLIT_TILES]
+    return (*decode, *multicast, *single, *split)
 
 
 def cluster_tiles(config: GemmConfig, problem: GemmProblem) -> int:

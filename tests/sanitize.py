@@ -30,7 +30,7 @@ CASES = (
     Case(GemmConfig(64, 64, 5, tma_store=False), 70, 133, 144, 3),
     Case(GemmConfig(64, 224, 3), 65, 232, 500, 2),
     Case(GemmConfig(128, 64, 4), 130, 136, 600, 2),
-    Case(GemmConfig(128, 176, 3, store_buffers=1), 100, 360, 300, 2),
+    Case(GemmConfig(128, 144, 3, store_buffers=1), 100, 296, 300, 2),
     Case(GemmConfig(128, 256, 2, tma_store=False), 129, 261, 400, 3),
     Case(GemmConfig(256, 64, 2, store_buffers=1), 257, 72, 400, 1),
     Case(GemmConfig(128, 64, 3, 2, 1), 300, 136, 520, 5),
@@ -40,6 +40,7 @@ CASES = (
     Case(GemmConfig(64, 32, 2, scale_blocks=4), 9, 72, 1100, 2),
     Case(GemmConfig(64, 64, 2, split_k=4, scale_blocks=2), 70, 136, 1300, 4),
     Case(GemmConfig(128, 64, 2, split_k=2), 130, 200, 600, 2),
+    Case(GemmConfig(128, 64, 2, split_k=2, scale_blocks=2), 257, 136, 1300, 4),
     Case(GemmConfig(64, 128, 2, split_k=8, tma_store=False), 65, 133, 700, 8),
 )
 """Rings that go round, K that ends inside a block, ragged edges, several waves, clusters that overhang the matrix."""

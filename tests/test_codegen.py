@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cuda.pathfinder import find_nvidia_binary_utility
 
 from deep_tile import jit
 from deep_tile.codegen import kernel_source
@@ -45,6 +46,38 @@ def test_default_kernel_compiles_clean(config, compiled):
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) == (0, 0, 0)
     assert usage.registers * config.threads <= SM_REGISTERS
     assert config.name.encode() in result.cubin
+
+
+@pytest.fixture(scope="module")
+def disassemble(tmp_path_factory):
+    """From a cubin to its SASS."""
+    disassembler = find_nvidia_binary_utility("nvdisasm")
+    if disassembler is None:
+        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
+    folder = tmp_path_factory.mktemp("cubins")
+
+    def run(name, cubin):
+        path = folder / f"{name}.cubin"
+        path.write_bytes(cubin)
+        return subprocess.run([disassembler, "--print-code", path], capture_output=True, text=True, check=True).stdout
+
+    return run
+
+
+def test_default_kernels_are_uniform(compiled, disassemble):
+    """Warps that the compiler thinks can fall apart wait lane by lane, and hung before a WGMMA that wants all of them.
+
+    It says so by WARPSYNC, and by waiting with the barrier's address in an ordinary register.
+    """
+
+    def divergence(config):
+        sass = disassemble(config.name, compiled[config].cubin)
+        assert "QGMMA" in sass and "TRYWAIT" in sass
+        return re.findall(r"WARPSYNC.*|TRYWAIT P\d, \[R\d.*", sass)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = dict(zip(DEFAULT_CONFIGS, pool.map(divergence, DEFAULT_CONFIGS), strict=True))
+    assert not {config.name: lines for config, lines in found.items() if lines}
 
 
 @each_default_config

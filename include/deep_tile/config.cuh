@@ -15,12 +15,14 @@ struct GemmConfig {
     int scale_blocks;
     int math_warpgroups, threads;
     int rows_per_warpgroup, chunks_m, chunks_n, mma_n;
+    int block_sets;
     int columns_per_part;
     int column_group, b_scale_slots;
-    int store_columns, store_buffers;
+    int store_columns, store_swizzle, store_buffers;
     bool tma_store;
     int smem_bytes;
 
+    constexpr bool multicast() const { return cluster_m * cluster_n > 1; }
     constexpr int cluster() const { return cluster_m * cluster_n * split_k; }
 };
 

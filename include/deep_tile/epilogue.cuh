@@ -1,7 +1,8 @@
 // From accumulators to `out`: registers -> swizzled shared memory -> TMA store, box by box.
 //
 // Each math warpgroup has its own buffers, barrier and bulk groups and never waits for the other. A box is 64 rows by
-// store_columns BF16 columns: rows of one swizzle span, so that stmatrix writes without bank conflicts. The buffer
+// store_columns BF16 columns; a row is one swizzle span, or of a length at which stmatrix finds few bank conflicts
+// without one: narrower boxes made the last tile of 128x144 wait 1 us longer (H200, 2026-11-21). The buffer
 // index runs on across tiles; a store is only waited for when its buffer comes round again (draining at the end of
 // each tile costs 3 to 6 %; H200, 2026-11-21).
 #pragma once
@@ -51,7 +52,8 @@ class Epilogue {
 
     // The 16-byte chunk index is XORed with the row's position in its 8 * span bytes, as TMA does on the way out.
     static __device__ __forceinline__ u32 swizzle(u32 offset) {
-        return offset ^ ((offset >> 3) & (row_bytes - 16));
+        if constexpr (config.store_swizzle == 0) return offset;
+        return offset ^ ((offset >> 3) & (config.store_swizzle - 16));
     }
 
     __device__ __forceinline__ void synchronize() const { ptx::bar_sync(barrier_, warpgroup_threads); }

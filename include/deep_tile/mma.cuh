@@ -1,9 +1,8 @@
 // One K block of one warpgroup: WGMMA over 128 bytes of K, then promotion of the result to scaled FP32.
 //
 // FP8 WGMMA keeps about 14 bits while it accumulates, so its sum runs over one K block only and is then added, scaled,
-// to FP32 registers. Both operands are read from shared memory; there is one set of temporaries, and the other
-// warpgroup keeps the tensor cores busy during promotion (A through registers, two sets of temporaries, or making the
-// warpgroups take turns lost 3 to 8 %; H200, 2026-11-21).
+// to FP32 registers. Both operands are read from shared memory, and the other warpgroup keeps the tensor cores busy
+// during promotion (A through registers lost 16 %, making the warpgroups take turns 3 to 8 %; H200, 2026-11-21).
 #pragma once
 
 #include "pipeline.cuh"

@@ -91,6 +91,11 @@ __device__ __forceinline__ void bar_sync(u32 id, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Counts as reaching that barrier, without waiting for it.
+__device__ __forceinline__ void bar_arrive(u32 id, u32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Tensor Memory Accelerator: "cp.async.bulk.tensor", "prefetch", bulk groups.
 
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {

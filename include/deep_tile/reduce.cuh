@@ -21,7 +21,7 @@ class SplitReduction {
         : smem_(smem),
           warpgroup_(warpgroup),
           thread_(threadIdx.x % warpgroup_threads),
-          rank_(ptx::cluster_ctarank()) {}
+          rank_(uniform_cluster_rank()) {}
 
     __device__ __forceinline__ void send(const Accumulators<config>& sums) {
         constexpr int received_bytes = (config.split_k - 1) * mma_m * config.columns_per_part * 4;
@@ -35,10 +35,17 @@ class SplitReduction {
         }
     }
 
+    // Waits for the others' sums of this block's columns. Not in receive(), which is called in one of several branches:
+    // to the compiler the phase would no longer be uniform, nor any loop here. It then lets warps fall apart, and they
+    // hung before a WGMMA, which wants all of them; tests/test_codegen.py looks for it.
+    __device__ __forceinline__ void await() {
+        wait(smem_.partial_full[warpgroup_], phase_);
+        phase_ ^= 1;
+    }
+
     // Completes the columns of part `part`, this block's own.
     template <int part>
     __device__ __forceinline__ void receive(Accumulators<config>& sums) {
-        wait(smem_.partial_full[warpgroup_], phase_);
 #pragma unroll
         for (int i = 0; i < vectors; ++i) {
             float* own = &sums[0][0][0] + vector(part, i);
@@ -52,7 +59,6 @@ class SplitReduction {
 #pragma unroll
             for (int j = 0; j < 4; ++j) own[j] = total[j];
         }
-        phase_ ^= 1;
     }
 
     // The slots may be overwritten. Not after the last tile: the senders may have exited.
