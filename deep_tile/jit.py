@@ -202,18 +202,25 @@ def _ptx(program) -> bytes:
 
 
 def _dump(stem: Path, source: str, ptx: bytes, compiled: Compiled) -> None:
-    from cuda.pathfinder import find_nvidia_binary_utility
-
     stem.parent.mkdir(parents=True, exist_ok=True)
     cubin = stem.with_suffix(".cubin")
     stem.with_suffix(".cu").write_text(source)
     stem.with_suffix(".ptx").write_bytes(ptx)
     stem.with_suffix(".log").write_text(compiled.log)
     cubin.write_bytes(compiled.cubin)
+    sass = disassemble(cubin)
+    if sass is not None:
+        stem.with_suffix(".sass").write_bytes(sass)
+
+
+def disassemble(cubin: Path) -> bytes | None:
+    """SASS of a compiled kernel; None where there is no nvdisasm."""
+    from cuda.pathfinder import find_nvidia_binary_utility
+
     disassembler = find_nvidia_binary_utility("nvdisasm")
-    if disassembler is not None:
-        with stem.with_suffix(".sass").open("wb") as sass:
-            subprocess.run([disassembler, "--print-code", cubin], stdout=sass, check=True)
+    if disassembler is None:
+        return None
+    return subprocess.run([disassembler, "--print-code", cubin], stdout=subprocess.PIPE, check=True).stdout
 
 
 @cache

@@ -48,30 +48,18 @@ def test_default_kernel_compiles_clean(config, compiled):
     assert config.name.encode() in result.cubin
 
 
-@pytest.fixture(scope="module")
-def disassemble(tmp_path_factory):
-    """From a cubin to its SASS."""
-    disassembler = find_nvidia_binary_utility("nvdisasm")
-    if disassembler is None:
-        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
-    folder = tmp_path_factory.mktemp("cubins")
-
-    def run(name, cubin):
-        path = folder / f"{name}.cubin"
-        path.write_bytes(cubin)
-        return subprocess.run([disassembler, "--print-code", path], capture_output=True, text=True, check=True).stdout
-
-    return run
-
-
-def test_default_kernels_are_uniform(compiled, disassemble):
+def test_default_kernels_are_uniform(compiled, tmp_path):
     """Warps that the compiler thinks can fall apart wait lane by lane, and hung before a WGMMA that wants all of them.
 
     It says so by WARPSYNC, and by waiting with the barrier's address in an ordinary register.
     """
+    if find_nvidia_binary_utility("nvdisasm") is None:
+        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
 
     def divergence(config):
-        sass = disassemble(config.name, compiled[config].cubin)
+        cubin = tmp_path / f"{config.name}.cubin"
+        cubin.write_bytes(compiled[config].cubin)
+        sass = jit.disassemble(cubin).decode()
         assert "QGMMA" in sass and "TRYWAIT" in sass
         return re.findall(r"WARPSYNC.*|TRYWAIT P\d, \[R\d.*", sass)
 
