@@ -209,9 +209,13 @@ class GemmConfig:
         return (self.split_k - 1) * self.block_m * self.columns_per_part * 4
 
     @property
+    def fixed_bytes(self) -> int:
+        """Shared memory that does not depend on the number of stages; two barriers per math warpgroup included."""
+        return self.partial_bytes + self.store_bytes + 2 * 8 * self.math_warpgroups
+
+    @property
     def smem_bytes(self) -> int:
-        barriers = 2 * 8 * self.math_warpgroups
-        return round_up(self.partial_bytes + self.stages * self.stage_bytes + self.store_bytes + barriers, 1024)
+        return round_up(self.fixed_bytes + self.stages * self.stage_bytes, 1024)
 
 
 def round_up(value: int, multiple: int) -> int:

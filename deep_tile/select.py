@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deep_tile import tuned
-from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile.config import SCALE_BLOCK, SMEM_LIMIT_BYTES, GemmConfig, ceil_div, round_up
 from deep_tile.hardware import H200, Hardware
 from deep_tile.problem import GemmProblem
-from deep_tile.walls import product_flops
+from deep_tile.walls import product_flops, stages_max
 
 _CLUSTERS = ((1, 1), (2, 1), (1, 2))
 _MAX_STAGES = 24
@@ -49,21 +49,18 @@ def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options
     or beside one where two leave too few stages.
 
     Too few are less than four, or less than three that hold several scale blocks.
+
+    Raises:
+        ValueError: the tile is illegal with any number of stages.
     """
     enough = 3 if options.get("scale_blocks", 1) > 1 else 4
-    for store_buffers, fewest in ((2, enough), (1, 2)):
-        for stages in range(_MAX_STAGES, fewest - 1, -1):
-            try:
-                config = GemmConfig(
-                    block_m, block_n, stages, store_buffers=store_buffers, tma_store=tma_store, **options
-                )
-            except ValueError as error:
-                reason = error
-                continue
-            if config.boxes < store_buffers:
-                break
-            return config
-    raise ValueError(f"tile {block_m}x{block_n} fits in no number of stages: {reason}")
+    smallest = GemmConfig(block_m, block_n, 2, store_buffers=1, tma_store=tma_store, **options)
+    for store_buffers in range(min(2, smallest.boxes), 0, -1):
+        fixed_bytes = smallest.fixed_bytes + (store_buffers - 1) * smallest.store_bytes
+        stages = min(_MAX_STAGES, stages_max(smallest.stage_bytes, fixed_bytes, SMEM_LIMIT_BYTES))
+        if stages >= enough:
+            break
+    return replace(smallest, stages=stages, store_buffers=store_buffers)
 
 
 @lru_cache(maxsize=2)
