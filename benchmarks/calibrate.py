@@ -80,7 +80,7 @@ def better_choices(searched: Searched) -> dict[str, str]:
         total = {name: sum(math.log(times[name]) for times in measurements) for name in measurements[0]}
         best, chosen = min(total, key=total.get), select.choose(problem).name
         if total[chosen] - total[best] > len(measurements) * math.log(WORTH):
-            choices[f"{problem.m}x{problem.n}x{problem.k}"] = best
+            choices[select.bucket_key(problem)] = best
     return choices
 
 

@@ -33,6 +33,7 @@ from deep_tile.config import SCALE_BLOCK, GemmConfig
 from deep_tile.hardware import DTYPE_BYTES, PRESETS
 from deep_tile.problem import GemmProblem
 from deep_tile.report import table as _table
+from deep_tile.walls import product_flops
 
 if TYPE_CHECKING:
     import torch
@@ -408,7 +409,7 @@ def _demo_on_gpu(reason: str) -> int:
     columns = ("us", "TFLOPS", "cuBLAS us", "ratio", "BF16 us", "relative error")
     table = _table("config", "m", "n", "k", *columns)
     for (m, n, k), (config, us, cublas_us, bf16_us, error) in measured.items():
-        tflops = f"{2 * m * n * k / us / 1e6:.0f}"
+        tflops = _tflops(m, n, k, us)
         times = (f"{us:.1f}", tflops, f"{cublas_us:.1f}", f"{us / cublas_us:.2f}", f"{bf16_us:.1f}", f"{error:.2e}")
         table.add_row(config, str(m), str(n), str(k), *times)
     console.print(table, "")
@@ -550,7 +551,7 @@ def _tuned_table(results: Sequence[Tuned]) -> Table:
     table = _table("config", *columns)
     for (m, n, k, *_), (config, us), before, before_us, tried, _ in results:
         was = "the same" if config == before else before.name
-        numbers = f"{us:.1f}", f"{2 * m * n * k / us / 1e6:.0f}", was, f"{before_us:.1f}", f"{before_us / us - 1:.1%}"
+        numbers = f"{us:.1f}", _tflops(m, n, k, us), was, f"{before_us:.1f}", f"{before_us / us - 1:.1%}"
         table.add_row(config.name, str(m), str(n), str(k), *numbers, str(tried))
     return table
 
@@ -696,6 +697,10 @@ def _weight_shape(text: str) -> tuple[int, int, int]:
     if not supported:
         raise argparse.ArgumentTypeError(f"{text!r}: {reason}")
     return n, k, max_m
+
+
+def _tflops(m: int, n: int, k: int, us: float) -> str:
+    return f"{product_flops(m, n, k) / us / 1e6:.0f}"
 
 
 def _console(stderr: bool = False) -> Console:

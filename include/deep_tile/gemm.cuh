@@ -61,8 +61,11 @@ constexpr int barrier_threads = config.math_warpgroups * warpgroup_threads + 2 *
 // The barriers of this block, and of the whole cluster if there is one, are ready to use. By whole warps.
 template <GemmConfig config>
 __device__ __forceinline__ void announce_barriers() {
-    if constexpr (config.cluster() == 1) ptx::bar_arrive(0, barrier_threads<config>);
-    if constexpr (config.cluster() > 1) ptx::barrier_cluster_arrive_relaxed();
+    if constexpr (config.cluster() == 1) {
+        ptx::bar_arrive(0, barrier_threads<config>);
+    } else {
+        ptx::barrier_cluster_arrive_relaxed();
+    }
 }
 
 template <GemmConfig config>
@@ -70,7 +73,7 @@ __device__ __forceinline__ void await_barriers() {
     if constexpr (config.cluster() == 1) {
         ptx::bar_sync(0, barrier_threads<config>);
     } else {
-        ptx::barrier_cluster_arrive_relaxed();
+        announce_barriers<config>();
         ptx::barrier_cluster_wait();
     }
 }
