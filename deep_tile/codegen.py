@@ -56,6 +56,7 @@ def _entry(config: GemmConfig) -> str:
         "split_k": config.split_k,
         "scale_blocks": config.scale_blocks,
         "math_warpgroups": config.math_warpgroups,
+        "scale_warps": config.scale_warps,
         "threads": config.threads,
         "rows_per_warpgroup": config.rows_per_warpgroup,
         "chunks_m": config.chunks_m,

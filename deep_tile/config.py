@@ -115,6 +115,17 @@ class GemmConfig:
         """One producer warpgroup and the math warpgroups."""
         return WARPGROUP_THREADS * (1 + self.math_warpgroups)
 
+    @property
+    def scale_warps(self) -> int:
+        """Warps of the producer warpgroup that copy scales, in turn.
+
+        As measured: one alone holds up narrow tiles, three cost wide ones 4 to 15 % (H200, 2026-11-21). No more than
+        stages: a warp that is a round ahead of the others takes a phase long past for the one that it awaits.
+        """
+        if self.math_warpgroups == 1:
+            return min(3, self.stages)
+        return 2 if self.chunks_m * self.chunks_n == 1 else 1
+
     # Each math warpgroup covers its rows of the tile by chunks_m x chunks_n WGMMA tiles of 64 x mma_n.
 
     @property

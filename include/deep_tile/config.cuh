@@ -13,7 +13,7 @@ struct GemmConfig {
     int stages;
     int cluster_m, cluster_n, split_k;
     int scale_blocks;
-    int math_warpgroups, threads;
+    int math_warpgroups, scale_warps, threads;
     int rows_per_warpgroup, chunks_m, chunks_n, mma_n;
     int block_sets;
     int columns_per_part;

@@ -4,16 +4,14 @@
 //
 //   who                          does                                            per stage
 //   producer warpgroup, warp 0   makes the barriers; TMA: a, b tiles -> stage    waits empty, expects bytes on full
-//   producer warpgroup, warp 1   cp.async: a and b scales -> stage               waits empty, arrives on full
+//   producer warpgroup, 1 and 2   cp.async: a and b scales -> every second stage  wait empty, arrive on full
 //   math warpgroup 0 (and 1)     WGMMA, promotion; per tile its rows' epilogue   waits full, arrives on empty
 //
 //   barrier      waited for by         arrivals                                      completes when
 //   full[s]      math warpgroups       1 operand lane + 32 scale lanes, and the      stage s holds a, b and their
 //                                      bytes of a and b (some sent by the peer)      scales
-//   empty[s]     both producer warps   every math thread, and 1 per math warp of     nobody reads stage s any more,
+//   empty[s]     the producer warps    every math thread, and 1 per math warp of     nobody reads stage s any more,
 //                                      the multicast peer                            here or in the peer
-//   named 0, or  math warpgroups and   theirs, and those of the operands' producer   the barriers exist; in a cluster,
-//   the cluster's  scale producer                                                    in all its blocks
 //   named 1, 2   one math warpgroup    its own 128 threads                           its output box is written, free
 //
 // Math warpgroups never wait for each other. Scales travel with the stage, because reading them from global memory in
@@ -54,116 +52,85 @@ __device__ __forceinline__ void initialize_barriers(SharedStorage<config>& smem)
     __syncwarp();
 }
 
-// Warps that use the barriers: those of the math warpgroups and two producers.
+// Every thread: the barriers of this block, and of the whole cluster if there is one, are ready to use.
 template <GemmConfig config>
-constexpr int barrier_threads = config.math_warpgroups * warpgroup_threads + 2 * warp_threads;
-
-// The barriers of this block, and of the whole cluster if there is one, are ready to use. By whole warps.
-template <GemmConfig config>
-__device__ __forceinline__ void announce_barriers() {
+__device__ __forceinline__ void synchronize() {
     if constexpr (config.cluster() == 1) {
-        ptx::bar_arrive(0, barrier_threads<config>);
+        __syncthreads();
     } else {
         ptx::barrier_cluster_arrive_relaxed();
-    }
-}
-
-template <GemmConfig config>
-__device__ __forceinline__ void await_barriers() {
-    if constexpr (config.cluster() == 1) {
-        ptx::bar_sync(0, barrier_threads<config>);
-    } else {
-        announce_barriers<config>();
         ptx::barrier_cluster_wait();
     }
 }
 
-// The share of an operand tile that this block loads: all of it, or one of `parts` slices, sent to those in `mask`.
-struct Slice {
-    int part, parts;
-    u16 mask;
+// Requests operand tiles, by one thread; each scale block is a box of its own. Of a tile that the two blocks of a cluster
+// share, each requests half and sends it to both.
+template <GemmConfig config>
+class OperandLoader {
+   public:
+    __device__ __forceinline__ OperandLoader(const GemmParams& params, SharedStorage<config>& smem)
+        : params_(params), smem_(smem), rank_(config.multicast() ? ptx::cluster_ctarank() : 0) {}
+
+    // Announces a stage and requests its tile of `b`. `step` counts the stages of the whole K.
+    __device__ __forceinline__ void load_b(int stage, int row, int step) const {
+        const u32 bytes = (params_.a_box_rows * config.cluster_n + config.block_n) * config.block_k;
+        ptx::mbarrier_arrive_expect_tx(ptx::smem_address(&smem_.full[stage]), bytes);
+        constexpr bool shared = config.cluster_m > 1;
+        load<config.block_n, shared>(smem_.b[stage], params_.b_map, config.block_n / config.cluster_m, stage, row, step);
+    }
+
+    __device__ __forceinline__ void load_a(int stage, int row, int step) const {
+        constexpr bool shared = config.cluster_n > 1;
+        load<config.block_m, shared>(smem_.a[stage], params_.a_map, params_.a_box_rows, stage, row, step);
+    }
+
+   private:
+    template <int tile_rows, bool shared>
+    __device__ __forceinline__ void load(u8* tile, const TensorMap& map, int box_rows, int stage, int row,
+                                         int step) const {
+        constexpr u16 both_blocks = 0b11;
+        const u32 full = ptx::smem_address(&smem_.full[stage]);
+        const int first = shared ? rank_ * box_rows : 0;
+#pragma unroll
+        for (int i = 0; i < config.scale_blocks; ++i) {
+            const u32 smem = ptx::smem_address(tile) + (i * tile_rows + first) * scale_block;
+            const int k = step * config.block_k + i * scale_block;
+            if constexpr (shared) {
+                ptx::cp_async_bulk_tensor_load_multicast(smem, map, k, row + first, full, both_blocks);
+            } else {
+                ptx::cp_async_bulk_tensor_load(smem, map, k, row, full);
+            }
+        }
+    }
+
+    const GemmParams& params_;
+    SharedStorage<config>& smem_;
+    const int rank_;
 };
 
-template <GemmConfig config>
-__device__ __forceinline__ Slice slice_of_a() {
-    const int rank = config.multicast() ? ptx::cluster_ctarank() : 0;
-    constexpr u16 first_row = config.cluster_n == 1 ? 1 : 1 | 1 << config.cluster_m;
-    return {rank / config.cluster_m, config.cluster_n, static_cast<u16>(first_row << rank % config.cluster_m)};
-}
-
-template <GemmConfig config>
-__device__ __forceinline__ Slice slice_of_b() {
-    const int rank = config.multicast() ? ptx::cluster_ctarank() : 0;
-    constexpr u16 first_column = (1 << config.cluster_m) - 1;
-    const int column = rank / config.cluster_m;
-    return {rank % config.cluster_m, config.cluster_m, static_cast<u16>(first_column << column * config.cluster_m)};
-}
-
-__device__ __forceinline__ void load_slice(u8* tile, const TensorMap& map, int k, int row, int slice_rows, Slice slice,
-                                           u64& full) {
-    const int first = slice.part * slice_rows;
-    const u32 smem = ptx::smem_address(tile) + first * 128;
-    if (slice.parts == 1) {
-        ptx::cp_async_bulk_tensor_load(smem, map, k, row, ptx::smem_address(&full));
-    } else {
-        ptx::cp_async_bulk_tensor_load_multicast(smem, map, k, row + first, ptx::smem_address(&full), slice.mask);
-    }
-}
-
-// One thread announces a stage and requests its tile of `b`, or requests its tile of `a`; each scale block is a box of
-// its own. `step` counts the stages of the whole K.
-template <GemmConfig config>
-__device__ __forceinline__ void load_b(const GemmParams& params, SharedStorage<config>& smem, int stage, int row,
-                                       int step) {
-    const u32 bytes = (params.a_box_rows * config.cluster_n + config.block_n) * config.block_k;
-    ptx::mbarrier_arrive_expect_tx(ptx::smem_address(&smem.full[stage]), bytes);
-#pragma unroll
-    for (int i = 0; i < config.scale_blocks; ++i) {
-        load_slice(smem.b[stage] + i * config.block_n * scale_block, params.b_map,
-                   step * config.block_k + i * scale_block, row, config.block_n / config.cluster_m,
-                   slice_of_b<config>(), smem.full[stage]);
-    }
-}
-
-template <GemmConfig config>
-__device__ __forceinline__ void load_a(const GemmParams& params, SharedStorage<config>& smem, int stage, int row,
-                                       int step) {
-#pragma unroll
-    for (int i = 0; i < config.scale_blocks; ++i) {
-        load_slice(smem.a[stage] + i * config.block_m * scale_block, params.a_map,
-                   step * config.block_k + i * scale_block, row, params.a_box_rows, slice_of_a<config>(),
-                   smem.full[stage]);
-    }
-}
-
 // The first round of stages, before anything else: returns how many it has requested. When the caller says that `b`
-// does not depend on the preceding kernel, it is requested before that kernel has ended. With multicast, blocks of the
-// cluster write into each other's stages, so each waits for the other's barriers; with split K that can wait until the
-// requests are under way.
+// does not depend on the preceding kernel, it is requested before that kernel has ended.
 template <GemmConfig config>
 __device__ __forceinline__ int request_first_stages(const GemmParams& params, SharedStorage<config>& smem) {
-    initialize_barriers<config>(smem);
-    announce_barriers<config>();
     const Tile tile = TileScheduler<config>(params).first();
     const KRange range = k_range<config>(params);
     const int stages = min(config.stages, range.end - range.begin);
+    const OperandLoader<config> loader(params, smem);
     const bool early_b = params.early_b;
-    if constexpr (config.multicast()) ptx::barrier_cluster_wait();
     if (early_b && ptx::elect_sync()) {
 #pragma unroll 1
-        for (int stage = 0; stage < stages; ++stage) load_b(params, smem, stage, tile.n, range.begin + stage);
+        for (int stage = 0; stage < stages; ++stage) loader.load_b(stage, tile.n, range.begin + stage);
     }
     __syncwarp();
     ptx::griddepcontrol_wait();
     if (ptx::elect_sync()) {
 #pragma unroll 1
         for (int stage = 0; stage < stages; ++stage) {
-            if (!early_b) load_b(params, smem, stage, tile.n, range.begin + stage);
-            load_a(params, smem, stage, tile.m, range.begin + stage);
+            if (!early_b) loader.load_b(stage, tile.n, range.begin + stage);
+            loader.load_a(stage, tile.m, range.begin + stage);
         }
     }
     __syncwarp();
-    if constexpr (config.split_k > 1) ptx::barrier_cluster_wait();
     return stages;
 }
 
@@ -172,6 +139,7 @@ __device__ __forceinline__ int request_first_stages(const GemmParams& params, Sh
 template <GemmConfig config>
 __device__ __forceinline__ void produce_operands(const GemmParams& params, SharedStorage<config>& smem, int requested) {
     const KRange range = k_range<config>(params);
+    const OperandLoader<config> loader(params, smem);
     PipelineState<config.stages> state;
     TileScheduler<config> tiles(params);
     for (Tile tile = tiles.first(); tile.valid; tile = tiles.next()) {
@@ -179,8 +147,8 @@ __device__ __forceinline__ void produce_operands(const GemmParams& params, Share
             if (requested > 0) continue;
             wait(smem.empty[state.stage], state.phase ^ 1);
             if (ptx::elect_sync()) {
-                load_b(params, smem, state.stage, tile.n, step);
-                load_a(params, smem, state.stage, tile.m, step);
+                loader.load_b(state.stage, tile.n, step);
+                loader.load_a(state.stage, tile.m, step);
             }
             __syncwarp();
         }
@@ -192,62 +160,121 @@ __device__ __forceinline__ void produce_operands(const GemmParams& params, Share
     }
 }
 
-// One warp. Rows and columns beyond the matrix take the last scale there is: their products are never stored.
+// Where a row's scale is within a tile's: beside that of the other row of the thread that needs both, 8 rows away.
+__device__ __forceinline__ int a_scale_slot(int row) { return row / 16 * 16 + row % 8 * 2 + row / 8 % 2; }
+
+// Where a scale warp reads a tile's scales: each lane those of its rows of `a`, and the first lanes those of the groups
+// of columns of `b`. Rows and columns beyond the matrix take the last scale there is: their products are never stored.
 template <GemmConfig config>
-__device__ __forceinline__ void produce_scales(const GemmParams& params, SharedStorage<config>& smem) {
-    constexpr int rows_per_lane = config.block_m / warp_threads;
-    const int lane = threadIdx.x % warp_threads;
-    const int last_group = (params.n - 1) / scale_block;
-    const int k_blocks = ceil_div(params.k, scale_block);
-    const KRange range = k_range<config>(params);
-    const long long first_k = range.begin * config.scale_blocks;
-    PipelineState<config.stages> state;
-    TileScheduler<config> tiles(params);
-    await_barriers<config>();
-    ptx::griddepcontrol_wait();
-    for (Tile tile = tiles.first(); tile.valid; tile = tiles.next()) {
-        const int group = min((tile.n + lane * config.column_group) / scale_block, last_group);
-        const float* b_scale = params.b_scale + group * params.b_scale_stride_n + first_k * params.b_scale_stride_k;
-        const float* a_scale[rows_per_lane];
+class ScaleReader {
+   public:
+    __device__ __forceinline__ ScaleReader(const GemmParams& params, Tile tile, int step) : params_(params), step_(step) {
+        const int last_group = (params.n - 1) / scale_block;
+        const long long first_k = step * config.scale_blocks;
+        const int group = min((tile.n + lane() * config.column_group) / scale_block, last_group);
+        b_scale_ = params.b_scale + group * params.b_scale_stride_n + first_k * params.b_scale_stride_k;
 #pragma unroll
         for (int i = 0; i < rows_per_lane; ++i) {
-            const int row = min(tile.m + i * warp_threads + lane, params.m - 1);
-            a_scale[i] = params.a_scale + row * params.a_scale_stride_m + first_k * params.a_scale_stride_k;
+            const int row = min(tile.m + i * warp_threads + lane(), params.m - 1);
+            a_scale_[i] = params.a_scale + row * params.a_scale_stride_m + first_k * params.a_scale_stride_k;
         }
-        for (int step = range.begin; step < range.end; ++step) {
-            wait(smem.empty[state.stage], state.phase ^ 1);
+    }
+
+    // Requests this step's for a stage, and turns to the warp's next step; blocks beyond the matrix get zeros.
+    __device__ __forceinline__ void copy(SharedStorage<config>& smem, int stage) {
+        const int k_blocks = ceil_div(params_.k, scale_block);
+        constexpr int skipped = (config.scale_warps - 1) * config.scale_blocks;
 #pragma unroll
-            for (int j = 0; j < config.scale_blocks; ++j) {
-                const bool valid = config.scale_blocks == 1 || step * config.scale_blocks + j < k_blocks;
+        for (int j = 0; j < config.scale_blocks; ++j) {
+            const bool valid = config.scale_blocks == 1 || step_ * config.scale_blocks + j < k_blocks;
+            const int next = j + 1 < config.scale_blocks ? 1 : 1 + skipped;
 #pragma unroll
-                for (int i = 0; i < rows_per_lane; ++i) {
-                    ptx::cp_async(ptx::smem_address(&smem.a_scale[state.stage][j][i * warp_threads + lane]),
-                                  valid ? a_scale[i] : params.a_scale, valid);
-                    a_scale[i] += params.a_scale_stride_k;
-                }
-                if (lane < config.b_scale_slots) {
-                    ptx::cp_async(ptx::smem_address(&smem.b_scale[state.stage][j][lane]),
-                                  valid ? b_scale : params.b_scale, valid);
-                    b_scale += params.b_scale_stride_k;
-                }
+            for (int i = 0; i < rows_per_lane; ++i) {
+                ptx::cp_async(ptx::smem_address(&smem.a_scale[stage][j][i * warp_threads + a_scale_slot(lane())]),
+                              valid ? a_scale_[i] : params_.a_scale, valid);
+                a_scale_[i] += next * params_.a_scale_stride_k;
             }
-            ptx::cp_async_mbarrier_arrive_noinc(ptx::smem_address(&smem.full[state.stage]));
-            state.advance();
+            if (lane() < config.b_scale_slots) {
+                ptx::cp_async(ptx::smem_address(&smem.b_scale[stage][j][lane()]), valid ? b_scale_ : params_.b_scale,
+                              valid);
+                b_scale_ += next * params_.b_scale_stride_k;
+            }
         }
+        step_ += config.scale_warps;
+    }
+
+   private:
+    static constexpr int rows_per_lane = config.block_m / warp_threads;
+
+    static __device__ __forceinline__ int lane() { return threadIdx.x % warp_threads; }
+
+    const GemmParams& params_;
+    const float* a_scale_[rows_per_lane];
+    const float* b_scale_;
+    int step_;
+};
+
+// A scale warp's first stage is requested early, like its operands, because scales take as long to arrive: 3 to 5 % for
+// n = 7168, k = 2048 (H200, 2026-11-21). False if there is none.
+template <GemmConfig config>
+__device__ __forceinline__ bool request_first_scales(const GemmParams& params, SharedStorage<config>& smem, int warp) {
+    const KRange range = k_range<config>(params);
+    ptx::griddepcontrol_wait();
+    if (warp >= min(config.stages, range.end - range.begin)) return false;
+    ScaleReader<config>(params, TileScheduler<config>(params).first(), range.begin + warp).copy(smem, warp);
+    return true;
+}
+
+// One of the scale warps; its first stage's are under way if `requested`.
+template <GemmConfig config>
+__device__ __forceinline__ void produce_scales(const GemmParams& params, SharedStorage<config>& smem, int warp,
+                                               bool requested) {
+    const KRange range = k_range<config>(params);
+    const int steps = range.end - range.begin;
+    PipelineState<config.stages> state;
+    state.advance(warp);
+    int step = warp;  // of the tile, the next of this warp
+    if (requested) {
+        ptx::cp_async_mbarrier_arrive_noinc(ptx::smem_address(&smem.full[state.stage]));
+        step += config.scale_warps;
+        state.advance(config.scale_warps);
+    }
+    TileScheduler<config> tiles(params);
+    for (Tile tile = tiles.first(); tile.valid; tile = tiles.next()) {
+        ScaleReader<config> scales(params, tile, range.begin + step);
+        for (; step < steps; step += config.scale_warps) {
+            wait(smem.empty[state.stage], state.phase ^ 1);
+            scales.copy(smem, state.stage);
+            ptx::cp_async_mbarrier_arrive_noinc(ptx::smem_address(&smem.full[state.stage]));
+            state.advance(config.scale_warps);
+        }
+        step -= steps;
     }
 }
 
-// The warp has read what it needs of the stage. Every lane says so here, and one for all of them to the block that
-// shares the operands: racecheck follows a barrier's arrivals but not __syncwarp, and this costs nothing (H200,
-// 2026-11-21).
+// Gives stages back to those who fill them: this block's producers and the block that shares operands. Every lane says
+// so here, and one for all of them there: racecheck follows a barrier's arrivals but not __syncwarp, and this costs
+// nothing (H200, 2026-11-21).
 template <GemmConfig config>
-__device__ __forceinline__ void release(u64& empty) {
-    const u32 barrier = ptx::smem_address(&empty);
-    ptx::mbarrier_arrive(barrier);
-    if constexpr (config.multicast()) {
-        if (threadIdx.x % warp_threads == 0) ptx::mbarrier_arrive_cluster(barrier, ptx::cluster_ctarank() ^ 1);
+class Releaser {
+   public:
+    __device__ __forceinline__ explicit Releaser(SharedStorage<config>& smem) : empty_(ptx::smem_address(smem.empty)) {
+        if constexpr (config.multicast()) peer_empty_ = ptx::mapa(empty_, ptx::cluster_ctarank() ^ 1);
     }
-}
+
+    // The warp has read what it needs of the stage.
+    __device__ __forceinline__ void release(int stage) const {
+        constexpr u32 barrier_bytes = sizeof(u64);
+        ptx::mbarrier_arrive(empty_ + stage * barrier_bytes);
+        if constexpr (config.multicast()) {
+            ptx::mbarrier_arrive_cluster(peer_empty_ + stage * barrier_bytes, threadIdx.x % warp_threads == 0);
+        }
+    }
+
+   private:
+    const u32 empty_;
+    u32 peer_empty_;
+};
 
 // What one math thread needs of a stage's scales: those of its two rows in each WGMMA tile, and of all columns.
 template <GemmConfig config>
@@ -255,13 +282,15 @@ struct Scales {
     float row[config.scale_blocks][config.chunks_m][2];
     float column[config.scale_blocks][config.b_scale_slots];
 
-    // `thread_row` is the thread's first row in the block's tile.
-    __device__ __forceinline__ void load(const SharedStorage<config>& smem, int stage, int thread_row) {
+    // `slot` is that of the thread's first row.
+    __device__ __forceinline__ void load(const SharedStorage<config>& smem, int stage, int slot) {
 #pragma unroll
         for (int block = 0; block < config.scale_blocks; ++block) {
 #pragma unroll
-            for (int i = 0; i < config.chunks_m * 2; ++i) {
-                row[block][i / 2][i % 2] = smem.a_scale[stage][block][thread_row + i / 2 * mma_m + i % 2 * 8];
+            for (int i = 0; i < config.chunks_m; ++i) {
+                const float2 pair = reinterpret_cast<const float2&>(smem.a_scale[stage][block][slot + i * mma_m]);
+                row[block][i][0] = pair.x;
+                row[block][i][1] = pair.y;
             }
 #pragma unroll
             for (int i = 0; i < config.b_scale_slots; ++i) column[block][i] = smem.b_scale[stage][block][i];
@@ -278,16 +307,19 @@ template <GemmConfig config>
 class Consumer {
    public:
     __device__ __forceinline__ Consumer(const GemmParams& params, SharedStorage<config>& smem, int warpgroup)
-        : smem_(smem), range_(k_range<config>(params)), first_row_(warpgroup * config.rows_per_warpgroup) {
+        : smem_(smem),
+          releaser_(smem),
+          range_(k_range<config>(params)),
+          a_(descriptor_address(smem.a[0] + warpgroup * config.rows_per_warpgroup * scale_block)),
+          b_(descriptor_address(smem.b[0])) {
         const int thread = threadIdx.x % warpgroup_threads;
-        thread_row_ = first_row_ + thread / warp_threads * 16 + thread % warp_threads / 4;
+        scale_slot_ = a_scale_slot(warpgroup * config.rows_per_warpgroup + thread / warp_threads * 16 +
+                                   thread % warp_threads / 4);
     }
 
     // sums = this block's part of one tile.
     __device__ __forceinline__ void accumulate(Accumulators<config>& sums) {
         const int steps = range_.end - range_.begin;
-        if (steps <= 0) return;
-        await_stage();
         if constexpr (config.block_sets == 2) {
             accumulate_ahead(sums, steps);
         } else {
@@ -303,10 +335,9 @@ class Consumer {
 
     // Begins the products of one chunk of a stage.
     __device__ __forceinline__ void begin(Blocks<config>& blocks, int stage, int chunk_m, int chunk_n) const {
-        const u64 a = matrix_descriptor(smem_.a[stage] + first_row_ * scale_block);
-        const u64 b = matrix_descriptor(smem_.b[stage]);
-        begin_blocks<config>(blocks, a + chunk_m * (mma_m * scale_block / 16),
-                             b + chunk_n * (config.mma_n * scale_block / 16));
+        constexpr u32 a_stage = config.block_m * config.block_k, b_stage = config.block_n * config.block_k;
+        begin_blocks<config>(blocks, a_ + (stage * a_stage + chunk_m * mma_m * scale_block) / 16,
+                             b_ + (stage * b_stage + chunk_n * config.mma_n * scale_block) / 16);
     }
 
     __device__ __forceinline__ void promote_blocks(Accumulators<config>& sums, const Blocks<config>& blocks,
@@ -320,7 +351,10 @@ class Consumer {
 
     __device__ __forceinline__ void accumulate_in_turn(Accumulators<config>& sums, int steps) {
         Scales<config> scales;
-        scales.load(smem_, state_.stage, thread_row_);
+        if (steps > 0) {  // no early return, for which the compiler would clear the sums twice
+            await_stage();
+            scales.load(smem_, state_.stage, scale_slot_);
+        }
         for (; steps > 0; --steps) {
             const int stage = state_.stage;
             Scales<config> next_scales;
@@ -332,11 +366,11 @@ class Consumer {
                     state_.advance();
                     if (steps > 1) {
                         await_stage();
-                        next_scales.load(smem_, state_.stage, thread_row_);
+                        next_scales.load(smem_, state_.stage, scale_slot_);
                     }
                 }
                 finish_blocks<config>(blocks);
-                if (i == chunks - 1) release<config>(smem_.empty[stage]);
+                if (i == chunks - 1) releaser_.release(stage);
                 promote_blocks(sums, blocks, scales, i / config.chunks_n, i % config.chunks_n);
             }
             scales = next_scales;
@@ -346,37 +380,49 @@ class Consumer {
     // Two sets of temporaries take turns. ptxas wants both loop and tail without a branch around a WGMMA, and the first
     // wait after a jump to be for all of them.
     __device__ __forceinline__ void accumulate_ahead(Accumulators<config>& sums, int steps) {
+        if (steps <= 0) return;
+        await_stage();
+        Scales<config> scales;
+        scales.load(smem_, state_.stage, scale_slot_);
         Blocks<config> even, odd;
         begin(even, state_.stage, 0, 0);
         for (; steps > 2; steps -= 2) {
-            step<true>(sums, even, odd);
-            step<true>(sums, odd, even);
+            step<true>(sums, even, odd, scales);
+            step<true>(sums, odd, even, scales);
         }
         if (steps == 2) {
-            step<true>(sums, even, odd);
-            step<false>(sums, odd, even);
+            step<true>(sums, even, odd, scales);
+            step<false>(sums, odd, even, scales);
         } else {
-            step<false>(sums, even, odd);
+            step<false>(sums, even, odd, scales);
         }
     }
 
+    // `scales` are those of `present`, then those of `next`: read while `present` is being multiplied, because WGMMA
+    // leaves other reads of shared memory little room. Read after that, they were awaited before the next WGMMA: 128x64
+    // took 407 clocks per K block, now 352 (H200, 2026-11-21).
     template <bool more>
-    __device__ __forceinline__ void step(Accumulators<config>& sums, Blocks<config>& present, Blocks<config>& next) {
+    __device__ __forceinline__ void step(Accumulators<config>& sums, Blocks<config>& present, Blocks<config>& next,
+                                         Scales<config>& scales) {
         const int stage = state_.stage;
-        Scales<config> scales;
-        scales.load(smem_, stage, thread_row_);
+        Scales<config> next_scales;
         state_.advance();
-        if constexpr (more) await_stage();
+        if constexpr (more) {
+            await_stage();
+            next_scales.load(smem_, state_.stage, scale_slot_);
+        }
         finish_blocks<config>(present);
         if constexpr (more) begin(next, state_.stage, 0, 0);
         promote_blocks(sums, present, scales, 0, 0);
-        release<config>(smem_.empty[stage]);
+        releaser_.release(stage);
+        if constexpr (more) scales = next_scales;
     }
 
     SharedStorage<config>& smem_;
+    const Releaser<config> releaser_;
     const KRange range_;
-    const int first_row_;
-    int thread_row_;
+    const u32 a_, b_;  // descriptor addresses of the first stage
+    int scale_slot_;
     PipelineState<config.stages> state_;
 };
 
@@ -439,21 +485,28 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     constexpr int first_producer = config.math_warpgroups * warpgroup_threads / warp_threads;
     // Before anything that waits for math warps, which wait for these registers.
     if (config.math_warpgroups == 2 && warp >= first_producer) ptx::setmaxnreg_dec<producer_registers>();
-    // Here and not among the producers' code, which ptxas puts last: the way to the first request is one straight line.
-    int requested = 0;
-    if (warp == first_producer) requested = request_first_stages<config>(params, smem);
     ptx::griddepcontrol_launch_dependents();
-    if (warp >= first_producer) {
-        if (warp == first_producer) produce_operands<config>(params, smem, requested);
-        if (warp == first_producer + 1) produce_scales<config>(params, smem);
-        return;
-    }
     if (threadIdx.x == 0) {
         ptx::prefetch_tensormap(params.a_map);
         ptx::prefetch_tensormap(params.b_map);
     }
+    // Here and not among the producers' code, which ptxas puts last: the way to the first request is one straight line.
+    // With multicast, blocks of the cluster write into each other's stages: all barriers first.
+    int requested = 0;
+    if (warp == first_producer) initialize_barriers<config>(smem);
+    if constexpr (config.multicast()) synchronize<config>();
+    if (warp == first_producer) requested = request_first_stages<config>(params, smem);
+    const int scale_warp = warp - first_producer - 1;
+    const bool copies_scales = scale_warp >= 0 && scale_warp < config.scale_warps;
+    bool scales_requested = false;
+    if (copies_scales) scales_requested = request_first_scales<config>(params, smem, scale_warp);
+    if constexpr (!config.multicast()) synchronize<config>();
+    if (warp >= first_producer) {
+        if (warp == first_producer) produce_operands<config>(params, smem, requested);
+        if (copies_scales) produce_scales<config>(params, smem, scale_warp, scales_requested);
+        return;
+    }
     if constexpr (config.math_warpgroups == 2) ptx::setmaxnreg_inc<math_registers>();
-    await_barriers<config>();
     ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
     const int warpgroup = warp / (warpgroup_threads / warp_threads);
     if constexpr (config.split_k == 1) {

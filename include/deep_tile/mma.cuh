@@ -11,11 +11,14 @@ namespace deep_tile {
 
 // Shared-memory matrix descriptor of a K-major operand in the 128-byte swizzle ("Asynchronous Warpgroup Level Matrix
 // Shared Memory Layout"): bits 0-13 address / 16, 32-45 stride between groups of 8 rows / 16, 62-63 swizzle mode.
-__device__ __forceinline__ u64 matrix_descriptor(const void* tile) {
+__device__ __forceinline__ u64 matrix_descriptor(u32 address) {
     constexpr u64 eight_rows = 8 * 128 / 16;
     constexpr u64 swizzle_128b = 1;
-    return swizzle_128b << 62 | eight_rows << 32 | (ptx::smem_address(tile) & 0x3FFFF) >> 4;
+    return swizzle_128b << 62 | eight_rows << 32 | address;
 }
+
+// The low half of a descriptor: of 18 address bits all but the last four.
+__device__ __forceinline__ u32 descriptor_address(const void* tile) { return (ptx::smem_address(tile) & 0x3FFFF) >> 4; }
 
 // Keeps the compiler from moving reads or writes of `registers` across this point: the asynchronous WGMMA writes them.
 template <int count>
@@ -30,7 +33,7 @@ using Blocks = float[config.scale_blocks][config.mma_n / 2];
 
 // Begins block[i] = a[64, 128] * b[mma_n, 128]^T for each scale block i of a stage, without waiting for it.
 template <GemmConfig config>
-__device__ __forceinline__ void begin_blocks(Blocks<config>& blocks, u64 a, u64 b) {
+__device__ __forceinline__ void begin_blocks(Blocks<config>& blocks, u32 a, u32 b) {
     constexpr int mma_k_bytes = 32;
 #pragma unroll
     for (int i = 0; i < config.scale_blocks; ++i) pin(blocks[i]);
@@ -39,8 +42,8 @@ __device__ __forceinline__ void begin_blocks(Blocks<config>& blocks, u64 a, u64 
     for (int i = 0; i < config.scale_blocks; ++i) {
 #pragma unroll
         for (int k = 0; k < scale_block; k += mma_k_bytes) {
-            wgmma(blocks[i], a + (i * config.block_m * scale_block + k) / 16,
-                  b + (i * config.block_n * scale_block + k) / 16, k != 0);
+            wgmma(blocks[i], matrix_descriptor(a + (i * config.block_m * scale_block + k) / 16),
+                  matrix_descriptor(b + (i * config.block_n * scale_block + k) / 16), k != 0);
         }
     }
     ptx::wgmma_commit_group();

@@ -19,6 +19,15 @@ struct PipelineState {
             phase ^= 1;
         }
     }
+
+    // By several stages, a round at most.
+    __device__ __forceinline__ void advance(int count) {
+        stage += count;
+        if (stage >= stages) {
+            stage -= stages;
+            phase ^= 1;
+        }
+    }
 };
 
 __device__ __forceinline__ void wait(const u64& barrier, u32 parity) {

@@ -15,7 +15,7 @@ __device__ __forceinline__ u32 smem_address(const void* pointer) {
 // The address in block `cta_rank` of the cluster that corresponds to `smem` in this one: "mapa".
 __device__ __forceinline__ u32 mapa(u32 smem, u32 cta_rank) {
     u32 remote;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem), "r"(cta_rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem), "r"(cta_rank));
     return remote;
 }
 
@@ -31,8 +31,15 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
 
 // Without .release.cluster on purpose: that spelling compiles to MEMBAR.ALL.GPU and cost 40 % (H200, 2026-11-21).
 // What it protects, a slot being refilled, was read by wgmma and ld.shared that have completed by then.
-__device__ __forceinline__ void mbarrier_arrive_cluster(u32 barrier, u32 cta_rank) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapa(barrier, cta_rank)) : "memory");
+// `predicate` and not a branch, after which the compiler would take the warp for divergent.
+__device__ __forceinline__ void mbarrier_arrive_cluster(u32 remote_barrier, bool predicate) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %1, 0;\n"
+        "@p mbarrier.arrive.shared::cluster.b64 _, [%0];\n"
+        "}\n" ::"r"(remote_barrier), "r"(static_cast<u32>(predicate))
+        : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
@@ -69,7 +76,7 @@ __device__ __forceinline__ void barrier_cluster_wait() {
 
 __device__ __forceinline__ u32 cluster_ctarank() {
     u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
 
@@ -89,11 +96,6 @@ __device__ __forceinline__ bool elect_sync() {
 // Barrier among the `threads` threads that name the same id: "bar, barrier".
 __device__ __forceinline__ void bar_sync(u32 id, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// Counts as reaching that barrier, without waiting for it.
-__device__ __forceinline__ void bar_arrive(u32 id, u32 threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Tensor Memory Accelerator: "cp.async.bulk.tensor", "prefetch", bulk groups.

@@ -65,9 +65,8 @@ class SplitReduction {
     __device__ __forceinline__ void release() const {
         const int lane = thread_ % warp_threads;
         __syncwarp();
-        if (lane < config.split_k && lane != rank_) {
-            ptx::mbarrier_arrive_cluster(ptx::smem_address(&smem_.partial_empty[warpgroup_]), lane);
-        }
+        const u32 barrier = ptx::mapa(ptx::smem_address(&smem_.partial_empty[warpgroup_]), lane % config.split_k);
+        ptx::mbarrier_arrive_cluster(barrier, lane < config.split_k && lane != rank_);
     }
 
     __device__ __forceinline__ int rank() const { return rank_; }
