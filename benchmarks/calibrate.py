@@ -24,13 +24,13 @@ from deep_tile.hardware import H200
 from deep_tile.problem import GemmProblem
 
 SHARED = {
-    **{"launch_us": 4.5, "memory_us": 2.0, "overlap": 4.0},
+    **{"launch_us": 4.5, "memory_us": 2.0, "overlap": 6.0},
     **{"idle_gain": 0.1, "throttle": 0.3, "throttle_us": 1000.0},
 }
 """Best of a grid around them (launch 3.3 to 5.5, memory 0 to 2, overlap 2 to 6, gain 0 to 0.5, throttle 0 to 0.3): the
 choice hardly depends on them, the predicted time does."""
 
-CONTENDER = 1.0
+CONTENDER = 0.5
 """A config this much slower than the fastest counts half."""
 
 WORTH = 1.01

@@ -18,7 +18,7 @@ from deep_tile.problem import GemmProblem
 STAIRS = (2112, 7168)
 """n and k of the figure of waves."""
 
-STAIR_CONFIGS = ("fp8_gemm_64x64x256_s6_c1x1_b1", "fp8_gemm_128x128x128_s5_c1x1", "fp8_gemm_128x192x128_s4_c1x1")
+STAIR_CONFIGS = ("fp8_gemm_64x64x256_s6_c1x1_b1", "fp8_gemm_128x128x128_s5_c1x1", "fp8_gemm_128x192x128_s4_c1x1_b3")
 
 
 def draw(folder: Path) -> list[Path]:

@@ -67,6 +67,7 @@ def _entry(config: GemmConfig) -> str:
         "column_group": config.column_group,
         "b_scale_slots": config.b_scale_slots,
         "store_columns": config.store_columns,
+        "store_rows": config.store_rows,
         "store_swizzle": config.store_swizzle,
         "store_buffers": config.store_buffers,
         "tma_store": "true" if config.tma_store else "false",

@@ -17,7 +17,7 @@ SMEM_LIMIT_BYTES = 232_448
 """Shared memory one block may use on Hopper (227 KB)."""
 
 MMA_M = 64
-"""Rows of one WGMMA instruction, and of one store box."""
+"""Rows of one WGMMA instruction, and of one output box."""
 
 ACCUMULATOR_LIMIT = 192
 """Accumulators a math thread can hold beside addresses and scales, out of 232 registers."""
@@ -35,7 +35,7 @@ class GemmConfig:
         split_k: thread blocks per cluster along K. Each takes its part of the K blocks; then each adds up, in the
             order of the parts, its share of the tile's columns.
         scale_blocks: scale blocks of K per stage. More than one keeps several short WGMMA chains in flight.
-        store_buffers: output boxes per math warpgroup, filled and drained in turn.
+        store_buffers: output boxes per math warpgroup: those of a whole tile, or else filled and drained in turn.
         tma_store: store `out` with TMA; otherwise element by element, for any alignment and row stride.
     """
 
@@ -73,8 +73,8 @@ class GemmConfig:
             return f"split_k is {self.split_k}; it takes tiles of 64 or 128 rows"
         if self.scale_blocks not in (1, 2, 4) or (self.scale_blocks > 1 and self.chunks_m * self.chunks_n > 1):
             return f"scale_blocks is {self.scale_blocks}; supported are 1, and 2 and 4 for tiles of one WGMMA"
-        if self.store_buffers not in (1, 2):
-            return f"store_buffers is {self.store_buffers}; supported are 1 and 2"
+        if not 1 <= self.store_buffers <= 4:
+            return f"store_buffers is {self.store_buffers}; supported are 1 to 4"
         return next((wall.reason for wall in (self.register_wall, self.capacity_wall) if not wall.holds), None)
 
     @property
@@ -90,7 +90,7 @@ class GemmConfig:
         """Kernel name, profiler row, command-line argument and test id, e.g. `fp8_gemm_128x256x128_s4_c2x1`."""
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         split = "" if self.split_k == 1 else f"_k{self.split_k}"
-        buffers = "" if self.store_buffers == 2 else "_b1"
+        buffers = "" if self.store_buffers == 2 else f"_b{self.store_buffers}"
         store = "" if self.tma_store else "_any"
         return f"fp8_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{buffers}{store}"
 
@@ -189,6 +189,11 @@ class GemmConfig:
         if columns % 64 == 0:
             return 64
         return columns // 2 if columns % 32 == 0 and columns > 32 else columns
+
+    @property
+    def store_rows(self) -> int:
+        """Rows of an output box that one TMA store takes: those of a warp, or of its warpgroup."""
+        return MMA_M // 4 if self.boxes < 4 else MMA_M
 
     @property
     def store_swizzle(self) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from deep_tile import _launcher, jit
 from deep_tile.codegen import kernel_source
-from deep_tile.config import MMA_M, SCALE_BLOCK, GemmConfig, round_up
+from deep_tile.config import SCALE_BLOCK, GemmConfig, round_up
 from deep_tile.problem import GemmProblem
 from deep_tile.select import grid_size
 
@@ -84,7 +84,7 @@ def prepare_launch(
     box_rows = a_box_rows(config, m)
     a_map = (1, k, m, layout.a_stride, SCALE_BLOCK, box_rows, 128)
     b_map = (1, k, n, layout.b_stride, SCALE_BLOCK, config.block_n // config.cluster_m, 128)
-    out_map = (2, n, m, layout.out_stride * 2, config.store_columns, MMA_M, config.store_swizzle)
+    out_map = (2, n, m, layout.out_stride * 2, config.store_columns, config.store_rows, config.store_swizzle)
     return _launcher.prepare(
         load_kernel(config, device),
         grid=grid_size(config, problem),

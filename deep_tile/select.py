@@ -45,8 +45,7 @@ _SPLIT_TILES = (64, 128, 192)
 
 
 def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options: int) -> GemmConfig:
-    """The tile with as many stages as fit beside its output boxes: beside one if the tile is one box, else beside two,
-    or beside one where two leave too few stages.
+    """The tile with as many stages as fit beside all of its output boxes, or beside fewer where those leave too few.
 
     Too few are less than four, or less than three that hold several scale blocks.
 
@@ -55,7 +54,7 @@ def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options
     """
     enough = 3 if options.get("scale_blocks", 1) > 1 else 4
     smallest = GemmConfig(block_m, block_n, 2, store_buffers=1, tma_store=tma_store, **options)
-    for store_buffers in range(min(2, smallest.boxes), 0, -1):
+    for store_buffers in range(smallest.boxes, 0, -1):
         fixed_bytes = smallest.fixed_bytes + (store_buffers - 1) * smallest.store_bytes
         stages = min(_MAX_STAGES, stages_max(smallest.stage_bytes, fixed_bytes, SMEM_LIMIT_BYTES))
         if stages >= enough:

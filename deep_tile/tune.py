@@ -96,7 +96,7 @@ def search_space(problem: GemmProblem, wide: bool) -> list[GemmConfig]:
 def variants(config: GemmConfig) -> list[GemmConfig]:
     """The same tile with other depths of its rings, as far as they fit."""
     found = []
-    for store_buffers in (1, 2):
+    for store_buffers in range(1, config.boxes + 1):
         for stages in range(max(2, config.stages - 2), config.stages + 3):
             try:
                 found.append(replace(config, stages=stages, store_buffers=store_buffers))

@@ -17,7 +17,7 @@ HEADERS = Path(__file__).parent.parent / "include" / "deep_tile"
 def legal_configs():
     """Every one with at most 24 stages."""
     choices = product(
-        (64, 128, 192, 256), range(16, 257, 16), range(2, 25), ((1, 1), (2, 1), (1, 2)), (1, 2), (True, False)
+        (64, 128, 192, 256), range(16, 257, 16), range(2, 25), ((1, 1), (2, 1), (1, 2)), range(1, 5), (True, False)
     )
     for block_m, block_n, stages, cluster, store_buffers, tma_store in choices:
         try:
@@ -40,7 +40,7 @@ def legal_configs():
         ({"cluster_m": 2, "cluster_n": 2}, "cluster is 2x2; supported are 1x1, 2x1 and 1x2"),
         ({"cluster_n": 3}, "cluster is 1x3"),
         ({"store_buffers": 0}, "store_buffers is 0"),
-        ({"store_buffers": 3}, "store_buffers is 3; supported are 1 and 2"),
+        ({"store_buffers": 5}, "store_buffers is 5; supported are 1 to 4"),
         ({"block_m": 256, "block_n": 160}, "160 accumulators and 40 of one K block exceed the 192 registers"),
         ({"stages": 8}, f"bytes of shared memory exceed Hopper's {SMEM_LIMIT_BYTES}"),
     ],
@@ -60,7 +60,7 @@ DERIVED = (
     *("name", "cluster", "math_warpgroups", "threads", "rows_per_warpgroup"),
     *("accumulator_registers", "block_registers", "chunks_m", "chunks_n", "mma_n"),
     *("column_group", "b_scale_slots", "store_columns", "stage_bytes", "store_bytes", "smem_bytes"),
-    *("block_sets", "store_swizzle", "boxes"),
+    *("block_sets", "store_swizzle", "boxes", "store_rows", "scale_warps"),
 )
 
 
@@ -72,41 +72,46 @@ DERIVED = (
             ("fp8_gemm_128x256x128_s4_c2x1", 2, 2, 384, 64)
             + (128, 64, 1, 2, 128)
             + (128, 2, 64, 49152 + 512 + 16 + 16, 32768, 227 * 1024)
-            + (1, 128, 4),
+            + (1, 128, 4, 64, 1),
         ),
         (
             GemmConfig(64, 16, 20, store_buffers=1, tma_store=False),
             ("fp8_gemm_64x16x128_s20_c1x1_b1_any", 1, 1, 256, 64)
             + (8, 8, 1, 1, 16)
             + (16, 1, 16, 10240 + 256 + 16 + 16, 2048, 208 * 1024)
-            + (2, 32, 1),
+            + (2, 32, 1, 16, 3),
         ),
         (
             GemmConfig(64, 224, 2),
             ("fp8_gemm_64x224x128_s2_c1x1", 1, 1, 256, 64)
             + (112, 56, 1, 2, 112)
             + (32, 7, 112, 36864 + 256 + 32 + 16, 28672, 101 * 1024)
-            + (1, 0, 2),
+            + (1, 0, 2, 16, 2),
         ),
         (
             GemmConfig(128, 176, 4, 1, 2, store_buffers=1),
             ("fp8_gemm_128x176x128_s4_c1x2_b1", 2, 2, 384, 64)
             + (88, 88, 1, 1, 176)
             + (16, 11, 176, 38912 + 512 + 48 + 16, 45056, 199 * 1024)
-            + (1, 0, 1),
+            + (1, 0, 1, 16, 2),
         ),
         (
             GemmConfig(256, 128, 4, store_buffers=1),
             ("fp8_gemm_256x128x128_s4_c1x1_b1", 1, 2, 384, 128)
             + (128, 64, 2, 1, 128)
             + (128, 1, 64, 49152 + 1024 + 16 + 16, 16384, 213 * 1024)
-            + (1, 128, 4),
+            + (1, 128, 4, 64, 1),
         ),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_derived_sizes(config, by_hand):
     assert {name: getattr(config, name) for name in DERIVED} == dict(zip(DERIVED, by_hand, strict=True))
+
+
+def test_no_scale_warp_is_a_round_ahead():
+    """It would take a phase long past for the one that it awaits: parity tells only two phases apart."""
+    assert all(1 <= config.scale_warps <= config.stages for config in legal_configs())
 
 
 def test_names_tell_all_configs_apart():

@@ -221,16 +221,16 @@ def compared():
 
 
 def test_the_model_has_not_drifted_from_the_search(compared):
-    """As fitted: 3.3 % and 9.9 %, 0.960, 83 %, 96.8 %. Whoever changes model or calibration has to do as well."""
+    """As fitted: 3.6 % and 10.2 %, 0.955, 92 %, 96.6 %. Whoever changes model or calibration has to do as well."""
     figures = predict.summary(compared)
     assert figures["shapes"] == 84 and figures["pairs"] > 2000
     assert figures["median error"] <= 0.036
     assert figures["90th percentile"] <= 0.105
     assert figures["median Spearman"] >= 0.955
-    assert figures["lowest Spearman"] >= 0.75
-    assert figures["Spearman >= 0.9"] >= 0.82
+    assert figures["lowest Spearman"] >= 0.8
+    assert figures["Spearman >= 0.9"] >= 0.9
     assert figures["pairs in order"] >= 0.965
-    assert figures["loss"] <= 1.018
+    assert figures["loss"] <= 1.012
 
 
 def test_drift_would_be_seen(compared, monkeypatch):

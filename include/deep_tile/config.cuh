@@ -18,7 +18,7 @@ struct GemmConfig {
     int block_sets;
     int columns_per_part;
     int column_group, b_scale_slots;
-    int store_columns, store_swizzle, store_buffers;
+    int store_columns, store_rows, store_swizzle, store_buffers;
     bool tma_store;
     int smem_bytes;
 

@@ -1,10 +1,11 @@
-// From accumulators to `out`: registers -> swizzled shared memory -> TMA store, box by box.
+// From accumulators to `out`: registers -> swizzled shared memory -> TMA store.
 //
-// Each math warpgroup has its own buffers, barrier and bulk groups and never waits for the other. A box is 64 rows by
-// store_columns BF16 columns; a row is one swizzle span, or of a length at which stmatrix finds few bank conflicts
-// without one: narrower boxes made the last tile of 128x144 wait 1 us longer (H200, 2026-11-21). The buffer
-// index runs on across tiles; a store is only waited for when its buffer comes round again (draining at the end of
-// each tile costs 3 to 6 %; H200, 2026-11-21).
+// A box is 64 rows by store_columns BF16 columns; a row is one swizzle span, or of a length at which stmatrix finds few
+// bank conflicts without one: narrower boxes made the last tile of 128x144 wait 1 us longer. Every step from one box to
+// the next takes 130 to 200 clocks, so a tile whose boxes have a buffer each is written whole. Where there are few,
+// each warp stores its own 16 rows and waits for no other: 1 % of decode, 1.5 % of 128x224; where there are four, one
+// store of 64 rows is 1 % better (H200, 2026-11-21). A store is waited for when its buffer is needed again: draining
+// at the end of each tile costs 3 to 6 %.
 #pragma once
 
 #include "mma.cuh"
@@ -20,35 +21,48 @@ class Epilogue {
    public:
     __device__ __forceinline__ Epilogue(const GemmParams& params, SharedStorage<config>& smem, int warpgroup)
         : params_(params),
-          buffers_(ptx::smem_address(smem.out[warpgroup])),
           barrier_(1 + warpgroup),
-          thread_(threadIdx.x % warpgroup_threads) {}
+          lane_(threadIdx.x % warp_threads),
+          first_row_(__shfl_sync(0xffffffff, threadIdx.x % warpgroup_threads / warp_threads, 0) * warp_rows),
+          rows_(ptx::smem_address(smem.out[warpgroup]) + first_row_ * row_bytes) {}
 
     // Columns [first, first + columns_per_part) of the tile; `row` and `column` are of the warpgroup's first element.
     template <int first>
-    __device__ __forceinline__ void store(const Accumulators<config>& sums, int row, int column) {
+    __device__ __forceinline__ void store(const Accumulators<config>& sums, int row, int column) const {
+        column += first;
 #pragma unroll
-        for (int chunk = 0; chunk < config.chunks_m; ++chunk) {
+        for (int i = 0; i < boxes; i += boxes_at_once) {
+            await_stores<pending>();
+            synchronize();
 #pragma unroll
-            for (int box = first; box < first + config.columns_per_part; box += config.store_columns) {
-                acquire_buffer();
-                write_box(sums[chunk], box);
-                publish_box(row + chunk * mma_m, column + box);
-                buffer_ = (buffer_ + 1) % config.store_buffers;
+            for (int box = i; box < i + boxes_at_once; ++box) {
+                write_box(sums[box / boxes_per_row], first + column_of(box), box % config.store_buffers);
             }
+            if constexpr (config.tma_store) ptx::fence_proxy_async();
+            synchronize();
+#pragma unroll
+            for (int box = i; box < i + boxes_at_once; ++box) {
+                publish_box(row + box / boxes_per_row * mma_m, column + column_of(box), box % config.store_buffers);
+            }
+            if (config.tma_store && stores()) ptx::cp_async_bulk_commit_group();
         }
     }
 
     // Shared memory must outlive the stores that read it.
-    __device__ __forceinline__ void drain() {
-        if (config.tma_store && thread_ == 0) ptx::cp_async_bulk_wait_group_read<0>();
-    }
+    __device__ __forceinline__ void drain() const { await_stores<0>(); }
 
    private:
     static constexpr int row_bytes = config.store_columns * 2;
     static constexpr int box_bytes = mma_m * row_bytes;
+    static constexpr int warp_rows = mma_m / (warpgroup_threads / warp_threads);
+    static constexpr int boxes_per_row = config.columns_per_part / config.store_columns;
+    static constexpr int boxes = config.chunks_m * boxes_per_row;
+    static constexpr int boxes_at_once = boxes <= config.store_buffers ? boxes : 1;
+    // Stores that may still read while the next box is written: of other buffers, if these take turns evenly.
+    static constexpr bool take_turns = boxes_at_once == 1 && boxes % config.store_buffers == 0;
+    static constexpr int pending = take_turns ? config.store_buffers - 1 : 0;
 
-    __device__ __forceinline__ u32 buffer() const { return buffers_ + buffer_ * box_bytes; }
+    static __device__ __forceinline__ int column_of(int box) { return box % boxes_per_row * config.store_columns; }
 
     // The 16-byte chunk index is XORed with the row's position in its 8 * span bytes, as TMA does on the way out.
     static __device__ __forceinline__ u32 swizzle(u32 offset) {
@@ -56,56 +70,62 @@ class Epilogue {
         return offset ^ ((offset >> 3) & (config.store_swizzle - 16));
     }
 
-    __device__ __forceinline__ void synchronize() const { ptx::bar_sync(barrier_, warpgroup_threads); }
+    // This warp's rows of a buffer.
+    __device__ __forceinline__ u32 rows_of(int buffer) const { return rows_ + buffer * box_bytes; }
 
-    __device__ __forceinline__ void acquire_buffer() const {
-        if (config.tma_store && thread_ == 0) ptx::cp_async_bulk_wait_group_read<config.store_buffers - 1>();
-        synchronize();
+    // One thread for each store of store_rows rows.
+    __device__ __forceinline__ bool stores() const { return first_row_ % config.store_rows == 0 && ptx::elect_sync(); }
+
+    template <int pending_stores>
+    __device__ __forceinline__ void await_stores() const {
+        if (config.tma_store && stores()) ptx::cp_async_bulk_wait_group_read<pending_stores>();
     }
 
-    __device__ __forceinline__ void write_box(const float (&sums)[config.chunks_n][config.mma_n / 2], int box) const {
-        const int lane = thread_ % warp_threads;
-        const u32 row = thread_ / warp_threads * 16 + lane % 16;
+    // Among those whose rows are stored together.
+    __device__ __forceinline__ void synchronize() const {
+        if constexpr (config.tma_store && config.store_rows > warp_rows) {
+            ptx::bar_sync(barrier_, warpgroup_threads);
+        } else {
+            __syncwarp();
+        }
+    }
+
+    __device__ __forceinline__ void write_box(const float (&sums)[config.chunks_n][config.mma_n / 2], int box_column,
+                                              int buffer) const {
 #pragma unroll
         for (int unit = 0; unit < config.store_columns; unit += 16) {
-            const int column = box + unit;
-            const float* d = &sums[0][0] + column / 2;  // a unit of 16 columns may span two WGMMA tiles
-            ptx::stmatrix_x4(buffer() + swizzle(row * row_bytes + unit * 2 + lane / 16 * 16),
+            const float* d = &sums[0][0] + (box_column + unit) / 2;  // 16 columns may span two WGMMA tiles
+            ptx::stmatrix_x4(rows_of(buffer) + swizzle(lane_ % 16 * row_bytes + unit * 2 + lane_ / 16 * 16),
                              ptx::cvt_rn_bf16x2(d[1], d[0]), ptx::cvt_rn_bf16x2(d[3], d[2]),
                              ptx::cvt_rn_bf16x2(d[5], d[4]), ptx::cvt_rn_bf16x2(d[7], d[6]));
         }
     }
 
-    __device__ __forceinline__ void publish_box(int row, int column) const {
+    // `row` is the box's first.
+    __device__ __forceinline__ void publish_box(int row, int column, int buffer) const {
+        row += first_row_;
         if constexpr (config.tma_store) {
-            ptx::fence_proxy_async();
-            synchronize();
-            if (thread_ != 0) return;
-            ptx::cp_async_bulk_tensor_store(params_.out_map, column, row, buffer());
-            ptx::cp_async_bulk_commit_group();
+            if (stores()) ptx::cp_async_bulk_tensor_store(params_.out_map, column, row, rows_of(buffer));
         } else {
-            synchronize();
-            copy_box(row, column);
+            copy_rows(row, column, buffer);
         }
     }
 
-    // For an `out` that TMA cannot address: each warp writes whole rows, clipped at the edges of the matrix.
-    __device__ __forceinline__ void copy_box(int row, int column) const {
+    // For an `out` that TMA cannot address: whole rows, clipped at the edges of the matrix.
+    __device__ __forceinline__ void copy_rows(int row, int column, int buffer) const {
         u16* out = static_cast<u16*>(params_.out);
-        const u32 first = thread_ / warp_threads;
-        for (u32 i = first; i < mma_m && row + i < params_.m; i += warpgroup_threads / warp_threads) {
-            for (u32 j = thread_ % warp_threads; j < config.store_columns && column + j < params_.n;
-                 j += warp_threads) {
+        for (u32 i = 0; i < warp_rows && row + i < params_.m; ++i) {
+            for (u32 j = lane_; j < config.store_columns && column + j < params_.n; j += warp_threads) {
                 out[(row + i) * params_.out_stride_m + column + j] =
-                    ptx::ld_shared_u16(buffer() + swizzle(i * row_bytes + j * 2));
+                    ptx::ld_shared_u16(rows_of(buffer) + swizzle(i * row_bytes + j * 2));
             }
         }
     }
 
     const GemmParams& params_;
-    const u32 buffers_, barrier_;
-    const int thread_;
-    int buffer_ = 0;
+    const u32 barrier_, lane_;
+    const int first_row_;  // this warp's in a box; from lane 0, so that the compiler knows it as uniform
+    const u32 rows_;
 };
 
 }  // namespace deep_tile

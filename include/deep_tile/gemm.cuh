@@ -12,6 +12,7 @@
 //                                      bytes of a and b (some sent by the peer)      scales
 //   empty[s]     the producer warps    every math thread, and 1 per math warp of     nobody reads stage s any more,
 //                                      the multicast peer                            here or in the peer
+//
 //   named 1, 2   one math warpgroup    its own 128 threads                           its output box is written, free
 //
 // Math warpgroups never wait for each other. Scales travel with the stage, because reading them from global memory in
@@ -63,8 +64,8 @@ __device__ __forceinline__ void synchronize() {
     }
 }
 
-// Requests operand tiles, by one thread; each scale block is a box of its own. Of a tile that the two blocks of a cluster
-// share, each requests half and sends it to both.
+// Requests operand tiles, by one thread; each scale block is a box of its own. Of a tile that the two blocks of a
+// cluster share, each requests half and sends it to both.
 template <GemmConfig config>
 class OperandLoader {
    public:
@@ -76,7 +77,8 @@ class OperandLoader {
         const u32 bytes = (params_.a_box_rows * config.cluster_n + config.block_n) * config.block_k;
         ptx::mbarrier_arrive_expect_tx(ptx::smem_address(&smem_.full[stage]), bytes);
         constexpr bool shared = config.cluster_m > 1;
-        load<config.block_n, shared>(smem_.b[stage], params_.b_map, config.block_n / config.cluster_m, stage, row, step);
+        constexpr int box_rows = config.block_n / config.cluster_m;
+        load<config.block_n, shared>(smem_.b[stage], params_.b_map, box_rows, stage, row, step);
     }
 
     __device__ __forceinline__ void load_a(int stage, int row, int step) const {
@@ -168,7 +170,8 @@ __device__ __forceinline__ int a_scale_slot(int row) { return row / 16 * 16 + ro
 template <GemmConfig config>
 class ScaleReader {
    public:
-    __device__ __forceinline__ ScaleReader(const GemmParams& params, Tile tile, int step) : params_(params), step_(step) {
+    __device__ __forceinline__ ScaleReader(const GemmParams& params, Tile tile, int step)
+        : params_(params), step_(step) {
         const int last_group = (params.n - 1) / scale_block;
         const long long first_k = step * config.scale_blocks;
         const int group = min((tile.n + lane() * config.column_group) / scale_block, last_group);

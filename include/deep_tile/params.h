@@ -20,7 +20,7 @@ typedef struct {
 typedef struct {
     TensorMap a_map;   /* a   [m, k], box [a_box_rows, block_k] */
     TensorMap b_map;   /* b   [n, k], box [block_n / cluster_m, block_k] */
-    TensorMap out_map; /* out [m, n], box [64, store_columns]; unused by kernels that store directly */
+    TensorMap out_map; /* out [m, n], box [store_rows, store_columns]; unused by kernels that store directly */
     const float *a_scale;
     const float *b_scale;
     void *out;

@@ -80,7 +80,8 @@ __device__ __forceinline__ u32 cluster_ctarank() {
     return rank;
 }
 
-// True in one lane of a converged warp: "elect.sync". Unlike `lane == 0` it leaves the branch uniform for the compiler.
+// True in one lane of a converged warp, always the same: "elect.sync". Unlike `lane == 0` it leaves the branch uniform
+// for the compiler.
 __device__ __forceinline__ bool elect_sync() {
     u32 elected;
     asm volatile(
