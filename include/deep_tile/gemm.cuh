@@ -4,7 +4,7 @@
 //
 //   who                          does                                            per stage
 //   producer warpgroup, warp 0   makes the barriers; TMA: a, b tiles -> stage    waits empty, expects bytes on full
-//   producer warpgroup, 1 and 2   cp.async: a and b scales -> every second stage  wait empty, arrive on full
+//   1 to 3 more of its warps     cp.async: a and b scales -> stage, in turn      wait empty, arrive on full
 //   math warpgroup 0 (and 1)     WGMMA, promotion; per tile its rows' epilogue   waits full, arrives on empty
 //
 //   barrier      waited for by         arrivals                                      completes when
@@ -12,8 +12,10 @@
 //                                      bytes of a and b (some sent by the peer)      scales
 //   empty[s]     the producer warps    every math thread, and 1 per math warp of     nobody reads stage s any more,
 //                                      the multicast peer                            here or in the peer
-//
-//   named 1, 2   one math warpgroup    its own 128 threads                           its output box is written, free
+//   named 1, 2   one math warpgroup    its own 128 threads, where they store boxes   its box is written; is free
+//                                      together
+//   all          all                   every thread, once                            the barriers exist; in a cluster,
+//                                                                                    in all its blocks
 //
 // Math warpgroups never wait for each other. Scales travel with the stage, because reading them from global memory in
 // the math loop costs 6 to 8 % (H200, 2026-11-21); by cp.async, 4 bytes a copy, because that takes any stride, and so
