@@ -71,7 +71,7 @@ class GemmConfig:
             return f"block_n is {self.block_n}; each of {self.split_k} K parts adds up a multiple of 16 columns"
         if self.split_k > 1 and self.chunks_m > 1:
             return f"split_k is {self.split_k}; it takes tiles of 64 or 128 rows"
-        if self.scale_blocks not in (1, 2, 4) or (self.scale_blocks > 1 and self.chunks_m * self.chunks_n > 1):
+        if self.scale_blocks not in (1, 2, 4) or (self.scale_blocks > 1 and self.chunks > 1):
             return f"scale_blocks is {self.scale_blocks}; supported are 1, and 2 and 4 for tiles of one WGMMA"
         if not 1 <= self.store_buffers <= 4:
             return f"store_buffers is {self.store_buffers}; supported are 1 to 4"
@@ -124,7 +124,7 @@ class GemmConfig:
         """
         if self.math_warpgroups == 1:
             return min(3, self.stages)
-        return 2 if self.chunks_m * self.chunks_n == 1 else 1
+        return 2 if self.chunks == 1 else 1
 
     # Each math warpgroup covers its rows of the tile by chunks_m x chunks_n WGMMA tiles of 64 x mma_n.
 
@@ -141,6 +141,10 @@ class GemmConfig:
         """A K block's temporary accumulators must fit beside the tile's: wide tiles are multiplied in two halves."""
         fits = self.accumulator_registers + self.block_n // 2 <= ACCUMULATOR_LIMIT
         return 1 if fits else 2
+
+    @property
+    def chunks(self) -> int:
+        return self.chunks_m * self.chunks_n
 
     @property
     def mma_n(self) -> int:
@@ -160,7 +164,7 @@ class GemmConfig:
     def block_sets(self) -> int:
         """Sets of temporaries: with two, the next K block is multiplied while this one is promoted."""
         fits = self.accumulator_registers + 2 * self.block_registers <= ACCUMULATOR_LIMIT
-        return 2 if fits and self.chunks_m * self.chunks_n == 1 else 1
+        return 2 if fits and self.chunks == 1 else 1
 
     @property
     def columns_per_part(self) -> int:

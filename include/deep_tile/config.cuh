@@ -14,11 +14,11 @@ struct GemmConfig {
     int cluster_m, cluster_n, split_k;
     int scale_blocks;
     int math_warpgroups, scale_warps, threads;
-    int rows_per_warpgroup, chunks_m, chunks_n, mma_n;
+    int rows_per_warpgroup, chunks_m, chunks_n, chunks, mma_n;
     int block_sets;
     int columns_per_part;
     int column_group, b_scale_slots;
-    int store_columns, store_rows, store_swizzle, store_buffers;
+    int store_columns, store_rows, store_swizzle, boxes, store_buffers;
     bool tma_store;
     int smem_bytes;
 

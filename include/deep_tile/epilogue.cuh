@@ -31,7 +31,7 @@ class Epilogue {
     __device__ __forceinline__ void store(const Accumulators<config>& sums, int row, int column) const {
         column += first;
 #pragma unroll
-        for (int i = 0; i < boxes; i += boxes_at_once) {
+        for (int i = 0; i < config.boxes; i += boxes_at_once) {
             await_stores<pending>();
             synchronize();
 #pragma unroll
@@ -56,10 +56,9 @@ class Epilogue {
     static constexpr int box_bytes = mma_m * row_bytes;
     static constexpr int warp_rows = mma_m / (warpgroup_threads / warp_threads);
     static constexpr int boxes_per_row = config.columns_per_part / config.store_columns;
-    static constexpr int boxes = config.chunks_m * boxes_per_row;
-    static constexpr int boxes_at_once = boxes <= config.store_buffers ? boxes : 1;
+    static constexpr int boxes_at_once = config.boxes <= config.store_buffers ? config.boxes : 1;
     // Stores that may still read while the next box is written: of other buffers, if these take turns evenly.
-    static constexpr bool take_turns = boxes_at_once == 1 && boxes % config.store_buffers == 0;
+    static constexpr bool take_turns = boxes_at_once == 1 && config.boxes % config.store_buffers == 0;
     static constexpr int pending = take_turns ? config.store_buffers - 1 : 0;
 
     static __device__ __forceinline__ int column_of(int box) { return box % boxes_per_row * config.store_columns; }

@@ -333,10 +333,13 @@ class Consumer {
     }
 
    private:
-    static constexpr int chunks = config.chunks_m * config.chunks_n;
-    static constexpr int await_in = config.multicast() ? chunks - 1 : 0;
+    static constexpr int await_in = config.multicast() ? config.chunks - 1 : 0;
 
-    __device__ __forceinline__ void await_stage() const { wait(smem_.full[state_.stage], state_.phase); }
+    // Waits for a stage, and reads its scales.
+    __device__ __forceinline__ void acquire(Scales<config>& scales) const {
+        wait(smem_.full[state_.stage], state_.phase);
+        scales.load(smem_, state_.stage, scale_slot_);
+    }
 
     // Begins the products of one chunk of a stage.
     __device__ __forceinline__ void begin(Blocks<config>& blocks, int stage, int chunk_m, int chunk_n) const {
@@ -356,26 +359,20 @@ class Consumer {
 
     __device__ __forceinline__ void accumulate_in_turn(Accumulators<config>& sums, int steps) {
         Scales<config> scales;
-        if (steps > 0) {  // no early return, for which the compiler would clear the sums twice
-            await_stage();
-            scales.load(smem_, state_.stage, scale_slot_);
-        }
+        if (steps > 0) acquire(scales);  // no early return, for which the compiler would clear the sums twice
         for (; steps > 0; --steps) {
             const int stage = state_.stage;
             Scales<config> next_scales;
 #pragma unroll
-            for (int i = 0; i < chunks; ++i) {
+            for (int i = 0; i < config.chunks; ++i) {
                 Blocks<config> blocks;
                 begin(blocks, stage, i / config.chunks_n, i % config.chunks_n);
                 if (i == await_in) {
                     state_.advance();
-                    if (steps > 1) {
-                        await_stage();
-                        next_scales.load(smem_, state_.stage, scale_slot_);
-                    }
+                    if (steps > 1) acquire(next_scales);
                 }
                 finish_blocks<config>(blocks);
-                if (i == chunks - 1) releaser_.release(stage);
+                if (i == config.chunks - 1) releaser_.release(stage);
                 promote_blocks(sums, blocks, scales, i / config.chunks_n, i % config.chunks_n);
             }
             scales = next_scales;
@@ -386,9 +383,8 @@ class Consumer {
     // wait after a jump to be for all of them.
     __device__ __forceinline__ void accumulate_ahead(Accumulators<config>& sums, int steps) {
         if (steps <= 0) return;
-        await_stage();
         Scales<config> scales;
-        scales.load(smem_, state_.stage, scale_slot_);
+        acquire(scales);
         Blocks<config> even, odd;
         begin(even, state_.stage, 0, 0);
         for (; steps > 2; steps -= 2) {
@@ -412,10 +408,7 @@ class Consumer {
         const int stage = state_.stage;
         Scales<config> next_scales;
         state_.advance();
-        if constexpr (more) {
-            await_stage();
-            next_scales.load(smem_, state_.stage, scale_slot_);
-        }
+        if constexpr (more) acquire(next_scales);
         finish_blocks<config>(present);
         if constexpr (more) begin(next, state_.stage, 0, 0);
         promote_blocks(sums, present, scales, 0, 0);
