@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import predict  # noqa: E402
+from benchmarks.shapes import Shape  # noqa: E402
 from deep_tile import roofline, select, walls  # noqa: E402
 from deep_tile.config import GemmConfig  # noqa: E402
 from deep_tile.hardware import H20, H200, PRESETS  # noqa: E402
@@ -182,7 +183,7 @@ def test_a_gpu_like_the_h200_takes_as_long_and_a_slower_one_longer():
 
 
 def test_an_h200_measured_anew_keeps_the_measured_choices():
-    problem = GemmProblem(*map(int, next(iter(select.calibration().choices)).split("x")))
+    problem = GemmProblem(*Shape.parse(next(iter(select.calibration().choices))))
     derived = roofline.derive(problem, replace(H200, hbm_tbps=4.2))
     assert select.measured_choice(problem) == derived.choice.config.name
     assert derived.choice.estimate.memory_us < select.memory_time(problem)
