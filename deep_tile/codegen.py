@@ -57,6 +57,7 @@ def _entry(config: GemmConfig) -> str:
         "scale_blocks": config.scale_blocks,
         "math_warpgroups": config.math_warpgroups,
         "scale_warps": config.scale_warps,
+        "store_warps": config.store_warps,
         "threads": config.threads,
         "rows_per_warpgroup": config.rows_per_warpgroup,
         "chunks_m": config.chunks_m,
@@ -64,15 +65,21 @@ def _entry(config: GemmConfig) -> str:
         "chunks": config.chunks,
         "mma_n": config.mma_n,
         "block_sets": config.block_sets,
+        "takes_turns": _truth(config.takes_turns),
+        "prefetches_b": _truth(config.prefetches_b),
         "columns_per_part": config.columns_per_part,
         "column_group": config.column_group,
+        "column_shifts": config.column_shifts,
+        "b_scale_columns": config.b_scale_columns,
         "b_scale_slots": config.b_scale_slots,
         "store_columns": config.store_columns,
         "store_rows": config.store_rows,
         "store_swizzle": config.store_swizzle,
         "boxes": config.boxes,
+        "store_chunks": config.store_chunks,
+        "boxes_at_once": config.boxes_at_once,
         "store_buffers": config.store_buffers,
-        "tma_store": "true" if config.tma_store else "false",
+        "tma_store": _truth(config.tma_store),
         "smem_bytes": config.smem_bytes,
     }
     initializers = ", ".join(f".{name} = {value}" for name, value in fields.items())
@@ -84,6 +91,10 @@ extern "C" __global__ void __launch_bounds__(config.threads, 1)
     deep_tile::gemm<config>(params);
 }}
 """
+
+
+def _truth(value: bool) -> str:
+    return "true" if value else "false"
 
 
 class CastKernel(NamedTuple):

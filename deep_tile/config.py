@@ -126,6 +126,18 @@ class GemmConfig:
             return min(3, self.stages)
         return 2 if self.chunks == 1 else 1
 
+    @property
+    def store_warps(self) -> int:
+        """Warps of the producer warpgroup that hand output boxes to TMA: all that are left. None where there are none,
+        or where a math warp stores what it has just received: it then does that itself.
+
+        A math warp that stores is held up by TMA, which is busy with loads: 400 to 750 clocks of the 1100 that a tile
+        of 128x192 takes from its last K block to the next (H200, 2026-11-21).
+        """
+        if self.math_warpgroups == 1 or self.split_k > 1 or not self.tma_store:
+            return 0
+        return 3 - self.scale_warps
+
     # Each math warpgroup covers its rows of the tile by chunks_m x chunks_n WGMMA tiles of 64 x mma_n.
 
     @property
@@ -167,6 +179,22 @@ class GemmConfig:
         return 2 if fits and self.chunks == 1 else 1
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether the math warpgroups take turns in beginning their WGMMAs: where one has nothing under way while it
+        promotes, and the other's chain is long enough to cover that."""
+        return self.math_warpgroups == 2 and self.chunks == 1 and self.block_sets == 1
+
+    @property
+    def prefetches_b(self) -> bool:
+        """Whether `b` of the next tile is requested into L2 while this one is worked on.
+
+        Math warpgroups that take turns end a tile together, and then want all stages of the next: at k = 512, where the
+        four stages of 128x192 are a whole tile, this gains 12 %, at 1536 1 %. With more stages, or other kernels, it
+        costs 1 to 2 % (H200, 2026-11-21).
+        """
+        return self.takes_turns and self.stages <= 4
+
+    @property
     def columns_per_part(self) -> int:
         """Columns of the tile that each block of the cluster adds up and stores."""
         return self.block_n // self.split_k
@@ -175,12 +203,28 @@ class GemmConfig:
 
     @property
     def column_group(self) -> int:
-        """Columns that share one slot of b scales: a scale block of 128 may begin at any multiple of this."""
+        """A scale block of 128 columns may begin at any multiple of this in a tile."""
         return gcd(self.block_n, SCALE_BLOCK)
 
     @property
+    def column_shifts(self) -> int:
+        """Copies of the main loop, one for each way in which a tile's columns may lie across scale blocks, or 1.
+
+        With copies, a thread multiplies by one scale for each scale block that the tile touches, otherwise by one for
+        each column group: 11 for 128x176, of which at most three differ. 128x176 gains 9 %, 128x144 6 %, 128x160 1 %;
+        128x112 loses 5 %, 128x224 1 % (H200, 2026-11-21).
+        """
+        return SCALE_BLOCK // self.column_group if self.takes_turns and self.column_group < 64 else 1
+
+    @property
+    def b_scale_columns(self) -> int:
+        """Columns from one slot of b scales to the next."""
+        return self.column_group if self.column_shifts == 1 else SCALE_BLOCK
+
+    @property
     def b_scale_slots(self) -> int:
-        return self.block_n // self.column_group
+        """Slots of b scales that a tile needs, wherever it begins."""
+        return ceil_div(self.b_scale_columns - self.column_group + self.block_n, self.b_scale_columns)
 
     @property
     def store_columns(self) -> int:
@@ -196,8 +240,9 @@ class GemmConfig:
 
     @property
     def store_rows(self) -> int:
-        """Rows of an output box that one TMA store takes: those of a warp, or of its warpgroup."""
-        return MMA_M // 4 if self.boxes < 4 else MMA_M
+        """Rows of an output box that one TMA store takes: those of a warp, if it stores them itself and there are few
+        boxes, or of its warpgroup."""
+        return MMA_M // 4 if self.store_warps == 0 and self.boxes < 4 else MMA_M
 
     @property
     def store_swizzle(self) -> int:
@@ -209,6 +254,19 @@ class GemmConfig:
     def boxes(self) -> int:
         """Output boxes that a math warpgroup stores of one tile."""
         return self.chunks_m * self.columns_per_part // self.store_columns
+
+    @property
+    def store_chunks(self) -> int:
+        """Parts of a tile that are stored one by one, all but the last while the last K block is still multiplied."""
+        return self.chunks if self.store_warps > 0 and self.mma_n % self.store_columns == 0 else 1
+
+    @property
+    def boxes_at_once(self) -> int:
+        """Output boxes that are written before they are stored: of a part of the tile, those with a buffer each."""
+        boxes = self.boxes // self.store_chunks
+        if boxes <= self.store_buffers:
+            return boxes
+        return self.store_buffers if self.store_warps > 0 and boxes % self.store_buffers == 0 else 1
 
     # Shared memory: the fields of SharedStorage in include/deep_tile/config.cuh, in order.
 

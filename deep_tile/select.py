@@ -33,7 +33,8 @@ _DECODE_TILES = (
 stages of one arrive sooner; split K spreads few, wide tiles over all SMs, which read less of `a` than many narrow."""
 
 _MULTICAST_TILES = (
-    *((128, 64), (128, 96), (128, 128), (128, 144), (128, 160), (128, 192), (128, 224), (128, 256), (256, 128)),
+    *((128, 64), (128, 96), (128, 128), (128, 144), (128, 160), (128, 176), (128, 192), (128, 224)),
+    *((128, 256), (256, 128)),
 )
 """(block_m, block_n) that are built alone and as clusters of two."""
 

@@ -60,7 +60,8 @@ DERIVED = (
     *("name", "cluster", "math_warpgroups", "threads", "rows_per_warpgroup"),
     *("accumulator_registers", "block_registers", "chunks_m", "chunks_n", "mma_n"),
     *("column_group", "b_scale_slots", "store_columns", "stage_bytes", "store_bytes", "smem_bytes"),
-    *("block_sets", "store_swizzle", "boxes", "store_rows", "scale_warps"),
+    *("block_sets", "store_swizzle", "boxes", "store_rows", "scale_warps", "store_warps"),
+    *("takes_turns", "prefetches_b", "column_shifts", "b_scale_columns", "store_chunks", "boxes_at_once"),
 )
 
 
@@ -72,35 +73,48 @@ DERIVED = (
             ("fp8_gemm_128x256x128_s4_c2x1", 2, 2, 384, 64)
             + (128, 64, 1, 2, 128)
             + (128, 2, 64, 49152 + 512 + 16 + 16, 32768, 227 * 1024)
-            + (1, 128, 4, 64, 1),
+            + (1, 128, 4, 64, 1, 2)
+            + (False, False, 1, 128, 2, 2),
         ),
         (
             GemmConfig(64, 16, 20, store_buffers=1, tma_store=False),
             ("fp8_gemm_64x16x128_s20_c1x1_b1_any", 1, 1, 256, 64)
             + (8, 8, 1, 1, 16)
             + (16, 1, 16, 10240 + 256 + 16 + 16, 2048, 208 * 1024)
-            + (2, 32, 1, 16, 3),
+            + (2, 32, 1, 16, 3, 0)
+            + (False, False, 1, 16, 1, 1),
         ),
         (
             GemmConfig(64, 224, 2),
             ("fp8_gemm_64x224x128_s2_c1x1", 1, 1, 256, 64)
             + (112, 56, 1, 2, 112)
             + (32, 7, 112, 36864 + 256 + 32 + 16, 28672, 101 * 1024)
-            + (1, 0, 2, 16, 2),
+            + (1, 0, 2, 16, 2, 0)
+            + (False, False, 1, 32, 1, 2),
         ),
         (
             GemmConfig(128, 176, 4, 1, 2, store_buffers=1),
             ("fp8_gemm_128x176x128_s4_c1x2_b1", 2, 2, 384, 64)
             + (88, 88, 1, 1, 176)
-            + (16, 11, 176, 38912 + 512 + 48 + 16, 45056, 199 * 1024)
-            + (1, 0, 1, 16, 2),
+            + (16, 3, 176, 38912 + 512 + 16 + 16, 45056, 199 * 1024)
+            + (1, 0, 1, 64, 2, 1)
+            + (True, True, 8, 128, 1, 1),
+        ),
+        (
+            GemmConfig(128, 160, 5),
+            ("fp8_gemm_128x160x128_s5_c1x1", 1, 2, 384, 64)
+            + (80, 80, 1, 1, 160)
+            + (32, 2, 80, 36864 + 512 + 16 + 16, 40960, 223 * 1024)
+            + (1, 0, 2, 64, 2, 1)
+            + (True, False, 4, 128, 1, 2),
         ),
         (
             GemmConfig(256, 128, 4, store_buffers=1),
             ("fp8_gemm_256x128x128_s4_c1x1_b1", 1, 2, 384, 128)
             + (128, 64, 2, 1, 128)
             + (128, 1, 64, 49152 + 1024 + 16 + 16, 16384, 213 * 1024)
-            + (1, 128, 4, 64, 1),
+            + (1, 128, 4, 64, 1, 2)
+            + (False, False, 1, 128, 2, 1),
         ),
     ],
     ids=lambda value: getattr(value, "name", ""),

@@ -200,7 +200,8 @@ def test_derivation_on_every_preset(gpu):
 
 def test_few_sms_cannot_read_at_full_bandwidth():
     full, few = (select.memory_time(GemmProblem(1, 7168, 16384, sms)) for sms in (132, 16))
-    assert few == pytest.approx(2 + (full - 2) * 4.09 / (9.5 * 16 / 132))
+    fixed = select.calibration().memory_us
+    assert few == pytest.approx(fixed + (full - fixed) * 4.09 / (9.5 * 16 / 132))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp16", "bf16", "tf32"])
@@ -222,12 +223,12 @@ def compared():
 
 
 def test_the_model_has_not_drifted_from_the_search(compared):
-    """As fitted: 3.6 % and 10.2 %, 0.955, 92 %, 96.6 %. Whoever changes model or calibration has to do as well."""
+    """As fitted: 2.7 % and 8.6 %, 0.961, 90 %, 96.9 %. Whoever changes model or calibration has to do as well."""
     figures = predict.summary(compared)
     assert figures["shapes"] == 84 and figures["pairs"] > 2000
-    assert figures["median error"] <= 0.036
-    assert figures["90th percentile"] <= 0.105
-    assert figures["median Spearman"] >= 0.955
+    assert figures["median error"] <= 0.03
+    assert figures["90th percentile"] <= 0.09
+    assert figures["median Spearman"] >= 0.96
     assert figures["lowest Spearman"] >= 0.8
     assert figures["Spearman >= 0.9"] >= 0.9
     assert figures["pairs in order"] >= 0.965

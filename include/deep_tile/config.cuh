@@ -13,12 +13,13 @@ struct GemmConfig {
     int stages;
     int cluster_m, cluster_n, split_k;
     int scale_blocks;
-    int math_warpgroups, scale_warps, threads;
+    int math_warpgroups, scale_warps, store_warps, threads;
     int rows_per_warpgroup, chunks_m, chunks_n, chunks, mma_n;
     int block_sets;
+    bool takes_turns, prefetches_b;
     int columns_per_part;
-    int column_group, b_scale_slots;
-    int store_columns, store_rows, store_swizzle, boxes, store_buffers;
+    int column_group, column_shifts, b_scale_columns, b_scale_slots;
+    int store_columns, store_rows, store_swizzle, boxes, store_chunks, boxes_at_once, store_buffers;
     bool tma_store;
     int smem_bytes;
 
@@ -30,6 +31,12 @@ constexpr int mma_m = 64;              // rows of one WGMMA, and of one output b
 constexpr int warp_threads = 32;
 constexpr int warpgroup_threads = 128;
 constexpr int scale_block = 128;       // columns of b that share a scale
+
+// Named barriers, each of as many as there are math warpgroups; 0 is that of __syncthreads.
+constexpr int own_barrier = 1;           // the warpgroup itself
+constexpr int turn_barrier = 3;          // its turn to begin WGMMAs
+constexpr int boxes_full_barrier = 5;    // its output boxes are written
+constexpr int boxes_empty_barrier = 7;   // their buffers may be written again
 
 using u8 = unsigned char;
 using u16 = unsigned short;

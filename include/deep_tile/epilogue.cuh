@@ -1,11 +1,13 @@
 // From accumulators to `out`: registers -> swizzled shared memory -> TMA store.
 //
 // A box is 64 rows by store_columns BF16 columns; a row is one swizzle span, or of a length at which stmatrix finds few
-// bank conflicts without one: narrower boxes made the last tile of 128x144 wait 1 us longer. Every step from one box to
-// the next takes 130 to 200 clocks, so a tile whose boxes have a buffer each is written whole. Where there are few,
-// each warp stores its own 16 rows and waits for no other: 1 % of decode, 1.5 % of 128x224; where there are four, one
-// store of 64 rows is 1 % better (H200, 2026-11-21). A store is waited for when its buffer is needed again: draining
-// at the end of each tile costs 3 to 6 %.
+// bank conflicts without one: narrower boxes made the last tile of 128x144 wait 1 us longer. Math warps write boxes and
+// store warps, where there are any, hand them to TMA: GemmConfig.store_warps says why. Every step from one box to the
+// next takes 130 to 200 clocks, so as many are written at once as have a buffer each.
+//
+// Math warps that store themselves do so when the box is written, and wait for that when they need its buffer again:
+// draining at the end of each tile costs 3 to 6 %. Where there are few boxes, each warp stores its own 16 rows and
+// waits for no other: 1 % of decode; where there are four, one store of 64 rows is 1 % better (H200, 2026-11-21).
 #pragma once
 
 #include "mma.cuh"
@@ -16,12 +18,15 @@ namespace deep_tile {
 template <GemmConfig config>
 using Accumulators = float[config.chunks_m][config.chunks_n][config.mma_n / 2];
 
+// Those of a barrier between one math warpgroup and its store warp.
+constexpr int store_barrier_threads = warpgroup_threads + warp_threads;
+
 template <GemmConfig config>
 class Epilogue {
    public:
     __device__ __forceinline__ Epilogue(const GemmParams& params, SharedStorage<config>& smem, int warpgroup)
         : params_(params),
-          barrier_(1 + warpgroup),
+          warpgroup_(warpgroup),
           lane_(threadIdx.x % warp_threads),
           first_row_(__shfl_sync(0xffffffff, threadIdx.x % warpgroup_threads / warp_threads, 0) * warp_rows),
           rows_(ptx::smem_address(smem.out[warpgroup]) + first_row_ * row_bytes) {}
@@ -29,37 +34,65 @@ class Epilogue {
     // Columns [first, first + columns_per_part) of the tile; `row` and `column` are of the warpgroup's first element.
     template <int first>
     __device__ __forceinline__ void store(const Accumulators<config>& sums, int row, int column) const {
-        column += first;
-#pragma unroll
-        for (int i = 0; i < config.boxes; i += boxes_at_once) {
-            await_stores<pending>();
-            synchronize();
-#pragma unroll
-            for (int box = i; box < i + boxes_at_once; ++box) {
-                write_box(sums[box / boxes_per_row], first + column_of(box), box % config.store_buffers);
-            }
-            if constexpr (config.tma_store) ptx::fence_proxy_async();
-            synchronize();
-#pragma unroll
-            for (int box = i; box < i + boxes_at_once; ++box) {
-                publish_box(row + box / boxes_per_row * mma_m, column + column_of(box), box % config.store_buffers);
-            }
-            if (config.tma_store && stores()) ptx::cp_async_bulk_commit_group();
-        }
+        store_boxes<first>(sums, row, column + first, 0, config.boxes);
+    }
+
+    // Part `chunk` of store_chunks.
+    __device__ __forceinline__ void store_chunk(const Accumulators<config>& sums, int chunk) const {
+        constexpr int boxes = config.boxes / config.store_chunks;
+        store_boxes<0>(sums, 0, 0, chunk * boxes, boxes);
     }
 
     // Shared memory must outlive the stores that read it.
-    __device__ __forceinline__ void drain() const { await_stores<0>(); }
+    __device__ __forceinline__ void drain() const {
+        if constexpr (config.store_warps == 0) await_stores<0>();
+    }
 
    private:
     static constexpr int row_bytes = config.store_columns * 2;
     static constexpr int box_bytes = mma_m * row_bytes;
     static constexpr int warp_rows = mma_m / (warpgroup_threads / warp_threads);
     static constexpr int boxes_per_row = config.columns_per_part / config.store_columns;
-    static constexpr int boxes_at_once = config.boxes <= config.store_buffers ? config.boxes : 1;
     // Stores that may still read while the next box is written: of other buffers, if these take turns evenly.
-    static constexpr bool take_turns = boxes_at_once == 1 && config.boxes % config.store_buffers == 0;
-    static constexpr int pending = take_turns ? config.store_buffers - 1 : 0;
+    static constexpr bool even = config.boxes_at_once == 1 && config.boxes % config.store_buffers == 0;
+    static constexpr int pending = even ? config.store_buffers - 1 : 0;
+
+    template <int first>
+    __device__ __forceinline__ void store_boxes(const Accumulators<config>& sums, int row, int column, int begin,
+                                                int count) const {
+#pragma unroll
+        for (int i = begin; i < begin + count; i += config.boxes_at_once) {
+            await_buffers();
+#pragma unroll
+            for (int box = i; box < i + config.boxes_at_once; ++box) {
+                write_box(sums[box / boxes_per_row], first + column_of(box), box % config.store_buffers);
+            }
+            if constexpr (config.tma_store) ptx::fence_proxy_async();
+            if constexpr (config.store_warps > 0) {
+                ptx::bar_arrive(boxes_full_barrier + warpgroup_, store_barrier_threads);
+            } else {
+                publish_boxes(row, column, i);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void await_buffers() const {
+        if constexpr (config.store_warps > 0) {
+            ptx::bar_sync(boxes_empty_barrier + warpgroup_, store_barrier_threads);
+        } else {
+            await_stores<pending>();
+            synchronize();
+        }
+    }
+
+    __device__ __forceinline__ void publish_boxes(int row, int column, int first_box) const {
+        synchronize();
+#pragma unroll
+        for (int box = first_box; box < first_box + config.boxes_at_once; ++box) {
+            publish_box(row + box / boxes_per_row * mma_m, column + column_of(box), box % config.store_buffers);
+        }
+        if (stores()) ptx::cp_async_bulk_commit_group();
+    }
 
     static __device__ __forceinline__ int column_of(int box) { return box % boxes_per_row * config.store_columns; }
 
@@ -73,17 +106,19 @@ class Epilogue {
     __device__ __forceinline__ u32 rows_of(int buffer) const { return rows_ + buffer * box_bytes; }
 
     // One thread for each store of store_rows rows.
-    __device__ __forceinline__ bool stores() const { return first_row_ % config.store_rows == 0 && ptx::elect_sync(); }
+    __device__ __forceinline__ bool stores() const {
+        return config.tma_store && first_row_ % config.store_rows == 0 && ptx::elect_sync();
+    }
 
     template <int pending_stores>
     __device__ __forceinline__ void await_stores() const {
-        if (config.tma_store && stores()) ptx::cp_async_bulk_wait_group_read<pending_stores>();
+        if (stores()) ptx::cp_async_bulk_wait_group_read<pending_stores>();
     }
 
     // Among those whose rows are stored together.
     __device__ __forceinline__ void synchronize() const {
         if constexpr (config.tma_store && config.store_rows > warp_rows) {
-            ptx::bar_sync(barrier_, warpgroup_threads);
+            ptx::bar_sync(own_barrier + warpgroup_, warpgroup_threads);
         } else {
             __syncwarp();
         }
@@ -122,9 +157,58 @@ class Epilogue {
     }
 
     const GemmParams& params_;
-    const u32 barrier_, lane_;
+    const u32 warpgroup_, lane_;
     const int first_row_;  // this warp's in a box; from lane 0, so that the compiler knows it as uniform
     const u32 rows_;
+};
+
+// One of the store warps: hands TMA the boxes of one math warpgroup, or of both.
+template <GemmConfig config>
+class StoreWarp {
+   public:
+    __device__ __forceinline__ StoreWarp(const GemmParams& params, SharedStorage<config>& smem, int warp)
+        : params_(params), smem_(smem), warp_(warp) {}
+
+    // Boxes come as Epilogue writes them; `row` and `column` are of the tile's first element.
+    __device__ __forceinline__ void store(int row, int column) const {
+#pragma unroll 1
+        for (int box = 0; box < config.boxes; box += config.boxes_at_once) {
+            drain();
+            for (int i = warp_; i < config.math_warpgroups; i += config.store_warps) {
+                ptx::bar_arrive(boxes_empty_barrier + i, store_barrier_threads);
+            }
+            for (int i = warp_; i < config.math_warpgroups; i += config.store_warps) {
+                ptx::bar_sync(boxes_full_barrier + i, store_barrier_threads);
+                if (ptx::elect_sync()) publish_boxes(row + i * config.rows_per_warpgroup, column, i, box);
+                __syncwarp();
+            }
+        }
+    }
+
+    // Until all stores have read their buffers.
+    __device__ __forceinline__ void drain() const {
+        if (ptx::elect_sync()) ptx::cp_async_bulk_wait_group_read<0>();
+        __syncwarp();
+    }
+
+   private:
+    static constexpr int boxes_per_row = config.block_n / config.store_columns;
+    static constexpr int box_bytes = mma_m * config.store_columns * 2;
+
+    __device__ __forceinline__ void publish_boxes(int row, int column, int warpgroup, int first_box) const {
+#pragma unroll
+        for (int i = 0; i < config.boxes_at_once; ++i) {
+            const int box = first_box + i;
+            ptx::cp_async_bulk_tensor_store(
+                params_.out_map, column + box % boxes_per_row * config.store_columns, row + box / boxes_per_row * mma_m,
+                ptx::smem_address(smem_.out[warpgroup]) + box % config.store_buffers * box_bytes);
+        }
+        ptx::cp_async_bulk_commit_group();
+    }
+
+    const GemmParams& params_;
+    SharedStorage<config>& smem_;
+    const int warp_;
 };
 
 }  // namespace deep_tile

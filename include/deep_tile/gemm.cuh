@@ -5,6 +5,7 @@
 //   who                          does                                            per stage
 //   producer warpgroup, warp 0   makes the barriers; TMA: a, b tiles -> stage    waits empty, expects bytes on full
 //   1 to 3 more of its warps     cp.async: a and b scales -> stage, in turn      wait empty, arrive on full
+//   its other warps, if it may   TMA: output boxes -> out                        wait boxes full, arrive on empty
 //   math warpgroup 0 (and 1)     WGMMA, promotion; per tile its rows' epilogue   waits full, arrives on empty
 //
 //   barrier      waited for by         arrivals                                      completes when
@@ -12,14 +13,17 @@
 //                                      bytes of a and b (some sent by the peer)      scales
 //   empty[s]     the producer warps    every math thread, and 1 per math warp of     nobody reads stage s any more,
 //                                      the multicast peer                            here or in the peer
-//   named 1, 2   one math warpgroup    its own 128 threads, where they store boxes   its box is written; is free
-//                                      together
+//   boxes full   a store warp          a math warpgroup's threads                    its output boxes are written
+//   boxes empty  a math warpgroup      its store warp's threads                      their buffers have been read
+//   own          a math warpgroup      its threads, where they store boxes           a box is written; is free
+//                                      together themselves
+//   turn         a math warpgroup      the other one's threads                       that has begun its WGMMAs
 //   all          all                   every thread, once                            the barriers exist; in a cluster,
 //                                                                                    in all its blocks
 //
-// Math warpgroups never wait for each other. Scales travel with the stage, because reading them from global memory in
-// the math loop costs 6 to 8 % (H200, 2026-11-21); by cp.async, 4 bytes a copy, because that takes any stride, and so
-// every scale layout, with no alignment rule and no latency.
+// Scales travel with the stage, because reading them from global memory in the math loop costs 6 to 8 % (H200,
+// 2026-11-21); by cp.async, 4 bytes a copy, because that takes any stride, and so every scale layout, with no alignment
+// rule and no latency.
 #pragma once
 
 #include "reduce.cuh"
@@ -88,6 +92,11 @@ class OperandLoader {
         load<config.block_m, shared>(smem_.a[stage], params_.a_map, params_.a_box_rows, stage, row, step);
     }
 
+    // Requests a tile of `b` into L2.
+    __device__ __forceinline__ void prefetch_b(int row, int step) const {
+        ptx::cp_async_bulk_prefetch_tensor(params_.b_map, step * config.block_k, row);
+    }
+
    private:
     template <int tile_rows, bool shared>
     __device__ __forceinline__ void load(u8* tile, const TensorMap& map, int box_rows, int stage, int row,
@@ -138,6 +147,15 @@ __device__ __forceinline__ int request_first_stages(const GemmParams& params, Sh
     return stages;
 }
 
+// Whether this block prefetches step `step` of tile `next`, if that is one of the first round: each of the blocks that
+// share its columns takes some.
+template <GemmConfig config>
+__device__ __forceinline__ bool prefetches(Tile next, int step) {
+    constexpr int sharing = TileScheduler<config>::raster_rows * config.cluster_m;
+    if (!config.prefetches_b || !next.valid || step >= config.stages) return false;
+    return (next.m / config.block_m + step) % sharing == 0;
+}
+
 // One warp; `requested` stages are under way. A block may not exit before its peer is done with what it multicasts: the
 // extra round of empty waits at the end sees to that.
 template <GemmConfig config>
@@ -146,8 +164,13 @@ __device__ __forceinline__ void produce_operands(const GemmParams& params, Share
     const OperandLoader<config> loader(params, smem);
     PipelineState<config.stages> state;
     TileScheduler<config> tiles(params);
-    for (Tile tile = tiles.first(); tile.valid; tile = tiles.next()) {
+    for (Tile tile = tiles.first(), next; tile.valid; tile = next) {
+        next = tiles.next();
         for (int step = range.begin; step < range.end; ++step, --requested, state.advance()) {
+            if (prefetches<config>(next, step)) {
+                if (ptx::elect_sync()) loader.prefetch_b(next.n, step);
+                __syncwarp();
+            }
             if (requested > 0) continue;
             wait(smem.empty[state.stage], state.phase ^ 1);
             if (ptx::elect_sync()) {
@@ -167,7 +190,7 @@ __device__ __forceinline__ void produce_operands(const GemmParams& params, Share
 // Where a row's scale is within a tile's: beside that of the other row of the thread that needs both, 8 rows away.
 __device__ __forceinline__ int a_scale_slot(int row) { return row / 16 * 16 + row % 8 * 2 + row / 8 % 2; }
 
-// Where a scale warp reads a tile's scales: each lane those of its rows of `a`, and the first lanes those of the groups
+// Where a scale warp reads a tile's scales: each lane those of its rows of `a`, and the first lanes those of the slots
 // of columns of `b`. Rows and columns beyond the matrix take the last scale there is: their products are never stored.
 template <GemmConfig config>
 class ScaleReader {
@@ -176,7 +199,7 @@ class ScaleReader {
         : params_(params), step_(step) {
         const int last_group = (params.n - 1) / scale_block;
         const long long first_k = step * config.scale_blocks;
-        const int group = min((tile.n + lane() * config.column_group) / scale_block, last_group);
+        const int group = min((tile.n + lane() * config.b_scale_columns) / scale_block, last_group);
         b_scale_ = params.b_scale + group * params.b_scale_stride_n + first_k * params.b_scale_stride_k;
 #pragma unroll
         for (int i = 0; i < rows_per_lane; ++i) {
@@ -287,6 +310,10 @@ struct Scales {
     float row[config.scale_blocks][config.chunks_m][2];
     float column[config.scale_blocks][config.b_scale_slots];
 
+    // Hides from the compiler that all threads read the same: it would keep that in a uniform register, and wait for it
+    // to be read in the middle of a stage, for which 128x192 took 5 to 12 % longer (H200, 2026-11-21).
+    static __device__ __forceinline__ int not_uniform_zero() { return threadIdx.x / 1024 * 4; }
+
     // `slot` is that of the thread's first row.
     __device__ __forceinline__ void load(const SharedStorage<config>& smem, int stage, int slot) {
 #pragma unroll
@@ -297,17 +324,38 @@ struct Scales {
                 row[block][i][0] = pair.x;
                 row[block][i][1] = pair.y;
             }
+            const float* columns = smem.b_scale[stage][block] + (config.takes_turns ? not_uniform_zero() : 0);
 #pragma unroll
-            for (int i = 0; i < config.b_scale_slots; ++i) column[block][i] = smem.b_scale[stage][block][i];
+            for (int i = 0; i < config.b_scale_slots; ++i) column[block][i] = columns[i];
         }
     }
 };
+
+// f(Constant<value>{}) for a value from `first` to first + count - 1.
+template <int value>
+struct Constant {};
+
+template <int count, int first = 0, typename Function>
+__device__ __forceinline__ void with_constant(int value, Function f) {
+    if constexpr (count == 1) {
+        f(Constant<first>{});
+    } else if (value < first + count / 2) {
+        with_constant<count / 2, first>(value, f);
+    } else {
+        with_constant<count / 2, first + count / 2>(value, f);
+    }
+}
 
 // What stands between two WGMMAs of a warpgroup is time in which only the other one feeds the tensor cores. So, where
 // registers allow, a K block is multiplied while the one before is promoted: 3 % for 128x128, more where there is one
 // math warpgroup only. Wider tiles at least await the next stage and read its scales while a WGMMA of this stage runs:
 // 2 % at k = 2048, 5 % at 16384. The first WGMMA is best; with multicast, whose stages complete later, the last
 // (128x256, H200, 2026-11-21).
+//
+// The tensor cores serve warpgroups whose WGMMAs are under way at the same time instruction by instruction. Two that
+// begin together end together, and promote together: 128x192 then takes 1013 clocks per K block, where one begins when
+// the other is half way 775, and chance decides. So they take turns: one begins when the other has begun. Tiles of two
+// chunks do not, whose WGMMAs are no longer than what stands between them: 3 to 5 % slower (H200, 2026-11-21).
 template <GemmConfig config>
 class Consumer {
    public:
@@ -315,21 +363,41 @@ class Consumer {
         : smem_(smem),
           releaser_(smem),
           range_(k_range<config>(params)),
+          warpgroup_(warpgroup),
           a_(descriptor_address(smem.a[0] + warpgroup * config.rows_per_warpgroup * scale_block)),
           b_(descriptor_address(smem.b[0])) {
         const int thread = threadIdx.x % warpgroup_threads;
         scale_slot_ = a_scale_slot(warpgroup * config.rows_per_warpgroup + thread / warp_threads * 16 +
                                    thread % warp_threads / 4);
+        if (warpgroup == 1) end_turn();
     }
 
-    // sums = this block's part of one tile.
-    __device__ __forceinline__ void accumulate(Accumulators<config>& sums) {
-        const int steps = range_.end - range_.begin;
+    // Stages of a tile.
+    __device__ __forceinline__ int steps() const { return range_.end - range_.begin; }
+
+    // Waits for the next stage, and reads its scales: before the first tile.
+    __device__ __forceinline__ void acquire() { acquire(scales_); }
+
+    // To be called when the next tile's first stage has been acquired: begins its first WGMMAs, if they need not wait.
+    __device__ __forceinline__ void begin_tile() {
+        if constexpr (config.chunks == 1) begin_stage();
+    }
+
+    // Adds this block's part of a tile to `sums`; its first column is `column`. If there are `more` tiles, acquires the
+    // next one's first stage. meanwhile(chunk) is called while the WGMMAs of the last stage after that chunk's run.
+    template <typename Meanwhile>
+    __device__ __forceinline__ void multiply(Accumulators<config>& sums, int column, bool more, Meanwhile meanwhile) {
         if constexpr (config.block_sets == 2) {
-            accumulate_ahead(sums, steps);
+            multiply_ahead(sums, more);
         } else {
-            accumulate_in_turn(sums, steps);
+            with_constant<config.column_shifts>(column / config.column_group % config.column_shifts,
+                                                [&](auto shift) { multiply_in_turn(shift, sums, more, meanwhile); });
         }
+    }
+
+    // After the last tile: the other warpgroup has announced a turn that nobody takes.
+    __device__ __forceinline__ void end() const {
+        if (warpgroup_ == 0) await_turn();
     }
 
    private:
@@ -341,87 +409,121 @@ class Consumer {
         scales.load(smem_, state_.stage, scale_slot_);
     }
 
+    __device__ __forceinline__ void await_turn() const {
+        if constexpr (config.takes_turns) ptx::bar_sync(turn_barrier + warpgroup_, 2 * warpgroup_threads);
+    }
+
+    __device__ __forceinline__ void end_turn() const {
+        if constexpr (config.takes_turns) ptx::bar_arrive(turn_barrier + 1 - warpgroup_, 2 * warpgroup_threads);
+    }
+
     // Begins the products of one chunk of a stage.
     __device__ __forceinline__ void begin(Blocks<config>& blocks, int stage, int chunk_m, int chunk_n) const {
         constexpr u32 a_stage = config.block_m * config.block_k, b_stage = config.block_n * config.block_k;
+        await_turn();
         begin_blocks<config>(blocks, a_ + (stage * a_stage + chunk_m * mma_m * scale_block) / 16,
                              b_ + (stage * b_stage + chunk_n * config.mma_n * scale_block) / 16);
+        end_turn();
     }
 
-    __device__ __forceinline__ void promote_blocks(Accumulators<config>& sums, const Blocks<config>& blocks,
-                                                   const Scales<config>& scales, int chunk_m, int chunk_n) const {
+    template <int shift>
+    __device__ __forceinline__ void promote_blocks(Constant<shift>, Accumulators<config>& sums,
+                                                   const Blocks<config>& blocks, const Scales<config>& scales,
+                                                   int chunk_m, int chunk_n) const {
 #pragma unroll
         for (int i = 0; i < config.scale_blocks; ++i) {
-            promote<config>(sums[chunk_m][chunk_n], blocks[i], scales.row[i][chunk_m], scales.column[i],
-                            chunk_n * config.mma_n);
+            promote<config, shift>(sums[chunk_m][chunk_n], blocks[i], scales.row[i][chunk_m], scales.column[i],
+                                   chunk_n * config.mma_n);
         }
     }
 
-    __device__ __forceinline__ void accumulate_in_turn(Accumulators<config>& sums, int steps) {
-        Scales<config> scales;
-        if (steps > 0) acquire(scales);  // no early return, for which the compiler would clear the sums twice
-        for (; steps > 0; --steps) {
-            const int stage = state_.stage;
-            Scales<config> next_scales;
-#pragma unroll
-            for (int i = 0; i < config.chunks; ++i) {
-                Blocks<config> blocks;
-                begin(blocks, stage, i / config.chunks_n, i % config.chunks_n);
-                if (i == await_in) {
-                    state_.advance();
-                    if (steps > 1) acquire(next_scales);
-                }
-                finish_blocks<config>(blocks);
-                if (i == config.chunks - 1) releaser_.release(stage);
-                promote_blocks(sums, blocks, scales, i / config.chunks_n, i % config.chunks_n);
+    __device__ __forceinline__ void begin_stage() { begin(blocks_, state_.stage, 0, 0); }
+
+    // Tiles of one chunk begin a stage at the end of the one before it. That order costs those of two up to 4 %: their
+    // warpgroups fall into step (H200, 2026-11-21).
+    template <typename Shift, typename Meanwhile>
+    __device__ __forceinline__ void multiply_in_turn(Shift shift, Accumulators<config>& sums, bool more,
+                                                     Meanwhile meanwhile) {
+        if constexpr (config.chunks == 1) {
+            for (int left = steps();;) {
+                finish_stage(shift, sums, left > 1 || more, meanwhile);
+                if (--left == 0) return;
+                begin_stage();
             }
-            scales = next_scales;
+        } else {
+            for (int left = steps(); left > 1; --left) {
+                begin_stage();
+                finish_stage(shift, sums, true, [](int) {});
+            }
+            begin_stage();
+            finish_stage(shift, sums, more, meanwhile);
         }
+    }
+
+    // A stage whose first chunk has been begun; `scales_` are its own, then those of the next one, if there are `more`.
+    template <typename Shift, typename Meanwhile>
+    __device__ __forceinline__ void finish_stage(Shift shift, Accumulators<config>& sums, bool more,
+                                                 Meanwhile meanwhile) {
+        const int stage = state_.stage;
+        Scales<config> next_scales;
+#pragma unroll
+        for (int i = 0; i < config.chunks; ++i) {
+            if (i > 0) begin(blocks_, stage, i / config.chunks_n, i % config.chunks_n);
+            if (i == await_in) {
+                state_.advance();
+                if (more) acquire(next_scales);
+            }
+            if (i > 0) meanwhile(i - 1);
+            finish_blocks<config>(blocks_);
+            if (i == config.chunks - 1) releaser_.release(stage);
+            promote_blocks(shift, sums, blocks_, scales_, i / config.chunks_n, i % config.chunks_n);
+        }
+        scales_ = next_scales;
     }
 
     // Two sets of temporaries take turns. ptxas wants both loop and tail without a branch around a WGMMA, and the first
     // wait after a jump to be for all of them.
-    __device__ __forceinline__ void accumulate_ahead(Accumulators<config>& sums, int steps) {
-        if (steps <= 0) return;
-        Scales<config> scales;
-        acquire(scales);
-        Blocks<config> even, odd;
-        begin(even, state_.stage, 0, 0);
-        for (; steps > 2; steps -= 2) {
-            step<true>(sums, even, odd, scales);
-            step<true>(sums, odd, even, scales);
+    __device__ __forceinline__ void multiply_ahead(Accumulators<config>& sums, bool more) {
+        Blocks<config> odd;
+        int left = steps();
+        for (; left > 2; left -= 2) {
+            step<true>(sums, blocks_, odd, true);
+            step<true>(sums, odd, blocks_, true);
         }
-        if (steps == 2) {
-            step<true>(sums, even, odd, scales);
-            step<false>(sums, odd, even, scales);
+        if (left == 2) {
+            step<true>(sums, blocks_, odd, true);
+            step<false>(sums, odd, blocks_, more);
         } else {
-            step<false>(sums, even, odd, scales);
+            step<false>(sums, blocks_, odd, more);
         }
     }
 
-    // `scales` are those of `present`, then those of `next`: read while `present` is being multiplied, because WGMMA
-    // leaves other reads of shared memory little room. Read after that, they were awaited before the next WGMMA: 128x64
-    // took 407 clocks per K block, now 352 (H200, 2026-11-21).
-    template <bool more>
+    // The scales are those of `present`, then those of the stage after it, if there are `more`: read while `present` is
+    // being multiplied, because WGMMA leaves other reads of shared memory little room. Read after that, they were
+    // awaited before the next WGMMA: 128x64 took 407 clocks per K block, now 352 (H200, 2026-11-21).
+    template <bool begin_next>
     __device__ __forceinline__ void step(Accumulators<config>& sums, Blocks<config>& present, Blocks<config>& next,
-                                         Scales<config>& scales) {
+                                         bool more) {
         const int stage = state_.stage;
         Scales<config> next_scales;
         state_.advance();
-        if constexpr (more) acquire(next_scales);
+        if (more) acquire(next_scales);
         finish_blocks<config>(present);
-        if constexpr (more) begin(next, state_.stage, 0, 0);
-        promote_blocks(sums, present, scales, 0, 0);
+        if constexpr (begin_next) begin(next, state_.stage, 0, 0);
+        promote_blocks(Constant<0>{}, sums, present, scales_, 0, 0);
         releaser_.release(stage);
-        if constexpr (more) scales = next_scales;
+        scales_ = next_scales;
     }
 
     SharedStorage<config>& smem_;
     const Releaser<config> releaser_;
     const KRange range_;
+    const int warpgroup_;
     const u32 a_, b_;  // descriptor addresses of the first stage
     int scale_slot_;
     PipelineState<config.stages> state_;
+    Scales<config> scales_;  // of the stage that has been acquired
+    Blocks<config> blocks_;  // of the one that has been begun
 };
 
 template <GemmConfig config>
@@ -430,11 +532,23 @@ __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<
     Epilogue<config> epilogue(params, smem, warpgroup);
     TileScheduler<config> tiles(params);
     const int first_row = warpgroup * config.rows_per_warpgroup;
-    for (Tile tile = tiles.first(); tile.valid; tile = tiles.next()) {
+    Tile tile = tiles.first();
+    consumer.acquire();
+    consumer.begin_tile();
+    for (int left = tiles.count();;) {
         Accumulators<config> sums = {};
-        consumer.accumulate(sums);
-        epilogue.template store<0>(sums, tile.m + first_row, tile.n);
+        if constexpr (config.store_chunks > 1) {
+            consumer.multiply(sums, tile.n, left > 1, [&](int chunk) { epilogue.store_chunk(sums, chunk); });
+            epilogue.store_chunk(sums, config.store_chunks - 1);
+        } else {
+            consumer.multiply(sums, tile.n, left > 1, [](int) {});
+            epilogue.template store<0>(sums, tile.m + first_row, tile.n);
+        }
+        if (--left == 0) break;
+        consumer.begin_tile();
+        tile = tiles.next();
     }
+    consumer.end();
     epilogue.drain();
 }
 
@@ -462,13 +576,28 @@ __device__ __forceinline__ void consume_split(const GemmParams& params, SharedSt
     for (Tile tile = tiles.first(); tile.valid;) {
         const Tile next = tiles.next();
         Accumulators<config> sums = {};
-        consumer.accumulate(sums);
+        if (consumer.steps() > 0) {
+            consumer.acquire();
+            consumer.begin_tile();
+            consumer.multiply(sums, tile.n, false, [](int) {});
+        }
         reduction.send(sums);
         reduction.await();
         finish_part<config, 0>(reduction, epilogue, sums, tile.m + first_row, tile.n, !next.valid);
         tile = next;
     }
+    consumer.end();
     epilogue.drain();
+}
+
+// One of the store warps.
+template <GemmConfig config>
+__device__ __forceinline__ void store_tiles(const GemmParams& params, SharedStorage<config>& smem, int warp) {
+    const StoreWarp<config> boxes(params, smem, warp);
+    TileScheduler<config> tiles(params);
+    ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
+    for (Tile tile = tiles.first(); tile.valid; tile = tiles.next()) boxes.store(tile.m, tile.n);
+    boxes.drain();
 }
 
 template <GemmConfig config>
@@ -502,6 +631,8 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     if (warp >= first_producer) {
         if (warp == first_producer) produce_operands<config>(params, smem, requested);
         if (copies_scales) produce_scales<config>(params, smem, scale_warp, scales_requested);
+        const int store_warp = scale_warp - config.scale_warps;
+        if (store_warp >= 0 && store_warp < config.store_warps) store_tiles<config>(params, smem, store_warp);
         return;
     }
     if constexpr (config.math_warpgroups == 2) ptx::setmaxnreg_inc<math_registers>();

@@ -2,7 +2,7 @@
 //
 // FP8 WGMMA keeps about 14 bits while it accumulates, so its sum runs over one K block only and is then added, scaled,
 // to FP32 registers. Both operands are read from shared memory, and the other warpgroup keeps the tensor cores busy
-// during promotion (A through registers lost 16 %, making the warpgroups take turns 3 to 8 %; H200, 2026-11-21).
+// during promotion (A through registers lost 16 %; H200, 2026-11-21).
 #pragma once
 
 #include "pipeline.cuh"
@@ -57,15 +57,16 @@ __device__ __forceinline__ void finish_blocks(Blocks<config>& blocks) {
 }
 
 // sum += block * row_scale * column_scale. Registers 4j to 4j+3 are columns 8j and 8j+1 (plus 2 * (lane % 4)) of this
-// thread's two rows; `column` is the block's first column in the tile.
-template <GemmConfig config>
+// thread's two rows; `column` is the block's first column in the tile, whose own lies `shift` column groups into its
+// scale block, if that is known.
+template <GemmConfig config, int shift>
 __device__ __forceinline__ void promote(float (&sum)[config.mma_n / 2], const float (&block)[config.mma_n / 2],
                                         const float (&row_scale)[2], const float (&column_scale)[config.b_scale_slots],
                                         int column) {
 #pragma unroll
     for (int i = 0; i < config.mma_n / 2; ++i) {
         const int row = i / 2 % 2;
-        const int slot = (column + i / 4 * 8) / config.column_group;
+        const int slot = (shift * config.column_group + column + i / 4 * 8) / config.b_scale_columns;
         sum[i] += row_scale[row] * column_scale[slot] * block[i];
     }
 }

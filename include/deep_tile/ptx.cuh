@@ -99,6 +99,11 @@ __device__ __forceinline__ void bar_sync(u32 id, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same for those who need not wait for it.
+__device__ __forceinline__ void bar_arrive(u32 id, u32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Tensor Memory Accelerator: "cp.async.bulk.tensor", "prefetch", bulk groups.
 
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
@@ -121,6 +126,11 @@ __device__ __forceinline__ void cp_async_bulk_tensor_load_multicast(u32 smem, co
         " [%0], [%1, {%2, %3}], [%4], %5;"
         ::"r"(smem), "l"(&map), "r"(inner), "r"(outer), "r"(barrier), "h"(cta_mask)
         : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_prefetch_tensor(const TensorMap& map, int inner, int outer) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(inner), "r"(outer)
+                 : "memory");
 }
 
 __device__ __forceinline__ void cp_async_bulk_tensor_store(const TensorMap& map, int inner, int outer, u32 smem) {

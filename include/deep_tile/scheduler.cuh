@@ -38,6 +38,10 @@ class TileScheduler {
           step_(gridDim.x / config.cluster()),
           rank_(config.cluster() == 1 ? 0 : uniform_cluster_rank()) {}
 
+    // This block's tiles, the present one included. Not the same as counting valid ones: that a loop ends with a count,
+    // which it got before it began, leaves the compiler in no doubt that all warps of the block leave it together.
+    __device__ __forceinline__ int count() const { return ceil_div((rows_ - first_row_) * columns_ - within_, step_); }
+
     __device__ __forceinline__ Tile first() { return tile(); }
 
     __device__ __forceinline__ Tile next() {
@@ -45,9 +49,9 @@ class TileScheduler {
         return tile();
     }
 
-   private:
     static constexpr int raster_rows = 16 / config.cluster_m;
 
+   private:
     __device__ __forceinline__ Tile tile() {
         while (within_ >= raster_rows * columns_) {
             within_ -= raster_rows * columns_;
