@@ -18,6 +18,23 @@ namespace deep_tile {
 template <GemmConfig config>
 using Accumulators = float[config.chunks_m][config.chunks_n][config.mma_n / 2];
 
+// Output boxes are numbered along the rows of a tile, or of this block's part of it.
+template <GemmConfig config>
+constexpr int boxes_per_row = config.columns_per_part / config.store_columns;
+
+template <GemmConfig config>
+constexpr int box_bytes = mma_m * config.store_columns * 2;
+
+template <GemmConfig config>
+__device__ __forceinline__ int box_row(int box) {
+    return box / boxes_per_row<config> * mma_m;
+}
+
+template <GemmConfig config>
+__device__ __forceinline__ int box_column(int box) {
+    return box % boxes_per_row<config> * config.store_columns;
+}
+
 // Those of a barrier between one math warpgroup and its store warp.
 constexpr int store_barrier_threads = warpgroup_threads + warp_threads;
 
@@ -37,7 +54,7 @@ class Epilogue {
         store_boxes<first>(sums, row, column + first, 0, config.boxes);
     }
 
-    // Part `chunk` of store_chunks.
+    // Part `chunk` of store_chunks; where it belongs is its store warp's business.
     __device__ __forceinline__ void store_chunk(const Accumulators<config>& sums, int chunk) const {
         constexpr int boxes = config.boxes / config.store_chunks;
         store_boxes<0>(sums, 0, 0, chunk * boxes, boxes);
@@ -50,12 +67,10 @@ class Epilogue {
 
    private:
     static constexpr int row_bytes = config.store_columns * 2;
-    static constexpr int box_bytes = mma_m * row_bytes;
     static constexpr int warp_rows = mma_m / (warpgroup_threads / warp_threads);
-    static constexpr int boxes_per_row = config.columns_per_part / config.store_columns;
-    // Stores that may still read while the next box is written: of other buffers, if these take turns evenly.
-    static constexpr bool even = config.boxes_at_once == 1 && config.boxes % config.store_buffers == 0;
-    static constexpr int pending = even ? config.store_buffers - 1 : 0;
+    // Stores that may still read while the next box is written: of other buffers, if these come round evenly.
+    static constexpr bool round = config.boxes_at_once == 1 && config.boxes % config.store_buffers == 0;
+    static constexpr int pending = round ? config.store_buffers - 1 : 0;
 
     template <int first>
     __device__ __forceinline__ void store_boxes(const Accumulators<config>& sums, int row, int column, int begin,
@@ -65,7 +80,8 @@ class Epilogue {
             await_buffers();
 #pragma unroll
             for (int box = i; box < i + config.boxes_at_once; ++box) {
-                write_box(sums[box / boxes_per_row], first + column_of(box), box % config.store_buffers);
+                write_box(sums[box / boxes_per_row<config>], first + box_column<config>(box),
+                          box % config.store_buffers);
             }
             if constexpr (config.tma_store) ptx::fence_proxy_async();
             if constexpr (config.store_warps > 0) {
@@ -89,12 +105,10 @@ class Epilogue {
         synchronize();
 #pragma unroll
         for (int box = first_box; box < first_box + config.boxes_at_once; ++box) {
-            publish_box(row + box / boxes_per_row * mma_m, column + column_of(box), box % config.store_buffers);
+            publish_box(row + box_row<config>(box), column + box_column<config>(box), box % config.store_buffers);
         }
         if (stores()) ptx::cp_async_bulk_commit_group();
     }
-
-    static __device__ __forceinline__ int column_of(int box) { return box % boxes_per_row * config.store_columns; }
 
     // The 16-byte chunk index is XORed with the row's position in its 8 * span bytes, as TMA does on the way out.
     static __device__ __forceinline__ u32 swizzle(u32 offset) {
@@ -103,7 +117,7 @@ class Epilogue {
     }
 
     // This warp's rows of a buffer.
-    __device__ __forceinline__ u32 rows_of(int buffer) const { return rows_ + buffer * box_bytes; }
+    __device__ __forceinline__ u32 rows_of(int buffer) const { return rows_ + buffer * box_bytes<config>; }
 
     // One thread for each store of store_rows rows.
     __device__ __forceinline__ bool stores() const {
@@ -192,16 +206,13 @@ class StoreWarp {
     }
 
    private:
-    static constexpr int boxes_per_row = config.block_n / config.store_columns;
-    static constexpr int box_bytes = mma_m * config.store_columns * 2;
-
     __device__ __forceinline__ void publish_boxes(int row, int column, int warpgroup, int first_box) const {
 #pragma unroll
         for (int i = 0; i < config.boxes_at_once; ++i) {
             const int box = first_box + i;
             ptx::cp_async_bulk_tensor_store(
-                params_.out_map, column + box % boxes_per_row * config.store_columns, row + box / boxes_per_row * mma_m,
-                ptx::smem_address(smem_.out[warpgroup]) + box % config.store_buffers * box_bytes);
+                params_.out_map, column + box_column<config>(box), row + box_row<config>(box),
+                ptx::smem_address(smem_.out[warpgroup]) + box % config.store_buffers * box_bytes<config>);
         }
         ptx::cp_async_bulk_commit_group();
     }
