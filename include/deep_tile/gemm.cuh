@@ -526,6 +526,7 @@ class Consumer {
     Blocks<config> blocks_;  // of the one that has been begun
 };
 
+// Every block has a tile: select.grid_size sees to it.
 template <GemmConfig config>
 __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
     Consumer<config> consumer(params, smem, warpgroup);
