@@ -23,9 +23,6 @@ template <GemmConfig config>
 constexpr int boxes_per_row = config.columns_per_part / config.store_columns;
 
 template <GemmConfig config>
-constexpr int box_bytes = mma_m * config.store_columns * 2;
-
-template <GemmConfig config>
 __device__ __forceinline__ int box_row(int box) {
     return box / boxes_per_row<config> * mma_m;
 }
@@ -33,6 +30,20 @@ __device__ __forceinline__ int box_row(int box) {
 template <GemmConfig config>
 __device__ __forceinline__ int box_column(int box) {
     return box % boxes_per_row<config> * config.store_columns;
+}
+
+// Where a box is among the buffers of its warpgroup.
+template <GemmConfig config>
+__device__ __forceinline__ u32 box_offset(int box) {
+    constexpr int box_bytes = mma_m * config.store_columns * 2;
+    return box % config.store_buffers * box_bytes;
+}
+
+// Has TMA store a box, or the first store_rows rows of it; row, column and address are those of the first box.
+template <GemmConfig config>
+__device__ __forceinline__ void store_box(const GemmParams& params, u32 buffers, int row, int column, int box) {
+    ptx::cp_async_bulk_tensor_store(params.out_map, column + box_column<config>(box), row + box_row<config>(box),
+                                    buffers + box_offset<config>(box));
 }
 
 // Those of a barrier between one math warpgroup and its store warp.
@@ -80,8 +91,7 @@ class Epilogue {
             await_buffers();
 #pragma unroll
             for (int box = i; box < i + config.boxes_at_once; ++box) {
-                write_box(sums[box / boxes_per_row<config>], first + box_column<config>(box),
-                          box % config.store_buffers);
+                write_box(sums[box / boxes_per_row<config>], first + box_column<config>(box), box);
             }
             if constexpr (config.tma_store) ptx::fence_proxy_async();
             if constexpr (config.store_warps > 0) {
@@ -103,9 +113,14 @@ class Epilogue {
 
     __device__ __forceinline__ void publish_boxes(int row, int column, int first_box) const {
         synchronize();
+        row += first_row_;
 #pragma unroll
         for (int box = first_box; box < first_box + config.boxes_at_once; ++box) {
-            publish_box(row + box_row<config>(box), column + box_column<config>(box), box % config.store_buffers);
+            if constexpr (config.tma_store) {
+                if (stores()) store_box<config>(params_, rows_, row, column, box);
+            } else {
+                copy_box(row + box_row<config>(box), column + box_column<config>(box), box);
+            }
         }
         if (stores()) ptx::cp_async_bulk_commit_group();
     }
@@ -115,9 +130,6 @@ class Epilogue {
         if constexpr (config.store_swizzle == 0) return offset;
         return offset ^ ((offset >> 3) & (config.store_swizzle - 16));
     }
-
-    // This warp's rows of a buffer.
-    __device__ __forceinline__ u32 rows_of(int buffer) const { return rows_ + buffer * box_bytes<config>; }
 
     // One thread for each store of store_rows rows.
     __device__ __forceinline__ bool stores() const {
@@ -138,34 +150,27 @@ class Epilogue {
         }
     }
 
-    __device__ __forceinline__ void write_box(const float (&sums)[config.chunks_n][config.mma_n / 2], int box_column,
-                                              int buffer) const {
+    // This warp's rows of a box that begins at `column` of `sums`.
+    __device__ __forceinline__ void write_box(const float (&sums)[config.chunks_n][config.mma_n / 2], int column,
+                                              int box) const {
+        const u32 rows = rows_ + box_offset<config>(box);
 #pragma unroll
         for (int unit = 0; unit < config.store_columns; unit += 16) {
-            const float* d = &sums[0][0] + (box_column + unit) / 2;  // 16 columns may span two WGMMA tiles
-            ptx::stmatrix_x4(rows_of(buffer) + swizzle(lane_ % 16 * row_bytes + unit * 2 + lane_ / 16 * 16),
+            const float* d = &sums[0][0] + (column + unit) / 2;  // 16 columns may span two WGMMA tiles
+            ptx::stmatrix_x4(rows + swizzle(lane_ % 16 * row_bytes + unit * 2 + lane_ / 16 * 16),
                              ptx::cvt_rn_bf16x2(d[1], d[0]), ptx::cvt_rn_bf16x2(d[3], d[2]),
                              ptx::cvt_rn_bf16x2(d[5], d[4]), ptx::cvt_rn_bf16x2(d[7], d[6]));
         }
     }
 
-    // `row` is the box's first.
-    __device__ __forceinline__ void publish_box(int row, int column, int buffer) const {
-        row += first_row_;
-        if constexpr (config.tma_store) {
-            if (stores()) ptx::cp_async_bulk_tensor_store(params_.out_map, column, row, rows_of(buffer));
-        } else {
-            copy_rows(row, column, buffer);
-        }
-    }
-
-    // For an `out` that TMA cannot address: whole rows, clipped at the edges of the matrix.
-    __device__ __forceinline__ void copy_rows(int row, int column, int buffer) const {
+    // For an `out` that TMA cannot address: this warp's rows, clipped at the edges of the matrix.
+    __device__ __forceinline__ void copy_box(int row, int column, int box) const {
+        const u32 rows = rows_ + box_offset<config>(box);
         u16* out = static_cast<u16*>(params_.out);
         for (u32 i = 0; i < warp_rows && row + i < params_.m; ++i) {
             for (u32 j = lane_; j < config.store_columns && column + j < params_.n; j += warp_threads) {
                 out[(row + i) * params_.out_stride_m + column + j] =
-                    ptx::ld_shared_u16(rows_of(buffer) + swizzle(i * row_bytes + j * 2));
+                    ptx::ld_shared_u16(rows + swizzle(i * row_bytes + j * 2));
             }
         }
     }
@@ -173,7 +178,7 @@ class Epilogue {
     const GemmParams& params_;
     const u32 warpgroup_, lane_;
     const int first_row_;  // this warp's in a box; from lane 0, so that the compiler knows it as uniform
-    const u32 rows_;
+    const u32 rows_;  // this warp's in the first buffer
 };
 
 // One of the store warps: hands TMA the boxes of one math warpgroup, or of both.
@@ -209,10 +214,7 @@ class StoreWarp {
     __device__ __forceinline__ void publish_boxes(int row, int column, int warpgroup, int first_box) const {
 #pragma unroll
         for (int i = 0; i < config.boxes_at_once; ++i) {
-            const int box = first_box + i;
-            ptx::cp_async_bulk_tensor_store(
-                params_.out_map, column + box_column<config>(box), row + box_row<config>(box),
-                ptx::smem_address(smem_.out[warpgroup]) + box % config.store_buffers * box_bytes<config>);
+            store_box<config>(params_, ptx::smem_address(smem_.out[warpgroup]), row, column, first_box + i);
         }
         ptx::cp_async_bulk_commit_group();
     }

@@ -369,7 +369,7 @@ class Consumer {
         const int thread = threadIdx.x % warpgroup_threads;
         scale_slot_ = a_scale_slot(warpgroup * config.rows_per_warpgroup + thread / warp_threads * 16 +
                                    thread % warp_threads / 4);
-        if (warpgroup == 1) end_turn();
+        if (warpgroup == 1) end_turn();  // warpgroup 0 begins
     }
 
     // Stages of a tile.
