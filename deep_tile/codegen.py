@@ -45,44 +45,19 @@ __device__ __forceinline__ void wgmma(float (&d)[{registers}], unsigned long lon
 """
 
 
+_FIELDS = (
+    *("block_m", "block_n", "block_k", "stages", "cluster_m", "cluster_n", "split_k", "scale_blocks"),
+    *("math_warpgroups", "scale_warps", "store_warps", "threads"),
+    *("rows_per_warpgroup", "chunks_m", "chunks_n", "chunks", "mma_n", "block_sets", "takes_turns", "prefetches_b"),
+    *("columns_per_part", "column_group", "column_shifts", "b_scale_columns", "b_scale_slots"),
+    *("store_columns", "store_rows", "store_swizzle", "boxes", "store_chunks", "boxes_at_once", "store_buffers"),
+    *("tma_store", "smem_bytes"),
+)
+"""Those of the kernel's GemmConfig (include/deep_tile/config.cuh), in its order: properties of ours."""
+
+
 def _entry(config: GemmConfig) -> str:
-    fields = {
-        "block_m": config.block_m,
-        "block_n": config.block_n,
-        "block_k": config.block_k,
-        "stages": config.stages,
-        "cluster_m": config.cluster_m,
-        "cluster_n": config.cluster_n,
-        "split_k": config.split_k,
-        "scale_blocks": config.scale_blocks,
-        "math_warpgroups": config.math_warpgroups,
-        "scale_warps": config.scale_warps,
-        "store_warps": config.store_warps,
-        "threads": config.threads,
-        "rows_per_warpgroup": config.rows_per_warpgroup,
-        "chunks_m": config.chunks_m,
-        "chunks_n": config.chunks_n,
-        "chunks": config.chunks,
-        "mma_n": config.mma_n,
-        "block_sets": config.block_sets,
-        "takes_turns": _truth(config.takes_turns),
-        "prefetches_b": _truth(config.prefetches_b),
-        "columns_per_part": config.columns_per_part,
-        "column_group": config.column_group,
-        "column_shifts": config.column_shifts,
-        "b_scale_columns": config.b_scale_columns,
-        "b_scale_slots": config.b_scale_slots,
-        "store_columns": config.store_columns,
-        "store_rows": config.store_rows,
-        "store_swizzle": config.store_swizzle,
-        "boxes": config.boxes,
-        "store_chunks": config.store_chunks,
-        "boxes_at_once": config.boxes_at_once,
-        "store_buffers": config.store_buffers,
-        "tma_store": _truth(config.tma_store),
-        "smem_bytes": config.smem_bytes,
-    }
-    initializers = ", ".join(f".{name} = {value}" for name, value in fields.items())
+    initializers = ", ".join(f".{name} = {str(getattr(config, name)).lower()}" for name in _FIELDS)
     return f"""\
 constexpr deep_tile::GemmConfig config = {{{initializers}}};
 
@@ -91,10 +66,6 @@ extern "C" __global__ void __launch_bounds__(config.threads, 1)
     deep_tile::gemm<config>(params);
 }}
 """
-
-
-def _truth(value: bool) -> str:
-    return "true" if value else "false"
 
 
 class CastKernel(NamedTuple):
