@@ -596,6 +596,14 @@ static bool encode_map(Failure *failure, TensorMap *map, const MapLayout *layout
                 layout->swizzle, layout->l2_promotion, MAP_OOB_FILL_ZEROS);
 }
 
+static int bulk_scale_rows(const GemmParams *params)
+{
+    const long long step = TMA_ALIGNMENT_BYTES / sizeof(float);
+    bool adjacent = params->a_scale_stride_m == 1 && params->a_scale_stride_k % step == 0;
+    bool aligned = (uintptr_t)params->a_scale % TMA_ALIGNMENT_BYTES == 0;
+    return adjacent && aligned ? params->m : 0;
+}
+
 /* `b_map` is that of addresses[B] where somebody has encoded it already, else NULL. */
 static bool fill_params(Failure *failure, GemmParams *params, const Launch *launch, const uintptr_t addresses[],
                         const void *b_map)
@@ -604,6 +612,7 @@ static bool fill_params(Failure *failure, GemmParams *params, const Launch *laun
     params->a_scale = (const float *)addresses[A_SCALE];
     params->b_scale = (const float *)addresses[B_SCALE];
     params->out = (void *)addresses[OUT];
+    params->bulk_scale_rows = bulk_scale_rows(params);
     if (b_map != NULL)
         memcpy(&params->b_map, b_map, sizeof params->b_map);
     return encode_map(failure, &params->a_map, &launch->a_map, addresses[A]) &&

@@ -62,6 +62,7 @@ DERIVED = (
     *("column_group", "b_scale_slots", "store_columns", "stage_bytes", "store_bytes", "smem_bytes"),
     *("block_sets", "store_swizzle", "boxes", "store_rows", "scale_warps", "store_warps"),
     *("takes_turns", "prefetches_b", "column_shifts", "b_scale_columns", "store_chunks", "boxes_at_once"),
+    "bulk_scales",
 )
 
 
@@ -74,7 +75,7 @@ DERIVED = (
             + (128, 64, 1, 2, 128)
             + (128, 2, 64, 49152 + 512 + 16 + 16, 32768, 227 * 1024)
             + (1, 128, 4, 64, 1, 2)
-            + (False, False, 1, 128, 2, 2),
+            + (False, False, 1, 128, 2, 2, True),
         ),
         (
             GemmConfig(64, 16, 20, store_buffers=1, tma_store=False),
@@ -82,7 +83,7 @@ DERIVED = (
             + (8, 8, 1, 1, 16)
             + (16, 1, 16, 10240 + 256 + 16 + 16, 2048, 208 * 1024)
             + (2, 32, 1, 16, 3, 0)
-            + (False, False, 1, 16, 1, 1),
+            + (False, False, 1, 16, 1, 1, False),
         ),
         (
             GemmConfig(64, 224, 2),
@@ -90,7 +91,7 @@ DERIVED = (
             + (112, 56, 1, 2, 112)
             + (32, 7, 112, 36864 + 256 + 32 + 16, 28672, 101 * 1024)
             + (1, 0, 2, 16, 2, 0)
-            + (False, False, 1, 32, 1, 2),
+            + (False, False, 1, 32, 1, 2, False),
         ),
         (
             GemmConfig(128, 176, 4, 1, 2, store_buffers=1),
@@ -98,7 +99,7 @@ DERIVED = (
             + (88, 88, 1, 1, 176)
             + (16, 3, 176, 38912 + 512 + 16 + 16, 45056, 199 * 1024)
             + (1, 0, 1, 64, 2, 1)
-            + (True, True, 8, 128, 1, 1),
+            + (True, True, 8, 128, 1, 1, False),
         ),
         (
             GemmConfig(128, 160, 5),
@@ -106,7 +107,7 @@ DERIVED = (
             + (80, 80, 1, 1, 160)
             + (32, 2, 80, 36864 + 512 + 16 + 16, 40960, 223 * 1024)
             + (1, 0, 2, 64, 2, 1)
-            + (True, False, 4, 128, 1, 2),
+            + (True, False, 4, 128, 1, 2, False),
         ),
         (
             GemmConfig(256, 128, 4, store_buffers=1),
@@ -114,7 +115,7 @@ DERIVED = (
             + (128, 64, 2, 1, 128)
             + (128, 1, 64, 49152 + 1024 + 16 + 16, 16384, 213 * 1024)
             + (1, 128, 4, 64, 1, 2)
-            + (False, False, 1, 128, 2, 1),
+            + (False, False, 1, 128, 2, 1, True),
         ),
     ],
     ids=lambda value: getattr(value, "name", ""),

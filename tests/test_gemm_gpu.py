@@ -82,14 +82,14 @@ def dense_out(m: int, n: int) -> torch.Tensor:
 # Every kernel.
 
 
-def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> None:
+def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int, a_scale: str = "row") -> None:
     """With aligned rows where the config stores with TMA, otherwise with rows that TMA could not address."""
     if config.tma_store:
         n = round_up(n, 8)
         layout = {"out_stride": n + 8}
     else:
         layout = {"out_stride": n + 1 - n % 2, "out_offset": 3}
-    check_gemm(operands_on_gpu(m, n, k), config=config, num_sms=num_sms, **layout)
+    check_gemm(operands_on_gpu(m, n, k, a_scale=a_scale), config=config, num_sms=num_sms, **layout)
 
 
 @pytest.mark.parametrize("config", DEFAULT_CONFIGS + LEGAL_CORNERS, ids=lambda config: config.name)
@@ -97,11 +97,12 @@ def test_every_kernel(config, every_kernel):
     rows, columns = config.block_m, config.block_n
     # 3 x 3 tiles and a ragged edge; the ring goes round once and a bit, K ends inside a block.
     ring = config.block_k * config.stages * config.split_k
-    check_config(config, 2 * rows + 1, 2 * columns + 5, ring + 168, num_sms=max(4, config.cluster))
+    for a_scale in ("row", "column_aligned"):
+        check_config(config, 2 * rows + 1, 2 * columns + 5, ring + 168, max(4, config.cluster), a_scale)
     # Fewer K blocks than stages, many short waves, an odd number of SMs, few rows.
     check_config(config, 7, 9 * columns - 3, 130, num_sms=max(5, config.cluster))
     # More than one group of the raster's 16 rows of tiles, the last group short.
-    check_config(config, 17 * rows + 3, 2 * columns, 128, num_sms=max(6, config.cluster))
+    check_config(config, 17 * rows + 3, 2 * columns, 128, max(6, config.cluster), "column_aligned")
     # One element.
     check_config(config, 1, 1, 1, num_sms=max(2, config.cluster))
 
@@ -164,6 +165,16 @@ def test_every_scale_layout(a_scale, b_scale):
     exact = exact_product(largest)
     for m in (1, 5, 128, 333):
         check_gemm(rearranged(largest, m=m, a_scale=a_scale, b_scale=b_scale), exact.corner(m, 400))
+
+
+@pytest.mark.parametrize("config", [config for config in DEFAULT_CONFIGS if config.bulk_scales], ids=lambda c: c.name)
+def test_scales_by_tma_or_one_by_one_are_the_same(config, every_kernel):
+    operands = operands_on_gpu(2 * config.block_m + 5, 2 * config.block_n, 1000)
+    outs = [fp8_gemm(*rearranged(operands, a_scale=layout), config=config) for layout in SCALE_STRIDES]
+    m, groups = operands.a_scale.shape
+    misaligned = torch.empty(groups, round_up(m, 4) + 4, device=DEVICE)[:, 1 : m + 1].t().copy_(operands.a_scale)
+    outs.append(fp8_gemm(*operands._replace(a_scale=misaligned), config=config))
+    assert all(same_bits(outs[0], out) for out in outs)
 
 
 def test_broadcast_scales():

@@ -64,8 +64,8 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_gemm_params_bytes():
-    """Three tensor maps, three pointers, five strides, five ints, rounded up to 64 bytes."""
-    fields_bytes = 3 * 128 + struct.calcsize("3P5q5i")
+    """Three tensor maps, three pointers, five strides, six ints, rounded up to 64 bytes."""
+    fields_bytes = 3 * 128 + struct.calcsize("3P5q6i")
     assert (fields_bytes + 63) // 64 * 64 == _launcher.GEMM_PARAMS_BYTES
 
 

@@ -16,7 +16,7 @@ struct GemmConfig {
     int math_warpgroups, scale_warps, store_warps, threads;
     int rows_per_warpgroup, chunks_m, chunks_n, chunks, mma_n;
     int block_sets;
-    bool takes_turns, prefetches_b;
+    bool takes_turns, prefetches_b, bulk_scales;
     int columns_per_part;
     int column_group, column_shifts, b_scale_columns, b_scale_slots;
     int store_columns, store_rows, store_swizzle, boxes, store_chunks, boxes_at_once, store_buffers;

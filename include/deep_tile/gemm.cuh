@@ -9,8 +9,8 @@
 //   math warpgroup 0 (and 1)     WGMMA, promotion; per tile its rows' epilogue   waits full, arrives on empty
 //
 //   barrier      waited for by         arrivals                                      completes when
-//   full[s]      math warpgroups       1 operand lane + 32 scale lanes, and the      stage s holds a, b and their
-//                                      bytes of a and b (some sent by the peer)      scales
+//   full[s]      math warpgroups       1 operand lane + 32 scale lanes, and TMA's    stage s holds a, b and their
+//                                      bytes (some of a or b sent by the peer)       scales
 //   empty[s]     the producer warps    every math thread, and 1 per math warp of     nobody reads stage s any more,
 //                                      the multicast peer                            here or in the peer
 //   boxes full   a store warp          a math warpgroup's threads                    its output boxes are written
@@ -23,7 +23,7 @@
 //
 // Scales travel with the stage, because reading them from global memory in the math loop costs 6 to 8 % (H200,
 // 2026-11-21); by cp.async, 4 bytes a copy, because that takes any stride, and so every scale layout, with no alignment
-// rule and no latency.
+// rule and no latency. In tiles of several chunks TMA copies those of `a` with the operands, if they lie side by side.
 #pragma once
 
 #include "reduce.cuh"
@@ -70,6 +70,14 @@ __device__ __forceinline__ void synchronize() {
     }
 }
 
+// Whether TMA copies the scales of the tile's rows: if they lie side by side, those of a whole tile. The launcher says
+// whether they do, beside sizes that are read first anyway: to look at strides and address here took up to 0.5 us of a
+// launch (256x24576x1536; H200, 2026-11-21).
+template <GemmConfig config>
+__device__ __forceinline__ bool scales_in_bulk(const GemmParams& params, Tile tile) {
+    return config.bulk_scales && tile.m + config.block_m <= params.bulk_scale_rows;
+}
+
 // Requests operand tiles, by one thread; each scale block is a box of its own. Of a tile that the two blocks of a
 // cluster share, each requests half and sends it to both.
 template <GemmConfig config>
@@ -79,17 +87,24 @@ class OperandLoader {
         : params_(params), smem_(smem), rank_(config.multicast() ? ptx::cluster_ctarank() : 0) {}
 
     // Announces a stage and requests its tile of `b`. `step` counts the stages of the whole K.
-    __device__ __forceinline__ void load_b(int stage, int row, int step) const {
-        const u32 bytes = (params_.a_box_rows * config.cluster_n + config.block_n) * config.block_k;
-        ptx::mbarrier_arrive_expect_tx(ptx::smem_address(&smem_.full[stage]), bytes);
+    __device__ __forceinline__ void load_b(int stage, Tile tile, int step) const {
+        const u32 operands = (params_.a_box_rows * config.cluster_n + config.block_n) * config.block_k;
+        const u32 scales = scales_in_bulk<config>(params_, tile) ? row_scale_bytes : 0;
+        ptx::mbarrier_arrive_expect_tx(ptx::smem_address(&smem_.full[stage]), operands + scales);
         constexpr bool shared = config.cluster_m > 1;
         constexpr int box_rows = config.block_n / config.cluster_m;
-        load<config.block_n, shared>(smem_.b[stage], params_.b_map, box_rows, stage, row, step);
+        load<config.block_n, shared>(smem_.b[stage], params_.b_map, box_rows, stage, tile.n, step);
     }
 
-    __device__ __forceinline__ void load_a(int stage, int row, int step) const {
+    // Its scales, if TMA copies them, go first: behind the operands in TMA's queue they gain nothing.
+    __device__ __forceinline__ void load_a(int stage, Tile tile, int step) const {
+        if (scales_in_bulk<config>(params_, tile)) {
+            ptx::cp_async_bulk_load(ptx::smem_address(smem_.a_scale[stage][0]),
+                                    params_.a_scale + tile.m + step * params_.a_scale_stride_k, row_scale_bytes,
+                                    ptx::smem_address(&smem_.full[stage]));
+        }
         constexpr bool shared = config.cluster_n > 1;
-        load<config.block_m, shared>(smem_.a[stage], params_.a_map, params_.a_box_rows, stage, row, step);
+        load<config.block_m, shared>(smem_.a[stage], params_.a_map, params_.a_box_rows, stage, tile.m, step);
     }
 
     // Requests a tile of `b` into L2.
@@ -98,6 +113,8 @@ class OperandLoader {
     }
 
    private:
+    static constexpr u32 row_scale_bytes = config.block_m * sizeof(float);
+
     template <int tile_rows, bool shared>
     __device__ __forceinline__ void load(u8* tile, const TensorMap& map, int box_rows, int stage, int row,
                                          int step) const {
@@ -132,15 +149,15 @@ __device__ __forceinline__ int request_first_stages(const GemmParams& params, Sh
     const bool early_b = params.early_b;
     if (early_b && ptx::elect_sync()) {
 #pragma unroll 1
-        for (int stage = 0; stage < stages; ++stage) loader.load_b(stage, tile.n, range.begin + stage);
+        for (int stage = 0; stage < stages; ++stage) loader.load_b(stage, tile, range.begin + stage);
     }
     __syncwarp();
     ptx::griddepcontrol_wait();
     if (ptx::elect_sync()) {
 #pragma unroll 1
         for (int stage = 0; stage < stages; ++stage) {
-            if (!early_b) loader.load_b(stage, tile.n, range.begin + stage);
-            loader.load_a(stage, tile.m, range.begin + stage);
+            if (!early_b) loader.load_b(stage, tile, range.begin + stage);
+            loader.load_a(stage, tile, range.begin + stage);
         }
     }
     __syncwarp();
@@ -174,8 +191,8 @@ __device__ __forceinline__ void produce_operands(const GemmParams& params, Share
             if (requested > 0) continue;
             wait(smem.empty[state.stage], state.phase ^ 1);
             if (ptx::elect_sync()) {
-                loader.load_b(state.stage, tile.n, step);
-                loader.load_a(state.stage, tile.m, step);
+                loader.load_b(state.stage, tile, step);
+                loader.load_a(state.stage, tile, step);
             }
             __syncwarp();
         }
@@ -187,8 +204,12 @@ __device__ __forceinline__ void produce_operands(const GemmParams& params, Share
     }
 }
 
-// Where a row's scale is within a tile's: beside that of the other row of the thread that needs both, 8 rows away.
-__device__ __forceinline__ int a_scale_slot(int row) { return row / 16 * 16 + row % 8 * 2 + row / 8 % 2; }
+// Where a row's scale is within a tile's: beside that of the other row of the thread that needs both, 8 rows away, or,
+// where TMA may have copied them, in order.
+template <GemmConfig config>
+__device__ __forceinline__ int a_scale_slot(int row) {
+    return config.bulk_scales ? row : row / 16 * 16 + row % 8 * 2 + row / 8 % 2;
+}
 
 // Where a scale warp reads a tile's scales: each lane those of its rows of `a`, and the first lanes those of the slots
 // of columns of `b`. Rows and columns beyond the matrix take the last scale there is: their products are never stored.
@@ -196,7 +217,7 @@ template <GemmConfig config>
 class ScaleReader {
    public:
     __device__ __forceinline__ ScaleReader(const GemmParams& params, Tile tile, int step)
-        : params_(params), step_(step) {
+        : params_(params), in_bulk_(scales_in_bulk<config>(params, tile)), step_(step) {
         const int last_group = (params.n - 1) / scale_block;
         const long long first_k = step * config.scale_blocks;
         const int group = min((tile.n + lane() * config.b_scale_columns) / scale_block, last_group);
@@ -217,9 +238,10 @@ class ScaleReader {
             const bool valid = config.scale_blocks == 1 || step_ * config.scale_blocks + j < k_blocks;
             const int next = j + 1 < config.scale_blocks ? 1 : 1 + skipped;
 #pragma unroll
-            for (int i = 0; i < rows_per_lane; ++i) {
-                ptx::cp_async(ptx::smem_address(&smem.a_scale[stage][j][i * warp_threads + a_scale_slot(lane())]),
-                              valid ? a_scale_[i] : params_.a_scale, valid);
+            for (int i = 0; i < rows_per_lane && !in_bulk_; ++i) {
+                const int slot = i * warp_threads + a_scale_slot<config>(lane());
+                ptx::cp_async(ptx::smem_address(&smem.a_scale[stage][j][slot]), valid ? a_scale_[i] : params_.a_scale,
+                              valid);
                 a_scale_[i] += next * params_.a_scale_stride_k;
             }
             if (lane() < config.b_scale_slots) {
@@ -237,6 +259,7 @@ class ScaleReader {
     static __device__ __forceinline__ int lane() { return threadIdx.x % warp_threads; }
 
     const GemmParams& params_;
+    const bool in_bulk_;
     const float* a_scale_[rows_per_lane];
     const float* b_scale_;
     int step_;
@@ -320,7 +343,8 @@ struct Scales {
         for (int block = 0; block < config.scale_blocks; ++block) {
 #pragma unroll
             for (int i = 0; i < config.chunks_m; ++i) {
-                const float2 pair = reinterpret_cast<const float2&>(smem.a_scale[stage][block][slot + i * mma_m]);
+                const float* rows = &smem.a_scale[stage][block][slot + i * mma_m];
+                const float2 pair = config.bulk_scales ? float2{rows[0], rows[8]} : reinterpret_cast<const float2&>(*rows);
                 row[block][i][0] = pair.x;
                 row[block][i][1] = pair.y;
             }
@@ -367,7 +391,7 @@ class Consumer {
           a_(descriptor_address(smem.a[0] + warpgroup * config.rows_per_warpgroup * scale_block)),
           b_(descriptor_address(smem.b[0])) {
         const int thread = threadIdx.x % warpgroup_threads;
-        scale_slot_ = a_scale_slot(warpgroup * config.rows_per_warpgroup + thread / warp_threads * 16 +
+        scale_slot_ = a_scale_slot<config>(warpgroup * config.rows_per_warpgroup + thread / warp_threads * 16 +
                                    thread % warp_threads / 4);
         if (warpgroup == 1) end_turn();  // warpgroup 0 begins
     }

@@ -28,8 +28,9 @@ typedef struct {
     long long b_scale_stride_n, b_scale_stride_k;
     long long out_stride_m;
     int m, n, k;
-    int a_box_rows; /* rows of a that one TMA load writes: fewer than block_m / cluster_n when m is small */
-    int early_b;    /* b is constant: it may be requested before the wait for the preceding kernel */
+    int a_box_rows;      /* rows of a that one TMA load writes: fewer than block_m / cluster_n when m is small */
+    int early_b;         /* b is constant: it may be requested before the wait for the preceding kernel */
+    int bulk_scale_rows; /* rows of a whose scales lie side by side where TMA can copy them: all or none */
 } GemmParams;
 
 #endif

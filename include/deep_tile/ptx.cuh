@@ -128,6 +128,12 @@ __device__ __forceinline__ void cp_async_bulk_tensor_load_multicast(u32 smem, co
         : "memory");
 }
 
+__device__ __forceinline__ void cp_async_bulk_load(u32 smem, const void* global, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(smem), "l"(global), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 __device__ __forceinline__ void cp_async_bulk_prefetch_tensor(const TensorMap& map, int inner, int outer) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(inner), "r"(outer)
                  : "memory");
