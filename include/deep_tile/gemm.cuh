@@ -211,8 +211,9 @@ __device__ __forceinline__ int a_scale_slot(int row) {
     return config.bulk_scales ? row : row / 16 * 16 + row % 8 * 2 + row / 8 % 2;
 }
 
-// Where a scale warp reads a tile's scales: each lane those of its rows of `a`, and the first lanes those of the slots
-// of columns of `b`. Rows and columns beyond the matrix take the last scale there is: their products are never stored.
+// Where a scale warp reads a tile's scales: each lane those of its rows of `a`, unless TMA copies them, and the first
+// lanes those of the slots of columns of `b`. Rows and columns beyond the matrix take the last scale there is: their
+// products are never stored.
 template <GemmConfig config>
 class ScaleReader {
    public:
