@@ -55,18 +55,18 @@ CASTS = ((torch.bfloat16, 70, 304), (torch.float32, 129, 130), (torch.float16, 3
 """dtype, rows and columns: whole vectors and single elements, short last blocks."""
 
 
-def tight(x: torch.Tensor, device: str) -> torch.Tensor:
-    """A copy with nothing beyond its last row; FP8 rows are 16 bytes apart or a multiple."""
-    columns = round_up(x.shape[1], 16) if x.dtype == torch.float8_e4m3fn else x.shape[1]
+def tight(x: torch.Tensor, device: str, multiple: int = 1) -> torch.Tensor:
+    """A copy with nothing beyond its last row; rows are a multiple of `multiple` elements apart."""
+    columns = round_up(x.shape[1], multiple)
     copy = torch.zeros(x.shape[0], columns, dtype=x.dtype, device=device)[:, : x.shape[1]]
     return copy.copy_(x)
 
 
-def tight_columns(scale: torch.Tensor, device: str) -> torch.Tensor:
-    """An M-major copy with nothing beyond its last column; columns are a multiple of 16 bytes apart."""
-    rows = scale.shape[0]
-    columns = torch.zeros(scale.shape[1], round_up(rows, 4), device=device)
-    return columns[:, :rows].t().copy_(scale)
+def tight_operands(operands: Operands, device: str, m_major: bool) -> Operands:
+    """What TMA reads is 16 bytes apart or a multiple: rows of a and b, and columns of an M-major scale of a."""
+    a, b = (tight(x, device, 16) for x in (operands.a, operands.b))
+    a_scale = tight(operands.a_scale.t(), device, 4).t() if m_major else tight(operands.a_scale, device)
+    return Operands(a, a_scale, b, tight(operands.b_scale, device))
 
 
 def run(case: Case, device: str = "cuda") -> None:
@@ -74,9 +74,7 @@ def run(case: Case, device: str = "cuda") -> None:
     operands = make_operands(case.m, case.n, case.k)
     columns = round_up(case.n, 8) if case.config.tma_store else case.n
     out = torch.full((case.m, columns), float("nan"), dtype=torch.bfloat16, device=device)[:, : case.n]
-    on_device = Operands(*(tight(x, device) for x in operands))
-    if case.config.bulk_scales:
-        on_device = on_device._replace(a_scale=tight_columns(operands.a_scale, device))
+    on_device = tight_operands(operands, device, m_major=case.config.bulk_scales)
     fp8_gemm(*on_device, out, config=case.config, num_sms=case.num_sms)
     assert_accurate(out.cpu(), exact_product(operands))
 

@@ -144,10 +144,12 @@ def test_sanitizer_case_is_right(case):
 
 def test_sanitizer_cases_use_every_feature_of_the_default_kernels():
     def features(configs):
-        names = ("math_warpgroups", "chunks_m", "chunks_n", "cluster_m", "cluster_n", "split_k", "scale_blocks")
-        names = (*names, "block_sets", "takes_turns", "prefetches_b", "column_shifts", "scale_warps", "store_warps")
-        names = (*names, "bulk_scales")
-        names = (*names, "store_columns", "store_rows", "store_buffers", "store_chunks", "boxes_at_once", "tma_store")
+        names = (
+            *("math_warpgroups", "chunks_m", "chunks_n", "cluster_m", "cluster_n", "split_k", "scale_blocks"),
+            *("block_sets", "takes_turns", "prefetches_b", "column_shifts", "bulk_scales"),
+            *("scale_warps", "store_warps", "store_columns", "store_rows", "store_buffers", "store_chunks"),
+            *("boxes_at_once", "tma_store"),
+        )
         return {(name, getattr(config, name)) for config in configs for name in names}
 
     missing = features((*default_configs(True), *default_configs(False))) - features(c.config for c in sanitize.CASES)

@@ -71,8 +71,7 @@ __device__ __forceinline__ void synchronize() {
 }
 
 // Whether TMA copies the scales of the tile's rows: if they lie side by side, those of a whole tile. The launcher says
-// whether they do, beside sizes that are read first anyway: to look at strides and address here took up to 0.5 us of a
-// launch (256x24576x1536; H200, 2026-11-21).
+// whether they do, beside sizes that are read first anyway: the first request waits for whatever must be read before it.
 template <GemmConfig config>
 __device__ __forceinline__ bool scales_in_bulk(const GemmParams& params, Tile tile) {
     return config.bulk_scales && tile.m + config.block_m <= params.bulk_scale_rows;
