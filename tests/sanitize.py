@@ -34,7 +34,7 @@ CASES = (
     Case(GemmConfig(128, 256, 2, tma_store=False), 129, 261, 400, 3),
     Case(GemmConfig(128, 256, 2), 129, 264, 400, 3),
     Case(GemmConfig(128, 160, 3), 130, 328, 400, 2),
-    Case(GemmConfig(128, 176, 3, store_buffers=1), 129, 360, 400, 2),
+    Case(GemmConfig(128, 176, 3, store_buffers=3), 129, 360, 400, 2),
     Case(GemmConfig(128, 192, 2, store_buffers=3), 129, 200, 400, 2),
     Case(GemmConfig(64, 256, 2, store_buffers=4), 65, 264, 300, 2),
     Case(GemmConfig(256, 64, 2, store_buffers=1), 257, 72, 400, 1),

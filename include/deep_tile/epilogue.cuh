@@ -18,9 +18,10 @@ namespace deep_tile {
 template <GemmConfig config>
 using Accumulators = float[config.chunks_m][config.chunks_n][config.mma_n / 2];
 
-// Output boxes are numbered along the rows of a tile, or of this block's part of it.
+// Output boxes are numbered along the rows of a tile, or of this block's part of it; the last of a row ends with it, and
+// may overlap the one before.
 template <GemmConfig config>
-constexpr int boxes_per_row = config.columns_per_part / config.store_columns;
+constexpr int boxes_per_row = (config.columns_per_part + config.store_columns - 1) / config.store_columns;
 
 template <GemmConfig config>
 __device__ __forceinline__ int box_row(int box) {
@@ -29,7 +30,7 @@ __device__ __forceinline__ int box_row(int box) {
 
 template <GemmConfig config>
 __device__ __forceinline__ int box_column(int box) {
-    return box % boxes_per_row<config> * config.store_columns;
+    return min(box % boxes_per_row<config> * config.store_columns, config.columns_per_part - config.store_columns);
 }
 
 // Where a box is among the buffers of its warpgroup.
