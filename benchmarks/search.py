@@ -3,6 +3,7 @@
     PYTHONPATH=. python benchmarks/search.py --out benchmarks/results/search_h200.json
 
 About a minute of GPU time. Each config's output is checked; a config far wider or narrower than the shape is left out.
+Those that may be the fastest are timed once more, among themselves (timing.time_to_choose).
 """
 
 import argparse
@@ -25,6 +26,8 @@ MAX_ERROR = 1.8e-3
 
 def plausible(config: GemmConfig, shape: Shape) -> bool:
     """Whether a config can be near the best: neither most of its rows empty nor dozens of times more tiles than SMs."""
+    if not config.takes_k(shape.k):
+        return False
     if config.block_m > 64:
         return shape.m > 64 and (config.split_k == 1 or shape.m <= 2048)
     return shape.m <= (256 if config.block_n < 64 else 512)
@@ -40,13 +43,15 @@ def search_shape(shape: Shape, repeats: int, flush: timing.L2Flush) -> dict[str,
         if not error <= MAX_ERROR:
             raise RuntimeError(f"{config.name} at {shape}: relative error {error:.2e} exceeds {MAX_ERROR:.1e}")
         graphs[config.name] = timing.capture(call)
-    return {name: timed.us for name, timed in timing.time_alternating(graphs, repeats, flush).items()}
+    return timing.time_to_choose(graphs, repeats, flush)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="all", help="as for bench_gemm.py (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=10, help="samples per config and shape (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=10, help="samples of each config that may be the fastest (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     arguments = parser.parse_args()
     plan.load_kernels(select.default_configs(), torch.cuda.current_device(), os.cpu_count() or 1)

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 
 import deep_tile
-from deep_tile.timing import Captured, L2Flush, Timing, capture, capture_empty, time_alternating, time_sustained
+from deep_tile.timing import (
+    Captured,
+    L2Flush,
+    Timing,
+    capture,
+    capture_empty,
+    time_alternating,
+    time_sustained,
+    time_to_choose,
+)
 
 __all__ = [
     "METHOD",
@@ -24,6 +33,7 @@ __all__ = [
     "describe_run",
     "time_alternating",
     "time_sustained",
+    "time_to_choose",
 ]
 
 METHOD = (

@@ -639,7 +639,12 @@ def _parser() -> argparse.ArgumentParser:
     text = "with a line MxNxK for each product"
     command.add_argument("--shapes", type=_shapes_file, default=[], metavar="FILE", help=text)
     command.add_argument("--wide", action="store_true", help="also other numbers of stages and store buffers")
-    command.add_argument("--repeats", type=_samples, default=20, help="samples per config; default: %(default)s")
+    command.add_argument(
+        "--repeats",
+        type=_samples,
+        default=20,
+        help="samples of each config that may be the fastest; default: %(default)s",
+    )
     command.set_defaults(refuse=command.error)
 
     add("bench", bench, "run benchmarks/bench_gemm.py of a checkout, with its arguments", add_help=False)

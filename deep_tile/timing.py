@@ -6,13 +6,24 @@ nothing else, and the GPU is still busy flushing L2 while the host enqueues them
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 _FLUSH_BYTES = 256 << 20
 """Several times the L2 cache, and some 130 us of work: ample time to enqueue an event, a graph and an event."""
+
+_HEATS = 5
+"""Samples of each contestant by which finalists are chosen."""
+
+_FINALIST = 1.06
+"""At most this many times the fastest contestant's time."""
+
+_PAUSE_SECONDS = 0.1
+"""Before the final, for the power limit to recover."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ def capture_empty() -> Captured:
     return capture(lambda: torch.ones(1, device="cuda"))
 
 
-def time_alternating(graphs: dict[str, Captured], repeats: int, flush: L2Flush) -> dict[str, Timing]:
+def time_alternating(graphs: dict[Any, Captured], repeats: int, flush: L2Flush) -> dict[Any, Timing]:
     """Time every graph `repeats` times, taking turns, each with a cold L2."""
     events = {name: [] for name in graphs}
     shuffled = random.Random(0)
@@ -94,6 +105,23 @@ def time_alternating(graphs: dict[str, Captured], repeats: int, flush: L2Flush) 
             events[name].append(_replay_between_events([graphs[name]]))
     torch.cuda.synchronize()
     return {name: Timing.of([start.elapsed_time(end) * 1e3 for start, end in pairs]) for name, pairs in events.items()}
+
+
+def time_to_choose(graphs: dict[Any, Captured], repeats: int, flush: L2Flush) -> dict[Any, float]:
+    """Microseconds of every graph, `repeats` samples of those that may be the fastest.
+
+    Dozens that take turns keep the GPU at its power limit, and there all good tiles take equally long: at
+    8192x4096x7168, 128x256 in clusters and 128x192 took 366 and 365 us among forty, 323 and 342 among four (H200,
+    2026-11-21). So few are timed after a pause; the others keep what they took among all, corrected by what the
+    finalists took then.
+    """
+    heats = {name: timing.us for name, timing in time_alternating(graphs, min(_HEATS, repeats), flush).items()}
+    fastest = min(heats.values())
+    time.sleep(_PAUSE_SECONDS)
+    finalists = {name: graph for name, graph in graphs.items() if heats[name] <= _FINALIST * fastest}
+    final = {name: timing.us for name, timing in time_alternating(finalists, repeats, flush).items()}
+    slower = statistics.median(heats[name] / us for name, us in final.items())
+    return {name: final.get(name, us / slower) for name, us in heats.items()}
 
 
 def time_sustained(graph: Captured, once_us: float, seconds: float = 1.0) -> float:

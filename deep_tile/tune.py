@@ -19,7 +19,7 @@ from deep_tile.config import GemmConfig, round_up
 from deep_tile.problem import GemmProblem
 from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
 from deep_tile.reference import fp8_gemm_reference, relative_error
-from deep_tile.timing import L2Flush, capture, time_alternating
+from deep_tile.timing import L2Flush, capture, time_to_choose
 
 MAX_RELATIVE_ERROR = 1.8e-3
 """Frobenius norm, against the reference. Rounding the result to BF16 explains 1.66e-3."""
@@ -59,7 +59,7 @@ def tune(shapes: Iterable[tuple[int, int, int]], *, wide: bool, repeats: int, tr
     Args:
         shapes: (m, n, k).
         wide: also try numbers of stages and store buffers other than the default.
-        repeats: samples per config.
+        repeats: samples of each config that may be the fastest.
 
     Raises:
         ValueError: a shape that `fp8_gemm` does not take.
@@ -142,7 +142,7 @@ def _tune_bucket(problem: GemmProblem, configs: Sequence[GemmConfig], repeats: i
             wrong[config] = error
     if not graphs:
         raise RuntimeError(f"{select.bucket_key(problem)}: every config's result is wrong, such as {wrong}")
-    times_us = {config: timing.us for config, timing in time_alternating(graphs, repeats, flush).items()}
+    times_us = time_to_choose(graphs, repeats, flush)
     before = configs[0]
     best = choose(times_us, before)
     choice = tuned.Choice(best, times_us[best])

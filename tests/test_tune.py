@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deep_tile import cli, select, settings, tune, tuned
+from deep_tile import cli, select, settings, timing, tune, tuned
 from deep_tile.config import GemmConfig
 from deep_tile.problem import GemmProblem
 
@@ -253,6 +253,23 @@ def test_search_on_the_gpu(wide):
         assert 0 < result.choice.us <= result.before_us
     tune.store(results)
     assert [select.choose(result.problem) for result in results] == [result.choice.config for result in results]
+
+
+def test_those_that_may_be_the_fastest_are_timed_apart(monkeypatch):
+    among_all, apart = {"a": 110.0, "b": 112.0, "c": 130.0}, {"a": 100.0, "b": 96.0}
+    rounds = []
+
+    def alternate(graphs, repeats, flush):
+        rounds.append((list(graphs), repeats))
+        times = among_all if len(graphs) == 3 else apart
+        return {name: timing.Timing(times[name], 0.0, 0.0) for name in graphs}
+
+    monkeypatch.setattr(timing, "time_alternating", alternate)
+    monkeypatch.setattr(timing, "_PAUSE_SECONDS", 0)
+    times = timing.time_to_choose(dict.fromkeys("abc"), 20, flush=None)
+    assert rounds == [(["a", "b", "c"], 5), (["a", "b"], 20)]
+    slower = (110 / 100 + 112 / 96) / 2
+    assert times == {"a": 100.0, "b": 96.0, "c": pytest.approx(130 / slower)}
 
 
 @pytest.mark.gpu
