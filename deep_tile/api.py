@@ -554,6 +554,12 @@ def _checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
             f"{config.name} stores with TMA, but out's address, row length or row stride is no multiple of "
             f"{_TMA_BYTES} bytes; pass a config with tma_store=False, or an aligned out"
         )
+    if not config.takes_k(problem.k):
+        smallest, largest = config.k_range
+        raise ValueError(
+            f"{config.name} keeps all of b's K in shared memory, for k from {smallest} to {largest}; k is "
+            f"{problem.k}: pass a config with b_stages=0"
+        )
     if config.cluster > problem.num_sms:
         raise ValueError(f"{config.name} needs {config.cluster} SMs; num_sms is {problem.num_sms}")
     if config.split_k > 1 and not problem.split_k:

@@ -37,6 +37,8 @@ class GemmConfig:
         scale_blocks: scale blocks of K per stage. More than one keeps several short WGMMA chains in flight.
         store_buffers: output boxes per math warpgroup: those of a whole tile, or else filled and drained in turn.
         tma_store: store `out` with TMA; otherwise element by element, for any alignment and row stride.
+        b_stages: K blocks of b that stay in shared memory while a thread block works down a column of tiles: as many as
+            there may be, for 128 < k <= 128 * b_stages. 0: b travels with a, through the pipeline.
     """
 
     block_m: int
@@ -48,6 +50,7 @@ class GemmConfig:
     scale_blocks: int = 1
     store_buffers: int = 2
     tma_store: bool = True
+    b_stages: int = 0
 
     def __post_init__(self):
         problem = self.illegal_because
@@ -73,6 +76,8 @@ class GemmConfig:
             return f"split_k is {self.split_k}; it takes tiles of 64 or 128 rows"
         if self.scale_blocks not in (1, 2, 4) or (self.scale_blocks > 1 and self.chunks > 1):
             return f"scale_blocks is {self.scale_blocks}; supported are 1, and 2 and 4 for tiles of one WGMMA"
+        if self.b_stages < 0 or (self.b_stages > 0 and (self.cluster > 1 or self.scale_blocks > 1)):
+            return f"b_stages is {self.b_stages}; b stays without clusters and with one scale block per stage only"
         if not 1 <= self.store_buffers <= 4:
             return f"store_buffers is {self.store_buffers}; supported are 1 to 4"
         return next((wall.reason for wall in (self.register_wall, self.capacity_wall) if not wall.holds), None)
@@ -92,12 +97,43 @@ class GemmConfig:
         split = "" if self.split_k == 1 else f"_k{self.split_k}"
         buffers = "" if self.store_buffers == 2 else f"_b{self.store_buffers}"
         store = "" if self.tma_store else "_any"
-        return f"fp8_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{buffers}{store}"
+        resident = f"_r{self.b_stages}" if self.resident_b else ""
+        return f"fp8_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{resident}{buffers}{store}"
 
     @property
     def block_k(self) -> int:
         """Elements of K per stage."""
         return self.scale_blocks * SCALE_BLOCK
+
+    # Where b is.
+
+    @property
+    def resident_b(self) -> bool:
+        """Whether a tile of `b` stays in shared memory while a thread block works down a column of tiles.
+
+        At k = 512 a tile of 128x192 then takes 64 KB instead of 160: 8192x32768x512 gains 7 %, 2048x32768x512 2 %, and
+        1024x32768x512, with eleven tiles per SM, loses 2 % (H200, 2026-11-21).
+        """
+        return self.b_stages > 0
+
+    @property
+    def b_slots(self) -> int:
+        """K blocks of `b` in shared memory."""
+        return self.b_stages or self.stages
+
+    @property
+    def k_range(self) -> tuple[int, int | None]:
+        """The smallest and the largest k that the kernel can multiply, None: any.
+
+        Where `b` stays, a math warpgroup awaits the next column's first K block before it gives back this one's last:
+        there must be two.
+        """
+        return (SCALE_BLOCK + 1, self.b_stages * SCALE_BLOCK) if self.resident_b else (1, None)
+
+    def takes_k(self, k: int) -> bool:
+        """Whether the kernel can multiply this k."""
+        smallest, largest = self.k_range
+        return smallest <= k and (largest is None or k <= largest)
 
     # Thread blocks and warpgroups.
 
@@ -192,7 +228,7 @@ class GemmConfig:
         four stages of 128x192 are a whole tile, this gains 12 %, at 1536 1 %. With more stages, or other kernels, it
         costs 1 to 2 % (H200, 2026-11-21).
         """
-        return self.takes_turns and self.stages <= 4
+        return self.takes_turns and self.stages <= 4 and not self.resident_b
 
     @property
     def columns_per_part(self) -> int:
@@ -286,7 +322,7 @@ class GemmConfig:
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage: operands, scales (slots padded to 16 bytes) and its two barriers."""
-        operands = (self.block_m + self.block_n) * self.block_k
+        operands = (self.block_m + (0 if self.resident_b else self.block_n)) * self.block_k
         scales = 4 * self.scale_blocks * (self.block_m + round_up(self.b_scale_slots, 4))
         return operands + scales + 2 * 8
 
@@ -301,8 +337,10 @@ class GemmConfig:
 
     @property
     def fixed_bytes(self) -> int:
-        """Shared memory that does not depend on the number of stages; two barriers per math warpgroup included."""
-        return self.partial_bytes + self.store_bytes + 2 * 8 * self.math_warpgroups
+        """Shared memory that does not depend on the number of stages, with two barriers for each math warpgroup and each
+        resident K block of `b`."""
+        resident = self.b_stages * (self.block_n * self.block_k + 2 * 8)
+        return self.partial_bytes + self.store_bytes + resident + 2 * 8 * self.math_warpgroups
 
     @property
     def smem_bytes(self) -> int:

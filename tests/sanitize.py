@@ -47,6 +47,8 @@ CASES = (
     Case(GemmConfig(128, 64, 2, split_k=2), 130, 200, 600, 2),
     Case(GemmConfig(128, 64, 2, split_k=2, scale_blocks=2), 257, 136, 1300, 4),
     Case(GemmConfig(64, 128, 2, split_k=8, tma_store=False), 65, 133, 700, 8),
+    Case(GemmConfig(64, 32, 2, b_stages=3), 200, 72, 300, 2),
+    Case(GemmConfig(128, 192, 3, store_buffers=3, b_stages=2), 300, 584, 200, 2),
 )
 """Rings that go round, K that ends inside a block, ragged edges, several waves, clusters that overhang the matrix."""
 

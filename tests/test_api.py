@@ -207,6 +207,11 @@ def test_config_must_suit_the_problem():
         api._checked_config(GemmConfig(64, 64, 4), unaligned)
     with pytest.raises(ValueError, match="needs 2 SMs; num_sms is 1"):
         api._checked_config(two_blocks, GemmProblem(64, 64, 64, num_sms=1))
+    resident = GemmConfig(64, 64, 4, b_stages=2)
+    for k in (128, 257):
+        with pytest.raises(ValueError, match=f"in shared memory, for k from 129 to 256; k is {k}.*b_stages=0"):
+            api._checked_config(resident, GemmProblem(64, 64, k))
+    assert api._checked_config(resident, GemmProblem(64, 64, 256)) is resident
     split = GemmConfig(128, 64, 4, split_k=2)
     with pytest.raises(ValueError, match="splits K.*batch_invariant=True needs split_k=1"):
         api._checked_config(split, GemmProblem(64, 64, 64, split_k=False))

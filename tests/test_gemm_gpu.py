@@ -54,6 +54,10 @@ LEGAL_CORNERS = (
     GemmConfig(64, 128, 2, split_k=8, store_buffers=1),
     GemmConfig(128, 224, 2, split_k=2, tma_store=False),
     GemmConfig(128, 64, 2, split_k=4, scale_blocks=2),
+    GemmConfig(64, 96, 3, b_stages=3),
+    GemmConfig(128, 176, 4, store_buffers=3, b_stages=3),
+    GemmConfig(128, 256, 4, b_stages=4, tma_store=False),
+    GemmConfig(128, 240, 3),
 )
 """Legal configs at the ends of their ranges that the selector never chooses."""
 
@@ -83,7 +87,10 @@ def dense_out(m: int, n: int) -> torch.Tensor:
 
 
 def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int, a_scale: str = "row") -> None:
-    """With aligned rows where the config stores with TMA, otherwise with rows that TMA could not address."""
+    """With a k that the config takes, and aligned rows where it stores with TMA, otherwise rows that TMA could not
+    address."""
+    smallest, largest = config.k_range
+    k = min(max(k, smallest), largest or k)
     if config.tma_store:
         n = round_up(n, 8)
         layout = {"out_stride": n + 8}
@@ -103,6 +110,9 @@ def test_every_kernel(config, every_kernel):
     check_config(config, 7, 9 * columns - 3, 130, num_sms=max(5, config.cluster))
     # More than one group of the raster's 16 rows of tiles, the last group short.
     check_config(config, 17 * rows + 3, 2 * columns, 128, max(6, config.cluster), "column_aligned")
+    # Whole columns for each block, and shares of the last one.
+    if config.resident_b:
+        check_config(config, 2 * rows + 1, 5 * columns - 3, config.k_range[1], 2, "column_aligned")
     # One element.
     check_config(config, 1, 1, 1, num_sms=max(2, config.cluster))
 

@@ -17,12 +17,14 @@ struct GemmConfig {
     int rows_per_warpgroup, chunks_m, chunks_n, chunks, mma_n;
     int block_sets;
     bool takes_turns, prefetches_b, bulk_scales;
+    int b_stages, b_slots;
     int columns_per_part;
     int column_group, column_shifts, b_scale_columns, b_scale_slots;
     int store_columns, store_rows, store_swizzle, boxes, store_chunks, boxes_at_once, store_buffers;
     bool tma_store;
     int smem_bytes;
 
+    constexpr bool resident_b() const { return b_stages > 0; }
     constexpr bool multicast() const { return cluster_m * cluster_n > 1; }
     constexpr int cluster() const { return cluster_m * cluster_n * split_k; }
 };
@@ -53,11 +55,21 @@ struct Partials<config, true> {
     alignas(1024) float partial[config.math_warpgroups][config.split_k - 1][vectors][warpgroup_threads][4];
 };
 
+// Those of the K blocks of a resident tile of `b`.
+template <GemmConfig config, bool resident = config.resident_b()>
+struct ResidentBarriers {};
+
+template <GemmConfig config>
+struct ResidentBarriers<config, true> {
+    u64 full[config.b_slots];
+    u64 empty[config.b_slots];
+};
+
 // Operand and output buffers begin at multiples of 1024 bytes: the period of the 128-byte swizzle.
 template <GemmConfig config>
 struct alignas(1024) SharedStorage : Partials<config> {
     alignas(1024) u8 a[config.stages][config.block_m * config.block_k];
-    u8 b[config.stages][config.block_n * config.block_k];
+    u8 b[config.b_slots][config.block_n * config.block_k];
     u8 out[config.math_warpgroups][config.store_buffers][mma_m * config.store_columns * 2];
     alignas(16) float a_scale[config.stages][config.scale_blocks][config.block_m];
     alignas(16) float b_scale[config.stages][config.scale_blocks][(config.b_scale_slots + 3) / 4 * 4];
@@ -65,6 +77,7 @@ struct alignas(1024) SharedStorage : Partials<config> {
     u64 empty[config.stages];
     u64 partial_full[config.math_warpgroups];
     u64 partial_empty[config.math_warpgroups];
+    [[no_unique_address]] ResidentBarriers<config> resident;
 };
 
 }  // namespace deep_tile

@@ -48,6 +48,13 @@ __device__ __forceinline__ void initialize_barriers(SharedStorage<config>& smem)
             ptx::mbarrier_init(ptx::smem_address(&smem.full[stage]), 1 + warp_threads);
             ptx::mbarrier_init(ptx::smem_address(&smem.empty[stage]), math_warps * (warp_threads + peers));
         }
+        if constexpr (config.resident_b()) {
+#pragma unroll
+            for (int slot = 0; slot < config.b_slots; ++slot) {
+                ptx::mbarrier_init(ptx::smem_address(&smem.resident.full[slot]), 1);
+                ptx::mbarrier_init(ptx::smem_address(&smem.resident.empty[slot]), math_warps * warp_threads);
+            }
+        }
 #pragma unroll
         for (int i = 0; config.split_k > 1 && i < config.math_warpgroups; ++i) {
             ptx::mbarrier_init(ptx::smem_address(&smem.partial_full[i]), 1);
@@ -85,25 +92,31 @@ class OperandLoader {
     __device__ __forceinline__ OperandLoader(const GemmParams& params, SharedStorage<config>& smem)
         : params_(params), smem_(smem), rank_(config.multicast() ? ptx::cluster_ctarank() : 0) {}
 
-    // Announces a stage and requests its tile of `b`. `step` counts the stages of the whole K.
+    // Announces a stage and requests its tile of `b`. `step` counts the stages of the whole K; a resident `b` has a slot
+    // for each.
     __device__ __forceinline__ void load_b(int stage, Tile tile, int step) const {
-        const u32 operands = (params_.a_box_rows * config.cluster_n + config.block_n) * config.block_k;
-        const u32 scales = scales_in_bulk<config>(params_, tile) ? row_scale_bytes : 0;
-        ptx::mbarrier_arrive_expect_tx(ptx::smem_address(&smem_.full[stage]), operands + scales);
         constexpr bool shared = config.cluster_m > 1;
         constexpr int box_rows = config.block_n / config.cluster_m;
-        load<config.block_n, shared>(smem_.b[stage], params_.b_map, box_rows, stage, tile.n, step);
+        if constexpr (config.resident_b()) {
+            const u32 full = ptx::smem_address(&smem_.resident.full[step]);
+            ptx::mbarrier_arrive_expect_tx(full, config.block_n * config.block_k);
+            load<config.block_n, shared>(smem_.b[step], params_.b_map, box_rows, full, tile.n, step);
+        } else {
+            announce(stage, tile, config.block_n);
+            load<config.block_n, shared>(smem_.b[stage], params_.b_map, box_rows, full(stage), tile.n, step);
+        }
     }
 
     // Its scales, if TMA copies them, go first: behind the operands in TMA's queue they gain nothing.
     __device__ __forceinline__ void load_a(int stage, Tile tile, int step) const {
+        if constexpr (config.resident_b()) announce(stage, tile, 0);
         if (scales_in_bulk<config>(params_, tile)) {
             ptx::cp_async_bulk_load(ptx::smem_address(smem_.a_scale[stage][0]),
                                     params_.a_scale + tile.m + step * params_.a_scale_stride_k, row_scale_bytes,
-                                    ptx::smem_address(&smem_.full[stage]));
+                                    full(stage));
         }
         constexpr bool shared = config.cluster_n > 1;
-        load<config.block_m, shared>(smem_.a[stage], params_.a_map, params_.a_box_rows, stage, tile.m, step);
+        load<config.block_m, shared>(smem_.a[stage], params_.a_map, params_.a_box_rows, full(stage), tile.m, step);
     }
 
     // Requests a tile of `b` into L2.
@@ -114,11 +127,19 @@ class OperandLoader {
    private:
     static constexpr u32 row_scale_bytes = config.block_m * sizeof(float);
 
+    __device__ __forceinline__ u32 full(int stage) const { return ptx::smem_address(&smem_.full[stage]); }
+
+    // What a stage will get: rows of both operands, and the scales that TMA copies.
+    __device__ __forceinline__ void announce(int stage, Tile tile, int b_rows) const {
+        const u32 operands = (params_.a_box_rows * config.cluster_n + b_rows) * config.block_k;
+        const u32 scales = scales_in_bulk<config>(params_, tile) ? row_scale_bytes : 0;
+        ptx::mbarrier_arrive_expect_tx(full(stage), operands + scales);
+    }
+
     template <int tile_rows, bool shared>
-    __device__ __forceinline__ void load(u8* tile, const TensorMap& map, int box_rows, int stage, int row,
+    __device__ __forceinline__ void load(u8* tile, const TensorMap& map, int box_rows, u32 full, int row,
                                          int step) const {
         constexpr u16 both_blocks = 0b11;
-        const u32 full = ptx::smem_address(&smem_.full[stage]);
         const int first = shared ? rank_ * box_rows : 0;
 #pragma unroll
         for (int i = 0; i < config.scale_blocks; ++i) {
@@ -163,13 +184,18 @@ __device__ __forceinline__ int request_first_stages(const GemmParams& params, Sh
     return stages;
 }
 
-// Whether this block prefetches step `step` of tile `next`, if that is one of the first round: each of the blocks that
-// share its columns takes some.
+// Whether this block prefetches step `step` of the tile of `b` that it will need `next`, in a new column or not. If it is
+// to keep that, all of it: 1 to 3 % at k = 512 (H200, 2026-11-21). Else steps of the first round: each of the blocks that
+// share these columns takes some.
 template <GemmConfig config>
-__device__ __forceinline__ bool prefetches(Tile next, int step) {
-    constexpr int sharing = TileScheduler<config>::raster_rows * config.cluster_m;
-    if (!config.prefetches_b || !next.valid || step >= config.stages) return false;
-    return (next.m / config.block_m + step) % sharing == 0;
+__device__ __forceinline__ bool prefetches(Tile next, int step, bool new_column) {
+    if constexpr (config.resident_b()) {
+        return next.valid && new_column;
+    } else {
+        constexpr int sharing = TileScheduler<config>::raster_rows * config.cluster_m;
+        if (!config.prefetches_b || !next.valid || step >= config.stages) return false;
+        return (next.m / config.block_m + step) % sharing == 0;
+    }
 }
 
 // One warp; `requested` stages are under way. A block may not exit before its peer is done with what it multicasts: the
@@ -180,21 +206,27 @@ __device__ __forceinline__ void produce_operands(const GemmParams& params, Share
     const OperandLoader<config> loader(params, smem);
     PipelineState<config.stages> state;
     TileScheduler<config> tiles(params);
+    ColumnState column;
     for (Tile tile = tiles.first(), next; tile.valid; tile = next) {
+        if constexpr (config.resident_b()) column.ends = tiles.ends_column();
         next = tiles.next();
         for (int step = range.begin; step < range.end; ++step, --requested, state.advance()) {
-            if (prefetches<config>(next, step)) {
+            if (prefetches<config>(next, step, column.ends)) {
                 if (ptx::elect_sync()) loader.prefetch_b(next.n, step);
                 __syncwarp();
             }
             if (requested > 0) continue;
+            if constexpr (config.resident_b()) {
+                if (column.begins) wait(smem.resident.empty[step], column.phase ^ 1);
+            }
             wait(smem.empty[state.stage], state.phase ^ 1);
             if (ptx::elect_sync()) {
-                loader.load_b(state.stage, tile, step);
+                if (!config.resident_b() || column.begins) loader.load_b(state.stage, tile, step);
                 loader.load_a(state.stage, tile, step);
             }
             __syncwarp();
         }
+        column.advance();
     }
     if constexpr (!config.multicast()) return;
     for (int stage = 0; stage < config.stages; ++stage) {
@@ -402,6 +434,9 @@ class Consumer {
     // Waits for the next stage, and reads its scales: before the first tile.
     __device__ __forceinline__ void acquire() { acquire(scales_); }
 
+    // Before multiplying: whether the next tile is in another column.
+    __device__ __forceinline__ void set_ends_column(bool ends) { column_.ends = ends; }
+
     // To be called when the next tile's first stage has been acquired: begins its first WGMMAs, if they need not wait.
     __device__ __forceinline__ void begin_tile() {
         if constexpr (config.chunks == 1) begin_stage();
@@ -430,7 +465,32 @@ class Consumer {
     // Waits for a stage, and reads its scales.
     __device__ __forceinline__ void acquire(Scales<config>& scales) const {
         wait(smem_.full[state_.stage], state_.phase);
+        if constexpr (config.resident_b()) {
+            if (column_.begins) wait(smem_.resident.full[step_], column_.phase);
+        }
         scales.load(smem_, state_.stage, scale_slot_);
+    }
+
+    // Where the present stage's tile of `b` is.
+    __device__ __forceinline__ int slot() const { return config.resident_b() ? step_ : state_.stage; }
+
+    // To the next stage.
+    __device__ __forceinline__ void advance() {
+        state_.advance();
+        if constexpr (config.resident_b()) {
+            step_ += 1;
+            if (step_ < steps()) return;
+            step_ = 0;
+            column_.advance();
+        }
+    }
+
+    // The stage has been read, and the slot for the last time if the column ends.
+    __device__ __forceinline__ void release(int stage, int slot) const {
+        releaser_.release(stage);
+        if constexpr (config.resident_b()) {
+            ptx::mbarrier_arrive_if(ptx::smem_address(&smem_.resident.empty[slot]), column_.ends);
+        }
     }
 
     __device__ __forceinline__ void await_turn() const {
@@ -442,11 +502,11 @@ class Consumer {
     }
 
     // Begins the products of one chunk of a stage.
-    __device__ __forceinline__ void begin(Blocks<config>& blocks, int stage, int chunk_m, int chunk_n) const {
+    __device__ __forceinline__ void begin(Blocks<config>& blocks, int stage, int slot, int chunk_m, int chunk_n) const {
         constexpr u32 a_stage = config.block_m * config.block_k, b_stage = config.block_n * config.block_k;
         await_turn();
         begin_blocks<config>(blocks, a_ + (stage * a_stage + chunk_m * mma_m * scale_block) / 16,
-                             b_ + (stage * b_stage + chunk_n * config.mma_n * scale_block) / 16);
+                             b_ + (slot * b_stage + chunk_n * config.mma_n * scale_block) / 16);
         end_turn();
     }
 
@@ -461,7 +521,7 @@ class Consumer {
         }
     }
 
-    __device__ __forceinline__ void begin_stage() { begin(blocks_, state_.stage, 0, 0); }
+    __device__ __forceinline__ void begin_stage() { begin(blocks_, state_.stage, slot(), 0, 0); }
 
     // Tiles of one chunk begin a stage at the end of the one before it. That order costs those of two up to 4 %: their
     // warpgroups fall into step (H200, 2026-11-21).
@@ -488,18 +548,18 @@ class Consumer {
     template <typename Shift, typename Meanwhile>
     __device__ __forceinline__ void finish_stage(Shift shift, Accumulators<config>& sums, bool more,
                                                  Meanwhile meanwhile) {
-        const int stage = state_.stage;
+        const int stage = state_.stage, b_slot = slot();
         Scales<config> next_scales;
 #pragma unroll
         for (int i = 0; i < config.chunks; ++i) {
-            if (i > 0) begin(blocks_, stage, i / config.chunks_n, i % config.chunks_n);
+            if (i > 0) begin(blocks_, stage, b_slot, i / config.chunks_n, i % config.chunks_n);
             if (i == await_in) {
-                state_.advance();
+                advance();
                 if (more) acquire(next_scales);
             }
             if (i > 0) meanwhile(i - 1);
             finish_blocks<config>(blocks_);
-            if (i == config.chunks - 1) releaser_.release(stage);
+            if (i == config.chunks - 1) release(stage, b_slot);
             promote_blocks(shift, sums, blocks_, scales_, i / config.chunks_n, i % config.chunks_n);
         }
         scales_ = next_scales;
@@ -528,14 +588,14 @@ class Consumer {
     template <bool begin_next>
     __device__ __forceinline__ void step(Accumulators<config>& sums, Blocks<config>& present, Blocks<config>& next,
                                          bool more) {
-        const int stage = state_.stage;
+        const int stage = state_.stage, b_slot = slot();
         Scales<config> next_scales;
-        state_.advance();
+        advance();
         if (more) acquire(next_scales);
         finish_blocks<config>(present);
-        if constexpr (begin_next) begin(next, state_.stage, 0, 0);
+        if constexpr (begin_next) begin(next, state_.stage, slot(), 0, 0);
         promote_blocks(Constant<0>{}, sums, present, scales_, 0, 0);
-        releaser_.release(stage);
+        release(stage, b_slot);
         scales_ = next_scales;
     }
 
@@ -545,6 +605,8 @@ class Consumer {
     const int warpgroup_;
     const u32 a_, b_;  // descriptor addresses of the first stage
     int scale_slot_;
+    int step_ = 0;  // of its tile, the present stage; counted for a resident `b` only, like columns
+    ColumnState column_;
     PipelineState<config.stages> state_;
     Scales<config> scales_;  // of the stage that has been acquired
     Blocks<config> blocks_;  // of the one that has been begun
@@ -562,6 +624,7 @@ __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<
     consumer.begin_tile();
     for (int left = tiles.count();;) {
         Accumulators<config> sums = {};
+        if constexpr (config.resident_b()) consumer.set_ends_column(tiles.ends_column());
         if constexpr (config.store_chunks > 1) {
             consumer.multiply(sums, tile.n, left > 1, [&](int chunk) { epilogue.store_chunk(sums, chunk); });
             epilogue.store_chunk(sums, config.store_chunks - 1);

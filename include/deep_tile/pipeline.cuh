@@ -30,6 +30,19 @@ struct PipelineState {
     }
 };
 
+// Progress along columns of tiles, for a resident `b`: whether the present tile begins its column, and whether it ends it.
+struct ColumnState {
+    u32 phase = 0;  // as above, of the column's barriers
+    bool begins = true;
+    bool ends = false;
+
+    // To the next tile.
+    __device__ __forceinline__ void advance() {
+        phase ^= ends;
+        begins = ends;
+    }
+};
+
 __device__ __forceinline__ void wait(const u64& barrier, u32 parity) {
     const u32 address = ptx::smem_address(&barrier);
     while (!ptx::mbarrier_try_wait_parity(address, parity)) {

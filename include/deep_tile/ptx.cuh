@@ -29,6 +29,16 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+__device__ __forceinline__ void mbarrier_arrive_if(u32 barrier, bool predicate) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %1, 0;\n"
+        "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+        "}\n" ::"r"(barrier), "r"(static_cast<u32>(predicate))
+        : "memory");
+}
+
 // Without .release.cluster on purpose: that spelling compiles to MEMBAR.ALL.GPU and cost 40 % (H200, 2026-11-21).
 // What it protects, a slot being refilled, was read by wgmma and ld.shared that have completed by then.
 // `predicate` and not a branch, after which the compiler would take the warp for divergent.

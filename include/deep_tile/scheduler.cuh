@@ -29,9 +29,9 @@ struct Tile {
 // The position is kept as (group of rows, index within it) and stepped without dividing where possible: a division
 // takes some hundred clocks that nothing hides.
 template <GemmConfig config>
-class TileScheduler {
+class RasterScheduler {
    public:
-    __device__ __forceinline__ explicit TileScheduler(const GemmParams& params)
+    __device__ __forceinline__ explicit RasterScheduler(const GemmParams& params)
         : rows_(ceil_div(params.m, config.block_m * config.cluster_m)),
           columns_(ceil_div(params.n, config.block_n * config.cluster_n)),
           within_(blockIdx.x / config.cluster()),
@@ -76,6 +76,75 @@ class TileScheduler {
     int first_row_ = 0;
     int rank_;
 };
+
+// For a resident `b`. Whole columns first, one for each block, as far as they go: all blocks then are at the same rows of
+// `a`. Then each block takes its share of the tiles of the other columns.
+template <GemmConfig config>
+class ColumnScheduler {
+   public:
+    __device__ __forceinline__ explicit ColumnScheduler(const GemmParams& params)
+        : rows_(ceil_div(params.m, config.block_m)) {
+        const u32 columns = ceil_div(params.n, config.block_n);
+        whole_ = columns / gridDim.x;
+        const u32 shared_from = whole_ * gridDim.x;
+        const u32 shared = rows_ * (columns - shared_from);
+        const u32 first = shared / gridDim.x * blockIdx.x + min(blockIdx.x, shared % gridDim.x);
+        left_ = whole_ * rows_ + shared / gridDim.x + (blockIdx.x < shared % gridDim.x ? 1 : 0);
+        share_column_ = shared_from + first / rows_;
+        share_row_ = first % rows_;
+        column_ = whole_ > 0 ? blockIdx.x : share_column_;
+        row_ = whole_ > 0 ? 0 : share_row_;
+    }
+
+    // This block's tiles, the present one included.
+    __device__ __forceinline__ int count() const { return left_; }
+
+    __device__ __forceinline__ Tile first() { return tile(); }
+
+    __device__ __forceinline__ Tile next() {
+        left_ -= 1;
+        if (!ends_column()) {
+            row_ += 1;
+        } else if (whole_ > 1) {
+            whole_ -= 1;
+            row_ = 0;
+            column_ += gridDim.x;
+        } else if (whole_ == 1) {
+            whole_ = 0;
+            row_ = share_row_;
+            column_ = share_column_;
+        } else {
+            row_ = 0;
+            column_ += 1;
+        }
+        return tile();
+    }
+
+    // Whether the next tile is in another column.
+    __device__ __forceinline__ bool ends_column() const { return row_ + 1 == rows_; }
+
+   private:
+    __device__ __forceinline__ Tile tile() const {
+        return {row_ * config.block_m, column_ * config.block_n, left_ > 0};
+    }
+
+    int rows_, row_, column_, left_;
+    int whole_;  // columns that are this block's alone, the present one included
+    int share_row_, share_column_;  // where its share of the others begins
+};
+
+template <GemmConfig config, bool resident = config.resident_b()>
+struct Scheduler {
+    using type = RasterScheduler<config>;
+};
+
+template <GemmConfig config>
+struct Scheduler<config, true> {
+    using type = ColumnScheduler<config>;
+};
+
+template <GemmConfig config>
+using TileScheduler = typename Scheduler<config>::type;
 
 // This block's part of every tile's K, in stages.
 struct KRange {
