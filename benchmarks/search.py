@@ -1,4 +1,4 @@
-"""Times every default config on the table's shapes; calibrate.py fits the selector's time model to the result.
+"""Times every default config on the table's shapes and some of short K; calibrate.py fits the time model to that.
 
     PYTHONPATH=. python benchmarks/search.py --out benchmarks/results/search_h200.json
 
@@ -48,7 +48,7 @@ def search_shape(shape: Shape, repeats: int, flush: timing.L2Flush) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="all", help="as for bench_gemm.py (default: %(default)s)")
+    parser.add_argument("--shapes", default="searched", help="as for bench_gemm.py (default: %(default)s)")
     parser.add_argument(
         "--repeats", type=int, default=10, help="samples of each config that may be the fastest (default: %(default)s)"
     )

@@ -67,6 +67,11 @@ NINE = _parse_all(
 )
 """The compute-bound shapes that kernels are tuned on."""
 
+SHORT_K = tuple(
+    Shape(m, n, k) for n, k in ((7168, 256), (8192, 384), (4096, 512), (16384, 640)) for m in (256, 1024, 4096, 8192)
+)
+"""Searched, not in the table: K too short to tell a K block's time from a tile's, at which a resident b may gain."""
+
 M_RANGES = {"m<=128": (1, 128), "m=129-1024": (129, 1024), "m>1024": (1025, 1 << 62)}
 """Decode, the middle and prefill, which are limited by different things; means are taken within each."""
 
@@ -77,8 +82,8 @@ def m_range(shape: Shape) -> str:
 
 
 def select_shapes(text: str) -> list[Shape]:
-    """From a command line: "all", "nine", a name of `M_RANGES`, or MxNxK[,MxNxK...]."""
+    """From a command line: "all", "nine", "searched", a name of `M_RANGES`, or MxNxK[,MxNxK...]."""
     if text in M_RANGES:
         return [shape for shape in DENSE if m_range(shape) == text]
-    named = {"all": DENSE, "nine": NINE}
+    named = {"all": DENSE, "nine": NINE, "searched": DENSE + SHORT_K}
     return list(named[text]) if text in named else [Shape.parse(part) for part in text.split(",")]

@@ -337,8 +337,8 @@ class GemmConfig:
 
     @property
     def fixed_bytes(self) -> int:
-        """Shared memory that does not depend on the number of stages, with two barriers for each math warpgroup and each
-        resident K block of `b`."""
+        """Shared memory that does not depend on the number of stages. Two barriers for each math warpgroup, and for
+        each resident K block of `b`."""
         resident = self.b_stages * (self.block_n * self.block_k + 2 * 8)
         return self.partial_bytes + self.store_bytes + resident + 2 * 8 * self.math_warpgroups
 

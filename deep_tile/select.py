@@ -44,6 +44,13 @@ _SINGLE_TILES = ((128, 112),)
 _SPLIT_TILES = (64, 128, 192)
 """block_n of 128-row tiles whose K two blocks share."""
 
+_RESIDENT = (
+    GemmConfig(128, 128, 6, b_stages=5),
+    GemmConfig(128, 192, 5, store_buffers=3, b_stages=4),
+)
+"""Tiles whose `b` stays in shared memory: the wider, the shorter K must be. 128x256 with three K blocks was never the
+fastest (H200, 2026-11-21)."""
+
 
 def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options: int) -> GemmConfig:
     """The tile with as many stages as fit beside all of its output boxes, or beside fewer where those leave too few.
@@ -77,7 +84,8 @@ def default_configs(tma_store: bool = True) -> tuple[GemmConfig, ...]:
     ]
     single = [deepest_config(*tile, tma_store) for tile in _SINGLE_TILES]
     split = [deepest_config(128, block_n, tma_store, split_k=2) for block_n in _SPLIT_TILES]
-    return (*decode, *multicast, *single, *split)
+    resident = [replace(config, tma_store=tma_store) for config in _RESIDENT]
+    return (*decode, *multicast, *single, *split, *resident)
 
 
 def cluster_tiles(config: GemmConfig, problem: GemmProblem) -> int:
@@ -245,11 +253,11 @@ def bucketed(problem: GemmProblem) -> GemmProblem:
 
 
 def candidates(problem: GemmProblem, hardware: Hardware = H200) -> list[tuple[Estimate, GemmConfig]]:
-    """Every default config that the problem's SMs can run, and one that `tune` found: the one measured fastest where
-    that is known, then the fastest predicted."""
+    """Every default config that the problem's K and SMs allow, and one that `tune` found: the one measured fastest
+    where that is known, then the fastest predicted."""
     own, measured = (tuned_choice(problem), measured_choice(problem)) if hardware.name == H200.name else (None, None)
     known = dict.fromkeys((*default_configs(problem.tma_store), *([own] if own else [])))
-    configs = (c for c in known if problem.split_k or c.split_k == 1)
+    configs = (c for c in known if c.takes_k(problem.k) and (problem.split_k or c.split_k == 1))
     runnable = (c for c in configs if c.cluster <= problem.num_sms)
     estimated = ((estimate(c, problem, hardware), c) for c in runnable)
     return sorted(estimated, key=lambda pair: (pair[1].name.removesuffix("_any") != measured, pair[0].time_us))

