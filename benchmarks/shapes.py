@@ -72,6 +72,13 @@ SHORT_K = tuple(
 )
 """Searched, not in the table: K too short to tell a K block's time from a tile's, at which a resident b may gain."""
 
+NARROW_N = tuple(
+    Shape(m, n, 7168)
+    for n, tokens in ((512, (1024,)), (576, (256, 512, 1024, 2048)), (1536, (256, 512, 1024, 2048)))
+    for m in tokens
+)
+"""Searched, not in the table: tiles too few to fill the SMs, at a middle m."""
+
 M_RANGES = {"m<=128": (1, 128), "m=129-1024": (129, 1024), "m>1024": (1025, 1 << 62)}
 """Decode, the middle and prefill, which are limited by different things; means are taken within each."""
 
@@ -85,5 +92,5 @@ def select_shapes(text: str) -> list[Shape]:
     """From a command line: "all", "nine", "searched", a name of `M_RANGES`, or MxNxK[,MxNxK...]."""
     if text in M_RANGES:
         return [shape for shape in DENSE if m_range(shape) == text]
-    named = {"all": DENSE, "nine": NINE, "searched": DENSE + SHORT_K}
+    named = {"all": DENSE, "nine": NINE, "searched": DENSE + SHORT_K + NARROW_N}
     return list(named[text]) if text in named else [Shape.parse(part) for part in text.split(",")]

@@ -41,7 +41,7 @@ _MULTICAST_TILES = (
 _SINGLE_TILES = ((128, 112),)
 """(block_m, block_n) that lost as clusters of two on every shape measured."""
 
-_SPLIT_TILES = (64, 128, 192)
+_SPLIT_TILES = (64, 96, 128, 192)
 """block_n of 128-row tiles whose K two blocks share."""
 
 _RESIDENT = (

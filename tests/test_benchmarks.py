@@ -12,9 +12,9 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # Appended: an installed deep_tile still comes first.
 
-from benchmarks import bench_gemm, bench_overhead, report, timing  # noqa: E402
+from benchmarks import bench_gemm, bench_overhead, report, search, timing  # noqa: E402
 from benchmarks.peers import PEERS, Inputs, deep_tile_peer  # noqa: E402
-from benchmarks.shapes import DENSE, M_RANGES, NINE, SHORT_K, Shape, m_range, select_shapes  # noqa: E402
+from benchmarks.shapes import DENSE, M_RANGES, NARROW_N, NINE, SHORT_K, Shape, m_range, select_shapes  # noqa: E402
 from deep_tile.reference import relative_error  # noqa: E402
 from deep_tile.select import default_configs  # noqa: E402
 
@@ -38,7 +38,7 @@ def test_shapes_are_those_of_the_published_table():
     assert [report.shape_of(row) for row in published["shapes"]] == list(DENSE)
     assert (len(DENSE), len(set(DENSE)), len(NINE)) == (84, 84, 9)
     assert set(NINE) <= set(DENSE)
-    assert not set(SHORT_K) & set(DENSE)
+    assert not set(SHORT_K + NARROW_N) & set(DENSE)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_nobody_beats_the_limit_by_much():
 def test_select_shapes():
     assert select_shapes("all") == list(DENSE)
     assert select_shapes("nine") == list(NINE)
-    assert select_shapes("searched") == [*DENSE, *SHORT_K]
+    assert select_shapes("searched") == [*DENSE, *SHORT_K, *NARROW_N]
     assert sum(len(select_shapes(name)) for name in M_RANGES) == 84
     assert {shape.m for shape in select_shapes("m<=128")} == {1, 8, 16, 32, 64, 128}
     assert select_shapes("1x2x3,4x5x6") == [Shape(1, 2, 3), Shape(4, 5, 6)]
@@ -264,3 +264,15 @@ def test_overhead_on_the_gpu(tmp_path):
     parts = result["host_parts_us"]
     assert parts["(only call a function)"] < parts["(only read the tensors)"] < parts["fp8_gemm"]
     assert result["first_calls"]["cold"][0]["config"] == result["first_calls"]["disk"][0]["config"]
+
+
+def test_searches_are_averaged():
+    now = {"1x2x3": {"a": 10.0, "b": 12.0, "c": 20.0}, "4x5x6": {"a": 7.0}}
+    slower_gpu = {"1x2x3": {"a": 22.0, "b": 24.0, "gone": 1.0}}
+    found = search.averaged([now, slower_gpu])
+    scale = (10 / 22 + 12 / 24) / 2
+    assert found["4x5x6"] == {"a": pytest.approx(7.0)}
+    assert found["1x2x3"].keys() == {"a", "b", "c"}
+    assert found["1x2x3"]["a"] == pytest.approx((10 * 22 * scale) ** 0.5)
+    assert found["1x2x3"]["b"] == pytest.approx((12 * 24 * scale) ** 0.5)
+    assert found["1x2x3"]["c"] == pytest.approx(20)

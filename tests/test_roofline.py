@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import predict  # noqa: E402
-from benchmarks.shapes import DENSE, SHORT_K, Shape  # noqa: E402
+from benchmarks.shapes import DENSE, NARROW_N, SHORT_K, Shape  # noqa: E402
 from deep_tile import roofline, select, walls  # noqa: E402
 from deep_tile.config import GemmConfig  # noqa: E402
 from deep_tile.hardware import H20, H200, PRESETS  # noqa: E402
@@ -223,15 +223,15 @@ def compared():
 
 
 def test_the_model_has_not_drifted_from_the_search(compared):
-    """As fitted: 3.1 % and 9.8 %, 0.946, 82 %, 96.0 %. Whoever changes model or calibration has to do as well."""
+    """As fitted: 3.1 % and 9.3 %, 0.950, 86 %, 96.4 %. Whoever changes model or calibration has to do as well."""
     figures = predict.summary(compared)
-    assert figures["shapes"] == len(DENSE + SHORT_K) and figures["pairs"] > 2000
+    assert figures["shapes"] == len(DENSE + SHORT_K + NARROW_N) and figures["pairs"] > 2000
     assert figures["median error"] <= 0.033
     assert figures["90th percentile"] <= 0.1
     assert figures["median Spearman"] >= 0.94
-    assert figures["lowest Spearman"] >= 0.75
-    assert figures["Spearman >= 0.9"] >= 0.8
-    assert figures["pairs in order"] >= 0.955
+    assert figures["lowest Spearman"] >= 0.7
+    assert figures["Spearman >= 0.9"] >= 0.85
+    assert figures["pairs in order"] >= 0.96
     assert figures["loss"] <= 1.022
 
 
