@@ -74,7 +74,8 @@ def test_a_stored_measurement_is_shown(call):
     assert measured["tflops"] == pytest.approx(2 * 4096 * 4096 * 7168 / measured["us"] / 1e6)
     assert deep_tile.explain(4096, 4096, 7100)["measured"] is None
     assert deep_tile.explain(4096, 4096, 7168, num_sms=131)["measured"] is None
-    assert deep_tile.explain(4096, 4096, 7168, hardware="H100 SXM")["measured"] is None
+    assert deep_tile.explain(4096, 4096, 7168, hardware="H20")["measured"] is None
+    assert "bench_h100" in deep_tile.explain(4096, 4096, 7168, hardware="H100 SXM")["measured"]["source"]
 
 
 def test_measurements_of_a_bench_run_are_found(monkeypatch, tmp_path):
