@@ -222,7 +222,8 @@ class GemmConfig:
 
     @property
     def prefetches_b(self) -> bool:
-        """Whether `b` of the next tile is requested into L2 while this one is worked on.
+        """Whether `b` of the next tile is requested into L2 while this one is worked on. (Where `b` stays, the next
+        column's always is.)
 
         Math warpgroups that take turns end a tile together, and then want all stages of the next: at k = 512, where the
         four stages of 128x192 are a whole tile, this gains 12 %, at 1536 1 %. With more stages, or other kernels, it
