@@ -44,12 +44,9 @@ _SINGLE_TILES = ((128, 112),)
 _SPLIT_TILES = (64, 96, 128, 192)
 """block_n of 128-row tiles whose K two blocks share."""
 
-_RESIDENT = (
-    GemmConfig(128, 128, 6, b_stages=5),
-    GemmConfig(128, 192, 5, store_buffers=3, b_stages=4),
-)
-"""Tiles whose `b` stays in shared memory: the wider, the shorter K must be. 128x256 with three K blocks was never the
-fastest (H200, 2026-11-21)."""
+_RESIDENT_TILES = ((128, 128, 5), (128, 192, 4))
+"""(block_m, block_n, b_stages) of tiles whose `b` stays in shared memory: the wider, the shorter K must be. 128x256
+with three K blocks was never the fastest (H200, 2026-11-21)."""
 
 
 def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options: int) -> GemmConfig:
@@ -84,7 +81,7 @@ def default_configs(tma_store: bool = True) -> tuple[GemmConfig, ...]:
     ]
     single = [deepest_config(*tile, tma_store) for tile in _SINGLE_TILES]
     split = [deepest_config(128, block_n, tma_store, split_k=2) for block_n in _SPLIT_TILES]
-    resident = [replace(config, tma_store=tma_store) for config in _RESIDENT]
+    resident = [deepest_config(*tile, tma_store, b_stages=b_stages) for *tile, b_stages in _RESIDENT_TILES]
     return (*decode, *multicast, *single, *split, *resident)
 
 

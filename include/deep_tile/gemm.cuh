@@ -103,9 +103,9 @@ class OperandLoader {
         constexpr bool shared = config.cluster_m > 1;
         constexpr int box_rows = config.block_n / config.cluster_m;
         if constexpr (config.resident_b()) {
-            const u32 full = ptx::smem_address(&smem_.resident.full[step]);
-            ptx::mbarrier_arrive_expect_tx(full, config.block_n * config.block_k);
-            load<config.block_n, shared>(smem_.b[step], params_.b_map, box_rows, full, tile.n, step);
+            const u32 barrier = ptx::smem_address(&smem_.resident.full[step]);
+            ptx::mbarrier_arrive_expect_tx(barrier, config.block_n * config.block_k);
+            load<config.block_n, shared>(smem_.b[step], params_.b_map, box_rows, barrier, tile.n, step);
         } else {
             announce(stage, tile, config.block_n);
             load<config.block_n, shared>(smem_.b[stage], params_.b_map, box_rows, full(stage), tile.n, step);
@@ -142,7 +142,7 @@ class OperandLoader {
     }
 
     template <int tile_rows, bool shared>
-    __device__ __forceinline__ void load(u8* tile, const TensorMap& map, int box_rows, u32 full, int row,
+    __device__ __forceinline__ void load(u8* tile, const TensorMap& map, int box_rows, u32 barrier, int row,
                                          int step) const {
         constexpr u16 both_blocks = 0b11;
         const int first = shared ? rank_ * box_rows : 0;
@@ -151,9 +151,9 @@ class OperandLoader {
             const u32 smem = ptx::smem_address(tile) + (i * tile_rows + first) * scale_block;
             const int k = step * config.block_k + i * scale_block;
             if constexpr (shared) {
-                ptx::cp_async_bulk_tensor_load_multicast(smem, map, k, row + first, full, both_blocks);
+                ptx::cp_async_bulk_tensor_load_multicast(smem, map, k, row + first, barrier, both_blocks);
             } else {
-                ptx::cp_async_bulk_tensor_load(smem, map, k, row, full);
+                ptx::cp_async_bulk_tensor_load(smem, map, k, row, barrier);
             }
         }
     }
