@@ -20,12 +20,15 @@ from rich.progress import track
 
 from benchmarks import timing
 from benchmarks.peers import Inputs, deep_tile_peer
-from benchmarks.shapes import NARROW_N, Shape, select_shapes
+from benchmarks.shapes import Shape, select_shapes
 from deep_tile import plan, select
 from deep_tile.config import GemmConfig
 from deep_tile.reference import relative_error
 
 MAX_ERROR = 1.8e-3
+
+FEW_OUTPUTS = 2048 * 1536
+"""So few that tiles of 128 rows may leave SMs idle."""
 
 SearchedUs = dict[str, dict[str, float]]
 """Microseconds by "MxNxK" and config."""
@@ -37,7 +40,7 @@ def plausible(config: GemmConfig, shape: Shape) -> bool:
         return False
     if config.block_m > 64:
         return shape.m > 64 and (config.split_k == 1 or shape.m <= 2048)
-    return shape.m <= (256 if config.block_n < 64 else 512) or shape in NARROW_N
+    return shape.m <= (256 if config.block_n < 64 else 512) or shape.m * shape.n <= FEW_OUTPUTS
 
 
 def search_shape(shape: Shape, repeats: int, flush: timing.L2Flush) -> dict[str, float]:

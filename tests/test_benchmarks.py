@@ -15,6 +15,7 @@ sys.path.append(str(ROOT))  # Appended: an installed deep_tile still comes first
 from benchmarks import bench_gemm, bench_overhead, report, search, timing  # noqa: E402
 from benchmarks.peers import PEERS, Inputs, deep_tile_peer  # noqa: E402
 from benchmarks.shapes import DENSE, M_RANGES, NARROW_N, NINE, SHORT_K, Shape, m_range, select_shapes  # noqa: E402
+from deep_tile.config import GemmConfig  # noqa: E402
 from deep_tile.reference import relative_error  # noqa: E402
 from deep_tile.select import default_configs  # noqa: E402
 
@@ -276,3 +277,9 @@ def test_searches_are_averaged():
     assert found["1x2x3"]["a"] == pytest.approx((10 * 22 * scale) ** 0.5)
     assert found["1x2x3"]["b"] == pytest.approx((12 * 24 * scale) ** 0.5)
     assert found["1x2x3"]["c"] == pytest.approx(20)
+
+
+def test_narrow_tiles_are_searched_where_wide_ones_leave_sms_idle():
+    narrow = GemmConfig(64, 128, 8, split_k=2)
+    assert all(search.plausible(narrow, shape) for shape in NARROW_N)
+    assert not search.plausible(narrow, Shape(4096, 4096, 7168))
