@@ -462,6 +462,7 @@ enum {
     SIZE_M,
     SIZE_N,
     SIZE_K,
+    RASTER_ROWS_LOG2,
     LAUNCH_NUMBERS
 };
 
@@ -478,6 +479,7 @@ static const Field launch_fields[LAUNCH_NUMBERS] = {
     [SIZE_M] = {"m", 1, INT_MAX},
     [SIZE_N] = {"n", 1, INT_MAX},
     [SIZE_K] = {"k", 1, INT_MAX},
+    [RASTER_ROWS_LOG2] = {"raster_rows_log2", 1, 15},
 };
 
 static bool read_launch_numbers(PyObject *const given[], long long numbers[])
@@ -515,13 +517,14 @@ static void fill_template(Launch *launch, const long long numbers[], bool early_
         .k = (int)numbers[SIZE_K],
         .a_box_rows = (int)numbers[A_BOX_ROWS],
         .early_b = early_b,
+        .raster_rows_log2 = (int)numbers[RASTER_ROWS_LOG2],
     };
     memcpy(launch->params, &params, sizeof params);
 }
 
 PyDoc_STRVAR(prepare_doc,
              "prepare(kernel, *, grid, cluster, threads, a_map, b_map, out_map, a_box_rows, a_scale_strides,\n"
-             "        b_scale_strides, out_stride_m, m, n, k, pdl, early_b) -> Launch\n"
+             "        b_scale_strides, out_stride_m, m, n, k, pdl, early_b, raster_rows_log2) -> Launch\n"
              "\n"
              "Everything about a launch but the addresses.\n"
              "\n"
@@ -530,6 +533,7 @@ PyDoc_STRVAR(prepare_doc,
              "of 1 byte or of 2 (BF16); out_map is None for a kernel that stores directly. a_scale_strides (m, k),\n"
              "b_scale_strides (n, k) and out_stride_m are in elements. pdl: programmatic dependent launch, under\n"
              "which the kernel may request b before it waits for the preceding kernel if early_b is true.\n"
+             "raster_rows_log2: of the rows of tiles that the raster descends before it steps along n.\n"
              "\n"
              "Raises ValueError or TypeError naming the field, what was seen and what is wanted.");
 
@@ -537,14 +541,15 @@ static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"",        "grid",       "cluster",         "threads",         "a_map",        "b_map",
                                "out_map", "a_box_rows", "a_scale_strides", "b_scale_strides", "out_stride_m", "m",
-                               "n",       "k",          "pdl",             "early_b",         NULL};
+                               "n",       "k",          "pdl",             "early_b",         "raster_rows_log2",
+                               NULL};
     PyObject *kernel, *a_map, *b_map, *out_map, *given[LAUNCH_NUMBERS];
     int pdl, early_b;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$OOOOOOO(OO)(OO)OOOOpp:prepare", keywords, &kernel, &given[GRID],
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$OOOOOOO(OO)(OO)OOOOppO:prepare", keywords, &kernel, &given[GRID],
                                      &given[CLUSTER], &given[THREADS], &a_map, &b_map, &out_map, &given[A_BOX_ROWS],
                                      &given[A_SCALE_STRIDE_M], &given[A_SCALE_STRIDE_K], &given[B_SCALE_STRIDE_N],
                                      &given[B_SCALE_STRIDE_K], &given[OUT_STRIDE_M], &given[SIZE_M], &given[SIZE_N],
-                                     &given[SIZE_K], &pdl, &early_b))
+                                     &given[SIZE_K], &pdl, &early_b, &given[RASTER_ROWS_LOG2]))
         return NULL;
 
     long long numbers[LAUNCH_NUMBERS];

@@ -13,7 +13,7 @@ from deep_tile import _launcher, jit
 from deep_tile.codegen import kernel_source
 from deep_tile.config import SCALE_BLOCK, GemmConfig, round_up
 from deep_tile.problem import GemmProblem
-from deep_tile.select import grid_size
+from deep_tile.select import grid_size, raster_rows
 
 
 class Layout(NamedTuple):
@@ -102,6 +102,7 @@ def prepare_launch(
         k=k,
         pdl=pdl,
         early_b=constant_weights,
+        raster_rows_log2=raster_rows(problem).bit_length() - 1,
     )
 
 

@@ -112,6 +112,15 @@ def grid_size(config: GemmConfig, problem: GemmProblem) -> int:
     return ceil_div(tiles, waves) * config.cluster
 
 
+def raster_rows(problem: GemmProblem) -> int:
+    """Rows of tiles in a group of the raster, a power of two. Tiles that run together are of a group, column by column.
+
+    In groups of 8 rows products take 0.7 % less than in groups of 16, in the geometric mean of 28. But each group reads
+    all of `b`, and where that does not stay in L2 meanwhile, they take 0.6 % more (H200, 2026-11-21).
+    """
+    return 8 if problem.n * problem.k <= H200.l2_bytes // 2 else 16
+
+
 class Calibration(NamedTuple):
     """Measured coefficients of the time model, in microseconds.
 

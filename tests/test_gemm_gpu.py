@@ -100,7 +100,7 @@ def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int, a_sca
 
 
 @pytest.mark.parametrize("config", DEFAULT_CONFIGS + LEGAL_CORNERS, ids=lambda config: config.name)
-def test_every_kernel(config, every_kernel):
+def test_every_kernel(config, every_kernel, monkeypatch):
     rows, columns = config.block_m, config.block_n
     # 3 x 3 tiles and a ragged edge; the ring goes round once and a bit, K ends inside a block.
     ring = config.block_k * config.stages * config.split_k
@@ -108,7 +108,9 @@ def test_every_kernel(config, every_kernel):
         check_config(config, 2 * rows + 1, 2 * columns + 5, ring + 168, max(4, config.cluster), a_scale)
     # Fewer K blocks than stages, many short waves, an odd number of SMs, few rows.
     check_config(config, 7, 9 * columns - 3, 130, num_sms=max(5, config.cluster))
-    # More than one group of the raster's 16 rows of tiles, the last group short.
+    # More than one group of the raster's rows of tiles, the last group short.
+    check_config(config, 9 * rows + 3, 3 * columns, 128, max(6, config.cluster), "column_aligned")
+    monkeypatch.setattr("deep_tile.plan.raster_rows", lambda problem: 16)
     check_config(config, 17 * rows + 3, 2 * columns, 128, max(6, config.cluster), "column_aligned")
     # Whole columns for each block, and shares of the last one.
     if config.resident_b:

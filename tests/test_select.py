@@ -26,6 +26,7 @@ from deep_tile.select import (
     configs_for,
     default_configs,
     grid_size,
+    raster_rows,
 )
 
 TESTS = Path(__file__).parent
@@ -97,6 +98,11 @@ def test_grid_by_hand():
     assert grid_size(config, GemmProblem(4096, 2176, 7168)) == 109  # 32 x 17 = 544 tiles, 5 waves
     assert grid_size(GemmConfig(128, 128, 4, 2, 1), GemmProblem(4096, 2176, 7168)) == 2 * 55  # 272 pairs, 5 waves
     assert grid_size(GemmConfig(128, 128, 4, 1, 2), GemmProblem(1, 1, 1, num_sms=3)) == 2
+
+
+def test_raster_has_few_rows_where_b_stays_in_l2():
+    assert raster_rows(GemmProblem(4096, 2112, 7168)) == 8
+    assert raster_rows(GemmProblem(4096, 7168, 4096)) == 16
 
 
 def test_large_clusters_leave_sms_idle():

@@ -20,8 +20,8 @@
 //   own          a math warpgroup      its threads, where they store boxes           a box is written; is free
 //                                      together themselves
 //   turn         a math warpgroup      the other one's threads                       that has begun its WGMMAs
-//   all          all                   every thread, once                            the barriers exist; in a cluster,
-//                                                                                    in all its blocks
+//   all          all but the operands' every thread, once                            the barriers exist; in a cluster,
+//                warp                                                                in all its blocks
 //
 // Scales travel with the stage, because reading them from global memory in the math loop costs 6 to 8 % (H200,
 // 2026-11-21); by cp.async, 4 bytes a copy, because that takes any stride, and so every scale layout, with no alignment
@@ -71,13 +71,24 @@ __device__ __forceinline__ void initialize_barriers(SharedStorage<config>& smem)
     __syncwarp();
 }
 
-// Every thread: the barriers of this block, and of the whole cluster if there is one, are ready to use.
+// By the warp that made them: this block's barriers are ready to use.
 template <GemmConfig config>
-__device__ __forceinline__ void synchronize() {
+__device__ __forceinline__ void announce_barriers() {
     if constexpr (config.cluster() == 1) {
-        __syncthreads();
+        ptx::bar_arrive(all_barrier, config.threads);
     } else {
         ptx::barrier_cluster_arrive_relaxed();
+    }
+}
+
+// Until the barriers of this block, and of the whole cluster if there is one, are ready to use. The warp that has made
+// those of its block, and announced them, need not wait for anybody who only wants to use them.
+template <GemmConfig config>
+__device__ __forceinline__ void await_barriers(bool announced) {
+    if constexpr (config.cluster() == 1) {
+        if (!announced) ptx::bar_sync(all_barrier, config.threads);
+    } else {
+        if (!announced) ptx::barrier_cluster_arrive_relaxed();
         ptx::barrier_cluster_wait();
     }
 }
@@ -163,13 +174,17 @@ class OperandLoader {
     const int rank_;
 };
 
-// The first round of stages, before anything else: returns how many it has requested. When the caller says that `b`
-// does not depend on the preceding kernel, it is requested before that kernel has ended.
+// The first stages, before anything else: returns how many it has requested. When the caller says that `b` does not
+// depend on the preceding kernel, it is requested before that kernel has ended.
+//
+// Five at most: behind those of 6 to 15 the first comes later, 0.5 to 1 % at m <= 512 (H200, 2026-11-21). Two or three
+// are there before the others are requested, and then the tensor cores wait.
 template <GemmConfig config>
 __device__ __forceinline__ int request_first_stages(const GemmParams& params, SharedStorage<config>& smem) {
     const Tile tile = TileScheduler<config>(params).first();
     const KRange range = k_range<config>(params);
-    const int stages = min(config.stages, range.end - range.begin);
+    constexpr int most = config.stages < 5 ? config.stages : 5;
+    const int stages = min(most, range.end - range.begin);
     const OperandLoader<config> loader(params, smem);
     const bool early_b = params.early_b;
     if (early_b && ptx::elect_sync()) {
@@ -193,13 +208,12 @@ __device__ __forceinline__ int request_first_stages(const GemmParams& params, Sh
 // to keep that, all of it: 1 to 3 % at k = 512 (H200, 2026-11-21). Else steps of the first round: each of the blocks that
 // share these columns takes some.
 template <GemmConfig config>
-__device__ __forceinline__ bool prefetches(Tile next, int step, bool new_column) {
+__device__ __forceinline__ bool prefetches(const GemmParams& params, Tile next, int step, bool new_column) {
     if constexpr (config.resident_b()) {
         return next.valid && new_column;
     } else {
-        constexpr int sharing = TileScheduler<config>::raster_rows * config.cluster_m;
         if (!config.prefetches_b || !next.valid || step >= config.stages) return false;
-        return (next.m / config.block_m + step) % sharing == 0;
+        return ((next.m / config.block_m + step) & ((1 << params.raster_rows_log2) - 1)) == 0;
     }
 }
 
@@ -216,7 +230,7 @@ __device__ __forceinline__ void produce_operands(const GemmParams& params, Share
         if constexpr (config.resident_b()) column.ends = tiles.ends_column();
         next = tiles.next();
         for (int step = range.begin; step < range.end; ++step, --requested, state.advance()) {
-            if (prefetches<config>(next, step, column.ends)) {
+            if (prefetches<config>(params, next, step, column.ends)) {
                 if (ptx::elect_sync()) loader.prefetch_b(next.n, step);
                 __syncwarp();
             }
@@ -713,14 +727,18 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     // Here and not among the producers' code, which ptxas puts last: the way to the first request is one straight line.
     // With multicast, blocks of the cluster write into each other's stages: all barriers first.
     int requested = 0;
-    if (warp == first_producer) initialize_barriers<config>(smem);
-    if constexpr (config.multicast()) synchronize<config>();
-    if (warp == first_producer) requested = request_first_stages<config>(params, smem);
+    const bool makes_barriers = warp == first_producer;
+    if (makes_barriers) {
+        initialize_barriers<config>(smem);
+        announce_barriers<config>();
+    }
+    if constexpr (config.multicast()) await_barriers<config>(makes_barriers);
+    if (makes_barriers) requested = request_first_stages<config>(params, smem);
     const int scale_warp = warp - first_producer - 1;
     const bool copies_scales = scale_warp >= 0 && scale_warp < config.scale_warps;
     bool scales_requested = false;
     if (copies_scales) scales_requested = request_first_scales<config>(params, smem, scale_warp);
-    if constexpr (!config.multicast()) synchronize<config>();
+    if constexpr (!config.multicast()) await_barriers<config>(makes_barriers);
     if (warp >= first_producer) {
         if (warp == first_producer) produce_operands<config>(params, smem, requested);
         if (copies_scales) produce_scales<config>(params, smem, scale_warp, scales_requested);

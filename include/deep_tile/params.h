@@ -31,6 +31,7 @@ typedef struct {
     int a_box_rows;      /* rows of a that one TMA load writes: fewer than block_m / cluster_n when m is small */
     int early_b;         /* b is constant: it may be requested before the wait for the preceding kernel */
     int bulk_scale_rows; /* rows of a whose scales lie side by side where TMA can copy them: all or none */
+    int raster_rows_log2; /* of the rows of tiles that the raster descends before it steps along n */
 } GemmParams;
 
 #endif

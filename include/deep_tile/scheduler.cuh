@@ -21,10 +21,10 @@ struct Tile {
     bool valid;
 };
 
-// Persistent: cluster c of C takes cluster tiles c, c + C, c + 2C, ... of a raster that descends `raster_rows` rows of
-// cluster tiles before it steps along n, so that blocks running together share operands in L2 (8 to 16 rows measured
-// alike, 4 lost 3 %, 32 lost 7 % at k = 512; H200, 2026-11-21). Where the last cluster tile overhangs the matrix, TMA
-// fills its operands with zeros and clips its stores. Tile counts fit an int for any output that fits in memory.
+// Persistent: cluster c of C takes cluster tiles c, c + C, c + 2C, ... of a raster that descends a group of rows of
+// cluster tiles before it steps along n, so that blocks running together share operands in L2 (select.py says how many
+// rows). Where the last cluster tile overhangs the matrix, TMA fills its operands with zeros and clips its stores. Tile
+// counts fit an int for any output that fits in memory.
 //
 // The position is kept as (group of rows, index within it) and stepped without dividing where possible: a division
 // takes some hundred clocks that nothing hides.
@@ -34,6 +34,7 @@ class RasterScheduler {
     __device__ __forceinline__ explicit RasterScheduler(const GemmParams& params)
         : rows_(ceil_div(params.m, config.block_m * config.cluster_m)),
           columns_(ceil_div(params.n, config.block_n * config.cluster_n)),
+          group_rows_log2_(params.raster_rows_log2 - config.cluster_m / 2),
           within_(blockIdx.x / config.cluster()),
           step_(gridDim.x / config.cluster()),
           rank_(config.cluster() == 1 ? 0 : uniform_cluster_rank()) {}
@@ -49,15 +50,13 @@ class RasterScheduler {
         return tile();
     }
 
-    static constexpr int raster_rows = 16 / config.cluster_m;
-
    private:
     __device__ __forceinline__ Tile tile() {
-        while (within_ >= raster_rows * columns_) {
-            within_ -= raster_rows * columns_;
-            first_row_ += raster_rows;
+        while (within_ >= columns_ << group_rows_log2_) {
+            within_ -= columns_ << group_rows_log2_;
+            first_row_ += 1 << group_rows_log2_;
         }
-        const int group_rows = min(raster_rows, rows_ - first_row_);
+        const int group_rows = min(1 << group_rows_log2_, rows_ - first_row_);
         if (within_ >= group_rows * columns_) return {0, 0, false};
         const int column = column_of(group_rows);
         const int row = first_row_ + within_ - column * group_rows;
@@ -66,12 +65,13 @@ class RasterScheduler {
     }
 
     __device__ __forceinline__ int column_of(int group_rows) const {
-        if (group_rows == raster_rows) return within_ / raster_rows;
+        if (group_rows == 1 << group_rows_log2_) return within_ >> group_rows_log2_;
         if (group_rows == 1) return within_;
         return within_ / group_rows;
     }
 
     int rows_, columns_;      // of cluster tiles
+    int group_rows_log2_;
     int within_, step_;       // in the group of rows that begins at first_row_
     int first_row_ = 0;
     int rank_;
