@@ -96,6 +96,7 @@ typedef DriverResult (*GetProcAddress)(const char *symbol, void **address, int v
                                   const uint64_t *sizes, const uint64_t *strides_bytes, const uint32_t *box,          \
                                   const uint32_t *element_steps, unsigned interleave, unsigned swizzle,               \
                                   unsigned l2_promotion, unsigned oob_fill))                                          \
+    CALL(cuTensorMapReplaceAddress, (struct CUtensorMap_st *map, void *address))                                      \
     CALL(cuLaunchKernelEx, (const struct CUlaunchConfig_st *config, DriverFunction function, void **arguments,        \
                             void **extra))
 

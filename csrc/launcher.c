@@ -162,7 +162,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *name;
     DriverContext context; /* the device's primary context, which torch uses too */
-    DriverKernel handle;
+    DriverFunction function;
     int device;
     int smem_bytes;
     int registers;
@@ -182,7 +182,6 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     Kernel *kernel;
-    MapLayout a_map, b_map, out_map;
     bool has_out_map;
     bool pdl;
     unsigned grid, cluster, threads;
@@ -209,13 +208,12 @@ typedef struct {
 
 _Static_assert(sizeof(Signature) == 8 + 4 * TENSORS + 4 + 32 * TENSORS, "padding would be compared, too");
 
-/* A launch of one weight matrix: what launch_bound() need not read or encode again. */
+/* A launch of one weight matrix: what launch_bound() need not read again. */
 typedef struct {
     PyObject_HEAD
     Launch *prepared;
     Signature signature;
     uintptr_t b, b_scale;
-    unsigned char b_map[sizeof(TensorMap)]; /* bytes, as in Launch */
 } BoundLaunch;
 
 /* A type whose instances can be read through DLPack; a subclass is another type. */
@@ -280,15 +278,15 @@ static bool is_whole_cubin(const char *cubin, Py_ssize_t size)
 static bool load_here(Failure *failure, Kernel *kernel, int device, const char *cubin, const char *name)
 {
     DriverLibrary library;
-    DriverFunction function;
+    DriverKernel handle;
     /* With no options given the driver keeps its own copy of the cubin. */
     return CALL(failure, cuLibraryLoadData, &library, cubin, NULL, NULL, 0, NULL, NULL, 0) &&
-           CALL(failure, cuLibraryGetKernel, &kernel->handle, library, name) &&
-           CALL(failure, cuKernelSetAttribute, FUNC_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel->smem_bytes, kernel->handle,
+           CALL(failure, cuLibraryGetKernel, &handle, library, name) &&
+           CALL(failure, cuKernelSetAttribute, FUNC_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel->smem_bytes, handle,
                 device) &&
-           CALL(failure, cuKernelGetFunction, &function, kernel->handle) &&
-           CALL(failure, cuFuncGetAttribute, &kernel->registers, FUNC_NUM_REGS, function) &&
-           CALL(failure, cuFuncGetAttribute, &kernel->local_bytes, FUNC_LOCAL_SIZE_BYTES, function);
+           CALL(failure, cuKernelGetFunction, &kernel->function, handle) &&
+           CALL(failure, cuFuncGetAttribute, &kernel->registers, FUNC_NUM_REGS, kernel->function) &&
+           CALL(failure, cuFuncGetAttribute, &kernel->local_bytes, FUNC_LOCAL_SIZE_BYTES, kernel->function);
 }
 
 /* The primary context is retained and never released, as the library in it is never unloaded. */
@@ -504,7 +502,27 @@ static bool check_a_box_rows(long long a_box_rows, const MapLayout *a_map)
     return false;
 }
 
-static void fill_template(Launch *launch, const long long numbers[], bool early_b)
+/* For an address that launching puts in. */
+static bool encode_map(Failure *failure, TensorMap *map, const MapLayout *layout)
+{
+    static const uint32_t element_steps[2] = {1, 1};
+    void *any_aligned_address = (void *)sizeof(TensorMap);
+    return CALL(failure, cuTensorMapEncodeTiled, (struct CUtensorMap_st *)map, layout->element_type, 2,
+                any_aligned_address, layout->sizes, &layout->outer_stride_bytes, layout->box, element_steps,
+                MAP_INTERLEAVE_NONE, layout->swizzle, layout->l2_promotion, MAP_OOB_FILL_ZEROS);
+}
+
+/* How many rows' scales TMA can copy, if they begin at a multiple of 16 bytes. */
+static int bulk_scale_rows(const long long numbers[])
+{
+    const long long step = TMA_ALIGNMENT_BYTES / sizeof(float);
+    bool adjacent = numbers[A_SCALE_STRIDE_M] == 1 && numbers[A_SCALE_STRIDE_K] % step == 0;
+    return adjacent ? (int)numbers[SIZE_M] : 0;
+}
+
+/* `out_map` is NULL where the kernel has none. */
+static bool fill_template(Failure *failure, Launch *launch, const long long numbers[], bool early_b,
+                          const MapLayout *a_map, const MapLayout *b_map, const MapLayout *out_map)
 {
     GemmParams params = {
         .a_scale_stride_m = numbers[A_SCALE_STRIDE_M],
@@ -517,9 +535,13 @@ static void fill_template(Launch *launch, const long long numbers[], bool early_
         .k = (int)numbers[SIZE_K],
         .a_box_rows = (int)numbers[A_BOX_ROWS],
         .early_b = early_b,
+        .bulk_scale_rows = bulk_scale_rows(numbers),
         .raster_rows_log2 = (int)numbers[RASTER_ROWS_LOG2],
     };
+    bool encoded = encode_map(failure, &params.a_map, a_map) && encode_map(failure, &params.b_map, b_map) &&
+                   (out_map == NULL || encode_map(failure, &params.out_map, out_map));
     memcpy(launch->params, &params, sizeof params);
+    return encoded;
 }
 
 PyDoc_STRVAR(prepare_doc,
@@ -535,7 +557,8 @@ PyDoc_STRVAR(prepare_doc,
              "which the kernel may request b before it waits for the preceding kernel if early_b is true.\n"
              "raster_rows_log2: of the rows of tiles that the raster descends before it steps along n.\n"
              "\n"
-             "Raises ValueError or TypeError naming the field, what was seen and what is wanted.");
+             "Raises ValueError or TypeError naming the field, what was seen and what is wanted, RuntimeError for\n"
+             "whatever the driver refuses.");
 
 static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
 {
@@ -569,16 +592,17 @@ static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
         return NULL;
     Py_INCREF(kernel);
     launch->kernel = (Kernel *)kernel;
-    launch->a_map = a_layout;
-    launch->b_map = b_layout;
-    launch->out_map = out_layout;
     launch->has_out_map = has_out_map;
     launch->pdl = pdl != 0;
     launch->grid = (unsigned)numbers[GRID];
     launch->cluster = (unsigned)numbers[CLUSTER];
     launch->threads = (unsigned)numbers[THREADS];
-    fill_template(launch, numbers, early_b != 0);
-    return (PyObject *)launch;
+    Failure failure = {NULL, 0};
+    if (fill_template(&failure, launch, numbers, early_b != 0, &a_layout, &b_layout, has_out_map ? &out_layout : NULL))
+        return (PyObject *)launch;
+    raise_failure(&failure, launch->kernel->name);
+    Py_DECREF(launch);
+    return NULL;
 }
 
 /* ----------------------------------------------------------------------------------------------------- launch ---- */
@@ -593,43 +617,28 @@ static bool check_alignment(const uintptr_t addresses[], int which)
     return false;
 }
 
-static bool encode_map(Failure *failure, TensorMap *map, const MapLayout *layout, uintptr_t address)
+static bool point_map(Failure *failure, TensorMap *map, uintptr_t address)
 {
-    static const uint32_t element_steps[2] = {1, 1};
-    return CALL(failure, cuTensorMapEncodeTiled, (struct CUtensorMap_st *)map, layout->element_type, 2, (void *)address,
-                layout->sizes, &layout->outer_stride_bytes, layout->box, element_steps, MAP_INTERLEAVE_NONE,
-                layout->swizzle, layout->l2_promotion, MAP_OOB_FILL_ZEROS);
+    return CALL(failure, cuTensorMapReplaceAddress, (struct CUtensorMap_st *)map, (void *)address);
 }
 
-static int bulk_scale_rows(const GemmParams *params)
-{
-    const long long step = TMA_ALIGNMENT_BYTES / sizeof(float);
-    bool adjacent = params->a_scale_stride_m == 1 && params->a_scale_stride_k % step == 0;
-    bool aligned = (uintptr_t)params->a_scale % TMA_ALIGNMENT_BYTES == 0;
-    return adjacent && aligned ? params->m : 0;
-}
-
-/* `b_map` is that of addresses[B] where somebody has encoded it already, else NULL. */
-static bool fill_params(Failure *failure, GemmParams *params, const Launch *launch, const uintptr_t addresses[],
-                        const void *b_map)
+static bool fill_params(Failure *failure, GemmParams *params, const Launch *launch, const uintptr_t addresses[])
 {
     memcpy(params, launch->params, sizeof *params);
     params->a_scale = (const float *)addresses[A_SCALE];
     params->b_scale = (const float *)addresses[B_SCALE];
     params->out = (void *)addresses[OUT];
-    params->bulk_scale_rows = bulk_scale_rows(params);
-    if (b_map != NULL)
-        memcpy(&params->b_map, b_map, sizeof params->b_map);
-    return encode_map(failure, &params->a_map, &launch->a_map, addresses[A]) &&
-           (b_map != NULL || encode_map(failure, &params->b_map, &launch->b_map, addresses[B])) &&
-           (!launch->has_out_map || encode_map(failure, &params->out_map, &launch->out_map, addresses[OUT]));
+    if (addresses[A_SCALE] % TMA_ALIGNMENT_BYTES != 0)
+        params->bulk_scale_rows = 0;
+    return point_map(failure, &params->a_map, addresses[A]) && point_map(failure, &params->b_map, addresses[B]) &&
+           (!launch->has_out_map || point_map(failure, &params->out_map, addresses[OUT]));
 }
 
 /* Everything lies on the stack: threads may launch at the same time. */
-static void launch_here(Failure *failure, const Launch *launch, const uintptr_t addresses[], const void *b_map)
+static void launch_here(Failure *failure, const Launch *launch, const uintptr_t addresses[])
 {
     GemmParams params;
-    if (!fill_params(failure, &params, launch, addresses, b_map))
+    if (!fill_params(failure, &params, launch, addresses))
         return;
 
     LaunchAttribute attributes[2];
@@ -653,29 +662,28 @@ static void launch_here(Failure *failure, const Launch *launch, const uintptr_t 
         .attribute_count = attribute_count,
     };
     void *arguments[] = {&params};
-    /* Since CUDA 12.0 the driver takes a CUkernel where it asks for a CUfunction. */
-    (void)CALL(failure, cuLaunchKernelEx, (const struct CUlaunchConfig_st *)&config,
-               (DriverFunction)launch->kernel->handle, arguments, NULL);
+    (void)CALL(failure, cuLaunchKernelEx, (const struct CUlaunchConfig_st *)&config, launch->kernel->function,
+               arguments, NULL);
 }
 
 /* A thread that has not used the GPU yet, or uses another one, has another context current. */
-static void launch_on_device(Failure *failure, const Launch *launch, const uintptr_t addresses[], const void *b_map)
+static void launch_on_device(Failure *failure, const Launch *launch, const uintptr_t addresses[])
 {
     DriverContext current;
     if (!CALL(failure, cuCtxGetCurrent, &current))
         return;
     if (current == launch->kernel->context) {
-        launch_here(failure, launch, addresses, b_map);
+        launch_here(failure, launch, addresses);
         return;
     }
     if (!CALL(failure, cuCtxPushCurrent, launch->kernel->context))
         return;
-    launch_here(failure, launch, addresses, b_map);
+    launch_here(failure, launch, addresses);
     (void)CALL(failure, cuCtxPopCurrent, &current);
 }
 
 /* What every way to launch ends in. The caller owns `launch` meanwhile. False with an exception set if it fails. */
-static bool launch_at(const Launch *launch, const uintptr_t addresses[], const void *b_map)
+static bool launch_at(const Launch *launch, const uintptr_t addresses[])
 {
     if (!check_alignment(addresses, A) || !check_alignment(addresses, B) ||
         (launch->has_out_map && !check_alignment(addresses, OUT)))
@@ -684,7 +692,7 @@ static bool launch_at(const Launch *launch, const uintptr_t addresses[], const v
     /* A launch blocks while the stream's queue is full, and what the GPU waits for may be a callback that needs the
      * GIL; so it is released, as torch does. */
     Py_BEGIN_ALLOW_THREADS
-    launch_on_device(&failure, launch, addresses, b_map);
+    launch_on_device(&failure, launch, addresses);
     Py_END_ALLOW_THREADS
     if (failure.call == NULL)
         return true;
@@ -730,7 +738,7 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t coun
     if (!read_addresses(args + 1, addresses))
         return NULL;
     const Launch *prepared = as_launch(PyModule_GetState(module), args[0], "launch");
-    if (prepared == NULL || !launch_at(prepared, addresses, NULL))
+    if (prepared == NULL || !launch_at(prepared, addresses))
         return NULL;
     Py_RETURN_NONE;
 }
@@ -828,14 +836,14 @@ static bool read_tensors(const ModuleState *state, PyObject *const tensors[], Si
 
 /* Launches on the stream that is current for `a`. False with an exception set if it fails. */
 static bool launch_on_current_stream(const ModuleState *state, PyObject *a, const Signature *signature,
-                                     Launch *prepared, uintptr_t addresses[], const void *b_map)
+                                     Launch *prepared, uintptr_t addresses[])
 {
     void *stream;
     if (exchange_of(state, a)->current_stream(signature->device.type, signature->device.index, &stream) != 0)
         return false;
     addresses[STREAM] = (uintptr_t)stream;
     Py_INCREF((PyObject *)prepared); /* another thread may drop it while the GIL is released */
-    bool launched = launch_at(prepared, addresses, b_map);
+    bool launched = launch_at(prepared, addresses);
     Py_DECREF((PyObject *)prepared);
     return launched;
 }
@@ -889,7 +897,7 @@ static PyObject *launch_known(PyObject *module, PyObject *const *args, Py_ssize_
     if (found == NULL && !PyErr_Occurred())
         Py_RETURN_FALSE;
     Launch *prepared = found == NULL ? NULL : as_launch(state, found, "launch_known");
-    if (prepared == NULL || !launch_on_current_stream(state, tensors[A], &seen, prepared, addresses, NULL))
+    if (prepared == NULL || !launch_on_current_stream(state, tensors[A], &seen, prepared, addresses))
         return NULL;
     Py_RETURN_TRUE;
 }
@@ -899,7 +907,7 @@ PyDoc_STRVAR(bind_doc, "bind(prepared, a, a_scale, b, b_scale, out) -> BoundLaun
                        "`prepared` for this b and b_scale, which the caller keeps in place, and for any other tensors\n"
                        "like these. None where a tensor cannot be read here.\n"
                        "\n"
-                       "Raises ValueError where b is not aligned to 16 bytes, RuntimeError as launch() does.");
+                       "Raises ValueError where b is not aligned to 16 bytes.");
 
 static PyObject *bind_launch(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
@@ -914,12 +922,8 @@ static PyObject *bind_launch(PyObject *module, PyObject *const *args, Py_ssize_t
     uintptr_t addresses[ADDRESSES];
     if (!read_tensors(state, args + 1, &seen, addresses))
         Py_RETURN_NONE;
-    Failure failure = {NULL, 0};
-    TensorMap b_map;
     if (!check_alignment(addresses, B))
         return NULL;
-    if (!encode_map(&failure, &b_map, &prepared->b_map, addresses[B]))
-        return raise_failure(&failure, prepared->kernel->name);
 
     BoundLaunch *bound = (BoundLaunch *)PyType_GenericAlloc(state->bound_launch_type, 0);
     if (bound == NULL)
@@ -929,7 +933,6 @@ static PyObject *bind_launch(PyObject *module, PyObject *const *args, Py_ssize_t
     bound->signature = seen;
     bound->b = addresses[B];
     bound->b_scale = addresses[B_SCALE];
-    memcpy(bound->b_map, &b_map, sizeof b_map);
     return (PyObject *)bound;
 }
 
@@ -955,7 +958,7 @@ static PyObject *launch_bound(PyObject *module, PyObject *const *args, Py_ssize_
                  memcmp(&seen, &bound->signature, sizeof seen) == 0;
     if (!alike)
         Py_RETURN_FALSE;
-    if (!launch_on_current_stream(state, args[1], &seen, bound->prepared, addresses, bound->b_map))
+    if (!launch_on_current_stream(state, args[1], &seen, bound->prepared, addresses))
         return NULL;
     Py_RETURN_TRUE;
 }

@@ -143,6 +143,12 @@ DriverResult cuTensorMapEncodeTiled(struct CUtensorMap_st *map, unsigned element
                   element_steps[1], interleave, swizzle, l2_promotion, oob_fill, (int)((uintptr_t)map % 64));
 }
 
+DriverResult cuTensorMapReplaceAddress(struct CUtensorMap_st *map, void *address)
+{
+    ((TensorMap *)map)->opaque[0] = (uintptr_t)address;
+    return record("cuTensorMapReplaceAddress", "%p misaligned %d", address, (int)((uintptr_t)map % 64));
+}
+
 /* The value of the attribute `id`, 0 where it is not given. */
 static int attribute_value(const LaunchConfig *config, unsigned id)
 {

@@ -287,6 +287,22 @@ except AttributeError:
     assert attributes.split() == ["gemm", "3", "168", "8", "read-only"]
 
 
+def test_prepare_encodes_maps(run_on_fake_driver):
+    out = run_on_fake_driver("""
+kernel = load()
+begin()
+launcher.prepare(kernel, **LAUNCH)
+""")
+    assert out.split("---\n")[1].splitlines() == [
+        "cuTensorMapEncodeTiled 0x80 type 0 rank 2 sizes 7168,4096 stride 7168 box 128,64 steps 1,1 "
+        "interleave 0 swizzle 3 promotion 3 fill 0 misaligned 0",
+        "cuTensorMapEncodeTiled 0x80 type 0 rank 2 sizes 7168,2112 stride 7168 box 128,96 steps 1,1 "
+        "interleave 0 swizzle 3 promotion 3 fill 0 misaligned 0",
+        "cuTensorMapEncodeTiled 0x80 type 9 rank 2 sizes 2112,4096 stride 4224 box 64,64 steps 1,1 "
+        "interleave 0 swizzle 3 promotion 0 fill 0 misaligned 0",
+    ]
+
+
 def test_launch_from_a_thread_without_a_context(run_on_fake_driver):
     out = run_on_fake_driver("""
 prepared = launcher.prepare(load(), **LAUNCH)
@@ -296,13 +312,10 @@ launcher.launch(prepared, 0xA00, 0xA5, 0xB00, 0xB5, 0xC00, 0x57)
     assert out.split("---\n")[1].splitlines() == [
         "cuCtxGetCurrent ",
         "cuCtxPushCurrent 0xc0",
-        "cuTensorMapEncodeTiled 0xa00 type 0 rank 2 sizes 7168,4096 stride 7168 box 128,64 steps 1,1 "
-        "interleave 0 swizzle 3 promotion 3 fill 0 misaligned 0",
-        "cuTensorMapEncodeTiled 0xb00 type 0 rank 2 sizes 7168,2112 stride 7168 box 128,96 steps 1,1 "
-        "interleave 0 swizzle 3 promotion 3 fill 0 misaligned 0",
-        "cuTensorMapEncodeTiled 0xc00 type 9 rank 2 sizes 2112,4096 stride 4224 box 64,64 steps 1,1 "
-        "interleave 0 swizzle 3 promotion 0 fill 0 misaligned 0",
-        "cuLaunchKernelEx 0x4e1 context 0xc0 grid 132,1,1 block 384,1,1 smem 200000 stream 0x57 attributes 1 cluster 2 "
+        "cuTensorMapReplaceAddress 0xa00 misaligned 0",
+        "cuTensorMapReplaceAddress 0xb00 misaligned 0",
+        "cuTensorMapReplaceAddress 0xc00 misaligned 0",
+        "cuLaunchKernelEx 0xf context 0xc0 grid 132,1,1 block 384,1,1 smem 200000 stream 0x57 attributes 1 cluster 2 "
         "pdl 0 extra (nil) maps a00,b00,c00 a_scale 0xa5 b_scale 0xb5 out 0xc00 strides 56,1 1,17 2112 "
         "sizes 4096,2112,7168 box 64 early_b 0 raster 4",
         "cuCtxPopCurrent ",
@@ -317,7 +330,7 @@ begin()
 launcher.launch(prepared, 0, 0, 0, 0, 0, 0)
 """)
     calls = [line.split()[0] for line in out.split("---\n")[1].splitlines()]
-    assert calls == ["cuCtxGetCurrent", *["cuTensorMapEncodeTiled"] * 3, "cuLaunchKernelEx"]
+    assert calls == ["cuCtxGetCurrent", *["cuTensorMapReplaceAddress"] * 3, "cuLaunchKernelEx"]
 
 
 @pytest.mark.parametrize(
@@ -356,16 +369,17 @@ for addresses in ((24, 0, 0, 0, 0), (0, 0, 31, 0, 0)):
 def test_out_needs_alignment_only_for_its_map(run_on_fake_driver):
     out = run_on_fake_driver("""
 kernel = load()
+with_map, without = launcher.prepare(kernel, **LAUNCH), launcher.prepare(kernel, **LAUNCH | {"out_map": None})
 begin()
 try:
-    launcher.launch(launcher.prepare(kernel, **LAUNCH), 0, 0, 0, 0, 0xC02, 0)
+    launcher.launch(with_map, 0, 0, 0, 0, 0xC02, 0)
 except ValueError as error:
     print(error, flush=True)
-launcher.launch(launcher.prepare(kernel, **LAUNCH | {"out_map": None}), 0, 0, 0, 0, 0xC02, 0)
+launcher.launch(without, 0, 0, 0, 0, 0xC02, 0)
 """)
     lines = out.split("---\n")[1].splitlines()
     assert lines[0] == "launch: the address of out is 2 modulo 16, want a multiple of 16 for TMA"
-    assert [line.split()[0] for line in lines].count("cuTensorMapEncodeTiled") == 2
+    assert [line.split()[0] for line in lines].count("cuTensorMapReplaceAddress") == 2
     assert "maps 0,0,0" in out
     assert "out 0xc02" in out
 
@@ -408,6 +422,7 @@ for thread in threads: thread.join()
         ("launch()", "cuLaunchKernelEx=719", r"cuLaunchKernelEx failed for kernel gemm: .*compute-sanitizer"),
         ("launch()", "cuLaunchKernelEx=400", r"the stream must belong to the kernel's device"),
         ("launch()", "cuTensorMapEncodeTiled=1", r"cuTensorMapEncodeTiled failed for kernel gemm: .*\(1\)"),
+        ("launch()", "cuTensorMapReplaceAddress=1", r"cuTensorMapReplaceAddress failed for kernel gemm: .*\(1\)"),
         ("launch()", "cuCtxGetCurrent=201", r"cuCtxGetCurrent failed for kernel gemm"),
         ("launcher.driver_version()", "cuDriverGetVersion=999", r"cuDriverGetVersion failed: .*\(999\)"),
         ("load()", "cuInit=9999", r"cuInit failed for kernel gemm: unknown error \(9999\), no description"),
@@ -529,7 +544,7 @@ def test_launch_known(run_with_tensors):
     lines = run_with_tensors("""
 attempt(launcher.launch_known, launches, *call(a={"address": 0x1A00}, out={"address": 0xB00, "offset": 0x100}))
 """)
-    assert [line.split()[0] for line in lines[2:5]] == ["cuTensorMapEncodeTiled"] * 3
+    assert [line.split()[0] for line in lines[2:5]] == ["cuTensorMapReplaceAddress"] * 3
     assert "stream 0x5200 " in lines[5]
     assert "maps 1a00,b00,c00 a_scale 0xa4 b_scale 0xb4 out 0xc00 strides 56,1 1,17 2112" in lines[5]
     assert lines[6:] == ["cuCtxPopCurrent ", "True"]
@@ -604,20 +619,16 @@ attempt(launcher.launch_known, {key: "launch" for key in launches}, *call())
 
 
 def test_launch_bound(run_with_tensors):
-    """The weights are those bound, and their tensor map is not encoded again."""
+    """The weights are those bound."""
     lines = run_with_tensors("""
 bound = launcher.bind(prepared, *call(b={"address": 0xBB00}, b_scale={"address": 0xBB4}))
-begin()
 a, a_scale, _, _, out = call(a={"address": 0x1A00}, a_scale={"address": 0x1A4}, out={"address": 0x1C00})
 attempt(launcher.launch_bound, bound, a, a_scale, out)
 """)
-    encoded, launched = lines[: lines.index("---")], lines[lines.index("---") + 1 :]
-    assert [line.split()[1] for line in encoded] == ["0xbb00"]
-    assert [line.split()[1] for line in launched if "Encode" in line] == ["0x1a00", "0x1c00"]
-    (launch,) = (line for line in launched if "cuLaunchKernelEx" in line)
+    (launch,) = (line for line in lines if "cuLaunchKernelEx" in line)
     assert "stream 0x5200 " in launch
     assert "maps 1a00,bb00,1c00 a_scale 0x1a4 b_scale 0xbb4 out 0x1c00 strides 56,1 1,17 2112" in launch
-    assert launched[-1] == "True"
+    assert lines[-1] == "True"
 
 
 @pytest.mark.parametrize(
