@@ -49,9 +49,10 @@ __device__ __forceinline__ void begin_blocks(Blocks<config>& blocks, u32 a, u32 
     ptx::wgmma_commit_group();
 }
 
-template <GemmConfig config>
+// Waits for all but the `later` stages that were begun after this one.
+template <GemmConfig config, int later = 0>
 __device__ __forceinline__ void finish_blocks(Blocks<config>& blocks) {
-    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_wait_group<later>();
 #pragma unroll
     for (int i = 0; i < config.scale_blocks; ++i) pin(blocks[i]);
 }
