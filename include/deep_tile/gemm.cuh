@@ -512,7 +512,7 @@ class Consumer {
     __device__ __forceinline__ void release(int stage, int slot) const {
         releaser_.release(stage);
         if constexpr (config.resident_b()) {
-            ptx::mbarrier_arrive_if(ptx::smem_address(&smem_.resident.empty[slot]), column_.ends);
+            ptx::mbarrier_arrive(ptx::smem_address(&smem_.resident.empty[slot]), column_.ends);
         }
     }
 

@@ -25,11 +25,7 @@ __device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void mbarrier_arrive_if(u32 barrier, bool predicate) {
+__device__ __forceinline__ void mbarrier_arrive(u32 barrier, bool predicate = true) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
