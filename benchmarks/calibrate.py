@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python benchmarks/calibrate.py benchmarks/results/search_h200.json
 
-No GPU. The two coefficients of each config minimise the logarithm of predicted over measured time; the constants that
-all configs share are those of SHARED. Shapes where the model's choice loses are listed with the fastest config. Prints
-the model's error, and what the choices lose against the fastest config measured.
+No GPU. The two coefficients of each config, three where `b` stays, minimise the logarithm of predicted over measured
+time; the constants that all configs share are those of SHARED. Shapes where the model's choice loses are listed, with
+the fastest config. Prints the model's error, and what the choices lose against the fastest config measured.
 """
 
 import argparse
@@ -40,8 +40,8 @@ with 1.01 lost up to 0.1 % more, and those made with 1.003 as much (H200, 2026-1
 OUT = Path(deep_tile.__file__).parent / "calibration.json"
 
 
-def fit(config: GemmConfig, times: dict[Shape, float], fastest: dict[Shape, float]) -> tuple[float, float]:
-    """(block_us, tile_us) of one config by Gauss-Newton on their logarithms, through the selector's own model.
+def fit(config: GemmConfig, times: dict[Shape, float], fastest: dict[Shape, float]) -> list[float]:
+    """The TileTimes of one config by Gauss-Newton on their logarithms, through the selector's own model.
 
     A shape weighs the less, the further the config is from the fastest there: the model has to rank contenders.
     """
@@ -51,17 +51,18 @@ def fit(config: GemmConfig, times: dict[Shape, float], fastest: dict[Shape, floa
     weight = 1 / (1 + (excess / CONTENDER) ** 2)
 
     def log_error(logs: np.ndarray) -> np.ndarray:
-        select.calibration().configs[config.name] = tuple(np.exp(logs))
+        select.calibration().configs[config.name] = select.TileTimes(*np.exp(logs))
         predicted = [select.estimate(config, problem).time_us for problem in problems]
         return np.log(np.array(predicted) / measured)
 
-    logs, step = np.log([0.3, 1.0]), 1e-4
+    first, lowest = ([0.3, 1.0, 0.5], [-5.0, -3.0, -3.0]) if config.resident_b else ([0.3, 1.0], [-5.0, -3.0])
+    logs, step = np.log(first), 1e-4
     for _ in range(40):
         error = log_error(logs)
-        slopes = np.stack([(log_error(logs + step * axis) - error) / step for axis in np.eye(2)], axis=1)
+        slopes = np.stack([(log_error(logs + step * axis) - error) / step for axis in np.eye(len(logs))], axis=1)
         change = np.linalg.lstsq(slopes * weight[:, None], -error * weight, rcond=None)[0]
-        logs = np.maximum(logs + np.clip(change, -0.5, 0.5), [-5.0, -3.0])
-    return math.exp(logs[0]), math.exp(logs[1])
+        logs = np.maximum(logs + np.clip(change, -0.5, 0.5), lowest)
+    return np.exp(logs).tolist()
 
 
 def write(model: dict) -> None:

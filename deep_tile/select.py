@@ -121,6 +121,33 @@ def raster_rows(problem: GemmProblem) -> int:
     return 8 if problem.n * problem.k <= H200.l2_bytes // 2 else 16
 
 
+def columns_begun(config: GemmConfig, problem: GemmProblem) -> int:
+    """Columns of tiles that a thread block loads `b` for, at most, where `b` then stays; 0 elsewhere.
+
+    As ColumnScheduler of include/deep_tile/scheduler.cuh hands them out: whole columns, then a share of the others.
+    """
+    if not config.resident_b:
+        return 0
+    rows, columns = ceil_div(problem.m, config.block_m), ceil_div(problem.n, config.block_n)
+    whole, shared = divmod(columns, grid_size(config, problem))
+    share = ceil_div(shared * rows, grid_size(config, problem))
+    return whole + (1 + ceil_div(share - 1, rows) if share else 0)
+
+
+class TileTimes(NamedTuple):
+    """What a config takes on one SM, in microseconds.
+
+    Attributes:
+        block_us: one K block.
+        tile_us: the rest of a tile.
+        column_us: to begin a column of tiles, where `b` stays in shared memory meanwhile.
+    """
+
+    block_us: float
+    tile_us: float
+    column_us: float = 0.0
+
+
 class Calibration(NamedTuple):
     """Measured coefficients of the time model, in microseconds.
 
@@ -131,7 +158,7 @@ class Calibration(NamedTuple):
         idle_gain: how much faster tiles run, beside idle SMs that leave them power and L2.
         throttle, throttle_us: by which share a long kernel is slowed by the power limit, and the length at which half
             of that is reached.
-        configs: by kernel name, (one K block, the rest of a tile).
+        configs: by kernel name.
         num_sms: of the GPU it was measured on.
         choices: by "MxNxK" of a bucket, the name of a config that was measured faster than the model's choice.
     """
@@ -142,7 +169,7 @@ class Calibration(NamedTuple):
     idle_gain: float
     throttle: float
     throttle_us: float
-    configs: dict[str, tuple[float, float]]
+    configs: dict[str, TileTimes]
     num_sms: int
     choices: dict[str, str]
 
@@ -150,19 +177,20 @@ class Calibration(NamedTuple):
 @lru_cache(maxsize=1)
 def calibration() -> Calibration:
     data = json.loads((Path(__file__).parent / "calibration.json").read_text())
-    configs = {name: tuple(coefficients) for name, coefficients in data["configs"].items()}
+    configs = {name: TileTimes(*coefficients) for name, coefficients in data["configs"].items()}
     return Calibration(**{name: data[name] for name in Calibration._fields} | {"configs": configs})
 
 
-def tile_times(config: GemmConfig, hardware: Hardware = H200) -> tuple[float, float]:
-    """Microseconds of one K block and of the rest of a tile: measured on an H200, or typical for a config that was not.
+def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
+    """Measured on an H200, or typical for a config that was not.
 
     On another GPU, what the tensor cores need takes as long as their rate says, and the rest scales with the clock.
     """
     tensor_us = block_tensor_us(config, H200)
-    block_us, tile_us = calibration().configs.get(config.name.removesuffix("_any"), (1.2 * tensor_us, 2.0))
+    on_h200 = calibration().configs.get(config.name.removesuffix("_any"), TileTimes(1.2 * tensor_us, 2.0))
     slower_clock = H200.clock_mhz / hardware.clock_mhz
-    return block_tensor_us(config, hardware) + (block_us - tensor_us) * slower_clock, tile_us * slower_clock
+    block_us = block_tensor_us(config, hardware) + (on_h200.block_us - tensor_us) * slower_clock
+    return TileTimes(block_us, on_h200.tile_us * slower_clock, on_h200.column_us * slower_clock)
 
 
 def block_tensor_us(config: GemmConfig, hardware: Hardware) -> float:
@@ -195,7 +223,7 @@ class ComputeParts(NamedTuple):
 
     Attributes:
         blocks_us: multiplying, promoting and waiting for K blocks.
-        tiles_us: the rest of every tile: filling the pipeline, scaling, storing.
+        tiles_us: the rest of every tile: filling the pipeline, scaling, storing; and beginning columns of them.
         idle_us: gained beside idle SMs, negative.
         throttle_us: lost to the power limit.
     """
@@ -207,10 +235,10 @@ class ComputeParts(NamedTuple):
 
 
 def compute_parts(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> ComputeParts:
-    model = calibration()
+    model, times = calibration(), tile_times(config, hardware)
     waves, utilization = waves_of(config, problem)
-    block_us, tile_us = tile_times(config, hardware)
-    blocks_us, tiles_us = waves * blocks_per_tile(config, problem.k) * block_us, waves * tile_us
+    blocks_us = waves * blocks_per_tile(config, problem.k) * times.block_us
+    tiles_us = waves * times.tile_us + columns_begun(config, problem) * times.column_us
     idle_us = -model.idle_gain * (1 - utilization) * (blocks_us + tiles_us)
     alone_us = blocks_us + tiles_us + idle_us
     busy_us = alone_us * utilization

@@ -23,6 +23,7 @@ from deep_tile.select import (
     bucketed,
     choose,
     cluster_slots,
+    columns_begun,
     configs_for,
     default_configs,
     grid_size,
@@ -98,6 +99,23 @@ def test_grid_by_hand():
     assert grid_size(config, GemmProblem(4096, 2176, 7168)) == 109  # 32 x 17 = 544 tiles, 5 waves
     assert grid_size(GemmConfig(128, 128, 4, 2, 1), GemmProblem(4096, 2176, 7168)) == 2 * 55  # 272 pairs, 5 waves
     assert grid_size(GemmConfig(128, 128, 4, 1, 2), GemmProblem(1, 1, 1, num_sms=3)) == 2
+
+
+@given(st.integers(1, 3000), st.integers(1, 40_000), st.integers(1, 132))
+def test_columns_begun(m, n, num_sms):
+    """Against tile after tile, as the kernel's ColumnScheduler walks; at most one above the most of any block."""
+    config, problem = GemmConfig(128, 192, 5, b_stages=4, store_buffers=3), GemmProblem(m, n, 512, num_sms=num_sms)
+    rows, columns, blocks = -(-m // 128), -(-n // 192), grid_size(config, problem)
+    whole = columns // blocks
+    shared = [column for column in range(whole * blocks, columns) for _ in range(rows)]
+    begun, start = [], 0
+    for block in range(blocks):
+        count = len(shared) // blocks + (block < len(shared) % blocks)
+        begun.append(whole + len(set(shared[start : start + count])))
+        start += count
+    assert start == len(shared)
+    assert max(begun) <= columns_begun(config, problem) <= max(begun) + 1
+    assert columns_begun(GemmConfig(128, 192, 4), problem) == 0
 
 
 def test_raster_has_few_rows_where_b_stays_in_l2():
