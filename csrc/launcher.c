@@ -576,7 +576,7 @@ static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
         return NULL;
 
     long long numbers[LAUNCH_NUMBERS];
-    MapLayout a_layout, b_layout, out_layout = {.sizes = {0}};
+    MapLayout a_layout, b_layout, out_layout;
     bool has_out_map = out_map != Py_None;
     if (!read_launch_numbers(given, numbers) || !read_map(a_map, "a_map", MAP_L2_PROMOTION_256B, &a_layout) ||
         !read_map(b_map, "b_map", MAP_L2_PROMOTION_256B, &b_layout) ||

@@ -129,8 +129,9 @@ def columns_begun(config: GemmConfig, problem: GemmProblem) -> int:
     if not config.resident_b:
         return 0
     rows, columns = ceil_div(problem.m, config.block_m), ceil_div(problem.n, config.block_n)
-    whole, shared = divmod(columns, grid_size(config, problem))
-    share = ceil_div(shared * rows, grid_size(config, problem))
+    blocks = grid_size(config, problem)
+    whole, shared = divmod(columns, blocks)
+    share = ceil_div(shared * rows, blocks)
     return whole + (1 + ceil_div(share - 1, rows) if share else 0)
 
 

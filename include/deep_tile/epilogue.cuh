@@ -21,7 +21,7 @@ using Accumulators = float[config.chunks_m][config.chunks_n][config.mma_n / 2];
 // Output boxes are numbered along the rows of a tile, or of this block's part of it; the last of a row ends with it, and
 // may overlap the one before.
 template <GemmConfig config>
-constexpr int boxes_per_row = (config.columns_per_part + config.store_columns - 1) / config.store_columns;
+constexpr int boxes_per_row = config.boxes / config.chunks_m;
 
 template <GemmConfig config>
 __device__ __forceinline__ int box_row(int box) {

@@ -183,8 +183,7 @@ template <GemmConfig config>
 __device__ __forceinline__ int request_first_stages(const GemmParams& params, SharedStorage<config>& smem) {
     const Tile tile = TileScheduler<config>(params).first();
     const KRange range = k_range<config>(params);
-    constexpr int most = config.stages < 5 ? config.stages : 5;
-    const int stages = min(most, range.end - range.begin);
+    const int stages = min(min(config.stages, 5), range.end - range.begin);
     const OperandLoader<config> loader(params, smem);
     const bool early_b = params.early_b;
     if (early_b && ptx::elect_sync()) {
@@ -614,13 +613,9 @@ class Consumer {
         Scales<config> next_scales;
         advance();
         if (more) acquire(next_scales);
-        if constexpr (begin_next && queues_blocks) {
-            begin(next, state_.stage, slot(), 0, 0);
-            finish_blocks<config, 1>(present);
-        } else {
-            finish_blocks<config>(present);
-            if constexpr (begin_next) begin(next, state_.stage, slot(), 0, 0);
-        }
+        if constexpr (!queues_blocks) finish_blocks<config>(present);
+        if constexpr (begin_next) begin(next, state_.stage, slot(), 0, 0);
+        if constexpr (queues_blocks) finish_blocks<config, begin_next ? 1 : 0>(present);
         promote_blocks(Constant<0>{}, sums, present, scales_, 0, 0);
         release(stage, b_slot);
         scales_ = next_scales;
@@ -735,20 +730,20 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     // Here and not among the producers' code, which ptxas puts last: the way to the first request is one straight line.
     // With multicast, blocks of the cluster write into each other's stages: all barriers first.
     int requested = 0;
-    const bool makes_barriers = warp == first_producer;
-    if (makes_barriers) {
+    const bool requests_operands = warp == first_producer;
+    if (requests_operands) {
         initialize_barriers<config>(smem);
         announce_barriers<config>();
     }
-    if constexpr (config.multicast()) await_barriers<config>(makes_barriers);
-    if (makes_barriers) requested = request_first_stages<config>(params, smem);
+    if constexpr (config.multicast()) await_barriers<config>(requests_operands);
+    if (requests_operands) requested = request_first_stages<config>(params, smem);
     const int scale_warp = warp - first_producer - 1;
     const bool copies_scales = scale_warp >= 0 && scale_warp < config.scale_warps;
     bool scales_requested = false;
     if (copies_scales) scales_requested = request_first_scales<config>(params, smem, scale_warp);
-    if constexpr (!config.multicast()) await_barriers<config>(makes_barriers);
+    if constexpr (!config.multicast()) await_barriers<config>(requests_operands);
     if (warp >= first_producer) {
-        if (warp == first_producer) produce_operands<config>(params, smem, requested);
+        if (requests_operands) produce_operands<config>(params, smem, requested);
         if (copies_scales) produce_scales<config>(params, smem, scale_warp, scales_requested);
         const int store_warp = scale_warp - config.scale_warps;
         if (store_warp >= 0 && store_warp < config.store_warps) store_tiles<config>(params, smem, store_warp);
