@@ -101,12 +101,12 @@ __device__ __forceinline__ bool scales_in_bulk(const GemmParams& params, Tile ti
 }
 
 // Requests operand tiles, by one thread; each scale block is a box of its own. Of a tile that the two blocks of a
-// cluster share, each requests half and sends it to both.
-template <GemmConfig config>
+// cluster share, each requests half and sends it to both, or, without multicast, both halves for itself.
+template <GemmConfig config, bool multicast = config.multicast()>
 class OperandLoader {
    public:
     __device__ __forceinline__ OperandLoader(const GemmParams& params, SharedStorage<config>& smem)
-        : params_(params), smem_(smem), rank_(config.multicast() ? ptx::cluster_ctarank() : 0) {}
+        : params_(params), smem_(smem), rank_(multicast ? ptx::cluster_ctarank() : 0) {}
 
     // Announces a stage and requests its tile of `b`. `step` counts the stages of the whole K; a resident `b` has a slot
     // for each.
@@ -161,10 +161,15 @@ class OperandLoader {
         for (int i = 0; i < config.scale_blocks; ++i) {
             const u32 smem = ptx::smem_address(tile) + (i * tile_rows + first) * scale_block;
             const int k = step * config.block_k + i * scale_block;
-            if constexpr (shared) {
+            if constexpr (shared && multicast) {
                 ptx::cp_async_bulk_tensor_load_multicast(smem, map, k, row + first, barrier, both_blocks);
             } else {
-                ptx::cp_async_bulk_tensor_load(smem, map, k, row, barrier);
+                constexpr int boxes = shared ? 2 : 1;
+#pragma unroll
+                for (int box = 0; box < boxes; ++box) {
+                    const int rows = box * box_rows;
+                    ptx::cp_async_bulk_tensor_load(smem + rows * scale_block, map, k, row + rows, barrier);
+                }
             }
         }
     }
@@ -179,12 +184,15 @@ class OperandLoader {
 //
 // Five at most: behind those of 6 to 15 the first comes later, 0.5 to 1 % at m <= 512 (H200, 2026-11-21). Two or three
 // are there before the others are requested, and then the tensor cores wait.
+//
+// Without multicast, which would have to wait until the peer has made its barriers: clusters gain 0.3 to 1 %, 0.1 to 0.4
+// us of every launch (H200, 2026-11-22).
 template <GemmConfig config>
 __device__ __forceinline__ int request_first_stages(const GemmParams& params, SharedStorage<config>& smem) {
     const Tile tile = TileScheduler<config>(params).first();
     const KRange range = k_range<config>(params);
     const int stages = min(min(config.stages, 5), range.end - range.begin);
-    const OperandLoader<config> loader(params, smem);
+    const OperandLoader<config, false> loader(params, smem);
     const bool early_b = params.early_b;
     if (early_b && ptx::elect_sync()) {
 #pragma unroll 1
@@ -728,20 +736,18 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
         ptx::prefetch_tensormap(params.b_map);
     }
     // Here and not among the producers' code, which ptxas puts last: the way to the first request is one straight line.
-    // With multicast, blocks of the cluster write into each other's stages: all barriers first.
     int requested = 0;
     const bool requests_operands = warp == first_producer;
     if (requests_operands) {
         initialize_barriers<config>(smem);
         announce_barriers<config>();
     }
-    if constexpr (config.multicast()) await_barriers<config>(requests_operands);
     if (requests_operands) requested = request_first_stages<config>(params, smem);
     const int scale_warp = warp - first_producer - 1;
     const bool copies_scales = scale_warp >= 0 && scale_warp < config.scale_warps;
     bool scales_requested = false;
     if (copies_scales) scales_requested = request_first_scales<config>(params, smem, scale_warp);
-    if constexpr (!config.multicast()) await_barriers<config>(requests_operands);
+    await_barriers<config>(requests_operands);
     if (warp >= first_producer) {
         if (requests_operands) produce_operands<config>(params, smem, requested);
         if (copies_scales) produce_scales<config>(params, smem, scale_warp, scales_requested);
