@@ -55,8 +55,8 @@ def fit(config: GemmConfig, times: dict[Shape, float], fastest: dict[Shape, floa
         predicted = [select.estimate(config, problem).time_us for problem in problems]
         return np.log(np.array(predicted) / measured)
 
-    first, lowest = ([0.3, 1.0, 0.5], [-5.0, -3.0, -3.0]) if config.resident_b else ([0.3, 1.0], [-5.0, -3.0])
-    logs, step = np.log(first), 1e-4
+    count = 3 if config.resident_b else 2
+    logs, lowest, step = np.log([0.3, 1.0, 0.5][:count]), [-5.0, -3.0, -3.0][:count], 1e-4
     for _ in range(40):
         error = log_error(logs)
         slopes = np.stack([(log_error(logs + step * axis) - error) / step for axis in np.eye(len(logs))], axis=1)

@@ -68,7 +68,7 @@ class GemmConfig:
             return f"stages is {self.stages}; the ring needs at least 2 to overlap loads and math"
         if (self.cluster_m, self.cluster_n) not in ((1, 1), (2, 1), (1, 2)):
             return f"cluster is {self.cluster_m}x{self.cluster_n}; supported are 1x1, 2x1 and 1x2"
-        if self.split_k not in (1, 2, 4, 8) or (self.split_k > 1 and self.cluster_m * self.cluster_n > 1):
+        if self.split_k not in (1, 2, 4, 8) or (self.split_k > 1 and self.multicast):
             return f"split_k is {self.split_k}; supported are 1, 2, 4 and 8, without multicast"
         if self.block_n % (16 * self.split_k):
             return f"block_n is {self.block_n}; each of {self.split_k} K parts adds up a multiple of 16 columns"
@@ -141,6 +141,11 @@ class GemmConfig:
     def cluster(self) -> int:
         """Thread blocks per cluster."""
         return self.cluster_m * self.cluster_n * self.split_k
+
+    @property
+    def multicast(self) -> bool:
+        """Whether thread blocks of a cluster share operands."""
+        return self.cluster_m * self.cluster_n > 1
 
     @property
     def math_warpgroups(self) -> int:
@@ -223,7 +228,7 @@ class GemmConfig:
         and 128x128 1 % in clusters, up to 4 % with a resident `b`. Otherwise 128x128 gains 1 % at k = 7168 up to
         m = 1024, and 1.4 % at 4096x512x32768 (H200, 2026-11-22).
         """
-        alone = self.cluster_m * self.cluster_n == 1 and not self.resident_b
+        alone = not (self.multicast or self.resident_b)
         return self.block_sets == 2 and (self.math_warpgroups == 1 or (self.mma_n == 128 and alone))
 
     @property

@@ -52,7 +52,8 @@ CASES = (
     Case(GemmConfig(64, 32, 2, b_stages=3), 200, 72, 300, 2),
     Case(GemmConfig(128, 192, 3, store_buffers=3, b_stages=2), 300, 584, 200, 2),
 )
-"""Rings that go round, K that ends inside a block, ragged edges, several waves, clusters that overhang the matrix."""
+"""Rings that go round, K that ends inside a block, ragged edges, several waves, clusters that overhang the matrix or
+have more stages than are requested at first."""
 
 
 CASTS = ((torch.bfloat16, 70, 304), (torch.float32, 129, 130), (torch.float16, 3, 128))

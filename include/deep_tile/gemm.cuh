@@ -737,8 +737,8 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     if (requests_operands) {
         initialize_barriers<config>(smem);
         announce_barriers<config>();
+        requested = request_first_stages<config>(params, smem);
     }
-    if (requests_operands) requested = request_first_stages<config>(params, smem);
     const int scale_warp = warp - first_producer - 1;
     const bool copies_scales = scale_warp >= 0 && scale_warp < config.scale_warps;
     bool scales_requested = false;
