@@ -69,7 +69,7 @@ def fp8_gemm(
     config: GemmConfig | None = None,
     num_sms: int | None = None,
     batch_invariant: bool = False,
-    pdl: bool = False,
+    pdl: bool = True,
     constant_weights: bool = False,
 ) -> torch.Tensor:
     """FP8 matrix product with block scales: `out = (a * a_scale) @ (b * b_scale)^T`.
@@ -93,9 +93,11 @@ def fp8_gemm(
         batch_invariant: a row of `out` is the same, bit for bit, whatever m, num_sms and the other rows are. Gives up
             split K, which helps where m is small. Without it results still repeat from call to call.
         pdl: programmatic dependent launch. The kernel may start while its predecessor in the stream still runs, and
-            waits for that one's end before it touches what that one may have written.
+            waits for that one's end before it reads or writes what that one may touch; only then may its own successor
+            start. Results are the same without; the host takes 0.5 to 0.8 us more to launch.
         constant_weights: with `pdl`, also request `b` before that wait. Neither `b` nor `b_scale` may then be written
-            by a kernel that can still run: by none since the stream's last launch without `pdl`, itself included.
+            by the kernel before this one in the stream, nor, where that is another library's programmatic launch, by
+            any that may still run beside it.
 
     Returns:
         `out`.
@@ -189,7 +191,7 @@ def prepare(
     config: GemmConfig | None = None,
     num_sms: int | None = None,
     batch_invariant: bool = False,
-    pdl: bool = False,
+    pdl: bool = True,
     constant_weights: bool = False,
 ) -> Plan:
     """Make one product ready for many calls: `plan = prepare(a, a_scale, b, b_scale)`, then `plan(a, a_scale, out)`.
@@ -332,8 +334,8 @@ def _checked_options(options: _Options, a, a_scale, b, b_scale, out) -> _Options
     _check_strides(a, b, out)
     if options.constant_weights and not options.pdl:
         raise ValueError(
-            "constant_weights=True is for launches with pdl=True, which may start before their predecessor has ended; "
-            "pass both or neither"
+            "constant_weights=True is for launches with pdl=True, the default, which may start before their "
+            "predecessor has ended; drop pdl=False or constant_weights=True"
         )
     return options._replace(num_sms=_checked_num_sms(options.num_sms, a.device))
 

@@ -223,12 +223,15 @@ def test_config_must_suit_the_problem():
 def test_options_change_no_value():
     """On the CPU they are checked and otherwise without effect."""
     operands = make_operands(5, 130, 300, seed=1)
-    check_gemm(operands, batch_invariant=True, pdl=True, constant_weights=True)
+    check_gemm(operands, batch_invariant=True, pdl=False)
+    check_gemm(operands, constant_weights=True)
 
 
 def test_constant_weights_need_pdl():
     assert_refused(
-        ValueError, "constant_weights=True is for launches with pdl=True.*both or neither", {"constant_weights": True}
+        ValueError,
+        "constant_weights=True is for launches with pdl=True.*drop pdl=False or",
+        {"pdl": False, "constant_weights": True},
     )
 
 
@@ -276,7 +279,7 @@ def test_plan_refuses_what_is_unlike_its_example():
         ({"a_scale": GOOD.a_scale.t()}, ValueError, "looks transposed"),
         ({"config": [128]}, TypeError, "config must be a deep_tile.GemmConfig or None"),
         ({"num_sms": 0}, ValueError, "num_sms must be an int"),
-        ({"constant_weights": True}, ValueError, "constant_weights=True is for launches with pdl=True"),
+        ({"pdl": False, "constant_weights": True}, ValueError, "constant_weights=True is for launches with pdl=True"),
     ],
 )
 def test_prepare_checks_as_a_call_does(arguments, error, message):

@@ -157,7 +157,7 @@ def test_plan_with_options():
     operands = operands_on_gpu()
     config = GemmConfig(64, 64, 4, tma_store=False)
     out = torch.full((M, N + 1), float("nan"), dtype=torch.bfloat16, device=DEVICE)[:, :N]
-    multiply = prepare(*operands, out, config=config, num_sms=3, pdl=True, constant_weights=True)
+    multiply = prepare(*operands, out, config=config, num_sms=3, constant_weights=True)
     assert multiply.config == config
     assert_accurate(multiply(operands.a, operands.a_scale, out), exact_product(operands))
 
@@ -278,12 +278,12 @@ class Chain:
 @pytest.mark.parametrize("shape", CHAIN_SHAPES, ids=str)
 def test_chain_of_programmatic_launches(shape, constant_weights):
     chain = Chain(*shape)
-    expected = [out.clone() for out in chain.run()]
+    expected = [out.clone() for out in chain.run(pdl=False)]
     assert all(out.isfinite().all() and out.count_nonzero() > 0 for out in expected)
     differing = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for _ in range(100):
         chain.forget()
-        for out, wanted in zip(chain.run(pdl=True, constant_weights=constant_weights), expected, strict=True):
+        for out, wanted in zip(chain.run(constant_weights=constant_weights), expected, strict=True):
             differing += (out.view(torch.int16) != wanted.view(torch.int16)).sum()
     assert differing.item() == 0
 
@@ -292,21 +292,21 @@ def test_chain_of_programmatic_launches(shape, constant_weights):
 def test_clusters_in_a_chain(config):
     """Kernels that share shared memory across blocks; one launch may begin while the other's clusters still end."""
     chain = Chain(150, 1024, 2048)
-    expected = [out.clone() for out in chain.run(config=config)]
+    expected = [out.clone() for out in chain.run(config=config, pdl=False)]
     for _ in range(10):
         chain.forget()
-        outs = chain.run(config=config, pdl=True, constant_weights=True)
+        outs = chain.run(config=config, constant_weights=True)
         assert all(same_bits(out, wanted) for out, wanted in zip(outs, expected, strict=True))
 
 
 @pytest.mark.parametrize("shape", CHAIN_SHAPES[:3], ids=str)
 def test_capture_of_programmatic_launches(shape):
     chain = Chain(*shape)
-    expected = [out.clone() for out in chain.run()]
-    chain.run(pdl=True, constant_weights=True)
+    expected = [out.clone() for out in chain.run(pdl=False)]
+    chain.run(constant_weights=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain.run(pdl=True, constant_weights=True)
+        chain.run(constant_weights=True)
     for _ in range(20):
         chain.forget()
         graph.replay()
@@ -316,12 +316,65 @@ def test_capture_of_programmatic_launches(shape):
 def test_other_kernels_between_programmatic_launches():
     """Predecessors and successors that know nothing of it: a fill before, a copy after."""
     operands, out = operands_on_gpu(64, 1024, 2048), dense_out(64, 1024)
-    expected = fp8_gemm(*operands)
+    expected = fp8_gemm(*operands, pdl=False)
     work = operands._replace(a=operands.a.clone())
     for _ in range(100):
         work.a.view(torch.uint8).fill_(0x7F)
         work.a.copy_(operands.a)
-        fp8_gemm(*work, out, pdl=True, constant_weights=True)
+        fp8_gemm(*work, out, constant_weights=True)
         copied = out.clone()
         out.fill_(float("nan"))
         assert same_bits(copied, expected)
+
+
+def test_successor_starts_after_the_predecessor():
+    """Of three launches, the last one requests weights that the first one writes, before it waits for the second."""
+
+    def ones(rows, columns, dtype):
+        return torch.ones(rows, columns, device=DEVICE).to(dtype)
+
+    def product(m, n, k, a_scale):
+        operands = ones(m, k, torch.float8_e4m3fn), ones(m, k // 128, torch.float32) * a_scale
+        return Operands(*operands, ones(n, k, torch.float8_e4m3fn), ones((n + 127) // 128, k // 128, torch.float32))
+
+    long, short, last = product(256, 128, 65536, 2**-16), product(64, 64, 128, 1.0), product(16, 256, 256, 1.0)
+    written, out = dense_out(256, 128), dense_out(16, 256)
+    last = last._replace(b=written.view(torch.float8_e4m3fn))  # a one in BF16 is -0 and 1.875 in FP8
+    for warm in (True, False):
+        written.zero_()
+        torch.cuda._sleep(1_000_000)  # until all three have been enqueued
+        fp8_gemm(*long, written, num_sms=2)
+        fp8_gemm(*short, num_sms=1)
+        fp8_gemm(*last, out, num_sms=2, constant_weights=not warm)
+    assert (written == 1).all() and (out == 128 * 1.875).all()
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_programmatic_launch_waits_for_other_streams(captured):
+    """Its predecessor in the stream has long ended, an event of another stream has not."""
+    operands, out = operands_on_gpu(64, 1024, 2048), dense_out(64, 1024)
+    expected = fp8_gemm(*operands, pdl=False)
+    work = operands._replace(a=operands.a.clone())
+    other = torch.cuda.Stream()
+
+    def run():
+        fp8_gemm(*operands, out)
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(1_000_000)
+            work.a.copy_(operands.a)
+        fp8_gemm(*operands, out)
+        torch.cuda.current_stream().wait_stream(other)
+        fp8_gemm(*work, out)
+
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            run()
+    for _ in range(10):
+        work.a.view(torch.uint8).fill_(0x7F)
+        out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        graph.replay() if captured else run()
+        torch.cuda.synchronize()
+        assert same_bits(out, expected)

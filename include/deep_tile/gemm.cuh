@@ -726,7 +726,6 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     constexpr int first_producer = config.math_warpgroups * warpgroup_threads / warp_threads;
     // Before anything that waits for math warps, which wait for these registers.
     if (config.math_warpgroups == 2 && warp >= first_producer) ptx::setmaxnreg_dec<producer_registers>();
-    ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == 0) {
         ptx::prefetch_tensormap(params.a_map);
         ptx::prefetch_tensormap(params.b_map);
@@ -753,6 +752,8 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     }
     if constexpr (config.math_warpgroups == 2) ptx::setmaxnreg_inc<math_registers>();
     ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
+    // Not before that wait: whoever starts now finds the preceding kernel done, as after a launch that waited itself.
+    ptx::griddepcontrol_launch_dependents();
     const int warpgroup = warp / (warpgroup_threads / warp_threads);
     if constexpr (config.split_k == 1) {
         consume<config>(params, smem, warpgroup);
