@@ -42,7 +42,7 @@ class _Options(NamedTuple):
     config: GemmConfig | None
     num_sms: int | None
     batch_invariant: bool
-    pdl: bool
+    pdl: bool | None
     constant_weights: bool
 
 
@@ -69,7 +69,7 @@ def fp8_gemm(
     config: GemmConfig | None = None,
     num_sms: int | None = None,
     batch_invariant: bool = False,
-    pdl: bool = True,
+    pdl: bool | None = None,
     constant_weights: bool = False,
 ) -> torch.Tensor:
     """FP8 matrix product with block scales: `out = (a * a_scale) @ (b * b_scale)^T`.
@@ -94,7 +94,8 @@ def fp8_gemm(
             split K, which helps where m is small. Without it results still repeat from call to call.
         pdl: programmatic dependent launch. The kernel may start while its predecessor in the stream still runs, and
             waits for that one's end before it reads or writes what that one may touch; only then may its own successor
-            start. Results are the same without; the host takes 0.5 to 0.8 us more to launch.
+            start. Results are the same without; the host takes 0.5 to 0.8 us more to launch. None: unless `num_sms` is
+            given, because thread blocks that wait would hold SMs that are left to others.
         constant_weights: with `pdl`, also request `b` before that wait. Neither `b` nor `b_scale` may then be written
             by the kernel before this one in the stream, nor, where that is another library's programmatic launch, by
             any that may still run beside it.
@@ -191,7 +192,7 @@ def prepare(
     config: GemmConfig | None = None,
     num_sms: int | None = None,
     batch_invariant: bool = False,
-    pdl: bool = True,
+    pdl: bool | None = None,
     constant_weights: bool = False,
 ) -> Plan:
     """Make one product ready for many calls: `plan = prepare(a, a_scale, b, b_scale)`, then `plan(a, a_scale, out)`.
@@ -332,12 +333,13 @@ def _checked_options(options: _Options, a, a_scale, b, b_scale, out) -> _Options
     _check_devices(a, a_scale, b, b_scale, out)
     _check_shapes(a, a_scale, b, b_scale, out)
     _check_strides(a, b, out)
-    if options.constant_weights and not options.pdl:
+    pdl = options.num_sms is None if options.pdl is None else options.pdl
+    if options.constant_weights and not pdl:
         raise ValueError(
-            "constant_weights=True is for launches with pdl=True, the default, which may start before their "
-            "predecessor has ended; drop pdl=False or constant_weights=True"
+            "constant_weights=True is for programmatic launches, which may start before their predecessor has ended; "
+            f"got pdl={options.pdl}, num_sms={options.num_sms}: pass pdl=True, or drop constant_weights"
         )
-    return options._replace(num_sms=_checked_num_sms(options.num_sms, a.device))
+    return options._replace(num_sms=_checked_num_sms(options.num_sms, a.device), pdl=pdl)
 
 
 def _needs_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -230,9 +230,10 @@ def test_options_change_no_value():
 def test_constant_weights_need_pdl():
     assert_refused(
         ValueError,
-        "constant_weights=True is for launches with pdl=True.*drop pdl=False or",
+        "constant_weights=True is for programmatic launches.*got pdl=False, num_sms=None: pass pdl=True",
         {"pdl": False, "constant_weights": True},
     )
+    assert_refused(ValueError, "got pdl=None, num_sms=7: pass pdl=True", {"num_sms": 7, "constant_weights": True})
 
 
 # Plans. What a call of one launches is in test_host_path.py.
@@ -279,7 +280,7 @@ def test_plan_refuses_what_is_unlike_its_example():
         ({"a_scale": GOOD.a_scale.t()}, ValueError, "looks transposed"),
         ({"config": [128]}, TypeError, "config must be a deep_tile.GemmConfig or None"),
         ({"num_sms": 0}, ValueError, "num_sms must be an int"),
-        ({"pdl": False, "constant_weights": True}, ValueError, "constant_weights=True is for launches with pdl=True"),
+        ({"pdl": False, "constant_weights": True}, ValueError, "constant_weights=True is for programmatic launches"),
     ],
 )
 def test_prepare_checks_as_a_call_does(arguments, error, message):

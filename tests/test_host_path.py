@@ -140,7 +140,7 @@ CHANGES = {
     "out_dtype": ('"out_dtype": torch.float32', "TypeError out_dtype must be torch.bfloat16"),
     "constant_weights": (
         '"pdl": False, "constant_weights": True',
-        "ValueError constant_weights=True is for launches with pdl=True",
+        "ValueError constant_weights=True is for programmatic launches",
     ),
 }
 """Of a call that is right and known: what changes, and what is raised; nothing is launched."""
@@ -174,7 +174,7 @@ for change in changes:
 """)
     assert shown == ["prepare_launch launch", *["prepare_launch launch", "launch_known"] * 8]
     options = [tuple(map(int, re.search(r"pdl (\d).*early_b (\d)", launch).groups())) for launch in launched]
-    assert options == [(1, 0)] * 13 + [(0, 0)] * 2 + [(1, 1)] * 2
+    assert options == [(1, 0)] * 7 + [(0, 0)] * 2 + [(1, 0)] * 4 + [(0, 0)] * 2 + [(1, 1)] * 2
 
 
 def test_out_is_allocated(run_pretending):

@@ -157,7 +157,7 @@ def test_plan_with_options():
     operands = operands_on_gpu()
     config = GemmConfig(64, 64, 4, tma_store=False)
     out = torch.full((M, N + 1), float("nan"), dtype=torch.bfloat16, device=DEVICE)[:, :N]
-    multiply = prepare(*operands, out, config=config, num_sms=3, constant_weights=True)
+    multiply = prepare(*operands, out, config=config, num_sms=3, pdl=True, constant_weights=True)
     assert multiply.config == config
     assert_accurate(multiply(operands.a, operands.a_scale, out), exact_product(operands))
 
@@ -343,9 +343,9 @@ def test_successor_starts_after_the_predecessor():
     for warm in (True, False):
         written.zero_()
         torch.cuda._sleep(1_000_000)  # until all three have been enqueued
-        fp8_gemm(*long, written, num_sms=2)
-        fp8_gemm(*short, num_sms=1)
-        fp8_gemm(*last, out, num_sms=2, constant_weights=not warm)
+        fp8_gemm(*long, written, num_sms=2, pdl=True)
+        fp8_gemm(*short, num_sms=1, pdl=True)
+        fp8_gemm(*last, out, num_sms=2, pdl=True, constant_weights=not warm)
     assert (written == 1).all() and (out == 128 * 1.875).all()
 
 
