@@ -1,9 +1,9 @@
-"""Kernel source to cubin: NVRTC, and a disk cache in front of it.
+"""Kernel source to cubin: NVRTC, better scheduling hints (sass.py), and a disk cache in front of both.
 
 Called by plan.py (`load_cubin`) and by the command line. Knows only text and bytes: no config, no torch, no driver and
 no GPU. cuda.core is imported by the functions that compile, because its import costs more than a read from the cache.
 
-Invariant: a cubin that comes from the cache was compiled from this very source, with these options and this NVRTC: its
+Invariant: a cubin that comes from the cache was made of this very source, with these options, hints and NVRTC: its
 entry is sealed with a checksum over key and content. A cache that cannot be read, written or locked costs compilations,
 never an error; the one exception is a directory that somebody else may write to, which is refused.
 """
@@ -25,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from deep_tile import settings
+from deep_tile import sass, settings
 
 _OPTIONS = {
     "arch": "sm_90a",
@@ -48,7 +48,7 @@ _LOCK_TIMEOUT_SECONDS = 60
 
 
 class Compiled(NamedTuple):
-    """One run of the compiler: the cubin, the log of NVRTC and ptxas, and the seconds it took."""
+    """One run of the compiler: the cubin with our hints, the log of NVRTC and ptxas, and the seconds it took."""
 
     cubin: bytes
     log: str
@@ -138,7 +138,7 @@ def compile_kernel(source: str, name: str) -> Compiled:
     start = time.perf_counter()
     try:
         program = Program(source, "c++", options=options)
-        cubin = bytes(program.compile("cubin", logs=log).code)
+        cubin = sass.quicken_promotion(bytes(program.compile("cubin", logs=log).code))
     except Exception as error:  # the class of cuda.core's compile errors is not public
         flags = b" ".join(options.as_bytes("nvrtc", "cubin")).decode()
         raise CompileError(_compile_error_text(source, name, flags, str(error))) from None
@@ -270,10 +270,16 @@ def clear_cache() -> None:
 def _key(source: str) -> bytes:
     """All that a cubin depends on. cuda.core's own key would load cuda.core and NVRTC for every hit."""
     digest = hashlib.sha256()
-    for part in (nvrtc_version(), repr(sorted(_OPTIONS.items())), source):
+    for part in (nvrtc_version(), repr(sorted(_OPTIONS.items())), _hints(), source):
         text = part.encode()
         digest.update(len(text).to_bytes(8, "little") + text)
     return digest.digest()
+
+
+@cache
+def _hints() -> str:
+    """What gives kernels their hints: the text of sass.py."""
+    return Path(sass.__file__).read_text()
 
 
 def _seal(key: bytes, cubin: bytes) -> bytes:

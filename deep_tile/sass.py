@@ -1,0 +1,98 @@
+"""Scheduling hints in a kernel's machine code, where those that ptxas gives cost speed.
+
+Called by jit.py for every cubin that it compiles; knows only bytes. Hints change when an instruction is issued, never
+what it computes.
+
+A math warp promotes a block by a run of FFMAs, one for each accumulator: sum += scale * block. In kernels with WGMMA,
+ptxas 13.0 has every second one of them yield, so that other warps go first, and then read the scale from the register
+file again. The first half of a run needs that, because there the other warpgroup begins its WGMMAs: 128x256 takes 5 to
+20 % longer if those FFMAs do not yield, 128x224 up to 28 %. The second half only gets slower. With hints to neither
+yield nor read the scale again there, 128x256 in clusters takes 1.5 % less time, 128x224 in clusters 2.7 %, 128x128
+0.7 %, and others change by less than 0.4 % (H200, NVRTC 13.0.88, 2026-11-22; docs/performance.md says more).
+
+Where the bits are is told by Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking" (2018),
+2.1, and holds for Hopper. That FFMAs between WGMMAs deserve other hints than ptxas gives them was found by the authors
+of DeepGEMM.
+"""
+
+import struct
+from collections.abc import Iterator
+
+_INSTRUCTION_BYTES = 16
+"""Two words: the lower one begins with the opcode."""
+
+_OPCODE_MASK, _FFMA = 0xFFF, 0x223
+"""Of the lower word: a fused multiply-add of registers."""
+
+_DESTINATION = 16
+_REUSE_OF_OPERAND = {24: 1 << 58, 32: 1 << 59}
+"""Of the lower word, where a register's number is: the destination's, those of the two factors. A factor's flag in the
+upper word keeps it for the next instruction, if that reads the same register as the same factor."""
+
+_NO_YIELD = 1 << 45
+"""Of the upper word."""
+
+_ZERO_REGISTER = 255
+
+_LARGEST_GAP = 8
+"""Other instructions between two FFMAs of one run."""
+
+_SHORTEST_RUN = 16
+"""Of those that are promotions: the narrowest tile, of 16 columns, has 8 accumulators, and its hints do not matter."""
+
+
+def quicken_promotion(cubin: bytes) -> bytes:
+    """`cubin` with the second half of each run of FFMAs neither yielding nor reading a factor twice.
+
+    Args:
+        cubin: a whole ELF file for a GPU of compute capability 7.0 to 9.0.
+    """
+    code = bytearray(cubin)
+    for section in _code_sections(cubin):
+        words = memoryview(code)[section].cast("Q")
+        for run in _runs(words):
+            for instruction in run[len(run) // 2 :]:
+                words[2 * instruction + 1] |= _NO_YIELD | _reuse_flags(words, instruction)
+    return bytes(code)
+
+
+def _code_sections(cubin: bytes) -> Iterator[slice]:
+    """Bytes of the ELF file that are instructions."""
+    (headers,) = struct.unpack_from("<Q", cubin, 40)
+    header_bytes, count, names_section = struct.unpack_from("<HHH", cubin, 58)
+
+    def header(section: int) -> tuple[int, int, int]:
+        at = headers + section * header_bytes
+        return *struct.unpack_from("<I", cubin, at), *struct.unpack_from("<QQ", cubin, at + 24)
+
+    _, names, _ = header(names_section)
+    for section in range(count):
+        name, begin, size = header(section)
+        if cubin.startswith(b".text.", names + name):
+            yield slice(begin, begin + size)
+
+
+def _runs(words: memoryview) -> list[list[int]]:
+    """Instructions by number: FFMAs that follow each other closely."""
+    runs: list[list[int]] = []
+    for instruction, low in enumerate(words[::2]):
+        if low & _OPCODE_MASK != _FFMA:
+            continue
+        if not runs or instruction - runs[-1][-1] > _LARGEST_GAP + 1:
+            runs.append([])
+        runs[-1].append(instruction)
+    return [run for run in runs if len(run) >= _SHORTEST_RUN]
+
+
+def _reuse_flags(words: memoryview, instruction: int) -> int:
+    """Flags of the factors that the next instruction reads too, if that is an FFMA."""
+    following = 2 * instruction + 2
+    if following >= len(words) or words[following] & _OPCODE_MASK != _FFMA:
+        return 0
+    low, next_low = words[2 * instruction], words[following]
+    overwritten = low >> _DESTINATION & 0xFF
+    return sum(
+        flag
+        for shift, flag in _REUSE_OF_OPERAND.items()
+        if low >> shift & 0xFF == next_low >> shift & 0xFF and low >> shift & 0xFF not in (overwritten, _ZERO_REGISTER)
+    )

@@ -1,0 +1,134 @@
+"""Hints in compiled kernels, without a GPU. That kernels still compute the same, every GPU test shows."""
+
+import re
+import struct
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deep_tile import jit, sass
+from deep_tile.codegen import kernel_source
+from deep_tile.select import deepest_config
+
+NO_YIELD, REUSE = 1 << 45, 1 << 58 | 1 << 59
+
+
+@pytest.fixture(scope="module")
+def kernel() -> tuple[bytes, bytes]:
+    """128x256 as ptxas made it, and with our hints."""
+    config = deepest_config(128, 256)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sass, "quicken_promotion", bytes)
+        plain = jit.compile_kernel(kernel_source(config), config.name).cubin
+    return plain, jit.compile_kernel(kernel_source(config), config.name).cubin
+
+
+def instructions(cubin: bytes) -> list[tuple[int, int]]:
+    (code,) = sass._code_sections(cubin)
+    return [struct.unpack_from("<QQ", cubin, at) for at in range(code.start, code.stop, 16)]
+
+
+def disassembly(tmp_path, cubin: bytes) -> list[str]:
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(cubin)
+    try:
+        text = jit.disassemble(path)
+    except subprocess.CalledProcessError as error:
+        pytest.fail(f"nvdisasm refuses the cubin: {error}")
+    if text is None:
+        pytest.skip("there is no nvdisasm")
+    return [line.strip() for line in text.decode().splitlines() if re.match(r"\s*/\*[0-9a-f]{4,5}\*/", line)]
+
+
+def test_only_hints_of_second_halves_change(kernel):
+    plain, quick = map(instructions, kernel)
+    (code,) = sass._code_sections(kernel[0])
+    runs = sass._runs(memoryview(kernel[0])[code].cast("Q"))
+    assert [len(run) for run in runs] == [64] * 4, "two chunks, in the main loop and in the last K block"
+    second_halves = {i for run in runs for i in run[32:]}
+    for i, ((low, high), (quick_low, quick_high)) in enumerate(zip(plain, quick, strict=True)):
+        assert low == quick_low and high | quick_high == quick_high
+        assert (high ^ quick_high) & ~(NO_YIELD | REUSE) == 0
+        assert high == quick_high or i in second_halves
+        assert i not in second_halves or quick_high & NO_YIELD
+    outside = [i for i, (a, b) in enumerate(zip(*kernel, strict=True)) if a != b and not code.start <= i < code.stop]
+    assert not outside
+
+
+def test_half_of_the_second_halves_yielded(kernel):
+    """What ptxas does, and the hints undo: if this fails with a newer NVRTC, measure whether they still help."""
+    (code,) = sass._code_sections(kernel[0])
+    words = memoryview(kernel[0])[code].cast("Q")
+    second_halves = [i for run in sass._runs(words) for i in run[32:]]
+    assert 0.4 < sum(not words[2 * i + 1] & NO_YIELD for i in second_halves) / len(second_halves) < 0.6
+
+
+def test_the_program_is_the_same(kernel, tmp_path):
+    plain, quick = (disassembly(tmp_path, cubin) for cubin in kernel)
+    assert plain != quick
+    assert [line.replace(".reuse", "") for line in plain] == [line.replace(".reuse", "") for line in quick]
+
+
+def test_what_is_kept_is_what_the_next_instruction_reads(kernel, tmp_path):
+    plain, quick = (disassembly(tmp_path, cubin) for cubin in kernel)
+    kept = 0
+    for before, line, following in zip(plain, quick, quick[1:], strict=False):
+        operands, next_operands = (re.findall(r"R\d+(?:\.reuse)?|RZ", text) for text in (line, following))
+        for place in (1, 2):
+            if ".reuse" in line and line != before and operands[place].endswith(".reuse"):
+                assert " FFMA " in following
+                register = operands[place].removesuffix(".reuse")
+                assert register == next_operands[place].removesuffix(".reuse") and register != operands[0]
+                kept += 1
+    assert kept >= 50
+
+
+def test_again_changes_nothing(kernel):
+    assert sass.quicken_promotion(kernel[1]) == kernel[1]
+
+
+def test_a_kernel_without_products():
+    cubin = jit.compile_kernel('extern "C" __global__ void nothing() {}', "nothing").cubin
+    assert sass.quicken_promotion(cubin) == cubin
+
+
+FFMA = 0x7223
+
+
+def run_of(*registers: tuple[int, int, int]) -> memoryview:
+    """FFMAs: destination and factors of each."""
+    lows = [FFMA | d << 16 | a << 24 | b << 32 for d, a, b in registers]
+    return memoryview(struct.pack(f"<{2 * len(lows)}Q", *(word for low in lows for word in (low, 0)))).cast("Q")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "flags"),
+    [
+        ((9, 1, 2), (8, 3, 2), 1 << 59),
+        ((9, 1, 2), (8, 1, 3), 1 << 58),
+        ((9, 1, 2), (8, 1, 2), 3 << 58),
+        ((9, 1, 2), (8, 2, 1), 0),
+        ((2, 1, 2), (8, 3, 2), 0),
+        ((9, 255, 2), (8, 255, 3), 0),
+    ],
+    ids=["second factor", "first factor", "both", "places differ", "overwritten", "zero register"],
+)
+def test_what_is_kept(first, second, flags):
+    assert sass._reuse_flags(run_of(first, second), 0) == flags
+    assert sass._reuse_flags(run_of(first, second), 1) == 0, "nothing follows"
+
+
+@given(st.lists(st.booleans(), max_size=120))
+def test_runs(ffmas):
+    words = memoryview(struct.pack(f"<{2 * len(ffmas)}Q", *(w for f in ffmas for w in (FFMA * f, 0)))).cast("Q")
+    runs = sass._runs(words)
+    places = [i for i, ffma in enumerate(ffmas) if ffma]
+    for run in runs:
+        assert len(run) >= 16 and set(run) <= set(places)
+        assert all(later - earlier <= 9 for earlier, later in zip(run, run[1:], strict=False))
+    for earlier, later in zip(places, places[1:], strict=False):
+        together = [run for run in runs if earlier in run and later in run]
+        apart = [run for run in runs if (earlier in run) != (later in run)]
+        assert not apart if later - earlier <= 9 else not together
