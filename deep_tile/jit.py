@@ -138,11 +138,11 @@ def compile_kernel(source: str, name: str) -> Compiled:
     start = time.perf_counter()
     try:
         program = Program(source, "c++", options=options)
-        cubin = sass.quicken_promotion(bytes(program.compile("cubin", logs=log).code))
+        cubin = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # the class of cuda.core's compile errors is not public
         flags = b" ".join(options.as_bytes("nvrtc", "cubin")).decode()
         raise CompileError(_compile_error_text(source, name, flags, str(error))) from None
-    compiled = Compiled(cubin, log.getvalue().strip(_LOG_PADDING), time.perf_counter() - start)
+    compiled = Compiled(sass.quicken_promotion(cubin), log.getvalue().strip(_LOG_PADDING), time.perf_counter() - start)
     _count_compilation()
     directory = settings.dump_dir()
     if directory is not None:
