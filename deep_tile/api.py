@@ -366,8 +366,10 @@ def _prepare_launch(a, a_scale, b, b_scale, out, options: _Options) -> tuple[Gem
     if settings.print_config():
         print(f"deep_tile: m={m} n={n} k={k} num_sms={problem.num_sms}: {config.name}", file=sys.stderr)
     layout = _layout(a, a_scale, b, b_scale, out)
-    pdl = {"pdl": options.pdl, "constant_weights": options.constant_weights}
-    return config, plan.prepare_launch(problem, config, layout, device, **pdl)
+    launch = plan.prepare_launch(
+        problem, config, layout, device, pdl=options.pdl, constant_weights=options.constant_weights
+    )
+    return config, launch
 
 
 def _launch(launch: _launcher.Launch, a, a_scale, b, b_scale, out) -> None:

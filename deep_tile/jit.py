@@ -208,9 +208,9 @@ def _dump(stem: Path, source: str, ptx: bytes, compiled: Compiled) -> None:
     stem.with_suffix(".ptx").write_bytes(ptx)
     stem.with_suffix(".log").write_text(compiled.log)
     cubin.write_bytes(compiled.cubin)
-    sass = disassemble(cubin)
-    if sass is not None:
-        stem.with_suffix(".sass").write_bytes(sass)
+    listing = disassemble(cubin)
+    if listing is not None:
+        stem.with_suffix(".sass").write_bytes(listing)
 
 
 def disassemble(cubin: Path) -> bytes | None:

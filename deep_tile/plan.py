@@ -66,8 +66,8 @@ def prepare_launch(
     layout: Layout,
     device: int,
     *,
-    pdl: bool = False,
-    constant_weights: bool = False,
+    pdl: bool,
+    constant_weights: bool,
 ) -> _launcher.Launch:
     """Everything about a launch but its pointers, as `_launcher.launch(prepared, a, a_scale, b, b_scale, out, stream)`.
 

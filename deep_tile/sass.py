@@ -8,7 +8,8 @@ ptxas 13.0 has every second one of them yield, so that other warps go first, and
 file again. The first half of a run needs that, because there the other warpgroup begins its WGMMAs: 128x256 takes 5 to
 20 % longer if those FFMAs do not yield, 128x224 up to 28 %. The second half only gets slower. With hints to neither
 yield nor read the scale again there, 128x256 in clusters takes 1.5 % less time, 128x224 in clusters 2.7 %, 128x128
-0.7 %, and others change by less than 0.4 % (H200, NVRTC 13.0.88, 2026-11-22; docs/performance.md says more).
+0.7 %; other tiles of 128 rows change by -1.1 to +0.6 %, those of 64 rows by -1.7 to +1.4 %, most of it noise, 0 in the
+mean at m <= 128 (H200, NVRTC 13.0.88, 2026-11-22; docs/performance.md says more).
 
 Where the bits are is told by Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking" (2018),
 2.1, and holds for Hopper. That FFMAs between WGMMAs deserve other hints than ptxas gives them was found by the authors
@@ -18,8 +19,7 @@ of DeepGEMM.
 import struct
 from collections.abc import Iterator
 
-_INSTRUCTION_BYTES = 16
-"""Two words: the lower one begins with the opcode."""
+# An instruction is two words of eight bytes.
 
 _OPCODE_MASK, _FFMA = 0xFFF, 0x223
 """Of the lower word: a fused multiply-add of registers."""
@@ -90,9 +90,14 @@ def _reuse_flags(words: memoryview, instruction: int) -> int:
     if following >= len(words) or words[following] & _OPCODE_MASK != _FFMA:
         return 0
     low, next_low = words[2 * instruction], words[following]
-    overwritten = low >> _DESTINATION & 0xFF
-    return sum(
-        flag
-        for shift, flag in _REUSE_OF_OPERAND.items()
-        if low >> shift & 0xFF == next_low >> shift & 0xFF and low >> shift & 0xFF not in (overwritten, _ZERO_REGISTER)
-    )
+    lost = (_register(low, _DESTINATION), _ZERO_REGISTER)
+    flags = 0
+    for place, flag in _REUSE_OF_OPERAND.items():
+        factor = _register(low, place)
+        if factor == _register(next_low, place) and factor not in lost:
+            flags |= flag
+    return flags
+
+
+def _register(low: int, place: int) -> int:
+    return low >> place & 0xFF

@@ -2,7 +2,6 @@
 
 import re
 import struct
-import subprocess
 
 import pytest
 from hypothesis import given
@@ -33,10 +32,7 @@ def instructions(cubin: bytes) -> list[tuple[int, int]]:
 def disassembly(tmp_path, cubin: bytes) -> list[str]:
     path = tmp_path / "kernel.cubin"
     path.write_bytes(cubin)
-    try:
-        text = jit.disassemble(path)
-    except subprocess.CalledProcessError as error:
-        pytest.fail(f"nvdisasm refuses the cubin: {error}")
+    text = jit.disassemble(path)
     if text is None:
         pytest.skip("there is no nvdisasm")
     return [line.strip() for line in text.decode().splitlines() if re.match(r"\s*/\*[0-9a-f]{4,5}\*/", line)]
