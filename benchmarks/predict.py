@@ -1,6 +1,6 @@
 """Prediction against reality: the selector's time model beside the stored search of every config on every shape.
 
-    PYTHONPATH=. python benchmarks/predict.py [benchmarks/results/search_h200_2026-11-21.json] [--plot FILE.png]
+    PYTHONPATH=. python benchmarks/predict.py [benchmarks/results/search_h200_2026-11-22.json] [--plot FILE.png]
 
 No GPU. Prints the errors and how well configs are ranked within a shape, by range of m; calibrate.py, figures.py and
 the test that the model does not drift use its functions. Invariant: the measured choices of calibration.json play no
@@ -23,7 +23,7 @@ from deep_tile import select
 from deep_tile.hardware import H200
 from deep_tile.problem import GemmProblem
 
-SEARCH = Path(__file__).parent / "results" / "search_h200_2026-11-21.json"
+SEARCH = Path(__file__).parent / "results" / "search_h200_2026-11-22.json"
 CLOSE = 1.03
 """Times nearer than this are ties: two runs of one kernel differ as much."""
 

@@ -223,16 +223,16 @@ def compared():
 
 
 def test_the_model_has_not_drifted_from_the_search(compared):
-    """As fitted: 3.0 % and 9.5 %, 0.949, 86 %, 96.1 %. Whoever changes model or calibration has to do as well."""
+    """As fitted: 2.7 % and 9.3 %, 0.961, 89 %, 97.0 %. Whoever changes model or calibration has to do as well."""
     figures = predict.summary(compared)
     assert figures["shapes"] == len(DENSE + SHORT_K + NARROW_N) and figures["pairs"] > 2000
-    assert figures["median error"] <= 0.033
+    assert figures["median error"] <= 0.03
     assert figures["90th percentile"] <= 0.1
-    assert figures["median Spearman"] >= 0.945
-    assert figures["lowest Spearman"] >= 0.72
-    assert figures["Spearman >= 0.9"] >= 0.85
-    assert figures["pairs in order"] >= 0.96
-    assert figures["loss"] <= 1.015
+    assert figures["median Spearman"] >= 0.955
+    assert figures["lowest Spearman"] >= 0.78
+    assert figures["Spearman >= 0.9"] >= 0.88
+    assert figures["pairs in order"] >= 0.965
+    assert figures["loss"] <= 1.013
 
 
 def test_drift_would_be_seen(compared, monkeypatch):
