@@ -2,21 +2,20 @@
 
     PYTHONPATH=. python benchmarks/bench_chain.py --out benchmarks/results/chain.json
 
-One graph of LAUNCHES products, each with weights of its own, in microseconds per launch, beside a graph of one launch.
-L2 is not flushed: the weights of a chain are several times its size, those of the single launch stay where they are.
+One graph of LAUNCHES products, each with weights of its own, in microseconds per launch, beside a graph of one launch,
+L2 flushed before each; and that one launch with its weights in L2, where it has left them.
 """
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import geometric_mean
 
 import torch
 
 import deep_tile
-from benchmarks.shapes import DEEPSEEK_V3_LAYERS
-from benchmarks.timing import describe_run
+from benchmarks import timing
+from benchmarks.shapes import DEEPSEEK_V3_LAYERS, Shape
 
 TOKENS = (1, 16, 64)
 LAUNCHES = 20
@@ -28,50 +27,55 @@ BUSY_CYCLES = 200_000
 OPTIONS = {"plain": {"pdl": False}, "pdl": {}, "constant_weights": {"constant_weights": True}}
 
 
-def graph_us(work: Callable[[], object]) -> float:
-    """Median time of a graph of `work`, enqueued while the GPU is busy, so that no host time is measured."""
-    work()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(BUSY_CYCLES)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return median(times)
+class Chain:
+    """Products that all write one `out`, each with other weights than those before it."""
+
+    def __init__(self, shape: Shape):
+        m, n, k = shape
+        sets = max(2, min(LAUNCHES, WEIGHT_BYTES // (n * k)))
+        self._weights = [deep_tile.per_block_cast_to_fp8(torch.randn(n, k, device="cuda")) for _ in range(sets)]
+        self._a, self._a_scale = deep_tile.per_token_cast_to_fp8(torch.randn(m, k, device="cuda"))
+        self._out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+
+    def capture(self, launches: int = LAUNCHES, **options) -> timing.Captured:
+        """So many launches as a graph, with these options of fp8_gemm."""
+        return timing.capture(lambda: self._run(launches, options))
+
+    def _run(self, launches: int, options: dict) -> torch.Tensor:
+        for i in range(launches):
+            deep_tile.fp8_gemm(self._a, self._a_scale, *self._weights[i % len(self._weights)], self._out, **options)
+        return self._out
 
 
-def measure(m: int, n: int, k: int) -> dict[str, float]:
-    """Microseconds per launch: single, and by option in a chain."""
-    sets = max(2, min(LAUNCHES, WEIGHT_BYTES // (n * k)))
-    weights = [deep_tile.per_block_cast_to_fp8(torch.randn(n, k, device="cuda")) for _ in range(sets)]
-    a, a_scale = deep_tile.per_token_cast_to_fp8(torch.randn(m, k, device="cuda"))
-    out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+def keep_busy() -> None:
+    """Instead of flushing L2: lets the host enqueue what is timed."""
+    torch.cuda._sleep(BUSY_CYCLES)
 
-    def chain(options: dict[str, bool]) -> None:
-        for i in range(LAUNCHES):
-            deep_tile.fp8_gemm(a, a_scale, *weights[i % sets], out, **options)
 
-    times = {"single": graph_us(lambda: deep_tile.fp8_gemm(a, a_scale, *weights[0], out))}
-    for name, options in OPTIONS.items():
-        times[name] = graph_us(lambda options=options: chain(options)) / LAUNCHES
-    return times
+def measure(shape: Shape, flush: timing.L2Flush) -> dict[str, float]:
+    """Microseconds per launch: single, single with the weights in L2, and by option in a chain."""
+    chain = Chain(shape)
+    single = {"single": chain.capture(launches=1)}
+    chains = {name: chain.capture(**options) for name, options in OPTIONS.items()}
+    cold = timing.time_alternating(single | chains, REPEATS, flush)
+    warm = timing.time_alternating(single, REPEATS, keep_busy)
+    per_launch = {name: cold[name].us / LAUNCHES for name in chains}
+    return {"single": cold["single"].us, "single, weights in L2": warm["single"].us, **per_launch}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     path = parser.parse_args().out
-    times = {f"{m}x{n}x{k}": measure(m, n, k) for n, k in DEEPSEEK_V3_LAYERS.values() for m in TOKENS}
-    path.write_text(json.dumps({"meta": describe_run(), "us_per_launch": times}, indent=1) + "\n")
+    shapes = [Shape(m, n, k) for n, k in DEEPSEEK_V3_LAYERS.values() for m in TOKENS]
+    flush = timing.L2Flush()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        times = {str(shape): measure(shape, flush) for shape in shapes}
+    path.write_text(json.dumps({"meta": timing.describe_run(), "us_per_launch": times}, indent=1) + "\n")
     for name in OPTIONS:
-        ratios = [shape[name] / shape["single"] for shape in times.values()]
-        print(f"{name}: {geometric_mean(ratios):.3f} of a single launch")
+        for single in ("single", "single, weights in L2"):
+            ratio = geometric_mean(us[name] / us[single] for us in times.values())
+            print(f"{name}: {ratio:.3f} of {single}")
 
 
 if __name__ == "__main__":

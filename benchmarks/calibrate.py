@@ -1,15 +1,18 @@
 """Fits the selector's time model to a search and writes deep_tile/calibration.json.
 
-    PYTHONPATH=. python benchmarks/calibrate.py benchmarks/results/search_h200.json
+    PYTHONPATH=. python benchmarks/calibrate.py benchmarks/results/search_h200.json \\
+        --chains benchmarks/results/search_chain_h200.json
 
 No GPU. The two coefficients of each config, three where `b` stays, minimise the logarithm of predicted over measured
 time; the constants that all configs share are those of SHARED. Shapes where the model's choice loses are listed, with
-the fastest config. Prints the model's error, and what the choices lose against the fastest config measured.
+the best config: the fastest when launched alone, or, where search_chain.py timed it in chains as well, by both. Prints
+the model's error, and what the choices lose against the fastest config measured.
 """
 
 import argparse
 import json
 import math
+import statistics
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -71,17 +74,26 @@ def write(model: dict) -> None:
     select.choose_bucket.cache_clear()
 
 
-def better_choices(searched: Searched) -> dict[str, str]:
-    """By bucket, "MxNxK" with its largest m: the config measured fastest, where the model's choice is WORTH slower."""
+def scores(times: dict[str, float], in_chains: dict[str, float] | None) -> dict[str, float]:
+    """By config, the logarithm of its time, or of the geometric mean of its times alone and in chains."""
+    if in_chains is None:
+        return {name: math.log(us) for name, us in times.items()}
+    return {name: (math.log(times[name]) + math.log(us)) / 2 for name, us in in_chains.items()}
+
+
+def better_choices(searched: Searched, chains: Searched) -> dict[str, str]:
+    """By bucket, "MxNxK" with its largest m: the best config, where the model's choice is WORTH slower or none of those
+    that were timed in chains."""
     buckets: dict[GemmProblem, list[dict[str, float]]] = {}
     for shape, times in searched.items():
         problem = select.bucketed(GemmProblem(*shape, num_sms=H200.num_sms))
-        buckets.setdefault(problem, []).append(times)
+        buckets.setdefault(problem, []).append(scores(times, chains.get(shape)))
     choices = {}
     for problem, measurements in buckets.items():
-        total = {name: sum(math.log(times[name]) for times in measurements) for name in measurements[0]}
-        best, chosen = min(total, key=total.get), select.choose(problem).name
-        if total[chosen] - total[best] > len(measurements) * math.log(WORTH):
+        names = set.intersection(*map(set, measurements))
+        mean = {name: statistics.fmean(one[name] for one in measurements) for name in names}
+        best, chosen = min(sorted(mean), key=mean.get), select.choose(problem).name
+        if mean.get(chosen, math.inf) - mean[best] > math.log(WORTH):
             choices[select.bucket_key(problem)] = best
     return choices
 
@@ -97,11 +109,20 @@ def report(searched: Searched) -> str:
     )
 
 
+def report_chains(chains: Searched) -> str:
+    """What following the choices costs in chains."""
+    chosen = {shape: select.choose(GemmProblem(*shape, num_sms=H200.num_sms)).name for shape in chains}
+    losses = [times[chosen[shape]] / min(times.values()) for shape, times in chains.items()]
+    return f"chosen over fastest: {geometric_mean(losses):.3f} in the geometric mean, {max(losses):.3f} at worst"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("search", type=Path, help="JSON file of search.py")
-    path = parser.parse_args().search
-    searched = load_search(path)
+    parser.add_argument("--chains", type=Path, required=True, help="JSON file of search_chain.py")
+    arguments = parser.parse_args()
+    path = arguments.search
+    searched, chains = load_search(path), load_search(arguments.chains, "us_per_launch")
     fastest = {shape: min(times.values()) for shape, times in searched.items()}
     run = json.loads(path.read_text())["run"]
     source = {"gpu": run["gpu"], "num_sms": run["num_sms"], "date": run["date"], "fitted_to": path.name}
@@ -112,8 +133,9 @@ def main() -> None:
         model["configs"][config.name] = [round(value, 4) for value in fit(config, times, fastest)]
     write(model)
     print("model alone:", report(searched))
-    write({**model, "choices": better_choices(searched)})
+    write({**model, "choices": better_choices(searched, chains)})
     print("with choices:", report(searched))
+    print("in chains:", report_chains(chains))
 
 
 if __name__ == "__main__":

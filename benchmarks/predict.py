@@ -69,8 +69,9 @@ class Compared(NamedTuple):
         return float(self.measured_us[self.predicted_us.argmin()] / self.measured_us.min())
 
 
-def load_search(path: Path = SEARCH) -> Searched:
-    return {Shape.parse(text): times for text, times in json.loads(path.read_text())["us"].items()}
+def load_search(path: Path = SEARCH, times: str = "us") -> Searched:
+    """What a search measured, from the part of its file that holds the times."""
+    return {Shape.parse(text): by_config for text, by_config in json.loads(path.read_text())[times].items()}
 
 
 def compare(searched: Searched) -> list[Compared]:

@@ -1,6 +1,7 @@
 """The benchmark scripts without a GPU: shapes, contestants on small CPU inputs, what is concluded and written."""
 
 import json
+import math
 import sys
 import types
 from pathlib import Path
@@ -12,10 +13,12 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # Appended: an installed deep_tile still comes first.
 
-from benchmarks import bench_gemm, bench_overhead, report, search, timing  # noqa: E402
+from benchmarks import bench_gemm, bench_overhead, calibrate, report, search, search_chain, timing  # noqa: E402
 from benchmarks.peers import PEERS, Inputs, deep_tile_peer  # noqa: E402
 from benchmarks.shapes import DENSE, M_RANGES, NARROW_N, NINE, SHORT_K, Shape, m_range, select_shapes  # noqa: E402
+from deep_tile import select  # noqa: E402
 from deep_tile.config import GemmConfig  # noqa: E402
+from deep_tile.problem import GemmProblem  # noqa: E402
 from deep_tile.reference import relative_error  # noqa: E402
 from deep_tile.select import default_configs  # noqa: E402
 
@@ -283,3 +286,33 @@ def test_narrow_tiles_are_searched_where_wide_ones_leave_sms_idle():
     narrow = GemmConfig(64, 128, 8, split_k=2)
     assert all(search.plausible(narrow, shape) for shape in NARROW_N)
     assert not search.plausible(narrow, Shape(4096, 4096, 7168))
+
+
+def test_contenders_of_a_bucket_are_the_same_for_all_its_shapes():
+    searched = {
+        Shape(1, 4096, 512): {"a": 10.0, "b": 10.2, "c": 12.0},
+        Shape(8, 4096, 512): {"a": 10.0, "b": 11.0, "c": 10.1},
+        Shape(16, 4096, 512): {"a": 10.0, "b": 11.0, "c": 12.0},
+    }
+    assert list(search_chain.contenders(searched).values()) == [{"a", "b", "c"}, {"a", "b", "c"}, {"a"}]
+
+
+def test_a_config_is_chosen_by_its_time_alone_or_by_that_and_its_time_in_chains():
+    alone = {"a": 10.0, "b": 10.2, "c": 12.0}
+    by_time = calibrate.scores(alone, None)
+    assert min(by_time, key=by_time.get) == "a"
+    by_both = calibrate.scores(alone, {"a": 9.0, "b": 8.0})
+    assert by_both == pytest.approx({"a": math.log(90) / 2, "b": math.log(81.6) / 2})
+
+
+def test_choices_are_listed_where_the_model_chooses_another(monkeypatch):
+    shape = Shape(64, 4096, 7168)
+    model = select.calibration()
+    monkeypatch.setattr(select, "calibration", lambda: model._replace(choices={}))
+    select.choose_bucket.cache_clear()
+    chosen = select.choose(GemmProblem(*shape)).name
+    times = {chosen: 10.0, "other": 10.1}
+    assert calibrate.better_choices({shape: times}, {}) == {}
+    assert calibrate.better_choices({shape: times}, {shape: {chosen: 9.0, "other": 8.0}}) == {"64x4096x7168": "other"}
+    assert calibrate.better_choices({shape: times}, {shape: {"other": 8.0}}) == {"64x4096x7168": "other"}
+    select.choose_bucket.cache_clear()
