@@ -161,7 +161,8 @@ class Calibration(NamedTuple):
             of that is reached.
         configs: by kernel name.
         num_sms: of the GPU it was measured on.
-        choices: by "MxNxK" of a bucket, the name of a config that was measured faster than the model's choice.
+        choices: by "MxNxK" of a bucket, the name of a config that was measured to be better than the model's choice:
+            alone, or for m <= 128 alone and in chains of launches.
     """
 
     launch_us: float
@@ -288,7 +289,7 @@ def bucketed(problem: GemmProblem) -> GemmProblem:
 
 
 def candidates(problem: GemmProblem, hardware: Hardware = H200) -> list[tuple[Estimate, GemmConfig]]:
-    """Every default config that the problem's K and SMs allow, and one that `tune` found: the one measured fastest
+    """Every default config that the problem's K and SMs allow, and one that `tune` found: the one measured best
     where that is known, then the fastest predicted."""
     own, measured = (tuned_choice(problem), measured_choice(problem)) if hardware.name == H200.name else (None, None)
     known = dict.fromkeys((*default_configs(problem.tma_store), *([own] if own else [])))
@@ -299,7 +300,7 @@ def candidates(problem: GemmProblem, hardware: Hardware = H200) -> list[tuple[Es
 
 
 def measured_choice(problem: GemmProblem) -> str | None:
-    """Name of the config that was measured fastest for this bucket: by the user's own search, else by ours, which knows
+    """Name of the config that was measured best for this bucket: by the user's own search, else by ours, which knows
     those buckets where the model is wrong."""
     own, model = tuned_choice(problem), calibration()
     if own is not None:
