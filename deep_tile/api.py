@@ -96,9 +96,9 @@ def fp8_gemm(
             waits for that one's end before it reads or writes what that one may touch; only then may its own successor
             start. Results are the same without; the host takes 0.5 to 0.8 us more to launch. None: unless `num_sms` is
             given, because thread blocks that wait would hold SMs that are left to others.
-        constant_weights: with `pdl`, also request `b` before that wait. Neither `b` nor `b_scale` may then be written
-            by the kernel before this one in the stream, nor, where that is another library's programmatic launch, by
-            any that may still run beside it.
+        constant_weights: with `pdl`, also request `b` before that wait, where that helps: at small m. Neither `b` nor
+            `b_scale` may then be written by the kernel before this one in the stream, nor, where that is another
+            library's programmatic launch, by any that may still run beside it.
 
     Returns:
         `out`.

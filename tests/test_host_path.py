@@ -177,6 +177,15 @@ for change in changes:
     assert options == [(1, 0)] * 7 + [(0, 0)] * 2 + [(1, 0)] * 4 + [(0, 0)] * 2 + [(1, 1)] * 2
 
 
+def test_constant_weights_are_requested_early_by_one_row_of_tiles(run_pretending):
+    _, launched = run_pretending("""
+for rows in (5, 64, 300):
+    many = torch.zeros(rows, 256).to(a.dtype), torch.ones(rows, 2), b, b_scale
+    attempt(fp8_gemm, *many, torch.zeros(rows, 128, dtype=out.dtype), constant_weights=True)
+""")
+    assert [re.search(r"early_b (\d)", launch)[1] for launch in launched] == ["1", "1", "0"]
+
+
 def test_out_is_allocated(run_pretending):
     shown, _ = run_pretending("""
 for _ in range(2):
