@@ -24,6 +24,7 @@ WEIGHT_BYTES = 400 << 20
 """Weights of a chain, in all: seven times an H200's L2."""
 
 BUSY_CYCLES = 200_000
+SINGLE, WARM = "single", "single, weights in L2"
 OPTIONS = {"plain": {"pdl": False}, "pdl": {}, "constant_weights": {"constant_weights": True}}
 
 
@@ -55,12 +56,12 @@ def keep_busy() -> None:
 def measure(shape: Shape, flush: timing.L2Flush) -> dict[str, float]:
     """Microseconds per launch: single, single with the weights in L2, and by option in a chain."""
     chain = Chain(shape)
-    single = {"single": chain.capture(launches=1)}
+    single = {SINGLE: chain.capture(launches=1)}
     chains = {name: chain.capture(**options) for name, options in OPTIONS.items()}
     cold = timing.time_alternating(single | chains, REPEATS, flush)
     warm = timing.time_alternating(single, REPEATS, keep_busy)
     per_launch = {name: cold[name].us / LAUNCHES for name in chains}
-    return {"single": cold["single"].us, "single, weights in L2": warm["single"].us, **per_launch}
+    return {SINGLE: cold[SINGLE].us, WARM: warm[SINGLE].us, **per_launch}
 
 
 def main() -> None:
@@ -73,7 +74,7 @@ def main() -> None:
         times = {str(shape): measure(shape, flush) for shape in shapes}
     path.write_text(json.dumps({"meta": timing.describe_run(), "us_per_launch": times}, indent=1) + "\n")
     for name in OPTIONS:
-        for single in ("single", "single, weights in L2"):
+        for single in (SINGLE, WARM):
             ratio = geometric_mean(us[name] / us[single] for us in times.values())
             print(f"{name}: {ratio:.3f} of {single}")
 

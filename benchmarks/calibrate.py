@@ -12,14 +12,13 @@ the model's error, and what the choices lose against the fastest config measured
 import argparse
 import json
 import math
-import statistics
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import fmean, geometric_mean
 
 import numpy as np
 
 import deep_tile
-from benchmarks.predict import Searched, compare, load_search, summary
+from benchmarks.predict import Searched, bucket_of, compare, load_search, summary
 from benchmarks.shapes import Shape
 from deep_tile import select
 from deep_tile.config import GemmConfig
@@ -86,12 +85,11 @@ def better_choices(searched: Searched, chains: Searched) -> dict[str, str]:
     that were timed in chains."""
     buckets: dict[GemmProblem, list[dict[str, float]]] = {}
     for shape, times in searched.items():
-        problem = select.bucketed(GemmProblem(*shape, num_sms=H200.num_sms))
-        buckets.setdefault(problem, []).append(scores(times, chains.get(shape)))
+        buckets.setdefault(bucket_of(shape), []).append(scores(times, chains.get(shape)))
     choices = {}
     for problem, measurements in buckets.items():
         names = set.intersection(*map(set, measurements))
-        mean = {name: statistics.fmean(one[name] for one in measurements) for name in names}
+        mean = {name: fmean(one[name] for one in measurements) for name in names}
         best, chosen = min(sorted(mean), key=mean.get), select.choose(problem).name
         if mean.get(chosen, math.inf) - mean[best] > math.log(WORTH):
             choices[select.bucket_key(problem)] = best
@@ -101,18 +99,14 @@ def better_choices(searched: Searched, chains: Searched) -> dict[str, str]:
 def report(searched: Searched) -> str:
     """How well the calibration on disk predicts the search, and what following its choices costs."""
     figures = summary(compare(searched))
-    chosen = {shape: select.choose(GemmProblem(*shape, num_sms=H200.num_sms)).name for shape in searched}
+    errors = f"median error {figures['median error']:.1%}, 90th percentile {figures['90th percentile']:.1%}"
+    return f"{errors}; {report_losses(searched)}"
+
+
+def report_losses(searched: Searched) -> str:
+    """What following the choices costs, alone or in chains, whichever was searched."""
+    chosen = {shape: select.choose_bucket(bucket_of(shape)).name for shape in searched}
     losses = [times[chosen[shape]] / min(times.values()) for shape, times in searched.items()]
-    return (
-        f"median error {figures['median error']:.1%}, 90th percentile {figures['90th percentile']:.1%}; chosen over "
-        f"fastest: {geometric_mean(losses):.3f} in the geometric mean, {max(losses):.3f} at worst"
-    )
-
-
-def report_chains(chains: Searched) -> str:
-    """What following the choices costs in chains."""
-    chosen = {shape: select.choose(GemmProblem(*shape, num_sms=H200.num_sms)).name for shape in chains}
-    losses = [times[chosen[shape]] / min(times.values()) for shape, times in chains.items()]
     return f"chosen over fastest: {geometric_mean(losses):.3f} in the geometric mean, {max(losses):.3f} at worst"
 
 
@@ -135,7 +129,7 @@ def main() -> None:
     print("model alone:", report(searched))
     write({**model, "choices": better_choices(searched, chains)})
     print("with choices:", report(searched))
-    print("in chains:", report_chains(chains))
+    print("in chains:", report_losses(chains))
 
 
 if __name__ == "__main__":

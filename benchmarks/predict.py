@@ -74,6 +74,11 @@ def load_search(path: Path = SEARCH, times: str = "us") -> Searched:
     return {Shape.parse(text): by_config for text, by_config in json.loads(path.read_text())[times].items()}
 
 
+def bucket_of(shape: Shape) -> GemmProblem:
+    """The problem whose choice of a kernel this shape shares, on the GPU that was searched."""
+    return select.bucketed(GemmProblem(*shape, num_sms=H200.num_sms))
+
+
 def compare(searched: Searched) -> list[Compared]:
     """Every shape, with the configs that were searched and that the selector still has."""
     configs = {config.name: config for config in select.default_configs()}

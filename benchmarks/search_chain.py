@@ -17,8 +17,8 @@ import torch
 from rich.progress import track
 
 from benchmarks import timing
-from benchmarks.bench_chain import LAUNCHES, Chain
-from benchmarks.predict import Searched, load_search
+from benchmarks.bench_chain import LAUNCHES, REPEATS, Chain
+from benchmarks.predict import Searched, bucket_of, load_search
 from benchmarks.shapes import Shape
 from deep_tile import select
 from deep_tile.problem import GemmProblem
@@ -28,15 +28,14 @@ LARGEST_M = 128
 NEAR = 1.03
 """Contenders take at most this many times the fastest config's time when launched alone, at one m of their bucket."""
 
-REPEATS = 30
-
 
 def contenders(searched: Searched) -> dict[Shape, set[str]]:
     """By shape, names of the configs near the fastest; all shapes of a bucket, which share a choice, have the same."""
     near: dict[GemmProblem, set[str]] = defaultdict(set)
     for shape, times in searched.items():
-        near[select.bucketed(GemmProblem(*shape))] |= {n for n, us in times.items() if us <= NEAR * min(times.values())}
-    return {shape: near[select.bucketed(GemmProblem(*shape))] for shape in searched}
+        limit = NEAR * min(times.values())
+        near[bucket_of(shape)] |= {name for name, us in times.items() if us <= limit}
+    return {shape: near[bucket_of(shape)] for shape in searched}
 
 
 def chain_us(shape: Shape, names: set[str], flush: timing.L2Flush) -> dict[str, float]:

@@ -93,8 +93,8 @@ def capture_empty() -> Captured:
     return capture(lambda: torch.ones(1, device="cuda"))
 
 
-def time_alternating(graphs: dict[Any, Captured], repeats: int, flush: L2Flush) -> dict[Any, Timing]:
-    """Time every graph `repeats` times, taking turns, each with a cold L2."""
+def time_alternating(graphs: dict[Any, Captured], repeats: int, flush: Callable[[], None]) -> dict[Any, Timing]:
+    """Time every graph `repeats` times, taking turns, each after work of `flush`: an L2Flush for a cold L2."""
     events = {name: [] for name in graphs}
     shuffled = random.Random(0)
     for graph in graphs.values():

@@ -305,14 +305,21 @@ def test_a_config_is_chosen_by_its_time_alone_or_by_that_and_its_time_in_chains(
     assert by_both == pytest.approx({"a": math.log(90) / 2, "b": math.log(81.6) / 2})
 
 
-def test_choices_are_listed_where_the_model_chooses_another(monkeypatch):
-    shape = Shape(64, 4096, 7168)
+@pytest.fixture
+def model_alone(monkeypatch):
+    """The selector without measured choices."""
     model = select.calibration()
     monkeypatch.setattr(select, "calibration", lambda: model._replace(choices={}))
     select.choose_bucket.cache_clear()
+    yield
+    select.choose_bucket.cache_clear()
+
+
+@pytest.mark.usefixtures("model_alone")
+def test_choices_are_listed_where_the_model_chooses_another():
+    shape = Shape(64, 4096, 7168)
     chosen = select.choose(GemmProblem(*shape)).name
     times = {chosen: 10.0, "other": 10.1}
     assert calibrate.better_choices({shape: times}, {}) == {}
     assert calibrate.better_choices({shape: times}, {shape: {chosen: 9.0, "other": 8.0}}) == {"64x4096x7168": "other"}
     assert calibrate.better_choices({shape: times}, {shape: {"other": 8.0}}) == {"64x4096x7168": "other"}
-    select.choose_bucket.cache_clear()
