@@ -51,8 +51,8 @@ def test_every_preset(call, gpu):
 
 
 def test_where_the_choice_for_another_gpu_differs_it_is_said(call):
-    out = " ".join(call("explain", "64", "4096", "7168", "--hardware", "H100 SXM")[1].split())
-    derived = report.derivation(64, 4096, 7168, hardware="H100 SXM")
+    out = " ".join(call("explain", "64", "24576", "1536", "--hardware", "H100 SXM")[1].split())
+    derived = report.derivation(64, 24576, 1536, hardware="H100 SXM")
     used = select.choose(derived.problem)
     assert used != derived.choice.config
     assert f"By itself fp8_gemm takes {used.name}" in out
