@@ -83,9 +83,7 @@ def scores(times: dict[str, float], in_chains: dict[str, float] | None) -> dict[
     if in_chains is None:
         return {name: math.log(us) for name, us in times.items()}
     limit = NEAR * min(times.values())
-    return {
-        name: (math.log(times[name]) + math.log(us)) / 2 for name, us in in_chains.items() if times[name] <= limit
-    }
+    return {name: (math.log(times[name]) + math.log(us)) / 2 for name, us in in_chains.items() if times[name] <= limit}
 
 
 def better_choices(searched: Searched, chains: Searched) -> dict[str, str]:

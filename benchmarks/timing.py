@@ -38,11 +38,12 @@ __all__ = [
 
 METHOD = (
     "One CUDA graph per contestant and shape. Each sample: write 256 MB and read another 256 MB, which leaves L2 "
-    "cold and clean; then event, graph replay, event; then the host waits. Contestants alternate in an order shuffled "
-    "for every round. us is the median, p10_us and p90_us the spread. empty_graph_us, the same with a one-element "
-    "fill, is included in every figure. sustained_us: back-to-back replays for about a second, L2 not flushed, after a "
-    "third of a second of the same. Inputs are random normal; tensor- and row-scaled contestants multiply the same FP8 "
-    "values with unit scales. Errors are of the timed output, against float64."
+    "cold and clean; then event, graph replay, event; then, while the GPU does the next sample's writing and reading, "
+    "the host waits for this one. Contestants alternate in an order shuffled for every round. us is the median, p10_us "
+    "and p90_us the spread. empty_graph_us, the same with a one-element fill, is included in every figure. "
+    "sustained_us: back-to-back replays for about a second, L2 not flushed, after a third of a second of the same. "
+    "Inputs are random normal; tensor- and row-scaled contestants multiply the same FP8 values with unit scales. "
+    "Errors are of the timed output, against float64."
 )
 
 _SMI_FIELDS = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"

@@ -2,8 +2,9 @@
 
 Used by tune.py and by the benchmark scripts. Invariant: between the two events of a sample lies one graph replay and
 nothing else, and the GPU is still busy flushing L2 while the host enqueues them, so no host time is measured. The host
-waits for each sample before it enqueues the next: samples queued behind each other take 0.7 to 1 us longer, whatever
-they time, and not evenly (an empty graph 3.5 to 4.3 us, not 2.8; H200, 2026-11-22).
+waits for each sample before it enqueues the next: queued behind each other, samples take longer, whatever they time,
+and not evenly (an empty graph 3.5 to 4.3 us, not 3.0 to 3.5; H200, 2026-11-22). Meanwhile the GPU does the next flush,
+so that it is never idle.
 """
 
 import random
@@ -101,10 +102,12 @@ def time_alternating(graphs: dict[Any, Captured], repeats: int, flush: Callable[
     shuffled = random.Random(0)
     for graph in graphs.values():
         graph.replay()  # The first replay also uploads the graph.
+    flush()
     for _ in range(repeats):
         for name in shuffled.sample(list(graphs), len(graphs)):
+            start, end = _replay_between_events([graphs[name]])
             flush()
-            samples[name].append(_replay_between_events([graphs[name]]))
+            samples[name].append(_elapsed_us(start, end))
     return {name: Timing.of(us) for name, us in samples.items()}
 
 
@@ -130,15 +133,19 @@ def time_sustained(graph: Captured, once_us: float, seconds: float = 1.0) -> flo
     replays = max(1, round(seconds * 1e6 / once_us))
     for _ in range(replays // 3):
         graph.replay()
-    return _replay_between_events([graph] * replays) / replays
+    return _elapsed_us(*_replay_between_events([graph] * replays)) / replays
 
 
-def _replay_between_events(graphs: Iterable[Captured]) -> float:
-    """Microseconds of all replays; returns when they have ended."""
+def _replay_between_events(graphs: Iterable[Captured]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for graph in graphs:
         graph.replay()
     end.record()
+    return start, end
+
+
+def _elapsed_us(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    """Microseconds between the events; waits for the second."""
     end.synchronize()
     return start.elapsed_time(end) * 1e3
