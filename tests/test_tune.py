@@ -292,3 +292,30 @@ def test_refuses_what_cannot_be_multiplied():
     with pytest.raises(ValueError, match="shape 0x128x128: sizes must be positive"):
         tune.tune([(0, 128, 128)], wide=False, repeats=2, track=lambda items, *_: items)
     assert torch.cuda.is_available()
+
+
+def test_every_sample_is_awaited_while_the_gpu_flushes(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+
+        def synchronize(self):
+            log.append("wait")
+
+        def elapsed_time(self, end):
+            return 0.012
+
+    class Graph:
+        def replay(self):
+            log.append("replay")
+
+    monkeypatch.setattr(timing.torch.cuda, "Event", Event)
+    times = timing.time_alternating({"a": Graph()}, 2, lambda: log.append("flush"))
+    sample = ["event", "replay", "event", "flush", "wait"]
+    assert log == ["replay", "flush", *sample, *sample]
+    assert times["a"].us == pytest.approx(12)
