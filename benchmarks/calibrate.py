@@ -18,8 +18,7 @@ from statistics import fmean, geometric_mean
 import numpy as np
 
 import deep_tile
-from benchmarks.predict import Searched, bucket_of, compare, load_search, summary
-from benchmarks.search_chain import NEAR
+from benchmarks.predict import Searched, bucket_of, compare, load_search, summary, tied_for_fastest
 from benchmarks.shapes import Shape
 from deep_tile import select
 from deep_tile.config import GemmConfig
@@ -77,13 +76,13 @@ def write(model: dict) -> None:
 def scores(times: dict[str, float], in_chains: dict[str, float] | None) -> dict[str, float]:
     """By config, the logarithm of its time, or of the geometric mean of its times alone and in chains.
 
-    In chains those count that are near the fastest alone: a search that averages others knows that better than the one
+    In chains those count that tie for the fastest alone: a search that averages others knows that better than the one
     by which search_chain.py chose.
     """
     if in_chains is None:
         return {name: math.log(us) for name, us in times.items()}
-    limit = NEAR * min(times.values())
-    return {name: (math.log(times[name]) + math.log(us)) / 2 for name, us in in_chains.items() if times[name] <= limit}
+    tied = tied_for_fastest(times)
+    return {name: (math.log(times[name]) + math.log(us)) / 2 for name, us in in_chains.items() if name in tied}
 
 
 def better_choices(searched: Searched, chains: Searched) -> dict[str, str]:

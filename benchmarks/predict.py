@@ -79,6 +79,12 @@ def bucket_of(shape: Shape) -> GemmProblem:
     return select.bucketed(GemmProblem(*shape, num_sms=H200.num_sms))
 
 
+def tied_for_fastest(times: dict[str, float]) -> set[str]:
+    """Names of the configs that are the fastest of a shape, or CLOSE to it."""
+    limit = CLOSE * min(times.values())
+    return {name for name, us in times.items() if us <= limit}
+
+
 def compare(searched: Searched) -> list[Compared]:
     """Every shape, with the configs that were searched and that the selector still has."""
     configs = {config.name: config for config in select.default_configs()}

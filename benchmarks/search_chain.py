@@ -18,24 +18,21 @@ from rich.progress import track
 
 from benchmarks import timing
 from benchmarks.bench_chain import LAUNCHES, REPEATS, Chain
-from benchmarks.predict import Searched, bucket_of, load_search
+from benchmarks.predict import Searched, bucket_of, load_search, tied_for_fastest
 from benchmarks.shapes import Shape
 from deep_tile import select
 from deep_tile.problem import GemmProblem
 
 LARGEST_M = 128
 
-NEAR = 1.03
-"""Contenders take at most this many times the fastest config's time when launched alone, at one m of their bucket."""
-
 
 def contenders(searched: Searched) -> dict[Shape, set[str]]:
-    """By shape, names of the configs near the fastest; all shapes of a bucket, which share a choice, have the same."""
-    near: dict[GemmProblem, set[str]] = defaultdict(set)
+    """By shape, names of the configs that tie for the fastest at one m of its bucket; all shapes of a bucket, which
+    share a choice, have the same."""
+    tied: dict[GemmProblem, set[str]] = defaultdict(set)
     for shape, times in searched.items():
-        limit = NEAR * min(times.values())
-        near[bucket_of(shape)] |= {name for name, us in times.items() if us <= limit}
-    return {shape: near[bucket_of(shape)] for shape in searched}
+        tied[bucket_of(shape)] |= tied_for_fastest(times)
+    return {shape: tied[bucket_of(shape)] for shape in searched}
 
 
 def chain_us(shape: Shape, names: set[str], flush: timing.L2Flush) -> dict[str, float]:

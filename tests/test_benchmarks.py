@@ -303,6 +303,7 @@ def test_a_config_is_chosen_by_its_time_alone_or_by_that_and_its_time_in_chains(
     assert min(by_time, key=by_time.get) == "a"
     by_both = calibrate.scores(alone, {"a": 9.0, "b": 8.0})
     assert by_both == pytest.approx({"a": math.log(90) / 2, "b": math.log(81.6) / 2})
+    assert calibrate.scores(alone, {"a": 9.0, "b": 8.0, "c": 5.0}) == by_both
 
 
 @pytest.fixture
