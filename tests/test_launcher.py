@@ -295,9 +295,9 @@ launcher.prepare(kernel, **LAUNCH)
 """)
     assert out.split("---\n")[1].splitlines() == [
         "cuTensorMapEncodeTiled 0x80 type 0 rank 2 sizes 7168,4096 stride 7168 box 128,64 steps 1,1 "
-        "interleave 0 swizzle 3 promotion 3 fill 0 misaligned 0",
+        "interleave 0 swizzle 3 promotion 2 fill 0 misaligned 0",
         "cuTensorMapEncodeTiled 0x80 type 0 rank 2 sizes 7168,2112 stride 7168 box 128,96 steps 1,1 "
-        "interleave 0 swizzle 3 promotion 3 fill 0 misaligned 0",
+        "interleave 0 swizzle 3 promotion 2 fill 0 misaligned 0",
         "cuTensorMapEncodeTiled 0x80 type 9 rank 2 sizes 2112,4096 stride 4224 box 64,64 steps 1,1 "
         "interleave 0 swizzle 3 promotion 0 fill 0 misaligned 0",
     ]
@@ -765,7 +765,7 @@ SAME(MAP_SWIZZLE_32B, CU_TENSOR_MAP_SWIZZLE_32B);
 SAME(MAP_SWIZZLE_64B, CU_TENSOR_MAP_SWIZZLE_64B);
 SAME(MAP_SWIZZLE_128B, CU_TENSOR_MAP_SWIZZLE_128B);
 SAME(MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE);
-SAME(MAP_L2_PROMOTION_256B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+SAME(MAP_L2_PROMOTION_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 SAME(MAP_OOB_FILL_ZEROS, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 SAME(ERROR_NOT_INITIALIZED, CUDA_ERROR_NOT_INITIALIZED);
 SAME(ERROR_NO_DEVICE, CUDA_ERROR_NO_DEVICE);
