@@ -18,7 +18,7 @@ from statistics import fmean, geometric_mean
 import numpy as np
 
 import deep_tile
-from benchmarks.predict import Searched, bucket_of, compare, load_search, summary, tied_for_fastest
+from benchmarks.predict import Searched, bucket_of, compare, contenders, load_search, summary
 from benchmarks.shapes import Shape
 from deep_tile import select
 from deep_tile.config import GemmConfig
@@ -26,7 +26,7 @@ from deep_tile.hardware import H200
 from deep_tile.problem import GemmProblem
 
 SHARED = {
-    **{"launch_us": 5.2, "memory_us": 0.7, "overlap": 6.0},
+    **{"launch_us": 5.4, "memory_us": 0.7, "overlap": 6.0},
     **{"idle_gain": 0.16, "throttle": 0.6, "throttle_us": 1000.0},
 }
 """Best of a grid around them (launch 4.5 to 6.0, memory 0.7 to 1, overlap 4 to 8, gain 0.05 to 0.2, throttle 0.3 to 0.8
@@ -73,27 +73,30 @@ def write(model: dict) -> None:
     select.choose_bucket.cache_clear()
 
 
-def scores(times: dict[str, float], in_chains: dict[str, float] | None) -> dict[str, float]:
+def scores(times: dict[str, float], in_chains: dict[str, float] | None, tied: set[str]) -> dict[str, float]:
     """By config, the logarithm of its time, or of the geometric mean of its times alone and in chains.
 
-    In chains those count that tie for the fastest alone: a search that averages others knows that better than the one
-    by which search_chain.py chose.
+    In chains those count that are `tied` for the fastest alone: a search that averages others knows that better than
+    the one by which search_chain.py chose.
     """
     if in_chains is None:
         return {name: math.log(us) for name, us in times.items()}
-    tied = tied_for_fastest(times)
-    return {name: (math.log(times[name]) + math.log(us)) / 2 for name, us in in_chains.items() if name in tied}
+    return {name: (math.log(times[name]) + math.log(in_chains[name])) / 2 for name in tied & in_chains.keys()}
 
 
 def better_choices(searched: Searched, chains: Searched) -> dict[str, str]:
     """By bucket, "MxNxK" with its largest m: the best config, where the model's choice is WORTH slower or none of those
     that were timed in chains."""
+    tied = contenders(searched)
     buckets: dict[GemmProblem, list[dict[str, float]]] = {}
     for shape, times in searched.items():
-        buckets.setdefault(bucket_of(shape), []).append(scores(times, chains.get(shape)))
+        problem = bucket_of(shape)
+        buckets.setdefault(problem, []).append(scores(times, chains.get(shape), tied[problem]))
     choices = {}
     for problem, measurements in buckets.items():
         names = set.intersection(*map(set, measurements))
+        if not names:
+            raise SystemExit(f"no config was timed at every m of {problem}, alone and in chains; search chains again")
         mean = {name: fmean(one[name] for one in measurements) for name in names}
         best, chosen = min(sorted(mean), key=mean.get), select.choose(problem).name
         if mean.get(chosen, math.inf) - mean[best] > math.log(WORTH):

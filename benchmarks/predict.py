@@ -9,6 +9,7 @@ part, only the model does.
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import geometric_mean
@@ -83,6 +84,14 @@ def tied_for_fastest(times: dict[str, float]) -> set[str]:
     """Names of the configs that are the fastest of a shape, or CLOSE to it."""
     limit = CLOSE * min(times.values())
     return {name for name, us in times.items() if us <= limit}
+
+
+def contenders(searched: Searched) -> dict[GemmProblem, set[str]]:
+    """By bucket, names of the configs that tie for the fastest at one of its m at least."""
+    tied: dict[GemmProblem, set[str]] = defaultdict(set)
+    for shape, times in searched.items():
+        tied[bucket_of(shape)] |= tied_for_fastest(times)
+    return tied
 
 
 def compare(searched: Searched) -> list[Compared]:

@@ -10,7 +10,6 @@ the first SM that is free, often beside one that works as well, and the two SMs 
 
 import argparse
 import json
-from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -18,21 +17,11 @@ from rich.progress import track
 
 from benchmarks import timing
 from benchmarks.bench_chain import LAUNCHES, REPEATS, Chain
-from benchmarks.predict import Searched, bucket_of, load_search, tied_for_fastest
+from benchmarks.predict import bucket_of, contenders, load_search
 from benchmarks.shapes import Shape
 from deep_tile import select
-from deep_tile.problem import GemmProblem
 
 LARGEST_M = 128
-
-
-def contenders(searched: Searched) -> dict[Shape, set[str]]:
-    """By shape, names of the configs that tie for the fastest at one m of its bucket; all shapes of a bucket, which
-    share a choice, have the same."""
-    tied: dict[GemmProblem, set[str]] = defaultdict(set)
-    for shape, times in searched.items():
-        tied[bucket_of(shape)] |= tied_for_fastest(times)
-    return {shape: tied[bucket_of(shape)] for shape in searched}
 
 
 def chain_us(shape: Shape, names: set[str], flush: timing.L2Flush) -> dict[str, float]:
@@ -49,9 +38,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     arguments = parser.parse_args()
     searched = {shape: times for shape, times in load_search(arguments.search).items() if shape.m <= LARGEST_M}
+    names = contenders(searched)  # the same for all shapes of a bucket, because they share a choice
     flush = timing.L2Flush()
     with torch.cuda.stream(torch.cuda.Stream()):
-        us = {str(shape): chain_us(shape, names, flush) for shape, names in track(contenders(searched).items())}
+        us = {str(shape): chain_us(shape, names[bucket_of(shape)], flush) for shape in track(searched)}
     arguments.out.write_text(json.dumps({"run": timing.describe_run(), "us_per_launch": us}, indent=1) + "\n")
 
 

@@ -27,7 +27,7 @@ _MAX_STAGES = 24
 _DECODE_TILES = (
     *((16, 4, 1), (32, 2, 1), (32, 4, 1), (32, 2, 2), (32, 4, 2), (48, 1, 1), (48, 2, 1)),
     *((64, 1, 1), (64, 2, 1), (64, 4, 1), (64, 1, 2), (64, 2, 2), (64, 1, 4), (64, 2, 4)),
-    *((96, 2, 1), (128, 1, 1), (128, 1, 2), (128, 2, 4), (128, 2, 8), (192, 1, 1), (256, 1, 1)),
+    *((96, 2, 1), (112, 1, 1), (128, 1, 1), (128, 1, 2), (128, 2, 4), (128, 2, 8), (192, 1, 1), (256, 1, 1)),
 )
 """(block_n, scale_blocks, split_k) of 64-row tiles. Several scale blocks per stage hide a short WGMMA chain's latency,
 stages of one arrive sooner; split K spreads few, wide tiles over all SMs, which read less of `a` than many narrow."""

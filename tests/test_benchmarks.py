@@ -13,7 +13,7 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # Appended: an installed deep_tile still comes first.
 
-from benchmarks import bench_gemm, bench_overhead, calibrate, report, search, search_chain, timing  # noqa: E402
+from benchmarks import bench_gemm, bench_overhead, calibrate, predict, report, search, timing  # noqa: E402
 from benchmarks.peers import PEERS, Inputs, deep_tile_peer  # noqa: E402
 from benchmarks.shapes import DENSE, M_RANGES, NARROW_N, NINE, SHORT_K, Shape, m_range, select_shapes  # noqa: E402
 from deep_tile import select  # noqa: E402
@@ -288,22 +288,22 @@ def test_narrow_tiles_are_searched_where_wide_ones_leave_sms_idle():
     assert not search.plausible(narrow, Shape(4096, 4096, 7168))
 
 
-def test_contenders_of_a_bucket_are_the_same_for_all_its_shapes():
+def test_contenders_of_a_bucket_tie_for_the_fastest_at_one_of_its_m():
     searched = {
         Shape(1, 4096, 512): {"a": 10.0, "b": 10.2, "c": 12.0},
         Shape(8, 4096, 512): {"a": 10.0, "b": 11.0, "c": 10.1},
         Shape(16, 4096, 512): {"a": 10.0, "b": 11.0, "c": 12.0},
     }
-    assert list(search_chain.contenders(searched).values()) == [{"a", "b", "c"}, {"a", "b", "c"}, {"a"}]
+    assert list(predict.contenders(searched).values()) == [{"a", "b", "c"}, {"a"}]
 
 
 def test_a_config_is_chosen_by_its_time_alone_or_by_that_and_its_time_in_chains():
     alone = {"a": 10.0, "b": 10.2, "c": 12.0}
-    by_time = calibrate.scores(alone, None)
+    by_time = calibrate.scores(alone, None, {"a", "b"})
     assert min(by_time, key=by_time.get) == "a"
-    by_both = calibrate.scores(alone, {"a": 9.0, "b": 8.0})
+    by_both = calibrate.scores(alone, {"a": 9.0, "b": 8.0}, {"a", "b"})
     assert by_both == pytest.approx({"a": math.log(90) / 2, "b": math.log(81.6) / 2})
-    assert calibrate.scores(alone, {"a": 9.0, "b": 8.0, "c": 5.0}) == by_both
+    assert calibrate.scores(alone, {"a": 9.0, "b": 8.0, "c": 5.0}, {"a", "b"}) == by_both
 
 
 @pytest.fixture
@@ -324,3 +324,15 @@ def test_choices_are_listed_where_the_model_chooses_another():
     assert calibrate.better_choices({shape: times}, {}) == {}
     assert calibrate.better_choices({shape: times}, {shape: {chosen: 9.0, "other": 8.0}}) == {"64x4096x7168": "other"}
     assert calibrate.better_choices({shape: times}, {shape: {"other": 8.0}}) == {"64x4096x7168": "other"}
+
+
+def test_a_bucket_is_given_a_config_that_ties_at_one_of_its_m_only():
+    searched = {Shape(1, 4096, 7168): {"a": 10.0, "b": 10.4}, Shape(8, 4096, 7168): {"a": 10.0, "b": 9.6}}
+    chains = {shape: {"a": 9.0, "b": 7.0} for shape in searched}
+    assert calibrate.better_choices(searched, chains) == {"8x4096x7168": "b"}
+
+
+def test_chains_of_other_configs_are_an_error():
+    searched = {Shape(8, 4096, 7168): {"a": 10.0, "b": 12.0}}
+    with pytest.raises(SystemExit, match="no config was timed at every m .*m=8, n=4096, k=7168.* search chains"):
+        calibrate.better_choices(searched, {shape: {"c": 9.0} for shape in searched})
