@@ -79,6 +79,21 @@ NARROW_N = tuple(
 )
 """Searched, not in the table: tiles too few to fill the SMs, at a middle m."""
 
+BETWEEN = tuple(
+    Shape(m, n, k) for n, k in DEEPSEEK_V3_LAYERS.values() for m in (24, 48, 96, 192, 320, 384, 640, 768, 1536, 3072)
+)
+"""Searched, not in the table: its layers at m in between, where tiles of 128 rows or 64 have rows to spare."""
+
+UNSEEN = tuple(
+    Shape(m, n, k)
+    for n, k in (
+        *((1280, 2880), (3072, 4096), (4096, 12288), (5120, 5120), (7168, 18432)),
+        *((8192, 8192), (8192, 28672), (10240, 8192), (36864, 7168), (57344, 8192)),
+    )
+    for m in (16, 64, 128, 200, 256, 512, 1024, 2048)
+)
+"""Searched apart: layers of other models, to which the time model is not fitted, to see how it chooses there."""
+
 M_RANGES = {"m<=128": (1, 128), "m=129-1024": (129, 1024), "m>1024": (1025, 1 << 62)}
 """Decode, the middle and prefill, which are limited by different things; means are taken within each."""
 
@@ -89,8 +104,8 @@ def m_range(shape: Shape) -> str:
 
 
 def select_shapes(text: str) -> list[Shape]:
-    """From a command line: "all", "nine", "searched", a name of `M_RANGES`, or MxNxK[,MxNxK...]."""
+    """From a command line: "all", "nine", "searched", "unseen", a name of `M_RANGES`, or MxNxK[,MxNxK...]."""
     if text in M_RANGES:
         return [shape for shape in DENSE if m_range(shape) == text]
-    named = {"all": DENSE, "nine": NINE, "searched": DENSE + SHORT_K + NARROW_N}
+    named = {"all": DENSE, "nine": NINE, "searched": DENSE + SHORT_K + NARROW_N + BETWEEN, "unseen": UNSEEN}
     return list(named[text]) if text in named else [Shape.parse(part) for part in text.split(",")]

@@ -455,7 +455,8 @@ enum {
     GRID,
     CLUSTER,
     THREADS,
-    A_BOX_ROWS,
+    A_TAIL_ROWS,
+    B_TAIL_ROWS,
     A_SCALE_STRIDE_M,
     A_SCALE_STRIDE_K,
     B_SCALE_STRIDE_N,
@@ -472,7 +473,8 @@ static const Field launch_fields[LAUNCH_NUMBERS] = {
     [GRID] = {"grid", 1, INT_MAX},
     [CLUSTER] = {"cluster", 1, 8},
     [THREADS] = {"threads", 1, 1024},
-    [A_BOX_ROWS] = {"a_box_rows", 1, 256},
+    [A_TAIL_ROWS] = {"a_tail_rows", 0, 256},
+    [B_TAIL_ROWS] = {"b_tail_rows", 0, 256},
     [A_SCALE_STRIDE_M] = {"a_scale_strides[0]", 0, LLONG_MAX},
     [A_SCALE_STRIDE_K] = {"a_scale_strides[1]", 0, LLONG_MAX},
     [B_SCALE_STRIDE_N] = {"b_scale_strides[0]", 0, LLONG_MAX},
@@ -496,16 +498,6 @@ static bool read_launch_numbers(PyObject *const given[], long long numbers[])
     return false;
 }
 
-/* The kernel counts the bytes of a_box_rows rows; a box of any other height would leave it waiting for ever. */
-static bool check_a_box_rows(long long a_box_rows, const MapLayout *a_map)
-{
-    if (a_box_rows == a_map->box[1])
-        return true;
-    PyErr_Format(PyExc_ValueError, "prepare: a_box_rows is %lld, want a_map.box_outer, %d", a_box_rows,
-                 (int)a_map->box[1]);
-    return false;
-}
-
 /* For an address that launching puts in. */
 static bool encode_map(Failure *failure, TensorMap *map, const MapLayout *layout)
 {
@@ -514,6 +506,14 @@ static bool encode_map(Failure *failure, TensorMap *map, const MapLayout *layout
     return CALL(failure, cuTensorMapEncodeTiled, (struct CUtensorMap_st *)map, layout->element_type, 2,
                 any_aligned_address, layout->sizes, &layout->outer_stride_bytes, layout->box, element_steps,
                 MAP_INTERLEAVE_NONE, layout->swizzle, layout->l2_promotion, MAP_OOB_FILL_ZEROS);
+}
+
+/* The map of an operand's last tile, where that has `rows` rows and not as many as the others, or 0. */
+static bool encode_tail_map(Failure *failure, TensorMap *map, const MapLayout *operand, long long rows)
+{
+    MapLayout layout = *operand;
+    layout.box[1] = (uint32_t)rows;
+    return rows == 0 || encode_map(failure, map, &layout);
 }
 
 /* How many rows' scales TMA can copy, if they begin at a multiple of 16 bytes. */
@@ -537,28 +537,33 @@ static bool fill_template(Failure *failure, Launch *launch, const long long numb
         .m = (int)numbers[SIZE_M],
         .n = (int)numbers[SIZE_N],
         .k = (int)numbers[SIZE_K],
-        .a_box_rows = (int)numbers[A_BOX_ROWS],
+        .a_tail_rows = (int)numbers[A_TAIL_ROWS],
+        .b_tail_rows = (int)numbers[B_TAIL_ROWS],
         .early_b = early_b,
         .bulk_scale_rows = bulk_scale_rows(numbers),
         .raster_rows_log2 = (int)numbers[RASTER_ROWS_LOG2],
     };
     bool encoded = encode_map(failure, &params.a_map, a_map) && encode_map(failure, &params.b_map, b_map) &&
+                   encode_tail_map(failure, &params.a_tail_map, a_map, numbers[A_TAIL_ROWS]) &&
+                   encode_tail_map(failure, &params.b_tail_map, b_map, numbers[B_TAIL_ROWS]) &&
                    (out_map == NULL || encode_map(failure, &params.out_map, out_map));
     memcpy(launch->params, &params, sizeof params);
     return encoded;
 }
 
 PyDoc_STRVAR(prepare_doc,
-             "prepare(kernel, *, grid, cluster, threads, a_map, b_map, out_map, a_box_rows, a_scale_strides,\n"
-             "        b_scale_strides, out_stride_m, m, n, k, pdl, early_b, raster_rows_log2) -> Launch\n"
+             "prepare(kernel, *, grid, cluster, threads, a_map, b_map, out_map, a_tail_rows, b_tail_rows,\n"
+             "        a_scale_strides, b_scale_strides, out_stride_m, m, n, k, pdl, early_b, raster_rows_log2)\n"
+             "-> Launch\n"
              "\n"
              "Everything about a launch but the addresses.\n"
              "\n"
              "grid, cluster: blocks, and blocks per cluster; threads: per block. a_map, b_map, out_map: tensor maps\n"
              "(element_bytes, inner, outer, outer_stride_bytes, box_inner, box_outer, swizzle_bytes), with elements\n"
-             "of 1 byte or of 2 (BF16); out_map is None for a kernel that stores directly. a_scale_strides (m, k),\n"
-             "b_scale_strides (n, k) and out_stride_m are in elements. pdl: programmatic dependent launch, under\n"
-             "which the kernel may request b before it waits for the preceding kernel if early_b is true.\n"
+             "of 1 byte or of 2 (BF16); out_map is None for a kernel that stores directly. a_tail_rows, b_tail_rows:\n"
+             "box_outer for the last tile of a or b if it has fewer rows than the others, or 0. a_scale_strides\n"
+             "(m, k), b_scale_strides (n, k) and out_stride_m are in elements. pdl: programmatic dependent launch,\n"
+             "under which the kernel may request b before it waits for the preceding kernel if early_b is true.\n"
              "raster_rows_log2: of the rows of tiles that the raster descends before it steps along n.\n"
              "\n"
              "Raises ValueError or TypeError naming the field, what was seen and what is wanted, RuntimeError for\n"
@@ -566,17 +571,33 @@ PyDoc_STRVAR(prepare_doc,
 
 static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"",        "grid",       "cluster",         "threads",         "a_map",        "b_map",
-                               "out_map", "a_box_rows", "a_scale_strides", "b_scale_strides", "out_stride_m", "m",
-                               "n",       "k",          "pdl",             "early_b",         "raster_rows_log2",
+    static char *keywords[] = {"",
+                               "grid",
+                               "cluster",
+                               "threads",
+                               "a_map",
+                               "b_map",
+                               "out_map",
+                               "a_tail_rows",
+                               "b_tail_rows",
+                               "a_scale_strides",
+                               "b_scale_strides",
+                               "out_stride_m",
+                               "m",
+                               "n",
+                               "k",
+                               "pdl",
+                               "early_b",
+                               "raster_rows_log2",
                                NULL};
     PyObject *kernel, *a_map, *b_map, *out_map, *given[LAUNCH_NUMBERS];
     int pdl, early_b;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$OOOOOOO(OO)(OO)OOOOppO:prepare", keywords, &kernel, &given[GRID],
-                                     &given[CLUSTER], &given[THREADS], &a_map, &b_map, &out_map, &given[A_BOX_ROWS],
-                                     &given[A_SCALE_STRIDE_M], &given[A_SCALE_STRIDE_K], &given[B_SCALE_STRIDE_N],
-                                     &given[B_SCALE_STRIDE_K], &given[OUT_STRIDE_M], &given[SIZE_M], &given[SIZE_N],
-                                     &given[SIZE_K], &pdl, &early_b, &given[RASTER_ROWS_LOG2]))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$OOOOOOOO(OO)(OO)OOOOppO:prepare", keywords, &kernel, &given[GRID],
+                                     &given[CLUSTER], &given[THREADS], &a_map, &b_map, &out_map, &given[A_TAIL_ROWS],
+                                     &given[B_TAIL_ROWS], &given[A_SCALE_STRIDE_M], &given[A_SCALE_STRIDE_K],
+                                     &given[B_SCALE_STRIDE_N], &given[B_SCALE_STRIDE_K], &given[OUT_STRIDE_M],
+                                     &given[SIZE_M], &given[SIZE_N], &given[SIZE_K], &pdl, &early_b,
+                                     &given[RASTER_ROWS_LOG2]))
         return NULL;
 
     long long numbers[LAUNCH_NUMBERS];
@@ -584,8 +605,7 @@ static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
     bool has_out_map = out_map != Py_None;
     if (!read_launch_numbers(given, numbers) || !read_map(a_map, "a_map", operand_promotion, &a_layout) ||
         !read_map(b_map, "b_map", operand_promotion, &b_layout) ||
-        (has_out_map && !read_map(out_map, "out_map", MAP_L2_PROMOTION_NONE, &out_layout)) ||
-        !check_a_box_rows(numbers[A_BOX_ROWS], &a_layout))
+        (has_out_map && !read_map(out_map, "out_map", MAP_L2_PROMOTION_NONE, &out_layout)))
         return NULL;
     ModuleState *state = PyModule_GetState(module);
     if (Py_TYPE(kernel) != state->kernel_type)
@@ -635,6 +655,8 @@ static bool fill_params(Failure *failure, GemmParams *params, const Launch *laun
     if (addresses[A_SCALE] % TMA_ALIGNMENT_BYTES != 0)
         params->bulk_scale_rows = 0;
     return point_map(failure, &params->a_map, addresses[A]) && point_map(failure, &params->b_map, addresses[B]) &&
+           (params->a_tail_rows == 0 || point_map(failure, &params->a_tail_map, addresses[A])) &&
+           (params->b_tail_rows == 0 || point_map(failure, &params->b_tail_map, addresses[B])) &&
            (!launch->has_out_map || point_map(failure, &params->out_map, addresses[OUT]));
 }
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from deep_tile import _launcher, jit
 from deep_tile.codegen import kernel_source
-from deep_tile.config import SCALE_BLOCK, GemmConfig, round_up
+from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.problem import GemmProblem
 from deep_tile.select import grid_size, raster_rows
 
@@ -82,8 +82,7 @@ def prepare_launch(
         RuntimeError: the driver refuses the kernel.
     """
     m, n, k = problem.m, problem.n, problem.k
-    box_rows = a_box_rows(config, m)
-    a_map = (1, k, m, layout.a_stride, SCALE_BLOCK, box_rows, 128)
+    a_map = (1, k, m, layout.a_stride, SCALE_BLOCK, config.block_m // config.cluster_n, 128)
     b_map = (1, k, n, layout.b_stride, SCALE_BLOCK, config.block_n // config.cluster_m, 128)
     out_map = (2, n, m, layout.out_stride * 2, config.store_columns, config.store_rows, config.store_swizzle)
     return _launcher.prepare(
@@ -94,7 +93,8 @@ def prepare_launch(
         a_map=a_map,
         b_map=b_map,
         out_map=out_map if config.tma_store else None,
-        a_box_rows=box_rows,
+        a_tail_rows=tail_rows(m, config.block_m, config.cluster_n),
+        b_tail_rows=tail_rows(n, config.block_n, config.cluster_m),
         a_scale_strides=layout.a_scale_strides,
         b_scale_strides=layout.b_scale_strides,
         out_stride_m=layout.out_stride,
@@ -107,8 +107,10 @@ def prepare_launch(
     )
 
 
-def a_box_rows(config: GemmConfig, m: int) -> int:
-    """Rows of one TMA box of `a`: no more than there are, since rows out of bounds cost as much as real ones."""
-    if config.cluster_n > 1:
-        return config.block_m // config.cluster_n
-    return min(config.block_m, round_up(m, 8))
+def tail_rows(rows: int, tile_rows: int, sharers: int) -> int:
+    """Rows of TMA's box in the last tile of `rows`, where it has fewer than the others, or 0.
+
+    Blocks that share it fetch a part each, which begins at a multiple of 8 rows: the period of the swizzle.
+    """
+    left = rows % tile_rows
+    return left if sharers == 1 else round_up(ceil_div(left, sharers), 8)

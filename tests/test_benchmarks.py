@@ -15,7 +15,18 @@ sys.path.append(str(ROOT))  # Appended: an installed deep_tile still comes first
 
 from benchmarks import bench_gemm, bench_overhead, calibrate, predict, report, search, timing  # noqa: E402
 from benchmarks.peers import PEERS, Inputs, deep_tile_peer  # noqa: E402
-from benchmarks.shapes import DENSE, M_RANGES, NARROW_N, NINE, SHORT_K, Shape, m_range, select_shapes  # noqa: E402
+from benchmarks.shapes import (  # noqa: E402
+    BETWEEN,
+    DENSE,
+    M_RANGES,
+    NARROW_N,
+    NINE,
+    SHORT_K,
+    UNSEEN,
+    Shape,
+    m_range,
+    select_shapes,
+)
 from deep_tile import select  # noqa: E402
 from deep_tile.config import GemmConfig  # noqa: E402
 from deep_tile.problem import GemmProblem  # noqa: E402
@@ -42,7 +53,8 @@ def test_shapes_are_those_of_the_published_table():
     assert [report.shape_of(row) for row in published["shapes"]] == list(DENSE)
     assert (len(DENSE), len(set(DENSE)), len(NINE)) == (84, 84, 9)
     assert set(NINE) <= set(DENSE)
-    assert not set(SHORT_K + NARROW_N) & set(DENSE)
+    searched = DENSE + SHORT_K + NARROW_N + BETWEEN
+    assert len(set(searched + UNSEEN)) == len(searched + UNSEEN)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +75,8 @@ def test_nobody_beats_the_limit_by_much():
 def test_select_shapes():
     assert select_shapes("all") == list(DENSE)
     assert select_shapes("nine") == list(NINE)
-    assert select_shapes("searched") == [*DENSE, *SHORT_K, *NARROW_N]
+    assert select_shapes("searched") == [*DENSE, *SHORT_K, *NARROW_N, *BETWEEN]
+    assert select_shapes("unseen") == [*UNSEEN]
     assert sum(len(select_shapes(name)) for name in M_RANGES) == 84
     assert {shape.m for shape in select_shapes("m<=128")} == {1, 8, 16, 32, 64, 128}
     assert select_shapes("1x2x3,4x5x6") == [Shape(1, 2, 3), Shape(4, 5, 6)]

@@ -115,6 +115,9 @@ def test_every_kernel(config, every_kernel, monkeypatch):
     # Whole columns for each block, and shares of the last one.
     if config.resident_b:
         check_config(config, 2 * rows + 1, 5 * columns - 3, config.k_range[1], 2, "column_aligned")
+    # Full tiles, an odd number each way: of the last clusters a block lies beyond the matrix. Then tiles almost full.
+    check_config(config, 3 * rows, 3 * columns, 300, max(4, config.cluster), "column_aligned")
+    check_config(config, 2 * rows - 1, 2 * columns - 8, 300, max(4, config.cluster))
     # One element.
     check_config(config, 1, 1, 1, num_sms=max(2, config.cluster))
 

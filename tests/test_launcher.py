@@ -33,7 +33,8 @@ LAUNCH = {
     "a_map": A_MAP,
     "b_map": B_MAP,
     "out_map": OUT_MAP,
-    "a_box_rows": 64,
+    "a_tail_rows": 0,
+    "b_tail_rows": 0,
     "a_scale_strides": (56, 1),
     "b_scale_strides": (1, 17),
     "out_stride_m": 2112,
@@ -65,8 +66,8 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_gemm_params_bytes():
-    """Three tensor maps, three pointers, five strides, six ints, rounded up to 64 bytes."""
-    fields_bytes = 3 * 128 + struct.calcsize("3P5q6i")
+    """Five tensor maps, three pointers, five strides, eight ints, rounded up to 64 bytes."""
+    fields_bytes = 5 * 128 + struct.calcsize("3P5q8i")
     assert (fields_bytes + 63) // 64 * 64 == _launcher.GEMM_PARAMS_BYTES
 
 
@@ -149,7 +150,8 @@ def with_number(layout: tuple, index: int, number: object) -> tuple:
         ({"m": 0}, "m is 0, want 1 to 2147483647"),
         ({"n": 2**31}, "n is 2147483648, want 1 to 2147483647"),
         ({"k": 2**80}, f"k is {2**80}, want 1 to 2147483647"),
-        ({"a_box_rows": 128}, "a_box_rows is 128, want a_map.box_outer, 64"),
+        ({"a_tail_rows": 257}, "a_tail_rows is 257, want 0 to 256"),
+        ({"b_tail_rows": -1}, "b_tail_rows is -1, want 0 to 256"),
         ({"a_scale_strides": (-1, 1)}, "a_scale_strides[0] is -1, want 0 to 9223372036854775807"),
         ({"b_scale_strides": (1, 2**63)}, "b_scale_strides[1] is 9223372036854775808, want 0 to 9223372036854775807"),
         ({"out_stride_m": -2112}, "out_stride_m is -2112, want 0 to"),
@@ -303,6 +305,28 @@ launcher.prepare(kernel, **LAUNCH)
     ]
 
 
+def test_tails_have_maps_of_their_own(run_on_fake_driver):
+    out = run_on_fake_driver("""
+kernel = load()
+begin()
+prepared = launcher.prepare(kernel, **LAUNCH | {"a_tail_rows": 5, "b_tail_rows": 48})
+fake.cuCtxPushCurrent(ctypes.c_void_p(0xC0))
+launcher.launch(prepared, 0xA00, 0, 0xB00, 0, 0xC00, 0)
+""")
+    lines = out.split("---\n")[1].splitlines()
+    encoded = [re.search(r"sizes \S+ .* box \S+", line)[0] for line in lines if line.startswith("cuTensorMapEncode")]
+    assert encoded == [
+        "sizes 7168,4096 stride 7168 box 128,64",
+        "sizes 7168,2112 stride 7168 box 128,96",
+        "sizes 7168,4096 stride 7168 box 128,5",
+        "sizes 7168,2112 stride 7168 box 128,48",
+        "sizes 2112,4096 stride 4224 box 64,64",
+    ]
+    replaced = [line.split()[1] for line in lines if line.startswith("cuTensorMapReplaceAddress")]
+    assert replaced == ["0xa00", "0xb00", "0xa00", "0xb00", "0xc00"]
+    assert "tails 5,48" in lines[-1]
+
+
 def test_launch_from_a_thread_without_a_context(run_on_fake_driver):
     out = run_on_fake_driver("""
 prepared = launcher.prepare(load(), **LAUNCH)
@@ -317,7 +341,7 @@ launcher.launch(prepared, 0xA00, 0xA5, 0xB00, 0xB5, 0xC00, 0x57)
         "cuTensorMapReplaceAddress 0xc00 misaligned 0",
         "cuLaunchKernelEx 0xf context 0xc0 grid 132,1,1 block 384,1,1 smem 200000 stream 0x57 attributes 1 cluster 2 "
         "pdl 0 extra (nil) maps a00,b00,c00 a_scale 0xa5 b_scale 0xb5 out 0xc00 strides 56,1 1,17 2112 "
-        "sizes 4096,2112,7168 box 64 early_b 0 raster 4",
+        "sizes 4096,2112,7168 tails 0,0 early_b 0 raster 4",
         "cuCtxPopCurrent ",
     ]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import predict  # noqa: E402
-from benchmarks.shapes import DENSE, NARROW_N, SHORT_K, Shape  # noqa: E402
+from benchmarks.shapes import Shape, select_shapes  # noqa: E402
 from deep_tile import roofline, select, walls  # noqa: E402
 from deep_tile.config import GemmConfig  # noqa: E402
 from deep_tile.hardware import H20, H200, PRESETS  # noqa: E402
@@ -225,7 +225,7 @@ def compared():
 def test_the_model_has_not_drifted_from_the_search(compared):
     """As fitted: 2.6 % and 8.7 %, 0.957, 87 %, 96.9 %. Whoever changes model or calibration has to do as well."""
     figures = predict.summary(compared)
-    assert figures["shapes"] == len(DENSE + SHORT_K + NARROW_N) and figures["pairs"] > 2000
+    assert figures["shapes"] == len(select_shapes("searched")) and figures["pairs"] > 2000
     assert figures["median error"] <= 0.03
     assert figures["90th percentile"] <= 0.1
     assert figures["median Spearman"] >= 0.955

@@ -40,11 +40,14 @@ __device__ __forceinline__ u32 box_offset(int box) {
     return box % config.store_buffers * box_bytes;
 }
 
-// Has TMA store a box, or the first store_rows rows of it; row, column and address are those of the first box.
+// Has TMA store a box, or the first store_rows rows of it, unless it lies beyond the matrix; row, column and address are
+// those of the first box.
 template <GemmConfig config>
 __device__ __forceinline__ void store_box(const GemmParams& params, u32 buffers, int row, int column, int box) {
-    ptx::cp_async_bulk_tensor_store(params.out_map, column + box_column<config>(box), row + box_row<config>(box),
-                                    buffers + box_offset<config>(box));
+    row += box_row<config>(box);
+    column += box_column<config>(box);
+    if (row >= params.m || column >= params.n) return;
+    ptx::cp_async_bulk_tensor_store(params.out_map, column, row, buffers + box_offset<config>(box));
 }
 
 // Those of a barrier between one math warpgroup and its store warp.

@@ -18,9 +18,11 @@ typedef struct {
 } TensorMap;
 
 typedef struct {
-    TensorMap a_map;   /* a   [m, k], box [a_box_rows, block_k] */
-    TensorMap b_map;   /* b   [n, k], box [block_n / cluster_m, block_k] */
-    TensorMap out_map; /* out [m, n], box [store_rows, store_columns]; unused by kernels that store directly */
+    TensorMap a_map;      /* a   [m, k], box [block_m / cluster_n, 128] */
+    TensorMap b_map;      /* b   [n, k], box [block_n / cluster_m, 128] */
+    TensorMap a_tail_map; /* a, box [a_tail_rows, 128]: for the last tile, where it has fewer rows than block_m */
+    TensorMap b_tail_map; /* b, box [b_tail_rows, 128]: likewise */
+    TensorMap out_map;    /* out [m, n], box [store_rows, store_columns]; unused by kernels that store directly */
     const float *a_scale;
     const float *b_scale;
     void *out;
@@ -28,7 +30,7 @@ typedef struct {
     long long b_scale_stride_n, b_scale_stride_k;
     long long out_stride_m;
     int m, n, k;
-    int a_box_rows;      /* rows of a that one TMA load writes: fewer than block_m / cluster_n when m is small */
+    int a_tail_rows, b_tail_rows; /* rows of those boxes; 0 where all tiles are full */
     int early_b;         /* b is constant: it may be requested before the wait for the preceding kernel */
     int bulk_scale_rows; /* rows of a whose scales lie side by side where TMA can copy them: all or none */
     int raster_rows_log2; /* of the rows of tiles that the raster descends before it steps along n */
