@@ -223,16 +223,16 @@ def compared():
 
 
 def test_the_model_has_not_drifted_from_the_search(compared):
-    """As fitted: 2.6 % and 8.7 %, 0.957, 87 %, 96.9 %. Whoever changes model or calibration has to do as well."""
+    """As fitted: 2.8 % and 8.6 %, 0.971, 92 %, 97.4 %. Whoever changes model or calibration has to do as well."""
     figures = predict.summary(compared)
     assert figures["shapes"] == len(select_shapes("searched")) and figures["pairs"] > 2000
     assert figures["median error"] <= 0.03
     assert figures["90th percentile"] <= 0.1
-    assert figures["median Spearman"] >= 0.955
+    assert figures["median Spearman"] >= 0.965
     assert figures["lowest Spearman"] >= 0.75
-    assert figures["Spearman >= 0.9"] >= 0.86
+    assert figures["Spearman >= 0.9"] >= 0.9
     assert figures["pairs in order"] >= 0.965
-    assert figures["loss"] <= 1.013
+    assert figures["loss"] <= 1.01
 
 
 def test_drift_would_be_seen(compared, monkeypatch):
