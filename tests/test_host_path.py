@@ -186,6 +186,26 @@ for rows in (5, 64, 300):
     assert [re.search(r"early_b (\d)", launch)[1] for launch in launched] == ["1", "1", "0"]
 
 
+@pytest.mark.parametrize(
+    ("config", "m", "n", "tails"),
+    [
+        ("GemmConfig(64, 64, 4)", 64, 128, "0,0"),
+        ("GemmConfig(64, 64, 4)", 3, 128, "3,0"),
+        ("GemmConfig(64, 64, 4)", 130, 200, "2,8"),
+        ("GemmConfig(128, 192, 3, cluster_m=2)", 300, 208, "44,8"),
+        ("GemmConfig(128, 192, 3, cluster_n=2)", 297, 576, "24,0"),
+        ("GemmConfig(128, 192, 3, cluster_n=2)", 129, 600, "8,24"),
+    ],
+)
+def test_the_last_tile_is_fetched_by_the_rows_that_it_has(run_pretending, config, m, n, tails):
+    """Of what two blocks share each fetches half, in eights of rows."""
+    _, launched = run_pretending(f"""
+out = torch.zeros({m}, {n}, dtype=torch.bfloat16)
+fp8_gemm(*make_operands({m}, {n}, 256, seed=1), out, config={config})
+""")
+    assert [re.search(r"tails (\S+)", launch)[1] for launch in launched] == [tails]
+
+
 def test_out_is_allocated(run_pretending):
     shown, _ = run_pretending("""
 for _ in range(2):
