@@ -164,7 +164,7 @@ class OperandLoader {
         load<config.block_m, shared>(smem_.a[stage], a_, full(stage), tile_.m, step);
     }
 
-    // Requests what another tile needs of `b` into L2.
+    // Requests what another tile needs of `b` into L2: nothing beyond the matrix, for which there may be no map.
     __device__ __forceinline__ void prefetch_b(Tile tile, int step) const {
         const OperandBox operand = b_box<config>(params_, tile);
         if (operand.rows > 0) ptx::cp_async_bulk_prefetch_tensor(*operand.map, step * config.block_k, tile.n);
