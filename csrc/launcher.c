@@ -386,7 +386,7 @@ static const Field map_fields[MAP_NUMBERS] = {
 };
 
 /* What L2 fetches of an operand when a part of it is missing: a row of a K block. Twice that, the next K block's row as
- * well, makes decode 1.5 % slower in the mean, up to 6 %, and nothing faster (H200, 2026-11-22). */
+ * well, makes decode 1.5 % slower in the mean, up to 6 %; at m > 128 the two are even (H200, 2026-11-22). */
 enum { operand_promotion = MAP_L2_PROMOTION_128B };
 
 static int swizzle_mode(long long swizzle_bytes)

@@ -1,5 +1,6 @@
 """The benchmark scripts without a GPU: shapes, contestants on small CPU inputs, what is concluded and written."""
 
+import contextlib
 import json
 import math
 import sys
@@ -13,7 +14,16 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # Appended: an installed deep_tile still comes first.
 
-from benchmarks import bench_gemm, bench_overhead, calibrate, predict, report, search, timing  # noqa: E402
+from benchmarks import (  # noqa: E402
+    bench_gemm,
+    bench_overhead,
+    calibrate,
+    predict,
+    report,
+    search,
+    search_chain,
+    timing,
+)
 from benchmarks.peers import PEERS, Inputs, deep_tile_peer  # noqa: E402
 from benchmarks.shapes import (  # noqa: E402
     BETWEEN,
@@ -308,6 +318,26 @@ def test_contenders_of_a_bucket_tie_for_the_fastest_at_one_of_its_m():
         Shape(16, 4096, 512): {"a": 10.0, "b": 11.0, "c": 12.0},
     }
     assert list(predict.contenders(searched).values()) == [{"a", "b", "c"}, {"a"}]
+
+
+def test_chains_are_of_the_same_contenders_for_all_shapes_of_a_bucket(tmp_path, monkeypatch):
+    searched = {
+        "1x4096x512": {"a": 10.0, "b": 10.2, "c": 12.0},
+        "8x4096x512": {"a": 10.0, "b": 11.0, "c": 10.1},
+        "16x4096x512": {"a": 10.0, "b": 11.0, "c": 12.0},
+        "256x4096x512": {"a": 10.0},
+    }
+    search_file, out = tmp_path / "search.json", tmp_path / "chains.json"
+    search_file.write_text(json.dumps({"us": searched}))
+    monkeypatch.setattr(sys, "argv", ["search_chain.py", str(search_file), "--out", str(out)])
+    monkeypatch.setattr(search_chain, "chain_us", lambda shape, names, flush: dict.fromkeys(sorted(names), 1.0))
+    monkeypatch.setattr(timing, "L2Flush", lambda: None)
+    monkeypatch.setattr(timing, "describe_run", dict)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    search_chain.main()
+    timed = {shape: set(us) for shape, us in json.loads(out.read_text())["us_per_launch"].items()}
+    assert timed == {"1x4096x512": {"a", "b", "c"}, "8x4096x512": {"a", "b", "c"}, "16x4096x512": {"a"}}
 
 
 def test_a_config_is_chosen_by_its_time_alone_or_by_that_and_its_time_in_chains():

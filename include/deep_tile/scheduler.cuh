@@ -23,8 +23,8 @@ struct Tile {
 
 // Persistent: cluster c of C takes cluster tiles c, c + C, c + 2C, ... of a raster that descends a group of rows of
 // cluster tiles before it steps along n, so that blocks running together share operands in L2 (select.py says how many
-// rows); in split K another of the first C tiles instead of c. Where the last cluster tile overhangs the matrix, no more is
-// fetched than there is, and stores are clipped. Tile counts fit an int for any output that fits in memory.
+// rows); in split K another of the first C tiles instead of c. Where the last cluster tile overhangs the matrix, no more
+// is fetched than there is, and stores are clipped. Tile counts fit an int for any output that fits in memory.
 //
 // The position is kept as (group of rows, index within it) and stepped without dividing where possible: a division
 // takes some hundred clocks that nothing hides.
