@@ -498,6 +498,20 @@ static bool read_launch_numbers(PyObject *const given[], long long numbers[])
     return false;
 }
 
+/* A last tile of fewer rows than the others has a map of its own, which the kernel takes for granted: without one it
+ * stops, and with rows that do not fit it waits for ever. Of a tile that two blocks share the box is half. */
+static bool check_tail_rows(const char *name, long long rows, const char *map_name, const MapLayout *map)
+{
+    long long outer = (long long)map->sizes[1], box = map->box[1];
+    if (rows > box)
+        PyErr_Format(PyExc_ValueError, "prepare: %s is %lld, want at most %s.box_outer, %lld", name, rows, map_name,
+                     box);
+    else if (rows == 0 && outer % box != 0)
+        PyErr_Format(PyExc_ValueError, "prepare: %s is 0, want what is left of %s.outer, %lld, beside boxes of %lld",
+                     name, map_name, outer, box);
+    return !PyErr_Occurred();
+}
+
 /* For an address that launching puts in. */
 static bool encode_map(Failure *failure, TensorMap *map, const MapLayout *layout)
 {
@@ -605,7 +619,9 @@ static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
     bool has_out_map = out_map != Py_None;
     if (!read_launch_numbers(given, numbers) || !read_map(a_map, "a_map", operand_promotion, &a_layout) ||
         !read_map(b_map, "b_map", operand_promotion, &b_layout) ||
-        (has_out_map && !read_map(out_map, "out_map", MAP_L2_PROMOTION_NONE, &out_layout)))
+        (has_out_map && !read_map(out_map, "out_map", MAP_L2_PROMOTION_NONE, &out_layout)) ||
+        !check_tail_rows("a_tail_rows", numbers[A_TAIL_ROWS], "a_map", &a_layout) ||
+        !check_tail_rows("b_tail_rows", numbers[B_TAIL_ROWS], "b_map", &b_layout))
         return NULL;
     ModuleState *state = PyModule_GetState(module);
     if (Py_TYPE(kernel) != state->kernel_type)

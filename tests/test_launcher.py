@@ -152,6 +152,11 @@ def with_number(layout: tuple, index: int, number: object) -> tuple:
         ({"k": 2**80}, f"k is {2**80}, want 1 to 2147483647"),
         ({"a_tail_rows": 257}, "a_tail_rows is 257, want 0 to 256"),
         ({"b_tail_rows": -1}, "b_tail_rows is -1, want 0 to 256"),
+        ({"a_tail_rows": 128}, "a_tail_rows is 128, want at most a_map.box_outer, 64"),
+        (
+            {"b_map": with_number(B_MAP, 2, 2100)},
+            "b_tail_rows is 0, want what is left of b_map.outer, 2100, beside boxes of 96",
+        ),
         ({"a_scale_strides": (-1, 1)}, "a_scale_strides[0] is -1, want 0 to 9223372036854775807"),
         ({"b_scale_strides": (1, 2**63)}, "b_scale_strides[1] is 9223372036854775808, want 0 to 9223372036854775807"),
         ({"out_stride_m": -2112}, "out_stride_m is -2112, want 0 to"),
