@@ -466,6 +466,7 @@ enum {
     SIZE_N,
     SIZE_K,
     RASTER_ROWS_LOG2,
+    LAST_ROWS_RECIPROCAL,
     LAUNCH_NUMBERS
 };
 
@@ -483,7 +484,8 @@ static const Field launch_fields[LAUNCH_NUMBERS] = {
     [SIZE_M] = {"m", 1, INT_MAX},
     [SIZE_N] = {"n", 1, INT_MAX},
     [SIZE_K] = {"k", 1, INT_MAX},
-    [RASTER_ROWS_LOG2] = {"raster_rows_log2", 1, 15},
+    [RASTER_ROWS_LOG2] = {"raster_rows_log2", 1, 4},
+    [LAST_ROWS_RECIPROCAL] = {"last_rows_reciprocal", 1, 1ll << 31},
 };
 
 static bool read_launch_numbers(PyObject *const given[], long long numbers[])
@@ -556,10 +558,11 @@ static bool fill_template(Failure *failure, Launch *launch, const long long numb
         .early_b = early_b,
         .bulk_scale_rows = bulk_scale_rows(numbers),
         .raster_rows_log2 = (int)numbers[RASTER_ROWS_LOG2],
+        .last_rows_reciprocal = (unsigned)numbers[LAST_ROWS_RECIPROCAL],
     };
-    bool encoded = encode_map(failure, &params.a_map, a_map) && encode_map(failure, &params.b_map, b_map) &&
-                   encode_tail_map(failure, &params.a_tail_map, a_map, numbers[A_TAIL_ROWS]) &&
-                   encode_tail_map(failure, &params.b_tail_map, b_map, numbers[B_TAIL_ROWS]) &&
+    bool encoded = encode_map(failure, &params.a_maps[0], a_map) && encode_map(failure, &params.b_maps[0], b_map) &&
+                   encode_tail_map(failure, &params.a_maps[1], a_map, numbers[A_TAIL_ROWS]) &&
+                   encode_tail_map(failure, &params.b_maps[1], b_map, numbers[B_TAIL_ROWS]) &&
                    (out_map == NULL || encode_map(failure, &params.out_map, out_map));
     memcpy(launch->params, &params, sizeof params);
     return encoded;
@@ -567,7 +570,8 @@ static bool fill_template(Failure *failure, Launch *launch, const long long numb
 
 PyDoc_STRVAR(prepare_doc,
              "prepare(kernel, *, grid, cluster, threads, a_map, b_map, out_map, a_tail_rows, b_tail_rows,\n"
-             "        a_scale_strides, b_scale_strides, out_stride_m, m, n, k, pdl, early_b, raster_rows_log2)\n"
+             "        a_scale_strides, b_scale_strides, out_stride_m, m, n, k, pdl, early_b, raster_rows_log2,\n"
+             "        last_rows_reciprocal)\n"
              "-> Launch\n"
              "\n"
              "Everything about a launch but the addresses.\n"
@@ -578,7 +582,8 @@ PyDoc_STRVAR(prepare_doc,
              "box_outer for the last tile of a or b if it has fewer rows than the others, or 0. a_scale_strides\n"
              "(m, k), b_scale_strides (n, k) and out_stride_m are in elements. pdl: programmatic dependent launch,\n"
              "under which the kernel may request b before it waits for the preceding kernel if early_b is true.\n"
-             "raster_rows_log2: of the rows of tiles that the raster descends before it steps along n.\n"
+             "raster_rows_log2: of the rows of tiles that the raster descends before it steps along n, at most 16;\n"
+             "last_rows_reciprocal: of the rows of cluster tiles in its last group, 2^31 / rows, rounded up.\n"
              "\n"
              "Raises ValueError or TypeError naming the field, what was seen and what is wanted, RuntimeError for\n"
              "whatever the driver refuses.");
@@ -603,15 +608,16 @@ static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
                                "pdl",
                                "early_b",
                                "raster_rows_log2",
+                               "last_rows_reciprocal",
                                NULL};
     PyObject *kernel, *a_map, *b_map, *out_map, *given[LAUNCH_NUMBERS];
     int pdl, early_b;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$OOOOOOOO(OO)(OO)OOOOppO:prepare", keywords, &kernel, &given[GRID],
-                                     &given[CLUSTER], &given[THREADS], &a_map, &b_map, &out_map, &given[A_TAIL_ROWS],
-                                     &given[B_TAIL_ROWS], &given[A_SCALE_STRIDE_M], &given[A_SCALE_STRIDE_K],
-                                     &given[B_SCALE_STRIDE_N], &given[B_SCALE_STRIDE_K], &given[OUT_STRIDE_M],
-                                     &given[SIZE_M], &given[SIZE_N], &given[SIZE_K], &pdl, &early_b,
-                                     &given[RASTER_ROWS_LOG2]))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$OOOOOOOO(OO)(OO)OOOOppOO:prepare", keywords, &kernel,
+                                     &given[GRID], &given[CLUSTER], &given[THREADS], &a_map, &b_map, &out_map,
+                                     &given[A_TAIL_ROWS], &given[B_TAIL_ROWS], &given[A_SCALE_STRIDE_M],
+                                     &given[A_SCALE_STRIDE_K], &given[B_SCALE_STRIDE_N], &given[B_SCALE_STRIDE_K],
+                                     &given[OUT_STRIDE_M], &given[SIZE_M], &given[SIZE_N], &given[SIZE_K], &pdl,
+                                     &early_b, &given[RASTER_ROWS_LOG2], &given[LAST_ROWS_RECIPROCAL]))
         return NULL;
 
     long long numbers[LAUNCH_NUMBERS];
@@ -670,9 +676,10 @@ static bool fill_params(Failure *failure, GemmParams *params, const Launch *laun
     params->out = (void *)addresses[OUT];
     if (addresses[A_SCALE] % TMA_ALIGNMENT_BYTES != 0)
         params->bulk_scale_rows = 0;
-    return point_map(failure, &params->a_map, addresses[A]) && point_map(failure, &params->b_map, addresses[B]) &&
-           (params->a_tail_rows == 0 || point_map(failure, &params->a_tail_map, addresses[A])) &&
-           (params->b_tail_rows == 0 || point_map(failure, &params->b_tail_map, addresses[B])) &&
+    return point_map(failure, &params->a_maps[0], addresses[A]) &&
+           point_map(failure, &params->b_maps[0], addresses[B]) &&
+           (params->a_tail_rows == 0 || point_map(failure, &params->a_maps[1], addresses[A])) &&
+           (params->b_tail_rows == 0 || point_map(failure, &params->b_maps[1], addresses[B])) &&
            (!launch->has_out_map || point_map(failure, &params->out_map, addresses[OUT]));
 }
 

@@ -13,7 +13,7 @@ from deep_tile import _launcher, jit
 from deep_tile.codegen import kernel_source
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.problem import GemmProblem
-from deep_tile.select import grid_size, raster_rows
+from deep_tile.select import grid_size, last_rows_reciprocal, raster_rows
 
 
 class Layout(NamedTuple):
@@ -82,6 +82,7 @@ def prepare_launch(
         RuntimeError: the driver refuses the kernel.
     """
     m, n, k = problem.m, problem.n, problem.k
+    group_rows = raster_rows(problem)
     a_map = (1, k, m, layout.a_stride, SCALE_BLOCK, config.block_m // config.cluster_n, 128)
     b_map = (1, k, n, layout.b_stride, SCALE_BLOCK, config.block_n // config.cluster_m, 128)
     out_map = (2, n, m, layout.out_stride * 2, config.store_columns, config.store_rows, config.store_swizzle)
@@ -103,7 +104,8 @@ def prepare_launch(
         k=k,
         pdl=pdl,
         early_b=constant_weights and m <= config.block_m,
-        raster_rows_log2=raster_rows(problem).bit_length() - 1,
+        raster_rows_log2=group_rows.bit_length() - 1,
+        last_rows_reciprocal=last_rows_reciprocal(config, m, group_rows),
     )
 
 

@@ -121,6 +121,17 @@ def raster_rows(problem: GemmProblem) -> int:
     return 8 if problem.n * problem.k <= H200.l2_bytes // 2 else 16
 
 
+def last_rows_reciprocal(config: GemmConfig, m: int, group_rows: int) -> int:
+    """2^31 over the rows of cluster tiles in the raster's last group, rounded up: the kernel divides by them with it.
+
+    Args:
+        group_rows: rows of tiles in the others, `raster_rows`.
+    """
+    rows = ceil_div(m, config.block_m * config.cluster_m)
+    group_rows //= config.cluster_m
+    return ceil_div(1 << 31, rows % group_rows or group_rows)
+
+
 def columns_begun(config: GemmConfig, problem: GemmProblem) -> int:
     """Columns of tiles that a thread block loads `b` for, at most, where `b` then stays; 0 elsewhere.
 

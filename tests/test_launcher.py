@@ -44,6 +44,7 @@ LAUNCH = {
     "pdl": False,
     "early_b": False,
     "raster_rows_log2": 4,
+    "last_rows_reciprocal": 2**27,
 }
 
 # Loads the launcher by its path: importing the package would import torch, which may open the real driver.
@@ -160,7 +161,8 @@ def with_number(layout: tuple, index: int, number: object) -> tuple:
         ({"a_scale_strides": (-1, 1)}, "a_scale_strides[0] is -1, want 0 to 9223372036854775807"),
         ({"b_scale_strides": (1, 2**63)}, "b_scale_strides[1] is 9223372036854775808, want 0 to 9223372036854775807"),
         ({"out_stride_m": -2112}, "out_stride_m is -2112, want 0 to"),
-        ({"raster_rows_log2": 0}, "raster_rows_log2 is 0, want 1 to 15"),
+        ({"raster_rows_log2": 0}, "raster_rows_log2 is 0, want 1 to 4"),
+        ({"last_rows_reciprocal": 2**31 + 1}, "last_rows_reciprocal is 2147483649, want 1 to 2147483648"),
         ({"a_map": with_number(A_MAP, 0, 4)}, "a_map.element_bytes is 4, want 1 to 2"),
         ({"a_map": with_number(A_MAP, 1, 0)}, "a_map.inner is 0, want 1 to 4294967296"),
         ({"b_map": with_number(B_MAP, 2, 2**32 + 1)}, "b_map.outer is 4294967297, want 1 to 4294967296"),
@@ -346,7 +348,7 @@ launcher.launch(prepared, 0xA00, 0xA5, 0xB00, 0xB5, 0xC00, 0x57)
         "cuTensorMapReplaceAddress 0xc00 misaligned 0",
         "cuLaunchKernelEx 0xf context 0xc0 grid 132,1,1 block 384,1,1 smem 200000 stream 0x57 attributes 1 cluster 2 "
         "pdl 0 extra (nil) maps a00,b00,c00 a_scale 0xa5 b_scale 0xb5 out 0xc00 strides 56,1 1,17 2112 "
-        "sizes 4096,2112,7168 tails 0,0 early_b 0 raster 4",
+        "sizes 4096,2112,7168 tails 0,0 early_b 0 raster 4 134217728",
         "cuCtxPopCurrent ",
     ]
 

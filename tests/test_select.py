@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from deep_tile import select
-from deep_tile.config import GemmConfig
+from deep_tile.config import GemmConfig, ceil_div
 from deep_tile.problem import GemmProblem
 from deep_tile.select import (
     blocks_per_tile,
@@ -27,6 +27,7 @@ from deep_tile.select import (
     configs_for,
     default_configs,
     grid_size,
+    last_rows_reciprocal,
     raster_rows,
 )
 
@@ -121,6 +122,14 @@ def test_columns_begun(m, n, num_sms):
 def test_raster_has_few_rows_where_b_stays_in_l2():
     assert raster_rows(GemmProblem(4096, 2112, 7168)) == 8
     assert raster_rows(GemmProblem(4096, 7168, 4096)) == 16
+
+
+@given(st.integers(1, 1 << 16), st.sampled_from([1, 2]), st.sampled_from([8, 16]), st.integers(0, (1 << 27) - 1))
+def test_reciprocal_divides_any_position(m, cluster_m, group_rows, position):
+    rows = ceil_div(m, 64 * cluster_m)
+    last_rows = rows - (rows - 1) // (group_rows // cluster_m) * (group_rows // cluster_m)
+    reciprocal = last_rows_reciprocal(GemmConfig(64, 64, 4, cluster_m), m, group_rows)
+    assert (2 * position * reciprocal) >> 32 == position // last_rows
 
 
 def test_large_clusters_leave_sms_idle():

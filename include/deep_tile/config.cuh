@@ -34,8 +34,9 @@ constexpr int warp_threads = 32;
 constexpr int warpgroup_threads = 128;
 constexpr int scale_block = 128;       // columns of b that share a scale
 
-// Named barriers: one of all threads, the others one for each math warpgroup.
+// Named barriers: one of all threads, one of two warps, the others one for each math warpgroup.
 constexpr int all_barrier = 0;
+constexpr int others_barrier = 9;        // math warp 0 has made its barriers, the operands' warp may use them
 constexpr int own_barrier = 1;           // the warpgroup itself
 constexpr int turn_barrier = 3;          // its turn to begin WGMMAs
 constexpr int boxes_full_barrier = 5;    // its output boxes are written

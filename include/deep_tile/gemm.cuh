@@ -3,7 +3,7 @@
 // out[m, n] = sum over K blocks of a_scale[m, block] * b_scale[n / 128, block] * (a[m, block] . b[n, block])
 //
 //   who                          does                                            per stage
-//   producer warpgroup, warp 0   makes the barriers; TMA: a, b tiles -> stage    waits empty, expects bytes on full
+//   producer warpgroup, warp 0   makes full barriers; TMA: a, b tiles -> stage   waits empty, expects bytes on full
 //   1 to 3 more of its warps     cp.async: a and b scales -> stage, in turn      wait empty, arrive on full
 //   its other warps, if it may   TMA: output boxes -> out                        wait boxes full, arrive on empty
 //   math warpgroup 0 (and 1)     WGMMA, promotion; per tile its rows' epilogue   waits full, arrives on empty
@@ -22,6 +22,8 @@
 //   turn         a math warpgroup      the other one's threads                       that has begun its WGMMAs
 //   all          all but the operands' every thread, once                            the barriers exist; in a cluster,
 //                warp                                                                in all its blocks
+//   others       the operands' warp    math warp 0                                   all but the full ones exist, where
+//                                                                                    there is no cluster
 //
 // Scales travel with the stage, because reading them from global memory in the math loop costs 6 to 8 % (H200,
 // 2026-11-21); by cp.async, 4 bytes a copy, because that takes any stride, and so every scale layout, with no alignment
@@ -39,24 +41,43 @@ namespace deep_tile {
 constexpr int producer_registers = 40;
 constexpr int math_registers = 232;
 
-// The operands' producer makes the barriers and then requests its first stages without waiting for another warp: caches
-// are cold, instruction caches included, and every step costs some hundred clocks. With the few things that came before
-// the first request, it left after 1500 to 2300 clocks; now after 450 to 750 (H200, 2026-11-21). One thread, in a loop
-// that the compiler unrolls: with a thread for each barrier the warp is walked lane by lane.
+// The operands' producer makes the barriers that its first requests need, and requests them at once: caches are cold,
+// instruction caches included, and every step counts. The others are math warp 0's to make, meanwhile. A first request
+// left after 1500 to 2300 clocks when other things came before it, after 1300 to 1450 with a division and two branches
+// for the tile and its maps on the way, and now leaves after 800 to 1200 (H200, 2026-11-22; docs/performance.md, "Of a
+// launch"). By one thread, in loops that the compiler unrolls: with a thread for each barrier the warp is walked lane by
+// lane.
 template <GemmConfig config>
-__device__ __forceinline__ void initialize_barriers(SharedStorage<config>& smem) {
-    constexpr int math_warps = config.math_warpgroups * warpgroup_threads / warp_threads;
-    constexpr int peers = config.multicast() ? 1 : 0;
+__device__ __forceinline__ void initialize_full_barriers(SharedStorage<config>& smem) {
     if (ptx::elect_sync()) {
 #pragma unroll
         for (int stage = 0; stage < config.stages; ++stage) {
             ptx::mbarrier_init(ptx::smem_address(&smem.full[stage]), 1 + warp_threads);
-            ptx::mbarrier_init(ptx::smem_address(&smem.empty[stage]), math_warps * (warp_threads + peers));
         }
         if constexpr (config.resident_b()) {
 #pragma unroll
             for (int slot = 0; slot < config.b_slots; ++slot) {
                 ptx::mbarrier_init(ptx::smem_address(&smem.resident.full[slot]), 1);
+            }
+        }
+        ptx::fence_mbarrier_init();
+        ptx::fence_proxy_async();  // TMA completes them too, and this thread asks it to at once
+    }
+    __syncwarp();
+}
+
+template <GemmConfig config>
+__device__ __forceinline__ void initialize_other_barriers(SharedStorage<config>& smem) {
+    constexpr int math_warps = config.math_warpgroups * warpgroup_threads / warp_threads;
+    constexpr int peers = config.multicast() ? 1 : 0;
+    if (ptx::elect_sync()) {
+#pragma unroll
+        for (int stage = 0; stage < config.stages; ++stage) {
+            ptx::mbarrier_init(ptx::smem_address(&smem.empty[stage]), math_warps * (warp_threads + peers));
+        }
+        if constexpr (config.resident_b()) {
+#pragma unroll
+            for (int slot = 0; slot < config.b_slots; ++slot) {
                 ptx::mbarrier_init(ptx::smem_address(&smem.resident.empty[slot]), math_warps * warp_threads);
             }
         }
@@ -66,14 +87,14 @@ __device__ __forceinline__ void initialize_barriers(SharedStorage<config>& smem)
             ptx::mbarrier_init(ptx::smem_address(&smem.partial_empty[i]), 4 * (config.split_k - 1));
         }
         ptx::fence_mbarrier_init();
-        ptx::fence_proxy_async();  // TMA completes them too, and this thread asks it to at once
     }
     __syncwarp();
+    if constexpr (config.cluster() == 1) ptx::bar_arrive(others_barrier, 2 * warp_threads);
 }
 
-// By the warp that made them: this block's barriers are ready to use.
+// By the operands' producer: the barriers that it has made are ready to use.
 template <GemmConfig config>
-__device__ __forceinline__ void announce_barriers() {
+__device__ __forceinline__ void announce_full_barriers() {
     if constexpr (config.cluster() == 1) {
         ptx::bar_arrive(all_barrier, config.threads);
     } else {
@@ -81,15 +102,17 @@ __device__ __forceinline__ void announce_barriers() {
     }
 }
 
-// Until the barriers of this block, and of the whole cluster if there is one, are ready to use. The warp that has made
-// those of its block, and announced them, need not wait for anybody who only wants to use them.
+// Until the barriers of this block, and of the whole cluster if there is one, are ready to use. The producer of the
+// operands, which has announced its own, waits for math warp 0 alone: not for others that only want to use them.
 template <GemmConfig config>
 __device__ __forceinline__ void await_barriers(bool announced) {
-    if constexpr (config.cluster() == 1) {
-        if (!announced) ptx::bar_sync(all_barrier, config.threads);
-    } else {
+    if constexpr (config.cluster() > 1) {
         if (!announced) ptx::barrier_cluster_arrive_relaxed();
         ptx::barrier_cluster_wait();
+    } else if (announced) {
+        ptx::bar_sync(others_barrier, 2 * warp_threads);
+    } else {
+        ptx::bar_sync(all_barrier, config.threads);
     }
 }
 
@@ -111,32 +134,30 @@ struct OperandBox {
 
 template <GemmConfig config>
 __device__ __forceinline__ OperandBox a_box(const GemmParams& params, Tile tile) {
-    if (tile.m + config.block_m <= params.m) return {&params.a_map, config.block_m / config.cluster_n};
-    return {&params.a_tail_map, config.cluster_m == 1 || tile.m < params.m ? params.a_tail_rows : 0};
+    const bool last = tile.m + config.block_m > params.m;
+    const bool beyond = config.cluster_m > 1 && tile.m >= params.m;
+    return {&params.a_maps[last], beyond ? 0 : last ? params.a_tail_rows : config.block_m / config.cluster_n};
 }
 
 template <GemmConfig config>
 __device__ __forceinline__ OperandBox b_box(const GemmParams& params, Tile tile) {
-    if (tile.n + config.block_n <= params.n) return {&params.b_map, config.block_n / config.cluster_m};
-    return {&params.b_tail_map, config.cluster_n == 1 || tile.n < params.n ? params.b_tail_rows : 0};
+    const bool last = tile.n + config.block_n > params.n;
+    const bool beyond = config.cluster_n > 1 && tile.n >= params.n;
+    return {&params.b_maps[last], beyond ? 0 : last ? params.b_tail_rows : config.block_n / config.cluster_m};
 }
 
-// Requests operand tiles, by one thread; each scale block is a box of its own. Of a tile that the two blocks of a
+// Requests one tile's operands, by one thread; each scale block is a box of its own. Of a tile that the two blocks of a
 // cluster share, each requests half and sends it to both, or, without multicast, both halves for itself.
 template <GemmConfig config, bool multicast = config.multicast()>
 class OperandLoader {
    public:
     __device__ __forceinline__ OperandLoader(const GemmParams& params, SharedStorage<config>& smem, Tile tile)
-        : params_(params), smem_(smem), rank_(multicast ? ptx::cluster_ctarank() : 0) {
-        turn_to(tile);
-    }
-
-    // Which tile is requested from now on.
-    __device__ __forceinline__ void turn_to(Tile tile) {
-        tile_ = tile;
-        a_ = a_box<config>(params_, tile);
-        b_ = b_box<config>(params_, tile);
-    }
+        : params_(params),
+          smem_(smem),
+          rank_(multicast ? ptx::cluster_ctarank() : 0),
+          tile_(tile),
+          a_(a_box<config>(params, tile)),
+          b_(b_box<config>(params, tile)) {}
 
     // Announces a stage and requests its tile of `b`. `step` counts the stages of the whole K; a resident `b` has a slot
     // for each.
@@ -207,12 +228,12 @@ class OperandLoader {
     const GemmParams& params_;
     SharedStorage<config>& smem_;
     const int rank_;
-    Tile tile_;
-    OperandBox a_, b_;
+    const Tile tile_;
+    const OperandBox a_, b_;
 };
 
 // The first stages, before anything else: returns how many it has requested. When the caller says that `b` does not
-// depend on the preceding kernel, it is requested before that kernel has ended.
+// depend on the preceding kernel, it is requested before that kernel has ended; that way costs a jump, the other none.
 //
 // Five at most: behind those of 6 to 15 the first comes later, 0.5 to 1 % at m <= 512 (H200, 2026-11-21). Two or three
 // are there before the others are requested, and then the tensor cores wait.
@@ -226,18 +247,20 @@ __device__ __forceinline__ int request_first_stages(const GemmParams& params, Sh
     const int stages = min(min(config.stages, 5), range.end - range.begin);
     const OperandLoader<config, false> loader(params, smem, tile);
     const bool early_b = params.early_b;
-    if (early_b && ptx::elect_sync()) {
-#pragma unroll 1
-        for (int stage = 0; stage < stages; ++stage) loader.load_b(stage, range.begin + stage);
-    }
-    __syncwarp();
-    ptx::griddepcontrol_wait();
+    if (!early_b) ptx::griddepcontrol_wait();
     if (ptx::elect_sync()) {
 #pragma unroll 1
         for (int stage = 0; stage < stages; ++stage) {
-            if (!early_b) loader.load_b(stage, range.begin + stage);
-            loader.load_a(stage, range.begin + stage);
+            loader.load_b(stage, range.begin + stage);
+            if (!early_b) loader.load_a(stage, range.begin + stage);
         }
+    }
+    __syncwarp();
+    if (!early_b) return stages;
+    ptx::griddepcontrol_wait();
+    if (ptx::elect_sync()) {
+#pragma unroll 1
+        for (int stage = 0; stage < stages; ++stage) loader.load_a(stage, range.begin + stage);
     }
     __syncwarp();
     return stages;
@@ -265,8 +288,8 @@ __device__ __forceinline__ void produce_operands(const GemmParams& params, Share
     TileScheduler<config> tiles(params);
     ColumnState column;
     Tile tile = tiles.first();
-    OperandLoader<config> loader(params, smem, tile);
-    for (Tile next; tile.valid; tile = next, loader.turn_to(tile)) {
+    for (Tile next; tile.valid; tile = next) {
+        const OperandLoader<config> loader(params, smem, tile);
         if constexpr (config.resident_b()) column.ends = tiles.ends_column();
         next = tiles.next();
         for (int step = range.begin; step < range.end; ++step, --requested, state.advance()) {
@@ -770,17 +793,18 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     // Before anything that waits for math warps, which wait for these registers.
     if (config.math_warpgroups == 2 && warp >= first_producer) ptx::setmaxnreg_dec<producer_registers>();
     if (threadIdx.x == 0) {
-        ptx::prefetch_tensormap(params.m < config.block_m ? params.a_tail_map : params.a_map);
-        ptx::prefetch_tensormap(params.b_map);
+        ptx::prefetch_tensormap(params.a_maps[params.m < config.block_m]);
+        ptx::prefetch_tensormap(params.b_maps[0]);
     }
     // Here and not among the producers' code, which ptxas puts last: the way to the first request is one straight line.
     int requested = 0;
     const bool requests_operands = warp == first_producer;
     if (requests_operands) {
-        initialize_barriers<config>(smem);
-        announce_barriers<config>();
+        initialize_full_barriers<config>(smem);
+        announce_full_barriers<config>();
         requested = request_first_stages<config>(params, smem);
     }
+    if (warp == 0) initialize_other_barriers<config>(smem);
     const int scale_warp = warp - first_producer - 1;
     const bool copies_scales = scale_warp >= 0 && scale_warp < config.scale_warps;
     bool scales_requested = false;

@@ -17,23 +17,23 @@ typedef struct {
     DEEP_TILE_ALIGNAS(64) unsigned long long opaque[16];
 } TensorMap;
 
+/* Sizes first: what the first request waits for is read from one line of constant memory. */
 typedef struct {
-    TensorMap a_map;      /* a   [m, k], box [block_m / cluster_n, 128] */
-    TensorMap b_map;      /* b   [n, k], box [block_n / cluster_m, 128] */
-    TensorMap a_tail_map; /* a, box [a_tail_rows, 128]: for the last tile, where it has fewer rows than block_m */
-    TensorMap b_tail_map; /* b, box [b_tail_rows, 128]: likewise */
-    TensorMap out_map;    /* out [m, n], box [store_rows, store_columns]; unused by kernels that store directly */
+    int m, n, k;
+    int raster_rows_log2;          /* of the rows of tiles that the raster descends before it steps along n */
+    unsigned last_rows_reciprocal; /* of the rows of cluster tiles in its last group: 2^31 / rows, rounded up */
+    int a_tail_rows, b_tail_rows;  /* rows in the box of the last tile; 0 where all tiles are full */
+    int early_b;                   /* b is constant: it may be requested before the wait for the preceding kernel */
+    int bulk_scale_rows;           /* rows of a whose scales lie side by side where TMA can copy them: all or none */
     const float *a_scale;
     const float *b_scale;
     void *out;
     long long a_scale_stride_m, a_scale_stride_k;
     long long b_scale_stride_n, b_scale_stride_k;
     long long out_stride_m;
-    int m, n, k;
-    int a_tail_rows, b_tail_rows; /* rows of those boxes; 0 where all tiles are full */
-    int early_b;         /* b is constant: it may be requested before the wait for the preceding kernel */
-    int bulk_scale_rows; /* rows of a whose scales lie side by side where TMA can copy them: all or none */
-    int raster_rows_log2; /* of the rows of tiles that the raster descends before it steps along n */
+    TensorMap a_maps[2]; /* a   [m, k], box [block_m / cluster_n, 128]; for a last tile with fewer [a_tail_rows, 128] */
+    TensorMap b_maps[2]; /* b   [n, k], box [block_n / cluster_m, 128]; for a last tile with fewer [b_tail_rows, 128] */
+    TensorMap out_map;   /* out [m, n], box [store_rows, store_columns]; unused by kernels that store directly */
 } GemmParams;
 
 #endif

@@ -26,8 +26,9 @@ struct Tile {
 // rows); in split K another of the first C tiles instead of c. Where the last cluster tile overhangs the matrix, no more
 // is fetched than there is, and stores are clipped. Tile counts fit an int for any output that fits in memory.
 //
-// The position is kept as (group of rows, index within it) and stepped without dividing where possible: a division
-// takes some hundred clocks that nothing hides.
+// The position is kept as (group of rows, index within it), and divided by the group's rows by multiplying: a division
+// takes some hundred clocks that nothing hides, and its code comes before the first request. The reciprocal is 2^31 over
+// the rows, rounded up: exact for at most 16 rows and 2^27 tiles of a group.
 template <GemmConfig config>
 class RasterScheduler {
    public:
@@ -35,6 +36,7 @@ class RasterScheduler {
         : rows_(ceil_div(params.m, config.block_m * config.cluster_m)),
           columns_(ceil_div(params.n, config.block_n * config.cluster_n)),
           group_rows_log2_(params.raster_rows_log2 - config.cluster_m / 2),
+          last_rows_reciprocal_(params.last_rows_reciprocal),
           within_(config.split_k == 1 ? blockIdx.x / config.cluster() : start_by_gpc()),
           step_(gridDim.x / config.cluster()),
           rank_(config.cluster() == 1 ? 0 : uniform_cluster_rank()) {}
@@ -43,22 +45,29 @@ class RasterScheduler {
     // which it got before it began, leaves the compiler in no doubt that all warps of the block leave it together.
     __device__ __forceinline__ int count() const { return ceil_div((rows_ - first_row_) * columns_ - within_, step_); }
 
-    __device__ __forceinline__ Tile first() { return tile(); }
+    // Every block has one: select.grid_size sees to it.
+    __device__ __forceinline__ Tile first() { return tile(enter_group()); }
 
     __device__ __forceinline__ Tile next() {
         within_ += step_;
-        return tile();
+        const int group_rows = enter_group();
+        if (within_ >= group_rows * columns_) return {0, 0, false};
+        return tile(group_rows);
     }
 
    private:
-    __device__ __forceinline__ Tile tile() {
+    // Turns to the group of rows that the position is in, or to the last one; how many rows it has.
+    __device__ __forceinline__ int enter_group() {
         while (within_ >= columns_ << group_rows_log2_) {
             within_ -= columns_ << group_rows_log2_;
             first_row_ += 1 << group_rows_log2_;
         }
-        const int group_rows = min(1 << group_rows_log2_, rows_ - first_row_);
-        if (within_ >= group_rows * columns_) return {0, 0, false};
-        const int column = column_of(group_rows);
+        return min(1 << group_rows_log2_, rows_ - first_row_);
+    }
+
+    __device__ __forceinline__ Tile tile(int group_rows) const {
+        const bool whole = group_rows == 1 << group_rows_log2_;
+        const int column = __umulhi(within_ * 2, whole ? 1u << (31 - group_rows_log2_) : last_rows_reciprocal_);
         const int row = first_row_ + within_ - column * group_rows;
         return {(row * config.cluster_m + rank_ % config.cluster_m) * config.block_m,
                 (column * config.cluster_n + rank_ / config.cluster_m % config.cluster_n) * config.block_n, true};
@@ -77,14 +86,9 @@ class RasterScheduler {
         return gpc * (clusters / gpcs) + min(gpc, clusters % gpcs) + cluster / gpcs;
     }
 
-    __device__ __forceinline__ int column_of(int group_rows) const {
-        if (group_rows == 1 << group_rows_log2_) return within_ >> group_rows_log2_;
-        if (group_rows == 1) return within_;
-        return within_ / group_rows;
-    }
-
     int rows_, columns_;      // of cluster tiles
     int group_rows_log2_;
+    u32 last_rows_reciprocal_;
     int within_, step_;       // in the group of rows that begins at first_row_
     int first_row_ = 0;
     int rank_;
