@@ -49,7 +49,7 @@ _FIELDS = (
     *("block_m", "block_n", "block_k", "stages", "cluster_m", "cluster_n", "split_k", "scale_blocks"),
     *("math_warpgroups", "scale_warps", "store_warps", "threads"),
     *("rows_per_warpgroup", "chunks_m", "chunks_n", "chunks", "mma_n", "block_sets"),
-    *("queues_blocks", "takes_turns", "prefetches_b", "bulk_scales", "b_stages", "b_slots"),
+    *("queues_blocks", "ends_apart", "takes_turns", "prefetches_b", "bulk_scales", "b_stages", "b_slots"),
     *("columns_per_part", "column_group", "column_shifts", "b_scale_columns", "b_scale_slots"),
     *("store_columns", "store_rows", "store_swizzle", "boxes", "store_chunks", "boxes_at_once", "store_buffers"),
     *("tma_store", "smem_bytes"),

@@ -65,7 +65,7 @@ DERIVED = (
     *("column_group", "b_scale_slots", "store_columns", "stage_bytes", "store_bytes", "smem_bytes"),
     *("block_sets", "store_swizzle", "boxes", "store_rows", "scale_warps", "store_warps"),
     *("takes_turns", "prefetches_b", "column_shifts", "b_scale_columns", "store_chunks", "boxes_at_once"),
-    *("queues_blocks", "bulk_scales", "resident_b", "b_slots", "k_range"),
+    *("queues_blocks", "ends_apart", "bulk_scales", "resident_b", "b_slots", "k_range"),
 )
 
 
@@ -78,7 +78,7 @@ DERIVED = (
             + (128, 64, 1, 2, 128)
             + (128, 2, 64, 49152 + 512 + 16 + 16, 32768, 227 * 1024)
             + (1, 128, 4, 64, 1, 2)
-            + (False, False, 1, 128, 2, 2, False, True, False, 4, (1, None)),
+            + (False, False, 1, 128, 2, 2, False, False, True, False, 4, (1, None)),
         ),
         (
             GemmConfig(64, 16, 20, store_buffers=1, tma_store=False),
@@ -86,7 +86,7 @@ DERIVED = (
             + (8, 8, 1, 1, 16)
             + (16, 1, 16, 10240 + 256 + 16 + 16, 2048, 208 * 1024)
             + (2, 32, 1, 16, 3, 0)
-            + (False, False, 1, 16, 1, 1, True, False, False, 20, (1, None)),
+            + (False, False, 1, 16, 1, 1, True, False, False, False, 20, (1, None)),
         ),
         (
             GemmConfig(64, 224, 2),
@@ -94,7 +94,7 @@ DERIVED = (
             + (112, 56, 1, 2, 112)
             + (32, 7, 112, 36864 + 256 + 32 + 16, 28672, 101 * 1024)
             + (1, 0, 2, 16, 2, 0)
-            + (False, False, 1, 32, 1, 2, False, False, False, 2, (1, None)),
+            + (False, False, 1, 32, 1, 2, False, False, False, False, 2, (1, None)),
         ),
         (
             GemmConfig(128, 176, 4, 1, 2, store_buffers=3),
@@ -102,7 +102,7 @@ DERIVED = (
             + (88, 88, 1, 1, 176)
             + (16, 3, 64, 38912 + 512 + 16 + 16, 49152, 203 * 1024)
             + (1, 128, 3, 64, 2, 1)
-            + (True, True, 8, 128, 1, 3, False, False, False, 4, (1, None)),
+            + (True, True, 8, 128, 1, 3, False, False, False, False, 4, (1, None)),
         ),
         (
             GemmConfig(128, 160, 5),
@@ -110,7 +110,7 @@ DERIVED = (
             + (80, 80, 1, 1, 160)
             + (32, 2, 80, 36864 + 512 + 16 + 16, 40960, 223 * 1024)
             + (1, 0, 2, 64, 2, 1)
-            + (True, False, 4, 128, 1, 2, False, False, False, 5, (1, None)),
+            + (True, False, 4, 128, 1, 2, False, False, False, False, 5, (1, None)),
         ),
         (
             GemmConfig(256, 128, 4, store_buffers=1),
@@ -118,7 +118,7 @@ DERIVED = (
             + (128, 64, 2, 1, 128)
             + (128, 1, 64, 49152 + 1024 + 16 + 16, 16384, 213 * 1024)
             + (1, 128, 4, 64, 1, 2)
-            + (False, False, 1, 128, 2, 1, False, True, False, 4, (1, None)),
+            + (False, False, 1, 128, 2, 1, False, False, True, False, 4, (1, None)),
         ),
         (
             GemmConfig(128, 192, 5, store_buffers=3, b_stages=4),
@@ -126,7 +126,7 @@ DERIVED = (
             + (96, 96, 1, 1, 192)
             + (64, 3, 64, 16384 + 512 + 16 + 16, 49152, 227 * 1024)
             + (1, 128, 3, 64, 2, 1)
-            + (True, False, 1, 64, 1, 3, False, False, True, 4, (129, 512)),
+            + (True, False, 1, 64, 1, 3, False, False, False, True, 4, (129, 512)),
         ),
     ],
     ids=lambda value: getattr(value, "name", ""),
@@ -141,6 +141,14 @@ def test_two_warpgroups_queue_for_128_columns_alone():
     assert not GemmConfig(128, 112, 5).queues_blocks
     assert not GemmConfig(128, 128, 5, cluster_n=2).queues_blocks
     assert not GemmConfig(128, 128, 5, b_stages=4).queues_blocks
+
+
+def test_tiles_end_apart_where_blocks_are_queued_and_stages_suffice():
+    assert GemmConfig(128, 128, 3).ends_apart
+    assert GemmConfig(128, 128, 4, split_k=2).ends_apart
+    assert not GemmConfig(128, 128, 2).ends_apart
+    assert not GemmConfig(128, 112, 5).ends_apart
+    assert not GemmConfig(64, 128, 5).ends_apart
 
 
 def test_no_scale_warp_is_a_round_ahead():

@@ -43,6 +43,10 @@ LEGAL_CORNERS = (
     GemmConfig(128, 240, 3, 2, 1, store_buffers=1),
     GemmConfig(128, 160, 2, 2, 1, store_buffers=1),
     GemmConfig(128, 176, 2, 1, 2, tma_store=False),
+    GemmConfig(128, 128, 2),
+    GemmConfig(128, 128, 3),
+    GemmConfig(128, 128, 2, split_k=2),
+    GemmConfig(128, 128, 3, split_k=2),
     GemmConfig(128, 192, 3),
     GemmConfig(128, 192, 4),
     GemmConfig(128, 192, 2, split_k=4, store_buffers=1),
@@ -118,6 +122,10 @@ def test_every_kernel(config, every_kernel, monkeypatch):
     # Full tiles, an odd number each way: of the last clusters a block lies beyond the matrix. Then tiles almost full.
     check_config(config, 3 * rows, 3 * columns, 300, max(4, config.cluster), "column_aligned")
     check_config(config, 2 * rows - 1, 2 * columns - 8, 300, max(4, config.cluster))
+    # Warpgroups that end tiles apart: fewer K blocks than stages, as many, and more; an odd number and an even one.
+    if config.ends_apart:
+        for k_blocks in range(1, config.stages + 3):
+            check_config(config, 3 * rows, 3 * columns, k_blocks * 128, max(4, config.cluster))
     # One element.
     check_config(config, 1, 1, 1, num_sms=max(2, config.cluster))
 

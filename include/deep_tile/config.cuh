@@ -16,7 +16,7 @@ struct GemmConfig {
     int math_warpgroups, scale_warps, store_warps, threads;
     int rows_per_warpgroup, chunks_m, chunks_n, chunks, mma_n;
     int block_sets;
-    bool queues_blocks, takes_turns, prefetches_b, bulk_scales;
+    bool queues_blocks, ends_apart, takes_turns, prefetches_b, bulk_scales;
     int b_stages, b_slots;
     int columns_per_part;
     int column_group, column_shifts, b_scale_columns, b_scale_slots;
@@ -38,7 +38,7 @@ constexpr int scale_block = 128;       // columns of b that share a scale
 constexpr int all_barrier = 0;
 constexpr int others_barrier = 9;        // math warp 0 has made its barriers, the operands' warp may use them
 constexpr int own_barrier = 1;           // the warpgroup itself
-constexpr int turn_barrier = 3;          // its turn to begin WGMMAs
+constexpr int turn_barrier = 3;          // its turn to begin WGMMAs, or the last ones of a tile
 constexpr int boxes_full_barrier = 5;    // its output boxes are written
 constexpr int boxes_empty_barrier = 7;   // their buffers may be written again
 

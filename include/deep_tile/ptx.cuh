@@ -105,9 +105,29 @@ __device__ __forceinline__ void bar_sync(u32 id, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+__device__ __forceinline__ void bar_sync(u32 id, u32 threads, bool predicate) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %2, 0;\n"
+        "@p bar.sync %0, %1;\n"
+        "}\n" ::"r"(id), "r"(threads), "r"(static_cast<u32>(predicate))
+        : "memory");
+}
+
 // Counts as reaching that barrier, without waiting for it.
 __device__ __forceinline__ void bar_arrive(u32 id, u32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void bar_arrive(u32 id, u32 threads, bool predicate) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %2, 0;\n"
+        "@p bar.arrive %0, %1;\n"
+        "}\n" ::"r"(id), "r"(threads), "r"(static_cast<u32>(predicate))
+        : "memory");
 }
 
 // Tensor Memory Accelerator: "cp.async.bulk.tensor", "prefetch", bulk groups.
