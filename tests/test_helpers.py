@@ -146,15 +146,8 @@ def test_sanitizer_cases_use_every_feature_of_the_default_kernels():
     def features(configs):
         names = (
             *("math_warpgroups", "chunks_m", "chunks_n", "cluster_m", "cluster_n", "split_k", "scale_blocks"),
-            *(
-                "block_sets",
-                "queues_blocks",
-                "ends_apart",
-                "takes_turns",
-                "prefetches_b",
-                "column_shifts",
-                "bulk_scales",
-            ),
+            *("block_sets", "queues_blocks", "ends_apart", "takes_turns", "prefetches_b"),
+            *("column_shifts", "bulk_scales"),
             *("scale_warps", "store_warps", "store_columns", "store_rows", "store_buffers", "store_chunks"),
             *("boxes_at_once", "tma_store"),
         )

@@ -67,8 +67,8 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_gemm_params_bytes():
-    """Five tensor maps, three pointers, five strides, eight ints, rounded up to 64 bytes."""
-    fields_bytes = 5 * 128 + struct.calcsize("3P5q8i")
+    """Five tensor maps, three pointers, five strides, nine ints, rounded up to 64 bytes."""
+    fields_bytes = 5 * 128 + struct.calcsize("3P5q9i")
     assert (fields_bytes + 63) // 64 * 64 == _launcher.GEMM_PARAMS_BYTES
 
 

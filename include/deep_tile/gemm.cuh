@@ -701,8 +701,10 @@ class Consumer {
         advance();
         if (more) acquire(next_scales);
         if constexpr (!config.queues_blocks) finish_blocks<config>(present);
-        if constexpr (begin_next) await_other(meet);
-        if constexpr (begin_next) begin(next, state_.stage, slot(), 0, 0);
+        if constexpr (begin_next) {
+            await_other(meet);
+            begin(next, state_.stage, slot(), 0, 0);
+        }
         if constexpr (config.queues_blocks) finish_blocks<config, begin_next ? 1 : 0>(present);
         if constexpr (!begin_next) tell_other(meet);
         release(stage, b_slot);  // before promotion: 0.6 to 0.8 % of products with 256 of K per stage (H200, 2026-11-22)

@@ -101,11 +101,7 @@ __device__ __forceinline__ bool elect_sync() {
 }
 
 // Barrier among the `threads` threads that name the same id: "bar, barrier".
-__device__ __forceinline__ void bar_sync(u32 id, u32 threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void bar_sync(u32 id, u32 threads, bool predicate) {
+__device__ __forceinline__ void bar_sync(u32 id, u32 threads, bool predicate = true) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
@@ -116,11 +112,7 @@ __device__ __forceinline__ void bar_sync(u32 id, u32 threads, bool predicate) {
 }
 
 // Counts as reaching that barrier, without waiting for it.
-__device__ __forceinline__ void bar_arrive(u32 id, u32 threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void bar_arrive(u32 id, u32 threads, bool predicate) {
+__device__ __forceinline__ void bar_arrive(u32 id, u32 threads, bool predicate = true) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
