@@ -26,10 +26,10 @@ from deep_tile.hardware import H200
 from deep_tile.problem import GemmProblem
 
 SHARED = {
-    **{"launch_us": 5.4, "memory_us": 0.7, "overlap": 6.0},
+    **{"launch_us": 5.5, "memory_us": 0.6, "overlap": 6.0},
     **{"idle_gain": 0.16, "throttle": 0.6, "throttle_us": 1000.0},
 }
-"""Best of a grid around them (launch 4.5 to 6.0, memory 0.7 to 1, overlap 4 to 8, gain 0.05 to 0.2, throttle 0.3 to 0.8
+"""Best of a grid around them (launch 4.5 to 6.0, memory 0.6 to 1, overlap 4 to 8, gain 0.05 to 0.2, throttle 0.3 to 0.8
 at 500 or 1000): the choice hardly depends on them, the predicted time does."""
 
 CONTENDER = 0.5

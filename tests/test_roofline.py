@@ -223,13 +223,13 @@ def compared():
 
 
 def test_the_model_has_not_drifted_from_the_search(compared):
-    """As fitted: 2.5 % and 8.8 %, 0.968, 0.746, 91 %, 97.3 %, 1.006. Whoever changes it has to do as well."""
+    """As fitted: 2.4 % and 8.6 %, 0.968, 0.765, 91 %, 97.3 %. Whoever changes model or fit has to do as well."""
     figures = predict.summary(compared)
     assert figures["shapes"] == len(select_shapes("searched")) and figures["pairs"] > 2000
     assert figures["median error"] <= 0.03
     assert figures["90th percentile"] <= 0.1
     assert figures["median Spearman"] >= 0.965
-    assert figures["lowest Spearman"] >= 0.74
+    assert figures["lowest Spearman"] >= 0.75
     assert figures["Spearman >= 0.9"] >= 0.9
     assert figures["pairs in order"] >= 0.965
     assert figures["loss"] <= 1.01
