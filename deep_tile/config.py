@@ -78,8 +78,8 @@ class GemmConfig:
             return f"scale_blocks is {self.scale_blocks}; supported are 1, and 2 and 4 for tiles of one WGMMA"
         if self.b_stages < 0 or (self.b_stages > 0 and (self.cluster > 1 or self.scale_blocks > 1)):
             return f"b_stages is {self.b_stages}; b stays without clusters and with one scale block per stage only"
-        if not 1 <= self.store_buffers <= 4:
-            return f"store_buffers is {self.store_buffers}; supported are 1 to 4"
+        if not 1 <= self.store_buffers <= 10:
+            return f"store_buffers is {self.store_buffers}; supported are 1 to 10"
         return next((wall.reason for wall in (self.register_wall, self.capacity_wall) if not wall.holds), None)
 
     @property
@@ -306,15 +306,22 @@ class GemmConfig:
     def store_columns(self) -> int:
         """Width of one output box, in BF16 columns.
 
-        As wide as the widest swizzle span where such boxes cover a part of the tile, or overlap by less than a tenth of
-        it: without a swizzle, 128x176 takes 370 clocks longer to store a tile (H200, 2026-11-21). Else half the part,
-        or all of it where the half is no multiple of 16: rows of an odd multiple of 32 bytes meet in one bank two by
-        two.
+        64 or 32 where such boxes cover the part of the tile and overlap by less than a sixth of it: rows of 128 or 64
+        bytes have a swizzle, with which a warp writes them without bank conflicts. Rows of 160 or 288 bytes meet in the
+        banks two by two: with boxes of 32 columns instead of 80 or 144, 128x160 takes 1.5 % less at k = 2048 and 7 % at
+        576, 128x144 5 % less at 512. Rows of an odd multiple of 16 bytes meet where TMA reads them: with boxes of 88
+        columns instead of 64, 128x176 takes 4 % longer at k = 2048, 17 % at 512 (H200, 2026-11-22).
+
+        A chunk that such boxes do not divide is a box: with overlapping ones 128x224 in clusters takes 1 to 3 % longer,
+        whose first chunk is stored while the second is multiplied.
         """
-        columns = self.columns_per_part
-        if columns >= 64 and 10 * (round_up(columns, 64) - columns) < columns:
-            return 64
-        return columns // 2 if columns % 32 == 0 and columns > 32 else columns
+        in_chunks = self.chunks_n > 1 and self.mma_n % 16 == 0 and self.split_k == 1
+        columns = self.mma_n if in_chunks else self.columns_per_part
+        for swizzled in (64, 32):
+            overlap = round_up(columns, swizzled) - columns
+            if overlap == 0 or (6 * overlap < columns and not in_chunks):
+                return swizzled
+        return columns
 
     @property
     def store_rows(self) -> int:

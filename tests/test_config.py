@@ -10,14 +10,15 @@ import pytest
 from deep_tile import jit
 from deep_tile.codegen import kernel_source
 from deep_tile.config import SMEM_LIMIT_BYTES, GemmConfig
+from deep_tile.select import default_configs
 
 HEADERS = Path(__file__).parent.parent / "include" / "deep_tile"
 
 
-def legal_configs():
-    """Every one with at most 24 stages."""
+def legal_configs(stages=range(2, 25), store_buffers=range(1, 5)):
+    """Every one with at most 24 stages and four buffers."""
     choices = product(
-        (64, 128, 192, 256), range(16, 257, 16), range(2, 25), ((1, 1), (2, 1), (1, 2)), range(1, 5), (True, False)
+        (64, 128, 192, 256), range(16, 257, 16), stages, ((1, 1), (2, 1), (1, 2)), store_buffers, (True, False)
     )
     for block_m, block_n, stages, cluster, store_buffers, tma_store in choices:
         try:
@@ -43,7 +44,7 @@ def legal_configs():
         ({"b_stages": 2, "cluster_m": 2}, "b_stages is 2; b stays without clusters"),
         ({"b_stages": 2, "block_m": 64, "block_n": 64, "scale_blocks": 2}, "with one scale block per stage only"),
         ({"b_stages": -1}, "b_stages is -1"),
-        ({"store_buffers": 5}, "store_buffers is 5; supported are 1 to 4"),
+        ({"store_buffers": 11}, "store_buffers is 11; supported are 1 to 10"),
         ({"block_m": 256, "block_n": 160}, "160 accumulators and 40 of one K block exceed the 192 registers"),
         ({"stages": 8}, f"bytes of shared memory exceed Hopper's {SMEM_LIMIT_BYTES}"),
     ],
@@ -108,9 +109,9 @@ DERIVED = (
             GemmConfig(128, 160, 5),
             ("fp8_gemm_128x160x128_s5_c1x1", 1, 2, 384, 64)
             + (80, 80, 1, 1, 160)
-            + (32, 2, 80, 36864 + 512 + 16 + 16, 40960, 223 * 1024)
-            + (1, 0, 2, 64, 2, 1)
-            + (True, False, 4, 128, 1, 2, False, False, False, False, 5, (1, None)),
+            + (32, 2, 32, 36864 + 512 + 16 + 16, 16384, 199 * 1024)
+            + (1, 64, 5, 64, 2, 1)
+            + (True, False, 4, 128, 1, 1, False, False, False, False, 5, (1, None)),
         ),
         (
             GemmConfig(256, 128, 4, store_buffers=1),
@@ -149,6 +150,15 @@ def test_tiles_end_apart_where_blocks_are_queued_and_stages_suffice():
     assert not GemmConfig(128, 128, 2).ends_apart
     assert not GemmConfig(128, 112, 5).ends_apart
     assert not GemmConfig(64, 128, 5).ends_apart
+
+
+def test_boxes_cover_what_is_stored():
+    for config in (*default_configs(), *legal_configs(stages=(2,), store_buffers=(1,))):
+        stored, width = config.columns_per_part, config.store_columns
+        covered = config.boxes // config.chunks_m * width
+        assert stored <= covered < stored * 7 / 6 and width % 16 == 0, config.name
+        assert config.store_swizzle or width in (stored, config.mma_n), config.name
+        assert config.boxes % config.store_chunks == 0, config.name
 
 
 def test_no_scale_warp_is_a_round_ahead():

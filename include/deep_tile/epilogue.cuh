@@ -1,8 +1,7 @@
 // From accumulators to `out`: registers -> swizzled shared memory -> TMA store.
 //
-// A box is 64 rows by store_columns BF16 columns; a row is one swizzle span, or of a length at which stmatrix finds few
-// bank conflicts without one: narrower boxes made the last tile of 128x144 wait 1 us longer. Math warps write boxes and
-// store warps, where there are any, hand them to TMA: GemmConfig.store_warps says why. Every step from one box to the
+// A box is 64 rows by store_columns BF16 columns; a row is one swizzle span where that is possible. Math warps write boxes
+// and store warps, where there are any, hand them to TMA: GemmConfig.store_warps says why. Every step from one box to the
 // next takes 130 to 200 clocks, so as many are written at once as have a buffer each.
 //
 // Math warps that store themselves do so when the box is written, and wait for that when they need its buffer again:
