@@ -312,8 +312,8 @@ class GemmConfig:
         576, 128x144 5 % less at 512. Rows of an odd multiple of 16 bytes meet where TMA reads them: with boxes of 88
         columns instead of 64, 128x176 takes 4 % longer at k = 2048, 17 % at 512 (H200, 2026-11-22).
 
-        A chunk that such boxes do not divide is a box: with overlapping ones 128x224 in clusters takes 1 to 3 % longer,
-        whose first chunk is stored while the second is multiplied.
+        A chunk that can be stored by itself, and that such boxes do not divide, is a box: with overlapping ones 128x224
+        in clusters takes 1 to 3 % longer, whose first chunk is stored while the second is multiplied.
         """
         in_chunks = self.chunks_n > 1 and self.mma_n % 16 == 0 and self.split_k == 1
         columns = self.mma_n if in_chunks else self.columns_per_part
