@@ -16,7 +16,7 @@ struct GemmConfig {
     int math_warpgroups, scale_warps, store_warps, threads;
     int rows_per_warpgroup, chunks_m, chunks_n, chunks, mma_n;
     int block_sets;
-    bool queues_blocks, ends_apart, takes_turns, prefetches_b, bulk_scales;
+    bool carries_descriptors, queues_blocks, ends_apart, takes_turns, prefetches_b, bulk_scales;
     int b_stages, b_slots;
     int columns_per_part;
     int column_group, column_shifts, b_scale_columns, b_scale_slots;

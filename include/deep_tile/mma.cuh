@@ -11,11 +11,11 @@ namespace deep_tile {
 
 // Shared-memory matrix descriptor of a K-major operand in the 128-byte swizzle ("Asynchronous Warpgroup Level Matrix
 // Shared Memory Layout"): bits 0-13 address / 16, 32-45 stride between groups of 8 rows / 16, 62-63 swizzle mode.
-__device__ __forceinline__ u64 matrix_descriptor(u32 address) {
-    constexpr u64 eight_rows = 8 * 128 / 16;
-    constexpr u64 swizzle_128b = 1;
-    return swizzle_128b << 62 | eight_rows << 32 | address;
-}
+constexpr u32 eight_rows = 8 * 128 / 16;
+constexpr u32 swizzle_128b = 1;
+constexpr u32 descriptor_high = swizzle_128b << 30 | eight_rows;
+
+__device__ __forceinline__ u64 matrix_descriptor(u32 low, u32 high) { return static_cast<u64>(high) << 32 | low; }
 
 // The low half of a descriptor: of 18 address bits all but the last four.
 __device__ __forceinline__ u32 descriptor_address(const void* tile) { return (ptx::smem_address(tile) & 0x3FFFF) >> 4; }
@@ -31,10 +31,60 @@ __device__ __forceinline__ void pin(float (&registers)[count]) {
 template <GemmConfig config>
 using Blocks = float[config.scale_blocks][config.mma_n / 2];
 
-// Begins block[i] = a[64, 128] * b[mma_n, 128]^T for each scale block i of a stage, without waiting for it.
+constexpr int mma_k_bytes = 32;
+
+// Those of a stage's WGMMAs, worked out one after the other.
 template <GemmConfig config>
-__device__ __forceinline__ void begin_blocks(Blocks<config>& blocks, u32 a, u32 b) {
-    constexpr int mma_k_bytes = 32;
+struct Descriptors {
+    u32 a_low, b_low;  // of the stage's first
+
+    __device__ __forceinline__ u64 a(int block, int k) const {
+        return matrix_descriptor(a_low + (block * config.block_m * scale_block + k) / 16, descriptor_high);
+    }
+    __device__ __forceinline__ u64 b(int block, int k) const {
+        return matrix_descriptor(b_low + (block * config.block_n * scale_block + k) / 16, descriptor_high);
+    }
+};
+
+// The same, for stages of one scale block, carried along from stage to stage. ptxas has all WGMMAs read the same four
+// uniform registers. What it can work out it works out in them, between one WGMMA and the next, 12 clocks later; what it
+// finds in other registers it moves there, and the next one follows after 4. That takes high halves that it does not know
+// and one for each operand, which then stays in its place.
+template <GemmConfig config>
+class CarriedDescriptors {
+   public:
+    __device__ __forceinline__ void start(Descriptors<config> first) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            a_low_[i] = first.a_low + i * mma_k_bytes / 16;
+            b_low_[i] = first.b_low + i * mma_k_bytes / 16;
+        }
+        const u32 high = descriptor_high + threadIdx.x / 1024;  // there are no more threads
+        a_high_ = __shfl_sync(0xffffffff, high, 0);
+        b_high_ = __shfl_sync(0xffffffff, high, 1);
+    }
+
+    // From this stage to the next.
+    __device__ __forceinline__ void advance(int stage) {
+        const int stages = stage + 1 == config.stages ? 1 - config.stages : 1;
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            a_low_[i] += stages * (config.block_m * scale_block / 16);
+            b_low_[i] += stages * (config.block_n * scale_block / 16);
+        }
+    }
+
+    __device__ __forceinline__ u64 a(int, int k) const { return matrix_descriptor(a_low_[k / mma_k_bytes], a_high_); }
+    __device__ __forceinline__ u64 b(int, int k) const { return matrix_descriptor(b_low_[k / mma_k_bytes], b_high_); }
+
+   private:
+    static constexpr int count = scale_block / mma_k_bytes;
+    u32 a_low_[count], b_low_[count], a_high_, b_high_;
+};
+
+// Begins block[i] = a[64, 128] * b[mma_n, 128]^T for each scale block i of a stage, without waiting for it.
+template <GemmConfig config, typename StageDescriptors>
+__device__ __forceinline__ void begin_blocks(Blocks<config>& blocks, const StageDescriptors& descriptors) {
 #pragma unroll
     for (int i = 0; i < config.scale_blocks; ++i) pin(blocks[i]);
     ptx::wgmma_fence();
@@ -42,8 +92,7 @@ __device__ __forceinline__ void begin_blocks(Blocks<config>& blocks, u32 a, u32 
     for (int i = 0; i < config.scale_blocks; ++i) {
 #pragma unroll
         for (int k = 0; k < scale_block; k += mma_k_bytes) {
-            wgmma(blocks[i], matrix_descriptor(a + (i * config.block_m * scale_block + k) / 16),
-                  matrix_descriptor(b + (i * config.block_n * scale_block + k) / 16), k != 0);
+            wgmma(blocks[i], descriptors.a(i, k), descriptors.b(i, k), k != 0);
         }
     }
     ptx::wgmma_commit_group();
