@@ -488,16 +488,40 @@ static const Field launch_fields[LAUNCH_NUMBERS] = {
     [LAST_ROWS_RECIPROCAL] = {"last_rows_reciprocal", 1, 1ll << 31},
 };
 
+static long long scale_blocks(long long size)
+{
+    return (size + 127) / 128;
+}
+
+/* Kernels count bytes from a scale's first element in 32 bits. */
+static bool check_scale(const char *name, long long outer, long long outer_stride, long long inner,
+                        long long inner_stride)
+{
+    const long long furthest = UINT32_MAX / sizeof(float);
+    const double last = (double)(outer - 1) * (double)outer_stride + (double)(inner - 1) * (double)inner_stride;
+    if (last <= (double)furthest)
+        return true;
+    PyErr_Format(PyExc_ValueError,
+                 "prepare: the last element of %s is more than %lld elements from its first, with strides (%lld, %lld); "
+                 "make it contiguous",
+                 name, furthest, outer_stride, inner_stride);
+    return false;
+}
+
 static bool read_launch_numbers(PyObject *const given[], long long numbers[])
 {
     for (int i = 0; i < LAUNCH_NUMBERS; i++)
         if (!read_number(given[i], "", &launch_fields[i], &numbers[i]))
             return false;
-    if (numbers[GRID] % numbers[CLUSTER] == 0)
-        return true;
-    PyErr_Format(PyExc_ValueError, "prepare: grid is %lld, want a multiple of cluster, %lld", numbers[GRID],
-                 numbers[CLUSTER]);
-    return false;
+    if (numbers[GRID] % numbers[CLUSTER] != 0) {
+        PyErr_Format(PyExc_ValueError, "prepare: grid is %lld, want a multiple of cluster, %lld", numbers[GRID],
+                     numbers[CLUSTER]);
+        return false;
+    }
+    const long long k_blocks = scale_blocks(numbers[SIZE_K]);
+    return check_scale("a_scale", numbers[SIZE_M], numbers[A_SCALE_STRIDE_M], k_blocks, numbers[A_SCALE_STRIDE_K]) &&
+           check_scale("b_scale", scale_blocks(numbers[SIZE_N]), numbers[B_SCALE_STRIDE_N], k_blocks,
+                       numbers[B_SCALE_STRIDE_K]);
 }
 
 /* A last tile of fewer rows than the others has a map of its own, which the kernel takes for granted: without one it
@@ -545,10 +569,10 @@ static bool fill_template(Failure *failure, Launch *launch, const long long numb
                           const MapLayout *a_map, const MapLayout *b_map, const MapLayout *out_map)
 {
     GemmParams params = {
-        .a_scale_stride_m = numbers[A_SCALE_STRIDE_M],
-        .a_scale_stride_k = numbers[A_SCALE_STRIDE_K],
-        .b_scale_stride_n = numbers[B_SCALE_STRIDE_N],
-        .b_scale_stride_k = numbers[B_SCALE_STRIDE_K],
+        .a_scale_stride_m = (unsigned)numbers[A_SCALE_STRIDE_M],
+        .a_scale_stride_k = (unsigned)numbers[A_SCALE_STRIDE_K],
+        .b_scale_stride_n = (unsigned)numbers[B_SCALE_STRIDE_N],
+        .b_scale_stride_k = (unsigned)numbers[B_SCALE_STRIDE_K],
         .out_stride_m = numbers[OUT_STRIDE_M],
         .m = (int)numbers[SIZE_M],
         .n = (int)numbers[SIZE_N],

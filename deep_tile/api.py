@@ -81,10 +81,11 @@ def fp8_gemm(
 
     Args:
         a: [m, k] float8_e4m3fn, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
-        a_scale: [m, ceil(k / 128)] float32, any strides: row-major, or M-major with stride (1, m) or padded. Some
-            large products are 1 to 2 % faster where its columns begin at multiples of 16 bytes ("m_aligned" casts).
+        a_scale: [m, ceil(k / 128)] float32, any strides within 4 GB: row-major, or M-major with stride (1, m) or
+            padded. Some large products are 1 to 2 % faster where its columns begin at multiples of 16 bytes
+            ("m_aligned" casts).
         b: [n, k] float8_e4m3fn, laid out like `a`.
-        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides.
+        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB.
         out: [m, n] bfloat16, unit stride along n; allocated when None. Any alignment and row stride will do, but rows
             that begin and end at multiples of 16 bytes are stored faster. Must not overlap the inputs.
         out_dtype: dtype of `out`; only bfloat16 so far.

@@ -165,7 +165,7 @@ DriverResult cuLaunchKernelEx(const struct CUlaunchConfig_st *config, DriverFunc
     const GemmParams *params = arguments[0];
     return record("cuLaunchKernelEx",
                   "%p context %p grid %u,%u,%u block %u,%u,%u smem %u stream %p attributes %u cluster %d pdl %d "
-                  "extra %p maps %llx,%llx,%llx a_scale %p b_scale %p out %p strides %lld,%lld %lld,%lld %lld "
+                  "extra %p maps %llx,%llx,%llx a_scale %p b_scale %p out %p strides %u,%u %u,%u %lld "
                   "sizes %d,%d,%d tails %d,%d early_b %d raster %d %u",
                   (void *)function, (void *)current_context, launch->grid_x, launch->grid_y, launch->grid_z,
                   launch->block_x, launch->block_y, launch->block_z, launch->smem_bytes, (void *)launch->stream,

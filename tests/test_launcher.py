@@ -160,6 +160,11 @@ def with_number(layout: tuple, index: int, number: object) -> tuple:
         ),
         ({"a_scale_strides": (-1, 1)}, "a_scale_strides[0] is -1, want 0 to 9223372036854775807"),
         ({"b_scale_strides": (1, 2**63)}, "b_scale_strides[1] is 9223372036854775808, want 0 to 9223372036854775807"),
+        (
+            {"a_scale_strides": (2**19, 1)},
+            "the last element of a_scale is more than 1073741823 elements from its first, with strides (524288, 1)",
+        ),
+        ({"b_scale_strides": (1, 2**62)}, "the last element of b_scale is more than 1073741823 elements"),
         ({"out_stride_m": -2112}, "out_stride_m is -2112, want 0 to"),
         ({"raster_rows_log2": 0}, "raster_rows_log2 is 0, want 1 to 4"),
         ({"last_rows_reciprocal": 2**31 + 1}, "last_rows_reciprocal is 2147483649, want 1 to 2147483648"),

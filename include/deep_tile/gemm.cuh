@@ -328,19 +328,24 @@ __device__ __forceinline__ int a_scale_slot(int row) {
 // Where a scale warp reads a tile's scales: each lane those of its rows of `a`, unless TMA copies them, and the first
 // lanes those of the slots of columns of `b`. Rows and columns beyond the matrix take the last scale there is: their
 // products are never stored.
+//
+// Places are counted in bytes, of 32 bits, so that nothing but additions is left for each stage. As elements, or as
+// pointers with 32-bit strides, ptxas has the multiplier work them out, which FFMAs of math warps then wait for: 128-row
+// tiles took 3 to 9 % longer. With 64-bit strides the way to the first request was longer, and products took 0.7 % more
+// time up to m = 1024 (H200, 2026-11-22).
 template <GemmConfig config>
 class ScaleReader {
    public:
     __device__ __forceinline__ ScaleReader(const GemmParams& params, Tile tile, int step)
         : params_(params), in_bulk_(scales_in_bulk<config>(params, tile)), step_(step) {
         const int last_group = (params.n - 1) / scale_block;
-        const long long first_k = step * config.scale_blocks;
+        const int first_k = step * config.scale_blocks;
         const int group = min((tile.n + lane() * config.b_scale_columns) / scale_block, last_group);
-        b_scale_ = params.b_scale + group * params.b_scale_stride_n + first_k * params.b_scale_stride_k;
+        b_ = sizeof(float) * (group * params.b_scale_stride_n + first_k * params.b_scale_stride_k);
 #pragma unroll
         for (int i = 0; i < rows_per_lane; ++i) {
             const int row = min(tile.m + i * warp_threads + lane(), params.m - 1);
-            a_scale_[i] = params.a_scale + row * params.a_scale_stride_m + first_k * params.a_scale_stride_k;
+            a_[i] = sizeof(float) * (row * params.a_scale_stride_m + first_k * params.a_scale_stride_k);
         }
     }
 
@@ -351,18 +356,18 @@ class ScaleReader {
 #pragma unroll
         for (int j = 0; j < config.scale_blocks; ++j) {
             const bool valid = config.scale_blocks == 1 || step_ * config.scale_blocks + j < k_blocks;
-            const int next = j + 1 < config.scale_blocks ? 1 : 1 + skipped;
+            const u32 next = sizeof(float) * (j + 1 < config.scale_blocks ? 1 : 1 + skipped);
 #pragma unroll
             for (int i = 0; i < rows_per_lane && !in_bulk_; ++i) {
                 const int slot = i * warp_threads + a_scale_slot<config>(lane());
-                ptx::cp_async(ptx::smem_address(&smem.a_scale[stage][j][slot]), valid ? a_scale_[i] : params_.a_scale,
+                ptx::cp_async(ptx::smem_address(&smem.a_scale[stage][j][slot]), at(params_.a_scale, valid ? a_[i] : 0),
                               valid);
-                a_scale_[i] += next * params_.a_scale_stride_k;
+                a_[i] += next * params_.a_scale_stride_k;
             }
             if (lane() < config.b_scale_slots) {
-                ptx::cp_async(ptx::smem_address(&smem.b_scale[stage][j][lane()]), valid ? b_scale_ : params_.b_scale,
+                ptx::cp_async(ptx::smem_address(&smem.b_scale[stage][j][lane()]), at(params_.b_scale, valid ? b_ : 0),
                               valid);
-                b_scale_ += next * params_.b_scale_stride_k;
+                b_ += next * params_.b_scale_stride_k;
             }
         }
         step_ += config.scale_warps;
@@ -373,10 +378,13 @@ class ScaleReader {
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % warp_threads; }
 
+    static __device__ __forceinline__ const float* at(const float* scales, u32 bytes) {
+        return reinterpret_cast<const float*>(reinterpret_cast<const u8*>(scales) + bytes);
+    }
+
     const GemmParams& params_;
     const bool in_bulk_;
-    const float* a_scale_[rows_per_lane];
-    const float* b_scale_;
+    u32 a_[rows_per_lane], b_;  // bytes from the first scale to those of this step
     int step_;
 };
 

@@ -28,8 +28,8 @@ typedef struct {
     const float *a_scale;
     const float *b_scale;
     void *out;
-    long long a_scale_stride_m, a_scale_stride_k;
-    long long b_scale_stride_n, b_scale_stride_k;
+    unsigned a_scale_stride_m, a_scale_stride_k; /* the last element is within 4 GB of the first */
+    unsigned b_scale_stride_n, b_scale_stride_k;
     long long out_stride_m;
     TensorMap a_maps[2]; /* a   [m, k], box [block_m / cluster_n, 128]; for a last tile with fewer [a_tail_rows, 128] */
     TensorMap b_maps[2]; /* b   [n, k], box [block_n / cluster_m, 128]; for a last tile with fewer [b_tail_rows, 128] */
