@@ -38,7 +38,7 @@ class RasterScheduler {
           group_rows_log2_(params.raster_rows_log2 - config.cluster_m / 2),
           last_rows_reciprocal_(params.last_rows_reciprocal),
           step_(gridDim.x / config.cluster()),
-          within_((config.split_k == 1 ? blockIdx.x / config.cluster() : start_by_gpc()) - step_),
+          within_(first_cluster_tile() - step_),
           rank_(config.cluster() == 1 ? 0 : uniform_cluster_rank()) {}
 
     // This block's tiles, before the first. Not the same as counting valid ones: that a loop ends with a count, which it
@@ -82,15 +82,15 @@ class RasterScheduler {
                 (column * config.cluster_n + rank_ / config.cluster_m % config.cluster_n) * config.block_n, true};
     }
 
-    // Clusters are handed to the GPCs in turn. But neighbours in the raster share operands, which reach SMs of one GPC
+    // Clusters are handed to the GPCs in turn. Yet neighbours in the raster share operands, which reach SMs of one GPC
     // faster: where there are few rows, so that a GPC would get tiles of one of them only, they are numbered by GPC. Split
     // K gains up to 9 % at 128 < m <= 512 and would lose as much with more rows; multicast gains nothing (H200,
     // 2026-11-22).
-    __device__ __forceinline__ int start_by_gpc() const {
+    __device__ __forceinline__ int first_cluster_tile() const {
         constexpr u32 gpcs = 8;
         constexpr int few_rows = 4;
-        const u32 cluster = blockIdx.x / config.cluster(), clusters = gridDim.x / config.cluster();
-        if (rows_ > few_rows) return cluster;
+        const u32 cluster = blockIdx.x / config.cluster(), clusters = step_;
+        if (config.split_k == 1 || rows_ > few_rows) return cluster;
         const u32 gpc = cluster % gpcs;
         return gpc * (clusters / gpcs) + min(gpc, clusters % gpcs) + cluster / gpcs;
     }
