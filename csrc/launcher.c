@@ -493,7 +493,7 @@ static long long scale_blocks(long long size)
     return (size + 127) / 128;
 }
 
-/* Kernels count bytes from a scale's first element in 32 bits. */
+/* Kernels count bytes from a scale's first element in 32 bits. In floating point, where strides cannot overflow. */
 static bool check_scale(const char *name, long long outer, long long outer_stride, long long inner,
                         long long inner_stride)
 {

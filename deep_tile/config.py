@@ -224,8 +224,9 @@ class GemmConfig:
         """Whether a math warpgroup carries the descriptors of its WGMMAs along from stage to stage, so that these are
         begun 4 clocks apart and not 12 (mma.cuh says how).
 
-        Narrow tiles wait for that: 128x64 takes 2 % less at k = 7168, 64x48 and 64x64 3.5 to 5 %. With 128 columns or
-        two scale blocks per stage nothing is gained, with four 2 to 4 % lost, and 128x96 loses 1 % (H200, 2026-11-22).
+        Narrow tiles wait for that: 128x64 takes 0.7 to 2.3 % less at k = 7168, 64x48 2 to 4 %, 64x64 up to 5 %. With
+        128 columns or two scale blocks per stage nothing is gained, with four 2 to 4 % lost, and 128x96 loses 1 %
+        (H200, 2026-11-22).
         """
         return self.block_sets == 2 and self.mma_n <= 64 and self.scale_blocks == 1 and not self.resident_b
 

@@ -331,7 +331,7 @@ __device__ __forceinline__ int a_scale_slot(int row) {
 //
 // Places are counted in bytes, of 32 bits, so that nothing but additions is left for each stage. As elements, or as
 // pointers with 32-bit strides, ptxas has the multiplier work them out, which FFMAs of math warps then wait for: 128-row
-// tiles took 3 to 9 % longer. With 64-bit strides the way to the first request was longer, and products took 0.7 % more
+// tiles took up to 9 % longer. With 64-bit strides the way to the first request was longer, and products took 0.7 % more
 // time up to m = 1024 (H200, 2026-11-22).
 template <GemmConfig config>
 class ScaleReader {
@@ -414,7 +414,6 @@ __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedS
         state.advance(config.scale_warps);
     }
     TileScheduler<config> tiles(params);
-#pragma unroll 1
     while (true) {
         const Tile tile = tiles.next();
         if (!tile.valid) break;
@@ -825,7 +824,6 @@ __device__ __forceinline__ void store_tiles(const GemmParams& params, SharedStor
     const StoreWarp<config> boxes(params, smem, warp);
     TileScheduler<config> tiles(params);
     ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
-#pragma unroll 1
     while (true) {
         const Tile tile = tiles.next();
         if (!tile.valid) break;
