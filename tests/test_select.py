@@ -146,6 +146,13 @@ def test_blocks_of_the_longest_part():
     assert blocks_per_tile(GemmConfig(64, 64, 3, scale_blocks=4), 130) == 4
 
 
+@pytest.mark.parametrize(
+    ("m", "end"), [(1, 8), (8, 8), (57, 64), (65, 96), (96, 96), (97, 128), (129, 192), (8192, 8192), (8193, 8256)]
+)
+def test_buckets_are_finer_where_choices_change_faster(m, end):
+    assert bucketed(GemmProblem(m, 4096, 7168)).m == end
+
+
 @given(problems)
 @settings(max_examples=200, deadline=None)
 def test_choice_is_that_of_its_bucket(problem):
