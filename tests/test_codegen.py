@@ -19,6 +19,7 @@ from deep_tile.select import default_configs
 ROOT = Path(__file__).parent.parent
 DEFAULT_CONFIGS = (*default_configs(True), *default_configs(False))
 SM_REGISTERS = 64 * 1024
+PREFETCHED_CODE_BYTES = 64 * 1024
 
 each_default_config = pytest.mark.parametrize("config", DEFAULT_CONFIGS, ids=lambda config: config.name)
 
@@ -37,6 +38,22 @@ def compiled():
         return dict(zip(DEFAULT_CONFIGS, pool.map(compile_one, DEFAULT_CONFIGS), strict=True))
 
 
+@pytest.fixture(scope="module")
+def listings(compiled, tmp_path_factory):
+    """The machine code of every default kernel, as text: config -> what nvdisasm prints."""
+    if find_nvidia_binary_utility("nvdisasm") is None:
+        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
+    directory = tmp_path_factory.mktemp("cubins")
+
+    def disassemble(config):
+        cubin = directory / f"{config.name}.cubin"
+        cubin.write_bytes(compiled[config].cubin)
+        return jit.disassemble(cubin).decode()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(DEFAULT_CONFIGS, pool.map(disassemble, DEFAULT_CONFIGS), strict=True))
+
+
 @each_default_config
 def test_default_kernel_compiles_clean(config, compiled):
     result = compiled[config]
@@ -48,24 +65,29 @@ def test_default_kernel_compiles_clean(config, compiled):
     assert config.name.encode() in result.cubin
 
 
-def test_default_kernels_are_uniform(compiled, tmp_path):
+def test_default_kernels_are_uniform(listings):
     """Warps that the compiler thinks can fall apart wait lane by lane, and hung before a WGMMA that wants all of them.
 
     It says so by WARPSYNC, and by waiting with the barrier's address in an ordinary register.
     """
-    if find_nvidia_binary_utility("nvdisasm") is None:
-        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
+    found = {config.name: re.findall(r"WARPSYNC.*|TRYWAIT P\d, \[R\d.*", text) for config, text in listings.items()}
+    assert all("QGMMA" in text and "TRYWAIT" in text for text in listings.values())
+    assert not {name: lines for name, lines in found.items() if lines}
 
-    def divergence(config):
-        cubin = tmp_path / f"{config.name}.cubin"
-        cubin.write_bytes(compiled[config].cubin)
-        sass = jit.disassemble(cubin).decode()
-        assert "QGMMA" in sass and "TRYWAIT" in sass
-        return re.findall(r"WARPSYNC.*|TRYWAIT P\d, \[R\d.*", sass)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = dict(zip(DEFAULT_CONFIGS, pool.map(divergence, DEFAULT_CONFIGS), strict=True))
-    assert not {config.name: lines for config, lines in found.items() if lines}
+@each_default_config
+def test_code_lies_in_the_order_in_which_it_is_wanted(config, listings):
+    """A launch brings code along in the order of its addresses, and none where there is too much of it.
+
+    The one kernel with too much, of 73 KB, stores to an `out` that TMA cannot address, with K in eight parts.
+    """
+
+    def addresses(instruction):
+        return [int(address, 16) for address in re.findall(rf"/\*([0-9a-f]+)\*/.*?\b{instruction}\b", listings[config])]
+
+    assert max(addresses("UTMALDG")) < min(addresses("QGMMA"))
+    if config.tma_store:
+        assert max(addresses(r"\w+")) < PREFETCHED_CODE_BYTES
 
 
 @each_default_config

@@ -43,7 +43,7 @@ class RasterScheduler {
 
     // This block's tiles, before the first. Not the same as counting valid ones: that a loop ends with a count, which it
     // got before it began, leaves the compiler in no doubt that all warps of the block leave it together. Added up, while
-    // the first stage is awaited: a division is 25 to 50 instructions more, and a launch takes longer for each.
+    // the first stage is awaited: a division is 25 to 50 instructions more, and all code behind them arrives later.
     __device__ __forceinline__ int count() const {
         int count = 0;
 #pragma unroll 1
