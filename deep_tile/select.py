@@ -355,6 +355,6 @@ def configs_for(
     n: int, k: int, max_m: int, num_sms: int, tma_store: bool = True, split_k: bool = True
 ) -> list[GemmConfig]:
     """Every config that some m in [1, max_m] is given."""
-    ends = dict.fromkeys(_bucket_end(m) for m in range(1, max_m + 1))
+    ends = {_bucket_end(m) for m in range(1, max_m + 1)}
     chosen = {choose(GemmProblem(m, n, k, num_sms, tma_store, split_k)) for m in ends}
     return sorted(chosen, key=lambda config: config.name)
