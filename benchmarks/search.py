@@ -23,6 +23,7 @@ from benchmarks.peers import Inputs, deep_tile_peer
 from benchmarks.shapes import Shape, select_shapes
 from deep_tile import plan, select
 from deep_tile.config import GemmConfig
+from deep_tile.problem import GemmProblem
 from deep_tile.reference import relative_error
 
 MAX_ERROR = 1.8e-3
@@ -36,7 +37,7 @@ SearchedUs = dict[str, dict[str, float]]
 
 def plausible(config: GemmConfig, shape: Shape) -> bool:
     """Whether a config can be near the best: neither most of its rows empty nor dozens of times more tiles than SMs."""
-    if not config.takes_k(shape.k):
+    if not select.suits(config, GemmProblem(*shape)):
         return False
     if config.block_m > 64:
         return shape.m > 64 and (config.split_k == 1 or shape.m <= 2048)

@@ -457,6 +457,8 @@ enum {
     THREADS,
     A_TAIL_ROWS,
     B_TAIL_ROWS,
+    NARROW_ROWS,
+    NARROW_COLUMNS,
     A_SCALE_STRIDE_M,
     A_SCALE_STRIDE_K,
     B_SCALE_STRIDE_N,
@@ -476,6 +478,8 @@ static const Field launch_fields[LAUNCH_NUMBERS] = {
     [THREADS] = {"threads", 1, 1024},
     [A_TAIL_ROWS] = {"a_tail_rows", 0, 256},
     [B_TAIL_ROWS] = {"b_tail_rows", 0, 256},
+    [NARROW_ROWS] = {"narrow_rows", 0, 256},
+    [NARROW_COLUMNS] = {"narrow_columns", 0, INT_MAX},
     [A_SCALE_STRIDE_M] = {"a_scale_strides[0]", 0, LLONG_MAX},
     [A_SCALE_STRIDE_K] = {"a_scale_strides[1]", 0, LLONG_MAX},
     [B_SCALE_STRIDE_N] = {"b_scale_strides[0]", 0, LLONG_MAX},
@@ -518,6 +522,11 @@ static bool read_launch_numbers(PyObject *const given[], long long numbers[])
                      numbers[CLUSTER]);
         return false;
     }
+    if (numbers[NARROW_COLUMNS] > 0 && numbers[NARROW_ROWS] == 0) {
+        PyErr_Format(PyExc_ValueError, "prepare: narrow_rows is 0, want box_outer of %lld narrow_columns",
+                     numbers[NARROW_COLUMNS]);
+        return false;
+    }
     const long long k_blocks = scale_blocks(numbers[SIZE_K]);
     return check_scale("a_scale", numbers[SIZE_M], numbers[A_SCALE_STRIDE_M], k_blocks, numbers[A_SCALE_STRIDE_K]) &&
            check_scale("b_scale", scale_blocks(numbers[SIZE_N]), numbers[B_SCALE_STRIDE_N], k_blocks,
@@ -526,10 +535,14 @@ static bool read_launch_numbers(PyObject *const given[], long long numbers[])
 
 /* A last tile of fewer rows than the others has a map of its own, which the kernel takes for granted: without one it
  * stops, and with rows that do not fit it waits for ever. Of a tile that two blocks share the box is half. */
-static bool check_tail_rows(const char *name, long long rows, const char *map_name, const MapLayout *map)
+static bool check_tail_rows(const char *name, long long rows, const char *map_name, const MapLayout *map,
+                            long long narrow_rows)
 {
-    long long outer = (long long)map->sizes[1], box = map->box[1];
-    if (rows > box)
+    long long outer = (long long)map->sizes[1] - narrow_rows, box = map->box[1];
+    if (outer < 0)
+        PyErr_Format(PyExc_ValueError, "prepare: narrow_columns of narrow_rows are %lld rows, want at most %s.outer, %lld",
+                     narrow_rows, map_name, outer + narrow_rows);
+    else if (rows > box)
         PyErr_Format(PyExc_ValueError, "prepare: %s is %lld, want at most %s.box_outer, %lld", name, rows, map_name,
                      box);
     else if (rows == 0 && outer % box != 0)
@@ -548,8 +561,8 @@ static bool encode_map(Failure *failure, TensorMap *map, const MapLayout *layout
                 MAP_INTERLEAVE_NONE, layout->swizzle, layout->l2_promotion, MAP_OOB_FILL_ZEROS);
 }
 
-/* The map of an operand's last tile, where that has `rows` rows and not as many as the others, or 0. */
-static bool encode_tail_map(Failure *failure, TensorMap *map, const MapLayout *operand, long long rows)
+/* The map of tiles of an operand that have `rows` rows and not as many as the others; 0: there are none. */
+static bool encode_map_of(Failure *failure, TensorMap *map, const MapLayout *operand, long long rows)
 {
     MapLayout layout = *operand;
     layout.box[1] = (uint32_t)rows;
@@ -579,14 +592,16 @@ static bool fill_template(Failure *failure, Launch *launch, const long long numb
         .k = (int)numbers[SIZE_K],
         .a_tail_rows = (int)numbers[A_TAIL_ROWS],
         .b_tail_rows = (int)numbers[B_TAIL_ROWS],
+        .narrow_columns = (int)numbers[NARROW_COLUMNS],
         .early_b = early_b,
         .bulk_scale_rows = bulk_scale_rows(numbers),
         .raster_rows_log2 = (int)numbers[RASTER_ROWS_LOG2],
         .last_rows_reciprocal = (unsigned)numbers[LAST_ROWS_RECIPROCAL],
     };
     bool encoded = encode_map(failure, &params.a_maps[0], a_map) && encode_map(failure, &params.b_maps[0], b_map) &&
-                   encode_tail_map(failure, &params.a_maps[1], a_map, numbers[A_TAIL_ROWS]) &&
-                   encode_tail_map(failure, &params.b_maps[1], b_map, numbers[B_TAIL_ROWS]) &&
+                   encode_map_of(failure, &params.a_maps[1], a_map, numbers[A_TAIL_ROWS]) &&
+                   encode_map_of(failure, &params.b_maps[1], b_map, numbers[B_TAIL_ROWS]) &&
+                   encode_map_of(failure, &params.narrow_b_map, b_map, numbers[NARROW_ROWS]) &&
                    (out_map == NULL || encode_map(failure, &params.out_map, out_map));
     memcpy(launch->params, &params, sizeof params);
     return encoded;
@@ -594,7 +609,7 @@ static bool fill_template(Failure *failure, Launch *launch, const long long numb
 
 PyDoc_STRVAR(prepare_doc,
              "prepare(kernel, *, grid, cluster, threads, a_map, b_map, out_map, a_tail_rows, b_tail_rows,\n"
-             "        a_scale_strides, b_scale_strides, out_stride_m, m, n, k, pdl, early_b, raster_rows_log2,\n"
+             "        narrow_rows, narrow_columns, a_scale_strides, b_scale_strides, out_stride_m, m, n, k, pdl, early_b, raster_rows_log2,\n"
              "        last_rows_reciprocal)\n"
              "-> Launch\n"
              "\n"
@@ -603,7 +618,8 @@ PyDoc_STRVAR(prepare_doc,
              "grid, cluster: blocks, and blocks per cluster; threads: per block. a_map, b_map, out_map: tensor maps\n"
              "(element_bytes, inner, outer, outer_stride_bytes, box_inner, box_outer, swizzle_bytes), with elements\n"
              "of 1 byte or of 2 (BF16); out_map is None for a kernel that stores directly. a_tail_rows, b_tail_rows:\n"
-             "box_outer for the last tile of a or b if it has fewer rows than the others, or 0. a_scale_strides\n"
+             "box_outer for the last tile of a or b if it has fewer rows than the others, or 0. narrow_rows: box_outer\n"
+             "for b's narrow tiles, narrow_columns of which lie before the others; 0, 0: there are none. a_scale_strides\n"
              "(m, k), b_scale_strides (n, k) and out_stride_m are in elements. pdl: programmatic dependent launch,\n"
              "under which the kernel may request b before it waits for the preceding kernel if early_b is true.\n"
              "raster_rows_log2: of the rows of tiles that the raster descends before it steps along n, at most 16;\n"
@@ -623,6 +639,8 @@ static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
                                "out_map",
                                "a_tail_rows",
                                "b_tail_rows",
+                               "narrow_rows",
+                               "narrow_columns",
                                "a_scale_strides",
                                "b_scale_strides",
                                "out_stride_m",
@@ -636,9 +654,10 @@ static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
                                NULL};
     PyObject *kernel, *a_map, *b_map, *out_map, *given[LAUNCH_NUMBERS];
     int pdl, early_b;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$OOOOOOOO(OO)(OO)OOOOppOO:prepare", keywords, &kernel,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$OOOOOOOOOO(OO)(OO)OOOOppOO:prepare", keywords, &kernel,
                                      &given[GRID], &given[CLUSTER], &given[THREADS], &a_map, &b_map, &out_map,
-                                     &given[A_TAIL_ROWS], &given[B_TAIL_ROWS], &given[A_SCALE_STRIDE_M],
+                                     &given[A_TAIL_ROWS], &given[B_TAIL_ROWS], &given[NARROW_ROWS],
+                                     &given[NARROW_COLUMNS], &given[A_SCALE_STRIDE_M],
                                      &given[A_SCALE_STRIDE_K], &given[B_SCALE_STRIDE_N], &given[B_SCALE_STRIDE_K],
                                      &given[OUT_STRIDE_M], &given[SIZE_M], &given[SIZE_N], &given[SIZE_K], &pdl,
                                      &early_b, &given[RASTER_ROWS_LOG2], &given[LAST_ROWS_RECIPROCAL]))
@@ -650,8 +669,9 @@ static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
     if (!read_launch_numbers(given, numbers) || !read_map(a_map, "a_map", operand_promotion, &a_layout) ||
         !read_map(b_map, "b_map", operand_promotion, &b_layout) ||
         (has_out_map && !read_map(out_map, "out_map", MAP_L2_PROMOTION_NONE, &out_layout)) ||
-        !check_tail_rows("a_tail_rows", numbers[A_TAIL_ROWS], "a_map", &a_layout) ||
-        !check_tail_rows("b_tail_rows", numbers[B_TAIL_ROWS], "b_map", &b_layout))
+        !check_tail_rows("a_tail_rows", numbers[A_TAIL_ROWS], "a_map", &a_layout, 0) ||
+        !check_tail_rows("b_tail_rows", numbers[B_TAIL_ROWS], "b_map", &b_layout,
+                         numbers[NARROW_ROWS] * numbers[NARROW_COLUMNS]))
         return NULL;
     ModuleState *state = PyModule_GetState(module);
     if (Py_TYPE(kernel) != state->kernel_type)
@@ -704,6 +724,7 @@ static bool fill_params(Failure *failure, GemmParams *params, const Launch *laun
            point_map(failure, &params->b_maps[0], addresses[B]) &&
            (params->a_tail_rows == 0 || point_map(failure, &params->a_maps[1], addresses[A])) &&
            (params->b_tail_rows == 0 || point_map(failure, &params->b_maps[1], addresses[B])) &&
+           (params->narrow_columns == 0 || point_map(failure, &params->narrow_b_map, addresses[B])) &&
            (!launch->has_out_map || point_map(failure, &params->out_map, addresses[OUT]));
 }
 

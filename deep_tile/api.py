@@ -432,7 +432,7 @@ def _check_types(a, a_scale, b, b_scale, out, out_dtype, config) -> None:
     _check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, **({} if out is None else {"out": out}))
     if out_dtype != torch.bfloat16:
         raise TypeError(f"out_dtype must be torch.bfloat16; got {out_dtype}. Convert the result with .to({out_dtype})")
-    if config is not None and not isinstance(config, GemmConfig):
+    if config is not None and type(config) is not GemmConfig:
         raise TypeError(f"config must be a deep_tile.GemmConfig or None; got {type(config).__name__}")
 
 
@@ -560,6 +560,11 @@ def _checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
         raise ValueError(
             f"{config.name} stores with TMA, but out's address, row length or row stride is no multiple of "
             f"{_TMA_BYTES} bytes; pass a config with tma_store=False, or an aligned out"
+        )
+    if config.pairs and not config.takes_k(problem.k):
+        raise ValueError(
+            f"{config.name} multiplies K blocks of {SCALE_BLOCK} two by two, and k = {problem.k} has an odd number of "
+            "them; pass a config with pairs=False"
         )
     if not config.takes_k(problem.k):
         smallest, largest = config.k_range

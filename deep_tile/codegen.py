@@ -1,8 +1,8 @@
 """From a config to the text of its kernel.
 
 The text is complete: our own headers are pasted in, so NVRTC needs no include path, and one hash of the text is the
-identity of the kernel wherever the package is installed. A product's text holds the single WGMMA instruction that its
-config uses.
+identity of the kernel wherever the package is installed. A product's text holds the WGMMA instruction that its config
+uses, or both where tiles have two widths.
 """
 
 import re
@@ -17,7 +17,8 @@ _INCLUDE = re.compile(r'^#include "(\w+\.(?:cuh|h))"$', re.MULTILINE)
 
 def kernel_source(config: GemmConfig) -> str:
     """CUDA C++ of the kernel `config.name`, one self-contained translation unit for NVRTC or nvcc."""
-    return "\n".join([_wgmma(config.mma_n), _headers("gemm.cuh"), _entry(config)])
+    widths = dict.fromkeys(tiles.mma_n for tiles in (config, config.narrow) if tiles)
+    return "\n".join([*map(_wgmma, widths), _headers("gemm.cuh"), _entry(config)])
 
 
 def _wgmma(mma_n: int) -> str:
@@ -46,10 +47,11 @@ __device__ __forceinline__ void wgmma(float (&d)[{registers}], unsigned long lon
 
 
 _FIELDS = (
-    *("block_m", "block_n", "block_k", "stages", "cluster_m", "cluster_n", "split_k", "scale_blocks"),
+    *("block_m", "block_n", "block_k", "narrow_n", "buffer_n", "stages"),
+    *("cluster_m", "cluster_n", "split_k", "scale_blocks"),
     *("math_warpgroups", "scale_warps", "store_warps", "threads"),
     *("rows_per_warpgroup", "chunks_m", "chunks_n", "chunks", "mma_n", "block_sets"),
-    *("carries_descriptors", "queues_blocks", "ends_apart", "takes_turns", "prefetches_b", "bulk_scales"),
+    *("pairs", "carries_descriptors", "queues_blocks", "ends_apart", "takes_turns", "prefetches_b", "bulk_scales"),
     *("b_stages", "b_slots"),
     *("columns_per_part", "column_group", "column_shifts", "b_scale_columns", "b_scale_slots"),
     *("store_columns", "store_rows", "store_swizzle", "boxes", "store_chunks", "boxes_at_once", "store_buffers"),
@@ -59,15 +61,29 @@ _FIELDS = (
 
 
 def _entry(config: GemmConfig) -> str:
-    initializers = ", ".join(f".{name} = {str(getattr(config, name)).lower()}" for name in _FIELDS)
     return f"""\
-constexpr deep_tile::GemmConfig config = {{{initializers}}};
-
+constexpr deep_tile::GemmConfig config = {_fields(config)};
+{_narrow_tiles(config)}
 extern "C" __global__ void __launch_bounds__(config.threads, 1)
 {config.name}(const __grid_constant__ GemmParams params) {{
     deep_tile::gemm<config>(params);
 }}
 """
+
+
+def _narrow_tiles(config: GemmConfig) -> str:
+    """The config of a launch's narrow tiles, if it has any."""
+    if config.narrow is None:
+        return ""
+    return f"""
+template <>
+constexpr deep_tile::GemmConfig deep_tile::narrow_tiles<config> = {_fields(config.narrow)};
+"""
+
+
+def _fields(config: GemmConfig) -> str:
+    """The kernel's GemmConfig, as an initializer."""
+    return "{" + ", ".join(f".{name} = {str(getattr(config, name)).lower()}" for name in _FIELDS) + "}"
 
 
 class CastKernel(NamedTuple):

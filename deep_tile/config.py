@@ -4,7 +4,7 @@
 device must agree on is derived here, once; the kernel asserts the shared-memory size against its own struct.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import gcd
 
@@ -18,6 +18,9 @@ SMEM_LIMIT_BYTES = 232_448
 
 MMA_M = 64
 """Rows of one WGMMA instruction, and of one output box."""
+
+NARROW_N = 128
+"""Columns of a launch's narrow tiles: those of a scale block, so that each has one scale."""
 
 ACCUMULATOR_LIMIT = 192
 """Accumulators a math thread can hold beside addresses and scales, out of 232 registers."""
@@ -39,6 +42,10 @@ class GemmConfig:
         tma_store: store `out` with TMA; otherwise element by element, for any alignment and row stride.
         b_stages: K blocks of b that stay in shared memory while a thread block works down a column of tiles: as many as
             there may be, for 128 < k <= 128 * b_stages. 0: b travels with a, through the pipeline.
+        narrow_n: columns of the narrow tiles with which a launch ends, as many as let all SMs end it together
+            (`select.narrow_columns`). 0: all tiles have block_n.
+        pairs: multiply K blocks two by two, of which k must have an even number, with a main loop for each way in which
+            a tile's columns may lie across scale blocks.
     """
 
     block_m: int
@@ -51,6 +58,8 @@ class GemmConfig:
     store_buffers: int = 2
     tma_store: bool = True
     b_stages: int = 0
+    narrow_n: int = 0
+    pairs: bool = False
 
     def __post_init__(self):
         problem = self.illegal_because
@@ -78,6 +87,14 @@ class GemmConfig:
             return f"scale_blocks is {self.scale_blocks}; supported are 1, and 2 and 4 for tiles of one WGMMA"
         if self.b_stages < 0 or (self.b_stages > 0 and (self.cluster > 1 or self.scale_blocks > 1)):
             return f"b_stages is {self.b_stages}; b stays without clusters and with one scale block per stage only"
+        alone = self.cluster == 1 and not self.resident_b
+        if self.narrow_n and not (self.narrow_n == NARROW_N and self.takes_turns and alone):
+            return (
+                f"narrow_n is {self.narrow_n}; supported is {NARROW_N} for tiles of 128x144 to 128x192, "
+                "without clusters and resident b"
+            )
+        if self.pairs and not (self.block_m == 128 and self.block_n == 112 and self.scale_blocks == 1 and alone):
+            return "pairs is True; supported for tiles of 128x112, without clusters and resident b"
         if not 1 <= self.store_buffers <= 10:
             return f"store_buffers is {self.store_buffers}; supported are 1 to 10"
         return next((wall.reason for wall in (self.register_wall, self.capacity_wall) if not wall.holds), None)
@@ -98,7 +115,9 @@ class GemmConfig:
         buffers = "" if self.store_buffers == 2 else f"_b{self.store_buffers}"
         store = "" if self.tma_store else "_any"
         resident = f"_r{self.b_stages}" if self.resident_b else ""
-        return f"fp8_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{resident}{buffers}{store}"
+        narrow = f"_n{self.narrow_n}" if self.narrow_n else ""
+        special = resident + narrow + ("_p" if self.pairs else "")
+        return f"fp8_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{special}{buffers}{store}"
 
     @property
     def block_k(self) -> int:
@@ -133,7 +152,27 @@ class GemmConfig:
     def takes_k(self, k: int) -> bool:
         """Whether the kernel can multiply this k."""
         smallest, largest = self.k_range
-        return smallest <= k and (largest is None or k <= largest)
+        in_pairs = not self.pairs or ceil_div(k, SCALE_BLOCK) % 2 == 0
+        return in_pairs and smallest <= k and (largest is None or k <= largest)
+
+    # Tiles of two widths.
+
+    @cached_property
+    def narrow(self) -> "NarrowTiles | None":
+        """The narrow tiles with which a launch ends, if it has any.
+
+        Where tiles of one width leave SMs idle in the last wave: 2048x2112x7168 takes 3.5 % less in tiles of 144
+        columns, then of 128, 1024x7168x2048 2.7 % less with 160 (H200, 2026-11-22).
+        """
+        if not self.narrow_n:
+            return None
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return NarrowTiles(**own | {"block_n": self.narrow_n, "narrow_n": 0}, wide=self)
+
+    @property
+    def buffer_n(self) -> int:
+        """Rows of `b` that a stage has room for."""
+        return self.block_n
 
     # Thread blocks and warpgroups.
 
@@ -297,9 +336,10 @@ class GemmConfig:
 
         With copies, a thread multiplies by one scale for each scale block that the tile touches, otherwise by one for
         each column group: 11 for 128x176, of which at most three differ. 128x176 gains 9 %, 128x144 6 %, 128x160 and
-        128x224 1 %; 128x112, with two sets of temporaries, loses 5 % (H200, 2026-11-21).
+        128x224 1 %. With two sets of temporaries the main loop is so long that its copies have room in pairs only,
+        before which 128x112 lost 5 %; now it gains 2 to 3.5 % (H200, 2026-11-22).
         """
-        if self.math_warpgroups == 1 or self.block_sets == 2 or self.column_group >= 64:
+        if self.math_warpgroups == 1 or self.column_group >= 64 or (self.block_sets == 2 and not self.pairs):
             return 1
         return SCALE_BLOCK // self.column_group
 
@@ -369,7 +409,7 @@ class GemmConfig:
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage: operands, scales (slots padded to 16 bytes) and its two barriers."""
-        operands = (self.block_m + (0 if self.resident_b else self.block_n)) * self.block_k
+        operands = (self.block_m + (0 if self.resident_b else self.buffer_n)) * self.block_k
         scales = 4 * self.scale_blocks * (self.block_m + round_up(self.b_scale_slots, 4))
         return operands + scales + 2 * 8
 
@@ -392,6 +432,22 @@ class GemmConfig:
     @property
     def smem_bytes(self) -> int:
         return round_up(self.fixed_bytes + self.stages * self.stage_bytes, 1024)
+
+
+@dataclass(frozen=True)
+class NarrowTiles(GemmConfig):
+    """The narrow tiles of a launch of two widths, multiplied in their own way, in the wide ones' buffers: a part of the
+    kernel of `wide`, and not one that can be launched."""
+
+    wide: GemmConfig | None = None
+
+    @property
+    def buffer_n(self) -> int:
+        return self.wide.block_n
+
+    @property
+    def store_columns(self) -> int:
+        return self.wide.store_columns
 
 
 def round_up(value: int, multiple: int) -> int:

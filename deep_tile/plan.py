@@ -13,7 +13,7 @@ from deep_tile import _launcher, jit
 from deep_tile.codegen import kernel_source
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.problem import GemmProblem
-from deep_tile.select import grid_size, last_rows_reciprocal, raster_rows
+from deep_tile.select import grid_size, last_rows_reciprocal, narrow_columns, raster_rows
 
 
 class Layout(NamedTuple):
@@ -83,6 +83,7 @@ def prepare_launch(
     """
     m, n, k = problem.m, problem.n, problem.k
     group_rows = raster_rows(problem)
+    narrow = narrow_columns(config, problem)
     a_map = (1, k, m, layout.a_stride, SCALE_BLOCK, config.block_m // config.cluster_n, 128)
     b_map = (1, k, n, layout.b_stride, SCALE_BLOCK, config.block_n // config.cluster_m, 128)
     out_map = (2, n, m, layout.out_stride * 2, config.store_columns, config.store_rows, config.store_swizzle)
@@ -95,7 +96,9 @@ def prepare_launch(
         b_map=b_map,
         out_map=out_map if config.tma_store else None,
         a_tail_rows=tail_rows(m, config.block_m, config.cluster_n),
-        b_tail_rows=tail_rows(n, config.block_n, config.cluster_m),
+        b_tail_rows=tail_rows(n - narrow * config.narrow_n, config.block_n, config.cluster_m),
+        narrow_rows=config.narrow_n,
+        narrow_columns=narrow,
         a_scale_strides=layout.a_scale_strides,
         b_scale_strides=layout.b_scale_strides,
         out_stride_m=layout.out_stride,

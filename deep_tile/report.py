@@ -261,7 +261,7 @@ def _wall_table(derived: Derivation) -> Table:
     made.add_row("latency", _mark(walls["latency"]), walls["latency"].reason)
     made.add_row("Little's law", _mark(walls["Little's law"]), walls["Little's law"].reason)
     config, estimate, bucket = derived.choice.config, derived.choice.estimate, derived.bucket
-    units = select.cluster_tiles(config, bucket)
+    units = select.cluster_tiles(config, bucket).total
     slots = select.cluster_slots(config, bucket.num_sms)
     made.add_row(
         "waves",

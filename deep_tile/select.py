@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deep_tile import tuned
-from deep_tile.config import SCALE_BLOCK, SMEM_LIMIT_BYTES, GemmConfig, ceil_div, round_up
+from deep_tile.config import NARROW_N, SCALE_BLOCK, SMEM_LIMIT_BYTES, GemmConfig, ceil_div, round_up
 from deep_tile.hardware import H200, Hardware
 from deep_tile.problem import GemmProblem
 from deep_tile.walls import product_flops, stages_max
@@ -44,12 +44,18 @@ _SINGLE_TILES = ((128, 112),)
 _SPLIT_TILES = (64, 96, 128, 192)
 """block_n of 128-row tiles whose K two blocks share."""
 
+_NARROWING_TILES = (144, 160, 192)
+"""block_n of 128-row tiles that a launch ends with narrow ones of."""
+
+_NARROW_WAVES = 8
+"""With more, there are fewer wide tiles of 144 columns for as many of 128."""
+
 _RESIDENT_TILES = ((128, 128, 5), (128, 192, 4))
 """(block_m, block_n, b_stages) of tiles whose `b` stays in shared memory: the wider, the shorter K must be. 128x256
 with three K blocks was never the fastest (H200, 2026-11-21)."""
 
 
-def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options: int) -> GemmConfig:
+def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options: int | bool) -> GemmConfig:
     """The tile with as many stages as fit beside all of its output boxes, or beside fewer where those leave too few.
 
     Too few are less than four, or less than three that hold several scale blocks.
@@ -81,14 +87,58 @@ def default_configs(tma_store: bool = True) -> tuple[GemmConfig, ...]:
     ]
     single = [deepest_config(*tile, tma_store) for tile in _SINGLE_TILES]
     split = [deepest_config(128, block_n, tma_store, split_k=2) for block_n in _SPLIT_TILES]
+    paired = [deepest_config(*tile, tma_store, pairs=True) for tile in _SINGLE_TILES]
+    narrowing = [deepest_config(128, block_n, tma_store, narrow_n=NARROW_N) for block_n in _NARROWING_TILES]
     resident = [deepest_config(*tile, tma_store, b_stages=b_stages) for *tile, b_stages in _RESIDENT_TILES]
-    return (*decode, *multicast, *single, *split, *resident)
+    return (*decode, *multicast, *single, *paired, *narrowing, *split, *resident)
 
 
-def cluster_tiles(config: GemmConfig, problem: GemmProblem) -> int:
+class Tiles(NamedTuple):
+    """Cluster tiles, or what a cluster has of them: of the config's own width, and narrow ones."""
+
+    wide: int
+    narrow: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    def columns(self, config: GemmConfig) -> int:
+        """Columns of `out` that they cover, which is how long they take: narrow tiles within 2 % of that, at equal k
+        (H200, 2026-11-22)."""
+        return self.wide * config.block_n + self.narrow * config.narrow_n
+
+
+def cluster_tiles(config: GemmConfig, problem: GemmProblem) -> Tiles:
     """Units of work: one tile for each block of a cluster."""
+    return _split_tiles(config, problem, narrow_columns(config, problem))
+
+
+def _split_tiles(config: GemmConfig, problem: GemmProblem, narrow: int) -> Tiles:
+    """Where narrow tiles have `narrow` columns."""
     rows = ceil_div(problem.m, config.block_m * config.cluster_m)
-    return rows * ceil_div(problem.n, config.block_n * config.cluster_n)
+    wide_n = problem.n - narrow * config.narrow_n
+    return Tiles(rows * ceil_div(wide_n, config.block_n * config.cluster_n), rows * narrow)
+
+
+def _busiest(tiles: Tiles, slots: int) -> Tiles:
+    """Of the cluster that has the most: they are handed out in turn, the wide ones first."""
+    wide = ceil_div(tiles.wide, slots)
+    return Tiles(wide, ceil_div(tiles.total, slots) - wide)
+
+
+@lru_cache(maxsize=65_536)
+def narrow_columns(config: GemmConfig, problem: GemmProblem) -> int:
+    """Columns of narrow tiles, with which the busiest SM has as little to do as can be: the fewest of those."""
+    if not config.narrow_n:
+        return 0
+    slots = cluster_slots(config, problem.num_sms)
+    most = min(problem.n // config.narrow_n, _NARROW_WAVES * slots // ceil_div(problem.m, config.block_m))
+
+    def most_work(narrow: int) -> int:
+        return _busiest(_split_tiles(config, problem, narrow), slots).columns(config)
+
+    return min(range(most + 1), key=most_work)
 
 
 def cluster_slots(config: GemmConfig, num_sms: int) -> int:
@@ -107,9 +157,9 @@ def grid_size(config: GemmConfig, problem: GemmProblem) -> int:
 
     Gains 1 %, and 5 % at n = 2112 (H200, 2026-11-21). Each has a tile, which the kernel counts on.
     """
-    tiles = cluster_tiles(config, problem)
-    waves = ceil_div(tiles, cluster_slots(config, problem.num_sms))
-    return ceil_div(tiles, waves) * config.cluster
+    slots, tiles = cluster_slots(config, problem.num_sms), cluster_tiles(config, problem)
+    fewest = (ceil_div(count, ceil_div(count, slots)) for count in (tiles.wide, tiles.total) if count > 0)
+    return max(fewest) * config.cluster
 
 
 def raster_rows(problem: GemmProblem) -> int:
@@ -150,7 +200,8 @@ class TileTimes(NamedTuple):
     """What a config takes on one SM, in microseconds.
 
     Attributes:
-        block_us: one K block.
+        block_us: one K block; of a wide tile, where there are narrow ones, which take what tiles take that are all
+            as wide as they are.
         tile_us: the rest of a tile.
         column_us: to begin a column of tiles, where `b` stays in shared memory meanwhile.
     """
@@ -220,7 +271,7 @@ class Estimate(NamedTuple):
         memory_us: bytes through HBM, each operand once, as if the tiles were free.
         bound: `compute` or `memory`, whichever is longer.
         waves: tiles that the busiest SM works through.
-        utilization: share of the waves' tile slots that have a tile.
+        utilization: share of the waves' tile slots that have a tile, by their width.
     """
 
     time_us: float
@@ -249,9 +300,12 @@ class ComputeParts(NamedTuple):
 
 def compute_parts(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> ComputeParts:
     model, times = calibration(), tile_times(config, hardware)
-    waves, utilization = waves_of(config, problem)
-    blocks_us = waves * blocks_per_tile(config, problem.k) * times.block_us
-    tiles_us = waves * times.tile_us + columns_begun(config, problem) * times.column_us
+    narrow_times = tile_times(deepest_config(config.block_m, config.narrow_n), hardware) if config.narrow_n else times
+    most, utilization = busiest(config, problem)
+    blocks_us = most.wide * times.block_us + most.narrow * narrow_times.block_us
+    blocks_us *= blocks_per_tile(config, problem.k)
+    tiles_us = most.wide * times.tile_us + most.narrow * narrow_times.tile_us
+    tiles_us += columns_begun(config, problem) * times.column_us
     idle_us = -model.idle_gain * (1 - utilization) * (blocks_us + tiles_us)
     alone_us = blocks_us + tiles_us + idle_us
     busy_us = alone_us * utilization
@@ -261,11 +315,11 @@ def compute_parts(config: GemmConfig, problem: GemmProblem, hardware: Hardware =
     return ComputeParts(blocks_us, tiles_us, idle_us, throttle_us)
 
 
-def waves_of(config: GemmConfig, problem: GemmProblem) -> tuple[int, float]:
-    """Waves, and the share of their tile slots that have a tile."""
+def busiest(config: GemmConfig, problem: GemmProblem) -> tuple[Tiles, float]:
+    """Tiles of the cluster that has the most, and how much of that all have in the mean."""
     tiles, slots = cluster_tiles(config, problem), cluster_slots(config, problem.num_sms)
-    waves = ceil_div(tiles, slots)
-    return waves, tiles / (waves * slots)
+    most = _busiest(tiles, slots)
+    return most, tiles.columns(config) / (slots * most.columns(config))
 
 
 def compulsory_bytes(problem: GemmProblem) -> int:
@@ -291,7 +345,8 @@ def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200
     memory_us = memory_time(problem, hardware)
     time_us = launch_time(hardware) + (compute_us**overlap + memory_us**overlap) ** (1 / overlap)
     bound = "compute" if compute_us >= memory_us else "memory"
-    return Estimate(time_us, compute_us, memory_us, bound, *waves_of(config, problem))
+    most, utilization = busiest(config, problem)
+    return Estimate(time_us, compute_us, memory_us, bound, most.total, utilization)
 
 
 def bucketed(problem: GemmProblem) -> GemmProblem:
@@ -312,10 +367,16 @@ def candidates(problem: GemmProblem, hardware: Hardware = H200) -> list[tuple[Es
     where that is known, then the fastest predicted."""
     own, measured = (tuned_choice(problem), measured_choice(problem)) if hardware.name == H200.name else (None, None)
     known = dict.fromkeys((*default_configs(problem.tma_store), *([own] if own else [])))
-    configs = (c for c in known if c.takes_k(problem.k) and (problem.split_k or c.split_k == 1))
+    configs = (c for c in known if suits(c, problem) and (problem.split_k or c.split_k == 1))
     runnable = (c for c in configs if c.cluster <= problem.num_sms)
     estimated = ((estimate(c, problem, hardware), c) for c in runnable)
     return sorted(estimated, key=lambda pair: (pair[1].name.removesuffix("_any") != measured, pair[0].time_us))
+
+
+def suits(config: GemmConfig, problem: GemmProblem) -> bool:
+    """Whether a config can multiply the problem's k, and is not another one in disguise: with tiles of one width where
+    it may have two."""
+    return config.takes_k(problem.k) and (not config.narrow_n or all(cluster_tiles(config, problem)))
 
 
 def measured_choice(problem: GemmProblem) -> str | None:

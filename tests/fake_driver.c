@@ -166,7 +166,7 @@ DriverResult cuLaunchKernelEx(const struct CUlaunchConfig_st *config, DriverFunc
     return record("cuLaunchKernelEx",
                   "%p context %p grid %u,%u,%u block %u,%u,%u smem %u stream %p attributes %u cluster %d pdl %d "
                   "extra %p maps %llx,%llx,%llx a_scale %p b_scale %p out %p strides %u,%u %u,%u %lld "
-                  "sizes %d,%d,%d tails %d,%d early_b %d raster %d %u",
+                  "sizes %d,%d,%d tails %d,%d narrow %d early_b %d raster %d %u",
                   (void *)function, (void *)current_context, launch->grid_x, launch->grid_y, launch->grid_z,
                   launch->block_x, launch->block_y, launch->block_z, launch->smem_bytes, (void *)launch->stream,
                   launch->attribute_count, attribute_value(launch, LAUNCH_CLUSTER_DIMENSION),
@@ -175,5 +175,5 @@ DriverResult cuLaunchKernelEx(const struct CUlaunchConfig_st *config, DriverFunc
                   (const void *)params->a_scale, (const void *)params->b_scale, params->out, params->a_scale_stride_m,
                   params->a_scale_stride_k, params->b_scale_stride_n, params->b_scale_stride_k, params->out_stride_m,
                   params->m, params->n, params->k, params->a_tail_rows, params->b_tail_rows,
-                  params->early_b, params->raster_rows_log2, params->last_rows_reciprocal);
+                  params->narrow_columns, params->early_b, params->raster_rows_log2, params->last_rows_reciprocal);
 }

@@ -63,7 +63,8 @@ def test_explain_says_which_m_decided(call):
 
 def test_explain_all_shows_every_candidate(call):
     out = call("explain", "64", "4096", "7168", "--all")[1]
-    assert sorted(kernels_in(out)) == sorted(config.name for config in select.default_configs() if config.takes_k(7168))
+    suitable = [config for config in select.default_configs() if select.suits(config, GemmProblem(64, 4096, 7168))]
+    assert sorted(kernels_in(out)) == sorted(config.name for config in suitable)
 
 
 def test_explain_json(call):
@@ -73,7 +74,8 @@ def test_explain_json(call):
     assert code == 0
     assert explained["problem"] == GemmProblem(100, 576, 7168, num_sms=78)._asdict()
     assert explained["config"] == candidates[0]["name"] == select.choose(GemmProblem(100, 576, 7168, 78)).name
-    assert len(candidates) == sum(config.takes_k(7168) for config in select.default_configs())
+    bucket = GemmProblem(128, 576, 7168, num_sms=78)
+    assert len(candidates) == sum(select.suits(config, bucket) for config in select.default_configs())
     assert [row["time_us"] for row in candidates] == sorted(row["time_us"] for row in candidates)
     assert all(0 < row["grid"] <= 78 for row in candidates)
     assert candidates[1]["name"] in explained["why"]

@@ -44,6 +44,11 @@ def legal_configs():
         ({"b_stages": 2, "cluster_m": 2}, "b_stages is 2; b stays without clusters"),
         ({"b_stages": 2, "block_m": 64, "block_n": 64, "scale_blocks": 2}, "with one scale block per stage only"),
         ({"b_stages": -1}, "b_stages is -1"),
+        ({"narrow_n": 128}, "narrow_n is 128; supported is 128 for tiles of 128x144 to 128x192"),
+        ({"block_n": 160, "narrow_n": 96}, "narrow_n is 96"),
+        ({"block_n": 160, "narrow_n": 128, "cluster_m": 2}, "without clusters and resident b"),
+        ({"pairs": True}, "pairs is True; supported for tiles of 128x112"),
+        ({"block_n": 112, "pairs": True, "cluster_n": 2}, "pairs is True; .* without clusters"),
         ({"store_buffers": 11}, "store_buffers is 11; supported are 1 to 10"),
         ({"block_m": 256, "block_n": 160}, "160 accumulators and 40 of one K block exceed the 192 registers"),
         ({"stages": 8}, f"bytes of shared memory exceed Hopper's {SMEM_LIMIT_BYTES}"),
@@ -166,8 +171,28 @@ def test_no_scale_warp_is_a_round_ahead():
     assert all(1 <= config.scale_warps <= config.stages for config in legal_configs())
 
 
+@pytest.mark.parametrize("block_n", range(144, 193, 16))
+@pytest.mark.parametrize("tma_store", [True, False])
+def test_narrow_tiles_use_the_buffers_of_the_wide_ones(block_n, tma_store):
+    config = GemmConfig(128, block_n, 3, store_buffers=2, tma_store=tma_store, narrow_n=128)
+    narrow = config.narrow
+    assert (narrow.block_n, narrow.narrow_n, narrow.narrow) == (128, 0, None)
+    names = ("stages", "stage_bytes", "store_bytes", "smem_bytes", "store_columns", "store_swizzle", "store_buffers")
+    names += ("threads", "scale_warps", "store_warps", "bulk_scales", "buffer_n")
+    assert all(getattr(narrow, name) == getattr(config, name) for name in names)
+    assert narrow.column_group == 128 and narrow.b_scale_slots == 1
+    assert narrow.boxes * narrow.store_columns == 128
+
+
+def test_pairs_take_an_even_number_of_k_blocks():
+    config = GemmConfig(128, 112, 4, pairs=True)
+    assert [k for k in (1, 128, 129, 256, 257, 384, 385, 512) if config.takes_k(k)] == [129, 256, 385, 512]
+    assert (config.column_shifts, config.b_scale_slots) == (8, 2)
+
+
 def test_names_tell_all_configs_apart():
-    configs = list(legal_configs())
+    configs = [*legal_configs(), *default_configs(True), *default_configs(False)]
+    configs = list(dict.fromkeys(configs))
     assert len({config.name for config in configs}) == len(configs) > 500
     assert all(re.fullmatch(r"[a-z0-9_]+", config.name) for config in configs)
 

@@ -21,7 +21,7 @@ def test_data_is_the_selectors_choice(shape):
     data = deep_tile.explain(*shape)
     assert data["config"] == data["candidates"][0]["name"] == select.choose(GemmProblem(*shape)).name
     assert sum(data["predicted"].values()) == pytest.approx(data["candidates"][0]["time_us"])
-    suitable = {config.name for config in select.default_configs() if config.takes_k(shape[2])}
+    suitable = {config.name for config in select.default_configs() if select.suits(config, GemmProblem(*shape))}
     assert {row["name"] for row in data["candidates"]} == suitable
     json.dumps(data, allow_nan=False)
 

@@ -135,7 +135,7 @@ def test_sanitizer_case_is_right(case):
     """On the CPU path; each has several waves, or a cluster that overhangs the matrix."""
     sanitize.run(case, "cpu")
     config = case.config
-    waves = ceil_div(cluster_tiles(config, GemmProblem(case.m, case.n, case.k)), case.num_sms // config.cluster)
+    waves = ceil_div(cluster_tiles(config, GemmProblem(case.m, case.n, case.k)).total, case.num_sms // config.cluster)
     rows, columns = ceil_div(case.m, config.block_m), ceil_div(case.n, config.block_n)
     overhangs = rows % config.cluster_m or columns % config.cluster_n
     assert waves > 1 or overhangs
@@ -147,7 +147,7 @@ def test_sanitizer_cases_use_every_feature_of_the_default_kernels():
         names = (
             *("math_warpgroups", "chunks_m", "chunks_n", "cluster_m", "cluster_n", "split_k", "scale_blocks"),
             *("block_sets", "queues_blocks", "ends_apart", "takes_turns", "prefetches_b"),
-            *("column_shifts", "bulk_scales"),
+            *("column_shifts", "bulk_scales", "pairs", "narrow_n"),
             *("scale_warps", "store_warps", "store_columns", "store_rows", "store_buffers", "store_chunks"),
             *("boxes_at_once", "tma_store"),
         )

@@ -35,6 +35,8 @@ LAUNCH = {
     "out_map": OUT_MAP,
     "a_tail_rows": 0,
     "b_tail_rows": 0,
+    "narrow_rows": 0,
+    "narrow_columns": 0,
     "a_scale_strides": (56, 1),
     "b_scale_strides": (1, 17),
     "out_stride_m": 2112,
@@ -67,8 +69,8 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_gemm_params_bytes():
-    """Five tensor maps, three pointers, five strides, nine ints, rounded up to 64 bytes."""
-    fields_bytes = 5 * 128 + struct.calcsize("3P5q9i")
+    """Six tensor maps, three pointers, four strides of 4 bytes and one of 8, ten ints, rounded up to 64 bytes."""
+    fields_bytes = 6 * 128 + struct.calcsize("10i3P4Iq")
     assert (fields_bytes + 63) // 64 * 64 == _launcher.GEMM_PARAMS_BYTES
 
 
@@ -157,6 +159,17 @@ def with_number(layout: tuple, index: int, number: object) -> tuple:
         (
             {"b_map": with_number(B_MAP, 2, 2100)},
             "b_tail_rows is 0, want what is left of b_map.outer, 2100, beside boxes of 96",
+        ),
+        ({"narrow_rows": 257}, "narrow_rows is 257, want 0 to 256"),
+        ({"narrow_columns": -1}, "narrow_columns is -1, want 0 to 2147483647"),
+        ({"narrow_columns": 3}, "narrow_rows is 0, want box_outer of 3 narrow_columns"),
+        (
+            {"narrow_rows": 64, "narrow_columns": 34},
+            "narrow_columns of narrow_rows are 2176 rows, want at most b_map.outer, 2112",
+        ),
+        (
+            {"narrow_rows": 64, "narrow_columns": 1},
+            "b_tail_rows is 0, want what is left of b_map.outer, 2048, beside boxes of 96",
         ),
         ({"a_scale_strides": (-1, 1)}, "a_scale_strides[0] is -1, want 0 to 9223372036854775807"),
         ({"b_scale_strides": (1, 2**63)}, "b_scale_strides[1] is 9223372036854775808, want 0 to 9223372036854775807"),
@@ -339,6 +352,22 @@ launcher.launch(prepared, 0xA00, 0, 0xB00, 0, 0xC00, 0)
     assert "tails 5,48" in lines[-1]
 
 
+def test_narrow_tiles_have_a_map_of_their_own(run_on_fake_driver):
+    out = run_on_fake_driver("""
+kernel = load()
+begin()
+prepared = launcher.prepare(kernel, **LAUNCH | {"narrow_rows": 64, "narrow_columns": 3})
+fake.cuCtxPushCurrent(ctypes.c_void_p(0xC0))
+launcher.launch(prepared, 0xA00, 0, 0xB00, 0, 0xC00, 0)
+""")
+    lines = out.split("---\n")[1].splitlines()
+    encoded = [re.search(r"sizes \S+ .* box \S+", line)[0] for line in lines if line.startswith("cuTensorMapEncode")]
+    assert "sizes 7168,2112 stride 7168 box 128,64" in encoded
+    replaced = [line.split()[1] for line in lines if line.startswith("cuTensorMapReplaceAddress")]
+    assert replaced == ["0xa00", "0xb00", "0xb00", "0xc00"]
+    assert "narrow 3" in lines[-1]
+
+
 def test_launch_from_a_thread_without_a_context(run_on_fake_driver):
     out = run_on_fake_driver("""
 prepared = launcher.prepare(load(), **LAUNCH)
@@ -353,7 +382,7 @@ launcher.launch(prepared, 0xA00, 0xA5, 0xB00, 0xB5, 0xC00, 0x57)
         "cuTensorMapReplaceAddress 0xc00 misaligned 0",
         "cuLaunchKernelEx 0xf context 0xc0 grid 132,1,1 block 384,1,1 smem 200000 stream 0x57 attributes 1 cluster 2 "
         "pdl 0 extra (nil) maps a00,b00,c00 a_scale 0xa5 b_scale 0xb5 out 0xc00 strides 56,1 1,17 2112 "
-        "sizes 4096,2112,7168 tails 0,0 early_b 0 raster 4 134217728",
+        "sizes 4096,2112,7168 tails 0,0 narrow 0 early_b 0 raster 4 134217728",
         "cuCtxPopCurrent ",
     ]
 

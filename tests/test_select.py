@@ -21,14 +21,18 @@ from deep_tile.problem import GemmProblem
 from deep_tile.select import (
     blocks_per_tile,
     bucketed,
+    busiest,
     choose,
     cluster_slots,
+    cluster_tiles,
     columns_begun,
     configs_for,
     default_configs,
     grid_size,
     last_rows_reciprocal,
+    narrow_columns,
     raster_rows,
+    suits,
 )
 
 TESTS = Path(__file__).parent
@@ -80,18 +84,48 @@ def test_any_size_gets_a_legal_choice_and_a_runnable_grid(problem):
 @settings(max_examples=300, deadline=None)
 def test_grid_is_the_smallest_that_keeps_the_waves(problem, config):
     assume(config.cluster <= problem.num_sms)
-    rows = -(-problem.m // (config.block_m * config.cluster_m))
-    columns = -(-problem.n // (config.block_n * config.cluster_n))
+    tiles = cluster_tiles(config, problem)
     clusters, rest = divmod(grid_size(config, problem), config.cluster)
     assert rest == 0
-    assert clusters <= rows * columns
+    assert clusters <= tiles.total
 
     def waves(slots):
-        return -(-rows * columns // slots)
+        return -(-tiles.wide // slots), -(-tiles.total // slots)
 
     fewest_waves = waves(cluster_slots(config, problem.num_sms))
     assert waves(clusters) == fewest_waves
-    assert clusters == 1 or waves(clusters - 1) > fewest_waves
+    assert clusters == 1 or waves(clusters - 1) != fewest_waves
+
+
+@given(problems, st.sampled_from(default_configs(True)))
+@settings(max_examples=300, deadline=None)
+def test_tiles_cover_the_matrix_once(problem, config):
+    tiles, narrow = cluster_tiles(config, problem), narrow_columns(config, problem)
+    rows = -(-problem.m // (config.block_m * config.cluster_m))
+    wide_n = problem.n - narrow * config.narrow_n
+    assert wide_n >= 0
+    assert tiles == (rows * -(-wide_n // (config.block_n * config.cluster_n)), rows * narrow)
+    assert narrow == 0 or config.narrow_n
+
+
+def test_narrow_tiles_let_all_sms_end_together():
+    config = GemmConfig(128, 144, 5, store_buffers=5, narrow_n=128)
+    problem = GemmProblem(2048, 2112, 7168)
+    assert narrow_columns(config, problem) == 8
+    assert cluster_tiles(config, problem) == (128, 128)
+    assert grid_size(config, problem) == 128  # one of each, where tiles of one width are 240 or 272
+    assert busiest(config, problem) == ((1, 1), 128 / 132)
+    three = GemmProblem(1024, 7168, 2048)
+    assert busiest(GemmConfig(128, 160, 5, store_buffers=5, narrow_n=128), three)[0] == (2, 1)
+
+
+def test_two_widths_are_no_candidate_where_one_does():
+    config = GemmConfig(128, 144, 5, store_buffers=5, narrow_n=128)
+    assert suits(config, GemmProblem(2048, 2112, 7168))
+    assert not suits(config, GemmProblem(128, 112, 7168))  # too few columns
+    assert not suits(config, GemmProblem(1024, 7168, 2048))  # all of them narrow
+    paired = GemmConfig(128, 112, 6, pairs=True)
+    assert suits(paired, GemmProblem(128, 112, 256)) and not suits(paired, GemmProblem(128, 112, 257))
 
 
 def test_grid_by_hand():
@@ -200,7 +234,9 @@ def test_candidates_are_every_runnable_default_fastest_first():
     ranked = select.candidates(problem)
     times = [estimate.time_us for estimate, _ in ranked]
     assert times == sorted(times)
-    assert {config for _, config in ranked} == {c for c in default_configs(True) if c.cluster == 1 and not c.resident_b}
+    assert {config for _, config in ranked} == {
+        config for config in default_configs(True) if config.cluster == 1 and suits(config, problem)
+    }
     assert all(0 < e.utilization <= 1 and e.waves >= 1 for e, _ in ranked)
     assert ranked[0][1] == choose(bucketed(problem))
 

@@ -10,13 +10,14 @@ namespace deep_tile {
 
 struct GemmConfig {
     int block_m, block_n, block_k;
+    int narrow_n, buffer_n;
     int stages;
     int cluster_m, cluster_n, split_k;
     int scale_blocks;
     int math_warpgroups, scale_warps, store_warps, threads;
     int rows_per_warpgroup, chunks_m, chunks_n, chunks, mma_n;
     int block_sets;
-    bool carries_descriptors, queues_blocks, ends_apart, takes_turns, prefetches_b, bulk_scales;
+    bool pairs, carries_descriptors, queues_blocks, ends_apart, takes_turns, prefetches_b, bulk_scales;
     int b_stages, b_slots;
     int columns_per_part;
     int column_group, column_shifts, b_scale_columns, b_scale_slots;
@@ -25,20 +26,29 @@ struct GemmConfig {
     int smem_bytes;
 
     constexpr bool resident_b() const { return b_stages > 0; }
+    constexpr bool has_narrow() const { return narrow_n > 0; }         // tiles, after its own
+    constexpr bool is_narrow() const { return block_n < buffer_n; }    // such tiles' own config
     constexpr bool multicast() const { return cluster_m * cluster_n > 1; }
     constexpr int cluster() const { return cluster_m * cluster_n * split_k; }
 };
+
+// Of the narrow tiles with which a launch of `config` ends; codegen.py writes it for a config that has them.
+template <GemmConfig config>
+constexpr GemmConfig narrow_tiles = {};
 
 constexpr int mma_m = 64;              // rows of one WGMMA, and of one output box
 constexpr int warp_threads = 32;
 constexpr int warpgroup_threads = 128;
 constexpr int scale_block = 128;       // columns of b that share a scale
 
-// Named barriers: one of all threads, one of two warps, the others one for each math warpgroup.
+// Named barriers: one of all threads, one of two warps, one of both math warpgroups, the others one for each of these.
 constexpr int all_barrier = 0;
 constexpr int others_barrier = 9;        // math warp 0 has made its barriers, the operands' warp may use them
+// Math warpgroup 0 has multiplied its tile, 1 may begin its last WGMMAs. Not turn_barrier: warpgroup 1 can be here, in a
+// narrow tile, before 0 has taken its last turn in a wide one.
+constexpr int apart_barrier = 10;
 constexpr int own_barrier = 1;           // the warpgroup itself
-constexpr int turn_barrier = 3;          // its turn to begin WGMMAs, or the last ones of a tile
+constexpr int turn_barrier = 3;          // its turn to begin WGMMAs
 constexpr int boxes_full_barrier = 5;    // its output boxes are written
 constexpr int boxes_empty_barrier = 7;   // their buffers may be written again
 
@@ -71,7 +81,7 @@ struct ResidentBarriers<config, true> {
 template <GemmConfig config>
 struct alignas(1024) SharedStorage : Partials<config> {
     alignas(1024) u8 a[config.stages][config.block_m * config.block_k];
-    u8 b[config.b_slots][config.block_n * config.block_k];
+    u8 b[config.b_slots][config.buffer_n * config.block_k];
     u8 out[config.math_warpgroups][config.store_buffers][mma_m * config.store_columns * 2];
     alignas(16) float a_scale[config.stages][config.scale_blocks][config.block_m];
     alignas(16) float b_scale[config.stages][config.scale_blocks][(config.b_scale_slots + 3) / 4 * 4];
@@ -81,5 +91,13 @@ struct alignas(1024) SharedStorage : Partials<config> {
     u64 partial_empty[config.math_warpgroups];
     [[no_unique_address]] ResidentBarriers<config> resident;
 };
+
+// The same, as narrow tiles use it.
+template <GemmConfig config>
+__device__ __forceinline__ auto& narrow_storage(SharedStorage<config>& smem) {
+    using NarrowStorage = SharedStorage<narrow_tiles<config>>;
+    static_assert(sizeof(NarrowStorage) == sizeof smem, "tiles of both widths use the same buffers");
+    return reinterpret_cast<NarrowStorage&>(smem);
+}
 
 }  // namespace deep_tile

@@ -19,8 +19,8 @@
 //   boxes empty  a math warpgroup      its store warp's threads                      their buffers have been read
 //   own          a math warpgroup      its threads, where they store boxes           a box is written; is free
 //                                      together themselves
-//   turn         a math warpgroup      the other one's threads                       that has begun its WGMMAs, or
-//                                                                                    has multiplied its tile
+//   turn         a math warpgroup      the other one's threads                       that has begun its WGMMAs
+//   apart        math warpgroup 1      the threads of math warpgroup 0               that has multiplied its tile
 //   all          all but the operands' every thread, once                            the barriers exist; in a cluster,
 //                warp                                                                in all its blocks
 //   others       the operands' warp    math warp 0                                   all but the full ones exist, where
@@ -31,7 +31,8 @@
 // rule and no latency. In tiles of several chunks TMA copies those of `a` with the operands, if they lie side by side.
 //
 // Where all K blocks of a tile's `b` have room, it may stay while the block works down a column of tiles: stages then
-// hold `a` and scales only (GemmConfig.resident_b).
+// hold `a` and scales only (GemmConfig.resident_b). Where tiles of one width would leave SMs idle in the last wave, a launch
+// may end with narrow ones (GemmConfig.narrow_n): the math warps' code is there for both, and all else serves either.
 #pragma once
 
 #include "reduce.cuh"
@@ -142,6 +143,7 @@ __device__ __forceinline__ OperandBox a_box(const GemmParams& params, Tile tile)
 
 template <GemmConfig config>
 __device__ __forceinline__ OperandBox b_box(const GemmParams& params, Tile tile) {
+    if (config.has_narrow() && tile.narrow) return {&params.narrow_b_map, config.narrow_n};
     const bool last = tile.n + config.block_n > params.n;
     const bool beyond = config.cluster_n > 1 && tile.n >= params.n;
     return {&params.b_maps[last], beyond ? 0 : last ? params.b_tail_rows : config.block_n / config.cluster_m};
@@ -491,7 +493,7 @@ __device__ __forceinline__ void with_constant(int value, Function f) {
     } else if (value < first + count / 2) {
         with_constant<count / 2, first>(value, f);
     } else {
-        with_constant<count / 2, first + count / 2>(value, f);
+        with_constant<count - count / 2, first + count / 2>(value, f);
     }
 }
 
@@ -508,13 +510,15 @@ __device__ __forceinline__ void with_constant(int value, Function f) {
 template <GemmConfig config>
 class Consumer {
    public:
-    __device__ __forceinline__ Consumer(const GemmParams& params, SharedStorage<config>& smem, int warpgroup)
+    __device__ __forceinline__ Consumer(const GemmParams& params, SharedStorage<config>& smem, int warpgroup,
+                                        PipelineState<config.stages> state)
         : smem_(smem),
           releaser_(smem),
           range_(k_range<config>(params)),
           warpgroup_(warpgroup),
           first_{descriptor_address(smem.a[0] + warpgroup * config.rows_per_warpgroup * scale_block),
-                 descriptor_address(smem.b[0])} {
+                 descriptor_address(smem.b[0])},
+          state_(state) {
         const int thread = threadIdx.x % warpgroup_threads;
         scale_slot_ = a_scale_slot<config>(warpgroup * config.rows_per_warpgroup + thread / warp_threads * 16 +
                                    thread % warp_threads / 4);
@@ -540,17 +544,23 @@ class Consumer {
     // next one's first stage. meanwhile(chunk) is called while the WGMMAs of the last stage after that chunk's run.
     template <typename Meanwhile>
     __device__ __forceinline__ void multiply(Accumulators<config>& sums, int column, bool more, Meanwhile meanwhile) {
-        if constexpr (config.block_sets == 2) {
+        const int place = column / config.column_group % config.column_shifts;
+        if constexpr (config.pairs) {
+            constexpr int alike = (scale_block - config.block_n) / config.column_group;  // up to there, one scale
+            with_constant<config.column_shifts - alike, alike>(max(place, alike),
+                                                               [&](auto shift) { multiply_pairs(shift, sums, more); });
+        } else if constexpr (config.block_sets == 2) {
             multiply_ahead(sums, more);
         } else {
-            with_constant<config.column_shifts>(column / config.column_group % config.column_shifts,
+            with_constant<config.column_shifts>(place,
                                                 [&](auto shift) { multiply_in_turn(shift, sums, more, meanwhile); });
         }
     }
 
-    // After the last tile: the other warpgroup has announced a turn that nobody takes.
-    __device__ __forceinline__ void end() const {
+    // After the last tile: the other warpgroup has announced a turn that nobody takes. Returns the next stage.
+    __device__ __forceinline__ PipelineState<config.stages> end() const {
         if (warpgroup_ == 0) await_turn();
+        return state_;
     }
 
    private:
@@ -601,7 +611,7 @@ class Consumer {
 
     // Begins the products of one chunk of a stage.
     __device__ __forceinline__ void begin(Blocks<config>& blocks, int stage, int slot, int chunk_m, int chunk_n) const {
-        constexpr u32 a_stage = config.block_m * config.block_k, b_stage = config.block_n * config.block_k;
+        constexpr u32 a_stage = config.block_m * config.block_k, b_stage = config.buffer_n * config.block_k;
         await_turn();
         if constexpr (config.carries_descriptors) {
             begin_blocks<config>(blocks, carried_);
@@ -682,15 +692,32 @@ class Consumer {
         advance_descriptors();
         const int apart = blocks_apart(more);
         for (; left > 2; left -= 2) {
-            step<true>(sums, blocks_, odd, true, left == apart + 1);
-            step<true>(sums, odd, blocks_, true, left == apart + 2);
+            step<true>(Constant<0>{}, sums, blocks_, odd, true, left == apart + 1);
+            step<true>(Constant<0>{}, sums, odd, blocks_, true, left == apart + 2);
         }
         if (left == 2) {
-            step<true>(sums, blocks_, odd, true, left == apart + 1);
-            step<false>(sums, odd, blocks_, more, apart > 0);
+            step<true>(Constant<0>{}, sums, blocks_, odd, true, left == apart + 1);
+            step<false>(Constant<0>{}, sums, odd, blocks_, more, apart > 0);
         } else {
-            step<false>(sums, blocks_, odd, more, apart > 0);
+            step<false>(Constant<0>{}, sums, blocks_, odd, more, apart > 0);
         }
+    }
+
+    // The same for an even number of stages, in three copies of a step and not five: for 128x112 there are seven loops
+    // for different places, which leave the kernel under 64 KB that way. It takes 2 to 3.5 % less by them (H200,
+    // 2026-11-22).
+    template <typename Shift>
+    __device__ __forceinline__ void multiply_pairs(Shift shift, Accumulators<config>& sums, bool more) {
+        Blocks<config> odd;
+        int left = steps();
+        advance_descriptors();
+        while (true) {
+            step<true>(shift, sums, blocks_, odd, true, false);
+            if (left == 2) break;
+            step<true>(shift, sums, odd, blocks_, true, false);
+            left -= 2;
+        }
+        step<false>(shift, sums, odd, blocks_, more, false);
     }
 
     // How many of a tile's last K blocks warpgroup 1 begins only when warpgroup 0 has multiplied all of its own. In step
@@ -708,22 +735,22 @@ class Consumer {
     // Where they `meet`, warpgroup 1 waits to begin its last blocks until warpgroup 0 tells it.
     __device__ __forceinline__ void await_other(bool meet) const {
         if constexpr (config.ends_apart) {
-            ptx::bar_sync(turn_barrier, 2 * warpgroup_threads, meet && warpgroup_ == 1);
+            ptx::bar_sync(apart_barrier, 2 * warpgroup_threads, meet && warpgroup_ == 1);
         }
     }
 
     __device__ __forceinline__ void tell_other(bool meet) const {
         if constexpr (config.ends_apart) {
-            ptx::bar_arrive(turn_barrier, 2 * warpgroup_threads, meet && warpgroup_ == 0);
+            ptx::bar_arrive(apart_barrier, 2 * warpgroup_threads, meet && warpgroup_ == 0);
         }
     }
 
     // The scales are those of `present`, then those of the stage after it, if there are `more`: read while `present` is
     // being multiplied, because WGMMA leaves other reads of shared memory little room. Read after that, they were
     // awaited before the next WGMMA: 128x64 took 407 clocks per K block, now 352 (H200, 2026-11-21).
-    template <bool begin_next>
-    __device__ __forceinline__ void step(Accumulators<config>& sums, Blocks<config>& present, Blocks<config>& next,
-                                         bool more, bool meet) {
+    template <bool begin_next, typename Shift>
+    __device__ __forceinline__ void step(Shift shift, Accumulators<config>& sums, Blocks<config>& present,
+                                         Blocks<config>& next, bool more, bool meet) {
         const int stage = state_.stage, b_slot = slot();
         Scales<config> next_scales;
         advance();
@@ -736,7 +763,7 @@ class Consumer {
         if constexpr (config.queues_blocks) finish_blocks<config, begin_next ? 1 : 0>(present);
         if constexpr (!begin_next) tell_other(meet);
         if (releases_first) release(stage, b_slot);
-        promote_blocks(Constant<0>{}, sums, present, scales_, 0, 0);
+        promote_blocks(shift, sums, present, scales_, 0, 0);
         if (!releases_first) release(stage, b_slot);
         if constexpr (begin_next) advance_descriptors();
         scales_ = next_scales;
@@ -756,14 +783,15 @@ class Consumer {
     Blocks<config> blocks_;  // of the one that has been begun
 };
 
-// Every block has a tile: select.grid_size sees to it. Where a tile is, is worked out behind its first WGMMAs if these need
+// This block's tiles of the config's own width, of which there is one at least. Where a tile is, is worked out behind its first WGMMAs if these need
 // not wait, and else before it: in the other order ptxas promotes the blocks of 128x224 so that it takes 1 to 7 % longer
 // (H200, 2026-11-22).
 template <GemmConfig config>
-__device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
-    Consumer<config> consumer(params, smem, warpgroup);
+__device__ __forceinline__ void consume_width(const GemmParams& params, SharedStorage<config>& smem, int warpgroup,
+                                              PipelineState<config.stages>& state) {
+    Consumer<config> consumer(params, smem, warpgroup, state);
     Epilogue<config> epilogue(params, smem, warpgroup);
-    TileScheduler<config> tiles(params);
+    WidthScheduler<config> tiles(params);
     const int first_row = warpgroup * config.rows_per_warpgroup;
     int left = tiles.count();
     Tile tile;
@@ -784,8 +812,25 @@ __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<
         if (--left == 0) break;
         if constexpr (config.chunks > 1) tile = tiles.next();
     }
-    consumer.end();
+    state = consumer.end();
     epilogue.drain();
+}
+
+// All of this block's tiles, the narrow ones last: one at least, select.grid_size sees to it.
+template <GemmConfig config>
+__device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
+    PipelineState<config.stages> state;
+    if (!config.has_narrow() || WidthScheduler<config>(params).count() > 0) {
+        consume_width<config>(params, smem, warpgroup, state);
+    }
+    if constexpr (config.has_narrow()) {
+        constexpr GemmConfig narrow = narrow_tiles<config>;
+        // Read anew: what is kept meanwhile is missing in the wide tiles' main loop, of 4 to 6 instructions more then.
+        warpgroup = __shfl_sync(0xffffffff, ptx::tid_x() / warpgroup_threads, 0);
+        if (WidthScheduler<narrow>(params).count() > 0) {
+            consume_width<narrow>(params, narrow_storage(smem), warpgroup, state);
+        }
+    }
 }
 
 template <GemmConfig config, int part>
@@ -804,7 +849,7 @@ __device__ __forceinline__ void finish_part(SplitReduction<config>& reduction, E
 // As consume(), each tile's sums being those of the whole cluster.
 template <GemmConfig config>
 __device__ __forceinline__ void consume_split(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
-    Consumer<config> consumer(params, smem, warpgroup);
+    Consumer<config> consumer(params, smem, warpgroup, {});
     SplitReduction<config> reduction(smem, warpgroup);
     Epilogue<config> epilogue(params, smem, warpgroup);
     TileScheduler<config> tiles(params);
@@ -834,6 +879,12 @@ __device__ __forceinline__ void store_tiles(const GemmParams& params, SharedStor
     while (true) {
         const Tile tile = tiles.next();
         if (!tile.valid) break;
+        if constexpr (config.has_narrow()) {
+            if (tile.narrow) {
+                StoreWarp<narrow_tiles<config>>(params, narrow_storage(smem), warp).store(tile.m, tile.n);
+                continue;
+            }
+        }
         boxes.store(tile.m, tile.n);
     }
     boxes.drain();

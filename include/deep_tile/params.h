@@ -25,6 +25,7 @@ typedef struct {
     int a_tail_rows, b_tail_rows;  /* rows in the box of the last tile; 0 where all tiles are full */
     int early_b;                   /* b is constant: it may be requested before the wait for the preceding kernel */
     int bulk_scale_rows;           /* rows of a whose scales lie side by side where TMA can copy them: all or none */
+    int narrow_columns;            /* of narrow tiles, which lie before the others; 0 where all are of one width */
     const float *a_scale;
     const float *b_scale;
     void *out;
@@ -34,6 +35,7 @@ typedef struct {
     TensorMap a_maps[2]; /* a   [m, k], box [block_m / cluster_n, 128]; for a last tile with fewer [a_tail_rows, 128] */
     TensorMap b_maps[2]; /* b   [n, k], box [block_n / cluster_m, 128]; for a last tile with fewer [b_tail_rows, 128] */
     TensorMap out_map;   /* out [m, n], box [store_rows, store_columns]; unused by kernels that store directly */
+    TensorMap narrow_b_map; /* b, box [narrow_n, 128]; unused where there are no narrow tiles */
 } GemmParams;
 
 #endif

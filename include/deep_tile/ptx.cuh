@@ -12,6 +12,13 @@ __device__ __forceinline__ u32 smem_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// threadIdx.x, read again each time: "Special Registers: %tid".
+__device__ __forceinline__ int tid_x() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
 // The address in block `cta_rank` of the cluster that corresponds to `smem` in this one: "mapa".
 __device__ __forceinline__ u32 mapa(u32 smem, u32 cta_rank) {
     u32 remote;

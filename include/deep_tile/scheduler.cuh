@@ -19,6 +19,7 @@ __device__ __forceinline__ int uniform_cluster_rank() {
 struct Tile {
     int m, n;  // first row and column of this block's tile
     bool valid;
+    bool narrow = false;
 };
 
 // Persistent: cluster c of C takes cluster tiles c, c + C, c + 2C, ... of a raster that descends a group of rows of
@@ -34,12 +35,18 @@ class RasterScheduler {
    public:
     __device__ __forceinline__ explicit RasterScheduler(const GemmParams& params)
         : rows_(ceil_div(params.m, config.block_m * config.cluster_m)),
-          columns_(ceil_div(params.n, config.block_n * config.cluster_n)),
+          columns_(config.is_narrow() ? params.narrow_columns : wide_columns(params, config.block_n * config.cluster_n)),
+          first_column_(config.narrow_n * params.narrow_columns),
           group_rows_log2_(params.raster_rows_log2 - config.cluster_m / 2),
           last_rows_reciprocal_(params.last_rows_reciprocal),
           step_(gridDim.x / config.cluster()),
           within_(first_cluster_tile() - step_),
-          rank_(config.cluster() == 1 ? 0 : uniform_cluster_rank()) {}
+          rank_(config.cluster() == 1 ? 0 : uniform_cluster_rank()) {
+        if constexpr (config.is_narrow()) {  // on from the last wide tile
+            within_ -= rows_ * wide_columns(params, config.buffer_n);
+            while (within_ + step_ < 0) within_ += step_;
+        }
+    }
 
     // This block's tiles, before the first. Not the same as counting valid ones: that a loop ends with a count, which it
     // got before it began, leaves the compiler in no doubt that all warps of the block leave it together. Added up, while
@@ -65,7 +72,25 @@ class RasterScheduler {
         return tile(group_rows);
     }
 
-   private:
+   protected:
+    // Of wide tiles, which lie behind the narrow ones.
+    static __device__ __forceinline__ int wide_columns(const GemmParams& params, int wide_n) {
+        const int narrow_n = config.is_narrow() ? config.block_n : config.narrow_n;
+        return ceil_div(params.n - narrow_n * params.narrow_columns, wide_n);
+    }
+
+    // Whether all tiles of the present width have been taken.
+    __device__ __forceinline__ bool ends_width() const { return within_ + step_ >= (rows_ - first_row_) * columns_; }
+
+    // From the last wide tile to before the first narrow one.
+    __device__ __forceinline__ void turn_narrow(int narrow_columns) {
+        within_ -= (rows_ - first_row_) * columns_;
+        first_row_ = 0;
+        columns_ = narrow_columns;
+        first_column_ = 0;
+        narrow_ = true;
+    }
+
     // Turns to the group of rows that the position is in, or to the last one; how many rows it has.
     __device__ __forceinline__ int enter_group() {
         while (within_ >= columns_ << group_rows_log2_) {
@@ -79,8 +104,10 @@ class RasterScheduler {
         const bool whole = group_rows == 1 << group_rows_log2_;
         const int column = __umulhi(within_ * 2, whole ? 1u << (31 - group_rows_log2_) : last_rows_reciprocal_);
         const int row = first_row_ + within_ - column * group_rows;
+        const int block_n = config.has_narrow() && narrow_ ? config.narrow_n : config.block_n;
         return {(row * config.cluster_m + rank_ % config.cluster_m) * config.block_m,
-                (column * config.cluster_n + rank_ / config.cluster_m % config.cluster_n) * config.block_n, true};
+                first_column_ + (column * config.cluster_n + rank_ / config.cluster_m % config.cluster_n) * block_n, true,
+                narrow_};
     }
 
     // Clusters are handed to the GPCs in turn. Yet neighbours in the raster share operands, which reach SMs of one GPC
@@ -97,6 +124,8 @@ class RasterScheduler {
     }
 
     int rows_, columns_;  // of cluster tiles
+    int first_column_;    // of these, in the matrix
+    bool narrow_ = config.is_narrow();
     int group_rows_log2_;
     u32 last_rows_reciprocal_;
     int step_, within_;  // in the group of rows that begins at first_row_; a step before the first tile to begin with
@@ -157,6 +186,25 @@ class ColumnScheduler {
     int share_row_, share_column_;  // where its share of the others begins
 };
 
+// For two widths: the wide tiles, then the narrow ones. Of either there may be none.
+template <GemmConfig config>
+class TwoWidthScheduler : public RasterScheduler<config> {
+   public:
+    __device__ __forceinline__ explicit TwoWidthScheduler(const GemmParams& params)
+        : RasterScheduler<config>(params), narrow_columns_(params.narrow_columns) {}
+
+    __device__ __forceinline__ Tile first() { return next(); }
+
+    __device__ __forceinline__ Tile next() {
+        if (!this->narrow_ && this->ends_width()) this->turn_narrow(narrow_columns_);
+        if (this->ends_width()) return {0, 0, false};
+        return RasterScheduler<config>::next();
+    }
+
+   private:
+    const int narrow_columns_;
+};
+
 template <GemmConfig config, bool resident = config.resident_b()>
 struct Scheduler {
     using type = RasterScheduler<config>;
@@ -167,8 +215,22 @@ struct Scheduler<config, true> {
     using type = ColumnScheduler<config>;
 };
 
+// Of the config's own tiles, without the narrow ones.
 template <GemmConfig config>
-using TileScheduler = typename Scheduler<config>::type;
+using WidthScheduler = typename Scheduler<config>::type;
+
+template <GemmConfig config, bool two_widths = config.has_narrow()>
+struct LaunchScheduler {
+    using type = WidthScheduler<config>;
+};
+
+template <GemmConfig config>
+struct LaunchScheduler<config, true> {
+    using type = TwoWidthScheduler<config>;
+};
+
+template <GemmConfig config>
+using TileScheduler = typename LaunchScheduler<config>::type;
 
 // This block's part of every tile's K, in stages.
 struct KRange {
