@@ -47,8 +47,8 @@ _SPLIT_TILES = (64, 96, 128, 192)
 _NARROWING_TILES = (144, 160, 192)
 """block_n of 128-row tiles that a launch ends with narrow ones of."""
 
-_NARROW_WAVES = 8
-"""With more, there are fewer wide tiles of 144 columns for as many of 128."""
+_REPLACED_WAVES = 8
+"""Waves of wide tiles, at most, in whose place a launch has narrow ones: nine of 128 columns do for eight of 144."""
 
 _RESIDENT_TILES = ((128, 128, 5), (128, 192, 4))
 """(block_m, block_n, b_stages) of tiles whose `b` stays in shared memory: the wider, the shorter K must be. 128x256
@@ -129,16 +129,23 @@ def _busiest(tiles: Tiles, slots: int) -> Tiles:
 
 @lru_cache(maxsize=65_536)
 def narrow_columns(config: GemmConfig, problem: GemmProblem) -> int:
-    """Columns of narrow tiles, with which the busiest SM has as little to do as can be: the fewest of those."""
+    """Columns of narrow tiles, with which the busiest SM has as little to do as can be: the fewest of those.
+
+    For each number of waves of wide tiles, the fewest that leave no more.
+    """
     if not config.narrow_n:
         return 0
-    slots = cluster_slots(config, problem.num_sms)
-    most = min(problem.n // config.narrow_n, _NARROW_WAVES * slots // ceil_div(problem.m, config.block_m))
+    slots, rows = cluster_slots(config, problem.num_sms), ceil_div(problem.m, config.block_m)
+    waves = ceil_div(rows * ceil_div(problem.n, config.block_n), slots)
+
+    def fewest(wide_waves: int) -> int:
+        return ceil_div(max(0, problem.n - wide_waves * slots // rows * config.block_n), config.narrow_n)
 
     def most_work(narrow: int) -> int:
         return _busiest(_split_tiles(config, problem, narrow), slots).columns(config)
 
-    return min(range(most + 1), key=most_work)
+    columns = (fewest(wide_waves) for wide_waves in range(waves, max(0, waves - _REPLACED_WAVES) - 1, -1))
+    return min((narrow for narrow in columns if narrow * config.narrow_n <= problem.n), key=most_work, default=0)
 
 
 def cluster_slots(config: GemmConfig, num_sms: int) -> int:
