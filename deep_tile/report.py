@@ -261,12 +261,14 @@ def _wall_table(derived: Derivation) -> Table:
     made.add_row("latency", _mark(walls["latency"]), walls["latency"].reason)
     made.add_row("Little's law", _mark(walls["Little's law"]), walls["Little's law"].reason)
     config, estimate, bucket = derived.choice.config, derived.choice.estimate, derived.bucket
-    units = select.cluster_tiles(config, bucket).total
+    tiles = select.cluster_tiles(config, bucket)
+    units = "tiles" if config.cluster == 1 else f"clusters of {config.cluster}"
+    narrow = f", {tiles.narrow} of them {config.narrow_n} columns wide," if tiles.narrow else ""
     slots = select.cluster_slots(config, bucket.num_sms)
     made.add_row(
         "waves",
         "",
-        f"{units} {'tiles' if config.cluster == 1 else f'clusters of {config.cluster}'} over {slots} slots: "
+        f"{tiles.total} {units}{narrow} over {slots} slots: "
         f"{estimate.waves} waves, {estimate.utilization:.0%} full",
     )
     return made
