@@ -268,8 +268,7 @@ def _wall_table(derived: Derivation) -> Table:
     made.add_row(
         "waves",
         "",
-        f"{tiles.total} {units}{narrow} over {slots} slots: "
-        f"{estimate.waves} waves, {estimate.utilization:.0%} full",
+        f"{tiles.total} {units}{narrow} over {slots} slots: {estimate.waves} waves, {estimate.utilization:.0%} full",
     )
     return made
 
