@@ -609,8 +609,8 @@ static bool fill_template(Failure *failure, Launch *launch, const long long numb
 
 PyDoc_STRVAR(prepare_doc,
              "prepare(kernel, *, grid, cluster, threads, a_map, b_map, out_map, a_tail_rows, b_tail_rows,\n"
-             "        narrow_rows, narrow_columns, a_scale_strides, b_scale_strides, out_stride_m, m, n, k, pdl, early_b, raster_rows_log2,\n"
-             "        last_rows_reciprocal)\n"
+             "        narrow_rows, narrow_columns, a_scale_strides, b_scale_strides, out_stride_m, m, n, k, pdl,\n"
+             "        early_b, raster_rows_log2, last_rows_reciprocal)\n"
              "-> Launch\n"
              "\n"
              "Everything about a launch but the addresses.\n"

@@ -330,16 +330,23 @@ launcher.prepare(kernel, **LAUNCH)
     ]
 
 
-def test_tails_have_maps_of_their_own(run_on_fake_driver):
-    out = run_on_fake_driver("""
+def maps_of_a_launch(run_on_fake_driver, changes: str) -> tuple[list[str], list[str], str]:
+    """Of a launch with these fields of LAUNCH changed: the maps encoded, the addresses put in, the launch itself."""
+    out = run_on_fake_driver(f"""
 kernel = load()
 begin()
-prepared = launcher.prepare(kernel, **LAUNCH | {"a_tail_rows": 5, "b_tail_rows": 48})
+prepared = launcher.prepare(kernel, **LAUNCH | {changes})
 fake.cuCtxPushCurrent(ctypes.c_void_p(0xC0))
 launcher.launch(prepared, 0xA00, 0, 0xB00, 0, 0xC00, 0)
 """)
     lines = out.split("---\n")[1].splitlines()
     encoded = [re.search(r"sizes \S+ .* box \S+", line)[0] for line in lines if line.startswith("cuTensorMapEncode")]
+    replaced = [line.split()[1] for line in lines if line.startswith("cuTensorMapReplaceAddress")]
+    return encoded, replaced, lines[-1]
+
+
+def test_tails_have_maps_of_their_own(run_on_fake_driver):
+    encoded, replaced, launched = maps_of_a_launch(run_on_fake_driver, '{"a_tail_rows": 5, "b_tail_rows": 48}')
     assert encoded == [
         "sizes 7168,4096 stride 7168 box 128,64",
         "sizes 7168,2112 stride 7168 box 128,96",
@@ -347,25 +354,15 @@ launcher.launch(prepared, 0xA00, 0, 0xB00, 0, 0xC00, 0)
         "sizes 7168,2112 stride 7168 box 128,48",
         "sizes 2112,4096 stride 4224 box 64,64",
     ]
-    replaced = [line.split()[1] for line in lines if line.startswith("cuTensorMapReplaceAddress")]
     assert replaced == ["0xa00", "0xb00", "0xa00", "0xb00", "0xc00"]
-    assert "tails 5,48" in lines[-1]
+    assert "tails 5,48" in launched
 
 
 def test_narrow_tiles_have_a_map_of_their_own(run_on_fake_driver):
-    out = run_on_fake_driver("""
-kernel = load()
-begin()
-prepared = launcher.prepare(kernel, **LAUNCH | {"narrow_rows": 64, "narrow_columns": 3})
-fake.cuCtxPushCurrent(ctypes.c_void_p(0xC0))
-launcher.launch(prepared, 0xA00, 0, 0xB00, 0, 0xC00, 0)
-""")
-    lines = out.split("---\n")[1].splitlines()
-    encoded = [re.search(r"sizes \S+ .* box \S+", line)[0] for line in lines if line.startswith("cuTensorMapEncode")]
+    encoded, replaced, launched = maps_of_a_launch(run_on_fake_driver, '{"narrow_rows": 64, "narrow_columns": 3}')
     assert "sizes 7168,2112 stride 7168 box 128,64" in encoded
-    replaced = [line.split()[1] for line in lines if line.startswith("cuTensorMapReplaceAddress")]
     assert replaced == ["0xa00", "0xb00", "0xb00", "0xc00"]
-    assert "narrow 3" in lines[-1]
+    assert "narrow 3" in launched
 
 
 def test_launch_from_a_thread_without_a_context(run_on_fake_driver):

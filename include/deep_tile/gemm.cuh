@@ -783,9 +783,9 @@ class Consumer {
     Blocks<config> blocks_;  // of the one that has been begun
 };
 
-// This block's tiles of the config's own width, of which there is one at least. Where a tile is, is worked out behind its first WGMMAs if these need
-// not wait, and else before it: in the other order ptxas promotes the blocks of 128x224 so that it takes 1 to 7 % longer
-// (H200, 2026-11-22).
+// This block's tiles of the config's own width, of which there is one at least. Where a tile is, is worked out behind its
+// first WGMMAs if these need not wait, and else before it: in the other order ptxas promotes the blocks of 128x224 so that
+// it takes 1 to 7 % longer (H200, 2026-11-22).
 template <GemmConfig config>
 __device__ __forceinline__ void consume_width(const GemmParams& params, SharedStorage<config>& smem, int warpgroup,
                                               PipelineState<config.stages>& state) {

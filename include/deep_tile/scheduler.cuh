@@ -205,32 +205,23 @@ class TwoWidthScheduler : public RasterScheduler<config> {
     const int narrow_columns_;
 };
 
-template <GemmConfig config, bool resident = config.resident_b()>
-struct Scheduler {
-    using type = RasterScheduler<config>;
+template <bool condition, typename Then, typename Else>
+struct Conditional {
+    using type = Then;
 };
 
-template <GemmConfig config>
-struct Scheduler<config, true> {
-    using type = ColumnScheduler<config>;
+template <typename Then, typename Else>
+struct Conditional<false, Then, Else> {
+    using type = Else;
 };
 
 // Of the config's own tiles, without the narrow ones.
 template <GemmConfig config>
-using WidthScheduler = typename Scheduler<config>::type;
-
-template <GemmConfig config, bool two_widths = config.has_narrow()>
-struct LaunchScheduler {
-    using type = WidthScheduler<config>;
-};
+using WidthScheduler = typename Conditional<config.resident_b(), ColumnScheduler<config>, RasterScheduler<config>>::type;
 
 template <GemmConfig config>
-struct LaunchScheduler<config, true> {
-    using type = TwoWidthScheduler<config>;
-};
-
-template <GemmConfig config>
-using TileScheduler = typename LaunchScheduler<config>::type;
+using TileScheduler =
+    typename Conditional<config.has_narrow(), TwoWidthScheduler<config>, WidthScheduler<config>>::type;
 
 // This block's part of every tile's K, in stages.
 struct KRange {
