@@ -49,7 +49,7 @@ __device__ __forceinline__ void wgmma(float (&d)[{registers}], unsigned long lon
 _FIELDS = (
     *("block_m", "block_n", "block_k", "narrow_n", "buffer_n", "stages"),
     *("cluster_m", "cluster_n", "split_k", "scale_blocks"),
-    *("math_warpgroups", "scale_warps", "store_warps", "threads"),
+    *("math_warpgroups", "scale_warps", "store_warps", "threads", "math_registers", "producer_registers"),
     *("rows_per_warpgroup", "chunks_m", "chunks_n", "chunks", "mma_n", "block_sets"),
     *("pairs", "carries_descriptors", "queues_blocks", "ends_apart", "takes_turns", "prefetches_b", "bulk_scales"),
     *("b_stages", "b_slots"),

@@ -25,6 +25,13 @@ NARROW_N = 128
 ACCUMULATOR_LIMIT = 192
 """Accumulators a math thread can hold beside addresses and scales, out of 232 registers."""
 
+PAIRED_ACCUMULATOR_LIMIT = 216
+"""The same out of 240 registers, which tiles of PAIRED_TILES may take."""
+
+PAIRED_TILES = (112, 144)
+"""block_n of 128-row tiles whose K blocks may be multiplied in pairs: a main loop for each place of their scales then
+makes less than 64 KB of code, beyond which a launch takes 3 us more (docs/performance.md, "Of a launch")."""
+
 
 @dataclass(frozen=True)
 class GemmConfig:
@@ -91,10 +98,12 @@ class GemmConfig:
         if self.narrow_n and not (self.narrow_n == NARROW_N and self.takes_turns and alone):
             return (
                 f"narrow_n is {self.narrow_n}; supported is {NARROW_N} for tiles of 128x144 to 128x192, "
-                "without clusters and resident b"
+                "without clusters, resident b and pairs"
             )
-        if self.pairs and not (self.block_m == 128 and self.block_n == 112 and self.scale_blocks == 1 and alone):
-            return "pairs is True; supported for tiles of 128x112, without clusters and resident b"
+        pairable = self.block_m == 128 and self.block_n in PAIRED_TILES and self.scale_blocks == 1
+        if self.pairs and not (pairable and alone):
+            tiles = " and ".join(f"128x{block_n}" for block_n in PAIRED_TILES)
+            return f"pairs is True; supported for tiles of {tiles}, without clusters and resident b"
         if not 1 <= self.store_buffers <= 10:
             return f"store_buffers is {self.store_buffers}; supported are 1 to 10"
         return next((wall.reason for wall in (self.register_wall, self.capacity_wall) if not wall.holds), None)
@@ -255,8 +264,20 @@ class GemmConfig:
     @property
     def block_sets(self) -> int:
         """Sets of temporaries: with two, the next K block is multiplied while this one is promoted."""
-        fits = self.accumulator_registers + 2 * self.block_registers <= ACCUMULATOR_LIMIT
+        limit = PAIRED_ACCUMULATOR_LIMIT if self.pairs else ACCUMULATOR_LIMIT
+        fits = self.accumulator_registers + 2 * self.block_registers <= limit
         return 2 if fits and self.chunks == 1 else 1
+
+    @property
+    def math_registers(self) -> int:
+        """Registers of a math thread, where two math warpgroups share the SM's 64 K with the producers."""
+        accumulators = self.accumulator_registers + self.block_sets * self.block_registers
+        return 232 if accumulators <= ACCUMULATOR_LIMIT else 240
+
+    @property
+    def producer_registers(self) -> int:
+        """What is left for a producer thread: at launch each of the three warpgroups' threads has 168."""
+        return 3 * 168 - 2 * self.math_registers
 
     @property
     def carries_descriptors(self) -> bool:

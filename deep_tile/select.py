@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deep_tile import tuned
-from deep_tile.config import NARROW_N, SCALE_BLOCK, SMEM_LIMIT_BYTES, GemmConfig, ceil_div, round_up
+from deep_tile.config import NARROW_N, PAIRED_TILES, SCALE_BLOCK, SMEM_LIMIT_BYTES, GemmConfig, ceil_div, round_up
 from deep_tile.hardware import H200, Hardware
 from deep_tile.problem import GemmProblem
 from deep_tile.walls import product_flops, stages_max
@@ -87,7 +87,7 @@ def default_configs(tma_store: bool = True) -> tuple[GemmConfig, ...]:
     ]
     single = [deepest_config(*tile, tma_store) for tile in _SINGLE_TILES]
     split = [deepest_config(128, block_n, tma_store, split_k=2) for block_n in _SPLIT_TILES]
-    paired = [deepest_config(*tile, tma_store, pairs=True) for tile in _SINGLE_TILES]
+    paired = [deepest_config(128, block_n, tma_store, pairs=True) for block_n in PAIRED_TILES]
     narrowing = [deepest_config(128, block_n, tma_store, narrow_n=NARROW_N) for block_n in _NARROWING_TILES]
     resident = [deepest_config(*tile, tma_store, b_stages=b_stages) for *tile, b_stages in _RESIDENT_TILES]
     return (*decode, *multicast, *single, *paired, *narrowing, *split, *resident)

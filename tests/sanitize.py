@@ -53,6 +53,7 @@ CASES = (
     Case(GemmConfig(64, 32, 2, b_stages=3), 200, 72, 300, 2),
     Case(GemmConfig(128, 192, 3, store_buffers=3, b_stages=2), 300, 584, 200, 2),
     Case(GemmConfig(128, 112, 3, pairs=True), 130, 456, 500, 2),
+    Case(GemmConfig(128, 144, 3, store_buffers=5, pairs=True), 130, 584, 500, 2),
     Case(GemmConfig(128, 144, 3, store_buffers=5, narrow_n=128), 130, 560, 300, 3),
     Case(GemmConfig(128, 192, 2, tma_store=False, narrow_n=128), 260, 461, 400, 2),
 )

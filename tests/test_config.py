@@ -9,7 +9,7 @@ import pytest
 
 from deep_tile import jit
 from deep_tile.codegen import kernel_source
-from deep_tile.config import SMEM_LIMIT_BYTES, GemmConfig
+from deep_tile.config import PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig
 from deep_tile.select import default_configs
 
 HEADERS = Path(__file__).parent.parent / "include" / "deep_tile"
@@ -46,9 +46,10 @@ def legal_configs():
         ({"b_stages": -1}, "b_stages is -1"),
         ({"narrow_n": 128}, "narrow_n is 128; supported is 128 for tiles of 128x144 to 128x192"),
         ({"block_n": 160, "narrow_n": 96}, "narrow_n is 96"),
-        ({"block_n": 160, "narrow_n": 128, "cluster_m": 2}, "without clusters and resident b"),
-        ({"pairs": True}, "pairs is True; supported for tiles of 128x112"),
+        ({"block_n": 160, "narrow_n": 128, "cluster_m": 2}, "without clusters, resident b and pairs"),
+        ({"pairs": True}, "pairs is True; supported for tiles of 128x112 and 128x144"),
         ({"block_n": 112, "pairs": True, "cluster_n": 2}, "pairs is True; .* without clusters"),
+        ({"block_n": 144, "narrow_n": 128, "pairs": True}, "narrow_n is 128; .* resident b and pairs"),
         ({"store_buffers": 11}, "store_buffers is 11; supported are 1 to 10"),
         ({"block_m": 256, "block_n": 160}, "160 accumulators and 40 of one K block exceed the 192 registers"),
         ({"stages": 8}, f"bytes of shared memory exceed Hopper's {SMEM_LIMIT_BYTES}"),
@@ -184,10 +185,19 @@ def test_narrow_tiles_use_the_buffers_of_the_wide_ones(block_n, tma_store):
     assert narrow.boxes * narrow.store_columns == 128
 
 
-def test_pairs_take_an_even_number_of_k_blocks():
-    config = GemmConfig(128, 112, 4, pairs=True)
+@pytest.mark.parametrize("block_n", PAIRED_TILES)
+def test_pairs_take_an_even_number_of_k_blocks(block_n):
+    config = GemmConfig(128, block_n, 4, pairs=True)
     assert [k for k in (1, 128, 129, 256, 257, 384, 385, 512) if config.takes_k(k)] == [129, 256, 385, 512]
-    assert (config.column_shifts, config.b_scale_slots) == (8, 2)
+    assert (config.block_sets, config.column_shifts, config.b_scale_slots) == (2, 8, 2)
+
+
+def test_registers_are_those_of_an_sm():
+    few, many = GemmConfig(128, 128, 4), GemmConfig(128, 144, 4, pairs=True)
+    assert (few.math_registers, few.producer_registers) == (232, 40)
+    assert (many.math_registers, many.producer_registers) == (240, 24)
+    for config in (few, many):
+        assert 128 * (2 * config.math_registers + config.producer_registers) <= 64 * 1024
 
 
 def test_names_tell_all_configs_apart():

@@ -14,7 +14,7 @@ struct GemmConfig {
     int stages;
     int cluster_m, cluster_n, split_k;
     int scale_blocks;
-    int math_warpgroups, scale_warps, store_warps, threads;
+    int math_warpgroups, scale_warps, store_warps, threads, math_registers, producer_registers;
     int rows_per_warpgroup, chunks_m, chunks_n, chunks, mma_n;
     int block_sets;
     bool pairs, carries_descriptors, queues_blocks, ends_apart, takes_turns, prefetches_b, bulk_scales;

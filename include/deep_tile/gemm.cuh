@@ -39,10 +39,6 @@
 
 namespace deep_tile {
 
-// 64 K registers are shared out as 128 * 40 + 256 * 232; at launch each of 384 threads holds 168.
-constexpr int producer_registers = 40;
-constexpr int math_registers = 232;
-
 // The operands' producer makes the barriers that its first requests need, and requests them at once: caches are cold,
 // instruction caches included, and every step counts. The others are math warp 0's to make, meanwhile. A first request
 // left after 1500 to 2300 clocks when other things came before it, after 1300 to 1450 with a division and two branches
@@ -546,7 +542,8 @@ class Consumer {
     __device__ __forceinline__ void multiply(Accumulators<config>& sums, int column, bool more, Meanwhile meanwhile) {
         const int place = column / config.column_group % config.column_shifts;
         if constexpr (config.pairs) {
-            constexpr int alike = (scale_block - config.block_n) / config.column_group;  // up to there, one scale
+            constexpr int spare = scale_block - config.block_n;
+            constexpr int alike = spare > 0 ? spare / config.column_group : 0;  // up to there, one scale
             with_constant<config.column_shifts - alike, alike>(max(place, alike),
                                                                [&](auto shift) { multiply_pairs(shift, sums, more); });
         } else if constexpr (config.block_sets == 2) {
@@ -703,9 +700,9 @@ class Consumer {
         }
     }
 
-    // The same for an even number of stages, in three copies of a step and not five: for 128x112 there are seven loops
-    // for different places, which leave the kernel under 64 KB that way. It takes 2 to 3.5 % less by them (H200,
-    // 2026-11-22).
+    // The same for an even number of stages, in three copies of a step and not five: there are seven or eight loops for
+    // different places, which leave the kernel under 64 KB that way. 128x112 takes 2 to 3.5 % less by them, and 128x144,
+    // which had no second set of temporaries before, 2 % (H200, 2026-11-22 and 23).
     template <typename Shift>
     __device__ __forceinline__ void multiply_pairs(Shift shift, Accumulators<config>& sums, bool more) {
         Blocks<config> odd;
@@ -802,6 +799,7 @@ __device__ __forceinline__ void consume_width(const GemmParams& params, SharedSt
         if constexpr (config.chunks == 1) tile = tiles.next();
         if constexpr (config.resident_b()) consumer.set_ends_column(tiles.ends_column());
         Accumulators<config> sums = {};
+        if constexpr (config.pairs) pin(sums[0][0]);  // else ptxas clears them in each loop: 3 to 5 KB
         if constexpr (config.store_chunks > 1) {
             consumer.multiply(sums, tile.n, left > 1, [&](int chunk) { epilogue.store_chunk(sums, chunk); });
             epilogue.store_chunk(sums, config.store_chunks - 1);
@@ -911,7 +909,7 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / warp_threads, 0);
     constexpr int first_producer = config.math_warpgroups * warpgroup_threads / warp_threads;
     // Before anything that waits for math warps, which wait for these registers.
-    if (config.math_warpgroups == 2 && warp >= first_producer) ptx::setmaxnreg_dec<producer_registers>();
+    if (config.math_warpgroups == 2 && warp >= first_producer) ptx::setmaxnreg_dec<config.producer_registers>();
     if (threadIdx.x == 0) {
         ptx::prefetch_tensormap(params.a_maps[params.m < config.block_m]);
         ptx::prefetch_tensormap(params.b_maps[0]);
@@ -934,7 +932,7 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     // the producers' loops are wanted before the math warps', which wait for them: m <= 128 takes 0.35 % less, 128x144
     // 0.6 to 1 %, 128x256 0.4 % (H200, 2026-11-22).
     if (warp < first_producer) {
-        if constexpr (config.math_warpgroups == 2) ptx::setmaxnreg_inc<math_registers>();
+        if constexpr (config.math_warpgroups == 2) ptx::setmaxnreg_inc<config.math_registers>();
         ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
         const bool lets_start_early = starts_successor_early<config>(params);
         if (lets_start_early) ptx::griddepcontrol_launch_dependents();

@@ -79,18 +79,6 @@ class RasterScheduler {
         return ceil_div(params.n - narrow_n * params.narrow_columns, wide_n);
     }
 
-    // Whether all tiles of the present width have been taken.
-    __device__ __forceinline__ bool ends_width() const { return within_ + step_ >= (rows_ - first_row_) * columns_; }
-
-    // From the last wide tile to before the first narrow one.
-    __device__ __forceinline__ void turn_narrow(int narrow_columns) {
-        within_ -= (rows_ - first_row_) * columns_;
-        first_row_ = 0;
-        columns_ = narrow_columns;
-        first_column_ = 0;
-        narrow_ = true;
-    }
-
     // Turns to the group of rows that the position is in, or to the last one; how many rows it has.
     __device__ __forceinline__ int enter_group() {
         while (within_ >= columns_ << group_rows_log2_) {
@@ -196,12 +184,27 @@ class TwoWidthScheduler : public RasterScheduler<config> {
     __device__ __forceinline__ Tile first() { return next(); }
 
     __device__ __forceinline__ Tile next() {
-        if (!this->narrow_ && this->ends_width()) this->turn_narrow(narrow_columns_);
-        if (this->ends_width()) return {0, 0, false};
+        if (!this->narrow_ && ends_width()) turn_narrow();
+        if (ends_width()) return {0, 0, false};
         return RasterScheduler<config>::next();
     }
 
    private:
+    // Whether all tiles of the present width have been taken.
+    __device__ __forceinline__ bool ends_width() const { return this->within_ + this->step_ >= tiles_left(); }
+
+    // From the last wide tile to before the first narrow one.
+    __device__ __forceinline__ void turn_narrow() {
+        this->within_ -= tiles_left();
+        this->first_row_ = 0;
+        this->columns_ = narrow_columns_;
+        this->first_column_ = 0;
+        this->narrow_ = true;
+    }
+
+    // Of the present width, from the group of rows that the position is in.
+    __device__ __forceinline__ int tiles_left() const { return (this->rows_ - this->first_row_) * this->columns_; }
+
     const int narrow_columns_;
 };
 
