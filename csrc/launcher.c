@@ -536,12 +536,12 @@ static bool read_launch_numbers(PyObject *const given[], long long numbers[])
 /* A last tile of fewer rows than the others has a map of its own, which the kernel takes for granted: without one it
  * stops, and with rows that do not fit it waits for ever. Of a tile that two blocks share the box is half. */
 static bool check_tail_rows(const char *name, long long rows, const char *map_name, const MapLayout *map,
-                            long long narrow_rows)
+                            long long narrow_outer)
 {
-    long long outer = (long long)map->sizes[1] - narrow_rows, box = map->box[1];
+    long long outer = (long long)map->sizes[1] - narrow_outer, box = map->box[1];
     if (outer < 0)
         PyErr_Format(PyExc_ValueError, "prepare: narrow_columns of narrow_rows are %lld rows, want at most %s.outer, %lld",
-                     narrow_rows, map_name, outer + narrow_rows);
+                     narrow_outer, map_name, outer + narrow_outer);
     else if (rows > box)
         PyErr_Format(PyExc_ValueError, "prepare: %s is %lld, want at most %s.box_outer, %lld", name, rows, map_name,
                      box);

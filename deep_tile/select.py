@@ -55,6 +55,7 @@ _RESIDENT_TILES = ((128, 128, 5), (128, 192, 4))
 with three K blocks was never the fastest (H200, 2026-11-21)."""
 
 
+@lru_cache(maxsize=256)
 def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options: int | bool) -> GemmConfig:
     """The tile with as many stages as fit beside all of its output boxes, or beside fewer where those leave too few.
 
@@ -306,9 +307,15 @@ class ComputeParts(NamedTuple):
 
 
 def compute_parts(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> ComputeParts:
+    return _compute_parts(config, problem, hardware, *busiest(config, problem))
+
+
+def _compute_parts(
+    config: GemmConfig, problem: GemmProblem, hardware: Hardware, most: Tiles, utilization: float
+) -> ComputeParts:
+    """Of a cluster that has `most` tiles, while all have as much of that as `utilization` says: see `busiest`."""
     model, times = calibration(), tile_times(config, hardware)
     narrow_times = tile_times(deepest_config(config.block_m, config.narrow_n), hardware) if config.narrow_n else times
-    most, utilization = busiest(config, problem)
     blocks_us = most.wide * times.block_us + most.narrow * narrow_times.block_us
     blocks_us *= blocks_per_tile(config, problem.k)
     tiles_us = most.wide * times.tile_us + most.narrow * narrow_times.tile_us
@@ -348,11 +355,11 @@ def launch_time(hardware: Hardware = H200) -> float:
 def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> Estimate:
     """Predict a config's time on a problem: `launch + (compute**p + memory**p)**(1/p)`."""
     overlap = calibration().overlap
-    compute_us = sum(compute_parts(config, problem, hardware))
+    most, utilization = busiest(config, problem)
+    compute_us = sum(_compute_parts(config, problem, hardware, most, utilization))
     memory_us = memory_time(problem, hardware)
     time_us = launch_time(hardware) + (compute_us**overlap + memory_us**overlap) ** (1 / overlap)
     bound = "compute" if compute_us >= memory_us else "memory"
-    most, utilization = busiest(config, problem)
     return Estimate(time_us, compute_us, memory_us, bound, most.total, utilization)
 
 

@@ -31,8 +31,8 @@
 // rule and no latency. In tiles of several chunks TMA copies those of `a` with the operands, if they lie side by side.
 //
 // Where all K blocks of a tile's `b` have room, it may stay while the block works down a column of tiles: stages then
-// hold `a` and scales only (GemmConfig.resident_b). Where tiles of one width would leave SMs idle in the last wave, a launch
-// may end with narrow ones (GemmConfig.narrow_n): the math warps' code is there for both, and all else serves either.
+// hold `a` and scales only (GemmConfig.resident_b). Where tiles of one width would leave SMs idle in the last wave, a
+// launch may end with narrow ones (GemmConfig.narrow_n): the math warps' code is there for both, all else serves either.
 #pragma once
 
 #include "reduce.cuh"
