@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from cuda.pathfinder import find_nvidia_binary_utility
@@ -18,6 +19,7 @@ from deep_tile.select import default_configs
 
 ROOT = Path(__file__).parent.parent
 DEFAULT_CONFIGS = (*default_configs(True), *default_configs(False))
+SPLIT_CONFIGS = tuple(config for config in DEFAULT_CONFIGS if config.split_k > 1)
 SM_REGISTERS = 64 * 1024
 PREFETCHED_CODE_BYTES = 64 * 1024
 TOO_MUCH_CODE = {"fp8_gemm_64x128x256_s4_c1x1_k8_b1_any"}
@@ -86,6 +88,57 @@ def test_code_lies_in_the_order_in_which_it_is_wanted(config, listings):
 
     assert max(addresses("UTMALDG")) < min(addresses("QGMMA"))
     assert (max(addresses(r"\w+")) >= PREFETCHED_CODE_BYTES) == (config.name in TOO_MUCH_CODE)
+
+
+class Instruction(NamedTuple):
+    """One line of a listing; predicates and uniform registers count as registers."""
+
+    opcode: str
+    writes: frozenset[str]
+    reads: frozenset[str]
+    predicated: bool
+
+
+def read_instruction(line: str) -> Instruction:
+    match = re.search(r"\*/\s+(@!?U?P[T\d] )?([A-Z][\w.]*)\s*(.*?);", line)
+    guard, opcode, text = match[1] or "", match[2], match[3]
+    operands = [re.findall(r"\bU?[RP]\d+\b", operand) for operand in text.split(",")]
+    wide = 4 if ".128" in opcode else 2 if re.search(r"\.64|WIDE", opcode) else 1
+    writes = {
+        f"{register.rstrip('0123456789')}{int(re.search(r'[0-9]+', register)[0]) + i}"
+        for register in operands[0]
+        for i in range(wide)
+    }
+    reads = {register for operand in operands[1:] for register in operand} | set(re.findall(r"U?P\d", guard))
+    return Instruction(opcode, frozenset(writes), frozenset(reads), bool(guard))
+
+
+def values_that_reach(instructions: list[Instruction], wanted: set[str]) -> list[Instruction]:
+    """Those that the registers `wanted` depend on after the last of `instructions`, in straight-line order."""
+    reached = []
+    for instruction in reversed(instructions):
+        if not instruction.writes & wanted:
+            continue
+        reached.append(instruction)
+        if not instruction.predicated:
+            wanted = wanted - instruction.writes
+        wanted = wanted | instruction.reads
+    return reached
+
+
+@pytest.mark.parametrize("config", SPLIT_CONFIGS, ids=lambda config: config.name)
+def test_split_k_gives_slots_back_when_their_values_have_come(config, listings):
+    """An arrival in another block is not ordered behind reads of shared memory, but for a value that it needs."""
+    lines = [line for line in listings[config].splitlines() if re.search(r"\*/\s+(@\S+ )?[A-Z]", line)]
+    arrivals = [i for i, line in enumerate(lines) if "SYNCS.ARRIVE.TRANS64.RED" in line]
+    assert len(arrivals) == config.split_k
+    for arrival in arrivals:
+        begin = max(i for i in range(arrival) if "TRYWAIT" in lines[i] or "SYNCS.ARRIVE" in lines[i])
+        before = [read_instruction(line) for line in lines[begin:arrival]]
+        slots = [instruction for instruction in before if instruction.opcode == "LDS.128"]
+        assert len(slots) == (config.split_k - 1) * config.columns_per_part // 8
+        address = set(re.findall(r"\[(U?R\d+)", lines[arrival]))
+        assert set(slots) <= set(values_that_reach(before, address))
 
 
 @each_default_config

@@ -458,7 +458,7 @@ struct Scales {
 
     // Hides from the compiler that all threads read the same: it would keep that in a uniform register, and wait for it
     // to be read in the middle of a stage, for which 128x192 took 5 to 12 % longer (H200, 2026-11-21).
-    static __device__ __forceinline__ int not_uniform_zero() { return threadIdx.x / 1024 * 4; }
+    static __device__ __forceinline__ int not_uniform_zero() { return ptx::opaque_zero() * 4; }
 
     // `slot` is that of the thread's first row.
     __device__ __forceinline__ void load(const SharedStorage<config>& smem, int stage, int slot) {
@@ -835,8 +835,8 @@ template <GemmConfig config, int part>
 __device__ __forceinline__ void finish_part(SplitReduction<config>& reduction, Epilogue<config>& epilogue,
                                             Accumulators<config>& sums, int row, int column, bool last) {
     if (part == reduction.rank()) {
-        reduction.template receive<part>(sums);
-        if (!last) reduction.release();
+        const u32 read = reduction.template receive<part>(sums);
+        if (!last) reduction.release(read);
         epilogue.template store<part * config.columns_per_part>(sums, row, column);
     }
     if constexpr (part + 1 < config.split_k) {

@@ -59,7 +59,7 @@ class CarriedDescriptors {
             a_low_[i] = first.a_low + i * mma_k_bytes / 16;
             b_low_[i] = first.b_low + i * mma_k_bytes / 16;
         }
-        const u32 high = descriptor_high + threadIdx.x / 1024;  // there are no more threads
+        const u32 high = descriptor_high + ptx::opaque_zero();
         a_high_ = __shfl_sync(0xffffffff, high, 0);
         b_high_ = __shfl_sync(0xffffffff, high, 1);
     }

@@ -19,6 +19,9 @@ __device__ __forceinline__ int tid_x() {
     return x;
 }
 
+// Zero, which the compiler does not know: a thread block has no more than 1024 threads.
+__device__ __forceinline__ u32 opaque_zero() { return threadIdx.x / 1024; }
+
 // The address in block `cta_rank` of the cluster that corresponds to `smem` in this one: "mapa".
 __device__ __forceinline__ u32 mapa(u32 smem, u32 cta_rank) {
     u32 remote;

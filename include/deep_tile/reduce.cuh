@@ -43,9 +43,10 @@ class SplitReduction {
         phase_ ^= 1;
     }
 
-    // Completes the columns of part `part`, this block's own.
+    // Completes the columns of part `part`, this block's own. Returns bits of every vector that it has read.
     template <int part>
-    __device__ __forceinline__ void receive(Accumulators<config>& sums) {
+    __device__ __forceinline__ u32 receive(Accumulators<config>& sums) {
+        u32 read = 0;
 #pragma unroll
         for (int i = 0; i < vectors; ++i) {
             float* own = &sums[0][0][0] + vector(part, i);
@@ -53,20 +54,28 @@ class SplitReduction {
 #pragma unroll
             for (int sender = 0; sender < config.split_k; ++sender) {
                 const float* values = sender == part ? own : slot(sender, part, i);
+                if (sender != part) read |= __float_as_uint(values[0]);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) total[j] += values[j];
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) own[j] = total[j];
         }
+        return read;
     }
 
-    // The slots may be overwritten. Not after the last tile: the senders may have exited.
-    __device__ __forceinline__ void release() const {
+    // The slots may be overwritten: `read` is what receive() returned in this lane. Not after the last tile: the senders
+    // may have exited.
+    //
+    // The arrival's address depends on the values that all lanes have read. Without that the arrival overtakes the reads:
+    // it orders them within the block only, and the next tile's sums then land in slots that are still being read (beside
+    // kernels of other streams 13 of 80 products were wrong; H200, 2026-11-23). An arrival that orders them in the
+    // cluster is a MEMBAR.ALL.GPU.
+    __device__ __forceinline__ void release(u32 read) const {
         const int lane = thread_ % warp_threads;
-        __syncwarp();
+        const u32 zero = __reduce_or_sync(0xffffffff, read) & ptx::opaque_zero();
         const u32 barrier = ptx::mapa(ptx::smem_address(&smem_.partial_empty[warpgroup_]), lane % config.split_k);
-        ptx::mbarrier_arrive_cluster(barrier, lane < config.split_k && lane != rank_);
+        ptx::mbarrier_arrive_cluster(barrier + zero, lane < config.split_k && lane != rank_);
     }
 
     __device__ __forceinline__ int rank() const { return rank_; }
