@@ -292,6 +292,7 @@ VARIABLE_VALUES: tuple[tuple[settings.Variable, Callable[[], object]], ...] = (
     (settings.PRINT_CONFIG, lambda: int(settings.print_config())),
     (settings.DUMP_DIR, lambda: settings.dump_dir() or "unset"),
     (settings.TUNED, lambda: settings.tuned_file() or "a file for each model of GPU, in the cache directory"),
+    (settings.BOUNDED_WAITS, lambda: (settings.bounded_waits_ns() or 0) * 1e-9 or "unset"),
 )
 """Each environment variable and how to say what it means to this process."""
 

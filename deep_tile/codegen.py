@@ -15,10 +15,32 @@ from deep_tile.config import GemmConfig
 _INCLUDE = re.compile(r'^#include "(\w+\.(?:cuh|h))"$', re.MULTILINE)
 
 
-def kernel_source(config: GemmConfig) -> str:
-    """CUDA C++ of the kernel `config.name`, one self-contained translation unit for NVRTC or nvcc."""
+class Watch(NamedTuple):
+    """The debug build of a kernel: how it ends waits, and where it says so (watch.cuh).
+
+    Attributes:
+        records: address of the records, which the host and the GPU share.
+        limit_ns: how long a wait may take.
+        kernel: number of the kernel in its records, from 1.
+    """
+
+    records: int
+    limit_ns: int
+    kernel: int
+
+
+def kernel_source(config: GemmConfig, watch: Watch | None = None) -> str:
+    """CUDA C++ of the kernel `config.name`, one self-contained translation unit for NVRTC or nvcc.
+
+    With `watch`, of its debug build, whose text serves one process.
+    """
     widths = dict.fromkeys(tiles.mma_n for tiles in (config, config.narrow) if tiles)
-    return "\n".join([*map(_wgmma, widths), _headers("gemm.cuh"), _entry(config)])
+    text = [*map(_wgmma, widths), _headers("gemm.cuh"), _entry(config)]
+    return "\n".join(text if watch is None else [_watch(watch), *text])
+
+
+def _watch(watch: Watch) -> str:
+    return f"#define DEEP_TILE_WATCH {{{watch.records}ull, {watch.limit_ns}ull, {watch.kernel}u}}\n"
 
 
 def _wgmma(mma_n: int) -> str:

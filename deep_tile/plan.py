@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from deep_tile import _launcher, jit
+from deep_tile import _launcher, jit, watch
 from deep_tile.codegen import kernel_source
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.problem import GemmProblem
@@ -40,11 +40,17 @@ def load_kernel(config: GemmConfig, device: int) -> _launcher.Kernel:
     kernel = _kernels.get((config, device))
     if kernel is not None:
         return kernel
-    cubin = jit.load_cubin(kernel_source(config), config.name)
+    cubin = _cubin(config)
     with _kernels_lock:
         if (config, device) not in _kernels:
             _kernels[config, device] = _launcher.load(cubin, config.name, config.smem_bytes, device)
         return _kernels[config, device]
+
+
+def _cubin(config: GemmConfig) -> bytes:
+    if watch.is_wanted():
+        return jit.compile_kernel(watch.debug_source(config), config.name).cubin  # of no use to another process
+    return jit.load_cubin(kernel_source(config), config.name)
 
 
 def load_kernels(configs: Iterable[GemmConfig], device: int | None, workers: int) -> None:
@@ -52,7 +58,7 @@ def load_kernels(configs: Iterable[GemmConfig], device: int | None, workers: int
 
     def load(config: GemmConfig) -> None:
         if device is None:
-            jit.load_cubin(kernel_source(config), config.name)
+            _cubin(config)
         else:
             load_kernel(config, device)
 

@@ -46,7 +46,14 @@ TUNED = Variable(
     "tuned/<name of the GPU>.json in the cache directory",
 )
 
-VARIABLES = (CACHE_DIR, CACHE_MAX_MB, PRINT_CONFIG, DUMP_DIR, TUNED)
+BOUNDED_WAITS = Variable(
+    "DEEP_TILE_BOUNDED_WAITS",
+    "Debug: seconds after which a kernel that waits for a barrier writes down what for, and ends the launch with an "
+    "error; `deep_tile.watch.report()` then says who waits. Kernels are compiled anew in each process, and slower.",
+    "unset",
+)
+
+VARIABLES = (CACHE_DIR, CACHE_MAX_MB, PRINT_CONFIG, DUMP_DIR, TUNED, BOUNDED_WAITS)
 
 
 @cache
@@ -83,6 +90,21 @@ def dump_dir() -> Path | None:
 def tuned_file() -> Path | None:
     """File of tuned choices; None: one for each model of GPU, in the cache directory."""
     return _absolute_path(TUNED)
+
+
+@cache
+def bounded_waits_ns() -> int | None:
+    """Nanoseconds that a kernel of the debug build waits for a barrier; None: kernels are built to run."""
+    text = os.environ.get(BOUNDED_WAITS.name)
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.001 <= seconds <= 3600:
+        raise _bad_value(BOUNDED_WAITS, text, "seconds from 0.001 to 3600")
+    return round(seconds * 1e9)
 
 
 def _read(variable: Variable) -> str:

@@ -9,7 +9,10 @@ import pytest
 
 from deep_tile import settings
 
-READERS = (settings.cache_dir, settings.cache_max_bytes, settings.print_config, settings.dump_dir, settings.tuned_file)
+READERS = (
+    *(settings.cache_dir, settings.cache_max_bytes, settings.print_config, settings.dump_dir, settings.tuned_file),
+    settings.bounded_waits_ns,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +36,7 @@ def test_defaults():
     assert settings.print_config() is False
     assert settings.dump_dir() is None
     assert settings.tuned_file() is None
+    assert settings.bounded_waits_ns() is None
 
 
 def test_values(monkeypatch):
@@ -41,12 +45,14 @@ def test_values(monkeypatch):
     monkeypatch.setenv("DEEP_TILE_PRINT_CONFIG", "1")
     monkeypatch.setenv("DEEP_TILE_DUMP_DIR", "/dumps")
     monkeypatch.setenv("DEEP_TILE_TUNED", "/tuned/mine.json")
+    monkeypatch.setenv("DEEP_TILE_BOUNDED_WAITS", "0.25")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert settings.cache_dir() == Path("/caches/mine")
     assert settings.cache_max_bytes() == 3 * 2**20
     assert settings.print_config() is True
     assert settings.dump_dir() == Path("/dumps")
     assert settings.tuned_file() == Path("/tuned/mine.json")
+    assert settings.bounded_waits_ns() == 250_000_000
 
 
 @pytest.mark.parametrize(
@@ -81,6 +87,9 @@ def test_cache_dir_without_own_variable(monkeypatch, xdg, home, wanted):
         ("DEEP_TILE_PRINT_CONFIG", "yes", settings.print_config),
         ("DEEP_TILE_DUMP_DIR", "here", settings.dump_dir),
         ("DEEP_TILE_TUNED", "mine.json", settings.tuned_file),
+        ("DEEP_TILE_BOUNDED_WAITS", "yes", settings.bounded_waits_ns),
+        ("DEEP_TILE_BOUNDED_WAITS", "0", settings.bounded_waits_ns),
+        ("DEEP_TILE_BOUNDED_WAITS", "nan", settings.bounded_waits_ns),
     ],
 )
 def test_bad_value_names_variable_and_value(monkeypatch, name, value, read):

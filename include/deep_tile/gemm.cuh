@@ -903,6 +903,7 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     extern __shared__ __align__(1024) u8 dynamic_smem[];
     static_assert(sizeof(SharedStorage<config>) == config.smem_bytes, "config.py and config.cuh disagree");
     auto& smem = *reinterpret_cast<SharedStorage<config>*>(dynamic_smem);
+    record_launch(smem.full[0]);
 
     // From lane 0, so that the compiler knows it as uniform: branches and WGMMA descriptors that depend on it then
     // live in uniform registers (946 -> 1226 TFLOPS for 128x192; H200, 2026-11-21).

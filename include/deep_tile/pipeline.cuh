@@ -1,7 +1,7 @@
 // The position in a ring of shared-memory stages, and waiting on its barriers.
 #pragma once
 
-#include "ptx.cuh"
+#include "watch.cuh"
 
 namespace deep_tile {
 
@@ -45,7 +45,11 @@ struct ColumnState {
 
 __device__ __forceinline__ void wait(const u64& barrier, u32 parity) {
     const u32 address = ptx::smem_address(&barrier);
-    while (!ptx::mbarrier_try_wait_parity(address, parity)) {
+    if constexpr (watch.records != 0) {
+        bounded_wait(address, parity);
+    } else {
+        while (!ptx::mbarrier_try_wait_parity(address, parity)) {
+        }
     }
 }
 

@@ -19,6 +19,16 @@ __device__ __forceinline__ int tid_x() {
     return x;
 }
 
+// Nanoseconds, the same on all SMs: "Special Registers: %globaltimer".
+__device__ __forceinline__ u64 globaltimer() {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
+// Ends the launch, and with it the context, with an error: "trap".
+__device__ __forceinline__ void trap() { asm volatile("trap;"); }
+
 // Zero, which the compiler does not know: a thread block has no more than 1024 threads.
 __device__ __forceinline__ u32 opaque_zero() { return threadIdx.x / 1024; }
 

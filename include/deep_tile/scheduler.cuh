@@ -1,7 +1,7 @@
 // Which output tile comes next. Every role of a thread block walks its own copy, so no tile index is ever exchanged.
 #pragma once
 
-#include "ptx.cuh"
+#include "watch.cuh"
 
 namespace deep_tile {
 
@@ -21,6 +21,11 @@ struct Tile {
     bool valid;
     bool narrow = false;
 };
+
+__device__ __forceinline__ Tile recorded(Tile tile) {
+    record_tile(tile.m, tile.n);
+    return tile;
+}
 
 // Persistent: cluster c of C takes cluster tiles c, c + C, c + 2C, ... of a raster that descends a group of rows of
 // cluster tiles before it steps along n, so that blocks running together share operands in L2 (select.py says how many
@@ -93,9 +98,9 @@ class RasterScheduler {
         const int column = __umulhi(within_ * 2, whole ? 1u << (31 - group_rows_log2_) : last_rows_reciprocal_);
         const int row = first_row_ + within_ - column * group_rows;
         const int block_n = config.has_narrow() && narrow_ ? config.narrow_n : config.block_n;
-        return {(row * config.cluster_m + rank_ % config.cluster_m) * config.block_m,
-                first_column_ + (column * config.cluster_n + rank_ / config.cluster_m % config.cluster_n) * block_n, true,
-                narrow_};
+        return recorded({(row * config.cluster_m + rank_ % config.cluster_m) * config.block_m,
+                         first_column_ + (column * config.cluster_n + rank_ / config.cluster_m % config.cluster_n) * block_n,
+                         true, narrow_});
     }
 
     // Clusters are handed to the GPCs in turn. Yet neighbours in the raster share operands, which reach SMs of one GPC
@@ -161,7 +166,7 @@ class ColumnScheduler {
             column_ += 1;
         }
         left_ -= 1;
-        return {row_ * config.block_m, column_ * config.block_n, left_ >= 0};
+        return recorded({row_ * config.block_m, column_ * config.block_n, left_ >= 0});
     }
 
     // Whether the next tile is in another column.

@@ -1,0 +1,128 @@
+"""Hangs made readable: kernels of the debug build, and the records in which they say what they wait for.
+
+Called by plan.py where DEEP_TILE_BOUNDED_WAITS is set, and by whoever wants to know why a launch failed (`report`). The
+device half is include/deep_tile/watch.cuh. The records lie in pinned host memory, which both sides address alike and
+which can be read when a failed launch has ended the context.
+
+Invariant: records are read by the numbers of kernels that this process has built, and by nothing else.
+"""
+
+import ctypes
+import threading
+from typing import NamedTuple
+
+from deep_tile import settings
+from deep_tile.codegen import Watch, kernel_source
+from deep_tile.config import GemmConfig
+
+WATCHED_BLOCKS = 256
+WARPS_PER_BLOCK = 16
+
+
+class Record(ctypes.Structure):
+    """What one warp has written: WatchRecord of watch.cuh."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint32)
+        for name in ("kernel", "barriers", "row", "column", "waits", "barrier", "parity", "unused")
+    )
+
+
+RECORDS = WATCHED_BLOCKS * WARPS_PER_BLOCK
+
+
+class _Records(NamedTuple):
+    """The process's records, and the kernels by their number in them, from 1."""
+
+    memory: object  # keeps the records alive
+    address: int
+    kernels: list[GemmConfig]
+
+
+_records: _Records | None = None
+_lock = threading.Lock()
+
+
+def is_wanted() -> bool:
+    """Whether kernels are to be of the debug build."""
+    return settings.bounded_waits_ns() is not None
+
+
+def debug_source(config: GemmConfig) -> str:
+    """CUDA C++ of the debug build of `config`, for this process alone. Allocates the records at its first call."""
+    with _lock:
+        records = _opened()
+        records.kernels.append(config)
+        watch = Watch(records.address, settings.bounded_waits_ns(), len(records.kernels))
+    return kernel_source(config, watch)
+
+
+def _opened() -> _Records:
+    global _records
+    if _records is None:
+        import torch
+
+        memory = torch.zeros(RECORDS * ctypes.sizeof(Record), dtype=torch.uint8, pin_memory=True)
+        _records = _Records(memory, memory.data_ptr(), [])
+    return _records
+
+
+def report() -> str:
+    """Who waited for what when a kernel of the debug build gave up; says so where none did.
+
+    May be called when the context is dead. Warps with a tile and no wait were working, at a named barrier, or done.
+    """
+    if _records is None:
+        return "no kernel of the debug build has been loaded: set DEEP_TILE_BOUNDED_WAITS before the first call"
+    records = (Record * RECORDS).from_address(_records.address)
+    return describe(records, _records.kernels)
+
+
+def describe(records, kernels: list[GemmConfig]) -> str:
+    """The text of `report`, for records and the kernels by their number."""
+    waiting = {index // WARPS_PER_BLOCK for index, record in enumerate(records) if record.waits}
+    if not waiting:
+        return "no wait has taken longer than DEEP_TILE_BOUNDED_WAITS allows"
+    lines = []
+    for block in sorted(waiting):
+        for warp in range(WARPS_PER_BLOCK):
+            record = records[block * WARPS_PER_BLOCK + warp]
+            if record.kernel:
+                lines.append(_describe(record, kernels[record.kernel - 1], block, warp))
+    return "\n".join(lines)
+
+
+def _describe(record: Record, config: GemmConfig, block: int, warp: int) -> str:
+    where = f"{config.name} block {block} {role(config, warp)}, tile at ({record.row}, {record.column})"
+    if not record.waits:
+        return f"{where}: does not wait for an mbarrier"
+    return f"{where}: waits for {barrier(config, record.barrier - record.barriers)}, parity {record.parity}"
+
+
+def role(config: GemmConfig, warp: int) -> str:
+    """What a warp of a kernel does: the table at the top of gemm.cuh."""
+    math_warps = 4 * config.math_warpgroups
+    if warp < math_warps:
+        return f"math warpgroup {warp // 4}, warp {warp % 4}"
+    helper = warp - math_warps - 1
+    if helper < 0:
+        return "operands' warp"
+    if helper < config.scale_warps:
+        return f"scale warp {helper}"
+    return f"store warp {helper - config.scale_warps}"
+
+
+def barrier(config: GemmConfig, offset: int) -> str:
+    """Name of the mbarrier that lies `offset` bytes behind the first one; the order is that of SharedStorage."""
+    names = [
+        *(f"full[{stage}]" for stage in range(config.stages)),
+        *(f"empty[{stage}]" for stage in range(config.stages)),
+        *(f"partial_full[{warpgroup}]" for warpgroup in range(config.math_warpgroups)),
+        *(f"partial_empty[{warpgroup}]" for warpgroup in range(config.math_warpgroups)),
+        *(f"resident.full[{slot}]" for slot in range(config.b_stages)),
+        *(f"resident.empty[{slot}]" for slot in range(config.b_stages)),
+    ]
+    number, rest = divmod(offset, 8)
+    return (
+        names[number] if rest == 0 and 0 <= number < len(names) else f"no barrier of it, {offset} bytes off the first"
+    )
