@@ -9,8 +9,7 @@
 //   partial_empty[w]   warpgroup w, sending      1 per warp of w in each other block        they have read the last ones
 #pragma once
 
-#include "epilogue.cuh"
-#include "scheduler.cuh"
+#include "output.cuh"
 
 namespace deep_tile {
 

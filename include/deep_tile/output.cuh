@@ -10,6 +10,7 @@
 #pragma once
 
 #include "mma.cuh"
+#include "scheduler.cuh"
 
 namespace deep_tile {
 
@@ -226,5 +227,25 @@ class StoreWarp {
     SharedStorage<config>& smem_;
     const int warp_;
 };
+
+// One of the store warps.
+template <GemmConfig config>
+__device__ __forceinline__ void store_tiles(const GemmParams& params, SharedStorage<config>& smem, int warp) {
+    const StoreWarp<config> boxes(params, smem, warp);
+    TileScheduler<config> tiles(params);
+    ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
+    while (true) {
+        const Tile tile = tiles.next();
+        if (!tile.valid) break;
+        if constexpr (config.has_narrow()) {
+            if (tile.narrow) {
+                StoreWarp<narrow_tiles<config>>(params, narrow_storage(smem), warp).store(tile.m, tile.n);
+                continue;
+            }
+        }
+        boxes.store(tile.m, tile.n);
+    }
+    boxes.drain();
+}
 
 }  // namespace deep_tile

@@ -1,0 +1,203 @@
+// The way of the operands: boxes that TMA copies into stages, requested by one warp.
+#pragma once
+
+#include "scales.cuh"
+
+namespace deep_tile {
+
+// The boxes by which TMA fetches a tile's operands, or each half of one that two blocks share. The last tile's hold the
+// rows that there are, none if the tile lies beyond the matrix: what is in shared memory below them only makes rows and
+// columns that are not stored. Boxes that reach beyond the matrix make a K block take up to 1.7 times as long: 128x64 took
+// 94 us at 192x7168x16384, 59 at 256x7168x16384 (H200, 2026-11-22).
+struct OperandBox {
+    const TensorMap* map;
+    int rows;
+};
+
+template <GemmConfig config>
+__device__ __forceinline__ OperandBox a_box(const GemmParams& params, Tile tile) {
+    const bool last = tile.m + config.block_m > params.m;
+    const bool beyond = config.cluster_m > 1 && tile.m >= params.m;
+    return {&params.a_maps[last], beyond ? 0 : last ? params.a_tail_rows : config.block_m / config.cluster_n};
+}
+
+template <GemmConfig config>
+__device__ __forceinline__ OperandBox b_box(const GemmParams& params, Tile tile) {
+    if (config.has_narrow() && tile.narrow) return {&params.narrow_b_map, config.narrow_n};
+    const bool last = tile.n + config.block_n > params.n;
+    const bool beyond = config.cluster_n > 1 && tile.n >= params.n;
+    return {&params.b_maps[last], beyond ? 0 : last ? params.b_tail_rows : config.block_n / config.cluster_m};
+}
+
+// Requests one tile's operands, by one thread; each scale block is a box of its own. Of a tile that the two blocks of a
+// cluster share, each requests half and sends it to both, or, without multicast, both halves for itself.
+template <GemmConfig config, bool multicast = config.multicast()>
+class OperandLoader {
+   public:
+    __device__ __forceinline__ OperandLoader(const GemmParams& params, SharedStorage<config>& smem, Tile tile)
+        : params_(params),
+          smem_(smem),
+          rank_(multicast ? ptx::cluster_ctarank() : 0),
+          tile_(tile),
+          a_(a_box<config>(params, tile)),
+          b_(b_box<config>(params, tile)) {}
+
+    // Announces a stage and requests its tile of `b`. `step` counts the stages of the whole K; a resident `b` has a slot
+    // for each.
+    __device__ __forceinline__ void load_b(int stage, int step) const {
+        constexpr bool shared = config.cluster_m > 1;
+        if constexpr (config.resident_b()) {
+            const u32 barrier = ptx::smem_address(&smem_.resident.full[step]);
+            ptx::mbarrier_arrive_expect_tx(barrier, b_.rows * config.block_k);
+            load<config.block_n, shared>(smem_.b[step], b_, barrier, tile_.n, step);
+        } else {
+            announce(stage, b_.rows * config.cluster_m);
+            load<config.block_n, shared>(smem_.b[stage], b_, full(stage), tile_.n, step);
+        }
+    }
+
+    // Its scales, if TMA copies them, go first: behind the operands in TMA's queue they gain nothing.
+    __device__ __forceinline__ void load_a(int stage, int step) const {
+        if constexpr (config.resident_b()) announce(stage, 0);
+        if (scales_in_bulk<config>(params_, tile_)) {
+            ptx::cp_async_bulk_load(ptx::smem_address(smem_.a_scale[stage][0]),
+                                    params_.a_scale + tile_.m + step * params_.a_scale_stride_k, row_scale_bytes,
+                                    full(stage));
+        }
+        constexpr bool shared = config.cluster_n > 1;
+        load<config.block_m, shared>(smem_.a[stage], a_, full(stage), tile_.m, step);
+    }
+
+    // Requests what another tile needs of `b` into L2: nothing beyond the matrix, for which there may be no map.
+    __device__ __forceinline__ void prefetch_b(Tile tile, int step) const {
+        const OperandBox operand = b_box<config>(params_, tile);
+        if (operand.rows > 0) ptx::cp_async_bulk_prefetch_tensor(*operand.map, step * config.block_k, tile.n);
+    }
+
+   private:
+    static constexpr u32 row_scale_bytes = config.block_m * sizeof(float);
+
+    __device__ __forceinline__ u32 full(int stage) const { return ptx::smem_address(&smem_.full[stage]); }
+
+    // What a stage will get: rows of both operands, and the scales that TMA copies.
+    __device__ __forceinline__ void announce(int stage, int b_rows) const {
+        const u32 operands = (a_.rows * config.cluster_n + b_rows) * config.block_k;
+        const u32 scales = scales_in_bulk<config>(params_, tile_) ? row_scale_bytes : 0;
+        ptx::mbarrier_arrive_expect_tx(full(stage), operands + scales);
+    }
+
+    template <int tile_rows, bool shared>
+    __device__ __forceinline__ void load(u8* tile, OperandBox operand, u32 barrier, int row, int step) const {
+        if (config.multicast() && operand.rows == 0) return;
+        constexpr u16 both_blocks = 0b11;
+        const int first = shared ? rank_ * operand.rows : 0;
+#pragma unroll
+        for (int i = 0; i < config.scale_blocks; ++i) {
+            const u32 smem = ptx::smem_address(tile) + (i * tile_rows + first) * scale_block;
+            const int k = step * config.block_k + i * scale_block;
+            if constexpr (shared && multicast) {
+                ptx::cp_async_bulk_tensor_load_multicast(smem, *operand.map, k, row + first, barrier, both_blocks);
+            } else {
+                constexpr int boxes = shared ? 2 : 1;
+#pragma unroll
+                for (int box = 0; box < boxes; ++box) {
+                    const int rows = box * operand.rows;
+                    ptx::cp_async_bulk_tensor_load(smem + rows * scale_block, *operand.map, k, row + rows, barrier);
+                }
+            }
+        }
+    }
+
+    const GemmParams& params_;
+    SharedStorage<config>& smem_;
+    const int rank_;
+    const Tile tile_;
+    const OperandBox a_, b_;
+};
+
+// The first stages, before anything else: returns how many it has requested. When the caller says that `b` does not
+// depend on the preceding kernel, it is requested before that kernel has ended; that way costs a jump, the other none.
+//
+// Five at most: behind those of 6 to 15 the first comes later, 0.5 to 1 % at m <= 512 (H200, 2026-11-21). Two or three
+// are there before the others are requested, and then the tensor cores wait.
+//
+// Without multicast, which would have to wait until the peer has made its barriers: clusters gain 0.3 to 1 %, 0.1 to 0.4
+// us of every launch (H200, 2026-11-22).
+template <GemmConfig config>
+__device__ __forceinline__ int request_first_stages(const GemmParams& params, SharedStorage<config>& smem) {
+    const Tile tile = TileScheduler<config>(params).first();
+    const KRange range = k_range<config>(params);
+    const int stages = min(min(config.stages, 5), range.end - range.begin);
+    const OperandLoader<config, false> loader(params, smem, tile);
+    const bool early_b = params.early_b;
+    if (!early_b) ptx::griddepcontrol_wait();
+    if (ptx::elect_sync()) {
+#pragma unroll 1
+        for (int stage = 0; stage < stages; ++stage) {
+            loader.load_b(stage, range.begin + stage);
+            if (!early_b) loader.load_a(stage, range.begin + stage);
+        }
+    }
+    __syncwarp();
+    if (!early_b) return stages;
+    ptx::griddepcontrol_wait();
+    if (ptx::elect_sync()) {
+#pragma unroll 1
+        for (int stage = 0; stage < stages; ++stage) loader.load_a(stage, range.begin + stage);
+    }
+    __syncwarp();
+    return stages;
+}
+
+// Whether this block prefetches step `step` of the tile of `b` that it will need `next`, in a new column or not. If it is
+// to keep that, all of it: 1 to 3 % at k = 512 (H200, 2026-11-21). Else steps of the first round: each of the blocks that
+// share these columns takes some.
+template <GemmConfig config>
+__device__ __forceinline__ bool prefetches(const GemmParams& params, Tile next, int step, bool new_column) {
+    if constexpr (config.resident_b()) {
+        return next.valid && new_column;
+    } else {
+        if (!config.prefetches_b || !next.valid || step >= config.stages) return false;
+        return ((next.m / config.block_m + step) & ((1 << params.raster_rows_log2) - 1)) == 0;
+    }
+}
+
+// One warp; `requested` stages are under way. A block may not exit before its peer is done with what it multicasts: the
+// extra round of empty waits at the end sees to that.
+template <GemmConfig config>
+__device__ __forceinline__ void produce_operands(const GemmParams& params, SharedStorage<config>& smem, int requested) {
+    const KRange range = k_range<config>(params);
+    PipelineState<config.stages> state;
+    TileScheduler<config> tiles(params);
+    ColumnState column;
+    Tile tile = tiles.first();
+    for (Tile next; tile.valid; tile = next) {
+        const OperandLoader<config> loader(params, smem, tile);
+        if constexpr (config.resident_b()) column.ends = tiles.ends_column();
+        next = tiles.next();
+        for (int step = range.begin; step < range.end; ++step, --requested, state.advance()) {
+            if (prefetches<config>(params, next, step, column.ends)) {
+                if (ptx::elect_sync()) loader.prefetch_b(next, step);
+                __syncwarp();
+            }
+            if (requested > 0) continue;
+            if constexpr (config.resident_b()) {
+                if (column.begins) wait(smem.resident.empty[step], column.phase ^ 1);
+            }
+            wait(smem.empty[state.stage], state.phase ^ 1);
+            if (ptx::elect_sync()) {
+                if (!config.resident_b() || column.begins) loader.load_b(state.stage, step);
+                loader.load_a(state.stage, step);
+            }
+            __syncwarp();
+        }
+        column.advance();
+    }
+    if constexpr (!config.multicast()) return;
+    for (int stage = 0; stage < config.stages; ++stage) {
+        wait(smem.empty[state.stage], state.phase ^ 1);
+        state.advance();
+    }
+}
+
+}  // namespace deep_tile

@@ -1,0 +1,158 @@
+// The way of the scales: from global memory by scale warps, with a stage, to the registers of math threads.
+//
+// Scales travel with the stage, because reading them from global memory in the math loop costs 6 to 8 % (H200,
+// 2026-11-21); by cp.async, 4 bytes a copy, because that takes any stride, and so every scale layout, with no alignment
+// rule and no latency. In tiles of several chunks TMA copies those of `a` with the operands, if they lie side by side.
+#pragma once
+
+#include "pipeline.cuh"
+#include "scheduler.cuh"
+
+namespace deep_tile {
+
+// Whether TMA copies the scales of the tile's rows: if they lie side by side, those of a whole tile. The launcher says
+// whether they do, beside sizes that are read first anyway: the first request waits for whatever must be read before it.
+template <GemmConfig config>
+__device__ __forceinline__ bool scales_in_bulk(const GemmParams& params, Tile tile) {
+    return config.bulk_scales && tile.m + config.block_m <= params.bulk_scale_rows;
+}
+
+// Where a row's scale is within a tile's: beside that of the other row of the thread that needs both, 8 rows away, or,
+// where TMA may have copied them, in order.
+template <GemmConfig config>
+__device__ __forceinline__ int a_scale_slot(int row) {
+    return config.bulk_scales ? row : row / 16 * 16 + row % 8 * 2 + row / 8 % 2;
+}
+
+// Where a scale warp reads a tile's scales: each lane those of its rows of `a`, unless TMA copies them, and the first
+// lanes those of the slots of columns of `b`. Rows and columns beyond the matrix take the last scale there is: their
+// products are never stored.
+//
+// Places are counted in bytes, of 32 bits, so that nothing but additions is left for each stage. As elements, or as
+// pointers with 32-bit strides, ptxas has the multiplier work them out, which FFMAs of math warps then wait for: 128-row
+// tiles took up to 9 % longer. With 64-bit strides the way to the first request was longer, and products took 0.7 % more
+// time up to m = 1024 (H200, 2026-11-22).
+template <GemmConfig config>
+class ScaleReader {
+   public:
+    __device__ __forceinline__ ScaleReader(const GemmParams& params, Tile tile, int step)
+        : params_(params), in_bulk_(scales_in_bulk<config>(params, tile)), step_(step) {
+        const int last_group = (params.n - 1) / scale_block;
+        const int first_k = step * config.scale_blocks;
+        const int group = min((tile.n + lane() * config.b_scale_columns) / scale_block, last_group);
+        b_ = sizeof(float) * (group * params.b_scale_stride_n + first_k * params.b_scale_stride_k);
+#pragma unroll
+        for (int i = 0; i < rows_per_lane; ++i) {
+            const int row = min(tile.m + i * warp_threads + lane(), params.m - 1);
+            a_[i] = sizeof(float) * (row * params.a_scale_stride_m + first_k * params.a_scale_stride_k);
+        }
+    }
+
+    // Requests this step's for a stage, and turns to the warp's next step; blocks beyond the matrix get zeros.
+    __device__ __forceinline__ void copy(SharedStorage<config>& smem, int stage) {
+        const int k_blocks = ceil_div(params_.k, scale_block);
+        constexpr int skipped = (config.scale_warps - 1) * config.scale_blocks;
+#pragma unroll
+        for (int j = 0; j < config.scale_blocks; ++j) {
+            const bool valid = config.scale_blocks == 1 || step_ * config.scale_blocks + j < k_blocks;
+            const u32 next = sizeof(float) * (j + 1 < config.scale_blocks ? 1 : 1 + skipped);
+#pragma unroll
+            for (int i = 0; i < rows_per_lane && !in_bulk_; ++i) {
+                const int slot = i * warp_threads + a_scale_slot<config>(lane());
+                ptx::cp_async(ptx::smem_address(&smem.a_scale[stage][j][slot]), at(params_.a_scale, valid ? a_[i] : 0),
+                              valid);
+                a_[i] += next * params_.a_scale_stride_k;
+            }
+            if (lane() < config.b_scale_slots) {
+                ptx::cp_async(ptx::smem_address(&smem.b_scale[stage][j][lane()]), at(params_.b_scale, valid ? b_ : 0),
+                              valid);
+                b_ += next * params_.b_scale_stride_k;
+            }
+        }
+        step_ += config.scale_warps;
+    }
+
+   private:
+    static constexpr int rows_per_lane = config.block_m / warp_threads;
+
+    static __device__ __forceinline__ int lane() { return threadIdx.x % warp_threads; }
+
+    static __device__ __forceinline__ const float* at(const float* scales, u32 bytes) {
+        return reinterpret_cast<const float*>(reinterpret_cast<const u8*>(scales) + bytes);
+    }
+
+    const GemmParams& params_;
+    const bool in_bulk_;
+    u32 a_[rows_per_lane], b_;  // bytes from the first scale to those of this step
+    int step_;
+};
+
+// A scale warp's first stage is requested early, like its operands, because scales take as long to arrive: 3 to 5 % for
+// n = 7168, k = 2048 (H200, 2026-11-21). False if there is none.
+template <GemmConfig config>
+__device__ __forceinline__ bool request_first_scales(const GemmParams& params, SharedStorage<config>& smem, int warp) {
+    const KRange range = k_range<config>(params);
+    ptx::griddepcontrol_wait();
+    if (warp >= min(config.stages, range.end - range.begin)) return false;
+    ScaleReader<config>(params, TileScheduler<config>(params).first(), range.begin + warp).copy(smem, warp);
+    return true;
+}
+
+// One of the scale warps; its first stage's are under way if `requested`.
+template <GemmConfig config>
+__device__ __forceinline__ void produce_scales(const GemmParams& params, SharedStorage<config>& smem, int warp,
+                                               bool requested) {
+    const KRange range = k_range<config>(params);
+    const int steps = range.end - range.begin;
+    PipelineState<config.stages> state;
+    state.advance(warp);
+    int step = warp;  // of the tile, the next of this warp
+    if (requested) {
+        ptx::cp_async_mbarrier_arrive_noinc(ptx::smem_address(&smem.full[state.stage]));
+        step += config.scale_warps;
+        state.advance(config.scale_warps);
+    }
+    TileScheduler<config> tiles(params);
+    while (true) {
+        const Tile tile = tiles.next();
+        if (!tile.valid) break;
+        ScaleReader<config> scales(params, tile, range.begin + step);
+        for (; step < steps; step += config.scale_warps) {
+            wait(smem.empty[state.stage], state.phase ^ 1);
+            scales.copy(smem, state.stage);
+            ptx::cp_async_mbarrier_arrive_noinc(ptx::smem_address(&smem.full[state.stage]));
+            state.advance(config.scale_warps);
+        }
+        step -= steps;
+    }
+}
+
+// What one math thread needs of a stage's scales: those of its two rows in each WGMMA tile, and of all columns.
+template <GemmConfig config>
+struct Scales {
+    float row[config.scale_blocks][config.chunks_m][2];
+    float column[config.scale_blocks][config.b_scale_slots];
+
+    // Hides from the compiler that all threads read the same: it would keep that in a uniform register, and wait for it
+    // to be read in the middle of a stage, for which 128x192 took 5 to 12 % longer (H200, 2026-11-21).
+    static __device__ __forceinline__ int not_uniform_zero() { return ptx::opaque_zero() * 4; }
+
+    // `slot` is that of the thread's first row.
+    __device__ __forceinline__ void load(const SharedStorage<config>& smem, int stage, int slot) {
+#pragma unroll
+        for (int block = 0; block < config.scale_blocks; ++block) {
+#pragma unroll
+            for (int i = 0; i < config.chunks_m; ++i) {
+                const float* rows = &smem.a_scale[stage][block][slot + i * mma_m];
+                const float2 pair = config.bulk_scales ? float2{rows[0], rows[8]} : reinterpret_cast<const float2&>(*rows);
+                row[block][i][0] = pair.x;
+                row[block][i][1] = pair.y;
+            }
+            const float* columns = smem.b_scale[stage][block] + (config.takes_turns ? not_uniform_zero() : 0);
+#pragma unroll
+            for (int i = 0; i < config.b_scale_slots; ++i) column[block][i] = columns[i];
+        }
+    }
+};
+
+}  // namespace deep_tile
