@@ -80,7 +80,8 @@ def test_content(wheel):
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     modules = {f"deep_tile/{path.relative_to(ROOT / 'deep_tile')}" for path in (ROOT / "deep_tile").rglob("*.py")}
     headers = {f"deep_tile/include/deep_tile/{path.name}" for path in (ROOT / "include/deep_tile").iterdir()}
-    assert set(names) == modules | headers | {"deep_tile/_launcher.abi3.so", "deep_tile/calibration.json"}
+    data = {"deep_tile/select/times/fp8.json", "deep_tile/method/measured.json"}
+    assert set(names) == modules | headers | data | {"deep_tile/_launcher.abi3.so"}
 
 
 def test_installed_package_generates_the_same_kernels(installed):
