@@ -99,3 +99,11 @@ print(kernel_source(GemmConfig(block_m=128, block_n=128, stages=4)), end="")
     files, source = run_installed(installed, code).split("\n", maxsplit=1)
     assert all(Path(file).is_relative_to(installed) for file in files.split())
     assert source == kernel_source(GemmConfig(block_m=128, block_n=128, stages=4))
+
+
+def test_installed_package_explains_with_measurements(installed):
+    """The times and measurements that the package carries are found without the tree."""
+    code = "import deep_tile\nprint(deep_tile.__file__, deep_tile.explain(4096, 4096, 7168)['measured']['source'])"
+    file, source = run_installed(installed, code).split(maxsplit=1)
+    assert Path(file).is_relative_to(installed)
+    assert "h200" in source
