@@ -26,7 +26,7 @@ from benchmarks.shapes import Shape
 from benchmarks.timing import describe_run
 from deep_tile import _launcher, api
 from deep_tile.problem import GemmProblem
-from deep_tile.select import choose
+from deep_tile.select.choose import choose
 
 HOST_SHAPE = Shape(64, 2112, 7168)
 BATCHES, CALLS_PER_BATCH = 4, 500

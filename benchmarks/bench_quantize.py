@@ -22,8 +22,8 @@ from rich.table import Table
 from benchmarks.timing import L2Flush, capture, capture_empty, describe_run, time_alternating
 from deep_tile import cast
 from deep_tile.config import SCALE_BLOCK
-from deep_tile.hardware import Hardware, for_device
 from deep_tile.quantize import per_block_cast_to_fp8, per_token_cast_to_fp8
+from deep_tile.select.hardware import Hardware, for_device
 
 SHAPES = ((4096, 7168), (16384, 7168), (4096, 2048), (7168, 16384), (1024, 7168), (64, 7168))
 """Activations [m, k] and weights [n, k] of DeepSeek-V3's layers; the first is the one that is judged."""

@@ -1,4 +1,4 @@
-"""Fits the selector's time model to a search and writes deep_tile/calibration.json.
+"""Fits the selector's time model to a search and writes deep_tile/select/times/fp8.json.
 
     PYTHONPATH=. python benchmarks/calibrate.py benchmarks/results/search_h200.json \\
         --chains benchmarks/results/search_chain_h200.json
@@ -17,13 +17,14 @@ from statistics import fmean, geometric_mean
 
 import numpy as np
 
-import deep_tile
 from benchmarks.predict import Searched, bucket_of, compare, contenders, load_search, summary
 from benchmarks.shapes import Shape
-from deep_tile import select
 from deep_tile.config import GemmConfig
-from deep_tile.hardware import H200
 from deep_tile.problem import GemmProblem
+from deep_tile.select import cost
+from deep_tile.select.choose import bucket_key, choose, choose_bucket
+from deep_tile.select.defaults import default_configs
+from deep_tile.select.hardware import H200
 
 SHARED = {
     **{"launch_us": 5.5, "memory_us": 0.6, "overlap": 6.0},
@@ -39,8 +40,6 @@ WORTH = 1.005
 """How much faster than the model's choice a measured config must be to be listed. In two other searches, choices made
 with 1.01 lost up to 0.1 % more, and those made with 1.003 as much (H200, 2026-11-21)."""
 
-OUT = Path(deep_tile.__file__).parent / "calibration.json"
-
 
 def fit(config: GemmConfig, times: dict[Shape, float], fastest: dict[Shape, float]) -> list[float]:
     """The TileTimes of one config by Gauss-Newton on their logarithms, through the selector's own model.
@@ -53,8 +52,8 @@ def fit(config: GemmConfig, times: dict[Shape, float], fastest: dict[Shape, floa
     weight = 1 / (1 + (excess / CONTENDER) ** 2)
 
     def log_error(logs: np.ndarray) -> np.ndarray:
-        select.calibration().configs[config.name] = select.TileTimes(*np.exp(logs))
-        predicted = [select.estimate(config, problem).time_us for problem in problems]
+        cost.calibration().configs[config.name] = cost.TileTimes(*np.exp(logs))
+        predicted = [cost.estimate(config, problem).time_us for problem in problems]
         return np.log(np.array(predicted) / measured)
 
     count = 3 if config.resident_b else 2
@@ -68,9 +67,9 @@ def fit(config: GemmConfig, times: dict[Shape, float], fastest: dict[Shape, floa
 
 
 def write(model: dict) -> None:
-    OUT.write_text(json.dumps(model, indent=1) + "\n")
-    select.calibration.cache_clear()
-    select.choose_bucket.cache_clear()
+    cost.TIMES.write_text(json.dumps(model, indent=1) + "\n")
+    cost.calibration.cache_clear()
+    choose_bucket.cache_clear()
 
 
 def scores(times: dict[str, float], in_chains: dict[str, float] | None, tied: set[str]) -> dict[str, float]:
@@ -98,9 +97,9 @@ def better_choices(searched: Searched, chains: Searched) -> dict[str, str]:
         if not names:
             raise SystemExit(f"no config was timed at every m of {problem}, alone and in chains; search chains again")
         mean = {name: fmean(one[name] for one in measurements) for name in names}
-        best, chosen = min(sorted(mean), key=mean.get), select.choose(problem).name
+        best, chosen = min(sorted(mean), key=mean.get), choose(problem).name
         if mean.get(chosen, math.inf) - mean[best] > math.log(WORTH):
-            choices[select.bucket_key(problem)] = best
+            choices[bucket_key(problem)] = best
     return choices
 
 
@@ -113,7 +112,7 @@ def report(searched: Searched) -> str:
 
 def report_losses(searched: Searched) -> str:
     """What following the choices costs, alone or in chains, whichever was searched."""
-    chosen = {shape: select.choose_bucket(bucket_of(shape)).name for shape in searched}
+    chosen = {shape: choose_bucket(bucket_of(shape)).name for shape in searched}
     losses = [times[chosen[shape]] / min(times.values()) for shape, times in searched.items()]
     return f"chosen over fastest: {geometric_mean(losses):.3f} in the geometric mean, {max(losses):.3f} at worst"
 
@@ -130,7 +129,7 @@ def main() -> None:
     source = {"gpu": run["gpu"], "num_sms": run["num_sms"], "date": run["date"], "fitted_to": path.name}
     model = {**source, **SHARED, "configs": {}, "choices": {}}
     write(model)
-    for config in select.default_configs():
+    for config in default_configs():
         times = {shape: times[config.name] for shape, times in searched.items() if config.name in times}
         model["configs"][config.name] = [round(value, 4) for value in fit(config, times, fastest)]
     write(model)

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import predict
-from deep_tile import report, select
-from deep_tile.hardware import H200
+from deep_tile.config import GemmConfig
+from deep_tile.method import report
 from deep_tile.problem import GemmProblem
+from deep_tile.select import cost
+from deep_tile.select.defaults import default_configs
+from deep_tile.select.hardware import H200
 
 STAIRS = (2112, 7168)
 """n and k of the figure of waves."""
@@ -38,7 +41,7 @@ def plot_waves(path: Path) -> None:
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    configs = {config.name: config for config in select.default_configs()}
+    configs = {config.name: config for config in default_configs()}
     for number, name in enumerate(STAIR_CONFIGS):
         _plot_stairs(axes, configs[name], f"C{number}")
     axes.set(xlim=(0, 4096), ylim=(0, None), xlabel="m", ylabel="us")
@@ -48,9 +51,9 @@ def plot_waves(path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _plot_stairs(axes: Any, config: select.GemmConfig, color: str) -> None:
+def _plot_stairs(axes: Any, config: GemmConfig, color: str) -> None:
     sizes = range(64, 4097, 32)
-    predicted = [select.estimate(config, GemmProblem(m, *STAIRS, H200.num_sms)).time_us for m in sizes]
+    predicted = [cost.estimate(config, GemmProblem(m, *STAIRS, H200.num_sms)).time_us for m in sizes]
     axes.plot(sizes, predicted, color=color, label=config.name)
     searched = predict.load_search()
     measured = [(s.m, us[config.name]) for s, us in searched.items() if s[1:] == STAIRS and config.name in us]

@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/predict.py [benchmarks/results/search_h200_2026-11-22.json] [--plot FILE.png]
 
 No GPU. Prints the errors and how well configs are ranked within a shape, by range of m; calibrate.py, figures.py and
-the test that the model does not drift use its functions. Invariant: the measured choices of calibration.json play no
+the test that the model does not drift use its functions. Invariant: the measured choices of times/fp8.json play no
 part, only the model does.
 """
 
@@ -20,9 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.shapes import M_RANGES, Shape, m_range
-from deep_tile import select
-from deep_tile.hardware import H200
+from deep_tile.config import GemmConfig
 from deep_tile.problem import GemmProblem
+from deep_tile.select import cost
+from deep_tile.select.choose import bucketed
+from deep_tile.select.defaults import default_configs
+from deep_tile.select.hardware import H200
 
 SEARCH = Path(__file__).parent / "results" / "search_h200_2026-11-22.json"
 CLOSE = 1.03
@@ -77,7 +80,7 @@ def load_search(path: Path = SEARCH, times: str = "us") -> Searched:
 
 def bucket_of(shape: Shape) -> GemmProblem:
     """The problem whose choice of a kernel this shape shares, on the GPU that was searched."""
-    return select.bucketed(GemmProblem(*shape, num_sms=H200.num_sms))
+    return bucketed(GemmProblem(*shape, num_sms=H200.num_sms))
 
 
 def tied_for_fastest(times: dict[str, float]) -> set[str]:
@@ -96,14 +99,14 @@ def contenders(searched: Searched) -> dict[GemmProblem, set[str]]:
 
 def compare(searched: Searched) -> list[Compared]:
     """Every shape, with the configs that were searched and that the selector still has."""
-    configs = {config.name: config for config in select.default_configs()}
+    configs = {config.name: config for config in default_configs()}
     return [_compare(shape, times, configs) for shape, times in searched.items()]
 
 
-def _compare(shape: Shape, times: dict[str, float], configs: dict[str, select.GemmConfig]) -> Compared:
+def _compare(shape: Shape, times: dict[str, float], configs: dict[str, GemmConfig]) -> Compared:
     problem = GemmProblem(*shape, num_sms=H200.num_sms)
     names = [name for name in times if name in configs]
-    predicted = np.array([select.estimate(configs[name], problem).time_us for name in names])
+    predicted = np.array([cost.estimate(configs[name], problem).time_us for name in names])
     return Compared(shape, names, predicted, np.array([times[name] for name in names]))
 
 

@@ -21,12 +21,13 @@ from rich.progress import track
 from benchmarks import timing
 from benchmarks.peers import Inputs, deep_tile_peer
 from benchmarks.shapes import Shape, select_shapes
-from deep_tile import plan, select
+from deep_tile import plan
 from deep_tile.config import GemmConfig
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import relative_error
-
-MAX_ERROR = 1.8e-3
+from deep_tile.select.choose import suits
+from deep_tile.select.defaults import default_configs
+from deep_tile.tools.products import MAX_RELATIVE_ERROR
 
 FEW_OUTPUTS = 2048 * 1536
 """So few that tiles of 128 rows may leave SMs idle."""
@@ -37,7 +38,7 @@ SearchedUs = dict[str, dict[str, float]]
 
 def plausible(config: GemmConfig, shape: Shape) -> bool:
     """Whether a config can be near the best: neither most of its rows empty nor dozens of times more tiles than SMs."""
-    if not select.suits(config, GemmProblem(*shape)):
+    if not suits(config, GemmProblem(*shape)):
         return False
     if config.block_m > 64:
         return shape.m > 64 and (config.split_k == 1 or shape.m <= 2048)
@@ -48,11 +49,11 @@ def search_shape(shape: Shape, repeats: int, flush: timing.L2Flush) -> dict[str,
     """Median microseconds by config name."""
     inputs = Inputs(shape)
     graphs = {}
-    for config in filter(lambda config: plausible(config, shape), select.default_configs()):
+    for config in filter(lambda config: plausible(config, shape), default_configs()):
         call = deep_tile_peer(config).prepare(inputs)
         error = float(relative_error(call(), inputs.block_product))
-        if not error <= MAX_ERROR:
-            raise RuntimeError(f"{config.name} at {shape}: relative error {error:.2e} exceeds {MAX_ERROR:.1e}")
+        if not error <= MAX_RELATIVE_ERROR:
+            raise RuntimeError(f"{config.name} at {shape}: relative error {error:.2e} exceeds {MAX_RELATIVE_ERROR:.1e}")
         graphs[config.name] = timing.capture(call)
     return timing.time_to_choose(graphs, repeats, flush)
 
@@ -93,7 +94,7 @@ def main() -> None:
     parser.add_argument("--with", dest="earlier", type=Path, nargs="*", default=[], help="searches to average with it")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     arguments = parser.parse_args()
-    plan.load_kernels(select.default_configs(), torch.cuda.current_device(), os.cpu_count() or 1)
+    plan.load_kernels(default_configs(), torch.cuda.current_device(), os.cpu_count() or 1)
     flush = timing.L2Flush()
     with torch.cuda.stream(torch.cuda.Stream()):
         times = {

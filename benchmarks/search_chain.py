@@ -19,7 +19,7 @@ from benchmarks import timing
 from benchmarks.bench_chain import LAUNCHES, REPEATS, Chain
 from benchmarks.predict import bucket_of, contenders, load_search
 from benchmarks.shapes import Shape
-from deep_tile import select
+from deep_tile.select.defaults import default_configs
 
 LARGEST_M = 128
 
@@ -27,7 +27,7 @@ LARGEST_M = 128
 def chain_us(shape: Shape, names: set[str], flush: timing.L2Flush) -> dict[str, float]:
     """Microseconds per launch in a chain, by config name."""
     chain = Chain(shape)
-    configs = {config.name: config for config in select.default_configs()}
+    configs = {config.name: config for config in default_configs()}
     graphs = {name: chain.capture(config=configs[name]) for name in sorted(names)}
     return {name: time.us / LAUNCHES for name, time in timing.time_alternating(graphs, REPEATS, flush).items()}
 

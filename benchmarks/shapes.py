@@ -6,10 +6,10 @@ the same order, as results/peers_h200_2026-11-21.json.
 
 from typing import NamedTuple
 
-from deep_tile.cli import DEEPSEEK_V3_LAYERS
-from deep_tile.hardware import H200, Hardware
 from deep_tile.problem import GemmProblem
-from deep_tile.select import compulsory_bytes
+from deep_tile.select.cost import compulsory_bytes
+from deep_tile.select.hardware import H200, Hardware
+from deep_tile.tools.shapes import DEEPSEEK_V3_LAYERS
 from deep_tile.walls import product_flops
 
 

@@ -1,4 +1,4 @@
-"""What is written beside the numbers of a benchmark; the timing itself is deep_tile/timing.py, all of it named here.
+"""What is written beside the numbers of a benchmark; the timing is deep_tile/tools/timing.py's, all of it named here.
 
 Used by the benchmark scripts.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import deep_tile
-from deep_tile.timing import (
+from deep_tile.tools.timing import (
     Captured,
     L2Flush,
     Timing,

@@ -13,7 +13,7 @@ _MODULES = {
     "GemmConfig": "config",
     "Plan": "api",
     "dequantize": "quantize",
-    "explain": "report",
+    "explain": "method.report",
     "fp8_gemm": "api",
     "is_available": "api",
     "per_block_cast_to_fp8": "quantize",

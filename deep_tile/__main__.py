@@ -2,6 +2,6 @@
 
 import sys
 
-from deep_tile.cli import main
+from deep_tile.tools.cli import main
 
 sys.exit(main())

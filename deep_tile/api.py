@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, jit, plan, select, settings
+from deep_tile import _launcher, jit, plan, settings
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import fp8_gemm_reference
+from deep_tile.select.hardware import H200
 
 _TMA_BYTES = 16
 _MAX_SIGNATURES = 65_536
@@ -278,7 +279,7 @@ def precompile(
     """
     device = torch.cuda.current_device() if is_available()[0] else None
     if num_sms is None:
-        num_sms = select.H200.num_sms if device is None else _num_sms(device)
+        num_sms = H200.num_sms if device is None else _num_sms(device)
     configs = set()
     for n, k, max_m in shapes:
         padded = round_up(k, _TMA_BYTES)
@@ -288,7 +289,7 @@ def precompile(
                 f"shape (n={n}, k={k}, max_m={max_m}): {reason if not supported else 'sizes must be positive'}"
             )
         tma_store = n * 2 % _TMA_BYTES == 0
-        configs.update(select.configs_for(n, k, max_m, num_sms, tma_store, split_k=not batch_invariant))
+        configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, split_k=not batch_invariant))
     ordered = tuple(sorted(configs, key=lambda config: config.name))
     before = jit.compile_count()
     plan.load_kernels(ordered, device, workers or os.cpu_count() or 1)
@@ -362,7 +363,7 @@ def _prepare_launch(a, a_scale, b, b_scale, out, options: _Options) -> tuple[Gem
     _check_hopper(device)
     (m, k), n = a.shape, b.shape[0]
     problem = GemmProblem(m, n, k, options.num_sms, _tma_can_store(out), split_k=not options.batch_invariant)
-    config = select.choose(problem) if options.config is None else _checked_config(options.config, problem)
+    config = plan.config_for(problem) if options.config is None else _checked_config(options.config, problem)
     _check_capture(config, device)
     if settings.print_config():
         print(f"deep_tile: m={m} n={n} k={k} num_sms={problem.num_sms}: {config.name}", file=sys.stderr)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from deep_tile import jit
 from deep_tile.codegen import CastKernel, cast_source
 from deep_tile.config import SCALE_BLOCK, ceil_div
-from deep_tile.hardware import H200, Hardware
-from deep_tile.other_kernels import WARP, Reduction, derive_reduction
+from deep_tile.select.hardware import H200, Hardware
+from deep_tile.select.streaming import WARP, Reduction, derive_reduction
 
 SOURCE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of an element, by the names of `codegen.CAST_SOURCES`."""

@@ -50,7 +50,7 @@ class GemmConfig:
         b_stages: K blocks of b that stay in shared memory while a thread block works down a column of tiles: as many as
             there may be, for 128 < k <= 128 * b_stages. 0: b travels with a, through the pipeline.
         narrow_n: columns of the narrow tiles with which a launch ends, as many as let all SMs end it together
-            (`select.narrow_columns`). 0: all tiles have block_n.
+            (`schedule.narrow_columns`). 0: all tiles have block_n.
         pairs: multiply K blocks two by two, of which k must have an even number, with a main loop for each way in which
             a tile's columns may lie across scale blocks.
     """

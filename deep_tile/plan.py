@@ -13,7 +13,20 @@ from deep_tile import _launcher, jit, watch
 from deep_tile.codegen import kernel_source
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.problem import GemmProblem
-from deep_tile.select import grid_size, last_rows_reciprocal, narrow_columns, raster_rows
+from deep_tile.select import choose, tuned
+from deep_tile.select.schedule import grid_size, last_rows_reciprocal, narrow_columns, raster_rows
+
+
+def config_for(problem: GemmProblem) -> GemmConfig:
+    """The config that `fp8_gemm` gives a problem by itself: what `tune` found on this machine, else the selector's."""
+    return choose.choose(problem, tuned.configs(problem.num_sms))
+
+
+def configs_for(
+    n: int, k: int, max_m: int, num_sms: int, tma_store: bool = True, split_k: bool = True
+) -> list[GemmConfig]:
+    """Every config that `config_for` gives some m in [1, max_m]."""
+    return choose.configs_for(n, k, max_m, num_sms, tma_store, split_k, tuned.configs(num_sms))
 
 
 class Layout(NamedTuple):

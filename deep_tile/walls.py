@@ -1,7 +1,7 @@
 """The four walls that a tile runs into: registers, capacity, intensity, latency. Each a pure function with units.
 
-Called by config.py (what is legal), select.py and roofline.py (what is good); it imports nothing of the package, so
-that all of them share one set of formulas. Invariant: a wall is the number, the limit it is held against, and the
+Called by config.py (what is legal), select/ and method/ (what is good); it imports nothing of the package, so that all
+of them share one set of formulas. Invariant: a wall is the number, the limit it is held against, and the
 arithmetic in words; it decides nothing else.
 """
 

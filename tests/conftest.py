@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from deep_tile import cli
+from deep_tile.tools import cli
 
 HOPPER = (9, 0)
 

@@ -10,8 +10,9 @@ import torch
 from helpers import SCALE_STRIDES, GuardedOut, Operands, check_gemm, make_operands
 
 import deep_tile
-from deep_tile import GemmConfig, api, fp8_gemm, is_available, jit, precompile, prepare, select, settings, supports
+from deep_tile import GemmConfig, api, fp8_gemm, is_available, jit, precompile, prepare, settings, supports
 from deep_tile.problem import GemmProblem
+from deep_tile.select.choose import choose, configs_for
 
 ROOT = Path(__file__).parent.parent
 FP8 = torch.float8_e4m3fn
@@ -376,7 +377,7 @@ def no_gpu_and_no_kernels(monkeypatch, tmp_path):
 
 def needed_configs(n: int, k: int, max_m: int) -> set[GemmConfig]:
     """What fp8_gemm chooses for a dense `out`: TMA stores to aligned rows, and to a single row."""
-    return {select.choose(GemmProblem(m, n, k, 132, tma_store=n % 8 == 0)) for m in range(1, max_m + 1)}
+    return {choose(GemmProblem(m, n, k, 132, tma_store=n % 8 == 0)) for m in range(1, max_m + 1)}
 
 
 @pytest.mark.parametrize("shape", [(576, 7168, 300), (2112, 512, 4096), (100, 640, 9)])
@@ -397,16 +398,16 @@ def test_precompile_of_several_shapes_is_their_union(no_gpu_and_no_kernels):
 def test_precompile_heeds_num_sms(no_gpu_and_no_kernels):
     result = precompile([(576, 7168, 128)], num_sms=1)
     assert all(config.cluster == 1 for config in result.configs)
-    assert set(result.configs) == set(select.configs_for(576, 7168, 128, 1))
+    assert set(result.configs) == set(configs_for(576, 7168, 128, 1))
 
 
 def test_precompile_batch_invariant(no_gpu_and_no_kernels):
     """Without split K, which these shapes are given otherwise, and for the selector's every choice."""
     shape = (576, 7168, 128)
-    assert any(config.split_k > 1 for config in select.configs_for(*shape, 132))
+    assert any(config.split_k > 1 for config in configs_for(*shape, 132))
     result = precompile([shape], batch_invariant=True)
     assert all(config.split_k == 1 for config in result.configs)
-    chosen = {select.choose(GemmProblem(m, 576, 7168, 132, split_k=False)) for m in range(1, 129)}
+    chosen = {choose(GemmProblem(m, 576, 7168, 132, split_k=False)) for m in range(1, 129)}
     assert chosen == set(result.configs)
 
 

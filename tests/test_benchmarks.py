@@ -18,6 +18,7 @@ from benchmarks import (  # noqa: E402
     bench_gemm,
     bench_overhead,
     calibrate,
+    measured,
     predict,
     report,
     search,
@@ -37,11 +38,13 @@ from benchmarks.shapes import (  # noqa: E402
     m_range,
     select_shapes,
 )
-from deep_tile import select  # noqa: E402
 from deep_tile.config import GemmConfig  # noqa: E402
+from deep_tile.method import report as report_of_package  # noqa: E402
 from deep_tile.problem import GemmProblem  # noqa: E402
 from deep_tile.reference import relative_error  # noqa: E402
-from deep_tile.select import default_configs  # noqa: E402
+from deep_tile.select import cost  # noqa: E402
+from deep_tile.select.choose import choose, choose_bucket  # noqa: E402
+from deep_tile.select.defaults import default_configs  # noqa: E402
 
 SMALL = Shape(32, 160, 272)
 
@@ -140,6 +143,7 @@ def test_deep_gemm_gets_scales_that_it_need_not_transpose(monkeypatch):
 @pytest.fixture
 def without_gpu(monkeypatch):
     """bench_gemm on the CPU: one call instead of a graph, a made-up time instead of a measured one."""
+    monkeypatch.setattr(bench_gemm, "is_available", lambda: (True, "made up"))
     monkeypatch.setattr(bench_gemm, "L2Flush", lambda: None)
     monkeypatch.setattr(bench_gemm, "capture_empty", lambda: None)
     monkeypatch.setattr(bench_gemm, "capture", lambda call: timing.Captured(None, call(), call))
@@ -293,6 +297,24 @@ def test_overhead_on_the_gpu(tmp_path):
     assert result["first_calls"]["cold"][0]["config"] == result["first_calls"]["disk"][0]["config"]
 
 
+def test_explain_shows_the_newest_results_of_what_is_chosen():
+    """If this fails: PYTHONPATH=. python benchmarks/measured.py."""
+    assert measured.as_text(measured.collect()) == report_of_package.MEASURED.read_text()
+
+
+def test_newest_run_of_a_known_gpu_counts(tmp_path):
+    name = choose(GemmProblem(24, 512, 512)).name
+    row = {"m": 24, "n": 512, "k": 512, "config": name, "results": {"deep_tile": {"us": 9.0}}}
+    old = {"meta": {"gpu": "NVIDIA H200", "date": "2026-11-20T01"}, "shapes": [row, {**row, "config": "another"}]}
+    new = {"run": {"gpu": "NVIDIA H200", "date": "2026-11-22T01"}, "us": {"24x512x512": {name: 8.0, "another": 1.0}}}
+    unknown = {"meta": {"gpu": "NVIDIA A100", "date": "2027"}, "shapes": [row]}
+    for stem, run in (("old", old), ("new", new), ("unknown", unknown), ("no_run", {})):
+        (tmp_path / f"{stem}.json").write_text(json.dumps(run))
+    found = measured.collect(tmp_path)
+    assert found == {"runs": ["new.json, 2026-11-22"], "gpus": {"H200": {"24x512x512": [name, 8.0, 0]}}}
+    assert json.loads(measured.as_text(found)) == found
+
+
 def test_searches_are_averaged():
     now = {"1x2x3": {"a": 10.0, "b": 12.0, "c": 20.0}, "4x5x6": {"a": 7.0}}
     slower_gpu = {"1x2x3": {"a": 22.0, "b": 24.0, "gone": 1.0}}
@@ -352,17 +374,17 @@ def test_a_config_is_chosen_by_its_time_alone_or_by_that_and_its_time_in_chains(
 @pytest.fixture
 def model_alone(monkeypatch):
     """The selector without measured choices."""
-    model = select.calibration()
-    monkeypatch.setattr(select, "calibration", lambda: model._replace(choices={}))
-    select.choose_bucket.cache_clear()
+    model = cost.calibration()
+    monkeypatch.setattr("deep_tile.select.choose.calibration", lambda: model._replace(choices={}))
+    choose_bucket.cache_clear()
     yield
-    select.choose_bucket.cache_clear()
+    choose_bucket.cache_clear()
 
 
 @pytest.mark.usefixtures("model_alone")
 def test_choices_are_listed_where_the_model_chooses_another():
     shape = Shape(64, 4096, 7168)
-    chosen = select.choose(GemmProblem(*shape)).name
+    chosen = choose(GemmProblem(*shape)).name
     times = {chosen: 10.0, "other": 10.1}
     assert calibrate.better_choices({shape: times}, {}) == {}
     assert calibrate.better_choices({shape: times}, {shape: {chosen: 9.0, "other": 8.0}}) == {"64x4096x7168": "other"}

@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 
 import deep_tile
-from deep_tile import cli, jit, select, settings
+from deep_tile import _launcher, jit, settings
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import relative_error
+from deep_tile.select.choose import bucketed, choose, configs_for, measured_choice, suits
+from deep_tile.select.defaults import default_configs
+from deep_tile.tools import cli, demo, products
+from deep_tile.tools.compile import wanted_configs
 
 NO_GPU = "this test hides the GPU"
 README = Path(__file__).parent.parent / "README.md"
@@ -48,8 +52,8 @@ def kernels_in(text: str) -> list[str]:
 def test_explain_puts_the_selectors_choice_first(call, shape):
     code, out, _ = call("explain", *map(str, shape))
     problem = GemmProblem(*shape)
-    chosen = select.choose(problem).name
-    measured = select.measured_choice(select.bucketed(problem))
+    chosen = choose(problem).name
+    measured = measured_choice(bucketed(problem))
     assert code == 0
     assert kernels_in(out)[0] == chosen
     assert len(kernels_in(out)) == cli.FIRST_CANDIDATES
@@ -63,7 +67,7 @@ def test_explain_says_which_m_decided(call):
 
 def test_explain_all_shows_every_candidate(call):
     out = call("explain", "64", "4096", "7168", "--all")[1]
-    suitable = [config for config in select.default_configs() if select.suits(config, GemmProblem(64, 4096, 7168))]
+    suitable = [config for config in default_configs() if suits(config, GemmProblem(64, 4096, 7168))]
     assert sorted(kernels_in(out)) == sorted(config.name for config in suitable)
 
 
@@ -79,9 +83,9 @@ def test_explain_json(call):
     candidates = explained["candidates"]
     assert code == 0
     assert explained["problem"] == GemmProblem(100, 576, 7168, num_sms=78)._asdict()
-    assert explained["config"] == candidates[0]["name"] == select.choose(GemmProblem(100, 576, 7168, 78)).name
+    assert explained["config"] == candidates[0]["name"] == choose(GemmProblem(100, 576, 7168, 78)).name
     bucket = GemmProblem(128, 576, 7168, num_sms=78)
-    assert len(candidates) == sum(select.suits(config, bucket) for config in select.default_configs())
+    assert len(candidates) == sum(suits(config, bucket) for config in default_configs())
     assert [row["time_us"] for row in candidates] == sorted(row["time_us"] for row in candidates)
     assert all(0 < row["grid"] <= 78 for row in candidates)
     assert candidates[1]["name"] in explained["why"]
@@ -99,7 +103,7 @@ def test_explain_on_one_sm_leaves_clusters_out(call):
 def test_compile_fills_the_cache_with_what_a_shape_needs(call, cache):
     code, out, err = call("compile", "--shape", FEW_KERNELS, "--jobs", "2")
     n, k, max_m = map(int, FEW_KERNELS.split(","))
-    wanted = {config for store in (True, False) for config in select.configs_for(n, k, max_m, 132, store)}
+    wanted = {config for store in (True, False) for config in configs_for(n, k, max_m, 132, store)}
     assert code == 0, err
     assert sorted(kernels_in(out)) == sorted(config.name for config in wanted)
     assert jit.cache_info().entries == len(wanted)
@@ -109,8 +113,8 @@ def test_compile_fills_the_cache_with_what_a_shape_needs(call, cache):
 
 
 def test_compile_without_shapes_takes_every_default_config():
-    wanted = cli._wanted_configs(argparse.Namespace(shape=[], num_sms=132))
-    assert sorted(wanted, key=repr) == sorted(select.default_configs(True) + select.default_configs(False), key=repr)
+    wanted = wanted_configs(argparse.Namespace(shape=[], num_sms=132))
+    assert sorted(wanted, key=repr) == sorted(default_configs(True) + default_configs(False), key=repr)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +217,7 @@ def test_doctor_fails_on_a_wrong_product(call, monkeypatch):
 
 
 def test_doctor_warns_of_a_driver_older_than_nvrtc(call, monkeypatch):
-    monkeypatch.setattr(cli._launcher, "driver_version", lambda: 12080)
+    monkeypatch.setattr(_launcher, "driver_version", lambda: 12080)
     monkeypatch.setattr(jit, "nvrtc_version", lambda: "13.0.88")
     found = findings(call)[1]
     assert found["driver"] == {"status": "ok", "subject": "driver", "seen": "up to CUDA 12.8", "remedy": ""}
@@ -225,16 +229,16 @@ def test_doctor_warns_of_a_driver_older_than_nvrtc(call, monkeypatch):
 
 @pytest.fixture
 def one_layer(monkeypatch):
-    monkeypatch.setattr(cli, "DEEPSEEK_V3_LAYERS", {"a layer": (512, 256)})
-    monkeypatch.setattr(cli, "TOKENS", (8, 4096))
+    monkeypatch.setattr(demo, "DEEPSEEK_V3_LAYERS", {"a layer": (512, 256)})
+    monkeypatch.setattr(demo, "TOKENS", (8, 4096))
 
 
 def test_demo_without_a_gpu_compiles_and_computes(call, one_layer):
     code, out, err = call("demo")
     assert code == 0, err
     assert NO_GPU in out
-    assert set(kernels_in(out)) == {select.choose(GemmProblem(m, 512, 256)).name for m in cli.TOKENS}
-    assert float(re.search(r"against float64: relative error (\S+)", out)[1]) <= cli.MAX_RELATIVE_ERROR
+    assert set(kernels_in(out)) == {choose(GemmProblem(m, 512, 256)).name for m in demo.TOKENS}
+    assert float(re.search(r"against float64: relative error (\S+)", out)[1]) <= products.MAX_RELATIVE_ERROR
 
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
@@ -252,22 +256,22 @@ def test_demo_on_a_gpu_times_and_checks(call, one_layer, monkeypatch):
     code, out, err = call("demo")
     assert code == 0, err
     assert "TFLOPS" in out
-    assert all(select.choose(GemmProblem(m, 512, 256)).name in out for m in cli.TOKENS)
+    assert all(choose(GemmProblem(m, 512, 256)).name in out for m in demo.TOKENS)
 
 
 # ---- bench
 
 
-def test_bench_passes_its_arguments_on(call):
-    code, out, _ = call("bench", "--help")
-    assert code == 0
-    assert "--sustained" in out
+def test_bench_passes_its_arguments_on(capfd):
+    assert cli.main(["bench", "--help"]) == 0
+    assert "--sustained" in capfd.readouterr().out
 
 
-def test_bench_needs_a_gpu(call):
-    code, out, err = call("bench", "--shapes", "nine")
-    assert (code, out) == (1, "")
-    assert err == f"deep-tile: benchmarks need a Hopper GPU: {NO_GPU}\n"
+def test_bench_needs_a_gpu(capfd, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cli.main(["bench", "--shapes", "nine"]) == 1
+    out, err = capfd.readouterr()
+    assert (out, err.partition(":")[0]) == ("", "benchmarks need a Hopper GPU")
 
 
 def test_bench_outside_a_checkout_says_where_it_is(call, monkeypatch, tmp_path):

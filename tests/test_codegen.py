@@ -15,7 +15,7 @@ from cuda.pathfinder import find_nvidia_binary_utility
 from deep_tile import jit
 from deep_tile.codegen import kernel_source
 from deep_tile.config import GemmConfig
-from deep_tile.select import default_configs
+from deep_tile.select.defaults import default_configs
 
 ROOT = Path(__file__).parent.parent
 DEFAULT_CONFIGS = (*default_configs(True), *default_configs(False))

@@ -10,7 +10,7 @@ import pytest
 from deep_tile import jit
 from deep_tile.codegen import kernel_source
 from deep_tile.config import PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig
-from deep_tile.select import default_configs
+from deep_tile.select.defaults import default_configs
 
 HEADERS = Path(__file__).parent.parent / "include" / "deep_tile"
 

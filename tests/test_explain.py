@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 import deep_tile
-from deep_tile import report, select
-from deep_tile.hardware import PRESETS
+from deep_tile.method import report
 from deep_tile.problem import GemmProblem
+from deep_tile.select.choose import choose, suits
+from deep_tile.select.defaults import default_configs
+from deep_tile.select.hardware import PRESETS
+from deep_tile.tools import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,9 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.mark.parametrize("shape", [(1, 32768, 512), (100, 576, 7168), (4096, 4096, 7168)])
 def test_data_is_the_selectors_choice(shape):
     data = deep_tile.explain(*shape)
-    assert data["config"] == data["candidates"][0]["name"] == select.choose(GemmProblem(*shape)).name
+    assert data["config"] == data["candidates"][0]["name"] == choose(GemmProblem(*shape)).name
     assert sum(data["predicted"].values()) == pytest.approx(data["candidates"][0]["time_us"])
-    suitable = {config.name for config in select.default_configs() if select.suits(config, GemmProblem(*shape))}
+    suitable = {config.name for config in default_configs() if suits(config, GemmProblem(*shape))}
     assert {row["name"] for row in data["candidates"]} == suitable
     json.dumps(data, allow_nan=False)
 
@@ -53,7 +56,7 @@ def test_every_preset(call, gpu):
 def test_where_the_choice_for_another_gpu_differs_it_is_said(call):
     out = " ".join(call("explain", "64", "24576", "1536", "--hardware", "H100 SXM")[1].split())
     derived = report.derivation(64, 24576, 1536, hardware="H100 SXM")
-    used = select.choose(derived.problem)
+    used = choose(derived.problem)
     assert used != derived.choice.config
     assert f"By itself fp8_gemm takes {used.name}" in out
 
@@ -79,16 +82,14 @@ def test_a_stored_measurement_is_shown(call):
     assert "bench_h100" in deep_tile.explain(4096, 4096, 7168, hardware="H100 SXM")["measured"]["source"]
 
 
-def test_measurements_of_a_bench_run_are_found(monkeypatch, tmp_path):
-    name = select.choose(GemmProblem(24, 512, 512)).name
-    row = {"m": 24, "n": 512, "k": 512, "config": name, "results": {"deep_tile": {"us": 8.0}}}
-    for date, us in (("2026-11-20", 9.0), ("2026-11-22", 8.0)):
-        run = {"meta": {"gpu": "NVIDIA H200", "date": date}, "shapes": [{**row, "results": {"deep_tile": {"us": us}}}]}
-        (tmp_path / f"{date}.json").write_text(json.dumps(run))
-    (tmp_path / "other.json").write_text(json.dumps({"meta": {"gpu": "NVIDIA A100", "date": "2027"}, "shapes": [row]}))
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+def test_measurements_of_another_config_are_not_shown(monkeypatch):
+    name = choose(GemmProblem(24, 512, 512)).name
+    stored = {"runs": ["old", "new"], "gpus": {"H200": {"24x512x512": [name, 8.0, 1]}}}
+    monkeypatch.setattr(report, "_stored", lambda: stored)
     measured = deep_tile.explain(24, 512, 512)["measured"]
-    assert (measured["us"], measured["source"]) == (8.0, "2026-11-22.json, 2026-11-22")
+    assert (measured["us"], measured["source"]) == (8.0, "new")
+    stored["gpus"]["H200"]["24x512x512"][0] = "another"
+    assert deep_tile.explain(24, 512, 512)["measured"] is None
 
 
 def test_plot(call, tmp_path):
@@ -123,7 +124,7 @@ def test_sizes_must_be_positive(sizes):
 def test_it_takes_less_than_a_second_and_no_torch():
     """Starting Python included: 0.15 s on an idle core."""
     program = (
-        "import sys\nfrom deep_tile.cli import main\n"
+        "import sys\nfrom deep_tile.tools.cli import main\n"
         "assert main(['explain', '4096', '4096', '7168']) == 0\n"
         "heavy = {'torch', 'numpy', 'matplotlib', 'cuda'} & set(sys.modules)\nassert not heavy, heavy\n"
     )
@@ -146,10 +147,9 @@ def test_doctor_measure_needs_a_gpu(call, monkeypatch):
     assert err == "deep-tile: measuring needs a Hopper GPU: torch sees no CUDA device\n"
 
 
-def test_bench_plots_stored_results_without_a_gpu(call, tmp_path):
+def test_bench_plots_stored_results_without_a_gpu(capfd, tmp_path):
     picture = tmp_path / "layers.png"
     stored = ROOT / "benchmarks" / "results" / "peers_h200_2026-11-21.json"
-    code, out, _ = call("bench", "--results", str(stored), "--plot", str(picture))
-    assert code == 0
-    assert "4096x7168x2048" in out
+    assert cli.main(["bench", "--results", str(stored), "--plot", str(picture)]) == 0
+    assert "4096x7168x2048" in capfd.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")

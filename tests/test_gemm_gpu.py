@@ -25,7 +25,7 @@ from helpers import (
 
 from deep_tile import GemmConfig, api, fp8_gemm, is_available, jit, plan, precompile
 from deep_tile.config import round_up
-from deep_tile.select import default_configs
+from deep_tile.select.defaults import default_configs
 
 pytestmark = pytest.mark.gpu
 
@@ -124,7 +124,7 @@ def test_every_kernel(config, every_kernel, monkeypatch):
     if config.narrow_n:
         for wide, narrow, m in ((1, 1, 2 * rows), (2, 3, rows + 5), (5, 4, 9 * rows)):
             with monkeypatch.context() as forced:
-                for module in ("select", "plan"):
+                for module in ("select.schedule", "plan"):
                     forced.setattr(f"deep_tile.{module}.narrow_columns", lambda *_, narrow=narrow: narrow)
                 check_config(config, m, wide * columns + narrow * config.narrow_n - 3, ring - 100, 5, "column_aligned")
     # Full tiles, an odd number each way: of the last clusters a block lies beyond the matrix. Then tiles almost full.

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deep_tile.config import round_up
-from deep_tile.select import default_configs
+from deep_tile.select.defaults import default_configs
 
 pytestmark = pytest.mark.gpu
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from deep_tile import hardware
-from deep_tile.hardware import H20, H200, PRESETS, for_device
+from deep_tile.select import hardware
+from deep_tile.select.hardware import H20, H200, PRESETS, for_device
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_dtypes_without_a_tensor_rate():
 def test_measuring_a_gpu_gives_every_figure_near_its_preset():
     import torch
 
-    from deep_tile.measure import measure
+    from deep_tile.tools.measure import measure
 
     known, measured = measure()
     assert set(measured) == set(hardware.MEASURABLE)

@@ -8,7 +8,8 @@ from helpers import GuardedOut, assert_accurate, exact_product, make_any_bytes, 
 from deep_tile import fp8_gemm
 from deep_tile.config import ceil_div
 from deep_tile.problem import GemmProblem
-from deep_tile.select import cluster_tiles, default_configs
+from deep_tile.select.defaults import default_configs
+from deep_tile.select.schedule import cluster_tiles
 
 M, N, K = 150, 300, 520
 

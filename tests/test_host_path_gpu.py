@@ -17,7 +17,7 @@ from helpers import (
 )
 
 from deep_tile import GemmConfig, Plan, api, fp8_gemm, plan, prepare
-from deep_tile.select import default_configs
+from deep_tile.select.defaults import default_configs
 
 pytestmark = pytest.mark.gpu
 

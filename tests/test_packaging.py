@@ -80,7 +80,8 @@ def test_content(wheel):
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     modules = {f"deep_tile/{path.relative_to(ROOT / 'deep_tile')}" for path in (ROOT / "deep_tile").rglob("*.py")}
     headers = {f"deep_tile/include/deep_tile/{path.name}" for path in (ROOT / "include/deep_tile").iterdir()}
-    assert set(names) == modules | headers | {"deep_tile/_launcher.abi3.so", "deep_tile/calibration.json"}
+    data = {"deep_tile/select/times/fp8.json", "deep_tile/method/measured.json"}
+    assert set(names) == modules | headers | data | {"deep_tile/_launcher.abi3.so"}
 
 
 def test_installed_package_generates_the_same_kernels(installed):
@@ -98,3 +99,11 @@ print(kernel_source(GemmConfig(block_m=128, block_n=128, stages=4)), end="")
     files, source = run_installed(installed, code).split("\n", maxsplit=1)
     assert all(Path(file).is_relative_to(installed) for file in files.split())
     assert source == kernel_source(GemmConfig(block_m=128, block_n=128, stages=4))
+
+
+def test_installed_package_explains_with_measurements(installed):
+    """The times and measurements that the package carries are found without the tree."""
+    code = "import deep_tile\nprint(deep_tile.__file__, deep_tile.explain(4096, 4096, 7168)['measured']['source'])"
+    file, source = run_installed(installed, code).split(maxsplit=1)
+    assert Path(file).is_relative_to(installed)
+    assert "h200" in source

@@ -13,17 +13,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import predict  # noqa: E402
 from benchmarks.shapes import Shape, select_shapes  # noqa: E402
-from deep_tile import roofline, select, walls  # noqa: E402
+from deep_tile import walls  # noqa: E402
 from deep_tile.config import GemmConfig  # noqa: E402
-from deep_tile.hardware import H20, H200, PRESETS  # noqa: E402
-from deep_tile.other_kernels import (  # noqa: E402
-    bytes_in_flight_needed,
-    derive_attention,
-    derive_convolution,
-    derive_elementwise,
-    derive_reduction,
-)
+from deep_tile.method import roofline  # noqa: E402
+from deep_tile.method.other_kernels import derive_attention, derive_convolution  # noqa: E402
 from deep_tile.problem import GemmProblem  # noqa: E402
+from deep_tile.select import cost  # noqa: E402
+from deep_tile.select.choose import bucketed, candidates, choose, measured_choice  # noqa: E402
+from deep_tile.select.defaults import default_configs  # noqa: E402
+from deep_tile.select.hardware import H20, H200, PRESETS  # noqa: E402
+from deep_tile.select.streaming import bytes_in_flight_needed, derive_elementwise, derive_reduction  # noqa: E402
 
 # ---- worked examples
 
@@ -136,11 +135,11 @@ some_problems = st.builds(
 @settings(max_examples=60, deadline=None)
 def test_the_selectors_choice_is_the_derivations(problem):
     derived = roofline.derive(problem)
-    assert derived.choice.config == select.choose(problem)
-    assert [(c.estimate, c.config) for c in derived.candidates] == select.candidates(select.bucketed(problem))
+    assert derived.choice.config == choose(problem)
+    assert [(c.estimate, c.config) for c in derived.candidates] == candidates(bucketed(problem))
 
 
-@pytest.mark.parametrize("config", select.default_configs(), ids=lambda config: config.name)
+@pytest.mark.parametrize("config", default_configs(), ids=lambda config: config.name)
 def test_every_kernel_passes_the_walls(config):
     tile = roofline.tile_of(config)
     assert tile.wall("register").holds and tile.wall("capacity").holds
@@ -160,13 +159,13 @@ def test_what_config_refuses_is_what_the_walls_refuse(block_m, columns, stages):
 
 def test_parts_of_the_time_add_up():
     config, problem = GemmConfig(128, 192, 4), GemmProblem(4096, 2112, 7168)
-    estimate, parts = select.estimate(config, problem), select.compute_parts(config, problem)
-    block_us, tile_us, _ = select.tile_times(config)
+    estimate, parts = cost.estimate(config, problem), cost.compute_parts(config, problem)
+    block_us, tile_us, _ = cost.tile_times(config)
     assert estimate.compute_us == pytest.approx(sum(parts))
     assert parts.blocks_us == pytest.approx(3 * 56 * block_us)
     assert parts.tiles_us == pytest.approx(3 * tile_us)
     assert parts.idle_us < 0 < parts.throttle_us
-    assert estimate.time_us >= select.launch_time() + max(estimate.compute_us, estimate.memory_us)
+    assert estimate.time_us >= cost.launch_time() + max(estimate.compute_us, estimate.memory_us)
 
 
 # ---- other GPUs and dtypes
@@ -174,33 +173,33 @@ def test_parts_of_the_time_add_up():
 
 def test_a_gpu_like_the_h200_takes_as_long_and_a_slower_one_longer():
     problem, config = GemmProblem(4096, 4096, 7168), GemmConfig(128, 256, 4)
-    assert select.tile_times(config, replace(H200, name="twin")) == pytest.approx(select.tile_times(config))
-    compute = {name: select.estimate(config, problem, gpu).compute_us for name, gpu in PRESETS.items()}
+    assert cost.tile_times(config, replace(H200, name="twin")) == pytest.approx(cost.tile_times(config))
+    compute = {name: cost.estimate(config, problem, gpu).compute_us for name, gpu in PRESETS.items()}
     assert compute["H100 SXM"] == pytest.approx(compute["H200"])
     assert 3 < compute["H20"] / compute["H200"] < 5  # 3.3 per SM, and never slowed by the power limit
-    memory = {name: select.memory_time(problem, gpu) for name, gpu in PRESETS.items()}
+    memory = {name: cost.memory_time(problem, gpu) for name, gpu in PRESETS.items()}
     assert memory["H200"] < memory["H20"] == memory["GH200"] < memory["H100 SXM"] < memory["H100 PCIe"]
 
 
 def test_an_h200_measured_anew_keeps_the_measured_choices():
-    problem = GemmProblem(*Shape.parse(next(iter(select.calibration().choices))))
+    problem = GemmProblem(*Shape.parse(next(iter(cost.calibration().choices))))
     derived = roofline.derive(problem, replace(H200, hbm_tbps=4.2))
-    assert select.measured_choice(problem) == derived.choice.config.name
-    assert derived.choice.estimate.memory_us < select.memory_time(problem)
+    assert measured_choice(problem) == derived.choice.config.name
+    assert derived.choice.estimate.memory_us < cost.memory_time(problem)
 
 
 @pytest.mark.parametrize("gpu", PRESETS.values(), ids=lambda gpu: gpu.name)
 def test_derivation_on_every_preset(gpu):
     derived = roofline.derive(GemmProblem(300, 4096, 7168, gpu.num_sms), gpu)
     times = [candidate.estimate.time_us for candidate in derived.candidates]
-    assert min(times) > select.launch_time(gpu)
+    assert min(times) > cost.launch_time(gpu)
     if gpu != H200:  # where nothing was measured, the model alone decides
         assert times == sorted(times)
 
 
 def test_few_sms_cannot_read_at_full_bandwidth():
-    full, few = (select.memory_time(GemmProblem(1, 7168, 16384, sms)) for sms in (132, 16))
-    fixed = select.calibration().memory_us
+    full, few = (cost.memory_time(GemmProblem(1, 7168, 16384, sms)) for sms in (132, 16))
+    fixed = cost.calibration().memory_us
     assert few == pytest.approx(fixed + (full - fixed) * 4.09 / (9.5 * 16 / 132))
 
 
@@ -239,9 +238,9 @@ def test_the_model_has_not_drifted_from_the_search(compared):
 
 
 def test_drift_would_be_seen(compared, monkeypatch):
-    model = select.calibration()
+    model = cost.calibration()
     slower = {name: times._replace(block_us=times.block_us * 1.2) for name, times in model.configs.items()}
-    monkeypatch.setattr(select, "calibration", lambda: model._replace(configs=slower))
+    monkeypatch.setattr(cost, "calibration", lambda: model._replace(configs=slower))
     assert predict.summary(predict.compare(predict.load_search()))["median error"] > 0.08
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deep_tile import jit, sass
 from deep_tile.codegen import kernel_source
-from deep_tile.select import deepest_config
+from deep_tile.select.defaults import deepest_config
 
 NO_YIELD, REUSE = 1 << 45, 1 << 58 | 1 << 59
 

@@ -15,24 +15,20 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from deep_tile import select
 from deep_tile.config import GemmConfig, ceil_div
 from deep_tile.problem import GemmProblem
-from deep_tile.select import (
+from deep_tile.select.choose import bucketed, candidates, choose, choose_bucket, configs_for, suits
+from deep_tile.select.defaults import default_configs
+from deep_tile.select.schedule import (
     blocks_per_tile,
-    bucketed,
     busiest,
-    choose,
     cluster_slots,
     cluster_tiles,
     columns_begun,
-    configs_for,
-    default_configs,
     grid_size,
     last_rows_reciprocal,
     narrow_columns,
     raster_rows,
-    suits,
 )
 
 TESTS = Path(__file__).parent
@@ -201,7 +197,7 @@ def test_choice_is_that_of_its_bucket(problem):
 @settings(max_examples=50, deadline=None)
 def test_choice_is_deterministic(problem):
     first = choose(problem)
-    select.choose_bucket.cache_clear()
+    choose_bucket.cache_clear()
     default_configs.cache_clear()
     assert choose(problem) == first
 
@@ -231,7 +227,7 @@ def test_configs_for_large_m_cover_random_m():
 
 def test_candidates_are_every_runnable_default_fastest_first():
     problem = GemmProblem(1000, 2112, 7168, num_sms=1)
-    ranked = select.candidates(problem)
+    ranked = candidates(problem)
     times = [estimate.time_us for estimate, _ in ranked]
     assert times == sorted(times)
     assert {config for _, config in ranked} == {
@@ -243,7 +239,7 @@ def test_candidates_are_every_runnable_default_fastest_first():
 
 @pytest.mark.parametrize("k", [128, 129, 384, 385, 640, 641])
 def test_candidates_can_multiply_k(k):
-    resident = [config.name for _, config in select.candidates(GemmProblem(4096, 4096, k)) if config.resident_b]
+    resident = [config.name for _, config in candidates(GemmProblem(4096, 4096, k)) if config.resident_b]
     fitting = [c for c in default_configs(True) if c.resident_b and 128 < k <= 128 * c.b_stages]
     assert sorted(resident) == sorted(config.name for config in fitting)
 

@@ -7,9 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deep_tile import cli, select, settings, timing, tune, tuned
+import deep_tile
+from deep_tile import plan, settings
 from deep_tile.config import GemmConfig
 from deep_tile.problem import GemmProblem
+from deep_tile.select import cost, tuned
+from deep_tile.select.choose import candidates, measured_choice, tuned_choice
+from deep_tile.select.defaults import default_configs
+from deep_tile.tools import cli, timing, tune
 
 PROBLEM = GemmProblem(128, 7168, 2048)
 KEY = "128x7168x2048"
@@ -21,7 +26,7 @@ def forgetful(monkeypatch, tmp_path):
     """Files of its own for every test, and no memory of those before."""
 
     def forget():
-        for remembered in (settings.cache_dir, settings.tuned_file, tuned._all_choices, select.choose_bucket):
+        for remembered in (settings.cache_dir, settings.tuned_file, tuned._all_choices):
             remembered.cache_clear()
 
     monkeypatch.setenv("DEEP_TILE_CACHE_DIR", str(tmp_path / "cache"))
@@ -35,7 +40,7 @@ def forgetful(monkeypatch, tmp_path):
 
 def another_config(problem=PROBLEM):
     """A default config that the selector does not choose by itself."""
-    return select.candidates(problem)[3][1]
+    return candidates(problem)[3][1]
 
 
 def install_gpu(tmp_path, model):
@@ -50,44 +55,45 @@ def test_stored_choice_is_chosen(forgetful):
     forgetful()
     assert path == settings.cache_dir() / "tuned" / "NVIDIA_H200.json"
     assert json.loads(path.read_text())["choices"][KEY]["us"] == 12.5
-    assert select.measured_choice(PROBLEM) == config.name
-    assert select.choose(PROBLEM._replace(m=100)) == config
-    assert select.choose(PROBLEM._replace(tma_store=False)) == replace(config, tma_store=False)
-    assert config in select.configs_for(7168, 2048, 200, 132)
+    assert tuned_choice(PROBLEM, tuned.configs(132)) == config
+    assert plan.config_for(PROBLEM._replace(m=100)) == config
+    assert plan.config_for(PROBLEM._replace(tma_store=False)) == replace(config, tma_store=False)
+    assert config in plan.configs_for(7168, 2048, 200, 132)
 
 
 def test_choice_holds_for_its_bucket_and_number_of_sms_only(forgetful):
     others = [PROBLEM._replace(m=64), PROBLEM._replace(n=7160), PROBLEM._replace(num_sms=131)]
-    before = [select.choose(problem) for problem in others]
+    before = [plan.config_for(problem) for problem in others]
     tuned.store(GPU, 132, {KEY: tuned.Choice(another_config(), 1.0)})
     forgetful()
-    assert [select.choose(problem) for problem in others] == before
+    assert [plan.config_for(problem) for problem in others] == before
 
 
 def test_config_beside_the_default_ones_is_chosen(forgetful):
-    config = next(c for c in tune.variants(another_config()) if c not in select.default_configs())
+    config = next(c for c in tune.variants(another_config()) if c not in default_configs())
     tuned.store(GPU, 132, {KEY: tuned.Choice(config, 1.0)})
     forgetful()
-    assert select.choose(PROBLEM) == config
-    assert [c for _, c in select.candidates(PROBLEM)].count(config) == 1
+    assert plan.config_for(PROBLEM) == config
+    assert [c for _, c in candidates(PROBLEM, own=config)].count(config) == 1
 
 
 def test_split_k_is_not_forced_on_a_batch_invariant_call(forgetful):
-    config = next(c for _, c in select.candidates(PROBLEM) if c.split_k > 1)
+    config = next(c for _, c in candidates(PROBLEM) if c.split_k > 1)
     tuned.store(GPU, 132, {KEY: tuned.Choice(config, 1.0)})
     forgetful()
-    assert select.choose(PROBLEM) == config
-    assert select.choose(PROBLEM._replace(split_k=False)).split_k == 1
+    assert plan.config_for(PROBLEM) == config
+    assert plan.config_for(PROBLEM._replace(split_k=False)).split_k == 1
 
 
 def test_own_results_come_before_the_shipped_ones(forgetful):
-    key, shipped = next(iter(select.calibration().choices.items()))
+    key, shipped = next(iter(cost.calibration().choices.items()))
     problem = GemmProblem(*map(int, key.split("x")))
-    assert select.measured_choice(problem) == shipped
+    assert measured_choice(problem) == shipped
     config = another_config(problem)
     tuned.store(GPU, 132, {key: tuned.Choice(config, 1.0)})
     forgetful()
-    assert select.measured_choice(problem) == config.name != shipped
+    assert plan.config_for(problem) == config and config.name != shipped
+    assert deep_tile.explain(*problem[:3])["config"] == config.name
 
 
 def test_results_add_up_and_newer_ones_win():
@@ -140,8 +146,8 @@ def test_broken_file_is_one_warning_and_is_replaced(forgetful, text):
     path.parent.mkdir(parents=True)
     path.write_text(text)
     with pytest.warns(RuntimeWarning, match="ignores the tuned choices in .*NVIDIA_H200.json") as caught:
-        chosen = select.choose(PROBLEM)
-        select.choose(PROBLEM._replace(m=4096))
+        chosen = plan.config_for(PROBLEM)
+        plan.config_for(PROBLEM._replace(m=4096))
     assert len(caught) == 1
     config = another_config()
     assert chosen != config
@@ -149,7 +155,7 @@ def test_broken_file_is_one_warning_and_is_replaced(forgetful, text):
     forgetful()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert select.choose(PROBLEM) == config
+        assert plan.config_for(PROBLEM) == config
 
 
 def test_without_a_directory_nothing_is_kept(monkeypatch):
@@ -166,17 +172,17 @@ def test_file_is_read_once(monkeypatch):
     reads = []
     monkeypatch.setattr(tuned, "_read", lambda path: reads.append(path) or (132, {}))
     for m in (8, 64, 128):
-        select.choose(PROBLEM._replace(m=m))
+        plan.config_for(PROBLEM._replace(m=m))
     assert len(reads) == 1
 
 
 def test_search_space_begins_with_the_present_choice():
     for problem in (PROBLEM, GemmProblem(8, 7168, 2048), GemmProblem(4096, 4096, 7168)):
         narrow, wide = tune.search_space(problem, wide=False), tune.search_space(problem, wide=True)
-        assert narrow[0] == wide[0] == select.choose(problem)
+        assert narrow[0] == wide[0] == plan.config_for(problem)
         assert set(narrow) < set(wide) and len(set(wide)) == len(wide)
-        limit_us = 2 * select.estimate(narrow[0], problem).time_us
-        assert all(select.estimate(config, problem).time_us <= limit_us for config in narrow[1:])
+        limit_us = 2 * cost.estimate(narrow[0], problem).time_us
+        assert all(cost.estimate(config, problem).time_us <= limit_us for config in narrow[1:])
 
 
 def test_variants_differ_in_their_rings_only():
@@ -222,7 +228,7 @@ def test_command_keeps_what_it_finds(monkeypatch, capsys, tmp_path):
 
     def search(shapes, *, wide, repeats, track):
         asked.append((shapes, wide, repeats))
-        before, best = select.choose(PROBLEM), another_config()
+        before, best = plan.config_for(PROBLEM), another_config()
         return [tune.Tuned(PROBLEM, tuned.Choice(best, 10.0), before, 12.0, 7, {before: 0.5})]
 
     class Properties:
@@ -239,7 +245,7 @@ def test_command_keeps_what_it_finds(monkeypatch, capsys, tmp_path):
     printed = capsys.readouterr()
     assert expected.name in printed.out and "20.0%" in printed.out and "NVIDIA_H200.json" in printed.out
     assert "relative error 5.00e-01; left out" in printed.err
-    assert select.choose(PROBLEM) == expected
+    assert plan.config_for(PROBLEM) == expected
 
 
 @pytest.mark.gpu
@@ -252,7 +258,7 @@ def test_search_on_the_gpu(wide):
         assert result.tried == len(tune.search_space(result.problem, wide)) and not result.wrong
         assert 0 < result.choice.us <= result.before_us
     tune.store(results)
-    assert [select.choose(result.problem) for result in results] == [result.choice.config for result in results]
+    assert [plan.config_for(result.problem) for result in results] == [result.choice.config for result in results]
 
 
 def test_those_that_may_be_the_fastest_are_timed_apart(monkeypatch):

@@ -72,7 +72,7 @@ __device__ __forceinline__ void consume_width(const GemmParams& params, SharedSt
     epilogue.drain();
 }
 
-// All of this block's tiles, the narrow ones last: one at least, select.grid_size sees to it.
+// All of this block's tiles, the narrow ones last: one at least, grid_size of schedule.py sees to it.
 template <GemmConfig config>
 __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
     PipelineState<config.stages> state;

@@ -28,7 +28,7 @@ __device__ __forceinline__ Tile recorded(Tile tile) {
 }
 
 // Persistent: cluster c of C takes cluster tiles c, c + C, c + 2C, ... of a raster that descends a group of rows of
-// cluster tiles before it steps along n, so that blocks running together share operands in L2 (select.py says how many
+// cluster tiles before it steps along n, so that blocks running together share operands in L2 (schedule.py says how many
 // rows); in split K another of the first C tiles instead of c. Where the last cluster tile overhangs the matrix, no more
 // is fetched than there is, and stores are clipped. Tile counts fit an int for any output that fits in memory.
 //
@@ -63,7 +63,7 @@ class RasterScheduler {
         return count;
     }
 
-    // Like next(), sooner: every block has a first tile, select.grid_size sees to it.
+    // Like next(), sooner: every block has a first tile, grid_size of schedule.py sees to it.
     __device__ __forceinline__ Tile first() {
         within_ += step_;
         return tile(enter_group());

@@ -1,8 +1,8 @@
 """The roofline with its resources: which tiles are possible on a GPU, which are good for a problem, and why.
 
-Called by report.py (`explain`) and by users. The formulas are walls.py's, the legal tiles config.py's and the times
-select.py's, whose choice this only explains. Pure functions: no GPU, no torch. Invariant: the first candidate of
-`derive` is the config that `select.choose` gives the problem.
+Called by report.py (`explain`) and by users. The formulas are walls.py's, the legal tiles config.py's, and times and
+choice those of select/, which this only explains. Pure functions: no GPU, no torch. Invariant: the first candidate of
+`derive` is the config that `choose.choose` gives the problem.
 
 Kernels that are no GEMM have functions of the same kind: `derive_elementwise`, `derive_reduction`, `derive_attention`,
 `derive_convolution`.
@@ -11,12 +11,13 @@ Kernels that are no GEMM have functions of the same kind: `derive_elementwise`, 
 from math import gcd
 from typing import NamedTuple
 
-from deep_tile import select
 from deep_tile.config import ACCUMULATOR_LIMIT, MMA_M, SCALE_BLOCK, GemmConfig
-from deep_tile.hardware import DTYPE_BYTES, H200, Hardware
-from deep_tile.other_kernels import derive_attention, derive_convolution, derive_elementwise, derive_reduction
+from deep_tile.method.other_kernels import derive_attention, derive_convolution
 from deep_tile.problem import GemmProblem
-from deep_tile.select import Estimate
+from deep_tile.select import choose, cost
+from deep_tile.select.cost import Estimate
+from deep_tile.select.hardware import DTYPE_BYTES, H200, Hardware
+from deep_tile.select.streaming import derive_elementwise, derive_reduction
 from deep_tile.walls import (
     Wall,
     accumulator_registers,
@@ -134,7 +135,9 @@ class Derivation(NamedTuple):
         return self.candidates[0]
 
 
-def derive(problem: GemmProblem, hardware: Hardware = H200, dtype: str = "fp8") -> Derivation:
+def derive(
+    problem: GemmProblem, hardware: Hardware = H200, dtype: str = "fp8", tuned: choose.Tuned = choose.UNTUNED
+) -> Derivation:
     """Walk the tiles through the walls and rank the kernels that are left by their predicted time.
 
     Other dtypes than fp8 have no kernels here. They are judged by the FP8 kernel whose stages have as many bytes: a K
@@ -144,6 +147,7 @@ def derive(problem: GemmProblem, hardware: Hardware = H200, dtype: str = "fp8") 
         problem: m, n, k and the SMs to use, at most the hardware's.
         hardware: see `hardware.for_device`.
         dtype: of the operands: fp8, int8, fp16, bf16 or tf32; the result has 2 bytes per element.
+        tuned: what `tune` found on this machine for as many SMs, `select.tuned.configs`.
 
     Raises:
         ValueError: a size is not positive, there are more SMs than the hardware has, or it has no rate for the dtype.
@@ -151,8 +155,8 @@ def derive(problem: GemmProblem, hardware: Hardware = H200, dtype: str = "fp8") 
     _check(problem, hardware)
     hardware.peak(dtype)
     as_fp8 = problem._replace(k=problem.k * DTYPE_BYTES[dtype])
-    bucket = select.bucketed(as_fp8)
-    ranked = select.candidates(bucket, hardware)
+    bucket = choose.bucketed(as_fp8)
+    ranked = choose.candidates(bucket, hardware, choose.tuned_choice(bucket, tuned))
     if dtype != "fp8":
         ranked = [(estimate, config) for estimate, config in ranked if config.cluster == config.scale_blocks == 1]
         ranked.sort(key=lambda pair: pair[0].time_us)
@@ -166,7 +170,7 @@ def problem_walls(problem: GemmProblem, hardware: Hardware = H200, dtype: str = 
     """The whole problem against HBM, each operand moved once."""
     as_fp8 = problem._replace(k=problem.k * DTYPE_BYTES[dtype])
     flops = product_flops(problem.m, problem.n, problem.k)
-    bytes_moved = select.compulsory_bytes(as_fp8)
+    bytes_moved = cost.compulsory_bytes(as_fp8)
     return (intensity_wall("HBM", flops, bytes_moved, hardware.tflops(dtype), hardware.hbm_tbps),)
 
 

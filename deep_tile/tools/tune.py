@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import plan, select, tuned
+from deep_tile import plan
 from deep_tile.api import fp8_gemm, supports
 from deep_tile.config import GemmConfig, round_up
 from deep_tile.problem import GemmProblem
 from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
 from deep_tile.reference import fp8_gemm_reference, relative_error
-from deep_tile.timing import L2Flush, capture, time_to_choose
-
-MAX_RELATIVE_ERROR = 1.8e-3
-"""Frobenius norm, against the reference. Rounding the result to BF16 explains 1.66e-3."""
+from deep_tile.select import tuned
+from deep_tile.select.choose import bucket_key, bucketed, candidates, tuned_choice
+from deep_tile.tools.products import MAX_RELATIVE_ERROR
+from deep_tile.tools.timing import L2Flush, capture, time_to_choose
 
 PREDICTED_WITHIN = 2.0
 """Configs predicted to take more than this many times the best are not tried."""
@@ -77,15 +77,14 @@ def tune(shapes: Iterable[tuple[int, int, int]], *, wide: bool, repeats: int, tr
 def store(results: Sequence[Tuned]) -> str:
     """Keep the choices for this model of GPU; where, in words. Raises OSError as `tuned.store` does."""
     properties = _properties()
-    found = {select.bucket_key(result.problem): result.choice for result in results}
+    found = {bucket_key(result.problem): result.choice for result in results}
     path = tuned.store(properties.name, properties.multi_processor_count, found)
-    select.choose_bucket.cache_clear()
     return str(path)
 
 
 def search_space(problem: GemmProblem, wide: bool) -> list[GemmConfig]:
     """Configs that are worth timing, the selector's choice first."""
-    ranked = select.candidates(problem)
+    ranked = candidates(problem, own=tuned_choice(problem, tuned.configs(problem.num_sms)))
     limit_us = PREDICTED_WITHIN * min(estimate.time_us for estimate, _ in ranked)
     likely = [config for i, (estimate, config) in enumerate(ranked) if i == 0 or estimate.time_us <= limit_us]
     if not wide:
@@ -111,7 +110,7 @@ def _bucket(m: int, n: int, k: int) -> GemmProblem:
     if not supported or not min(m, n, k):
         raise ValueError(f"shape {m}x{n}x{k}: {reason if not supported else 'sizes must be positive'}")
     num_sms = _properties().multi_processor_count
-    return select.bucketed(GemmProblem(m, n, k, num_sms, tma_store=n % 8 == 0))
+    return bucketed(GemmProblem(m, n, k, num_sms, tma_store=n % 8 == 0))
 
 
 def _properties():
@@ -141,7 +140,7 @@ def _tune_bucket(problem: GemmProblem, configs: Sequence[GemmConfig], repeats: i
         else:
             wrong[config] = error
     if not graphs:
-        raise RuntimeError(f"{select.bucket_key(problem)}: every config's result is wrong, such as {wrong}")
+        raise RuntimeError(f"{bucket_key(problem)}: every config's result is wrong, such as {wrong}")
     times_us = time_to_choose(graphs, repeats, flush)
     before = configs[0]
     best = choose(times_us, before)

@@ -7,6 +7,7 @@ roofline.py's derivation, which is the selector's. No GPU, no torch; matplotlib 
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,16 +15,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from deep_tile import hardware as gpus
-from deep_tile import select
-from deep_tile.hardware import DTYPE_BYTES, Hardware
+from deep_tile.method.roofline import Candidate, Derivation, derive
 from deep_tile.problem import GemmProblem
-from deep_tile.roofline import Candidate, Derivation, derive
-from deep_tile.select import Estimate
+from deep_tile.select import cost, schedule, tuned
+from deep_tile.select import hardware as gpus
+from deep_tile.select.choose import bucket_key, choose
+from deep_tile.select.cost import Estimate
+from deep_tile.select.hardware import DTYPE_BYTES, Hardware
 from deep_tile.walls import Wall, product_flops
 
-RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
-"""Stored measurements, in a checkout."""
+MEASURED = Path(__file__).parent / "measured.json"
+"""Measurements of the configs that are chosen, written by benchmarks/measured.py."""
 
 
 class Measured(NamedTuple):
@@ -39,7 +41,8 @@ def derivation(
 ) -> Derivation:
     """What `explain` explains; arguments and errors as there."""
     gpu = gpus.for_device(hardware) if isinstance(hardware, str) else hardware
-    return derive(GemmProblem(m, n, k, num_sms if num_sms is not None else gpu.num_sms), gpu, dtype)
+    problem = GemmProblem(m, n, k, num_sms if num_sms is not None else gpu.num_sms)
+    return derive(problem, gpu, dtype, tuned.configs(problem.num_sms))
 
 
 def explain(
@@ -51,7 +54,7 @@ def explain(
         m, n, k: of `out[m, n] = a[m, k] @ b[n, k].T`, elements.
         dtype: of the operands: fp8, or int8, fp16, bf16, tf32, for which tiles are derived though there is no kernel.
         hardware: a preset's name (H100 SXM, H100 PCIe, H200, H800, H20, GH200), the driver's name of such a GPU, or a
-            `deep_tile.hardware.Hardware`.
+            `deep_tile.select.hardware.Hardware`.
         num_sms: SMs to use; by default all.
 
     Returns:
@@ -94,7 +97,7 @@ def _candidate_data(derived: Derivation, candidate: Candidate) -> dict[str, Any]
         **asdict(config),
         "name": _name(derived, candidate),
         **estimate._asdict(),
-        "grid": select.grid_size(config, derived.problem),
+        "grid": schedule.grid_size(config, derived.problem),
         "block_k": tile.block_k,
         "accumulators": tile.accumulators,
         "temporaries": tile.temporaries,
@@ -110,8 +113,8 @@ def _candidate_data(derived: Derivation, candidate: Candidate) -> dict[str, Any]
 def components(derived: Derivation) -> list[tuple[str, float]]:
     """(what, us) of the choice's predicted time; they add up to it."""
     config, _, estimate = derived.choice
-    parts = select.compute_parts(config, _as_fp8(derived), derived.hardware)
-    launch_us = select.launch_time(derived.hardware)
+    parts = cost.compute_parts(config, _as_fp8(derived), derived.hardware)
+    launch_us = cost.launch_time(derived.hardware)
     return [
         ("launch", launch_us),
         ("K blocks of all waves", parts.blocks_us),
@@ -160,37 +163,20 @@ def _estimate_text(estimate: Estimate) -> str:
 
 def measurement(derived: Derivation) -> Measured | None:
     """The newest stored measurement of the choice on this very problem and GPU, if there is one."""
-    config, problem = derived.choice.config, derived.problem
-    if derived.dtype != "fp8" or problem.num_sms != derived.hardware.num_sms:
+    config, problem, gpu = derived.choice.config, derived.problem, derived.hardware
+    if derived.dtype != "fp8" or problem.num_sms != gpu.num_sms:
         return None
-    found = []
-    for path in sorted(RESULTS.glob("*.json")):
-        data = json.loads(path.read_text())
-        run = data.get("run") or data.get("meta") or {}
-        if _is_gpu(run.get("gpu", ""), derived.hardware):
-            found += [(run.get("date", ""), us, path.name) for us in _times(data, problem, config.name)]
-    if not found:
+    stored = _stored()
+    name, us, run = stored["gpus"].get(gpu.name, {}).get(bucket_key(problem), (None, 0.0, 0))
+    if name != config.name:
         return None
-    date, us, name = max(found)
     flops = product_flops(problem.m, problem.n, problem.k)
-    return Measured(us, flops / us / 1e6, f"{name}, {date[:10]}")
+    return Measured(us, flops / us / 1e6, stored["runs"][run])
 
 
-def _is_gpu(name: str, hardware: Hardware) -> bool:
-    try:
-        return gpus.for_device(name).name == hardware.name
-    except ValueError:
-        return False
-
-
-def _times(data: dict[str, Any], problem: GemmProblem, config: str) -> Iterable[float]:
-    """From a file of benchmarks/search.py or of benchmarks/bench_gemm.py."""
-    searched = data.get("us", {}).get(f"{problem.m}x{problem.n}x{problem.k}", {})
-    if config in searched:
-        yield searched[config]
-    for row in data.get("shapes", []):
-        if (row["m"], row["n"], row["k"]) == problem[:3] and row.get("config") == config:
-            yield row["results"]["deep_tile"]["us"]
+@lru_cache(maxsize=1)
+def _stored() -> dict[str, Any]:
+    return json.loads(MEASURED.read_text())
 
 
 # ---- for a terminal
@@ -231,7 +217,7 @@ def _notes(derived: Derivation) -> Iterable[str]:
     if derived.dtype != "fp8":
         yield f"There is no {derived.dtype} kernel; times are those of FP8 tiles whose stages have as many bytes."
     elif gpu != gpus.H200:
-        used = select.choose(derived.problem)
+        used = choose(derived.problem, tuned.configs(derived.problem.num_sms))
         if used != derived.choice.config:
             yield f"By itself fp8_gemm takes {used.name}, as for an H200 with as many SMs; `config=` overrides it."
 
@@ -261,10 +247,10 @@ def _wall_table(derived: Derivation) -> Table:
     made.add_row("latency", _mark(walls["latency"]), walls["latency"].reason)
     made.add_row("Little's law", _mark(walls["Little's law"]), walls["Little's law"].reason)
     config, estimate, bucket = derived.choice.config, derived.choice.estimate, derived.bucket
-    tiles = select.cluster_tiles(config, bucket)
+    tiles = schedule.cluster_tiles(config, bucket)
     units = "tiles" if config.cluster == 1 else f"clusters of {config.cluster}"
     narrow = f", {tiles.narrow} of them {config.narrow_n} columns wide," if tiles.narrow else ""
-    slots = select.cluster_slots(config, bucket.num_sms)
+    slots = schedule.cluster_slots(config, bucket.num_sms)
     made.add_row(
         "waves",
         "",

@@ -1,7 +1,7 @@
 """What `doctor --measure` measures of the GPU at hand: bandwidths, latencies, tensor rate, launch floor.
 
-Called by cli.py; the figures are those of `hardware.MEASURABLE`, in the same units and meant the same way, so that they
-can take a preset's place. Needs a Hopper GPU and imports torch. A few seconds; nothing else should run on the GPU.
+Called by doctor.py; the figures are those of `hardware.MEASURABLE`, in the same units and meant the same way, so that
+they can take a preset's place. Needs a Hopper GPU and imports torch. A few seconds; nothing else should run on the GPU.
 """
 
 import random
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from deep_tile import jit
-from deep_tile.hardware import Hardware, for_device
-from deep_tile.other_kernels import WARP, derive_elementwise
+from deep_tile.select.hardware import Hardware, for_device
+from deep_tile.select.streaming import WARP, derive_elementwise
 
 SOURCE = r"""
 extern "C" __global__ void read_all(const uint4 *data, long long count, long long passes, unsigned *out)

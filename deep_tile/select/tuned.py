@@ -1,6 +1,7 @@
 """What `tune` found to be fastest, kept from process to process.
 
-Written by tune.py, read by select.py: no torch, no CUDA. A file holds the choices of one model of GPU, by bucket:
+Written by tools/tune.py; read by plan.py and method/report.py, which hand it to choose.py: no torch, no CUDA. A file
+holds the choices of one model of GPU, by bucket:
 `{"gpu": ..., "num_sms": ..., "choices": {"MxNxK": {"us": ..., "config": {fields of GemmConfig}}}}`. Invariant: it is
 read once per process, and one that cannot be used costs a warning, never an error: the selector does without.
 """
@@ -27,6 +28,11 @@ class Choice(NamedTuple):
 
     config: GemmConfig
     us: float
+
+
+def configs(num_sms: int) -> Mapping[str, GemmConfig]:
+    """The configs of `choices`, as choose.py takes them."""
+    return {key: choice.config for key, choice in choices(num_sms).items()}
 
 
 def choices(num_sms: int) -> Mapping[str, Choice]:

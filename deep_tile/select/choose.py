@@ -1,0 +1,109 @@
+"""Which config a problem gets: candidates -> predicted time -> choice. Pure functions; no GPU, no torch, no files.
+
+Called by plan.py, which brings what `tune` found on this machine (tuned.py), and by method/. The choice is the same for
+all m of one bucket (`bucketed`), so that the configs any m <= max_m can need are found by trying each bucket once, and
+a server that compiled them never compiles again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from types import MappingProxyType
+
+from deep_tile.config import GemmConfig, round_up
+from deep_tile.problem import GemmProblem
+from deep_tile.select.cost import Estimate, calibration, estimate
+from deep_tile.select.defaults import default_configs
+from deep_tile.select.hardware import H200, Hardware
+from deep_tile.select.schedule import cluster_tiles
+
+Tuned = Mapping[str, GemmConfig]
+"""Configs that `tune` found to be the fastest, by `bucket_key`; those of other stores than the problem's will do."""
+
+UNTUNED: Tuned = MappingProxyType({})
+
+
+def bucketed(problem: GemmProblem) -> GemmProblem:
+    """The problem whose choice this one shares: the largest of its bucket of m."""
+    return problem._replace(m=_bucket_end(problem.m))
+
+
+def _bucket_end(m: int) -> int:
+    """m rounded up to 8 up to 64, to 32 up to 128, and to 64 above.
+
+    One choice for 96x2112x7168 and 128x2112x7168 would cost one of them 6 % (H200, 2026-11-22).
+    """
+    return round_up(m, 8 if m <= 64 else 32 if m <= 128 else 64)
+
+
+def candidates(
+    problem: GemmProblem, hardware: Hardware = H200, own: GemmConfig | None = None
+) -> list[tuple[Estimate, GemmConfig]]:
+    """Every default config that the problem's K and SMs allow, and `own`: the one measured best where that is known,
+    then the fastest predicted.
+
+    Args:
+        own: what `tune` found for the bucket, `tuned_choice`. Like the package's own measured choices, it is none of
+            other hardware than the H200's.
+    """
+    if hardware.name != H200.name:
+        own = None
+    measured = measured_choice(problem, own) if hardware.name == H200.name else None
+    known = dict.fromkeys((*default_configs(problem.tma_store), *([own] if own else [])))
+    configs = (c for c in known if suits(c, problem) and (problem.split_k or c.split_k == 1))
+    runnable = (c for c in configs if c.cluster <= problem.num_sms)
+    estimated = ((estimate(c, problem, hardware), c) for c in runnable)
+    return sorted(estimated, key=lambda pair: (pair[1].name.removesuffix("_any") != measured, pair[0].time_us))
+
+
+def suits(config: GemmConfig, problem: GemmProblem) -> bool:
+    """Whether a config can multiply the problem's k, and is not another one in disguise: with tiles of one width where
+    it may have two."""
+    return config.takes_k(problem.k) and (not config.narrow_n or all(cluster_tiles(config, problem)))
+
+
+def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str | None:
+    """Name of the config that was measured best for this bucket: by the user's own search, else by ours, which knows
+    those buckets where the model is wrong."""
+    if own is not None:
+        return own.name.removesuffix("_any")
+    model = calibration()
+    return model.choices.get(bucket_key(problem)) if problem.num_sms == model.num_sms else None
+
+
+def tuned_choice(problem: GemmProblem, tuned: Tuned) -> GemmConfig | None:
+    """The config that `tune` found to be fastest for this bucket, to store as the problem's `out` needs it."""
+    own = tuned.get(bucket_key(problem)) if tuned else None
+    return own and replace(own, tma_store=problem.tma_store)
+
+
+def bucket_key(problem: GemmProblem) -> str:
+    """What measured choices are stored by."""
+    return f"{problem.m}x{problem.n}x{problem.k}"
+
+
+@lru_cache(maxsize=65_536)
+def choose_bucket(problem: GemmProblem, own: GemmConfig | None = None) -> GemmConfig:
+    """The config of a whole bucket, which `problem` must be; remembered."""
+    return candidates(problem, own=own)[0][1]
+
+
+def choose(problem: GemmProblem, tuned: Tuned = UNTUNED) -> GemmConfig:
+    """The config for a problem: that of its bucket."""
+    bucket = bucketed(problem)
+    return choose_bucket(bucket, tuned_choice(bucket, tuned))
+
+
+def configs_for(
+    n: int,
+    k: int,
+    max_m: int,
+    num_sms: int,
+    tma_store: bool = True,
+    split_k: bool = True,
+    tuned: Tuned = UNTUNED,
+) -> list[GemmConfig]:
+    """Every config that some m in [1, max_m] is given."""
+    ends = {_bucket_end(m) for m in range(1, max_m + 1)}
+    chosen = {choose(GemmProblem(m, n, k, num_sms, tma_store, split_k), tuned) for m in ends}
+    return sorted(chosen, key=lambda config: config.name)

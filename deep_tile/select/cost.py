@@ -1,0 +1,174 @@
+"""What a config takes on a problem, predicted. Pure functions of sizes and rates; no GPU, no torch.
+
+Called by choose.py, and by method/, which shows the same estimates and adds the walls that explain them. The model has
+two terms that overlap: waves of tiles, and bytes through HBM. What a K block and a tile of each config take was
+measured on an H200 and fitted (benchmarks/search.py and calibrate.py); the numbers are in times/fp8.json, and for
+another GPU they are scaled by its tensor rate, clock and bandwidth.
+"""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from deep_tile.config import SCALE_BLOCK, GemmConfig
+from deep_tile.problem import GemmProblem
+from deep_tile.select.defaults import deepest_config
+from deep_tile.select.hardware import H200, Hardware
+from deep_tile.select.schedule import Tiles, blocks_per_tile, busiest, columns_begun
+from deep_tile.walls import product_flops
+
+TIMES = Path(__file__).parent / "times" / "fp8.json"
+"""Written by benchmarks/calibrate.py."""
+
+
+class TileTimes(NamedTuple):
+    """What a config takes on one SM, in microseconds.
+
+    Attributes:
+        block_us: one K block; of a wide tile, where there are narrow ones, which take what tiles take that are all
+            as wide as they are.
+        tile_us: the rest of a tile.
+        column_us: to begin a column of tiles, where `b` stays in shared memory meanwhile.
+    """
+
+    block_us: float
+    tile_us: float
+    column_us: float = 0.0
+
+
+class Calibration(NamedTuple):
+    """Measured coefficients of the time model, in microseconds.
+
+    Attributes:
+        launch_us: what every call costs.
+        memory_us: what the bytes cost beside their bandwidth.
+        overlap: exponent p of (compute**p + memory**p)**(1/p): 1 adds the two, infinity takes the larger.
+        idle_gain: how much faster tiles run, beside idle SMs that leave them power and L2.
+        throttle, throttle_us: by which share a long kernel is slowed by the power limit, and the length at which half
+            of that is reached.
+        configs: by kernel name.
+        num_sms: of the GPU it was measured on.
+        choices: by "MxNxK" of a bucket, the name of a config that was measured to be better than the model's choice:
+            alone, or for m <= 128 alone and in chains of launches.
+    """
+
+    launch_us: float
+    memory_us: float
+    overlap: float
+    idle_gain: float
+    throttle: float
+    throttle_us: float
+    configs: dict[str, TileTimes]
+    num_sms: int
+    choices: dict[str, str]
+
+
+@lru_cache(maxsize=1)
+def calibration() -> Calibration:
+    data = json.loads(TIMES.read_text())
+    configs = {name: TileTimes(*coefficients) for name, coefficients in data["configs"].items()}
+    return Calibration(**{name: data[name] for name in Calibration._fields} | {"configs": configs})
+
+
+def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
+    """Measured on an H200, or typical for a config that was not.
+
+    On another GPU, what the tensor cores need takes as long as their rate says, and the rest scales with the clock.
+    """
+    tensor_us = block_tensor_us(config, H200)
+    on_h200 = calibration().configs.get(config.name.removesuffix("_any"), TileTimes(1.2 * tensor_us, 2.0))
+    slower_clock = H200.clock_mhz / hardware.clock_mhz
+    block_us = block_tensor_us(config, hardware) + (on_h200.block_us - tensor_us) * slower_clock
+    return TileTimes(block_us, on_h200.tile_us * slower_clock, on_h200.column_us * slower_clock)
+
+
+def block_tensor_us(config: GemmConfig, hardware: Hardware) -> float:
+    """What the tensor cores of one SM need for one K block of 128, at their rate under load."""
+    return product_flops(config.block_m, config.block_n, SCALE_BLOCK) / (hardware.fp8_tflops / hardware.num_sms) / 1e6
+
+
+class Estimate(NamedTuple):
+    """Predicted time of one config on one problem.
+
+    Attributes:
+        time_us: from launch to the last store.
+        compute_us: waves of tiles, as if memory were free.
+        memory_us: bytes through HBM, each operand once, as if the tiles were free.
+        bound: `compute` or `memory`, whichever is longer.
+        waves: tiles that the busiest SM works through.
+        utilization: share of the waves' tile slots that have a tile, by their width.
+    """
+
+    time_us: float
+    compute_us: float
+    memory_us: float
+    bound: str
+    waves: int
+    utilization: float
+
+
+class ComputeParts(NamedTuple):
+    """What the waves of tiles consist of, in microseconds.
+
+    Attributes:
+        blocks_us: multiplying, promoting and waiting for K blocks.
+        tiles_us: the rest of every tile: filling the pipeline, scaling, storing; and beginning columns of them.
+        idle_us: gained beside idle SMs, negative.
+        throttle_us: lost to the power limit.
+    """
+
+    blocks_us: float
+    tiles_us: float
+    idle_us: float
+    throttle_us: float
+
+
+def compute_parts(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> ComputeParts:
+    return _compute_parts(config, problem, hardware, *busiest(config, problem))
+
+
+def _compute_parts(
+    config: GemmConfig, problem: GemmProblem, hardware: Hardware, most: Tiles, utilization: float
+) -> ComputeParts:
+    """Of a cluster that has `most` tiles, while all have as much of that as `utilization` says: see `busiest`."""
+    model, times = calibration(), tile_times(config, hardware)
+    narrow_times = tile_times(deepest_config(config.block_m, config.narrow_n), hardware) if config.narrow_n else times
+    blocks_us = most.wide * times.block_us + most.narrow * narrow_times.block_us
+    blocks_us *= blocks_per_tile(config, problem.k)
+    tiles_us = most.wide * times.tile_us + most.narrow * narrow_times.tile_us
+    tiles_us += columns_begun(config, problem) * times.column_us
+    idle_us = -model.idle_gain * (1 - utilization) * (blocks_us + tiles_us)
+    alone_us = blocks_us + tiles_us + idle_us
+    busy_us = alone_us * utilization
+    # A GPU with slower tensor cores per SM stays as much further from its power limit.
+    heat = min(1.0, block_tensor_us(config, H200) / block_tensor_us(config, hardware))
+    throttle_us = alone_us * heat * model.throttle * busy_us / (busy_us + model.throttle_us)
+    return ComputeParts(blocks_us, tiles_us, idle_us, throttle_us)
+
+
+def compulsory_bytes(problem: GemmProblem) -> int:
+    """Through HBM at least: each operand once in FP8, the result in BF16. The scales, under 3 %, are left out."""
+    return (problem.m + problem.n) * problem.k + 2 * problem.m * problem.n
+
+
+def memory_time(problem: GemmProblem, hardware: Hardware = H200) -> float:
+    """Microseconds of the compulsory bytes; few SMs cannot ask for all that HBM gives."""
+    tbps = min(hardware.hbm_tbps, hardware.l2_tbps * problem.num_sms / hardware.num_sms)
+    return calibration().memory_us + compulsory_bytes(problem) / tbps / 1e6
+
+
+def launch_time(hardware: Hardware = H200) -> float:
+    """Microseconds that every call costs: fitted on an H200, and what another GPU's empty kernel takes more."""
+    return calibration().launch_us + hardware.launch_us - H200.launch_us
+
+
+def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> Estimate:
+    """Predict a config's time on a problem: `launch + (compute**p + memory**p)**(1/p)`."""
+    overlap = calibration().overlap
+    most, utilization = busiest(config, problem)
+    compute_us = sum(_compute_parts(config, problem, hardware, most, utilization))
+    memory_us = memory_time(problem, hardware)
+    time_us = launch_time(hardware) + (compute_us**overlap + memory_us**overlap) ** (1 / overlap)
+    bound = "compute" if compute_us >= memory_us else "memory"
+    return Estimate(time_us, compute_us, memory_us, bound, most.total, utilization)

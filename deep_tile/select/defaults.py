@@ -1,0 +1,79 @@
+"""The configs that a problem's kernel is chosen from: tables of tiles, each with as deep a ring as fits.
+
+Called by choose.py, by the commands that compile or measure every kernel, and by the tests. No GPU, no torch.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from deep_tile.config import NARROW_N, PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig
+from deep_tile.walls import stages_max
+
+_CLUSTERS = ((1, 1), (2, 1), (1, 2))
+_MAX_STAGES = 24
+
+_DECODE_TILES = (
+    *((16, 4, 1), (32, 2, 1), (32, 4, 1), (32, 2, 2), (32, 4, 2), (48, 1, 1), (48, 2, 1)),
+    *((64, 1, 1), (64, 2, 1), (64, 4, 1), (64, 1, 2), (64, 2, 2), (64, 1, 4), (64, 2, 4)),
+    *((96, 2, 1), (112, 1, 1), (128, 1, 1), (128, 1, 2), (128, 2, 4), (128, 2, 8), (192, 1, 1), (256, 1, 1)),
+)
+"""(block_n, scale_blocks, split_k) of 64-row tiles. Several scale blocks per stage hide a short WGMMA chain's latency,
+stages of one arrive sooner; split K spreads few, wide tiles over all SMs, which read less of `a` than many narrow."""
+
+_MULTICAST_TILES = (
+    *((128, 64), (128, 96), (128, 128), (128, 144), (128, 160), (128, 176), (128, 192), (128, 224)),
+    *((128, 256), (256, 128)),
+)
+"""(block_m, block_n) that are built alone and as clusters of two."""
+
+_SINGLE_TILES = ((128, 112),)
+"""(block_m, block_n) that lost as clusters of two on every shape measured."""
+
+_SPLIT_TILES = (64, 96, 128, 192)
+"""block_n of 128-row tiles whose K two blocks share."""
+
+_NARROWING_TILES = (144, 160, 192)
+"""block_n of 128-row tiles that a launch ends with narrow ones of."""
+
+_RESIDENT_TILES = ((128, 128, 5), (128, 192, 4))
+"""(block_m, block_n, b_stages) of tiles whose `b` stays in shared memory: the wider, the shorter K must be. 128x256
+with three K blocks was never the fastest (H200, 2026-11-21)."""
+
+
+@lru_cache(maxsize=256)
+def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options: int | bool) -> GemmConfig:
+    """The tile with as many stages as fit beside all of its output boxes, or beside fewer where those leave too few.
+
+    Too few are less than four, or less than three that hold several scale blocks.
+
+    Raises:
+        ValueError: the tile is illegal with any number of stages.
+    """
+    enough = 3 if options.get("scale_blocks", 1) > 1 else 4
+    smallest = GemmConfig(block_m, block_n, 2, store_buffers=1, tma_store=tma_store, **options)
+    for store_buffers in range(smallest.boxes, 0, -1):
+        fixed_bytes = smallest.fixed_bytes + (store_buffers - 1) * smallest.store_bytes
+        stages = min(_MAX_STAGES, stages_max(smallest.stage_bytes, fixed_bytes, SMEM_LIMIT_BYTES))
+        if stages >= enough:
+            break
+    return replace(smallest, stages=stages, store_buffers=store_buffers)
+
+
+@lru_cache(maxsize=2)
+def default_configs(tma_store: bool = True) -> tuple[GemmConfig, ...]:
+    """Every config the selector can choose, for an `out` that TMA can store to or for any other."""
+    decode = [
+        deepest_config(64, block_n, tma_store, scale_blocks=scale_blocks, split_k=split_k)
+        for block_n, scale_blocks, split_k in _DECODE_TILES
+    ]
+    multicast = [
+        deepest_config(*tile, tma_store, cluster_m=cluster_m, cluster_n=cluster_n)
+        for tile in _MULTICAST_TILES
+        for cluster_m, cluster_n in _CLUSTERS
+    ]
+    single = [deepest_config(*tile, tma_store) for tile in _SINGLE_TILES]
+    split = [deepest_config(128, block_n, tma_store, split_k=2) for block_n in _SPLIT_TILES]
+    paired = [deepest_config(128, block_n, tma_store, pairs=True) for block_n in PAIRED_TILES]
+    narrowing = [deepest_config(128, block_n, tma_store, narrow_n=NARROW_N) for block_n in _NARROWING_TILES]
+    resident = [deepest_config(*tile, tma_store, b_stages=b_stages) for *tile, b_stages in _RESIDENT_TILES]
+    return (*decode, *multicast, *single, *paired, *narrowing, *split, *resident)

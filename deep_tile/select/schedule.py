@@ -1,0 +1,131 @@
+"""Who works on which tile: the host's half of include/deep_tile/scheduler.cuh. Pure functions of sizes; no GPU.
+
+Called by plan.py for the numbers of a launch, by cost.py for the waves that they make.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from deep_tile.config import GemmConfig, ceil_div
+from deep_tile.problem import GemmProblem
+from deep_tile.select.hardware import H200
+
+_REPLACED_WAVES = 8
+"""Waves of wide tiles, at most, in whose place a launch has narrow ones: nine of 128 columns do for eight of 144."""
+
+
+class Tiles(NamedTuple):
+    """Cluster tiles, or what a cluster has of them: of the config's own width, and narrow ones."""
+
+    wide: int
+    narrow: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    def columns(self, config: GemmConfig) -> int:
+        """Columns of `out` that they cover, which is how long they take: narrow tiles within 2 % of that, at equal k
+        (H200, 2026-11-22)."""
+        return self.wide * config.block_n + self.narrow * config.narrow_n
+
+
+def cluster_tiles(config: GemmConfig, problem: GemmProblem) -> Tiles:
+    """Units of work: one tile for each block of a cluster."""
+    return _split_tiles(config, problem, narrow_columns(config, problem))
+
+
+def _split_tiles(config: GemmConfig, problem: GemmProblem, narrow: int) -> Tiles:
+    """Where narrow tiles have `narrow` columns."""
+    rows = ceil_div(problem.m, config.block_m * config.cluster_m)
+    wide_n = problem.n - narrow * config.narrow_n
+    return Tiles(rows * ceil_div(wide_n, config.block_n * config.cluster_n), rows * narrow)
+
+
+def _busiest(tiles: Tiles, slots: int) -> Tiles:
+    """Of the cluster that has the most: they are handed out in turn, the wide ones first."""
+    wide = ceil_div(tiles.wide, slots)
+    return Tiles(wide, ceil_div(tiles.total, slots) - wide)
+
+
+@lru_cache(maxsize=65_536)
+def narrow_columns(config: GemmConfig, problem: GemmProblem) -> int:
+    """Columns of narrow tiles, with which the busiest SM has as little to do as can be: the fewest of those.
+
+    For each number of waves of wide tiles, the fewest that leave no more.
+    """
+    if not config.narrow_n:
+        return 0
+    slots, rows = cluster_slots(config, problem.num_sms), ceil_div(problem.m, config.block_m)
+    waves = ceil_div(rows * ceil_div(problem.n, config.block_n), slots)
+
+    def fewest(wide_waves: int) -> int:
+        return ceil_div(max(0, problem.n - wide_waves * slots // rows * config.block_n), config.narrow_n)
+
+    def most_work(narrow: int) -> int:
+        return _busiest(_split_tiles(config, problem, narrow), slots).columns(config)
+
+    columns = (fewest(wide_waves) for wide_waves in range(waves, max(0, waves - _REPLACED_WAVES) - 1, -1))
+    return min((narrow for narrow in columns if narrow * config.narrow_n <= problem.n), key=most_work, default=0)
+
+
+def cluster_slots(config: GemmConfig, num_sms: int) -> int:
+    """Clusters that run at the same time. Clusters of four and more leave some SMs idle, 12 of an H200's 132."""
+    usable = num_sms if config.cluster <= 2 else num_sms * 10 // 11
+    return max(1, usable // config.cluster)
+
+
+def blocks_per_tile(config: GemmConfig, k: int) -> int:
+    """Scale blocks of K that the busiest thread block of a cluster works through for one tile."""
+    return ceil_div(ceil_div(k, config.block_k), config.split_k) * config.scale_blocks
+
+
+def grid_size(config: GemmConfig, problem: GemmProblem) -> int:
+    """Fewest thread blocks that keep the number of waves: they share L2 and power better than a full, ragged grid.
+
+    Gains 1 %, and 5 % at n = 2112 (H200, 2026-11-21). Each has a tile, which the kernel counts on.
+    """
+    slots, tiles = cluster_slots(config, problem.num_sms), cluster_tiles(config, problem)
+    fewest = (ceil_div(count, ceil_div(count, slots)) for count in (tiles.wide, tiles.total) if count > 0)
+    return max(fewest) * config.cluster
+
+
+def raster_rows(problem: GemmProblem) -> int:
+    """Rows of tiles in a group of the raster, a power of two. Tiles that run together are of a group, column by column.
+
+    In groups of 8 rows products take 0.7 % less than in groups of 16, in the geometric mean of 28. But each group reads
+    all of `b`, and where that does not stay in L2 meanwhile, they take 0.6 % more (H200, 2026-11-21).
+    """
+    return 8 if problem.n * problem.k <= H200.l2_bytes // 2 else 16
+
+
+def last_rows_reciprocal(config: GemmConfig, m: int, group_rows: int) -> int:
+    """2^31 over the rows of cluster tiles in the raster's last group, rounded up: the kernel divides by them with it.
+
+    Args:
+        group_rows: rows of tiles in the others, `raster_rows`.
+    """
+    rows = ceil_div(m, config.block_m * config.cluster_m)
+    group_rows //= config.cluster_m
+    return ceil_div(1 << 31, rows % group_rows or group_rows)
+
+
+def columns_begun(config: GemmConfig, problem: GemmProblem) -> int:
+    """Columns of tiles that a thread block loads `b` for, at most, where `b` then stays; 0 elsewhere.
+
+    As ColumnScheduler of include/deep_tile/scheduler.cuh hands them out: whole columns, then a share of the others.
+    """
+    if not config.resident_b:
+        return 0
+    rows, columns = ceil_div(problem.m, config.block_m), ceil_div(problem.n, config.block_n)
+    blocks = grid_size(config, problem)
+    whole, shared = divmod(columns, blocks)
+    share = ceil_div(shared * rows, blocks)
+    return whole + (1 + ceil_div(share - 1, rows) if share else 0)
+
+
+def busiest(config: GemmConfig, problem: GemmProblem) -> tuple[Tiles, float]:
+    """Tiles of the cluster that has the most, and how much of that all have in the mean."""
+    tiles, slots = cluster_tiles(config, problem), cluster_slots(config, problem.num_sms)
+    most = _busiest(tiles, slots)
+    return most, tiles.columns(config) / (slots * most.columns(config))

@@ -1,0 +1,254 @@
+"""The command line: `python -m deep_tile`, or `deep-tile` where the package is installed.
+
+Called by users and by `make demo`. It adds tables and exit codes to what the other modules do, and decides nothing
+about kernels. Invariant: results go to stdout, progress and errors to stderr; the exit code is 0 when all is well, 1
+when a check fails or something is missing, 2 for arguments that make no sense. torch, which takes a second to import,
+is imported by the commands that multiply.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+import deep_tile
+from deep_tile.method import report
+from deep_tile.select.hardware import DTYPE_BYTES, H200, PRESETS
+from deep_tile.tools.compile import clear_cache, compile_kernels, show_cache
+from deep_tile.tools.console import PROGRAM, new_console, tflops_text, track_progress
+from deep_tile.tools.demo import demo
+from deep_tile.tools.doctor import doctor
+
+if TYPE_CHECKING:
+    from deep_tile.tools.tune import Tuned
+
+FIRST_CANDIDATES = 10
+"""What `explain` shows without --all."""
+
+TOKENS_TO_TUNE = "8,16,32,64,128,256,512,1024,2048,4096"
+"""m of each product that `tune` tries of a weight, unless told."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; bad arguments raise SystemExit(2)."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.run is not bench:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.rest = rest
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        return 130
+    except (RuntimeError, OSError, ValueError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+
+
+# ---- explain: which kernel a problem gets, and why
+
+
+def explain(options: argparse.Namespace) -> int:
+    asked = {"dtype": options.dtype, "hardware": options.hardware, "num_sms": options.num_sms}
+    derived = report.derivation(options.m, options.n, options.k, **asked)
+    if options.json:
+        print(json.dumps(report.as_data(derived), indent=2))
+    else:
+        report.show(derived, new_console(), None if options.all else FIRST_CANDIDATES)
+    if options.plot:
+        report.plot(derived, options.plot)
+        print(f"{PROGRAM}: wrote {options.plot}", file=sys.stderr)
+    return 0
+
+
+# ---- tune: the fastest config, measured
+
+
+def tune(options: argparse.Namespace) -> int:
+    shapes = _shapes_to_tune(options)
+    available, reason = deep_tile.is_available()
+    if not available:
+        raise RuntimeError(f"tune times kernels, so it needs a Hopper GPU: {reason}")
+    from deep_tile.tools import tune as search
+
+    results = search.tune(shapes, wide=options.wide, repeats=options.repeats, track=track_progress)
+    place = search.store(results)
+    console = new_console()
+    console.print(_tuned_table(results), "", f"Kept in {place}; the selector takes them from there from now on.")
+    wrong = [(result.problem, *found) for result in results for found in result.wrong.items()]
+    for (m, n, k, *_), config, error in wrong:
+        print(f"{PROGRAM}: {config.name} at {m}x{n}x{k}: relative error {error:.2e}; left out", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _shapes_to_tune(options: argparse.Namespace) -> list[tuple[int, int, int]]:
+    """(m, n, k) of the weight on the command line and of the file's lines."""
+    weight = (options.n, options.k)
+    if weight == (None, None) and options.shapes:
+        return options.shapes
+    if None in weight:
+        options.refuse("give N and K of a weight, or --shapes FILE")
+    return [(m, *weight) for m in options.m] + options.shapes
+
+
+def _tuned_table(results: Sequence[Tuned]) -> Table:
+    columns = ("m up to", "n", "k", "us", "TFLOPS", "chosen before", "us", "gain", "tried")
+    table = report.table("config", *columns)
+    for (m, n, k, *_), (config, us), before, before_us, tried, _ in results:
+        was = "the same" if config == before else before.name
+        numbers = f"{us:.1f}", tflops_text(m, n, k, us), was, f"{before_us:.1f}", f"{before_us / us - 1:.1%}"
+        table.add_row(config.name, str(m), str(n), str(k), *numbers, str(tried))
+    return table
+
+
+# ---- bench: the scripts of a checkout
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def bench(options: argparse.Namespace) -> int:
+    """In a process of its own: the package imports nothing of the checkout."""
+    script = CHECKOUT / "benchmarks" / "bench_gemm.py"
+    if not script.is_file():
+        raise RuntimeError(
+            "the benchmarks are not part of the installed package; run `python -m deep_tile bench`, or "
+            "benchmarks/bench_gemm.py itself, in a checkout of deep_tile's sources"
+        )
+    search_path = os.pathsep.join(filter(None, (str(CHECKOUT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": search_path}
+    return subprocess.run([sys.executable, script, *options.rest], env=environment).returncode
+
+
+# ---- arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog=PROGRAM, description="FP8 block-scaled matrix products on NVIDIA Hopper GPUs.")
+    parser.add_argument("--version", action="version", version=f"deep_tile {deep_tile.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str, **options: Any) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, **options)
+        command.set_defaults(run=run)
+        return command
+
+    add("demo", demo, "DeepSeek-V3's layers: multiplied, checked and timed, or compiled where there is no Hopper GPU")
+
+    command = add("explain", explain, "which kernel a product of [M, K] and [N, K] gets, and why")
+    for name in ("m", "n", "k"):
+        command.add_argument(name, type=_positive, metavar=name.upper())
+    command.add_argument("--dtype", choices=DTYPE_BYTES, default="fp8", help="of the operands; default: %(default)s")
+    command.add_argument(
+        "--hardware", default="H200", help=f"one of {', '.join(PRESETS)}, or the driver's name; default: %(default)s"
+    )
+    command.add_argument("--num-sms", type=_positive, help="SMs to use; default: all of the hardware's")
+    command.add_argument("--all", action="store_true", help=f"every candidate, not only the first {FIRST_CANDIDATES}")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline as an image, such as a PNG")
+    command.add_argument("--json", action="store_true", help="everything, as JSON")
+
+    command = add("compile", compile_kernels, "compile every default kernel, fill the cache, show registers and spills")
+    command.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, help="at once; default: %(default)s")
+    command.add_argument(
+        "--shape",
+        type=_weight_shape,
+        action="append",
+        default=[],
+        metavar="N,K,MAX_M",
+        help="only the kernels that a weight [N, K] needs for any m up to MAX_M; may be repeated",
+    )
+    _add_num_sms(command)
+
+    command = add("doctor", doctor, "what works on this machine, and what to do about the rest")
+    command.add_argument("--measure", action="store_true", help="measure the GPU's bandwidths, latencies and rates")
+    command.add_argument("--json", action="store_true", help="as JSON")
+
+    command = add("cache", show_cache, "the directory of compiled kernels")
+    actions = command.add_subparsers(metavar="ACTION", required=True)
+    actions.add_parser("info", help="where it is and what it holds").set_defaults(run=show_cache)
+    actions.add_parser("clear", help="remove every kernel from it").set_defaults(run=clear_cache)
+
+    command = add("tune", tune, "time configs on this GPU and keep the fastest for each shape")
+    for name, text in (("n", "rows of the weight [N, K]"), ("k", "its columns")):
+        command.add_argument(name, type=_positive, nargs="?", metavar=name.upper(), help=text)
+    command.add_argument("--m", type=_positives, default=TOKENS_TO_TUNE, metavar="M,M,...", help="default: %(default)s")
+    text = "with a line MxNxK for each product"
+    command.add_argument("--shapes", type=_shapes_file, default=[], metavar="FILE", help=text)
+    command.add_argument("--wide", action="store_true", help="also other numbers of stages and store buffers")
+    command.add_argument(
+        "--repeats",
+        type=_samples,
+        default=20,
+        help="samples of each config that may be the fastest; default: %(default)s",
+    )
+    command.set_defaults(refuse=command.error)
+
+    add("bench", bench, "run benchmarks/bench_gemm.py of a checkout, with its arguments", add_help=False)
+    return parser
+
+
+def _add_num_sms(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--num-sms", type=_positive, default=H200.num_sms, help="SMs of the GPU; default: %(default)s, an H200"
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer below 2**31")
+    return int(text)
+
+
+def _samples(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is too few for a median with a spread; give 2 or more")
+    return int(text)
+
+
+def _positives(text: str) -> list[int]:
+    return [_positive(number) for number in text.split(",")]
+
+
+def _shapes_file(path: str) -> list[tuple[int, int, int]]:
+    """(m, n, k) of each line that is neither empty nor a comment."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{path!r} cannot be read: {error}") from None
+    shapes = [_product_shape(path, text) for line in lines if (text := line.split("#")[0].strip())]
+    if not shapes:
+        raise argparse.ArgumentTypeError(f"{path!r} has no line MxNxK, such as 4096x7168x2048")
+    return shapes
+
+
+def _product_shape(path: str, text: str) -> tuple[int, int, int]:
+    sizes = text.split("x")
+    if len(sizes) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} in {path!r} is not MxNxK, such as 4096x7168x2048")
+    m, n, k = map(_positive, sizes)
+    return m, n, k
+
+
+def _weight_shape(text: str) -> tuple[int, int, int]:
+    sizes = text.split(",")
+    if len(sizes) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} is not N,K,MAX_M, such as 7168,2048,4096")
+    n, k, max_m = map(_positive, sizes)
+    supported, reason = deep_tile.supports(max_m, n, k)
+    if not supported:
+        raise argparse.ArgumentTypeError(f"{text!r}: {reason}")
+    return n, k, max_m

@@ -1,0 +1,121 @@
+"""`compile` and `cache`: every kernel, with what ptxas says of it, and the directory that holds them.
+
+Called by cli.py; demo.py and doctor.py build and report kernels by the same functions. No GPU, no torch.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+from rich.table import Table
+
+from deep_tile import jit, plan, settings
+from deep_tile.codegen import kernel_source
+from deep_tile.config import GemmConfig
+from deep_tile.method import report
+from deep_tile.select.defaults import default_configs
+from deep_tile.tools.console import PROGRAM, new_console, track_progress
+
+
+class Built(NamedTuple):
+    """One kernel's compilation."""
+
+    config: GemmConfig
+    seconds: float
+    usage: jit.ResourceUsage
+
+    @property
+    def flawed(self) -> bool:
+        """Spills, or a remark that ptxas serialised WGMMAs: the kernel is right, and slower than it should be."""
+        return bool(self.usage.spill_store_bytes or self.usage.spill_load_bytes or self.usage.warnings)
+
+
+def compile_kernels(options: argparse.Namespace) -> int:
+    configs = wanted_configs(options)
+    dump_dir = settings.dump_dir()
+    built = build_all(configs, options.jobs, store=dump_dir is None)
+    console = new_console()
+    console.print(kernel_table(built), "")
+    console.print(f"{len(built)} kernels for sm_90a, {sum(kernel.seconds for kernel in built):.1f} s of compiling.")
+    console.print(f"Written to {dump_dir}; the cache was left alone." if dump_dir else f"Cache: {cache_text()}.")
+    return report_flaws(built)
+
+
+def wanted_configs(options: argparse.Namespace) -> list[GemmConfig]:
+    """The default configs, or those that the shapes need; each to store by TMA and to store anywhere."""
+    configs = []
+    for tma_store in (True, False):
+        if not options.shape:
+            configs += default_configs(tma_store)
+        for n, k, max_m in options.shape:
+            configs += plan.configs_for(n, k, max_m, options.num_sms, tma_store)
+    return list(dict.fromkeys(configs))
+
+
+def build(config: GemmConfig, store: bool = False) -> Built:
+    """Compile, cached or not, for the log, which no cache holds; `store` gives the kernel to the cache."""
+    source = kernel_source(config)
+    compiled = jit.compile_kernel(source, config.name)
+    if store:
+        jit.store_cubin(source, compiled.cubin)
+    return Built(config, compiled.seconds, jit.resource_usage(compiled.log))
+
+
+def build_all(configs: Sequence[GemmConfig], jobs: int, store: bool = False) -> list[Built]:
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        return list(track_progress(pool.map(partial(build, store=store), configs), "Compiling", len(configs)))
+
+
+def kernel_table(built: list[Built], uses: dict[GemmConfig, int] | None = None) -> Table:
+    columns = ("seconds", "registers", "spilled bytes", "smem KiB")
+    table = report.table("kernel", *columns, *(["shapes"] if uses else []))
+    for config, seconds, usage in built:
+        spilled = usage.spill_store_bytes + usage.spill_load_bytes
+        row = (config.name, f"{seconds:.2f}", str(usage.registers), str(spilled), _kib(config.smem_bytes))
+        table.add_row(*row, *([str(uses[config])] if uses else []))
+    return table
+
+
+def report_flaws(built: list[Built]) -> int:
+    """Exit code 1 and a line for each kernel that spills or that ptxas remarks on."""
+    flawed = [kernel for kernel in built if kernel.flawed]
+    for config, _, usage in flawed:
+        spills = f"{usage.spill_store_bytes} bytes spilled, {usage.spill_load_bytes} reloaded"
+        print(f"{PROGRAM}: {'; '.join([f'{config.name}: {spills}', *usage.warnings])}", file=sys.stderr)
+    return 1 if flawed else 0
+
+
+def _kib(size_bytes: int) -> str:
+    return str(size_bytes >> 10)
+
+
+# ---- cache
+
+
+def show_cache(options: argparse.Namespace) -> int:
+    new_console().print(f"Cache: {cache_text()}.")
+    return 0
+
+
+def clear_cache(options: argparse.Namespace) -> int:
+    before = jit.cache_info()
+    jit.clear_cache()
+    new_console().print(f"Removed {before.entries} kernels, {_mib(before.size_bytes)}, from {_place(before)}.")
+    return 0
+
+
+def cache_text() -> str:
+    info = jit.cache_info()
+    held = f"{info.entries} kernels, {_mib(info.size_bytes)} of {_mib(info.limit_bytes)}"
+    return f"{_place(info)} holds {held}, and serves NVRTC {info.nvrtc_version}"
+
+
+def _place(info: jit.CacheInfo) -> str:
+    return "the memory of this process" if info.directory is None else str(info.directory)
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,192 @@
+"""`doctor`: can the package work here, and what to do about what is missing.
+
+Called by cli.py. Imports torch only to look at it, so that it also reports where there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from typing import NamedTuple
+
+import deep_tile
+from deep_tile import _launcher, jit, plan, settings
+from deep_tile.codegen import kernel_source
+from deep_tile.method import report
+from deep_tile.problem import GemmProblem
+from deep_tile.select import hardware
+from deep_tile.tools.compile import build, cache_text
+from deep_tile.tools.console import new_console
+from deep_tile.tools.products import MAX_RELATIVE_ERROR, checked_error
+
+
+class Finding(NamedTuple):
+    """One line of the doctor's report; `status` is ok, warn or fail."""
+
+    status: str
+    subject: str
+    seen: str
+    remedy: str
+
+
+class Check(NamedTuple):
+    """One thing to look at: `look` returns a status and what it saw; raising means that the check failed."""
+
+    subject: str
+    look: Callable[[], tuple[str, str]]
+    remedy: str
+
+
+def doctor(options: argparse.Namespace) -> int:
+    if options.measure:
+        return _measure_hardware(options)
+    findings = [_examine(check) for check in _checks()]
+    works = all(finding.status != "fail" for finding in findings)
+    if options.json:
+        print(json.dumps({"works": works, "findings": [finding._asdict() for finding in findings]}, indent=2))
+        return 0 if works else 1
+    console, table = new_console(), report.table("", "", "seen", "remedy", numbers=False)
+    for status, subject, seen, remedy in findings:
+        table.add_row(status, subject, seen, remedy, style={"ok": None, "warn": "yellow", "fail": "red"}[status])
+    console.print(table, "")
+    available, reason = deep_tile.is_available()
+    where = f"on the GPU: {reason}" if available else f"on CPU tensors only: {reason}"
+    console.print(f"deep_tile works here, {where}" if works else "deep_tile cannot work here: see the lines that fail")
+    return 0 if works else 1
+
+
+def _measure_hardware(options: argparse.Namespace) -> int:
+    available, reason = deep_tile.is_available()
+    if not available:
+        raise RuntimeError(f"measuring needs a Hopper GPU: {reason}")
+    import torch
+
+    from deep_tile.tools.measure import measure
+
+    device = torch.cuda.get_device_name()
+    known, measured = measure()
+    hardware.store_measured(device, measured)
+    if options.json:
+        print(json.dumps({"gpu": device, "measured": measured}, indent=2))
+        return 0
+    console, table = new_console(), report.table(device, "measured", "known before", "source")
+    for name, value in measured.items():
+        table.add_row(name, f"{value:g}", f"{getattr(known, name):g}", known.source(name))
+    console.print(table, "")
+    console.print(f"Stored in {hardware.measured_path()}; `explain --hardware '{device}'` uses it.")
+    return 0
+
+
+def _examine(check: Check) -> Finding:
+    try:
+        status, seen = check.look()
+    except Exception as error:  # whatever is broken is what was to be found
+        status, seen = "fail", f"{type(error).__name__}: {error}"
+    return Finding(status, check.subject, seen, "" if status == "ok" else check.remedy)
+
+
+def _checks() -> list[Check]:
+    nvrtc = 'pip install "deep_tile[cu13]", or "deep_tile[cu12]" beside a PyTorch for CUDA 12'
+    return [
+        Check("PyTorch", _look_at_torch, "to use a GPU, install a CUDA build of PyTorch"),
+        Check("driver", _look_at_driver, "to use a GPU, install NVIDIA's driver"),
+        Check("GPU", _look_at_gpus, "none needed to compile; kernels run on a Hopper GPU: H100, H200, H800, H20"),
+        Check("cuda.core", _look_at_bindings, nvrtc),
+        Check("NVRTC", _look_at_nvrtc, nvrtc),
+        *(Check(variable.name, _look_at(value), variable.meaning) for variable, value in VARIABLE_VALUES),
+        Check("compiler", _look_at_compiler, nvrtc),
+        Check("cache", _look_at_cache, "set DEEP_TILE_CACHE_DIR to a directory of your own, on a disk with space"),
+        Check("product", _look_at_product, "report this, with the output of `deep-tile doctor --json`"),
+    ]
+
+
+VARIABLE_VALUES: tuple[tuple[settings.Variable, Callable[[], object]], ...] = (
+    (settings.CACHE_DIR, lambda: settings.cache_dir() or "none: memory only"),
+    (settings.CACHE_MAX_MB, lambda: settings.cache_max_bytes() >> 20),
+    (settings.PRINT_CONFIG, lambda: int(settings.print_config())),
+    (settings.DUMP_DIR, lambda: settings.dump_dir() or "unset"),
+    (settings.TUNED, lambda: settings.tuned_file() or "a file for each model of GPU, in the cache directory"),
+    (settings.BOUNDED_WAITS, lambda: (settings.bounded_waits_ns() or 0) * 1e-9 or "unset"),
+)
+"""Each environment variable and how to say what it means to this process."""
+
+DOCTORS_PROBLEM = GemmProblem(128, 512, 1024)
+
+
+def _look_at(value: Callable[[], object]) -> Callable[[], tuple[str, str]]:
+    return lambda: ("ok", str(value()))
+
+
+def _look_at_torch() -> tuple[str, str]:
+    import torch
+
+    cuda = torch.version.cuda
+    return ("ok" if cuda else "warn"), f"{torch.__version__}, {f'built for CUDA {cuda}' if cuda else 'without CUDA'}"
+
+
+def _look_at_driver() -> tuple[str, str]:
+    try:
+        return "ok", f"up to CUDA {_cuda_version(_launcher.driver_version())}"
+    except RuntimeError as error:
+        return "warn", str(error)
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _look_at_gpus() -> tuple[str, str]:
+    available, reason = deep_tile.is_available()
+    return ("ok", "; ".join(_gpu_names())) if available else ("warn", reason)
+
+
+def _gpu_names() -> Iterable[str]:
+    import torch
+
+    for device in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(device)
+        yield f"cuda:{device} {gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} SMs"
+
+
+def _look_at_bindings() -> tuple[str, str]:
+    return "ok", f"{metadata.version('cuda-core')}, cuda-bindings {metadata.version('cuda-bindings')}"
+
+
+def _look_at_nvrtc() -> tuple[str, str]:
+    version = jit.nvrtc_version()
+    try:
+        driver = _cuda_version(_launcher.driver_version())
+    except RuntimeError:
+        return "ok", version
+    if int(version.split(".")[0]) > int(driver.split(".")[0]):
+        return "warn", f"{version}; the driver knows CUDA {driver} only and may refuse its kernels"
+    return "ok", version
+
+
+def _look_at_compiler() -> tuple[str, str]:
+    built = build(plan.config_for(DOCTORS_PROBLEM))
+    text = f"{built.config.name} in {built.seconds:.2f} s, {built.usage.registers} registers"
+    return ("warn", f"{text}, spills or remarks") if built.flawed else ("ok", text)
+
+
+def _look_at_cache() -> tuple[str, str]:
+    if settings.dump_dir() is not None:
+        return "warn", f"{settings.DUMP_DIR.name} is set, so every kernel is compiled and none is cached"
+    config = plan.config_for(DOCTORS_PROBLEM)
+    with warnings.catch_warnings(record=True) as complaints:
+        warnings.simplefilter("always")
+        jit.load_cubin(kernel_source(config), config.name)
+    if complaints:
+        return "warn", str(complaints[0].message)
+    return "ok", cache_text()
+
+
+def _look_at_product() -> tuple[str, str]:
+    device = "cuda" if deep_tile.is_available()[0] else "cpu"
+    m, n, k, *_ = DOCTORS_PROBLEM
+    error = checked_error(m, n, k, device)
+    text = f"{m}x{n}x{k} on {device}: relative error {error:.2e}, at most {MAX_RELATIVE_ERROR} allowed"
+    return ("ok" if error <= MAX_RELATIVE_ERROR else "fail"), text

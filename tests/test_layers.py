@@ -1,0 +1,181 @@
+"""Who imports whom, read from the sources: one way, no circle, torch and the command line only where they belong.
+
+A new module needs a row of its own in `MAY_IMPORT`. Imports inside functions count; those for annotations alone (`if
+TYPE_CHECKING:`) do not.
+"""
+
+import ast
+import shutil
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import deep_tile
+
+PACKAGE = Path(deep_tile.__file__).parent
+
+SIZES = {"config", "problem", "walls"}
+"""What is asked and how it is done: numbers alone."""
+
+CALL = SIZES | {"_launcher", "jit", "plan", "reference", "select", "settings"}
+
+MAY_IMPORT = {
+    "problem": set(),
+    "settings": set(),
+    "walls": set(),
+    "sass": set(),
+    "config": {"walls"},
+    "codegen": {"config"},
+    "jit": {"sass", "settings"},
+    "select": SIZES | {"settings"},
+    "watch": {"codegen", "config", "settings"},
+    "plan": SIZES | {"_launcher", "codegen", "jit", "select", "watch"},
+    "cast": SIZES | {"codegen", "jit", "select"},
+    "quantize": {"cast", "config"},
+    "reference": {"config", "quantize"},
+    "api": CALL,
+    "method": SIZES | {"select"},
+    "tools": CALL | {"", "api", "cast", "codegen", "method", "quantize", "sass"},
+    "": set(),
+    "__main__": {"tools"},
+}
+"""By module or package of deep_tile, which others it may import; "" is deep_tile/__init__.py, the public names."""
+
+PURE = ("select.schedule", "select.defaults", "select.choose")
+"""Read neither the user's files nor variables: what `tune` found is passed in."""
+
+WITH_TORCH = {"api", "quantize", "reference", "tools.measure", "tools.timing", "tools.tune"}
+"""Import torch when they are imported. Whoever imports one of them waits a second for torch."""
+
+LATER_WITH_TORCH = {"tools.cli", "tools.demo", "tools.doctor", "tools.products", "watch"}
+"""Import torch, or one of the modules above, in the functions that need it."""
+
+
+ON_IMPORT_OR_LATER = WITH_TORCH | LATER_WITH_TORCH
+
+
+class Edge(NamedTuple):
+    """One import: `module` and `target` by their names within deep_tile, another package's by its first name."""
+
+    module: str
+    target: str
+    line: int
+    in_function: bool
+
+    def __str__(self) -> str:
+        return f"{self.module or '__init__'}:{self.line} imports {self.target or 'deep_tile'}"
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Path of every module by its name within the package, whose own is ""."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def edges(package: Path) -> list[Edge]:
+    known = {*modules(package), "_launcher"}
+
+    def target(name: str) -> str:
+        top, _, inner = name.partition(".")
+        while top == "deep_tile" and inner not in known:
+            inner = inner.rpartition(".")[0]  # the last part names something in a module
+        return inner if top == "deep_tile" else top
+
+    return [
+        Edge(module, target(name), line, in_function)
+        for module, path in modules(package).items()
+        for name, line, in_function in _imports(ast.parse(path.read_text()), in_function=False)
+    ]
+
+
+def _imports(node: ast.AST, in_function: bool) -> Iterator[tuple[str, int, bool]]:
+    """(whole name, line, in a function) of what the children of a node import."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((alias.name, child.lineno, in_function) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            package = "deep_tile.." if child.level else ""  # relative ones are refused: no module has that name
+            yield from ((f"{package}{child.module}.{alias.name}", child.lineno, in_function) for alias in child.names)
+        elif not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from _imports(child, in_function or isinstance(child, ast.FunctionDef))
+
+
+def row(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def violations(package: Path) -> list[str]:
+    """In words, what breaks the rules above."""
+    known = modules(package)
+    found = [f"{module} has no row in MAY_IMPORT" for module in known if row(module) not in MAY_IMPORT]
+    for edge in edges(package):
+        inside = edge.target in known or edge.target == "_launcher"
+        if inside and row(edge.target) not in MAY_IMPORT.get(row(edge.module), set()) | {row(edge.module)}:
+            found.append(str(edge))
+        if edge.module in PURE and edge.target in ("settings", "select.tuned"):
+            found.append(f"{edge}, and is pure")
+        if edge.target in {"torch", *WITH_TORCH}:
+            allowed = ON_IMPORT_OR_LATER if edge.in_function else WITH_TORCH
+            found += [] if edge.module in allowed else [f"{edge}, and does without torch"]
+        if edge.target in ("benchmarks", "tests"):
+            found.append(f"{edge} of a checkout")
+    return found + circles(package)
+
+
+def circles(package: Path) -> list[str]:
+    graph: dict[str, set[str]] = {}
+    for edge in edges(package):
+        graph.setdefault(edge.module, set()).add(edge.target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [f"circle: {' -> '.join(name or 'deep_tile' for name in error.args[1])}"]
+    return []
+
+
+def test_imports_point_one_way():
+    assert violations(PACKAGE) == []
+
+
+def test_public_names_are_not_the_tools():
+    """They are imported by name at their first use, which the sources do not show."""
+    assert {row(module) for module in deep_tile._MODULES.values()} == {"api", "config", "method", "quantize"}
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "said"),
+    [
+        ("plan.py", "from deep_tile.tools import cli", "plan:1 imports tools.cli"),
+        ("plan.py", "def late():\n    import deep_tile.method.report", "plan:2 imports method.report"),
+        ("jit.py", "from deep_tile import config", "jit:1 imports config"),
+        ("walls.py", "from deep_tile.config import GemmConfig", "circle: "),
+        ("select/schedule.py", "from deep_tile.select.cost import estimate", "circle: "),
+        ("select/choose.py", "from deep_tile.select import tuned", "select.choose:1 imports select.tuned, and is pure"),
+        ("codegen.py", "def late():\n    import torch", "codegen:2 imports torch, and does without torch"),
+        ("tools/cli.py", "from deep_tile.tools import tune", "tools.cli:1 imports tools.tune, and does without torch"),
+        ("tools/demo.py", "import torch", "tools.demo:1 imports torch, and does without torch"),
+        ("tools/cli.py", "from benchmarks import bench_gemm", "tools.cli:1 imports benchmarks of a checkout"),
+        ("method/report.py", "import deep_tile", "method.report:1 imports deep_tile"),
+        ("plan.py", "from . import api", "plan:1 imports deep_tile"),
+        ("loose.py", "", "loose has no row in MAY_IMPORT"),
+    ],
+)
+def test_a_violation_is_found(tmp_path, path, text, said):
+    package = tmp_path / "deep_tile"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    changed = package / path
+    changed.write_text(f"{text}\n{changed.read_text() if changed.exists() else ''}")
+    assert any(violation.startswith(said) for violation in violations(package))
+
+
+def test_imports_for_annotations_alone_are_free(tmp_path):
+    package = tmp_path / "deep_tile"
+    package.mkdir()
+    (package / "plan.py").write_text("if TYPE_CHECKING:\n    from deep_tile.tools import cli\n")
+    assert violations(package) == []
