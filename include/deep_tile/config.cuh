@@ -57,6 +57,17 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
+// The type `Then` or the type `Else`.
+template <bool condition, typename Then, typename Else>
+struct Conditional {
+    using type = Then;
+};
+
+template <typename Then, typename Else>
+struct Conditional<false, Then, Else> {
+    using type = Else;
+};
+
 // Sums that the other blocks of a split-K cluster send: one slot per sender, four registers of each thread adjacent.
 template <GemmConfig config, bool split = (config.split_k > 1)>
 struct Partials {};

@@ -44,31 +44,31 @@ namespace deep_tile {
 template <GemmConfig config>
 __device__ __forceinline__ void consume_width(const GemmParams& params, SharedStorage<config>& smem, int warpgroup,
                                               PipelineState<config.stages>& state) {
-    Consumer<config> consumer(params, smem, warpgroup, state);
+    MainLoop<config> loop(params, smem, warpgroup, state);
     Epilogue<config> epilogue(params, smem, warpgroup);
     WidthScheduler<config> tiles(params);
     const int first_row = warpgroup * config.rows_per_warpgroup;
     int left = tiles.count();
     Tile tile;
     if constexpr (config.chunks > 1) tile = tiles.next();
-    consumer.acquire();
+    loop.acquire();
     while (true) {
-        consumer.begin_tile();
+        loop.begin_tile();
         if constexpr (config.chunks == 1) tile = tiles.next();
-        if constexpr (config.resident_b()) consumer.set_ends_column(tiles.ends_column());
+        loop.turn_to_tile(tiles);
         Accumulators<config> sums = {};
         if constexpr (config.pairs) pin(sums[0][0]);  // else ptxas clears them in each loop: 3 to 5 KB
         if constexpr (config.store_chunks > 1) {
-            consumer.multiply(sums, tile.n, left > 1, [&](int chunk) { epilogue.store_chunk(sums, chunk); });
+            loop.multiply(sums, tile.n, left > 1, [&](int chunk) { epilogue.store_chunk(sums, chunk); });
             epilogue.store_chunk(sums, config.store_chunks - 1);
         } else {
-            consumer.multiply(sums, tile.n, left > 1, [](int) {});
+            loop.multiply(sums, tile.n, left > 1, [](int) {});
             epilogue.template store<0>(sums, tile.m + first_row, tile.n);
         }
         if (--left == 0) break;
         if constexpr (config.chunks > 1) tile = tiles.next();
     }
-    state = consumer.end();
+    state = loop.end();
     epilogue.drain();
 }
 
@@ -105,7 +105,7 @@ __device__ __forceinline__ void finish_part(SplitReduction<config>& reduction, E
 // As consume(), each tile's sums being those of the whole cluster.
 template <GemmConfig config>
 __device__ __forceinline__ void consume_split(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
-    Consumer<config> consumer(params, smem, warpgroup, {});
+    MainLoop<config> loop(params, smem, warpgroup, {});
     SplitReduction<config> reduction(smem, warpgroup);
     Epilogue<config> epilogue(params, smem, warpgroup);
     TileScheduler<config> tiles(params);
@@ -113,16 +113,16 @@ __device__ __forceinline__ void consume_split(const GemmParams& params, SharedSt
     for (int left = tiles.count(); left > 0; --left) {
         const Tile tile = tiles.next();
         Accumulators<config> sums = {};
-        if (consumer.steps() > 0) {
-            consumer.acquire();
-            consumer.begin_tile();
-            consumer.multiply(sums, tile.n, false, [](int) {});
+        if (loop.steps() > 0) {
+            loop.acquire();
+            loop.begin_tile();
+            loop.multiply(sums, tile.n, false, [](int) {});
         }
         reduction.send(sums);
         reduction.await();
         finish_part<config, 0>(reduction, epilogue, sums, tile.m + first_row, tile.n, left == 1);
     }
-    consumer.end();
+    loop.end();
     epilogue.drain();
 }
 

@@ -29,6 +29,86 @@ __device__ __forceinline__ OperandBox b_box(const GemmParams& params, Tile tile)
     return {&params.b_maps[last], beyond ? 0 : last ? params.b_tail_rows : config.block_n / config.cluster_m};
 }
 
+// `b` in the ring, beside its K block of `a`. Of the operands' warp and the math warpgroups each has a copy of its own.
+template <GemmConfig config>
+struct RingB {
+    static constexpr bool travels_with_a = true;
+
+    // Where the K block `step` of a tile goes, and the barrier that completes when it is there.
+    static __device__ __forceinline__ int slot(int stage, int) { return stage; }
+    static __device__ __forceinline__ u32 full(SharedStorage<config>& smem, int stage, int) {
+        return ptx::smem_address(&smem.full[stage]);
+    }
+
+    // To the tile that the scheduler gives next.
+    template <typename Scheduler>
+    __device__ __forceinline__ void turn_to_tile(const Scheduler&) {}
+
+    // The operands' warp: whether it requests the tile's `b`, and whether that of the `next` tile into L2: steps of the
+    // first round, of which each of the blocks that share these columns takes some.
+    __device__ __forceinline__ bool is_requested() const { return true; }
+    __device__ __forceinline__ bool prefetches(const GemmParams& params, Tile next, int step) const {
+        if (!config.prefetches_b || !next.valid || step >= config.stages) return false;
+        return ((next.m / config.block_m + step) & ((1 << params.raster_rows_log2) - 1)) == 0;
+    }
+    __device__ __forceinline__ void await_empty(SharedStorage<config>&, int) const {}
+    __device__ __forceinline__ void end_tile() {}
+
+    // A math warpgroup, stage by stage.
+    __device__ __forceinline__ int slot(int stage) const { return stage; }
+    __device__ __forceinline__ void await_full(SharedStorage<config>&) const {}
+    __device__ __forceinline__ void advance(int) {}
+    __device__ __forceinline__ void release(SharedStorage<config>&, int) const {}
+};
+
+// `b` in slots of its own, one for each K block, where it stays while the block works down a column of tiles.
+template <GemmConfig config>
+class ResidentB {
+   public:
+    static constexpr bool travels_with_a = false;
+
+    static __device__ __forceinline__ int slot(int, int step) { return step; }
+    static __device__ __forceinline__ u32 full(SharedStorage<config>& smem, int, int step) {
+        return ptx::smem_address(&smem.resident.full[step]);
+    }
+
+    template <typename Scheduler>
+    __device__ __forceinline__ void turn_to_tile(const Scheduler& tiles) {
+        column_.ends = tiles.ends_column();
+    }
+
+    // All of the next column's: 1 to 3 % at k = 512 (H200, 2026-11-21).
+    __device__ __forceinline__ bool is_requested() const { return column_.begins; }
+    __device__ __forceinline__ bool prefetches(const GemmParams&, Tile next, int) const {
+        return next.valid && column_.ends;
+    }
+    __device__ __forceinline__ void await_empty(SharedStorage<config>& smem, int step) const {
+        if (column_.begins) wait(smem.resident.empty[step], column_.phase ^ 1);
+    }
+    __device__ __forceinline__ void end_tile() { column_.advance(); }
+
+    __device__ __forceinline__ int slot(int) const { return step_; }
+    __device__ __forceinline__ void await_full(SharedStorage<config>& smem) const {
+        if (column_.begins) wait(smem.resident.full[step_], column_.phase);
+    }
+    __device__ __forceinline__ void advance(int steps) {
+        step_ += 1;
+        if (step_ < steps) return;
+        step_ = 0;
+        column_.advance();
+    }
+    __device__ __forceinline__ void release(SharedStorage<config>& smem, int slot) const {
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.resident.empty[slot]), column_.ends);
+    }
+
+   private:
+    int step_ = 0;  // of the tile, a math warpgroup's present one
+    ColumnState column_;
+};
+
+template <GemmConfig config>
+using StoredB = typename Conditional<config.resident_b(), ResidentB<config>, RingB<config>>::type;
+
 // Requests one tile's operands, by one thread; each scale block is a box of its own. Of a tile that the two blocks of a
 // cluster share, each requests half and sends it to both, or, without multicast, both halves for itself.
 template <GemmConfig config, bool multicast = config.multicast()>
@@ -42,23 +122,22 @@ class OperandLoader {
           a_(a_box<config>(params, tile)),
           b_(b_box<config>(params, tile)) {}
 
-    // Announces a stage and requests its tile of `b`. `step` counts the stages of the whole K; a resident `b` has a slot
-    // for each.
+    // Announces what brings `b`, the stage if it travels with `a`, and requests the tile's K block. `step` counts those of
+    // the whole K.
     __device__ __forceinline__ void load_b(int stage, int step) const {
         constexpr bool shared = config.cluster_m > 1;
-        if constexpr (config.resident_b()) {
-            const u32 barrier = ptx::smem_address(&smem_.resident.full[step]);
-            ptx::mbarrier_arrive_expect_tx(barrier, b_.rows * config.block_k);
-            load<config.block_n, shared>(smem_.b[step], b_, barrier, tile_.n, step);
-        } else {
+        const u32 barrier = StoredB<config>::full(smem_, stage, step);
+        if constexpr (StoredB<config>::travels_with_a) {
             announce(stage, b_.rows * config.cluster_m);
-            load<config.block_n, shared>(smem_.b[stage], b_, full(stage), tile_.n, step);
+        } else {
+            ptx::mbarrier_arrive_expect_tx(barrier, b_.rows * config.block_k);
         }
+        load<config.block_n, shared>(smem_.b[StoredB<config>::slot(stage, step)], b_, barrier, tile_.n, step);
     }
 
     // Its scales, if TMA copies them, go first: behind the operands in TMA's queue they gain nothing.
     __device__ __forceinline__ void load_a(int stage, int step) const {
-        if constexpr (config.resident_b()) announce(stage, 0);
+        if constexpr (!StoredB<config>::travels_with_a) announce(stage, 0);
         if (scales_in_bulk<config>(params_, tile_)) {
             ptx::cp_async_bulk_load(ptx::smem_address(smem_.a_scale[stage][0]),
                                     params_.a_scale + tile_.m + step * params_.a_scale_stride_k, row_scale_bytes,
@@ -149,19 +228,6 @@ __device__ __forceinline__ int request_first_stages(const GemmParams& params, Sh
     return stages;
 }
 
-// Whether this block prefetches step `step` of the tile of `b` that it will need `next`, in a new column or not. If it is
-// to keep that, all of it: 1 to 3 % at k = 512 (H200, 2026-11-21). Else steps of the first round: each of the blocks that
-// share these columns takes some.
-template <GemmConfig config>
-__device__ __forceinline__ bool prefetches(const GemmParams& params, Tile next, int step, bool new_column) {
-    if constexpr (config.resident_b()) {
-        return next.valid && new_column;
-    } else {
-        if (!config.prefetches_b || !next.valid || step >= config.stages) return false;
-        return ((next.m / config.block_m + step) & ((1 << params.raster_rows_log2) - 1)) == 0;
-    }
-}
-
 // One warp; `requested` stages are under way. A block may not exit before its peer is done with what it multicasts: the
 // extra round of empty waits at the end sees to that.
 template <GemmConfig config>
@@ -169,29 +235,27 @@ __device__ __forceinline__ void produce_operands(const GemmParams& params, Share
     const KRange range = k_range<config>(params);
     PipelineState<config.stages> state;
     TileScheduler<config> tiles(params);
-    ColumnState column;
+    StoredB<config> b;
     Tile tile = tiles.first();
     for (Tile next; tile.valid; tile = next) {
         const OperandLoader<config> loader(params, smem, tile);
-        if constexpr (config.resident_b()) column.ends = tiles.ends_column();
+        b.turn_to_tile(tiles);
         next = tiles.next();
         for (int step = range.begin; step < range.end; ++step, --requested, state.advance()) {
-            if (prefetches<config>(params, next, step, column.ends)) {
+            if (b.prefetches(params, next, step)) {
                 if (ptx::elect_sync()) loader.prefetch_b(next, step);
                 __syncwarp();
             }
             if (requested > 0) continue;
-            if constexpr (config.resident_b()) {
-                if (column.begins) wait(smem.resident.empty[step], column.phase ^ 1);
-            }
+            b.await_empty(smem, step);
             wait(smem.empty[state.stage], state.phase ^ 1);
             if (ptx::elect_sync()) {
-                if (!config.resident_b() || column.begins) loader.load_b(state.stage, step);
+                if (b.is_requested()) loader.load_b(state.stage, step);
                 loader.load_a(state.stage, step);
             }
             __syncwarp();
         }
-        column.advance();
+        b.end_tile();
     }
     if constexpr (!config.multicast()) return;
     for (int stage = 0; stage < config.stages; ++stage) {

@@ -213,16 +213,6 @@ class TwoWidthScheduler : public RasterScheduler<config> {
     const int narrow_columns_;
 };
 
-template <bool condition, typename Then, typename Else>
-struct Conditional {
-    using type = Then;
-};
-
-template <typename Then, typename Else>
-struct Conditional<false, Then, Else> {
-    using type = Else;
-};
-
 // Of the config's own tiles, without the narrow ones.
 template <GemmConfig config>
 using WidthScheduler = typename Conditional<config.resident_b(), ColumnScheduler<config>, RasterScheduler<config>>::type;

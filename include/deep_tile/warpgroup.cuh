@@ -1,0 +1,136 @@
+// One math warpgroup: the stage that it is at, its WGMMAs, its turns. The main loops are made of its steps.
+#pragma once
+
+#include "mma.cuh"
+#include "operands.cuh"
+#include "scales.cuh"
+
+namespace deep_tile {
+
+// Gives stages back to those who fill them: this block's producers and the block that shares operands. Every lane says
+// so here, and one for all of them there: racecheck follows a barrier's arrivals but not __syncwarp, and this costs
+// nothing (H200, 2026-11-21).
+template <GemmConfig config>
+class Releaser {
+   public:
+    __device__ __forceinline__ explicit Releaser(SharedStorage<config>& smem) : empty_(ptx::smem_address(smem.empty)) {
+        if constexpr (config.multicast()) peer_empty_ = ptx::mapa(empty_, ptx::cluster_ctarank() ^ 1);
+    }
+
+    // The warp has read what it needs of the stage.
+    __device__ __forceinline__ void release(int stage) const {
+        constexpr u32 barrier_bytes = sizeof(u64);
+        ptx::mbarrier_arrive(empty_ + stage * barrier_bytes);
+        if constexpr (config.multicast()) {
+            ptx::mbarrier_arrive_cluster(peer_empty_ + stage * barrier_bytes, threadIdx.x % warp_threads == 0);
+        }
+    }
+
+   private:
+    const u32 empty_;
+    u32 peer_empty_;
+};
+
+// One math warpgroup, and the stage that it is at: what the main loops are made of.
+template <GemmConfig config>
+class MathWarpgroup {
+   public:
+    __device__ __forceinline__ MathWarpgroup(const GemmParams& params, SharedStorage<config>& smem, int warpgroup,
+                                             PipelineState<config.stages> state)
+        : smem_(smem),
+          releaser_(smem),
+          range_(k_range<config>(params)),
+          warpgroup_(warpgroup),
+          first_{descriptor_address(smem.a[0] + warpgroup * config.rows_per_warpgroup * scale_block),
+                 descriptor_address(smem.b[0])},
+          state_(state) {
+        const int thread = threadIdx.x % warpgroup_threads;
+        scale_slot_ = a_scale_slot<config>(warpgroup * config.rows_per_warpgroup + thread / warp_threads * 16 +
+                                           thread % warp_threads / 4);
+        if constexpr (config.carries_descriptors) carried_.start(first_);
+        if (warpgroup == 1) end_turn();  // warpgroup 0 begins
+    }
+
+    __device__ __forceinline__ int warpgroup() const { return warpgroup_; }
+
+    // Stages of a tile.
+    __device__ __forceinline__ int steps() const { return range_.end - range_.begin; }
+
+    // The present stage, and where its tile of `b` is.
+    __device__ __forceinline__ int stage() const { return state_.stage; }
+    __device__ __forceinline__ int slot() const { return b_.slot(state_.stage); }
+
+    // Before a tile: the schedulers' word on where it ends.
+    template <typename Scheduler>
+    __device__ __forceinline__ void turn_to_tile(const Scheduler& tiles) {
+        b_.turn_to_tile(tiles);
+    }
+
+    // Waits for the present stage, and reads its scales.
+    __device__ __forceinline__ void acquire(Scales<config>& scales) const {
+        wait(smem_.full[state_.stage], state_.phase);
+        b_.await_full(smem_);
+        scales.load(smem_, state_.stage, scale_slot_);
+    }
+
+    // To the next stage.
+    __device__ __forceinline__ void advance() {
+        state_.advance();
+        b_.advance(steps());
+    }
+
+    // A stage has been read.
+    __device__ __forceinline__ void release(int stage, int slot) const {
+        releaser_.release(stage);
+        b_.release(smem_, slot);
+    }
+
+    // Begins the products of one chunk of a stage.
+    __device__ __forceinline__ void begin(Blocks<config>& blocks, int stage, int slot, int chunk_m, int chunk_n) const {
+        constexpr u32 a_stage = config.block_m * config.block_k, b_stage = config.buffer_n * config.block_k;
+        await_turn();
+        if constexpr (config.carries_descriptors) {
+            begin_blocks<config>(blocks, carried_);
+        } else {
+            const u32 a_low = first_.a_low + (stage * a_stage + chunk_m * mma_m * scale_block) / 16;
+            const u32 b_low = first_.b_low + (slot * b_stage + chunk_n * config.mma_n * scale_block) / 16;
+            begin_blocks<config>(blocks, Descriptors<config>{a_low, b_low});
+        }
+        end_turn();
+    }
+
+    // Begins those of the present stage's first chunk.
+    __device__ __forceinline__ void begin(Blocks<config>& blocks) const { begin(blocks, stage(), slot(), 0, 0); }
+
+    // To the descriptors of the stage after the one that has been begun: behind promotion, where it costs least.
+    __device__ __forceinline__ void advance_descriptors() {
+        if constexpr (config.carries_descriptors) carried_.advance(state_.stage);
+    }
+
+    // After the last tile: the other warpgroup has announced a turn that nobody takes. Returns the next stage.
+    __device__ __forceinline__ PipelineState<config.stages> end() const {
+        if (warpgroup_ == 0) await_turn();
+        return state_;
+    }
+
+   private:
+    __device__ __forceinline__ void await_turn() const {
+        if constexpr (config.takes_turns) ptx::bar_sync(turn_barrier + warpgroup_, 2 * warpgroup_threads);
+    }
+
+    __device__ __forceinline__ void end_turn() const {
+        if constexpr (config.takes_turns) ptx::bar_arrive(turn_barrier + 1 - warpgroup_, 2 * warpgroup_threads);
+    }
+
+    SharedStorage<config>& smem_;
+    const Releaser<config> releaser_;
+    const KRange range_;
+    const int warpgroup_;
+    const Descriptors<config> first_;  // of the first stage
+    CarriedDescriptors<config> carried_;
+    int scale_slot_;
+    StoredB<config> b_;
+    PipelineState<config.stages> state_;
+};
+
+}  // namespace deep_tile
