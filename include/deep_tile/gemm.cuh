@@ -49,7 +49,7 @@ __device__ __forceinline__ void consume_width(const GemmParams& params, SharedSt
     WidthScheduler<config> tiles(params);
     const int first_row = warpgroup * config.rows_per_warpgroup;
     int left = tiles.count();
-    Tile tile;
+    DenseTile tile;
     if constexpr (config.chunks > 1) tile = tiles.next();
     loop.acquire();
     while (true) {
@@ -59,11 +59,11 @@ __device__ __forceinline__ void consume_width(const GemmParams& params, SharedSt
         Accumulators<config> sums = {};
         if constexpr (config.pairs) pin(sums[0][0]);  // else ptxas clears them in each loop: 3 to 5 KB
         if constexpr (config.store_chunks > 1) {
-            loop.multiply(sums, tile.n, left > 1, [&](int chunk) { epilogue.store_chunk(sums, chunk); });
+            loop.multiply(sums, tile.out_column(), left > 1, [&](int chunk) { epilogue.store_chunk(sums, chunk); });
             epilogue.store_chunk(sums, config.store_chunks - 1);
         } else {
-            loop.multiply(sums, tile.n, left > 1, [](int) {});
-            epilogue.template store<0>(sums, tile.m + first_row, tile.n);
+            loop.multiply(sums, tile.out_column(), left > 1, [](int) {});
+            epilogue.template store<0>(sums, tile.out_row() + first_row, tile.out_column());
         }
         if (--left == 0) break;
         if constexpr (config.chunks > 1) tile = tiles.next();
@@ -111,16 +111,16 @@ __device__ __forceinline__ void consume_split(const GemmParams& params, SharedSt
     TileScheduler<config> tiles(params);
     const int first_row = warpgroup * config.rows_per_warpgroup;
     for (int left = tiles.count(); left > 0; --left) {
-        const Tile tile = tiles.next();
+        const Tile<config> tile = tiles.next();
         Accumulators<config> sums = {};
         if (loop.steps() > 0) {
             loop.acquire();
             loop.begin_tile();
-            loop.multiply(sums, tile.n, false, [](int) {});
+            loop.multiply(sums, tile.out_column(), false, [](int) {});
         }
         reduction.send(sums);
         reduction.await();
-        finish_part<config, 0>(reduction, epilogue, sums, tile.m + first_row, tile.n, left == 1);
+        finish_part<config, 0>(reduction, epilogue, sums, tile.out_row() + first_row, tile.out_column(), left == 1);
     }
     loop.end();
     epilogue.drain();

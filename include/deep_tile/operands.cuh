@@ -15,17 +15,19 @@ struct OperandBox {
 };
 
 template <GemmConfig config>
-__device__ __forceinline__ OperandBox a_box(const GemmParams& params, Tile tile) {
-    const bool last = tile.m + config.block_m > params.m;
-    const bool beyond = config.cluster_m > 1 && tile.m >= params.m;
+__device__ __forceinline__ OperandBox a_box(const GemmParams& params, Tile<config> tile) {
+    const bool last = tile.a_row() + config.block_m > params.m;
+    const bool beyond = config.cluster_m > 1 && tile.a_row() >= params.m;
     return {&params.a_maps[last], beyond ? 0 : last ? params.a_tail_rows : config.block_m / config.cluster_n};
 }
 
 template <GemmConfig config>
-__device__ __forceinline__ OperandBox b_box(const GemmParams& params, Tile tile) {
-    if (config.has_narrow() && tile.narrow) return {&params.narrow_b_map, config.narrow_n};
-    const bool last = tile.n + config.block_n > params.n;
-    const bool beyond = config.cluster_n > 1 && tile.n >= params.n;
+__device__ __forceinline__ OperandBox b_box(const GemmParams& params, Tile<config> tile) {
+    if constexpr (config.has_narrow()) {
+        if (tile.narrow) return {&params.narrow_b_map, config.narrow_n};
+    }
+    const bool last = tile.b_row() + config.block_n > params.n;
+    const bool beyond = config.cluster_n > 1 && tile.b_row() >= params.n;
     return {&params.b_maps[last], beyond ? 0 : last ? params.b_tail_rows : config.block_n / config.cluster_m};
 }
 
@@ -47,9 +49,9 @@ struct RingB {
     // The operands' warp: whether it requests the tile's `b`, and whether that of the `next` tile into L2: steps of the
     // first round, of which each of the blocks that share these columns takes some.
     __device__ __forceinline__ bool is_requested() const { return true; }
-    __device__ __forceinline__ bool prefetches(const GemmParams& params, Tile next, int step) const {
+    __device__ __forceinline__ bool prefetches(const GemmParams& params, Tile<config> next, int step) const {
         if (!config.prefetches_b || !next.valid || step >= config.stages) return false;
-        return ((next.m / config.block_m + step) & ((1 << params.raster_rows_log2) - 1)) == 0;
+        return ((next.out_row() / config.block_m + step) & ((1 << params.raster_rows_log2) - 1)) == 0;
     }
     __device__ __forceinline__ void await_empty(SharedStorage<config>&, int) const {}
     __device__ __forceinline__ void end_tile() {}
@@ -79,7 +81,7 @@ class ResidentB {
 
     // All of the next column's: 1 to 3 % at k = 512 (H200, 2026-11-21).
     __device__ __forceinline__ bool is_requested() const { return column_.begins; }
-    __device__ __forceinline__ bool prefetches(const GemmParams&, Tile next, int) const {
+    __device__ __forceinline__ bool prefetches(const GemmParams&, Tile<config> next, int) const {
         return next.valid && column_.ends;
     }
     __device__ __forceinline__ void await_empty(SharedStorage<config>& smem, int step) const {
@@ -114,7 +116,7 @@ using StoredB = typename Conditional<config.resident_b(), ResidentB<config>, Rin
 template <GemmConfig config, bool multicast = config.multicast()>
 class OperandLoader {
    public:
-    __device__ __forceinline__ OperandLoader(const GemmParams& params, SharedStorage<config>& smem, Tile tile)
+    __device__ __forceinline__ OperandLoader(const GemmParams& params, SharedStorage<config>& smem, Tile<config> tile)
         : params_(params),
           smem_(smem),
           rank_(multicast ? ptx::cluster_ctarank() : 0),
@@ -132,7 +134,7 @@ class OperandLoader {
         } else {
             ptx::mbarrier_arrive_expect_tx(barrier, b_.rows * config.block_k);
         }
-        load<config.block_n, shared>(smem_.b[StoredB<config>::slot(stage, step)], b_, barrier, tile_.n, step);
+        load<config.block_n, shared>(smem_.b[StoredB<config>::slot(stage, step)], b_, barrier, tile_.b_row(), step);
     }
 
     // Its scales, if TMA copies them, go first: behind the operands in TMA's queue they gain nothing.
@@ -140,17 +142,17 @@ class OperandLoader {
         if constexpr (!StoredB<config>::travels_with_a) announce(stage, 0);
         if (scales_in_bulk<config>(params_, tile_)) {
             ptx::cp_async_bulk_load(ptx::smem_address(smem_.a_scale[stage][0]),
-                                    params_.a_scale + tile_.m + step * params_.a_scale_stride_k, row_scale_bytes,
+                                    params_.a_scale + tile_.a_row() + step * params_.a_scale_stride_k, row_scale_bytes,
                                     full(stage));
         }
         constexpr bool shared = config.cluster_n > 1;
-        load<config.block_m, shared>(smem_.a[stage], a_, full(stage), tile_.m, step);
+        load<config.block_m, shared>(smem_.a[stage], a_, full(stage), tile_.a_row(), step);
     }
 
     // Requests what another tile needs of `b` into L2: nothing beyond the matrix, for which there may be no map.
-    __device__ __forceinline__ void prefetch_b(Tile tile, int step) const {
+    __device__ __forceinline__ void prefetch_b(Tile<config> tile, int step) const {
         const OperandBox operand = b_box<config>(params_, tile);
-        if (operand.rows > 0) ptx::cp_async_bulk_prefetch_tensor(*operand.map, step * config.block_k, tile.n);
+        if (operand.rows > 0) ptx::cp_async_bulk_prefetch_tensor(*operand.map, step * config.block_k, tile.b_row());
     }
 
    private:
@@ -190,7 +192,7 @@ class OperandLoader {
     const GemmParams& params_;
     SharedStorage<config>& smem_;
     const int rank_;
-    const Tile tile_;
+    const Tile<config> tile_;
     const OperandBox a_, b_;
 };
 
@@ -204,7 +206,7 @@ class OperandLoader {
 // us of every launch (H200, 2026-11-22).
 template <GemmConfig config>
 __device__ __forceinline__ int request_first_stages(const GemmParams& params, SharedStorage<config>& smem) {
-    const Tile tile = TileScheduler<config>(params).first();
+    const Tile<config> tile = TileScheduler<config>(params).first();
     const KRange range = k_range<config>(params);
     const int stages = min(min(config.stages, 5), range.end - range.begin);
     const OperandLoader<config, false> loader(params, smem, tile);
@@ -236,8 +238,8 @@ __device__ __forceinline__ void produce_operands(const GemmParams& params, Share
     PipelineState<config.stages> state;
     TileScheduler<config> tiles(params);
     StoredB<config> b;
-    Tile tile = tiles.first();
-    for (Tile next; tile.valid; tile = next) {
+    Tile<config> tile = tiles.first();
+    for (Tile<config> next; tile.valid; tile = next) {
         const OperandLoader<config> loader(params, smem, tile);
         b.turn_to_tile(tiles);
         next = tiles.next();

@@ -235,15 +235,15 @@ __device__ __forceinline__ void store_tiles(const GemmParams& params, SharedStor
     TileScheduler<config> tiles(params);
     ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
     while (true) {
-        const Tile tile = tiles.next();
+        const Tile<config> tile = tiles.next();
         if (!tile.valid) break;
         if constexpr (config.has_narrow()) {
             if (tile.narrow) {
-                StoreWarp<narrow_tiles<config>>(params, narrow_storage(smem), warp).store(tile.m, tile.n);
+                StoreWarp<narrow_tiles<config>>(params, narrow_storage(smem), warp).store(tile.out_row(), tile.out_column());
                 continue;
             }
         }
-        boxes.store(tile.m, tile.n);
+        boxes.store(tile.out_row(), tile.out_column());
     }
     boxes.drain();
 }

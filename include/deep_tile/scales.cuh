@@ -13,8 +13,8 @@ namespace deep_tile {
 // Whether TMA copies the scales of the tile's rows: if they lie side by side, those of a whole tile. The launcher says
 // whether they do, beside sizes that are read first anyway: the first request waits for whatever must be read before it.
 template <GemmConfig config>
-__device__ __forceinline__ bool scales_in_bulk(const GemmParams& params, Tile tile) {
-    return config.bulk_scales && tile.m + config.block_m <= params.bulk_scale_rows;
+__device__ __forceinline__ bool scales_in_bulk(const GemmParams& params, Tile<config> tile) {
+    return config.bulk_scales && tile.a_row() + config.block_m <= params.bulk_scale_rows;
 }
 
 // Where a row's scale is within a tile's: beside that of the other row of the thread that needs both, 8 rows away, or,
@@ -35,15 +35,15 @@ __device__ __forceinline__ int a_scale_slot(int row) {
 template <GemmConfig config>
 class ScaleReader {
    public:
-    __device__ __forceinline__ ScaleReader(const GemmParams& params, Tile tile, int step)
+    __device__ __forceinline__ ScaleReader(const GemmParams& params, Tile<config> tile, int step)
         : params_(params), in_bulk_(scales_in_bulk<config>(params, tile)), step_(step) {
         const int last_group = (params.n - 1) / scale_block;
         const int first_k = step * config.scale_blocks;
-        const int group = min((tile.n + lane() * config.b_scale_columns) / scale_block, last_group);
+        const int group = min((tile.b_row() + lane() * config.b_scale_columns) / scale_block, last_group);
         b_ = sizeof(float) * (group * params.b_scale_stride_n + first_k * params.b_scale_stride_k);
 #pragma unroll
         for (int i = 0; i < rows_per_lane; ++i) {
-            const int row = min(tile.m + i * warp_threads + lane(), params.m - 1);
+            const int row = min(tile.a_row() + i * warp_threads + lane(), params.m - 1);
             a_[i] = sizeof(float) * (row * params.a_scale_stride_m + first_k * params.a_scale_stride_k);
         }
     }
@@ -114,7 +114,7 @@ __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedS
     }
     TileScheduler<config> tiles(params);
     while (true) {
-        const Tile tile = tiles.next();
+        const Tile<config> tile = tiles.next();
         if (!tile.valid) break;
         ScaleReader<config> scales(params, tile, range.begin + step);
         for (; step < steps; step += config.scale_warps) {

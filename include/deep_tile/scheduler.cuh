@@ -16,14 +16,26 @@ __device__ __forceinline__ int uniform_cluster_rank() {
     return __shfl_sync(0xffffffff, ptx::cluster_ctarank(), 0);
 }
 
-struct Tile {
-    int m, n;  // first row and column of this block's tile
+// An output block at its coordinates: first row and column. What a role wants to know of a tile it asks by name, since
+// other schedulers' tiles may have their rows of `a` or `b` elsewhere than those of `out`.
+struct DenseTile {
+    int m, n;
     bool valid;
+
+    __device__ __forceinline__ int out_row() const { return m; }
+    __device__ __forceinline__ int out_column() const { return n; }
+    __device__ __forceinline__ int a_row() const { return m; }
+    __device__ __forceinline__ int b_row() const { return n; }
+};
+
+// One of a launch of two widths.
+struct WidthTile : DenseTile {
     bool narrow = false;
 };
 
+template <typename Tile>
 __device__ __forceinline__ Tile recorded(Tile tile) {
-    record_tile(tile.m, tile.n);
+    record_tile(tile.out_row(), tile.out_column());
     return tile;
 }
 
@@ -38,6 +50,8 @@ __device__ __forceinline__ Tile recorded(Tile tile) {
 template <GemmConfig config>
 class RasterScheduler {
    public:
+    using Tile = typename Conditional<config.has_narrow(), WidthTile, DenseTile>::type;
+
     __device__ __forceinline__ explicit RasterScheduler(const GemmParams& params)
         : rows_(ceil_div(params.m, config.block_m * config.cluster_m)),
           columns_(config.is_narrow() ? params.narrow_columns : wide_columns(params, config.block_n * config.cluster_n)),
@@ -73,7 +87,7 @@ class RasterScheduler {
     __device__ __forceinline__ Tile next() {
         within_ += step_;
         const int group_rows = enter_group();
-        if (within_ >= group_rows * columns_) return {0, 0, false};
+        if (within_ >= group_rows * columns_) return Tile{};
         return tile(group_rows);
     }
 
@@ -98,9 +112,12 @@ class RasterScheduler {
         const int column = __umulhi(within_ * 2, whole ? 1u << (31 - group_rows_log2_) : last_rows_reciprocal_);
         const int row = first_row_ + within_ - column * group_rows;
         const int block_n = config.has_narrow() && narrow_ ? config.narrow_n : config.block_n;
-        return recorded({(row * config.cluster_m + rank_ % config.cluster_m) * config.block_m,
-                         first_column_ + (column * config.cluster_n + rank_ / config.cluster_m % config.cluster_n) * block_n,
-                         true, narrow_});
+        Tile tile;
+        tile.m = (row * config.cluster_m + rank_ % config.cluster_m) * config.block_m;
+        tile.n = first_column_ + (column * config.cluster_n + rank_ / config.cluster_m % config.cluster_n) * block_n;
+        tile.valid = true;
+        if constexpr (config.has_narrow()) tile.narrow = narrow_;
+        return recorded(tile);
     }
 
     // Clusters are handed to the GPCs in turn. Yet neighbours in the raster share operands, which reach SMs of one GPC
@@ -131,6 +148,8 @@ class RasterScheduler {
 template <GemmConfig config>
 class ColumnScheduler {
    public:
+    using Tile = DenseTile;
+
     __device__ __forceinline__ explicit ColumnScheduler(const GemmParams& params)
         : rows_(ceil_div(params.m, config.block_m)) {
         const u32 columns = ceil_div(params.n, config.block_n);
@@ -166,7 +185,7 @@ class ColumnScheduler {
             column_ += 1;
         }
         left_ -= 1;
-        return recorded({row_ * config.block_m, column_ * config.block_n, left_ >= 0});
+        return recorded(Tile{row_ * config.block_m, column_ * config.block_n, left_ >= 0});
     }
 
     // Whether the next tile is in another column.
@@ -183,6 +202,8 @@ class ColumnScheduler {
 template <GemmConfig config>
 class TwoWidthScheduler : public RasterScheduler<config> {
    public:
+    using Tile = WidthTile;
+
     __device__ __forceinline__ explicit TwoWidthScheduler(const GemmParams& params)
         : RasterScheduler<config>(params), narrow_columns_(params.narrow_columns) {}
 
@@ -190,7 +211,7 @@ class TwoWidthScheduler : public RasterScheduler<config> {
 
     __device__ __forceinline__ Tile next() {
         if (!this->narrow_ && ends_width()) turn_narrow();
-        if (ends_width()) return {0, 0, false};
+        if (ends_width()) return Tile{};
         return RasterScheduler<config>::next();
     }
 
@@ -220,6 +241,9 @@ using WidthScheduler = typename Conditional<config.resident_b(), ColumnScheduler
 template <GemmConfig config>
 using TileScheduler =
     typename Conditional<config.has_narrow(), TwoWidthScheduler<config>, WidthScheduler<config>>::type;
+
+template <GemmConfig config>
+using Tile = typename TileScheduler<config>::Tile;
 
 // This block's part of every tile's K, in stages.
 struct KRange {
