@@ -20,6 +20,7 @@ from deep_tile.select.defaults import default_configs
 ROOT = Path(__file__).parent.parent
 DEFAULT_CONFIGS = (*default_configs(True), *default_configs(False))
 SPLIT_CONFIGS = tuple(config for config in DEFAULT_CONFIGS if config.split_k > 1)
+MULTICAST_CONFIGS = tuple(config for config in DEFAULT_CONFIGS if config.multicast)
 SM_REGISTERS = 64 * 1024
 PREFETCHED_CODE_BYTES = 64 * 1024
 TOO_MUCH_CODE = {"fp8_gemm_64x128x256_s4_c1x1_k8_b1_any"}
@@ -139,6 +140,15 @@ def test_split_k_gives_slots_back_when_their_values_have_come(config, listings):
         assert len(slots) == (config.split_k - 1) * config.columns_per_part // 8
         address = set(re.findall(r"\[(U?R\d+)", lines[arrival]))
         assert set(slots) <= set(values_that_reach(before, address))
+
+
+@pytest.mark.parametrize("config", MULTICAST_CONFIGS, ids=lambda config: config.name)
+def test_multicast_gives_stages_back_when_their_products_are_done(config, listings):
+    """No two arrivals at the peer without a wait for WGMMAs between them, nor one before the first wait."""
+    events = re.findall(r"SYNCS\.ARRIVE\.TRANS64\.RED|WARPGROUP\.DEPBAR", listings[config])
+    arrivals = [i for i, event in enumerate(events) if event.startswith("SYNCS")]
+    assert arrivals
+    assert all(i > 0 and events[i - 1] == "WARPGROUP.DEPBAR" for i in arrivals)
 
 
 @each_default_config
