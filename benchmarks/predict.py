@@ -8,7 +8,6 @@ part, only the model does.
 """
 
 import argparse
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,12 +18,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import store
 from benchmarks.shapes import M_RANGES, Shape, m_range
 from deep_tile import select
 from deep_tile.hardware import H200
 from deep_tile.problem import GemmProblem
 
-SEARCH = Path(__file__).parent / "results" / "search_h200_2026-11-22.json"
+SEARCH = store.FOLDER / "search_h200_2026-11-22.json"
 CLOSE = 1.03
 """Times nearer than this are ties: two runs of one kernel differ as much."""
 
@@ -72,7 +72,7 @@ class Compared(NamedTuple):
 
 def load_search(path: Path = SEARCH, times: str = "us") -> Searched:
     """What a search measured, from the part of its file that holds the times."""
-    return {Shape.parse(text): by_config for text, by_config in json.loads(path.read_text())[times].items()}
+    return {Shape.parse(text): by_config for text, by_config in store.load(path)[times].items()}
 
 
 def bucket_of(shape: Shape) -> GemmProblem:

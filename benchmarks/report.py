@@ -10,8 +10,6 @@ runs measured.
 """
 
 import argparse
-import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import geometric_mean
@@ -20,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import store
 from benchmarks.shapes import DEEPSEEK_V3_LAYERS, M_RANGES, NINE, TOKENS, Shape, m_range
 
 OURS = "deep_tile"
@@ -29,26 +28,13 @@ COMMON = "cublaslt_tensor_fast"
 README_SHOWS = (OURS, "deep_gemm", "cublaslt_block", COMMON, "torch_bf16")
 """The contestants of the README's table and plot; the results hold the others."""
 
-PUBLISHED = Path(__file__).parent / "results" / "peers_h200_2026-11-21.json"
+PUBLISHED = store.FOLDER / "peers_h200_2026-11-21.json"
 BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
 MISSING = "–"
 
 Run = dict[str, Any]
 """A results file: {"meta": {...}, "shapes": [{"m", "n", "k", "results": {contestant: {"us": ..., ...}}, ...}, ...]}."""
 Times = dict[Shape, float]
-
-
-def load_run(path: str | Path) -> Run:
-    return json.loads(Path(path).read_text())
-
-
-def save_run(path: str | Path, run: Run) -> None:
-    """One shape per line, so that two runs can be read side by side; replaced at once, never half written."""
-    lines = ",\n".join("    " + json.dumps(row) for row in run["shapes"])
-    meta = json.dumps(run["meta"], indent=2).replace("\n", "\n  ")
-    temporary = Path(f"{path}.tmp")
-    temporary.write_text(f'{{\n  "meta": {meta},\n  "shapes": [\n{lines}\n  ]\n}}\n')
-    os.replace(temporary, path)
 
 
 def shape_of(row: dict[str, Any]) -> Shape:
@@ -72,7 +58,7 @@ def ratios(ours: Times, theirs: Times) -> Times:
 
 def published_deep_gemm_ratios(run: Run) -> Times:
     """deep_tile over DeepGEMM 2.6.1, each relative to cuBLASLt tensor-wise fast of its own run."""
-    published = load_run(PUBLISHED)
+    published = store.load(PUBLISHED)
     ours = ratios(times(run, OURS), times(run, COMMON))
     return ratios(ours, ratios(times(published, "deep_gemm"), times(published, COMMON)))
 
@@ -259,10 +245,10 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
     parser.add_argument("--figures", type=Path, default=Path("docs/figures"))
     options = parser.parse_args(arguments)
-    run = load_run(options.result)
+    run = store.load(options.result)
     text = markdown_tables(run)
     if options.overhead:
-        text += "\n\n" + markdown_overhead(load_run(options.overhead), run["meta"].get("labels", {}))
+        text += "\n\n" + markdown_overhead(store.load(options.overhead), run["meta"].get("labels", {}))
     replace_between_markers(options.readme, text)
     plot_layers(run, options.figures / "deepseek_v3_layers.png")
 
