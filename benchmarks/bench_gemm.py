@@ -71,7 +71,6 @@ class Bench:
         return {
             **shape._asdict(),
             "config": choose(GemmProblem(*shape, num_sms=self.num_sms)).name,
-            "limit_us": shape.limit_us(),
             "empty_graph_us": empty_us,
             "results": results,
             "unsupported": unsupported,

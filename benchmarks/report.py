@@ -10,6 +10,7 @@ runs measured.
 """
 
 import argparse
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import geometric_mean
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from benchmarks import store
 from benchmarks.shapes import DEEPSEEK_V3_LAYERS, M_RANGES, NINE, TOKENS, Shape, m_range
+from deep_tile.hardware import H200
 
 OURS = "deep_tile"
 COMMON = "cublaslt_tensor_fast"
@@ -29,8 +31,25 @@ README_SHOWS = (OURS, "deep_gemm", "cublaslt_block", COMMON, "torch_bf16")
 """The contestants of the README's table and plot; the results hold the others."""
 
 PUBLISHED = store.FOLDER / "peers_h200_2026-11-21.json"
+DEEP_GEMM = "DeepGEMM 2.6.1, published"
+ESTIMATE = "estimate"
+"""Title of the time that a shape's FLOP and bytes let expect: `Shape.estimate_us`."""
+
 BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
 MISSING = "–"
+WIDTH = 120
+"""Columns of the README's text."""
+
+EXPLANATION = (
+    "- *Tensor-wise* and *row-wise* cuBLASLt apply no block scales. *Slow* promotes its sums as deep_tile does, *fast* "
+    "does not.",
+    f"- *{DEEP_GEMM}*: its times in another run, `benchmarks/results/{PUBLISHED.name}`, brought to this one through "
+    "cuBLASLt tensor-wise, fast, which both timed.",
+    f"- The *{ESTIMATE}* is max(FLOP / {H200.fp8_tflops:.0f} TFLOPS + {H200.launch_us} us, bytes / {H200.hbm_tbps} "
+    f"TB/s + {H200.stream_us} us): what tensor cores keep up on random data at an H200's power limit, what plain "
+    "reading gets from its memory, and what a launch adds. It is no limit: a cooler GPU beats it.",
+)
+"""What the tables' words mean."""
 
 Run = dict[str, Any]
 """A results file: {"meta": {...}, "shapes": [{"m", "n", "k", "results": {contestant: {"us": ..., ...}}, ...}, ...]}."""
@@ -70,12 +89,12 @@ def means_by_range(values: Times) -> dict[str, float]:
 
 
 def all_means(run: Run) -> dict[str, dict[str, float]]:
-    """Geometric means of ours against every other contestant, published DeepGEMM and the limit, by title."""
+    """Geometric means of ours against every other contestant, published DeepGEMM and the estimate, by title."""
     ours = times(run, OURS)
     others = {label_of(run, name): ratios(ours, times(run, name)) for name in contestants(run) if name != OURS}
     if "H200" in run["meta"]["gpu"]:
-        others["DeepGEMM 2.6.1, published"] = published_deep_gemm_ratios(run)
-    others["limit"] = {shape: us / shape.limit_us() for shape, us in ours.items()}
+        others[DEEP_GEMM] = published_deep_gemm_ratios(run)
+    others[ESTIMATE] = {shape: us / shape.estimate_us() for shape, us in ours.items()}
     return {title: means_by_range(values) for title, values in others.items() if values}
 
 
@@ -86,10 +105,10 @@ def label_of(run: Run, contestant: str) -> str:
 def print_run(run: Run, console: Console) -> None:
     """Every shape, then the geometric means."""
     names = contestants(run)
-    table = Table("m x n x k", *(label_of(run, name) for name in names), "limit", "config", title="Microseconds")
+    table = Table("m x n x k", *(label_of(run, name) for name in names), ESTIMATE, "config", title="Microseconds")
     for row in run["shapes"]:
         cells = [_microseconds(row["results"].get(name, {}).get("us")) for name in names]
-        table.add_row(str(shape_of(row)), *cells, _microseconds(shape_of(row).limit_us()), _tile(row))
+        table.add_row(str(shape_of(row)), *cells, _microseconds(shape_of(row).estimate_us()), _tile(row))
     console.print(table)
     console.print(_means_table("Geometric mean of deep_tile's time over", all_means(run)))
 
@@ -130,23 +149,23 @@ def markdown_tables(run: Run) -> str:
     """The README's benchmark section: the nine compute-bound shapes, and the means over all shapes measured."""
     rows = {shape_of(row): row for row in run["shapes"]}
     names = [name for name in README_SHOWS if name in contestants(run)]
-    nine = [["m x n x k", *(label_of(run, name) for name in names), "limit", "deep_tile TFLOPS"]]
+    nine = [["m x n x k", *(label_of(run, name) for name in names), ESTIMATE, "deep_tile TFLOPS"]]
     for shape in (shape for shape in NINE if shape in rows):
         results = rows[shape]["results"]
         cells = [_microseconds(results.get(name, {}).get("us")) for name in names]
         rate = f"{shape.flops / results[OURS]['us'] / 1e6:.0f}" if OURS in results else MISSING
-        nine.append([str(shape), *cells, _microseconds(shape.limit_us()), rate])
+        nine.append([str(shape), *cells, _microseconds(shape.estimate_us()), rate])
     means = [["time of deep_tile over", *M_RANGES]]
     for title, by_range in all_means(run).items():
         means.append([title, *(_ratio(by_range.get(name)) for name in M_RANGES)])
     meta = run["meta"]
-    note = (
+    about = (
         f"{meta['gpu']}, {meta['date'][:10]}, torch {meta.get('torch', MISSING)}, CUDA {meta.get('cuda', MISSING)}; "
-        f"microseconds, medians, L2 cold. Geometric means over {len(rows)} shapes; below 1, deep_tile is faster. "
-        "Tensor-wise and row-wise cuBLASLt have no block scales to apply. The limit is "
-        "max(flops / 1500 TFLOPS + 3.3 us, bytes / 4.09 TB/s + 5.1 us)."
+        f"microseconds, medians, L2 cold, contestants in turn, `a_scale` {meta.get('scale_layout', MISSING)}. "
+        f"Geometric means over {len(rows)} shapes; below 1, deep_tile is faster."
     )
-    return "\n\n".join((note, _markdown(nine), _markdown(means)))
+    explanation = "\n".join(map(_wrapped, EXPLANATION))
+    return "\n\n".join((_wrapped(about), _markdown(nine), _markdown(means), explanation))
 
 
 def markdown_overhead(overhead: dict[str, Any], labels: dict[str, str]) -> str:
@@ -157,6 +176,10 @@ def markdown_overhead(overhead: dict[str, Any], labels: dict[str, str]) -> str:
     for cold, disk in zip(overhead["first_calls"]["cold"], overhead["first_calls"]["disk"], strict=True):
         kernels.append([f"`{cold['config']}`", f"{cold['first_ms']:.0f}", f"{disk['first_ms']:.1f}"])
     return f"{_markdown(rows)}\n\n{_markdown(kernels)}\n\nThe first row includes loading the compiler's bindings."
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent="  " if text.startswith("- ") else "", break_long_words=False)
 
 
 def _markdown(rows: list[list[str]]) -> str:
@@ -174,28 +197,28 @@ def replace_between_markers(path: Path, text: str) -> None:
 
 
 def plot_layers(run: Run, path: Path) -> None:
-    """Share of the limit against m, one panel per DeepSeek-V3 layer: 1 is a kernel that leaves nothing to gain."""
+    """The estimate over the time, against m, one panel per DeepSeek-V3 layer."""
     from matplotlib.figure import Figure  # Measuring needs no plots.
 
     figure = Figure(figsize=(13, 7), layout="constrained")
-    panels = _plot_panels(figure, run, lambda shape, us: shape.limit_us() / us)
+    panels = _plot_panels(figure, run, lambda shape, us: shape.estimate_us() / us)
     for panel in panels.flat:
         panel.axhline(1, color="black", linewidth=0.8, linestyle=":")
     panels[0, 0].set_ylim(0, 1.1)
-    figure.supylabel("share of the limit (dotted: the limit)")
+    figure.supylabel("estimate / time (dotted: as fast as estimated)")
     _save(figure, run, path)
 
 
 def plot_tflops(run: Run, path: Path) -> None:
-    """TFLOPS against m, one panel per DeepSeek-V3 layer: ours, the peers and the limit."""
+    """TFLOPS against m, one panel per DeepSeek-V3 layer: ours, the peers and the estimate."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 7), layout="constrained")
     panels = _plot_panels(figure, run, lambda shape, us: shape.flops / us / 1e6)
     for panel, (n, k) in zip(panels.flat, DEEPSEEK_V3_LAYERS.values(), strict=True):
-        limits = [Shape(m, n, k) for m in TOKENS]
-        rates = [shape.flops / shape.limit_us() / 1e6 for shape in limits]
-        panel.plot(TOKENS, rates, color="black", linewidth=0.8, linestyle=":", label="limit")
+        shapes = [Shape(m, n, k) for m in TOKENS]
+        rates = [shape.flops / shape.estimate_us() / 1e6 for shape in shapes]
+        panel.plot(TOKENS, rates, color="black", linewidth=0.8, linestyle=":", label=ESTIMATE)
         panel.set_yscale("log")
     figure.supylabel("TFLOPS")
     _save(figure, run, path)
