@@ -178,6 +178,14 @@ def markdown_overhead(overhead: dict[str, Any], labels: dict[str, str]) -> str:
     return f"{_markdown(rows)}\n\n{_markdown(kernels)}\n\nThe first row includes loading the compiler's bindings."
 
 
+def readme_part(run: Run, overhead: dict[str, Any] | None = None) -> str:
+    """What stands between the README's markers."""
+    tables = [markdown_tables(run)]
+    if overhead is not None:
+        tables.append(markdown_overhead(overhead, run["meta"].get("labels", {})))
+    return "\n\n".join(tables)
+
+
 def _wrapped(text: str) -> str:
     return textwrap.fill(text, WIDTH, subsequent_indent="  " if text.startswith("- ") else "", break_long_words=False)
 
@@ -269,10 +277,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--figures", type=Path, default=Path("docs/figures"))
     options = parser.parse_args(arguments)
     run = store.load(options.result)
-    text = markdown_tables(run)
-    if options.overhead:
-        text += "\n\n" + markdown_overhead(store.load(options.overhead), run["meta"].get("labels", {}))
-    replace_between_markers(options.readme, text)
+    overhead = store.load(options.overhead) if options.overhead else None
+    replace_between_markers(options.readme, readme_part(run, overhead))
     plot_layers(run, options.figures / "deepseek_v3_layers.png")
 
 
