@@ -7,14 +7,13 @@ L2 flushed before each; and that one launch with its weights in L2, where it has
 """
 
 import argparse
-import json
 from pathlib import Path
 from statistics import geometric_mean
 
 import torch
 
 import deep_tile
-from benchmarks import timing
+from benchmarks import store, timing
 from benchmarks.shapes import DEEPSEEK_V3_LAYERS, Shape
 
 TOKENS = (1, 16, 64)
@@ -72,7 +71,7 @@ def main() -> None:
     flush = timing.L2Flush()
     with torch.cuda.stream(torch.cuda.Stream()):
         times = {str(shape): measure(shape, flush) for shape in shapes}
-    path.write_text(json.dumps({"meta": timing.describe_run(), "us_per_launch": times}, indent=1) + "\n")
+    store.save(path, {"meta": timing.describe_run(), "us_per_launch": times})
     for name in OPTIONS:
         for single in (SINGLE, WARM):
             ratio = geometric_mean(us[name] / us[single] for us in times.values())

@@ -20,8 +20,9 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks import store
 from benchmarks.peers import OURS, PEERS, Inputs, Peer, deep_tile_peer
-from benchmarks.report import Run, load_run, plot_tflops, print_comparison, print_run, save_run, shape_of
+from benchmarks.report import Run, plot_tflops, print_comparison, print_run, shape_of
 from benchmarks.shapes import Shape, select_shapes
 from benchmarks.timing import Captured, L2Flush, capture, capture_empty, describe_run, time_alternating, time_sustained
 from deep_tile import is_available
@@ -70,7 +71,6 @@ class Bench:
         return {
             **shape._asdict(),
             "config": choose(GemmProblem(*shape, num_sms=self.num_sms)).name,
-            "limit_us": shape.limit_us(),
             "empty_graph_us": empty_us,
             "results": results,
             "unsupported": unsupported,
@@ -144,11 +144,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
     options = parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else WIDE)
     if options.compare:
-        print_comparison(*map(load_run, options.compare), console)
+        print_comparison(*map(store.load, options.compare), console)
         return 0
-    run = load_run(options.results) if options.results else measure(options, console)
+    run = store.load(options.results) if options.results else measure(options, console)
     if options.out:
-        save_run(options.out, run)
+        store.save(options.out, run)
     print_run(run, console)
     if options.plot:
         plot_tflops(run, options.plot)

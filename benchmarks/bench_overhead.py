@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 
 import deep_tile
+from benchmarks import store
 from benchmarks.peers import OURS, PEERS, Call, Inputs
 from benchmarks.shapes import Shape
 from benchmarks.timing import describe_run
@@ -139,10 +140,9 @@ def main(arguments: Iterable[str] | None = None) -> None:
         "first_calls": first,
         "meta": describe_run(),
     }
-    text = json.dumps(result, indent=2)
     if options.out:
-        options.out.write_text(text + "\n")
-    Console().print_json(text)
+        store.save(options.out, result)
+    Console().print_json(data=result)
 
 
 if __name__ == "__main__":

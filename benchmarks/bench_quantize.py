@@ -7,7 +7,6 @@ differs.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks import store
 from benchmarks.timing import L2Flush, capture, capture_empty, describe_run, time_alternating
 from deep_tile import cast
 from deep_tile.config import SCALE_BLOCK
@@ -104,7 +104,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     with torch.cuda.stream(torch.cuda.Stream()):  # Graphs cannot be captured on the default stream.
         rows = [measure(*case, options.repeats, flush, hardware) for case in track(cases, "Measuring")]
     if options.out:
-        options.out.write_text(json.dumps({"meta": describe_run(), "casts": rows}, indent=1) + "\n")
+        store.save(options.out, {"meta": describe_run(), "casts": rows})
     print_rows(rows, Console())
     return 0 if all(row["correct"] for row in rows) else 1
 

@@ -17,6 +17,7 @@ from statistics import fmean, geometric_mean
 
 import numpy as np
 
+from benchmarks import store
 from benchmarks.predict import Searched, bucket_of, compare, contenders, load_search, summary
 from benchmarks.shapes import Shape
 from deep_tile.config import GemmConfig
@@ -125,7 +126,7 @@ def main() -> None:
     path = arguments.search
     searched, chains = load_search(path), load_search(arguments.chains, "us_per_launch")
     fastest = {shape: min(times.values()) for shape, times in searched.items()}
-    run = json.loads(path.read_text())["run"]
+    run = store.load(path)["run"]
     source = {"gpu": run["gpu"], "num_sms": run["num_sms"], "date": run["date"], "fitted_to": path.name}
     model = {**source, **SHARED, "configs": {}, "choices": {}}
     write(model)

@@ -8,7 +8,6 @@ part, only the model does.
 """
 
 import argparse
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import store
 from benchmarks.shapes import M_RANGES, Shape, m_range
 from deep_tile.config import GemmConfig
 from deep_tile.problem import GemmProblem
@@ -27,9 +27,12 @@ from deep_tile.select.choose import bucketed
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.hardware import H200
 
-SEARCH = Path(__file__).parent / "results" / "search_h200_2026-11-22.json"
+SEARCH = store.FOLDER / "search_h200_2026-11-22.json"
 CLOSE = 1.03
 """Times nearer than this are ties: two runs of one kernel differ as much."""
+
+BIN = 0.02
+"""Width of the histogram's bins of rank correlations."""
 
 Searched = dict[Shape, dict[str, float]]
 """Microseconds by shape and config."""
@@ -75,7 +78,7 @@ class Compared(NamedTuple):
 
 def load_search(path: Path = SEARCH, times: str = "us") -> Searched:
     """What a search measured, from the part of its file that holds the times."""
-    return {Shape.parse(text): by_config for text, by_config in json.loads(path.read_text())[times].items()}
+    return {Shape.parse(text): by_config for text, by_config in store.load(path)[times].items()}
 
 
 def bucket_of(shape: Shape) -> GemmProblem:
@@ -157,6 +160,13 @@ def _figure(name: str, value: float) -> str:
     return f"{value:.3f}" if "Spearman" in name and ">=" not in name or name == "loss" else f"{value:.1%}"
 
 
+def rank_bins(rankings: list[float]) -> np.ndarray:
+    """Edges of a histogram that leaves out no correlation, the worst least of all."""
+    last = round(1 / BIN)
+    first = min(np.floor(min(rankings) / BIN), last - 1)
+    return BIN * np.arange(first, last + 1)
+
+
 def plot(compared: list[Compared], path: Path) -> None:
     """Predicted over measured for every config and shape, and the rank correlations."""
     from matplotlib.figure import Figure
@@ -168,10 +178,12 @@ def plot(compared: list[Compared], path: Path) -> None:
         measured = np.concatenate([one.measured_us for one in rows])
         times.scatter(measured, np.concatenate([one.errors for one in rows]), s=6, alpha=0.5, label=name)
     times.axhspan(-0.1, 0.1, color="black", alpha=0.08)
-    times.set(xscale="log", ylim=(-0.6, 0.6), xlabel="measured us", ylabel="predicted / measured - 1")
+    largest = 1.1 * absolute_errors(compared).max()
+    times.set(xscale="log", ylim=(-largest, largest), xlabel="measured us", ylabel="predicted / measured - 1")
     times.set_title("Every config on every shape; grey: 10 %")
     times.legend(frameon=False)
-    rankings.hist([one.spearman for one in compared], bins=np.arange(0.76, 1.001, 0.02), color="0.4")
+    spearman = [one.spearman for one in compared]
+    rankings.hist(spearman, bins=rank_bins(spearman), color="0.4")
     rankings.axvline(0.9, color="black", linestyle=":")
     rankings.set(xlabel="Spearman's rank correlation", ylabel="shapes", title="Order of the configs within a shape")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,7 @@ runs measured.
 """
 
 import argparse
-import json
-import os
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import geometric_mean
@@ -20,7 +19,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import store
 from benchmarks.shapes import DEEPSEEK_V3_LAYERS, M_RANGES, NINE, TOKENS, Shape, m_range
+from deep_tile.select.hardware import H200
 
 OURS = "deep_tile"
 COMMON = "cublaslt_tensor_fast"
@@ -29,26 +30,30 @@ COMMON = "cublaslt_tensor_fast"
 README_SHOWS = (OURS, "deep_gemm", "cublaslt_block", COMMON, "torch_bf16")
 """The contestants of the README's table and plot; the results hold the others."""
 
-PUBLISHED = Path(__file__).parent / "results" / "peers_h200_2026-11-21.json"
+PUBLISHED = store.FOLDER / "peers_h200_2026-11-21.json"
+DEEP_GEMM = "DeepGEMM 2.6.1, published"
+ESTIMATE = "estimate"
+"""Title of the time that a shape's FLOP and bytes let expect: `Shape.estimate_us`."""
+
 BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
 MISSING = "–"
+WIDTH = 120
+"""Columns of the README's text."""
+
+EXPLANATION = (
+    "- *Tensor-wise* and *row-wise* cuBLASLt apply no block scales. *Slow* promotes its sums as deep_tile does, *fast* "
+    "does not.",
+    f"- *{DEEP_GEMM}*: its times in another run, `benchmarks/results/{PUBLISHED.name}`, brought to this one through "
+    "cuBLASLt tensor-wise, fast, which both timed.",
+    f"- The *{ESTIMATE}* is max(FLOP / {H200.fp8_tflops:.0f} TFLOPS + {H200.launch_us} us, bytes / {H200.hbm_tbps} "
+    f"TB/s + {H200.stream_us} us): what tensor cores keep up on random data at an H200's power limit, what plain "
+    "reading gets from its memory, and what a launch adds. It is no limit: a cooler GPU beats it.",
+)
+"""What the tables' words mean."""
 
 Run = dict[str, Any]
 """A results file: {"meta": {...}, "shapes": [{"m", "n", "k", "results": {contestant: {"us": ..., ...}}, ...}, ...]}."""
 Times = dict[Shape, float]
-
-
-def load_run(path: str | Path) -> Run:
-    return json.loads(Path(path).read_text())
-
-
-def save_run(path: str | Path, run: Run) -> None:
-    """One shape per line, so that two runs can be read side by side; replaced at once, never half written."""
-    lines = ",\n".join("    " + json.dumps(row) for row in run["shapes"])
-    meta = json.dumps(run["meta"], indent=2).replace("\n", "\n  ")
-    temporary = Path(f"{path}.tmp")
-    temporary.write_text(f'{{\n  "meta": {meta},\n  "shapes": [\n{lines}\n  ]\n}}\n')
-    os.replace(temporary, path)
 
 
 def shape_of(row: dict[str, Any]) -> Shape:
@@ -72,7 +77,7 @@ def ratios(ours: Times, theirs: Times) -> Times:
 
 def published_deep_gemm_ratios(run: Run) -> Times:
     """deep_tile over DeepGEMM 2.6.1, each relative to cuBLASLt tensor-wise fast of its own run."""
-    published = load_run(PUBLISHED)
+    published = store.load(PUBLISHED)
     ours = ratios(times(run, OURS), times(run, COMMON))
     return ratios(ours, ratios(times(published, "deep_gemm"), times(published, COMMON)))
 
@@ -84,12 +89,12 @@ def means_by_range(values: Times) -> dict[str, float]:
 
 
 def all_means(run: Run) -> dict[str, dict[str, float]]:
-    """Geometric means of ours against every other contestant, published DeepGEMM and the limit, by title."""
+    """Geometric means of ours against every other contestant, published DeepGEMM and the estimate, by title."""
     ours = times(run, OURS)
     others = {label_of(run, name): ratios(ours, times(run, name)) for name in contestants(run) if name != OURS}
     if "H200" in run["meta"]["gpu"]:
-        others["DeepGEMM 2.6.1, published"] = published_deep_gemm_ratios(run)
-    others["limit"] = {shape: us / shape.limit_us() for shape, us in ours.items()}
+        others[DEEP_GEMM] = published_deep_gemm_ratios(run)
+    others[ESTIMATE] = {shape: us / shape.estimate_us() for shape, us in ours.items()}
     return {title: means_by_range(values) for title, values in others.items() if values}
 
 
@@ -100,10 +105,10 @@ def label_of(run: Run, contestant: str) -> str:
 def print_run(run: Run, console: Console) -> None:
     """Every shape, then the geometric means."""
     names = contestants(run)
-    table = Table("m x n x k", *(label_of(run, name) for name in names), "limit", "config", title="Microseconds")
+    table = Table("m x n x k", *(label_of(run, name) for name in names), ESTIMATE, "config", title="Microseconds")
     for row in run["shapes"]:
         cells = [_microseconds(row["results"].get(name, {}).get("us")) for name in names]
-        table.add_row(str(shape_of(row)), *cells, _microseconds(shape_of(row).limit_us()), _tile(row))
+        table.add_row(str(shape_of(row)), *cells, _microseconds(shape_of(row).estimate_us()), _tile(row))
     console.print(table)
     console.print(_means_table("Geometric mean of deep_tile's time over", all_means(run)))
 
@@ -144,23 +149,23 @@ def markdown_tables(run: Run) -> str:
     """The README's benchmark section: the nine compute-bound shapes, and the means over all shapes measured."""
     rows = {shape_of(row): row for row in run["shapes"]}
     names = [name for name in README_SHOWS if name in contestants(run)]
-    nine = [["m x n x k", *(label_of(run, name) for name in names), "limit", "deep_tile TFLOPS"]]
+    nine = [["m x n x k", *(label_of(run, name) for name in names), ESTIMATE, "deep_tile TFLOPS"]]
     for shape in (shape for shape in NINE if shape in rows):
         results = rows[shape]["results"]
         cells = [_microseconds(results.get(name, {}).get("us")) for name in names]
         rate = f"{shape.flops / results[OURS]['us'] / 1e6:.0f}" if OURS in results else MISSING
-        nine.append([str(shape), *cells, _microseconds(shape.limit_us()), rate])
+        nine.append([str(shape), *cells, _microseconds(shape.estimate_us()), rate])
     means = [["time of deep_tile over", *M_RANGES]]
     for title, by_range in all_means(run).items():
         means.append([title, *(_ratio(by_range.get(name)) for name in M_RANGES)])
     meta = run["meta"]
-    note = (
+    about = (
         f"{meta['gpu']}, {meta['date'][:10]}, torch {meta.get('torch', MISSING)}, CUDA {meta.get('cuda', MISSING)}; "
-        f"microseconds, medians, L2 cold. Geometric means over {len(rows)} shapes; below 1, deep_tile is faster. "
-        "Tensor-wise and row-wise cuBLASLt have no block scales to apply. The limit is "
-        "max(flops / 1500 TFLOPS + 3.3 us, bytes / 4.09 TB/s + 5.1 us)."
+        f"microseconds, medians, L2 cold, contestants in turn, `a_scale` {meta.get('scale_layout', MISSING)}. "
+        f"Geometric means over {len(rows)} shapes; below 1, deep_tile is faster."
     )
-    return "\n\n".join((note, _markdown(nine), _markdown(means)))
+    explanation = "\n".join(map(_wrapped, EXPLANATION))
+    return "\n\n".join((_wrapped(about), _markdown(nine), _markdown(means), explanation))
 
 
 def markdown_overhead(overhead: dict[str, Any], labels: dict[str, str]) -> str:
@@ -171,6 +176,18 @@ def markdown_overhead(overhead: dict[str, Any], labels: dict[str, str]) -> str:
     for cold, disk in zip(overhead["first_calls"]["cold"], overhead["first_calls"]["disk"], strict=True):
         kernels.append([f"`{cold['config']}`", f"{cold['first_ms']:.0f}", f"{disk['first_ms']:.1f}"])
     return f"{_markdown(rows)}\n\n{_markdown(kernels)}\n\nThe first row includes loading the compiler's bindings."
+
+
+def readme_part(run: Run, overhead: dict[str, Any] | None = None) -> str:
+    """What stands between the README's markers."""
+    tables = [markdown_tables(run)]
+    if overhead is not None:
+        tables.append(markdown_overhead(overhead, run["meta"].get("labels", {})))
+    return "\n\n".join(tables)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent="  " if text.startswith("- ") else "", break_long_words=False)
 
 
 def _markdown(rows: list[list[str]]) -> str:
@@ -188,28 +205,28 @@ def replace_between_markers(path: Path, text: str) -> None:
 
 
 def plot_layers(run: Run, path: Path) -> None:
-    """Share of the limit against m, one panel per DeepSeek-V3 layer: 1 is a kernel that leaves nothing to gain."""
+    """The estimate over the time, against m, one panel per DeepSeek-V3 layer."""
     from matplotlib.figure import Figure  # Measuring needs no plots.
 
     figure = Figure(figsize=(13, 7), layout="constrained")
-    panels = _plot_panels(figure, run, lambda shape, us: shape.limit_us() / us)
+    panels = _plot_panels(figure, run, lambda shape, us: shape.estimate_us() / us)
     for panel in panels.flat:
         panel.axhline(1, color="black", linewidth=0.8, linestyle=":")
     panels[0, 0].set_ylim(0, 1.1)
-    figure.supylabel("share of the limit (dotted: the limit)")
+    figure.supylabel("estimate / time (dotted: as fast as estimated)")
     _save(figure, run, path)
 
 
 def plot_tflops(run: Run, path: Path) -> None:
-    """TFLOPS against m, one panel per DeepSeek-V3 layer: ours, the peers and the limit."""
+    """TFLOPS against m, one panel per DeepSeek-V3 layer: ours, the peers and the estimate."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 7), layout="constrained")
     panels = _plot_panels(figure, run, lambda shape, us: shape.flops / us / 1e6)
     for panel, (n, k) in zip(panels.flat, DEEPSEEK_V3_LAYERS.values(), strict=True):
-        limits = [Shape(m, n, k) for m in TOKENS]
-        rates = [shape.flops / shape.limit_us() / 1e6 for shape in limits]
-        panel.plot(TOKENS, rates, color="black", linewidth=0.8, linestyle=":", label="limit")
+        shapes = [Shape(m, n, k) for m in TOKENS]
+        rates = [shape.flops / shape.estimate_us() / 1e6 for shape in shapes]
+        panel.plot(TOKENS, rates, color="black", linewidth=0.8, linestyle=":", label=ESTIMATE)
         panel.set_yscale("log")
     figure.supylabel("TFLOPS")
     _save(figure, run, path)
@@ -259,11 +276,9 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
     parser.add_argument("--figures", type=Path, default=Path("docs/figures"))
     options = parser.parse_args(arguments)
-    run = load_run(options.result)
-    text = markdown_tables(run)
-    if options.overhead:
-        text += "\n\n" + markdown_overhead(load_run(options.overhead), run["meta"].get("labels", {}))
-    replace_between_markers(options.readme, text)
+    run = store.load(options.result)
+    overhead = store.load(options.overhead) if options.overhead else None
+    replace_between_markers(options.readme, readme_part(run, overhead))
     plot_layers(run, options.figures / "deepseek_v3_layers.png")
 
 

@@ -8,7 +8,6 @@ in a config and shape, most of it the state of the GPU: --with averages this one
 """
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from benchmarks import timing
+from benchmarks import store, timing
 from benchmarks.peers import Inputs, deep_tile_peer
 from benchmarks.shapes import Shape, select_shapes
 from deep_tile import plan
@@ -62,7 +61,7 @@ def write(path: Path, run: dict[str, Any], times: SearchedUs, earlier: Sequence[
     """The file of a search: averages, and when the searches were made."""
     dates = [search["run"]["date"] for search in earlier]
     us = averaged([times, *(search["us"] for search in earlier)])
-    path.write_text(json.dumps({"run": {**run, "averaged_with": dates}, "us": us}, indent=1) + "\n")
+    store.save(path, {"run": {**run, "averaged_with": dates}, "us": us})
 
 
 def averaged(searches: Sequence[SearchedUs]) -> SearchedUs:
@@ -101,7 +100,7 @@ def main() -> None:
             str(shape): search_shape(shape, arguments.repeats, flush)
             for shape in track(select_shapes(arguments.shapes))
         }
-    write(arguments.out, timing.describe_run(), times, [json.loads(path.read_text()) for path in arguments.earlier])
+    write(arguments.out, timing.describe_run(), times, [store.load(path) for path in arguments.earlier])
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ the first SM that is free, often beside one that works as well, and the two SMs 
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
 from rich.progress import track
 
-from benchmarks import timing
+from benchmarks import store, timing
 from benchmarks.bench_chain import LAUNCHES, REPEATS, Chain
 from benchmarks.predict import bucket_of, contenders, load_search
 from benchmarks.shapes import Shape
@@ -42,7 +41,7 @@ def main() -> None:
     flush = timing.L2Flush()
     with torch.cuda.stream(torch.cuda.Stream()):
         us = {str(shape): chain_us(shape, names[bucket_of(shape)], flush) for shape in track(searched)}
-    arguments.out.write_text(json.dumps({"run": timing.describe_run(), "us_per_launch": us}, indent=1) + "\n")
+    store.save(arguments.out, {"run": timing.describe_run(), "us_per_launch": us})
 
 
 if __name__ == "__main__":

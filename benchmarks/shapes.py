@@ -1,4 +1,4 @@
-"""The problems that are measured, as data, and the limit that each is held against.
+"""The problems that are measured, as data, and the time that each is expected to take.
 
 Read by the benchmark scripts, the report and the tests; needs no GPU. Invariant: `DENSE` lists the same 84 problems, in
 the same order, as results/peers_h200_2026-11-21.json.
@@ -39,8 +39,11 @@ class Shape(NamedTuple):
     def bytes(self) -> int:
         return compulsory_bytes(GemmProblem(*self))
 
-    def limit_us(self, hardware: Hardware = H200) -> float:
-        """Shortest time to expect: the tensor cores' rate or the memory's, each with its own fixed cost."""
+    def estimate_us(self, hardware: Hardware = H200) -> float:
+        """Time at the tensor cores' rate or the memory's, each with its own fixed cost, whichever is longer.
+
+        No bound: the rates are those that an H200 keeps up at its power limit, and a cooler one is faster.
+        """
         compute_us = self.flops / hardware.fp8_tflops / 1e6 + hardware.launch_us
         memory_us = self.bytes / hardware.hbm_tbps / 1e6 + hardware.stream_us
         return max(compute_us, memory_us)

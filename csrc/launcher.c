@@ -6,7 +6,7 @@
  *   prepare(kernel, ...) -> Launch        once per problem: checks every number
  *   bind(prepared, ...)  -> BoundLaunch   once per weights, for a Plan
  *
- * and each call launches, encoding tensor maps and leaving nothing behind:
+ * and each call points the prepared tensor maps at its tensors and launches, leaving nothing behind:
  *
  *   launch_known(launches, tensors)       finds the Launch by the tensors' signature
  *   launch_bound(bound, tensors)          holds the tensors against the one signature that it was bound with

@@ -9,7 +9,7 @@ file again. The first half of a run needs that, because there the other warpgrou
 20 % longer if those FFMAs do not yield, 128x224 up to 28 %. The second half only gets slower. With hints to neither
 yield nor read the scale again there, 128x256 in clusters takes 1.5 % less time, 128x224 in clusters 2.7 %, 128x128
 0.7 %; other tiles of 128 rows change by -1.1 to +0.6 %, those of 64 rows by -1.7 to +1.4 %, most of it noise, 0 in the
-mean at m <= 128 (H200, NVRTC 13.0.88, 2026-11-22; docs/performance.md says more).
+mean at m <= 128 (H200, NVRTC 13.0.88, 2026-11-22; docs/experiments.md has the table).
 
 Where the bits are is told by Jia et al., "Dissecting the NVIDIA Volta GPU Architecture via Microbenchmarking" (2018),
 2.1, and holds for Hopper. That FFMAs between WGMMAs deserve other hints than ptxas gives them was found by the authors

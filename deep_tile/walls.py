@@ -18,8 +18,8 @@ class Wall(NamedTuple):
         name: `register`, `capacity`, `intensity (LEVEL)`, `latency` or `Little's law`.
         value, limit: in `unit`; the tile is on the good side while `holds`.
         unit: of both.
-        holds: register and capacity: the tile is possible. Intensity: the tensor cores are the bound, not this level.
-            Latency: the stages hide it.
+        holds: register and capacity: the tile is possible. Intensity: the tensor cores are the bound, not this level;
+            for L2, where SMs share what they read. Latency: the stages hide it.
         reason: the arithmetic.
     """
 
@@ -86,7 +86,8 @@ def product_flops(m: int, n: int, k: int) -> int:
 def intensity_wall(level: str, flops: float, bytes_moved: float, tflops: float, tbps: float) -> Wall:
     """FLOP per byte through one level of the memory against the FLOP per byte at which that level keeps up.
 
-    Judge the whole problem (each operand once) against HBM, one tile against L2, one instruction against shared memory.
+    Judge the whole problem (each operand once) against HBM, one instruction against shared memory; for a tile against
+    L2 there is `l2_wall`.
     """
     intensity, critical = flops / bytes_moved, tflops / tbps
     bound = "compute" if intensity >= critical else level
@@ -95,6 +96,27 @@ def intensity_wall(level: str, flops: float, bytes_moved: float, tflops: float, 
         f"{tflops:g} TFLOPS / {tbps:.4g} TB/s = {critical:.4g} on: bound by {bound}"
     )
     return Wall(f"intensity ({level})", intensity, critical, "FLOP per byte", intensity >= critical, reason)
+
+
+def l2_wall(flops: float, bytes_moved: float, tflops: float, own_tbps: float, shared_tbps: float) -> Wall:
+    """FLOP per byte of one tile against what SMs take in from L2, which depends on how many of them ask for a byte.
+
+    The wall is where L2 does not keep up though all SMs ask for the same bytes. From there to where it keeps up though
+    no two of them do, it is an estimate: neighbours among the tiles share a part of their operands.
+
+    Args:
+        own_tbps, shared_tbps: of all SMs together, no byte asked for by two, and every byte by all.
+    """
+    intensity, shared, own = flops / bytes_moved, tflops / shared_tbps, tflops / own_tbps
+    bound = "L2" if intensity < shared else "compute"
+    if shared <= intensity < own:
+        bound = "compute if neighbours share enough"
+    reason = (
+        f"{flops:.4g} FLOP / {bytes_moved:.4g} bytes = {intensity:.4g} FLOP per byte, and L2 keeps up from {tflops:g} "
+        f"TFLOPS / {shared_tbps:.4g} TB/s = {shared:.4g} on where SMs share all bytes, from / {own_tbps:.4g} = "
+        f"{own:.4g} on where none: bound by {bound}"
+    )
+    return Wall("intensity (L2)", intensity, shared, "FLOP per byte", intensity >= shared, reason)
 
 
 def latency_wall(stages: int, flops: float, sm_tflops: float, latency_us: float) -> Wall:

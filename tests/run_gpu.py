@@ -8,7 +8,6 @@ clean.
 """
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -30,6 +29,7 @@ sys.path.append(str(ROOT))  # for benchmarks; appended, so that an installed dee
 
 from conftest import missing_hopper  # noqa: E402
 
+from benchmarks import store  # noqa: E402
 from benchmarks.timing import describe_run  # noqa: E402
 from deep_tile import jit  # noqa: E402
 
@@ -127,7 +127,7 @@ def main() -> int:
     machine = {key: value for key, value in describe_run().items() if key != "method"}
     report = {**machine, "nvrtc": jit.nvrtc_version(), "tests": tests, "sanitizers": sanitizers}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    store.save(arguments.out, report)
 
     print(f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped in {tests['seconds']} s")
     for tool, outcome in sanitizers.items():

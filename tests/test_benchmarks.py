@@ -23,6 +23,7 @@ from benchmarks import (  # noqa: E402
     report,
     search,
     search_chain,
+    store,
     timing,
 )
 from benchmarks.peers import PEERS, Inputs, deep_tile_peer  # noqa: E402
@@ -51,7 +52,7 @@ SMALL = Shape(32, 160, 272)
 
 def made_up_run(gpu="NVIDIA H200", scale=1.0):
     """Published times under deep_tile's name: DeepGEMM's, so every ratio is known."""
-    published = report.load_run(report.PUBLISHED)
+    published = store.load(report.PUBLISHED)
     rows = []
     for row in published["shapes"]:
         results = {name: dict(result) for name, result in row["results"].items() if name.startswith("cublaslt")}
@@ -62,7 +63,7 @@ def made_up_run(gpu="NVIDIA H200", scale=1.0):
 
 
 def test_shapes_are_those_of_the_published_table():
-    published = report.load_run(report.PUBLISHED)
+    published = store.load(report.PUBLISHED)
     assert [report.shape_of(row) for row in published["shapes"]] == list(DENSE)
     assert (len(DENSE), len(set(DENSE)), len(NINE)) == (84, 84, 9)
     assert set(NINE) <= set(DENSE)
@@ -71,18 +72,18 @@ def test_shapes_are_those_of_the_published_table():
 
 
 @pytest.mark.parametrize(
-    ("shape", "limit"),
+    ("shape", "estimate"),
     [("1x2112x7168", 8.8), ("128x7168x16384", 34.8), ("4096x7168x576", 25.8), ("8192x8192x8192", 736.3)],
 )
-def test_limit_is_that_of_the_published_table(shape, limit):
-    assert Shape.parse(shape).limit_us() == pytest.approx(limit, abs=0.05)
+def test_estimate_is_that_of_the_published_table(shape, estimate):
+    assert Shape.parse(shape).estimate_us() == pytest.approx(estimate, abs=0.05)
 
 
-def test_nobody_beats_the_limit_by_much():
-    published = report.load_run(report.PUBLISHED)
+def test_nobody_beats_the_estimate_by_much():
+    published = store.load(report.PUBLISHED)
     for name in report.contestants(published):
         for shape, us in report.times(published, name).items():
-            assert us > 0.93 * shape.limit_us(), (name, shape)
+            assert us > 0.93 * shape.estimate_us(), (name, shape)
 
 
 def test_select_shapes():
@@ -167,7 +168,7 @@ def without_gpu(monkeypatch):
 def test_bench_writes_every_contestant_or_a_reason(without_gpu, tmp_path, caplog):
     out = tmp_path / "result.json"
     assert bench_gemm.main(["--shapes", "32x160x272,16x160x272", "--sustained", "--out", str(out)]) == 0
-    run = report.load_run(out)
+    run = store.load(out)
     for row, shape in zip(run["shapes"], ("32x160x272", "16x160x272"), strict=True):
         assert str(report.shape_of(row)) == shape
         assert row["results"].keys() | row["unsupported"].keys() == PEERS.keys()
@@ -197,7 +198,7 @@ def test_bench_fails_when_deep_tile_is_wrong_or_absent(without_gpu, monkeypatch,
 def test_bench_times_named_configs(without_gpu, tmp_path):
     name, out = default_configs()[0].name, tmp_path / "result.json"
     bench_gemm.main(["--shapes", str(SMALL), "--peers", "deep_tile", "--configs", name, "--out", str(out)])
-    assert set(report.contestants(report.load_run(out))) == {"deep_tile", name}
+    assert set(report.contestants(store.load(out))) == {"deep_tile", name}
 
 
 @pytest.mark.parametrize("arguments", [["--peers", "cublas"], ["--configs", "fp8_gemm_1x1"]])
@@ -212,10 +213,10 @@ def test_timing_summary():
 
 
 def test_published_means_are_those_of_the_design():
-    """DeepGEMM's time: 1.10, 1.10, 1.07 of cuBLASLt tensor-wise fast, and 1.24, 1.31, 1.19 of the limit."""
+    """DeepGEMM's time: 1.10, 1.10, 1.07 of cuBLASLt tensor-wise fast, and 1.24, 1.31, 1.19 of the estimate."""
     means = report.all_means(made_up_run())
     assert list(means["cuBLASLt tensor-wise, fast"].values()) == pytest.approx([1.10, 1.10, 1.07], abs=0.006)
-    assert list(means["limit"].values()) == pytest.approx([1.24, 1.31, 1.19], abs=0.006)
+    assert list(means[report.ESTIMATE].values()) == pytest.approx([1.24, 1.31, 1.19], abs=0.006)
     assert list(means["DeepGEMM 2.6.1, published"].values()) == pytest.approx([1, 1, 1])
 
 
@@ -235,23 +236,38 @@ def test_comparison_corrects_for_the_card():
 
 
 def test_compare_mode_reads_files(tmp_path, capsys):
-    report.save_run(tmp_path / "old.json", made_up_run())
-    report.save_run(tmp_path / "new.json", made_up_run(scale=0.5))
+    store.save(tmp_path / "old.json", made_up_run())
+    store.save(tmp_path / "new.json", made_up_run(scale=0.5))
     assert bench_gemm.main(["--compare", str(tmp_path / "old.json"), str(tmp_path / "new.json")]) == 0
     assert "0.500" in capsys.readouterr().out
 
 
 def test_saved_runs_hold_one_shape_per_line(tmp_path):
     path = tmp_path / "run.json"
-    report.save_run(path, made_up_run())
-    assert report.load_run(path) == made_up_run()
+    store.save(path, made_up_run())
+    assert store.load(path) == made_up_run()
     assert sum(line.lstrip().startswith('{"m"') for line in path.read_text().splitlines()) == 84
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_saved_files_have_a_line_per_entry(tmp_path):
+    path = tmp_path / "any.json"
+    store.save(path, {"gpu": "none", "us": {"1x2x3": {"a": 10.123456789, "b": 2}}, "casts": [{"us": 1.5}, 7], "no": []})
+    assert path.read_text() == (
+        '{\n "gpu": "none",\n "us": {\n  "1x2x3": {"a": 10.1235, "b": 2}\n },\n'
+        ' "casts": [\n  {"us": 1.5},\n  7\n ],\n "no": []\n}\n'
+    )
+
+
+@pytest.mark.parametrize("path", sorted(store.FOLDER.glob("*.json")), ids=lambda path: path.name)
+def test_stored_results_have_the_form_in_which_they_are_written(path, tmp_path):
+    store.save(tmp_path / path.name, store.load(path))
+    assert (tmp_path / path.name).read_text() == path.read_text()
+
+
 def test_report_writes_table_and_plot(tmp_path):
     result, overhead, readme = (tmp_path / name for name in ("run.json", "overhead.json", "README.md"))
-    report.save_run(result, made_up_run())
+    store.save(result, made_up_run())
     first = [{"config": "fp8_gemm_x", "first_ms": 321.4, "second_ms": 0.1}]
     overhead.write_text(json.dumps({"host_us": {"deep_tile": 3.21}, "first_calls": {"cold": first, "disk": first}}))
     readme.write_text(f"before\n{report.BEGIN}\nstale\n{report.END}\nafter\n")
@@ -278,7 +294,7 @@ def test_bench_on_the_gpu(tmp_path):
     out = tmp_path / "result.json"
     arguments = ["--shapes", "64x576x7168,4096x2112x7168", "--repeats", "5", "--sustained", "--out", str(out)]
     assert bench_gemm.main(arguments) == 0
-    for row in report.load_run(out)["shapes"]:
+    for row in store.load(out)["shapes"]:
         assert row["results"].keys() >= PEERS.keys() - {"deep_gemm"}
         assert 1 < row["empty_graph_us"] < 10
         for name, result in row["results"].items():

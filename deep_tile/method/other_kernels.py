@@ -19,7 +19,7 @@ from deep_tile.walls import (
     Wall,
     accumulator_registers,
     capacity_wall,
-    intensity_wall,
+    l2_wall,
     latency_wall,
     product_flops,
     register_wall,
@@ -143,7 +143,7 @@ def _attention_tile(block_q: int, block_kv: int, head_dim: int, dtype: str, hard
     walls = (
         register_wall(output + packed, scores, limit),
         capacity_wall(smem_bytes, hardware.smem_bytes),
-        intensity_wall("L2", flops, stage_bytes, tflops, hardware.l2_tbps),
+        l2_wall(flops, stage_bytes, tflops, hardware.l2_tbps, hardware.l2_shared_tbps),
         latency_wall(stages, flops, tflops / hardware.num_sms, hardware.hbm_latency_ns / 1e3),
     )
     reasons = (
@@ -199,8 +199,8 @@ def derive_convolution(
     walls = (
         register_wall(accumulator_registers(block_m, block_n, 2), 0, ACCUMULATOR_LIMIT),
         capacity_wall(smem_bytes, hardware.smem_bytes),
-        intensity_wall("L2", flops, gathered, tflops, hardware.l2_tbps),
-        intensity_wall("L2", flops, kept, tflops, hardware.l2_tbps),
+        l2_wall(flops, gathered, tflops, hardware.l2_tbps, hardware.l2_shared_tbps),
+        l2_wall(flops, kept, tflops, hardware.l2_tbps, hardware.l2_shared_tbps),
     )
     hit = [wall.reason for wall in walls[:2] if not wall.holds]
     if hit:

@@ -314,10 +314,11 @@ def table(first: str, *others: str, title: str | None = None, numbers: bool = Tr
 
 
 def plot(derived: Derivation, path: str | Path) -> None:
-    """Write the roofline as an image: three bandwidths and the tensor rate, the problem, the candidates' tiles.
+    """Write the roofline as an image: bandwidths and the tensor rate, the problem, the candidates' tiles.
 
     Each point stands at the intensity that counts for its roof: the problem at FLOP per byte of HBM, a tile at FLOP per
-    byte of L2. Heights are predicted TFLOPS of the whole product, and the measured one where it is stored.
+    byte of L2. Heights are predicted TFLOPS of the whole product, and the measured one where it is stored. L2 has two
+    lines: its roof, and, dashed, the estimate for tiles that share nothing, which those of a product pass.
     """
     from matplotlib.figure import Figure  # explain without a picture does not wait for it
 
@@ -328,10 +329,15 @@ def plot(derived: Derivation, path: str | Path) -> None:
     low, high = min(at, *(x for x, _ in tiles), peak / gpu.smem_tbps) / 3, max(at, peak / gpu.hbm_tbps) * 5
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    roofs = (("HBM", gpu.hbm_tbps, "tab:blue"), ("L2", gpu.l2_tbps, "tab:orange"))
-    for name, tbps, color in (*roofs, ("shared memory", gpu.smem_tbps, "tab:green")):
-        ridge = peak / tbps
-        axes.plot([low, ridge, high], [low * tbps, peak, peak], color=color, label=f"{name}, {tbps:.3g} TB/s")
+    roofs = (
+        ("HBM", gpu.hbm_tbps, "tab:blue", "-"),
+        ("L2, nothing shared", gpu.l2_tbps, "tab:orange", "--"),
+        ("L2, all shared", gpu.l2_shared_tbps, "tab:orange", "-"),
+        ("shared memory", gpu.smem_tbps, "tab:green", "-"),
+    )
+    for name, tbps, color, style in roofs:
+        corners = [low, peak / tbps, high], [low * tbps, peak, peak]
+        axes.plot(*corners, color=color, linestyle=style, label=f"{name}, {tbps:.3g} TB/s")
     axes.axhline(gpu.peak(derived.dtype), color="black", linewidth=0.8, linestyle=":", label="datasheet's tensor rate")
     axes.scatter(*zip(*tiles, strict=True), s=14, color="tab:orange", alpha=0.5, label="candidates' tiles, against L2")
     axes.scatter(*tiles[0], s=70, marker="D", color="tab:orange", edgecolor="black", label="the choice's tile")

@@ -23,6 +23,7 @@ from deep_tile.walls import (
     accumulator_registers,
     capacity_wall,
     intensity_wall,
+    l2_wall,
     latency_wall,
     littles_law,
     operand_bytes,
@@ -46,6 +47,7 @@ __all__ = [
     "derive_elementwise",
     "derive_reduction",
     "intensity_wall",
+    "l2_wall",
     "latency_wall",
     "littles_law",
     "operand_bytes",
@@ -265,12 +267,13 @@ def _tile(
     flops = product_flops(block_m, block_n, block_k)
     latency_us = hardware.hbm_latency_ns / 1e3
     latency = latency_wall(stages, flops, tflops / hardware.num_sms, latency_us)
+    moved = operand_bytes(block_m, block_n, block_k, element_bytes)
     mma_bytes = operand_bytes(MMA_M, mma_n, block_k, element_bytes)
     walls = (
         register_wall(accumulators, temporaries, ACCUMULATOR_LIMIT),
         capacity_wall(smem_bytes, hardware.smem_bytes),
         latency,
-        intensity_wall("L2", flops, operand_bytes(block_m, block_n, block_k, element_bytes), tflops, hardware.l2_tbps),
+        l2_wall(flops, moved, tflops, hardware.l2_tbps, hardware.l2_shared_tbps),
         intensity_wall("shared memory", product_flops(MMA_M, mma_n, block_k), mma_bytes, tflops, hardware.smem_tbps),
         littles_law((stages - 1) * stage_bytes, hardware.hbm_tbps * 1e3 / hardware.num_sms, latency_us),
     )

@@ -42,7 +42,7 @@ class Hardware:
         fp8_tflops: FP8 WGMMA under real loads on random data, where the power limit already acts.
         hbm_peak_tbps: memory bandwidth of the datasheet, TB/s.
         hbm_tbps: what a plain streaming-read kernel reaches, TB/s.
-        l2_tbps: L2 to all SMs together by TMA, each SM reading for itself, TB/s.
+        l2_tbps: L2 to all SMs together by TMA, no two of them reading the same, TB/s.
         l2_multicast_tbps: the same where pairs of SMs share every read, bytes delivered, TB/s.
         hbm_latency_ns, l2_latency_ns: one read of an idle memory.
         launch_us: an empty kernel, from event to event.
@@ -50,6 +50,7 @@ class Hardware:
         l2_bytes: size of the L2 cache.
         smem_bytes: shared memory that one block may use.
         smem_bytes_per_clock: shared-memory bandwidth of one SM.
+        l2_shared_bytes_per_clock: what one SM takes in from L2 while all of them read the same.
         registers: 32-bit registers of one SM.
         registers_per_thread: the most that an instruction can name.
         threads: the most that one SM holds.
@@ -73,6 +74,7 @@ class Hardware:
     l2_bytes: int
     smem_bytes: int = SMEM_LIMIT_BYTES
     smem_bytes_per_clock: int = 128
+    l2_shared_bytes_per_clock: int = 105
     registers: int = 65_536
     registers_per_thread: int = 255
     threads: int = 2048
@@ -103,6 +105,11 @@ class Hardware:
         """Shared memory of all SMs together, TB/s."""
         return self.num_sms * self.smem_bytes_per_clock * self.clock_mhz / 1e6
 
+    @property
+    def l2_shared_tbps(self) -> float:
+        """L2 to all SMs together where all of them read the same, TB/s."""
+        return self.num_sms * self.l2_shared_bytes_per_clock * self.clock_mhz / 1e6
+
 
 def _tensor_rates(fp8: float) -> dict[str, float]:
     """Hopper's rates halve as the operand doubles."""
@@ -126,7 +133,7 @@ H200 = Hardware(
     l2_bytes=50 << 20,
     sources={
         **dict.fromkeys(("fp8_tflops", "hbm_tbps", "l2_tbps", "l2_multicast_tbps"), "measured"),
-        **dict.fromkeys(("launch_us", "stream_us"), "measured"),
+        **dict.fromkeys(("launch_us", "stream_us", "l2_shared_bytes_per_clock"), "measured"),
         **dict.fromkeys(("hbm_latency_ns", "l2_latency_ns"), "published"),
         "clock_mhz": "assumed",
         "l2_bytes": "assumed",
@@ -145,7 +152,8 @@ def _scaled(
         hbm: TB/s.
     """
     sms = num_sms / H200.num_sms
-    scaled = dict.fromkeys(("hbm_tbps", "l2_tbps", "l2_multicast_tbps", "fp8_tflops"), "scaled")
+    scaled_fields = ("hbm_tbps", "l2_tbps", "l2_multicast_tbps", "l2_shared_bytes_per_clock", "fp8_tflops")
+    scaled = dict.fromkeys(scaled_fields, "scaled")
     assumed = dict.fromkeys(("hbm_latency_ns", "l2_latency_ns", "launch_us", "stream_us", "clock_mhz"), "assumed")
     share = H200.fp8_tflops / H200.peak("fp8")
     return replace(
