@@ -68,8 +68,8 @@ def fit(config: GemmConfig, times: dict[Shape, float], fastest: dict[Shape, floa
 
 
 def write(model: dict) -> None:
-    cost.TIMES.write_text(json.dumps(model, indent=1) + "\n")
-    cost.calibration.cache_clear()
+    (cost.TIMES / "fp8.json").write_text(json.dumps(model, indent=1) + "\n")
+    cost.read_calibration.cache_clear()
     choose_bucket.cache_clear()
 
 

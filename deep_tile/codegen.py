@@ -34,8 +34,8 @@ def kernel_source(config: GemmConfig, watch: Watch | None = None) -> str:
 
     With `watch`, of its debug build, whose text serves one process.
     """
-    widths = dict.fromkeys(tiles.mma_n for tiles in (config, config.narrow) if tiles)
-    text = [*map(_wgmma, widths), _headers("gemm.cuh"), _entry(config)]
+    wgmmas = dict.fromkeys(_wgmma(tiles) for tiles in (config, config.narrow) if tiles)
+    text = [*wgmmas, _headers("gemm.cuh"), _entry(config)]
     return "\n".join(text if watch is None else [_watch(watch), *text])
 
 
@@ -43,13 +43,14 @@ def _watch(watch: Watch) -> str:
     return f"#define DEEP_TILE_WATCH {{{watch.records}ull, {watch.limit_ns}ull, {watch.kernel}u}}\n"
 
 
-def _wgmma(mma_n: int) -> str:
-    """`wgmma(d, a, b, accumulate)`: d[64, mma_n] (+)= a[64, 32] * b[mma_n, 32]^T, e4m3 operands in shared memory.
+def _wgmma(config: GemmConfig) -> str:
+    """`wgmma(d, a, b, accumulate)`: d[64, mma_n] (+)= a[64, mma_k] * b[mma_n, mma_k]^T, operands in shared memory.
 
     PTX ISA, "wgmma.mma_async". Written before the headers because they call it from templates with arguments of
     built-in types, which are looked up where the template is defined.
     """
-    registers = mma_n // 2
+    registers = config.mma_n // 2
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{config.mma_n}k{config.mma_k}.{config.product.mma}"
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(registers))
     names = ", ".join(f"%{i}" for i in range(registers))
     a, b, accumulate = (f"%{registers + i}" for i in range(3))
@@ -60,7 +61,7 @@ __device__ __forceinline__ void wgmma(float (&d)[{registers}], unsigned long lon
         "{{\\n"
         ".reg .pred p;\\n"
         "setp.ne.b32 p, {accumulate}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{mma_n}k32.f32.e4m3.e4m3 {{{names}}}, {a}, {b}, p, 1, 1;\\n"
+        "{instruction} {{{names}}}, {a}, {b}, p, 1, 1;\\n"
         "}}\\n"
         : {outputs}
         : "l"(a), "l"(b), "r"(accumulate));

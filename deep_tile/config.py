@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from math import gcd
 
+from deep_tile.kinds import K_BLOCK_BYTES, KINDS, MMA_K_BYTES, OUTPUTS, Element, Kind
 from deep_tile.walls import WARPGROUP_THREADS, Wall, accumulator_registers, capacity_wall, register_wall
 
 SCALE_BLOCK = 128
@@ -53,6 +54,8 @@ class GemmConfig:
             (`schedule.narrow_columns`). 0: all tiles have block_n.
         pairs: multiply K blocks two by two, of which k must have an even number, with a main loop for each way in which
             a tile's columns may lie across scale blocks.
+        kind: of the product, a name in `kinds.KINDS`.
+        output: format of `out`, a name in `kinds.OUTPUTS`.
     """
 
     block_m: int
@@ -67,8 +70,13 @@ class GemmConfig:
     b_stages: int = 0
     narrow_n: int = 0
     pairs: bool = False
+    kind: str = "fp8"
+    output: str = "bf16"
 
     def __post_init__(self):
+        for name, value, known in (("kind", self.kind, KINDS), ("output", self.output, OUTPUTS)):
+            if value not in known:
+                raise ValueError(f"GemmConfig: {name} is {value!r}; supported are {', '.join(known)}")
         problem = self.illegal_because
         if problem:
             raise ValueError(f"{self.name}: {problem}")
@@ -126,12 +134,29 @@ class GemmConfig:
         resident = f"_r{self.b_stages}" if self.resident_b else ""
         narrow = f"_n{self.narrow_n}" if self.narrow_n else ""
         special = resident + narrow + ("_p" if self.pairs else "")
-        return f"fp8_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{special}{buffers}{store}"
+        return (
+            f"{self.kind}_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{special}{buffers}{store}"
+        )
+
+    @property
+    def product(self) -> Kind:
+        """What it multiplies."""
+        return KINDS[self.kind]
+
+    @property
+    def out(self) -> Element:
+        """What it stores."""
+        return OUTPUTS[self.output]
 
     @property
     def block_k(self) -> int:
         """Elements of K per stage."""
-        return self.scale_blocks * SCALE_BLOCK
+        return self.scale_blocks * K_BLOCK_BYTES // self.product.a.bytes
+
+    @property
+    def mma_k(self) -> int:
+        """Elements of K per WGMMA."""
+        return MMA_K_BYTES // self.product.a.bytes
 
     # Where b is.
 
@@ -376,7 +401,7 @@ class GemmConfig:
 
     @property
     def store_columns(self) -> int:
-        """Width of one output box, in BF16 columns.
+        """Width of one output box.
 
         64 or 32 where such boxes cover the part of the tile and overlap by less than a sixth of it: rows of 128 or 64
         bytes have a swizzle, with which a warp writes them without bank conflicts. Rows of 160 or 288 bytes meet in the
@@ -404,7 +429,7 @@ class GemmConfig:
     @property
     def store_swizzle(self) -> int:
         """Bytes of an output box's swizzle span, which must hold a whole row: 32, 64 or 128, or 0 for none."""
-        row_bytes = self.store_columns * 2
+        row_bytes = self.store_columns * self.out.bytes
         return row_bytes if row_bytes in (32, 64, 128) else 0
 
     @property
@@ -430,13 +455,14 @@ class GemmConfig:
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage: operands, scales (slots padded to 16 bytes) and its two barriers."""
-        operands = (self.block_m + (0 if self.resident_b else self.buffer_n)) * self.block_k
+        a, b = self.product.a, self.product.b
+        operands = (self.block_m * a.bytes + (0 if self.resident_b else self.buffer_n * b.bytes)) * self.block_k
         scales = 4 * self.scale_blocks * (self.block_m + round_up(self.b_scale_slots, 4))
         return operands + scales + 2 * 8
 
     @property
     def store_bytes(self) -> int:
-        return self.math_warpgroups * self.store_buffers * MMA_M * self.store_columns * 2
+        return self.math_warpgroups * self.store_buffers * MMA_M * self.store_columns * self.out.bytes
 
     @property
     def partial_bytes(self) -> int:
@@ -447,7 +473,7 @@ class GemmConfig:
     def fixed_bytes(self) -> int:
         """Shared memory that does not depend on the number of stages. Two barriers for each math warpgroup, and for
         each resident K block of `b`."""
-        resident = self.b_stages * (self.block_n * self.block_k + 2 * 8)
+        resident = self.b_stages * (self.block_n * self.block_k * self.product.b.bytes + 2 * 8)
         return self.partial_bytes + self.store_bytes + resident + 2 * 8 * self.math_warpgroups
 
     @property

@@ -105,7 +105,9 @@ def prepare_launch(
     narrow = narrow_columns(config, problem)
     a_map = (1, k, m, layout.a_stride, SCALE_BLOCK, config.block_m // config.cluster_n, 128)
     b_map = (1, k, n, layout.b_stride, SCALE_BLOCK, config.block_n // config.cluster_m, 128)
-    out_map = (2, n, m, layout.out_stride * 2, config.store_columns, config.store_rows, config.store_swizzle)
+    out_bytes = config.out.bytes
+    out_box = (config.store_columns, config.store_rows, config.store_swizzle)
+    out_map = (out_bytes, n, m, layout.out_stride * out_bytes, *out_box)
     return _launcher.prepare(
         load_kernel(config, device),
         grid=grid_size(config, problem),

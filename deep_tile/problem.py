@@ -6,9 +6,11 @@ the kernel; pointers and strides belong to the launch.
 
 from typing import NamedTuple
 
+from deep_tile.kinds import KINDS, OUTPUTS, Element, Kind
+
 
 class GemmProblem(NamedTuple):
-    """`out[m, n] = sum over k of a[m, k] * b[n, k]`, FP8 operands with block scales.
+    """`out[m, n] = sum over k of a[m, k] * b[n, k]`, scaled as its kind says.
 
     Attributes:
         m, n, k: sizes in elements, all positive.
@@ -16,6 +18,8 @@ class GemmProblem(NamedTuple):
         tma_store: whether `out` meets TMA's rules: address, row length and row stride are multiples of 16 bytes.
         split_k: whether thread blocks may share the K of a tile. Without that every kernel adds up a row's products in
             the same order, so that its result does not depend on m.
+        kind: of the product, a name in `kinds.KINDS`.
+        output: format of `out`, a name in `kinds.OUTPUTS`.
     """
 
     m: int
@@ -24,3 +28,13 @@ class GemmProblem(NamedTuple):
     num_sms: int = 132
     tma_store: bool = True
     split_k: bool = True
+    kind: str = "fp8"
+    output: str = "bf16"
+
+    @property
+    def product(self) -> Kind:
+        return KINDS[self.kind]
+
+    @property
+    def out(self) -> Element:
+        return OUTPUTS[self.output]

@@ -391,7 +391,7 @@ def test_a_config_is_chosen_by_its_time_alone_or_by_that_and_its_time_in_chains(
 def model_alone(monkeypatch):
     """The selector without measured choices."""
     model = cost.calibration()
-    monkeypatch.setattr("deep_tile.select.choose.calibration", lambda: model._replace(choices={}))
+    monkeypatch.setattr("deep_tile.select.choose.calibration", lambda kind: model._replace(choices={}))
     choose_bucket.cache_clear()
     yield
     choose_bucket.cache_clear()

@@ -10,6 +10,7 @@ import pytest
 from deep_tile import jit
 from deep_tile.codegen import kernel_source
 from deep_tile.config import PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig
+from deep_tile.kinds import KINDS, OUTPUTS
 from deep_tile.select.defaults import default_configs
 
 HEADERS = Path(__file__).parent.parent / "include" / "deep_tile"
@@ -240,7 +241,8 @@ def test_every_cpp_field_is_given_and_no_other():
 def test_every_choice_of_a_config_reaches_the_kernel():
     config = GemmConfig(128, 96, 3, 1, 2, store_buffers=1, tma_store=False)
     given = initializers(config)
-    for field in dataclasses.fields(GemmConfig):
+    named = {"kind", "output"}  # the kernel is made of them: its WGMMAs, the bytes of its buffers
+    for field in (field for field in dataclasses.fields(GemmConfig) if field.name not in named):
         assert given[field.name] == str(getattr(config, field.name)).lower(), field.name
 
 
@@ -265,3 +267,16 @@ def test_a_wrong_shared_memory_size_does_not_compile():
     assert wrong != source
     with pytest.raises(jit.CompileError, match=r"config\.py and config\.cuh disagree"):
         jit.compile_kernel(wrong, config.name)
+
+
+@pytest.mark.parametrize(("field", "known"), [("kind", KINDS), ("output", OUTPUTS)])
+def test_kinds_and_outputs_are_those_of_their_tables(field, known):
+    with pytest.raises(ValueError, match=f"{field} is 'fp4'; supported are {', '.join(known)}"):
+        GemmConfig(64, 64, 4, **{field: "fp4"})
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+def test_a_kind_names_its_kernels_and_their_instruction(kind):
+    config = GemmConfig(64, 64, 4, kind=kind.name)
+    assert config.name.startswith(f"{kind.name}_gemm_64x64x")
+    assert f"wgmma.mma_async.sync.aligned.m64n64k{32 // kind.a.bytes}.{kind.mma} " in kernel_source(config)

@@ -17,17 +17,18 @@ import deep_tile
 
 PACKAGE = Path(deep_tile.__file__).parent
 
-SIZES = {"config", "problem", "walls"}
+SIZES = {"config", "kinds", "problem", "walls"}
 """What is asked and how it is done: numbers alone."""
 
 CALL = SIZES | {"_launcher", "jit", "plan", "reference", "select", "settings"}
 
 MAY_IMPORT = {
-    "problem": set(),
+    "kinds": set(),
+    "problem": {"kinds"},
     "settings": set(),
     "walls": set(),
     "sass": set(),
-    "config": {"walls"},
+    "config": {"kinds", "walls"},
     "codegen": {"config"},
     "jit": {"sass", "settings"},
     "select": SIZES | {"settings"},

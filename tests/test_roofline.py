@@ -15,6 +15,7 @@ from benchmarks import predict  # noqa: E402
 from benchmarks.shapes import Shape, select_shapes  # noqa: E402
 from deep_tile import walls  # noqa: E402
 from deep_tile.config import GemmConfig  # noqa: E402
+from deep_tile.kinds import KINDS, OUTPUTS  # noqa: E402
 from deep_tile.method import roofline  # noqa: E402
 from deep_tile.method.other_kernels import derive_attention, derive_convolution  # noqa: E402
 from deep_tile.problem import GemmProblem  # noqa: E402
@@ -137,7 +138,13 @@ def test_rejected_tiles_hit_the_wall_they_name():
 # ---- one model: the derivation is the selector's
 
 some_problems = st.builds(
-    GemmProblem, st.integers(1, 9000), st.integers(1, 40_000), st.integers(1, 20_000), st.sampled_from((1, 66, 78, 132))
+    GemmProblem,
+    st.integers(1, 9000),
+    st.integers(1, 40_000),
+    st.integers(1, 20_000),
+    st.sampled_from((1, 66, 78, 132)),
+    kind=st.sampled_from(list(KINDS)),
+    output=st.sampled_from(list(OUTPUTS)),
 )
 
 
@@ -262,7 +269,7 @@ def test_no_searched_kernel_is_faster_than_a_wall_lets_it_be():
 def test_drift_would_be_seen(compared, monkeypatch):
     model = cost.calibration()
     slower = {name: times._replace(block_us=times.block_us * 1.2) for name, times in model.configs.items()}
-    monkeypatch.setattr(cost, "calibration", lambda: model._replace(configs=slower))
+    monkeypatch.setattr(cost, "calibration", lambda kind="fp8": model._replace(configs=slower))
     assert predict.summary(predict.compare(predict.load_search()))["median error"] > 0.08
 
 

@@ -16,6 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from deep_tile.config import GemmConfig, ceil_div
+from deep_tile.kinds import KINDS, OUTPUTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import bucketed, candidates, choose, choose_bucket, configs_for, suits
 from deep_tile.select.defaults import default_configs
@@ -37,7 +38,16 @@ SM_COUNTS = (1, 2, 3, 7, 66, 78, 113, 114, 132)
 
 num_sms = st.sampled_from(SM_COUNTS)
 sizes = st.one_of(st.integers(1, 300), st.integers(1, 200_000), st.integers(1, 2**31 - 1))
-problems = st.builds(GemmProblem, sizes, sizes, sizes, num_sms, st.booleans())
+problems = st.builds(
+    GemmProblem,
+    sizes,
+    sizes,
+    sizes,
+    num_sms,
+    st.booleans(),
+    kind=st.sampled_from(list(KINDS)),
+    output=st.sampled_from(list(OUTPUTS)),
+)
 
 
 def benchmark_shapes():

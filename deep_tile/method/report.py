@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from deep_tile.kinds import KINDS
 from deep_tile.method.roofline import Candidate, Derivation, derive
 from deep_tile.problem import GemmProblem
 from deep_tile.select import cost, schedule, tuned
@@ -132,7 +133,7 @@ def _as_fp8(derived: Derivation) -> GemmProblem:
 def _name(derived: Derivation, candidate: Candidate) -> str:
     """The kernel's, or the tile's where there is no kernel."""
     tile = candidate.tile
-    if derived.dtype == "fp8":
+    if derived.dtype in KINDS:
         return candidate.config.name
     return f"{derived.dtype}_{tile.block_m}x{tile.block_n}x{tile.block_k}_s{tile.stages}"
 
@@ -164,7 +165,7 @@ def _estimate_text(estimate: Estimate) -> str:
 def measurement(derived: Derivation) -> Measured | None:
     """The newest stored measurement of the choice on this very problem and GPU, if there is one."""
     config, problem, gpu = derived.choice.config, derived.problem, derived.hardware
-    if derived.dtype != "fp8" or problem.num_sms != gpu.num_sms:
+    if derived.dtype not in KINDS or problem.num_sms != gpu.num_sms:
         return None
     stored = _stored()
     name, us, run = stored["gpus"].get(gpu.name, {}).get(bucket_key(problem), (None, 0.0, 0))
@@ -214,7 +215,7 @@ def _notes(derived: Derivation) -> Iterable[str]:
             f"Times are those of an H200, scaled to {gpu.name} by tensor rate, clock and bandwidth. Not measured "
             f"there: {', '.join(unmeasured)}; `doctor --measure` measures most of them."
         )
-    if derived.dtype != "fp8":
+    if derived.dtype not in KINDS:
         yield f"There is no {derived.dtype} kernel; times are those of FP8 tiles whose stages have as many bytes."
     elif gpu != gpus.H200:
         used = choose(derived.problem, tuned.configs(derived.problem.num_sms))
@@ -270,7 +271,7 @@ def _excess(reason: str) -> str:
 def _candidate_table(derived: Derivation, shown: list[Candidate]) -> Table:
     title = f"{len(shown)} of {len(derived.candidates)} candidates, by predicted time"
     columns = ("us", "over best", "bound by", "waves", "full", "registers", "KiB/stage", "stages", "FLOP/byte L2")
-    made = table("config" if derived.dtype == "fp8" else "tile", *columns, title=title)
+    made = table("config" if derived.dtype in KINDS else "tile", *columns, title=title)
     best_us = shown[0].estimate.time_us
     for candidate in shown:
         _, tile, estimate = candidate

@@ -12,6 +12,7 @@ from math import gcd
 from typing import NamedTuple
 
 from deep_tile.config import ACCUMULATOR_LIMIT, MMA_M, SCALE_BLOCK, GemmConfig
+from deep_tile.kinds import KINDS
 from deep_tile.method.other_kernels import derive_attention, derive_convolution
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose, cost
@@ -159,7 +160,7 @@ def derive(
     as_fp8 = problem._replace(k=problem.k * DTYPE_BYTES[dtype])
     bucket = choose.bucketed(as_fp8)
     ranked = choose.candidates(bucket, hardware, choose.tuned_choice(bucket, tuned))
-    if dtype != "fp8":
+    if dtype not in KINDS:
         ranked = [(estimate, config) for estimate, config in ranked if config.cluster == config.scale_blocks == 1]
         ranked.sort(key=lambda pair: pair[0].time_us)
     candidates = [Candidate(config, _config_tile(config, dtype, hardware), estimate) for estimate, config in ranked]
@@ -228,12 +229,12 @@ def tile(
 
 def tile_of(config: GemmConfig, hardware: Hardware = H200) -> Tile:
     """The tile of a kernel, with the kernel's own registers and shared memory."""
-    return _config_tile(config, "fp8", hardware)
+    return _config_tile(config, config.kind, hardware)
 
 
 def _config_tile(config: GemmConfig, dtype: str, hardware: Hardware) -> Tile:
     block_k = config.block_k // DTYPE_BYTES[dtype]
-    if dtype != "fp8":
+    if dtype not in KINDS:
         return tile(config.block_m, config.block_n, block_k, dtype, hardware)
     fixed_bytes = config.smem_bytes - config.stages * config.stage_bytes
     return _tile(
@@ -296,7 +297,7 @@ def _rejected(dtype: str, hardware: Hardware) -> list[Rejected]:
 
 def _smallest(block_m: int, block_n: int, dtype: str, hardware: Hardware) -> GemmConfig | Tile:
     """The tile with the two stages that a pipeline needs. Raises ValueError where even that hits a wall."""
-    if dtype == "fp8":
+    if dtype in KINDS:
         return GemmConfig(block_m, block_n, 2, store_buffers=1)
     return tile(block_m, block_n, SCALE_BLOCK // DTYPE_BYTES[dtype], dtype, hardware, stages=2)
 

@@ -57,9 +57,10 @@ def candidates(
 
 
 def suits(config: GemmConfig, problem: GemmProblem) -> bool:
-    """Whether a config can multiply the problem's k, and is not another one in disguise: with tiles of one width where
-    it may have two."""
-    return config.takes_k(problem.k) and (not config.narrow_n or all(cluster_tiles(config, problem)))
+    """Whether a config makes such products and takes the problem's k, and is not another one in disguise: with tiles of
+    one width where it may have two."""
+    alike = (config.kind, config.output) == (problem.kind, problem.output)
+    return alike and config.takes_k(problem.k) and (not config.narrow_n or all(cluster_tiles(config, problem)))
 
 
 def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str | None:
@@ -67,7 +68,7 @@ def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str 
     those buckets where the model is wrong."""
     if own is not None:
         return own.name.removesuffix("_any")
-    model = calibration()
+    model = calibration(problem.kind)
     return model.choices.get(bucket_key(problem)) if problem.num_sms == model.num_sms else None
 
 

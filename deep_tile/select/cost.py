@@ -7,18 +7,19 @@ another GPU they are scaled by its tensor rate, clock and bandwidth.
 """
 
 import json
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from deep_tile.config import SCALE_BLOCK, GemmConfig
+from deep_tile.config import GemmConfig
+from deep_tile.kinds import K_BLOCK_BYTES
 from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import deepest_config
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.schedule import Tiles, blocks_per_tile, busiest, columns_begun
 from deep_tile.walls import product_flops
 
-TIMES = Path(__file__).parent / "times" / "fp8.json"
+TIMES = Path(__file__).parent / "times"
 """Written by benchmarks/calibrate.py."""
 
 
@@ -64,9 +65,14 @@ class Calibration(NamedTuple):
     choices: dict[str, str]
 
 
-@lru_cache(maxsize=1)
-def calibration() -> Calibration:
-    data = json.loads(TIMES.read_text())
+def calibration(kind: str = "fp8") -> Calibration:
+    """That of a kind of product, by its name in `kinds.KINDS`."""
+    return read_calibration(TIMES / f"{kind}.json")
+
+
+@cache
+def read_calibration(path: Path) -> Calibration:
+    data = json.loads(path.read_text())
     configs = {name: TileTimes(*coefficients) for name, coefficients in data["configs"].items()}
     return Calibration(**{name: data[name] for name in Calibration._fields} | {"configs": configs})
 
@@ -77,15 +83,16 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
     On another GPU, what the tensor cores need takes as long as their rate says, and the rest scales with the clock.
     """
     tensor_us = block_tensor_us(config, H200)
-    on_h200 = calibration().configs.get(config.name.removesuffix("_any"), TileTimes(1.2 * tensor_us, 2.0))
+    on_h200 = calibration(config.kind).configs.get(config.name.removesuffix("_any"), TileTimes(1.2 * tensor_us, 2.0))
     slower_clock = H200.clock_mhz / hardware.clock_mhz
     block_us = block_tensor_us(config, hardware) + (on_h200.block_us - tensor_us) * slower_clock
     return TileTimes(block_us, on_h200.tile_us * slower_clock, on_h200.column_us * slower_clock)
 
 
 def block_tensor_us(config: GemmConfig, hardware: Hardware) -> float:
-    """What the tensor cores of one SM need for one K block of 128, at their rate under load."""
-    return product_flops(config.block_m, config.block_n, SCALE_BLOCK) / (hardware.fp8_tflops / hardware.num_sms) / 1e6
+    """What the tensor cores of one SM need for one K block of 128 bytes, at their rate under load."""
+    flops = product_flops(config.block_m, config.block_n, K_BLOCK_BYTES // config.product.a.bytes)
+    return flops / (hardware.tflops(config.kind) / hardware.num_sms) / 1e6
 
 
 class Estimate(NamedTuple):
@@ -132,7 +139,7 @@ def _compute_parts(
     config: GemmConfig, problem: GemmProblem, hardware: Hardware, most: Tiles, utilization: float
 ) -> ComputeParts:
     """Of a cluster that has `most` tiles, while all have as much of that as `utilization` says: see `busiest`."""
-    model, times = calibration(), tile_times(config, hardware)
+    model, times = calibration(config.kind), tile_times(config, hardware)
     narrow_times = tile_times(deepest_config(config.block_m, config.narrow_n), hardware) if config.narrow_n else times
     blocks_us = most.wide * times.block_us + most.narrow * narrow_times.block_us
     blocks_us *= blocks_per_tile(config, problem.k)
@@ -148,27 +155,28 @@ def _compute_parts(
 
 
 def compulsory_bytes(problem: GemmProblem) -> int:
-    """Through HBM at least: each operand once in FP8, the result in BF16. The scales, under 3 %, are left out."""
-    return (problem.m + problem.n) * problem.k + 2 * problem.m * problem.n
+    """Through HBM at least: each operand and the result once. The scales, under 3 %, are left out."""
+    operands = (problem.m * problem.product.a.bytes + problem.n * problem.product.b.bytes) * problem.k
+    return operands + problem.m * problem.n * problem.out.bytes
 
 
 def memory_time(problem: GemmProblem, hardware: Hardware = H200) -> float:
     """Microseconds of the compulsory bytes; few SMs cannot ask for all that HBM gives."""
     tbps = min(hardware.hbm_tbps, hardware.l2_tbps * problem.num_sms / hardware.num_sms)
-    return calibration().memory_us + compulsory_bytes(problem) / tbps / 1e6
+    return calibration(problem.kind).memory_us + compulsory_bytes(problem) / tbps / 1e6
 
 
-def launch_time(hardware: Hardware = H200) -> float:
+def launch_time(hardware: Hardware = H200, kind: str = "fp8") -> float:
     """Microseconds that every call costs: fitted on an H200, and what another GPU's empty kernel takes more."""
-    return calibration().launch_us + hardware.launch_us - H200.launch_us
+    return calibration(kind).launch_us + hardware.launch_us - H200.launch_us
 
 
 def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> Estimate:
     """Predict a config's time on a problem: `launch + (compute**p + memory**p)**(1/p)`."""
-    overlap = calibration().overlap
+    overlap = calibration(problem.kind).overlap
     most, utilization = busiest(config, problem)
     compute_us = sum(_compute_parts(config, problem, hardware, most, utilization))
     memory_us = memory_time(problem, hardware)
-    time_us = launch_time(hardware) + (compute_us**overlap + memory_us**overlap) ** (1 / overlap)
+    time_us = launch_time(hardware, problem.kind) + (compute_us**overlap + memory_us**overlap) ** (1 / overlap)
     bound = "compute" if compute_us >= memory_us else "memory"
     return Estimate(time_us, compute_us, memory_us, bound, most.total, utilization)

@@ -1,0 +1,65 @@
+"""What can be multiplied: one row for each kind of product, and the formats of its operands and its result.
+
+Read by config.py, codegen.py, select/, method/ and api.py, which hold no fact about a format themselves. No torch:
+dtypes are torch's names. Invariant: a kind's name is the first word of its kernels' names, and that of its times in
+select/times/.
+"""
+
+from typing import NamedTuple
+
+K_BLOCK_BYTES = 128
+"""Of one row of an operand that a stage holds for each K block: the span of TMA's and WGMMA's 128-byte swizzle. Such a
+K block takes the tensor cores equally long in every format."""
+
+MMA_K_BYTES = 32
+"""Of one row of an operand that one WGMMA reads."""
+
+
+class Element(NamedTuple):
+    """A format of numbers.
+
+    Attributes:
+        name: what PTX calls it.
+        bytes: of one number.
+        dtype: what torch calls it.
+    """
+
+    name: str
+    bytes: int
+    dtype: str
+
+
+class Kind(NamedTuple):
+    """A kind of product.
+
+    Attributes:
+        name: of the kind.
+        a, b: formats of the operands, of equal size.
+        scaling: "blocks": FP32 scales of 1x128 for a and of 128x128 for b.
+        sums: format in which WGMMA adds up, as PTX calls it.
+    """
+
+    name: str
+    a: Element
+    b: Element
+    scaling: str
+    sums: str
+
+    @property
+    def promotes(self) -> bool:
+        """Whether each K block's product is scaled and added to FP32 registers, by FFMAs of the math warps."""
+        return self.scaling == "blocks"
+
+    @property
+    def mma(self) -> str:
+        """What the name of its WGMMA instruction has behind the shape."""
+        return f"{self.sums}.{self.a.name}.{self.b.name}"
+
+
+E4M3 = Element("e4m3", 1, "float8_e4m3fn")
+BF16 = Element("bf16", 2, "bfloat16")
+
+KINDS = {kind.name: kind for kind in (Kind("fp8", E4M3, E4M3, "blocks", "f32"),)}
+
+OUTPUTS = {element.name: element for element in (BF16,)}
+"""Formats of a result."""
