@@ -9,6 +9,7 @@ never an error; the one exception is a directory that somebody else may write to
 """
 
 import contextlib
+import ctypes
 import hashlib
 import io
 import os
@@ -32,10 +33,12 @@ _OPTIONS = {
     "std": "c++20",
     "device_as_default_execution_space": True,
     "ptxas_options": "-v",
-    "no_cache": True,
 }
-"""Keyword arguments of `cuda.core.ProgramOptions`. No path, hence a cache that can be moved; -v logs the registers, and
-NVRTC's own cache, which would answer with an empty log, is off."""
+"""Keyword arguments of `cuda.core.ProgramOptions`. No path, hence a cache that can be moved; -v logs the registers."""
+
+_NO_CACHE_SINCE = (12, 9)
+"""The NVRTC that began to cache by itself. Its cache would answer with an empty log, so it is off; those before do not
+know the option for that."""
 
 _LOG_PADDING = "\0 \n"
 """What NVRTC leaves around its logs."""
@@ -129,11 +132,11 @@ def compile_kernel(source: str, name: str) -> Compiled:
     NVRTC holds neither the GIL nor a lock of its own: on 2 cores eight kernels take one thread 1.2 s and two threads
     0.7 s (NVRTC 13.0.88).
     """
-    _loaded_nvrtc_version()  # a missing NVRTC is not a compile error
+    loaded = tuple(map(int, _loaded_nvrtc_version().split(".")))  # a missing NVRTC is not a compile error
     with import_lock:
         from cuda.core import Program, ProgramOptions
 
-    options = ProgramOptions(name=name, **_OPTIONS)
+    options = ProgramOptions(name=name, no_cache=loaded >= _NO_CACHE_SINCE, **_OPTIONS)
     log = io.StringIO()
     start = time.perf_counter()
     try:
@@ -232,16 +235,25 @@ def nvrtc_version() -> str:
     Raises:
         RuntimeError: NVRTC is missing.
     """
+    wheel = _nvrtc_wheel()
+    return wheel.version if wheel else _loaded_nvrtc_version()
+
+
+@cache
+def _nvrtc_wheel() -> metadata.Distribution | None:
+    """The installed wheel of NVRTC that goes with the installed bindings."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         major = metadata.version("cuda-bindings").split(".")[0]
-        return metadata.version("nvidia-cuda-nvrtc-cu12" if major == "12" else "nvidia-cuda-nvrtc")
-    return _loaded_nvrtc_version()
+        return metadata.distribution("nvidia-cuda-nvrtc-cu12" if major == "12" else "nvidia-cuda-nvrtc")
+    return None
 
 
 def _loaded_nvrtc_version() -> str:
     try:
-        from cuda.bindings import nvrtc
+        with import_lock:
+            from cuda.bindings import nvrtc
 
+        _load_wheels_nvrtc()
         _, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
         raise RuntimeError(
@@ -249,6 +261,20 @@ def _loaded_nvrtc_version() -> str:
             'Remedy: pip install "deep_tile[cu13]" (with a PyTorch for CUDA 12: "deep_tile[cu12]")'
         ) from error
     return f"{major}.{minor}"
+
+
+@cache
+def _load_wheels_nvrtc() -> None:
+    """Load the libraries of the wheel that `nvrtc_version` names, if there is one.
+
+    The bindings and NVRTC itself, which wants its builtins, take what is loaded. By themselves they look for wheels in
+    site-packages alone, and not in the other folders that Python imports from: those of PYTHONPATH and of .pth files.
+    """
+    wheel = _nvrtc_wheel()
+    for file in (wheel and wheel.files) or ():
+        if re.fullmatch(r"libnvrtc(-builtins)?\.so\.[\d.]+", file.name):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(file.locate()))
 
 
 def cache_info() -> CacheInfo:

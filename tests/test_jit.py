@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import venv
 import warnings
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from deep_tile import jit, settings
 
 SOURCE = 'extern "C" __global__ void answer(int* out) { *out = 42; }'
 NOBODY = 65534
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def forget_cache():
@@ -130,6 +132,26 @@ def test_missing_nvrtc_names_the_remedy(monkeypatch):
 
 def test_nvrtc_version_is_that_of_the_library():
     assert jit.nvrtc_version().split(".")[:2] == jit._loaded_nvrtc_version().split(".")
+
+
+def test_nvrtc_of_a_wheel_outside_of_site_packages_is_found(tmp_path):
+    """As in an environment that sees another one's packages through a .pth file."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    (site_packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    folders = [folder for folder in sys.path if folder.endswith("-packages")]
+    (site_packages / "others.pth").write_text("\n".join([*folders, str(ROOT)]))
+    code = f"from deep_tile import jit; assert jit.load_cubin({SOURCE!r}, 'answer')[:4] == b'\\x7fELF'"
+    environment = {key: value for key, value in os.environ.items() if "CUDA" not in key and key != "PYTHONPATH"}
+    subprocess.run([tmp_path / "venv/bin/python", "-c", code], env=environment, check=True)
+
+
+@pytest.mark.parametrize(("version", "known"), [("12.8", False), ("12.9", True), ("13.0", True)])
+def test_nvrtc_is_told_not_to_cache_where_it_knows_how(monkeypatch, tmp_path, version, known):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where the source is saved
+    monkeypatch.setattr(jit, "_loaded_nvrtc_version", lambda: version)
+    with pytest.raises(jit.CompileError) as error:
+        jit.compile_kernel("no kernel", "answer")
+    assert ("--no-cache" in str(error.value)) is known
 
 
 def test_needs_no_toolkit(tmp_path, directory):
