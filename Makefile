@@ -52,7 +52,7 @@ print(*(folder for folder in sys.path if folder.endswith("-packages")), sep="\n"
 endef
 
 # Prints what deep_tile with the extras named by the arguments needs besides torch. pip is not asked for torch where one
-# is re-used: torch for CUDA 12.8 pins an older NVRTC than ours, and pip would download another torch to settle that.
+# is re-used: it would download another in place of a pre-release, or of one without all that it asks for.
 define OTHER_DEPENDENCIES
 import sys
 from importlib.metadata import requires

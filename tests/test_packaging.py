@@ -1,9 +1,11 @@
 """A wheel built from this tree: what is in it, what building it needs, and that it works where the tree is not."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -98,3 +100,71 @@ print(kernel_source(GemmConfig(block_m=128, block_n=128, stages=4)), end="")
     files, source = run_installed(installed, code).split("\n", maxsplit=1)
     assert all(Path(file).is_relative_to(installed) for file in files.split())
     assert source == kernel_source(GemmConfig(block_m=128, block_n=128, stages=4))
+
+
+# ---- beside an installed PyTorch
+
+INDEX = {
+    "torch": {"2.99": ()},  # what pip turns to where it cannot keep the one that is installed
+    "numpy": {"2.4.6": ()},
+    "filelock": {"4.2.11": ()},
+    "rich": {"15.0.0": ()},
+    "cuda_core": {"1.2.2": ("numpy",)},
+    "cuda_bindings": dict.fromkeys(("12.9.4", "12.9.10", "13.0.3", "13.4.4"), ()),
+    "cuda_python": {version: (f"cuda-bindings~={version}",) for version in ("12.9.4", "12.9.10", "13.0.3", "13.4.4")},
+    "nvidia_cuda_nvrtc_cu12": dict.fromkeys(("12.6.77", "12.8.93", "12.9.86"), ()),
+    "nvidia_cuda_nvrtc": dict.fromkeys(("13.0.88", "13.2.86"), ()),
+}
+"""Releases by package, each with what it requires: as far as the real ones matter to what pip does with ours."""
+
+PYTORCHES = {
+    "2.9.0+cu126": ("cu12", ("nvidia-cuda-nvrtc-cu12==12.6.77",)),
+    "2.9.1": ("cu12", ("nvidia-cuda-nvrtc-cu12==12.8.93",)),
+    "2.10.0": ("cu12", ("nvidia-cuda-nvrtc-cu12==12.8.93", "cuda-bindings==12.9.4")),
+    "2.10.0+cu129": ("cu12", ("nvidia-cuda-nvrtc-cu12==12.9.86", "cuda-bindings==12.9.4")),
+    "2.11.0": ("cu13", ("nvidia-cuda-nvrtc==13.0.88", "cuda-bindings>=13.0.3,<14")),
+}
+"""Releases of torch: our extra that goes with them, and what they pin of what it brings."""
+
+
+def write_stub(folder: Path, name: str, version: str, requirements: tuple[str, ...]) -> Path:
+    """A wheel without content."""
+    metadata = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {line}" for line in requirements)]
+    files = {
+        "METADATA": "\n".join(["Metadata-Version: 2.1", *metadata, ""]),
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in files.items():
+            archive.writestr(f"{name}-{version}.dist-info/{file}", text)
+    return path
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("index")
+    for name, releases in INDEX.items():
+        for release, requirements in releases.items():
+            write_stub(folder, name, release, requirements)
+    return folder
+
+
+@pytest.mark.parametrize("version", PYTORCHES)
+def test_extra_leaves_the_installed_pytorch_alone(wheel, index, tmp_path, version):
+    extra, pins = PYTORCHES[version]
+    venv.create(tmp_path / "venv", symlinks=True)
+    (site_packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    there = [index / f"{pin.replace('-', '_').replace('==', '-')}-py3-none-any.whl" for pin in pins if "==" in pin]
+    for stub in (write_stub(tmp_path, "torch", version, pins), *there):
+        shutil.unpack_archive(stub, site_packages, "zip")
+    pip = [sys.executable, "-m", "pip", "--python", tmp_path / "venv/bin/python", "install", "--quiet", "--dry-run"]
+    report = tmp_path / "report.json"
+    subprocess.run(
+        [*pip, "--no-index", "--find-links", index, "--report", report, f"{wheel}[{extra}]"],
+        check=True,
+    )
+    new = {entry["metadata"]["name"] for entry in json.loads(report.read_text())["install"]}
+    assert "deep_tile" in new
+    assert "torch" not in new
