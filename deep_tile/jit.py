@@ -8,6 +8,8 @@ entry is sealed with a checksum over key and content. A cache that cannot be rea
 never an error; the one exception is a directory that somebody else may write to, which is refused.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import hashlib
@@ -21,12 +23,16 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from functools import cache, cached_property
+from contextlib import AbstractContextManager
+from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from deep_tile import sass, settings
+
+if TYPE_CHECKING:
+    from cuda.core.utils import FileStreamProgramCache
 
 _OPTIONS = {
     "arch": "sm_90a",
@@ -43,8 +49,17 @@ know the option for that."""
 _LOG_PADDING = "\0 \n"
 """What NVRTC leaves around its logs."""
 
-import_lock = threading.Lock()
-"""Two threads that both import cuda.core 1.2 for the first time get an ImportError."""
+
+def fork_safe_lock() -> AbstractContextManager:
+    """A lock that no child process inherits from a thread that it does not have: a fork waits for who holds it."""
+    lock = threading.RLock()
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+    return lock
+
+
+import_lock = fork_safe_lock()
+"""Two threads that both import cuda.core 1.2 for the first time get an ImportError; a child process that was forked
+during an import would wait for its end for ever."""
 
 _LOCK_TIMEOUT_SECONDS = 60
 """How long to wait for whoever compiles the same kernel, before compiling it again: a hundred times what it takes."""
@@ -117,7 +132,7 @@ def store_cubin(source: str, cubin: bytes) -> None:
     kernels.put(_key(source), cubin)
 
 
-def _compile_once(kernels: "_KernelCache", key: bytes, source: str, name: str) -> bytes:
+def _compile_once(kernels: _KernelCache, key: bytes, source: str, name: str) -> bytes:
     with kernels.lock(key):
         cubin = kernels.get(key)  # whoever held the lock may have stored it
         if cubin is None:
@@ -165,7 +180,7 @@ def _compile_error_text(source: str, name: str, flags: str, log: str) -> str:
 
 
 _compilations = 0
-_state_lock = threading.Lock()
+_state_lock = fork_safe_lock()
 
 
 def _count_compilation() -> None:
@@ -319,13 +334,13 @@ _ENTRIES = "entries"
 """Subdirectory in which FileStreamProgramCache keeps its entries."""
 
 
-def _cache() -> "_KernelCache":
+def _cache() -> _KernelCache:
     with _state_lock:
         return _open_cache()
 
 
 @cache
-def _open_cache() -> "_KernelCache":
+def _open_cache() -> _KernelCache:
     return _KernelCache(settings.cache_dir(), settings.cache_max_bytes())
 
 
@@ -340,7 +355,8 @@ class _KernelCache:
         self.directory = directory
         self.limit_bytes = limit_bytes
         self._memory: dict[bytes, bytes] = {}
-        self._thread_locks: dict[bytes, threading.Lock] = {}
+        self._thread_locks: dict[tuple[int, bytes], threading.Lock] = {}
+        self._keepers: dict[int, FileStreamProgramCache] = {}
         self._warned = False
         if directory is None:
             self._warn("none of DEEP_TILE_CACHE_DIR, XDG_CACHE_HOME and HOME names a directory")
@@ -389,8 +405,11 @@ class _KernelCache:
 
     @contextlib.contextmanager
     def lock(self, key: bytes) -> Iterator[None]:
-        """Keep others from compiling the same kernel meanwhile. Where that fails, it is compiled twice."""
-        thread_lock = self._thread_locks.setdefault(key, threading.Lock())
+        """Keep others from compiling the same kernel meanwhile. Where that fails, it is compiled twice.
+
+        Threads have a lock for each process: one that is forked does not wait for threads of its parent.
+        """
+        thread_lock = self._thread_locks.setdefault((os.getpid(), key), threading.Lock())
         acquired = thread_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS)
         try:
             with self._file_lock(key):
@@ -414,13 +433,15 @@ class _KernelCache:
             self.prepare()
             self._files.clear()
 
-    @cached_property
-    def _files(self):
-        """The directory's keeper. Raises OSError where the directory cannot be used."""
+    @property
+    def _files(self) -> FileStreamProgramCache:
+        """The directory's keeper, of this process: it has a lock inside. Raises OSError for an unusable directory."""
         with import_lock:
             from cuda.core.utils import FileStreamProgramCache
 
-        return FileStreamProgramCache(self.directory, max_size_bytes=self.limit_bytes)
+            if os.getpid() not in self._keepers:
+                self._keepers[os.getpid()] = FileStreamProgramCache(self.directory, max_size_bytes=self.limit_bytes)
+            return self._keepers[os.getpid()]
 
     def _read(self, key: bytes) -> bytes | None:
         with contextlib.suppress(OSError):
@@ -434,7 +455,8 @@ class _KernelCache:
         if self.directory is None:
             yield
             return
-        from filelock import FileLock
+        with import_lock:
+            from filelock import FileLock
 
         with contextlib.ExitStack() as held:
             # Read-only or vanished directory, file system without locks, or timeout: go on without.

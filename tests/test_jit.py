@@ -13,13 +13,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import venv
 import warnings
 from pathlib import Path
 
 import pytest
 
-from deep_tile import jit, settings
+from deep_tile import cast, jit, plan, settings
 
 SOURCE = 'extern "C" __global__ void answer(int* out) { *out = 42; }'
 NOBODY = 65534
@@ -519,6 +520,66 @@ def test_stuck_lock_costs_a_compilation_only(directory, monkeypatch):
         thread.start()
         thread.join(timeout=30)
     assert result[0].startswith(b"\x7fELF")
+
+
+# --- forks while threads are at work
+
+
+def run_in_child(work) -> None:
+    """Do `work` in a forked process, in 20 s at most."""
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(timeout=20)
+    child.kill()
+    child.join()
+    assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_fork_during_a_compilation(monkeypatch, on_disk):
+    """A child waits for who compiles if they share a directory, and not for a thread that it does not have."""
+    if not on_disk:
+        monkeypatch.delenv("DEEP_TILE_CACHE_DIR")
+        warnings.simplefilter("ignore", RuntimeWarning)
+    parent, begun = os.getpid(), threading.Event()
+    compile_kernel = jit.compile_kernel
+
+    def compile_slowly(source, name):
+        if os.getpid() == parent:
+            begun.set()
+            time.sleep(1)
+        return compile_kernel(source, name)
+
+    def load_in_child():
+        before = jit.compile_count()
+        load()
+        assert jit.compile_count() - before == (0 if on_disk else 1)
+
+    monkeypatch.setattr(jit, "compile_kernel", compile_slowly)
+    thread = threading.Thread(target=load)
+    thread.start()
+    assert begun.wait(10)
+    run_in_child(load_in_child)
+    thread.join()
+
+
+@pytest.mark.parametrize("lock", [jit.import_lock, jit._state_lock, plan._kernels_lock, cast._loading])
+def test_fork_while_a_lock_is_held(lock):
+    held = threading.Event()
+
+    def hold():
+        with lock:
+            held.set()
+            time.sleep(0.5)
+
+    def take_in_child():
+        assert lock.acquire(timeout=5)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(10)
+    run_in_child(take_in_child)
+    thread.join()
 
 
 # --- upkeep
