@@ -330,8 +330,8 @@ def _seal(key: bytes, cubin: bytes) -> bytes:
 
 _SEAL_BYTES = hashlib.sha256().digest_size
 
-_ENTRIES = "entries"
-"""Subdirectory in which FileStreamProgramCache keeps its entries."""
+_ENTRIES, _TEMPORARY = "entries", "tmp"
+"""Subdirectories in which FileStreamProgramCache keeps its entries, and writes them before."""
 
 
 def _cache() -> _KernelCache:
@@ -362,7 +362,7 @@ class _KernelCache:
             self._warn("none of DEEP_TILE_CACHE_DIR, XDG_CACHE_HOME and HOME names a directory")
 
     def prepare(self) -> None:
-        """Create the directory, and refuse one that somebody else may write to.
+        """Create the directory, and refuse one that somebody else may write to; so are those inside it.
 
         Done before every use, since a directory under /tmp may be swept away and made again by anybody. Root is
         trusted: it can do anything anyway, and it makes the images that caches are baked into (an image that runs as
@@ -372,18 +372,28 @@ class _KernelCache:
             return
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = self.directory.stat()
         except OSError as error:
             self._warn(str(error))
             return
+        for path in (self.directory, self.directory / _ENTRIES, self.directory / _TEMPORARY):
+            self._check_writers(path)
+
+    def _check_writers(self, directory: Path) -> None:
+        """Refuse a directory, if it exists, that somebody else may write to."""
+        try:
+            status = directory.stat()
+        except OSError:
+            return
         if status.st_uid not in (os.geteuid(), 0):
-            raise self._refusal(f"belongs to user id {status.st_uid}, and this process runs as {os.geteuid()}")
+            seen = f"belongs to user id {status.st_uid}, and this process runs as {os.geteuid()}"
+            raise self._refusal(directory, seen)
         if status.st_mode & stat.S_IWOTH:
-            raise self._refusal("is writable by every user")
+            raise self._refusal(directory, "is writable by every user")
 
     def get(self, key: bytes) -> bytes | None:
         if self.directory is None or key in self._memory:
             return self._memory.get(key)
+        self._check_writers(_entry_path(self.directory, key).parent)
         entry = self._read(key)
         if entry is None:
             return None
@@ -466,9 +476,9 @@ class _KernelCache:
                 held.enter_context(FileLock(locks / key.hex()).acquire(timeout=_LOCK_TIMEOUT_SECONDS))
             yield
 
-    def _refusal(self, seen: str) -> PermissionError:
+    def _refusal(self, directory: Path, seen: str) -> PermissionError:
         return PermissionError(
-            f"cache directory {self.directory} {seen}: whoever can write there can make this process run their code. "
+            f"cache directory {directory} {seen}: whoever can write there can make this process run their code. "
             "Set DEEP_TILE_CACHE_DIR to a directory of your own; deep_tile creates it if it does not exist"
         )
 

@@ -462,6 +462,16 @@ def test_directory_open_to_everybody_is_refused(directory):
     assert not entries(directory)
 
 
+@pytest.mark.parametrize("inner", ["entries", "tmp", "entries/xx"])
+def test_directory_open_to_everybody_inside_the_cache_is_refused(directory, inner):
+    entry = stored_entry(directory)
+    open_to_all = entry.parent if inner == "entries/xx" else directory / inner
+    open_to_all.chmod(0o777)
+    with pytest.raises(PermissionError, match="every user") as error, compiles(0):
+        load()
+    assert f"cache directory {open_to_all} " in str(error.value)
+
+
 # --- many at once
 
 
