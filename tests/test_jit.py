@@ -254,6 +254,50 @@ def test_other_source_is_a_miss():
         load(SOURCE.replace("42", "43"))
 
 
+LINES = 'extern "C" __global__ void answer(int* out) {\n    *out = 42;\n}\n'
+
+
+@pytest.mark.parametrize(
+    "commented",
+    [
+        f'// What it\'s all about.\n{LINES}// and "what" it is not\n',
+        f"/* The driver's\n * answer. // It says. */\n{LINES}",
+        LINES.replace("42;", '42;  // it\'s "said" /* so'),
+        LINES.replace("42;", "42;  /* the answer */"),
+        LINES.replace("{\n", "{\n\n   // one\n\n    // two\n  \n"),
+    ],
+)
+def test_comments_and_blank_lines_are_no_part_of_the_key(commented):
+    """Nor of the cubin."""
+    cubin = load(LINES)
+    with compiles(0):
+        assert load(commented) == cubin
+    assert jit.compile_kernel(commented, "answer").cubin == cubin
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ('asm("// a");', 'asm("// b");'),
+        ('asm("/* a */");', 'asm("/* b */");'),
+        ('char c = \'"\'; f("//a"); // x', 'char c = \'"\'; f("//b"); // x'),
+        ('s = R"(\n// a\n)";', 's = R"(\n// b\n)";'),
+        ('s = R"(\n\n)";', 's = R"(\n)";'),
+        ('s = "a\\\n// b";', 's = "a\\\n// c";'),
+        ("// a \\\nint x;", "// a\nint x;"),
+        ("// a \\ \nint x;", "// a\nint x;"),
+        ("#define A \\\n\nint x;", "#define A \\\nint x;"),
+        ("int x = __LINE__;", "\nint x = __LINE__;"),
+        ("int a/**/b;", "int ab;"),
+        ("int x;\n#define A\nint y;", "int x;\n#define A int y;"),
+        ("int x = 1 / 2;", "int x = 1 // 2;"),
+        ("int x = 1'000; f();", "int x = 1'000; g();"),
+    ],
+)
+def test_what_is_no_comment_is_part_of_the_key(one, other):
+    assert jit._key(one) != jit._key(other)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -624,13 +668,14 @@ def test_size_stays_below_the_limit(monkeypatch):
 
 
 def test_dump_writes_source_and_outputs_even_on_a_hit(tmp_path, monkeypatch):
+    source = f"// The answer.\n\n{SOURCE}"
     cubin = load()
     dump = tmp_path / "dump"
     monkeypatch.setenv("DEEP_TILE_DUMP_DIR", str(dump))
     forget_cache()
     with compiles(1):
-        assert load() == cubin
-    assert (dump / "answer.cu").read_text() == SOURCE
+        assert load(source) == cubin
+    assert (dump / "answer.cu").read_text() == source
     assert (dump / "answer.cubin").read_bytes() == cubin
     assert ".target sm_90a" in (dump / "answer.ptx").read_text()
     assert "registers" in (dump / "answer.log").read_text()
