@@ -122,7 +122,7 @@ def load_cubin(source: str, name: str) -> bytes:
 
 
 def store_cubin(source: str, cubin: bytes) -> None:
-    """Give the cache a cubin that `compile_kernel` made of `source`.
+    """Give the cache a cubin that `compile_kernel` made of `source`. `is_stored` says whether it stays there.
 
     Raises:
         PermissionError: somebody else may write to the cache directory.
@@ -130,6 +130,15 @@ def store_cubin(source: str, cubin: bytes) -> None:
     kernels = _cache()
     kernels.prepare()
     kernels.put(_key(source), cubin)
+
+
+def is_stored(source: str) -> bool:
+    """Whether the cache directory holds the cubin of `source`, for other processes too.
+
+    Raises:
+        PermissionError: somebody else may write to the cache directory.
+    """
+    return _cache().holds(_key(source))
 
 
 def _compile_once(kernels: _KernelCache, key: bytes, source: str, name: str) -> bytes:
@@ -350,6 +359,10 @@ def _seal(key: bytes, cubin: bytes) -> bytes:
     return hashlib.sha256(key + cubin).digest()
 
 
+def _is_sealed(key: bytes, entry: bytes) -> bool:
+    return entry[-_SEAL_BYTES:] == _seal(key, entry[:-_SEAL_BYTES])
+
+
 _SEAL_BYTES = hashlib.sha256().digest_size
 
 _ENTRIES, _TEMPORARY = "entries", "tmp"
@@ -415,16 +428,17 @@ class _KernelCache:
     def get(self, key: bytes) -> bytes | None:
         if self.directory is None or key in self._memory:
             return self._memory.get(key)
-        self._check_writers(_entry_path(self.directory, key).parent)
         entry = self._read(key)
-        if entry is None:
-            return None
-        cubin = entry[:-_SEAL_BYTES]
-        if entry[-_SEAL_BYTES:] == _seal(key, cubin):
-            return cubin
+        if entry is None or _is_sealed(key, entry):
+            return entry and entry[:-_SEAL_BYTES]
         with contextlib.suppress(OSError, KeyError):
             del self._files[key]  # torn, damaged or foreign
         return None
+
+    def holds(self, key: bytes) -> bool:
+        """Whether the directory has the kernel."""
+        entry = self.directory and self._read(key)
+        return bool(entry) and _is_sealed(key, entry)
 
     def put(self, key: bytes, cubin: bytes) -> None:
         if self.directory is not None:
@@ -451,12 +465,13 @@ class _KernelCache:
                 thread_lock.release()
 
     def entry_sizes(self) -> list[int]:
-        """Bytes of each cubin held."""
-        sizes = [len(cubin) for cubin in self._memory.values()]
-        if self.directory is not None:
-            for path in self.directory.glob(f"{_ENTRIES}/*/*"):
-                with contextlib.suppress(FileNotFoundError):  # another process may remove it meanwhile
-                    sizes.append(path.stat().st_size)
+        """Bytes of each entry in the directory, or in memory where there is none."""
+        if self.directory is None:
+            return [len(cubin) for cubin in self._memory.values()]
+        sizes = []
+        for path in self.directory.glob(f"{_ENTRIES}/*/*"):
+            with contextlib.suppress(FileNotFoundError):  # another process may remove it meanwhile
+                sizes.append(path.stat().st_size)
         return sizes
 
     def clear(self) -> None:
@@ -476,6 +491,7 @@ class _KernelCache:
             return self._keepers[os.getpid()]
 
     def _read(self, key: bytes) -> bytes | None:
+        self._check_writers(_entry_path(self.directory, key).parent)
         with contextlib.suppress(OSError):
             return _entry_path(self.directory, key).read_bytes()
         with contextlib.suppress(OSError):

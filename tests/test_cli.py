@@ -1,6 +1,7 @@
 """The command line, called in this process, and what the README says. No GPU: where there is one, it is hidden."""
 
 import argparse
+import functools
 import json
 import re
 import subprocess
@@ -124,6 +125,31 @@ def test_compile_fails_on_a_flaw(call, monkeypatch, flaw, said):
     assert code == 1
     assert all(f"{name}: " in err for name in kernels_in(out))
     assert said in err
+
+
+def test_compile_fails_where_the_limit_evicts_kernels(call, cache, monkeypatch):
+    size_bytes = 60_000  # of one kernel and a half
+    monkeypatch.setattr(settings, "cache_max_bytes", functools.cache(lambda: size_bytes))
+    code, out, err = call("compile", "--shape", FEW_KERNELS, "--jobs", "1")
+    count = len(kernels_in(out))
+    assert code == 1
+    assert f"{cache} holds 1 kernels" in out
+    assert f"serves 1 of these {count} kernels" in err
+    assert "set DEEP_TILE_CACHE_MAX_MB to 1 or more" in err
+
+
+@pytest.mark.parametrize("directory", ["/dev/null/cache", None], ids=["unwritable", "none"])
+def test_compile_fails_where_kernels_stay_in_memory(call, monkeypatch, directory):
+    for name in ("DEEP_TILE_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if directory:
+        monkeypatch.setenv("DEEP_TILE_CACHE_DIR", directory)
+    with pytest.warns(RuntimeWarning, match="in memory only"):
+        code, out, err = call("compile", "--shape", FEW_KERNELS, "--jobs", "1")
+    assert code == 1
+    assert f"serves 0 of these {len(kernels_in(out))} kernels" in err
+    assert "set DEEP_TILE_CACHE_DIR" in err
+    assert f"{directory} holds 0 kernels" in out or directory is None
 
 
 def test_compile_with_a_dump_directory_leaves_the_cache_alone(call, cache, monkeypatch, tmp_path):
