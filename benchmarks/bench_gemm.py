@@ -27,6 +27,7 @@ from benchmarks.timing import Captured, L2Flush, capture, capture_empty, describ
 from deep_tile.problem import GemmProblem
 from deep_tile.quantize import SCALE_LAYOUTS
 from deep_tile.reference import cosine_difference, relative_error
+from deep_tile.report import picture_path
 from deep_tile.select import choose, default_configs
 
 MAX_RELATIVE_ERROR = 1.8e-3
@@ -130,7 +131,9 @@ def parse(arguments: Iterable[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="errors of the outputs")
     parser.add_argument("--sustained", action="store_true", help="also a second of back-to-back runs, if large")
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw TFLOPS against m for each layer, as PNG")
+    parser.add_argument(
+        "--plot", type=picture_path, metavar="FILE", help="draw TFLOPS against m for each layer, as PNG"
+    )
     parser.add_argument("--results", type=Path, metavar="FILE", help="show this results file instead of measuring")
     parser.add_argument("--compare", nargs=2, metavar=("OLD", "NEW"), help="compare two results files and stop")
     options = parser.parse_args(arguments)

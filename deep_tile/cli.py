@@ -28,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 import deep_tile
-from deep_tile import _launcher, hardware, jit, report, select, settings
+from deep_tile import _launcher, hardware, jit, report, select, settings, tuned
 from deep_tile.codegen import kernel_source
 from deep_tile.config import SCALE_BLOCK, GemmConfig
 from deep_tile.hardware import DTYPE_BYTES, PRESETS
@@ -47,6 +47,15 @@ WIDE = 200
 
 FIRST_CANDIDATES = 10
 """What `explain` shows without --all."""
+
+INSTALL_NVRTC = 'pip install "deep_tile[cu13]", or "deep_tile[cu12]" beside a PyTorch for CUDA 12'
+
+MISSING = {
+    "torch": "pip install torch",
+    "matplotlib": 'pip install "deep_tile[bench]"',
+    "cuda": INSTALL_NVRTC,
+}
+"""What to do about an import that fails, by package."""
 
 NEARLY_FULL = 0.9
 """Of the cache's limit: kernels of that size may not all stay, since seals and files under way count too."""
@@ -74,17 +83,28 @@ MAX_RELATIVE_ERROR = 1.8e-3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad arguments raise SystemExit(2)."""
     parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    if rest and options.run is not bench:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    options.rest = rest
     try:
+        options, rest = parser.parse_known_args(arguments)
+        if rest and options.run is not bench:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.rest = rest
         return options.run(options)
     except KeyboardInterrupt:
         return 130
+    except ModuleNotFoundError as error:
+        remedy = _remedy_for_missing(error)
+        if remedy is None:
+            raise
+        print(f"{PROGRAM}: {error}. To fix: {remedy}", file=sys.stderr)
+        return 1
     except (RuntimeError, OSError, ValueError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
+
+
+def _remedy_for_missing(error: ModuleNotFoundError) -> str | None:
+    """How to install a package that a command needs and others do without; None: it belongs to every installation."""
+    return MISSING.get((error.name or "").partition(".")[0])
 
 
 # ---- explain: which kernel a problem gets, and why
@@ -253,10 +273,14 @@ class Finding(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One thing to look at: `look` returns a status and what it saw; raising means that the check failed."""
+    """One thing to look at: `look` returns a status and what it saw; raising means that the check failed.
+
+    `remedy` is the usual one. `look` may return another as its third; a missing package and a variable that makes no
+    sense have their own.
+    """
 
     subject: str
-    look: Callable[[], tuple[str, str]]
+    look: Callable[[], tuple[str, ...]]
     remedy: str
 
 
@@ -272,10 +296,13 @@ def doctor(options: argparse.Namespace) -> int:
     for status, subject, seen, remedy in findings:
         table.add_row(status, subject, seen, remedy, style={"ok": None, "warn": "yellow", "fail": "red"}[status])
     console.print(table, "")
-    available, reason = deep_tile.is_available()
-    where = f"on the GPU: {reason}" if available else f"on CPU tensors only: {reason}"
-    console.print(f"deep_tile works here, {where}" if works else "deep_tile cannot work here: see the lines that fail")
+    console.print(_where_it_works() if works else "deep_tile cannot work here: see the lines that fail")
     return 0 if works else 1
+
+
+def _where_it_works() -> str:
+    available, reason = deep_tile.is_available()
+    return f"deep_tile works here, {f'on the GPU: {reason}' if available else f'on CPU tensors only: {reason}'}"
 
 
 def _measure_hardware(options: argparse.Namespace) -> int:
@@ -301,23 +328,29 @@ def _measure_hardware(options: argparse.Namespace) -> int:
 
 
 def _examine(check: Check) -> Finding:
+    remedy = check.remedy
     try:
-        status, seen = check.look()
+        status, seen, *others = check.look()
+        remedy = others[0] if others else remedy
     except Exception as error:  # whatever is broken is what was to be found
         status, seen = "fail", f"{type(error).__name__}: {error}"
-    return Finding(status, check.subject, seen, "" if status == "ok" else check.remedy)
+        if isinstance(error, settings.BadVariable):
+            remedy = error.remedy
+        elif isinstance(error, ModuleNotFoundError):
+            remedy = _remedy_for_missing(error) or remedy
+    return Finding(status, check.subject, seen, "" if status == "ok" else remedy)
 
 
 def _checks() -> list[Check]:
-    nvrtc = 'pip install "deep_tile[cu13]", or "deep_tile[cu12]" beside a PyTorch for CUDA 12'
     return [
         Check("PyTorch", _look_at_torch, "to use a GPU, install a CUDA build of PyTorch"),
         Check("driver", _look_at_driver, "to use a GPU, install NVIDIA's driver"),
         Check("GPU", _look_at_gpus, "none needed to compile; kernels run on a Hopper GPU: H100, H200, H800, H20"),
-        Check("cuda.core", _look_at_bindings, nvrtc),
-        Check("NVRTC", _look_at_nvrtc, nvrtc),
+        Check("cuda.core", _look_at_bindings, INSTALL_NVRTC),
+        Check("NVRTC", _look_at_nvrtc, INSTALL_NVRTC),
         *(Check(variable.name, _look_at(value), variable.meaning) for variable, value in VARIABLE_VALUES),
-        Check("compiler", _look_at_compiler, nvrtc),
+        Check("tuned choices", _look_at_tuned, f"remove that file, or set {settings.TUNED.name} to another one"),
+        Check("compiler", _look_at_compiler, INSTALL_NVRTC),
         Check("cache", _look_at_cache, "set DEEP_TILE_CACHE_DIR to a directory of your own, on a disk with space"),
         Check("product", _look_at_product, "report this, with the output of `deep-tile doctor --json`"),
     ]
@@ -385,15 +418,25 @@ def _look_at_nvrtc() -> tuple[str, str]:
     return "ok", version
 
 
+def _look_at_tuned() -> tuple[str, str]:
+    with warnings.catch_warnings(record=True) as complaints:
+        warnings.simplefilter("always")
+        count = len(tuned.choices(select.H200.num_sms))
+    if complaints:
+        return "warn", str(complaints[0].message)
+    return "ok", f"{count} for {select.H200.num_sms} SMs"
+
+
 def _look_at_compiler() -> tuple[str, str]:
     built = _build(select.choose(DOCTORS_PROBLEM))
     text = f"{built.config.name} in {built.seconds:.2f} s, {built.usage.registers} registers"
     return ("warn", f"{text}, spills or remarks") if built.flawed else ("ok", text)
 
 
-def _look_at_cache() -> tuple[str, str]:
+def _look_at_cache() -> tuple[str, ...]:
+    variable = settings.DUMP_DIR.name
     if settings.dump_dir() is not None:
-        return "warn", f"{settings.DUMP_DIR.name} is set, so every kernel is compiled and none is cached"
+        return "warn", f"{variable} is set, so every kernel is compiled and none is cached", f"unset {variable}"
     config = select.choose(DOCTORS_PROBLEM)
     with warnings.catch_warnings(record=True) as complaints:
         warnings.simplefilter("always")
@@ -645,7 +688,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--num-sms", type=_positive, help="SMs to use; default: all of the hardware's")
     command.add_argument("--all", action="store_true", help=f"every candidate, not only the first {FIRST_CANDIDATES}")
-    command.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline as an image, such as a PNG")
+    text = "write the roofline as an image, a PNG unless its name says otherwise"
+    command.add_argument("--plot", type=report.picture_path, metavar="FILE", help=text)
     command.add_argument("--json", action="store_true", help="everything, as JSON")
 
     command = add("compile", compile_kernels, "compile every default kernel, fill the cache, show registers and spills")

@@ -112,6 +112,7 @@ def load_cubin(source: str, name: str) -> bytes:
         CompileError: NVRTC refused the source.
         RuntimeError: NVRTC is missing and the cache has no such kernel.
         PermissionError: somebody else may write to the cache directory.
+        ValueError: an environment variable cannot be used, such as a DEEP_TILE_DUMP_DIR that cannot be written.
     """
     if settings.dump_dir() is not None:
         return compile_kernel(source, name).cubin  # a cached cubin has no PTX and no log to write
@@ -229,12 +230,16 @@ def _ptx(program) -> bytes:
 
 
 def _dump(stem: Path, source: str, ptx: bytes, compiled: Compiled) -> None:
-    stem.parent.mkdir(parents=True, exist_ok=True)
     cubin = stem.with_suffix(".cubin")
-    stem.with_suffix(".cu").write_text(source)
-    stem.with_suffix(".ptx").write_bytes(ptx)
-    stem.with_suffix(".log").write_text(compiled.log)
-    cubin.write_bytes(compiled.cubin)
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        stem.with_suffix(".cu").write_text(source)
+        stem.with_suffix(".ptx").write_bytes(ptx)
+        stem.with_suffix(".log").write_text(compiled.log)
+        cubin.write_bytes(compiled.cubin)
+    except OSError as error:
+        seen = f"{stem.parent}: {error.strerror}"
+        raise settings.bad_value(settings.DUMP_DIR, seen, "a directory that can be written") from error
     listing = disassemble(cubin)
     if listing is not None:
         stem.with_suffix(".sass").write_bytes(listing)
