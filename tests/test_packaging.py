@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ["LICENSE", "README.md", "pyproject.toml", "setup.py", "csrc", "deep_tile", "include", "tests"]
+FOLDERS = ["benchmarks", "csrc", "deep_tile", "docs", "include", "tests"]
+SOURCES = ["LICENSE", "MANIFEST.in", "Makefile", "README.md", "constraints.txt", "pyproject.toml", "setup.py", *FOLDERS]
+OLDEST_GLIBC = (2, 28)
+"""What torch's own wheels ask for, since 2.7."""
 
 
 def copy_sources(destination: Path) -> None:
@@ -24,6 +28,13 @@ def copy_sources(destination: Path) -> None:
             shutil.copy(ROOT / name, destination / name)
 
 
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sources")
+    copy_sources(folder)
+    return folder
+
+
 def forbid_imports(folder: Path, *modules: str) -> str:
     """A PYTHONPATH entry in which each of `modules` refuses to be imported."""
     folder.mkdir()
@@ -33,11 +44,8 @@ def forbid_imports(folder: Path, *modules: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
+def wheel(sources, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    sources = folder / "sources"
-    sources.mkdir()
-    copy_sources(sources)
     pythonpath = forbid_imports(folder / "forbidden", "torch", "numpy", "cuda")
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
     build = subprocess.run(
@@ -58,6 +66,16 @@ def installed(wheel, tmp_path_factory) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def unpacked(sources, tmp_path_factory) -> Path:
+    """The folder that the sdist is unpacked in."""
+    folder = tmp_path_factory.mktemp("sdist")
+    subprocess.run([sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", folder], cwd=sources, check=True)
+    (archive,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(archive, folder)
+    return archive.with_name(archive.name.removesuffix(".tar.gz"))
 
 
 def run_installed(installed: Path, code: str) -> str:
@@ -83,6 +101,32 @@ def test_content(wheel):
     modules = {f"deep_tile/{path.relative_to(ROOT / 'deep_tile')}" for path in (ROOT / "deep_tile").rglob("*.py")}
     headers = {f"deep_tile/include/deep_tile/{path.name}" for path in (ROOT / "include/deep_tile").iterdir()}
     assert set(names) == modules | headers | {"deep_tile/_launcher.abi3.so", "deep_tile/calibration.json"}
+
+
+def test_extension_loads_where_pytorch_does(installed):
+    """By the versions of glibc's functions that it asks for, wherever it was built."""
+    extension = (installed / "deep_tile" / "_launcher.abi3.so").read_bytes()
+    versions = [tuple(map(int, found)) for found in re.findall(rb"\0GLIBC_(\d+)\.(\d+)", extension)]
+    assert versions and max(versions) <= OLDEST_GLIBC
+
+
+def test_sdist_holds_every_source(sources, unpacked):
+    def files(folder: Path) -> set[Path]:
+        found = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+        return {path for path in found if path.parts[0] in SOURCES}
+
+    assert files(sources) == files(unpacked)
+
+
+def test_tests_run_in_the_sdist(unpacked):
+    """Some that read golden choices and stored measurements."""
+    environment = os.environ | {"PYTHONPATH": str(unpacked)}
+    subprocess.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=unpacked, check=True)
+    some = ["tests/test_select.py", "tests/test_explain.py", "-k", "golden or plots_stored"]
+    command = [sys.executable, "-m", "pytest", "-q", *some]
+    run = subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "2 passed" in run.stdout
 
 
 def test_installed_package_generates_the_same_kernels(installed):
