@@ -1,5 +1,6 @@
 # The commands of the README. `make demo` and `make test` need Python 3.10 or newer and a C compiler; they set up .venv
-# and change nothing outside it. `make dist` builds what an index takes, in dist/, with an environment in build/. PYTHON chooses the Python to start from: `make test PYTHON=python3.12`.
+# and change nothing outside it. `make dist` builds what an index takes, in dist/, with an environment in build/.
+# PYTHON chooses the Python to start from: `make test PYTHON=python3.12`.
 
 PYTHON ?= python3
 VENV := .venv
