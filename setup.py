@@ -5,16 +5,27 @@ in include/ in a checkout and travel in the wheel as deep_tile/include/deep_tile
 `include/deep_tile/` beside the package or inside it.
 """
 
+from pathlib import Path
+
 from setuptools import Extension, find_packages, setup
 
+OLD_GLIBC = Path(__file__).resolve().parent / "csrc" / "glibc.h"
 HEADERS = "deep_tile.include.deep_tile"
 
 launcher = Extension(
     "deep_tile._launcher",
     sources=["csrc/launcher.c"],
-    depends=["csrc/dlpack.h", "csrc/driver.h", "include/deep_tile/params.h"],
+    depends=["csrc/dlpack.h", "csrc/driver.h", "csrc/glibc.h", "include/deep_tile/params.h"],
     libraries=["dl"],
-    extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"],
+    extra_compile_args=[
+        "-std=c11",
+        "-O2",
+        "-Wall",
+        "-Wextra",
+        "-fvisibility=hidden",
+        "-pthread",
+        f"-include{OLD_GLIBC}",
+    ],
     extra_link_args=["-pthread"],
     py_limited_api=True,
 )

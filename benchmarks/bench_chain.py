@@ -22,7 +22,6 @@ REPEATS = 30
 WEIGHT_BYTES = 400 << 20
 """Weights of a chain, in all: seven times an H200's L2."""
 
-BUSY_CYCLES = 200_000
 SINGLE, WARM = "single", "single, weights in L2"
 OPTIONS = {"plain": {"pdl": False}, "pdl": {}, "constant_weights": {"constant_weights": True}}
 
@@ -47,18 +46,13 @@ class Chain:
         return self._out
 
 
-def keep_busy() -> None:
-    """Instead of flushing L2: lets the host enqueue what is timed."""
-    torch.cuda._sleep(BUSY_CYCLES)
-
-
 def measure(shape: Shape, flush: timing.L2Flush) -> dict[str, float]:
     """Microseconds per launch: single, single with the weights in L2, and by option in a chain."""
     chain = Chain(shape)
     single = {SINGLE: chain.capture(launches=1)}
     chains = {name: chain.capture(**options) for name, options in OPTIONS.items()}
     cold = timing.time_alternating(single | chains, REPEATS, flush)
-    warm = timing.time_alternating(single, REPEATS, keep_busy)
+    warm = timing.time_alternating(single, REPEATS, timing.keep_busy)
     per_launch = {name: cold[name].us / LAUNCHES for name in chains}
     return {SINGLE: cold[SINGLE].us, WARM: warm[SINGLE].us, **per_launch}
 

@@ -26,12 +26,12 @@ from benchmarks.report import Run, plot_tflops, print_comparison, print_run, sha
 from benchmarks.shapes import Shape, select_shapes
 from benchmarks.timing import Captured, L2Flush, capture, capture_empty, describe_run, time_alternating, time_sustained
 from deep_tile import is_available
+from deep_tile.method.report import picture_path
 from deep_tile.problem import GemmProblem
 from deep_tile.quantize import SCALE_LAYOUTS
-from deep_tile.reference import cosine_difference, relative_error
+from deep_tile.reference import MAX_RELATIVE_ERROR, cosine_difference, relative_error
 from deep_tile.select.choose import choose
 from deep_tile.select.defaults import default_configs
-from deep_tile.tools.products import MAX_RELATIVE_ERROR
 
 SUSTAINED_FROM_US = 20.0
 """Shorter products are not power-bound, and replaying them would time the host."""
@@ -105,7 +105,7 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
         if OURS.name in row["unsupported"]:
             found.append(f"{shape}: {row['unsupported'][OURS.name]}")
         elif result and not result.get("relative_error", 0.0) <= MAX_RELATIVE_ERROR:
-            found.append(f"{shape}: relative error {result['relative_error']:.2e} exceeds {MAX_RELATIVE_ERROR:.1e}")
+            found.append(f"{shape}: relative error {result['relative_error']:.2e} exceeds {MAX_RELATIVE_ERROR}")
     return found
 
 
@@ -130,7 +130,9 @@ def parse(arguments: Iterable[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="errors of the outputs")
     parser.add_argument("--sustained", action="store_true", help="also a second of back-to-back runs, if large")
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw TFLOPS against m for each layer, as PNG")
+    parser.add_argument(
+        "--plot", type=picture_path, metavar="FILE", help="draw TFLOPS against m for each layer, as PNG"
+    )
     parser.add_argument("--results", type=Path, metavar="FILE", help="show this results file instead of measuring")
     parser.add_argument("--compare", nargs=2, metavar=("OLD", "NEW"), help="compare two results files and stop")
     options = parser.parse_args(arguments)

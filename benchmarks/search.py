@@ -23,10 +23,9 @@ from benchmarks.shapes import Shape, select_shapes
 from deep_tile import plan
 from deep_tile.config import GemmConfig
 from deep_tile.problem import GemmProblem
-from deep_tile.reference import relative_error
+from deep_tile.reference import MAX_RELATIVE_ERROR, relative_error
 from deep_tile.select.choose import suits
 from deep_tile.select.defaults import default_configs
-from deep_tile.tools.products import MAX_RELATIVE_ERROR
 
 FEW_OUTPUTS = 2048 * 1536
 """So few that tiles of 128 rows may leave SMs idle."""
@@ -52,7 +51,7 @@ def search_shape(shape: Shape, repeats: int, flush: timing.L2Flush) -> dict[str,
         call = deep_tile_peer(config).prepare(inputs)
         error = float(relative_error(call(), inputs.block_product))
         if not error <= MAX_RELATIVE_ERROR:
-            raise RuntimeError(f"{config.name} at {shape}: relative error {error:.2e} exceeds {MAX_RELATIVE_ERROR:.1e}")
+            raise RuntimeError(f"{config.name} at {shape}: relative error {error:.2e} exceeds {MAX_RELATIVE_ERROR}")
         graphs[config.name] = timing.capture(call)
     return timing.time_to_choose(graphs, repeats, flush)
 

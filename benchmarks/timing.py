@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 import deep_tile
+from deep_tile.tools import timing
 from deep_tile.tools.timing import (
     Captured,
     L2Flush,
     Timing,
     capture,
     capture_empty,
+    keep_busy,
     time_alternating,
     time_sustained,
     time_to_choose,
@@ -31,19 +33,18 @@ __all__ = [
     "capture",
     "capture_empty",
     "describe_run",
+    "keep_busy",
     "time_alternating",
     "time_sustained",
     "time_to_choose",
 ]
 
 METHOD = (
-    "One CUDA graph per contestant and shape. Each sample: write 256 MB and read another 256 MB, which leaves L2 "
-    "cold and clean; then event, graph replay, event; then, while the GPU does the next sample's writing and reading, "
-    "the host waits for this one. Contestants alternate in an order shuffled for every round. us is the median, p10_us "
-    "and p90_us the spread. empty_graph_us, the same with a one-element fill, is included in every figure. "
-    "sustained_us: back-to-back replays for about a second, L2 not flushed, after a third of a second of the same. "
-    "Inputs are random normal; tensor- and row-scaled contestants multiply the same FP8 values with unit scales. "
-    "Errors are of the timed output, against float64."
+    f"One CUDA graph per contestant and shape. {timing.METHOD} us is the median, p10_us and p90_us the spread. "
+    "empty_graph_us, the same with a one-element fill, is included in every figure. sustained_us: back-to-back replays "
+    "for about a second, L2 not flushed, after a third of a second of the same. Inputs are random normal; tensor- and "
+    "row-scaled contestants multiply the same FP8 values with unit scales. Errors are of the timed output, against "
+    "float64."
 )
 
 _SMI_FIELDS = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"

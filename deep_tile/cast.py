@@ -5,7 +5,6 @@ compiled (jit.py) and loaded once per device and live as long as the process; cu
 is imported by the first of them.
 """
 
-import threading
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -44,7 +43,7 @@ class CastArguments(NamedTuple):
 
 
 _loaded: dict[tuple[CastKernel, int], Any] = {}
-_loading = threading.Lock()
+_loading = jit.fork_safe_lock()
 
 
 def roofline(block_rows: int, source: str, rows: int, columns: int, hardware: Hardware = H200) -> Reduction:

@@ -3,12 +3,15 @@
 Called by plan.py (`load_cubin`) and by the command line. Knows only text and bytes: no config, no torch, no driver and
 no GPU. cuda.core is imported by the functions that compile, because its import costs more than a read from the cache.
 
-Invariant: a cubin that comes from the cache was made of this very source, with these options, hints and NVRTC: its
-entry is sealed with a checksum over key and content. A cache that cannot be read, written or locked costs compilations,
-never an error; the one exception is a directory that somebody else may write to, which is refused.
+Invariant: a cubin that comes from the cache was made of this source, give or take comments, with these options, hints
+and NVRTC: its entry is sealed with a checksum over key and content. A cache that cannot be read, written or locked
+costs compilations, never an error; the one exception is a directory that somebody else may write to, which is refused.
 """
 
+from __future__ import annotations
+
 import contextlib
+import ctypes
 import hashlib
 import io
 import os
@@ -20,28 +23,43 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from functools import cache, cached_property
+from contextlib import AbstractContextManager
+from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from deep_tile import sass, settings
+
+if TYPE_CHECKING:
+    from cuda.core.utils import FileStreamProgramCache
 
 _OPTIONS = {
     "arch": "sm_90a",
     "std": "c++20",
     "device_as_default_execution_space": True,
     "ptxas_options": "-v",
-    "no_cache": True,
 }
-"""Keyword arguments of `cuda.core.ProgramOptions`. No path, hence a cache that can be moved; -v logs the registers, and
-NVRTC's own cache, which would answer with an empty log, is off."""
+"""Keyword arguments of `cuda.core.ProgramOptions`. No path, hence a cache that can be moved; -v logs the registers."""
+
+_NO_CACHE_SINCE = (12, 9)
+"""The NVRTC that began to cache by itself. Its cache would answer with an empty log, so it is off; those before do not
+know the option for that."""
 
 _LOG_PADDING = "\0 \n"
 """What NVRTC leaves around its logs."""
 
-import_lock = threading.Lock()
-"""Two threads that both import cuda.core 1.2 for the first time get an ImportError."""
+
+def fork_safe_lock() -> AbstractContextManager:
+    """A lock that no child process inherits from a thread that it does not have: a fork waits for who holds it."""
+    lock = threading.RLock()
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+    return lock
+
+
+import_lock = fork_safe_lock()
+"""Two threads that both import cuda.core 1.2 for the first time get an ImportError; a child process that was forked
+during an import would wait for its end for ever."""
 
 _LOCK_TIMEOUT_SECONDS = 60
 """How long to wait for whoever compiles the same kernel, before compiling it again: a hundred times what it takes."""
@@ -94,6 +112,7 @@ def load_cubin(source: str, name: str) -> bytes:
         CompileError: NVRTC refused the source.
         RuntimeError: NVRTC is missing and the cache has no such kernel.
         PermissionError: somebody else may write to the cache directory.
+        ValueError: an environment variable cannot be used, such as a DEEP_TILE_DUMP_DIR that cannot be written.
     """
     if settings.dump_dir() is not None:
         return compile_kernel(source, name).cubin  # a cached cubin has no PTX and no log to write
@@ -104,7 +123,7 @@ def load_cubin(source: str, name: str) -> bytes:
 
 
 def store_cubin(source: str, cubin: bytes) -> None:
-    """Give the cache a cubin that `compile_kernel` made of `source`.
+    """Give the cache a cubin that `compile_kernel` made of `source`. `is_stored` says whether it stays there.
 
     Raises:
         PermissionError: somebody else may write to the cache directory.
@@ -114,7 +133,16 @@ def store_cubin(source: str, cubin: bytes) -> None:
     kernels.put(_key(source), cubin)
 
 
-def _compile_once(kernels: "_KernelCache", key: bytes, source: str, name: str) -> bytes:
+def is_stored(source: str) -> bool:
+    """Whether the cache directory holds the cubin of `source`, for other processes too.
+
+    Raises:
+        PermissionError: somebody else may write to the cache directory.
+    """
+    return _cache().holds(_key(source))
+
+
+def _compile_once(kernels: _KernelCache, key: bytes, source: str, name: str) -> bytes:
     with kernels.lock(key):
         cubin = kernels.get(key)  # whoever held the lock may have stored it
         if cubin is None:
@@ -129,11 +157,11 @@ def compile_kernel(source: str, name: str) -> Compiled:
     NVRTC holds neither the GIL nor a lock of its own: on 2 cores eight kernels take one thread 1.2 s and two threads
     0.7 s (NVRTC 13.0.88).
     """
-    _loaded_nvrtc_version()  # a missing NVRTC is not a compile error
+    loaded = tuple(map(int, _loaded_nvrtc_version().split(".")))  # a missing NVRTC is not a compile error
     with import_lock:
         from cuda.core import Program, ProgramOptions
 
-    options = ProgramOptions(name=name, **_OPTIONS)
+    options = ProgramOptions(name=name, no_cache=loaded >= _NO_CACHE_SINCE, **_OPTIONS)
     log = io.StringIO()
     start = time.perf_counter()
     try:
@@ -162,7 +190,7 @@ def _compile_error_text(source: str, name: str, flags: str, log: str) -> str:
 
 
 _compilations = 0
-_state_lock = threading.Lock()
+_state_lock = fork_safe_lock()
 
 
 def _count_compilation() -> None:
@@ -202,12 +230,16 @@ def _ptx(program) -> bytes:
 
 
 def _dump(stem: Path, source: str, ptx: bytes, compiled: Compiled) -> None:
-    stem.parent.mkdir(parents=True, exist_ok=True)
     cubin = stem.with_suffix(".cubin")
-    stem.with_suffix(".cu").write_text(source)
-    stem.with_suffix(".ptx").write_bytes(ptx)
-    stem.with_suffix(".log").write_text(compiled.log)
-    cubin.write_bytes(compiled.cubin)
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        stem.with_suffix(".cu").write_text(source)
+        stem.with_suffix(".ptx").write_bytes(ptx)
+        stem.with_suffix(".log").write_text(compiled.log)
+        cubin.write_bytes(compiled.cubin)
+    except OSError as error:
+        seen = f"{stem.parent}: {error.strerror}"
+        raise settings.bad_value(settings.DUMP_DIR, seen, "a directory that can be written") from error
     listing = disassemble(cubin)
     if listing is not None:
         stem.with_suffix(".sass").write_bytes(listing)
@@ -232,16 +264,25 @@ def nvrtc_version() -> str:
     Raises:
         RuntimeError: NVRTC is missing.
     """
+    wheel = _nvrtc_wheel()
+    return wheel.version if wheel else _loaded_nvrtc_version()
+
+
+@cache
+def _nvrtc_wheel() -> metadata.Distribution | None:
+    """The installed wheel of NVRTC that goes with the installed bindings."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         major = metadata.version("cuda-bindings").split(".")[0]
-        return metadata.version("nvidia-cuda-nvrtc-cu12" if major == "12" else "nvidia-cuda-nvrtc")
-    return _loaded_nvrtc_version()
+        return metadata.distribution("nvidia-cuda-nvrtc-cu12" if major == "12" else "nvidia-cuda-nvrtc")
+    return None
 
 
 def _loaded_nvrtc_version() -> str:
     try:
-        from cuda.bindings import nvrtc
+        with import_lock:
+            from cuda.bindings import nvrtc
 
+        _load_wheels_nvrtc()
         _, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
         raise RuntimeError(
@@ -249,6 +290,20 @@ def _loaded_nvrtc_version() -> str:
             'Remedy: pip install "deep_tile[cu13]" (with a PyTorch for CUDA 12: "deep_tile[cu12]")'
         ) from error
     return f"{major}.{minor}"
+
+
+@cache
+def _load_wheels_nvrtc() -> None:
+    """Load the libraries of the wheel that `nvrtc_version` names, if there is one.
+
+    The bindings and NVRTC itself, which wants its builtins, take what is loaded. By themselves they look for wheels in
+    site-packages alone, and not in the other folders that Python imports from: those of PYTHONPATH and of .pth files.
+    """
+    wheel = _nvrtc_wheel()
+    for file in (wheel and wheel.files) or ():
+        if re.fullmatch(r"libnvrtc(-builtins)?\.so\.[\d.]+", file.name):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(file.locate()))
 
 
 def cache_info() -> CacheInfo:
@@ -270,7 +325,7 @@ def clear_cache() -> None:
 def _key(source: str) -> bytes:
     """All that a cubin depends on. cuda.core's own key would load cuda.core and NVRTC for every hit."""
     digest = hashlib.sha256()
-    for part in (nvrtc_version(), repr(sorted(_OPTIONS.items())), _hints(), source):
+    for part in (nvrtc_version(), repr(sorted(_OPTIONS.items())), _hints(), _without_comments(source)):
         text = part.encode()
         digest.update(len(text).to_bytes(8, "little") + text)
     return digest.digest()
@@ -278,8 +333,30 @@ def _key(source: str) -> bytes:
 
 @cache
 def _hints() -> str:
-    """What gives kernels their hints: the text of sass.py."""
+    """What gives kernels their hints: the text of sass.py. With its comments: Python is slow to parse."""
     return Path(sass.__file__).read_text()
+
+
+_COMMENTS = re.compile(r"/(?:/[^\n]*(?:\n\s*//[^\n]*)*|\*(?s:.*?)\*/)")
+"""Comments to a line's end, those of following lines included, and comments with two ends."""
+
+_LINES_MATTER = tuple(map(re.compile, ('R"', r"\\\s", "__LINE__")))
+"""Where a raw string or a continued line may be, a line by itself does not say what is a comment."""
+
+
+def _without_comments(source: str) -> str:
+    """CUDA C++ without comments and blank lines, for hashing: 0.4 ms for a kernel.
+
+    Whatever may be a string stays: a comment after a quote in its line counts, and costs a compilation when it changes.
+    """
+    if any(mark.search(source) for mark in _LINES_MATTER):
+        return source
+
+    def replacement(comment: re.Match) -> str:
+        before = source[source.rfind("\n", 0, comment.start()) + 1 : comment.start()]
+        return comment[0] if '"' in before or "'" in before else " "
+
+    return "\n".join(filter(None, map(str.rstrip, _COMMENTS.sub(replacement, source).split("\n"))))
 
 
 def _seal(key: bytes, cubin: bytes) -> bytes:
@@ -287,19 +364,23 @@ def _seal(key: bytes, cubin: bytes) -> bytes:
     return hashlib.sha256(key + cubin).digest()
 
 
+def _is_sealed(key: bytes, entry: bytes) -> bool:
+    return entry[-_SEAL_BYTES:] == _seal(key, entry[:-_SEAL_BYTES])
+
+
 _SEAL_BYTES = hashlib.sha256().digest_size
 
-_ENTRIES = "entries"
-"""Subdirectory in which FileStreamProgramCache keeps its entries."""
+_ENTRIES, _TEMPORARY = "entries", "tmp"
+"""Subdirectories in which FileStreamProgramCache keeps its entries, and writes them before."""
 
 
-def _cache() -> "_KernelCache":
+def _cache() -> _KernelCache:
     with _state_lock:
         return _open_cache()
 
 
 @cache
-def _open_cache() -> "_KernelCache":
+def _open_cache() -> _KernelCache:
     return _KernelCache(settings.cache_dir(), settings.cache_max_bytes())
 
 
@@ -314,13 +395,14 @@ class _KernelCache:
         self.directory = directory
         self.limit_bytes = limit_bytes
         self._memory: dict[bytes, bytes] = {}
-        self._thread_locks: dict[bytes, threading.Lock] = {}
+        self._thread_locks: dict[tuple[int, bytes], threading.Lock] = {}
+        self._keepers: dict[int, FileStreamProgramCache] = {}
         self._warned = False
         if directory is None:
             self._warn("none of DEEP_TILE_CACHE_DIR, XDG_CACHE_HOME and HOME names a directory")
 
     def prepare(self) -> None:
-        """Create the directory, and refuse one that somebody else may write to.
+        """Create the directory, and refuse one that somebody else may write to; so are those inside it.
 
         Done before every use, since a directory under /tmp may be swept away and made again by anybody. Root is
         trusted: it can do anything anyway, and it makes the images that caches are baked into (an image that runs as
@@ -330,27 +412,38 @@ class _KernelCache:
             return
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = self.directory.stat()
         except OSError as error:
             self._warn(str(error))
             return
+        for path in (self.directory, self.directory / _ENTRIES, self.directory / _TEMPORARY):
+            self._check_writers(path)
+
+    def _check_writers(self, directory: Path) -> None:
+        """Refuse a directory, if it exists, that somebody else may write to."""
+        try:
+            status = directory.stat()
+        except OSError:
+            return
         if status.st_uid not in (os.geteuid(), 0):
-            raise self._refusal(f"belongs to user id {status.st_uid}, and this process runs as {os.geteuid()}")
+            seen = f"belongs to user id {status.st_uid}, and this process runs as {os.geteuid()}"
+            raise self._refusal(directory, seen)
         if status.st_mode & stat.S_IWOTH:
-            raise self._refusal("is writable by every user")
+            raise self._refusal(directory, "is writable by every user")
 
     def get(self, key: bytes) -> bytes | None:
         if self.directory is None or key in self._memory:
             return self._memory.get(key)
         entry = self._read(key)
-        if entry is None:
-            return None
-        cubin = entry[:-_SEAL_BYTES]
-        if entry[-_SEAL_BYTES:] == _seal(key, cubin):
-            return cubin
+        if entry is None or _is_sealed(key, entry):
+            return entry and entry[:-_SEAL_BYTES]
         with contextlib.suppress(OSError, KeyError):
             del self._files[key]  # torn, damaged or foreign
         return None
+
+    def holds(self, key: bytes) -> bool:
+        """Whether the directory has the kernel."""
+        entry = self.directory and self._read(key)
+        return bool(entry) and _is_sealed(key, entry)
 
     def put(self, key: bytes, cubin: bytes) -> None:
         if self.directory is not None:
@@ -363,8 +456,11 @@ class _KernelCache:
 
     @contextlib.contextmanager
     def lock(self, key: bytes) -> Iterator[None]:
-        """Keep others from compiling the same kernel meanwhile. Where that fails, it is compiled twice."""
-        thread_lock = self._thread_locks.setdefault(key, threading.Lock())
+        """Keep others from compiling the same kernel meanwhile. Where that fails, it is compiled twice.
+
+        Threads have a lock for each process: one that is forked does not wait for threads of its parent.
+        """
+        thread_lock = self._thread_locks.setdefault((os.getpid(), key), threading.Lock())
         acquired = thread_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS)
         try:
             with self._file_lock(key):
@@ -374,12 +470,13 @@ class _KernelCache:
                 thread_lock.release()
 
     def entry_sizes(self) -> list[int]:
-        """Bytes of each cubin held."""
-        sizes = [len(cubin) for cubin in self._memory.values()]
-        if self.directory is not None:
-            for path in self.directory.glob(f"{_ENTRIES}/*/*"):
-                with contextlib.suppress(FileNotFoundError):  # another process may remove it meanwhile
-                    sizes.append(path.stat().st_size)
+        """Bytes of each entry in the directory, or in memory where there is none."""
+        if self.directory is None:
+            return [len(cubin) for cubin in self._memory.values()]
+        sizes = []
+        for path in self.directory.glob(f"{_ENTRIES}/*/*"):
+            with contextlib.suppress(FileNotFoundError):  # another process may remove it meanwhile
+                sizes.append(path.stat().st_size)
         return sizes
 
     def clear(self) -> None:
@@ -388,15 +485,18 @@ class _KernelCache:
             self.prepare()
             self._files.clear()
 
-    @cached_property
-    def _files(self):
-        """The directory's keeper. Raises OSError where the directory cannot be used."""
+    @property
+    def _files(self) -> FileStreamProgramCache:
+        """The directory's keeper, of this process: it has a lock inside. Raises OSError for an unusable directory."""
         with import_lock:
             from cuda.core.utils import FileStreamProgramCache
 
-        return FileStreamProgramCache(self.directory, max_size_bytes=self.limit_bytes)
+            if os.getpid() not in self._keepers:
+                self._keepers[os.getpid()] = FileStreamProgramCache(self.directory, max_size_bytes=self.limit_bytes)
+            return self._keepers[os.getpid()]
 
     def _read(self, key: bytes) -> bytes | None:
+        self._check_writers(_entry_path(self.directory, key).parent)
         with contextlib.suppress(OSError):
             return _entry_path(self.directory, key).read_bytes()
         with contextlib.suppress(OSError):
@@ -408,7 +508,8 @@ class _KernelCache:
         if self.directory is None:
             yield
             return
-        from filelock import FileLock
+        with import_lock:
+            from filelock import FileLock
 
         with contextlib.ExitStack() as held:
             # Read-only or vanished directory, file system without locks, or timeout: go on without.
@@ -418,9 +519,9 @@ class _KernelCache:
                 held.enter_context(FileLock(locks / key.hex()).acquire(timeout=_LOCK_TIMEOUT_SECONDS))
             yield
 
-    def _refusal(self, seen: str) -> PermissionError:
+    def _refusal(self, directory: Path, seen: str) -> PermissionError:
         return PermissionError(
-            f"cache directory {self.directory} {seen}: whoever can write there can make this process run their code. "
+            f"cache directory {directory} {seen}: whoever can write there can make this process run their code. "
             "Set DEEP_TILE_CACHE_DIR to a directory of your own; deep_tile creates it if it does not exist"
         )
 

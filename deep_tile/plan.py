@@ -4,7 +4,6 @@ Called by api.py when it meets a new signature, and by the command line. Kernels
 per device and live as long as the process: they are a finite set, because sizes are run-time values.
 """
 
-import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -40,7 +39,7 @@ class Layout(NamedTuple):
 
 
 _kernels: dict[tuple[GemmConfig, int], _launcher.Kernel] = {}
-_kernels_lock = threading.Lock()
+_kernels_lock = jit.fork_safe_lock()
 
 
 def is_loaded(config: GemmConfig, device: int) -> bool:

@@ -10,6 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 
+class BadVariable(ValueError):
+    """An environment variable has a value that cannot be used; `remedy` says what to do."""
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
 class Variable(NamedTuple):
     """One row of the table that the README and `python -m deep_tile doctor` show."""
 
@@ -67,7 +75,7 @@ def cache_max_bytes() -> int:
     """Size above which the cache directory is trimmed."""
     text = _read(CACHE_MAX_MB)
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise _bad_value(CACHE_MAX_MB, text, "a positive integer")
+        raise bad_value(CACHE_MAX_MB, text, "a positive integer")
     return int(text) << 20
 
 
@@ -76,7 +84,7 @@ def print_config() -> bool:
     """Whether to print each newly chosen config."""
     text = _read(PRINT_CONFIG)
     if text not in ("0", "1"):
-        raise _bad_value(PRINT_CONFIG, text, "0 or 1")
+        raise bad_value(PRINT_CONFIG, text, "0 or 1")
     return text == "1"
 
 
@@ -103,7 +111,7 @@ def bounded_waits_ns() -> int | None:
     except ValueError:
         seconds = 0.0
     if not 0.001 <= seconds <= 3600:
-        raise _bad_value(BOUNDED_WAITS, text, "seconds from 0.001 to 3600")
+        raise bad_value(BOUNDED_WAITS, text, "seconds from 0.001 to 3600")
     return round(seconds * 1e9)
 
 
@@ -116,7 +124,7 @@ def _absolute_path(variable: Variable) -> Path | None:
     if not text:
         return None
     if not Path(text).is_absolute():
-        raise _bad_value(variable, text, "an absolute path")
+        raise bad_value(variable, text, "an absolute path")
     return Path(text)
 
 
@@ -129,7 +137,9 @@ def _user_cache_dir() -> Path | None:
     return None
 
 
-def _bad_value(variable: Variable, seen: str, wanted: str) -> ValueError:
-    return ValueError(
-        f"environment variable {variable.name}: got {seen!r}, wanted {wanted}; unset, it means {variable.default}"
+def bad_value(variable: Variable, seen: str, wanted: str) -> BadVariable:
+    """The error to raise about a variable's value."""
+    return BadVariable(
+        f"environment variable {variable.name}: got {seen!r}, wanted {wanted}; unset, it means {variable.default}",
+        f"set {variable.name} to {wanted}, or unset it",
     )

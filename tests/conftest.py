@@ -35,7 +35,7 @@ def kernel_cache(tmp_path_factory):
 
 
 @pytest.fixture
-def call(capsys):
+def call(capfd):
     """Run a command line; returns exit code, stdout and stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -43,6 +43,6 @@ def call(capsys):
             code = cli.main(arguments)
         except SystemExit as stop:
             code = stop.code
-        return code, *capsys.readouterr()
+        return code, *capfd.readouterr()
 
     return run

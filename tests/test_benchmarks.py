@@ -42,7 +42,7 @@ from benchmarks.shapes import (  # noqa: E402
 from deep_tile.config import GemmConfig  # noqa: E402
 from deep_tile.method import report as report_of_package  # noqa: E402
 from deep_tile.problem import GemmProblem  # noqa: E402
-from deep_tile.reference import relative_error  # noqa: E402
+from deep_tile.reference import MAX_RELATIVE_ERROR, relative_error  # noqa: E402
 from deep_tile.select import cost  # noqa: E402
 from deep_tile.select.choose import choose, choose_bucket  # noqa: E402
 from deep_tile.select.defaults import default_configs  # noqa: E402
@@ -105,7 +105,7 @@ def test_contestants_compute_what_they_are_held_against(name):
     inputs = Inputs(SMALL, device="cpu")
     output = PEERS[name].prepare(inputs)()
     assert (output.dtype, tuple(output.shape)) == (torch.bfloat16, (SMALL.m, SMALL.n))
-    assert relative_error(output, getattr(inputs, PEERS[name].expected)) < bench_gemm.MAX_RELATIVE_ERROR
+    assert relative_error(output, getattr(inputs, PEERS[name].expected)) < MAX_RELATIVE_ERROR
 
 
 def test_inputs_are_reproducible_and_differ_between_shapes():
@@ -172,7 +172,7 @@ def test_bench_writes_every_contestant_or_a_reason(without_gpu, tmp_path, caplog
     for row, shape in zip(run["shapes"], ("32x160x272", "16x160x272"), strict=True):
         assert str(report.shape_of(row)) == shape
         assert row["results"].keys() | row["unsupported"].keys() == PEERS.keys()
-        assert row["results"]["deep_tile"]["relative_error"] < bench_gemm.MAX_RELATIVE_ERROR
+        assert row["results"]["deep_tile"]["relative_error"] < MAX_RELATIVE_ERROR
         assert row["results"]["deep_tile"]["sustained_us"] == pytest.approx(33)
         assert "ModuleNotFoundError" in row["unsupported"]["deep_gemm"]
         assert row["config"].startswith("fp8_gemm_")

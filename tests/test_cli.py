@@ -1,6 +1,7 @@
 """The command line, called in this process, and what the README says. No GPU: where there is one, it is hidden."""
 
 import argparse
+import functools
 import json
 import re
 import subprocess
@@ -12,10 +13,11 @@ import pytest
 import deep_tile
 from deep_tile import _launcher, jit, settings
 from deep_tile.problem import GemmProblem
-from deep_tile.reference import relative_error
-from deep_tile.select.choose import bucketed, choose, configs_for, measured_choice, suits
+from deep_tile.reference import MAX_RELATIVE_ERROR, relative_error
+from deep_tile.select import tuned
+from deep_tile.select.choose import bucketed, choose, choose_bucket, configs_for, measured_choice, suits
 from deep_tile.select.defaults import default_configs
-from deep_tile.tools import cli, demo, products
+from deep_tile.tools import cli, demo
 from deep_tile.tools.compile import wanted_configs
 
 NO_GPU = "this test hides the GPU"
@@ -26,7 +28,8 @@ FEW_KERNELS = "512,256,8"  # n, k, max_m
 def forget():
     """Make the next call see the environment as a new process would."""
     readers = (settings.cache_dir, settings.cache_max_bytes, settings.print_config, settings.dump_dir)
-    for remembered in (*readers, jit._open_cache):
+    choices = (settings.tuned_file, tuned._all_choices, choose_bucket)
+    for remembered in (*readers, *choices, jit._open_cache):
         remembered.cache_clear()
 
 
@@ -130,6 +133,31 @@ def test_compile_fails_on_a_flaw(call, monkeypatch, flaw, said):
     assert said in err
 
 
+def test_compile_fails_where_the_limit_evicts_kernels(call, cache, monkeypatch):
+    size_bytes = 60_000  # of one kernel and a half
+    monkeypatch.setattr(settings, "cache_max_bytes", functools.cache(lambda: size_bytes))
+    code, out, err = call("compile", "--shape", FEW_KERNELS, "--jobs", "1")
+    count = len(kernels_in(out))
+    assert code == 1
+    assert f"{cache} holds 1 kernels" in out
+    assert f"serves 1 of these {count} kernels" in err
+    assert "set DEEP_TILE_CACHE_MAX_MB to 1 or more" in err
+
+
+@pytest.mark.parametrize("directory", ["/dev/null/cache", None], ids=["unwritable", "none"])
+def test_compile_fails_where_kernels_stay_in_memory(call, monkeypatch, directory):
+    for name in ("DEEP_TILE_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if directory:
+        monkeypatch.setenv("DEEP_TILE_CACHE_DIR", directory)
+    with pytest.warns(RuntimeWarning, match="in memory only"):
+        code, out, err = call("compile", "--shape", FEW_KERNELS, "--jobs", "1")
+    assert code == 1
+    assert f"serves 0 of these {len(kernels_in(out))} kernels" in err
+    assert "set DEEP_TILE_CACHE_DIR" in err
+    assert f"{directory} holds 0 kernels" in out or directory is None
+
+
 def test_compile_with_a_dump_directory_leaves_the_cache_alone(call, cache, monkeypatch, tmp_path):
     monkeypatch.setenv("DEEP_TILE_DUMP_DIR", str(tmp_path / "dump"))
     before = jit.compile_count()
@@ -201,6 +229,40 @@ def test_doctor_reports_a_variable_that_makes_no_sense(call, monkeypatch):
     assert "'lots'" in found["DEEP_TILE_CACHE_MAX_MB"]["seen"]
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "remedy", "failing"),
+    [
+        (settings.CACHE_MAX_MB, "lots", "a positive integer", {"DEEP_TILE_CACHE_MAX_MB", "cache"}),
+        (settings.TUNED, "mine.json", "an absolute path", {"DEEP_TILE_TUNED", "tuned choices", "compiler", "cache"}),
+        (settings.DUMP_DIR, "here", "an absolute path", {"DEEP_TILE_DUMP_DIR", "compiler", "cache"}),
+        (settings.DUMP_DIR, "/dev/null/here", "a directory that can be written", {"compiler"}),
+    ],
+)
+def test_doctor_blames_the_variable_wherever_it_is_in_the_way(call, monkeypatch, variable, value, remedy, failing):
+    monkeypatch.setenv(variable.name, value)
+    code, found = findings(call)
+    assert code == 1
+    assert {subject for subject, finding in found.items() if finding["status"] == "fail"} == failing
+    assert {found[subject]["remedy"] for subject in failing} == {f"set {variable.name} to {remedy}, or unset it"}
+
+
+def test_doctor_says_how_to_have_kernels_cached_again(call, monkeypatch, tmp_path):
+    monkeypatch.setenv("DEEP_TILE_DUMP_DIR", str(tmp_path / "dump"))
+    code, found = findings(call)
+    assert (code, found["cache"]["status"]) == (0, "warn")
+    assert found["cache"]["remedy"] == "unset DEEP_TILE_DUMP_DIR"
+
+
+def test_doctor_warns_of_a_damaged_file_of_tuned_choices(call, monkeypatch, tmp_path):
+    damaged = tmp_path / "tuned.json"
+    damaged.write_text("{")
+    monkeypatch.setenv("DEEP_TILE_TUNED", str(damaged))
+    code, found = findings(call)
+    assert (code, found["tuned choices"]["status"]) == (0, "warn")
+    assert str(damaged) in found["tuned choices"]["seen"]
+    assert "remove that file" in found["tuned choices"]["remedy"]
+
+
 def test_doctor_warns_of_a_cache_that_cannot_be_written(call, monkeypatch):
     monkeypatch.setenv("DEEP_TILE_CACHE_DIR", "/dev/null/cache")
     code, found = findings(call)
@@ -238,7 +300,7 @@ def test_demo_without_a_gpu_compiles_and_computes(call, one_layer):
     assert code == 0, err
     assert NO_GPU in out
     assert set(kernels_in(out)) == {choose(GemmProblem(m, 512, 256)).name for m in demo.TOKENS}
-    assert float(re.search(r"against float64: relative error (\S+)", out)[1]) <= products.MAX_RELATIVE_ERROR
+    assert float(re.search(r"against float64: relative error (\S+)", out)[1]) <= MAX_RELATIVE_ERROR
 
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
@@ -312,6 +374,42 @@ def test_errors_are_one_line_and_code_1(call, monkeypatch):
     code, out, err = call("cache", "info")
     assert (code, out) == (1, "")
     assert err.startswith("deep-tile: environment variable DEEP_TILE_CACHE_DIR") and err.count("\n") == 1
+
+
+def run_without(package: str, *arguments: str) -> subprocess.CompletedProcess:
+    """A command line where a package is not installed."""
+    hide = f"import sys; sys.modules[{package!r}] = None"
+    program = f"{hide}\nfrom deep_tile.tools.cli import main\nsys.exit(main(sys.argv[1:]))"
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "remedy"),
+    [
+        ("torch", ("demo",), "pip install torch"),
+        ("torch", ("compile", "--shape", FEW_KERNELS), "pip install torch"),
+        ("torch", ("tune", "512", "256"), "pip install torch"),
+        ("matplotlib", ("explain", "16", "512", "256", "--plot", "/dev/null/roof"), 'pip install "deep_tile[bench]"'),
+    ],
+)
+def test_missing_package_is_one_line_with_its_remedy(package, arguments, remedy):
+    finished = run_without(package, *arguments)
+    assert finished.returncode == 1
+    assert package in finished.stderr
+    assert finished.stderr.endswith(f"To fix: {remedy}\n") and finished.stderr.count("\n") == 1
+
+
+def test_doctor_without_torch_says_how_to_get_it(cache):
+    finished = run_without("torch", "doctor", "--json")
+    report = json.loads(finished.stdout)
+    failing = {finding["subject"]: finding["remedy"] for finding in report["findings"] if finding["status"] == "fail"}
+    assert (finished.returncode, finished.stderr) == (1, "")
+    assert failing == dict.fromkeys(("PyTorch", "GPU", "product"), "pip install torch")
+    assert "cannot work here" in run_without("torch", "doctor").stdout
+
+
+def test_bug_in_an_import_is_not_taken_for_a_missing_package():
+    assert "Traceback" in run_without("deep_tile.reference", "demo").stderr
 
 
 def test_module_runs_as_a_program():

@@ -165,6 +165,12 @@ def test_sources_tell_all_configs_apart():
     assert len({kernel_source(config) for config in DEFAULT_CONFIGS}) == len(DEFAULT_CONFIGS)
 
 
+@pytest.mark.parametrize("name", [path.name for path in sorted((ROOT / "include" / "deep_tile").iterdir())])
+def test_no_comment_of_a_header_is_part_of_the_cache_key(name):
+    text = (ROOT / "include" / "deep_tile" / name).read_text()
+    assert not re.search(r"//|/\*", jit._without_comments(text))
+
+
 @pytest.mark.parametrize("headers", ["include/deep_tile", "deep_tile/include/deep_tile"], ids=["checkout", "wheel"])
 def test_source_does_not_depend_on_where_the_package_lies(headers, tmp_path):
     package = tmp_path / "deep_tile"

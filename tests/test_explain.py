@@ -100,6 +100,22 @@ def test_plot(call, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_plot_says_which_file_it_wrote(call, tmp_path):
+    code, _, err = call("explain", "64", "4096", "7168", "--plot", str(tmp_path / "roof"))
+    assert code == 0
+    assert [str(path) for path in tmp_path.iterdir()] == [str(tmp_path / "roof.png")]
+    assert err == f"deep-tile: wrote {tmp_path / 'roof.png'}\n"
+
+
+@pytest.mark.parametrize("command", [("explain", "64", "4096", "7168"), ("bench", "--results", "any.json")])
+@pytest.mark.parametrize("folder", ["", "missing/"])
+def test_plot_wants_a_file_and_no_folder(call, tmp_path, command, folder):
+    code, out, err = call(*command, "--plot", f"{tmp_path}/{folder}")
+    assert (code, out) == (2, "")
+    assert "is a folder; name a file in it" in err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said", "code"),
     [

@@ -13,15 +13,18 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+import venv
 import warnings
 from pathlib import Path
 
 import pytest
 
-from deep_tile import jit, settings
+from deep_tile import cast, jit, plan, settings
 
 SOURCE = 'extern "C" __global__ void answer(int* out) { *out = 42; }'
 NOBODY = 65534
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def forget_cache():
@@ -132,6 +135,26 @@ def test_nvrtc_version_is_that_of_the_library():
     assert jit.nvrtc_version().split(".")[:2] == jit._loaded_nvrtc_version().split(".")
 
 
+def test_nvrtc_of_a_wheel_outside_of_site_packages_is_found(tmp_path):
+    """As in an environment that sees another one's packages through a .pth file."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    (site_packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    folders = [folder for folder in sys.path if folder.endswith("-packages")]
+    (site_packages / "others.pth").write_text("\n".join([*folders, str(ROOT)]))
+    code = f"from deep_tile import jit; assert jit.load_cubin({SOURCE!r}, 'answer')[:4] == b'\\x7fELF'"
+    environment = {key: value for key, value in os.environ.items() if "CUDA" not in key and key != "PYTHONPATH"}
+    subprocess.run([tmp_path / "venv/bin/python", "-c", code], env=environment, check=True)
+
+
+@pytest.mark.parametrize(("version", "known"), [("12.8", False), ("12.9", True), ("13.0", True)])
+def test_nvrtc_is_told_not_to_cache_where_it_knows_how(monkeypatch, tmp_path, version, known):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where the source is saved
+    monkeypatch.setattr(jit, "_loaded_nvrtc_version", lambda: version)
+    with pytest.raises(jit.CompileError) as error:
+        jit.compile_kernel("no kernel", "answer")
+    assert ("--no-cache" in str(error.value)) is known
+
+
 def test_needs_no_toolkit(tmp_path, directory):
     environment = {key: value for key, value in os.environ.items() if "CUDA" not in key}
     environment |= {"PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -229,6 +252,50 @@ def test_other_source_is_a_miss():
     load()
     with compiles(1):
         load(SOURCE.replace("42", "43"))
+
+
+LINES = 'extern "C" __global__ void answer(int* out) {\n    *out = 42;\n}\n'
+
+
+@pytest.mark.parametrize(
+    "commented",
+    [
+        f'// What it\'s all about.\n{LINES}// and "what" it is not\n',
+        f"/* The driver's\n * answer. // It says. */\n{LINES}",
+        LINES.replace("42;", '42;  // it\'s "said" /* so'),
+        LINES.replace("42;", "42;  /* the answer */"),
+        LINES.replace("{\n", "{\n\n   // one\n\n    // two\n  \n"),
+    ],
+)
+def test_comments_and_blank_lines_are_no_part_of_the_key(commented):
+    """Nor of the cubin."""
+    cubin = load(LINES)
+    with compiles(0):
+        assert load(commented) == cubin
+    assert jit.compile_kernel(commented, "answer").cubin == cubin
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ('asm("// a");', 'asm("// b");'),
+        ('asm("/* a */");', 'asm("/* b */");'),
+        ('char c = \'"\'; f("//a"); // x', 'char c = \'"\'; f("//b"); // x'),
+        ('s = R"(\n// a\n)";', 's = R"(\n// b\n)";'),
+        ('s = R"(\n\n)";', 's = R"(\n)";'),
+        ('s = "a\\\n// b";', 's = "a\\\n// c";'),
+        ("// a \\\nint x;", "// a\nint x;"),
+        ("// a \\ \nint x;", "// a\nint x;"),
+        ("#define A \\\n\nint x;", "#define A \\\nint x;"),
+        ("int x = __LINE__;", "\nint x = __LINE__;"),
+        ("int a/**/b;", "int ab;"),
+        ("int x;\n#define A\nint y;", "int x;\n#define A int y;"),
+        ("int x = 1 / 2;", "int x = 1 // 2;"),
+        ("int x = 1'000; f();", "int x = 1'000; g();"),
+    ],
+)
+def test_what_is_no_comment_is_part_of_the_key(one, other):
+    assert jit._key(one) != jit._key(other)
 
 
 @pytest.mark.parametrize(
@@ -439,6 +506,16 @@ def test_directory_open_to_everybody_is_refused(directory):
     assert not entries(directory)
 
 
+@pytest.mark.parametrize("inner", ["entries", "tmp", "entries/xx"])
+def test_directory_open_to_everybody_inside_the_cache_is_refused(directory, inner):
+    entry = stored_entry(directory)
+    open_to_all = entry.parent if inner == "entries/xx" else directory / inner
+    open_to_all.chmod(0o777)
+    with pytest.raises(PermissionError, match="every user") as error, compiles(0):
+        load()
+    assert f"cache directory {open_to_all} " in str(error.value)
+
+
 # --- many at once
 
 
@@ -499,6 +576,66 @@ def test_stuck_lock_costs_a_compilation_only(directory, monkeypatch):
     assert result[0].startswith(b"\x7fELF")
 
 
+# --- forks while threads are at work
+
+
+def run_in_child(work) -> None:
+    """Do `work` in a forked process, in 20 s at most."""
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join(timeout=20)
+    child.kill()
+    child.join()
+    assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_fork_during_a_compilation(monkeypatch, on_disk):
+    """A child waits for who compiles if they share a directory, and not for a thread that it does not have."""
+    if not on_disk:
+        monkeypatch.delenv("DEEP_TILE_CACHE_DIR")
+        warnings.simplefilter("ignore", RuntimeWarning)
+    parent, begun = os.getpid(), threading.Event()
+    compile_kernel = jit.compile_kernel
+
+    def compile_slowly(source, name):
+        if os.getpid() == parent:
+            begun.set()
+            time.sleep(1)
+        return compile_kernel(source, name)
+
+    def load_in_child():
+        before = jit.compile_count()
+        load()
+        assert jit.compile_count() - before == (0 if on_disk else 1)
+
+    monkeypatch.setattr(jit, "compile_kernel", compile_slowly)
+    thread = threading.Thread(target=load)
+    thread.start()
+    assert begun.wait(10)
+    run_in_child(load_in_child)
+    thread.join()
+
+
+@pytest.mark.parametrize("lock", [jit.import_lock, jit._state_lock, plan._kernels_lock, cast._loading])
+def test_fork_while_a_lock_is_held(lock):
+    held = threading.Event()
+
+    def hold():
+        with lock:
+            held.set()
+            time.sleep(0.5)
+
+    def take_in_child():
+        assert lock.acquire(timeout=5)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(10)
+    run_in_child(take_in_child)
+    thread.join()
+
+
 # --- upkeep
 
 
@@ -531,13 +668,14 @@ def test_size_stays_below_the_limit(monkeypatch):
 
 
 def test_dump_writes_source_and_outputs_even_on_a_hit(tmp_path, monkeypatch):
+    source = f"// The answer.\n\n{SOURCE}"
     cubin = load()
     dump = tmp_path / "dump"
     monkeypatch.setenv("DEEP_TILE_DUMP_DIR", str(dump))
     forget_cache()
     with compiles(1):
-        assert load() == cubin
-    assert (dump / "answer.cu").read_text() == SOURCE
+        assert load(source) == cubin
+    assert (dump / "answer.cu").read_text() == source
     assert (dump / "answer.cubin").read_bytes() == cubin
     assert ".target sm_90a" in (dump / "answer.ptx").read_text()
     assert "registers" in (dump / "answer.log").read_text()

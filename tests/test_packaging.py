@@ -1,16 +1,22 @@
 """A wheel built from this tree: what is in it, what building it needs, and that it works where the tree is not."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ["LICENSE", "README.md", "pyproject.toml", "setup.py", "csrc", "deep_tile", "include", "tests"]
+FOLDERS = ["benchmarks", "csrc", "deep_tile", "docs", "include", "tests"]
+SOURCES = ["LICENSE", "MANIFEST.in", "Makefile", "README.md", "constraints.txt", "pyproject.toml", "setup.py", *FOLDERS]
+OLDEST_GLIBC = (2, 28)
+"""What torch's own wheels ask for, since 2.7."""
 
 
 def copy_sources(destination: Path) -> None:
@@ -22,6 +28,13 @@ def copy_sources(destination: Path) -> None:
             shutil.copy(ROOT / name, destination / name)
 
 
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sources")
+    copy_sources(folder)
+    return folder
+
+
 def forbid_imports(folder: Path, *modules: str) -> str:
     """A PYTHONPATH entry in which each of `modules` refuses to be imported."""
     folder.mkdir()
@@ -31,11 +44,8 @@ def forbid_imports(folder: Path, *modules: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
+def wheel(sources, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    sources = folder / "sources"
-    sources.mkdir()
-    copy_sources(sources)
     pythonpath = forbid_imports(folder / "forbidden", "torch", "numpy", "cuda")
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
     build = subprocess.run(
@@ -56,6 +66,16 @@ def installed(wheel, tmp_path_factory) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def unpacked(sources, tmp_path_factory) -> Path:
+    """The folder that the sdist is unpacked in."""
+    folder = tmp_path_factory.mktemp("sdist")
+    subprocess.run([sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", folder], cwd=sources, check=True)
+    (archive,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(archive, folder)
+    return archive.with_name(archive.name.removesuffix(".tar.gz"))
 
 
 def run_installed(installed: Path, code: str) -> str:
@@ -84,6 +104,32 @@ def test_content(wheel):
     assert set(names) == modules | headers | data | {"deep_tile/_launcher.abi3.so"}
 
 
+def test_extension_loads_where_pytorch_does(installed):
+    """By the versions of glibc's functions that it asks for, wherever it was built."""
+    extension = (installed / "deep_tile" / "_launcher.abi3.so").read_bytes()
+    versions = [tuple(map(int, found)) for found in re.findall(rb"\0GLIBC_(\d+)\.(\d+)", extension)]
+    assert versions and max(versions) <= OLDEST_GLIBC
+
+
+def test_sdist_holds_every_source(sources, unpacked):
+    def files(folder: Path) -> set[Path]:
+        found = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+        return {path for path in found if path.parts[0] in SOURCES}
+
+    assert files(sources) == files(unpacked)
+
+
+def test_tests_run_in_the_sdist(unpacked):
+    """Some that read golden choices and stored measurements."""
+    environment = os.environ | {"PYTHONPATH": str(unpacked)}
+    subprocess.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=unpacked, check=True)
+    some = ["tests/test_select.py", "tests/test_explain.py", "-k", "golden or plots_stored"]
+    command = [sys.executable, "-m", "pytest", "-q", *some]
+    run = subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "2 passed" in run.stdout
+
+
 def test_installed_package_generates_the_same_kernels(installed):
     """The headers in the wheel are found, and are the tree's."""
     from deep_tile.codegen import kernel_source
@@ -107,3 +153,71 @@ def test_installed_package_explains_with_measurements(installed):
     file, source = run_installed(installed, code).split(maxsplit=1)
     assert Path(file).is_relative_to(installed)
     assert "h200" in source
+
+
+# ---- beside an installed PyTorch
+
+INDEX = {
+    "torch": {"2.99": ()},  # what pip turns to where it cannot keep the one that is installed
+    "numpy": {"2.4.6": ()},
+    "filelock": {"4.2.11": ()},
+    "rich": {"15.0.0": ()},
+    "cuda_core": {"1.2.2": ("numpy",)},
+    "cuda_bindings": dict.fromkeys(("12.9.4", "12.9.10", "13.0.3", "13.4.4"), ()),
+    "cuda_python": {version: (f"cuda-bindings~={version}",) for version in ("12.9.4", "12.9.10", "13.0.3", "13.4.4")},
+    "nvidia_cuda_nvrtc_cu12": dict.fromkeys(("12.6.77", "12.8.93", "12.9.86"), ()),
+    "nvidia_cuda_nvrtc": dict.fromkeys(("13.0.88", "13.2.86"), ()),
+}
+"""Releases by package, each with what it requires: as far as the real ones matter to what pip does with ours."""
+
+PYTORCHES = {
+    "2.9.0+cu126": ("cu12", ("nvidia-cuda-nvrtc-cu12==12.6.77",)),
+    "2.9.1": ("cu12", ("nvidia-cuda-nvrtc-cu12==12.8.93",)),
+    "2.10.0": ("cu12", ("nvidia-cuda-nvrtc-cu12==12.8.93", "cuda-bindings==12.9.4")),
+    "2.10.0+cu129": ("cu12", ("nvidia-cuda-nvrtc-cu12==12.9.86", "cuda-bindings==12.9.4")),
+    "2.11.0": ("cu13", ("nvidia-cuda-nvrtc==13.0.88", "cuda-bindings>=13.0.3,<14")),
+}
+"""Releases of torch: our extra that goes with them, and what they pin of what it brings."""
+
+
+def write_stub(folder: Path, name: str, version: str, requirements: tuple[str, ...]) -> Path:
+    """A wheel without content."""
+    metadata = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {line}" for line in requirements)]
+    files = {
+        "METADATA": "\n".join(["Metadata-Version: 2.1", *metadata, ""]),
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in files.items():
+            archive.writestr(f"{name}-{version}.dist-info/{file}", text)
+    return path
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("index")
+    for name, releases in INDEX.items():
+        for release, requirements in releases.items():
+            write_stub(folder, name, release, requirements)
+    return folder
+
+
+@pytest.mark.parametrize("version", PYTORCHES)
+def test_extra_leaves_the_installed_pytorch_alone(wheel, index, tmp_path, version):
+    extra, pins = PYTORCHES[version]
+    venv.create(tmp_path / "venv", symlinks=True)
+    (site_packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    there = [index / f"{pin.replace('-', '_').replace('==', '-')}-py3-none-any.whl" for pin in pins if "==" in pin]
+    for stub in (write_stub(tmp_path, "torch", version, pins), *there):
+        shutil.unpack_archive(stub, site_packages, "zip")
+    pip = [sys.executable, "-m", "pip", "--python", tmp_path / "venv/bin/python", "install", "--quiet", "--dry-run"]
+    report = tmp_path / "report.json"
+    subprocess.run(
+        [*pip, "--no-index", "--find-links", index, "--report", report, f"{wheel}[{extra}]"],
+        check=True,
+    )
+    new = {entry["metadata"]["name"] for entry in json.loads(report.read_text())["install"]}
+    assert "deep_tile" in new
+    assert "torch" not in new

@@ -5,6 +5,7 @@ roofline.py's derivation, which is the selector's. No GPU, no torch; matplotlib 
 """
 
 import json
+from argparse import ArgumentTypeError
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import lru_cache
@@ -312,6 +313,14 @@ def table(first: str, *others: str, title: str | None = None, numbers: bool = Tr
 
 
 # ---- the picture
+
+
+def picture_path(text: str) -> Path:
+    """The argument of --plot: a file to draw into, a PNG unless its name says otherwise. A folder is refused."""
+    path = Path(text)
+    if path.is_dir() or text.endswith("/"):
+        raise ArgumentTypeError(f"{text!r} is a folder; name a file in it, such as {path / 'roofline.png'}")
+    return path if path.suffix else path.with_name(f"{path.name}.png")
 
 
 def plot(derived: Derivation, path: str | Path) -> None:

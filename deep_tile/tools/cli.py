@@ -23,7 +23,7 @@ import deep_tile
 from deep_tile.method import report
 from deep_tile.select.hardware import DTYPE_BYTES, H200, PRESETS
 from deep_tile.tools.compile import clear_cache, compile_kernels, show_cache
-from deep_tile.tools.console import PROGRAM, new_console, tflops_text, track_progress
+from deep_tile.tools.console import PROGRAM, new_console, remedy_for_missing, tflops_text, track_progress
 from deep_tile.tools.demo import demo
 from deep_tile.tools.doctor import doctor
 
@@ -40,14 +40,20 @@ TOKENS_TO_TUNE = "8,16,32,64,128,256,512,1024,2048,4096"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad arguments raise SystemExit(2)."""
     parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    if rest and options.run is not bench:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    options.rest = rest
     try:
+        options, rest = parser.parse_known_args(arguments)
+        if rest and options.run is not bench:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.rest = rest
         return options.run(options)
     except KeyboardInterrupt:
         return 130
+    except ModuleNotFoundError as error:
+        remedy = remedy_for_missing(error)
+        if remedy is None:
+            raise
+        print(f"{PROGRAM}: {error}. To fix: {remedy}", file=sys.stderr)
+        return 1
     except (RuntimeError, OSError, ValueError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
@@ -158,7 +164,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--num-sms", type=_positive, help="SMs to use; default: all of the hardware's")
     command.add_argument("--all", action="store_true", help=f"every candidate, not only the first {FIRST_CANDIDATES}")
-    command.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline as an image, such as a PNG")
+    text = "write the roofline as an image, a PNG unless its name says otherwise"
+    command.add_argument("--plot", type=report.picture_path, metavar="FILE", help=text)
     command.add_argument("--json", action="store_true", help="everything, as JSON")
 
     command = add("compile", compile_kernels, "compile every default kernel, fill the cache, show registers and spills")

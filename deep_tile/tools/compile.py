@@ -4,6 +4,7 @@ Called by cli.py; demo.py and doctor.py build and report kernels by the same fun
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,9 @@ from deep_tile.method import report
 from deep_tile.select.defaults import default_configs
 from deep_tile.tools.console import PROGRAM, new_console, track_progress
 
+NEARLY_FULL = 0.9
+"""Of the cache's limit: kernels of that size may not all stay, since seals and files under way count too."""
+
 
 class Built(NamedTuple):
     """One kernel's compilation."""
@@ -26,6 +30,7 @@ class Built(NamedTuple):
     config: GemmConfig
     seconds: float
     usage: jit.ResourceUsage
+    size_bytes: int
 
     @property
     def flawed(self) -> bool:
@@ -40,8 +45,11 @@ def compile_kernels(options: argparse.Namespace) -> int:
     console = new_console()
     console.print(kernel_table(built), "")
     console.print(f"{len(built)} kernels for sm_90a, {sum(kernel.seconds for kernel in built):.1f} s of compiling.")
-    console.print(f"Written to {dump_dir}; the cache was left alone." if dump_dir else f"Cache: {cache_text()}.")
-    return report_flaws(built)
+    if dump_dir:
+        console.print(f"Written to {dump_dir}; the cache was left alone.")
+        return report_flaws(built)
+    console.print(f"Cache: {cache_text()}.")
+    return max(report_flaws(built), _report_lost(built))
 
 
 def wanted_configs(options: argparse.Namespace) -> list[GemmConfig]:
@@ -61,7 +69,7 @@ def build(config: GemmConfig, store: bool = False) -> Built:
     compiled = jit.compile_kernel(source, config.name)
     if store:
         jit.store_cubin(source, compiled.cubin)
-    return Built(config, compiled.seconds, jit.resource_usage(compiled.log))
+    return Built(config, compiled.seconds, jit.resource_usage(compiled.log), len(compiled.cubin))
 
 
 def build_all(configs: Sequence[GemmConfig], jobs: int, store: bool = False) -> list[Built]:
@@ -72,7 +80,7 @@ def build_all(configs: Sequence[GemmConfig], jobs: int, store: bool = False) -> 
 def kernel_table(built: list[Built], uses: dict[GemmConfig, int] | None = None) -> Table:
     columns = ("seconds", "registers", "spilled bytes", "smem KiB")
     table = report.table("kernel", *columns, *(["shapes"] if uses else []))
-    for config, seconds, usage in built:
+    for config, seconds, usage, _ in built:
         spilled = usage.spill_store_bytes + usage.spill_load_bytes
         row = (config.name, f"{seconds:.2f}", str(usage.registers), str(spilled), _kib(config.smem_bytes))
         table.add_row(*row, *([str(uses[config])] if uses else []))
@@ -82,10 +90,39 @@ def kernel_table(built: list[Built], uses: dict[GemmConfig, int] | None = None) 
 def report_flaws(built: list[Built]) -> int:
     """Exit code 1 and a line for each kernel that spills or that ptxas remarks on."""
     flawed = [kernel for kernel in built if kernel.flawed]
-    for config, _, usage in flawed:
+    for config, _, usage, _ in flawed:
         spills = f"{usage.spill_store_bytes} bytes spilled, {usage.spill_load_bytes} reloaded"
         print(f"{PROGRAM}: {'; '.join([f'{config.name}: {spills}', *usage.warnings])}", file=sys.stderr)
     return 1 if flawed else 0
+
+
+def _report_lost(built: list[Built]) -> int:
+    """Exit code 1, and what to do, where the cache directory does not hold every kernel."""
+    kept = sum(jit.is_stored(kernel_source(kernel.config)) for kernel in built)
+    if kept == len(built):
+        return 0
+    print(
+        f"{PROGRAM}: the cache serves {kept} of these {len(built)} kernels to other processes. "
+        f"To fix: {_storing_remedy(sum(kernel.size_bytes for kernel in built))}",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _storing_remedy(size_bytes: int) -> str:
+    """Why the cache does not keep kernels of that size in all, and what to do."""
+    info = jit.cache_info()
+    if info.directory is None:
+        return f"set {settings.CACHE_DIR.name} to a directory; without one, kernels are kept in memory"
+    if size_bytes >= info.limit_bytes * NEARLY_FULL:
+        wanted = math.ceil(size_bytes / NEARLY_FULL / 2**20)
+        return (
+            f"set {settings.CACHE_MAX_MB.name} to {wanted} or more; kernels above {_mib(info.limit_bytes)} are removed"
+        )
+    return (
+        f"{info.directory} cannot be written, or something empties it; set {settings.CACHE_DIR.name} to a directory of "
+        "your own, on a disk with space"
+    )
 
 
 def _kib(size_bytes: int) -> str:

@@ -10,8 +10,9 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from statistics import geometric_mean, median
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from statistics import geometric_mean
+from typing import NamedTuple
 
 import deep_tile
 from deep_tile import plan
@@ -19,11 +20,11 @@ from deep_tile.method import report
 from deep_tile.problem import GemmProblem
 from deep_tile.tools.compile import build_all, kernel_table, report_flaws
 from deep_tile.tools.console import PROGRAM, new_console, tflops_text, track_progress
-from deep_tile.tools.products import MAX_RELATIVE_ERROR, checked_error, exact_product, random_operands
+from deep_tile.tools.products import checked_error, exact_product, random_operands
 from deep_tile.tools.shapes import DEEPSEEK_V3_LAYERS, TOKENS
 
-if TYPE_CHECKING:
-    import torch
+DEMO_SAMPLES = 20
+"""Of each product that is timed."""
 
 
 def demo(options: argparse.Namespace) -> int:
@@ -51,10 +52,15 @@ def _demo_without_gpu(reason: str) -> int:
 
 
 def _demo_on_gpu(reason: str) -> int:
+    import torch
+
+    from deep_tile.tools import timing
+
     console = new_console()
     console.print(f"Running on the GPU ({reason}): DeepSeek-V3's layers, each product timed and checked.")
-    timer = _Timer()
-    measured = {shape: _measure(*shape, timer) for shape in track_progress(_demo_shapes(), "Multiplying")}
+    flush = timing.L2Flush()
+    with torch.cuda.stream(torch.cuda.Stream()):  # graphs cannot be captured on the default stream
+        measured = {shape: _measure(*shape, flush) for shape in track_progress(_demo_shapes(), "Multiplying")}
     columns = ("us", "TFLOPS", "cuBLAS us", "ratio", "BF16 us", "relative error")
     table = report.table("config", "m", "n", "k", *columns)
     for (m, n, k), (config, us, cublas_us, bf16_us, error) in measured.items():
@@ -63,7 +69,7 @@ def _demo_on_gpu(reason: str) -> int:
         table.add_row(config, str(m), str(n), str(k), *times)
     console.print(table, "")
     mean = geometric_mean(row.us / row.cublas_us for row in measured.values())
-    console.print(f"us: {_Timer.METHOD}")
+    console.print(f"us: median of {DEMO_SAMPLES} samples. {timing.METHOD}")
     console.print(
         f"ratio: deep_tile's time over cuBLAS's, geometric mean {mean:.3f}; below 1, deep_tile is faster. cuBLAS is "
         "torch._scaled_mm on the same FP8 values with one scale per tensor and fast accumulation: it does less work, "
@@ -80,10 +86,11 @@ class _Measured(NamedTuple):
     error: float
 
 
-def _measure(m: int, n: int, k: int, timer: _Timer) -> _Measured:
+def _measure(m: int, n: int, k: int, flush: Callable[[], None]) -> _Measured:
     import torch
 
     from deep_tile.reference import relative_error
+    from deep_tile.tools.timing import capture, time_alternating
 
     x, w = random_operands(m, n, k, "cuda")
     a, a_scale = deep_tile.per_token_cast_to_fp8(x)
@@ -91,50 +98,20 @@ def _measure(m: int, n: int, k: int, timer: _Timer) -> _Measured:
     out, one = x.new_empty(m, n), torch.ones((), device="cuda")
     config = plan.config_for(GemmProblem(m, n, k, torch.cuda.get_device_properties(x.device).multi_processor_count))
     options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
-    times_us = timer.medians_us(
-        lambda: deep_tile.fp8_gemm(a, a_scale, b, b_scale, out),
-        lambda: torch._scaled_mm(a, b.t(), **options),
-        lambda: torch.mm(x, w.t()),
+    calls = (
+        partial(deep_tile.fp8_gemm, a, a_scale, b, b_scale, out),
+        partial(torch._scaled_mm, a, b.t(), **options),
+        partial(torch.mm, x, w.t()),
     )
+    times = time_alternating(dict(enumerate(map(capture, calls))), DEMO_SAMPLES, flush)
+    times_us = [times[i].us for i in range(len(calls))]
     return _Measured(config.name, *times_us, relative_error(out, exact_product(a, a_scale, b, b_scale)))
-
-
-class _Timer:
-    """Times calls on the GPU in turns, none of them finding its operands in L2."""
-
-    ROUNDS = 20
-    FLUSH_BYTES = 512 << 20
-    """Ten times L2, and more than 100 us of reading: time for the host to enqueue the call and its two events."""
-
-    METHOD = (
-        f"median of {ROUNDS} calls, each between two CUDA events, taking turns; before each the GPU reads "
-        f"{FLUSH_BYTES >> 20} MiB, so that L2 is cold and no host time is measured."
-    )
-
-    def __init__(self):
-        import torch
-
-        self._torch = torch
-        self._read = torch.zeros(self.FLUSH_BYTES // 4, device="cuda")
-
-    def medians_us(self, *calls: Callable[[], torch.Tensor]) -> list[float]:
-        for call in calls:
-            call()
-        rounds = [[self._between_events(call) for call in calls] for _ in range(self.ROUNDS)]
-        self._torch.cuda.synchronize()
-        return [median(start.elapsed_time(end) * 1e3 for start, end in pairs) for pairs in zip(*rounds, strict=True)]
-
-    def _between_events(self, call: Callable[[], torch.Tensor]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        start, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._read.sum()
-        start.record()
-        call()
-        end.record()
-        return start, end
 
 
 def _report_errors(errors: dict[tuple[int, int, int], float]) -> int:
     """Exit code 1 and a line for each product that is off; NaN is off."""
+    from deep_tile.reference import MAX_RELATIVE_ERROR
+
     wrong = {shape: error for shape, error in errors.items() if not error <= MAX_RELATIVE_ERROR}
     for (m, n, k), error in wrong.items():
         print(f"{PROGRAM}: {m}x{n}x{k}: relative error {error:.2e} exceeds {MAX_RELATIVE_ERROR}", file=sys.stderr)

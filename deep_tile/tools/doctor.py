@@ -17,10 +17,10 @@ from deep_tile import _launcher, jit, plan, settings
 from deep_tile.codegen import kernel_source
 from deep_tile.method import report
 from deep_tile.problem import GemmProblem
-from deep_tile.select import hardware
+from deep_tile.select import hardware, tuned
 from deep_tile.tools.compile import build, cache_text
-from deep_tile.tools.console import new_console
-from deep_tile.tools.products import MAX_RELATIVE_ERROR, checked_error
+from deep_tile.tools.console import INSTALL_NVRTC, new_console, remedy_for_missing
+from deep_tile.tools.products import checked_error
 
 
 class Finding(NamedTuple):
@@ -33,10 +33,14 @@ class Finding(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One thing to look at: `look` returns a status and what it saw; raising means that the check failed."""
+    """One thing to look at: `look` returns a status and what it saw; raising means that the check failed.
+
+    `remedy` is the usual one. `look` may return another as its third; a missing package and a variable that makes no
+    sense have their own.
+    """
 
     subject: str
-    look: Callable[[], tuple[str, str]]
+    look: Callable[[], tuple[str, ...]]
     remedy: str
 
 
@@ -52,10 +56,13 @@ def doctor(options: argparse.Namespace) -> int:
     for status, subject, seen, remedy in findings:
         table.add_row(status, subject, seen, remedy, style={"ok": None, "warn": "yellow", "fail": "red"}[status])
     console.print(table, "")
-    available, reason = deep_tile.is_available()
-    where = f"on the GPU: {reason}" if available else f"on CPU tensors only: {reason}"
-    console.print(f"deep_tile works here, {where}" if works else "deep_tile cannot work here: see the lines that fail")
+    console.print(_where_it_works() if works else "deep_tile cannot work here: see the lines that fail")
     return 0 if works else 1
+
+
+def _where_it_works() -> str:
+    available, reason = deep_tile.is_available()
+    return f"deep_tile works here, {f'on the GPU: {reason}' if available else f'on CPU tensors only: {reason}'}"
 
 
 def _measure_hardware(options: argparse.Namespace) -> int:
@@ -81,23 +88,29 @@ def _measure_hardware(options: argparse.Namespace) -> int:
 
 
 def _examine(check: Check) -> Finding:
+    remedy = check.remedy
     try:
-        status, seen = check.look()
+        status, seen, *others = check.look()
+        remedy = others[0] if others else remedy
     except Exception as error:  # whatever is broken is what was to be found
         status, seen = "fail", f"{type(error).__name__}: {error}"
-    return Finding(status, check.subject, seen, "" if status == "ok" else check.remedy)
+        if isinstance(error, settings.BadVariable):
+            remedy = error.remedy
+        elif isinstance(error, ModuleNotFoundError):
+            remedy = remedy_for_missing(error) or remedy
+    return Finding(status, check.subject, seen, "" if status == "ok" else remedy)
 
 
 def _checks() -> list[Check]:
-    nvrtc = 'pip install "deep_tile[cu13]", or "deep_tile[cu12]" beside a PyTorch for CUDA 12'
     return [
         Check("PyTorch", _look_at_torch, "to use a GPU, install a CUDA build of PyTorch"),
         Check("driver", _look_at_driver, "to use a GPU, install NVIDIA's driver"),
         Check("GPU", _look_at_gpus, "none needed to compile; kernels run on a Hopper GPU: H100, H200, H800, H20"),
-        Check("cuda.core", _look_at_bindings, nvrtc),
-        Check("NVRTC", _look_at_nvrtc, nvrtc),
+        Check("cuda.core", _look_at_bindings, INSTALL_NVRTC),
+        Check("NVRTC", _look_at_nvrtc, INSTALL_NVRTC),
         *(Check(variable.name, _look_at(value), variable.meaning) for variable, value in VARIABLE_VALUES),
-        Check("compiler", _look_at_compiler, nvrtc),
+        Check("tuned choices", _look_at_tuned, f"remove that file, or set {settings.TUNED.name} to another one"),
+        Check("compiler", _look_at_compiler, INSTALL_NVRTC),
         Check("cache", _look_at_cache, "set DEEP_TILE_CACHE_DIR to a directory of your own, on a disk with space"),
         Check("product", _look_at_product, "report this, with the output of `deep-tile doctor --json`"),
     ]
@@ -166,15 +179,25 @@ def _look_at_nvrtc() -> tuple[str, str]:
     return "ok", version
 
 
+def _look_at_tuned() -> tuple[str, str]:
+    with warnings.catch_warnings(record=True) as complaints:
+        warnings.simplefilter("always")
+        count = len(tuned.choices(hardware.H200.num_sms))
+    if complaints:
+        return "warn", str(complaints[0].message)
+    return "ok", f"{count} for {hardware.H200.num_sms} SMs"
+
+
 def _look_at_compiler() -> tuple[str, str]:
     built = build(plan.config_for(DOCTORS_PROBLEM))
     text = f"{built.config.name} in {built.seconds:.2f} s, {built.usage.registers} registers"
     return ("warn", f"{text}, spills or remarks") if built.flawed else ("ok", text)
 
 
-def _look_at_cache() -> tuple[str, str]:
+def _look_at_cache() -> tuple[str, ...]:
+    variable = settings.DUMP_DIR.name
     if settings.dump_dir() is not None:
-        return "warn", f"{settings.DUMP_DIR.name} is set, so every kernel is compiled and none is cached"
+        return "warn", f"{variable} is set, so every kernel is compiled and none is cached", f"unset {variable}"
     config = plan.config_for(DOCTORS_PROBLEM)
     with warnings.catch_warnings(record=True) as complaints:
         warnings.simplefilter("always")
@@ -185,6 +208,8 @@ def _look_at_cache() -> tuple[str, str]:
 
 
 def _look_at_product() -> tuple[str, str]:
+    from deep_tile.reference import MAX_RELATIVE_ERROR
+
     device = "cuda" if deep_tile.is_available()[0] else "cpu"
     m, n, k, *_ = DOCTORS_PROBLEM
     error = checked_error(m, n, k, device)

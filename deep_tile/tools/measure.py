@@ -7,7 +7,6 @@ they can take a preset's place. Needs a Hopper GPU and imports torch. A few seco
 import random
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from statistics import median
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from deep_tile import jit
 from deep_tile.select.hardware import Hardware, for_device
 from deep_tile.select.streaming import WARP, derive_elementwise
+from deep_tile.tools import timing
 
 SOURCE = r"""
 extern "C" __global__ void read_all(const uint4 *data, long long count, long long passes, unsigned *out)
@@ -46,7 +46,6 @@ extern "C" __global__ void chase(const long long *next, long long at, long long 
 """L1 is passed by. A chased address depends on the one before, so that one read is under way at a time."""
 
 REPEATS = 10
-BUSY_CYCLES = 200_000
 HBM_BYTES = 4 << 30
 L2_READ_BYTES = 16 << 20
 L2_PASSES = 64
@@ -90,10 +89,7 @@ class _Measurements:
 
     def launch_us(self) -> float:
         """A replayed graph of one small kernel, from event to event."""
-        word, graph = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            word.zero_()
+        graph = timing.capture(torch.zeros(1, device="cuda").zero_)
         return self._median_us(graph.replay, repeats=10 * REPEATS)
 
     def read_tbps(self, size_bytes: int, passes: int) -> float:
@@ -156,14 +152,4 @@ class _Measurements:
 
     @staticmethod
     def _median_us(call: Callable[[], object], repeats: int = REPEATS) -> float:
-        call()
-        times = []
-        for _ in range(repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(BUSY_CYCLES)  # still running when all below is enqueued: no host time is measured
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3)
-        return median(times)
+        return timing.time_calls({"": call}, repeats, timing.keep_busy)[""].us

@@ -1,16 +1,16 @@
 """How GPU work is timed: as CUDA graphs, in turns, L2 flushed before each.
 
-Used by tune.py and by the benchmark scripts. Invariant: between the two events of a sample lies one graph replay and
-nothing else, and the GPU is still busy flushing L2 while the host enqueues them, so no host time is measured. The host
-waits for each sample before it enqueues the next: queued behind each other, samples take longer, whatever they time,
-and not evenly (an empty graph 3.5 to 4.3 us, not 3.0 to 3.5; H200, 2026-11-22). Meanwhile the GPU does the next flush,
-so that it is never idle.
+Used by cli.py, tune.py, measure.py and by the benchmark scripts. Invariant: between the two events of a sample lies one
+graph replay, or one call, and nothing else, and the GPU is still busy flushing L2 while the host enqueues them, so no
+host time is measured. The host waits for each sample before it enqueues the next: queued behind each other, samples
+take longer, whatever they time, and not evenly (an empty graph 3.5 to 4.3 us, not 3.0 to 3.5; H200, 2026-11-22).
+Meanwhile the GPU does the next flush, so that it is never idle.
 """
 
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,16 @@ import torch
 
 _FLUSH_BYTES = 256 << 20
 """Several times the L2 cache, and some 130 us of work: ample time to enqueue an event, a graph and an event."""
+
+_BUSY_CYCLES = 400_000
+"""Some 200 us of a GPU at 2 GHz: ample time to wait for a sample and to enqueue two events and a call."""
+
+METHOD = (
+    f"Each sample: write {_FLUSH_BYTES >> 20} MiB and read another {_FLUSH_BYTES >> 20} MiB, which leaves L2 cold and "
+    "clean; then event, graph replay, event; then, while the GPU does the next sample's writing and reading, the host "
+    "waits for this one. Contestants alternate in an order shuffled for every round."
+)
+"""What `time_alternating` does with an L2Flush, for readers of its figures."""
 
 _HEATS = 5
 """Samples of each contestant by which finalists are chosen."""
@@ -54,6 +64,11 @@ class L2Flush:
     def __call__(self) -> None:
         self._written.zero_()
         torch.sum(self._read, 0, out=self._sum)
+
+
+def keep_busy() -> None:
+    """Instead of flushing L2: time for the host to enqueue what is timed."""
+    torch.cuda._sleep(_BUSY_CYCLES)
 
 
 @dataclass(frozen=True)
@@ -98,14 +113,19 @@ def capture_empty() -> Captured:
 
 def time_alternating(graphs: dict[Any, Captured], repeats: int, flush: Callable[[], None]) -> dict[Any, Timing]:
     """Time every graph `repeats` times, taking turns, each after work of `flush`: an L2Flush for a cold L2."""
-    samples = {name: [] for name in graphs}
+    return time_calls({name: graph.replay for name, graph in graphs.items()}, repeats, flush)
+
+
+def time_calls(calls: dict[Any, Callable[[], object]], repeats: int, flush: Callable[[], None]) -> dict[Any, Timing]:
+    """The same for whatever a call enqueues on the current stream, while the GPU does the work of `flush`."""
+    samples = {name: [] for name in calls}
     shuffled = random.Random(0)
-    for graph in graphs.values():
-        graph.replay()  # The first replay also uploads the graph.
+    for call in calls.values():
+        call()  # the first replay of a graph also uploads it
     flush()
     for _ in range(repeats):
-        for name in shuffled.sample(list(graphs), len(graphs)):
-            start, end = _replay_between_events([graphs[name]])
+        for name in shuffled.sample(list(calls), len(calls)):
+            start, end = _between_events(calls[name])
             flush()
             samples[name].append(_elapsed_us(start, end))
     return {name: Timing.of(us) for name, us in samples.items()}
@@ -133,14 +153,14 @@ def time_sustained(graph: Captured, once_us: float, seconds: float = 1.0) -> flo
     replays = max(1, round(seconds * 1e6 / once_us))
     for _ in range(replays // 3):
         graph.replay()
-    return _elapsed_us(*_replay_between_events([graph] * replays)) / replays
+    return _elapsed_us(*_between_events(graph.replay, replays)) / replays
 
 
-def _replay_between_events(graphs: Iterable[Captured]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+def _between_events(call: Callable[[], object], times: int = 1) -> tuple[torch.cuda.Event, torch.cuda.Event]:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    for graph in graphs:
-        graph.replay()
+    for _ in range(times):
+        call()
     end.record()
     return start, end
 

@@ -18,10 +18,9 @@ from deep_tile.api import fp8_gemm, supports
 from deep_tile.config import GemmConfig, round_up
 from deep_tile.problem import GemmProblem
 from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
-from deep_tile.reference import fp8_gemm_reference, relative_error
+from deep_tile.reference import MAX_RELATIVE_ERROR, fp8_gemm_reference, relative_error
 from deep_tile.select import tuned
 from deep_tile.select.choose import bucket_key, bucketed, candidates, tuned_choice
-from deep_tile.tools.products import MAX_RELATIVE_ERROR
 from deep_tile.tools.timing import L2Flush, capture, time_to_choose
 
 PREDICTED_WITHIN = 2.0
