@@ -119,7 +119,7 @@ def load_kernels(configs: Iterable[GemmConfig], device: str, workers: int | None
     def load(config: GemmConfig) -> None:
         try:
             plan.load_kernel(config, index)
-        except RuntimeError as error:  # jit.CompileError, or the driver's refusal
+        except (RuntimeError, ValueError) as error:  # NVRTC's or the driver's refusal, or no source can be made
             failures[config.name] = str(error)
 
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:

@@ -116,8 +116,10 @@ def _draw_fields(random: Random) -> dict[str, Any]:
 
 
 def _legal(**fields: Any) -> GemmConfig | None:
+    """The config, if it and its narrow tiles are legal."""
     try:
-        return GemmConfig(**fields)
+        config = GemmConfig(**fields)
+        return config if config.narrow or not config.narrow_n else None
     except ValueError:
         return None
 

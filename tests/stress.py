@@ -381,26 +381,32 @@ class Threads:
     def run(self, scenario: Scenario, random: Random) -> None:
         """Raises what the first thread that failed has raised; the others may then still be at work."""
         end = time.monotonic() + scenario.seconds
-        noises = [self._start(self._make_noise, noise, Random(random.random())) for noise in scenario.noises]
+        noises = [
+            self._start(self._make_noise, noise, Random(random.random()), priority=random.choice((0, -1)))
+            for noise in scenario.noises
+        ]
         workers = [self._start(self._work, job, end, scenario.calls) for job in scenario.jobs]
         self._join(workers)
         self._stop.set()
         self._join(noises)
 
-    def _start(self, function: Callable[..., None], *arguments: Any) -> threading.Thread:
-        thread = threading.Thread(target=self._guarded, args=(function, *arguments), daemon=True)
+    def _start(self, function: Callable[..., None], *arguments: Any, priority: int = 0) -> threading.Thread:
+        """On a stream of its own; those of priority -1 go first."""
+        thread = threading.Thread(target=self._guarded, args=(priority, function, *arguments), daemon=True)
         thread.start()
         return thread
 
-    def _guarded(self, function: Callable[..., None], *arguments: Any) -> None:
+    def _guarded(self, priority: int, function: Callable[..., None], *arguments: Any) -> None:
         try:
-            with self._own_stream():
+            with self._own_stream(priority):
                 function(*arguments)
         except BaseException as error:  # of whatever kind, it is the main thread's to report
             self._errors.append(error)
 
-    def _own_stream(self) -> contextlib.AbstractContextManager:
-        return torch.cuda.stream(torch.cuda.Stream()) if on_gpu(self._device) else contextlib.nullcontext()
+    def _own_stream(self, priority: int) -> contextlib.AbstractContextManager:
+        if not on_gpu(self._device):
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(priority=priority))
 
     def _join(self, threads: Sequence[threading.Thread]) -> None:
         for thread in threads:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from random import Random
 
 import campaign
@@ -35,9 +36,9 @@ from strategies import (
 )
 
 from deep_tile import GemmConfig, api, plan
-from deep_tile.config import ceil_div
+from deep_tile.config import SMEM_LIMIT_BYTES, ceil_div
 from deep_tile.problem import GemmProblem
-from deep_tile.select import default_configs
+from deep_tile.select import choose, default_configs
 
 SMALL = Limits(m=24, n=150, k=300, out=1 << 12)
 NUM_SMS = 132
@@ -116,6 +117,38 @@ def test_random_configs_are_of_every_family():
     assert {family(draw_config(random)) for _ in range(3000)} == {family(config) for config in legal_configs()}
 
 
+NUMBERS = {
+    "block_m": (0, 32, 64, 128, 192, 256, 512),
+    "block_n": (-16, 0, 8, 16, 48, 64, 100, 128, 144, 192, 256, 272),
+    **dict.fromkeys(("stages", "store_buffers", "b_stages"), range(-1, 30)),
+    **dict.fromkeys(("cluster_m", "cluster_n"), range(-1, 4)),
+    **dict.fromkeys(("split_k", "scale_blocks"), range(-1, 17)),
+    "narrow_n": (-128, 0, 64, 128, 256),
+    "pairs": (False, True),
+}
+
+
+@st.composite
+def numbers(draw):
+    """Those of a legal config, one or two of them changed."""
+    changes = draw(st.lists(st.sampled_from(sorted(NUMBERS)), min_size=1, max_size=2))
+    config = draw_config(draw(st.randoms(use_true_random=False)))
+    return asdict(config) | {name: draw(st.sampled_from(NUMBERS[name])) for name in changes}
+
+
+@given(numbers())
+@fast(300)
+def test_any_numbers_make_a_config_or_are_refused_by_its_name(fields):
+    try:
+        config = GemmConfig(**fields)
+    except ValueError as error:
+        assert re.match(r"fp8_gemm_\S+: \w+", str(error))
+        return
+    assert config.smem_bytes <= SMEM_LIMIT_BYTES
+    assert config.accumulator_registers + config.block_sets * config.block_registers <= config.math_registers - 24
+    assert config.stages >= 2 and config.boxes % config.store_chunks == 0
+
+
 def test_names_come_back():
     random = Random(2)
     configs = {*default_configs(True), *default_configs(False), *(draw_config(random) for _ in range(500))}
@@ -140,12 +173,13 @@ def launches(monkeypatch):
 def test_launches_cover_the_matrix(drawn, launches):
     """Boxes that TMA takes, and a grid whose clusters take every tile once, the first ones at once."""
     for (m, n, k, places, _), use in drawn:
-        if use.config is None:
-            continue
-        problem = GemmProblem(m, n, k, use.num_sms or NUM_SMS, use.config.tma_store)
+        sms, may_split = use.num_sms or NUM_SMS, not use.batch_invariant
+        problem = GemmProblem(m, n, k, sms, use.config.tma_store if use.config else n % 8 == 0, may_split)
+        config = use.config or choose(problem)
+        assert api._checked_config(config, problem) is config
         layout = plan.Layout(max(k, 16), max(k, 16), use.out_stride, places.a_scale.strides, places.b_scale.strides)
-        plan.prepare_launch(problem, use.config, layout, 0, pdl=True, constant_weights=False)
-        assert_covers(launches.pop(), use.config, problem)
+        plan.prepare_launch(problem, config, layout, 0, pdl=True, constant_weights=False)
+        assert_covers(launches.pop(), config, problem)
 
 
 def assert_covers(launch: dict, config: GemmConfig, problem: GemmProblem) -> None:
