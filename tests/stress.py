@@ -411,7 +411,8 @@ class Threads:
     def _join(self, threads: Sequence[threading.Thread]) -> None:
         for thread in threads:
             while thread.is_alive() and not self._errors:
-                thread.join(0.02)
+                arm_backstop()
+                thread.join(0.5)
         if self._errors:
             self._stop.set()
             raise self._errors[0]

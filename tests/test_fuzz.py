@@ -34,6 +34,8 @@ from strategies import (
     family,
     legal_configs,
 )
+from test_host_path import run_pretending  # noqa: F401
+from test_launcher import fake_driver  # noqa: F401
 
 from deep_tile import GemmConfig, api, plan
 from deep_tile.config import SMEM_LIMIT_BYTES, ceil_div
@@ -168,6 +170,27 @@ def launches(monkeypatch):
     monkeypatch.setattr(plan, "load_kernel", lambda config, device: None)
     monkeypatch.setattr(plan._launcher, "prepare", lambda kernel, **numbers: made.append(numbers))
     return made
+
+
+def test_the_launcher_takes_every_call(run_pretending):  # noqa: F811
+    """Sizes, strides and maps, on a pretended driver: each call is prepared once, and then known."""
+    shown, launched = run_pretending("""
+from random import Random
+from campaign import OperandPool
+from fuzz_gpu import arrange
+from helpers import GuardedOut
+from strategies import Limits, draw_call
+random, pool = Random(4), OperandPool(208, 400, "cpu", seed=1)
+for _ in range(120):
+    (m, n, k, places, _), use = draw_call(random, num_sms=132, limits=Limits(60, 200, 400))
+    _, operands = arrange(pool.cut(random, m, n, k), places)
+    guarded = GuardedOut(m, n, stride=use.out_stride, offset=use.out_offset)
+    for _ in range(2):
+        attempt(fp8_gemm, *operands, guarded.out, **use.keywords)
+    guarded.assert_untouched()  # nothing computes
+""")
+    assert shown == ["prepare_launch launch", "launch_known"] * 120
+    assert len(launched) == 240
 
 
 def test_launches_cover_the_matrix(drawn, launches):
