@@ -64,13 +64,13 @@ def pool() -> OperandPool:
 
 
 @given(calls(limits=SMALL, empty=True), st.integers(0, 2**31 - 1))
-@fast(80)
+@fast(50)
 def test_any_call_is_right(pool, call, seed):
     fuzz_gpu.assert_right(call, pool, seed)
 
 
 @given(calls(limits=SMALL, special=True), st.integers(0, 2**31 - 1))
-@fast(80)
+@fast(50)
 def test_any_value_of_a_scale_reaches_what_it_must(pool, call, seed):
     fuzz_gpu.assert_right(call, pool, seed)
 
@@ -305,7 +305,7 @@ def promoted(operands: Operands) -> torch.Tensor:
 
 
 @given(calls(limits=SMALL, special=True), st.integers(0, 2**31 - 1))
-@fast(80)
+@fast(50)
 def test_expected_of_the_kernels_arithmetic(pool, call, seed):
     problem = call.problem
     values = pool.cut(Random(seed), problem.m, problem.n, problem.k)

@@ -172,11 +172,11 @@ def run(tmp_path, monkeypatch, capsys):
     """Run on the CPU; its status and report."""
     monkeypatch.setattr(stress, "Sizes", lambda: SMALL)
     monkeypatch.setattr(stress, "CASES", {"a case": [SPEC, CHAIN]})
-    monkeypatch.setattr(stress, "_SCENARIO_SECONDS", 0.3)
+    monkeypatch.setattr(stress, "_SCENARIO_SECONDS", 0.2)
 
     def start(*arguments: str) -> tuple[int, dict]:
         path = tmp_path / "report.json"
-        defaults = ["--device", "cpu", "--seed", "9", "--configs", "70", "--seconds", "2", "--out", str(path)]
+        defaults = ["--device", "cpu", "--seed", "9", "--configs", "70", "--seconds", "1", "--out", str(path)]
         status = stress.main([*defaults, *arguments])
         return status, json.loads(path.read_text())
 
@@ -325,7 +325,7 @@ def pretended_gpu(monkeypatch) -> list[str]:
 
 
 def test_graphs_are_captured_and_replayed(run, pretended_gpu):
-    status, report = run("--seconds", "3")
+    status, report = run("--seconds", "2")
     assert status == CLEAN and report["products"] > 0
     assert re.fullmatch(r"(?:begin end |replay )*", " ".join(pretended_gpu) + " ")
     assert pretended_gpu.count("begin") >= 4 and pretended_gpu.count("replay") > 0
