@@ -165,6 +165,11 @@ class GuardedOut:
         changed = (outside != -1).nonzero().flatten() - self._region[2]
         assert not len(changed), f"wrote outside out, at elements {changed[:8].tolist()} counted from its first"
 
+    def count_written_outside(self) -> torch.Tensor:
+        """How many elements around `out` have changed, left on its device; overwrites `out`."""
+        self.out.view(torch.int16).fill_(-1)
+        return (self._bits != -1).sum()
+
 
 def exact_product(operands: Operands, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None) -> Exact:
     """The definition of fp8_gemm in float64, written apart from deep_tile.reference; of some rows and columns if given.

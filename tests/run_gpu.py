@@ -1,19 +1,22 @@
-"""The GPU tests and the sanitizers, with a report: what `make test-gpu` runs on a machine with a Hopper GPU.
+"""GPU tests, fuzzer, stress and sanitizers, with a report: what `make test-gpu` runs on a machine with a Hopper GPU.
 
-    PYTHONPATH=. python tests/run_gpu.py [--out FILE] [--skip-sanitizers]
+    PYTHONPATH=. python tests/run_gpu.py [--out FILE] [--skip-sanitizers] [--parts tests fuzz ...]
 
-Runs `pytest -m gpu`, then sanitize.py under each tool of compute-sanitizer where that is installed, and writes
-versions, counts and durations as JSON. Ends with a status other than 0 unless every test and every tool that ran was
-clean.
+Runs `pytest -m gpu`, short runs of fuzz_gpu.py and stress.py, then sanitize.py under each tool of compute-sanitizer
+where that is installed, and writes versions, counts and durations as JSON. Ends with a status other than 0 unless every
+part that ran was clean.
 """
 
 import argparse
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,14 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 REPORT = ROOT / "benchmarks" / "results" / "gpu_tests.json"
-TOOLS = ("memcheck", "racecheck", "synccheck")
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 TOOL_SECONDS = 900
+DRIVERS = {"fuzz": ("fuzz_gpu.py", "--seconds", "60"), "stress": ("stress.py", "--seconds", "60")}
+DRIVER_SECONDS = 540
+PARTS = ("tests", *DRIVERS, *TOOLS)
+
+COUNTS = ("seed", "products", "calls", "configs", "wrong", "hangs", "scenarios", "seconds", "found", "findings")
+"""What is kept of a driver's report."""
 
 sys.path.append(str(ROOT))  # for benchmarks; appended, so that an installed deep_tile still comes first
 
@@ -61,22 +70,46 @@ def run_tests(tests: Path = TESTS) -> dict[str, Any]:
     tally = Tally()
     start = time.perf_counter()
     status = pytest.main([str(tests), "-m", "gpu", "-q", f"--rootdir={ROOT}"], plugins=[tally])
+    counts = {"passed": tally.passed, "failed": len(tally.failed), "skipped": len(tally.skipped)}
     return {
         "ok": status == pytest.ExitCode.OK and tally.passed > 0,
-        "passed": tally.passed,
-        "failed": len(tally.failed),
-        "skipped": len(tally.skipped),
+        "result": ", ".join(f"{count} {name}" for name, count in counts.items()),
+        **counts,
         "failures": sorted(tally.failed),
         "skips": tally.skipped,
         "seconds": round(time.perf_counter() - start, 1),
     }
 
 
-def run_sanitizers() -> dict[str, dict[str, Any]]:
+def run_driver(driver: str, *arguments: str) -> dict[str, Any]:
+    """A short run of fuzz_gpu.py or stress.py: what its own report counts, or how it ended without one."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, str(TESTS / driver), *arguments, "--out", str(report)]
+        try:
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DRIVER_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return {"ok": False, "result": f"stopped after {DRIVER_SECONDS} s"}
+        print(done.stdout, flush=True)
+        if not report.exists():
+            return {"ok": False, "result": f"failed with status {done.returncode}", "output_tail": done.stdout[-3000:]}
+        found = json.loads(report.read_text())
+    kept = {key: found[key] for key in COUNTS if key in found}
+    ok = done.returncode == 0 and found["ok"]
+    return {"ok": ok, "result": "clean" if ok else f"failed with status {done.returncode}", **kept}
+
+
+def run_sanitizers(tools: Sequence[str] = TOOLS) -> dict[str, dict[str, Any]]:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
-        return {tool: {"ok": True, "result": "not run: compute-sanitizer is not on PATH"} for tool in TOOLS}
-    return {tool: run_sanitizer(sanitizer, tool) for tool in TOOLS}
+        return {tool: not_run("compute-sanitizer is not on PATH") for tool in tools}
+    return {tool: run_sanitizer(sanitizer, tool) for tool in tools}
+
+
+def not_run(reason: str) -> dict[str, Any]:
+    return {"ok": True, "result": f"not run: {reason}"}
 
 
 def run_sanitizer(sanitizer: str, tool: str) -> dict[str, Any]:
@@ -114,26 +147,37 @@ def judge(status: int, output: str) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=REPORT, help="where to write the report (default: %(default)s)")
-    parser.add_argument("--skip-sanitizers", action="store_true", help="run the tests alone")
+    parser.add_argument("--skip-sanitizers", action="store_true", help="run everything else")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="run these alone (default: all)")
     arguments = parser.parse_args()
     reason = missing_hopper()
     if reason:
         print(f"run_gpu.py: {reason}", file=sys.stderr)
         return 2
 
-    tests = run_tests()
-    skipped = {tool: {"ok": True, "result": "not run: --skip-sanitizers"} for tool in TOOLS}
-    sanitizers = skipped if arguments.skip_sanitizers else run_sanitizers()
+    skipped = TOOLS if arguments.skip_sanitizers else ()
+    outcomes = run_parts([part for part in arguments.parts if part not in skipped])
     machine = {key: value for key, value in describe_run().items() if key != "method"}
-    report = {**machine, "nvrtc": jit.nvrtc_version(), "tests": tests, "sanitizers": sanitizers}
+    sanitizers = {tool: outcomes.pop(tool) for tool in TOOLS}
+    report = {**machine, "nvrtc": jit.nvrtc_version(), **outcomes, "sanitizers": sanitizers}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     store.save(arguments.out, report)
 
-    print(f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped in {tests['seconds']} s")
-    for tool, outcome in sanitizers.items():
-        print(f"{tool}: {outcome['result']}")
+    for part, outcome in (*outcomes.items(), *sanitizers.items()):
+        print(f"{part}: {outcome['result']}")
     print(f"report: {arguments.out}")
-    return 0 if all(outcome["ok"] for outcome in (tests, *sanitizers.values())) else 1
+    return 0 if all(outcome["ok"] for outcome in (*outcomes.values(), *sanitizers.values())) else 1
+
+
+def run_parts(parts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What came of each of PARTS; "not run" of those that are not among `parts`."""
+    outcomes = {part: not_run("not asked for") for part in PARTS}
+    if "tests" in parts:
+        outcomes["tests"] = run_tests()
+    for name, command in DRIVERS.items():
+        if name in parts:
+            outcomes[name] = run_driver(*command)
+    return outcomes | run_sanitizers([tool for tool in TOOLS if tool in parts])
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ import pytest
 import sanitize
 import torch
 from helpers import GuardedOut, assert_accurate, exact_product, make_any_bytes, make_operands, rearranged
+from strategies import legal_configs, main_loop, sharing
 
-from deep_tile import fp8_gemm
+from deep_tile import GemmConfig, fp8_gemm
 from deep_tile.config import ceil_div
 from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import default_configs
@@ -143,16 +144,40 @@ def test_sanitizer_case_is_right(case):
     assert config.cluster_m * config.cluster_n == 1 or overhangs
 
 
-def test_sanitizer_cases_use_every_feature_of_the_default_kernels():
-    def features(configs):
-        names = (
-            *("math_warpgroups", "chunks_m", "chunks_n", "cluster_m", "cluster_n", "split_k", "scale_blocks"),
-            *("block_sets", "queues_blocks", "ends_apart", "takes_turns", "prefetches_b"),
-            *("column_shifts", "bulk_scales", "pairs", "narrow_n"),
-            *("scale_warps", "store_warps", "store_columns", "store_rows", "store_buffers", "store_chunks"),
-            *("boxes_at_once", "tma_store"),
-        )
-        return {(name, getattr(config, name)) for config in configs for name in names}
+ANY_CONFIGS_FEATURES = (
+    *("math_warpgroups", "chunks_m", "chunks_n", "cluster_m", "cluster_n", "multicast", "split_k", "scale_blocks"),
+    *("block_sets", "carries_descriptors", "queues_blocks", "ends_apart", "takes_turns", "prefetches_b"),
+    *("column_shifts", "bulk_scales", "pairs", "narrow_n", "resident_b", "math_registers"),
+    *("scale_warps", "store_warps", "store_columns", "store_rows", "store_chunks", "store_swizzle", "tma_store"),
+)
+DEFAULT_CONFIGS_FEATURES = ("store_buffers", "boxes_at_once", "b_scale_slots")
+"""Sizes, of which only the default configs' are looked for; the others differ in what kernels do."""
 
-    missing = features((*default_configs(True), *default_configs(False))) - features(c.config for c in sanitize.CASES)
-    assert not missing
+
+def features_of(configs, names) -> set[tuple]:
+    return {(name, getattr(config, name)) for config in configs for name in names}
+
+
+def test_sanitizer_cases_use_every_feature():
+    cases = [case.config for case in sanitize.CASES]
+    defaults = (*default_configs(True), *default_configs(False))
+    assert not features_of(legal_configs(), ANY_CONFIGS_FEATURES) - features_of(cases, ANY_CONFIGS_FEATURES)
+    assert not features_of(defaults, DEFAULT_CONFIGS_FEATURES) - features_of(cases, DEFAULT_CONFIGS_FEATURES)
+
+
+def test_every_boolean_property_is_a_feature():
+    """So that a new one is not forgotten above."""
+    config = next(legal_configs())
+    booleans = {name for name in dir(GemmConfig) if isinstance(getattr(config, name, None), bool)}
+    assert booleans == {name for name in ANY_CONFIGS_FEATURES if isinstance(getattr(config, name), bool)}
+
+
+def test_sanitizer_cases_are_of_every_family():
+    """Each main loop with each way of sharing, and each of these with either way of storing."""
+
+    def families(configs):
+        for config in configs:
+            yield main_loop(config), sharing(config)
+            yield sharing(config), config.tma_store
+
+    assert not set(families(legal_configs())) - set(families(case.config for case in sanitize.CASES))

@@ -89,7 +89,7 @@ def test_sanitizer_output_is_judged(status, output, ok, errors):
 def test_a_missing_sanitizer_is_said(monkeypatch):
     monkeypatch.setenv("PATH", "")
     outcomes = run_gpu.run_sanitizers()
-    assert set(outcomes) == {"memcheck", "racecheck", "synccheck"}
+    assert set(outcomes) == {"memcheck", "racecheck", "synccheck", "initcheck"}
     assert all(outcome["result"] == "not run: compute-sanitizer is not on PATH" for outcome in outcomes.values())
 
 
@@ -109,4 +109,53 @@ def test_a_sanitizer_is_run_and_its_findings_fail(tmp_path, monkeypatch):
         "memcheck": True,
         "racecheck": False,
         "synccheck": True,
+        "initcheck": True,
     }
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """A stand-in for fuzz_gpu.py or stress.py, of this text, where the drivers are."""
+    monkeypatch.setattr(run_gpu, "TESTS", tmp_path)
+
+    def write(text: str) -> None:
+        prologue = "import json, sys, pathlib; out = pathlib.Path(sys.argv[sys.argv.index('--out') + 1]);"
+        (tmp_path / "driver.py").write_text(prologue + text)
+
+    return write
+
+
+def test_counts_of_a_driver_are_kept(driver):
+    driver("""out.write_text(json.dumps(
+        {"ok": True, "products": 7, "configs": 2, "wrong": 0, "seed": 5, "gpu": "H200", "argv": sys.argv[1:3]}))""")
+    outcome = run_gpu.run_driver("driver.py", "--seconds", "1")
+    assert outcome == {"ok": True, "result": "clean", "products": 7, "configs": 2, "wrong": 0, "seed": 5}
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        ("out.write_text(json.dumps({'ok': False, 'wrong': 1})); sys.exit(1)", "failed with status 1"),
+        ("out.write_text(json.dumps({'ok': True, 'wrong': 0})); sys.exit(3)", "failed with status 3"),
+        ("print('no report'); sys.exit(0)", "failed with status 0"),
+        ("import time; time.sleep(60)", "stopped after 3 s"),
+    ],
+    ids=["wrong", "clean report, bad status", "no report", "too long"],
+)
+def test_what_a_driver_finds_fails(text, result, driver, monkeypatch):
+    monkeypatch.setattr(run_gpu, "DRIVER_SECONDS", 3)
+    driver(text)
+    outcome = run_gpu.run_driver("driver.py")
+    assert (outcome["ok"], outcome["result"]) == (False, result)
+
+
+def test_parts_run_alone(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    ran = []
+    monkeypatch.setattr(run_gpu, "run_driver", lambda *command: ran.append(command) or {"ok": True, "result": "clean"})
+    monkeypatch.setattr(run_gpu, "run_tests", lambda: pytest.fail("not asked for"))
+    outcomes = run_gpu.run_parts(["stress", "racecheck"])
+    assert ran == [run_gpu.DRIVERS["stress"]] and outcomes["stress"]["result"] == "clean"
+    assert set(outcomes) == set(run_gpu.PARTS)
+    assert outcomes["racecheck"]["result"] == "not run: compute-sanitizer is not on PATH"
+    assert outcomes["fuzz"]["result"] == outcomes["memcheck"]["result"] == "not run: not asked for"

@@ -1,0 +1,254 @@
+"""What the long runs on a GPU share, fuzz_gpu.py and stress.py: arguments, inputs, kernels, waiting, the report.
+
+A run ends with one of the statuses below and a report that counts what was done, whatever happened. Hung work cannot be
+taken back, so a run that finds some writes its report and leaves at once.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import missing_hopper
+from helpers import Operands, make_any_bytes, make_operands
+
+from deep_tile import jit, plan, watch
+from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div
+from deep_tile.select.hardware import H200
+
+CLEAN, WRONG, UNUSABLE, HANG, FAILED = range(5)
+"""Exit statuses: nothing found; something found; no GPU or a wrong argument; work that never ends; a broken context."""
+
+HANG_SECONDS = 20.0
+"""Products take milliseconds, and wait for others for as long at most."""
+
+BOUNDED_WAITS = "DEEP_TILE_BOUNDED_WAITS"
+
+_FINDINGS = 40
+"""Written out of each run; all are counted."""
+
+
+class Hang(Exception):
+    """Work that has not ended within HANG_SECONDS; the text says which."""
+
+
+# The command line.
+
+
+def parser(description: str, seconds: float) -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=description)
+    result.add_argument(
+        "--seconds", type=float, default=seconds, help="how long to run, compilation apart (default: %(default)s)"
+    )
+    result.add_argument("--seed", type=int, help="repeats a run's draws (default: a fresh one)")
+    result.add_argument("--out", type=Path, help="where to write the report, as JSON")
+    result.add_argument(
+        "--bounded-waits", action="store_true", help=f"kernels whose waits end: sets {BOUNDED_WAITS} to 1"
+    )
+    result.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: the run itself, on the reference (default: cuda)",
+    )
+    return result
+
+
+def begin(arguments: argparse.Namespace) -> str | None:
+    """To be called before anything of deep_tile, which reads its settings at their first use. Why there can be no run;
+    None where there can."""
+    if arguments.bounded_waits:
+        os.environ[BOUNDED_WAITS] = "1"
+    if arguments.seed is None:
+        arguments.seed = random.SystemRandom().randrange(2**31)
+    return missing_hopper() if on_gpu(arguments.device) else None
+
+
+def on_gpu(device: str) -> bool:
+    return device == "cuda"
+
+
+def sms_of(device: str) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if on_gpu(device) else H200.num_sms
+
+
+# Inputs and kernels.
+
+
+class OperandPool:
+    """Large operands, made once, from which those of many products are cut."""
+
+    def __init__(self, rows: int, k: int, device: str, seed: int, *, any_bytes: bool = False):
+        if any_bytes:
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                self._all = make_any_bytes(rows, rows, k, device=device)
+            return
+        with contextlib.redirect_stdout(io.StringIO()):  # the report names the seed
+            self._all = make_operands(rows, rows, k, device=device, seed=seed)
+
+    def cut(self, source: random.Random, m: int, n: int, k: int) -> Operands:
+        """Views of a part. Scales need not be those that an operand was cast with."""
+        groups, n_blocks = ceil_div(k, SCALE_BLOCK), ceil_div(n, SCALE_BLOCK)
+
+        def part(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+            row, column = (source.randint(0, have - want) for have, want in zip(x.shape, (rows, columns), strict=True))
+            return x[row : row + rows, column : column + columns]
+
+        a, a_scale, b, b_scale = self._all
+        return Operands(part(a, m, k), part(a_scale, m, groups), part(b, n, k), part(b_scale, n_blocks, groups))
+
+
+def load_kernels(configs: Iterable[GemmConfig], device: str, workers: int | None = None) -> dict[str, str]:
+    """Compile and load, on all cores; on the CPU, nothing. Names of those that cannot be, and why."""
+    if not on_gpu(device):
+        return {}
+    index, failures = torch.cuda.current_device(), {}
+
+    def load(config: GemmConfig) -> None:
+        try:
+            plan.load_kernel(config, index)
+        except (RuntimeError, ValueError) as error:  # NVRTC's or the driver's refusal, or no source can be made
+            failures[config.name] = str(error)
+
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        list(pool.map(load, configs))
+    return failures
+
+
+# Waiting.
+
+
+class Watch:
+    """Work enqueued on one stream, oldest first, and whether it still moves. On the CPU everything has ended.
+
+    A host that waits inside the driver holds the GIL or not, as the driver likes; so it never does: it asks.
+    """
+
+    def __init__(self, device: str, limit_s: float = HANG_SECONDS):
+        self._cuda = on_gpu(device)
+        self._limit_s = limit_s
+        self._under_way: deque[tuple[Any, Any]] = deque()
+        self._spare: list[Any] = []
+        self._moved = time.monotonic()
+
+    def add(self, *what: Any) -> None:
+        """All that the current stream has been given belongs to `what`, or to what was added before."""
+        if not self._cuda:
+            return
+        if not self._under_way:
+            self._moved = time.monotonic()
+        event = self._spare.pop() if self._spare else torch.cuda.Event()
+        event.record()
+        self._under_way.append((event, what))
+
+    def drain(self, left: int = 0) -> None:
+        """Wait until at most `left` are under way.
+
+        Raises:
+            Hang: the oldest does not end.
+            RuntimeError: CUDA reports an error.
+        """
+        while len(self._under_way) > left:
+            event, what = self._under_way[0]
+            if event.query():
+                self._under_way.popleft()
+                self._spare.append(event)
+                self._moved = time.monotonic()
+            elif time.monotonic() - self._moved > self._limit_s:
+                raise Hang(" ".join(map(str, what)))
+            else:
+                time.sleep(2e-5)
+
+    def suspects(self) -> list[str]:
+        """What is under way."""
+        return [" ".join(map(str, what)) for _, what in self._under_way]
+
+
+def arm_backstop() -> None:
+    """From now on, until called again: ends the process, with its threads' stacks, should the host itself be stuck."""
+    faulthandler.dump_traceback_later(3 * HANG_SECONDS + 60, exit=True, file=sys.__stderr__)
+
+
+def disarm_backstop() -> None:
+    faulthandler.cancel_dump_traceback_later()
+
+
+# The report.
+
+
+class Report:
+    """Counts and findings of a run; written when it ends, in whichever way."""
+
+    def __init__(self, what: str, arguments: argparse.Namespace):
+        self._path = arguments.out
+        self._begun = time.perf_counter()
+        self.fields: dict[str, Any] = {
+            "run": what,
+            **(_machine() if on_gpu(arguments.device) else {}),
+            "device": arguments.device,
+            "nvrtc": jit.nvrtc_version(),
+            "bounded_waits": arguments.bounded_waits,
+            "seed": arguments.seed,
+        }
+        self.found: dict[str, int] = {}
+        self.findings: list[dict[str, Any]] = []
+
+    def find(self, kind: str, **details: Any) -> None:
+        """Count a finding, and keep and print the first ones; of a launch that hung, what its warps waited for."""
+        if self.fields["bounded_waits"] and kind in ("hang", "failure"):
+            details["waits"] = watch.report()
+        self.found[kind] = self.found.get(kind, 0) + 1
+        if len(self.findings) < _FINDINGS:
+            self.findings.append({"kind": kind, **details})
+            print(f"FOUND {kind}: {details}", file=sys.stderr, flush=True)
+
+    def end(self, **counts: Any) -> int:
+        """Write the report; the exit status that it calls for."""
+        status = self._status()
+        report = {
+            **self.fields,
+            **counts,
+            "seconds": round(time.perf_counter() - self._begun, 1),
+            "ok": status == CLEAN,
+            "found": self.found,
+            "findings": self.findings,
+        }
+        text = json.dumps(report, indent=1)
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(text + "\n")
+        print(text, flush=True)
+        return status
+
+    def _status(self) -> int:
+        if not self.found:
+            return CLEAN
+        return HANG if "hang" in self.found else FAILED if "failure" in self.found else WRONG
+
+
+def leave(status: int) -> int:
+    """The status to return, or the end of the process where the GPU still works on what never ends."""
+    if status in (HANG, FAILED):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _machine() -> dict[str, Any]:
+    sys.path.append(str(Path(__file__).resolve().parent.parent))  # for benchmarks; an installed deep_tile comes first
+    from benchmarks.timing import describe_run
+
+    return {key: value for key, value in describe_run().items() if key != "method"}

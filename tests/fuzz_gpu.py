@@ -1,0 +1,374 @@
+"""Any call of `fp8_gemm`, checked: values, what lies around `out`, inputs, repeatability, how far unusual values reach.
+
+    PYTHONPATH=. python tests/fuzz_gpu.py --seconds 420 --out fuzz.json [--seed N] [--first-round R --rounds 1 --serial]
+
+Compiles every default config and random legal ones on all cores, then multiplies, round after round: each draws a
+problem and multiplies it in several ways (strategies.py says which there are). Checks run on the GPU and are read now
+and then, so that products follow each other closely. A round depends on the seed and its number alone, and can be
+repeated by itself; with --serial each call is awaited, and the one that fails is certain.
+
+Ends with status 0, or 1 when something was wrong, 3 when a product did not end within 20 s, 4 when the GPU failed.
+test_fuzz.py and test_gemm_property_gpu.py use the checks with Hypothesis.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from campaign import (
+    HANG_SECONDS,
+    UNUSABLE,
+    Hang,
+    OperandPool,
+    Report,
+    Watch,
+    arm_backstop,
+    begin,
+    disarm_backstop,
+    leave,
+    load_kernels,
+    on_gpu,
+    parser,
+    sms_of,
+)
+from expected import Expected, expected_product
+from helpers import GuardedOut, Operands, exact_product
+from strategies import (
+    SPECIAL_LIMITS,
+    USUAL,
+    Call,
+    Limits,
+    Place,
+    Problem,
+    Special,
+    can_multiply,
+    draw_configs,
+    draw_problem,
+    draw_use,
+    family,
+)
+
+from deep_tile import GemmConfig, fp8_gemm
+from deep_tile.config import round_up
+from deep_tile.reference import MAX_RELATIVE_ERROR
+
+LARGE = Limits(m=4096, n=4096, k=4096, out=1 << 23)
+"""Now and then: many waves of all SMs."""
+
+USES = 6
+"""Calls of each problem."""
+
+LARGE_SHARE, SPECIAL_SHARE, ANY_BYTES_SHARE = 0.02, 0.15, 0.25
+
+_MARGIN = 256
+"""Bytes around each input, at least."""
+
+_NAN_BYTE = 0xFF
+_UNSETTLED = 256
+"""Calls whose results are read at once."""
+
+_UNDER_WAY = 12
+"""Calls that the GPU may be behind: fewer kernels than a stream holds before a launch waits."""
+
+
+# Inputs.
+
+
+class Sample(NamedTuple):
+    """The inputs of one problem.
+
+    Attributes:
+        operands: as placed, special values included.
+        clean: the same without these; None where there are none.
+        affected: [m, n], where these may change a result.
+        expected: of `operands`.
+        buffer, untouched: all inputs with NaN around them, and a copy.
+        normal: whether products must meet the accuracy bar as a whole.
+    """
+
+    operands: Operands
+    clean: Operands | None
+    affected: torch.Tensor | None
+    expected: Expected
+    buffer: torch.Tensor
+    untouched: torch.Tensor
+    normal: bool
+
+
+def make_sample(values: Operands, problem: Problem, *, normal: bool = True) -> Sample:
+    """`values` of the problem's sizes, put where it says."""
+    by_definition = not values.a.is_cuda
+    if not problem.specials:
+        buffer, operands = arrange(values, problem.places)
+        expected = Expected.of(exact_product(operands))
+        large = min(problem.m, problem.n) >= 16 and problem.k >= 64 and problem.m * problem.n >= 20_000
+        return Sample(operands, None, None, expected, buffer, buffer.clone(), normal and large)
+    _, clean = arrange(values, problem.places)
+    buffer, operands = arrange(with_specials(values, problem.specials), problem.places)
+    expected = expected_product(operands, by_definition=by_definition)
+    return Sample(operands, clean, reach(operands, clean), expected, buffer, buffer.clone(), False)
+
+
+def with_specials(values: Operands, specials: tuple[Special, ...]) -> Operands:
+    copies = Operands(*(x.clone() for x in values))
+    for special in specials:
+        x = getattr(copies, special.name)
+        row, column = (slice(None) if at is None else slice(at, at + 1) for at in (special.row, special.column))
+        x[row, column] = torch.full_like(x[row, column], special.value, dtype=torch.float32).to(x.dtype)
+    return copies
+
+
+def reach(operands: Operands, clean: Operands) -> torch.Tensor:
+    """[m, n], which results depend on an input that differs."""
+    a, a_scale, b, b_scale = ((bits(x) != bits(y)).any(1) for x, y in zip(operands, clean, strict=True))
+    columns = torch.arange(len(b), device=b.device) // 128
+    return (a | a_scale)[:, None] | (b | b_scale[columns])[None]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def arrange(values: Operands, places: tuple[Place, ...]) -> tuple[torch.Tensor, Operands]:
+    """Copies at their places in one buffer of bytes that are NaN in every format: that buffer, and the copies."""
+    begins, end = [], 0
+    for x, place in zip(values, places, strict=True):
+        begin = round_up(end + _MARGIN, _MARGIN) // x.element_size() + place.offset
+        steps = sum((size - 1) * stride for size, stride in zip(x.shape, place.strides, strict=True) if size)
+        begins.append(begin)
+        end = (begin + 1 + steps) * x.element_size()
+    buffer = torch.full((round_up(end + _MARGIN, _MARGIN),), _NAN_BYTE, dtype=torch.uint8, device=values.a.device)
+    placed = (
+        _written(buffer.view(x.dtype).as_strided(x.shape, place.strides, begin), x)
+        for x, place, begin in zip(values, places, begins, strict=True)
+    )
+    return buffer, Operands(*placed)
+
+
+def _written(view: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Along a stride of 0, all elements are the first one's."""
+    target = view
+    for dim, stride in enumerate(view.stride()):
+        if stride == 0 and view.shape[dim] > 1:
+            target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    target.copy_(values)
+    return view
+
+
+# Checks: numbers of wrong elements, left on the device.
+
+
+def check_use(sample: Sample, call: Call) -> dict[str, torch.Tensor]:
+    """Multiply twice, and once more without special values: what is wrong about that, by kind; all 0 if nothing is.
+
+    The kernel before each product writes `out`, and never `b`, as `constant_weights` asks.
+    """
+    guarded, keywords = _guarded_out(sample, call), call.use.keywords
+    first = _multiply(sample.operands, guarded.out, keywords)
+    again = _multiply(sample.operands, guarded.out, keywords)
+    faults = {
+        "values": sample.expected.wrong(first).sum(),
+        "repeat": (bits(first) != bits(again)).sum(),
+    }
+    if sample.clean is not None:
+        clean = _multiply(sample.clean, guarded.out, keywords)
+        faults["reach"] = ((bits(first) != bits(clean)) & ~sample.affected).sum()
+    if sample.normal:
+        error, norm = (first.double() - sample.expected.value).norm(), sample.expected.value.norm()
+        faults["accuracy"] = (error > MAX_RELATIVE_ERROR * norm).long()
+    faults["guards"] = guarded.count_written_outside()
+    return faults
+
+
+def _guarded_out(sample: Sample, call: Call) -> GuardedOut:
+    (m, n, *_), use = call
+    return GuardedOut(m, n, device=sample.buffer.device, stride=use.out_stride, offset=use.out_offset)
+
+
+def _multiply(operands: Operands, out: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor:
+    """A dense copy of the product, which overwrites NaN."""
+    out.fill_(float("nan"))
+    return fp8_gemm(*operands, out, **keywords).clone(memory_format=torch.contiguous_format)
+
+
+def check_inputs(sample: Sample) -> torch.Tensor:
+    """How many bytes of the inputs, or around them, have changed."""
+    return (sample.buffer != sample.untouched).sum()
+
+
+def assert_right(call: Call, pool: OperandPool, seed: int) -> None:
+    """Make and check one call.
+
+    Raises:
+        AssertionError: what was wrong about it.
+    """
+    problem = call.problem
+    sample = make_sample(pool.cut(Random(seed), problem.m, problem.n, problem.k), problem)
+    faults = check_use(sample, call) | {"inputs": check_inputs(sample)}
+    found = {kind: count.item() for kind, count in faults.items() if count}
+    assert not found, f"{found}; {_first_wrong(sample, call) if found.get('values') else ''} {call}"
+
+
+def _first_wrong(sample: Sample, call: Call) -> str:
+    out = _multiply(sample.operands, _guarded_out(sample, call).out, call.use.keywords)
+    wrong = sample.expected.wrong(out).nonzero()
+    if not len(wrong):
+        return "right when multiplied again;"
+    index = tuple(wrong[0].tolist())
+    return f"element {list(index)} is {out[index].item()}, expected {sample.expected.describe(index)};"
+
+
+# The run.
+
+
+class Fuzzer:
+    """Rounds of a seed: see the module's description."""
+
+    def __init__(self, arguments: argparse.Namespace, report: Report):
+        device = arguments.device
+        self._seed, self._device, self._serial = arguments.seed, device, arguments.serial
+        self._report = report
+        self._num_sms = sms_of(device)
+        self._limits = arguments.limits
+        self._configs = [
+            config
+            for config in draw_configs(Random(f"{self._seed}:configs"), arguments.configs)
+            if config.cluster <= self._num_sms
+        ]
+        self._watch = Watch(device)
+        self._pending: list[tuple[int, Call, dict[str, torch.Tensor]]] = []
+        self.calls = self.products = 0
+        self.configs: set[str] = set()
+        self.families: Counter[str] = Counter()
+
+    def load(self) -> None:
+        """Compile and load every config; those that cannot be are findings."""
+        begun = time.perf_counter()
+        failures = load_kernels(self._configs, self._device)
+        for name, text in failures.items():
+            self._report.find("not compiled", config=name, error=text[-600:])
+        self._configs = [config for config in self._configs if config.name not in failures]
+        self._report.fields |= {
+            "configs_loaded": len(self._configs),
+            "loading_seconds": round(time.perf_counter() - begun, 1),
+        }
+        size = max(self._limits.m, self._limits.n, LARGE.m if on_gpu(self._device) else 0)
+        k = max(self._limits.k, LARGE.k if on_gpu(self._device) else 0)
+        self._pools = [
+            OperandPool(size, k, self._device, self._seed % 2**31, any_bytes=any_bytes) for any_bytes in (False, True)
+        ]
+
+    def run_round(self, number: int) -> None:
+        """Draw a problem and multiply it in several ways."""
+        random = Random(f"{self._seed}:{number}")
+        first = self._configs[number % len(self._configs)]
+        kind = random.random()
+        special = kind < SPECIAL_SHARE
+        large = on_gpu(self._device) and kind > 1 - LARGE_SHARE
+        limits = LARGE if large else Limits(*map(min, self._limits, SPECIAL_LIMITS)) if special else self._limits
+        problem = draw_problem(random, first, limits, special=special)
+        any_bytes = random.random() < ANY_BYTES_SHARE
+        values = self._pools[any_bytes].cut(random, problem.m, problem.n, problem.k)
+        sample = make_sample(values, problem, normal=not any_bytes)
+        for config in (first, None, *islice(self._suited(problem, number), USES - 2)):
+            call = Call(problem, draw_use(random, problem, config, self._num_sms))
+            self._check(number, sample, call)
+        self._pending.append((number, call, {"inputs": check_inputs(sample)}))
+        if self._serial or len(self._pending) >= _UNSETTLED:
+            self.settle()
+
+    def _suited(self, problem: Problem, number: int) -> Iterator[GemmConfig]:
+        """Other configs, each round from another one on."""
+        start = number * (USES - 2) % len(self._configs)
+        others = (*self._configs[start:], *self._configs[:start])
+        return (config for config in others if can_multiply(config, problem))
+
+    def _check(self, number: int, sample: Sample, call: Call) -> None:
+        try:
+            faults = check_use(sample, call)
+        except (TypeError, ValueError) as error:
+            self._report.find("refused", round=number, call=str(call), error=str(error))
+            return
+        self._pending.append((number, call, faults))
+        self._watch.add(f"round {number}:", call)
+        self._watch.drain(0 if self._serial else _UNDER_WAY)
+        self.calls += 1
+        self.products += 2 if sample.clean is None else 3
+        if call.use.config is not None:
+            self.configs.add(call.use.config.name)
+            self.families[family(call.use.config)] += 1
+
+    def settle(self) -> None:
+        """Read what the checks have found."""
+        self._watch.drain()
+        counts = [count for _, _, faults in self._pending for count in faults.values()]
+        found = iter(torch.stack(counts).tolist() if counts else ())
+        for number, call, faults in self._pending:
+            wrong = {kind: count for kind, count in zip(faults, found, strict=False) if count}
+            if wrong:
+                self._report.find("wrong", round=number, elements=wrong, call=str(call))
+        self._pending.clear()
+
+    def suspects(self) -> list[str]:
+        return self._watch.suspects()
+
+
+def run(arguments: argparse.Namespace, report: Report) -> Fuzzer:
+    """All rounds, until time or their number is over."""
+    fuzzer = Fuzzer(arguments, report)
+    fuzzer.load()
+    end, said = time.monotonic() + arguments.seconds, time.monotonic()
+    number = arguments.first_round
+    try:
+        while number < arguments.first_round + arguments.rounds and time.monotonic() < end:
+            arm_backstop()
+            fuzzer.run_round(number)
+            number += 1
+            if time.monotonic() - said > 30:
+                said = time.monotonic()
+                print(f"round {number}: {fuzzer.products} products, found {report.found}", file=sys.stderr, flush=True)
+        fuzzer.settle()
+    except Hang as hang:
+        report.find("hang", round=number, call=str(hang), seconds=HANG_SECONDS)
+    except RuntimeError as error:  # the context is lost, and with it what was not read yet
+        report.find("failure", round=number, error=str(error), suspects=fuzzer.suspects())
+    finally:
+        disarm_backstop()
+    report.fields |= {"first_round": arguments.first_round, "rounds": number - arguments.first_round}
+    return fuzzer
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser(__doc__.splitlines()[0], seconds=60)
+    options.add_argument("--configs", type=int, default=640, help="how many, default ones included")
+    options.add_argument("--first-round", type=int, default=0)
+    options.add_argument("--rounds", type=int, default=sys.maxsize, help="at most")
+    options.add_argument("--serial", action="store_true", help="await each call")
+    options.set_defaults(limits=USUAL)
+    chosen = options.parse_args(arguments)
+    reason = begin(chosen)
+    if reason:
+        print(f"fuzz_gpu.py: {reason}", file=sys.stderr)
+        return UNUSABLE
+    report = Report("fuzz", chosen)
+    fuzzer = run(chosen, report)
+    return leave(
+        report.end(
+            products=fuzzer.products,
+            calls=fuzzer.calls,
+            configs=len(fuzzer.configs),
+            families=dict(sorted(fuzzer.families.items())),
+            wrong=report.found.get("wrong", 0),
+            hangs=report.found.get("hang", 0),
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,340 @@
+"""The stress run without a GPU: which products it repeats, that it counts what differs, and how it ends."""
+
+import contextlib
+import json
+import re
+import threading
+from random import Random
+
+import campaign
+import pytest
+import stress
+import torch
+from campaign import CLEAN, FAILED, HANG, WRONG, OperandPool
+from strategies import draw_configs, family
+from stress import CASES, REPEATS, Job, Sizes, Spec, config_named, draw_spec, split_specs
+
+from deep_tile import jit, plan
+from deep_tile.config import ceil_div
+from deep_tile.problem import GemmProblem
+from deep_tile.select.defaults import default_configs
+from deep_tile.select.schedule import cluster_slots, cluster_tiles, grid_size
+
+NUM_SMS = 132
+SMALL = Sizes(side=256, k=300, out=1 << 12)
+SPEC = Spec(config_named("64x64x256_s6_k2_b1"), 20, 24, 200, 8)
+CHAIN = SPEC._replace(pdl=True, chain=True)
+
+
+# Which products.
+
+
+def waves_of(spec: Spec) -> int:
+    """Tiles of the cluster that has the most."""
+    problem = GemmProblem(spec.m, spec.n, spec.k, spec.num_sms, spec.config.tma_store)
+    return ceil_div(cluster_tiles(spec.config, problem).total, cluster_slots(spec.config, spec.num_sms))
+
+
+def assert_legal(spec: Spec) -> None:
+    config = spec.config
+    assert min(spec.m, spec.n, spec.k) > 0 and config.takes_k(spec.k), spec
+    assert config.cluster <= spec.num_sms <= NUM_SMS, spec
+    assert not config.tma_store or spec.n % 8 == 0, spec
+    assert spec.pdl or not spec.constant_weights, spec
+    assert not spec.chain or (spec.n % 2 == 0 and ceil_div(spec.k, 128) <= spec.n // 2), spec
+
+
+def test_drawn_products_are_legal_and_of_every_kind():
+    random = Random(1)
+    specs = [draw_spec(random, config, NUM_SMS, Sizes()) for config in draw_configs(random, 600)]
+    for spec in specs:
+        assert_legal(spec)
+        assert max(spec.m, spec.n) <= Sizes().side and spec.k <= Sizes().k
+    assert {(spec.pdl, spec.constant_weights) for spec in specs} == {(False, False), (True, False), (True, True)}
+    assert any(spec.chain for spec in specs) and any(waves_of(spec) >= 8 for spec in specs)
+    assert {1, NUM_SMS} <= {spec.num_sms for spec in specs} and max(spec.m for spec in specs) > 1000
+
+
+def test_the_same_seed_draws_the_same_products():
+    def draw(seed):
+        random = Random(seed)
+        configs = stress.stress_configs(random, 80, NUM_SMS)
+        return [draw_spec(random, config, NUM_SMS, Sizes()) for config in configs]
+
+    assert draw(3) == draw(3) != draw(4)
+
+
+def test_families_come_first():
+    configs = stress.stress_configs(Random(1), 400, NUM_SMS)
+    families = [family(config) for config in configs]
+    different = len(set(families))
+    assert len(set(families[:different])) == different > 60
+    assert set(default_configs(True)) | set(default_configs(False)) < set(configs)
+    assert len(configs) == len(set(configs)) == 400
+
+
+def test_cases_are_those_in_which_split_k_was_wrong():
+    shapes = {(spec.config.name, spec.m, spec.n, spec.k) for specs in CASES.values() for spec in specs}
+    assert shapes == {
+        ("fp8_gemm_64x64x256_s6_c1x1_k2_b1", 512, 2048, 1024),
+        ("fp8_gemm_64x128x128_s8_c1x1_k2_b1", 512, 3328, 128),
+        ("fp8_gemm_64x64x256_s6_c1x1_k4", 512, 2048, 768),
+    }
+    for spec in (spec for specs in CASES.values() for spec in specs):
+        assert_legal(spec)
+        assert waves_of(spec) >= 10
+
+
+def test_every_default_split_has_several_tiles_for_each_cluster():
+    configs = stress.split_configs(NUM_SMS, "")
+    defaults = (*default_configs(True), *default_configs(False))
+    assert set(configs) == {config for config in defaults if config.split_k > 1} and len(configs) == 26
+    for config in configs:
+        specs = split_specs(Random(1), config, NUM_SMS)
+        for spec in specs:
+            assert_legal(spec)
+            assert spec.config is config and waves_of(spec) >= 5
+            problem = GemmProblem(spec.m, spec.n, spec.k, spec.num_sms, config.tma_store)
+            assert grid_size(config, problem) <= spec.num_sms
+        assert sum(spec.num_sms for spec in specs) <= NUM_SMS
+    assert {config.split_k for config in stress.split_configs(NUM_SMS, "_k[48]_")} == {4, 8}
+
+
+# A product made ready.
+
+
+@pytest.fixture(scope="module")
+def pool() -> OperandPool:
+    return OperandPool(256, 300, "cpu", seed=1)
+
+
+@pytest.fixture
+def damage(monkeypatch):
+    """Have products damaged by change(out, number), which counts from when this is called."""
+    right = stress.fp8_gemm
+
+    def install(change):
+        lock, count = threading.Lock(), iter(range(10**9))
+
+        def multiply(*arguments, **keywords):
+            out = right(*arguments, **keywords)
+            with lock:
+                number = next(count)
+            change(out, number)
+            return out
+
+        monkeypatch.setattr(stress, "fp8_gemm", multiply)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    "spec", [SPEC, CHAIN, SPEC._replace(n=23, config=config_named("64x64x256_s6_k2_any"))], ids=str
+)
+def test_calls_that_differ_are_counted(spec, pool, damage):
+    job = Job(spec, pool, Random(1), "cpu")
+    job.prepare(graph=False)
+    job.repeat()
+    assert (job.calls, job.differing()) == (REPEATS, 0)
+    damage(
+        lambda out, number: out.view(torch.int16)[-1, -1].add_(1) if number in (REPEATS - 1, 2 * REPEATS - 1) else None
+    )
+    for _ in range(3):
+        job.repeat()
+    assert (job.calls, job.differing()) == (4 * REPEATS, 2)
+
+
+def test_a_chain_hands_results_on(pool):
+    job = Job(CHAIN, pool, Random(1), "cpu")
+    job.prepare(graph=False)
+    assert len({tuple(out.flatten().tolist()) for out in job._outs}) == REPEATS
+    assert job._outs.isfinite().all() and (job._outs != 0).any(2).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda out, number: out[3, 3].fill_(1e20), "1 of 480 elements are off in call 0"),
+        (lambda out, number: out.view(torch.int16)[3, 3].add_(number >= 8), "8 of 8 results differ"),
+    ],
+    ids=["values", "bits"],
+)
+def test_what_is_wrong_on_a_quiet_gpu_is_no_yardstick(change, message, pool, damage):
+    damage(change)
+    with pytest.raises(AssertionError, match=message):
+        Job(SPEC, pool, Random(1), "cpu").prepare(graph=False)
+
+
+# Runs.
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Run on the CPU; its status and report."""
+    monkeypatch.setattr(stress, "Sizes", lambda: SMALL)
+    monkeypatch.setattr(stress, "CASES", {"a case": [SPEC, CHAIN]})
+    monkeypatch.setattr(stress, "_SCENARIO_SECONDS", 0.2)
+
+    def start(*arguments: str) -> tuple[int, dict]:
+        path = tmp_path / "report.json"
+        defaults = ["--device", "cpu", "--seed", "9", "--configs", "70", "--seconds", "1", "--out", str(path)]
+        status = stress.main([*defaults, *arguments])
+        return status, json.loads(path.read_text())
+
+    return start
+
+
+def test_a_clean_run_counts_what_it_did(run):
+    status, report = run()
+    assert (status, report["ok"], report["wrong"], report["hangs"], report["found"]) == (CLEAN, True, 0, 0, {})
+    assert set(report["scenarios"]) == {"a case", "of chance"}
+    calls = [scenario["calls"] for scenario in report["scenarios"].values()]
+    assert all(calls) and report["products"] == sum(calls) == sum(report["families"].values())
+    assert report["configs"] >= 3
+
+
+def test_products_that_differ_beside_noise_are_found(run, damage):
+    damage(lambda out, number: out.view(torch.int16)[0, 0].add_(1) if number > 100 and number % 8 == 0 else None)
+    status, report = run()
+    assert (status, report["ok"]) == (WRONG, False)
+    assert 0 < report["wrong"] < report["products"]
+    wrong = [finding for finding in report["findings"] if finding["kind"] == "wrong"]
+    assert sum(finding["wrong"] for finding in wrong) <= report["wrong"]
+    assert any("elementwise" in finding["beside"] for finding in wrong)
+
+
+@pytest.fixture
+def short_splits(monkeypatch):
+    def specs(random, config, num_sms):
+        return [spec._replace(config=config) for spec in (SPEC, CHAIN)]
+
+    monkeypatch.setattr(stress, "split_specs", specs)
+
+
+def test_splits_are_called_as_often_as_asked(run, short_splits):
+    status, report = run("--split-only", "--calls", "40", "--only", "64x64x256.*_k2", "--seconds", "20")
+    assert status == CLEAN
+    assert set(report["scenarios"]) == {"fp8_gemm_64x64x256_s6_c1x1_k2_b1", "fp8_gemm_64x64x256_s6_c1x1_k2_b1_any"}
+    assert all(scenario["calls"] >= 40 for scenario in report["scenarios"].values())
+
+
+def test_too_few_calls_are_a_finding(run, short_splits):
+    status, report = run("--split-only", "--calls", "1000000", "--only", "64x64x256.*_k2", "--seconds", "0")
+    assert (status, report["ok"], report["found"]) == (WRONG, False, {"too few calls": 2})
+
+
+class Left(Exception):
+    """Instead of the end of the process."""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (campaign.Hang("fp8_gemm_x 1x1x1"), HANG, "hang"),
+        (RuntimeError("CUDA error: unspecified launch failure"), FAILED, "failure"),
+    ],
+    ids=["hang", "failure"],
+)
+def test_what_a_thread_meets_ends_the_run(error, status, kind, run, monkeypatch, tmp_path):
+    def leave(status):
+        raise Left(status)
+
+    def meet(self):
+        raise error
+
+    monkeypatch.setattr(campaign.os, "_exit", leave)
+    monkeypatch.setattr(stress.Job, "repeat", meet)
+    with pytest.raises(Left, match=f"^{status}$"):
+        run()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["found"] == {kind: 1} and str(error) in report["findings"][0].values()
+
+
+def test_the_kernel_that_spins_compiles():
+    log = jit.compile_kernel(stress._SPIN, "stress_spin").log
+    assert jit.resource_usage(log).spill_store_bytes == 0
+
+
+# On a GPU that is only pretended: which calls of torch.cuda are made, and in which order.
+
+
+class PretendedGraph:
+    """Replays nothing; notes what is done to it."""
+
+    def __init__(self, log: list[str]):
+        self._log = log
+
+    def capture_begin(self, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        self._log.append("begin")
+
+    def capture_end(self):
+        self._log.append("end")
+
+    def replay(self):
+        self._log.append("replay")
+
+
+class PretendedStream:
+    def __init__(self, priority=0):
+        pass
+
+    def wait_stream(self, other):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+class PretendedEvent:
+    def record(self):
+        pass
+
+    def query(self):
+        return True
+
+
+class PretendedSpin(stress.Memory):
+    name = "spin"
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch) -> list[str]:
+    """Tensors are on the CPU."""
+    log: list[str] = []
+    for module in (stress, campaign):
+        monkeypatch.setattr(module, "on_gpu", lambda device: True)
+    monkeypatch.setattr(campaign, "_machine", dict)
+    monkeypatch.setattr(campaign, "missing_hopper", lambda: None)
+    monkeypatch.setattr(stress, "sms_of", lambda device: NUM_SMS)
+    monkeypatch.setattr(stress, "NOISES", (stress.Elementwise, PretendedSpin))
+    monkeypatch.setattr(stress, "ELEMENTWISE_LOG2", 10)
+    monkeypatch.setattr(stress, "MEMORY_BYTES", 1 << 10)
+    monkeypatch.setattr(plan, "load_kernel", lambda config, device: None)
+    cuda = {
+        "Stream": PretendedStream,
+        "Event": PretendedEvent,
+        "CUDAGraph": lambda: PretendedGraph(log),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "current_stream": PretendedStream,
+        "current_device": lambda: 0,
+        "synchronize": lambda: None,
+    }
+    for name, pretended in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, pretended)
+    return log
+
+
+def test_graphs_are_captured_and_replayed(run, pretended_gpu):
+    status, report = run("--seconds", "2")
+    assert status == CLEAN and report["products"] > 0
+    assert re.fullmatch(r"(?:begin end |replay )*", " ".join(pretended_gpu) + " ")
+    assert pretended_gpu.count("begin") >= 4 and pretended_gpu.count("replay") > 0
+
+
+def test_a_job_that_is_a_graph_is_replayed(pool, pretended_gpu):
+    job = Job(SPEC, pool, Random(1), "cpu")
+    job.prepare(graph=True)
+    for _ in range(3):
+        job.repeat()
+    assert pretended_gpu == ["begin", "end", "replay", "replay", "replay"] and job.calls == 3 * REPEATS
