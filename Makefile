@@ -8,6 +8,7 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
 PACKAGING := build/packaging
+PINNED_NVRTC = $(shell sed -n s/^nvidia-cuda-nvrtc==//p constraints.txt)
 PLATFORM := manylinux_2_28_$(shell uname -m)
 
 .PHONY: demo test test-gpu dist lint clean
@@ -24,11 +25,15 @@ test-gpu:
 	$(PYTHON) setup.py --quiet build_ext --inplace
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) tests/run_gpu.py
 
-# The sdist, and a wheel made of it for the systems that torch's own wheels are for: auditwheel refuses to call it that
-# if it asks for newer functions of libc. Copies of libraries have no business in it, and it must install and load.
-dist: $(PACKAGING)/.ready
-	rm -rf dist build/dist build/installed
-	$(PACKAGING)/bin/python -m build --outdir build/dist
+# The sdist, and a wheel made of it, with the default kernels compiled by the NVRTC of constraints.txt, for the systems
+# that torch's own wheels are for: auditwheel refuses to call it that if it asks for newer functions of libc. Copies of
+# libraries have no business in it, and it must install, load, and have every default kernel where there is no NVRTC.
+dist: $(PACKAGING)/.ready $(READY)
+	rm -rf dist build/dist build/installed build/sources
+	$(PACKAGING)/bin/python -m build --sdist --outdir build/dist
+	mkdir build/sources && tar -xzf build/dist/*.tar.gz --strip-components 1 -C build/sources
+	$(RUN) -m deep_tile.tools.pack build/sources/deep_tile/kernels --nvrtc $(PINNED_NVRTC)
+	$(PACKAGING)/bin/python -m build --wheel --outdir build/dist build/sources
 	PATH="$(CURDIR)/$(PACKAGING)/bin:$$PATH" \
 		auditwheel repair --only-plat --plat $(PLATFORM) --wheel-dir dist build/dist/*.whl
 	mv build/dist/*.tar.gz dist
@@ -80,8 +85,13 @@ endef
 
 # Loads the extension of an installed wheel and writes a kernel from its headers: what needs no other package.
 define TRY_WHEEL
-from deep_tile import _launcher, codegen, config
-print(_launcher.__file__, "loads; a kernel has", len(codegen.kernel_source(config.GemmConfig(64, 64, 4))), "characters")
+from deep_tile import _launcher, cast, codegen, jit
+from deep_tile.select.defaults import default_configs
+sources = [codegen.kernel_source(config) for config in (*default_configs(True), *default_configs(False))]
+sources += [codegen.cast_source(kernel) for kernel in cast.all_kernels()]
+missing = [source for source in sources if not jit.is_packaged(source)]
+assert not missing, f"{len(missing)} of {len(sources)} default kernels are not in the wheel"
+print(_launcher.__file__, "loads;", len(sources), "kernels are ready without NVRTC")
 endef
 
 export REUSABLE_TORCH PACKAGE_FOLDERS OTHER_DEPENDENCIES TRY_WHEEL

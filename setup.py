@@ -33,7 +33,12 @@ launcher = Extension(
 setup(
     packages=[*find_packages(include=["deep_tile", "deep_tile.*"]), HEADERS],
     package_dir={HEADERS: "include/deep_tile"},
-    package_data={HEADERS: ["*.h", "*.cuh"], "deep_tile.select": ["times/*.json"], "deep_tile.method": ["*.json"]},
+    package_data={
+        HEADERS: ["*.h", "*.cuh"],
+        "deep_tile.select": ["times/*.json"],
+        "deep_tile.method": ["*.json"],
+        "deep_tile": ["kernels/*"],
+    },
     ext_modules=[launcher],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -250,7 +250,7 @@ def is_available() -> tuple[bool, str]:
         if not torch.cuda.is_available():
             return False, "torch sees no CUDA device; CPU tensors still work, through deep_tile.reference"
         _check_hopper(torch.cuda.current_device())
-        return True, f"NVRTC {jit.nvrtc_version()}, {torch.cuda.get_device_name()}"
+        return True, f"{jit.compiler_text()}, {torch.cuda.get_device_name()}"
     except Exception as error:  # the promise is an answer, whatever is broken underneath
         return False, f"{type(error).__name__}: {error}"
 

@@ -5,6 +5,7 @@ compiled (jit.py) and loaded once per device and live as long as the process; cu
 is imported by the first of them.
 """
 
+import itertools
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -58,6 +59,12 @@ def choose(block_rows: int, source: str, rows: int, columns: int, num_sms: int) 
     walls = roofline(block_rows, source, rows, columns, replace(H200, num_sms=num_sms))
     kernel = CastKernel(block_rows, source, walls.warps * WARP, walls.threads_per_row, walls.blocks_per_sm)
     return kernel, walls.grid
+
+
+def all_kernels() -> list[CastKernel]:
+    """Every kernel that `choose` can give."""
+    kinds = itertools.product((1, SCALE_BLOCK), SOURCE_BYTES)
+    return [choose(block_rows, source, 1, SCALE_BLOCK, H200.num_sms)[0] for block_rows, source in kinds]
 
 
 def is_loaded(kernel: CastKernel, device: int) -> bool:

@@ -29,7 +29,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from deep_tile import sass, settings
+from deep_tile import packaged, sass, seal, settings
 
 if TYPE_CHECKING:
     from cuda.core.utils import FileStreamProgramCache
@@ -86,15 +86,30 @@ class ResourceUsage(NamedTuple):
     stack_bytes: int
     warnings: tuple[str, ...]
 
+    @property
+    def flawed(self) -> bool:
+        """Spills, or a remark that ptxas serialised WGMMAs: the kernel is right, and slower than it should be."""
+        return bool(self.spill_store_bytes or self.spill_load_bytes or self.warnings)
+
 
 class CacheInfo(NamedTuple):
-    """State of the cache; `directory` is None when the kernels are kept in memory."""
+    """State of the cache.
+
+    Attributes:
+        directory: None when the kernels are kept in memory.
+        entries, size_bytes: kernels that it holds.
+        limit_bytes: above that size, kernels are removed.
+        nvrtc_version: of the compiler whose kernels it serves; None where there is none.
+        packaged: kernels that come with the package, before all others; None where there are none, or they are not
+            wanted.
+    """
 
     directory: Path | None
     entries: int
     size_bytes: int
     limit_bytes: int
-    nvrtc_version: str
+    nvrtc_version: str | None
+    packaged: packaged.Contents | None
 
 
 class CompileError(RuntimeError):
@@ -116,9 +131,13 @@ def load_cubin(source: str, name: str) -> bytes:
     """
     if settings.dump_dir() is not None:
         return compile_kernel(source, name).cubin  # a cached cubin has no PTX and no log to write
+    own_identity = identity(source)
+    cubin = _packaged_cubin(own_identity)
+    if cubin is not None:
+        return cubin
     kernels = _cache()
     kernels.prepare()
-    key = _key(source)
+    key = _key(own_identity)
     return kernels.get(key) or _compile_once(kernels, key, source, name)
 
 
@@ -130,16 +149,25 @@ def store_cubin(source: str, cubin: bytes) -> None:
     """
     kernels = _cache()
     kernels.prepare()
-    kernels.put(_key(source), cubin)
+    kernels.put(_key(identity(source)), cubin)
 
 
 def is_stored(source: str) -> bool:
-    """Whether the cache directory holds the cubin of `source`, for other processes too.
+    """Whether the cache directory holds the cubin of `source`, for other processes too, or the package brings it.
 
     Raises:
         PermissionError: somebody else may write to the cache directory.
     """
-    return _cache().holds(_key(source))
+    return is_packaged(source) or _cache().holds(_key(identity(source)))
+
+
+def is_packaged(source: str) -> bool:
+    """Whether the package brings the cubin of `source`, and may serve it."""
+    return _packaged_cubin(identity(source)) is not None
+
+
+def _packaged_cubin(own_identity: bytes) -> bytes | None:
+    return packaged.get(own_identity) if settings.packaged_kernels() else None
 
 
 def _compile_once(kernels: _KernelCache, key: bytes, source: str, name: str) -> bytes:
@@ -309,8 +337,24 @@ def _load_wheels_nvrtc() -> None:
 def cache_info() -> CacheInfo:
     """Where the cache is, what it holds, and its limit. Creates nothing."""
     kernels = _cache()
-    sizes = kernels.entry_sizes()
-    return CacheInfo(kernels.directory, len(sizes), sum(sizes), kernels.limit_bytes, nvrtc_version())
+    sizes, brought = kernels.entry_sizes(), packaged.contents() if settings.packaged_kernels() else None
+    return CacheInfo(kernels.directory, len(sizes), sum(sizes), kernels.limit_bytes, _nvrtc_version_if_any(), brought)
+
+
+def _nvrtc_version_if_any() -> str | None:
+    with contextlib.suppress(RuntimeError):
+        return nvrtc_version()
+    return None
+
+
+def compiler_text() -> str:
+    """Who makes the kernels here, in words. Raises RuntimeError where there is neither NVRTC nor a packaged kernel."""
+    brought = packaged.contents() if settings.packaged_kernels() else None
+    if brought is None:
+        return f"NVRTC {nvrtc_version()}"
+    compiler = _nvrtc_version_if_any()
+    others = f"NVRTC {compiler} for others" if compiler else "no NVRTC for others"
+    return f"{brought.kernels} packaged kernels of NVRTC {brought.nvrtc_version}, {others}"
 
 
 def clear_cache() -> None:
@@ -322,13 +366,18 @@ def clear_cache() -> None:
     _cache().clear()
 
 
-def _key(source: str) -> bytes:
-    """All that a cubin depends on. cuda.core's own key would load cuda.core and NVRTC for every hit."""
+def identity(source: str) -> bytes:
+    """All that a kernel is made of but the compiler: text, options and hints."""
     digest = hashlib.sha256()
-    for part in (nvrtc_version(), repr(sorted(_OPTIONS.items())), _hints(), _without_comments(source)):
+    for part in (repr(sorted(_OPTIONS.items())), _hints(), _without_comments(source)):
         text = part.encode()
         digest.update(len(text).to_bytes(8, "little") + text)
     return digest.digest()
+
+
+def _key(own_identity: bytes) -> bytes:
+    """All that a cubin depends on. cuda.core's own key would load cuda.core and NVRTC for every hit."""
+    return hashlib.sha256(nvrtc_version().encode() + own_identity).digest()
 
 
 @cache
@@ -358,17 +407,6 @@ def _without_comments(source: str) -> str:
 
     return "\n".join(filter(None, map(str.rstrip, _COMMENTS.sub(replacement, source).split("\n"))))
 
-
-def _seal(key: bytes, cubin: bytes) -> bytes:
-    """What follows the cubin in its entry; tools that read the ELF file do not look there."""
-    return hashlib.sha256(key + cubin).digest()
-
-
-def _is_sealed(key: bytes, entry: bytes) -> bool:
-    return entry[-_SEAL_BYTES:] == _seal(key, entry[:-_SEAL_BYTES])
-
-
-_SEAL_BYTES = hashlib.sha256().digest_size
 
 _ENTRIES, _TEMPORARY = "entries", "tmp"
 """Subdirectories in which FileStreamProgramCache keeps its entries, and writes them before."""
@@ -434,8 +472,11 @@ class _KernelCache:
         if self.directory is None or key in self._memory:
             return self._memory.get(key)
         entry = self._read(key)
-        if entry is None or _is_sealed(key, entry):
-            return entry and entry[:-_SEAL_BYTES]
+        if entry is None:
+            return None
+        cubin = seal.opened(key, entry)
+        if cubin is not None:
+            return cubin
         with contextlib.suppress(OSError, KeyError):
             del self._files[key]  # torn, damaged or foreign
         return None
@@ -443,12 +484,12 @@ class _KernelCache:
     def holds(self, key: bytes) -> bool:
         """Whether the directory has the kernel."""
         entry = self.directory and self._read(key)
-        return bool(entry) and _is_sealed(key, entry)
+        return bool(entry) and seal.opened(key, entry) is not None
 
     def put(self, key: bytes, cubin: bytes) -> None:
         if self.directory is not None:
             try:
-                self._files[key] = cubin + _seal(key, cubin)
+                self._files[key] = seal.sealed(key, cubin)
                 return
             except OSError as error:
                 self._warn(str(error))

@@ -61,7 +61,13 @@ BOUNDED_WAITS = Variable(
     "unset",
 )
 
-VARIABLES = (CACHE_DIR, CACHE_MAX_MB, PRINT_CONFIG, DUMP_DIR, TUNED, BOUNDED_WAITS)
+PACKAGED_KERNELS = Variable(
+    "DEEP_TILE_PACKAGED_KERNELS",
+    "0: compile every kernel here, also those that an installed wheel brings.",
+    "1",
+)
+
+VARIABLES = (CACHE_DIR, CACHE_MAX_MB, PRINT_CONFIG, DUMP_DIR, TUNED, BOUNDED_WAITS, PACKAGED_KERNELS)
 
 
 @cache
@@ -82,10 +88,13 @@ def cache_max_bytes() -> int:
 @cache
 def print_config() -> bool:
     """Whether to print each newly chosen config."""
-    text = _read(PRINT_CONFIG)
-    if text not in ("0", "1"):
-        raise bad_value(PRINT_CONFIG, text, "0 or 1")
-    return text == "1"
+    return _read_truth(PRINT_CONFIG)
+
+
+@cache
+def packaged_kernels() -> bool:
+    """Whether kernels that the package brings are taken."""
+    return _read_truth(PACKAGED_KERNELS)
 
 
 @cache
@@ -117,6 +126,13 @@ def bounded_waits_ns() -> int | None:
 
 def _read(variable: Variable) -> str:
     return os.environ.get(variable.name) or variable.default
+
+
+def _read_truth(variable: Variable) -> bool:
+    text = _read(variable)
+    if text not in ("0", "1"):
+        raise bad_value(variable, text, "0 or 1")
+    return text == "1"
 
 
 def _absolute_path(variable: Variable) -> Path | None:

@@ -295,7 +295,7 @@ def test_comments_and_blank_lines_are_no_part_of_the_key(commented):
     ],
 )
 def test_what_is_no_comment_is_part_of_the_key(one, other):
-    assert jit._key(one) != jit._key(other)
+    assert jit.identity(one) != jit.identity(other)
 
 
 @pytest.mark.parametrize(
@@ -568,7 +568,7 @@ def test_stuck_lock_costs_a_compilation_only(directory, monkeypatch):
     monkeypatch.setattr(jit, "_LOCK_TIMEOUT_SECONDS", 0.2)
     (directory / "locks").mkdir(parents=True, mode=0o700)
     directory.chmod(0o700)
-    with FileLock(directory / "locks" / jit._key(SOURCE).hex()), compiles(1):
+    with FileLock(directory / "locks" / jit._key(jit.identity(SOURCE)).hex()), compiles(1):
         result = []
         thread = threading.Thread(target=lambda: result.append(load()))
         thread.start()

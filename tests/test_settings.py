@@ -12,6 +12,7 @@ from deep_tile import settings
 READERS = (
     *(settings.cache_dir, settings.cache_max_bytes, settings.print_config, settings.dump_dir, settings.tuned_file),
     settings.bounded_waits_ns,
+    settings.packaged_kernels,
 )
 
 
@@ -37,6 +38,7 @@ def test_defaults():
     assert settings.dump_dir() is None
     assert settings.tuned_file() is None
     assert settings.bounded_waits_ns() is None
+    assert settings.packaged_kernels() is True
 
 
 def test_values(monkeypatch):
@@ -46,6 +48,7 @@ def test_values(monkeypatch):
     monkeypatch.setenv("DEEP_TILE_DUMP_DIR", "/dumps")
     monkeypatch.setenv("DEEP_TILE_TUNED", "/tuned/mine.json")
     monkeypatch.setenv("DEEP_TILE_BOUNDED_WAITS", "0.25")
+    monkeypatch.setenv("DEEP_TILE_PACKAGED_KERNELS", "0")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert settings.cache_dir() == Path("/caches/mine")
     assert settings.cache_max_bytes() == 3 * 2**20
@@ -53,6 +56,7 @@ def test_values(monkeypatch):
     assert settings.dump_dir() == Path("/dumps")
     assert settings.tuned_file() == Path("/tuned/mine.json")
     assert settings.bounded_waits_ns() == 250_000_000
+    assert settings.packaged_kernels() is False
 
 
 @pytest.mark.parametrize(
@@ -87,6 +91,7 @@ def test_cache_dir_without_own_variable(monkeypatch, xdg, home, wanted):
         ("DEEP_TILE_PRINT_CONFIG", "yes", settings.print_config),
         ("DEEP_TILE_DUMP_DIR", "here", settings.dump_dir),
         ("DEEP_TILE_TUNED", "mine.json", settings.tuned_file),
+        ("DEEP_TILE_PACKAGED_KERNELS", "no", settings.packaged_kernels),
         ("DEEP_TILE_BOUNDED_WAITS", "yes", settings.bounded_waits_ns),
         ("DEEP_TILE_BOUNDED_WAITS", "0", settings.bounded_waits_ns),
         ("DEEP_TILE_BOUNDED_WAITS", "nan", settings.bounded_waits_ns),

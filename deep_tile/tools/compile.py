@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from deep_tile import jit, plan, settings
+from deep_tile import jit, packaged, plan, settings
 from deep_tile.codegen import kernel_source
 from deep_tile.config import GemmConfig
 from deep_tile.method import report
@@ -31,11 +31,6 @@ class Built(NamedTuple):
     seconds: float
     usage: jit.ResourceUsage
     size_bytes: int
-
-    @property
-    def flawed(self) -> bool:
-        """Spills, or a remark that ptxas serialised WGMMAs: the kernel is right, and slower than it should be."""
-        return bool(self.usage.spill_store_bytes or self.usage.spill_load_bytes or self.usage.warnings)
 
 
 def compile_kernels(options: argparse.Namespace) -> int:
@@ -89,7 +84,7 @@ def kernel_table(built: list[Built], uses: dict[GemmConfig, int] | None = None) 
 
 def report_flaws(built: list[Built]) -> int:
     """Exit code 1 and a line for each kernel that spills or that ptxas remarks on."""
-    flawed = [kernel for kernel in built if kernel.flawed]
+    flawed = [kernel for kernel in built if kernel.usage.flawed]
     for config, _, usage, _ in flawed:
         spills = f"{usage.spill_store_bytes} bytes spilled, {usage.spill_load_bytes} reloaded"
         print(f"{PROGRAM}: {'; '.join([f'{config.name}: {spills}', *usage.warnings])}", file=sys.stderr)
@@ -117,7 +112,7 @@ def _storing_remedy(size_bytes: int) -> str:
     if size_bytes >= info.limit_bytes * NEARLY_FULL:
         wanted = math.ceil(size_bytes / NEARLY_FULL / 2**20)
         return (
-            f"set {settings.CACHE_MAX_MB.name} to {wanted} or more; kernels above {_mib(info.limit_bytes)} are removed"
+            f"set {settings.CACHE_MAX_MB.name} to {wanted} or more; kernels above {mib(info.limit_bytes)} are removed"
         )
     return (
         f"{info.directory} cannot be written, or something empties it; set {settings.CACHE_DIR.name} to a directory of "
@@ -140,19 +135,26 @@ def show_cache(options: argparse.Namespace) -> int:
 def clear_cache(options: argparse.Namespace) -> int:
     before = jit.cache_info()
     jit.clear_cache()
-    new_console().print(f"Removed {before.entries} kernels, {_mib(before.size_bytes)}, from {_place(before)}.")
+    new_console().print(f"Removed {before.entries} kernels, {mib(before.size_bytes)}, from {_place(before)}.")
     return 0
 
 
 def cache_text() -> str:
     info = jit.cache_info()
-    held = f"{info.entries} kernels, {_mib(info.size_bytes)} of {_mib(info.limit_bytes)}"
-    return f"{_place(info)} holds {held}, and serves NVRTC {info.nvrtc_version}"
+    held = f"{info.entries} kernels, {mib(info.size_bytes)} of {mib(info.limit_bytes)}"
+    served = "there is no NVRTC" if info.nvrtc_version is None else f"serves NVRTC {info.nvrtc_version}"
+    before = "" if info.packaged is None else f"; before it, {packaged_text(info.packaged)}"
+    return f"{_place(info)} holds {held}, and {served}{before}"
+
+
+def packaged_text(brought: packaged.Contents) -> str:
+    kernels = f"{brought.kernels} kernels of NVRTC {brought.nvrtc_version}, {mib(brought.size_bytes)}"
+    return f"the package brings {kernels}, which serve whatever NVRTC there is"
 
 
 def _place(info: jit.CacheInfo) -> str:
     return "the memory of this process" if info.directory is None else str(info.directory)
 
 
-def _mib(size_bytes: int) -> str:
+def mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:.1f} MiB"

@@ -13,12 +13,12 @@ from importlib import metadata
 from typing import NamedTuple
 
 import deep_tile
-from deep_tile import _launcher, jit, plan, settings
+from deep_tile import _launcher, jit, packaged, plan, settings
 from deep_tile.codegen import kernel_source
 from deep_tile.method import report
 from deep_tile.problem import GemmProblem
 from deep_tile.select import hardware, tuned
-from deep_tile.tools.compile import build, cache_text
+from deep_tile.tools.compile import build, cache_text, packaged_text
 from deep_tile.tools.console import INSTALL_NVRTC, new_console, remedy_for_missing
 from deep_tile.tools.products import checked_error
 
@@ -106,11 +106,12 @@ def _checks() -> list[Check]:
         Check("PyTorch", _look_at_torch, "to use a GPU, install a CUDA build of PyTorch"),
         Check("driver", _look_at_driver, "to use a GPU, install NVIDIA's driver"),
         Check("GPU", _look_at_gpus, "none needed to compile; kernels run on a Hopper GPU: H100, H200, H800, H20"),
-        Check("cuda.core", _look_at_bindings, INSTALL_NVRTC),
-        Check("NVRTC", _look_at_nvrtc, INSTALL_NVRTC),
+        Check("cuda.core", _to_compile(_look_at_bindings), INSTALL_NVRTC),
+        Check("NVRTC", _to_compile(_look_at_nvrtc), INSTALL_NVRTC),
+        Check("packaged kernels", _look_at_packaged, f"unset {settings.PACKAGED_KERNELS.name}"),
         *(Check(variable.name, _look_at(value), variable.meaning) for variable, value in VARIABLE_VALUES),
         Check("tuned choices", _look_at_tuned, f"remove that file, or set {settings.TUNED.name} to another one"),
-        Check("compiler", _look_at_compiler, INSTALL_NVRTC),
+        Check("compiler", _to_compile(_look_at_compiler), INSTALL_NVRTC),
         Check("cache", _look_at_cache, "set DEEP_TILE_CACHE_DIR to a directory of your own, on a disk with space"),
         Check("product", _look_at_product, "report this, with the output of `deep-tile doctor --json`"),
     ]
@@ -122,6 +123,7 @@ VARIABLE_VALUES: tuple[tuple[settings.Variable, Callable[[], object]], ...] = (
     (settings.PRINT_CONFIG, lambda: int(settings.print_config())),
     (settings.DUMP_DIR, lambda: settings.dump_dir() or "unset"),
     (settings.TUNED, lambda: settings.tuned_file() or "a file for each model of GPU, in the cache directory"),
+    (settings.PACKAGED_KERNELS, lambda: int(settings.packaged_kernels())),
     (settings.BOUNDED_WAITS, lambda: (settings.bounded_waits_ns() or 0) * 1e-9 or "unset"),
 )
 """Each environment variable and how to say what it means to this process."""
@@ -164,6 +166,29 @@ def _gpu_names() -> Iterable[str]:
         yield f"cuda:{device} {gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} SMs"
 
 
+def _to_compile(look: Callable[[], tuple[str, ...]]) -> Callable[[], tuple[str, ...]]:
+    """The same, and only a warning where packaged kernels do without a compiler."""
+
+    def look_again() -> tuple[str, ...]:
+        if not settings.packaged_kernels() or packaged.contents() is None:
+            return look()
+        try:
+            return look()
+        except (ImportError, RuntimeError, metadata.PackageNotFoundError) as error:
+            return "warn", f"{error}; packaged kernels do without, other configs and casts cannot be compiled"
+
+    return look_again
+
+
+def _look_at_packaged() -> tuple[str, str]:
+    brought = packaged.contents()
+    if brought is None:
+        return "ok", "none: kernels are compiled here"
+    if not settings.packaged_kernels():
+        return "warn", f"{settings.PACKAGED_KERNELS.name} is 0: {packaged_text(brought)}, but are not taken"
+    return "ok", packaged_text(brought)
+
+
 def _look_at_bindings() -> tuple[str, str]:
     return "ok", f"{metadata.version('cuda-core')}, cuda-bindings {metadata.version('cuda-bindings')}"
 
@@ -191,7 +216,7 @@ def _look_at_tuned() -> tuple[str, str]:
 def _look_at_compiler() -> tuple[str, str]:
     built = build(plan.config_for(DOCTORS_PROBLEM))
     text = f"{built.config.name} in {built.seconds:.2f} s, {built.usage.registers} registers"
-    return ("warn", f"{text}, spills or remarks") if built.flawed else ("ok", text)
+    return ("warn", f"{text}, spills or remarks") if built.usage.flawed else ("ok", text)
 
 
 def _look_at_cache() -> tuple[str, ...]:

@@ -1,0 +1,73 @@
+"""Kernels that travel with the package: those it can choose by itself, compiled by the NVRTC that the tests ran with.
+
+Read by jit.py before its cache, written by tools/pack.py when a wheel is made; a checkout has none. So a fresh machine
+compiles nothing for them and needs no NVRTC, and no other compiler stands between a user and a kernel that was tested.
+Knows only bytes. Invariant: a kernel is found by the text, options and hints that it was made of; a file that was
+damaged or belongs to other sources is no kernel.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from deep_tile import seal
+
+DIRECTORY = Path(__file__).parent / "kernels"
+
+_CONTENTS = "contents.json"
+
+
+class Contents(NamedTuple):
+    """What the package brings.
+
+    Attributes:
+        nvrtc_version: of the compiler that made the kernels.
+        kernels: how many.
+        size_bytes: of all.
+    """
+
+    nvrtc_version: str
+    kernels: int
+    size_bytes: int
+
+
+def contents() -> Contents | None:
+    """None where there are no packaged kernels: in a checkout, or installed from sources."""
+    return _read_contents(DIRECTORY)
+
+
+@cache
+def _read_contents(directory: Path) -> Contents | None:
+    try:
+        return Contents(**json.loads((directory / _CONTENTS).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def get(identity: bytes) -> bytes | None:
+    """The cubin of the kernel of that identity, `jit.identity`, if the package brings it."""
+    try:
+        entry = _path(DIRECTORY, identity).read_bytes()
+    except OSError:
+        return None
+    return seal.opened(identity, entry)
+
+
+def write(cubins: Mapping[bytes, bytes], nvrtc_version: str, directory: Path) -> Contents:
+    """Fill `directory`, which must not exist, with cubins by their identity.
+
+    Raises:
+        FileExistsError: there is such a directory.
+    """
+    directory.mkdir(parents=True)
+    for identity, cubin in cubins.items():
+        _path(directory, identity).write_bytes(seal.sealed(identity, cubin))
+    made = Contents(nvrtc_version, len(cubins), sum(map(len, cubins.values())))
+    (directory / _CONTENTS).write_text(json.dumps(made._asdict(), indent=1) + "\n")
+    return made
+
+
+def _path(directory: Path, identity: bytes) -> Path:
+    return directory / f"{identity.hex()}.cubin"

@@ -1,0 +1,56 @@
+"""Fills the folder of kernels that a wheel brings: `python -m deep_tile.tools.pack FOLDER`, called by `make dist`.
+
+Every kernel that the selector and the casts can choose by themselves, compiled by the NVRTC at hand. Ends with 1 where
+that is another NVRTC than the one named, or where a kernel spills or draws a remark. No GPU, no torch.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from deep_tile import cast, jit, packaged
+from deep_tile.codegen import cast_source, kernel_source
+from deep_tile.select.defaults import default_configs
+from deep_tile.tools.compile import mib
+from deep_tile.tools.console import track_progress
+
+
+def default_sources() -> dict[str, str]:
+    """Sources of all kernels that are chosen by default, by name."""
+    configs = (*default_configs(True), *default_configs(False))
+    gemms = {config.name: kernel_source(config) for config in configs}
+    return gemms | {kernel.name: cast_source(kernel) for kernel in cast.all_kernels()}
+
+
+def compiled(sources: dict[str, str], workers: int) -> Iterable[tuple[str, jit.Compiled]]:
+    with ThreadPoolExecutor(workers) as pool:
+        yield from zip(sources, pool.map(jit.compile_kernel, sources.values(), sources), strict=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m deep_tile.tools.pack", description="Pack the default kernels.")
+    parser.add_argument("folder", type=Path, help="where to; it must not exist")
+    parser.add_argument("--nvrtc", help="the only version that is allowed")
+    options = parser.parse_args(arguments)
+    version = jit.nvrtc_version()
+    if options.nvrtc not in (None, version):
+        print(f"pack: NVRTC is {version}, wanted {options.nvrtc}; install that version", file=sys.stderr)
+        return 1
+    sources, cubins, flaws = default_sources(), {}, []
+    for name, result in track_progress(compiled(sources, os.cpu_count() or 1), "Compiling", len(sources)):
+        usage = jit.resource_usage(result.log)
+        flaws += [name] if usage.flawed else []
+        cubins[jit.identity(sources[name])] = result.cubin
+    if flaws:
+        print(f"pack: {', '.join(flaws)}: spills or remarks of ptxas; such kernels are not shipped", file=sys.stderr)
+        return 1
+    made = packaged.write(cubins, version, options.folder)
+    print(f"{made.kernels} kernels of NVRTC {version}, {mib(made.size_bytes)}, in {options.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Kernels that travel with the package: found by what they are made of, before the cache, without any NVRTC."""
+
+import subprocess
+import sys
+
+import pytest
+
+from deep_tile import cast, jit, packaged, settings
+from deep_tile.codegen import cast_source, kernel_source
+from deep_tile.config import GemmConfig
+from deep_tile.tools import pack
+
+SOURCE = 'extern "C" __global__ void answer(int* out) { *out = 42; }'
+CUBIN = b"\x7fELF and so on"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Packaged kernels of this test alone."""
+    directory = tmp_path / "kernels"
+    monkeypatch.setattr(packaged, "DIRECTORY", directory)
+    return directory
+
+
+def test_a_checkout_brings_no_kernels():
+    assert packaged.contents() is None
+    assert not jit.is_packaged(kernel_source(GemmConfig(64, 64, 4)))
+
+
+def test_packaged_kernel_comes_before_cache_and_compiler(folder):
+    packaged.write({jit.identity(SOURCE): CUBIN}, "13.0.88", folder)
+    before = jit.compile_count()
+    assert jit.load_cubin(SOURCE, "answer") == CUBIN
+    assert jit.load_cubin(f"// a comment\n{SOURCE}", "answer") == CUBIN
+    assert jit.is_stored(SOURCE)
+    assert jit.compile_count() == before
+
+
+def test_other_sources_are_compiled(folder):
+    packaged.write({jit.identity(SOURCE): CUBIN}, "13.0.88", folder)
+    other = SOURCE.replace("42", "43")
+    assert not jit.is_packaged(other)
+    assert jit.load_cubin(other, "answer").startswith(b"\x7fELF\x02")
+
+
+def test_damaged_kernel_is_compiled(folder):
+    packaged.write({jit.identity(SOURCE): CUBIN}, "13.0.88", folder)
+    (entry,) = folder.glob("*.cubin")
+    entry.write_bytes(entry.read_bytes()[:-1] + b"!")
+    assert not jit.is_packaged(SOURCE)
+    assert jit.load_cubin(SOURCE, "answer").startswith(b"\x7fELF\x02")
+
+
+def test_a_variable_ignores_them(folder, monkeypatch):
+    packaged.write({jit.identity(SOURCE): CUBIN}, "13.0.88", folder)
+    monkeypatch.setattr(settings, "packaged_kernels", lambda: False)
+    assert not jit.is_packaged(SOURCE)
+    assert jit.cache_info().packaged is None
+    assert jit.load_cubin(SOURCE, "answer") != CUBIN
+
+
+def test_cache_and_doctor_say_who_serves(folder, call):
+    packaged.write({jit.identity(SOURCE): CUBIN}, "13.0.88", folder)
+    assert jit.cache_info().packaged == packaged.Contents("13.0.88", 1, len(CUBIN))
+    for command in (("cache", "info"), ("doctor", "--json")):
+        code, out, _ = call(*command)
+        assert code == 0
+        assert "the package brings 1 kernels of NVRTC 13.0.88" in out
+
+
+def test_a_folder_is_written_once(folder):
+    packaged.write({}, "13.0.88", folder)
+    with pytest.raises(FileExistsError):
+        packaged.write({}, "13.0.88", folder)
+
+
+def test_packed_kernels_serve_where_there_is_no_nvrtc(folder, monkeypatch, capsys):
+    config, kernel = GemmConfig(64, 64, 4), cast.all_kernels()[0]
+    sources = {config.name: kernel_source(config), kernel.name: cast_source(kernel)}
+    monkeypatch.setattr(pack, "default_sources", lambda: sources)
+    assert pack.main([str(folder)]) == 0
+    assert "2 kernels of NVRTC" in capsys.readouterr().out
+    program = f"""
+import sys
+sys.modules["cuda"] = None  # neither NVRTC nor cuda.core
+from pathlib import Path
+from deep_tile import cast, jit, packaged
+from deep_tile.codegen import cast_source, kernel_source
+from deep_tile.config import GemmConfig
+packaged.DIRECTORY = Path({str(folder)!r})
+for source in (kernel_source({config!r}), cast_source(cast.all_kernels()[0])):
+    assert jit.load_cubin(source, "any name")[:4] == b"\\x7fELF"
+assert jit.compile_count() == 0 and "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_pack_wants_the_pinned_nvrtc_and_no_flaws(folder, monkeypatch, capsys):
+    assert pack.main([str(folder), "--nvrtc", "1.2.3"]) == 1
+    assert "wanted 1.2.3" in capsys.readouterr().err
+    log = "Used 9 registers\n8 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads"
+    spilling = jit.Compiled(CUBIN, log, 0)
+    monkeypatch.setattr(pack, "default_sources", lambda: {"answer": SOURCE})
+    monkeypatch.setattr(jit, "compile_kernel", lambda source, name: spilling)
+    assert pack.main([str(folder)]) == 1
+    assert "answer: spills" in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_pack_has_every_kernel_that_is_chosen_by_default():
+    names = pack.default_sources()
+    assert len(names) == 134
+    for block_rows in (1, 128):
+        for source in cast.SOURCE_BYTES:
+            for shape in ((1, 1), (3, 4097), (16_384, 7168)):
+                assert cast.choose(block_rows, source, *shape, 114)[0].name in names
