@@ -102,8 +102,14 @@ class GemmConfig:
             return f"scale_blocks is {self.scale_blocks}; supported are 1, and 2 and 4 for tiles of one WGMMA"
         if self.b_stages < 0 or (self.b_stages > 0 and (self.cluster > 1 or self.scale_blocks > 1)):
             return f"b_stages is {self.b_stages}; b stays without clusters and with one scale block per stage only"
+        if self.b_stages == 1:
+            return (
+                "b_stages is 1; at least 2 K blocks of b stay, for a math warpgroup awaits the next column's first one "
+                "before it gives back this column's last one"
+            )
         alone = self.cluster == 1 and not self.resident_b
-        if self.narrow_n and not (self.narrow_n == NARROW_N and self.takes_turns and alone):
+        narrows = self.takes_turns and self.block_n > NARROW_N  # narrow tiles lie in the buffers of the wide ones
+        if self.narrow_n and not (self.narrow_n == NARROW_N and narrows and alone):
             return (
                 f"narrow_n is {self.narrow_n}; supported is {NARROW_N} for tiles of 128x144 to 128x192, "
                 "without clusters, resident b and pairs"

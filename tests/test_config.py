@@ -45,6 +45,7 @@ def legal_configs():
         ({"b_stages": 2, "cluster_m": 2}, "b_stages is 2; b stays without clusters"),
         ({"b_stages": 2, "block_m": 64, "block_n": 64, "scale_blocks": 2}, "with one scale block per stage only"),
         ({"b_stages": -1}, "b_stages is -1"),
+        ({"b_stages": 1}, "b_stages is 1; at least 2 K blocks of b stay"),
         ({"narrow_n": 128}, "narrow_n is 128; supported is 128 for tiles of 128x144 to 128x192"),
         ({"block_n": 160, "narrow_n": 96}, "narrow_n is 96"),
         ({"block_n": 160, "narrow_n": 128, "cluster_m": 2}, "without clusters, resident b and pairs"),
@@ -59,6 +60,14 @@ def legal_configs():
 def test_each_rule_refuses_and_says_why(arguments, message):
     with pytest.raises(ValueError, match=message):
         GemmConfig(**{"block_m": 128, "block_n": 128, "stages": 4, **arguments})
+
+
+@pytest.mark.parametrize(("block_n", "scale_blocks"), [(48, 4), (64, 4), (80, 2), (96, 2), (112, 2), (128, 2)])
+def test_narrow_tiles_are_narrower_than_the_others(block_n, scale_blocks):
+    """Others with several scale blocks take turns as well; narrow tiles would reach beyond their buffers."""
+    name = f"fp8_gemm_128x{block_n}x{128 * scale_blocks}_s2_c1x1_n128_b1"
+    with pytest.raises(ValueError, match=f"^{name}: narrow_n is 128; supported is 128 for tiles of 128x144 to 128x192"):
+        GemmConfig(128, block_n, 2, scale_blocks=scale_blocks, narrow_n=128, store_buffers=1)
 
 
 def test_deepest_rings_that_fit():

@@ -1,0 +1,892 @@
+"""A model of the kernel's synchronisation: what every warp of a thread block does, as a program for machine.py.
+
+Read it beside include/deep_tile: a function here has the name of the one there that it stands for, and every count,
+byte and depth comes from GemmConfig and deep_tile.select, as the kernel's do. Left out is what synchronises nobody:
+arithmetic, addresses within a row of a buffer, prefetches; and the preceding kernel (griddepcontrol).
+
+The hardware, as the model takes it:
+
+- TMA writes from the moment it is asked to until its bytes complete, cp.async until its arrival, st.async likewise.
+- A WGMMA reads its operands until wgmma.wait_group says that it is over, TMA an output box until wait_group.read.
+- A load is over when its value is used, or before an arrive on a barrier of the own block, which is a release there. An
+  arrive in another block of the cluster waits for no load.
+- What a thread writes is there for TMA after fence.proxy.async.
+- The memory of a block, barriers included, is gone when all of its warps are done.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from itertools import count, islice, product
+from typing import NamedTuple
+
+import numpy as np
+from machine import (
+    ENDLESS,
+    TILES,
+    Arrive,
+    Complete,
+    Fault,
+    Init,
+    Issue,
+    Join,
+    Machine,
+    Name,
+    Operation,
+    Process,
+    Reach,
+    Region,
+    Sync,
+    Use,
+    Wait,
+)
+
+from deep_tile.config import MMA_M, SCALE_BLOCK, GemmConfig, ceil_div
+from deep_tile.plan import tail_rows
+from deep_tile.problem import GemmProblem
+from deep_tile.select.schedule import grid_size, narrow_columns, raster_rows
+
+Program = Iterator[Operation]
+
+WARP = 32
+WARPGROUP = 128
+WARP_ROWS = MMA_M // 4
+FIRST_STAGES = 5
+"""Stages that are requested before anything else, at most."""
+
+LONGEST_PROGRAM = 20_000
+"""Operations of a role; one that has more has lost its way out."""
+
+
+class Tile(NamedTuple):
+    """One of a block's tiles. `column` counts the columns of tiles that it has begun, where `b` stays."""
+
+    index: int
+    m: int
+    n: int
+    narrow: bool = False
+    column: int = 0
+    begins_column: bool = True
+    ends_column: bool = True
+
+
+class Launch:
+    """One product by one config: what the host hands the kernel, and all that its blocks have in common.
+
+    Args:
+        bulk_scales: the scales of `a` lie so that TMA can copy them.
+        early_b: `b` is requested before `a`.
+        warps: of a math process: 4, a warpgroup whose warps act alike, or 1.
+    """
+
+    def __init__(
+        self, config: GemmConfig, problem: GemmProblem, bulk_scales: bool = True, early_b: bool = False, warps: int = 4
+    ):
+        self.config, self.problem, self.early_b, self.warps = config, problem, early_b, warps
+        self.m, self.n, self.k = problem.m, problem.n, problem.k
+        self.narrow_columns = narrow_columns(config, problem)
+        self.raster_rows = raster_rows(problem)
+        self.clusters = grid_size(config, problem) // config.cluster
+        self.bulk_scale_rows = self.m if bulk_scales else 0
+        self.a_tail_rows = tail_rows(self.m, config.block_m, config.cluster_n)
+        wide_n = self.n - self.narrow_columns * config.narrow_n
+        self.b_tail_rows = tail_rows(wide_n, config.block_n, config.cluster_m)
+
+    def machine(self, cluster: int, change: Callable[[Process], Process] = lambda process: process) -> Machine:
+        """One cluster of the grid, each of its processes changed; clusters never meet. Raises Fault."""
+        blocks = [self.block(cluster, rank) for rank in range(self.config.cluster)]
+        processes = [change(process) for block in blocks for process in block.processes()]
+        return Machine(processes, {name: rows for block in blocks for name, rows in block.buffers().items()})
+
+    def block(self, cluster: int, rank: int) -> "Block":
+        return Block(self, cluster, rank)
+
+    def check_tiles(self) -> None:
+        """Raises Fault unless every element of `out` is stored once."""
+        stored = np.zeros((self.m, self.n), dtype=int)
+        for cluster, rank in product(range(self.clusters), range(self.config.cluster)):
+            block = self.block(cluster, rank)
+            for tile in block.tiles:
+                first, width = block.stored_columns(tile)
+                stored[tile.m : tile.m + self.config.block_m, first : first + width] += 1
+        wrong = np.argwhere(stored != 1)
+        if len(wrong):
+            m, n = wrong[0]
+            raise Fault(TILES, f"out[{m}, {n}] is stored {stored[m, n]} times")
+
+
+def together(process: Process) -> Process:
+    """For `explore`, which has far fewer states then: boxes of a request land together, copies with their arrival.
+
+    Nobody can tell: who waits for the one waits for the other, on the same barrier.
+    """
+    operations: list[Operation] = []
+    for operation in process.operations:
+        last = operations[-1] if operations else None
+        if not isinstance(operation, Issue) or not isinstance(last, Issue):
+            operations.append(operation)
+        elif (last.group, operation.group) == ("copy", "arrival"):
+            operations[-1] = operation._replace(writes=last.writes)
+        elif last.group == operation.group == "load" and last.then.barrier == operation.then.barrier:
+            landed = Complete(last.then.barrier, last.then.landed_bytes + operation.then.landed_bytes)
+            operations[-1] = last._replace(writes=last.writes + operation.writes, then=landed)
+        else:
+            operations.append(operation)
+    return process._replace(operations=operations)
+
+
+# scheduler.cuh: which tile comes next. Every role walks its own copy.
+
+
+def place(launch: Launch, config: GemmConfig, rank: int, position: int, columns: int) -> tuple[int, int]:
+    """Row and column of a block's tile, in tiles, at a position of the raster."""
+    rows = ceil_div(launch.m, config.block_m * config.cluster_m)
+    group_rows = launch.raster_rows // config.cluster_m
+    group, within = divmod(position, group_rows * columns)
+    column, row = divmod(within, min(group_rows, rows - group * group_rows))
+    row += group * group_rows
+    return (
+        row * config.cluster_m + rank % config.cluster_m,
+        column * config.cluster_n + rank // config.cluster_m % config.cluster_n,
+    )
+
+
+def first_cluster_tile(launch: Launch, cluster: int) -> int:
+    """Split K numbers clusters by GPC where there are few rows."""
+    gpcs, few_rows = 8, 4
+    if launch.config.split_k == 1 or ceil_div(launch.m, launch.config.block_m) > few_rows:
+        return cluster
+    gpc = cluster % gpcs
+    return gpc * (launch.clusters // gpcs) + min(gpc, launch.clusters % gpcs) + cluster // gpcs
+
+
+class Raster:
+    """Of a config's own tiles (RasterScheduler): positions cluster, cluster + clusters, ..."""
+
+    def __init__(self, launch: Launch, config: GemmConfig):
+        self.launch, self.config = launch, config
+        self.is_narrow = config.block_n < config.buffer_n
+        self.rows = ceil_div(launch.m, config.block_m * config.cluster_m)
+        self.wide_columns = self._wide_columns()
+        self.columns = launch.narrow_columns if self.is_narrow else self.wide_columns
+        self.first_column = config.narrow_n * launch.narrow_columns
+
+    def _wide_columns(self) -> int:
+        narrow_n = self.config.block_n if self.is_narrow else self.config.narrow_n
+        wide_n = self.config.buffer_n if self.is_narrow else self.config.block_n * self.config.cluster_n
+        return ceil_div(self.launch.n - narrow_n * self.launch.narrow_columns, wide_n)
+
+    def tiles(self, cluster: int, rank: int) -> list[Tile]:
+        first, step = first_cluster_tile(self.launch, cluster), self.launch.clusters
+        if self.is_narrow:  # on from the last wide tile
+            wide_tiles = self.rows * self.wide_columns
+            first = next(position for position in count(first, step) if position >= wide_tiles) - wide_tiles
+        positions = range(first, self.rows * self.columns, step)
+        return [self._tile(index, position, rank) for index, position in enumerate(positions)]
+
+    def _tile(self, index: int, position: int, rank: int) -> Tile:
+        row, column = place(self.launch, self.config, rank, position, self.columns)
+        n = self.first_column + column * self.config.block_n
+        return Tile(index, row * self.config.block_m, n, self.is_narrow)
+
+
+def two_width_tiles(launch: Launch, cluster: int) -> list[Tile]:
+    """The wide tiles, then the narrow ones (TwoWidthScheduler)."""
+    config, raster = launch.config, Raster(launch, launch.config)
+    wide = raster.tiles(cluster, 0)
+    wide_tiles = raster.rows * raster.columns
+    first = cluster + len(wide) * launch.clusters - wide_tiles
+    tiles = [*wide]
+    for position in range(first, raster.rows * launch.narrow_columns, launch.clusters):
+        row, column = place(launch, config, 0, position, launch.narrow_columns)
+        tiles.append(Tile(len(tiles), row * config.block_m, column * config.narrow_n, narrow=True))
+    return tiles
+
+
+def column_tiles(launch: Launch, block: int) -> list[Tile]:
+    """Down columns, where `b` stays: whole ones first, then a share of the others (ColumnScheduler)."""
+    config, blocks = launch.config, launch.clusters
+    rows, columns = ceil_div(launch.m, config.block_m), ceil_div(launch.n, config.block_n)
+    whole = columns // blocks
+    shared_from = whole * blocks
+    share, more = divmod(rows * (columns - shared_from), blocks)
+    first = share * block + min(block, more)
+    places = [(row, block + i * blocks) for i in range(whole) for row in range(rows)]
+    places += [(i % rows, shared_from + i // rows) for i in range(first, first + share + (block < more))]
+    tiles, column, begins = [], 0, True
+    for index, (row, place_n) in enumerate(places):
+        ends = row + 1 == rows
+        tiles.append(Tile(index, row * config.block_m, place_n * config.block_n, False, column, begins, ends))
+        column, begins = column + ends, ends
+    return tiles
+
+
+class Block:
+    """A thread block: its tiles, its part of K, its memory, and one process for each of its warps."""
+
+    def __init__(self, launch: Launch, cluster: int, rank: int):
+        self.launch, self.config, self.cluster, self.rank = launch, launch.config, cluster, rank
+        stages = ceil_div(launch.k, self.config.block_k)
+        part = rank if self.config.split_k > 1 else 0
+        self.steps = range(stages * part // self.config.split_k, stages * (part + 1) // self.config.split_k)
+
+    @cached_property
+    def tiles(self) -> list[Tile]:
+        """As all but the math warps walk them (TileScheduler)."""
+        return two_width_tiles(self.launch, self.cluster) if self.config.narrow_n else self.width_tiles(self.config)
+
+    def width_tiles(self, config: GemmConfig) -> list[Tile]:
+        """Those of a config's own width (WidthScheduler)."""
+        if config.resident_b:
+            return column_tiles(self.launch, self.cluster)
+        return Raster(self.launch, config).tiles(self.cluster, self.rank)
+
+    def stored_columns(self, tile: Tile) -> tuple[int, int]:
+        """The first that the block stores of a tile, and how many."""
+        if self.config.split_k > 1:
+            return tile.n + self.rank * self.config.columns_per_part, self.config.columns_per_part
+        return tile.n, self.config.narrow_n if tile.narrow else self.config.block_n
+
+    # Names of barriers and buffers.
+
+    def own(self, what: str, *indices: int) -> Name:
+        return (self.rank, what, *indices)
+
+    def others(self) -> list[int]:
+        return [rank for rank in range(self.config.cluster) if rank != self.rank]
+
+    def buffers(self) -> dict[Name, int]:
+        """SharedStorage, in rows: of 128 bytes in `a` and `b`; the scales of one row or column; a thread's sums."""
+        config = self.config
+        stages = range(config.stages)
+        rows = {self.own("a", stage): config.scale_blocks * config.block_m for stage in stages}
+        rows |= {self.own("b", slot): config.scale_blocks * config.buffer_n for slot in range(config.b_slots)}
+        rows |= {self.own("a_scale", stage): config.block_m for stage in stages}
+        rows |= {self.own("b_scale", stage): config.b_scale_slots for stage in stages}
+        for warpgroup in range(config.math_warpgroups):
+            rows |= {self.own("out", warpgroup, buffer): MMA_M for buffer in range(config.store_buffers)}
+            rows |= {self.own("partial", warpgroup, sender): WARPGROUP for sender in range(config.split_k - 1)}
+        return rows
+
+    # gemm(): the roles.
+
+    def processes(self) -> Iterator[Process]:
+        config = self.config
+        for warpgroup in range(config.math_warpgroups):
+            for first in range(0, 4, self.launch.warps):
+                warps = range(first, first + self.launch.warps)
+                name = f"math {warpgroup}" + (f".{first}" if len(warps) == 1 else "")
+                yield self._process(name, MathWarps(self, warpgroup, warps).run())
+        yield self._process("operands", OperandsWarp(self).run())
+        for warp in range(config.scale_warps):
+            yield self._process(f"scales {warp}", ScaleWarp(self, warp).run())
+        for warp in range(config.store_warps):
+            yield self._process(f"stores {warp}", StoreWarp(self, warp).run())
+        for warp in range(3 - config.scale_warps - config.store_warps):
+            yield self._process(f"idle {warp}", self.start_producer())
+
+    def _process(self, name: str, program: Program) -> Process:
+        operations = list(islice(program, LONGEST_PROGRAM))
+        name = f"block {self.rank} {name}"
+        if len(operations) == LONGEST_PROGRAM:
+            raise Fault(ENDLESS, name)
+        return Process(name, self.rank, operations)
+
+    def start_producer(self) -> Program:
+        """Of a warp of the producer warpgroup that does nothing before it awaits the barriers."""
+        yield from self.give_registers()
+        yield from self.await_barriers(WARP)
+
+    def give_registers(self) -> Program:
+        """setmaxnreg.dec"""
+        if self.config.math_warpgroups == 2:
+            yield Reach(self.own("registers"), WARP, WARPGROUP)
+
+    def take_registers(self) -> Program:
+        """setmaxnreg.inc: until the producer warpgroup has given them."""
+        if self.config.math_warpgroups == 2:
+            yield Wait(self.own("registers"), 0)
+
+    def await_barriers(self, threads: int) -> Program:
+        """Until those of the whole cluster are ready to use."""
+        if self.config.cluster > 1:
+            yield Sync(CLUSTER_BARRIER, threads, self.config.cluster * self.config.threads)
+        else:
+            yield Sync(self.own("all"), threads, self.config.threads)
+
+
+CLUSTER_BARRIER: Name = (-1, "cluster barrier")
+
+
+class OperandsWarp:
+    """Requests operands by TMA. `position` counts stages, of all tiles."""
+
+    def __init__(self, block: Block):
+        self.block, self.config, self.launch = block, block.config, block.launch
+
+    def run(self) -> Program:
+        yield from self.block.give_registers()
+        yield from self.initialize_full_barriers()
+        yield from self.announce_full_barriers()
+        requested = yield from self.request_first_stages()
+        if self.config.cluster > 1:
+            yield Wait(CLUSTER_BARRIER, 0)
+        else:
+            yield Sync(self.block.own("others"), WARP, 2 * WARP)
+        yield from self.produce_operands(requested)
+
+    def initialize_full_barriers(self) -> Program:
+        for stage in range(self.config.stages):
+            yield Init(self.block.own("full", stage), 1 + WARP)
+        for slot in range(self.config.b_stages):
+            yield Init(self.block.own("column full", slot), 1)
+
+    def announce_full_barriers(self) -> Program:
+        if self.config.cluster > 1:
+            yield Reach(CLUSTER_BARRIER, WARP, self.config.cluster * self.config.threads)
+        else:
+            yield Reach(self.block.own("all"), WARP, self.config.threads)
+
+    def request_first_stages(self) -> Program:
+        """Without multicast, for the peer may not have made its barriers. Returns how many."""
+        tile, steps = self.block.tiles[0], self.block.steps
+        stages = range(min(self.config.stages, FIRST_STAGES, len(steps)))
+        for stage in stages:
+            yield from self.load_b(tile, stage, steps[stage], multicast=False)
+            if not self.launch.early_b:
+                yield from self.load_a(tile, stage, steps[stage], multicast=False)
+        if self.launch.early_b:
+            for stage in stages:
+                yield from self.load_a(tile, stage, steps[stage], multicast=False)
+        return len(stages)
+
+    def produce_operands(self, requested: int) -> Program:
+        config, block, position = self.config, self.block, 0
+        for tile in block.tiles:
+            for step in block.steps:
+                stage, turn = position % config.stages, position // config.stages
+                position += 1
+                if position <= requested:
+                    continue
+                if config.resident_b and tile.begins_column:
+                    yield Wait(block.own("column empty", step), tile.column - 1)
+                yield Wait(block.own("empty", stage), turn - 1)
+                if not config.resident_b or tile.begins_column:
+                    yield from self.load_b(tile, stage, step, config.multicast)
+                yield from self.load_a(tile, stage, step, config.multicast)
+        if config.multicast:
+            yield from self.drain(position)
+
+    def drain(self, position: int) -> Program:
+        """A block may not exit before its peer is done with what it multicasts."""
+        for last in range(position, position + self.config.stages):
+            stage, turn = last % self.config.stages, last // self.config.stages
+            yield Wait(self.block.own("empty", stage), turn - 1)
+
+    def a_rows(self, tile: Tile) -> int:
+        """Of a box of `a`."""
+        if self.config.cluster_m > 1 and tile.m >= self.launch.m:
+            return 0
+        last = tile.m + self.config.block_m > self.launch.m
+        return self.launch.a_tail_rows if last else self.config.block_m // self.config.cluster_n
+
+    def b_rows(self, tile: Tile) -> int:
+        if tile.narrow:
+            return self.config.narrow_n
+        if self.config.cluster_n > 1 and tile.n >= self.launch.n:
+            return 0
+        last = tile.n + self.config.block_n > self.launch.n
+        return self.launch.b_tail_rows if last else self.config.block_n // self.config.cluster_m
+
+    def load_b(self, tile: Tile, stage: int, step: int, multicast: bool) -> Program:
+        rows = self.b_rows(tile)
+        if self.config.resident_b:
+            barrier, slot, announced = "column full", step, rows * self.config.block_k
+        else:
+            barrier, slot, announced = "full", stage, self.announced_bytes(tile, rows * self.config.cluster_m)
+        yield Arrive(self.block.own(barrier, slot), 1, announced)
+        shared = self.config.cluster_m > 1
+        yield from self.load("b", slot, barrier, rows, held_of_b(self.config, tile, step), shared, multicast)
+
+    def load_a(self, tile: Tile, stage: int, step: int, multicast: bool) -> Program:
+        if self.config.resident_b:
+            yield Arrive(self.block.own("full", stage), 1, self.announced_bytes(tile, 0))
+        if scales_in_bulk(self.launch, tile):
+            scales = Region(self.block.own("a_scale", stage), 0, self.config.block_m, held_of_a(tile, step))
+            landed = Complete(self.block.own("full", stage), self.row_scale_bytes)
+            yield Issue("load", writes=(scales,), then=landed)
+        shared = self.config.cluster_n > 1
+        yield from self.load("a", stage, "full", self.a_rows(tile), held_of_a(tile, step), shared, multicast)
+
+    @property
+    def row_scale_bytes(self) -> int:
+        return self.config.block_m * 4
+
+    def announced_bytes(self, tile: Tile, b_rows: int) -> int:
+        operands = (self.a_rows(tile) * self.config.cluster_n + b_rows) * self.config.block_k
+        return operands + (self.row_scale_bytes if scales_in_bulk(self.launch, tile) else 0)
+
+    def load(
+        self, what: str, slot: int, barrier: str, rows: int, held: tuple, shared: bool, multicast: bool
+    ) -> Program:
+        """A box for each scale block: of a tile that two blocks share, half of it to both, or both halves to this."""
+        if self.config.multicast and rows == 0:
+            return
+        rank = self.block.rank
+        tile_rows = self.config.block_m if what == "a" else self.config.block_n
+        if shared and multicast:
+            boxes = [(block, rank) for block in range(2)]
+        else:
+            boxes = [(rank, half) for half in range(2 if shared else 1)]
+        for i in range(self.config.scale_blocks):
+            for block, half in boxes:
+                first = i * tile_rows + half * rows
+                region = Region((block, what, slot), first, first + rows, (*held, i))
+                yield Issue("load", writes=(region,), then=Complete((block, barrier, slot), rows * SCALE_BLOCK))
+
+
+def scales_in_bulk(launch: Launch, tile: Tile) -> bool:
+    return launch.config.bulk_scales and tile.m + launch.config.block_m <= launch.bulk_scale_rows
+
+
+def held_of_a(tile: Tile, step: int) -> tuple:
+    """What a stage is to hold: rows from here on, of this K block, for this tile."""
+    return (f"tile {tile.index}", f"m {tile.m}", f"step {step}")
+
+
+def held_of_b(config: GemmConfig, tile: Tile, step: int) -> tuple:
+    """The same; or for this column of tiles, where `b` stays."""
+    user = f"column {tile.column}" if config.resident_b else f"tile {tile.index}"
+    return (user, f"n {tile.n}", f"step {step}")
+
+
+class ScaleWarp:
+    """Copies scales by cp.async, of every `scale_warps`-th stage."""
+
+    def __init__(self, block: Block, warp: int):
+        self.block, self.config, self.warp = block, block.config, warp
+
+    def run(self) -> Program:
+        yield from self.block.give_registers()
+        requested = yield from self.request_first_scales()
+        yield from self.block.await_barriers(WARP)
+        yield from self.produce_scales(requested)
+
+    def request_first_scales(self) -> Program:
+        """Its first stage's, before there are barriers. Returns whether there is one."""
+        if self.warp >= min(self.config.stages, len(self.block.steps)):
+            return False
+        yield from self.copy(self.block.tiles[0], self.warp, self.block.steps[self.warp])
+        return True
+
+    def produce_scales(self, requested: bool) -> Program:
+        config, steps, position, step = self.config, len(self.block.steps), self.warp, self.warp
+        if requested:
+            yield from self.arrive(position)
+            step += config.scale_warps
+            position += config.scale_warps
+        for tile in self.block.tiles:
+            while step < steps:
+                stage, turn = position % config.stages, position // config.stages
+                yield Wait(self.block.own("empty", stage), turn - 1)
+                yield from self.copy(tile, stage, self.block.steps[step])
+                yield from self.arrive(stage)
+                step += config.scale_warps
+                position += config.scale_warps
+            step -= steps
+
+    def copy(self, tile: Tile, stage: int, step: int) -> Program:
+        rows = self.config.block_m
+        a = Region(self.block.own("a_scale", stage), 0, rows, held_of_a(tile, step))
+        b = Region(self.block.own("b_scale", stage), 0, self.config.b_scale_slots, held_of_scales(tile, step))
+        yield Issue("copy", writes=(b,) if scales_in_bulk(self.block.launch, tile) else (a, b))
+
+    def arrive(self, stage: int) -> Program:
+        """cp.async.mbarrier.arrive: by each lane, when its copies so far have landed."""
+        yield Issue("arrival", then=Arrive(self.block.own("full", stage), WARP), after="copy")
+
+
+def held_of_scales(tile: Tile, step: int) -> tuple:
+    """What the slots of scales of `b` are to hold."""
+    return (f"tile {tile.index}", f"n {tile.n}", f"step {step}")
+
+
+# output.cuh
+
+
+def boxes_inside(launch: Launch, config: GemmConfig, first: int, row: int, column: int) -> list[int]:
+    """Of those that are stored at once from `first` on, the ones that do not lie beyond the matrix; row and column are
+    those of the first box of all."""
+    per_row = config.boxes // config.chunks_m
+
+    def inside(box: int) -> bool:
+        box_column = min(box % per_row * config.store_columns, config.columns_per_part - config.store_columns)
+        return row + box // per_row * MMA_M < launch.m and column + box_column < launch.n
+
+    return [box for box in range(first, first + config.boxes_at_once) if inside(box)]
+
+
+class StoreWarp:
+    """Hands TMA the boxes of one math warpgroup, or of both."""
+
+    def __init__(self, block: Block, warp: int):
+        self.block, self.config = block, block.config
+        self.warpgroups = range(warp, block.config.math_warpgroups, max(1, block.config.store_warps))
+
+    def run(self) -> Program:
+        yield from self.block.start_producer()
+        for tile in self.block.tiles:
+            yield from self.store(self.config.narrow if tile.narrow else self.config, tile)
+        yield Join("store")
+
+    def store(self, config: GemmConfig, tile: Tile) -> Program:
+        for first in range(0, config.boxes, config.boxes_at_once):
+            yield Join("store")
+            for warpgroup in self.warpgroups:
+                yield Reach(self.block.own("boxes empty", warpgroup), WARP, WARPGROUP + WARP)
+            for warpgroup in self.warpgroups:
+                yield Sync(self.block.own("boxes full", warpgroup), WARP, WARPGROUP + WARP)
+                row = tile.m + warpgroup * config.rows_per_warpgroup
+                boxes = boxes_inside(self.block.launch, config, first, row, tile.n)
+                yield Issue("store", reads=tuple(self.box(config, warpgroup, tile, box) for box in boxes))
+
+    def box(self, config: GemmConfig, warpgroup: int, tile: Tile, box: int) -> Region:
+        return Region(self.block.own("out", warpgroup, box % config.store_buffers), 0, MMA_M, held_of_box(tile, box))
+
+
+def held_of_box(tile: Tile, box: int) -> tuple:
+    return (f"tile {tile.index}", f"box {box}")
+
+
+class MathWarps:
+    """Warps of a math warpgroup that act alike: WGMMA and promotion (the main loops), rows of output boxes (Epilogue),
+    and sums of other blocks (SplitReduction)."""
+
+    def __init__(self, block: Block, warpgroup: int, warps: range):
+        self.block, self.launch, self.warpgroup, self.warps = block, block.launch, warpgroup, warps
+        self.threads = WARP * len(warps)
+        self.position = 0  # of the stage that is acquired next or has been, of all tiles
+        self.use(block.config)
+
+    def use(self, config: GemmConfig) -> None:
+        """From here on, tiles of this width."""
+        self.config = config
+        self.tiles = self.block.width_tiles(config)
+        self.first_position = self.position
+
+    def run(self) -> Program:
+        if self.warpgroup == 0 and 0 in self.warps:
+            yield from self.initialize_other_barriers()
+        yield from self.block.await_barriers(self.threads)
+        yield from self.block.take_registers()
+        yield from self.consume() if self.config.split_k == 1 else self.consume_split()
+
+    def initialize_other_barriers(self) -> Program:
+        config, own = self.config, self.block.own
+        math_warps = 4 * config.math_warpgroups
+        for stage in range(config.stages):
+            yield Init(own("empty", stage), math_warps * (WARP + config.multicast))
+        for slot in range(config.b_stages):
+            yield Init(own("column empty", slot), math_warps * WARP)
+        for warpgroup in range(config.math_warpgroups if config.split_k > 1 else 0):
+            yield Init(own("partial full", warpgroup), 1)
+            yield Init(own("partial empty", warpgroup), 4 * (config.split_k - 1))
+        if config.cluster == 1:
+            yield Reach(own("others"), WARP, 2 * WARP)
+
+    def consume(self) -> Program:
+        wide = self.config
+        if not wide.narrow_n or self.tiles:
+            yield from self.consume_width()
+        if wide.narrow_n:
+            self.use(wide.narrow)
+            self.tiles = [tile._replace(index=len(self.block.width_tiles(wide)) + tile.index) for tile in self.tiles]
+            if self.tiles:
+                yield from self.consume_width()
+
+    def consume_width(self) -> Program:
+        config = self.config
+        yield from self.begin_turns()
+        yield from self.acquire()
+        for tile in self.tiles:
+            more = tile is not self.tiles[-1]
+            if config.chunks == 1:
+                yield from self.begin(self.position, 0)
+            if config.store_chunks > 1:
+                yield from self.multiply(more, lambda chunk, tile=tile: self.store_chunk(tile, chunk))
+                yield from self.store_chunk(tile, config.store_chunks - 1)
+            else:
+                yield from self.multiply(more)
+                yield from self.store(tile, tile.n)
+        yield from self.end_turns()
+        yield from self.drain()
+
+    def consume_split(self) -> Program:
+        yield from self.begin_turns()
+        for tile in self.tiles:
+            if self.block.steps:
+                yield from self.acquire()
+                if self.config.chunks == 1:
+                    yield from self.begin(self.position, 0)
+                yield from self.multiply(more=False)
+            yield from self.send(tile)
+            yield Wait(self.block.own("partial full", self.warpgroup), tile.index)
+            yield from self.receive(tile)
+            if tile is not self.tiles[-1]:
+                yield from self.release_sums()
+            yield from self.store(tile, self.block.stored_columns(tile)[0])
+        yield from self.end_turns()
+        yield from self.drain()
+
+    # mainloop.cuh: stages. A stage is named by its position among all stages of all tiles.
+
+    @property
+    def steps(self) -> int:
+        return len(self.block.steps)
+
+    def at(self, position: int) -> tuple[Tile, int]:
+        """The tile and the K block that are multiplied there; behind the last tile, one that nobody has."""
+        index, step = divmod(position - self.first_position, self.steps)
+        return self.tiles[index] if index < len(self.tiles) else Tile(-1, 0, 0), self.block.steps[step]
+
+    def acquire(self) -> Program:
+        """Waits for a stage, and reads its scales."""
+        stage, turn = self.position % self.config.stages, self.position // self.config.stages
+        tile, step = self.at(self.position)
+        yield Wait(self.block.own("full", stage), turn)
+        if self.config.resident_b and tile.begins_column:
+            yield Wait(self.block.own("column full", step), tile.column)
+        first = self.warpgroup * self.config.rows_per_warpgroup
+        rows = Region(
+            self.block.own("a_scale", stage), first, first + self.config.rows_per_warpgroup, held_of_a(tile, step)
+        )
+        columns = Region(self.block.own("b_scale", stage), 0, self.config.b_scale_slots, held_of_scales(tile, step))
+        yield Issue("scale read", reads=(rows, columns))
+
+    def release(self, position: int) -> Program:
+        """The stage has been read, and what it held of `b` for the last time if its column ends."""
+        stage = position % self.config.stages
+        tile, step = self.at(position)
+        yield Join("scale read")  # the arrive is a release
+        yield Arrive(self.block.own("empty", stage), self.threads)
+        if self.config.multicast:
+            yield Arrive((1 - self.block.rank, "empty", stage), len(self.warps))
+        if self.config.resident_b and tile.ends_column:
+            yield Arrive(self.block.own("column empty", step), self.threads)
+
+    def begin_turns(self) -> Program:
+        if self.warpgroup == 1:
+            yield from self.end_turn()
+
+    def end_turns(self) -> Program:
+        """The other warpgroup has announced a turn that nobody takes."""
+        if self.warpgroup == 0:
+            yield from self.await_turn()
+
+    def await_turn(self) -> Program:
+        if self.config.takes_turns:
+            yield Sync(self.block.own("turn", self.warpgroup), self.threads, 2 * WARPGROUP)
+
+    def end_turn(self) -> Program:
+        if self.config.takes_turns:
+            yield Reach(self.block.own("turn", 1 - self.warpgroup), self.threads, 2 * WARPGROUP)
+
+    def begin(self, position: int, chunk: int) -> Program:
+        """Begins the products of one chunk of a stage."""
+        yield from self.await_turn()
+        yield Issue("WGMMA", reads=tuple(self.operands(position, chunk)))
+        yield from self.end_turn()
+
+    def operands(self, position: int, chunk: int) -> Iterator[Region]:
+        """Rows of `a` and of `b`, but for those beyond the matrix, which may hold anything."""
+        config, (tile, step) = self.config, self.at(position)
+        stage = position % config.stages
+        first_m = self.warpgroup * config.rows_per_warpgroup + chunk // config.chunks_n * MMA_M
+        first_n = chunk % config.chunks_n * config.mma_n
+        rows = min(MMA_M, self.launch.m - tile.m - first_m)
+        columns = min(config.mma_n, self.launch.n - tile.n - first_n)
+        slot = step if config.resident_b else stage
+        for i in range(config.scale_blocks):
+            if rows > 0:
+                first = i * config.block_m + first_m
+                yield Region(self.block.own("a", stage), first, first + rows, (*held_of_a(tile, step), i))
+            if columns > 0:
+                first = i * config.block_n + first_n
+                yield Region(self.block.own("b", slot), first, first + columns, (*held_of_b(config, tile, step), i))
+
+    def multiply(self, more: bool, meanwhile: Callable[[int], Program] = lambda chunk: iter(())) -> Program:
+        """A tile whose first stage is acquired, and, in tiles of one chunk, begun."""
+        if self.config.pairs:
+            return self.multiply_pairs(more)
+        if self.config.block_sets == 2:
+            return self.multiply_ahead(more)
+        return self.multiply_in_turn(more, meanwhile)
+
+    def multiply_in_turn(self, more: bool, meanwhile: Callable[[int], Program]) -> Program:
+        for left in range(self.steps, 0, -1):
+            if self.config.chunks > 1 or left < self.steps:
+                yield from self.begin(self.position, 0)
+            yield from self.finish_stage(left > 1 or more, meanwhile if left == 1 else lambda chunk: iter(()))
+
+    def finish_stage(self, more: bool, meanwhile: Callable[[int], Program]) -> Program:
+        await_in = self.config.chunks - 1 if self.config.multicast else 0
+        present = self.position
+        for chunk in range(self.config.chunks):
+            if chunk > 0:
+                yield from self.begin(present, chunk)
+            if chunk == await_in:
+                self.position += 1
+                if more:
+                    yield from self.acquire()
+            if chunk > 0:
+                yield from meanwhile(chunk - 1)
+            yield Join("WGMMA")
+        yield from self.release(present)
+
+    def multiply_ahead(self, more: bool) -> Program:
+        left, apart = self.steps, self.blocks_apart(more)
+        while left > 2:
+            yield from self.step(True, True, left == apart + 1)
+            yield from self.step(True, True, left == apart + 2)
+            left -= 2
+        if left == 2:
+            yield from self.step(True, True, left == apart + 1)
+        yield from self.step(False, more, apart > 0)
+
+    def multiply_pairs(self, more: bool) -> Program:
+        left = self.steps
+        while True:
+            yield from self.step(True, True, False)
+            if left == 2:
+                break
+            yield from self.step(True, True, False)
+            left -= 2
+        yield from self.step(False, more, False)
+
+    def blocks_apart(self, more: bool) -> int:
+        if not self.config.ends_apart:
+            return 0
+        blocks = 2 if not more else 1 if self.steps > self.config.stages else 0
+        return blocks if self.steps > blocks else 0
+
+    def step(self, begin_next: bool, more: bool, meet: bool) -> Program:
+        """Finishes the present stage; with two sets of temporaries, begins the next one before it promotes."""
+        present = self.position
+        self.position += 1
+        if more:
+            yield from self.acquire()
+        if not self.config.queues_blocks:
+            yield Join("WGMMA")
+        if begin_next:
+            if meet and self.warpgroup == 1:  # await_other
+                yield Sync(self.block.own("apart"), self.threads, 2 * WARPGROUP)
+            yield from self.begin(self.position, 0)
+        if self.config.queues_blocks:
+            yield Join("WGMMA", 1 if begin_next else 0)
+        if not begin_next and meet and self.warpgroup == 0:  # tell_other
+            yield Reach(self.block.own("apart"), self.threads, 2 * WARPGROUP)
+        yield from self.release(present)
+
+    # Epilogue: output boxes.
+
+    def store(self, tile: Tile, column: int) -> Program:
+        return self.store_boxes(tile, column, 0, self.config.boxes)
+
+    def store_chunk(self, tile: Tile, chunk: int) -> Program:
+        boxes = self.config.boxes // self.config.store_chunks
+        return self.store_boxes(tile, tile.n, chunk * boxes, boxes)
+
+    def store_boxes(self, tile: Tile, column: int, begin: int, boxes: int) -> Program:
+        config = self.config
+        for first in range(begin, begin + boxes, config.boxes_at_once):
+            yield from self.await_buffers()
+            written = tuple(self.box(tile, box) for box in range(first, first + config.boxes_at_once))
+            if config.tma_store:
+                yield Issue("box write", writes=written)
+                yield Join("box write")  # fence.proxy.async
+            else:
+                yield Use(writes=written)
+            if config.store_warps > 0:
+                yield Reach(self.block.own("boxes full", self.warpgroup), self.threads, WARPGROUP + WARP)
+            else:
+                yield from self.publish_boxes(tile, column, first)
+
+    def box(self, tile: Tile, box: int) -> Region:
+        """The rows of these warps."""
+        buffer = self.block.own("out", self.warpgroup, box % self.config.store_buffers)
+        return Region(buffer, self.warps.start * WARP_ROWS, self.warps.stop * WARP_ROWS, held_of_box(tile, box))
+
+    def await_buffers(self) -> Program:
+        config = self.config
+        if config.store_warps > 0:
+            yield Sync(self.block.own("boxes empty", self.warpgroup), self.threads, WARPGROUP + WARP)
+        else:
+            in_turn = config.boxes_at_once == 1 and config.boxes % config.store_buffers == 0
+            yield from self.await_stores(config.store_buffers - 1 if in_turn else 0)
+            yield from self.synchronize()
+
+    def publish_boxes(self, tile: Tile, column: int, first: int) -> Program:
+        yield from self.synchronize()
+        row = tile.m + self.warpgroup * self.config.rows_per_warpgroup + self.warps.start * WARP_ROWS
+        inside = boxes_inside(self.launch, self.config, first, row, column)
+        rows = tuple(self.box(tile, box) for box in inside)
+        if not self.config.tma_store:
+            yield Use(reads=rows)
+        elif self.stores:
+            if self.config.store_rows == MMA_M:
+                rows = tuple(region._replace(begin=0, end=MMA_M) for region in rows)
+            yield Issue("store", reads=rows)
+
+    @property
+    def stores(self) -> bool:
+        """Whether one of these warps has TMA store a box, or its rows of one."""
+        return self.config.tma_store and self.warps.start * WARP_ROWS % self.config.store_rows == 0
+
+    def await_stores(self, pending: int) -> Program:
+        if self.stores:
+            yield Join("store", pending)
+
+    def synchronize(self) -> Program:
+        """Among those whose rows are stored together; the lanes of a warp are one anyway."""
+        if self.config.tma_store and self.config.store_rows > WARP_ROWS:
+            yield Sync(self.block.own("own", self.warpgroup), self.threads, WARPGROUP)
+
+    def drain(self) -> Program:
+        if self.config.store_warps == 0:
+            yield from self.await_stores(0)
+
+    # SplitReduction: sums of the other blocks of a cluster.
+
+    def send(self, tile: Tile) -> Program:
+        part_bytes = MMA_M * self.config.columns_per_part * 4
+        yield Wait(self.block.own("partial empty", self.warpgroup), tile.index - 1)
+        if 0 in self.warps:
+            yield Arrive(self.block.own("partial full", self.warpgroup), 1, (self.config.split_k - 1) * part_bytes)
+        for part in self.block.others():
+            sums = Region(self.slot(self.block.rank, part), *self.lanes, held_of_sums(tile, self.block.rank))
+            landed = Complete((part, "partial full", self.warpgroup), part_bytes * len(self.warps) // 4)
+            yield Issue("send", writes=(sums,), then=landed)
+
+    def receive(self, tile: Tile) -> Program:
+        """Reads the others' sums, and adds them up, for which the loads must be over: release_sums() relies on it."""
+        rank = self.block.rank
+        senders = self.block.others()
+        sums = tuple(Region(self.slot(sender, rank), *self.lanes, held_of_sums(tile, sender)) for sender in senders)
+        yield Issue("sum read", reads=sums)
+        yield Join("sum read")
+
+    def release_sums(self) -> Program:
+        """The slots may be overwritten. Not after the last tile: the senders may have exited."""
+        for part in self.block.others():
+            yield Arrive((part, "partial empty", self.warpgroup), len(self.warps))
+
+    def slot(self, sender: int, receiver: int) -> Name:
+        return (receiver, "partial", self.warpgroup, sender if sender < receiver else sender - 1)
+
+    @property
+    def lanes(self) -> tuple[int, int]:
+        """Threads of these warps."""
+        return self.warps.start * WARP, self.warps.stop * WARP
+
+
+def held_of_sums(tile: Tile, sender: int) -> tuple:
+    return (f"tile {tile.index}", f"of block {sender}")

@@ -1,0 +1,529 @@
+"""The model of the kernel's synchronisation (protocol.py): that all configs keep to it, and that faults are found.
+
+    python tests/test_protocol.py --sweep
+
+proves two products of every legal config of a broad grid, in half an hour, and ends with status 1 if one is wrong.
+"""
+
+import argparse
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from machine import (
+    ALIASING,
+    ARRIVALS,
+    BEYOND,
+    BYTES,
+    DEADLOCK,
+    ENDLESS,
+    EXITED,
+    OVERWRITTEN,
+    TILES,
+    UNINITIALIZED,
+    UNWRITTEN,
+    Arrive,
+    Fault,
+    Init,
+    Join,
+    Operation,
+    Process,
+    Reach,
+    Sync,
+    Wait,
+)
+from orders import explore, prove, walk
+from protocol import CLUSTER_BARRIER, Block, Launch, together
+from sanitize import CASES, Case
+
+from deep_tile.config import PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig, round_up
+from deep_tile.problem import GemmProblem
+from deep_tile.select.defaults import default_configs
+from deep_tile.select.schedule import cluster_tiles
+from deep_tile.walls import stages_max
+
+HEADERS = Path(__file__).parent.parent / "include" / "deep_tile"
+
+
+def launch(case: Case, **options: bool | int) -> Launch:
+    return Launch(case.config, GemmProblem(case.m, case.n, case.k, case.num_sms), **options)
+
+
+def check(launch: Launch) -> int:
+    """Steps of all clusters. Raises Fault."""
+    launch.check_tiles()
+    return sum(prove(launch.machine(cluster)) for cluster in range(launch.clusters))
+
+
+# Nothing goes wrong.
+
+FAMILIES = {
+    "decode": Case(GemmConfig(64, 16, 2), 64, 32, 384, 1),
+    "decode, three stages": Case(GemmConfig(64, 16, 3), 64, 32, 512, 1),
+    "two scale blocks": Case(GemmConfig(64, 32, 2, scale_blocks=2), 64, 32, 700, 1),
+    "four scale blocks": Case(GemmConfig(64, 32, 2, scale_blocks=4), 64, 64, 1100, 1),
+    "any store": Case(GemmConfig(64, 16, 2, tma_store=False), 64, 32, 256, 1),
+    "two math warpgroups": Case(GemmConfig(128, 64, 2), 128, 128, 384, 1),
+    "turns": Case(GemmConfig(128, 144, 2, store_buffers=1), 128, 288, 256, 1),
+    "queued blocks": Case(GemmConfig(128, 128, 2), 128, 256, 384, 1),
+    "tiles that end apart": Case(GemmConfig(128, 128, 3), 128, 256, 512, 1),
+    "two chunks": Case(GemmConfig(128, 256, 2), 128, 512, 384, 1),
+    "two chunks of rows": Case(GemmConfig(256, 64, 2, store_buffers=1), 250, 128, 256, 1),
+    "resident b": Case(GemmConfig(64, 16, 2, b_stages=2), 64, 64, 256, 1),
+    "resident b, turns": Case(GemmConfig(128, 192, 2, b_stages=2), 256, 192, 256, 1),
+    "narrow tiles": Case(GemmConfig(128, 144, 3, store_buffers=1, narrow_n=128), 128, 272, 512, 1),
+    "pairs": Case(GemmConfig(128, 112, 2, pairs=True), 128, 224, 512, 1),
+    "split K": Case(GemmConfig(64, 32, 2, split_k=2), 64, 32, 256, 2),
+    "split K, a part without K": Case(GemmConfig(64, 32, 2, split_k=2), 64, 64, 128, 2),
+    "multicast of b": Case(GemmConfig(64, 16, 2, 2, 1), 64, 16, 384, 2),
+    "multicast of a": Case(GemmConfig(64, 16, 2, 1, 2), 64, 32, 384, 2),
+}
+"""A product of each kind of kernel that is small enough for all of its states to be visited."""
+
+
+@pytest.mark.parametrize("case", FAMILIES.values(), ids=FAMILIES)
+def test_every_state_of_small_products(case):
+    for bulk_scales in (True, False) if case.config.bulk_scales else (False,):
+        machine = launch(case, bulk_scales=bulk_scales).machine(0, together)
+        assert prove(machine) < explore(machine, limit=300_000)
+
+
+@pytest.mark.parametrize("warps", [4, 1], ids=["warpgroups", "warps"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.config.name)
+def test_every_order_of_the_sanitizers_products(case, warps):
+    assert check(launch(case, warps=warps)) > 50
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.config.name)
+def test_orders_at_random_of_the_sanitizers_products(case):
+    machine = launch(case, warps=1).machine(0)
+    assert {walk(machine, seed) for seed in range(3)} == {prove(machine)}
+
+
+def launches(config: GemmConfig, warps: int) -> Iterator[Launch]:
+    """A product of little and one of much K: several tiles for each block, the last of which overhang the matrix."""
+    m, n = (config.cluster_m + 1) * config.block_m - 5, (config.cluster_n + 1) * config.block_n - 3
+    num_sms = config.cluster
+    little, much = 5, config.block_k * (config.stages + 2) - 17
+    if config.split_k > 1:
+        much = config.block_k * (config.split_k * (config.stages + 1) + 1) - 17
+    if config.resident_b:
+        little, much, n, num_sms = 129, 128 * config.b_stages, 3 * config.block_n - 3, 2
+    if config.pairs:
+        little, much = 256, 128 * round_up(config.stages + 2, 2) - 17
+    if config.narrow_n:
+        m = config.block_m - 5
+        widths = range(config.block_n + 20, 12 * config.block_n, 40)
+        n = next(n for n in widths if all(cluster_tiles(config, GemmProblem(m, n, little, num_sms))))
+    for k in (little, much):
+        problem = GemmProblem(m, n, k, num_sms)
+        yield Launch(config, problem, bulk_scales=k == much, early_b=k == little, warps=warps)
+
+
+@pytest.mark.parametrize("tma_store", [True, False])
+def test_every_order_of_every_default_config(tma_store):
+    for config in default_configs(tma_store):
+        for launched in launches(config, warps=1 if tma_store else 4):
+            assert check(launched) > 30, config.name
+
+
+def test_tiles_of_all_blocks_cover_the_matrix_once():
+    source = random.Random(25)
+    for _ in range(80):
+        config = source.choice(default_configs(True))
+        m, n, num_sms = source.randint(1, 2000), source.randint(1, 2000), source.randint(config.cluster, 132)
+        Launch(config, GemmProblem(m, n, source.choice((256, 512, 7168)), num_sms)).check_tiles()
+
+
+def test_every_order_of_legal_configs():
+    """Of some; `--sweep` takes them all."""
+    source = random.Random(25)
+    for config in source.sample(sorted(legal_configs(), key=lambda config: config.name), 100):
+        for launched in launches(config, warps=4):
+            assert check(launched) > 30, config.name
+
+
+@cache
+def legal_configs() -> list[GemmConfig]:
+    """Of all tiles, with 2 to 6 stages and as many as fit, and whatever else there is to choose."""
+    clusters = [((1, 1), split_k) for split_k in (1, 2, 4, 8)] + [((2, 1), 1), ((1, 2), 1)]
+    options = [
+        *({"scale_blocks": scale_blocks} for scale_blocks in (1, 2, 4)),
+        *({"b_stages": b_stages} for b_stages in (2, 3, 4, 5, 6, 8)),
+        *({"narrow_n": 128, "scale_blocks": scale_blocks} for scale_blocks in (1, 2, 4)),
+        {"pairs": True},
+    ]
+    grid = product((64, 128, 256), range(16, 257, 16), clusters, options, range(1, 11), (True, False))
+    found = []
+    for block_m, block_n, (cluster, split_k), option, store_buffers, tma_store in grid:
+        choices = {"split_k": split_k, "store_buffers": store_buffers, "tma_store": tma_store, **option}
+        if option.get("pairs") and block_n not in PAIRED_TILES:
+            continue
+        try:
+            smallest = GemmConfig(block_m, block_n, 2, *cluster, **choices)
+        except ValueError:
+            continue
+        deepest = stages_max(smallest.stage_bytes, smallest.fixed_bytes, SMEM_LIMIT_BYTES)
+        depths = {stages for stages in (2, 3, 4, 5, 6, min(24, deepest)) if stages <= deepest}
+        found += [GemmConfig(block_m, block_n, stages, *cluster, **choices) for stages in depths]
+    return found
+
+
+# What goes wrong is found.
+
+
+def altered(config: GemmConfig, **changes: int | bool) -> GemmConfig:
+    """A config with other fields or derived properties, legal or not."""
+    names = {field.name for field in fields(GemmConfig)}
+    own = {name: changes.get(name, getattr(config, name)) for name in names}
+    derived = {name: property(lambda self, value=value: value) for name, value in changes.items() if name not in names}
+    return type("Altered", (GemmConfig,), {"illegal_because": None, **derived})(**own)
+
+
+Change = Callable[[Process], Process]
+
+
+def in_program(role: str, change: Callable[[list[Operation]], list[Operation]]) -> Change:
+    """Changes the programs of processes with this in their names."""
+    return lambda process: process._replace(operations=change(process.operations)) if role in process.name else process
+
+
+def is_at(operation: Operation, kind: type, barrier: str) -> bool:
+    return isinstance(operation, kind) and operation.barrier[1] == barrier
+
+
+def without(unwanted: Callable[[Operation], bool]) -> Callable[[list[Operation]], list[Operation]]:
+    return lambda operations: [operation for operation in operations if not unwanted(operation)]
+
+
+def with_more(operation: Operation, more: dict[str, int]) -> Operation:
+    return operation._replace(**{name: getattr(operation, name) + value for name, value in more.items()})
+
+
+def once(kind: type, barrier: str, **more: int) -> Callable[[list[Operation]], list[Operation]]:
+    """The first operation of this kind at the barrier, with so much more of something."""
+
+    def change(operations: list[Operation]) -> list[Operation]:
+        place = next(i for i, operation in enumerate(operations) if is_at(operation, kind, barrier))
+        return [*operations[:place], with_more(operations[place], more), *operations[place + 1 :]]
+
+    return change
+
+
+def always(kind: type, barrier: str, **more: int) -> Callable[[list[Operation]], list[Operation]]:
+    """Every one."""
+    return lambda operations: [with_more(o, more) if is_at(o, kind, barrier) else o for o in operations]
+
+
+def without_drain(operations: list[Operation]) -> list[Operation]:
+    """Of an operands' warp that multicasts: the last round of waits."""
+    stages = {operation.barrier for operation in operations if is_at(operation, Wait, "empty")}
+    return operations[: -len(stages)]
+
+
+def released_before(group: str, barrier: str) -> Callable[[list[Operation]], list[Operation]]:
+    """Each arrival at the barrier goes before the join that it is to come after."""
+
+    def change(operations: list[Operation]) -> list[Operation]:
+        changed: list[Operation] = []
+        for operation in operations:
+            joins = [i for i, earlier in enumerate(changed) if isinstance(earlier, Join) and earlier.group == group]
+            early = joins and is_at(operation, Arrive, barrier)
+            changed.insert(joins[-1] if early else len(changed), operation)
+        return changed
+
+    return change
+
+
+def turn_for_apart(operations: list[Operation]) -> list[Operation]:
+    """As if there were no `apart` barrier beside those of the turns."""
+    return [o._replace(barrier=(0, "turn", 0)) if is_at(o, Sync | Reach, "apart") else o for o in operations]
+
+
+class WithoutOverhang(Launch):
+    """A block leaves out tiles that lie beyond the matrix, though its peer awaits its half of what they share."""
+
+    def block(self, cluster: int, rank: int) -> Block:
+        block = super().block(cluster, rank)
+        block.tiles = [tile for tile in block.tiles if tile.m < self.m and tile.n < self.n]
+        return block
+
+
+class WithoutLastTile(Launch):
+    """As if the grid were not made for all tiles."""
+
+    def block(self, cluster: int, rank: int) -> Block:
+        block = super().block(cluster, rank)
+        block.tiles = block.tiles[:-1]
+        return block
+
+
+class Seeded(NamedTuple):
+    kind: str
+    launch: Launch
+    change: Change = lambda process: process
+
+
+DECODE = Case(GemmConfig(64, 16, 2), 64, 16, 384, 1)
+TWO_TILES = Case(GemmConfig(64, 16, 2), 64, 32, 128, 1)
+PAIR = Case(GemmConfig(128, 64, 2), 128, 128, 384, 1)
+MULTICAST = Case(GemmConfig(64, 16, 2, 2, 1), 128, 16, 384, 2)
+SPLIT = Case(GemmConfig(64, 32, 2, split_k=2), 64, 64, 256, 2)
+NARROW = Case(GemmConfig(128, 144, 3, store_buffers=1, narrow_n=128), 128, 272, 512, 1)
+
+
+def no_narrower(block_n: int) -> Launch:
+    """Narrow tiles that are no narrower than the others, of two scale blocks per stage."""
+    config = altered(GemmConfig(128, 144, 2, store_buffers=1, narrow_n=128), block_n=block_n, scale_blocks=2)
+    return launch(Case(config, 128, 400, 600, 1))
+
+
+FAULTS = {
+    "an arrival too few": Seeded(DEADLOCK, launch(PAIR), in_program("math 1", once(Arrive, "empty", arrivals=-1))),
+    "an arrival too many": Seeded(ARRIVALS, launch(PAIR), in_program("math 1", once(Arrive, "empty", arrivals=1))),
+    "a barrier made for an arrival too many": Seeded(
+        DEADLOCK, launch(DECODE), in_program("operands", once(Init, "full", arrivals=1))
+    ),
+    "producers that begin with phase 0": Seeded(
+        ALIASING, launch(DECODE), in_program("operands", always(Wait, "empty", phase=1))
+    ),
+    "consumers that begin with phase 1": Seeded(
+        UNWRITTEN, launch(DECODE), in_program("math", always(Wait, "full", phase=-1))
+    ),
+    "bytes announced that nobody sends": Seeded(
+        BYTES, launch(DECODE), in_program("operands", once(Arrive, "full", expected_bytes=16))
+    ),
+    "bytes sent that nobody announced": Seeded(
+        BYTES, launch(DECODE), in_program("operands", once(Arrive, "full", expected_bytes=-16))
+    ),
+    "a producer of scales that does not await empty stages": Seeded(
+        OVERWRITTEN, launch(DECODE), in_program("scales", without(lambda o: is_at(o, Wait, "empty")))
+    ),
+    "a stage released before its WGMMAs are over": Seeded(
+        OVERWRITTEN, launch(DECODE), in_program("math", released_before("WGMMA", "empty"))
+    ),
+    "a stage released before its scales have been read": Seeded(
+        OVERWRITTEN,
+        launch(DECODE),
+        in_program("math", without(lambda o: isinstance(o, Join) and o.group == "scale read")),
+    ),
+    "sums released before they have been read": Seeded(
+        OVERWRITTEN, launch(SPLIT), in_program("math", released_before("sum read", "partial empty"))
+    ),
+    "sums released after the last tile": Seeded(
+        EXITED,
+        launch(SPLIT._replace(n=32)),
+        in_program("block 0 math", lambda operations: [*operations, Arrive((1, "partial empty", 0), 4)]),
+    ),
+    "a multicast producer that does not drain": Seeded(
+        EXITED, launch(MULTICAST), in_program("block 0 operands", without_drain)
+    ),
+    "an odd tile count in clusters, nobody for the overhang": Seeded(
+        BYTES, WithoutOverhang(MULTICAST.config, GemmProblem(192, 16, 384, 2))
+    ),
+    "a producer that does not await its peer's barriers": Seeded(
+        UNINITIALIZED,
+        launch(MULTICAST),
+        in_program("operands", without(lambda o: isinstance(o, Wait) and o.barrier == CLUSTER_BARRIER)),
+    ),
+    "a producer that does not await the other barriers": Seeded(
+        UNINITIALIZED, launch(DECODE), in_program("operands", without(lambda o: is_at(o, Sync, "others")))
+    ),
+    "a store buffer written before its store warp's store has read it": Seeded(
+        OVERWRITTEN, launch(PAIR), in_program("stores", without(lambda o: isinstance(o, Join)))
+    ),
+    "a store buffer written before the own store has read it": Seeded(
+        OVERWRITTEN,
+        launch(TWO_TILES),
+        in_program("math", without(lambda o: isinstance(o, Join) and o.group == "store")),
+    ),
+    "an exit before the last store has read its buffer": Seeded(
+        EXITED, launch(DECODE), in_program("math", lambda operations: operations[:-1])
+    ),
+    "a box that TMA reads without a fence": Seeded(
+        UNWRITTEN, launch(PAIR), in_program("math", without(lambda o: isinstance(o, Join) and o.group == "box write"))
+    ),
+    "the turns' barrier for tiles that end apart": Seeded(ARRIVALS, launch(NARROW), in_program("math", turn_for_apart)),
+    "two stages for tiles that end apart": Seeded(
+        DEADLOCK, launch(Case(altered(GemmConfig(128, 128, 2), ends_apart=True), 128, 128, 384, 1))
+    ),
+    "more scale warps than stages": Seeded(
+        ALIASING, launch(DECODE._replace(config=altered(DECODE.config, scale_warps=3), k=768))
+    ),
+    "one stage": Seeded(DEADLOCK, launch(DECODE._replace(config=altered(DECODE.config, stages=1)))),
+    "a resident b of one K block": Seeded(DEADLOCK, launch(Case(GemmConfig(64, 16, 2, b_stages=2), 64, 32, 128, 1))),
+    "a column of b requested before the last one has been read": Seeded(
+        ARRIVALS,
+        launch(Case(GemmConfig(64, 16, 4, b_stages=2), 64, 32, 256, 1)),
+        in_program("operands", without(lambda o: is_at(o, Wait, "column empty"))),
+    ),
+    "narrow tiles as wide as the others": Seeded(ARRIVALS, no_narrower(128)),
+}
+
+
+@pytest.mark.parametrize("seeded", FAULTS.values(), ids=[f"{name}: {seeded.kind}" for name, seeded in FAULTS.items()])
+def test_seeded_faults_are_found(seeded):
+    """By the proof, and by an order that shows it."""
+    with pytest.raises(Fault) as proof:
+        prove(seeded.launch.machine(0, seeded.change))
+    assert proof.value.kind == seeded.kind
+    with pytest.raises(Fault) as shown:
+        for seed in range(100):
+            walk(seeded.launch.machine(0, seeded.change), seed)
+    assert shown.value.steps
+
+
+@pytest.mark.parametrize("block_n", [80, 96, 112])
+def test_narrow_tiles_wider_than_the_others_overrun_their_buffers(block_n):
+    with pytest.raises(Fault, match=f"uses rows 128 to 256 of the {2 * block_n} of b") as overrun:
+        no_narrower(block_n).machine(0)
+    assert overrun.value.kind == BEYOND
+
+
+def test_narrow_tiles_as_wide_as_the_others_never_end():
+    """The math warps await tiles that no producer knows of."""
+    with pytest.raises(Fault, match=r"math 1 awaits full\[\d\] in block 0, phase \d: 0 of 33 arrivals") as stuck:
+        walk(no_narrower(128).machine(0), seed=0)
+    assert stuck.value.kind == DEADLOCK
+
+
+def test_pairs_of_an_odd_number_of_k_blocks_never_end():
+    config = GemmConfig(128, 112, 3, pairs=True)
+    assert not config.takes_k(384)
+    with pytest.raises(Fault, match="math 0") as endless:
+        launch(Case(config, 128, 112, 384, 1)).machine(0)
+    assert endless.value.kind == ENDLESS
+
+
+@pytest.mark.parametrize(
+    "case", [TWO_TILES, NARROW, SPLIT._replace(num_sms=4), CASES[-6]], ids=lambda case: case.config.name
+)
+def test_a_tile_left_out_is_found(case):
+    launch(case).check_tiles()
+    with pytest.raises(Fault, match="is stored 0 times") as left_out:
+        WithoutLastTile(case.config, GemmProblem(case.m, case.n, case.k, case.num_sms)).check_tiles()
+    assert left_out.value.kind == TILES
+
+
+def test_a_deadlock_says_who_waits_for_what():
+    seeded = FAULTS["an arrival too few"]
+    with pytest.raises(Fault) as deadlock:
+        prove(seeded.launch.machine(0, seeded.change))
+    assert "block 0 operands awaits empty[0] in block 0, phase 0: 255 of 256 arrivals" in str(deadlock.value)
+    assert "block 0 math 0 awaits full[0] in block 0, phase 1: 0 of 33 arrivals" in str(deadlock.value)
+
+
+# The proof itself: it is never milder than a visit to every state.
+
+SMALLEST = (
+    "decode",
+    "four scale blocks",
+    "any store",
+    "two math warpgroups",
+    "turns",
+    "two chunks",
+    "resident b",
+    "pairs",
+)
+
+
+def distorted(operations: list[Operation], source: random.Random) -> list[Operation]:
+    """With one operation left out, done twice, or done after the next one."""
+    place = source.randrange(len(operations) - 1)
+    before, (one, other), after = operations[:place], operations[place : place + 2], operations[place + 2 :]
+    middle = source.choice(([other], [one, one, other], [other, one]))
+    return [*before, *middle, *after]
+
+
+def fault_of(run: Callable[[], int]) -> str | None:
+    try:
+        run()
+    except Fault as fault:
+        return fault.kind
+    return None
+
+
+@pytest.mark.parametrize("family", SMALLEST)
+def test_the_proof_refuses_whatever_goes_wrong_in_some_order(family):
+    launched = launch(FAMILIES[family])
+    roles = [process.name for process in launched.block(0, 0).processes() if len(process.operations) > 1]
+    found = []
+    for seed in range(25):
+        source = random.Random(seed)
+        change = in_program(source.choice(roles), lambda operations, source=source: distorted(operations, source))
+        machine = launched.machine(0, lambda process, change=change: together(change(process)))
+        proven, shown = fault_of(lambda m=machine: prove(m)), fault_of(lambda m=machine: explore(m, limit=50_000))
+        assert proven or not shown, f"seed {seed}: {shown}"
+        found.append(shown)
+    assert any(found) and not all(found)
+
+
+# The model is that of this kernel.
+
+SYNCHRONIZING_CALLS = {
+    "bar_arrive": 6,
+    "bar_sync": 7,
+    "barrier_cluster_arrive_relaxed": 2,
+    "barrier_cluster_wait": 1,
+    "cp_async": 2,
+    "cp_async_bulk_commit_group": 2,
+    "cp_async_bulk_load": 1,
+    "cp_async_bulk_tensor_load": 1,
+    "cp_async_bulk_tensor_load_multicast": 1,
+    "cp_async_bulk_tensor_store": 1,
+    "cp_async_bulk_wait_group_read": 2,
+    "cp_async_mbarrier_arrive_noinc": 2,
+    "fence_proxy_async": 2,
+    "mbarrier_arrive": 2,
+    "mbarrier_arrive_cluster": 2,
+    "mbarrier_arrive_expect_tx": 3,
+    "mbarrier_init": 6,
+    "setmaxnreg_dec": 1,
+    "setmaxnreg_inc": 1,
+    "st_async": 1,
+    "wait": 8,
+    "wgmma_commit_group": 1,
+    "wgmma_wait_group": 1,
+}
+"""Places in the kernel's headers that call what the model has as an operation."""
+
+
+def test_the_kernel_synchronizes_where_the_model_does():
+    """Where this fails, somebody has changed how warps meet: tests/protocol.py has to follow, then these numbers."""
+    others = {"ptx", "pipeline", "quantize", "watch"}  # the operations themselves, the casts, the debug build
+    text = "".join(path.read_text() for path in sorted(HEADERS.glob("*.cuh")) if path.stem not in others)
+    calls = re.findall(r"\b(\w+)(?:<[^;()]*>)?\(", re.sub(r"//.*", "", text))
+    assert {name: calls.count(name) for name in SYNCHRONIZING_CALLS} == SYNCHRONIZING_CALLS
+    barriers = re.findall(r"mbarrier_init\(.*?, (.+)\);", text)
+    counts = ["1 + warp_threads", "1", "math_warps * (warp_threads + peers)", "math_warps * warp_threads"]
+    assert barriers == [*counts, "1", "4 * (config.split_k - 1)"]
+
+
+def sweep() -> int:
+    """Of all legal configs: how many keep to the protocol; prints those that do not."""
+    begin, wrong, steps = time.monotonic(), 0, 0
+    for number, config in enumerate(legal_configs(), start=1):
+        try:
+            steps += sum(check(launched) for launched in launches(config, warps=4))
+        except Fault as fault:
+            wrong += 1
+            print(config.name, fault, flush=True)
+        if number % 1000 == 0:
+            print(f"{number} configs, {wrong} wrong, {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"{len(legal_configs())} configs, {wrong} wrong, {steps} steps, {time.monotonic() - begin:.0f} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="The kernel's synchronisation, of every legal config")
+    parser.add_argument("--sweep", action="store_true", required=True)
+    parser.parse_args()
+    sys.exit(sweep())
