@@ -154,6 +154,27 @@ static PyObject *raise_failure(const Failure *failure, PyObject *kernel_name)
     return NULL;
 }
 
+/* Makes `context` current unless it is, for the calls that work in whichever context is current: a thread that has not
+ * used the GPU yet has none, and one that uses another GPU another. False, with nothing to leave, if that fails. */
+static bool enter_context(Failure *failure, DriverContext context, bool *pushed)
+{
+    DriverContext current;
+    *pushed = false;
+    if (!CALL(failure, cuCtxGetCurrent, &current))
+        return false;
+    if (current == context)
+        return true;
+    *pushed = CALL(failure, cuCtxPushCurrent, context);
+    return *pushed;
+}
+
+static void leave_context(Failure *failure, bool pushed)
+{
+    DriverContext popped;
+    if (pushed)
+        (void)CALL(failure, cuCtxPopCurrent, &popped);
+}
+
 /* -------------------------------------------------------------------------------------------- types and module ---- */
 
 /* A kernel loaded on one device. Its library is never unloaded: kernels are a finite set, and at interpreter exit the
@@ -293,14 +314,14 @@ static bool load_here(Failure *failure, Kernel *kernel, int device, const char *
 static void load_on_device(Failure *failure, Kernel *kernel, const char *cubin, const char *name)
 {
     int device;
-    DriverContext popped;
+    bool pushed;
     bool entered = CALL(failure, cuInit, 0) && CALL(failure, cuDeviceGet, &device, kernel->device) &&
                    CALL(failure, cuDevicePrimaryCtxRetain, &kernel->context, device) &&
-                   CALL(failure, cuCtxPushCurrent, kernel->context);
+                   enter_context(failure, kernel->context, &pushed);
     if (!entered)
         return;
     load_here(failure, kernel, device, cubin, name);
-    (void)CALL(failure, cuCtxPopCurrent, &popped);
+    leave_context(failure, pushed);
 }
 
 PyDoc_STRVAR(load_doc, "load(cubin: bytes, name: str, smem_bytes: int, device: int) -> Kernel\n"
@@ -577,7 +598,7 @@ static int bulk_scale_rows(const long long numbers[])
     return adjacent ? (int)numbers[SIZE_M] : 0;
 }
 
-/* `out_map` is NULL where the kernel has none. */
+/* Encodes the maps, in the kernel's context; `out_map` is NULL where the kernel has none. */
 static bool fill_template(Failure *failure, Launch *launch, const long long numbers[], bool early_b,
                           const MapLayout *a_map, const MapLayout *b_map, const MapLayout *out_map)
 {
@@ -688,7 +709,13 @@ static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
     launch->cluster = (unsigned)numbers[CLUSTER];
     launch->threads = (unsigned)numbers[THREADS];
     Failure failure = {NULL, 0};
-    if (fill_template(&failure, launch, numbers, early_b != 0, &a_layout, &b_layout, has_out_map ? &out_layout : NULL))
+    bool pushed;
+    if (enter_context(&failure, launch->kernel->context, &pushed)) {
+        (void)fill_template(&failure, launch, numbers, early_b != 0, &a_layout, &b_layout,
+                            has_out_map ? &out_layout : NULL);
+        leave_context(&failure, pushed);
+    }
+    if (failure.call == NULL)
         return (PyObject *)launch;
     raise_failure(&failure, launch->kernel->name);
     Py_DECREF(launch);
@@ -760,20 +787,13 @@ static void launch_here(Failure *failure, const Launch *launch, const uintptr_t 
                arguments, NULL);
 }
 
-/* A thread that has not used the GPU yet, or uses another one, has another context current. */
 static void launch_on_device(Failure *failure, const Launch *launch, const uintptr_t addresses[])
 {
-    DriverContext current;
-    if (!CALL(failure, cuCtxGetCurrent, &current))
-        return;
-    if (current == launch->kernel->context) {
-        launch_here(failure, launch, addresses);
-        return;
-    }
-    if (!CALL(failure, cuCtxPushCurrent, launch->kernel->context))
+    bool pushed;
+    if (!enter_context(failure, launch->kernel->context, &pushed))
         return;
     launch_here(failure, launch, addresses);
-    (void)CALL(failure, cuCtxPopCurrent, &current);
+    leave_context(failure, pushed);
 }
 
 /* What every way to launch ends in. The caller owns `launch` meanwhile. False with an exception set if it fails. */

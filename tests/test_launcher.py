@@ -302,6 +302,7 @@ except AttributeError:
         "cuInit 0",
         "cuDeviceGet 3",
         "cuDevicePrimaryCtxRetain 3",
+        "cuCtxGetCurrent ",
         "cuCtxPushCurrent 0xc3",
         "cuLibraryLoadData ELF options 0",
         "cuLibraryGetKernel 0x11b gemm",
@@ -315,19 +316,44 @@ except AttributeError:
 
 
 def test_prepare_encodes_maps(run_on_fake_driver):
+    """In the kernel's context, which a thread that has used no GPU does not have."""
     out = run_on_fake_driver("""
 kernel = load()
 begin()
 launcher.prepare(kernel, **LAUNCH)
 """)
     assert out.split("---\n")[1].splitlines() == [
+        "cuCtxGetCurrent ",
+        "cuCtxPushCurrent 0xc0",
         "cuTensorMapEncodeTiled 0x80 type 0 rank 2 sizes 7168,4096 stride 7168 box 128,64 steps 1,1 "
         "interleave 0 swizzle 3 promotion 2 fill 0 misaligned 0",
         "cuTensorMapEncodeTiled 0x80 type 0 rank 2 sizes 7168,2112 stride 7168 box 128,96 steps 1,1 "
         "interleave 0 swizzle 3 promotion 2 fill 0 misaligned 0",
         "cuTensorMapEncodeTiled 0x80 type 9 rank 2 sizes 2112,4096 stride 4224 box 64,64 steps 1,1 "
         "interleave 0 swizzle 3 promotion 0 fill 0 misaligned 0",
+        "cuCtxPopCurrent ",
     ]
+
+
+def test_every_step_finds_the_context_that_it_needs(run_on_fake_driver):
+    """In threads without a context and with that of another GPU, which gets it back."""
+    out = run_on_fake_driver("""
+from threading import Thread
+kernel, other = load(), ctypes.c_void_p(0xC1)
+def work(begin):
+    begin()
+    launcher.launch(launcher.prepare(kernel, **LAUNCH), 0xA00, 0xA5, 0xB00, 0xB5, 0xC00, 0x57)
+    load(device=2)
+    seen = ctypes.c_void_p()
+    fake.cuCtxGetCurrent(ctypes.byref(seen))
+    print("then", seen.value and hex(seen.value), flush=True)
+for begin in (lambda: None, lambda: fake.cuCtxPushCurrent(other)):
+    thread = Thread(target=work, args=(begin,))
+    thread.start()
+    thread.join()
+""")
+    assert re.findall(r"then (\S+)", out) == ["None", "0xc1"]
+    assert re.findall(r"cuLaunchKernelEx \S+ context (\S+)", out) == ["0xc0"] * 2
 
 
 def maps_of_a_launch(run_on_fake_driver, changes: str) -> tuple[list[str], list[str], str]:
