@@ -131,11 +131,31 @@ static const char *remedy(DriverResult result)
         return "; the stream must belong to the kernel's device";
     case ERROR_NOT_FOUND:
         return "; the cubin holds no kernel of that name";
-    case ERROR_ILLEGAL_ADDRESS:
-    case ERROR_LAUNCH_FAILED:
-        return "; an earlier kernel of this process failed: find it with compute-sanitizer or CUDA_LAUNCH_BLOCKING=1";
     default:
         return "";
+    }
+}
+
+/* Whether a kernel of this process, or the GPU under it, failed earlier. Every call reports that from then on. */
+static bool is_sticky(DriverResult result)
+{
+    switch (result) {
+    case ERROR_ECC_UNCORRECTABLE:
+    case ERROR_NVLINK_UNCORRECTABLE:
+    case ERROR_CONTAINED:
+    case ERROR_ILLEGAL_ADDRESS:
+    case ERROR_LAUNCH_TIMEOUT:
+    case ERROR_ASSERT:
+    case ERROR_HARDWARE_STACK_ERROR:
+    case ERROR_ILLEGAL_INSTRUCTION:
+    case ERROR_MISALIGNED_ADDRESS:
+    case ERROR_INVALID_ADDRESS_SPACE:
+    case ERROR_INVALID_PC:
+    case ERROR_LAUNCH_FAILED:
+    case ERROR_TENSOR_MEMORY_LEAK:
+        return true;
+    default:
+        return false;
     }
 }
 
@@ -145,11 +165,17 @@ static PyObject *raise_failure(const Failure *failure, PyObject *kernel_name)
     const char *name = NULL, *text = NULL; /* and so they stay for a code that the driver does not know */
     driver.cuGetErrorName(failure->result, &name);
     driver.cuGetErrorString(failure->result, &text);
+    name = name ? name : "unknown error";
+    text = text ? text : "no description";
     PyObject *subject = kernel_name ? PyUnicode_FromFormat(" for kernel %U", kernel_name) : PyUnicode_FromString("");
-    if (subject != NULL)
-        PyErr_Format(PyExc_RuntimeError, "%s failed%U: %s (%u), %s%s", failure->call, subject,
-                     name ? name : "unknown error", failure->result, text ? text : "no description",
-                     remedy(failure->result));
+    if (subject != NULL && is_sticky(failure->result))
+        PyErr_Format(PyExc_RuntimeError,
+                     "an earlier kernel of this process failed: %s (%u), %s; %s%U only met it. CUDA is of no more use to "
+                     "this process: start another, and find that kernel with compute-sanitizer or CUDA_LAUNCH_BLOCKING=1",
+                     name, failure->result, text, failure->call, subject);
+    else if (subject != NULL)
+        PyErr_Format(PyExc_RuntimeError, "%s failed%U: %s (%u), %s%s", failure->call, subject, name, failure->result,
+                     text, remedy(failure->result));
     Py_XDECREF(subject);
     return NULL;
 }

@@ -268,10 +268,14 @@ def fake_driver(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run_on_fake_driver(fake_driver):
-    """Runs code that knows `launcher`, `load()`, `LAUNCH` and `fake`; the result's stdout holds a line per call."""
+    """Runs code that knows `launcher`, `load()`, `LAUNCH`, `ADDRESSES` and `fake`; its output holds a line per call."""
     setup = f"""
 fake = ctypes.CDLL({str(fake_driver)!r}, mode=ctypes.RTLD_GLOBAL)
 LAUNCH = {LAUNCH!r}
+ADDRESSES = (0xA00, 0xA4, 0xB00, 0xB4, 0xC00)
+def with_address(name, address):
+    names = ("a", "a_scale", "b", "b_scale", "out")
+    return [address if name == other else given for other, given in zip(names, ADDRESSES)]
 def load(device=0):
     return launcher.load({WHOLE_CUBIN!r}, "gemm", 200_000, device)
 def begin():
@@ -507,7 +511,6 @@ for thread in threads: thread.join()
         ),
         ("load()", "cuLibraryLoadData=300", r"clear the kernel cache, or update the NVIDIA driver"),
         ("load()", "cuLibraryGetKernel=500", r"the cubin holds no kernel of that name"),
-        ("launch()", "cuLaunchKernelEx=719", r"cuLaunchKernelEx failed for kernel gemm: .*compute-sanitizer"),
         ("launch()", "cuLaunchKernelEx=400", r"the stream must belong to the kernel's device"),
         ("launch()", "cuTensorMapEncodeTiled=1", r"cuTensorMapEncodeTiled failed for kernel gemm: .*\(1\)"),
         ("launch()", "cuTensorMapReplaceAddress=1", r"cuTensorMapReplaceAddress failed for kernel gemm: .*\(1\)"),
@@ -530,6 +533,27 @@ except RuntimeError as error:
     )
     assert re.search("error: .*" + message, out), out
     assert out.count("cuCtxPushCurrent") == out.count("cuCtxPopCurrent"), "the caller's context must come back"
+
+
+@pytest.mark.parametrize(
+    "result", [214, 220, 226, 700, 702, 710, *range(714, 720), 721], ids=lambda result: f"error {result}"
+)
+def test_failures_of_earlier_kernels_are_not_this_calls(run_on_fake_driver, result):
+    """Such errors stick to the context: whichever call comes next reports them."""
+    out = run_on_fake_driver(
+        """
+try:
+    launcher.launch(launcher.prepare(load(), **LAUNCH), *ADDRESSES, 0)
+except RuntimeError as error:
+    print("error:", error, flush=True)
+""",
+        FAKE_DRIVER_FAIL=f"cuLaunchKernelEx={result}",
+    )
+    assert out.splitlines()[-1] == (
+        f"error: an earlier kernel of this process failed: CUDA_ERROR_NAME ({result}), the driver's text; "
+        "cuLaunchKernelEx for kernel gemm only met it. CUDA is of no more use to this process: start another, and find "
+        "that kernel with compute-sanitizer or CUDA_LAUNCH_BLOCKING=1"
+    )
 
 
 def test_old_driver(run_on_fake_driver):
@@ -863,8 +887,21 @@ SAME(ERROR_NO_BINARY_FOR_GPU, CUDA_ERROR_NO_BINARY_FOR_GPU);
 SAME(ERROR_INVALID_SOURCE, CUDA_ERROR_INVALID_SOURCE);
 SAME(ERROR_INVALID_HANDLE, CUDA_ERROR_INVALID_HANDLE);
 SAME(ERROR_NOT_FOUND, CUDA_ERROR_NOT_FOUND);
+SAME(ERROR_ECC_UNCORRECTABLE, CUDA_ERROR_ECC_UNCORRECTABLE);
+SAME(ERROR_NVLINK_UNCORRECTABLE, CUDA_ERROR_NVLINK_UNCORRECTABLE);
 SAME(ERROR_ILLEGAL_ADDRESS, CUDA_ERROR_ILLEGAL_ADDRESS);
+SAME(ERROR_LAUNCH_TIMEOUT, CUDA_ERROR_LAUNCH_TIMEOUT);
+SAME(ERROR_ASSERT, CUDA_ERROR_ASSERT);
+SAME(ERROR_HARDWARE_STACK_ERROR, CUDA_ERROR_HARDWARE_STACK_ERROR);
+SAME(ERROR_ILLEGAL_INSTRUCTION, CUDA_ERROR_ILLEGAL_INSTRUCTION);
+SAME(ERROR_MISALIGNED_ADDRESS, CUDA_ERROR_MISALIGNED_ADDRESS);
+SAME(ERROR_INVALID_ADDRESS_SPACE, CUDA_ERROR_INVALID_ADDRESS_SPACE);
+SAME(ERROR_INVALID_PC, CUDA_ERROR_INVALID_PC);
 SAME(ERROR_LAUNCH_FAILED, CUDA_ERROR_LAUNCH_FAILED);
+#if CUDA_VERSION >= 13000
+SAME(ERROR_CONTAINED, CUDA_ERROR_CONTAINED);
+SAME(ERROR_TENSOR_MEMORY_LEAK, CUDA_ERROR_TENSOR_MEMORY_LEAK);
+#endif
 
 SAME(sizeof(LaunchAttribute), sizeof(CUlaunchAttribute));
 SAME(offsetof(LaunchAttribute, value), offsetof(CUlaunchAttribute, value));
