@@ -750,6 +750,18 @@ static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
 
 /* ----------------------------------------------------------------------------------------------------- launch ---- */
 
+/* Null is the address of a tensor without memory, and a kernel that touches it kills the context. */
+static bool check_memory(const uintptr_t addresses[], int which)
+{
+    if (addresses[which] != 0)
+        return true;
+    PyErr_Format(PyExc_ValueError,
+                 "launch: the address of %s is 0, want that of memory: pass a tensor whose storage is allocated",
+                 address_names[which]);
+    return false;
+}
+
+/* For an address that a tensor map is pointed at. */
 static bool check_alignment(const uintptr_t addresses[], int which)
 {
     int remainder = (int)(addresses[which] % TMA_ALIGNMENT_BYTES);
@@ -825,6 +837,9 @@ static void launch_on_device(Failure *failure, const Launch *launch, const uintp
 /* What every way to launch ends in. The caller owns `launch` meanwhile. False with an exception set if it fails. */
 static bool launch_at(const Launch *launch, const uintptr_t addresses[])
 {
+    for (int which = A; which < TENSORS; which++)
+        if (!check_memory(addresses, which))
+            return false;
     if (!check_alignment(addresses, A) || !check_alignment(addresses, B) ||
         (launch->has_out_map && !check_alignment(addresses, OUT)))
         return false;
@@ -866,8 +881,9 @@ PyDoc_STRVAR(launch_doc, "launch(prepared, a, a_scale, b, b_scale, out, stream) 
                          "\n"
                          "Launch on `stream`; all but `prepared` are addresses as ints.\n"
                          "\n"
-                         "Raises TypeError for what is no address, ValueError for one that TMA cannot use (a, b, and\n"
-                         "out where it has a map: multiples of 16), RuntimeError for whatever the driver refuses.");
+                         "Raises TypeError for what is no address, ValueError for 0 and for one that TMA cannot use\n"
+                         "(a, b, and out where it has a map: multiples of 16), RuntimeError for whatever the driver\n"
+                         "refuses.");
 
 static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {

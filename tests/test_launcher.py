@@ -367,7 +367,7 @@ kernel = load()
 begin()
 prepared = launcher.prepare(kernel, **LAUNCH | {changes})
 fake.cuCtxPushCurrent(ctypes.c_void_p(0xC0))
-launcher.launch(prepared, 0xA00, 0, 0xB00, 0, 0xC00, 0)
+launcher.launch(prepared, 0xA00, 0xA5, 0xB00, 0xB5, 0xC00, 0)
 """)
     lines = out.split("---\n")[1].splitlines()
     encoded = [re.search(r"sizes \S+ .* box \S+", line)[0] for line in lines if line.startswith("cuTensorMapEncode")]
@@ -419,7 +419,7 @@ def test_launch_in_the_right_context_leaves_it_alone(run_on_fake_driver):
 prepared = launcher.prepare(load(), **LAUNCH)
 fake.cuCtxPushCurrent(ctypes.c_void_p(0xC0))
 begin()
-launcher.launch(prepared, 0, 0, 0, 0, 0, 0)
+launcher.launch(prepared, *ADDRESSES, 0)
 """)
     calls = [line.split()[0] for line in out.split("---\n")[1].splitlines()]
     assert calls == ["cuCtxGetCurrent", *["cuTensorMapReplaceAddress"] * 3, "cuLaunchKernelEx"]
@@ -436,7 +436,7 @@ launcher.launch(prepared, 0, 0, 0, 0, 0, 0)
 def test_launch_attributes(run_on_fake_driver, cluster, pdl, early_b, attributes):
     out = run_on_fake_driver(f"""
 prepared = launcher.prepare(load(), **LAUNCH | {{"cluster": {cluster}, "pdl": {pdl}, "early_b": {early_b}}})
-launcher.launch(prepared, 0, 0, 0, 0, 0, 0)
+launcher.launch(prepared, *ADDRESSES, 0)
 """)
     assert attributes in out
     assert f"early_b {early_b:d}" in out
@@ -446,9 +446,9 @@ def test_operands_need_alignment(run_on_fake_driver):
     out = run_on_fake_driver("""
 prepared = launcher.prepare(load(), **LAUNCH)
 begin()
-for addresses in ((24, 0, 0, 0, 0), (0, 0, 31, 0, 0)):
+for name, address in (("a", 24), ("b", 31)):
     try:
-        launcher.launch(prepared, *addresses, 0)
+        launcher.launch(prepared, *with_address(name, address), 0)
     except ValueError as error:
         print(error)
 """)
@@ -464,16 +464,33 @@ kernel = load()
 with_map, without = launcher.prepare(kernel, **LAUNCH), launcher.prepare(kernel, **LAUNCH | {"out_map": None})
 begin()
 try:
-    launcher.launch(with_map, 0, 0, 0, 0, 0xC02, 0)
+    launcher.launch(with_map, *with_address("out", 0xC02), 0)
 except ValueError as error:
     print(error, flush=True)
-launcher.launch(without, 0, 0, 0, 0, 0xC02, 0)
+launcher.launch(without, *with_address("out", 0xC02), 0)
 """)
     lines = out.split("---\n")[1].splitlines()
     assert lines[0] == "launch: the address of out is 2 modulo 16, want a multiple of 16 for TMA"
     assert [line.split()[0] for line in lines].count("cuTensorMapReplaceAddress") == 2
-    assert "maps 0,0,0" in out
+    assert "maps a00,b00,0 " in out
     assert "out 0xc02" in out
+
+
+@pytest.mark.parametrize("name", ["a", "a_scale", "b", "b_scale", "out"])
+def test_no_launch_without_memory(run_on_fake_driver, name):
+    """Whether TMA or the kernel itself would use the address."""
+    out = run_on_fake_driver(f"""
+kernel = load()
+for out_map in (LAUNCH["out_map"], None):
+    prepared = launcher.prepare(kernel, **LAUNCH | {{"out_map": out_map}})
+    try:
+        launcher.launch(prepared, *with_address({name!r}, 0), 0)
+    except ValueError as error:
+        print(error, flush=True)
+""")
+    message = f"launch: the address of {name} is 0, want that of memory: pass a tensor whose storage is allocated"
+    assert out.splitlines().count(message) == 2
+    assert "cuTensorMapReplaceAddress" not in out and "cuLaunchKernelEx" not in out
 
 
 def test_threads_do_not_share_a_launch(run_on_fake_driver):
@@ -523,7 +540,7 @@ def test_driver_failures_say_what_and_why(run_on_fake_driver, code, failure, mes
     out = run_on_fake_driver(
         f"""
 def launch():
-    launcher.launch(launcher.prepare(load(), **LAUNCH), 0, 0, 0, 0, 0, 0)
+    launcher.launch(launcher.prepare(load(), **LAUNCH), *ADDRESSES, 0)
 try:
     {code}
 except RuntimeError as error:
