@@ -8,7 +8,7 @@
  *
  * and each call launches, encoding tensor maps and leaving nothing behind:
  *
- *   launch_known(launches, tensors)       finds the Launch by the tensors' signature
+ *   launch_known(table, options, tensors) finds the Launch by the call's options and the tensors' signature
  *   launch_bound(bound, tensors)          holds the tensors against the one signature that it was bound with
  *   launch(prepared, addresses, stream)   whatever the tensors are
  *
@@ -1026,21 +1026,49 @@ static PyObject *signature(PyObject *module, PyObject *const *args, Py_ssize_t c
     return signature_bytes(&seen);
 }
 
+/* Of equal tuples. */
+static bool same_types(PyObject *items, PyObject *others)
+{
+    const Py_ssize_t count = PyTuple_Size(items);
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (Py_TYPE(PyTuple_GetItem(items, i)) != Py_TYPE(PyTuple_GetItem(others, i)))
+            return false;
+    return true;
+}
+
+/* The launches that `table` holds for `options`: NULL where it holds none, and then perhaps with an exception set.
+ * Options that are equal and of other types, like True for 1, have not been checked. Borrowed. */
+static PyObject *find_launches(PyObject *table, PyObject *options)
+{
+    PyObject *entry = PyDict_GetItemWithError(table, options);
+    if (entry == NULL)
+        return NULL;
+    bool is_pair = PyTuple_Check(entry) && PyTuple_Size(entry) == 2;
+    PyObject *known = is_pair ? PyTuple_GetItem(entry, 0) : NULL;
+    PyObject *launches = is_pair ? PyTuple_GetItem(entry, 1) : NULL;
+    if (!is_pair || !PyTuple_Check(known) || PyTuple_Size(known) != PyTuple_Size(options) || !PyDict_Check(launches))
+        return PyErr_Format(PyExc_TypeError, "launch_known: the table holds %R, want a tuple (options, launches)", entry);
+    return same_types(known, options) ? launches : NULL;
+}
+
 PyDoc_STRVAR(launch_known_doc,
-             "launch_known(launches, a, a_scale, b, b_scale, out) -> bool\n"
+             "launch_known(table, options, a, a_scale, b, b_scale, out) -> bool\n"
              "\n"
-             "Launch what the dict `launches` holds under the tensors' signature, on the current stream of a's\n"
-             "device. False, and nothing has happened, where it holds nothing or a tensor cannot be read here.\n"
+             "Launch what is known for a call of these options and tensors, on the current stream of a's device. The\n"
+             "dict `table` holds for every tuple of options (options, launches), and the dict `launches` a Launch for\n"
+             "every signature. False, and nothing has happened, where they hold none, where the options met are equal\n"
+             "but of other types, or where a tensor cannot be read here.\n"
              "\n"
              "Raises as launch() does.");
 
 static PyObject *launch_known(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 1 + TENSORS || !PyDict_Check(args[0]))
+    if (count != 2 + TENSORS || !PyDict_Check(args[0]) || !PyTuple_Check(args[1]))
         return PyErr_Format(PyExc_TypeError,
-                            "launch_known: want 6 arguments: a dict, a, a_scale, b, b_scale, out; got %zd", count);
+                            "launch_known: want 7 arguments: a dict, a tuple, a, a_scale, b, b_scale, out; got %zd",
+                            count);
     const ModuleState *state = PyModule_GetState(module);
-    PyObject *const *tensors = args + 1;
+    PyObject *const *tensors = args + 2;
     Signature seen;
     uintptr_t addresses[ADDRESSES];
     if (!read_tensors(state, tensors, &seen, addresses))
@@ -1048,7 +1076,8 @@ static PyObject *launch_known(PyObject *module, PyObject *const *args, Py_ssize_
     PyObject *key = signature_bytes(&seen);
     if (key == NULL)
         return NULL;
-    PyObject *found = PyDict_GetItemWithError(args[0], key);
+    PyObject *launches = find_launches(args[0], args[1]);
+    PyObject *found = launches == NULL ? NULL : PyDict_GetItemWithError(launches, key);
     Py_DECREF(key);
     if (found == NULL && !PyErr_Occurred())
         Py_RETURN_FALSE;

@@ -19,17 +19,12 @@ from deep_tile.problem import GemmProblem
 from deep_tile.reference import fp8_gemm_reference
 
 _TMA_BYTES = 16
+_MAX_OPTIONS = 1_024
 _MAX_SIGNATURES = 65_536
+"""Different options that launches are remembered for, and launches in all. One more, and all are forgotten."""
+
 _MAX_SIZE = 2**31 - 1024
 """Rounded up to the largest cluster tile, a size must still be an int of the kernel."""
-
-_Launches = dict[bytes | tuple, _launcher.Launch]
-"""Prepared launches by the tensors' signature: bytes where C reads it, a tuple where Python does."""
-
-_launches: dict[tuple, _Launches] = {}
-"""By the call's options, which are `_Options` or the plain tuple equal to it."""
-
-_NO_LAUNCHES: _Launches = {}
 
 for _tensor_type in (torch.Tensor, torch.nn.Parameter):
     _launcher.read_tensors_of(_tensor_type)
@@ -44,6 +39,15 @@ class _Options(NamedTuple):
     batch_invariant: bool
     pdl: bool | None
     constant_weights: bool
+
+
+_Launches = dict[bytes | tuple, _launcher.Launch]
+"""Prepared launches by the tensors' signature: bytes where C reads it, a tuple where Python does."""
+
+_launches: dict[_Options, tuple[_Options, _Launches]] = {}
+"""By the call's options, which are kept to tell True from 1 and 1.0."""
+
+_NO_LAUNCHES: _Launches = {}
 
 
 class Precompiled(NamedTuple):
@@ -117,14 +121,15 @@ def fp8_gemm(
     try:
         if out is None:
             out = _empty_out(a, b, out_dtype)
-        if _launcher.launch_known(_launches.get(options, _NO_LAUNCHES), a, a_scale, b, b_scale, out):
+        if _launcher.launch_known(_launches, options, a, a_scale, b, b_scale, out):
             return out
         signature = _signature(a, a_scale, b, b_scale, out)
+        _, launches = _launches.get(options, (options, _NO_LAUNCHES))
     except (AttributeError, TypeError):
         _check_types(a, a_scale, b, b_scale, out, out_dtype, config)
         _checked_num_sms(num_sms, a.device)
         raise
-    launch = _launches.get(options, _NO_LAUNCHES).get(signature)
+    launch = launches.get(signature)
     if launch is None:
         launch = _first_call(a, a_scale, b, b_scale, out, _Options(*options), signature)
     if launch is not None:
@@ -320,11 +325,17 @@ def _first_call(a, a_scale, b, b_scale, out, options: _Options, signature) -> _l
         _compute_without_kernel(a, a_scale, b, b_scale, out)
         return None
     _, launch = _prepare_launch(a, a_scale, b, b_scale, out, checked)
-    launches = _launches.setdefault(options, {})
-    if len(launches) >= _MAX_SIGNATURES:
-        launches.clear()
-    launches[signature] = launch
+    _remember(options, signature, launch)
     return launch
+
+
+def _remember(options: _Options, signature: bytes | tuple, launch: _launcher.Launch) -> None:
+    """Keep `launch` for the next call like this one."""
+    tables = list(_launches.values())  # at once: another thread may add one meanwhile
+    too_many_options = options not in _launches and len(tables) >= _MAX_OPTIONS
+    if too_many_options or sum(len(launches) for _, launches in tables) >= _MAX_SIGNATURES:
+        _launches.clear()
+    _launches.setdefault(options, (options, {}))[1][signature] = launch
 
 
 def _checked_options(options: _Options, a, a_scale, b, b_scale, out) -> _Options:

@@ -221,10 +221,85 @@ def test_signatures_are_forgotten_when_there_are_too_many(run_pretending):
 api._MAX_SIGNATURES = 2
 for m in (1, 2, 2, 3, 3, 2):
     attempt(fp8_gemm, a[:m], a_scale[:m], b, b_scale, out[:m])
-show(*map(len, api._launches.values()))
+show(*(len(launches) for _, launches in api._launches.values()))
 """)
     new, known = "prepare_launch launch", "launch_known"
     assert shown == [new, new, known, new, known, new, "2"]
+
+
+def test_options_are_forgotten_when_there_are_too_many(run_pretending):
+    shown, _ = run_pretending("""
+api._MAX_OPTIONS = 2
+for num_sms in (1, 2, 1):
+    attempt(fp8_gemm, **good, num_sms=num_sms)
+attempt(fp8_gemm, a[:3], a_scale[:3], b, b_scale, out[:3], num_sms=1)
+for num_sms in (2, 3, 3, 1):
+    attempt(fp8_gemm, **good, num_sms=num_sms)
+show(*(options.num_sms for options in api._launches))
+""")
+    new, known = "prepare_launch launch", "launch_known"
+    assert shown == [new, new, known, new, known, new, known, new, "3 1"]
+
+
+MEMORY = """
+def resident_bytes():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def entries():
+    return len(api._launches), sum(len(launches) for _, launches in api._launches.values())
+"""
+
+
+def test_warm_calls_take_no_memory(run_pretending):
+    shown, _ = run_pretending(
+        MEMORY
+        + """
+os.environ["FAKE_DRIVER_QUIET"] = "1"
+plan_ = prepare(**good)
+def call():
+    fp8_gemm(**good)
+    plan_(a, a_scale, out)
+    fp8_gemm(a, a_scale, b, b_scale)
+for _ in range(1_000):
+    call()
+paths.clear()
+before = resident_bytes()
+for _ in range(34_000):
+    call()
+    paths.clear()
+show(resident_bytes() - before)
+show(*entries())
+"""
+    )
+    assert int(shown[0]) < 1 << 20
+    assert shown[1] == "1 2"
+
+
+def test_many_signatures_take_bounded_memory(run_pretending):
+    """100,200 of them, with 300 different options: as many as are remembered, and then half as many again."""
+    shown, _ = run_pretending(
+        MEMORY
+        + """
+os.environ["FAKE_DRIVER_QUIET"] = "1"
+config = GemmConfig(64, 64, 4, tma_store=False)
+rows = torch.zeros(334, 16).to(a.dtype), torch.ones(334, 1), torch.zeros(334, 8, dtype=out.dtype)
+weights = torch.zeros(8, 16).to(a.dtype), torch.ones(1, 1)
+fp8_gemm(rows[0], rows[1], *weights, rows[2], config=config)
+before, most = resident_bytes(), 0
+for num_sms in range(1, 101):
+    for pdl in (None, False, True):
+        for m in range(1, 335):
+            fp8_gemm(rows[0][:m], rows[1][:m], *weights, rows[2][:m], config=config, num_sms=num_sms, pdl=pdl)
+        most = max(most, entries()[1])
+        paths.clear()
+show(most, resident_bytes() - before)
+show(*entries())
+"""
+    )
+    most, grown = map(int, shown[0].split())
+    assert 65_000 < most <= 65_536
+    assert grown < 200 << 20
+    tables, left = map(int, shown[1].split())
+    assert tables < 300 and left == 100_200 + 1 - 65_536
 
 
 # Plans.

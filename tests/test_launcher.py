@@ -234,8 +234,9 @@ def test_launch_names_the_wrong_argument(arguments, error, message):
     ("name", "arguments", "message"),
     [
         ("signature", (1, 2), "signature: got 2 arguments, want 5"),
-        ("launch_known", ({}, 1), "launch_known: want 6 arguments: a dict, a, a_scale, b, b_scale, out; got 2"),
-        ("launch_known", ([], 1, 2, 3, 4, 5), "launch_known: want 6 arguments: a dict"),
+        ("launch_known", ({}, ()), "launch_known: want 7 arguments: a dict, a tuple, a, a_scale, b, b_scale, out"),
+        ("launch_known", ([], (), 1, 2, 3, 4, 5), "launch_known: want 7 arguments: a dict"),
+        ("launch_known", ({}, [], 1, 2, 3, 4, 5), "launch_known: want 7 arguments: a dict, a tuple"),
         ("bind", (None, 1), "bind: got 2 arguments, want 6: prepared, a"),
         ("bind", (None, 1, 2, 3, 4, 5), "bind: prepared is None, want the Launch that prepare() returned"),
         ("launch_bound", (None, 1, 2, 3), "launch_bound: want 4 arguments: what bind() returned"),
@@ -652,6 +653,8 @@ def attempt(function, *arguments):
         print(error, flush=True)
 prepared = launcher.prepare(load(), **LAUNCH)
 launches = {launcher.signature(*call()): prepared}
+OPTIONS = (1, True, None)
+known = {OPTIONS: (OPTIONS, launches)}
 begin()
 """
 
@@ -671,7 +674,7 @@ def run_with_tensors(run_on_fake_driver):
 def test_launch_known(run_with_tensors):
     """The signature finds the launch; addresses, with their offset, and the stream are those of the call."""
     lines = run_with_tensors("""
-attempt(launcher.launch_known, launches, *call(a={"address": 0x1A00}, out={"address": 0xB00, "offset": 0x100}))
+attempt(launcher.launch_known, known, OPTIONS, *call(a={"address": 0x1A00}, out={"address": 0xB00, "offset": 0x100}))
 """)
     assert [line.split()[0] for line in lines[2:5]] == ["cuTensorMapReplaceAddress"] * 3
     assert "stream 0x5200 " in lines[5]
@@ -702,7 +705,7 @@ def test_every_difference_is_another_signature(run_with_tensors, change):
     """Nothing reaches the driver."""
     lines = run_with_tensors(f"""
 changed = call(**{change})
-attempt(launcher.launch_known, launches, *changed)
+attempt(launcher.launch_known, known, OPTIONS, *changed)
 print(launcher.signature(*changed) in launches, launcher.signature(*changed) == launcher.signature(*call(**{change})))
 """)
     assert lines == ["False", "False True"]
@@ -711,7 +714,7 @@ print(launcher.signature(*changed) in launches, launcher.signature(*changed) == 
 @pytest.mark.parametrize("change", UNREADABLE.values(), ids=UNREADABLE)
 def test_what_cannot_be_read_is_left_to_python(run_with_tensors, change):
     lines = run_with_tensors(f"""
-attempt(launcher.launch_known, launches, *call(**{change}))
+attempt(launcher.launch_known, known, OPTIONS, *call(**{change}))
 attempt(launcher.signature, *call(**{change}))
 attempt(launcher.bind, prepared, *call(**{change}))
 """)
@@ -721,7 +724,7 @@ attempt(launcher.bind, prepared, *call(**{change}))
 def test_only_registered_types_are_read(run_with_tensors):
     lines = run_with_tensors("""
 attempt(launcher.signature, *call(kind=type("Subclass", (Typed,), {})))
-attempt(launcher.launch_known, launches, 1, None, "b", [], Typed)
+attempt(launcher.launch_known, known, OPTIONS, 1, None, "b", [], Typed)
 """)
     assert lines == ["None", "False"]
 
@@ -731,8 +734,8 @@ def test_alignment_is_checked_at_every_launch(run_with_tensors):
 bound = launcher.bind(prepared, *call())
 begin()
 off = call(a={"address": 0xA08})
-attempt(launcher.launch_known, launches, *off)
-attempt(launcher.launch_known, launches, *call(b={"address": 0xB0F}))
+attempt(launcher.launch_known, known, OPTIONS, *off)
+attempt(launcher.launch_known, known, OPTIONS, *call(b={"address": 0xB0F}))
 attempt(launcher.launch_bound, bound, off[0], off[1], off[4])
 attempt(launcher.bind, prepared, *call(b={"address": 0xB0F}))
 """)
@@ -742,9 +745,28 @@ attempt(launcher.bind, prepared, *call(b={"address": 0xB0F}))
 
 def test_launches_hold_launches(run_with_tensors):
     lines = run_with_tensors("""
-attempt(launcher.launch_known, {key: "launch" for key in launches}, *call())
+for held in ("launches", (), (OPTIONS, []), ([], launches), (OPTIONS, {key: "launch" for key in launches})):
+    attempt(launcher.launch_known, {OPTIONS: held}, OPTIONS, *call())
+attempt(launcher.launch_known, known, ([],), *call())
 """)
-    assert lines == ["launch_known: prepared is 'launch', want the Launch that prepare() returned"]
+    assert [line.partition(", want")[0] for line in lines[:3]] == [
+        "launch_known: the table holds 'launches'",
+        "launch_known: the table holds ()",
+        "launch_known: the table holds ((1, True, None), [])",
+    ]
+    assert lines[3].startswith("launch_known: the table holds ([], {b")
+    assert lines[4] == "launch_known: prepared is 'launch', want the Launch that prepare() returned"
+    assert "unhashable type: 'list'" in lines[5]
+
+
+def test_options_are_known_by_value_and_type(run_with_tensors):
+    """What equals options that have been checked has not been checked itself."""
+    lines = run_with_tensors("""
+for options in (OPTIONS, (True, True, None), (1.0, True, None), (1, 1, None), (2, True, None), (1, True), ()):
+    attempt(launcher.launch_known, known, options, *call())
+""")
+    assert [line for line in lines if line in ("True", "False")] == ["True"] + ["False"] * 6
+    assert sum("cuLaunchKernelEx" in line for line in lines) == 1
 
 
 def test_launch_bound(run_with_tensors):
@@ -783,7 +805,7 @@ begin()
 def work():
     for _ in range(100):
         launches[key] = launcher.prepare(kernel, **LAUNCH)
-        launcher.launch_known(launches, *tensors)
+        launcher.launch_known(known, OPTIONS, *tensors)
         launches.clear()
 threads = [Thread(target=work) for _ in range(4)]
 for thread in threads: thread.start()
