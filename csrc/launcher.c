@@ -12,8 +12,8 @@
  *   launch_bound(bound, tensors)          holds the tensors against the one signature that it was bound with
  *   launch(prepared, addresses, stream)   whatever the tensors are
  *
- * Of tensors it knows what DLPack says; it judges none of it. Which signatures are right is decided in Python, once for
- * each, and what it has not met or cannot read it leaves to Python.
+ * Of tensors it knows what DLPack says, and by a word of their own that they are plain; it judges none of it. Which
+ * signatures are right is decided in Python, once for each, and what it has not met or cannot read it leaves to Python.
  *
  * Invariant: libcuda is opened by the first load() or driver_version(), never by the import, so that importing works
  * without a driver and survives fork.
@@ -263,10 +263,18 @@ typedef struct {
     uintptr_t b, b_scale;
 } BoundLaunch;
 
+/* Where a tensor says what it is besides memory: a word of bits in its library's own object, whose address the Python
+ * object holds. A tensor with other bits than `plain` is more than DLPack tells of it. */
+typedef struct {
+    Py_ssize_t object_offset, keys_offset;
+    uint64_t plain; /* 0: of this type every tensor is plain */
+} KeysPlace;
+
 /* A type whose instances can be read through DLPack; a subclass is another type. */
 typedef struct {
     PyTypeObject *type;
     const Exchange *exchange;
+    KeysPlace keys;
 } TensorType;
 
 enum { MAX_TENSOR_TYPES = 4 };
@@ -914,14 +922,24 @@ static const Exchange *find_exchange(PyObject *capsule)
 }
 
 PyDoc_STRVAR(read_tensors_of_doc,
-             "read_tensors_of(type) -> bool\n"
+             "read_tensors_of(type, object_offset=0, keys_offset=0, plain=0) -> bool\n"
              "\n"
              "Read tensors of exactly this type from now on. False, and they are left to Python, where the type lacks\n"
-             "DLPack's C exchange API. Raises ValueError for more types than there is room for.");
+             "DLPack's C exchange API. Raises ValueError for more types than there is room for.\n"
+             "\n"
+             "plain: bits of a plain tensor's keys, a word of 64 bits; a tensor with others is left to Python, too. The\n"
+             "address of the object that holds them stands object_offset bytes into the Python object, and they stand\n"
+             "keys_offset bytes into that: the caller vouches for it. 0: tensors of this type have no keys.");
 
-static PyObject *read_tensors_of(PyObject *module, PyObject *type)
+static PyObject *read_tensors_of(PyObject *module, PyObject *args)
 {
     ModuleState *state = PyModule_GetState(module);
+    PyObject *type;
+    KeysPlace keys = {0, 0, 0};
+    unsigned long long plain = 0;
+    if (!PyArg_ParseTuple(args, "O|nnK:read_tensors_of", &type, &keys.object_offset, &keys.keys_offset, &plain))
+        return NULL;
+    keys.plain = plain;
     if (!PyType_Check(type))
         return PyErr_Format(PyExc_TypeError, "read_tensors_of: got %R, want a type", type);
     PyObject *capsule = PyObject_GetAttrString(type, EXCHANGE_ATTRIBUTE);
@@ -936,35 +954,59 @@ static PyObject *read_tensors_of(PyObject *module, PyObject *type)
     if (state->tensor_type_count == MAX_TENSOR_TYPES)
         return PyErr_Format(PyExc_ValueError, "read_tensors_of: there is room for %d types", MAX_TENSOR_TYPES);
     Py_INCREF(type);
-    state->tensor_types[state->tensor_type_count++] = (TensorType){(PyTypeObject *)type, exchange};
+    state->tensor_types[state->tensor_type_count++] = (TensorType){(PyTypeObject *)type, exchange, keys};
     Py_RETURN_TRUE;
 }
 
-static const Exchange *exchange_of(const ModuleState *state, PyObject *tensor)
+static const TensorType *find_type(const ModuleState *state, PyObject *tensor)
 {
     const PyTypeObject *type = Py_TYPE(tensor);
     for (int i = 0; i < state->tensor_type_count; i++)
         if (state->tensor_types[i].type == type)
-            return state->tensor_types[i].exchange;
+            return &state->tensor_types[i];
     return NULL;
 }
 
-/* Writes tensor number `which` into `signature`, its device too when it is `a`, and its address into `addresses`.
- *
- * False, without an exception, for what no kernel can be launched with: no tensor of a known type, one without memory,
- * one that is not 2-D, or one on another device than `a`. Python's checks then say what is wrong. */
-static bool read_tensor(const ModuleState *state, PyObject *tensor, int which, Signature *signature,
-                        uintptr_t addresses[])
+static bool is_plain(const KeysPlace *place, PyObject *tensor)
 {
-    const Exchange *exchange = exchange_of(state, tensor);
-    if (exchange == NULL)
+    const char *object;
+    uint64_t keys;
+    if (place->plain == 0)
+        return true;
+    memcpy(&object, (const char *)tensor + place->object_offset, sizeof object);
+    memcpy(&keys, object + place->keys_offset, sizeof keys);
+    return (keys & ~place->plain) == 0;
+}
+
+/* The address of a view into freed storage is its offset alone. A GPU's memory does not lie as low as that; where some
+ * did, Python, which can look at the storage, would launch with it. */
+static bool is_in_memory(TensorDevice device, uintptr_t address)
+{
+    return device.type == DEVICE_CUDA ? address >= (uintptr_t)1 << 32 : address != 0;
+}
+
+/* Looks at a tensor. False, without an exception, for what no kernel can be launched with: no tensor of a known type,
+ * one that is not plain, and one without memory. Python's checks then say what is wrong, or that nothing is. */
+static bool view_tensor(const ModuleState *state, PyObject *tensor, TensorView *view, uintptr_t *address)
+{
+    const TensorType *type = find_type(state, tensor);
+    if (type == NULL || !is_plain(&type->keys, tensor))
         return false;
-    TensorView view;
-    if (exchange->view(tensor, &view) != 0) {
+    if (type->exchange->view(tensor, view) != 0) {
         PyErr_Clear();
         return false;
     }
-    if (view.rank != 2)
+    *address = (uintptr_t)view->data + view->byte_offset;
+    return is_in_memory(view->device, *address);
+}
+
+/* Writes tensor number `which` into `signature`, its device too when it is `a`, and its address into `addresses`. False
+ * as view_tensor(), and for a tensor that is not 2-D or lies on another device than `a`. */
+static bool read_tensor(const ModuleState *state, PyObject *tensor, int which, Signature *signature,
+                        uintptr_t addresses[])
+{
+    TensorView view;
+    if (!view_tensor(state, tensor, &view, &addresses[which]) || view.rank != 2)
         return false;
     if (which == A)
         signature->device = view.device;
@@ -975,7 +1017,6 @@ static bool read_tensor(const ModuleState *state, PyObject *tensor, int which, S
         signature->layouts[which].shape[i] = view.shape[i];
         signature->layouts[which].strides[i] = view.strides[i];
     }
-    addresses[which] = (uintptr_t)view.data + view.byte_offset;
     if (which == OUT)
         signature->out_is_aligned = addresses[OUT] % TMA_ALIGNMENT_BYTES == 0;
     return true;
@@ -995,7 +1036,8 @@ static bool launch_on_current_stream(const ModuleState *state, PyObject *a, cons
                                      Launch *prepared, uintptr_t addresses[])
 {
     void *stream;
-    if (exchange_of(state, a)->current_stream(signature->device.type, signature->device.index, &stream) != 0)
+    const Exchange *exchange = find_type(state, a)->exchange;
+    if (exchange->current_stream(signature->device.type, signature->device.index, &stream) != 0)
         return false;
     addresses[STREAM] = (uintptr_t)stream;
     Py_INCREF((PyObject *)prepared); /* another thread may drop it while the GIL is released */
@@ -1007,6 +1049,21 @@ static bool launch_on_current_stream(const ModuleState *state, PyObject *a, cons
 static PyObject *signature_bytes(const Signature *signature)
 {
     return PyBytes_FromStringAndSize((const char *)signature, sizeof *signature);
+}
+
+PyDoc_STRVAR(reads_doc, "reads(*tensors) -> bool\n"
+                        "\n"
+                        "Whether every tensor can be read here: it is of a known type, plain, and has memory.");
+
+static PyObject *reads(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const ModuleState *state = PyModule_GetState(module);
+    TensorView view;
+    uintptr_t address;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (!view_tensor(state, args[i], &view, &address))
+            Py_RETURN_FALSE;
+    Py_RETURN_TRUE;
 }
 
 PyDoc_STRVAR(signature_doc, "signature(a, a_scale, b, b_scale, out) -> bytes | None\n"
@@ -1261,7 +1318,8 @@ static PyMethodDef module_methods[] = {
     {"load", (PyCFunction)(void (*)(void))load, METH_VARARGS | METH_KEYWORDS, load_doc},
     {"prepare", (PyCFunction)(void (*)(void))prepare, METH_VARARGS | METH_KEYWORDS, prepare_doc},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, launch_doc},
-    {"read_tensors_of", read_tensors_of, METH_O, read_tensors_of_doc},
+    {"read_tensors_of", read_tensors_of, METH_VARARGS, read_tensors_of_doc},
+    {"reads", (PyCFunction)(void (*)(void))reads, METH_FASTCALL, reads_doc},
     {"signature", (PyCFunction)(void (*)(void))signature, METH_FASTCALL, signature_doc},
     {"launch_known", (PyCFunction)(void (*)(void))launch_known, METH_FASTCALL, launch_known_doc},
     {"bind", (PyCFunction)(void (*)(void))bind_launch, METH_FASTCALL, bind_doc},

@@ -177,6 +177,10 @@ def with_number(layout: tuple, index: int, number: object) -> tuple:
             {"a_scale_strides": (2**19, 1)},
             "the last element of a_scale is more than 1073741823 elements from its first, with strides (524288, 1)",
         ),
+        (
+            {"m": 2**30 + 1, "k": 128, "a_scale_strides": (1, 1)},
+            "the last element of a_scale is more than 1073741823 elements from its first, with strides (1, 1)",
+        ),
         ({"b_scale_strides": (1, 2**62)}, "the last element of b_scale is more than 1073741823 elements"),
         ({"out_stride_m": -2112}, "out_stride_m is -2112, want 0 to"),
         ({"raster_rows_log2": 0}, "raster_rows_log2 is 0, want 1 to 4"),
@@ -203,6 +207,7 @@ def test_prepare_names_the_wrong_number(change, message):
     [
         ({}, "kernel is None, want the Kernel that load() returned"),
         ({"out_map": None}, "kernel is None, want the Kernel that load() returned"),
+        ({"m": 2**30, "k": 128, "a_scale_strides": (1, 1)}, "kernel is None, want the Kernel that load() returned"),
         ({"m": 4096.0}, "m is 4096.0, want an int"),
         ({"a_map": A_MAP[:-1]}, "want a tuple (element_bytes, inner, outer, outer_stride_bytes, box_inner, box_outer"),
         ({"a_map": None}, "a_map is None, want a tuple"),
@@ -242,6 +247,7 @@ def test_launch_names_the_wrong_argument(arguments, error, message):
         ("launch_bound", (None, 1, 2, 3), "launch_bound: want 4 arguments: what bind() returned"),
         ("launch_bound", (), "launch_bound: want 4 arguments"),
         ("read_tensors_of", (7,), "read_tensors_of: got 7, want a type"),
+        ("read_tensors_of", (int, "16", 168, 1), "cannot be interpreted as an integer"),
     ],
 )
 def test_tensor_calls_name_the_wrong_argument(name, arguments, message):
@@ -600,9 +606,12 @@ class View(ctypes.Structure):
         ("byte_offset", ctypes.c_uint64),
     ]
 
+GPU_MEMORY = 0x700000000
+
 class Tensor:
-    def __init__(self, address, shape, strides=None, dtype=(10, 8), device=(2, 0), offset=0, memory=True):
-        self.view = View(address, device, len(shape), (*dtype, 1, 0), byte_offset=offset)
+    def __init__(self, address, shape, strides=None, dtype=(10, 8), device=(2, 0), offset=0, memory=True,
+                 base=GPU_MEMORY):
+        self.view = View(base + address, device, len(shape), (*dtype, 1, 0), byte_offset=offset)
         self.sizes = [(ctypes.c_int64 * len(shape))(*x) for x in (shape, strides or (shape[-1], 1))]
         self.view.shape, self.view.strides = (ctypes.addressof(x) for x in self.sizes)
         self.memory = memory
@@ -678,7 +687,10 @@ attempt(launcher.launch_known, known, OPTIONS, *call(a={"address": 0x1A00}, out=
 """)
     assert [line.split()[0] for line in lines[2:5]] == ["cuTensorMapReplaceAddress"] * 3
     assert "stream 0x5200 " in lines[5]
-    assert "maps 1a00,b00,c00 a_scale 0xa4 b_scale 0xb4 out 0xc00 strides 56,1 1,17 2112" in lines[5]
+    assert (
+        "maps 700001a00,700000b00,700000c00 a_scale 0x7000000a4 b_scale 0x7000000b4 out 0x700000c00 "
+        "strides 56,1 1,17 2112"
+    ) in lines[5]
     assert lines[6:] == ["cuCtxPopCurrent ", "True"]
 
 
@@ -696,7 +708,10 @@ DIFFERENT = {
 UNREADABLE = {
     "rank": '{"a": {"shape": (4096, 56, 128), "strides": (7168, 128, 1)}}',
     "other device": '{"b": {"device": (2, 1)}}',
-    "no memory": '{"out": {"memory": False}}',
+    "unknown to DLPack": '{"out": {"memory": False}}',
+    **{f"no memory, {name}": f'{{"{name}": {{"address": 0, "base": 0}}}}' for name in ("a", "a_scale", "b", "out")},
+    "freed memory": '{"b_scale": {"address": 0, "base": 0, "offset": 0xFFFFFFFF}}',
+    "no memory on the CPU": '{name: {"device": (1, 0), "address": 0, "base": 0} for name in GOOD}',
 }
 
 
@@ -719,6 +734,62 @@ attempt(launcher.signature, *call(**{change}))
 attempt(launcher.bind, prepared, *call(**{change}))
 """)
     assert lines == ["False", "None", "None"]
+
+
+KEYED_TENSORS = """
+class Keyed(Tensor):  # its keys are the characters of a bytes object that a slot points to
+    __slots__ = ("keys",)
+
+Keyed.__dlpack_c_exchange_api__ = Typed.__dlpack_c_exchange_api__
+
+def keyed(address, keys=0b011, **layout):
+    tensor = Keyed(address, **layout)
+    tensor.keys = keys.to_bytes(8, "little")
+    return tensor
+
+def find_slot(tensor):
+    words = range(0, Keyed.__basicsize__, 8)
+    return next(at for at in words if ctypes.c_uint64.from_address(id(tensor) + at).value == id(tensor.keys))
+
+place = find_slot(keyed(0xA00, shape=(1, 1))), bytes.__basicsize__ - 1
+print(launcher.read_tensors_of(Keyed, *place, 0b111), flush=True)
+launches[launcher.signature(*call(kind=keyed))] = prepared
+begin()
+"""
+
+
+def test_what_is_not_plain_is_left_to_python(run_with_tensors):
+    """Keys that a plain tensor lacks are in nothing that DLPack tells."""
+    lines = run_with_tensors(
+        KEYED_TENSORS
+        + """
+for name in GOOD:
+    for keys in (0b111, 0, 0b1011, 1 << 63):
+        tensors = call(kind=keyed, **{name: {"keys": keys}})
+        attempt(lambda: (launcher.signature(*tensors) in launches, launcher.reads(*tensors)))
+odd = call(kind=keyed, a={"keys": 8})
+bound = launcher.bind(prepared, *call(kind=keyed))
+attempt(launcher.launch_known, known, OPTIONS, *odd)
+attempt(launcher.bind, prepared, *odd)
+attempt(launcher.launch_bound, bound, odd[0], odd[1], odd[4])
+attempt(launcher.launch_bound, bound, *(call(kind=keyed)[i] for i in (0, 1, 4)))
+"""
+    )
+    after = lines[lines.index("---") + 1 :]
+    assert after[:20] == ["(True, True)", "(True, True)", "(False, False)", "(False, False)"] * 5
+    assert after[20:23] == ["False", "None", "False"]
+    assert "cuLaunchKernelEx" in "".join(after[23:]) and after[-1] == "True"
+
+
+def test_reads(run_with_tensors):
+    lines = run_with_tensors("""
+attempt(launcher.reads)
+attempt(launcher.reads, *call(), *call())
+attempt(launcher.reads, Typed(0xA00, (1, 2, 3)), Typed(0xB00, (1, 2), device=(2, 1)))
+attempt(launcher.reads, *call(), Typed(0, (1, 2), base=0))
+attempt(launcher.reads, *call(), 7)
+""")
+    assert lines == ["True", "True", "True", "False", "False"]
 
 
 def test_only_registered_types_are_read(run_with_tensors):
@@ -778,7 +849,10 @@ attempt(launcher.launch_bound, bound, a, a_scale, out)
 """)
     (launch,) = (line for line in lines if "cuLaunchKernelEx" in line)
     assert "stream 0x5200 " in launch
-    assert "maps 1a00,bb00,1c00 a_scale 0x1a4 b_scale 0xbb4 out 0x1c00 strides 56,1 1,17 2112" in launch
+    assert (
+        "maps 700001a00,70000bb00,700001c00 a_scale 0x7000001a4 b_scale 0x700000bb4 out 0x700001c00 "
+        "strides 56,1 1,17 2112"
+    ) in launch
     assert lines[-1] == "True"
 
 
@@ -814,7 +888,7 @@ print("done")
 """)
     launched = [line for line in lines if line.startswith("cuLaunchKernelEx")]
     assert 100 <= len(launched) <= 400
-    assert all("maps a00,b00,c00 " in line for line in launched)
+    assert all("maps 700000a00,700000b00,700000c00 " in line for line in launched)
     assert lines[-1] == "done"
 
 
@@ -864,6 +938,7 @@ DLPACK_AGREEMENT = """
     SAME(sizeof((type){0}.field), sizeof((their_type){0}.their_field))
 
 SAME(EXCHANGE_MAJOR_VERSION, DLPACK_MAJOR_VERSION);
+SAME(DEVICE_CUDA, kDLCUDA);
 SAME(sizeof(TensorView), sizeof(DLTensor));
 SAME_FIELD(TensorView, data, DLTensor, data);
 SAME_FIELD(TensorView, device.type, DLTensor, device.device_type);
