@@ -76,12 +76,12 @@ def host_parts() -> dict[str, Call]:
     tensors = (inputs.a, inputs.a_scale, inputs.b, inputs.b_scale, inputs.new_out())
     deep_tile.fp8_gemm(*tensors)
     signature = api._signature(*tensors)
-    known = next(launches for launches in api._launches.values() if signature in launches)
-    launch = known[signature]
+    options, launches = next(known for known in api._launches.values() if signature in known[1])
+    launch = launches[signature]
     addresses = (*(tensor.data_ptr() for tensor in tensors), torch.cuda.current_stream().cuda_stream)
     return {
         "fp8_gemm": lambda: deep_tile.fp8_gemm(*tensors),
-        "read, find, launch": lambda: _launcher.launch_known(known, *tensors),
+        "read, find, launch": lambda: _launcher.launch_known(api._launches, options, *tensors),
         "launch": lambda: _launcher.launch(launch, *addresses),
         "(only read the tensors)": lambda: _launcher.signature(*tensors),
         "(only call a function)": lambda: None,

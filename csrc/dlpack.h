@@ -14,8 +14,10 @@ enum { EXCHANGE_MAJOR_VERSION = 1 }; /* minor versions only add values */
 #define EXCHANGE_ATTRIBUTE "__dlpack_c_exchange_api__" /* of the tensor's type; holds a capsule */
 #define EXCHANGE_CAPSULE "dlpack_exchange_api"
 
+enum { DEVICE_CUDA = 2 };
+
 typedef struct { /* DLDevice */
-    int type;    /* an enum; CUDA is 2 */
+    int type;    /* an enum */
     int32_t index;
 } TensorDevice;
 

@@ -8,12 +8,12 @@
  *
  * and each call points the prepared tensor maps at its tensors and launches, leaving nothing behind:
  *
- *   launch_known(launches, tensors)       finds the Launch by the tensors' signature
+ *   launch_known(table, options, tensors) finds the Launch by the call's options and the tensors' signature
  *   launch_bound(bound, tensors)          holds the tensors against the one signature that it was bound with
  *   launch(prepared, addresses, stream)   whatever the tensors are
  *
- * Of tensors it knows what DLPack says; it judges none of it. Which signatures are right is decided in Python, once for
- * each, and what it has not met or cannot read it leaves to Python.
+ * Of tensors it knows what DLPack says, and by a word of their own that they are plain; it judges none of it. Which
+ * signatures are right is decided in Python, once for each, and what it has not met or cannot read it leaves to Python.
  *
  * Invariant: libcuda is opened by the first load() or driver_version(), never by the import, so that importing works
  * without a driver and survives fork.
@@ -131,11 +131,31 @@ static const char *remedy(DriverResult result)
         return "; the stream must belong to the kernel's device";
     case ERROR_NOT_FOUND:
         return "; the cubin holds no kernel of that name";
-    case ERROR_ILLEGAL_ADDRESS:
-    case ERROR_LAUNCH_FAILED:
-        return "; an earlier kernel of this process failed: find it with compute-sanitizer or CUDA_LAUNCH_BLOCKING=1";
     default:
         return "";
+    }
+}
+
+/* Whether a kernel of this process, or the GPU under it, failed earlier. Every call reports that from then on. */
+static bool is_sticky(DriverResult result)
+{
+    switch (result) {
+    case ERROR_ECC_UNCORRECTABLE:
+    case ERROR_NVLINK_UNCORRECTABLE:
+    case ERROR_CONTAINED:
+    case ERROR_ILLEGAL_ADDRESS:
+    case ERROR_LAUNCH_TIMEOUT:
+    case ERROR_ASSERT:
+    case ERROR_HARDWARE_STACK_ERROR:
+    case ERROR_ILLEGAL_INSTRUCTION:
+    case ERROR_MISALIGNED_ADDRESS:
+    case ERROR_INVALID_ADDRESS_SPACE:
+    case ERROR_INVALID_PC:
+    case ERROR_LAUNCH_FAILED:
+    case ERROR_TENSOR_MEMORY_LEAK:
+        return true;
+    default:
+        return false;
     }
 }
 
@@ -145,13 +165,40 @@ static PyObject *raise_failure(const Failure *failure, PyObject *kernel_name)
     const char *name = NULL, *text = NULL; /* and so they stay for a code that the driver does not know */
     driver.cuGetErrorName(failure->result, &name);
     driver.cuGetErrorString(failure->result, &text);
+    name = name ? name : "unknown error";
+    text = text ? text : "no description";
     PyObject *subject = kernel_name ? PyUnicode_FromFormat(" for kernel %U", kernel_name) : PyUnicode_FromString("");
-    if (subject != NULL)
-        PyErr_Format(PyExc_RuntimeError, "%s failed%U: %s (%u), %s%s", failure->call, subject,
-                     name ? name : "unknown error", failure->result, text ? text : "no description",
-                     remedy(failure->result));
+    if (subject != NULL && is_sticky(failure->result))
+        PyErr_Format(PyExc_RuntimeError,
+                     "an earlier kernel of this process failed: %s (%u), %s; %s%U only met it. CUDA is of no more use to "
+                     "this process: start another, and find that kernel with compute-sanitizer or CUDA_LAUNCH_BLOCKING=1",
+                     name, failure->result, text, failure->call, subject);
+    else if (subject != NULL)
+        PyErr_Format(PyExc_RuntimeError, "%s failed%U: %s (%u), %s%s", failure->call, subject, name, failure->result,
+                     text, remedy(failure->result));
     Py_XDECREF(subject);
     return NULL;
+}
+
+/* Makes `context` current unless it is, for the calls that work in whichever context is current: a thread that has not
+ * used the GPU yet has none, and one that uses another GPU another. False, with nothing to leave, if that fails. */
+static bool enter_context(Failure *failure, DriverContext context, bool *pushed)
+{
+    DriverContext current;
+    *pushed = false;
+    if (!CALL(failure, cuCtxGetCurrent, &current))
+        return false;
+    if (current == context)
+        return true;
+    *pushed = CALL(failure, cuCtxPushCurrent, context);
+    return *pushed;
+}
+
+static void leave_context(Failure *failure, bool pushed)
+{
+    DriverContext popped;
+    if (pushed)
+        (void)CALL(failure, cuCtxPopCurrent, &popped);
 }
 
 /* -------------------------------------------------------------------------------------------- types and module ---- */
@@ -216,10 +263,18 @@ typedef struct {
     uintptr_t b, b_scale;
 } BoundLaunch;
 
+/* Where a tensor says what it is besides memory: a word of bits in its library's own object, whose address the Python
+ * object holds. A tensor with other bits than `plain` is more than DLPack tells of it. */
+typedef struct {
+    Py_ssize_t object_offset, keys_offset;
+    uint64_t plain; /* 0: of this type every tensor is plain */
+} KeysPlace;
+
 /* A type whose instances can be read through DLPack; a subclass is another type. */
 typedef struct {
     PyTypeObject *type;
     const Exchange *exchange;
+    KeysPlace keys;
 } TensorType;
 
 enum { MAX_TENSOR_TYPES = 4 };
@@ -293,14 +348,14 @@ static bool load_here(Failure *failure, Kernel *kernel, int device, const char *
 static void load_on_device(Failure *failure, Kernel *kernel, const char *cubin, const char *name)
 {
     int device;
-    DriverContext popped;
+    bool pushed;
     bool entered = CALL(failure, cuInit, 0) && CALL(failure, cuDeviceGet, &device, kernel->device) &&
                    CALL(failure, cuDevicePrimaryCtxRetain, &kernel->context, device) &&
-                   CALL(failure, cuCtxPushCurrent, kernel->context);
+                   enter_context(failure, kernel->context, &pushed);
     if (!entered)
         return;
     load_here(failure, kernel, device, cubin, name);
-    (void)CALL(failure, cuCtxPopCurrent, &popped);
+    leave_context(failure, pushed);
 }
 
 PyDoc_STRVAR(load_doc, "load(cubin: bytes, name: str, smem_bytes: int, device: int) -> Kernel\n"
@@ -577,7 +632,7 @@ static int bulk_scale_rows(const long long numbers[])
     return adjacent ? (int)numbers[SIZE_M] : 0;
 }
 
-/* `out_map` is NULL where the kernel has none. */
+/* Encodes the maps, in the kernel's context; `out_map` is NULL where the kernel has none. */
 static bool fill_template(Failure *failure, Launch *launch, const long long numbers[], bool early_b,
                           const MapLayout *a_map, const MapLayout *b_map, const MapLayout *out_map)
 {
@@ -688,7 +743,13 @@ static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
     launch->cluster = (unsigned)numbers[CLUSTER];
     launch->threads = (unsigned)numbers[THREADS];
     Failure failure = {NULL, 0};
-    if (fill_template(&failure, launch, numbers, early_b != 0, &a_layout, &b_layout, has_out_map ? &out_layout : NULL))
+    bool pushed;
+    if (enter_context(&failure, launch->kernel->context, &pushed)) {
+        (void)fill_template(&failure, launch, numbers, early_b != 0, &a_layout, &b_layout,
+                            has_out_map ? &out_layout : NULL);
+        leave_context(&failure, pushed);
+    }
+    if (failure.call == NULL)
         return (PyObject *)launch;
     raise_failure(&failure, launch->kernel->name);
     Py_DECREF(launch);
@@ -697,6 +758,18 @@ static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
 
 /* ----------------------------------------------------------------------------------------------------- launch ---- */
 
+/* Null is the address of a tensor without memory, and a kernel that touches it kills the context. */
+static bool check_memory(const uintptr_t addresses[], int which)
+{
+    if (addresses[which] != 0)
+        return true;
+    PyErr_Format(PyExc_ValueError,
+                 "launch: the address of %s is 0, want that of memory: pass a tensor whose storage is allocated",
+                 address_names[which]);
+    return false;
+}
+
+/* For an address that a tensor map is pointed at. */
 static bool check_alignment(const uintptr_t addresses[], int which)
 {
     int remainder = (int)(addresses[which] % TMA_ALIGNMENT_BYTES);
@@ -760,25 +833,21 @@ static void launch_here(Failure *failure, const Launch *launch, const uintptr_t 
                arguments, NULL);
 }
 
-/* A thread that has not used the GPU yet, or uses another one, has another context current. */
 static void launch_on_device(Failure *failure, const Launch *launch, const uintptr_t addresses[])
 {
-    DriverContext current;
-    if (!CALL(failure, cuCtxGetCurrent, &current))
-        return;
-    if (current == launch->kernel->context) {
-        launch_here(failure, launch, addresses);
-        return;
-    }
-    if (!CALL(failure, cuCtxPushCurrent, launch->kernel->context))
+    bool pushed;
+    if (!enter_context(failure, launch->kernel->context, &pushed))
         return;
     launch_here(failure, launch, addresses);
-    (void)CALL(failure, cuCtxPopCurrent, &current);
+    leave_context(failure, pushed);
 }
 
 /* What every way to launch ends in. The caller owns `launch` meanwhile. False with an exception set if it fails. */
 static bool launch_at(const Launch *launch, const uintptr_t addresses[])
 {
+    for (int which = A; which < TENSORS; which++)
+        if (!check_memory(addresses, which))
+            return false;
     if (!check_alignment(addresses, A) || !check_alignment(addresses, B) ||
         (launch->has_out_map && !check_alignment(addresses, OUT)))
         return false;
@@ -820,8 +889,9 @@ PyDoc_STRVAR(launch_doc, "launch(prepared, a, a_scale, b, b_scale, out, stream) 
                          "\n"
                          "Launch on `stream`; all but `prepared` are addresses as ints.\n"
                          "\n"
-                         "Raises TypeError for what is no address, ValueError for one that TMA cannot use (a, b, and\n"
-                         "out where it has a map: multiples of 16), RuntimeError for whatever the driver refuses.");
+                         "Raises TypeError for what is no address, ValueError for 0 and for one that TMA cannot use\n"
+                         "(a, b, and out where it has a map: multiples of 16), RuntimeError for whatever the driver\n"
+                         "refuses.");
 
 static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
@@ -852,14 +922,24 @@ static const Exchange *find_exchange(PyObject *capsule)
 }
 
 PyDoc_STRVAR(read_tensors_of_doc,
-             "read_tensors_of(type) -> bool\n"
+             "read_tensors_of(type, object_offset=0, keys_offset=0, plain=0) -> bool\n"
              "\n"
              "Read tensors of exactly this type from now on. False, and they are left to Python, where the type lacks\n"
-             "DLPack's C exchange API. Raises ValueError for more types than there is room for.");
+             "DLPack's C exchange API. Raises ValueError for more types than there is room for.\n"
+             "\n"
+             "plain: bits of a plain tensor's keys, a word of 64 bits; a tensor with others is left to Python, too. The\n"
+             "address of the object that holds them stands object_offset bytes into the Python object, and they stand\n"
+             "keys_offset bytes into that: the caller vouches for it. 0: tensors of this type have no keys.");
 
-static PyObject *read_tensors_of(PyObject *module, PyObject *type)
+static PyObject *read_tensors_of(PyObject *module, PyObject *args)
 {
     ModuleState *state = PyModule_GetState(module);
+    PyObject *type;
+    KeysPlace keys = {0, 0, 0};
+    unsigned long long plain = 0;
+    if (!PyArg_ParseTuple(args, "O|nnK:read_tensors_of", &type, &keys.object_offset, &keys.keys_offset, &plain))
+        return NULL;
+    keys.plain = plain;
     if (!PyType_Check(type))
         return PyErr_Format(PyExc_TypeError, "read_tensors_of: got %R, want a type", type);
     PyObject *capsule = PyObject_GetAttrString(type, EXCHANGE_ATTRIBUTE);
@@ -874,35 +954,59 @@ static PyObject *read_tensors_of(PyObject *module, PyObject *type)
     if (state->tensor_type_count == MAX_TENSOR_TYPES)
         return PyErr_Format(PyExc_ValueError, "read_tensors_of: there is room for %d types", MAX_TENSOR_TYPES);
     Py_INCREF(type);
-    state->tensor_types[state->tensor_type_count++] = (TensorType){(PyTypeObject *)type, exchange};
+    state->tensor_types[state->tensor_type_count++] = (TensorType){(PyTypeObject *)type, exchange, keys};
     Py_RETURN_TRUE;
 }
 
-static const Exchange *exchange_of(const ModuleState *state, PyObject *tensor)
+static const TensorType *find_type(const ModuleState *state, PyObject *tensor)
 {
     const PyTypeObject *type = Py_TYPE(tensor);
     for (int i = 0; i < state->tensor_type_count; i++)
         if (state->tensor_types[i].type == type)
-            return state->tensor_types[i].exchange;
+            return &state->tensor_types[i];
     return NULL;
 }
 
-/* Writes tensor number `which` into `signature`, its device too when it is `a`, and its address into `addresses`.
- *
- * False, without an exception, for what no kernel can be launched with: no tensor of a known type, one without memory,
- * one that is not 2-D, or one on another device than `a`. Python's checks then say what is wrong. */
-static bool read_tensor(const ModuleState *state, PyObject *tensor, int which, Signature *signature,
-                        uintptr_t addresses[])
+static bool is_plain(const KeysPlace *place, PyObject *tensor)
 {
-    const Exchange *exchange = exchange_of(state, tensor);
-    if (exchange == NULL)
+    const char *object;
+    uint64_t keys;
+    if (place->plain == 0)
+        return true;
+    memcpy(&object, (const char *)tensor + place->object_offset, sizeof object);
+    memcpy(&keys, object + place->keys_offset, sizeof keys);
+    return (keys & ~place->plain) == 0;
+}
+
+/* The address of a view into freed storage is its offset alone. A GPU's memory does not lie as low as that; where some
+ * did, Python, which can look at the storage, would launch with it. */
+static bool is_in_memory(TensorDevice device, uintptr_t address)
+{
+    return device.type == DEVICE_CUDA ? address >= (uintptr_t)1 << 32 : address != 0;
+}
+
+/* Looks at a tensor. False, without an exception, for what no kernel can be launched with: no tensor of a known type,
+ * one that is not plain, and one without memory. Python's checks then say what is wrong, or that nothing is. */
+static bool view_tensor(const ModuleState *state, PyObject *tensor, TensorView *view, uintptr_t *address)
+{
+    const TensorType *type = find_type(state, tensor);
+    if (type == NULL || !is_plain(&type->keys, tensor))
         return false;
-    TensorView view;
-    if (exchange->view(tensor, &view) != 0) {
+    if (type->exchange->view(tensor, view) != 0) {
         PyErr_Clear();
         return false;
     }
-    if (view.rank != 2)
+    *address = (uintptr_t)view->data + view->byte_offset;
+    return is_in_memory(view->device, *address);
+}
+
+/* Writes tensor number `which` into `signature`, its device too when it is `a`, and its address into `addresses`. False
+ * as view_tensor(), and for a tensor that is not 2-D or lies on another device than `a`. */
+static bool read_tensor(const ModuleState *state, PyObject *tensor, int which, Signature *signature,
+                        uintptr_t addresses[])
+{
+    TensorView view;
+    if (!view_tensor(state, tensor, &view, &addresses[which]) || view.rank != 2)
         return false;
     if (which == A)
         signature->device = view.device;
@@ -913,7 +1017,6 @@ static bool read_tensor(const ModuleState *state, PyObject *tensor, int which, S
         signature->layouts[which].shape[i] = view.shape[i];
         signature->layouts[which].strides[i] = view.strides[i];
     }
-    addresses[which] = (uintptr_t)view.data + view.byte_offset;
     if (which == OUT)
         signature->out_is_aligned = addresses[OUT] % TMA_ALIGNMENT_BYTES == 0;
     return true;
@@ -933,7 +1036,8 @@ static bool launch_on_current_stream(const ModuleState *state, PyObject *a, cons
                                      Launch *prepared, uintptr_t addresses[])
 {
     void *stream;
-    if (exchange_of(state, a)->current_stream(signature->device.type, signature->device.index, &stream) != 0)
+    const Exchange *exchange = find_type(state, a)->exchange;
+    if (exchange->current_stream(signature->device.type, signature->device.index, &stream) != 0)
         return false;
     addresses[STREAM] = (uintptr_t)stream;
     Py_INCREF((PyObject *)prepared); /* another thread may drop it while the GIL is released */
@@ -945,6 +1049,21 @@ static bool launch_on_current_stream(const ModuleState *state, PyObject *a, cons
 static PyObject *signature_bytes(const Signature *signature)
 {
     return PyBytes_FromStringAndSize((const char *)signature, sizeof *signature);
+}
+
+PyDoc_STRVAR(reads_doc, "reads(*tensors) -> bool\n"
+                        "\n"
+                        "Whether every tensor can be read here: it is of a known type, plain, and has memory.");
+
+static PyObject *reads(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const ModuleState *state = PyModule_GetState(module);
+    TensorView view;
+    uintptr_t address;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (!view_tensor(state, args[i], &view, &address))
+            Py_RETURN_FALSE;
+    Py_RETURN_TRUE;
 }
 
 PyDoc_STRVAR(signature_doc, "signature(a, a_scale, b, b_scale, out) -> bytes | None\n"
@@ -964,21 +1083,49 @@ static PyObject *signature(PyObject *module, PyObject *const *args, Py_ssize_t c
     return signature_bytes(&seen);
 }
 
+/* Of equal tuples. */
+static bool same_types(PyObject *items, PyObject *others)
+{
+    const Py_ssize_t count = PyTuple_Size(items);
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (Py_TYPE(PyTuple_GetItem(items, i)) != Py_TYPE(PyTuple_GetItem(others, i)))
+            return false;
+    return true;
+}
+
+/* The launches that `table` holds for `options`: NULL where it holds none, and then perhaps with an exception set.
+ * Options that are equal and of other types, like True for 1, have not been checked. Borrowed. */
+static PyObject *find_launches(PyObject *table, PyObject *options)
+{
+    PyObject *entry = PyDict_GetItemWithError(table, options);
+    if (entry == NULL)
+        return NULL;
+    bool is_pair = PyTuple_Check(entry) && PyTuple_Size(entry) == 2;
+    PyObject *known = is_pair ? PyTuple_GetItem(entry, 0) : NULL;
+    PyObject *launches = is_pair ? PyTuple_GetItem(entry, 1) : NULL;
+    if (!is_pair || !PyTuple_Check(known) || PyTuple_Size(known) != PyTuple_Size(options) || !PyDict_Check(launches))
+        return PyErr_Format(PyExc_TypeError, "launch_known: the table holds %R, want a tuple (options, launches)", entry);
+    return same_types(known, options) ? launches : NULL;
+}
+
 PyDoc_STRVAR(launch_known_doc,
-             "launch_known(launches, a, a_scale, b, b_scale, out) -> bool\n"
+             "launch_known(table, options, a, a_scale, b, b_scale, out) -> bool\n"
              "\n"
-             "Launch what the dict `launches` holds under the tensors' signature, on the current stream of a's\n"
-             "device. False, and nothing has happened, where it holds nothing or a tensor cannot be read here.\n"
+             "Launch what is known for a call of these options and tensors, on the current stream of a's device. The\n"
+             "dict `table` holds for every tuple of options (options, launches), and the dict `launches` a Launch for\n"
+             "every signature. False, and nothing has happened, where they hold none, where the options met are equal\n"
+             "but of other types, or where a tensor cannot be read here.\n"
              "\n"
              "Raises as launch() does.");
 
 static PyObject *launch_known(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 1 + TENSORS || !PyDict_Check(args[0]))
+    if (count != 2 + TENSORS || !PyDict_Check(args[0]) || !PyTuple_Check(args[1]))
         return PyErr_Format(PyExc_TypeError,
-                            "launch_known: want 6 arguments: a dict, a, a_scale, b, b_scale, out; got %zd", count);
+                            "launch_known: want 7 arguments: a dict, a tuple, a, a_scale, b, b_scale, out; got %zd",
+                            count);
     const ModuleState *state = PyModule_GetState(module);
-    PyObject *const *tensors = args + 1;
+    PyObject *const *tensors = args + 2;
     Signature seen;
     uintptr_t addresses[ADDRESSES];
     if (!read_tensors(state, tensors, &seen, addresses))
@@ -986,7 +1133,8 @@ static PyObject *launch_known(PyObject *module, PyObject *const *args, Py_ssize_
     PyObject *key = signature_bytes(&seen);
     if (key == NULL)
         return NULL;
-    PyObject *found = PyDict_GetItemWithError(args[0], key);
+    PyObject *launches = find_launches(args[0], args[1]);
+    PyObject *found = launches == NULL ? NULL : PyDict_GetItemWithError(launches, key);
     Py_DECREF(key);
     if (found == NULL && !PyErr_Occurred())
         Py_RETURN_FALSE;
@@ -1170,7 +1318,8 @@ static PyMethodDef module_methods[] = {
     {"load", (PyCFunction)(void (*)(void))load, METH_VARARGS | METH_KEYWORDS, load_doc},
     {"prepare", (PyCFunction)(void (*)(void))prepare, METH_VARARGS | METH_KEYWORDS, prepare_doc},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, launch_doc},
-    {"read_tensors_of", read_tensors_of, METH_O, read_tensors_of_doc},
+    {"read_tensors_of", read_tensors_of, METH_VARARGS, read_tensors_of_doc},
+    {"reads", (PyCFunction)(void (*)(void))reads, METH_FASTCALL, reads_doc},
     {"signature", (PyCFunction)(void (*)(void))signature, METH_FASTCALL, signature_doc},
     {"launch_known", (PyCFunction)(void (*)(void))launch_known, METH_FASTCALL, launch_known_doc},
     {"bind", (PyCFunction)(void (*)(void))bind_launch, METH_FASTCALL, bind_doc},

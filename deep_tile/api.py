@@ -2,38 +2,34 @@
 
 The warm path is one call into C, which reads the tensors through DLPack, finds the launch by their signature and
 launches. The signature is every property of the tensors that the checks read; so one met before has passed them, and
-only pointers and the stream are new. Tensors that C cannot read (subclasses, and all of them where torch has no DLPack
-C exchange API) take the same way in Python, through `_signature` and `_launch`.
+only pointers and the stream are new. What C does not read (subclasses, tensors that are not plain or have no memory,
+all of them where torch has no DLPack C exchange API) takes the same way in Python, through `_signature` and `_launch`.
 """
 
+import operator
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, jit, plan, settings
+from deep_tile import _launcher, jit, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import fp8_gemm_reference
 from deep_tile.select.hardware import H200
 
 _TMA_BYTES = 16
+_MAX_OPTIONS = 1_024
 _MAX_SIGNATURES = 65_536
+"""Different options that launches are remembered for, and launches in all. One more, and all are forgotten."""
+
 _MAX_SIZE = 2**31 - 1024
 """Rounded up to the largest cluster tile, a size must still be an int of the kernel."""
 
-_Launches = dict[bytes | tuple, _launcher.Launch]
-"""Prepared launches by the tensors' signature: bytes where C reads it, a tuple where Python does."""
-
-_launches: dict[tuple, _Launches] = {}
-"""By the call's options, which are `_Options` or the plain tuple equal to it."""
-
-_NO_LAUNCHES: _Launches = {}
-
-for _tensor_type in (torch.Tensor, torch.nn.Parameter):
-    _launcher.read_tensors_of(_tensor_type)
+_MAX_SCALE_REACH = 2**30 - 1
+"""Elements from a scale's first to its last: kernels count their bytes in 32 bits."""
 
 
 class _Options(NamedTuple):
@@ -45,6 +41,26 @@ class _Options(NamedTuple):
     batch_invariant: bool
     pdl: bool | None
     constant_weights: bool
+
+
+_Launches = dict[bytes | tuple, _launcher.Launch]
+"""Prepared launches by the tensors' signature: bytes where C reads it, a tuple where Python does."""
+
+_launches: dict[_Options, tuple[_Options, _Launches]] = {}
+"""By the call's options, which are kept to tell True from 1 and 1.0."""
+
+_NO_LAUNCHES: _Launches = {}
+
+
+def _teach_launcher() -> None:
+    """Have C read tensors, where it can tell the plain ones."""
+    place = tensors.find_keys()
+    if place is not None:
+        for tensor_type in (torch.Tensor, torch.nn.Parameter):
+            _launcher.read_tensors_of(tensor_type, *place, tensors.PLAIN_KEYS)
+
+
+_teach_launcher()
 
 
 class Precompiled(NamedTuple):
@@ -106,9 +122,10 @@ def fp8_gemm(
         `out`.
 
     Raises:
-        TypeError: an argument is no tensor or has the wrong dtype.
+        TypeError: an argument is no tensor, or not a plain one (a wrapper, a negated view, sparse, ...), or has the
+            wrong dtype; or an option has the wrong type, even if it equals a right one (num_sms=True).
         ValueError: a shape, stride, alignment, device, config, num_sms or combination of options that the operation
-            does not take.
+            does not take, or a tensor without memory.
         RuntimeError: the GPU is not a Hopper, NVRTC or the driver is missing, or a kernel would have to be compiled or
             loaded while the stream is being captured. Nothing has been launched and `out` is untouched.
 
@@ -118,18 +135,14 @@ def fp8_gemm(
     try:
         if out is None:
             out = _empty_out(a, b, out_dtype)
-        if _launcher.launch_known(_launches.get(options, _NO_LAUNCHES), a, a_scale, b, b_scale, out):
-            return out
-        signature = _signature(a, a_scale, b, b_scale, out)
-    except (AttributeError, TypeError):
-        _check_types(a, a_scale, b, b_scale, out, out_dtype, config)
-        _checked_num_sms(num_sms, a.device)
-        raise
-    launch = _launches.get(options, _NO_LAUNCHES).get(signature)
-    if launch is None:
-        launch = _first_call(a, a_scale, b, b_scale, out, _Options(*options), signature)
-    if launch is not None:
-        _launch(launch, a, a_scale, b, b_scale, out)
+        if not _launcher.launch_known(_launches, options, a, a_scale, b, b_scale, out):
+            _call_unknown(a, a_scale, b, b_scale, out, _Options(*options))
+    except Exception:
+        check = _check_arguments if out is None else _checked_options
+        reason = _error_of(check, _Options(*options), a, a_scale, b, b_scale, out)
+        if reason is None:
+            raise
+        raise reason from None
     return out
 
 
@@ -147,7 +160,7 @@ class Plan:
         self.b, self.b_scale = b, b_scale
         self.config, self._launch = prepared or (None, None)
         self._bound = prepared and _launcher.bind(self._launch, a, a_scale, b, b_scale, out)
-        self._wanted = _call_layouts(a, a_scale, out)
+        self._wanted = {name: _call_layout(name, x) for name, x in (("a", a), ("a_scale", a_scale), ("out", out))}
 
     def __call__(self, a: torch.Tensor, a_scale: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """`fp8_gemm(a, a_scale, self.b, self.b_scale, out)` with the options given to `prepare`; returns `out`.
@@ -157,22 +170,35 @@ class Plan:
                 aligned to 16 bytes; all of that is checked. `out` is allocated, dense, when None.
 
         Raises:
-            TypeError: an argument is no tensor.
-            ValueError: a tensor that is not like the one at preparation, or an `a` not aligned to 16 bytes.
+            TypeError: an argument is no tensor, or not a plain one.
+            ValueError: a tensor that is not like the one at preparation, an `a` not aligned to 16 bytes, or a tensor
+                without memory.
             RuntimeError: whatever the driver refuses. Nothing has been launched and `out` is untouched.
         """
-        if out is None:
-            out = self.b.new_empty(*self._wanted["out"].shape, dtype=torch.bfloat16)
-        if self._bound is None or not _launcher.launch_bound(self._bound, a, a_scale, out):
-            self._call_unread(a, a_scale, out)
+        try:
+            if out is None:
+                out = self.b.new_empty(*self._wanted["out"].shape, dtype=torch.bfloat16)
+            if self._bound is None or not _launcher.launch_bound(self._bound, a, a_scale, out):
+                self._call_unread(a, a_scale, out)
+        except Exception:
+            reason = _error_of(self._check, a, a_scale, out)
+            if reason is None:
+                raise
+            raise reason from None
         return out
+
+    def _check(self, a, a_scale, out) -> None:
+        """Check that tensors are plain and like those at preparation; `out` may be None."""
+        given = {"a": a, "a_scale": a_scale} | ({} if out is None else {"out": out})
+        _check_tensors(**given)
+        for name, x in given.items():
+            seen, wanted = _call_layout(name, x), self._wanted[name]
+            if seen != wanted:
+                raise ValueError(f"{name} is {seen}; this plan is for {wanted}. Pass the like, or prepare another plan")
 
     def _call_unread(self, a, a_scale, out) -> None:
         """Launch for tensors that C cannot read, or say why they differ from those at preparation."""
-        _check_tensors(a=a, a_scale=a_scale, out=out)
-        for (name, seen), wanted in zip(_call_layouts(a, a_scale, out).items(), self._wanted.values(), strict=True):
-            if seen != wanted:
-                raise ValueError(f"{name} is {seen}; this plan is for {wanted}. Pass the like, or prepare another plan")
+        self._check(a, a_scale, out)
         if self._launch is None:
             _compute_without_kernel(a, a_scale, self.b, self.b_scale, out)
         else:
@@ -205,7 +231,7 @@ def prepare(
     them with `copy_`, and prepare again after replacing their memory (`b.data = ...`, `b.set_(...)`).
     """
     options = _Options(out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
-    _check_types(a, a_scale, b, b_scale, out, out_dtype, config)
+    _check_arguments(options, a, a_scale, b, b_scale, out)
     if out is None:
         out = _empty_out(a, b, out_dtype)
     options = _checked_options(options, a, a_scale, b, b_scale, out)
@@ -226,30 +252,42 @@ def supports(
     """Whether `fp8_gemm` takes such a problem, and if not, why; for dispatchers, without tensors or a GPU.
 
     Args:
-        m, n, k: sizes in elements.
+        m, n, k: sizes in elements; scales are taken to be dense.
         dtype, out_dtype: of the operands and of `out`.
         a_stride, b_stride: row strides in elements; contiguous rows when None.
     """
     for name, size in (("m", m), ("n", n), ("k", k)):
+        if _as_int(size) is None:
+            return False, f"{name} is {size!r}; sizes are ints"
         if not 0 <= size <= _MAX_SIZE:
             return False, f"{name} is {size}; sizes run from 0 to {_MAX_SIZE}"
     if dtype != torch.float8_e4m3fn:
         return False, f"operands are {dtype}; supported is torch.float8_e4m3fn"
     if out_dtype != torch.bfloat16:
         return False, f"out is {out_dtype}; supported is torch.bfloat16"
-    for name, rows, stride in (("a", m, a_stride), ("b", n, b_stride)):
-        problem = _row_stride_problem(name, rows, k, k if stride is None else stride)
+    k_blocks = ceil_div(k, SCALE_BLOCK)
+    for name, rows, scales, stride in (("a", m, m, a_stride), ("b", n, ceil_div(n, SCALE_BLOCK), b_stride)):
+        stride = k if stride is None else stride
+        if _as_int(stride) is None:
+            return False, f"{name}_stride is {stride!r}; strides are ints, in elements"
+        problem = _row_stride_problem(name, rows, k, stride) or _scale_problem(name, (scales, k_blocks), (k_blocks, 1))
         if problem:
             return False, problem
     return True, "supported"
 
 
 def is_available() -> tuple[bool, str]:
-    """Whether kernels can run here, and if not, why. Never raises. May initialise CUDA."""
+    """Whether kernels can run here, and if not, why. Never raises. May initialise CUDA.
+
+    False in a process forked after CUDA had started, and after a kernel of this process failed, whosever it was.
+    """
     try:
         if not torch.cuda.is_available():
             return False, "torch sees no CUDA device; CPU tensors still work, through deep_tile.reference"
+        if torch.cuda._is_in_bad_fork():
+            return False, "CUDA cannot be used in a process forked after CUDA had started: start workers with 'spawn'"
         _check_hopper(torch.cuda.current_device())
+        _check_alive()
         return True, f"{jit.compiler_text()}, {torch.cuda.get_device_name()}"
     except Exception as error:  # the promise is an answer, whatever is broken underneath
         return False, f"{type(error).__name__}: {error}"
@@ -274,20 +312,22 @@ def precompile(
             an H200 if there is none.
 
     Raises:
-        ValueError: a shape that `fp8_gemm` does not take.
+        TypeError: an argument of the wrong type.
+        ValueError: a shape that `fp8_gemm` does not take, or `num_sms` or `workers` out of range.
         jit.CompileError: a kernel does not compile.
     """
+    weights = [_checked_weight(shape) for shape in _as_list(shapes)]
+    _check_option("num_sms", num_sms)
+    _check_option("batch_invariant", batch_invariant)
+    if workers is not None and (_as_int(workers) is None or workers < 1):
+        raise ValueError(f"workers is {workers!r}; pass a positive int, or None for all cores")
     device = torch.cuda.current_device() if is_available()[0] else None
-    if num_sms is None:
-        num_sms = H200.num_sms if device is None else _num_sms(device)
+    if num_sms is not None or device is not None:
+        num_sms = _checked_num_sms(num_sms, torch.device("cpu") if device is None else torch.device("cuda", device))
+    else:
+        num_sms = H200.num_sms
     configs = set()
-    for n, k, max_m in shapes:
-        padded = round_up(k, _TMA_BYTES)
-        supported, reason = supports(max_m, n, k, a_stride=padded, b_stride=padded)
-        if not supported or not min(n, k, max_m):
-            raise ValueError(
-                f"shape (n={n}, k={k}, max_m={max_m}): {reason if not supported else 'sizes must be positive'}"
-            )
+    for n, k, max_m in weights:
         tma_store = n * 2 % _TMA_BYTES == 0
         configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, split_k=not batch_invariant))
     ordered = tuple(sorted(configs, key=lambda config: config.name))
@@ -296,15 +336,78 @@ def precompile(
     return Precompiled(ordered, jit.compile_count() - before)
 
 
+def _as_list(shapes: Iterable) -> list:
+    try:
+        return list(shapes)
+    except TypeError:
+        raise TypeError(f"shapes is {shapes!r}; pass a list of (n, k, max_m), one for each weight") from None
+
+
+def _checked_weight(shape: object) -> tuple[int, int, int]:
+    """One of the shapes of `precompile`."""
+    sizes = tuple(map(_as_int, shape)) if isinstance(shape, (tuple, list)) else ()
+    if len(sizes) != 3 or None in sizes:
+        raise TypeError(
+            f"shapes holds {shape!r}; want three ints for each weight: precompile([(n, k, max_m)]), in a list even "
+            "where it is one"
+        )
+    n, k, max_m = sizes
+    padded = round_up(k, _TMA_BYTES)
+    supported, reason = supports(max_m, n, k, a_stride=padded, b_stride=padded)
+    if not supported or not min(sizes):
+        reason = "sizes must be positive" if supported else reason
+        raise ValueError(f"shape (n={n}, k={k}, max_m={max_m}): {reason}")
+    return n, k, max_m
+
+
+def _as_int(number: object) -> int | None:
+    """`number` as an int, if it is one and no bool; NumPy's are ints, too."""
+    try:
+        return None if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        return None
+
+
 def _empty_out(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"a and b must be [m, k] and [n, k]; got shapes {tuple(a.shape)} and {tuple(b.shape)}")
-    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)  # a tuple would cost 0.3 us
+    try:
+        return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)  # a tuple would cost 0.3 us
+    except AssertionError as error:  # of FakeTensorMode, which takes no real tensors
+        raise RuntimeError(f"out cannot be allocated: call outside of FakeTensorMode, or pass out ({error})") from None
+
+
+def _error_of(check: Callable, *arguments, **keywords) -> Exception | None:
+    """What `check` raises: it says why torch or the launcher stumbled over an argument."""
+    try:
+        check(*arguments, **keywords)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return error
+    return None
+
+
+def _call_unknown(a, a_scale, b, b_scale, out, options: _Options) -> None:
+    """Multiply where C has met no such options and signature, or cannot read the tensors."""
+    _check_option_types(options)
+    signature = _signature(a, a_scale, b, b_scale, out)
+    _, launches = _launches.get(options, (options, _NO_LAUNCHES))
+    launch = launches.get(signature)
+    if launch is None:
+        launch = _first_call(a, a_scale, b, b_scale, out, options, signature)
+    if launch is not None:
+        _launch(launch, a, a_scale, b, b_scale, out)
 
 
 def _signature(a, a_scale, b, b_scale, out) -> bytes | tuple:
-    """Whatever the checks read of the tensors, to compare: bytes, or a tuple where C cannot read them all."""
-    return _launcher.signature(a, a_scale, b, b_scale, out) or (
+    """Whatever the checks read of the tensors, to compare: bytes, or a tuple where C cannot read them all.
+
+    A tuple is of plain tensors with memory: neither shows in it.
+    """
+    signature = _launcher.signature(a, a_scale, b, b_scale, out)
+    if signature is not None:
+        return signature
+    _check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
+    return (
         (a.shape, a.stride(), a.dtype, a.get_device()),
         (a_scale.shape, a_scale.stride(), a_scale.dtype, a_scale.get_device()),
         (b.shape, b.stride(), b.dtype, b.get_device()),
@@ -321,20 +424,26 @@ def _first_call(a, a_scale, b, b_scale, out, options: _Options, signature) -> _l
         _compute_without_kernel(a, a_scale, b, b_scale, out)
         return None
     _, launch = _prepare_launch(a, a_scale, b, b_scale, out, checked)
-    launches = _launches.setdefault(options, {})
-    if len(launches) >= _MAX_SIGNATURES:
-        launches.clear()
-    launches[signature] = launch
+    _remember(options, signature, launch)
     return launch
+
+
+def _remember(options: _Options, signature: bytes | tuple, launch: _launcher.Launch) -> None:
+    """Keep `launch` for the next call like this one."""
+    tables = list(_launches.values())  # at once: another thread may add one meanwhile
+    too_many_options = options not in _launches and len(tables) >= _MAX_OPTIONS
+    if too_many_options or sum(len(launches) for _, launches in tables) >= _MAX_SIGNATURES:
+        _launches.clear()
+    _launches.setdefault(options, (options, {}))[1][signature] = launch
 
 
 def _checked_options(options: _Options, a, a_scale, b, b_scale, out) -> _Options:
     """Check everything that can be wrong about a call; the options, with num_sms filled in."""
-    _check_types(a, a_scale, b, b_scale, out, options.out_dtype, options.config)
+    _check_arguments(options, a, a_scale, b, b_scale, out)
     _check_dtypes(a, a_scale, b, b_scale, out)
     _check_devices(a, a_scale, b, b_scale, out)
     _check_shapes(a, a_scale, b, b_scale, out)
-    _check_strides(a, b, out)
+    _check_strides(a, a_scale, b, b_scale, out)
     pdl = options.num_sms is None if options.pdl is None else options.pdl
     if options.constant_weights and not pdl:
         raise ValueError(
@@ -348,6 +457,7 @@ def _needs_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.is_cuda and min(*a.shape, *b.shape) > 0
 
 
+@torch.inference_mode()  # in which any tensor may be written to, whether it requires a gradient or not
 def _compute_without_kernel(a, a_scale, b, b_scale, out) -> None:
     if out.numel() == 0:
         return
@@ -400,17 +510,10 @@ class _TensorLayout(NamedTuple):
         return f"{self.dtype} {list(self.shape)} with strides {self.strides} on {self.device}{alignment}"
 
 
-def _call_layouts(a, a_scale, out) -> dict[str, _TensorLayout]:
-    """Of the tensors that a plan is called with, by name. A scale may begin anywhere."""
-
-    def layout(x: torch.Tensor, aligned: bool) -> _TensorLayout:
-        return _TensorLayout(tuple(x.shape), x.stride(), x.dtype, x.device, aligned)
-
-    return {
-        "a": layout(a, a.data_ptr() % _TMA_BYTES == 0),
-        "a_scale": layout(a_scale, True),
-        "out": layout(out, out.data_ptr() % _TMA_BYTES == 0),
-    }
+def _call_layout(name: str, x: torch.Tensor) -> _TensorLayout:
+    """Of a tensor that a plan is called with. A scale may begin anywhere."""
+    aligned = name == "a_scale" or x.data_ptr() % _TMA_BYTES == 0
+    return _TensorLayout(tuple(x.shape), x.stride(), x.dtype, x.device, aligned)
 
 
 def _layout(a, a_scale, b, b_scale, out) -> plan.Layout:
@@ -429,18 +532,60 @@ def _layout(a, a_scale, b, b_scale, out) -> plan.Layout:
     )
 
 
-def _check_types(a, a_scale, b, b_scale, out, out_dtype, config) -> None:
-    _check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, **({} if out is None else {"out": out}))
-    if out_dtype != torch.bfloat16:
-        raise TypeError(f"out_dtype must be torch.bfloat16; got {out_dtype}. Convert the result with .to({out_dtype})")
-    if config is not None and type(config) is not GemmConfig:
-        raise TypeError(f"config must be a deep_tile.GemmConfig or None; got {type(config).__name__}")
+def _check_arguments(options: _Options, a, a_scale, b, b_scale, out) -> None:
+    """Check of each argument by itself what it is; `out` may be None."""
+    given = {} if out is None else {"out": out}
+    _check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, **given)
+    _check_option_types(options)
+
+
+_SOURCES = {
+    "a": "deep_tile.per_token_cast_to_fp8 makes a and a_scale",
+    "a_scale": "deep_tile.per_token_cast_to_fp8 makes a and a_scale",
+    "b": "deep_tile.per_block_cast_to_fp8 makes b and b_scale",
+    "b_scale": "deep_tile.per_block_cast_to_fp8 makes b and b_scale",
+    "out": "pass out=None to have it allocated",
+}
+"""Where the right argument comes from."""
 
 
 def _check_tensors(**arguments) -> None:
     for name, value in arguments.items():
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}")
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}. To fix: {_SOURCES[name]}")
+    tensors.require_plain(**arguments)
+
+
+_OPTION_TYPES = {
+    "num_sms": ((int, type(None)), "an int, or None for all SMs"),
+    "batch_invariant": ((bool,), "True or False"),
+    "pdl": ((bool, type(None)), "True, False or None"),
+    "constant_weights": ((bool,), "True or False"),
+}
+
+
+def _check_option_types(options: _Options) -> None:
+    if not isinstance(options.out_dtype, torch.dtype):
+        raise TypeError(
+            f"out_dtype must be torch.bfloat16; got {options.out_dtype!r}, which is no dtype of torch. Leave it out"
+        )
+    if options.out_dtype != torch.bfloat16:
+        dtype = options.out_dtype
+        raise TypeError(f"out_dtype must be torch.bfloat16; got {dtype}. Convert the result with .to({dtype})")
+    if options.config is not None and type(options.config) is not GemmConfig:
+        raise TypeError(
+            f"config must be a deep_tile.GemmConfig or None; got {type(options.config).__name__}. "
+            "Pass GemmConfig(block_m, block_n, stages), or nothing to have it chosen"
+        )
+    for name in _OPTION_TYPES:
+        _check_option(name, getattr(options, name))
+
+
+def _check_option(name: str, value: object) -> None:
+    """Check the exact type: what only equals a right value would find the launches remembered for that."""
+    types, wanted = _OPTION_TYPES[name]
+    if type(value) not in types:
+        raise TypeError(f"{name} is {value!r}, of type {type(value).__name__}; pass {wanted}")
 
 
 def _check_dtypes(a, a_scale, b, b_scale, out) -> None:
@@ -477,7 +622,7 @@ def _check_shapes(a, a_scale, b, b_scale, out) -> None:
             "b holds one row per output column; a [k, n] weight must be transposed and made contiguous"
         )
     if max(m, n, k) > _MAX_SIZE:
-        raise ValueError(f"m, n, k = {m}, {n}, {k}; each must be at most {_MAX_SIZE}")
+        raise ValueError(f"m, n, k = {m}, {n}, {k}; each must be at most {_MAX_SIZE}: split the product")
     k_blocks, n_blocks = ceil_div(k, SCALE_BLOCK), ceil_div(n, SCALE_BLOCK)
     _check_shape("a_scale", a_scale, (m, k_blocks), "[m, ceil(k / 128)]")
     _check_shape("b_scale", b_scale, (n_blocks, k_blocks), "[ceil(n / 128), ceil(k / 128)]")
@@ -487,13 +632,13 @@ def _check_shapes(a, a_scale, b, b_scale, out) -> None:
 def _check_shape(name: str, tensor: torch.Tensor, wanted: tuple[int, int], meaning: str) -> None:
     if tuple(tensor.shape) == wanted:
         return
-    remedy = ""
+    remedy = f"To fix: {_SOURCES[name]}"
     if tuple(tensor.shape) == wanted[::-1]:
-        remedy = f". It looks transposed: pass {name}.t(); any strides are accepted, so no copy is needed"
-    raise ValueError(f"{name} must have shape {meaning} = {wanted}; got {tuple(tensor.shape)}{remedy}")
+        remedy = f"It looks transposed: pass {name}.t(); any strides are accepted, so no copy is needed"
+    raise ValueError(f"{name} must have shape {meaning} = {wanted}; got {tuple(tensor.shape)}. {remedy}")
 
 
-def _check_strides(a, b, out) -> None:
+def _check_strides(a, a_scale, b, b_scale, out) -> None:
     for name, tensor in (("a", a), ("b", b)):
         rows, k = tensor.shape
         if k > 1 and tensor.stride(1) != 1:
@@ -506,6 +651,10 @@ def _check_strides(a, b, out) -> None:
             raise ValueError(problem)
         if rows * k and tensor.data_ptr() % _TMA_BYTES:
             raise ValueError(_misaligned(name, tensor))
+    for name, scale in (("a", a_scale), ("b", b_scale)):
+        problem = _scale_problem(name, tuple(scale.shape), scale.stride())
+        if problem:
+            raise ValueError(problem)
     m, n = out.shape
     if n > 1 and out.stride(1) != 1:
         raise ValueError(f"out must have a unit stride along n; its strides are {out.stride()}. Pass a row-major out")
@@ -520,8 +669,20 @@ def _misaligned(name: str, tensor: torch.Tensor) -> str:
     )
 
 
+def _scale_problem(operand: str, shape: tuple[int, int], strides: tuple[int, int]) -> str | None:
+    rows, groups = shape
+    if not rows or not groups:
+        return None
+    reach = (rows - 1) * strides[0] + (groups - 1) * strides[1]
+    if reach <= _MAX_SCALE_REACH:
+        return None
+    dense = rows * groups - 1 <= _MAX_SCALE_REACH
+    remedy = f"Pass {operand}_scale.contiguous()" if dense else f"Split the rows of {operand}"
+    return f"{operand}_scale's last element lies {reach} after its first; kernels reach {_MAX_SCALE_REACH}. {remedy}"
+
+
 def _row_stride_problem(name: str, rows: int, k: int, stride: int) -> str | None:
-    if rows <= 1:
+    if rows <= 1 or k == 0:
         return None
     if stride < k:
         return f"rows of {name} overlap: the row stride is {stride} for k = {k}. Pass {name}.contiguous()"
@@ -542,6 +703,18 @@ def _check_hopper(device: int) -> None:
         )
 
 
+def _check_alive() -> None:
+    """Raise where an earlier kernel has failed: every call of CUDA then reports it, and this one disturbs nobody."""
+    try:
+        if not torch.cuda.is_current_stream_capturing():  # and a stream that is being captured lives
+            torch.cuda.current_stream().query()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "an earlier kernel of this process failed, and CUDA is of no more use to it: start another process "
+            f"({error})"
+        ) from error
+
+
 def _num_sms(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -551,8 +724,9 @@ def _checked_num_sms(num_sms: int | None, device: torch.device) -> int:
     available = _num_sms(device.index) if device.type == "cuda" else _MAX_SIZE
     if num_sms is None:
         return available
-    if not isinstance(num_sms, int) or not 1 <= num_sms <= available:
-        raise ValueError(f"num_sms must be an int from 1 to {available}, the SMs of {device}; got {num_sms!r}")
+    if not 1 <= num_sms <= available:
+        most = f" to {available}, the SMs of {device}" if device.type == "cuda" else ""
+        raise ValueError(f"num_sms is {num_sms}; pass an int from 1{most}, or None for all")
     return num_sms
 
 
@@ -574,9 +748,14 @@ def _checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
             f"{problem.k}: pass a config with b_stages=0"
         )
     if config.cluster > problem.num_sms:
-        raise ValueError(f"{config.name} needs {config.cluster} SMs; num_sms is {problem.num_sms}")
+        raise ValueError(
+            f"{config.name} needs {config.cluster} SMs; num_sms is {problem.num_sms}: pass a config without clusters"
+        )
     if config.split_k > 1 and not problem.split_k:
-        raise ValueError(f"{config.name} splits K, and sums depend on the split; batch_invariant=True needs split_k=1")
+        raise ValueError(
+            f"{config.name} splits K, and sums depend on the split; batch_invariant=True needs split_k=1: pass such a "
+            "config"
+        )
     return config
 
 

@@ -6,11 +6,12 @@ e4m3's rounding at its block's scale; nothing saturates.
 """
 
 from functools import cache
+from numbers import Real
 
 import torch
 import torch.nn.functional as F
 
-from deep_tile import cast
+from deep_tile import cast, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -63,9 +64,10 @@ def per_token_cast_to_fp8(
     In a group that holds NaN or infinity the scale and every element become NaN; no other group changes.
 
     Raises:
-        TypeError: `x` is not a tensor of a listed dtype, or `out` or `scale_out` has the wrong one.
+        TypeError: `x` is not a tensor of a listed dtype, `out` or `scale_out` has the wrong one, one of them is not a
+            plain tensor (a wrapper, a negated view, sparse, ...), or `amax_floor` is no number.
         ValueError: `x` is not 2-D, `scale_layout` is unknown, `amax_floor` out of range, or shape, stride or device of
-            `out` or `scale_out` do not fit.
+            `out` or `scale_out` do not fit, or a tensor has no memory.
         RuntimeError: on a Hopper GPU, NVRTC or the driver is missing, or the kernel would have to be loaded while the
             stream is being captured.
     """
@@ -118,14 +120,18 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
         A contiguous FP32 tensor [rows, k].
 
     Raises:
-        TypeError: `x` is not float8_e4m3fn or `scale` not float32.
-        ValueError: `x` is not 2-D, `block` is unknown, or the scale's shape does not fit.
+        TypeError: `x` is not float8_e4m3fn or `scale` not float32, or one of them is not dense, or a negated view.
+        ValueError: `x` is not 2-D, `block` is unknown, the scale's shape or device does not fit, or a tensor has no
+            memory.
     """
     if not isinstance(x, torch.Tensor) or x.dtype != FP8_DTYPE:
         raise TypeError(f"x is {_kind(x)}; dequantize takes a float8_e4m3fn tensor")
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
         raise TypeError(f"scale is {_kind(scale)}; dequantize takes a float32 tensor, one value per block")
+    tensors.require_dense(x=x, scale=scale)
     _require_matrix("x", x)
+    if scale.device != x.device:
+        raise ValueError(f"scale is on {scale.device} but x is on {x.device}; move it with .to(x.device)")
     block_rows = _find_block(x, scale, block)[0]
     blocks = _to_blocks(x.float(), block_rows)
     return _from_blocks(blocks * scale[:, None, :, None], x.shape)
@@ -135,7 +141,10 @@ def _check_source(name: str, x: torch.Tensor, amax_floor: float) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in SOURCE_DTYPES:
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in SOURCE_DTYPES)
         raise TypeError(f"{name} is {_kind(x)}; the cast takes a tensor of {wanted}")
+    tensors.require_plain(**{name: x})
     _require_matrix(name, x)
+    if isinstance(amax_floor, bool) or not isinstance(amax_floor, Real):
+        raise TypeError(f"amax_floor is {amax_floor!r}, a {type(amax_floor).__name__}; pass a number, such as 1e-4")
     if not SMALLEST_AMAX_FLOOR <= amax_floor < float("inf"):
         raise ValueError(
             f"amax_floor is {amax_floor}; it must be finite and at least {SMALLEST_AMAX_FLOOR:.2g}, "
@@ -153,6 +162,8 @@ def _cast(
     _check_target("scale_out", scale, torch.float32, _scale_shape(x, block), x.device)
     if out.shape[1] > 1 and out.stride(1) != 1:
         raise ValueError(f"out must have a unit column stride; its strides are {out.stride()}. Pass a row-major out")
+    if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
+        raise ValueError(f"rows of out overlap: strides {out.stride()} for {out.shape[1]} columns. Pass a dense out")
     if x.numel() and x.device.type == "cuda" and _is_hopper(x.get_device()):
         _cast_by_kernel(x, block[0], amax_floor, out, scale)
     else:
@@ -163,10 +174,13 @@ def _cast(
 def _check_target(name: str, target: torch.Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
     if not isinstance(target, torch.Tensor) or target.dtype != dtype:
         raise TypeError(f"{name} is {_kind(target)}; the cast writes a tensor of {str(dtype).removeprefix('torch.')}")
+    tensors.require_plain(**{name: target})
     if target.shape != shape:
         raise ValueError(f"{name} has shape {list(target.shape)}; for this input it must be {list(shape)}")
     if target.device != device:
         raise ValueError(f"{name} is on {target.device} but the input is on {device}; allocate it there")
+    if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
+        raise ValueError(f"elements of {name} share memory: its strides are {target.stride()}. Pass one not expanded")
 
 
 @torch.no_grad()

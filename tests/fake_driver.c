@@ -1,12 +1,14 @@
 /* A libcuda.so.1 without a GPU: it writes down what the launcher asks for.
  *
- * Built and loaded by test_launcher.py, in a process of its own. Every call prints one line to standard output;
- * FAKE_DRIVER_FAIL="cuLaunchKernelEx=719" makes that call fail, FAKE_DRIVER_LACKS="cuInit" hides an entry point.
+ * Built and loaded by test_launcher.py, in a process of its own. Every call prints one line to standard output, unless
+ * FAKE_DRIVER_QUIET is set; FAKE_DRIVER_FAIL="cuLaunchKernelEx=719" makes that call fail, FAKE_DRIVER_LACKS="cuInit"
+ * hides an entry point. Calls that work in the current context fail where there is none, as the real driver's do.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <inttypes.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,9 +19,25 @@
 #define DECLARE(name, parameters) DriverResult name parameters;
 DRIVER_CALLS(DECLARE)
 
-enum { UNKNOWN_ERROR = 9999 }; /* for which the driver has neither name nor text */
+enum {
+    INVALID_CONTEXT = 201,
+    UNKNOWN_ERROR = 9999, /* for which the driver has neither name nor text */
+    MOST_CONTEXTS = 8,
+};
 
-static _Thread_local DriverContext current_context;
+/* Of this thread: the contexts pushed, above the first of them, which is none. */
+static _Thread_local DriverContext contexts[MOST_CONTEXTS];
+static _Thread_local int pushed;
+
+static bool needs_context(const char *call)
+{
+    static const char *const calls[] = {"cuKernelGetFunction", "cuFuncGetAttribute", "cuTensorMapEncodeTiled",
+                                        "cuTensorMapReplaceAddress", "cuLaunchKernelEx"};
+    for (size_t i = 0; i < sizeof calls / sizeof calls[0]; i++)
+        if (strcmp(call, calls[i]) == 0)
+            return true;
+    return false;
+}
 
 /* Prints "call details" and returns what the call shall return. */
 static DriverResult record(const char *call, const char *details, ...)
@@ -29,8 +47,12 @@ static DriverResult record(const char *call, const char *details, ...)
     va_start(values, details);
     vsnprintf(line, sizeof line, details, values);
     va_end(values);
-    printf("%s %s\n", call, line); /* one call: threads do not mix within a line */
-    fflush(stdout);
+    if (getenv("FAKE_DRIVER_QUIET") == NULL) {
+        printf("%s %s\n", call, line); /* one call: threads do not mix within a line */
+        fflush(stdout);
+    }
+    if (contexts[pushed] == NULL && needs_context(call))
+        return INVALID_CONTEXT;
 
     const char *fail = getenv("FAKE_DRIVER_FAIL");
     size_t length = strlen(call);
@@ -82,20 +104,21 @@ DriverResult cuDevicePrimaryCtxRetain(DriverContext *context, int device)
 
 DriverResult cuCtxGetCurrent(DriverContext *context)
 {
-    *context = current_context;
+    *context = contexts[pushed];
     return record("cuCtxGetCurrent", "");
 }
 
 DriverResult cuCtxPushCurrent(DriverContext context)
 {
-    current_context = context;
+    if (pushed + 1 < MOST_CONTEXTS)
+        contexts[++pushed] = context;
     return record("cuCtxPushCurrent", "%p", (void *)context);
 }
 
 DriverResult cuCtxPopCurrent(DriverContext *context)
 {
-    *context = current_context;
-    current_context = NULL;
+    *context = contexts[pushed];
+    pushed -= pushed > 0;
     return record("cuCtxPopCurrent", "");
 }
 
@@ -167,7 +190,7 @@ DriverResult cuLaunchKernelEx(const struct CUlaunchConfig_st *config, DriverFunc
                   "%p context %p grid %u,%u,%u block %u,%u,%u smem %u stream %p attributes %u cluster %d pdl %d "
                   "extra %p maps %llx,%llx,%llx a_scale %p b_scale %p out %p strides %u,%u %u,%u %lld "
                   "sizes %d,%d,%d tails %d,%d narrow %d early_b %d raster %d %u",
-                  (void *)function, (void *)current_context, launch->grid_x, launch->grid_y, launch->grid_z,
+                  (void *)function, (void *)contexts[pushed], launch->grid_x, launch->grid_y, launch->grid_z,
                   launch->block_x, launch->block_y, launch->block_z, launch->smem_bytes, (void *)launch->stream,
                   launch->attribute_count, attribute_value(launch, LAUNCH_CLUSTER_DIMENSION),
                   attribute_value(launch, LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION), (void *)extra,

@@ -518,52 +518,6 @@ def test_the_given_config_is_used(nothing_loaded):
     assert [config for config, _ in plan._kernels] == [LEGAL_CORNERS[0]]
 
 
-def misaligned(x: torch.Tensor) -> torch.Tensor:
-    """The same values, one byte past a multiple of 16."""
-    buffer = torch.zeros(x.shape[0] * x.stride(0) + 64, dtype=torch.uint8, device=DEVICE).view(x.dtype)
-    return buffer.as_strided(x.shape, x.stride(), 1).copy_(x)
-
-
-REFUSALS = [
-    (ValueError, "a must begin at a multiple of 16 bytes", lambda good: {"a": misaligned(good.a)}),
-    (ValueError, "b must begin at a multiple of 16 bytes", lambda good: {"b": misaligned(good.b)}),
-    (ValueError, "a_scale is on cpu but a is on cuda", lambda good: {"a_scale": good.a_scale.cpu()}),
-    (ValueError, "out is on cpu", lambda good: {"out": torch.zeros(130, 200, dtype=torch.bfloat16)}),
-    (ValueError, "a_scale must have shape", lambda good: {"a_scale": good.a_scale.t()}),
-    (ValueError, "a's row stride must be a multiple", lambda good: {"a": good.a.contiguous()}),
-    (TypeError, "b must be torch.float8_e4m3fn", lambda good: {"b": good.b.float()}),
-    (ValueError, "num_sms must be an int from 1 to .*got 0", lambda good: {"num_sms": 0}),
-    (ValueError, "num_sms must be an int from 1 to .*got 10000", lambda good: {"num_sms": 10_000}),
-    (TypeError, "config must be a deep_tile.GemmConfig or None; got str", lambda good: {"config": "fast"}),
-    (ValueError, "needs 2 SMs; num_sms is 1", lambda good: {"config": GemmConfig(128, 64, 4, 2), "num_sms": 1}),
-]
-
-
-@pytest.mark.parametrize(("error", "message", "change"), REFUSALS, ids=[message for _, message, _ in REFUSALS])
-@pytest.mark.parametrize("warm", [False, True])
-def test_refusals_leave_out_alone(error, message, change, warm, nothing_loaded):
-    """Also right after a call that differs in nothing else."""
-    good, guarded = operands_on_gpu(130, 200, 300), GuardedOut(130, 200, device=DEVICE)
-    if warm:
-        fp8_gemm(*good, guarded.out)
-        guarded.out.view(torch.int16).fill_(-1)
-        message = message.replace("must begin at a multiple of 16 bytes", "is 1 modulo 16")  # the launcher's words
-    with pytest.raises(error, match=message):
-        fp8_gemm(**{**good._asdict(), "out": guarded.out, **change(good)})
-    torch.cuda.synchronize()
-    guarded.assert_untouched()
-
-
-def test_tma_store_refuses_an_unaligned_out():
-    guarded = GuardedOut(130, 200, device=DEVICE, stride=201)
-    with pytest.raises(
-        ValueError, match="stores with TMA, but out's address, row length or row stride.*tma_store=False"
-    ):
-        fp8_gemm(*operands_on_gpu(130, 200, 300), guarded.out, config=GemmConfig(64, 64, 4))
-    torch.cuda.synchronize()
-    guarded.assert_untouched()
-
-
 def test_is_available():
     available, reason = is_available()
     assert available and torch.cuda.get_device_name() in reason

@@ -8,10 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
+from bad_calls import BAD_CALLS, BadCall
 from test_launcher import WHOLE_CUBIN, fake_driver, run_python  # noqa: F401
 
 SETUP = f"""
 import ctypes, os, sys
+import numpy as np
 import torch
 if "libcuda.so" in open("/proc/self/maps").read():
     sys.exit("torch has opened the real driver")
@@ -119,44 +121,35 @@ for _ in range(2):
     assert shown == ["prepare_launch launch", "prepare_launch launch", "launch"]
 
 
-CHANGES = {
-    "dtype": ('"a": a.view(torch.uint8)', "TypeError a must be torch.float8_e4m3fn"),
-    "dtype of the same family": ('"b": b.view(torch.float8_e5m2)', "TypeError b must be torch.float8_e4m3fn"),
-    "dtype of out": ('"out": out.view(torch.float16)', "TypeError out must be torch.bfloat16"),
-    "device": ('"b_scale": b_scale.to("meta")', "ValueError b_scale is on meta"),
-    "shape": ('"a_scale": a_scale[:4]', "ValueError a_scale must have shape"),
-    "rank": ('"b": b[None]', r"ValueError b must have shape \[n, k\]"),
-    "stride": ('"b": b.t().contiguous().t()', "ValueError b must have a unit stride along k"),
-    "stride of out": ('"out": out.as_strided((5, 128), (64, 1))', "ValueError rows of out overlap"),
-    "alignment": (
-        '"a": torch.zeros(5 * 256 + 8, dtype=torch.uint8).view(a.dtype)[8:].view(5, 256)',
-        "ValueError launch: the address of a is 8 modulo 16",
-    ),
-    "no tensor": ('"a": [1.0]', "TypeError a must be a torch.Tensor; got list"),
-    "no memory": ('"a_scale": a_scale.to_sparse()', "RuntimeError .*storage"),
-    "config": ('"config": "fast"', "TypeError config must be a deep_tile.GemmConfig"),
-    "unhashable config": ('"config": [128]', "TypeError config must be a deep_tile.GemmConfig"),
-    "num_sms": ('"num_sms": 0', "ValueError num_sms must be an int"),
-    "out_dtype": ('"out_dtype": torch.float32', "TypeError out_dtype must be torch.bfloat16"),
-    "constant_weights": (
-        '"pdl": False, "constant_weights": True',
-        "ValueError constant_weights=True is for programmatic launches",
-    ),
-}
-"""Of a call that is right and known: what changes, and what is raised; nothing is launched."""
+def needs_a_gpu(bad: BadCall, dlpack: bool) -> bool:
+    """Whether what passes for a GPU here lets such a call pass."""
+    on_meta = "meta" in bad.what and not dlpack  # Python tells GPUs apart by number, and this one has none
+    return bad.needs == "gpu" or on_meta or (bad.what == "is in freed storage" and dlpack)
 
 
 @pytest.mark.parametrize("dlpack", [True, False], ids=["dlpack", "without dlpack"])
-def test_changes_reach_the_checks(run_pretending, dlpack):
-    changes = dict(CHANGES)
-    if not dlpack:
-        del changes["device"]  # Python tells GPUs apart by number, and what passes for a GPU here has none.
-    calls = "\n".join(f"attempt(fp8_gemm, **good | {{{change}}})" for change, _ in changes.values())
-    setup = "attempt(fp8_gemm, **good)\n"
-    shown, launched = run_pretending(("" if dlpack else WITHOUT_DLPACK) + setup + calls)
-    assert len(launched) == 1
-    for (_, message), line in zip(changes.values(), shown[1:], strict=True):
-        assert re.match(message, line), line
+def test_bad_calls_launch_nothing(run_pretending, dlpack):
+    """Though calls that are right, and like them, are known: of GPU tensors, C would launch those at once."""
+    shown, _ = run_pretending(
+        ("" if dlpack else WITHOUT_DLPACK)
+        + """
+from bad_calls import BAD_CALLS, CALLS, Good
+given = Good()
+for number, bad in enumerate(BAD_CALLS):
+    if bad.call in ("fp8_gemm", "prepare", "plan"):
+        fp8_gemm(**given.arguments("fp8_gemm"))
+        function, arguments = CALLS[bad.call](given), bad.arguments(given)
+        show(number)
+        attempt(function, **arguments)
+"""
+    )
+    assert len(shown) > 120
+    for number, outcome in zip(shown[::2], shown[1::2], strict=True):
+        bad = BAD_CALLS[int(number)]
+        if not needs_a_gpu(bad, dlpack):
+            assert outcome.startswith(bad.error.__name__), (bad.name, outcome)
+            assert re.search(bad.seen, outcome) and re.search(bad.remedy, outcome), (bad.name, outcome)
+            assert not outcome.endswith(("launch", "launch_known", "launch_bound")), (bad.name, outcome)
 
 
 def test_legal_changes_are_prepared_anew(run_pretending):
@@ -221,10 +214,110 @@ def test_signatures_are_forgotten_when_there_are_too_many(run_pretending):
 api._MAX_SIGNATURES = 2
 for m in (1, 2, 2, 3, 3, 2):
     attempt(fp8_gemm, a[:m], a_scale[:m], b, b_scale, out[:m])
-show(*map(len, api._launches.values()))
+show(*(len(launches) for _, launches in api._launches.values()))
 """)
     new, known = "prepare_launch launch", "launch_known"
     assert shown == [new, new, known, new, known, new, "2"]
+
+
+def test_options_are_forgotten_when_there_are_too_many(run_pretending):
+    shown, _ = run_pretending("""
+api._MAX_OPTIONS = 2
+for num_sms in (1, 2, 1):
+    attempt(fp8_gemm, **good, num_sms=num_sms)
+attempt(fp8_gemm, a[:3], a_scale[:3], b, b_scale, out[:3], num_sms=1)
+for num_sms in (2, 3, 3, 1):
+    attempt(fp8_gemm, **good, num_sms=num_sms)
+show(*(options.num_sms for options in api._launches))
+""")
+    new, known = "prepare_launch launch", "launch_known"
+    assert shown == [new, new, known, new, known, new, known, new, "3 1"]
+
+
+def test_equal_options_of_other_types_are_refused_though_known(run_pretending):
+    """In whichever order they come."""
+    shown, launched = run_pretending("""
+for value in (True, 1, 1.0, True, np.int64(1)):
+    attempt(fp8_gemm, **good, num_sms=value)
+for value in (0, False, 0.0):
+    attempt(fp8_gemm, **good, pdl=value)
+""")
+    refused = [line.startswith("TypeError") for line in shown]
+    assert refused == [True, False, True, True, True, True, False, True]
+    assert len(launched) == 2
+
+
+def test_whatever_is_plain_shares_a_launch(run_pretending):
+    """That a tensor was made in inference mode or requires a gradient is nothing that a kernel could notice."""
+    shown, _ = run_pretending("""
+attempt(fp8_gemm, **good)
+with torch.inference_mode():
+    inference = a_scale.clone()
+attempt(fp8_gemm, **good | {"a_scale": inference})
+attempt(fp8_gemm, **good | {"b_scale": b_scale.clone().requires_grad_()})
+""")
+    assert shown == ["prepare_launch launch", "launch_known", "launch_known"]
+
+
+MEMORY = """
+def resident_bytes():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def entries():
+    return len(api._launches), sum(len(launches) for _, launches in api._launches.values())
+"""
+
+
+def test_warm_calls_take_no_memory(run_pretending):
+    shown, _ = run_pretending(
+        MEMORY
+        + """
+os.environ["FAKE_DRIVER_QUIET"] = "1"
+plan_ = prepare(**good)
+def call():
+    fp8_gemm(**good)
+    plan_(a, a_scale, out)
+    fp8_gemm(a, a_scale, b, b_scale)
+for _ in range(1_000):
+    call()
+paths.clear()
+before = resident_bytes()
+for _ in range(34_000):
+    call()
+    paths.clear()
+show(resident_bytes() - before)
+show(*entries())
+"""
+    )
+    assert int(shown[0]) < 1 << 20
+    assert shown[1] == "1 2"
+
+
+def test_many_signatures_take_bounded_memory(run_pretending):
+    """100,200 of them, with 300 different options: as many as are remembered, and then half as many again."""
+    shown, _ = run_pretending(
+        MEMORY
+        + """
+os.environ["FAKE_DRIVER_QUIET"] = "1"
+config = GemmConfig(64, 64, 4, tma_store=False)
+rows = torch.zeros(334, 16).to(a.dtype), torch.ones(334, 1), torch.zeros(334, 8, dtype=out.dtype)
+weights = torch.zeros(8, 16).to(a.dtype), torch.ones(1, 1)
+fp8_gemm(rows[0], rows[1], *weights, rows[2], config=config)
+before, most = resident_bytes(), 0
+for num_sms in range(1, 101):
+    for pdl in (None, False, True):
+        for m in range(1, 335):
+            fp8_gemm(rows[0][:m], rows[1][:m], *weights, rows[2][:m], config=config, num_sms=num_sms, pdl=pdl)
+        most = max(most, entries()[1])
+        paths.clear()
+show(most, resident_bytes() - before)
+show(*entries())
+"""
+    )
+    most, grown = map(int, shown[0].split())
+    assert 65_000 < most <= 65_536
+    assert grown < 200 << 20
+    tables, left = map(int, shown[1].split())
+    assert tables < 300 and left == 100_200 + 1 - 65_536
 
 
 # Plans.

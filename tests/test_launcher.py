@@ -177,6 +177,10 @@ def with_number(layout: tuple, index: int, number: object) -> tuple:
             {"a_scale_strides": (2**19, 1)},
             "the last element of a_scale is more than 1073741823 elements from its first, with strides (524288, 1)",
         ),
+        (
+            {"m": 2**30 + 1, "k": 128, "a_scale_strides": (1, 1)},
+            "the last element of a_scale is more than 1073741823 elements from its first, with strides (1, 1)",
+        ),
         ({"b_scale_strides": (1, 2**62)}, "the last element of b_scale is more than 1073741823 elements"),
         ({"out_stride_m": -2112}, "out_stride_m is -2112, want 0 to"),
         ({"raster_rows_log2": 0}, "raster_rows_log2 is 0, want 1 to 4"),
@@ -203,6 +207,7 @@ def test_prepare_names_the_wrong_number(change, message):
     [
         ({}, "kernel is None, want the Kernel that load() returned"),
         ({"out_map": None}, "kernel is None, want the Kernel that load() returned"),
+        ({"m": 2**30, "k": 128, "a_scale_strides": (1, 1)}, "kernel is None, want the Kernel that load() returned"),
         ({"m": 4096.0}, "m is 4096.0, want an int"),
         ({"a_map": A_MAP[:-1]}, "want a tuple (element_bytes, inner, outer, outer_stride_bytes, box_inner, box_outer"),
         ({"a_map": None}, "a_map is None, want a tuple"),
@@ -234,13 +239,15 @@ def test_launch_names_the_wrong_argument(arguments, error, message):
     ("name", "arguments", "message"),
     [
         ("signature", (1, 2), "signature: got 2 arguments, want 5"),
-        ("launch_known", ({}, 1), "launch_known: want 6 arguments: a dict, a, a_scale, b, b_scale, out; got 2"),
-        ("launch_known", ([], 1, 2, 3, 4, 5), "launch_known: want 6 arguments: a dict"),
+        ("launch_known", ({}, ()), "launch_known: want 7 arguments: a dict, a tuple, a, a_scale, b, b_scale, out"),
+        ("launch_known", ([], (), 1, 2, 3, 4, 5), "launch_known: want 7 arguments: a dict"),
+        ("launch_known", ({}, [], 1, 2, 3, 4, 5), "launch_known: want 7 arguments: a dict, a tuple"),
         ("bind", (None, 1), "bind: got 2 arguments, want 6: prepared, a"),
         ("bind", (None, 1, 2, 3, 4, 5), "bind: prepared is None, want the Launch that prepare() returned"),
         ("launch_bound", (None, 1, 2, 3), "launch_bound: want 4 arguments: what bind() returned"),
         ("launch_bound", (), "launch_bound: want 4 arguments"),
         ("read_tensors_of", (7,), "read_tensors_of: got 7, want a type"),
+        ("read_tensors_of", (int, "16", 168, 1), "cannot be interpreted as an integer"),
     ],
 )
 def test_tensor_calls_name_the_wrong_argument(name, arguments, message):
@@ -268,10 +275,14 @@ def fake_driver(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run_on_fake_driver(fake_driver):
-    """Runs code that knows `launcher`, `load()`, `LAUNCH` and `fake`; the result's stdout holds a line per call."""
+    """Runs code that knows `launcher`, `load()`, `LAUNCH`, `ADDRESSES` and `fake`; its output holds a line per call."""
     setup = f"""
 fake = ctypes.CDLL({str(fake_driver)!r}, mode=ctypes.RTLD_GLOBAL)
 LAUNCH = {LAUNCH!r}
+ADDRESSES = (0xA00, 0xA4, 0xB00, 0xB4, 0xC00)
+def with_address(name, address):
+    names = ("a", "a_scale", "b", "b_scale", "out")
+    return [address if name == other else given for other, given in zip(names, ADDRESSES)]
 def load(device=0):
     return launcher.load({WHOLE_CUBIN!r}, "gemm", 200_000, device)
 def begin():
@@ -302,6 +313,7 @@ except AttributeError:
         "cuInit 0",
         "cuDeviceGet 3",
         "cuDevicePrimaryCtxRetain 3",
+        "cuCtxGetCurrent ",
         "cuCtxPushCurrent 0xc3",
         "cuLibraryLoadData ELF options 0",
         "cuLibraryGetKernel 0x11b gemm",
@@ -315,19 +327,44 @@ except AttributeError:
 
 
 def test_prepare_encodes_maps(run_on_fake_driver):
+    """In the kernel's context, which a thread that has used no GPU does not have."""
     out = run_on_fake_driver("""
 kernel = load()
 begin()
 launcher.prepare(kernel, **LAUNCH)
 """)
     assert out.split("---\n")[1].splitlines() == [
+        "cuCtxGetCurrent ",
+        "cuCtxPushCurrent 0xc0",
         "cuTensorMapEncodeTiled 0x80 type 0 rank 2 sizes 7168,4096 stride 7168 box 128,64 steps 1,1 "
         "interleave 0 swizzle 3 promotion 2 fill 0 misaligned 0",
         "cuTensorMapEncodeTiled 0x80 type 0 rank 2 sizes 7168,2112 stride 7168 box 128,96 steps 1,1 "
         "interleave 0 swizzle 3 promotion 2 fill 0 misaligned 0",
         "cuTensorMapEncodeTiled 0x80 type 9 rank 2 sizes 2112,4096 stride 4224 box 64,64 steps 1,1 "
         "interleave 0 swizzle 3 promotion 0 fill 0 misaligned 0",
+        "cuCtxPopCurrent ",
     ]
+
+
+def test_every_step_finds_the_context_that_it_needs(run_on_fake_driver):
+    """In threads without a context and with that of another GPU, which gets it back."""
+    out = run_on_fake_driver("""
+from threading import Thread
+kernel, other = load(), ctypes.c_void_p(0xC1)
+def work(begin):
+    begin()
+    launcher.launch(launcher.prepare(kernel, **LAUNCH), 0xA00, 0xA5, 0xB00, 0xB5, 0xC00, 0x57)
+    load(device=2)
+    seen = ctypes.c_void_p()
+    fake.cuCtxGetCurrent(ctypes.byref(seen))
+    print("then", seen.value and hex(seen.value), flush=True)
+for begin in (lambda: None, lambda: fake.cuCtxPushCurrent(other)):
+    thread = Thread(target=work, args=(begin,))
+    thread.start()
+    thread.join()
+""")
+    assert re.findall(r"then (\S+)", out) == ["None", "0xc1"]
+    assert re.findall(r"cuLaunchKernelEx \S+ context (\S+)", out) == ["0xc0"] * 2
 
 
 def maps_of_a_launch(run_on_fake_driver, changes: str) -> tuple[list[str], list[str], str]:
@@ -337,7 +374,7 @@ kernel = load()
 begin()
 prepared = launcher.prepare(kernel, **LAUNCH | {changes})
 fake.cuCtxPushCurrent(ctypes.c_void_p(0xC0))
-launcher.launch(prepared, 0xA00, 0, 0xB00, 0, 0xC00, 0)
+launcher.launch(prepared, 0xA00, 0xA5, 0xB00, 0xB5, 0xC00, 0)
 """)
     lines = out.split("---\n")[1].splitlines()
     encoded = [re.search(r"sizes \S+ .* box \S+", line)[0] for line in lines if line.startswith("cuTensorMapEncode")]
@@ -389,7 +426,7 @@ def test_launch_in_the_right_context_leaves_it_alone(run_on_fake_driver):
 prepared = launcher.prepare(load(), **LAUNCH)
 fake.cuCtxPushCurrent(ctypes.c_void_p(0xC0))
 begin()
-launcher.launch(prepared, 0, 0, 0, 0, 0, 0)
+launcher.launch(prepared, *ADDRESSES, 0)
 """)
     calls = [line.split()[0] for line in out.split("---\n")[1].splitlines()]
     assert calls == ["cuCtxGetCurrent", *["cuTensorMapReplaceAddress"] * 3, "cuLaunchKernelEx"]
@@ -406,7 +443,7 @@ launcher.launch(prepared, 0, 0, 0, 0, 0, 0)
 def test_launch_attributes(run_on_fake_driver, cluster, pdl, early_b, attributes):
     out = run_on_fake_driver(f"""
 prepared = launcher.prepare(load(), **LAUNCH | {{"cluster": {cluster}, "pdl": {pdl}, "early_b": {early_b}}})
-launcher.launch(prepared, 0, 0, 0, 0, 0, 0)
+launcher.launch(prepared, *ADDRESSES, 0)
 """)
     assert attributes in out
     assert f"early_b {early_b:d}" in out
@@ -416,9 +453,9 @@ def test_operands_need_alignment(run_on_fake_driver):
     out = run_on_fake_driver("""
 prepared = launcher.prepare(load(), **LAUNCH)
 begin()
-for addresses in ((24, 0, 0, 0, 0), (0, 0, 31, 0, 0)):
+for name, address in (("a", 24), ("b", 31)):
     try:
-        launcher.launch(prepared, *addresses, 0)
+        launcher.launch(prepared, *with_address(name, address), 0)
     except ValueError as error:
         print(error)
 """)
@@ -434,16 +471,33 @@ kernel = load()
 with_map, without = launcher.prepare(kernel, **LAUNCH), launcher.prepare(kernel, **LAUNCH | {"out_map": None})
 begin()
 try:
-    launcher.launch(with_map, 0, 0, 0, 0, 0xC02, 0)
+    launcher.launch(with_map, *with_address("out", 0xC02), 0)
 except ValueError as error:
     print(error, flush=True)
-launcher.launch(without, 0, 0, 0, 0, 0xC02, 0)
+launcher.launch(without, *with_address("out", 0xC02), 0)
 """)
     lines = out.split("---\n")[1].splitlines()
     assert lines[0] == "launch: the address of out is 2 modulo 16, want a multiple of 16 for TMA"
     assert [line.split()[0] for line in lines].count("cuTensorMapReplaceAddress") == 2
-    assert "maps 0,0,0" in out
+    assert "maps a00,b00,0 " in out
     assert "out 0xc02" in out
+
+
+@pytest.mark.parametrize("name", ["a", "a_scale", "b", "b_scale", "out"])
+def test_no_launch_without_memory(run_on_fake_driver, name):
+    """Whether TMA or the kernel itself would use the address."""
+    out = run_on_fake_driver(f"""
+kernel = load()
+for out_map in (LAUNCH["out_map"], None):
+    prepared = launcher.prepare(kernel, **LAUNCH | {{"out_map": out_map}})
+    try:
+        launcher.launch(prepared, *with_address({name!r}, 0), 0)
+    except ValueError as error:
+        print(error, flush=True)
+""")
+    message = f"launch: the address of {name} is 0, want that of memory: pass a tensor whose storage is allocated"
+    assert out.splitlines().count(message) == 2
+    assert "cuTensorMapReplaceAddress" not in out and "cuLaunchKernelEx" not in out
 
 
 def test_threads_do_not_share_a_launch(run_on_fake_driver):
@@ -481,7 +535,6 @@ for thread in threads: thread.join()
         ),
         ("load()", "cuLibraryLoadData=300", r"clear the kernel cache, or update the NVIDIA driver"),
         ("load()", "cuLibraryGetKernel=500", r"the cubin holds no kernel of that name"),
-        ("launch()", "cuLaunchKernelEx=719", r"cuLaunchKernelEx failed for kernel gemm: .*compute-sanitizer"),
         ("launch()", "cuLaunchKernelEx=400", r"the stream must belong to the kernel's device"),
         ("launch()", "cuTensorMapEncodeTiled=1", r"cuTensorMapEncodeTiled failed for kernel gemm: .*\(1\)"),
         ("launch()", "cuTensorMapReplaceAddress=1", r"cuTensorMapReplaceAddress failed for kernel gemm: .*\(1\)"),
@@ -494,7 +547,7 @@ def test_driver_failures_say_what_and_why(run_on_fake_driver, code, failure, mes
     out = run_on_fake_driver(
         f"""
 def launch():
-    launcher.launch(launcher.prepare(load(), **LAUNCH), 0, 0, 0, 0, 0, 0)
+    launcher.launch(launcher.prepare(load(), **LAUNCH), *ADDRESSES, 0)
 try:
     {code}
 except RuntimeError as error:
@@ -504,6 +557,27 @@ except RuntimeError as error:
     )
     assert re.search("error: .*" + message, out), out
     assert out.count("cuCtxPushCurrent") == out.count("cuCtxPopCurrent"), "the caller's context must come back"
+
+
+@pytest.mark.parametrize(
+    "result", [214, 220, 226, 700, 702, 710, *range(714, 720), 721], ids=lambda result: f"error {result}"
+)
+def test_failures_of_earlier_kernels_are_not_this_calls(run_on_fake_driver, result):
+    """Such errors stick to the context: whichever call comes next reports them."""
+    out = run_on_fake_driver(
+        """
+try:
+    launcher.launch(launcher.prepare(load(), **LAUNCH), *ADDRESSES, 0)
+except RuntimeError as error:
+    print("error:", error, flush=True)
+""",
+        FAKE_DRIVER_FAIL=f"cuLaunchKernelEx={result}",
+    )
+    assert out.splitlines()[-1] == (
+        f"error: an earlier kernel of this process failed: CUDA_ERROR_NAME ({result}), the driver's text; "
+        "cuLaunchKernelEx for kernel gemm only met it. CUDA is of no more use to this process: start another, and find "
+        "that kernel with compute-sanitizer or CUDA_LAUNCH_BLOCKING=1"
+    )
 
 
 def test_old_driver(run_on_fake_driver):
@@ -532,9 +606,12 @@ class View(ctypes.Structure):
         ("byte_offset", ctypes.c_uint64),
     ]
 
+GPU_MEMORY = 0x700000000
+
 class Tensor:
-    def __init__(self, address, shape, strides=None, dtype=(10, 8), device=(2, 0), offset=0, memory=True):
-        self.view = View(address, device, len(shape), (*dtype, 1, 0), byte_offset=offset)
+    def __init__(self, address, shape, strides=None, dtype=(10, 8), device=(2, 0), offset=0, memory=True,
+                 base=GPU_MEMORY):
+        self.view = View(base + address, device, len(shape), (*dtype, 1, 0), byte_offset=offset)
         self.sizes = [(ctypes.c_int64 * len(shape))(*x) for x in (shape, strides or (shape[-1], 1))]
         self.view.shape, self.view.strides = (ctypes.addressof(x) for x in self.sizes)
         self.memory = memory
@@ -585,6 +662,8 @@ def attempt(function, *arguments):
         print(error, flush=True)
 prepared = launcher.prepare(load(), **LAUNCH)
 launches = {launcher.signature(*call()): prepared}
+OPTIONS = (1, True, None)
+known = {OPTIONS: (OPTIONS, launches)}
 begin()
 """
 
@@ -604,11 +683,14 @@ def run_with_tensors(run_on_fake_driver):
 def test_launch_known(run_with_tensors):
     """The signature finds the launch; addresses, with their offset, and the stream are those of the call."""
     lines = run_with_tensors("""
-attempt(launcher.launch_known, launches, *call(a={"address": 0x1A00}, out={"address": 0xB00, "offset": 0x100}))
+attempt(launcher.launch_known, known, OPTIONS, *call(a={"address": 0x1A00}, out={"address": 0xB00, "offset": 0x100}))
 """)
     assert [line.split()[0] for line in lines[2:5]] == ["cuTensorMapReplaceAddress"] * 3
     assert "stream 0x5200 " in lines[5]
-    assert "maps 1a00,b00,c00 a_scale 0xa4 b_scale 0xb4 out 0xc00 strides 56,1 1,17 2112" in lines[5]
+    assert (
+        "maps 700001a00,700000b00,700000c00 a_scale 0x7000000a4 b_scale 0x7000000b4 out 0x700000c00 "
+        "strides 56,1 1,17 2112"
+    ) in lines[5]
     assert lines[6:] == ["cuCtxPopCurrent ", "True"]
 
 
@@ -626,7 +708,10 @@ DIFFERENT = {
 UNREADABLE = {
     "rank": '{"a": {"shape": (4096, 56, 128), "strides": (7168, 128, 1)}}',
     "other device": '{"b": {"device": (2, 1)}}',
-    "no memory": '{"out": {"memory": False}}',
+    "unknown to DLPack": '{"out": {"memory": False}}',
+    **{f"no memory, {name}": f'{{"{name}": {{"address": 0, "base": 0}}}}' for name in ("a", "a_scale", "b", "out")},
+    "freed memory": '{"b_scale": {"address": 0, "base": 0, "offset": 0xFFFFFFFF}}',
+    "no memory on the CPU": '{name: {"device": (1, 0), "address": 0, "base": 0} for name in GOOD}',
 }
 
 
@@ -635,7 +720,7 @@ def test_every_difference_is_another_signature(run_with_tensors, change):
     """Nothing reaches the driver."""
     lines = run_with_tensors(f"""
 changed = call(**{change})
-attempt(launcher.launch_known, launches, *changed)
+attempt(launcher.launch_known, known, OPTIONS, *changed)
 print(launcher.signature(*changed) in launches, launcher.signature(*changed) == launcher.signature(*call(**{change})))
 """)
     assert lines == ["False", "False True"]
@@ -644,17 +729,73 @@ print(launcher.signature(*changed) in launches, launcher.signature(*changed) == 
 @pytest.mark.parametrize("change", UNREADABLE.values(), ids=UNREADABLE)
 def test_what_cannot_be_read_is_left_to_python(run_with_tensors, change):
     lines = run_with_tensors(f"""
-attempt(launcher.launch_known, launches, *call(**{change}))
+attempt(launcher.launch_known, known, OPTIONS, *call(**{change}))
 attempt(launcher.signature, *call(**{change}))
 attempt(launcher.bind, prepared, *call(**{change}))
 """)
     assert lines == ["False", "None", "None"]
 
 
+KEYED_TENSORS = """
+class Keyed(Tensor):  # its keys are the characters of a bytes object that a slot points to
+    __slots__ = ("keys",)
+
+Keyed.__dlpack_c_exchange_api__ = Typed.__dlpack_c_exchange_api__
+
+def keyed(address, keys=0b011, **layout):
+    tensor = Keyed(address, **layout)
+    tensor.keys = keys.to_bytes(8, "little")
+    return tensor
+
+def find_slot(tensor):
+    words = range(0, Keyed.__basicsize__, 8)
+    return next(at for at in words if ctypes.c_uint64.from_address(id(tensor) + at).value == id(tensor.keys))
+
+place = find_slot(keyed(0xA00, shape=(1, 1))), bytes.__basicsize__ - 1
+print(launcher.read_tensors_of(Keyed, *place, 0b111), flush=True)
+launches[launcher.signature(*call(kind=keyed))] = prepared
+begin()
+"""
+
+
+def test_what_is_not_plain_is_left_to_python(run_with_tensors):
+    """Keys that a plain tensor lacks are in nothing that DLPack tells."""
+    lines = run_with_tensors(
+        KEYED_TENSORS
+        + """
+for name in GOOD:
+    for keys in (0b111, 0, 0b1011, 1 << 63):
+        tensors = call(kind=keyed, **{name: {"keys": keys}})
+        attempt(lambda: (launcher.signature(*tensors) in launches, launcher.reads(*tensors)))
+odd = call(kind=keyed, a={"keys": 8})
+bound = launcher.bind(prepared, *call(kind=keyed))
+attempt(launcher.launch_known, known, OPTIONS, *odd)
+attempt(launcher.bind, prepared, *odd)
+attempt(launcher.launch_bound, bound, odd[0], odd[1], odd[4])
+attempt(launcher.launch_bound, bound, *(call(kind=keyed)[i] for i in (0, 1, 4)))
+"""
+    )
+    after = lines[lines.index("---") + 1 :]
+    assert after[:20] == ["(True, True)", "(True, True)", "(False, False)", "(False, False)"] * 5
+    assert after[20:23] == ["False", "None", "False"]
+    assert "cuLaunchKernelEx" in "".join(after[23:]) and after[-1] == "True"
+
+
+def test_reads(run_with_tensors):
+    lines = run_with_tensors("""
+attempt(launcher.reads)
+attempt(launcher.reads, *call(), *call())
+attempt(launcher.reads, Typed(0xA00, (1, 2, 3)), Typed(0xB00, (1, 2), device=(2, 1)))
+attempt(launcher.reads, *call(), Typed(0, (1, 2), base=0))
+attempt(launcher.reads, *call(), 7)
+""")
+    assert lines == ["True", "True", "True", "False", "False"]
+
+
 def test_only_registered_types_are_read(run_with_tensors):
     lines = run_with_tensors("""
 attempt(launcher.signature, *call(kind=type("Subclass", (Typed,), {})))
-attempt(launcher.launch_known, launches, 1, None, "b", [], Typed)
+attempt(launcher.launch_known, known, OPTIONS, 1, None, "b", [], Typed)
 """)
     assert lines == ["None", "False"]
 
@@ -664,8 +805,8 @@ def test_alignment_is_checked_at_every_launch(run_with_tensors):
 bound = launcher.bind(prepared, *call())
 begin()
 off = call(a={"address": 0xA08})
-attempt(launcher.launch_known, launches, *off)
-attempt(launcher.launch_known, launches, *call(b={"address": 0xB0F}))
+attempt(launcher.launch_known, known, OPTIONS, *off)
+attempt(launcher.launch_known, known, OPTIONS, *call(b={"address": 0xB0F}))
 attempt(launcher.launch_bound, bound, off[0], off[1], off[4])
 attempt(launcher.bind, prepared, *call(b={"address": 0xB0F}))
 """)
@@ -675,9 +816,28 @@ attempt(launcher.bind, prepared, *call(b={"address": 0xB0F}))
 
 def test_launches_hold_launches(run_with_tensors):
     lines = run_with_tensors("""
-attempt(launcher.launch_known, {key: "launch" for key in launches}, *call())
+for held in ("launches", (), (OPTIONS, []), ([], launches), (OPTIONS, {key: "launch" for key in launches})):
+    attempt(launcher.launch_known, {OPTIONS: held}, OPTIONS, *call())
+attempt(launcher.launch_known, known, ([],), *call())
 """)
-    assert lines == ["launch_known: prepared is 'launch', want the Launch that prepare() returned"]
+    assert [line.partition(", want")[0] for line in lines[:3]] == [
+        "launch_known: the table holds 'launches'",
+        "launch_known: the table holds ()",
+        "launch_known: the table holds ((1, True, None), [])",
+    ]
+    assert lines[3].startswith("launch_known: the table holds ([], {b")
+    assert lines[4] == "launch_known: prepared is 'launch', want the Launch that prepare() returned"
+    assert "unhashable type: 'list'" in lines[5]
+
+
+def test_options_are_known_by_value_and_type(run_with_tensors):
+    """What equals options that have been checked has not been checked itself."""
+    lines = run_with_tensors("""
+for options in (OPTIONS, (True, True, None), (1.0, True, None), (1, 1, None), (2, True, None), (1, True), ()):
+    attempt(launcher.launch_known, known, options, *call())
+""")
+    assert [line for line in lines if line in ("True", "False")] == ["True"] + ["False"] * 6
+    assert sum("cuLaunchKernelEx" in line for line in lines) == 1
 
 
 def test_launch_bound(run_with_tensors):
@@ -689,7 +849,10 @@ attempt(launcher.launch_bound, bound, a, a_scale, out)
 """)
     (launch,) = (line for line in lines if "cuLaunchKernelEx" in line)
     assert "stream 0x5200 " in launch
-    assert "maps 1a00,bb00,1c00 a_scale 0x1a4 b_scale 0xbb4 out 0x1c00 strides 56,1 1,17 2112" in launch
+    assert (
+        "maps 700001a00,70000bb00,700001c00 a_scale 0x7000001a4 b_scale 0x700000bb4 out 0x700001c00 "
+        "strides 56,1 1,17 2112"
+    ) in launch
     assert lines[-1] == "True"
 
 
@@ -716,7 +879,7 @@ begin()
 def work():
     for _ in range(100):
         launches[key] = launcher.prepare(kernel, **LAUNCH)
-        launcher.launch_known(launches, *tensors)
+        launcher.launch_known(known, OPTIONS, *tensors)
         launches.clear()
 threads = [Thread(target=work) for _ in range(4)]
 for thread in threads: thread.start()
@@ -725,7 +888,7 @@ print("done")
 """)
     launched = [line for line in lines if line.startswith("cuLaunchKernelEx")]
     assert 100 <= len(launched) <= 400
-    assert all("maps a00,b00,c00 " in line for line in launched)
+    assert all("maps 700000a00,700000b00,700000c00 " in line for line in launched)
     assert lines[-1] == "done"
 
 
@@ -775,6 +938,7 @@ DLPACK_AGREEMENT = """
     SAME(sizeof((type){0}.field), sizeof((their_type){0}.their_field))
 
 SAME(EXCHANGE_MAJOR_VERSION, DLPACK_MAJOR_VERSION);
+SAME(DEVICE_CUDA, kDLCUDA);
 SAME(sizeof(TensorView), sizeof(DLTensor));
 SAME_FIELD(TensorView, data, DLTensor, data);
 SAME_FIELD(TensorView, device.type, DLTensor, device.device_type);
@@ -837,8 +1001,21 @@ SAME(ERROR_NO_BINARY_FOR_GPU, CUDA_ERROR_NO_BINARY_FOR_GPU);
 SAME(ERROR_INVALID_SOURCE, CUDA_ERROR_INVALID_SOURCE);
 SAME(ERROR_INVALID_HANDLE, CUDA_ERROR_INVALID_HANDLE);
 SAME(ERROR_NOT_FOUND, CUDA_ERROR_NOT_FOUND);
+SAME(ERROR_ECC_UNCORRECTABLE, CUDA_ERROR_ECC_UNCORRECTABLE);
+SAME(ERROR_NVLINK_UNCORRECTABLE, CUDA_ERROR_NVLINK_UNCORRECTABLE);
 SAME(ERROR_ILLEGAL_ADDRESS, CUDA_ERROR_ILLEGAL_ADDRESS);
+SAME(ERROR_LAUNCH_TIMEOUT, CUDA_ERROR_LAUNCH_TIMEOUT);
+SAME(ERROR_ASSERT, CUDA_ERROR_ASSERT);
+SAME(ERROR_HARDWARE_STACK_ERROR, CUDA_ERROR_HARDWARE_STACK_ERROR);
+SAME(ERROR_ILLEGAL_INSTRUCTION, CUDA_ERROR_ILLEGAL_INSTRUCTION);
+SAME(ERROR_MISALIGNED_ADDRESS, CUDA_ERROR_MISALIGNED_ADDRESS);
+SAME(ERROR_INVALID_ADDRESS_SPACE, CUDA_ERROR_INVALID_ADDRESS_SPACE);
+SAME(ERROR_INVALID_PC, CUDA_ERROR_INVALID_PC);
 SAME(ERROR_LAUNCH_FAILED, CUDA_ERROR_LAUNCH_FAILED);
+#if CUDA_VERSION >= 13000
+SAME(ERROR_CONTAINED, CUDA_ERROR_CONTAINED);
+SAME(ERROR_TENSOR_MEMORY_LEAK, CUDA_ERROR_TENSOR_MEMORY_LEAK);
+#endif
 
 SAME(sizeof(LaunchAttribute), sizeof(CUlaunchAttribute));
 SAME(offsetof(LaunchAttribute, value), offsetof(CUlaunchAttribute, value));

@@ -37,9 +37,10 @@ MAY_IMPORT = {
     "watch": {"codegen", "config", "settings"},
     "plan": SIZES | {"_launcher", "codegen", "jit", "select", "watch"},
     "cast": SIZES | {"codegen", "jit", "select"},
-    "quantize": {"cast", "config"},
+    "quantize": {"cast", "config", "tensors"},
     "reference": {"config", "quantize"},
-    "api": CALL,
+    "tensors": {"_launcher"},
+    "api": CALL | {"tensors"},
     "method": SIZES | {"select"},
     "tools": CALL | {"packaged", "", "api", "cast", "codegen", "method", "quantize", "sass"},
     "": set(),
@@ -50,7 +51,7 @@ MAY_IMPORT = {
 PURE = ("select.schedule", "select.defaults", "select.choose")
 """Read neither the user's files nor variables: what `tune` found is passed in."""
 
-WITH_TORCH = {"api", "quantize", "reference", "tools.measure", "tools.timing", "tools.tune"}
+WITH_TORCH = {"api", "quantize", "reference", "tensors", "tools.measure", "tools.timing", "tools.tune"}
 """Import torch when they are imported. Whoever imports one of them waits a second for torch."""
 
 LATER_WITH_TORCH = {"tools.cli", "tools.demo", "tools.doctor", "tools.products", "watch"}

@@ -1,0 +1,165 @@
+"""Which tensors a kernel can be given: plain ones, whose memory holds the values that torch would read from them.
+
+Called by api.py and quantize.py. What else a tensor may be (a view that is negated when read, a wrapper around others,
+sparse, ...) torch notes in its dispatch keys, a word of bits that DLPack does not pass on. So C reads that word itself,
+where `find_keys` found it, and leaves to Python what is not plain. Invariant: a tensor that C reads passes
+`require_plain`; of any other that says what is wrong, if anything is.
+"""
+
+import ctypes
+
+import torch
+
+from deep_tile import _launcher
+
+_KEYS = torch._C.DispatchKey.__members__
+
+
+def _bits(*names: str) -> int:
+    """Of dispatch keys by name; of those that this torch knows."""
+    bits = 0
+    for name in names:
+        if name in _KEYS:
+            bits |= torch._C.DispatchKeySet(_KEYS[name]).raw_repr()
+    return bits
+
+
+PLAIN_KEYS = _bits(
+    "ADInplaceOrView",
+    "Named",
+    *(name for name in _KEYS if _bits(name) & _bits("Dense")),  # which device it is on, others check
+    *(name for name in _KEYS if name.startswith(("Autograd", "Autocast"))),
+)
+"""What plain tensors have, and no other tensor has more of."""
+
+_IMPLEMENTATION_BYTES = 208
+"""Of torch's own object behind a tensor: as far as its keys are looked for."""
+
+_TRANSFORMED = _bits("FuncTorchBatched", "FuncTorchGradWrapper", "Functionalize")
+_IN_PYTHON = _bits("Python", "PythonTLSSnapshot")
+
+_KINDS = (
+    (
+        _TRANSFORMED,
+        "a tensor inside a transform of torch.func (vmap, grad, functionalize)",
+        "Call outside of the transform",
+    ),
+    (
+        _IN_PYTHON,
+        "a {type}, whose operations run in Python",
+        "Pass the plain tensor that it stands for: of a DTensor {name}.to_local(), of an AsyncCollectiveTensor "
+        "{name}.wait(); a FakeTensor stands for none",
+    ),
+    (_bits("Negative"), "a view that torch negates as it reads it", "Pass {name}.resolve_neg()"),
+    (_bits("Conjugate"), "a view that torch conjugates as it reads it", "Pass {name}.resolve_conj()"),
+    (_bits("ZeroTensor"), "a tensor of zeros that has no memory", "Pass {name}.clone()"),
+)
+"""Keys, what a tensor with one of them is, and what to do."""
+
+
+def require_plain(**tensors: torch.Tensor) -> None:
+    """Raise unless a kernel can be given these tensors, by name. Takes 0.1 us for each on a GPU.
+
+    Raises:
+        TypeError: a tensor is more than memory.
+        ValueError: a tensor has no memory.
+        RuntimeError: a tensor is on a GPU, which this process cannot use because it was forked.
+    """
+    _require_gpu(tensors)
+    if next(iter(tensors.values())).is_cuda and _launcher.reads(*tensors.values()):
+        return
+    for name, x in tensors.items():
+        if _odd_keys(x):
+            raise _not_plain(name, x)
+        _require_memory(name, x)
+
+
+def require_dense(**tensors: torch.Tensor) -> None:
+    """`require_plain` for what torch's own operations read, which know their way inside its transforms and wrappers."""
+    _require_gpu(tensors)
+    for name, x in tensors.items():
+        odd = _odd_keys(x)
+        if odd & ~(_TRANSFORMED | _IN_PYTHON):
+            raise _not_plain(name, x)
+        if not odd:
+            _require_memory(name, x)
+
+
+def find_keys() -> tuple[int, int] | None:
+    """Where C finds a tensor's dispatch keys, as `_launcher.read_tensors_of` wants it: two offsets in bytes.
+
+    The place is torch's private matter, so it is found by example: None where no place holds the keys of a plain tensor
+    and of a negated one. C then reads no tensors, and every call goes through Python.
+    """
+    plain = torch.empty(1, device="cpu", dtype=torch.float32)
+    examples = (plain, torch._neg_view(plain))
+    objects, implementations = [id(x) for x in examples], [x._cdata for x in examples]
+    object_offset = _find(implementations, objects, torch.Tensor.__basicsize__)
+    keys_offset = _find([_keys(x) for x in examples], implementations, _IMPLEMENTATION_BYTES)
+    return None if object_offset is None or keys_offset is None else (object_offset, keys_offset)
+
+
+def _find(words: list[int], addresses: list[int], size_bytes: int) -> int | None:
+    """The offset at which all of these objects hold their word of 64 bits."""
+
+    def holds(address: int, word: int) -> bool:
+        return ctypes.c_uint64.from_address(address).value == word
+
+    for offset in range(0, size_bytes, 8):
+        if all(holds(address + offset, word) for address, word in zip(addresses, words, strict=True)):
+            return offset
+    return None
+
+
+def _keys(x: torch.Tensor) -> int:
+    return torch._C._dispatch_keys(x).raw_repr()
+
+
+def _odd_keys(x: torch.Tensor) -> int:
+    return _keys(x) & ~PLAIN_KEYS
+
+
+def _not_plain(name: str, x: torch.Tensor) -> TypeError:
+    seen, remedy = _kind(x)
+    text = f"{name} is {seen}; wanted is a plain tensor, whose memory holds its values. {remedy}"
+    return TypeError(text.format(name=name, type=type(x).__name__))
+
+
+def _kind(x: torch.Tensor) -> tuple[str, str]:
+    """What a tensor that is not plain is, and what to do."""
+    if x.is_nested:
+        return "a nested tensor", "Pass its parts, {name}.unbind(), one by one"
+    if x.layout is not torch.strided:
+        return f"a tensor of layout {x.layout}", "Pass {name}.to_dense()"
+    if x.is_quantized:
+        return "a tensor quantised by torch", "Pass {name}.dequantize(), or its {name}.int_repr()"
+    for keys, seen, remedy in _KINDS:
+        if _keys(x) & keys:
+            return seen, remedy
+    return f"a tensor of another kind, {torch._C._dispatch_keys(x)}", "Pass {name}.clone()"
+
+
+def _require_gpu(tensors: dict[str, torch.Tensor]) -> None:
+    if not torch.cuda._is_in_bad_fork():
+        return
+    for name, x in tensors.items():
+        if x.is_cuda:
+            raise RuntimeError(
+                f"{name} is on {x.device}, and CUDA cannot be used in a process forked after CUDA had started: "
+                "start workers with 'spawn'"
+            )
+
+
+def _require_memory(name: str, x: torch.Tensor) -> None:
+    if torch.nn.parameter.is_lazy(x):
+        raise TypeError(f"{name} is an uninitialised parameter, without shape or memory. Materialise it first")
+    if x.is_meta or not x.numel():
+        return
+    storage = x.untyped_storage()
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    end_bytes = (x.storage_offset() + last + 1) * x.element_size()
+    if storage.data_ptr() == 0 or storage.nbytes() < end_bytes:
+        raise ValueError(
+            f"{name} has no memory: it ends {end_bytes} bytes into its storage, which holds {storage.nbytes()}. "
+            "Restore what resized or freed the storage, or pass another tensor"
+        )

@@ -1,0 +1,435 @@
+"""Wrong calls, as data: each changes one argument of a call that is right, in a way that holds on any device.
+
+Read by test_bad_calls.py, on the CPU and on a GPU, and by test_host_path.py behind a made-up driver. Invariant: the
+error has the stated type, names the argument that is wrong, and says what to do.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from helpers import GuardedOut, make_operands
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from deep_tile import (
+    GemmConfig,
+    dequantize,
+    fp8_gemm,
+    per_block_cast_to_fp8,
+    per_token_cast_to_fp8,
+    precompile,
+    prepare,
+)
+
+M, N, K = 5, 130, 300
+FP8 = torch.float8_e4m3fn
+
+
+class Good:
+    """Arguments of right calls of everything on one device, and whether what they write to is still untouched."""
+
+    def __init__(self, device: str = "cpu"):
+        self.device = device
+        self.operands = make_operands(M, N, K, device=device, seed=1)
+        self.guarded = GuardedOut(M, N, device=device)
+        self.x = torch.ones(M, K, device=device)
+        self.quantised, self.scale = per_token_cast_to_fp8(self.x)
+        self._cast_out = self.quantised.clone(), torch.full_like(self.scale, 7.0)
+
+    def arguments(self, call: str) -> dict[str, Any]:
+        """Keywords of the function of CALLS."""
+        gemm = {**self.operands._asdict(), "out": self.guarded.out}
+        targets = dict(zip(("out", "scale_out"), self._cast_out, strict=True))
+        return {
+            "fp8_gemm": gemm,
+            "prepare": gemm,
+            "plan": {name: gemm[name] for name in ("a", "a_scale", "out")},
+            "per_token_cast_to_fp8": {"x": self.x, **targets},
+            "per_block_cast_to_fp8": {"w": self.x, "out": targets["out"], "scale_out": targets["scale_out"][:1]},
+            "dequantize": {"x": self.quantised, "scale": self.scale},
+            "precompile": {"shapes": [(N, K, M)]},
+        }[call]
+
+    def assert_untouched(self) -> None:
+        self.guarded.assert_untouched()
+        out, scale = self._cast_out
+        assert torch.equal(out.view(torch.uint8), self.quantised.view(torch.uint8)) and (scale == 7).all()
+
+
+CALLS: dict[str, Callable[[Good], Callable]] = {
+    "fp8_gemm": lambda good: fp8_gemm,
+    "prepare": lambda good: prepare,
+    "plan": lambda good: prepare(*good.operands, good.guarded.out),
+    "per_token_cast_to_fp8": lambda good: per_token_cast_to_fp8,
+    "per_block_cast_to_fp8": lambda good: per_block_cast_to_fp8,
+    "dequantize": lambda good: dequantize,
+    "precompile": lambda good: precompile,
+}
+
+
+class BadCall(NamedTuple):
+    """A call of CALLS with one argument changed.
+
+    Attributes:
+        call: a key of CALLS.
+        argument: the argument that is wrong, and that the error must name.
+        what: what is wrong with it.
+        change: from the right call's arguments by name to those that change.
+        error: type of the error, and no other.
+        seen, remedy: patterns that its text must hold: what was found, and what to do.
+        needs: "kernel" where only a call that needs a kernel finds out, "gpu" where only one on a GPU does.
+    """
+
+    call: str
+    argument: str
+    what: str
+    change: Callable[[dict[str, Any]], dict[str, Any]]
+    error: type[Exception]
+    seen: str
+    remedy: str
+    needs: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.call}: {self.argument} {self.what}"
+
+    def arguments(self, good: Good) -> dict[str, Any]:
+        arguments = good.arguments(self.call)
+        return arguments | self.change(arguments)
+
+
+def _one(call, argument, what, change, error, seen, remedy, needs="") -> BadCall:
+    """Of a changed value, or of a function that changes the right one."""
+
+    def changed(arguments: dict[str, Any]) -> dict[str, Any]:
+        return {argument: change(arguments[argument]) if callable(change) else change}
+
+    return BadCall(call, argument, what, changed, error, seen, remedy, needs)
+
+
+# ---- kinds of tensors that are more, or less, than memory
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without memory that hands its operations on to another, as DTensor does."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor):
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        self.inner = inner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        def unwrap(x):
+            return x.inner if isinstance(x, cls) else x
+
+        return function(*pytree.tree_map(unwrap, args), **pytree.tree_map(unwrap, kwargs or {}))
+
+
+def batched(x: torch.Tensor) -> torch.Tensor:
+    """What `x` is inside of vmap."""
+    leaked = []
+    rows = torch.stack([x.contiguous().view(torch.uint8)] * 2)
+    torch.vmap(lambda row: leaked.append(row.view(x.dtype)) or row)(rows)
+    return leaked[0]
+
+
+def freed(x: torch.Tensor, first_byte: int = 0) -> torch.Tensor:
+    """Like `x`, in storage that has been resized to nothing, as sharding does with weights between uses."""
+    bytes_needed = (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))) * x.itemsize
+    buffer = torch.zeros(first_byte + bytes_needed, dtype=torch.uint8, device=x.device)
+    view = buffer[first_byte:].view(x.dtype).as_strided(x.shape, x.stride())
+    buffer.untyped_storage().resize_(0)
+    return view
+
+
+# fmt: off
+KINDS = {
+    "negated": (torch._neg_view, TypeError, "a view that torch negates", r"{}\.resolve_neg\(\)"),
+    "a wrapper": (Wrapper, TypeError, "a Wrapper, whose operations run in Python", r"{}\.to_local\(\)"),
+    "fake": (FakeTensorMode().from_tensor, TypeError, "a FakeTensor, whose operations run in Python", "plain tensor"),
+    "functional": (torch._to_functional_tensor, TypeError, "inside a transform of torch.func", "Call outside"),
+    "batched": (batched, TypeError, "inside a transform of torch.func", "Call outside"),
+    "a zero tensor": (lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype, device=x.device), TypeError,
+                      "zeros that has no memory", r"{}\.clone\(\)"),
+    "uninitialised": (lambda x: torch.nn.parameter.UninitializedParameter(device=x.device, dtype=x.dtype), TypeError,
+                      "uninitialised parameter", "Materialise"),
+    "without storage": (freed, ValueError, "storage, which holds 0", "pass another tensor"),
+    "in freed storage": (lambda x: freed(x, 1 << 16), ValueError, "storage, which holds 0", "pass another tensor"),
+}
+"""How to make one of a tensor, and the error: its type, what it says was seen, and its remedy for an argument."""
+
+FLOAT_KINDS = {
+    "sparse": (torch.Tensor.to_sparse, TypeError, "of layout torch.sparse_coo", r"{}\.to_dense\(\)"),
+    "compressed sparse": (torch.Tensor.to_sparse_csr, TypeError, "of layout torch.sparse_csr", r"{}\.to_dense\(\)"),
+    "nested": (lambda x: torch.nested.nested_tensor(list(x)), TypeError, "a nested tensor", r"{}\.unbind\(\)"),
+    "conjugated": (lambda x: x.to(torch.complex64).conj(), TypeError, "torch conjugates", r"{}\.resolve_conj\(\)"),
+    "a negated part": (lambda x: x.to(torch.complex64).conj().imag, TypeError, "torch negates", r"{}\.resolve_neg\(\)"),
+}
+"""What torch makes of FP32 tensors."""
+
+# fmt: on
+
+if hasattr(torch, "quantize_per_tensor"):  # which torch is about to drop
+    FLOAT_KINDS["quantised by torch"] = (
+        lambda x: torch.quantize_per_tensor(x, 1.0, 0, torch.qint8),
+        TypeError,
+        "quantised by torch",
+        r"{}\.dequantize\(\)",
+    )
+
+
+def _kinds(call: str, argument: str, kinds: dict[str, tuple]) -> list[BadCall]:
+    return [
+        _one(call, argument, f"is {what}", make, error, seen, remedy.format(argument))
+        for what, (make, error, seen, remedy) in kinds.items()
+    ]
+
+
+READ_BY_TORCH = ("a wrapper", "fake", "functional", "batched")
+"""Kinds that dequantize, which needs no kernel, takes."""
+DENSE_KINDS = {what: kind for what, kind in KINDS.items() if what not in READ_BY_TORCH}
+
+ODD_TENSORS = [
+    *(bad for name in ("a", "a_scale", "b", "b_scale", "out") for bad in _kinds("fp8_gemm", name, KINDS)),
+    *(bad for name in ("a_scale", "b_scale") for bad in _kinds("fp8_gemm", name, FLOAT_KINDS)),
+    *(bad for name in ("a", "a_scale", "out") for bad in _kinds("plan", name, KINDS)),
+    *(bad for name in ("b", "b_scale", "out") for bad in _kinds("prepare", name, KINDS)),
+    *_kinds("prepare", "a_scale", FLOAT_KINDS),
+    *(bad for name in ("x", "out", "scale_out") for bad in _kinds("per_token_cast_to_fp8", name, KINDS)),
+    *(bad for name in ("w", "scale_out") for bad in _kinds("per_block_cast_to_fp8", name, KINDS)),
+    *_kinds("dequantize", "x", {what: kind for what, kind in DENSE_KINDS.items() if what != "uninitialised"}),
+    *_kinds("dequantize", "scale", DENSE_KINDS),
+]
+
+
+# ---- what is no tensor, or the wrong one
+
+
+def misaligned(x: torch.Tensor) -> torch.Tensor:
+    """The same layout, one byte past a multiple of 16."""
+    buffer = torch.zeros(x.shape[0] * x.stride(0) + 64, dtype=torch.uint8, device=x.device).view(x.dtype)
+    return buffer.as_strided(x.shape, x.stride(), 1 - buffer.data_ptr() % 16)
+
+
+def with_strides(*strides: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def restrided(x: torch.Tensor) -> torch.Tensor:
+        size = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
+        zeros = torch.zeros(size * x.itemsize, dtype=torch.uint8, device=x.device)
+        return zeros.view(x.dtype).as_strided(x.shape, strides)
+
+    return restrided
+
+
+def on_meta(x: torch.Tensor) -> torch.Tensor:
+    return x.to("meta")
+
+
+def on_cpu(x: torch.Tensor) -> torch.Tensor:
+    return x.cpu()
+
+
+PER_TOKEN, PER_BLOCK, ALLOCATE = "per_token_cast_to_fp8", "per_block_cast_to_fp8", "out=None"
+gemm = "fp8_gemm"
+
+# fmt: off
+WRONG_TENSORS = [
+    # No tensors.
+    _one(gemm, "a", "is a list", [[1.0]], TypeError, "must be a torch.Tensor; got list", PER_TOKEN),
+    _one(gemm, "a_scale", "is None", None, TypeError, "must be a torch.Tensor; got NoneType", PER_TOKEN),
+    _one(gemm, "b", "is a number", 3, TypeError, "must be a torch.Tensor; got int", PER_BLOCK),
+    _one(gemm, "b_scale", "is a tuple", (1.0,), TypeError, "must be a torch.Tensor; got tuple", PER_BLOCK),
+    _one(gemm, "out", "is a string", "out", TypeError, "must be a torch.Tensor; got str", ALLOCATE),
+    _one("plan", "a", "is None", None, TypeError, "must be a torch.Tensor; got NoneType", PER_TOKEN),
+    _one("plan", "a_scale", "is a list", [1.0], TypeError, "must be a torch.Tensor; got list", PER_TOKEN),
+    _one("prepare", "b", "is a list", [1.0], TypeError, "must be a torch.Tensor; got list", PER_BLOCK),
+    # Dtypes.
+    _one(gemm, "a", "is float32", torch.Tensor.float, TypeError, "float8_e4m3fn; got torch.float32", PER_TOKEN),
+    _one(gemm, "a", "is bytes", lambda x: x.view(torch.uint8), TypeError, "float8_e4m3fn; got torch.uint8", PER_TOKEN),
+    _one(gemm, "a", "is e5m2", lambda x: x.view(torch.float8_e5m2), TypeError, "got torch.float8_e5m2", PER_TOKEN),
+    _one(gemm, "b", "is e5m2", lambda x: x.view(torch.float8_e5m2), TypeError, "got torch.float8_e5m2", PER_BLOCK),
+    _one(gemm, "b", "is bfloat16", torch.Tensor.bfloat16, TypeError, "float8_e4m3fn; got torch.bfloat16", PER_BLOCK),
+    _one(gemm, "a_scale", "is float64", torch.Tensor.double, TypeError, "float32; got torch.float64", r"\.float\(\)"),
+    _one(gemm, "b_scale", "is float16", torch.Tensor.half, TypeError, "float32; got torch.float16", r"\.float\(\)"),
+    _one(gemm, "out", "is float16", lambda x: x.view(torch.float16), TypeError, "got torch.float16", ALLOCATE),
+    _one("prepare", "a", "is float32", torch.Tensor.float, TypeError, "float8_e4m3fn; got torch.float32", PER_TOKEN),
+    _one("plan", "a_scale", "is float64", torch.Tensor.double, ValueError, "is torch.float64", "prepare another plan"),
+    _one("plan", "a", "is bytes", lambda x: x.view(torch.uint8), ValueError, "is torch.uint8", "prepare another plan"),
+    # Devices.
+    *(
+        _one(gemm, name, "is on meta", on_meta, ValueError, "is on meta but a is on", r"\.to\(a\.device\)")
+        for name in ("a_scale", "b", "b_scale", "out")
+    ),
+    *(
+        _one(gemm, name, "is on the CPU", on_cpu, ValueError, "is on cpu but a is on", r"\.to\(a\.device\)", "gpu")
+        for name in ("a_scale", "b", "b_scale", "out")
+    ),
+    _one("plan", "a_scale", "is on the CPU", on_cpu, ValueError, "on cpu; this plan", "prepare another plan", "gpu"),
+    _one("plan", "a_scale", "is on meta", on_meta, ValueError, "on meta; this plan", "prepare another plan"),
+    BadCall(
+        gemm, "a", "is on meta with all others", lambda given: {name: on_meta(x) for name, x in given.items()},
+        ValueError, "is on meta", "Hopper GPU, or on the CPU",
+    ),
+    # Ranks and sizes.
+    _one(gemm, "a", "has a batch", lambda x: x[None], ValueError, r"\[m, k\]; got \(1, 5, 300\)", "Flatten"),
+    _one(gemm, "a", "is a vector", lambda x: x[0], ValueError, r"\[m, k\]; got \(300,\)", "Flatten"),
+    _one(gemm, "b", "is a vector", lambda x: x[0], ValueError, r"\[n, k\]; got \(300,\)", "Flatten"),
+    _one(gemm, "b", "has another k", lambda x: x[:, :256], ValueError, r"\(130, 256\): k differs", "one row per"),
+    _one(gemm, "b", "is transposed", torch.Tensor.t, ValueError, r"\(300, 130\): k differs", "must be transposed"),
+    _one(gemm, "a_scale", "lacks a column", lambda x: x[:, :2], ValueError, r"\(5, 3\); got \(5, 2\)", PER_TOKEN),
+    _one(gemm, "a_scale", "has one row", lambda x: x[:1], ValueError, r"= \(5, 3\); got \(1, 3\)", PER_TOKEN),
+    _one(gemm, "a_scale", "is flat", torch.Tensor.flatten, ValueError, r"= \(5, 3\); got \(15,\)", PER_TOKEN),
+    _one(gemm, "a_scale", "is transposed", torch.Tensor.t, ValueError, r"got \(3, 5\)", r"pass a_scale\.t\(\)"),
+    _one(gemm, "b_scale", "is transposed", torch.Tensor.t, ValueError, r"got \(3, 2\)", r"pass b_scale\.t\(\)"),
+    _one(
+        gemm, "b_scale", "is per row", lambda x: torch.ones(N, 3, device=x.device), ValueError,
+        r"\[ceil\(n / 128\), ceil\(k / 128\)\] = \(2, 3\); got \(130, 3\)", PER_BLOCK,
+    ),
+    _one(gemm, "out", "is too narrow", lambda x: x[:, :-1], ValueError, r"\(5, 130\); got \(5, 129\)", ALLOCATE),
+    _one(gemm, "out", "is transposed", torch.Tensor.t, ValueError, r"got \(130, 5\)", r"pass out\.t\(\)"),
+    _one("prepare", "a_scale", "is transposed", torch.Tensor.t, ValueError, "looks transposed", r"pass a_scale\.t\(\)"),
+    _one("plan", "a", "has fewer rows", lambda x: x[:4], ValueError, r"is .*\[4, 300\]", "prepare another plan"),
+    # Strides and addresses.
+    _one(gemm, "a", "is M-major", lambda x: x.t().contiguous().t(), ValueError, r"\(1, 5\)", r"a\.contiguous\(\)"),
+    _one(gemm, "b", "is N-major", lambda x: x.t().contiguous().t(), ValueError, r"\(1, 130\)", r"b\.contiguous\(\)"),
+    _one(gemm, "a", "has rows of 300 bytes", torch.Tensor.contiguous, ValueError, "it is 300", r"\[rows, 304\]"),
+    _one(gemm, "b", "has rows 312 bytes apart", with_strides(312, 1), ValueError, "it is 312", r"\[rows, 320\]"),
+    _one(gemm, "a", "has rows that overlap", with_strides(288, 1), ValueError, "is 288 for k = 300", r"a\.contiguous"),
+    _one(gemm, "b", "is one row", lambda x: x[:1].expand(N, K), ValueError, "row stride is 0", r"b\.contiguous"),
+    _one(gemm, "a", "is not aligned", misaligned, ValueError, "1 bytes past", r"a\.clone\(\)"),
+    _one(gemm, "b", "is not aligned", misaligned, ValueError, "1 bytes past", r"b\.clone\(\)"),
+    _one("plan", "a", "is not aligned", misaligned, ValueError, "not aligned to 16 bytes", "prepare another plan"),
+    _one(gemm, "out", "is N-major", with_strides(1, 5), ValueError, r"its strides are \(1, 5\)", "row-major out"),
+    _one(gemm, "out", "has gaps", with_strides(260, 2), ValueError, r"its strides are \(260, 2\)", "row-major out"),
+    _one(gemm, "out", "has rows that overlap", with_strides(129, 1), ValueError, "is 129 for 130 columns", "dense out"),
+    _one(gemm, "out", "is one row", with_strides(0, 1), ValueError, "row stride is 0", "dense out"),
+]
+
+# ---- options
+
+SPLIT = GemmConfig(128, 64, 4, split_k=2, tma_store=False)
+FLAG = "pass True or False"
+
+WRONG_OPTIONS = [
+    *(
+        _one(call, "num_sms", f"is {value!r}", value, TypeError, f"{re.escape(repr(value))}, of type", "pass an int")
+        for call in ("fp8_gemm", "precompile")
+        for value in (True, 4.0, np.int64(4), "all", [1])
+    ),
+    _one(gemm, "num_sms", "is 0", 0, ValueError, "num_sms is 0", "an int from 1"),
+    _one(gemm, "num_sms", "is negative", -1, ValueError, "num_sms is -1", "an int from 1"),
+    _one(gemm, "num_sms", "is too large", 10**6, ValueError, "num_sms is 1000000", r"to \d+, the SMs of cuda", "gpu"),
+    _one("prepare", "num_sms", "is 0", 0, ValueError, "num_sms is 0", "an int from 1"),
+    *(
+        _one(gemm, name, f"is {value!r}", value, TypeError, f"is {value!r}, of type", FLAG)
+        for name in ("batch_invariant", "constant_weights")
+        for value in (None, 0, 1, "yes")
+    ),
+    _one("prepare", "batch_invariant", "is None", None, TypeError, "is None, of type NoneType", FLAG),
+    *(
+        _one(gemm, "pdl", f"is {value!r}", value, TypeError, f"is {value!r}, of type", "pass True, False or None")
+        for value in (0, 1, "no")
+    ),
+    BadCall(
+        gemm, "constant_weights", "without pdl", lambda given: {"pdl": False, "constant_weights": True},
+        ValueError, "got pdl=False, num_sms=None", "pass pdl=True",
+    ),
+    BadCall(
+        gemm, "constant_weights", "with num_sms", lambda given: {"num_sms": 7, "constant_weights": True},
+        ValueError, "got pdl=None, num_sms=7", "pass pdl=True",
+    ),
+    _one(gemm, "out_dtype", "is float16", torch.float16, TypeError, "got torch.float16", r"\.to\(torch\.float16\)"),
+    _one(gemm, "out_dtype", "is a string", "bf16", TypeError, "'bf16', which is no dtype of torch", "Leave it out"),
+    BadCall(
+        gemm, "out_dtype", "is a string, for an out to be allocated",
+        lambda given: {"out": None, "out_dtype": "bf16"}, TypeError, "'bf16', which is no dtype", "Leave it out",
+    ),
+    *(
+        _one(gemm, "config", f"is a {kind}", value, TypeError, f"got {kind}", r"Pass GemmConfig\(")
+        for kind, value in (("str", "fp8_gemm_128x128x128_s4_c1x1"), ("tuple", (64, 64, 4)), ("list", [128]))
+    ),
+    _one("prepare", "config", "is a list", [128], TypeError, "got list", "GemmConfig"),
+    BadCall(
+        gemm, "config", "splits K where rows must not depend on m",
+        lambda given: {"config": SPLIT, "batch_invariant": True}, ValueError, "splits K", "split_k=1", "kernel",
+    ),
+    BadCall(
+        gemm, "config", "has more blocks in a cluster than SMs are given",
+        lambda given: {"config": SPLIT, "num_sms": 1}, ValueError, "needs 2 SMs", "without clusters", "kernel",
+    ),
+    _one(
+        gemm, "config", "stores with TMA, which out does not allow", GemmConfig(64, 64, 4), ValueError,
+        "stores with TMA", "tma_store=False", "kernel",
+    ),
+    _one(
+        gemm, "config", "keeps b, which is too long", GemmConfig(64, 64, 4, tma_store=False, b_stages=2), ValueError,
+        "k from 129 to 256", "b_stages=0", "kernel",
+    ),
+    _one("precompile", "batch_invariant", "is a string", "no", TypeError, "is 'no', of type str", FLAG),
+    _one("precompile", "num_sms", "is negative", -1, ValueError, "num_sms is -1", "an int from 1"),
+    _one("precompile", "workers", "is 0", 0, ValueError, "workers is 0", "a positive int"),
+    _one("precompile", "workers", "is a float", 1.5, ValueError, "workers is 1.5", "a positive int"),
+    _one("precompile", "shapes", "is one shape", (N, K, M), TypeError, "holds 130", r"\(\[\(n, k, max_m\)\]\)"),
+    _one("precompile", "shapes", "is a number", 5, TypeError, "is 5", r"a list of \(n, k, max_m\)"),
+    _one("precompile", "shapes", "lacks a size", [(N, K)], TypeError, r"holds \(130, 300\)", "three ints"),
+    _one("precompile", "shapes", "holds a float", [(N, K, 8.0)], TypeError, r"holds \(130, 300, 8.0\)", "three ints"),
+    *(
+        BadCall(
+            "precompile", "shape", f"is {shape}", lambda given, shape=shape: {"shapes": [shape]}, ValueError,
+            re.escape(f"shape (n={shape[0]}, k={shape[1]}, max_m={shape[2]})"), "must be positive|run from 0",
+        )
+        for shape in ((0, 128, 8), (128, 0, 8), (128, 128, 0), (128, 128, -1), (2**31, 128, 8))
+    ),
+]
+
+# ---- casts
+
+NUMBER, FLOATS = "pass a number", "the cast takes a tensor of float64, float32, float16, bfloat16"
+
+WRONG_CASTS = [
+    *(
+        bad
+        for call, x in ((PER_TOKEN, "x"), (PER_BLOCK, "w"))
+        for bad in (
+            _one(call, x, "is a list", [[1.0]], TypeError, "is a <class 'list'>", FLOATS),
+            _one(call, x, "is an integer", torch.Tensor.int, TypeError, "a tensor of int32", FLOATS),
+            _one(call, x, "is FP8 already", lambda x: x.to(FP8), TypeError, "a tensor of float8_e4m3fn", FLOATS),
+            _one(call, x, "has a batch", lambda x: x[None], ValueError, r"\[1, 5, 300\]", "flatten leading dimensions"),
+            _one(call, "amax_floor", "is 0", 0.0, ValueError, "amax_floor is 0.0", "finite and at least"),
+            _one(call, "amax_floor", "is infinite", float("inf"), ValueError, "amax_floor is inf", "must be finite"),
+            _one(call, "amax_floor", "is NaN", float("nan"), ValueError, "amax_floor is nan", "finite and at least"),
+            _one(call, "amax_floor", "is a string", "1e-4", TypeError, "amax_floor is '1e-4', a str", NUMBER),
+            _one(call, "amax_floor", "is None", None, TypeError, "amax_floor is None", NUMBER),
+            _one(call, "out", "is a number", 1.0, TypeError, "is a <class 'float'>", "a tensor of float8_e4m3fn"),
+            _one(call, "out", "is float32", torch.Tensor.float, TypeError, "float32", "a tensor of float8_e4m3fn"),
+            _one(call, "out", "lacks a row", lambda x: x[1:], ValueError, r"\[4, 300\]", r"must be \[5, 300\]"),
+            _one(call, "out", "is transposed", with_strides(1, 5), ValueError, r"\(1, 5\)", "row-major out"),
+            _one(call, "out", "is one row", lambda x: x[:1].expand(M, K), ValueError, r"\(0, 1\)", "not expanded"),
+            _one(call, "out", "has rows that overlap", with_strides(299, 1), ValueError, "300 columns", "dense out"),
+            _one(call, "out", "is on meta", on_meta, ValueError, "is on meta but the input is on", "allocate it there"),
+            _one(call, "scale_out", "is float16", torch.Tensor.half, TypeError, "float16", "a tensor of float32"),
+            _one(call, "scale_out", "is too narrow", lambda x: x[:, :2], ValueError, r", 2\]", r"must be \[\d, 3\]"),
+            _one(
+                call, "scale_out", "is one column", lambda x: x[:, :1].expand(x.shape), ValueError, "share memory",
+                "not expanded",
+            ),
+        )
+    ),
+    _one(PER_TOKEN, "scale_layout", "is unknown", "column", ValueError, "is 'column'", "'m_aligned'"),
+    _one(PER_TOKEN, "scale_layout", "is a list", ["row"], ValueError, r"is \['row'\]", "'m_aligned'"),
+    _one("dequantize", "x", "is float32", torch.Tensor.float, TypeError, "float32", "takes a float8_e4m3fn tensor"),
+    _one("dequantize", "x", "is a vector", lambda x: x[0], ValueError, r"\[300\]", "flatten leading dimensions"),
+    _one("dequantize", "scale", "is None", None, TypeError, "NoneType", "takes a float32 tensor"),
+    _one("dequantize", "scale", "is transposed", torch.Tensor.t, ValueError, r"\[3, 5\]", r"with \.t\(\)"),
+    _one("dequantize", "scale", "is on meta", on_meta, ValueError, "is on meta but x is on", r"\.to\(x\.device\)"),
+    _one("dequantize", "block", "is unknown", (1, 32), ValueError, r"is \(1, 32\)", r"use \(1, 128\)"),
+]
+# fmt: on
+
+BAD_CALLS: list[BadCall] = [*ODD_TENSORS, *WRONG_TENSORS, *WRONG_OPTIONS, *WRONG_CASTS]

@@ -1,0 +1,58 @@
+"""Every wrong call of bad_calls.py: refused with an error that helps, and nothing is written or broken by it."""
+
+import re
+
+import pytest
+import torch
+from bad_calls import BAD_CALLS, CALLS, BadCall, Good
+from helpers import assert_accurate, exact_product
+
+from deep_tile import api, dequantize, fp8_gemm
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about its own tensors
+
+
+def refusal(bad: BadCall, good: Good) -> str:
+    """What the error says; it must be of the right type, and `out` untouched."""
+    function = CALLS[bad.call](good)
+    with pytest.raises(Exception) as raised:
+        function(**bad.arguments(good))
+    assert raised.type is bad.error, f"{raised.type.__name__}: {raised.value}"
+    if good.device == "cuda":
+        torch.cuda.synchronize()
+    good.assert_untouched()
+    return str(raised.value)
+
+
+def check_good_calls(good: Good) -> None:
+    assert_accurate(fp8_gemm(*good.operands, torch.empty_like(good.guarded.out)), exact_product(good.operands))
+    assert (dequantize(good.quantised, good.scale) == 1).all()
+
+
+def check_refused(bad: BadCall, device: str) -> None:
+    """Whether or not calls like it, but right, went before: nothing that they left behind lets it pass."""
+    good = Good(device)
+    api._launches.clear()
+    first = refusal(bad, good)
+    check_good_calls(good)
+    assert refusal(bad, good) == first
+    check_good_calls(good)
+    assert re.search(rf"\b{bad.argument}\b", first), first
+    assert re.search(bad.seen, first), first
+    assert re.search(bad.remedy, first), first
+
+
+def test_the_table_is_one():
+    assert len(BAD_CALLS) >= 60
+    assert len({bad.name for bad in BAD_CALLS}) == len(BAD_CALLS)
+
+
+@pytest.mark.parametrize("bad", [bad for bad in BAD_CALLS if not bad.needs], ids=lambda bad: bad.name)
+def test_refused_on_the_cpu(bad):
+    check_refused(bad, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", BAD_CALLS, ids=lambda bad: bad.name)
+def test_refused_on_a_gpu(bad):
+    check_refused(bad, "cuda")

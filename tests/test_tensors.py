@@ -1,0 +1,176 @@
+"""Which tensors C reads and which Python lets pass: the kinds of bad_calls.py, and those that are right."""
+
+import pytest
+import torch
+from bad_calls import FLOAT_KINDS, KINDS, Wrapper
+from helpers import check_gemm, make_operands
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from deep_tile import _launcher, api, dequantize, fp8_gemm, prepare, tensors
+
+SCALE = torch.ones(5, 3)
+READABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+
+
+class Subclass(torch.Tensor):
+    """Which changes nothing."""
+
+
+with torch.inference_mode():
+    INFERENCE = torch.ones(5, 3)
+
+PLAIN = {
+    "plain": SCALE,
+    "transposed": SCALE.t(),
+    "expanded": torch.ones(()).expand(5, 3),
+    "of FP8": SCALE.to(torch.float8_e4m3fn),
+    "requiring a gradient": torch.ones(5, 3, requires_grad=True),
+    "with a history": torch.ones(5, 3, requires_grad=True) * 2,
+    "made in inference mode": INFERENCE,
+    "a parameter": torch.nn.Parameter(SCALE),
+}
+
+
+@pytest.mark.skipif(not READABLE, reason="this torch has no DLPack C exchange API")
+@pytest.mark.parametrize("x", PLAIN.values(), ids=PLAIN)
+def test_plain_tensors_are_read(x):
+    assert _launcher.reads(x)
+    tensors.require_plain(x=x)
+
+
+@pytest.mark.parametrize("x", [SCALE.as_subclass(Subclass), torch.empty(0, 3), SCALE.to("meta")], ids=str)
+def test_some_are_left_to_python_and_pass(x):
+    """That meta tensors are on no GPU is another check's matter."""
+    assert not _launcher.reads(x)
+    tensors.require_plain(x=x)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("what", [*KINDS, *FLOAT_KINDS])
+def test_other_tensors_are_not_read(what):
+    make, *_ = (KINDS | FLOAT_KINDS)[what]
+    odd = make(SCALE)
+    if what != "in freed storage":  # on the CPU, where no kernel runs, any address but 0 is one
+        assert not _launcher.reads(odd)
+
+
+@pytest.mark.skipif(not READABLE, reason="this torch has no DLPack C exchange API")
+def test_keys_are_found_where_they_are():
+    assert tensors.find_keys() is not None
+
+
+def test_without_keys_c_reads_nothing(monkeypatch):
+    monkeypatch.setattr(tensors, "_IMPLEMENTATION_BYTES", 8)
+    assert tensors.find_keys() is None
+    registered = []
+    monkeypatch.setattr(api._launcher, "read_tensors_of", lambda *arguments: registered.append(arguments))
+    api._teach_launcher()
+    assert not registered
+
+
+# Calls from where tensors are not what they seem.
+
+OPERANDS = make_operands(5, 130, 300, seed=1)
+
+
+def multiply(a_scale: torch.Tensor) -> torch.Tensor:
+    return fp8_gemm(OPERANDS.a, a_scale, OPERANDS.b, OPERANDS.b_scale)
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad, torch.func.functionalize], ids=lambda f: f.__name__)
+def test_transforms_of_torch_func(transform):
+    batch = OPERANDS.a_scale[None] if transform is torch.vmap else OPERANDS.a_scale
+    with pytest.raises(TypeError, match=r"a_scale is a tensor inside a transform of torch\.func.*Call outside"):
+        transform(lambda scale: multiply(scale).sum())(batch)
+
+
+def test_inside_modes():
+    """Tensors from outside are real; in FakeTensorMode an `out` allocated there is not."""
+    with (
+        FakeTensorMode(),
+        pytest.raises(RuntimeError, match="out cannot be allocated: call outside of FakeTensorMode, or pass out"),
+    ):
+        fp8_gemm(*OPERANDS)
+    with FlopCounterMode(display=False):
+        assert prepare(*OPERANDS)(*OPERANDS[:2]).shape == fp8_gemm(*OPERANDS).shape
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(TypeError, match="out is a FakeTensor"):
+        fp8_gemm(*OPERANDS)
+
+
+def test_wrappers_that_cannot_allocate():
+    """Whatever they raise, the error is about the argument."""
+
+    class Broken(Wrapper):
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            raise KeyError(function)
+
+    for call in (fp8_gemm, prepare):
+        with pytest.raises(TypeError, match="a is a Broken, whose operations run in Python"):
+            call(**OPERANDS._asdict() | {"a": Broken(OPERANDS.a)})
+
+
+def test_collectives_under_way():
+    collectives = pytest.importorskip("torch.distributed._functional_collectives")
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    waiting = collectives.AsyncCollectiveTensor(OPERANDS.a_scale)
+    with pytest.raises(TypeError, match=r"a_scale is a AsyncCollectiveTensor.*a_scale\.wait\(\)"):
+        multiply(waiting)
+
+
+def test_dequantize_takes_what_torch_can_read():
+    expected = dequantize(OPERANDS.a, OPERANDS.a_scale)
+    assert torch.equal(dequantize(OPERANDS.a, Wrapper(OPERANDS.a_scale)), expected)
+    assert torch.equal(torch.vmap(lambda scale: dequantize(OPERANDS.a, scale))(OPERANDS.a_scale[None])[0], expected)
+    with FakeTensorMode() as mode:
+        fake = dequantize(*map(mode.from_tensor, (OPERANDS.a, OPERANDS.a_scale)))
+    assert fake.shape == expected.shape
+
+
+def test_gradients_are_ignored():
+    """Whichever tensor requires one; also where autograd forbids writing to `out`."""
+    for name in OPERANDS._fields:
+        operands = OPERANDS._replace(**{name: getattr(OPERANDS, name).detach().requires_grad_()})
+        assert not check_gemm(operands).requires_grad
+        assert not fp8_gemm(*operands).requires_grad
+    leaf = torch.zeros(5, 260, dtype=torch.bfloat16, requires_grad=True)
+    with torch.no_grad():
+        without_history = leaf[:, 130:]
+    for out in (leaf[:, :130], without_history, torch.zeros(5, 130, dtype=torch.bfloat16, requires_grad=True)):
+        fp8_gemm(*OPERANDS, out)
+        assert torch.equal(out.data, fp8_gemm(*OPERANDS))
+    with torch.inference_mode():
+        inference_out = torch.zeros(5, 130, dtype=torch.bfloat16)
+    assert torch.equal(fp8_gemm(*OPERANDS, inference_out), fp8_gemm(*OPERANDS))
+
+
+def test_gradients_of_empty_sums_are_ignored():
+    a, b = (torch.zeros(rows, 0).to(torch.float8_e4m3fn) for rows in (3, 5))
+    out = torch.ones(3, 5, dtype=torch.bfloat16, requires_grad=True)
+    assert (fp8_gemm(a, torch.ones(3, 0), b, torch.ones(1, 0), out) == 0).all()
+
+
+# After a fork.
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it is on a GPU, and allocates as CUDA does in a forked process."""
+
+    is_cuda = True
+
+    def new_empty(self, *shape, **keywords):
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+
+@pytest.mark.parametrize("call", [fp8_gemm, prepare], ids=lambda call: call.__name__)
+def test_gpu_tensors_after_a_fork(call, monkeypatch):
+    operands = [x.as_subclass(OnGpu) for x in OPERANDS]
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    for out in (None, torch.zeros(5, 130, dtype=torch.bfloat16).as_subclass(OnGpu)):
+        with pytest.raises(RuntimeError, match="a is on .*, and CUDA cannot be used in a process forked.*'spawn'"):
+            call(*operands, out)
+    with pytest.raises(RuntimeError, match="x is on .*'spawn'"):
+        dequantize(*operands[:2])
+    assert fp8_gemm(*OPERANDS).shape == (5, 130)
