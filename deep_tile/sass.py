@@ -48,7 +48,7 @@ def quicken_promotion(cubin: bytes) -> bytes:
         cubin: a whole ELF file for a GPU of compute capability 7.0 to 9.0.
     """
     code = bytearray(cubin)
-    for section in _code_sections(cubin):
+    for section in code_sections(cubin):
         words = memoryview(code)[section].cast("Q")
         for run in _runs(words):
             for instruction in run[len(run) // 2 :]:
@@ -56,7 +56,7 @@ def quicken_promotion(cubin: bytes) -> bytes:
     return bytes(code)
 
 
-def _code_sections(cubin: bytes) -> Iterator[slice]:
+def code_sections(cubin: bytes) -> Iterator[slice]:
     """Bytes of the ELF file that are instructions."""
     (headers,) = struct.unpack_from("<Q", cubin, 40)
     header_bytes, count, names_section = struct.unpack_from("<HHH", cubin, 58)

@@ -25,7 +25,7 @@ def kernel() -> tuple[bytes, bytes]:
 
 
 def instructions(cubin: bytes) -> list[tuple[int, int]]:
-    (code,) = sass._code_sections(cubin)
+    (code,) = sass.code_sections(cubin)
     return [struct.unpack_from("<QQ", cubin, at) for at in range(code.start, code.stop, 16)]
 
 
@@ -40,7 +40,7 @@ def disassembly(tmp_path, cubin: bytes) -> list[str]:
 
 def test_only_hints_of_second_halves_change(kernel):
     plain, quick = map(instructions, kernel)
-    (code,) = sass._code_sections(kernel[0])
+    (code,) = sass.code_sections(kernel[0])
     runs = sass._runs(memoryview(kernel[0])[code].cast("Q"))
     assert [len(run) for run in runs] == [64] * 4, "two chunks, in the main loop and in the last K block"
     second_halves = {i for run in runs for i in run[32:]}
@@ -55,7 +55,7 @@ def test_only_hints_of_second_halves_change(kernel):
 
 def test_half_of_the_second_halves_yielded(kernel):
     """What ptxas does, and the hints undo: if this fails with a newer NVRTC, measure whether they still help."""
-    (code,) = sass._code_sections(kernel[0])
+    (code,) = sass.code_sections(kernel[0])
     words = memoryview(kernel[0])[code].cast("Q")
     second_halves = [i for run in sass._runs(words) for i in run[32:]]
     assert 0.4 < sum(not words[2 * i + 1] & NO_YIELD for i in second_halves) / len(second_halves) < 0.6
