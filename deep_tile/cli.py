@@ -27,7 +27,7 @@ from rich.progress import track
 from rich.table import Table
 
 import deep_tile
-from deep_tile import _launcher, hardware, jit, report, select, settings
+from deep_tile import _launcher, hardware, jit, report, sass, select, settings
 from deep_tile.codegen import kernel_source
 from deep_tile.config import SCALE_BLOCK, GemmConfig
 from deep_tile.hardware import DTYPE_BYTES, PRESETS
@@ -108,9 +108,10 @@ class Built(NamedTuple):
     config: GemmConfig
     seconds: float
     usage: jit.ResourceUsage
+    divergence: tuple[str, ...]
 
     @property
-    def flawed(self) -> bool:
+    def slow(self) -> bool:
         """Spills, or a remark that ptxas serialised WGMMAs: the kernel is right, and slower than it should be."""
         return bool(self.usage.spill_store_bytes or self.usage.spill_load_bytes or self.usage.warnings)
 
@@ -141,9 +142,9 @@ def _build(config: GemmConfig, store: bool = False) -> Built:
     """Compile, cached or not, for the log, which no cache holds; `store` gives the kernel to the cache."""
     source = kernel_source(config)
     compiled = jit.compile_kernel(source, config.name)
-    if store:
+    if store and not compiled.divergence:
         jit.store_cubin(source, compiled.cubin)
-    return Built(config, compiled.seconds, jit.resource_usage(compiled.log))
+    return Built(config, compiled.seconds, jit.resource_usage(compiled.log), compiled.divergence)
 
 
 def _build_all(configs: Sequence[GemmConfig], jobs: int, store: bool = False) -> list[Built]:
@@ -154,7 +155,7 @@ def _build_all(configs: Sequence[GemmConfig], jobs: int, store: bool = False) ->
 def _kernel_table(built: list[Built], uses: dict[GemmConfig, int] | None = None) -> Table:
     columns = ("seconds", "registers", "spilled bytes", "smem KiB")
     table = _table("kernel", *columns, *(["shapes"] if uses else []))
-    for config, seconds, usage in built:
+    for config, seconds, usage, _ in built:
         spilled = usage.spill_store_bytes + usage.spill_load_bytes
         row = (config.name, f"{seconds:.2f}", str(usage.registers), str(spilled), _kib(config.smem_bytes))
         table.add_row(*row, *([str(uses[config])] if uses else []))
@@ -162,12 +163,17 @@ def _kernel_table(built: list[Built], uses: dict[GemmConfig, int] | None = None)
 
 
 def _report_flaws(built: list[Built]) -> int:
-    """Exit code 1 and a line for each kernel that spills or that ptxas remarks on."""
-    flawed = [kernel for kernel in built if kernel.flawed]
-    for config, _, usage in flawed:
+    """Exit code 1 and a line for each kernel that may hang, that spills or that ptxas remarks on."""
+    slow = [kernel for kernel in built if kernel.slow]
+    for config, _, usage, _ in slow:
         spills = f"{usage.spill_store_bytes} bytes spilled, {usage.spill_load_bytes} reloaded"
         print(f"{PROGRAM}: {'; '.join([f'{config.name}: {spills}', *usage.warnings])}", file=sys.stderr)
-    return 1 if flawed else 0
+    divergent = [kernel for kernel in built if kernel.divergence]
+    for kernel in divergent:
+        print(f"{PROGRAM}: {jit.divergence_text(kernel.config.name, kernel.divergence)}", file=sys.stderr)
+    if divergent:
+        print(f"{PROGRAM}: none of these is loaded or cached. Remedy: {jit.tested_nvrtc()}", file=sys.stderr)
+    return 1 if slow or divergent else 0
 
 
 # ---- cache
@@ -273,14 +279,15 @@ def _examine(check: Check) -> Finding:
 
 def _checks() -> list[Check]:
     nvrtc = 'pip install "deep_tile[cu13]", or "deep_tile[cu12]" beside a PyTorch for CUDA 12'
+    tested = f"{nvrtc}; tested: {' or '.join(jit.TESTED_WHEELS.values())}"
     return [
         Check("PyTorch", _look_at_torch, "to use a GPU, install a CUDA build of PyTorch"),
         Check("driver", _look_at_driver, "to use a GPU, install NVIDIA's driver"),
         Check("GPU", _look_at_gpus, "none needed to compile; kernels run on a Hopper GPU: H100, H200, H800, H20"),
         Check("cuda.core", _look_at_bindings, nvrtc),
-        Check("NVRTC", _look_at_nvrtc, nvrtc),
+        Check("NVRTC", _look_at_nvrtc, tested),
         *(Check(variable.name, _look_at(value), variable.meaning) for variable, value in VARIABLE_VALUES),
-        Check("compiler", _look_at_compiler, nvrtc),
+        Check("compiler", _look_at_compiler, tested),
         Check("cache", _look_at_cache, "set DEEP_TILE_CACHE_DIR to a directory of your own, on a disk with space"),
         Check("product", _look_at_product, "report this, with the output of `deep-tile doctor --json`"),
     ]
@@ -296,6 +303,9 @@ VARIABLE_VALUES: tuple[tuple[settings.Variable, Callable[[], object]], ...] = (
 """Each environment variable and how to say what it means to this process."""
 
 DOCTORS_PROBLEM = GemmProblem(128, 512, 1024)
+
+DOCTORS_KERNELS = (DOCTORS_PROBLEM, GemmProblem(512, 2112, 7168))
+"""Problems whose kernels the doctor compiles: the second's is one that NVRTC 13.1 does not keep uniform by itself."""
 
 
 def _look_at(value: Callable[[], object]) -> Callable[[], tuple[str, str]]:
@@ -339,6 +349,9 @@ def _look_at_bindings() -> tuple[str, str]:
 
 def _look_at_nvrtc() -> tuple[str, str]:
     version = jit.nvrtc_version()
+    if not jit.is_tested(version):
+        first, last = sass.TESTED_NVRTC[0], sass.TESTED_NVRTC[-1]
+        return "warn", f"{version}; deep_tile is tested with {first} to {last}: `{PROGRAM} compile` checks every kernel"
     try:
         driver = _cuda_version(_launcher.driver_version())
     except RuntimeError:
@@ -349,9 +362,14 @@ def _look_at_nvrtc() -> tuple[str, str]:
 
 
 def _look_at_compiler() -> tuple[str, str]:
-    built = _build(select.choose(DOCTORS_PROBLEM))
-    text = f"{built.config.name} in {built.seconds:.2f} s, {built.usage.registers} registers"
-    return ("warn", f"{text}, spills or remarks") if built.flawed else ("ok", text)
+    built = [_build(select.choose(problem)) for problem in DOCTORS_KERNELS]
+    for kernel in built:
+        if kernel.divergence:
+            return "fail", jit.divergence_text(kernel.config.name, kernel.divergence)
+    for kernel in built:
+        if kernel.slow:
+            return "warn", f"{kernel.config.name} spills, or ptxas remarks on it; `{PROGRAM} compile` says more"
+    return "ok", "; ".join(f"{kernel.config.name} in {kernel.seconds:.2f} s" for kernel in built)
 
 
 def _look_at_cache() -> tuple[str, str]:
