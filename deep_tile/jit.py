@@ -66,11 +66,19 @@ _LOCK_TIMEOUT_SECONDS = 60
 
 
 class Compiled(NamedTuple):
-    """One run of the compiler: the cubin with our hints, the log of NVRTC and ptxas, and the seconds it took."""
+    """One run of the compiler: the cubin, the log of NVRTC and ptxas, and the seconds it took.
+
+    The cubin has our hints where these are known to help: with `sass.TESTED_NVRTC`.
+    """
 
     cubin: bytes
     log: str
     seconds: float
+
+    @property
+    def divergence(self) -> tuple[str, ...]:
+        """Instructions for warps that fall apart: with any of them the kernel may hang, and `load_cubin` refuses it."""
+        return sass.divergence(self.cubin)
 
 
 class ResourceUsage(NamedTuple):
@@ -113,7 +121,10 @@ class CacheInfo(NamedTuple):
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a kernel. The message holds its log, its options, its version and where the source was saved."""
+    """NVRTC refused a kernel, or made one that may hang.
+
+    The message holds its version and its log, its options and where the source was saved; or the remedy.
+    """
 
 
 def load_cubin(source: str, name: str) -> bytes:
@@ -124,13 +135,13 @@ def load_cubin(source: str, name: str) -> bytes:
         name: the kernel's name; it labels messages and files, and does not tell kernels apart.
 
     Raises:
-        CompileError: NVRTC refused the source.
+        CompileError: NVRTC refused the source, or its code lets warps fall apart that wait at barriers.
         RuntimeError: NVRTC is missing and the cache has no such kernel.
         PermissionError: somebody else may write to the cache directory.
         ValueError: an environment variable cannot be used, such as a DEEP_TILE_DUMP_DIR that cannot be written.
     """
     if settings.dump_dir() is not None:
-        return compile_kernel(source, name).cubin  # a cached cubin has no PTX and no log to write
+        return _compile_uniform(source, name)  # a cached cubin has no PTX and no log to write
     own_identity = identity(source)
     cubin = _packaged_cubin(own_identity)
     if cubin is not None:
@@ -142,7 +153,8 @@ def load_cubin(source: str, name: str) -> bytes:
 
 
 def store_cubin(source: str, cubin: bytes) -> None:
-    """Give the cache a cubin that `compile_kernel` made of `source`. `is_stored` says whether it stays there.
+    """Give the cache a cubin that `compile_kernel` made of `source`, without divergence. `is_stored` says whether it
+    stays there.
 
     Raises:
         PermissionError: somebody else may write to the cache directory.
@@ -174,22 +186,52 @@ def _compile_once(kernels: _KernelCache, key: bytes, source: str, name: str) -> 
     with kernels.lock(key):
         cubin = kernels.get(key)  # whoever held the lock may have stored it
         if cubin is None:
-            cubin = compile_kernel(source, name).cubin
+            cubin = _compile_uniform(source, name)
             kernels.put(key, cubin)
         return cubin
 
 
+def _compile_uniform(source: str, name: str) -> bytes:
+    """The cubin of `source`; an error rather than a kernel that may hang."""
+    compiled = compile_kernel(source, name)
+    if compiled.divergence:
+        raise CompileError(f"{divergence_text(name, compiled.divergence)}. Remedy: {tested_nvrtc()}")
+    return compiled.cubin
+
+
+def divergence_text(name: str, divergence: tuple[str, ...]) -> str:
+    """What is wrong with a kernel that has `Compiled.divergence`."""
+    more = f" and {len(divergence) - 1} more" if len(divergence) > 1 else ""
+    return f"{name} may hang: NVRTC {nvrtc_version()} lets its warps fall apart ({divergence[0]}{more})"
+
+
+TESTED_WHEELS = {"12": "nvidia-cuda-nvrtc-cu12==12.9.86", "13": "nvidia-cuda-nvrtc==13.0.88"}
+"""By CUDA's major version, those that all measurements were made with, or that give nearly the same code."""
+
+
+def tested_nvrtc() -> str:
+    """How to get an NVRTC that makes good kernels."""
+    wheel = TESTED_WHEELS.get(nvrtc_version().split(".")[0], TESTED_WHEELS["13"])
+    return f"pip install {wheel}, which deep_tile is tested with"
+
+
+def is_tested(version: str) -> bool:
+    """Whether deep_tile is tested with an NVRTC of that version, such as '13.0.88' or '13.0'."""
+    return ".".join(version.split(".")[:2]) in sass.TESTED_NVRTC
+
+
 def compile_kernel(source: str, name: str) -> Compiled:
-    """Compile `source` with NVRTC, whatever the cache holds. Arguments and errors as for `load_cubin`.
+    """Compile `source` with NVRTC, whatever the cache holds. Arguments and errors as for `load_cubin`, except that a
+    kernel with `divergence` is returned, for the caller to refuse.
 
     NVRTC holds neither the GIL nor a lock of its own: on 2 cores eight kernels take one thread 1.2 s and two threads
     0.7 s (NVRTC 13.0.88).
     """
-    loaded = tuple(map(int, _loaded_nvrtc_version().split(".")))  # a missing NVRTC is not a compile error
+    version = _loaded_nvrtc_version()  # a missing NVRTC is not a compile error
     with import_lock:
         from cuda.core import Program, ProgramOptions
 
-    options = ProgramOptions(name=name, no_cache=loaded >= _NO_CACHE_SINCE, **_OPTIONS)
+    options = ProgramOptions(name=name, no_cache=tuple(map(int, version.split("."))) >= _NO_CACHE_SINCE, **_OPTIONS)
     log = io.StringIO()
     start = time.perf_counter()
     try:
@@ -198,7 +240,9 @@ def compile_kernel(source: str, name: str) -> Compiled:
     except Exception as error:  # the class of cuda.core's compile errors is not public
         flags = b" ".join(options.as_bytes("nvrtc", "cubin")).decode()
         raise CompileError(_compile_error_text(source, name, flags, str(error))) from None
-    compiled = Compiled(sass.quicken_promotion(cubin), log.getvalue().strip(_LOG_PADDING), time.perf_counter() - start)
+    if is_tested(version):
+        cubin = sass.quicken_promotion(cubin)
+    compiled = Compiled(cubin, log.getvalue().strip(_LOG_PADDING), time.perf_counter() - start)
     _count_compilation()
     directory = settings.dump_dir()
     if directory is not None:
@@ -382,7 +426,7 @@ def _key(own_identity: bytes) -> bytes:
 
 @cache
 def _hints() -> str:
-    """What gives kernels their hints: the text of sass.py. With its comments: Python is slow to parse."""
+    """What gives kernels their hints and judges them: the text of sass.py, comments included."""
     return Path(sass.__file__).read_text()
 
 

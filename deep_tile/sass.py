@@ -1,7 +1,11 @@
-"""Scheduling hints in a kernel's machine code, where those that ptxas gives cost speed.
+"""A kernel's machine code: whether its warps stay together, and better scheduling hints where ptxas's cost speed.
 
 Called by jit.py for every cubin that it compiles; knows only bytes. Hints change when an instruction is issued, never
 what it computes.
+
+Warps that the compiler thinks can fall apart wait lane by lane, and hung before a WGMMA, which wants all of them. Its
+code says so in two ways: by WARPSYNC, and by waiting at a barrier whose address is in an ordinary register, where each
+lane could have another.
 
 A math warp promotes a block by a run of FFMAs, one for each accumulator: sum += scale * block. In kernels with WGMMA,
 ptxas 13.0 has every second one of them yield, so that other warps go first, and then read the scale from the register
@@ -19,18 +23,28 @@ of DeepGEMM.
 import struct
 from collections.abc import Iterator
 
+TESTED_NVRTC = ("12.9", "13.0", "13.1", "13.2", "13.3", "13.4", "13.5")
+"""Versions with which tests/test_compilers.py finds what is said here: all kernels uniform, and the runs of FFMAs."""
+
 # An instruction is two words of eight bytes.
 
 _OPCODE_MASK, _FFMA = 0xFFF, 0x223
 """Of the lower word: a fused multiply-add of registers."""
 
 _DESTINATION = 16
-_REUSE_OF_OPERAND = {24: 1 << 58, 32: 1 << 59}
+_FIRST_OPERAND = 24
+_REUSE_OF_OPERAND = {_FIRST_OPERAND: 1 << 58, 32: 1 << 59}
 """Of the lower word, where a register's number is: the destination's, those of the two factors. A factor's flag in the
 upper word keeps it for the next instruction, if that reads the same register as the same factor."""
 
 _NO_YIELD = 1 << 45
 """Of the upper word."""
+
+_WAIT = 0x5A7
+"""SYNCS.PHASECHK, of mbarrier.try_wait: its first operand is part of the barrier's address, or the zero register."""
+
+_WARPSYNC_MASK, _WARPSYNC = 0x1FF, 0x148
+"""WARPSYNC in every form: the three upper bits of an opcode say where operands are."""
 
 _ZERO_REGISTER = 255
 
@@ -41,6 +55,27 @@ _SHORTEST_RUN = 16
 """Of those that are promotions: the narrowest tile, of 16 columns, has 8 accumulators, and its hints do not matter."""
 
 
+def divergence(cubin: bytes) -> tuple[str, ...]:
+    """Instructions by which ptxas provides for warps that fall apart, with their addresses; none in a uniform kernel.
+
+    Of a kernel that waits at barriers: in others, such as the casts, warps may fall apart.
+
+    Args:
+        cubin: a whole ELF file for sm_90a.
+    """
+    found, waits = [], 0
+    for section in code_sections(cubin):
+        for instruction, low in enumerate(memoryview(cubin)[section].cast("Q")[::2]):
+            at = f"at 0x{16 * instruction:x}"
+            if low & _WARPSYNC_MASK == _WARPSYNC:
+                found.append(f"WARPSYNC {at}")
+            elif low & _OPCODE_MASK == _WAIT:
+                waits += 1
+                if _register(low, _FIRST_OPERAND) != _ZERO_REGISTER:
+                    found.append(f"wait through R{_register(low, _FIRST_OPERAND)} {at}")
+    return tuple(found) if waits else ()
+
+
 def quicken_promotion(cubin: bytes) -> bytes:
     """`cubin` with the second half of each run of FFMAs neither yielding nor reading a factor twice.
 
@@ -48,7 +83,7 @@ def quicken_promotion(cubin: bytes) -> bytes:
         cubin: a whole ELF file for a GPU of compute capability 7.0 to 9.0.
     """
     code = bytearray(cubin)
-    for section in _code_sections(cubin):
+    for section in code_sections(cubin):
         words = memoryview(code)[section].cast("Q")
         for run in _runs(words):
             for instruction in run[len(run) // 2 :]:
@@ -56,7 +91,7 @@ def quicken_promotion(cubin: bytes) -> bytes:
     return bytes(code)
 
 
-def _code_sections(cubin: bytes) -> Iterator[slice]:
+def code_sections(cubin: bytes) -> Iterator[slice]:
     """Bytes of the ELF file that are instructions."""
     (headers,) = struct.unpack_from("<Q", cubin, 40)
     header_bytes, count, names_section = struct.unpack_from("<HHH", cubin, 58)

@@ -21,6 +21,11 @@ def missing_hopper() -> str | None:
     return None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-compilers", action="store_true", help="every default kernel with every tested NVRTC")
+    parser.addoption("--nvrtc", action="append", metavar="VERSION", help="every default kernel with this NVRTC")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := missing_hopper()):
         pytest.skip(reason)

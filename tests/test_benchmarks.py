@@ -3,6 +3,8 @@
 import contextlib
 import json
 import math
+import re
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -21,6 +23,7 @@ from benchmarks import (  # noqa: E402
     measured,
     predict,
     report,
+    same_code,
     search,
     search_chain,
     store,
@@ -417,3 +420,49 @@ def test_chains_of_other_configs_are_an_error():
     searched = {Shape(8, 4096, 7168): {"a": 10.0, "b": 12.0}}
     with pytest.raises(SystemExit, match="no config was timed at every m .*m=8, n=4096, k=7168.* search chains"):
         calibrate.better_choices(searched, {shape: {"c": 9.0} for shape in searched})
+
+
+THREE_KERNELS = """
+default_configs = lambda tma_store=True: [GemmConfig(64, n, 2) for n in {columns}] if tma_store else []
+"""
+
+
+@pytest.fixture
+def two_trees(tmp_path):
+    """Small trees: one kernel in both, one whose `.text` differs, one in each alone; and a comment more."""
+    trees = tmp_path / "base", tmp_path / "present"
+    for tree, columns in zip(trees, [(16, 32, 48), (16, 32, 64)], strict=True):
+        shutil.copytree(ROOT / "deep_tile", tree / "deep_tile", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / "include", tree / "include")
+        with (tree / "deep_tile" / "select" / "defaults.py").open("a") as file:
+            file.write(THREE_KERNELS.format(columns=columns))
+    kernel = trees[1] / "include" / "deep_tile" / "operands.cuh"
+    early_stages = "min(min(config.stages, 5)"
+    text = kernel.read_text()
+    assert early_stages in text
+    changed = text.replace(early_stages, "min(min(config.stages, config.block_n == 32 ? 1 : 5)")
+    kernel.write_text(f"{changed}// And a comment.\n")
+    return trees
+
+
+@pytest.mark.parametrize("changed_only", [False, True])
+def test_same_code_lists_kernels_that_differ(two_trees, changed_only, capfd):
+    assert same_code.compare(*two_trees, changed_only) == 1
+    *lines, last = capfd.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"fp8_gemm_64x{n}x128_s2_c1x1" for n in (32, 48, 64)]
+    assert re.search(r"\d+ instructions, now \d+: \d+ gone, \d+ new$", lines[0])
+    assert [line.split(": ")[1] for line in lines[1:]] == ["in BASE only", "not in BASE"]
+    assert last == "1 of 4 identical"
+    assert same_code.compare(two_trees[0], two_trees[0], changed_only) == 0
+    assert capfd.readouterr().out == "3 of 3 identical\n"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a git checkout")
+def test_same_code_takes_a_revision_or_a_folder(tmp_path):
+    with same_code._tree("HEAD") as tree:
+        assert (tree / "include" / "deep_tile" / "gemm.cuh").is_file() and (tree / "deep_tile" / "jit.py").is_file()
+    assert not tree.exists()
+    with same_code._tree(str(tmp_path)) as tree:
+        assert tree == tmp_path
+    with pytest.raises(SystemExit, match="BASE: got 'nothing-of-that-name', wanted a git revision of .* or a folder"):
+        same_code._tree("nothing-of-that-name").__enter__()

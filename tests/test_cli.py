@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import deep_tile
-from deep_tile import _launcher, jit, settings
+from deep_tile import _launcher, jit, sass, settings
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import MAX_RELATIVE_ERROR, relative_error
 from deep_tile.select import tuned
@@ -19,6 +19,7 @@ from deep_tile.select.choose import bucketed, choose, choose_bucket, configs_for
 from deep_tile.select.defaults import default_configs
 from deep_tile.tools import cli, demo
 from deep_tile.tools.compile import wanted_configs
+from deep_tile.tools.doctor import DOCTORS_KERNELS
 
 NO_GPU = "this test hides the GPU"
 README = Path(__file__).parent.parent / "README.md"
@@ -158,6 +159,18 @@ def test_compile_fails_where_kernels_stay_in_memory(call, monkeypatch, directory
     assert f"{directory} holds 0 kernels" in out or directory is None
 
 
+def test_compile_fails_where_a_kernel_may_hang(call, cache, monkeypatch):
+    monkeypatch.setattr(sass, "divergence", lambda cubin: ("WARPSYNC at 0x10", "...") if b"_any" in cubin else ())
+    code, out, err = call("compile", "--shape", FEW_KERNELS, "--jobs", "1")
+    bad = [name for name in kernels_in(out) if name.endswith("_any")]
+    assert code == 1 and 0 < len(bad) < len(kernels_in(out))
+    why = f"NVRTC {jit.nvrtc_version()} lets its warps fall apart (WARPSYNC at 0x10 and 1 more)"
+    assert all(f"{name} may hang: {why}" in err for name in bad)
+    assert err.count("may hang") == len(bad)
+    assert f"Remedy: {jit.tested_nvrtc()}" in err
+    assert jit.cache_info().entries == len(kernels_in(out)) - len(bad)
+
+
 def test_compile_with_a_dump_directory_leaves_the_cache_alone(call, cache, monkeypatch, tmp_path):
     monkeypatch.setenv("DEEP_TILE_DUMP_DIR", str(tmp_path / "dump"))
     before = jit.compile_count()
@@ -219,6 +232,22 @@ def test_doctor_fails_without_a_compiler(call, monkeypatch):
     assert found["compiler"]["seen"] == "CompileError: NVRTC 99 cannot compile"
     assert "deep_tile[cu13]" in found["compiler"]["remedy"]
     assert "deep_tile[cu13]" in call("doctor")[1]  # brackets reach the reader
+
+
+def test_doctor_fails_where_a_kernel_may_hang(call, monkeypatch):
+    name = choose(DOCTORS_KERNELS[-1]).name
+    monkeypatch.setattr(sass, "divergence", lambda cubin: ("WARPSYNC at 0x10",) if name.encode() in cubin else ())
+    code, found = findings(call)
+    assert (code, found["compiler"]["status"]) == (1, "fail")
+    assert found["compiler"]["seen"].startswith(f"{name} may hang: NVRTC {jit.nvrtc_version()} ")
+    assert jit.TESTED_WHEELS["13"] in found["compiler"]["remedy"]
+
+
+def test_doctor_warns_of_an_untested_nvrtc(call, monkeypatch):
+    monkeypatch.setattr(jit, "nvrtc_version", lambda: "13.99.1")
+    found = findings(call)[1]["NVRTC"]
+    assert found["status"] == "warn"
+    assert "tested with 12.9 to 13.5" in found["seen"] and "`deep-tile compile` checks every kernel" in found["seen"]
 
 
 def test_doctor_reports_a_variable_that_makes_no_sense(call, monkeypatch):

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -117,6 +118,34 @@ def test_ptxas_error_is_a_compile_error():
     with pytest.raises(jit.CompileError, match="ptxas") as error:
         jit.compile_kernel(source, "answer")
     Path(next(line for line in str(error.value).splitlines() if "saved as" in line).split(": ")[1]).unlink()
+
+
+DIVERGENT = """
+extern "C" __global__ void answer() {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; }" :: "r"(threadIdx.x * 8));
+}
+"""
+
+
+@pytest.mark.parametrize("dumps", [False, True])
+def test_a_kernel_that_may_hang_is_refused(directory, monkeypatch, tmp_path, dumps):
+    if dumps:
+        monkeypatch.setenv("DEEP_TILE_DUMP_DIR", str(tmp_path / "dump"))
+    with compiles(1), pytest.raises(jit.CompileError) as error:
+        load(DIVERGENT)
+    text = str(error.value)
+    assert text.startswith(f"answer may hang: NVRTC {jit.nvrtc_version()} lets its warps fall apart (wait through R")
+    assert re.search(r"Remedy: pip install nvidia-cuda-nvrtc(-cu12)?==1\d", text)
+    assert not dumps or (tmp_path / "dump" / "answer.ptx").is_file()
+    with compiles(1), pytest.raises(jit.CompileError):
+        load(DIVERGENT)
+    assert entries(directory) == []
+
+
+def test_the_remedy_is_what_constraints_pin():
+    pinned = (Path(__file__).parent.parent / "constraints.txt").read_text().splitlines()
+    assert jit.TESTED_WHEELS["13"] in pinned
+    assert all(jit.is_tested(wheel.split("==")[1]) for wheel in jit.TESTED_WHEELS.values())
 
 
 def test_missing_nvrtc_names_the_remedy(monkeypatch):

@@ -1,9 +1,13 @@
-"""Hints in compiled kernels, without a GPU. That kernels still compute the same, every GPU test shows."""
+"""What sass.py knows of compiled kernels, without a GPU. That with its hints they compute the same, GPU tests show.
+
+That the default kernels' waits are known, and none is divergent, test_codegen.py shows.
+"""
 
 import re
 import struct
 
 import pytest
+from default_kernels import disassembly
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,22 +29,13 @@ def kernel() -> tuple[bytes, bytes]:
 
 
 def instructions(cubin: bytes) -> list[tuple[int, int]]:
-    (code,) = sass._code_sections(cubin)
+    (code,) = sass.code_sections(cubin)
     return [struct.unpack_from("<QQ", cubin, at) for at in range(code.start, code.stop, 16)]
-
-
-def disassembly(tmp_path, cubin: bytes) -> list[str]:
-    path = tmp_path / "kernel.cubin"
-    path.write_bytes(cubin)
-    text = jit.disassemble(path)
-    if text is None:
-        pytest.skip("there is no nvdisasm")
-    return [line.strip() for line in text.decode().splitlines() if re.match(r"\s*/\*[0-9a-f]{4,5}\*/", line)]
 
 
 def test_only_hints_of_second_halves_change(kernel):
     plain, quick = map(instructions, kernel)
-    (code,) = sass._code_sections(kernel[0])
+    (code,) = sass.code_sections(kernel[0])
     runs = sass._runs(memoryview(kernel[0])[code].cast("Q"))
     assert [len(run) for run in runs] == [64] * 4, "two chunks, in the main loop and in the last K block"
     second_halves = {i for run in runs for i in run[32:]}
@@ -55,20 +50,20 @@ def test_only_hints_of_second_halves_change(kernel):
 
 def test_half_of_the_second_halves_yielded(kernel):
     """What ptxas does, and the hints undo: if this fails with a newer NVRTC, measure whether they still help."""
-    (code,) = sass._code_sections(kernel[0])
+    (code,) = sass.code_sections(kernel[0])
     words = memoryview(kernel[0])[code].cast("Q")
     second_halves = [i for run in sass._runs(words) for i in run[32:]]
     assert 0.4 < sum(not words[2 * i + 1] & NO_YIELD for i in second_halves) / len(second_halves) < 0.6
 
 
 def test_the_program_is_the_same(kernel, tmp_path):
-    plain, quick = (disassembly(tmp_path, cubin) for cubin in kernel)
+    plain, quick = (disassembly(cubin, tmp_path) for cubin in kernel)
     assert plain != quick
     assert [line.replace(".reuse", "") for line in plain] == [line.replace(".reuse", "") for line in quick]
 
 
 def test_what_is_kept_is_what_the_next_instruction_reads(kernel, tmp_path):
-    plain, quick = (disassembly(tmp_path, cubin) for cubin in kernel)
+    plain, quick = (disassembly(cubin, tmp_path) for cubin in kernel)
     kept = 0
     for before, line, following in zip(plain, quick, quick[1:], strict=False):
         operands, next_operands = (re.findall(r"R\d+(?:\.reuse)?|RZ", text) for text in (line, following))
@@ -83,6 +78,54 @@ def test_what_is_kept_is_what_the_next_instruction_reads(kernel, tmp_path):
 
 def test_again_changes_nothing(kernel):
     assert sass.quicken_promotion(kernel[1]) == kernel[1]
+
+
+def test_no_hints_with_an_untested_nvrtc(kernel, monkeypatch):
+    monkeypatch.setattr(jit, "_loaded_nvrtc_version", lambda: "13.99")
+    config = deepest_config(128, 256)
+    assert jit.compile_kernel(kernel_source(config), config.name).cubin == kernel[0]
+
+
+WAIT = """
+__device__ bool arrived(unsigned barrier) {
+    unsigned done;
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier) : "memory");
+    return done;
+}
+"""
+SYNCHRONISE = """
+    if (out[threadIdx.x]) { __syncwarp(lanes); out[1] = __shfl_sync(lanes, out[2], 3); }
+    if (threadIdx.x & 1) out[3] = __shfl_sync(0x55555555, out[threadIdx.x], 3);
+    __syncwarp();
+    if (threadIdx.x % 3) out[4] = __reduce_add_sync(lanes, out[5]);
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "forms"),
+    [
+        ("while (!arrived(64)) { }", set()),
+        ("while (!arrived(8 * blockIdx.x)) { }", set()),
+        ("while (!arrived(8 * threadIdx.x)) { }", {"wait"}),
+        ("while (!arrived(64)) { }" + SYNCHRONISE, {"WARPSYNC"}),
+        ("while (!arrived(out[threadIdx.x])) { }" + SYNCHRONISE, {"wait", "WARPSYNC"}),
+        (SYNCHRONISE, set()),
+    ],
+    ids=["constant", "block's", "thread's", "warps fall apart", "both", "waits at no barrier"],
+)
+def test_divergence_is_what_the_disassembly_says(body, forms, tmp_path):
+    source = f'{WAIT} extern "C" __global__ void k(int* out, unsigned lanes) {{ {body} }}'
+    compiled = jit.compile_kernel(source, "k")
+    lines = disassembly(compiled.cubin, tmp_path)
+    found = [match for line in lines if (match := re.match(r"/\*(\w+)\*/.*?(WARPSYNC|TRYWAIT P\d, \[(R\d+))", line))]
+    if "TRYWAIT" not in "".join(lines):
+        assert found and compiled.divergence == ()
+        return
+    said = [f"wait through {match[3]}" if match[3] else "WARPSYNC" for match in found]
+    places = [f" at 0x{int(match[1], 16):x}" for match in found]
+    assert compiled.divergence == tuple(map("".join, zip(said, places, strict=True)))
+    assert {text.split()[0] for text in said} == forms
 
 
 def test_a_kernel_without_products():

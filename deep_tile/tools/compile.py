@@ -31,6 +31,7 @@ class Built(NamedTuple):
     seconds: float
     usage: jit.ResourceUsage
     size_bytes: int
+    divergence: tuple[str, ...]
 
 
 def compile_kernels(options: argparse.Namespace) -> int:
@@ -62,9 +63,9 @@ def build(config: GemmConfig, store: bool = False) -> Built:
     """Compile, cached or not, for the log, which no cache holds; `store` gives the kernel to the cache."""
     source = kernel_source(config)
     compiled = jit.compile_kernel(source, config.name)
-    if store:
+    if store and not compiled.divergence:
         jit.store_cubin(source, compiled.cubin)
-    return Built(config, compiled.seconds, jit.resource_usage(compiled.log), len(compiled.cubin))
+    return Built(config, compiled.seconds, jit.resource_usage(compiled.log), len(compiled.cubin), compiled.divergence)
 
 
 def build_all(configs: Sequence[GemmConfig], jobs: int, store: bool = False) -> list[Built]:
@@ -75,7 +76,7 @@ def build_all(configs: Sequence[GemmConfig], jobs: int, store: bool = False) -> 
 def kernel_table(built: list[Built], uses: dict[GemmConfig, int] | None = None) -> Table:
     columns = ("seconds", "registers", "spilled bytes", "smem KiB")
     table = report.table("kernel", *columns, *(["shapes"] if uses else []))
-    for config, seconds, usage, _ in built:
+    for config, seconds, usage, *_ in built:
         spilled = usage.spill_store_bytes + usage.spill_load_bytes
         row = (config.name, f"{seconds:.2f}", str(usage.registers), str(spilled), _kib(config.smem_bytes))
         table.add_row(*row, *([str(uses[config])] if uses else []))
@@ -83,12 +84,17 @@ def kernel_table(built: list[Built], uses: dict[GemmConfig, int] | None = None) 
 
 
 def report_flaws(built: list[Built]) -> int:
-    """Exit code 1 and a line for each kernel that spills or that ptxas remarks on."""
+    """Exit code 1 and a line for each kernel that may hang, that spills or that ptxas remarks on."""
     flawed = [kernel for kernel in built if kernel.usage.flawed]
-    for config, _, usage, _ in flawed:
+    for config, _, usage, *_ in flawed:
         spills = f"{usage.spill_store_bytes} bytes spilled, {usage.spill_load_bytes} reloaded"
         print(f"{PROGRAM}: {'; '.join([f'{config.name}: {spills}', *usage.warnings])}", file=sys.stderr)
-    return 1 if flawed else 0
+    divergent = [kernel for kernel in built if kernel.divergence]
+    for kernel in divergent:
+        print(f"{PROGRAM}: {jit.divergence_text(kernel.config.name, kernel.divergence)}", file=sys.stderr)
+    if divergent:
+        print(f"{PROGRAM}: none of these is loaded or cached. Remedy: {jit.tested_nvrtc()}", file=sys.stderr)
+    return 1 if flawed or divergent else 0
 
 
 def _report_lost(built: list[Built]) -> int:

@@ -13,13 +13,13 @@ from importlib import metadata
 from typing import NamedTuple
 
 import deep_tile
-from deep_tile import _launcher, jit, packaged, plan, settings
+from deep_tile import _launcher, jit, packaged, plan, sass, settings
 from deep_tile.codegen import kernel_source
 from deep_tile.method import report
 from deep_tile.problem import GemmProblem
 from deep_tile.select import hardware, tuned
 from deep_tile.tools.compile import build, cache_text, packaged_text
-from deep_tile.tools.console import INSTALL_NVRTC, new_console, remedy_for_missing
+from deep_tile.tools.console import INSTALL_NVRTC, PROGRAM, new_console, remedy_for_missing
 from deep_tile.tools.products import checked_error
 
 
@@ -102,16 +102,17 @@ def _examine(check: Check) -> Finding:
 
 
 def _checks() -> list[Check]:
+    tested = f"{INSTALL_NVRTC}; tested: {' or '.join(jit.TESTED_WHEELS.values())}"
     return [
         Check("PyTorch", _look_at_torch, "to use a GPU, install a CUDA build of PyTorch"),
         Check("driver", _look_at_driver, "to use a GPU, install NVIDIA's driver"),
         Check("GPU", _look_at_gpus, "none needed to compile; kernels run on a Hopper GPU: H100, H200, H800, H20"),
         Check("cuda.core", _to_compile(_look_at_bindings), INSTALL_NVRTC),
-        Check("NVRTC", _to_compile(_look_at_nvrtc), INSTALL_NVRTC),
+        Check("NVRTC", _to_compile(_look_at_nvrtc), tested),
         Check("packaged kernels", _look_at_packaged, f"unset {settings.PACKAGED_KERNELS.name}"),
         *(Check(variable.name, _look_at(value), variable.meaning) for variable, value in VARIABLE_VALUES),
         Check("tuned choices", _look_at_tuned, f"remove that file, or set {settings.TUNED.name} to another one"),
-        Check("compiler", _to_compile(_look_at_compiler), INSTALL_NVRTC),
+        Check("compiler", _to_compile(_look_at_compiler), tested),
         Check("cache", _look_at_cache, "set DEEP_TILE_CACHE_DIR to a directory of your own, on a disk with space"),
         Check("product", _look_at_product, "report this, with the output of `deep-tile doctor --json`"),
     ]
@@ -129,6 +130,9 @@ VARIABLE_VALUES: tuple[tuple[settings.Variable, Callable[[], object]], ...] = (
 """Each environment variable and how to say what it means to this process."""
 
 DOCTORS_PROBLEM = GemmProblem(128, 512, 1024)
+
+DOCTORS_KERNELS = (DOCTORS_PROBLEM, GemmProblem(512, 2112, 7168))
+"""Problems whose kernels the doctor compiles: the second's is one that NVRTC 13.1 does not keep uniform by itself."""
 
 
 def _look_at(value: Callable[[], object]) -> Callable[[], tuple[str, str]]:
@@ -195,6 +199,9 @@ def _look_at_bindings() -> tuple[str, str]:
 
 def _look_at_nvrtc() -> tuple[str, str]:
     version = jit.nvrtc_version()
+    if not jit.is_tested(version):
+        first, last = sass.TESTED_NVRTC[0], sass.TESTED_NVRTC[-1]
+        return "warn", f"{version}; deep_tile is tested with {first} to {last}: `{PROGRAM} compile` checks every kernel"
     try:
         driver = _cuda_version(_launcher.driver_version())
     except RuntimeError:
@@ -214,9 +221,14 @@ def _look_at_tuned() -> tuple[str, str]:
 
 
 def _look_at_compiler() -> tuple[str, str]:
-    built = build(plan.config_for(DOCTORS_PROBLEM))
-    text = f"{built.config.name} in {built.seconds:.2f} s, {built.usage.registers} registers"
-    return ("warn", f"{text}, spills or remarks") if built.usage.flawed else ("ok", text)
+    built = [build(plan.config_for(problem)) for problem in DOCTORS_KERNELS]
+    for kernel in built:
+        if kernel.divergence:
+            return "fail", jit.divergence_text(kernel.config.name, kernel.divergence)
+    for kernel in built:
+        if kernel.usage.flawed:
+            return "warn", f"{kernel.config.name} spills, or ptxas remarks on it; `{PROGRAM} compile` says more"
+    return "ok", "; ".join(f"{kernel.config.name} in {kernel.seconds:.2f} s" for kernel in built)
 
 
 def _look_at_cache() -> tuple[str, ...]:

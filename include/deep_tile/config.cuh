@@ -8,6 +8,9 @@
 
 namespace deep_tile {
 
+// Whether NVRTC works out addresses in shared memory in 32 bits, as it does from 13.1 on; before, it takes 64.
+constexpr bool short_addresses = __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ > 1300;
+
 struct GemmConfig {
     int block_m, block_n, block_k;
     int narrow_n, buffer_n;
@@ -30,6 +33,12 @@ struct GemmConfig {
     constexpr bool is_narrow() const { return block_n < buffer_n; }    // such tiles' own config
     constexpr bool multicast() const { return cluster_m * cluster_n > 1; }
     constexpr int cluster() const { return cluster_m * cluster_n * split_k; }
+
+    // Whether NVRTC must not see how addresses in shared memory come about. Beside carried descriptors, which fill uniform
+    // registers, ptxas puts addresses of 32 bits into ordinary ones, in five kernels of sixteen: math warps then wait at
+    // barriers as warps do that can fall apart. Hidden, they stay uniform. The stage is hidden too, or NVRTC would choose
+    // between addresses instead of stages, with more instructions per K block. Older ones need none of that.
+    constexpr bool hides_addresses() const { return short_addresses && carries_descriptors; }
 };
 
 // Of the narrow tiles with which a launch of `config` ends; codegen.py writes it for a config that has them.

@@ -84,7 +84,7 @@ __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<
         // Read anew: what is kept meanwhile is missing in the wide tiles' main loop, of 4 to 6 instructions more then.
         warpgroup = __shfl_sync(0xffffffff, ptx::tid_x() / warpgroup_threads, 0);
         if (WidthScheduler<narrow>(params).count() > 0) {
-            consume_width<narrow>(params, narrow_storage(smem), warpgroup, state);
+            consume_width<narrow>(params, narrow_storage<config>(smem), warpgroup, state);
         }
     }
 }
@@ -137,10 +137,19 @@ __device__ __forceinline__ bool starts_successor_early(const GemmParams& params)
 }
 
 template <GemmConfig config>
-__device__ __forceinline__ void gemm(const GemmParams& params) {
+__device__ __forceinline__ SharedStorage<config>& shared_storage() {
     extern __shared__ __align__(1024) u8 dynamic_smem[];
     static_assert(sizeof(SharedStorage<config>) == config.smem_bytes, "config.py and config.cuh disagree");
-    auto& smem = *reinterpret_cast<SharedStorage<config>*>(dynamic_smem);
+    void* smem = dynamic_smem;
+    if constexpr (config.hides_addresses()) {
+        smem = __cvta_shared_to_generic(ptx::opaque(u64{__cvta_generic_to_shared(smem)}));
+    }
+    return *static_cast<SharedStorage<config>*>(smem);
+}
+
+template <GemmConfig config>
+__device__ __forceinline__ void gemm(const GemmParams& params) {
+    auto& smem = shared_storage<config>();
     record_launch(smem.full[0]);
 
     // From lane 0, so that the compiler knows it as uniform: branches and WGMMA descriptors that depend on it then

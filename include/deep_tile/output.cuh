@@ -239,7 +239,7 @@ __device__ __forceinline__ void store_tiles(const GemmParams& params, SharedStor
         if (!tile.valid) break;
         if constexpr (config.has_narrow()) {
             if (tile.narrow) {
-                StoreWarp<narrow_tiles<config>>(params, narrow_storage(smem), warp).store(tile.out_row(), tile.out_column());
+                StoreWarp<narrow_tiles<config>>(params, narrow_storage<config>(smem), warp).store(tile.out_row(), tile.out_column());
                 continue;
             }
         }

@@ -12,6 +12,17 @@ __device__ __forceinline__ u32 smem_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// The same value, hidden from NVRTC; no instruction.
+__device__ __forceinline__ u64 opaque(u64 value) {
+    asm("" : "+l"(value));
+    return value;
+}
+
+__device__ __forceinline__ int opaque(int value) {
+    asm("" : "+r"(value));
+    return value;
+}
+
 // threadIdx.x, read again each time: "Special Registers: %tid".
 __device__ __forceinline__ int tid_x() {
     int x;

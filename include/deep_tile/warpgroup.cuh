@@ -76,6 +76,7 @@ class MathWarpgroup {
     // To the next stage.
     __device__ __forceinline__ void advance() {
         state_.advance();
+        if constexpr (config.hides_addresses()) state_.stage = ptx::opaque(state_.stage);
         b_.advance(steps());
     }
 

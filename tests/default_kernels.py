@@ -1,0 +1,44 @@
+"""Every kernel the selector can choose, what must be true of each with any NVRTC, and its machine code."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from deep_tile import jit, sass
+from deep_tile.config import GemmConfig
+from deep_tile.select.defaults import default_configs
+
+DEFAULT_CONFIGS = (*default_configs(True), *default_configs(False))
+
+SM_REGISTERS = 64 * 1024
+
+PREFETCHED_CODE_BYTES = 64 * 1024
+"""What a launch brings along; of more code, none."""
+
+TOO_MUCH_CODE = {"fp8_gemm_64x128x256_s4_c1x1_k8_b1_any"}
+"""Kernels with more, 69 to 75 KB: K in eight parts, and an `out` that TMA cannot address."""
+
+
+def flaws(config: GemmConfig, compiled: jit.Compiled) -> list[str]:
+    """What is wrong with a compiled kernel."""
+    usage = jit.resource_usage(compiled.log)
+    code_bytes = sum(section.stop - section.start for section in sass.code_sections(compiled.cubin))
+    found = [*usage.warnings, *compiled.divergence]
+    if usage.spill_store_bytes or usage.spill_load_bytes or usage.stack_bytes:
+        found.append(f"spills: {usage}")
+    if usage.registers * config.threads > SM_REGISTERS:
+        found.append(f"{usage.registers} registers for each of {config.threads} threads")
+    if (code_bytes > PREFETCHED_CODE_BYTES) != (config.name in TOO_MUCH_CODE):
+        found.append(f"{code_bytes} bytes of code")
+    return found
+
+
+def disassembly(cubin: bytes, folder: Path) -> list[str]:
+    """Instructions as nvdisasm prints them, each with its address."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    text = jit.disassemble(path)
+    if text is None:
+        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
+    return [line.strip() for line in text.decode().splitlines() if re.match(r"\s*/\*[0-9a-f]{4,5}\*/", line)]

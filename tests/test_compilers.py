@@ -1,0 +1,103 @@
+"""The compilers that users have: kernels compiled by other NVRTCs than the installed one, each a wheel from pip.
+
+`--all-compilers` takes every version that sass.py names, and every kernel; `--nvrtc VERSION` any other.
+"""
+
+import re
+
+import other_nvrtc
+import pytest
+from default_kernels import DEFAULT_CONFIGS, disassembly, flaws
+
+from deep_tile import jit, sass
+from deep_tile.codegen import kernel_source
+from deep_tile.select.defaults import deepest_config
+
+OFTEN_USED = ("12.9.86", "13.0.88", "13.2.86", "13.5.37")
+"""The oldest; those that were measured, that PyTorch brings and that pip installs (2026-11)."""
+
+ALL = (*OFTEN_USED, "13.1.115", "13.3.33", "13.4.92")
+
+WIDEST = deepest_config(128, 256)
+UNIFORM_WITH_HELP = deepest_config(128, 64)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "nvrtc" in metafunc.fixturenames:
+        metafunc.parametrize("nvrtc", _versions(metafunc.config), scope="session")
+
+
+def _versions(config: pytest.Config) -> list[str]:
+    """Without the installed one, which compiles every kernel in test_codegen.py."""
+    versions = config.option.nvrtc or (ALL if config.option.all_compilers else OFTEN_USED)
+    return [version for version in versions if version != jit.nvrtc_version()]
+
+
+def _some_kernels():
+    """Those with carried descriptors, which NVRTCs treat most differently, and one of every other kind."""
+    kinds = {}
+    for config in DEFAULT_CONFIGS:
+        clusters, split = config.cluster_m * config.cluster_n > 1, config.split_k > 1
+        kind = (config.math_warpgroups, config.block_sets, config.chunks > 1, config.pairs, config.narrow_n > 0)
+        kinds.setdefault((*kind, config.b_stages > 0, clusters, split), config)
+    return {*kinds.values(), *(config for config in DEFAULT_CONFIGS if config.carries_descriptors), WIDEST}
+
+
+@pytest.fixture(scope="session")
+def library(nvrtc, pytestconfig):
+    try:
+        return other_nvrtc.fetch(nvrtc, pytestconfig.cache.mkdir("nvrtc"))
+    except other_nvrtc.NoWheel as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="session")
+def compiled(library, pytestconfig):
+    """Kernels by config."""
+    every = pytestconfig.option.all_compilers or pytestconfig.option.nvrtc
+    configs = DEFAULT_CONFIGS if every else _some_kernels()
+    kernels = other_nvrtc.compile_kernels(library, {config.name: kernel_source(config) for config in configs})
+    return {config: kernels[config.name] for config in configs}
+
+
+def test_default_kernels_compile_clean_and_uniform(compiled):
+    found = {config.name: flaws(config, kernel) for config, kernel in compiled.items()}
+    assert not {name: wrong for name, wrong in found.items() if wrong}
+
+
+def test_hints_are_for_code_like_this(compiled, tmp_path):
+    """If this fails with a newer NVRTC, measure whether hints still help, and leave it out of sass.TESTED_NVRTC."""
+    plain = compiled[WIDEST].cubin
+    quick = sass.quicken_promotion(plain)
+    (code,) = sass.code_sections(plain)
+    words = memoryview(plain)[code].cast("Q")
+    runs = sass._runs(words)
+    assert [len(run) for run in runs] == [64] * 4
+    second_halves = [i for run in runs for i in run[32:]]
+    assert 0.4 < sum(not words[2 * i + 1] & sass._NO_YIELD for i in second_halves) / len(second_halves) < 0.6
+    before, after = (disassembly(cubin, tmp_path) for cubin in (plain, quick))
+    assert [line.replace(".reuse", "") for line in before] == [line.replace(".reuse", "") for line in after]
+
+
+def test_kernels_are_uniform_with_help_only(nvrtc, library, tmp_path):
+    """GemmConfig.hides_addresses in config.cuh; where a newer NVRTC does without, it may go."""
+    if nvrtc < "13.1":
+        pytest.skip("works out addresses in 64 bits, and needs no help")
+    source = kernel_source(UNIFORM_WITH_HELP)
+    without, count = re.subn(r"(constexpr bool short_addresses) = [^;]*;", r"\1 = false;", source)
+    assert count == 1
+    cubin = other_nvrtc.compile_kernels(library, {"without": without})["without"].cubin
+    waits = re.findall(r"/\*(\w+)\*/ +SYNCS\S*\.TRYWAIT P\d, \[(R\d+)", "\n".join(disassembly(cubin, tmp_path)))
+    assert len(waits) > 5
+    assert sass.divergence(cubin) == tuple(f"wait through {register} at 0x{int(at, 16):x}" for at, register in waits)
+
+
+def test_every_version_is_tested():
+    assert {".".join(version.split(".")[:2]) for version in ALL} == set(sass.TESTED_NVRTC)
+    assert {wheel.split("==")[1] for wheel in jit.TESTED_WHEELS.values()} <= set(OFTEN_USED)
+
+
+def test_a_missing_wheel_is_a_reason_to_skip(tmp_path):
+    with pytest.raises(other_nvrtc.NoWheel, match=r"pip cannot get nvidia-cuda-nvrtc==0\.0\.1: "):
+        other_nvrtc.fetch("0.0.1", tmp_path)
+    assert not list(tmp_path.iterdir())
