@@ -11,8 +11,8 @@ HEADERS = "deep_tile.include.deep_tile"
 
 launcher = Extension(
     "deep_tile._launcher",
-    sources=["csrc/launcher.c"],
-    depends=["csrc/dlpack.h", "csrc/driver.h", "include/deep_tile/params.h"],
+    sources=["csrc/driver.c", "csrc/tensors.c", "csrc/launch.c"],
+    depends=["csrc/launcher.h", "csrc/driver.h", "csrc/dlpack.h"],
     libraries=["dl"],
     extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"],
     extra_link_args=["-pthread"],
@@ -22,7 +22,7 @@ launcher = Extension(
 setup(
     packages=[*find_packages(include=["deep_tile", "deep_tile.*"]), HEADERS],
     package_dir={HEADERS: "include/deep_tile"},
-    package_data={HEADERS: ["*.h", "*.cuh"], "deep_tile.select": ["times/*.json"], "deep_tile.method": ["*.json"]},
+    package_data={HEADERS: ["*.cuh"], "deep_tile.select": ["times/*.json"], "deep_tile.method": ["*.json"]},
     ext_modules=[launcher],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

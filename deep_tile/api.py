@@ -3,7 +3,7 @@
 The warm path is one call into C, which reads the tensors through DLPack, finds the launch by their signature and
 launches. The signature is every property of the tensors that the checks read; so one met before has passed them, and
 only pointers and the stream are new. Tensors that C cannot read (subclasses, and all of them where torch has no DLPack
-C exchange API) take the same way in Python, through `_signature` and `_launch`.
+C exchange API) take the same way in Python, through `tensors.signature` and `tensors.launch`.
 """
 
 import os
@@ -13,27 +13,19 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, jit, plan, settings
+from deep_tile import _launcher, jit, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import fp8_gemm_reference
 from deep_tile.select.hardware import H200
 
-_TMA_BYTES = 16
+_TMA_BYTES = tensors.ALIGNMENT_BYTES
 _MAX_SIGNATURES = 65_536
 _MAX_SIZE = 2**31 - 1024
 """Rounded up to the largest cluster tile, a size must still be an int of the kernel."""
 
-_Launches = dict[bytes | tuple, _launcher.Launch]
-"""Prepared launches by the tensors' signature: bytes where C reads it, a tuple where Python does."""
-
-_launches: dict[tuple, _Launches] = {}
+_launches: dict[tuple, tensors.Launches] = {}
 """By the call's options, which are `_Options` or the plain tuple equal to it."""
-
-_NO_LAUNCHES: _Launches = {}
-
-for _tensor_type in (torch.Tensor, torch.nn.Parameter):
-    _launcher.read_tensors_of(_tensor_type)
 
 
 class _Options(NamedTuple):
@@ -118,18 +110,18 @@ def fp8_gemm(
     try:
         if out is None:
             out = _empty_out(a, b, out_dtype)
-        if _launcher.launch_known(_launches.get(options, _NO_LAUNCHES), a, a_scale, b, b_scale, out):
+        if _launcher.launch_known(_launches.get(options, tensors.NO_LAUNCHES), a, a_scale, b, b_scale, out):
             return out
-        signature = _signature(a, a_scale, b, b_scale, out)
+        signature = tensors.signature(a, a_scale, b, b_scale, out)
     except (AttributeError, TypeError):
         _check_types(a, a_scale, b, b_scale, out, out_dtype, config)
         _checked_num_sms(num_sms, a.device)
         raise
-    launch = _launches.get(options, _NO_LAUNCHES).get(signature)
+    launch = _launches.get(options, tensors.NO_LAUNCHES).get(signature)
     if launch is None:
         launch = _first_call(a, a_scale, b, b_scale, out, _Options(*options), signature)
     if launch is not None:
-        _launch(launch, a, a_scale, b, b_scale, out)
+        tensors.launch(launch, a, a_scale, b, b_scale, out)
     return out
 
 
@@ -141,12 +133,16 @@ class Plan:
         config: the kernel; None where none is needed, on the CPU and for empty tensors.
     """
 
-    __slots__ = ("b", "b_scale", "config", "_bound", "_launch", "_wanted")
+    __slots__ = ("b", "b_scale", "config", "_launch", "_launches", "_options", "_scale_aligned", "_wanted")
 
-    def __init__(self, a, a_scale, b, b_scale, out, prepared: tuple[GemmConfig, _launcher.Launch] | None):
+    def __init__(
+        self, a, a_scale, b, b_scale, out, prepared: tuple[GemmConfig, _launcher.Launch] | None, options: "_Options"
+    ):
         self.b, self.b_scale = b, b_scale
         self.config, self._launch = prepared or (None, None)
-        self._bound = prepared and _launcher.bind(self._launch, a, a_scale, b, b_scale, out)
+        self._launches = {tensors.signature(a, a_scale, out): self._launch} if prepared else {}
+        self._options = options._replace(config=self.config)
+        self._scale_aligned = tensors.is_aligned(a_scale)
         self._wanted = _call_layouts(a, a_scale, out)
 
     def __call__(self, a: torch.Tensor, a_scale: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -163,20 +159,23 @@ class Plan:
         """
         if out is None:
             out = self.b.new_empty(*self._wanted["out"].shape, dtype=torch.bfloat16)
-        if self._bound is None or not _launcher.launch_bound(self._bound, a, a_scale, out):
-            self._call_unread(a, a_scale, out)
+        if not _launcher.launch_known(self._launches, a, a_scale, out):
+            self._call_unknown(a, a_scale, out)
         return out
 
-    def _call_unread(self, a, a_scale, out) -> None:
-        """Launch for tensors that C cannot read, or say why they differ from those at preparation."""
+    def _call_unknown(self, a, a_scale, out) -> None:
+        """Multiply where C cannot read the tensors or the scale begins elsewhere, or say how they differ from those at
+        preparation."""
         _check_tensors(a=a, a_scale=a_scale, out=out)
         for (name, seen), wanted in zip(_call_layouts(a, a_scale, out).items(), self._wanted.values(), strict=True):
             if seen != wanted:
                 raise ValueError(f"{name} is {seen}; this plan is for {wanted}. Pass the like, or prepare another plan")
         if self._launch is None:
             _compute_without_kernel(a, a_scale, self.b, self.b_scale, out)
+        elif self._scale_aligned and not tensors.is_aligned(a_scale):  # which TMA may count on
+            fp8_gemm(a, a_scale, self.b, self.b_scale, out, **self._options._asdict())
         else:
-            _launch(self._launch, a, a_scale, self.b, self.b_scale, out)
+            tensors.launch(self._launch, a, a_scale, out)
 
     def __repr__(self) -> str:
         m, n = self._wanted["out"].shape
@@ -208,9 +207,10 @@ def prepare(
     _check_types(a, a_scale, b, b_scale, out, out_dtype, config)
     if out is None:
         out = _empty_out(a, b, out_dtype)
-    options = _checked_options(options, a, a_scale, b, b_scale, out)
-    prepared = _prepare_launch(a, a_scale, b, b_scale, out, options) if _needs_kernel(a, b) else None
-    return Plan(a, a_scale, b, b_scale, out, prepared)
+    checked = _checked_options(options, a, a_scale, b, b_scale, out)
+    weights = plan.Weights(b.data_ptr(), b_scale.data_ptr())
+    prepared = _prepare_launch(a, a_scale, b, b_scale, out, checked, weights) if _needs_kernel(a, b) else None
+    return Plan(a, a_scale, b, b_scale, out, prepared, options)
 
 
 def supports(
@@ -302,18 +302,6 @@ def _empty_out(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torc
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)  # a tuple would cost 0.3 us
 
 
-def _signature(a, a_scale, b, b_scale, out) -> bytes | tuple:
-    """Whatever the checks read of the tensors, to compare: bytes, or a tuple where C cannot read them all."""
-    return _launcher.signature(a, a_scale, b, b_scale, out) or (
-        (a.shape, a.stride(), a.dtype, a.get_device()),
-        (a_scale.shape, a_scale.stride(), a_scale.dtype, a_scale.get_device()),
-        (b.shape, b.stride(), b.dtype, b.get_device()),
-        (b_scale.shape, b_scale.stride(), b_scale.dtype, b_scale.get_device()),
-        (out.shape, out.stride(), out.dtype, out.get_device()),
-        out.data_ptr() % _TMA_BYTES == 0,
-    )
-
-
 def _first_call(a, a_scale, b, b_scale, out, options: _Options, signature) -> _launcher.Launch | None:
     """Check a signature not met before, prepare its launch and remember it; None when the result is in `out`."""
     checked = _checked_options(options, a, a_scale, b, b_scale, out)
@@ -357,8 +345,10 @@ def _compute_without_kernel(a, a_scale, b, b_scale, out) -> None:
         out.copy_(fp8_gemm_reference(a, a_scale, b, b_scale, out.dtype))
 
 
-def _prepare_launch(a, a_scale, b, b_scale, out, options: _Options) -> tuple[GemmConfig, _launcher.Launch]:
-    """For a call that has been checked and needs a kernel."""
+def _prepare_launch(
+    a, a_scale, b, b_scale, out, options: _Options, weights: plan.Weights | None = None
+) -> tuple[GemmConfig, _launcher.Launch]:
+    """For a call that has been checked and needs a kernel; of all tensors, or of those beside the weights."""
     device = a.get_device()
     _check_hopper(device)
     (m, k), n = a.shape, b.shape[0]
@@ -369,21 +359,15 @@ def _prepare_launch(a, a_scale, b, b_scale, out, options: _Options) -> tuple[Gem
         print(f"deep_tile: m={m} n={n} k={k} num_sms={problem.num_sms}: {config.name}", file=sys.stderr)
     layout = _layout(a, a_scale, b, b_scale, out)
     launch = plan.prepare_launch(
-        problem, config, layout, device, pdl=options.pdl, constant_weights=options.constant_weights
+        problem,
+        config,
+        layout,
+        device,
+        pdl=options.pdl,
+        constant_weights=options.constant_weights,
+        weights=weights,
     )
     return config, launch
-
-
-def _launch(launch: _launcher.Launch, a, a_scale, b, b_scale, out) -> None:
-    _launcher.launch(
-        launch,
-        a.data_ptr(),
-        a_scale.data_ptr(),
-        b.data_ptr(),
-        b_scale.data_ptr(),
-        out.data_ptr(),
-        torch._C._cuda_getCurrentRawStream(a.get_device()),
-    )
 
 
 class _TensorLayout(NamedTuple):
@@ -426,6 +410,7 @@ def _layout(a, a_scale, b, b_scale, out) -> plan.Layout:
         row_stride(out, round_up(n, _TMA_BYTES // 2)),
         a_scale.stride(),
         b_scale.stride(),
+        tensors.is_aligned(a_scale),
     )
 
 

@@ -1,8 +1,9 @@
 """Casts to FP8 with one FP32 scale per 1x128 (activations) or 128x128 (weights) block, and back.
 
 Called by users, tests and benchmarks. `_definition`, in plain torch, says what a cast is; on a Hopper GPU a kernel
-(cast.py) writes the same bits. Invariant: for finite `x`, either cast followed by `dequantize` gives `x` back to within
-e4m3's rounding at its block's scale; nothing saturates.
+(cast.py) writes the same bits. A warm call is one call into C, which finds the launch by the tensors' signature.
+Invariant: for finite `x`, either cast followed by `dequantize` gives `x` back to within e4m3's rounding at its block's
+scale; nothing saturates.
 """
 
 from functools import cache
@@ -10,7 +11,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from deep_tile import cast
+from deep_tile import _launcher, cast, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -27,8 +28,13 @@ WEIGHT_BLOCK = (SCALE_BLOCK, SCALE_BLOCK)
 SCALE_LAYOUTS = ("row", "m", "m_aligned")
 
 _KERNEL_SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_VECTOR_BYTES = 16
+_VECTOR_BYTES = tensors.ALIGNMENT_BYTES
 """What a thread of a kernel loads at once; it stores as many elements."""
+
+_MAX_SIGNATURES = 65_536
+
+_launches: dict[tuple[int, float], tensors.Launches] = {}
+"""By rows of a block and `amax_floor`, of input, out and scale."""
 
 
 def per_token_cast_to_fp8(
@@ -47,7 +53,7 @@ def per_token_cast_to_fp8(
     Args:
         x: [m, k], float64, float32, float16 or bfloat16, any strides and any k (the last group may be short). float64
             is converted to FP32 first. On the GPU fastest where columns are adjacent and rows begin and end at
-            multiples of 16 bytes; other column strides are copied first.
+            multiples of 16 bytes, and `out` begins at one; other column strides are copied first.
         scale_layout: memory order of the scale. "row": stride (k_groups, 1). "m": stride (1, m). "m_aligned": stride
             (1, m rounded up to 4), which TMA needs; the padding holds zeros.
         amax_floor: lower bound of a group's largest magnitude, so that an all-zero group keeps a usable scale. 1e-4 is
@@ -71,10 +77,13 @@ def per_token_cast_to_fp8(
     """
     if scale_layout not in SCALE_LAYOUTS:
         raise ValueError(f"scale_layout is {scale_layout!r}; use one of {', '.join(map(repr, SCALE_LAYOUTS))}")
-    _check_source("x", x, amax_floor)
-    if scale_out is None:
-        scale_out = _empty_scale(x, scale_layout)
-    return _cast(x, TOKEN_BLOCK, amax_floor, out, scale_out)
+    if out is None or scale_out is None:
+        _check_source("x", x, amax_floor)
+        out = _empty_out(x) if out is None else out
+        scale_out = _empty_scale(x, scale_layout) if scale_out is None else scale_out
+    if not _launcher.launch_known(_known(TOKEN_BLOCK, amax_floor), x, out, scale_out):
+        _cast("x", x, TOKEN_BLOCK, amax_floor, out, scale_out)
+    return out, scale_out
 
 
 def per_block_cast_to_fp8(
@@ -98,10 +107,13 @@ def per_block_cast_to_fp8(
     Raises:
         As `per_token_cast_to_fp8`.
     """
-    _check_source("w", w, amax_floor)
-    if scale_out is None:
-        scale_out = w.new_empty(_scale_shape(w, WEIGHT_BLOCK), dtype=torch.float32)
-    return _cast(w, WEIGHT_BLOCK, amax_floor, out, scale_out)
+    if out is None or scale_out is None:
+        _check_source("w", w, amax_floor)
+        out = _empty_out(w) if out is None else out
+        scale_out = w.new_empty(_scale_shape(w, WEIGHT_BLOCK), dtype=torch.float32) if scale_out is None else scale_out
+    if not _launcher.launch_known(_known(WEIGHT_BLOCK, amax_floor), w, out, scale_out):
+        _cast("w", w, WEIGHT_BLOCK, amax_floor, out, scale_out)
+    return out, scale_out
 
 
 def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] | None = None) -> torch.Tensor:
@@ -143,21 +155,27 @@ def _check_source(name: str, x: torch.Tensor, amax_floor: float) -> None:
         )
 
 
+def _known(block: tuple[int, int], amax_floor: float) -> tensors.Launches:
+    return _launches.get((block[0], amax_floor), tensors.NO_LAUNCHES)
+
+
 def _cast(
-    x: torch.Tensor, block: tuple[int, int], amax_floor: float, out: torch.Tensor | None, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast a checked `x` into `out`, allocated when None, and `scale`."""
-    if out is None:
-        out = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
+    name: str, x: torch.Tensor, block: tuple[int, int], amax_floor: float, out: torch.Tensor, scale: torch.Tensor
+) -> None:
+    """Check a cast that C has not met, or cannot read, and do it. The signature holds all that the checks read."""
+    _check_source(name, x, amax_floor)
     _check_target("out", out, FP8_DTYPE, x.shape, x.device)
     _check_target("scale_out", scale, torch.float32, _scale_shape(x, block), x.device)
     if out.shape[1] > 1 and out.stride(1) != 1:
         raise ValueError(f"out must have a unit column stride; its strides are {out.stride()}. Pass a row-major out")
-    if x.numel() and x.device.type == "cuda" and _is_hopper(x.get_device()):
-        _cast_by_kernel(x, block[0], amax_floor, out, scale)
+    if _needs_kernel(x):
+        _cast_by_kernel(x, block, float(amax_floor), out, scale)
     else:
         _definition(x, block, amax_floor, out, scale)
-    return out, scale
+
+
+def _needs_kernel(x: torch.Tensor) -> bool:
+    return bool(x.numel()) and x.device.type == "cuda" and _is_hopper(x.get_device())
 
 
 def _check_target(name: str, target: torch.Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
@@ -184,42 +202,52 @@ def _definition(
 
 
 def _cast_by_kernel(
-    x: torch.Tensor, block_rows: int, amax_floor: float, out: torch.Tensor, scale: torch.Tensor
+    x: torch.Tensor, block: tuple[int, int], amax_floor: float, out: torch.Tensor, scale: torch.Tensor
 ) -> None:
     if x.dtype == torch.float64:
         x = x.float()
-    rows, columns = x.shape
-    if columns > 1 and x.stride(1) != 1:
+    if x.shape[1] > 1 and x.stride(1) != 1:
         x = x.contiguous()
+    signature = tensors.signature(x, out, scale)
+    launch = _known(block, amax_floor).get(signature)
+    if launch is None:
+        launch = _prepare_launch(x, block[0], amax_floor, out, scale)
+        if sum(map(len, list(_launches.values()))) >= _MAX_SIGNATURES:
+            _launches.clear()
+        _launches.setdefault((block[0], amax_floor), {})[signature] = launch
+    tensors.launch(launch, x, out, scale)
+
+
+def _prepare_launch(
+    x: torch.Tensor, block_rows: int, amax_floor: float, out: torch.Tensor, scale: torch.Tensor
+) -> _launcher.Launch:
     device = x.get_device()
-    kernel, grid = cast.choose(block_rows, _KERNEL_SOURCES[x.dtype], rows, columns, _num_sms(device))
-    arguments = cast.CastArguments(
-        *(x.data_ptr(), out.data_ptr(), scale.data_ptr(), rows, columns, x.stride(0), out.stride(0), *scale.stride()),
-        aligned=_is_aligned(x, out),
-        amax_floor=float(amax_floor),
+    kernel, grid = cast.choose(block_rows, _KERNEL_SOURCES[x.dtype], *x.shape, _num_sms(device))
+    if not cast.is_loaded(kernel, device):
+        _refuse_capture(kernel.name, device)
+    layout = cast.CastLayout(
+        *(*x.shape, x.stride(0), out.stride(0), *scale.stride()), aligned=_takes_vectors(x, out), amax_floor=amax_floor
     )
-    with torch.cuda.device(device):
-        if not cast.is_loaded(kernel, device):
-            _refuse_capture(kernel.name)
-            cast.load(kernel, device)
-        cast.launch(kernel, grid, device, torch._C._cuda_getCurrentRawStream(device), arguments)
+    return cast.prepare_launch(kernel, grid, device, layout)
 
 
-def _is_aligned(x: torch.Tensor, out: torch.Tensor) -> bool:
+def _takes_vectors(x: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether a kernel may read `x` and write `out` vector by vector."""
     rows, columns = x.shape
     elements = _VECTOR_BYTES // x.element_size()
     strides = (x.stride(0), out.stride(0)) if rows > 1 else ()
     steps = all(number % elements == 0 for number in (columns, *strides))
-    return steps and x.data_ptr() % _VECTOR_BYTES == 0 and out.data_ptr() % elements == 0
+    return steps and tensors.is_aligned(x) and tensors.is_aligned(out)
 
 
-def _refuse_capture(kernel_name: str) -> None:
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{kernel_name} is not loaded yet and cannot be while a CUDA graph is captured; "
-            "cast a tensor of this dtype once before the capture"
-        )
+def _refuse_capture(kernel_name: str, device: int) -> None:
+    with torch.cuda.device(device):
+        if not torch.cuda.is_current_stream_capturing():
+            return
+    raise RuntimeError(
+        f"{kernel_name} is not loaded yet and cannot be while a CUDA graph is captured; "
+        "cast a tensor of this dtype once before the capture"
+    )
 
 
 @cache
@@ -247,6 +275,10 @@ def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     row_blocks, block_rows, groups, width = blocks.shape
     rows, k = shape
     return blocks.reshape(row_blocks * block_rows, groups * width)[:rows, :k].contiguous()
+
+
+def _empty_out(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
 
 
 def _empty_scale(x: torch.Tensor, layout: str) -> torch.Tensor:

@@ -547,7 +547,6 @@ def test_refusals_leave_out_alone(error, message, change, warm, nothing_loaded):
     if warm:
         fp8_gemm(*good, guarded.out)
         guarded.out.view(torch.int16).fill_(-1)
-        message = message.replace("must begin at a multiple of 16 bytes", "is 1 modulo 16")  # the launcher's words
     with pytest.raises(error, match=message):
         fp8_gemm(**{**good._asdict(), "out": guarded.out, **change(good)})
     torch.cuda.synchronize()

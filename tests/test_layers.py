@@ -20,7 +20,7 @@ PACKAGE = Path(deep_tile.__file__).parent
 SIZES = {"config", "problem", "walls"}
 """What is asked and how it is done: numbers alone."""
 
-CALL = SIZES | {"_launcher", "jit", "plan", "reference", "select", "settings"}
+CALL = SIZES | {"_launcher", "jit", "plan", "reference", "select", "settings", "tensors"}
 
 MAY_IMPORT = {
     "problem": set(),
@@ -28,17 +28,19 @@ MAY_IMPORT = {
     "walls": set(),
     "sass": set(),
     "config": {"walls"},
-    "codegen": {"config"},
+    "params": set(),
+    "codegen": {"config", "params"},
     "jit": {"sass", "settings"},
     "select": SIZES | {"settings"},
     "watch": {"codegen", "config", "settings"},
-    "plan": SIZES | {"_launcher", "codegen", "jit", "select", "watch"},
-    "cast": SIZES | {"codegen", "jit", "select"},
-    "quantize": {"cast", "config"},
+    "plan": SIZES | {"_launcher", "codegen", "jit", "params", "select", "watch"},
+    "tensors": {"_launcher"},
+    "cast": SIZES | {"_launcher", "codegen", "jit", "params", "select"},
+    "quantize": {"_launcher", "cast", "config", "tensors"},
     "reference": {"config", "quantize"},
     "api": CALL,
     "method": SIZES | {"select"},
-    "tools": CALL | {"", "api", "cast", "codegen", "method", "quantize", "sass"},
+    "tools": CALL | {"", "api", "cast", "codegen", "method", "params", "quantize", "sass"},
     "": set(),
     "__main__": {"tools"},
 }
@@ -47,7 +49,7 @@ MAY_IMPORT = {
 PURE = ("select.schedule", "select.defaults", "select.choose")
 """Read neither the user's files nor variables: what `tune` found is passed in."""
 
-WITH_TORCH = {"api", "quantize", "reference", "tools.measure", "tools.timing", "tools.tune"}
+WITH_TORCH = {"api", "quantize", "reference", "tensors", "tools.measure", "tools.timing", "tools.tune"}
 """Import torch when they are imported. Whoever imports one of them waits a second for torch."""
 
 LATER_WITH_TORCH = {"tools.cli", "tools.demo", "tools.doctor", "tools.products", "watch"}

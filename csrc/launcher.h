@@ -1,0 +1,92 @@
+/* What the three files of deep_tile._launcher share. Included first by each: it brings Python.h and its limited API.
+ *
+ * driver.c opens the driver and says what its errors mean; tensors.c reads tensors; launch.c is the module.
+ */
+#ifndef DEEP_TILE_LAUNCHER_H
+#define DEEP_TILE_LAUNCHER_H
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030A0000
+#include <Python.h>
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "dlpack.h"
+#include "driver.h"
+
+#define COUNT_OF(array) (sizeof(array) / sizeof((array)[0]))
+
+/* ---------------------------------------------------------------------------------------------------- driver.c ---- */
+
+#define DECLARE_CALL(name, parameters) DriverResult(*name) parameters;
+typedef struct {
+    DRIVER_CALLS(DECLARE_CALL)
+} Driver;
+
+extern Driver driver;
+
+/* Opens the driver on first use; false with RuntimeError set when that cannot be done. */
+bool require_driver(void);
+
+/* The first driver call that failed, kept until the GIL is held again. */
+typedef struct {
+    const char *call; /* NULL: none failed */
+    DriverResult result;
+} Failure;
+
+static inline bool succeeded(Failure *failure, const char *call, DriverResult result)
+{
+    if (result != 0 && failure->call == NULL)
+        *failure = (Failure){call, result};
+    return result == 0;
+}
+
+#define CALL(failure, name, ...) succeeded(failure, #name, driver.name(__VA_ARGS__))
+
+/* Sets RuntimeError; `kernel_name` may be NULL. Returns NULL for the caller to return. */
+PyObject *raise_failure(const Failure *failure, PyObject *kernel_name);
+
+/* Makes `context` current unless it is, for the calls that work in whichever context is current: a thread that has not
+ * used the GPU yet has none, and one that uses another GPU another. False, with nothing to leave, if that fails. */
+bool enter_context(Failure *failure, DriverContext context, bool *pushed);
+void leave_context(Failure *failure, bool pushed);
+
+/* --------------------------------------------------------------------------------------------------- tensors.c ---- */
+
+enum { MAX_TENSORS = 8, MAX_TENSOR_RANK = 3, MAX_TENSOR_TYPES = 4, TMA_ALIGNMENT_BYTES = 16 };
+
+/* A type whose instances can be read through DLPack; a subclass is another type. */
+typedef struct {
+    PyTypeObject *type;
+    const Exchange *exchange;
+} TensorType;
+
+typedef struct {
+    TensorType types[MAX_TENSOR_TYPES];
+    int count;
+} TensorTypes;
+
+/* Properties of some tensors, as words to compare: the device of all, then of each its head, sizes and strides. The
+ * head holds the rank, so that no two lists of tensors are written alike. */
+typedef struct {
+    size_t words;
+    int64_t word[1 + MAX_TENSORS * (1 + 2 * MAX_TENSOR_RANK)];
+} Signature;
+
+/* Reads tensors of the type from now on. -1 with an exception set, 0 for a type that cannot be read, 1 for one that can. */
+int learn_tensor_type(TensorTypes *types, PyObject *type);
+
+/* Writes the tensors' properties into `signature` and their addresses into `addresses`.
+ *
+ * False, without an exception, for what no kernel can be launched with: no tensor of a known type, one without memory,
+ * one of a higher rank, or tensors on different devices. Python's checks then say what is wrong. */
+bool read_tensors(const TensorTypes *types, PyObject *const tensors[], Py_ssize_t count, Signature *signature,
+                  uintptr_t addresses[]);
+
+PyObject *signature_bytes(const Signature *signature);
+
+/* The stream that is current for `tensor`, the first one of `signature`. False with an exception set if that fails. */
+bool find_current_stream(const TensorTypes *types, PyObject *tensor, const Signature *signature, uintptr_t *stream);
+
+#endif
