@@ -1,7 +1,7 @@
 /* The CUDA driver: where its functions are, what its errors mean, which of its contexts is current.
  *
- * Called by launch.c. Invariant: libcuda is opened by the first require_driver(), never by the import, so that importing
- * works without a driver and survives fork.
+ * Called by launch.c. Invariant: libcuda is opened by the first require_driver(), never by the import, so that
+ * importing works without a driver and survives fork.
  */
 #include "launcher.h"
 
@@ -89,10 +89,9 @@ static const char *remedy(DriverResult result)
 static bool is_sticky(DriverResult result)
 {
     static const DriverResult sticky[] = {
-        ERROR_ECC_UNCORRECTABLE, ERROR_NVLINK_UNCORRECTABLE, ERROR_CONTAINED,
-        ERROR_ILLEGAL_ADDRESS,   ERROR_LAUNCH_TIMEOUT,       ERROR_ASSERT,
-        ERROR_HARDWARE_STACK_ERROR, ERROR_ILLEGAL_INSTRUCTION,  ERROR_MISALIGNED_ADDRESS,
-        ERROR_INVALID_ADDRESS_SPACE, ERROR_INVALID_PC,           ERROR_LAUNCH_FAILED,
+        ERROR_ECC_UNCORRECTABLE,  ERROR_NVLINK_UNCORRECTABLE,  ERROR_CONTAINED,            ERROR_ILLEGAL_ADDRESS,
+        ERROR_LAUNCH_TIMEOUT,     ERROR_ASSERT,                ERROR_HARDWARE_STACK_ERROR, ERROR_ILLEGAL_INSTRUCTION,
+        ERROR_MISALIGNED_ADDRESS, ERROR_INVALID_ADDRESS_SPACE, ERROR_INVALID_PC,           ERROR_LAUNCH_FAILED,
         ERROR_TENSOR_MEMORY_LEAK};
     for (size_t i = 0; i < COUNT_OF(sticky); i++)
         if (result == sticky[i])
@@ -110,8 +109,9 @@ PyObject *raise_failure(const Failure *failure, PyObject *kernel_name)
     PyObject *subject = kernel_name ? PyUnicode_FromFormat(" for kernel %U", kernel_name) : PyUnicode_FromString("");
     if (subject != NULL && is_sticky(failure->result))
         PyErr_Format(PyExc_RuntimeError,
-                     "an earlier kernel of this process failed: %s (%u), %s; %s%U only met it. CUDA is of no more use to "
-                     "this process: start another, and find that kernel with compute-sanitizer or CUDA_LAUNCH_BLOCKING=1",
+                     "an earlier kernel of this process failed: %s (%u), %s; %s%U only met it. CUDA is of no more use "
+                     "to this process: start another, and find that kernel with compute-sanitizer or "
+                     "CUDA_LAUNCH_BLOCKING=1",
                      name, failure->result, text, failure->call, subject);
     else if (subject != NULL)
         PyErr_Format(PyExc_RuntimeError, "%s failed%U: %s (%u), %s%s", failure->call, subject, name, failure->result,

@@ -1,8 +1,9 @@
 /* The part of the CUDA driver API that the launcher calls, declared by hand.
  *
- * Included by launcher.h, so that the launcher builds without a CUDA toolkit. Where cuda.h exists, tests/test_launcher.py holds
- * every value, layout and signature below against it: handles keep cuda.h's struct tags, and an `unsigned` stands for
- * each of its enums, so that the types agree. The interface is CUDA 12.0's, the first with cuLibrary and tensor maps.
+ * Included by launcher.h, so that the launcher builds without a CUDA toolkit. Where cuda.h exists,
+ * tests/test_launcher.py holds every value, layout and signature below against it: handles keep cuda.h's struct tags,
+ * and an `unsigned` stands for each of its enums, so that the types agree. The interface is CUDA 12.0's, the first with
+ * cuLibrary and tensor maps.
  */
 #ifndef DEEP_TILE_DRIVER_H
 #define DEEP_TILE_DRIVER_H

@@ -10,8 +10,8 @@
  *   launch_known(launches, tensors)       finds the Launch by the tensors' signature
  *   launch(prepared, addresses, stream)   whatever the tensors are
  *
- * It knows no operation: parameters are bytes, tensors are numbers, and where in the bytes which address goes is said by
- * whoever prepares (deep_tile/params.py).
+ * It knows no operation: parameters are bytes, tensors are numbers, and where in the bytes which address goes is said
+ * by whoever prepares (deep_tile/params.py).
  */
 #include "launcher.h"
 
@@ -23,7 +23,7 @@
 
 enum { MAX_PARAMS_BYTES = 4096, MAX_PATCHES = 16, MAX_MAP_RANK = 5 };
 
-/* ---------------------------------------------------------------------------------------------------- the types ---- */
+/* --------------------------------------------------------------------------------------------------- the types ---- */
 
 /* A kernel loaded on one device. Its library is never unloaded: kernels are a finite set, and at interpreter exit the
  * driver may be gone before its last Kernel; leaking a library then is better than a crash. */
@@ -84,7 +84,7 @@ static void launch_dealloc(PyObject *self)
     free_object(self);
 }
 
-/* --------------------------------------------------------------------------------------------------------- load ---- */
+/* -------------------------------------------------------------------------------------------------------- load ---- */
 
 /* Whether `size` bytes hold all that the ELF header speaks of. The driver is told no size and would read on. */
 static bool is_whole_cubin(const char *cubin, Py_ssize_t size)
@@ -100,8 +100,8 @@ static bool is_whole_cubin(const char *cubin, Py_ssize_t size)
            header.e_phoff <= available && segments_bytes <= available - header.e_phoff;
 }
 
-/* Loads now: nothing is left for a later launch to do, which may be captured in a graph. The primary context is retained
- * and never released, as the library in it is never unloaded. */
+/* Loads now: nothing is left for a later launch to do, which may be captured in a graph. The primary context is
+ * retained and never released, as the library in it is never unloaded. */
 static void load_on_device(Failure *failure, Kernel *kernel, const char *cubin, const char *name)
 {
     int device;
@@ -123,9 +123,9 @@ static void load_on_device(Failure *failure, Kernel *kernel, const char *cubin, 
 
 PyDoc_STRVAR(load_doc, "load(cubin: bytes, name: str, smem_bytes: int, device: int) -> Kernel\n"
                        "\n"
-                       "Load kernel `name` on GPU `device`, with `smem_bytes` of dynamic shared memory per block. Raises\n"
-                       "ValueError for a torn cubin or a negative number, RuntimeError for whatever the driver refuses.\n"
-                       "The GIL is released meanwhile.");
+                       "Load kernel `name` on GPU `device`, with `smem_bytes` of dynamic shared memory per block.\n"
+                       "Raises ValueError for a torn cubin or a negative number, RuntimeError for whatever the driver\n"
+                       "refuses. The GIL is released meanwhile.");
 
 static PyObject *load(PyObject *module, PyObject *args, PyObject *kwargs)
 {
@@ -165,7 +165,7 @@ static PyObject *load(PyObject *module, PyObject *args, PyObject *kwargs)
     return NULL;
 }
 
-/* ------------------------------------------------------------------------------------------------------ prepare ---- */
+/* ----------------------------------------------------------------------------------------------------- prepare ---- */
 
 /* What a number must be: within limits, and a multiple of `step`. */
 typedef struct {
@@ -197,7 +197,8 @@ static bool read_dimensions(PyObject *given, Py_ssize_t count, Field field, cons
                             uint64_t numbers[])
 {
     if (PyTuple_Size(given) != count) {
-        PyErr_Format(PyExc_ValueError, "prepare: %s[%d].%s is %R, want %zd ints", list, index, field.name, given, count);
+        PyErr_Format(PyExc_ValueError, "prepare: %s[%d].%s is %R, want %zd ints", list, index, field.name, given,
+                     count);
         return false;
     }
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -326,7 +327,7 @@ static Launch *new_launch(const ModuleState *state, PyObject *kernel, PyObject *
     if (Py_TYPE(kernel) != state->types[KERNEL])
         PyErr_Format(PyExc_TypeError, "prepare: kernel is %R, want the Kernel that load() returned", kernel);
     else if (!right_names)
-        PyErr_Format(PyExc_ValueError, "prepare: names is %R, want 1 to %d str, one for each tensor", names, MAX_TENSORS);
+        PyErr_Format(PyExc_ValueError, "prepare: names is %R, want 1 to %d str, one per tensor", names, MAX_TENSORS);
     else if (bytes < 1 || bytes > MAX_PARAMS_BYTES)
         PyErr_Format(PyExc_ValueError, "prepare: params has %zd bytes, want 1 to %d", bytes, MAX_PARAMS_BYTES);
     Launch *launch = PyErr_Occurred() ? NULL : (Launch *)PyType_GenericAlloc(state->types[LAUNCH], bytes);
@@ -347,12 +348,12 @@ PyDoc_STRVAR(prepare_doc,
              "\n"
              "Everything about a launch but the addresses of its tensors.\n"
              "\n"
-             "grid, cluster: blocks, and blocks per cluster; threads: per block. params: the kernel's one argument, as\n"
-             "at most 4096 bytes. names: of 1 to 8 tensors; elsewhere they are told by their number. pointers: (offset,\n"
-             "tensor) for each place in params where a tensor's address goes. maps: (offset, tensor, element, sizes,\n"
-             "strides_bytes, box, swizzle, l2_promotion) for each where a tensor map of 128 bytes goes, in the driver's\n"
-             "numbers; sizes and box begin with the inner dimension, which has no stride. fixed_maps: as maps, with\n"
-             "an address that stays instead of the tensor. pdl: programmatic dependent launch.\n"
+             "grid, cluster: blocks, and blocks per cluster; threads: per block. params: the kernel's one argument,\n"
+             "at most 4096 bytes. names: of 1 to 8 tensors; elsewhere they are told by their number. pointers:\n"
+             "(offset, tensor) for each place in params where a tensor's address goes. maps: (offset, tensor,\n"
+             "element, sizes, strides_bytes, box, swizzle, l2_promotion) for each where a tensor map of 128 bytes\n"
+             "goes, in the driver's numbers; sizes and box begin with the inner dimension, which has no stride.\n"
+             "fixed_maps: as maps, with an address that stays instead of the tensor. pdl: a programmatic launch.\n"
              "\n"
              "Raises ValueError or TypeError naming the field, what was seen and what is wanted, RuntimeError for\n"
              "whatever the driver refuses.");
@@ -388,7 +389,7 @@ static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
     return NULL;
 }
 
-/* ------------------------------------------------------------------------------------------------------- launch ---- */
+/* ------------------------------------------------------------------------------------------------------ launch ---- */
 
 /* Whether a kernel can use the address of tensor number `tensor`. Null is the address of a tensor without memory: a
  * kernel that touches it kills the context. ValueError if not. */
@@ -501,7 +502,7 @@ PyDoc_STRVAR(launch_doc, "launch(prepared, addresses, stream) -> None\n"
 static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     if (count != 3 || !PyTuple_Check(args[1]))
-        return PyErr_Format(PyExc_TypeError, "launch: want 3 arguments: prepared, a tuple of addresses, stream; got %zd",
+        return PyErr_Format(PyExc_TypeError, "launch: want prepared, a tuple of addresses, stream; got %zd arguments",
                             count);
     const Launch *prepared = as_launch(PyModule_GetState(module), args[0], PyTuple_Size(args[1]), "launch");
     if (prepared == NULL)
@@ -523,16 +524,14 @@ PyDoc_STRVAR(read_tensors_of_doc,
 
 static PyObject *read_tensors_of(PyObject *module, PyObject *type)
 {
-    ModuleState *state = PyModule_GetState(module);
-    const int learnt = learn_tensor_type(&state->tensor_types, type);
+    const int learnt = learn_tensor_type(&((ModuleState *)PyModule_GetState(module))->tensor_types, type);
     return learnt < 0 ? NULL : PyBool_FromLong(learnt);
 }
 
 PyDoc_STRVAR(signature_doc, "signature(*tensors) -> bytes | None\n"
                             "\n"
-                            "Device, dtypes, shapes, strides, and of each tensor whether it is aligned to 16 bytes:\n"
-                            "equal bytes, equal properties. None where a tensor cannot be read here, which Python then\n"
-                            "has to look at.");
+                            "Device, dtypes, shapes, strides, and of each tensor whether it is aligned to 16 bytes.\n"
+                            "None where a tensor cannot be read here, which Python then has to look at.");
 
 static PyObject *signature(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
@@ -581,12 +580,12 @@ static PyObject *launch_known(PyObject *module, PyObject *const *args, Py_ssize_
     Py_RETURN_TRUE;
 }
 
-/* ------------------------------------------------------------------------------------------------------- module ---- */
+/* ------------------------------------------------------------------------------------------------------ module ---- */
 
 PyDoc_STRVAR(driver_version_doc, "driver_version() -> int\n"
                                  "\n"
-                                 "The CUDA version the driver supports, 1000 * major + 10 * minor. Raises RuntimeError\n"
-                                 "when there is no driver.");
+                                 "The CUDA version the driver supports, 1000 * major + 10 * minor. RuntimeError when\n"
+                                 "there is no driver.");
 
 static PyObject *driver_version(PyObject *module, PyObject *unused)
 {

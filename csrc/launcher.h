@@ -74,7 +74,7 @@ typedef struct {
     int64_t word[1 + MAX_TENSORS * (1 + 2 * MAX_TENSOR_RANK)];
 } Signature;
 
-/* Reads tensors of the type from now on. -1 with an exception set, 0 for a type that cannot be read, 1 for one that can. */
+/* Reads tensors of the type from now on. 1, or 0 for a type that cannot be read, or -1 with an exception set. */
 int learn_tensor_type(TensorTypes *types, PyObject *type);
 
 /* Writes the tensors' properties into `signature` and their addresses into `addresses`.

@@ -1,7 +1,7 @@
 /* Tensors, read through DLPack: their properties, as a signature to compare, and their addresses.
  *
- * Called by launch.c. Knows what DLPack says of a tensor and judges none of it: which signatures are right is decided in
- * Python, once for each, and what cannot be read here is left to Python.
+ * Called by launch.c. Knows what DLPack says of a tensor and judges none of it: which signatures are right is decided
+ * in Python, once for each, and what cannot be read here is left to Python.
  */
 #include "launcher.h"
 

@@ -208,8 +208,10 @@ def prepare(
     if out is None:
         out = _empty_out(a, b, out_dtype)
     checked = _checked_options(options, a, a_scale, b, b_scale, out)
-    weights = plan.Weights(b.data_ptr(), b_scale.data_ptr())
-    prepared = _prepare_launch(a, a_scale, b, b_scale, out, checked, weights) if _needs_kernel(a, b) else None
+    prepared = None
+    if _needs_kernel(a, b):
+        weights = plan.Weights(b.data_ptr(), b_scale.data_ptr())
+        prepared = _prepare_launch(a, a_scale, b, b_scale, out, checked, weights)
     return Plan(a, a_scale, b, b_scale, out, prepared, options)
 
 

@@ -110,7 +110,7 @@ def per_block_cast_to_fp8(
     if out is None or scale_out is None:
         _check_source("w", w, amax_floor)
         out = _empty_out(w) if out is None else out
-        scale_out = w.new_empty(_scale_shape(w, WEIGHT_BLOCK), dtype=torch.float32) if scale_out is None else scale_out
+        scale_out = w.new_empty(*_scale_shape(w, WEIGHT_BLOCK), dtype=torch.float32) if scale_out is None else scale_out
     if not _launcher.launch_known(_known(WEIGHT_BLOCK, amax_floor), w, out, scale_out):
         _cast("w", w, WEIGHT_BLOCK, amax_floor, out, scale_out)
     return out, scale_out
@@ -278,14 +278,14 @@ def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def _empty_out(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
+    return x.new_empty(*x.shape, dtype=FP8_DTYPE)  # torch.empty takes 1 us longer
 
 
 def _empty_scale(x: torch.Tensor, layout: str) -> torch.Tensor:
     """A scale per row and 128 columns, in the memory order that `layout` names; only its padding is initialised."""
     m, groups = _scale_shape(x, TOKEN_BLOCK)
     if layout == "row":
-        return torch.empty(m, groups, dtype=torch.float32, device=x.device)
+        return x.new_empty(m, groups, dtype=torch.float32)
     rows = round_up(m, 4) if layout == "m_aligned" else m
     allocate = torch.empty if rows == m else torch.zeros
     return allocate(groups, rows, dtype=torch.float32, device=x.device).t()[:m]

@@ -206,8 +206,8 @@ def test_prepare_wants_a_kernel():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "launch: want 3 arguments: prepared, a tuple of addresses, stream; got 0"),
-        ((None, [1], 0), "launch: want 3 arguments"),
+        ((), "launch: want prepared, a tuple of addresses, stream; got 0 arguments"),
+        ((None, [1], 0), "launch: want prepared, a tuple of addresses"),
         ((None, (1,), 0), "launch: prepared is None, want the Launch that prepare() returned"),
     ],
 )
