@@ -741,6 +741,16 @@ for change in ({"a": {"address": 0xA08}}, {"b": {"address": 0xB0F}}, {"out": {"a
     assert lines == [message("a", 8), message("b", 15), memory]
 
 
+def test_no_sizes_pass_for_a_tensor(run_with_tensors):
+    """Sizes and strides that read like the head of a tensor without any: the rank tells the lists apart."""
+    lines = run_with_tensors("""
+head = int.from_bytes(launcher.signature(Typed(0xA00, ()))[8:], "little")
+line, point = Typed(0xA00, (head,), (head,)), Typed(0xA00, ())
+print(hex(head), launcher.signature(line, point) == launcher.signature(point, line))
+""")
+    assert lines == ["0x100000001080a False"]
+
+
 def test_signatures_of_one_to_eight_tensors(run_with_tensors):
     """None is the beginning of another, ranks 0 to 3 are told apart, and nine are too many."""
     lines = run_with_tensors("""
