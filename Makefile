@@ -106,7 +106,7 @@ $(PACKAGING)/.ready: constraints.txt
 	@touch $@
 
 # constraints.txt holds one whole set of versions, torch among them; beside another torch it has no meaning.
-$(READY): $(RUN) pyproject.toml setup.py constraints.txt $(wildcard csrc/*) include/deep_tile/params.h
+$(READY): $(RUN) pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	@set -e; extra=$$($(PYTHON) -c "$$REUSABLE_TORCH"); \
 	if [ -n "$$extra" ]; then \
 		echo "Re-using the torch of $(PYTHON), with the extra $$extra"; \

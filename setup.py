@@ -14,8 +14,8 @@ HEADERS = "deep_tile.include.deep_tile"
 
 launcher = Extension(
     "deep_tile._launcher",
-    sources=["csrc/launcher.c"],
-    depends=["csrc/dlpack.h", "csrc/driver.h", "csrc/glibc.h", "include/deep_tile/params.h"],
+    sources=["csrc/driver.c", "csrc/tensors.c", "csrc/launch.c"],
+    depends=["csrc/launcher.h", "csrc/driver.h", "csrc/dlpack.h", "csrc/glibc.h"],
     libraries=["dl"],
     extra_compile_args=[
         "-std=c11",
@@ -34,7 +34,7 @@ setup(
     packages=[*find_packages(include=["deep_tile", "deep_tile.*"]), HEADERS],
     package_dir={HEADERS: "include/deep_tile"},
     package_data={
-        HEADERS: ["*.h", "*.cuh"],
+        HEADERS: ["*.cuh"],
         "deep_tile.select": ["times/*.json"],
         "deep_tile.method": ["*.json"],
         "deep_tile": ["kernels/*"],

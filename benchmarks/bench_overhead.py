@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from benchmarks import store
 from benchmarks.peers import OURS, PEERS, Call, Inputs
 from benchmarks.shapes import Shape
 from benchmarks.timing import describe_run
-from deep_tile import _launcher, api
+from deep_tile import _launcher, api, launches
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import choose
 
@@ -67,23 +68,34 @@ def host_calls() -> tuple[dict[str, Call], dict[str, str]]:
     calls[ALLOCATING] = lambda: deep_tile.fp8_gemm(inputs.a, inputs.a_scale, inputs.b, inputs.b_scale)
     plan, out = deep_tile.prepare(inputs.a, inputs.a_scale, inputs.b, inputs.b_scale), inputs.new_out()
     calls[PLAN] = lambda: plan(inputs.a, inputs.a_scale, out)
-    return calls, unsupported
+    return calls | cast_calls(), unsupported
+
+
+def cast_calls() -> dict[str, Call]:
+    """The casts, into given tensors and into new ones."""
+    x = torch.randn(HOST_SHAPE.m, HOST_SHAPE.k, device="cuda", dtype=torch.bfloat16)
+    calls = {}
+    for name, cast in (("1x128", deep_tile.per_token_cast_to_fp8), ("128x128", deep_tile.per_block_cast_to_fp8)):
+        out, scale = cast(x)
+        calls[f"deep_tile, cast {name}"] = partial(cast, x, out=out, scale_out=scale)
+        calls[f"deep_tile, cast {name}, allocating"] = partial(cast, x)
+    return calls
 
 
 def host_parts() -> dict[str, Call]:
     """What a warm `fp8_gemm` does, each part also containing those after it: from the call down to the driver."""
     inputs = Inputs(HOST_SHAPE)
-    tensors = (inputs.a, inputs.a_scale, inputs.b, inputs.b_scale, inputs.new_out())
-    deep_tile.fp8_gemm(*tensors)
-    signature = api._signature(*tensors)
-    options, launches = next(known for known in api._launches.values() if signature in known[1])
-    launch = launches[signature]
-    addresses = (*(tensor.data_ptr() for tensor in tensors), torch.cuda.current_stream().cuda_stream)
+    given = (inputs.a, inputs.a_scale, inputs.b, inputs.b_scale, inputs.new_out())
+    deep_tile.fp8_gemm(*given)
+    signature = launches.signature(*given)
+    options, known = next(entry for entry in api._launches.values() if signature in entry[1])
+    launch = known[signature]
+    addresses, stream = tuple(tensor.data_ptr() for tensor in given), torch.cuda.current_stream().cuda_stream
     return {
-        "fp8_gemm": lambda: deep_tile.fp8_gemm(*tensors),
-        "read, find, launch": lambda: _launcher.launch_known(api._launches, options, *tensors),
-        "launch": lambda: _launcher.launch(launch, *addresses),
-        "(only read the tensors)": lambda: _launcher.signature(*tensors),
+        "fp8_gemm": lambda: deep_tile.fp8_gemm(*given),
+        "read, find, launch": lambda: _launcher.launch_known(api._launches, options, *given),
+        "launch": lambda: _launcher.launch(launch, addresses, stream),
+        "(only read the tensors)": lambda: _launcher.signature(*given),
         "(only call a function)": lambda: None,
     }
 

@@ -1,6 +1,6 @@
 /* The part of DLPack's C exchange API that the launcher calls, declared by hand.
  *
- * Included by launcher.c. It is the standard way to read a tensor's address, sizes and strides and its library's
+ * Included by launcher.h. It is the standard way to read a tensor's address, sizes and strides and its library's
  * current stream from C, without knowing the library. Every layout and signature below is that of DLPack 1.x, to which
  * tests/test_launcher.py holds it through the header that torch ships.
  */

@@ -1,8 +1,9 @@
 /* The part of the CUDA driver API that the launcher calls, declared by hand.
  *
- * Included by launcher.c, so that it builds without a CUDA toolkit. Where cuda.h exists, tests/test_launcher.py holds
- * every value, layout and signature below against it: handles keep cuda.h's struct tags, and an `unsigned` stands for
- * each of its enums, so that the types agree. The interface is CUDA 12.0's, the first with cuLibrary and tensor maps.
+ * Included by launcher.h, so that the launcher builds without a CUDA toolkit. Where cuda.h exists,
+ * tests/test_launcher.py holds every value, layout and signature below against it: handles keep cuda.h's struct tags,
+ * and an `unsigned` stands for each of its enums, so that the types agree. The interface is CUDA 12.0's, the first with
+ * cuLibrary and tensor maps.
  */
 #ifndef DEEP_TILE_DRIVER_H
 #define DEEP_TILE_DRIVER_H
@@ -15,29 +16,25 @@ typedef struct CUlib_st *DriverLibrary;
 typedef struct CUkern_st *DriverKernel;
 typedef struct CUfunc_st *DriverFunction;
 typedef struct CUstream_st *DriverStream;
-struct CUtensorMap_st;    /* 128 bytes: TensorMap of params.h */
+struct CUtensorMap_st;    /* MAP_BYTES, aligned to MAP_ALIGNMENT_BYTES */
 struct CUlaunchConfig_st; /* LaunchConfig below */
 
 enum {
     DRIVER_API_VERSION = 12000,
     PROC_ADDRESS_LEGACY_STREAM = 1, /* stream 0 is the legacy default stream, as it is for torch */
 
-    FUNC_LOCAL_SIZE_BYTES = 3,
-    FUNC_NUM_REGS = 4,
     FUNC_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8,
 
     LAUNCH_CLUSTER_DIMENSION = 4,
     LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION = 6,
 
-    MAP_UINT8 = 0,
-    MAP_BFLOAT16 = 9,
+    MAP_BYTES = 128,
+    MAP_ALIGNMENT_BYTES = 64,
+    MAP_ELEMENTS = 13, /* types of elements, from 0 */
     MAP_INTERLEAVE_NONE = 0,
     MAP_SWIZZLE_NONE = 0,
-    MAP_SWIZZLE_32B = 1,
-    MAP_SWIZZLE_64B = 2,
     MAP_SWIZZLE_128B = 3,
-    MAP_L2_PROMOTION_NONE = 0,
-    MAP_L2_PROMOTION_128B = 2,
+    MAP_L2_PROMOTION_256B = 3,
     MAP_OOB_FILL_ZEROS = 0,
 
     ERROR_NOT_INITIALIZED = 3,
@@ -102,7 +99,6 @@ typedef DriverResult (*GetProcAddress)(const char *symbol, void **address, int v
     CALL(cuLibraryGetKernel, (DriverKernel *kernel, DriverLibrary library, const char *name))                         \
     CALL(cuKernelSetAttribute, (unsigned attribute, int value, DriverKernel kernel, int device))                      \
     CALL(cuKernelGetFunction, (DriverFunction *function, DriverKernel kernel))                                        \
-    CALL(cuFuncGetAttribute, (int *value, unsigned attribute, DriverFunction function))                               \
     CALL(cuTensorMapEncodeTiled, (struct CUtensorMap_st *map, unsigned element_type, uint32_t rank, void *address,    \
                                   const uint64_t *sizes, const uint64_t *strides_bytes, const uint32_t *box,          \
                                   const uint32_t *element_steps, unsigned interleave, unsigned swizzle,               \

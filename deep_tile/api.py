@@ -3,7 +3,7 @@
 The warm path is one call into C, which reads the tensors through DLPack, finds the launch by their signature and
 launches. The signature is every property of the tensors that the checks read; so one met before has passed them, and
 only pointers and the stream are new. What C does not read (subclasses, tensors that are not plain or have no memory,
-all of them where torch has no DLPack C exchange API) takes the same way in Python, through `_signature` and `_launch`.
+all of them where torch has no DLPack C exchange API) takes the same way in Python, through launches.py.
 """
 
 import operator
@@ -14,22 +14,18 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, jit, plan, settings, tensors
+from deep_tile import _launcher, jit, launches, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import fp8_gemm_reference
 from deep_tile.select.hardware import H200
 
-_TMA_BYTES = 16
-_MAX_OPTIONS = 1_024
-_MAX_SIGNATURES = 65_536
-"""Different options that launches are remembered for, and launches in all. One more, and all are forgotten."""
-
+_TMA_BYTES = tensors.ALIGNMENT_BYTES
 _MAX_SIZE = 2**31 - 1024
 """Rounded up to the largest cluster tile, a size must still be an int of the kernel."""
 
-_MAX_SCALE_REACH = 2**30 - 1
-"""Elements from a scale's first to its last: kernels count their bytes in 32 bits."""
+_launches: launches.Table = {}
+"""By the `_Options` of a call, or the plain tuple equal to it."""
 
 
 class _Options(NamedTuple):
@@ -41,26 +37,6 @@ class _Options(NamedTuple):
     batch_invariant: bool
     pdl: bool | None
     constant_weights: bool
-
-
-_Launches = dict[bytes | tuple, _launcher.Launch]
-"""Prepared launches by the tensors' signature: bytes where C reads it, a tuple where Python does."""
-
-_launches: dict[_Options, tuple[_Options, _Launches]] = {}
-"""By the call's options, which are kept to tell True from 1 and 1.0."""
-
-_NO_LAUNCHES: _Launches = {}
-
-
-def _teach_launcher() -> None:
-    """Have C read tensors, where it can tell the plain ones."""
-    place = tensors.find_keys()
-    if place is not None:
-        for tensor_type in (torch.Tensor, torch.nn.Parameter):
-            _launcher.read_tensors_of(tensor_type, *place, tensors.PLAIN_KEYS)
-
-
-_teach_launcher()
 
 
 class Precompiled(NamedTuple):
@@ -154,12 +130,16 @@ class Plan:
         config: the kernel; None where none is needed, on the CPU and for empty tensors.
     """
 
-    __slots__ = ("b", "b_scale", "config", "_bound", "_launch", "_wanted")
+    __slots__ = ("b", "b_scale", "config", "_known", "_launch", "_options", "_scale_aligned", "_wanted")
 
-    def __init__(self, a, a_scale, b, b_scale, out, prepared: tuple[GemmConfig, _launcher.Launch] | None):
+    def __init__(
+        self, a, a_scale, b, b_scale, out, prepared: tuple[GemmConfig, _launcher.Launch] | None, options: "_Options"
+    ):
         self.b, self.b_scale = b, b_scale
         self.config, self._launch = prepared or (None, None)
-        self._bound = prepared and _launcher.bind(self._launch, a, a_scale, b, b_scale, out)
+        self._known = {(): ((), {launches.signature(a, a_scale, out): self._launch})} if prepared else {}
+        self._options = options._replace(config=self.config)
+        self._scale_aligned = tensors.is_aligned(a_scale)
         self._wanted = {name: _call_layout(name, x) for name, x in (("a", a), ("a_scale", a_scale), ("out", out))}
 
     def __call__(self, a: torch.Tensor, a_scale: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -178,8 +158,8 @@ class Plan:
         try:
             if out is None:
                 out = self.b.new_empty(*self._wanted["out"].shape, dtype=torch.bfloat16)
-            if self._bound is None or not _launcher.launch_bound(self._bound, a, a_scale, out):
-                self._call_unread(a, a_scale, out)
+            if not _launcher.launch_known(self._known, (), a, a_scale, out):
+                self._call_unknown(a, a_scale, out)
         except Exception:
             reason = _error_of(self._check, a, a_scale, out)
             if reason is None:
@@ -196,13 +176,16 @@ class Plan:
             if seen != wanted:
                 raise ValueError(f"{name} is {seen}; this plan is for {wanted}. Pass the like, or prepare another plan")
 
-    def _call_unread(self, a, a_scale, out) -> None:
-        """Launch for tensors that C cannot read, or say why they differ from those at preparation."""
+    def _call_unknown(self, a, a_scale, out) -> None:
+        """Multiply where C cannot read the tensors or the scale begins elsewhere, or say how they differ from those at
+        preparation."""
         self._check(a, a_scale, out)
         if self._launch is None:
             _compute_without_kernel(a, a_scale, self.b, self.b_scale, out)
+        elif self._scale_aligned and not tensors.is_aligned(a_scale):  # which TMA may count on
+            fp8_gemm(a, a_scale, self.b, self.b_scale, out, **self._options._asdict())
         else:
-            _launch(self._launch, a, a_scale, self.b, self.b_scale, out)
+            launches.launch(self._launch, a, a_scale, out)
 
     def __repr__(self) -> str:
         m, n = self._wanted["out"].shape
@@ -234,9 +217,12 @@ def prepare(
     _check_arguments(options, a, a_scale, b, b_scale, out)
     if out is None:
         out = _empty_out(a, b, out_dtype)
-    options = _checked_options(options, a, a_scale, b, b_scale, out)
-    prepared = _prepare_launch(a, a_scale, b, b_scale, out, options) if _needs_kernel(a, b) else None
-    return Plan(a, a_scale, b, b_scale, out, prepared)
+    checked = _checked_options(options, a, a_scale, b, b_scale, out)
+    prepared = None
+    if _needs_kernel(a, b):
+        weights = plan.Weights(b.data_ptr(), b_scale.data_ptr())
+        prepared = _prepare_launch(a, a_scale, b, b_scale, out, checked, weights)
+    return Plan(a, a_scale, b, b_scale, out, prepared, options)
 
 
 def supports(
@@ -374,7 +360,7 @@ def _empty_out(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torc
     try:
         return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)  # a tuple would cost 0.3 us
     except AssertionError as error:  # of FakeTensorMode, which takes no real tensors
-        raise RuntimeError(f"out cannot be allocated: call outside of FakeTensorMode, or pass out ({error})") from None
+        raise tensors.not_allocated("out", error) from None
 
 
 def _error_of(check: Callable, *arguments, **keywords) -> Exception | None:
@@ -389,32 +375,13 @@ def _error_of(check: Callable, *arguments, **keywords) -> Exception | None:
 def _call_unknown(a, a_scale, b, b_scale, out, options: _Options) -> None:
     """Multiply where C has met no such options and signature, or cannot read the tensors."""
     _check_option_types(options)
-    signature = _signature(a, a_scale, b, b_scale, out)
-    _, launches = _launches.get(options, (options, _NO_LAUNCHES))
-    launch = launches.get(signature)
+    _check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
+    signature = launches.signature(a, a_scale, b, b_scale, out)
+    launch = launches.find(_launches, options, signature)
     if launch is None:
         launch = _first_call(a, a_scale, b, b_scale, out, options, signature)
     if launch is not None:
-        _launch(launch, a, a_scale, b, b_scale, out)
-
-
-def _signature(a, a_scale, b, b_scale, out) -> bytes | tuple:
-    """Whatever the checks read of the tensors, to compare: bytes, or a tuple where C cannot read them all.
-
-    A tuple is of plain tensors with memory: neither shows in it.
-    """
-    signature = _launcher.signature(a, a_scale, b, b_scale, out)
-    if signature is not None:
-        return signature
-    _check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
-    return (
-        (a.shape, a.stride(), a.dtype, a.get_device()),
-        (a_scale.shape, a_scale.stride(), a_scale.dtype, a_scale.get_device()),
-        (b.shape, b.stride(), b.dtype, b.get_device()),
-        (b_scale.shape, b_scale.stride(), b_scale.dtype, b_scale.get_device()),
-        (out.shape, out.stride(), out.dtype, out.get_device()),
-        out.data_ptr() % _TMA_BYTES == 0,
-    )
+        launches.launch(launch, a, a_scale, b, b_scale, out)
 
 
 def _first_call(a, a_scale, b, b_scale, out, options: _Options, signature) -> _launcher.Launch | None:
@@ -424,17 +391,8 @@ def _first_call(a, a_scale, b, b_scale, out, options: _Options, signature) -> _l
         _compute_without_kernel(a, a_scale, b, b_scale, out)
         return None
     _, launch = _prepare_launch(a, a_scale, b, b_scale, out, checked)
-    _remember(options, signature, launch)
+    launches.remember(_launches, options, signature, launch)
     return launch
-
-
-def _remember(options: _Options, signature: bytes | tuple, launch: _launcher.Launch) -> None:
-    """Keep `launch` for the next call like this one."""
-    tables = list(_launches.values())  # at once: another thread may add one meanwhile
-    too_many_options = options not in _launches and len(tables) >= _MAX_OPTIONS
-    if too_many_options or sum(len(launches) for _, launches in tables) >= _MAX_SIGNATURES:
-        _launches.clear()
-    _launches.setdefault(options, (options, {}))[1][signature] = launch
 
 
 def _checked_options(options: _Options, a, a_scale, b, b_scale, out) -> _Options:
@@ -467,8 +425,10 @@ def _compute_without_kernel(a, a_scale, b, b_scale, out) -> None:
         out.copy_(fp8_gemm_reference(a, a_scale, b, b_scale, out.dtype))
 
 
-def _prepare_launch(a, a_scale, b, b_scale, out, options: _Options) -> tuple[GemmConfig, _launcher.Launch]:
-    """For a call that has been checked and needs a kernel."""
+def _prepare_launch(
+    a, a_scale, b, b_scale, out, options: _Options, weights: plan.Weights | None = None
+) -> tuple[GemmConfig, _launcher.Launch]:
+    """For a call that has been checked and needs a kernel; of all tensors, or of those beside the weights."""
     device = a.get_device()
     _check_hopper(device)
     (m, k), n = a.shape, b.shape[0]
@@ -479,21 +439,15 @@ def _prepare_launch(a, a_scale, b, b_scale, out, options: _Options) -> tuple[Gem
         print(f"deep_tile: m={m} n={n} k={k} num_sms={problem.num_sms}: {config.name}", file=sys.stderr)
     layout = _layout(a, a_scale, b, b_scale, out)
     launch = plan.prepare_launch(
-        problem, config, layout, device, pdl=options.pdl, constant_weights=options.constant_weights
+        problem,
+        config,
+        layout,
+        device,
+        pdl=options.pdl,
+        constant_weights=options.constant_weights,
+        weights=weights,
     )
     return config, launch
-
-
-def _launch(launch: _launcher.Launch, a, a_scale, b, b_scale, out) -> None:
-    _launcher.launch(
-        launch,
-        a.data_ptr(),
-        a_scale.data_ptr(),
-        b.data_ptr(),
-        b_scale.data_ptr(),
-        out.data_ptr(),
-        torch._C._cuda_getCurrentRawStream(a.get_device()),
-    )
 
 
 class _TensorLayout(NamedTuple):
@@ -529,6 +483,7 @@ def _layout(a, a_scale, b, b_scale, out) -> plan.Layout:
         row_stride(out, round_up(n, _TMA_BYTES // 2)),
         a_scale.stride(),
         b_scale.stride(),
+        tensors.is_aligned(a_scale),
     )
 
 
@@ -673,12 +628,12 @@ def _scale_problem(operand: str, shape: tuple[int, int], strides: tuple[int, int
     rows, groups = shape
     if not rows or not groups:
         return None
-    reach = (rows - 1) * strides[0] + (groups - 1) * strides[1]
-    if reach <= _MAX_SCALE_REACH:
+    reach, most = (rows - 1) * strides[0] + (groups - 1) * strides[1], plan.MAX_SCALE_REACH
+    if reach <= most:
         return None
-    dense = rows * groups - 1 <= _MAX_SCALE_REACH
+    dense = rows * groups - 1 <= most
     remedy = f"Pass {operand}_scale.contiguous()" if dense else f"Split the rows of {operand}"
-    return f"{operand}_scale's last element lies {reach} after its first; kernels reach {_MAX_SCALE_REACH}. {remedy}"
+    return f"{operand}_scale's last element lies {reach} after its first; kernels reach {most}. {remedy}"
 
 
 def _row_stride_problem(name: str, rows: int, k: int, stride: int) -> str | None:

@@ -1,16 +1,15 @@
-"""The casts' kernels on the GPU: launch parameters from the roofline, compilation, launch.
+"""The casts' kernels on the GPU: launch parameters from the roofline, compilation, preparation of launches.
 
-Called by quantize.py. Knows addresses, integers and CUDA's ordinals of devices, not tensors: no torch. Kernels are
-compiled (jit.py) and loaded once per device and live as long as the process; cuda.core, which loads and launches them,
-is imported by the first of them.
+Called by quantize.py. Knows integers and CUDA's ordinals of devices, not tensors: no torch. Kernels are compiled
+(jit.py) and loaded once per device and live as long as the process.
 """
 
 import itertools
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from deep_tile import jit
+from deep_tile import _launcher, jit, params
 from deep_tile.codegen import CastKernel, cast_source
 from deep_tile.config import SCALE_BLOCK, ceil_div
 from deep_tile.select.hardware import H200, Hardware
@@ -19,20 +18,19 @@ from deep_tile.select.streaming import WARP, Reduction, derive_reduction
 SOURCE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of an element, by the names of `codegen.CAST_SOURCES`."""
 
+TENSORS = ("x", "out", "scale")
+"""Of a launch, in order."""
 
-class CastArguments(NamedTuple):
-    """What a kernel is given, in the order of its parameters. Strides in elements; x and out have unit column strides.
+
+class CastLayout(NamedTuple):
+    """Numbers of one cast, as the kernel's table has them. Strides in elements; x and out have unit column strides.
 
     Attributes:
-        x, out, scale: addresses; of the input, of e4m3 and of FP32.
         rows, columns: of x and of out.
         aligned: both may be accessed in vectors of 16 bytes of x, and their rows are whole vectors long.
         amax_floor: lower bound of a block's largest magnitude.
     """
 
-    x: int
-    out: int
-    scale: int
     rows: int
     columns: int
     x_stride: int
@@ -43,7 +41,7 @@ class CastArguments(NamedTuple):
     amax_floor: float
 
 
-_loaded: dict[tuple[CastKernel, int], Any] = {}
+_loaded: dict[tuple[CastKernel, int], _launcher.Kernel] = {}
 _loading = jit.fork_safe_lock()
 
 
@@ -72,43 +70,32 @@ def is_loaded(kernel: CastKernel, device: int) -> bool:
     return (kernel, device) in _loaded
 
 
-def load(kernel: CastKernel, device: int) -> None:
-    """Compile the kernel, or take it from the cache, and load it on CUDA device `device`, the current one.
+def load(kernel: CastKernel, device: int) -> _launcher.Kernel:
+    """The kernel on CUDA device `device`: remembered, else from the disk cache, else compiled.
 
     Raises:
         jit.CompileError: it does not compile.
         RuntimeError: NVRTC is missing, or the driver refuses the kernel.
     """
-    cubin = jit.load_cubin(cast_source(kernel), kernel.name)
-    with jit.import_lock:
-        from cuda.core import Device, ObjectCode
-    with _loading:
-        if not is_loaded(kernel, device):
-            Device(device).set_current()
-            _loaded[kernel, device] = ObjectCode.from_cubin(cubin, name=kernel.name).get_kernel(kernel.name)
+    if not is_loaded(kernel, device):
+        cubin = jit.load_cubin(cast_source(kernel), kernel.name)
+        with _loading:
+            if not is_loaded(kernel, device):
+                _loaded[kernel, device] = _launcher.load(cubin, kernel.name, 0, device)
+    return _loaded[kernel, device]
 
 
-def launch(kernel: CastKernel, grid: int, device: int, stream: int, arguments: CastArguments) -> None:
-    """Launch a loaded kernel on the stream of that address, which belongs to CUDA device `device`, the current one.
-
-    Raises:
-        RuntimeError: the driver refuses the launch.
-    """
-    from cuda.core import Device, launch
-
-    Device(device).set_current()  # a thread that has used no GPU has a current device, for torch, but no context
-    launch(_stream(stream), _launch_config(grid, kernel.threads), _loaded[kernel, device], *arguments)
-
-
-@lru_cache(maxsize=1024)
-def _launch_config(grid: int, threads: int) -> Any:
-    from cuda.core import LaunchConfig
-
-    return LaunchConfig(grid=grid, block=threads)
-
-
-@lru_cache(maxsize=1024)
-def _stream(address: int) -> Any:
-    from cuda.core import LEGACY_DEFAULT_STREAM, Stream
-
-    return Stream.from_handle(address) if address else LEGACY_DEFAULT_STREAM
+def prepare_launch(kernel: CastKernel, grid: int, device: int, layout: CastLayout) -> _launcher.Launch:
+    """Everything about a launch but the addresses of its `TENSORS`. Errors as for `load`."""
+    return _launcher.prepare(
+        load(kernel, device),
+        grid=grid,
+        cluster=1,
+        threads=kernel.threads,
+        params=params.CAST.pack(**layout._asdict()),
+        names=("the input", "out", "scale_out"),
+        pointers=params.CAST.pointers(TENSORS),
+        maps=(),
+        fixed_maps=(),
+        pdl=False,
+    )

@@ -1,8 +1,8 @@
 """From a config to the text of its kernel.
 
-The text is complete: our own headers are pasted in, so NVRTC needs no include path, and one hash of the text is the
-identity of the kernel wherever the package is installed. A product's text holds the WGMMA instruction that its config
-uses, or both where tiles have two widths.
+The text is complete: the struct of the kernel's argument stands in it (params.py) and our own headers are pasted in, so
+NVRTC needs no include path, and one hash of the text is the identity of the kernel wherever the package is installed. A
+product's text holds the WGMMA instruction that its config uses, or both where tiles have two widths.
 """
 
 import re
@@ -10,9 +10,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from deep_tile import params
 from deep_tile.config import GemmConfig
 
-_INCLUDE = re.compile(r'^#include "(\w+\.(?:cuh|h))"$', re.MULTILINE)
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 
 class Watch(NamedTuple):
@@ -35,7 +36,7 @@ def kernel_source(config: GemmConfig, watch: Watch | None = None) -> str:
     With `watch`, of its debug build, whose text serves one process.
     """
     wgmmas = dict.fromkeys(_wgmma(tiles) for tiles in (config, config.narrow) if tiles)
-    text = [*wgmmas, _headers("gemm.cuh"), _entry(config)]
+    text = [*wgmmas, params.GEMM.text, _headers("gemm.cuh"), _entry(config)]
     return "\n".join(text if watch is None else [_watch(watch), *text])
 
 
@@ -138,20 +139,16 @@ CAST_SOURCES = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32"}
 def cast_source(kernel: CastKernel) -> str:
     """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`.
 
-    Numbers are of 8 bytes each and truths of one, which is how cuda.core passes Python's.
+    Its argument is no __grid_constant__: read in place, it makes the cast of FP32 in tiles spill (NVRTC 13.0.88).
     """
     function = "cast_rows" if kernel.block_rows == 1 else "cast_tiles"
     entry = f"""\
 extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
-{kernel.name}(const void* x, unsigned char* out, float* scale, long long rows, long long columns, long long x_stride,
-    long long out_stride, long long scale_stride_row, long long scale_stride_column, bool aligned,
-    double amax_floor) {{
-    deep_tile::{function}<deep_tile::{CAST_SOURCES[kernel.source]}, {kernel.threads_per_scale}>(
-        {{x, out, scale, rows, columns, x_stride, out_stride, scale_stride_row, scale_stride_column, aligned,
-         static_cast<float>(amax_floor)}});
+{kernel.name}(const CastParams params) {{
+    deep_tile::{function}<deep_tile::{CAST_SOURCES[kernel.source]}, {kernel.threads_per_scale}>(params);
 }}
 """
-    return "\n".join([_headers("quantize.cuh"), entry])
+    return "\n".join([params.CAST.text, _headers("quantize.cuh"), entry])
 
 
 @lru_cache(maxsize=2)

@@ -227,10 +227,7 @@ def compile_kernel(source: str, name: str) -> Compiled:
     NVRTC holds neither the GIL nor a lock of its own: on 2 cores eight kernels take one thread 1.2 s and two threads
     0.7 s (NVRTC 13.0.88).
     """
-    version = _loaded_nvrtc_version()  # a missing NVRTC is not a compile error
-    with import_lock:
-        from cuda.core import Program, ProgramOptions
-
+    version, (Program, ProgramOptions) = _loaded_nvrtc_version(), _compiler()  # a missing one is not a compile error
     options = ProgramOptions(name=name, no_cache=tuple(map(int, version.split("."))) >= _NO_CACHE_SINCE, **_OPTIONS)
     log = io.StringIO()
     start = time.perf_counter()
@@ -357,11 +354,24 @@ def _loaded_nvrtc_version() -> str:
         _load_wheels_nvrtc()
         _, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
-        raise RuntimeError(
-            "deep_tile compiles its kernels with NVRTC, and the library or its Python binding is missing. "
-            'Remedy: pip install "deep_tile[cu13]" (with a PyTorch for CUDA 12: "deep_tile[cu12]")'
-        ) from error
+        raise _missing_compiler() from error
     return f"{major}.{minor}"
+
+
+def _compiler() -> tuple[type, type]:
+    try:
+        with import_lock:
+            from cuda.core import Program, ProgramOptions
+    except ImportError as error:
+        raise _missing_compiler() from error
+    return Program, ProgramOptions
+
+
+def _missing_compiler() -> RuntimeError:
+    return RuntimeError(
+        "deep_tile compiles its kernels with NVRTC, and the library or its Python binding is missing. "
+        'Remedy: pip install "deep_tile[cu13]" (with a PyTorch for CUDA 12: "deep_tile[cu12]")'
+    )
 
 
 @cache
@@ -584,7 +594,7 @@ class _KernelCache:
         self._check_writers(_entry_path(self.directory, key).parent)
         with contextlib.suppress(OSError):
             return _entry_path(self.directory, key).read_bytes()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ImportError):  # without cuda.core nothing can be compiled, which says so
             return self._files.get(key)
         return None
 

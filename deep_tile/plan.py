@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from deep_tile import _launcher, jit, watch
+from deep_tile import _launcher, jit, params, watch
 from deep_tile.codegen import kernel_source
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile.params import MapLayout
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose, tuned
 from deep_tile.select.schedule import grid_size, last_rows_reciprocal, narrow_columns, raster_rows
@@ -28,14 +29,37 @@ def configs_for(
     return choose.configs_for(n, k, max_m, num_sms, tma_store, split_k, tuned.configs(num_sms))
 
 
+TENSORS = ("a", "a_scale", "b", "b_scale", "out")
+"""Of a launch, in order."""
+
+OPERAND_L2_BYTES = 128
+"""What L2 fetches of an operand when a part of it is missing: a row of a K block. Twice that, the next K block's row as
+well, makes decode 1.5 % slower in the mean, up to 6 %; at m > 128 the two are even (H200, 2026-11-22)."""
+
+MAX_SCALE_REACH = (2**32 - 1) // 4
+"""Elements from a scale's first to its last: kernels count their bytes in 32 bits."""
+
+
 class Layout(NamedTuple):
-    """Strides of one call's tensors, in elements; operands and `out` have a unit stride along their rows."""
+    """Strides of one call's tensors, in elements; operands and `out` have a unit stride along their rows.
+
+    Attributes:
+        a_scale_aligned: a_scale begins at a multiple of 16 bytes.
+    """
 
     a_stride: int
     b_stride: int
     out_stride: int
     a_scale_strides: tuple[int, int]
     b_scale_strides: tuple[int, int]
+    a_scale_aligned: bool
+
+
+class Weights(NamedTuple):
+    """Addresses of weights that stay where they are."""
+
+    b: int
+    b_scale: int
 
 
 _kernels: dict[tuple[GemmConfig, int], _launcher.Kernel] = {}
@@ -86,50 +110,141 @@ def prepare_launch(
     *,
     pdl: bool,
     constant_weights: bool,
+    weights: Weights | None = None,
 ) -> _launcher.Launch:
-    """Everything about a launch but its pointers, as `_launcher.launch(prepared, a, a_scale, b, b_scale, out, stream)`.
+    """Everything about a launch but the addresses of its `TENSORS`.
 
     Args:
         pdl: programmatic dependent launch: the kernel may start while its predecessor in the stream still runs.
         constant_weights: with `pdl`, b is requested before that predecessor is waited for, unless several rows of tiles
             share it: then that costs 0 to 6 % of a chain (ten shapes of 128 <= m <= 1024; H200, 2026-11-22).
+        weights: where b and b_scale stay; the launch is then one of the other tensors alone.
 
     Raises:
         ValueError: a size or stride that the launch cannot express.
         jit.CompileError: the kernel does not compile.
         RuntimeError: the driver refuses the kernel.
     """
-    m, n, k = problem.m, problem.n, problem.k
-    group_rows = raster_rows(problem)
-    narrow = narrow_columns(config, problem)
-    a_map = (1, k, m, layout.a_stride, SCALE_BLOCK, config.block_m // config.cluster_n, 128)
-    b_map = (1, k, n, layout.b_stride, SCALE_BLOCK, config.block_n // config.cluster_m, 128)
-    out_bytes = config.out.bytes
-    out_box = (config.store_columns, config.store_rows, config.store_swizzle)
-    out_map = (out_bytes, n, m, layout.out_stride * out_bytes, *out_box)
+    early_b = constant_weights and problem.m <= config.block_m
+    maps = tensor_maps(problem, config, layout)
+    tensors = TENSORS if weights is None else tuple(name for name in TENSORS if name not in Weights._fields)
+    fixed = {} if weights is None else weights._asdict()
+    if 0 in fixed.values():
+        raise ValueError(f"weights are {weights}: one of them has no memory; pass tensors whose storage is allocated")
     return _launcher.prepare(
         load_kernel(config, device),
         grid=grid_size(config, problem),
         cluster=config.cluster,
         threads=config.threads,
-        a_map=a_map,
-        b_map=b_map,
-        out_map=out_map if config.tma_store else None,
-        a_tail_rows=tail_rows(m, config.block_m, config.cluster_n),
-        b_tail_rows=tail_rows(n - narrow * config.narrow_n, config.block_n, config.cluster_m),
-        narrow_rows=config.narrow_n,
-        narrow_columns=narrow,
-        a_scale_strides=layout.a_scale_strides,
-        b_scale_strides=layout.b_scale_strides,
-        out_stride_m=layout.out_stride,
+        params=pack_params(problem, config, layout, early_b, fixed.get("b_scale", 0)),
+        names=tensors,
+        pointers=params.GEMM.pointers(tensors),
+        maps=tuple(map_.entry(at, tensors.index(name)) for at, name, map_ in maps if name in tensors),
+        fixed_maps=tuple(map_.entry(at, fixed[name]) for at, name, map_ in maps if name in fixed),
+        pdl=pdl,
+    )
+
+
+def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_b: bool, b_scale: int = 0) -> bytes:
+    """The kernel's argument but for its maps and the addresses of tensors.
+
+    Raises:
+        ValueError: a size or stride that the kernel cannot express.
+    """
+    m, n, k = problem.m, problem.n, problem.k
+    _check_scale("a_scale", (m, ceil_div(k, SCALE_BLOCK)), layout.a_scale_strides)
+    _check_scale("b_scale", (ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK)), layout.b_scale_strides)
+    # A stride that takes more bits is of a single row or column: nothing is ever added to it.
+    strides = [stride % 2**32 for stride in (*layout.a_scale_strides, *layout.b_scale_strides)]
+    group_rows = raster_rows(problem)
+    a_tail_rows, b_tail_rows = operand_tails(problem, config)
+    return params.GEMM.pack(
         m=m,
         n=n,
         k=k,
-        pdl=pdl,
-        early_b=constant_weights and m <= config.block_m,
         raster_rows_log2=group_rows.bit_length() - 1,
         last_rows_reciprocal=last_rows_reciprocal(config, m, group_rows),
+        a_tail_rows=a_tail_rows,
+        b_tail_rows=b_tail_rows,
+        early_b=early_b,
+        bulk_scale_rows=bulk_scale_rows(m, layout),
+        narrow_columns=narrow_columns(config, problem),
+        b_scale=b_scale,
+        a_scale_stride_m=strides[0],
+        a_scale_stride_k=strides[1],
+        b_scale_stride_n=strides[2],
+        b_scale_stride_k=strides[3],
+        out_stride_m=layout.out_stride,
     )
+
+
+def _check_scale(name: str, shape: tuple[int, int], strides: tuple[int, int]) -> None:
+    reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if min(strides) < 0 or reach > MAX_SCALE_REACH:
+        raise ValueError(
+            f"the last element of {name} is more than {MAX_SCALE_REACH} elements from its first, with strides "
+            f"{strides}; make it contiguous"
+        )
+
+
+def bulk_scale_rows(m: int, layout: Layout) -> int:
+    """How many rows' scales TMA can copy: all, where they lie side by side in columns that begin at multiples of 16
+    bytes, or none."""
+    stride_m, stride_k = layout.a_scale_strides
+    return m if layout.a_scale_aligned and stride_m == 1 and stride_k % 4 == 0 else 0
+
+
+def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> list[tuple[int, str, MapLayout]]:
+    """Of each map that the launch needs: its offset in `params.GEMM`, whose it is, and the map."""
+    m, n, k = problem.m, problem.n, problem.k
+    a_tail_rows, b_tail_rows = operand_tails(problem, config)
+    a_maps, b_maps = params.GEMM.offsets["a_maps"], params.GEMM.offsets["b_maps"]
+    maps = [
+        (a_maps, "a", _operand_map(k, m, layout.a_stride, config.block_m // config.cluster_n)),
+        (b_maps, "b", _operand_map(k, n, layout.b_stride, config.block_n // config.cluster_m)),
+    ]
+    if a_tail_rows:
+        maps.append((a_maps + params.MAP_BYTES, "a", _operand_map(k, m, layout.a_stride, a_tail_rows)))
+    if b_tail_rows:
+        maps.append((b_maps + params.MAP_BYTES, "b", _operand_map(k, n, layout.b_stride, b_tail_rows)))
+    if narrow_columns(config, problem):
+        narrow = _operand_map(k, n, layout.b_stride, config.narrow_n)
+        maps.append((params.GEMM.offsets["narrow_b_map"], "b", narrow))
+    if config.tma_store:
+        box = (config.store_columns, config.store_rows)
+        out = MapLayout(config.out.dtype, (n, m), (layout.out_stride * config.out.bytes,), box, config.store_swizzle)
+        maps.append((params.GEMM.offsets["out_map"], "out", out))
+    return maps
+
+
+def _operand_map(k: int, rows: int, stride: int, box_rows: int) -> MapLayout:
+    return MapLayout("uint8", (k, rows), (stride,), (SCALE_BLOCK, box_rows), SCALE_BLOCK, OPERAND_L2_BYTES)
+
+
+def operand_tails(problem: GemmProblem, config: GemmConfig) -> tuple[int, int]:
+    """Rows of `a` and of `b` in the boxes of their last tiles, 0 where all tiles are full.
+
+    A last tile of fewer rows than the others has a map of its own, which the kernel takes for granted: without one it
+    stops, and with rows that do not fit it waits for ever.
+
+    Raises:
+        ValueError: rows that do not fit.
+    """
+    wide_n = problem.n - narrow_columns(config, problem) * config.narrow_n
+    return (
+        _checked_tail("a", problem.m, config.block_m, config.cluster_n),
+        _checked_tail("b", wide_n, config.block_n, config.cluster_m),
+    )
+
+
+def _checked_tail(operand: str, rows: int, tile_rows: int, sharers: int) -> int:
+    tail, box_rows = tail_rows(rows, tile_rows, sharers), tile_rows // sharers
+    if rows < 0 or tail > box_rows or (tail == 0 and rows % box_rows):
+        raise ValueError(
+            f"{operand}'s last tile: its box has {tail} rows for {rows} rows in tiles of {tile_rows}, {sharers} boxes "
+            f"each; want at most {box_rows}, and 0 only where all tiles are full"
+        )
+    return tail
 
 
 def tail_rows(rows: int, tile_rows: int, sharers: int) -> int:

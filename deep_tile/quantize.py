@@ -1,8 +1,9 @@
 """Casts to FP8 with one FP32 scale per 1x128 (activations) or 128x128 (weights) block, and back.
 
 Called by users, tests and benchmarks. `_definition`, in plain torch, says what a cast is; on a Hopper GPU a kernel
-(cast.py) writes the same bits. Invariant: for finite `x`, either cast followed by `dequantize` gives `x` back to within
-e4m3's rounding at its block's scale; nothing saturates.
+(cast.py) writes the same bits. A warm call is one call into C, which finds the launch by the tensors' signature.
+Invariant: for finite `x`, either cast followed by `dequantize` gives `x` back to within e4m3's rounding at its block's
+scale; nothing saturates.
 """
 
 from functools import cache
@@ -11,7 +12,7 @@ from numbers import Real
 import torch
 import torch.nn.functional as F
 
-from deep_tile import cast, tensors
+from deep_tile import _launcher, cast, launches, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -28,8 +29,11 @@ WEIGHT_BLOCK = (SCALE_BLOCK, SCALE_BLOCK)
 SCALE_LAYOUTS = ("row", "m", "m_aligned")
 
 _KERNEL_SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_VECTOR_BYTES = 16
+_VECTOR_BYTES = tensors.ALIGNMENT_BYTES
 """What a thread of a kernel loads at once; it stores as many elements."""
+
+_launches: launches.Table = {}
+"""By rows of a block and `amax_floor`; of input, out and scale."""
 
 
 def per_token_cast_to_fp8(
@@ -48,7 +52,7 @@ def per_token_cast_to_fp8(
     Args:
         x: [m, k], float64, float32, float16 or bfloat16, any strides and any k (the last group may be short). float64
             is converted to FP32 first. On the GPU fastest where columns are adjacent and rows begin and end at
-            multiples of 16 bytes; other column strides are copied first.
+            multiples of 16 bytes, and `out` begins at one; other column strides are copied first.
         scale_layout: memory order of the scale. "row": stride (k_groups, 1). "m": stride (1, m). "m_aligned": stride
             (1, m rounded up to 4), which TMA needs; the padding holds zeros.
         amax_floor: lower bound of a group's largest magnitude, so that an all-zero group keeps a usable scale. 1e-4 is
@@ -73,10 +77,12 @@ def per_token_cast_to_fp8(
     """
     if scale_layout not in SCALE_LAYOUTS:
         raise ValueError(f"scale_layout is {scale_layout!r}; use one of {', '.join(map(repr, SCALE_LAYOUTS))}")
-    _check_source("x", x, amax_floor)
-    if scale_out is None:
-        scale_out = _empty_scale(x, scale_layout)
-    return _cast(x, TOKEN_BLOCK, amax_floor, out, scale_out)
+    if out is None or scale_out is None:
+        _check_source("x", x, amax_floor)
+        out = _empty_out(x) if out is None else out
+        scale_out = _empty_scale(x, scale_layout) if scale_out is None else scale_out
+    _cast("x", x, TOKEN_BLOCK, amax_floor, out, scale_out)
+    return out, scale_out
 
 
 def per_block_cast_to_fp8(
@@ -100,10 +106,13 @@ def per_block_cast_to_fp8(
     Raises:
         As `per_token_cast_to_fp8`.
     """
-    _check_source("w", w, amax_floor)
-    if scale_out is None:
-        scale_out = w.new_empty(_scale_shape(w, WEIGHT_BLOCK), dtype=torch.float32)
-    return _cast(w, WEIGHT_BLOCK, amax_floor, out, scale_out)
+    if out is None or scale_out is None:
+        _check_source("w", w, amax_floor)
+        out = _empty_out(w) if out is None else out
+        if scale_out is None:
+            scale_out = _empty("scale_out", w, *_scale_shape(w, WEIGHT_BLOCK), torch.float32)
+    _cast("w", w, WEIGHT_BLOCK, amax_floor, out, scale_out)
+    return out, scale_out
 
 
 def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] | None = None) -> torch.Tensor:
@@ -153,22 +162,36 @@ def _check_source(name: str, x: torch.Tensor, amax_floor: float) -> None:
 
 
 def _cast(
-    x: torch.Tensor, block: tuple[int, int], amax_floor: float, out: torch.Tensor | None, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast a checked `x` into `out`, allocated when None, and `scale`."""
-    if out is None:
-        out = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
+    name: str, x: torch.Tensor, block: tuple[int, int], amax_floor: float, out: torch.Tensor, scale: torch.Tensor
+) -> None:
+    try:
+        known = _launcher.launch_known(_launches, (block[0], amax_floor), x, out, scale)
+    except TypeError:  # an amax_floor that cannot be looked up
+        _check_source(name, x, amax_floor)
+        raise
+    if not known:
+        _cast_unknown(name, x, block, amax_floor, out, scale)
+
+
+def _cast_unknown(
+    name: str, x: torch.Tensor, block: tuple[int, int], amax_floor: float, out: torch.Tensor, scale: torch.Tensor
+) -> None:
+    """Check a cast that C has not met, or cannot read, and do it. The signature holds all that the checks read."""
+    _check_source(name, x, amax_floor)
     _check_target("out", out, FP8_DTYPE, x.shape, x.device)
     _check_target("scale_out", scale, torch.float32, _scale_shape(x, block), x.device)
     if out.shape[1] > 1 and out.stride(1) != 1:
         raise ValueError(f"out must have a unit column stride; its strides are {out.stride()}. Pass a row-major out")
     if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
         raise ValueError(f"rows of out overlap: strides {out.stride()} for {out.shape[1]} columns. Pass a dense out")
-    if x.numel() and x.device.type == "cuda" and _is_hopper(x.get_device()):
+    if _needs_kernel(x):
         _cast_by_kernel(x, block[0], amax_floor, out, scale)
     else:
         _definition(x, block, amax_floor, out, scale)
-    return out, scale
+
+
+def _needs_kernel(x: torch.Tensor) -> bool:
+    return bool(x.numel()) and x.device.type == "cuda" and _is_hopper(x.get_device())
 
 
 def _check_target(name: str, target: torch.Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
@@ -202,38 +225,46 @@ def _cast_by_kernel(
 ) -> None:
     if x.dtype == torch.float64:
         x = x.float()
-    rows, columns = x.shape
-    if columns > 1 and x.stride(1) != 1:
+    if x.shape[1] > 1 and x.stride(1) != 1:
         x = x.contiguous()
+    options, signature = (block_rows, amax_floor), launches.signature(x, out, scale)
+    launch = launches.find(_launches, options, signature)
+    if launch is None:
+        launch = _prepare_launch(x, block_rows, float(amax_floor), out, scale)
+        launches.remember(_launches, options, signature, launch)
+    launches.launch(launch, x, out, scale)
+
+
+def _prepare_launch(
+    x: torch.Tensor, block_rows: int, amax_floor: float, out: torch.Tensor, scale: torch.Tensor
+) -> _launcher.Launch:
     device = x.get_device()
-    kernel, grid = cast.choose(block_rows, _KERNEL_SOURCES[x.dtype], rows, columns, _num_sms(device))
-    arguments = cast.CastArguments(
-        *(x.data_ptr(), out.data_ptr(), scale.data_ptr(), rows, columns, x.stride(0), out.stride(0), *scale.stride()),
-        aligned=_is_aligned(x, out),
-        amax_floor=float(amax_floor),
+    kernel, grid = cast.choose(block_rows, _KERNEL_SOURCES[x.dtype], *x.shape, _num_sms(device))
+    if not cast.is_loaded(kernel, device):
+        _refuse_capture(kernel.name, device)
+    layout = cast.CastLayout(
+        *(*x.shape, x.stride(0), out.stride(0), *scale.stride()), aligned=_takes_vectors(x, out), amax_floor=amax_floor
     )
-    with torch.cuda.device(device):
-        if not cast.is_loaded(kernel, device):
-            _refuse_capture(kernel.name)
-            cast.load(kernel, device)
-        cast.launch(kernel, grid, device, torch._C._cuda_getCurrentRawStream(device), arguments)
+    return cast.prepare_launch(kernel, grid, device, layout)
 
 
-def _is_aligned(x: torch.Tensor, out: torch.Tensor) -> bool:
+def _takes_vectors(x: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether a kernel may read `x` and write `out` vector by vector."""
     rows, columns = x.shape
     elements = _VECTOR_BYTES // x.element_size()
     strides = (x.stride(0), out.stride(0)) if rows > 1 else ()
     steps = all(number % elements == 0 for number in (columns, *strides))
-    return steps and x.data_ptr() % _VECTOR_BYTES == 0 and out.data_ptr() % elements == 0
+    return steps and tensors.is_aligned(x) and tensors.is_aligned(out)
 
 
-def _refuse_capture(kernel_name: str) -> None:
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{kernel_name} is not loaded yet and cannot be while a CUDA graph is captured; "
-            "cast a tensor of this dtype once before the capture"
-        )
+def _refuse_capture(kernel_name: str, device: int) -> None:
+    with torch.cuda.device(device):
+        if not torch.cuda.is_current_stream_capturing():
+            return
+    raise RuntimeError(
+        f"{kernel_name} is not loaded yet and cannot be while a CUDA graph is captured; "
+        "cast a tensor of this dtype once before the capture"
+    )
 
 
 @cache
@@ -263,11 +294,22 @@ def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return blocks.reshape(row_blocks * block_rows, groups * width)[:rows, :k].contiguous()
 
 
+def _empty_out(x: torch.Tensor) -> torch.Tensor:
+    return _empty("out", x, *x.shape, FP8_DTYPE)
+
+
+def _empty(name: str, x: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    try:
+        return x.new_empty(rows, columns, dtype=dtype)  # torch.empty takes 1 us longer
+    except AssertionError as error:  # of FakeTensorMode
+        raise tensors.not_allocated(name, error) from None
+
+
 def _empty_scale(x: torch.Tensor, layout: str) -> torch.Tensor:
     """A scale per row and 128 columns, in the memory order that `layout` names; only its padding is initialised."""
     m, groups = _scale_shape(x, TOKEN_BLOCK)
     if layout == "row":
-        return torch.empty(m, groups, dtype=torch.float32, device=x.device)
+        return _empty("scale_out", x, m, groups, torch.float32)
     rows = round_up(m, 4) if layout == "m_aligned" else m
     allocate = torch.empty if rows == m else torch.zeros
     return allocate(groups, rows, dtype=torch.float32, device=x.device).t()[:m]

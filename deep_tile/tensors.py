@@ -1,9 +1,9 @@
 """Which tensors a kernel can be given: plain ones, whose memory holds the values that torch would read from them.
 
-Called by api.py and quantize.py. What else a tensor may be (a view that is negated when read, a wrapper around others,
-sparse, ...) torch notes in its dispatch keys, a word of bits that DLPack does not pass on. So C reads that word itself,
-where `find_keys` found it, and leaves to Python what is not plain. Invariant: a tensor that C reads passes
-`require_plain`; of any other that says what is wrong, if anything is.
+Called by launches.py, api.py and quantize.py. What else a tensor may be (a view that is negated when read, a wrapper
+around others, sparse, ...) torch notes in its dispatch keys, a word of bits that DLPack does not pass on. So C reads
+that word itself, where `find_keys` found it, and leaves to Python what is not plain. Invariant: a tensor that C reads
+passes `require_plain`; of any other that says what is wrong, if anything is.
 """
 
 import ctypes
@@ -11,6 +11,9 @@ import ctypes
 import torch
 
 from deep_tile import _launcher
+
+ALIGNMENT_BYTES = 16
+"""Of addresses that TMA and vector accesses take."""
 
 _KEYS = torch._C.DispatchKey.__members__
 
@@ -83,6 +86,15 @@ def require_dense(**tensors: torch.Tensor) -> None:
             raise _not_plain(name, x)
         if not odd:
             _require_memory(name, x)
+
+
+def not_allocated(name: str, error: AssertionError) -> RuntimeError:
+    """What to raise where FakeTensorMode, which takes no real tensors, refused to allocate one beside them."""
+    return RuntimeError(f"{name} cannot be allocated: call outside of FakeTensorMode, or pass {name} ({error})")
+
+
+def is_aligned(x: torch.Tensor) -> bool:
+    return x.data_ptr() % ALIGNMENT_BYTES == 0
 
 
 def find_keys() -> tuple[int, int] | None:

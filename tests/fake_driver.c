@@ -3,6 +3,9 @@
  * Built and loaded by test_launcher.py, in a process of its own. Every call prints one line to standard output, unless
  * FAKE_DRIVER_QUIET is set; FAKE_DRIVER_FAIL="cuLaunchKernelEx=719" makes that call fail, FAKE_DRIVER_LACKS="cuInit"
  * hides an entry point. Calls that work in the current context fail where there is none, as the real driver's do.
+ *
+ * A tensor map is its address, then what it was encoded with, in words of 8 bytes. A launch shows `fake_params_bytes`
+ * bytes of the kernel's argument.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -14,7 +17,6 @@
 #include <string.h>
 
 #include "../csrc/driver.h"
-#include "../include/deep_tile/params.h"
 
 #define DECLARE(name, parameters) DriverResult name parameters;
 DRIVER_CALLS(DECLARE)
@@ -23,7 +25,10 @@ enum {
     INVALID_CONTEXT = 201,
     UNKNOWN_ERROR = 9999, /* for which the driver has neither name nor text */
     MOST_CONTEXTS = 8,
+    MOST_PARAMS_BYTES = 4096,
 };
+
+unsigned fake_params_bytes;
 
 /* Of this thread: the contexts pushed, above the first of them, which is none. */
 static _Thread_local DriverContext contexts[MOST_CONTEXTS];
@@ -31,8 +36,8 @@ static _Thread_local int pushed;
 
 static bool needs_context(const char *call)
 {
-    static const char *const calls[] = {"cuKernelGetFunction", "cuFuncGetAttribute", "cuTensorMapEncodeTiled",
-                                        "cuTensorMapReplaceAddress", "cuLaunchKernelEx"};
+    static const char *const calls[] = {"cuKernelGetFunction", "cuTensorMapEncodeTiled", "cuTensorMapReplaceAddress",
+                                        "cuLaunchKernelEx"};
     for (size_t i = 0; i < sizeof calls / sizeof calls[0]; i++)
         if (strcmp(call, calls[i]) == 0)
             return true;
@@ -42,7 +47,7 @@ static bool needs_context(const char *call)
 /* Prints "call details" and returns what the call shall return. */
 static DriverResult record(const char *call, const char *details, ...)
 {
-    char line[1024];
+    char line[1024 + 2 * MOST_PARAMS_BYTES];
     va_list values;
     va_start(values, details);
     vsnprintf(line, sizeof line, details, values);
@@ -147,29 +152,34 @@ DriverResult cuKernelGetFunction(DriverFunction *function, DriverKernel kernel)
     return record("cuKernelGetFunction", "%p", (void *)kernel);
 }
 
-DriverResult cuFuncGetAttribute(int *value, unsigned attribute, DriverFunction function)
-{
-    *value = attribute == FUNC_NUM_REGS ? 168 : 8;
-    return record("cuFuncGetAttribute", "%u %p", attribute, (void *)function);
-}
-
 DriverResult cuTensorMapEncodeTiled(struct CUtensorMap_st *map, unsigned element_type, uint32_t rank, void *address,
                                     const uint64_t *sizes, const uint64_t *strides_bytes, const uint32_t *box,
                                     const uint32_t *element_steps, unsigned interleave, unsigned swizzle,
                                     unsigned l2_promotion, unsigned oob_fill)
 {
-    ((TensorMap *)map)->opaque[0] = (uintptr_t)address;
+    uint64_t *words = (uint64_t *)map;
+    memset(words, 0, MAP_BYTES);
+    words[0] = (uintptr_t)address;
+    words[1] = (uint64_t)element_type << 32 | rank << 24 | interleave << 16 | swizzle << 8 | l2_promotion << 4 | oob_fill;
+    for (uint32_t i = 0; i < rank; i++) {
+        words[2 + i] = sizes[i];
+        words[11 + i] = (uint64_t)element_steps[i] << 32 | box[i];
+        if (i + 1 < rank)
+            words[7 + i] = strides_bytes[i];
+    }
     return record("cuTensorMapEncodeTiled",
                   "%p type %u rank %u sizes %" PRIu64 ",%" PRIu64 " stride %" PRIu64 " box %u,%u steps %u,%u "
                   "interleave %u swizzle %u promotion %u fill %u misaligned %d",
-                  address, element_type, rank, sizes[0], sizes[1], strides_bytes[0], box[0], box[1], element_steps[0],
-                  element_steps[1], interleave, swizzle, l2_promotion, oob_fill, (int)((uintptr_t)map % 64));
+                  address, element_type, rank, sizes[0], rank > 1 ? sizes[1] : 0, rank > 1 ? strides_bytes[0] : 0,
+                  box[0], rank > 1 ? box[1] : 0, element_steps[0], rank > 1 ? element_steps[1] : 0, interleave, swizzle,
+                  l2_promotion, oob_fill, (int)((uintptr_t)map % MAP_ALIGNMENT_BYTES));
 }
 
 DriverResult cuTensorMapReplaceAddress(struct CUtensorMap_st *map, void *address)
 {
-    ((TensorMap *)map)->opaque[0] = (uintptr_t)address;
-    return record("cuTensorMapReplaceAddress", "%p misaligned %d", address, (int)((uintptr_t)map % 64));
+    *(uint64_t *)map = (uintptr_t)address;
+    return record("cuTensorMapReplaceAddress", "%p misaligned %d", address,
+                  (int)((uintptr_t)map % MAP_ALIGNMENT_BYTES));
 }
 
 /* The value of the attribute `id`, 0 where it is not given. */
@@ -185,18 +195,15 @@ DriverResult cuLaunchKernelEx(const struct CUlaunchConfig_st *config, DriverFunc
                               void **extra)
 {
     const LaunchConfig *launch = (const LaunchConfig *)config;
-    const GemmParams *params = arguments[0];
+    const unsigned char *params = arguments[0];
+    char hex[2 * MOST_PARAMS_BYTES + 1] = "";
+    for (unsigned i = 0; i < fake_params_bytes; i++)
+        sprintf(hex + 2 * i, "%02x", params[i]);
     return record("cuLaunchKernelEx",
                   "%p context %p grid %u,%u,%u block %u,%u,%u smem %u stream %p attributes %u cluster %d pdl %d "
-                  "extra %p maps %llx,%llx,%llx a_scale %p b_scale %p out %p strides %u,%u %u,%u %lld "
-                  "sizes %d,%d,%d tails %d,%d narrow %d early_b %d raster %d %u",
+                  "extra %p params %s",
                   (void *)function, (void *)contexts[pushed], launch->grid_x, launch->grid_y, launch->grid_z,
                   launch->block_x, launch->block_y, launch->block_z, launch->smem_bytes, (void *)launch->stream,
                   launch->attribute_count, attribute_value(launch, LAUNCH_CLUSTER_DIMENSION),
-                  attribute_value(launch, LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION), (void *)extra,
-                  params->a_maps[0].opaque[0], params->b_maps[0].opaque[0], params->out_map.opaque[0],
-                  (const void *)params->a_scale, (const void *)params->b_scale, params->out, params->a_scale_stride_m,
-                  params->a_scale_stride_k, params->b_scale_stride_n, params->b_scale_stride_k, params->out_stride_m,
-                  params->m, params->n, params->k, params->a_tail_rows, params->b_tail_rows,
-                  params->narrow_columns, params->early_b, params->raster_rows_log2, params->last_rows_reciprocal);
+                  attribute_value(launch, LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION), (void *)extra, hex);
 }

@@ -7,7 +7,7 @@ import torch
 from bad_calls import BAD_CALLS, CALLS, BadCall, Good
 from helpers import assert_accurate, exact_product
 
-from deep_tile import api, dequantize, fp8_gemm
+from deep_tile import api, dequantize, fp8_gemm, quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about its own tensors
 
@@ -33,6 +33,7 @@ def check_refused(bad: BadCall, device: str) -> None:
     """Whether or not calls like it, but right, went before: nothing that they left behind lets it pass."""
     good = Good(device)
     api._launches.clear()
+    quantize._launches.clear()
     first = refusal(bad, good)
     check_good_calls(good)
     assert refusal(bad, good) == first

@@ -36,8 +36,9 @@ from strategies import (
 )
 from test_host_path import run_pretending  # noqa: F401
 from test_launcher import fake_driver  # noqa: F401
+from test_params import unpack
 
-from deep_tile import GemmConfig, api, plan
+from deep_tile import GemmConfig, api, params, plan
 from deep_tile.config import SMEM_LIMIT_BYTES, ceil_div
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import choose
@@ -166,10 +167,15 @@ def test_names_come_back():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """What would be launched."""
+    """What would be launched: the numbers of the launch and of the kernel's argument, and its maps by offset."""
     made = []
+
+    def prepare(kernel, **asked):
+        maps = {offset: entry for offset, *entry in asked["maps"]}
+        made.append(asked | unpack(params.GEMM, asked["params"]) | {"maps": maps})
+
     monkeypatch.setattr(plan, "load_kernel", lambda config, device: None)
-    monkeypatch.setattr(plan._launcher, "prepare", lambda kernel, **numbers: made.append(numbers))
+    monkeypatch.setattr(plan._launcher, "prepare", prepare)
     return made
 
 
@@ -201,7 +207,8 @@ def test_launches_cover_the_matrix(drawn, launches):
         problem = GemmProblem(m, n, k, sms, use.config.tma_store if use.config else n % 8 == 0, may_split)
         config = use.config or choose(problem)
         assert api._checked_config(config, problem) is config
-        layout = plan.Layout(max(k, 16), max(k, 16), use.out_stride, places.a_scale.strides, places.b_scale.strides)
+        strides = max(k, 16), max(k, 16), use.out_stride, places.a_scale.strides, places.b_scale.strides
+        layout = plan.Layout(*strides, a_scale_aligned=True)
         plan.prepare_launch(problem, config, layout, 0, pdl=True, constant_weights=False)
         assert_covers(launches.pop(), config, problem)
 
@@ -209,9 +216,10 @@ def test_launches_cover_the_matrix(drawn, launches):
 def assert_covers(launch: dict, config: GemmConfig, problem: GemmProblem) -> None:
     assert launch["cluster"] == config.cluster and launch["grid"] % config.cluster == 0
     assert config.cluster <= launch["grid"] <= problem.num_sms
-    for name in ("a_map", "b_map"):
-        _, width, height, _, box_width, box_height, swizzle = launch[name]
-        assert (width, box_width, swizzle) == (problem.k, 128, 128) and 1 <= box_height <= 256 and height > 0
+    swizzle_128 = params._SWIZZLES[128]
+    for name in ("a_maps", "b_maps"):
+        _, _, (width, height), _, (box_width, box_height), swizzle, _ = launch["maps"][params.GEMM.offsets[name]]
+        assert (width, box_width, swizzle) == (problem.k, 128, swizzle_128) and 1 <= box_height <= 256 and height > 0
     for name, rows, tile, sharers in (
         ("a_tail_rows", problem.m, config.block_m, config.cluster_n),
         ("b_tail_rows", problem.n - launch["narrow_columns"] * config.narrow_n, config.block_n, config.cluster_m),

@@ -6,10 +6,14 @@ covers everything on the host but torch's CUDA streams, which test_host_path_gpu
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from bad_calls import BAD_CALLS, BadCall
-from test_launcher import WHOLE_CUBIN, fake_driver, run_python  # noqa: F401
+from test_launcher import WHOLE_CUBIN, fake_driver, params_of, run_python  # noqa: F401
+from test_params import unpack
+
+from deep_tile import params
 
 SETUP = f"""
 import ctypes, os, sys
@@ -17,10 +21,11 @@ import numpy as np
 import torch
 if "libcuda.so" in open("/proc/self/maps").read():
     sys.exit("torch has opened the real driver")
-ctypes.CDLL(os.environ["FAKE_DRIVER"], mode=ctypes.RTLD_GLOBAL)
+fake = ctypes.CDLL(os.environ["FAKE_DRIVER"], mode=ctypes.RTLD_GLOBAL)
+ctypes.c_uint.in_dll(fake, "fake_params_bytes").value = int(os.environ["PARAMS_BYTES"])
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from helpers import make_operands
-from deep_tile import GemmConfig, _launcher, api, fp8_gemm, plan, prepare
+from deep_tile import GemmConfig, _launcher, api, cast, fp8_gemm, launches, plan, prepare, quantize
 
 # The facts that need a GPU.
 api._needs_kernel = lambda a, b: True
@@ -37,8 +42,8 @@ def note(module, name):
             paths.append(name)
         return result
     setattr(module, name, noting)
-for module, name in ((_launcher, "launch"), (_launcher, "launch_known"), (_launcher, "launch_bound"),
-                     (plan, "prepare_launch")):
+for module, name in ((_launcher, "launch"), (_launcher, "launch_known"), (plan, "prepare_launch"),
+                     (cast, "prepare_launch")):
     note(module, name)
 
 def show(*what):
@@ -58,24 +63,35 @@ good = {{"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "out": out}}
 """
 
 
+class Launched(NamedTuple):
+    """A kernel's launch: what the driver is asked, and the kernel's argument by field."""
+
+    line: str
+    params: dict[str, int | bytes]
+
+    def map_address(self, name: str) -> int:
+        return int.from_bytes(self.params[name][:8], "little")
+
+
 @pytest.fixture
 def run_pretending(fake_driver):  # noqa: F811
-    """Runs code that knows all of SETUP; the lines that it shows, and those of the kernels launched."""
+    """Runs code that knows all of SETUP; the lines that it shows, and the kernels launched, with an argument `of`."""
 
-    def run(code: str) -> tuple[list[str], list[str]]:
-        process = run_python(SETUP + code, FAKE_DRIVER=str(fake_driver))
+    def run(code: str, of: params.Params = params.GEMM) -> tuple[list[str], list[Launched]]:
+        process = run_python(SETUP + code, FAKE_DRIVER=str(fake_driver), PARAMS_BYTES=str(of.size))
         if "torch has opened the real driver" in process.stderr:
             pytest.skip("this torch opens the real driver when it is imported")
         assert process.returncode == 0, process.stderr
         lines = process.stdout.splitlines()
         shown = [line.removeprefix("=").strip() for line in lines if line.startswith("=")]
-        return shown, [line for line in lines if line.startswith("cuLaunchKernelEx")]
+        launches = [line for line in lines if line.startswith("cuLaunchKernelEx")]
+        return shown, [Launched(line, unpack(of, params_of(line))) for line in launches]
 
     return run
 
 
 WITHOUT_DLPACK = """
-_launcher.launch_known, _launcher.signature, _launcher.bind = lambda *ignored: False, *[lambda *ignored: None] * 2
+_launcher.launch_known, _launcher.signature = lambda *ignored: False, lambda *ignored: None
 """
 """As with a torch that has no DLPack C exchange API."""
 
@@ -84,18 +100,23 @@ def test_second_call_is_one_call_into_c(run_pretending):
     shown, launched = run_pretending("""
 for _ in range(3):
     attempt(fp8_gemm, **good)
-show(f"a_scale {a_scale.data_ptr():#x} b_scale {b_scale.data_ptr():#x} out {out.data_ptr():#x} strides 2,1 2,1 136 ")
+show(*(x.data_ptr() for x in good.values()))
 """)
     assert shown[:3] == ["prepare_launch launch", "launch_known", "launch_known"]
-    assert len(launched) == 3
-    assert all(shown[3] in launch for launch in launched)
-    assert ["stream 0x57 " in launch for launch in launched] == [True, False, False], "DLPack knows torch's stream"
+    assert ["stream 0x57 " in launch.line for launch in launched] == [True, False, False], "DLPack knows torch's stream"
+    first, *others = (launch.params for launch in launched)
+    assert others == [first] * 2
+    names = ("a_scale_stride_m", "a_scale_stride_k", "b_scale_stride_n", "b_scale_stride_k", "out_stride_m")
+    assert [first[name] for name in names] == [2, 1, 2, 1, 136]
+    a, a_scale, b, b_scale, out = map(int, shown[3].split())
+    assert (first["a_scale"], first["b_scale"], first["out"]) == (a_scale, b_scale, out)
+    assert [launched[0].map_address(name) for name in ("a_maps", "b_maps", "out_map")] == [a, b, out]
 
 
 def test_second_call_without_dlpack(run_pretending):
     shown, launched = run_pretending(WITHOUT_DLPACK + "for _ in range(3): attempt(fp8_gemm, **good)")
     assert shown == ["prepare_launch launch", "launch", "launch"]
-    assert len({launch.partition("maps")[2] for launch in launched}) == 1
+    assert [launch.params for launch in launched] == [launched[0].params] * 3
 
 
 def test_parameters_are_tensors(run_pretending):
@@ -149,7 +170,44 @@ for number, bad in enumerate(BAD_CALLS):
         if not needs_a_gpu(bad, dlpack):
             assert outcome.startswith(bad.error.__name__), (bad.name, outcome)
             assert re.search(bad.seen, outcome) and re.search(bad.remedy, outcome), (bad.name, outcome)
-            assert not outcome.endswith(("launch", "launch_known", "launch_bound")), (bad.name, outcome)
+            assert not outcome.endswith(("launch", "launch_known")), (bad.name, outcome)
+
+
+@pytest.mark.parametrize("dlpack", [True, False], ids=["dlpack", "without dlpack"])
+def test_bad_casts_launch_nothing(run_pretending, dlpack):
+    """Though casts that are right, and like them, are known."""
+    shown, _ = run_pretending(
+        ("" if dlpack else WITHOUT_DLPACK)
+        + """
+from bad_calls import BAD_CALLS, CALLS, Good
+given = Good()
+"""
+        + CAST_SETUP
+        + """
+for number, bad in enumerate(BAD_CALLS):
+    if "cast" in bad.call:
+        attempt(CALLS[bad.call](given), **given.arguments(bad.call))
+        show(number)
+        attempt(CALLS[bad.call](given), **bad.arguments(given))
+given.arguments("per_token_cast_to_fp8")["x"].zero_()
+floors = (True, 1, 1.0, True, np.float32(1), [1.0])
+for floor in floors:
+    attempt(CALLS["per_token_cast_to_fp8"](given), **given.arguments("per_token_cast_to_fp8") | {"amax_floor": floor})
+""",
+        of=params.CAST,
+    )
+    *table, first, second, third, fourth, fifth, last = shown
+    assert len(table) > 120
+    for known, number, outcome in zip(table[::3], table[1::3], table[2::3], strict=True):
+        bad = BAD_CALLS[int(number)]
+        assert known.split()[-1] == ("launch_known" if dlpack else "launch") or "prepare" in known, (bad.name, known)
+        if not needs_a_gpu(bad, dlpack):
+            assert outcome.startswith(bad.error.__name__), (bad.name, outcome)
+            assert re.search(bad.seen, outcome) and re.search(bad.remedy, outcome), (bad.name, outcome)
+            assert not outcome.endswith(("launch", "launch_known")), (bad.name, outcome)
+    assert [first, fourth] == ["TypeError amax_floor is True, a bool; pass a number, such as 1e-4"] * 2
+    assert second == "prepare_launch launch" and third == "launch" == fifth
+    assert last == "TypeError amax_floor is [1.0], a list; pass a number, such as 1e-4"
 
 
 def test_legal_changes_are_prepared_anew(run_pretending):
@@ -166,7 +224,7 @@ for change in changes:
     attempt(fp8_gemm, **good | change)
 """)
     assert shown == ["prepare_launch launch", *["prepare_launch launch", "launch_known"] * 8]
-    options = [tuple(map(int, re.search(r"pdl (\d).*early_b (\d)", launch).groups())) for launch in launched]
+    options = [(int(re.search(r"pdl (\d)", launch.line)[1]), launch.params["early_b"]) for launch in launched]
     assert options == [(1, 0)] * 7 + [(0, 0)] * 2 + [(1, 0)] * 4 + [(0, 0)] * 2 + [(1, 1)] * 2
 
 
@@ -176,18 +234,18 @@ for rows in (5, 64, 300):
     many = torch.zeros(rows, 256).to(a.dtype), torch.ones(rows, 2), b, b_scale
     attempt(fp8_gemm, *many, torch.zeros(rows, 128, dtype=out.dtype), constant_weights=True)
 """)
-    assert [re.search(r"early_b (\d)", launch)[1] for launch in launched] == ["1", "1", "0"]
+    assert [launch.params["early_b"] for launch in launched] == [1, 1, 0]
 
 
 @pytest.mark.parametrize(
     ("config", "m", "n", "tails"),
     [
-        ("GemmConfig(64, 64, 4)", 64, 128, "0,0"),
-        ("GemmConfig(64, 64, 4)", 3, 128, "3,0"),
-        ("GemmConfig(64, 64, 4)", 130, 200, "2,8"),
-        ("GemmConfig(128, 192, 3, cluster_m=2)", 300, 208, "44,8"),
-        ("GemmConfig(128, 192, 3, cluster_n=2)", 297, 576, "24,0"),
-        ("GemmConfig(128, 192, 3, cluster_n=2)", 129, 600, "8,24"),
+        ("GemmConfig(64, 64, 4)", 64, 128, (0, 0)),
+        ("GemmConfig(64, 64, 4)", 3, 128, (3, 0)),
+        ("GemmConfig(64, 64, 4)", 130, 200, (2, 8)),
+        ("GemmConfig(128, 192, 3, cluster_m=2)", 300, 208, (44, 8)),
+        ("GemmConfig(128, 192, 3, cluster_n=2)", 297, 576, (24, 0)),
+        ("GemmConfig(128, 192, 3, cluster_n=2)", 129, 600, (8, 24)),
     ],
 )
 def test_the_last_tile_is_fetched_by_the_rows_that_it_has(run_pretending, config, m, n, tails):
@@ -196,7 +254,7 @@ def test_the_last_tile_is_fetched_by_the_rows_that_it_has(run_pretending, config
 out = torch.zeros({m}, {n}, dtype=torch.bfloat16)
 fp8_gemm(*make_operands({m}, {n}, 256, seed=1), out, config={config})
 """)
-    assert [re.search(r"tails (\S+)", launch)[1] for launch in launched] == [tails]
+    assert [(launch.params["a_tail_rows"], launch.params["b_tail_rows"]) for launch in launched] == [tails]
 
 
 def test_out_is_allocated(run_pretending):
@@ -211,10 +269,10 @@ show(result.dtype, tuple(result.shape), result.is_contiguous())
 
 def test_signatures_are_forgotten_when_there_are_too_many(run_pretending):
     shown, _ = run_pretending("""
-api._MAX_SIGNATURES = 2
+launches.MAX_SIGNATURES = 2
 for m in (1, 2, 2, 3, 3, 2):
     attempt(fp8_gemm, a[:m], a_scale[:m], b, b_scale, out[:m])
-show(*(len(launches) for _, launches in api._launches.values()))
+show(*(len(known) for _, known in api._launches.values()))
 """)
     new, known = "prepare_launch launch", "launch_known"
     assert shown == [new, new, known, new, known, new, "2"]
@@ -222,7 +280,7 @@ show(*(len(launches) for _, launches in api._launches.values()))
 
 def test_options_are_forgotten_when_there_are_too_many(run_pretending):
     shown, _ = run_pretending("""
-api._MAX_OPTIONS = 2
+launches.MAX_OPTIONS = 2
 for num_sms in (1, 2, 1):
     attempt(fp8_gemm, **good, num_sms=num_sms)
 attempt(fp8_gemm, a[:3], a_scale[:3], b, b_scale, out[:3], num_sms=1)
@@ -324,7 +382,7 @@ show(*entries())
 
 
 @pytest.mark.parametrize(
-    ("setup", "path"), [("", "launch_bound"), (WITHOUT_DLPACK, "launch")], ids=["dlpack", "without dlpack"]
+    ("setup", "path"), [("", "launch_known"), (WITHOUT_DLPACK, "launch")], ids=["dlpack", "without dlpack"]
 )
 def test_plan(run_pretending, setup, path):
     """It prepares once, launches nothing by itself, and binds the weights."""
@@ -342,15 +400,22 @@ show(repr(plan_))
 result = prepare(a, a_scale, b, b_scale)(a, a_scale)
 show(result.dtype, tuple(result.shape), result.is_contiguous())
 for call in ((a, a_scale, out), other):
-    show(f"a_scale {call[1].data_ptr():#x} b_scale {b_scale.data_ptr():#x} out {call[2].data_ptr():#x} ")
+    show(*(x.data_ptr() for x in (*call, b, b_scale)))
 """
     )
     assert shown[:4] == ["prepare_launch", path, path, "True True True 64"]
     assert re.fullmatch(r"<deep_tile\.Plan m=5 n=128 k=256 fp8_gemm_\S+>", shown[4])
     assert shown[5] == "torch.bfloat16 (5, 128) True"
     assert len(launched) == 4
-    assert shown[6] in launched[0] and shown[7] in launched[1]
-    assert all("pdl 1" in launch and "early_b 1" in launch for launch in launched[:3])
+    for line, launch in zip(shown[6:8], launched, strict=False):
+        a, a_scale, out, b, b_scale = map(int, line.split())
+        assert (launch.map_address("a_maps"), launch.map_address("b_maps"), launch.map_address("out_map")) == (
+            a,
+            b,
+            out,
+        )
+        assert [launch.params[name] for name in ("a_scale", "b_scale", "out")] == [a_scale, b_scale, out]
+    assert all("pdl 1" in launch.line and launch.params["early_b"] == 1 for launch in launched[:3])
 
 
 PLAN_CHANGES = {
@@ -363,7 +428,7 @@ PLAN_CHANGES = {
         "ValueError out is .*, not aligned to 16 bytes; this plan"
     ),
     "torch.zeros(1288, dtype=torch.uint8).view(a.dtype)[8:].view(5, 256), a_scale, out": (
-        "ValueError launch: the address of a is 8 modulo 16|ValueError a is .*, not aligned to 16 bytes; this plan"
+        "ValueError a is .*, not aligned to 16 bytes; this plan"
     ),
     "a, [1.0], out": "TypeError a_scale must be a torch.Tensor; got list",
     "None, a_scale": "TypeError a must be a torch.Tensor; got NoneType",
@@ -377,3 +442,139 @@ def test_plan_takes_the_like_only(run_pretending, setup):
     assert not launched
     for message, line in zip(PLAN_CHANGES.values(), shown, strict=True):
         assert re.match(message, line), line
+
+
+# Scales of `a` that TMA may copy.
+
+SCALES = """
+m_aligned = torch.zeros(2, 8)
+aligned, moved = m_aligned.t()[:5], torch.zeros(20)[1:17].view(2, 8).t()[:5]
+show(aligned.data_ptr() % 16, moved.data_ptr() % 16, aligned.stride() == moved.stride())
+"""
+
+
+@pytest.mark.parametrize("setup", ["", WITHOUT_DLPACK], ids=["dlpack", "without dlpack"])
+def test_scales_are_copied_in_bulk_where_they_are_aligned(run_pretending, setup):
+    """Which is another signature."""
+    shown, launched = run_pretending(
+        setup
+        + SCALES
+        + """
+for scale in (aligned, moved, aligned, moved, a_scale):
+    fp8_gemm(a, scale, b, b_scale, out)
+"""
+    )
+    assert shown == ["0 4 True"]
+    assert [launch.params["bulk_scale_rows"] for launch in launched] == [5, 0, 5, 0, 0]
+
+
+@pytest.mark.parametrize("setup", ["", WITHOUT_DLPACK], ids=["dlpack", "without dlpack"])
+@pytest.mark.parametrize(("example", "rows"), [("aligned", [5, 0, 5, 0]), ("moved", [0] * 4)])
+def test_plan_takes_scales_that_begin_anywhere(run_pretending, setup, example, rows):
+    shown, launched = run_pretending(
+        setup
+        + SCALES
+        + f"""
+plan_ = prepare(a, {example}, b, b_scale, out, num_sms=7)
+for scale in (aligned, moved, aligned, moved):
+    plan_(a, scale, out)
+show(*(scale.data_ptr() for scale in (aligned, moved)))
+"""
+    )
+    assert [launch.params["bulk_scale_rows"] for launch in launched] == rows
+    assert [launch.params["a_scale"] for launch in launched] == [int(x) for x in shown[1].split()] * 2
+    assert len({launch.line.partition("params")[0].partition("stream")[0] for launch in launched}) == 1
+
+
+# Casts.
+
+CAST_SETUP = f"""
+from deep_tile import per_block_cast_to_fp8, per_token_cast_to_fp8
+quantize._needs_kernel, quantize._num_sms = lambda x: True, lambda device: 132
+quantize._refuse_capture = lambda *ignored: None
+cast.load = lambda kernel, device: _launcher.load({WHOLE_CUBIN!r}, kernel.name, 0, 0)
+x = torch.zeros(130, 264, dtype=torch.bfloat16)
+codes, scale = torch.zeros(130, 264).to(torch.float8_e4m3fn), torch.zeros(130, 3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("setup", "path"), [("", "launch_known"), (WITHOUT_DLPACK, "launch")], ids=["dlpack", "without dlpack"]
+)
+@pytest.mark.parametrize(("cast", "rows"), [("per_token_cast_to_fp8", 130), ("per_block_cast_to_fp8", 2)])
+def test_second_cast_is_one_call_into_c(run_pretending, setup, path, cast, rows):
+    shown, launched = run_pretending(
+        setup
+        + CAST_SETUP
+        + f"""
+for _ in range(3):
+    attempt({cast}, x, out=codes, scale_out=scale[:{rows}])
+attempt({cast}, x, out=codes, scale_out=scale[:{rows}], amax_floor=1e-10)
+show(x.data_ptr(), codes.data_ptr(), scale.data_ptr())
+""",
+        of=params.CAST,
+    )
+    assert shown[:4] == ["prepare_launch launch", path, path, "prepare_launch launch"]
+    x, out, scale = map(int, shown[4].split())
+    wanted = {"x": x, "out": out, "scale": scale, "rows": 130, "columns": 264, "x_stride": 264, "out_stride": 264}
+    wanted |= {"scale_stride_row": 3, "scale_stride_column": 1, "aligned": 1}
+    floors = [launch.params.pop("amax_floor") for launch in launched]
+    assert floors == pytest.approx([1e-4] * 3 + [1e-10])
+    assert [launch.params for launch in launched] == [wanted] * 4
+
+
+def test_casts_allocate_and_convert(run_pretending):
+    """What is converted first has a signature of its own."""
+    shown, launched = run_pretending(
+        CAST_SETUP
+        + """
+for layout in ("row", "m_aligned"):
+    for _ in range(2):
+        attempt(per_token_cast_to_fp8, x, scale_layout=layout)
+for source in (x.double(), x.t(), torch.nn.Parameter(x)):
+    for _ in range(2):
+        attempt(per_token_cast_to_fp8, source)
+attempt(per_token_cast_to_fp8, x, out=codes[:, 1:], scale_out=scale)
+attempt(per_token_cast_to_fp8, x, scale_layout="column", out=codes, scale_out=scale)
+attempt(per_token_cast_to_fp8, [1.0], out=codes, scale_out=scale)
+""",
+        of=params.CAST,
+    )
+    new, known = "prepare_launch launch", "launch_known"
+    assert shown[:10] == [new, known, new, known, new, "launch", new, "launch", known, known]
+    assert [launch.params["scale_stride_column"] for launch in launched[:4]] == [1, 1, 132, 132]
+    assert re.match(r"ValueError out has shape \[130, 263\]", shown[10])
+    assert re.match("ValueError scale_layout is 'column'", shown[11])
+    assert re.match("TypeError x is a <class 'list'>", shown[12])
+
+
+@pytest.mark.parametrize(
+    ("change", "aligned"),
+    [("", 1), ("x = x.flatten()[4:].as_strided((100, 264), (264, 1))", 0), ("out = codes.flatten()[8:]", 0)],
+)
+def test_casts_use_vectors_where_both_are_aligned(run_pretending, change, aligned):
+    _, launched = run_pretending(
+        CAST_SETUP
+        + f"""
+out = codes.flatten()
+{change}
+per_token_cast_to_fp8(x[:100], out=out.as_strided((100, 264), (264, 1)), scale_out=scale[:100])
+""",
+        of=params.CAST,
+    )
+    assert [launch.params["aligned"] for launch in launched] == [aligned]
+
+
+def test_signatures_of_casts_are_forgotten_when_there_are_too_many(run_pretending):
+    shown, _ = run_pretending(
+        CAST_SETUP
+        + """
+launches.MAX_SIGNATURES = 2
+for rows, floor in ((1, 1e-4), (2, 1e-4), (2, 1e-4), (2, 1e-5), (2, 1e-5)):
+    attempt(per_token_cast_to_fp8, x[:rows], out=codes[:rows], scale_out=scale[:rows], amax_floor=floor)
+show(*(len(known) for _, known in quantize._launches.values()))
+""",
+        of=params.CAST,
+    )
+    new, known = "prepare_launch launch", "launch_known"
+    assert shown == [new, new, known, new, known, "1"]

@@ -6,6 +6,7 @@ What the host path does apart from torch's CUDA streams, test_host_path.py cover
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from helpers import (
     same_bits,
 )
 
-from deep_tile import GemmConfig, Plan, api, fp8_gemm, plan, prepare
+from deep_tile import GemmConfig, Plan, api, fp8_gemm, launches, plan, prepare
 from deep_tile.select.defaults import default_configs
 
 pytestmark = pytest.mark.gpu
@@ -56,7 +57,7 @@ def paths(monkeypatch) -> list[str]:
         monkeypatch.setattr(module, name, noting)
 
     monkeypatch.setattr(api, "_launches", {})
-    for name in ("launch", "launch_known", "launch_bound"):
+    for name in ("launch", "launch_known"):
         note(api._launcher, name)
     note(plan, "prepare_launch")
     return done
@@ -168,7 +169,7 @@ def test_many_signatures_take_bounded_memory(monkeypatch):
                 fp8_gemm(*work, out[:m], config=config, num_sms=num_sms, pdl=pdl)
     grown = growth(before)
     assert grown["host"] < 200 << 20 and grown["device"] < 16 << 20 and grown["tensors"] == 0, grown
-    assert sum(len(launches) for _, launches in api._launches.values()) <= api._MAX_SIGNATURES
+    assert sum(len(launches) for _, launches in api._launches.values()) <= launches.MAX_SIGNATURES
     assert_accurate(fp8_gemm(*operands, out), exact_product(operands))
 
 
@@ -285,6 +286,32 @@ def test_plan_runs_on_the_current_stream():
         multiply(late.a, late.a_scale, out)
     stream.synchronize()
     assert_accurate(out, exact)
+
+
+def test_plan_takes_scales_that_begin_anywhere(paths):
+    """In a large product whose scales TMA copies where they are aligned."""
+    operands = operands_on_gpu(1100, 1024, 2048, a_scale="column_aligned")
+    exact = exact_product(operands)
+    groups, rows = operands.a_scale.t().shape
+    moved = torch.empty(groups * rows + 1, device=DEVICE)[1:].view(groups, rows).t().copy_(operands.a_scale)
+    out = dense_out(1100, 1024)
+    multiply = prepare(*operands, out)
+    assert moved.stride() == operands.a_scale.stride() and moved.data_ptr() % 16 == 4
+    for scale in (operands.a_scale, moved, operands.a_scale, moved):
+        out.fill_(float("nan"))
+        assert_accurate(multiply(operands.a, scale, out), exact)
+        out.fill_(float("nan"))
+        assert_accurate(fp8_gemm(operands.a, scale, operands.b, operands.b_scale, out), exact)
+
+
+def test_first_call_of_a_thread_that_has_used_no_gpu():
+    """It encodes tensor maps, for a signature not met before."""
+    operands = operands_on_gpu(77, 200, 528)
+    results = []
+    thread = threading.Thread(target=lambda: results.append(fp8_gemm(*operands)))
+    thread.start()
+    thread.join()
+    assert_accurate(results[0], exact_product(operands))
 
 
 def test_plan_in_a_graph():

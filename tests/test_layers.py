@@ -20,7 +20,7 @@ PACKAGE = Path(deep_tile.__file__).parent
 SIZES = {"config", "kinds", "problem", "walls"}
 """What is asked and how it is done: numbers alone."""
 
-CALL = SIZES | {"_launcher", "jit", "plan", "reference", "select", "settings"}
+CALL = SIZES | {"_launcher", "jit", "launches", "plan", "reference", "select", "settings", "tensors"}
 
 MAY_IMPORT = {
     "kinds": set(),
@@ -29,20 +29,22 @@ MAY_IMPORT = {
     "walls": set(),
     "sass": set(),
     "config": {"kinds", "walls"},
-    "codegen": {"config"},
+    "params": set(),
+    "codegen": {"config", "params"},
     "seal": set(),
     "packaged": {"seal"},
     "jit": {"packaged", "sass", "seal", "settings"},
     "select": SIZES | {"settings"},
     "watch": {"codegen", "config", "settings"},
-    "plan": SIZES | {"_launcher", "codegen", "jit", "select", "watch"},
-    "cast": SIZES | {"codegen", "jit", "select"},
-    "quantize": {"cast", "config", "tensors"},
-    "reference": {"config", "quantize"},
+    "plan": SIZES | {"_launcher", "codegen", "jit", "params", "select", "watch"},
     "tensors": {"_launcher"},
-    "api": CALL | {"tensors"},
+    "launches": {"_launcher", "tensors"},
+    "cast": SIZES | {"_launcher", "codegen", "jit", "params", "select"},
+    "quantize": {"_launcher", "cast", "config", "launches", "tensors"},
+    "reference": {"config", "quantize"},
+    "api": CALL,
     "method": SIZES | {"select"},
-    "tools": CALL | {"packaged", "", "api", "cast", "codegen", "method", "quantize", "sass"},
+    "tools": CALL | {"packaged", "", "api", "cast", "codegen", "method", "params", "quantize", "sass"},
     "": set(),
     "__main__": {"tools"},
 }
@@ -51,7 +53,7 @@ MAY_IMPORT = {
 PURE = ("select.schedule", "select.defaults", "select.choose")
 """Read neither the user's files nor variables: what `tune` found is passed in."""
 
-WITH_TORCH = {"api", "quantize", "reference", "tensors", "tools.measure", "tools.timing", "tools.tune"}
+WITH_TORCH = {"api", "launches", "quantize", "reference", "tensors", "tools.measure", "tools.timing", "tools.tune"}
 """Import torch when they are imported. Whoever imports one of them waits a second for torch."""
 
 LATER_WITH_TORCH = {"tools.cli", "tools.demo", "tools.doctor", "tools.products", "watch"}

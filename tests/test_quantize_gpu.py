@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deep_tile import cast as kernels
+from deep_tile import quantize
 from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
 
 pytestmark = pytest.mark.gpu
@@ -166,9 +167,24 @@ def test_graph_replays_what_was_captured(cast):
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_capture_refuses_a_kernel_that_is_not_loaded(monkeypatch):
     monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(quantize, "_launches", {})
     x = random_matrix(4, 128)
     with pytest.raises(RuntimeError, match="not loaded yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         per_token_cast_to_fp8(x)
+
+
+@CASTS
+def test_warm_cast_finds_its_launch(cast, monkeypatch):
+    """It is one call into C, and the kernel writes what it writes by the other ways."""
+    x, y = random_matrix(130, 264), random_matrix(130, 264, seed=7)
+    out, scale = cast(x)
+    wanted, wanted_scale = cast(y.cpu())
+    cast(x, out=out, scale_out=scale)
+    if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        monkeypatch.setattr(kernels, "prepare_launch", lambda *ignored: pytest.fail("prepared anew"))
+        monkeypatch.setattr(quantize, "_cast", lambda *ignored: pytest.fail("went through Python"))
+    cast(y, out=out, scale_out=scale)
+    assert torch.equal(codes(out.cpu()), codes(wanted)) and torch.equal(scale.cpu(), wanted_scale)
 
 
 @CASTS

@@ -7,7 +7,16 @@ from helpers import check_gemm, make_operands
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from deep_tile import _launcher, api, dequantize, fp8_gemm, prepare, tensors
+from deep_tile import (
+    _launcher,
+    dequantize,
+    fp8_gemm,
+    launches,
+    per_block_cast_to_fp8,
+    per_token_cast_to_fp8,
+    prepare,
+    tensors,
+)
 
 SCALE = torch.ones(5, 3)
 READABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
@@ -64,8 +73,8 @@ def test_without_keys_c_reads_nothing(monkeypatch):
     monkeypatch.setattr(tensors, "_IMPLEMENTATION_BYTES", 8)
     assert tensors.find_keys() is None
     registered = []
-    monkeypatch.setattr(api._launcher, "read_tensors_of", lambda *arguments: registered.append(arguments))
-    api._teach_launcher()
+    monkeypatch.setattr(launches._launcher, "read_tensors_of", lambda *arguments: registered.append(arguments))
+    launches.teach_launcher()
     assert not registered
 
 
@@ -92,6 +101,15 @@ def test_inside_modes():
         pytest.raises(RuntimeError, match="out cannot be allocated: call outside of FakeTensorMode, or pass out"),
     ):
         fp8_gemm(*OPERANDS)
+    x = torch.ones(5, 300)
+    for cast in (per_token_cast_to_fp8, per_block_cast_to_fp8):
+        out, scale_out = cast(x)
+        for given, missing in (({}, "out"), ({"scale_out": scale_out}, "out"), ({"out": out}, "scale_out")):
+            with (
+                FakeTensorMode(),
+                pytest.raises(RuntimeError, match=f"{missing} cannot be allocated: .* pass {missing}"),
+            ):
+                cast(x, **given)
     with FlopCounterMode(display=False):
         assert prepare(*OPERANDS)(*OPERANDS[:2]).shape == fp8_gemm(*OPERANDS).shape
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(TypeError, match="out is a FakeTensor"):

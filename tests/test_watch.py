@@ -126,9 +126,9 @@ config, m, n, k = GemmConfig(64, 32, 2, b_stages=3), 64, 96, 128  # takes_k() re
 a, b = (torch.zeros(rows, k, device="cuda", dtype=torch.uint8) for rows in (m, n))
 scales = torch.ones(m, 1, device="cuda")
 out = torch.zeros(m, n, device="cuda", dtype=torch.bfloat16)
-layout = plan.Layout(k, k, n, (1, 1), (1, 1))
+layout = plan.Layout(k, k, n, (1, 1), (1, 1), True)
 launch = plan.prepare_launch(GemmProblem(m, n, k, 1), config, layout, 0, pdl=False, constant_weights=False)
-_launcher.launch(launch, a.data_ptr(), scales.data_ptr(), b.data_ptr(), scales.data_ptr(), out.data_ptr(), 0)
+_launcher.launch(launch, tuple(x.data_ptr() for x in (a, scales, b, scales, out)), 0)
 try:
     torch.cuda.synchronize()
     print("did not hang")

@@ -7,42 +7,62 @@ they can take a preset's place. Needs a Hopper GPU and imports torch. A few seco
 import random
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any
 
 import torch
 
-from deep_tile import jit
+from deep_tile import _launcher, jit, launches
+from deep_tile.params import Field, Params
 from deep_tile.select.hardware import Hardware, for_device
 from deep_tile.select.streaming import WARP, derive_elementwise
 from deep_tile.tools import timing
 
-SOURCE = r"""
-extern "C" __global__ void read_all(const uint4 *data, long long count, long long passes, unsigned *out)
+READ = Params(
+    "ReadParams",
+    Field("data", "const uint4*"),
+    Field("out", "unsigned*"),
+    Field("count", "long long", "of data"),
+    Field("passes", "long long"),
+)
+CHASE = Params(
+    "ChaseParams",
+    Field("next", "const long long*", "where the one after each lies"),
+    Field("out", "long long*"),
+    Field("first", "long long"),
+    Field("steps", "long long"),
+)
+
+SOURCE = (
+    READ.text
+    + CHASE.text
+    + r"""
+extern "C" __global__ void read_all(const __grid_constant__ ReadParams params)
 {
-    const long long step = (long long)gridDim.x * blockDim.x;
+    const long long step = (long long)gridDim.x * blockDim.x, count = params.count;
     const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     unsigned sum = 0;
-    for (long long pass = 0; pass < passes; ++pass)
+    for (long long pass = 0; pass < params.passes; ++pass)
         for (long long i = first; i < count; i += 4 * step) {
             uint4 loaded[4];  // all four are under way before the first is used
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                loaded[j] = i + j * step < count ? __ldcg(data + i + j * step) : make_uint4(0, 0, 0, 0);
+                loaded[j] = i + j * step < count ? __ldcg(params.data + i + j * step) : make_uint4(0, 0, 0, 0);
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 sum ^= loaded[j].x ^ loaded[j].y ^ loaded[j].z ^ loaded[j].w;
         }
     if (sum == 0x9e3779b9)  // never worth storing, always worth reading
-        *out = sum;
+        *params.out = sum;
 }
 
-extern "C" __global__ void chase(const long long *next, long long at, long long steps, long long *out)
+extern "C" __global__ void chase(const __grid_constant__ ChaseParams params)
 {
-    for (long long i = 0; i < steps; ++i)
-        at = __ldcg(next + at);
-    *out = at;
+    long long at = params.first;
+    for (long long i = 0; i < params.steps; ++i)
+        at = __ldcg(params.next + at);
+    *params.out = at;
 }
 """
+)
 """L1 is passed by. A chased address depends on the one before, so that one read is under way at a time."""
 
 REPEATS = 10
@@ -99,8 +119,8 @@ class _Measurements:
         threads, count = walls.warps * WARP, size_bytes // 16
 
         def read_us(elements: int, times: int) -> float:
-            arguments = (data.data_ptr(), elements, times, out.data_ptr())
-            return self._median_us(lambda: self._launch("read_all", walls.grid, threads, *arguments))
+            launch = self._prepare("read_all", READ, walls.grid, threads, count=elements, passes=times)
+            return self._median_us(lambda: launches.launch(launch, data, out))
 
         short = (count // 2, passes) if passes == 1 else (count, passes // 2)
         longer_us = read_us(count, passes) - read_us(*short)
@@ -117,7 +137,8 @@ class _Measurements:
         def chase_us(steps: int) -> float:
             def call() -> None:  # each begins elsewhere: the lines of the last one are in L2
                 first = random.randrange(lines) * words
-                self._launch("chase", 1, 1, following.data_ptr(), first, steps, out.data_ptr())
+                launch = self._prepare("chase", CHASE, 1, 1, first=first, steps=steps)
+                launches.launch(launch, following, out)
 
             return self._median_us(call)
 
@@ -136,19 +157,25 @@ class _Measurements:
         return torch.zeros(size_bytes // 8, dtype=torch.int64, device="cuda")
 
     @cached_property
-    def _kernels(self) -> dict[str, Any]:
-        with jit.import_lock:
-            from cuda.core import Device, ObjectCode
-        Device(torch.cuda.current_device()).set_current()
-        code = ObjectCode.from_cubin(jit.load_cubin(SOURCE, "measure"), name="measure")
-        return {name: code.get_kernel(name) for name in ("read_all", "chase")}
+    def _kernels(self) -> dict[str, _launcher.Kernel]:
+        cubin, device = jit.load_cubin(SOURCE, "measure"), torch.cuda.current_device()
+        return {name: _launcher.load(cubin, name, 0, device) for name in ("read_all", "chase")}
 
-    def _launch(self, name: str, grid: int, threads: int, *arguments: int) -> None:
-        """All parameters have 8 bytes, as cuda.core passes an int."""
-        from cuda.core import LaunchConfig, Stream, launch
-
-        stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
-        launch(stream, LaunchConfig(grid=grid, block=threads), self._kernels[name], *arguments)
+    def _prepare(self, kernel: str, params: Params, grid: int, threads: int, **numbers: int) -> _launcher.Launch:
+        """A launch of the kernel's two tensors: its first pointer's, and `out`."""
+        names = tuple(field.name for field in params.fields if field.is_pointer)
+        return _launcher.prepare(
+            self._kernels[kernel],
+            grid=grid,
+            cluster=1,
+            threads=threads,
+            params=params.pack(**numbers),
+            names=names,
+            pointers=params.pointers(names),
+            maps=(),
+            fixed_maps=(),
+            pdl=False,
+        )
 
     @staticmethod
     def _median_us(call: Callable[[], object], repeats: int = REPEATS) -> float:

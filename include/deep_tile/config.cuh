@@ -2,9 +2,10 @@
 //
 // Python decides and derives every number (deep_tile/config.py says what each means); codegen.py writes them as
 // `constexpr GemmConfig config = {...}`. Nothing is computed twice: this side only asserts.
+//
+// Before all headers stands the struct of the kernel's argument, such as GemmParams, which codegen.py writes from the
+// table in deep_tile/params.py: sizes, strides, addresses and tensor maps (TensorMap) of one launch.
 #pragma once
-
-#include "params.h"
 
 namespace deep_tile {
 

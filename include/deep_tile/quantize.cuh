@@ -35,17 +35,6 @@ namespace deep_tile {
 
 using i64 = long long;
 
-// Strides in elements; columns of x and out are adjacent.
-struct CastParams {
-    const void* x;
-    u8* out;
-    float* scale;
-    i64 rows, columns, x_stride, out_stride;
-    i64 scale_stride_row, scale_stride_column;
-    bool aligned;  // x may be read, and out written, in whole vectors; rows end with one
-    float amax_floor;
-};
-
 // Formats of x: what a word of one or two elements holds. Magnitudes are compared as integers, which orders finite
 // values, infinity and NaN, in this order; so NaN comes through.
 

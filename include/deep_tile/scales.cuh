@@ -10,7 +10,7 @@
 
 namespace deep_tile {
 
-// Whether TMA copies the scales of the tile's rows: if they lie side by side, those of a whole tile. The launcher says
+// Whether TMA copies the scales of the tile's rows: if they lie side by side, those of a whole tile. The host says
 // whether they do, beside sizes that are read first anyway: the first request waits for whatever must be read before it.
 template <GemmConfig config>
 __device__ __forceinline__ bool scales_in_bulk(const GemmParams& params, Tile<config> tile) {

@@ -1,0 +1,743 @@
+/* deep_tile._launcher: load a cubin, prepare a launch, launch it.
+ *
+ * Called by plan.py, cast.py, launches.py, quantize.py and api.py. Each step does what the next one need not repeat:
+ *
+ *   load(cubin, ...)     -> Kernel   once per kernel and device: may take milliseconds
+ *   prepare(kernel, ...) -> Launch   once per problem: checks every number, encodes the tensor maps
+ *
+ * and each call copies the parameters to the stack, puts its addresses into them and launches, leaving nothing behind:
+ *
+ *   launch_known(table, options, tensors) finds the Launch by the call's options and the tensors' signature
+ *   launch(prepared, addresses, stream)   whatever the tensors are
+ *
+ * It knows no operation: parameters are bytes, tensors are numbers, and where in the bytes which address goes is said
+ * by whoever prepares (deep_tile/params.py).
+ */
+#include "launcher.h"
+
+#include <elf.h>
+#include <limits.h>
+#include <stddef.h>
+#include <string.h>
+#include <structmember.h>
+
+enum { MAX_PARAMS_BYTES = 4096, MAX_PATCHES = 16, MAX_MAP_RANK = 5 };
+
+/* --------------------------------------------------------------------------------------------------- the types ---- */
+
+/* A kernel loaded on one device. Its library is never unloaded: kernels are a finite set, and at interpreter exit the
+ * driver may be gone before its last Kernel; leaking a library then is better than a crash. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *name;
+    DriverContext context; /* the device's primary context, which torch uses too */
+    DriverFunction function;
+    int device;
+    int smem_bytes;
+} Kernel;
+
+/* Where in the parameters the address of which tensor goes. */
+typedef struct {
+    uint16_t offset;
+    uint8_t tensor;
+} Patch;
+
+/* All of a launch but the addresses. */
+typedef struct {
+    PyObject_VAR_HEAD
+    Kernel *kernel;
+    PyObject *names; /* of the tensors, for messages: a tuple of str */
+    bool pdl;
+    bool needs_alignment[MAX_TENSORS]; /* a map has the tensor's address */
+    uint8_t tensor_count, pointer_count, map_count;
+    uint16_t params_bytes;
+    unsigned grid, cluster, threads;
+    Patch pointers[MAX_PATCHES], maps[MAX_PATCHES];
+    unsigned char params[]; /* with maps encoded, and all addresses yet to come */
+} Launch;
+
+enum { KERNEL, LAUNCH, TYPES };
+
+typedef struct {
+    PyTypeObject *types[TYPES];
+    TensorTypes tensor_types;
+} ModuleState;
+
+static void free_object(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc free_memory = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    free_memory(self);
+    Py_DECREF(type); /* instances of heap types own a reference to their type */
+}
+
+static void kernel_dealloc(PyObject *self)
+{
+    Py_XDECREF(((Kernel *)self)->name);
+    free_object(self);
+}
+
+static void launch_dealloc(PyObject *self)
+{
+    Py_XDECREF((PyObject *)((Launch *)self)->kernel);
+    Py_XDECREF(((Launch *)self)->names);
+    free_object(self);
+}
+
+/* -------------------------------------------------------------------------------------------------------- load ---- */
+
+/* Whether `size` bytes hold all that the ELF header speaks of. The driver is told no size and would read on. */
+static bool is_whole_cubin(const char *cubin, Py_ssize_t size)
+{
+    Elf64_Ehdr header;
+    if (size < (Py_ssize_t)sizeof header || memcmp(cubin, ELFMAG, SELFMAG) != 0)
+        return false;
+    memcpy(&header, cubin, sizeof header);
+    uint64_t available = (uint64_t)size;
+    uint64_t sections_bytes = (uint64_t)header.e_shnum * header.e_shentsize;
+    uint64_t segments_bytes = (uint64_t)header.e_phnum * header.e_phentsize;
+    return header.e_shoff <= available && sections_bytes <= available - header.e_shoff &&
+           header.e_phoff <= available && segments_bytes <= available - header.e_phoff;
+}
+
+/* Loads now: nothing is left for a later launch to do, which may be captured in a graph. The primary context is
+ * retained and never released, as the library in it is never unloaded. */
+static void load_on_device(Failure *failure, Kernel *kernel, const char *cubin, const char *name)
+{
+    int device;
+    bool pushed;
+    DriverLibrary library;
+    DriverKernel handle;
+    if (!CALL(failure, cuInit, 0) || !CALL(failure, cuDeviceGet, &device, kernel->device) ||
+        !CALL(failure, cuDevicePrimaryCtxRetain, &kernel->context, device) ||
+        !enter_context(failure, kernel->context, &pushed))
+        return;
+    /* With no options given the driver keeps its own copy of the cubin. */
+    (void)(CALL(failure, cuLibraryLoadData, &library, cubin, NULL, NULL, 0, NULL, NULL, 0) &&
+           CALL(failure, cuLibraryGetKernel, &handle, library, name) &&
+           CALL(failure, cuKernelSetAttribute, FUNC_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel->smem_bytes, handle,
+                device) &&
+           CALL(failure, cuKernelGetFunction, &kernel->function, handle));
+    leave_context(failure, pushed);
+}
+
+PyDoc_STRVAR(load_doc, "load(cubin: bytes, name: str, smem_bytes: int, device: int) -> Kernel\n"
+                       "\n"
+                       "Load kernel `name` on GPU `device`, with `smem_bytes` of dynamic shared memory per block.\n"
+                       "Raises ValueError for a torn cubin or a negative number, RuntimeError for whatever the driver\n"
+                       "refuses. The GIL is released meanwhile.");
+
+static PyObject *load(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"cubin", "name", "smem_bytes", "device", NULL};
+    PyObject *cubin, *name;
+    int smem_bytes, device;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "SUii:load", keywords, &cubin, &name, &smem_bytes, &device))
+        return NULL;
+    const char *code = PyBytes_AsString(cubin);
+    if (!is_whole_cubin(code, PyBytes_Size(cubin)))
+        return PyErr_Format(PyExc_ValueError, "load: cubin is no whole ELF file (%zd bytes); compile %U again",
+                            PyBytes_Size(cubin), name);
+    if (smem_bytes < 0 || device < 0)
+        return PyErr_Format(PyExc_ValueError, "load: smem_bytes is %d and device is %d, want neither negative",
+                            smem_bytes, device);
+    const char *name_text = PyUnicode_AsUTF8AndSize(name, NULL);
+    if (name_text == NULL || !require_driver())
+        return NULL;
+
+    const ModuleState *state = PyModule_GetState(module);
+    Kernel *kernel = (Kernel *)PyType_GenericAlloc(state->types[KERNEL], 0);
+    if (kernel == NULL)
+        return NULL;
+    Py_INCREF(name);
+    kernel->name = name;
+    kernel->smem_bytes = smem_bytes;
+    kernel->device = device;
+
+    Failure failure = {NULL, 0};
+    Py_BEGIN_ALLOW_THREADS
+    load_on_device(&failure, kernel, code, name_text);
+    Py_END_ALLOW_THREADS
+    if (failure.call == NULL)
+        return (PyObject *)kernel;
+    raise_failure(&failure, name);
+    Py_DECREF((PyObject *)kernel);
+    return NULL;
+}
+
+/* ----------------------------------------------------------------------------------------------------- prepare ---- */
+
+/* What a number must be: within limits, and a multiple of `step`. */
+typedef struct {
+    const char *name;
+    long long low, high, step;
+} Field;
+
+/* Reads `value`; ValueError or TypeError names the field, and the entry of the list that it is of, if any. */
+static bool read_number(PyObject *value, Field field, const char *list, int index, long long *number)
+{
+    int overflow = 0;
+    *number = PyLong_AsLongLongAndOverflow(value, &overflow);
+    PyObject *error = PyErr_Occurred() ? PyExc_TypeError : PyExc_ValueError;
+    bool within = overflow == 0 && *number >= field.low && *number <= field.high && *number % field.step == 0;
+    if (error == PyExc_ValueError && within)
+        return true;
+    char place[32] = "", step[48] = "";
+    if (list != NULL)
+        PyOS_snprintf(place, sizeof place, "%s[%d].", list, index);
+    if (field.step != 1)
+        PyOS_snprintf(step, sizeof step, ", a multiple of %lld", field.step);
+    PyErr_Format(error, "prepare: %s%s is %R, want an int from %lld to %lld%s", place, field.name, value, field.low,
+                 field.high, step);
+    return false;
+}
+
+/* Reads a map's tuple of a number for each of `count` dimensions. */
+static bool read_dimensions(PyObject *given, Py_ssize_t count, Field field, const char *list, int index,
+                            uint64_t numbers[])
+{
+    if (PyTuple_Size(given) != count) {
+        PyErr_Format(PyExc_ValueError, "prepare: %s[%d].%s is %R, want %zd ints", list, index, field.name, given,
+                     count);
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        long long number;
+        if (!read_number(PyTuple_GetItem(given, i), field, list, index, &number))
+            return false;
+        numbers[i] = (uint64_t)number;
+    }
+    return true;
+}
+
+/* A tensor map, in the driver's numbers. Those of dimensions begin with the inner one, which has no stride. `owner` is
+ * whose address it has: the number of a tensor, or of a fixed map that address. */
+typedef struct {
+    long long offset, owner, element, swizzle, l2_promotion;
+    Py_ssize_t rank;
+    uint64_t sizes[MAX_MAP_RANK], strides_bytes[MAX_MAP_RANK], box[MAX_MAP_RANK];
+} MapLayout;
+
+static bool check_box(const char *list, int index, const MapLayout *map)
+{
+    static const unsigned char element_bytes[MAP_ELEMENTS] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
+    const int bytes = (int)map->box[0] * element_bytes[map->element];
+    const int most = map->swizzle == MAP_SWIZZLE_NONE ? INT_MAX : 16 << map->swizzle;
+    if (bytes % 16 == 0 && bytes <= most)
+        return true;
+    PyErr_Format(PyExc_ValueError, "prepare: %s[%d].box has rows of %d bytes, want a multiple of 16, at most %d", list,
+                 index, bytes, most);
+    return false;
+}
+
+/* Reads a map and where it goes, within TMA's own limits. */
+static bool read_map(PyObject *given, const Launch *launch, Field owner, const char *list, int index, MapLayout *map)
+{
+    const Field offsets = {"offset", 0, launch->params_bytes - MAP_BYTES, MAP_ALIGNMENT_BYTES};
+    PyObject *offset, *whose, *element, *sizes, *strides, *box, *swizzle, *l2;
+    if (!PyArg_Parse(given,
+                     "(OOOO!O!O!OO);prepare: want maps that are tuples (offset, tensor or address, element, sizes, "
+                     "strides_bytes, box, swizzle, l2_promotion), of which sizes, strides_bytes and box are tuples",
+                     &offset, &whose, &element, &PyTuple_Type, &sizes, &PyTuple_Type, &strides, &PyTuple_Type, &box,
+                     &swizzle, &l2))
+        return false;
+    const Py_ssize_t rank = PyTuple_Size(sizes);
+    map->rank = rank < 1 ? 1 : rank > MAX_MAP_RANK ? MAX_MAP_RANK : rank;
+    return read_number(offset, offsets, list, index, &map->offset) &&
+           read_number(whose, owner, list, index, &map->owner) &&
+           read_number(element, (Field){"element", 0, MAP_ELEMENTS - 1, 1}, list, index, &map->element) &&
+           read_dimensions(sizes, map->rank, (Field){"sizes", 1, 1LL << 32, 1}, list, index, map->sizes) &&
+           read_dimensions(strides, map->rank - 1, (Field){"strides_bytes", 16, (1LL << 40) - 16, 16}, list, index,
+                           map->strides_bytes) &&
+           read_dimensions(box, map->rank, (Field){"box", 1, 256, 1}, list, index, map->box) &&
+           read_number(swizzle, (Field){"swizzle", 0, MAP_SWIZZLE_128B, 1}, list, index, &map->swizzle) &&
+           read_number(l2, (Field){"l2_promotion", 0, MAP_L2_PROMOTION_256B, 1}, list, index, &map->l2_promotion) &&
+           check_box(list, index, map);
+}
+
+/* Encodes in the current context; launching puts another address in, unless the map is a fixed one. */
+static bool encode_map(Failure *failure, const MapLayout *map, uintptr_t address, unsigned char *params)
+{
+    static const uint32_t element_steps[MAX_MAP_RANK] = {1, 1, 1, 1, 1};
+    _Alignas(MAP_ALIGNMENT_BYTES) unsigned char encoded[MAP_BYTES];
+    uint32_t box[MAX_MAP_RANK];
+    for (Py_ssize_t i = 0; i < map->rank; i++)
+        box[i] = (uint32_t)map->box[i];
+    if (!CALL(failure, cuTensorMapEncodeTiled, (struct CUtensorMap_st *)encoded, (unsigned)map->element,
+              (uint32_t)map->rank, (void *)address, map->sizes, map->strides_bytes, box, element_steps,
+              MAP_INTERLEAVE_NONE, (unsigned)map->swizzle, (unsigned)map->l2_promotion, MAP_OOB_FILL_ZEROS))
+        return false;
+    memcpy(params + map->offset, encoded, sizeof encoded);
+    return true;
+}
+
+static bool add_pointers(Launch *launch, PyObject *pointers)
+{
+    const Field offsets = {"offset", 0, launch->params_bytes - (int)sizeof(void *), sizeof(void *)};
+    const Field tensors = {"tensor", 0, launch->tensor_count - 1, 1};
+    launch->pointer_count = (uint8_t)PyTuple_Size(pointers);
+    for (int i = 0; i < launch->pointer_count; i++) {
+        PyObject *offset, *tensor;
+        long long at, number;
+        if (!PyArg_Parse(PyTuple_GetItem(pointers, i), "(OO);prepare: want pointers that are tuples (offset, tensor)",
+                         &offset, &tensor) ||
+            !read_number(offset, offsets, "pointers", i, &at) || !read_number(tensor, tensors, "pointers", i, &number))
+            return false;
+        launch->pointers[i] = (Patch){(uint16_t)at, (uint8_t)number};
+    }
+    return true;
+}
+
+/* Reads the maps and encodes them, in the kernel's context. */
+static bool add_maps(Launch *launch, PyObject *maps, PyObject *fixed_maps)
+{
+    const Field tensor = {"tensor", 0, launch->tensor_count - 1, 1};
+    const Field address = {"address", TMA_ALIGNMENT_BYTES, LLONG_MAX, TMA_ALIGNMENT_BYTES};
+    const uintptr_t any_aligned_address = MAP_BYTES;
+    const int count = (int)PyTuple_Size(maps), fixed_count = (int)PyTuple_Size(fixed_maps);
+    MapLayout layouts[2 * MAX_PATCHES];
+    for (int i = 0; i < count; i++) {
+        if (!read_map(PyTuple_GetItem(maps, i), launch, tensor, "maps", i, &layouts[i]))
+            return false;
+        launch->maps[i] = (Patch){(uint16_t)layouts[i].offset, (uint8_t)layouts[i].owner};
+        launch->needs_alignment[layouts[i].owner] = true;
+    }
+    launch->map_count = (uint8_t)count;
+    for (int i = 0; i < fixed_count; i++)
+        if (!read_map(PyTuple_GetItem(fixed_maps, i), launch, address, "fixed_maps", i, &layouts[count + i]))
+            return false;
+    Failure failure = {NULL, 0};
+    bool pushed, done = enter_context(&failure, launch->kernel->context, &pushed);
+    for (int i = 0; i < count + fixed_count && done; i++)
+        done = encode_map(&failure, &layouts[i], i < count ? any_aligned_address : (uintptr_t)layouts[i].owner,
+                          launch->params);
+    leave_context(&failure, pushed);
+    if (failure.call != NULL)
+        raise_failure(&failure, launch->kernel->name);
+    return failure.call == NULL;
+}
+
+/* A launch that has all but the places where addresses go. NULL with an exception set. */
+static Launch *new_launch(const ModuleState *state, PyObject *kernel, PyObject *names, PyObject *params)
+{
+    const Py_ssize_t tensors = PyTuple_Size(names), bytes = PyBytes_Size(params);
+    bool right_names = tensors >= 1 && tensors <= MAX_TENSORS;
+    for (Py_ssize_t i = 0; i < tensors && right_names; i++)
+        right_names = PyUnicode_Check(PyTuple_GetItem(names, i));
+    if (Py_TYPE(kernel) != state->types[KERNEL])
+        PyErr_Format(PyExc_TypeError, "prepare: kernel is %R, want the Kernel that load() returned", kernel);
+    else if (!right_names)
+        PyErr_Format(PyExc_ValueError, "prepare: names is %R, want 1 to %d str, one per tensor", names, MAX_TENSORS);
+    else if (bytes < 1 || bytes > MAX_PARAMS_BYTES)
+        PyErr_Format(PyExc_ValueError, "prepare: params has %zd bytes, want 1 to %d", bytes, MAX_PARAMS_BYTES);
+    Launch *launch = PyErr_Occurred() ? NULL : (Launch *)PyType_GenericAlloc(state->types[LAUNCH], bytes);
+    if (launch == NULL)
+        return NULL;
+    Py_INCREF(kernel);
+    Py_INCREF(names);
+    launch->kernel = (Kernel *)kernel;
+    launch->names = names;
+    launch->tensor_count = (uint8_t)tensors;
+    launch->params_bytes = (uint16_t)bytes;
+    memcpy(launch->params, PyBytes_AsString(params), (size_t)bytes);
+    return launch;
+}
+
+PyDoc_STRVAR(prepare_doc,
+             "prepare(kernel, *, grid, cluster, threads, params, names, pointers, maps, fixed_maps, pdl) -> Launch\n"
+             "\n"
+             "Everything about a launch but the addresses of its tensors.\n"
+             "\n"
+             "grid, cluster: blocks, and blocks per cluster; threads: per block. params: the kernel's one argument,\n"
+             "at most 4096 bytes. names: of 1 to 8 tensors; elsewhere they are told by their number. pointers:\n"
+             "(offset, tensor) for each place in params where a tensor's address goes. maps: (offset, tensor,\n"
+             "element, sizes, strides_bytes, box, swizzle, l2_promotion) for each where a tensor map of 128 bytes\n"
+             "goes, in the driver's numbers; sizes and box begin with the inner dimension, which has no stride.\n"
+             "fixed_maps: as maps, with an address that stays instead of the tensor. pdl: a programmatic launch.\n"
+             "\n"
+             "Raises ValueError or TypeError naming the field, what was seen and what is wanted, RuntimeError for\n"
+             "whatever the driver refuses.");
+
+static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"",         "grid", "cluster",    "threads", "params", "names",
+                               "pointers", "maps", "fixed_maps", "pdl",     NULL};
+    PyObject *kernel, *grid, *cluster, *threads, *params, *names, *pointers, *maps, *fixed;
+    int pdl;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$OOOSO!O!O!O!p:prepare", keywords, &kernel, &grid, &cluster,
+                                     &threads, &params, &PyTuple_Type, &names, &PyTuple_Type, &pointers,
+                                     &PyTuple_Type, &maps, &PyTuple_Type, &fixed, &pdl))
+        return NULL;
+    if (PyTuple_Size(pointers) > MAX_PATCHES || PyTuple_Size(maps) > MAX_PATCHES || PyTuple_Size(fixed) > MAX_PATCHES)
+        return PyErr_Format(PyExc_ValueError, "prepare: got %zd pointers, %zd maps and %zd fixed_maps, want at most %d",
+                            PyTuple_Size(pointers), PyTuple_Size(maps), PyTuple_Size(fixed), MAX_PATCHES);
+    long long blocks, cluster_blocks, block_threads;
+    if (!read_number(cluster, (Field){"cluster", 1, 8, 1}, NULL, 0, &cluster_blocks) ||
+        !read_number(grid, (Field){"grid", 1, INT_MAX, cluster_blocks}, NULL, 0, &blocks) ||
+        !read_number(threads, (Field){"threads", 1, 1024, 1}, NULL, 0, &block_threads))
+        return NULL;
+    Launch *launch = new_launch(PyModule_GetState(module), kernel, names, params);
+    if (launch == NULL)
+        return NULL;
+    launch->grid = (unsigned)blocks;
+    launch->cluster = (unsigned)cluster_blocks;
+    launch->threads = (unsigned)block_threads;
+    launch->pdl = pdl != 0;
+    if (add_pointers(launch, pointers) && add_maps(launch, maps, fixed))
+        return (PyObject *)launch;
+    Py_DECREF((PyObject *)launch);
+    return NULL;
+}
+
+/* ------------------------------------------------------------------------------------------------------ launch ---- */
+
+/* Whether a kernel can use the address of tensor number `tensor`. Null is the address of a tensor without memory: a
+ * kernel that touches it kills the context. ValueError if not. */
+static bool check_address(const Launch *launch, int tensor, uintptr_t address)
+{
+    const int remainder = (int)(address % TMA_ALIGNMENT_BYTES);
+    if (address != 0 && (remainder == 0 || !launch->needs_alignment[tensor]))
+        return true;
+    PyObject *name = PyTuple_GetItem(launch->names, tensor);
+    if (address == 0)
+        PyErr_Format(PyExc_ValueError,
+                     "launch: the address of %U is 0, want that of memory: pass a tensor whose storage is allocated",
+                     name);
+    else
+        PyErr_Format(PyExc_ValueError, "launch: the address of %U is %d modulo %d, want a multiple of %d for TMA", name,
+                     remainder, TMA_ALIGNMENT_BYTES, TMA_ALIGNMENT_BYTES);
+    return false;
+}
+
+static bool fill_params(Failure *failure, unsigned char *params, const Launch *launch, const uintptr_t addresses[])
+{
+    memcpy(params, launch->params, launch->params_bytes);
+    for (int i = 0; i < launch->pointer_count; i++)
+        memcpy(params + launch->pointers[i].offset, &addresses[launch->pointers[i].tensor], sizeof addresses[0]);
+    for (int i = 0; i < launch->map_count; i++)
+        if (!CALL(failure, cuTensorMapReplaceAddress, (struct CUtensorMap_st *)(params + launch->maps[i].offset),
+                  (void *)addresses[launch->maps[i].tensor]))
+            return false;
+    return true;
+}
+
+/* Launches in the current context. Everything lies on the stack: threads may launch at the same time. */
+static void launch_here(Failure *failure, const Launch *launch, const uintptr_t addresses[], uintptr_t stream)
+{
+    _Alignas(MAP_ALIGNMENT_BYTES) unsigned char params[MAX_PARAMS_BYTES];
+    if (!fill_params(failure, params, launch, addresses))
+        return;
+    LaunchAttribute attributes[2];
+    unsigned attribute_count = 0;
+    if (launch->cluster > 1)
+        attributes[attribute_count++] =
+            (LaunchAttribute){.id = LAUNCH_CLUSTER_DIMENSION, .value.cluster_dim = {launch->cluster, 1, 1}};
+    if (launch->pdl)
+        attributes[attribute_count++] = (LaunchAttribute){.id = LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION,
+                                                          .value.programmatic_stream_serialization = 1};
+    const LaunchConfig config = {
+        .grid_x = launch->grid, .grid_y = 1, .grid_z = 1,
+        .block_x = launch->threads, .block_y = 1, .block_z = 1,
+        .smem_bytes = (unsigned)launch->kernel->smem_bytes, .stream = (DriverStream)stream,
+        .attributes = attributes, .attribute_count = attribute_count,
+    };
+    void *arguments[] = {params};
+    (void)CALL(failure, cuLaunchKernelEx, (const struct CUlaunchConfig_st *)&config, launch->kernel->function,
+               arguments, NULL);
+}
+
+/* What every way to launch ends in. The caller owns `launch` meanwhile. False with an exception set if it fails. */
+static bool launch_at(const Launch *launch, const uintptr_t addresses[], uintptr_t stream)
+{
+    for (int i = 0; i < launch->tensor_count; i++)
+        if (!check_address(launch, i, addresses[i]))
+            return false;
+    Failure failure = {NULL, 0};
+    bool pushed;
+    /* A launch blocks while the stream's queue is full, and what the GPU waits for may be a callback that needs the
+     * GIL; so it is released, as torch does. */
+    Py_BEGIN_ALLOW_THREADS
+    if (enter_context(&failure, launch->kernel->context, &pushed)) {
+        launch_here(&failure, launch, addresses, stream);
+        leave_context(&failure, pushed);
+    }
+    Py_END_ALLOW_THREADS
+    if (failure.call == NULL)
+        return true;
+    raise_failure(&failure, launch->kernel->name);
+    return false;
+}
+
+/* Reads a 64-bit address: that of a tensor, or of the stream where `name` is NULL. */
+static bool read_address(PyObject *given, PyObject *name, uintptr_t *address)
+{
+    *address = (uintptr_t)PyLong_AsUnsignedLongLong(given);
+    if (*address != UINTPTR_MAX || !PyErr_Occurred())
+        return true;
+    PyErr_Format(PyExc_TypeError, "launch: %V is %R, want an address (an int of 64 bits, not negative)", name, "stream",
+                 given);
+    return false;
+}
+
+/* `prepared` as a Launch of `count` tensors; NULL with TypeError set when it is none. Borrowed. */
+static Launch *as_launch(const ModuleState *state, PyObject *prepared, Py_ssize_t count, const char *call)
+{
+    if (Py_TYPE(prepared) != state->types[LAUNCH]) {
+        PyErr_Format(PyExc_TypeError, "%s: prepared is %R, want the Launch that prepare() returned", call, prepared);
+        return NULL;
+    }
+    Launch *launch = (Launch *)prepared;
+    if (launch->tensor_count == count)
+        return launch;
+    PyErr_Format(PyExc_TypeError, "%s: got %zd tensors, want %d: %R", call, count, launch->tensor_count, launch->names);
+    return NULL;
+}
+
+PyDoc_STRVAR(launch_doc, "launch(prepared, addresses, stream) -> None\n"
+                         "\n"
+                         "Launch on `stream`, an address as an int; `addresses` is a tuple of the tensors'. Raises\n"
+                         "TypeError for what is no address, ValueError for 0 and for one that TMA cannot use (of a\n"
+                         "tensor that has a map: no multiple of 16), RuntimeError for whatever the driver refuses.");
+
+static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 3 || !PyTuple_Check(args[1]))
+        return PyErr_Format(PyExc_TypeError, "launch: want prepared, a tuple of addresses, stream; got %zd arguments",
+                            count);
+    const Launch *prepared = as_launch(PyModule_GetState(module), args[0], PyTuple_Size(args[1]), "launch");
+    if (prepared == NULL)
+        return NULL;
+    uintptr_t addresses[MAX_TENSORS], stream;
+    for (int i = 0; i < prepared->tensor_count; i++)
+        if (!read_address(PyTuple_GetItem(args[1], i), PyTuple_GetItem(prepared->names, i), &addresses[i]))
+            return NULL;
+    if (!read_address(args[2], NULL, &stream) || !launch_at(prepared, addresses, stream))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(read_tensors_of_doc,
+             "read_tensors_of(type, object_offset=0, keys_offset=0, plain=0) -> bool\n"
+             "\n"
+             "Read tensors of exactly this type from now on. False, and they are left to Python, where the type lacks\n"
+             "DLPack's C exchange API. Raises ValueError for more types than there is room for.\n"
+             "\n"
+             "plain: bits of a plain tensor's keys, a word of 64 bits; a tensor with others is left to Python, too.\n"
+             "The address of the object that holds them stands object_offset bytes into the Python object, and they\n"
+             "stand keys_offset bytes into that: the caller vouches for it. 0: tensors of this type have no keys.");
+
+static PyObject *read_tensors_of(PyObject *module, PyObject *args)
+{
+    PyObject *type;
+    KeysPlace keys = {0, 0, 0};
+    unsigned long long plain = 0;
+    if (!PyArg_ParseTuple(args, "O|nnK:read_tensors_of", &type, &keys.object_offset, &keys.keys_offset, &plain))
+        return NULL;
+    keys.plain = plain;
+    const int learnt = learn_tensor_type(&((ModuleState *)PyModule_GetState(module))->tensor_types, type, keys);
+    return learnt < 0 ? NULL : PyBool_FromLong(learnt);
+}
+
+PyDoc_STRVAR(reads_doc, "reads(*tensors) -> bool\n"
+                        "\n"
+                        "Whether every tensor can be read here: it is of a known type, plain, and has memory.");
+
+static PyObject *reads(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const ModuleState *state = PyModule_GetState(module);
+    TensorView view;
+    uintptr_t address;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (!view_tensor(&state->tensor_types, args[i], &view, &address))
+            Py_RETURN_FALSE;
+    Py_RETURN_TRUE;
+}
+
+PyDoc_STRVAR(signature_doc, "signature(*tensors) -> bytes | None\n"
+                            "\n"
+                            "Device, dtypes, shapes, strides, and of each tensor whether it is aligned to 16 bytes.\n"
+                            "None where a tensor cannot be read here, which Python then has to look at.");
+
+static PyObject *signature(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count < 1 || count > MAX_TENSORS)
+        return PyErr_Format(PyExc_TypeError, "signature: got %zd arguments, want 1 to %d tensors", count, MAX_TENSORS);
+    Signature seen;
+    uintptr_t addresses[MAX_TENSORS];
+    if (!read_tensors(&((ModuleState *)PyModule_GetState(module))->tensor_types, args, count, &seen, addresses))
+        Py_RETURN_NONE;
+    return signature_bytes(&seen);
+}
+
+/* Of equal tuples. */
+static bool same_types(PyObject *items, PyObject *others)
+{
+    const Py_ssize_t count = PyTuple_Size(items);
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (Py_TYPE(PyTuple_GetItem(items, i)) != Py_TYPE(PyTuple_GetItem(others, i)))
+            return false;
+    return true;
+}
+
+/* The launches that `table` holds for `options`: NULL where it holds none, and then perhaps with an exception set.
+ * Options that are equal and of other types, like True for 1, have not been checked. Borrowed. */
+static PyObject *find_launches(PyObject *table, PyObject *options)
+{
+    PyObject *entry = PyDict_GetItemWithError(table, options);
+    if (entry == NULL)
+        return NULL;
+    bool is_pair = PyTuple_Check(entry) && PyTuple_Size(entry) == 2;
+    PyObject *known = is_pair ? PyTuple_GetItem(entry, 0) : NULL;
+    PyObject *launches = is_pair ? PyTuple_GetItem(entry, 1) : NULL;
+    if (!is_pair || !PyTuple_Check(known) || PyTuple_Size(known) != PyTuple_Size(options) || !PyDict_Check(launches))
+        return PyErr_Format(PyExc_TypeError, "launch_known: the table holds %R, want a tuple (options, launches)",
+                            entry);
+    return same_types(known, options) ? launches : NULL;
+}
+
+PyDoc_STRVAR(launch_known_doc,
+             "launch_known(table, options, *tensors) -> bool\n"
+             "\n"
+             "Launch what is known for a call of these options and tensors, on the current stream of their device.\n"
+             "The dict `table` holds for every tuple of options (options, launches), and the dict `launches` a Launch\n"
+             "for every signature. False, and nothing has happened, where they hold none, where the options met are\n"
+             "equal but of other types, or where a tensor cannot be read here. Raises as launch() does.");
+
+static PyObject *launch_known(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count < 3 || count > 2 + MAX_TENSORS || !PyDict_Check(args[0]) || !PyTuple_Check(args[1]))
+        return PyErr_Format(PyExc_TypeError,
+                            "launch_known: want a dict, a tuple and 1 to %d tensors; got %zd arguments", MAX_TENSORS,
+                            count);
+    const ModuleState *state = PyModule_GetState(module);
+    Signature seen;
+    uintptr_t addresses[MAX_TENSORS], stream;
+    if (!read_tensors(&state->tensor_types, args + 2, count - 2, &seen, addresses))
+        Py_RETURN_FALSE;
+    PyObject *key = signature_bytes(&seen);
+    if (key == NULL)
+        return NULL;
+    PyObject *launches = find_launches(args[0], args[1]);
+    PyObject *found = launches == NULL ? NULL : PyDict_GetItemWithError(launches, key);
+    Py_DECREF(key);
+    if (found == NULL && !PyErr_Occurred())
+        Py_RETURN_FALSE;
+    Launch *prepared = found == NULL ? NULL : as_launch(state, found, count - 2, "launch_known");
+    if (prepared == NULL)
+        return NULL;
+    Py_INCREF((PyObject *)prepared); /* another thread may drop it while the GIL is released */
+    const bool launched = find_current_stream(&state->tensor_types, args[2], &seen, &stream) &&
+                          launch_at(prepared, addresses, stream);
+    Py_DECREF((PyObject *)prepared);
+    if (!launched)
+        return NULL;
+    Py_RETURN_TRUE;
+}
+
+/* ------------------------------------------------------------------------------------------------------ module ---- */
+
+PyDoc_STRVAR(driver_version_doc, "driver_version() -> int\n"
+                                 "\n"
+                                 "The CUDA version the driver supports, 1000 * major + 10 * minor. RuntimeError when\n"
+                                 "there is no driver.");
+
+static PyObject *driver_version(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    if (!require_driver())
+        return NULL;
+    Failure failure = {NULL, 0};
+    int version;
+    if (!CALL(&failure, cuDriverGetVersion, &version))
+        return raise_failure(&failure, NULL);
+    return PyLong_FromLong(version);
+}
+
+static PyMemberDef kernel_members[] = {
+    {"name", T_OBJECT_EX, offsetof(Kernel, name), READONLY, "the kernel's name"},
+    {"device", T_INT, offsetof(Kernel, device), READONLY, "index of the GPU it is loaded on"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot kernel_slots[] = {
+    {Py_tp_doc, "A kernel loaded on one GPU; made by load()."},
+    {Py_tp_dealloc, kernel_dealloc},
+    {Py_tp_members, kernel_members},
+    {0, NULL},
+};
+
+static PyType_Slot launch_slots[] = {
+    {Py_tp_doc, "All of a launch but the addresses; made by prepare()."},
+    {Py_tp_dealloc, launch_dealloc},
+    {0, NULL},
+};
+
+#define HANDLE(name, bytes, item_bytes, slots)                                                                         \
+    {"deep_tile._launcher." name, bytes, item_bytes,                                                                   \
+     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE, slots}
+
+static PyType_Spec specs[TYPES] = {
+    [KERNEL] = HANDLE("Kernel", sizeof(Kernel), 0, kernel_slots),
+    [LAUNCH] = HANDLE("Launch", offsetof(Launch, params), 1, launch_slots),
+};
+
+static int module_exec(PyObject *module)
+{
+    ModuleState *state = PyModule_GetState(module);
+    for (int i = 0; i < TYPES; i++) {
+        state->types[i] = (PyTypeObject *)PyType_FromModuleAndSpec(module, &specs[i], NULL);
+        if (state->types[i] == NULL || PyModule_AddType(module, state->types[i]) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    ModuleState *state = PyModule_GetState(module);
+    for (int i = 0; i < TYPES; i++)
+        Py_VISIT((PyObject *)state->types[i]);
+    for (int i = 0; i < state->tensor_types.count; i++)
+        Py_VISIT((PyObject *)state->tensor_types.types[i].type);
+    return 0;
+}
+
+static int module_clear(PyObject *module)
+{
+    ModuleState *state = PyModule_GetState(module);
+    for (int i = 0; i < TYPES; i++)
+        Py_CLEAR(state->types[i]);
+    while (state->tensor_types.count > 0)
+        Py_CLEAR(state->tensor_types.types[--state->tensor_types.count].type);
+    return 0;
+}
+
+static PyMethodDef module_methods[] = {
+    {"load", (PyCFunction)(void (*)(void))load, METH_VARARGS | METH_KEYWORDS, load_doc},
+    {"prepare", (PyCFunction)(void (*)(void))prepare, METH_VARARGS | METH_KEYWORDS, prepare_doc},
+    {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, launch_doc},
+    {"read_tensors_of", read_tensors_of, METH_VARARGS, read_tensors_of_doc},
+    {"reads", (PyCFunction)(void (*)(void))reads, METH_FASTCALL, reads_doc},
+    {"signature", (PyCFunction)(void (*)(void))signature, METH_FASTCALL, signature_doc},
+    {"launch_known", (PyCFunction)(void (*)(void))launch_known, METH_FASTCALL, launch_known_doc},
+    {"driver_version", driver_version, METH_NOARGS, driver_version_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};
+
+static struct PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "deep_tile._launcher",
+    .m_doc = "Loads cubins and launches them through the CUDA driver.",
+    .m_size = sizeof(ModuleState),
+    .m_methods = module_methods,
+    .m_slots = module_slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+};
+
+PyMODINIT_FUNC PyInit__launcher(void)
+{
+    return PyModuleDef_Init(&module_definition);
+}

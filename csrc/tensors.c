@@ -1,0 +1,141 @@
+/* Tensors, read through DLPack: their properties, as a signature to compare, and their addresses.
+ *
+ * Called by launch.c. Knows what DLPack says of a tensor, and by a word of the tensor's own that it is plain; judges
+ * none of it: which signatures are right is decided in Python, once for each, and what cannot be read here is left to
+ * Python.
+ */
+#include "launcher.h"
+
+#include <string.h>
+
+/* The first word of a tensor in a signature. */
+typedef struct {
+    TensorDtype dtype;
+    uint16_t rank;
+    uint16_t is_aligned; /* to 16 bytes, so that TMA can use it */
+} TensorHead;
+
+_Static_assert(sizeof(TensorHead) == sizeof(int64_t), "one word, all of which is compared");
+_Static_assert(sizeof(TensorDevice) == sizeof(int64_t), "one word, all of which is compared");
+
+/* The table of `capsule` for the DLPack that we know; NULL, without an exception, when it has none. */
+static const Exchange *find_exchange(PyObject *capsule)
+{
+    const ExchangeHeader *header = PyCapsule_GetPointer(capsule, EXCHANGE_CAPSULE);
+    if (header == NULL)
+        PyErr_Clear();
+    while (header != NULL && header->major != EXCHANGE_MAJOR_VERSION)
+        header = header->older;
+    const Exchange *exchange = (const Exchange *)header;
+    return exchange != NULL && exchange->view != NULL && exchange->current_stream != NULL ? exchange : NULL;
+}
+
+static const TensorType *find_type(const TensorTypes *known, PyObject *tensor)
+{
+    const PyTypeObject *type = Py_TYPE(tensor);
+    for (int i = 0; i < known->count; i++)
+        if (known->types[i].type == type)
+            return &known->types[i];
+    return NULL;
+}
+
+int learn_tensor_type(TensorTypes *known, PyObject *type, KeysPlace keys)
+{
+    if (!PyType_Check(type)) {
+        PyErr_Format(PyExc_TypeError, "read_tensors_of: got %R, want a type", type);
+        return -1;
+    }
+    PyObject *capsule = PyObject_GetAttrString(type, EXCHANGE_ATTRIBUTE);
+    if (capsule == NULL) {
+        PyErr_Clear();
+        return 0;
+    }
+    const Exchange *exchange = find_exchange(capsule);
+    Py_DECREF(capsule); /* by the standard the table lives as long as the process */
+    if (exchange == NULL)
+        return 0;
+    if (known->count == MAX_TENSOR_TYPES) {
+        PyErr_Format(PyExc_ValueError, "read_tensors_of: there is room for %d types", MAX_TENSOR_TYPES);
+        return -1;
+    }
+    Py_INCREF(type);
+    known->types[known->count++] = (TensorType){(PyTypeObject *)type, exchange, keys};
+    return 1;
+}
+
+static bool is_plain(const KeysPlace *place, PyObject *tensor)
+{
+    const char *object;
+    uint64_t keys;
+    if (place->plain == 0)
+        return true;
+    memcpy(&object, (const char *)tensor + place->object_offset, sizeof object);
+    memcpy(&keys, object + place->keys_offset, sizeof keys);
+    return (keys & ~place->plain) == 0;
+}
+
+/* The address of a view into freed storage is its offset alone. A GPU's memory does not lie as low as that; where some
+ * did, Python, which can look at the storage, would launch with it. */
+static bool is_in_memory(TensorDevice device, uintptr_t address)
+{
+    return device.type == DEVICE_CUDA ? address >= (uintptr_t)1 << 32 : address != 0;
+}
+
+bool view_tensor(const TensorTypes *known, PyObject *tensor, TensorView *view, uintptr_t *address)
+{
+    const TensorType *type = find_type(known, tensor);
+    if (type == NULL || !is_plain(&type->keys, tensor))
+        return false;
+    if (type->exchange->view(tensor, view) != 0) {
+        PyErr_Clear();
+        return false;
+    }
+    *address = (uintptr_t)view->data + view->byte_offset;
+    return is_in_memory(view->device, *address) && (view->rank == 0 || view->strides != NULL);
+}
+
+static void write_tensor(Signature *signature, const TensorView *view, uintptr_t address)
+{
+    const TensorHead head = {view->dtype, (uint16_t)view->rank, address % TMA_ALIGNMENT_BYTES == 0};
+    int64_t *word = signature->word + signature->words;
+    memcpy(word++, &head, sizeof head);
+    for (int i = 0; i < view->rank; i++) {
+        *word++ = view->shape[i];
+        *word++ = view->strides[i];
+    }
+    signature->words = (size_t)(word - signature->word);
+}
+
+bool read_tensors(const TensorTypes *known, PyObject *const tensors[], Py_ssize_t count, Signature *signature,
+                  uintptr_t addresses[])
+{
+    signature->words = 1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        TensorView view;
+        if (!view_tensor(known, tensors[i], &view, &addresses[i]) || view.rank > MAX_TENSOR_RANK)
+            return false;
+        if (i == 0)
+            memcpy(&signature->word[0], &view.device, sizeof view.device);
+        else if (memcmp(&signature->word[0], &view.device, sizeof view.device) != 0)
+            return false;
+        write_tensor(signature, &view, addresses[i]);
+    }
+    return true;
+}
+
+PyObject *signature_bytes(const Signature *signature)
+{
+    return PyBytes_FromStringAndSize((const char *)signature->word,
+                                     (Py_ssize_t)(signature->words * sizeof signature->word[0]));
+}
+
+bool find_current_stream(const TensorTypes *known, PyObject *tensor, const Signature *signature, uintptr_t *stream)
+{
+    TensorDevice device;
+    void *current;
+    memcpy(&device, &signature->word[0], sizeof device);
+    if (find_type(known, tensor)->exchange->current_stream(device.type, device.index, &current) != 0)
+        return false;
+    *stream = (uintptr_t)current;
+    return true;
+}

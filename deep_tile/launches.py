@@ -1,0 +1,64 @@
+"""Prepared launches, remembered for calls alike: by a call's options and its tensors' signature.
+
+Called by api.py, quantize.py and measure.py. C finds a launch by itself (`_launcher.launch_known`) for plain tensors of
+torch's own types, which it reads through DLPack. Others (subclasses, and all of them where torch has no DLPack C
+exchange API) take the same way here, in Python, once they are known to be plain.
+"""
+
+import torch
+
+from deep_tile import _launcher, tensors
+
+Launches = dict[bytes | tuple, _launcher.Launch]
+"""By the tensors' signature: bytes where C reads it, a tuple where Python does."""
+
+Table = dict[tuple, tuple[tuple, Launches]]
+"""By the call's options, which are kept to tell True from 1 and 1.0."""
+
+MAX_OPTIONS = 1_024
+MAX_SIGNATURES = 65_536
+"""Different options that a table remembers launches for, and launches in all. One more, and all are forgotten."""
+
+
+def teach_launcher() -> None:
+    """Have C read tensors, where it can tell the plain ones."""
+    place = tensors.find_keys()
+    if place is not None:
+        for tensor_type in (torch.Tensor, torch.nn.Parameter):
+            _launcher.read_tensors_of(tensor_type, *place, tensors.PLAIN_KEYS)
+
+
+teach_launcher()
+
+
+def signature(*given: torch.Tensor) -> bytes | tuple:
+    """Every property of plain tensors but their addresses, and whether these are aligned: to compare."""
+    return _launcher.signature(*given) or tuple(
+        (x.shape, x.stride(), x.dtype, x.get_device(), tensors.is_aligned(x)) for x in given
+    )
+
+
+def find(table: Table, options: tuple, signature: bytes | tuple) -> _launcher.Launch | None:
+    """What is remembered for options that have been checked, of whatever types they are."""
+    _, launches = table.get(options, (options, {}))
+    return launches.get(signature)
+
+
+def remember(table: Table, options: tuple, signature: bytes | tuple, launch: _launcher.Launch) -> None:
+    """Keep `launch` for the next call like this one."""
+    met = list(table.values())  # at once: another thread may add one meanwhile
+    too_many_options = options not in table and len(met) >= MAX_OPTIONS
+    if too_many_options or sum(len(launches) for _, launches in met) >= MAX_SIGNATURES:
+        table.clear()
+    table.setdefault(options, (options, {}))[1][signature] = launch
+
+
+def launch(prepared: _launcher.Launch, *given: torch.Tensor) -> None:
+    """Launch on the current stream of the first tensor's device.
+
+    Raises:
+        ValueError: a tensor without memory, or one that TMA cannot use.
+        RuntimeError: whatever the driver refuses.
+    """
+    addresses = tuple(x.data_ptr() for x in given)
+    _launcher.launch(prepared, addresses, torch._C._cuda_getCurrentRawStream(given[0].get_device()))

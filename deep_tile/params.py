@@ -1,0 +1,246 @@
+"""A kernel's one argument, as a table: what each field means, where it lies, its bytes, and the struct in C++.
+
+Used by plan.py and cast.py, which fill it in, and by codegen.py, which writes the struct into the kernel's text. The
+launcher gets bytes and offsets: it puts the addresses of a call's tensors where pointers and tensor maps lie. So an
+operand more is a row here, and what the kernel does with it.
+
+Invariant: a struct has no padding but what its text spells out. So its size, which the text asserts, proves the offset
+of every field.
+"""
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+TENSOR_MAP = "TensorMap"
+
+_MAP_STRUCT = """\
+// The driver's CUtensorMap, opaque.
+struct alignas(64) TensorMap {
+    unsigned long long opaque[16];
+};
+"""
+
+MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+
+_LETTERS = {"int": "i", "unsigned": "I", "long long": "q", "float": "f"}
+"""Of C's types for `struct`; pointers are "Q"."""
+
+_LIMITS = {"i": (-(2**31), 2**31 - 1), "I": (0, 2**32 - 1), "q": (-(2**63), 2**63 - 1), "Q": (0, 2**64 - 1)}
+
+
+class Field(NamedTuple):
+    """One row of a table.
+
+    Attributes:
+        name: as the kernel calls it.
+        type: in C: a number's, a pointer's, or `TENSOR_MAP`.
+        meaning: stands beside the field in the kernel's text.
+        least, most: limits, where they are narrower than the type's.
+        count: of tensor maps, which then are an array.
+    """
+
+    name: str
+    type: str
+    meaning: str = ""
+    least: int | None = None
+    most: int | None = None
+    count: int = 1
+
+    @property
+    def is_pointer(self) -> bool:
+        return self.type.endswith("*")
+
+    @property
+    def is_map(self) -> bool:
+        return self.type == TENSOR_MAP
+
+    @property
+    def size(self) -> int:
+        return self.count * MAP_BYTES if self.is_map else struct.calcsize(self._letter)
+
+    @property
+    def alignment(self) -> int:
+        return _MAP_ALIGNMENT if self.is_map else self.size
+
+    @property
+    def _letter(self) -> str:
+        return "Q" if self.is_pointer else _LETTERS[self.type]
+
+    def pack(self, value: float) -> bytes:
+        """The bytes of a number or an address. Raises ValueError for an integer beyond its limits."""
+        if self._letter == "f":
+            return bytes(ctypes.c_float(value))  # what is too large becomes infinity, as in C
+        low, high = _LIMITS[self._letter]
+        low, high = low if self.least is None else self.least, high if self.most is None else self.most
+        if not low <= value <= high:
+            raise ValueError(f"{self.name} is {value}, want {low} to {high}")
+        return struct.pack(self._letter, value)
+
+    @property
+    def declaration(self) -> str:
+        array = f"[{self.count}]" if self.count > 1 else ""
+        return f"    {self.type} {self.name}{array};" + (f"  // {self.meaning}" if self.meaning else "")
+
+
+class Params:
+    """The table of one struct.
+
+    Attributes:
+        name: of the struct.
+        fields: in order.
+        offsets: of each field, in bytes, by name.
+        size, alignment: of the struct, in bytes.
+    """
+
+    def __init__(self, name: str, *fields: Field):
+        self.name = name
+        self.fields = fields
+        self.offsets = {}
+        at = 0
+        for field in fields:
+            at += -at % field.alignment
+            self.offsets[field.name] = at
+            at += field.size
+        self.alignment = max(field.alignment for field in fields)
+        self.size = at + -at % self.alignment
+
+    def pack(self, **values: float) -> bytes:
+        """The struct's bytes. Every number is needed; addresses are 0 unless given, and tensor maps are zeros.
+
+        Raises:
+            KeyError: a number is missing.
+            ValueError: an integer is beyond its limits.
+        """
+        data = bytearray(self.size)
+        for field in self.fields:
+            if field.name in values or not (field.is_pointer or field.is_map):
+                at = self.offsets[field.name]
+                data[at : at + field.size] = field.pack(values[field.name])
+        return bytes(data)
+
+    def pointers(self, tensors: Sequence[str]) -> tuple[tuple[int, int], ...]:
+        """(offset, number) of each tensor that a pointer is named after, as `_launcher.prepare` takes them."""
+        pointers = {field.name for field in self.fields if field.is_pointer}
+        return tuple((self.offsets[name], number) for number, name in enumerate(tensors) if name in pointers)
+
+    @property
+    def text(self) -> str:
+        """The struct in C++, which asserts its layout."""
+        types = _MAP_STRUCT if any(field.is_map for field in self.fields) else ""
+        lines, at = [], 0
+        for field, offset in zip(self.fields, self.offsets.values(), strict=True):
+            lines += [*_padding(at, offset), field.declaration]
+            at = offset + field.size
+        body = "\n".join([*lines, *_padding(at, self.size)])
+        return f"""\
+{types}struct {self.name} {{
+{body}
+}};
+static_assert(sizeof({self.name}) == {self.size}, "a field lies elsewhere than the host puts it");
+static_assert(alignof({self.name}) == {self.alignment}, "the host aligns it otherwise");
+"""
+
+
+def _padding(at: int, to: int) -> list[str]:
+    return [f"    char padding_{at}[{to - at}];"] if to > at else []
+
+
+_ELEMENTS = {"uint8": 0, "int32": 3, "float16": 6, "float32": 7, "bfloat16": 9}
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+_L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
+"""The driver's numbers."""
+
+
+class MapLayout(NamedTuple):
+    """What a tensor map says beside an address. Dimensions begin with the inner one, which has no stride.
+
+    Attributes:
+        element: "uint8", "int32", "float16", "float32" or "bfloat16".
+        sizes, box: of the tensor and of what is copied at once, in elements.
+        strides_bytes: of each dimension but the inner one.
+        swizzle_bytes: span within which 16-byte pieces are mixed; 0, 32, 64 or 128.
+        l2_bytes: what L2 fetches where a part of it is missing; 0, 64, 128 or 256.
+    """
+
+    element: str
+    sizes: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle_bytes: int
+    l2_bytes: int = 0
+
+    def entry(self, offset: int, owner: int) -> tuple:
+        """As `_launcher.prepare` takes it: `owner` is the number of a tensor, or, of a fixed map, an address."""
+        return (
+            offset,
+            owner,
+            _ELEMENTS[self.element],
+            self.sizes,
+            self.strides_bytes,
+            self.box,
+            _SWIZZLES[self.swizzle_bytes],
+            _L2_PROMOTIONS[self.l2_bytes],
+        )
+
+
+GEMM = Params(
+    "GemmParams",
+    # Sizes first: what the first request waits for is read from one line of constant memory.
+    Field("m", "int", "sizes and strides are in elements", 1),
+    Field("n", "int", "", 1),
+    Field("k", "int", "", 1),
+    Field("raster_rows_log2", "int", "of the rows of tiles that the raster descends before it steps along n", 1, 4),
+    Field(
+        "last_rows_reciprocal",
+        "unsigned",
+        "of the rows of cluster tiles in its last group: 2^31 / rows, rounded up",
+        1,
+        2**31,
+    ),
+    Field("a_tail_rows", "int", "rows of a in the box of the last tile; 0 where all tiles are full", 0, 256),
+    Field("b_tail_rows", "int", "rows of b, likewise", 0, 256),
+    Field("early_b", "int", "b is constant: it may be requested before the wait for the preceding kernel", 0, 1),
+    Field("bulk_scale_rows", "int", "rows of a whose scales lie side by side where TMA can copy them: all or none", 0),
+    Field("narrow_columns", "int", "of narrow tiles, which lie before the others; 0 where all are of one width", 0),
+    Field("a_scale", "const float*"),
+    Field("b_scale", "const float*"),
+    Field("out", "void*"),
+    Field("a_scale_stride_m", "unsigned", "the last element is within 4 GB of the first"),
+    Field("a_scale_stride_k", "unsigned"),
+    Field("b_scale_stride_n", "unsigned"),
+    Field("b_scale_stride_k", "unsigned"),
+    Field("out_stride_m", "long long", "", 0),
+    Field(
+        "a_maps",
+        TENSOR_MAP,
+        "a [m, k], box [block_m / cluster_n, 128]; for a last tile with fewer [a_tail_rows, 128]",
+        count=2,
+    ),
+    Field(
+        "b_maps",
+        TENSOR_MAP,
+        "b [n, k], box [block_n / cluster_m, 128]; for a last tile with fewer [b_tail_rows, 128]",
+        count=2,
+    ),
+    Field("out_map", TENSOR_MAP, "out [m, n], box [store_rows, store_columns]; unused by kernels that store directly"),
+    Field("narrow_b_map", TENSOR_MAP, "b, box [narrow_n, 128]; unused where there are no narrow tiles"),
+)
+"""Of a product."""
+
+CAST = Params(
+    "CastParams",
+    Field("x", "const void*", "strides are in elements; columns of x and out are adjacent"),
+    Field("out", "unsigned char*"),
+    Field("scale", "float*"),
+    Field("rows", "long long", "of x and of out", 1),
+    Field("columns", "long long", "", 1),
+    Field("x_stride", "long long"),
+    Field("out_stride", "long long"),
+    Field("scale_stride_row", "long long"),
+    Field("scale_stride_column", "long long"),
+    Field("aligned", "int", "x may be read, and out written, in vectors of 16 bytes of x; rows end with one", 0, 1),
+    Field("amax_floor", "float", "lower bound of a block's largest magnitude"),
+)
+"""Of a cast to FP8."""
