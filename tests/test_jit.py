@@ -160,6 +160,13 @@ def test_missing_nvrtc_names_the_remedy(monkeypatch):
         load()
 
 
+def test_missing_cuda_core_names_the_remedy(directory, monkeypatch):
+    """A PyTorch may bring the bindings and NVRTC without it."""
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    with pytest.raises(RuntimeError, match=r'pip install "deep_tile\[cu13\]"'), compiles(0):
+        load()
+
+
 def test_nvrtc_version_is_that_of_the_library():
     assert jit.nvrtc_version().split(".")[:2] == jit._loaded_nvrtc_version().split(".")
 
