@@ -173,7 +173,7 @@ def test_source_does_not_depend_on_where_the_package_lies(headers, tmp_path):
     package = tmp_path / "deep_tile"
     package.mkdir()
     (package / "__init__.py").touch()  # codegen needs these alone
-    for module in ("codegen.py", "config.py", "kinds.py", "walls.py"):
+    for module in ("codegen.py", "config.py", "kinds.py", "params.py", "walls.py"):
         shutil.copy(ROOT / "deep_tile" / module, package)
     shutil.copytree(ROOT / "include" / "deep_tile", tmp_path / headers)
     config = GemmConfig(128, 192, 4, 2, 1, store_buffers=1, tma_store=False)
