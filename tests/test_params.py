@@ -183,6 +183,12 @@ def test_scales_are_within_reach(change, message):
         plan.pack_params(PROBLEM, CONFIG, LAYOUT._replace(**change), early_b=False)
 
 
+def test_one_scale_further_is_not_reached():
+    problem, layout = PROBLEM._replace(m=2**30 + 1, k=128), LAYOUT._replace(a_scale_strides=(1, 1))
+    with pytest.raises(ValueError, match="a_scale is more than 1073741823 elements from its first"):
+        plan.pack_params(problem, CONFIG, layout, early_b=False)
+
+
 def test_the_furthest_scale_is_reached():
     """The last element may be the last that 32 bits count; what is never multiplied may be any."""
     for m, k, strides in (
