@@ -628,7 +628,7 @@ def _scale_problem(operand: str, shape: tuple[int, int], strides: tuple[int, int
     rows, groups = shape
     if not rows or not groups:
         return None
-    reach, most = (rows - 1) * strides[0] + (groups - 1) * strides[1], plan.MAX_SCALE_REACH
+    reach, most = plan.scale_reach(shape, strides), plan.MAX_SCALE_REACH
     if reach <= most:
         return None
     dense = rows * groups - 1 <= most
@@ -722,12 +722,6 @@ def _tma_can_store(out: torch.Tensor) -> bool:
 
 
 def _check_capture(config: GemmConfig, device: int) -> None:
-    if plan.is_loaded(config, device):
-        return
-    with torch.cuda.device(device):
-        if not torch.cuda.is_current_stream_capturing():
-            return
-    raise RuntimeError(
-        f"{config.name} is not loaded yet and cannot be while a CUDA graph is captured; call fp8_gemm once with these "
-        "shapes, or deep_tile.precompile, before the capture"
-    )
+    remedy = "call fp8_gemm once with these shapes, or deep_tile.precompile, before the capture"
+    if not plan.is_loaded(config, device):
+        launches.refuse_capture(config.name, device, remedy)

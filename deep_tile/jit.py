@@ -128,7 +128,8 @@ class CompileError(RuntimeError):
 
 
 def load_cubin(source: str, name: str) -> bytes:
-    """The cubin of `source`, from the cache or else compiled and stored; threads and processes may call it at once.
+    """The cubin of `source`, from the package, else from the cache, else compiled and stored; threads and processes may
+    call it at once.
 
     Args:
         source: CUDA C++ text with one `extern "C"` kernel and no includes.
@@ -170,7 +171,8 @@ def is_stored(source: str) -> bool:
     Raises:
         PermissionError: somebody else may write to the cache directory.
     """
-    return is_packaged(source) or _cache().holds(_key(identity(source)))
+    own_identity = identity(source)
+    return _packaged_cubin(own_identity) is not None or _cache().holds(_key(own_identity))
 
 
 def is_packaged(source: str) -> bool:

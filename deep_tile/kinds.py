@@ -46,11 +46,6 @@ class Kind(NamedTuple):
     sums: str
 
     @property
-    def promotes(self) -> bool:
-        """Whether each K block's product is scaled and added to FP32 registers, by FFMAs of the math warps."""
-        return self.scaling == "blocks"
-
-    @property
     def mma(self) -> str:
         """What the name of its WGMMA instruction has behind the shape."""
         return f"{self.sums}.{self.a.name}.{self.b.name}"

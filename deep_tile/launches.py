@@ -53,6 +53,14 @@ def remember(table: Table, options: tuple, signature: bytes | tuple, launch: _la
     table.setdefault(options, (options, {}))[1][signature] = launch
 
 
+def refuse_capture(kernel_name: str, device: int, remedy: str) -> None:
+    """Raise RuntimeError where the device's current stream is being captured, since no kernel can be loaded then."""
+    with torch.cuda.device(device):
+        if not torch.cuda.is_current_stream_capturing():
+            return
+    raise RuntimeError(f"{kernel_name} is not loaded yet and cannot be while a CUDA graph is captured; {remedy}")
+
+
 def launch(prepared: _launcher.Launch, *given: torch.Tensor) -> None:
     """Launch on the current stream of the first tensor's device.
 

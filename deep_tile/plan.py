@@ -178,9 +178,13 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
     )
 
 
+def scale_reach(shape: tuple[int, int], strides: tuple[int, int]) -> int:
+    """Elements from a scale's first to its last."""
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
 def _check_scale(name: str, shape: tuple[int, int], strides: tuple[int, int]) -> None:
-    reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if min(strides) < 0 or reach > MAX_SCALE_REACH:
+    if min(strides) < 0 or scale_reach(shape, strides) > MAX_SCALE_REACH:
         raise ValueError(
             f"the last element of {name} is more than {MAX_SCALE_REACH} elements from its first, with strides "
             f"{strides}; make it contiguous"

@@ -240,8 +240,7 @@ def _prepare_launch(
 ) -> _launcher.Launch:
     device = x.get_device()
     kernel, grid = cast.choose(block_rows, _KERNEL_SOURCES[x.dtype], *x.shape, _num_sms(device))
-    if not cast.is_loaded(kernel, device):
-        _refuse_capture(kernel.name, device)
+    _check_capture(kernel, device)
     layout = cast.CastLayout(
         *(*x.shape, x.stride(0), out.stride(0), *scale.stride()), aligned=_takes_vectors(x, out), amax_floor=amax_floor
     )
@@ -257,14 +256,9 @@ def _takes_vectors(x: torch.Tensor, out: torch.Tensor) -> bool:
     return steps and tensors.is_aligned(x) and tensors.is_aligned(out)
 
 
-def _refuse_capture(kernel_name: str, device: int) -> None:
-    with torch.cuda.device(device):
-        if not torch.cuda.is_current_stream_capturing():
-            return
-    raise RuntimeError(
-        f"{kernel_name} is not loaded yet and cannot be while a CUDA graph is captured; "
-        "cast a tensor of this dtype once before the capture"
-    )
+def _check_capture(kernel: cast.CastKernel, device: int) -> None:
+    if not cast.is_loaded(kernel, device):
+        launches.refuse_capture(kernel.name, device, "cast a tensor of this dtype once before the capture")
 
 
 @cache

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from deep_tile import cast, jit, packaged, settings
+from deep_tile import cast, jit, packaged, sass, settings
 from deep_tile.codegen import cast_source, kernel_source
 from deep_tile.config import GemmConfig
 from deep_tile.tools import pack
@@ -104,7 +104,13 @@ def test_pack_wants_the_pinned_nvrtc_and_no_flaws(folder, monkeypatch, capsys):
     monkeypatch.setattr(jit, "compile_kernel", lambda source, name: spilling)
     assert pack.main([str(folder)]) == 1
     assert "answer: spills" in capsys.readouterr().err
-    assert not folder.exists()
+    divergent = jit.Compiled(CUBIN, log.replace("8 bytes", "0 bytes"), 0)
+    monkeypatch.setattr(jit, "compile_kernel", lambda source, name: divergent)
+    for found, status in ((("WARPSYNC at 0x10",), 1), ((), 0)):
+        assert not folder.exists()
+        monkeypatch.setattr(sass, "divergence", lambda cubin, found=found: found)
+        assert pack.main([str(folder)]) == status
+        assert ("answer: spills" in capsys.readouterr().err) == bool(status)
 
 
 def test_pack_has_every_kernel_that_is_chosen_by_default():

@@ -63,9 +63,10 @@ def build(config: GemmConfig, store: bool = False) -> Built:
     """Compile, cached or not, for the log, which no cache holds; `store` gives the kernel to the cache."""
     source = kernel_source(config)
     compiled = jit.compile_kernel(source, config.name)
-    if store and not compiled.divergence:
+    divergence = compiled.divergence
+    if store and not divergence:
         jit.store_cubin(source, compiled.cubin)
-    return Built(config, compiled.seconds, jit.resource_usage(compiled.log), len(compiled.cubin), compiled.divergence)
+    return Built(config, compiled.seconds, jit.resource_usage(compiled.log), len(compiled.cubin), divergence)
 
 
 def build_all(configs: Sequence[GemmConfig], jobs: int, store: bool = False) -> list[Built]:

@@ -1,7 +1,7 @@
 """Fills the folder of kernels that a wheel brings: `python -m deep_tile.tools.pack FOLDER`, called by `make dist`.
 
 Every kernel that the selector and the casts can choose by themselves, compiled by the NVRTC at hand. Ends with 1 where
-that is another NVRTC than the one named, or where a kernel spills or draws a remark. No GPU, no torch.
+that is another NVRTC than the one named, or where a kernel spills, draws a remark or may hang. No GPU, no torch.
 """
 
 import argparse
@@ -41,11 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     sources, cubins, flaws = default_sources(), {}, []
     for name, result in track_progress(compiled(sources, os.cpu_count() or 1), "Compiling", len(sources)):
-        usage = jit.resource_usage(result.log)
-        flaws += [name] if usage.flawed else []
+        if jit.resource_usage(result.log).flawed or result.divergence:
+            flaws.append(name)
         cubins[jit.identity(sources[name])] = result.cubin
     if flaws:
-        print(f"pack: {', '.join(flaws)}: spills or remarks of ptxas; such kernels are not shipped", file=sys.stderr)
+        print(
+            f"pack: {', '.join(flaws)}: spills, remarks of ptxas or warps that fall apart; not shipped", file=sys.stderr
+        )
         return 1
     made = packaged.write(cubins, version, options.folder)
     print(f"{made.kernels} kernels of NVRTC {version}, {mib(made.size_bytes)}, in {options.folder}")
