@@ -10,6 +10,8 @@
  *   launch_known(table, options, tensors) finds the Launch by the call's options and the tensors' signature
  *   launch(prepared, addresses, stream)   whatever the tensors are
  *
+ * A tuple of Launches of the same tensors takes the place of one: they follow each other on the stream.
+ *
  * It knows no operation: parameters are bytes, tensors are numbers, and where in the bytes which address goes is said
  * by whoever prepares (deep_tile/params.py).
  */
@@ -21,7 +23,7 @@
 #include <string.h>
 #include <structmember.h>
 
-enum { MAX_PARAMS_BYTES = 4096, MAX_PATCHES = 16, MAX_MAP_RANK = 5 };
+enum { MAX_PARAMS_BYTES = 4096, MAX_PATCHES = 16, MAX_MAP_RANK = 5, MAX_CHAIN = 4 };
 
 /* --------------------------------------------------------------------------------------------------- the types ---- */
 
@@ -36,8 +38,9 @@ typedef struct {
     int smem_bytes;
 } Kernel;
 
-/* Where in the parameters the address of which tensor goes. */
+/* Where in the parameters the address of which tensor goes, or of what lies `skip` bytes into it. */
 typedef struct {
+    uint32_t skip;
     uint16_t offset;
     uint8_t tensor;
 } Patch;
@@ -55,6 +58,12 @@ typedef struct {
     Patch pointers[MAX_PATCHES], maps[MAX_PATCHES];
     unsigned char params[]; /* with maps encoded, and all addresses yet to come */
 } Launch;
+
+/* Launches of the same tensors, in the order of the stream. */
+typedef struct {
+    const Launch *launches[MAX_CHAIN];
+    int count;
+} Chain;
 
 enum { KERNEL, LAUNCH, TYPES };
 
@@ -211,9 +220,9 @@ static bool read_dimensions(PyObject *given, Py_ssize_t count, Field field, cons
 }
 
 /* A tensor map, in the driver's numbers. Those of dimensions begin with the inner one, which has no stride. `owner` is
- * whose address it has: the number of a tensor, or of a fixed map that address. */
+ * whose address it has: the number of a tensor, or of a fixed map that address; it begins `skip` bytes beyond. */
 typedef struct {
-    long long offset, owner, element, swizzle, l2_promotion;
+    long long offset, owner, skip, element, swizzle, l2_promotion;
     Py_ssize_t rank;
     uint64_t sizes[MAX_MAP_RANK], strides_bytes[MAX_MAP_RANK], box[MAX_MAP_RANK];
 } MapLayout;
@@ -234,12 +243,14 @@ static bool check_box(const char *list, int index, const MapLayout *map)
 static bool read_map(PyObject *given, const Launch *launch, Field owner, const char *list, int index, MapLayout *map)
 {
     const Field offsets = {"offset", 0, launch->params_bytes - MAP_BYTES, MAP_ALIGNMENT_BYTES};
-    PyObject *offset, *whose, *element, *sizes, *strides, *box, *swizzle, *l2;
+    const Field skips = {"skip", 0, UINT32_MAX - TMA_ALIGNMENT_BYTES + 1LL, TMA_ALIGNMENT_BYTES};
+    PyObject *offset, *whose, *skip, *element, *sizes, *strides, *box, *swizzle, *l2;
     if (!PyArg_Parse(given,
-                     "(OOOO!O!O!OO);prepare: want maps that are tuples (offset, tensor or address, element, sizes, "
-                     "strides_bytes, box, swizzle, l2_promotion), of which sizes, strides_bytes and box are tuples",
+                     "(OOOO!O!O!OOO);prepare: want maps that are tuples (offset, tensor or address, element, sizes, "
+                     "strides_bytes, box, swizzle, l2_promotion, skip), of which sizes, strides_bytes and box are "
+                     "tuples",
                      &offset, &whose, &element, &PyTuple_Type, &sizes, &PyTuple_Type, &strides, &PyTuple_Type, &box,
-                     &swizzle, &l2))
+                     &swizzle, &l2, &skip))
         return false;
     const Py_ssize_t rank = PyTuple_Size(sizes);
     map->rank = rank < 1 ? 1 : rank > MAX_MAP_RANK ? MAX_MAP_RANK : rank;
@@ -252,6 +263,7 @@ static bool read_map(PyObject *given, const Launch *launch, Field owner, const c
            read_dimensions(box, map->rank, (Field){"box", 1, 256, 1}, list, index, map->box) &&
            read_number(swizzle, (Field){"swizzle", 0, MAP_SWIZZLE_128B, 1}, list, index, &map->swizzle) &&
            read_number(l2, (Field){"l2_promotion", 0, MAP_L2_PROMOTION_256B, 1}, list, index, &map->l2_promotion) &&
+           read_number(skip, skips, list, index, &map->skip) &&
            check_box(list, index, map);
 }
 
@@ -274,16 +286,19 @@ static bool encode_map(Failure *failure, const MapLayout *map, uintptr_t address
 static bool add_pointers(Launch *launch, PyObject *pointers)
 {
     const Field offsets = {"offset", 0, launch->params_bytes - (int)sizeof(void *), sizeof(void *)};
-    const Field tensors = {"tensor", 0, launch->tensor_count - 1, 1};
+    const Field tensors = {"tensor", 0, launch->tensor_count - 1, 1}, skips = {"skip", 0, UINT32_MAX, 1};
     launch->pointer_count = (uint8_t)PyTuple_Size(pointers);
     for (int i = 0; i < launch->pointer_count; i++) {
-        PyObject *offset, *tensor;
-        long long at, number;
-        if (!PyArg_Parse(PyTuple_GetItem(pointers, i), "(OO);prepare: want pointers that are tuples (offset, tensor)",
-                         &offset, &tensor) ||
-            !read_number(offset, offsets, "pointers", i, &at) || !read_number(tensor, tensors, "pointers", i, &number))
+        PyObject *offset, *tensor, *skip;
+        long long at, number, bytes;
+        if (!PyArg_Parse(PyTuple_GetItem(pointers, i),
+                         "(OOO);prepare: want pointers that are tuples (offset, tensor, skip)", &offset, &tensor,
+                         &skip) ||
+            !read_number(offset, offsets, "pointers", i, &at) ||
+            !read_number(tensor, tensors, "pointers", i, &number) ||
+            !read_number(skip, skips, "pointers", i, &bytes))
             return false;
-        launch->pointers[i] = (Patch){(uint16_t)at, (uint8_t)number};
+        launch->pointers[i] = (Patch){(uint32_t)bytes, (uint16_t)at, (uint8_t)number};
     }
     return true;
 }
@@ -299,7 +314,8 @@ static bool add_maps(Launch *launch, PyObject *maps, PyObject *fixed_maps)
     for (int i = 0; i < count; i++) {
         if (!read_map(PyTuple_GetItem(maps, i), launch, tensor, "maps", i, &layouts[i]))
             return false;
-        launch->maps[i] = (Patch){(uint16_t)layouts[i].offset, (uint8_t)layouts[i].owner};
+        launch->maps[i] =
+            (Patch){(uint32_t)layouts[i].skip, (uint16_t)layouts[i].offset, (uint8_t)layouts[i].owner};
         launch->needs_alignment[layouts[i].owner] = true;
     }
     launch->map_count = (uint8_t)count;
@@ -309,7 +325,8 @@ static bool add_maps(Launch *launch, PyObject *maps, PyObject *fixed_maps)
     Failure failure = {NULL, 0};
     bool pushed, done = enter_context(&failure, launch->kernel->context, &pushed);
     for (int i = 0; i < count + fixed_count && done; i++)
-        done = encode_map(&failure, &layouts[i], i < count ? any_aligned_address : (uintptr_t)layouts[i].owner,
+        done = encode_map(&failure, &layouts[i],
+                          i < count ? any_aligned_address : (uintptr_t)(layouts[i].owner + layouts[i].skip),
                           launch->params);
     leave_context(&failure, pushed);
     if (failure.call != NULL)
@@ -350,9 +367,10 @@ PyDoc_STRVAR(prepare_doc,
              "\n"
              "grid, cluster: blocks, and blocks per cluster; threads: per block. params: the kernel's one argument,\n"
              "at most 4096 bytes. names: of 1 to 8 tensors; elsewhere they are told by their number. pointers:\n"
-             "(offset, tensor) for each place in params where a tensor's address goes. maps: (offset, tensor,\n"
-             "element, sizes, strides_bytes, box, swizzle, l2_promotion) for each where a tensor map of 128 bytes\n"
-             "goes, in the driver's numbers; sizes and box begin with the inner dimension, which has no stride.\n"
+             "(offset, tensor, skip) for each place in params where the address goes of what lies `skip` bytes into\n"
+             "a tensor. maps: (offset, tensor, element, sizes, strides_bytes, box, swizzle, l2_promotion, skip) for\n"
+             "each where a tensor map of 128 bytes goes, in the driver's numbers; sizes and box begin with the inner\n"
+             "dimension, which has no stride.\n"
              "fixed_maps: as maps, with an address that stays instead of the tensor. pdl: a programmatic launch.\n"
              "\n"
              "Raises ValueError or TypeError naming the field, what was seen and what is wanted, RuntimeError for\n"
@@ -409,24 +427,31 @@ static bool check_address(const Launch *launch, int tensor, uintptr_t address)
     return false;
 }
 
+static uintptr_t patched_address(const Patch *patch, const uintptr_t addresses[])
+{
+    return addresses[patch->tensor] + patch->skip;
+}
+
 static bool fill_params(Failure *failure, unsigned char *params, const Launch *launch, const uintptr_t addresses[])
 {
     memcpy(params, launch->params, launch->params_bytes);
-    for (int i = 0; i < launch->pointer_count; i++)
-        memcpy(params + launch->pointers[i].offset, &addresses[launch->pointers[i].tensor], sizeof addresses[0]);
+    for (int i = 0; i < launch->pointer_count; i++) {
+        const uintptr_t address = patched_address(&launch->pointers[i], addresses);
+        memcpy(params + launch->pointers[i].offset, &address, sizeof address);
+    }
     for (int i = 0; i < launch->map_count; i++)
         if (!CALL(failure, cuTensorMapReplaceAddress, (struct CUtensorMap_st *)(params + launch->maps[i].offset),
-                  (void *)addresses[launch->maps[i].tensor]))
+                  (void *)patched_address(&launch->maps[i], addresses)))
             return false;
     return true;
 }
 
 /* Launches in the current context. Everything lies on the stack: threads may launch at the same time. */
-static void launch_here(Failure *failure, const Launch *launch, const uintptr_t addresses[], uintptr_t stream)
+static bool launch_here(Failure *failure, const Launch *launch, const uintptr_t addresses[], uintptr_t stream)
 {
     _Alignas(MAP_ALIGNMENT_BYTES) unsigned char params[MAX_PARAMS_BYTES];
     if (!fill_params(failure, params, launch, addresses))
-        return;
+        return false;
     LaunchAttribute attributes[2];
     unsigned attribute_count = 0;
     if (launch->cluster > 1)
@@ -442,29 +467,34 @@ static void launch_here(Failure *failure, const Launch *launch, const uintptr_t 
         .attributes = attributes, .attribute_count = attribute_count,
     };
     void *arguments[] = {params};
-    (void)CALL(failure, cuLaunchKernelEx, (const struct CUlaunchConfig_st *)&config, launch->kernel->function,
-               arguments, NULL);
+    return CALL(failure, cuLaunchKernelEx, (const struct CUlaunchConfig_st *)&config, launch->kernel->function,
+                arguments, NULL);
 }
 
-/* What every way to launch ends in. The caller owns `launch` meanwhile. False with an exception set if it fails. */
-static bool launch_at(const Launch *launch, const uintptr_t addresses[], uintptr_t stream)
+/* What every way to launch ends in. The caller owns the launches meanwhile, which are on one device: that of their
+ * tensors. False with an exception set if it fails: before the first launch, but for what the driver says of one. */
+static bool launch_at(const Chain *chain, const uintptr_t addresses[], uintptr_t stream)
 {
-    for (int i = 0; i < launch->tensor_count; i++)
-        if (!check_address(launch, i, addresses[i]))
-            return false;
+    const Launch *first = chain->launches[0];
+    for (int i = 0; i < chain->count; i++)
+        for (int j = 0; j < first->tensor_count; j++)
+            if (!check_address(chain->launches[i], j, addresses[j]))
+                return false;
     Failure failure = {NULL, 0};
     bool pushed;
+    int launched = 0;
     /* A launch blocks while the stream's queue is full, and what the GPU waits for may be a callback that needs the
      * GIL; so it is released, as torch does. */
     Py_BEGIN_ALLOW_THREADS
-    if (enter_context(&failure, launch->kernel->context, &pushed)) {
-        launch_here(&failure, launch, addresses, stream);
+    if (enter_context(&failure, first->kernel->context, &pushed)) {
+        while (launched < chain->count && launch_here(&failure, chain->launches[launched], addresses, stream))
+            launched++;
         leave_context(&failure, pushed);
     }
     Py_END_ALLOW_THREADS
     if (failure.call == NULL)
         return true;
-    raise_failure(&failure, launch->kernel->name);
+    raise_failure(&failure, chain->launches[launched < chain->count ? launched : 0]->kernel->name);
     return false;
 }
 
@@ -479,23 +509,41 @@ static bool read_address(PyObject *given, PyObject *name, uintptr_t *address)
     return false;
 }
 
-/* `prepared` as a Launch of `count` tensors; NULL with TypeError set when it is none. Borrowed. */
-static Launch *as_launch(const ModuleState *state, PyObject *prepared, Py_ssize_t count, const char *call)
+/* Adds `prepared`, a Launch of `count` tensors, to `chain`. False with TypeError set when it is none. Borrowed. */
+static bool add_launch(const ModuleState *state, PyObject *prepared, Py_ssize_t count, const char *call, Chain *chain)
 {
     if (Py_TYPE(prepared) != state->types[LAUNCH]) {
-        PyErr_Format(PyExc_TypeError, "%s: prepared is %R, want the Launch that prepare() returned", call, prepared);
-        return NULL;
+        PyErr_Format(PyExc_TypeError, "%s: prepared is %R, want the Launch that prepare() returned, or a tuple of 1 to "
+                     "%d of them", call, prepared, MAX_CHAIN);
+        return false;
     }
-    Launch *launch = (Launch *)prepared;
-    if (launch->tensor_count == count)
-        return launch;
-    PyErr_Format(PyExc_TypeError, "%s: got %zd tensors, want %d: %R", call, count, launch->tensor_count, launch->names);
-    return NULL;
+    const Launch *launch = (const Launch *)prepared;
+    if (launch->tensor_count != count) {
+        PyErr_Format(PyExc_TypeError, "%s: got %zd tensors, want %d: %R", call, count, launch->tensor_count,
+                     launch->names);
+        return false;
+    }
+    chain->launches[chain->count++] = launch;
+    return true;
+}
+
+/* Reads a Launch, or a tuple of them. */
+static bool as_chain(const ModuleState *state, PyObject *prepared, Py_ssize_t count, const char *call, Chain *chain)
+{
+    chain->count = 0;
+    const Py_ssize_t launches = PyTuple_Check(prepared) ? PyTuple_Size(prepared) : 0;
+    if (launches < 1 || launches > MAX_CHAIN)
+        return add_launch(state, prepared, count, call, chain);
+    for (Py_ssize_t i = 0; i < launches; i++)
+        if (!add_launch(state, PyTuple_GetItem(prepared, i), count, call, chain))
+            return false;
+    return true;
 }
 
 PyDoc_STRVAR(launch_doc, "launch(prepared, addresses, stream) -> None\n"
                          "\n"
-                         "Launch on `stream`, an address as an int; `addresses` is a tuple of the tensors'. Raises\n"
+                         "Launch on `stream`, an address as an int; `addresses` is a tuple of the tensors', and\n"
+                         "`prepared` a Launch or a tuple of them, on the device of the tensors. Raises\n"
                          "TypeError for what is no address, ValueError for 0 and for one that TMA cannot use (of a\n"
                          "tensor that has a map: no multiple of 16), RuntimeError for whatever the driver refuses.");
 
@@ -504,14 +552,15 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t coun
     if (count != 3 || !PyTuple_Check(args[1]))
         return PyErr_Format(PyExc_TypeError, "launch: want prepared, a tuple of addresses, stream; got %zd arguments",
                             count);
-    const Launch *prepared = as_launch(PyModule_GetState(module), args[0], PyTuple_Size(args[1]), "launch");
-    if (prepared == NULL)
+    Chain chain;
+    if (!as_chain(PyModule_GetState(module), args[0], PyTuple_Size(args[1]), "launch", &chain))
         return NULL;
+    const Launch *first = chain.launches[0];
     uintptr_t addresses[MAX_TENSORS], stream;
-    for (int i = 0; i < prepared->tensor_count; i++)
-        if (!read_address(PyTuple_GetItem(args[1], i), PyTuple_GetItem(prepared->names, i), &addresses[i]))
+    for (int i = 0; i < first->tensor_count; i++)
+        if (!read_address(PyTuple_GetItem(args[1], i), PyTuple_GetItem(first->names, i), &addresses[i]))
             return NULL;
-    if (!read_address(args[2], NULL, &stream) || !launch_at(prepared, addresses, stream))
+    if (!read_address(args[2], NULL, &stream) || !launch_at(&chain, addresses, stream))
         return NULL;
     Py_RETURN_NONE;
 }
@@ -599,8 +648,8 @@ PyDoc_STRVAR(launch_known_doc,
              "launch_known(table, options, *tensors) -> bool\n"
              "\n"
              "Launch what is known for a call of these options and tensors, on the current stream of their device.\n"
-             "The dict `table` holds for every tuple of options (options, launches), and the dict `launches` a Launch\n"
-             "for every signature. False, and nothing has happened, where they hold none, where the options met are\n"
+             "The dict `table` holds for every tuple of options (options, launches), and the dict `launches` a Launch,\n"
+             "or a tuple of them, for every signature. False, and nothing has happened, where they hold none, where the options met are\n"
              "equal but of other types, or where a tensor cannot be read here. Raises as launch() does.");
 
 static PyObject *launch_known(PyObject *module, PyObject *const *args, Py_ssize_t count)
@@ -622,13 +671,13 @@ static PyObject *launch_known(PyObject *module, PyObject *const *args, Py_ssize_
     Py_DECREF(key);
     if (found == NULL && !PyErr_Occurred())
         Py_RETURN_FALSE;
-    Launch *prepared = found == NULL ? NULL : as_launch(state, found, count - 2, "launch_known");
-    if (prepared == NULL)
+    Chain chain;
+    if (found == NULL || !as_chain(state, found, count - 2, "launch_known", &chain))
         return NULL;
-    Py_INCREF((PyObject *)prepared); /* another thread may drop it while the GIL is released */
+    Py_INCREF(found); /* another thread may drop it while the GIL is released */
     const bool launched = find_current_stream(&state->tensor_types, args[2], &seen, &stream) &&
-                          launch_at(prepared, addresses, stream);
-    Py_DECREF((PyObject *)prepared);
+                          launch_at(&chain, addresses, stream);
+    Py_DECREF(found);
     if (!launched)
         return NULL;
     Py_RETURN_TRUE;

@@ -15,11 +15,13 @@ _MODULES = {
     "dequantize": "quantize",
     "explain": "method.report",
     "fp8_gemm": "api",
+    "fp8_linear": "linear",
     "is_available": "api",
     "per_block_cast_to_fp8": "quantize",
     "per_token_cast_to_fp8": "quantize",
     "precompile": "api",
     "prepare": "api",
+    "quantize_weight": "linear",
     "supports": "api",
 }
 

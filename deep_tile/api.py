@@ -9,13 +9,14 @@ all of them where torch has no DLPack C exchange API) takes the same way in Pyth
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 
 from deep_tile import _launcher, jit, launches, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile.params import Place
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import fp8_gemm_reference
 from deep_tile.select.hardware import H200
@@ -115,7 +116,7 @@ def fp8_gemm(
             _call_unknown(a, a_scale, b, b_scale, out, _Options(*options))
     except Exception:
         check = _check_arguments if out is None else _checked_options
-        reason = _error_of(check, _Options(*options), a, a_scale, b, b_scale, out)
+        reason = error_of(check, _Options(*options), a, a_scale, b, b_scale, out)
         if reason is None:
             raise
         raise reason from None
@@ -161,7 +162,7 @@ class Plan:
             if not _launcher.launch_known(self._known, (), a, a_scale, out):
                 self._call_unknown(a, a_scale, out)
         except Exception:
-            reason = _error_of(self._check, a, a_scale, out)
+            reason = error_of(self._check, a, a_scale, out)
             if reason is None:
                 raise
             raise reason from None
@@ -221,7 +222,7 @@ def prepare(
     prepared = None
     if _needs_kernel(a, b):
         weights = plan.Weights(b.data_ptr(), b_scale.data_ptr())
-        prepared = _prepare_launch(a, a_scale, b, b_scale, out, checked, weights)
+        prepared = _prepare_launch(a, a_scale, b, b_scale, out, checked, weights=weights)
     return Plan(a, a_scale, b, b_scale, out, prepared, options)
 
 
@@ -303,8 +304,8 @@ def precompile(
         jit.CompileError: a kernel does not compile.
     """
     weights = [_checked_weight(shape) for shape in _as_list(shapes)]
-    _check_option("num_sms", num_sms)
-    _check_option("batch_invariant", batch_invariant)
+    check_option("num_sms", num_sms)
+    check_option("batch_invariant", batch_invariant)
     if workers is not None and (_as_int(workers) is None or workers < 1):
         raise ValueError(f"workers is {workers!r}; pass a positive int, or None for all cores")
     device = torch.cuda.current_device() if is_available()[0] else None
@@ -363,7 +364,7 @@ def _empty_out(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torc
         raise tensors.not_allocated("out", error) from None
 
 
-def _error_of(check: Callable, *arguments, **keywords) -> Exception | None:
+def error_of(check: Callable, *arguments, **keywords) -> Exception | None:
     """What `check` raises: it says why torch or the launcher stumbled over an argument."""
     try:
         check(*arguments, **keywords)
@@ -425,10 +426,39 @@ def _compute_without_kernel(a, a_scale, b, b_scale, out) -> None:
         out.copy_(fp8_gemm_reference(a, a_scale, b, b_scale, out.dtype))
 
 
+def product_launch(
+    a,
+    a_scale,
+    b,
+    b_scale,
+    out,
+    *,
+    num_sms: int | None,
+    batch_invariant: bool,
+    pdl: bool,
+    constant_weights: bool,
+    names: tuple[str, ...],
+    places: Mapping[str, Place],
+) -> _launcher.Launch:
+    """The launch of a product on a GPU whose operands may be parts of the tensors that it will be given.
+
+    Args:
+        a, a_scale, b, b_scale, out, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`; examples.
+        names, places: as for `plan.prepare_launch`.
+
+    Raises:
+        As `fp8_gemm`.
+    """
+    options = _Options(torch.bfloat16, None, num_sms, batch_invariant, pdl, constant_weights)
+    checked = _checked_options(options, a, a_scale, b, b_scale, out)
+    _, launch = _prepare_launch(a, a_scale, b, b_scale, out, checked, names=names, places=places)
+    return launch
+
+
 def _prepare_launch(
-    a, a_scale, b, b_scale, out, options: _Options, weights: plan.Weights | None = None
+    a, a_scale, b, b_scale, out, options: _Options, **tensors_given
 ) -> tuple[GemmConfig, _launcher.Launch]:
-    """For a call that has been checked and needs a kernel; of all tensors, or of those beside the weights."""
+    """For a call that has been checked and needs a kernel; `tensors_given` are keywords of `plan.prepare_launch`."""
     device = a.get_device()
     _check_hopper(device)
     (m, k), n = a.shape, b.shape[0]
@@ -445,7 +475,7 @@ def _prepare_launch(
         device,
         pdl=options.pdl,
         constant_weights=options.constant_weights,
-        weights=weights,
+        **tensors_given,
     )
     return config, launch
 
@@ -533,10 +563,10 @@ def _check_option_types(options: _Options) -> None:
             "Pass GemmConfig(block_m, block_n, stages), or nothing to have it chosen"
         )
     for name in _OPTION_TYPES:
-        _check_option(name, getattr(options, name))
+        check_option(name, getattr(options, name))
 
 
-def _check_option(name: str, value: object) -> None:
+def check_option(name: str, value: object) -> None:
     """Check the exact type: what only equals a right value would find the launches remembered for that."""
     types, wanted = _OPTION_TYPES[name]
     if type(value) not in types:

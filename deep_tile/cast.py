@@ -5,6 +5,7 @@ Called by quantize.py. Knows integers and CUDA's ordinals of devices, not tensor
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,8 +19,8 @@ from deep_tile.select.streaming import WARP, Reduction, derive_reduction
 SOURCE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of an element, by the names of `codegen.CAST_SOURCES`."""
 
-TENSORS = ("x", "out", "scale")
-"""Of a launch, in order."""
+PLACES = params.places(("x", "out", "scale"))
+"""Of a launch that is given these three tensors."""
 
 
 class CastLayout(NamedTuple):
@@ -85,17 +86,32 @@ def load(kernel: CastKernel, device: int) -> _launcher.Kernel:
     return _loaded[kernel, device]
 
 
-def prepare_launch(kernel: CastKernel, grid: int, device: int, layout: CastLayout) -> _launcher.Launch:
-    """Everything about a launch but the addresses of its `TENSORS`. Errors as for `load`."""
+def prepare_launch(
+    kernel: CastKernel,
+    grid: int,
+    device: int,
+    layout: CastLayout,
+    *,
+    names: tuple[str, ...] = ("the input", "out", "scale_out"),
+    places: Mapping[str, params.Place] = PLACES,
+    pdl: bool = False,
+) -> _launcher.Launch:
+    """Everything about a launch but the addresses of its tensors. Errors as for `load`.
+
+    Args:
+        names: of the tensors that the launch will be given.
+        places: where in them x, out and scale are.
+        pdl: programmatic dependent launch: the kernel may start while its predecessor in the stream still runs.
+    """
     return _launcher.prepare(
         load(kernel, device),
         grid=grid,
         cluster=1,
         threads=kernel.threads,
         params=params.CAST.pack(**layout._asdict()),
-        names=("the input", "out", "scale_out"),
-        pointers=params.CAST.pointers(TENSORS),
+        names=names,
+        pointers=params.CAST.pointers(places),
         maps=(),
         fixed_maps=(),
-        pdl=False,
+        pdl=pdl,
     )

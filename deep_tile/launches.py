@@ -9,7 +9,10 @@ import torch
 
 from deep_tile import _launcher, tensors
 
-Launches = dict[bytes | tuple, _launcher.Launch]
+Prepared = _launcher.Launch | tuple[_launcher.Launch, ...]
+"""One launch, or several of the same tensors, which follow each other."""
+
+Launches = dict[bytes | tuple, Prepared]
 """By the tensors' signature: bytes where C reads it, a tuple where Python does."""
 
 Table = dict[tuple, tuple[tuple, Launches]]
@@ -38,13 +41,13 @@ def signature(*given: torch.Tensor) -> bytes | tuple:
     )
 
 
-def find(table: Table, options: tuple, signature: bytes | tuple) -> _launcher.Launch | None:
+def find(table: Table, options: tuple, signature: bytes | tuple) -> Prepared | None:
     """What is remembered for options that have been checked, of whatever types they are."""
     _, launches = table.get(options, (options, {}))
     return launches.get(signature)
 
 
-def remember(table: Table, options: tuple, signature: bytes | tuple, launch: _launcher.Launch) -> None:
+def remember(table: Table, options: tuple, signature: bytes | tuple, launch: Prepared) -> None:
     """Keep `launch` for the next call like this one."""
     met = list(table.values())  # at once: another thread may add one meanwhile
     too_many_options = options not in table and len(met) >= MAX_OPTIONS
@@ -61,7 +64,7 @@ def refuse_capture(kernel_name: str, device: int, remedy: str) -> None:
     raise RuntimeError(f"{kernel_name} is not loaded yet and cannot be while a CUDA graph is captured; {remedy}")
 
 
-def launch(prepared: _launcher.Launch, *given: torch.Tensor) -> None:
+def launch(prepared: Prepared, *given: torch.Tensor) -> None:
     """Launch on the current stream of the first tensor's device.
 
     Raises:

@@ -10,7 +10,7 @@ of every field.
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 TENSOR_MAP = "TensorMap"
@@ -28,6 +28,18 @@ _LETTERS = {"int": "i", "unsigned": "I", "long long": "q", "float": "f"}
 """Of C's types for `struct`; pointers are "Q"."""
 
 _LIMITS = {"i": (-(2**31), 2**31 - 1), "I": (0, 2**32 - 1), "q": (-(2**63), 2**63 - 1), "Q": (0, 2**64 - 1)}
+
+
+class Place(NamedTuple):
+    """Where an operand of a kernel begins: `skip` bytes into the call's tensor number `tensor`."""
+
+    tensor: int
+    skip: int = 0
+
+
+def places(tensors: Iterable[str]) -> dict[str, Place]:
+    """Of operands that are tensors of their own, in order."""
+    return {name: Place(number) for number, name in enumerate(tensors)}
 
 
 class Field(NamedTuple):
@@ -120,10 +132,10 @@ class Params:
                 data[at : at + field.size] = field.pack(values[field.name])
         return bytes(data)
 
-    def pointers(self, tensors: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        """(offset, number) of each tensor that a pointer is named after, as `_launcher.prepare` takes them."""
+    def pointers(self, places: Mapping[str, Place]) -> tuple[tuple[int, int, int], ...]:
+        """(offset, tensor, skip) of each place that a pointer is named after, as `_launcher.prepare` takes them."""
         pointers = {field.name for field in self.fields if field.is_pointer}
-        return tuple((self.offsets[name], number) for number, name in enumerate(tensors) if name in pointers)
+        return tuple((self.offsets[name], *place) for name, place in places.items() if name in pointers)
 
     @property
     def text(self) -> str:
@@ -171,8 +183,9 @@ class MapLayout(NamedTuple):
     swizzle_bytes: int
     l2_bytes: int = 0
 
-    def entry(self, offset: int, owner: int) -> tuple:
-        """As `_launcher.prepare` takes it: `owner` is the number of a tensor, or, of a fixed map, an address."""
+    def entry(self, offset: int, owner: int, skip: int = 0) -> tuple:
+        """As `_launcher.prepare` takes it: `owner` is the number of a tensor, or, of a fixed map, an address; `skip`
+        bytes beyond its beginning is what the map is of."""
         return (
             offset,
             owner,
@@ -182,6 +195,7 @@ class MapLayout(NamedTuple):
             self.box,
             _SWIZZLES[self.swizzle_bytes],
             _L2_PROMOTIONS[self.l2_bytes],
+            skip,
         )
 
 

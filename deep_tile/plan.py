@@ -4,14 +4,14 @@ Called by api.py when it meets a new signature, and by the command line. Kernels
 per device and live as long as the process: they are a finite set, because sizes are run-time values.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from deep_tile import _launcher, jit, params, watch
 from deep_tile.codegen import kernel_source
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.params import MapLayout
+from deep_tile.params import MapLayout, Place
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose, tuned
 from deep_tile.select.schedule import grid_size, last_rows_reciprocal, narrow_columns, raster_rows
@@ -111,14 +111,18 @@ def prepare_launch(
     pdl: bool,
     constant_weights: bool,
     weights: Weights | None = None,
+    names: tuple[str, ...] = TENSORS,
+    places: Mapping[str, Place] | None = None,
 ) -> _launcher.Launch:
-    """Everything about a launch but the addresses of its `TENSORS`.
+    """Everything about a launch but the addresses of its tensors.
 
     Args:
         pdl: programmatic dependent launch: the kernel may start while its predecessor in the stream still runs.
         constant_weights: with `pdl`, b is requested before that predecessor is waited for, unless several rows of tiles
             share it: then that costs 0 to 6 % of a chain (ten shapes of 128 <= m <= 1024; H200, 2026-11-22).
         weights: where b and b_scale stay; the launch is then one of the other tensors alone.
+        names: of the tensors that the launch will be given.
+        places: where in them the `TENSORS` are, if they are not tensors of their own.
 
     Raises:
         ValueError: a size or stride that the launch cannot express.
@@ -127,8 +131,9 @@ def prepare_launch(
     """
     early_b = constant_weights and problem.m <= config.block_m
     maps = tensor_maps(problem, config, layout)
-    tensors = TENSORS if weights is None else tuple(name for name in TENSORS if name not in Weights._fields)
     fixed = {} if weights is None else weights._asdict()
+    names = tuple(name for name in names if name not in fixed)
+    places = params.places(names) if places is None else places
     if 0 in fixed.values():
         raise ValueError(f"weights are {weights}: one of them has no memory; pass tensors whose storage is allocated")
     return _launcher.prepare(
@@ -137,9 +142,9 @@ def prepare_launch(
         cluster=config.cluster,
         threads=config.threads,
         params=pack_params(problem, config, layout, early_b, fixed.get("b_scale", 0)),
-        names=tensors,
-        pointers=params.GEMM.pointers(tensors),
-        maps=tuple(map_.entry(at, tensors.index(name)) for at, name, map_ in maps if name in tensors),
+        names=names,
+        pointers=params.GEMM.pointers(places),
+        maps=tuple(map_.entry(at, *places[name]) for at, name, map_ in maps if name in places),
         fixed_maps=tuple(map_.entry(at, fixed[name]) for at, name, map_ in maps if name in fixed),
         pdl=pdl,
     )

@@ -152,6 +152,10 @@ def _check_source(name: str, x: torch.Tensor, amax_floor: float) -> None:
         raise TypeError(f"{name} is {_kind(x)}; the cast takes a tensor of {wanted}")
     tensors.require_plain(**{name: x})
     _require_matrix(name, x)
+    check_amax_floor(amax_floor)
+
+
+def check_amax_floor(amax_floor: float) -> None:
     if isinstance(amax_floor, bool) or not isinstance(amax_floor, Real):
         raise TypeError(f"amax_floor is {amax_floor!r}, a {type(amax_floor).__name__}; pass a number, such as 1e-4")
     if not SMALLEST_AMAX_FLOOR <= amax_floor < float("inf"):
@@ -230,21 +234,26 @@ def _cast_by_kernel(
     options, signature = (block_rows, amax_floor), launches.signature(x, out, scale)
     launch = launches.find(_launches, options, signature)
     if launch is None:
-        launch = _prepare_launch(x, block_rows, float(amax_floor), out, scale)
+        launch = cast_launch(x, block_rows, amax_floor, out, scale)
         launches.remember(_launches, options, signature, launch)
     launches.launch(launch, x, out, scale)
 
 
-def _prepare_launch(
-    x: torch.Tensor, block_rows: int, amax_floor: float, out: torch.Tensor, scale: torch.Tensor
+def cast_launch(
+    x: torch.Tensor, block_rows: int, amax_floor: float, out: torch.Tensor, scale: torch.Tensor, **how
 ) -> _launcher.Launch:
+    """The launch of a cast on a Hopper GPU, for which the tensors are examples; `how` are keywords of
+    `cast.prepare_launch`. Nothing is checked but that a CUDA graph under capture need not load the kernel.
+    """
     device = x.get_device()
     kernel, grid = cast.choose(block_rows, _KERNEL_SOURCES[x.dtype], *x.shape, _num_sms(device))
     _check_capture(kernel, device)
     layout = cast.CastLayout(
-        *(*x.shape, x.stride(0), out.stride(0), *scale.stride()), aligned=_takes_vectors(x, out), amax_floor=amax_floor
+        *(*x.shape, x.stride(0), out.stride(0), *scale.stride()),
+        aligned=_takes_vectors(x, out),
+        amax_floor=float(amax_floor),
     )
-    return cast.prepare_launch(kernel, grid, device, layout)
+    return cast.prepare_launch(kernel, grid, device, layout, **how)
 
 
 def _takes_vectors(x: torch.Tensor, out: torch.Tensor) -> bool:

@@ -24,9 +24,9 @@ CUDA_INCLUDE = Path("/usr/local/cuda/include")
 COMPILER = shlex.split(sysconfig.get_config_var("CC") or "cc")
 
 NAMES = ("a", "a_scale", "b", "b_scale", "out")
-A_MAP = (128, 0, 0, (7168, 4096), (7168,), (128, 64), 3, 2)
-B_MAP = (256, 2, 0, (7168, 2112), (7168,), (128, 96), 3, 2)
-OUT_MAP = (384, 4, 9, (2112, 4096), (4224,), (64, 64), 3, 0)
+A_MAP = (128, 0, 0, (7168, 4096), (7168,), (128, 64), 3, 2, 0)
+B_MAP = (256, 2, 0, (7168, 2112), (7168,), (128, 96), 3, 2, 0)
+OUT_MAP = (384, 4, 9, (2112, 4096), (4224,), (64, 64), 3, 0, 0)
 PARAMS_BYTES = 512
 LAUNCH = {
     "grid": 132,
@@ -34,7 +34,7 @@ LAUNCH = {
     "threads": 384,
     "params": bytes(range(1, 41)).ljust(PARAMS_BYTES, b"\0"),
     "names": NAMES,
-    "pointers": ((40, 1), (48, 3), (56, 4)),
+    "pointers": ((40, 1, 0), (48, 3, 0), (56, 4, 0)),
     "maps": (A_MAP, B_MAP, OUT_MAP),
     "fixed_maps": (),
     "pdl": False,
@@ -140,11 +140,11 @@ WRONG_NUMBERS = {
     "names is ('a', 'a', 'a', 'a', 'a', 'a', 'a', 'a', 'a'), want 1 to 8 str": {"names": ("a",) * 9},
     "params has 0 bytes, want 1 to 4096": {"params": b""},
     "params has 4097 bytes, want 1 to 4096": {"params": bytes(4097)},
-    "got 17 pointers, 3 maps and 0 fixed_maps, want at most 16": {"pointers": ((0, 0),) * 17},
-    "pointers[0].offset is 505, want an int from 0 to 504, a multiple of 8": {"pointers": ((505, 0),)},
-    "pointers[1].offset is 44, want an int from 0 to 504, a multiple of 8": {"pointers": ((0, 0), (44, 0))},
-    "pointers[0].offset is -8, want": {"pointers": ((-8, 0),)},
-    "pointers[0].tensor is 5, want an int from 0 to 4": {"pointers": ((0, 5),)},
+    "got 17 pointers, 3 maps and 0 fixed_maps, want at most 16": {"pointers": ((0, 0, 0),) * 17},
+    "pointers[0].offset is 505, want an int from 0 to 504, a multiple of 8": {"pointers": ((505, 0, 0),)},
+    "pointers[1].offset is 44, want an int from 0 to 504, a multiple of 8": {"pointers": ((0, 0, 0), (44, 0, 0))},
+    "pointers[0].offset is -8, want": {"pointers": ((-8, 0, 0),)},
+    "pointers[0].tensor is 5, want an int from 0 to 4": {"pointers": ((0, 5, 0),)},
     "maps[0].offset is 385, want an int from 0 to 384, a multiple of 64": {"maps": (with_item(A_MAP, 0, 385),)},
     "maps[0].offset is 32, want an int from 0 to 384, a multiple of 64": {"maps": (with_item(A_MAP, 0, 32),)},
     "maps[1].tensor is -1, want an int from 0 to 4": {"maps": (A_MAP, with_item(B_MAP, 1, -1))},
@@ -164,12 +164,14 @@ WRONG_NUMBERS = {
     "maps[2].box has rows of 144 bytes, want": {"maps": (A_MAP, B_MAP, with_item(OUT_MAP, 5, (72, 64)))},
     "maps[0].swizzle is 4, want an int from 0 to 3": {"maps": (with_item(A_MAP, 6, 4),)},
     "maps[0].l2_promotion is 4, want an int from 0 to 3": {"maps": (with_item(A_MAP, 7, 4),)},
+    "maps[0].skip is 8, want an int from 0 to 4294967280, a multiple of 16": {"maps": (with_item(A_MAP, 8, 8),)},
+    "pointers[0].skip is -1, want an int from 0 to 4294967295": {"pointers": ((0, 0, -1),)},
     "fixed_maps[0].address is 0, want an int from 16 to": {"fixed_maps": (with_item(A_MAP, 1, 0),)},
     "fixed_maps[0].address is 24, want an int from 16 to": {"fixed_maps": (with_item(A_MAP, 1, 24),)},
 }
 WRONG_TYPES = {
     "grid is 132.0, want an int": {"grid": 132.0},
-    "want pointers that are tuples (offset, tensor)": {"pointers": (40,)},
+    "want pointers that are tuples (offset, tensor, skip)": {"pointers": (40,)},
     "want maps that are tuples (offset, tensor or address, element, sizes": {"maps": (A_MAP[:-1],)},
     "strides_bytes and box are tuples": {"maps": (with_item(A_MAP, 5, [128, 64]),)},
     "maps[0].box is '128', want an int": {"maps": (with_item(A_MAP, 5, ("128", 64)),)},
@@ -368,7 +370,7 @@ for begin in (lambda: None, lambda: fake.cuCtxPushCurrent(other)):
 def test_maps_of_any_rank(run_on_fake_driver, rank):
     sizes, strides, box = (64, 7, 6, 5, 4)[:rank], (128, 1024, 8192, 65536)[: rank - 1], (64, 1, 2, 3, 4)[:rank]
     out = run_on_fake_driver(f"""
-prepared = launcher.prepare(load(), **LAUNCH | {{"maps": ((128, 0, 9, {sizes}, {strides}, {box}, 3, 1),)}})
+prepared = launcher.prepare(load(), **LAUNCH | {{"maps": ((128, 0, 9, {sizes}, {strides}, {box}, 3, 1, 0),)}})
 launcher.launch(prepared, (0xA00, 1, 2, 3, 4), 0)
 """)
     params = params_of(next(line for line in out.splitlines() if line.startswith("cuLaunchKernelEx")))
@@ -382,8 +384,8 @@ launcher.launch(prepared, (0xA00, 1, 2, 3, 4), 0)
 def test_a_tensor_goes_wherever_it_is_wanted(run_on_fake_driver):
     """Into several pointers and maps, or into none."""
     out = run_on_fake_driver("""
-maps = [(at, 2, 0, (128, 64), (128,), (128, 64), 3, 2) for at in (128, 256)]
-change = {"names": ("x", "unused", "y"), "pointers": ((0, 0), (64, 0), (8, 2)), "maps": tuple(maps)}
+maps = [(at, 2, 0, (128, 64), (128,), (128, 64), 3, 2, 0) for at in (128, 256)]
+change = {"names": ("x", "unused", "y"), "pointers": ((0, 0, 0), (64, 0, 0), (8, 2, 0)), "maps": tuple(maps)}
 launcher.launch(launcher.prepare(load(), **LAUNCH | change), (0xA00, 0xB00, 0xC00), 0)
 """)
     params = params_of(out.splitlines()[-2])
@@ -391,10 +393,85 @@ launcher.launch(launcher.prepare(load(), **LAUNCH | change), (0xA00, 0xB00, 0xC0
     assert params[16:40] == LAUNCH["params"][16:40]
 
 
+def test_part_of_a_tensor_is_an_operand(run_on_fake_driver):
+    """Pointers, maps and fixed maps begin `skip` bytes into what they are of."""
+    out = run_on_fake_driver(f"""
+maps, fixed = ({with_item(A_MAP, 8, 0x400)},), ({with_item(with_item(B_MAP, 1, 0xB00), 8, 0x30)},)
+change = {{"names": ("a",), "pointers": ((56, 0, 0x2004),), "maps": maps, "fixed_maps": fixed}}
+launcher.launch(launcher.prepare(load(), **LAUNCH | change), (0xA00,), 0)
+""")
+    addresses = addresses_of(out.splitlines()[-2])
+    assert (addresses["a map"], addresses["b map"], addresses["out"]) == (0xE00, 0xB30, 0x2A04)
+
+
+CHAIN = """
+first = launcher.prepare(load(), **LAUNCH | {"pdl": False})
+second = launcher.prepare(load(), **LAUNCH | {"pdl": True})
+"""
+
+
+def test_launches_of_a_tuple_follow_each_other(run_on_fake_driver):
+    """In one context, on one stream."""
+    out = run_on_fake_driver(CHAIN + "begin()\nlauncher.launch((first, second, first), ADDRESSES, 77)\n")
+    lines = [line for line in out.split("---\n")[1].splitlines() if not line.startswith("cuTensorMap")]
+    assert [line.split()[0] for line in lines] == [
+        "cuCtxGetCurrent",
+        "cuCtxPushCurrent",
+        *["cuLaunchKernelEx"] * 3,
+        "cuCtxPopCurrent",
+    ]
+    assert [params_of(line) for line in lines[2:5]] == [params_of(lines[2])] * 3
+    assert ["pdl 1" in line for line in lines[2:5]] == [False, True, False]
+
+
+def test_a_tuple_of_launches_is_refused_as_a_whole(run_on_fake_driver):
+    """Before its first launch: for an address that the last one cannot use, and for what is no launch of these."""
+    out = run_on_fake_driver(
+        CHAIN
+        + """
+other = launcher.prepare(load(), **LAUNCH | {"names": ("a",), "pointers": (), "maps": ()})
+unaligned = launcher.prepare(load(), **LAUNCH | {"maps": ()})
+begin()
+for chain in ((unaligned, first), (first, other), (first, None), (), (first,) * 5, [first]):
+    try:
+        launcher.launch(chain, with_address("a", 0xA08), 0)
+    except (TypeError, ValueError) as error:
+        print(type(error).__name__, error)
+"""
+    )
+    lines = out.split("---\n")[1].splitlines()
+    wanted = "prepared is {}, want the Launch that prepare() returned, or a tuple of 1 to 4 of them"
+    assert lines[:4] == [
+        "ValueError launch: the address of a is 8 modulo 16, want a multiple of 16 for TMA",
+        "TypeError launch: got 5 tensors, want 1: ('a',)",
+        f"TypeError launch: {wanted.format('None')}",
+        f"TypeError launch: {wanted.format('()')}",
+    ]
+    assert all(line.startswith("TypeError launch: prepared is ") for line in lines[4:]) and len(lines) == 6
+
+
+def test_the_first_failure_ends_a_tuple_of_launches(run_on_fake_driver):
+    out = run_on_fake_driver(
+        CHAIN
+        + """
+try:
+    launcher.launch((first, second), ADDRESSES, 0)
+except RuntimeError as error:
+    print("error:", error, flush=True)
+""",
+        FAKE_DRIVER_FAIL="cuLaunchKernelEx=1",
+    )
+    assert (
+        sum(line.startswith("cuLaunchKernelEx 0x") for line in out.splitlines()) == 1
+        and "error: cuLaunchKernelEx failed for kernel gemm" in out
+    )
+    assert out.count("cuCtxPushCurrent") == out.count("cuCtxPopCurrent")
+
+
 def test_fixed_maps_keep_their_address(run_on_fake_driver):
     out = run_on_fake_driver(f"""
 fixed = ({with_item(B_MAP, 1, 0xB00)},)
-change = {{"names": ("a", "out"), "pointers": ((56, 1),), "maps": ({A_MAP},), "fixed_maps": fixed}}
+change = {{"names": ("a", "out"), "pointers": ((56, 1, 0),), "maps": ({A_MAP},), "fixed_maps": fixed}}
 prepared = launcher.prepare(load(), **LAUNCH | change)
 begin()
 launcher.launch(prepared, (0xA00, 0xC02), 0)
@@ -732,6 +809,15 @@ attempt(launcher.launch_known, known, OPTIONS, *call(a={"address": 0x1A00}, out=
     assert lines[6:] == ["cuCtxPopCurrent ", "True"]
 
 
+def test_launch_known_takes_a_tuple_of_launches(run_with_tensors):
+    lines = run_with_tensors("""
+launches[launcher.signature(*call())] = (prepared, prepared)
+attempt(launcher.launch_known, known, OPTIONS, *call())
+""")
+    launched = [line for line in lines if line.startswith("cuLaunchKernelEx")]
+    assert len(launched) == 2 and launched[0] == launched[1] and lines[-1] == "True"
+
+
 DIFFERENT = {
     "dtype": '{"a": {"dtype": (12, 8)}}',
     "bits": '{"b_scale": {"dtype": (2, 16)}}',
@@ -887,7 +973,7 @@ attempt(launcher.launch_known, known, ([],), *call())
         "launch_known: the table holds ((1, True, None), [])",
     ]
     assert lines[3].startswith("launch_known: the table holds ([], {b")
-    assert lines[4] == "launch_known: prepared is 'launch', want the Launch that prepare() returned"
+    assert lines[4].startswith("launch_known: prepared is 'launch', want the Launch that prepare() returned")
     assert "unhashable type: 'list'" in lines[5]
 
 

@@ -42,7 +42,8 @@ MAY_IMPORT = {
     "cast": SIZES | {"_launcher", "codegen", "jit", "params", "select"},
     "quantize": {"_launcher", "cast", "config", "launches", "tensors"},
     "reference": {"config", "quantize"},
-    "api": CALL,
+    "api": CALL | {"params"},
+    "linear": {"_launcher", "api", "config", "launches", "params", "quantize", "tensors"},
     "method": SIZES | {"select"},
     "tools": CALL | {"packaged", "", "api", "cast", "codegen", "method", "params", "quantize", "sass"},
     "": set(),
@@ -53,7 +54,17 @@ MAY_IMPORT = {
 PURE = ("select.schedule", "select.defaults", "select.choose")
 """Read neither the user's files nor variables: what `tune` found is passed in."""
 
-WITH_TORCH = {"api", "launches", "quantize", "reference", "tensors", "tools.measure", "tools.timing", "tools.tune"}
+WITH_TORCH = {
+    "api",
+    "launches",
+    "linear",
+    "quantize",
+    "reference",
+    "tensors",
+    "tools.measure",
+    "tools.timing",
+    "tools.tune",
+}
 """Import torch when they are imported. Whoever imports one of them waits a second for torch."""
 
 LATER_WITH_TORCH = {"tools.cli", "tools.demo", "tools.doctor", "tools.products", "watch"}
@@ -151,7 +162,7 @@ def test_imports_point_one_way():
 
 def test_public_names_are_not_the_tools():
     """They are imported by name at their first use, which the sources do not show."""
-    assert {row(module) for module in deep_tile._MODULES.values()} == {"api", "config", "method", "quantize"}
+    assert {row(module) for module in deep_tile._MODULES.values()} == {"api", "config", "linear", "method", "quantize"}
 
 
 @pytest.mark.parametrize(

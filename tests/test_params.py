@@ -113,7 +113,7 @@ def test_pointers_and_maps_wait_for_addresses():
     data = params.GEMM.pack(**numbers)
     assert unpack(params.GEMM, data)["a_scale"] == 0
     assert not any(data[params.GEMM.offsets["a_maps"] :])
-    assert params.GEMM.pointers(("out", "a", "a_scale")) == ((56, 0), (40, 2))
+    assert params.GEMM.pointers(params.places(("out", "a", "a_scale"))) == ((56, 0, 0), (40, 2, 0))
     with pytest.raises(KeyError, match="'m'"):
         params.GEMM.pack(**{name: 1 for name in numbers if name != "m"})
 
@@ -294,7 +294,7 @@ def prepare_toy(prepare, kernel):
         threads=32,
         params=TOY.pack(count=32),
         names=TOY_TENSORS,
-        pointers=TOY.pointers(TOY_TENSORS),
+        pointers=TOY.pointers(params.places(TOY_TENSORS)),
         maps=(TOY_BIAS.entry(TOY.offsets["bias_map"], TOY_TENSORS.index("bias")),),
         fixed_maps=(),
         pdl=False,

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from deep_tile import _launcher, jit, launches
-from deep_tile.params import Field, Params
+from deep_tile.params import Field, Params, places
 from deep_tile.select.hardware import Hardware, for_device
 from deep_tile.select.streaming import WARP, derive_elementwise
 from deep_tile.tools import timing
@@ -161,17 +161,17 @@ class _Measurements:
         cubin, device = jit.load_cubin(SOURCE, "measure"), torch.cuda.current_device()
         return {name: _launcher.load(cubin, name, 0, device) for name in ("read_all", "chase")}
 
-    def _prepare(self, kernel: str, params: Params, grid: int, threads: int, **numbers: int) -> _launcher.Launch:
+    def _prepare(self, kernel: str, table: Params, grid: int, threads: int, **numbers: int) -> _launcher.Launch:
         """A launch of the kernel's two tensors: its first pointer's, and `out`."""
-        names = tuple(field.name for field in params.fields if field.is_pointer)
+        names = tuple(field.name for field in table.fields if field.is_pointer)
         return _launcher.prepare(
             self._kernels[kernel],
             grid=grid,
             cluster=1,
             threads=threads,
-            params=params.pack(**numbers),
+            params=table.pack(**numbers),
             names=names,
-            pointers=params.pointers(names),
+            pointers=table.pointers(places(names)),
             maps=(),
             fixed_maps=(),
             pdl=False,

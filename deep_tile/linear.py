@@ -1,0 +1,407 @@
+"""A linear layer in one call: the input is cast to FP8 and multiplied by weights in FP8.
+
+Called by users, nn.py and what brings deep_tile into engines. On a Hopper GPU one call of C enqueues both kernels, the
+cast's and the product's, as programmatic dependent launches: the product's blocks start while the cast still runs, and
+request their weights meanwhile. What lies between the two is kept in a workspace.
+Invariant: the result is that of `per_token_cast_to_fp8` and `fp8_gemm`, bit for bit.
+"""
+
+import math
+import threading
+from typing import NamedTuple
+
+import torch
+
+from deep_tile import _launcher, api, launches, quantize, tensors
+from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
+from deep_tile.params import Place
+
+_PRODUCT_DTYPE = torch.bfloat16
+"""What the kernels write; other results are converted from it."""
+
+_SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WIDE = "torch.bfloat16, torch.float16 or torch.float32"
+_SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
+
+_WORKSPACE_ALIGNMENT = 256
+
+_KEPT_BYTES = 3 << 20
+"""Of the workspace that a thread keeps for each stream."""
+
+_KEPT_ELEMENTS, _KEPT_LEAST_K = 1 << 20, 16
+"""Inputs of at most so many elements, and at least so long rows, fit into it: an element takes up to two bytes with its
+row's padding, and a quarter of one and a thirty-second for its scale. A larger one keeps the GPU busy for longer than
+torch takes to allocate."""
+
+_MOST_KEPT = 64
+"""Workspaces of one thread; one more, and all are dropped."""
+
+_launches: launches.Table = {}
+"""By the `_Options` of a call, or the plain tuple equal to it; each is a cast's and a product's, of the tensors of
+`_names`."""
+
+
+class _Options(NamedTuple):
+    """The keywords of a call; described at `fp8_linear`."""
+
+    out_dtype: torch.dtype | None
+    amax_floor: float
+    num_sms: int | None
+    batch_invariant: bool
+    pdl: bool | None
+
+
+class _Kept(threading.local):
+    """Workspaces of this thread, by device and stream.
+
+    Kernels of one stream run one after the other, and a thread enqueues its two kernels before anything else: so one
+    workspace does for all that a thread does on a stream. Two threads of one stream may mix their kernels.
+    """
+
+    def __init__(self):
+        self.workspaces: dict[tuple[int, int], torch.Tensor] = {}
+
+
+_kept = _Kept()
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    amax_floor: float = 1e-4,
+    num_sms: int | None = None,
+    batch_invariant: bool = False,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """`x @ (b * b_scale)^T + bias`, with `x` quantised to FP8 on the way: a linear layer.
+
+    The result is that of `per_token_cast_to_fp8(x)` and `fp8_gemm`, bit for bit. On a Hopper GPU both kernels are
+    enqueued at once on torch's current stream; what lies between them is in a workspace that is kept, or, for large
+    inputs and while a CUDA graph is captured, allocated by torch.
+
+    Differentiable in `x`, in `bias` and in a `b` that is not FP8; once. The gradient of `x` is that of the output
+    multiplied by the dequantised weight, in the output's dtype; the gradient of `b` is that of the output, transposed,
+    multiplied by `x` before its quantisation.
+
+    Args:
+        x: [..., k] bfloat16, float16 or float32, any k. Fastest where rows are adjacent and begin at multiples of 16
+            bytes; leading dimensions that are no rows at one stride, and other column strides, are copied first.
+        b: [n, k] float8_e4m3fn as `fp8_gemm` takes it, as `quantize_weight` makes it; or, without `b_scale`, a weight
+            of bfloat16, float16 or float32, which is then quantised on every call.
+        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides, or float8_e8m0fnu, which takes a kernel more.
+        bias: [n], added to the rounded product by a kernel of torch.
+        out: [..., n] in the result's dtype with a unit stride along n, to write to; allocated when None.
+        out_dtype: dtype of the result: bfloat16, float16 or float32; that of `x` when None. The product is rounded to
+            bfloat16, then converted.
+        amax_floor: as for `per_token_cast_to_fp8`.
+        num_sms, batch_invariant: as for `fp8_gemm`; of the product.
+        pdl: programmatic dependent launches, as for `fp8_gemm`; of both kernels. The weights are requested before the
+            cast has ended, after all that came before it.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError: an argument is no tensor, or not a plain one, or has the wrong dtype, or an option the wrong type.
+        ValueError: a shape, stride, device, `num_sms` or `amax_floor` that the operation does not take, or a tensor
+            without memory.
+        RuntimeError: `out` is given where a gradient is wanted; or as for `fp8_gemm`. Nothing has been launched and
+            `out` is untouched.
+
+    The method (1x128 and 128x128 scales, promotion to FP32 every 128 of k) is that of the DeepSeek-V3 report, 3.3.
+    """
+    options = (out_dtype, amax_floor, num_sms, batch_invariant, pdl)
+    if torch.is_grad_enabled() and _wants_gradient(x, b, b_scale, bias, out):
+        _refuse_gradient(b, b_scale, out)
+        return _Differentiable.apply(x, b, b_scale, bias, options)
+    return _forward(x, b, b_scale, bias, out, options)
+
+
+def quantize_weight(w: torch.Tensor, *, amax_floor: float = 1e-4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a weight for `fp8_linear` and `fp8_gemm`: `b, b_scale = quantize_weight(w)`.
+
+    Args:
+        w: [n, k], and `amax_floor`: as for `per_block_cast_to_fp8`.
+
+    Returns:
+        `b` [n, k] float8_e4m3fn, whose rows begin at multiples of 16 bytes whatever k is, and `b_scale`
+        [ceil(n / 128), ceil(k / 128)] float32.
+
+    Raises:
+        As `per_block_cast_to_fp8`.
+    """
+    return quantize.per_block_cast_to_fp8(w, amax_floor=amax_floor)
+
+
+def _wants_gradient(*arguments) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
+
+
+def _refuse_gradient(b, b_scale, out) -> None:
+    """Raise where a gradient is wanted that does not exist."""
+    if out is not None:
+        raise RuntimeError(
+            "out is given and a gradient is wanted, which what is written to a tensor has none of. Drop out, or call "
+            "under torch.no_grad()"
+        )
+    for name, x in (("b", b), ("b_scale", b_scale)):
+        if b_scale is not None and _wants_gradient(x):
+            raise RuntimeError(
+                f"{name} requires a gradient, which a quantised weight has none of. Pass {name}.requires_grad_(False), "
+                "or the weight itself as b, without b_scale, or call under torch.no_grad()"
+            )
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, b, b_scale, bias, options):
+        out = _forward(x, b, b_scale, bias, None, options)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, b, b_scale)
+        ctx.dtypes = (x.dtype, None if bias is None else bias.dtype)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return *_gradients(grad, *ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad), None
+
+
+def _gradients(grad, x, b, b_scale, dtypes, needed) -> tuple:
+    """Of x, b, b_scale and bias; None where it is not `needed`. `dtypes` are those of x and bias."""
+    rows = grad.reshape(-1, grad.shape[-1])
+    of_x = of_b = of_bias = None
+    if needed[0]:
+        weight = _dequantized(b, b_scale).to(grad.dtype)
+        of_x = (rows @ weight).to(dtypes[0]).reshape(*grad.shape[:-1], b.shape[1])
+    if needed[1]:
+        of_b = (rows.t() @ x.reshape(-1, b.shape[1]).to(grad.dtype)).to(b.dtype)
+    if needed[3]:
+        of_bias = rows.sum(0, dtype=torch.float32).to(dtypes[1])
+    return of_x, of_b, None, of_bias
+
+
+def _dequantized(b: torch.Tensor, b_scale: torch.Tensor | None) -> torch.Tensor:
+    """The weight that the product multiplied by, in FP32."""
+    if b_scale is None:
+        b, b_scale = quantize_weight(b)
+    return quantize.dequantize(b, b_scale.float(), block=quantize.WEIGHT_BLOCK)
+
+
+def _forward(x, b, b_scale, bias, out, options: tuple, keeps_workspace: bool = True) -> torch.Tensor:
+    try:
+        if b_scale is None:
+            _check_wide_weight(b)
+            b, b_scale = quantize_weight(b.detach(), amax_floor=options[1])
+        is_product = out is not None and out.dtype == _PRODUCT_DTYPE
+        if out is not None and (bias is not None or not is_product):  # else the signature stands for the check
+            _check(x, b, b_scale, bias, out, _Options(*options))
+        product = out if is_product else x.new_empty(*x.shape[:-1], b.shape[0], dtype=_PRODUCT_DTYPE)
+        given = (x, b, b_scale, product, *(() if bias is None else (bias,)))
+        if not x.is_cuda:
+            _call_unknown(given, None, bias, _Options(*options))
+        else:
+            workspace = _workspace(x, keeps_workspace)
+            if not _launcher.launch_known(_launches, options, *given, workspace):
+                _call_unknown(given, workspace, bias, _Options(*options))
+    except Exception:
+        reason = api.error_of(_check, x, b, b_scale, bias, out, _Options(*options))
+        if reason is None:
+            raise
+        raise reason from None
+    return _finish(product, bias, out, x.dtype if options[0] is None else options[0])
+
+
+def _finish(product, bias, out, dtype: torch.dtype) -> torch.Tensor:
+    """The result: the product in its dtype, with the bias."""
+    if dtype != _PRODUCT_DTYPE:
+        product = product.to(dtype) if out is None else out.copy_(product)
+    return product if bias is None else product.add_(bias)
+
+
+class _Parts(NamedTuple):
+    """Where the quantised input, a matrix, lies in a workspace.
+
+    The scale comes first, because a `Place` has 32 bits to skip.
+    """
+
+    rows: int
+    k: int
+
+    @property
+    def stride(self) -> int:
+        """Of the quantised input's rows, in bytes: for TMA a multiple of 16."""
+        return round_up(self.k, tensors.ALIGNMENT_BYTES)
+
+    @property
+    def scale_stride(self) -> int:
+        """Of the scale's columns, in elements: "m_aligned"."""
+        return round_up(self.rows, 4)
+
+    @property
+    def scale_bytes(self) -> int:
+        return 4 * ceil_div(self.k, SCALE_BLOCK) * self.scale_stride
+
+    @property
+    def begin(self) -> int:
+        """Of the quantised input, in bytes."""
+        return round_up(self.scale_bytes, _WORKSPACE_ALIGNMENT)
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.rows * self.stride
+
+    def views(self, workspace: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The quantised input and its scale."""
+        a = workspace[self.begin : self.end].view(quantize.FP8_DTYPE).view(self.rows, self.stride)
+        a_scale = workspace[: self.scale_bytes].view(torch.float32).view(-1, self.scale_stride)
+        return a[:, : self.k], a_scale.t()[: self.rows]
+
+
+def _workspace(x: torch.Tensor, keeps: bool) -> torch.Tensor:
+    """Memory for the quantised input, which nothing but this call's kernels touches until they have ended.
+
+    What torch allocates and is dropped after the call is met again by later kernels of the same stream alone, also
+    within a CUDA graph. What is kept must not be in a graph, whose replays know no order with later calls, nor come
+    from memory that torch sets aside for graphs: an op that torch.compile has put into one keeps nothing.
+    """
+    k = x.shape[-1]
+    if x.numel() > _KEPT_ELEMENTS or k < _KEPT_LEAST_K:
+        return x.new_empty(max(1, _Parts(x.numel() // max(1, k), k).end), dtype=torch.uint8)
+    device = x.get_device()
+    if not keeps or device != torch._C._cuda_getDevice() or torch._C._cuda_isCurrentStreamCapturing():
+        return x.new_empty(_KEPT_BYTES, dtype=torch.uint8)
+    key = (device, torch._C._cuda_getCurrentRawStream(device))
+    kept = _kept.workspaces.get(key)
+    return _keep(key, x.new_empty(_KEPT_BYTES, dtype=torch.uint8)) if kept is None else kept
+
+
+def _keep(key: tuple[int, int], workspace: torch.Tensor) -> torch.Tensor:
+    if len(_kept.workspaces) >= _MOST_KEPT:
+        _kept.workspaces.clear()
+    _kept.workspaces[key] = workspace
+    return workspace
+
+
+def _call_unknown(given: tuple, workspace: torch.Tensor | None, bias, options: _Options) -> None:
+    """Multiply where C has met no such options and signature, or cannot read the tensors; on the CPU always."""
+    x, b, b_scale, out = given[:4]
+    _check(x, b, b_scale, bias, None, options)
+    if _rows(out) is None:
+        raise ValueError(
+            f"out has shape {list(out.shape)} and strides {out.stride()}: its rows are not dense, or not at one "
+            "stride. Pass a row-major out"
+        )
+    x, b_scale = x if _rows(x) is not None else x.contiguous(), b_scale.float()
+    if workspace is None or min(*_rows(x).shape, *b.shape) == 0:
+        _multiply_in_turn(_rows(x), b, b_scale, _rows(out), options)
+        return
+    given = (x, b, b_scale, *given[3:], workspace)
+    signature = launches.signature(*given)
+    chain = launches.find(_launches, options, signature)
+    if chain is None:
+        chain = _prepare(given, bias, options)
+        launches.remember(_launches, options, signature, chain)
+    launches.launch(chain, *given)
+
+
+def _multiply_in_turn(x, b, b_scale, out, options: _Options) -> None:
+    """By the calls of the cast and of the product."""
+    a, a_scale = quantize.per_token_cast_to_fp8(x, amax_floor=options.amax_floor)
+    product = {"num_sms": options.num_sms, "batch_invariant": options.batch_invariant, "pdl": options.pdl}
+    with torch.no_grad():
+        api.fp8_gemm(a, a_scale, b, b_scale, out, **product)
+
+
+def _prepare(given: tuple, bias, options: _Options) -> tuple[_launcher.Launch, _launcher.Launch]:
+    """The launches of the cast and of the product. Nothing is launched if one of them cannot be."""
+    x, out, workspace = _rows(given[0]), _rows(given[3]), given[-1]
+    parts = _Parts(*x.shape)
+    a, a_scale = parts.views(workspace)
+    names = ("x", "b", "b_scale", "out", *(() if bias is None else ("bias",)), "the workspace")  # no kernel reads bias
+    scale_at, a_at = Place(len(given) - 1), Place(len(given) - 1, parts.begin)
+    pdl = options.num_sms is None if options.pdl is None else options.pdl
+    product = api.product_launch(
+        *(a, a_scale, given[1], given[2], out),
+        num_sms=options.num_sms,
+        batch_invariant=options.batch_invariant,
+        pdl=pdl,
+        # The cast lets the product start when all before it has ended, and writes no weights.
+        constant_weights=pdl,
+        names=names,
+        places={"a": a_at, "a_scale": scale_at, "b": Place(1), "b_scale": Place(2), "out": Place(3)},
+    )
+    cast = quantize.cast_launch(
+        *(x, quantize.TOKEN_BLOCK[0], options.amax_floor, a, a_scale),
+        names=names,
+        places={"x": Place(0), "out": a_at, "scale": scale_at},
+        pdl=pdl,
+    )
+    return cast, product
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor | None:
+    """`x` as a matrix of its rows; None where they are not dense, or not at one stride."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        return None
+    try:
+        return x.view(math.prod(x.shape[:-1]), x.shape[-1])
+    except RuntimeError:
+        return None
+
+
+def _check_wide_weight(b) -> None:
+    if isinstance(b, torch.Tensor) and b.dtype == quantize.FP8_DTYPE:
+        raise TypeError("b_scale is missing: b is float8_e4m3fn. Pass the scale that quantize_weight returned with it")
+
+
+def _check(x, b, b_scale, bias, out, options: _Options) -> None:
+    """Check of each argument what the product's own checks do not see: they see a matrix instead of x and out."""
+    if b_scale is None:
+        _check_wide_weight(b)
+    given = {"x": x, "b": b, "b_scale": b_scale, "bias": bias, "out": out}
+    given = {name: value for name, value in given.items() if value is not None or name in ("x", "b")}
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}")
+    tensors.require_plain(**given)
+    _check_options(options)
+    if x.dtype not in _SOURCE_DTYPES:
+        raise TypeError(f"x must be {_WIDE}; got {x.dtype}. fp8_gemm multiplies what is quantised; else convert it")
+    if b_scale is not None and b_scale.dtype not in _SCALE_DTYPES:
+        raise TypeError(f"b_scale must be torch.float32 or torch.float8_e8m0fnu; got {b_scale.dtype}. Use .float()")
+    if x.dim() < 1 or b.dim() != 2 or x.shape[-1] != b.shape[1]:
+        raise ValueError(
+            f"x must be [..., k] and b [n, k]; got {list(x.shape)} and {list(b.shape)}. b holds one row per output "
+            "column, as the weight of torch.nn.Linear does"
+        )
+    shape, dtype = (*x.shape[:-1], b.shape[0]), options.out_dtype or x.dtype
+    if x.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"x is on {x.device}; fp8_linear runs on a Hopper GPU, or on the CPU as a reference")
+    for name, value in given.items():
+        if value.device != x.device:
+            raise ValueError(f"{name} is on {value.device} but x is on {x.device}; move it with .to(x.device)")
+    if bias is not None and (tuple(bias.shape) != (b.shape[0],) or bias.dtype not in _SOURCE_DTYPES):
+        raise ValueError(
+            f"bias must be [n] = [{b.shape[0]}] of {_WIDE}; got {list(bias.shape)} of {bias.dtype}. Pass the bias of "
+            "the same layer"
+        )
+    if out is not None and (tuple(out.shape) != shape or out.dtype != dtype):
+        raise ValueError(
+            f"out must be {list(shape)} of {dtype}; got {list(out.shape)} of {out.dtype}. Pass out=None to have it "
+            "allocated, or out_dtype for another dtype"
+        )
+    if out is not None and out.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError("out was made in inference mode, and can be written there alone. Pass out.clone()")
+
+
+def _check_options(options: _Options) -> None:
+    if options.out_dtype not in (None, *_SOURCE_DTYPES):
+        raise TypeError(f"out_dtype must be {_WIDE}, or None for that of x; got {options.out_dtype!r}")
+    quantize.check_amax_floor(options.amax_floor)
+    for name in ("num_sms", "batch_invariant", "pdl"):
+        api.check_option(name, getattr(options, name))
