@@ -20,7 +20,7 @@ PACKAGE = Path(deep_tile.__file__).parent
 SIZES = {"config", "kinds", "problem", "walls"}
 """What is asked and how it is done: numbers alone."""
 
-CALL = SIZES | {"_launcher", "jit", "launches", "plan", "reference", "select", "settings", "tensors"}
+CALL = SIZES | {"_launcher", "jit", "launches", "ops", "plan", "reference", "select", "settings", "tensors"}
 
 MAY_IMPORT = {
     "kinds": set(),
@@ -39,8 +39,9 @@ MAY_IMPORT = {
     "plan": SIZES | {"_launcher", "codegen", "jit", "params", "select", "watch"},
     "tensors": {"_launcher"},
     "launches": {"_launcher", "tensors"},
+    "ops": set(),
     "cast": SIZES | {"_launcher", "codegen", "jit", "params", "select"},
-    "quantize": {"_launcher", "cast", "config", "launches", "tensors"},
+    "quantize": {"_launcher", "cast", "config", "launches", "ops", "tensors"},
     "reference": {"config", "quantize"},
     "api": CALL,
     "method": SIZES | {"select"},
@@ -53,7 +54,17 @@ MAY_IMPORT = {
 PURE = ("select.schedule", "select.defaults", "select.choose")
 """Read neither the user's files nor variables: what `tune` found is passed in."""
 
-WITH_TORCH = {"api", "launches", "quantize", "reference", "tensors", "tools.measure", "tools.timing", "tools.tune"}
+WITH_TORCH = {
+    "api",
+    "launches",
+    "ops",
+    "quantize",
+    "reference",
+    "tensors",
+    "tools.measure",
+    "tools.timing",
+    "tools.tune",
+}
 """Import torch when they are imported. Whoever imports one of them waits a second for torch."""
 
 LATER_WITH_TORCH = {"tools.cli", "tools.demo", "tools.doctor", "tools.products", "watch"}
