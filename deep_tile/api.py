@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
+from torch import is_grad_enabled
+from torch.compiler import is_compiling
 
-from deep_tile import _launcher, jit, launches, plan, settings, tensors
+from deep_tile import _launcher, jit, launches, ops, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.params import Place
 from deep_tile.problem import GemmProblem
@@ -32,12 +34,12 @@ _launches: launches.Table = {}
 class _Options(NamedTuple):
     """The keywords of a call; described at `fp8_gemm`."""
 
-    out_dtype: torch.dtype
-    config: GemmConfig | None
-    num_sms: int | None
-    batch_invariant: bool
-    pdl: bool | None
-    constant_weights: bool
+    out_dtype: torch.dtype = torch.bfloat16
+    config: GemmConfig | None = None
+    num_sms: int | None = None
+    batch_invariant: bool = False
+    pdl: bool | None = None
+    constant_weights: bool = False
 
 
 class Precompiled(NamedTuple):
@@ -71,7 +73,8 @@ def fp8_gemm(
     `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n // 128, k // 128]`, accumulated in FP32 and
     rounded once. Runs on the tensors' device and torch's current stream; CPU tensors go through the operation's
     definition in `deep_tile.reference`. Sizes m, n and k are free; m = 0 or n = 0 does nothing, k = 0 writes zeros.
-    Not differentiable: that a tensor requires a gradient is ignored.
+    Not differentiable: refused where torch records gradients and one of the tensors requires one.
+    Compiled as one op, `torch.ops.deep_tile.fp8_gemm`, by torch.compile and torch.export.
 
     Args:
         a: [m, k] float8_e4m3fn, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
@@ -102,16 +105,26 @@ def fp8_gemm(
         TypeError: an argument is no tensor, or not a plain one (a wrapper, a negated view, sparse, ...), or has the
             wrong dtype; or an option has the wrong type, even if it equals a right one (num_sms=True).
         ValueError: a shape, stride, alignment, device, config, num_sms or combination of options that the operation
-            does not take, or a tensor without memory.
-        RuntimeError: the GPU is not a Hopper, NVRTC or the driver is missing, or a kernel would have to be compiled or
-            loaded while the stream is being captured. Nothing has been launched and `out` is untouched.
+            does not take, or a tensor without memory; or `config` under torch.compile.
+        RuntimeError: a tensor requires a gradient while torch records them, the GPU is not a Hopper, NVRTC or the
+            driver is missing, or a kernel would have to be compiled or loaded while the stream is being captured.
+            Nothing has been launched and `out` is untouched.
 
     The method (1x128 and 128x128 scales, promotion to FP32 every 128 of k) is that of the DeepSeek-V3 report, 3.3.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
+    if is_compiling():
+        return _call_op(a, a_scale, b, b_scale, out, _Options(*options))
+    return _multiply(a, a_scale, b, b_scale, out, options)
+
+
+def _multiply(a, a_scale, b, b_scale, out, options: tuple) -> torch.Tensor:
+    """`fp8_gemm` outside of tracing; `options` are equal to an `_Options`."""
     try:
+        if is_grad_enabled() and _requires_gradient(a, a_scale, b, b_scale, out):
+            _refuse_gradients(a, a_scale, b, b_scale, out)
         if out is None:
-            out = _empty_out(a, b, out_dtype)
+            out = _empty_out(a, b, options[0])
         if not _launcher.launch_known(_launches, options, a, a_scale, b, b_scale, out):
             _call_unknown(a, a_scale, b, b_scale, out, _Options(*options))
     except Exception:
@@ -139,7 +152,7 @@ class Plan:
         self.b, self.b_scale = b, b_scale
         self.config, self._launch = prepared or (None, None)
         self._known = {(): ((), {launches.signature(a, a_scale, out): self._launch})} if prepared else {}
-        self._options = options._replace(config=self.config)
+        self._options = options
         self._scale_aligned = tensors.is_aligned(a_scale)
         self._wanted = {name: _call_layout(name, x) for name, x in (("a", a), ("a_scale", a_scale), ("out", out))}
 
@@ -154,9 +167,14 @@ class Plan:
             TypeError: an argument is no tensor, or not a plain one.
             ValueError: a tensor that is not like the one at preparation, an `a` not aligned to 16 bytes, or a tensor
                 without memory.
-            RuntimeError: whatever the driver refuses. Nothing has been launched and `out` is untouched.
+            RuntimeError: a tensor requires a gradient while torch records them, or whatever the driver refuses. Nothing
+                has been launched and `out` is untouched.
         """
+        if is_compiling():
+            return self._call_op(a, a_scale, out)
         try:
+            if is_grad_enabled() and _requires_gradient(a, a_scale, self.b, self.b_scale, out):
+                _refuse_gradients(a, a_scale, self.b, self.b_scale, out)
             if out is None:
                 out = self.b.new_empty(*self._wanted["out"].shape, dtype=torch.bfloat16)
             if not _launcher.launch_known(self._known, (), a, a_scale, out):
@@ -167,6 +185,14 @@ class Plan:
                 raise
             raise reason from None
         return out
+
+    def _call_op(self, a, a_scale, out) -> torch.Tensor:
+        """Under tracing, where a plan is `fp8_gemm` of its shapes and weights."""
+        for name, x in (("a", a), ("a_scale", a_scale)):
+            seen, wanted = tuple(x.shape), self._wanted[name].shape
+            if seen != wanted:
+                raise ValueError(f"{name} is of shape {seen}; this plan is for {wanted}. Prepare another plan")
+        return _call_op(a, a_scale, self.b, self.b_scale, out, self._options)
 
     def _check(self, a, a_scale, out) -> None:
         """Check that tensors are plain and like those at preparation; `out` may be None."""
@@ -184,7 +210,7 @@ class Plan:
         if self._launch is None:
             _compute_without_kernel(a, a_scale, self.b, self.b_scale, out)
         elif self._scale_aligned and not tensors.is_aligned(a_scale):  # which TMA may count on
-            fp8_gemm(a, a_scale, self.b, self.b_scale, out, **self._options._asdict())
+            _multiply(a, a_scale, self.b, self.b_scale, out, self._options._replace(config=self.config))
         else:
             launches.launch(self._launch, a, a_scale, out)
 
@@ -349,6 +375,8 @@ def _checked_weight(shape: object) -> tuple[int, int, int]:
 
 def _as_int(number: object) -> int | None:
     """`number` as an int, if it is one and no bool; NumPy's are ints, too."""
+    if type(number) is int:  # asked first: under torch.compile, operator.index ties the graph to the number
+        return number
     try:
         return None if isinstance(number, bool) else operator.index(number)
     except TypeError:
@@ -362,6 +390,26 @@ def _empty_out(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torc
         return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)  # a tuple would cost 0.3 us
     except AssertionError as error:  # of FakeTensorMode, which takes no real tensors
         raise tensors.not_allocated("out", error) from None
+
+
+def _requires_gradient(a, a_scale, b, b_scale, out) -> bool:
+    return (
+        a.requires_grad
+        or a_scale.requires_grad
+        or b.requires_grad
+        or b_scale.requires_grad
+        or (out is not None and out.requires_grad)
+    )
+
+
+def _refuse_gradients(*tensors_or_none: torch.Tensor | None) -> None:
+    """Raise where torch would record a product of these tensors, `plan.TENSORS`, which has no gradient to give back."""
+    for name, x in zip(plan.TENSORS, tensors_or_none, strict=True):
+        if is_grad_enabled() and x is not None and x.requires_grad:
+            raise RuntimeError(
+                f"{name} requires a gradient, and fp8_gemm has none. To train, call deep_tile.fp8_linear; otherwise "
+                f"call within torch.no_grad(), or pass {name}.detach(), or freeze it with {name}.requires_grad_(False)"
+            )
 
 
 def error_of(check: Callable, *arguments, **keywords) -> Exception | None:
@@ -400,8 +448,11 @@ def _checked_options(options: _Options, a, a_scale, b, b_scale, out) -> _Options
     """Check everything that can be wrong about a call; the options, with num_sms filled in."""
     _check_arguments(options, a, a_scale, b, b_scale, out)
     _check_dtypes(a, a_scale, b, b_scale, out)
+    if a.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"a is on {a.device}; fp8_gemm runs on a Hopper GPU, or on the CPU as a reference")
     _check_devices(a, a_scale, b, b_scale, out)
     _check_shapes(a, a_scale, b, b_scale, out)
+    _check_sizes(a, b)
     _check_strides(a, a_scale, b, b_scale, out)
     pdl = options.num_sms is None if options.pdl is None else options.pdl
     if options.constant_weights and not pdl:
@@ -521,6 +572,7 @@ def _check_arguments(options: _Options, a, a_scale, b, b_scale, out) -> None:
     """Check of each argument by itself what it is; `out` may be None."""
     given = {} if out is None else {"out": out}
     _check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, **given)
+    _refuse_gradients(a, a_scale, b, b_scale, out)
     _check_option_types(options)
 
 
@@ -582,15 +634,13 @@ def _check_dtypes(a, a_scale, b, b_scale, out) -> None:
         ("out", out, torch.bfloat16, "allocate it as torch.bfloat16, or pass out=None"),
     )
     for name, tensor, dtype, remedy in wanted:
-        if tensor.dtype != dtype:
+        if tensor is not None and tensor.dtype != dtype:
             raise TypeError(f"{name} must be {dtype}; got {tensor.dtype}. To fix: {remedy}")
 
 
 def _check_devices(a, a_scale, b, b_scale, out) -> None:
-    if a.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"a is on {a.device}; fp8_gemm runs on a Hopper GPU, or on the CPU as a reference")
     for name, tensor in (("a_scale", a_scale), ("b", b), ("b_scale", b_scale), ("out", out)):
-        if tensor.device != a.device:
+        if tensor is not None and tensor.device != a.device:
             raise ValueError(f"{name} is on {tensor.device} but a is on {a.device}; move it with .to(a.device)")
 
 
@@ -601,26 +651,31 @@ def _check_shapes(a, a_scale, b, b_scale, out) -> None:
                 f"{name} must have shape {shape}; got {tuple(tensor.shape)}. Flatten leading dimensions first"
             )
     (m, k), n = a.shape, b.shape[0]
-    if b.shape[1] != k:
+    if not ops.holds(b.shape[1] == k):
         raise ValueError(
             f"a is [m, k] = {tuple(a.shape)} and b is [n, k] = {tuple(b.shape)}: k differs. "
             "b holds one row per output column; a [k, n] weight must be transposed and made contiguous"
         )
-    if max(m, n, k) > _MAX_SIZE:
-        raise ValueError(f"m, n, k = {m}, {n}, {k}; each must be at most {_MAX_SIZE}: split the product")
     k_blocks, n_blocks = ceil_div(k, SCALE_BLOCK), ceil_div(n, SCALE_BLOCK)
     _check_shape("a_scale", a_scale, (m, k_blocks), "[m, ceil(k / 128)]")
     _check_shape("b_scale", b_scale, (n_blocks, k_blocks), "[ceil(n / 128), ceil(k / 128)]")
-    _check_shape("out", out, (m, n), "[m, n]")
+    if out is not None:
+        _check_shape("out", out, (m, n), "[m, n]")
 
 
 def _check_shape(name: str, tensor: torch.Tensor, wanted: tuple[int, int], meaning: str) -> None:
-    if tuple(tensor.shape) == wanted:
+    if tensor.dim() == 2 and all(ops.holds(size == right) for size, right in zip(tensor.shape, wanted, strict=True)):
         return
     remedy = f"To fix: {_SOURCES[name]}"
-    if tuple(tensor.shape) == wanted[::-1]:
+    if str(tuple(tensor.shape)) == str(wanted[::-1]):  # sizes that are not known yet can be compared as text alone
         remedy = f"It looks transposed: pass {name}.t(); any strides are accepted, so no copy is needed"
     raise ValueError(f"{name} must have shape {meaning} = {wanted}; got {tuple(tensor.shape)}. {remedy}")
+
+
+def _check_sizes(a, b) -> None:
+    (m, k), n = a.shape, b.shape[0]
+    if max(m, n, k) > _MAX_SIZE:
+        raise ValueError(f"m, n, k = {m}, {n}, {k}; each must be at most {_MAX_SIZE}: split the product")
 
 
 def _check_strides(a, a_scale, b, b_scale, out) -> None:
@@ -755,3 +810,60 @@ def _check_capture(config: GemmConfig, device: int) -> None:
     remedy = "call fp8_gemm once with these shapes, or deep_tile.precompile, before the capture"
     if not plan.is_loaded(config, device):
         launches.refuse_capture(config.name, device, remedy)
+
+
+# The op, which tracers see. It takes no config, which no schema can name.
+
+
+def _call_op(a, a_scale, b, b_scale, out, options: _Options) -> torch.Tensor:
+    """`fp8_gemm` under tracing."""
+    if options.config is not None:
+        raise ValueError(
+            "config cannot be given under torch.compile or torch.export: leave it out, or call outside of them. "
+            "What `deep-tile tune` found is chosen without it"
+        )
+    keywords = {
+        "out_dtype": options.out_dtype,
+        "num_sms": options.num_sms,
+        "batch_invariant": options.batch_invariant,
+        "pdl": options.pdl,
+        "constant_weights": options.constant_weights,
+    }
+    if out is None:
+        return torch.ops.deep_tile.fp8_gemm(a, a_scale, b, b_scale, **keywords)
+    torch.ops.deep_tile.fp8_gemm.out(a, a_scale, b, b_scale, **keywords, out=out)
+    return out
+
+
+def _op_options(out_dtype: torch.dtype | None = None, **others) -> _Options:
+    return _Options(out_dtype or torch.bfloat16, **others)
+
+
+def _run_op(*operands: torch.Tensor, **keywords) -> torch.Tensor:
+    return _multiply(*operands, None, _op_options(**keywords))
+
+
+def _run_out_op(*operands: torch.Tensor, out: torch.Tensor, **keywords) -> None:
+    _multiply(*operands, out, _op_options(**keywords))
+
+
+def _fake_op(a, a_scale, b, b_scale, **keywords) -> torch.Tensor:
+    _fake_out_op(a, a_scale, b, b_scale, out=None, **keywords)
+    return a.new_empty(a.shape[0], b.shape[0], dtype=_op_options(**keywords).out_dtype)
+
+
+def _fake_out_op(*operands: torch.Tensor, out: torch.Tensor | None, **keywords) -> None:
+    """Check what can be checked without memory; strides are left to the run."""
+    _check_option_types(_op_options(**keywords))
+    _refuse_gradients(*operands, out)
+    for check in (_check_dtypes, _check_devices, _check_shapes):
+        check(*operands, out)
+
+
+_OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, *"
+_KEYWORDS = (
+    "ScalarType? out_dtype=None, int? num_sms=None, bool batch_invariant=False, bool? pdl=None, "
+    "bool constant_weights=False"
+)
+ops.register(f"fp8_gemm({_OPERANDS}, {_KEYWORDS}) -> Tensor", _run_op, _fake_op)
+ops.register(f"fp8_gemm.out({_OPERANDS}, {_KEYWORDS}, Tensor(a!) out) -> ()", _run_out_op, _fake_out_op)

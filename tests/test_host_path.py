@@ -125,7 +125,8 @@ def test_parameters_are_tensors(run_pretending):
 attempt(fp8_gemm, **good)
 frozen = torch.nn.Parameter(b, requires_grad=False)
 trained = torch.nn.Parameter(b_scale)
-attempt(fp8_gemm, **good | {"b": frozen, "b_scale": trained})
+with torch.no_grad():
+    attempt(fp8_gemm, **good | {"b": frozen, "b_scale": trained})
 attempt(fp8_gemm, **good | {"a": a.clone(), "b": b.clone()})
 """)
     assert shown == ["prepare_launch launch", "launch_known", "launch_known"]
@@ -312,7 +313,8 @@ attempt(fp8_gemm, **good)
 with torch.inference_mode():
     inference = a_scale.clone()
 attempt(fp8_gemm, **good | {"a_scale": inference})
-attempt(fp8_gemm, **good | {"b_scale": b_scale.clone().requires_grad_()})
+with torch.no_grad():
+    attempt(fp8_gemm, **good | {"b_scale": b_scale.clone().requires_grad_()})
 """)
     assert shown == ["prepare_launch launch", "launch_known", "launch_known"]
 

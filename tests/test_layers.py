@@ -20,7 +20,7 @@ PACKAGE = Path(deep_tile.__file__).parent
 SIZES = {"config", "kinds", "problem", "walls"}
 """What is asked and how it is done: numbers alone."""
 
-CALL = SIZES | {"_launcher", "jit", "launches", "plan", "reference", "select", "settings", "tensors"}
+CALL = SIZES | {"_launcher", "jit", "launches", "ops", "plan", "reference", "select", "settings", "tensors"}
 
 MAY_IMPORT = {
     "kinds": set(),
@@ -39,11 +39,12 @@ MAY_IMPORT = {
     "plan": SIZES | {"_launcher", "codegen", "jit", "params", "select", "watch"},
     "tensors": {"_launcher"},
     "launches": {"_launcher", "tensors"},
+    "ops": set(),
     "cast": SIZES | {"_launcher", "codegen", "jit", "params", "select"},
-    "quantize": {"_launcher", "cast", "config", "launches", "tensors"},
+    "quantize": {"_launcher", "cast", "config", "launches", "ops", "tensors"},
     "reference": {"config", "quantize"},
     "api": CALL | {"params"},
-    "linear": {"_launcher", "api", "config", "launches", "params", "quantize", "tensors"},
+    "linear": {"_launcher", "api", "config", "launches", "ops", "params", "quantize", "tensors"},
     "method": SIZES | {"select"},
     "tools": CALL | {"packaged", "", "api", "cast", "codegen", "method", "params", "quantize", "sass"},
     "": set(),
@@ -58,6 +59,7 @@ WITH_TORCH = {
     "api",
     "launches",
     "linear",
+    "ops",
     "quantize",
     "reference",
     "tensors",

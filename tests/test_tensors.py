@@ -147,24 +147,58 @@ def test_dequantize_takes_what_torch_can_read():
     assert fake.shape == expected.shape
 
 
-def test_gradients_are_ignored():
+def with_gradient(name: str) -> dict[str, torch.Tensor]:
+    """Arguments of a product, of which one requires a gradient."""
+    given = {**OPERANDS._asdict(), "out": torch.full((5, 130), 7, dtype=torch.bfloat16)}
+    return given | {name: given[name].detach().requires_grad_()}
+
+
+@pytest.mark.parametrize("name", [*OPERANDS._fields, "out"])
+def test_a_product_that_requires_a_gradient_is_refused(name):
+    """Also after it was called without; never by leaving the gradient out."""
+    given = with_gradient(name)
+    planned = prepare(*OPERANDS)
+    refused = pytest.raises(RuntimeError, match=rf"^{name} requires a gradient.*fp8_linear.*{name}\.detach\(\)")
+    for _ in range(2):
+        for call in (fp8_gemm, prepare):
+            with refused:
+                call(**given)
+        if name in ("a", "a_scale", "out"):
+            with refused:
+                planned(given["a"], given["a_scale"], given["out"])
+        else:
+            with torch.no_grad():
+                bound = prepare(**given)
+            with refused:
+                bound(OPERANDS.a, OPERANDS.a_scale)
+        assert (given["out"] == 7).all()
+        with torch.no_grad():
+            assert torch.equal(fp8_gemm(**given).data, fp8_gemm(*OPERANDS))
+        given["out"].data.fill_(7)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_ignored_where_torch_records_none(mode):
     """Whichever tensor requires one; also where autograd forbids writing to `out`."""
-    for name in OPERANDS._fields:
-        operands = OPERANDS._replace(**{name: getattr(OPERANDS, name).detach().requires_grad_()})
-        assert not check_gemm(operands).requires_grad
-        assert not fp8_gemm(*operands).requires_grad
     leaf = torch.zeros(5, 260, dtype=torch.bfloat16, requires_grad=True)
-    with torch.no_grad():
-        without_history = leaf[:, 130:]
-    for out in (leaf[:, :130], without_history, torch.zeros(5, 130, dtype=torch.bfloat16, requires_grad=True)):
-        fp8_gemm(*OPERANDS, out)
-        assert torch.equal(out.data, fp8_gemm(*OPERANDS))
+    with mode():
+        for name in OPERANDS._fields:
+            operands = OPERANDS._replace(**{name: with_gradient(name)[name]})
+            assert not check_gemm(operands).requires_grad
+            assert not fp8_gemm(*operands).requires_grad
+            assert torch.equal(prepare(*operands)(*operands[:2]), fp8_gemm(*OPERANDS))
+        for out in (leaf[:, :130], with_gradient("out")["out"]):
+            fp8_gemm(*OPERANDS, out)
+            assert torch.equal(out.data, fp8_gemm(*OPERANDS))
+    without_history = leaf.detach()[:, 130:]
+    assert torch.equal(fp8_gemm(*OPERANDS, without_history), fp8_gemm(*OPERANDS))
     with torch.inference_mode():
         inference_out = torch.zeros(5, 130, dtype=torch.bfloat16)
     assert torch.equal(fp8_gemm(*OPERANDS, inference_out), fp8_gemm(*OPERANDS))
 
 
-def test_gradients_of_empty_sums_are_ignored():
+@torch.no_grad()
+def test_gradients_of_empty_sums_are_ignored_where_torch_records_none():
     a, b = (torch.zeros(rows, 0).to(torch.float8_e4m3fn) for rows in (3, 5))
     out = torch.ones(3, 5, dtype=torch.bfloat16, requires_grad=True)
     assert (fp8_gemm(a, torch.ones(3, 0), b, torch.ones(1, 0), out) == 0).all()
