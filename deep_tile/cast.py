@@ -28,7 +28,9 @@ class CastLayout(NamedTuple):
     Attributes:
         rows, columns: of x and of out.
         aligned: both may be accessed in vectors of 16 bytes of x, and their rows are whole vectors long.
+        pow2_scale: a scale is the next power of two that is no smaller.
         amax_floor: lower bound of a block's largest magnitude.
+        correction: 1 where quotients are rounded as by division, 0 where they are products with a rounded reciprocal.
     """
 
     rows: int
@@ -38,7 +40,9 @@ class CastLayout(NamedTuple):
     scale_stride_row: int
     scale_stride_column: int
     aligned: bool
+    pow2_scale: bool
     amax_floor: float
+    correction: int
 
 
 _loaded: dict[tuple[CastKernel, int], _launcher.Kernel] = {}
@@ -85,8 +89,14 @@ def load(kernel: CastKernel, device: int) -> _launcher.Kernel:
     return _loaded[kernel, device]
 
 
-def prepare_launch(kernel: CastKernel, grid: int, device: int, layout: CastLayout) -> _launcher.Launch:
-    """Everything about a launch but the addresses of its `TENSORS`. Errors as for `load`."""
+def prepare_launch(
+    kernel: CastKernel, grid: int, device: int, layout: CastLayout, *, pdl: bool = False
+) -> _launcher.Launch:
+    """Everything about a launch but the addresses of its `TENSORS`. Errors as for `load`.
+
+    With `pdl` it may start before the kernel ahead of it in the stream has ended; it waits for that before it reads or
+    writes anything.
+    """
     return _launcher.prepare(
         load(kernel, device),
         grid=grid,
@@ -97,5 +107,5 @@ def prepare_launch(kernel: CastKernel, grid: int, device: int, layout: CastLayou
         pointers=params.CAST.pointers(TENSORS),
         maps=(),
         fixed_maps=(),
-        pdl=False,
+        pdl=pdl,
     )
