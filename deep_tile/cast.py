@@ -29,7 +29,9 @@ class CastLayout(NamedTuple):
     Attributes:
         rows, columns: of x and of out.
         aligned: both may be accessed in vectors of 16 bytes of x, and their rows are whole vectors long.
+        pow2_scale: a scale is the next power of two that is no smaller.
         amax_floor: lower bound of a block's largest magnitude.
+        correction: 1 where quotients are rounded as by division, 0 where they are products with a rounded reciprocal.
     """
 
     rows: int
@@ -39,7 +41,9 @@ class CastLayout(NamedTuple):
     scale_stride_row: int
     scale_stride_column: int
     aligned: bool
+    pow2_scale: bool
     amax_floor: float
+    correction: int
 
 
 _loaded: dict[tuple[CastKernel, int], _launcher.Kernel] = {}
@@ -101,7 +105,8 @@ def prepare_launch(
     Args:
         names: of the tensors that the launch will be given.
         places: where in them x, out and scale are.
-        pdl: programmatic dependent launch: the kernel may start while its predecessor in the stream still runs.
+        pdl: programmatic dependent launch: the kernel may start before the one ahead of it in the stream has ended, and
+            waits for that before it reads or writes anything.
     """
     return _launcher.prepare(
         load(kernel, device),

@@ -255,6 +255,8 @@ CAST = Params(
     Field("scale_stride_row", "long long"),
     Field("scale_stride_column", "long long"),
     Field("aligned", "int", "x may be read, and out written, in vectors of 16 bytes of x; rows end with one", 0, 1),
+    Field("pow2_scale", "int", "a scale is the next power of two that is no smaller", 0, 1),
     Field("amax_floor", "float", "lower bound of a block's largest magnitude"),
+    Field("correction", "float", "1: quotients are divided; 0: multiplied with the rounded reciprocal"),
 )
 """Of a cast to FP8."""

@@ -7,7 +7,9 @@ scale; nothing saturates.
 """
 
 from functools import cache
+from math import prod
 from numbers import Real
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +29,31 @@ WEIGHT_BLOCK = (SCALE_BLOCK, SCALE_BLOCK)
 """Rows and columns that share one scale of `b`."""
 
 SCALE_LAYOUTS = ("row", "m", "m_aligned")
+SCALE_ROUNDINGS = ("none", "pow2")
+DIVISIONS = ("divide", "reciprocal")
+SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
+"""Of the scales that `dequantize` takes."""
 
 _KERNEL_SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _VECTOR_BYTES = tensors.ALIGNMENT_BYTES
 """What a thread of a kernel loads at once; it stores as many elements."""
 
 _launches: launches.Table = {}
-"""By rows of a block and `amax_floor`; of input, out and scale."""
+"""By `Options`; of input, out and scale."""
+
+
+class Options(NamedTuple):
+    """What decides about values of a cast. Called functions pass it on as a plain tuple, which is made faster.
+
+    Attributes:
+        block_rows: 1 or 128, rows that share a scale.
+        amax_floor, round_scale, exact: as `per_token_cast_to_fp8` has them.
+    """
+
+    block_rows: int
+    amax_floor: float
+    round_scale: str
+    exact: str
 
 
 def per_token_cast_to_fp8(
@@ -41,6 +61,8 @@ def per_token_cast_to_fp8(
     *,
     scale_layout: str = "row",
     amax_floor: float = 1e-4,
+    round_scale: str = "none",
+    exact: str = "divide",
     out: torch.Tensor | None = None,
     scale_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,19 +71,36 @@ def per_token_cast_to_fp8(
     Runs on `x`'s device and torch's current stream: on a Hopper GPU by one kernel, elsewhere by torch, with the same
     result bit for bit, but for the sign of NaN.
 
+    The cast has no gradient. `deep_tile.fp8_linear` has one, which casts and multiplies.
+
     Args:
-        x: [m, k], float64, float32, float16 or bfloat16, any strides and any k (the last group may be short). float64
-            is converted to FP32 first. On the GPU fastest where columns are adjacent and rows begin and end at
-            multiples of 16 bytes, and `out` begins at one; other column strides are copied first.
-        scale_layout: memory order of the scale. "row": stride (k_groups, 1). "m": stride (1, m). "m_aligned": stride
-            (1, m rounded up to 4), which TMA needs; the padding holds zeros.
+        x: [..., k], float64, float32, float16 or bfloat16, any strides and any k (the last group may be short). Leading
+            dimensions count as one of m rows. float64 is converted to FP32 first. On the GPU fastest where columns are
+            adjacent and rows begin and end at multiples of 16 bytes, and `out` begins at one; other column strides, and
+            leading dimensions that are no view of one, are copied first.
+        scale_layout: memory order of the scale as [m, k_groups]. "row": stride (k_groups, 1). "m": stride (1, m).
+            "m_aligned": stride (1, m rounded up to 4), which TMA needs; the padding holds zeros. For an `x` of other
+            than two dimensions the scale is a view of that: for [i, j, k] its strides are (j * k_groups, k_groups, 1),
+            (j, 1, m) or (j, 1, m rounded up to 4), with m = i * j, and `scale.flatten(0, -2)` copies nothing.
         amax_floor: lower bound of a group's largest magnitude, so that an all-zero group keeps a usable scale. 1e-4 is
             DeepGEMM's, 1e-10 vLLM's and SGLang's. At least 2**-80, about 8e-25.
-        out: [m, k] float8_e4m3fn with unit column stride, to write to; allocated, contiguous, when None.
-        scale_out: [m, k_groups] float32 of any strides, to write to; `scale_layout` then means nothing.
+        round_scale: "none", or "pow2" for the smallest power of two that is no smaller than
+            max(largest magnitude, amax_floor) / 448, which decides exactly; at most 2**120. vLLM does so on Hopper by
+            default (FLOAT32_CEIL_UE8M0); its kernel then bounds the scale, not the magnitude, by 1e-10, which is
+            amax_floor=4.48e-8.
+        exact: how is divided by 448 and by the scale. "divide": rounded once, as vLLM's kernel does. "reciprocal":
+            multiplied with the reciprocal, which is rounded to FP32 before; bit for bit what DeepGEMM's
+            per_token_cast_to_fp8 and per_block_cast_to_fp8, which transformers uses, compute in torch on a GPU from
+            finite float32, float16 or bfloat16. With "pow2" both give the same scales and elements, always: the
+            reciprocal of a power of two is exact.
+        out: [..., k] float8_e4m3fn with unit column stride, to write to; allocated when None: contiguous, but for a k
+            that is no multiple of 16, where rows begin at multiples of 16 bytes, as products need it, and what lies
+            between them is not written.
+        scale_out: [..., k_groups] float32, to write to; `scale_layout` then means nothing. Any strides, where leading
+            dimensions are a view of one.
 
     Returns:
-        The [m, k] float8_e4m3fn tensor and its FP32 scale [m, k_groups], `k_groups = ceil(k / 128)`, where
+        The [..., k] float8_e4m3fn tensor and its FP32 scale [..., k_groups], `k_groups = ceil(k / 128)`, where
         scale = max(largest magnitude of the group, amax_floor) / 448 and element = x / scale, each rounded to FP32 and
         the element once more, to nearest even, to e4m3.
 
@@ -70,18 +109,24 @@ def per_token_cast_to_fp8(
     Raises:
         TypeError: `x` is not a tensor of a listed dtype, `out` or `scale_out` has the wrong one, one of them is not a
             plain tensor (a wrapper, a negated view, sparse, ...), or `amax_floor` is no number.
-        ValueError: `x` is not 2-D, `scale_layout` is unknown, `amax_floor` out of range, or shape, stride or device of
-            `out` or `scale_out` do not fit, or a tensor has no memory.
-        RuntimeError: on a Hopper GPU, NVRTC or the driver is missing, or the kernel would have to be loaded while the
-            stream is being captured.
+        ValueError: `x` has no dimension, `scale_layout`, `round_scale` or `exact` is unknown, `amax_floor` out of
+            range, or shape, strides or device of `out` or `scale_out` do not fit, or a tensor has no memory.
+        RuntimeError: `x` requires a gradient, in grad mode; or, on a Hopper GPU, NVRTC or the driver is missing, or the
+            kernel would have to be loaded while the stream is being captured.
     """
     if scale_layout not in SCALE_LAYOUTS:
         raise ValueError(f"scale_layout is {scale_layout!r}; use one of {', '.join(map(repr, SCALE_LAYOUTS))}")
+    if getattr(x, "requires_grad", False) and torch.is_grad_enabled():
+        _check_source("x", x, TOKEN_BLOCK)
+        raise RuntimeError(
+            "x requires a gradient, and per_token_cast_to_fp8 has none: call deep_tile.fp8_linear, which has one, or "
+            "cast x.detach(), or cast under torch.no_grad()"
+        )
     if out is None or scale_out is None:
-        _check_source("x", x, amax_floor)
+        _check_source("x", x, TOKEN_BLOCK)
         out = _empty_out(x) if out is None else out
         scale_out = _empty_scale(x, scale_layout) if scale_out is None else scale_out
-    _cast("x", x, TOKEN_BLOCK, amax_floor, out, scale_out)
+    _cast("x", x, (1, amax_floor, round_scale, exact), out, scale_out)
     return out, scale_out
 
 
@@ -89,14 +134,18 @@ def per_block_cast_to_fp8(
     w: torch.Tensor,
     *,
     amax_floor: float = 1e-4,
+    round_scale: str = "none",
+    exact: str = "divide",
     out: torch.Tensor | None = None,
     scale_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise weights: one scale per 128 rows and 128 columns.
 
+    A `w` that requires a gradient is taken, since weights are parameters; the result has none.
+
     Args:
         w: [n, k], any n and k (edge blocks may be short), otherwise as `x` of `per_token_cast_to_fp8`.
-        amax_floor, out: as for `per_token_cast_to_fp8`.
+        amax_floor, round_scale, exact, out: as for `per_token_cast_to_fp8`.
         scale_out: [ceil(n / 128), ceil(k / 128)] float32 of any strides, to write to; allocated, contiguous, when None.
 
     Returns:
@@ -104,14 +153,15 @@ def per_block_cast_to_fp8(
         `per_token_cast_to_fp8`. A block that holds NaN or infinity becomes NaN throughout; no other block changes.
 
     Raises:
-        As `per_token_cast_to_fp8`.
+        ValueError: `w` is not 2-D.
+        And as `per_token_cast_to_fp8`, but for gradients.
     """
     if out is None or scale_out is None:
-        _check_source("w", w, amax_floor)
+        _check_source("w", w, WEIGHT_BLOCK)
         out = _empty_out(w) if out is None else out
         if scale_out is None:
-            scale_out = _empty("scale_out", w, *_scale_shape(w, WEIGHT_BLOCK), torch.float32)
-    _cast("w", w, WEIGHT_BLOCK, amax_floor, out, scale_out)
+            scale_out = _empty("scale_out", w, _scale_shape(w, WEIGHT_BLOCK), torch.float32)
+    _cast("w", w, (SCALE_BLOCK, amax_floor, round_scale, exact), out, scale_out)
     return out, scale_out
 
 
@@ -119,79 +169,88 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
     """Multiply every FP8 element by its block's scale.
 
     Args:
-        x: [rows, k] float8_e4m3fn, any strides.
-        scale: FP32, any strides: [rows, ceil(k / 128)] for 1x128 blocks, [ceil(rows / 128), ceil(k / 128)] for
-            128x128 blocks.
+        x: [..., k] float8_e4m3fn, any strides; 2-D for 128x128 blocks.
+        scale: float32 or float8_e8m0fnu (powers of two, which are exact in FP32), any strides: [..., ceil(k / 128)] for
+            1x128 blocks, [ceil(rows / 128), ceil(k / 128)] for 128x128 blocks.
         block: (1, 128) or (128, 128) to insist on one kind of scale. Left out, the scale's shape decides; it fits both
             kinds only when `x` has one row or none, where both mean the same.
 
     Returns:
-        A contiguous FP32 tensor [rows, k].
+        A contiguous FP32 tensor [..., k].
 
     Raises:
-        TypeError: `x` is not float8_e4m3fn or `scale` not float32, or one of them is not dense, or a negated view.
-        ValueError: `x` is not 2-D, `block` is unknown, the scale's shape or device does not fit, or a tensor has no
-            memory.
+        TypeError: `x` is not float8_e4m3fn or `scale` not of a listed dtype, or one of them is not dense, or a negated
+            view.
+        ValueError: `x` has no dimension, or not two for 128x128 blocks, `block` is unknown, the scale's shape or device
+            does not fit, or a tensor has no memory.
     """
     if not isinstance(x, torch.Tensor) or x.dtype != FP8_DTYPE:
         raise TypeError(f"x is {_kind(x)}; dequantize takes a float8_e4m3fn tensor")
-    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
-        raise TypeError(f"scale is {_kind(scale)}; dequantize takes a float32 tensor, one value per block")
+    if not isinstance(scale, torch.Tensor) or scale.dtype not in SCALE_DTYPES:
+        raise TypeError(
+            f"scale is {_kind(scale)}; dequantize takes a float32 or float8_e8m0fnu tensor, one value per block"
+        )
     tensors.require_dense(x=x, scale=scale)
-    _require_matrix("x", x)
     if scale.device != x.device:
         raise ValueError(f"scale is on {scale.device} but x is on {x.device}; move it with .to(x.device)")
-    block_rows = _find_block(x, scale, block)[0]
-    blocks = _to_blocks(x.float(), block_rows)
-    return _from_blocks(blocks * scale[:, None, :, None], x.shape)
+    block = _find_block(x, scale, block)
+    rows = _as_matrix(x.float())
+    blocks = _to_blocks(rows, block[0])
+    return _from_blocks(blocks * _as_matrix(scale.float())[:, None, :, None], rows.shape).view(x.shape)
 
 
-def _check_source(name: str, x: torch.Tensor, amax_floor: float) -> None:
+def _check_source(name: str, x: torch.Tensor, block: tuple[int, int]) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in SOURCE_DTYPES:
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in SOURCE_DTYPES)
         raise TypeError(f"{name} is {_kind(x)}; the cast takes a tensor of {wanted}")
     tensors.require_plain(**{name: x})
-    _require_matrix(name, x)
-    check_amax_floor(amax_floor)
+    _require_dimensions(name, x, block)
 
 
-def check_amax_floor(amax_floor: float) -> None:
-    if isinstance(amax_floor, bool) or not isinstance(amax_floor, Real):
-        raise TypeError(f"amax_floor is {amax_floor!r}, a {type(amax_floor).__name__}; pass a number, such as 1e-4")
-    if not SMALLEST_AMAX_FLOOR <= amax_floor < float("inf"):
+def check_options(options: Options) -> None:
+    floor = options.amax_floor
+    if isinstance(floor, bool) or not isinstance(floor, Real):
+        raise TypeError(f"amax_floor is {floor!r}, a {type(floor).__name__}; pass a number, such as 1e-4")
+    if not SMALLEST_AMAX_FLOOR <= floor < float("inf"):
         raise ValueError(
-            f"amax_floor is {amax_floor}; it must be finite and at least {SMALLEST_AMAX_FLOOR:.2g}, "
+            f"amax_floor is {floor}; it must be finite and at least {SMALLEST_AMAX_FLOOR:.2g}, "
             "or scales of all-zero blocks would be too small to divide by"
         )
+    for name, value, known in (
+        ("round_scale", options.round_scale, SCALE_ROUNDINGS),
+        ("exact", options.exact, DIVISIONS),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}; use {' or '.join(map(repr, known))}")
 
 
-def _cast(
-    name: str, x: torch.Tensor, block: tuple[int, int], amax_floor: float, out: torch.Tensor, scale: torch.Tensor
-) -> None:
+def _cast(name: str, x: torch.Tensor, options: tuple, out: torch.Tensor, scale: torch.Tensor) -> None:
     try:
-        known = _launcher.launch_known(_launches, (block[0], amax_floor), x, out, scale)
-    except TypeError:  # an amax_floor that cannot be looked up
-        _check_source(name, x, amax_floor)
+        known = _launcher.launch_known(_launches, options, x, out, scale)
+    except TypeError:  # an option that cannot be looked up
+        check_options(Options(*options))
         raise
     if not known:
-        _cast_unknown(name, x, block, amax_floor, out, scale)
+        _cast_unknown(name, x, Options(*options), out, scale)
 
 
-def _cast_unknown(
-    name: str, x: torch.Tensor, block: tuple[int, int], amax_floor: float, out: torch.Tensor, scale: torch.Tensor
-) -> None:
+def _cast_unknown(name: str, x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor) -> None:
     """Check a cast that C has not met, or cannot read, and do it. The signature holds all that the checks read."""
-    _check_source(name, x, amax_floor)
+    block = options.block_rows, SCALE_BLOCK
+    _check_source(name, x, block)
+    check_options(options)
     _check_target("out", out, FP8_DTYPE, x.shape, x.device)
     _check_target("scale_out", scale, torch.float32, _scale_shape(x, block), x.device)
-    if out.shape[1] > 1 and out.stride(1) != 1:
+    out_rows, scale_rows = _view_as_matrix("out", out), _view_as_matrix("scale_out", scale)
+    if out_rows.shape[1] > 1 and out_rows.stride(1) != 1:
         raise ValueError(f"out must have a unit column stride; its strides are {out.stride()}. Pass a row-major out")
-    if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
-        raise ValueError(f"rows of out overlap: strides {out.stride()} for {out.shape[1]} columns. Pass a dense out")
+    if out_rows.shape[0] > 1 and out_rows.stride(0) < out_rows.shape[1]:
+        columns = out_rows.shape[1]
+        raise ValueError(f"rows of out overlap: strides {out.stride()} for {columns} columns. Pass a dense out")
     if _needs_kernel(x):
-        _cast_by_kernel(x, block[0], amax_floor, out, scale)
+        _cast_by_kernel(x, options, out, scale)
     else:
-        _definition(x, block, amax_floor, out, scale)
+        _definition(_as_matrix(x), options, out_rows, scale_rows)
 
 
 def _needs_kernel(x: torch.Tensor) -> bool:
@@ -211,53 +270,77 @@ def _check_target(name: str, target: torch.Tensor, dtype: torch.dtype, shape: tu
 
 
 @torch.no_grad()
-def _definition(
-    x: torch.Tensor, block: tuple[int, int], amax_floor: float, out: torch.Tensor, scale: torch.Tensor
-) -> None:
-    blocks = _to_blocks(x.float(), block[0])
-    amax = blocks.abs().amax((1, 3)).clamp(min=amax_floor)
+def _definition(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor) -> None:
+    """The cast of a matrix."""
+    # By tensors, since on a GPU torch divides by a number by multiplying with its reciprocal, one rounding off. With
+    # "divide" the largest element of a block then lands on 448 within one FP32 rounding.
+    divide = torch.div if options.exact == "divide" else _multiply_with_reciprocal
+    blocks = _to_blocks(x.float(), options.block_rows)
+    amax = blocks.abs().amax((1, 3)).clamp(min=options.amax_floor)
     amax = amax.masked_fill(amax.isinf(), float("nan"))
-    # By a tensor, since on a GPU torch divides by a number by multiplying with its reciprocal, one rounding off.
-    scale.copy_(amax / torch.full_like(amax, FP8_MAX))
-    # Divided, not multiplied by a reciprocal: the largest element of a block lands on 448 within one FP32 rounding.
-    quantized = (blocks / scale[:, None, :, None]).to(FP8_DTYPE)
-    out.copy_(_from_blocks(quantized, x.shape))
+    of_blocks = _pow2_scale(amax) if options.round_scale == "pow2" else divide(amax, torch.full_like(amax, FP8_MAX))
+    scale.copy_(of_blocks)
+    out.copy_(_from_blocks(divide(blocks, of_blocks[:, None, :, None]).to(FP8_DTYPE), x.shape))
 
 
-def _cast_by_kernel(
-    x: torch.Tensor, block_rows: int, amax_floor: float, out: torch.Tensor, scale: torch.Tensor
-) -> None:
-    if x.dtype == torch.float64:
-        x = x.float()
-    if x.shape[1] > 1 and x.stride(1) != 1:
-        x = x.contiguous()
-    options, signature = (block_rows, amax_floor), launches.signature(x, out, scale)
-    launch = launches.find(_launches, options, signature)
+def _multiply_with_reciprocal(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    return x * (torch.ones_like(divisor) / divisor)
+
+
+def _pow2_scale(amax: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two that is at least `amax` / 448, of normal floats; NaN of NaN.
+
+    448 is 1.75 * 2**8. So it is the power of two in `amax`, less 2**8, and twice that where the mantissa is beyond that
+    of 1.75, which is 0x600000: what is added then carries into the exponent.
+    """
+    scale = (((amax.view(torch.int32) + 0x1FFFFF) & 0x7F800000) - (8 << 23)).view(torch.float32)
+    return torch.where(amax.isnan(), amax, scale)
+
+
+def _cast_by_kernel(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor) -> None:
+    x = _readable(x)
+    signature = launches.signature(x, out, scale)
+    launch = launches.find(_launches, tuple(options), signature)
     if launch is None:
-        launch = cast_launch(x, block_rows, amax_floor, out, scale)
-        launches.remember(_launches, options, signature, launch)
+        launch = cast_launch(x, options, out, scale)
+        launches.remember(_launches, tuple(options), signature, launch)
     launches.launch(launch, x, out, scale)
 
 
-def cast_launch(
-    x: torch.Tensor, block_rows: int, amax_floor: float, out: torch.Tensor, scale: torch.Tensor, **how
-) -> _launcher.Launch:
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy where no kernel can read it: of its dtype, or as a matrix whose columns are adjacent."""
+    if x.dtype == torch.float64:
+        x = x.float()
+    rows = _as_matrix(x)
+    if rows.shape[1] > 1 and rows.stride(1) != 1:
+        return rows.contiguous()
+    return x if rows.data_ptr() == x.data_ptr() else rows
+
+
+def cast_launch(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, **how) -> _launcher.Launch:
     """The launch of a cast on a Hopper GPU, for which the tensors are examples; `how` are keywords of
     `cast.prepare_launch`. Nothing is checked but that a CUDA graph under capture need not load the kernel.
     """
+    x, out, scale = map(_as_matrix, (x, out, scale))
     device = x.get_device()
-    kernel, grid = cast.choose(block_rows, _KERNEL_SOURCES[x.dtype], *x.shape, _num_sms(device))
+    kernel, grid = cast.choose(options.block_rows, _KERNEL_SOURCES[x.dtype], *x.shape, _num_sms(device))
     _check_capture(kernel, device)
-    layout = cast.CastLayout(
+    return cast.prepare_launch(kernel, grid, device, _layout(x, options, out, scale), **how)
+
+
+def _layout(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor) -> cast.CastLayout:
+    """Of matrices."""
+    return cast.CastLayout(
         *(*x.shape, x.stride(0), out.stride(0), *scale.stride()),
         aligned=_takes_vectors(x, out),
-        amax_floor=float(amax_floor),
+        pow2_scale=options.round_scale == "pow2",
+        amax_floor=float(options.amax_floor),
+        correction=int(options.exact == "divide"),
     )
-    return cast.prepare_launch(kernel, grid, device, layout, **how)
 
 
 def _takes_vectors(x: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether a kernel may read `x` and write `out` vector by vector."""
+    """Whether a kernel may read the matrix `x` and write `out` vector by vector."""
     rows, columns = x.shape
     elements = _VECTOR_BYTES // x.element_size()
     strides = (x.stride(0), out.stride(0)) if rows > 1 else ()
@@ -280,8 +363,26 @@ def _num_sms(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _scale_shape(x: torch.Tensor, block: tuple[int, int]) -> tuple[int, int]:
-    return ceil_div(x.shape[0], block[0]), ceil_div(x.shape[1], block[1])
+def _scale_shape(x: torch.Tensor, block: tuple[int, int]) -> tuple[int, ...]:
+    if block == TOKEN_BLOCK:
+        return *x.shape[:-1], ceil_div(x.shape[-1], SCALE_BLOCK)
+    return tuple(map(ceil_div, x.shape, block))
+
+
+def _as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """[..., k] -> [rows, k], a copy where it is no view."""
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def _view_as_matrix(name: str, target: torch.Tensor) -> torch.Tensor:
+    """The same of what is written to, which cannot be a copy."""
+    try:
+        return target.view(prod(target.shape[:-1]), target.shape[-1])
+    except RuntimeError:
+        raise ValueError(
+            f"leading dimensions of {name} are not evenly spaced: shape {list(target.shape)}, strides "
+            f"{target.stride()}. Pass one whose leading dimensions .view() can flatten, such as a contiguous one"
+        ) from None
 
 
 def _to_blocks(x: torch.Tensor, block_rows: int) -> torch.Tensor:
@@ -298,31 +399,39 @@ def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def _empty_out(x: torch.Tensor) -> torch.Tensor:
-    return _empty("out", x, *x.shape, FP8_DTYPE)
+    """Like `x`; rows begin at multiples of 16 bytes."""
+    k = x.shape[-1]
+    padding = -k % tensors.ALIGNMENT_BYTES
+    if not padding:
+        return _empty("out", x, x.shape, FP8_DTYPE)
+    return _empty("out", x, (*x.shape[:-1], k + padding), FP8_DTYPE).narrow(-1, 0, k)
 
 
-def _empty(name: str, x: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+def _empty(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     try:
-        return x.new_empty(rows, columns, dtype=dtype)  # torch.empty takes 1 us longer
+        return x.new_empty(shape, dtype=dtype)  # torch.empty takes 1 us longer
     except AssertionError as error:  # of FakeTensorMode
         raise tensors.not_allocated(name, error) from None
 
 
 def _empty_scale(x: torch.Tensor, layout: str) -> torch.Tensor:
     """A scale per row and 128 columns, in the memory order that `layout` names; only its padding is initialised."""
-    m, groups = _scale_shape(x, TOKEN_BLOCK)
+    shape = _scale_shape(x, TOKEN_BLOCK)
     if layout == "row":
-        return _empty("scale_out", x, m, groups, torch.float32)
+        return _empty("scale_out", x, shape, torch.float32)
+    m = prod(shape[:-1])
     rows = round_up(m, 4) if layout == "m_aligned" else m
     allocate = torch.empty if rows == m else torch.zeros
-    return allocate(groups, rows, dtype=torch.float32, device=x.device).t()[:m]
+    scale = allocate(shape[-1], rows, dtype=torch.float32, device=x.device)
+    return scale.t()[:m] if len(shape) == 2 else scale[:, :m].view(-1, *shape[:-1]).movedim(0, -1)
 
 
 def _find_block(x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None) -> tuple[int, int]:
     if block not in (None, TOKEN_BLOCK, WEIGHT_BLOCK):
         raise ValueError(f"block is {block!r}; use {TOKEN_BLOCK}, {WEIGHT_BLOCK} or None")
-    allowed = (TOKEN_BLOCK, WEIGHT_BLOCK) if block is None else (block,)
-    shapes = {kind: tuple(map(ceil_div, x.shape, kind)) for kind in allowed}
+    _require_dimensions("x", x, block or TOKEN_BLOCK)
+    any_kind = (TOKEN_BLOCK, WEIGHT_BLOCK) if x.dim() == 2 else (TOKEN_BLOCK,)
+    shapes = {kind: _scale_shape(x, kind) for kind in (any_kind if block is None else (block,))}
     for kind, shape in shapes.items():
         if scale.shape == shape:
             return kind
@@ -333,9 +442,13 @@ def _find_block(x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | N
     )
 
 
-def _require_matrix(name: str, x: torch.Tensor) -> None:
-    if x.dim() != 2:
-        raise ValueError(f"{name} has shape {list(x.shape)}; it must be 2-D, so flatten leading dimensions first")
+def _require_dimensions(name: str, x: torch.Tensor, block: tuple[int, int]) -> None:
+    if block == WEIGHT_BLOCK and x.dim() != 2:
+        raise ValueError(
+            f"{name} has shape {list(x.shape)}; blocks of 128x128 are of a 2-D tensor, so pass one matrix at a time"
+        )
+    if x.dim() == 0:
+        raise ValueError(f"{name} has shape []; it must be [..., k], so pass {name}.reshape(1)")
 
 
 def _kind(x: object) -> str:

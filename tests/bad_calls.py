@@ -400,12 +400,16 @@ WRONG_CASTS = [
             _one(call, x, "is a list", [[1.0]], TypeError, "is a <class 'list'>", FLOATS),
             _one(call, x, "is an integer", torch.Tensor.int, TypeError, "a tensor of int32", FLOATS),
             _one(call, x, "is FP8 already", lambda x: x.to(FP8), TypeError, "a tensor of float8_e4m3fn", FLOATS),
-            _one(call, x, "has a batch", lambda x: x[None], ValueError, r"\[1, 5, 300\]", "flatten leading dimensions"),
             _one(call, "amax_floor", "is 0", 0.0, ValueError, "amax_floor is 0.0", "finite and at least"),
             _one(call, "amax_floor", "is infinite", float("inf"), ValueError, "amax_floor is inf", "must be finite"),
             _one(call, "amax_floor", "is NaN", float("nan"), ValueError, "amax_floor is nan", "finite and at least"),
             _one(call, "amax_floor", "is a string", "1e-4", TypeError, "amax_floor is '1e-4', a str", NUMBER),
             _one(call, "amax_floor", "is None", None, TypeError, "amax_floor is None", NUMBER),
+            *(
+                _one(call, option, f"is {value!r}", value, ValueError, re.escape(f"is {value!r}"), f"use {known}")
+                for option, known in (("round_scale", "'none' or 'pow2'"), ("exact", "'divide' or 'reciprocal'"))
+                for value in ("floor", True, None, ["pow2"])
+            ),
             _one(call, "out", "is a number", 1.0, TypeError, "is a <class 'float'>", "a tensor of float8_e4m3fn"),
             _one(call, "out", "is float32", torch.Tensor.float, TypeError, "float32", "a tensor of float8_e4m3fn"),
             _one(call, "out", "lacks a row", lambda x: x[1:], ValueError, r"\[4, 300\]", r"must be \[5, 300\]"),
@@ -421,11 +425,37 @@ WRONG_CASTS = [
             ),
         )
     ),
+    _one(
+        PER_TOKEN, "x", "requires a gradient", lambda x: x.clone().requires_grad_(), RuntimeError,
+        "x requires a gradient", r"fp8_linear, which has one.*x\.detach\(\).*torch\.no_grad\(\)",
+    ),
+    BadCall(
+        PER_TOKEN, "out", "has leading dimensions that are no view of one",
+        lambda given: {
+            "x": given["x"][:4].unflatten(0, (2, 2)),
+            "out": torch.zeros(2, 3, K, device=given["x"].device).to(FP8)[:, :2], "scale_out": None,
+        }, ValueError, r"strides \(900, 300, 1\)", "contiguous one",
+    ),
+    BadCall(
+        PER_TOKEN, "scale_out", "has leading dimensions that are no view of one",
+        lambda given: {
+            "x": given["x"][:4].unflatten(0, (2, 2)), "out": None,
+            "scale_out": torch.zeros(2, 3, 3, device=given["x"].device)[:, :2],
+        }, ValueError, r"strides \(9, 3, 1\)", "contiguous one",
+    ),
+    _one(PER_TOKEN, "x", "is a scalar", lambda x: x[0, 0], ValueError, r"has shape \[\]", r"x\.reshape\(1\)"),
+    _one(PER_BLOCK, "w", "is a vector", lambda x: x[0], ValueError, r"shape \[300\]", "one matrix at a time"),
+    _one(PER_BLOCK, "w", "has a batch", lambda x: x[None], ValueError, r"\[1, 5, 300\]", "one matrix at a time"),
     _one(PER_TOKEN, "scale_layout", "is unknown", "column", ValueError, "is 'column'", "'m_aligned'"),
     _one(PER_TOKEN, "scale_layout", "is a list", ["row"], ValueError, r"is \['row'\]", "'m_aligned'"),
     _one("dequantize", "x", "is float32", torch.Tensor.float, TypeError, "float32", "takes a float8_e4m3fn tensor"),
-    _one("dequantize", "x", "is a vector", lambda x: x[0], ValueError, r"\[300\]", "flatten leading dimensions"),
-    _one("dequantize", "scale", "is None", None, TypeError, "NoneType", "takes a float32 tensor"),
+    _one("dequantize", "x", "is a scalar", lambda x: x[0, 0], ValueError, r"has shape \[\]", r"x\.reshape\(1\)"),
+    BadCall(
+        "dequantize", "x", "has a batch, for blocks of rows",
+        lambda given: {"x": given["x"][None], "block": (128, 128)},
+        ValueError, r"\[1, 5, 300\]", "one matrix at a time",
+    ),
+    _one("dequantize", "scale", "is None", None, TypeError, "NoneType", "a float32 or float8_e8m0fnu tensor"),
     _one("dequantize", "scale", "is transposed", torch.Tensor.t, ValueError, r"\[3, 5\]", r"with \.t\(\)"),
     _one("dequantize", "scale", "is on meta", on_meta, ValueError, "is on meta but x is on", r"\.to\(x\.device\)"),
     _one("dequantize", "block", "is unknown", (1, 32), ValueError, r"is \(1, 32\)", r"use \(1, 128\)"),

@@ -519,10 +519,27 @@ show(x.data_ptr(), codes.data_ptr(), scale.data_ptr())
     assert shown[:4] == ["prepare_launch launch", path, path, "prepare_launch launch"]
     x, out, scale = map(int, shown[4].split())
     wanted = {"x": x, "out": out, "scale": scale, "rows": 130, "columns": 264, "x_stride": 264, "out_stride": 264}
-    wanted |= {"scale_stride_row": 3, "scale_stride_column": 1, "aligned": 1}
+    wanted |= {"scale_stride_row": 3, "scale_stride_column": 1, "aligned": 1, "pow2_scale": 0}
     floors = [launch.params.pop("amax_floor") for launch in launched]
     assert floors == pytest.approx([1e-4] * 3 + [1e-10])
+    assert [launch.params.pop("correction") for launch in launched] == [1.0] * 4
     assert [launch.params for launch in launched] == [wanted] * 4
+
+
+def test_options_of_a_cast_reach_its_kernel(run_pretending):
+    shown, launched = run_pretending(
+        CAST_SETUP
+        + """
+for round_scale in ("none", "pow2"):
+    for exact in ("divide", "reciprocal"):
+        for _ in range(2):
+            attempt(per_token_cast_to_fp8, x, round_scale=round_scale, exact=exact, out=codes, scale_out=scale)
+""",
+        of=params.CAST,
+    )
+    assert shown == ["prepare_launch launch", "launch_known"] * 4
+    options = [(launch.params["pow2_scale"], launch.params["correction"]) for launch in launched[::2]]
+    assert options == [(0, 1.0), (0, 0.0), (1, 1.0), (1, 0.0)]
 
 
 def test_casts_allocate_and_convert(run_pretending):
@@ -533,7 +550,7 @@ def test_casts_allocate_and_convert(run_pretending):
 for layout in ("row", "m_aligned"):
     for _ in range(2):
         attempt(per_token_cast_to_fp8, x, scale_layout=layout)
-for source in (x.double(), x.t(), torch.nn.Parameter(x)):
+for source in (x.double(), x.t(), torch.nn.Parameter(x, requires_grad=False)):
     for _ in range(2):
         attempt(per_token_cast_to_fp8, source)
 attempt(per_token_cast_to_fp8, x, out=codes[:, 1:], scale_out=scale)

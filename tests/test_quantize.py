@@ -3,8 +3,13 @@
 What they refuse is in test_bad_calls.py.
 """
 
+import itertools
+import re
+
+import numpy as np
 import pytest
 import torch
+from cuda.pathfinder import find_nvidia_binary_utility
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +20,14 @@ from deep_tile.config import ceil_div, round_up
 from deep_tile.quantize import FP8_DTYPE, dequantize, per_block_cast_to_fp8, per_token_cast_to_fp8
 
 CASTS = pytest.mark.parametrize("cast", [per_token_cast_to_fp8, per_block_cast_to_fp8])
+CASTS_AND_ROWS = pytest.mark.parametrize(
+    ("cast", "rows_per_block"), [(per_token_cast_to_fp8, 1), (per_block_cast_to_fp8, 128)]
+)
+OPTIONS = [
+    {"round_scale": round_scale, "exact": exact}
+    for round_scale, exact in itertools.product(("none", "pow2"), ("divide", "reciprocal"))
+]
+EACH_OPTION = pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
 sizes = st.integers(0, 300)
 
 
@@ -32,13 +45,110 @@ def block_maxima(x, rows_per_block):
     return torch.tensor([[x[i : i + rows_per_block, j : j + 128].abs().max() for i, j in row] for row in corners])
 
 
+def codes(x):
+    """Bits, NaN of either sign as one."""
+    return torch.where(x.float().isnan(), 0x7F, x.view(torch.uint8))
+
+
+def assert_same(got, wanted):
+    """The same elements and scales, bit for bit, NaN of any kind as one."""
+    assert torch.equal(codes(got[0]), codes(wanted[0]))
+    torch.testing.assert_close(got[1], wanted[1], rtol=0, atol=0, equal_nan=True)
+
+
+def expected_cast(x, rows_per_block, *, amax_floor, round_scale, exact):
+    """The definition once more, of finite values, in NumPy."""
+    values = x.float().numpy()
+    scale = block_maxima(x.float(), rows_per_block).clamp(min=amax_floor).numpy()
+    one, largest = np.float32(1), np.float32(448)
+    if round_scale == "pow2":
+        scale = np.vectorize(smallest_power_of_two, otypes=[np.float32])(scale)
+    else:
+        scale = scale / largest if exact == "divide" else scale * (one / largest)
+    spread = scale.repeat(rows_per_block, 0)[: len(x)].repeat(128, 1)[:, : x.shape[1]]
+    quotients = values / spread if exact == "divide" else values * (one / spread)
+    return nearest_e4m3(quotients), torch.from_numpy(scale)
+
+
+POWERS_OF_TWO = [2.0**exponent for exponent in range(-126, 128)]
+
+
+def smallest_power_of_two(amax):
+    """That is no smaller than a 448th: found by trying. All numbers are exact in float64."""
+    return next(power for power in POWERS_OF_TWO if 448 * power >= amax)
+
+
+def nearest_e4m3(x):
+    """By distance to every code; of two as near, the even one."""
+    magnitudes = torch.arange(0x7F, dtype=torch.uint8).view(FP8_DTYPE).double().numpy()
+    above = np.searchsorted(magnitudes, np.abs(x, dtype=np.float64)).clip(1, 0x7E)
+    distances = [np.abs(np.abs(x, dtype=np.float64) - magnitudes[code]) for code in (above - 1, above)]
+    above_is_nearer = (distances[1] < distances[0]) | ((distances[1] == distances[0]) & (above % 2 == 0))
+    return torch.from_numpy((above - ~above_is_nearer) | (np.signbit(x) << 7)).to(torch.uint8).view(FP8_DTYPE)
+
+
+def wide_matrix(rows, k, dtype):
+    """All magnitudes that `dtype` has, subnormal ones too, zeros of both signs, and blocks of nothing but zeros."""
+    info = torch.finfo(dtype if dtype != torch.float64 else torch.float32)
+    low, high = np.log2(info.smallest_normal * info.eps) - 1, np.log2(info.max)
+    groups = torch.empty(rows, k // 128 + 1).uniform_(low, high).repeat_interleave(128, 1)[:, :k]
+    x = torch.randn(rows, k) * torch.exp2(groups - 3 * torch.rand(rows, k)).clamp(max=info.max / 8)
+    x[torch.rand(rows, k) < 0.05] *= 0
+    x[:, 128:256] *= 0
+    return x.clamp(-info.max, info.max).to(dtype)
+
+
+@CASTS_AND_ROWS
+@EACH_OPTION
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("amax_floor", [1e-4, 2.0**-80])
+def test_bits_are_as_defined(cast, rows_per_block, options, dtype, amax_floor):
+    x = wide_matrix(140, 300, dtype)
+    assert_same(
+        cast(x, amax_floor=amax_floor, **options), expected_cast(x, rows_per_block, amax_floor=amax_floor, **options)
+    )
+
+
+@pytest.mark.parametrize("exact", ["divide", "reciprocal"])
+def test_pow2_scale_is_decided_exactly(exact):
+    """Groups whose largest element is next to 448 times a power of two, and others; of every size that there is."""
+    at = torch.exp2(torch.arange(-88, 120, dtype=torch.float64)).float()[:, None]
+    factors = torch.tensor([224.0, 225, 300, 447, 448, 449, 500])
+    amax = torch.stack([(at * factors).nextafter(torch.tensor(to)) for to in (0.0, float("inf"))] + [at * factors])
+    amax = amax.flatten()[torch.randperm(amax.numel())]
+    _, scale = per_token_cast_to_fp8(amax[:, None], amax_floor=2.0**-80, round_scale="pow2", exact=exact)
+    assert scale.flatten().tolist() == [smallest_power_of_two(max(x, 2.0**-80)) for x in amax.tolist()]
+
+
+@CASTS
+def test_division_of_pow2_scales_makes_no_difference(cast):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x = wide_matrix(300, 520, dtype)
+        for floor in (1e-4, 2.0**-80):
+            divided, multiplied = (
+                cast(x, amax_floor=floor, round_scale="pow2", exact=e) for e in ("divide", "reciprocal")
+            )
+            assert_same(multiplied, divided)
+
+
+@CASTS
+def test_reciprocal_differs_in_last_bits(cast):
+    """Many scales, by a unit of FP32, and of a thousand elements of BFloat16 one or two, by one code."""
+    x = torch.randn(1024, 1024).bfloat16()
+    (divided, scale), (multiplied, other_scale) = (cast(x, exact=exact) for exact in ("divide", "reciprocal"))
+    apart = (scale.view(torch.int32) - other_scale.view(torch.int32)).abs()
+    assert apart.max() == 1 and (apart > 0).float().mean() > 0.3
+    apart = (divided.view(torch.uint8).int() - multiplied.view(torch.uint8).int()).abs()
+    assert apart.max() == 1 and 0 < (apart > 0).float().mean() < 0.01
+
+
 @settings(max_examples=40, deadline=None)
-@given(rows=sizes, k=sizes, per_token=st.booleans())
-def test_round_trip_is_within_e4m3_rounding(rows, k, per_token):
+@given(rows=sizes, k=sizes, per_token=st.booleans(), options=st.sampled_from(OPTIONS))
+def test_round_trip_is_within_e4m3_rounding(rows, k, per_token, options):
     x = random_matrix(rows, k)
     cast, block = (per_token_cast_to_fp8, (1, 128)) if per_token else (per_block_cast_to_fp8, (128, 128))
-    quantized, scale = cast(x)
-    assert (quantized.dtype, quantized.shape, quantized.is_contiguous()) == (FP8_DTYPE, x.shape, True)
+    quantized, scale = cast(x, **options)
+    assert (quantized.dtype, quantized.shape, quantized.stride()) == (FP8_DTYPE, x.shape, (max(round_up(k, 16), 1), 1))
     assert (scale.dtype, tuple(scale.shape)) == (torch.float32, (ceil_div(rows, block[0]), ceil_div(k, 128)))
     back = dequantize(quantized, scale, block=block)
     spread = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(128, 1)[:, :k]
@@ -46,7 +156,7 @@ def test_round_trip_is_within_e4m3_rounding(rows, k, per_token):
     assert ((back - x).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize(("cast", "rows_per_block"), [(per_token_cast_to_fp8, 1), (per_block_cast_to_fp8, 128)])
+@CASTS_AND_ROWS
 def test_scale_is_largest_magnitude_over_448(cast, rows_per_block):
     x = random_matrix(200, 300)
     quantized, scale = cast(x, amax_floor=1e-20)
@@ -86,11 +196,12 @@ def test_amax_floor_holds_for_zero_blocks(cast, amax_floor):
 @pytest.mark.parametrize(
     ("cast", "rows"), [(per_token_cast_to_fp8, slice(1, 2)), (per_block_cast_to_fp8, slice(0, 128))]
 )
-def test_nan_and_infinity_stay_in_their_block(cast, rows, poison):
+@EACH_OPTION
+def test_nan_and_infinity_stay_in_their_block(cast, rows, poison, options):
     x = random_matrix(130, 300)
-    clean = dequantize(*cast(x))
+    clean = dequantize(*cast(x, **options))
     x[1, 130] = poison
-    quantized, scale = cast(x)
+    quantized, scale = cast(x, **options)
     back = dequantize(quantized, scale)
     touched = torch.zeros_like(x, dtype=torch.bool)
     touched[rows, 128:256] = True
@@ -121,6 +232,20 @@ def test_kernel_compiles_clean(block_rows, source):
     usage = jit.resource_usage(jit.compile_kernel(text, kernel.name).log)
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes, usage.warnings) == (0, 0, 0, ())
     assert usage.registers * kernel.threads * kernel.blocks_per_sm <= 64 * 1024
+
+
+@pytest.mark.parametrize("kernel", kernels.all_kernels(), ids=lambda kernel: kernel.name)
+def test_kernel_takes_its_turn_before_all_else(kernel, tmp_path):
+    """It waits for the kernel ahead of it before it reads or writes, and only then lets the next one start."""
+    if find_nvidia_binary_utility("nvdisasm") is None:
+        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
+    cubin = tmp_path / "cubin"
+    cubin.write_bytes(jit.compile_kernel(cast_source(kernel), kernel.name).cubin)
+    listing = jit.disassemble(cubin).decode()
+    found = re.findall(r"\*/\s+(@\S+ )?(ACQBULK|PREEXIT|BRA|(?:LDG|LD|STG|ST|ATOM\w*|RED)\b[.\w]*)", listing)
+    assert found[:2] == [("", "ACQBULK"), ("", "PREEXIT")]
+    names = [name.partition(".")[0] for _, name in found[2:]]
+    assert {"LDG", "STG"} <= set(names) and not {"ACQBULK", "PREEXIT"} & set(names)
 
 
 @pytest.mark.parametrize(("block_rows", "loads"), [(1, 2), (128, 8)])

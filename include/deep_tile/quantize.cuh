@@ -5,7 +5,9 @@
 // the load until the store, all of them requested before the first is used; threads * vectors keep memory busy.
 #pragma once
 
-#include "config.cuh"
+struct TensorMap;  // of which a cast's argument has none
+
+#include "ptx.cuh"
 
 namespace deep_tile::ptx {
 
@@ -61,24 +63,31 @@ struct Float32 {
     static __device__ __forceinline__ float value(u32 bits) { return __uint_as_float(bits); }
 };
 
-// x / divisor, rounded as IEEE wants it, given 1 / divisor so rounded: Markstein's correction of the rounded product,
-// good where nothing underflows. A third of the instructions of `/`.
-__device__ __forceinline__ float divide(float x, float divisor, float reciprocal) {
+// x / divisor, given 1 / divisor rounded, and that once more as `correction`: rounded as IEEE wants it, by Markstein's
+// correction of the rounded product, good where nothing underflows. A third of the instructions of `/`. Where
+// `correction` is 0, it is that product: an argument, which costs nothing where the other way is taken.
+__device__ __forceinline__ float divide(float x, float divisor, float reciprocal, float correction) {
     const float quotient = x * reciprocal;
-    return copysignf(fmaf(fmaf(-divisor, quotient, x), reciprocal, quotient), x);  // the remainder of -0 is +0
+    return copysignf(fmaf(fmaf(-divisor, quotient, x), correction, quotient), x);  // the remainder of -0 is +0
 }
 
 struct Scale {
-    float value, reciprocal;
+    float value, reciprocal, correction;
 };
 
 // From the magnitude, as the bits of a float, of a block's largest element. Infinity counts as NaN.
-__device__ __forceinline__ Scale make_scale(u32 magnitude, float amax_floor) {
-    constexpr float fp8_max = 448.0f;
+__device__ __forceinline__ Scale make_scale(u32 magnitude, const CastParams& params) {
+    constexpr float fp8_max = 448.0f, one_448th = 1.0f / fp8_max;  // 448 is 1.75 * 2^8
     constexpr u32 infinity = 0x7f800000, nan = 0x7fffffff;
-    const u32 amax = max(magnitude, __float_as_uint(amax_floor));
-    const float value = divide(__uint_as_float(amax < infinity ? amax : nan), fp8_max, 1.0f / fp8_max);
-    return {value, __frcp_rn(value)};
+    const u32 amax = max(magnitude, __float_as_uint(params.amax_floor));
+    const u32 bits = amax < infinity ? amax : nan;
+    float value = divide(__uint_as_float(bits), fp8_max, one_448th, params.correction * one_448th);
+    if (params.pow2_scale && bits < infinity) {
+        // 2^8 less than amax without its mantissa, and twice that if the mantissa is beyond that of 1.75, 0x600000.
+        value = __uint_as_float(((bits + 0x1fffff) & infinity) - (8 << 23));
+    }
+    const float reciprocal = __frcp_rn(value);
+    return {value, reciprocal, params.correction * reciprocal};
 }
 
 // One thread's part of a row of 128 columns, shared by `lanes` threads.
@@ -162,7 +171,7 @@ class Slice {
         for (int j = 0; j < elements; j += 4) {
             float scaled[4];
 #pragma unroll
-            for (int n = 0; n < 4; ++n) scaled[n] = divide(value(words, j + n), scale.value, scale.reciprocal);
+            for (int n = 0; n < 4; ++n) scaled[n] = divide(value(words, j + n), scale.value, scale.reciprocal, scale.correction);
             codes[j / 4] = u32(ptx::cvt_rn_satfinite_e4m3x2(scaled[3], scaled[2])) << 16 |
                            ptx::cvt_rn_satfinite_e4m3x2(scaled[1], scaled[0]);
         }
@@ -211,10 +220,19 @@ __device__ __forceinline__ void write_scale(const CastParams& params, u32 row, u
     params.scale[row * params.scale_stride_row + column * params.scale_stride_column] = value;
 }
 
+// Before all reads and writes of global memory. Where launches overlap, the kernel before may still write x, or read what
+// this one overwrites. Only then does the next one start: a product that starts may request its weights at once, though
+// an earlier kernel has written them, and that is safe since everything before the cast has ended.
+__device__ __forceinline__ void take_turn() {
+    ptx::griddepcontrol_wait();
+    ptx::griddepcontrol_launch_dependents();
+}
+
 // 1x128 blocks: `lanes` threads take one after the other. Blocks are counted along the columns first, in 32 bits:
 // more of them would be 512 GiB of out.
 template <typename Format, int lanes>
 __device__ __forceinline__ void cast_rows(const CastParams& params) {
+    take_turn();
     const auto* x = static_cast<const typename Format::Bits*>(params.x);
     const u32 block_columns = (params.columns + scale_block - 1) / scale_block;
     const u32 blocks = params.rows * block_columns;
@@ -226,7 +244,7 @@ __device__ __forceinline__ void cast_rows(const CastParams& params) {
         const u32 first = block_column * scale_block;
         Slice<Format, lanes> slice;
         slice.load(x + row * params.x_stride + first, columns, lane, params.aligned);
-        const Scale scale = make_scale(largest_of_lanes<lanes>(slice.magnitude()), params.amax_floor);
+        const Scale scale = make_scale(largest_of_lanes<lanes>(slice.magnitude()), params);
         if (lane == 0) write_scale(params, row, block_column, scale.value);
         slice.store(params.out + row * params.out_stride + first, columns, lane, params.aligned, scale);
     }
@@ -247,6 +265,7 @@ __device__ __forceinline__ u32 largest_of_block(u32 value) {
 // 128x128 blocks: a thread block takes one after the other, a slice of every `threads / lanes`-th row per thread.
 template <typename Format, int threads>
 __device__ __forceinline__ void cast_tiles(const CastParams& params) {
+    take_turn();
     using Bits = typename Format::Bits;
     constexpr int lanes = scale_block * sizeof(Bits) / 16;
     constexpr int step = threads / lanes, slices = scale_block / step;
@@ -268,7 +287,7 @@ __device__ __forceinline__ void cast_tiles(const CastParams& params) {
         }
 #pragma unroll
         for (int i = 0; i < slices; ++i) magnitude = max(magnitude, slice[i].magnitude());
-        const Scale scale = make_scale(largest_of_block<threads>(magnitude), params.amax_floor);
+        const Scale scale = make_scale(largest_of_block<threads>(magnitude), params);
         if (threadIdx.x == 0) write_scale(params, block_row, block_column, scale.value);
 #pragma unroll
         for (int i = 0; i < slices; ++i) {
