@@ -18,7 +18,7 @@ demo: $(READY)
 	$(RUN) -m deep_tile demo
 
 test: $(READY)
-	$(RUN) -m pytest
+	$(RUN) -m pytest --numprocesses auto --dist worksteal
 
 # On a machine with a Hopper GPU, in whichever Python is given, with the packages that it has.
 test-gpu:

@@ -68,7 +68,7 @@ def host_calls() -> tuple[dict[str, Call], dict[str, str]]:
     calls[ALLOCATING] = lambda: deep_tile.fp8_gemm(inputs.a, inputs.a_scale, inputs.b, inputs.b_scale)
     plan, out = deep_tile.prepare(inputs.a, inputs.a_scale, inputs.b, inputs.b_scale), inputs.new_out()
     calls[PLAN] = lambda: plan(inputs.a, inputs.a_scale, out)
-    return calls | cast_calls(), unsupported
+    return calls | cast_calls() | linear_calls(), unsupported
 
 
 def cast_calls() -> dict[str, Call]:
@@ -80,6 +80,23 @@ def cast_calls() -> dict[str, Call]:
         calls[f"deep_tile, cast {name}"] = partial(cast, x, out=out, scale_out=scale)
         calls[f"deep_tile, cast {name}, allocating"] = partial(cast, x)
     return calls
+
+
+def linear_calls() -> dict[str, Call]:
+    """A linear layer: in one call, in two, and by torch in BF16."""
+    m, n, k = HOST_SHAPE
+    x, w = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
+    b, b_scale = deep_tile.quantize_weight(w)
+    out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    return {
+        "deep_tile, linear": partial(deep_tile.fp8_linear, x, b, b_scale, None, out),
+        "deep_tile, linear, allocating": partial(deep_tile.fp8_linear, x, b, b_scale),
+        "deep_tile, cast and product, allocating": lambda: deep_tile.fp8_gemm(
+            *deep_tile.per_token_cast_to_fp8(x), b, b_scale
+        ),
+        "deep_tile, linear as torch.ops, allocating": partial(torch.ops.deep_tile.fp8_linear, x, b, b_scale),
+        "torch linear, BF16, allocating": partial(torch.nn.functional.linear, x, w),
+    }
 
 
 def host_parts() -> dict[str, Call]:

@@ -8,11 +8,13 @@ Invariant: the result is that of `per_token_cast_to_fp8` and `fp8_gemm`, bit for
 
 import math
 import threading
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
+from torch.compiler import is_compiling
 
-from deep_tile import _launcher, api, launches, quantize, tensors
+from deep_tile import _launcher, api, launches, ops, quantize, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 from deep_tile.params import Place
 
@@ -21,7 +23,6 @@ _PRODUCT_DTYPE = torch.bfloat16
 
 _SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDE = "torch.bfloat16, torch.float16 or torch.float32"
-_SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 
 _WORKSPACE_ALIGNMENT = 256
 
@@ -44,11 +45,13 @@ _launches: launches.Table = {}
 class _Options(NamedTuple):
     """The keywords of a call; described at `fp8_linear`."""
 
-    out_dtype: torch.dtype | None
-    amax_floor: float
-    num_sms: int | None
-    batch_invariant: bool
-    pdl: bool | None
+    out_dtype: torch.dtype | None = None
+    amax_floor: float = 1e-4
+    round_scale: str = "none"
+    exact: str = "divide"
+    num_sms: int | None = None
+    batch_invariant: bool = False
+    pdl: bool | None = None
 
 
 class _Kept(threading.local):
@@ -66,7 +69,7 @@ _kept = _Kept()
 
 
 def fp8_linear(
-    x: torch.Tensor,
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     b: torch.Tensor,
     b_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -74,6 +77,8 @@ def fp8_linear(
     *,
     out_dtype: torch.dtype | None = None,
     amax_floor: float = 1e-4,
+    round_scale: str = "none",
+    exact: str = "divide",
     num_sms: int | None = None,
     batch_invariant: bool = False,
     pdl: bool | None = None,
@@ -90,15 +95,18 @@ def fp8_linear(
 
     Args:
         x: [..., k] bfloat16, float16 or float32, any k. Fastest where rows are adjacent and begin at multiples of 16
-            bytes; leading dimensions that are no rows at one stride, and other column strides, are copied first.
+            bytes; leading dimensions that are no rows at one stride, and other column strides, are copied first. Or
+            the pair that `per_token_cast_to_fp8` returned, for layers that share one cast; it has no gradient, and the
+            product alone is launched.
         b: [n, k] float8_e4m3fn as `fp8_gemm` takes it, as `quantize_weight` makes it; or, without `b_scale`, a weight
             of bfloat16, float16 or float32, which is then quantised on every call.
         b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides, or float8_e8m0fnu, which takes a kernel more.
         bias: [n], added to the rounded product by a kernel of torch.
         out: [..., n] in the result's dtype with a unit stride along n, to write to; allocated when None.
-        out_dtype: dtype of the result: bfloat16, float16 or float32; that of `x` when None. The product is rounded to
-            bfloat16, then converted.
-        amax_floor: as for `per_token_cast_to_fp8`.
+        out_dtype: dtype of the result: bfloat16, float16 or float32; when None that of `x`, and bfloat16 of a pair. The
+            product is rounded to bfloat16, then converted.
+        amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`; of the cast of `x`, and of a weight that is not
+            FP8. Of a pair they mean nothing.
         num_sms, batch_invariant: as for `fp8_gemm`; of the product.
         pdl: programmatic dependent launches, as for `fp8_gemm`; of both kernels. The weights are requested before the
             cast has ended, after all that came before it.
@@ -108,25 +116,35 @@ def fp8_linear(
 
     Raises:
         TypeError: an argument is no tensor, or not a plain one, or has the wrong dtype, or an option the wrong type.
-        ValueError: a shape, stride, device, `num_sms` or `amax_floor` that the operation does not take, or a tensor
-            without memory.
+        ValueError: a shape, stride, device or option that the operation does not take, or a tensor without memory.
         RuntimeError: `out` is given where a gradient is wanted; or as for `fp8_gemm`. Nothing has been launched and
             `out` is untouched.
 
     The method (1x128 and 128x128 scales, promotion to FP32 every 128 of k) is that of the DeepSeek-V3 report, 3.3.
     """
-    options = (out_dtype, amax_floor, num_sms, batch_invariant, pdl)
+    if is_compiling():
+        return _call_op(
+            *(x, b, b_scale, bias, out, out_dtype),
+            {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact},
+            {"num_sms": num_sms, "batch_invariant": batch_invariant, "pdl": pdl},
+        )
+    if isinstance(x, tuple):
+        product = {"num_sms": num_sms, "batch_invariant": batch_invariant, "pdl": pdl}
+        return _multiply_quantized(x, b, b_scale, bias, out, out_dtype, product)
+    options = (out_dtype, amax_floor, round_scale, exact, num_sms, batch_invariant, pdl)
     if torch.is_grad_enabled() and _wants_gradient(x, b, b_scale, bias, out):
         _refuse_gradient(b, b_scale, out)
         return _Differentiable.apply(x, b, b_scale, bias, options)
     return _forward(x, b, b_scale, bias, out, options)
 
 
-def quantize_weight(w: torch.Tensor, *, amax_floor: float = 1e-4) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_weight(
+    w: torch.Tensor, *, amax_floor: float = 1e-4, round_scale: str = "none", exact: str = "divide"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise a weight for `fp8_linear` and `fp8_gemm`: `b, b_scale = quantize_weight(w)`.
 
     Args:
-        w: [n, k], and `amax_floor`: as for `per_block_cast_to_fp8`.
+        w: [n, k], and `amax_floor`, `round_scale`, `exact`: as for `per_block_cast_to_fp8`.
 
     Returns:
         `b` [n, k] float8_e4m3fn, whose rows begin at multiples of 16 bytes whatever k is, and `b_scale`
@@ -135,7 +153,7 @@ def quantize_weight(w: torch.Tensor, *, amax_floor: float = 1e-4) -> tuple[torch
     Raises:
         As `per_block_cast_to_fp8`.
     """
-    return quantize.per_block_cast_to_fp8(w, amax_floor=amax_floor)
+    return quantize.per_block_cast_to_fp8(w, amax_floor=amax_floor, round_scale=round_scale, exact=exact)
 
 
 def _wants_gradient(*arguments) -> bool:
@@ -163,20 +181,21 @@ class _Differentiable(torch.autograd.Function):
         out = _forward(x, b, b_scale, bias, None, options)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, b, b_scale)
         ctx.dtypes = (x.dtype, None if bias is None else bias.dtype)
+        ctx.options = _Options(*options)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        return *_gradients(grad, *ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad), None
+        return *_gradients(grad, *ctx.saved_tensors, ctx.dtypes, ctx.options, ctx.needs_input_grad), None
 
 
-def _gradients(grad, x, b, b_scale, dtypes, needed) -> tuple:
+def _gradients(grad, x, b, b_scale, dtypes, options: _Options, needed) -> tuple:
     """Of x, b, b_scale and bias; None where it is not `needed`. `dtypes` are those of x and bias."""
     rows = grad.reshape(-1, grad.shape[-1])
     of_x = of_b = of_bias = None
     if needed[0]:
-        weight = _dequantized(b, b_scale).to(grad.dtype)
+        weight = _dequantized(b, b_scale, options).to(grad.dtype)
         of_x = (rows @ weight).to(dtypes[0]).reshape(*grad.shape[:-1], b.shape[1])
     if needed[1]:
         of_b = (rows.t() @ x.reshape(-1, b.shape[1]).to(grad.dtype)).to(b.dtype)
@@ -185,35 +204,43 @@ def _gradients(grad, x, b, b_scale, dtypes, needed) -> tuple:
     return of_x, of_b, None, of_bias
 
 
-def _dequantized(b: torch.Tensor, b_scale: torch.Tensor | None) -> torch.Tensor:
+def _dequantized(b: torch.Tensor, b_scale: torch.Tensor | None, options: _Options) -> torch.Tensor:
     """The weight that the product multiplied by, in FP32."""
     if b_scale is None:
-        b, b_scale = quantize_weight(b)
-    return quantize.dequantize(b, b_scale.float(), block=quantize.WEIGHT_BLOCK)
+        b, b_scale = quantize_weight(b, **_cast_options(options))
+    return quantize.dequantize(b, b_scale, block=quantize.WEIGHT_BLOCK)
+
+
+def _cast_options(options: _Options) -> dict:
+    return {"amax_floor": options.amax_floor, "round_scale": options.round_scale, "exact": options.exact}
+
+
+def _product_options(options: _Options) -> dict:
+    return {"num_sms": options.num_sms, "batch_invariant": options.batch_invariant, "pdl": options.pdl}
 
 
 def _forward(x, b, b_scale, bias, out, options: tuple, keeps_workspace: bool = True) -> torch.Tensor:
     try:
         if b_scale is None:
             _check_wide_weight(b)
-            b, b_scale = quantize_weight(b.detach(), amax_floor=options[1])
+            b, b_scale = quantize_weight(b, **_cast_options(_Options(*options)))
         is_product = out is not None and out.dtype == _PRODUCT_DTYPE
         if out is not None and (bias is not None or not is_product):  # else the signature stands for the check
             _check(x, b, b_scale, bias, out, _Options(*options))
         product = out if is_product else x.new_empty(*x.shape[:-1], b.shape[0], dtype=_PRODUCT_DTYPE)
         given = (x, b, b_scale, product, *(() if bias is None else (bias,)))
-        if not x.is_cuda:
-            _call_unknown(given, None, bias, _Options(*options))
-        else:
-            workspace = _workspace(x, keeps_workspace)
-            if not _launcher.launch_known(_launches, options, *given, workspace):
-                _call_unknown(given, workspace, bias, _Options(*options))
+        workspace = _workspace(x, keeps_workspace) if _is_on_gpu(x) else None
+        if workspace is None or not _launcher.launch_known(_launches, options, *given, workspace):
+            _call_unknown(given, workspace, bias, _Options(*options))
     except Exception:
         reason = api.error_of(_check, x, b, b_scale, bias, out, _Options(*options))
         if reason is None:
             raise
         raise reason from None
     return _finish(product, bias, out, x.dtype if options[0] is None else options[0])
+
+
+_is_on_gpu = attrgetter("is_cuda")
 
 
 def _finish(product, bias, out, dtype: torch.dtype) -> torch.Tensor:
@@ -291,14 +318,10 @@ def _call_unknown(given: tuple, workspace: torch.Tensor | None, bias, options: _
     """Multiply where C has met no such options and signature, or cannot read the tensors; on the CPU always."""
     x, b, b_scale, out = given[:4]
     _check(x, b, b_scale, bias, None, options)
-    if _rows(out) is None:
-        raise ValueError(
-            f"out has shape {list(out.shape)} and strides {out.stride()}: its rows are not dense, or not at one "
-            "stride. Pass a row-major out"
-        )
+    out_rows = _rows_of_out(out)
     x, b_scale = x if _rows(x) is not None else x.contiguous(), b_scale.float()
     if workspace is None or min(*_rows(x).shape, *b.shape) == 0:
-        _multiply_in_turn(_rows(x), b, b_scale, _rows(out), options)
+        _multiply_in_turn(_rows(x), b, b_scale, out_rows, options)
         return
     given = (x, b, b_scale, *given[3:], workspace)
     signature = launches.signature(*given)
@@ -311,10 +334,9 @@ def _call_unknown(given: tuple, workspace: torch.Tensor | None, bias, options: _
 
 def _multiply_in_turn(x, b, b_scale, out, options: _Options) -> None:
     """By the calls of the cast and of the product."""
-    a, a_scale = quantize.per_token_cast_to_fp8(x, amax_floor=options.amax_floor)
-    product = {"num_sms": options.num_sms, "batch_invariant": options.batch_invariant, "pdl": options.pdl}
     with torch.no_grad():
-        api.fp8_gemm(a, a_scale, b, b_scale, out, **product)
+        a, a_scale = quantize.per_token_cast_to_fp8(x, **_cast_options(options))
+        api.fp8_gemm(a, a_scale, b, b_scale, out, **_product_options(options))
 
 
 def _prepare(given: tuple, bias, options: _Options) -> tuple[_launcher.Launch, _launcher.Launch]:
@@ -327,16 +349,14 @@ def _prepare(given: tuple, bias, options: _Options) -> tuple[_launcher.Launch, _
     pdl = options.num_sms is None if options.pdl is None else options.pdl
     product = api.product_launch(
         *(a, a_scale, given[1], given[2], out),
-        num_sms=options.num_sms,
-        batch_invariant=options.batch_invariant,
-        pdl=pdl,
+        **_product_options(options) | {"pdl": pdl},
         # The cast lets the product start when all before it has ended, and writes no weights.
         constant_weights=pdl,
         names=names,
         places={"a": a_at, "a_scale": scale_at, "b": Place(1), "b_scale": Place(2), "out": Place(3)},
     )
     cast = quantize.cast_launch(
-        *(x, quantize.TOKEN_BLOCK[0], options.amax_floor, a, a_scale),
+        *(x, quantize.Options(quantize.TOKEN_BLOCK[0], **_cast_options(options)), a, a_scale),
         names=names,
         places={"x": Place(0), "out": a_at, "scale": scale_at},
         pdl=pdl,
@@ -354,6 +374,36 @@ def _rows(x: torch.Tensor) -> torch.Tensor | None:
         return None
 
 
+def _multiply_quantized(x: tuple, b, b_scale, bias, out, out_dtype, product: dict) -> torch.Tensor:
+    """The layer of an input that is quantised already."""
+    if len(x) != 2:
+        raise ValueError(f"x is a tuple of {len(x)}; pass the pair that per_token_cast_to_fp8 returned, or a tensor")
+    (a, a_scale), dtype = x, out_dtype or _PRODUCT_DTYPE
+    if not is_compiling():
+        given = {"x[0]": a, "x[1]": a_scale, "b": b, "b_scale": b_scale, "bias": bias, "out": out}
+        _check_kinds(given, optional=("bias", "out"))
+    _check_out_dtype(out_dtype)
+    if a.dtype != quantize.FP8_DTYPE:
+        raise TypeError(f"x[0] must be {quantize.FP8_DTYPE}; got {a.dtype}. Pass the input itself as x to have it cast")
+    _check_fit(a, b, bias, out, dtype)
+    if torch.is_grad_enabled() and out is not None:
+        _refuse_gradient(b, b_scale, out if _wants_gradient(bias, out) else None)
+    rows, scales = a.reshape(-1, a.shape[-1]), a_scale.reshape(-1, a_scale.shape[-1])
+    direct = out is not None and out.dtype == _PRODUCT_DTYPE
+    result = api.fp8_gemm(rows, scales, b, b_scale, _rows_of_out(out) if direct else None, **product)
+    return _finish(out if direct else result.view(*a.shape[:-1], b.shape[0]), bias, out, dtype)
+
+
+def _rows_of_out(out: torch.Tensor) -> torch.Tensor:
+    rows = _rows(out)
+    if rows is None:
+        raise ValueError(
+            f"out has shape {list(out.shape)} and strides {out.stride()}: its rows are not dense, or not at one "
+            "stride. Pass a row-major out"
+        )
+    return rows
+
+
 def _check_wide_weight(b) -> None:
     if isinstance(b, torch.Tensor) and b.dtype == quantize.FP8_DTYPE:
         raise TypeError("b_scale is missing: b is float8_e4m3fn. Pass the scale that quantize_weight returned with it")
@@ -364,44 +414,133 @@ def _check(x, b, b_scale, bias, out, options: _Options) -> None:
     if b_scale is None:
         _check_wide_weight(b)
     given = {"x": x, "b": b, "b_scale": b_scale, "bias": bias, "out": out}
-    given = {name: value for name, value in given.items() if value is not None or name in ("x", "b")}
-    for name, value in given.items():
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}")
-    tensors.require_plain(**given)
-    _check_options(options)
-    if x.dtype not in _SOURCE_DTYPES:
-        raise TypeError(f"x must be {_WIDE}; got {x.dtype}. fp8_gemm multiplies what is quantised; else convert it")
-    if b_scale is not None and b_scale.dtype not in _SCALE_DTYPES:
-        raise TypeError(f"b_scale must be torch.float32 or torch.float8_e8m0fnu; got {b_scale.dtype}. Use .float()")
-    if x.dim() < 1 or b.dim() != 2 or x.shape[-1] != b.shape[1]:
-        raise ValueError(
-            f"x must be [..., k] and b [n, k]; got {list(x.shape)} and {list(b.shape)}. b holds one row per output "
-            "column, as the weight of torch.nn.Linear does"
-        )
-    shape, dtype = (*x.shape[:-1], b.shape[0]), options.out_dtype or x.dtype
-    if x.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"x is on {x.device}; fp8_linear runs on a Hopper GPU, or on the CPU as a reference")
-    for name, value in given.items():
-        if value.device != x.device:
-            raise ValueError(f"{name} is on {value.device} but x is on {x.device}; move it with .to(x.device)")
-    if bias is not None and (tuple(bias.shape) != (b.shape[0],) or bias.dtype not in _SOURCE_DTYPES):
-        raise ValueError(
-            f"bias must be [n] = [{b.shape[0]}] of {_WIDE}; got {list(bias.shape)} of {bias.dtype}. Pass the bias of "
-            "the same layer"
-        )
-    if out is not None and (tuple(out.shape) != shape or out.dtype != dtype):
-        raise ValueError(
-            f"out must be {list(shape)} of {dtype}; got {list(out.shape)} of {out.dtype}. Pass out=None to have it "
-            "allocated, or out_dtype for another dtype"
-        )
+    _check_kinds(given, optional=("b_scale", "bias", "out"))
+    _check_formats(x, b_scale, options)
+    _check_fit(x, b, bias, out, options.out_dtype or x.dtype)
     if out is not None and out.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError("out was made in inference mode, and can be written there alone. Pass out.clone()")
 
 
-def _check_options(options: _Options) -> None:
-    if options.out_dtype not in (None, *_SOURCE_DTYPES):
-        raise TypeError(f"out_dtype must be {_WIDE}, or None for that of x; got {options.out_dtype!r}")
-    quantize.check_amax_floor(options.amax_floor)
-    for name in ("num_sms", "batch_invariant", "pdl"):
-        api.check_option(name, getattr(options, name))
+def _check_kinds(given: dict[str, object], optional: tuple[str, ...]) -> None:
+    """Check that arguments, by name, are plain tensors of one device."""
+    given = {name: value for name, value in given.items() if value is not None or name not in optional}
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}")
+    tensors.require_plain(**given)
+    (first, x), *others = given.items()
+    if x.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"{first} is on {x.device}; fp8_linear runs on a Hopper GPU, or on the CPU as a reference")
+    for name, value in others:
+        if value.device != x.device:
+            raise ValueError(f"{name} is on {value.device} but {first} is on {x.device}; move it with .to(x.device)")
+
+
+def _check_fit(x, b, bias, out, out_dtype: torch.dtype) -> None:
+    """Check shapes, and what torch's own operations write and add; `x` is the input, quantised or not."""
+    if x.dim() < 1 or b.dim() != 2 or not ops.holds(x.shape[-1] == b.shape[1]):
+        raise ValueError(
+            f"x must be [..., k] and b [n, k]; got {list(x.shape)} and {list(b.shape)}. b holds one row per output "
+            "column, as the weight of torch.nn.Linear does"
+        )
+    n = b.shape[0]
+    if bias is not None and (bias.dim() != 1 or not ops.holds(bias.shape[0] == n) or bias.dtype not in _SOURCE_DTYPES):
+        raise ValueError(
+            f"bias must be [n] = [{n}] of {_WIDE}; got {list(bias.shape)} of {bias.dtype}. Pass the bias of the same "
+            "layer"
+        )
+    shape = (*x.shape[:-1], n)
+    if out is not None and (tuple(out.shape) != shape or out.dtype != out_dtype):
+        raise ValueError(
+            f"out must be {list(shape)} of {out_dtype}; got {list(out.shape)} of {out.dtype}. Pass out=None to have it "
+            "allocated, or out_dtype for another dtype"
+        )
+
+
+def _check_formats(x, b_scale, options: _Options) -> None:
+    if x.dtype not in _SOURCE_DTYPES:
+        raise TypeError(f"x must be {_WIDE}; got {x.dtype}. Convert it; what is quantised already comes with its scale")
+    if b_scale is not None and b_scale.dtype not in quantize.SCALE_DTYPES:
+        raise TypeError(f"b_scale must be torch.float32 or torch.float8_e8m0fnu; got {b_scale.dtype}. Use .float()")
+    _check_out_dtype(options.out_dtype)
+    quantize.check_options(quantize.Options(quantize.TOKEN_BLOCK[0], **_cast_options(options)))
+    for name, value in _product_options(options).items():
+        api.check_option(name, value)
+
+
+def _check_out_dtype(out_dtype) -> None:
+    if out_dtype not in (None, *_SOURCE_DTYPES):
+        raise TypeError(f"out_dtype must be {_WIDE}, or None for that of x; got {out_dtype!r}")
+
+
+# ---- as an op
+
+
+def _call_op(x, b, b_scale, bias, out, out_dtype, cast: dict, product: dict) -> torch.Tensor:
+    """`fp8_linear` under tracing."""
+    if isinstance(x, tuple):
+        return _multiply_quantized(x, b, b_scale, bias, out, out_dtype, product)
+    if out is None:
+        return torch.ops.deep_tile.fp8_linear(x, b, b_scale, bias, out_dtype=out_dtype, **cast, **product)
+    torch.ops.deep_tile.fp8_linear.out(x, b, b_scale, bias, out_dtype=out_dtype, **cast, **product, out=out)
+    return out
+
+
+def _run_op(x, b, b_scale=None, bias=None, **keywords) -> torch.Tensor:
+    """No workspace is kept: the op may run while its memory is taken for a graph."""
+    return _forward(x, b, b_scale, bias, None, _Options(**keywords), keeps_workspace=False)
+
+
+def _run_out_op(x, b, b_scale=None, bias=None, *, out, **keywords) -> None:
+    if torch.is_grad_enabled() and _wants_gradient(x, b, b_scale, bias, out):
+        _refuse_gradient(b, b_scale, out)
+    _forward(x, b, b_scale, bias, out, _Options(**keywords), keeps_workspace=False)
+
+
+def _fake_op(x, b, b_scale=None, bias=None, **keywords) -> torch.Tensor:
+    options = _Options(**keywords)
+    _check_fake(x, b, b_scale, bias, None, options)
+    return x.new_empty(*x.shape[:-1], b.shape[0], dtype=options.out_dtype or x.dtype)
+
+
+def _fake_out_op(x, b, b_scale=None, bias=None, *, out, **keywords) -> None:
+    _check_fake(x, b, b_scale, bias, out, _Options(**keywords))
+
+
+def _check_fake(x, b, b_scale, bias, out, options: _Options) -> None:
+    """The checks that need no memory."""
+    if b_scale is None:
+        _check_wide_weight(b)
+    elif _wants_gradient(b, b_scale):
+        _refuse_gradient(b, b_scale, None)
+    _check_formats(x, b_scale, options)
+    _check_fit(x, b, bias, out, options.out_dtype or x.dtype)
+
+
+def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
+    x, b, b_scale, bias = inputs
+    ctx.needed = (*ctx.needs_input_grad, False, False, False)  # of the arguments that were given, first of all
+    if b_scale is not None and (ctx.needed[1] or ctx.needed[2]):
+        _refuse_gradient(b, b_scale, None)
+    ctx.save_for_backward(x if ctx.needed[1] else None, b, b_scale)
+    ctx.dtypes = (x.dtype, None if bias is None else bias.dtype)
+    ctx.options = _Options(**keyword_only_inputs)
+
+
+def _backward(ctx, grad):
+    return _gradients(grad, *ctx.saved_tensors, ctx.dtypes, ctx.options, ctx.needed)
+
+
+_OPERANDS = "Tensor x, Tensor b, Tensor? b_scale=None, Tensor? bias=None"
+_KEYWORDS = (
+    "*, ScalarType? out_dtype=None, float amax_floor=1e-4, str round_scale='none', str exact='divide', "
+    "int? num_sms=None, bool batch_invariant=False, bool? pdl=None"
+)
+ops.register(
+    f"fp8_linear({_OPERANDS}, {_KEYWORDS}) -> Tensor",
+    _run_op,
+    _fake_op,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+ops.register(f"fp8_linear.out({_OPERANDS}, {_KEYWORDS}, Tensor(a!) out) -> ()", _run_out_op, _fake_out_op)

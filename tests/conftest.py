@@ -1,6 +1,7 @@
 """What tests share: a kernel cache of their own, a command line, and the reason why GPU tests do not run here."""
 
 import functools
+import os
 
 import pytest
 import torch
@@ -31,11 +32,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(reason)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A process for each core, and none beside this one where there is a GPU, which tests do not share."""
+    return len(os.sched_getaffinity(0)) if missing_hopper() else 0
+
+
 @pytest.fixture(scope="session", autouse=True)
 def kernel_cache(tmp_path_factory):
-    """One cache folder for the session: kernels compile afresh, and once."""
+    """One cache folder for the session, whose processes share it: kernels compile afresh, and once."""
+    session = tmp_path_factory.getbasetemp()
+    folder = (session.parent if "PYTEST_XDIST_WORKER" in os.environ else session) / "kernel_cache"
+    folder.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DEEP_TILE_CACHE_DIR", str(tmp_path_factory.mktemp("kernel_cache")))
+        patch.setenv("DEEP_TILE_CACHE_DIR", str(folder))
         yield
 
 
