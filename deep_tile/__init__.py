@@ -12,23 +12,31 @@ __version__ = "0.1.0"
 _MODULES = {
     "GemmConfig": "config",
     "Plan": "api",
+    "compilations": "jit",
     "dequantize": "quantize",
     "explain": "method.report",
     "fp8_gemm": "api",
     "fp8_linear": "linear",
+    "forbid_compilation": "jit",
     "is_available": "api",
     "per_block_cast_to_fp8": "quantize",
     "per_token_cast_to_fp8": "quantize",
     "precompile": "api",
+    "precompile_model": "nn",
     "prepare": "api",
     "quantize_weight": "linear",
     "supports": "api",
 }
 
-__all__ = list(_MODULES)
+_SUBMODULES = ("nn", "watch")
+"""Whose names are public by theirs."""
+
+__all__ = [*_MODULES, *_SUBMODULES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"deep_tile.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module 'deep_tile' has no attribute {name!r}")
     value = getattr(import_module(f"deep_tile.{_MODULES[name]}"), name)

@@ -334,7 +334,7 @@ def precompile(
     check_option("batch_invariant", batch_invariant)
     if workers is not None and (_as_int(workers) is None or workers < 1):
         raise ValueError(f"workers is {workers!r}; pass a positive int, or None for all cores")
-    device = torch.cuda.current_device() if is_available()[0] else None
+    device = current_gpu()
     if num_sms is not None or device is not None:
         num_sms = _checked_num_sms(num_sms, torch.device("cpu") if device is None else torch.device("cuda", device))
     else:
@@ -344,9 +344,14 @@ def precompile(
         tma_store = n * 2 % _TMA_BYTES == 0
         configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, split_k=not batch_invariant))
     ordered = tuple(sorted(configs, key=lambda config: config.name))
-    before = jit.compile_count()
+    before = jit.compilations()
     plan.load_kernels(ordered, device, workers or os.cpu_count() or 1)
-    return Precompiled(ordered, jit.compile_count() - before)
+    return Precompiled(ordered, jit.compilations() - before)
+
+
+def current_gpu() -> int | None:
+    """The current CUDA device, where kernels can run on it."""
+    return torch.cuda.current_device() if is_available()[0] else None
 
 
 def _as_list(shapes: Iterable) -> list:

@@ -6,6 +6,7 @@ Called by quantize.py. Knows integers and CUDA's ordinals of devices, not tensor
 
 import itertools
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -88,6 +89,19 @@ def load(kernel: CastKernel, device: int) -> _launcher.Kernel:
             if not is_loaded(kernel, device):
                 _loaded[kernel, device] = _launcher.load(cubin, kernel.name, 0, device)
     return _loaded[kernel, device]
+
+
+def load_kernels(device: int | None, workers: int) -> None:
+    """Compile, and load unless `device` is None, every kernel, `workers` at a time. Errors as for `load`."""
+
+    def make_ready(kernel: CastKernel) -> None:
+        if device is None:
+            jit.load_cubin(cast_source(kernel), kernel.name)
+        else:
+            load(kernel, device)
+
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        list(pool.map(make_ready, all_kernels()))
 
 
 def prepare_launch(

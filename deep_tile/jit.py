@@ -229,6 +229,7 @@ def compile_kernel(source: str, name: str) -> Compiled:
     NVRTC holds neither the GIL nor a lock of its own: on 2 cores eight kernels take one thread 1.2 s and two threads
     0.7 s (NVRTC 13.0.88).
     """
+    _refuse_forbidden(name)
     version, (Program, ProgramOptions) = _loaded_nvrtc_version(), _compiler()  # a missing one is not a compile error
     options = ProgramOptions(name=name, no_cache=tuple(map(int, version.split("."))) >= _NO_CACHE_SINCE, **_OPTIONS)
     log = io.StringIO()
@@ -270,7 +271,48 @@ def _count_compilation() -> None:
         _compilations += 1
 
 
-def compile_count() -> int:
+class forbid_compilation:  # noqa: N801, as torch.set_grad_enabled
+    """Let no kernel be compiled in this process from now on: for serving, once everything is ready.
+
+    A call whose kernel is neither loaded, nor in the cache directory, nor in the wheel then raises RuntimeError instead
+    of compiling it; nothing is launched. Loading what is compiled stays allowed; it takes about a millisecond.
+
+    To be called as a function, or as a context manager, which brings back what was before. Holds for all threads.
+
+    Args:
+        forbid: False to allow compilations again.
+
+    Raises:
+        TypeError: `forbid` is no bool.
+    """
+
+    def __init__(self, forbid: bool = True):
+        global _forbidden
+        if not isinstance(forbid, bool):
+            raise TypeError(f"forbid is {forbid!r}; pass True or False")
+        self._before, _forbidden = _forbidden, forbid
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        global _forbidden
+        _forbidden = self._before
+
+
+_forbidden = False
+
+
+def _refuse_forbidden(name: str) -> None:
+    if _forbidden:
+        raise RuntimeError(
+            f"{name} would have to be compiled, which deep_tile.forbid_compilation() forbids. Before that, call "
+            "deep_tile.precompile with this weight's (n, k, max_m), or deep_tile.precompile_model; with a config= of "
+            "your own, the product itself"
+        )
+
+
+def compilations() -> int:
     """Kernels that this process has compiled so far: unchanged by whatever the cache could serve."""
     return _compilations
 

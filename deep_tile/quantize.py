@@ -160,7 +160,7 @@ def per_block_cast_to_fp8(
         _check_source("w", w, WEIGHT_BLOCK)
         out = _empty_out(w) if out is None else out
         if scale_out is None:
-            scale_out = _empty("scale_out", w, _scale_shape(w, WEIGHT_BLOCK), torch.float32)
+            scale_out = _empty("scale_out", w, scale_shape(w, WEIGHT_BLOCK), torch.float32)
     _cast("w", w, (SCALE_BLOCK, amax_floor, round_scale, exact), out, scale_out)
     return out, scale_out
 
@@ -240,7 +240,7 @@ def _cast_unknown(name: str, x: torch.Tensor, options: Options, out: torch.Tenso
     _check_source(name, x, block)
     check_options(options)
     _check_target("out", out, FP8_DTYPE, x.shape, x.device)
-    _check_target("scale_out", scale, torch.float32, _scale_shape(x, block), x.device)
+    _check_target("scale_out", scale, torch.float32, scale_shape(x, block), x.device)
     out_rows, scale_rows = _view_as_matrix("out", out), _view_as_matrix("scale_out", scale)
     if out_rows.shape[1] > 1 and out_rows.stride(1) != 1:
         raise ValueError(f"out must have a unit column stride; its strides are {out.stride()}. Pass a row-major out")
@@ -363,7 +363,7 @@ def _num_sms(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _scale_shape(x: torch.Tensor, block: tuple[int, int]) -> tuple[int, ...]:
+def scale_shape(x: torch.Tensor, block: tuple[int, int]) -> tuple[int, ...]:
     if block == TOKEN_BLOCK:
         return *x.shape[:-1], ceil_div(x.shape[-1], SCALE_BLOCK)
     return tuple(map(ceil_div, x.shape, block))
@@ -416,7 +416,7 @@ def _empty(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 
 def _empty_scale(x: torch.Tensor, layout: str) -> torch.Tensor:
     """A scale per row and 128 columns, in the memory order that `layout` names; only its padding is initialised."""
-    shape = _scale_shape(x, TOKEN_BLOCK)
+    shape = scale_shape(x, TOKEN_BLOCK)
     if layout == "row":
         return _empty("scale_out", x, shape, torch.float32)
     m = prod(shape[:-1])
@@ -431,7 +431,7 @@ def _find_block(x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | N
         raise ValueError(f"block is {block!r}; use {TOKEN_BLOCK}, {WEIGHT_BLOCK} or None")
     _require_dimensions("x", x, block or TOKEN_BLOCK)
     any_kind = (TOKEN_BLOCK, WEIGHT_BLOCK) if x.dim() == 2 else (TOKEN_BLOCK,)
-    shapes = {kind: _scale_shape(x, kind) for kind in (any_kind if block is None else (block,))}
+    shapes = {kind: scale_shape(x, kind) for kind in (any_kind if block is None else (block,))}
     for kind, shape in shapes.items():
         if scale.shape == shape:
             return kind

@@ -97,6 +97,22 @@ def is_aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % ALIGNMENT_BYTES == 0
 
 
+def empty_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None) -> torch.Tensor:
+    """An uninitialised tensor whose rows begin at multiples of 16 bytes, for TMA; dense where that makes them so."""
+    elements = ALIGNMENT_BYTES // dtype.itemsize
+    padded = -(-shape[-1] // elements) * elements
+    return torch.empty(*shape[:-1], padded, dtype=dtype, device=device).narrow(-1, 0, shape[-1])
+
+
+def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """The matrix `x`, or a copy, such that its rows are dense and begin at multiples of 16 bytes."""
+    dense = x.shape[1] < 2 or x.stride(1) == 1
+    in_step = x.shape[0] < 2 or x.stride(0) * x.element_size() % ALIGNMENT_BYTES == 0
+    if dense and in_step and (x.is_meta or is_aligned(x)):
+        return x
+    return empty_rows(tuple(x.shape), x.dtype, x.device).copy_(x)
+
+
 def find_keys() -> tuple[int, int] | None:
     """Where C finds a tensor's dispatch keys, as `_launcher.read_tensors_of` wants it: two offsets in bytes.
 

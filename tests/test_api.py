@@ -363,7 +363,7 @@ before = set(sys.modules)
 import deep_tile.api
 assert not torch.cuda.is_initialized()
 assert not {name for name in set(sys.modules) - before if name.startswith("cuda")}, "a compiler was imported"
-assert deep_tile.jit.compile_count() == 0
+assert deep_tile.jit.compilations() == 0
 """
     run_python(program, HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path), DEEP_TILE_CACHE_DIR=str(tmp_path / "kernels"))
     assert not list(tmp_path.iterdir())

@@ -395,14 +395,14 @@ def test_graph_replays_with_changed_contents(m, n, k):
 def test_capture_refuses_to_load_a_kernel(nothing_loaded):
     config = LEGAL_CORNERS[0]
     operands, guarded = operands_on_gpu(100, 200, 300), GuardedOut(100, 200, device=DEVICE)
-    compiled = jit.compile_count()
+    compiled = jit.compilations()
     graph = torch.cuda.CUDAGraph()
     with (
         pytest.raises(RuntimeError, match=f"{config.name} is not loaded yet.*precompile, before the capture"),
         torch.cuda.graph(graph),
     ):
         fp8_gemm(*operands, guarded.out, config=config)
-    assert jit.compile_count() == compiled
+    assert jit.compilations() == compiled
     guarded.assert_untouched()
     expected = check_gemm(operands, config=config)
     graph = torch.cuda.CUDAGraph()
@@ -504,12 +504,12 @@ def test_nothing_is_loaded_after_precompile(n, k, max_m, nothing_loaded):
     allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
     result = precompile([(n, k, max_m)])
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
-    loaded, compiled = set(plan._kernels), jit.compile_count()
+    loaded, compiled = set(plan._kernels), jit.compilations()
     assert {config for config, _ in loaded} == set(result.configs)
     for m in range(1, max_m + 1):
         fp8_gemm(*(operands.a[:m], operands.a_scale[:m], operands.b, operands.b_scale))
     assert set(plan._kernels) == loaded
-    assert jit.compile_count() == compiled
+    assert jit.compilations() == compiled
     assert precompile([(n, k, max_m)]) == (result.configs, 0)
 
 

@@ -48,9 +48,9 @@ def directory(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def compiles(count: int):
-    before = jit.compile_count()
+    before = jit.compilations()
     yield
-    assert jit.compile_count() - before == count
+    assert jit.compilations() - before == count
 
 
 def load(source: str = SOURCE) -> bytes:
@@ -210,7 +210,7 @@ def test_hit_needs_neither_cuda_core_nor_nvrtc(directory):
         "def loaded(): return 'cuda.core' in sys.modules, 'libnvrtc' in open('/proc/self/maps').read()\n"
         "before = loaded()\n"
         f"jit.load_cubin({SOURCE!r}, 'answer')\n"
-        "assert jit.compile_count() == 0 and loaded() == before\n"
+        "assert jit.compilations() == 0 and loaded() == before\n"
     )
     environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
@@ -556,10 +556,10 @@ def test_directory_open_to_everybody_inside_the_cache_is_refused(directory, inne
 
 
 def in_child(barrier, results) -> None:
-    before = jit.compile_count()
+    before = jit.compilations()
     barrier.wait()
     cubin = load()
-    results.put((jit.compile_count() - before, hashlib.sha256(cubin).hexdigest()))
+    results.put((jit.compilations() - before, hashlib.sha256(cubin).hexdigest()))
 
 
 def test_sixteen_cold_processes_compile_about_once(directory):
@@ -641,9 +641,9 @@ def test_fork_during_a_compilation(monkeypatch, on_disk):
         return compile_kernel(source, name)
 
     def load_in_child():
-        before = jit.compile_count()
+        before = jit.compilations()
         load()
-        assert jit.compile_count() - before == (0 if on_disk else 1)
+        assert jit.compilations() - before == (0 if on_disk else 1)
 
     monkeypatch.setattr(jit, "compile_kernel", compile_slowly)
     thread = threading.Thread(target=load)

@@ -29,11 +29,11 @@ def test_a_checkout_brings_no_kernels():
 
 def test_packaged_kernel_comes_before_cache_and_compiler(folder):
     packaged.write({jit.identity(SOURCE): CUBIN}, "13.0.88", folder)
-    before = jit.compile_count()
+    before = jit.compilations()
     assert jit.load_cubin(SOURCE, "answer") == CUBIN
     assert jit.load_cubin(f"// a comment\n{SOURCE}", "answer") == CUBIN
     assert jit.is_stored(SOURCE)
-    assert jit.compile_count() == before
+    assert jit.compilations() == before
 
 
 def test_other_sources_are_compiled(folder):
@@ -90,7 +90,7 @@ from deep_tile.config import GemmConfig
 packaged.DIRECTORY = Path({str(folder)!r})
 for source in (kernel_source({config!r}), cast_source(cast.all_kernels()[0])):
     assert jit.load_cubin(source, "any name")[:4] == b"\\x7fELF"
-assert jit.compile_count() == 0 and "torch" not in sys.modules
+assert jit.compilations() == 0 and "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -1,0 +1,243 @@
+"""`deep_tile.nn`: layers in FP8 through all that models do to layers, and kernels made ready for models."""
+
+import copy
+import io
+import threading
+
+import pytest
+import torch
+
+import deep_tile
+from deep_tile import fp8_linear, jit, nn, quantize_weight
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FEATURES = [(256, 130), (3884, 96), (9, 3)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request) -> str:
+    return request.param
+
+
+@pytest.fixture(params=FEATURES, ids=str)
+def layer(request, device) -> nn.Linear:
+    in_features, out_features = request.param
+    wide = torch.nn.Linear(in_features, out_features, device=device, dtype=torch.bfloat16)
+    return nn.Linear.from_float(wide.eval().requires_grad_(False))
+
+
+def draw(layer: nn.Linear, *leading: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*leading, layer.in_features, device=layer.weight.device).to(dtype)
+
+
+def assert_same_layer(one: nn.Linear, other: nn.Linear, dtype: torch.dtype = torch.bfloat16) -> None:
+    assert (one.weight.dtype, one.weight_scale_inv.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert one.weight.stride() == other.weight.stride()
+    x = draw(one, 2, 3, dtype=dtype)
+    with torch.no_grad():
+        assert torch.equal(one(x), fp8_linear(x, other.weight, other.weight_scale_inv, one.bias))
+
+
+def saved(thing: object, **options) -> object:
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, **options)
+
+
+def test_from_float_keeps_all_but_the_weight(device):
+    wide = torch.nn.Linear(300, 140, device=device, dtype=torch.float16).eval()
+    layer = nn.Linear.from_float(wide, round_scale="pow2", batch_invariant=True)
+    b, b_scale = quantize_weight(wide.weight, round_scale="pow2")
+    assert torch.equal(layer.weight.float(), b.float()) and torch.equal(layer.weight_scale_inv, b_scale)
+    assert layer.bias is wide.bias and not layer.training and layer.weight.device == wide.weight.device
+    x = torch.randn(5, 300, device=device, dtype=torch.float16)
+    expected = fp8_linear(x, b, b_scale, wide.bias, round_scale="pow2", batch_invariant=True)
+    assert torch.equal(layer(x), expected) and layer(x).dtype == torch.float16
+    assert "in_features=300, out_features=140, bias=True, round_scale='pow2', batch_invariant=True" in repr(layer)
+
+
+def test_a_new_layer_is_drawn_as_torchs(device):
+    layer = nn.Linear(512, 256, device=device, dtype=torch.bfloat16)
+    weight = deep_tile.dequantize(layer.weight, layer.weight_scale_inv)
+    assert 0.9 < weight.abs().max() * 512**0.5 < 1.1 and 0 < layer.bias.abs().max() <= 512**-0.5 * 1.01
+    assert nn.Linear(16, 8, bias=False, device=device).bias is None
+
+
+CONVERSIONS = {
+    "half": (lambda m: m.half(), torch.float16),
+    "bfloat16": (lambda m: m.bfloat16(), torch.bfloat16),
+    "float": (lambda m: m.to(torch.float32), torch.float32),
+    "double and back": (lambda m: m.double().bfloat16(), torch.bfloat16),
+    "to its device": (lambda m: m.to(m.weight.device), torch.bfloat16),
+    "to the CPU and back": (lambda m: m.cpu().to(m.weight.device), torch.bfloat16),
+    "deepcopy": (copy.deepcopy, torch.bfloat16),
+    "saved whole": (lambda m: saved(m, weights_only=False), torch.bfloat16),
+    "shared": (lambda m: m if m.weight.is_cuda else m.share_memory(), torch.bfloat16),
+    "frozen": (lambda m: m.requires_grad_(False), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_conversions_leave_the_weight(layer, name):
+    """Within a model, as they are called."""
+    convert, dtype = CONVERSIONS[name]
+    if name == "to the CPU and back" and layer.weight.is_cuda:
+        convert, dtype = (lambda m: m.cpu().cuda()), dtype
+    model = torch.nn.Sequential(copy.deepcopy(layer))
+    changed = convert(model[0])
+    assert changed.bias.dtype == dtype
+    assert_same_layer(changed, layer, dtype)
+
+
+def test_state_dict_round_trip(layer):
+    state = saved(layer.state_dict(), weights_only=True)
+    assert [*state] == ["weight", "weight_scale_inv", "bias"]
+    other = nn.Linear(layer.in_features, layer.out_features, device=layer.weight.device, dtype=torch.bfloat16)
+    assert str(other.load_state_dict(state)) == "<All keys matched successfully>"
+    assert_same_layer(other, layer)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("scale_name", ["weight_scale_inv", "weight_scale"])
+def test_checkpoints(layer, assign, scale_name):
+    """Dense weights, either name of the scale, powers of two; into a layer that had no memory."""
+    scale = torch.exp2(layer.weight_scale_inv.log2().ceil()).to(torch.float8_e8m0fnu)
+    state = {"weight": layer.weight.contiguous(), scale_name: scale, "bias": layer.bias.data}
+    with torch.device("meta"):
+        model = torch.nn.Sequential(nn.Linear(layer.in_features, layer.out_features, dtype=torch.bfloat16))
+    if not assign:
+        model.to_empty(device=layer.weight.device)
+    model.load_state_dict({f"0.{name}": value for name, value in state.items()}, assign=assign)
+    assert_same_layer(model[0], nn.Linear.from_fp8(layer.weight, scale, layer.bias))
+
+
+def test_wrong_checkpoints_are_refused(layer):
+    state = layer.state_dict()
+    before = layer.weight.float()
+    with pytest.raises(TypeError, match="weight is torch.bfloat16, and this layer's is torch.float8_e4m3fn"):
+        layer.load_state_dict({"weight": before.bfloat16(), "bias": state["bias"]})
+    with pytest.raises(TypeError, match="weight_scale_inv is torch.float16"):
+        layer.load_state_dict(state | {"weight_scale_inv": state["weight_scale_inv"].half()})
+    with pytest.raises(ValueError, match=r"weight_scale_inv .*one scale for each 128x128 block"):
+        layer.load_state_dict(state | {"weight_scale_inv": torch.ones(7, 7, device=layer.weight.device)})
+    with pytest.raises(RuntimeError, match="Missing key.*weight_scale_inv"):
+        layer.load_state_dict({"weight": state["weight"], "bias": state["bias"]})
+    assert torch.equal(layer.weight.float(), before)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"weight": torch.zeros(256, 128)}, TypeError, "weight is torch.float32; it must be torch.float8_e4m3fn"),
+        ({"weight_scale_inv": torch.ones(2, 1).half()}, TypeError, "weight_scale_inv is torch.float16; it must be"),
+        ({"weight_scale_inv": torch.ones(1, 2)}, ValueError, r"\[256, 128\] and weight_scale_inv \[1, 2\]"),
+        ({"weight": torch.zeros(128).to(torch.float8_e4m3fn)}, ValueError, r"weight is \[128\]"),
+        ({"weight_scale_inv": torch.ones(2, 1, device="meta")}, ValueError, "weight_scale_inv is on meta but weight"),
+    ],
+)
+def test_weights_that_do_not_fit(change, kind, message):
+    good = {"weight": torch.zeros(256, 128).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(2, 1)}
+    nn.Linear.from_fp8(**good)
+    with pytest.raises(kind, match=message):
+        nn.Linear.from_fp8(**good | change)
+
+
+def test_gradients_pass_a_frozen_layer(device):
+    """As an adapter beside it needs them."""
+    layer = nn.Linear(256, 128, device=device, dtype=torch.bfloat16)
+    down, up = (torch.nn.Linear(*sizes, bias=False, device=device).bfloat16() for sizes in ((256, 8), (8, 128)))
+    x = draw(layer, 4, 6).requires_grad_()
+    (layer(x) + up(down(x))).square().sum().backward()
+    assert layer.weight.grad is None and layer.weight_scale_inv.grad is None
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in (layer.bias, down.weight, up.weight))
+    assert x.grad.abs().sum() > 0
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(2))
+        self.tied = self.layers[1]
+        self.lm_head = torch.nn.Linear(256, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, self.tied):
+            x = torch.relu(layer(x))
+        return self.lm_head(x)
+
+
+def test_replace_linears(device):
+    model = Model().to(device)
+    x = torch.randn(3, 256, device=device)
+    with torch.no_grad():
+        wide = model(x)
+        assert nn.replace_linears(model, lambda name, layer: "lm_head" not in name, batch_invariant=True) == 2
+        assert model.tied is model.layers[1] and type(model.layers[0]) is nn.Linear
+        assert type(model.lm_head) is torch.nn.Linear and model.tied.options == {"batch_invariant": True}
+        assert 0 < (model(x) - wide).norm() / wide.norm() < 0.15
+
+
+# ---- kernels made ready
+
+
+def test_precompile_model(monkeypatch):
+    """Every product and every cast of its layers, once; without a GPU they go to the cache."""
+    model = Model().to("meta").requires_grad_(False)
+    with pytest.raises(ValueError, match="Model has no layer with a weight of torch.float8_e4m3fn"):
+        deep_tile.precompile_model(model, 64)
+    model.layers[0] = nn.Linear(256, 512, device="meta")
+    shapes = []
+    monkeypatch.setattr(nn.api, "precompile", lambda given, **_: shapes.extend(given) or nn.api.Precompiled((), 0))
+    monkeypatch.setattr(nn.cast, "load_kernels", lambda device, workers: shapes.append("casts"))
+    model.foreign = torch.nn.Module()
+    model.foreign.weight = torch.empty(100, 128, device="meta", dtype=torch.float8_e4m3fn)
+    model.foreign.weight_scale = torch.empty(1, 1, device="meta")
+    deep_tile.precompile_model(model, 64)
+    assert shapes == [(100, 128, 64), (512, 256, 64), "casts"]
+
+
+def test_nothing_compiles_after_it():
+    """And while that is forbidden, a kernel that is not ready is named, with the remedy, in every thread."""
+    model = torch.nn.Sequential(nn.Linear(512, 256, device="meta"))
+    made = deep_tile.precompile_model(model, 8)
+    assert made.configs and made.compiled <= len(made.configs) + len(nn.cast.all_kernels())
+    before, refused = deep_tile.compilations(), []
+
+    def compile_another() -> None:
+        with pytest.raises(RuntimeError) as error:
+            jit.load_cubin('extern "C" __global__ void not_ready() {}', "not_ready")
+        refused.append(str(error.value))
+
+    with deep_tile.forbid_compilation():
+        assert deep_tile.precompile_model(model, 8) == made._replace(compiled=0)
+        for run in (compile_another, threading.Thread(target=compile_another).start):
+            run()
+        while threading.active_count() > 1 and len(refused) < 2:
+            pass
+    assert len(refused) == 2 and all("not_ready would have to be compiled" in text for text in refused)
+    assert "deep_tile.precompile_model" in refused[0] and deep_tile.compilations() == before
+
+
+def test_forbidding_nests_and_can_be_called():
+    source = 'extern "C" __global__ void nested() {}'
+    deep_tile.forbid_compilation()
+    try:
+        with deep_tile.forbid_compilation(False):
+            jit.compile_kernel(source, "nested")
+        with pytest.raises(RuntimeError, match="nested would have to be compiled"):
+            jit.compile_kernel(source, "nested")
+    finally:
+        deep_tile.forbid_compilation(False)
+    jit.compile_kernel(source, "nested")
+    with pytest.raises(TypeError, match="forbid is 'yes'; pass True or False"):
+        deep_tile.forbid_compilation("yes")
+
+
+@pytest.mark.gpu
+def test_serving_compiles_nothing():
+    model = torch.nn.Sequential(nn.Linear(1024, 768), nn.Linear(768, 1024)).to("cuda", torch.bfloat16)
+    deep_tile.precompile_model(model, 300)
+    with deep_tile.forbid_compilation(), torch.no_grad():
+        for m in (1, 2, 7, 8, 9, 31, 64, 65, 127, 128, 129, 200, 256, 299, 300):
+            assert model(torch.randn(m, 1024, device="cuda", dtype=torch.bfloat16)).isfinite().all()
