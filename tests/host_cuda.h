@@ -1,0 +1,112 @@
+// What a cast's kernel needs of CUDA, on a CPU: its threads are threads, one thread block after the other.
+//
+// test_cast_kernels.py writes a kernel's text after this. PTX that a cast uses is here as `host_*`; the text's own
+// inline assembly is replaced by calls of these.
+#pragma once
+
+#include <barrier>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+#define __CUDACC_VER_MAJOR__ 13
+#define __CUDACC_VER_MINOR__ 0
+
+struct uint2 {
+    unsigned x, y;
+};
+struct uint4 {
+    unsigned x, y, z, w;
+};
+struct Index {
+    unsigned x;
+};
+
+inline thread_local Index threadIdx, blockIdx, blockDim, gridDim;
+
+inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
+inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline unsigned long long __cvta_generic_to_shared(const void*) { return 0; }
+
+// Threads that meet: a thread block, or the lanes of a mask in one of its warps.
+class Meeting {
+   public:
+    explicit Meeting(int threads) : barrier_(threads) {}
+    void wait() { barrier_.arrive_and_wait(); }
+    unsigned values[32];
+
+   private:
+    std::barrier<> barrier_;
+};
+
+inline std::unique_ptr<Meeting> block_meeting;
+inline std::map<std::pair<unsigned, unsigned>, std::unique_ptr<Meeting>> warp_meetings;
+inline std::mutex warp_meetings_mutex;
+
+inline Meeting& meeting_of(unsigned mask) {
+    const std::lock_guard lock(warp_meetings_mutex);
+    auto& meeting = warp_meetings[{threadIdx.x / 32, mask}];
+    if (!meeting) meeting = std::make_unique<Meeting>(__builtin_popcount(mask));
+    return *meeting;
+}
+
+inline void __syncthreads() { block_meeting->wait(); }
+
+inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int distance) {
+    Meeting& meeting = meeting_of(mask);
+    meeting.values[threadIdx.x % 32] = value;
+    meeting.wait();
+    const unsigned other = meeting.values[threadIdx.x % 32 ^ distance];
+    meeting.wait();
+    return other;
+}
+
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+    for (int distance = 16; distance > 0; distance /= 2) value = max(value, __shfl_xor_sync(mask, value, distance));
+    return value;
+}
+
+inline unsigned host_max_u16x2(unsigned a, unsigned b) { return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff); }
+
+inline float host_f32_of_f16(unsigned short bits) { return __builtin_bit_cast(_Float16, bits); }
+
+inline unsigned char host_e4m3(float x) {
+    const unsigned char sign = std::signbit(x) << 7;
+    if (std::isnan(x)) return 0x7f;
+    if (std::fabs(x) >= 448.0f) return sign | 0x7e;
+    const int exponent = std::fabs(x) < 0x1p-6f ? -6 : std::ilogb(x);
+    const int eighths = std::nearbyint(std::ldexp(std::fabs(x), 3 - exponent));  // 16 of them carry into the exponent
+    return sign | (((exponent + 6) << 3) + eighths);
+}
+
+inline unsigned short host_e4m3x2(float high, float low) { return host_e4m3(high) << 8 | host_e4m3(low); }
+
+template <typename Params>
+void host_launch(void (*kernel)(Params), const Params& params, unsigned grid, unsigned threads) {
+    block_meeting = std::make_unique<Meeting>(threads);
+    warp_meetings.clear();
+    std::vector<std::thread> running;
+    for (unsigned thread = 0; thread < threads; ++thread) {
+        running.emplace_back([=] {
+            threadIdx = {thread}, blockDim = {threads}, gridDim = {grid};
+            for (unsigned block = 0; block < grid; ++block) {
+                blockIdx = {block};
+                kernel(params);
+                block_meeting->wait();
+            }
+        });
+    }
+    for (auto& thread : running) thread.join();
+}
