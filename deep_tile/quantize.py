@@ -6,7 +6,7 @@ Invariant: for finite `x`, either cast followed by `dequantize` gives `x` back t
 scale; nothing saturates.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from numbers import Real
 from typing import NamedTuple
@@ -160,7 +160,7 @@ def per_block_cast_to_fp8(
         _check_source("w", w, WEIGHT_BLOCK)
         out = _empty_out(w) if out is None else out
         if scale_out is None:
-            scale_out = _empty("scale_out", w, scale_shape(w, WEIGHT_BLOCK), torch.float32)
+            scale_out = _empty("scale_out", w, _weight_scale_strides(w.shape), torch.float32)
     _cast("w", w, (SCALE_BLOCK, amax_floor, round_scale, exact), out, scale_out)
     return out, scale_out
 
@@ -398,32 +398,60 @@ def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return blocks.reshape(row_blocks * block_rows, groups * width)[:rows, :k].contiguous()
 
 
+class _Strided(NamedTuple):
+    """A tensor's shape and strides."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(shape: tuple[int, ...], row: int, column: int) -> "_Strided":
+        """Rows, which all leading dimensions count, are `row` elements apart."""
+        strides, step = (max(column, 1),), max(row, 1)
+        for size in shape[-2::-1]:
+            strides = step, *strides
+            step *= max(size, 1)
+        return _Strided(tuple(shape), strides)
+
+
 def _empty_out(x: torch.Tensor) -> torch.Tensor:
-    """Like `x`; rows begin at multiples of 16 bytes."""
-    k = x.shape[-1]
-    padding = -k % tensors.ALIGNMENT_BYTES
-    if not padding:
-        return _empty("out", x, x.shape, FP8_DTYPE)
-    return _empty("out", x, (*x.shape[:-1], k + padding), FP8_DTYPE).narrow(-1, 0, k)
+    return _empty("out", x, _out_strides(x.shape), FP8_DTYPE)
 
 
-def _empty(name: str, x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    try:
-        return x.new_empty(shape, dtype=dtype)  # torch.empty takes 1 us longer
-    except AssertionError as error:  # of FakeTensorMode
-        raise tensors.not_allocated(name, error) from None
+@lru_cache(maxsize=4096)
+def _out_strides(shape: tuple[int, ...]) -> _Strided:
+    """Rows begin at multiples of 16 bytes."""
+    return _Strided.of(shape, round_up(shape[-1], tensors.ALIGNMENT_BYTES), 1)
+
+
+@lru_cache(maxsize=4096)
+def _scale_strides(shape: tuple[int, ...], layout: str) -> _Strided:
+    """Of the scale of an `x` of this shape, per row and 128 columns, in the memory order that `layout` names."""
+    m, groups = prod(shape[:-1]), ceil_div(shape[-1], SCALE_BLOCK)
+    row, column = (groups, 1) if layout == "row" else (1, round_up(m, 4) if layout == "m_aligned" else m)
+    return _Strided.of((*shape[:-1], groups), row, column)
+
+
+@lru_cache(maxsize=4096)
+def _weight_scale_strides(shape: tuple[int, int]) -> _Strided:
+    rows, columns = map(ceil_div, shape, WEIGHT_BLOCK)
+    return _Strided.of((rows, columns), columns, 1)
 
 
 def _empty_scale(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """A scale per row and 128 columns, in the memory order that `layout` names; only its padding is initialised."""
-    shape = scale_shape(x, TOKEN_BLOCK)
-    if layout == "row":
-        return _empty("scale_out", x, shape, torch.float32)
-    m = prod(shape[:-1])
-    rows = round_up(m, 4) if layout == "m_aligned" else m
-    allocate = torch.empty if rows == m else torch.zeros
-    scale = allocate(shape[-1], rows, dtype=torch.float32, device=x.device)
-    return scale.t()[:m] if len(shape) == 2 else scale[:, :m].view(-1, *shape[:-1]).movedim(0, -1)
+    """Only its padding is initialised."""
+    wanted = _scale_strides(x.shape, layout)
+    if layout != "m_aligned" or wanted.strides[-1] == prod(wanted.shape[:-1]):
+        return _empty("scale_out", x, wanted, torch.float32)
+    padded = torch.zeros(wanted.shape[-1], wanted.strides[-1], dtype=torch.float32, device=x.device)
+    return padded.as_strided(*wanted)
+
+
+def _empty(name: str, x: torch.Tensor, wanted: _Strided, dtype: torch.dtype) -> torch.Tensor:
+    try:
+        return x.new_empty_strided(*wanted, dtype=dtype)  # torch.empty takes 1 us longer
+    except AssertionError as error:  # of FakeTensorMode
+        raise tensors.not_allocated(name, error) from None
 
 
 def _find_block(x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None) -> tuple[int, int]:

@@ -567,6 +567,24 @@ attempt(per_token_cast_to_fp8, [1.0], out=codes, scale_out=scale)
     assert re.match("TypeError x is a <class 'list'>", shown[12])
 
 
+def test_casts_of_three_dimensions_are_one_call_into_c(run_pretending):
+    """Those of four go through Python, as do those that are copied first."""
+    shown, launched = run_pretending(
+        CAST_SETUP
+        + """
+for source in (x.view(13, 10, 264), x.view(13, 5, 2, 264), x.view(13, 10, 264)[:, :5]):
+    for _ in range(2):
+        attempt(per_token_cast_to_fp8, source, scale_layout="m_aligned")
+""",
+        of=params.CAST,
+    )
+    new = "prepare_launch launch"
+    assert shown == [new, "launch_known", new, "launch", new, "launch"]
+    fields = "rows", "x_stride", "scale_stride_column"
+    strides = [tuple(launch.params[field] for field in fields) for launch in launched]
+    assert strides == [(130, 264, 132)] * 4 + [(65, 264, 68)] * 2
+
+
 @pytest.mark.parametrize(
     ("change", "aligned"),
     [("", 1), ("x = x.flatten()[4:].as_strided((100, 264), (264, 1))", 0), ("out = codes.flatten()[8:]", 0)],

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deep_tile import cast as kernels
-from deep_tile import jit
+from deep_tile import fp8_gemm, jit
 from deep_tile.codegen import CAST_SOURCES, cast_source
 from deep_tile.config import ceil_div, round_up
 from deep_tile.quantize import FP8_DTYPE, dequantize, per_block_cast_to_fp8, per_token_cast_to_fp8
@@ -109,15 +109,22 @@ def test_bits_are_as_defined(cast, rows_per_block, options, dtype, amax_floor):
     )
 
 
+def magnitudes_at_a_power_of_two():
+    powers = torch.tensor([2.0**exponent for exponent in range(-88, 120)])[:, None]
+    at = (powers * torch.tensor([224.0, 225, 300, 447, 448, 449, 500])).flatten()
+    x = torch.stack([at, at.nextafter(torch.zeros(())), at.nextafter(torch.full((), float("inf")))]).flatten()
+    return x[torch.randperm(x.numel())]
+
+
+MAGNITUDES_AT_A_POWER_OF_TWO = magnitudes_at_a_power_of_two()
+"""448 times every power of two that a scale can be, its neighbours, and others; shuffled."""
+
+
 @pytest.mark.parametrize("exact", ["divide", "reciprocal"])
 def test_pow2_scale_is_decided_exactly(exact):
-    """Groups whose largest element is next to 448 times a power of two, and others; of every size that there is."""
-    at = torch.exp2(torch.arange(-88, 120, dtype=torch.float64)).float()[:, None]
-    factors = torch.tensor([224.0, 225, 300, 447, 448, 449, 500])
-    amax = torch.stack([(at * factors).nextafter(torch.tensor(to)) for to in (0.0, float("inf"))] + [at * factors])
-    amax = amax.flatten()[torch.randperm(amax.numel())]
-    _, scale = per_token_cast_to_fp8(amax[:, None], amax_floor=2.0**-80, round_scale="pow2", exact=exact)
-    assert scale.flatten().tolist() == [smallest_power_of_two(max(x, 2.0**-80)) for x in amax.tolist()]
+    x = MAGNITUDES_AT_A_POWER_OF_TWO[:, None]
+    _, scale = per_token_cast_to_fp8(x, amax_floor=2.0**-80, round_scale="pow2", exact=exact)
+    assert scale.flatten().tolist() == [smallest_power_of_two(max(x, 2.0**-80)) for x in x.flatten().tolist()]
 
 
 @CASTS
@@ -182,6 +189,91 @@ def test_scale_layouts_hold_the_same_values(m, layout):
     stride = {"row": (3, 1), "m": (1, m), "m_aligned": (1, round_up(m, 4))}[layout]
     assert scale.stride() == stride
     assert torch.equal(scale, per_token_cast_to_fp8(x)[1])
+
+
+LEADING = [(), (0,), (1,), (6,), (2, 3), (1, 5), (5, 1), (2, 3, 2), (2, 0, 3), (1, 1, 1)]
+
+
+@pytest.mark.parametrize("leading", LEADING, ids=str)
+@pytest.mark.parametrize("layout", ["row", "m", "m_aligned"])
+@pytest.mark.parametrize("k", [300, 384])
+def test_leading_dimensions_count_as_one(leading, layout, k):
+    """Whatever their number: elements and scales are those of the matrix, whose scale is not copied to flatten it."""
+    m = int(np.prod(leading))
+    x = random_matrix(m, k).view(*leading, k)
+    expected, expected_scale = per_token_cast_to_fp8(x.view(m, k), scale_layout=layout)
+    quantized, scale = per_token_cast_to_fp8(x, scale_layout=layout)
+    assert (quantized.shape, scale.shape) == (x.shape, (*leading, 3))
+    assert torch.equal(codes(quantized.view(m, k)), codes(expected)) and torch.equal(scale.view(m, 3), expected_scale)
+    if m > 1:
+        assert scale.view(m, 3).stride() == expected_scale.stride()
+    assert torch.equal(dequantize(quantized, scale), dequantize(expected, expected_scale).view(x.shape))
+
+
+def test_strides_of_a_scale_of_three_dimensions():
+    x = random_matrix(10, 300).view(2, 5, 300)
+    strides = {
+        layout: per_token_cast_to_fp8(x, scale_layout=layout)[1].stride() for layout in ("row", "m", "m_aligned")
+    }
+    assert strides == {"row": (15, 3, 1), "m": (5, 1, 10), "m_aligned": (5, 1, 12)}
+
+
+def test_leading_dimensions_that_are_no_view_of_one():
+    """Of x they are copied; out and scale_out take what a view can flatten."""
+    x = random_matrix(60, 300).view(3, 4, 5, 300)
+    for source in (x[:, :2], x.transpose(0, 1), x[..., ::2], x[:, :, :1].expand(3, 4, 5, 300)):
+        contiguous = source.contiguous()
+        assert_same(per_token_cast_to_fp8(source), per_token_cast_to_fp8(contiguous))
+    out, scale = torch.zeros(2, 4, 5, 320).to(FP8_DTYPE)[1, ..., :300], torch.zeros(3, 4, 5).permute(1, 2, 0)
+    got = per_token_cast_to_fp8(x[0], out=out, scale_out=scale)
+    assert got[0] is out and got[1] is scale
+    assert_same((out, scale), per_token_cast_to_fp8(x[0]))
+
+
+@CASTS
+@pytest.mark.parametrize("k", [1, 15, 16, 17, 300, 3884])
+def test_rows_of_out_begin_where_products_take_them(cast, k):
+    quantized, scale = cast(torch.randn(5, k))
+    assert quantized.stride() == (round_up(k, 16), 1) and quantized.data_ptr() % 16 == 0
+    a = per_token_cast_to_fp8(torch.randn(3, k))
+    b = per_block_cast_to_fp8(torch.randn(7, k))
+    assert fp8_gemm(*a, *b).isfinite().all()
+
+
+def test_only_weights_may_require_a_gradient():
+    x = torch.randn(4, 256, requires_grad=True)
+    out, scale = torch.zeros(4, 256).to(FP8_DTYPE), torch.zeros(4, 2)
+    for targets in ({}, {"out": out, "scale_out": scale}):
+        with pytest.raises(RuntimeError, match="x requires a gradient"):
+            per_token_cast_to_fp8(x, **targets)
+        assert not out.float().any() and not scale.any()
+    wanted = per_token_cast_to_fp8(x.detach())
+    with torch.no_grad():
+        assert_same(per_token_cast_to_fp8(x), wanted)
+    with torch.inference_mode():
+        assert_same(per_token_cast_to_fp8(x), wanted)
+    assert_same(per_token_cast_to_fp8(x.detach().requires_grad_(False)), wanted)
+    quantized, scale = per_block_cast_to_fp8(torch.nn.Parameter(x.detach()))
+    assert not quantized.requires_grad and not scale.requires_grad
+
+
+def test_dequantize_expands_e8m0_exactly():
+    """All of its values but NaN, down to 2**-127, which FP32 holds as a subnormal number."""
+    scale = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu)[:, None]
+    x = torch.tensor([[1.0, -0.5, 448.0]]).expand(256, 3).to(FP8_DTYPE)
+    powers = torch.tensor([2.0**exponent for exponent in range(-127, 128)], dtype=torch.float64)[:, None]
+    back = dequantize(x, scale)
+    assert torch.equal(back[:255], (powers * x[:255].double()).float())
+    assert back[255].isnan().all()
+
+
+@CASTS
+def test_pow2_scales_are_e8m0s(cast):
+    x = random_matrix(140, 300)
+    quantized, scale = cast(x, round_scale="pow2")
+    narrow = scale.to(torch.float8_e8m0fnu)
+    assert torch.equal(narrow.float(), scale)
+    assert torch.equal(dequantize(quantized, narrow), dequantize(quantized, scale))
 
 
 @CASTS
