@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from test_quantize import EACH_OPTION, LEADING, MAGNITUDES_AT_A_POWER_OF_TWO, wide_matrix
 
 from deep_tile import cast as kernels
 from deep_tile import quantize
@@ -56,7 +57,102 @@ def assert_as_defined(cast, x, **options):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bits_are_the_definitions(cast, dtype, shape):
     quantized, _ = assert_as_defined(cast, random_matrix(*shape, dtype))
-    assert quantized.is_contiguous()
+    assert quantized.stride() == ((shape[1] + 15) // 16 * 16, 1)
+
+
+@CASTS
+@DTYPES
+@EACH_OPTION
+@pytest.mark.parametrize("amax_floor", [1e-4, 1e-10, 2.0**-80])
+def test_every_option_of_rounding(cast, dtype, options, amax_floor):
+    """Of ordinary values and of all magnitudes, among which groups of zeros, NaN and infinity."""
+    assert_as_defined(cast, random_matrix(257, 1032, dtype), amax_floor=amax_floor, **options)
+    x = wide_matrix(300, 1300, dtype)
+    x[7, 300], x[140, 900], x[141, 1290] = float("nan"), float("inf"), float("-inf")
+    for source in (x, x[:, :1299]):
+        assert_as_defined(cast, source.cuda(), amax_floor=amax_floor, **options)
+    assert_as_defined(cast, torch.zeros_like(x, device="cuda"), amax_floor=amax_floor, **options)
+
+
+@CASTS
+@EACH_OPTION
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_torch_computes_the_definition_on_a_gpu(cast, options, dtype):
+    """As it does on a CPU: there is one definition, wherever the kernel is not used."""
+    x = wide_matrix(300, 1300, dtype).cuda()
+    block_rows = 1 if cast is per_token_cast_to_fp8 else 128
+    out, scale = (torch.empty_like(y) for y in cast(x, **options))
+    quantize._definition(x, quantize.Options(block_rows, 1e-4, **options), out, scale)
+    wanted, wanted_scale = cast(x.cpu(), **options)
+    assert torch.equal(codes(out.cpu()), codes(wanted)) and torch.equal(scale.cpu(), wanted_scale)
+
+
+@pytest.mark.parametrize("exact", ["divide", "reciprocal"])
+def test_pow2_scale_is_decided_exactly(exact):
+    x = MAGNITUDES_AT_A_POWER_OF_TWO.cuda()[:, None]
+    assert_as_defined(per_token_cast_to_fp8, x, amax_floor=2.0**-80, round_scale="pow2", exact=exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("round_scale", ["none", "pow2"])
+@pytest.mark.parametrize("block_rows", [1, 128])
+def test_reciprocal_is_what_torch_computes_by_numbers(block_rows, round_scale, dtype):
+    """DeepGEMM's casts, which transformers uses, are so defined: `amax / 448.0` and `x * (1.0 / scale)` in torch, which
+    on a GPU multiplies with the reciprocal of a number; a scale that is no power of two is rounded up by its bits."""
+    x = random_matrix(512, 1280, dtype)
+    blocks = x.view(512 // block_rows, block_rows, 10, 128)
+    scale = blocks.abs().float().amax((1, 3), keepdim=True).clamp(1e-4) / 448.0
+    if round_scale == "pow2":
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    wanted = (blocks * (1.0 / scale)).to(FP8_DTYPE).view(512, 1280)
+    cast = per_token_cast_to_fp8 if block_rows == 1 else per_block_cast_to_fp8
+    got, got_scale = cast(x, round_scale=round_scale, exact="reciprocal")
+    assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(got_scale, scale.view(512 // block_rows, 10))
+
+
+@pytest.mark.parametrize("leading", LEADING, ids=str)
+@pytest.mark.parametrize("layout", ["row", "m", "m_aligned"])
+@pytest.mark.parametrize("k", [300, 384])
+def test_leading_dimensions(leading, layout, k):
+    x = random_matrix(torch.Size(leading).numel(), k).view(*leading, k)
+    for _ in range(2):  # the second finds its launch
+        _, scale = assert_as_defined(per_token_cast_to_fp8, x, scale_layout=layout)
+    assert scale.stride() == per_token_cast_to_fp8(x.cpu(), scale_layout=layout)[1].stride()
+
+
+def test_leading_dimensions_that_are_no_view_of_one():
+    x = random_matrix(60, 300).view(3, 4, 5, 300)
+    for source in (x[:, :2], x.transpose(0, 1), x[..., ::2], x[:, :, :1].expand(3, 4, 5, 300)):
+        assert_as_defined(per_token_cast_to_fp8, source)
+
+
+@CASTS
+def test_padding_of_out_is_not_written(cast):
+    """Beside it lie bytes of a neighbour, such as what a caller keeps there."""
+    x = random_matrix(130, 301)
+    whole = torch.full((130, 304), 7.0, device="cuda").to(FP8_DTYPE)
+    assert_as_defined(cast, x, out=whole[:, :301])
+    assert (whole[:, 301:].float() == 7).all()
+
+
+@CASTS
+def test_overlapping_launches_read_what_was_written(cast, monkeypatch):
+    """Casts launched to overlap wait for each other, and for the kernel ahead: a chain of them in one buffer."""
+    prepare = kernels.prepare_launch
+    monkeypatch.setattr(quantize, "_launches", {})
+    monkeypatch.setattr(kernels, "prepare_launch", lambda *a, **how: prepare(*a, **{**how, "pdl": True}))
+    sources = [random_matrix(512, 4096, seed=seed) for seed in range(8)]
+    wanted = [cast(x.cpu()) for x in sources]
+    x, results = torch.empty_like(sources[0]), []
+    out, scale = cast(sources[0])
+    for source in sources:
+        x.copy_(source)
+        cast(x, out=out, scale_out=scale)
+        cast(x, out=out, scale_out=scale)
+        results.append((out.clone(), scale.clone()))
+    for (got, got_scale), (codes_wanted, scale_wanted) in zip(results, wanted, strict=True):
+        assert torch.equal(codes(got.cpu()), codes(codes_wanted)) and torch.equal(got_scale.cpu(), scale_wanted)
 
 
 @CASTS
