@@ -119,6 +119,7 @@ def per_token_cast_to_fp8(
     """
     if not is_compiling():
         return _cast_tokens(x, scale_layout, (1, amax_floor, round_scale, exact), out, scale_out)
+    _check_layout(scale_layout)
     op = torch.ops.deep_tile.per_token_cast_to_fp8
     options = {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact}
     if out is None and scale_out is None:
@@ -216,7 +217,8 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
         raise TypeError(
             f"scale is {_kind(scale)}; dequantize takes a float32 or float8_e8m0fnu tensor, one value per block"
         )
-    tensors.require_dense(x=x, scale=scale)
+    if not is_compiling():  # torch's operations, which tracers see, look at their tensors themselves
+        tensors.require_dense(x=x, scale=scale)
     if scale.device != x.device:
         raise ValueError(f"scale is on {scale.device} but x is on {x.device}; move it with .to(x.device)")
     block = _find_block(x, scale, block)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deep_tile import (
     GemmConfig,
+    dequantize,
     fp8_gemm,
     is_available,
     per_block_cast_to_fp8,
@@ -115,6 +116,14 @@ def test_casts_write_to_what_they_are_given(cast, targets):
     for got, right, name in zip(written(x, given), wanted, ("out", "scale_out"), strict=True):
         assert torch.equal(got.float(), right.float())
         assert name not in given or got is given[name]
+
+
+def test_dequantize_is_traced():
+    fast, counter = compiled(dequantize, dynamic=True)
+    for m in TOKENS:
+        given = operands(m)[:2]
+        assert same(fast(*given), dequantize(*given))
+    assert counter.frame_count == 1
 
 
 def test_a_number_of_tokens_that_the_data_decide():
