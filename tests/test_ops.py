@@ -141,6 +141,21 @@ def test_a_number_of_tokens_that_the_data_decide():
     assert counter.frame_count == 1
 
 
+def test_numbers_of_tokens_that_the_data_decide_are_compared_in_the_run():
+    def chosen(a, a_scale, mask, scale_mask, b, b_scale):
+        rows = mask.nonzero().flatten()
+        quantized = a.view(torch.uint8)[rows].view(FP8)
+        return fp8_gemm(quantized, a_scale[scale_mask.nonzero().flatten()], b, b_scale)
+
+    given = operands(6)
+    right, wrong = torch.tensor([1, 0, 1, 1, 0, 1]), torch.tensor([1, 0, 1, 1, 0, 0])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        fast, _ = compiled(chosen)
+        assert torch.equal(fast(*given[:2], right, right, *given[2:]), chosen(*given[:2], right, right, *given[2:]))
+        with pytest.raises(RuntimeError, match="(?i)assert"):
+            fast(*given[:2], right, wrong, *given[2:])
+
+
 def test_a_config_is_refused():
     product, _ = compiled(lambda *given: fp8_gemm(*given, config=GemmConfig(64, 64, 4)))
     with pytest.raises(Exception, match="config cannot be given under torch.compile"):
