@@ -836,7 +836,7 @@ def _call_op(a, a_scale, b, b_scale, out, options: _Options) -> torch.Tensor:
     }
     if out is None:
         return torch.ops.deep_tile.fp8_gemm(a, a_scale, b, b_scale, **keywords)
-    torch.ops.deep_tile.fp8_gemm.out(a, a_scale, b, b_scale, **keywords, out=out)
+    torch.ops.deep_tile.fp8_gemm.out(a, a_scale, b, b_scale, out, **keywords)
     return out
 
 
@@ -848,27 +848,27 @@ def _run_op(*operands: torch.Tensor, **keywords) -> torch.Tensor:
     return _multiply(*operands, None, _op_options(**keywords))
 
 
-def _run_out_op(*operands: torch.Tensor, out: torch.Tensor, **keywords) -> None:
-    _multiply(*operands, out, _op_options(**keywords))
+def _run_out_op(*given: torch.Tensor, **keywords) -> None:
+    _multiply(*given, _op_options(**keywords))
 
 
 def _fake_op(a, a_scale, b, b_scale, **keywords) -> torch.Tensor:
-    _fake_out_op(a, a_scale, b, b_scale, out=None, **keywords)
+    _fake_out_op(a, a_scale, b, b_scale, None, **keywords)
     return a.new_empty(a.shape[0], b.shape[0], dtype=_op_options(**keywords).out_dtype)
 
 
-def _fake_out_op(*operands: torch.Tensor, out: torch.Tensor | None, **keywords) -> None:
+def _fake_out_op(*given: torch.Tensor | None, **keywords) -> None:
     """Check what can be checked without memory; strides are left to the run."""
     _check_option_types(_op_options(**keywords))
-    _refuse_gradients(*operands, out)
+    _refuse_gradients(*given)
     for check in (_check_dtypes, _check_devices, _check_shapes):
-        check(*operands, out)
+        check(*given)
 
 
-_OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, *"
+_OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale"
 _KEYWORDS = (
     "ScalarType? out_dtype=None, int? num_sms=None, bool batch_invariant=False, bool? pdl=None, "
     "bool constant_weights=False"
 )
-ops.register(f"fp8_gemm({_OPERANDS}, {_KEYWORDS}) -> Tensor", _run_op, _fake_op)
-ops.register(f"fp8_gemm.out({_OPERANDS}, {_KEYWORDS}, Tensor(a!) out) -> ()", _run_out_op, _fake_out_op)
+ops.register(f"fp8_gemm({_OPERANDS}, *, {_KEYWORDS}) -> Tensor", _run_op, _fake_op)
+ops.register(f"fp8_gemm.out({_OPERANDS}, Tensor(a!) out, *, {_KEYWORDS}) -> ()", _run_out_op, _fake_out_op)

@@ -28,7 +28,8 @@ def register(
 
     Args:
         schema: `NAME(...) -> ...` or `NAME.OVERLOAD(...) -> ...`. An overload that writes to an argument returns
-            nothing, because functionalisation refuses ops that return what they were given.
+            nothing, because functionalisation refuses ops that return what they were given; and such an argument may
+            be passed by position, because torch.compile traces no keyword `out` that is a slice.
         implementation: what the op does; it is called with the caller's grad mode, and defaults may be left out.
         fake: the same without data, for tensors of which only the layout is known: allocates what the op returns, in
             its shapes and strides. Compared sizes go through `holds`.

@@ -9,12 +9,15 @@ scale; nothing saturates.
 from functools import cache, lru_cache
 from math import prod
 from numbers import Real
+from operator import eq
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import is_grad_enabled
+from torch.compiler import is_compiling
 
-from deep_tile import _launcher, cast, launches, tensors
+from deep_tile import _launcher, cast, launches, ops, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -51,9 +54,9 @@ class Options(NamedTuple):
     """
 
     block_rows: int
-    amax_floor: float
-    round_scale: str
-    exact: str
+    amax_floor: float = 1e-4
+    round_scale: str = "none"
+    exact: str = "divide"
 
 
 def per_token_cast_to_fp8(
@@ -114,19 +117,30 @@ def per_token_cast_to_fp8(
         RuntimeError: `x` requires a gradient, in grad mode; or, on a Hopper GPU, NVRTC or the driver is missing, or the
             kernel would have to be loaded while the stream is being captured.
     """
-    if scale_layout not in SCALE_LAYOUTS:
-        raise ValueError(f"scale_layout is {scale_layout!r}; use one of {', '.join(map(repr, SCALE_LAYOUTS))}")
-    if getattr(x, "requires_grad", False) and torch.is_grad_enabled():
+    if not is_compiling():
+        return _cast_tokens(x, scale_layout, (1, amax_floor, round_scale, exact), out, scale_out)
+    _check_layout(scale_layout)
+    op = torch.ops.deep_tile.per_token_cast_to_fp8
+    options = {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact}
+    if out is None and scale_out is None:
+        return op(x, scale_layout=scale_layout, **options)
+    out = _empty_out(x) if out is None else out
+    scale_out = _empty_scale(x, scale_layout) if scale_out is None else scale_out
+    op.out(x, out, scale_out, **options)
+    return out, scale_out
+
+
+def _cast_tokens(x, scale_layout: str, options: tuple, out, scale_out) -> tuple[torch.Tensor, torch.Tensor]:
+    """`per_token_cast_to_fp8` outside of tracing; `options` are equal to `Options`."""
+    _check_layout(scale_layout)
+    if is_grad_enabled() and getattr(x, "requires_grad", False):
         _check_source("x", x, TOKEN_BLOCK)
-        raise RuntimeError(
-            "x requires a gradient, and per_token_cast_to_fp8 has none: call deep_tile.fp8_linear, which has one, or "
-            "cast x.detach(), or cast under torch.no_grad()"
-        )
+        _refuse_gradient(x)
     if out is None or scale_out is None:
         _check_source("x", x, TOKEN_BLOCK)
         out = _empty_out(x) if out is None else out
         scale_out = _empty_scale(x, scale_layout) if scale_out is None else scale_out
-    _cast("x", x, (1, amax_floor, round_scale, exact), out, scale_out)
+    _cast("x", x, options, out, scale_out)
     return out, scale_out
 
 
@@ -156,12 +170,25 @@ def per_block_cast_to_fp8(
         ValueError: `w` is not 2-D.
         And as `per_token_cast_to_fp8`, but for gradients.
     """
+    if not is_compiling():
+        return _cast_blocks(w, (SCALE_BLOCK, amax_floor, round_scale, exact), out, scale_out)
+    op = torch.ops.deep_tile.per_block_cast_to_fp8
+    options = {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact}
+    if out is None and scale_out is None:
+        return op(w, **options)
+    out = _empty_out(w) if out is None else out
+    scale_out = _empty_block_scale(w) if scale_out is None else scale_out
+    op.out(w, out, scale_out, **options)
+    return out, scale_out
+
+
+def _cast_blocks(w, options: tuple, out, scale_out) -> tuple[torch.Tensor, torch.Tensor]:
+    """`per_block_cast_to_fp8` outside of tracing; `options` are equal to `Options`."""
     if out is None or scale_out is None:
         _check_source("w", w, WEIGHT_BLOCK)
         out = _empty_out(w) if out is None else out
-        if scale_out is None:
-            scale_out = _empty("scale_out", w, _weight_scale_strides(w.shape), torch.float32)
-    _cast("w", w, (SCALE_BLOCK, amax_floor, round_scale, exact), out, scale_out)
+        scale_out = _empty_block_scale(w) if scale_out is None else scale_out
+    _cast("w", w, options, out, scale_out)
     return out, scale_out
 
 
@@ -190,7 +217,8 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
         raise TypeError(
             f"scale is {_kind(scale)}; dequantize takes a float32 or float8_e8m0fnu tensor, one value per block"
         )
-    tensors.require_dense(x=x, scale=scale)
+    if not is_compiling():  # torch's operations, which tracers see, look at their tensors themselves
+        tensors.require_dense(x=x, scale=scale)
     if scale.device != x.device:
         raise ValueError(f"scale is on {scale.device} but x is on {x.device}; move it with .to(x.device)")
     block = _find_block(x, scale, block)
@@ -199,12 +227,30 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
     return _from_blocks(blocks * _as_matrix(scale.float())[:, None, :, None], rows.shape).view(x.shape)
 
 
+def _check_layout(scale_layout: str) -> None:
+    if scale_layout not in SCALE_LAYOUTS:
+        raise ValueError(f"scale_layout is {scale_layout!r}; use one of {', '.join(map(repr, SCALE_LAYOUTS))}")
+
+
+def _refuse_gradient(x: torch.Tensor) -> None:
+    """Raise where torch would record the cast."""
+    if is_grad_enabled() and x.requires_grad:
+        raise RuntimeError(
+            "x requires a gradient, and per_token_cast_to_fp8 has none: call deep_tile.fp8_linear, which has one, or "
+            "cast x.detach(), or cast under torch.no_grad()"
+        )
+
+
 def _check_source(name: str, x: torch.Tensor, block: tuple[int, int]) -> None:
+    _check_source_dtype(name, x)
+    tensors.require_plain(**{name: x})
+    _require_dimensions(name, x, block)
+
+
+def _check_source_dtype(name: str, x: torch.Tensor) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in SOURCE_DTYPES:
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in SOURCE_DTYPES)
         raise TypeError(f"{name} is {_kind(x)}; the cast takes a tensor of {wanted}")
-    tensors.require_plain(**{name: x})
-    _require_dimensions(name, x, block)
 
 
 def check_options(options: Options) -> None:
@@ -258,15 +304,23 @@ def _needs_kernel(x: torch.Tensor) -> bool:
 
 
 def _check_target(name: str, target: torch.Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
+    _check_target_dtype(name, target, dtype)
+    tensors.require_plain(**{name: target})
+    _check_target_shape(name, target, shape, device)
+    if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
+        raise ValueError(f"elements of {name} share memory: its strides are {target.stride()}. Pass one not expanded")
+
+
+def _check_target_dtype(name: str, target: torch.Tensor, dtype: torch.dtype) -> None:
     if not isinstance(target, torch.Tensor) or target.dtype != dtype:
         raise TypeError(f"{name} is {_kind(target)}; the cast writes a tensor of {str(dtype).removeprefix('torch.')}")
-    tensors.require_plain(**{name: target})
-    if target.shape != shape:
+
+
+def _check_target_shape(name: str, target: torch.Tensor, shape: tuple, device: torch.device) -> None:
+    if target.dim() != len(shape) or not all(map(ops.holds, map(eq, target.shape, shape))):
         raise ValueError(f"{name} has shape {list(target.shape)}; for this input it must be {list(shape)}")
     if target.device != device:
         raise ValueError(f"{name} is on {target.device} but the input is on {device}; allocate it there")
-    if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
-        raise ValueError(f"elements of {name} share memory: its strides are {target.stride()}. Pass one not expanded")
 
 
 @torch.no_grad()
@@ -407,10 +461,10 @@ class _Strided(NamedTuple):
     @staticmethod
     def of(shape: tuple[int, ...], row: int, column: int) -> "_Strided":
         """Rows, which all leading dimensions count, are `row` elements apart."""
-        strides, step = (max(column, 1),), max(row, 1)
+        strides, step = (torch.sym_max(column, 1),), torch.sym_max(row, 1)
         for size in shape[-2::-1]:
             strides = step, *strides
-            step *= max(size, 1)
+            step *= torch.sym_max(size, 1)
         return _Strided(tuple(shape), strides)
 
 
@@ -436,6 +490,10 @@ def _scale_strides(shape: tuple[int, ...], layout: str) -> _Strided:
 def _weight_scale_strides(shape: tuple[int, int]) -> _Strided:
     rows, columns = map(ceil_div, shape, WEIGHT_BLOCK)
     return _Strided.of((rows, columns), columns, 1)
+
+
+def _empty_block_scale(w: torch.Tensor) -> torch.Tensor:
+    return _empty("scale_out", w, _weight_scale_strides(w.shape), torch.float32)
 
 
 def _empty_scale(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -481,3 +539,89 @@ def _require_dimensions(name: str, x: torch.Tensor, block: tuple[int, int]) -> N
 
 def _kind(x: object) -> str:
     return f"a tensor of {str(x.dtype).removeprefix('torch.')}" if isinstance(x, torch.Tensor) else f"a {type(x)}"
+
+
+# The ops, which tracers see.
+
+
+def _run_token_op(x: torch.Tensor, *, scale_layout: str = "row", **options) -> tuple[torch.Tensor, torch.Tensor]:
+    return _cast_tokens(x, scale_layout, Options(1, **options), None, None)
+
+
+def _run_token_out_op(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, **options) -> None:
+    _cast_tokens(x, "row", Options(1, **options), out, scale_out)
+
+
+def _run_block_op(w: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    return _cast_blocks(w, Options(SCALE_BLOCK, **options), None, None)
+
+
+def _run_block_out_op(w: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, **options) -> None:
+    _cast_blocks(w, Options(SCALE_BLOCK, **options), out, scale_out)
+
+
+def _fake_token_op(x: torch.Tensor, *, scale_layout: str = "row", **options) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_layout(scale_layout)
+    _check_fake("x", x, Options(1, **options))
+    return _fake_out(x), _fake_scale(x, scale_layout)
+
+
+def _fake_token_out_op(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, **options) -> None:
+    _check_fake("x", x, Options(1, **options))
+    _check_fake_targets(x, TOKEN_BLOCK, out, scale_out)
+
+
+def _fake_block_op(w: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_fake("w", w, Options(SCALE_BLOCK, **options))
+    return _fake_out(w), _fake_block_scale(w)
+
+
+def _fake_block_out_op(w: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, **options) -> None:
+    _check_fake("w", w, Options(SCALE_BLOCK, **options))
+    _check_fake_targets(w, WEIGHT_BLOCK, out, scale_out)
+
+
+def _check_fake(name: str, x: torch.Tensor, options: Options) -> None:
+    """Check what can be checked without memory; strides are left to the run."""
+    _check_source_dtype(name, x)
+    _require_dimensions(name, x, (options.block_rows, SCALE_BLOCK))
+    check_options(options)
+    if options.block_rows == 1:
+        _refuse_gradient(x)
+
+
+def _check_fake_targets(x: torch.Tensor, block: tuple[int, int], out: torch.Tensor, scale: torch.Tensor) -> None:
+    for name, target, dtype, shape in (
+        ("out", out, FP8_DTYPE, x.shape),
+        ("scale_out", scale, torch.float32, scale_shape(x, block)),
+    ):
+        _check_target_dtype(name, target, dtype)
+        _check_target_shape(name, target, shape, x.device)
+
+
+def _fake_out(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty_strided(*_out_strides.__wrapped__(x.shape), dtype=FP8_DTYPE)  # symbols have no hash
+
+
+def _fake_scale(x: torch.Tensor, layout: str) -> torch.Tensor:
+    return x.new_empty_strided(*_scale_strides.__wrapped__(x.shape, layout), dtype=torch.float32)
+
+
+def _fake_block_scale(w: torch.Tensor) -> torch.Tensor:
+    return w.new_empty_strided(*_weight_scale_strides.__wrapped__(w.shape), dtype=torch.float32)
+
+
+_OPTIONS = 'float amax_floor=1e-4, str round_scale="none", str exact="divide"'
+_TARGETS = "Tensor(a!) out, Tensor(b!) scale_out"
+ops.register(
+    f'per_token_cast_to_fp8(Tensor x, *, str scale_layout="row", {_OPTIONS}) -> (Tensor, Tensor)',
+    _run_token_op,
+    _fake_token_op,
+)
+ops.register(
+    f"per_token_cast_to_fp8.out(Tensor x, {_TARGETS}, *, {_OPTIONS}) -> ()", _run_token_out_op, _fake_token_out_op
+)
+ops.register(f"per_block_cast_to_fp8(Tensor w, *, {_OPTIONS}) -> (Tensor, Tensor)", _run_block_op, _fake_block_op)
+ops.register(
+    f"per_block_cast_to_fp8.out(Tensor w, {_TARGETS}, *, {_OPTIONS}) -> ()", _run_block_out_op, _fake_block_out_op
+)

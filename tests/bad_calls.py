@@ -261,6 +261,14 @@ WRONG_TENSORS = [
     _one("prepare", "a", "is float32", torch.Tensor.float, TypeError, "float8_e4m3fn; got torch.float32", PER_TOKEN),
     _one("plan", "a_scale", "is float64", torch.Tensor.double, ValueError, "is torch.float64", "prepare another plan"),
     _one("plan", "a", "is bytes", lambda x: x.view(torch.uint8), ValueError, "is torch.uint8", "prepare another plan"),
+    # Gradients, which torch records here.
+    *(
+        _one(call, name, "requires a gradient", lambda x: x.detach().requires_grad_(), RuntimeError, "has none",
+             rf"fp8_linear.*no_grad.*{name}\.detach\(\)")
+        for call, names in ((gemm, ("a", "a_scale", "b", "b_scale", "out")), ("prepare", ("a", "b")),
+                            ("plan", ("a_scale", "out")))
+        for name in names
+    ),
     # Devices.
     *(
         _one(gemm, name, "is on meta", on_meta, ValueError, "is on meta but a is on", r"\.to\(a\.device\)")

@@ -1,31 +1,502 @@
-"""torch.ops.deep_tile on the CPU: what torch.compile and its kin make of the package's functions."""
+"""torch.ops.deep_tile on the CPU: what torch.compile, torch.export and others make of the package's functions."""
+
+import io
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
 from helpers import make_operands
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from deep_tile import fp8_gemm
+from deep_tile import (
+    GemmConfig,
+    dequantize,
+    fp8_gemm,
+    is_available,
+    per_block_cast_to_fp8,
+    per_token_cast_to_fp8,
+    prepare,
+    supports,
+)
+from deep_tile.quantize import SCALE_LAYOUTS
 
-N, K = 200, 272
+N, K = 200, 300
+FP8 = torch.float8_e4m3fn
+OPS = torch.ops.deep_tile
+TOKENS = (4, 7, 33, 5)
+"""Numbers of tokens that one graph is used for."""
 
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
+    counters.clear()
     yield
     torch._dynamo.reset()
 
 
-def operands(m: int, n: int = N, k: int = K) -> list[torch.Tensor]:
+def operands(m: int, n: int = N, k: int = 304) -> list[torch.Tensor]:
     """Without the buffers around them: a graph is tied to the sizes of those, too."""
     return [x.clone(memory_format=torch.contiguous_format) for x in make_operands(m, n, k)]
 
 
-def test_one_graph_for_every_m():
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(fp8_gemm, backend=counter, fullgraph=True, dynamic=True)
-    for m in (4, 7, 33, 5):
+def same(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """In values and in strides."""
+    values = [z.contiguous().view(torch.uint8) for z in (x, y)]
+    return x.dtype == y.dtype and torch.equal(*values) and x.stride() == y.stride()
+
+
+def compiled(function, backend: str = "aot_eager", **how):
+    """A function in one graph, and the counter of its graphs."""
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(function, backend=counter, fullgraph=True, **how), counter
+
+
+# ---- torch.compile
+
+
+def test_a_product_is_one_graph_for_every_m():
+    product, counter = compiled(fp8_gemm, dynamic=True)
+    for m in TOKENS:
         given = operands(m)
-        assert torch.equal(compiled(*given), fp8_gemm(*given))
+        assert same(product(*given), fp8_gemm(*given))
     assert counter.frame_count == 1
+
+
+def layer(x: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
+    """A cast, a product and something for the compiler to do."""
+    a, a_scale = per_token_cast_to_fp8(x * 2, scale_layout="m_aligned", round_scale="pow2")
+    return torch.relu(fp8_gemm(a, a_scale, b, b_scale, batch_invariant=True)) + 1
+
+
+@pytest.mark.parametrize("how", [{"backend": "aot_eager"}, {"mode": "reduce-overhead"}], ids=["aot_eager", "inductor"])
+def test_a_layer_is_one_graph_for_every_m(how):
+    """Also where k needs padding. With inductor, which checks the strides that the fakes promised, as code."""
+    b, b_scale = per_block_cast_to_fp8(torch.randn(N, K))
+    fast = torch.compile(layer, fullgraph=True, **how)
+    for m in TOKENS:
+        x = torch.randn(m, K).bfloat16()
+        torch._dynamo.mark_dynamic(x, 0)
+        assert same(fast(x, b, b_scale), layer(x, b, b_scale))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_out_is_written_to(backend):
+    """Also where it is a slice, and what lies beside it stays as it was."""
+
+    def into(a, a_scale, b, b_scale, out):
+        assert fp8_gemm(a, a_scale, b, b_scale, out) is out
+        return out + 1
+
+    product, counter = compiled(into, backend, dynamic=True)
+    for m in TOKENS:
+        given = operands(m)
+        whole = torch.full((m, N + 24), 7, dtype=torch.bfloat16)
+        assert torch.equal(product(*given, whole[:, 8:-16]), fp8_gemm(*given) + 1)
+        assert torch.equal(whole[:, 8:-16], fp8_gemm(*given))
+        assert (whole[:, :8] == 7).all() and (whole[:, -16:] == 7).all()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("targets", [(), ("out",), ("scale_out",), ("out", "scale_out")], ids=str)
+@pytest.mark.parametrize("cast", [per_token_cast_to_fp8, per_block_cast_to_fp8], ids=lambda cast: cast.__name__)
+def test_casts_write_to_what_they_are_given(cast, targets):
+    x = torch.randn(5, K)
+    wanted = cast(x)
+    given = {"out": torch.zeros(5, K).to(FP8), "scale_out": torch.zeros_like(wanted[1])}
+    given = {name: given[name] for name in targets}
+    written, _ = compiled(lambda x, given: cast(x, **given))
+    for got, right, name in zip(written(x, given), wanted, ("out", "scale_out"), strict=True):
+        assert torch.equal(got.float(), right.float())
+        assert name not in given or got is given[name]
+
+
+def test_dequantize_is_traced():
+    fast, counter = compiled(dequantize, dynamic=True)
+    for m in TOKENS:
+        given = operands(m)[:2]
+        assert same(fast(*given), dequantize(*given))
+    assert counter.frame_count == 1
+
+
+def test_a_number_of_tokens_that_the_data_decide():
+    def chosen(x, mask, b, b_scale):
+        rows = x[mask.nonzero().flatten()]
+        return fp8_gemm(*per_token_cast_to_fp8(rows, scale_layout="m_aligned"), b, b_scale)
+
+    b, b_scale = per_block_cast_to_fp8(torch.randn(N, K))
+    x = torch.randn(6, K)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        fast, counter = compiled(chosen)
+        for mask in ([1, 0, 1, 1, 0, 1], [0, 0, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]):
+            mask = torch.tensor(mask)
+            assert torch.equal(fast(x, mask, b, b_scale), chosen(x, mask, b, b_scale))
+    assert counter.frame_count == 1
+
+
+def test_numbers_of_tokens_that_the_data_decide_are_compared_in_the_run():
+    def chosen(a, a_scale, mask, scale_mask, b, b_scale):
+        rows = mask.nonzero().flatten()
+        quantized = a.view(torch.uint8)[rows].view(FP8)
+        return fp8_gemm(quantized, a_scale[scale_mask.nonzero().flatten()], b, b_scale)
+
+    given = operands(6)
+    right, wrong = torch.tensor([1, 0, 1, 1, 0, 1]), torch.tensor([1, 0, 1, 1, 0, 0])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        fast, _ = compiled(chosen)
+        assert torch.equal(fast(*given[:2], right, right, *given[2:]), chosen(*given[:2], right, right, *given[2:]))
+        with pytest.raises(RuntimeError, match="(?i)assert"):
+            fast(*given[:2], right, wrong, *given[2:])
+
+
+def test_a_config_is_refused():
+    product, _ = compiled(lambda *given: fp8_gemm(*given, config=GemmConfig(64, 64, 4)))
+    with pytest.raises(Exception, match="config cannot be given under torch.compile"):
+        product(*operands(5))
+
+
+def test_plans_are_traced_for_their_shapes():
+    given = operands(5)
+    planned = prepare(*given)
+    product, counter = compiled(lambda a, a_scale: planned(a, a_scale) + 1)
+    assert same(product(*given[:2]), fp8_gemm(*given) + 1)
+    assert counter.frame_count == 1
+    fewer = [x[:4].clone() for x in given[:2]]
+    with pytest.raises(Exception, match="this plan is for"):
+        product(*fewer)
+    with pytest.raises(ValueError, match="this plan is for"):
+        torch.compile(lambda a, a_scale: planned(a, a_scale) + 1, backend="aot_eager")(*fewer)
+
+
+def test_what_cannot_be_traced_runs_beside_the_graph():
+    def asking(a, a_scale, b, b_scale):
+        planned = prepare(a, a_scale, b, b_scale)
+        return planned(a, a_scale) + 1 if is_available() else a.float()
+
+    given = operands(5)
+    assert same(torch.compile(asking, backend="aot_eager")(*given), fp8_gemm(*given) + 1)
+
+
+def test_supports_is_traced():
+    def dispatching(a, a_scale, b, b_scale):
+        supported, _ = supports(a.shape[0], b.shape[0], a.shape[1])
+        return fp8_gemm(a, a_scale, b, b_scale) if supported else a.float()
+
+    fast, counter = compiled(dispatching, dynamic=True)
+    for m in TOKENS:
+        given = operands(m)
+        assert same(fast(*given), fp8_gemm(*given))
+    assert counter.frame_count == 1
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("name", ["a", "a_scale", "b", "b_scale", "out"])
+def test_no_gradient_of_a_product_is_dropped(name):
+    given = dict(zip(("a", "a_scale", "b", "b_scale"), operands(5), strict=True))
+    given["out"] = torch.full((5, N), 7, dtype=torch.bfloat16)
+    wanted = fp8_gemm(**given | {"out": None})
+    given[name].requires_grad_()
+    without_out = {key: x for key, x in given.items() if key != "out"}
+    calls = [lambda: OPS.fp8_gemm.out(**given), lambda: compiled(fp8_gemm)[0](**given)]
+    if name != "out":
+        calls += [lambda: OPS.fp8_gemm(**without_out), lambda: compiled(fp8_gemm)[0](**without_out)]
+    for call in calls:
+        with pytest.raises(Exception, match=rf"{name} requires a gradient.*deep_tile.fp8_linear"):
+            call()
+        assert (given["out"] == 7).all()
+    with torch.no_grad():
+        assert same(compiled(fp8_gemm)[0](**given), wanted)
+        assert same(OPS.fp8_gemm(**without_out), wanted)
+        assert same(compiled(fp8_gemm)[0](**without_out), wanted)
+
+
+def test_no_gradient_of_a_token_cast_is_dropped():
+    x = torch.randn(5, K, requires_grad=True)
+    for call in (OPS.per_token_cast_to_fp8, compiled(per_token_cast_to_fp8)[0]):
+        with pytest.raises(Exception, match="x requires a gradient, and per_token_cast_to_fp8 has none"):
+            call(x)
+        with torch.no_grad():
+            assert same(call(x)[0], per_token_cast_to_fp8(x)[0])
+
+
+def test_weights_are_cast_without_a_gradient():
+    w = torch.nn.Parameter(torch.randn(N, K))
+    for call in (per_block_cast_to_fp8, OPS.per_block_cast_to_fp8, compiled(per_block_cast_to_fp8)[0]):
+        assert not any(x.requires_grad for x in call(w))
+
+
+def test_gradients_pass_beside_a_product():
+    """In one graph with its backward."""
+    b, b_scale = per_block_cast_to_fp8(torch.randn(K, K))
+
+    def loss(x, w):
+        hidden = x @ w
+        a, a_scale = per_token_cast_to_fp8(hidden.detach())
+        return (hidden * fp8_gemm(a, a_scale, b, b_scale)).sum()
+
+    x, w = torch.randn(5, K), torch.randn(K, K, requires_grad=True)
+    (wanted,) = torch.autograd.grad(loss(x, w), w)
+    (got,) = torch.autograd.grad(compiled(loss)[0](x, w), w)
+    assert torch.allclose(got, wanted)
+
+
+# ---- torch.export
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name, x in zip(("b", "b_scale"), per_block_cast_to_fp8(torch.randn(N, K)), strict=True):
+            self.register_buffer(name, x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return layer(x, self.b, self.b_scale)
+
+
+def exported(module: torch.nn.Module, strict: bool = False) -> torch.export.ExportedProgram:
+    """For every number of tokens, zero and one included."""
+    return torch.export.export(
+        module, (torch.randn(4, K),), dynamic_shapes=({0: torch.export.Dim("m")},), strict=strict
+    )
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict):
+    module = Layer()
+    program = exported(module, strict)
+    written = io.BytesIO()
+    torch.export.save(program, written)
+    written.seek(0)
+    for loaded in (program, torch.export.load(written)):
+        for m in (1, *TOKENS):
+            x = torch.randn(m, K)
+            assert same(loaded.module()(x), module(x))
+
+
+def test_ahead_of_time_inductor(tmp_path):
+    """Takes most of this file's time: a C++ compiler's."""
+    module = Layer()
+    path = torch._inductor.aoti_compile_and_package(exported(module), package_path=str(tmp_path / "layer.pt2"))
+    loaded = torch._inductor.aoti_load_package(path)
+    for m in TOKENS:
+        x = torch.randn(m, K)
+        assert same(loaded(x), module(x))
+
+
+# ---- other tracers, and fakes
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_ops_are_seen_by_make_fx(mode):
+    def product(x, b, b_scale):
+        return OPS.fp8_gemm(*OPS.per_token_cast_to_fp8(x), b, b_scale)
+
+    given = torch.randn(5, K), *per_block_cast_to_fp8(torch.randn(N, K))
+    graph = make_fx(product, tracing_mode=mode)(*given)
+    seen = [str(node.target) for node in graph.graph.nodes if "deep_tile" in str(node.target)]
+    assert seen == ["deep_tile.per_token_cast_to_fp8.default", "deep_tile.fp8_gemm.default"]
+    assert same(graph(*given), product(*given))
+    assert same(torch.func.functionalize(product)(*given), product(*given))
+
+
+def fakes(given: list[torch.Tensor], mode: FakeTensorMode) -> list[torch.Tensor]:
+    return [mode.from_tensor(x) for x in given]
+
+
+def test_a_fake_product_is_like_a_real_one():
+    given = operands(5)
+    wanted = fp8_gemm(*given)
+    with FakeTensorMode() as mode:
+        fake = OPS.fp8_gemm(*fakes(given, mode))
+    meta = OPS.fp8_gemm(*(x.to("meta") for x in given))
+    for x, device in ((fake, "cpu"), (meta, "meta")):
+        assert (x.shape, x.stride(), x.dtype, x.device.type) == (wanted.shape, wanted.stride(), wanted.dtype, device)
+
+
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+@pytest.mark.parametrize(
+    "shape",
+    [(5, 300), (1, 300), (4, 128), (3, 5, 300), (2, 1, 300), (300,), (2, 3, 4, 130), (0, 5), (5, 0), (3, 0, 5)],
+    ids=str,
+)
+def test_fake_casts_are_like_real_ones(shape, layout):
+    """In everything but the strides of dimensions that take no step."""
+    x = torch.randn(shape).bfloat16()
+    calls = [(per_token_cast_to_fp8, OPS.per_token_cast_to_fp8, {"scale_layout": layout})]
+    if x.dim() == 2 and layout == "row":
+        calls.append((per_block_cast_to_fp8, OPS.per_block_cast_to_fp8, {}))
+    for cast, op, keywords in calls:
+        with FakeTensorMode() as mode:
+            fake = op(mode.from_tensor(x), **keywords)
+        for seen, wanted in zip(fake, cast(x, **keywords), strict=True):
+            assert (seen.shape, seen.dtype) == (wanted.shape, wanted.dtype)
+            strides = zip(seen.shape, seen.stride(), wanted.stride(), strict=True)
+            assert not wanted.numel() or all(size == 1 or got == right for size, got, right in strides)
+
+
+# fmt: off
+WRONG_PRODUCTS = {
+    "a is float32": lambda x: {"a": x["a"].float()},
+    "a is float32, for an out to be allocated": lambda x: {"a": x["a"].float(), "out": None},
+    "b is e5m2": lambda x: {"b": x["b"].view(torch.float8_e5m2)},
+    "a_scale is float64": lambda x: {"a_scale": x["a_scale"].double()},
+    "out is float16": lambda x: {"out": x["out"].view(torch.float16)},
+    "a has a batch": lambda x: {"a": x["a"][None]},
+    "b is a vector": lambda x: {"b": x["b"][0]},
+    "b has another k": lambda x: {"b": x["b"][:, :256]},
+    "a_scale lacks a column": lambda x: {"a_scale": x["a_scale"][:, :2]},
+    "a_scale is transposed": lambda x: {"a_scale": x["a_scale"].t()},
+    "b_scale is flat": lambda x: {"b_scale": x["b_scale"].flatten()},
+    "out is too narrow": lambda x: {"out": x["out"][:, :-1]},
+    "out_dtype is float16": lambda x: {"out_dtype": torch.float16},
+}
+WRONG_CASTS = {
+    "x is an integer": lambda x: {"x": x["x"].int()},
+    "x is a number": lambda x: {"x": x["x"][0, 0]},
+    "amax_floor is 0": lambda x: {"amax_floor": 0.0},
+    "amax_floor is NaN": lambda x: {"amax_floor": float("nan")},
+    "round_scale is unknown": lambda x: {"round_scale": "up"},
+    "exact is unknown": lambda x: {"exact": "yes"},
+    "out is float32": lambda x: {"out": x["out"].float()},
+    "out lacks a row": lambda x: {"out": x["out"][1:]},
+    "out is flat": lambda x: {"out": x["out"].flatten()},
+    "scale_out is too narrow": lambda x: {"scale_out": x["scale_out"][:, :2]},
+}
+# fmt: on
+
+
+def check_refused_alike(function, op, given: dict, change) -> None:
+    """By the function, by the op, by the op's fake and under torch.compile."""
+    wrong = given | change(given)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        function(**wrong)
+    text = str(raised.value)
+    overload = op.default if wrong.get("out") is None else op.out
+    wrong = {name: x for name, x in wrong.items() if x is not None}
+    with pytest.raises(raised.type, match=re.escape(text)):
+        overload(**wrong)
+    with FakeTensorMode() as mode:
+        faked = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in wrong.items()}
+        with pytest.raises(raised.type, match=re.escape(text)):
+            overload(**faked)
+    with pytest.raises(Exception, match=re.escape(text)):
+        compiled(function)[0](**wrong)
+
+
+@pytest.mark.parametrize("change", WRONG_PRODUCTS.values(), ids=WRONG_PRODUCTS)
+def test_wrong_products_are_refused_alike(change):
+    given = dict(zip(("a", "a_scale", "b", "b_scale"), operands(5), strict=True))
+    check_refused_alike(fp8_gemm, OPS.fp8_gemm, given | {"out": torch.zeros(5, N, dtype=torch.bfloat16)}, change)
+
+
+@pytest.mark.parametrize("change", WRONG_CASTS.values(), ids=WRONG_CASTS)
+def test_wrong_casts_are_refused_alike(change):
+    given = {"x": torch.randn(5, K), "out": torch.zeros(5, K).to(FP8), "scale_out": torch.zeros(5, 3)}
+    check_refused_alike(per_token_cast_to_fp8, OPS.per_token_cast_to_fp8, given, change)
+
+
+def test_an_unknown_layout_is_refused_alike():
+    check_refused_alike(
+        per_token_cast_to_fp8,
+        OPS.per_token_cast_to_fp8,
+        {"x": torch.randn(5, K)},
+        lambda given: {"scale_layout": "column"},
+    )
+
+
+# ---- the ops themselves
+
+SAMPLES = {
+    "fp8_gemm.default": lambda: (operands(5), {"pdl": False}),
+    "fp8_gemm.out": lambda: (operands(5), {"out": torch.zeros(5, N, dtype=torch.bfloat16)}),
+    "per_token_cast_to_fp8.default": lambda: ([torch.randn(5, K)], {"scale_layout": "m_aligned"}),
+    "per_token_cast_to_fp8.out": lambda: (
+        [torch.randn(5, K)],
+        {"out": torch.zeros(5, K).to(FP8), "scale_out": torch.zeros(5, 3)},
+    ),
+    "per_block_cast_to_fp8.default": lambda: ([torch.randn(N, K)], {"round_scale": "pow2"}),
+    "per_block_cast_to_fp8.out": lambda: (
+        [torch.randn(N, K)],
+        {"out": torch.zeros(N, K).to(FP8), "scale_out": torch.zeros(2, 3)},
+    ),
+}
+
+
+def overload(name: str) -> torch._ops.OpOverload:
+    packet, _, which = name.partition(".")
+    return getattr(getattr(OPS, packet), which)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_opcheck(name):
+    """But for its test_schema, which multiplies FP8 tensors: torch has no such kernel on the CPU. On a GPU it runs."""
+    args, keywords = SAMPLES[name]()
+    for test in ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"):
+        torch.library.opcheck(overload(name), tuple(args), keywords, test_utils=test)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_ops_write_to_their_targets_alone(name):
+    args, keywords = SAMPLES[name]()
+    before = [x.clone() for x in args]
+    result = overload(name)(*args, **keywords)
+    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(args, before, strict=True))
+    assert (result is None) == name.endswith(".out")
+    assert all((target.float() != 0).any() for target in keywords.values() if isinstance(target, torch.Tensor))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_tags(name):
+    tags = overload(name).tags
+    assert {torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides} <= set(tags)
+    assert torch.Tag.cudagraph_unsafe not in tags
+
+
+def test_eager_calls_pass_no_op():
+    seen = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    given = operands(5)
+    with Watching():
+        OPS.fp8_gemm(*given)
+        assert seen.pop(0) == "deep_tile.fp8_gemm.default"
+        fp8_gemm(*given)
+        per_token_cast_to_fp8(torch.randn(5, K))
+        per_block_cast_to_fp8(torch.randn(5, K))
+    assert seen and not any("deep_tile" in name for name in seen)
+
+
+def test_an_op_that_runs_while_something_is_traced_does_its_work(monkeypatch):
+    """And does not call itself: torch.export runs some with real tensors."""
+    given, x = operands(5), torch.randn(5, K)
+    wanted = fp8_gemm(*given), *per_token_cast_to_fp8(x), *per_block_cast_to_fp8(x)
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    assert torch.compiler.is_compiling()
+    got = OPS.fp8_gemm(*given), *OPS.per_token_cast_to_fp8(x), *OPS.per_block_cast_to_fp8(x)
+    assert all(map(same, got, wanted))
+
+
+def test_importing_a_function_registers_its_op():
+    """And imports nothing of the compilers, whose import takes longer than torch's."""
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "from deep_tile import fp8_gemm\n"
+        "assert not {'sympy', 'torch._dynamo', 'torch._inductor'} & (set(sys.modules) - before)\n"
+        "torch.ops.deep_tile.fp8_gemm.out, torch.ops.deep_tile.per_token_cast_to_fp8.default\n"
+        "torch.ops.deep_tile.per_block_cast_to_fp8.out\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
