@@ -3,22 +3,19 @@
 A stand-in holds what an engine declared in late 2026, written anew and no longer than the examples need.
 """
 
-import importlib
 import inspect
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
-from helpers import same_bits
+from helpers import EXAMPLES, load_example, same_bits
 
 from deep_tile import dequantize, fp8_gemm, fp8_linear, per_token_cast_to_fp8, quantize_weight
 
-ROOT = Path(__file__).resolve().parent.parent
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 FLOOR = {"amax_floor": 1e-10}
 
@@ -105,8 +102,7 @@ class Platform:
 
 @pytest.fixture
 def add_modules(monkeypatch):
-    """Add modules with attributes, and the packages that they lie in; `examples` is found, too."""
-    monkeypatch.syspath_prepend(str(ROOT))
+    """Add modules with attributes, and the packages that they lie in."""
 
     def add(**attributes: dict):
         for name, values in attributes.items():
@@ -123,15 +119,8 @@ def add_modules(monkeypatch):
     return add
 
 
-def import_afresh(monkeypatch, name: str) -> ModuleType:
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    module = importlib.import_module(name)
-    monkeypatch.delitem(sys.modules, name)
-    return module
-
-
 @pytest.fixture
-def vllm(add_modules, monkeypatch):
+def vllm(add_modules):
     """The example, as vLLM on a Hopper GPU would import it."""
     add_modules(
         vllm__model_executor__kernels__linear={
@@ -142,7 +131,7 @@ def vllm(add_modules, monkeypatch):
         vllm__model_executor__layers__quantization__utils__quant_utils={"GroupShape": GroupShape},
         vllm__platforms={"current_platform": Platform(90), "PlatformEnum": SimpleNamespace(CUDA="cuda")},
     )
-    return import_afresh(monkeypatch, "examples.vllm_kernel")
+    return load_example("vllm_kernel")
 
 
 def vllm_config(*, static=False, group=(1, 128), block=(128, 128), shape=(136, 272), out_dtype=torch.bfloat16):
@@ -301,11 +290,11 @@ def deepgemm_w8a8_block_fp8_linear_with_fallback(
 
 
 @pytest.fixture
-def sglang(add_modules, monkeypatch):
+def sglang(add_modules):
     """The example, as SGLang would import it."""
     own = deepgemm_w8a8_block_fp8_linear_with_fallback
     add_modules(sglang__srt__layers__quantization__fp8_utils={own.__name__: own})
-    return import_afresh(monkeypatch, "examples.sglang_backend")
+    return load_example("sglang_backend")
 
 
 def test_sglang_backend_has_sglangs_signature(sglang):
@@ -376,7 +365,7 @@ def test_qwen3_generates(device):
     pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
     if device == "cuda":
         pytest.importorskip("accelerate", reason="needs accelerate, to load FP8 models to a GPU")
-    command = [sys.executable, ROOT / "examples" / "qwen3_fp8.py", "--device", device, "--prompt", "5", "--tokens", "3"]
+    command = [sys.executable, EXAMPLES / "qwen3_fp8.py", "--device", device, "--prompt", "5", "--tokens", "3"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     tokens, times = run.stdout.splitlines()

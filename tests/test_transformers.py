@@ -8,12 +8,11 @@ import os
 import secrets
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import same_bits
+from helpers import load_example, same_bits
 
 from deep_tile import dequantize, linear, per_token_cast_to_fp8, quantize_weight
 from deep_tile.integrations import transformers as integration
@@ -23,9 +22,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install '.[t
 
 from transformers.integrations import finegrained_fp8  # noqa: E402
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # Appended: an installed deep_tile still comes first.
-
-from examples import qwen3_fp8  # noqa: E402
+qwen3_fp8 = load_example("qwen3_fp8")
 
 OWN = finegrained_fp8.fp8_linear
 BLOCK = [128, 128]
