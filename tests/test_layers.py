@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "reference": {"config", "quantize"},
     "api": CALL | {"params"},
     "linear": {"_launcher", "api", "config", "launches", "ops", "params", "quantize", "tensors"},
-    "integrations": {"config", "linear"},
+    "integrations": {"config", "linear", "quantize"},
     "method": SIZES | {"select"},
     "tools": CALL | {"packaged", "", "api", "cast", "codegen", "method", "params", "quantize", "sass"},
     "": set(),

@@ -15,6 +15,7 @@ import torch
 
 from deep_tile import linear
 from deep_tile.config import SCALE_BLOCK
+from deep_tile.quantize import DIVISIONS, FP8_DTYPE, SCALE_DTYPES
 
 _MODULE = "transformers.integrations.finegrained_fp8"
 
@@ -30,8 +31,6 @@ _PARAMETERS = {
 """Defaults of the function's parameters by their names, in order, as of transformers 5.23."""
 
 _BLOCK_SIZE = (SCALE_BLOCK, SCALE_BLOCK)
-_WEIGHT_DTYPE = torch.float8_e4m3fn
-_SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ROW_BYTES = 16
 """Weights begin their rows at multiples of it, for TMA."""
@@ -41,7 +40,7 @@ _replaced: tuple[Callable, Callable] | None = None
 """What was replaced and by what, while installed; guarded by `_lock`."""
 
 
-def install() -> None:
+def install(*, exact: str = "reciprocal") -> None:
     """Let transformers' FP8 linears multiply through `deep_tile.fp8_linear`, in this process, until `uninstall()`.
 
     Taken are dynamically quantised inputs of bfloat16, float16 or float32 and weights of float8_e4m3fn in blocks of
@@ -51,22 +50,29 @@ def install() -> None:
     touched, nor `FP8GroupedLinear`.
 
     The result has the input's dtype and is rounded to bfloat16 first. A gradient goes to the input, through the
-    dequantised weight, and to the bias; the weight is frozen, as transformers has it.
+    dequantised weight; the weight and its scales are frozen, as transformers has them.
 
-    Models that are loaded already are served, too. Calling it again changes nothing. On the CPU transformers itself
-    dequantises FP8 models when it loads them, and then nothing is left to multiply.
+    Models that are loaded already are served, too. Calling it again changes `exact` alone. On the CPU transformers
+    itself dequantises FP8 models when it loads them, and then nothing is left to multiply.
+
+    Args:
+        exact: how inputs are quantised, as for `per_token_cast_to_fp8`. The default is the arithmetic of the cast that
+            transformers does for DeepGEMM, so that a model answers as it did there; "divide" rounds once less.
 
     Raises:
+        ValueError: `exact` is unknown.
         ImportError: transformers is missing or older than its `finegrained_fp8.fp8_linear`.
         RuntimeError: that function takes other arguments than those known here, or somebody else has replaced it since
             `install()`. Nothing has been changed.
     """
     global _replaced
+    if exact not in DIVISIONS:
+        raise ValueError(f"exact is {exact!r}; use {' or '.join(map(repr, DIVISIONS))}")
     module = _client()
     with _lock:
         original = _original(module)
         _check_signature(original)
-        replacement = _linear(original)
+        replacement = _linear(original, exact)
         module.fp8_linear = replacement
         _replaced = (original, replacement)
 
@@ -128,7 +134,7 @@ def _check_signature(function: Callable) -> None:
         )
 
 
-def _linear(original: Callable) -> Callable:
+def _linear(original: Callable, exact: str) -> Callable:
     """The replacement, which hands on to `original` what it does not take."""
 
     def fp8_linear(
@@ -142,12 +148,13 @@ def _linear(original: Callable) -> Callable:
     ) -> torch.Tensor:
         if activation_scale is not None or not _takes(input, weight, weight_scale_inv, block_size):
             return original(input, weight, weight_scale_inv, block_size, bias, activation_scale, allow_deepgemm)
-        if torch.is_grad_enabled():
-            # Parameters ask for a gradient unless told otherwise, and transformers tells scales and weights nothing.
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            # Parameters ask for a gradient unless told otherwise, and transformers tells scales and weights nothing. A
+            # tracer sees that they do, whether or not gradients are recorded.
             weight, weight_scale_inv = weight.detach(), weight_scale_inv.detach()
         if weight.device.type == "cpu":
             weight = weight.clone()  # A checkpoint's file that is mapped into memory puts it at any address.
-        return linear.fp8_linear(input, weight, weight_scale_inv, bias)
+        return linear.fp8_linear(input, weight, weight_scale_inv, bias, exact=exact)
 
     return fp8_linear
 
@@ -157,8 +164,8 @@ def _takes(input, weight, weight_scale_inv, block_size) -> bool:
     return (
         block_size is not None
         and tuple(block_size) == _BLOCK_SIZE
-        and weight.dtype == _WEIGHT_DTYPE
-        and weight_scale_inv.dtype in _SCALE_DTYPES
+        and weight.dtype == FP8_DTYPE
+        and weight_scale_inv.dtype in SCALE_DTYPES
         and input.dtype in _INPUT_DTYPES
         and weight.shape[-1] % _ROW_BYTES == 0
         and (input.device.type == "cpu" or (input.device.type == "cuda" and _is_hopper(input.device.index)))
