@@ -39,11 +39,8 @@ def deep_tile_w8a8_block_fp8_linear(
     """
     if not _takes(input, weight, block_size, weight_scale, input_scale):
         return deepgemm_w8a8_block_fp8_linear_with_fallback(input, weight, block_size, weight_scale, input_scale, bias)
-    if input_scale is None:
-        return deep_tile.fp8_linear(input, weight, weight_scale, bias, amax_floor=_SMALLEST_MAXIMUM)
-    output = deep_tile.fp8_gemm(input.view(-1, input.shape[-1]), input_scale, weight, weight_scale)
-    if bias is not None:
-        output += bias
+    x = input if input_scale is None else (input.view(-1, input.shape[-1]), input_scale)
+    output = deep_tile.fp8_linear(x, weight, weight_scale, bias, amax_floor=_SMALLEST_MAXIMUM)
     return output.view(*input.shape[:-1], weight.shape[0])
 
 
