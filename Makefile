@@ -72,15 +72,15 @@ import sys
 print(*(folder for folder in sys.path if folder.endswith("-packages")), sep="\n")
 endef
 
-# Prints what deep_tile with the extras named by the arguments needs besides torch. pip is not asked for torch where one
-# is re-used: it would download another in place of a pre-release, or of one without all that it asks for.
+# Prints what deep_tile with the extras named by the arguments needs besides torch, quoted for xargs. pip is not asked for
+# torch where one is re-used: it would download another in place of a pre-release, or of one without all that it asks for.
 define OTHER_DEPENDENCIES
-import sys
+import re, sys
 from importlib.metadata import requires
 for line in requires("deep_tile"):
-    dependency, _, condition = line.partition("; extra == ")
-    if not dependency.startswith("torch") and (not condition or condition.strip('"') in sys.argv[1:]):
-        print(dependency)
+    dependency, extra = re.fullmatch(r"(.*?)(?:(?:;| and) extra == \"(\w+)\")?", line).groups()
+    if not dependency.startswith("torch") and extra in (None, *sys.argv[1:]):
+        print(f"'{dependency}'")
 endef
 
 # Loads the extension of an installed wheel and writes a kernel from its headers: what needs no other package.

@@ -4,8 +4,11 @@ Used by the test modules and by sanitize.py, on either device. Invariant: whatev
 NaN, and whatever it has no business to write is checked bit for bit.
 """
 
+import importlib.util
 import os
 import secrets
+from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -30,6 +33,8 @@ SCALE_STRIDES = {
     "scattered": lambda rows, groups: (3, 3 * rows + 2),
 }
 """Strides of a scale of [rows, groups], by the layout's name."""
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 class Operands(NamedTuple):
@@ -225,3 +230,11 @@ def check_gemm(
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Equality that NaN takes part in."""
     return torch.equal(x.contiguous().view(torch.int16), y.contiguous().view(torch.int16))
+
+
+def load_example(name: str) -> ModuleType:
+    """A file of `EXAMPLES` as a module of its own, whatever else is called `examples` here."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

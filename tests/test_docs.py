@@ -12,7 +12,7 @@ sys.path.append(str(ROOT))  # Appended: an installed deep_tile still comes first
 from benchmarks import report, store  # noqa: E402
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-FOLDERS = ("benchmarks", "csrc", "deep_tile", "docs", "include", "tests")
+FOLDERS = ("benchmarks", "csrc", "deep_tile", "docs", "examples", "include", "tests")
 SOURCES = sorted(
     path
     for folder in FOLDERS

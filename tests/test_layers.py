@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "api": CALL | {"params"},
     "linear": {"_launcher", "api", "config", "launches", "ops", "params", "quantize", "tensors"},
     "nn": {"api", "cast", "jit", "linear", "quantize", "tensors"},
+    "integrations": {"config", "linear", "quantize"},
     "method": SIZES | {"select"},
     "tools": CALL | {"packaged", "", "api", "cast", "codegen", "method", "params", "quantize", "sass"},
     "": set(),
@@ -58,6 +59,7 @@ PURE = ("select.schedule", "select.defaults", "select.choose")
 
 WITH_TORCH = {
     "api",
+    "integrations.transformers",
     "launches",
     "linear",
     "nn",
@@ -76,6 +78,10 @@ LATER_WITH_TORCH = {"tools.cli", "tools.demo", "tools.doctor", "tools.products",
 
 
 ON_IMPORT_OR_LATER = WITH_TORCH | LATER_WITH_TORCH
+
+
+OTHERS_PACKAGES = {"transformers"}
+"""Imported by the functions that need them alone: deep_tile does without."""
 
 
 class Edge(NamedTuple):
@@ -144,7 +150,9 @@ def violations(package: Path) -> list[str]:
         if edge.target in {"torch", *WITH_TORCH}:
             allowed = ON_IMPORT_OR_LATER if edge.in_function else WITH_TORCH
             found += [] if edge.module in allowed else [f"{edge}, and does without torch"]
-        if edge.target in ("benchmarks", "tests"):
+        if edge.target in OTHERS_PACKAGES and not edge.in_function:
+            found.append(f"{edge} outside of a function")
+        if edge.target in ("benchmarks", "examples", "tests"):
             found.append(f"{edge} of a checkout")
     return found + circles(package)
 
@@ -184,6 +192,11 @@ def test_public_names_are_not_the_tools():
         ("tools/cli.py", "from deep_tile.tools import tune", "tools.cli:1 imports tools.tune, and does without torch"),
         ("tools/demo.py", "import torch", "tools.demo:1 imports torch, and does without torch"),
         ("tools/cli.py", "from benchmarks import bench_gemm", "tools.cli:1 imports benchmarks of a checkout"),
+        (
+            "integrations/transformers.py",
+            "import transformers",
+            "integrations.transformers:1 imports transformers outs",
+        ),
         ("method/report.py", "import deep_tile", "method.report:1 imports deep_tile"),
         ("plan.py", "from . import api", "plan:1 imports deep_tile"),
         ("loose.py", "", "loose has no row in MAY_IMPORT"),

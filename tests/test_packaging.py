@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ["benchmarks", "csrc", "deep_tile", "docs", "include", "tests"]
+FOLDERS = ["benchmarks", "csrc", "deep_tile", "docs", "examples", "include", "tests"]
 SOURCES = ["LICENSE", "MANIFEST.in", "Makefile", "README.md", "constraints.txt", "pyproject.toml", "setup.py", *FOLDERS]
 OLDEST_GLIBC = (2, 28)
 """What torch's own wheels ask for, since 2.7."""

@@ -1,0 +1,1 @@
+"""deep_tile inside of packages that people run, a module for each."""
