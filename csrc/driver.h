@@ -21,6 +21,7 @@ struct CUlaunchConfig_st; /* LaunchConfig below */
 
 enum {
     DRIVER_API_VERSION = 12000,
+    STREAM_CAPTURE_NONE = 0,
     PROC_ADDRESS_LEGACY_STREAM = 1, /* stream 0 is the legacy default stream, as it is for torch */
 
     FUNC_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8,
@@ -94,6 +95,7 @@ typedef DriverResult (*GetProcAddress)(const char *symbol, void **address, int v
     CALL(cuCtxGetCurrent, (DriverContext *context))                                                                   \
     CALL(cuCtxPushCurrent, (DriverContext context))                                                                   \
     CALL(cuCtxPopCurrent, (DriverContext *context))                                                                   \
+    CALL(cuStreamIsCapturing, (DriverStream stream, unsigned *status))                                                \
     CALL(cuLibraryLoadData, (DriverLibrary *library, const void *code, unsigned *jit_options, void **jit_values,      \
                              unsigned jit_count, unsigned *options, void **values, unsigned count))                   \
     CALL(cuLibraryGetKernel, (DriverKernel *kernel, DriverLibrary library, const char *name))                         \

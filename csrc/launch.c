@@ -650,7 +650,17 @@ PyDoc_STRVAR(launch_known_doc,
              "Launch what is known for a call of these options and tensors, on the current stream of their device.\n"
              "The dict `table` holds for every tuple of options (options, launches), and the dict `launches` a Launch,\n"
              "or a tuple of them, for every signature. False, and nothing has happened, where they hold none, where the options met are\n"
-             "equal but of other types, or where a tensor cannot be read here. Raises as launch() does.");
+             "equal but of other types, or where a tensor cannot be read here; nor are the launches of a tuple made\n"
+             "in a stream that is being captured, since what lies between them may be of other calls, too. Raises as\n"
+             "launch() does.");
+
+/* False, too, where the driver does not say: the launch then meets the reason. Stream 0 cannot be captured. */
+static bool is_captured(uintptr_t stream)
+{
+    unsigned status = STREAM_CAPTURE_NONE;
+    return stream != 0 && driver.cuStreamIsCapturing((DriverStream)stream, &status) == 0 &&
+           status != STREAM_CAPTURE_NONE;
+}
 
 static PyObject *launch_known(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
@@ -674,9 +684,12 @@ static PyObject *launch_known(PyObject *module, PyObject *const *args, Py_ssize_
     Chain chain;
     if (found == NULL || !as_chain(state, found, count - 2, "launch_known", &chain))
         return NULL;
+    if (!find_current_stream(&state->tensor_types, args[2], &seen, &stream))
+        return NULL;
+    if (chain.count > 1 && is_captured(stream))
+        Py_RETURN_FALSE;
     Py_INCREF(found); /* another thread may drop it while the GIL is released */
-    const bool launched = find_current_stream(&state->tensor_types, args[2], &seen, &stream) &&
-                          launch_at(&chain, addresses, stream);
+    const bool launched = launch_at(&chain, addresses, stream);
     Py_DECREF(found);
     if (!launched)
         return NULL;

@@ -27,15 +27,13 @@ _WIDE = "torch.bfloat16, torch.float16 or torch.float32"
 _WORKSPACE_ALIGNMENT = 256
 
 _KEPT_BYTES = 3 << 20
-"""Of the workspace that a thread keeps for each stream."""
-
-_KEPT_ELEMENTS, _KEPT_LEAST_K = 1 << 20, 16
-"""Inputs of at most so many elements, and at least so long rows, fit into it: an element takes up to two bytes with its
-row's padding, and a quarter of one and a thirty-second for its scale. A larger one keeps the GPU busy for longer than
-torch takes to allocate."""
+"""Of the workspace that a thread keeps for each stream. An input that needs more keeps the GPU busy for longer than
+torch takes to allocate one."""
 
 _MOST_KEPT = 64
 """Workspaces of one thread; one more, and all are dropped."""
+
+_is_on_gpu = attrgetter("is_cuda")
 
 _launches: launches.Table = {}
 """By the `_Options` of a call, or the plain tuple equal to it; each is a cast's and a product's, of the tensors of
@@ -156,8 +154,17 @@ def quantize_weight(
     return quantize.per_block_cast_to_fp8(w, amax_floor=amax_floor, round_scale=round_scale, exact=exact)
 
 
-def _wants_gradient(*arguments) -> bool:
-    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
+def _wants_gradient(x, b, b_scale, bias, out) -> bool:
+    try:  # a loop would take 0.7 us longer
+        return (
+            x.requires_grad
+            or b.requires_grad
+            or (b_scale is not None and b_scale.requires_grad)
+            or (bias is not None and bias.requires_grad)
+            or (out is not None and out.requires_grad)
+        )
+    except AttributeError:  # something is no tensor, which the checks say
+        return False
 
 
 def _refuse_gradient(b, b_scale, out) -> None:
@@ -168,7 +175,7 @@ def _refuse_gradient(b, b_scale, out) -> None:
             "under torch.no_grad()"
         )
     for name, x in (("b", b), ("b_scale", b_scale)):
-        if b_scale is not None and _wants_gradient(x):
+        if b_scale is not None and x.requires_grad:
             raise RuntimeError(
                 f"{name} requires a gradient, which a quantised weight has none of. Pass {name}.requires_grad_(False), "
                 "or the weight itself as b, without b_scale, or call under torch.no_grad()"
@@ -206,8 +213,8 @@ def _gradients(grad, x, b, b_scale, dtypes, options: _Options, needed) -> tuple:
 
 def _dequantized(b: torch.Tensor, b_scale: torch.Tensor | None, options: _Options) -> torch.Tensor:
     """The weight that the product multiplied by, in FP32."""
-    if b_scale is None:
-        b, b_scale = quantize_weight(b, **_cast_options(options))
+    if b_scale is None:  # by the op, since backward may be traced
+        b, b_scale = torch.ops.deep_tile.per_block_cast_to_fp8(b, **_cast_options(options))
     return quantize.dequantize(b, b_scale, block=quantize.WEIGHT_BLOCK)
 
 
@@ -220,32 +227,34 @@ def _product_options(options: _Options) -> dict:
 
 
 def _forward(x, b, b_scale, bias, out, options: tuple, keeps_workspace: bool = True) -> torch.Tensor:
+    """`fp8_linear` outside of tracing, of a tensor, without gradients; `options` are equal to an `_Options`."""
     try:
         if b_scale is None:
             _check_wide_weight(b)
             b, b_scale = quantize_weight(b, **_cast_options(_Options(*options)))
-        is_product = out is not None and out.dtype == _PRODUCT_DTYPE
-        if out is not None and (bias is not None or not is_product):  # else the signature stands for the check
+        dtype = options[0] or x.dtype
+        if out is not None and (bias is not None or dtype is not _PRODUCT_DTYPE):  # torch writes it
             _check(x, b, b_scale, bias, out, _Options(*options))
-        product = out if is_product else x.new_empty(*x.shape[:-1], b.shape[0], dtype=_PRODUCT_DTYPE)
-        given = (x, b, b_scale, product, *(() if bias is None else (bias,)))
-        workspace = _workspace(x, keeps_workspace) if _is_on_gpu(x) else None
-        if workspace is None or not _launcher.launch_known(_launches, options, *given, workspace):
-            _call_unknown(given, workspace, bias, _Options(*options))
+            if out.is_inference() and not torch.is_inference_mode_enabled():
+                raise RuntimeError("out was made in inference mode, and can be written there alone. Pass out.clone()")
+        product = out
+        if out is None or dtype is not _PRODUCT_DTYPE:
+            product = x.new_empty(*x.shape[:-1], b.shape[0], dtype=_PRODUCT_DTYPE)
+        given = (x, b, b_scale, product) if bias is None else (x, b, b_scale, product, bias)
+        kept = _kept_workspace(x)
+        if kept is None or not _launcher.launch_known(_launches, options, *given, kept):
+            _call_with_workspace(given, bias, out, options, keeps_workspace)
     except Exception:
         reason = api.error_of(_check, x, b, b_scale, bias, out, _Options(*options))
         if reason is None:
             raise
         raise reason from None
-    return _finish(product, bias, out, x.dtype if options[0] is None else options[0])
-
-
-_is_on_gpu = attrgetter("is_cuda")
+    return product if dtype is _PRODUCT_DTYPE and bias is None else _finish(product, bias, out, dtype)
 
 
 def _finish(product, bias, out, dtype: torch.dtype) -> torch.Tensor:
     """The result: the product in its dtype, with the bias."""
-    if dtype != _PRODUCT_DTYPE:
+    if dtype is not _PRODUCT_DTYPE:
         product = product.to(dtype) if out is None else out.copy_(product)
     return product if bias is None else product.add_(bias)
 
@@ -289,36 +298,49 @@ class _Parts(NamedTuple):
         return a[:, : self.k], a_scale.t()[: self.rows]
 
 
+def _kept_workspace(x: torch.Tensor) -> torch.Tensor | None:
+    device = x.get_device()
+    if device < 0:
+        return None
+    return _kept.workspaces.get((device, torch._C._cuda_getCurrentRawStream(device)))
+
+
+def _call_with_workspace(given: tuple, bias, out, options: tuple, keeps_workspace: bool) -> None:
+    """Multiply where no workspace is kept that does for this call, or nothing is known of the call."""
+    workspace = _workspace(given[0], keeps_workspace) if _is_on_gpu(given[0]) and given[0].numel() else None
+    if workspace is None or not _launcher.launch_known(_launches, options, *given, workspace):
+        _call_unknown(given, workspace, bias, out, _Options(*options))
+
+
 def _workspace(x: torch.Tensor, keeps: bool) -> torch.Tensor:
-    """Memory for the quantised input, which nothing but this call's kernels touches until they have ended.
+    """Memory for the quantised `x`, which nothing but this call's kernels touches until they have ended.
 
     What torch allocates and is dropped after the call is met again by later kernels of the same stream alone, also
     within a CUDA graph. What is kept must not be in a graph, whose replays know no order with later calls, nor come
     from memory that torch sets aside for graphs: an op that torch.compile has put into one keeps nothing.
     """
-    k = x.shape[-1]
-    if x.numel() > _KEPT_ELEMENTS or k < _KEPT_LEAST_K:
-        return x.new_empty(max(1, _Parts(x.numel() // max(1, k), k).end), dtype=torch.uint8)
-    device = x.get_device()
-    if not keeps or device != torch._C._cuda_getDevice() or torch._C._cuda_isCurrentStreamCapturing():
-        return x.new_empty(_KEPT_BYTES, dtype=torch.uint8)
-    key = (device, torch._C._cuda_getCurrentRawStream(device))
-    kept = _kept.workspaces.get(key)
-    return _keep(key, x.new_empty(_KEPT_BYTES, dtype=torch.uint8)) if kept is None else kept
+    k, device = x.shape[-1], x.get_device()
+    size = _Parts(x.numel() // k, k).end
+    with torch.cuda.device(device):
+        is_captured = torch.cuda.is_current_stream_capturing()
+    if size > _KEPT_BYTES or is_captured:
+        return x.new_empty(size, dtype=torch.uint8)
+    kept = _kept_workspace(x)
+    if kept is None:
+        kept = x.new_empty(_KEPT_BYTES, dtype=torch.uint8)
+    if keeps:
+        if len(_kept.workspaces) >= _MOST_KEPT:
+            _kept.workspaces.clear()
+        _kept.workspaces[device, torch._C._cuda_getCurrentRawStream(device)] = kept
+    return kept
 
 
-def _keep(key: tuple[int, int], workspace: torch.Tensor) -> torch.Tensor:
-    if len(_kept.workspaces) >= _MOST_KEPT:
-        _kept.workspaces.clear()
-    _kept.workspaces[key] = workspace
-    return workspace
-
-
-def _call_unknown(given: tuple, workspace: torch.Tensor | None, bias, options: _Options) -> None:
-    """Multiply where C has met no such options and signature, or cannot read the tensors; on the CPU always."""
-    x, b, b_scale, out = given[:4]
-    _check(x, b, b_scale, bias, None, options)
-    out_rows = _rows_of_out(out)
+def _call_unknown(given: tuple, workspace: torch.Tensor | None, bias, out, options: _Options) -> None:
+    """Multiply where C has met no such options and signature, cannot read the tensors, or leaves a stream under capture
+    to Python; on the CPU always."""
+    x, b, b_scale, product = given[:4]
+    _check(x, b, b_scale, bias, out, options)
+    out_rows = _rows_of_out(product)
     x, b_scale = x if _rows(x) is not None else x.contiguous(), b_scale.float()
     if workspace is None or min(*_rows(x).shape, *b.shape) == 0:
         _multiply_in_turn(_rows(x), b, b_scale, out_rows, options)
@@ -387,7 +409,7 @@ def _multiply_quantized(x: tuple, b, b_scale, bias, out, out_dtype, product: dic
         raise TypeError(f"x[0] must be {quantize.FP8_DTYPE}; got {a.dtype}. Pass the input itself as x to have it cast")
     _check_fit(a, b, bias, out, dtype)
     if torch.is_grad_enabled() and out is not None:
-        _refuse_gradient(b, b_scale, out if _wants_gradient(bias, out) else None)
+        _refuse_gradient(b, b_scale, out if _wants_gradient(a, b, b_scale, bias, out) else None)
     rows, scales = a.reshape(-1, a.shape[-1]), a_scale.reshape(-1, a_scale.shape[-1])
     direct = out is not None and out.dtype == _PRODUCT_DTYPE
     result = api.fp8_gemm(rows, scales, b, b_scale, _rows_of_out(out) if direct else None, **product)
@@ -417,8 +439,6 @@ def _check(x, b, b_scale, bias, out, options: _Options) -> None:
     _check_kinds(given, optional=("b_scale", "bias", "out"))
     _check_formats(x, b_scale, options)
     _check_fit(x, b, bias, out, options.out_dtype or x.dtype)
-    if out is not None and out.is_inference() and not torch.is_inference_mode_enabled():
-        raise RuntimeError("out was made in inference mode, and can be written there alone. Pass out.clone()")
 
 
 def _check_kinds(given: dict[str, object], optional: tuple[str, ...]) -> None:
@@ -482,7 +502,7 @@ def _call_op(x, b, b_scale, bias, out, out_dtype, cast: dict, product: dict) -> 
         return _multiply_quantized(x, b, b_scale, bias, out, out_dtype, product)
     if out is None:
         return torch.ops.deep_tile.fp8_linear(x, b, b_scale, bias, out_dtype=out_dtype, **cast, **product)
-    torch.ops.deep_tile.fp8_linear.out(x, b, b_scale, bias, out_dtype=out_dtype, **cast, **product, out=out)
+    torch.ops.deep_tile.fp8_linear.out(x, b, b_scale, bias, out, out_dtype=out_dtype, **cast, **product)
     return out
 
 
@@ -491,7 +511,7 @@ def _run_op(x, b, b_scale=None, bias=None, **keywords) -> torch.Tensor:
     return _forward(x, b, b_scale, bias, None, _Options(**keywords), keeps_workspace=False)
 
 
-def _run_out_op(x, b, b_scale=None, bias=None, *, out, **keywords) -> None:
+def _run_out_op(x, b, b_scale, bias, out, **keywords) -> None:
     if torch.is_grad_enabled() and _wants_gradient(x, b, b_scale, bias, out):
         _refuse_gradient(b, b_scale, out)
     _forward(x, b, b_scale, bias, out, _Options(**keywords), keeps_workspace=False)
@@ -503,7 +523,7 @@ def _fake_op(x, b, b_scale=None, bias=None, **keywords) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], b.shape[0], dtype=options.out_dtype or x.dtype)
 
 
-def _fake_out_op(x, b, b_scale=None, bias=None, *, out, **keywords) -> None:
+def _fake_out_op(x, b, b_scale, bias, out, **keywords) -> None:
     _check_fake(x, b, b_scale, bias, out, _Options(**keywords))
 
 
@@ -511,7 +531,7 @@ def _check_fake(x, b, b_scale, bias, out, options: _Options) -> None:
     """The checks that need no memory."""
     if b_scale is None:
         _check_wide_weight(b)
-    elif _wants_gradient(b, b_scale):
+    elif torch.is_grad_enabled():
         _refuse_gradient(b, b_scale, None)
     _check_formats(x, b_scale, options)
     _check_fit(x, b, bias, out, options.out_dtype or x.dtype)
@@ -532,6 +552,7 @@ def _backward(ctx, grad):
 
 
 _OPERANDS = "Tensor x, Tensor b, Tensor? b_scale=None, Tensor? bias=None"
+_OUT_OPERANDS = "Tensor x, Tensor b, Tensor? b_scale, Tensor? bias, Tensor(a!) out"
 _KEYWORDS = (
     "*, ScalarType? out_dtype=None, float amax_floor=1e-4, str round_scale='none', str exact='divide', "
     "int? num_sms=None, bool batch_invariant=False, bool? pdl=None"
@@ -543,4 +564,4 @@ ops.register(
     backward=_backward,
     setup_context=_setup_context,
 )
-ops.register(f"fp8_linear.out({_OPERANDS}, {_KEYWORDS}, Tensor(a!) out) -> ()", _run_out_op, _fake_out_op)
+ops.register(f"fp8_linear.out({_OUT_OPERANDS}, {_KEYWORDS}) -> ()", _run_out_op, _fake_out_op)

@@ -107,6 +107,13 @@ DriverResult cuDevicePrimaryCtxRetain(DriverContext *context, int device)
     return record("cuDevicePrimaryCtxRetain", "%d", device);
 }
 
+/* Stream 0x77 is being captured. */
+DriverResult cuStreamIsCapturing(DriverStream stream, unsigned *status)
+{
+    *status = (uintptr_t)stream == 0x77;
+    return record("cuStreamIsCapturing", "%p", (void *)stream);
+}
+
 DriverResult cuCtxGetCurrent(DriverContext *context)
 {
     *context = contexts[pushed];

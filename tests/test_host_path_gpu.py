@@ -3,6 +3,7 @@
 What the host path does apart from torch's CUDA streams, test_host_path.py covers without a GPU.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -76,6 +77,7 @@ def test_tensors_and_parameters_take_the_fast_path(paths):
     operands = operands_on_gpu()
     exact = exact_product(operands)
     weights = [torch.nn.Parameter(x, requires_grad=False) for x in (operands.b, operands.b_scale)]
+    paths.clear()  # of the casts
     for b, b_scale in ((operands.b, operands.b_scale), weights, (operands.b.clone(), operands.b_scale)):
         out = dense_out()
         fp8_gemm(operands.a, operands.a_scale, b, b_scale, out)
@@ -89,6 +91,7 @@ def test_subclasses_and_old_torch_go_through_python(paths):
 
     operands = operands_on_gpu()
     subclassed = operands._replace(b=operands.b.as_subclass(Subclass))
+    paths.clear()  # of the casts
     for _ in range(2):
         check_gemm(subclassed, exact_product(operands))
     assert paths == ["prepare_launch", "launch", "launch"]
@@ -161,6 +164,7 @@ def test_many_signatures_take_bounded_memory(monkeypatch):
     config = GemmConfig(64, 64, 4, tma_store=False)
     operands, out = operands_on_gpu(334, 8, 16), dense_out(334, 8)
     fp8_gemm(*operands, out, config=config)
+    gc.collect()
     before = used_bytes()
     for num_sms in range(1, min(100, torch.cuda.get_device_properties(DEVICE).multi_processor_count) + 1):
         for pdl in (None, False, True):
@@ -168,7 +172,7 @@ def test_many_signatures_take_bounded_memory(monkeypatch):
                 work = operands._replace(a=operands.a[:m], a_scale=operands.a_scale[:m])
                 fp8_gemm(*work, out[:m], config=config, num_sms=num_sms, pdl=pdl)
     grown = growth(before)
-    assert grown["host"] < 200 << 20 and grown["device"] < 16 << 20 and grown["tensors"] == 0, grown
+    assert grown["host"] < 200 << 20 and grown["device"] < 16 << 20 and grown["tensors"] <= 0, grown
     assert sum(len(launches) for _, launches in api._launches.values()) <= launches.MAX_SIGNATURES
     assert_accurate(fp8_gemm(*operands, out), exact_product(operands))
 
@@ -221,7 +225,7 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 """)
-    assert all("start workers with 'spawn'" in line for line in lines), lines
+    assert [line for line in lines if "start workers with 'spawn'" not in line] == []
     assert lines[-1].startswith("is_available False")
 
 
@@ -247,6 +251,7 @@ os._exit(0)
 def test_plan(paths):
     examples, other = operands_on_gpu(), operands_on_gpu()
     weights = torch.nn.Parameter(examples.b, requires_grad=False)
+    paths.clear()  # of the casts
     multiply = prepare(examples.a, examples.a_scale, weights, examples.b_scale)
     assert isinstance(multiply, Plan)
     assert paths == ["prepare_launch"]

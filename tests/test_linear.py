@@ -97,6 +97,34 @@ def test_scales_of_powers_of_two(device):
     assert torch.equal(fp8_linear(x, b, exponents), fp8_linear(x, b, exponents.float()))
 
 
+@pytest.mark.parametrize("shape", [(5, 208), (2, 3, 208), (7,)], ids=str)
+def test_layers_share_a_cast(device, shape):
+    x, b, b_scale, bias = make_layer(shape, 130, device)
+    a = per_token_cast_to_fp8(x, scale_layout="m_aligned")
+    expected = fp8_linear(x, b, b_scale, bias)
+    assert torch.equal(fp8_linear(a, b, b_scale, bias), expected)
+    out = torch.empty_like(expected)
+    assert fp8_linear(a, b, b_scale, bias, out) is out and torch.equal(out, expected)
+    wide = fp8_linear(a, b, b_scale, bias, out_dtype=torch.float32)
+    assert torch.equal(wide, fp8_linear(x, b, b_scale, bias, out_dtype=torch.float32))
+
+
+def test_wrong_pairs_are_refused(device):
+    x, b, b_scale, _ = make_layer((5, 208), 130, device)
+    a, a_scale = per_token_cast_to_fp8(x)
+    for pair, kind, message in (
+        ((a,), ValueError, "x is a tuple of 1; pass the pair that per_token_cast_to_fp8 returned"),
+        ((x, a_scale), TypeError, r"x\[0\] must be torch.float8_e4m3fn; got torch.bfloat16. Pass the input itself"),
+        ((a, None), TypeError, r"x\[1\] must be a torch.Tensor; got NoneType"),
+        ((a[:, :128], a_scale), ValueError, r"x must be \[..., k\] and b \[n, k\]"),
+        ((a, a_scale[:3]), ValueError, "a_scale must have shape"),
+    ):
+        with pytest.raises(kind, match=message):
+            fp8_linear(pair, b, b_scale)
+    with pytest.raises(TypeError, match="b_scale must be a torch.Tensor; got NoneType"):
+        fp8_linear((a, a_scale), b)
+
+
 def test_small_magnitudes_and_nan(device):
     """`amax_floor` reaches the cast; NaN stays in its row."""
     x, b, b_scale, _ = make_layer((4, 256), 40, device)
