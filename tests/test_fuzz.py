@@ -218,7 +218,7 @@ def assert_covers(launch: dict, config: GemmConfig, problem: GemmProblem) -> Non
     assert config.cluster <= launch["grid"] <= problem.num_sms
     swizzle_128 = params._SWIZZLES[128]
     for name in ("a_maps", "b_maps"):
-        _, _, (width, height), _, (box_width, box_height), swizzle, _ = launch["maps"][params.GEMM.offsets[name]]
+        _, _, (width, height), _, (box_width, box_height), swizzle, *_ = launch["maps"][params.GEMM.offsets[name]]
         assert (width, box_width, swizzle) == (problem.k, 128, swizzle_128) and 1 <= box_height <= 256 and height > 0
     for name, rows, tile, sharers in (
         ("a_tail_rows", problem.m, config.block_m, config.cluster_n),
