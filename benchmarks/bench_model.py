@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python benchmarks/bench_model.py --out benchmarks/results/model.json
 
-Qwen3-8B's sizes, random weights, 8 layers without a head, one sequence. Prefill of 2048 tokens and decoding of one, both
-called eagerly, host time included, and decoding as a CUDA graph. Contestants take turns, batch by batch; figures are
-medians. Needs transformers. `--small` tries the script on a CPU.
+Qwen3-8B's sizes, random weights, 8 layers without a head, one sequence. Prefill of 2048 tokens and decoding of one,
+both called eagerly, host time included, and decoding as a CUDA graph. Contestants take turns, batch by batch; figures
+are medians. Needs transformers. `--small` tries the script on a CPU.
 """
 
 import argparse

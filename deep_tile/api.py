@@ -392,7 +392,8 @@ def _empty_out(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torc
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"a and b must be [m, k] and [n, k]; got shapes {tuple(a.shape)} and {tuple(b.shape)}")
     try:
-        return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)  # a tuple would cost 0.3 us
+        m, n = a.shape[0], b.shape[0]
+        return tensors.new_empty(a, (m, n), (n or 1, 1), out_dtype)
     except AssertionError as error:  # of FakeTensorMode, which takes no real tensors
         raise tensors.not_allocated("out", error) from None
 

@@ -8,6 +8,7 @@ Invariant: the result is that of `per_token_cast_to_fp8` and `fp8_gemm`, bit for
 
 import math
 import threading
+from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -239,7 +240,7 @@ def _forward(x, b, b_scale, bias, out, options: tuple, keeps_workspace: bool = T
                 raise RuntimeError("out was made in inference mode, and can be written there alone. Pass out.clone()")
         product = out
         if out is None or dtype is not _PRODUCT_DTYPE:
-            product = x.new_empty(*x.shape[:-1], b.shape[0], dtype=_PRODUCT_DTYPE)
+            product = tensors.new_empty(x, *_product_layout(x.shape, b.shape[0]), _PRODUCT_DTYPE)
         given = (x, b, b_scale, product) if bias is None else (x, b, b_scale, product, bias)
         kept = _kept_workspace(x)
         if kept is None or not _launcher.launch_known(_launches, options, *given, kept):
@@ -250,6 +251,15 @@ def _forward(x, b, b_scale, bias, out, options: tuple, keeps_workspace: bool = T
             raise
         raise reason from None
     return product if dtype is _PRODUCT_DTYPE and bias is None else _finish(product, bias, out, dtype)
+
+
+@lru_cache(maxsize=4096)
+def _product_layout(x_shape: tuple[int, ...], n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides, dense, of the product of an input of this shape."""
+    shape, strides = (*x_shape[:-1], n), [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * max(size, 1))
+    return shape, tuple(strides)
 
 
 def _finish(product, bias, out, dtype: torch.dtype) -> torch.Tensor:

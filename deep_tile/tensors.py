@@ -97,6 +97,21 @@ def is_aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % ALIGNMENT_BYTES == 0
 
 
+_empty_on_current_gpu = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
+"""What code compiled by torch allocates by; not public, so perhaps None."""
+
+
+def new_empty(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor on the device of `x`, by the shortest way: 1.0 us where `x.new_empty` takes 1.9 (H200,
+    2026-11-23). Errors are torch's, such as an AssertionError in FakeTensorMode."""
+    device = x.get_device()
+    if device < 0 or _empty_on_current_gpu is None or torch._C._len_torch_dispatch_stack():
+        return x.new_empty_strided(shape, strides, dtype=dtype)
+    if device != torch._C._cuda_getDevice():
+        return x.new_empty_strided(shape, strides, dtype=dtype)
+    return _empty_on_current_gpu(shape, strides, dtype)
+
+
 def empty_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None) -> torch.Tensor:
     """An uninitialised tensor whose rows begin at multiples of 16 bytes, for TMA; dense where that makes them so."""
     elements = ALIGNMENT_BYTES // dtype.itemsize

@@ -144,9 +144,10 @@ def test_reciprocal_differs_in_last_bits(cast):
     x = torch.randn(1024, 1024).bfloat16()
     (divided, scale), (multiplied, other_scale) = (cast(x, exact=exact) for exact in ("divide", "reciprocal"))
     apart = (scale.view(torch.int32) - other_scale.view(torch.int32)).abs()
-    assert apart.max() == 1 and (apart > 0).float().mean() > 0.3
+    assert apart.max() == 1 and (apart > 0).float().mean() > 0.1
     apart = (divided.view(torch.uint8).int() - multiplied.view(torch.uint8).int()).abs()
-    assert apart.max() == 1 and 0 < (apart > 0).float().mean() < 0.01
+    assert apart.max() <= 1 and (apart > 0).float().mean() < 0.01
+    assert cast is per_block_cast_to_fp8 or apart.max() == 1  # of 64 scales perhaps none moves an element
 
 
 @settings(max_examples=40, deadline=None)

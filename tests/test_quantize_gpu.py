@@ -278,7 +278,7 @@ def test_warm_cast_finds_its_launch(cast, monkeypatch):
     cast(x, out=out, scale_out=scale)
     if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         monkeypatch.setattr(kernels, "prepare_launch", lambda *ignored: pytest.fail("prepared anew"))
-        monkeypatch.setattr(quantize, "_cast", lambda *ignored: pytest.fail("went through Python"))
+        monkeypatch.setattr(quantize, "_cast_unknown", lambda *ignored: pytest.fail("went through Python"))
     cast(y, out=out, scale_out=scale)
     assert torch.equal(codes(out.cpu()), codes(wanted)) and torch.equal(scale.cpu(), wanted_scale)
 
