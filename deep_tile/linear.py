@@ -96,7 +96,7 @@ def fp8_linear(
         x: [..., k] bfloat16, float16 or float32, any k. Fastest where rows are adjacent and begin at multiples of 16
             bytes; leading dimensions that are no rows at one stride, and other column strides, are copied first. Or
             the pair that `per_token_cast_to_fp8` returned, for layers that share one cast; it has no gradient, and the
-            product alone is launched.
+            product alone is launched. After `import deep_tile.distributed` also a DTensor, as all tensors then are.
         b: [n, k] float8_e4m3fn as `fp8_gemm` takes it, as `quantize_weight` makes it; or, without `b_scale`, a weight
             of bfloat16, float16 or float32, which is then quantised on every call.
         b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides, or float8_e8m0fnu, which takes a kernel more.
@@ -121,7 +121,7 @@ def fp8_linear(
 
     The method (1x128 and 128x128 scales, promotion to FP32 every 128 of k) is that of the DeepSeek-V3 report, 3.3.
     """
-    if is_compiling():
+    if is_compiling() or type(x) in ops.wrappers:
         return _call_op(
             *(x, b, b_scale, bias, out, out_dtype),
             {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact},
@@ -558,7 +558,34 @@ def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
 
 
 def _backward(ctx, grad):
+    if type(grad) in ops.wrappers:
+        return _call_backward_op(ctx, grad)
     return _gradients(grad, *ctx.saved_tensors, ctx.dtypes, ctx.options, ctx.needed)
+
+
+def _call_backward_op(ctx, grad) -> tuple:
+    """The gradients by one op, of what torch knows to take apart for an op."""
+    x_dtype, bias_dtype = (dtype if ctx.needed[i] else None for i, dtype in zip((0, 3), ctx.dtypes, strict=True))
+    cast = _cast_options(ctx.options)
+    op = torch.ops.deep_tile.fp8_linear_backward
+    of_x, of_b, of_bias = op(grad, *ctx.saved_tensors, x_dtype=x_dtype, bias_dtype=bias_dtype, **cast)
+    computed = (of_x, of_b, None, of_bias)
+    return tuple(gradient if needed else None for gradient, needed in zip(computed, ctx.needed, strict=False))
+
+
+def _run_backward_op(grad, x, b, b_scale=None, *, x_dtype=None, bias_dtype=None, **cast) -> tuple[torch.Tensor, ...]:
+    """The gradients of x and bias in these dtypes, and that of b where x is given; empty ones where not."""
+    needed = (x_dtype is not None, x is not None, False, bias_dtype is not None)
+    of_x, of_b, _, of_bias = _gradients(grad, x, b, b_scale, (x_dtype, bias_dtype), _Options(**cast), needed)
+    return tuple(grad.new_empty(0) if gradient is None else gradient for gradient in (of_x, of_b, of_bias))
+
+
+def _fake_backward_op(grad, x, b, b_scale=None, *, x_dtype=None, bias_dtype=None, **_) -> tuple[torch.Tensor, ...]:
+    n, k = b.shape
+    of_x = ((0,), None) if x_dtype is None else ((*grad.shape[:-1], k), x_dtype)
+    of_b = ((0,), None) if x is None else ((n, k), b.dtype)
+    of_bias = ((0,), None) if bias_dtype is None else ((n,), bias_dtype)
+    return tuple(grad.new_empty(shape, dtype=dtype) for shape, dtype in (of_x, of_b, of_bias))
 
 
 _OPERANDS = "Tensor x, Tensor b, Tensor? b_scale=None, Tensor? bias=None"
@@ -575,3 +602,10 @@ ops.register(
     setup_context=_setup_context,
 )
 ops.register(f"fp8_linear.out({_OUT_OPERANDS}, {_KEYWORDS}) -> ()", _run_out_op, _fake_out_op)
+ops.register(
+    "fp8_linear_backward(Tensor grad, Tensor? x, Tensor b, Tensor? b_scale=None, *, ScalarType? x_dtype=None, "
+    "ScalarType? bias_dtype=None, float amax_floor=1e-4, str round_scale='none', str exact='divide') "
+    "-> (Tensor, Tensor, Tensor)",
+    _run_backward_op,
+    _fake_backward_op,
+)

@@ -124,7 +124,7 @@ class Linear(torch.nn.Module):
                 return changed
             if changed.dtype != x.dtype:
                 changed = x.to(changed.device)
-            return tensors.with_aligned_rows(changed)
+            return tensors.with_aligned_rows(changed) if changed.dtype == FP8_DTYPE else changed
 
         return super()._apply(keep_format, recurse)
 

@@ -12,6 +12,9 @@ import torch
 
 _LIBRARY = torch.library.Library("deep_tile", "FRAGMENT")
 
+wrappers: frozenset[type] = frozenset()
+"""Classes of tensors that ops take, because torch knows what is inside, and functions do not."""
+
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 """Compilers keep the strides of the inputs: kernels read operands by TMA, which takes few others."""
 
@@ -45,6 +48,12 @@ def register(
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     else:
         torch.library.register_autograd(f"deep_tile::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+
+
+def call_for(*classes: type) -> None:
+    """Have `fp8_linear` call its op for inputs of these classes, also outside of tracing."""
+    global wrappers
+    wrappers |= {*classes}
 
 
 def holds(condition: "bool | torch.SymBool") -> bool:

@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "api": CALL | {"params"},
     "linear": {"_launcher", "api", "config", "launches", "ops", "params", "quantize", "tensors"},
     "nn": {"api", "cast", "jit", "linear", "quantize", "tensors"},
+    "distributed": {"config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"config", "linear", "quantize"},
     "method": SIZES | {"select"},
     "tools": CALL | {"packaged", "", "api", "cast", "codegen", "method", "params", "quantize", "sass"},
@@ -59,6 +60,7 @@ PURE = ("select.schedule", "select.defaults", "select.choose")
 
 WITH_TORCH = {
     "api",
+    "distributed",
     "integrations.transformers",
     "launches",
     "linear",

@@ -33,6 +33,7 @@ def draw(layer: nn.Linear, *leading: int, dtype: torch.dtype = torch.bfloat16) -
 def assert_same_layer(one: nn.Linear, other: nn.Linear, dtype: torch.dtype = torch.bfloat16) -> None:
     assert (one.weight.dtype, one.weight_scale_inv.dtype) == (torch.float8_e4m3fn, torch.float32)
     assert one.weight.stride() == other.weight.stride()
+    assert one.weight_scale_inv.is_contiguous()
     x = draw(one, 2, 3, dtype=dtype)
     with torch.no_grad():
         assert torch.equal(one(x), fp8_linear(x, other.weight, other.weight_scale_inv, one.bias))

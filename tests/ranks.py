@@ -1,0 +1,398 @@
+"""Several processes that compute together, and what each of them checks: cases for test_distributed.py (CPUs, gloo) and
+test_distributed_gpu.py (GPUs, NCCL).
+
+`run` starts a process for each rank, which runs this file. Every case compares with one process, which each rank is,
+too: all of them draw the same numbers. Invariant: a case that a rank fails ends both, so that none waits for another.
+"""
+
+import copy
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import parallelize_module
+
+from deep_tile import fp8_linear, nn, quantize_weight, tensors
+from deep_tile.distributed import ColumnParallel, RowParallel, check_shardable
+
+RANKS = 2
+SECONDS = 240
+"""For all cases, on a machine that does other things, too."""
+
+SUMMED = 2**-7
+"""Relative error of sums whose terms were rounded to BF16, or which were added in another order; Frobenius norm."""
+
+OPTIONS = {"batch_invariant": True}
+"""So that a rank with fewer rows or columns computes each of them as one process does."""
+
+WHOLE = Replicate()
+
+CASES: dict[str, Callable[[DeviceMesh], None]] = {}
+
+
+def rank1_fails(mesh: DeviceMesh) -> None:
+    assert mesh.get_rank() == 0, "on purpose"
+
+
+FAILING = {"rank1_fails": rank1_fails}
+"""What shows that a failure is seen."""
+
+
+def run(backend: str, folder: Path, seed: int, *names: str) -> str:
+    """Run cases, all where none is named, on `RANKS` processes; what they printed if one failed, else nothing."""
+    logs = [folder / f"rank{rank}.txt" for rank in range(RANKS)]
+    processes = [_start(log, backend, str(rank), str(folder), str(seed), *names) for rank, log in enumerate(logs)]
+    deadline = time.monotonic() + SECONDS
+    try:
+        for process in processes:
+            process.wait(max(0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in processes:
+            process.kill()
+    codes = [process.wait() for process in processes]
+    if not any(codes):
+        return ""
+    return "\n\n".join(
+        f"{log.stem}, exit code {code}:\n{log.read_text()}" for log, code in zip(logs, codes, strict=True)
+    )
+
+
+def _start(log: Path, *arguments: str) -> subprocess.Popen:
+    with log.open("w") as file:
+        # Gloo otherwise looks up the host's name.
+        environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen([sys.executable, __file__, *arguments], stdout=file, stderr=file, env=environment)
+
+
+def _run_rank(backend: str, rank: int, folder: str, seed: int, *names: str) -> None:
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    store = f"file://{folder}/store"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=RANKS, device_id=device)
+    mesh = init_device_mesh("cpu" if device is None else "cuda", (RANKS,))
+    for name in names or CASES:
+        start = time.monotonic()
+        torch.manual_seed(seed)
+        (CASES | FAILING)[name](mesh)
+        dist.barrier()
+        print(f"{name} passed in {time.monotonic() - start:.1f} s", flush=True)
+    dist.destroy_process_group()
+
+
+def case(function: Callable[[DeviceMesh], None]) -> Callable[[DeviceMesh], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def split(x: torch.Tensor, mesh: DeviceMesh, *placements) -> DTensor:
+    """Each rank keeps its part of what all have; sends nothing."""
+    return distribute_tensor(x.detach(), mesh, placements, src_data_rank=None)
+
+
+def collected(x: DTensor) -> torch.Tensor:
+    """The whole tensor. Gloo sends no FP8."""
+    if x.dtype != torch.float8_e4m3fn:
+        return x.full_tensor()
+    bytes_ = DTensor.from_local(x.to_local().view(torch.uint8), x.device_mesh, x.placements, run_check=False)
+    return bytes_.full_tensor().view(x.dtype)
+
+
+def draw_layer(mesh: DeviceMesh, shape: tuple[int, ...], n: int):
+    """x, b, b_scale and a bias."""
+    x = torch.randn(shape, device=mesh.device_type).bfloat16()
+    b, b_scale = quantize_weight(torch.randn(n, shape[-1], device=mesh.device_type))
+    return x, b, b_scale, torch.randn(n, device=mesh.device_type).bfloat16()
+
+
+def assert_equal(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert one.dtype == other.dtype and torch.equal(one.float(), other.float()), (one, other)
+
+
+def assert_near(one: torch.Tensor, other: torch.Tensor, bound: float = SUMMED) -> None:
+    assert one.shape == other.shape and one.dtype == other.dtype
+    error = ((one.double() - other.double()).norm() / other.double().norm()).item()
+    assert error <= bound, error
+
+
+def assert_refused(kind: type, text: str, function: Callable, *arguments, **keywords) -> None:
+    """On this rank, which has sent nothing."""
+    with CommDebugMode() as sent:
+        try:
+            function(*arguments, **keywords)
+        except kind as error:
+            assert text in f"{error} {error.__cause__}", error  # torch 2.9 tells the reason as the cause alone
+        else:
+            raise AssertionError(f"not refused: {text}")
+    assert sent.get_total_counts() == 0
+
+
+# x, weight, bias -> out, where x has `dims` dimensions.
+SPLITS = {
+    "column": lambda dims: (WHOLE, Shard(0), Shard(0), Shard(dims - 1)),
+    "row": lambda dims: (Shard(dims - 1), Shard(1), WHOLE, Partial()),
+    "data": lambda dims: (Shard(0), WHOLE, WHOLE, Shard(0)),
+    "sequence": lambda dims: (Shard(dims - 2), WHOLE, WHOLE, Shard(dims - 2)),
+    "whole": lambda dims: (WHOLE, WHOLE, WHOLE, WHOLE),
+}
+
+
+@case
+def shards_without_dtensor(mesh):
+    """As engines do it: local shards, and a sum over the ranks."""
+    x, b, b_scale, _ = draw_layer(mesh, (5, 512), 384)
+    check_shardable(384, 512, RANKS, "row")
+    x_part, b_part, scale_part = (tensor.chunk(RANKS, 1)[mesh.get_rank()] for tensor in (x, b, b_scale))
+    out = fp8_linear(x_part, b_part, scale_part)
+    dist.all_reduce(out)
+    assert_near(out, fp8_linear(x, b, b_scale))
+
+
+@case
+def layers_of_every_split(mesh):
+    """Forward and backward, which send nothing."""
+    for shape, n in (((6, 512), 256), ((2, 4, 256), 512), ((4, 3, 2, 512), 256)):
+        for place in SPLITS.values():
+            of_x, of_b, of_bias, of_out = place(len(shape))
+            x, b, b_scale, bias = draw_layer(mesh, shape, n)
+            x.requires_grad_(), bias.requires_grad_()
+            expected = fp8_linear(x, b, b_scale, bias, **OPTIONS)
+            grad = torch.randn_like(expected)
+            expected.backward(grad)
+            x_split, bias_split = (
+                split(tensor, mesh, where).requires_grad_() for tensor, where in ((x, of_x), (bias, of_bias))
+            )
+            with CommDebugMode() as sent:
+                out = fp8_linear(x_split, split(b, mesh, of_b), split(b_scale, mesh, of_b), bias_split, **OPTIONS)
+                out.backward(split(grad, mesh, WHOLE if of_out.is_partial() else of_out))
+            assert sent.get_total_counts() == 0 and out.placements == (of_out,)
+            (assert_near if of_out.is_partial() else assert_equal)(collected(out), expected)
+            assert_near(collected(x_split.grad), x.grad)
+            assert_near(collected(bias_split.grad), bias.grad)
+
+
+@case
+def weights_that_are_not_fp8(mesh):
+    """Quantised on every call, and trained."""
+    for place in SPLITS.values():
+        of_x, of_b, *_, of_out = place(2)
+        x, w = (torch.randn(size, 512, device=mesh.device_type).bfloat16().requires_grad_() for size in (6, 256))
+        expected = fp8_linear(x, w, **OPTIONS)
+        grad = torch.randn_like(expected)
+        expected.backward(grad)
+        x_split, w_split = (split(y, mesh, where).requires_grad_() for y, where in ((x, of_x), (w, of_b)))
+        out = fp8_linear(x_split, w_split, **OPTIONS)
+        out.backward(split(grad, mesh, WHOLE if of_out.is_partial() else of_out))
+        (assert_near if of_out.is_partial() else assert_equal)(collected(out), expected)
+        assert_near(collected(x_split.grad), x.grad)
+        assert_near(collected(w_split.grad), w.grad)
+
+
+@case
+def casts_and_products(mesh):
+    """The ops below fp8_linear."""
+    x = torch.randn(6, 512, device=mesh.device_type).bfloat16()
+    w = torch.randn(256, 512, device=mesh.device_type).bfloat16()
+    a, b = torch.ops.deep_tile.per_token_cast_to_fp8(x), torch.ops.deep_tile.per_block_cast_to_fp8(w)
+    expected = torch.ops.deep_tile.fp8_gemm(*a, *b, **OPTIONS)
+    for place in SPLITS.values():
+        of_x, of_b, _, of_out = place(2)
+        with CommDebugMode() as sent:
+            a_split = torch.ops.deep_tile.per_token_cast_to_fp8(split(x, mesh, of_x))
+            b_split = torch.ops.deep_tile.per_block_cast_to_fp8(split(w, mesh, of_b))
+            out = torch.ops.deep_tile.fp8_gemm(*a_split, *b_split, **OPTIONS)
+        assert sent.get_total_counts() == 0 and out.placements == (of_out,)
+        (assert_near if of_out.is_partial() else assert_equal)(collected(out), expected)
+        for one, other in zip((*a_split, *b_split), (*a, *b), strict=True):
+            assert_equal(collected(one), other)
+
+
+@case
+def options_of_the_ops(mesh):
+    """DTensor remembers what it knows of an op; of no option may it remember another's."""
+    x, b, b_scale, _ = draw_layer(mesh, (6, 512), 256)
+    split_x, split_b, split_scale = (
+        split(y, mesh, where) for y, where in ((x, WHOLE), (b, Shard(0)), (b_scale, Shard(0)))
+    )
+    for out_dtype in (None, torch.float32, torch.float16):
+        out = fp8_linear(split_x, split_b, split_scale, out_dtype=out_dtype, **OPTIONS)
+        assert_equal(collected(out), fp8_linear(x, b, b_scale, out_dtype=out_dtype, **OPTIONS))
+    for rounding in ("none", "pow2"):
+        out = fp8_linear(split_x, split_b, split_scale, round_scale=rounding, **OPTIONS)
+        assert_equal(collected(out), fp8_linear(x, b, b_scale, round_scale=rounding, **OPTIONS))
+
+
+@case
+def inputs_that_are_split_where_no_block_ends(mesh):
+    """Are gathered: only weights are refused."""
+    x, b, b_scale, _ = draw_layer(mesh, (6, 384), 256)
+    part, (b, b_scale) = split(x, mesh, Shard(1)), (split(y, mesh, WHOLE) for y in (b, b_scale))
+    assert_equal(collected(fp8_linear(part, b, b_scale)), collected(fp8_linear(split(x, mesh, WHOLE), b, b_scale)))
+    a, a_scale = torch.ops.deep_tile.per_token_cast_to_fp8(part)
+    assert a.placements == a_scale.placements == (WHOLE,)
+
+
+@case
+def what_is_refused(mesh):
+    """On every rank alike, and before anything is sent."""
+    x, b, b_scale, bias = draw_layer(mesh, (6, 384), 192)
+    x = split(x, mesh, WHOLE)
+    linear = torch.nn.Linear(384, 192, device=mesh.device_type)
+    for dim, name, size in ((0, "n", 192), (1, "k", 384)):
+        wanted = f"of the weight is {size}, split over 2 ranks: it must be a multiple of 128 * 2"
+        parts = [split(y, mesh, Shard(dim)) for y in (b, b_scale)]
+        assert_refused(RuntimeError, f"{name} {wanted}", fp8_linear, x, *parts)
+        assert_refused(RuntimeError, f"{name} {wanted}", fp8_linear, x, split(b, mesh, WHOLE), parts[1])
+        a = torch.ops.deep_tile.per_token_cast_to_fp8(x)
+        assert_refused(RuntimeError, f"{name} {wanted}", torch.ops.deep_tile.fp8_gemm, *a, *parts)
+        w = split(linear.weight, mesh, Shard(dim))
+        assert_refused(RuntimeError, f"{name} {wanted}", torch.ops.deep_tile.per_block_cast_to_fp8, w)
+    layer = nn.Linear.from_float(linear)
+    assert_refused(ValueError, "n of the weight is 192", parallelize_module, layer, mesh, ColumnParallel())
+    assert_refused(ValueError, "k of the weight is 384", parallelize_module, layer, mesh, RowParallel())
+    assert_refused(TypeError, "splits deep_tile.nn.Linear; got Linear", parallelize_module, linear, mesh, RowParallel())
+    whole = [split(y, mesh, WHOLE) for y in (b, b_scale)]
+    out = split(torch.zeros(6, 192, device=mesh.device_type).bfloat16(), mesh, WHOLE)
+    assert_refused(RuntimeError, "leave out out", fp8_linear, x, *whole, None, out)
+    assert_refused(RuntimeError, "mixed torch.Tensor and DTensor", fp8_linear, x, b, b_scale)
+    assert_refused(TypeError, "b is a DTensor", fp8_linear, x.to_local(), *whole)
+
+
+@case
+def layers_that_follow_each_other(mesh):
+    """By columns, then by rows: one sum forwards and one backwards; with inputs that are whole, or split by tokens."""
+    for between_tokens in (False, True):
+        model = torch.nn.Sequential(
+            nn.Linear(200, 512, device=mesh.device_type, dtype=torch.bfloat16, **OPTIONS),
+            torch.nn.GELU(),
+            nn.Linear(512, 130, device=mesh.device_type, dtype=torch.bfloat16),
+        )
+        other = copy.deepcopy(model)
+        where = Shard(1) if between_tokens else WHOLE
+        plan = {"0": ColumnParallel(input_layouts=where), "2": RowParallel(output_layouts=where)}
+        parallelize_module(other, mesh, plan)
+        x = torch.randn(2, 6, 200, device=mesh.device_type).bfloat16()
+        whole, part = x.clone().requires_grad_(), split(x, mesh, where).to_local().requires_grad_()
+        expected = model(whole)
+        grad = torch.randn_like(expected)
+        expected.backward(grad)
+        with CommDebugMode() as forwards:
+            out = other(part)
+        with CommDebugMode() as backwards:
+            out.backward(split(grad, mesh, where).to_local())
+        assert forwards.get_total_counts() == backwards.get_total_counts() == (2 if between_tokens else 1)
+        assert_near(out, split(expected, mesh, where).to_local())
+        assert_near(part.grad, split(whole.grad, mesh, where).to_local())
+        for one, wanted in zip(other.parameters(), model.parameters(), strict=True):
+            assert (one.grad is None) == (wanted.grad is None)
+            if one.grad is not None:
+                assert_near(one.grad.full_tensor(), wanted.grad)
+
+
+@case
+def columns_of_a_layer(mesh):
+    """Are exact, also after what models do to layers; made without memory where rows are aligned without padding."""
+    for k in (200, 256):
+        layer = _by_columns(mesh, k)
+        x = torch.randn(5, k, device=mesh.device_type).bfloat16()
+        changed = {
+            "as it was": layer,
+            "copied": copy.deepcopy(layer),
+            "converted": copy.deepcopy(layer).float().bfloat16(),
+            "loaded": _by_columns(mesh, k),
+        }
+        if k % 16 == 0:
+            changed["made without memory"] = _by_columns(mesh, k, "meta").to_empty(device=mesh.device_type)
+        for name, one in changed.items():
+            print(name)
+            one.load_state_dict(layer.state_dict())
+            weight, scale = map(collected, (one.weight, one.weight_scale_inv))
+            assert_equal(
+                one(x).full_tensor(),
+                fp8_linear(x, tensors.with_aligned_rows(weight), scale, one.bias.full_tensor(), **OPTIONS),
+            )
+            assert_equal(weight, collected(layer.weight))
+
+
+def _by_columns(mesh: DeviceMesh, k: int, device: str | None = None) -> nn.Linear:
+    layer = nn.Linear(k, 256, device=device or mesh.device_type, dtype=torch.bfloat16, **OPTIONS)
+    return parallelize_module(layer, mesh, ColumnParallel(use_local_output=False))
+
+
+@case
+def fully_sharded_layers(mesh):
+    """Each rank has its tokens and gathers whole layers in FP8, also where there are fewer scales than ranks."""
+    model = torch.nn.Sequential(
+        nn.Linear(512, 384, device=mesh.device_type, dtype=torch.bfloat16, **OPTIONS),
+        nn.Linear(384, 96, device=mesh.device_type, dtype=torch.bfloat16, **OPTIONS),
+    )
+    other = copy.deepcopy(model).to(mesh.device_type, torch.bfloat16)
+    for layer in (*other, other):
+        fully_shard(layer, mesh=mesh)
+    assert other[0].weight.dtype == torch.float8_e4m3fn and other[0].weight.to_local().shape == (192, 512)
+    x = torch.randn(6, 512, device=mesh.device_type).bfloat16()
+    whole, part = x.clone().requires_grad_(), split(x, mesh, Shard(0)).to_local().requires_grad_()
+    expected = model(whole)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    out = other(part)
+    out.backward(split(grad, mesh, Shard(0)).to_local())
+    assert_equal(out, split(expected, mesh, Shard(0)).to_local())
+    assert_near(part.grad, split(whole.grad, mesh, Shard(0)).to_local())
+    for one, wanted in zip(other, model, strict=True):
+        assert_near(one.bias.grad.full_tensor() * RANKS, wanted.bias.grad)  # a mean over the ranks
+
+
+@case
+def fully_sharded_columns(mesh):
+    """Both at once, on a mesh of two dimensions."""
+    layer = nn.Linear(256, 512, device=mesh.device_type, dtype=torch.bfloat16, **OPTIONS)
+    x = torch.randn(5, 256, device=mesh.device_type).bfloat16()
+    expected = layer(x)
+    for sizes in ((1, RANKS), (RANKS, 1)):
+        both = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("data", "columns"))
+        other = copy.deepcopy(layer)
+        parallelize_module(other, both["columns"], ColumnParallel(use_local_output=False))
+        fully_shard(other, mesh=both["data"])
+        assert_equal(other(x).full_tensor(), expected)
+
+
+@case
+def results_that_are_still_sent(mesh):
+    """As a layer that is split hands them over."""
+    x, b, b_scale, _ = draw_layer(mesh, (6, 256), 96)
+    pending = all_reduce(x if mesh.get_rank() == 0 else torch.zeros_like(x), "sum", mesh)
+    assert isinstance(pending, AsyncCollectiveTensor)
+    assert_equal(fp8_linear(pending, b, b_scale), fp8_linear(x, b, b_scale))
+
+
+@case
+def compiled_layers(mesh):
+    """In one graph."""
+    model = torch.nn.Sequential(
+        nn.Linear(256, 512, device=mesh.device_type, dtype=torch.bfloat16),
+        torch.nn.ReLU(),
+        nn.Linear(512, 256, device=mesh.device_type, dtype=torch.bfloat16),
+    )
+    parallelize_module(model, mesh, {"0": ColumnParallel(), "2": RowParallel()})
+    x = torch.randn(6, 256, device=mesh.device_type).bfloat16()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert_equal(compiled(x) + 0, model(x))
+
+
+if __name__ == "__main__":
+    _run_rank(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), *sys.argv[5:])
