@@ -158,6 +158,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     if options.first_calls:
         print(json.dumps(first_calls()))
         return
+    torch.set_grad_enabled(False)  # as engines do
     calls, unsupported = host_calls()
     with tempfile.TemporaryDirectory() as cache:
         first = {state: first_calls_in_fresh_process(cache) for state in ("cold", "disk")}
