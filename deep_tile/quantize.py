@@ -136,10 +136,12 @@ def _cast_tokens(x, scale_layout: str, options: tuple, out, scale_out) -> tuple[
     if is_grad_enabled() and getattr(x, "requires_grad", False):
         _check_source("x", x, TOKEN_BLOCK)
         _refuse_gradient(x)
-    if out is None or scale_out is None:
-        _check_source("x", x, TOKEN_BLOCK)
+    try:
         out = _empty_out(x) if out is None else out
         scale_out = _empty_scale(x, scale_layout) if scale_out is None else scale_out
+    except Exception:
+        _check_source("x", x, TOKEN_BLOCK)
+        raise
     _cast("x", x, options, out, scale_out)
     return out, scale_out
 
@@ -184,10 +186,12 @@ def per_block_cast_to_fp8(
 
 def _cast_blocks(w, options: tuple, out, scale_out) -> tuple[torch.Tensor, torch.Tensor]:
     """`per_block_cast_to_fp8` outside of tracing; `options` are equal to `Options`."""
-    if out is None or scale_out is None:
-        _check_source("w", w, WEIGHT_BLOCK)
+    try:
         out = _empty_out(w) if out is None else out
         scale_out = _empty_block_scale(w) if scale_out is None else scale_out
+    except Exception:
+        _check_source("w", w, WEIGHT_BLOCK)
+        raise
     _cast("w", w, options, out, scale_out)
     return out, scale_out
 
