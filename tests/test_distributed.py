@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import ranks
+import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from deep_tile import distributed
+from deep_tile import distributed, fp8_linear
 from deep_tile.distributed import check_shardable
 
 WHOLE = Replicate()
@@ -140,3 +141,21 @@ def test_weights_are_not_split_within_blocks(of_x, of_b, wanted):
     x, b, b_scale = spec((6, 512), *of_x), spec((512, 512), *of_b), spec((4, 4), *of_b)
     with pytest.raises(ValueError, match=wanted):
         distributed._linear_rule(x, b, b_scale)
+
+
+@pytest.mark.parametrize("wanted", [{"x"}, {"bias"}, {"x", "w"}, {"w", "bias"}, set()], ids=str)
+def test_gradients_as_an_op(wanted):
+    """Those that nobody wants are empty; tracers expect what comes."""
+    x, w, bias = (torch.randn(shape).bfloat16() for shape in ((2, 5, 200), (130, 200), (130,)))
+    for name, tensor in (("x", x), ("w", w), ("bias", bias)):
+        tensor.requires_grad_(name in wanted)
+    out = fp8_linear(x, w, None, bias)
+    grad = torch.randn_like(out)
+    if wanted:
+        out.backward(grad)
+    dtypes = {f"{name}_dtype": torch.bfloat16 for name in ("x", "bias") if name in wanted}
+    arguments = grad, x.detach() if "w" in wanted else None, w.detach(), None
+    op = torch.ops.deep_tile.fp8_linear_backward.default
+    for got, tensor in zip(op(*arguments, **dtypes), (x, w, bias), strict=True):
+        assert got.numel() == 0 if tensor.grad is None else torch.equal(got, tensor.grad)
+    torch.library.opcheck(op, arguments, dtypes, test_utils=("test_schema", "test_faketensor"))
