@@ -130,7 +130,8 @@ def run_casts(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda")
         # Dense: initcheck knows of no byte that another kernel has written, nor of what lies between rows.
         dense = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
         for on_device, expected in zip(cast(x.to(device), out=dense), cast(x), strict=True):
-            assert torch.equal(on_device.cpu().view(torch.uint8), expected.contiguous().view(torch.uint8)), cast.__name__
+            got, wanted = (y.cpu().contiguous().view(torch.uint8) for y in (on_device, expected))
+            assert torch.equal(got, wanted), cast.__name__
 
 
 def failed(run: Callable[..., None], *arguments: Any) -> bool:

@@ -97,7 +97,8 @@ def test_calls_are_captured(weights, compiles):
 
 
 def test_export():
-    module = Layer().cuda()
+    with torch.device("cuda"):  # .cuda() makes rows dense, which products refuse where k is no multiple of 16
+        module = Layer()
     program = torch.export.export(module, (tokens(4),), dynamic_shapes=({0: torch.export.Dim("m")},))
     for m in (1, *TOKENS):
         x = tokens(m)
