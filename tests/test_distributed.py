@@ -143,7 +143,9 @@ def test_weights_are_not_split_within_blocks(of_x, of_b, wanted):
         distributed._linear_rule(x, b, b_scale)
 
 
-@pytest.mark.parametrize("wanted", [{"x"}, {"bias"}, {"x", "w"}, {"w", "bias"}, set()], ids=str)
+@pytest.mark.parametrize(
+    "wanted", [{"x"}, {"bias"}, {"x", "w"}, {"w", "bias"}, set()], ids=lambda wanted: " ".join(sorted(wanted)) or "none"
+)
 def test_gradients_as_an_op(wanted):
     """Those that nobody wants are empty; tracers expect what comes."""
     x, w, bias = (torch.randn(shape).bfloat16() for shape in ((2, 5, 200), (130, 200), (130,)))
