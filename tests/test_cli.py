@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import deep_tile
 from deep_tile import _launcher, jit, sass, settings
@@ -450,13 +451,34 @@ def test_module_runs_as_a_program():
 
 
 def test_readme_examples_run():
-    """One after the other: the second goes on with the first's tensors."""
-    examples = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    """One after the other, on the CPU: each goes on with the tensors of those before it.
+
+    The reader's own part is made here: `weights`, which share an input, and the `model` that is converted.
+    """
+    text = README.read_text()
+    examples = re.findall(r"```python\n(.*?)```", text.partition("## Several GPUs")[0], re.DOTALL)
+    assert len(examples) == 4
+    weights = [deep_tile.quantize_weight(torch.randn(n, 7168, dtype=torch.bfloat16)) for n in (64, 32)]
+    model = torch.nn.Sequential(torch.nn.Linear(256, 128, dtype=torch.bfloat16))
+    names = {"weights": weights, "model": model}
+    with deep_tile.forbid_compilation(False):
+        exec("".join(examples).replace('"cuda"', '"cpu"'), names)
+    exact = names["x"].double() @ names["w"].double().t()
+    for result in (names["out"], names["y"]):
+        assert result.shape == (64, 2112)
+        assert relative_error(result, exact) < 0.05
+    assert (names["q"].shape, names["k"].shape) == ((64, 64), (64, 32))
+    assert isinstance(model[0], deep_tile.nn.Linear)
+
+
+def test_readme_examples_of_other_packages_import():
+    """Of several GPUs and of engines: what they import is there; tests of their own run what they show."""
+    text = README.read_text()
+    examples = re.findall(r"```python\n(.*?)```", text.partition("## Several GPUs")[2], re.DOTALL)
     assert len(examples) == 2
-    names = {}
-    exec("".join(examples).replace('"cuda"', '"cpu"'), names)
-    assert names["out"].shape == (64, 2112)
-    assert relative_error(names["out"], names["x"].double() @ names["w"].double().t()) < 0.05
+    for example in examples:
+        compile(example, "README.md", "exec")
+        exec("\n".join(re.findall(r"^(?:from|import) .*", example, re.MULTILINE)), {})
 
 
 def test_readme_documents_every_variable():

@@ -48,6 +48,7 @@ MAY_IMPORT = {
     "nn": {"api", "cast", "jit", "linear", "quantize", "tensors"},
     "distributed": {"config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"config", "linear", "quantize"},
+    "compat": {"api", "config", "quantize", "reference", "tensors"},
     "method": SIZES | {"select"},
     "tools": CALL | {"packaged", "", "api", "cast", "codegen", "method", "params", "quantize", "sass"},
     "": set(),
@@ -60,6 +61,7 @@ PURE = ("select.schedule", "select.defaults", "select.choose")
 
 WITH_TORCH = {
     "api",
+    "compat.deep_gemm",
     "distributed",
     "integrations.transformers",
     "launches",

@@ -1,0 +1,1 @@
+"""Names that other packages have, for engines that look them up."""

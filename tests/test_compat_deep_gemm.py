@@ -1,0 +1,201 @@
+"""DeepGEMM's names on deep_tile: as engines look them up and call them."""
+
+import importlib
+import importlib.util
+import sys
+
+import pytest
+import torch
+from helpers import GuardedOut, Operands, assert_accurate, exact_product, make_operands
+
+from deep_tile.compat import deep_gemm
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DENSE = [
+    *("fp8_gemm_nt", "get_mn_major_tma_aligned_tensor", "transform_sf_into_required_layout", "get_num_sms"),
+    *("set_num_sms", "set_pdl", "fp8_fp4_gemm_nt", "gemm_fp8_fp8_bf16_nt", "get_col_major_tma_aligned_tensor"),
+]
+ABSENT = [
+    *("m_grouped_fp8_gemm_nt_contiguous", "fp8_m_grouped_gemm_nt_masked", "m_grouped_fp8_fp4_gemm_nt_contiguous"),
+    *("fp8_einsum", "cublaslt_gemm_nt", "fp8_fp4_mqa_logits", "get_mk_alignment_for_contiguous_layout"),
+    *("get_mn_major_tma_aligned_packed_ue8m0_tensor", "tf32_hc_prenorm_gemm", "pack_ue8m0_to_int"),
+]
+SMALL = [(1, 128, 256), (7, 512, 3884), (83, 130, 512)]
+PEERS = [
+    *((m, n, k) for m in (1, 128, 4096) for n, k in ((2112, 7168), (24576, 1536), (32768, 512), (7168, 16384))),
+    *((m, n, k) for m in (1, 7, 83, 512, 2048) for n in (128, 512, 4096) for k in (256, 3884, 4096)),
+]
+"""m, n, k of the dense products that DeepGEMM's, vLLM's and SGLang's tests multiply."""
+
+
+@pytest.fixture
+def installed():
+    deep_gemm.install()
+    yield importlib.import_module("deep_gemm")
+    deep_gemm.uninstall()
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch):
+    monkeypatch.setattr(deep_gemm, "_settings", {"num_sms": None, "pdl": None})
+
+
+def dense(operands: Operands) -> Operands:
+    """With dense rows, which for k = 3884 begin anywhere."""
+    return operands._replace(a=operands.a.contiguous(), b=operands.b.contiguous())
+
+
+def check(m: int, n: int, k: int, device: str) -> None:
+    operands = dense(make_operands(m, n, k, device=device))
+    guarded = GuardedOut(m, n, device=device)
+    assert deep_gemm.fp8_gemm_nt(operands[:2], operands[2:], guarded.out, disable_ue8m0_cast=True) is None
+    guarded.assert_guards_intact()
+    exact = exact_product(operands)
+    assert_accurate(guarded.out, exact)
+    assert deep_gemm.calc_diff(guarded.out, exact.value) < 1e-3
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SMALL)
+@pytest.mark.parametrize("device", DEVICES)
+def test_products(m, n, k, device):
+    check(m, n, k, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "n", "k"), PEERS)
+def test_products_of_peers(m, n, k):
+    check(m, n, k, "cuda")
+
+
+@pytest.mark.parametrize("layout", ["row", "column", "column_aligned"])
+def test_scales_of_engines(layout):
+    operands = make_operands(7, 200, 384, a_scale=layout)
+    out = torch.empty(7, 200, dtype=torch.bfloat16)
+    aligned = deep_gemm.get_mn_major_tma_aligned_tensor(operands.a_scale)
+    assert aligned.stride() == (1, 8) and torch.equal(aligned, operands.a_scale)
+    assert (aligned is operands.a_scale) == (layout == "column_aligned")
+    deep_gemm.fp8_gemm_nt((operands.a, aligned), operands[2:], out, recipe=(1, 128, 128))
+    assert_accurate(out, exact_product(operands))
+
+
+def test_layouts_that_are_asked_for():
+    sf = torch.rand(3, 7, 2)
+    assert deep_gemm.transform_sf_into_required_layout(sf, 7, 256, (1, 128), 3).stride() == (16, 1, 8)
+    weights = torch.rand(2, 2)
+    assert deep_gemm.transform_sf_into_required_layout(weights, 130, 256, (1, 128, 128), is_sfa=False) is weights
+    for arguments, message in (
+        ((sf, 7, 256, (1, 128)), r"it must be \[7, 2\]"),
+        ((sf, 7, 256, (1, 128, 128), 3), "is_sfa must say whose"),
+        ((sf, 7, 256, (1, 32), 3), r"blocks of \(1, 32\); on Hopper"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            deep_gemm.transform_sf_into_required_layout(*arguments)
+
+
+def test_powers_of_two_are_expanded():
+    operands = make_operands(5, 128, 256)
+    scale = torch.full((1, 2), 130, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    out, expected = (torch.empty(5, 128, dtype=torch.bfloat16) for _ in range(2))
+    deep_gemm.fp8_gemm_nt(operands[:2], (operands.b, scale), out)
+    deep_gemm.fp8_gemm_nt(operands[:2], (operands.b, scale.float()), expected)
+    assert torch.equal(out, expected)
+
+
+def test_casts_are_its_own():
+    """Its published formula, with the reciprocals that torch multiplies with on a GPU."""
+    x = torch.randn(9, 300).bfloat16()
+    blocks = torch.nn.functional.pad(x.float(), (0, 84)).view(9, 3, 128)
+    scale = blocks.abs().amax(2).clamp(1e-4) * torch.tensor(1 / 448)
+    elements = (blocks * (1 / scale)[..., None]).to(torch.float8_e4m3fn).view(9, 384)[:, :300]
+    got, got_scale = deep_gemm.per_token_cast_to_fp8(x, use_ue8m0=False)
+    assert torch.equal(got_scale, scale) and torch.equal(got.float(), elements.float())
+    _, powers = deep_gemm.per_block_cast_to_fp8(x, use_ue8m0=True)
+    assert torch.equal(powers, torch.exp2(torch.log2(powers).round()))
+    with pytest.raises(ValueError, match="gran_k is 32"):
+        deep_gemm.per_token_cast_to_fp8(x, False, gran_k=32)
+    with pytest.raises(ValueError, match="use_packed_ue8m0 must be False"):
+        deep_gemm.per_token_cast_to_fp8(x, True, use_packed_ue8m0=True)
+
+
+def test_wrong_calls_launch_nothing():
+    operands = make_operands(5, 128, 256)
+    a, b, out = operands[:2], operands[2:], torch.zeros(5, 128, dtype=torch.bfloat16)
+    for arguments, keywords, kind, message in (
+        ((a[0], b, out), {}, TypeError, "a is a Tensor; it must be a pair"),
+        ((a, b[:1], out), {}, TypeError, "b is a tuple; it must be a pair"),
+        ((a, b, out), {"c": out}, ValueError, "c must be None"),
+        ((a, b, out), {"recipe": (1, 1, 128)}, ValueError, r"recipe is \(1, 1, 128\); on Hopper it is \(1, 128, 128\)"),
+        ((a, b, out), {"recipe_b": (1, 128)}, ValueError, "recipe_b is"),
+        ((a, (b[0], torch.zeros(1, 1, dtype=torch.int32)), out), {}, TypeError, "b's scale is packed into int32"),
+        ((a, b, out.float()), {}, TypeError, "out must be torch.bfloat16"),
+        (((a[0], a[1].t()), b, out), {}, ValueError, "It looks transposed"),
+    ):
+        with pytest.raises(kind, match=message):
+            deep_gemm.fp8_gemm_nt(*arguments, **keywords)
+    assert not out.any()
+
+
+def test_empty_products():
+    operands = make_operands(5, 128, 256)
+    deep_gemm.fp8_gemm_nt(
+        (operands.a[:0], operands.a_scale[:0]), operands[2:], torch.empty(0, 128, dtype=torch.bfloat16)
+    )
+    out = torch.ones(5, 128, dtype=torch.bfloat16)
+    deep_gemm.fp8_gemm_nt(
+        (operands.a[:, :0], operands.a_scale[:, :0]), (operands.b[:, :0], operands.b_scale[:, :0]), out
+    )
+    assert not out.any()
+
+
+def test_settings_of_the_process(monkeypatch):
+    seen = []
+    monkeypatch.setattr(deep_gemm.api, "fp8_gemm", lambda *operands, **options: seen.append(options))
+    operands = make_operands(5, 128, 256)
+    out = torch.empty(5, 128, dtype=torch.bfloat16)
+    deep_gemm.set_num_sms(24), deep_gemm.set_pdl(True)
+    deep_gemm.fp8_gemm_nt(operands[:2], operands[2:], out)
+    assert seen == [{"num_sms": 24, "pdl": True}] and (deep_gemm.get_num_sms(), deep_gemm.get_pdl()) == (24, True)
+    with pytest.raises(TypeError, match="num_sms is 1.5"):
+        deep_gemm.set_num_sms(1.5)
+
+
+def test_sizes():
+    assert [deep_gemm.get_tma_aligned_size(x, 4) for x in (1, 4, 5)] == [4, 4, 8]
+    assert (deep_gemm.ceil_div(9, 4), deep_gemm.align(9, 4)) == (3, 12)
+
+
+def test_engines_find_it(installed):
+    """As vLLM does: a spec, then names, of which those that are missing are not available."""
+    assert importlib.util.find_spec("deep_gemm") is not None
+    assert [name for name in DENSE if getattr(installed, name, None) is None] == []
+    assert [name for name in ABSENT if hasattr(installed, name)] == []
+    from deep_gemm.testing import calc_diff
+    from deep_gemm.utils import align
+
+    assert calc_diff is deep_gemm.calc_diff and align(3, 4) == 4
+    deep_gemm.install()
+    assert sys.modules["deep_gemm"] is installed
+
+
+def test_the_real_one_stays_unless_forced(monkeypatch):
+    real = type(sys)("deep_gemm")
+    monkeypatch.setitem(sys.modules, "deep_gemm", real)
+    with pytest.raises(RuntimeError, match="pass force=True"):
+        deep_gemm.install()
+    deep_gemm.uninstall()
+    assert sys.modules["deep_gemm"] is real
+    deep_gemm.install(force=True)
+    assert sys.modules["deep_gemm"] is not real
+
+
+def test_under_compile():
+    operands = make_operands(5, 128, 256)
+    out, expected = (torch.empty(5, 128, dtype=torch.bfloat16) for _ in range(2))
+
+    def product(a, a_scale, out):
+        deep_gemm.fp8_gemm_nt((a, a_scale), operands[2:], out)
+        return out + 1
+
+    with torch.no_grad():
+        got = torch.compile(product, backend="aot_eager", fullgraph=True)(*operands[:2], out)
+        assert torch.equal(got, product(*operands[:2], expected)) and torch.equal(out, expected)
