@@ -28,7 +28,7 @@ _MODULES = {
     "supports": "api",
 }
 
-_SUBMODULES = ("compat", "distributed", "integrations", "nn", "watch")
+_SUBMODULES = ("compat", "distributed", "integrations", "nn", "torch_compat", "watch")
 """Whose names are public by theirs."""
 
 __all__ = [*_MODULES, *_SUBMODULES]

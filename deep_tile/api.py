@@ -80,9 +80,9 @@ def fp8_gemm(
         a: [m, k] float8_e4m3fn, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
         a_scale: [m, ceil(k / 128)] float32, any strides within 4 GB: row-major, or M-major with stride (1, m) or
             padded. Some large products are 1 to 2 % faster where its columns begin at multiples of 16 bytes
-            ("m_aligned" casts).
+            ("m_aligned" casts). Or float8_e8m0fnu, of which a kernel of torch makes float32 first, as of `b_scale`.
         b: [n, k] float8_e4m3fn, laid out like `a`.
-        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB.
+        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB, or float8_e8m0fnu.
         out: [m, n] bfloat16, unit stride along n; allocated when None. Any alignment and row stride will do, but rows
             that begin and end at multiples of 16 bytes are stored faster. Must not overlap the inputs.
         out_dtype: dtype of `out`; only bfloat16 so far.
@@ -236,12 +236,14 @@ def prepare(
     """Make one product ready for many calls: `plan = prepare(a, a_scale, b, b_scale)`, then `plan(a, a_scale, out)`.
 
     For engines that fix their shapes: a call of the plan takes less host time than `fp8_gemm`, and never compiles.
-    Arguments and errors are those of `fp8_gemm`; `a`, `a_scale` and `out` serve as examples, and nothing is computed.
-    A call checks all that it is given, but not that `b` and `b_scale` are still where they were: write new weights into
-    them with `copy_`, and prepare again after replacing their memory (`b.data = ...`, `b.set_(...)`).
+    Arguments and errors are those of `fp8_gemm`, but scales are float32; `a`, `a_scale` and `out` serve as examples,
+    and nothing is computed. A call checks all that it is given, but not that `b` and `b_scale` are still where they
+    were: write new weights into them with `copy_`, and prepare again after replacing their memory (`b.data = ...`,
+    `b.set_(...)`).
     """
     options = _Options(out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
     _check_arguments(options, a, a_scale, b, b_scale, out)
+    _check_float32(a_scale=a_scale, b_scale=b_scale)
     if out is None:
         out = _empty_out(a, b, out_dtype)
     checked = _checked_options(options, a, a_scale, b, b_scale, out)
@@ -431,6 +433,7 @@ def _call_unknown(a, a_scale, b, b_scale, out, options: _Options) -> None:
     """Multiply where C has met no such options and signature, or cannot read the tensors."""
     _check_option_types(options)
     _check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
+    a_scale, b_scale = (tensors.as_float32(scale) for scale in (a_scale, b_scale))
     signature = launches.signature(a, a_scale, b, b_scale, out)
     launch = launches.find(_launches, options, signature)
     if launch is None:
@@ -632,16 +635,25 @@ def check_option(name: str, value: object) -> None:
 
 
 def _check_dtypes(a, a_scale, b, b_scale, out) -> None:
+    fp8 = (torch.float8_e4m3fn,)
     wanted = (
-        ("a", a, torch.float8_e4m3fn, "quantise with deep_tile.per_token_cast_to_fp8"),
-        ("b", b, torch.float8_e4m3fn, "quantise with deep_tile.per_block_cast_to_fp8"),
-        ("a_scale", a_scale, torch.float32, "convert with .float()"),
-        ("b_scale", b_scale, torch.float32, "convert with .float()"),
-        ("out", out, torch.bfloat16, "allocate it as torch.bfloat16, or pass out=None"),
+        ("a", a, fp8, "quantise with deep_tile.per_token_cast_to_fp8"),
+        ("b", b, fp8, "quantise with deep_tile.per_block_cast_to_fp8"),
+        ("a_scale", a_scale, tensors.SCALE_DTYPES, "convert with .float()"),
+        ("b_scale", b_scale, tensors.SCALE_DTYPES, "convert with .float()"),
+        ("out", out, (torch.bfloat16,), "allocate it as torch.bfloat16, or pass out=None"),
     )
-    for name, tensor, dtype, remedy in wanted:
-        if tensor is not None and tensor.dtype != dtype:
-            raise TypeError(f"{name} must be {dtype}; got {tensor.dtype}. To fix: {remedy}")
+    for name, tensor, dtypes, remedy in wanted:
+        if tensor is not None and tensor.dtype not in dtypes:
+            names = " or ".join(map(str, dtypes))
+            raise TypeError(f"{name} must be {names}; got {tensor.dtype}. To fix: {remedy}")
+
+
+def _check_float32(**scales: torch.Tensor) -> None:
+    """Of a plan, whose calls convert nothing."""
+    for name, scale in scales.items():
+        if scale.dtype == torch.float8_e8m0fnu:
+            raise TypeError(f"{name} of a plan must be torch.float32; got {scale.dtype}. To fix: pass {name}.float()")
 
 
 def _check_devices(a, a_scale, b, b_scale, out) -> None:

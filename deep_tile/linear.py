@@ -490,7 +490,7 @@ def _check_fit(x, b, bias, out, out_dtype: torch.dtype) -> None:
 def _check_formats(x, b_scale, options: _Options) -> None:
     if x.dtype not in _SOURCE_DTYPES:
         raise TypeError(f"x must be {_WIDE}; got {x.dtype}. Convert it; what is quantised already comes with its scale")
-    if b_scale is not None and b_scale.dtype not in quantize.SCALE_DTYPES:
+    if b_scale is not None and b_scale.dtype not in tensors.SCALE_DTYPES:
         raise TypeError(f"b_scale must be torch.float32 or torch.float8_e8m0fnu; got {b_scale.dtype}. Use .float()")
     _check_out_dtype(options.out_dtype)
     quantize.check_options(quantize.Options(quantize.TOKEN_BLOCK[0], **_cast_options(options)))

@@ -13,7 +13,7 @@ import torch
 
 from deep_tile import api, cast, jit, tensors
 from deep_tile.linear import fp8_linear, quantize_weight
-from deep_tile.quantize import FP8_DTYPE, SCALE_DTYPES, WEIGHT_BLOCK, scale_shape
+from deep_tile.quantize import FP8_DTYPE, WEIGHT_BLOCK, scale_shape
 
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 """What checkpoints call the scale that a weight is multiplied with; the first is ours."""
@@ -162,7 +162,7 @@ def _frozen(x: torch.Tensor) -> torch.nn.Parameter:
 def _check_weight(weight: torch.Tensor, scale: torch.Tensor) -> None:
     if weight.dtype != FP8_DTYPE:
         raise TypeError(f"weight is {weight.dtype}; it must be {FP8_DTYPE}. Linear.from_float quantises others")
-    if scale.dtype not in SCALE_DTYPES:
+    if scale.dtype not in tensors.SCALE_DTYPES:
         raise TypeError(
             f"weight_scale_inv is {scale.dtype}; it must be torch.float32 or torch.float8_e8m0fnu. Convert it with "
             ".float()"

@@ -34,8 +34,6 @@ WEIGHT_BLOCK = (SCALE_BLOCK, SCALE_BLOCK)
 SCALE_LAYOUTS = ("row", "m", "m_aligned")
 SCALE_ROUNDINGS = ("none", "pow2")
 DIVISIONS = ("divide", "reciprocal")
-SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
-"""Of the scales that `dequantize` takes."""
 
 _KERNEL_SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _VECTOR_BYTES = tensors.ALIGNMENT_BYTES
@@ -217,7 +215,7 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
     """
     if not isinstance(x, torch.Tensor) or x.dtype != FP8_DTYPE:
         raise TypeError(f"x is {_kind(x)}; dequantize takes a float8_e4m3fn tensor")
-    if not isinstance(scale, torch.Tensor) or scale.dtype not in SCALE_DTYPES:
+    if not isinstance(scale, torch.Tensor) or scale.dtype not in tensors.SCALE_DTYPES:
         raise TypeError(
             f"scale is {_kind(scale)}; dequantize takes a float32 or float8_e8m0fnu tensor, one value per block"
         )

@@ -29,7 +29,8 @@ class Variable(NamedTuple):
 CACHE_DIR = Variable(
     "DEEP_TILE_CACHE_DIR",
     "Directory of compiled kernels, an absolute path. It may be moved, or copied into an image.",
-    "$XDG_CACHE_HOME/deep_tile, else $HOME/.cache/deep_tile, else memory only",
+    "$DG_JIT_CACHE_DIR/deep_tile (DeepGEMM's), else $XDG_CACHE_HOME/deep_tile, else $HOME/.cache/deep_tile, else "
+    "memory only",
 )
 CACHE_MAX_MB = Variable(
     "DEEP_TILE_CACHE_MAX_MB",
@@ -145,8 +146,12 @@ def _absolute_path(variable: Variable) -> Path | None:
 
 
 def _user_cache_dir() -> Path | None:
-    """By the rules of XDG: a relative path counts as unset. A missing HOME is not looked up elsewhere."""
-    for name, subdirectory in (("XDG_CACHE_HOME", "deep_tile"), ("HOME", ".cache/deep_tile")):
+    """By the rules of XDG: a relative path counts as unset. A missing HOME is not looked up elsewhere.
+
+    DeepGEMM's variable comes first: whoever set it for an engine wants kernels kept there.
+    """
+    bases = (("DG_JIT_CACHE_DIR", "deep_tile"), ("XDG_CACHE_HOME", "deep_tile"), ("HOME", ".cache/deep_tile"))
+    for name, subdirectory in bases:
         base = Path(os.environ.get(name, ""))
         if base.is_absolute():
             return base / subdirectory

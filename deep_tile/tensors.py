@@ -15,6 +15,9 @@ from deep_tile import _launcher
 ALIGNMENT_BYTES = 16
 """Of addresses that TMA and vector accesses take."""
 
+SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
+"""What calls take. Kernels read float32; the other holds powers of two, which are exact in it."""
+
 _KEYS = torch._C.DispatchKey.__members__
 
 
@@ -59,6 +62,11 @@ _KINDS = (
     (_bits("ZeroTensor"), "a tensor of zeros that has no memory", "Pass {name}.clone()"),
 )
 """Keys, what a tensor with one of them is, and what to do."""
+
+
+def as_float32(scale: torch.Tensor) -> torch.Tensor:
+    """A scale as kernels read it; of a dtype that no call takes, as it is."""
+    return scale.float() if scale.dtype == torch.float8_e8m0fnu else scale
 
 
 def require_plain(**tensors: torch.Tensor) -> None:

@@ -47,6 +47,19 @@ def test_out_is_allocated_when_none():
     assert torch.equal(out, check_gemm(operands))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("names", [("a_scale",), ("b_scale",), ("a_scale", "b_scale")], ids="-".join)
+def test_scales_of_powers_of_two(names, device):
+    """Twice, since the second call finds what the first prepared."""
+    operands = make_operands(7, 200, 384, device=device, a_scale="column")
+    narrow = {name: getattr(operands, name).to(torch.float8_e8m0fnu) for name in names}
+    wide = operands._replace(**{name: scale.float() for name, scale in narrow.items()})
+    for _ in range(2):
+        assert torch.equal(fp8_gemm(*operands._replace(**narrow)), fp8_gemm(*wide))
+    with pytest.raises(TypeError, match=rf"{names[0]} of a plan must be torch.float32; got .*pass {names[0]}.float"):
+        prepare(*operands._replace(**narrow))
+
+
 @pytest.mark.parametrize(("m", "n"), [(0, 8), (8, 0), (0, 0)])
 def test_nothing_to_do(m, n):
     operands = make_operands(m, n, 64)

@@ -148,7 +148,7 @@ def test_compile_fails_where_the_limit_evicts_kernels(call, cache, monkeypatch):
 
 @pytest.mark.parametrize("directory", ["/dev/null/cache", None], ids=["unwritable", "none"])
 def test_compile_fails_where_kernels_stay_in_memory(call, monkeypatch, directory):
-    for name in ("DEEP_TILE_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+    for name in ("DEEP_TILE_CACHE_DIR", "DG_JIT_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     if directory:
         monkeypatch.setenv("DEEP_TILE_CACHE_DIR", directory)

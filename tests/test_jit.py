@@ -38,7 +38,7 @@ def forget_cache():
 def directory(tmp_path, monkeypatch):
     """An empty cache directory, not created yet."""
     directory = tmp_path / "cache"
-    for name in ("XDG_CACHE_HOME", "HOME", "DEEP_TILE_CACHE_MAX_MB", "DEEP_TILE_DUMP_DIR"):
+    for name in ("DG_JIT_CACHE_DIR", "XDG_CACHE_HOME", "HOME", "DEEP_TILE_CACHE_MAX_MB", "DEEP_TILE_DUMP_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DEEP_TILE_CACHE_DIR", str(directory))
     forget_cache()

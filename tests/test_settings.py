@@ -18,7 +18,7 @@ READERS = (
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in [variable.name for variable in settings.VARIABLES] + ["XDG_CACHE_HOME"]:
+    for name in [variable.name for variable in settings.VARIABLES] + ["DG_JIT_CACHE_DIR", "XDG_CACHE_HOME"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/home/someone")
     forget()
@@ -77,6 +77,22 @@ def test_cache_dir_without_own_variable(monkeypatch, xdg, home, wanted):
         else:
             monkeypatch.setenv(name, value)
     assert settings.cache_dir() == wanted
+
+
+@pytest.mark.parametrize(
+    ("deep_gemm", "wanted"),
+    [("/dg", Path("/dg/deep_tile")), ("relative", Path("/xdg/deep_tile")), ("", Path("/xdg/deep_tile"))],
+)
+def test_deep_gemm_s_cache_dir_is_taken_before_the_user_s(monkeypatch, deep_gemm, wanted):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", deep_gemm)
+    assert settings.cache_dir() == wanted
+
+
+def test_own_variable_comes_before_deep_gemm_s(monkeypatch):
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", "/dg")
+    monkeypatch.setenv("DEEP_TILE_CACHE_DIR", "/caches/mine")
+    assert settings.cache_dir() == Path("/caches/mine")
 
 
 @pytest.mark.parametrize(

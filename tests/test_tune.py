@@ -159,7 +159,7 @@ def test_broken_file_is_one_warning_and_is_replaced(forgetful, text):
 
 
 def test_without_a_directory_nothing_is_kept(monkeypatch):
-    for name in ("DEEP_TILE_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+    for name in ("DEEP_TILE_CACHE_DIR", "DG_JIT_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     settings.cache_dir.cache_clear()
     assert tuned.choices(132) == {}

@@ -76,8 +76,6 @@ def _operand(name: str, pair: _Pair) -> _Pair:
     x, scale = pair
     if isinstance(scale, torch.Tensor) and scale.dtype == torch.int32:
         raise TypeError(f"{name}'s scale is packed into int32, as Blackwell takes it; Hopper takes float32")
-    if isinstance(scale, torch.Tensor) and scale.dtype == torch.float8_e8m0fnu:
-        scale = scale.float()
     if isinstance(x, torch.Tensor) and x.dim() == 2 and not is_compiling():
         x = tensors.with_aligned_rows(x)
     return x, scale

@@ -13,9 +13,9 @@ from types import ModuleType
 
 import torch
 
-from deep_tile import linear
+from deep_tile import linear, tensors
 from deep_tile.config import SCALE_BLOCK
-from deep_tile.quantize import DIVISIONS, FP8_DTYPE, SCALE_DTYPES
+from deep_tile.quantize import DIVISIONS, FP8_DTYPE
 
 _MODULE = "transformers.integrations.finegrained_fp8"
 
@@ -165,7 +165,7 @@ def _takes(input, weight, weight_scale_inv, block_size) -> bool:
         block_size is not None
         and tuple(block_size) == _BLOCK_SIZE
         and weight.dtype == FP8_DTYPE
-        and weight_scale_inv.dtype in SCALE_DTYPES
+        and weight_scale_inv.dtype in tensors.SCALE_DTYPES
         and input.dtype in _INPUT_DTYPES
         and weight.shape[-1] % _ROW_BYTES == 0
         and (input.device.type == "cpu" or (input.device.type == "cuda" and _is_hopper(input.device.index)))

@@ -1,0 +1,136 @@
+"""torch's own names for scaled products, on deep_tile's kernels: one import in place of another.
+
+Calls api.py. Invariant: arguments, and what they mean, are those of the function of that name in
+`torch.nn.functional`; what that takes and deep_tile has no kernel for is refused.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import ScalingType, SwizzleType
+
+from deep_tile import api, tensors
+from deep_tile.config import SCALE_BLOCK, ceil_div
+
+_TOKENS, _WEIGHTS = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+_RECIPES = {(_TOKENS, _WEIGHTS), (_WEIGHTS, _TOKENS)}
+
+
+def scaled_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    scale_a: torch.Tensor | Sequence[torch.Tensor],
+    scale_recipe_a: ScalingType | Sequence[ScalingType],
+    scale_b: torch.Tensor | Sequence[torch.Tensor],
+    scale_recipe_b: ScalingType | Sequence[ScalingType],
+    swizzle_a: SwizzleType | Sequence[SwizzleType] | None = None,
+    swizzle_b: SwizzleType | Sequence[SwizzleType] | None = None,
+    bias: torch.Tensor | None = None,
+    output_dtype: torch.dtype | None = torch.bfloat16,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_mm` of blocks of 1x128 with blocks of 128x128: `(mat_a scaled) @ (mat_b scaled)`.
+
+    A scale is taken as torch takes it, and with any strides and no padding, too. Either operand may be the one with
+    1x128 blocks. Where that is `mat_b`, the transposed product is computed, and a kernel of torch transposes it.
+
+    Args:
+        mat_a: [m, k] float8_e4m3fn, unit stride along k.
+        mat_b: [k, n] float8_e4m3fn, unit stride along k: `w.t()` of a weight [n, k].
+        scale_a, scale_b: float32, or float8_e8m0fnu. For 1x128 blocks [m or n, ceil(k / 128)]; for 128x128 blocks
+            [ceil(k / 128), ceil(m or n / 128)], where the first may be rounded up to a multiple of 4.
+        scale_recipe_a, scale_recipe_b: one BlockWise1x128, the other BlockWise128x128.
+        swizzle_a, swizzle_b: None or NO_SWIZZLE.
+        bias: [n], added to the rounded product by a kernel of torch.
+        output_dtype: bfloat16.
+        contraction_dim: nothing, or (1, 0).
+        use_fast_accum: means nothing here: sums are taken in FP32 every 128 of k.
+
+    Returns:
+        A contiguous tensor [m, n].
+
+    Raises:
+        TypeError, ValueError: an argument that is none of these.
+        RuntimeError: as `deep_tile.fp8_gemm`.
+    """
+    recipes = (_single("scale_recipe_a", scale_recipe_a), _single("scale_recipe_b", scale_recipe_b))
+    _check_recipes(recipes)
+    for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
+        if swizzle not in (None, [], ()) and _single(name, swizzle) != SwizzleType.NO_SWIZZLE:
+            raise ValueError(f"{name} is {swizzle}; block scales on Hopper are not swizzled. Pass None")
+    if output_dtype != torch.bfloat16:
+        raise ValueError(f"output_dtype is {output_dtype}; pass torch.bfloat16, and convert the result with .to()")
+    if tuple(contraction_dim) not in ((), (1, 0)):
+        raise ValueError(f"contraction_dim is {contraction_dim}; mat_a is [m, k] and mat_b [k, n]: leave it out")
+    _check_matrices(mat_a, mat_b)
+    rows_a, rows_b = mat_a, mat_b.t()
+    scale_a = _scale("a", _single("scale_a", scale_a), recipes[0], rows_a)
+    scale_b = _scale("b", _single("scale_b", scale_b), recipes[1], rows_b)
+    _check_bias(bias, rows_b)
+    if recipes == (_TOKENS, _WEIGHTS):
+        out = api.fp8_gemm(rows_a, scale_a, rows_b, scale_b)
+    else:
+        out = api.fp8_gemm(rows_b, scale_b, rows_a, scale_a).t().contiguous()
+    return out if bias is None else out.add_(bias)
+
+
+def _single(name: str, value: object) -> object:
+    """torch takes lists of one, for recipes of several levels."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    if len(value) != 1:
+        raise ValueError(f"{name} has {len(value)} entries; block scales on Hopper have one level. Pass one")
+    return value[0]
+
+
+def _check_recipes(recipes: tuple[object, object]) -> None:
+    if recipes not in _RECIPES:
+        names = " x ".join(getattr(recipe, "name", repr(recipe)) for recipe in recipes)
+        raise ValueError(
+            f"scale_recipe_a x scale_recipe_b is {names}; deep_tile has {_TOKENS.name} x {_WEIGHTS.name}, and the "
+            "same swapped. Quantise so, or call torch.nn.functional.scaled_mm"
+        )
+
+
+def _check_matrices(mat_a: object, mat_b: object) -> None:
+    for name, matrix in (("mat_a", mat_a), ("mat_b", mat_b)):
+        if not isinstance(matrix, torch.Tensor) or matrix.dtype != torch.float8_e4m3fn or matrix.dim() != 2:
+            seen = f"{list(matrix.shape)} of {matrix.dtype}" if isinstance(matrix, torch.Tensor) else f"{matrix!r}"
+            raise TypeError(f"{name} is {seen}; it must be a matrix of torch.float8_e4m3fn. Quantise it")
+    if mat_a.shape[1] != mat_b.shape[0]:
+        raise ValueError(
+            f"mat_a is [m, k] = {list(mat_a.shape)} and mat_b [k, n] = {list(mat_b.shape)}: k differs. Pass w.t() of a "
+            "weight [n, k]"
+        )
+    if mat_b.shape[0] > 1 and mat_b.stride(0) != 1:
+        raise ValueError(
+            f"mat_b's strides are {mat_b.stride()}; it must have a unit stride along k. Pass w.t() of a weight [n, k], "
+            "or mat_b.t().contiguous().t()"
+        )
+
+
+def _check_bias(bias: object, rows_b: torch.Tensor) -> None:
+    if bias is not None and (not isinstance(bias, torch.Tensor) or tuple(bias.shape) != (rows_b.shape[0],)):
+        seen = list(bias.shape) if isinstance(bias, torch.Tensor) else repr(bias)
+        raise ValueError(f"bias is {seen}; it must be a tensor [n] = [{rows_b.shape[0]}], or None")
+
+
+def _scale(letter: str, scale: object, recipe: ScalingType, rows: torch.Tensor) -> torch.Tensor:
+    """The scale of [rows, k], by torch's layout for its recipe, as `fp8_gemm` takes it."""
+    if not isinstance(scale, torch.Tensor) or scale.dtype not in tensors.SCALE_DTYPES:
+        seen = scale.dtype if isinstance(scale, torch.Tensor) else repr(scale)
+        raise TypeError(f"scale_{letter} is {seen}; it must be a tensor of torch.float32 or torch.float8_e8m0fnu")
+    k_blocks = ceil_div(rows.shape[1], SCALE_BLOCK)
+    if recipe == _TOKENS:
+        shapes = [(rows.shape[0], k_blocks)]
+    else:
+        row_blocks = ceil_div(rows.shape[0], SCALE_BLOCK)
+        shapes = [(k_blocks, row_blocks), (ceil_div(k_blocks, 4) * 4, row_blocks)]
+    if tuple(scale.shape) not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+        remedy = (
+            f"It looks transposed: pass scale_{letter}.t()" if tuple(scale.shape)[::-1] in shapes else "Quantise so"
+        )
+        raise ValueError(f"scale_{letter} is {list(scale.shape)}; for {recipe.name} it must be {wanted}. {remedy}")
+    return scale if recipe == _TOKENS else scale[:k_blocks].t()
