@@ -16,6 +16,7 @@ _MODULES = {
     "dequantize": "quantize",
     "explain": "method.report",
     "fp8_gemm": "api",
+    "fp8_grouped_gemm": "grouped",
     "fp8_linear": "linear",
     "forbid_compilation": "jit",
     "is_available": "api",

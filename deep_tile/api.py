@@ -6,6 +6,7 @@ only pointers and the stream are new. What C does not read (subclasses, tensors 
 all of them where torch has no DLPack C exchange API) takes the same way in Python, through launches.py.
 """
 
+import math
 import operator
 import os
 import sys
@@ -18,13 +19,15 @@ from torch.compiler import is_compiling
 
 from deep_tile import _launcher, jit, launches, ops, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile.kinds import GROUPINGS
 from deep_tile.params import Place
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import fp8_gemm_reference
+from deep_tile.select.groups import grouped_configs
 from deep_tile.select.hardware import H200
 
 _TMA_BYTES = tensors.ALIGNMENT_BYTES
-_MAX_SIZE = 2**31 - 1024
+MAX_SIZE = 2**31 - 1024
 """Rounded up to the largest cluster tile, a size must still be an int of the kernel."""
 
 _launches: launches.Table = {}
@@ -197,7 +200,7 @@ class Plan:
     def _check(self, a, a_scale, out) -> None:
         """Check that tensors are plain and like those at preparation; `out` may be None."""
         given = {"a": a, "a_scale": a_scale} | ({} if out is None else {"out": out})
-        _check_tensors(**given)
+        check_tensors(**given)
         for name, x in given.items():
             seen, wanted = _call_layout(name, x), self._wanted[name]
             if seen != wanted:
@@ -274,8 +277,8 @@ def supports(
     for name, size in (("m", m), ("n", n), ("k", k)):
         if _as_int(size) is None:
             return False, f"{name} is {size!r}; sizes are ints"
-        if not 0 <= size <= _MAX_SIZE:
-            return False, f"{name} is {size}; sizes run from 0 to {_MAX_SIZE}"
+        if not 0 <= size <= MAX_SIZE:
+            return False, f"{name} is {size}; sizes run from 0 to {MAX_SIZE}"
     if dtype != torch.float8_e4m3fn:
         return False, f"operands are {dtype}; supported is torch.float8_e4m3fn"
     if out_dtype != torch.bfloat16:
@@ -285,7 +288,7 @@ def supports(
         stride = k if stride is None else stride
         if _as_int(stride) is None:
             return False, f"{name}_stride is {stride!r}; strides are ints, in elements"
-        problem = _row_stride_problem(name, rows, k, stride) or _scale_problem(name, (scales, k_blocks), (k_blocks, 1))
+        problem = row_stride_problem(name, rows, k, stride) or scale_problem(name, (scales, k_blocks), (k_blocks, 1))
         if problem:
             return False, problem
     return True, "supported"
@@ -301,7 +304,7 @@ def is_available() -> tuple[bool, str]:
             return False, "torch sees no CUDA device; CPU tensors still work, through deep_tile.reference"
         if torch.cuda._is_in_bad_fork():
             return False, "CUDA cannot be used in a process forked after CUDA had started: start workers with 'spawn'"
-        _check_hopper(torch.cuda.current_device())
+        check_hopper(torch.cuda.current_device())
         _check_alive()
         return True, f"{jit.compiler_text()}, {torch.cuda.get_device_name()}"
     except Exception as error:  # the promise is an answer, whatever is broken underneath
@@ -314,8 +317,9 @@ def precompile(
     workers: int | None = None,
     num_sms: int | None = None,
     batch_invariant: bool = False,
+    grouping: str = "none",
 ) -> Precompiled:
-    """Compile, and on a Hopper GPU load, every kernel that `fp8_gemm` can need for the shapes.
+    """Compile, and on a Hopper GPU load, every kernel that `fp8_gemm`, or `fp8_grouped_gemm`, can need for the shapes.
 
     Launches nothing and allocates no GPU memory beyond the CUDA context; afterwards no call with such a shape, the
     default config and a dense `out` compiles or loads anything. With a warm disk cache it takes milliseconds.
@@ -325,26 +329,32 @@ def precompile(
         workers: threads compiling at once; all cores by default.
         num_sms, batch_invariant: as later passed to `fp8_gemm`. By default num_sms is all of the current device, or of
             an H200 if there is none.
+        grouping: "offs" or "counts" for grouped products, by what they are given; kernels of all numbers of groups.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a shape that `fp8_gemm` does not take, or `num_sms` or `workers` out of range.
+        ValueError: a shape that `fp8_gemm` does not take, `num_sms` or `workers` out of range, or another grouping.
         jit.CompileError: a kernel does not compile.
     """
     weights = [_checked_weight(shape) for shape in _as_list(shapes)]
     check_option("num_sms", num_sms)
     check_option("batch_invariant", batch_invariant)
+    if grouping not in GROUPINGS:
+        raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(GROUPINGS)}")
     if workers is not None and (_as_int(workers) is None or workers < 1):
         raise ValueError(f"workers is {workers!r}; pass a positive int, or None for all cores")
     device = current_gpu()
     if num_sms is not None or device is not None:
-        num_sms = _checked_num_sms(num_sms, torch.device("cpu") if device is None else torch.device("cuda", device))
+        num_sms = checked_num_sms(num_sms, torch.device("cpu") if device is None else torch.device("cuda", device))
     else:
         num_sms = H200.num_sms
     configs = set()
     for n, k, max_m in weights:
         tma_store = n * 2 % _TMA_BYTES == 0
-        configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, split_k=not batch_invariant))
+        if grouping == "none":
+            configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, split_k=not batch_invariant))
+        else:
+            configs.update(grouped_configs(grouping, tma_store))
     ordered = tuple(sorted(configs, key=lambda config: config.name))
     before = jit.compilations()
     plan.load_kernels(ordered, device, workers or os.cpu_count() or 1)
@@ -432,7 +442,7 @@ def error_of(check: Callable, *arguments, **keywords) -> Exception | None:
 def _call_unknown(a, a_scale, b, b_scale, out, options: _Options) -> None:
     """Multiply where C has met no such options and signature, or cannot read the tensors."""
     _check_option_types(options)
-    _check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
+    check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
     a_scale, b_scale = (tensors.as_float32(scale) for scale in (a_scale, b_scale))
     signature = launches.signature(a, a_scale, b, b_scale, out)
     launch = launches.find(_launches, options, signature)
@@ -456,7 +466,7 @@ def _first_call(a, a_scale, b, b_scale, out, options: _Options, signature) -> _l
 def _checked_options(options: _Options, a, a_scale, b, b_scale, out) -> _Options:
     """Check everything that can be wrong about a call; the options, with num_sms filled in."""
     _check_arguments(options, a, a_scale, b, b_scale, out)
-    _check_dtypes(a, a_scale, b, b_scale, out)
+    check_dtypes(a, a_scale, b, b_scale, out)
     if a.device.type not in ("cuda", "cpu"):
         raise ValueError(f"a is on {a.device}; fp8_gemm runs on a Hopper GPU, or on the CPU as a reference")
     _check_devices(a, a_scale, b, b_scale, out)
@@ -469,7 +479,7 @@ def _checked_options(options: _Options, a, a_scale, b, b_scale, out) -> _Options
             "constant_weights=True is for programmatic launches, which may start before their predecessor has ended; "
             f"got pdl={options.pdl}, num_sms={options.num_sms}: pass pdl=True, or drop constant_weights"
         )
-    return options._replace(num_sms=_checked_num_sms(options.num_sms, a.device), pdl=pdl)
+    return options._replace(num_sms=checked_num_sms(options.num_sms, a.device), pdl=pdl)
 
 
 def _needs_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -520,11 +530,11 @@ def _prepare_launch(
 ) -> tuple[GemmConfig, _launcher.Launch]:
     """For a call that has been checked and needs a kernel; `tensors_given` are keywords of `plan.prepare_launch`."""
     device = a.get_device()
-    _check_hopper(device)
+    check_hopper(device)
     (m, k), n = a.shape, b.shape[0]
     problem = GemmProblem(m, n, k, options.num_sms, _tma_can_store(out), split_k=not options.batch_invariant)
-    config = plan.config_for(problem) if options.config is None else _checked_config(options.config, problem)
-    _check_capture(config, device)
+    config = plan.config_for(problem) if options.config is None else checked_config(options.config, problem)
+    check_capture(config, device)
     if settings.print_config():
         print(f"deep_tile: m={m} n={n} k={k} num_sms={problem.num_sms}: {config.name}", file=sys.stderr)
     layout = _layout(a, a_scale, b, b_scale, out)
@@ -580,7 +590,7 @@ def _layout(a, a_scale, b, b_scale, out) -> plan.Layout:
 def _check_arguments(options: _Options, a, a_scale, b, b_scale, out) -> None:
     """Check of each argument by itself what it is; `out` may be None."""
     given = {} if out is None else {"out": out}
-    _check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, **given)
+    check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, **given)
     _refuse_gradients(a, a_scale, b, b_scale, out)
     _check_option_types(options)
 
@@ -591,11 +601,13 @@ _SOURCES = {
     "b": "deep_tile.per_block_cast_to_fp8 makes b and b_scale",
     "b_scale": "deep_tile.per_block_cast_to_fp8 makes b and b_scale",
     "out": "pass out=None to have it allocated",
+    "offs": "pass the row behind each group's last, as a tensor of int32",
+    "counts": "pass how many rows each group has, as a tensor of int32",
 }
 """Where the right argument comes from."""
 
 
-def _check_tensors(**arguments) -> None:
+def check_tensors(**arguments) -> None:
     for name, value in arguments.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}. To fix: {_SOURCES[name]}")
@@ -618,13 +630,17 @@ def _check_option_types(options: _Options) -> None:
     if options.out_dtype != torch.bfloat16:
         dtype = options.out_dtype
         raise TypeError(f"out_dtype must be torch.bfloat16; got {dtype}. Convert the result with .to({dtype})")
-    if options.config is not None and type(options.config) is not GemmConfig:
-        raise TypeError(
-            f"config must be a deep_tile.GemmConfig or None; got {type(options.config).__name__}. "
-            "Pass GemmConfig(block_m, block_n, stages), or nothing to have it chosen"
-        )
+    check_config_type(options.config)
     for name in _OPTION_TYPES:
         check_option(name, getattr(options, name))
+
+
+def check_config_type(config: object) -> None:
+    if config is not None and type(config) is not GemmConfig:
+        raise TypeError(
+            f"config must be a deep_tile.GemmConfig or None; got {type(config).__name__}. "
+            "Pass GemmConfig(block_m, block_n, stages), or nothing to have it chosen"
+        )
 
 
 def check_option(name: str, value: object) -> None:
@@ -634,7 +650,7 @@ def check_option(name: str, value: object) -> None:
         raise TypeError(f"{name} is {value!r}, of type {type(value).__name__}; pass {wanted}")
 
 
-def _check_dtypes(a, a_scale, b, b_scale, out) -> None:
+def check_dtypes(a, a_scale, b, b_scale, out) -> None:
     fp8 = (torch.float8_e4m3fn,)
     wanted = (
         ("a", a, fp8, "quantise with deep_tile.per_token_cast_to_fp8"),
@@ -692,8 +708,8 @@ def _check_shape(name: str, tensor: torch.Tensor, wanted: tuple[int, int], meani
 
 def _check_sizes(a, b) -> None:
     (m, k), n = a.shape, b.shape[0]
-    if max(m, n, k) > _MAX_SIZE:
-        raise ValueError(f"m, n, k = {m}, {n}, {k}; each must be at most {_MAX_SIZE}: split the product")
+    if max(m, n, k) > MAX_SIZE:
+        raise ValueError(f"m, n, k = {m}, {n}, {k}; each must be at most {MAX_SIZE}: split the product")
 
 
 def _check_strides(a, a_scale, b, b_scale, out) -> None:
@@ -704,13 +720,13 @@ def _check_strides(a, a_scale, b, b_scale, out) -> None:
                 f"{name} must have a unit stride along k; its strides are {tensor.stride()}. "
                 f"Make it K-major: {name}.contiguous()"
             )
-        problem = _row_stride_problem(name, rows, k, tensor.stride(0))
+        problem = row_stride_problem(name, rows, k, tensor.stride(0))
         if problem:
             raise ValueError(problem)
         if rows * k and tensor.data_ptr() % _TMA_BYTES:
-            raise ValueError(_misaligned(name, tensor))
+            raise ValueError(misaligned(name, tensor))
     for name, scale in (("a", a_scale), ("b", b_scale)):
-        problem = _scale_problem(name, tuple(scale.shape), scale.stride())
+        problem = scale_problem(name, tuple(scale.shape), scale.stride())
         if problem:
             raise ValueError(problem)
     m, n = out.shape
@@ -720,26 +736,25 @@ def _check_strides(a, a_scale, b, b_scale, out) -> None:
         raise ValueError(f"rows of out overlap: its row stride is {out.stride(0)} for {n} columns. Pass a dense out")
 
 
-def _misaligned(name: str, tensor: torch.Tensor) -> str:
+def misaligned(name: str, tensor: torch.Tensor) -> str:
     return (
         f"{name} must begin at a multiple of {_TMA_BYTES} bytes; its address is {tensor.data_ptr() % _TMA_BYTES} bytes "
         f"past one. Slice at multiples of {_TMA_BYTES} columns, or pass {name}.clone()"
     )
 
 
-def _scale_problem(operand: str, shape: tuple[int, int], strides: tuple[int, int]) -> str | None:
-    rows, groups = shape
-    if not rows or not groups:
+def scale_problem(operand: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+    if 0 in shape:
         return None
     reach, most = plan.scale_reach(shape, strides), plan.MAX_SCALE_REACH
     if reach <= most:
         return None
-    dense = rows * groups - 1 <= most
+    dense = math.prod(shape) - 1 <= most
     remedy = f"Pass {operand}_scale.contiguous()" if dense else f"Split the rows of {operand}"
     return f"{operand}_scale's last element lies {reach} after its first; kernels reach {most}. {remedy}"
 
 
-def _row_stride_problem(name: str, rows: int, k: int, stride: int) -> str | None:
+def row_stride_problem(name: str, rows: int, k: int, stride: int) -> str | None:
     if rows <= 1 or k == 0:
         return None
     if stride < k:
@@ -752,7 +767,7 @@ def _row_stride_problem(name: str, rows: int, k: int, stride: int) -> str | None
     return None
 
 
-def _check_hopper(device: int) -> None:
+def check_hopper(device: int) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9:
         raise RuntimeError(
@@ -777,9 +792,9 @@ def _num_sms(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _checked_num_sms(num_sms: int | None, device: torch.device) -> int:
+def checked_num_sms(num_sms: int | None, device: torch.device) -> int:
     """SMs to use; on the CPU, where there are none, any positive number passes."""
-    available = _num_sms(device.index) if device.type == "cuda" else _MAX_SIZE
+    available = _num_sms(device.index) if device.type == "cuda" else MAX_SIZE
     if num_sms is None:
         return available
     if not 1 <= num_sms <= available:
@@ -788,7 +803,12 @@ def _checked_num_sms(num_sms: int | None, device: torch.device) -> int:
     return num_sms
 
 
-def _checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
+def checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
+    if config.grouping != problem.grouping:
+        raise ValueError(
+            f"{config.name} is for grouping={config.grouping!r}, and this call for {problem.grouping!r}; pass such a "
+            "config"
+        )
     if config.tma_store and not problem.tma_store:
         raise ValueError(
             f"{config.name} stores with TMA, but out's address, row length or row stride is no multiple of "
@@ -824,7 +844,7 @@ def _tma_can_store(out: torch.Tensor) -> bool:
     return all(number % _TMA_BYTES == 0 for number in (out.data_ptr(), *row_bytes))
 
 
-def _check_capture(config: GemmConfig, device: int) -> None:
+def check_capture(config: GemmConfig, device: int) -> None:
     remedy = "call fp8_gemm once with these shapes, or deep_tile.precompile, before the capture"
     if not plan.is_loaded(config, device):
         launches.refuse_capture(config.name, device, remedy)
@@ -874,7 +894,7 @@ def _fake_out_op(*given: torch.Tensor | None, **keywords) -> None:
     """Check what can be checked without memory; strides are left to the run."""
     _check_option_types(_op_options(**keywords))
     _refuse_gradients(*given)
-    for check in (_check_dtypes, _check_devices, _check_shapes):
+    for check in (check_dtypes, _check_devices, _check_shapes):
         check(*given)
 
 

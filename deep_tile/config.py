@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from math import gcd
 
-from deep_tile.kinds import K_BLOCK_BYTES, KINDS, MMA_K_BYTES, OUTPUTS, Element, Kind
+from deep_tile.kinds import GROUPINGS, K_BLOCK_BYTES, KINDS, MMA_K_BYTES, OUTPUTS, Element, Kind
 from deep_tile.walls import WARPGROUP_THREADS, Wall, accumulator_registers, capacity_wall, register_wall
 
 SCALE_BLOCK = 128
@@ -56,6 +56,7 @@ class GemmConfig:
             a tile's columns may lie across scale blocks.
         kind: of the product, a name in `kinds.KINDS`.
         output: format of `out`, a name in `kinds.OUTPUTS`.
+        grouping: how rows belong to matrices of `b`, one of `kinds.GROUPINGS`.
     """
 
     block_m: int
@@ -72,9 +73,14 @@ class GemmConfig:
     pairs: bool = False
     kind: str = "fp8"
     output: str = "bf16"
+    grouping: str = "none"
 
     def __post_init__(self):
-        for name, value, known in (("kind", self.kind, KINDS), ("output", self.output, OUTPUTS)):
+        for name, value, known in (
+            ("kind", self.kind, KINDS),
+            ("output", self.output, OUTPUTS),
+            ("grouping", self.grouping, GROUPINGS),
+        ):
             if value not in known:
                 raise ValueError(f"GemmConfig: {name} is {value!r}; supported are {', '.join(known)}")
         problem = self.illegal_because
@@ -118,6 +124,9 @@ class GemmConfig:
         if self.pairs and not (pairable and alone):
             tiles = " and ".join(f"128x{block_n}" for block_n in PAIRED_TILES)
             return f"pairs is True; supported for tiles of {tiles}, without clusters and resident b"
+        if self.is_grouped and (self.cluster > 1 or self.resident_b or self.narrow_n or self.pairs):
+            what = "clusters, resident b, narrow tiles and pairs"
+            return f"grouping is {self.grouping!r}; groups are multiplied without {what}"
         if not 1 <= self.store_buffers <= 10:
             return f"store_buffers is {self.store_buffers}; supported are 1 to 10"
         return next((wall.reason for wall in (self.register_wall, self.capacity_wall) if not wall.holds), None)
@@ -139,7 +148,8 @@ class GemmConfig:
         store = "" if self.tma_store else "_any"
         resident = f"_r{self.b_stages}" if self.resident_b else ""
         narrow = f"_n{self.narrow_n}" if self.narrow_n else ""
-        special = resident + narrow + ("_p" if self.pairs else "")
+        grouping = f"_{self.grouping}" if self.is_grouped else ""
+        special = resident + narrow + ("_p" if self.pairs else "") + grouping
         return (
             f"{self.kind}_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{special}{buffers}{store}"
         )
@@ -153,6 +163,18 @@ class GemmConfig:
     def out(self) -> Element:
         """What it stores."""
         return OUTPUTS[self.output]
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.grouping != "none"
+
+    @property
+    def by_offs(self) -> bool:
+        return self.grouping == "offs"
+
+    @property
+    def by_counts(self) -> bool:
+        return self.grouping == "counts"
 
     @property
     def block_k(self) -> int:
@@ -359,7 +381,7 @@ class GemmConfig:
         four stages of 128x192 are a whole tile, this gains 12 %, at 1536 1 %. With more stages, or other kernels, it
         costs 1 to 2 % (H200, 2026-11-21).
         """
-        return self.takes_turns and self.stages <= 4 and not self.resident_b
+        return self.takes_turns and self.stages <= 4 and not (self.resident_b or self.is_grouped)
 
     @property
     def columns_per_part(self) -> int:
@@ -373,9 +395,9 @@ class GemmConfig:
         """Whether TMA may copy the scales of a tile's rows, all at once instead of by 4 bytes, where they are adjacent.
 
         128x256 gains 1 to 2.5 %, 128x224 0.5 to 1 %; with two sets of temporaries nothing is gained, and kernels that
-        take turns lose up to 3 % (H200, 2026-11-21).
+        take turns lose up to 3 % (H200, 2026-11-21). Groups may begin anywhere, and TMA wants multiples of 16 bytes.
         """
-        return self.math_warpgroups == 2 and self.chunks > 1
+        return self.math_warpgroups == 2 and self.chunks > 1 and not self.is_grouped
 
     @property
     def column_group(self) -> int:

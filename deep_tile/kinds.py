@@ -56,5 +56,9 @@ BF16 = Element("bf16", 2, "bfloat16")
 
 KINDS = {kind.name: kind for kind in (Kind("fp8", E4M3, E4M3, "blocks", "f32"),)}
 
+GROUPINGS = ("none", "offs", "counts")
+"""How the rows of `a` and `out` belong to matrices of `b`. "none": all to the one that there is. "offs": group by
+group, where each begins behind the one before. "counts": each group in rows of its own, of which it may use some."""
+
 OUTPUTS = {element.name: element for element in (BF16,)}
 """Formats of a result."""

@@ -240,6 +240,19 @@ GEMM = Params(
     ),
     Field("out_map", TENSOR_MAP, "out [m, n], box [store_rows, store_columns]; unused by kernels that store directly"),
     Field("narrow_b_map", TENSOR_MAP, "b, box [narrow_n, 128]; unused where there are no narrow tiles"),
+    Field("bounds", "const int*", "of groups, where each ends or how many rows each has; null: all that there are"),
+    Field("groups", "int", "0 where there is one product", 0),
+    Field("alignment", "int", "of the rows that groups begin at, a power of two", 1, 1024),
+    Field(
+        "a_group_rows",
+        "int",
+        "rows of a from a group's first to the next one's, if groups have their own",
+        0,
+    ),
+    Field("out_group_rows", "int", "rows of out, likewise", 0),
+    Field("b_group_rows", "int", "rows of b from a group's first to the next one's", 0),
+    Field("a_scale_group_stride", "unsigned"),
+    Field("b_scale_group_stride", "unsigned"),
 )
 """Of a product."""
 

@@ -32,6 +32,9 @@ def configs_for(
 TENSORS = ("a", "a_scale", "b", "b_scale", "out")
 """Of a launch, in order."""
 
+GROUPED_TENSORS = ("a", "a_scale", "b", "b_scale", "bounds", "out")
+"""Of a launch of groups whose rows the device knows."""
+
 OPERAND_L2_BYTES = 128
 """What L2 fetches of an operand when a part of it is missing: a row of a K block. Twice that, the next K block's row as
 well, makes decode 1.5 % slower in the mean, up to 6 %; at m > 128 the two are even (H200, 2026-11-22)."""
@@ -40,11 +43,30 @@ MAX_SCALE_REACH = (2**32 - 1) // 4
 """Elements from a scale's first to its last: kernels count their bytes in 32 bits."""
 
 
+class GroupLayout(NamedTuple):
+    """Where groups lie, beside `Layout`: of rows in rows, of scales in elements.
+
+    Attributes:
+        alignment: of the rows that groups begin at, a power of two; for "offs".
+        a_rows, out_rows: from a group's first row to the next one's; for "counts".
+        b_rows: of `b`, likewise.
+        a_scale_stride, b_scale_stride: from a group's first scale to the next one's; 0 for `a_scale` with "offs".
+    """
+
+    alignment: int = 1
+    a_rows: int = 0
+    out_rows: int = 0
+    b_rows: int = 0
+    a_scale_stride: int = 0
+    b_scale_stride: int = 0
+
+
 class Layout(NamedTuple):
     """Strides of one call's tensors, in elements; operands and `out` have a unit stride along their rows.
 
     Attributes:
         a_scale_aligned: a_scale begins at a multiple of 16 bytes.
+        groups: where groups of rows lie, if there are any.
     """
 
     a_stride: int
@@ -53,6 +75,7 @@ class Layout(NamedTuple):
     a_scale_strides: tuple[int, int]
     b_scale_strides: tuple[int, int]
     a_scale_aligned: bool
+    groups: GroupLayout = GroupLayout()
 
 
 class Weights(NamedTuple):
@@ -157,9 +180,13 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
         ValueError: a size or stride that the kernel cannot express.
     """
     m, n, k = problem.m, problem.n, problem.k
-    _check_scale("a_scale", (m, ceil_div(k, SCALE_BLOCK)), layout.a_scale_strides)
-    _check_scale("b_scale", (ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK)), layout.b_scale_strides)
-    # A stride that takes more bits is of a single row or column: nothing is ever added to it.
+    groups, k_blocks = layout.groups, ceil_div(k, SCALE_BLOCK)
+    every = () if problem.groups is None else (problem.groups.count,)
+    _check_scale("a_scale", (*every, m, k_blocks), (groups.a_scale_stride, *layout.a_scale_strides))
+    _check_scale(
+        "b_scale", (*every, ceil_div(n, SCALE_BLOCK), k_blocks), (groups.b_scale_stride, *layout.b_scale_strides)
+    )
+    # A stride that takes more bits is of a single row, column or group: nothing is ever added to it.
     strides = [stride % 2**32 for stride in (*layout.a_scale_strides, *layout.b_scale_strides)]
     group_rows = raster_rows(problem)
     a_tail_rows, b_tail_rows = operand_tails(problem, config)
@@ -180,15 +207,24 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
         b_scale_stride_n=strides[2],
         b_scale_stride_k=strides[3],
         out_stride_m=layout.out_stride,
+        groups=sum(every),
+        alignment=groups.alignment,
+        a_group_rows=groups.a_rows,
+        out_group_rows=groups.out_rows,
+        b_group_rows=groups.b_rows,
+        a_scale_group_stride=groups.a_scale_stride % 2**32,
+        b_scale_group_stride=groups.b_scale_stride % 2**32,
     )
 
 
-def scale_reach(shape: tuple[int, int], strides: tuple[int, int]) -> int:
+def scale_reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Elements from a scale's first to its last."""
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-def _check_scale(name: str, shape: tuple[int, int], strides: tuple[int, int]) -> None:
+def _check_scale(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """Of dimensions as many as `shape` has, whose strides are the last."""
+    strides = strides[-len(shape) :]
     if min(strides) < 0 or scale_reach(shape, strides) > MAX_SCALE_REACH:
         raise ValueError(
             f"the last element of {name} is more than {MAX_SCALE_REACH} elements from its first, with strides "
@@ -206,22 +242,26 @@ def bulk_scale_rows(m: int, layout: Layout) -> int:
 def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> list[tuple[int, str, MapLayout]]:
     """Of each map that the launch needs: its offset in `params.GEMM`, whose it is, and the map."""
     m, n, k = problem.m, problem.n, problem.k
+    others, groups = problem.groups.count - 1 if problem.groups else 0, layout.groups
+    a_rows, b_rows, out_rows = m + others * groups.a_rows, n + others * groups.b_rows, m + others * groups.out_rows
     a_tail_rows, b_tail_rows = operand_tails(problem, config)
     a_maps, b_maps = params.GEMM.offsets["a_maps"], params.GEMM.offsets["b_maps"]
     maps = [
-        (a_maps, "a", _operand_map(k, m, layout.a_stride, config.block_m // config.cluster_n)),
-        (b_maps, "b", _operand_map(k, n, layout.b_stride, config.block_n // config.cluster_m)),
+        (a_maps, "a", _operand_map(k, a_rows, layout.a_stride, config.block_m // config.cluster_n)),
+        (b_maps, "b", _operand_map(k, b_rows, layout.b_stride, config.block_n // config.cluster_m)),
     ]
     if a_tail_rows:
         maps.append((a_maps + params.MAP_BYTES, "a", _operand_map(k, m, layout.a_stride, a_tail_rows)))
     if b_tail_rows:
-        maps.append((b_maps + params.MAP_BYTES, "b", _operand_map(k, n, layout.b_stride, b_tail_rows)))
+        maps.append((b_maps + params.MAP_BYTES, "b", _operand_map(k, b_rows, layout.b_stride, b_tail_rows)))
     if narrow_columns(config, problem):
         narrow = _operand_map(k, n, layout.b_stride, config.narrow_n)
         maps.append((params.GEMM.offsets["narrow_b_map"], "b", narrow))
     if config.tma_store:
         box = (config.store_columns, config.store_rows)
-        out = MapLayout(config.out.dtype, (n, m), (layout.out_stride * config.out.bytes,), box, config.store_swizzle)
+        out = MapLayout(
+            config.out.dtype, (n, out_rows), (layout.out_stride * config.out.bytes,), box, config.store_swizzle
+        )
         maps.append((params.GEMM.offsets["out_map"], "out", out))
     return maps
 
@@ -234,14 +274,15 @@ def operand_tails(problem: GemmProblem, config: GemmConfig) -> tuple[int, int]:
     """Rows of `a` and of `b` in the boxes of their last tiles, 0 where all tiles are full.
 
     A last tile of fewer rows than the others has a map of its own, which the kernel takes for granted: without one it
-    stops, and with rows that do not fit it waits for ever.
+    stops, and with rows that do not fit it waits for ever. Of groups, whose rows the host does not know, each tile's
+    box of `a` is whole.
 
     Raises:
         ValueError: rows that do not fit.
     """
     wide_n = problem.n - narrow_columns(config, problem) * config.narrow_n
     return (
-        _checked_tail("a", problem.m, config.block_m, config.cluster_n),
+        0 if config.is_grouped else _checked_tail("a", problem.m, config.block_m, config.cluster_n),
         _checked_tail("b", wide_n, config.block_n, config.cluster_m),
     )
 

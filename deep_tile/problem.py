@@ -9,6 +9,20 @@ from typing import NamedTuple
 from deep_tile.kinds import KINDS, OUTPUTS, Element, Kind
 
 
+class Groups(NamedTuple):
+    """Groups of rows, each of which has a `b` of its own.
+
+    Attributes:
+        layout: of the rows, one of `kinds.GROUPINGS` but "none".
+        count: of the groups.
+        expected_rows: of a group that has any, in the mean, as far as the host knows.
+    """
+
+    layout: str
+    count: int
+    expected_rows: int
+
+
 class GemmProblem(NamedTuple):
     """`out[m, n] = sum over k of a[m, k] * b[n, k]`, scaled as its kind says.
 
@@ -20,6 +34,7 @@ class GemmProblem(NamedTuple):
             the same order, so that its result does not depend on m.
         kind: of the product, a name in `kinds.KINDS`.
         output: format of `out`, a name in `kinds.OUTPUTS`.
+        groups: of rows, or None. With "offs" m is the rows of all of them, with "counts" what each has room for.
     """
 
     m: int
@@ -30,6 +45,11 @@ class GemmProblem(NamedTuple):
     split_k: bool = True
     kind: str = "fp8"
     output: str = "bf16"
+    groups: Groups | None = None
+
+    @property
+    def grouping(self) -> str:
+        return self.groups.layout if self.groups else "none"
 
     @property
     def product(self) -> Kind:

@@ -380,7 +380,7 @@ def cast_launch(x: torch.Tensor, options: Options, out: torch.Tensor, scale: tor
     x, out, scale = map(_as_matrix, (x, out, scale))
     device = x.get_device()
     kernel, grid = cast.choose(options.block_rows, _KERNEL_SOURCES[x.dtype], *x.shape, _num_sms(device))
-    _check_capture(kernel, device)
+    check_capture(kernel, device)
     return cast.prepare_launch(kernel, grid, device, _layout(x, options, out, scale), **how)
 
 
@@ -404,7 +404,7 @@ def _takes_vectors(x: torch.Tensor, out: torch.Tensor) -> bool:
     return steps and tensors.is_aligned(x) and tensors.is_aligned(out)
 
 
-def _check_capture(kernel: cast.CastKernel, device: int) -> None:
+def check_capture(kernel: cast.CastKernel, device: int) -> None:
     if not cast.is_loaded(kernel, device):
         launches.refuse_capture(kernel.name, device, "cast a tensor of this dtype once before the capture")
 

@@ -58,6 +58,51 @@ def fp8_gemm_reference(
     return out
 
 
+def group_rows(
+    layout: str, bounds: torch.Tensor | None, groups: int, rows: int, alignment: int = 1
+) -> list[tuple[int, int]]:
+    """First row, and the one behind the last, of each group: as kernels read them from bounds that may hold anything.
+
+    Args:
+        layout: "offs": `bounds` are the rows behind each group's last, and groups begin behind the one before, at a
+            multiple of `alignment`; "counts": how many rows each has, None: all.
+        rows: of all groups together, or of each.
+    """
+    if layout == "counts":
+        counts = [rows] * groups if bounds is None else bounds.tolist()
+        return [(0, min(max(count, 0), rows)) for count in counts]
+    found, end = [], 0
+    for bound in bounds.tolist():
+        begin = -(-end // alignment) * alignment
+        end = max(end, min(bound, rows))
+        found.append((begin, max(begin, end)))
+    return found
+
+
+def fp8_grouped_gemm_reference(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor,
+    bounds: torch.Tensor | None = None,
+    alignment: int = 1,
+) -> None:
+    """`fp8_gemm_reference` of each group's rows, written to those of `out`; no other row is touched.
+
+    Args:
+        a, a_scale, out: [s, k], [s, ceil(k / 128)], [s, n], or with a dimension of groups in front.
+        b, b_scale: [g, n, k], [g, ceil(n / 128), ceil(k / 128)].
+        bounds, alignment: as for `group_rows`, which takes `a` of three dimensions for "counts".
+    """
+    layout = "counts" if a.dim() == 3 else "offs"
+    for group, (begin, end) in enumerate(group_rows(layout, bounds, len(b), a.shape[-2], alignment)):
+        if begin == end:
+            continue
+        rows = (group, slice(begin, end)) if a.dim() == 3 else slice(begin, end)
+        out[rows] = fp8_gemm_reference(a[rows], a_scale[rows], b[group], b_scale[group], out.dtype)
+
+
 def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:
     """Frobenius norm of `x - reference` over that of `reference`, in float64.
 

@@ -8,8 +8,9 @@ import pytest
 from deep_tile import jit, sass
 from deep_tile.config import GemmConfig
 from deep_tile.select.defaults import default_configs
+from deep_tile.select.groups import all_grouped_configs
 
-DEFAULT_CONFIGS = (*default_configs(True), *default_configs(False))
+DEFAULT_CONFIGS = (*default_configs(True), *default_configs(False), *all_grouped_configs())
 
 SM_REGISTERS = 64 * 1024
 

@@ -134,7 +134,7 @@ def together(process: Process) -> Process:
     return process._replace(operations=operations)
 
 
-# scheduler.cuh: which tile comes next. Every role walks its own copy.
+# raster.cuh: which tile comes next. Every role walks its own copy.
 
 
 def place(launch: Launch, config: GemmConfig, rank: int, position: int, columns: int) -> tuple[int, int]:

@@ -95,7 +95,7 @@ def test_square_scales_are_taken_as_they_are():
 def test_wrong_num_sms(num_sms, monkeypatch):
     monkeypatch.setattr(api, "_num_sms", lambda device: 132)  # the only fact that needs a GPU
     with pytest.raises(ValueError, match=f"num_sms is {num_sms}; pass an int from 1 to 132, the SMs of cuda:0"):
-        api._checked_num_sms(num_sms, torch.device("cuda", 0))
+        api.checked_num_sms(num_sms, torch.device("cuda", 0))
 
 
 def test_config_must_suit_the_problem():
@@ -104,20 +104,20 @@ def test_config_must_suit_the_problem():
     with pytest.raises(
         ValueError, match="stores with TMA, but out's address, row length or row stride.*tma_store=False"
     ):
-        api._checked_config(GemmConfig(64, 64, 4), unaligned)
+        api.checked_config(GemmConfig(64, 64, 4), unaligned)
     with pytest.raises(ValueError, match="needs 2 SMs; num_sms is 1"):
-        api._checked_config(two_blocks, GemmProblem(64, 64, 64, num_sms=1))
+        api.checked_config(two_blocks, GemmProblem(64, 64, 64, num_sms=1))
     resident = GemmConfig(64, 64, 4, b_stages=2)
     for k in (128, 257):
         with pytest.raises(ValueError, match=f"in shared memory, for k from 129 to 256; k is {k}.*b_stages=0"):
-            api._checked_config(resident, GemmProblem(64, 64, k))
-    assert api._checked_config(resident, GemmProblem(64, 64, 256)) is resident
+            api.checked_config(resident, GemmProblem(64, 64, k))
+    assert api.checked_config(resident, GemmProblem(64, 64, 256)) is resident
     split = GemmConfig(128, 64, 4, split_k=2)
     with pytest.raises(ValueError, match="splits K.*batch_invariant=True needs split_k=1"):
-        api._checked_config(split, GemmProblem(64, 64, 64, split_k=False))
-    assert api._checked_config(split, GemmProblem(64, 64, 64)) is split
-    assert api._checked_config(any_store, unaligned) is any_store
-    assert api._checked_config(two_blocks, GemmProblem(64, 64, 64, num_sms=2)) is two_blocks
+        api.checked_config(split, GemmProblem(64, 64, 64, split_k=False))
+    assert api.checked_config(split, GemmProblem(64, 64, 64)) is split
+    assert api.checked_config(any_store, unaligned) is any_store
+    assert api.checked_config(two_blocks, GemmProblem(64, 64, 64, num_sms=2)) is two_blocks
 
 
 def test_options_change_no_value():

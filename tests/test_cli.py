@@ -18,6 +18,7 @@ from deep_tile.reference import MAX_RELATIVE_ERROR, relative_error
 from deep_tile.select import tuned
 from deep_tile.select.choose import bucketed, choose, choose_bucket, configs_for, measured_choice, suits
 from deep_tile.select.defaults import default_configs
+from deep_tile.select.groups import all_grouped_configs
 from deep_tile.tools import cli, demo
 from deep_tile.tools.compile import wanted_configs
 from deep_tile.tools.doctor import DOCTORS_KERNELS
@@ -119,7 +120,8 @@ def test_compile_fills_the_cache_with_what_a_shape_needs(call, cache):
 
 def test_compile_without_shapes_takes_every_default_config():
     wanted = wanted_configs(argparse.Namespace(shape=[], num_sms=132))
-    assert sorted(wanted, key=repr) == sorted(default_configs(True) + default_configs(False), key=repr)
+    default = (*default_configs(True), *default_configs(False), *all_grouped_configs())
+    assert sorted(wanted, key=repr) == sorted(default, key=repr)
 
 
 @pytest.mark.parametrize(
@@ -457,7 +459,7 @@ def test_readme_examples_run():
     """
     text = README.read_text()
     examples = re.findall(r"```python\n(.*?)```", text.partition("## Several GPUs")[0], re.DOTALL)
-    assert len(examples) == 4
+    assert len(examples) == 5
     weights = [deep_tile.quantize_weight(torch.randn(n, 7168, dtype=torch.bfloat16)) for n in (64, 32)]
     model = torch.nn.Sequential(torch.nn.Linear(256, 128, dtype=torch.bfloat16))
     names = {"weights": weights, "model": model}
@@ -467,6 +469,7 @@ def test_readme_examples_run():
     for result in (names["out"], names["y"]):
         assert result.shape == (64, 2112)
         assert relative_error(result, exact) < 0.05
+    assert torch.equal(names["routed"], names["out"])  # its experts are one weight
     assert (names["q"].shape, names["k"].shape) == ((64, 64), (64, 32))
     assert isinstance(model[0], deep_tile.nn.Linear)
 

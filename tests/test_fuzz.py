@@ -92,7 +92,7 @@ def test_every_drawn_config_suits_its_call(drawn):
             out = GuardedOut(m, n, stride=use.out_stride, offset=use.out_offset).out
             sms, may_split = use.num_sms or NUM_SMS, not use.batch_invariant
             problem = GemmProblem(m, n, k, sms, api._tma_can_store(out), may_split)
-            assert api._checked_config(use.config, problem) is use.config
+            assert api.checked_config(use.config, problem) is use.config
 
 
 def test_draws_are_of_every_kind(drawn):
@@ -206,7 +206,7 @@ def test_launches_cover_the_matrix(drawn, launches):
         sms, may_split = use.num_sms or NUM_SMS, not use.batch_invariant
         problem = GemmProblem(m, n, k, sms, use.config.tma_store if use.config else n % 8 == 0, may_split)
         config = use.config or choose(problem)
-        assert api._checked_config(config, problem) is config
+        assert api.checked_config(config, problem) is config
         strides = max(k, 16), max(k, 16), use.out_stride, places.a_scale.strides, places.b_scale.strides
         layout = plan.Layout(*strides, a_scale_aligned=True)
         plan.prepare_launch(problem, config, layout, 0, pdl=True, constant_weights=False)
@@ -231,7 +231,7 @@ def assert_covers(launch: dict, config: GemmConfig, problem: GemmProblem) -> Non
 
 
 def assert_tiles_are_taken_once(launch: dict, config: GemmConfig, problem: GemmProblem) -> None:
-    """As RasterScheduler of scheduler.cuh walks, dividing by multiplication; wide tiles, then narrow ones."""
+    """As RasterScheduler of raster.cuh walks, dividing by multiplication; wide tiles, then narrow ones."""
     rows = ceil_div(problem.m, config.block_m * config.cluster_m)
     narrow = launch["narrow_columns"]
     wide = ceil_div(problem.n - narrow * config.narrow_n, config.block_n * config.cluster_n)

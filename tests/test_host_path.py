@@ -29,7 +29,7 @@ from deep_tile import GemmConfig, _launcher, api, cast, fp8_gemm, launches, plan
 
 # The facts that need a GPU.
 api._needs_kernel = lambda a, b: True
-api._check_hopper = api._check_capture = lambda *ignored: None
+api.check_hopper = api.check_capture = lambda *ignored: None
 plan.load_kernel = lambda config, device: _launcher.load({WHOLE_CUBIN!r}, config.name, config.smem_bytes, 0)
 torch._C._cuda_getCurrentRawStream = lambda device: 0x57
 
@@ -493,7 +493,7 @@ show(*(scale.data_ptr() for scale in (aligned, moved)))
 CAST_SETUP = f"""
 from deep_tile import per_block_cast_to_fp8, per_token_cast_to_fp8
 quantize._needs_kernel, quantize._num_sms = lambda x: True, lambda device: 132
-quantize._check_capture = lambda *ignored: None
+quantize.check_capture = lambda *ignored: None
 cast.load = lambda kernel, device: _launcher.load({WHOLE_CUBIN!r}, kernel.name, 0, 0)
 x = torch.zeros(130, 264, dtype=torch.bfloat16)
 codes, scale = torch.zeros(130, 264).to(torch.float8_e4m3fn), torch.zeros(130, 3)

@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "reference": {"config", "quantize"},
     "api": CALL | {"params"},
     "linear": {"_launcher", "api", "config", "launches", "ops", "params", "quantize", "tensors"},
+    "grouped": CALL | {"api"},
     "nn": {"api", "cast", "jit", "linear", "quantize", "tensors"},
     "distributed": {"config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"config", "linear", "quantize", "tensors"},
@@ -64,6 +65,7 @@ WITH_TORCH = {
     "api",
     "compat.deep_gemm",
     "distributed",
+    "grouped",
     "integrations.transformers",
     "launches",
     "linear",
@@ -181,7 +183,7 @@ def test_imports_point_one_way():
 def test_public_names_are_not_the_tools():
     """They are imported by name at their first use, which the sources do not show."""
     assert {row(module) for module in deep_tile._MODULES.values()} == {
-        *("api", "config", "jit", "linear", "method", "nn", "quantize")
+        *("api", "config", "grouped", "jit", "linear", "method", "nn", "quantize")
     }
 
 

@@ -145,6 +145,7 @@ some_problems = st.builds(
     st.sampled_from((1, 66, 78, 132)),
     kind=st.sampled_from(list(KINDS)),
     output=st.sampled_from(list(OUTPUTS)),
+    groups=st.none(),
 )
 
 

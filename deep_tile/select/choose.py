@@ -14,6 +14,7 @@ from deep_tile.config import GemmConfig, round_up
 from deep_tile.problem import GemmProblem
 from deep_tile.select.cost import Estimate, calibration, estimate
 from deep_tile.select.defaults import default_configs
+from deep_tile.select.groups import ranked
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.schedule import cluster_tiles
 
@@ -90,9 +91,18 @@ def choose_bucket(problem: GemmProblem, own: GemmConfig | None = None) -> GemmCo
 
 
 def choose(problem: GemmProblem, tuned: Tuned = UNTUNED) -> GemmConfig:
-    """The config for a problem: that of its bucket."""
+    """The config for a problem: that of its bucket. With groups, the fastest predicted for the rows that they are
+    expected to have."""
+    if problem.groups is not None:
+        return _choose_grouped(problem._replace(m=0))
     bucket = bucketed(problem)
     return choose_bucket(bucket, tuned_choice(bucket, tuned))
+
+
+@lru_cache(maxsize=4_096)
+def _choose_grouped(problem: GemmProblem) -> GemmConfig:
+    """Whatever m is: no tile depends on it."""
+    return ranked(problem)[0][1]
 
 
 def configs_for(

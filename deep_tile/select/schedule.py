@@ -1,4 +1,4 @@
-"""Who works on which tile: the host's half of include/deep_tile/scheduler.cuh. Pure functions of sizes; no GPU.
+"""Who works on which tile: the host's half of include/deep_tile/raster.cuh. Pure functions of sizes; no GPU.
 
 Called by plan.py for the numbers of a launch, by cost.py for the waves that they make.
 """
@@ -37,9 +37,18 @@ def cluster_tiles(config: GemmConfig, problem: GemmProblem) -> Tiles:
 
 def _split_tiles(config: GemmConfig, problem: GemmProblem, narrow: int) -> Tiles:
     """Where narrow tiles have `narrow` columns."""
-    rows = ceil_div(problem.m, config.block_m * config.cluster_m)
+    rows = tile_rows(config, problem)
     wide_n = problem.n - narrow * config.narrow_n
     return Tiles(rows * ceil_div(wide_n, config.block_n * config.cluster_n), rows * narrow)
+
+
+def tile_rows(config: GemmConfig, problem: GemmProblem) -> int:
+    """Rows of cluster tiles: of groups, whose own rows the host does not know, the most that there can be."""
+    if problem.groups is None:
+        return ceil_div(problem.m, config.block_m * config.cluster_m)
+    if problem.groups.layout == "counts":
+        return problem.groups.count * ceil_div(problem.m, config.block_m)
+    return problem.m // config.block_m + min(problem.groups.count, problem.m)
 
 
 def _busiest(tiles: Tiles, slots: int) -> Tiles:
@@ -83,9 +92,12 @@ def blocks_per_tile(config: GemmConfig, k: int) -> int:
 def grid_size(config: GemmConfig, problem: GemmProblem) -> int:
     """Fewest thread blocks that keep the number of waves: they share L2 and power better than a full, ragged grid.
 
-    Gains 1 %, and 5 % at n = 2112 (H200, 2026-11-21). Each has a tile, which the kernel counts on.
+    Gains 1 %, and 5 % at n = 2112 (H200, 2026-11-21). Each has a tile, which the kernel counts on, but for groups': of
+    those there may be fewer than expected.
     """
     slots, tiles = cluster_slots(config, problem.num_sms), cluster_tiles(config, problem)
+    if problem.groups is not None:
+        return min(slots, tiles.total) * config.cluster
     fewest = (ceil_div(count, ceil_div(count, slots)) for count in (tiles.wide, tiles.total) if count > 0)
     return max(fewest) * config.cluster
 
@@ -113,7 +125,7 @@ def last_rows_reciprocal(config: GemmConfig, m: int, group_rows: int) -> int:
 def columns_begun(config: GemmConfig, problem: GemmProblem) -> int:
     """Columns of tiles that a thread block loads `b` for, at most, where `b` then stays; 0 elsewhere.
 
-    As ColumnScheduler of include/deep_tile/scheduler.cuh hands them out: whole columns, then a share of the others.
+    As ColumnScheduler of include/deep_tile/raster.cuh hands them out: whole columns, then a share of the others.
     """
     if not config.resident_b:
         return 0

@@ -14,13 +14,14 @@ from pathlib import Path
 from deep_tile import cast, jit, packaged
 from deep_tile.codegen import cast_source, kernel_source
 from deep_tile.select.defaults import default_configs
+from deep_tile.select.groups import all_grouped_configs
 from deep_tile.tools.compile import mib
 from deep_tile.tools.console import track_progress
 
 
 def default_sources() -> dict[str, str]:
     """Sources of all kernels that are chosen by default, by name."""
-    configs = (*default_configs(True), *default_configs(False))
+    configs = (*default_configs(True), *default_configs(False), *all_grouped_configs())
     gemms = {config.name: kernel_source(config) for config in configs}
     return gemms | {kernel.name: cast_source(kernel) for kernel in cast.all_kernels()}
 

@@ -27,8 +27,10 @@ struct GemmConfig {
     int column_group, column_shifts, b_scale_columns, b_scale_slots;
     int store_columns, store_rows, store_swizzle, boxes, store_chunks, boxes_at_once, store_buffers;
     bool tma_store;
+    bool by_offs, by_counts;
     int smem_bytes;
 
+    constexpr bool grouped() const { return by_offs || by_counts; }
     constexpr bool resident_b() const { return b_stages > 0; }
     constexpr bool has_narrow() const { return narrow_n > 0; }         // tiles, after its own
     constexpr bool is_narrow() const { return block_n < buffer_n; }    // such tiles' own config

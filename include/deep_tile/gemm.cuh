@@ -38,7 +38,7 @@
 
 namespace deep_tile {
 
-// This block's tiles of the config's own width, of which there is one at least. Where a tile is, is worked out behind its
+// This block's tiles of the config's own width, of which there is one at least, unless they are groups'. Where a tile is, is worked out behind its
 // first WGMMAs if these need not wait, and else before it: in the other order ptxas promotes the blocks of 128x224 so that
 // it takes 1 to 7 % longer (H200, 2026-11-22).
 template <GemmConfig config>
@@ -49,7 +49,11 @@ __device__ __forceinline__ void consume_width(const GemmParams& params, SharedSt
     WidthScheduler<config> tiles(params);
     const int first_row = warpgroup * config.rows_per_warpgroup;
     int left = tiles.count();
-    DenseTile tile;
+    if (config.grouped() && left == 0) {
+        loop.end();
+        return;
+    }
+    typename WidthScheduler<config>::Tile tile;
     if constexpr (config.chunks > 1) tile = tiles.next();
     loop.acquire();
     while (true) {
@@ -63,7 +67,7 @@ __device__ __forceinline__ void consume_width(const GemmParams& params, SharedSt
             epilogue.store_chunk(sums, config.store_chunks - 1);
         } else {
             loop.multiply(sums, tile.out_column(), left > 1, [](int) {});
-            epilogue.template store<0>(sums, tile.out_row() + first_row, tile.out_column());
+            epilogue.template store<0>(sums, tile.out_row() + first_row, tile.out_column(), group_end<config>(tile));
         }
         if (--left == 0) break;
         if constexpr (config.chunks > 1) tile = tiles.next();
@@ -91,14 +95,14 @@ __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<
 
 template <GemmConfig config, int part>
 __device__ __forceinline__ void finish_part(SplitReduction<config>& reduction, Epilogue<config>& epilogue,
-                                            Accumulators<config>& sums, int row, int column, bool last) {
+                                            Accumulators<config>& sums, int row, int column, int end, bool last) {
     if (part == reduction.rank()) {
         const u32 read = reduction.template receive<part>(sums);
         if (!last) reduction.release(read);
-        epilogue.template store<part * config.columns_per_part>(sums, row, column);
+        epilogue.template store<part * config.columns_per_part>(sums, row, column, end);
     }
     if constexpr (part + 1 < config.split_k) {
-        finish_part<config, part + 1>(reduction, epilogue, sums, row, column, last);
+        finish_part<config, part + 1>(reduction, epilogue, sums, row, column, end, last);
     }
 }
 
@@ -120,7 +124,8 @@ __device__ __forceinline__ void consume_split(const GemmParams& params, SharedSt
         }
         reduction.send(sums);
         reduction.await();
-        finish_part<config, 0>(reduction, epilogue, sums, tile.out_row() + first_row, tile.out_column(), left == 1);
+        finish_part<config, 0>(reduction, epilogue, sums, tile.out_row() + first_row, tile.out_column(),
+                               group_end<config>(tile), left == 1);
     }
     loop.end();
     epilogue.drain();
@@ -159,7 +164,7 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     // Before anything that waits for math warps, which wait for these registers.
     if (config.math_warpgroups == 2 && warp >= first_producer) ptx::setmaxnreg_dec<config.producer_registers>();
     if (threadIdx.x == 0) {
-        ptx::prefetch_tensormap(params.a_maps[params.m < config.block_m]);
+        ptx::prefetch_tensormap(params.a_maps[!config.grouped() && params.m < config.block_m]);
         ptx::prefetch_tensormap(params.b_maps[0]);
     }
     // Here and not among the producers' loops: the way to the first request is one straight line from the entry.

@@ -16,6 +16,8 @@ struct OperandBox {
 
 template <GemmConfig config>
 __device__ __forceinline__ OperandBox a_box(const GemmParams& params, Tile<config> tile) {
+    // Rows behind a group's are read: they lie in L2, where the next group will look for them.
+    if constexpr (config.grouped()) return {&params.a_maps[0], config.block_m / config.cluster_n};
     const bool last = tile.a_row() + config.block_m > params.m;
     const bool beyond = config.cluster_m > 1 && tile.a_row() >= params.m;
     return {&params.a_maps[last], beyond ? 0 : last ? params.a_tail_rows : config.block_m / config.cluster_n};
@@ -26,8 +28,8 @@ __device__ __forceinline__ OperandBox b_box(const GemmParams& params, Tile<confi
     if constexpr (config.has_narrow()) {
         if (tile.narrow) return {&params.narrow_b_map, config.narrow_n};
     }
-    const bool last = tile.b_row() + config.block_n > params.n;
-    const bool beyond = config.cluster_n > 1 && tile.b_row() >= params.n;
+    const bool last = tile.out_column() + config.block_n > params.n;
+    const bool beyond = config.cluster_n > 1 && tile.out_column() >= params.n;
     return {&params.b_maps[last], beyond ? 0 : last ? params.b_tail_rows : config.block_n / config.cluster_m};
 }
 
@@ -206,11 +208,13 @@ class OperandLoader {
 // us of every launch (H200, 2026-11-22).
 template <GemmConfig config>
 __device__ __forceinline__ int request_first_stages(const GemmParams& params, SharedStorage<config>& smem) {
+    if constexpr (config.grouped()) ptx::griddepcontrol_wait();  // who may have written the bounds
     const Tile<config> tile = TileScheduler<config>(params).first();
+    if (config.grouped() && !tile.valid) return 0;
     const KRange range = k_range<config>(params);
     const int stages = min(min(config.stages, 5), range.end - range.begin);
     const OperandLoader<config, false> loader(params, smem, tile);
-    const bool early_b = params.early_b;
+    const bool early_b = !config.grouped() && params.early_b;
     if (!early_b) ptx::griddepcontrol_wait();
     if (ptx::elect_sync()) {
 #pragma unroll 1

@@ -40,14 +40,52 @@ __device__ __forceinline__ u32 box_offset(int box) {
     return box % config.store_buffers * box_bytes;
 }
 
-// Has TMA store a box, or the first store_rows rows of it, unless it lies beyond the matrix; row, column and address are
-// those of the first box.
+// The 16-byte chunk index is XORed with the row's position in its 8 * span bytes, as TMA does on the way out.
 template <GemmConfig config>
-__device__ __forceinline__ void store_box(const GemmParams& params, u32 buffers, int row, int column, int box) {
+__device__ __forceinline__ u32 swizzle(u32 offset) {
+    if constexpr (config.store_swizzle == 0) return offset;
+    return offset ^ ((offset >> 3) & (config.store_swizzle - 16));
+}
+
+// Where rows of `out` end that may be written: with the group whose end is given, or with the matrix.
+template <GemmConfig config>
+__device__ __forceinline__ int row_end(const GemmParams& params, int group_end) {
+    if constexpr (config.grouped()) {
+        return group_end;
+    } else {
+        return params.m;
+    }
+}
+
+// Whether TMA would write rows that are not the group's: of store_rows rows from `row` on. Beyond a matrix it clips.
+template <GemmConfig config>
+__device__ __forceinline__ bool ends_within(int row, int end) {
+    return config.grouped() && row < end && row + config.store_rows > end;
+}
+
+// Has TMA store a box, or the first store_rows rows of it, unless it lies beyond the rows that end at `end`, or the
+// columns, or ends within; row, column and address are those of the first box.
+template <GemmConfig config>
+__device__ __forceinline__ void store_box(const GemmParams& params, u32 buffers, int row, int column, int box, int end) {
     row += box_row<config>(box);
     column += box_column<config>(box);
-    if (row >= params.m || column >= params.n) return;
+    if (row >= row_end<config>(params, end) || column >= params.n || ends_within<config>(row, end)) return;
     ptx::cp_async_bulk_tensor_store(params.out_map, column, row, buffers + box_offset<config>(box));
+}
+
+// Stores `count` rows of a box by one warp, 16 bytes at a time, for what TMA would write too much of.
+template <GemmConfig config>
+__device__ __forceinline__ void copy_rows(const GemmParams& params, u32 rows, int row, int column, int count) {
+    constexpr int vector = 8, vectors = config.store_columns / vector;
+    u16* const out = static_cast<u16*>(params.out);
+#pragma unroll 1
+    for (int i = threadIdx.x % warp_threads; i < count * vectors; i += warp_threads) {
+        const int from = i / vectors, j = i % vectors * vector;
+        if (column + j >= params.n) continue;
+        const uint4 values = ptx::ld_shared_v4(rows + swizzle<config>(i * vector * sizeof(u16)));
+        reinterpret_cast<uint4&>(out[(row + from) * params.out_stride_m + column + j]) = values;
+    }
+    __syncwarp();
 }
 
 // Those of a barrier between one math warpgroup and its store warp.
@@ -63,16 +101,17 @@ class Epilogue {
           first_row_(__shfl_sync(0xffffffff, threadIdx.x % warpgroup_threads / warp_threads, 0) * warp_rows),
           rows_(ptx::smem_address(smem.out[warpgroup]) + first_row_ * row_bytes) {}
 
-    // Columns [first, first + columns_per_part) of the tile; `row` and `column` are of the warpgroup's first element.
+    // Columns [first, first + columns_per_part) of the tile; `row` and `column` are of the warpgroup's first element. No
+    // row from `end` on is written.
     template <int first>
-    __device__ __forceinline__ void store(const Accumulators<config>& sums, int row, int column) const {
-        store_boxes<first>(sums, row, column + first, 0, config.boxes);
+    __device__ __forceinline__ void store(const Accumulators<config>& sums, int row, int column, int end) const {
+        store_boxes<first>(sums, row, column + first, end, 0, config.boxes);
     }
 
     // Part `chunk` of store_chunks; where it belongs is its store warp's business.
     __device__ __forceinline__ void store_chunk(const Accumulators<config>& sums, int chunk) const {
         constexpr int boxes = config.boxes / config.store_chunks;
-        store_boxes<0>(sums, 0, 0, chunk * boxes, boxes);
+        store_boxes<0>(sums, 0, 0, 0, chunk * boxes, boxes);
     }
 
     // Shared memory must outlive the stores that read it.
@@ -88,7 +127,7 @@ class Epilogue {
     static constexpr int pending = round ? config.store_buffers - 1 : 0;
 
     template <int first>
-    __device__ __forceinline__ void store_boxes(const Accumulators<config>& sums, int row, int column, int begin,
+    __device__ __forceinline__ void store_boxes(const Accumulators<config>& sums, int row, int column, int end, int begin,
                                                 int count) const {
 #pragma unroll
         for (int i = begin; i < begin + count; i += config.boxes_at_once) {
@@ -101,7 +140,7 @@ class Epilogue {
             if constexpr (config.store_warps > 0) {
                 ptx::bar_arrive(boxes_full_barrier + warpgroup_, store_barrier_threads);
             } else {
-                publish_boxes(row, column, i);
+                publish_boxes(row, column, end, i);
             }
         }
     }
@@ -115,24 +154,26 @@ class Epilogue {
         }
     }
 
-    __device__ __forceinline__ void publish_boxes(int row, int column, int first_box) const {
+    __device__ __forceinline__ void publish_boxes(int row, int column, int end, int first_box) const {
         synchronize();
         row += first_row_;
 #pragma unroll
         for (int box = first_box; box < first_box + config.boxes_at_once; ++box) {
             if constexpr (config.tma_store) {
-                if (stores()) store_box<config>(params_, rows_, row, column, box);
+                if (stores()) store_box<config>(params_, rows_, row, column, box, end);
+                if constexpr (config.grouped()) store_own_rows(row + box_row<config>(box), column, end, box);
             } else {
-                copy_box(row + box_row<config>(box), column + box_column<config>(box), box);
+                copy_box(row + box_row<config>(box), column + box_column<config>(box), end, box);
             }
         }
         if (stores()) ptx::cp_async_bulk_commit_group();
     }
 
-    // The 16-byte chunk index is XORed with the row's position in its 8 * span bytes, as TMA does on the way out.
-    static __device__ __forceinline__ u32 swizzle(u32 offset) {
-        if constexpr (config.store_swizzle == 0) return offset;
-        return offset ^ ((offset >> 3) & (config.store_swizzle - 16));
+    // This warp's rows of a box that ends within the tile's.
+    __device__ __forceinline__ void store_own_rows(int row, int column, int end, int box) const {
+        if (!ends_within<config>(row - first_row_ % config.store_rows, end)) return;
+        const u32 rows = rows_ + box_offset<config>(box);
+        copy_rows<config>(params_, rows, row, column + box_column<config>(box), min(warp_rows, end - row));
     }
 
     // One thread for each store of store_rows rows.
@@ -161,20 +202,20 @@ class Epilogue {
 #pragma unroll
         for (int unit = 0; unit < config.store_columns; unit += 16) {
             const float* d = &sums[0][0] + (column + unit) / 2;  // 16 columns may span two WGMMA tiles
-            ptx::stmatrix_x4(rows + swizzle(lane_ % 16 * row_bytes + unit * 2 + lane_ / 16 * 16),
+            ptx::stmatrix_x4(rows + swizzle<config>(lane_ % 16 * row_bytes + unit * 2 + lane_ / 16 * 16),
                              ptx::cvt_rn_bf16x2(d[1], d[0]), ptx::cvt_rn_bf16x2(d[3], d[2]),
                              ptx::cvt_rn_bf16x2(d[5], d[4]), ptx::cvt_rn_bf16x2(d[7], d[6]));
         }
     }
 
     // For an `out` that TMA cannot address: this warp's rows, clipped at the edges of the matrix.
-    __device__ __forceinline__ void copy_box(int row, int column, int box) const {
+    __device__ __forceinline__ void copy_box(int row, int column, int end, int box) const {
         const u32 rows = rows_ + box_offset<config>(box);
         u16* out = static_cast<u16*>(params_.out);
-        for (u32 i = 0; i < warp_rows && row + i < params_.m; ++i) {
+        for (u32 i = 0; i < warp_rows && row + i < row_end<config>(params_, end); ++i) {
             for (u32 j = lane_; j < config.store_columns && column + j < params_.n; j += warp_threads) {
                 out[(row + i) * params_.out_stride_m + column + j] =
-                    ptx::ld_shared_u16(rows + swizzle(i * row_bytes + j * 2));
+                    ptx::ld_shared_u16(rows + swizzle<config>(i * row_bytes + j * 2));
             }
         }
     }
@@ -192,8 +233,9 @@ class StoreWarp {
     __device__ __forceinline__ StoreWarp(const GemmParams& params, SharedStorage<config>& smem, int warp)
         : params_(params), smem_(smem), warp_(warp) {}
 
-    // Boxes come as Epilogue writes them; `row` and `column` are of the tile's first element.
-    __device__ __forceinline__ void store(int row, int column) const {
+    // Boxes come as Epilogue writes them; `row` and `column` are of the tile's first element, and no row from `end` on is
+    // written.
+    __device__ __forceinline__ void store(int row, int column, int end) const {
 #pragma unroll 1
         for (int box = 0; box < config.boxes; box += config.boxes_at_once) {
             drain();
@@ -202,7 +244,8 @@ class StoreWarp {
             }
             for (int i = warp_; i < config.math_warpgroups; i += config.store_warps) {
                 ptx::bar_sync(boxes_full_barrier + i, store_barrier_threads);
-                if (ptx::elect_sync()) publish_boxes(row + i * config.rows_per_warpgroup, column, i, box);
+                if constexpr (config.grouped()) store_ends(row + i * config.rows_per_warpgroup, column, end, i, box);
+                if (ptx::elect_sync()) publish_boxes(row + i * config.rows_per_warpgroup, column, end, i, box);
                 __syncwarp();
             }
         }
@@ -215,12 +258,23 @@ class StoreWarp {
     }
 
    private:
-    __device__ __forceinline__ void publish_boxes(int row, int column, int warpgroup, int first_box) const {
+    __device__ __forceinline__ void publish_boxes(int row, int column, int end, int warpgroup, int first_box) const {
 #pragma unroll
         for (int i = 0; i < config.boxes_at_once; ++i) {
-            store_box<config>(params_, ptx::smem_address(smem_.out[warpgroup]), row, column, first_box + i);
+            store_box<config>(params_, ptx::smem_address(smem_.out[warpgroup]), row, column, first_box + i, end);
         }
         ptx::cp_async_bulk_commit_group();
+    }
+
+    // Boxes that end within a tile.
+    __device__ __forceinline__ void store_ends(int row, int column, int end, int warpgroup, int first_box) const {
+#pragma unroll 1
+        for (int box = first_box; box < first_box + config.boxes_at_once; ++box) {
+            const int first = row + box_row<config>(box);
+            if (!ends_within<config>(first, end)) continue;
+            const u32 rows = ptx::smem_address(smem_.out[warpgroup]) + box_offset<config>(box);
+            copy_rows<config>(params_, rows, first, column + box_column<config>(box), end - first);
+        }
     }
 
     const GemmParams& params_;
@@ -232,6 +286,7 @@ class StoreWarp {
 template <GemmConfig config>
 __device__ __forceinline__ void store_tiles(const GemmParams& params, SharedStorage<config>& smem, int warp) {
     const StoreWarp<config> boxes(params, smem, warp);
+    if constexpr (config.grouped()) ptx::griddepcontrol_wait();  // who may have written the bounds
     TileScheduler<config> tiles(params);
     ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
     while (true) {
@@ -239,11 +294,11 @@ __device__ __forceinline__ void store_tiles(const GemmParams& params, SharedStor
         if (!tile.valid) break;
         if constexpr (config.has_narrow()) {
             if (tile.narrow) {
-                StoreWarp<narrow_tiles<config>>(params, narrow_storage<config>(smem), warp).store(tile.out_row(), tile.out_column());
+                StoreWarp<narrow_tiles<config>>(params, narrow_storage<config>(smem), warp).store(tile.out_row(), tile.out_column(), group_end<config>(tile));
                 continue;
             }
         }
-        boxes.store(tile.out_row(), tile.out_column());
+        boxes.store(tile.out_row(), tile.out_column(), group_end<config>(tile));
     }
     boxes.drain();
 }

@@ -262,6 +262,15 @@ __device__ __forceinline__ void stmatrix_x4(u32 smem, u32 r0, u32 r1, u32 r2, u3
                  : "memory");
 }
 
+__device__ __forceinline__ uint4 ld_shared_v4(u32 smem) {
+    uint4 value;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(smem)
+                 : "memory");
+    return value;
+}
+
 __device__ __forceinline__ u16 ld_shared_u16(u32 smem) {
     u16 value;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(smem) : "memory");

@@ -39,13 +39,17 @@ class ScaleReader {
         : params_(params), in_bulk_(scales_in_bulk<config>(params, tile)), step_(step) {
         const int last_group = (params.n - 1) / scale_block;
         const int first_k = step * config.scale_blocks;
-        const int group = min((tile.b_row() + lane() * config.b_scale_columns) / scale_block, last_group);
+        const int group = min((tile.out_column() + lane() * config.b_scale_columns) / scale_block, last_group);
         b_ = sizeof(float) * (group * params.b_scale_stride_n + first_k * params.b_scale_stride_k);
+        int first_row = tile.a_row();
+        if constexpr (config.grouped()) first_row = tile.scale;
 #pragma unroll
         for (int i = 0; i < rows_per_lane; ++i) {
-            const int row = min(tile.a_row() + i * warp_threads + lane(), params.m - 1);
+            const int row = min(first_row + i * warp_threads + lane(), params.m - 1);
             a_[i] = sizeof(float) * (row * params.a_scale_stride_m + first_k * params.a_scale_stride_k);
+            if constexpr (config.grouped()) a_[i] += sizeof(float) * tile.group * params.a_scale_group_stride;
         }
+        if constexpr (config.grouped()) b_ += sizeof(float) * tile.group * params.b_scale_group_stride;
     }
 
     // Requests this step's for a stage, and turns to the warp's next step; blocks beyond the matrix get zeros.
@@ -94,7 +98,9 @@ __device__ __forceinline__ bool request_first_scales(const GemmParams& params, S
     const KRange range = k_range<config>(params);
     ptx::griddepcontrol_wait();
     if (warp >= min(config.stages, range.end - range.begin)) return false;
-    ScaleReader<config>(params, TileScheduler<config>(params).first(), range.begin + warp).copy(smem, warp);
+    const Tile<config> tile = TileScheduler<config>(params).first();
+    if (config.grouped() && !tile.valid) return false;
+    ScaleReader<config>(params, tile, range.begin + warp).copy(smem, warp);
     return true;
 }
 

@@ -1,242 +1,23 @@
 // Which output tile comes next. Every role of a thread block walks its own copy, so no tile index is ever exchanged.
+//
+//   scheduler          tiles of
+//   RasterScheduler    one product, rows and columns together
+//   ColumnScheduler    one product whose `b` stays, column by column
+//   TwoWidthScheduler  one product, the wide ones and then the narrow ones
+//   GroupScheduler     one product for each group of rows, group by group
 #pragma once
 
-#include "watch.cuh"
+#include "grouped.cuh"
+#include "raster.cuh"
 
 namespace deep_tile {
 
-// Of sizes, which are not negative: unsigned arithmetic takes fewer instructions.
-__device__ __forceinline__ int ceil_div(int value, u32 divisor) {
-    return static_cast<int>((static_cast<u32>(value) + divisor - 1) / divisor);
-}
-
-// This block's rank in its cluster, for whole warps. From lane 0, so that the compiler knows it as uniform, and with it
-// the loop over this block's part of K.
-__device__ __forceinline__ int uniform_cluster_rank() {
-    return __shfl_sync(0xffffffff, ptx::cluster_ctarank(), 0);
-}
-
-// An output block at its coordinates: first row and column. What a role wants to know of a tile it asks by name, since
-// other schedulers' tiles may have their rows of `a` or `b` elsewhere than those of `out`.
-struct DenseTile {
-    int m, n;
-    bool valid;
-
-    __device__ __forceinline__ int out_row() const { return m; }
-    __device__ __forceinline__ int out_column() const { return n; }
-    __device__ __forceinline__ int a_row() const { return m; }
-    __device__ __forceinline__ int b_row() const { return n; }
-};
-
-// One of a launch of two widths.
-struct WidthTile : DenseTile {
-    bool narrow = false;
-};
-
-template <typename Tile>
-__device__ __forceinline__ Tile recorded(Tile tile) {
-    record_tile(tile.out_row(), tile.out_column());
-    return tile;
-}
-
-// Persistent: cluster c of C takes cluster tiles c, c + C, c + 2C, ... of a raster that descends a group of rows of
-// cluster tiles before it steps along n, so that blocks running together share operands in L2 (schedule.py says how many
-// rows); in split K another of the first C tiles instead of c. Where the last cluster tile overhangs the matrix, no more
-// is fetched than there is, and stores are clipped. Tile counts fit an int for any output that fits in memory.
-//
-// The position is kept as (group of rows, index within it), and divided by the group's rows by multiplying: a division
-// takes some hundred clocks that nothing hides, and its code comes before the first request. The reciprocal is 2^31 over
-// the rows, rounded up: exact for at most 16 rows and 2^27 tiles of a group.
 template <GemmConfig config>
-class RasterScheduler {
-   public:
-    using Tile = typename Conditional<config.has_narrow(), WidthTile, DenseTile>::type;
-
-    __device__ __forceinline__ explicit RasterScheduler(const GemmParams& params)
-        : rows_(ceil_div(params.m, config.block_m * config.cluster_m)),
-          columns_(config.is_narrow() ? params.narrow_columns : wide_columns(params, config.block_n * config.cluster_n)),
-          first_column_(config.narrow_n * params.narrow_columns),
-          group_rows_log2_(params.raster_rows_log2 - config.cluster_m / 2),
-          last_rows_reciprocal_(params.last_rows_reciprocal),
-          step_(gridDim.x / config.cluster()),
-          within_(first_cluster_tile() - step_),
-          rank_(config.cluster() == 1 ? 0 : uniform_cluster_rank()) {
-        if constexpr (config.is_narrow()) {  // on from the last wide tile
-            within_ -= rows_ * wide_columns(params, config.buffer_n);
-            while (within_ + step_ < 0) within_ += step_;
-        }
-    }
-
-    // This block's tiles, before the first. Not the same as counting valid ones: that a loop ends with a count, which it
-    // got before it began, leaves the compiler in no doubt that all warps of the block leave it together. Added up, while
-    // the first stage is awaited: a division is 25 to 50 instructions more, and all code behind them arrives later.
-    __device__ __forceinline__ int count() const {
-        int count = 0;
-#pragma unroll 1
-        for (int tile = within_ + step_; tile < rows_ * columns_; tile += step_) count += 1;
-        return count;
-    }
-
-    // Like next(), sooner: every block has a first tile, grid_size of schedule.py sees to it.
-    __device__ __forceinline__ Tile first() {
-        within_ += step_;
-        return tile(enter_group());
-    }
-
-    // Loops over tiles call it in one place, for the first one as well: every call is some 50 instructions.
-    __device__ __forceinline__ Tile next() {
-        within_ += step_;
-        const int group_rows = enter_group();
-        if (within_ >= group_rows * columns_) return Tile{};
-        return tile(group_rows);
-    }
-
-   protected:
-    // Of wide tiles, which lie behind the narrow ones.
-    static __device__ __forceinline__ int wide_columns(const GemmParams& params, int wide_n) {
-        const int narrow_n = config.is_narrow() ? config.block_n : config.narrow_n;
-        return ceil_div(params.n - narrow_n * params.narrow_columns, wide_n);
-    }
-
-    // Turns to the group of rows that the position is in, or to the last one; how many rows it has.
-    __device__ __forceinline__ int enter_group() {
-        while (within_ >= columns_ << group_rows_log2_) {
-            within_ -= columns_ << group_rows_log2_;
-            first_row_ += 1 << group_rows_log2_;
-        }
-        return min(1 << group_rows_log2_, rows_ - first_row_);
-    }
-
-    __device__ __forceinline__ Tile tile(int group_rows) const {
-        const bool whole = group_rows == 1 << group_rows_log2_;
-        const int column = __umulhi(within_ * 2, whole ? 1u << (31 - group_rows_log2_) : last_rows_reciprocal_);
-        const int row = first_row_ + within_ - column * group_rows;
-        const int block_n = config.has_narrow() && narrow_ ? config.narrow_n : config.block_n;
-        Tile tile;
-        tile.m = (row * config.cluster_m + rank_ % config.cluster_m) * config.block_m;
-        tile.n = first_column_ + (column * config.cluster_n + rank_ / config.cluster_m % config.cluster_n) * block_n;
-        tile.valid = true;
-        if constexpr (config.has_narrow()) tile.narrow = narrow_;
-        return recorded(tile);
-    }
-
-    // Clusters are handed to the GPCs in turn. Yet neighbours in the raster share operands, which reach SMs of one GPC
-    // faster: where there are few rows, so that a GPC would get tiles of one of them only, they are numbered by GPC. Split
-    // K gains up to 9 % at 128 < m <= 512 and would lose as much with more rows; multicast gains nothing (H200,
-    // 2026-11-22).
-    __device__ __forceinline__ int first_cluster_tile() const {
-        constexpr u32 gpcs = 8;
-        constexpr int few_rows = 4;
-        const u32 cluster = blockIdx.x / config.cluster(), clusters = step_;
-        if (config.split_k == 1 || rows_ > few_rows) return cluster;
-        const u32 gpc = cluster % gpcs;
-        return gpc * (clusters / gpcs) + min(gpc, clusters % gpcs) + cluster / gpcs;
-    }
-
-    int rows_, columns_;  // of cluster tiles
-    int first_column_;    // of these, in the matrix
-    bool narrow_ = config.is_narrow();
-    int group_rows_log2_;
-    u32 last_rows_reciprocal_;
-    int step_, within_;  // in the group of rows that begins at first_row_; a step before the first tile to begin with
-    int first_row_ = 0;
-    int rank_;
-};
-
-// For a resident `b`. Whole columns first, one for each block, as far as they go: all blocks then are at the same rows of
-// `a`. Then each block takes its share of the tiles of the other columns.
-template <GemmConfig config>
-class ColumnScheduler {
-   public:
-    using Tile = DenseTile;
-
-    __device__ __forceinline__ explicit ColumnScheduler(const GemmParams& params)
-        : rows_(ceil_div(params.m, config.block_m)) {
-        const u32 columns = ceil_div(params.n, config.block_n);
-        whole_ = columns / gridDim.x;
-        const u32 shared_from = whole_ * gridDim.x;
-        const u32 shared = rows_ * (columns - shared_from);
-        const u32 first = shared / gridDim.x * blockIdx.x + min(blockIdx.x, shared % gridDim.x);
-        left_ = whole_ * rows_ + shared / gridDim.x + (blockIdx.x < shared % gridDim.x ? 1 : 0);
-        share_column_ = shared_from + first / rows_;
-        share_row_ = first % rows_;
-        column_ = whole_ > 0 ? blockIdx.x : share_column_;
-        row_ = (whole_ > 0 ? 0 : share_row_) - 1;
-    }
-
-    // This block's tiles that are left.
-    __device__ __forceinline__ int count() const { return left_; }
-
-    __device__ __forceinline__ Tile first() { return next(); }
-
-    __device__ __forceinline__ Tile next() {
-        if (!ends_column()) {
-            row_ += 1;
-        } else if (whole_ > 1) {
-            whole_ -= 1;
-            row_ = 0;
-            column_ += gridDim.x;
-        } else if (whole_ == 1) {
-            whole_ = 0;
-            row_ = share_row_;
-            column_ = share_column_;
-        } else {
-            row_ = 0;
-            column_ += 1;
-        }
-        left_ -= 1;
-        return recorded(Tile{row_ * config.block_m, column_ * config.block_n, left_ >= 0});
-    }
-
-    // Whether the next tile is in another column.
-    __device__ __forceinline__ bool ends_column() const { return row_ + 1 == rows_; }
-
-   private:
-    int rows_, row_, column_;  // row_ is one before the first tile's to begin with
-    int left_;
-    int whole_;  // columns that are this block's alone, the present one included
-    int share_row_, share_column_;  // where its share of the others begins
-};
-
-// For two widths: the wide tiles, then the narrow ones. Of either there may be none.
-template <GemmConfig config>
-class TwoWidthScheduler : public RasterScheduler<config> {
-   public:
-    using Tile = WidthTile;
-
-    __device__ __forceinline__ explicit TwoWidthScheduler(const GemmParams& params)
-        : RasterScheduler<config>(params), narrow_columns_(params.narrow_columns) {}
-
-    __device__ __forceinline__ Tile first() { return next(); }
-
-    __device__ __forceinline__ Tile next() {
-        if (!this->narrow_ && ends_width()) turn_narrow();
-        if (ends_width()) return Tile{};
-        return RasterScheduler<config>::next();
-    }
-
-   private:
-    // Whether all tiles of the present width have been taken.
-    __device__ __forceinline__ bool ends_width() const { return this->within_ + this->step_ >= tiles_left(); }
-
-    // From the last wide tile to before the first narrow one.
-    __device__ __forceinline__ void turn_narrow() {
-        this->within_ -= tiles_left();
-        this->first_row_ = 0;
-        this->columns_ = narrow_columns_;
-        this->first_column_ = 0;
-        this->narrow_ = true;
-    }
-
-    // Of the present width, from the group of rows that the position is in.
-    __device__ __forceinline__ int tiles_left() const { return (this->rows_ - this->first_row_) * this->columns_; }
-
-    const int narrow_columns_;
-};
+using DenseScheduler = typename Conditional<config.resident_b(), ColumnScheduler<config>, RasterScheduler<config>>::type;
 
 // Of the config's own tiles, without the narrow ones.
 template <GemmConfig config>
-using WidthScheduler = typename Conditional<config.resident_b(), ColumnScheduler<config>, RasterScheduler<config>>::type;
+using WidthScheduler = typename Conditional<config.grouped(), GroupScheduler<config>, DenseScheduler<config>>::type;
 
 template <GemmConfig config>
 using TileScheduler =
@@ -244,6 +25,16 @@ using TileScheduler =
 
 template <GemmConfig config>
 using Tile = typename TileScheduler<config>::Tile;
+
+// Where the rows of a group's tile end; of other tiles, which end with the matrix, nothing.
+template <GemmConfig config>
+__device__ __forceinline__ int group_end(const Tile<config>& tile) {
+    if constexpr (config.grouped()) {
+        return tile.end;
+    } else {
+        return 0;
+    }
+}
 
 // This block's part of every tile's K, in stages.
 struct KRange {
