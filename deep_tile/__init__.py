@@ -25,6 +25,7 @@ _MODULES = {
     "precompile_model": "nn",
     "prepare": "api",
     "quantize_weight": "linear",
+    "silu_mul_cast_to_fp8": "experts",
     "supports": "api",
 }
 

@@ -4,7 +4,6 @@ Called by quantize.py. Knows integers and CUDA's ordinals of devices, not tensor
 (jit.py) and loaded once per device and live as long as the process.
 """
 
-import itertools
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,10 +17,17 @@ from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.streaming import WARP, Reduction, derive_reduction
 
 SOURCE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of an element, by the names of `codegen.CAST_SOURCES`."""
+"""Bytes of an element, by the names of `codegen.CAST_FORMATS`."""
+
+READ_ELEMENTS = {"plain": 1, "listed": 1, "silu_mul": 2}
+"""Of x for one of out, by the names of `codegen.CAST_SOURCES`."""
 
 PLACES = params.places(("x", "out", "scale"))
 """Of a launch that is given these three tensors."""
+
+_NAMES = ("the input", "out", "scale_out")
+_LIST_FIELDS = {"rows": "index", "offs": "living", "counts": "living"}
+"""In `params.CAST_OF_ROWS`, of tensors that say which rows are cast."""
 
 
 class CastLayout(NamedTuple):
@@ -33,6 +39,7 @@ class CastLayout(NamedTuple):
         pow2_scale: a scale is the next power of two that is no smaller.
         amax_floor: lower bound of a block's largest magnitude.
         correction: 1 where quotients are rounded as by division, 0 where they are products with a rounded reciprocal.
+        x_rows, wide_index, groups, group_rows, limit, sigmoid_factor, beta: as `params.CAST_OF_ROWS` has them.
     """
 
     rows: int
@@ -45,30 +52,46 @@ class CastLayout(NamedTuple):
     pow2_scale: bool
     amax_floor: float
     correction: int
+    x_rows: int = 0
+    wide_index: bool = False
+    groups: int = 0
+    group_rows: int = 0
+    limit: float = 0.0
+    sigmoid_factor: float = 0.0
+    beta: float = 0.0
 
 
 _loaded: dict[tuple[CastKernel, int], _launcher.Kernel] = {}
 _loading = jit.fork_safe_lock()
 
 
-def roofline(block_rows: int, source: str, rows: int, columns: int, hardware: Hardware = H200) -> Reduction:
-    """The walls of a cast of [rows, columns] to FP8 with scales of `block_rows` x 128: a reduction of each block."""
+def roofline(
+    block_rows: int, source: str, rows: int, columns: int, hardware: Hardware = H200, what: str = "plain"
+) -> Reduction:
+    """The walls of a cast to FP8 of [rows, columns] with scales of `block_rows` x 128: a reduction of each block."""
     blocks = ceil_div(rows, block_rows) * ceil_div(columns, SCALE_BLOCK)
-    return derive_reduction(blocks, block_rows * SCALE_BLOCK, SOURCE_BYTES[source], 1, hardware)
+    read_bytes = READ_ELEMENTS[what] * SOURCE_BYTES[source]
+    return derive_reduction(blocks, block_rows * SCALE_BLOCK, read_bytes, 1, hardware)
 
 
 @lru_cache(maxsize=65_536)
-def choose(block_rows: int, source: str, rows: int, columns: int, num_sms: int) -> tuple[CastKernel, int]:
+def choose(
+    block_rows: int, source: str, rows: int, columns: int, num_sms: int, what: str = "plain"
+) -> tuple[CastKernel, int]:
     """The kernel for a cast, and how many thread blocks to launch. The size matters to the number alone."""
-    walls = roofline(block_rows, source, rows, columns, replace(H200, num_sms=num_sms))
-    kernel = CastKernel(block_rows, source, walls.warps * WARP, walls.threads_per_row, walls.blocks_per_sm)
+    walls = roofline(block_rows, source, rows, columns, replace(H200, num_sms=num_sms), what)
+    kernel = CastKernel(block_rows, source, what, walls.warps * WARP, walls.threads_per_row, walls.blocks_per_sm)
     return kernel, walls.grid
 
 
 def all_kernels() -> list[CastKernel]:
-    """Every kernel that `choose` can give."""
-    kinds = itertools.product((1, SCALE_BLOCK), SOURCE_BYTES)
-    return [choose(block_rows, source, 1, SCALE_BLOCK, H200.num_sms)[0] for block_rows, source in kinds]
+    """Every kernel that a call can need."""
+    kinds = [
+        *((block_rows, source, "plain") for block_rows in (1, SCALE_BLOCK) for source in SOURCE_BYTES),
+        *((1, source, "listed") for source in SOURCE_BYTES),
+        *((1, source, "silu_mul") for source in SOURCE_BYTES if SOURCE_BYTES[source] == 2),
+    ]
+    return [choose(rows, source, 1, SCALE_BLOCK, H200.num_sms, what)[0] for rows, source, what in kinds]
 
 
 def is_loaded(kernel: CastKernel, device: int) -> bool:
@@ -104,13 +127,19 @@ def load_kernels(device: int | None, workers: int) -> None:
         list(pool.map(make_ready, all_kernels()))
 
 
+def operands_of_rows(lists: tuple[str, ...]) -> dict:
+    """Keywords of `prepare_launch` for a launch that is given x, out, scale and the lists of these names."""
+    fields = (*PLACES, *(_LIST_FIELDS[name] for name in lists))
+    return {"names": _NAMES + lists, "places": params.places(fields)}
+
+
 def prepare_launch(
     kernel: CastKernel,
     grid: int,
     device: int,
     layout: CastLayout,
     *,
-    names: tuple[str, ...] = ("the input", "out", "scale_out"),
+    names: tuple[str, ...] = _NAMES,
     places: Mapping[str, params.Place] = PLACES,
     pdl: bool = False,
 ) -> _launcher.Launch:
@@ -122,14 +151,15 @@ def prepare_launch(
         pdl: programmatic dependent launch: the kernel may start before the one ahead of it in the stream has ended, and
             waits for that before it reads or writes anything.
     """
+    table = params.CAST if kernel.what == "plain" else params.CAST_OF_ROWS
     return _launcher.prepare(
         load(kernel, device),
         grid=grid,
         cluster=1,
         threads=kernel.threads,
-        params=params.CAST.pack(**layout._asdict()),
+        params=table.pack(**layout._asdict()),
         names=names,
-        pointers=params.CAST.pointers(places),
+        pointers=table.pointers(places),
         maps=(),
         fixed_maps=(),
         pdl=pdl,

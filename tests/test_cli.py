@@ -457,7 +457,7 @@ def test_readme_examples_run():
     """
     text = README.read_text()
     examples = re.findall(r"```python\n(.*?)```", text.partition("## Several GPUs")[0], re.DOTALL)
-    assert len(examples) == 4
+    assert len(examples) == 5
     weights = [deep_tile.quantize_weight(torch.randn(n, 7168, dtype=torch.bfloat16)) for n in (64, 32)]
     model = torch.nn.Sequential(torch.nn.Linear(256, 128, dtype=torch.bfloat16))
     names = {"weights": weights, "model": model}
@@ -469,6 +469,7 @@ def test_readme_examples_run():
         assert relative_error(result, exact) < 0.05
     assert (names["q"].shape, names["k"].shape) == ((64, 64), (64, 32))
     assert isinstance(model[0], deep_tile.nn.Linear)
+    assert (names["a"].shape, names["h"].shape, names["h_scale"].shape) == ((128, 4096), (128, 768), (128, 6))
 
 
 def test_readme_examples_of_other_packages_import():

@@ -585,6 +585,63 @@ for source in (x.view(13, 10, 264), x.view(13, 5, 2, 264), x.view(13, 10, 264)[:
     assert strides == [(130, 264, 132)] * 4 + [(65, 264, 68)] * 2
 
 
+OF_ROWS = """
+from deep_tile import silu_mul_cast_to_fp8
+rows = torch.zeros(40, dtype=torch.int32)
+offs, counts = torch.zeros(3, dtype=torch.int32), torch.zeros(13, dtype=torch.int32)
+gate_up = torch.zeros(130, 528, dtype=torch.float16)
+targets = {"out": codes, "scale_out": scale}
+few = {"out": codes[:40], "scale_out": scale[:40]}
+many = {"out": codes.view(13, 10, 264), "scale_out": scale.view(13, 10, 3)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("setup", "path"), [("", "launch_known"), (WITHOUT_DLPACK, "launch")], ids=["dlpack", "without dlpack"]
+)
+def test_second_cast_of_rows_is_one_call_into_c(run_pretending, setup, path):
+    """Calls that differ in nothing but their lists, the index's type, or their numbers, are told apart."""
+    shown, launched = run_pretending(
+        setup
+        + CAST_SETUP
+        + OF_ROWS
+        + """
+for call, given in (
+    (per_token_cast_to_fp8, dict(x=x, rows=rows, **few)),
+    (per_token_cast_to_fp8, dict(x=x, rows=rows.long(), offs=offs, **few)),
+    (per_token_cast_to_fp8, dict(x=x, offs=offs, **targets)),
+    (per_token_cast_to_fp8, dict(x=x.view(13, 10, 264), counts=counts, **many)),
+    (silu_mul_cast_to_fp8, dict(gate_up=gate_up, **targets)),
+    (silu_mul_cast_to_fp8, dict(gate_up=gate_up, offs=offs, limit=7, alpha=2, beta=1, **targets)),
+    (silu_mul_cast_to_fp8, dict(gate_up=gate_up.view(13, 10, 528), counts=counts, **many)),
+):
+    for _ in range(2):
+        attempt(call, **given)
+show(rows.data_ptr(), offs.data_ptr(), counts.data_ptr())
+""",
+        of=params.CAST_OF_ROWS,
+    )
+    assert shown[:14] == ["prepare_launch launch", path] * 7
+    rows, offs, counts = map(int, shown[14].split())
+    fields = ("rows", "columns", "x_stride", "x_rows", "index", "wide_index", "living", "groups", "group_rows")
+    seen = [tuple(launch.params[field] for field in fields) for launch in launched]
+    assert seen[::2] == [
+        (40, 264, 264, 130, rows, 0, 0, 0, 0),
+        (40, 264, 264, 130, seen[2][4], 1, offs, 3, 0),
+        (130, 264, 264, 130, 0, 0, offs, 3, 0),
+        (130, 264, 264, 130, 0, 0, counts, 13, 10),
+        (130, 264, 528, 130, 0, 0, 0, 0, 0),
+        (130, 264, 528, 130, 0, 0, offs, 3, 0),
+        (130, 264, 528, 130, 0, 0, counts, 13, 10),
+    ]
+    assert seen[::2] == seen[1::2]
+    numbers = [tuple(launch.params[field] for field in ("limit", "sigmoid_factor", "beta")) for launch in launched]
+    assert numbers[6:8] == [(0.0, 0.0, 0.0)] * 2
+    log2_e = 1.4426950408889634
+    assert numbers[8:10] == [pytest.approx((float("inf"), -log2_e, 0))] * 2
+    assert numbers[10:12] == [pytest.approx((7, -2 * log2_e, 1))] * 2
+
+
 @pytest.mark.parametrize(
     ("change", "aligned"),
     [("", 1), ("x = x.flatten()[4:].as_strided((100, 264), (264, 1))", 0), ("out = codes.flatten()[8:]", 0)],
