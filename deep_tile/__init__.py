@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "GemmConfig": "config",
     "Plan": "api",
+    "combine": "experts",
     "compilations": "jit",
     "dequantize": "quantize",
     "explain": "method.report",

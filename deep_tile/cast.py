@@ -1,7 +1,7 @@
-"""The casts' kernels on the GPU: launch parameters from the roofline, compilation, preparation of launches.
+"""Kernels that are bound by memory, the casts' and `combine`'s: launch parameters from the roofline, loading, launches.
 
-Called by quantize.py. Knows integers and CUDA's ordinals of devices, not tensors: no torch. Kernels are compiled
-(jit.py) and loaded once per device and live as long as the process.
+Called by quantize.py and experts.py. Knows integers and CUDA's ordinals of devices, not tensors: no torch. Kernels are
+compiled (jit.py) and loaded once per device and live as long as the process.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from deep_tile import _launcher, jit, params
-from deep_tile.codegen import CastKernel, cast_source
+from deep_tile.codegen import CastKernel, CombineKernel, streaming_source
 from deep_tile.config import SCALE_BLOCK, ceil_div
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.streaming import WARP, Reduction, derive_reduction
@@ -61,7 +61,34 @@ class CastLayout(NamedTuple):
     beta: float = 0.0
 
 
-_loaded: dict[tuple[CastKernel, int], _launcher.Kernel] = {}
+class CombineLayout(NamedTuple):
+    """Numbers of one sum of experts' rows, as `params.COMBINE` has them. Strides in elements."""
+
+    tokens: int
+    columns: int
+    x_rows: int
+    x_stride: int
+    out_stride: int
+    weights_stride_row: int
+    weights_stride_column: int
+    index_stride_row: int
+    index_stride_column: int
+    top_k: int
+    aligned: bool
+    wide_index: bool
+    narrow_weights: bool
+
+
+COMBINE_COLUMNS = 8
+"""Of a thread, as combine.cuh has them: 16 bytes."""
+
+COMBINE = CombineKernel(threads=256, rows_at_once=4, blocks_per_sm=4)
+"""64 KB of reads under way on each SM, twice of what `streaming.bytes_in_flight_needed` says, since each waits for its
+index before. More blocks would leave too few registers: 16 hold what is read, 8 the sums."""
+
+StreamingKernel = CastKernel | CombineKernel
+
+_loaded: dict[tuple[StreamingKernel, int], _launcher.Kernel] = {}
 _loading = jit.fork_safe_lock()
 
 
@@ -84,8 +111,19 @@ def choose(
     return kernel, walls.grid
 
 
-def all_kernels() -> list[CastKernel]:
+def choose_combine(tokens: int, columns: int, num_sms: int) -> tuple[CombineKernel, int]:
+    """The kernel that adds up experts' rows, and how many thread blocks to launch. Sizes matter to the number alone."""
+    items = tokens * ceil_div(columns, COMBINE_COLUMNS)
+    return COMBINE, min(num_sms * COMBINE.blocks_per_sm, ceil_div(items, COMBINE.threads))
+
+
+def all_kernels() -> list[StreamingKernel]:
     """Every kernel that a call can need."""
+    return [*cast_kernels(), COMBINE]
+
+
+def cast_kernels() -> list[CastKernel]:
+    """Those of casts."""
     kinds = [
         *((block_rows, source, "plain") for block_rows in (1, SCALE_BLOCK) for source in SOURCE_BYTES),
         *((1, source, "listed") for source in SOURCE_BYTES),
@@ -94,12 +132,12 @@ def all_kernels() -> list[CastKernel]:
     return [choose(rows, source, 1, SCALE_BLOCK, H200.num_sms, what)[0] for rows, source, what in kinds]
 
 
-def is_loaded(kernel: CastKernel, device: int) -> bool:
+def is_loaded(kernel: StreamingKernel, device: int) -> bool:
     """Whether a launch needs neither compiler, disk nor driver loading."""
     return (kernel, device) in _loaded
 
 
-def load(kernel: CastKernel, device: int) -> _launcher.Kernel:
+def load(kernel: StreamingKernel, device: int) -> _launcher.Kernel:
     """The kernel on CUDA device `device`: remembered, else from the disk cache, else compiled.
 
     Raises:
@@ -107,7 +145,7 @@ def load(kernel: CastKernel, device: int) -> _launcher.Kernel:
         RuntimeError: NVRTC is missing, or the driver refuses the kernel.
     """
     if not is_loaded(kernel, device):
-        cubin = jit.load_cubin(cast_source(kernel), kernel.name)
+        cubin = jit.load_cubin(streaming_source(kernel), kernel.name)
         with _loading:
             if not is_loaded(kernel, device):
                 _loaded[kernel, device] = _launcher.load(cubin, kernel.name, 0, device)
@@ -117,9 +155,9 @@ def load(kernel: CastKernel, device: int) -> _launcher.Kernel:
 def load_kernels(device: int | None, workers: int) -> None:
     """Compile, and load unless `device` is None, every kernel, `workers` at a time. Errors as for `load`."""
 
-    def make_ready(kernel: CastKernel) -> None:
+    def make_ready(kernel: StreamingKernel) -> None:
         if device is None:
-            jit.load_cubin(cast_source(kernel), kernel.name)
+            jit.load_cubin(streaming_source(kernel), kernel.name)
         else:
             load(kernel, device)
 
@@ -163,4 +201,21 @@ def prepare_launch(
         maps=(),
         fixed_maps=(),
         pdl=pdl,
+    )
+
+
+def prepare_combine(kernel: CombineKernel, grid: int, device: int, layout: CombineLayout) -> _launcher.Launch:
+    """Everything about a launch on x, weights, index and out, but their addresses. Errors as for `load`."""
+    names = ("x", "weights", "index", "out")
+    return _launcher.prepare(
+        load(kernel, device),
+        grid=grid,
+        cluster=1,
+        threads=kernel.threads,
+        params=params.COMBINE.pack(**layout._asdict()),
+        names=names,
+        pointers=params.COMBINE.pointers(params.places(names)),
+        maps=(),
+        fixed_maps=(),
+        pdl=False,
     )

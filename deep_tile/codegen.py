@@ -161,7 +161,41 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_pe
     return "\n".join([params.CAST_OF_ROWS.text, groups, _headers("experts.cuh"), entry])
 
 
-@lru_cache(maxsize=3)
+class CombineKernel(NamedTuple):
+    """The sum of experts' rows: what its text depends on.
+
+    Attributes:
+        threads: of a thread block.
+        rows_at_once: rows that a thread requests before it adds up the first.
+        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
+    """
+
+    threads: int
+    rows_at_once: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"fp8_combine_t{self.threads}_r{self.rows_at_once}"
+
+
+def combine_source(kernel: CombineKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    entry = f"""\
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const CombineParams params) {{
+    deep_tile::combine<{kernel.rows_at_once}>(params);
+}}
+"""
+    return "\n".join([params.COMBINE.text, _headers("combine.cuh"), entry])
+
+
+def streaming_source(kernel: CastKernel | CombineKernel) -> str:
+    """Of either."""
+    return cast_source(kernel) if isinstance(kernel, CastKernel) else combine_source(kernel)
+
+
+@lru_cache(maxsize=4)
 def _headers(first: str) -> str:
     """A header of ours with every other pasted in at its first include."""
     directory = _header_directory()

@@ -6,7 +6,7 @@ Invariant: for finite `x`, either cast followed by `dequantize` gives `x` back t
 scale; nothing saturates.
 """
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import prod
 from numbers import Real
 from operator import eq
@@ -356,7 +356,7 @@ def _cast_unknown(
 
 
 def _needs_kernel(x: torch.Tensor) -> bool:
-    return bool(x.numel()) and x.device.type == "cuda" and _is_hopper(x.get_device())
+    return bool(x.numel()) and x.device.type == "cuda" and launches.is_hopper(x.get_device())
 
 
 def _check_target(name: str, target: torch.Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
@@ -451,7 +451,7 @@ def cast_launch(x: torch.Tensor, options: Options, out: torch.Tensor, scale: tor
     """
     x, out, scale = map(_as_matrix, (x, out, scale))
     device = x.get_device()
-    kernel, grid = cast.choose(options.block_rows, _KERNEL_SOURCES[x.dtype], *x.shape, _num_sms(device))
+    kernel, grid = cast.choose(options.block_rows, _KERNEL_SOURCES[x.dtype], *x.shape, launches.num_sms(device))
     _check_capture(kernel, device)
     return cast.prepare_launch(kernel, grid, device, _layout(x, options, out, scale), **how)
 
@@ -464,7 +464,7 @@ def rows_launch(
     x, out, scale = map(_as_matrix, (x, out, scale))
     device = x.get_device()
     what = "listed" if options.gating is None else "silu_mul"
-    kernel, grid = cast.choose(1, _KERNEL_SOURCES[x.dtype], *out.shape, _num_sms(device), what)
+    kernel, grid = cast.choose(1, _KERNEL_SOURCES[x.dtype], *out.shape, launches.num_sms(device), what)
     _check_capture(kernel, device)
     layout = rows_layout(_layout(x, options, out, scale), options, len(x), group_rows, lists)
     return cast.prepare_launch(kernel, grid, device, layout, **cast.operands_of_rows(options.lists))
@@ -509,16 +509,6 @@ def _takes_vectors(x: torch.Tensor, out: torch.Tensor) -> bool:
 def _check_capture(kernel: cast.CastKernel, device: int) -> None:
     if not cast.is_loaded(kernel, device):
         launches.refuse_capture(kernel.name, device, "cast a tensor of this dtype once before the capture")
-
-
-@cache
-def _is_hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@cache
-def _num_sms(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deep_tile import (
     GemmConfig,
+    combine,
     dequantize,
     fp8_gemm,
     per_block_cast_to_fp8,
@@ -38,6 +39,8 @@ class Good:
         self.guarded = GuardedOut(M, N, device=device)
         self.x = torch.ones(M, K, device=device)
         self.quantised, self.scale = per_token_cast_to_fp8(self.x)
+        self.rows, self.weights = torch.ones(7, N, device=device).bfloat16(), torch.ones(M, 2, device=device)
+        self.index = torch.zeros(M, 2, dtype=torch.int64, device=device)
         self.offs = torch.tensor([2, M], dtype=torch.int32, device=device)
         self._cast_out = self.quantised.clone(), torch.full_like(self.scale, 7.0)
 
@@ -52,6 +55,7 @@ class Good:
             "per_token_cast_to_fp8": {"x": self.x, **targets},
             "per_block_cast_to_fp8": {"w": self.x, "out": targets["out"], "scale_out": targets["scale_out"][:1]},
             "silu_mul_cast_to_fp8": {"gate_up": self.x.repeat(1, 2).bfloat16(), "offs": self.offs, **targets},
+            "combine": {"x": self.rows, "weights": self.weights, "index": self.index, "out": self.guarded.out},
             "dequantize": {"x": self.quantised, "scale": self.scale},
             "precompile": {"shapes": [(N, K, M)]},
         }[call]
@@ -69,6 +73,7 @@ CALLS: dict[str, Callable[[Good], Callable]] = {
     "per_token_cast_to_fp8": lambda good: per_token_cast_to_fp8,
     "per_block_cast_to_fp8": lambda good: per_block_cast_to_fp8,
     "silu_mul_cast_to_fp8": lambda good: silu_mul_cast_to_fp8,
+    "combine": lambda good: combine,
     "dequantize": lambda good: dequantize,
     "precompile": lambda good: precompile,
 }
@@ -209,6 +214,7 @@ ODD_TENSORS = [
     *(bad for name in ("x", "out", "scale_out") for bad in _kinds("per_token_cast_to_fp8", name, KINDS)),
     *(bad for name in ("w", "scale_out") for bad in _kinds("per_block_cast_to_fp8", name, KINDS)),
     *(bad for name in ("gate_up", "out", "scale_out") for bad in _kinds("silu_mul_cast_to_fp8", name, KINDS)),
+    *(bad for name in ("x", "weights", "out") for bad in _kinds("combine", name, KINDS)),
     *_kinds("dequantize", "x", {what: kind for what, kind in DENSE_KINDS.items() if what != "uninitialised"}),
     *_kinds("dequantize", "scale", DENSE_KINDS),
 ]
@@ -567,6 +573,28 @@ WRONG_ROWS = [
         for value in (float("inf"), float("nan"), 1e39)
     ),
     _one(SILU, "amax_floor", "is 0", 0.0, ValueError, "amax_floor is 0.0", "finite and at least"),
+    _one("combine", "x", "is a list", [[1.0]], TypeError, "is a <class 'list'>", "a tensor of torch.bfloat16"),
+    _one("combine", "x", "is float16", torch.Tensor.half, TypeError, "of torch.float16", r"bfloat16\. Convert"),
+    _one("combine", "x", "is a vector", lambda x: x[0], ValueError, r"shape \[130\]", r"two dimensions, so \.view\(\)"),
+    _one("combine", "x", "is column-major", lambda x: x.t().contiguous().t(), ValueError, r"\(1, 7\)", "contiguous"),
+    _one("combine", "weights", "are None", None, TypeError, "NoneType", "torch.float32 or torch.bfloat16"),
+    _one("combine", "weights", "are float64", torch.Tensor.double, TypeError, "of torch.float64", "torch.bfloat16"),
+    _one("combine", "weights", "are transposed", torch.Tensor.t, ValueError, r"\[2, 5\] but index \[5, 2\]", "top_k"),
+    _one("combine", "index", "is None", None, TypeError, "NoneType", "torch.int32 or torch.int64"),
+    _one("combine", "index", "is int16", torch.Tensor.short, TypeError, "of torch.int16", "torch.int32 or torch.int64"),
+    _one("combine", "index", "is a vector", lambda x: x[0], ValueError, r"shape \[2\]", "two dimensions"),
+    _one("combine", "out", "is float32", torch.Tensor.float, TypeError, "of torch.float32", "torch.bfloat16"),
+    _one("combine", "out", "lacks a row", lambda x: x[1:], ValueError, r"\[4, 130\]", r"\[t, n\] = \[5, 130\]"),
+    _one("combine", "out", "is column-major", with_strides(1, 5), ValueError, r"\(1, 5\)", "unit column stride"),
+    _one("combine", "out", "has rows that overlap", with_strides(129, 1), ValueError, r"\(129, 1\)", "dense out"),
+    _one("combine", "out", "is one row", lambda x: x[:1].expand(M, N), ValueError, r"\(0, 1\)", "dense out"),
+    *(_one("combine", name, "is on meta", on_meta, ValueError, "is on meta but x is on", r"\.to\(x\.device\)")
+      for name in ("weights", "index", "out")),
+    *(
+        _one("combine", name, "requires a gradient", lambda x: x.clone().requires_grad_(), RuntimeError,
+             f"{name} requires a gradient", rf"{name}\.detach\(\)")
+        for name in ("x", "weights")
+    ),
     _one(SILU, "scale_layout", "is unknown", "column", ValueError, "is 'column'", "'m_aligned'"),
 ]
 # fmt: on

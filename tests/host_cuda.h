@@ -95,6 +95,15 @@ inline float host_min_nan(float a, float b) { return std::isnan(a) || std::isnan
 inline float host_max_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b); }
 inline float host_normal_reciprocal(float x) { return x > 0x1p126f ? 0.0f : 1.0f / x; }
 
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+
+inline unsigned host_bf16(float x) {
+    const unsigned bits = __float_as_uint(x);
+    return std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline unsigned host_bf16x2(float high, float low) { return host_bf16(high) << 16 | host_bf16(low); }
+
 inline float host_f32_of_f16(unsigned short bits) { return __builtin_bit_cast(_Float16, bits); }
 
 inline unsigned char host_e4m3(float x) {

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from helpers import Operands, assert_accurate, exact_product, make_operands
 
-from deep_tile import GemmConfig, fp8_gemm, per_block_cast_to_fp8, per_token_cast_to_fp8, silu_mul_cast_to_fp8
+from deep_tile import GemmConfig, combine, fp8_gemm, per_block_cast_to_fp8, per_token_cast_to_fp8, silu_mul_cast_to_fp8
 from deep_tile.config import round_up
 
 
@@ -139,9 +139,13 @@ ROWS = ((torch.bfloat16, 70, 304), (torch.float16, 33, 131), (torch.bfloat16, 3,
 
 
 def run_casts_of_rows(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda") -> None:
-    """By an index that lies, and of silu_mul in groups, one of them empty. Raises AssertionError on a wrong bit."""
+    """By an index that lies, and of silu_mul in groups, one of them empty; and a sum of rows. Raises AssertionError."""
     x, gate_up = torch.randn(rows, columns).to(dtype), torch.randn(3, rows, 2 * columns).to(dtype)
     index = torch.randint(-1, rows + 1, (2 * rows,))
+    down, weights, of_tokens = x.bfloat16(), torch.rand(5, 3), torch.randint(-1, rows + 1, (5, 3))
+    sums = torch.zeros(5, columns, dtype=torch.bfloat16).to(device)
+    combine(down.to(device), weights.to(device), of_tokens.to(device), sums)
+    assert torch.equal(sums.cpu(), combine(down, weights, of_tokens)), "combine"
     counts = torch.tensor([rows // 2, 0, rows + 1], dtype=torch.int32)
     lives = torch.arange(rows) < counts[:, None]
     for shape, lived, call in (

@@ -15,8 +15,8 @@ import torch
 from test_quantize import EACH_OPTION, assert_same, wide_matrix
 
 from deep_tile import cast as kernels
-from deep_tile import params, quantize, sources
-from deep_tile.codegen import cast_source
+from deep_tile import combine, experts, params, quantize, sources
+from deep_tile.codegen import streaming_source
 from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
 
 CASTS = {1: per_token_cast_to_fp8, 128: per_block_cast_to_fp8}
@@ -38,6 +38,13 @@ ASSEMBLY_OF_ROWS = {
 }
 """Of casts of rows, beside the others."""
 
+ASSEMBLY_OF_COMBINE = {
+    r'asm\("cvt\.rn\.bf16x2\.f32 .*?;" : "=r"\(packed\) : "f"\(high\), "f"\(low\)\);': (
+        "packed = host_bf16x2(high, low);"
+    ),
+    r'asm volatile\("griddepcontrol\.\w+;" ::: "memory"\);': "",
+}
+
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory):
@@ -49,7 +56,7 @@ def launch(tmp_path_factory):
     def run(kernel, grid, layout, *tensors, places=kernels.PLACES):
         if kernel not in libraries:
             libraries[kernel] = compile_for_host(kernel, directory)
-        table = params.CAST if kernel.what == "plain" else params.CAST_OF_ROWS
+        table = table_of(kernel)
         argument = bytearray(table.pack(**layout._asdict()))
         for offset, number, _ in table.pointers(places):
             argument[offset : offset + 8] = tensors[number].data_ptr().to_bytes(8, "little")
@@ -58,9 +65,21 @@ def launch(tmp_path_factory):
     return run
 
 
+def table_of(kernel):
+    if kernel == kernels.COMBINE:
+        return params.COMBINE
+    return params.CAST if kernel.what == "plain" else params.CAST_OF_ROWS
+
+
+def assembly_of(kernel):
+    if kernel == kernels.COMBINE:
+        return ASSEMBLY_OF_COMBINE
+    return ASSEMBLY if kernel.what == "plain" else ASSEMBLY | ASSEMBLY_OF_ROWS
+
+
 def compile_for_host(kernel, directory):
-    text = cast_source(kernel)
-    assembly = ASSEMBLY if kernel.what == "plain" else ASSEMBLY | ASSEMBLY_OF_ROWS
+    text = streaming_source(kernel)
+    assembly = assembly_of(kernel)
     for pattern, replacement in assembly.items():
         text, count = re.subn(pattern, replacement, text)
         assert count, pattern
@@ -68,7 +87,7 @@ def compile_for_host(kernel, directory):
     source.write_text(f"""\
 #include "host_cuda.h"
 {text}
-extern "C" void run(const CastParams* params, unsigned grid) {{
+extern "C" void run(const {table_of(kernel).name}* params, unsigned grid) {{
     host_launch({kernel.name}, *params, grid, {kernel.threads});
 }}
 """)
@@ -78,7 +97,7 @@ extern "C" void run(const CastParams* params, unsigned grid) {{
 
 
 def each_kernel(what):
-    found = [kernel for kernel in kernels.all_kernels() if kernel.what == what]
+    found = [kernel for kernel in kernels.cast_kernels() if kernel.what == what]
     return pytest.mark.parametrize("kernel", found, ids=lambda kernel: kernel.name)
 
 
@@ -207,3 +226,27 @@ def test_any_number_of_groups(launch, kernel, groups):
     x = torch.randn(3 * groups, 128).to(DTYPES[kernel.source])
     counts = torch.randint(-1, 5, (groups,), dtype=torch.int32)
     assert_rows_as_defined(launch, kernel, x, {}, {"counts": counts}, group_rows=3)
+
+
+# ---- combine
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_k", [1, 3, 4, 5, 8])
+def test_combine_is_the_definitions(launch, index_dtype, weight_dtype, top_k):
+    """Of whole vectors and of single elements; numbers that name no row, infinity and NaN among the others."""
+    limits = torch.iinfo(index_dtype)
+    for tokens, columns, offset in ((13, 136, 0), (13, 136, 1), (37, 21, 0), (3, 8, 0)):
+        x = (torch.randn(9, columns + offset) * torch.logspace(-30, 30, 9)[:, None]).bfloat16()[:, offset:]
+        x[3, 2], x[4, 5] = float("nan"), float("inf")
+        index = torch.randint(-1, 10, (tokens, top_k)).to(index_dtype)
+        index[1, 0], index[2, -1] = limits.max, limits.min
+        weights = torch.rand(top_k, tokens).to(weight_dtype).t()
+        wanted = combine(x, weights, index)
+        out = torch.full_like(wanted, 7.0)
+        places = params.places(("x", "weights", "index", "out"))
+        given = x, weights, index, out
+        launch(kernels.COMBINE, 3, experts.combine_layout(*given), *given, places=places)
+        bits = (torch.where(y.isnan(), 0x7FFF, y.view(torch.int16)) for y in (out, wanted))
+        assert torch.equal(*bits)

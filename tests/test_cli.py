@@ -470,6 +470,7 @@ def test_readme_examples_run():
     assert (names["q"].shape, names["k"].shape) == ((64, 64), (64, 32))
     assert isinstance(model[0], deep_tile.nn.Linear)
     assert (names["a"].shape, names["h"].shape, names["h_scale"].shape) == ((128, 4096), (128, 768), (128, 6))
+    assert names["moved"].shape == (64, 4096)
 
 
 def test_readme_examples_of_other_packages_import():

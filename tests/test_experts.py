@@ -5,13 +5,16 @@ What it refuses is in test_bad_calls.py, its kernels' bits without a GPU in test
 
 import pytest
 import torch
+from helpers import BF16_ROUNDING
 from test_ops import compiled, fresh_compiler  # noqa: F401
 from test_quantize import OPTIONS, assert_same, random_matrix
 
 from deep_tile import cast as kernels
-from deep_tile import dequantize, per_token_cast_to_fp8, quantize, silu_mul_cast_to_fp8
+from deep_tile import combine, dequantize, experts, per_token_cast_to_fp8, quantize, silu_mul_cast_to_fp8
 from deep_tile.config import ceil_div, round_up
 from deep_tile.quantize import FP8_DTYPE
+from deep_tile.select.hardware import H200
+from deep_tile.select.streaming import bytes_in_flight_needed
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -295,6 +298,145 @@ def test_a_step_between_two_products(device):
     assert torch.equal(dequantize(a, a_scale), dequantize(*per_token_cast_to_fp8(x[order // top_k])))
     gate_up = dequantize(a, a_scale).bfloat16()
     assert_cast_of(formula(gate_up), *silu_mul_cast_to_fp8(gate_up, offs=offs))
+
+
+# ---- combine
+
+
+def sum_of_rows(x, weights, index):
+    """What `combine` computes, in float64."""
+    x, weights, index = x.cpu().double(), weights.cpu().double(), index.cpu().long()
+    rows = x[index.clamp(0, len(x) - 1)] * ((index >= 0) & (index < len(x)))[..., None]
+    return (weights[..., None] * rows).sum(1), (weights.abs()[..., None] * rows.abs()).sum(1)
+
+
+def assert_sums(out, x, weights, index):
+    wanted, size = sum_of_rows(x, weights, index)
+    allowed = wanted.abs() * BF16_ROUNDING + size * index.shape[1] * 2**-23
+    assert ((out.cpu().double() - wanted).abs() <= allowed * (1 + 1e-3)).all()
+
+
+@DEVICES
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "top_k", "n"), [(1, 1, 1), (7, 8, 2048), (300, 5, 130), (33, 2, 7168), (5, 9, 17)])
+def test_sums(device, index_dtype, weight_dtype, tokens, top_k, n):
+    x = torch.randn(tokens * top_k, n).bfloat16().to(device)
+    weights = torch.rand(tokens, top_k).to(weight_dtype).to(device)
+    index = torch.randperm(tokens * top_k).view(tokens, top_k).to(index_dtype).to(device)
+    out = combine(x, weights, index)
+    assert (out.shape, out.stride(), out.dtype) == ((tokens, n), (n, 1), torch.bfloat16)
+    assert_sums(out, x, weights, index)
+    assert torch.equal(out.cpu(), combine(x.cpu(), weights.cpu(), index.cpu()))
+    target = torch.full((tokens, n + 3), 7.0, dtype=torch.bfloat16, device=device)
+    assert combine(x, weights, index, target[:, 1 : n + 1]).data_ptr() == target.data_ptr() + 2
+    assert torch.equal(target[:, 1 : n + 1], out) and (target[:, [0, -2, -1]] == 7).all()
+
+
+@DEVICES
+def test_sums_are_in_order_and_rounded_once(device):
+    """Of which each would show: sums of FP32 that depend on their order, and that BF16 would lose."""
+    x = torch.tensor([[2.0**24], [1.0], [-(2.0**24)], [2.0**-9], [1.0]]).bfloat16().repeat(1, 8).to(device)
+    for index, wanted in (([0, 1, 2, 3], 2.0**-9), ([0, 2, 1, 4], 2), ([4, 3, 3, 3], 1 + 2.0**-7)):
+        index = torch.tensor([index], device=device)
+        assert (combine(x, torch.ones(1, 4, device=device), index) == wanted).all()
+
+
+@DEVICES
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("n", [136, 135])
+def test_rows_that_do_not_exist_add_nothing(device, index_dtype, n):
+    limits = torch.iinfo(index_dtype)
+    whole = torch.full((13, n), float("nan"), dtype=torch.bfloat16, device=device)
+    whole[2:11] = torch.randn(9, n).bfloat16().to(device)
+    index = torch.tensor([[3, -1, 8], [9, -2, limits.max], [limits.min, 0, 10]], dtype=index_dtype, device=device)
+    weights = torch.rand(3, 3, device=device)
+    weights[1] = float("nan")  # which stand for nothing
+    weights[0, 1] = float("inf")
+    out = combine(whole[2:11], weights, index)
+    assert (out[1] == 0).all() and out.isfinite().all()
+    assert_sums(out, whole[2:11], torch.where((index >= 0) & (index < 9), weights, 0.0), index)
+
+
+@DEVICES
+def test_any_strides_of_what_is_combined(device):
+    x, out = torch.randn(40, 80).bfloat16().to(device), torch.zeros(20, 80, dtype=torch.bfloat16, device=device)
+    weights, index = torch.rand(3, 10).to(device).t(), torch.randint(0, 10, (20, 6), device=device)[::2, ::2]
+    for columns in (slice(0, 72), slice(8, 80), slice(1, 73), slice(0, 71)):
+        for rows in (x[:10], x[::4]):
+            got = combine(rows[:, columns], weights, index, out[::2, columns])
+            assert_sums(got, rows[:, columns], weights, index)
+    one = combine(x[:1], weights[:1], torch.zeros(1, 3, dtype=torch.int64, device=device))
+    assert_sums(one, x[:1], weights[:1], torch.zeros(1, 3, dtype=torch.int64))
+
+
+@DEVICES
+@pytest.mark.parametrize(("rows", "tokens", "top_k", "n"), [(0, 3, 2, 8), (4, 0, 2, 8), (4, 3, 0, 8), (4, 3, 2, 0)])
+def test_empty_sums(device, rows, tokens, top_k, n):
+    x = torch.ones(rows, n, dtype=torch.bfloat16, device=device)
+    index = torch.zeros(tokens, top_k, dtype=torch.int32, device=device)
+    out = combine(x, torch.ones(tokens, top_k, device=device), index)
+    assert out.shape == (tokens, n) and not out.any()
+
+
+def test_no_gradient_of_combine_is_dropped():
+    x, weights, index = torch.randn(4, 8).bfloat16(), torch.rand(2, 2), torch.zeros(2, 2, dtype=torch.int64)
+    for name in ("x", "weights"):
+        given = {"x": x, "weights": weights, "index": index}
+        given[name] = given[name].clone().requires_grad_()
+        for call in (combine, torch.ops.deep_tile.combine, compiled(combine)[0]):
+            with pytest.raises(Exception, match=rf"{name} requires a gradient.*{name}\.detach\(\)"):
+                call(**given)
+            with torch.no_grad():
+                assert torch.equal(call(**given), combine(x, weights, index))
+
+
+def test_combine_is_one_graph_for_every_number_of_tokens():
+    fast, counter = compiled(lambda x, weights, index: combine(x, weights, index) + 1)
+    for rows, tokens in ((9, 4), (12, 7), (100, 33)):
+        x, weights, index = torch.randn(rows, 24).bfloat16(), torch.rand(tokens, 3), torch.randint(0, rows, (tokens, 3))
+        for given in (x, weights, index):
+            torch._dynamo.mark_dynamic(given, 0)
+        assert torch.equal(fast(x, weights, index), combine(x, weights, index) + 1)
+    assert counter.frame_count == 1
+    x, weights, index = x.clone(), weights.clone(), index.clone()  # which are not marked
+    into, _ = compiled(combine)
+    out = torch.zeros(33, 24, dtype=torch.bfloat16)
+    assert into(x, weights, index, out) is out
+    assert torch.equal(out, combine(x, weights, index))
+
+
+@pytest.mark.gpu
+def test_captured_sums_follow_the_index():
+    x, weights = torch.randn(50, 264, device="cuda").bfloat16(), torch.rand(20, 4, device="cuda")
+    index, out = torch.zeros(20, 4, dtype=torch.int32, device="cuda"), torch.zeros(20, 264, device="cuda").bfloat16()
+    combine(x, weights, index, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        combine(x, weights, index, out)
+    index.copy_(torch.randint(-1, 50, (20, 4)))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out.cpu(), combine(x.cpu(), weights.cpu(), index.cpu()))
+    assert kernels.is_loaded(kernels.COMBINE, torch.cuda.current_device())
+
+
+@pytest.mark.gpu
+def test_capture_refuses_a_sum_whose_kernel_is_not_loaded(monkeypatch):
+    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(experts, "_launches", {})
+    x, index = torch.ones(4, 8, device="cuda").bfloat16(), torch.zeros(2, 2, dtype=torch.int32, device="cuda")
+    weights = torch.ones(2, 2, device="cuda")
+    with pytest.raises(RuntimeError, match="not loaded yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        combine(x, weights, index)
+
+
+def test_enough_reads_are_under_way():
+    needed, _ = bytes_in_flight_needed(H200)
+    kernel, grid = kernels.choose_combine(4096, 7168, H200.num_sms)
+    assert grid == H200.num_sms * kernel.blocks_per_sm
+    assert kernel.blocks_per_sm * kernel.threads * kernel.rows_at_once * 16 >= 2 * needed
+    assert [kernels.choose_combine(tokens, 17, 132)[1] for tokens in (1, 85, 86)] == [1, 1, 2]
 
 
 # ---- compilers and graphs

@@ -492,7 +492,7 @@ show(*(scale.data_ptr() for scale in (aligned, moved)))
 
 CAST_SETUP = f"""
 from deep_tile import per_block_cast_to_fp8, per_token_cast_to_fp8
-quantize._needs_kernel, quantize._num_sms = lambda x: True, lambda device: 132
+quantize._needs_kernel, launches.num_sms = lambda x: True, lambda device: 132
 quantize._check_capture = lambda *ignored: None
 cast.load = lambda kernel, device: _launcher.load({WHOLE_CUBIN!r}, kernel.name, 0, 0)
 x = torch.zeros(130, 264, dtype=torch.bfloat16)
@@ -640,6 +640,40 @@ show(rows.data_ptr(), offs.data_ptr(), counts.data_ptr())
     log2_e = 1.4426950408889634
     assert numbers[8:10] == [pytest.approx((float("inf"), -log2_e, 0))] * 2
     assert numbers[10:12] == [pytest.approx((7, -2 * log2_e, 1))] * 2
+
+
+@pytest.mark.parametrize(
+    ("setup", "path"), [("", "launch_known"), (WITHOUT_DLPACK, "launch")], ids=["dlpack", "without dlpack"]
+)
+def test_second_sum_of_rows_is_one_call_into_c(run_pretending, setup, path):
+    shown, launched = run_pretending(
+        setup
+        + CAST_SETUP
+        + """
+from deep_tile import combine, experts
+experts._needs_kernel = lambda *ignored: True
+cast.is_loaded = lambda *ignored: True
+note(cast, "prepare_combine")
+weights, index, out = torch.zeros(40, 3).t(), torch.zeros(3, 40, dtype=torch.int64), torch.zeros(3, 264).bfloat16()
+for given in ((x, weights, index, out), (x[:, 1:], weights.bfloat16(), index.int(), out[:, 1:])):
+    for _ in range(2):
+        attempt(combine, *given)
+attempt(combine, x, weights, index)
+show(x.data_ptr(), weights.data_ptr(), index.data_ptr(), out.data_ptr())
+""",
+        of=params.COMBINE,
+    )
+    new = "prepare_combine launch"
+    assert shown[:5] == [new, path, new, path, path]
+    addresses = map(int, shown[5].split())
+    wanted = dict(zip(("x", "weights", "index", "out"), addresses, strict=True))
+    wanted |= {"tokens": 3, "columns": 264, "x_rows": 130, "x_stride": 264, "out_stride": 264, "top_k": 40}
+    wanted |= {"weights_stride_row": 1, "weights_stride_column": 3, "index_stride_row": 40, "index_stride_column": 1}
+    wanted |= {"aligned": 1, "wide_index": 1, "narrow_weights": 0}
+    assert [launch.params for launch in launched[:2]] == [wanted] * 2
+    moved = launched[2].params
+    assert (moved["x"], moved["out"], moved["columns"]) == (wanted["x"] + 2, wanted["out"] + 2, 263)
+    assert (moved["aligned"], moved["wide_index"], moved["narrow_weights"]) == (0, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "cast": SIZES | {"_launcher", "codegen", "jit", "params", "select"},
     "sources": {"ops", "params", "tensors"},
     "quantize": {"_launcher", "cast", "config", "launches", "ops", "sources", "tensors"},
-    "experts": {"quantize", "sources"},
+    "experts": {"_launcher", "cast", "launches", "ops", "quantize", "sources", "tensors"},
     "reference": {"config", "quantize"},
     "api": CALL | {"params"},
     "linear": {"_launcher", "api", "config", "launches", "ops", "params", "quantize", "tensors"},

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deep_tile import (
     GemmConfig,
+    combine,
     dequantize,
     fp8_gemm,
     is_available,
@@ -445,6 +446,22 @@ def test_wrong_gates_are_refused_alike(change):
     check_refused_alike(silu_mul_cast_to_fp8, OPS.silu_mul_cast_to_fp8, given | targets, change)
 
 
+WRONG_SUMS = {
+    "x is float32": lambda x: {"x": x["x"].float()},
+    "weights are float16": lambda x: {"weights": x["weights"].half()},
+    "weights are fewer": lambda x: {"weights": x["weights"][:, :1]},
+    "index is a vector": lambda x: {"index": x["index"].flatten()},
+    "index is int16": lambda x: {"index": x["index"].short()},
+    "out is narrower": lambda x: {"out": x["out"][:, :-1]},
+}
+
+
+@pytest.mark.parametrize("change", WRONG_SUMS.values(), ids=WRONG_SUMS)
+def test_wrong_sums_are_refused_alike(change):
+    given = {"x": torch.randn(9, K).bfloat16(), "weights": torch.rand(5, 2), "index": torch.randint(0, 9, (5, 2))}
+    check_refused_alike(combine, OPS.combine, given | {"out": torch.zeros(5, K).bfloat16()}, change)
+
+
 def test_an_unknown_layout_is_refused_alike():
     check_refused_alike(
         per_token_cast_to_fp8,
@@ -483,6 +500,11 @@ SAMPLES = {
     "silu_mul_cast_to_fp8.out": lambda: (
         [torch.randn(5, 2 * K).half()],
         {"alpha": 1.702, "beta": 1.0, "out": torch.zeros(5, K).to(FP8), "scale_out": torch.zeros(5, 3)},
+    ),
+    "combine.default": lambda: ([torch.randn(9, K).bfloat16(), torch.rand(5, 2), torch.randint(0, 9, (5, 2))], {}),
+    "combine.out": lambda: (
+        [torch.randn(9, K).bfloat16(), torch.rand(5, 2), torch.randint(0, 9, (5, 2))],
+        {"out": torch.zeros(5, K).bfloat16()},
     ),
     "per_block_cast_to_fp8.default": lambda: ([torch.randn(N, K)], {"round_scale": "pow2"}),
     "per_block_cast_to_fp8.out": lambda: (
