@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "GemmConfig": "config",
     "Plan": "api",
+    "combine": "experts",
     "compilations": "jit",
     "dequantize": "quantize",
     "explain": "method.report",
@@ -26,6 +27,7 @@ _MODULES = {
     "precompile_model": "nn",
     "prepare": "api",
     "quantize_weight": "linear",
+    "silu_mul_cast_to_fp8": "experts",
     "supports": "api",
 }
 

@@ -1,10 +1,9 @@
-"""The casts' kernels on the GPU: launch parameters from the roofline, compilation, preparation of launches.
+"""Kernels that are bound by memory, the casts' and `combine`'s: launch parameters from the roofline, loading, launches.
 
-Called by quantize.py. Knows integers and CUDA's ordinals of devices, not tensors: no torch. Kernels are compiled
-(jit.py) and loaded once per device and live as long as the process.
+Called by quantize.py and experts.py. Knows integers and CUDA's ordinals of devices, not tensors: no torch. Kernels are
+compiled (jit.py) and loaded once per device and live as long as the process.
 """
 
-import itertools
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,16 +11,23 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from deep_tile import _launcher, jit, params
-from deep_tile.codegen import CastKernel, cast_source
+from deep_tile.codegen import CastKernel, CombineKernel, streaming_source
 from deep_tile.config import SCALE_BLOCK, ceil_div
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.streaming import WARP, Reduction, derive_reduction
 
 SOURCE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of an element, by the names of `codegen.CAST_SOURCES`."""
+"""Bytes of an element, by the names of `codegen.CAST_FORMATS`."""
+
+READ_ELEMENTS = {"plain": 1, "listed": 1, "silu_mul": 2}
+"""Of x for one of out, by the names of `codegen.CAST_SOURCES`."""
 
 PLACES = params.places(("x", "out", "scale"))
 """Of a launch that is given these three tensors."""
+
+_NAMES = ("the input", "out", "scale_out")
+_LIST_FIELDS = {"rows": "index", "offs": "living", "counts": "living"}
+"""In `params.CAST_OF_ROWS`, of tensors that say which rows are cast."""
 
 
 class CastLayout(NamedTuple):
@@ -33,6 +39,7 @@ class CastLayout(NamedTuple):
         pow2_scale: a scale is the next power of two that is no smaller.
         amax_floor: lower bound of a block's largest magnitude.
         correction: 1 where quotients are rounded as by division, 0 where they are products with a rounded reciprocal.
+        x_rows, wide_index, groups, group_rows, limit, sigmoid_factor, beta: as `params.CAST_OF_ROWS` has them.
     """
 
     rows: int
@@ -45,38 +52,92 @@ class CastLayout(NamedTuple):
     pow2_scale: bool
     amax_floor: float
     correction: int
+    x_rows: int = 0
+    wide_index: bool = False
+    groups: int = 0
+    group_rows: int = 0
+    limit: float = 0.0
+    sigmoid_factor: float = 0.0
+    beta: float = 0.0
 
 
-_loaded: dict[tuple[CastKernel, int], _launcher.Kernel] = {}
+class CombineLayout(NamedTuple):
+    """Numbers of one sum of experts' rows, as `params.COMBINE` has them. Strides in elements."""
+
+    tokens: int
+    columns: int
+    x_rows: int
+    x_stride: int
+    out_stride: int
+    weights_stride_row: int
+    weights_stride_column: int
+    index_stride_row: int
+    index_stride_column: int
+    top_k: int
+    aligned: bool
+    wide_index: bool
+    narrow_weights: bool
+
+
+COMBINE_COLUMNS = 8
+"""Of a thread, as combine.cuh has them: 16 bytes."""
+
+COMBINE = CombineKernel(threads=256, rows_at_once=4, blocks_per_sm=4)
+"""64 KB of reads under way on each SM, twice of what `streaming.bytes_in_flight_needed` says, since each waits for its
+index before. More blocks would leave too few registers: 16 hold what is read, 8 the sums."""
+
+StreamingKernel = CastKernel | CombineKernel
+
+_loaded: dict[tuple[StreamingKernel, int], _launcher.Kernel] = {}
 _loading = jit.fork_safe_lock()
 
 
-def roofline(block_rows: int, source: str, rows: int, columns: int, hardware: Hardware = H200) -> Reduction:
-    """The walls of a cast of [rows, columns] to FP8 with scales of `block_rows` x 128: a reduction of each block."""
+def roofline(
+    block_rows: int, source: str, rows: int, columns: int, hardware: Hardware = H200, what: str = "plain"
+) -> Reduction:
+    """The walls of a cast to FP8 of [rows, columns] with scales of `block_rows` x 128: a reduction of each block."""
     blocks = ceil_div(rows, block_rows) * ceil_div(columns, SCALE_BLOCK)
-    return derive_reduction(blocks, block_rows * SCALE_BLOCK, SOURCE_BYTES[source], 1, hardware)
+    read_bytes = READ_ELEMENTS[what] * SOURCE_BYTES[source]
+    return derive_reduction(blocks, block_rows * SCALE_BLOCK, read_bytes, 1, hardware)
 
 
 @lru_cache(maxsize=65_536)
-def choose(block_rows: int, source: str, rows: int, columns: int, num_sms: int) -> tuple[CastKernel, int]:
+def choose(
+    block_rows: int, source: str, rows: int, columns: int, num_sms: int, what: str = "plain"
+) -> tuple[CastKernel, int]:
     """The kernel for a cast, and how many thread blocks to launch. The size matters to the number alone."""
-    walls = roofline(block_rows, source, rows, columns, replace(H200, num_sms=num_sms))
-    kernel = CastKernel(block_rows, source, walls.warps * WARP, walls.threads_per_row, walls.blocks_per_sm)
+    walls = roofline(block_rows, source, rows, columns, replace(H200, num_sms=num_sms), what)
+    kernel = CastKernel(block_rows, source, what, walls.warps * WARP, walls.threads_per_row, walls.blocks_per_sm)
     return kernel, walls.grid
 
 
-def all_kernels() -> list[CastKernel]:
-    """Every kernel that `choose` can give."""
-    kinds = itertools.product((1, SCALE_BLOCK), SOURCE_BYTES)
-    return [choose(block_rows, source, 1, SCALE_BLOCK, H200.num_sms)[0] for block_rows, source in kinds]
+def choose_combine(tokens: int, columns: int, num_sms: int) -> tuple[CombineKernel, int]:
+    """The kernel that adds up experts' rows, and how many thread blocks to launch. Sizes matter to the number alone."""
+    items = tokens * ceil_div(columns, COMBINE_COLUMNS)
+    return COMBINE, min(num_sms * COMBINE.blocks_per_sm, ceil_div(items, COMBINE.threads))
 
 
-def is_loaded(kernel: CastKernel, device: int) -> bool:
+def all_kernels() -> list[StreamingKernel]:
+    """Every kernel that a call can need."""
+    return [*cast_kernels(), COMBINE]
+
+
+def cast_kernels() -> list[CastKernel]:
+    """Those of casts."""
+    kinds = [
+        *((block_rows, source, "plain") for block_rows in (1, SCALE_BLOCK) for source in SOURCE_BYTES),
+        *((1, source, "listed") for source in SOURCE_BYTES),
+        *((1, source, "silu_mul") for source in SOURCE_BYTES if SOURCE_BYTES[source] == 2),
+    ]
+    return [choose(rows, source, 1, SCALE_BLOCK, H200.num_sms, what)[0] for rows, source, what in kinds]
+
+
+def is_loaded(kernel: StreamingKernel, device: int) -> bool:
     """Whether a launch needs neither compiler, disk nor driver loading."""
     return (kernel, device) in _loaded
 
 
-def load(kernel: CastKernel, device: int) -> _launcher.Kernel:
+def load(kernel: StreamingKernel, device: int) -> _launcher.Kernel:
     """The kernel on CUDA device `device`: remembered, else from the disk cache, else compiled.
 
     Raises:
@@ -84,7 +145,7 @@ def load(kernel: CastKernel, device: int) -> _launcher.Kernel:
         RuntimeError: NVRTC is missing, or the driver refuses the kernel.
     """
     if not is_loaded(kernel, device):
-        cubin = jit.load_cubin(cast_source(kernel), kernel.name)
+        cubin = jit.load_cubin(streaming_source(kernel), kernel.name)
         with _loading:
             if not is_loaded(kernel, device):
                 _loaded[kernel, device] = _launcher.load(cubin, kernel.name, 0, device)
@@ -94,14 +155,20 @@ def load(kernel: CastKernel, device: int) -> _launcher.Kernel:
 def load_kernels(device: int | None, workers: int) -> None:
     """Compile, and load unless `device` is None, every kernel, `workers` at a time. Errors as for `load`."""
 
-    def make_ready(kernel: CastKernel) -> None:
+    def make_ready(kernel: StreamingKernel) -> None:
         if device is None:
-            jit.load_cubin(cast_source(kernel), kernel.name)
+            jit.load_cubin(streaming_source(kernel), kernel.name)
         else:
             load(kernel, device)
 
     with ThreadPoolExecutor(max_workers=workers) as pool:
         list(pool.map(make_ready, all_kernels()))
+
+
+def operands_of_rows(lists: tuple[str, ...]) -> dict:
+    """Keywords of `prepare_launch` for a launch that is given x, out, scale and the lists of these names."""
+    fields = (*PLACES, *(_LIST_FIELDS[name] for name in lists))
+    return {"names": _NAMES + lists, "places": params.places(fields)}
 
 
 def prepare_launch(
@@ -110,7 +177,7 @@ def prepare_launch(
     device: int,
     layout: CastLayout,
     *,
-    names: tuple[str, ...] = ("the input", "out", "scale_out"),
+    names: tuple[str, ...] = _NAMES,
     places: Mapping[str, params.Place] = PLACES,
     pdl: bool = False,
 ) -> _launcher.Launch:
@@ -122,15 +189,33 @@ def prepare_launch(
         pdl: programmatic dependent launch: the kernel may start before the one ahead of it in the stream has ended, and
             waits for that before it reads or writes anything.
     """
+    table = params.CAST if kernel.what == "plain" else params.CAST_OF_ROWS
     return _launcher.prepare(
         load(kernel, device),
         grid=grid,
         cluster=1,
         threads=kernel.threads,
-        params=params.CAST.pack(**layout._asdict()),
+        params=table.pack(**layout._asdict()),
         names=names,
-        pointers=params.CAST.pointers(places),
+        pointers=table.pointers(places),
         maps=(),
         fixed_maps=(),
         pdl=pdl,
+    )
+
+
+def prepare_combine(kernel: CombineKernel, grid: int, device: int, layout: CombineLayout) -> _launcher.Launch:
+    """Everything about a launch on x, weights, index and out, but their addresses. Errors as for `load`."""
+    names = ("x", "weights", "index", "out")
+    return _launcher.prepare(
+        load(kernel, device),
+        grid=grid,
+        cluster=1,
+        threads=kernel.threads,
+        params=params.COMBINE.pack(**layout._asdict()),
+        names=names,
+        pointers=params.COMBINE.pointers(params.places(names)),
+        maps=(),
+        fixed_maps=(),
+        pdl=False,
     )

@@ -115,7 +115,8 @@ class CastKernel(NamedTuple):
 
     Attributes:
         block_rows: 1 or 128, rows that share a scale with each other and with 128 columns.
-        source: format of the input, a key of `CAST_SOURCES`.
+        source: format of the input, a key of `CAST_FORMATS`.
+        what: is cast, a key of `CAST_SOURCES`; of 128 rows "plain".
         threads: of a thread block.
         threads_per_scale: threads that meet in one scale: part of a warp for 1x128, the thread block for 128x128.
         blocks_per_sm: thread blocks that must fit into an SM's registers at once.
@@ -123,17 +124,22 @@ class CastKernel(NamedTuple):
 
     block_rows: int
     source: str
+    what: str
     threads: int
     threads_per_scale: int
     blocks_per_sm: int
 
     @property
     def name(self) -> str:
-        return f"fp8_cast_{self.block_rows}x128_{self.source}_t{self.threads}_s{self.threads_per_scale}"
+        source = self.source if self.what == "plain" else f"{self.what}_{self.source}"
+        return f"fp8_cast_{self.block_rows}x128_{source}_t{self.threads}_s{self.threads_per_scale}"
 
 
-CAST_SOURCES = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32"}
+CAST_FORMATS = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32"}
 """Formats that can be cast to FP8, by the names they have in quantize.cuh."""
+
+CAST_SOURCES = {"plain": "Plain", "listed": "Listed", "silu_mul": "SiluMul"}
+"""What can be cast: all rows, rows by an index or of groups, a product of a row's halves; likewise."""
 
 
 def cast_source(kernel: CastKernel) -> str:
@@ -141,17 +147,55 @@ def cast_source(kernel: CastKernel) -> str:
 
     Its argument is no __grid_constant__: read in place, it makes the cast of FP32 in tiles spill (NVRTC 13.0.88).
     """
-    function = "cast_rows" if kernel.block_rows == 1 else "cast_tiles"
+    rows = f"cast_rows<deep_tile::{CAST_SOURCES[kernel.what]}, "
+    function = rows if kernel.block_rows == 1 else "cast_tiles<"
     entry = f"""\
 extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
 {kernel.name}(const CastParams params) {{
-    deep_tile::{function}<deep_tile::{CAST_SOURCES[kernel.source]}, {kernel.threads_per_scale}>(params);
+    deep_tile::{function}deep_tile::{CAST_FORMATS[kernel.source]}, {kernel.threads_per_scale}>(params);
 }}
 """
-    return "\n".join([params.CAST.text, _headers("quantize.cuh"), entry])
+    if kernel.what == "plain":
+        return "\n".join([params.CAST.text, _headers("quantize.cuh"), entry])
+    groups = f"constexpr unsigned cast_groups = {params.MOST_CAST_GROUPS};\n"
+    return "\n".join([params.CAST_OF_ROWS.text, groups, _headers("experts.cuh"), entry])
 
 
-@lru_cache(maxsize=2)
+class CombineKernel(NamedTuple):
+    """The sum of experts' rows: what its text depends on.
+
+    Attributes:
+        threads: of a thread block.
+        rows_at_once: rows that a thread requests before it adds up the first.
+        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
+    """
+
+    threads: int
+    rows_at_once: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"fp8_combine_t{self.threads}_r{self.rows_at_once}"
+
+
+def combine_source(kernel: CombineKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    entry = f"""\
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const CombineParams params) {{
+    deep_tile::combine<{kernel.rows_at_once}>(params);
+}}
+"""
+    return "\n".join([params.COMBINE.text, _headers("combine.cuh"), entry])
+
+
+def streaming_source(kernel: CastKernel | CombineKernel) -> str:
+    """Of either."""
+    return cast_source(kernel) if isinstance(kernel, CastKernel) else combine_source(kernel)
+
+
+@lru_cache(maxsize=4)
 def _headers(first: str) -> str:
     """A header of ours with every other pasted in at its first include."""
     directory = _header_directory()

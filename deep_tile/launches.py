@@ -1,9 +1,11 @@
 """Prepared launches, remembered for calls alike: by a call's options and its tensors' signature.
 
-Called by api.py, quantize.py and measure.py. C finds a launch by itself (`_launcher.launch_known`) for plain tensors of
-torch's own types, which it reads through DLPack. Others (subclasses, and all of them where torch has no DLPack C
-exchange API) take the same way here, in Python, once they are known to be plain.
+Called by api.py, quantize.py, experts.py and measure.py. C finds a launch by itself (`_launcher.launch_known`) for
+plain tensors of torch's own types, which it reads through DLPack. Others (subclasses, and all of them where torch has
+no DLPack C exchange API) take the same way here, in Python, once they are known to be plain.
 """
+
+from functools import cache
 
 import torch
 
@@ -62,6 +64,16 @@ def refuse_capture(kernel_name: str, device: int, remedy: str) -> None:
         if not torch.cuda.is_current_stream_capturing():
             return
     raise RuntimeError(f"{kernel_name} is not loaded yet and cannot be while a CUDA graph is captured; {remedy}")
+
+
+@cache
+def is_hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def num_sms(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launch(prepared: Prepared, *given: torch.Tensor) -> None:

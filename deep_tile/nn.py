@@ -49,7 +49,7 @@ class Linear(torch.nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.options = in_features, out_features, options
         self.weight = _frozen(tensors.empty_rows((out_features, in_features), FP8_DTYPE, device))
-        scale = torch.empty(scale_shape(self.weight, WEIGHT_BLOCK), dtype=torch.float32, device=device)
+        scale = torch.empty(scale_shape(self.weight.shape, WEIGHT_BLOCK), dtype=torch.float32, device=device)
         self.weight_scale_inv = _frozen(scale)
         self.bias = torch.nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
@@ -167,8 +167,8 @@ def _check_weight(weight: torch.Tensor, scale: torch.Tensor) -> None:
             f"weight_scale_inv is {scale.dtype}; it must be torch.float32 or torch.float8_e8m0fnu. Convert it with "
             ".float()"
         )
-    if weight.dim() != 2 or tuple(scale.shape) != scale_shape(weight, WEIGHT_BLOCK):
-        wanted = f" of {list(scale_shape(weight, WEIGHT_BLOCK))}" if weight.dim() == 2 else ""
+    if weight.dim() != 2 or tuple(scale.shape) != scale_shape(weight.shape, WEIGHT_BLOCK):
+        wanted = f" of {list(scale_shape(weight.shape, WEIGHT_BLOCK))}" if weight.dim() == 2 else ""
         raise ValueError(
             f"weight is {list(weight.shape)} and weight_scale_inv {list(scale.shape)}; they must be [n, k] and "
             f"[ceil(n / 128), ceil(k / 128)]{wanted}: one scale for each 128x128 block"
@@ -246,6 +246,7 @@ def _fp8_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
         weight = getattr(layer, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.dtype != FP8_DTYPE or weight.dim() != 2:
             continue
+        wanted = scale_shape(weight.shape, WEIGHT_BLOCK)
         scales = (getattr(layer, name, None) for name in _SCALE_NAMES)
-        if any(isinstance(s, torch.Tensor) and tuple(s.shape) == scale_shape(weight, WEIGHT_BLOCK) for s in scales):
+        if any(isinstance(s, torch.Tensor) and tuple(s.shape) == wanted for s in scales):
             yield weight

@@ -273,3 +273,43 @@ CAST = Params(
     Field("correction", "float", "1: quotients are divided; 0: multiplied with the rounded reciprocal"),
 )
 """Of a cast to FP8."""
+
+CAST_OF_ROWS = Params(
+    CAST.name,
+    *CAST.fields,
+    Field("index", "const void*", "of each row of out, the row of x that it is cast from; null: the same"),
+    Field("living", "const int*", "of each group, the end of its rows, or how many live; null: all rows live"),
+    Field("x_rows", "long long", "that an index may name", 0),
+    Field("wide_index", "int", "it is of int64, not int32", 0, 1),
+    Field("groups", "unsigned", "in living"),
+    Field("group_rows", "unsigned", "from one group's first row to the next one's; 0: rows live up to the last end"),
+    Field("limit", "float", "of silu_mul: gates are no larger, and magnitudes of up"),
+    Field("sigmoid_factor", "float", "-alpha * log2(e)"),
+    Field("beta", "float", "what is added to up"),
+)
+"""Of a cast of some rows, or of a product of their halves. More fields make other code of all other casts."""
+
+COMBINE = Params(
+    "CombineParams",
+    Field("x", "const void*", "strides are in elements; columns of x and out are adjacent"),
+    Field("weights", "const void*"),
+    Field("index", "const void*"),
+    Field("out", "void*"),
+    Field("tokens", "long long", "rows of out", 1),
+    Field("columns", "long long", "of x and of out", 1),
+    Field("x_rows", "long long", "that the index may name"),
+    Field("x_stride", "long long"),
+    Field("out_stride", "long long"),
+    Field("weights_stride_row", "long long"),
+    Field("weights_stride_column", "long long"),
+    Field("index_stride_row", "long long"),
+    Field("index_stride_column", "long long"),
+    Field("top_k", "int", "rows of x that make one of out", 1),
+    Field("aligned", "int", "x may be read, and out written, in vectors of 16 bytes; rows end with one", 0, 1),
+    Field("wide_index", "int", "it is of int64, not int32", 0, 1),
+    Field("narrow_weights", "int", "they are BF16, not FP32", 0, 1),
+)
+"""Of the sum of what experts made of each token."""
+
+MOST_CAST_GROUPS = 1024
+"""Whose counts of living rows a cast holds in shared memory."""

@@ -6,7 +6,7 @@ Invariant: for finite `x`, either cast followed by `dequantize` gives `x` back t
 scale; nothing saturates.
 """
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import prod
 from numbers import Real
 from operator import eq
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import is_grad_enabled
 from torch.compiler import is_compiling
 
-from deep_tile import _launcher, cast, launches, ops, tensors
+from deep_tile import _launcher, cast, launches, ops, sources, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -40,7 +40,7 @@ _VECTOR_BYTES = tensors.ALIGNMENT_BYTES
 """What a thread of a kernel loads at once; it stores as many elements."""
 
 _launches: launches.Table = {}
-"""By `Options`; of input, out and scale."""
+"""By `Options`; of input, out, scale and the lists that the options name."""
 
 
 class Options(NamedTuple):
@@ -49,12 +49,20 @@ class Options(NamedTuple):
     Attributes:
         block_rows: 1 or 128, rows that share a scale.
         amax_floor, round_scale, exact: as `per_token_cast_to_fp8` has them.
+        lists: the arguments, of `sources.Lists`, that follow the scale.
+        gating: where it is there, the cast is of `sources.silu_mul` of the input.
     """
 
     block_rows: int
     amax_floor: float = 1e-4
     round_scale: str = "none"
     exact: str = "divide"
+    lists: tuple[str, ...] = ()
+    gating: sources.Gating | None = None
+
+
+_ALL_ROWS = ((), None)
+"""The last two of them, where a cast is of all rows as they are."""
 
 
 def per_token_cast_to_fp8(
@@ -64,6 +72,9 @@ def per_token_cast_to_fp8(
     amax_floor: float = 1e-4,
     round_scale: str = "none",
     exact: str = "divide",
+    rows: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     scale_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,6 +105,13 @@ def per_token_cast_to_fp8(
             per_token_cast_to_fp8 and per_block_cast_to_fp8, which transformers uses, compute in torch on a GPU from
             finite float32, float16 or bfloat16. With "pow2" both give the same scales and elements, always: the
             reciprocal of a power of two is exact.
+        rows: [r] int32 or int64, dense: of a 2-D `x`, the rows to cast, in this order; the result is that of
+            x[rows], [r, k]. A number that is negative, or no row of `x`, reads nothing: it counts as a row of zeros.
+        offs: [g] int32, dense, not empty: the END row of each group of a 2-D `x`, or of `rows`. Rows from offs[-1] on
+            are dead: neither read nor written, so that an allocated result has arbitrary bytes there. Read on the
+            device: nothing waits for the host. Whatever it holds, nothing outside of the tensors is touched.
+        counts: [g] int32, dense, of an `x` [g, m, k], at most 1024 groups: how many rows of each group live. Otherwise
+            as `offs`.
         out: [..., k] float8_e4m3fn with unit column stride, to write to; allocated when None: contiguous, but for a k
             that is no multiple of 16, where rows begin at multiples of 16 bytes, as products need it, and what lies
             between them is not written.
@@ -108,39 +126,58 @@ def per_token_cast_to_fp8(
     In a group that holds NaN or infinity the scale and every element become NaN; no other group changes.
 
     Raises:
-        TypeError: `x` is not a tensor of a listed dtype, `out` or `scale_out` has the wrong one, one of them is not a
-            plain tensor (a wrapper, a negated view, sparse, ...), or `amax_floor` is no number.
+        TypeError: `x` is not a tensor of a listed dtype, another tensor has the wrong one, one of them is not a plain
+            tensor (a wrapper, a negated view, sparse, ...), or `amax_floor` is no number.
         ValueError: `x` has no dimension, `scale_layout`, `round_scale` or `exact` is unknown, `amax_floor` out of
-            range, or shape, strides or device of `out` or `scale_out` do not fit, or a tensor has no memory.
+            range, or shape, strides or device of another tensor do not fit, or a tensor has no memory; `counts` is
+            given together with `rows` or `offs`.
         RuntimeError: `x` requires a gradient, in grad mode; or, on a Hopper GPU, NVRTC or the driver is missing, or the
             kernel would have to be loaded while the stream is being captured.
     """
+    lists = {} if rows is None and offs is None and counts is None else given_lists(rows=rows, offs=offs, counts=counts)
     if not is_compiling():
-        return _cast_tokens(x, scale_layout, (1, amax_floor, round_scale, exact), out, scale_out)
+        return cast_tokens(x, scale_layout, (1, amax_floor, round_scale, exact, (*lists,), None), out, scale_out, lists)
+    defined = torch.ops.deep_tile
+    op = defined.per_token_cast_rows_to_fp8 if lists else defined.per_token_cast_to_fp8
+    options = {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact, **lists}
+    return call_op(op, x, scale_layout, out, scale_out, options, False, lists)
+
+
+def given_lists(**lists: torch.Tensor | None) -> sources.Lists:
+    return {name: given for name, given in lists.items() if given is not None}
+
+
+def call_op(
+    op, x, scale_layout: str, out, scale_out, options: dict, is_gated: bool, lists: sources.Lists
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cast with a scale per row and 128 columns, under tracing: `options` are all keywords of its op."""
     _check_layout(scale_layout)
-    op = torch.ops.deep_tile.per_token_cast_to_fp8
-    options = {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact}
     if out is None and scale_out is None:
         return op(x, scale_layout=scale_layout, **options)
-    out = _empty_out(x) if out is None else out
-    scale_out = _empty_scale(x, scale_layout) if scale_out is None else scale_out
+    if out is None or scale_out is None:
+        shape = sources.result_shape(x, is_gated, lists)
+        out = _empty_out(x, shape) if out is None else out
+        scale_out = _empty_scale(x, shape, scale_layout) if scale_out is None else scale_out
     op.out(x, out, scale_out, **options)
     return out, scale_out
 
 
-def _cast_tokens(x, scale_layout: str, options: tuple, out, scale_out) -> tuple[torch.Tensor, torch.Tensor]:
-    """`per_token_cast_to_fp8` outside of tracing; `options` are equal to `Options`."""
+def cast_tokens(
+    x, scale_layout: str, options: tuple, out, scale_out, lists: sources.Lists
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cast with a scale per row and 128 columns, outside of tracing; `options` are equal to `Options`."""
     _check_layout(scale_layout)
     if is_grad_enabled() and getattr(x, "requires_grad", False):
-        _check_source("x", x, TOKEN_BLOCK)
-        _refuse_gradient(x)
+        _check_input(x, Options(*options), lists)
+        _refuse_gradient(x, Options(*options))
     try:
-        out = _empty_out(x) if out is None else out
-        scale_out = _empty_scale(x, scale_layout) if scale_out is None else scale_out
+        shape = x.shape if options[4:] == _ALL_ROWS else sources.result_shape(x, options[5] is not None, lists)
+        out = _empty_out(x, shape) if out is None else out
+        scale_out = _empty_scale(x, shape, scale_layout) if scale_out is None else scale_out
     except Exception:
-        _check_source("x", x, TOKEN_BLOCK)
+        _check_input(x, Options(*options), lists)
         raise
-    _cast("x", x, options, out, scale_out)
+    _cast(x, options, out, scale_out, lists)
     return out, scale_out
 
 
@@ -171,12 +208,12 @@ def per_block_cast_to_fp8(
         And as `per_token_cast_to_fp8`, but for gradients.
     """
     if not is_compiling():
-        return _cast_blocks(w, (SCALE_BLOCK, amax_floor, round_scale, exact), out, scale_out)
+        return _cast_blocks(w, (SCALE_BLOCK, amax_floor, round_scale, exact, *_ALL_ROWS), out, scale_out)
     op = torch.ops.deep_tile.per_block_cast_to_fp8
     options = {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact}
     if out is None and scale_out is None:
         return op(w, **options)
-    out = _empty_out(w) if out is None else out
+    out = _empty_out(w, w.shape) if out is None else out
     scale_out = _empty_block_scale(w) if scale_out is None else scale_out
     op.out(w, out, scale_out, **options)
     return out, scale_out
@@ -185,12 +222,12 @@ def per_block_cast_to_fp8(
 def _cast_blocks(w, options: tuple, out, scale_out) -> tuple[torch.Tensor, torch.Tensor]:
     """`per_block_cast_to_fp8` outside of tracing; `options` are equal to `Options`."""
     try:
-        out = _empty_out(w) if out is None else out
+        out = _empty_out(w, w.shape) if out is None else out
         scale_out = _empty_block_scale(w) if scale_out is None else scale_out
     except Exception:
-        _check_source("w", w, WEIGHT_BLOCK)
+        _check_input(w, Options(*options), {})
         raise
-    _cast("w", w, options, out, scale_out)
+    _cast(w, options, out, scale_out, {})
     return out, scale_out
 
 
@@ -234,19 +271,34 @@ def _check_layout(scale_layout: str) -> None:
         raise ValueError(f"scale_layout is {scale_layout!r}; use one of {', '.join(map(repr, SCALE_LAYOUTS))}")
 
 
-def _refuse_gradient(x: torch.Tensor) -> None:
+def _refuse_gradient(x: torch.Tensor, options: Options) -> None:
     """Raise where torch would record the cast."""
-    if is_grad_enabled() and x.requires_grad:
+    if not is_grad_enabled() or not x.requires_grad:
+        return
+    if options.gating is not None:
         raise RuntimeError(
-            "x requires a gradient, and per_token_cast_to_fp8 has none: call deep_tile.fp8_linear, which has one, or "
-            "cast x.detach(), or cast under torch.no_grad()"
+            "gate_up requires a gradient, and silu_mul_cast_to_fp8 has none: cast gate_up.detach(), or cast under "
+            "torch.no_grad()"
         )
+    raise RuntimeError(
+        "x requires a gradient, and per_token_cast_to_fp8 has none: call deep_tile.fp8_linear, which has one, or "
+        "cast x.detach(), or cast under torch.no_grad()"
+    )
 
 
-def _check_source(name: str, x: torch.Tensor, block: tuple[int, int]) -> None:
+def _input_name(options: Options) -> str:
+    if options.gating is not None:
+        return "gate_up"
+    return "x" if options.block_rows == 1 else "w"
+
+
+def _check_input(x: torch.Tensor, options: Options, lists: sources.Lists) -> None:
+    name = _input_name(options)
     _check_source_dtype(name, x)
     tensors.require_plain(**{name: x})
-    _require_dimensions(name, x, block)
+    _require_dimensions(name, x, (options.block_rows, SCALE_BLOCK))
+    sources.check(name, x, options.gating, lists)
+    sources.check_memory(lists)
 
 
 def _check_source_dtype(name: str, x: torch.Tensor) -> None:
@@ -272,23 +324,25 @@ def check_options(options: Options) -> None:
             raise ValueError(f"{name} is {value!r}; use {' or '.join(map(repr, known))}")
 
 
-def _cast(name: str, x: torch.Tensor, options: tuple, out: torch.Tensor, scale: torch.Tensor) -> None:
+def _cast(x: torch.Tensor, options: tuple, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists) -> None:
     try:
-        known = _launcher.launch_known(_launches, options, x, out, scale)
+        known = _launcher.launch_known(_launches, options, x, out, scale, *lists.values())
     except TypeError:  # an option that cannot be looked up
         check_options(Options(*options))
         raise
     if not known:
-        _cast_unknown(name, x, Options(*options), out, scale)
+        _cast_unknown(x, Options(*options), out, scale, lists)
 
 
-def _cast_unknown(name: str, x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor) -> None:
+def _cast_unknown(
+    x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
+) -> None:
     """Check a cast that C has not met, or cannot read, and do it. The signature holds all that the checks read."""
-    block = options.block_rows, SCALE_BLOCK
-    _check_source(name, x, block)
+    _check_input(x, options, lists)
     check_options(options)
-    _check_target("out", out, FP8_DTYPE, x.shape, x.device)
-    _check_target("scale_out", scale, torch.float32, scale_shape(x, block), x.device)
+    shape = sources.result_shape(x, options.gating is not None, lists)
+    _check_target("out", out, FP8_DTYPE, shape, x.device)
+    _check_target("scale_out", scale, torch.float32, scale_shape(shape, (options.block_rows, SCALE_BLOCK)), x.device)
     out_rows, scale_rows = _view_as_matrix("out", out), _view_as_matrix("scale_out", scale)
     if out_rows.shape[1] > 1 and out_rows.stride(1) != 1:
         raise ValueError(f"out must have a unit column stride; its strides are {out.stride()}. Pass a row-major out")
@@ -296,13 +350,13 @@ def _cast_unknown(name: str, x: torch.Tensor, options: Options, out: torch.Tenso
         columns = out_rows.shape[1]
         raise ValueError(f"rows of out overlap: strides {out.stride()} for {columns} columns. Pass a dense out")
     if _needs_kernel(x):
-        _cast_by_kernel(x, options, out, scale)
+        _cast_by_kernel(x, options, out, scale, lists)
     else:
-        _definition(_as_matrix(x), options, out_rows, scale_rows)
+        _definition(_as_matrix(x), options, out_rows, scale_rows, lists)
 
 
 def _needs_kernel(x: torch.Tensor) -> bool:
-    return bool(x.numel()) and x.device.type == "cuda" and _is_hopper(x.get_device())
+    return bool(x.numel()) and x.device.type == "cuda" and launches.is_hopper(x.get_device())
 
 
 def _check_target(name: str, target: torch.Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
@@ -326,17 +380,29 @@ def _check_target_shape(name: str, target: torch.Tensor, shape: tuple, device: t
 
 
 @torch.no_grad()
-def _definition(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor) -> None:
+def _definition(
+    x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
+) -> None:
     """The cast of a matrix."""
+    if "rows" in lists:
+        x = sources.gathered(x, lists["rows"])
+    x = x.float() if options.gating is None else sources.silu_mul(x.float(), options.gating)
     # By tensors, since on a GPU torch divides by a number by multiplying with its reciprocal, one rounding off. With
     # "divide" the largest element of a block then lands on 448 within one FP32 rounding.
     divide = torch.div if options.exact == "divide" else _multiply_with_reciprocal
-    blocks = _to_blocks(x.float(), options.block_rows)
+    blocks = _to_blocks(x, options.block_rows)
     amax = blocks.abs().amax((1, 3)).clamp(min=options.amax_floor)
     amax = amax.masked_fill(amax.isinf(), float("nan"))
     of_blocks = _pow2_scale(amax) if options.round_scale == "pow2" else divide(amax, torch.full_like(amax, FP8_MAX))
-    scale.copy_(of_blocks)
-    out.copy_(_from_blocks(divide(blocks, of_blocks[:, None, :, None]).to(FP8_DTYPE), x.shape))
+    elements = _from_blocks(divide(blocks, of_blocks[:, None, :, None]).to(FP8_DTYPE), x.shape)
+    lives = sources.living(len(out), lists)
+    if lives is None:
+        scale.copy_(of_blocks)
+        out.copy_(elements)
+        return
+    scale.copy_(torch.where(lives[:, None], of_blocks, scale))
+    codes = out.view(torch.uint8)  # which torch selects among everywhere
+    codes.copy_(torch.where(lives[:, None], elements.view(torch.uint8), codes))
 
 
 def _multiply_with_reciprocal(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
@@ -353,14 +419,20 @@ def _pow2_scale(amax: torch.Tensor) -> torch.Tensor:
     return torch.where(amax.isnan(), amax, scale)
 
 
-def _cast_by_kernel(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor) -> None:
+def _cast_by_kernel(
+    x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
+) -> None:
     x = _readable(x)
-    signature = launches.signature(x, out, scale)
+    given = x, out, scale, *lists.values()
+    signature = launches.signature(*given)
     launch = launches.find(_launches, tuple(options), signature)
     if launch is None:
-        launch = cast_launch(x, options, out, scale)
+        if options[4:] == _ALL_ROWS:
+            launch = cast_launch(x, options, out, scale)
+        else:
+            launch = rows_launch(x, options, out, scale, lists)
         launches.remember(_launches, tuple(options), signature, launch)
-    launches.launch(launch, x, out, scale)
+    launches.launch(launch, *given)
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
@@ -379,15 +451,46 @@ def cast_launch(x: torch.Tensor, options: Options, out: torch.Tensor, scale: tor
     """
     x, out, scale = map(_as_matrix, (x, out, scale))
     device = x.get_device()
-    kernel, grid = cast.choose(options.block_rows, _KERNEL_SOURCES[x.dtype], *x.shape, _num_sms(device))
-    check_capture(kernel, device)
+    kernel, grid = cast.choose(options.block_rows, _KERNEL_SOURCES[x.dtype], *x.shape, launches.num_sms(device))
+    _check_capture(kernel, device)
     return cast.prepare_launch(kernel, grid, device, _layout(x, options, out, scale), **how)
+
+
+def rows_launch(
+    x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
+) -> _launcher.Launch:
+    """The same of a cast of rows by lists, or of `silu_mul`; of tensors that the lists follow."""
+    group_rows = x.shape[1] if "counts" in lists else 0
+    x, out, scale = map(_as_matrix, (x, out, scale))
+    device = x.get_device()
+    what = "listed" if options.gating is None else "silu_mul"
+    kernel, grid = cast.choose(1, _KERNEL_SOURCES[x.dtype], *out.shape, launches.num_sms(device), what)
+    _check_capture(kernel, device)
+    layout = rows_layout(_layout(x, options, out, scale), options, len(x), group_rows, lists)
+    return cast.prepare_launch(kernel, grid, device, layout, **cast.operands_of_rows(options.lists))
+
+
+def rows_layout(
+    layout: cast.CastLayout, options: Options, x_rows: int, group_rows: int, lists: sources.Lists
+) -> cast.CastLayout:
+    """With what a cast of rows needs more."""
+    groups = lists.get("counts", lists.get("offs"))
+    layout = layout._replace(
+        x_rows=x_rows,
+        wide_index="rows" in lists and lists["rows"].dtype == torch.int64,
+        groups=0 if groups is None else len(groups),
+        group_rows=group_rows,
+    )
+    if options.gating is None:
+        return layout
+    limit, _, beta = options.gating
+    return layout._replace(limit=limit, sigmoid_factor=options.gating.sigmoid_factor, beta=beta)
 
 
 def _layout(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor) -> cast.CastLayout:
     """Of matrices."""
     return cast.CastLayout(
-        *(*x.shape, x.stride(0), out.stride(0), *scale.stride()),
+        *(*out.shape, x.stride(0), out.stride(0), *scale.stride()),
         aligned=_takes_vectors(x, out),
         pow2_scale=options.round_scale == "pow2",
         amax_floor=float(options.amax_floor),
@@ -397,32 +500,22 @@ def _layout(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.T
 
 def _takes_vectors(x: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether a kernel may read the matrix `x` and write `out` vector by vector."""
-    rows, columns = x.shape
     elements = _VECTOR_BYTES // x.element_size()
-    strides = (x.stride(0), out.stride(0)) if rows > 1 else ()
-    steps = all(number % elements == 0 for number in (columns, *strides))
+    strides = (matrix.stride(0) for matrix in (x, out) if len(matrix) > 1)
+    steps = all(number % elements == 0 for number in (out.shape[1], *strides))
     return steps and tensors.is_aligned(x) and tensors.is_aligned(out)
 
 
-def check_capture(kernel: cast.CastKernel, device: int) -> None:
+def _check_capture(kernel: cast.CastKernel, device: int) -> None:
     if not cast.is_loaded(kernel, device):
         launches.refuse_capture(kernel.name, device, "cast a tensor of this dtype once before the capture")
 
 
-@cache
-def _is_hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@cache
-def _num_sms(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def scale_shape(x: torch.Tensor, block: tuple[int, int]) -> tuple[int, ...]:
+def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Of the scale of a tensor of this shape."""
     if block == TOKEN_BLOCK:
-        return *x.shape[:-1], ceil_div(x.shape[-1], SCALE_BLOCK)
-    return tuple(map(ceil_div, x.shape, block))
+        return *shape[:-1], ceil_div(shape[-1], SCALE_BLOCK)
+    return tuple(map(ceil_div, shape, block))
 
 
 def _as_matrix(x: torch.Tensor) -> torch.Tensor:
@@ -470,8 +563,8 @@ class _Strided(NamedTuple):
         return _Strided(tuple(shape), strides)
 
 
-def _empty_out(x: torch.Tensor) -> torch.Tensor:
-    return _empty("out", x, _out_strides(x.shape), FP8_DTYPE)
+def _empty_out(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return _empty("out", x, _out_strides(shape), FP8_DTYPE)
 
 
 @lru_cache(maxsize=4096)
@@ -482,7 +575,7 @@ def _out_strides(shape: tuple[int, ...]) -> _Strided:
 
 @lru_cache(maxsize=4096)
 def _scale_strides(shape: tuple[int, ...], layout: str) -> _Strided:
-    """Of the scale of an `x` of this shape, per row and 128 columns, in the memory order that `layout` names."""
+    """Of the scale of a tensor of this shape, per row and 128 columns, in the memory order that `layout` names."""
     m, groups = prod(shape[:-1]), ceil_div(shape[-1], SCALE_BLOCK)
     row, column = (groups, 1) if layout == "row" else (1, round_up(m, 4) if layout == "m_aligned" else m)
     return _Strided.of((*shape[:-1], groups), row, column)
@@ -498,9 +591,9 @@ def _empty_block_scale(w: torch.Tensor) -> torch.Tensor:
     return _empty("scale_out", w, _weight_scale_strides(w.shape), torch.float32)
 
 
-def _empty_scale(x: torch.Tensor, layout: str) -> torch.Tensor:
+def _empty_scale(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
     """Only its padding is initialised."""
-    wanted = _scale_strides(x.shape, layout)
+    wanted = _scale_strides(shape, layout)
     if layout != "m_aligned" or wanted.strides[-1] == prod(wanted.shape[:-1]):
         return _empty("scale_out", x, wanted, torch.float32)
     padded = torch.zeros(wanted.shape[-1], wanted.strides[-1], dtype=torch.float32, device=x.device)
@@ -519,7 +612,7 @@ def _find_block(x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | N
         raise ValueError(f"block is {block!r}; use {TOKEN_BLOCK}, {WEIGHT_BLOCK} or None")
     _require_dimensions("x", x, block or TOKEN_BLOCK)
     any_kind = (TOKEN_BLOCK, WEIGHT_BLOCK) if x.dim() == 2 else (TOKEN_BLOCK,)
-    shapes = {kind: scale_shape(x, kind) for kind in (any_kind if block is None else (block,))}
+    shapes = {kind: scale_shape(x.shape, kind) for kind in (any_kind if block is None else (block,))}
     for kind, shape in shapes.items():
         if scale.shape == shape:
             return kind
@@ -547,11 +640,23 @@ def _kind(x: object) -> str:
 
 
 def _run_token_op(x: torch.Tensor, *, scale_layout: str = "row", **options) -> tuple[torch.Tensor, torch.Tensor]:
-    return _cast_tokens(x, scale_layout, Options(1, **options), None, None)
+    return cast_tokens(x, scale_layout, Options(1, **options), None, None, {})
 
 
 def _run_token_out_op(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, **options) -> None:
-    _cast_tokens(x, "row", Options(1, **options), out, scale_out)
+    cast_tokens(x, "row", Options(1, **options), out, scale_out, {})
+
+
+def _run_rows_op(
+    x: torch.Tensor, *, scale_layout: str = "row", rows=None, offs=None, counts=None, **options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lists = given_lists(rows=rows, offs=offs, counts=counts)
+    return cast_tokens(x, scale_layout, Options(1, **options, lists=(*lists,)), None, None, lists)
+
+
+def _run_rows_out_op(x, out, scale_out, *, rows=None, offs=None, counts=None, **options) -> None:
+    lists = given_lists(rows=rows, offs=offs, counts=counts)
+    cast_tokens(x, "row", Options(1, **options, lists=(*lists,)), out, scale_out, lists)
 
 
 def _run_block_op(w: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -563,50 +668,74 @@ def _run_block_out_op(w: torch.Tensor, out: torch.Tensor, scale_out: torch.Tenso
 
 
 def _fake_token_op(x: torch.Tensor, *, scale_layout: str = "row", **options) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_layout(scale_layout)
-    _check_fake("x", x, Options(1, **options))
-    return _fake_out(x), _fake_scale(x, scale_layout)
+    return fake_cast_tokens(x, scale_layout, Options(1, **options), {})
 
 
 def _fake_token_out_op(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, **options) -> None:
-    _check_fake("x", x, Options(1, **options))
-    _check_fake_targets(x, TOKEN_BLOCK, out, scale_out)
+    fake_cast_into(x, Options(1, **options), out, scale_out, {})
+
+
+def _fake_rows_op(
+    x: torch.Tensor, *, scale_layout: str = "row", rows=None, offs=None, counts=None, **options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lists = given_lists(rows=rows, offs=offs, counts=counts)
+    return fake_cast_tokens(x, scale_layout, Options(1, **options), lists)
+
+
+def _fake_rows_out_op(x, out, scale_out, *, rows=None, offs=None, counts=None, **options) -> None:
+    fake_cast_into(x, Options(1, **options), out, scale_out, given_lists(rows=rows, offs=offs, counts=counts))
 
 
 def _fake_block_op(w: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_fake("w", w, Options(SCALE_BLOCK, **options))
-    return _fake_out(w), _fake_block_scale(w)
+    _check_fake(w, Options(SCALE_BLOCK, **options), {})
+    return _fake_out(w, w.shape), _fake_block_scale(w)
 
 
 def _fake_block_out_op(w: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, **options) -> None:
-    _check_fake("w", w, Options(SCALE_BLOCK, **options))
-    _check_fake_targets(w, WEIGHT_BLOCK, out, scale_out)
+    fake_cast_into(w, Options(SCALE_BLOCK, **options), out, scale_out, {})
 
 
-def _check_fake(name: str, x: torch.Tensor, options: Options) -> None:
-    """Check what can be checked without memory; strides are left to the run."""
-    _check_source_dtype(name, x)
-    _require_dimensions(name, x, (options.block_rows, SCALE_BLOCK))
-    check_options(options)
-    if options.block_rows == 1:
-        _refuse_gradient(x)
+def fake_cast_tokens(
+    x: torch.Tensor, scale_layout: str, options: Options, lists: sources.Lists
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cast_tokens` without data, that allocates."""
+    _check_layout(scale_layout)
+    _check_fake(x, options, lists)
+    shape = sources.result_shape(x, options.gating is not None, lists)
+    return _fake_out(x, shape), _fake_scale(x, shape, scale_layout)
 
 
-def _check_fake_targets(x: torch.Tensor, block: tuple[int, int], out: torch.Tensor, scale: torch.Tensor) -> None:
-    for name, target, dtype, shape in (
-        ("out", out, FP8_DTYPE, x.shape),
-        ("scale_out", scale, torch.float32, scale_shape(x, block)),
+def fake_cast_into(
+    x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
+) -> None:
+    """A cast without data, to what is given."""
+    _check_fake(x, options, lists)
+    shape = sources.result_shape(x, options.gating is not None, lists)
+    for name, target, dtype, wanted in (
+        ("out", out, FP8_DTYPE, shape),
+        ("scale_out", scale, torch.float32, scale_shape(shape, (options.block_rows, SCALE_BLOCK))),
     ):
         _check_target_dtype(name, target, dtype)
-        _check_target_shape(name, target, shape, x.device)
+        _check_target_shape(name, target, wanted, x.device)
 
 
-def _fake_out(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty_strided(*_out_strides.__wrapped__(x.shape), dtype=FP8_DTYPE)  # symbols have no hash
+def _check_fake(x: torch.Tensor, options: Options, lists: sources.Lists) -> None:
+    """Check what can be checked without memory; strides are left to the run."""
+    name = _input_name(options)
+    _check_source_dtype(name, x)
+    _require_dimensions(name, x, (options.block_rows, SCALE_BLOCK))
+    sources.check(name, x, options.gating, lists)
+    check_options(options)
+    if options.block_rows == 1:
+        _refuse_gradient(x, options)
 
 
-def _fake_scale(x: torch.Tensor, layout: str) -> torch.Tensor:
-    return x.new_empty_strided(*_scale_strides.__wrapped__(x.shape, layout), dtype=torch.float32)
+def _fake_out(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return x.new_empty_strided(*_out_strides.__wrapped__(shape), dtype=FP8_DTYPE)  # symbols have no hash
+
+
+def _fake_scale(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
+    return x.new_empty_strided(*_scale_strides.__wrapped__(shape, layout), dtype=torch.float32)
 
 
 def _fake_block_scale(w: torch.Tensor) -> torch.Tensor:
@@ -615,15 +744,33 @@ def _fake_block_scale(w: torch.Tensor) -> torch.Tensor:
 
 _OPTIONS = 'float amax_floor=1e-4, str round_scale="none", str exact="divide"'
 _TARGETS = "Tensor(a!) out, Tensor(b!) scale_out"
-ops.register(
-    f'per_token_cast_to_fp8(Tensor x, *, str scale_layout="row", {_OPTIONS}) -> (Tensor, Tensor)',
-    _run_token_op,
-    _fake_token_op,
+_LISTS_SCHEMA = "Tensor? rows=None, Tensor? offs=None, Tensor? counts=None"
+
+
+def register_cast(name: str, x: str, more: str, functions: tuple, out_functions: tuple) -> None:
+    """Define the op of a cast with a scale per row and 128 columns, and its overload `out`.
+
+    Args:
+        x: the input's name.
+        more: keywords of its own, with a comma after each.
+        functions, out_functions: implementation and fake, of the op and of its overload.
+    """
+    keywords = f"{more}{_OPTIONS}"
+    ops.register(f'{name}(Tensor {x}, *, str scale_layout="row", {keywords}) -> (Tensor, Tensor)', *functions)
+    ops.register(f"{name}.out(Tensor {x}, {_TARGETS}, *, {keywords}) -> ()", *out_functions)
+
+
+register_cast(
+    *("per_token_cast_to_fp8", "x", ""), (_run_token_op, _fake_token_op), (_run_token_out_op, _fake_token_out_op)
 )
-ops.register(
-    f"per_token_cast_to_fp8.out(Tensor x, {_TARGETS}, *, {_OPTIONS}) -> ()", _run_token_out_op, _fake_token_out_op
+register_cast(
+    *("per_token_cast_rows_to_fp8", "x", f"{_LISTS_SCHEMA}, "),
+    (_run_rows_op, _fake_rows_op),
+    (_run_rows_out_op, _fake_rows_out_op),
 )
 ops.register(f"per_block_cast_to_fp8(Tensor w, *, {_OPTIONS}) -> (Tensor, Tensor)", _run_block_op, _fake_block_op)
 ops.register(
-    f"per_block_cast_to_fp8.out(Tensor w, {_TARGETS}, *, {_OPTIONS}) -> ()", _run_block_out_op, _fake_block_out_op
+    f"per_block_cast_to_fp8.out(Tensor w, {_TARGETS}, *, {_OPTIONS}) -> ()",
+    _run_block_out_op,
+    _fake_block_out_op,
 )

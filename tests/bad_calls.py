@@ -16,12 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deep_tile import (
     GemmConfig,
+    combine,
     dequantize,
     fp8_gemm,
     per_block_cast_to_fp8,
     per_token_cast_to_fp8,
     precompile,
     prepare,
+    silu_mul_cast_to_fp8,
 )
 
 M, N, K = 5, 130, 300
@@ -37,6 +39,9 @@ class Good:
         self.guarded = GuardedOut(M, N, device=device)
         self.x = torch.ones(M, K, device=device)
         self.quantised, self.scale = per_token_cast_to_fp8(self.x)
+        self.rows, self.weights = torch.ones(7, N, device=device).bfloat16(), torch.ones(M, 2, device=device)
+        self.index = torch.zeros(M, 2, dtype=torch.int64, device=device)
+        self.offs = torch.tensor([2, M], dtype=torch.int32, device=device)
         self._cast_out = self.quantised.clone(), torch.full_like(self.scale, 7.0)
 
     def arguments(self, call: str) -> dict[str, Any]:
@@ -49,6 +54,8 @@ class Good:
             "plan": {name: gemm[name] for name in ("a", "a_scale", "out")},
             "per_token_cast_to_fp8": {"x": self.x, **targets},
             "per_block_cast_to_fp8": {"w": self.x, "out": targets["out"], "scale_out": targets["scale_out"][:1]},
+            "silu_mul_cast_to_fp8": {"gate_up": self.x.repeat(1, 2).bfloat16(), "offs": self.offs, **targets},
+            "combine": {"x": self.rows, "weights": self.weights, "index": self.index, "out": self.guarded.out},
             "dequantize": {"x": self.quantised, "scale": self.scale},
             "precompile": {"shapes": [(N, K, M)]},
         }[call]
@@ -65,6 +72,8 @@ CALLS: dict[str, Callable[[Good], Callable]] = {
     "plan": lambda good: prepare(*good.operands, good.guarded.out),
     "per_token_cast_to_fp8": lambda good: per_token_cast_to_fp8,
     "per_block_cast_to_fp8": lambda good: per_block_cast_to_fp8,
+    "silu_mul_cast_to_fp8": lambda good: silu_mul_cast_to_fp8,
+    "combine": lambda good: combine,
     "dequantize": lambda good: dequantize,
     "precompile": lambda good: precompile,
 }
@@ -204,6 +213,8 @@ ODD_TENSORS = [
     *_kinds("prepare", "a_scale", FLOAT_KINDS),
     *(bad for name in ("x", "out", "scale_out") for bad in _kinds("per_token_cast_to_fp8", name, KINDS)),
     *(bad for name in ("w", "scale_out") for bad in _kinds("per_block_cast_to_fp8", name, KINDS)),
+    *(bad for name in ("gate_up", "out", "scale_out") for bad in _kinds("silu_mul_cast_to_fp8", name, KINDS)),
+    *(bad for name in ("x", "weights", "out") for bad in _kinds("combine", name, KINDS)),
     *_kinds("dequantize", "x", {what: kind for what, kind in DENSE_KINDS.items() if what != "uninitialised"}),
     *_kinds("dequantize", "scale", DENSE_KINDS),
 ]
@@ -468,6 +479,124 @@ WRONG_CASTS = [
     _one("dequantize", "scale", "is on meta", on_meta, ValueError, "is on meta but x is on", r"\.to\(x\.device\)"),
     _one("dequantize", "block", "is unknown", (1, 32), ValueError, r"is \(1, 32\)", r"use \(1, 128\)"),
 ]
+
+# ---- casts of rows
+
+SILU = "silu_mul_cast_to_fp8"
+
+
+def _listed(argument, what, make, error, seen, remedy, needs="") -> BadCall:
+    """Of a cast that is given `make` of three numbers of rows, on its device, as this argument."""
+
+    def changed(given: dict[str, Any]) -> dict[str, Any]:
+        numbers = torch.zeros(3, dtype=torch.int32, device=given["x"].device)
+        return {argument: make(numbers), "out": None, "scale_out": None}
+
+    return BadCall(PER_TOKEN, argument, what, changed, error, seen, remedy, needs)
+
+
+def _as_groups(given: dict[str, Any], groups: int) -> dict[str, Any]:
+    """Without targets, `x` in this many groups of a row, and one count too few."""
+    x = given["x"][:1].expand(groups, K)[:, None].contiguous()
+    return {"x": x, "counts": torch.zeros(groups, dtype=torch.int32, device=x.device), "out": None, "scale_out": None}
+
+
+WRONG_ROWS = [
+    *(
+        bad
+        for argument, dtype in (("rows", "int32 or int64"), ("offs", "int32"), ("counts", "int32"))
+        for bad in (
+            _listed(argument, "is a list", torch.Tensor.tolist, TypeError, "is a <class 'list'>", f"of {dtype} on"),
+            _listed(argument, "is float32", torch.Tensor.float, TypeError, "a tensor of float32", f"of {dtype} on"),
+            _listed(argument, "is int8", torch.Tensor.char, TypeError, "a tensor of int8", f"of {dtype} on"),
+            _listed(argument, "is a matrix", lambda x: x[None], ValueError, r"shape \[1, 3\]", r"\.flatten\(\)"),
+            _listed(argument, "is on meta", on_meta, ValueError, "is on meta but the input is on", "move it there"),
+            _listed(argument, "is on the CPU", on_cpu, ValueError, "on cpu but the input", "move it there", "gpu"),
+        )
+    ),
+    _listed("offs", "is int64", torch.Tensor.long, TypeError, "a tensor of int64", "tensor of int32 on"),
+    _listed("offs", "is empty", lambda x: x[:0], ValueError, r"shape \[0\]", "at least, so pass None"),
+    _listed("counts", "is of a matrix", lambda x: x, ValueError, r"x has shape \[5, 300\]; with counts", "g, m, k"),
+    *(
+        _listed(argument, "is not dense", lambda x: x.repeat(2)[::2], ValueError, "stride 2", r"\.contiguous\(\)")
+        for argument in ("rows", "offs")
+    ),
+    *(
+        BadCall(
+            PER_TOKEN, argument, "is given together with counts",
+            lambda given, argument=argument: {
+                name: torch.zeros(3, dtype=torch.int32, device=given["x"].device) for name in (argument, "counts")
+            }, ValueError, "given together with counts", "pass one of them",
+        )
+        for argument in ("rows", "offs")
+    ),
+    BadCall(
+        PER_TOKEN, "rows", "are of three dimensions",
+        lambda given: {"x": given["x"][None], "rows": torch.zeros(3).long().to(given["x"].device), "out": None},
+        ValueError, r"shape \[1, 5, 300\]", r"must be \[m, k\]",
+    ),
+    BadCall(
+        PER_TOKEN, "counts", "are too few", lambda given: _as_groups(given, 3) | {"x": given["x"][:, None]},
+        ValueError, r"shape \[3\]", r"must be \[g\]",
+    ),
+    BadCall(
+        PER_TOKEN, "counts", "are too many", lambda given: _as_groups(given, 1025), ValueError, "1025 groups",
+        "at most 1024",
+    ),
+    BadCall(
+        PER_TOKEN, "out", "has the rows of x, not those of the index",
+        lambda given: {"rows": torch.zeros(3).long().to(given["x"].device)},
+        ValueError, r"\[5, 300\]", r"must be \[3, 300\]",
+    ),
+    _one(SILU, "gate_up", "is a list", [[1.0]], TypeError, "is a <class 'list'>", FLOATS),
+    _one(SILU, "gate_up", "is float32", torch.Tensor.float, TypeError, "of float32", "bfloat16 or float16"),
+    _one(SILU, "gate_up", "has no halves", lambda x: x[:, 1:], ValueError, r"\[5, 599\]", "both halves"),
+    _one(SILU, "gate_up", "is a scalar", lambda x: x[0, 0], ValueError, r"shape \[\]", r"gate_up\.reshape\(1\)"),
+    _one(SILU, "gate_up", "has a batch", lambda x: x[None], ValueError, r"\[1, 5, 600\]; with offs", r"\.view\(\)"),
+    _one(
+        SILU, "gate_up", "requires a gradient", lambda x: x.clone().requires_grad_(), RuntimeError,
+        "gate_up requires a gradient", r"gate_up\.detach\(\).*torch\.no_grad\(\)",
+    ),
+    _one(SILU, "offs", "is int64", torch.Tensor.long, TypeError, "a tensor of int64", "tensor of int32 on"),
+    _one(SILU, "out", "is as wide as gate_up", lambda x: x.repeat(1, 2), ValueError, "600", r"must be \[5, 300\]"),
+    _one(SILU, "scale_out", "is too narrow", lambda x: x[:, :2], ValueError, r"\[5, 2\]", r"must be \[5, 3\]"),
+    *(
+        _one(SILU, name, f"is {value!r}", value, TypeError, re.escape(f"{name} is {value!r}"), NUMBER)
+        for name in ("limit", "alpha", "beta")
+        for value in ("1", True, [1.0])
+    ),
+    *(_one(SILU, "limit", f"is {value}", value, ValueError, f"limit is {value}", "positive, or None")
+      for value in (0, -1.5, float("nan"))),
+    *(
+        _one(SILU, name, f"is {value}", value, ValueError, re.escape(f"{name} is {value}"), "must be finite")
+        for name in ("alpha", "beta")
+        for value in (float("inf"), float("nan"), 1e39)
+    ),
+    _one(SILU, "amax_floor", "is 0", 0.0, ValueError, "amax_floor is 0.0", "finite and at least"),
+    _one("combine", "x", "is a list", [[1.0]], TypeError, "is a <class 'list'>", "a tensor of torch.bfloat16"),
+    _one("combine", "x", "is float16", torch.Tensor.half, TypeError, "of torch.float16", r"bfloat16\. Convert"),
+    _one("combine", "x", "is a vector", lambda x: x[0], ValueError, r"shape \[130\]", r"two dimensions, so \.view\(\)"),
+    _one("combine", "x", "is column-major", lambda x: x.t().contiguous().t(), ValueError, r"\(1, 7\)", "contiguous"),
+    _one("combine", "weights", "are None", None, TypeError, "NoneType", "torch.float32 or torch.bfloat16"),
+    _one("combine", "weights", "are float64", torch.Tensor.double, TypeError, "of torch.float64", "torch.bfloat16"),
+    _one("combine", "weights", "are transposed", torch.Tensor.t, ValueError, r"\[2, 5\] but index \[5, 2\]", "top_k"),
+    _one("combine", "index", "is None", None, TypeError, "NoneType", "torch.int32 or torch.int64"),
+    _one("combine", "index", "is int16", torch.Tensor.short, TypeError, "of torch.int16", "torch.int32 or torch.int64"),
+    _one("combine", "index", "is a vector", lambda x: x[0], ValueError, r"shape \[2\]", "two dimensions"),
+    _one("combine", "out", "is float32", torch.Tensor.float, TypeError, "of torch.float32", "torch.bfloat16"),
+    _one("combine", "out", "lacks a row", lambda x: x[1:], ValueError, r"\[4, 130\]", r"\[t, n\] = \[5, 130\]"),
+    _one("combine", "out", "is column-major", with_strides(1, 5), ValueError, r"\(1, 5\)", "unit column stride"),
+    _one("combine", "out", "has rows that overlap", with_strides(129, 1), ValueError, r"\(129, 1\)", "dense out"),
+    _one("combine", "out", "is one row", lambda x: x[:1].expand(M, N), ValueError, r"\(0, 1\)", "dense out"),
+    *(_one("combine", name, "is on meta", on_meta, ValueError, "is on meta but x is on", r"\.to\(x\.device\)")
+      for name in ("weights", "index", "out")),
+    *(
+        _one("combine", name, "requires a gradient", lambda x: x.clone().requires_grad_(), RuntimeError,
+             f"{name} requires a gradient", rf"{name}\.detach\(\)")
+        for name in ("x", "weights")
+    ),
+    _one(SILU, "scale_layout", "is unknown", "column", ValueError, "is 'column'", "'m_aligned'"),
+]
 # fmt: on
 
-BAD_CALLS: list[BadCall] = [*ODD_TENSORS, *WRONG_TENSORS, *WRONG_OPTIONS, *WRONG_CASTS]
+BAD_CALLS: list[BadCall] = [*ODD_TENSORS, *WRONG_TENSORS, *WRONG_OPTIONS, *WRONG_CASTS, *WRONG_ROWS]

@@ -35,6 +35,7 @@ struct Index {
 inline thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
@@ -73,12 +74,35 @@ inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int distance) {
     return other;
 }
 
+inline unsigned __shfl_up_sync(unsigned mask, unsigned value, unsigned distance) {
+    Meeting& meeting = meeting_of(mask);
+    const unsigned lane = threadIdx.x % 32;
+    meeting.values[lane] = value;
+    meeting.wait();
+    const unsigned other = meeting.values[lane < distance ? lane : lane - distance];
+    meeting.wait();
+    return other;
+}
+
 inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
     for (int distance = 16; distance > 0; distance /= 2) value = max(value, __shfl_xor_sync(mask, value, distance));
     return value;
 }
 
 inline unsigned host_max_u16x2(unsigned a, unsigned b) { return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff); }
+
+inline float host_min_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmin(a, b); }
+inline float host_max_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b); }
+inline float host_normal_reciprocal(float x) { return x > 0x1p126f ? 0.0f : 1.0f / x; }
+
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+
+inline unsigned host_bf16(float x) {
+    const unsigned bits = __float_as_uint(x);
+    return std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline unsigned host_bf16x2(float high, float low) { return host_bf16(high) << 16 | host_bf16(low); }
 
 inline float host_f32_of_f16(unsigned short bits) { return __builtin_bit_cast(_Float16, bits); }
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from helpers import Operands, assert_accurate, exact_product, make_operands
 
-from deep_tile import GemmConfig, fp8_gemm, per_block_cast_to_fp8, per_token_cast_to_fp8
+from deep_tile import GemmConfig, combine, fp8_gemm, per_block_cast_to_fp8, per_token_cast_to_fp8, silu_mul_cast_to_fp8
 from deep_tile.config import round_up
 
 
@@ -134,6 +134,31 @@ def run_casts(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda")
             assert torch.equal(got, wanted), cast.__name__
 
 
+ROWS = ((torch.bfloat16, 70, 304), (torch.float16, 33, 131), (torch.bfloat16, 3, 8))
+"""dtype, rows and columns of casts of rows: of whole vectors, then of single elements."""
+
+
+def run_casts_of_rows(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda") -> None:
+    """By an index that lies, and of silu_mul in groups, one of them empty; and a sum of rows. Raises AssertionError."""
+    x, gate_up = torch.randn(rows, columns).to(dtype), torch.randn(3, rows, 2 * columns).to(dtype)
+    index = torch.randint(-1, rows + 1, (2 * rows,))
+    down, weights, of_tokens = x.bfloat16(), torch.rand(5, 3), torch.randint(-1, rows + 1, (5, 3))
+    sums = torch.zeros(5, columns, dtype=torch.bfloat16).to(device)
+    combine(down.to(device), weights.to(device), of_tokens.to(device), sums)
+    assert torch.equal(sums.cpu(), combine(down, weights, of_tokens)), "combine"
+    counts = torch.tensor([rows // 2, 0, rows + 1], dtype=torch.int32)
+    lives = torch.arange(rows) < counts[:, None]
+    for shape, lived, call in (
+        ((2 * rows, columns), slice(None), lambda on, **to: per_token_cast_to_fp8(x.to(on), rows=index.to(on), **to)),
+        ((3, rows, columns), lives, lambda on, **to: silu_mul_cast_to_fp8(gate_up.to(on), counts=counts.to(on), **to)),
+    ):
+        dense = torch.zeros(shape, dtype=torch.uint8).to(device).view(torch.float8_e4m3fn)
+        scale = torch.zeros(*shape[:-1], -(-columns // 128)).to(device)
+        for on_device, expected in zip(call(device, out=dense, scale_out=scale), call("cpu"), strict=True):
+            got, wanted = (y.cpu().contiguous().view(torch.uint8)[lived] for y in (on_device, expected))
+            assert torch.equal(got, wanted), (shape, dtype)
+
+
 def failed(run: Callable[..., None], *arguments: Any) -> bool:
     try:
         run(*arguments)
@@ -151,6 +176,9 @@ def main() -> int:
     for cast in CASTS:
         print("casts of", *cast, flush=True)
         failures += failed(run_casts, *cast)
+    for cast in ROWS:
+        print("casts of rows of", *cast, flush=True)
+        failures += failed(run_casts_of_rows, *cast)
     return 1 if failures else 0
 
 

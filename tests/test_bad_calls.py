@@ -7,7 +7,7 @@ import torch
 from bad_calls import BAD_CALLS, CALLS, BadCall, Good
 from helpers import assert_accurate, exact_product
 
-from deep_tile import api, dequantize, fp8_gemm, quantize
+from deep_tile import api, dequantize, experts, fp8_gemm, quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about its own tensors
 
@@ -34,6 +34,7 @@ def check_refused(bad: BadCall, device: str) -> None:
     good = Good(device)
     api._launches.clear()
     quantize._launches.clear()
+    experts._launches.clear()
     first = refusal(bad, good)
     check_good_calls(good)
     assert refusal(bad, good) == first

@@ -15,8 +15,8 @@ import torch
 from test_quantize import EACH_OPTION, assert_same, wide_matrix
 
 from deep_tile import cast as kernels
-from deep_tile import params, quantize
-from deep_tile.codegen import cast_source
+from deep_tile import combine, experts, params, quantize, sources
+from deep_tile.codegen import streaming_source
 from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
 
 CASTS = {1: per_token_cast_to_fp8, 128: per_block_cast_to_fp8}
@@ -29,6 +29,21 @@ ASSEMBLY = {
     ),
     r'asm volatile\("griddepcontrol\.\w+;" ::: "memory"\);': "",
 }
+ASSEMBLY_OF_ROWS = {
+    r'asm\("min\.NaN\.f32 .*?;" : "=f"\(smaller\) : "f"\(a\), "f"\(b\)\);': "smaller = host_min_nan(a, b);",
+    r'asm\("max\.NaN\.f32 .*?;" : "=f"\(larger\) : "f"\(a\), "f"\(b\)\);': "larger = host_max_nan(a, b);",
+    r'asm\("\{[^}]*rcp\.approx\.ftz\.f32 [^}]*\}"\s*: "=f"\(reciprocal\)\s*: "f"\(x\)\);': (
+        "reciprocal = host_normal_reciprocal(x);"
+    ),
+}
+"""Of casts of rows, beside the others."""
+
+ASSEMBLY_OF_COMBINE = {
+    r'asm\("cvt\.rn\.bf16x2\.f32 .*?;" : "=r"\(packed\) : "f"\(high\), "f"\(low\)\);': (
+        "packed = host_bf16x2(high, low);"
+    ),
+    r'asm volatile\("griddepcontrol\.\w+;" ::: "memory"\);': "",
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,27 +53,41 @@ def launch(tmp_path_factory):
         pytest.skip("needs a C++ compiler")
     directory, libraries = tmp_path_factory.mktemp("kernels"), {}
 
-    def run(kernel, grid, layout, *tensors):
+    def run(kernel, grid, layout, *tensors, places=kernels.PLACES):
         if kernel not in libraries:
             libraries[kernel] = compile_for_host(kernel, directory)
-        argument = bytearray(params.CAST.pack(**layout._asdict()))
-        for offset, number, _ in params.CAST.pointers(kernels.PLACES):
+        table = table_of(kernel)
+        argument = bytearray(table.pack(**layout._asdict()))
+        for offset, number, _ in table.pointers(places):
             argument[offset : offset + 8] = tensors[number].data_ptr().to_bytes(8, "little")
         libraries[kernel].run(bytes(argument), grid)
 
     return run
 
 
+def table_of(kernel):
+    if kernel == kernels.COMBINE:
+        return params.COMBINE
+    return params.CAST if kernel.what == "plain" else params.CAST_OF_ROWS
+
+
+def assembly_of(kernel):
+    if kernel == kernels.COMBINE:
+        return ASSEMBLY_OF_COMBINE
+    return ASSEMBLY if kernel.what == "plain" else ASSEMBLY | ASSEMBLY_OF_ROWS
+
+
 def compile_for_host(kernel, directory):
-    text = cast_source(kernel)
-    for pattern, replacement in ASSEMBLY.items():
+    text = streaming_source(kernel)
+    assembly = assembly_of(kernel)
+    for pattern, replacement in assembly.items():
         text, count = re.subn(pattern, replacement, text)
         assert count, pattern
     source, library = directory / f"{kernel.name}.cpp", directory / f"{kernel.name}.so"
     source.write_text(f"""\
 #include "host_cuda.h"
 {text}
-extern "C" void run(const CastParams* params, unsigned grid) {{
+extern "C" void run(const {table_of(kernel).name}* params, unsigned grid) {{
     host_launch({kernel.name}, *params, grid, {kernel.threads});
 }}
 """)
@@ -67,7 +96,12 @@ extern "C" void run(const CastParams* params, unsigned grid) {{
     return ctypes.CDLL(str(library))
 
 
-EACH_KERNEL = pytest.mark.parametrize("kernel", kernels.all_kernels(), ids=lambda kernel: kernel.name)
+def each_kernel(what):
+    found = [kernel for kernel in kernels.cast_kernels() if kernel.what == what]
+    return pytest.mark.parametrize("kernel", found, ids=lambda kernel: kernel.name)
+
+
+EACH_KERNEL = each_kernel("plain")
 
 
 @EACH_KERNEL
@@ -108,3 +142,111 @@ def assert_as_defined(launch, kernel, x, options):
     layout = quantize._layout(x, quantize.Options(kernel.block_rows, **options), out, scale)
     launch(kernel, 2, layout, x, out, scale)
     assert_same((out, scale), wanted)
+
+
+# ---- casts of rows
+
+I32_LIMITS = [-(2**31), 2**31 - 1]
+LIVING = {
+    "all": {},
+    "offs": {"offs": [3, 3, 40]},
+    "no group ends after the first row": {"offs": [7, -5]},
+    "offs that lie": {"offs": [2**31 - 1]},
+    "counts": {"counts": [0, 13, 5, 1, 0]},
+    "counts that lie": {"counts": [14, -3, *I32_LIMITS, 12]},
+    "no row lives": {"counts": [0] * 5},
+}
+"""Of 65 rows, in groups of 13."""
+
+
+def int32(**lists):
+    return {name: torch.tensor(given, dtype=torch.int32) for name, given in lists.items()}
+
+
+def assert_rows_as_defined(launch, kernel, x, options, lists, group_rows=0):
+    """The kernel writes into poisoned tensors what the definition does; both leave the same rows alone."""
+    options = quantize.Options(1, **options, lists=(*lists,))
+    shape = sources.result_shape(x, options.gating is not None, lists)
+    out, scale = torch.full(shape, -7.0).to(FP8_DTYPE), torch.full(quantize.scale_shape(shape, (1, 128)), -7.0)
+    wanted = out.clone(), scale.clone()
+    quantize._definition(x, options, *wanted, lists)
+    layout = quantize.rows_layout(quantize._layout(x, options, out, scale), options, len(x), group_rows, lists)
+    launch(kernel, 2, layout, x, out, scale, *lists.values(), places=kernels.operands_of_rows(options.lists)["places"])
+    assert_same((out, scale), wanted)
+
+
+@each_kernel("silu_mul")
+@EACH_OPTION
+def test_silu_mul_is_the_definitions(launch, kernel, options):
+    """Of all magnitudes, and of such as occur; of whole vectors and of single elements."""
+    dtype = DTYPES[kernel.source]
+    for (rows, k), numbers in itertools.product(
+        [(5, 400), (3, 301), (40, 264)], [(), (7.0, 1.702, 1.0), (30, -0.3, 0)]
+    ):
+        gating = sources.gating(*(numbers or (None, 1.0, 0.0)))
+        for x in (wide_matrix(rows, 2 * k, dtype), (torch.randn(rows, 2 * k) * 12).to(dtype)):
+            x[0, 0], x[1, k + 2], x[2, 200], x[2, 300] = float("nan"), float("nan"), float("inf"), float("-inf")
+            x[1, 128:256] = -torch.linspace(0, 130, 128).to(dtype)  # to where the sigmoid ends
+            assert_rows_as_defined(launch, kernel, x, {"amax_floor": 2.0**-80, **options, "gating": gating}, {})
+
+
+@each_kernel("silu_mul")
+@pytest.mark.parametrize("lists", LIVING.values(), ids=LIVING)
+def test_dead_rows_of_silu_mul(launch, kernel, lists):
+    gating = sources.gating(None, 1.0, 0.0)
+    x = torch.randn(65, 2 * 136).to(DTYPES[kernel.source])
+    assert_rows_as_defined(
+        launch, kernel, x, {"gating": gating}, int32(**lists), group_rows=13 if "counts" in lists else 0
+    )
+
+
+@each_kernel("listed")
+@pytest.mark.parametrize("lists", LIVING.values(), ids=LIVING)
+@pytest.mark.parametrize("k", [136, 131])
+def test_dead_rows_of_a_cast(launch, kernel, lists, k):
+    x = wide_matrix(65, k, DTYPES[kernel.source])
+    assert_rows_as_defined(launch, kernel, x, {}, int32(**lists), group_rows=13 if "counts" in lists else 0)
+
+
+@each_kernel("listed")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("lists", [{}, {"offs": [2, 70]}], ids=["all", "offs"])
+def test_rows_by_an_index(launch, kernel, dtype, lists):
+    limits = torch.iinfo(dtype)
+    index = torch.cat([torch.randint(0, 9, (80,)), torch.tensor([-1, 9, 0, 8, limits.min, limits.max])]).to(dtype)
+    for k in (264, 301):
+        x = wide_matrix(9, k, DTYPES[kernel.source])
+        for rows in (index, index.flip(0)):
+            assert_rows_as_defined(launch, kernel, x, {}, {"rows": rows, **int32(**lists)})
+
+
+@each_kernel("listed")
+@pytest.mark.parametrize("groups", [1, 2, 31, 32, 33, 255, 256, 257, 700, params.MOST_CAST_GROUPS])
+def test_any_number_of_groups(launch, kernel, groups):
+    x = torch.randn(3 * groups, 128).to(DTYPES[kernel.source])
+    counts = torch.randint(-1, 5, (groups,), dtype=torch.int32)
+    assert_rows_as_defined(launch, kernel, x, {}, {"counts": counts}, group_rows=3)
+
+
+# ---- combine
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_k", [1, 3, 4, 5, 8])
+def test_combine_is_the_definitions(launch, index_dtype, weight_dtype, top_k):
+    """Of whole vectors and of single elements; numbers that name no row, infinity and NaN among the others."""
+    limits = torch.iinfo(index_dtype)
+    for tokens, columns, offset in ((13, 136, 0), (13, 136, 1), (37, 21, 0), (3, 8, 0)):
+        x = (torch.randn(9, columns + offset) * torch.logspace(-30, 30, 9)[:, None]).bfloat16()[:, offset:]
+        x[3, 2], x[4, 5] = float("nan"), float("inf")
+        index = torch.randint(-1, 10, (tokens, top_k)).to(index_dtype)
+        index[1, 0], index[2, -1] = limits.max, limits.min
+        weights = torch.rand(top_k, tokens).to(weight_dtype).t()
+        wanted = combine(x, weights, index)
+        out = torch.full_like(wanted, 7.0)
+        places = params.places(("x", "weights", "index", "out"))
+        given = x, weights, index, out
+        launch(kernels.COMBINE, 3, experts.combine_layout(*given), *given, places=places)
+        bits = (torch.where(y.isnan(), 0x7FFF, y.view(torch.int16)) for y in (out, wanted))
+        assert torch.equal(*bits)

@@ -492,8 +492,8 @@ show(*(scale.data_ptr() for scale in (aligned, moved)))
 
 CAST_SETUP = f"""
 from deep_tile import per_block_cast_to_fp8, per_token_cast_to_fp8
-quantize._needs_kernel, quantize._num_sms = lambda x: True, lambda device: 132
-quantize.check_capture = lambda *ignored: None
+quantize._needs_kernel, launches.num_sms = lambda x: True, lambda device: 132
+quantize._check_capture = lambda *ignored: None
 cast.load = lambda kernel, device: _launcher.load({WHOLE_CUBIN!r}, kernel.name, 0, 0)
 x = torch.zeros(130, 264, dtype=torch.bfloat16)
 codes, scale = torch.zeros(130, 264).to(torch.float8_e4m3fn), torch.zeros(130, 3)
@@ -583,6 +583,97 @@ for source in (x.view(13, 10, 264), x.view(13, 5, 2, 264), x.view(13, 10, 264)[:
     fields = "rows", "x_stride", "scale_stride_column"
     strides = [tuple(launch.params[field] for field in fields) for launch in launched]
     assert strides == [(130, 264, 132)] * 4 + [(65, 264, 68)] * 2
+
+
+OF_ROWS = """
+from deep_tile import silu_mul_cast_to_fp8
+rows = torch.zeros(40, dtype=torch.int32)
+offs, counts = torch.zeros(3, dtype=torch.int32), torch.zeros(13, dtype=torch.int32)
+gate_up = torch.zeros(130, 528, dtype=torch.float16)
+targets = {"out": codes, "scale_out": scale}
+few = {"out": codes[:40], "scale_out": scale[:40]}
+many = {"out": codes.view(13, 10, 264), "scale_out": scale.view(13, 10, 3)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("setup", "path"), [("", "launch_known"), (WITHOUT_DLPACK, "launch")], ids=["dlpack", "without dlpack"]
+)
+def test_second_cast_of_rows_is_one_call_into_c(run_pretending, setup, path):
+    """Calls that differ in nothing but their lists, the index's type, or their numbers, are told apart."""
+    shown, launched = run_pretending(
+        setup
+        + CAST_SETUP
+        + OF_ROWS
+        + """
+for call, given in (
+    (per_token_cast_to_fp8, dict(x=x, rows=rows, **few)),
+    (per_token_cast_to_fp8, dict(x=x, rows=rows.long(), offs=offs, **few)),
+    (per_token_cast_to_fp8, dict(x=x, offs=offs, **targets)),
+    (per_token_cast_to_fp8, dict(x=x.view(13, 10, 264), counts=counts, **many)),
+    (silu_mul_cast_to_fp8, dict(gate_up=gate_up, **targets)),
+    (silu_mul_cast_to_fp8, dict(gate_up=gate_up, offs=offs, limit=7, alpha=2, beta=1, **targets)),
+    (silu_mul_cast_to_fp8, dict(gate_up=gate_up.view(13, 10, 528), counts=counts, **many)),
+):
+    for _ in range(2):
+        attempt(call, **given)
+show(rows.data_ptr(), offs.data_ptr(), counts.data_ptr())
+""",
+        of=params.CAST_OF_ROWS,
+    )
+    assert shown[:14] == ["prepare_launch launch", path] * 7
+    rows, offs, counts = map(int, shown[14].split())
+    fields = ("rows", "columns", "x_stride", "x_rows", "index", "wide_index", "living", "groups", "group_rows")
+    seen = [tuple(launch.params[field] for field in fields) for launch in launched]
+    assert seen[::2] == [
+        (40, 264, 264, 130, rows, 0, 0, 0, 0),
+        (40, 264, 264, 130, seen[2][4], 1, offs, 3, 0),
+        (130, 264, 264, 130, 0, 0, offs, 3, 0),
+        (130, 264, 264, 130, 0, 0, counts, 13, 10),
+        (130, 264, 528, 130, 0, 0, 0, 0, 0),
+        (130, 264, 528, 130, 0, 0, offs, 3, 0),
+        (130, 264, 528, 130, 0, 0, counts, 13, 10),
+    ]
+    assert seen[::2] == seen[1::2]
+    numbers = [tuple(launch.params[field] for field in ("limit", "sigmoid_factor", "beta")) for launch in launched]
+    assert numbers[6:8] == [(0.0, 0.0, 0.0)] * 2
+    log2_e = 1.4426950408889634
+    assert numbers[8:10] == [pytest.approx((float("inf"), -log2_e, 0))] * 2
+    assert numbers[10:12] == [pytest.approx((7, -2 * log2_e, 1))] * 2
+
+
+@pytest.mark.parametrize(
+    ("setup", "path"), [("", "launch_known"), (WITHOUT_DLPACK, "launch")], ids=["dlpack", "without dlpack"]
+)
+def test_second_sum_of_rows_is_one_call_into_c(run_pretending, setup, path):
+    shown, launched = run_pretending(
+        setup
+        + CAST_SETUP
+        + """
+from deep_tile import combine, experts
+experts._needs_kernel = lambda *ignored: True
+cast.is_loaded = lambda *ignored: True
+note(cast, "prepare_combine")
+weights, index, out = torch.zeros(40, 3).t(), torch.zeros(3, 40, dtype=torch.int64), torch.zeros(3, 264).bfloat16()
+for given in ((x, weights, index, out), (x[:, 1:], weights.bfloat16(), index.int(), out[:, 1:])):
+    for _ in range(2):
+        attempt(combine, *given)
+attempt(combine, x, weights, index)
+show(x.data_ptr(), weights.data_ptr(), index.data_ptr(), out.data_ptr())
+""",
+        of=params.COMBINE,
+    )
+    new = "prepare_combine launch"
+    assert shown[:5] == [new, path, new, path, path]
+    addresses = map(int, shown[5].split())
+    wanted = dict(zip(("x", "weights", "index", "out"), addresses, strict=True))
+    wanted |= {"tokens": 3, "columns": 264, "x_rows": 130, "x_stride": 264, "out_stride": 264, "top_k": 40}
+    wanted |= {"weights_stride_row": 1, "weights_stride_column": 3, "index_stride_row": 40, "index_stride_column": 1}
+    wanted |= {"aligned": 1, "wide_index": 1, "narrow_weights": 0}
+    assert [launch.params for launch in launched[:2]] == [wanted] * 2
+    moved = launched[2].params
+    assert (moved["x"], moved["out"], moved["columns"]) == (wanted["x"] + 2, wanted["out"] + 2, 263)
+    assert (moved["aligned"], moved["wide_index"], moved["narrow_weights"]) == (0, 0, 1)
 
 
 @pytest.mark.parametrize(

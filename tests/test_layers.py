@@ -41,7 +41,9 @@ MAY_IMPORT = {
     "launches": {"_launcher", "tensors"},
     "ops": set(),
     "cast": SIZES | {"_launcher", "codegen", "jit", "params", "select"},
-    "quantize": {"_launcher", "cast", "config", "launches", "ops", "tensors"},
+    "sources": {"ops", "params", "tensors"},
+    "quantize": {"_launcher", "cast", "config", "launches", "ops", "sources", "tensors"},
+    "experts": {"_launcher", "cast", "launches", "ops", "quantize", "sources", "tensors"},
     "reference": {"config", "quantize"},
     "api": CALL | {"params"},
     "linear": {"_launcher", "api", "config", "launches", "ops", "params", "quantize", "tensors"},
@@ -65,6 +67,7 @@ WITH_TORCH = {
     "api",
     "compat.deep_gemm",
     "distributed",
+    "experts",
     "grouped",
     "integrations.transformers",
     "launches",
@@ -73,6 +76,7 @@ WITH_TORCH = {
     "ops",
     "quantize",
     "reference",
+    "sources",
     "tensors",
     "torch_compat",
     "tools.measure",
@@ -183,7 +187,7 @@ def test_imports_point_one_way():
 def test_public_names_are_not_the_tools():
     """They are imported by name at their first use, which the sources do not show."""
     assert {row(module) for module in deep_tile._MODULES.values()} == {
-        *("api", "config", "grouped", "jit", "linear", "method", "nn", "quantize")
+        *("api", "config", "experts", "grouped", "jit", "linear", "method", "nn", "quantize")
     }
 
 

@@ -16,12 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deep_tile import (
     GemmConfig,
+    combine,
     dequantize,
     fp8_gemm,
     is_available,
     per_block_cast_to_fp8,
     per_token_cast_to_fp8,
     prepare,
+    silu_mul_cast_to_fp8,
     supports,
 )
 from deep_tile.quantize import SCALE_LAYOUTS
@@ -404,6 +406,62 @@ def test_wrong_casts_are_refused_alike(change):
     check_refused_alike(per_token_cast_to_fp8, OPS.per_token_cast_to_fp8, given, change)
 
 
+# fmt: off
+WRONG_LISTS = {
+    "rows is float32": lambda x: {"rows": torch.zeros(5)},
+    "rows is a matrix": lambda x: {"rows": torch.zeros(5, 1, dtype=torch.int32)},
+    "offs is int64": lambda x: {"offs": torch.zeros(2, dtype=torch.int64)},
+    "offs is empty": lambda x: {"offs": torch.zeros(0, dtype=torch.int32)},
+    "offs and counts": lambda x: {"offs": x["offs"], "counts": x["offs"]},
+    "counts of a matrix": lambda x: {"offs": None, "counts": x["offs"]},
+    "x has three dimensions": lambda x: {"x": x["x"][None]},
+    "out has the rows of x": lambda x: {"out": torch.zeros(5, K).to(FP8)},
+}
+WRONG_GATES = {
+    "gate_up is float32": lambda x: {"gate_up": x["gate_up"].float()},
+    "gate_up is odd": lambda x: {"gate_up": x["gate_up"][:, 1:]},
+    "offs is int64": lambda x: {"offs": torch.zeros(2, dtype=torch.int64)},
+    "too few counts": lambda x: {"gate_up": x["gate_up"].view(5, 1, 2 * K), "counts": torch.zeros(4).int()},
+    "limit is 0": lambda x: {"limit": 0.0},
+    "limit is NaN": lambda x: {"limit": float("nan")},
+    "alpha is infinite": lambda x: {"alpha": float("inf")},
+    "beta is beyond float32": lambda x: {"beta": 1e39},
+    "amax_floor is 0": lambda x: {"amax_floor": 0.0},
+    "out is as wide as gate_up": lambda x: {"out": torch.zeros(5, 2 * K).to(FP8)},
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("change", WRONG_LISTS.values(), ids=WRONG_LISTS)
+def test_wrong_lists_are_refused_alike(change):
+    given = {"x": torch.randn(5, K), "rows": torch.zeros(3).long(), "offs": torch.zeros(2).int()}
+    targets = {"out": torch.zeros(3, K).to(FP8), "scale_out": torch.zeros(3, 3)}
+    check_refused_alike(per_token_cast_to_fp8, OPS.per_token_cast_rows_to_fp8, given | targets, change)
+
+
+@pytest.mark.parametrize("change", WRONG_GATES.values(), ids=WRONG_GATES)
+def test_wrong_gates_are_refused_alike(change):
+    given = {"gate_up": torch.randn(5, 2 * K).half()}
+    targets = {"out": torch.zeros(5, K).to(FP8), "scale_out": torch.zeros(5, 3)}
+    check_refused_alike(silu_mul_cast_to_fp8, OPS.silu_mul_cast_to_fp8, given | targets, change)
+
+
+WRONG_SUMS = {
+    "x is float32": lambda x: {"x": x["x"].float()},
+    "weights are float16": lambda x: {"weights": x["weights"].half()},
+    "weights are fewer": lambda x: {"weights": x["weights"][:, :1]},
+    "index is a vector": lambda x: {"index": x["index"].flatten()},
+    "index is int16": lambda x: {"index": x["index"].short()},
+    "out is narrower": lambda x: {"out": x["out"][:, :-1]},
+}
+
+
+@pytest.mark.parametrize("change", WRONG_SUMS.values(), ids=WRONG_SUMS)
+def test_wrong_sums_are_refused_alike(change):
+    given = {"x": torch.randn(9, K).bfloat16(), "weights": torch.rand(5, 2), "index": torch.randint(0, 9, (5, 2))}
+    check_refused_alike(combine, OPS.combine, given | {"out": torch.zeros(5, K).bfloat16()}, change)
+
+
 def test_an_unknown_layout_is_refused_alike():
     check_refused_alike(
         per_token_cast_to_fp8,
@@ -422,6 +480,31 @@ SAMPLES = {
     "per_token_cast_to_fp8.out": lambda: (
         [torch.randn(5, K)],
         {"out": torch.zeros(5, K).to(FP8), "scale_out": torch.zeros(5, 3)},
+    ),
+    "per_token_cast_rows_to_fp8.default": lambda: (
+        [torch.randn(5, K)],
+        {"rows": torch.tensor([4, 0, -1]), "offs": torch.tensor([1, 3], dtype=torch.int32)},
+    ),
+    "per_token_cast_rows_to_fp8.out": lambda: (
+        [torch.randn(2, 5, K)],
+        {
+            "counts": torch.tensor([4, 5], dtype=torch.int32),
+            "out": torch.zeros(2, 5, K).to(FP8),
+            "scale_out": torch.zeros(2, 5, 3),
+        },
+    ),
+    "silu_mul_cast_to_fp8.default": lambda: (
+        [torch.randn(5, 2 * K).bfloat16()],
+        {"limit": 7.0, "offs": torch.tensor([5], dtype=torch.int32), "scale_layout": "m"},
+    ),
+    "silu_mul_cast_to_fp8.out": lambda: (
+        [torch.randn(5, 2 * K).half()],
+        {"alpha": 1.702, "beta": 1.0, "out": torch.zeros(5, K).to(FP8), "scale_out": torch.zeros(5, 3)},
+    ),
+    "combine.default": lambda: ([torch.randn(9, K).bfloat16(), torch.rand(5, 2), torch.randint(0, 9, (5, 2))], {}),
+    "combine.out": lambda: (
+        [torch.randn(9, K).bfloat16(), torch.rand(5, 2), torch.randint(0, 9, (5, 2))],
+        {"out": torch.zeros(5, K).bfloat16()},
     ),
     "per_block_cast_to_fp8.default": lambda: ([torch.randn(N, K)], {"round_scale": "pow2"}),
     "per_block_cast_to_fp8.out": lambda: (
@@ -447,9 +530,10 @@ def test_opcheck(name):
 @pytest.mark.parametrize("name", SAMPLES)
 def test_ops_write_to_their_targets_alone(name):
     args, keywords = SAMPLES[name]()
-    before = [x.clone() for x in args]
+    read = [*args, *(x for key, x in keywords.items() if isinstance(x, torch.Tensor) and "out" not in key)]
+    before = [x.clone() for x in read]
     result = overload(name)(*args, **keywords)
-    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(args, before, strict=True))
+    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(read, before, strict=True))
     assert (result is None) == name.endswith(".out")
     assert all((target.float() != 0).any() for target in keywords.values() if isinstance(target, torch.Tensor))
 

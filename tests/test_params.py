@@ -37,7 +37,7 @@ ODD = Params(
 )
 """Every type, in an order that needs padding in the middle and at the end."""
 
-TABLES = pytest.mark.parametrize("table", [params.GEMM, params.CAST, ODD], ids=lambda table: table.name)
+TABLES = pytest.mark.parametrize("table", [params.GEMM, params.CAST, params.CAST_OF_ROWS, params.COMBINE, ODD])
 
 
 def unpack(table: Params, data: bytes) -> dict[str, int | float | bytes]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from deep_tile import cast as kernels
 from deep_tile import fp8_gemm, jit
-from deep_tile.codegen import CAST_SOURCES, cast_source
+from deep_tile.codegen import streaming_source
 from deep_tile.config import ceil_div, round_up
 from deep_tile.quantize import FP8_DTYPE, dequantize, per_block_cast_to_fp8, per_token_cast_to_fp8
 
@@ -316,13 +316,13 @@ def test_writes_where_it_is_told(cast):
     assert all((margin == 7).all() for margin in untouched)
 
 
-@pytest.mark.parametrize("block_rows", [1, 128])
-@pytest.mark.parametrize("source", CAST_SOURCES)
-def test_kernel_compiles_clean(block_rows, source):
-    kernel, _ = kernels.choose(block_rows, source, 4096, 7168, 132)
-    text = cast_source(kernel)
+@pytest.mark.parametrize("kernel", kernels.all_kernels(), ids=lambda kernel: kernel.name)
+def test_kernel_compiles_clean(kernel):
+    text = streaming_source(kernel)
     assert "#include" not in text and text.count("__global__") == 1
-    usage = jit.resource_usage(jit.compile_kernel(text, kernel.name).log)
+    compiled = jit.compile_kernel(text, kernel.name)
+    assert not compiled.divergence
+    usage = jit.resource_usage(compiled.log)
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes, usage.warnings) == (0, 0, 0, ())
     assert usage.registers * kernel.threads * kernel.blocks_per_sm <= 64 * 1024
 
@@ -333,7 +333,7 @@ def test_kernel_takes_its_turn_before_all_else(kernel, tmp_path):
     if find_nvidia_binary_utility("nvdisasm") is None:
         pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
     cubin = tmp_path / "cubin"
-    cubin.write_bytes(jit.compile_kernel(cast_source(kernel), kernel.name).cubin)
+    cubin.write_bytes(jit.compile_kernel(streaming_source(kernel), kernel.name).cubin)
     listing = jit.disassemble(cubin).decode()
     found = re.findall(r"\*/\s+(@\S+ )?(ACQBULK|PREEXIT|BRA|(?:LDG|LD|STG|ST|ATOM\w*|RED)\b[.\w]*)", listing)
     assert found[:2] == [("", "ACQBULK"), ("", "PREEXIT")]
@@ -350,10 +350,13 @@ def test_launch_parameters_are_the_rooflines(block_rows, loads):
     assert walls.bytes_in_flight >= walls.bytes_needed
 
 
-@given(rows=st.integers(1, 2**20), columns=st.integers(1, 2**16), block_rows=st.sampled_from([1, 128]))
-def test_one_kernel_serves_every_size(rows, columns, block_rows):
-    kernel, grid = kernels.choose(block_rows, "bf16", rows, columns, 132)
-    assert kernel == kernels.choose(block_rows, "bf16", 4096, 7168, 78)[0]
+@pytest.mark.parametrize("kernel", kernels.cast_kernels(), ids=lambda kernel: kernel.name)
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 2**20), columns=st.integers(1, 2**16))
+def test_one_kernel_serves_every_size(kernel, rows, columns):
+    block_rows = kernel.block_rows
+    chosen, grid = kernels.choose(block_rows, kernel.source, rows, columns, 132, kernel.what)
+    assert chosen == kernel == kernels.choose(block_rows, kernel.source, 4096, 7168, 78, kernel.what)[0]
     blocks = ceil_div(rows, block_rows) * ceil_div(columns, 128)
     assert 1 <= grid <= min(132 * kernel.blocks_per_sm, ceil_div(blocks * kernel.threads_per_scale, kernel.threads))
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deep_tile import cast, jit, packaged
-from deep_tile.codegen import cast_source, kernel_source
+from deep_tile.codegen import kernel_source, streaming_source
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs
 from deep_tile.tools.compile import mib
@@ -23,7 +23,7 @@ def default_sources() -> dict[str, str]:
     """Sources of all kernels that are chosen by default, by name."""
     configs = (*default_configs(True), *default_configs(False), *all_grouped_configs())
     gemms = {config.name: kernel_source(config) for config in configs}
-    return gemms | {kernel.name: cast_source(kernel) for kernel in cast.all_kernels()}
+    return gemms | {kernel.name: streaming_source(kernel) for kernel in cast.all_kernels()}
 
 
 def compiled(sources: dict[str, str], workers: int) -> Iterable[tuple[str, jit.Compiled]]:

@@ -5,9 +5,7 @@
 // the load until the store, all of them requested before the first is used; threads * vectors keep memory busy.
 #pragma once
 
-struct TensorMap;  // of which a cast's argument has none
-
-#include "ptx.cuh"
+#include "streaming.cuh"
 
 namespace deep_tile::ptx {
 
@@ -34,8 +32,6 @@ __device__ __forceinline__ u16 cvt_rn_satfinite_e4m3x2(float high, float low) {
 }  // namespace deep_tile::ptx
 
 namespace deep_tile {
-
-using i64 = long long;
 
 // Formats of x: what a word of one or two elements holds. Magnitudes are compared as integers, which orders finite
 // values, infinity and NaN, in this order; so NaN comes through.
@@ -90,10 +86,12 @@ __device__ __forceinline__ Scale make_scale(u32 magnitude, const CastParams& par
     return {value, reciprocal, params.correction * reciprocal};
 }
 
-// One thread's part of a row of 128 columns, shared by `lanes` threads.
-template <typename Format, int lanes>
+// One thread's part of a row of 128 columns, shared by `lanes` threads: vectors of so many `elements`.
+template <typename Format, int lanes, int elements = 16 / sizeof(typename Format::Bits)>
 class Slice {
    public:
+    static constexpr int vectors = scale_block / (lanes * elements);
+
     // `row` is the first of `columns` elements; what lies beyond is taken as zeros, which change no largest magnitude.
     __device__ __forceinline__ void load(const typename Format::Bits* row, int columns, int lane, bool aligned) {
 #pragma unroll
@@ -106,13 +104,25 @@ class Slice {
         }
     }
 
+    // Takes what `of(i, j)` gives for element j of vector i. Of FP32.
+    template <typename Function>
+    __device__ __forceinline__ void fill(Function of) {
+#pragma unroll
+        for (int i = 0; i < vectors; ++i) {
+#pragma unroll
+            for (int j = 0; j < elements; ++j) words_[i][j] = __float_as_uint(of(i, j));
+        }
+    }
+
+    __device__ __forceinline__ float value(int i, int j) const { return value(words_[i], j); }
+
     // Bits of a float.
     __device__ __forceinline__ u32 magnitude() const {
         u32 larger = 0;
 #pragma unroll
         for (int i = 0; i < vectors; ++i) {
 #pragma unroll
-            for (int j = 0; j < 4; ++j) larger = Format::larger(larger, Format::magnitude(words_[i][j]));
+            for (int j = 0; j < words; ++j) larger = Format::larger(larger, Format::magnitude(words_[i][j]));
         }
         return __float_as_uint(Format::value(Format::largest(larger)));
     }
@@ -132,9 +142,8 @@ class Slice {
 
    private:
     using Bits = typename Format::Bits;
-    static constexpr int elements = 16 / sizeof(Bits);  // of a vector
     static constexpr int per_word = 4 / sizeof(Bits);
-    static constexpr int vectors = scale_block / (lanes * elements);
+    static constexpr int words = elements / per_word;  // of a vector
 
     // Neighbouring threads take neighbouring vectors, or, where these cannot be had, neighbouring elements.
     static __device__ __forceinline__ int vector_column(int i, int lane) { return (i * lanes + lane) * elements; }
@@ -142,36 +151,36 @@ class Slice {
         return (i * elements + j) * lanes + lane;
     }
 
-    static __device__ __forceinline__ void load_vector(u32 (&words)[4], const Bits* row, int columns, int column) {
-        uint4 vector = {};
-        if (column < columns) vector = *reinterpret_cast<const uint4*>(row + column);
-        words[0] = vector.x, words[1] = vector.y, words[2] = vector.z, words[3] = vector.w;
+    static __device__ __forceinline__ void load_vector(u32 (&vector)[words], const Bits* row, int columns, int column) {
+        uint4 loaded = {};
+        if (column < columns) loaded = *reinterpret_cast<const uint4*>(row + column);
+        vector[0] = loaded.x, vector[1] = loaded.y, vector[2] = loaded.z, vector[3] = loaded.w;
     }
 
-    static __device__ __forceinline__ void load_elements(u32 (&words)[4], const Bits* row, int columns, int i,
+    static __device__ __forceinline__ void load_elements(u32 (&vector)[words], const Bits* row, int columns, int i,
                                                          int lane) {
 #pragma unroll
-        for (int word = 0; word < 4; ++word) {
-            words[word] = 0;
+        for (int word = 0; word < words; ++word) {
+            vector[word] = 0;
 #pragma unroll
             for (int part = 0; part < per_word; ++part) {
                 const int column = element_column(i, word * per_word + part, lane);
-                if (column < columns) words[word] |= u32(row[column]) << (16 * part);
+                if (column < columns) vector[word] |= u32(row[column]) << (16 * part);
             }
         }
     }
 
-    static __device__ __forceinline__ float value(const u32 (&words)[4], int j) {
-        return Format::value(Bits(words[j / per_word] >> (16 * (j % per_word))));
+    static __device__ __forceinline__ float value(const u32 (&vector)[words], int j) {
+        return Format::value(Bits(vector[j / per_word] >> (16 * (j % per_word))));
     }
 
-    static __device__ __forceinline__ void quantize(u32 (&codes)[elements / 4], const u32 (&words)[4],
+    static __device__ __forceinline__ void quantize(u32 (&codes)[elements / 4], const u32 (&vector)[words],
                                                     const Scale& scale) {
 #pragma unroll
         for (int j = 0; j < elements; j += 4) {
             float scaled[4];
 #pragma unroll
-            for (int n = 0; n < 4; ++n) scaled[n] = divide(value(words, j + n), scale.value, scale.reciprocal, scale.correction);
+            for (int n = 0; n < 4; ++n) scaled[n] = divide(value(vector, j + n), scale.value, scale.reciprocal, scale.correction);
             codes[j / 4] = u32(ptx::cvt_rn_satfinite_e4m3x2(scaled[3], scaled[2])) << 16 |
                            ptx::cvt_rn_satfinite_e4m3x2(scaled[1], scaled[0]);
         }
@@ -196,7 +205,7 @@ class Slice {
         }
     }
 
-    u32 words_[vectors][4];
+    u32 words_[vectors][words];
 };
 
 // Of `lanes` neighbouring threads, all of which must call it; the rest of the warp may be elsewhere.
@@ -220,30 +229,48 @@ __device__ __forceinline__ void write_scale(const CastParams& params, u32 row, u
     params.scale[row * params.scale_stride_row + column * params.scale_stride_column] = value;
 }
 
-// Before all reads and writes of global memory. Where launches overlap, the kernel before may still write x, or read what
-// this one overwrites. Only then does the next one start: a product that starts may request its weights at once, though
-// an earlier kernel has written them, and that is safe since everything before the cast has ended.
-__device__ __forceinline__ void take_turn() {
-    ptx::griddepcontrol_wait();
-    ptx::griddepcontrol_launch_dependents();
-}
+// Which rows of out are written: all of them.
+struct AllRows {
+    __device__ explicit AllRows(const CastParams& params) : count(params.rows) {}
+
+    // That of number `number`, from 0 to `count`, which are in order.
+    __device__ __forceinline__ u32 find(const CastParams&, u32 number) const { return number; }
+
+    i64 count;
+};
+
+// Sources: what is cast, how a thread gets its slice of 128 columns of it, and which rows there are.
+
+// The rows of x.
+template <typename Format, int lanes>
+struct Plain {
+    using Rows = AllRows;
+    using Part = Slice<Format, lanes>;
+
+    static __device__ __forceinline__ void load(Part& part, const CastParams& params, u32 row, u32 first, int columns,
+                                                int lane) {
+        const auto* x = static_cast<const typename Format::Bits*>(params.x);
+        part.load(x + row * params.x_stride + first, columns, lane, params.aligned);
+    }
+};
 
 // 1x128 blocks: `lanes` threads take one after the other. Blocks are counted along the columns first, in 32 bits:
 // more of them would be 512 GiB of out.
-template <typename Format, int lanes>
+template <template <typename, int> typename SourceOf, typename Format, int lanes>
 __device__ __forceinline__ void cast_rows(const CastParams& params) {
     take_turn();
-    const auto* x = static_cast<const typename Format::Bits*>(params.x);
+    using Source = SourceOf<Format, lanes>;
+    const typename Source::Rows rows(params);
     const u32 block_columns = (params.columns + scale_block - 1) / scale_block;
-    const u32 blocks = params.rows * block_columns;
+    const u32 blocks = rows.count * block_columns;
     const u32 teams = gridDim.x * (blockDim.x / lanes);
     const int lane = threadIdx.x % lanes;
     for (u32 block = (blockIdx.x * blockDim.x + threadIdx.x) / lanes; block < blocks; block += teams) {
-        const u32 row = block / block_columns, block_column = block % block_columns;
+        const u32 row = rows.find(params, block / block_columns), block_column = block % block_columns;
         const int columns = columns_of(params, block_column);
         const u32 first = block_column * scale_block;
-        Slice<Format, lanes> slice;
-        slice.load(x + row * params.x_stride + first, columns, lane, params.aligned);
+        typename Source::Part slice;
+        Source::load(slice, params, row, first, columns, lane);
         const Scale scale = make_scale(largest_of_lanes<lanes>(slice.magnitude()), params);
         if (lane == 0) write_scale(params, row, block_column, scale.value);
         slice.store(params.out + row * params.out_stride + first, columns, lane, params.aligned, scale);

@@ -1,0 +1,305 @@
+"""What stands between the two products of an expert layer, and the sum of their results.
+
+Called by users. The activation and its cast to FP8 are one kernel, of the casts' own code (quantize.py), so each
+element is read once and nothing wide is written between two products. Which rows live, and which are summed up, is read
+on the device: no call waits for the host, and all can be captured in CUDA graphs.
+"""
+
+from operator import eq
+
+import torch
+from torch.compiler import is_compiling
+
+from deep_tile import _launcher, cast, launches, ops, quantize, sources, tensors
+
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+
+_launches: launches.Table = {}
+"""Of `combine`, by no options; of x, weights, index and out."""
+
+
+def silu_mul_cast_to_fp8(
+    gate_up: torch.Tensor,
+    *,
+    offs: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    scale_layout: str = "row",
+    amax_floor: float = 1e-4,
+    round_scale: str = "none",
+    exact: str = "divide",
+    out: torch.Tensor | None = None,
+    scale_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gated activation of an expert layer, quantised: the input of its second product.
+
+    h = gate * sigmoid(alpha * gate) * (up + beta), in FP32, then the cast of `per_token_cast_to_fp8`; h is not rounded
+    to a narrower type in between. Each operation is rounded to FP32, from left to right. The sigmoid is taken by a
+    polynomial of which a GPU and a CPU make the same bits, within 1e-6 of its value, relatively, plus 1e-7 for every
+    unit of alpha * gate; below 2**-126 it is 0.
+
+    Runs on `gate_up`'s device and torch's current stream: on a Hopper GPU by one kernel, elsewhere by torch, with the
+    same result bit for bit, but for the sign of NaN. It has no gradient.
+
+    Args:
+        gate_up: [..., 2k] bfloat16 or float16, any strides: k gates, then k values of up, in each row. On the GPU
+            fastest where k is a multiple of 8, columns are adjacent and rows begin at multiples of 16 bytes; other
+            column strides are copied first.
+        offs, counts: as for `per_token_cast_to_fp8`: of gate_up [s, 2k] the END row of each group, or of gate_up
+            [g, m, 2k] how many rows of each group live. Dead rows are neither read nor written.
+        limit: gate is bounded by it from above, up to both sides, before all else; a positive number. gpt-oss and
+            DeepSeek-V4 do so.
+        alpha, beta: finite numbers, rounded to FP32; 1.702 and 1 in gpt-oss.
+        scale_layout, amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`.
+        out: [..., k] float8_e4m3fn, otherwise as there.
+        scale_out: [..., ceil(k / 128)] float32, otherwise as there.
+
+    Returns:
+        `out` and `scale_out`: [..., k] float8_e4m3fn and its scale. Of dead rows they have whatever was there before;
+        arbitrary bytes where they were allocated.
+
+    Raises:
+        TypeError: `gate_up` is neither bfloat16 nor float16, or `limit`, `alpha` or `beta` is no number; or as
+            `per_token_cast_to_fp8`.
+        ValueError: rows of `gate_up` have no two halves, or one of the numbers is out of range; or as there.
+        RuntimeError: as there.
+    """
+    lists = quantize.given_lists(offs=offs, counts=counts)
+    if not is_compiling():
+        options = (1, amax_floor, round_scale, exact, (*lists,), sources.gating(limit, alpha, beta))
+        return quantize.cast_tokens(gate_up, scale_layout, options, out, scale_out, lists)
+    options = {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact, **lists}
+    options |= {"limit": limit, "alpha": alpha, "beta": beta}
+    op = torch.ops.deep_tile.silu_mul_cast_to_fp8
+    return quantize.call_op(op, gate_up, scale_layout, out, scale_out, options, True, lists)
+
+
+def combine(
+    x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sum up what experts made of each token: out[t] = sum over j of weights[t, j] * x[index[t, j]].
+
+    In FP32 and in the order of j: each product and each sum is rounded to FP32, and the last sum once more, to BF16.
+    Runs on `x`'s device and torch's current stream: on a Hopper GPU by one kernel, elsewhere by torch, with the same
+    result bit for bit, but for the bits of NaN. It has no gradient.
+
+    Args:
+        x: [r, n] bfloat16, unit stride along n: results of an expert layer's second product. On the GPU fastest where
+            n is a multiple of 8 and rows begin at multiples of 16 bytes, here and in `out`.
+        weights: [t, top_k] float32 or bfloat16, any strides.
+        index: [t, top_k] int32 or int64, any strides: which rows of `x` are each token's. A number that is negative, or
+            no row of `x`, stands for none: nothing is read and nothing added.
+        out: [t, n] bfloat16, unit stride along n, that shares no memory with `x`, to write to; allocated when None.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError: a tensor has the wrong dtype or is not a plain one.
+        ValueError: shapes, strides or devices do not fit, or a tensor has no memory.
+        RuntimeError: `x` or `weights` requires a gradient, in grad mode; or as `per_token_cast_to_fp8`.
+    """
+    if is_compiling():
+        if out is None:
+            return torch.ops.deep_tile.combine(x, weights, index)
+        torch.ops.deep_tile.combine.out(x, weights, index, out)
+        return out
+    return _combine(x, weights, index, out)
+
+
+def _combine(x, weights, index, out) -> torch.Tensor:
+    """`combine` outside of tracing."""
+    try:
+        if out is None:
+            out = tensors.new_empty(x, (index.shape[0], x.shape[1]), (max(x.shape[1], 1), 1), torch.bfloat16)
+        wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
+    except Exception as error:
+        _check_combine(x, weights, index, out)
+        if isinstance(error, AssertionError):  # of FakeTensorMode
+            raise tensors.not_allocated("out", error) from None
+        raise
+    if wants_gradient:
+        _check_combine(x, weights, index, out)
+        _refuse_gradient(x, weights)
+    if not _launcher.launch_known(_launches, (), x, weights, index, out):
+        _combine_unknown(x, weights, index, out)
+    return out
+
+
+def _refuse_gradient(x: torch.Tensor, weights: torch.Tensor) -> None:
+    for name, given in (("x", x), ("weights", weights)):
+        if given.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} requires a gradient, and combine has none: pass {name}.detach(), or call under torch.no_grad()"
+            )
+
+
+def _combine_unknown(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+    """Check a call that C has not met, or cannot read, and do it. The signature holds all that the checks read."""
+    _check_combine(x, weights, index, out)
+    _check_rows("x", x)
+    _check_rows("out", out)
+    if len(out) > 1 and out.stride(0) < out.shape[1] or out.shape[1] > 1 and out.stride(1) == 0:
+        raise ValueError(f"rows of out overlap: its strides are {out.stride()}. Pass a dense out")
+    if _needs_kernel(x, index, out):
+        _combine_by_kernel(x, weights, index, out)
+    else:
+        _combine_definition(x, weights, index, out)
+
+
+def _check_combine(x: object, weights: object, index: object, out: object) -> None:
+    """Raise unless all but strides fits; `out` may be None."""
+    named = {"x": x, "weights": weights, "index": index} | ({} if out is None else {"out": out})
+    _check_dtypes(named)
+    tensors.require_plain(**named)
+    _check_sizes(named)
+
+
+def _check_dtypes(named: dict[str, object]) -> None:
+    for name, given in named.items():
+        dtypes = {"weights": _WEIGHT_DTYPES, "index": sources.INDEX_DTYPES}.get(name, (torch.bfloat16,))
+        if not isinstance(given, torch.Tensor) or given.dtype not in dtypes:
+            seen = f"a tensor of {given.dtype}" if isinstance(given, torch.Tensor) else f"a {type(given)}"
+            wanted = " or ".join(map(str, dtypes))
+            raise TypeError(f"{name} is {seen}; combine takes a tensor of {wanted}. Convert it with .to()")
+
+
+def _check_sizes(named: dict[str, torch.Tensor]) -> None:
+    """And devices: what fakes have, too."""
+    x, weights, index, out = (named.get(name) for name in ("x", "weights", "index", "out"))
+    for name, given in named.items():
+        if given.dim() != 2:
+            raise ValueError(f"{name} has shape {list(given.shape)}; it must have two dimensions, so .view() it so")
+        if given.device != x.device:
+            raise ValueError(f"{name} is on {given.device} but x is on {x.device}; move it with .to(x.device)")
+    if not all(map(ops.holds, map(eq, weights.shape, index.shape))):
+        raise ValueError(
+            f"weights has shape {list(weights.shape)} but index {list(index.shape)}; both are [t, top_k], so pass one "
+            "weight for each number of the index"
+        )
+    wanted = index.shape[0], x.shape[1]
+    if out is not None and not all(map(ops.holds, map(eq, out.shape, wanted))):
+        raise ValueError(f"out has shape {list(out.shape)}; it must be [t, n] = {list(wanted)}, or None")
+
+
+def _check_rows(name: str, matrix: torch.Tensor) -> None:
+    if matrix.shape[1] > 1 and matrix.stride(1) != 1:
+        raise ValueError(
+            f"{name} must have a unit column stride; its strides are {matrix.stride()}. Pass {name}.contiguous()"
+        )
+
+
+def _needs_kernel(x: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> bool:
+    """Tensors without memory, which no kernel is launched with, are left to torch."""
+    filled = x.numel() and index.numel() and out.numel()
+    return bool(filled) and x.is_cuda and launches.is_hopper(x.get_device())
+
+
+@torch.no_grad()
+def _combine_definition(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+    sums = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    exists = (index >= 0) & (index < len(x))
+    for j in range(index.shape[1]):
+        terms = weights[:, j, None].float() * sources.gathered(x, index[:, j]).float()
+        sums = torch.where(exists[:, j, None], sums + terms, sums)
+    out.copy_(sums)
+
+
+def _combine_by_kernel(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+    given = x, weights, index, out
+    signature = launches.signature(*given)
+    launch = launches.find(_launches, (), signature)
+    if launch is None:
+        device = x.get_device()
+        kernel, grid = cast.choose_combine(*out.shape, launches.num_sms(device))
+        if not cast.is_loaded(kernel, device):
+            launches.refuse_capture(kernel.name, device, "combine rows once before the capture")
+        launch = cast.prepare_combine(kernel, grid, device, combine_layout(*given))
+        launches.remember(_launches, (), signature, launch)
+    launches.launch(launch, *given)
+
+
+def combine_layout(
+    x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor
+) -> cast.CombineLayout:
+    """What the kernel is told of these tensors."""
+    strides = [matrix.stride(0) for matrix in (x, out) if len(matrix) > 1]
+    in_vectors = all(number % cast.COMBINE_COLUMNS == 0 for number in (out.shape[1], *strides))
+    return cast.CombineLayout(
+        *(*out.shape, len(x), x.stride(0), out.stride(0), *weights.stride(), *index.stride()),
+        top_k=index.shape[1],
+        aligned=in_vectors and tensors.is_aligned(x) and tensors.is_aligned(out),
+        wide_index=index.dtype == torch.int64,
+        narrow_weights=weights.dtype == torch.bfloat16,
+    )
+
+
+# The ops, which tracers see.
+
+
+def _options(offs, counts, limit, alpha, beta, **options) -> tuple[quantize.Options, sources.Lists]:
+    """Of a cast, from an op's keywords."""
+    lists = quantize.given_lists(offs=offs, counts=counts)
+    return quantize.Options(1, **options, lists=(*lists,), gating=sources.gating(limit, alpha, beta)), lists
+
+
+def _run_op(gate_up, *, scale_layout="row", offs=None, counts=None, limit=None, alpha=1.0, beta=0.0, **options):
+    options, lists = _options(offs, counts, limit, alpha, beta, **options)
+    return quantize.cast_tokens(gate_up, scale_layout, options, None, None, lists)
+
+
+def _run_out_op(gate_up, out, scale_out, *, offs=None, counts=None, limit=None, alpha=1.0, beta=0.0, **options):
+    options, lists = _options(offs, counts, limit, alpha, beta, **options)
+    quantize.cast_tokens(gate_up, "row", options, out, scale_out, lists)
+
+
+def _fake_op(gate_up, *, scale_layout="row", offs=None, counts=None, limit=None, alpha=1.0, beta=0.0, **options):
+    options, lists = _options(offs, counts, limit, alpha, beta, **options)
+    return quantize.fake_cast_tokens(gate_up, scale_layout, options, lists)
+
+
+def _fake_out_op(gate_up, out, scale_out, *, offs=None, counts=None, limit=None, alpha=1.0, beta=0.0, **options):
+    options, lists = _options(offs, counts, limit, alpha, beta, **options)
+    quantize.fake_cast_into(gate_up, options, out, scale_out, lists)
+
+
+quantize.register_cast(
+    "silu_mul_cast_to_fp8",
+    "gate_up",
+    "Tensor? offs=None, Tensor? counts=None, float? limit=None, float alpha=1.0, float beta=0.0, ",
+    (_run_op, _fake_op),
+    (_run_out_op, _fake_out_op),
+)
+
+
+def _run_combine_op(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return _combine(x, weights, index, None)
+
+
+def _run_combine_out_op(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+    _combine(x, weights, index, out)
+
+
+def _fake_combine_op(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    _check_fake(x=x, weights=weights, index=index)
+    return x.new_empty(index.shape[0], x.shape[1])
+
+
+def _fake_combine_out_op(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+    _check_fake(x=x, weights=weights, index=index, out=out)
+
+
+def _check_fake(**named: torch.Tensor) -> None:
+    _check_dtypes(named)
+    _check_sizes(named)
+    _refuse_gradient(named["x"], named["weights"])
+
+
+ops.register("combine(Tensor x, Tensor weights, Tensor index) -> Tensor", _run_combine_op, _fake_combine_op)
+ops.register(
+    "combine.out(Tensor x, Tensor weights, Tensor index, Tensor(a!) out) -> ()",
+    _run_combine_out_op,
+    _fake_combine_out_op,
+)

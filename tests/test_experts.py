@@ -1,0 +1,537 @@
+"""What stands between the products of an expert layer, on the CPU and on a GPU: values, dead rows, lists that lie.
+
+What it refuses is in test_bad_calls.py, its kernels' bits without a GPU in test_cast_kernels.py.
+"""
+
+import pytest
+import torch
+from helpers import BF16_ROUNDING
+from test_ops import compiled, fresh_compiler  # noqa: F401
+from test_quantize import OPTIONS, assert_same, random_matrix
+
+from deep_tile import cast as kernels
+from deep_tile import combine, dequantize, experts, per_token_cast_to_fp8, quantize, silu_mul_cast_to_fp8
+from deep_tile.config import ceil_div, round_up
+from deep_tile.quantize import FP8_DTYPE
+from deep_tile.select.hardware import H200
+from deep_tile.select.streaming import bytes_in_flight_needed
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+NUMBERS = pytest.mark.parametrize(
+    "numbers",
+    [{}, {"limit": 7.0, "alpha": 1.702, "beta": 1.0}, {"limit": 10}, {"alpha": -0.5, "beta": -3}],
+    ids=lambda numbers: "-".join(numbers) or "plain",
+)
+
+
+def gates_and_ups(*shape, dtype=torch.bfloat16, device="cpu"):
+    """Values of which some are limited and some make the sigmoid 0 or 1."""
+    *leading, k = shape
+    return (torch.randn(*leading, 2 * k) * 5).to(dtype).to(device)
+
+
+def formula(gate_up, limit=float("inf"), alpha=1.0, beta=0.0):
+    """The activation in float64."""
+    gate, up = gate_up.cpu().double().chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate / (1 + (-alpha * gate).exp()) * (up + beta)
+
+
+def assert_cast_of(h, quantized, scale, rows=slice(None), amax_floor=1e-4):
+    """Elements are within e4m3's rounding of `h`, and scales are its groups' largest magnitudes over 448."""
+    h, quantized, scale = (x.flatten(0, -2)[rows] for x in (h, quantized.cpu().float(), scale.cpu()))
+    groups = torch.nn.functional.pad(h, (0, -h.shape[1] % 128)).unflatten(1, (-1, 128))
+    wanted = groups.abs().amax(2).clamp(min=amax_floor) / 448
+    torch.testing.assert_close(scale.double(), wanted, rtol=1e-5, atol=0)
+    spread = wanted.repeat_interleave(128, 1)[:, : h.shape[1]]
+    error = (quantized.double() * spread - h).abs()
+    assert (error <= torch.maximum(h.abs() * 2**-4, spread * 2**-10) * (1 + 1e-4)).all()
+
+
+def poisoned(*shape, device="cpu"):
+    """`out` and `scale_out` that show where they are written."""
+    out = torch.full(shape, 7.0).to(FP8_DTYPE).to(device)
+    return {"out": out, "scale_out": torch.full((*shape[:-1], ceil_div(shape[-1], 128)), 7.0, device=device)}
+
+
+def assert_dead(targets, dead):
+    """Of the rows that `dead` selects nothing was written."""
+    for target in targets.values():
+        assert (target.cpu().float().flatten(0, -2)[dead] == 7).all()
+
+
+def int32(*values, device="cpu"):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+# ---- silu_mul
+
+
+@DEVICES
+@DTYPES
+@NUMBERS
+@pytest.mark.parametrize("shape", [(1, 1), (7, 15), (33, 129), (130, 264), (2, 3, 300), (128,)], ids=str)
+def test_values(device, dtype, numbers, shape):
+    gate_up = gates_and_ups(*shape, dtype=dtype, device=device)
+    quantized, scale = silu_mul_cast_to_fp8(gate_up, **numbers)
+    assert (quantized.shape, quantized.dtype, scale.shape) == (
+        shape,
+        FP8_DTYPE,
+        (*shape[:-1], ceil_div(shape[-1], 128)),
+    )
+    assert quantized.stride(-1) == 1 and quantized.data_ptr() % 16 == 0
+    assert len(shape) < 2 or quantized.stride(-2) == round_up(shape[-1], 16)
+    assert_cast_of(*(x[None] if len(shape) == 1 else x for x in (formula(gate_up, **numbers), quantized, scale)))
+
+
+@pytest.mark.gpu
+@DTYPES
+@NUMBERS
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
+def test_bits_of_a_gpu_are_those_of_the_cpu(dtype, numbers, options):
+    for shape in ((1, 8), (3, 129), (257, 264), (64, 2048), (2, 40, 1000)):
+        gate_up = gates_and_ups(*shape, dtype=dtype)
+        gate_up.flatten()[::97] *= 30
+        gate_up.flatten()[5] = float("nan")
+        gate_up.flatten()[-3] = float("inf")
+        wanted = silu_mul_cast_to_fp8(gate_up, **numbers, **options)
+        for _ in range(2):  # the second finds its launch
+            got = silu_mul_cast_to_fp8(gate_up.cuda(), **numbers, **options)
+            assert_same([x.cpu() for x in got], wanted)
+
+
+@DEVICES
+def test_nothing_is_rounded_before_the_cast(device):
+    """Products that no narrow type holds: too large for FP16, too small for it, too fine for either."""
+    gate = torch.tensor([40000.0, 2**-14, 1.0009765625])
+    gate_up = torch.cat([gate, torch.tensor([60000.0, 2**-20, 1.0009765625])])[None].half().to(device)
+    _, scale = silu_mul_cast_to_fp8(gate_up[:, [0, 3]])
+    assert scale.item() == pytest.approx(40000.0 * 60000 / 448, rel=1e-6)
+    for column in (1, 2):
+        _, scale = silu_mul_cast_to_fp8(gate_up[:, [column, column + 3]], amax_floor=2.0**-80)
+        h = formula(gate_up[:, [column, column + 3]]).item()
+        assert scale.item() == pytest.approx(h / 448, rel=1e-6)
+
+
+@DEVICES
+def test_the_ends_of_the_sigmoid(device):
+    """Zero for gates that are very negative, and up for those that are very large; without overflow in between."""
+    gate = torch.tensor([-3e38, -1000.0, -88.0, -87.0, 0.0, 87.0, 1000.0, 3e38])
+    gate_up = torch.cat([gate, torch.full((8,), 2.0**-8)])[None].bfloat16().to(device)
+    for column, wanted in enumerate([0, 0, 0, 0, 0, 87, 1000, 3e38]):
+        _, scale = silu_mul_cast_to_fp8(gate_up[:, [column, column + 8]], amax_floor=2.0**-80)
+        assert scale.item() == pytest.approx(max(wanted * 2.0**-8, 2.0**-80) / 448, rel=0.01)
+
+
+@DEVICES
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_infinity_stay_in_their_block(device, poison):
+    for column in (130, 300 + 130):
+        gate_up = gates_and_ups(5, 300, device=device)
+        clean = dequantize(*silu_mul_cast_to_fp8(gate_up))
+        gate_up[1, column] = poison
+        quantized, scale = silu_mul_cast_to_fp8(gate_up)
+        touched = torch.zeros(5, 300, dtype=torch.bool, device=device)
+        touched[1, 128:256] = True
+        assert quantized.float()[touched].isnan().all() and scale.isnan().sum() == 1
+        assert torch.equal(dequantize(quantized, scale)[~touched], clean[~touched])
+
+
+@DEVICES
+def test_limits_hold_before_all_else(device):
+    """Also infinity; a limit is no bound of gate from below."""
+    gate_up = torch.tensor([[float("inf"), -20.0, 9.0, float("-inf"), 30.0, -30.0]], device=device).half()
+    quantized, scale = silu_mul_cast_to_fp8(gate_up, limit=7, alpha=0.01, amax_floor=1.0)
+    bounded = torch.tensor([[7.0, -20, 7, -7, 7, -7]])
+    assert_cast_of(formula(bounded, alpha=0.01), quantized, scale, amax_floor=1.0)
+
+
+@DEVICES
+@pytest.mark.parametrize("layout", ["row", "m", "m_aligned"])
+def test_scale_layouts(device, layout):
+    gate_up = gates_and_ups(2, 3, 300, device=device)
+    wanted, wanted_scale = silu_mul_cast_to_fp8(gate_up)
+    quantized, scale = silu_mul_cast_to_fp8(gate_up, scale_layout=layout)
+    assert scale.stride() == {"row": (9, 3, 1), "m": (3, 1, 6), "m_aligned": (3, 1, 8)}[layout]
+    assert_same((quantized.cpu(), scale.cpu()), (wanted.cpu(), wanted_scale.cpu()))
+
+
+@DEVICES
+def test_any_strides(device):
+    whole = gates_and_ups(40, 600, device=device)
+    for view in (whole[:, :600], whole[:, 1:601], whole[::3], whole[:, ::2], whole.t()[:40].t()[:, :38], whole[:1]):
+        wanted = silu_mul_cast_to_fp8(view.cpu().contiguous())
+        assert_same([x.cpu() for x in silu_mul_cast_to_fp8(view)], wanted)
+
+
+@DEVICES
+@pytest.mark.parametrize("shape", [(0, 300), (5, 0), (2, 0, 8), (0, 3, 8)], ids=str)
+def test_empty(device, shape):
+    quantized, scale = silu_mul_cast_to_fp8(torch.zeros(*shape[:-1], 2 * shape[-1], device=device).bfloat16())
+    assert quantized.shape == shape and scale.numel() == 0
+    if len(shape) == 3:
+        counts = torch.ones(shape[0], dtype=torch.int32, device=device)
+        silu_mul_cast_to_fp8(torch.zeros(*shape[:-1], 2 * shape[-1], device=device).half(), counts=counts)
+
+
+def test_no_gradient_is_dropped():
+    gate_up = gates_and_ups(4, 8).requires_grad_()
+    for call in (silu_mul_cast_to_fp8, torch.ops.deep_tile.silu_mul_cast_to_fp8, compiled(silu_mul_cast_to_fp8)[0]):
+        with pytest.raises(Exception, match=r"gate_up requires a gradient.*gate_up\.detach\(\)"):
+            call(gate_up)
+        with torch.no_grad():
+            assert not call(gate_up)[0].requires_grad
+
+
+# ---- dead rows
+
+OFFS = [([130], 130), ([3, 40, 40], 40), ([0], 0), ([9, -1], 0), ([7, 2**31 - 1], 130), ([200, 5], 5)]
+"""Ends of groups among 130 rows, some of them lies, and how many rows live."""
+COUNTS = [[13, 0, 5, 13, 1], [0] * 5, [-4, 14, 2**31 - 1, -(2**31), 13]]
+"""Of rows in each of five groups of 13."""
+
+
+@DEVICES
+@pytest.mark.parametrize(("ends", "live"), OFFS, ids=str)
+def test_rows_past_the_last_end_are_dead(device, ends, live):
+    gate_up = gates_and_ups(130, 264, device=device)
+    gate_up[live:] = float("nan")
+    targets = poisoned(130, 264, device=device)
+    silu_mul_cast_to_fp8(gate_up, offs=int32(*ends, device=device), **targets)
+    assert_cast_of(formula(gate_up), *targets.values(), rows=slice(live))
+    assert_dead(targets, slice(live, None))
+    allocated = silu_mul_cast_to_fp8(gate_up, offs=int32(*ends, device=device))
+    assert_same(*([x.cpu()[:live] for x in pair] for pair in (allocated, (*targets.values(),))))
+
+
+@DEVICES
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_rows_beyond_their_groups_count_are_dead(device, counts):
+    lives = (torch.arange(13) < torch.tensor(counts)[:, None]).flatten()
+    gate_up = gates_and_ups(5, 13, 136, device=device)
+    gate_up.flatten(0, 1)[~lives.to(device)] = float("nan")
+    targets = poisoned(5, 13, 136, device=device)
+    silu_mul_cast_to_fp8(gate_up, counts=int32(*counts, device=device), **targets)
+    assert_cast_of(formula(gate_up), *targets.values(), rows=lives)
+    assert_dead(targets, ~lives)
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_dead_rows_of_a_cast(device, dtype):
+    x = random_matrix(130, 300).to(dtype).clamp(-1e4, 1e4).to(device)
+    for shape, lists, lives in (
+        ((130, 300), {"offs": [5, 77]}, torch.arange(130) < 77),
+        ((10, 13, 300), {"counts": [4] * 10}, torch.arange(130) % 13 < 4),
+    ):
+        lists = {name: int32(*values, device=device) for name, values in lists.items()}
+        targets = poisoned(*shape, device=device)
+        per_token_cast_to_fp8(x.view(shape), **lists, **targets)
+        wanted = per_token_cast_to_fp8(x.cpu())
+        assert_same([y.cpu().flatten(0, -2)[lives] for y in targets.values()], [y[lives] for y in wanted])
+        assert_dead(targets, ~lives)
+
+
+# ---- rows by an index
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("k", [300, 264, 1])
+def test_rows_are_permuted_and_cast(device, dtype, k):
+    x = random_matrix(37, k, torch.bfloat16).to(device)
+    rows = torch.randint(0, 37, (200,), dtype=dtype, device=device)
+    for options in ({}, {"round_scale": "pow2", "exact": "reciprocal", "scale_layout": "m_aligned"}):
+        got = per_token_cast_to_fp8(x, rows=rows, **options)
+        wanted = per_token_cast_to_fp8(x[rows.long()].cpu(), **options)
+        assert_same([y.cpu() for y in got], wanted)
+        assert [y.stride() for y in got] == [y.stride() for y in wanted]
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_rows_that_do_not_exist_are_zeros(device, dtype):
+    limits = torch.iinfo(dtype)
+    rows = torch.tensor([3, -1, 9, 8, limits.max, limits.min, 0], dtype=dtype, device=device)
+    whole = torch.full((13, 256), float("nan"), device=device)
+    whole[2:11] = random_matrix(9, 256).to(device)
+    quantized, scale = per_token_cast_to_fp8(whole[2:11], rows=rows, amax_floor=0.5)
+    lies = torch.tensor([1, 2, 4, 5])
+    assert (quantized.cpu().float()[lies] == 0).all() and (scale.cpu()[lies] == torch.tensor(0.5) / 448).all()
+    there = torch.tensor([0, 3, 6])
+    wanted = per_token_cast_to_fp8(whole[2:11].cpu()[[3, 8, 0]], amax_floor=0.5)
+    assert_same([y.cpu()[there] for y in (quantized, scale)], wanted)
+
+
+@DEVICES
+def test_rows_of_nothing(device):
+    rows = torch.tensor([0, 1], device=device)
+    quantized, scale = per_token_cast_to_fp8(torch.zeros(0, 130, device=device), rows=rows)
+    assert quantized.shape == (2, 130) and not quantized.float().any() and (scale > 0).all()
+    quantized, scale = per_token_cast_to_fp8(torch.zeros(5, 130, device=device), rows=rows[:0])
+    assert quantized.shape == (0, 130) and scale.shape == (0, 2)
+    assert per_token_cast_to_fp8(torch.zeros(5, 0, device=device), rows=rows)[0].shape == (2, 0)
+
+
+@DEVICES
+def test_listed_rows_that_are_dead(device):
+    x = random_matrix(9, 264).to(device)
+    rows = torch.randint(0, 9, (50,), device=device)
+    rows[31:] = 2**40
+    targets = poisoned(50, 264, device=device)
+    per_token_cast_to_fp8(x, rows=rows, offs=int32(4, 31, device=device), **targets)
+    wanted = per_token_cast_to_fp8(x[rows[:31]].cpu())
+    assert_same([y.cpu()[:31] for y in targets.values()], wanted)
+    assert_dead(targets, slice(31, None))
+
+
+@DEVICES
+def test_a_step_between_two_products(device):
+    """Tokens are sorted by expert and cast, and what a product made of them is gated and cast."""
+    tokens, experts, top_k = 11, 4, 2
+    x = torch.randn(tokens, 256, device=device).bfloat16()
+    chosen = torch.rand(tokens, experts, device=device).topk(top_k).indices.flatten()
+    order = chosen.argsort(stable=True)
+    offs = torch.bincount(chosen, minlength=experts).cumsum(0).int()
+    a, a_scale = per_token_cast_to_fp8(x, rows=order // top_k, offs=offs)
+    assert torch.equal(dequantize(a, a_scale), dequantize(*per_token_cast_to_fp8(x[order // top_k])))
+    gate_up = dequantize(a, a_scale).bfloat16()
+    assert_cast_of(formula(gate_up), *silu_mul_cast_to_fp8(gate_up, offs=offs))
+
+
+# ---- combine
+
+
+def sum_of_rows(x, weights, index):
+    """What `combine` computes, in float64."""
+    x, weights, index = x.cpu().double(), weights.cpu().double(), index.cpu().long()
+    rows = x[index.clamp(0, len(x) - 1)] * ((index >= 0) & (index < len(x)))[..., None]
+    return (weights[..., None] * rows).sum(1), (weights.abs()[..., None] * rows.abs()).sum(1)
+
+
+def assert_sums(out, x, weights, index):
+    wanted, size = sum_of_rows(x, weights, index)
+    allowed = wanted.abs() * BF16_ROUNDING + size * index.shape[1] * 2**-23
+    assert ((out.cpu().double() - wanted).abs() <= allowed * (1 + 1e-3)).all()
+
+
+@DEVICES
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "top_k", "n"), [(1, 1, 1), (7, 8, 2048), (300, 5, 130), (33, 2, 7168), (5, 9, 17)])
+def test_sums(device, index_dtype, weight_dtype, tokens, top_k, n):
+    x = torch.randn(tokens * top_k, n).bfloat16().to(device)
+    weights = torch.rand(tokens, top_k).to(weight_dtype).to(device)
+    index = torch.randperm(tokens * top_k).view(tokens, top_k).to(index_dtype).to(device)
+    out = combine(x, weights, index)
+    assert (out.shape, out.stride(), out.dtype) == ((tokens, n), (n, 1), torch.bfloat16)
+    assert_sums(out, x, weights, index)
+    assert torch.equal(out.cpu(), combine(x.cpu(), weights.cpu(), index.cpu()))
+    target = torch.full((tokens, n + 3), 7.0, dtype=torch.bfloat16, device=device)
+    assert combine(x, weights, index, target[:, 1 : n + 1]).data_ptr() == target.data_ptr() + 2
+    assert torch.equal(target[:, 1 : n + 1], out) and (target[:, [0, -2, -1]] == 7).all()
+
+
+@DEVICES
+def test_sums_are_in_order_and_rounded_once(device):
+    """Of which each would show: sums of FP32 that depend on their order, and that BF16 would lose."""
+    x = torch.tensor([[2.0**24], [1.0], [-(2.0**24)], [2.0**-9], [1.0]]).bfloat16().repeat(1, 8).to(device)
+    for index, wanted in (([0, 1, 2, 3], 2.0**-9), ([0, 2, 1, 4], 2), ([4, 3, 3, 3], 1 + 2.0**-7)):
+        index = torch.tensor([index], device=device)
+        assert (combine(x, torch.ones(1, 4, device=device), index) == wanted).all()
+
+
+@DEVICES
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("n", [136, 135])
+def test_rows_that_do_not_exist_add_nothing(device, index_dtype, n):
+    limits = torch.iinfo(index_dtype)
+    whole = torch.full((13, n), float("nan"), dtype=torch.bfloat16, device=device)
+    whole[2:11] = torch.randn(9, n).bfloat16().to(device)
+    index = torch.tensor([[3, -1, 8], [9, -2, limits.max], [limits.min, 0, 10]], dtype=index_dtype, device=device)
+    weights = torch.rand(3, 3, device=device)
+    weights[1] = float("nan")  # which stand for nothing
+    weights[0, 1] = float("inf")
+    out = combine(whole[2:11], weights, index)
+    assert (out[1] == 0).all() and out.isfinite().all()
+    assert_sums(out, whole[2:11], torch.where((index >= 0) & (index < 9), weights, 0.0), index)
+
+
+@DEVICES
+def test_any_strides_of_what_is_combined(device):
+    x, out = torch.randn(40, 80).bfloat16().to(device), torch.zeros(20, 80, dtype=torch.bfloat16, device=device)
+    weights, index = torch.rand(3, 10).to(device).t(), torch.randint(0, 10, (20, 6), device=device)[::2, ::2]
+    for columns in (slice(0, 72), slice(8, 80), slice(1, 73), slice(0, 71)):
+        for rows in (x[:10], x[::4]):
+            got = combine(rows[:, columns], weights, index, out[::2, columns])
+            assert_sums(got, rows[:, columns], weights, index)
+    one = combine(x[:1], weights[:1], torch.zeros(1, 3, dtype=torch.int64, device=device))
+    assert_sums(one, x[:1], weights[:1], torch.zeros(1, 3, dtype=torch.int64))
+
+
+@DEVICES
+@pytest.mark.parametrize(("rows", "tokens", "top_k", "n"), [(0, 3, 2, 8), (4, 0, 2, 8), (4, 3, 0, 8), (4, 3, 2, 0)])
+def test_empty_sums(device, rows, tokens, top_k, n):
+    x = torch.ones(rows, n, dtype=torch.bfloat16, device=device)
+    index = torch.zeros(tokens, top_k, dtype=torch.int32, device=device)
+    out = combine(x, torch.ones(tokens, top_k, device=device), index)
+    assert out.shape == (tokens, n) and not out.any()
+
+
+def test_no_gradient_of_combine_is_dropped():
+    x, weights, index = torch.randn(4, 8).bfloat16(), torch.rand(2, 2), torch.zeros(2, 2, dtype=torch.int64)
+    for name in ("x", "weights"):
+        given = {"x": x, "weights": weights, "index": index}
+        given[name] = given[name].clone().requires_grad_()
+        for call in (combine, torch.ops.deep_tile.combine, compiled(combine)[0]):
+            with pytest.raises(Exception, match=rf"{name} requires a gradient.*{name}\.detach\(\)"):
+                call(**given)
+            with torch.no_grad():
+                assert torch.equal(call(**given), combine(x, weights, index))
+
+
+def test_combine_is_one_graph_for_every_number_of_tokens():
+    fast, counter = compiled(lambda x, weights, index: combine(x, weights, index) + 1)
+    for rows, tokens in ((9, 4), (12, 7), (100, 33)):
+        x, weights, index = torch.randn(rows, 24).bfloat16(), torch.rand(tokens, 3), torch.randint(0, rows, (tokens, 3))
+        for given in (x, weights, index):
+            torch._dynamo.mark_dynamic(given, 0)
+        assert torch.equal(fast(x, weights, index), combine(x, weights, index) + 1)
+    assert counter.frame_count == 1
+    x, weights, index = x.clone(), weights.clone(), index.clone()  # which are not marked
+    into, _ = compiled(combine)
+    out = torch.zeros(33, 24, dtype=torch.bfloat16)
+    assert into(x, weights, index, out) is out
+    assert torch.equal(out, combine(x, weights, index))
+
+
+@pytest.mark.gpu
+def test_captured_sums_follow_the_index():
+    x, weights = torch.randn(50, 264, device="cuda").bfloat16(), torch.rand(20, 4, device="cuda")
+    index, out = torch.zeros(20, 4, dtype=torch.int32, device="cuda"), torch.zeros(20, 264, device="cuda").bfloat16()
+    combine(x, weights, index, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        combine(x, weights, index, out)
+    index.copy_(torch.randint(-1, 50, (20, 4)))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out.cpu(), combine(x.cpu(), weights.cpu(), index.cpu()))
+    assert kernels.is_loaded(kernels.COMBINE, torch.cuda.current_device())
+
+
+@pytest.mark.gpu
+def test_capture_refuses_a_sum_whose_kernel_is_not_loaded(monkeypatch):
+    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(experts, "_launches", {})
+    x, index = torch.ones(4, 8, device="cuda").bfloat16(), torch.zeros(2, 2, dtype=torch.int32, device="cuda")
+    weights = torch.ones(2, 2, device="cuda")
+    with pytest.raises(RuntimeError, match="not loaded yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        combine(x, weights, index)
+
+
+def test_enough_reads_are_under_way():
+    needed, _ = bytes_in_flight_needed(H200)
+    kernel, grid = kernels.choose_combine(4096, 7168, H200.num_sms)
+    assert grid == H200.num_sms * kernel.blocks_per_sm
+    assert kernel.blocks_per_sm * kernel.threads * kernel.rows_at_once * 16 >= 2 * needed
+    assert [kernels.choose_combine(tokens, 17, 132)[1] for tokens in (1, 85, 86)] == [1, 1, 2]
+
+
+# ---- compilers and graphs
+
+
+@pytest.mark.parametrize("targets", [(), ("out",), ("scale_out",), ("out", "scale_out")], ids=str)
+@pytest.mark.parametrize("lists", [{}, {"offs": int32(3, 5)}, {"counts": int32(2, 1, 0)}], ids=lambda x: "-".join(x))
+def test_silu_mul_is_traced(targets, lists):
+    shape = (3, 2) if "counts" in lists else (6,)
+    gate_up = gates_and_ups(*shape, 300)
+    given = {name: x for name, x in poisoned(*shape, 300).items() if name in targets}
+    options = {"limit": 7.0, "alpha": 1.702, "beta": 1.0, "scale_layout": "m_aligned", "round_scale": "pow2"}
+    fast, counter = compiled(lambda x, lists, given: silu_mul_cast_to_fp8(x, **lists, **given, **options))
+    written = fast(gate_up, lists, given)
+    plain = {name: x.clone() for name, x in poisoned(*shape, 300).items() if name in targets}
+    wanted = silu_mul_cast_to_fp8(gate_up, **lists, **plain, **options)
+    lives = torch.arange(6) % 2 < lists["counts"].repeat_interleave(2) if "counts" in lists else torch.arange(6) < 5
+    for got, right, name in zip(written, wanted, ("out", "scale_out"), strict=True):
+        chosen = slice(None) if name in targets or not lists else lives
+        assert torch.equal(got.float().flatten(0, -2)[chosen], right.float().flatten(0, -2)[chosen])
+        assert got.stride() == right.stride() and (name not in given or got is given[name])
+    assert counter.frame_count == 1
+
+
+def test_one_graph_for_every_number_of_rows():
+    def step(x, rows, offs):
+        a, a_scale = per_token_cast_to_fp8(x, rows=rows, offs=offs, scale_layout="m_aligned")
+        h, h_scale = silu_mul_cast_to_fp8(x[rows], offs=offs)
+        return a, a_scale, h, h_scale
+
+    fast, counter = compiled(step)
+    for tokens, r, groups in ((4, 7, 3), (5, 9, 4), (9, 33, 2)):
+        x, rows = gates_and_ups(tokens, 130), torch.randint(0, tokens, (r,))
+        offs = int32(*[r] * groups)
+        for given in (x, rows, offs):
+            torch._dynamo.mark_dynamic(given, 0)
+        for got, wanted in zip(fast(x, rows, offs), step(x, rows, offs), strict=True):
+            assert torch.equal(got.float(), wanted.float()) and got.stride() == wanted.stride()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+def test_graphs_follow_the_lists():
+    """What lives is read when a graph is replayed."""
+    gate_up, offs = gates_and_ups(130, 264, device="cuda"), int32(100, device="cuda")
+    rows, x = torch.randint(0, 130, (50,), device="cuda"), random_matrix(130, 264).cuda()
+    targets, listed = poisoned(130, 264, device="cuda"), poisoned(50, 264, device="cuda")
+
+    def step():
+        silu_mul_cast_to_fp8(gate_up, offs=offs, **targets)
+        per_token_cast_to_fp8(x, rows=rows, **listed)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for live in (40, 0, 130):
+        for target in targets.values():
+            target.copy_(torch.full_like(target, 7.0, dtype=torch.float32))
+        offs.fill_(live)
+        rows.copy_(torch.randint(0, 130, (50,)))
+        graph.replay()
+        torch.cuda.synchronize()
+        wanted = silu_mul_cast_to_fp8(gate_up.cpu())
+        assert_same([y.cpu()[:live] for y in targets.values()], [y[:live] for y in wanted])
+        assert_dead(targets, slice(live, None))
+        assert_same([y.cpu() for y in listed.values()], per_token_cast_to_fp8(x.cpu()[rows.cpu()]))
+
+
+@pytest.mark.gpu
+def test_kernels_are_what_runs():
+    device = torch.cuda.current_device()
+    x, rows = torch.zeros(4, 256, device="cuda", dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int32, device="cuda")
+    silu_mul_cast_to_fp8(x)
+    per_token_cast_to_fp8(x, rows=rows)
+    for what in ("silu_mul", "listed"):
+        assert kernels.is_loaded(kernels.choose(1, "bf16", 4, 128, 132, what)[0], device)
+
+
+@pytest.mark.gpu
+def test_large_groups_with_few_rows():
+    """Most rows are dead, and rows are told by more than 31 bits of bytes."""
+    groups, size, k = 256, 4096, 1024
+    gate_up = torch.empty(groups, size, 2 * k, dtype=torch.bfloat16, device="cuda")
+    counts = torch.randint(0, 3, (groups,), dtype=torch.int32, device="cuda")
+    gate_up[:, :3] = gates_and_ups(groups, 3, k, device="cuda")
+    quantized, scale = silu_mul_cast_to_fp8(gate_up, counts=counts)
+    wanted = silu_mul_cast_to_fp8(gate_up[:, :3].cpu().contiguous())
+    lives = torch.arange(3) < counts.cpu()[:, None]
+    assert_same([y[:, :3].cpu()[lives] for y in (quantized, scale)], [y[lives] for y in wanted])
+
+
+@pytest.mark.gpu
+def test_capture_refuses_a_kernel_that_is_not_loaded(monkeypatch):
+    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(quantize, "_launches", {})
+    with pytest.raises(RuntimeError, match="not loaded yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        silu_mul_cast_to_fp8(torch.zeros(4, 256, device="cuda", dtype=torch.bfloat16))
