@@ -191,6 +191,14 @@ def test_silu_mul_is_the_definitions(launch, kernel, options):
 
 
 @each_kernel("silu_mul")
+def test_each_bit_of_silu_mul(launch, kernel):
+    """Rows of one column, so that each product shows in a scale of FP32."""
+    x = torch.stack([torch.empty(8192).uniform_(-25, 25), torch.randn(8192)], 1).to(DTYPES[kernel.source])
+    gating = sources.gating(20.0, 1.702, 1.0)
+    assert_rows_as_defined(launch, kernel, x, {"amax_floor": 2.0**-80, "gating": gating}, {})
+
+
+@each_kernel("silu_mul")
 @pytest.mark.parametrize("lists", LIVING.values(), ids=LIVING)
 def test_dead_rows_of_silu_mul(launch, kernel, lists):
     gating = sources.gating(None, 1.0, 0.0)
