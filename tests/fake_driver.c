@@ -44,15 +44,20 @@ static bool needs_context(const char *call)
     return false;
 }
 
+static bool is_quiet(void)
+{
+    return getenv("FAKE_DRIVER_QUIET") != NULL;
+}
+
 /* Prints "call details" and returns what the call shall return. */
 static DriverResult record(const char *call, const char *details, ...)
 {
-    char line[1024 + 2 * MOST_PARAMS_BYTES];
-    va_list values;
-    va_start(values, details);
-    vsnprintf(line, sizeof line, details, values);
-    va_end(values);
-    if (getenv("FAKE_DRIVER_QUIET") == NULL) {
+    if (!is_quiet()) {
+        char line[1024 + 2 * MOST_PARAMS_BYTES];
+        va_list values;
+        va_start(values, details);
+        vsnprintf(line, sizeof line, details, values);
+        va_end(values);
         printf("%s %s\n", call, line); /* one call: threads do not mix within a line */
         fflush(stdout);
     }
@@ -204,7 +209,7 @@ DriverResult cuLaunchKernelEx(const struct CUlaunchConfig_st *config, DriverFunc
     const LaunchConfig *launch = (const LaunchConfig *)config;
     const unsigned char *params = arguments[0];
     char hex[2 * MOST_PARAMS_BYTES + 1] = "";
-    for (unsigned i = 0; i < fake_params_bytes; i++)
+    for (unsigned i = 0; i < fake_params_bytes && !is_quiet(); i++)
         sprintf(hex + 2 * i, "%02x", params[i]);
     return record("cuLaunchKernelEx",
                   "%p context %p grid %u,%u,%u block %u,%u,%u smem %u stream %p attributes %u cluster %d pdl %d "

@@ -54,7 +54,7 @@ def opened_libraries():
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600)
 
 
 # ---- what it is
