@@ -64,6 +64,8 @@ def fp8_grouped_gemm(
     falling, beyond the rows that there are) are cut, and lead to no memory that is not the tensors'. Not
     differentiable.
 
+    Every warp reads the bounds by itself: nothing may write them while the product runs, as nothing may write `a`.
+
     Args:
         a: [s, k] or [g, m, k] float8_e4m3fn, unit stride along k; row and group strides as for `fp8_gemm`, and the
             latter a multiple of the former.
