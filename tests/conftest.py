@@ -29,6 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nvrtc", action="append", metavar="VERSION", help="every default kernel with this NVRTC")
 
 
+def pytest_configure() -> None:
+    """One of several processes of a run takes one core: threads that wait for theirs are as busy as those that work."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+        torch.set_num_threads(1)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := missing_hopper()):
         pytest.skip(reason)
