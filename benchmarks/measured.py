@@ -8,6 +8,7 @@ newest time of the config that the selector chooses there. Invariant: a run with
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +64,7 @@ def _times(data: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
             yield str(Shape(row["m"], row["n"], row["k"])), row["config"], row["results"]["deep_tile"]["us"]
 
 
+@cache
 def _choice(gpu: Hardware, shape: str) -> str:
     problem = GemmProblem(*Shape.parse(shape), num_sms=gpu.num_sms)
     return candidates(bucketed(problem), gpu)[0][1].name

@@ -2,9 +2,11 @@
 
 import functools
 import os
+import pickle
 
 import pytest
 import torch
+from filelock import FileLock
 
 from deep_tile.tools import cli
 
@@ -27,6 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nvrtc", action="append", metavar="VERSION", help="every default kernel with this NVRTC")
 
 
+def pytest_configure() -> None:
+    """One of several processes of a run takes one core: threads that wait for theirs are as busy as those that work."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+        torch.set_num_threads(1)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := missing_hopper()):
         pytest.skip(reason)
@@ -38,11 +47,31 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return len(os.sched_getaffinity(0)) if missing_hopper() else 0
 
 
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory):
+    """One folder for all processes of this run of pytest."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def made_once(run_folder):
+    """`made_once(name, make)` is what `make()` returns, called by the first process that asks, and pickled."""
+
+    def get(name: str, make):
+        file = run_folder / name
+        with FileLock(f"{file}.lock"):
+            if not file.exists():
+                file.write_bytes(pickle.dumps(make()))
+        return pickle.loads(file.read_bytes())
+
+    return get
+
+
 @pytest.fixture(scope="session", autouse=True)
-def kernel_cache(tmp_path_factory):
+def kernel_cache(run_folder):
     """One cache folder for the session, whose processes share it: kernels compile afresh, and once."""
-    session = tmp_path_factory.getbasetemp()
-    folder = (session.parent if "PYTEST_XDIST_WORKER" in os.environ else session) / "kernel_cache"
+    folder = run_folder / "kernel_cache"
     folder.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DEEP_TILE_CACHE_DIR", str(folder))

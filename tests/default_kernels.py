@@ -1,9 +1,13 @@
 """Every kernel the selector can choose, what must be true of each with any NVRTC, and its machine code."""
 
 import re
+import subprocess
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 import pytest
+from cuda.pathfinder import find_nvidia_binary_utility
 
 from deep_tile import jit, sass
 from deep_tile.config import GemmConfig
@@ -13,6 +17,8 @@ from deep_tile.select.groups import all_grouped_configs
 DEFAULT_CONFIGS = (*default_configs(True), *default_configs(False), *all_grouped_configs())
 
 SM_REGISTERS = 64 * 1024
+
+INSTRUCTION_BYTES = 16
 
 PREFETCHED_CODE_BYTES = 64 * 1024
 """What a launch brings along; of more code, none."""
@@ -42,4 +48,25 @@ def disassembly(cubin: bytes, folder: Path) -> list[str]:
     text = jit.disassemble(path)
     if text is None:
         pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
-    return [line.strip() for line in text.decode().splitlines() if re.match(r"\s*/\*[0-9a-f]{4,5}\*/", line)]
+    return instruction_lines(text.decode())
+
+
+def disassemblies(cubins: Iterable[bytes], folder: Path) -> list[list[str]]:
+    """The same of many kernels, whose code nvdisasm reads as one: a tenth of the work, most of which is its start.
+
+    Addresses are counted from the first kernel on, and jumps have no labels.
+    """
+    disassembler = find_nvidia_binary_utility("nvdisasm")
+    if disassembler is None:
+        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
+    codes = [cubin[section] for cubin in cubins for section in sass.code_sections(cubin)]
+    path = folder / "code"
+    path.write_bytes(b"".join(codes))
+    command = [disassembler, "--binary", "SM90a", path]
+    text = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
+    lines = iter(instruction_lines(text))
+    return [list(islice(lines, len(code) // INSTRUCTION_BYTES)) for code in codes]
+
+
+def instruction_lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if re.match(r"\s*/\*[0-9a-f]{4,}\*/", line)]

@@ -313,7 +313,7 @@ def needed_configs(n: int, k: int, max_m: int) -> set[GemmConfig]:
     return {choose(GemmProblem(m, n, k, 132, tma_store=n % 8 == 0)) for m in range(1, max_m + 1)}
 
 
-@pytest.mark.parametrize("shape", [(576, 7168, 300), (2112, 512, 4096), (100, 640, 9)])
+@pytest.mark.parametrize("shape", [(576, 7168, 300), (2112, 512, 600), (100, 640, 9)])
 def test_precompile_compiles_what_can_be_needed_and_only_once(shape, no_gpu_and_no_kernels):
     result = precompile([shape], workers=2)
     assert set(result.configs) == needed_configs(*shape)

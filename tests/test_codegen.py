@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from cuda.pathfinder import find_nvidia_binary_utility
-from default_kernels import DEFAULT_CONFIGS, flaws
+from default_kernels import DEFAULT_CONFIGS, disassemblies, flaws
 
 from deep_tile import jit, sass
 from deep_tile.codegen import kernel_source
@@ -24,8 +23,8 @@ MULTICAST_CONFIGS = tuple(config for config in DEFAULT_CONFIGS if config.multica
 each_default_config = pytest.mark.parametrize("config", DEFAULT_CONFIGS, ids=lambda config: config.name)
 
 
-@pytest.fixture(scope="module")
-def compiled():
+@pytest.fixture(scope="session")
+def compiled(made_once):
     """Every default kernel, compiled on all cores: config -> jit.Compiled, or the error."""
 
     def compile_one(config):
@@ -34,24 +33,22 @@ def compiled():
         except jit.CompileError as error:
             return error
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(DEFAULT_CONFIGS, pool.map(compile_one, DEFAULT_CONFIGS), strict=True))
+    def compile_all():
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(compile_one, DEFAULT_CONFIGS))
+
+    return dict(zip(DEFAULT_CONFIGS, made_once("default_kernels", compile_all), strict=True))
 
 
-@pytest.fixture(scope="module")
-def listings(compiled, tmp_path_factory):
+@pytest.fixture(scope="session")
+def listings(compiled, made_once, tmp_path_factory):
     """The machine code of every default kernel, as text: config -> what nvdisasm prints."""
-    if find_nvidia_binary_utility("nvdisasm") is None:
-        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
-    directory = tmp_path_factory.mktemp("cubins")
 
-    def disassemble(config):
-        cubin = directory / f"{config.name}.cubin"
-        cubin.write_bytes(compiled[config].cubin)
-        return jit.disassemble(cubin).decode()
+    def disassemble_all():
+        cubins = [compiled[config].cubin for config in DEFAULT_CONFIGS]
+        return ["\n".join(lines) for lines in disassemblies(cubins, tmp_path_factory.mktemp("code"))]
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(DEFAULT_CONFIGS, pool.map(disassemble, DEFAULT_CONFIGS), strict=True))
+    return dict(zip(DEFAULT_CONFIGS, made_once("listings", disassemble_all), strict=True))
 
 
 @each_default_config

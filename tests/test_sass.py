@@ -7,7 +7,7 @@ import re
 import struct
 
 import pytest
-from default_kernels import disassembly
+from default_kernels import disassemblies, disassembly
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,6 +60,13 @@ def test_the_program_is_the_same(kernel, tmp_path):
     plain, quick = (disassembly(cubin, tmp_path) for cubin in kernel)
     assert plain != quick
     assert [line.replace(".reuse", "") for line in plain] == [line.replace(".reuse", "") for line in quick]
+
+
+def test_all_code_is_found(kernel, tmp_path):
+    """By `code_sections`, as nvdisasm finds it in the whole file; it gives jumps labels there."""
+    (found,) = disassemblies(kernel[:1], tmp_path)
+    for line, wanted in zip(found, disassembly(kernel[0], tmp_path), strict=True):
+        assert line == wanted or "`(.L" in wanted and line.split()[:-2] == wanted.split()[:-2]
 
 
 def test_what_is_kept_is_what_the_next_instruction_reads(kernel, tmp_path):
