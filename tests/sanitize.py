@@ -14,13 +14,23 @@ of them; that there are none is what the NaN around the inputs of all other GPU 
 
 import sys
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from helpers import Operands, assert_accurate, exact_product, make_operands
 
-from deep_tile import GemmConfig, combine, fp8_gemm, per_block_cast_to_fp8, per_token_cast_to_fp8, silu_mul_cast_to_fp8
+from deep_tile import (
+    GemmConfig,
+    combine,
+    fp8_gemm,
+    fp8_grouped_gemm,
+    per_block_cast_to_fp8,
+    per_token_cast_to_fp8,
+    silu_mul_cast_to_fp8,
+)
 from deep_tile.config import round_up
+from deep_tile.select.groups import all_grouped_configs
 
 
 class Case(NamedTuple):
@@ -91,6 +101,10 @@ ends inside a block, ragged edges, several waves, clusters that overhang the mat
 requested at first."""
 
 
+GROUPS = (64, 0, 1, 130, 15, 5)
+"""Rows of groups: whole tiles, none, one row, more than a tile, short of a box."""
+
+
 CASTS = (
     *((torch.bfloat16, 70, 304), (torch.float32, 130, 260), (torch.float16, 3, 128)),
     *((torch.bfloat16, 129, 131), (torch.float32, 129, 130), (torch.float16, 5, 77)),
@@ -121,6 +135,34 @@ def run(case: Case, device: str = "cuda") -> None:
     on_device = tight_operands(operands, device, m_major=case.config.bulk_scales)
     fp8_gemm(*on_device, out[:, : case.n], config=case.config, num_sms=case.num_sms)
     assert_accurate(out.cpu()[:, : case.n], exact_product(operands))
+
+
+def run_groups(config: GemmConfig, device: str = "cuda") -> None:
+    """Groups of `config`'s layout, one after the other or each in rows of its own. Raises AssertionError."""
+    n, k, room = 264 if config.tma_store else 261, 400, max(GROUPS) + 3
+    ends = list(accumulate(GROUPS))
+    begins = [end - size for end, size in zip(ends, GROUPS, strict=True)]
+    if config.by_counts:
+        begins = [group * room for group in range(len(GROUPS))]
+    total = len(GROUPS) * room if config.by_counts else ends[-1] + 7
+    rows, weights = make_operands(total, 1, k), [make_operands(1, n, k)[2:] for _ in GROUPS]
+    a, a_scale = tight(rows.a, device, 16), tight(rows.a_scale, device)
+    b = torch.stack([b for b, _ in weights]).to(device)
+    b_scale = torch.stack([scale for _, scale in weights]).to(device)
+    out = torch.full((total, n), float("nan"), dtype=torch.bfloat16).to(device)
+    bounds = torch.tensor(GROUPS if config.by_counts else ends, dtype=torch.int32).to(device)
+    if config.by_counts:
+        a, a_scale, into = (x.unflatten(0, (len(GROUPS), room)) for x in (a, a_scale, out))
+        fp8_grouped_gemm(a, a_scale, b, b_scale, counts=bounds, out=into, config=config, num_sms=3)
+    else:
+        fp8_grouped_gemm(a, a_scale, b, b_scale, bounds, out, config=config, num_sms=3)
+    results = out.cpu()
+    for begin, size, weight in zip(begins, GROUPS, weights, strict=True):
+        group = Operands(rows.a[begin : begin + size], rows.a_scale[begin : begin + size], *weight)
+        if size:
+            assert_accurate(results[begin : begin + size], exact_product(group))
+        results[begin : begin + size] = float("nan")
+    assert results.isnan().all(), "wrote rows that belong to no group"
 
 
 def run_casts(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda") -> None:
@@ -173,6 +215,9 @@ def main() -> int:
     for case in CASES:
         print(case.config.name, *case[1:], flush=True)
         failures += failed(run, case)
+    for config in all_grouped_configs():
+        print(config.name, *GROUPS, flush=True)
+        failures += failed(run_groups, config)
     for cast in CASTS:
         print("casts of", *cast, flush=True)
         failures += failed(run_casts, *cast)

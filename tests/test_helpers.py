@@ -10,6 +10,7 @@ from deep_tile import GemmConfig, fp8_gemm
 from deep_tile.config import ceil_div
 from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import default_configs
+from deep_tile.select.groups import grouped_configs
 from deep_tile.select.schedule import cluster_tiles
 
 M, N, K = 150, 300, 520
@@ -130,6 +131,11 @@ def test_exact_product_of_some_rows_and_columns(operands, exact):
     rows, columns = torch.tensor([0, 149, 7]), torch.tensor([299, 128])
     part = exact_product(operands, rows, columns)
     assert torch.allclose(part.value, exact.value[rows][:, columns], rtol=1e-12)
+
+
+@pytest.mark.parametrize("config", [grouped_configs("offs")[0], grouped_configs("counts", False)[0]])
+def test_sanitizer_case_of_groups_is_right(config):
+    sanitize.run_groups(config, "cpu")
 
 
 @pytest.mark.parametrize("case", sanitize.CASES, ids=lambda case: case.config.name)
