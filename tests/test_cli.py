@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import io
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda.core import Program, ProgramOptions
 
 import deep_tile
 from deep_tile import _launcher, jit, sass, settings
@@ -35,9 +37,35 @@ def forget():
         remembered.cache_clear()
 
 
+class CompiledOnce:
+    """cuda.core's Program of a source and a name; compiled again, it has the same code and log at once."""
+
+    def __init__(self, source: str, language: str, options: ProgramOptions):
+        self._program, self._made = Program(source, language, options=options), None
+        self.handle = self._program.handle
+
+    def compile(self, target: str, logs: io.StringIO):
+        if self._made is None:
+            log = io.StringIO()
+            self._made = self._program.compile(target, logs=log), log.getvalue()
+        code, text = self._made
+        logs.write(text)
+        return code
+
+
+programs: dict[tuple[str, str], CompiledOnce] = {}
+"""Of all tests in this file, most of which want the same few kernels."""
+
+
+def remembered_program(source: str, language: str, options: ProgramOptions) -> CompiledOnce:
+    key = source, options.name
+    return programs.get(key) or programs.setdefault(key, CompiledOnce(source, language, options))
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache directory, not created yet, and no GPU."""
+    """An empty cache directory, not created yet, an NVRTC that compiles no source twice, and no GPU."""
+    monkeypatch.setattr(jit, "_compiler", lambda: (remembered_program, ProgramOptions))
     monkeypatch.setenv("DEEP_TILE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(deep_tile, "is_available", lambda: (False, NO_GPU))
     forget()
