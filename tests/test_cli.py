@@ -260,7 +260,8 @@ def test_doctor_fails_without_a_compiler(call, monkeypatch):
     assert found["compiler"]["status"] == "fail"
     assert found["compiler"]["seen"] == "CompileError: NVRTC 99 cannot compile"
     assert "deep_tile[cu13]" in found["compiler"]["remedy"]
-    assert "deep_tile[cu13]" in call("doctor")[1]  # brackets reach the reader
+    printed = call("doctor")[1]
+    assert "cannot work here" in printed and "deep_tile[cu13]" in printed  # brackets reach the reader
 
 
 def test_doctor_fails_where_a_kernel_may_hang(call, monkeypatch):
@@ -463,7 +464,6 @@ def test_doctor_without_torch_says_how_to_get_it(cache):
     failing = {finding["subject"]: finding["remedy"] for finding in report["findings"] if finding["status"] == "fail"}
     assert (finished.returncode, finished.stderr) == (1, "")
     assert failing == dict.fromkeys(("PyTorch", "GPU", "product"), "pip install torch")
-    assert "cannot work here" in run_without("torch", "doctor").stdout
 
 
 def test_bug_in_an_import_is_not_taken_for_a_missing_package():
