@@ -28,9 +28,26 @@ def test_wrong_twice(untidy): assert False
 """
 
 
-def outcome_of(folder: Path) -> dict:
-    """What run_tests says of a folder, asked in a process of its own."""
-    program = f"import json, pathlib, run_gpu; print(json.dumps(run_gpu.run_tests(pathlib.Path({str(folder)!r}))))"
+MADE_UP = {
+    "outcomes": OUTCOMES,
+    "right": "import pytest\n@pytest.mark.gpu\ndef test_right(): pass",
+    "nothing_ran": "def test_of_no_gpu(): pass",
+    "cannot_be_collected": "import nothing_of_that_name",
+}
+"""Files of tests by name; each is alone in a folder."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[str, dict]:
+    """What run_tests says of each folder, asked in a process of its own."""
+    folder = tmp_path_factory.mktemp("made_up")
+    for name, text in MADE_UP.items():
+        (folder / name).mkdir()
+        (folder / name / f"test_{name}.py").write_text(text)
+    program = (
+        "import json, pathlib, run_gpu\n"
+        f"print(json.dumps({{name: run_gpu.run_tests(pathlib.Path(name)) for name in {list(MADE_UP)}}}))"
+    )
     result = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -42,9 +59,8 @@ def outcome_of(folder: Path) -> dict:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_outcomes_are_counted(tmp_path):
-    (tmp_path / "test_outcomes.py").write_text(OUTCOMES)
-    outcome = outcome_of(tmp_path)
+def test_outcomes_are_counted(outcomes):
+    outcome = outcomes["outcomes"]
     assert (outcome["ok"], outcome["passed"], outcome["failed"], outcome["skipped"]) == (False, 1, 3, 1)
     assert [name.split("::")[1] for name in outcome["failures"]] == [
         "test_without_fixture",
@@ -55,18 +71,10 @@ def test_outcomes_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "ok", "failed"),
-    [
-        ("import pytest\n@pytest.mark.gpu\ndef test_right(): pass", True, 0),
-        ("def test_of_no_gpu(): pass", False, 0),
-        ("import nothing_of_that_name", False, 1),
-    ],
-    ids=["right", "nothing ran", "cannot be collected"],
+    ("name", "ok", "failed"), [("right", True, 0), ("nothing_ran", False, 0), ("cannot_be_collected", False, 1)]
 )
-def test_ok_means_that_tests_ran_and_passed(text, ok, failed, tmp_path):
-    (tmp_path / "test_some.py").write_text(text)
-    outcome = outcome_of(tmp_path)
-    assert (outcome["ok"], outcome["failed"]) == (ok, failed)
+def test_ok_means_that_tests_ran_and_passed(name, ok, failed, outcomes):
+    assert (outcomes[name]["ok"], outcomes[name]["failed"]) == (ok, failed)
 
 
 @pytest.mark.parametrize(
