@@ -44,19 +44,20 @@ def _some_kernels():
 
 
 @pytest.fixture(scope="session")
-def library(nvrtc, pytestconfig):
+def library(nvrtc, made_once, pytestconfig):
     try:
-        return other_nvrtc.fetch(nvrtc, pytestconfig.cache.mkdir("nvrtc"))
+        return made_once(f"nvrtc_{nvrtc}", lambda: other_nvrtc.fetch(nvrtc, pytestconfig.cache.mkdir("nvrtc")))
     except other_nvrtc.NoWheel as reason:
         pytest.skip(str(reason))
 
 
 @pytest.fixture(scope="session")
-def compiled(library, pytestconfig):
+def compiled(nvrtc, library, made_once, pytestconfig):
     """Kernels by config."""
     every = pytestconfig.option.all_compilers or pytestconfig.option.nvrtc
     configs = DEFAULT_CONFIGS if every else _some_kernels()
-    kernels = other_nvrtc.compile_kernels(library, {config.name: kernel_source(config) for config in configs})
+    sources = {config.name: kernel_source(config) for config in configs}
+    kernels = made_once(f"kernels_of_{nvrtc}", lambda: other_nvrtc.compile_kernels(library, sources))
     return {config: kernels[config.name] for config in configs}
 
 
