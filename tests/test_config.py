@@ -250,9 +250,13 @@ def test_every_cpp_field_is_given_and_no_other():
 def test_every_choice_of_a_config_reaches_the_kernel():
     config = GemmConfig(128, 96, 3, 1, 2, store_buffers=1, tma_store=False)
     given = initializers(config)
-    named = {"kind", "output"}  # the kernel is made of them: its WGMMAs, the bytes of its buffers
+    # The kernel is made of the first two: its WGMMAs, the bytes of its buffers. The third is two booleans there.
+    named = {"kind", "output", "grouping"}
     for field in (field for field in dataclasses.fields(GemmConfig) if field.name not in named):
         assert given[field.name] == str(getattr(config, field.name)).lower(), field.name
+    for grouping, wanted in (("none", ["false"] * 2), ("offs", ["true", "false"]), ("counts", ["false", "true"])):
+        given = initializers(GemmConfig(128, 96, 3, grouping=grouping))
+        assert [given[name] for name in ("by_offs", "by_counts")] == wanted
 
 
 def fields_of_shared_storage() -> set[str]:
