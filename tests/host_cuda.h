@@ -1,16 +1,16 @@
-// What a cast's kernel needs of CUDA, on a CPU: its threads are threads, one thread block after the other.
+// What a cast's kernel needs of CUDA, on a CPU: its threads are fibers, one thread block after the other.
 //
 // test_cast_kernels.py writes a kernel's text after this. PTX that a cast uses is here as `host_*`; the text's own
 // inline assembly is replaced by calls of these.
 #pragma once
 
-#include <barrier>
+#include <ucontext.h>
+
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -32,7 +32,7 @@ struct Index {
     unsigned x;
 };
 
-inline thread_local Index threadIdx, blockIdx, blockDim, gridDim;
+inline Index threadIdx, blockIdx, blockDim, gridDim;
 
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
@@ -41,23 +41,80 @@ inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigne
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline unsigned long long __cvta_generic_to_shared(const void*) { return 0; }
 
+// Threads of which one runs until it waits; then the next one does, or in every second launch the one before it: where
+// a kernel does not wait though it should, one of the two orders shows it.
+class Fibers {
+   public:
+    // Runs `thread` in all of them. They must all wait for each other before they end.
+    void run(unsigned threads, std::function<void()> thread) {
+        thread_ = std::move(thread);
+        left_ = threads;
+        step_ = step_ == 1 ? threads - 1 : 1;
+        contexts_.resize(threads);
+        stacks_.resize(threads, std::vector<char>(1 << 16));
+        for (unsigned i = 0; i < threads; ++i) {
+            getcontext(&contexts_[i]);
+            contexts_[i].uc_stack.ss_sp = stacks_[i].data();
+            contexts_[i].uc_stack.ss_size = stacks_[i].size();
+            makecontext(&contexts_[i], begin, 0);
+        }
+        threadIdx = {0};
+        swapcontext(&caller_, &contexts_[0]);
+    }
+
+    // Goes on when it is this thread's turn again.
+    void yield() {
+        const unsigned self = threadIdx.x;
+        swapcontext(&contexts_[self], next());
+        threadIdx = {self};
+    }
+
+   private:
+    static void begin();
+
+    ucontext_t* next() {
+        threadIdx = {(threadIdx.x + step_) % static_cast<unsigned>(contexts_.size())};
+        return &contexts_[threadIdx.x];
+    }
+
+    std::function<void()> thread_;
+    unsigned left_, step_ = 0;
+    ucontext_t caller_;
+    std::vector<ucontext_t> contexts_;
+    std::vector<std::vector<char>> stacks_;
+};
+
+inline Fibers fibers;
+
+inline void Fibers::begin() {
+    fibers.thread_();
+    setcontext(--fibers.left_ == 0 ? &fibers.caller_ : fibers.next());
+}
+
 // Threads that meet: a thread block, or the lanes of a mask in one of its warps.
 class Meeting {
    public:
-    explicit Meeting(int threads) : barrier_(threads) {}
-    void wait() { barrier_.arrive_and_wait(); }
+    explicit Meeting(unsigned threads) : threads_(threads) {}
+
+    void wait() {
+        const unsigned phase = phase_;
+        if (++arrived_ == threads_) {
+            arrived_ = 0;
+            ++phase_;
+        }
+        while (phase_ == phase) fibers.yield();
+    }
+
     unsigned values[32];
 
    private:
-    std::barrier<> barrier_;
+    unsigned threads_, arrived_ = 0, phase_ = 0;
 };
 
 inline std::unique_ptr<Meeting> block_meeting;
 inline std::map<std::pair<unsigned, unsigned>, std::unique_ptr<Meeting>> warp_meetings;
-inline std::mutex warp_meetings_mutex;
 
 inline Meeting& meeting_of(unsigned mask) {
-    const std::lock_guard lock(warp_meetings_mutex);
     auto& meeting = warp_meetings[{threadIdx.x / 32, mask}];
     if (!meeting) meeting = std::make_unique<Meeting>(__builtin_popcount(mask));
     return *meeting;
@@ -121,16 +178,12 @@ template <typename Params>
 void host_launch(void (*kernel)(Params), const Params& params, unsigned grid, unsigned threads) {
     block_meeting = std::make_unique<Meeting>(threads);
     warp_meetings.clear();
-    std::vector<std::thread> running;
-    for (unsigned thread = 0; thread < threads; ++thread) {
-        running.emplace_back([=] {
-            threadIdx = {thread}, blockDim = {threads}, gridDim = {grid};
-            for (unsigned block = 0; block < grid; ++block) {
-                blockIdx = {block};
-                kernel(params);
-                block_meeting->wait();
-            }
-        });
-    }
-    for (auto& thread : running) thread.join();
+    blockDim = {threads}, gridDim = {grid};
+    fibers.run(threads, [=] {
+        for (unsigned block = 0; block < grid; ++block) {
+            blockIdx = {block};
+            kernel(params);
+            block_meeting->wait();
+        }
+    });
 }
