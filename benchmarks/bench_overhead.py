@@ -158,11 +158,18 @@ def main(arguments: Iterable[str] | None = None) -> None:
     if options.first_calls:
         print(json.dumps(first_calls()))
         return
-    torch.set_grad_enabled(False)  # as engines do
+    with torch.no_grad():  # as engines do
+        result = measured()
+    if options.out:
+        store.save(options.out, result)
+    Console().print_json(data=result)
+
+
+def measured() -> dict:
     calls, unsupported = host_calls()
     with tempfile.TemporaryDirectory() as cache:
         first = {state: first_calls_in_fresh_process(cache) for state in ("cold", "disk")}
-    result = {
+    return {
         "shape": str(HOST_SHAPE),
         "host_us": host_us(calls),
         "host_parts_us": host_us(host_parts()),
@@ -170,9 +177,6 @@ def main(arguments: Iterable[str] | None = None) -> None:
         "first_calls": first,
         "meta": describe_run(),
     }
-    if options.out:
-        store.save(options.out, result)
-    Console().print_json(data=result)
 
 
 if __name__ == "__main__":

@@ -349,14 +349,15 @@ def _cast_unknown(
     if out_rows.shape[0] > 1 and out_rows.stride(0) < out_rows.shape[1]:
         columns = out_rows.shape[1]
         raise ValueError(f"rows of out overlap: strides {out.stride()} for {columns} columns. Pass a dense out")
-    if _needs_kernel(x):
+    if _needs_kernel(x, out):
         _cast_by_kernel(x, options, out, scale, lists)
     else:
         _definition(_as_matrix(x), options, out_rows, scale_rows, lists)
 
 
-def _needs_kernel(x: torch.Tensor) -> bool:
-    return bool(x.numel()) and x.device.type == "cuda" and launches.is_hopper(x.get_device())
+def _needs_kernel(x: torch.Tensor, out: torch.Tensor) -> bool:
+    """Tensors without memory, which no kernel is launched with, are left to torch."""
+    return bool(x.numel() and out.numel()) and x.is_cuda and launches.is_hopper(x.get_device())
 
 
 def _check_target(name: str, target: torch.Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
