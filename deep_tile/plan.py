@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from deep_tile import _launcher, jit, params, watch
 from deep_tile.codegen import kernel_source
-from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile.config import MMA_M, SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.params import MapLayout, Place
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose, tuned
@@ -251,7 +251,7 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
         (b_maps, "b", _operand_map(k, b_rows, layout.b_stride, config.block_n // config.cluster_m)),
     ]
     if a_tail_rows:
-        maps.append((a_maps + params.MAP_BYTES, "a", _operand_map(k, m, layout.a_stride, a_tail_rows)))
+        maps.append((a_maps + params.MAP_BYTES, "a", _operand_map(k, a_rows, layout.a_stride, a_tail_rows)))
     if b_tail_rows:
         maps.append((b_maps + params.MAP_BYTES, "b", _operand_map(k, b_rows, layout.b_stride, b_tail_rows)))
     if narrow_columns(config, problem):
@@ -275,16 +275,17 @@ def operand_tails(problem: GemmProblem, config: GemmConfig) -> tuple[int, int]:
 
     A last tile of fewer rows than the others has a map of its own, which the kernel takes for granted: without one it
     stops, and with rows that do not fit it waits for ever. Of groups, whose rows the host does not know, each tile's
-    box of `a` is whole.
+    box of `a` is whole, or that of a half tile.
 
     Raises:
         ValueError: rows that do not fit.
     """
     wide_n = problem.n - narrow_columns(config, problem) * config.narrow_n
-    return (
-        0 if config.is_grouped else _checked_tail("a", problem.m, config.block_m, config.cluster_n),
-        _checked_tail("b", wide_n, config.block_n, config.cluster_m),
-    )
+    if config.is_grouped:
+        a_tail = MMA_M if config.halves else 0
+    else:
+        a_tail = _checked_tail("a", problem.m, config.block_m, config.cluster_n)
+    return a_tail, _checked_tail("b", wide_n, config.block_n, config.cluster_m)
 
 
 def _checked_tail(operand: str, rows: int, tile_rows: int, sharers: int) -> int:

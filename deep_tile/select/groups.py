@@ -17,16 +17,19 @@ from deep_tile.select.defaults import deepest_config
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.schedule import blocks_per_tile, cluster_slots
 
-_TILES = ((64, 32, 2), (64, 64, 2), (64, 128, 1), (128, 128, 1), (128, 192, 1), (128, 256, 1))
-"""(block_m, block_n, scale_blocks)."""
+_TILES = (
+    *((64, 32, 2, False), (64, 64, 2, False), (64, 128, 1, False)),
+    *((128, 128, 1, False), (128, 192, 1, False), (128, 256, 1, False), (128, 256, 1, True)),
+)
+"""(block_m, block_n, scale_blocks, halves)."""
 
 
 @lru_cache(maxsize=4)
 def grouped_configs(layout: str, tma_store: bool = True) -> tuple[GemmConfig, ...]:
     """Every config that a grouped product can be given; `layout` is one of `kinds.GROUPINGS` but "none"."""
     return tuple(
-        deepest_config(block_m, block_n, tma_store, scale_blocks=scale_blocks, grouping=layout)
-        for block_m, block_n, scale_blocks in _TILES
+        deepest_config(block_m, block_n, tma_store, scale_blocks=scale_blocks, grouping=layout, halves=halves)
+        for block_m, block_n, scale_blocks, halves in _TILES
     )
 
 
@@ -47,7 +50,7 @@ def expected_tiles(rows: float, block_m: int) -> float:
 def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> float:
     """Predicted microseconds: waves of tiles and bytes through HBM, which overlap as in dense products (cost.py)."""
     groups, model = problem.groups, calibration(problem.kind)
-    times = tile_times(replace(config, grouping="none"), hardware)
+    times = tile_times(replace(config, grouping="none", halves=False), hardware)
     tiles = groups.count * expected_tiles(groups.expected_rows, config.block_m) * ceil_div(problem.n, config.block_n)
     waves = max(1.0, tiles / cluster_slots(config, problem.num_sms))
     compute_us = (waves // 1 + (waves % 1 > 0)) * (times.block_us * blocks_per_tile(config, problem.k) + times.tile_us)

@@ -17,6 +17,9 @@ struct OperandBox {
 template <GemmConfig config>
 __device__ __forceinline__ OperandBox a_box(const GemmParams& params, Tile<config> tile) {
     // Rows behind a group's are read: they lie in L2, where the next group will look for them.
+    if constexpr (config.halves) {
+        if (tile.half) return {&params.a_maps[1], mma_m};
+    }
     if constexpr (config.grouped()) return {&params.a_maps[0], config.block_m / config.cluster_n};
     const bool last = tile.a_row() + config.block_m > params.m;
     const bool beyond = config.cluster_m > 1 && tile.a_row() >= params.m;
