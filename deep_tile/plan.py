@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from deep_tile import _launcher, jit, params, watch
 from deep_tile.codegen import kernel_source
-from deep_tile.config import MMA_M, SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.params import MapLayout, Place
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose, tuned
@@ -274,15 +274,15 @@ def operand_tails(problem: GemmProblem, config: GemmConfig) -> tuple[int, int]:
     """Rows of `a` and of `b` in the boxes of their last tiles, 0 where all tiles are full.
 
     A last tile of fewer rows than the others has a map of its own, which the kernel takes for granted: without one it
-    stops, and with rows that do not fit it waits for ever. Of groups, whose rows the host does not know, each tile's
-    box of `a` is whole, or that of a half tile.
+    stops, and with rows that do not fit it waits for ever. Of groups, whose rows the host does not know, a tile's box
+    of `a` is whole or a quarter of that.
 
     Raises:
         ValueError: rows that do not fit.
     """
     wide_n = problem.n - narrow_columns(config, problem) * config.narrow_n
     if config.is_grouped:
-        a_tail = MMA_M if config.halves else 0
+        a_tail = config.block_m // 4
     else:
         a_tail = _checked_tail("a", problem.m, config.block_m, config.cluster_n)
     return a_tail, _checked_tail("b", wide_n, config.block_n, config.cluster_m)

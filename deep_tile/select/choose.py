@@ -94,15 +94,20 @@ def choose(problem: GemmProblem, tuned: Tuned = UNTUNED) -> GemmConfig:
     """The config for a problem: that of its bucket. With groups, the fastest predicted for the rows that they are
     expected to have."""
     if problem.groups is not None:
-        return _choose_grouped(problem._replace(m=0))
+        return _choose_grouped(problem._replace(m=_power_of_two(problem.m)))
     bucket = bucketed(problem)
     return choose_bucket(bucket, tuned_choice(bucket, tuned))
 
 
 @lru_cache(maxsize=4_096)
 def _choose_grouped(problem: GemmProblem) -> GemmConfig:
-    """Whatever m is: no tile depends on it."""
+    """Of m, a power of two, which tells how many groups can have rows."""
     return ranked(problem)[0][1]
+
+
+def _power_of_two(m: int) -> int:
+    """The nearest one that is not below m."""
+    return 1 << (m - 1).bit_length() if m > 0 else 1
 
 
 def configs_for(

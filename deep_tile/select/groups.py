@@ -1,16 +1,17 @@
 """Which config a grouped product gets. Pure functions, as choose.py, which asks here for problems with groups.
 
-What a tile takes is what the tile of a dense product takes, from whose kernel a grouped one differs in the schedule.
-How many tiles there are depends on rows that the host does not know: a group of r rows in the mean is taken for one
-whose rows are spread around that.
+A tile takes what it takes in a dense product, whose kernel differs in the schedule, or longer: its neighbours are of
+other groups, and share less of their operands in L2. How many tiles there are depends on rows that the host does not
+know: those of groups are taken to be spread around the mean.
 """
 
 from dataclasses import replace
 from functools import lru_cache
 from math import exp
+from typing import NamedTuple
 
-from deep_tile.config import GemmConfig, ceil_div
-from deep_tile.kinds import GROUPINGS
+from deep_tile.config import MMA_M, GemmConfig, ceil_div
+from deep_tile.kinds import GROUPINGS, K_BLOCK_BYTES
 from deep_tile.problem import GemmProblem
 from deep_tile.select.cost import calibration, launch_time, tile_times
 from deep_tile.select.defaults import deepest_config
@@ -22,6 +23,15 @@ _TILES = (
     *((128, 128, 1, False), (128, 192, 1, False), (128, 256, 1, False), (128, 256, 1, True)),
 )
 """(block_m, block_n, scale_blocks, halves)."""
+
+_SPREAD = (0.7, 1.0, 1.3)
+"""Rows of groups over their mean."""
+
+_OVERLAP = 2
+"""Exponent p of (compute**p + memory**p)**(1/p): tiles of groups wait for HBM more than those of one product."""
+
+_LAST_WAVE = 0.5
+"""Of a wave, what the busiest SM works longer than all do in the mean."""
 
 
 @lru_cache(maxsize=4)
@@ -41,29 +51,55 @@ def all_grouped_configs() -> tuple[GemmConfig, ...]:
     )
 
 
-def expected_tiles(rows: float, block_m: int) -> float:
-    """Rows of tiles of a group that has `rows` in the mean: half a tile more than these fill, where they fill one."""
-    filled = rows / block_m
-    return max(1 - exp(-rows), filled + min(filled, 1) / 2)
+class TileRows(NamedTuple):
+    """Rows of tiles of a group, in the mean: whole ones, and half ones that end it."""
+
+    whole: float
+    half: float
+
+
+def expected_tiles(rows: int, config: GemmConfig) -> TileRows:
+    """Of a group that has `rows` in the mean."""
+    whole = half = 0
+    for spread in _SPREAD:
+        drawn = max(1, round(rows * spread))
+        tiles = ceil_div(drawn, config.block_m)
+        ends_half = config.halves and drawn - (tiles - 1) * config.block_m <= MMA_M
+        whole, half = whole + tiles - ends_half, half + ends_half
+    return TileRows(whole / len(_SPREAD), half / len(_SPREAD))
+
+
+def active_groups(problem: GemmProblem) -> float:
+    """Groups that have rows, as far as the host can tell."""
+    groups = problem.groups
+    active = groups.count * (1 - exp(-groups.expected_rows))
+    return active if groups.layout == "counts" else max(1.0, min(active, problem.m / groups.expected_rows))
 
 
 def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> float:
-    """Predicted microseconds: waves of tiles and bytes through HBM, which overlap as in dense products (cost.py)."""
-    groups, model = problem.groups, calibration(problem.kind)
+    """Predicted microseconds: waves of tiles and bytes through HBM, which overlap."""
+    rows, columns = expected_tiles(problem.groups.expected_rows, config), ceil_div(problem.n, config.block_n)
+    whole_us, half_us = _tile_us(config, problem, config.block_m, hardware), _tile_us(config, problem, MMA_M, hardware)
+    tiles_us = rows.whole * whole_us + rows.half * half_us
+    waves = active_groups(problem) * columns * sum(rows) / cluster_slots(config, problem.num_sms)
+    compute_us = tiles_us / sum(rows) * (waves + _LAST_WAVE if waves > 1 else 1)
+    memory_us = calibration(problem.kind).memory_us + _bytes(problem) / hardware.hbm_tbps / 1e6
+    return launch_time(hardware, problem.kind) + (compute_us**_OVERLAP + memory_us**_OVERLAP) ** (1 / _OVERLAP)
+
+
+def _tile_us(config: GemmConfig, problem: GemmProblem, rows: int, hardware: Hardware) -> float:
+    """One tile of so many rows: its K blocks take what their products take, or their operands on the way from L2."""
     times = tile_times(replace(config, grouping="none", halves=False), hardware)
-    tiles = groups.count * expected_tiles(groups.expected_rows, config.block_m) * ceil_div(problem.n, config.block_n)
-    waves = max(1.0, tiles / cluster_slots(config, problem.num_sms))
-    compute_us = (waves // 1 + (waves % 1 > 0)) * (times.block_us * blocks_per_tile(config, problem.k) + times.tile_us)
-    memory_us = model.memory_us + _bytes(problem) / hardware.hbm_tbps / 1e6
-    overlap = model.overlap
-    return launch_time(hardware, problem.kind) + (compute_us**overlap + memory_us**overlap) ** (1 / overlap)
+    loaded_us = (rows + config.block_n) * K_BLOCK_BYTES / (hardware.l2_multicast_tbps / hardware.num_sms) / 1e6
+    block_us = max(times.block_us * rows / config.block_m, loaded_us)
+    return blocks_per_tile(config, problem.k) * block_us + times.tile_us
 
 
 def _bytes(problem: GemmProblem) -> float:
     """Through HBM at least: weights of groups that have rows, and the rows that are expected."""
-    groups = problem.groups
-    active, rows = groups.count * (1 - exp(-groups.expected_rows)), groups.count * groups.expected_rows
+    active = active_groups(problem)
     weights = active * problem.n * problem.k * problem.product.b.bytes
+    rows = active * problem.groups.expected_rows
     return weights + rows * (problem.k * problem.product.a.bytes + problem.n * problem.out.bytes)
 
 

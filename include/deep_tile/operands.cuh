@@ -5,22 +5,27 @@
 
 namespace deep_tile {
 
-// The boxes by which TMA fetches a tile's operands, or each half of one that two blocks share. The last tile's hold the
-// rows that there are, none if the tile lies beyond the matrix: what is in shared memory below them only makes rows and
-// columns that are not stored. Boxes that reach beyond the matrix make a K block take up to 1.7 times as long: 128x64 took
-// 94 us at 192x7168x16384, 59 at 256x7168x16384 (H200, 2026-11-22).
+// The boxes by which TMA fetches a tile's operands, or each half of one that two blocks share; `count` of them below each
+// other. The last tile's hold the rows that there are, none if the tile lies beyond the matrix: what is in shared memory
+// below them only makes rows and columns that are not stored. Boxes that reach beyond the matrix make a K block take up to
+// 1.7 times as long: 128x64 took 94 us at 192x7168x16384, 59 at 256x7168x16384 (H200, 2026-11-22).
 struct OperandBox {
     const TensorMap* map;
     int rows;
+    int count = 1;
 };
+
+// Of a group's tile, which is fetched in as many quarters as have rows of the group.
+template <GemmConfig config>
+constexpr int quarter_rows = config.block_m / 4;
 
 template <GemmConfig config>
 __device__ __forceinline__ OperandBox a_box(const GemmParams& params, Tile<config> tile) {
-    // Rows behind a group's are read: they lie in L2, where the next group will look for them.
-    if constexpr (config.halves) {
-        if (tile.half) return {&params.a_maps[1], mma_m};
+    if constexpr (config.grouped()) {
+        const int quarters = ceil_div(tile.end - tile.out, quarter_rows<config>);
+        if (quarters < 4) return {&params.a_maps[1], quarter_rows<config>, quarters};
+        return {&params.a_maps[0], config.block_m};
     }
-    if constexpr (config.grouped()) return {&params.a_maps[0], config.block_m / config.cluster_n};
     const bool last = tile.a_row() + config.block_m > params.m;
     const bool beyond = config.cluster_m > 1 && tile.a_row() >= params.m;
     return {&params.a_maps[last], beyond ? 0 : last ? params.a_tail_rows : config.block_m / config.cluster_n};
@@ -167,7 +172,7 @@ class OperandLoader {
 
     // What a stage will get: rows of both operands, and the scales that TMA copies.
     __device__ __forceinline__ void announce(int stage, int b_rows) const {
-        const u32 operands = (a_.rows * config.cluster_n + b_rows) * config.block_k;
+        const u32 operands = (a_.rows * a_.count * config.cluster_n + b_rows) * config.block_k;
         const u32 scales = scales_in_bulk<config>(params_, tile_) ? row_scale_bytes : 0;
         ptx::mbarrier_arrive_expect_tx(full(stage), operands + scales);
     }
@@ -184,8 +189,8 @@ class OperandLoader {
             if constexpr (shared && multicast) {
                 ptx::cp_async_bulk_tensor_load_multicast(smem, *operand.map, k, row + first, barrier, both_blocks);
             } else {
-                constexpr int boxes = shared ? 2 : 1;
-#pragma unroll
+                const int boxes = config.grouped() ? operand.count : shared ? 2 : 1;
+#pragma unroll config.grouped() ? 1 : 2
                 for (int box = 0; box < boxes; ++box) {
                     const int rows = box * operand.rows;
                     ptx::cp_async_bulk_tensor_load(smem + rows * scale_block, *operand.map, k, row + rows, barrier);
