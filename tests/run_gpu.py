@@ -27,7 +27,11 @@ ROOT = TESTS.parent
 REPORT = ROOT / "benchmarks" / "results" / "gpu_tests.json"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 TOOL_SECONDS = 900
-DRIVERS = {"fuzz": ("fuzz_gpu.py", "--seconds", "60"), "stress": ("stress.py", "--seconds", "60")}
+DRIVERS = {
+    "fuzz": ("fuzz_gpu.py", "--seconds", "60"),
+    "fuzz of groups": ("fuzz_groups.py", "--seconds", "40"),
+    "stress": ("stress.py", "--seconds", "60"),
+}
 DRIVER_SECONDS = 540
 PARTS = ("tests", *DRIVERS, *TOOLS)
 

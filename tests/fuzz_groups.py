@@ -1,0 +1,344 @@
+"""Any call of `fp8_grouped_gemm`, checked: values, rows that belong to no group, what lies around `out`, repeatability.
+
+    PYTHONPATH=. python tests/fuzz_groups.py --seconds 120 --out groups.json [--seed N] [--first-round R --rounds 1]
+
+Each round draws groups (none, one row, few, many rows, bounds that lie), sizes, layouts and a kernel, and multiplies
+twice beside element-wise kernels of another stream. Results are compared with products in FP32 on the GPU, and the
+counts of wrong elements are read now and then. A round depends on the seed and its number alone.
+
+Ends with status 0, or 1 when something was wrong, 3 when a product did not end within 20 s, 4 when the GPU failed.
+"""
+
+import argparse
+import contextlib
+import sys
+import time
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from campaign import (
+    HANG_SECONDS,
+    UNUSABLE,
+    Hang,
+    Report,
+    Watch,
+    arm_backstop,
+    begin,
+    disarm_backstop,
+    leave,
+    load_kernels,
+    on_gpu,
+    parser,
+    sms_of,
+)
+
+from deep_tile import GemmConfig, fp8_grouped_gemm
+from deep_tile.config import ceil_div, round_up
+from deep_tile.reference import group_rows
+from deep_tile.select.groups import all_grouped_configs, grouped_configs
+
+GROUPS = (1, 2, 3, 8, 16, 31, 32, 33, 64, 130, 400)
+MOST_ROWS, MOST_N, MOST_K, MOST_WEIGHTS = 3000, 520, 900, 1 << 25
+_MARGIN = 4096
+"""Elements of `out` before its first row and behind its last."""
+
+_POISON = -1
+_UNSETTLED, _UNDER_WAY = 64, 8
+_NAN_CODES = (0x7F, 0xFF)
+
+
+class Draw(NamedTuple):
+    """One product: what is needed to make it again."""
+
+    layout: str
+    groups: int
+    rows: int
+    bounds: tuple[int, ...] | None
+    alignment: int
+    n: int
+    k: int
+    out_stride: int
+    m_major: bool
+    expected_rows: int | None
+    config: str | None
+    num_sms: int | None
+    seed: int
+
+    @property
+    def total(self) -> int:
+        """Rows of `a` and `out`."""
+        return self.rows if self.layout == "offs" else self.rows * self.groups
+
+
+def draw(random: Random, number: int, num_sms: int) -> Draw:
+    layout = random.choice(("offs", "offs", "counts"))
+    groups = random.choice(GROUPS)
+    n = random.choice((8, 128, 136, 256, 384, random.randint(1, MOST_N), random.randint(1, MOST_N)))
+    k = min(random.choice((16, 128, 256, 384, random.randint(1, MOST_K))), MOST_WEIGHTS // (groups * n))
+    sizes = _sizes(random, groups)
+    alignment = random.choice((1, 1, 1, 16, 64, 128, 1024)) if layout == "offs" else 1
+    if layout == "offs":
+        ends, end = [], 0
+        for size in sizes:
+            end = round_up(end, alignment) + size
+            ends.append(end)
+        bounds, rows = tuple(ends), max(1, min(end, 4 * MOST_ROWS) + random.choice((0, 0, 1, 200)))
+    else:
+        room = max(1, min(max(sizes), 2 * MOST_ROWS // groups) + random.choice((0, 1, 9)))
+        bounds, rows = tuple(sizes) if random.random() < 0.9 else None, room
+    if bounds is not None and random.random() < 0.15:
+        lies = (-(2**31), -1, 0, rows, rows + 1, 2**31 - 1, random.randint(0, rows))
+        bounds = tuple(random.choice(lies) if random.random() < 0.4 else bound for bound in bounds)
+    out_stride = n + random.choice((0, 0, 0, 1, 8))
+    if random.random() < 0.6:
+        out_stride = round_up(out_stride, 8)
+    configs = grouped_configs(layout, out_stride % 8 == 0 and n % 8 == 0)
+    config = configs[number % len(configs)].name if random.random() < 0.7 else None
+    return Draw(
+        *(layout, groups, rows, bounds, alignment, n, max(k, 1), out_stride, random.random() < 0.5),
+        expected_rows=random.choice((None, 1, 20, 64, 130, 300, 5000)),
+        config=config,
+        num_sms=random.choice((None, None, 1, 2, 7, random.randint(1, num_sms))),
+        seed=random.randrange(2**31),
+    )
+
+
+def _sizes(random: Random, groups: int) -> list[int]:
+    mean = random.choice((0.3, 1, 5, 20, 64, 100, 130, 200, 400))
+    mean = min(mean, MOST_ROWS / groups)
+    how = random.choice(("even", "spread", "skewed", "edges"))
+    if how == "even":
+        return [max(1, round(mean))] * groups
+    if how == "edges":
+        edges = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 192)
+        return [random.choice(edges) if group < 64 else 0 for group in range(groups)]
+    if how == "spread":
+        return [round(random.uniform(0, 2 * mean)) for _ in range(groups)]
+    return [
+        min(MOST_ROWS, int(mean * random.expovariate(1) ** 3)) if random.random() < 0.7 else 0 for _ in range(groups)
+    ]
+
+
+class Pool:
+    """Codes and scales, made once, of which products get parts."""
+
+    def __init__(self, device: str, seed: int):
+        generator = torch.Generator(device).manual_seed(seed)
+        size = MOST_WEIGHTS + (1 << 20) * 8
+        codes = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator, device=device)
+        for nan in _NAN_CODES:
+            codes[codes == nan] = 0x40
+        self._codes = codes.view(torch.float8_e4m3fn)
+        self._scales = torch.exp2(torch.rand(1 << 22, generator=generator, device=device) * 4 - 2)
+
+    def codes(self, random: Random, *shape: int) -> torch.Tensor:
+        """Rows at multiples of 16 bytes."""
+        *rows, k = shape
+        stride, count = round_up(k, 16), 1
+        for size in rows:
+            count *= size
+        first = random.randrange(0, len(self._codes) - count * stride + 1, 16)
+        return self._codes[first : first + count * stride].view(*rows, stride)[..., :k]
+
+    def scales(self, random: Random, *shape: int) -> torch.Tensor:
+        count = 1
+        for size in shape:
+            count *= size
+        first = random.randrange(len(self._scales) - count + 1)
+        return self._scales[first : first + count].view(shape)
+
+
+class Product(NamedTuple):
+    """Operands of a draw, as the call takes them, and as the check does: all rows below each other."""
+
+    a: torch.Tensor
+    a_scale: torch.Tensor
+    b: torch.Tensor
+    b_scale: torch.Tensor
+    bounds: torch.Tensor | None
+
+
+def make(pool: Pool, drawn: Draw, device: str) -> Product:
+    random = Random(drawn.seed)
+    blocks = ceil_div(drawn.k, 128)
+    a = pool.codes(random, drawn.total, drawn.k)
+    a_scale = (
+        pool.scales(random, blocks, drawn.total).t() if drawn.m_major else pool.scales(random, drawn.total, blocks)
+    )
+    b = pool.codes(random, drawn.groups, drawn.n, drawn.k)
+    b_scale = pool.scales(random, drawn.groups, ceil_div(drawn.n, 128), blocks)
+    bounds = None if drawn.bounds is None else torch.tensor(drawn.bounds, dtype=torch.int32, device=device)
+    return Product(a, a_scale, b, b_scale, bounds)
+
+
+def guarded(drawn: Draw, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Poisoned memory, and `out` within it."""
+    size = drawn.total * drawn.out_stride + 2 * _MARGIN
+    buffer = torch.full((size,), _POISON, dtype=torch.int16, device=device).view(torch.bfloat16)
+    return buffer, buffer.as_strided((drawn.total, drawn.n), (drawn.out_stride, 1), _MARGIN)
+
+
+def multiply(product: Product, drawn: Draw, out: torch.Tensor) -> None:
+    options: dict[str, Any] = {"expected_rows": drawn.expected_rows, "num_sms": drawn.num_sms}
+    options["config"] = None if drawn.config is None else _CONFIGS[drawn.config]
+    if drawn.layout == "offs":
+        fp8_grouped_gemm(*product, out, alignment=drawn.alignment, **options)
+        return
+    split = (drawn.groups, drawn.rows)
+    a, a_scale, into = (x.unflatten(0, split) for x in (product.a, product.a_scale, out))
+    fp8_grouped_gemm(a, a_scale, product.b, product.b_scale, counts=product.bounds, out=into, **options)
+
+
+_CONFIGS: dict[str, GemmConfig] = {config.name: config for config in all_grouped_configs()}
+
+
+def living_rows(drawn: Draw) -> list[tuple[int, int, int]]:
+    """Group, first row and the one behind the last, of groups that have rows."""
+    bounds = None if drawn.bounds is None else torch.tensor(drawn.bounds, dtype=torch.int64)
+    ranges = group_rows(drawn.layout, bounds, drawn.groups, drawn.rows, drawn.alignment)
+    first = drawn.rows if drawn.layout == "counts" else 0
+    return [(g, g * first + start, g * first + stop) for g, (start, stop) in enumerate(ranges) if start < stop]
+
+
+def check(product: Product, drawn: Draw, buffer: torch.Tensor, out: torch.Tensor) -> dict[str, torch.Tensor]:
+    """How many elements are wrong, and how many were written that belong to no group; on the device."""
+    alive = torch.zeros(drawn.total, dtype=torch.bool)
+    wrong = torch.zeros((), dtype=torch.int64, device=out.device)
+    for groups in _batches(living_rows(drawn)):
+        wrong += _wrong_of(product, groups, out)
+        for _, first, last in groups:
+            alive[first:last] = True
+    mask = torch.zeros(len(buffer), dtype=torch.bool, device=out.device)
+    mask.as_strided(out.shape, out.stride(), _MARGIN)[:] = alive.to(out.device)[:, None]
+    stray = ((buffer.view(torch.int16) != _POISON) & ~mask).sum()
+    return {"values": wrong, "stray": stray}
+
+
+def _batches(ranges: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Groups of like sizes together, for one batched product each."""
+    by_size: dict[int, list[tuple[int, int, int]]] = {}
+    for group in ranges:
+        by_size.setdefault((group[2] - group[1]).bit_length(), []).append(group)
+    return list(by_size.values())
+
+
+def _wrong_of(product: Product, groups: list[tuple[int, int, int]], out: torch.Tensor) -> torch.Tensor:
+    most = max(last - first for _, first, last in groups)
+    device = out.device
+    index = torch.full((len(groups), most), -1, dtype=torch.int64)
+    for at, (_, first, last) in enumerate(groups):
+        index[at, : last - first] = torch.arange(first, last)
+    index = index.to(device)
+    present, rows = index >= 0, index.clamp(min=0)
+    k, n = product.a.shape[1], out.shape[1]
+    chosen = torch.tensor([group for group, _, _ in groups], device=device)
+    columns, blocks = torch.arange(n, device=device) // 128, torch.arange(k, device=device) // 128
+    a = product.a[rows].float() * product.a_scale[rows][..., blocks]
+    b = product.b[chosen].float() * product.b_scale[chosen][:, columns][..., blocks]
+    wanted, terms = a @ b.mT, a.abs() @ b.abs().mT
+    got = out[rows].float()
+    # BF16 rounds to 2^-9; FP8 WGMMA keeps some 13 bits of the largest term of a K block.
+    far = ~((got - wanted).abs() <= 2**-8 * wanted.abs() + 2**-10 * terms)
+    return (far & present[..., None]).sum()
+
+
+def noise(device: str) -> Any:
+    """Element-wise kernels in a stream of their own, a few for each product; on the CPU nothing."""
+    if not on_gpu(device):
+        return lambda: None
+    stream, x = torch.cuda.Stream(), torch.rand(1 << 22, device=device)
+
+    def enqueue() -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                x.mul_(1.0001).clamp_(max=1)
+
+    return enqueue
+
+
+class Fuzzer:
+    def __init__(self, arguments: argparse.Namespace, report: Report):
+        self._seed, self._device, self._report = arguments.seed, arguments.device, report
+        self._num_sms = sms_of(self._device)
+        self._watch, self._noise = Watch(self._device), noise(self._device)
+        self._pending: list[tuple[int, Draw, dict[str, torch.Tensor]]] = []
+        self.products = 0
+        self.configs: set[str] = set()
+
+    def load(self) -> None:
+        for name, text in load_kernels(_CONFIGS.values(), self._device).items():
+            self._report.find("not compiled", config=name, error=text[-600:])
+        self._pool = Pool(self._device, self._seed % 2**31)
+
+    def run_round(self, number: int) -> None:
+        drawn = draw(Random(f"{self._seed}:{number}"), number, self._num_sms)
+        product = make(self._pool, drawn, self._device)
+        buffer, out = guarded(drawn, self._device)
+        again_buffer, again = guarded(drawn, self._device)
+        self._noise()
+        multiply(product, drawn, out)
+        multiply(product, drawn, again)
+        faults = check(product, drawn, buffer, out)
+        faults["repeated"] = (buffer.view(torch.int16) != again_buffer.view(torch.int16)).sum()
+        self._pending.append((number, drawn, faults))
+        self._watch.add(f"round {number}:", drawn)
+        self._watch.drain(_UNDER_WAY)
+        self.products += 2
+        if drawn.config:
+            self.configs.add(drawn.config)
+        if len(self._pending) >= _UNSETTLED:
+            self.settle()
+
+    def settle(self) -> None:
+        self._watch.drain()
+        counts = [count for _, _, faults in self._pending for count in faults.values()]
+        found = iter(torch.stack(counts).tolist() if counts else ())
+        for number, drawn, faults in self._pending:
+            wrong = {kind: count for kind, count in zip(faults, found, strict=False) if count}
+            if wrong:
+                self._report.find("wrong", round=number, elements=wrong, draw=str(drawn))
+        self._pending.clear()
+
+    def suspects(self) -> list[str]:
+        return self._watch.suspects()
+
+
+def run(arguments: argparse.Namespace, report: Report) -> Fuzzer:
+    """All rounds, until time or their number is over."""
+    fuzzer = Fuzzer(arguments, report)
+    fuzzer.load()
+    end, number = time.monotonic() + arguments.seconds, arguments.first_round
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()) if on_gpu(arguments.device) else contextlib.nullcontext():
+            while number < arguments.first_round + arguments.rounds and time.monotonic() < end:
+                arm_backstop()
+                fuzzer.run_round(number)
+                number += 1
+            fuzzer.settle()
+    except Hang as hang:
+        report.find("hang", round=number, draw=str(hang), seconds=HANG_SECONDS)
+    except RuntimeError as error:  # the context is lost, and with it what was not read yet
+        report.find("failure", round=number, error=str(error), suspects=fuzzer.suspects())
+    finally:
+        disarm_backstop()
+    report.fields |= {"first_round": arguments.first_round, "rounds": number - arguments.first_round}
+    return fuzzer
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser(__doc__.splitlines()[0], seconds=60)
+    options.add_argument("--first-round", type=int, default=0)
+    options.add_argument("--rounds", type=int, default=sys.maxsize, help="at most")
+    chosen = options.parse_args(arguments)
+    reason = begin(chosen)
+    if reason:
+        print(f"fuzz_groups.py: {reason}", file=sys.stderr)
+        return UNUSABLE
+    report = Report("fuzz of groups", chosen)
+    fuzzer = run(chosen, report)
+    return leave(report.end(products=fuzzer.products, configs=len(fuzzer.configs)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
