@@ -60,7 +60,7 @@ def test_a_result_that_changes_is_found(monkeypatch, capsys):
     def multiply(product, drawn, out):
         right(product, drawn, out)
         if ranges := fuzz_groups.living_rows(drawn):
-            out[ranges[0][1], 0] *= 1 + torch.rand(()) / 512
+            out[ranges[0][1], 0] = torch.rand(())
 
     monkeypatch.setattr(fuzz_groups, "multiply", multiply)
     fuzz_groups.main([*SEED, "--rounds", "3"])
