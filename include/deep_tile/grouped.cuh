@@ -37,7 +37,6 @@ class GroupScheduler {
 
     __device__ __forceinline__ explicit GroupScheduler(const GemmParams& params)
         : params_(params),
-          columns_(ceil_div(params.n, config.block_n)),
           position_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {
         look_at(0);
     }
@@ -60,7 +59,8 @@ class GroupScheduler {
         }
         const int lane = __ffs(__ballot_sync(all_lanes, position_ < last_)) - 1;
         const int begin = uniform(begin_, lane), rows = uniform(rows_, lane);
-        return recorded(tile(first_group_ + lane, begin, rows, position_ - uniform(first_, lane)));
+        const int first = uniform(last_, lane) - tiles_of(rows);
+        return recorded(tile(first_group_ + lane, begin, rows, position_ - first));
     }
 
    private:
@@ -82,6 +82,11 @@ class GroupScheduler {
         return value;
     }
 
+    // Of tiles.
+    __device__ __forceinline__ int columns() const { return ceil_div(params_.n, config.block_n); }
+
+    __device__ __forceinline__ int tiles_of(int rows) const { return ceil_div(rows, config.block_m) * columns(); }
+
     __device__ __forceinline__ bool has_more() const { return first_group_ + warp_threads < params_.groups; }
 
     // Turns to the groups from `group` on, of which each lane takes one.
@@ -102,9 +107,7 @@ class GroupScheduler {
             begin_ = 0;
             rows_ = exists ? min(max(rows, 0), params_.m) : 0;
         }
-        const int tiles = ceil_div(rows_, config.block_m) * columns_;
-        last_ = tiles_ + scan<false>(tiles);
-        first_ = last_ - tiles;
+        last_ = tiles_ + scan<false>(tiles_of(rows_));
         tiles_ = __shfl_sync(all_lanes, last_, warp_threads - 1);
     }
 
@@ -112,8 +115,8 @@ class GroupScheduler {
     __device__ __forceinline__ Tile tile(int group, int begin, int rows, int within) const {
         const int panel_rows = 1 << params_.raster_rows_log2, height = ceil_div(rows, config.block_m);
         int first_row = 0;
-        while (within >= panel_rows * columns_) {
-            within -= panel_rows * columns_;
+        while (within >= panel_rows * columns()) {
+            within -= panel_rows * columns();
             first_row += panel_rows;
         }
         const int present_rows = min(panel_rows, height - first_row);
@@ -139,13 +142,12 @@ class GroupScheduler {
     }
 
     const GemmParams& params_;
-    const int columns_;  // of tiles
     int position_;       // among all tiles; a step before the first to begin with
     int first_group_;    // of those looked at
     int tiles_ = 0;      // of these and all before them
     int end_ = 0;        // of the last of them
     int begin_, rows_;   // of this lane's group
-    int first_, last_;   // its tiles, among all
+    int last_;           // of its tiles, among all: the one behind
 };
 
 }  // namespace deep_tile

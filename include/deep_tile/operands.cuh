@@ -5,30 +5,38 @@
 
 namespace deep_tile {
 
-// The boxes by which TMA fetches a tile's operands, or each half of one that two blocks share; `count` of them below each
-// other. The last tile's hold the rows that there are, none if the tile lies beyond the matrix: what is in shared memory
-// below them only makes rows and columns that are not stored. Boxes that reach beyond the matrix make a K block take up to
-// 1.7 times as long: 128x64 took 94 us at 192x7168x16384, 59 at 256x7168x16384 (H200, 2026-11-22).
+// The boxes by which TMA fetches a tile's operands, or each half of one that two blocks share. The last tile's hold the
+// rows that there are, none if the tile lies beyond the matrix: what is in shared memory below them only makes rows and
+// columns that are not stored. Boxes that reach beyond the matrix make a K block take up to 1.7 times as long: 128x64 took
+// 94 us at 192x7168x16384, 59 at 256x7168x16384 (H200, 2026-11-22).
 struct OperandBox {
     const TensorMap* map;
     int rows;
-    int count = 1;
 };
 
-// Of a group's tile, which is fetched in as many quarters as have rows of the group.
+// Those of `a` of a group's tile, below each other: as many quarters as have rows of the group, or, with all four, one.
 template <GemmConfig config>
-constexpr int quarter_rows = config.block_m / 4;
+struct QuarterBoxes {
+    static constexpr int quarter = config.block_m / 4;
+    int all_rows;
+
+    __device__ __forceinline__ bool is_whole() const { return all_rows == config.block_m; }
+    __device__ __forceinline__ int rows() const { return is_whole() ? config.block_m : quarter; }
+};
 
 template <GemmConfig config>
-__device__ __forceinline__ OperandBox a_box(const GemmParams& params, Tile<config> tile) {
+using ABoxes = typename Conditional<config.grouped(), QuarterBoxes<config>, OperandBox>::type;
+
+template <GemmConfig config>
+__device__ __forceinline__ ABoxes<config> a_box(const GemmParams& params, Tile<config> tile) {
     if constexpr (config.grouped()) {
-        const int quarters = ceil_div(tile.end - tile.out, quarter_rows<config>);
-        if (quarters < 4) return {&params.a_maps[1], quarter_rows<config>, quarters};
-        return {&params.a_maps[0], config.block_m};
+        constexpr int quarter = QuarterBoxes<config>::quarter;
+        return {min(ceil_div(tile.end - tile.out, quarter) * quarter, config.block_m)};
+    } else {
+        const bool last = tile.a_row() + config.block_m > params.m;
+        const bool beyond = config.cluster_m > 1 && tile.a_row() >= params.m;
+        return {&params.a_maps[last], beyond ? 0 : last ? params.a_tail_rows : config.block_m / config.cluster_n};
     }
-    const bool last = tile.a_row() + config.block_m > params.m;
-    const bool beyond = config.cluster_m > 1 && tile.a_row() >= params.m;
-    return {&params.a_maps[last], beyond ? 0 : last ? params.a_tail_rows : config.block_m / config.cluster_n};
 }
 
 template <GemmConfig config>
@@ -155,8 +163,11 @@ class OperandLoader {
                                     params_.a_scale + tile_.a_row() + step * params_.a_scale_stride_k, row_scale_bytes,
                                     full(stage));
         }
-        constexpr bool shared = config.cluster_n > 1;
-        load<config.block_m, shared>(smem_.a[stage], a_, full(stage), tile_.a_row(), step);
+        if constexpr (config.grouped()) {
+            load_quarters(smem_.a[stage], full(stage), step);
+        } else {
+            load<config.block_m, (config.cluster_n > 1)>(smem_.a[stage], a_, full(stage), tile_.a_row(), step);
+        }
     }
 
     // Requests what another tile needs of `b` into L2: nothing beyond the matrix, for which there may be no map.
@@ -172,9 +183,28 @@ class OperandLoader {
 
     // What a stage will get: rows of both operands, and the scales that TMA copies.
     __device__ __forceinline__ void announce(int stage, int b_rows) const {
-        const u32 operands = (a_.rows * a_.count * config.cluster_n + b_rows) * config.block_k;
+        int a_rows;
+        if constexpr (config.grouped()) {
+            a_rows = a_.all_rows;
+        } else {
+            a_rows = a_.rows * config.cluster_n;
+        }
+        const u32 operands = (a_rows + b_rows) * config.block_k;
         const u32 scales = scales_in_bulk<config>(params_, tile_) ? row_scale_bytes : 0;
         ptx::mbarrier_arrive_expect_tx(full(stage), operands + scales);
+    }
+
+    __device__ __forceinline__ void load_quarters(u8* tile, u32 barrier, int step) const {
+        const TensorMap& map = params_.a_maps[!a_.is_whole()];
+#pragma unroll
+        for (int i = 0; i < config.scale_blocks; ++i) {
+#pragma unroll 1
+            for (int first = 0; first < a_.all_rows; first += a_.rows()) {
+                const u32 smem = ptx::smem_address(tile) + (i * config.block_m + first) * scale_block;
+                ptx::cp_async_bulk_tensor_load(smem, map, step * config.block_k + i * scale_block,
+                                               tile_.a_row() + first, barrier);
+            }
+        }
     }
 
     template <int tile_rows, bool shared>
@@ -189,8 +219,8 @@ class OperandLoader {
             if constexpr (shared && multicast) {
                 ptx::cp_async_bulk_tensor_load_multicast(smem, *operand.map, k, row + first, barrier, both_blocks);
             } else {
-                const int boxes = config.grouped() ? operand.count : shared ? 2 : 1;
-#pragma unroll config.grouped() ? 1 : 2
+                constexpr int boxes = shared ? 2 : 1;
+#pragma unroll
                 for (int box = 0; box < boxes; ++box) {
                     const int rows = box * operand.rows;
                     ptx::cp_async_bulk_tensor_load(smem + rows * scale_block, *operand.map, k, row + rows, barrier);
@@ -203,7 +233,8 @@ class OperandLoader {
     SharedStorage<config>& smem_;
     const int rank_;
     const Tile<config> tile_;
-    const OperandBox a_, b_;
+    const ABoxes<config> a_;
+    const OperandBox b_;
 };
 
 // The first stages, before anything else: returns how many it has requested. When the caller says that `b` does not

@@ -285,7 +285,7 @@ class StoreWarp {
 // A tile of another kind than most.
 template <GemmConfig part, GemmConfig config>
 __device__ __forceinline__ void store_part(const GemmParams& params, SharedStorage<config>& smem, int warp,
-                                           Tile<config> tile) {
+                                           const Tile<config>& tile) {
     StoreWarp<part>(params, storage_of<part, config>(smem), warp)
         .store(tile.out_row(), tile.out_column(), group_end<config>(tile));
 }
