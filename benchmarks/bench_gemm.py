@@ -28,7 +28,7 @@ from benchmarks.timing import Captured, L2Flush, capture, capture_empty, describ
 from deep_tile import is_available
 from deep_tile.method.report import picture_path
 from deep_tile.problem import GemmProblem
-from deep_tile.quantize import SCALE_LAYOUTS
+from deep_tile.quantize import DEFAULT_SCALE_LAYOUT, SCALE_LAYOUTS
 from deep_tile.reference import MAX_RELATIVE_ERROR, cosine_difference, relative_error
 from deep_tile.select.choose import choose
 from deep_tile.select.defaults import default_configs
@@ -125,7 +125,9 @@ def parse(arguments: Iterable[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", default="nine", help="all, nine, 'm<=128', m=129-1024, 'm>1024' or MxNxK,MxNxK")
     parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; default: %(default)s")
     parser.add_argument("--configs", default="", help="also time deep_tile with these configs, comma-separated")
-    parser.add_argument("--scale-layout", default="m_aligned", choices=SCALE_LAYOUTS, help="of deep_tile's a_scale")
+    parser.add_argument(
+        "--scale-layout", default=DEFAULT_SCALE_LAYOUT, choices=SCALE_LAYOUTS, help="of deep_tile's a_scale"
+    )
     parser.add_argument("--repeats", type=int, default=30, help="samples per contestant and shape")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="errors of the outputs")
     parser.add_argument("--sustained", action="store_true", help="also a second of back-to-back runs, if large")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import deep_tile
 from benchmarks.shapes import Shape
 from deep_tile.config import GemmConfig
-from deep_tile.quantize import per_block_cast_to_fp8, per_token_cast_to_fp8
+from deep_tile.quantize import DEFAULT_SCALE_LAYOUT, per_block_cast_to_fp8, per_token_cast_to_fp8
 from deep_tile.reference import fp8_gemm_reference
 
 Call = Callable[[], torch.Tensor]
@@ -23,7 +23,7 @@ Call = Callable[[], torch.Tensor]
 class Inputs:
     """Random operands of one shape, in BF16 and quantised, and the products to expect of them (made when asked for)."""
 
-    def __init__(self, shape: Shape, device: str = "cuda", scale_layout: str = "m_aligned"):
+    def __init__(self, shape: Shape, device: str = "cuda", scale_layout: str = DEFAULT_SCALE_LAYOUT):
         self.shape = shape
         generator = torch.Generator(device).manual_seed(hash(shape) % (1 << 31))
         self.a_bf16, self.b_bf16 = (

@@ -26,7 +26,7 @@ def silu_mul_cast_to_fp8(
     limit: float | None = None,
     alpha: float = 1.0,
     beta: float = 0.0,
-    scale_layout: str = "row",
+    scale_layout: str = quantize.DEFAULT_SCALE_LAYOUT,
     amax_floor: float = 1e-4,
     round_scale: str = "none",
     exact: str = "divide",
@@ -238,6 +238,8 @@ def combine_layout(
 
 # The ops, which tracers see.
 
+_LAYOUT = quantize.DEFAULT_SCALE_LAYOUT
+
 
 def _options(offs, counts, limit, alpha, beta, **options) -> tuple[quantize.Options, sources.Lists]:
     """Of a cast, from an op's keywords."""
@@ -245,7 +247,17 @@ def _options(offs, counts, limit, alpha, beta, **options) -> tuple[quantize.Opti
     return quantize.Options(1, **options, lists=(*lists,), gating=sources.gating(limit, alpha, beta)), lists
 
 
-def _run_op(gate_up, *, scale_layout="row", offs=None, counts=None, limit=None, alpha=1.0, beta=0.0, **options):
+def _run_op(
+    gate_up,
+    *,
+    scale_layout=_LAYOUT,
+    offs=None,
+    counts=None,
+    limit=None,
+    alpha=1.0,
+    beta=0.0,
+    **options,
+) -> tuple[torch.Tensor, torch.Tensor]:
     options, lists = _options(offs, counts, limit, alpha, beta, **options)
     return quantize.cast_tokens(gate_up, scale_layout, options, None, None, lists)
 
@@ -255,7 +267,17 @@ def _run_out_op(gate_up, out, scale_out, *, offs=None, counts=None, limit=None, 
     quantize.cast_tokens(gate_up, "row", options, out, scale_out, lists)
 
 
-def _fake_op(gate_up, *, scale_layout="row", offs=None, counts=None, limit=None, alpha=1.0, beta=0.0, **options):
+def _fake_op(
+    gate_up,
+    *,
+    scale_layout=_LAYOUT,
+    offs=None,
+    counts=None,
+    limit=None,
+    alpha=1.0,
+    beta=0.0,
+    **options,
+) -> tuple[torch.Tensor, torch.Tensor]:
     options, lists = _options(offs, counts, limit, alpha, beta, **options)
     return quantize.fake_cast_tokens(gate_up, scale_layout, options, lists)
 
