@@ -4,9 +4,9 @@
 
 Four layers of Qwen3-30B-A3B (128 experts, 8 for each token, hidden 2048, each expert 768 wide), random weights, without
 a head: the whole layers at a prefill of 2048 tokens, and the experts with their routers alone, at that and at fewer
-tokens. Milliseconds, medians, contestants in turn, L2 cold. transformers' own kernels come from a hub; where they cannot
-be loaded, that contestant is left out. Every contestant's experts are checked against BF16. Needs transformers. `--small`
-tries the script on a CPU, where nothing is timed.
+tokens. Milliseconds, medians, contestants in turn, L2 cold. transformers' own kernels come from a hub; where they
+cannot be loaded, that contestant is left out. Every contestant's experts are checked against BF16. Needs transformers.
+`--small` tries the script on a CPU, where nothing is timed.
 """
 
 import argparse
