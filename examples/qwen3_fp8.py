@@ -27,7 +27,6 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import deep_tile
@@ -110,18 +109,6 @@ def load(directory: Path, device: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, **options).eval()
 
 
-def precompile(model: PreTrainedModel, most_tokens: int) -> None:
-    """Have every kernel ready that the model's products need for up to `most_tokens` tokens at once."""
-    linears, experts = set(), set()
-    for module in model.modules():
-        if isinstance(module, FP8Linear):
-            linears.add(tuple(module.weight.shape))
-        elif isinstance(module, FP8Experts):
-            experts |= {tuple(weight.shape[1:]) for weight in (module.gate_up_proj, module.down_proj)}
-    for weights, grouping in ((linears, "none"), (experts, "offs")):
-        deep_tile.precompile([(n, k, most_tokens) for n, k in sorted(weights)], grouping=grouping)
-
-
 def timed_generate(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, **options) -> tuple[torch.Tensor, float]:
     """Greedy tokens, [batch, prompt + tokens], and the seconds that they took."""
     length = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
@@ -164,7 +151,7 @@ def main() -> None:
     with checkpoint(arguments.directory, arguments.experts) as directory:
         model = load(directory, arguments.device)
     if not arguments.transformers and model.device.type == "cuda":
-        precompile(model, arguments.prompt)
+        deep_tile.precompile_model(model, arguments.prompt)
     options = {"cache_implementation": "static"} if arguments.static else {}
     prompt = torch.randint(model.config.vocab_size, (1, arguments.prompt), device=model.device)
     timed_generate(model, prompt, arguments.tokens, **options)
