@@ -28,6 +28,7 @@ _MODULES = {
     "prepare": "api",
     "quantize_weight": "linear",
     "silu_mul_cast_to_fp8": "experts",
+    "sort_by_expert": "experts",
     "supports": "api",
 }
 

@@ -1,4 +1,4 @@
-"""What stands between the two products of an expert layer, and the sum of their results.
+"""What an expert layer has around its two products: lists of rows, what stands between them, the sum of their results.
 
 Called by users. The activation and its cast to FP8 are one kernel, of the casts' own code (quantize.py), so each
 element is read once and nothing wide is written between two products. Which rows live, and which are summed up, is read
@@ -6,6 +6,7 @@ on the device: no call waits for the host, and all can be captured in CUDA graph
 """
 
 from operator import eq
+from typing import NamedTuple
 
 import torch
 from torch.compiler import is_compiling
@@ -14,8 +15,63 @@ from deep_tile import _launcher, cast, launches, ops, quantize, sources, tensors
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
+_NO_EXPERT = torch.iinfo(torch.int16).max
+"""Experts are sorted as int16, which takes a quarter of the passes of int64."""
+
 _launches: launches.Table = {}
 """Of `combine`, by no options; of x, weights, index and out."""
+
+
+class Routing(NamedTuple):
+    """What `sort_by_expert` returns; described there."""
+
+    rows: torch.Tensor
+    offs: torch.Tensor
+    index: torch.Tensor
+
+
+def sort_by_expert(chosen: torch.Tensor, experts: int) -> Routing:
+    """Lists of the rows that an expert layer multiplies, one for each choice of a token, sorted by expert.
+
+    Made by kernels of torch, on `chosen`'s device and without waiting for it, so that a CUDA graph holds for every
+    choice.
+
+    Args:
+        chosen: [t, top_k] int32 or int64, any strides: the experts of each token. A number that is negative, or no
+            expert, stands for none: for one of another process, say. Its rows are behind those of all experts.
+        experts: how many there are.
+
+    Returns:
+        rows: [t * top_k] int64, of which token each row is: for `per_token_cast_to_fp8`.
+        offs: [experts] int32, the row behind each expert's last: for both casts and `fp8_grouped_gemm`.
+        index: [t, top_k] int64, which row each choice has become, -1 for one of no expert: for `combine`.
+
+    Raises:
+        TypeError: `chosen` is no tensor of int32 or int64, or `experts` no int.
+        ValueError: `chosen` is no matrix, or `experts` is out of range.
+    """
+    _check_chosen(chosen, experts)
+    top_k, device = chosen.shape[1], chosen.device
+    numbers = chosen.flatten().clamp(-1, experts).short().remainder_(experts + 1)
+    of_row, order = numbers.sort()
+    each = torch.arange(experts, dtype=torch.int16, device=device)
+    offs = torch.searchsorted(of_row, each, right=True, out_int32=True)
+    row = torch.arange(order.shape[0], device=device)
+    row = row.masked_fill_(row >= offs[-1], -1)
+    index = torch.empty_like(order).scatter_(0, order, row).view(chosen.shape)
+    return Routing(order.div(top_k, rounding_mode="floor"), offs, index)
+
+
+def _check_chosen(chosen: object, experts: object) -> None:
+    if not isinstance(chosen, torch.Tensor) or chosen.dtype not in sources.INDEX_DTYPES:
+        seen = f"a tensor of {chosen.dtype}" if isinstance(chosen, torch.Tensor) else f"a {type(chosen)}"
+        raise TypeError(f"chosen is {seen}; it must be one of int32 or int64, such as topk's indices")
+    if chosen.dim() != 2:
+        raise ValueError(f"chosen has shape {list(chosen.shape)}; it must be [t, top_k], so .view() it so")
+    if type(experts) is not int:
+        raise TypeError(f"experts is {experts!r}, of type {type(experts).__name__}; pass how many there are")
+    if not 0 < experts < _NO_EXPERT:
+        raise ValueError(f"experts is {experts}; pass a number from 1 to {_NO_EXPERT - 1}")
 
 
 def silu_mul_cast_to_fp8(

@@ -249,12 +249,16 @@ def _check_option_values(options: _Options) -> None:
         api.check_option(name, getattr(options, name))
     api.check_config_type(options.config)
     alignment, expected = options.alignment, options.expected_rows
-    if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-        raise ValueError(f"alignment is {alignment!r}; pass a power of two from 1 to {MAX_ALIGNMENT}")
+    check_alignment(alignment)
     if options.layout == "counts" and alignment != 1:
         raise ValueError(f"alignment is {alignment}; groups of [g, m, k] begin at their own rows: leave it out")
     if expected is not None and (type(expected) is not int or expected < 1):
         raise ValueError(f"expected_rows is {expected!r}; pass a positive int, or None")
+
+
+def check_alignment(alignment: object) -> None:
+    if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise ValueError(f"alignment is {alignment!r}; pass a power of two from 1 to {MAX_ALIGNMENT}")
 
 
 def _check_formats(options: _Options, a, a_scale, b, b_scale, bounds, out) -> None:

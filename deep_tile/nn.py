@@ -7,6 +7,7 @@ begin at multiples of 16 bytes, whatever it is loaded from, copied or moved to.
 
 import os
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -210,6 +211,7 @@ def precompile_model(
     workers: int | None = None,
     num_sms: int | None = None,
     batch_invariant: bool = False,
+    grouping: str = "offs",
 ) -> api.Precompiled:
     """Make ready every kernel that the FP8 layers of a model can need, casts included: `precompile` for all of them.
 
@@ -218,9 +220,13 @@ def precompile_model(
 
     Args:
         model: with layers that have a 2-D `weight` of float8_e4m3fn and its scale, as `weight_scale_inv` or
-            `weight_scale`, with one value for each 128x128 block: `Linear`, transformers' FP8Linear, and the like.
+            `weight_scale`, with one value for each 128x128 block: `Linear`, transformers' FP8Linear, and the like. Or
+            with experts: parameters or buffers [g, n, k] of any name, and their scales by that name with `_scale_inv`
+            or `_scale` behind it, as transformers' FP8Experts has them.
         max_tokens: most rows of an input, over all of its leading dimensions.
         workers, num_sms, batch_invariant: as for `precompile`.
+        grouping: of experts' products, as for `precompile`: "offs" for rows one group after the other, "counts" for
+            rows of each group's own.
 
     Returns:
         What `precompile` returns; `compiled` counts the casts' kernels, too.
@@ -230,23 +236,39 @@ def precompile_model(
         TypeError, ValueError, jit.CompileError: as `precompile`.
     """
     shapes = sorted({(*weight.shape, max_tokens) for weight in _fp8_weights(model)})
-    if not shapes:
+    of_experts = sorted({(*weight.shape[1:], max_tokens) for weight in _expert_weights(model)})
+    if not shapes and not of_experts:
         raise ValueError(
             f"{type(model).__name__} has no layer with a weight of {FP8_DTYPE} and its scale of 128x128 blocks, "
             f"{' or '.join(_SCALE_NAMES)}. Quantise it first, with deep_tile.nn.replace_linears(model) for instance"
         )
-    before = jit.compilations()
-    products = api.precompile(shapes, workers=workers, num_sms=num_sms, batch_invariant=batch_invariant)
+    before, options = jit.compilations(), {"workers": workers, "num_sms": num_sms, "batch_invariant": batch_invariant}
+    dense = api.precompile(shapes, **options)
+    grouped = api.precompile(of_experts, **options, grouping=grouping)
     cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1)
-    return products._replace(compiled=jit.compilations() - before)
+    return api.Precompiled(dense.configs + grouped.configs, jit.compilations() - before)
 
 
 def _fp8_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Of linear layers."""
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.dtype != FP8_DTYPE or weight.dim() != 2:
             continue
-        wanted = scale_shape(weight.shape, WEIGHT_BLOCK)
-        scales = (getattr(layer, name, None) for name in _SCALE_NAMES)
-        if any(isinstance(s, torch.Tensor) and tuple(s.shape) == wanted for s in scales):
+        if _has_scale(layer, _SCALE_NAMES, scale_shape(weight.shape, WEIGHT_BLOCK)):
             yield weight
+
+
+def _expert_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for layer in model.modules():
+        for name, weight in chain(layer.named_parameters(recurse=False), layer.named_buffers(recurse=False)):
+            if weight.dtype != FP8_DTYPE or weight.dim() != 3:
+                continue
+            wanted = (weight.shape[0], *scale_shape(weight.shape[1:], WEIGHT_BLOCK))
+            if _has_scale(layer, (f"{name}_scale_inv", f"{name}_scale"), wanted):
+                yield weight
+
+
+def _has_scale(layer: torch.nn.Module, names: tuple[str, ...], shape: tuple[int, ...]) -> bool:
+    scales = (getattr(layer, name, None) for name in names)
+    return any(isinstance(scale, torch.Tensor) and tuple(scale.shape) == shape for scale in scales)

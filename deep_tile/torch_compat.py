@@ -1,19 +1,19 @@
 """torch's own names for scaled products, on deep_tile's kernels: one import in place of another.
 
-Calls api.py. Invariant: arguments, and what they mean, are those of the function of that name in
+Calls api.py and grouped.py. Invariant: arguments, and what they mean, are those of the function of that name in
 `torch.nn.functional`; what that takes and deep_tile has no kernel for is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
-from deep_tile import api, tensors
+from deep_tile import api, grouped, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div
 
 _TOKENS, _WEIGHTS = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-_RECIPES = {(_TOKENS, _WEIGHTS), (_WEIGHTS, _TOKENS)}
+_RECIPES = ((_TOKENS, _WEIGHTS), (_WEIGHTS, _TOKENS))
 
 
 def scaled_mm(
@@ -55,12 +55,8 @@ def scaled_mm(
         RuntimeError: as `deep_tile.fp8_gemm`.
     """
     recipes = (_single("scale_recipe_a", scale_recipe_a), _single("scale_recipe_b", scale_recipe_b))
-    _check_recipes(recipes)
-    for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
-        if swizzle not in (None, [], ()) and _single(name, swizzle) != SwizzleType.NO_SWIZZLE:
-            raise ValueError(f"{name} is {swizzle}; block scales on Hopper are not swizzled. Pass None")
-    if output_dtype != torch.bfloat16:
-        raise ValueError(f"output_dtype is {output_dtype}; pass torch.bfloat16, and convert the result with .to()")
+    _check_recipes(recipes, _RECIPES)
+    _check_options(swizzle_a, swizzle_b, output_dtype)
     if tuple(contraction_dim) not in ((), (1, 0)):
         raise ValueError(f"contraction_dim is {contraction_dim}; mat_a is [m, k] and mat_b [k, n]: leave it out")
     _check_matrices(mat_a, mat_b)
@@ -75,6 +71,66 @@ def scaled_mm(
     return out if bias is None else out.add_(bias)
 
 
+def scaled_grouped_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    scale_a: torch.Tensor | Sequence[torch.Tensor],
+    scale_recipe_a: ScalingType | Sequence[ScalingType],
+    scale_b: torch.Tensor | Sequence[torch.Tensor],
+    scale_recipe_b: ScalingType | Sequence[ScalingType],
+    swizzle_a: SwizzleType | Sequence[SwizzleType] | None = None,
+    swizzle_b: SwizzleType | Sequence[SwizzleType] | None = None,
+    bias: torch.Tensor | None = None,
+    offs: torch.Tensor | None = None,
+    output_dtype: torch.dtype | None = torch.bfloat16,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """`torch.nn.functional.scaled_grouped_mm` of blocks of 1x128 with blocks of 128x128, which torch has not on Hopper.
+
+    Each group of rows of `mat_a` by a matrix of its own. Scales lie as those of `scaled_mm` do, group by group.
+
+    Args:
+        mat_a: [s, k] with `offs`, or [g, m, k] without, float8_e4m3fn, unit stride along k.
+        mat_b: [g, k, n] float8_e4m3fn, unit stride along k: `w.transpose(1, 2)` of weights [g, n, k].
+        scale_a: [s, ceil(k / 128)] or [g, m, ceil(k / 128)], float32 or float8_e8m0fnu.
+        scale_b: [g, ceil(k / 128), ceil(n / 128)], float32 or float8_e8m0fnu, where ceil(k / 128) may be rounded up to
+            a multiple of 4.
+        scale_recipe_a, scale_recipe_b: BlockWise1x128 and BlockWise128x128.
+        bias: only None.
+        offs: int32 [g] on the device: the row behind each group's last. Rows behind the last group hold anything.
+        contraction_dim: nothing.
+        swizzle_a, swizzle_b, output_dtype, use_fast_accum: as for `scaled_mm`.
+
+    Returns:
+        A contiguous tensor [s, n] or [g, m, n].
+
+    Raises:
+        TypeError, ValueError: an argument that is none of these, two-dimensional `mat_b` among them.
+        RuntimeError: as `deep_tile.fp8_grouped_gemm`.
+    """
+    recipes = (_single("scale_recipe_a", scale_recipe_a), _single("scale_recipe_b", scale_recipe_b))
+    _check_recipes(recipes, [(_TOKENS, _WEIGHTS)])
+    _check_options(swizzle_a, swizzle_b, output_dtype)
+    if bias is not None:
+        raise ValueError("bias is given; grouped products add none. Add it to the result, and pass None")
+    if tuple(contraction_dim):
+        raise ValueError(f"contraction_dim is {contraction_dim}; groups are of rows: leave it out")
+    _check_groups(mat_a, mat_b, offs)
+    weights = mat_b.transpose(1, 2)
+    scale_a = _scale("a", _single("scale_a", scale_a), _TOKENS, mat_a)
+    scale_b = _scale("b", _single("scale_b", scale_b), _WEIGHTS, weights)
+    return grouped.fp8_grouped_gemm(mat_a, scale_a, weights, scale_b, offs)
+
+
+def _check_options(swizzle_a: object, swizzle_b: object, output_dtype: object) -> None:
+    for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
+        if swizzle not in (None, [], ()) and _single(name, swizzle) != SwizzleType.NO_SWIZZLE:
+            raise ValueError(f"{name} is {swizzle}; block scales on Hopper are not swizzled. Pass None")
+    if output_dtype != torch.bfloat16:
+        raise ValueError(f"output_dtype is {output_dtype}; pass torch.bfloat16, and convert the result with .to()")
+
+
 def _single(name: str, value: object) -> object:
     """torch takes lists of one, for recipes of several levels."""
     if not isinstance(value, (list, tuple)):
@@ -84,20 +140,41 @@ def _single(name: str, value: object) -> object:
     return value[0]
 
 
-def _check_recipes(recipes: tuple[object, object]) -> None:
-    if recipes not in _RECIPES:
+def _check_recipes(recipes: tuple[object, object], known: Collection[tuple[ScalingType, ScalingType]]) -> None:
+    if recipes not in known:
         names = " x ".join(getattr(recipe, "name", repr(recipe)) for recipe in recipes)
+        wanted = ", or ".join(f"{a.name} x {b.name}" for a, b in known)
         raise ValueError(
-            f"scale_recipe_a x scale_recipe_b is {names}; deep_tile has {_TOKENS.name} x {_WEIGHTS.name}, and the "
-            "same swapped. Quantise so, or call torch.nn.functional.scaled_mm"
+            f"scale_recipe_a x scale_recipe_b is {names}; deep_tile has {wanted}. Quantise so, or call torch's own "
+            "function"
         )
+
+
+def _check_groups(mat_a: object, mat_b: object, offs: object) -> None:
+    _check_operand("mat_a", mat_a, (2, 3))
+    _check_operand("mat_b", mat_b, (3,))
+    if mat_a.shape[-1] != mat_b.shape[1]:
+        raise ValueError(
+            f"mat_a is {list(mat_a.shape)} and mat_b [g, k, n] = {list(mat_b.shape)}: k differs. Pass "
+            "w.transpose(1, 2) of weights [g, n, k]"
+        )
+    if (offs is None) != (mat_a.dim() == 3):
+        raise ValueError(
+            f"offs is {'missing' if offs is None else 'given'}, and mat_a is {list(mat_a.shape)}; pass the ends of "
+            "groups with rows [s, k], and none with [g, m, k]"
+        )
+
+
+def _check_operand(name: str, matrix: object, dimensions: tuple[int, ...]) -> None:
+    if not isinstance(matrix, torch.Tensor) or matrix.dtype != torch.float8_e4m3fn or matrix.dim() not in dimensions:
+        seen = f"{list(matrix.shape)} of {matrix.dtype}" if isinstance(matrix, torch.Tensor) else f"{matrix!r}"
+        wanted = " or ".join(map(str, dimensions))
+        raise TypeError(f"{name} is {seen}; it must be of torch.float8_e4m3fn and {wanted} dimensions. Quantise it")
 
 
 def _check_matrices(mat_a: object, mat_b: object) -> None:
     for name, matrix in (("mat_a", mat_a), ("mat_b", mat_b)):
-        if not isinstance(matrix, torch.Tensor) or matrix.dtype != torch.float8_e4m3fn or matrix.dim() != 2:
-            seen = f"{list(matrix.shape)} of {matrix.dtype}" if isinstance(matrix, torch.Tensor) else f"{matrix!r}"
-            raise TypeError(f"{name} is {seen}; it must be a matrix of torch.float8_e4m3fn. Quantise it")
+        _check_operand(name, matrix, (2,))
     if mat_a.shape[1] != mat_b.shape[0]:
         raise ValueError(
             f"mat_a is [m, k] = {list(mat_a.shape)} and mat_b [k, n] = {list(mat_b.shape)}: k differs. Pass w.t() of a "
@@ -117,20 +194,20 @@ def _check_bias(bias: object, rows_b: torch.Tensor) -> None:
 
 
 def _scale(letter: str, scale: object, recipe: ScalingType, rows: torch.Tensor) -> torch.Tensor:
-    """The scale of [rows, k], by torch's layout for its recipe, as `fp8_gemm` takes it."""
+    """The scale of [..., rows, k], by torch's layout for its recipe, as our products take it."""
     if not isinstance(scale, torch.Tensor) or scale.dtype not in tensors.SCALE_DTYPES:
         seen = scale.dtype if isinstance(scale, torch.Tensor) else repr(scale)
         raise TypeError(f"scale_{letter} is {seen}; it must be a tensor of torch.float32 or torch.float8_e8m0fnu")
-    k_blocks = ceil_div(rows.shape[1], SCALE_BLOCK)
+    *groups, m, k = rows.shape
+    k_blocks = ceil_div(k, SCALE_BLOCK)
     if recipe == _TOKENS:
-        shapes = [(rows.shape[0], k_blocks)]
+        shapes = [(*groups, m, k_blocks)]
     else:
-        row_blocks = ceil_div(rows.shape[0], SCALE_BLOCK)
-        shapes = [(k_blocks, row_blocks), (ceil_div(k_blocks, 4) * 4, row_blocks)]
+        row_blocks = ceil_div(m, SCALE_BLOCK)
+        shapes = [(*groups, blocks, row_blocks) for blocks in (k_blocks, ceil_div(k_blocks, 4) * 4)]
     if tuple(scale.shape) not in shapes:
         wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
-        remedy = (
-            f"It looks transposed: pass scale_{letter}.t()" if tuple(scale.shape)[::-1] in shapes else "Quantise so"
-        )
+        is_transposed = scale.dim() > 1 and tuple(scale.transpose(-1, -2).shape) in shapes
+        remedy = f"It looks transposed: pass scale_{letter}.transpose(-1, -2)" if is_transposed else "Quantise so"
         raise ValueError(f"scale_{letter} is {list(scale.shape)}; for {recipe.name} it must be {wanted}. {remedy}")
-    return scale if recipe == _TOKENS else scale[:k_blocks].t()
+    return scale if recipe == _TOKENS else scale[..., :k_blocks, :].transpose(-1, -2)

@@ -466,3 +466,22 @@ def test_same_code_takes_a_revision_or_a_folder(tmp_path):
         assert tree == tmp_path
     with pytest.raises(SystemExit, match="BASE: got 'nothing-of-that-name', wanted a git revision of .* or a folder"):
         same_code._tree("nothing-of-that-name").__enter__()
+
+
+# ---- bench_experts_layer.py
+
+
+def test_layers_of_experts_are_alike(capsys):
+    """BF16 and FP8, whose difference the script bounds; a wrong layer ends it."""
+    pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
+    from benchmarks import bench_experts_layer
+    from deep_tile.integrations import transformers_experts
+
+    bench_experts_layer.main(["--small"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers_experts.experts, "combine", lambda x, weights, index: x[index[:, 0]])
+        with pytest.raises(RuntimeError, match="deep_tile is wrong: experts, 1 tokens differ by"):
+            bench_experts_layer.main(["--small"])
+    from deep_tile.integrations import transformers as integration
+
+    integration.uninstall()

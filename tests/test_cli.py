@@ -506,7 +506,7 @@ def expert_layer(tokens, chosen, up, down, shares, **others):
     """What README's experts make of each token, in float64."""
     up, down = ([deep_tile.dequantize(*weight).double() for weight in weights] for weights in (up, down))
     moved = torch.zeros(tokens.shape, dtype=torch.float64)
-    for at, expert in enumerate(chosen.tolist()):
+    for at, expert in enumerate(chosen.flatten().tolist()):
         gate, other = (tokens[at // 2].double() @ up[expert].t()).chunk(2)
         moved[at // 2] += shares.flatten()[at] * (torch.nn.functional.silu(gate) * other) @ down[expert].t()
     return moved

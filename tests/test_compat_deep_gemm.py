@@ -15,9 +15,15 @@ DENSE = [
     *("fp8_gemm_nt", "get_mn_major_tma_aligned_tensor", "transform_sf_into_required_layout", "get_num_sms"),
     *("set_num_sms", "set_pdl", "fp8_fp4_gemm_nt", "gemm_fp8_fp8_bf16_nt", "get_col_major_tma_aligned_tensor"),
 ]
+GROUPED = [
+    *("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked"),
+    *("m_grouped_fp8_fp4_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_masked", "fp8_einsum"),
+    *("get_mk_alignment_for_contiguous_layout", "set_mk_alignment_for_contiguous_layout"),
+    *("get_theoretical_mk_alignment_for_contiguous_layout", "get_m_alignment_for_contiguous_layout"),
+]
 ABSENT = [
-    *("m_grouped_fp8_gemm_nt_contiguous", "fp8_m_grouped_gemm_nt_masked", "m_grouped_fp8_fp4_gemm_nt_contiguous"),
-    *("fp8_einsum", "cublaslt_gemm_nt", "fp8_fp4_mqa_logits", "get_mk_alignment_for_contiguous_layout"),
+    *("k_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_tn_contiguous", "m_grouped_bf16_gemm_nt_contiguous"),
+    *("cublaslt_gemm_nt", "fp8_fp4_mqa_logits", "einsum", "bf16_gemm_nt"),
     *("get_mn_major_tma_aligned_packed_ue8m0_tensor", "tf32_hc_prenorm_gemm", "pack_ue8m0_to_int"),
 ]
 SMALL = [(1, 128, 256), (7, 512, 3884), (83, 130, 512)]
@@ -167,7 +173,7 @@ def test_sizes():
 def test_engines_find_it(installed):
     """As vLLM does: a spec, then names, of which those that are missing are not available."""
     assert importlib.util.find_spec("deep_gemm") is not None
-    assert [name for name in DENSE if getattr(installed, name, None) is None] == []
+    assert [name for name in DENSE + GROUPED if getattr(installed, name, None) is None] == []
     assert [name for name in ABSENT if hasattr(installed, name)] == []
     from deep_gemm.testing import calc_diff
     from deep_gemm.utils import align

@@ -361,11 +361,12 @@ def test_sglang_backend_warms_up_quantised_layers(sglang, monkeypatch):
 
 
 @DEVICES
-def test_qwen3_generates(device):
+@pytest.mark.parametrize("kind", [[], ["--experts"]], ids=["dense", "experts"])
+def test_qwen3_generates(device, kind):
     pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
     if device == "cuda":
         pytest.importorskip("accelerate", reason="needs accelerate, to load FP8 models to a GPU")
-    command = [sys.executable, EXAMPLES / "qwen3_fp8.py", "--device", device, "--prompt", "5", "--tokens", "3"]
+    command = [sys.executable, EXAMPLES / "qwen3_fp8.py", "--device", device, "--prompt", "5", "--tokens", "3", *kind]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     tokens, times = run.stdout.splitlines()

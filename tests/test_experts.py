@@ -10,7 +10,15 @@ from test_ops import compiled, fresh_compiler  # noqa: F401
 from test_quantize import OPTIONS, assert_same, random_matrix
 
 from deep_tile import cast as kernels
-from deep_tile import combine, dequantize, experts, per_token_cast_to_fp8, quantize, silu_mul_cast_to_fp8
+from deep_tile import (
+    combine,
+    dequantize,
+    experts,
+    per_token_cast_to_fp8,
+    quantize,
+    silu_mul_cast_to_fp8,
+    sort_by_expert,
+)
 from deep_tile.config import ceil_div, round_up
 from deep_tile.quantize import FP8_DTYPE
 from deep_tile.select.hardware import H200
@@ -535,3 +543,72 @@ def test_capture_refuses_a_kernel_that_is_not_loaded(monkeypatch):
     monkeypatch.setattr(quantize, "_launches", {})
     with pytest.raises(RuntimeError, match="not loaded yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         silu_mul_cast_to_fp8(torch.zeros(4, 256, device="cuda", dtype=torch.bfloat16))
+
+
+# ---- sort_by_expert
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(50, 3, 7), (1, 8, 128), (700, 8, 256), (5, 1, 1)])
+@DEVICES
+def test_rows_are_sorted_by_expert(device, tokens, top_k, experts, dtype):
+    chosen = torch.randint(experts, (top_k, tokens), device=device).to(dtype).t()
+    rows, offs, index = sort_by_expert(chosen, experts)
+    assert offs.dtype == torch.int32
+    assert torch.equal(offs.cpu().long(), torch.bincount(chosen.flatten().cpu().int(), minlength=experts).cumsum(0))
+    assert torch.equal(index.flatten().sort().values, torch.arange(tokens * top_k, device=device))
+    token = torch.arange(tokens, device=device)[:, None].expand(-1, top_k)
+    assert torch.equal(rows[index], token)
+    begins = offs - offs.diff(prepend=offs.new_zeros(1))
+    assert (begins[chosen.long()] <= index).all() and (index < offs[chosen.long()]).all()
+
+
+@DEVICES
+def test_choices_of_no_expert_come_last(device):
+    chosen = torch.tensor([[3, -1], [0, 4], [9, 3], [-(2**40), 2**40]], device=device)
+    rows, offs, index = sort_by_expert(chosen, 4)
+    assert offs.tolist() == [1, 1, 1, 3]
+    assert (index >= 0).tolist() == [[True, False], [True, False], [False, True], [False, False]]
+    assert index[1, 0] == 0 and {index[0, 0].item(), index[2, 1].item()} == {1, 2}
+    assert sorted(rows.tolist()) == [0, 0, 1, 1, 2, 2, 3, 3] and rows[0] == 1
+
+
+@DEVICES
+def test_no_tokens_are_sorted(device):
+    rows, offs, index = sort_by_expert(torch.empty(0, 8, dtype=torch.int64, device=device), 4)
+    assert (rows.shape, offs.tolist(), index.shape) == ((0,), [0] * 4, (0, 8))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "experts", "error", "message"),
+    [
+        (None, 4, TypeError, "chosen is a <class 'NoneType'>; it must be one of int32 or int64"),
+        (torch.zeros(3, 2), 4, TypeError, "chosen is a tensor of torch.float32"),
+        (torch.zeros(3, 2).short(), 4, TypeError, "chosen is a tensor of torch.int16"),
+        (torch.zeros(3).long(), 4, ValueError, r"chosen has shape \[3\]; it must be \[t, top_k\]"),
+        (torch.zeros(3, 2).long(), True, TypeError, "experts is True, of type bool"),
+        (torch.zeros(3, 2).long(), 0, ValueError, "experts is 0; pass a number from 1 to 32766"),
+        (torch.zeros(3, 2).long(), 2**15, ValueError, "experts is 32768"),
+    ],
+)
+def test_bad_choices_are_refused(chosen, experts, error, message):
+    with pytest.raises(error, match=message):
+        sort_by_expert(chosen, experts)
+
+
+@pytest.mark.gpu
+def test_sorting_can_be_captured():
+    chosen = torch.randint(16, (300, 4), device="cuda")
+    sort_by_expert(chosen, 16)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = sort_by_expert(chosen, 16)
+    for _ in range(2):
+        chosen.copy_(torch.randint(-1, 17, (300, 4), device="cuda"))
+        graph.replay()
+        alive = (chosen >= 0) & (chosen < 16)
+        assert torch.equal(found.index >= 0, alive)
+        assert torch.equal(found.offs.cpu().long(), torch.bincount(chosen[alive].cpu(), minlength=16).cumsum(0))
+        token = torch.arange(300, device="cuda")[:, None].expand(-1, 4)
+        assert torch.equal(found.rows[found.index[alive]], token[alive])

@@ -198,6 +198,32 @@ def test_precompile_model(monkeypatch):
     assert shapes == [(100, 128, 64), (512, 256, 64), "casts"]
 
 
+def experts_of(names: str = "gate_up_proj down_proj", scale: str = "{}_scale_inv") -> torch.nn.Module:
+    """A layer with weights [3, 512, 256] and [3, 256, 128], as engines hold them."""
+    layer = torch.nn.Module()
+    for name, (n, k) in zip(names.split(), ((512, 256), (256, 128)), strict=True):
+        weight = torch.empty(3, n, k, device="meta", dtype=torch.float8_e4m3fn)
+        layer.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
+        layer.register_buffer(scale.format(name), torch.empty(3, n // 128, k // 128, device="meta"))
+    return layer
+
+
+@pytest.mark.parametrize("how", [{}, {"names": "w13_weight w2_weight", "scale": "{}_scale"}], ids=str)
+def test_precompile_model_finds_experts(monkeypatch, how):
+    asked = []
+    monkeypatch.setattr(nn.cast, "load_kernels", lambda device, workers: None)
+    precompile = nn.api.precompile
+    monkeypatch.setattr(nn.api, "precompile", lambda given, **options: asked.append((given, options)) or made)
+    made = precompile([])
+    model = torch.nn.ModuleList([experts_of(**how), nn.Linear(256, 512, device="meta")])
+    deep_tile.precompile_model(model, 64, grouping="counts", num_sms=20)
+    (linears, of_linears), (experts, of_experts) = asked
+    assert linears == [(512, 256, 64)] and "grouping" not in of_linears
+    assert experts == [(256, 128, 64), (512, 256, 64)] and of_experts == of_linears | {"grouping": "counts"}
+    with pytest.raises(ValueError, match="Module has no layer with a weight"):
+        deep_tile.precompile_model(experts_of(scale="{}_zero_point"), 64)
+
+
 def test_nothing_compiles_after_it():
     """And while that is forbidden, a kernel that is not ready is named, with the remedy, in every thread."""
     model = torch.nn.Sequential(nn.Linear(512, 256, device="meta"))
@@ -233,6 +259,24 @@ def test_forbidding_nests_and_can_be_called():
     jit.compile_kernel(source, "nested")
     with pytest.raises(TypeError, match="forbid is 'yes'; pass True or False"):
         deep_tile.forbid_compilation("yes")
+
+
+@pytest.mark.gpu
+def test_experts_compile_nothing():
+    model = experts_of()
+    deep_tile.precompile_model(model, 300)
+    b, b_scale = deep_tile.quantize_weight(torch.randn(3 * 512, 256, device="cuda"))
+    b, b_scale = b.view(3, 512, 256), b_scale.view(3, 4, 2)
+    with deep_tile.forbid_compilation(), torch.no_grad():
+        for tokens in (1, 7, 64, 300):
+            x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
+            rows, offs, index = deep_tile.sort_by_expert(torch.randint(3, (tokens, 2), device="cuda"), 3)
+            a = deep_tile.per_token_cast_to_fp8(x, rows=rows, offs=offs)
+            gate_up = deep_tile.fp8_grouped_gemm(*a, b, b_scale, offs)
+            h, _ = deep_tile.silu_mul_cast_to_fp8(gate_up, offs=offs)
+            assert h.shape == (2 * tokens, 256)
+            weights = torch.rand(tokens, 2, device="cuda")
+            assert deep_tile.combine(gate_up, weights, index).isfinite().all()
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """torch.ops.deep_tile on the CPU: what torch.compile, torch.export and others make of the package's functions."""
 
 import io
+import math
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from deep_tile import (
     combine,
     dequantize,
     fp8_gemm,
+    fp8_grouped_gemm,  # noqa: F401, whose import makes its op
     is_available,
     per_block_cast_to_fp8,
     per_token_cast_to_fp8,
@@ -46,6 +48,14 @@ def fresh_compiler():
 def operands(m: int, n: int = N, k: int = 304) -> list[torch.Tensor]:
     """Without the buffers around them: a graph is tied to the sizes of those, too."""
     return [x.clone(memory_format=torch.contiguous_format) for x in make_operands(m, n, k)]
+
+
+def group_operands(*rows: int) -> list[torch.Tensor]:
+    """The same of two groups, for `a` [*rows, k], of which all rows are a group's; the bounds last."""
+    a, a_scale, b, b_scale = operands(math.prod(rows))
+    shaped = [x.view(*rows, x.shape[-1]) for x in (a, a_scale)]
+    bounds = [rows[1]] * 2 if len(rows) == 2 else [2, rows[0]]
+    return [*shaped, *(torch.stack([x, x]) for x in (b, b_scale)), torch.tensor(bounds, dtype=torch.int32)]
 
 
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -476,6 +486,11 @@ def test_an_unknown_layout_is_refused_alike():
 SAMPLES = {
     "fp8_gemm.default": lambda: (operands(5), {"pdl": False}),
     "fp8_gemm.out": lambda: (operands(5), {"out": torch.zeros(5, N, dtype=torch.bfloat16)}),
+    "fp8_grouped_gemm.default": lambda: (group_operands(5), {"alignment": 2, "expected_rows": 3}),
+    "fp8_grouped_gemm.out": lambda: (
+        group_operands(2, 5),
+        {"out": torch.zeros(2, 5, N, dtype=torch.bfloat16)},
+    ),
     "per_token_cast_to_fp8.default": lambda: ([torch.randn(5, K)], {"scale_layout": "m_aligned"}),
     "per_token_cast_to_fp8.out": lambda: (
         [torch.randn(5, K)],

@@ -1,10 +1,12 @@
-"""torch's names for scaled products on deep_tile: values in torch's layouts, the swapped pair, and what is refused."""
+"""torch's names for scaled products on deep_tile: values in torch's layouts, the swapped pair, groups, and what is
+refused."""
 
 import inspect
 
 import pytest
 import torch
 from helpers import assert_accurate, exact_product, make_operands
+from test_grouped import Case, make_case
 from torch.nn.functional import ScalingType, SwizzleType
 
 from deep_tile import torch_compat
@@ -15,11 +17,11 @@ SIZES = [(5, 130, 256), (64, 256, 1040), (1, 128, 640), (300, 40, 512)]
 
 
 def torch_s_weight_scale(scale: torch.Tensor) -> torch.Tensor:
-    """[k / 128 rounded up to 4, n / 128], of which torch reads columns; the padding is NaN."""
-    rows, k_blocks = scale.shape
-    padded = scale.new_full((rows, (k_blocks + 3) // 4 * 4), float("nan"))
-    padded[:, :k_blocks] = scale
-    return padded.t()
+    """[..., k / 128 rounded up to 4, n / 128], of which torch reads columns; the padding is NaN."""
+    *rows, k_blocks = scale.shape
+    padded = scale.new_full((*rows, (k_blocks + 3) // 4 * 4), float("nan"))
+    padded[..., :k_blocks] = scale
+    return padded.transpose(-1, -2)
 
 
 def arguments(operands) -> dict:
@@ -83,11 +85,12 @@ def test_lists_of_one_padding_and_bias(how, device):
     )
 
 
-def test_arguments_are_torch_s():
+@pytest.mark.parametrize("name", ["scaled_mm", "scaled_grouped_mm"])
+def test_arguments_are_torch_s(name):
     """By name, order and default."""
     theirs, ours = (
         [(argument.name, argument.default, argument.kind) for argument in inspect.signature(call).parameters.values()]
-        for call in (torch.nn.functional.scaled_mm, torch_compat.scaled_mm)
+        for call in (getattr(torch.nn.functional, name), getattr(torch_compat, name))
     )
     assert ours == theirs
 
@@ -96,6 +99,68 @@ def test_compiles():
     given = arguments(make_operands(5, 130, 256))
     compiled = torch.compile(torch_compat.scaled_mm, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(**given), torch_compat.scaled_mm(**given))
+
+
+# ---- groups
+
+
+def of_groups(case: Case) -> dict:
+    return {
+        "mat_a": case.a,
+        "mat_b": case.b.transpose(1, 2),
+        "scale_a": case.a_scale,
+        "scale_recipe_a": TOKENS,
+        "scale_b": torch_s_weight_scale(case.b_scale),
+        "scale_recipe_b": WEIGHTS,
+        "offs": case.bounds if case.capacity is None else None,
+    }
+
+
+@pytest.mark.parametrize("capacity", [None, 40])
+@pytest.mark.parametrize("device", DEVICES)
+def test_groups(device, capacity):
+    sizes = [3, 0, 130, 64] if capacity is None else [40] * 3
+    case = make_case(sizes, 200, 640, device=device, capacity=capacity, a_scale="column")
+    given = of_groups(case)
+    out = torch_compat.scaled_grouped_mm(**given)
+    assert out.is_contiguous() and out.shape == (*case.a.shape[:-1], 200)
+    for group, (begin, end) in enumerate(case.rows):
+        assert_accurate(out.view(-1, 200)[begin:end], case.exact(group))
+    alive = slice(0, case.rows[-1][1])
+    for change in (
+        {name: [value] for name, value in given.items() if name.startswith("scale")},
+        {"scale_b": case.b_scale.transpose(1, 2), "use_fast_accum": True, "swizzle_a": SwizzleType.NO_SWIZZLE},
+    ):
+        again = torch_compat.scaled_grouped_mm(**given | change)
+        assert torch.equal(again.view(-1, 200)[alive], out.view(-1, 200)[alive])
+
+
+def test_groups_compile():
+    given = of_groups(make_case([3, 0, 30], 200, 256, spare=0))
+    compiled = torch.compile(torch_compat.scaled_grouped_mm, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(**given), torch_compat.scaled_grouped_mm(**given))
+
+
+BAD_GROUPS = [
+    ({"scale_recipe_a": WEIGHTS, "scale_recipe_b": TOKENS}, ValueError, "deep_tile has BlockWise1x128 x .*128. Quant"),
+    ({"offs": None}, ValueError, r"offs is missing, and mat_a is \[35, 256\]; pass the ends of groups"),
+    ({"offs": torch.zeros(2).long()}, TypeError, "offs must be torch.int32"),
+    ({"bias": torch.zeros(2, 130)}, ValueError, "bias is given"),
+    ({"contraction_dim": (1, 0)}, ValueError, "contraction_dim is"),
+    ({"output_dtype": torch.float32}, ValueError, "output_dtype is torch.float32"),
+    ({"mat_a": torch.zeros(2, 35, 256).to(torch.float8_e4m3fn)}, ValueError, "offs is given, and mat_a is"),
+    ({"mat_b": torch.zeros(256, 130).to(torch.float8_e4m3fn)}, TypeError, r"mat_b is \[256, 130\] of .* 3 dimensions"),
+    ({"mat_b": torch.zeros(2, 130, 256).to(torch.float8_e4m3fn)}, ValueError, r"k differs. Pass w.transpose\(1, 2\)"),
+    ({"mat_b": torch.zeros(2, 256, 130).to(torch.float8_e4m3fn)}, ValueError, "must have a unit stride along k"),
+    ({"scale_b": torch.ones(2, 2, 3)}, ValueError, r"\[2, 2, 3\].*\[2, 2, 2\] or \[2, 4, 2\]. Quantise"),
+    ({"scale_a": torch.ones(2, 35)}, ValueError, r"\[2, 35\].*\[35, 2\]. It looks transposed: pass scale_a.transp"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD_GROUPS)
+def test_groups_refused(change, error, message):
+    with pytest.raises(error, match=message):
+        torch_compat.scaled_grouped_mm(**of_groups(make_case([10, 20], 130, 256)) | change)
 
 
 BAD = [

@@ -16,6 +16,7 @@ from helpers import load_example, same_bits
 
 from deep_tile import dequantize, linear, per_token_cast_to_fp8, quantize_weight
 from deep_tile.integrations import transformers as integration
+from deep_tile.integrations import transformers_weights
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read at import
 pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
@@ -244,8 +245,8 @@ def test_other_gpus_are_not_taken(monkeypatch):
     x, weight, scale, _ = operands()
     x = SimpleNamespace(dtype=x.dtype, device=torch.device("cuda", 1))
     for capability, taken in (((9, 0), True), ((8, 9), False), ((10, 0), False)):
-        monkeypatch.setattr(integration, "_capability", {1: capability}.get)
-        assert integration._takes(x, weight, scale, BLOCK) == taken
+        monkeypatch.setattr(transformers_weights, "_capability", {1: capability}.get)
+        assert transformers_weights.takes(x, weight, scale, BLOCK) == taken
 
 
 # ---- a model

@@ -1,6 +1,6 @@
-"""DeepGEMM's names for dense FP8 products on Hopper, as engines look them up, on deep_tile's kernels.
+"""DeepGEMM's names for FP8 products on Hopper, dense and of experts, as engines look them up, on deep_tile's kernels.
 
-Called by vLLM and SGLang after `install()`, or imported by name. What deep_tile has no kernel for (grouped products,
+Called by vLLM and SGLang after `install()`, or imported by name. What deep_tile has no kernel for (weight gradients,
 attention's logits, BF16) is absent: engines take a missing name as "not available".
 Invariant: names, arguments and meaning are those of DeepGEMM 2.6.1 on SM90; wrong calls raise before anything is
 launched.
@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch.compiler import is_compiling
 
-from deep_tile import api, quantize, tensors
+from deep_tile import api, grouped, quantize, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 from deep_tile.reference import cosine_difference
 
@@ -25,6 +25,12 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 _TMA_BYTES = tensors.ALIGNMENT_BYTES
 _settings: dict[str, int | bool | None] = {"num_sms": None, "pdl": None}
 """Of the process, as DeepGEMM has them; passed along with every call."""
+
+_alignment = SCALE_BLOCK
+"""Of the rows that groups of the contiguous layouts begin at; of the process, too."""
+
+_MANY_ROWS = 256
+"""From here on, a dense product for each head takes less than copies into a layout that one launch takes."""
 
 
 def fp8_gemm_nt(
@@ -53,8 +59,147 @@ def fp8_gemm_nt(
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_gemm`; a pair that is none, another recipe, a `c`, or
             scales that are packed into integers.
     """
+    _refuse_sum(c)
+    _check_recipes(recipe, recipe_a, recipe_b)
+    api.fp8_gemm(*_operands(a, b), d, **_settings)
+
+
+def m_grouped_fp8_gemm_nt_contiguous(
+    a: _Pair,
+    b: _Pair,
+    d: torch.Tensor,
+    grouped_layout: torch.Tensor,
+    recipe: tuple[int, int, int] | None = None,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> None:
+    """`d[rows] = a[rows] @ b[g]^T` for the rows of each group g, in one launch: `deep_tile.fp8_grouped_gemm` with offs.
+
+    Groups begin at multiples of `get_mk_alignment_for_contiguous_layout()`. Nothing waits for the host, and a CUDA
+    graph holds for every layout.
+
+    Args:
+        a: [s, k] float8_e4m3fn and its scale [s, ceil(k / 128)], any strides.
+        b: [g, n, k] float8_e4m3fn and its scale [g, ceil(n / 128), ceil(k / 128)].
+        d: [s, n] bfloat16, written to. Rows of no group are left alone, but for those between two groups, which may
+            hold anything afterwards.
+        grouped_layout: with `use_psum_layout` int32 [g], the row behind each group's last. Otherwise int32 [s], each
+            row's group, or a negative number; a group is one piece, which ends behind its last such row, and groups
+            stand in the order of `b`. DeepGEMM reads one row of 128 and takes them in any order; another order is
+            refused on the CPU, and on a GPU, where nothing waits to look at it, gives wrong rows.
+        expected_m_for_psum_layout: rows of a group, in the mean: what the kernel is chosen for.
+        ensure_zero_padding: means nothing on Hopper, in DeepGEMM either.
+        recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast: as for `fp8_gemm_nt`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
+    """
+    _check_recipes(recipe, recipe_a, recipe_b)
+    a, a_scale, b, b_scale = _operands(a, b)
+    _require_dimensions(a=(a, 2), b=(b, 3))
+    expected = expected_m_for_psum_layout
+    if expected is None and not is_compiling():  # half of the alignment pads each group, in the mean
+        expected = max(1, a.shape[0] // max(1, b.shape[0]) - _alignment // 2)
+    offs = grouped_layout if use_psum_layout else _group_ends(grouped_layout, a.shape[0], b.shape[0])
+    options = {"alignment": _alignment, "expected_rows": expected, **_settings}
+    grouped.fp8_grouped_gemm(a, a_scale, b, b_scale, offs, d, **options)
+
+
+def m_grouped_fp8_gemm_nt_masked(
+    a: _Pair,
+    b: _Pair,
+    d: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: int,
+    recipe: tuple[int, int, int] | None = None,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """`d[g, :masked_m[g]] = a[g, :masked_m[g]] @ b[g]^T` for each group: `deep_tile.fp8_grouped_gemm` with counts.
+
+    Args:
+        a: [g, m, k] float8_e4m3fn and its scale [g, m, ceil(k / 128)], any strides, padded to 4 rows or not.
+        b: [g, n, k] float8_e4m3fn and its scale [g, ceil(n / 128), ceil(k / 128)].
+        d: [g, m, n] bfloat16, written to. Rows behind a group's last are left alone.
+        masked_m: int32 [g], on the device: rows of each group.
+        expected_m: rows of a group, in the mean: what the kernel is chosen for.
+        recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast: as for `fp8_gemm_nt`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
+    """
+    _check_recipes(recipe, recipe_a, recipe_b)
+    options = {"counts": masked_m, "expected_rows": expected_m, **_settings}
+    grouped.fp8_grouped_gemm(*_operands(a, b), out=d, **options)
+
+
+def fp8_einsum(
+    expr: str,
+    a: _Pair,
+    b: _Pair,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    recipe: tuple[int, int, int] = (1, SCALE_BLOCK, SCALE_BLOCK),
+) -> None:
+    """`d[:, h] = a[:, h] @ b[h]^T` for each head h: the products of DeepSeek-V4's grouped output projection.
+
+    One launch where heads of `a` and of `d` lie one after the other (`x.transpose(0, 1)` of a dense [heads, rows, k]).
+    Where they alternate, row by row, few rows are copied into that order, and the results back, in two more launches;
+    many rows are multiplied head by head, without copies.
+
+    Args:
+        expr: "bhr,hdr->bhd".
+        a: [rows, heads, k] float8_e4m3fn and its scale [rows, heads, ceil(k / 128)], any strides that products take.
+        b: [heads, n, k] float8_e4m3fn and its scale [heads, ceil(n / 128), ceil(k / 128)].
+        d: [rows, heads, n] bfloat16, written to.
+        c: only None.
+        recipe: (1, 128, 128).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`; or another `expr`.
+    """
+    if expr != "bhr,hdr->bhd":
+        raise ValueError(f"expr is {expr!r}; on Hopper it is 'bhr,hdr->bhd'")
+    _refuse_sum(c)
+    _check_recipes(recipe)
+    a, a_scale, b, b_scale = _operands(a, b)
+    _require_dimensions(a=(a, 3), a_scale=(a_scale, 3), b=(b, 3), d=(d, 3))
+    for name, x in (("a's scale", a_scale), ("d", d)):
+        if x.shape[:2] != a.shape[:2]:
+            raise ValueError(f"{name} is {list(x.shape)}; it must be [rows, heads, ...] as a is, {list(a.shape)}")
+    if b.shape[0] != a.shape[1]:
+        raise ValueError(f"b is {list(b.shape)}; it must be [heads, n, k] for a of {list(a.shape)}, [rows, heads, k]")
+    a, a_scale, out = a.transpose(0, 1), a_scale.transpose(0, 1), d.transpose(0, 1)
+    fits = _are_groups(a) and _are_groups(out)
+    if not fits and a.shape[1] >= _MANY_ROWS:
+        for head in range(a.shape[0]):
+            api.fp8_gemm(a[head], a_scale[head], b[head], b_scale[head], out[head], **_settings)
+        return
+    into = out if _are_groups(out) else out.new_empty(out.shape)
+    grouped.fp8_grouped_gemm(a if fits else a.contiguous(), a_scale, b, b_scale, out=into, **_settings)
+    if into is not out:
+        out.copy_(into)
+
+
+fp8_fp4_gemm_nt = gemm_fp8_fp8_bf16_nt = fp8_gemm_nt
+m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
+m_grouped_fp8_fp4_gemm_nt_masked = fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
+calc_diff = cosine_difference
+
+
+def _refuse_sum(c: object) -> None:
     if c is not None:
         raise ValueError("c must be None: products with 1x128 and 128x128 scales add nothing on Hopper. Add c to d")
+
+
+def _check_recipes(recipe: object, recipe_a: object = None, recipe_b: object = None) -> None:
     for name, given, wanted in (
         ("recipe", recipe, (1, SCALE_BLOCK, SCALE_BLOCK)),
         ("recipe_a", recipe_a, quantize.TOKEN_BLOCK),
@@ -62,12 +207,10 @@ def fp8_gemm_nt(
     ):
         if given is not None and tuple(given) != wanted:
             raise ValueError(f"{name} is {given}; on Hopper it is {wanted} or None. Quantise with such blocks")
-    operands = [part for name, pair in (("a", a), ("b", b)) for part in _operand(name, pair)]
-    api.fp8_gemm(*operands, d, **_settings)
 
 
-fp8_fp4_gemm_nt = gemm_fp8_fp8_bf16_nt = fp8_gemm_nt
-calc_diff = cosine_difference
+def _operands(a: _Pair, b: _Pair) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return *_operand("a", a), *_operand("b", b)
 
 
 def _operand(name: str, pair: _Pair) -> _Pair:
@@ -79,6 +222,74 @@ def _operand(name: str, pair: _Pair) -> _Pair:
     if isinstance(x, torch.Tensor) and x.dim() == 2 and not is_compiling():
         x = tensors.with_aligned_rows(x)
     return x, scale
+
+
+def _require_dimensions(**given: tuple[object, int]) -> None:
+    for name, (x, dimensions) in given.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor of {dimensions} dimensions")
+        if x.dim() != dimensions:
+            raise ValueError(f"{name} is {list(x.shape)}; it must have {dimensions} dimensions")
+
+
+def _group_ends(m_indices: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
+    """The row behind each group's last, int32 [groups], of each row's group or a negative number; 0 for no rows.
+
+    A kernel that rounds the ends up finds where groups begin, also behind groups without rows.
+    """
+    _require_dimensions(grouped_layout=(m_indices, 1))
+    if m_indices.dtype != torch.int32 or tuple(m_indices.shape) != (rows,):
+        raise ValueError(
+            f"grouped_layout is {list(m_indices.shape)} of {m_indices.dtype}; for a of {rows} rows it must be [{rows}] "
+            "of torch.int32, or pass use_psum_layout=True with the ends of groups"
+        )
+    if m_indices.device.type == "cpu" and not is_compiling():
+        _check_order(m_indices, groups)
+    # Whatever is no group counts for one behind the last, which is cut off.
+    index = m_indices.clamp(-1, groups).long().remainder_(groups + 1)
+    ends = torch.zeros(groups + 1, dtype=torch.int32, device=m_indices.device)
+    behind = torch.arange(1, rows + 1, dtype=torch.int32, device=m_indices.device)
+    return ends.scatter_reduce_(0, index, behind, "amax")[:groups]
+
+
+def _check_order(m_indices: torch.Tensor, groups: int) -> None:
+    rows = (m_indices >= 0).nonzero().flatten()
+    steps = m_indices[rows].diff(prepend=m_indices.new_tensor([-1]))
+    wrong = rows[(steps < 0) | (steps > 0) & (rows % _alignment != 0)]
+    if len(wrong) or (m_indices >= groups).any():
+        where = f"row {wrong[0]}" if len(wrong) else f"a group beyond the {groups} of b"
+        raise ValueError(
+            f"grouped_layout is wrong at {where}: groups must stand in the order of b, each in one piece that begins "
+            f"at a multiple of {_alignment}. Sort the rows by group"
+        )
+
+
+def _are_groups(x: torch.Tensor) -> bool:
+    """Whether groups [g, m, k] lie at whole rows of each other, as grouped products take them."""
+    groups, rows = x.shape[:2]
+    return groups <= 1 or rows <= 1 or (x.stride(1) > 0 and x.stride(0) % x.stride(1) == 0)
+
+
+def get_mk_alignment_for_contiguous_layout() -> int:
+    """What groups of the contiguous layouts begin at multiples of, in rows."""
+    return _alignment
+
+
+def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
+    """Any power of two that `deep_tile.fp8_grouped_gemm` takes; small ones waste less memory, and cost no time here."""
+    global _alignment
+    grouped.check_alignment(alignment)
+    _alignment = alignment
+
+
+def get_theoretical_mk_alignment_for_contiguous_layout(
+    expected_m: int | None = None, num_groups: int | None = None
+) -> int:
+    """128, as on every Hopper GPU: what engines lay groups out for."""
+    return SCALE_BLOCK
+
+
+get_m_alignment_for_contiguous_layout = get_k_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 
 
 def get_tma_aligned_size(x: int, element_size: int) -> int:

@@ -1,11 +1,10 @@
-"""transformers' FP8 linears through deep_tile: `install()`, and `uninstall()` to undo it.
+"""transformers' FP8 linears and experts through deep_tile: `install()`, and `uninstall()` to undo it.
 
 Called by users. transformers has no registry for linears: its modules look up one global function at every call, and
-that function is replaced.
+that function is replaced. For experts it has one, of functions by name; those that it takes by itself are replaced.
 Invariant: what deep_tile does not multiply as it was meant goes to the function that was there before.
 """
 
-import functools
 import inspect
 import threading
 from collections.abc import Callable
@@ -13,44 +12,50 @@ from types import ModuleType
 
 import torch
 
-from deep_tile import linear, tensors
-from deep_tile.config import SCALE_BLOCK
-from deep_tile.quantize import DIVISIONS, FP8_DTYPE
+from deep_tile import linear
+from deep_tile.integrations.transformers_experts import experts_forward
+from deep_tile.integrations.transformers_weights import operands, takes
+from deep_tile.quantize import DIVISIONS
 
 _MODULE = "transformers.integrations.finegrained_fp8"
 
-_PARAMETERS = {
-    "input": inspect.Parameter.empty,
-    "weight": inspect.Parameter.empty,
-    "weight_scale_inv": inspect.Parameter.empty,
-    "block_size": None,
-    "bias": None,
-    "activation_scale": None,
-    "allow_deepgemm": True,
-}
-"""Defaults of the function's parameters by their names, in order, as of transformers 5.23."""
+_EXPERTS = ("grouped_mm", "batched_mm")
+"""Functions for experts that transformers chooses unless told otherwise: in general, and to decode with `generate`."""
 
-_BLOCK_SIZE = (SCALE_BLOCK, SCALE_BLOCK)
-_INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_ROW_BYTES = 16
-"""Weights begin their rows at multiples of it, for TMA."""
+_PARAMETERS = {
+    "fp8_linear": {
+        "input": inspect.Parameter.empty,
+        "weight": inspect.Parameter.empty,
+        "weight_scale_inv": inspect.Parameter.empty,
+        "block_size": None,
+        "bias": None,
+        "activation_scale": None,
+        "allow_deepgemm": True,
+    }
+}
+_EXPERTS_PARAMETERS = dict.fromkeys(("self", "hidden_states", "top_k_index", "top_k_weights"), inspect.Parameter.empty)
+"""Defaults of the functions' parameters by their names, in order, as of transformers 5.23."""
 
 _lock = threading.Lock()
-_replaced: tuple[Callable, Callable] | None = None
-"""What was replaced and by what, while installed; guarded by `_lock`."""
+_replaced: dict[str, tuple[Callable, Callable]] = {}
+"""By name what was replaced and by what, while installed; guarded by `_lock`."""
 
 
 def install(*, exact: str = "reciprocal") -> None:
-    """Let transformers' FP8 linears multiply through `deep_tile.fp8_linear`, in this process, until `uninstall()`.
+    """Let transformers' FP8 linears and experts multiply through deep_tile, in this process, until `uninstall()`.
 
     Taken are dynamically quantised inputs of bfloat16, float16 or float32 and weights of float8_e4m3fn in blocks of
-    128x128 with scales of float32 or float8_e8m0fnu, on a Hopper GPU or, for tests, on the CPU: those of `FP8Linear`
-    and of the eager loop over experts. All else goes on as before: static or per-tensor scales, other blocks, FP4,
-    other GPUs, rows of weights that are no multiple of 16 bytes. Grouped and batched products of experts are not
-    touched, nor `FP8GroupedLinear`.
+    128x128 with scales of float32 or float8_e8m0fnu, on a Hopper GPU or, for tests, on the CPU: those of `FP8Linear`,
+    and of `FP8Experts` that are gated by SiLU. All else goes on as before: static or per-tensor scales, other blocks,
+    FP4, other GPUs, rows of weights that are no multiple of 16 bytes, and `FP8GroupedLinear`.
 
-    The result has the input's dtype and is rounded to bfloat16 first. A gradient goes to the input, through the
-    dequantised weight; the weight and its scales are frozen, as transformers has them.
+    Linears go through `deep_tile.fp8_linear`. The result has the input's dtype and is rounded to bfloat16 first. A
+    gradient goes to the input, through the dequantised weight; the weight and its scales are frozen, as transformers
+    has them.
+
+    Layers of experts go through `deep_tile.fp8_grouped_gemm` and the calls around it, where their implementation is
+    "grouped_mm" or "batched_mm", one of which it is by default; the activation between the products is not rounded
+    to bfloat16, and the sum over experts is taken in FP32. What would record a gradient goes on as before.
 
     Models that are loaded already are served, too. Calling it again changes `exact` alone. On the CPU transformers
     itself dequantises FP8 models when it loads them, and then nothing is left to multiply.
@@ -61,46 +66,52 @@ def install(*, exact: str = "reciprocal") -> None:
 
     Raises:
         ValueError: `exact` is unknown.
-        ImportError: transformers is missing or older than its `finegrained_fp8.fp8_linear`.
-        RuntimeError: that function takes other arguments than those known here, or somebody else has replaced it since
+        ImportError: transformers is missing, or its `finegrained_fp8` has no such functions.
+        RuntimeError: one of them takes other arguments than those known here, or somebody else has replaced it since
             `install()`. Nothing has been changed.
     """
-    global _replaced
     if exact not in DIVISIONS:
         raise ValueError(f"exact is {exact!r}; use {' or '.join(map(repr, DIVISIONS))}")
-    module = _client()
+    client = _client()
     with _lock:
-        original = _original(module)
-        _check_signature(original)
-        replacement = _linear(original, exact)
-        module.fp8_linear = replacement
-        _replaced = (original, replacement)
+        originals = {name: _original(client, name) for name in _names()}
+        for name, original in originals.items():
+            _check_signature(name, original)
+        for name, original in originals.items():
+            replacement = _replacement(name, original, exact, client)
+            _put(client, name, replacement)
+            _replaced[name] = (original, replacement)
 
 
 def uninstall() -> None:
-    """Give transformers its own function back; nothing happens where nothing is installed.
+    """Give transformers its own functions back; nothing happens where nothing is installed.
 
     Raises:
-        RuntimeError: somebody else has replaced the function since `install()`. Nothing has been changed.
+        RuntimeError: somebody else has replaced one of them since `install()`. Nothing has been changed.
     """
-    global _replaced
     with _lock:
-        if _replaced is not None:
-            module = _client()
-            module.fp8_linear = _original(module)
-            _replaced = None
+        if _replaced:
+            client = _client()
+            for name, original in [(name, _original(client, name)) for name in _replaced]:
+                _put(client, name, original)
+            _replaced.clear()
+
+
+def _names() -> tuple[str, ...]:
+    return (*_PARAMETERS, *_EXPERTS)
 
 
 def _client() -> ModuleType:
-    """The module of transformers that has the function."""
+    """The module of transformers that has the functions."""
     try:
         from transformers.integrations import finegrained_fp8
     except ImportError as error:
         raise ImportError(
             f"{_MODULE} cannot be imported: {error}. Install what was tested: pip install 'deep_tile[transformers]'"
         ) from error
-    if not hasattr(finegrained_fp8, "fp8_linear"):
-        raise ImportError(f"{_MODULE} has no fp8_linear{_remedy()}")
+    for name in ("fp8_linear", "FP8Experts", "FP8ExpertsInterface"):
+        if not hasattr(finegrained_fp8, name):
+            raise ImportError(f"{_MODULE} has no {name}{_remedy()}")
     return finegrained_fp8
 
 
@@ -113,30 +124,51 @@ def _remedy() -> str:
     )
 
 
-def _original(module: ModuleType) -> Callable:
+def _current(client: ModuleType, name: str) -> Callable:
+    if name in _PARAMETERS:
+        return getattr(client, name)
+    found = client.FP8ExpertsInterface().get(name)
+    if found is None:
+        raise ImportError(f"{_MODULE} has no experts implementation {name!r}{_remedy()}")
+    return found
+
+
+def _put(client: ModuleType, name: str, function: Callable) -> None:
+    if name in _PARAMETERS:
+        setattr(client, name, function)
+    else:
+        client.FP8ExpertsInterface.register(name, function)
+
+
+def _original(client: ModuleType, name: str) -> Callable:
     """transformers' own function, whether or not it is replaced."""
-    current = module.fp8_linear
-    if _replaced is None or current is _replaced[0]:
-        return current
-    if current is not _replaced[1]:
+    current = _current(client, name)
+    original, replacement = _replaced.get(name, (current, current))
+    if current not in (original, replacement):
         raise RuntimeError(
-            f"{_MODULE}.fp8_linear has been replaced since deep_tile's install(), by {current!r}. Undo that first"
+            f"{_MODULE}'s {name} has been replaced since deep_tile's install(), by {current!r}. Undo that first"
         )
-    return _replaced[0]
+    return original
 
 
-def _check_signature(function: Callable) -> None:
+def _check_signature(name: str, function: Callable) -> None:
+    wanted = _PARAMETERS.get(name, _EXPERTS_PARAMETERS)
     found = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
-    if list(found.items()) != list(_PARAMETERS.items()):
+    if list(found.items()) != list(wanted.items()):
         raise RuntimeError(
-            f"{_MODULE}.fp8_linear takes {inspect.signature(function)}, and not ({', '.join(_PARAMETERS)}) as known "
-            f"here{_remedy()}"
+            f"{_MODULE}'s {name} takes {inspect.signature(function)}, and not ({', '.join(wanted)}) as known here"
+            f"{_remedy()}"
         )
+
+
+def _replacement(name: str, original: Callable, exact: str, client: ModuleType) -> Callable:
+    """What hands on to `original` whatever it does not take."""
+    if name == "fp8_linear":
+        return _linear(original, exact)
+    return experts_forward(original, exact, client)
 
 
 def _linear(original: Callable, exact: str) -> Callable:
-    """The replacement, which hands on to `original` what it does not take."""
-
     def fp8_linear(
         input: torch.Tensor,
         weight: torch.Tensor,
@@ -146,37 +178,8 @@ def _linear(original: Callable, exact: str) -> Callable:
         activation_scale: torch.Tensor | None = None,
         allow_deepgemm: bool = True,
     ) -> torch.Tensor:
-        if activation_scale is not None or not _takes(input, weight, weight_scale_inv, block_size):
+        if activation_scale is not None or not takes(input, weight, weight_scale_inv, block_size):
             return original(input, weight, weight_scale_inv, block_size, bias, activation_scale, allow_deepgemm)
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            # Parameters ask for a gradient unless told otherwise, and transformers tells scales and weights nothing. A
-            # tracer sees that they do, whether or not gradients are recorded.
-            weight, weight_scale_inv = weight.detach(), weight_scale_inv.detach()
-        if weight.device.type == "cpu":
-            weight = weight.clone()  # A checkpoint's file that is mapped into memory puts it at any address.
-        return linear.fp8_linear(input, weight, weight_scale_inv, bias, exact=exact)
+        return linear.fp8_linear(input, *operands(weight, weight_scale_inv), bias, exact=exact)
 
     return fp8_linear
-
-
-def _takes(input, weight, weight_scale_inv, block_size) -> bool:
-    """Whether it is a product for deep_tile: cheap, and traced by torch.compile."""
-    return (
-        block_size is not None
-        and tuple(block_size) == _BLOCK_SIZE
-        and weight.dtype == FP8_DTYPE
-        and weight_scale_inv.dtype in tensors.SCALE_DTYPES
-        and input.dtype in _INPUT_DTYPES
-        and weight.shape[-1] % _ROW_BYTES == 0
-        and (input.device.type == "cpu" or (input.device.type == "cuda" and _is_hopper(input.device.index)))
-    )
-
-
-@torch.compiler.assume_constant_result
-def _is_hopper(index: int) -> bool:
-    return _capability(index) == (9, 0)
-
-
-@functools.cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)

@@ -1,0 +1,74 @@
+"""transformers' FP8 experts through deep_tile: what takes the place of its functions for them.
+
+Called by transformers.py beside it, which puts it there. A layer is six calls and the sorting of rows by expert, all of
+it enqueued without waiting for the device, so that a CUDA graph holds for every routing.
+Invariant: what deep_tile does not multiply as it was meant goes to the function that was there before.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from deep_tile import experts, grouped, quantize
+from deep_tile.config import SCALE_BLOCK, ceil_div
+from deep_tile.integrations.transformers_weights import operands, takes
+
+
+def experts_forward(original: Callable, exact: str, client: ModuleType) -> Callable[..., torch.Tensor]:
+    """The replacement of `original`, one of the functions for layers of FP8 experts in transformers' module `client`.
+
+    Args:
+        exact: as for `per_token_cast_to_fp8`.
+    """
+    silu = (torch.nn.SiLU, type(client.ACT2FN["silu"]))
+
+    def forward(
+        self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        wants_gradient = torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)
+        is_ours = type(self) is client.FP8Experts and _takes_layer(self, hidden_states) and _is_gated_by(silu, self)
+        if wants_gradient or not is_ours:
+            return original(self, hidden_states, top_k_index, top_k_weights)
+        rows, offs, index = experts.sort_by_expert(top_k_index, self.num_experts)
+        x, x_scale = quantize.per_token_cast_to_fp8(hidden_states, rows=rows, offs=offs, exact=exact)
+        gate_up = grouped.fp8_grouped_gemm(x, x_scale, *operands(self.gate_up_proj, self.gate_up_proj_scale_inv), offs)
+        h, h_scale = experts.silu_mul_cast_to_fp8(gate_up, offs=offs, exact=exact, **_gating(self))
+        out = grouped.fp8_grouped_gemm(h, h_scale, *operands(self.down_proj, self.down_proj_scale_inv), offs)
+        if top_k_weights.dtype not in (torch.float32, torch.bfloat16):
+            top_k_weights = top_k_weights.float()
+        return experts.combine(out, top_k_weights, index).to(hidden_states.dtype)
+
+    return forward
+
+
+def _is_gated_by(silu: tuple[type, ...], layer: torch.nn.Module) -> bool:
+    """By what `silu_mul_cast_to_fp8` computes. An activation with an alpha is a SiLU, whatever `act_fn` is."""
+    is_silu = layer.swiglu_alpha is not None or isinstance(layer.act_fn, silu)
+    return layer.gate_softcap is None and is_silu
+
+
+def _gating(layer: torch.nn.Module) -> dict[str, float]:
+    """Numbers of `silu_mul_cast_to_fp8`: gpt-oss's activation has an alpha, and one is added to up."""
+    limit = {} if layer.limit is None else {"limit": float(layer.limit)}
+    return limit if layer.swiglu_alpha is None else {**limit, "alpha": float(layer.swiglu_alpha), "beta": 1.0}
+
+
+def _takes_layer(layer: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
+    """Whether it is a layer for deep_tile: cheap, and traced by torch.compile."""
+    if layer.activation_scheme != "dynamic" or hidden_states.dim() != 2 or not layer.has_gate:
+        return False
+    products = (
+        (layer.gate_up_proj, layer.gate_up_proj_scale_inv),
+        (layer.down_proj, layer.down_proj_scale_inv),
+    )
+    return all(
+        takes(hidden_states, weight, scale, layer.block_size) and _scale_fits(weight, scale)
+        for weight, scale in products
+    )
+
+
+def _scale_fits(weight: torch.Tensor, scale: torch.Tensor) -> bool:
+    """transformers gives each half of a narrow gate_up a scale of its own."""
+    groups, n, k = weight.shape
+    return tuple(scale.shape) == (groups, ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK))

@@ -1,0 +1,51 @@
+"""Which weights of transformers' FP8 layers deep_tile multiplies with, and as what.
+
+Called by transformers.py and transformers_experts.py beside it.
+"""
+
+import functools
+
+import torch
+
+from deep_tile import tensors
+from deep_tile.config import SCALE_BLOCK
+from deep_tile.quantize import FP8_DTYPE
+
+_BLOCK_SIZE = (SCALE_BLOCK, SCALE_BLOCK)
+_INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ROW_BYTES = 16
+"""Weights begin their rows at multiples of it, for TMA."""
+
+
+def takes(input, weight, weight_scale_inv, block_size) -> bool:
+    """Whether it is a product for deep_tile: cheap, and traced by torch.compile."""
+    return (
+        block_size is not None
+        and tuple(block_size) == _BLOCK_SIZE
+        and weight.dtype == FP8_DTYPE
+        and weight_scale_inv.dtype in tensors.SCALE_DTYPES
+        and input.dtype in _INPUT_DTYPES
+        and weight.shape[-1] % _ROW_BYTES == 0
+        and (input.device.type == "cpu" or (input.device.type == "cuda" and _is_hopper(input.device.index)))
+    )
+
+
+@torch.compiler.assume_constant_result
+def _is_hopper(index: int) -> bool:
+    return _capability(index) == (9, 0)
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def operands(weight: torch.Tensor, weight_scale_inv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As products take them."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        # Parameters ask for a gradient unless told otherwise, and transformers tells scales and weights nothing. A
+        # tracer sees that they do, whether or not gradients are recorded.
+        weight, weight_scale_inv = weight.detach(), weight_scale_inv.detach()
+    if weight.device.type == "cpu":
+        weight = weight.clone()  # A checkpoint's file that is mapped into memory puts it at any address.
+    return weight, weight_scale_inv

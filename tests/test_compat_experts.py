@@ -1,0 +1,274 @@
+"""DeepGEMM's names for grouped products on deep_tile: each layout of rows, as engines call, and what is refused."""
+
+import inspect
+
+import pytest
+import torch
+from helpers import GuardedOut, Operands, assert_accurate, exact_product, make_operands
+from test_grouped import DEVICES, SIZES, Case, make_case
+
+from deep_tile.compat import deep_gemm
+
+ALIGNMENT = 128
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch):
+    monkeypatch.setattr(deep_gemm, "_settings", {"num_sms": None, "pdl": None})
+    monkeypatch.setattr(deep_gemm, "_alignment", ALIGNMENT)
+
+
+def pairs(case: Case):
+    return (case.a, case.a_scale), (case.b, case.b_scale)
+
+
+def indices_of(case: Case) -> torch.Tensor:
+    """Each row's group, -1 for rows of none."""
+    indices = torch.full((len(case.a),), -1, dtype=torch.int32)
+    for group, (begin, end) in enumerate(case.rows):
+        indices[begin:end] = group
+    return indices.to(case.a.device)
+
+
+def check(case: Case, call) -> None:
+    """Every row of a group has its product, no other row is written, nor anything around them."""
+    assert call(case.out) is None
+    case.guarded.assert_guards_intact()
+    alive = torch.zeros(len(case.guarded.out), dtype=torch.bool)
+    for group, (begin, end) in enumerate(case.rows):
+        alive[begin:end] = True
+        if begin < end:
+            assert_accurate(case.guarded.out[begin:end], case.exact(group))
+    assert (case.guarded.out.view(torch.int16)[~alive.to(case.a.device)] == -1).all()
+
+
+def by_indices(case: Case, indices: torch.Tensor | None = None, **keywords):
+    indices = indices_of(case) if indices is None else indices
+    return lambda out: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(*pairs(case), out, indices, **keywords)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)}_groups_{sum(sizes)}_rows")
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_group_for_each_row(sizes, device):
+    case = make_case(sizes, 200, 384, device=device, alignment=ALIGNMENT, a_scale="column_aligned")
+    check(case, by_indices(case, disable_ue8m0_cast=True))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)}_groups_{sum(sizes)}_rows")
+@pytest.mark.parametrize("device", DEVICES)
+def test_ends_of_groups(sizes, device):
+    case = make_case(sizes, 200, 384, device=device, alignment=ALIGNMENT, a_scale="column_aligned")
+    check(case, by_indices(case, case.bounds, use_psum_layout=True, expected_m_for_psum_layout=17))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_pad_a_group_may_name_it(device):
+    """As engines fill whole blocks of 128: then all of the block's rows are the group's."""
+    case = make_case([5, 0, 130], 72, 256, device=device, alignment=ALIGNMENT, spare=126)
+    indices = indices_of(case)
+    indices[:128], indices[128:384] = 0, 2
+    case.a.view(torch.uint8)[:] = 0x38
+    case.a_scale[:] = 1
+    whole = case._replace(rows=[(0, 128), (128, 128), (128, 384)])
+    check(whole, by_indices(whole, indices))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_of_no_group_between_two(device):
+    """Their rows may hold anything afterwards; those of groups are right, and nothing behind the last is written."""
+    case = make_case([5, 40], 72, 256, device=device, alignment=512, spare=300)
+    out = case.out
+    by_indices(case)(out)
+    case.guarded.assert_guards_intact()
+    for group, (begin, end) in enumerate(case.rows):
+        assert_accurate(out[begin:end], case.exact(group))
+    assert (out.view(torch.int16)[case.rows[-1][1] :] == -1).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_numbers_that_are_no_group_are_left_out(device):
+    case = make_case([5, 40], 72, 256, device=device, alignment=ALIGNMENT, spare=30)
+    indices = indices_of(case)
+    indices[indices < 0] = -(2**31)
+    if device == "cuda":  # where nothing refuses it
+        indices[-20:] = 2**31 - 1
+    check(case, by_indices(case, indices))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_their_own(device):
+    """As DeepEP hands them out: scales with strides (m * k / 128, 1, m), m of no multiple of 4."""
+    sizes = [3, 0, 64, 7, 133]
+    case = make_case(sizes, 136, 384, device=device, capacity=135)
+    scale = case.a_scale.transpose(1, 2).contiguous().transpose(1, 2)
+    assert scale.stride() == (135 * 3, 1, 135)
+    case = case._replace(a_scale=scale)
+    for name in ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked"):
+        case.guarded.out.view(torch.int16).fill_(-1)
+        check(case, lambda out, name=name: getattr(deep_gemm, name)(*pairs(case), out, case.bounds, 16))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_another_alignment(device):
+    deep_gemm.set_mk_alignment_for_contiguous_layout(16)
+    assert deep_gemm.get_mk_alignment_for_contiguous_layout() == 16
+    assert deep_gemm.get_theoretical_mk_alignment_for_contiguous_layout(64, 8) == 128
+    case = make_case([3, 0, 17, 16], 72, 256, device=device, alignment=16)
+    check(case, by_indices(case))
+    with pytest.raises(ValueError, match="alignment is 48; pass a power of two"):
+        deep_gemm.set_mk_alignment_for_contiguous_layout(48)
+
+
+@pytest.mark.gpu
+def test_graphs_hold_for_every_layout():
+    """Of indices, too, which are looked at on the device."""
+    case = make_case([512] * 4, 136, 256, device="cuda", alignment=ALIGNMENT, spare=0)
+    indices, out = indices_of(case), case.out
+    call = by_indices(case, indices)
+    call(out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(out)
+    for sizes in ([2048, 0, 0, 0], [0, 1, 0, 1500], [0] * 4, [100, 128, 129, 500]):
+        rows, begin = [], 0
+        for size in sizes:
+            rows.append((begin, begin + size))
+            begin += -(-size // ALIGNMENT) * ALIGNMENT
+        now = case._replace(rows=rows)
+        indices.copy_(indices_of(now))
+        case.guarded.out.view(torch.int16).fill_(-1)
+        check(now, lambda _out: graph.replay())
+
+
+# ---- products by head
+
+HEADS = pytest.mark.parametrize("heads", [1, 3])
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize("stacked", [False, True], ids=["alternating", "stacked"])
+@HEADS
+@pytest.mark.parametrize("device", DEVICES)
+def test_heads(device, heads, stacked, rows):
+    n, k = 136, 256
+    each = [make_operands(rows, n, k, device=device) for _ in range(heads)]
+    dim = 0 if stacked else 1
+    a, a_scale = (torch.stack([operands[i] for operands in each], dim) for i in (0, 1))
+    guarded = GuardedOut(rows * heads, n, device=device)
+    d = guarded.out.view(heads, rows, n) if stacked else guarded.out.view(rows, heads, n)
+    if stacked:
+        a, a_scale, d = (x.transpose(0, 1) for x in (a, a_scale, d))
+    b, b_scale = (torch.stack([operands[i] for operands in each]) for i in (2, 3))
+    assert deep_gemm.fp8_einsum("bhr,hdr->bhd", (a, a_scale), (b, b_scale), d) is None
+    guarded.assert_guards_intact()
+    for head, operands in enumerate(each):
+        assert_accurate(d[:, head], exact_product(operands))
+
+
+# ---- wrong calls
+
+
+def test_wrong_layouts_launch_nothing():
+    case = make_case([5, 130, 7], 72, 256, alignment=ALIGNMENT)
+    good = indices_of(case)
+    for change, kind, message in (
+        (lambda x: x.long(), ValueError, r"of torch.int64; for a of \d+ rows it must be \[\d+\] of torch.int32"),
+        (lambda x: x[1:], ValueError, "grouped_layout is"),
+        (lambda x: case.bounds, ValueError, "pass use_psum_layout=True"),
+        (lambda x: 128, TypeError, "grouped_layout is a int; it must be a tensor of 1"),
+        (lambda x: x.masked_fill(x == 0, 3), ValueError, "wrong at a group beyond the 3 of b|wrong at row 128"),
+        (lambda x: torch.where(x == 2, 0, x), ValueError, "wrong at row 384: groups must stand in the order of b"),
+        (lambda x: x.roll(1), ValueError, "wrong at row 1: .*begins at a multiple of 128. Sort the rows"),
+    ):
+        with pytest.raises(kind, match=message):
+            by_indices(case, change(good))(case.out)
+    case.guarded.assert_untouched()
+
+
+def test_wrong_calls_launch_nothing():
+    case = make_case([5, 130], 72, 256, alignment=ALIGNMENT)
+    a, b = pairs(case)
+    for arguments, keywords, kind, message in (
+        ((a[0], b, case.out, indices_of(case)), {}, TypeError, "a is a Tensor; it must be a pair"),
+        ((a, b, case.out, indices_of(case)), {"recipe": (1, 1, 128)}, ValueError, r"recipe is \(1, 1, 128\)"),
+        ((a, b, case.out.float(), indices_of(case)), {}, TypeError, "out must be torch.bfloat16"),
+        ((a, b, case.out, case.bounds.long()), {"use_psum_layout": True}, TypeError, "offs must be torch.int32"),
+        ((a, (b[0][0], b[1][0]), case.out, indices_of(case)), {}, ValueError, r"b is \[72, 256\]; it must have 3"),
+    ):
+        with pytest.raises(kind, match=message):
+            deep_gemm.m_grouped_fp8_gemm_nt_contiguous(*arguments, **keywords)
+    case.guarded.assert_untouched()
+    masked = make_case([3, 4], 72, 256, capacity=5)
+    for expected, bounds, kind, message in (
+        (0, masked.bounds, ValueError, "expected_rows is 0"),
+        (4, masked.bounds.long(), TypeError, "counts must be torch.int32"),
+    ):
+        with pytest.raises(kind, match=message):
+            deep_gemm.m_grouped_fp8_gemm_nt_masked(*pairs(masked), masked.out, bounds, expected)
+    masked.guarded.assert_untouched()
+
+
+def test_wrong_heads_launch_nothing():
+    operands = make_operands(4, 72, 256)
+    a = tuple(x[:, None] for x in operands[:2])
+    b = tuple(x[None] for x in operands[2:])
+    d = torch.zeros(4, 1, 72, dtype=torch.bfloat16)
+    for arguments, keywords, message in (
+        (("bhd,hdr->bhr", a, b, d), {}, "expr is 'bhd,hdr->bhr'; on Hopper it is 'bhr,hdr->bhd'"),
+        (("bhr,hdr->bhd", a, b, d), {"c": d}, "c must be None"),
+        (("bhr,hdr->bhd", a, b, d), {"recipe": (1, 1, 128)}, "recipe is"),
+        (("bhr,hdr->bhd", operands[:2], b, d), {}, r"a is \[4, 256\]; it must have 3"),
+        (("bhr,hdr->bhd", a, b, d[:, 0]), {}, r"d is \[4, 72\]; it must have 3"),
+        (("bhr,hdr->bhd", a, b, d[:3]), {}, r"d is \[3, 1, 72\]; it must be \[rows, heads, ...\] as a is"),
+        (("bhr,hdr->bhd", a, tuple(x.expand(2, -1, -1) for x in b), d), {}, r"b is \[2, 72, 256\]; it must be \[heads"),
+        (("bhr,hdr->bhd", a, b, d[:, :, :64]), {}, r"out must be \[1, 4, 72\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            deep_gemm.fp8_einsum(*arguments, **keywords)
+    assert not d.any()
+
+
+def test_arguments_are_those_of_deep_gemm():
+    """By name and order, as its bindings of 2.6.1 declare them."""
+    recipes = ["recipe", "recipe_a", "recipe_b", "compiled_dims", "disable_ue8m0_cast"]
+    psum = ["use_psum_layout", "ensure_zero_padding", "expected_m_for_psum_layout"]
+    for function, wanted in (
+        (deep_gemm.m_grouped_fp8_gemm_nt_contiguous, ["a", "b", "d", "grouped_layout", *recipes, *psum]),
+        (deep_gemm.m_grouped_fp8_gemm_nt_masked, ["a", "b", "d", "masked_m", "expected_m", *recipes]),
+        (deep_gemm.fp8_einsum, ["expr", "a", "b", "d", "c", "recipe"]),
+    ):
+        assert list(inspect.signature(function).parameters) == wanted
+
+
+def test_settings_are_passed_along(monkeypatch):
+    seen = []
+    monkeypatch.setattr(deep_gemm.grouped, "fp8_grouped_gemm", lambda *operands, **options: seen.append(options))
+    deep_gemm.set_num_sms(24), deep_gemm.set_pdl(True)
+    of_process = {"num_sms": 24, "pdl": True}
+    case = make_case([100, 200], 72, 256, alignment=ALIGNMENT, spare=56)
+    by_indices(case)(case.out)
+    by_indices(case, case.bounds, use_psum_layout=True, expected_m_for_psum_layout=9)(case.out)
+    deep_gemm.m_grouped_fp8_gemm_nt_masked(*pairs(case), case.out, case.bounds, 16)
+    assert seen.pop().items() >= {"counts": case.bounds, "expected_rows": 16, **of_process}.items()
+    assert seen == [
+        {"alignment": 128, "expected_rows": 192 - 64, **of_process},
+        {"alignment": 128, "expected_rows": 9, **of_process},
+    ]
+
+
+def test_under_compile():
+    case = make_case([5, 0, 130], 72, 256, alignment=ALIGNMENT)
+    operands = Operands(case.a, case.a_scale, case.b, case.b_scale)
+
+    def product(a, a_scale, indices, out):
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous((a, a_scale), operands[2:], out, indices)
+        return out + 1
+
+    compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
+    expected = torch.zeros_like(case.out)
+    with torch.no_grad():
+        wanted = product(*operands[:2], indices_of(case), expected)
+        out = torch.zeros_like(case.out)
+        got = compiled(*operands[:2], indices_of(case), out)
+    assert torch.equal(out, expected) and torch.equal(got, wanted)

@@ -1,0 +1,385 @@
+"""transformers' FP8 experts through deep_tile: layers, what goes on as before, and a small random Qwen3 with experts.
+
+On the CPU deep_tile multiplies by the definition; the variants with the marker gpu run kernels. Nothing is downloaded.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
+
+from test_transformers import (  # noqa: E402
+    BLOCK,
+    DEVICES,
+    NOISE,
+    assert_greedy,
+    dequantized,
+    installed,  # noqa: F401
+    linears,
+    prompt,
+    quantize_inputs,
+    qwen3_fp8,
+    relative_error,
+)
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+from transformers import CompileConfig  # noqa: E402
+from transformers.integrations import finegrained_fp8  # noqa: E402
+from transformers.integrations.moe import use_experts_implementation  # noqa: E402
+
+from deep_tile import dequantize, per_token_cast_to_fp8, quantize_weight  # noqa: E402
+from deep_tile.integrations import transformers as integration  # noqa: E402
+
+NAMES = ("grouped_mm", "batched_mm")
+OWN = {name: finegrained_fp8.FP8ExpertsInterface()[name] for name in NAMES}
+EXPERTS, TOP_K, HIDDEN, WIDTH = 8, 2, 272, 128
+
+
+def registered(name: str):
+    return finegrained_fp8.FP8ExpertsInterface()[name]
+
+
+# ---- installing
+
+
+def test_install_replaces_and_uninstall_gives_back():
+    assert {name: registered(name) for name in NAMES} == OWN
+    integration.install()
+    integration.install(exact="divide")
+    assert all(registered(name) is not OWN[name] for name in NAMES)
+    integration.uninstall()
+    assert {name: registered(name) for name in NAMES} == OWN
+
+
+def test_another_signature_is_refused():
+    def theirs(self, hidden_states, top_k_index):
+        pass
+
+    finegrained_fp8.FP8ExpertsInterface.register("batched_mm", theirs)
+    try:
+        with pytest.raises(RuntimeError, match=r"batched_mm takes .* this is transformers .* pip install"):
+            integration.install()
+        assert finegrained_fp8.fp8_linear.__module__ == finegrained_fp8.__name__
+        assert registered("grouped_mm") is OWN["grouped_mm"]
+    finally:
+        finegrained_fp8.FP8ExpertsInterface.register("batched_mm", OWN["batched_mm"])
+
+
+def test_a_missing_implementation_is_refused(monkeypatch):
+    monkeypatch.delitem(finegrained_fp8.FP8ExpertsInterface._global_mapping, "batched_mm")
+    with pytest.raises(ImportError, match="has no experts implementation 'batched_mm': this is transformers"):
+        integration.install()
+    assert registered("grouped_mm") is OWN["grouped_mm"]
+
+
+def test_what_somebody_else_replaced_is_left_alone(installed):  # noqa: F811
+    ours = registered("grouped_mm")
+
+    def theirs():
+        pass
+
+    finegrained_fp8.FP8ExpertsInterface.register("grouped_mm", theirs)
+    for call in (integration.install, integration.uninstall):
+        with pytest.raises(RuntimeError, match="'s grouped_mm has been replaced since .*theirs.*Undo that first"):
+            call()
+        assert registered("grouped_mm") is theirs
+    finegrained_fp8.FP8ExpertsInterface.register("grouped_mm", ours)
+
+
+# ---- a layer
+
+
+def make_layer(device: str = "cpu", implementation: str = "grouped_mm", **config) -> torch.nn.Module:
+    """A layer of random experts, as transformers makes and fills it; `config` is of the model."""
+    sizes = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "moe_intermediate_size": WIDTH, "hidden_act": "silu"}
+    model = SimpleNamespace(_experts_implementation=implementation, **{**sizes, **config})
+    kind = use_experts_implementation(
+        finegrained_fp8.FP8Experts, experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
+    )
+    layer = kind(config=model, block_size=BLOCK).to(device)
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(layer, name)
+        quantized = [quantize_weight(0.1 * torch.randn(weight.shape[1:], device=device)) for _ in range(len(weight))]
+        weight.data, getattr(layer, f"{name}_scale_inv").data = map(torch.stack, zip(*quantized, strict=True))
+    return layer
+
+
+def routed(tokens: int, device: str = "cpu", dtype: torch.dtype = torch.bfloat16):
+    """Hidden states, the experts of each token, and their weights."""
+    x = torch.randn(tokens, HIDDEN, device=device, dtype=dtype)
+    weights, chosen = torch.rand(tokens, EXPERTS, device=device).topk(TOP_K)
+    return x, chosen, weights.to(dtype)
+
+
+def in_turn(layer, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The definition, in FP32, expert by expert, with inputs of both products quantised; of FP8 weights or of FP32."""
+
+    def rounded(values):
+        return dequantize(*per_token_cast_to_fp8(values, exact="reciprocal"), block=(1, 128))
+
+    out = torch.zeros(x.shape, device=x.device)
+    x = rounded(x.float())
+    for expert, (up, down) in enumerate(zip(wide(layer, "gate_up_proj"), wide(layer, "down_proj"), strict=True)):
+        tokens, which = (chosen == expert).nonzero(as_tuple=True)
+        gate_up = (x[tokens] @ up.t()).bfloat16().float()
+        results = rounded(layer._apply_gate(gate_up)) @ down.t()
+        out.index_add_(0, tokens, weights[tokens, which, None].float() * results)
+    return out
+
+
+def wide(layer, name: str) -> torch.Tensor:
+    """Weights of a layer in FP32."""
+    weight = getattr(layer, name).detach()
+    if weight.dtype != torch.float8_e4m3fn:
+        return weight.float()
+    scales = getattr(layer, f"{name}_scale_inv").detach()
+    return torch.stack([dequantize(w, s, block=(128, 128)) for w, s in zip(weight, scales, strict=True)])
+
+
+ACTIVATIONS = {
+    "silu": {},
+    "limited": {"swiglu_limit": 0.5},
+    "gpt-oss": {"swiglu_limit": 0.7, "swiglu_alpha": 1.702, "hidden_act": "gelu"},
+}
+
+
+@pytest.mark.parametrize("config", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.mark.parametrize("implementation", NAMES)
+@DEVICES
+@torch.no_grad()
+def test_a_layer(installed, device, implementation, config):  # noqa: F811
+    layer = make_layer(device, implementation, **config)
+    for tokens in (1, 37):
+        given = routed(tokens, device)
+        out = layer(*given)
+        assert (out.dtype, out.shape) == (torch.bfloat16, (tokens, HIDDEN))
+        assert relative_error(out, in_turn(layer, *given)) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@DEVICES
+@torch.no_grad()
+def test_a_layer_of_other_dtypes(installed, device, dtype):  # noqa: F811
+    layer = make_layer(device)
+    given = routed(9, device, dtype)
+    out = layer(*given)
+    assert out.dtype == dtype and relative_error(out, in_turn(layer, *given)) < 0.02
+
+
+@DEVICES
+@torch.no_grad()
+def test_experts_of_other_processes_add_nothing(installed, device):  # noqa: F811
+    layer = make_layer(device)
+    layer._is_expert_parallel = True
+    x, chosen, weights = routed(37, device)
+    chosen[::2, 0], chosen[1] = EXPERTS, EXPERTS
+    out = layer(x, chosen, weights)
+    assert not out[1].any() and relative_error(out, in_turn(layer, x, chosen, weights)) < 0.02
+
+
+@DEVICES
+@torch.no_grad()
+def test_no_tokens(installed, device):  # noqa: F811
+    assert make_layer(device)(*routed(0, device)).shape == (0, HIDDEN)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_layer_waits_for_nothing(installed):  # noqa: F811
+    """A CUDA graph of it holds for every routing, and no call of it waits for the GPU."""
+    layer = make_layer("cuda")
+    given = routed(64, "cuda")
+    layer(*given)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(*given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(*given)
+    for _ in range(3):
+        for buffer, values in zip(given, routed(64, "cuda"), strict=True):
+            buffer.copy_(values)
+        given[1][:20] = torch.tensor([3, 5], device="cuda")  # many rows of two experts
+        graph.replay()
+        assert relative_error(out, in_turn(layer, *given)) < 0.02
+
+
+# ---- what goes on as before
+
+
+@pytest.fixture
+def asked():
+    """transformers' own functions replaced by ones that note their arguments; deep_tile installed on top of them."""
+    calls = []
+
+    def own(self, hidden_states, top_k_index, top_k_weights):
+        calls.append((self, hidden_states, top_k_index, top_k_weights))
+        return "its own"
+
+    for name in NAMES:
+        finegrained_fp8.FP8ExpertsInterface.register(name, own)
+    integration.install()
+    yield calls
+    integration.uninstall()
+    assert all(registered(name) is own for name in NAMES)
+    for name in NAMES:
+        finegrained_fp8.FP8ExpertsInterface.register(name, OWN[name])
+
+
+class Subclass(finegrained_fp8.FP8Experts):
+    pass
+
+
+def change_class(layer):
+    layer.__class__ = Subclass
+
+
+NOT_TAKEN = {
+    "static scales": lambda layer: setattr(layer, "activation_scheme", "static"),
+    "another activation": lambda layer: setattr(layer, "act_fn", torch.nn.GELU()),
+    "capped gates": lambda layer: setattr(layer, "gate_softcap", 3.0),
+    "no gates": lambda layer: setattr(layer, "has_gate", False),
+    "other blocks": lambda layer: setattr(layer, "block_size", [64, 128]),
+    "no blocks": lambda layer: setattr(layer, "block_size", None),
+    "another class": change_class,
+    "e5m2": lambda layer: setattr(layer.down_proj, "data", layer.down_proj.data.view(torch.float8_e5m2)),
+    "a scale of each half": lambda layer: setattr(layer.gate_up_proj_scale_inv, "data", torch.ones(EXPERTS, 4, 3)),
+    "narrow rows": lambda layer: setattr(layer.down_proj, "data", layer.down_proj.data[..., :120].contiguous()),
+}
+
+
+@pytest.mark.parametrize("change", NOT_TAKEN.values(), ids=NOT_TAKEN)
+@torch.no_grad()
+def test_other_layers_go_on_as_before(asked, change):
+    layer, given = make_layer(), routed(5)
+    change(layer)
+    assert layer(*given) == "its own"
+    assert [seen is wanted for seen, wanted in zip(asked[0], (layer, *given), strict=True)] == [True] * 4
+
+
+def test_gradients_go_on_as_before(asked):
+    layer, (x, chosen, weights) = make_layer(), routed(5)
+    assert layer(x.requires_grad_(), chosen, weights) == "its own"
+    assert layer(x.detach(), chosen, weights.requires_grad_()) == "its own"
+    with torch.no_grad():
+        assert layer(x, chosen, weights).shape == x.shape
+    assert layer(x.detach(), chosen, weights.detach()).shape == x.shape and len(asked) == 2
+
+
+# ---- a model
+
+
+@pytest.fixture(scope="module")
+def wide_model():
+    seed = torch.seed() % 2**31
+    print(f"random_model(seed={seed})")
+    return qwen3_fp8.random_model(seed, experts=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(wide_model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("checkpoint")
+    qwen3_fp8.save_quantized(wide_model, directory)
+    return directory
+
+
+@pytest.fixture
+def model(installed, checkpoint, device):  # noqa: F811
+    """The checkpoint as transformers loads it: quantised beforehand. To load it to a GPU would need accelerate."""
+    return qwen3_fp8.load(checkpoint, "cpu").to(device)
+
+
+def layers_of(model) -> list[torch.nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith(".experts")]
+
+
+@DEVICES
+def test_a_checkpoint_stays_fp8(model, wide_model):
+    assert len(linears(model)) == 8 and len(layers_of(model)) == 2
+    for layer, wide in zip(layers_of(model), layers_of(wide_model), strict=True):
+        assert type(layer) is finegrained_fp8.FP8Experts
+        for name in ("gate_up_proj", "down_proj"):
+            quantized = [quantize_weight(weight) for weight in getattr(wide, name).detach()]
+            weight, scale = map(torch.stack, zip(*quantized, strict=True))
+            assert torch.equal(getattr(layer, name).cpu().view(torch.uint8), weight.view(torch.uint8))
+            assert torch.equal(getattr(layer, f"{name}_scale_inv").cpu(), scale)
+
+
+def dequantized_experts(wide_model) -> torch.nn.Module:
+    """In FP32, with the weights that the checkpoint stands for."""
+    model = dequantized(wide_model)
+    model.set_experts_implementation("eager")
+    for layer in layers_of(model):
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(layer, name)
+            quantized = (quantize_weight(w.bfloat16()) for w in weight.detach())
+            weight.data = torch.stack([dequantize(*pair, block=(128, 128)) for pair in quantized])
+    return model
+
+
+def quantize_expert_inputs(model) -> None:
+    """Have each layer of experts round the inputs of both of its products to FP8."""
+    for layer in layers_of(model):
+        layer.forward = partial(in_turn, layer)
+
+
+@DEVICES
+@torch.no_grad()
+def test_logits_differ_from_fp32_as_quantised_activations_do(model, wide_model):
+    """The bound is what rounding the activations alone does to a model in FP32: nothing else may add to it."""
+    tokens = prompt(model, batch=6)
+    reference = dequantized_experts(wide_model).to(model.device)
+    wanted = reference(tokens).logits
+    quantize_inputs(reference)
+    quantize_expert_inputs(reference)
+    explained = relative_error(reference(tokens).logits, wanted)
+    error = relative_error(model(tokens).logits, wanted)
+    assert 0.03 < explained < 0.5
+    assert 0.6 * explained < error < 1.7 * explained
+
+
+@DEVICES
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_greedy_tokens_are_those_of_whole_sequences(model, cache):
+    tokens = prompt(model, batch=1)
+    compiled = {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
+    generated, _ = qwen3_fp8.timed_generate(model, tokens, 16, **compiled)
+    assert generated.shape == (1, 37 + 16)
+    assert_greedy(model, generated, 16)
+
+
+@DEVICES
+@torch.no_grad()
+def test_a_model_is_one_graph_for_all_lengths(model):
+    graphs = CompileCounterWithBackend("inductor" if model.device.type == "cuda" else "aot_eager")
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=graphs)
+    for length in (37, 41, 64):
+        tokens = prompt(model, tokens=length)
+        wanted = model(tokens, use_cache=False).logits.float()
+        assert relative_error(compiled(tokens, use_cache=False).logits, wanted) < NOISE[model.device.type]
+    (nodes,) = filter(None, ([node for node in graph.graph.nodes if "call" in node.op] for graph in graphs.graphs))
+    called = [str(node.target) for node in nodes]
+    assert sum("fp8_grouped_gemm" in name for name in called) == 4
+    assert sum("combine" in name for name in called) == 2
+
+
+@DEVICES
+def test_a_static_cache_is_compiled_without_a_break(model):
+    """As transformers does by itself on a GPU, with CUDA graphs."""
+    torch.compiler.reset()
+    config = CompileConfig(fullgraph=True)
+    if model.device.type == "cpu":
+        config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+        config._compile_all_devices = True
+    tokens = prompt(model, batch=1)
+    generated, _ = qwen3_fp8.timed_generate(model, tokens, 16, cache_implementation="static", compile_config=config)
+    assert generated.shape == (1, 37 + 16)
+    assert model._compiled_call is not None
+    assert_greedy(model, generated, 16)
