@@ -145,6 +145,9 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
     return value;
 }
 
+inline unsigned atomicAdd(unsigned* value, unsigned more) { return std::exchange(*value, *value + more); }
+inline unsigned atomicExch(unsigned* value, unsigned other) { return std::exchange(*value, other); }
+
 inline unsigned host_max_u16x2(unsigned a, unsigned b) { return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff); }
 
 inline float host_min_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmin(a, b); }

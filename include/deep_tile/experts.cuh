@@ -57,6 +57,9 @@ __device__ __forceinline__ u32 sum_before(u32 value) {
     return before;
 }
 
+// A count that is read, where it is one.
+__device__ __forceinline__ u32 within(int value, u32 most) { return value < 0 ? 0 : min(u32(value), most); }
+
 // Of rows in groups, those that live, which only the device knows. Whatever `living` holds, no row lies beyond out.
 class LivingRows {
    public:
@@ -85,8 +88,6 @@ class LivingRows {
     u32 count;
 
    private:
-    static __device__ __forceinline__ u32 within(int value, u32 most) { return value < 0 ? 0 : min(u32(value), most); }
-
     // Each thread takes some neighbouring groups, and reads their counts once, as whatever changes them meanwhile must not
     // lead outside of the tensors.
     __device__ __forceinline__ void sum_up(const CastParams& params) {

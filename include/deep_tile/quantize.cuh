@@ -143,17 +143,26 @@ class Slice {
         return __float_as_uint(Format::value(Format::largest(larger)));
     }
 
+    struct Codes {
+        u32 words[vectors][elements / 4];
+    };
+
     // `divides`: quotients are rounded as `divide` rounds them; otherwise they are products with the reciprocal.
     template <bool divides = true>
-    __device__ __forceinline__ void store(u8* row, int columns, int lane, bool aligned, const Scale& scale) const {
+    __device__ __forceinline__ Codes quantized(const Scale& scale) const {
+        Codes codes;
+#pragma unroll
+        for (int i = 0; i < vectors; ++i) quantize<divides>(codes.words[i], words_[i], scale);
+        return codes;
+    }
+
+    static __device__ __forceinline__ void store(u8* row, int columns, int lane, bool aligned, const Codes& codes) {
 #pragma unroll
         for (int i = 0; i < vectors; ++i) {
-            u32 codes[elements / 4];
-            quantize<divides>(codes, words_[i], scale);
             if (aligned) {
-                store_vector(row, columns, vector_column(i, lane), codes);
+                store_vector(row, columns, vector_column(i, lane), codes.words[i]);
             } else {
-                store_elements(row, columns, i, lane, codes);
+                store_elements(row, columns, i, lane, codes.words[i]);
             }
         }
     }
@@ -315,7 +324,7 @@ __device__ __forceinline__ void cast_blocks(const CastParams& params, const type
         const Scale scale = make_scale(largest_of_lanes<lanes>(slice.magnitude()), params);
         if (lane == 0 && columns > 0) write_scale(params, at.row, column, scale.value);
         u8* out = params.out + at.row * params.out_stride + first;
-        slice.template store<Source::divides>(out, columns, lane, aligned, scale);
+        slice.store(out, columns, lane, aligned, slice.template quantized<Source::divides>(scale));
     }
 }
 
@@ -379,7 +388,7 @@ __device__ __forceinline__ void cast_tiles(const CastParams& params) {
         for (int i = 0; i < slices; ++i) {
             const i64 row = first_row + i * step;
             u8* out = params.out + row * params.out_stride + first;
-            slice[i].store(out, row < params.rows ? columns : 0, lane, params.aligned, scale);
+            slice[i].store(out, row < params.rows ? columns : 0, lane, params.aligned, slice[i].quantized(scale));
         }
     }
 }
