@@ -145,6 +145,8 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
     return value;
 }
 
+inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
+
 inline unsigned atomicAdd(unsigned* value, unsigned more) { return std::exchange(*value, *value + more); }
 inline unsigned atomicExch(unsigned* value, unsigned other) { return std::exchange(*value, other); }
 

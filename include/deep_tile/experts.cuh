@@ -110,6 +110,23 @@ class LivingRows {
     u32 first_step_ = 1;         // a power of two
 };
 
+// A number of the index, in the words that were read: what they mean is asked later, as that waits for them.
+struct Number {
+    static __device__ __forceinline__ Number at(const CastParams& params, u32 row) {
+        const u32* words = static_cast<const u32*>(params.index) + (i64(row) << params.wide_index);
+        Number number = {words[0], 0};
+        if (params.wide_index) number.high = words[1];
+        return number;
+    }
+
+    // Of a negative number, one beyond all rows.
+    __device__ __forceinline__ u64 value(const CastParams& params) const {
+        return params.index == nullptr || params.wide_index ? u64(high) << 32 | low : u64(i64(int(low)));
+    }
+
+    u32 low, high;
+};
+
 // The rows of x that an index names; of none that x does not have, which is taken as zeros.
 template <typename Format, int lanes>
 struct Listed {
@@ -118,21 +135,19 @@ struct Listed {
     static constexpr bool divides = true;
 
     struct Place {
-        u32 row;        // of out
-        u32 low, high;  // words of its number in the index; what they mean is asked once they are there
+        u32 row;  // of out
+        Number number;
     };
 
     static __device__ __forceinline__ Place find(const CastParams& params, u32 row) {
-        if (params.index == nullptr) return {row, row, 0};
-        const u32* words = static_cast<const u32*>(params.index) + (i64(row) << params.wide_index);
-        return {row, words[0], params.wide_index ? words[1] : 0};
+        if (params.index == nullptr) return {row, {row, 0}};
+        return {row, Number::at(params, row)};
     }
 
     static __device__ __forceinline__ void load(Part& part, const CastParams& params, const Place& place, u32 first,
                                                 int columns, int lane, bool aligned) {
         const auto* x = static_cast<const typename Format::Bits*>(params.x);
-        const bool is_whole = params.index == nullptr || params.wide_index;
-        const u64 x_row = is_whole ? u64(place.high) << 32 | place.low : u64(i64(int(place.low)));
+        const u64 x_row = place.number.value(params);
         const bool exists = x_row < u64(params.x_rows);
         part.load(x + (exists ? x_row : 0) * params.x_stride + first, exists ? columns : 0, lane, aligned);
     }

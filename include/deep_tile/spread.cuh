@@ -7,24 +7,26 @@
 // speed of a copy. All it needs lies in shared memory, so there is no workspace and no second launch.
 //
 // Rows that an index names much more often than others, as where it is padded with one number, would keep one block busy
-// long after all others. Every block finds the same ones, as all count the whole index, and takes its share of what they
-// are written to, like that of numbers that name no row.
+// long after all others. Every block finds the same ones, as all count the same sample of the index, and takes its share
+// of what they are written to, like that of numbers that name no row.
 #pragma once
 
 #include "experts.cuh"
 
 namespace deep_tile {
 
-// Shared memory is 46 KB, of the 48 that a kernel has without asking.
+// Shared memory is 42 KB, of the 48 that a kernel has without asking.
 constexpr u32 spread_bins = 2048;   // in which rows of x are counted
 constexpr u32 spread_slots = 3072;  // for rows of out that a block has found, and not yet written
+constexpr u32 sampled = 8;          // of so many numbers of the index, one is counted
 constexpr u32 no_slot = 0xffff, no_row = ~0u;
 
 template <int threads>
 class Spread {
    public:
-    // Rows of x are in classes by their number modulo so many, columns in 1 to 4 stripes: more classes hold fewer rows of
-    // x each, more stripes make classes whose rows are more alike in how often they are named.
+    // Rows of x are in classes by their number modulo so many, columns in 1 to 4 stripes. Where a class has few rows, more
+    // stripes make fewer classes, which are more alike in how often their rows are named; otherwise fewer stripes make
+    // more classes, of which each finds less in the index.
     __device__ explicit Spread(const CastParams& params) {
         __shared__ Memory memory;
         memory_ = &memory;
@@ -36,23 +38,30 @@ class Spread {
         u32 stripes = 4;
         while (stripes > 1 && (block_columns % stripes != 0 || is_crowded(params, gridDim.x / stripes))) stripes /= 2;
         classes = gridDim.x / stripes;
+        inverse_ = ~0u / classes + 1;
         own_columns = block_columns / stripes;
         first_column = blockIdx.x % stripes * own_columns;
         own_class = blockIdx.x / stripes;
     }
 
-    // Counts how often each row is named; of all rows that share a bin.
+    // Counts how often each row is named, of all rows that share a bin, in a sample of the index.
     __device__ __forceinline__ void count(const CastParams& params) {
         for (u32 i = threadIdx.x; i < spread_bins; i += threads) memory_->bins[i] = 0;
         __syncthreads();
         living = memory_->living;
-        const u32 bins = min(u32(params.x_rows), spread_bins);
-        usual_ = 64 + 4 * (living / bins);
-        each(params, 0, living, [&](u32, u32 row) {
-            if (row == no_row) return;
-            u32* bin = &memory_->bins[row % spread_bins];
-            if (*bin <= usual_) atomicAdd(bin, 1u);  // what is beyond does not matter, and would be slow
-        });
+        usual_ = 8 + living / sampled / min(u32(params.x_rows), spread_bins) * 4;
+        constexpr u32 step = threads * sampled;
+        for (u32 first = threadIdx.x * sampled; first < living; first += batch * step) {
+            Number numbers[batch];
+            request<step>(numbers, params, first, living);
+#pragma unroll
+            for (u32 j = 0; j < batch; ++j) {
+                const u32 row = row_of(params, numbers[j]);
+                if (first + j * step >= living || row == no_row) continue;
+                u32* bin = &memory_->bins[row % spread_bins];
+                if (*bin <= usual_) atomicAdd(bin, 1u);  // what is beyond does not matter, and would be slow
+            }
+        }
     }
 
     // Finds this block's among the rows of out from `begin` to `end`; false if there is no place for so many.
@@ -61,15 +70,23 @@ class Spread {
         for (u32 i = threadIdx.x; i < spread_heads; i += threads) memory_->heads[i] = no_slot;
         if (threadIdx.x == 0) memory_->listed = memory_->alone = 0;
         __syncthreads();
-        each(params, begin, end, [&](u32 i, u32 row) {
-            const bool is_alone = row == no_row || memory_->bins[row % spread_bins] > usual_;
-            if ((is_alone ? i : row) % classes != own_class) return;
-            const u32 number = atomicAdd(is_alone ? &memory_->alone : &memory_->listed, 1u);
-            if (number >= spread_slots) return;
-            const u32 slot = is_alone ? slot_alone(number) : number;
-            memory_->outs[slot] = i;
-            memory_->next[slot] = is_alone ? no_slot : atomicExch(&memory_->heads[row / classes], slot);
-        });
+        // Numbers of rows that are alone are of a class by warps, for which each of these lines holds or does not.
+        u32 warp_class = (begin + threadIdx.x) / warp_threads % classes;
+        const u32 next_class = threads / warp_threads % classes;
+        for (u32 first = begin + threadIdx.x; first < end; first += batch * threads) {
+            Number numbers[batch];
+            request<threads>(numbers, params, first, end);
+#pragma unroll
+            for (u32 j = 0; j < batch; ++j) {
+                const u32 i = first + j * threads;
+                const u32 row_class = numbers[j].low - quotient(numbers[j].low) * classes;  // or any, of no row
+                if ((row_class == own_class || warp_class == own_class) && i < end) {
+                    take(i, row_of(params, numbers[j]), row_class == own_class, warp_class == own_class);
+                }
+                warp_class += next_class;
+                if (warp_class >= classes) warp_class -= classes;
+            }
+        }
         __syncthreads();
         alone = memory_->alone;
         found_ = memory_->listed + alone;
@@ -88,10 +105,9 @@ class Spread {
     __device__ __forceinline__ u32 next(u32 slot) const { return memory_->next[slot]; }
     __device__ __forceinline__ u32 out_row(u32 slot) const { return memory_->outs[slot]; }
 
-    // The row of x that row `i` of out is cast from, or `no_row`.
-    static __device__ __forceinline__ u32 row_of(const CastParams& params, u32 i) {
-        const i64 row = read_index(params.index, params.wide_index, i);
-        return u64(row) < u64(params.x_rows) ? u32(row) : no_row;
+    // The row of x that a number of the index names, or `no_row`.
+    static __device__ __forceinline__ u32 row_of(const CastParams& params, const Number& number) {
+        return number.high == 0 && number.low < u32(params.x_rows) ? number.low : no_row;  // also of a negative one
     }
 
     u32 classes, own_class, own_columns, first_column;
@@ -105,32 +121,38 @@ class Spread {
         u16 next[spread_slots];
     };
 
-    // Whether a class would have more rows of x than heads, or its fair share take more than two thirds of the slots.
-    static __device__ __forceinline__ bool is_crowded(const CastParams& params, u32 classes) {
-        return params.x_rows > i64(classes) * spread_heads || params.rows > i64(classes) * (spread_slots * 2 / 3);
+    static constexpr u32 batch = 8;
+
+    // Numbers of the index that are `step` from each other, before the first is used; those of the end for what is beyond.
+    template <u32 step>
+    static __device__ __forceinline__ void request(Number (&numbers)[batch], const CastParams& params, u32 first, u32 end) {
+#pragma unroll
+        for (u32 j = 0; j < batch; ++j) numbers[j] = Number::at(params, min(first + j * step, end - 1));
     }
 
-    // Calls `of(i, row)` for rows of out and what they are cast from. Some are requested before the first is used.
-    template <typename Function>
-    __device__ __forceinline__ void each(const CastParams& params, u32 begin, u32 end, Function of) {
-        constexpr u32 batch = 8;
-        for (u32 first = begin + threadIdx.x; first < end; first += batch * threads) {
-            u32 rows[batch];
-#pragma unroll
-            for (u32 j = 0; j < batch; ++j) {
-                const u32 i = first + j * threads;
-                rows[j] = i < end ? row_of(params, i) : no_row;
-            }
-#pragma unroll
-            for (u32 j = 0; j < batch; ++j) {
-                const u32 i = first + j * threads;
-                if (i < end) of(i, rows[j]);
-            }
-        }
+    // Whether a class would have more rows of x than heads, or its fair share take more than two thirds of the slots; or
+    // twice as many classes would still have 12 rows each.
+    static __device__ __forceinline__ bool is_crowded(const CastParams& params, u32 classes) {
+        return classes < 2 || params.x_rows > i64(classes) * spread_heads || params.rows > i64(classes) * (spread_slots * 2 / 3) ||
+               params.x_rows >= i64(classes) * 24;
+    }
+
+    // row / classes, exact for rows below 2^32 / classes.
+    __device__ __forceinline__ u32 quotient(u32 row) const { return __umulhi(row, inverse_); }
+
+    // Keeps row `i` of out, if it is this block's.
+    __device__ __forceinline__ void take(u32 i, u32 row, bool has_row, bool has_warp) {
+        const bool is_alone = row == no_row || memory_->bins[row % spread_bins] > usual_;
+        if (!(is_alone ? has_warp : has_row)) return;
+        const u32 number = atomicAdd(is_alone ? &memory_->alone : &memory_->listed, 1u);
+        if (number >= spread_slots) return;
+        const u32 slot = is_alone ? slot_alone(number) : number;
+        memory_->outs[slot] = i;
+        memory_->next[slot] = is_alone ? no_slot : atomicExch(&memory_->heads[quotient(row)], slot);
     }
 
     Memory* memory_;
-    u32 usual_ = 0, found_ = 0;
+    u32 inverse_, usual_ = 0, found_ = 0;
 };
 
 // Casts what was found: `lanes` threads take one block of 128 columns after the other, of a row of x, and write it to
@@ -153,7 +175,7 @@ __device__ __forceinline__ void cast_found(const CastParams& params, const Sprea
             row = number * spread.classes + spread.own_class;
         } else if (number < rows + spread.alone) {
             slot = spread.slot_alone(number - rows);
-            row = spread.row_of(params, spread.out_row(slot));
+            row = spread.row_of(params, Number::at(params, spread.out_row(slot)));
         }
         const i64 first_column = i64(column) * scale_block;
         const i64 left = params.columns - first_column;
@@ -172,6 +194,7 @@ __device__ __forceinline__ void cast_found(const CastParams& params, const Sprea
     }
 }
 
+// Of at least two thread blocks.
 template <typename Format, int lanes, int threads>
 __device__ __forceinline__ void cast_spread(const CastParams& params) {
     take_turn();
