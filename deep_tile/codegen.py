@@ -138,8 +138,9 @@ class CastKernel(NamedTuple):
 CAST_FORMATS = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32"}
 """Formats that can be cast to FP8, by the names they have in quantize.cuh."""
 
-CAST_SOURCES = {"plain": "Plain", "listed": "Listed", "silu_mul": "SiluMul"}
-"""What can be cast: all rows, rows by an index or of groups, a product of a row's halves; likewise."""
+CAST_SOURCES = {"plain": "Plain", "listed": "Listed", "spread": "Spread", "silu_mul": "SiluMul"}
+"""What can be cast: all rows, rows by an index or of groups, those that an index names often, and a product of a row's
+halves; likewise."""
 
 
 def cast_source(kernel: CastKernel) -> str:
@@ -147,18 +148,25 @@ def cast_source(kernel: CastKernel) -> str:
 
     Its argument is no __grid_constant__: read in place, it makes the cast of FP32 in tiles spill (NVRTC 13.0.88).
     """
-    rows = f"cast_rows<deep_tile::{CAST_SOURCES[kernel.what]}, "
-    function = rows if kernel.block_rows == 1 else "cast_tiles<"
+    arguments = f"deep_tile::{CAST_FORMATS[kernel.source]}, {kernel.threads_per_scale}"
+    call = f"cast_rows<deep_tile::{CAST_SOURCES[kernel.what]}, {arguments}>"
+    if kernel.what == "spread":
+        call = f"cast_spread<{arguments}, {kernel.threads}>"
+    elif kernel.block_rows > 1:
+        call = f"cast_tiles<{arguments}>"
     entry = f"""\
 extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
 {kernel.name}(const CastParams params) {{
-    deep_tile::{function}deep_tile::{CAST_FORMATS[kernel.source]}, {kernel.threads_per_scale}>(params);
+    deep_tile::{call}(params);
 }}
 """
     if kernel.what == "plain":
         return "\n".join([params.CAST.text, _headers("quantize.cuh"), entry])
-    groups = f"constexpr unsigned cast_groups = {params.MOST_CAST_GROUPS};\n"
-    return "\n".join([params.CAST_OF_ROWS.text, groups, _headers("experts.cuh"), entry])
+    sizes = f"""\
+constexpr unsigned cast_groups = {params.MOST_CAST_GROUPS}, spread_heads = {params.MOST_SPREAD_ROWS};
+"""
+    header = "spread.cuh" if kernel.what == "spread" else "experts.cuh"
+    return "\n".join([params.CAST_OF_ROWS.text, sizes, _headers(header), entry])
 
 
 class CombineKernel(NamedTuple):

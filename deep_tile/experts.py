@@ -92,12 +92,14 @@ def silu_mul_cast_to_fp8(
     """The gated activation of an expert layer, quantised: the input of its second product.
 
     h = gate * sigmoid(alpha * gate) * (up + beta), in FP32, then the cast of `per_token_cast_to_fp8`; h is not rounded
-    to a narrower type in between. Each operation is rounded to FP32, from left to right. The sigmoid is taken by a
-    polynomial of which a GPU and a CPU make the same bits, within 1e-6 of its value, relatively, plus 1e-7 for every
-    unit of alpha * gate; below 2**-126 it is 0.
+    to a narrower type in between. Each operation is rounded to FP32, from left to right, and h is within 1e-6 of the
+    formula, relatively, plus 2e-7 for every unit of alpha * gate; a sigmoid below 2**-126 is 0.
 
-    Runs on `gate_up`'s device and torch's current stream: on a Hopper GPU by one kernel, elsewhere by torch, with the
-    same result bit for bit, but for the sign of NaN. It has no gradient.
+    Runs on `gate_up`'s device and torch's current stream: on a Hopper GPU by one kernel, elsewhere by torch. Each gives
+    the same bits every time, but not those of the other: the GPU's own exponential, reciprocal and product with the
+    reciprocal of a scale are used. A scale differs by the error of h at most, an element by one step of e4m3. With
+    "pow2" a scale may be the next power of two, where h's largest magnitude is that close to where one ends. It has no
+    gradient.
 
     Args:
         gate_up: [..., 2k] bfloat16 or float16, any strides: k gates, then k values of up, in each row. On the GPU
@@ -108,7 +110,7 @@ def silu_mul_cast_to_fp8(
         limit: gate is bounded by it from above, up to both sides, before all else; a positive number. gpt-oss and
             DeepSeek-V4 do so.
         alpha, beta: finite numbers, rounded to FP32; 1.702 and 1 in gpt-oss.
-        scale_layout, amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`.
+        scale_layout, amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`; on the GPU `exact` is of scales.
         out: [..., k] float8_e4m3fn, otherwise as there.
         scale_out: [..., ceil(k / 128)] float32, otherwise as there.
 

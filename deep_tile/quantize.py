@@ -469,10 +469,13 @@ def rows_launch(
     group_rows = x.shape[1] if "counts" in lists else 0
     x, out, scale = map(_as_matrix, (x, out, scale))
     device = x.get_device()
-    what = "listed" if options.gating is None else "silu_mul"
-    kernel, grid = cast.choose(1, _KERNEL_SOURCES[x.dtype], *out.shape, launches.num_sms(device), what)
-    _check_capture(kernel, device)
+    num_sms = launches.num_sms(device)
     layout = rows_layout(_layout(x, options, out, scale), options, len(x), group_rows, lists)
+    what = "listed" if options.gating is None else "silu_mul"
+    if "rows" in lists and layout.aligned and cast.spreads(*out.shape, len(x), num_sms):
+        what = "spread"
+    kernel, grid = cast.choose(1, _KERNEL_SOURCES[x.dtype], *out.shape, num_sms, what)
+    _check_capture(kernel, device)
     return cast.prepare_launch(kernel, grid, device, layout, **cast.operands_of_rows(options.lists))
 
 
@@ -514,7 +517,7 @@ def _takes_vectors(x: torch.Tensor, out: torch.Tensor) -> bool:
 
 def _check_capture(kernel: cast.CastKernel, device: int) -> None:
     if not cast.is_loaded(kernel, device):
-        launches.refuse_capture(kernel.name, device, "cast a tensor of this dtype once before the capture")
+        launches.refuse_capture(kernel.name, device, "run this cast once before the capture")
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What the tests of `fp8_gemm` share: poisoned inputs, guarded outputs, the exact product and how far one may be off.
+"""What tests share: poisoned inputs, guarded outputs, exact products and activations, and how far one may be off.
 
 Used by the test modules and by sanitize.py, on either device. Invariant: whatever a kernel has no business to read is
 NaN, and whatever it has no business to write is checked bit for bit.
@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import fp8_gemm, per_block_cast_to_fp8, per_token_cast_to_fp8
+from deep_tile import fp8_gemm, per_block_cast_to_fp8, per_token_cast_to_fp8, sources
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
+from deep_tile.quantize import FP8_MAX
 from deep_tile.reference import MAX_RELATIVE_ERROR
 
 BF16_ROUNDING = 2**-8
@@ -225,6 +226,71 @@ def check_gemm(
     guarded.assert_guards_intact()
     assert_accurate(guarded.out, exact_product(operands) if exact is None else exact)
     return guarded.out
+
+
+class Bounds(NamedTuple):
+    """Between which a result lies."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+def silu_mul_bounds(gate_up: torch.Tensor, limit: float | None = None, alpha: float = 1.0, beta: float = 0.0) -> Bounds:
+    """Of gate * sigmoid(alpha * gate) * (up + beta) in FP32, as `silu_mul_cast_to_fp8` promises it; in float64."""
+    numbers = sources.gating(limit, alpha, beta)
+    gate, up = gate_up.cpu().double().chunk(2, -1)
+    gate, up = gate.clamp(max=numbers.limit), up.clamp(-numbers.limit, numbers.limit) + numbers.beta
+    exponent = -numbers.alpha * gate
+    value = gate / (1 + exponent.exp()) * up
+    error = value.abs() * (1e-6 + 2e-7 * exponent.clamp(0, 100))
+    error += ((gate * up).abs().nan_to_num() + 1) * 2.0**-126  # of a sigmoid that is 0 or not
+    return Bounds(value - error, value + error)
+
+
+def assert_silu_mul_cast(
+    gate_up: torch.Tensor,
+    quantized: torch.Tensor,
+    scale: torch.Tensor,
+    rows: slice | torch.Tensor = slice(None),
+    *,
+    amax_floor: float = 1e-4,
+    round_scale: str = "none",
+    **numbers: float,
+) -> None:
+    """A cast of the activation is one of numbers within its bounds. Looks at `rows`, of all leading dimensions.
+
+    Raises AssertionError.
+    """
+    gate_up, codes, scale = (x.cpu().flatten(0, -2)[rows] for x in (gate_up, quantized.float(), scale))
+    low, high = (_groups_of_128(x) for x in silu_mul_bounds(gate_up, **numbers))
+    codes, inside = _groups_of_128(codes), _groups_of_128(torch.ones_like(codes)).bool()
+    largest = torch.maximum(-low, high).amax(2)
+    smallest = torch.maximum(low, -high).clamp(min=0).amax(2)
+    poisoned = ~smallest.float().isfinite()  # or infinite in FP32
+    assert scale[poisoned].isnan().all() and codes[poisoned[..., None] & inside].isnan().all()
+    known = largest.float().isfinite()
+    least, most = (_scale_of(amax.clamp(min=amax_floor), round_scale) for amax in (smallest, largest))
+    exact = 2.0**-22  # of quotients, and of scales where they are rounded
+    assert (scale >= least * (1 - exact))[known].all() and (scale <= most * (1 + exact))[known].all()
+    assert round_scale == "none" or (scale[known].frexp().mantissa == 0.5).all()
+    for bound, sign in ((low, -1), (high, 1)):
+        quotient = bound / scale.double()[..., None]
+        quotient = (quotient + sign * exact * quotient.abs()).clamp(-FP8_MAX, FP8_MAX).float()
+        nearest = quotient.to(torch.float8_e4m3fn).float()
+        assert (sign * (nearest - codes) >= 0)[known].all()
+
+
+def _groups_of_128(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % SCALE_BLOCK)).unflatten(1, (-1, SCALE_BLOCK))
+
+
+def _scale_of(amax: torch.Tensor, round_scale: str) -> torch.Tensor:
+    """In float64, in which a power of two times 448 is told from its neighbours."""
+    scale = amax / FP8_MAX
+    if round_scale == "none":
+        return scale
+    mantissa, exponent = scale.frexp()
+    return torch.ldexp(torch.where(mantissa > 0.5, 1.0, 0.5).double(), exponent)
 
 
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -38,7 +38,6 @@ inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
-inline float __frcp_rn(float x) { return 1.0f / x; }
 inline unsigned long long __cvta_generic_to_shared(const void*) { return 0; }
 
 // Threads of which one runs until it waits; then the next one does, or in every second launch the one before it: where
@@ -146,11 +145,18 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
     return value;
 }
 
+inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
+
+inline unsigned atomicAdd(unsigned* value, unsigned more) { return std::exchange(*value, *value + more); }
+inline unsigned atomicExch(unsigned* value, unsigned other) { return std::exchange(*value, other); }
+
 inline unsigned host_max_u16x2(unsigned a, unsigned b) { return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff); }
 
 inline float host_min_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmin(a, b); }
 inline float host_max_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b); }
-inline float host_normal_reciprocal(float x) { return x > 0x1p126f ? 0.0f : 1.0f / x; }
+inline float host_flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+inline float host_normal_reciprocal(float x) { return host_flushed(1.0f / x); }
+inline float host_ex2(float x) { return host_flushed(std::exp2(x)); }
 
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }

@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from helpers import Operands, assert_accurate, exact_product, make_operands
+from helpers import Operands, assert_accurate, assert_silu_mul_cast, exact_product, make_operands
 
 from deep_tile import (
     GemmConfig,
@@ -190,15 +190,20 @@ def run_casts_of_rows(dtype: torch.dtype, rows: int, columns: int, device: str =
     assert torch.equal(sums.cpu(), combine(down, weights, of_tokens)), "combine"
     counts = torch.tensor([rows // 2, 0, rows + 1], dtype=torch.int32)
     lives = torch.arange(rows) < counts[:, None]
-    for shape, lived, call in (
-        ((2 * rows, columns), slice(None), lambda on, **to: per_token_cast_to_fp8(x.to(on), rows=index.to(on), **to)),
-        ((3, rows, columns), lives, lambda on, **to: silu_mul_cast_to_fp8(gate_up.to(on), counts=counts.to(on), **to)),
-    ):
-        dense = torch.zeros(shape, dtype=torch.uint8).to(device).view(torch.float8_e4m3fn)
-        scale = torch.zeros(*shape[:-1], -(-columns // 128)).to(device)
-        for on_device, expected in zip(call(device, out=dense, scale_out=scale), call("cpu"), strict=True):
-            got, wanted = (y.cpu().contiguous().view(torch.uint8)[lived] for y in (on_device, expected))
-            assert torch.equal(got, wanted), (shape, dtype)
+    gated = dense_targets((3, rows, columns), device)
+    silu_mul_cast_to_fp8(gate_up.to(device), counts=counts.to(device), **gated)
+    assert_silu_mul_cast(gate_up, *gated.values(), lives.flatten())
+    listed = dense_targets((2 * rows, columns), device)
+    per_token_cast_to_fp8(x.to(device), rows=index.to(device), **listed)
+    for on_device, expected in zip(listed.values(), per_token_cast_to_fp8(x, rows=index), strict=True):
+        got, wanted = (y.cpu().contiguous().view(torch.uint8) for y in (on_device, expected))
+        assert torch.equal(got, wanted), (rows, columns, dtype)
+
+
+def dense_targets(shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
+    """`out` and `scale_out` of a cast. initcheck knows of no byte that another kernel has written."""
+    out = torch.zeros(shape, dtype=torch.uint8).to(device).view(torch.float8_e4m3fn)
+    return {"out": out, "scale_out": torch.zeros(*shape[:-1], -(-shape[-1] // 128)).to(device)}
 
 
 def failed(run: Callable[..., None], *arguments: Any) -> bool:

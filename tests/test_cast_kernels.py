@@ -1,4 +1,5 @@
-"""The casts' kernels, run on a CPU: their text, compiled as C++ with host_cuda.h, gives the definition's bits.
+"""The casts' kernels, run on a CPU: their text, compiled as C++ with host_cuda.h, gives the definition's bits; that of
+`silu_mul`, which has approximations of its own, what is within its bounds.
 
 What it cannot show is what ptxas makes of the text, and what a GPU makes of memory. test_quantize_gpu.py does.
 """
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import assert_silu_mul_cast
 from test_quantize import EACH_OPTION, assert_same, wide_matrix
 
 from deep_tile import cast as kernels
@@ -27,14 +29,16 @@ ASSEMBLY = {
     r'asm\("cvt\.rn\.satfinite\.e4m3x2\.f32 .*?;" : "=h"\(packed\) : "f"\(high\), "f"\(low\)\);': (
         "packed = host_e4m3x2(high, low);"
     ),
+    r'asm\("\{[^}]*rcp\.approx\.ftz\.f32 [^}]*\}"\s*: "=f"\(reciprocal\)\s*: "f"\(x\)\);': (
+        "reciprocal = host_normal_reciprocal(x);"
+    ),
     r'asm volatile\("griddepcontrol\.\w+;" ::: "memory"\);': "",
 }
 ASSEMBLY_OF_ROWS = {
     r'asm\("min\.NaN\.f32 .*?;" : "=f"\(smaller\) : "f"\(a\), "f"\(b\)\);': "smaller = host_min_nan(a, b);",
     r'asm\("max\.NaN\.f32 .*?;" : "=f"\(larger\) : "f"\(a\), "f"\(b\)\);': "larger = host_max_nan(a, b);",
-    r'asm\("\{[^}]*rcp\.approx\.ftz\.f32 [^}]*\}"\s*: "=f"\(reciprocal\)\s*: "f"\(x\)\);': (
-        "reciprocal = host_normal_reciprocal(x);"
-    ),
+    r'asm\("ex2\.approx\.ftz\.f32 .*?;" : "=f"\(power\) : "f"\(x\)\);': "power = host_ex2(x);",
+    r'asm\("rcp\.approx\.ftz\.f32 .*?;" : "=f"\(reciprocal\) : "f"\(x\)\);': "reciprocal = host_normal_reciprocal(x);",
 }
 """Of casts of rows, beside the others."""
 
@@ -167,49 +171,76 @@ def int32(**lists):
     return {name: torch.tensor(given, dtype=torch.int32) for name, given in lists.items()}
 
 
-def assert_rows_as_defined(launch, kernel, x, options, lists, group_rows=0):
+def poisoned_targets(x, options, lists):
+    shape = sources.result_shape(x, options.gating is not None, lists)
+    return torch.full(shape, -7.0).to(FP8_DTYPE), torch.full(quantize.scale_shape(shape, (1, 128)), -7.0)
+
+
+def launch_on_rows(launch, kernel, x, options, lists, group_rows, out, scale, grid=2):
+    layout = quantize.rows_layout(quantize._layout(x, options, out, scale), options, len(x), group_rows, lists)
+    assert layout.aligned or kernel.what != "spread"
+    places = kernels.operands_of_rows(options.lists)["places"]
+    launch(kernel, grid, layout, x, out, scale, *lists.values(), places=places)
+
+
+def assert_rows_as_defined(launch, kernel, x, options, lists, group_rows=0, grid=2):
     """The kernel writes into poisoned tensors what the definition does; both leave the same rows alone."""
     options = quantize.Options(1, **options, lists=(*lists,))
-    shape = sources.result_shape(x, options.gating is not None, lists)
-    out, scale = torch.full(shape, -7.0).to(FP8_DTYPE), torch.full(quantize.scale_shape(shape, (1, 128)), -7.0)
+    out, scale = poisoned_targets(x, options, lists)
     wanted = out.clone(), scale.clone()
     quantize._definition(x, options, *wanted, lists)
-    layout = quantize.rows_layout(quantize._layout(x, options, out, scale), options, len(x), group_rows, lists)
-    launch(kernel, 2, layout, x, out, scale, *lists.values(), places=kernels.operands_of_rows(options.lists)["places"])
+    launch_on_rows(launch, kernel, x, options, lists, group_rows, out, scale, grid)
     assert_same((out, scale), wanted)
+
+
+def assert_silu_mul_in_bounds(launch, kernel, x, options, numbers, lists=None, group_rows=0):
+    """Of what the kernel writes, and of what the definition does; both leave the same rows alone."""
+    lists = lists or {}
+    gating = sources.gating(*(numbers[name] for name in ("limit", "alpha", "beta")))
+    options = quantize.Options(1, **options, lists=(*lists,), gating=gating)
+    lives = sources.living(len(x), lists)
+    lives = torch.ones(len(x), dtype=torch.bool) if lives is None else lives
+    by_kernel, by_definition = (poisoned_targets(x, options, lists) for _ in range(2))
+    quantize._definition(x, options, *by_definition, lists)
+    launch_on_rows(launch, kernel, x, options, lists, group_rows, *by_kernel)
+    for out, scale in (by_kernel, by_definition):
+        rounding = {"amax_floor": options.amax_floor, "round_scale": options.round_scale}
+        assert_silu_mul_cast(x, out, scale, lives, **rounding, **numbers)
+        assert (out[~lives].float() == -7).all() and (scale[~lives] == -7).all()
+
+
+PLAIN = {"limit": None, "alpha": 1.0, "beta": 0.0}
 
 
 @each_kernel("silu_mul")
 @EACH_OPTION
-def test_silu_mul_is_the_definitions(launch, kernel, options):
+def test_silu_mul_is_within_its_bounds(launch, kernel, options):
     """Of all magnitudes, and of such as occur; of whole vectors and of single elements."""
     dtype = DTYPES[kernel.source]
     for (rows, k), numbers in itertools.product(
-        [(5, 400), (3, 301), (40, 264)], [(), (7.0, 1.702, 1.0), (30, -0.3, 0)]
+        [(5, 400), (3, 301), (40, 264)],
+        [PLAIN, {"limit": 7.0, "alpha": 1.702, "beta": 1.0}, {"limit": 30, "alpha": -0.3, "beta": 0}],
     ):
-        gating = sources.gating(*(numbers or (None, 1.0, 0.0)))
         for x in (wide_matrix(rows, 2 * k, dtype), (torch.randn(rows, 2 * k) * 12).to(dtype)):
             x[0, 0], x[1, k + 2], x[2, 200], x[2, 300] = float("nan"), float("nan"), float("inf"), float("-inf")
             x[1, 128:256] = -torch.linspace(0, 130, 128).to(dtype)  # to where the sigmoid ends
-            assert_rows_as_defined(launch, kernel, x, {"amax_floor": 2.0**-80, **options, "gating": gating}, {})
+            assert_silu_mul_in_bounds(launch, kernel, x, {"amax_floor": 2.0**-80, **options}, numbers)
 
 
 @each_kernel("silu_mul")
-def test_each_bit_of_silu_mul(launch, kernel):
-    """Rows of one column, so that each product shows in a scale of FP32."""
+def test_each_product_of_silu_mul(launch, kernel):
+    """Rows of one column, so that each shows in a scale of FP32."""
     x = torch.stack([torch.empty(8192).uniform_(-25, 25), torch.randn(8192)], 1).to(DTYPES[kernel.source])
-    gating = sources.gating(20.0, 1.702, 1.0)
-    assert_rows_as_defined(launch, kernel, x, {"amax_floor": 2.0**-80, "gating": gating}, {})
+    numbers = {"limit": 20.0, "alpha": 1.702, "beta": 1.0}
+    assert_silu_mul_in_bounds(launch, kernel, x, {"amax_floor": 2.0**-80}, numbers)
 
 
 @each_kernel("silu_mul")
 @pytest.mark.parametrize("lists", LIVING.values(), ids=LIVING)
 def test_dead_rows_of_silu_mul(launch, kernel, lists):
-    gating = sources.gating(None, 1.0, 0.0)
     x = torch.randn(65, 2 * 136).to(DTYPES[kernel.source])
-    assert_rows_as_defined(
-        launch, kernel, x, {"gating": gating}, int32(**lists), group_rows=13 if "counts" in lists else 0
-    )
+    group_rows = 13 if "counts" in lists else 0
+    assert_silu_mul_in_bounds(launch, kernel, x, {}, PLAIN, int32(**lists), group_rows)
 
 
 @each_kernel("listed")
@@ -230,6 +261,46 @@ def test_rows_by_an_index(launch, kernel, dtype, lists):
         x = wide_matrix(9, k, DTYPES[kernel.source])
         for rows in (index, index.flip(0)):
             assert_rows_as_defined(launch, kernel, x, {}, {"rows": rows, **int32(**lists)})
+
+
+@each_kernel("spread")
+@EACH_OPTION
+@pytest.mark.parametrize("grid", [2, 3, 5, 8])
+def test_spread_rows(launch, kernel, options, grid):
+    """Of one stripe of columns, of two, of four, of the last block in part; classes with rows and without."""
+    for (tokens, k), dtype in itertools.product([(9, 128), (21, 256), (5, 512), (1, 264)], [torch.int32, torch.int64]):
+        limits = torch.iinfo(dtype)
+        lies = torch.tensor([-1, tokens, 0, tokens - 1, limits.min, limits.max, 2**32 if dtype == torch.int64 else 0])
+        rows = torch.cat([torch.randint(0, tokens, (90,)), lies]).to(dtype)
+        x = wide_matrix(tokens, k, DTYPES[kernel.source])
+        assert_rows_as_defined(launch, kernel, x, options, {"rows": rows}, grid=grid)
+
+
+@each_kernel("spread")
+@pytest.mark.parametrize("ends", [[3, 3, 40], [0], [-5], [2**31 - 1]], ids=str)
+def test_dead_rows_of_what_is_spread(launch, kernel, ends):
+    x = wide_matrix(7, 256, DTYPES[kernel.source])
+    rows = torch.randint(0, 7, (65,))
+    assert_rows_as_defined(launch, kernel, x, {}, {"rows": rows, **int32(offs=ends)})
+
+
+SPREAD_INDICES = {
+    "each as often": lambda: torch.arange(8200) % 5,
+    "one by far most often": lambda: (torch.arange(8200) - 8100).clamp(min=0) % 5,
+    "mostly of no row": lambda: torch.where(torch.arange(8200) % 3 == 0, torch.arange(8200) % 5, -1),
+    "only in one class": lambda: torch.arange(8200) % 3 * 2,
+    "in one class at the end": lambda: (
+        torch.where(torch.arange(8200) < 4100, torch.arange(8200), torch.arange(8200) * 2) % 6
+    ),
+}
+"""Of more rows than a thread block has slots for, of an `x` with 6 rows."""
+
+
+@each_kernel("spread")
+@pytest.mark.parametrize("rows", SPREAD_INDICES.values(), ids=SPREAD_INDICES)
+def test_many_rows_that_are_spread(launch, kernel, rows):
+    x = wide_matrix(6, 8, DTYPES[kernel.source])
+    assert_rows_as_defined(launch, kernel, x, {}, {"rows": rows()})
 
 
 @each_kernel("listed")

@@ -3,10 +3,18 @@
 import pytest
 import sanitize
 import torch
-from helpers import GuardedOut, assert_accurate, exact_product, make_any_bytes, make_operands, rearranged
+from helpers import (
+    GuardedOut,
+    assert_accurate,
+    assert_silu_mul_cast,
+    exact_product,
+    make_any_bytes,
+    make_operands,
+    rearranged,
+)
 from strategies import legal_configs, main_loop, sharing
 
-from deep_tile import GemmConfig, fp8_gemm
+from deep_tile import GemmConfig, fp8_gemm, silu_mul_cast_to_fp8
 from deep_tile.config import ceil_div
 from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import default_configs
@@ -188,3 +196,27 @@ def test_sanitizer_cases_are_of_every_family():
             yield sharing(config), config.tma_store
 
     assert not set(families(legal_configs())) - set(families(case.config for case in sanitize.CASES))
+
+
+ACTIVATION = {"limit": 7.0, "alpha": 1.702, "beta": 1.0}
+
+
+@pytest.mark.parametrize("round_scale", ["none", "pow2"])
+def test_wrong_activations_are_noticed(round_scale):
+    gate_up = torch.randn(40, 2 * 300).bfloat16() * 5
+    gate_up[3, 10] = float("nan")
+    out, scale = silu_mul_cast_to_fp8(gate_up, **ACTIVATION, round_scale=round_scale)
+    check = {**ACTIVATION, "round_scale": round_scale}
+    assert_silu_mul_cast(gate_up, out, scale, **check)
+    for name, other in (("alpha", 1.7019), ("beta", 1.001), ("limit", 6.96)):
+        with pytest.raises(AssertionError):
+            assert_silu_mul_cast(gate_up, out, scale, **{**check, name: other})
+    for row, column in ((5, 130), (3, 0)):  # 3 is NaN
+        codes = out.view(torch.uint8).clone()
+        codes[row, column] = codes[row, column] ^ 2
+        with pytest.raises(AssertionError):
+            assert_silu_mul_cast(gate_up, codes.view(out.dtype), scale, **check)
+        wrong = scale.clone()
+        wrong[row, column // 128] = wrong[row, column // 128].nan_to_num(1.0) * (1 + 1e-4)
+        with pytest.raises(AssertionError):
+            assert_silu_mul_cast(gate_up, out, wrong, **check)

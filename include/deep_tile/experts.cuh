@@ -21,18 +21,17 @@ __device__ __forceinline__ float max_nan(float a, float b) {
     return larger;
 }
 
-// 1 / x, rounded: what __frcp_rn does for it, without asking whether it is below 2^-126, where this gives 0.
-__device__ __forceinline__ float normal_reciprocal(float x) {
+// 2^x within 2 units in the last place; results below 2^-126 are 0.
+__device__ __forceinline__ float ex2_approx(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
+
+// 1 / x within 1 unit in the last place; results below 2^-126 are 0.
+__device__ __forceinline__ float rcp_approx(float x) {
     float reciprocal;
-    asm("{\n"
-        ".reg .f32 near, error;\n"
-        "rcp.approx.ftz.f32 near, %1;\n"
-        "neg.f32 error, %1;\n"
-        "fma.rn.f32 error, error, near, 0f3F800000;\n"
-        "fma.rn.f32 %0, near, error, near;\n"
-        "}"
-        : "=f"(reciprocal)
-        : "f"(x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
     return reciprocal;
 }
 
@@ -57,6 +56,9 @@ __device__ __forceinline__ u32 sum_before(u32 value) {
     for (u32 i = 0; i < warp; ++i) before += sums[i];
     return before;
 }
+
+// A count that is read, where it is one.
+__device__ __forceinline__ u32 within(int value, u32 most) { return value < 0 ? 0 : min(u32(value), most); }
 
 // Of rows in groups, those that live, which only the device knows. Whatever `living` holds, no row lies beyond out.
 class LivingRows {
@@ -86,8 +88,6 @@ class LivingRows {
     u32 count;
 
    private:
-    static __device__ __forceinline__ u32 within(int value, u32 most) { return value < 0 ? 0 : min(u32(value), most); }
-
     // Each thread takes some neighbouring groups, and reads their counts once, as whatever changes them meanwhile must not
     // lead outside of the tensors.
     __device__ __forceinline__ void sum_up(const CastParams& params) {
@@ -110,55 +110,85 @@ class LivingRows {
     u32 first_step_ = 1;         // a power of two
 };
 
+// A number of the index, in the words that were read: what they mean is asked later, as that waits for them.
+struct Number {
+    static __device__ __forceinline__ Number at(const CastParams& params, u32 row) {
+        const u32* words = static_cast<const u32*>(params.index) + (i64(row) << params.wide_index);
+        Number number = {words[0], 0};
+        if (params.wide_index) number.high = words[1];
+        return number;
+    }
+
+    // Of a negative number, one beyond all rows.
+    __device__ __forceinline__ u64 value(const CastParams& params) const {
+        return params.index == nullptr || params.wide_index ? u64(high) << 32 | low : u64(i64(int(low)));
+    }
+
+    u32 low, high;
+};
+
 // The rows of x that an index names; of none that x does not have, which is taken as zeros.
 template <typename Format, int lanes>
 struct Listed {
     using Rows = LivingRows;
     using Part = Slice<Format, lanes>;
+    static constexpr bool divides = true;
 
-    static __device__ __forceinline__ void load(Part& part, const CastParams& params, u32 row, u32 first, int columns,
-                                                int lane) {
+    struct Place {
+        u32 row;  // of out
+        Number number;
+    };
+
+    static __device__ __forceinline__ Place find(const CastParams& params, u32 row) {
+        if (params.index == nullptr) return {row, {row, 0}};
+        return {row, Number::at(params, row)};
+    }
+
+    static __device__ __forceinline__ void load(Part& part, const CastParams& params, const Place& place, u32 first,
+                                                int columns, int lane, bool aligned) {
         const auto* x = static_cast<const typename Format::Bits*>(params.x);
-        const i64 x_row = params.index == nullptr ? i64(row) : read_index(params.index, params.wide_index, row);
-        const bool exists = u64(x_row) < u64(params.x_rows);
-        part.load(x + (exists ? x_row : 0) * params.x_stride + first, exists ? columns : 0, lane, params.aligned);
+        const u64 x_row = place.number.value(params);
+        const bool exists = x_row < u64(params.x_rows);
+        part.load(x + (exists ? x_row : 0) * params.x_stride + first, exists ? columns : 0, lane, aligned);
     }
 };
 
-// 2^y by FMAs, whose bits are the same on every machine, for y from -126 to 127. Within 1.7e-7, but for y < -125.
-__device__ __forceinline__ float exp2_by_fma(float y) {
-    constexpr float integers = 12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to an integer, in its last bits
-    const float shifted = y + integers;
-    const float x = y - (shifted - integers);  // -0.5 to 0.5
-    float power = fmaf(0x1.5bba14p-10f, x, 0x1.3cea88p-7f);
-    power = fmaf(power, x, 0x1.c6b752p-5f);
-    power = fmaf(power, x, 0x1.ebf9bcp-3f);
-    power = fmaf(power, x, 0x1.62e42ap-1f);
-    power = fmaf(power, x, 1.0f);
-    return __uint_as_float(__float_as_uint(power) + (__float_as_uint(shifted) << 23));
-}
-
-// gate * sigmoid(alpha * gate) * (up + beta), each step rounded to FP32, of clamped inputs; NaN comes through.
+// gate * sigmoid(alpha * gate) * (up + beta), in FP32; NaN comes through. Where the power is infinite, the sigmoid is 0.
 __device__ __forceinline__ float silu_mul(float gate, float up, const CastParams& params) {
-    gate = ptx::min_nan(gate, params.limit);
-    up = ptx::max_nan(ptx::min_nan(up, params.limit), -params.limit);
-    const float power = exp2_by_fma(fminf(fmaxf(gate * params.sigmoid_factor, -126.0f), 127.0f));
-    return gate * ptx::normal_reciprocal(1.0f + power) * (up + params.beta);
+    const float sigmoid = ptx::rcp_approx(1.0f + ptx::ex2_approx(gate * params.sigmoid_factor));
+    return gate * sigmoid * (up + params.beta);
 }
 
-// silu_mul of the two halves of a row of x.
+// The same of clamped inputs.
+__device__ __forceinline__ float limited_silu_mul(float gate, float up, const CastParams& params) {
+    gate = ptx::min_nan(gate, params.limit);
+    return silu_mul(gate, ptx::max_nan(ptx::min_nan(up, params.limit), -params.limit), params);
+}
+
+// silu_mul of the two halves of a row of x. Its approximations leave no bits to keep, so none are spent on quotients.
 template <typename Format, int lanes>
 struct SiluMul {
     using Rows = LivingRows;
     using Part = Slice<Float32, lanes, 16 / sizeof(typename Format::Bits)>;
+    static constexpr bool divides = false;
 
-    static __device__ __forceinline__ void load(Part& part, const CastParams& params, u32 row, u32 first, int columns,
-                                                int lane) {
-        const auto* x = static_cast<const typename Format::Bits*>(params.x) + row * params.x_stride + first;
+    struct Place {
+        u32 row;  // of x and of out
+    };
+
+    static __device__ __forceinline__ Place find(const CastParams&, u32 row) { return {row}; }
+
+    static __device__ __forceinline__ void load(Part& part, const CastParams& params, const Place& place, u32 first,
+                                                int columns, int lane, bool aligned) {
+        const auto* x = static_cast<const typename Format::Bits*>(params.x) + place.row * params.x_stride + first;
         Slice<Format, lanes> gate, up;
-        gate.load(x, columns, lane, params.aligned);
-        up.load(x + params.columns, columns, lane, params.aligned);
-        part.fill([&](int i, int j) { return silu_mul(gate.value(i, j), up.value(i, j), params); });
+        gate.load(x, columns, lane, aligned);
+        up.load(x + params.columns, columns, lane, aligned);
+        if (__float_as_uint(params.limit) < 0x7f800000) {
+            part.fill([&](int i, int j) { return limited_silu_mul(gate.value(i, j), up.value(i, j), params); });
+        } else {
+            part.fill([&](int i, int j) { return silu_mul(gate.value(i, j), up.value(i, j), params); });
+        }
     }
 };
 

@@ -22,6 +22,21 @@ __device__ __forceinline__ float cvt_f32_f16(u16 half) {
     return value;
 }
 
+// 1 / x, rounded: what __frcp_rn does for it, without asking whether x is below 2^-126 or beyond 2^126.
+__device__ __forceinline__ float normal_reciprocal(float x) {
+    float reciprocal;
+    asm("{\n"
+        ".reg .f32 near, error;\n"
+        "rcp.approx.ftz.f32 near, %1;\n"
+        "neg.f32 error, %1;\n"
+        "fma.rn.f32 error, error, near, 0f3F800000;\n"
+        "fma.rn.f32 %0, near, error, near;\n"
+        "}"
+        : "=f"(reciprocal)
+        : "f"(x));
+    return reciprocal;
+}
+
 // Two floats to packed e4m3, round to nearest even; `low` in bits 0 to 7.
 __device__ __forceinline__ u16 cvt_rn_satfinite_e4m3x2(float high, float low) {
     u16 packed;
@@ -60,11 +75,12 @@ struct Float32 {
 };
 
 // x / divisor, given 1 / divisor rounded, and that once more as `correction`: rounded as IEEE wants it, by Markstein's
-// correction of the rounded product, good where nothing underflows. A third of the instructions of `/`. Where
-// `correction` is 0, it is that product: an argument, which costs nothing where the other way is taken.
+// correction of the rounded product, good where nothing underflows. A quarter of the instructions of `/`. Where
+// `correction` is 0, it is that product: an argument, which costs nothing where the other way is taken. The remainder is
+// taken the other way round, so that of zero it is +0, and -0 less it is -0.
 __device__ __forceinline__ float divide(float x, float divisor, float reciprocal, float correction) {
     const float quotient = x * reciprocal;
-    return copysignf(fmaf(fmaf(-divisor, quotient, x), correction, quotient), x);  // the remainder of -0 is +0
+    return fmaf(-fmaf(divisor, quotient, -x), correction, quotient);
 }
 
 struct Scale {
@@ -82,7 +98,7 @@ __device__ __forceinline__ Scale make_scale(u32 magnitude, const CastParams& par
         // 2^8 less than amax without its mantissa, and twice that if the mantissa is beyond that of 1.75, 0x600000.
         value = __uint_as_float(((bits + 0x1fffff) & infinity) - (8 << 23));
     }
-    const float reciprocal = __frcp_rn(value);
+    const float reciprocal = ptx::normal_reciprocal(value);  // amax_floor is at least 2^-80
     return {value, reciprocal, params.correction * reciprocal};
 }
 
@@ -127,15 +143,26 @@ class Slice {
         return __float_as_uint(Format::value(Format::largest(larger)));
     }
 
-    __device__ __forceinline__ void store(u8* row, int columns, int lane, bool aligned, const Scale& scale) const {
+    struct Codes {
+        u32 words[vectors][elements / 4];
+    };
+
+    // `divides`: quotients are rounded as `divide` rounds them; otherwise they are products with the reciprocal.
+    template <bool divides = true>
+    __device__ __forceinline__ Codes quantized(const Scale& scale) const {
+        Codes codes;
+#pragma unroll
+        for (int i = 0; i < vectors; ++i) quantize<divides>(codes.words[i], words_[i], scale);
+        return codes;
+    }
+
+    static __device__ __forceinline__ void store(u8* row, int columns, int lane, bool aligned, const Codes& codes) {
 #pragma unroll
         for (int i = 0; i < vectors; ++i) {
-            u32 codes[elements / 4];
-            quantize(codes, words_[i], scale);
             if (aligned) {
-                store_vector(row, columns, vector_column(i, lane), codes);
+                store_vector(row, columns, vector_column(i, lane), codes.words[i]);
             } else {
-                store_elements(row, columns, i, lane, codes);
+                store_elements(row, columns, i, lane, codes.words[i]);
             }
         }
     }
@@ -174,13 +201,17 @@ class Slice {
         return Format::value(Bits(vector[j / per_word] >> (16 * (j % per_word))));
     }
 
+    template <bool divides>
     static __device__ __forceinline__ void quantize(u32 (&codes)[elements / 4], const u32 (&vector)[words],
                                                     const Scale& scale) {
 #pragma unroll
         for (int j = 0; j < elements; j += 4) {
             float scaled[4];
 #pragma unroll
-            for (int n = 0; n < 4; ++n) scaled[n] = divide(value(vector, j + n), scale.value, scale.reciprocal, scale.correction);
+            for (int n = 0; n < 4; ++n) {
+                const float x = value(vector, j + n);
+                scaled[n] = divides ? divide(x, scale.value, scale.reciprocal, scale.correction) : x * scale.reciprocal;
+            }
             codes[j / 4] = u32(ptx::cvt_rn_satfinite_e4m3x2(scaled[3], scaled[2])) << 16 |
                            ptx::cvt_rn_satfinite_e4m3x2(scaled[1], scaled[0]);
         }
@@ -208,21 +239,14 @@ class Slice {
     u32 words_[vectors][words];
 };
 
-// Of `lanes` neighbouring threads, all of which must call it; the rest of the warp may be elsewhere.
+// Of `lanes` neighbouring threads of a warp, all of which call it.
 template <int lanes>
 __device__ __forceinline__ u32 largest_of_lanes(u32 value) {
-    constexpr u32 team = lanes == warp_threads ? ~0u : (1u << lanes) - 1;
-    const u32 mask = team << (threadIdx.x % warp_threads / lanes * lanes);
 #pragma unroll
     for (int distance = lanes / 2; distance > 0; distance /= 2) {
-        value = max(value, __shfl_xor_sync(mask, value, distance));
+        value = max(value, __shfl_xor_sync(~0u, value, distance));
     }
     return value;
-}
-
-__device__ __forceinline__ int columns_of(const CastParams& params, u32 block_column) {
-    const i64 left = params.columns - i64(block_column) * scale_block;
-    return left < scale_block ? int(left) : scale_block;
 }
 
 __device__ __forceinline__ void write_scale(const CastParams& params, u32 row, u32 column, float value) {
@@ -239,42 +263,86 @@ struct AllRows {
     i64 count;
 };
 
-// Sources: what is cast, how a thread gets its slice of 128 columns of it, and which rows there are.
+// Sources: what is cast, how a thread gets its slice of 128 columns of it, and which rows there are. A `Place` is what
+// has to be read before the first of these columns can be.
 
 // The rows of x.
 template <typename Format, int lanes>
 struct Plain {
     using Rows = AllRows;
     using Part = Slice<Format, lanes>;
+    static constexpr bool divides = true;
 
-    static __device__ __forceinline__ void load(Part& part, const CastParams& params, u32 row, u32 first, int columns,
-                                                int lane) {
+    struct Place {
+        u32 row;  // of out
+    };
+
+    static __device__ __forceinline__ Place find(const CastParams&, u32 row) { return {row}; }
+
+    static __device__ __forceinline__ void load(Part& part, const CastParams& params, const Place& place, u32 first,
+                                                int columns, int lane, bool aligned) {
         const auto* x = static_cast<const typename Format::Bits*>(params.x);
-        part.load(x + row * params.x_stride + first, columns, lane, params.aligned);
+        part.load(x + place.row * params.x_stride + first, columns, lane, aligned);
     }
 };
 
-// 1x128 blocks: `lanes` threads take one after the other. Blocks are counted along the columns first, in 32 bits:
-// more of them would be 512 GiB of out.
+// 1x128 blocks: `lanes` threads take one after the other. Blocks are counted along the columns first, in 32 bits: more
+// of them would be 512 GiB of out. A warp goes on while any of its threads has a block; those without one get zeros, so
+// that all 32 meet. A block's place is found while the one before it is cast.
+template <typename Source, int lanes>
+__device__ __forceinline__ void cast_blocks(const CastParams& params, const typename Source::Rows& rows, bool aligned) {
+    const u32 block_columns = (params.columns + scale_block - 1) / scale_block;
+    const int last_columns = params.columns - i64(block_columns - 1) * scale_block;
+    const u32 blocks = rows.count * block_columns;
+    const u32 teams = gridDim.x * (blockDim.x / lanes);
+    const u32 step_rows = teams / block_columns, step_columns = teams % block_columns;
+    const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;
+    const int lane = threadIdx.x % lanes;
+    u32 number = thread / lanes / block_columns, block_column = thread / lanes % block_columns;
+    const auto find = [&] {
+        typename Source::Place place = {};
+        if (number < rows.count) place = Source::find(params, rows.find(params, number));
+        return place;
+    };
+    typename Source::Place next = find();
+    // The block of the warp's first thread.
+    for (u32 block = thread / warp_threads * (warp_threads / lanes); block < blocks; block += teams) {
+        const typename Source::Place at = next;
+        const u32 column = block_column;
+        const int width = column + 1 < block_columns ? scale_block : last_columns;
+        const int columns = number < rows.count ? width : 0;
+        const u32 first = column * scale_block;
+        typename Source::Part slice;
+        Source::load(slice, params, at, first, columns, lane, aligned);
+        number += step_rows;
+        block_column += step_columns;
+        if (block_column >= block_columns) {
+            block_column -= block_columns;
+            ++number;
+        }
+        next = find();
+        const Scale scale = make_scale(largest_of_lanes<lanes>(slice.magnitude()), params);
+        if (lane == 0 && columns > 0) write_scale(params, at.row, column, scale.value);
+        u8* out = params.out + at.row * params.out_stride + first;
+        slice.store(out, columns, lane, aligned, slice.template quantized<Source::divides>(scale));
+    }
+}
+
 template <template <typename, int> typename SourceOf, typename Format, int lanes>
 __device__ __forceinline__ void cast_rows(const CastParams& params) {
     take_turn();
     using Source = SourceOf<Format, lanes>;
     const typename Source::Rows rows(params);
-    const u32 block_columns = (params.columns + scale_block - 1) / scale_block;
-    const u32 blocks = rows.count * block_columns;
-    const u32 teams = gridDim.x * (blockDim.x / lanes);
-    const int lane = threadIdx.x % lanes;
-    for (u32 block = (blockIdx.x * blockDim.x + threadIdx.x) / lanes; block < blocks; block += teams) {
-        const u32 row = rows.find(params, block / block_columns), block_column = block % block_columns;
-        const int columns = columns_of(params, block_column);
-        const u32 first = block_column * scale_block;
-        typename Source::Part slice;
-        Source::load(slice, params, row, first, columns, lane);
-        const Scale scale = make_scale(largest_of_lanes<lanes>(slice.magnitude()), params);
-        if (lane == 0) write_scale(params, row, block_column, scale.value);
-        slice.store(params.out + row * params.out_stride + first, columns, lane, params.aligned, scale);
+    if (params.aligned) {
+        cast_blocks<Source, lanes>(params, rows, true);
+    } else {
+        cast_blocks<Source, lanes>(params, rows, false);
     }
+}
+
+__device__ __forceinline__ int columns_of(const CastParams& params, u32 block_column) {
+    const i64 left = params.columns - i64(block_column) * scale_block;
+    return left < scale_block ? int(left) : scale_block;
 }
 
 // The largest of the thread block's values, in every thread.
@@ -320,7 +388,7 @@ __device__ __forceinline__ void cast_tiles(const CastParams& params) {
         for (int i = 0; i < slices; ++i) {
             const i64 row = first_row + i * step;
             u8* out = params.out + row * params.out_stride + first;
-            slice[i].store(out, row < params.rows ? columns : 0, lane, params.aligned, scale);
+            slice[i].store(out, row < params.rows ? columns : 0, lane, params.aligned, slice[i].quantized(scale));
         }
     }
 }
