@@ -20,6 +20,7 @@ _MODULES = {
     "fp8_grouped_gemm": "grouped",
     "fp8_linear": "linear",
     "forbid_compilation": "jit",
+    "gemm": "dense",
     "is_available": "api",
     "per_block_cast_to_fp8": "quantize",
     "per_token_cast_to_fp8": "quantize",

@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 
 from deep_tile import _launcher, jit, launches, ops, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.kinds import GROUPINGS
+from deep_tile.kinds import GROUPINGS, KINDS, OUTPUTS, Element
 from deep_tile.params import Place
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import fp8_gemm_reference
@@ -43,6 +43,17 @@ class _Options(NamedTuple):
     batch_invariant: bool = False
     pdl: bool | None = None
     constant_weights: bool = False
+
+
+def torch_dtype(element: Element) -> torch.dtype:
+    """What torch calls a format."""
+    return getattr(torch, element.dtype)
+
+
+_OUTPUTS = {torch_dtype(element): name for name, element in OUTPUTS.items()}
+
+_KINDS_TAKEN = {torch_dtype(kind.a): kind for kind in (KINDS["fp8"], KINDS["bf16"], KINDS["fp16"])}
+"""By the dtype of the operands that a call has: what `supports` and `precompile` know by it."""
 
 
 class Precompiled(NamedTuple):
@@ -127,7 +138,7 @@ def _multiply(a, a_scale, b, b_scale, out, options: tuple) -> torch.Tensor:
         if is_grad_enabled() and _requires_gradient(a, a_scale, b, b_scale, out):
             _refuse_gradients(a, a_scale, b, b_scale, out)
         if out is None:
-            out = _empty_out(a, b, options[0])
+            out = empty_out(a, b, options[0])
         if not _launcher.launch_known(_launches, options, a, a_scale, b, b_scale, out):
             _call_unknown(a, a_scale, b, b_scale, out, _Options(*options))
     except Exception:
@@ -248,7 +259,7 @@ def prepare(
     _check_arguments(options, a, a_scale, b, b_scale, out)
     _check_float32(a_scale=a_scale, b_scale=b_scale)
     if out is None:
-        out = _empty_out(a, b, out_dtype)
+        out = empty_out(a, b, out_dtype)
     checked = _checked_options(options, a, a_scale, b, b_scale, out)
     prepared = None
     if _needs_kernel(a, b):
@@ -263,15 +274,17 @@ def supports(
     k: int,
     *,
     dtype: torch.dtype = torch.float8_e4m3fn,
-    out_dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None,
     a_stride: int | None = None,
     b_stride: int | None = None,
 ) -> tuple[bool, str]:
-    """Whether `fp8_gemm` takes such a problem, and if not, why; for dispatchers, without tensors or a GPU.
+    """Whether `fp8_gemm`, or `gemm` for BF16 and FP16, takes such a problem, and if not, why; for dispatchers, without
+    tensors or a GPU.
 
     Args:
         m, n, k: sizes in elements; scales are taken to be dense.
-        dtype, out_dtype: of the operands and of `out`.
+        dtype: of the operands: float8_e4m3fn, bfloat16 or float16.
+        out_dtype: of `out`: bfloat16, and for `gemm` float16 and float32 too; its default when None.
         a_stride, b_stride: row strides in elements; contiguous rows when None.
     """
     for name, size in (("m", m), ("n", n), ("k", k)):
@@ -279,16 +292,20 @@ def supports(
             return False, f"{name} is {size!r}; sizes are ints"
         if not 0 <= size <= MAX_SIZE:
             return False, f"{name} is {size}; sizes run from 0 to {MAX_SIZE}"
-    if dtype != torch.float8_e4m3fn:
-        return False, f"operands are {dtype}; supported is torch.float8_e4m3fn"
-    if out_dtype != torch.bfloat16:
-        return False, f"out is {out_dtype}; supported is torch.bfloat16"
+    if dtype not in _KINDS_TAKEN:
+        return False, f"operands are {dtype}; supported is {' or '.join(map(str, _KINDS_TAKEN))}"
+    kind = _KINDS_TAKEN[dtype]
+    outputs = [out for out in _OUTPUTS if kind.scaling == "none" or out == torch.bfloat16]
+    if out_dtype not in (None, *outputs):
+        return False, f"out is {out_dtype}; supported is {' or '.join(map(str, outputs))}"
     k_blocks = ceil_div(k, SCALE_BLOCK)
     for name, rows, scales, stride in (("a", m, m, a_stride), ("b", n, ceil_div(n, SCALE_BLOCK), b_stride)):
         stride = k if stride is None else stride
         if _as_int(stride) is None:
             return False, f"{name}_stride is {stride!r}; strides are ints, in elements"
-        problem = row_stride_problem(name, rows, k, stride) or scale_problem(name, (scales, k_blocks), (k_blocks, 1))
+        problem = row_stride_problem(name, rows, k, stride, kind.a.bytes)
+        if kind.scaling == "blocks":
+            problem = problem or scale_problem(name, (scales, k_blocks), (k_blocks, 1))
         if problem:
             return False, problem
     return True, "supported"
@@ -318,8 +335,11 @@ def precompile(
     num_sms: int | None = None,
     batch_invariant: bool = False,
     grouping: str = "none",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    out_dtype: torch.dtype | None = None,
 ) -> Precompiled:
-    """Compile, and on a Hopper GPU load, every kernel that `fp8_gemm`, or `fp8_grouped_gemm`, can need for the shapes.
+    """Compile, and on a Hopper GPU load, every kernel that `fp8_gemm`, `fp8_grouped_gemm` or `gemm` can need for the
+    shapes.
 
     Launches nothing and allocates no GPU memory beyond the CUDA context; afterwards no call with such a shape, the
     default config and a dense `out` compiles or loads anything. With a warm disk cache it takes milliseconds.
@@ -330,17 +350,21 @@ def precompile(
         num_sms, batch_invariant: as later passed to `fp8_gemm`. By default num_sms is all of the current device, or of
             an H200 if there is none.
         grouping: "offs" or "counts" for grouped products, by what they are given; kernels of all numbers of groups.
+        dtype, out_dtype: as for `supports`: bfloat16 and float16 are for `gemm`.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a shape that `fp8_gemm` does not take, `num_sms` or `workers` out of range, or another grouping.
+        ValueError: a shape or dtype that the call does not take, `num_sms` or `workers` out of range, or another
+            grouping.
         jit.CompileError: a kernel does not compile.
     """
-    weights = [_checked_weight(shape) for shape in _as_list(shapes)]
+    weights = [_checked_weight(shape, dtype, out_dtype) for shape in _as_list(shapes)]
     check_option("num_sms", num_sms)
     check_option("batch_invariant", batch_invariant)
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(GROUPINGS)}")
+    if grouping != "none" and dtype != torch.float8_e4m3fn:
+        raise ValueError(f"grouping is {grouping!r} and dtype {dtype}; grouped products are of torch.float8_e4m3fn")
     if workers is not None and (_as_int(workers) is None or workers < 1):
         raise ValueError(f"workers is {workers!r}; pass a positive int, or None for all cores")
     device = current_gpu()
@@ -349,10 +373,12 @@ def precompile(
     else:
         num_sms = H200.num_sms
     configs = set()
+    kind = _KINDS_TAKEN.get(dtype, KINDS["fp8"])
+    output = kind.output if out_dtype is None else _OUTPUTS[out_dtype]
     for n, k, max_m in weights:
-        tma_store = n * 2 % _TMA_BYTES == 0
+        tma_store = n * OUTPUTS[output].bytes % _TMA_BYTES == 0
         if grouping == "none":
-            configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, split_k=not batch_invariant))
+            configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, not batch_invariant, kind.name, output))
         else:
             configs.update(grouped_configs(grouping, tma_store))
     ordered = tuple(sorted(configs, key=lambda config: config.name))
@@ -373,7 +399,7 @@ def _as_list(shapes: Iterable) -> list:
         raise TypeError(f"shapes is {shapes!r}; pass a list of (n, k, max_m), one for each weight") from None
 
 
-def _checked_weight(shape: object) -> tuple[int, int, int]:
+def _checked_weight(shape: object, dtype: torch.dtype, out_dtype: torch.dtype | None) -> tuple[int, int, int]:
     """One of the shapes of `precompile`."""
     sizes = tuple(map(_as_int, shape)) if isinstance(shape, (tuple, list)) else ()
     if len(sizes) != 3 or None in sizes:
@@ -383,7 +409,7 @@ def _checked_weight(shape: object) -> tuple[int, int, int]:
         )
     n, k, max_m = sizes
     padded = round_up(k, _TMA_BYTES)
-    supported, reason = supports(max_m, n, k, a_stride=padded, b_stride=padded)
+    supported, reason = supports(max_m, n, k, dtype=dtype, out_dtype=out_dtype, a_stride=padded, b_stride=padded)
     if not supported or not min(sizes):
         reason = "sizes must be positive" if supported else reason
         raise ValueError(f"shape (n={n}, k={k}, max_m={max_m}): {reason}")
@@ -400,7 +426,7 @@ def _as_int(number: object) -> int | None:
         return None
 
 
-def _empty_out(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def empty_out(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"a and b must be [m, k] and [n, k]; got shapes {tuple(a.shape)} and {tuple(b.shape)}")
     try:
@@ -469,17 +495,26 @@ def _checked_options(options: _Options, a, a_scale, b, b_scale, out) -> _Options
     check_dtypes(a, a_scale, b, b_scale, out)
     if a.device.type not in ("cuda", "cpu"):
         raise ValueError(f"a is on {a.device}; fp8_gemm runs on a Hopper GPU, or on the CPU as a reference")
-    _check_devices(a, a_scale, b, b_scale, out)
+    check_devices(a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
     _check_shapes(a, a_scale, b, b_scale, out)
-    _check_sizes(a, b)
+    check_sizes(a, b)
     _check_strides(a, a_scale, b, b_scale, out)
+    return with_defaults(options, a.device)
+
+
+def with_defaults(options: NamedTuple, device: torch.device) -> NamedTuple:
+    """The options of a product, with num_sms and pdl filled in.
+
+    Raises:
+        ValueError: num_sms is out of range, or options contradict each other.
+    """
     pdl = options.num_sms is None if options.pdl is None else options.pdl
     if options.constant_weights and not pdl:
         raise ValueError(
             "constant_weights=True is for programmatic launches, which may start before their predecessor has ended; "
             f"got pdl={options.pdl}, num_sms={options.num_sms}: pass pdl=True, or drop constant_weights"
         )
-    return options._replace(num_sms=checked_num_sms(options.num_sms, a.device), pdl=pdl)
+    return options._replace(num_sms=checked_num_sms(options.num_sms, device), pdl=pdl)
 
 
 def _needs_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -532,7 +567,7 @@ def _prepare_launch(
     device = a.get_device()
     check_hopper(device)
     (m, k), n = a.shape, b.shape[0]
-    problem = GemmProblem(m, n, k, options.num_sms, _tma_can_store(out), split_k=not options.batch_invariant)
+    problem = GemmProblem(m, n, k, options.num_sms, tma_can_store(out), split_k=not options.batch_invariant)
     config = plan.config_for(problem) if options.config is None else checked_config(options.config, problem)
     check_capture(config, device)
     if settings.print_config():
@@ -672,13 +707,22 @@ def _check_float32(**scales: torch.Tensor) -> None:
             raise TypeError(f"{name} of a plan must be torch.float32; got {scale.dtype}. To fix: pass {name}.float()")
 
 
-def _check_devices(a, a_scale, b, b_scale, out) -> None:
-    for name, tensor in (("a_scale", a_scale), ("b", b), ("b_scale", b_scale), ("out", out)):
+def check_devices(a, **others: torch.Tensor | None) -> None:
+    for name, tensor in others.items():
         if tensor is not None and tensor.device != a.device:
             raise ValueError(f"{name} is on {tensor.device} but a is on {a.device}; move it with .to(a.device)")
 
 
 def _check_shapes(a, a_scale, b, b_scale, out) -> None:
+    check_product_shapes(a, b, out)
+    (m, k), n = a.shape, b.shape[0]
+    k_blocks, n_blocks = ceil_div(k, SCALE_BLOCK), ceil_div(n, SCALE_BLOCK)
+    _check_shape("a_scale", a_scale, (m, k_blocks), "[m, ceil(k / 128)]")
+    _check_shape("b_scale", b_scale, (n_blocks, k_blocks), "[ceil(n / 128), ceil(k / 128)]")
+
+
+def check_product_shapes(a, b, out) -> None:
+    """Check a [m, k], b [n, k] and out [m, n], which may be None."""
     for name, tensor, shape in (("a", a, "[m, k]"), ("b", b, "[n, k]")):
         if tensor.dim() != 2:
             raise ValueError(
@@ -690,9 +734,6 @@ def _check_shapes(a, a_scale, b, b_scale, out) -> None:
             f"a is [m, k] = {tuple(a.shape)} and b is [n, k] = {tuple(b.shape)}: k differs. "
             "b holds one row per output column; a [k, n] weight must be transposed and made contiguous"
         )
-    k_blocks, n_blocks = ceil_div(k, SCALE_BLOCK), ceil_div(n, SCALE_BLOCK)
-    _check_shape("a_scale", a_scale, (m, k_blocks), "[m, ceil(k / 128)]")
-    _check_shape("b_scale", b_scale, (n_blocks, k_blocks), "[ceil(n / 128), ceil(k / 128)]")
     if out is not None:
         _check_shape("out", out, (m, n), "[m, n]")
 
@@ -706,29 +747,38 @@ def _check_shape(name: str, tensor: torch.Tensor, wanted: tuple[int, int], meani
     raise ValueError(f"{name} must have shape {meaning} = {wanted}; got {tuple(tensor.shape)}. {remedy}")
 
 
-def _check_sizes(a, b) -> None:
+def check_sizes(a, b) -> None:
     (m, k), n = a.shape, b.shape[0]
     if max(m, n, k) > MAX_SIZE:
         raise ValueError(f"m, n, k = {m}, {n}, {k}; each must be at most {MAX_SIZE}: split the product")
 
 
 def _check_strides(a, a_scale, b, b_scale, out) -> None:
-    for name, tensor in (("a", a), ("b", b)):
+    check_operand_strides(a=a, b=b)
+    for name, scale in (("a", a_scale), ("b", b_scale)):
+        problem = scale_problem(name, tuple(scale.shape), scale.stride())
+        if problem:
+            raise ValueError(problem)
+    check_out_strides(out)
+
+
+def check_operand_strides(**operands: torch.Tensor) -> None:
+    """Check that TMA can read matrices [rows, k]."""
+    for name, tensor in operands.items():
         rows, k = tensor.shape
         if k > 1 and tensor.stride(1) != 1:
             raise ValueError(
                 f"{name} must have a unit stride along k; its strides are {tensor.stride()}. "
                 f"Make it K-major: {name}.contiguous()"
             )
-        problem = row_stride_problem(name, rows, k, tensor.stride(0))
+        problem = row_stride_problem(name, rows, k, tensor.stride(0), tensor.element_size())
         if problem:
             raise ValueError(problem)
         if rows * k and tensor.data_ptr() % _TMA_BYTES:
             raise ValueError(misaligned(name, tensor))
-    for name, scale in (("a", a_scale), ("b", b_scale)):
-        problem = scale_problem(name, tuple(scale.shape), scale.stride())
-        if problem:
-            raise ValueError(problem)
+
+
+def check_out_strides(out: torch.Tensor) -> None:
     m, n = out.shape
     if n > 1 and out.stride(1) != 1:
         raise ValueError(f"out must have a unit stride along n; its strides are {out.stride()}. Pass a row-major out")
@@ -739,7 +789,7 @@ def _check_strides(a, a_scale, b, b_scale, out) -> None:
 def misaligned(name: str, tensor: torch.Tensor) -> str:
     return (
         f"{name} must begin at a multiple of {_TMA_BYTES} bytes; its address is {tensor.data_ptr() % _TMA_BYTES} bytes "
-        f"past one. Slice at multiples of {_TMA_BYTES} columns, or pass {name}.clone()"
+        f"past one. Slice at multiples of {_TMA_BYTES // tensor.element_size()} columns, or pass {name}.clone()"
     )
 
 
@@ -754,15 +804,15 @@ def scale_problem(operand: str, shape: tuple[int, ...], strides: tuple[int, ...]
     return f"{operand}_scale's last element lies {reach} after its first; kernels reach {most}. {remedy}"
 
 
-def row_stride_problem(name: str, rows: int, k: int, stride: int) -> str | None:
+def row_stride_problem(name: str, rows: int, k: int, stride: int, element_bytes: int = 1) -> str | None:
     if rows <= 1 or k == 0:
         return None
     if stride < k:
         return f"rows of {name} overlap: the row stride is {stride} for k = {k}. Pass {name}.contiguous()"
-    if stride % _TMA_BYTES:
+    if stride * element_bytes % _TMA_BYTES:
         return (
-            f"{name}'s row stride must be a multiple of {_TMA_BYTES} bytes; it is {stride}. "
-            f"Allocate [rows, {round_up(stride, _TMA_BYTES)}] and pass the first {k} columns"
+            f"{name}'s row stride must be a multiple of {_TMA_BYTES} bytes; it is {stride * element_bytes}. "
+            f"Allocate [rows, {round_up(stride, _TMA_BYTES // element_bytes)}] and pass the first {k} columns"
         )
     return None
 
@@ -804,6 +854,11 @@ def checked_num_sms(num_sms: int | None, device: torch.device) -> int:
 
 
 def checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
+    if (config.kind, config.output) != (problem.kind, problem.output):
+        raise ValueError(
+            f"{config.name} multiplies kind={config.kind!r} to output={config.output!r}, and this call "
+            f"{problem.kind!r} to {problem.output!r}; pass such a config"
+        )
     if config.grouping != problem.grouping:
         raise ValueError(
             f"{config.name} is for grouping={config.grouping!r}, and this call for {problem.grouping!r}; pass such a "
@@ -837,15 +892,15 @@ def checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
     return config
 
 
-def _tma_can_store(out: torch.Tensor) -> bool:
+def tma_can_store(out: torch.Tensor) -> bool:
     """TMA addresses rows, and clips them, in steps of 16 bytes: at n = 261 it overwrites columns 261 to 263."""
     m, n = out.shape
-    row_bytes = (n * 2, *([] if m == 1 else [out.stride(0) * 2]))
+    row_bytes = (size * out.element_size() for size in (n, *([] if m == 1 else [out.stride(0)])))
     return all(number % _TMA_BYTES == 0 for number in (out.data_ptr(), *row_bytes))
 
 
-def check_capture(config: GemmConfig, device: int) -> None:
-    remedy = "call fp8_gemm once with these shapes, or deep_tile.precompile, before the capture"
+def check_capture(config: GemmConfig, device: int, call: str = "fp8_gemm") -> None:
+    remedy = f"call {call} once with these shapes, or deep_tile.precompile, before the capture"
     if not plan.is_loaded(config, device):
         launches.refuse_capture(config.name, device, remedy)
 
@@ -894,8 +949,9 @@ def _fake_out_op(*given: torch.Tensor | None, **keywords) -> None:
     """Check what can be checked without memory; strides are left to the run."""
     _check_option_types(_op_options(**keywords))
     _refuse_gradients(*given)
-    for check in (check_dtypes, _check_devices, _check_shapes):
-        check(*given)
+    check_dtypes(*given)
+    check_devices(given[0], **dict(zip(plan.TENSORS[1:], given[1:], strict=True)))
+    _check_shapes(*given)
 
 
 _OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale"

@@ -62,7 +62,7 @@ __device__ __forceinline__ void wgmma(float (&d)[{registers}], unsigned long lon
         "{{\\n"
         ".reg .pred p;\\n"
         "setp.ne.b32 p, {accumulate}, 0;\\n"
-        "{instruction} {{{names}}}, {a}, {b}, p, 1, 1;\\n"
+        "{instruction} {{{names}}}, {a}, {b}, p{_immediates(config)};\\n"
         "}}\\n"
         : {outputs}
         : "l"(a), "l"(b), "r"(accumulate));
@@ -70,8 +70,13 @@ __device__ __forceinline__ void wgmma(float (&d)[{registers}], unsigned long lon
 """
 
 
+def _immediates(config: GemmConfig) -> str:
+    """What the instruction has at its end: neither operand is negated, nor, of 16 bits, read along its rows."""
+    return ", 1, 1" if config.product.a.bytes == 1 else ", 1, 1, 0, 0"
+
+
 _FIELDS = (
-    *("block_m", "block_n", "block_k", "narrow_n", "buffer_n", "stages"),
+    *("block_m", "block_n", "block_k", "k_bytes", "narrow_n", "buffer_n", "stages"),
     *("cluster_m", "cluster_n", "split_k", "scale_blocks"),
     *("math_warpgroups", "scale_warps", "store_warps", "threads", "math_registers", "producer_registers"),
     *("rows_per_warpgroup", "row_step", "column_step", "chunks_m", "chunks_n", "chunks", "mma_n", "block_sets"),
@@ -79,7 +84,7 @@ _FIELDS = (
     *("b_stages", "b_slots"),
     *("columns_per_part", "column_group", "column_shifts", "b_scale_columns", "b_scale_slots"),
     *("store_columns", "store_rows", "store_swizzle", "boxes", "store_chunks", "boxes_at_once", "store_buffers"),
-    *("tma_store", "by_offs", "by_counts", "halves", "smem_bytes"),
+    *("tma_store", "by_offs", "by_counts", "halves", "out_format", "out_bytes", "smem_bytes"),
 )
 """Those of the kernel's GemmConfig (include/deep_tile/config.cuh), in its order: properties of ours."""
 
@@ -107,7 +112,12 @@ constexpr deep_tile::GemmConfig deep_tile::{name}<config> = {_fields(tiles)};
 
 def _fields(config: GemmConfig) -> str:
     """The kernel's GemmConfig, as an initializer."""
-    return "{" + ", ".join(f".{name} = {str(getattr(config, name)).lower()}" for name in _FIELDS) + "}"
+    return "{" + ", ".join(f".{name} = {_literal(getattr(config, name))}" for name in _FIELDS) + "}"
+
+
+def _literal(value: int | bool | str) -> str:
+    """In C++; a text is the name of a format."""
+    return f"deep_tile::Format::{value}" if isinstance(value, str) else str(value).lower()
 
 
 class CastKernel(NamedTuple):

@@ -40,12 +40,12 @@ class GemmConfig:
 
     Attributes:
         block_m, block_n: output tile of one thread block, in elements.
-        stages: depth of the shared-memory ring; one stage holds one K block of a, b and their scales.
+        stages: depth of the shared-memory ring; one stage holds one K block of a, b and their scales, if they have any.
         cluster_m, cluster_n: thread blocks per cluster along M and N. Blocks along M share their b tile and blocks
             along N their a tile, by TMA multicast.
         split_k: thread blocks per cluster along K. Each takes its part of the K blocks; then each adds up, in the
             order of the parts, its share of the tile's columns.
-        scale_blocks: scale blocks of K per stage. More than one keeps several short WGMMA chains in flight.
+        scale_blocks: K blocks per stage. More than one keeps several short WGMMA chains in flight.
         store_buffers: output boxes per math warpgroup: those of a whole tile, or else filled and drained in turn.
         tma_store: store `out` with TMA; otherwise element by element, for any alignment and row stride.
         b_stages: K blocks of b that stay in shared memory while a thread block works down a column of tiles: as many as
@@ -55,7 +55,7 @@ class GemmConfig:
         pairs: multiply K blocks two by two, of which k must have an even number, with a main loop for each way in which
             a tile's columns may lie across scale blocks.
         kind: of the product, a name in `kinds.KINDS`.
-        output: format of `out`, a name in `kinds.OUTPUTS`.
+        output: format of `out`, a name in `kinds.OUTPUTS`; that of the kind when None.
         grouping: how rows belong to matrices of `b`, one of `kinds.GROUPINGS`.
         halves: multiply what is left of a group, where that is 64 rows or fewer, as half a tile: both math warpgroups
             take the same rows, and each half of the columns.
@@ -74,11 +74,13 @@ class GemmConfig:
     narrow_n: int = 0
     pairs: bool = False
     kind: str = "fp8"
-    output: str = "bf16"
+    output: str | None = None
     grouping: str = "none"
     halves: bool = False
 
     def __post_init__(self):
+        if self.output is None and self.kind in KINDS:
+            object.__setattr__(self, "output", self.product.output)
         for name, value, known in (
             ("kind", self.kind, KINDS),
             ("output", self.output, OUTPUTS),
@@ -127,6 +129,8 @@ class GemmConfig:
         if self.pairs and not (pairable and alone):
             tiles = " and ".join(f"128x{block_n}" for block_n in PAIRED_TILES)
             return f"pairs is True; supported for tiles of {tiles}, without clusters and resident b"
+        if not self.product.promotes and (self.resident_b or self.pairs or self.is_grouped):
+            return f"kind is {self.kind!r}; such products are made without groups, resident b and pairs"
         if self.is_grouped and (self.cluster > 1 or self.resident_b or self.narrow_n or self.pairs):
             what = "clusters, resident b, narrow tiles and pairs"
             return f"grouping is {self.grouping!r}; groups are multiplied without {what}"
@@ -149,13 +153,14 @@ class GemmConfig:
     def name(self) -> str:
         """Kernel name, profiler row, command-line argument and test id, e.g. `fp8_gemm_128x256x128_s4_c2x1`."""
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        output = "" if self.output == self.product.output else f"_{self.output}"
         split = "" if self.split_k == 1 else f"_k{self.split_k}"
         buffers = "" if self.store_buffers == 2 else f"_b{self.store_buffers}"
         store = "" if self.tma_store else "_any"
         resident = f"_r{self.b_stages}" if self.resident_b else ""
         narrow = f"_n{self.narrow_n}" if self.narrow_n else ""
         grouping = f"_{self.grouping}" if self.is_grouped else ""
-        special = resident + narrow + ("_p" if self.pairs else "") + grouping + ("_h" if self.halves else "")
+        special = resident + narrow + ("_p" if self.pairs else "") + grouping + ("_h" if self.halves else "") + output
         return (
             f"{self.kind}_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{special}{buffers}{store}"
         )
@@ -168,7 +173,16 @@ class GemmConfig:
     @property
     def out(self) -> Element:
         """What it stores."""
-        return OUTPUTS[self.output]
+        return OUTPUTS[self.output or self.product.output]
+
+    @property
+    def out_format(self) -> str:
+        return self.output
+
+    @property
+    def out_bytes(self) -> int:
+        """Of one element of `out`."""
+        return self.out.bytes
 
     @property
     def is_grouped(self) -> bool:
@@ -185,7 +199,12 @@ class GemmConfig:
     @property
     def block_k(self) -> int:
         """Elements of K per stage."""
-        return self.scale_blocks * K_BLOCK_BYTES // self.product.a.bytes
+        return self.scale_blocks * self.product.k_block
+
+    @property
+    def k_bytes(self) -> int:
+        """Bytes of K per stage, of one row of an operand."""
+        return self.scale_blocks * K_BLOCK_BYTES
 
     @property
     def mma_k(self) -> int:
@@ -285,21 +304,24 @@ class GemmConfig:
         As measured: one alone holds up narrow tiles, three cost wide ones 4 to 15 % (H200, 2026-11-21). No more than
         stages: a warp that is a round ahead of the others takes a phase long past for the one that it awaits.
         """
+        if not self.product.promotes:
+            return 0
         if self.math_warpgroups == 1:
             return min(3, self.stages)
         return 2 if self.chunks == 1 else 1
 
     @property
     def store_warps(self) -> int:
-        """Warps of the producer warpgroup that hand output boxes to TMA: all that are left. None where there are none,
-        or where a math warp stores what it has just received: it then does that itself.
+        """Warps of the producer warpgroup that hand output boxes to TMA: all that are left, one for each math warpgroup
+        at most. None where there are none, or where a math warp stores what it has just received: it then does that
+        itself.
 
         A math warp that stores is held up by TMA, which is busy with loads: 400 to 750 clocks of the 1100 that a tile
         of 128x192 takes from its last K block to the next (H200, 2026-11-21).
         """
         if self.math_warpgroups == 1 or self.split_k > 1 or not self.tma_store:
             return 0
-        return 3 - self.scale_warps
+        return min(3 - self.scale_warps, self.math_warpgroups)
 
     # Each math warpgroup covers its rows of the tile by chunks_m x chunks_n WGMMA tiles of 64 x mma_n.
 
@@ -324,6 +346,8 @@ class GemmConfig:
     @property
     def chunks_n(self) -> int:
         """A K block's temporary accumulators must fit beside the tile's: wide tiles are multiplied in two halves."""
+        if not self.product.promotes:
+            return 1
         fits = self.accumulator_registers + self.block_n // 2 <= ACCUMULATOR_LIMIT
         return 1 if fits else 2
 
@@ -342,12 +366,17 @@ class GemmConfig:
 
     @property
     def block_registers(self) -> int:
-        """Temporary FP32 accumulators of one K block, before promotion."""
+        """Temporary accumulators of one K block, before promotion."""
+        if not self.product.promotes:
+            return 0
         return self.scale_blocks * MMA_M * self.mma_n // WARPGROUP_THREADS
 
     @property
     def block_sets(self) -> int:
-        """Sets of temporaries: with two, the next K block is multiplied while this one is promoted."""
+        """Sets of temporaries: with two, the next K block is multiplied while this one is promoted; without promotion
+        there are none."""
+        if not self.product.promotes:
+            return 0
         limit = PAIRED_ACCUMULATOR_LIMIT if self.pairs else ACCUMULATOR_LIMIT
         fits = self.accumulator_registers + 2 * self.block_registers <= limit
         return 2 if fits and self.chunks == 1 else 1
@@ -428,7 +457,7 @@ class GemmConfig:
         128x256 gains 1 to 2.5 %, 128x224 0.5 to 1 %; with two sets of temporaries nothing is gained, and kernels that
         take turns lose up to 3 % (H200, 2026-11-21). Groups may begin anywhere, and TMA wants multiples of 16 bytes.
         """
-        return self.math_warpgroups == 2 and self.chunks > 1 and not self.is_grouped
+        return self.math_warpgroups == 2 and self.chunks > 1 and self.product.promotes and not self.is_grouped
 
     @property
     def column_group(self) -> int:
@@ -444,7 +473,7 @@ class GemmConfig:
         128x224 1 %. With two sets of temporaries the main loop is so long that its copies have room in pairs only,
         before which 128x112 lost 5 %; now it gains 2 to 3.5 % (H200, 2026-11-22).
         """
-        if self.math_warpgroups == 1 or self.column_group >= 64 or (self.block_sets == 2 and not self.pairs):
+        if self.math_warpgroups == 1 or self.column_group >= 64 or (self.block_sets != 1 and not self.pairs):
             return 1
         return SCALE_BLOCK // self.column_group
 
@@ -462,18 +491,19 @@ class GemmConfig:
     def store_columns(self) -> int:
         """Width of one output box.
 
-        64 or 32 where such boxes cover the part of the tile and overlap by less than a sixth of it: rows of 128 or 64
-        bytes have a swizzle, with which a warp writes them without bank conflicts. Rows of 160 or 288 bytes meet in the
-        banks two by two: with boxes of 32 columns instead of 80 or 144, 128x160 takes 1.5 % less at k = 2048 and 7 % at
-        576, 128x144 5 % less at 512. Rows of an odd multiple of 16 bytes meet where TMA reads them: with boxes of 88
-        columns instead of 64, 128x176 takes 4 % longer at k = 2048, 17 % at 512 (H200, 2026-11-22).
+        128 or 64 bytes, 64 or 32 columns of 16 bits, where such boxes cover the part of the tile and overlap by less
+        than a sixth of it: rows of 128 or 64 bytes have a swizzle, with which a warp writes them without bank
+        conflicts. Rows of 160 or 288 bytes meet in the banks two by two: with boxes of 32 columns instead of 80 or 144,
+        128x160 takes 1.5 % less at k = 2048 and 7 % at 576, 128x144 5 % less at 512. Rows of an odd multiple of 16
+        bytes meet where TMA reads them: with boxes of 88 columns instead of 64, 128x176 takes 4 % longer at k = 2048,
+        17 % at 512 (H200, 2026-11-22).
 
         A chunk that can be stored by itself, and that such boxes do not divide, is a box: with overlapping ones 128x224
         in clusters takes 1 to 3 % longer, whose first chunk is stored while the second is multiplied.
         """
         in_chunks = self.chunks_n > 1 and self.mma_n % 16 == 0 and self.split_k == 1
         columns = self.mma_n if in_chunks else self.columns_per_part
-        for swizzled in (64, 32):
+        for swizzled in (128 // self.out.bytes, 64 // self.out.bytes):
             overlap = round_up(columns, swizzled) - columns
             if overlap == 0 or (6 * overlap < columns and not in_chunks):
                 return swizzled
@@ -499,7 +529,8 @@ class GemmConfig:
     @property
     def store_chunks(self) -> int:
         """Parts of a tile that are stored one by one, all but the last while the last K block is still multiplied."""
-        return self.chunks if self.store_warps > 0 and self.mma_n % self.store_columns == 0 else 1
+        apart = self.store_warps > 0 and self.mma_n % self.store_columns == 0 and self.product.promotes
+        return self.chunks if apart else 1
 
     @property
     def boxes_at_once(self) -> int:
@@ -513,11 +544,17 @@ class GemmConfig:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one stage: operands, scales (slots padded to 16 bytes) and its two barriers."""
+        """Shared memory of one stage: operands, scales and its two barriers."""
         a, b = self.product.a, self.product.b
         operands = (self.block_m * a.bytes + (0 if self.resident_b else self.buffer_n * b.bytes)) * self.block_k
-        scales = 4 * self.scale_blocks * (self.block_m + round_up(self.b_scale_slots, 4))
-        return operands + scales + 2 * 8
+        return operands + (self.scale_bytes if self.product.promotes else 0) + 2 * 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Scales of one stage, slots padded to 16 bytes. Without scales there is room for a few, once: no array of C++
+        has none."""
+        rows = self.block_m if self.product.promotes else 4
+        return 4 * self.scale_blocks * (rows + round_up(self.b_scale_slots, 4))
 
     @property
     def store_bytes(self) -> int:
@@ -533,7 +570,8 @@ class GemmConfig:
         """Shared memory that does not depend on the number of stages. Two barriers for each math warpgroup, and for
         each resident K block of `b`."""
         resident = self.b_stages * (self.block_n * self.block_k * self.product.b.bytes + 2 * 8)
-        return self.partial_bytes + self.store_bytes + resident + 2 * 8 * self.math_warpgroups
+        scales = 0 if self.product.promotes else self.scale_bytes
+        return self.partial_bytes + self.store_bytes + resident + scales + 2 * 8 * self.math_warpgroups
 
     @property
     def smem_bytes(self) -> int:

@@ -35,8 +35,10 @@ class Kind(NamedTuple):
     Attributes:
         name: of the kind.
         a, b: formats of the operands, of equal size.
-        scaling: "blocks": FP32 scales of 1x128 for a and of 128x128 for b.
+        scaling: "blocks": FP32 scales of 1x128 for a and of 128x128 for b, by which the sum of each K block is
+            multiplied before it is added. "none": there are none, and WGMMA adds up all of K.
         sums: format in which WGMMA adds up, as PTX calls it.
+        output: format of the result unless another is asked for, a name in `OUTPUTS`.
     """
 
     name: str
@@ -44,21 +46,41 @@ class Kind(NamedTuple):
     b: Element
     scaling: str
     sums: str
+    output: str = "bf16"
 
     @property
     def mma(self) -> str:
         """What the name of its WGMMA instruction has behind the shape."""
         return f"{self.sums}.{self.a.name}.{self.b.name}"
 
+    @property
+    def promotes(self) -> bool:
+        """Whether the sum of each K block is scaled, and then added to FP32 sums by math warps."""
+        return self.scaling == "blocks"
+
+    @property
+    def k_block(self) -> int:
+        """Elements of K in a K block."""
+        return K_BLOCK_BYTES // self.a.bytes
+
 
 E4M3 = Element("e4m3", 1, "float8_e4m3fn")
 BF16 = Element("bf16", 2, "bfloat16")
+F16 = Element("f16", 2, "float16")
+F32 = Element("f32", 4, "float32")
 
-KINDS = {kind.name: kind for kind in (Kind("fp8", E4M3, E4M3, "blocks", "f32"),)}
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("fp8", E4M3, E4M3, "blocks", "f32"),
+        Kind("bf16", BF16, BF16, "none", "f32"),
+        Kind("fp16", F16, F16, "none", "f32", "fp16"),
+    )
+}
 
 GROUPINGS = ("none", "offs", "counts")
 """How the rows of `a` and `out` belong to matrices of `b`. "none": all to the one that there is. "offs": group by
 group, where each begins behind the one before. "counts": each group in rows of its own, of which it may use some."""
 
-OUTPUTS = {element.name: element for element in (BF16,)}
+OUTPUTS = {"bf16": BF16, "fp16": F16, "fp32": F32}
 """Formats of a result."""

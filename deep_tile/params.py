@@ -229,13 +229,13 @@ GEMM = Params(
     Field(
         "a_maps",
         TENSOR_MAP,
-        "a [m, k], box [block_m / cluster_n, 128]; for a last tile with fewer [a_tail_rows, 128]",
+        "a [m, k] in bytes, box [block_m / cluster_n, 128]; for a last tile with fewer [a_tail_rows, 128]",
         count=2,
     ),
     Field(
         "b_maps",
         TENSOR_MAP,
-        "b [n, k], box [block_n / cluster_m, 128]; for a last tile with fewer [b_tail_rows, 128]",
+        "b [n, k] in bytes, box [block_n / cluster_m, 128]; for a last tile with fewer [b_tail_rows, 128]",
         count=2,
     ),
     Field("out_map", TENSOR_MAP, "out [m, n], box [store_rows, store_columns]; unused by kernels that store directly"),

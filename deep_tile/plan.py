@@ -6,11 +6,13 @@ per device and live as long as the process: they are a finite set, because sizes
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 from deep_tile import _launcher, jit, params, watch
 from deep_tile.codegen import kernel_source
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile.kinds import K_BLOCK_BYTES, Element
 from deep_tile.params import MapLayout, Place
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose, tuned
@@ -23,10 +25,17 @@ def config_for(problem: GemmProblem) -> GemmConfig:
 
 
 def configs_for(
-    n: int, k: int, max_m: int, num_sms: int, tma_store: bool = True, split_k: bool = True
+    n: int,
+    k: int,
+    max_m: int,
+    num_sms: int,
+    tma_store: bool = True,
+    split_k: bool = True,
+    kind: str = "fp8",
+    output: str = "bf16",
 ) -> list[GemmConfig]:
     """Every config that `config_for` gives some m in [1, max_m]."""
-    return choose.configs_for(n, k, max_m, num_sms, tma_store, split_k, tuned.configs(num_sms))
+    return choose.configs_for(n, k, max_m, num_sms, tma_store, split_k, tuned.configs(num_sms), kind, output)
 
 
 TENSORS = ("a", "a_scale", "b", "b_scale", "out")
@@ -245,17 +254,18 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
     others, groups = problem.groups.count - 1 if problem.groups else 0, layout.groups
     a_rows, b_rows, out_rows = m + others * groups.a_rows, n + others * groups.b_rows, m + others * groups.out_rows
     a_tail_rows, b_tail_rows = operand_tails(problem, config)
+    operand = partial(_operand_map, config.product.a, k)
     a_maps, b_maps = params.GEMM.offsets["a_maps"], params.GEMM.offsets["b_maps"]
     maps = [
-        (a_maps, "a", _operand_map(k, a_rows, layout.a_stride, config.block_m // config.cluster_n)),
-        (b_maps, "b", _operand_map(k, b_rows, layout.b_stride, config.block_n // config.cluster_m)),
+        (a_maps, "a", operand(a_rows, layout.a_stride, config.block_m // config.cluster_n)),
+        (b_maps, "b", operand(b_rows, layout.b_stride, config.block_n // config.cluster_m)),
     ]
     if a_tail_rows:
-        maps.append((a_maps + params.MAP_BYTES, "a", _operand_map(k, a_rows, layout.a_stride, a_tail_rows)))
+        maps.append((a_maps + params.MAP_BYTES, "a", operand(a_rows, layout.a_stride, a_tail_rows)))
     if b_tail_rows:
-        maps.append((b_maps + params.MAP_BYTES, "b", _operand_map(k, b_rows, layout.b_stride, b_tail_rows)))
+        maps.append((b_maps + params.MAP_BYTES, "b", operand(b_rows, layout.b_stride, b_tail_rows)))
     if narrow_columns(config, problem):
-        narrow = _operand_map(k, n, layout.b_stride, config.narrow_n)
+        narrow = operand(n, layout.b_stride, config.narrow_n)
         maps.append((params.GEMM.offsets["narrow_b_map"], "b", narrow))
     if config.tma_store:
         box = (config.store_columns, config.store_rows)
@@ -266,8 +276,10 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
     return maps
 
 
-def _operand_map(k: int, rows: int, stride: int, box_rows: int) -> MapLayout:
-    return MapLayout("uint8", (k, rows), (stride,), (SCALE_BLOCK, box_rows), SCALE_BLOCK, OPERAND_L2_BYTES)
+def _operand_map(element: Element, k: int, rows: int, stride: int, box_rows: int) -> MapLayout:
+    """In bytes along k, whatever the format: kernels count K blocks."""
+    sizes, box = (k * element.bytes, rows), (K_BLOCK_BYTES, box_rows)
+    return MapLayout("uint8", sizes, (stride * element.bytes,), box, K_BLOCK_BYTES, OPERAND_L2_BYTES)
 
 
 def operand_tails(problem: GemmProblem, config: GemmConfig) -> tuple[int, int]:

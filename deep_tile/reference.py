@@ -58,6 +58,22 @@ def fp8_gemm_reference(
     return out
 
 
+def gemm_reference(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """`out[m, n] = sum over k of a[m, k] b[n, k]`, summed in float64 and rounded once to `out_dtype`.
+
+    Args:
+        a: [m, k]; b: [n, k]. Any dtypes and strides.
+
+    Returns:
+        A contiguous tensor [m, n] on the operands' device.
+    """
+    b_columns = b.double().t()
+    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    for a_rows, out_rows in zip(a.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True):
+        out_rows.copy_(a_rows.double() @ b_columns)
+    return out
+
+
 def group_rows(
     layout: str, bounds: torch.Tensor | None, groups: int, rows: int, alignment: int = 1
 ) -> list[tuple[int, int]]:

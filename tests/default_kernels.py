@@ -14,7 +14,15 @@ from deep_tile.config import GemmConfig
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs
 
-DEFAULT_CONFIGS = (*default_configs(True), *default_configs(False), *all_grouped_configs())
+KINDS_CONFIGS = (
+    *default_configs(True, "bf16"),
+    *default_configs(False, "bf16"),
+    *default_configs(True, "bf16", "fp32"),
+    *default_configs(True, "fp16"),
+)
+"""Of other kinds than FP8: each kind, format and store once. The others differ in a word of an instruction."""
+
+DEFAULT_CONFIGS = (*default_configs(True), *default_configs(False), *all_grouped_configs(), *KINDS_CONFIGS)
 
 SM_REGISTERS = 64 * 1024
 

@@ -19,9 +19,18 @@ from deep_tile.quantize import FP8_MAX
 from deep_tile.reference import MAX_RELATIVE_ERROR
 
 BF16_ROUNDING = 2**-8
+ROUNDING = {torch.bfloat16: BF16_ROUNDING, torch.float16: 2**-11, torch.float32: 2**-24}
+"""Of a number that is rounded to a dtype, relative to it, at most."""
+
+RELATIVE_ERRORS = {torch.bfloat16: MAX_RELATIVE_ERROR, torch.float16: MAX_RELATIVE_ERROR / 8, torch.float32: 1e-5}
+"""Most that a product of many elements may be off as a whole; FP32's has room for the accumulation alone."""
+
 ACCUMULATION = 8e-3
 """Most that an element may be off beyond its rounding, in units of `Exact.spread`: over ten standard deviations of an
 accumulation error that meets the bar, yet less than losing one product of a K block."""
+
+ACCUMULATION_WITHOUT_SCALES = 1e-3
+"""The same of BF16 and FP16 operands, whose WGMMAs add up in FP32: less than losing one product of any K tested."""
 
 _NAN_BYTE = 0xFF
 """Repeated, a NaN in float8_e4m3fn, bfloat16 and float32 alike."""
@@ -150,17 +159,27 @@ class GuardedOut:
     """An `out` of NaN, with its row stride and offset, in the middle of a buffer of the same bits.
 
     Attributes:
-        out: [m, n] bfloat16; its address is `offset` elements past a multiple of 16 bytes.
+        out: [m, n] of `dtype`; its address is `offset` elements past a multiple of 16 bytes.
     """
 
-    def __init__(self, m: int, n: int, *, device: str = "cpu", stride: int | None = None, offset: int = 0):
+    def __init__(
+        self,
+        m: int,
+        n: int,
+        *,
+        device: str = "cpu",
+        stride: int | None = None,
+        offset: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+    ):
+        self._words = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
         strides = (n if stride is None else stride, 1)
         # As far as a tile reaches that is not clipped.
         margin = round_up(256 * strides[0] + 256, 8)
         self._region = ((m, n), strides, margin + offset)
         size = 2 * margin + offset + _extent((m, n), strides)
-        self._bits = torch.full((size,), -1, dtype=torch.int16, device=device)
-        self.out = self._bits.view(torch.bfloat16).as_strided(*self._region)
+        self._bits = torch.full((size,), -1, dtype=self._words, device=device)
+        self.out = self._bits.view(dtype).as_strided(*self._region)
 
     def assert_untouched(self) -> None:
         assert (self._bits == -1).all(), "out was written"
@@ -173,7 +192,7 @@ class GuardedOut:
 
     def count_written_outside(self) -> torch.Tensor:
         """How many elements around `out` have changed, left on its device; overwrites `out`."""
-        self.out.view(torch.int16).fill_(-1)
+        self.out.view(self._words).fill_(-1)
         return (self._bits != -1).sum()
 
 
@@ -197,10 +216,35 @@ def _scaled(x: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor, scale_rows
     return values * scale[scale_rows].double().repeat_interleave(SCALE_BLOCK, 1)[:, : x.shape[1]]
 
 
-def assert_accurate(out: torch.Tensor, exact: Exact) -> None:
-    """Every element is within BF16 rounding and a little accumulation error; so is the whole, by the project's bar."""
+def make_dense_operands(
+    m: int, n: int, k: int, dtype: torch.dtype, *, device: str = "cpu", a_padding: int = 0, b_padding: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`a` and `b` of `gemm`: normal samples, each in a buffer of its own with NaN all around; the seed is fresh.
+
+    Args:
+        a_padding, b_padding: elements between rows, beyond what rounding them up to 16 bytes leaves; multiples of 8.
+    """
+    seed = int(os.environ.get("DEEP_TILE_TEST_SEED") or secrets.randbits(31))
+    print(f"make_dense_operands({m}, {n}, {k}, {dtype}, seed={seed})")
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(rows: int, padding: int) -> torch.Tensor:
+        values = torch.randn(rows, k, generator=generator, device=device)
+        return _placed(values.to(dtype), (round_up(k, 8) + padding, 1))
+
+    return draw(m, a_padding), draw(n, b_padding)
+
+
+def exact_dense_product(a: torch.Tensor, b: torch.Tensor) -> Exact:
+    """The definition of `gemm` in float64."""
+    a, b = a.double(), b.double()
+    return Exact(a @ b.t(), (a.square() @ b.square().t()).sqrt())
+
+
+def assert_accurate(out: torch.Tensor, exact: Exact, accumulation: float = ACCUMULATION) -> None:
+    """Every element is within rounding and a little accumulation error; so is the whole, by the project's bar."""
     error = (out.double() - exact.value).abs()
-    allowed = BF16_ROUNDING * exact.value.abs() + ACCUMULATION * exact.spread
+    allowed = ROUNDING[out.dtype] * exact.value.abs() + accumulation * exact.spread
     wrong = (~(error <= allowed)).nonzero()
     assert not len(wrong), (
         f"{len(wrong)} of {out.numel()} elements are off, first at {wrong[0].tolist()}: "
@@ -208,7 +252,8 @@ def assert_accurate(out: torch.Tensor, exact: Exact) -> None:
     )
     if out.numel() >= 20_000:  # of fewer elements, rounding alone may exceed the bar
         error_norm, norm = error.norm().item(), exact.value.norm().item()
-        assert error_norm <= MAX_RELATIVE_ERROR * norm, f"relative Frobenius error {error_norm / norm:.2e}"
+        most = RELATIVE_ERRORS[out.dtype]
+        assert error_norm <= most * norm, f"relative Frobenius error {error_norm / norm:.2e}, above {most:.2e}"
 
 
 def check_gemm(

@@ -18,6 +18,7 @@ from deep_tile.config import GemmConfig
 
 ROOT = Path(__file__).parent.parent
 SPLIT_CONFIGS = tuple(config for config in DEFAULT_CONFIGS if config.split_k > 1)
+WGMMA = "[QHI]GMMA"
 MULTICAST_CONFIGS = tuple(config for config in DEFAULT_CONFIGS if config.multicast)
 
 each_default_config = pytest.mark.parametrize("config", DEFAULT_CONFIGS, ids=lambda config: config.name)
@@ -64,7 +65,7 @@ def test_default_kernels_are_uniform(compiled, listings):
     found = {config.name: re.findall(r"WARPSYNC.*|TRYWAIT P\d, \[R\d.*", text) for config, text in listings.items()}
     assert not {name: lines for name, lines in found.items() if lines}
     for config, text in listings.items():
-        assert "QGMMA" in text
+        assert re.search(WGMMA, text)
         assert waits(compiled[config].cubin) == text.count("TRYWAIT") > 0
         assert compiled[config].divergence == ()
 
@@ -82,7 +83,7 @@ def test_code_lies_in_the_order_in_which_it_is_wanted(config, listings):
     def addresses(instruction):
         return [int(address, 16) for address in re.findall(rf"/\*([0-9a-f]+)\*/.*?\b{instruction}\b", listings[config])]
 
-    assert max(addresses("UTMALDG")) < min(addresses("QGMMA"))
+    assert max(addresses("UTMALDG")) < min(addresses(WGMMA))
 
 
 class Instruction(NamedTuple):
@@ -150,8 +151,8 @@ def test_source_is_self_contained(config):
     source = kernel_source(config)
     assert "#include" not in source and "#pragma once" not in source
     assert str(ROOT) not in source
-    widths = list(dict.fromkeys(str(tiles.mma_n) for tiles in config.parts))
-    assert re.findall(r"wgmma\.mma_async\.\S+\.m64n(\d+)k32\.", source) == widths
+    widths = list(dict.fromkeys((str(tiles.mma_n), str(tiles.mma_k)) for tiles in config.parts))
+    assert re.findall(r"wgmma\.mma_async\.\S+\.m64n(\d+)k(\d+)\.", source) == widths
     assert source.count("__global__") == 1
 
 

@@ -171,7 +171,7 @@ def test_tiles_end_apart_where_blocks_are_queued_and_stages_suffice():
 
 
 def test_boxes_cover_what_is_stored():
-    for config in (*default_configs(), *legal_configs()):
+    for config in (*default_configs(), *legal_configs(), *default_configs(True, "bf16", "fp32")):
         stored, width = config.columns_per_part, config.store_columns
         covered = config.boxes // config.chunks_m * width
         assert stored <= covered < stored * 7 / 6 and width % 16 == 0, config.name
@@ -246,13 +246,13 @@ def test_config_is_a_value():
 def initializers(config: GemmConfig) -> dict[str, str]:
     """The fields that the generated kernel gives C++'s GemmConfig, as text, in order."""
     (body,) = re.findall(r"GemmConfig config = \{(.*?)\};", kernel_source(config))
-    return dict(re.findall(r"\.(\w+) = (\w+)", body))
+    return dict(re.findall(r"\.(\w+) = ([\w:]+)", body))
 
 
 def cpp_fields() -> dict[str, str]:
     """The fields that config.cuh declares, by type, in order."""
     (body,) = re.findall(r"struct GemmConfig \{(.*?)\n\};", (HEADERS / "config.cuh").read_text(), re.DOTALL)
-    declarations = re.findall(r"^ {4}(int|bool) ([\w, ]+);", body, re.MULTILINE)
+    declarations = re.findall(r"^ {4}(int|bool|Format) ([\w, ]+);", body, re.MULTILINE)
     return {name: kind for kind, names in declarations for name in names.split(", ")}
 
 
@@ -262,6 +262,7 @@ def test_every_cpp_field_is_given_and_no_other():
     assert list(given) == list(declared)  # in order, as C++ demands of designated initialisers
     for name, kind in declared.items():
         assert (given[name] in ("true", "false")) == (kind == "bool"), name
+        assert given[name].startswith("deep_tile::Format::") == (kind == "Format"), name
 
 
 def test_every_choice_of_a_config_reaches_the_kernel():
@@ -289,7 +290,8 @@ def test_shared_memory_is_as_large_as_cpp_says():
     """Of every legal config, though many share a size in C++: a field that is left out there is zero."""
     headers = (HEADERS / "config.cuh").read_text().replace("#pragma once", "")
     names, asserts = fields_of_shared_storage(), set()
-    for config in legal_configs():
+    of_kinds = [config for kind in KINDS for output in OUTPUTS for config in default_configs(True, kind, output)]
+    for config in (*legal_configs(), *of_kinds):
         given = initializers(config)
         fields = ", ".join(f".{name} = {given[name]}" for name in given if name in names)
         size = f"sizeof(deep_tile::SharedStorage<deep_tile::GemmConfig{{{fields}}}>)"

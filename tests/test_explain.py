@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import deep_tile
+from deep_tile.kinds import KINDS
 from deep_tile.method import report
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import choose, suits
@@ -58,17 +59,27 @@ def test_where_the_choice_for_another_gpu_differs_it_is_said(call):
     derived = report.derivation(64, 24576, 1536, hardware="H100 SXM")
     used = choose(derived.problem)
     assert used != derived.choice.config
-    assert f"By itself fp8_gemm takes {used.name}" in out
+    assert f"By itself the call takes {used.name}" in out
 
 
 def test_other_dtypes_are_tiles_without_kernels(call):
-    code, out, _ = call("explain", "4096", "4096", "7168", "--dtype", "bf16")
+    code, out, _ = call("explain", "4096", "4096", "7168", "--dtype", "tf32")
     assert code == 0
-    assert "bf16_128x256x64_s4" in out
-    assert "There is no bf16 kernel" in out
+    assert "tf32_128x256x32_s4" in out
+    assert "There is no tf32 kernel" in out
     assert "fp8_gemm" not in out
     # Or 256x128, as fast: the calibration decides between the two.
-    assert deep_tile.explain(4096, 4096, 7168, dtype="bf16")["config"] == "bf16_128x256x64_s4"
+    assert deep_tile.explain(4096, 4096, 7168, dtype="tf32")["config"] == "tf32_128x256x32_s4"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if not kind.promotes], ids=lambda kind: kind.name)
+def test_kinds_without_times_of_their_own_say_whose_they_have(call, kind):
+    problem = GemmProblem(4096, 4096, 7168, kind=kind.name, output=kind.output)
+    code, out, _ = call("explain", "4096", "4096", "7168", "--dtype", kind.name)
+    assert code == 0
+    assert choose(problem).name in out and "fp8_gemm" not in out
+    assert f"{kind.name} was not measured" in out
+    assert deep_tile.explain(4096, 4096, 7168, dtype=kind.name)["config"] == choose(problem).name
 
 
 def test_a_stored_measurement_is_shown(call):

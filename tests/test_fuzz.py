@@ -91,7 +91,7 @@ def test_every_drawn_config_suits_its_call(drawn):
         if use.config is not None:
             out = GuardedOut(m, n, stride=use.out_stride, offset=use.out_offset).out
             sms, may_split = use.num_sms or NUM_SMS, not use.batch_invariant
-            problem = GemmProblem(m, n, k, sms, api._tma_can_store(out), may_split)
+            problem = GemmProblem(m, n, k, sms, api.tma_can_store(out), may_split)
             assert api.checked_config(use.config, problem) is use.config
 
 

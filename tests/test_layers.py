@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "reference": {"config", "quantize"},
     "api": CALL | {"params"},
     "linear": {"_launcher", "api", "config", "launches", "ops", "params", "quantize", "tensors"},
+    "dense": CALL | {"api"},
     "grouped": CALL | {"api"},
     "nn": {"api", "cast", "jit", "linear", "quantize", "tensors"},
     "distributed": {"config", "nn", "ops", "quantize", "tensors"},
@@ -66,6 +67,7 @@ PURE = ("select.schedule", "select.defaults", "select.choose")
 WITH_TORCH = {
     "api",
     "compat.deep_gemm",
+    "dense",
     "distributed",
     "experts",
     "grouped",
@@ -189,7 +191,7 @@ def test_imports_point_one_way():
 def test_public_names_are_not_the_tools():
     """They are imported by name at their first use, which the sources do not show."""
     assert {row(module) for module in deep_tile._MODULES.values()} == {
-        *("api", "config", "experts", "grouped", "jit", "linear", "method", "nn", "quantize")
+        *("api", "config", "dense", "experts", "grouped", "jit", "linear", "method", "nn", "quantize")
     }
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deep_tile.kinds import KINDS
-from deep_tile.method.roofline import Candidate, Derivation, derive
+from deep_tile.method.roofline import Candidate, Derivation, derive, judged
 from deep_tile.problem import GemmProblem
 from deep_tile.select import cost, schedule, tuned
 from deep_tile.select import hardware as gpus
@@ -54,7 +54,7 @@ def explain(
 
     Args:
         m, n, k: of `out[m, n] = a[m, k] @ b[n, k].T`, elements.
-        dtype: of the operands: fp8, or int8, fp16, bf16, tf32, for which tiles are derived though there is no kernel.
+        dtype: of the operands: fp8, bf16, fp16, or int8, tf32, for which tiles are derived though there is no kernel.
         hardware: a preset's name (H100 SXM, H100 PCIe, H200, H800, H20, GH200), the driver's name of such a GPU, or a
             `deep_tile.select.hardware.Hardware`.
         num_sms: SMs to use; by default all.
@@ -115,7 +115,7 @@ def _candidate_data(derived: Derivation, candidate: Candidate) -> dict[str, Any]
 def components(derived: Derivation) -> list[tuple[str, float]]:
     """(what, us) of the choice's predicted time; they add up to it."""
     config, _, estimate = derived.choice
-    parts = cost.compute_parts(config, _as_fp8(derived), derived.hardware)
+    parts = cost.compute_parts(config, judged(derived.bucket, derived.dtype), derived.hardware)
     launch_us = cost.launch_time(derived.hardware)
     return [
         ("launch", launch_us),
@@ -125,10 +125,6 @@ def components(derived: Derivation) -> list[tuple[str, float]]:
         ("lost to the power limit", parts.throttle_us),
         ("memory that computing does not hide", estimate.time_us - launch_us - estimate.compute_us),
     ]
-
-
-def _as_fp8(derived: Derivation) -> GemmProblem:
-    return derived.bucket._replace(k=derived.bucket.k * DTYPE_BYTES[derived.dtype])
 
 
 def _name(derived: Derivation, candidate: Candidate) -> str:
@@ -169,7 +165,7 @@ def measurement(derived: Derivation) -> Measured | None:
     if derived.dtype not in KINDS or problem.num_sms != gpu.num_sms:
         return None
     stored = _stored()
-    name, us, run = stored["gpus"].get(gpu.name, {}).get(bucket_key(problem), (None, 0.0, 0))
+    name, us, run = stored["gpus"].get(gpu.name, {}).get(bucket_key(judged(problem, derived.dtype)), (None, 0.0, 0))
     if name != config.name:
         return None
     flops = product_flops(problem.m, problem.n, problem.k)
@@ -218,10 +214,13 @@ def _notes(derived: Derivation) -> Iterable[str]:
         )
     if derived.dtype not in KINDS:
         yield f"There is no {derived.dtype} kernel; times are those of FP8 tiles whose stages have as many bytes."
-    elif gpu != gpus.H200:
-        used = choose(derived.problem, tuned.configs(derived.problem.num_sms))
+        return
+    if not cost.is_measured(derived.dtype):
+        yield f"Times are those of FP8 tiles whose stages have as many bytes; {derived.dtype} was not measured."
+    if gpu != gpus.H200:
+        used = choose(judged(derived.problem, derived.dtype), tuned.configs(derived.problem.num_sms))
         if used != derived.choice.config:
-            yield f"By itself fp8_gemm takes {used.name}, as for an H200 with as many SMs; `config=` overrides it."
+            yield f"By itself the call takes {used.name}, as for an H200 with as many SMs; `config=` overrides it."
 
 
 def _wall_table(derived: Derivation) -> Table:

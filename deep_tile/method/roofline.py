@@ -139,26 +139,26 @@ class Derivation(NamedTuple):
 
 
 def derive(
-    problem: GemmProblem, hardware: Hardware = H200, dtype: str = "fp8", tuned: choose.Tuned = choose.UNTUNED
+    problem: GemmProblem, hardware: Hardware = H200, dtype: str | None = None, tuned: choose.Tuned = choose.UNTUNED
 ) -> Derivation:
     """Walk the tiles through the walls and rank the kernels that are left by their predicted time.
 
-    Other dtypes than fp8 have no kernels here. They are judged by the FP8 kernel whose stages have as many bytes: a K
-    block of 128 bytes takes the tensor cores equally long in every dtype. Without promotion they are somewhat faster.
+    Dtypes that are no kind of `kinds.KINDS` have no kernels here. They are judged by the FP8 kernel whose stages have
+    as many bytes: a K block of 128 bytes takes the tensor cores equally long in every dtype.
 
     Args:
         problem: m, n, k and the SMs to use, at most the hardware's.
         hardware: see `hardware.for_device`.
-        dtype: of the operands: fp8, int8, fp16, bf16 or tf32; the result has 2 bytes per element.
+        dtype: of the operands, in place of the problem's kind.
         tuned: what `tune` found on this machine for as many SMs, `select.tuned.configs`.
 
     Raises:
         ValueError: a size is not positive, there are more SMs than the hardware has, or it has no rate for the dtype.
     """
     _check(problem, hardware)
+    dtype = dtype or problem.kind
     hardware.peak(dtype)
-    as_fp8 = problem._replace(k=problem.k * DTYPE_BYTES[dtype])
-    bucket = choose.bucketed(as_fp8)
+    bucket = choose.bucketed(judged(problem, dtype))
     ranked = choose.candidates(bucket, hardware, choose.tuned_choice(bucket, tuned))
     if dtype not in KINDS:
         ranked = [(estimate, config) for estimate, config in ranked if config.cluster == config.scale_blocks == 1]
@@ -167,6 +167,13 @@ def derive(
     walls = problem_walls(problem, hardware, dtype)
     asked = bucket._replace(k=problem.k)
     return Derivation(problem, hardware, dtype, asked, walls, candidates, _rejected(dtype, hardware))
+
+
+def judged(problem: GemmProblem, dtype: str) -> GemmProblem:
+    """The problem whose kernels stand for those of `dtype`: of that kind, or FP8's with as many bytes of K."""
+    if dtype not in KINDS:
+        return problem._replace(k=problem.k * DTYPE_BYTES[dtype])
+    return problem if dtype == problem.kind else problem._replace(kind=dtype, output=KINDS[dtype].output)
 
 
 def problem_walls(problem: GemmProblem, hardware: Hardware = H200, dtype: str = "fp8") -> tuple[Wall, ...]:
@@ -233,12 +240,11 @@ def tile_of(config: GemmConfig, hardware: Hardware = H200) -> Tile:
 
 
 def _config_tile(config: GemmConfig, dtype: str, hardware: Hardware) -> Tile:
-    block_k = config.block_k // DTYPE_BYTES[dtype]
     if dtype not in KINDS:
-        return tile(config.block_m, config.block_n, block_k, dtype, hardware)
+        return tile(config.block_m, config.block_n, config.block_k // DTYPE_BYTES[dtype], dtype, hardware)
     fixed_bytes = config.smem_bytes - config.stages * config.stage_bytes
     return _tile(
-        *(config.block_m, config.block_n, block_k, dtype, hardware),
+        *(config.block_m, config.block_n, config.block_k, dtype, hardware),
         accumulators=config.accumulator_registers,
         temporaries=config.block_registers,
         stage_bytes=config.stage_bytes,
@@ -298,7 +304,7 @@ def _rejected(dtype: str, hardware: Hardware) -> list[Rejected]:
 def _smallest(block_m: int, block_n: int, dtype: str, hardware: Hardware) -> GemmConfig | Tile:
     """The tile with the two stages that a pipeline needs. Raises ValueError where even that hits a wall."""
     if dtype in KINDS:
-        return GemmConfig(block_m, block_n, 2, store_buffers=1)
+        return GemmConfig(block_m, block_n, 2, store_buffers=1, kind=dtype)
     return tile(block_m, block_n, SCALE_BLOCK // DTYPE_BYTES[dtype], dtype, hardware, stages=2)
 
 

@@ -50,7 +50,8 @@ def candidates(
     if hardware.name != H200.name:
         own = None
     measured = measured_choice(problem, own) if hardware.name == H200.name else None
-    known = dict.fromkeys((*default_configs(problem.tma_store), *([own] if own else [])))
+    default = default_configs(problem.tma_store, problem.kind, problem.output)
+    known = dict.fromkeys((*default, *([own] if own else [])))
     configs = (c for c in known if suits(c, problem) and (problem.split_k or c.split_k == 1))
     runnable = (c for c in configs if c.cluster <= problem.num_sms)
     estimated = ((estimate(c, problem, hardware), c) for c in runnable)
@@ -80,8 +81,10 @@ def tuned_choice(problem: GemmProblem, tuned: Tuned) -> GemmConfig | None:
 
 
 def bucket_key(problem: GemmProblem) -> str:
-    """What measured choices are stored by."""
-    return f"{problem.m}x{problem.n}x{problem.k}"
+    """What measured choices are stored by: sizes, and the kind of other products than FP8's with BF16 results."""
+    size = f"{problem.m}x{problem.n}x{problem.k}"
+    own = (problem.kind, problem.output) == ("fp8", "bf16")
+    return size if own else f"{size}_{problem.kind}_{problem.output}"
 
 
 @lru_cache(maxsize=65_536)
@@ -118,8 +121,10 @@ def configs_for(
     tma_store: bool = True,
     split_k: bool = True,
     tuned: Tuned = UNTUNED,
+    kind: str = "fp8",
+    output: str = "bf16",
 ) -> list[GemmConfig]:
     """Every config that some m in [1, max_m] is given."""
     ends = {_bucket_end(m) for m in range(1, max_m + 1)}
-    chosen = {choose(GemmProblem(m, n, k, num_sms, tma_store, split_k), tuned) for m in ends}
+    chosen = {choose(GemmProblem(m, n, k, num_sms, tma_store, split_k, kind, output), tuned) for m in ends}
     return sorted(chosen, key=lambda config: config.name)

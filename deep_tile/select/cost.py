@@ -7,7 +7,7 @@ another GPU they are scaled by its tensor rate, clock and bandwidth.
 """
 
 import json
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,9 +65,18 @@ class Calibration(NamedTuple):
     choices: dict[str, str]
 
 
+def is_measured(kind: str) -> bool:
+    """Whether a kind has times of its own."""
+    return (TIMES / f"{kind}.json").exists()
+
+
+@cache
 def calibration(kind: str = "fp8") -> Calibration:
-    """That of a kind of product, by its name in `kinds.KINDS`."""
-    return read_calibration(TIMES / f"{kind}.json")
+    """That of a kind of product, by its name in `kinds.KINDS`. A kind that was not measured has FP8's times: a K block
+    of 128 bytes takes the tensor cores equally long in every format."""
+    if is_measured(kind):
+        return read_calibration(TIMES / f"{kind}.json")
+    return calibration("fp8")._replace(choices={})
 
 
 @cache
@@ -83,10 +92,23 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
     On another GPU, what the tensor cores need takes as long as their rate says, and the rest scales with the clock.
     """
     tensor_us = block_tensor_us(config, H200)
-    on_h200 = calibration(config.kind).configs.get(config.name.removesuffix("_any"), TileTimes(1.2 * tensor_us, 2.0))
+    measured = calibration(config.kind).configs
+    known = (measured[name] for name in _names_of_times(config) if name in measured)
+    on_h200 = next(known, TileTimes(1.2 * tensor_us, 2.0))
     slower_clock = H200.clock_mhz / hardware.clock_mhz
     block_us = block_tensor_us(config, hardware) + (on_h200.block_us - tensor_us) * slower_clock
     return TileTimes(block_us, on_h200.tile_us * slower_clock, on_h200.column_us * slower_clock)
+
+
+@lru_cache(maxsize=1_024)
+def _names_of_times(config: GemmConfig) -> tuple[str, ...]:
+    """By which a config's times may be known: its own name, then that of the FP8 kernel with the same tiles."""
+    own = config.name.removesuffix("_any")
+    fields = ("block_m", "block_n", "cluster_m", "cluster_n", "split_k", "scale_blocks")
+    try:
+        return own, deepest_config(**{field: getattr(config, field) for field in fields}).name
+    except ValueError:  # a tile that FP8 cannot have
+        return (own,)
 
 
 def block_tensor_us(config: GemmConfig, hardware: Hardware) -> float:

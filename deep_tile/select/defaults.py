@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from deep_tile.config import NARROW_N, PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig
+from deep_tile.kinds import KINDS
 from deep_tile.walls import stages_max
 
 _CLUSTERS = ((1, 1), (2, 1), (1, 2))
@@ -39,9 +40,18 @@ _RESIDENT_TILES = ((128, 128, 5), (128, 192, 4))
 """(block_m, block_n, b_stages) of tiles whose `b` stays in shared memory: the wider, the shorter K must be. 128x256
 with three K blocks was never the fastest (H200, 2026-11-21)."""
 
+_DECODE_TILES_OF_KINDS = (
+    *((16, 4, 1), (32, 2, 1), (32, 2, 2), (64, 1, 1), (64, 2, 1), (64, 2, 2), (64, 2, 4)),
+    *((128, 1, 1), (128, 1, 2), (256, 1, 1)),
+)
+_MULTICAST_TILES_OF_KINDS = ((128, 64), (128, 128), (128, 192), (128, 256), (256, 128))
+_SINGLE_TILES_OF_KINDS = ((128, 96), (128, 160), (128, 224))
+_SPLIT_TILES_OF_KINDS = (64, 128)
+"""The same of other kinds than FP8 with BF16 results."""
 
-@lru_cache(maxsize=256)
-def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options: int | bool) -> GemmConfig:
+
+@lru_cache(maxsize=512)
+def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options: int | bool | str) -> GemmConfig:
     """The tile with as many stages as fit beside all of its output boxes, or beside fewer where those leave too few.
 
     Too few are less than four, or less than three that hold several scale blocks.
@@ -59,9 +69,38 @@ def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options
     return replace(smallest, stages=stages, store_buffers=store_buffers)
 
 
-@lru_cache(maxsize=2)
-def default_configs(tma_store: bool = True) -> tuple[GemmConfig, ...]:
-    """Every config the selector can choose, for an `out` that TMA can store to or for any other."""
+@lru_cache(maxsize=64)
+def default_configs(tma_store: bool = True, kind: str = "fp8", output: str | None = None) -> tuple[GemmConfig, ...]:
+    """Every config the selector can choose, for an `out` that TMA can store to or for any other.
+
+    Args:
+        kind: of the product, a name in `kinds.KINDS`.
+        output: format of `out`, a name in `kinds.OUTPUTS`; that of the kind when None.
+    """
+    if kind == "fp8" and output in (None, KINDS[kind].output):
+        return _fp8_configs(tma_store)
+    return _configs_of_kind(tma_store, kind, output or KINDS[kind].output)
+
+
+def _configs_of_kind(tma_store: bool, kind: str, output: str) -> tuple[GemmConfig, ...]:
+    """For others than FP8 with BF16 results: tiles that FP8 has been measured with, by the mechanisms that every kind
+    has."""
+    of_kind = {"tma_store": tma_store, "kind": kind, "output": output}
+    decode = [
+        deepest_config(64, block_n, scale_blocks=scale_blocks, split_k=split_k, **of_kind)
+        for block_n, scale_blocks, split_k in _DECODE_TILES_OF_KINDS
+    ]
+    multicast = [
+        deepest_config(*tile, cluster_m=cluster_m, cluster_n=cluster_n, **of_kind)
+        for tile in _MULTICAST_TILES_OF_KINDS
+        for cluster_m, cluster_n in _CLUSTERS
+    ]
+    single = [deepest_config(*tile, **of_kind) for tile in _SINGLE_TILES_OF_KINDS]
+    split = [deepest_config(128, block_n, split_k=2, **of_kind) for block_n in _SPLIT_TILES_OF_KINDS]
+    return (*decode, *multicast, *single, *split)
+
+
+def _fp8_configs(tma_store: bool) -> tuple[GemmConfig, ...]:
     decode = [
         deepest_config(64, block_n, tma_store, scale_blocks=scale_blocks, split_k=split_k)
         for block_n, scale_blocks, split_k in _DECODE_TILES

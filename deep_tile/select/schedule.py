@@ -114,7 +114,7 @@ def raster_rows(problem: GemmProblem) -> int:
     In groups of 8 rows products take 0.7 % less than in groups of 16, in the geometric mean of 28. But each group reads
     all of `b`, and where that does not stay in L2 meanwhile, they take 0.6 % more (H200, 2026-11-21).
     """
-    return 8 if problem.n * problem.k <= H200.l2_bytes // 2 else 16
+    return 8 if problem.n * problem.k * problem.product.b.bytes <= H200.l2_bytes // 2 else 16
 
 
 def last_rows_reciprocal(config: GemmConfig, m: int, group_rows: int) -> int:

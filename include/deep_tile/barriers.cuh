@@ -16,7 +16,7 @@ __device__ __forceinline__ void initialize_full_barriers(SharedStorage<config>& 
     if (ptx::elect_sync()) {
 #pragma unroll
         for (int stage = 0; stage < config.stages; ++stage) {
-            ptx::mbarrier_init(ptx::smem_address(&smem.full[stage]), 1 + warp_threads);
+            ptx::mbarrier_init(ptx::smem_address(&smem.full[stage]), 1 + (config.has_scales() ? warp_threads : 0));
         }
         if constexpr (config.resident_b()) {
 #pragma unroll

@@ -12,8 +12,11 @@ namespace deep_tile {
 // Whether NVRTC works out addresses in shared memory in 32 bits, as it does from 13.1 on; before, it takes 64.
 constexpr bool short_addresses = __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ > 1300;
 
+// Of numbers in `out`.
+enum class Format { bf16, fp16, fp32 };
+
 struct GemmConfig {
-    int block_m, block_n, block_k;
+    int block_m, block_n, block_k, k_bytes;
     int narrow_n, buffer_n;
     int stages;
     int cluster_m, cluster_n, split_k;
@@ -28,8 +31,12 @@ struct GemmConfig {
     int store_columns, store_rows, store_swizzle, boxes, store_chunks, boxes_at_once, store_buffers;
     bool tma_store;
     bool by_offs, by_counts, halves;
+    Format out_format;
+    int out_bytes;
     int smem_bytes;
 
+    constexpr bool has_scales() const { return scale_warps > 0; }  // of blocks, by which promotion multiplies
+    constexpr int scale_stages() const { return scale_warps > 0 ? stages : 1; }  // no array has none
     constexpr bool grouped() const { return by_offs || by_counts; }
     constexpr bool resident_b() const { return b_stages > 0; }
     constexpr bool has_narrow() const { return narrow_n > 0; }         // tiles, after its own
@@ -56,6 +63,7 @@ constexpr int mma_m = 64;              // rows of one WGMMA, and of one output b
 constexpr int warp_threads = 32;
 constexpr int warpgroup_threads = 128;
 constexpr int scale_block = 128;       // columns of b that share a scale
+constexpr int k_block_bytes = 128;     // of a row of an operand in each K block
 
 // Named barriers: one of all threads, one of two warps, one of both math warpgroups, the others one for each of these.
 constexpr int all_barrier = 0;
@@ -107,11 +115,11 @@ struct ResidentBarriers<config, true> {
 // Operand and output buffers begin at multiples of 1024 bytes: the period of the 128-byte swizzle.
 template <GemmConfig config>
 struct alignas(1024) SharedStorage : Partials<config> {
-    alignas(1024) u8 a[config.stages][config.block_m * config.block_k];
-    u8 b[config.b_slots][config.buffer_n * config.block_k];
-    u8 out[config.math_warpgroups][config.store_buffers][mma_m * config.store_columns * 2];
-    alignas(16) float a_scale[config.stages][config.scale_blocks][config.block_m];
-    alignas(16) float b_scale[config.stages][config.scale_blocks][(config.b_scale_slots + 3) / 4 * 4];
+    alignas(1024) u8 a[config.stages][config.block_m * config.k_bytes];
+    u8 b[config.b_slots][config.buffer_n * config.k_bytes];
+    u8 out[config.math_warpgroups][config.store_buffers][mma_m * config.store_columns * config.out_bytes];
+    alignas(16) float a_scale[config.scale_stages()][config.scale_blocks][config.has_scales() ? config.block_m : 4];
+    alignas(16) float b_scale[config.scale_stages()][config.scale_blocks][(config.b_scale_slots + 3) / 4 * 4];
     u64 full[config.stages];
     u64 empty[config.stages];
     u64 partial_full[config.math_warpgroups];

@@ -4,13 +4,13 @@
 //
 //   who                          does                                            per stage
 //   producer warpgroup, warp 0   makes full barriers; TMA: a, b tiles -> stage   waits empty, expects bytes on full
-//   1 to 3 more of its warps     cp.async: a and b scales -> stage, in turn      wait empty, arrive on full
+//   up to 3 more of its warps    cp.async: a and b scales -> stage, in turn      wait empty, arrive on full
 //   its other warps, if it may   TMA: output boxes -> out                        wait boxes full, arrive on empty
 //   math warpgroup 0 (and 1)     WGMMA, promotion; per tile its rows' epilogue   waits full, arrives on empty
 //
 //   barrier      waited for by         arrivals                                      completes when
-//   full[s]      math warpgroups       1 operand lane + 32 scale lanes, and TMA's    stage s holds a, b and their
-//                                      bytes (some of a or b sent by the peer)       scales
+//   full[s]      math warpgroups       1 operand lane + any 32 scale lanes, and      stage s holds a, b and their
+//                                      TMA's bytes (some of a, b sent by the peer)   scales
 //   empty[s]     the producer warps    every math thread, and 1 per math warp of     nobody reads stage s any more,
 //                                      the multicast peer                            here or in the peer
 //   column full  math warpgroups       1 operand lane, and TMA's bytes               a K block of a resident b is there
@@ -60,7 +60,8 @@ __device__ __forceinline__ void consume_width(const GemmParams& params, SharedSt
         loop.begin_tile();
         if constexpr (config.chunks == 1) tile = tiles.next();
         loop.turn_to_tile(tiles);
-        Accumulators<config> sums = {};
+        Accumulators<config> sums;
+        loop.clear(sums);
         if constexpr (config.pairs) pin(sums[0][0]);  // else ptxas clears them in each loop: 3 to 5 KB
         if constexpr (config.store_chunks > 1) {
             loop.multiply(sums, tile.out_column(), left > 1, [&](int chunk) { epilogue.store_chunk(sums, chunk); });
@@ -223,7 +224,9 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     const int scale_warp = warp - first_producer - 1;
     const bool copies_scales = scale_warp >= 0 && scale_warp < config.scale_warps;
     bool scales_requested = false;
-    if (copies_scales) scales_requested = request_first_scales<config>(params, smem, scale_warp);
+    if constexpr (config.has_scales()) {
+        if (copies_scales) scales_requested = request_first_scales<config>(params, smem, scale_warp);
+    }
     await_barriers<config>(requests_operands);
     // ptxas puts what comes after `else` first. Code arrives in that order while a launch begins, 20 ns for each KB, and
     // the producers' loops are wanted before the math warps', which wait for them: m <= 128 takes 0.35 % less, 128x144
@@ -244,7 +247,9 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
         if (!lets_start_early) ptx::griddepcontrol_launch_dependents();
     } else {
         if (requests_operands) produce_operands<config>(params, smem, requested);
-        if (copies_scales) produce_scales<config>(params, smem, scale_warp, scales_requested);
+        if constexpr (config.has_scales()) {
+            if (copies_scales) produce_scales<config>(params, smem, scale_warp, scales_requested);
+        }
         const int store_warp = scale_warp - config.scale_warps;
         if (store_warp >= 0 && store_warp < config.store_warps) store_tiles<config>(params, smem, store_warp);
     }

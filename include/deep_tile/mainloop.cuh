@@ -6,6 +6,7 @@
 //   Ahead     two sets of temporaries     are multiplied while the one before is promoted
 //   Pairs     two sets, and as many       the same, two by two, with a loop for each place of the tile's scales
 //             loops as its scales need
+//   Accumulate kinds without promotion    are multiplied into the tile's sums, one behind the other
 //
 // What stands between two WGMMAs of a warpgroup is time in which only the other one feeds the tensor cores. So, where
 // registers allow, a K block is multiplied while the one before is promoted: 3 % for 128x128, more where there is one
@@ -18,8 +19,7 @@
 // chunks do not, whose WGMMAs are no longer than what stands between them: 3 to 5 % slower (H200, 2026-11-21).
 #pragma once
 
-#include "output.cuh"
-#include "warpgroup.cuh"
+#include "accumulate.cuh"
 
 namespace deep_tile {
 
@@ -73,6 +73,12 @@ class LoopState {
 
     // Waits for the next stage, and reads its scales: before the first tile.
     __device__ __forceinline__ void acquire() { math.acquire(scales); }
+
+    // What a tile's sums begin with.
+    __device__ __forceinline__ void clear(Accumulators<config>& sums) const {
+#pragma unroll
+        for (int i = 0; i < config.chunks_m * config.chunks_n * (config.mma_n / 2); ++i) (&sums[0][0][0])[i] = 0;
+    }
 
     // Before multiplying.
     template <typename Scheduler>
@@ -324,7 +330,10 @@ template <GemmConfig config>
 using LoopOfTwoSets = typename Conditional<config.pairs, Pairs<config>, Ahead<config>>::type;
 
 template <GemmConfig config>
-using MainLoop =
+using LoopWithPromotion =
     typename Conditional<config.block_sets == 2, LoopOfTwoSets<config>, LoopOfOneSet<config>>::type;
+
+template <GemmConfig config>
+using MainLoop = typename Conditional<config.block_sets == 0, Accumulate<config>, LoopWithPromotion<config>>::type;
 
 }  // namespace deep_tile

@@ -39,10 +39,10 @@ struct Descriptors {
     u32 a_low, b_low;  // of the stage's first
 
     __device__ __forceinline__ u64 a(int block, int k) const {
-        return matrix_descriptor(a_low + (block * config.block_m * scale_block + k) / 16, descriptor_high);
+        return matrix_descriptor(a_low + (block * config.block_m * k_block_bytes + k) / 16, descriptor_high);
     }
     __device__ __forceinline__ u64 b(int block, int k) const {
-        return matrix_descriptor(b_low + (block * config.block_n * scale_block + k) / 16, descriptor_high);
+        return matrix_descriptor(b_low + (block * config.block_n * k_block_bytes + k) / 16, descriptor_high);
     }
 };
 
@@ -69,8 +69,8 @@ class CarriedDescriptors {
         const int stages = stage + 1 == config.stages ? 1 - config.stages : 1;
 #pragma unroll
         for (int i = 0; i < count; ++i) {
-            a_low_[i] += stages * (config.block_m * scale_block / 16);
-            b_low_[i] += stages * (config.block_n * scale_block / 16);
+            a_low_[i] += stages * (config.block_m * k_block_bytes / 16);
+            b_low_[i] += stages * (config.block_n * k_block_bytes / 16);
         }
     }
 
@@ -78,7 +78,7 @@ class CarriedDescriptors {
     __device__ __forceinline__ u64 b(int, int k) const { return matrix_descriptor(b_low_[k / mma_k_bytes], b_high_); }
 
    private:
-    static constexpr int count = scale_block / mma_k_bytes;
+    static constexpr int count = k_block_bytes / mma_k_bytes;
     u32 a_low_[count], b_low_[count], a_high_, b_high_;
 };
 
@@ -91,11 +91,24 @@ __device__ __forceinline__ void begin_blocks(Blocks<config>& blocks, const Stage
 #pragma unroll
     for (int i = 0; i < config.scale_blocks; ++i) {
 #pragma unroll
-        for (int k = 0; k < scale_block; k += mma_k_bytes) {
+        for (int k = 0; k < k_block_bytes; k += mma_k_bytes) {
             wgmma(blocks[i], descriptors.a(i, k), descriptors.b(i, k), k != 0);
         }
     }
     ptx::wgmma_commit_group();
+}
+
+// Adds a[64, ...] * b[mma_n, ...]^T over all of a stage's K to `sum`, or begins it with that, where it is the `first`:
+// without promotion, WGMMA's own sums are the tile's. The caller fences and commits.
+template <GemmConfig config, bool first>
+__device__ __forceinline__ void add_products(float (&sum)[config.mma_n / 2], const Descriptors<config>& descriptors) {
+#pragma unroll
+    for (int i = 0; i < config.scale_blocks; ++i) {
+#pragma unroll
+        for (int k = 0; k < k_block_bytes; k += mma_k_bytes) {
+            wgmma(sum, descriptors.a(i, k), descriptors.b(i, k), !(first && i == 0 && k == 0));
+        }
+    }
 }
 
 // Waits for all but the `later` stages that were begun after this one.

@@ -150,7 +150,7 @@ class OperandLoader {
         if constexpr (StoredB<config>::travels_with_a) {
             announce(stage, b_.rows * config.cluster_m);
         } else {
-            ptx::mbarrier_arrive_expect_tx(barrier, b_.rows * config.block_k);
+            ptx::mbarrier_arrive_expect_tx(barrier, b_.rows * config.k_bytes);
         }
         load<config.block_n, shared>(smem_.b[StoredB<config>::slot(stage, step)], b_, barrier, tile_.b_row(), step);
     }
@@ -173,7 +173,7 @@ class OperandLoader {
     // Requests what another tile needs of `b` into L2: nothing beyond the matrix, for which there may be no map.
     __device__ __forceinline__ void prefetch_b(Tile<config> tile, int step) const {
         const OperandBox operand = b_box<config>(params_, tile);
-        if (operand.rows > 0) ptx::cp_async_bulk_prefetch_tensor(*operand.map, step * config.block_k, tile.b_row());
+        if (operand.rows > 0) ptx::cp_async_bulk_prefetch_tensor(*operand.map, step * config.k_bytes, tile.b_row());
     }
 
    private:
@@ -189,7 +189,7 @@ class OperandLoader {
         } else {
             a_rows = a_.rows * config.cluster_n;
         }
-        const u32 operands = (a_rows + b_rows) * config.block_k;
+        const u32 operands = (a_rows + b_rows) * config.k_bytes;
         const u32 scales = scales_in_bulk<config>(params_, tile_) ? row_scale_bytes : 0;
         ptx::mbarrier_arrive_expect_tx(full(stage), operands + scales);
     }
@@ -200,8 +200,8 @@ class OperandLoader {
         for (int i = 0; i < config.scale_blocks; ++i) {
 #pragma unroll 1
             for (int first = 0; first < a_.all_rows; first += a_.rows()) {
-                const u32 smem = ptx::smem_address(tile) + (i * config.block_m + first) * scale_block;
-                ptx::cp_async_bulk_tensor_load(smem, map, step * config.block_k + i * scale_block,
+                const u32 smem = ptx::smem_address(tile) + (i * config.block_m + first) * k_block_bytes;
+                ptx::cp_async_bulk_tensor_load(smem, map, step * config.k_bytes + i * k_block_bytes,
                                                tile_.a_row() + first, barrier);
             }
         }
@@ -214,8 +214,8 @@ class OperandLoader {
         const int first = shared ? rank_ * operand.rows : 0;
 #pragma unroll
         for (int i = 0; i < config.scale_blocks; ++i) {
-            const u32 smem = ptx::smem_address(tile) + (i * tile_rows + first) * scale_block;
-            const int k = step * config.block_k + i * scale_block;
+            const u32 smem = ptx::smem_address(tile) + (i * tile_rows + first) * k_block_bytes;
+            const int k = step * config.k_bytes + i * k_block_bytes;  // maps count K in bytes
             if constexpr (shared && multicast) {
                 ptx::cp_async_bulk_tensor_load_multicast(smem, *operand.map, k, row + first, barrier, both_blocks);
             } else {
@@ -223,7 +223,7 @@ class OperandLoader {
 #pragma unroll
                 for (int box = 0; box < boxes; ++box) {
                     const int rows = box * operand.rows;
-                    ptx::cp_async_bulk_tensor_load(smem + rows * scale_block, *operand.map, k, row + rows, barrier);
+                    ptx::cp_async_bulk_tensor_load(smem + rows * k_block_bytes, *operand.map, k, row + rows, barrier);
                 }
             }
         }

@@ -1,6 +1,6 @@
 // From accumulators to `out`: registers -> swizzled shared memory -> TMA store.
 //
-// A box is 64 rows by store_columns BF16 columns; a row is one swizzle span where that is possible. Math warps write boxes
+// A box is 64 rows by store_columns columns; a row is one swizzle span where that is possible. Math warps write boxes
 // and store warps, where there are any, hand them to TMA: GemmConfig.store_warps says why. Every step from one box to the
 // next takes 130 to 200 clocks, so as many are written at once as have a buffer each.
 //
@@ -36,7 +36,7 @@ __device__ __forceinline__ int box_column(int box) {
 // Where a box is among the buffers of its warpgroup.
 template <GemmConfig config>
 __device__ __forceinline__ u32 box_offset(int box) {
-    constexpr int box_bytes = mma_m * config.store_columns * 2;
+    constexpr int box_bytes = mma_m * config.store_columns * config.out_bytes;
     return box % config.store_buffers * box_bytes;
 }
 
@@ -45,6 +45,17 @@ template <GemmConfig config>
 __device__ __forceinline__ u32 swizzle(u32 offset) {
     if constexpr (config.store_swizzle == 0) return offset;
     return offset ^ ((offset >> 3) & (config.store_swizzle - 16));
+}
+
+// As bits, what `out` holds.
+template <GemmConfig config>
+using Stored = typename Conditional<config.out_bytes == 4, u32, u16>::type;
+
+// Two sums rounded to numbers of 16 bits, `low` in bits 0 to 15.
+template <Format format>
+__device__ __forceinline__ u32 packed(float high, float low) {
+    if constexpr (format == Format::fp16) return ptx::cvt_rn_f16x2(high, low);
+    return ptx::cvt_rn_bf16x2(high, low);
 }
 
 // Where rows of `out` end that may be written: with the group whose end is given, or with the matrix.
@@ -76,13 +87,13 @@ __device__ __forceinline__ void store_box(const GemmParams& params, u32 buffers,
 // Stores `count` rows of a box by one warp, 16 bytes at a time, for what TMA would write too much of.
 template <GemmConfig config>
 __device__ __forceinline__ void copy_rows(const GemmParams& params, u32 rows, int row, int column, int count) {
-    constexpr int vector = 8, vectors = config.store_columns / vector;
-    u16* const out = static_cast<u16*>(params.out);
+    constexpr int vector = 16 / config.out_bytes, vectors = config.store_columns / vector;
+    auto* const out = static_cast<Stored<config>*>(params.out);
 #pragma unroll 1
     for (int i = threadIdx.x % warp_threads; i < count * vectors; i += warp_threads) {
         const int from = i / vectors, j = i % vectors * vector;
         if (column + j >= params.n) continue;
-        const uint4 values = ptx::ld_shared_v4(rows + swizzle<config>(i * vector * sizeof(u16)));
+        const uint4 values = ptx::ld_shared_v4(rows + swizzle<config>(i * vector * config.out_bytes));
         reinterpret_cast<uint4&>(out[(row + from) * params.out_stride_m + column + j]) = values;
     }
     __syncwarp();
@@ -120,7 +131,7 @@ class Epilogue {
     }
 
    private:
-    static constexpr int row_bytes = config.store_columns * 2;
+    static constexpr int row_bytes = config.store_columns * config.out_bytes;
     static constexpr int warp_rows = mma_m / (warpgroup_threads / warp_threads);
     // Stores that may still read while the next box is written: of other buffers, if these come round evenly.
     static constexpr bool round = config.boxes_at_once == 1 && config.boxes % config.store_buffers == 0;
@@ -202,20 +213,35 @@ class Epilogue {
 #pragma unroll
         for (int unit = 0; unit < config.store_columns; unit += 16) {
             const float* d = &sums[0][0] + (column + unit) / 2;  // 16 columns may span two WGMMA tiles
+            write_columns(rows, unit, d);
+        }
+    }
+
+    // Sixteen columns of this warp's rows, `unit` the first of them in the box. Numbers of 16 bits are turned into rows
+    // on the way; of 32 bits each thread writes its pairs, two and two of which meet in the banks.
+    __device__ __forceinline__ void write_columns(u32 rows, int unit, const float* d) const {
+        if constexpr (config.out_bytes == 2) {
+            constexpr Format format = config.out_format;
             ptx::stmatrix_x4(rows + swizzle<config>(lane_ % 16 * row_bytes + unit * 2 + lane_ / 16 * 16),
-                             ptx::cvt_rn_bf16x2(d[1], d[0]), ptx::cvt_rn_bf16x2(d[3], d[2]),
-                             ptx::cvt_rn_bf16x2(d[5], d[4]), ptx::cvt_rn_bf16x2(d[7], d[6]));
+                             packed<format>(d[1], d[0]), packed<format>(d[3], d[2]), packed<format>(d[5], d[4]),
+                             packed<format>(d[7], d[6]));
+        } else {
+#pragma unroll
+            for (int pair = 0; pair < 4; ++pair) {
+                const int row = lane_ / 4 + pair % 2 * 8, column = unit + pair / 2 * 8 + lane_ % 4 * 2;
+                ptx::st_shared_v2(rows + swizzle<config>(row * row_bytes + column * 4), d[2 * pair], d[2 * pair + 1]);
+            }
         }
     }
 
     // For an `out` that TMA cannot address: this warp's rows, clipped at the edges of the matrix.
     __device__ __forceinline__ void copy_box(int row, int column, int end, int box) const {
         const u32 rows = rows_ + box_offset<config>(box);
-        u16* out = static_cast<u16*>(params_.out);
+        auto* out = static_cast<Stored<config>*>(params_.out);
         for (u32 i = 0; i < warp_rows && row + i < row_end<config>(params_, end); ++i) {
             for (u32 j = lane_; j < config.store_columns && column + j < params_.n; j += warp_threads) {
                 out[(row + i) * params_.out_stride_m + column + j] =
-                    ptx::ld_shared_u16(rows + swizzle<config>(i * row_bytes + j * 2));
+                    ptx::ld_shared<Stored<config>>(rows + swizzle<config>(i * row_bytes + j * config.out_bytes));
             }
         }
     }

@@ -271,9 +271,19 @@ __device__ __forceinline__ uint4 ld_shared_v4(u32 smem) {
     return value;
 }
 
-__device__ __forceinline__ u16 ld_shared_u16(u32 smem) {
-    u16 value;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(smem) : "memory");
+__device__ __forceinline__ void st_shared_v2(u32 smem, float first, float second) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem), "f"(first), "f"(second) : "memory");
+}
+
+// Bits of 16 or 32.
+template <typename Bits>
+__device__ __forceinline__ Bits ld_shared(u32 smem) {
+    Bits value;
+    if constexpr (sizeof(Bits) == 2) {
+        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(smem) : "memory");
+    } else {
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(smem) : "memory");
+    }
     return value;
 }
 
@@ -281,6 +291,13 @@ __device__ __forceinline__ u16 ld_shared_u16(u32 smem) {
 __device__ __forceinline__ u32 cvt_rn_bf16x2(float high, float low) {
     u32 packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// The same to FP16; beyond 65504 it is infinity.
+__device__ __forceinline__ u32 cvt_rn_f16x2(float high, float low) {
+    u32 packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
 

@@ -41,8 +41,8 @@ class MathWarpgroup {
           releaser_(smem),
           range_(k_range<config>(params)),
           warpgroup_(warpgroup),
-          first_{descriptor_address(smem.a[0] + warpgroup * config.row_step * scale_block),
-                 descriptor_address(smem.b[0] + warpgroup * config.column_step * scale_block)},
+          first_{descriptor_address(smem.a[0] + warpgroup * config.row_step * k_block_bytes),
+                 descriptor_address(smem.b[0] + warpgroup * config.column_step * k_block_bytes)},
           state_(state) {
         const int thread = threadIdx.x % warpgroup_threads;
         scale_slot_ = a_scale_slot<config>(warpgroup * config.row_step + thread / warp_threads * 16 +
@@ -66,10 +66,15 @@ class MathWarpgroup {
         b_.turn_to_tile(tiles);
     }
 
-    // Waits for the present stage, and reads its scales.
-    __device__ __forceinline__ void acquire(Scales<config>& scales) const {
+    // Waits for the present stage.
+    __device__ __forceinline__ void acquire() const {
         wait(smem_.full[state_.stage], state_.phase);
         b_.await_full(smem_);
+    }
+
+    // The same, and reads its scales.
+    __device__ __forceinline__ void acquire(Scales<config>& scales) const {
+        acquire();
         scales.load(smem_, state_.stage, scale_slot_, warpgroup_ * (config.column_step / config.b_scale_columns));
     }
 
@@ -88,16 +93,25 @@ class MathWarpgroup {
 
     // Begins the products of one chunk of a stage.
     __device__ __forceinline__ void begin(Blocks<config>& blocks, int stage, int slot, int chunk_m, int chunk_n) const {
-        constexpr u32 a_stage = config.block_m * config.block_k, b_stage = config.buffer_n * config.block_k;
         await_turn();
         if constexpr (config.carries_descriptors) {
             begin_blocks<config>(blocks, carried_);
         } else {
-            const u32 a_low = first_.a_low + (stage * a_stage + chunk_m * mma_m * scale_block) / 16;
-            const u32 b_low = first_.b_low + (slot * b_stage + chunk_n * config.mma_n * scale_block) / 16;
-            begin_blocks<config>(blocks, Descriptors<config>{a_low, b_low});
+            begin_blocks<config>(blocks, descriptors(stage, slot, chunk_m, chunk_n));
         }
         end_turn();
+    }
+
+    // Begins those of the present stage, all of them, added to the tile's sums; the `first` ones begin these.
+    template <bool first>
+    __device__ __forceinline__ void begin_sums(float (&sums)[config.chunks_m][config.chunks_n][config.mma_n / 2]) const {
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < config.chunks; ++i) {
+            const int chunk_m = i / config.chunks_n, chunk_n = i % config.chunks_n;
+            add_products<config, first>(sums[chunk_m][chunk_n], descriptors(stage(), slot(), chunk_m, chunk_n));
+        }
+        ptx::wgmma_commit_group();
     }
 
     // Begins those of the present stage's first chunk.
@@ -115,6 +129,12 @@ class MathWarpgroup {
     }
 
    private:
+    __device__ __forceinline__ Descriptors<config> descriptors(int stage, int slot, int chunk_m, int chunk_n) const {
+        constexpr u32 a_stage = config.block_m * config.k_bytes, b_stage = config.buffer_n * config.k_bytes;
+        return {first_.a_low + (stage * a_stage + chunk_m * mma_m * k_block_bytes) / 16,
+                first_.b_low + (slot * b_stage + chunk_n * config.mma_n * k_block_bytes) / 16};
+    }
+
     __device__ __forceinline__ void await_turn() const {
         if constexpr (config.takes_turns) ptx::bar_sync(turn_barrier + warpgroup_, 2 * warpgroup_threads);
     }

@@ -1,0 +1,154 @@
+"""Time products of other kinds than FP8 with block scales against torch's, check every output, and write JSON.
+
+    PYTHONPATH=. python benchmarks/bench_kinds.py --kind bf16 --shapes nine --out bf16.json
+    PYTHONPATH=. python benchmarks/bench_kinds.py --kind bf16 --shapes nine --search --out search_bf16.json
+
+Medians in microseconds, contestants in turn, L2 cold (timing.py). With --search, each config that suits the shape, too,
+and how far the selector's choice is from the fastest. Stops with what it has after --seconds.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks import store, timing
+from benchmarks.shapes import M_RANGES, Shape, m_range, select_shapes
+from deep_tile import gemm
+from deep_tile.config import GemmConfig
+from deep_tile.problem import GemmProblem
+from deep_tile.reference import MAX_RELATIVE_ERROR, gemm_reference, relative_error
+from deep_tile.select.choose import choose, suits
+from deep_tile.select.defaults import default_configs
+
+CHECKED_ROWS = 256
+"""Of an output, from its first and from its last rows: the product in float64 of all of them takes seconds."""
+
+
+class Contest(NamedTuple):
+    """One shape of one kind.
+
+    Attributes:
+        ours: multiplies with a config, or with the selector's choice, and returns the output.
+        theirs: the same by torch.
+        expected: from row numbers to those rows of the product.
+    """
+
+    ours: Callable[[GemmConfig | None], torch.Tensor]
+    theirs: Callable[[], torch.Tensor]
+    expected: Callable[[torch.Tensor], torch.Tensor]
+
+
+def without_scales(dtype: torch.dtype) -> Callable[[Shape], Contest]:
+    """`gemm` against torch.mm."""
+
+    def contest(shape: Shape) -> Contest:
+        a, b = (torch.randn(rows, shape.k, device="cuda", dtype=dtype) for rows in (shape.m, shape.n))
+        out, other = (torch.empty(shape.m, shape.n, device="cuda", dtype=dtype) for _ in range(2))
+        return Contest(
+            lambda config: gemm(a, b, out, config=config),
+            lambda: torch.mm(a, b.t(), out=other),
+            lambda rows: gemm_reference(a[rows], b, torch.float32),
+        )
+
+    return contest
+
+
+KINDS = {"bf16": without_scales(torch.bfloat16), "fp16": without_scales(torch.float16)}
+
+
+def check(contest: Contest, config: GemmConfig | None, shape: Shape) -> None:
+    out = contest.ours(None).fill_(float("nan"))
+    contest.ours(config)
+    rows = torch.arange(min(shape.m, CHECKED_ROWS), device="cuda")
+    rows = torch.cat([rows, shape.m - 1 - rows]).unique()
+    error = relative_error(out[rows], contest.expected(rows))
+    if not error <= MAX_RELATIVE_ERROR:
+        raise RuntimeError(
+            f"{config or 'the choice'} at {shape}: relative error {error:.2e} exceeds {MAX_RELATIVE_ERROR}"
+        )
+
+
+def configs_of(kind: str, shape: Shape) -> list[GemmConfig]:
+    """Those that may be the fastest: neither most of their rows empty nor tiles of few rows by the hundred."""
+    problem = GemmProblem(*shape, kind=kind, output=kind)
+
+    def plausible(config: GemmConfig) -> bool:
+        if config.block_m > 64:
+            return shape.m > 64 and (config.split_k == 1 or shape.m <= 2048)
+        return shape.m <= 512
+
+    return [config for config in default_configs(True, kind, kind) if suits(config, problem) and plausible(config)]
+
+
+def measure(kind: str, shape: Shape, options: argparse.Namespace, flush: timing.L2Flush) -> dict[str, Any]:
+    """The row of one shape, as it is written."""
+    contest = KINDS[kind](shape)
+    configs = [None, *(configs_of(kind, shape) if options.search else ())]
+    for config in configs:
+        check(contest, config, shape)
+    graphs: dict[Any, timing.Captured] = {"torch": timing.capture(contest.theirs)}
+    for config in configs:
+        name = config.name if config else "deep_tile"
+        graphs[name] = timing.capture(lambda config=config: contest.ours(config))
+    if options.search:
+        us = timing.time_to_choose(graphs, options.repeats, flush)
+    else:
+        us = {name: took.us for name, took in timing.time_alternating(graphs, options.repeats, flush).items()}
+    num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    chosen = choose(GemmProblem(*shape, num_sms=num_sms, kind=kind, output=kind)).name
+    return {**shape._asdict(), "config": chosen, "us": us}
+
+
+def line(row: dict[str, Any]) -> str:
+    us, shape = row["us"], Shape(row["m"], row["n"], row["k"])
+    ours, theirs = us["deep_tile"], us["torch"]
+    text = f"{shape!s:>18}: {ours:8.1f} us, {shape.flops / ours / 1e6:5.0f} TFLOPS, {ours / theirs:.3f} of torch"
+    others = {name: time for name, time in us.items() if name not in ("deep_tile", "torch")}
+    if others:
+        best = min(others, key=others.__getitem__)
+        text += f"; best {best} {others[best]:.1f} us, {others[best] / theirs:.3f} of torch"
+    return f"{text} ({row['config']})"
+
+
+def summary(rows: list[dict[str, Any]]) -> list[str]:
+    """Geometric means by range of m, and the worst."""
+    ratios = {Shape(row["m"], row["n"], row["k"]): row["us"]["deep_tile"] / row["us"]["torch"] for row in rows}
+    found = []
+    for name in M_RANGES:
+        part = [ratio for shape, ratio in ratios.items() if m_range(shape) == name]
+        if part:
+            found.append(
+                f"{name}: {geometric_mean(part):.3f} of torch in the mean of {len(part)}, {max(part):.3f} at worst"
+            )
+    return [*found, f"all: {geometric_mean(ratios.values()):.3f} in the mean of {len(ratios)}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=KINDS, required=True)
+    parser.add_argument("--shapes", default="nine", help="all, nine, 'm<=128', m=129-1024, 'm>1024' or MxNxK,MxNxK")
+    parser.add_argument("--search", action="store_true", help="time each config that may be the fastest, too")
+    parser.add_argument("--repeats", type=int, default=20, help="samples per contestant and shape")
+    parser.add_argument("--seconds", type=float, default=600, help="begin no other shape after that")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    options = parser.parse_args()
+    begun, rows, flush = time.monotonic(), [], timing.L2Flush()
+    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+        for shape in select_shapes(options.shapes):
+            if time.monotonic() - begun > options.seconds:
+                print(f"out of time before {shape}")
+                break
+            rows.append(measure(options.kind, shape, options, flush))
+            print(line(rows[-1]), flush=True)
+            torch.cuda.empty_cache()
+    store.save(options.out, {"meta": timing.describe_run() | {"kind": options.kind}, "shapes": rows})
+    print("\n".join(summary(rows)))
+
+
+if __name__ == "__main__":
+    main()

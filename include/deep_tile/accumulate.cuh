@@ -1,0 +1,59 @@
+// The main loop of kinds without promotion.
+#pragma once
+
+#include "output.cuh"
+#include "warpgroup.cuh"
+
+namespace deep_tile {
+
+// WGMMA adds to the tile's sums, over all of K, and the next stage is begun before this one is awaited, so that the
+// tensor cores find it waiting. No stage has scales, and no warpgroup waits for its turn. Offers what LoopState does.
+template <GemmConfig config>
+class Accumulate {
+   public:
+    __device__ __forceinline__ Accumulate(const GemmParams& params, SharedStorage<config>& smem, int warpgroup,
+                                          PipelineState<config.stages> state)
+        : math_(params, smem, warpgroup, state) {}
+
+    __device__ __forceinline__ int steps() const { return math_.steps(); }
+    __device__ __forceinline__ void acquire() const { math_.acquire(); }
+    __device__ __forceinline__ void begin_tile() const {}
+    __device__ __forceinline__ void clear(Accumulators<config>&) const {}  // the first WGMMAs do not add
+    template <typename Scheduler>
+    __device__ __forceinline__ void turn_to_tile(const Scheduler& tiles) {
+        math_.turn_to_tile(tiles);
+    }
+    __device__ __forceinline__ PipelineState<config.stages> end() const { return math_.end(); }
+
+    // Makes `sums` this block's part of a tile, whose first stage has been acquired. If there are `more` tiles, acquires
+    // the next one's.
+    template <typename Meanwhile>
+    __device__ __forceinline__ void multiply(Accumulators<config>& sums, int, bool more, Meanwhile) {
+        pin_all(sums);
+        math_.template begin_sums<true>(sums);
+        for (int left = math_.steps(); left > 1; --left) {
+            const int stage = math_.stage(), slot = math_.slot();
+            math_.advance();
+            math_.acquire();
+            math_.template begin_sums<false>(sums);
+            ptx::wgmma_wait_group<1>();
+            math_.release(stage, slot);
+        }
+        const int stage = math_.stage(), slot = math_.slot();
+        math_.advance();
+        if (more) math_.acquire();
+        ptx::wgmma_wait_group<0>();
+        pin_all(sums);
+        math_.release(stage, slot);
+    }
+
+   private:
+    static __device__ __forceinline__ void pin_all(Accumulators<config>& sums) {
+#pragma unroll
+        for (int i = 0; i < config.chunks; ++i) pin(sums[i / config.chunks_n][i % config.chunks_n]);
+    }
+
+    MathWarpgroup<config> math_;
+};
+
+}  // namespace deep_tile

@@ -1,0 +1,204 @@
+"""`gemm` on the CPU: its definition, what it refuses, its op, and what its launches say to the kernel."""
+
+import pytest
+import torch
+from helpers import (
+    ACCUMULATION_WITHOUT_SCALES,
+    GuardedOut,
+    assert_accurate,
+    exact_dense_product,
+    make_dense_operands,
+    same_bits,
+)
+
+import deep_tile
+from deep_tile import GemmConfig, api, dense, gemm, params, plan
+from deep_tile.kinds import KINDS, OUTPUTS
+from deep_tile.problem import GemmProblem
+from deep_tile.select.choose import bucket_key, bucketed, choose
+from deep_tile.select.defaults import default_configs
+
+DTYPES = (torch.bfloat16, torch.float16)
+OUT_DTYPES = (*DTYPES, torch.float32)
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@each_dtype
+@pytest.mark.parametrize("out_dtype", [None, *OUT_DTYPES], ids=str)
+def test_it_is_its_definition(dtype, out_dtype):
+    a, b = make_dense_operands(37, 53, 203, dtype, a_padding=16)
+    out = gemm(a, b, out_dtype=out_dtype)
+    assert out.dtype == (out_dtype or dtype) and out.is_contiguous()
+    assert_accurate(out, exact_dense_product(a, b), ACCUMULATION_WITHOUT_SCALES)
+
+
+def test_out_decides_the_format_and_nothing_around_it_is_written():
+    a, b = make_dense_operands(9, 21, 40, torch.float16)
+    guarded = GuardedOut(9, 21, stride=30, offset=1, dtype=torch.float32)
+    assert gemm(a, b, guarded.out) is guarded.out
+    guarded.assert_guards_intact()
+    assert_accurate(guarded.out, exact_dense_product(a, b), ACCUMULATION_WITHOUT_SCALES)
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 16), (8, 0, 16), (0, 0, 0), (5, 7, 0)])
+def test_empty_sizes(sizes):
+    m, n, k = sizes
+    out = gemm(torch.ones(m, k).bfloat16(), torch.ones(n, k).bfloat16())
+    assert out.shape == (m, n) and not out.any()
+
+
+def good():
+    a, b = make_dense_operands(8, 24, 64, torch.bfloat16)
+    return {"a": a, "b": b}
+
+
+REFUSED = [
+    ("a", lambda g: {"a": g["a"].float()}, TypeError, r"torch\.float32.*a\.to\(torch\.bfloat16\)"),
+    ("a", lambda g: {"a": g["a"].to(torch.float8_e4m3fn)}, TypeError, r"torch\.float8_e4m3fn.*fp8_gemm"),
+    ("b", lambda g: {"b": g["b"].half()}, TypeError, r"torch\.float16.*b\.to\(torch\.bfloat16\)"),
+    ("a", lambda g: {"a": None}, TypeError, r"NoneType"),
+    ("b", lambda g: {"b": torch._neg_view(g["b"])}, TypeError, r"negates.*resolve_neg"),
+    ("a", lambda g: {"a": g["a"][0]}, ValueError, r"\(64,\)|shape"),
+    ("b", lambda g: {"b": g["b"][:, :56]}, ValueError, r"k differs"),
+    ("b", lambda g: {"b": g["b"].t().contiguous().t()}, ValueError, r"unit stride along k.*contiguous"),
+    ("a", lambda g: {"a": torch.ones(8, 68).bfloat16()[:, :64]}, ValueError, r"multiple of 16 bytes; it is 136.*72"),
+    ("a", lambda g: {"a": torch.ones(9, 72).bfloat16()[1:, 1:65]}, ValueError, r"2 bytes past one.*multiples of 8"),
+    ("a", lambda g: {"a": g["a"].clone().requires_grad_()}, RuntimeError, r"gradient.*linear.*detach"),
+    ("out", lambda g: {"out": torch.empty(8, 24, dtype=torch.float64)}, TypeError, r"torch\.float64.*out=None"),
+    ("out", lambda g: {"out": torch.empty(8, 25).bfloat16()}, ValueError, r"\(8, 24\).*\(8, 25\)"),
+    ("out", lambda g: {"out": torch.empty(24, 8).bfloat16().t()}, ValueError, r"unit stride along n"),
+    ("out", lambda g: {"out": torch.empty(1, 24).bfloat16().expand(8, 24)}, ValueError, r"overlap.*dense"),
+    (
+        "out",
+        lambda g: {"out": torch.empty(8, 24).bfloat16(), "out_dtype": torch.float32},
+        TypeError,
+        r"leave out_dtype",
+    ),
+    ("out_dtype", lambda g: {"out_dtype": torch.int32}, TypeError, r"torch\.int32.*torch\.bfloat16"),
+    ("out_dtype", lambda g: {"out_dtype": "bf16"}, TypeError, r"'bf16'"),
+    ("config", lambda g: {"config": "128x128"}, TypeError, r"GemmConfig"),
+    ("num_sms", lambda g: {"num_sms": 0}, ValueError, r"num_sms is 0"),
+    ("num_sms", lambda g: {"num_sms": True}, TypeError, r"num_sms is True"),
+    ("batch_invariant", lambda g: {"batch_invariant": 1}, TypeError, r"True or False"),
+    ("constant_weights", lambda g: {"constant_weights": True, "pdl": False}, ValueError, r"pdl=True"),
+]
+
+
+@pytest.mark.parametrize(("argument", "change", "error", "text"), REFUSED)
+def test_wrong_calls_are_refused(argument, change, error, text):
+    right = good()
+    changed = change(right)
+    guarded = GuardedOut(8, 24)
+    arguments = {**right, "out": guarded.out} | changed
+    with pytest.raises(error, match=f"(?s){text}") as raised:
+        gemm(**arguments)
+    assert argument in str(raised.value)
+    guarded.assert_untouched()
+    assert gemm(**right).shape == (8, 24)
+
+
+@pytest.mark.parametrize("wanted", ["bf16", "fp16"])
+def test_configs_of_other_kinds_and_formats_are_refused(wanted):
+    problem = GemmProblem(256, 256, 256, kind=wanted, output=KINDS[wanted].output)
+    right = GemmConfig(128, 128, 4, kind=wanted)
+    assert api.checked_config(right, problem) is right
+    for wrong in (GemmConfig(128, 128, 4), GemmConfig(128, 128, 4, kind=wanted, output="fp32")):
+        with pytest.raises(ValueError, match=f"{wrong.name} multiplies kind='{wrong.kind}' to output='{wrong.output}'"):
+            api.checked_config(wrong, problem)
+
+
+@pytest.mark.parametrize("options", [{"b_stages": 4}, {"block_n": 144, "pairs": True}, {"grouping": "offs"}])
+def test_what_kinds_without_promotion_do_not_have(options):
+    arguments = {"block_m": 128, "block_n": 128, "stages": 3, "store_buffers": 1} | options
+    GemmConfig(**arguments)
+    with pytest.raises(ValueError, match="kind is 'bf16'; such products are made without"):
+        GemmConfig(**arguments, kind="bf16")
+
+
+def test_the_op_is_traced_and_checks():
+    a, b = make_dense_operands(6, 16, 32, torch.bfloat16)
+    traced = torch.compile(lambda a, b: gemm(a, b, out_dtype=torch.float32) + 1, backend="aot_eager", fullgraph=True)
+    assert torch.equal(traced(a, b), gemm(a, b, out_dtype=torch.float32) + 1)
+    torch.library.opcheck(torch.ops.deep_tile.gemm.default, (a, b), {"out_dtype": torch.float16})
+    out = torch.empty(6, 16)
+    torch.library.opcheck(torch.ops.deep_tile.gemm.out, (a, b, out))
+    with pytest.raises(Exception, match="requires a gradient"):
+        traced(a.clone().requires_grad_(), b)
+
+
+@each_dtype
+def test_maps_count_k_in_bytes(dtype):
+    """As the kernel does, which knows no format there."""
+    a, b = make_dense_operands(300, 520, 203, dtype, a_padding=8)
+    out = torch.empty(300, 520, dtype=torch.float32)
+    options = api.with_defaults(dense._Options(), a.device)._replace(num_sms=132)
+    problem = dense._problem(a, b, out, options)
+    assert (problem.m, problem.n, problem.k) == (300, 520, 203) and problem.tma_store
+    config = GemmConfig(128, 256, 4, kind=problem.kind, output=problem.output)
+    maps = plan.tensor_maps(problem, config, dense._layout(a, b, out))
+    by_place = {(at, name): layout for at, name, layout in maps}
+    a_map, b_map = by_place[params.GEMM.offsets["a_maps"], "a"], by_place[params.GEMM.offsets["b_maps"], "b"]
+    assert a_map[:4] == ("uint8", (406, 300), (2 * (208 + 8),), (128, 128))
+    assert b_map[:4] == ("uint8", (406, 520), (2 * 208,), (128, 256))
+    tail = by_place[params.GEMM.offsets["a_maps"] + params.MAP_BYTES, "a"]
+    assert tail.box == (128, 300 - 256)
+    out_map = by_place[params.GEMM.offsets["out_map"], "out"]
+    assert out_map[:5] == ("float32", (520, 300), (4 * 520,), (32, 64), 128)
+    assert config.store_swizzle == 128 and config.block_k == 64
+    assert len(plan.pack_params(problem, config, dense._layout(a, b, out), early_b=False)) == params.GEMM.size
+
+
+def test_single_rows_get_strides_that_tma_takes():
+    a, b = torch.ones(1, 3).bfloat16(), torch.ones(1, 3).bfloat16()
+    layout = dense._layout(a.as_strided((1, 3), (1, 1)), b, torch.empty(1, 1))
+    assert (layout.a_stride, layout.b_stride, layout.out_stride) == (8, 8, 4)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if not kind.promotes], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_the_selector_gives_configs_of_the_kind(kind, output):
+    for m, n, k in ((1, 7168, 2048), (60, 2112, 7168), (512, 576, 100), (8192, 8192, 8192)):
+        for tma_store in (True, False):
+            problem = GemmProblem(m, n, k, tma_store=tma_store, kind=kind.name, output=output)
+            config = choose(problem)
+            assert config in default_configs(tma_store, kind.name, output)
+            assert (config.kind, config.output, config.tma_store) == (kind.name, output, tma_store)
+
+
+def test_what_was_tuned_for_fp8_is_not_taken():
+    fp8, bf16 = (GemmProblem(256, 512, 1024, kind=kind) for kind in ("fp8", "bf16"))
+    tuned = {bucket_key(bucketed(fp8)): GemmConfig(64, 48, 3)}
+    assert choose(fp8, tuned).block_n == 48
+    assert choose(bf16, tuned) == choose(bf16)
+    own = GemmConfig(64, 48, 3, kind="bf16")
+    assert choose(bf16, {bucket_key(bucketed(bf16)): own}) == own
+
+
+@each_dtype
+def test_supports(dtype):
+    assert deep_tile.supports(5, 6, 64, dtype=dtype) == (True, "supported")
+    assert deep_tile.supports(5, 6, 64, dtype=dtype, out_dtype=torch.float32)[0]
+    refused, reason = deep_tile.supports(5, 6, 60, dtype=dtype)
+    assert not refused and "multiple of 16 bytes; it is 120" in reason
+    assert "out is torch.float32" in deep_tile.supports(5, 6, 64, out_dtype=torch.float32)[1]
+
+
+def test_precompile_compiles_what_the_selector_gives():
+    done = deep_tile.precompile([(96, 64, 3)], dtype=torch.bfloat16, out_dtype=torch.float32)
+    problem = GemmProblem(3, 96, 64, kind="bf16", output="fp32")
+    assert done.configs == (choose(problem),)
+    with pytest.raises(ValueError, match="grouped products are of"):
+        deep_tile.precompile([(96, 64, 3)], dtype=torch.bfloat16, grouping="offs")
+    with pytest.raises(ValueError, match=r"operands are torch\.float64"):
+        deep_tile.precompile([(96, 64, 3)], dtype=torch.float64)
+
+
+def test_global_precision_changes_nothing():
+    a, b = make_dense_operands(20, 24, 160, torch.bfloat16)
+    before = gemm(a, b)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert same_bits(gemm(a, b), before)
+    finally:
+        torch.set_float32_matmul_precision("highest")

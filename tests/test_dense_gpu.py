@@ -1,0 +1,239 @@
+"""`gemm` on a Hopper GPU: every default kernel of its kinds, sizes, layouts, options, graphs, chains.
+
+Inputs are fresh on every run, surrounded by NaN, and `out` is surrounded by bits that must not change.
+"""
+
+import os
+
+import pytest
+import torch
+from helpers import (
+    ACCUMULATION_WITHOUT_SCALES,
+    GuardedOut,
+    assert_accurate,
+    exact_dense_product,
+    make_dense_operands,
+    same_bits,
+)
+
+from deep_tile import GemmConfig, gemm, per_token_cast_to_fp8, plan, precompile
+from deep_tile.config import round_up
+from deep_tile.kinds import OUTPUTS
+from deep_tile.reference import relative_error
+from deep_tile.select.defaults import default_configs
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+OPERANDS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""dtypes of operands by kind."""
+
+CONFIGS = tuple(
+    config
+    for kind, output in (("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp32"), ("fp16", "bf16"))
+    for tma_store in (True, False)
+    for config in default_configs(tma_store, kind, output)
+)
+
+LEGAL_CORNERS = (
+    GemmConfig(64, 16, 2, kind="bf16"),
+    GemmConfig(64, 48, 3, 2, 1, kind="fp16", output="fp32", tma_store=False),
+    GemmConfig(64, 240, 3, 1, 2, kind="bf16", output="fp32", store_buffers=1),
+    GemmConfig(128, 16, 9, kind="bf16"),
+    GemmConfig(128, 144, 2, kind="fp16"),
+    GemmConfig(128, 176, 3, 2, 1, kind="bf16", output="fp32", store_buffers=1),
+    GemmConfig(128, 240, 3, kind="bf16", store_buffers=1),
+    GemmConfig(128, 128, 2, kind="bf16", scale_blocks=2, store_buffers=1),
+    GemmConfig(128, 96, 2, kind="bf16", output="fp32", split_k=2, store_buffers=1),
+    GemmConfig(256, 192, 3, kind="bf16", store_buffers=1),
+    GemmConfig(256, 16, 4, 2, 1, kind="fp16", output="bf16"),
+    GemmConfig(64, 128, 2, kind="bf16", split_k=8, store_buffers=1),
+)
+"""Legal configs at the ends of their ranges that the selector never chooses."""
+
+
+@pytest.fixture(scope="module")
+def every_kernel():
+    """Every kernel of these tests, compiled on all cores and loaded."""
+    plan.load_kernels((*CONFIGS, *LEGAL_CORNERS), torch.cuda.current_device(), os.cpu_count())
+
+
+def check_gemm(a, b, dtype, *, out_stride=None, out_offset=0, **keywords) -> torch.Tensor:
+    """Multiply into a guarded `out` of NaN, check its values and its surroundings, and return it."""
+    m, n = a.shape[0], b.shape[0]
+    guarded = GuardedOut(m, n, device=DEVICE, stride=out_stride, offset=out_offset, dtype=dtype)
+    assert gemm(a, b, guarded.out, **keywords) is guarded.out
+    guarded.assert_guards_intact()
+    assert_accurate(guarded.out, exact_dense_product(a, b), ACCUMULATION_WITHOUT_SCALES)
+    return guarded.out
+
+
+def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> None:
+    """With aligned rows where the config stores with TMA, otherwise rows that TMA could not address."""
+    out_dtype = getattr(torch, OUTPUTS[config.output].dtype)
+    if config.tma_store:
+        n = round_up(n, 8)
+        layout = {"out_stride": n + 8}
+    else:
+        layout = {"out_stride": n + 1 - n % 2, "out_offset": 3}
+    a, b = make_dense_operands(m, n, k, OPERANDS[config.kind], device=DEVICE, a_padding=8 * (m % 2))
+    check_gemm(a, b, out_dtype, config=config, num_sms=num_sms, **layout)
+
+
+@pytest.mark.parametrize("config", CONFIGS + LEGAL_CORNERS, ids=lambda config: config.name)
+def test_every_kernel(config, every_kernel, monkeypatch):
+    rows, columns = config.block_m, config.block_n
+    # 3 x 3 tiles and a ragged edge; the ring goes round once and a bit, K ends inside a block.
+    ring = config.block_k * config.stages * config.split_k
+    check_config(config, 2 * rows + 1, 2 * columns + 5, ring + 84, max(4, config.cluster))
+    # Fewer K blocks than stages, many short waves, an odd number of SMs, few rows.
+    check_config(config, 7, 9 * columns - 3, 65, max(5, config.cluster))
+    # One K block, for which split K leaves parts nothing, and one element of K.
+    check_config(config, rows + 1, columns + 8, 64, max(4, config.cluster))
+    check_config(config, 3, columns, 1, max(4, config.cluster))
+    # More than one group of the raster's rows of tiles, the last group short.
+    check_config(config, 9 * rows + 3, 3 * columns, 128, max(6, config.cluster))
+    monkeypatch.setattr("deep_tile.plan.raster_rows", lambda problem: 16)
+    check_config(config, 17 * rows + 3, 2 * columns, 64, max(6, config.cluster))
+
+
+@pytest.mark.parametrize("dtype", OPERANDS.values(), ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("m", [1, 7, 64, 65, 129, 1000])
+def test_the_selectors_own_choice(dtype, out_dtype, m):
+    for n, k in ((1, 1), (24, 63), (130, 64), (576, 1001), (2112, 513)):
+        a, b = make_dense_operands(m, n, k, dtype, device=DEVICE, b_padding=24)
+        check_gemm(a, b, out_dtype)
+        check_gemm(a, b, out_dtype, out_stride=n + 5, out_offset=1)
+
+
+@pytest.mark.parametrize("dtype", OPERANDS.values(), ids=str)
+@pytest.mark.parametrize("shape", [(64, 2112, 7168), (300, 7168, 2048), (4096, 4096, 4096)])
+def test_as_accurate_as_torch(dtype, shape):
+    a, b = make_dense_operands(*shape, dtype, device=DEVICE)
+    exact = exact_dense_product(a, b).value
+    ours, torchs = relative_error(gemm(a, b), exact), relative_error(a @ b.t(), exact)
+    assert ours <= 2 * torchs
+    assert relative_error(gemm(a, b, out_dtype=torch.float32), exact) <= 1e-5
+
+
+def test_allocates_what_it_is_not_given():
+    a, b = make_dense_operands(100, 72, 320, torch.float16, device=DEVICE)
+    out = gemm(a, b)
+    assert out.dtype == torch.float16 and out.shape == (100, 72) and out.is_contiguous()
+    assert_accurate(out, exact_dense_product(a, b), ACCUMULATION_WITHOUT_SCALES)
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 16), (8, 0, 16), (5, 7, 0)])
+def test_empty_sizes(sizes):
+    m, n, k = sizes
+    guarded = GuardedOut(m, n, device=DEVICE)
+    gemm(torch.ones(m, k, device=DEVICE).bfloat16(), torch.ones(n, k, device=DEVICE).bfloat16(), guarded.out)
+    guarded.assert_guards_intact()
+    assert not guarded.out.any()
+
+
+@pytest.mark.parametrize("dtype", OPERANDS.values(), ids=str)
+def test_results_repeat_and_rows_do_not_depend_on_others(dtype):
+    a, b = make_dense_operands(333, 1544, 2056, dtype, device=DEVICE)
+    whole = gemm(a, b, batch_invariant=True)
+    for rows, num_sms in ((1, None), (17, 60), (64, 132), (128, 7), (333, 100)):
+        num_sms = num_sms and min(num_sms, torch.cuda.get_device_properties(0).multi_processor_count)
+        part = gemm(a[:rows], b, batch_invariant=True, num_sms=num_sms)
+        assert same_bits(part, whole[:rows]), (rows, num_sms)
+    first = gemm(a[:5], b)
+    assert all(same_bits(gemm(a[:5], b), first) for _ in range(20))
+
+
+def test_values_that_are_not_finite_stay_in_their_rows_and_columns():
+    a, b = make_dense_operands(200, 264, 640, torch.bfloat16, device=DEVICE)
+    plain = gemm(a, b)
+    a[67, 5], b[130, 9] = float("nan"), float("inf")
+    odd = gemm(a, b)
+    assert odd[67].isnan().all() and not odd[:, 130].isfinite().any()
+    rows, columns = torch.arange(200) != 67, torch.arange(264) != 130
+    assert same_bits(odd[rows][:, columns], plain[rows][:, columns])
+
+
+def test_fp16_results_that_are_too_large_are_infinite():
+    a = torch.full((64, 256), 200.0, device=DEVICE, dtype=torch.float16)
+    b = torch.full((128, 256), 200.0, device=DEVICE, dtype=torch.float16)
+    assert gemm(a, b).isinf().all()
+    assert (gemm(a, b, out_dtype=torch.float32) == 200.0 * 200 * 256).all()
+
+
+@pytest.mark.parametrize("shape", [(8, 2112, 7168), (128, 576, 7168), (512, 1536, 1024), (2048, 2048, 512)])
+def test_in_a_graph(shape):
+    m, n, k = shape
+    a, b = make_dense_operands(m, n, k, torch.bfloat16, device=DEVICE)
+    guarded = GuardedOut(m, n, device=DEVICE)
+    precompile([(n, k, m)], dtype=torch.bfloat16)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            gemm(a, b, guarded.out)
+    guarded.assert_untouched()
+    for _ in range(3):
+        a.copy_(torch.randn_like(a))
+        guarded.out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        guarded.assert_guards_intact()
+        assert_accurate(guarded.out, exact_dense_product(a, b), ACCUMULATION_WITHOUT_SCALES)
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_capture_that_would_compile_is_refused(monkeypatch):
+    monkeypatch.setattr(plan, "_kernels", {})
+    a, b = make_dense_operands(40, 96, 72, torch.float16, device=DEVICE)
+    out = torch.empty(40, 96, device=DEVICE)
+    with (
+        pytest.raises(RuntimeError, match="call gemm once with these shapes"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        gemm(a, b, out)
+
+
+@pytest.mark.parametrize("m", [4, 64, 200, 700])
+def test_chains_of_programmatic_launches(m):
+    """Each product reads what the one before has written, and lets the next one start early."""
+    weights = [make_dense_operands(1, 1024, 1024, torch.bfloat16, device=DEVICE)[1] / 32 for _ in range(6)]
+    x = make_dense_operands(m, 1, 1024, torch.bfloat16, device=DEVICE)[0]
+
+    def chain(**options):
+        y = x
+        for weight in weights:
+            y = gemm(y, weight, **options)
+        return y
+
+    alone = chain(pdl=False)
+    for _ in range(30):
+        assert same_bits(chain(pdl=True), alone)
+        assert same_bits(chain(pdl=True, constant_weights=True), alone)
+
+
+def test_on_another_stream_and_beside_fp8():
+    """Kernels of two kinds of the same problem do not take each other's launches."""
+    from deep_tile import fp8_gemm, per_block_cast_to_fp8
+
+    a, b = make_dense_operands(256, 512, 1024, torch.bfloat16, device=DEVICE)
+    fp8 = (*per_token_cast_to_fp8(a), *per_block_cast_to_fp8(b))
+    exact = exact_dense_product(a, b)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            ours, other = gemm(a, b), fp8_gemm(*fp8)
+    stream.synchronize()
+    assert_accurate(ours, exact, ACCUMULATION_WITHOUT_SCALES)
+    assert 1e-2 < relative_error(other, exact.value) < 6e-2
+
+
+def test_configs_of_another_kind_are_refused_and_nothing_is_written():
+    a, b = make_dense_operands(64, 64, 128, torch.bfloat16, device=DEVICE)
+    guarded = GuardedOut(64, 64, device=DEVICE)
+    with pytest.raises(ValueError, match="fp8_gemm_128x128x128_s4_c1x1 multiplies kind='fp8'"):
+        gemm(a, b, guarded.out, config=GemmConfig(128, 128, 4))
+    torch.cuda.synchronize()
+    guarded.assert_untouched()
