@@ -32,6 +32,7 @@ from campaign import (
     parser,
     sms_of,
 )
+from helpers import ACCUMULATION, BF16_ROUNDING
 
 from deep_tile import GemmConfig, fp8_grouped_gemm
 from deep_tile.config import ceil_div, round_up
@@ -236,10 +237,8 @@ def _wrong_of(product: Product, groups: list[tuple[int, int, int]], out: torch.T
     columns, blocks = torch.arange(n, device=device) // 128, torch.arange(k, device=device) // 128
     a = product.a[rows].float() * product.a_scale[rows][..., blocks]
     b = product.b[chosen].float() * product.b_scale[chosen][:, columns][..., blocks]
-    wanted, terms = a @ b.mT, a.abs() @ b.abs().mT
-    got = out[rows].float()
-    # BF16 rounds to 2^-9; FP8 WGMMA keeps some 13 bits of the largest term of a K block.
-    far = ~((got - wanted).abs() <= 2**-8 * wanted.abs() + 2**-10 * terms)
+    wanted, spread = a @ b.mT, (a.square() @ b.square().mT).sqrt()
+    far = ~((out[rows].float() - wanted).abs() <= BF16_ROUNDING * wanted.abs() + ACCUMULATION * spread)
     return (far & present[..., None]).sum()
 
 
