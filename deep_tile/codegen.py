@@ -35,7 +35,7 @@ def kernel_source(config: GemmConfig, watch: Watch | None = None) -> str:
 
     With `watch`, of its debug build, whose text serves one process.
     """
-    wgmmas = dict.fromkeys(map(_wgmma, config.parts))
+    wgmmas = dict.fromkeys(_wgmma(tiles) for tiles in (config, config.narrow) if tiles)
     text = [*wgmmas, params.GEMM.text, _headers("gemm.cuh"), _entry(config)]
     return "\n".join(text if watch is None else [_watch(watch), *text])
 
@@ -79,12 +79,12 @@ _FIELDS = (
     *("block_m", "block_n", "block_k", "k_bytes", "narrow_n", "buffer_n", "stages"),
     *("cluster_m", "cluster_n", "split_k", "scale_blocks"),
     *("math_warpgroups", "scale_warps", "store_warps", "threads", "math_registers", "producer_registers"),
-    *("rows_per_warpgroup", "row_step", "column_step", "chunks_m", "chunks_n", "chunks", "mma_n", "block_sets"),
+    *("rows_per_warpgroup", "chunks_m", "chunks_n", "chunks", "mma_n", "block_sets"),
     *("pairs", "carries_descriptors", "queues_blocks", "ends_apart", "takes_turns", "prefetches_b", "bulk_scales"),
     *("b_stages", "b_slots"),
     *("columns_per_part", "column_group", "column_shifts", "b_scale_columns", "b_scale_slots"),
     *("store_columns", "store_rows", "store_swizzle", "boxes", "store_chunks", "boxes_at_once", "store_buffers"),
-    *("tma_store", "by_offs", "by_counts", "halves", "out_format", "out_bytes", "smem_bytes"),
+    *("tma_store", "by_offs", "by_counts", "out_format", "out_bytes", "smem_bytes"),
 )
 """Those of the kernel's GemmConfig (include/deep_tile/config.cuh), in its order: properties of ours."""
 
@@ -92,7 +92,7 @@ _FIELDS = (
 def _entry(config: GemmConfig) -> str:
     return f"""\
 constexpr deep_tile::GemmConfig config = {_fields(config)};
-{_part("narrow_tiles", config.narrow)}{_part("half_tiles", config.half)}
+{_narrow_tiles(config)}
 extern "C" __global__ void __launch_bounds__(config.threads, 1)
 {config.name}(const __grid_constant__ GemmParams params) {{
     deep_tile::gemm<config>(params);
@@ -100,13 +100,13 @@ extern "C" __global__ void __launch_bounds__(config.threads, 1)
 """
 
 
-def _part(name: str, tiles: GemmConfig | None) -> str:
-    """The config of other tiles of a launch, if it has any."""
-    if tiles is None:
+def _narrow_tiles(config: GemmConfig) -> str:
+    """The config of a launch's narrow tiles, if it has any."""
+    if config.narrow is None:
         return ""
     return f"""
 template <>
-constexpr deep_tile::GemmConfig deep_tile::{name}<config> = {_fields(tiles)};
+constexpr deep_tile::GemmConfig deep_tile::narrow_tiles<config> = {_fields(config.narrow)};
 """
 
 

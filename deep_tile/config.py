@@ -57,8 +57,6 @@ class GemmConfig:
         kind: of the product, a name in `kinds.KINDS`.
         output: format of `out`, a name in `kinds.OUTPUTS`; that of the kind when None.
         grouping: how rows belong to matrices of `b`, one of `kinds.GROUPINGS`.
-        halves: multiply what is left of a group, where that is 64 rows or fewer, as half a tile: both math warpgroups
-            take the same rows, and each half of the columns.
     """
 
     block_m: int
@@ -76,7 +74,6 @@ class GemmConfig:
     kind: str = "fp8"
     output: str | None = None
     grouping: str = "none"
-    halves: bool = False
 
     def __post_init__(self):
         if self.output is None and self.kind in KINDS:
@@ -134,9 +131,6 @@ class GemmConfig:
         if self.is_grouped and (self.cluster > 1 or self.resident_b or self.narrow_n or self.pairs):
             what = "clusters, resident b, narrow tiles and pairs"
             return f"grouping is {self.grouping!r}; groups are multiplied without {what}"
-        halvable = self.is_grouped and (self.block_m, self.block_n) == (128, 2 * SCALE_BLOCK) and self.split_k == 1
-        if self.halves and not halvable:
-            return "halves is True; supported for tiles of 128x256 of groups, without split K"
         if not 1 <= self.store_buffers <= 10:
             return f"store_buffers is {self.store_buffers}; supported are 1 to 10"
         return next((wall.reason for wall in (self.register_wall, self.capacity_wall) if not wall.holds), None)
@@ -160,7 +154,7 @@ class GemmConfig:
         resident = f"_r{self.b_stages}" if self.resident_b else ""
         narrow = f"_n{self.narrow_n}" if self.narrow_n else ""
         grouping = f"_{self.grouping}" if self.is_grouped else ""
-        special = resident + narrow + ("_p" if self.pairs else "") + grouping + ("_h" if self.halves else "") + output
+        special = resident + narrow + ("_p" if self.pairs else "") + grouping + output
         return (
             f"{self.kind}_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{special}{buffers}{store}"
         )
@@ -261,21 +255,6 @@ class GemmConfig:
         """Rows of `b` that a stage has room for."""
         return self.block_n
 
-    # Tiles of two heights.
-
-    @cached_property
-    def half(self) -> "HalfTiles | None":
-        """What a group's last rows are multiplied in, where they fill half a tile at most."""
-        if not self.halves:
-            return None
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return HalfTiles(**own | {"halves": False}, whole=self)
-
-    @property
-    def parts(self) -> "tuple[GemmConfig, ...]":
-        """The tiles that the kernel has a main loop for: its own, and others that it may have."""
-        return tuple(tiles for tiles in (self, self.narrow, self.half) if tiles)
-
     # Thread blocks and warpgroups.
 
     @property
@@ -328,16 +307,6 @@ class GemmConfig:
     @property
     def rows_per_warpgroup(self) -> int:
         return self.block_m // self.math_warpgroups
-
-    @property
-    def row_step(self) -> int:
-        """Rows from one math warpgroup's first to the other's."""
-        return self.rows_per_warpgroup
-
-    @property
-    def column_step(self) -> int:
-        """Columns likewise."""
-        return 0
 
     @property
     def chunks_m(self) -> int:
@@ -592,56 +561,6 @@ class NarrowTiles(GemmConfig):
     @property
     def store_columns(self) -> int:
         return self.wide.store_columns
-
-
-@dataclass(frozen=True)
-class HalfTiles(GemmConfig):
-    """Half tiles of 64 rows, multiplied in the buffers of whole ones: a part of the kernel of `whole`, and not one that
-    can be launched."""
-
-    whole: GemmConfig | None = None
-
-    @property
-    def row_step(self) -> int:
-        return 0
-
-    @property
-    def column_step(self) -> int:
-        return self.block_n // self.math_warpgroups
-
-    @property
-    def mma_n(self) -> int:
-        return self.column_step
-
-    @property
-    def columns_per_part(self) -> int:
-        return self.column_step
-
-    @property
-    def chunks_n(self) -> int:
-        return 1
-
-    @property
-    def accumulator_registers(self) -> int:
-        return self.whole.accumulator_registers // self.math_warpgroups
-
-    @property
-    def b_scale_slots(self) -> int:
-        """Of one math warpgroup."""
-        return ceil_div(self.column_step, self.b_scale_columns)
-
-    @property
-    def ends_apart(self) -> bool:
-        """Half tiles wait for their operands more than for each other."""
-        return False
-
-    @property
-    def scale_warps(self) -> int:
-        return self.whole.scale_warps
-
-    @property
-    def store_columns(self) -> int:
-        return self.whole.store_columns
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -39,7 +39,7 @@ def _some_kernels():
     for config in DEFAULT_CONFIGS:
         clusters, split = config.cluster_m * config.cluster_n > 1, config.split_k > 1
         kind = (config.math_warpgroups, config.block_sets, config.chunks > 1, config.pairs, config.narrow_n > 0)
-        kinds.setdefault((*kind, config.b_stages > 0, clusters, split, config.grouping, config.halves), config)
+        kinds.setdefault((*kind, config.b_stages > 0, clusters, split, config.grouping), config)
     return {*kinds.values(), *(config for config in DEFAULT_CONFIGS if config.carries_descriptors), WIDEST}
 
 

@@ -48,8 +48,6 @@ def legal_configs():
         ({"b_stages": 1}, "b_stages is 1; at least 2 K blocks of b stay"),
         ({"narrow_n": 128}, "narrow_n is 128; supported is 128 for tiles of 128x144 to 128x192"),
         ({"block_n": 160, "narrow_n": 96}, "narrow_n is 96"),
-        ({"block_n": 256, "halves": True}, "halves is True; supported for tiles of 128x256 of groups"),
-        ({"block_n": 128, "halves": True, "grouping": "offs"}, "halves is True; supported for tiles of 128x256 of"),
         ({"block_n": 160, "narrow_n": 128, "cluster_m": 2}, "without clusters, resident b and pairs"),
         ({"pairs": True}, "pairs is True; supported for tiles of 128x112 and 128x144"),
         ({"block_n": 112, "pairs": True, "cluster_n": 2}, "pairs is True; .* without clusters"),
@@ -197,21 +195,6 @@ def test_narrow_tiles_use_the_buffers_of_the_wide_ones(block_n, tma_store):
     assert narrow.boxes * narrow.store_columns == 128
 
 
-@pytest.mark.parametrize("grouping", ["offs", "counts"])
-@pytest.mark.parametrize("tma_store", [True, False])
-def test_half_tiles_use_the_buffers_of_the_whole_ones(grouping, tma_store):
-    config = GemmConfig(128, 256, 4, tma_store=tma_store, grouping=grouping, halves=True)
-    half = config.half
-    names = ("stages", "stage_bytes", "store_bytes", "smem_bytes", "store_columns", "store_swizzle", "store_buffers")
-    names += ("threads", "math_registers", "scale_warps", "store_warps", "bulk_scales", "buffer_n", "grouping")
-    assert (
-        half is not config and not half.halves and all(getattr(half, name) == getattr(config, name) for name in names)
-    )
-    assert (half.row_step, half.column_step, half.mma_n, half.b_scale_slots) == (0, 128, 128, 1)
-    assert (config.row_step, config.column_step) == (64, 0)
-    assert half.boxes * half.store_columns == half.column_step
-
-
 @pytest.mark.parametrize("block_n", PAIRED_TILES)
 def test_pairs_take_an_even_number_of_k_blocks(block_n):
     config = GemmConfig(128, block_n, 4, pairs=True)
@@ -281,7 +264,7 @@ def fields_of_shared_storage() -> set[str]:
     """Those that C++'s SharedStorage reads, by itself or through a method of GemmConfig."""
     text = (HEADERS / "config.cuh").read_text()
     methods = dict(re.findall(r"constexpr \w+ (\w+)\(\) const \{ return (.*); \}", text))
-    storage = text[text.index("struct Partials") : text.index("storage_of")]
+    storage = text[text.index("struct Partials") : text.index("narrow_storage")]
     read = " ".join(methods.get(name, name) for name in re.findall(r"config\.(\w+)", storage))
     return cpp_fields().keys() & set(re.findall(r"\w+", read))
 

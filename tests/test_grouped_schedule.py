@@ -16,15 +16,12 @@ from deep_tile.config import ceil_div
 from deep_tile.reference import group_rows
 from deep_tile.select.defaults import deepest_config
 
-SCALARS = ("group", "a", "scale", "b", "out", "end", "column", "half")
+SCALARS = ("group", "a", "scale", "b", "out", "end", "column")
 PROGRAM = """
 #include "host_warp.h"
 {struct}
 {headers}
 constexpr deep_tile::GemmConfig config = {config};
-
-bool is_half(deep_tile::GroupTile) {{ return false; }}
-bool is_half(deep_tile::HalvedTile tile) {{ return tile.half; }}
 
 // Tiles of each block, in turn: how many it counts, then those that it gets, then -1.
 extern "C" void run(const GemmParams* params, unsigned blocks, int* tiles) {{
@@ -35,8 +32,7 @@ extern "C" void run(const GemmParams* params, unsigned blocks, int* tiles) {{
             const bool writes = threadIdx.x == 0;
             if (writes) *tiles++ = count;
             for (auto tile = scheduler.first(); tile.valid; tile = scheduler.next()) {{
-                const int scalars[] = {{tile.group, tile.a, tile.scale, tile.b,
-                                       tile.out, tile.end, tile.column, is_half(tile)}};
+                const int scalars[] = {{tile.group, tile.a, tile.scale, tile.b, tile.out, tile.end, tile.column}};
                 for (int scalar : scalars) {{
                     if (writes) *tiles++ = scalar;
                 }}
@@ -48,7 +44,6 @@ extern "C" void run(const GemmParams* params, unsigned blocks, int* tiles) {{
 """
 
 CONFIGS = [deepest_config(64, 128, grouping="offs"), deepest_config(128, 192, grouping="counts")]
-HALVING = [deepest_config(128, 256, grouping=layout, halves=True) for layout in ("offs", "counts")]
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +119,6 @@ def check(walk, config, n, rows, groups, bounds, blocks, alignment=1, raster_row
         row = tile["scale"]
         assert begin <= row < end and (row - begin) % config.block_m == 0
         assert (tile["a"], tile["out"], tile["end"]) == (first_a + row, first_out + row, first_out + end)
-        assert tile["half"] == (config.halves and end - row <= 64)
         assert tile["column"] % config.block_n == 0 and 0 <= tile["column"] < n
         assert tile["b"] == group * (n + 7) + tile["column"]
         seen.add((group, row, tile["column"]))
@@ -145,8 +139,7 @@ def test_rows_one_after_the_other(walk, groups, alignment):
     rows = int(torch.randint(1, 3000, (), generator=generator))
     n = int(torch.randint(1, 900, (), generator=generator))
     ends = random_ends(groups, rows, generator)
-    for config in (CONFIGS[0], HALVING[0]):
-        check(walk, config, n, rows, groups, ends, blocks=int(groups % 7) + 1, alignment=alignment)
+    check(walk, CONFIGS[0], n, rows, groups, ends, blocks=int(groups % 7) + 1, alignment=alignment)
 
 
 @pytest.mark.parametrize("raster_rows_log2", [1, 3, 4])
@@ -155,9 +148,8 @@ def test_rows_of_their_own(walk, groups, raster_rows_log2):
     generator = torch.Generator().manual_seed(groups)
     rows = 2500
     counts = (torch.rand(groups, generator=generator) ** 3 * rows).int()
-    for config in (CONFIGS[1], HALVING[1]):
-        check(walk, config, 700, rows, groups, counts, blocks=13, raster_rows_log2=raster_rows_log2)
-        check(walk, config, 200, 130, groups, None, blocks=3, raster_rows_log2=raster_rows_log2)
+    check(walk, CONFIGS[1], 700, rows, groups, counts, blocks=13, raster_rows_log2=raster_rows_log2)
+    check(walk, CONFIGS[1], 200, 130, groups, None, blocks=3, raster_rows_log2=raster_rows_log2)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ know: those of groups are taken to be spread around the mean.
 from dataclasses import replace
 from functools import lru_cache
 from math import exp
-from typing import NamedTuple
 
-from deep_tile.config import MMA_M, GemmConfig, ceil_div
+from deep_tile.config import GemmConfig, ceil_div
 from deep_tile.kinds import GROUPINGS, K_BLOCK_BYTES
 from deep_tile.problem import GemmProblem
 from deep_tile.select.cost import calibration, launch_time, tile_times
@@ -18,11 +17,8 @@ from deep_tile.select.defaults import deepest_config
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.schedule import blocks_per_tile, cluster_slots
 
-_TILES = (
-    *((64, 32, 2, False), (64, 64, 2, False), (64, 128, 1, False)),
-    *((128, 128, 1, False), (128, 192, 1, False), (128, 256, 1, False), (128, 256, 1, True)),
-)
-"""(block_m, block_n, scale_blocks, halves)."""
+_TILES = ((64, 32, 2), (64, 64, 2), (64, 128, 1), (128, 128, 1), (128, 192, 1), (128, 256, 1))
+"""(block_m, block_n, scale_blocks)."""
 
 _SPREAD = (0.7, 1.0, 1.3)
 """Rows of groups over their mean."""
@@ -38,8 +34,8 @@ _LAST_WAVE = 0.5
 def grouped_configs(layout: str, tma_store: bool = True) -> tuple[GemmConfig, ...]:
     """Every config that a grouped product can be given; `layout` is one of `kinds.GROUPINGS` but "none"."""
     return tuple(
-        deepest_config(block_m, block_n, tma_store, scale_blocks=scale_blocks, grouping=layout, halves=halves)
-        for block_m, block_n, scale_blocks, halves in _TILES
+        deepest_config(block_m, block_n, tma_store, scale_blocks=scale_blocks, grouping=layout)
+        for block_m, block_n, scale_blocks in _TILES
     )
 
 
@@ -51,22 +47,9 @@ def all_grouped_configs() -> tuple[GemmConfig, ...]:
     )
 
 
-class TileRows(NamedTuple):
-    """Rows of tiles of a group, in the mean: whole ones, and half ones that end it."""
-
-    whole: float
-    half: float
-
-
-def expected_tiles(rows: int, config: GemmConfig) -> TileRows:
-    """Of a group that has `rows` in the mean."""
-    whole = half = 0
-    for spread in _SPREAD:
-        drawn = max(1, round(rows * spread))
-        tiles = ceil_div(drawn, config.block_m)
-        ends_half = config.halves and drawn - (tiles - 1) * config.block_m <= MMA_M
-        whole, half = whole + tiles - ends_half, half + ends_half
-    return TileRows(whole / len(_SPREAD), half / len(_SPREAD))
+def expected_tiles(rows: int, block_m: int) -> float:
+    """Rows of tiles of a group that has `rows` in the mean."""
+    return sum(ceil_div(max(1, round(rows * spread)), block_m) for spread in _SPREAD) / len(_SPREAD)
 
 
 def active_groups(problem: GemmProblem) -> float:
@@ -78,21 +61,18 @@ def active_groups(problem: GemmProblem) -> float:
 
 def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> float:
     """Predicted microseconds: waves of tiles and bytes through HBM, which overlap."""
-    rows, columns = expected_tiles(problem.groups.expected_rows, config), ceil_div(problem.n, config.block_n)
-    whole_us, half_us = _tile_us(config, problem, config.block_m, hardware), _tile_us(config, problem, MMA_M, hardware)
-    tiles_us = rows.whole * whole_us + rows.half * half_us
-    waves = active_groups(problem) * columns * sum(rows) / cluster_slots(config, problem.num_sms)
-    compute_us = tiles_us / sum(rows) * (waves + _LAST_WAVE if waves > 1 else 1)
+    rows, columns = expected_tiles(problem.groups.expected_rows, config.block_m), ceil_div(problem.n, config.block_n)
+    waves = active_groups(problem) * rows * columns / cluster_slots(config, problem.num_sms)
+    compute_us = _tile_us(config, problem, hardware) * (waves + _LAST_WAVE if waves > 1 else 1)
     memory_us = calibration(problem.kind).memory_us + _bytes(problem) / hardware.hbm_tbps / 1e6
     return launch_time(hardware, problem.kind) + (compute_us**_OVERLAP + memory_us**_OVERLAP) ** (1 / _OVERLAP)
 
 
-def _tile_us(config: GemmConfig, problem: GemmProblem, rows: int, hardware: Hardware) -> float:
-    """One tile of so many rows: its K blocks take what their products take, or their operands on the way from L2."""
-    times = tile_times(replace(config, grouping="none", halves=False), hardware)
-    loaded_us = (rows + config.block_n) * K_BLOCK_BYTES / (hardware.l2_multicast_tbps / hardware.num_sms) / 1e6
-    block_us = max(times.block_us * rows / config.block_m, loaded_us)
-    return blocks_per_tile(config, problem.k) * block_us + times.tile_us
+def _tile_us(config: GemmConfig, problem: GemmProblem, hardware: Hardware) -> float:
+    """One tile: its K blocks take what their products take, or their operands on the way from L2."""
+    times = tile_times(replace(config, grouping="none"), hardware)
+    loaded_us = (config.block_m + config.block_n) * K_BLOCK_BYTES * hardware.num_sms / hardware.l2_multicast_tbps / 1e6
+    return blocks_per_tile(config, problem.k) * max(times.block_us, loaded_us) + times.tile_us
 
 
 def _bytes(problem: GemmProblem) -> float:

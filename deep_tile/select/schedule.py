@@ -4,7 +4,6 @@ Called by plan.py for the numbers of a launch, by cost.py for the waves that the
 """
 
 from functools import lru_cache
-from math import gcd
 from typing import NamedTuple
 
 from deep_tile.config import GemmConfig, ceil_div
@@ -13,8 +12,6 @@ from deep_tile.select.hardware import H200
 
 _REPLACED_WAVES = 8
 """Waves of wide tiles, at most, in whose place a launch has narrow ones: nine of 128 columns do for eight of 144."""
-
-_SMALL_FACTORS = 2 * 3 * 5 * 7
 
 
 class Tiles(NamedTuple):
@@ -96,13 +93,10 @@ def grid_size(config: GemmConfig, problem: GemmProblem) -> int:
     """Fewest thread blocks that keep the number of waves: they share L2 and power better than a full, ragged grid.
 
     Gains 1 %, and 5 % at n = 2112 (H200, 2026-11-21). Each has a tile, which the kernel counts on, but for groups': of
-    those there may be fewer than expected. Whole and half tiles may take turns in any small period: a number of blocks
-    without small factors gives each block as many of both.
+    those there may be fewer than expected.
     """
     slots, tiles = cluster_slots(config, problem.num_sms), cluster_tiles(config, problem)
     if problem.groups is not None:
-        if config.halves:
-            slots = next(blocks for blocks in range(slots, 0, -1) if gcd(blocks, _SMALL_FACTORS) == 1)
         return min(slots, tiles.total) * config.cluster
     fewest = (ceil_div(count, ceil_div(count, slots)) for count in (tiles.wide, tiles.total) if count > 0)
     return max(fewest) * config.cluster

@@ -22,7 +22,7 @@ struct GemmConfig {
     int cluster_m, cluster_n, split_k;
     int scale_blocks;
     int math_warpgroups, scale_warps, store_warps, threads, math_registers, producer_registers;
-    int rows_per_warpgroup, row_step, column_step, chunks_m, chunks_n, chunks, mma_n;
+    int rows_per_warpgroup, chunks_m, chunks_n, chunks, mma_n;
     int block_sets;
     bool pairs, carries_descriptors, queues_blocks, ends_apart, takes_turns, prefetches_b, bulk_scales;
     int b_stages, b_slots;
@@ -30,7 +30,7 @@ struct GemmConfig {
     int column_group, column_shifts, b_scale_columns, b_scale_slots;
     int store_columns, store_rows, store_swizzle, boxes, store_chunks, boxes_at_once, store_buffers;
     bool tma_store;
-    bool by_offs, by_counts, halves;
+    bool by_offs, by_counts;
     Format out_format;
     int out_bytes;
     int smem_bytes;
@@ -54,10 +54,6 @@ struct GemmConfig {
 // Of the narrow tiles with which a launch of `config` ends; codegen.py writes it for a config that has them.
 template <GemmConfig config>
 constexpr GemmConfig narrow_tiles = {};
-
-// Of the half tiles that may end a group, likewise.
-template <GemmConfig config>
-constexpr GemmConfig half_tiles = {};
 
 constexpr int mma_m = 64;              // rows of one WGMMA, and of one output box
 constexpr int warp_threads = 32;
@@ -127,11 +123,12 @@ struct alignas(1024) SharedStorage : Partials<config> {
     [[no_unique_address]] ResidentBarriers<config> resident;
 };
 
-// The same, as other tiles of the launch use it.
-template <GemmConfig part, GemmConfig config>
-__device__ __forceinline__ auto& storage_of(SharedStorage<config>& smem) {
-    static_assert(sizeof(SharedStorage<part>) == sizeof smem, "all tiles use the same buffers");
-    return reinterpret_cast<SharedStorage<part>&>(smem);
+// The same, as narrow tiles use it.
+template <GemmConfig config>
+__device__ __forceinline__ auto& narrow_storage(SharedStorage<config>& smem) {
+    using NarrowStorage = SharedStorage<narrow_tiles<config>>;
+    static_assert(sizeof(NarrowStorage) == sizeof smem, "tiles of both widths use the same buffers");
+    return reinterpret_cast<NarrowStorage&>(smem);
 }
 
 }  // namespace deep_tile

@@ -38,16 +38,16 @@
 
 namespace deep_tile {
 
-// This block's tiles of the config's own width, of which there is one at least, unless they are groups'. Where a tile is,
-// is worked out behind its first WGMMAs if these need not wait, and else before it: in the other order ptxas promotes the
-// blocks of 128x224 so that it takes 1 to 7 % longer (H200, 2026-11-22).
+// This block's tiles of the config's own width, of which there is one at least, unless they are groups'. Where a tile is, is worked out behind its
+// first WGMMAs if these need not wait, and else before it: in the other order ptxas promotes the blocks of 128x224 so that
+// it takes 1 to 7 % longer (H200, 2026-11-22).
 template <GemmConfig config>
 __device__ __forceinline__ void consume_width(const GemmParams& params, SharedStorage<config>& smem, int warpgroup,
                                               PipelineState<config.stages>& state) {
     MainLoop<config> loop(params, smem, warpgroup, state);
     Epilogue<config> epilogue(params, smem, warpgroup);
     WidthScheduler<config> tiles(params);
-    const int first_row = warpgroup * config.row_step;
+    const int first_row = warpgroup * config.rows_per_warpgroup;
     int left = tiles.count();
     if (config.grouped() && left == 0) {
         loop.end();
@@ -89,51 +89,7 @@ __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<
         // Read anew: what is kept meanwhile is missing in the wide tiles' main loop, of 4 to 6 instructions more then.
         warpgroup = __shfl_sync(0xffffffff, ptx::tid_x() / warpgroup_threads, 0);
         if (WidthScheduler<narrow>(params).count() > 0) {
-            consume_width<narrow>(params, storage_of<narrow, config>(smem), warpgroup, state);
-        }
-    }
-}
-
-// Tiles of one height that follow each other, from `tile` on, which then is the next of another height; `part` is their
-// config.
-template <GemmConfig part, GemmConfig config>
-__device__ __forceinline__ void consume_height(const GemmParams& params, SharedStorage<config>& smem, int warpgroup,
-                                               TileScheduler<config>& tiles, Tile<config>& tile,
-                                               PipelineState<config.stages>& state) {
-    auto& storage = storage_of<part, config>(smem);
-    MainLoop<part> loop(params, storage, warpgroup, state);
-    Epilogue<part> epilogue(params, storage, warpgroup);
-    loop.acquire();
-    for (bool more = true; more;) {
-        loop.begin_tile();
-        const Tile<config> next = tiles.next();
-        more = next.valid && next.half == tile.half;
-        Accumulators<part> sums = {};
-        if constexpr (part.store_chunks > 1) {
-            loop.multiply(sums, tile.out_column(), more, [&](int chunk) { epilogue.store_chunk(sums, chunk); });
-            epilogue.store_chunk(sums, part.store_chunks - 1);
-        } else {
-            loop.multiply(sums, tile.out_column(), more, [](int) {});
-            epilogue.template store<0>(sums, tile.out_row() + warpgroup * part.row_step,
-                                       tile.out_column() + warpgroup * part.column_step, group_end<config>(tile));
-        }
-        tile = next;
-    }
-    state = loop.end();
-    epilogue.drain();
-}
-
-// All of this block's tiles, each as high as it is.
-template <GemmConfig config>
-__device__ __forceinline__ void consume_heights(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
-    PipelineState<config.stages> state;
-    TileScheduler<config> tiles(params);
-    Tile<config> tile = tiles.next();
-    while (tile.valid) {
-        if (tile.half) {
-            consume_height<half_tiles<config>, config>(params, smem, warpgroup, tiles, tile, state);
-        } else {
-            consume_height<config, config>(params, smem, warpgroup, tiles, tile, state);
+            consume_width<narrow>(params, narrow_storage<config>(smem), warpgroup, state);
         }
     }
 }
@@ -158,7 +114,7 @@ __device__ __forceinline__ void consume_split(const GemmParams& params, SharedSt
     SplitReduction<config> reduction(smem, warpgroup);
     Epilogue<config> epilogue(params, smem, warpgroup);
     TileScheduler<config> tiles(params);
-    const int first_row = warpgroup * config.row_step;
+    const int first_row = warpgroup * config.rows_per_warpgroup;
     for (int left = tiles.count(); left > 0; --left) {
         const Tile<config> tile = tiles.next();
         Accumulators<config> sums = {};
@@ -237,9 +193,7 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
         const bool lets_start_early = starts_successor_early<config>(params);
         if (lets_start_early) ptx::griddepcontrol_launch_dependents();
         const int warpgroup = warp / (warpgroup_threads / warp_threads);
-        if constexpr (config.halves) {
-            consume_heights<config>(params, smem, warpgroup);
-        } else if constexpr (config.split_k == 1) {
+        if constexpr (config.split_k == 1) {
             consume<config>(params, smem, warpgroup);
         } else {
             consume_split<config>(params, smem, warpgroup);

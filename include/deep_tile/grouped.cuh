@@ -22,18 +22,13 @@ struct GroupTile {
     __device__ __forceinline__ int b_row() const { return b; }
 };
 
-// One of a launch of two heights: whether it has half of the rows.
-struct HalvedTile : GroupTile {
-    bool half = false;
-};
-
 // Persistent: block c of C takes tiles c, c + C, c + 2C, ... of all groups, one group after the other. Within a group the
 // raster is RasterScheduler's. A warp looks at 32 groups at a time, a lane at each. All that depends on a group comes from
 // votes, sums and the first lane, so that the compiler knows it as uniform.
 template <GemmConfig config>
 class GroupScheduler {
    public:
-    using Tile = typename Conditional<config.halves, HalvedTile, GroupTile>::type;
+    using Tile = GroupTile;
 
     __device__ __forceinline__ explicit GroupScheduler(const GemmParams& params)
         : params_(params),
@@ -131,7 +126,6 @@ class GroupScheduler {
         tile.column = column * config.block_n;
         tile.b = group * params_.b_group_rows + tile.column;
         tile.valid = true;
-        if constexpr (config.halves) tile.half = rows - row <= mma_m;
         return tile;
     }
 

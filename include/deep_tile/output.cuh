@@ -270,8 +270,8 @@ class StoreWarp {
             }
             for (int i = warp_; i < config.math_warpgroups; i += config.store_warps) {
                 ptx::bar_sync(boxes_full_barrier + i, store_barrier_threads);
-                if constexpr (config.grouped()) store_ends(row + i * config.row_step, column + i * config.column_step, end, i, box);
-                if (ptx::elect_sync()) publish_boxes(row + i * config.row_step, column + i * config.column_step, end, i, box);
+                if constexpr (config.grouped()) store_ends(row + i * config.rows_per_warpgroup, column, end, i, box);
+                if (ptx::elect_sync()) publish_boxes(row + i * config.rows_per_warpgroup, column, end, i, box);
                 __syncwarp();
             }
         }
@@ -308,14 +308,6 @@ class StoreWarp {
     const int warp_;
 };
 
-// A tile of another kind than most.
-template <GemmConfig part, GemmConfig config>
-__device__ __forceinline__ void store_part(const GemmParams& params, SharedStorage<config>& smem, int warp,
-                                           const Tile<config>& tile) {
-    StoreWarp<part>(params, storage_of<part, config>(smem), warp)
-        .store(tile.out_row(), tile.out_column(), group_end<config>(tile));
-}
-
 // One of the store warps.
 template <GemmConfig config>
 __device__ __forceinline__ void store_tiles(const GemmParams& params, SharedStorage<config>& smem, int warp) {
@@ -328,13 +320,7 @@ __device__ __forceinline__ void store_tiles(const GemmParams& params, SharedStor
         if (!tile.valid) break;
         if constexpr (config.has_narrow()) {
             if (tile.narrow) {
-                store_part<narrow_tiles<config>, config>(params, smem, warp, tile);
-                continue;
-            }
-        }
-        if constexpr (config.halves) {
-            if (tile.half) {
-                store_part<half_tiles<config>, config>(params, smem, warp, tile);
+                StoreWarp<narrow_tiles<config>>(params, narrow_storage<config>(smem), warp).store(tile.out_row(), tile.out_column(), group_end<config>(tile));
                 continue;
             }
         }

@@ -143,8 +143,8 @@ struct Scales {
     // to be read in the middle of a stage, for which 128x192 took 5 to 12 % longer (H200, 2026-11-21).
     static __device__ __forceinline__ int not_uniform_zero() { return ptx::opaque_zero() * 4; }
 
-    // `slot` is that of the thread's first row, `column_slot` that of its first column.
-    __device__ __forceinline__ void load(const SharedStorage<config>& smem, int stage, int slot, int column_slot) {
+    // `slot` is that of the thread's first row.
+    __device__ __forceinline__ void load(const SharedStorage<config>& smem, int stage, int slot) {
 #pragma unroll
         for (int block = 0; block < config.scale_blocks; ++block) {
 #pragma unroll
@@ -154,8 +154,7 @@ struct Scales {
                 row[block][i][0] = pair.x;
                 row[block][i][1] = pair.y;
             }
-            const float* columns = smem.b_scale[stage][block] + column_slot;
-            if constexpr (config.takes_turns) columns += not_uniform_zero();
+            const float* columns = smem.b_scale[stage][block] + (config.takes_turns ? not_uniform_zero() : 0);
 #pragma unroll
             for (int i = 0; i < config.b_scale_slots; ++i) column[block][i] = columns[i];
         }

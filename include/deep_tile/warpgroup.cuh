@@ -41,11 +41,11 @@ class MathWarpgroup {
           releaser_(smem),
           range_(k_range<config>(params)),
           warpgroup_(warpgroup),
-          first_{descriptor_address(smem.a[0] + warpgroup * config.row_step * k_block_bytes),
-                 descriptor_address(smem.b[0] + warpgroup * config.column_step * k_block_bytes)},
+          first_{descriptor_address(smem.a[0] + warpgroup * config.rows_per_warpgroup * k_block_bytes),
+                 descriptor_address(smem.b[0])},
           state_(state) {
         const int thread = threadIdx.x % warpgroup_threads;
-        scale_slot_ = a_scale_slot<config>(warpgroup * config.row_step + thread / warp_threads * 16 +
+        scale_slot_ = a_scale_slot<config>(warpgroup * config.rows_per_warpgroup + thread / warp_threads * 16 +
                                            thread % warp_threads / 4);
         if constexpr (config.carries_descriptors) carried_.start(first_);
         if (warpgroup == 1) end_turn();  // warpgroup 0 begins
@@ -75,7 +75,7 @@ class MathWarpgroup {
     // The same, and reads its scales.
     __device__ __forceinline__ void acquire(Scales<config>& scales) const {
         acquire();
-        scales.load(smem_, state_.stage, scale_slot_, warpgroup_ * (config.column_step / config.b_scale_columns));
+        scales.load(smem_, state_.stage, scale_slot_);
     }
 
     // To the next stage.
