@@ -20,7 +20,7 @@ SOURCE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of an element, by the names of `codegen.CAST_FORMATS`."""
 
 READ_ELEMENTS = {"plain": 1, "listed": 1, "spread": 1, "silu_mul": 2}
-"""Of x for one of out, by the names of `codegen.CAST_SOURCES`."""
+"""Of x for one of out at most, by what is cast, as `codegen.CastKernel` has it."""
 
 PLACES = params.places(("x", "out", "scale"))
 """Of a launch that is given these three tensors."""

@@ -126,7 +126,7 @@ class CastKernel(NamedTuple):
     Attributes:
         block_rows: 1 or 128, rows that share a scale with each other and with 128 columns.
         source: format of the input, a key of `CAST_FORMATS`.
-        what: is cast, a key of `CAST_SOURCES`; of 128 rows "plain".
+        what: is cast, a key of `CAST_SOURCES`, or "spread"; of 128 rows "plain".
         threads: of a thread block.
         threads_per_scale: threads that meet in one scale: part of a warp for 1x128, the thread block for 128x128.
         blocks_per_sm: thread blocks that must fit into an SM's registers at once.
@@ -148,9 +148,9 @@ class CastKernel(NamedTuple):
 CAST_FORMATS = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32"}
 """Formats that can be cast to FP8, by the names they have in quantize.cuh."""
 
-CAST_SOURCES = {"plain": "Plain", "listed": "Listed", "spread": "Spread", "silu_mul": "SiluMul"}
-"""What can be cast: all rows, rows by an index or of groups, those that an index names often, and a product of a row's
-halves; likewise."""
+CAST_SOURCES = {"plain": "Plain", "listed": "Listed", "silu_mul": "SiluMul"}
+"""What can be cast: all rows, rows by an index or of groups, a product of a row's halves; likewise. Those that an index
+names often, "spread", have a kernel of their own."""
 
 
 def cast_source(kernel: CastKernel) -> str:
@@ -158,16 +158,10 @@ def cast_source(kernel: CastKernel) -> str:
 
     Its argument is no __grid_constant__: read in place, it makes the cast of FP32 in tiles spill (NVRTC 13.0.88).
     """
-    arguments = f"deep_tile::{CAST_FORMATS[kernel.source]}, {kernel.threads_per_scale}"
-    call = f"cast_rows<deep_tile::{CAST_SOURCES[kernel.what]}, {arguments}>"
-    if kernel.what == "spread":
-        call = f"cast_spread<{arguments}, {kernel.threads}>"
-    elif kernel.block_rows > 1:
-        call = f"cast_tiles<{arguments}>"
     entry = f"""\
 extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
 {kernel.name}(const CastParams params) {{
-    deep_tile::{call}(params);
+    deep_tile::{_cast_function(kernel)}(params);
 }}
 """
     if kernel.what == "plain":
@@ -177,6 +171,15 @@ constexpr unsigned cast_groups = {params.MOST_CAST_GROUPS}, spread_heads = {para
 """
     header = "spread.cuh" if kernel.what == "spread" else "experts.cuh"
     return "\n".join([params.CAST_OF_ROWS.text, sizes, _headers(header), entry])
+
+
+def _cast_function(kernel: CastKernel) -> str:
+    arguments = f"deep_tile::{CAST_FORMATS[kernel.source]}, {kernel.threads_per_scale}"
+    if kernel.block_rows > 1:
+        return f"cast_tiles<{arguments}>"
+    if kernel.what == "spread":
+        return f"cast_spread<{arguments}, {kernel.threads}>"
+    return f"cast_rows<deep_tile::{CAST_SOURCES[kernel.what]}, {arguments}>"
 
 
 class CombineKernel(NamedTuple):
