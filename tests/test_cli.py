@@ -147,7 +147,7 @@ def test_compile_fills_the_cache_with_what_a_shape_needs(call, cache):
 
 
 def test_compile_without_shapes_takes_every_default_config():
-    wanted = wanted_configs(argparse.Namespace(shape=[], num_sms=132))
+    wanted = wanted_configs(argparse.Namespace(shape=[], num_sms=132, grouping=None))
     default = (*default_configs(True), *default_configs(False), *all_grouped_configs())
     assert sorted(wanted, key=repr) == sorted(default, key=repr)
 
