@@ -174,7 +174,9 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    add("demo", demo, "DeepSeek-V3's layers: multiplied, checked and timed, or compiled where there is no Hopper GPU")
+    text = "DeepSeek-V3's layers: multiplied, checked and timed, or compiled where there is no Hopper GPU"
+    command = add("demo", demo, text)
+    command.add_argument("--experts", action="store_true", help="Qwen3-30B-A3B's experts instead")
 
     command = add("explain", explain, "which kernel a product of [M, K] and [N, K] gets, and why")
     command.add_argument("m", type=_positive, nargs="?", metavar="M", help="left out with --groups")
