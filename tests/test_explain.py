@@ -10,7 +10,7 @@ import pytest
 
 import deep_tile
 from deep_tile.kinds import KINDS
-from deep_tile.method import groups, report
+from deep_tile.method import report
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.choose import choose, suits
 from deep_tile.select.defaults import default_configs
@@ -211,15 +211,10 @@ def test_limits_of_groups_are_counted():
     assert limits["tensor cores"] == pytest.approx(2 * 6 * 256 * 512 / gpu.tflops("fp8") / 1e6)
 
 
-@pytest.mark.parametrize(
-    ("rows", "whole", "halved"), [(1, 128, 64), (64, 128, 64), (65, 128, 128), (200, 256, 256), (190, 256, 192)]
-)
-def test_rows_of_a_group_fill_tiles(rows, whole, halved):
-    for config in grouped_configs("offs"):
-        if config.block_m == 128:
-            assert groups.tile_rows(rows, config) == (halved if config.halves else whole)
-        else:
-            assert groups.tile_rows(rows, config) == -(-rows // 64) * 64
+def test_rows_of_a_group_fill_tiles():
+    data = deep_tile.explain_groups(4, 190, 256, 512)
+    rows = {row["name"]: row["rows"] for row in data["candidates"]}
+    assert rows == {config.name: {64: 192, 128: 256}[config.block_m] for config in grouped_configs("offs")}
 
 
 @pytest.mark.parametrize(

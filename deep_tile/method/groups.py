@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from deep_tile.config import MMA_M, SCALE_BLOCK, GemmConfig, ceil_div
+from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import GROUPINGS
 from deep_tile.method.report import table
 from deep_tile.problem import GemmProblem, Groups
@@ -117,10 +117,8 @@ def limits(derived: Derivation) -> list[tuple[str, float, str]]:
 
 
 def tile_rows(rows: int, config: GemmConfig) -> int:
-    """Rows of the tiles of a group: whole tiles, of which the last may be half as high."""
-    tiles = ceil_div(rows, config.block_m)
-    ends_half = config.halves and rows - (tiles - 1) * config.block_m <= MMA_M
-    return tiles * config.block_m - ends_half * (config.block_m - MMA_M)
+    """Rows of the tiles of a group."""
+    return round_up(rows, config.block_m)
 
 
 def why(derived: Derivation) -> str:
