@@ -16,6 +16,7 @@ _MODULES = {
     "compilations": "jit",
     "dequantize": "quantize",
     "explain": "method.report",
+    "explain_groups": "method.groups",
     "fp8_gemm": "api",
     "fp8_grouped_gemm": "grouped",
     "fp8_linear": "linear",

@@ -2,13 +2,16 @@
 
 Written against sglang/srt/layers/quantization/fp8_utils.py as of late 2026: `deep_tile_w8a8_block_fp8_linear` has the
 arguments of the functions that `dispatch_w8a8_block_fp8_linear` chooses from, and a value of --fp8-gemm-backend would
-name it. It has been checked against SGLang's signatures, and not been run inside SGLang.
+name it. `grouped_gemm_nt_f8f8bf16_contig` and `grouped_gemm_nt_f8f8bf16_masked` have those of the functions of these
+names in sglang/srt/layers/deep_gemm_wrapper/entrypoint.py, by which its experts multiply. All has been checked against
+SGLang's signatures, and not been run inside SGLang.
 """
 
 import torch
 from sglang.srt.layers.quantization.fp8_utils import deepgemm_w8a8_block_fp8_linear_with_fallback
 
 import deep_tile
+from deep_tile.compat import deep_gemm
 
 _BLOCK_SIZE = [128, 128]
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -55,7 +58,34 @@ def _takes(input, weight, block_size, weight_scale, input_scale) -> bool:
     )
 
 
+def grouped_gemm_nt_f8f8bf16_contig(
+    lhs: tuple[torch.Tensor, torch.Tensor],
+    rhs: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    m_indices: torch.Tensor,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+) -> None:
+    """Rows of all experts one after the other, each expert's at a multiple of 128; their scales need no copy before."""
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(lhs, rhs, out, m_indices, recipe_a=recipe_a, recipe_b=recipe_b)
+
+
+def grouped_gemm_nt_f8f8bf16_masked(
+    lhs: tuple[torch.Tensor, torch.Tensor],
+    rhs: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: int,
+    overlap_args: object = None,
+    max_block_n: int = 256,
+) -> None:
+    """Rows of each expert in its own part of `lhs`. Nothing says which tiles are done, so there are no overlap_args."""
+    if overlap_args is not None:
+        raise ValueError("overlap_args is given; deep_tile's products signal no tiles. Leave it out")
+    deep_gemm.m_grouped_fp8_gemm_nt_masked(lhs, rhs, out, masked_m, expected_m)
+
+
 def warm_up(model: torch.nn.Module, max_tokens: int) -> None:
     """Have every kernel ready that the layers can need: to be called where SGLang compiles DeepGEMM's."""
-    weights = {tuple(layer.weight.shape) for layer in model.modules() if hasattr(layer, "weight_scale_inv")}
-    deep_tile.precompile([(n, k, max_tokens) for n, k in sorted(weights)])
+    for grouping in ("offs", "counts"):
+        deep_tile.precompile_model(model, max_tokens, grouping=grouping)

@@ -21,7 +21,7 @@ from deep_tile.select import tuned
 from deep_tile.select.choose import bucketed, choose, choose_bucket, configs_for, measured_choice, suits
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs
-from deep_tile.tools import cli, demo
+from deep_tile.tools import cli, demo, demo_experts
 from deep_tile.tools.compile import wanted_configs
 from deep_tile.tools.doctor import DOCTORS_KERNELS
 
@@ -147,7 +147,7 @@ def test_compile_fills_the_cache_with_what_a_shape_needs(call, cache):
 
 
 def test_compile_without_shapes_takes_every_default_config():
-    wanted = wanted_configs(argparse.Namespace(shape=[], num_sms=132))
+    wanted = wanted_configs(argparse.Namespace(shape=[], num_sms=132, grouping=None))
     default = (*default_configs(True), *default_configs(False), *all_grouped_configs())
     assert sorted(wanted, key=repr) == sorted(default, key=repr)
 
@@ -380,6 +380,47 @@ def test_demo_on_a_gpu_times_and_checks(call, one_layer, monkeypatch):
     assert code == 0, err
     assert "TFLOPS" in out
     assert all(choose(GemmProblem(m, 512, 256)).name in out for m in demo.TOKENS)
+
+
+@pytest.fixture
+def few_experts(monkeypatch):
+    monkeypatch.setattr(demo_experts, "QWEN3_30B", demo_experts.Sizes(16, 3, 256, 128))
+    monkeypatch.setattr(demo_experts, "TOKENS", (40, 300))
+
+
+def test_demo_of_experts_without_a_gpu_compiles_and_computes(call, few_experts):
+    code, out, err = call("demo", "--experts")
+    assert code == 0, err
+    assert NO_GPU in out
+    asked = [(16, -(-tokens * 3 // 16), n, k) for tokens in (40, 300) for n, k in ((256, 256), (256, 128))]
+    assert set(kernels_in(out)) == {deep_tile.explain_groups(*groups)["config"] for groups in asked}
+    errors = [float(error) for error in re.findall(r"relative error (\d\S+?)[;\s]", out)]
+    assert len(errors) == 4 and sorted(errors)[2] <= MAX_RELATIVE_ERROR < max(errors)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("fp8_grouped_gemm", "gate and up"), ("silu_mul_cast_to_fp8", "activation and cast"), ("combine", "sum")],
+)
+def test_demo_of_experts_fails_on_a_wrong_step(call, few_experts, monkeypatch, name, step):
+    right = getattr(deep_tile, name)
+
+    def wrong(*given):
+        if name == "silu_mul_cast_to_fp8":
+            return right(given[0] * 1.1)
+        return right(*given) * 1.01
+
+    monkeypatch.setattr(deep_tile, name, wrong)
+    code, _, err = call("demo", "--experts")
+    assert code == 1 and f"tokens, {step}: relative error" in err and "exceeds" in err
+
+
+@pytest.mark.gpu
+def test_demo_of_experts_on_a_gpu_times_and_checks(call, few_experts, monkeypatch):
+    monkeypatch.setattr(deep_tile, "is_available", deep_tile.api.is_available)
+    code, out, err = call("demo", "--experts")
+    assert code == 0, err
+    assert "torch loop" in out and re.search(r"^300 +\d", out, re.MULTILINE)
 
 
 # ---- bench

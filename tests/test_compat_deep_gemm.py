@@ -18,6 +18,7 @@ DENSE = [
 GROUPED = [
     *("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked"),
     *("m_grouped_fp8_fp4_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_masked", "fp8_einsum"),
+    *("m_grouped_gemm_fp8_fp8_bf16_nt_contiguous", "m_grouped_gemm_fp8_fp8_bf16_nt_masked"),
     *("get_mk_alignment_for_contiguous_layout", "set_mk_alignment_for_contiguous_layout"),
     *("get_theoretical_mk_alignment_for_contiguous_layout", "get_m_alignment_for_contiguous_layout"),
 ]

@@ -275,6 +275,158 @@ def test_vllm_kernel_registers_once_and_first(vllm):
     assert kernels == {"cuda": [vllm.DeepTileFp8BlockScaledMMKernel, "DeepGEMM", "Triton"]}
 
 
+# ---- vLLM: vllm/model_executor/layers/fused_moe/modular_kernel.py
+
+
+class FusedMoEExpertsModular:
+    def __init__(self, moe_config, quant_config, max_num_tokens: int | None = None, num_dispatchers: int | None = None):
+        self.quant_config = quant_config
+        self.max_num_tokens, self.num_dispatchers = max_num_tokens, num_dispatchers
+
+    w1_scale = property(lambda self: self.quant_config.w1_scale)
+    w2_scale = property(lambda self: self.quant_config.w2_scale)
+
+    @staticmethod
+    def activation_format(): ...
+
+    @staticmethod
+    def _supports_current_device() -> bool: ...
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool: ...
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key, activation_key) -> bool: ...
+
+    @staticmethod
+    def _supports_activation(activation) -> bool: ...
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config) -> bool: ...
+
+    def supports_expert_map(self) -> bool: ...
+
+    def finalize_weight_and_reduce_impl(self): ...
+
+    def workspace_shapes(
+        self, M, N, K, topk, global_num_experts, local_num_experts, expert_tokens_meta, activation
+    ): ...
+
+    def apply(
+        self,
+        output,
+        hidden_states,
+        w1,
+        w2,
+        topk_weights,
+        topk_ids,
+        activation,
+        global_num_experts,
+        expert_map,
+        a1q_scale,
+        a2_scale,
+        workspace13,
+        workspace2,
+        expert_tokens_meta,
+        apply_router_weight_on_input,
+    ) -> None: ...
+
+
+@pytest.fixture
+def vllm_experts(add_modules):
+    """The example, as vLLM on a Hopper GPU would import it."""
+    fused_moe = "vllm__model_executor__layers__fused_moe"
+    modular = {
+        "FusedMoEExpertsModular": FusedMoEExpertsModular,
+        "FusedMoEActivationFormat": SimpleNamespace(BatchedExperts="batched"),
+        "TopKWeightAndReduce": object,
+        "ExpertTokensMetadata": SimpleNamespace,
+    }
+    add_modules(
+        **{
+            f"{fused_moe}__modular_kernel": modular,
+            f"{fused_moe}__activation": {"MoEActivation": SimpleNamespace(SILU="silu", GELU="gelu")},
+            f"{fused_moe}__topk_weight_and_reduce": {"TopKWeightAndReduceDelegate": lambda: "delegate"},
+        },
+        vllm__model_executor__layers__quantization__utils__quant_utils={
+            "kFp8Static128BlockSym": "128x128",
+            "kFp8Dynamic128Sym": "1x128",
+        },
+        vllm__platforms={"current_platform": Platform(90)},
+    )
+    return load_example("vllm_experts")
+
+
+def test_vllm_experts_have_vllms_signatures(vllm_experts):
+    ours = vllm_experts.DeepTileBatchedExperts
+    declared = [name for name in vars(FusedMoEExpertsModular) if name[:2] != "__" and "scale" not in name]
+    assert set(declared) <= set(vars(ours))
+    for name in declared:
+        base = getattr(FusedMoEExpertsModular, name)
+        if inspect.signature(base).parameters:
+            assert_accepts(getattr(ours, name), base)
+
+
+def test_vllm_experts_say_what_they_can(vllm_experts, monkeypatch):
+    ours = vllm_experts.DeepTileBatchedExperts
+    assert ours.activation_format() == "batched" and ours._supports_current_device()
+    assert ours._supports_quant_scheme("128x128", "1x128") and not ours._supports_quant_scheme("128x128", "tensor")
+    assert ours._supports_activation("silu") and not ours._supports_activation("gelu")
+    assert not ours._supports_no_act_and_mul()
+    monkeypatch.setattr(vllm_experts, "current_platform", Platform(100))
+    assert not ours._supports_current_device()
+
+
+def stacked(experts, n, k, device):
+    """Weights [experts, n, k] in FP8 with their scales."""
+    return map(
+        torch.stack, zip(*(quantize_weight(torch.randn(n, k, device=device)) for _ in range(experts)), strict=True)
+    )
+
+
+@DEVICES
+def test_vllm_experts_multiply(vllm_experts, device):
+    """Rows behind each expert's last are not looked at; the output may lie where gate and up lay, as vLLM has it."""
+    experts, tokens, hidden, width = 4, 10, 256, 128
+    w1, w1_scale = stacked(experts, 2 * width, hidden, device)
+    w2, w2_scale = stacked(experts, hidden, width, device)
+    config = SimpleNamespace(w1_scale=w1_scale, w2_scale=w2_scale)
+    ours = vllm_experts.DeepTileBatchedExperts(None, config, max_num_tokens=5, num_dispatchers=2)
+    counts = torch.tensor([3, 0, 10, 1], dtype=torch.int32, device=device)
+    x = torch.randn(experts, tokens, hidden, device=device, dtype=torch.bfloat16)
+    alive = torch.arange(tokens, device=device) < counts[:, None]
+    a, a_scale = per_token_cast_to_fp8(x.masked_fill(~alive[..., None], float("nan")), scale_layout="m")
+    shapes = ours.workspace_shapes(5, 2 * width, hidden, 2, 16, experts, None, "silu")
+    assert shapes[2] == (experts, tokens, hidden)
+    workspace = torch.full((torch.Size(shapes[0]).numel(),), float("nan"), dtype=torch.bfloat16, device=device)
+    output = workspace[: experts * tokens * hidden].view(shapes[2])
+    ids = torch.zeros(5, 2, dtype=torch.int64, device=device)
+    meta = SimpleNamespace(expert_num_tokens=counts)
+    ours.apply(output, a, w1, w2, None, ids, "silu", 16, None, a_scale, None, workspace, None, meta, False)
+    up, down = (
+        torch.stack([dequantize(*pair, block=(128, 128)) for pair in zip(*weights, strict=True)])
+        for weights in ((w1, w1_scale), (w2, w2_scale))
+    )
+    gate, other = (x.float() @ up.transpose(1, 2)).chunk(2, -1)
+    wanted = (torch.nn.functional.silu(gate) * other) @ down.transpose(1, 2)
+    assert relative_error(output[alive], wanted[alive]) < 0.08
+
+
+def test_vllm_experts_tell_few_numbers_of_rows_apart(vllm_experts):
+    ours = vllm_experts.DeepTileBatchedExperts(None, None, 64, 4)
+    asked = {tokens: ours._expected_rows(torch.zeros(tokens, 8), 256) for tokens in (1, 8, 9, 64, 1000)}
+    assert asked == {1: 1, 8: 1, 9: 1, 64: 8, 1000: 128}
+
+
+def test_vllm_experts_warm_up(vllm_experts, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        vllm_experts.deep_tile, "precompile_model", lambda *given, **options: asked.append((given, options))
+    )
+    vllm_experts.DeepTileBatchedExperts.warm_up("layer", 64)
+    assert asked == [(("layer", 64), {"grouping": "counts"})]
+
+
 # ---- SGLang: sglang/srt/layers/quantization/fp8_utils.py
 
 
@@ -351,10 +503,37 @@ def test_what_is_not_taken_goes_to_sglangs_own(sglang, changed):
 
 def test_sglang_backend_warms_up_quantised_layers(sglang, monkeypatch):
     asked = []
-    monkeypatch.setattr(sglang.deep_tile, "precompile", asked.append)
-    model = torch.nn.ModuleList([layer_of(256, 128), torch.nn.Linear(8, 8), layer_of(136, 272), layer_of(256, 128)])
-    sglang.warm_up(model, 64)
-    assert asked == [[(136, 272, 64), (256, 128, 64)]]
+    monkeypatch.setattr(sglang.deep_tile, "precompile_model", lambda *given, **options: asked.append((given, options)))
+    sglang.warm_up("model", 64)
+    assert asked == [(("model", 64), {"grouping": grouping}) for grouping in ("offs", "counts")]
+
+
+def grouped_gemm_nt_f8f8bf16_contig(lhs, rhs, out, m_indices, recipe_a=None, recipe_b=None): ...
+
+
+def grouped_gemm_nt_f8f8bf16_masked(lhs, rhs, out, masked_m, expected_m, overlap_args=None, max_block_n=256): ...
+
+
+@DEVICES
+def test_sglang_backend_multiplies_experts(sglang, device):
+    for theirs in (grouped_gemm_nt_f8f8bf16_contig, grouped_gemm_nt_f8f8bf16_masked):
+        assert_accepts(getattr(sglang, theirs.__name__), theirs)
+    b = (*stacked(2, 136, 256, device),)
+    a = per_token_cast_to_fp8(torch.randn(256, 256, device=device), scale_layout="m_aligned")
+    out = torch.empty(256, 136, dtype=torch.bfloat16, device=device)
+    sglang.grouped_gemm_nt_f8f8bf16_contig(a, b, out, torch.arange(2, device=device).int().repeat_interleave(128))
+    masked = torch.zeros(2, 128, 136, dtype=torch.bfloat16, device=device)
+    counts = torch.tensor([128, 5], dtype=torch.int32, device=device)
+    of_groups = tuple(x.unflatten(0, (2, 128)) for x in a)
+    sglang.grouped_gemm_nt_f8f8bf16_masked(of_groups, b, masked, counts, 64)
+    for group in range(2):
+        rows = slice(128 * group, 128 * (group + 1))
+        wanted = fp8_gemm(a[0][rows], a[1][rows], b[0][group], b[1][group], batch_invariant=True)
+        assert same_bits(out[rows], wanted)
+        assert same_bits(masked[group, : counts[group]], wanted[: counts[group]])
+    assert not masked[1, 5:].any()
+    with pytest.raises(ValueError, match="overlap_args is given"):
+        sglang.grouped_gemm_nt_f8f8bf16_masked(of_groups, b, masked, counts, 64, overlap_args=object())
 
 
 # ---- transformers

@@ -11,9 +11,10 @@ import pytest
 import deep_tile
 from deep_tile.kinds import KINDS
 from deep_tile.method import report
-from deep_tile.problem import GemmProblem
+from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.choose import choose, suits
 from deep_tile.select.defaults import default_configs
+from deep_tile.select.groups import grouped_configs
 from deep_tile.select.hardware import PRESETS
 from deep_tile.tools import cli
 
@@ -180,3 +181,80 @@ def test_bench_plots_stored_results_without_a_gpu(capfd, tmp_path):
     assert cli.main(["bench", "--results", str(stored), "--plot", str(picture)]) == 0
     assert "4096x7168x2048" in capfd.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# ---- groups
+
+
+@pytest.mark.parametrize("grouping", ["offs", "counts"])
+@pytest.mark.parametrize(
+    "shape", [(128, 64, 1536, 2048), (256, 1, 7168, 2048), (4, 8192, 6144, 7168), (3, 7, 100, 304)]
+)
+def test_groups_get_the_selectors_choice(shape, grouping):
+    count, rows, n, k = shape
+    data = deep_tile.explain_groups(*shape, grouping=grouping)
+    total = count * rows if grouping == "offs" else rows
+    problem = GemmProblem(total, n, k, tma_store=n % 8 == 0, groups=Groups(grouping, count, rows))
+    assert data["config"] == data["candidates"][0]["name"] == choose(problem).name
+    times = [row["time_us"] for row in data["candidates"]]
+    assert times == sorted(times) and times[0] > 0.6 * max(data["limits"].values())  # groups may be without rows
+    assert {row["name"] for row in data["candidates"]} == {c.name for c in grouped_configs(grouping, n % 8 == 0)}
+    assert data["candidates"][1]["name"] in data["why"]
+    json.dumps(data, allow_nan=False)
+
+
+def test_limits_of_groups_are_counted():
+    limits = deep_tile.explain_groups(2, 3, 256, 512)["limits"]
+    moved = 2 * 256 * 512 + 2 * 2 * 4 * 4 + 6 * (512 + 4 * 4) + 6 * 256 * 2
+    gpu = PRESETS["H200"]
+    assert limits["HBM"] == pytest.approx(moved / gpu.hbm_tbps / 1e6)
+    assert limits["tensor cores"] == pytest.approx(2 * 6 * 256 * 512 / gpu.tflops("fp8") / 1e6)
+
+
+def test_rows_of_a_group_fill_tiles():
+    data = deep_tile.explain_groups(4, 190, 256, 512)
+    rows = {row["name"]: row["rows"] for row in data["candidates"]}
+    assert rows == {config.name: {64: 192, 128: 256}[config.block_m] for config in grouped_configs("offs")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"rows": 0}, "rows is 0; it must be positive"),
+        ({"grouping": "none"}, "grouping is 'none'; pass one of offs, counts"),
+        ({"num_sms": 133}, "num_sms is 133; H200 has 132"),
+        ({"hardware": "A100"}, "A100"),
+    ],
+)
+def test_groups_that_make_no_sense(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        deep_tile.explain_groups(**({"groups": 2, "rows": 3, "n": 256, "k": 512} | arguments))
+
+
+def test_groups_on_the_command_line(call):
+    asked = ["--groups", "128", "--rows", "64", "1536", "2048"]
+    code, out, _ = call("explain", *asked)
+    data = deep_tile.explain_groups(128, 64, 1536, 2048)
+    text = " ".join(out.split())
+    assert code == 0 and data["why"] in text and "128 groups of 64 rows, n = 1536, k = 2048" in text
+    assert all(row["name"] in text for row in data["candidates"])
+    code, out, _ = call("explain", *asked, "--grouping", "counts", "--num-sms", "78", "--hardware", "H20", "--json")
+    options = {"grouping": "counts", "num_sms": 78, "hardware": "H20"}
+    assert code == 0 and json.loads(out) == json.loads(
+        json.dumps(deep_tile.explain_groups(128, 64, 1536, 2048, **options))
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--groups 4 256 512", "give --groups G and --rows R"),
+        ("--rows 4 256 512", "give --groups G and --rows R"),
+        ("--groups 4 --rows 2 64 256 512", "N, K alone"),
+        ("--groups 4 --rows 2 256 512 --dtype int8", "--dtype and --plot are not for groups"),
+        ("256 512", "give M, N and K, or --groups G"),
+    ],
+)
+def test_commands_that_make_no_sense(call, arguments, said):
+    code, _, err = call("explain", *arguments.split())
+    assert code == 2 and said in err

@@ -97,15 +97,24 @@ def choose(problem: GemmProblem, tuned: Tuned = UNTUNED) -> GemmConfig:
     """The config for a problem: that of its bucket. With groups, the fastest predicted for the rows that they are
     expected to have."""
     if problem.groups is not None:
-        return _choose_grouped(problem._replace(m=_power_of_two(problem.m)))
+        return _choose_grouped(_bucketed_groups(problem))
     bucket = bucketed(problem)
     return choose_bucket(bucket, tuned_choice(bucket, tuned))
 
 
 @lru_cache(maxsize=4_096)
 def _choose_grouped(problem: GemmProblem) -> GemmConfig:
-    """Of m, a power of two, which tells how many groups can have rows."""
     return ranked(problem)[0][1]
+
+
+def grouped_candidates(problem: GemmProblem, hardware: Hardware = H200) -> list[tuple[float, GemmConfig]]:
+    """Every config that a problem with groups can be given, with its predicted time, the fastest first."""
+    return ranked(_bucketed_groups(problem), hardware)
+
+
+def _bucketed_groups(problem: GemmProblem) -> GemmProblem:
+    """With a power of two for m, which tells how many groups can have rows."""
+    return problem._replace(m=_power_of_two(problem.m))
 
 
 def _power_of_two(m: int) -> int:

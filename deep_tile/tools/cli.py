@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 import deep_tile
-from deep_tile.method import report
+from deep_tile.kinds import GROUPINGS
+from deep_tile.method import groups, report
 from deep_tile.select.hardware import DTYPE_BYTES, H200, PRESETS
 from deep_tile.tools.compile import clear_cache, compile_kernels, show_cache
 from deep_tile.tools.console import PROGRAM, new_console, remedy_for_missing, tflops_text, track_progress
@@ -29,6 +30,8 @@ from deep_tile.tools.doctor import doctor
 
 if TYPE_CHECKING:
     from deep_tile.tools.tune import Tuned
+
+_GROUPINGS = tuple(grouping for grouping in GROUPINGS if grouping != "none")
 
 FIRST_CANDIDATES = 10
 """What `explain` shows without --all."""
@@ -63,6 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def explain(options: argparse.Namespace) -> int:
+    if options.groups is not None or options.rows is not None:
+        return _explain_groups(options)
+    if options.m is None:
+        options.refuse("give M, N and K, or --groups G --rows R and N, K")
     asked = {"dtype": options.dtype, "hardware": options.hardware, "num_sms": options.num_sms}
     derived = report.derivation(options.m, options.n, options.k, **asked)
     if options.json:
@@ -72,6 +79,20 @@ def explain(options: argparse.Namespace) -> int:
     if options.plot:
         report.plot(derived, options.plot)
         print(f"{PROGRAM}: wrote {options.plot}", file=sys.stderr)
+    return 0
+
+
+def _explain_groups(options: argparse.Namespace) -> int:
+    if options.m is not None or None in (options.groups, options.rows):
+        options.refuse("give --groups G and --rows R of each, in the mean, and N, K alone")
+    if options.dtype != "fp8" or options.plot:
+        options.refuse("--dtype and --plot are not for groups")
+    asked = {"grouping": options.grouping, "hardware": options.hardware, "num_sms": options.num_sms}
+    derived = groups.derivation(options.groups, options.rows, options.n, options.k, **asked)
+    if options.json:
+        print(json.dumps(groups.as_data(derived), indent=2))
+    else:
+        groups.show(derived, new_console())
     return 0
 
 
@@ -153,11 +174,18 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    add("demo", demo, "DeepSeek-V3's layers: multiplied, checked and timed, or compiled where there is no Hopper GPU")
+    text = "DeepSeek-V3's layers: multiplied, checked and timed, or compiled where there is no Hopper GPU"
+    command = add("demo", demo, text)
+    command.add_argument("--experts", action="store_true", help="Qwen3-30B-A3B's experts instead")
 
     command = add("explain", explain, "which kernel a product of [M, K] and [N, K] gets, and why")
-    for name in ("m", "n", "k"):
+    command.add_argument("m", type=_positive, nargs="?", metavar="M", help="left out with --groups")
+    for name in ("n", "k"):
         command.add_argument(name, type=_positive, metavar=name.upper())
+    command.add_argument("--groups", type=_positive, metavar="G", help="of a grouped product: how many groups")
+    command.add_argument("--rows", type=_positive, metavar="R", help="of a group, in the mean")
+    text = "how groups lie: one after the other, or with rows of their own; default: %(default)s"
+    command.add_argument("--grouping", choices=_GROUPINGS, default=_GROUPINGS[0], help=text)
     command.add_argument("--dtype", choices=DTYPE_BYTES, default="fp8", help="of the operands; default: %(default)s")
     command.add_argument(
         "--hardware", default="H200", help=f"one of {', '.join(PRESETS)}, or the driver's name; default: %(default)s"
@@ -167,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "write the roofline as an image, a PNG unless its name says otherwise"
     command.add_argument("--plot", type=report.picture_path, metavar="FILE", help=text)
     command.add_argument("--json", action="store_true", help="everything, as JSON")
+    command.set_defaults(refuse=command.error)
 
     command = add("compile", compile_kernels, "compile every default kernel, fill the cache, show registers and spills")
     command.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, help="at once; default: %(default)s")
@@ -178,6 +207,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N,K,MAX_M",
         help="only the kernels that a weight [N, K] needs for any m up to MAX_M; may be repeated",
     )
+    text = "only the kernels of grouped products whose groups lie so, which are the same for all shapes"
+    command.add_argument("--grouping", choices=_GROUPINGS, help=text)
     _add_num_sms(command)
 
     command = add("doctor", doctor, "what works on this machine, and what to do about the rest")

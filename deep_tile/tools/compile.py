@@ -18,7 +18,7 @@ from deep_tile.codegen import kernel_source
 from deep_tile.config import GemmConfig
 from deep_tile.method import report
 from deep_tile.select.defaults import default_configs
-from deep_tile.select.groups import all_grouped_configs
+from deep_tile.select.groups import all_grouped_configs, grouped_configs
 from deep_tile.tools.console import PROGRAM, new_console, track_progress
 
 NEARLY_FULL = 0.9
@@ -50,7 +50,10 @@ def compile_kernels(options: argparse.Namespace) -> int:
 
 
 def wanted_configs(options: argparse.Namespace) -> list[GemmConfig]:
-    """The default configs, those of groups too, or those that the shapes need; each to store by TMA and anywhere."""
+    """The default configs, those of groups too, or those alone, or those that the shapes need; each to store by TMA and
+    anywhere."""
+    if options.grouping:
+        return [config for tma_store in (True, False) for config in grouped_configs(options.grouping, tma_store)]
     configs = [] if options.shape else [*all_grouped_configs()]
     for tma_store in (True, False):
         if not options.shape:

@@ -18,6 +18,7 @@ import deep_tile
 from deep_tile import plan
 from deep_tile.method import report
 from deep_tile.problem import GemmProblem
+from deep_tile.tools import demo_experts
 from deep_tile.tools.compile import build_all, kernel_table, report_flaws
 from deep_tile.tools.console import PROGRAM, new_console, tflops_text, track_progress
 from deep_tile.tools.products import checked_error, exact_product, random_operands
@@ -29,6 +30,8 @@ DEMO_SAMPLES = 20
 
 def demo(options: argparse.Namespace) -> int:
     available, reason = deep_tile.is_available()
+    if options.experts:
+        return demo_experts.demo_on_gpu(reason) if available else demo_experts.demo_without_gpu(reason)
     return _demo_on_gpu(reason) if available else _demo_without_gpu(reason)
 
 

@@ -1,0 +1,153 @@
+"""`explain` for grouped products: which kernel groups of so many rows get, and why, as data or as text for a terminal.
+
+Called by the command line and, through `deep_tile.explain_groups`, by users. The order and the predicted times are the
+selector's; what is computed here is arithmetic for readers. No GPU, no torch.
+"""
+
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile.kinds import GROUPINGS
+from deep_tile.method.report import table
+from deep_tile.problem import GemmProblem, Groups
+from deep_tile.select.choose import grouped_candidates
+from deep_tile.select.hardware import Hardware, for_device
+from deep_tile.walls import product_flops
+
+_LAYOUTS = tuple(layout for layout in GROUPINGS if layout != "none")
+
+
+class Derivation(NamedTuple):
+    """What was asked, and the selector's candidates with their predicted microseconds, the choice first."""
+
+    problem: GemmProblem
+    hardware: Hardware
+    candidates: list[tuple[float, GemmConfig]]
+
+
+def derivation(
+    groups: int,
+    rows: int,
+    n: int,
+    k: int,
+    *,
+    grouping: str = "offs",
+    hardware: str | Hardware = "H200",
+    num_sms: int | None = None,
+) -> Derivation:
+    """What `explain_groups` explains; arguments and errors as there."""
+    gpu = for_device(hardware) if isinstance(hardware, str) else hardware
+    num_sms = gpu.num_sms if num_sms is None else num_sms
+    for name, size in (("groups", groups), ("rows", rows), ("n", n), ("k", k), ("num_sms", num_sms)):
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be positive")
+    if num_sms > gpu.num_sms:
+        raise ValueError(f"num_sms is {num_sms}; {gpu.name} has {gpu.num_sms}")
+    if grouping not in _LAYOUTS:
+        raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(_LAYOUTS)}")
+    total = groups * rows if grouping == "offs" else rows
+    problem = GemmProblem(total, n, k, num_sms, tma_store=n % 8 == 0, groups=Groups(grouping, groups, rows))
+    return Derivation(problem, gpu, grouped_candidates(problem, gpu))
+
+
+def explain_groups(
+    groups: int,
+    rows: int,
+    n: int,
+    k: int,
+    *,
+    grouping: str = "offs",
+    hardware: str | Hardware = "H200",
+    num_sms: int | None = None,
+) -> dict[str, Any]:
+    """Which kernel `fp8_grouped_gemm` takes for groups of so many rows, and why. No GPU is needed.
+
+    Args:
+        groups: how many there are.
+        rows: of a group in the mean, `expected_rows` of the call.
+        n, k: of each group's `b[n, k]`, elements.
+        grouping: "offs" for rows one group after the other, "counts" for rows of each group's own.
+        hardware, num_sms: as for `explain`.
+
+    Returns:
+        JSON-ready data. `config` is the name of the kernel, `why` a sentence; `limits` what HBM and tensor cores would
+        take in us, with all rows and no padding; `candidates` all kernels in the selector's order, each {name, time_us,
+        rows, stages, smem_bytes}, where `rows` are those that tiles of a group have.
+
+    Raises:
+        ValueError: unknown hardware or grouping, a size that is not positive, more SMs than there are.
+    """
+    given = {"grouping": grouping, "hardware": hardware, "num_sms": num_sms}
+    return as_data(derivation(groups, rows, n, k, **given))
+
+
+def as_data(derived: Derivation) -> dict[str, Any]:
+    problem = derived.problem
+    return {
+        "problem": problem._asdict() | {"groups": problem.groups._asdict()},
+        "hardware": derived.hardware.name,
+        "config": derived.candidates[0][1].name,
+        "why": why(derived),
+        "limits": {name: us for name, us, _ in limits(derived)},
+        "candidates": [
+            {
+                "name": config.name,
+                "time_us": us,
+                "rows": tile_rows(problem.groups.expected_rows, config),
+                "stages": config.stages,
+                "smem_bytes": config.smem_bytes,
+            }
+            for us, config in derived.candidates
+        ],
+    }
+
+
+def limits(derived: Derivation) -> list[tuple[str, float, str]]:
+    """(what, us, arithmetic) of all rows without padding, the weights of every group read once."""
+    problem, gpu = derived.problem, derived.hardware
+    count, rows = problem.groups.count, problem.groups.count * problem.groups.expected_rows
+    weights = count * (problem.n * problem.k + 4 * ceil_div(problem.n, SCALE_BLOCK) * ceil_div(problem.k, SCALE_BLOCK))
+    moved = rows * (problem.k + 4 * ceil_div(problem.k, SCALE_BLOCK) + 2 * problem.n)
+    flops, tflops = product_flops(rows, problem.n, problem.k), gpu.tflops("fp8")
+    hbm_us, tensor_us = (weights + moved) / gpu.hbm_tbps / 1e6, flops / tflops / 1e6
+    hbm = f"({weights:.3e} bytes of weights + {moved:.3e} of rows) / {gpu.hbm_tbps:.3g} TB/s"
+    return [("HBM", hbm_us, hbm), ("tensor cores", tensor_us, f"{flops:.3e} FLOP / {tflops:.0f} TFLOPS")]
+
+
+def tile_rows(rows: int, config: GemmConfig) -> int:
+    """Rows of the tiles of a group."""
+    return round_up(rows, config.block_m)
+
+
+def why(derived: Derivation) -> str:
+    """What the first of the candidates has over the second."""
+    (us, best), (next_us, following), *_ = derived.candidates
+    rows = derived.problem.groups.expected_rows
+    return (
+        f"{best.name} has the shortest predicted time: {us:.1f} us, with tiles of {tile_rows(rows, best)} rows for a "
+        f"group of {rows}. Next is {following.name}, {next_us / us - 1:.1%} slower: {tile_rows(rows, following)} rows."
+    )
+
+
+def show(derived: Derivation, console: Console) -> None:
+    """Print the derivation."""
+    problem = derived.problem
+    groups, gpu = problem.groups, derived.hardware
+    title = f"{groups.count} groups of {groups.expected_rows} rows, n = {problem.n}, k = {problem.k}"
+    console.print(f"{title} in fp8 on {problem.num_sms} SMs of {gpu.name}", style="bold")
+    console.print(f"Rows by {groups.layout}; those of groups are taken to be spread around the mean.", "")
+    walls = table("limit", "us", "arithmetic, without padding", numbers=False)
+    for name, us, arithmetic in limits(derived):
+        walls.add_row(name, f"{us:.1f}", arithmetic)
+    console.print(walls, "")
+    candidates = table("config", "us", "over best", "rows of tiles", "more than asked", "stages", "KiB")
+    best_us = derived.candidates[0][0]
+    for us, config in derived.candidates:
+        rows = tile_rows(groups.expected_rows, config)
+        more = f"{rows / groups.expected_rows - 1:.0%}"
+        sizes = str(config.stages), str(config.smem_bytes >> 10)
+        candidates.add_row(config.name, f"{us:.1f}", f"{us / best_us - 1:.1%}", str(rows), more, *sizes)
+    console.print(candidates, "")
+    console.print(why(derived))
