@@ -38,6 +38,7 @@ inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
+inline float __frcp_rn(float x) { return 1.0f / x; }
 inline unsigned long long __cvta_generic_to_shared(const void*) { return 0; }
 
 // Threads of which one runs until it waits; then the next one does, or in every second launch the one before it: where

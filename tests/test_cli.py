@@ -453,7 +453,7 @@ def test_bench_outside_a_checkout_says_where_it_is(call, monkeypatch, tmp_path):
     [
         ([], "required: COMMAND"),
         (["polish"], "'polish'"),
-        (["explain", "1", "2"], "required: K"),
+        (["explain", "1", "2"], "give M, N and K"),
         (["explain", "1", "2", "-3"], "-3"),
         (["explain", "1", "0", "3"], "'0' is not a positive integer"),
         (["explain", "1", "2", "3", "--num-sms", "many"], "'many' is not a positive integer"),
@@ -528,7 +528,7 @@ def test_readme_examples_run():
     """
     text = README.read_text()
     examples = re.findall(r"```python\n(.*?)```", text.partition("## Several GPUs")[0], re.DOTALL)
-    assert len(examples) == 5
+    assert len(examples) == 6
     weights = [deep_tile.quantize_weight(torch.randn(n, 7168, dtype=torch.bfloat16)) for n in (64, 32)]
     model = torch.nn.Sequential(torch.nn.Linear(256, 128, dtype=torch.bfloat16))
     names = {"weights": weights, "model": model}

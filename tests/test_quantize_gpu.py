@@ -180,9 +180,6 @@ def test_scale_layouts(m, layout):
     x = random_matrix(m, 1300)
     _, scale = assert_as_defined(per_token_cast_to_fp8, x, scale_layout=layout)
     assert scale.stride() == per_token_cast_to_fp8(x.cpu(), scale_layout=layout)[1].stride()
-    if layout == "m_aligned":
-        padded = scale.as_strided(((m + 3) // 4 * 4, 11), scale.stride())
-        assert (padded[m:] == 0).all()
 
 
 @CASTS
