@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 import deep_tile
+from deep_tile.kinds import KINDS
 from deep_tile.method import report
 from deep_tile.select.hardware import DTYPE_BYTES, H200, PRESETS
 from deep_tile.tools.compile import clear_cache, compile_kernels, show_cache
@@ -158,7 +159,9 @@ def _parser() -> argparse.ArgumentParser:
     command = add("explain", explain, "which kernel a product of [M, K] and [N, K] gets, and why")
     for name in ("m", "n", "k"):
         command.add_argument(name, type=_positive, metavar=name.upper())
-    command.add_argument("--dtype", choices=DTYPE_BYTES, default="fp8", help="of the operands; default: %(default)s")
+    command.add_argument(
+        "--dtype", choices=dict.fromkeys((*DTYPE_BYTES, *KINDS)), default="fp8", help="or kind; default: %(default)s"
+    )
     command.add_argument(
         "--hardware", default="H200", help=f"one of {', '.join(PRESETS)}, or the driver's name; default: %(default)s"
     )
