@@ -1,4 +1,5 @@
-"""Time products of other kinds than FP8 with block scales against torch's, check every output, and write JSON.
+"""Time products of other kinds than FP8 with block scales against torch's (INT8 with block scales: against our FP8),
+check every output, and write JSON.
 
     PYTHONPATH=. python benchmarks/bench_kinds.py --kind bf16 --shapes nine --out bf16.json
     PYTHONPATH=. python benchmarks/bench_kinds.py --kind bf16 --shapes nine --search --out search_bf16.json
@@ -18,12 +19,20 @@ import torch
 
 from benchmarks import store, timing
 from benchmarks.shapes import M_RANGES, Shape, m_range, select_shapes
-from deep_tile import gemm
-from deep_tile.config import GemmConfig
+from deep_tile import fp8_gemm, gemm, int8_gemm, scaled_gemm
+from deep_tile.config import GemmConfig, ceil_div
 from deep_tile.problem import GemmProblem
-from deep_tile.reference import MAX_RELATIVE_ERROR, gemm_reference, relative_error
+from deep_tile.reference import (
+    MAX_RELATIVE_ERROR,
+    gemm_reference,
+    relative_error,
+    rows_gemm_reference,
+    scaled_gemm_reference,
+)
 from deep_tile.select.choose import choose, suits
 from deep_tile.select.defaults import default_configs
+
+FP8 = torch.float8_e4m3fn
 
 CHECKED_ROWS = 256
 """Of an output, from its first and from its last rows: the product in float64 of all of them takes seconds."""
@@ -58,31 +67,78 @@ def without_scales(dtype: torch.dtype) -> Callable[[Shape], Contest]:
     return contest
 
 
-KINDS = {"bf16": without_scales(torch.bfloat16), "fp16": without_scales(torch.float16)}
+def scaled(kind: str) -> Callable[[Shape], Contest]:
+    """`scaled_gemm` with scales of rows, or of tensors for "fp8_tensor", against torch._scaled_mm in the fast way, and
+    against torch._int_mm, which leaves INT32 as they are; `int8_gemm` against our `fp8_gemm`."""
+
+    def contest(shape: Shape) -> Contest:
+        integers = kind.startswith("int8")
+        a, b = (torch.randn(rows, shape.k, device="cuda") for rows in (shape.m, shape.n))
+        a, b = ((x * 30).round().clamp(-127, 127).to(torch.int8) if integers else x.to(FP8) for x in (a, b))
+        out = torch.empty(shape.m, shape.n, device="cuda", dtype=torch.bfloat16)
+        if kind == "int8":
+            blocks = ceil_div(shape.k, 128)
+            scales = [torch.rand(blocks, shape.m, device="cuda").t() + 0.5]
+            scales += [torch.rand(ceil_div(shape.n, 128), blocks, device="cuda") + 0.5]
+            fp8 = [x.float().to(FP8) for x in (a, b)]
+            other = torch.empty_like(out)
+            return Contest(
+                lambda config: int8_gemm(a, scales[0], b, scales[1], out, config=config),
+                lambda: fp8_gemm(fp8[0], scales[0], fp8[1], scales[1], other),
+                lambda rows: scaled_gemm_reference(a[rows], scales[0][rows], b, scales[1], torch.float32),
+            )
+        sizes = ((), ()) if kind == "fp8_tensor" else ((shape.m, 1), (1, shape.n))
+        a_scale, b_scale = (torch.rand(size, device="cuda") + 0.5 for size in sizes)
+
+        def theirs() -> torch.Tensor:
+            if integers:
+                return torch._int_mm(a, b.t())
+            return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+        def expected(rows: torch.Tensor) -> torch.Tensor:
+            of_rows = a_scale if a_scale.dim() == 0 else a_scale[rows]
+            return rows_gemm_reference(a.float()[rows], of_rows, b.float(), b_scale, torch.float32)
+
+        return Contest(lambda config: scaled_gemm(a, a_scale, b, b_scale, out, config=config), theirs, expected)
+
+    return contest
 
 
-def check(contest: Contest, config: GemmConfig | None, shape: Shape) -> None:
+KINDS = {
+    "bf16": without_scales(torch.bfloat16),
+    "fp16": without_scales(torch.float16),
+    **{kind: scaled(kind) for kind in ("fp8_rows", "fp8_tensor", "int8", "int8_rows")},
+}
+FAST_ERROR = 5e-2
+"""Relative, of FP8 sums over all of k as the tensor cores keep them, at most."""
+
+
+def problem_of(kind: str, shape: Shape, num_sms: int = 132) -> GemmProblem:
+    kind = "fp8_rows" if kind == "fp8_tensor" else kind
+    return GemmProblem(*shape, num_sms=num_sms, kind=kind, output="fp16" if kind == "fp16" else "bf16")
+
+
+def check(contest: Contest, config: GemmConfig | None, shape: Shape, most: float) -> None:
     out = contest.ours(None).fill_(float("nan"))
     contest.ours(config)
     rows = torch.arange(min(shape.m, CHECKED_ROWS), device="cuda")
     rows = torch.cat([rows, shape.m - 1 - rows]).unique()
     error = relative_error(out[rows], contest.expected(rows))
-    if not error <= MAX_RELATIVE_ERROR:
-        raise RuntimeError(
-            f"{config or 'the choice'} at {shape}: relative error {error:.2e} exceeds {MAX_RELATIVE_ERROR}"
-        )
+    if not error <= most:
+        raise RuntimeError(f"{config or 'the choice'} at {shape}: relative error {error:.2e} exceeds {most}")
 
 
 def configs_of(kind: str, shape: Shape) -> list[GemmConfig]:
     """Those that may be the fastest: neither most of their rows empty nor tiles of few rows by the hundred."""
-    problem = GemmProblem(*shape, kind=kind, output=kind)
+    problem = problem_of(kind, shape)
 
     def plausible(config: GemmConfig) -> bool:
         if config.block_m > 64:
             return shape.m > 64 and (config.split_k == 1 or shape.m <= 2048)
         return shape.m <= 512
 
-    return [config for config in default_configs(True, kind, kind) if suits(config, problem) and plausible(config)]
+    known = default_configs(True, problem.kind, problem.output)
+    return [config for config in known if suits(config, problem) and plausible(config)]
 
 
 def measure(kind: str, shape: Shape, options: argparse.Namespace, flush: timing.L2Flush) -> dict[str, Any]:
@@ -90,7 +146,7 @@ def measure(kind: str, shape: Shape, options: argparse.Namespace, flush: timing.
     contest = KINDS[kind](shape)
     configs = [None, *(configs_of(kind, shape) if options.search else ())]
     for config in configs:
-        check(contest, config, shape)
+        check(contest, config, shape, FAST_ERROR if kind.startswith("fp8") else MAX_RELATIVE_ERROR)
     graphs: dict[Any, timing.Captured] = {"torch": timing.capture(contest.theirs)}
     for config in configs:
         name = config.name if config else "deep_tile"
@@ -100,7 +156,7 @@ def measure(kind: str, shape: Shape, options: argparse.Namespace, flush: timing.
     else:
         us = {name: took.us for name, took in timing.time_alternating(graphs, options.repeats, flush).items()}
     num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    chosen = choose(GemmProblem(*shape, num_sms=num_sms, kind=kind, output=kind)).name
+    chosen = choose(problem_of(kind, shape, num_sms)).name
     return {**shape._asdict(), "config": chosen, "us": us}
 
 

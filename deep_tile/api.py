@@ -52,8 +52,8 @@ def torch_dtype(element: Element) -> torch.dtype:
 
 _OUTPUTS = {torch_dtype(element): name for name, element in OUTPUTS.items()}
 
-_KINDS_TAKEN = {torch_dtype(kind.a): kind for kind in (KINDS["fp8"], KINDS["bf16"], KINDS["fp16"])}
-"""By the dtype of the operands that a call has: what `supports` and `precompile` know by it."""
+_KINDS_OF_DTYPES = {torch_dtype(KINDS[name].a): KINDS[name] for name in ("fp8", "bf16", "fp16", "int8")}
+"""What `supports` takes a dtype for."""
 
 
 class Precompiled(NamedTuple):
@@ -278,13 +278,13 @@ def supports(
     a_stride: int | None = None,
     b_stride: int | None = None,
 ) -> tuple[bool, str]:
-    """Whether `fp8_gemm`, or `gemm` for BF16 and FP16, takes such a problem, and if not, why; for dispatchers, without
-    tensors or a GPU.
+    """Whether `fp8_gemm`, or `gemm` for BF16 and FP16 and `int8_gemm` for INT8, takes such a problem, and if not, why;
+    for dispatchers, without tensors or a GPU.
 
     Args:
         m, n, k: sizes in elements; scales are taken to be dense.
-        dtype: of the operands: float8_e4m3fn, bfloat16 or float16.
-        out_dtype: of `out`: bfloat16, and for `gemm` float16 and float32 too; its default when None.
+        dtype: of the operands: float8_e4m3fn, bfloat16, float16 or int8.
+        out_dtype: of `out`: bfloat16, and but for `fp8_gemm` float16 and float32 too; its default when None.
         a_stride, b_stride: row strides in elements; contiguous rows when None.
     """
     for name, size in (("m", m), ("n", n), ("k", k)):
@@ -292,10 +292,10 @@ def supports(
             return False, f"{name} is {size!r}; sizes are ints"
         if not 0 <= size <= MAX_SIZE:
             return False, f"{name} is {size}; sizes run from 0 to {MAX_SIZE}"
-    if dtype not in _KINDS_TAKEN:
-        return False, f"operands are {dtype}; supported is {' or '.join(map(str, _KINDS_TAKEN))}"
-    kind = _KINDS_TAKEN[dtype]
-    outputs = [out for out in _OUTPUTS if kind.scaling == "none" or out == torch.bfloat16]
+    if dtype not in _KINDS_OF_DTYPES:
+        return False, f"operands are {dtype}; supported is {' or '.join(map(str, _KINDS_OF_DTYPES))}"
+    kind = _KINDS_OF_DTYPES[dtype]
+    outputs = [out for out in _OUTPUTS if kind.name != "fp8" or out == torch.bfloat16]
     if out_dtype not in (None, *outputs):
         return False, f"out is {out_dtype}; supported is {' or '.join(map(str, outputs))}"
     k_blocks = ceil_div(k, SCALE_BLOCK)
@@ -335,11 +335,10 @@ def precompile(
     num_sms: int | None = None,
     batch_invariant: bool = False,
     grouping: str = "none",
-    dtype: torch.dtype = torch.float8_e4m3fn,
+    kind: str = "fp8",
     out_dtype: torch.dtype | None = None,
 ) -> Precompiled:
-    """Compile, and on a Hopper GPU load, every kernel that `fp8_gemm`, `fp8_grouped_gemm` or `gemm` can need for the
-    shapes.
+    """Compile, and on a Hopper GPU load, every kernel that a product can need for the shapes.
 
     Launches nothing and allocates no GPU memory beyond the CUDA context; afterwards no call with such a shape, the
     default config and a dense `out` compiles or loads anything. With a warm disk cache it takes milliseconds.
@@ -350,21 +349,29 @@ def precompile(
         num_sms, batch_invariant: as later passed to `fp8_gemm`. By default num_sms is all of the current device, or of
             an H200 if there is none.
         grouping: "offs" or "counts" for grouped products, by what they are given; kernels of all numbers of groups.
-        dtype, out_dtype: as for `supports`: bfloat16 and float16 are for `gemm`.
+        kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`, "bf16" and "fp16" for `gemm`, "int8" for `int8_gemm`,
+            "fp8_rows" and "int8_rows" for `scaled_gemm`.
+        out_dtype: of `out`; the call's default when None.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a shape or dtype that the call does not take, `num_sms` or `workers` out of range, or another
-            grouping.
+        ValueError: a shape or `out_dtype` that the call does not take, `num_sms` or `workers` out of range, or another
+            grouping or kind.
         jit.CompileError: a kernel does not compile.
     """
-    weights = [_checked_weight(shape, dtype, out_dtype) for shape in _as_list(shapes)]
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; pass one of {', '.join(KINDS)}")
+    product = KINDS[kind]
+    weights = [_checked_weight(shape, torch_dtype(product.a)) for shape in _as_list(shapes)]
+    if out_dtype not in (None, torch.bfloat16, *(() if kind == "fp8" else _OUTPUTS)):
+        raise ValueError(f"out_dtype is {out_dtype}; {kind} products have none such")
+    output = product.output if out_dtype is None else _OUTPUTS[out_dtype]
     check_option("num_sms", num_sms)
     check_option("batch_invariant", batch_invariant)
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(GROUPINGS)}")
-    if grouping != "none" and dtype != torch.float8_e4m3fn:
-        raise ValueError(f"grouping is {grouping!r} and dtype {dtype}; grouped products are of torch.float8_e4m3fn")
+    if grouping != "none" and kind != "fp8":
+        raise ValueError(f"grouping is {grouping!r} and kind {kind!r}; grouped products are of kind 'fp8'")
     if workers is not None and (_as_int(workers) is None or workers < 1):
         raise ValueError(f"workers is {workers!r}; pass a positive int, or None for all cores")
     device = current_gpu()
@@ -373,12 +380,10 @@ def precompile(
     else:
         num_sms = H200.num_sms
     configs = set()
-    kind = _KINDS_TAKEN.get(dtype, KINDS["fp8"])
-    output = kind.output if out_dtype is None else _OUTPUTS[out_dtype]
     for n, k, max_m in weights:
         tma_store = n * OUTPUTS[output].bytes % _TMA_BYTES == 0
         if grouping == "none":
-            configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, not batch_invariant, kind.name, output))
+            configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, not batch_invariant, kind, output))
         else:
             configs.update(grouped_configs(grouping, tma_store))
     ordered = tuple(sorted(configs, key=lambda config: config.name))
@@ -399,7 +404,7 @@ def _as_list(shapes: Iterable) -> list:
         raise TypeError(f"shapes is {shapes!r}; pass a list of (n, k, max_m), one for each weight") from None
 
 
-def _checked_weight(shape: object, dtype: torch.dtype, out_dtype: torch.dtype | None) -> tuple[int, int, int]:
+def _checked_weight(shape: object, dtype: torch.dtype) -> tuple[int, int, int]:
     """One of the shapes of `precompile`."""
     sizes = tuple(map(_as_int, shape)) if isinstance(shape, (tuple, list)) else ()
     if len(sizes) != 3 or None in sizes:
@@ -409,7 +414,7 @@ def _checked_weight(shape: object, dtype: torch.dtype, out_dtype: torch.dtype | 
         )
     n, k, max_m = sizes
     padded = round_up(k, _TMA_BYTES)
-    supported, reason = supports(max_m, n, k, dtype=dtype, out_dtype=out_dtype, a_stride=padded, b_stride=padded)
+    supported, reason = supports(max_m, n, k, dtype=dtype, a_stride=padded, b_stride=padded)
     if not supported or not min(sizes):
         reason = "sizes must be positive" if supported else reason
         raise ValueError(f"shape (n={n}, k={k}, max_m={max_m}): {reason}")
@@ -715,6 +720,11 @@ def check_devices(a, **others: torch.Tensor | None) -> None:
 
 def _check_shapes(a, a_scale, b, b_scale, out) -> None:
     check_product_shapes(a, b, out)
+    check_scale_shapes(a, a_scale, b, b_scale)
+
+
+def check_scale_shapes(a, a_scale, b, b_scale) -> None:
+    """Check scales of blocks."""
     (m, k), n = a.shape, b.shape[0]
     k_blocks, n_blocks = ceil_div(k, SCALE_BLOCK), ceil_div(n, SCALE_BLOCK)
     _check_shape("a_scale", a_scale, (m, k_blocks), "[m, ceil(k / 128)]")

@@ -52,11 +52,12 @@ def _wgmma(config: GemmConfig) -> str:
     """
     registers = config.mma_n // 2
     instruction = f"wgmma.mma_async.sync.aligned.m64n{config.mma_n}k{config.mma_k}.{config.product.mma}"
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(registers))
+    sums, constraint = ("int", "r") if config.integer_sums else ("float", "f")
+    outputs = ", ".join(f'"+{constraint}"(d[{i}])' for i in range(registers))
     names = ", ".join(f"%{i}" for i in range(registers))
     a, b, accumulate = (f"%{registers + i}" for i in range(3))
     return f"""\
-__device__ __forceinline__ void wgmma(float (&d)[{registers}], unsigned long long a, unsigned long long b,
+__device__ __forceinline__ void wgmma({sums} (&d)[{registers}], unsigned long long a, unsigned long long b,
                                       int accumulate) {{
     asm volatile(
         "{{\\n"
@@ -71,7 +72,10 @@ __device__ __forceinline__ void wgmma(float (&d)[{registers}], unsigned long lon
 
 
 def _immediates(config: GemmConfig) -> str:
-    """What the instruction has at its end: neither operand is negated, nor, of 16 bits, read along its rows."""
+    """What the instruction has at its end: neither operand is negated, which integers cannot be, nor, of 16 bits, read
+    along its rows."""
+    if config.integer_sums:
+        return ""
     return ", 1, 1" if config.product.a.bytes == 1 else ", 1, 1, 0, 0"
 
 
@@ -84,7 +88,7 @@ _FIELDS = (
     *("b_stages", "b_slots"),
     *("columns_per_part", "column_group", "column_shifts", "b_scale_columns", "b_scale_slots"),
     *("store_columns", "store_rows", "store_swizzle", "boxes", "store_chunks", "boxes_at_once", "store_buffers"),
-    *("tma_store", "by_offs", "by_counts", "out_format", "out_bytes", "smem_bytes"),
+    *("tma_store", "by_offs", "by_counts", "integer_sums", "row_scales", "out_format", "out_bytes", "smem_bytes"),
 )
 """Those of the kernel's GemmConfig (include/deep_tile/config.cuh), in its order: properties of ours."""
 

@@ -96,6 +96,8 @@ class GemmConfig:
             return f"block_m is {self.block_m}; supported are 64, 128 and 256"
         if self.block_n % 16 or not 16 <= self.block_n <= 256:
             return f"block_n is {self.block_n}; WGMMA and stmatrix need a multiple of 16 from 16 to 256"
+        if self.integer_sums and self.mma_n % 16 and self.mma_n > 24:
+            return f"block_n is {self.block_n}; of integers one WGMMA has a multiple of 16 columns, not {self.mma_n}"
         if self.stages < 2:
             return f"stages is {self.stages}; the ring needs at least 2 to overlap loads and math"
         if (self.cluster_m, self.cluster_n) not in ((1, 1), (2, 1), (1, 2)):
@@ -168,6 +170,14 @@ class GemmConfig:
     def out(self) -> Element:
         """What it stores."""
         return OUTPUTS[self.output or self.product.output]
+
+    @property
+    def integer_sums(self) -> bool:
+        return self.product.sums == "s32"
+
+    @property
+    def row_scales(self) -> bool:
+        return self.product.scaling == "rows"
 
     @property
     def out_format(self) -> str:

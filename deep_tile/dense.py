@@ -1,10 +1,13 @@
-"""Products of other kinds than `fp8_gemm`'s: BF16 and FP16.
+"""Products of other kinds than `fp8_gemm`'s: BF16 and FP16; INT8 with block scales; FP8 and INT8 with scales of rows.
 
-Called by users. The warm path is api.py's: one call into C; and so are the checks that every product shares. Invariant:
-a kind is a row of `kinds.KINDS`, and what its call takes is one of `_CALLS` here.
+Called by users. The warm path is api.py's: one call into C; and so are the checks that every product shares.
+Invariant: a kind is a row of `kinds.KINDS`, and a call is one of `_CALLS`: the kinds that it makes, by the dtype of
+their operands.
 """
 
 import sys
+from collections.abc import Callable
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -12,31 +15,77 @@ from torch.compiler import is_compiling
 
 from deep_tile import _launcher, api, launches, ops, plan, settings, tensors
 from deep_tile.config import GemmConfig, round_up
-from deep_tile.kinds import KINDS, OUTPUTS
+from deep_tile.kinds import KINDS, OUTPUTS, Kind
 from deep_tile.problem import GemmProblem
-from deep_tile.reference import gemm_reference
+from deep_tile.reference import gemm_reference, rows_gemm_reference, scaled_gemm_reference
+
+_is_on_gpu = attrgetter("is_cuda")
 
 _launches: launches.Table = {}
 """By the `_Options` of a call, or the plain tuple equal to it."""
 
-_KINDS_WITHOUT_SCALES = {api.torch_dtype(kind.a): kind for kind in KINDS.values() if kind.scaling == "none"}
-"""By the dtype of their operands."""
-
 _OUTPUTS = {api.torch_dtype(element): name for name, element in OUTPUTS.items()}
-
-TENSORS = ("a", "b", "out")
-"""Of a launch, in order."""
 
 
 class _Options(NamedTuple):
-    """The keywords of a call; described at `gemm`."""
+    """Which of `_CALLS` it is, and its keywords, described at `gemm`."""
 
+    call: str
     out_dtype: torch.dtype | None = None
     config: GemmConfig | None = None
     num_sms: int | None = None
     batch_invariant: bool = False
     pdl: bool | None = None
     constant_weights: bool = False
+
+
+class _Call(NamedTuple):
+    """A function of this module.
+
+    Attributes:
+        kinds: that it makes, by the dtype of the operands.
+        names: of its operands, in order.
+        out_dtype: of what it allocates; None: that of the operands.
+        remedy: for operands of another dtype.
+        reference: its definition, of the operands and the dtype of the result.
+        to_train: what has gradients instead.
+    """
+
+    kinds: dict[torch.dtype, Kind]
+    names: tuple[str, ...]
+    out_dtype: torch.dtype | None
+    remedy: str
+    reference: Callable[..., torch.Tensor]
+    to_train: str
+
+
+def _kinds(scaling: str, *names: str) -> dict[torch.dtype, Kind]:
+    found = [KINDS[name] for name in names] or [kind for kind in KINDS.values() if kind.scaling == scaling]
+    return {api.torch_dtype(kind.a): kind for kind in found}
+
+
+_SCALED = ("a", "a_scale", "b", "b_scale")
+_LINEAR = "torch.nn.functional.linear"
+
+_CALLS = {
+    "gemm": _Call(_kinds("none"), ("a", "b"), None, "a.to(torch.bfloat16)", gemm_reference, _LINEAR),
+    "int8_gemm": _Call(
+        _kinds("blocks", "int8"),
+        _SCALED,
+        torch.bfloat16,
+        "quantise to torch.int8, with a scale for each 1x128 and 128x128",
+        scaled_gemm_reference,
+        _LINEAR,
+    ),
+    "scaled_gemm": _Call(
+        _kinds("rows"),
+        _SCALED,
+        torch.bfloat16,
+        "quantise to torch.float8_e4m3fn or torch.int8, with a scale for each row, or one",
+        rows_gemm_reference,
+        _LINEAR,
+    ),
+}
 
 
 def gemm(
@@ -76,123 +125,225 @@ def gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
+    options = ("gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
     if is_compiling():
-        return _call_op(a, b, out, _Options(*options))
-    return _multiply(a, b, out, options)
+        return _call_op((a, b), out, _Options(*options))
+    return _multiply((a, b), out, options)
 
 
-def _multiply(a, b, out, options: tuple) -> torch.Tensor:
-    """`gemm` outside of tracing; `options` are equal to an `_Options`."""
+def int8_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    config: GemmConfig | None = None,
+    num_sms: int | None = None,
+    batch_invariant: bool = False,
+    pdl: bool | None = None,
+    constant_weights: bool = False,
+) -> torch.Tensor:
+    """INT8 matrix product with block scales: `out = (a * a_scale) @ (b * b_scale)^T`.
+
+    `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n // 128, k // 128]`: sums over 128 of k are
+    exact in INT32, scaled and added in FP32, and rounded once. All else is as for `fp8_gemm`.
+
+    Args:
+        a: [m, k] int8, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
+        a_scale: [m, ceil(k / 128)] float32, any strides within 4 GB, or float8_e8m0fnu.
+        b: [n, k] int8, laid out like `a`.
+        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB, or float8_e8m0fnu.
+        out: [m, n] bfloat16, float16 or float32, as for `gemm`; allocated when None.
+        out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
+        config, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    """
+    options = ("int8_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
+    if is_compiling():
+        return _call_op((a, a_scale, b, b_scale), out, _Options(*options))
+    return _multiply((a, a_scale, b, b_scale), out, options)
+
+
+def scaled_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    config: GemmConfig | None = None,
+    num_sms: int | None = None,
+    batch_invariant: bool = False,
+    pdl: bool | None = None,
+    constant_weights: bool = False,
+) -> torch.Tensor:
+    """FP8 or INT8 matrix product with a scale for each row, or one for all: `out = (a * a_scale) @ (b * b_scale)^T`.
+
+    `out[m, n] = a_scale[m] * b_scale[n] * sum_k a[m, k] * b[n, k]`. The tensor cores add up all of k: exactly in INT32
+    of INT8, for k up to 131072; of FP8 with the 14 bits or so that they keep of a sum, which is torch's
+    `use_fast_accum=True`. All else is as for `fp8_gemm`.
+
+    Args:
+        a: [m, k] float8_e4m3fn or int8, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
+        a_scale: float32 or float8_e8m0fnu: [m] or [m, 1], or one number of any shape.
+        b: [n, k] of the same dtype, laid out like `a`.
+        b_scale: likewise: [n], [n, 1] or [1, n], or one number. torch's scales of tensors and of rows are these.
+        out: [m, n] bfloat16, float16 or float32, as for `gemm`; allocated when None.
+        out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
+        config, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    """
+    options = ("scaled_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
+    if is_compiling():
+        return _call_op((a, a_scale, b, b_scale), out, _Options(*options))
+    return _multiply((a, a_scale, b, b_scale), out, options)
+
+
+def _multiply(operands: tuple[torch.Tensor, ...], out: torch.Tensor | None, options: tuple) -> torch.Tensor:
+    """A call outside of tracing; `options` are equal to an `_Options`."""
     try:
         if torch.is_grad_enabled():
-            _refuse_gradients(a, b, out)
+            _refuse_gradients(options[0], operands, out)
         if out is None:
-            out = _empty_out(a, b, options[0])
-        if not _launcher.launch_known(_launches, options, a, b, out):
-            _call_unknown(a, b, out, _Options(*options))
+            out = _empty_out(operands, _Options(*options))
+        if not _launcher.launch_known(_launches, options, *operands, out):
+            _call_unknown(operands, out, _Options(*options))
     except Exception:
         check = _check_arguments if out is None else _checked_options
-        reason = api.error_of(check, _Options(*options), a, b, out)
+        reason = api.error_of(check, _Options(*options), operands, out)
         if reason is None:
             raise
         raise reason from None
     return out
 
 
-def _empty_out(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
-    return api.empty_out(a, b, a.dtype if out_dtype is None else out_dtype)
+def _empty_out(operands, options: _Options) -> torch.Tensor:
+    a, b = _matrices(operands)
+    return api.empty_out(a, b, options.out_dtype or _CALLS[options.call].out_dtype or a.dtype)
 
 
-def _refuse_gradients(*given: torch.Tensor | None) -> None:
-    """Raise where torch would record a product of these tensors, `TENSORS`, which has no gradient to give back."""
+def _matrices(operands) -> tuple[torch.Tensor, torch.Tensor]:
+    """a and b, without scales."""
+    return operands[0], operands[len(operands) // 2]
+
+
+def _refuse_gradients(call: str, operands, out) -> None:
+    """Raise where torch would record a product of these tensors, which has no gradient to give back."""
     if not torch.is_grad_enabled():
         return
-    for name, x in zip(TENSORS, given, strict=True):
+    for name, x in zip((*_CALLS[call].names, "out"), (*operands, out), strict=True):
         if x is not None and x.requires_grad:
             raise RuntimeError(
-                f"{name} requires a gradient, and gemm has none. To train, call torch.nn.functional.linear; otherwise "
+                f"{name} requires a gradient, and {call} has none. To train, call {_CALLS[call].to_train}; otherwise "
                 f"call within torch.no_grad(), or pass {name}.detach(), or freeze it with {name}.requires_grad_(False)"
             )
 
 
-def _call_unknown(a, b, out, options: _Options) -> None:
+def _call_unknown(operands, out, options: _Options) -> None:
     """Multiply where C has met no such options and signature, or cannot read the tensors."""
-    _check_arguments(options, a, b, out)
-    signature = launches.signature(a, b, out)
+    _check_arguments(options, operands, out)
+    operands = tuple(map(tensors.as_float32, operands))
+    signature = launches.signature(*operands, out)
     launch = launches.find(_launches, options, signature)
     if launch is None:
-        checked = _checked_options(options, a, b, out)
-        if not a.is_cuda or min(*a.shape, *b.shape) == 0:
-            _compute_without_kernel(a, b, out)
+        checked = _checked_options(options, operands, out)
+        a, b = _matrices(operands)
+        if not _is_on_gpu(a) or min(*a.shape, *b.shape) == 0:
+            _compute_without_kernel(operands, out, options.call)
             return
-        launch = _prepare_launch(a, b, out, checked)
+        launch = _prepare_launch(operands, out, checked)
         launches.remember(_launches, options, signature, launch)
-    launches.launch(launch, a, b, out)
+    launches.launch(launch, *operands, out)
 
 
 @torch.inference_mode()  # in which any tensor may be written to, whether it requires a gradient or not
-def _compute_without_kernel(a, b, out) -> None:
+def _compute_without_kernel(operands, out, call: str) -> None:
     if out.numel():
-        out.copy_(gemm_reference(a, b, out.dtype))
+        out.copy_(_CALLS[call].reference(*operands, out.dtype))
 
 
-def _prepare_launch(a, b, out, options: _Options) -> _launcher.Launch:
+def _prepare_launch(operands, out, options: _Options) -> _launcher.Launch:
     """For a call that has been checked and needs a kernel."""
-    device = a.get_device()
+    device = out.get_device()
     api.check_hopper(device)
-    problem = _problem(a, b, out, options)
+    problem = _problem(operands, out, options)
     config = plan.config_for(problem) if options.config is None else api.checked_config(options.config, problem)
-    api.check_capture(config, device, "gemm")
+    api.check_capture(config, device, options.call)
     if settings.print_config():
         print(f"deep_tile: m={problem.m} n={problem.n} k={problem.k}: {config.name}", file=sys.stderr)
     return plan.prepare_launch(
         problem,
         config,
-        _layout(a, b, out),
+        _layout(operands, out, problem.product),
         device,
         pdl=options.pdl,
         constant_weights=options.constant_weights,
-        names=TENSORS,
+        names=(*_CALLS[options.call].names, "out"),
     )
 
 
-def _problem(a, b, out, options: _Options) -> GemmProblem:
+def _problem(operands, out, options: _Options) -> GemmProblem:
+    a, b = _matrices(operands)
     return GemmProblem(
         *(a.shape[0], b.shape[0], a.shape[1]),
         num_sms=options.num_sms,
         tma_store=api.tma_can_store(out),
         split_k=not options.batch_invariant,
-        kind=_KINDS_WITHOUT_SCALES[a.dtype].name,
+        kind=_CALLS[options.call].kinds[a.dtype].name,
         output=_OUTPUTS[out.dtype],
     )
 
 
-def _layout(a, b, out) -> plan.Layout:
+def _layout(operands, out, kind: Kind) -> plan.Layout:
     """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal one."""
 
     def row_stride(x: torch.Tensor) -> int:
         return x.stride(0) if x.shape[0] > 1 else round_up(x.shape[1], tensors.ALIGNMENT_BYTES // x.element_size())
 
-    return plan.Layout(row_stride(a), row_stride(b), row_stride(out), (0, 0), (0, 0), False)
+    strides = [row_stride(x) for x in (*_matrices(operands), out)]
+    if kind.scaling == "none":
+        return plan.Layout(*strides, (0, 0), (0, 0), False)
+    _, a_scale, _, b_scale = operands
+    if kind.scaling == "rows":
+        return plan.Layout(*strides, (_step(a_scale), 0), (_step(b_scale), 0), False)
+    return plan.Layout(*strides, a_scale.stride(), b_scale.stride(), tensors.is_aligned(a_scale))
+
+
+def _step(scale: torch.Tensor) -> int:
+    """From one row's scale to the next one's; 0 where there is one of all."""
+    return sum(stride for size, stride in zip(scale.shape, scale.stride(), strict=True) if size > 1)
 
 
 # Checks.
 
 
-def _check_arguments(options: _Options, a, b, out) -> None:
+def _check_arguments(options: _Options, operands, out) -> None:
     """Check of each argument by itself what it is; `out` may be None."""
-    given = {} if out is None else {"out": out}
-    api.check_tensors(a=a, b=b, **given)
-    _refuse_gradients(a, b, out)
+    given = dict(zip(_CALLS[options.call].names, operands, strict=True)) | ({} if out is None else {"out": out})
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}. Pass a tensor on the GPU")
+    tensors.require_plain(**given)
+    _refuse_gradients(options.call, operands, out)
     _check_option_types(options)
 
 
 def _check_option_types(options: _Options) -> None:
     if options.out_dtype is not None and options.out_dtype not in _OUTPUTS:
-        raise TypeError(
-            f"out_dtype is {options.out_dtype!r}; pass one of {_names(_OUTPUTS)}, or nothing for that of the operands"
-        )
+        raise TypeError(f"out_dtype is {options.out_dtype!r}; pass one of {_names(_OUTPUTS)}, or nothing")
     api.check_config_type(options.config)
     for name in ("num_sms", "batch_invariant", "pdl", "constant_weights"):
         api.check_option(name, getattr(options, name))
@@ -202,74 +353,107 @@ def _names(dtypes) -> str:
     return ", ".join(map(str, dtypes))
 
 
-def _checked_options(options: _Options, a, b, out) -> _Options:
+def _checked_options(options: _Options, operands, out) -> _Options:
     """Check everything that can be wrong about a call; the options, with num_sms and pdl filled in."""
-    _check_arguments(options, a, b, out)
-    _check_formats(options, a, b, out)
+    _check_arguments(options, operands, out)
+    _check_formats(options, operands, out)
+    a, b = _matrices(operands)
     api.check_sizes(a, b)
     api.check_operand_strides(a=a, b=b)
+    if len(operands) == 4:
+        for name, scale in (("a", operands[1]), ("b", operands[3])):
+            problem = api.scale_problem(name, tuple(scale.shape), scale.stride())
+            if problem:
+                raise ValueError(problem)
     api.check_out_strides(out)
     return api.with_defaults(options, a.device)
 
 
-def _check_formats(options: _Options, a, b, out) -> None:
+def _check_formats(options: _Options, operands, out) -> None:
     """Check dtypes, devices and shapes; `out` may be None."""
-    if a.dtype not in _KINDS_WITHOUT_SCALES:
-        fp8 = (
-            ": call deep_tile.fp8_gemm, with scales" if a.dtype == torch.float8_e4m3fn else f": a.to({torch.bfloat16})"
-        )
-        raise TypeError(f"a must be one of {_names(_KINDS_WITHOUT_SCALES)}; got {a.dtype}. To fix{fp8}")
+    call, (a, b) = _CALLS[options.call], _matrices(operands)
+    if a.dtype not in call.kinds:
+        remedy = "call deep_tile.fp8_gemm, with scales" if a.dtype == torch.float8_e4m3fn else call.remedy
+        raise TypeError(f"a must be one of {_names(call.kinds)}; got {a.dtype}. To fix: {remedy}")
     if b.dtype != a.dtype:
-        raise TypeError(f"b must be {a.dtype}, as a is; got {b.dtype}. To fix: b.to({a.dtype})")
+        raise TypeError(f"b must be {a.dtype}, as a is; got {b.dtype}. To fix: make both of one dtype")
+    for name, x in zip(call.names, operands, strict=True):
+        if name.endswith("_scale") and x.dtype not in tensors.SCALE_DTYPES:
+            raise TypeError(
+                f"{name} must be one of {_names(tensors.SCALE_DTYPES)}; got {x.dtype}. To fix: {name}.float()"
+            )
     if out is not None:
         if out.dtype not in _OUTPUTS:
             raise TypeError(f"out must be one of {_names(_OUTPUTS)}; got {out.dtype}. Pass such an out, or out=None")
         if options.out_dtype not in (None, out.dtype):
             raise TypeError(f"out_dtype is {options.out_dtype} and out is {out.dtype}; leave out_dtype out")
     if a.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"a is on {a.device}; gemm runs on a Hopper GPU, or on the CPU as a reference")
-    api.check_devices(a, b=b, out=out)
+        raise ValueError(f"a is on {a.device}; {options.call} runs on a Hopper GPU, or on the CPU as a reference")
+    api.check_devices(a, **dict(zip(call.names[1:], operands[1:], strict=True)), out=out)
     api.check_product_shapes(a, b, out)
+    if call.kinds[a.dtype].scaling == "blocks":
+        api.check_scale_shapes(*operands)
+    elif call.kinds[a.dtype].scaling == "rows":
+        _check_row_scales(*operands)
 
 
-# The op, which tracers see. It takes no config, which no schema can name.
+def _check_row_scales(a, a_scale, b, b_scale) -> None:
+    for name, x, scale in (("a", a, a_scale), ("b", b, b_scale)):
+        rows = x.shape[0]
+        long = [size for size in scale.shape if not isinstance(size, int) or size != 1]
+        if long and not (len(long) == 1 and ops.holds(long[0] == rows)):
+            raise ValueError(
+                f"{name}_scale must have one number, or one for each of {name}'s {rows} rows, as [{rows}] or "
+                f"[{rows}, 1]; got {tuple(scale.shape)}. Scales of blocks are for fp8_gemm and int8_gemm"
+            )
 
 
-def _call_op(a, b, out, options: _Options) -> torch.Tensor:
-    """`gemm` under tracing."""
+# The ops, which tracers see. They take no config, which no schema can name.
+
+
+def _call_op(operands, out, options: _Options) -> torch.Tensor:
+    """A call under tracing."""
     if options.config is not None:
         raise ValueError("config cannot be given under torch.compile or torch.export: leave it out")
-    keywords = {name: value for name, value in options._asdict().items() if name != "config"}
+    keywords = {name: value for name, value in options._asdict().items() if name not in ("call", "config")}
+    op = getattr(torch.ops.deep_tile, options.call)
     if out is None:
-        return torch.ops.deep_tile.gemm(a, b, **keywords)
-    torch.ops.deep_tile.gemm.out(a, b, out, **keywords)
+        return op(*operands, **keywords)
+    op.out(*operands, out, **keywords)
     return out
 
 
-def _run_op(a, b, **keywords) -> torch.Tensor:
-    return _multiply(a, b, None, _Options(**keywords))
+def _register(call: str) -> None:
+    names = _CALLS[call].names
 
+    def run(*operands, **keywords) -> torch.Tensor:
+        return _multiply(operands, None, _Options(call, **keywords))
 
-def _run_out_op(a, b, out, **keywords) -> None:
-    _multiply(a, b, out, _Options(**keywords))
+    def run_out(*given, **keywords) -> None:
+        _multiply(given[:-1], given[-1], _Options(call, **keywords))
 
+    def fake(*operands, **keywords) -> torch.Tensor:
+        fake_out(*operands, None, **keywords)
+        a, b = _matrices(operands)
+        dtype = _Options(call, **keywords).out_dtype or _CALLS[call].out_dtype or a.dtype
+        return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
 
-def _fake_op(a, b, out_dtype=None, **keywords) -> torch.Tensor:
-    _fake_out_op(a, b, None, out_dtype=out_dtype, **keywords)
-    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype or a.dtype)
+    def fake_out(*given, **keywords) -> None:
+        """Check what can be checked without memory; strides are left to the run."""
+        options = _Options(call, **keywords)
+        _check_option_types(options)
+        _refuse_gradients(call, given[:-1], given[-1])
+        _check_formats(options, given[:-1], given[-1])
 
-
-def _fake_out_op(a, b, out, **keywords) -> None:
-    """Check what can be checked without memory; strides are left to the run."""
-    options = _Options(**keywords)
-    _check_option_types(options)
-    _refuse_gradients(a, b, out)
-    _check_formats(options, a, b, out)
+    operands = ", ".join(f"Tensor {name}" for name in names)
+    ops.register(f"{call}({operands}, *, {_KEYWORDS}) -> Tensor", run, fake)
+    ops.register(f"{call}.out({operands}, Tensor(a!) out, *, {_KEYWORDS}) -> ()", run_out, fake_out)
 
 
 _KEYWORDS = (
     "ScalarType? out_dtype=None, int? num_sms=None, bool batch_invariant=False, bool? pdl=None, "
     "bool constant_weights=False"
 )
-ops.register(f"gemm(Tensor a, Tensor b, *, {_KEYWORDS}) -> Tensor", _run_op, _fake_op)
-ops.register(f"gemm.out(Tensor a, Tensor b, Tensor(a!) out, *, {_KEYWORDS}) -> ()", _run_out_op, _fake_out_op)
+
+for _name in _CALLS:
+    _register(_name)

@@ -36,7 +36,8 @@ class Kind(NamedTuple):
         name: of the kind.
         a, b: formats of the operands, of equal size.
         scaling: "blocks": FP32 scales of 1x128 for a and of 128x128 for b, by which the sum of each K block is
-            multiplied before it is added. "none": there are none, and WGMMA adds up all of K.
+            multiplied before it is added. "rows": FP32 scales of the rows of a and of those of b, by which the sum over
+            all of K is multiplied. "none": there are none. Without blocks WGMMA adds up all of K.
         sums: format in which WGMMA adds up, as PTX calls it.
         output: format of the result unless another is asked for, a name in `OUTPUTS`.
     """
@@ -67,6 +68,7 @@ class Kind(NamedTuple):
 E4M3 = Element("e4m3", 1, "float8_e4m3fn")
 BF16 = Element("bf16", 2, "bfloat16")
 F16 = Element("f16", 2, "float16")
+S8 = Element("s8", 1, "int8")
 F32 = Element("f32", 4, "float32")
 
 KINDS = {
@@ -75,6 +77,9 @@ KINDS = {
         Kind("fp8", E4M3, E4M3, "blocks", "f32"),
         Kind("bf16", BF16, BF16, "none", "f32"),
         Kind("fp16", F16, F16, "none", "f32", "fp16"),
+        Kind("int8", S8, S8, "blocks", "s32"),
+        Kind("fp8_rows", E4M3, E4M3, "rows", "f32"),
+        Kind("int8_rows", S8, S8, "rows", "s32"),
     )
 }
 

@@ -189,12 +189,11 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
         ValueError: a size or stride that the kernel cannot express.
     """
     m, n, k = problem.m, problem.n, problem.k
-    groups, k_blocks = layout.groups, ceil_div(k, SCALE_BLOCK)
+    groups = layout.groups
     every = () if problem.groups is None else (problem.groups.count,)
-    _check_scale("a_scale", (*every, m, k_blocks), (groups.a_scale_stride, *layout.a_scale_strides))
-    _check_scale(
-        "b_scale", (*every, ceil_div(n, SCALE_BLOCK), k_blocks), (groups.b_scale_stride, *layout.b_scale_strides)
-    )
+    a_scales, b_scales = _scale_shapes(problem)
+    _check_scale("a_scale", (*every, *a_scales), (groups.a_scale_stride, *layout.a_scale_strides))
+    _check_scale("b_scale", (*every, *b_scales), (groups.b_scale_stride, *layout.b_scale_strides))
     # A stride that takes more bits is of a single row, column or group: nothing is ever added to it.
     strides = [stride % 2**32 for stride in (*layout.a_scale_strides, *layout.b_scale_strides)]
     group_rows = raster_rows(problem)
@@ -224,6 +223,14 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
         a_scale_group_stride=groups.a_scale_stride % 2**32,
         b_scale_group_stride=groups.b_scale_stride % 2**32,
     )
+
+
+def _scale_shapes(problem: GemmProblem) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of a_scale and b_scale: rows, and blocks along k."""
+    if problem.product.scaling == "rows":
+        return (problem.m, 1), (problem.n, 1)
+    k_blocks = ceil_div(problem.k, SCALE_BLOCK)
+    return (problem.m, k_blocks), (ceil_div(problem.n, SCALE_BLOCK), k_blocks)
 
 
 def scale_reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

@@ -74,6 +74,36 @@ def gemm_reference(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> 
     return out
 
 
+def rows_gemm_reference(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """`out[m, n] = a_scale[m] b_scale[n] sum over k of a[m, k] b[n, k]`, in float64, rounded once to `out_dtype`.
+
+    Args:
+        a, b: [m, k] and [n, k]. Any dtypes and strides.
+        a_scale, b_scale: of as many elements as there are rows, or of one.
+    """
+    exact = gemm_reference(a, b, torch.float64)
+    return (exact * a_scale.double().reshape(-1, 1) * b_scale.double().reshape(1, -1)).to(out_dtype)
+
+
+def scaled_gemm_reference(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """The product with block scales of `fp8_gemm_reference`, of operands of any dtype, in float64.
+
+    Args:
+        a, b: [m, k] and [n, k]. Any strides.
+        a_scale, b_scale: [m, ceil(k / 128)] and [ceil(n / 128), ceil(k / 128)].
+    """
+
+    def wide(x: torch.Tensor, scale: torch.Tensor, rows: int) -> torch.Tensor:
+        each = scale.double().repeat_interleave(rows, 0)[: x.shape[0]].repeat_interleave(TOKEN_BLOCK[1], 1)
+        return x.double() * each[:, : x.shape[1]]
+
+    return gemm_reference(wide(a, a_scale, TOKEN_BLOCK[0]), wide(b, b_scale, WEIGHT_BLOCK[0]), out_dtype)
+
+
 def group_rows(
     layout: str, bounds: torch.Tensor | None, groups: int, rows: int, alignment: int = 1
 ) -> list[tuple[int, int]]:

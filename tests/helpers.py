@@ -7,14 +7,24 @@ NaN, and whatever it has no business to write is checked bit for bit.
 import importlib.util
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
-from deep_tile import fp8_gemm, per_block_cast_to_fp8, per_token_cast_to_fp8, sources
+from deep_tile import (
+    fp8_gemm,
+    gemm,
+    int8_gemm,
+    per_block_cast_to_fp8,
+    per_token_cast_to_fp8,
+    scaled_gemm,
+    sources,
+)
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
+from deep_tile.kinds import KINDS
 from deep_tile.quantize import FP8_MAX
 from deep_tile.reference import MAX_RELATIVE_ERROR
 
@@ -237,11 +247,83 @@ def make_dense_operands(
 
 def exact_dense_product(a: torch.Tensor, b: torch.Tensor) -> Exact:
     """The definition of `gemm` in float64."""
-    a, b = a.double(), b.double()
+    a, b = a.float().double(), b.float().double()  # torch does not widen FP8 to double everywhere
     return Exact(a @ b.t(), (a.square() @ b.square().t()).sqrt())
 
 
-def assert_accurate(out: torch.Tensor, exact: Exact, accumulation: float = ACCUMULATION) -> None:
+class Product(NamedTuple):
+    """A product of another kind than FP8 with block scales.
+
+    Attributes:
+        call: the function that makes it.
+        operands: of the call, each in a buffer of its own with NaN, or what those bytes are as integers, all around.
+        exact: the product.
+        accumulation, relative_error: most that an element and the whole may be off beyond rounding, see `ACCUMULATION`.
+    """
+
+    call: Callable[..., torch.Tensor]
+    operands: tuple[torch.Tensor, ...]
+    exact: Exact
+    accumulation: float
+    relative_error: float
+
+    def check(self, guarded: GuardedOut, **keywords) -> torch.Tensor:
+        """Multiply into `guarded`, check values and surroundings, and return the output."""
+        assert self.call(*self.operands, guarded.out, **keywords) is guarded.out
+        guarded.assert_guards_intact()
+        assert_accurate(guarded.out, self.exact, self.accumulation, self.relative_error)
+        return guarded.out
+
+
+def make_product(
+    kind: str, m: int, n: int, k: int, *, device: str = "cpu", padding: int = 0, scales: str = "row"
+) -> Product:
+    """Random operands of a kind of `kinds.KINDS`, with a fresh seed.
+
+    Args:
+        padding: bytes between rows of the operands, beyond what rounding them up to 16 leaves; a multiple of 16.
+        scales: a name of SCALE_STRIDES; of scales of rows "row" is one for each, and others are one of all.
+    """
+    seed = int(os.environ.get("DEEP_TILE_TEST_SEED") or secrets.randbits(31))
+    print(f"make_product({kind!r}, {m}, {n}, {k}, seed={seed})")
+    generator = torch.Generator(device).manual_seed(seed)
+    product = KINDS[kind]
+    dtype = getattr(torch, product.a.dtype)
+    size = 40 if dtype == torch.int8 else 1
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    def matrix(rows: int) -> torch.Tensor:
+        values = draw(rows, k) * size
+        values = values.round().clamp(-128, 127) if dtype == torch.int8 else values
+        return _placed(values.to(dtype), (round_up(k, 16 // dtype.itemsize) + padding // dtype.itemsize, 1))
+
+    def scale(rows: int, blocks: int) -> torch.Tensor:
+        values = torch.exp2(draw(rows, blocks).clamp(-1, 1)) / size
+        if product.scaling == "rows":
+            return _placed(values if scales == "row" else values[:1], (3, 1))
+        return _placed_scale(values, scales)
+
+    a, b = matrix(m), matrix(n)
+    if product.scaling == "none":
+        return Product(gemm, (a, b), exact_dense_product(a, b), ACCUMULATION_WITHOUT_SCALES, 1e-5)
+    if product.scaling == "blocks":
+        groups = ceil_div(k, SCALE_BLOCK)
+        operands = Operands(a, scale(m, groups), b, scale(ceil_div(n, SCALE_BLOCK), groups))
+        return Product(int8_gemm, operands, exact_product(operands), ACCUMULATION_WITHOUT_SCALES, 1e-5)
+    operands = Operands(a, scale(m, 1), b, scale(n, 1))
+    factors = operands.a_scale.double().reshape(-1, 1) * operands.b_scale.double().reshape(1, -1)
+    exact = Exact(*(factors * part for part in exact_dense_product(a, b)))
+    if dtype == torch.int8:
+        return Product(scaled_gemm, operands, exact, ACCUMULATION_WITHOUT_SCALES, 1e-5)
+    # FP8 WGMMA keeps about 14 bits of a sum, to which it adds 32 of k at a time.
+    return Product(scaled_gemm, operands, exact, ACCUMULATION + k * 2**-17, 5e-3 + k * 2**-18)
+
+
+def assert_accurate(
+    out: torch.Tensor, exact: Exact, accumulation: float = ACCUMULATION, relative_error: float = 0.0
+) -> None:
     """Every element is within rounding and a little accumulation error; so is the whole, by the project's bar."""
     error = (out.double() - exact.value).abs()
     allowed = ROUNDING[out.dtype] * exact.value.abs() + accumulation * exact.spread
@@ -252,7 +334,7 @@ def assert_accurate(out: torch.Tensor, exact: Exact, accumulation: float = ACCUM
     )
     if out.numel() >= 20_000:  # of fewer elements, rounding alone may exceed the bar
         error_norm, norm = error.norm().item(), exact.value.norm().item()
-        most = RELATIVE_ERRORS[out.dtype]
+        most = max(RELATIVE_ERRORS[out.dtype], relative_error)
         assert error_norm <= most * norm, f"relative Frobenius error {error_norm / norm:.2e}, above {most:.2e}"
 
 

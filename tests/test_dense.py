@@ -1,18 +1,20 @@
-"""`gemm` on the CPU: its definition, what it refuses, its op, and what its launches say to the kernel."""
+"""`gemm`, `int8_gemm` and `scaled_gemm` on the CPU: definitions, refusals, ops, and what launches say to the kernel."""
 
 import pytest
 import torch
 from helpers import (
     ACCUMULATION_WITHOUT_SCALES,
+    SCALE_STRIDES,
     GuardedOut,
     assert_accurate,
     exact_dense_product,
     make_dense_operands,
+    make_product,
     same_bits,
 )
 
 import deep_tile
-from deep_tile import GemmConfig, api, dense, gemm, params, plan
+from deep_tile import GemmConfig, api, dense, gemm, int8_gemm, params, plan, scaled_gemm
 from deep_tile.kinds import KINDS, OUTPUTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import bucket_key, bucketed, choose
@@ -41,6 +43,59 @@ def test_out_decides_the_format_and_nothing_around_it_is_written():
     assert_accurate(guarded.out, exact_dense_product(a, b), ACCUMULATION_WITHOUT_SCALES)
 
 
+SCALED = [kind for kind in KINDS.values() if kind.name not in ("fp8", "bf16", "fp16")]
+
+each_scaled_kind = pytest.mark.parametrize("kind", SCALED, ids=lambda kind: kind.name)
+
+
+@each_scaled_kind
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
+def test_scaled_kinds_are_their_definition(kind, out_dtype):
+    for m, n, k in ((1, 1, 1), (37, 130, 300), (129, 24, 64)):
+        for scales in SCALE_STRIDES:
+            product = make_product(kind.name, m, n, k, padding=16, scales=scales)
+            product.check(GuardedOut(m, n, stride=n + 3, offset=1, dtype=out_dtype))
+    assert product.call(*product.operands).dtype == torch.bfloat16
+
+
+@each_scaled_kind
+def test_refused_scales(kind):
+    product = make_product(kind.name, 9, 200, 160)
+    a, a_scale, b, b_scale = product.operands
+    wide = torch.ones(9, 160, dtype=torch.float32)
+    guarded = GuardedOut(9, 200)
+    for operands, error, text in (
+        ((a, a_scale[:4], b, b_scale), ValueError, "a_scale must have"),
+        ((a, a_scale, b, b_scale.repeat(3, 1)), ValueError, "b_scale must have"),
+        ((a, a_scale.double(), b, b_scale), TypeError, r"a_scale must be one of torch\.float32.*a_scale\.float\(\)"),
+        ((a, a_scale, b, 2.0), TypeError, "b_scale must be a torch.Tensor; got float"),
+        ((wide, a_scale, b, b_scale), TypeError, r"a must be one of.*got torch\.float32.*quantise"),
+        ((a, a_scale, wide, b_scale), TypeError, r"b must be torch\..*got torch\.float32"),
+        ((a, a_scale.clone().requires_grad_(), b, b_scale), RuntimeError, "a_scale requires a gradient"),
+    ):
+        with pytest.raises(error, match=text):
+            product.call(*operands, guarded.out)
+    guarded.assert_untouched()
+
+
+def test_scales_of_rows_in_torchs_shapes():
+    a, b = (torch.randint(-9, 9, (rows, 32), dtype=torch.int8) for rows in (6, 10))
+    row, column = torch.rand(6) + 1, torch.rand(10) + 1
+    wanted = scaled_gemm(a, row, b, column)
+    for a_scale, b_scale in ((row[:, None], column[None]), (row.view(6, 1), column.repeat(2, 1).t()[:, 0])):
+        assert same_bits(scaled_gemm(a, a_scale, b, b_scale), wanted)
+    one, three = torch.ones(()), torch.full((1, 1), 3.0)
+    assert same_bits(scaled_gemm(a, one, b, three), scaled_gemm(a, torch.ones(6), b, torch.full((10,), 3.0)))
+    for scale, step in ((row, 1), (row[:, None], 1), (torch.rand(6, 3)[:, 1:2], 3), (one, 0), (three, 0)):
+        assert dense._step(scale) == step
+
+
+def test_scales_of_powers_of_two_alone():
+    a, b = (torch.randint(-9, 9, (rows, 32), dtype=torch.int8) for rows in (6, 10))
+    scales = torch.tensor([[2.0]]).to(torch.float8_e8m0fnu)
+    assert same_bits(int8_gemm(a, scales.expand(6, 1), b, scales), scaled_gemm(a, scales, b, scales))
+
+
 @pytest.mark.parametrize("sizes", [(0, 8, 16), (8, 0, 16), (0, 0, 0), (5, 7, 0)])
 def test_empty_sizes(sizes):
     m, n, k = sizes
@@ -56,7 +111,7 @@ def good():
 REFUSED = [
     ("a", lambda g: {"a": g["a"].float()}, TypeError, r"torch\.float32.*a\.to\(torch\.bfloat16\)"),
     ("a", lambda g: {"a": g["a"].to(torch.float8_e4m3fn)}, TypeError, r"torch\.float8_e4m3fn.*fp8_gemm"),
-    ("b", lambda g: {"b": g["b"].half()}, TypeError, r"torch\.float16.*b\.to\(torch\.bfloat16\)"),
+    ("b", lambda g: {"b": g["b"].half()}, TypeError, r"torch\.float16.*both of one dtype"),
     ("a", lambda g: {"a": None}, TypeError, r"NoneType"),
     ("b", lambda g: {"b": torch._neg_view(g["b"])}, TypeError, r"negates.*resolve_neg"),
     ("a", lambda g: {"a": g["a"][0]}, ValueError, r"\(64,\)|shape"),
@@ -127,16 +182,28 @@ def test_the_op_is_traced_and_checks():
         traced(a.clone().requires_grad_(), b)
 
 
+@each_scaled_kind
+def test_the_ops_of_scaled_kinds(kind):
+    product = make_product(kind.name, 6, 16, 160)
+    traced = torch.compile(lambda *operands: product.call(*operands) + 1, backend="aot_eager", fullgraph=True)
+    assert torch.equal(traced(*product.operands), product.call(*product.operands) + 1)
+    op = getattr(torch.ops.deep_tile, product.call.__name__)
+    for test in ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"):
+        operands = tuple(x.contiguous() for x in product.operands)
+        torch.library.opcheck(op.default, operands, {"out_dtype": torch.float32}, test_utils=test)
+
+
 @each_dtype
 def test_maps_count_k_in_bytes(dtype):
     """As the kernel does, which knows no format there."""
     a, b = make_dense_operands(300, 520, 203, dtype, a_padding=8)
     out = torch.empty(300, 520, dtype=torch.float32)
-    options = api.with_defaults(dense._Options(), a.device)._replace(num_sms=132)
-    problem = dense._problem(a, b, out, options)
+    options = api.with_defaults(dense._Options("gemm"), a.device)._replace(num_sms=132)
+    problem = dense._problem((a, b), out, options)
+    layout = dense._layout((a, b), out, problem.product)
     assert (problem.m, problem.n, problem.k) == (300, 520, 203) and problem.tma_store
     config = GemmConfig(128, 256, 4, kind=problem.kind, output=problem.output)
-    maps = plan.tensor_maps(problem, config, dense._layout(a, b, out))
+    maps = plan.tensor_maps(problem, config, layout)
     by_place = {(at, name): layout for at, name, layout in maps}
     a_map, b_map = by_place[params.GEMM.offsets["a_maps"], "a"], by_place[params.GEMM.offsets["b_maps"], "b"]
     assert a_map[:4] == ("uint8", (406, 300), (2 * (208 + 8),), (128, 128))
@@ -146,12 +213,12 @@ def test_maps_count_k_in_bytes(dtype):
     out_map = by_place[params.GEMM.offsets["out_map"], "out"]
     assert out_map[:5] == ("float32", (520, 300), (4 * 520,), (32, 64), 128)
     assert config.store_swizzle == 128 and config.block_k == 64
-    assert len(plan.pack_params(problem, config, dense._layout(a, b, out), early_b=False)) == params.GEMM.size
+    assert len(plan.pack_params(problem, config, layout, early_b=False)) == params.GEMM.size
 
 
 def test_single_rows_get_strides_that_tma_takes():
     a, b = torch.ones(1, 3).bfloat16(), torch.ones(1, 3).bfloat16()
-    layout = dense._layout(a.as_strided((1, 3), (1, 1)), b, torch.empty(1, 1))
+    layout = dense._layout((a.as_strided((1, 3), (1, 1)), b), torch.empty(1, 1), KINDS["bf16"])
     assert (layout.a_stride, layout.b_stride, layout.out_stride) == (8, 8, 4)
 
 
@@ -185,13 +252,17 @@ def test_supports(dtype):
 
 
 def test_precompile_compiles_what_the_selector_gives():
-    done = deep_tile.precompile([(96, 64, 3)], dtype=torch.bfloat16, out_dtype=torch.float32)
+    done = deep_tile.precompile([(96, 64, 3)], kind="bf16", out_dtype=torch.float32)
     problem = GemmProblem(3, 96, 64, kind="bf16", output="fp32")
     assert done.configs == (choose(problem),)
-    with pytest.raises(ValueError, match="grouped products are of"):
-        deep_tile.precompile([(96, 64, 3)], dtype=torch.bfloat16, grouping="offs")
-    with pytest.raises(ValueError, match=r"operands are torch\.float64"):
-        deep_tile.precompile([(96, 64, 3)], dtype=torch.float64)
+    for wrong, text in (
+        ({"kind": "bf16", "grouping": "offs"}, "grouped products are of kind 'fp8'"),
+        ({"kind": "fp64"}, "kind is 'fp64'; pass one of fp8, bf16"),
+        ({"kind": "bf16", "out_dtype": torch.int8}, r"out_dtype is torch\.int8"),
+        ({"out_dtype": torch.float32}, r"out_dtype is torch\.float32; fp8 products"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            deep_tile.precompile([(96, 64, 3)], **wrong)
 
 
 def test_global_precision_changes_nothing():

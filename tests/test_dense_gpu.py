@@ -1,4 +1,5 @@
-"""`gemm` on a Hopper GPU: every default kernel of its kinds, sizes, layouts, options, graphs, chains.
+"""Products of other kinds than FP8 with block scales on a Hopper GPU: their default kernels, sizes, layouts, options,
+graphs, chains.
 
 Inputs are fresh on every run, surrounded by NaN, and `out` is surrounded by bits that must not change.
 """
@@ -13,10 +14,11 @@ from helpers import (
     assert_accurate,
     exact_dense_product,
     make_dense_operands,
+    make_product,
     same_bits,
 )
 
-from deep_tile import GemmConfig, gemm, per_token_cast_to_fp8, plan, precompile
+from deep_tile import GemmConfig, gemm, int8_gemm, per_token_cast_to_fp8, plan, precompile, scaled_gemm
 from deep_tile.config import round_up
 from deep_tile.kinds import OUTPUTS
 from deep_tile.reference import relative_error
@@ -28,11 +30,18 @@ DEVICE = "cuda"
 OPERANDS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """dtypes of operands by kind."""
 
-CONFIGS = tuple(
-    config
-    for kind, output in (("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp32"), ("fp16", "bf16"))
-    for tma_store in (True, False)
-    for config in default_configs(tma_store, kind, output)
+CONFIGS = (
+    *default_configs(True, "bf16"),
+    *default_configs(False, "bf16"),
+    *default_configs(True, "fp16"),
+    *default_configs(True, "int8"),
+    *default_configs(True, "fp8_rows"),
+    *default_configs(True, "bf16", "fp32")[::2],
+    *default_configs(False, "bf16", "fp32")[::3],
+    *default_configs(True, "int8_rows")[::2],
+    *default_configs(False, "int8_rows", "fp32")[1::3],
+    *default_configs(False, "int8", "fp16")[1::3],
+    *default_configs(False, "fp8_rows", "fp32")[2::3],
 )
 
 LEGAL_CORNERS = (
@@ -48,6 +57,13 @@ LEGAL_CORNERS = (
     GemmConfig(256, 192, 3, kind="bf16", store_buffers=1),
     GemmConfig(256, 16, 4, 2, 1, kind="fp16", output="bf16"),
     GemmConfig(64, 128, 2, kind="bf16", split_k=8, store_buffers=1),
+    GemmConfig(64, 16, 2, kind="int8"),
+    GemmConfig(64, 48, 3, kind="int8_rows"),
+    GemmConfig(128, 144, 3, kind="int8", narrow_n=128),
+    GemmConfig(128, 112, 3, kind="int8", pairs=True),
+    GemmConfig(128, 192, 4, kind="int8", b_stages=4, store_buffers=1),
+    GemmConfig(256, 48, 3, kind="fp8_rows"),
+    GemmConfig(128, 208, 2, kind="fp8_rows", output="fp16"),
 )
 """Legal configs at the ends of their ranges that the selector never chooses."""
 
@@ -59,7 +75,7 @@ def every_kernel():
 
 
 def check_gemm(a, b, dtype, *, out_stride=None, out_offset=0, **keywords) -> torch.Tensor:
-    """Multiply into a guarded `out` of NaN, check its values and its surroundings, and return it."""
+    """Multiply by `gemm` into a guarded `out` of NaN, check its values and its surroundings, and return it."""
     m, n = a.shape[0], b.shape[0]
     guarded = GuardedOut(m, n, device=DEVICE, stride=out_stride, offset=out_offset, dtype=dtype)
     assert gemm(a, b, guarded.out, **keywords) is guarded.out
@@ -68,16 +84,20 @@ def check_gemm(a, b, dtype, *, out_stride=None, out_offset=0, **keywords) -> tor
     return guarded.out
 
 
-def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> None:
-    """With aligned rows where the config stores with TMA, otherwise rows that TMA could not address."""
-    out_dtype = getattr(torch, OUTPUTS[config.output].dtype)
+def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int, scales: str = "row") -> None:
+    """With a k that the config takes, and aligned rows where it stores with TMA, otherwise rows that TMA could not
+    address."""
+    smallest, largest = config.k_range
+    k = min(max(k, smallest), largest or k)
+    k = k if config.takes_k(k) else k + 128
     if config.tma_store:
         n = round_up(n, 8)
-        layout = {"out_stride": n + 8}
+        layout = {"stride": n + 8}
     else:
-        layout = {"out_stride": n + 1 - n % 2, "out_offset": 3}
-    a, b = make_dense_operands(m, n, k, OPERANDS[config.kind], device=DEVICE, a_padding=8 * (m % 2))
-    check_gemm(a, b, out_dtype, config=config, num_sms=num_sms, **layout)
+        layout = {"stride": n + 1 - n % 2, "offset": 3}
+    product = make_product(config.kind, m, n, k, device=DEVICE, padding=16 * (m % 2), scales=scales)
+    guarded = GuardedOut(m, n, device=DEVICE, dtype=getattr(torch, OUTPUTS[config.output].dtype), **layout)
+    product.check(guarded, config=config, num_sms=num_sms)
 
 
 @pytest.mark.parametrize("config", CONFIGS + LEGAL_CORNERS, ids=lambda config: config.name)
@@ -85,16 +105,51 @@ def test_every_kernel(config, every_kernel, monkeypatch):
     rows, columns = config.block_m, config.block_n
     # 3 x 3 tiles and a ragged edge; the ring goes round once and a bit, K ends inside a block.
     ring = config.block_k * config.stages * config.split_k
-    check_config(config, 2 * rows + 1, 2 * columns + 5, ring + 84, max(4, config.cluster))
+    for scales in ("row", "column_aligned"):
+        check_config(config, 2 * rows + 1, 2 * columns + 5, ring + 84, max(4, config.cluster), scales)
     # Fewer K blocks than stages, many short waves, an odd number of SMs, few rows.
     check_config(config, 7, 9 * columns - 3, 65, max(5, config.cluster))
     # One K block, for which split K leaves parts nothing, and one element of K.
-    check_config(config, rows + 1, columns + 8, 64, max(4, config.cluster))
+    check_config(config, rows + 1, columns + 8, config.block_k // config.scale_blocks, max(4, config.cluster))
     check_config(config, 3, columns, 1, max(4, config.cluster))
     # More than one group of the raster's rows of tiles, the last group short.
-    check_config(config, 9 * rows + 3, 3 * columns, 128, max(6, config.cluster))
+    check_config(config, 9 * rows + 3, 3 * columns, 128, max(6, config.cluster), "scattered")
     monkeypatch.setattr("deep_tile.plan.raster_rows", lambda problem: 16)
     check_config(config, 17 * rows + 3, 2 * columns, 64, max(6, config.cluster))
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8_rows", "int8_rows"])
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("m", [1, 64, 129, 1000])
+def test_the_selectors_own_choice_of_scaled_kinds(kind, output, m):
+    for n, k in ((1, 1), (24, 63), (136, 128), (576, 1001), (2112, 7168)):
+        for scales in ("row", "column"):
+            product = make_product(kind, m, n, k, device=DEVICE, padding=32, scales=scales)
+            dtype = getattr(torch, OUTPUTS[output].dtype)
+            product.check(GuardedOut(m, n, device=DEVICE, dtype=dtype))
+            product.check(GuardedOut(m, n, device=DEVICE, dtype=dtype, stride=n + 5, offset=1))
+
+
+@pytest.mark.parametrize("one", [True, False], ids=["one scale", "scales of rows"])
+def test_scaled_fp8_is_as_accurate_as_torchs_fast_one(one):
+    product = make_product("fp8_rows", 512, 1024, 4096, device=DEVICE, scales="column" if one else "row")
+    a, a_scale, b, b_scale = product.operands
+    shape = ((), ()) if one else ((-1, 1), (1, -1))
+    scales = [x.contiguous().reshape(wanted) for x, wanted in zip((a_scale, b_scale), shape, strict=True)]
+    torchs = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+    ours = scaled_gemm(*product.operands)
+    assert relative_error(ours, product.exact.value) <= 1.1 * relative_error(torchs, product.exact.value)
+
+
+def test_integers_of_all_of_k_are_exact():
+    """At the ends of their range: the largest sums there are."""
+    a = torch.full((70, 4096), -128, dtype=torch.int8, device=DEVICE)
+    b = torch.randint(-128, 128, (136, 4096), dtype=torch.int8, device=DEVICE)
+    one = torch.ones((), device=DEVICE)
+    exact = a.double() @ b.double().t()
+    assert (scaled_gemm(a, one, b, one, out_dtype=torch.float32) == exact.float()).all()
+    ones = torch.ones(70, 32, device=DEVICE), torch.ones(2, 32, device=DEVICE)
+    assert (int8_gemm(a, ones[0], b, ones[1], out_dtype=torch.float32) == exact.float()).all()
 
 
 @pytest.mark.parametrize("dtype", OPERANDS.values(), ids=str)
@@ -167,7 +222,7 @@ def test_in_a_graph(shape):
     m, n, k = shape
     a, b = make_dense_operands(m, n, k, torch.bfloat16, device=DEVICE)
     guarded = GuardedOut(m, n, device=DEVICE)
-    precompile([(n, k, m)], dtype=torch.bfloat16)
+    precompile([(n, k, m)], kind="bf16")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         graph = torch.cuda.CUDAGraph()

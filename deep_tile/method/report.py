@@ -23,7 +23,7 @@ from deep_tile.select import cost, schedule, tuned
 from deep_tile.select import hardware as gpus
 from deep_tile.select.choose import bucket_key, choose
 from deep_tile.select.cost import Estimate
-from deep_tile.select.hardware import DTYPE_BYTES, Hardware
+from deep_tile.select.hardware import Hardware, operand_bytes_of
 from deep_tile.walls import Wall, product_flops
 
 MEASURED = Path(__file__).parent / "measured.json"
@@ -233,12 +233,13 @@ def _wall_table(derived: Derivation) -> Table:
     hit = "; ".join(f"{one.block_m}x{one.block_n} by {_excess(one.reason)}" for one in derived.rejected)
     registers = f"{size}: {walls['register'].reason}. {len(derived.rejected)} tiles hit it: {hit}"
     made.add_row("registers", _mark(walls["register"]), registers)
-    operands = (choice.block_m + choice.block_n) * choice.block_k * DTYPE_BYTES[derived.dtype]
+    element_bytes = operand_bytes_of(derived.dtype)
+    operands = (choice.block_m + choice.block_n) * choice.block_k * element_bytes
     fixed = choice.smem_bytes - choice.stages * choice.stage_bytes
     made.add_row(
         "capacity",
         _mark(walls["capacity"]),
-        f"({choice.block_m} + {choice.block_n}) x {choice.block_k} x {DTYPE_BYTES[derived.dtype]} = {operands} bytes "
+        f"({choice.block_m} + {choice.block_n}) x {choice.block_k} x {element_bytes} = {operands} bytes "
         f"of operands, {choice.stage_bytes} a stage with scales and barriers; ({gpu.smem_bytes} - {fixed}) / "
         f"{choice.stage_bytes} = {choice.stages_max} stages at most, {choice.stages} used",
     )

@@ -17,7 +17,7 @@ from deep_tile.method.other_kernels import derive_attention, derive_convolution
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose, cost
 from deep_tile.select.cost import Estimate
-from deep_tile.select.hardware import DTYPE_BYTES, H200, Hardware
+from deep_tile.select.hardware import H200, Hardware, operand_bytes_of
 from deep_tile.select.streaming import derive_elementwise, derive_reduction
 from deep_tile.walls import (
     Wall,
@@ -172,13 +172,13 @@ def derive(
 def judged(problem: GemmProblem, dtype: str) -> GemmProblem:
     """The problem whose kernels stand for those of `dtype`: of that kind, or FP8's with as many bytes of K."""
     if dtype not in KINDS:
-        return problem._replace(k=problem.k * DTYPE_BYTES[dtype])
+        return problem._replace(k=problem.k * operand_bytes_of(dtype))
     return problem if dtype == problem.kind else problem._replace(kind=dtype, output=KINDS[dtype].output)
 
 
 def problem_walls(problem: GemmProblem, hardware: Hardware = H200, dtype: str = "fp8") -> tuple[Wall, ...]:
     """The whole problem against HBM, each operand moved once."""
-    as_fp8 = problem._replace(k=problem.k * DTYPE_BYTES[dtype])
+    as_fp8 = problem._replace(k=problem.k * operand_bytes_of(dtype))
     flops = product_flops(problem.m, problem.n, problem.k)
     bytes_moved = cost.compulsory_bytes(as_fp8)
     return (intensity_wall("HBM", flops, bytes_moved, hardware.tflops(dtype), hardware.hbm_tbps),)
@@ -215,7 +215,7 @@ def tile(
             raise ValueError(f"{name} is {size}; sizes must be positive")
     hardware.peak(dtype)
     warpgroups = math_warpgroups or (1 if block_m <= MMA_M else 2)
-    stage_bytes = round(operand_bytes(block_m, block_n, block_k, DTYPE_BYTES[dtype])) + scale_bytes + BARRIER_BYTES
+    stage_bytes = round(operand_bytes(block_m, block_n, block_k, operand_bytes_of(dtype))) + scale_bytes + BARRIER_BYTES
     fixed_bytes = warpgroups * STORE_BUFFERS * MMA_M * gcd(block_n, 64) * 2
     most = stages_max(stage_bytes, fixed_bytes, hardware.smem_bytes)
     made = _tile(
@@ -241,7 +241,7 @@ def tile_of(config: GemmConfig, hardware: Hardware = H200) -> Tile:
 
 def _config_tile(config: GemmConfig, dtype: str, hardware: Hardware) -> Tile:
     if dtype not in KINDS:
-        return tile(config.block_m, config.block_n, config.block_k // DTYPE_BYTES[dtype], dtype, hardware)
+        return tile(config.block_m, config.block_n, config.block_k // operand_bytes_of(dtype), dtype, hardware)
     fixed_bytes = config.smem_bytes - config.stages * config.stage_bytes
     return _tile(
         *(config.block_m, config.block_n, config.block_k, dtype, hardware),
@@ -270,7 +270,7 @@ def _tile(
     most: int,
     mma_n: int,
 ) -> Tile:
-    element_bytes, tflops = DTYPE_BYTES[dtype], hardware.tflops(dtype)
+    element_bytes, tflops = operand_bytes_of(dtype), hardware.tflops(dtype)
     flops = product_flops(block_m, block_n, block_k)
     latency_us = hardware.hbm_latency_ns / 1e3
     latency = latency_wall(stages, flops, tflops / hardware.num_sms, latency_us)
@@ -305,7 +305,7 @@ def _smallest(block_m: int, block_n: int, dtype: str, hardware: Hardware) -> Gem
     """The tile with the two stages that a pipeline needs. Raises ValueError where even that hits a wall."""
     if dtype in KINDS:
         return GemmConfig(block_m, block_n, 2, store_buffers=1, kind=dtype)
-    return tile(block_m, block_n, SCALE_BLOCK // DTYPE_BYTES[dtype], dtype, hardware, stages=2)
+    return tile(block_m, block_n, SCALE_BLOCK // operand_bytes_of(dtype), dtype, hardware, stages=2)
 
 
 def _check(problem: GemmProblem, hardware: Hardware) -> None:

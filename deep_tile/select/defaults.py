@@ -45,7 +45,7 @@ _DECODE_TILES_OF_KINDS = (
     *((128, 1, 1), (128, 1, 2), (256, 1, 1)),
 )
 _MULTICAST_TILES_OF_KINDS = ((128, 64), (128, 128), (128, 192), (128, 256), (256, 128))
-_SINGLE_TILES_OF_KINDS = ((128, 96), (128, 160), (128, 224))
+_SINGLE_TILES_OF_KINDS = ((128, 96), (128, 160))
 _SPLIT_TILES_OF_KINDS = (64, 128)
 """The same of other kinds than FP8 with BF16 results."""
 

@@ -26,6 +26,17 @@ from deep_tile.config import SMEM_LIMIT_BYTES
 DTYPE_BYTES = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4}
 """Element types of the tensor cores, and the bytes of one operand's element."""
 
+
+def operand_dtype(dtype: str) -> str:
+    """Of the operands of a kind of product, whose name begins with it (`kinds.KINDS`); of another dtype itself."""
+    return dtype.partition("_")[0]
+
+
+def operand_bytes_of(dtype: str) -> int:
+    """Of one operand's element of a dtype or a kind of product. Raises KeyError for another."""
+    return DTYPE_BYTES[operand_dtype(dtype)]
+
+
 MEASURABLE = ("hbm_tbps", "l2_tbps", "hbm_latency_ns", "l2_latency_ns", "launch_us", "fp8_tflops")
 """Fields that `doctor --measure` stores and `for_device` prefers to a preset's."""
 
@@ -82,7 +93,8 @@ class Hardware:
     sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     def tflops(self, dtype: str) -> float:
-        """Tensor rate under real loads: the share of the datasheet's rate that FP8 was measured to keep.
+        """Tensor rate under real loads, of a dtype or a kind of product: the share of the datasheet's rate that FP8 was
+        measured to keep.
 
         Raises:
             ValueError: the tensor cores do not multiply this dtype, or the rate is not known here.
@@ -91,6 +103,7 @@ class Hardware:
 
     def peak(self, dtype: str) -> float:
         """Dense tensor rate of the datasheet, TFLOPS. Raises ValueError like `tflops`."""
+        dtype = operand_dtype(dtype)
         if dtype not in self.peak_tflops:
             known = ", ".join(self.peak_tflops)
             raise ValueError(f"dtype is {dtype!r}; {self.name} has tensor rates for {known}")

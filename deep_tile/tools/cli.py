@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 import deep_tile
-from deep_tile.kinds import GROUPINGS
+from deep_tile.kinds import GROUPINGS, KINDS
 from deep_tile.method import groups, report
 from deep_tile.select.hardware import DTYPE_BYTES, H200, PRESETS
 from deep_tile.tools.compile import clear_cache, compile_kernels, show_cache
@@ -186,7 +186,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--rows", type=_positive, metavar="R", help="of a group, in the mean")
     text = "how groups lie: one after the other, or with rows of their own; default: %(default)s"
     command.add_argument("--grouping", choices=_GROUPINGS, default=_GROUPINGS[0], help=text)
-    command.add_argument("--dtype", choices=DTYPE_BYTES, default="fp8", help="of the operands; default: %(default)s")
+    command.add_argument(
+        "--dtype", choices=dict.fromkeys((*DTYPE_BYTES, *KINDS)), default="fp8", help="or kind; default: %(default)s"
+    )
     command.add_argument(
         "--hardware", default="H200", help=f"one of {', '.join(PRESETS)}, or the driver's name; default: %(default)s"
     )

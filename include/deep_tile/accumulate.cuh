@@ -26,11 +26,29 @@ class Accumulate {
     __device__ __forceinline__ PipelineState<config.stages> end() const { return math_.end(); }
 
     // Makes `sums` this block's part of a tile, whose first stage has been acquired. If there are `more` tiles, acquires
-    // the next one's.
+    // the next one's. meanwhile(0) is called while the first WGMMAs run.
     template <typename Meanwhile>
-    __device__ __forceinline__ void multiply(Accumulators<config>& sums, int, bool more, Meanwhile) {
+    __device__ __forceinline__ void multiply(Accumulators<config>& sums, int, bool more, Meanwhile meanwhile) {
+        if constexpr (config.integer_sums) {
+            MmaSums integers;
+            add_up(integers, more, meanwhile);
+#pragma unroll
+            for (int i = 0; i < config.chunks * (config.mma_n / 2); ++i) {
+                (&sums[0][0][0])[i] = static_cast<float>((&integers[0][0][0])[i]);
+            }
+        } else {
+            add_up(sums, more, meanwhile);
+        }
+    }
+
+   private:
+    using MmaSums = MmaSum<config>[config.chunks_m][config.chunks_n][config.mma_n / 2];
+
+    template <typename Meanwhile>
+    __device__ __forceinline__ void add_up(MmaSums& sums, bool more, Meanwhile meanwhile) {
         pin_all(sums);
         math_.template begin_sums<true>(sums);
+        meanwhile(0);
         for (int left = math_.steps(); left > 1; --left) {
             const int stage = math_.stage(), slot = math_.slot();
             math_.advance();
@@ -47,8 +65,7 @@ class Accumulate {
         math_.release(stage, slot);
     }
 
-   private:
-    static __device__ __forceinline__ void pin_all(Accumulators<config>& sums) {
+    static __device__ __forceinline__ void pin_all(MmaSums& sums) {
 #pragma unroll
         for (int i = 0; i < config.chunks; ++i) pin(sums[i / config.chunks_n][i % config.chunks_n]);
     }

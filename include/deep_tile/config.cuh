@@ -31,6 +31,7 @@ struct GemmConfig {
     int store_columns, store_rows, store_swizzle, boxes, store_chunks, boxes_at_once, store_buffers;
     bool tma_store;
     bool by_offs, by_counts;
+    bool integer_sums, row_scales;
     Format out_format;
     int out_bytes;
     int smem_bytes;
@@ -87,6 +88,10 @@ template <typename Then, typename Else>
 struct Conditional<false, Then, Else> {
     using type = Else;
 };
+
+// What WGMMA adds up in.
+template <GemmConfig config>
+using MmaSum = typename Conditional<config.integer_sums, int, float>::type;
 
 // Sums that the other blocks of a split-K cluster send: one slot per sender, four registers of each thread adjacent.
 template <GemmConfig config, bool split = (config.split_k > 1)>

@@ -32,6 +32,7 @@
 #pragma once
 
 #include "barriers.cuh"
+#include "finish.cuh"
 #include "mainloop.cuh"
 #include "operands.cuh"
 #include "reduce.cuh"
@@ -67,8 +68,11 @@ __device__ __forceinline__ void consume_width(const GemmParams& params, SharedSt
             loop.multiply(sums, tile.out_column(), left > 1, [&](int chunk) { epilogue.store_chunk(sums, chunk); });
             epilogue.store_chunk(sums, config.store_chunks - 1);
         } else {
-            loop.multiply(sums, tile.out_column(), left > 1, [](int) {});
-            epilogue.template store<0>(sums, tile.out_row() + first_row, tile.out_column(), group_end<config>(tile));
+            const int row = tile.out_row() + first_row, column = tile.out_column();
+            Finish<config> finish;
+            loop.multiply(sums, column, left > 1, [&](int) { finish.begin(params, row, column); });
+            finish.apply(sums);
+            epilogue.template store<0>(sums, row, column, group_end<config>(tile));
         }
         if (--left == 0) break;
         if constexpr (config.chunks > 1) tile = tiles.next();
@@ -119,9 +123,12 @@ __device__ __forceinline__ void consume_split(const GemmParams& params, SharedSt
         const Tile<config> tile = tiles.next();
         Accumulators<config> sums = {};
         if (loop.steps() > 0) {
+            Finish<config> finish;
             loop.acquire();
             loop.begin_tile();
-            loop.multiply(sums, tile.out_column(), false, [](int) {});
+            loop.multiply(sums, tile.out_column(), false,
+                          [&](int) { finish.begin(params, tile.out_row() + first_row, tile.out_column()); });
+            finish.apply(sums);
         }
         reduction.send(sums);
         reduction.await();

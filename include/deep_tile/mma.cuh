@@ -1,7 +1,7 @@
 // One K block of one warpgroup: WGMMA over 128 bytes of K, then promotion of the result to scaled FP32.
 //
 // FP8 WGMMA keeps about 14 bits while it accumulates, so its sum runs over one K block only and is then added, scaled,
-// to FP32 registers. Both operands are read from shared memory, and the other warpgroup keeps the tensor cores busy
+// to FP32 registers. Sums of INT8 are exact, and are turned into FP32 on the way. Both operands are read from shared memory, and the other warpgroup keeps the tensor cores busy
 // during promotion (A through registers lost 16 %; H200, 2026-11-21).
 #pragma once
 
@@ -27,9 +27,15 @@ __device__ __forceinline__ void pin(float (&registers)[count]) {
     for (int i = 0; i < count; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+template <int count>
+__device__ __forceinline__ void pin(int (&registers)[count]) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
 // One WGMMA chain per scale block of a stage.
 template <GemmConfig config>
-using Blocks = float[config.scale_blocks][config.mma_n / 2];
+using Blocks = MmaSum<config>[config.scale_blocks][config.mma_n / 2];
 
 constexpr int mma_k_bytes = 32;
 
@@ -101,7 +107,7 @@ __device__ __forceinline__ void begin_blocks(Blocks<config>& blocks, const Stage
 // Adds a[64, ...] * b[mma_n, ...]^T over all of a stage's K to `sum`, or begins it with that, where it is the `first`:
 // without promotion, WGMMA's own sums are the tile's. The caller fences and commits.
 template <GemmConfig config, bool first>
-__device__ __forceinline__ void add_products(float (&sum)[config.mma_n / 2], const Descriptors<config>& descriptors) {
+__device__ __forceinline__ void add_products(MmaSum<config> (&sum)[config.mma_n / 2], const Descriptors<config>& descriptors) {
 #pragma unroll
     for (int i = 0; i < config.scale_blocks; ++i) {
 #pragma unroll
@@ -123,14 +129,14 @@ __device__ __forceinline__ void finish_blocks(Blocks<config>& blocks) {
 // thread's two rows; `column` is the block's first column in the tile, whose own lies `shift` column groups into its
 // scale block, if that is known.
 template <GemmConfig config, int shift>
-__device__ __forceinline__ void promote(float (&sum)[config.mma_n / 2], const float (&block)[config.mma_n / 2],
+__device__ __forceinline__ void promote(float (&sum)[config.mma_n / 2], const MmaSum<config> (&block)[config.mma_n / 2],
                                         const float (&row_scale)[2], const float (&column_scale)[config.b_scale_slots],
                                         int column) {
 #pragma unroll
     for (int i = 0; i < config.mma_n / 2; ++i) {
         const int row = i / 2 % 2;
         const int slot = (shift * config.column_group + column + i / 4 * 8) / config.b_scale_columns;
-        sum[i] += row_scale[row] * column_scale[slot] * block[i];
+        sum[i] += row_scale[row] * column_scale[slot] * static_cast<float>(block[i]);
     }
 }
 

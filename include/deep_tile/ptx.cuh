@@ -271,6 +271,13 @@ __device__ __forceinline__ uint4 ld_shared_v4(u32 smem) {
     return value;
 }
 
+// Where it stands: a load that the compiler may not move to where its value is needed.
+__device__ __forceinline__ float ld_global(const float* address) {
+    float value;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ void st_shared_v2(u32 smem, float first, float second) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem), "f"(first), "f"(second) : "memory");
 }

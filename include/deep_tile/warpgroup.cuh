@@ -104,7 +104,7 @@ class MathWarpgroup {
 
     // Begins those of the present stage, all of them, added to the tile's sums; the `first` ones begin these.
     template <bool first>
-    __device__ __forceinline__ void begin_sums(float (&sums)[config.chunks_m][config.chunks_n][config.mma_n / 2]) const {
+    __device__ __forceinline__ void begin_sums(MmaSum<config> (&sums)[config.chunks_m][config.chunks_n][config.mma_n / 2]) const {
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < config.chunks; ++i) {
