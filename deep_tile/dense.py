@@ -215,7 +215,7 @@ def scaled_gemm(
 def _multiply(operands: tuple[torch.Tensor, ...], out: torch.Tensor | None, options: tuple) -> torch.Tensor:
     """A call outside of tracing; `options` are equal to an `_Options`."""
     try:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, out)):
             _refuse_gradients(options[0], operands, out)
         if out is None:
             out = _empty_out(operands, _Options(*options))
@@ -359,6 +359,10 @@ def _checked_options(options: _Options, operands, out) -> _Options:
     _check_formats(options, operands, out)
     a, b = _matrices(operands)
     api.check_sizes(a, b)
+    if a.shape[1] * a.element_size() > api.MAX_SIZE:
+        raise ValueError(
+            f"k is {a.shape[1]}; of {a.dtype} at most {api.MAX_SIZE // a.element_size()}: split the product"
+        )
     api.check_operand_strides(a=a, b=b)
     if len(operands) == 4:
         for name, scale in (("a", operands[1]), ("b", operands[3])):
