@@ -19,7 +19,7 @@ from deep_tile.select.streaming import WARP, Reduction, derive_reduction
 SOURCE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of an element, by the names of `codegen.CAST_FORMATS`."""
 
-READ_ELEMENTS = {"plain": 1, "listed": 1, "spread": 1, "silu_mul": 2}
+READ_ELEMENTS = {"plain": 1, "listed": 1, "silu_mul": 2}
 """Of x for one of out at most, by what is cast, as `codegen.CastKernel` has it."""
 
 PLACES = params.places(("x", "out", "scale"))
@@ -86,12 +86,6 @@ COMBINE = CombineKernel(threads=256, rows_at_once=4, blocks_per_sm=4)
 """64 KB of reads under way on each SM, twice of what `streaming.bytes_in_flight_needed` says, since each waits for its
 index before. More blocks would leave too few registers: 16 hold what is read, 8 the sums."""
 
-SPREAD_THREADS = 1024
-"""In one thread block per SM, as each reads the whole index."""
-
-SPREAD_MIN_ELEMENTS = 2**22
-"""Of out: below that, blocks would read an index no longer than it takes others to cast all of its rows."""
-
 StreamingKernel = CastKernel | CombineKernel
 
 _loaded: dict[tuple[StreamingKernel, int], _launcher.Kernel] = {}
@@ -113,22 +107,8 @@ def choose(
 ) -> tuple[CastKernel, int]:
     """The kernel for a cast, and how many thread blocks to launch. The size matters to the number alone."""
     walls = roofline(block_rows, source, rows, columns, replace(H200, num_sms=num_sms), what)
-    if what == "spread":
-        blocks = ceil_div(rows * ceil_div(columns, SCALE_BLOCK) * walls.threads_per_row, SPREAD_THREADS)
-        return CastKernel(1, source, what, SPREAD_THREADS, walls.threads_per_row, 1), min(num_sms, blocks)
     kernel = CastKernel(block_rows, source, what, walls.warps * WARP, walls.threads_per_row, walls.blocks_per_sm)
     return kernel, walls.grid
-
-
-def spreads(rows: int, columns: int, x_rows: int, num_sms: int) -> bool:
-    """Whether each row of x is cast once and written several times, rather than cast for each row of out.
-
-    Worth it where an index names rows twice on the average, and there is enough to write.
-    """
-    is_large = rows * columns >= max(
-        SPREAD_MIN_ELEMENTS, num_sms * SPREAD_THREADS * 16
-    )  # for all SMs, so with all heads
-    return is_large and rows >= 2 * x_rows and x_rows <= params.MOST_SPREAD_ROWS * num_sms
 
 
 def choose_combine(tokens: int, columns: int, num_sms: int) -> tuple[CombineKernel, int]:
@@ -146,7 +126,7 @@ def cast_kernels() -> list[CastKernel]:
     """Those of casts."""
     kinds = [
         *((block_rows, source, "plain") for block_rows in (1, SCALE_BLOCK) for source in SOURCE_BYTES),
-        *((1, source, what) for what in ("listed", "spread") for source in SOURCE_BYTES),
+        *((1, source, "listed") for source in SOURCE_BYTES),
         *((1, source, "silu_mul") for source in SOURCE_BYTES if SOURCE_BYTES[source] == 2),
     ]
     return [choose(rows, source, 1, SCALE_BLOCK, H200.num_sms, what)[0] for rows, source, what in kinds]

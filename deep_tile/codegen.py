@@ -130,7 +130,7 @@ class CastKernel(NamedTuple):
     Attributes:
         block_rows: 1 or 128, rows that share a scale with each other and with 128 columns.
         source: format of the input, a key of `CAST_FORMATS`.
-        what: is cast, a key of `CAST_SOURCES`, or "spread"; of 128 rows "plain".
+        what: is cast, a key of `CAST_SOURCES`; of 128 rows "plain".
         threads: of a thread block.
         threads_per_scale: threads that meet in one scale: part of a warp for 1x128, the thread block for 128x128.
         blocks_per_sm: thread blocks that must fit into an SM's registers at once.
@@ -153,8 +153,7 @@ CAST_FORMATS = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32"}
 """Formats that can be cast to FP8, by the names they have in quantize.cuh."""
 
 CAST_SOURCES = {"plain": "Plain", "listed": "Listed", "silu_mul": "SiluMul"}
-"""What can be cast: all rows, rows by an index or of groups, a product of a row's halves; likewise. Those that an index
-names often, "spread", have a kernel of their own."""
+"""What can be cast: all rows, rows by an index or of groups, a product of a row's halves; likewise."""
 
 
 def cast_source(kernel: CastKernel) -> str:
@@ -170,19 +169,14 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_pe
 """
     if kernel.what == "plain":
         return "\n".join([params.CAST.text, _headers("quantize.cuh"), entry])
-    sizes = f"""\
-constexpr unsigned cast_groups = {params.MOST_CAST_GROUPS}, spread_heads = {params.MOST_SPREAD_ROWS};
-"""
-    header = "spread.cuh" if kernel.what == "spread" else "experts.cuh"
-    return "\n".join([params.CAST_OF_ROWS.text, sizes, _headers(header), entry])
+    groups = f"constexpr unsigned cast_groups = {params.MOST_CAST_GROUPS};\n"
+    return "\n".join([params.CAST_OF_ROWS.text, groups, _headers("experts.cuh"), entry])
 
 
 def _cast_function(kernel: CastKernel) -> str:
     arguments = f"deep_tile::{CAST_FORMATS[kernel.source]}, {kernel.threads_per_scale}"
     if kernel.block_rows > 1:
         return f"cast_tiles<{arguments}>"
-    if kernel.what == "spread":
-        return f"cast_spread<{arguments}, {kernel.threads}>"
     return f"cast_rows<deep_tile::{CAST_SOURCES[kernel.what]}, {arguments}>"
 
 

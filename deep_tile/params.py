@@ -313,6 +313,3 @@ COMBINE = Params(
 
 MOST_CAST_GROUPS = 1024
 """Whose counts of living rows a cast holds in shared memory."""
-
-MOST_SPREAD_ROWS = 4096
-"""Rows of x among which a thread block of a cast that spreads them looks up what it has found."""

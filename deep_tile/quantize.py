@@ -472,8 +472,6 @@ def rows_launch(
     num_sms = launches.num_sms(device)
     layout = rows_layout(_layout(x, options, out, scale), options, len(x), group_rows, lists)
     what = "listed" if options.gating is None else "silu_mul"
-    if "rows" in lists and layout.aligned and cast.spreads(*out.shape, len(x), num_sms):
-        what = "spread"
     kernel, grid = cast.choose(1, _KERNEL_SOURCES[x.dtype], *out.shape, num_sms, what)
     _check_capture(kernel, device)
     return cast.prepare_launch(kernel, grid, device, layout, **cast.operands_of_rows(options.lists))

@@ -178,7 +178,6 @@ def poisoned_targets(x, options, lists):
 
 def launch_on_rows(launch, kernel, x, options, lists, group_rows, out, scale, grid=2):
     layout = quantize.rows_layout(quantize._layout(x, options, out, scale), options, len(x), group_rows, lists)
-    assert layout.aligned or kernel.what != "spread"
     places = kernels.operands_of_rows(options.lists)["places"]
     launch(kernel, grid, layout, x, out, scale, *lists.values(), places=places)
 
@@ -261,46 +260,6 @@ def test_rows_by_an_index(launch, kernel, dtype, lists):
         x = wide_matrix(9, k, DTYPES[kernel.source])
         for rows in (index, index.flip(0)):
             assert_rows_as_defined(launch, kernel, x, {}, {"rows": rows, **int32(**lists)})
-
-
-@each_kernel("spread")
-@EACH_OPTION
-@pytest.mark.parametrize("grid", [2, 3, 5, 8])
-def test_spread_rows(launch, kernel, options, grid):
-    """Of one stripe of columns, of two, of four, of the last block in part; classes with rows and without."""
-    for (tokens, k), dtype in itertools.product([(9, 128), (21, 256), (5, 512), (1, 264)], [torch.int32, torch.int64]):
-        limits = torch.iinfo(dtype)
-        lies = torch.tensor([-1, tokens, 0, tokens - 1, limits.min, limits.max, 2**32 if dtype == torch.int64 else 0])
-        rows = torch.cat([torch.randint(0, tokens, (90,)), lies]).to(dtype)
-        x = wide_matrix(tokens, k, DTYPES[kernel.source])
-        assert_rows_as_defined(launch, kernel, x, options, {"rows": rows}, grid=grid)
-
-
-@each_kernel("spread")
-@pytest.mark.parametrize("ends", [[3, 3, 40], [0], [-5], [2**31 - 1]], ids=str)
-def test_dead_rows_of_what_is_spread(launch, kernel, ends):
-    x = wide_matrix(7, 256, DTYPES[kernel.source])
-    rows = torch.randint(0, 7, (65,))
-    assert_rows_as_defined(launch, kernel, x, {}, {"rows": rows, **int32(offs=ends)})
-
-
-SPREAD_INDICES = {
-    "each as often": lambda: torch.arange(8200) % 5,
-    "one by far most often": lambda: (torch.arange(8200) - 8100).clamp(min=0) % 5,
-    "mostly of no row": lambda: torch.where(torch.arange(8200) % 3 == 0, torch.arange(8200) % 5, -1),
-    "only in one class": lambda: torch.arange(8200) % 3 * 2,
-    "in one class at the end": lambda: (
-        torch.where(torch.arange(8200) < 4100, torch.arange(8200), torch.arange(8200) * 2) % 6
-    ),
-}
-"""Of more rows than a thread block has slots for, of an `x` with 6 rows."""
-
-
-@each_kernel("spread")
-@pytest.mark.parametrize("rows", SPREAD_INDICES.values(), ids=SPREAD_INDICES)
-def test_many_rows_that_are_spread(launch, kernel, rows):
-    x = wide_matrix(6, 8, DTYPES[kernel.source])
-    assert_rows_as_defined(launch, kernel, x, {}, {"rows": rows()})
 
 
 @each_kernel("listed")

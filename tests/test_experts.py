@@ -293,59 +293,6 @@ def test_listed_rows_that_are_dead(device):
     assert_dead(targets, slice(31, None))
 
 
-SPREAD_ROWS = 8192
-SPREADS = {
-    "drawn": lambda: torch.randint(0, 300, (SPREAD_ROWS,)),
-    "each as often": lambda: torch.randperm(SPREAD_ROWS) // 28,
-    "padded with one row": lambda: torch.randint(0, 300, (SPREAD_ROWS,)) * (torch.rand(SPREAD_ROWS) < 0.4),
-    "padded with none": lambda: torch.where(torch.rand(SPREAD_ROWS) < 0.4, torch.randint(0, 300, (SPREAD_ROWS,)), -1),
-    "all the same": lambda: torch.full((SPREAD_ROWS,), 299),
-    "one class": lambda: torch.randint(0, 3, (SPREAD_ROWS,)) * 132,
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("rows", SPREADS.values(), ids=SPREADS)
-def test_rows_named_often_are_spread(dtype, rows):
-    """By a kernel of their own, which writes the bits of the other, and of dead rows nothing."""
-    device = torch.cuda.current_device()
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    for k, index_dtype in ((1024, torch.int32), (1032, torch.int64), (640, torch.int32)):
-        x, index = random_matrix(300, k).clamp(-6e4, 6e4).to(dtype), rows().to(index_dtype)
-        wanted = per_token_cast_to_fp8(x, rows=index)
-        assert kernels.spreads(SPREAD_ROWS, k, 300, num_sms)
-        for layout in ("row", "m_aligned"):
-            got = per_token_cast_to_fp8(x.cuda(), rows=index.cuda(), scale_layout=layout)
-            assert_same([y.cpu().contiguous() for y in got], wanted)
-        for live in (5001, 0):
-            targets = poisoned(SPREAD_ROWS, k, device="cuda")
-            offs = int32(7, live, device="cuda")
-            per_token_cast_to_fp8(x.cuda(), rows=index.cuda(), offs=offs, **targets)
-            assert_same([y.cpu()[:live] for y in targets.values()], [y[:live] for y in wanted])
-            assert_dead(targets, slice(live, None))
-    source = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    assert kernels.is_loaded(kernels.choose(1, source, SPREAD_ROWS, 1024, num_sms, "spread")[0], device)
-
-
-@pytest.mark.gpu
-def test_more_rows_are_spread_than_there_is_room_for():
-    """Of an index that all blocks pass by in parts, of more rows than one class holds, and of few columns."""
-    num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    for tokens, rows, k in ((3, 2**20, 8), (150_000, 400_000, 16), (5000, 2**18, 128)):
-        x, index = random_matrix(tokens, k).bfloat16(), torch.randint(-1, tokens, (rows,))
-        assert kernels.spreads(rows, k, tokens, num_sms)
-        got = per_token_cast_to_fp8(x.cuda(), rows=index.cuda())
-        assert_same([y.cpu() for y in got], per_token_cast_to_fp8(x, rows=index))
-
-
-def test_which_rows_are_spread():
-    assert kernels.spreads(16384, 2048, 2048, 132)
-    assert not kernels.spreads(16384, 2048, 8193, 132)  # named less than twice
-    assert not kernels.spreads(1024, 2048, 128, 132)  # little to write
-    assert not kernels.spreads(2**21, 128, 4096 * 132 + 1, 132)  # more than all blocks can look up
-
-
 @DEVICES
 def test_a_step_between_two_products(device):
     """Tokens are sorted by expert and cast, and what a product made of them is gated and cast."""
