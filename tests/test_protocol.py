@@ -476,7 +476,7 @@ SYNCHRONIZING_CALLS = {
     "cp_async": 2,
     "cp_async_bulk_commit_group": 2,
     "cp_async_bulk_load": 1,
-    "cp_async_bulk_tensor_load": 1,
+    "cp_async_bulk_tensor_load": 2,
     "cp_async_bulk_tensor_load_multicast": 1,
     "cp_async_bulk_tensor_store": 1,
     "cp_async_bulk_wait_group_read": 2,
@@ -490,10 +490,15 @@ SYNCHRONIZING_CALLS = {
     "setmaxnreg_inc": 1,
     "st_async": 1,
     "wait": 8,
-    "wgmma_commit_group": 1,
-    "wgmma_wait_group": 1,
+    "wgmma_commit_group": 2,
+    "wgmma_wait_group": 3,
 }
-"""Places in the kernel's headers that call what the model has as an operation."""
+"""Places in the kernel's headers that call what the model has as an operation.
+
+The model is of FP8 products without groups. The second load is that of a group's quarters of a box, which the same
+arrival announces. The other WGMMAs are those of accumulate.cuh, which gives a stage back when all but the latest group
+have ended, as the model's loops do.
+"""
 
 
 def test_the_kernel_synchronizes_where_the_model_does():
