@@ -1,11 +1,13 @@
 """Fits the selector's time model to a search and writes deep_tile/select/times/fp8.json.
 
     PYTHONPATH=. python benchmarks/calibrate.py benchmarks/results/search_h200.json \\
-        --chains benchmarks/results/search_chain_h200.json
+        --chains benchmarks/results/search_chain_h200.json --alone benchmarks/results/alone_h200.json
 
 No GPU. The two coefficients of each config, three where `b` stays, minimise the logarithm of predicted over measured
 time; the constants that all configs share are those of SHARED. Shapes where the model's choice loses are listed, with
-the best config: the fastest when launched alone, or, where search_chain.py timed it in chains as well, by both. Prints
+the best config: the fastest when launched alone, or, where search_chain.py timed it in chains as well, by both. Of large
+products, which the power limit binds, back-to-back runs of bench_gemm.py decide, each config in a power state of its
+own. Prints
 the model's error, and what the choices lose against the fastest config measured.
 """
 
@@ -40,6 +42,9 @@ CONTENDER = 0.5
 WORTH = 1.005
 """How much faster than the model's choice a measured config must be to be listed. In two other searches, choices made
 with 1.01 lost up to 0.1 % more, and those made with 1.003 as much (H200, 2026-11-21)."""
+
+WORTH_ALONE = 1.015
+"""The same of back-to-back runs, beyond which a choice made in turns is wrong for a GPU of one's own."""
 
 
 def fit(config: GemmConfig, times: dict[Shape, float], fastest: dict[Shape, float]) -> list[float]:
@@ -104,6 +109,19 @@ def better_choices(searched: Searched, chains: Searched) -> dict[str, str]:
     return choices
 
 
+def alone_choices(path: Path) -> dict[str, str]:
+    """By bucket, the config that takes the least time back to back, where that is WORTH_ALONE less than the choice's."""
+    choices = {}
+    for entry in store.load(path)["shapes"]:
+        times = {name: result["sustained_us"] for name, result in entry["results"].items() if "sustained_us" in result}
+        chosen = times.pop("deep_tile")
+        ours = {name: us for name, us in times.items() if name.startswith("fp8_gemm_")}
+        best = min(ours, key=ours.get)
+        if chosen > WORTH_ALONE * ours[best]:
+            choices[bucket_key(bucket_of(Shape(entry["m"], entry["n"], entry["k"])))] = best
+    return choices
+
+
 def report(searched: Searched) -> str:
     """How well the calibration on disk predicts the search, and what following its choices costs."""
     figures = summary(compare(searched))
@@ -122,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("search", type=Path, help="JSON file of search.py")
     parser.add_argument("--chains", type=Path, required=True, help="JSON file of search_chain.py")
+    parser.add_argument("--alone", type=Path, required=True, help="JSON file of bench_gemm.py --sustained")
     arguments = parser.parse_args()
     path = arguments.search
     searched, chains = load_search(path), load_search(arguments.chains, "us_per_launch")
@@ -135,7 +154,7 @@ def main() -> None:
         model["configs"][config.name] = [round(value, 4) for value in fit(config, times, fastest)]
     write(model)
     print("model alone:", report(searched))
-    write({**model, "choices": better_choices(searched, chains)})
+    write({**model, "choices": better_choices(searched, chains) | alone_choices(arguments.alone)})
     print("with choices:", report(searched))
     print("in chains:", report_losses(chains))
 

@@ -1,4 +1,4 @@
-"""Draws the figures of docs/method.md from the model and the stored search. No GPU:
+"""Draws the figures of docs/method.md and docs/experts.md from the model and the stored results. No GPU:
 
     PYTHONPATH=. python benchmarks/figures.py [--figures docs/figures]
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import predict
+from benchmarks import predict, store
 from deep_tile.config import GemmConfig
 from deep_tile.method import report
 from deep_tile.problem import GemmProblem
@@ -20,6 +20,10 @@ from deep_tile.select.hardware import H200
 
 STAIRS = (2112, 7168)
 """n and k of the figure of waves."""
+
+EXPERTS = store.FOLDER / "grouped_h200_2026-11-23.json"
+EXPERT_DRAWS, EXPERT_WEIGHTS = "Qwen3-30B 128/128 multinomial", (1536, 2048)
+"""Of the figure of experts: tokens routed at random, and n and k."""
 
 STAIR_CONFIGS = ("fp8_gemm_64x64x256_s6_c1x1_b1", "fp8_gemm_128x128x128_s5_c1x1", "fp8_gemm_128x192x128_s4_c1x1_b3")
 
@@ -32,7 +36,32 @@ def draw(folder: Path) -> list[Path]:
     report.plot(report.derivation(64, 4096, 7168), paths[1])
     plot_waves(paths[2])
     predict.plot(predict.compare(predict.load_search()), paths[3])
+    paths.append(folder / "experts.png")
+    plot_experts(paths[-1])
     return paths
+
+
+def plot_experts(path: Path) -> None:
+    """Time of a grouped product against tokens: ours, torch's row-wise one, and the estimate for rows without padding."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    draws = [
+        draw
+        for draw in store.load(EXPERTS)["draws"]
+        if draw["draw"].startswith(EXPERT_DRAWS) and (draw["n"], draw["k"]) == EXPERT_WEIGHTS
+    ]
+    tokens = [int(draw["draw"].split()[-1]) for draw in draws]
+    for name, label in (("torch row-wise", "torch, a scale per row"), ("ours", "deep_tile"), ("limit", "estimate")):
+        style = "--" if name == "limit" else "o-"
+        axes.plot(tokens, [draw["us"][name] for draw in draws], style, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="us")
+    n, k = EXPERT_WEIGHTS
+    axes.set_title(f"128 experts of {n}x{k}, 8 for each token, at random, on an H200")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 def plot_waves(path: Path) -> None:

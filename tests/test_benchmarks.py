@@ -485,3 +485,16 @@ def test_layers_of_experts_are_alike(capsys):
     from deep_tile.integrations import transformers as integration
 
     integration.uninstall()
+
+
+def test_large_products_are_chosen_by_what_they_take_alone(tmp_path):
+    def entry(m, **times):
+        results = {name: {"us": 1.0, "sustained_us": us} for name, us in times.items()}
+        return {"m": m, "n": 4096, "k": 7168, "config": "x", "results": results | {"torch_bf16": {"us": 9.0}}}
+
+    path = tmp_path / "alone.json"
+    far, near = (
+        {"deep_tile": 100.0, "cublaslt_tensor_fast": 90.0, "fp8_gemm_a": us, "fp8_gemm_b": 120.0} for us in (98.0, 99.0)
+    )
+    store.save(path, {"shapes": [entry(4096, **far), entry(8192, **near)]})
+    assert calibrate.alone_choices(path) == {"4096x4096x7168": "fp8_gemm_a"}

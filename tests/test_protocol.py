@@ -508,7 +508,8 @@ def test_the_kernel_synchronizes_where_the_model_does():
     calls = re.findall(r"\b(\w+)(?:<[^;()]*>)?\(", re.sub(r"//.*", "", text))
     assert {name: calls.count(name) for name in SYNCHRONIZING_CALLS} == SYNCHRONIZING_CALLS
     barriers = re.findall(r"mbarrier_init\(.*?, (.+)\);", text)
-    counts = ["1 + warp_threads", "1", "math_warps * (warp_threads + peers)", "math_warps * warp_threads"]
+    scales = "(config.has_scales() ? warp_threads : 0)"
+    counts = [f"1 + {scales}", "1", "math_warps * (warp_threads + peers)", "math_warps * warp_threads"]
     assert barriers == [*counts, "1", "4 * (config.split_k - 1)"]
 
 
