@@ -5,10 +5,9 @@
 
 No GPU. The two coefficients of each config, three where `b` stays, minimise the logarithm of predicted over measured
 time; the constants that all configs share are those of SHARED. Shapes where the model's choice loses are listed, with
-the best config: the fastest when launched alone, or, where search_chain.py timed it in chains as well, by both. Of large
-products, which the power limit binds, back-to-back runs of bench_gemm.py decide, each config in a power state of its
-own. Prints
-the model's error, and what the choices lose against the fastest config measured.
+the best config: the fastest when launched by itself, or, where search_chain.py timed it in chains as well, by both.
+Large products are bound by power: there back-to-back runs of bench_gemm.py decide, each config in a power state of its
+own. Prints the model's error, and what the choices lose against the fastest config measured.
 """
 
 import argparse
@@ -110,7 +109,7 @@ def better_choices(searched: Searched, chains: Searched) -> dict[str, str]:
 
 
 def alone_choices(path: Path) -> dict[str, str]:
-    """By bucket, the config that takes the least time back to back, where that is WORTH_ALONE less than the choice's."""
+    """By bucket, the config that takes the least time back to back, where the choice takes WORTH_ALONE of that."""
     choices = {}
     for entry in store.load(path)["shapes"]:
         times = {name: result["sustained_us"] for name, result in entry["results"].items() if "sustained_us" in result}

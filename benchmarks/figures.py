@@ -42,7 +42,7 @@ def draw(folder: Path) -> list[Path]:
 
 
 def plot_experts(path: Path) -> None:
-    """Time of a grouped product against tokens: ours, torch's row-wise one, and the estimate for rows without padding."""
+    """Time of a grouped product against tokens: ours, torch's row-wise one, and the estimate without padding."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
