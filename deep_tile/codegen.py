@@ -150,7 +150,7 @@ class CastKernel(NamedTuple):
 
 
 CAST_FORMATS = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32"}
-"""Formats that can be cast to FP8, by the names they have in quantize.cuh."""
+"""Formats that can be cast to FP8, by the names they have in formats.cuh."""
 
 CAST_SOURCES = {"plain": "Plain", "listed": "Listed", "silu_mul": "SiluMul"}
 """What can be cast: all rows, rows by an index or of groups, a product of a row's halves; likewise."""

@@ -1,0 +1,101 @@
+// Formats of what is cast to FP8, and its scales: what the casts (quantize.cuh) compute with.
+#pragma once
+
+#include "streaming.cuh"
+
+namespace deep_tile::ptx {
+
+// The larger of two unsigned halves, twice: "max".
+__device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
+    u32 larger;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
+__device__ __forceinline__ float cvt_f32_f16(u16 half) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+    return value;
+}
+
+// 1 / x, rounded: what __frcp_rn does for it, without asking whether x is below 2^-126 or beyond 2^126.
+__device__ __forceinline__ float normal_reciprocal(float x) {
+    float reciprocal;
+    asm("{\n"
+        ".reg .f32 near, error;\n"
+        "rcp.approx.ftz.f32 near, %1;\n"
+        "neg.f32 error, %1;\n"
+        "fma.rn.f32 error, error, near, 0f3F800000;\n"
+        "fma.rn.f32 %0, near, error, near;\n"
+        "}"
+        : "=f"(reciprocal)
+        : "f"(x));
+    return reciprocal;
+}
+
+// Two floats to packed e4m3, round to nearest even; `low` in bits 0 to 7.
+__device__ __forceinline__ u16 cvt_rn_satfinite_e4m3x2(float high, float low) {
+    u16 packed;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+}  // namespace deep_tile::ptx
+
+namespace deep_tile {
+
+// Formats of x: what a word of one or two elements holds. Magnitudes are compared as integers, which orders finite
+// values, infinity and NaN, in this order; so NaN comes through.
+
+struct Halves {
+    using Bits = u16;
+    static __device__ __forceinline__ u32 magnitude(u32 word) { return word & 0x7fff7fff; }
+    static __device__ __forceinline__ u32 larger(u32 a, u32 b) { return ptx::max_u16x2(a, b); }
+    static __device__ __forceinline__ u16 largest(u32 word) { return max(word >> 16, word & 0xffff); }
+};
+
+struct BFloat16 : Halves {
+    static __device__ __forceinline__ float value(u16 bits) { return __uint_as_float(u32(bits) << 16); }
+};
+
+struct Float16 : Halves {
+    static __device__ __forceinline__ float value(u16 bits) { return ptx::cvt_f32_f16(bits); }
+};
+
+struct Float32 {
+    using Bits = u32;
+    static __device__ __forceinline__ u32 magnitude(u32 word) { return word & 0x7fffffff; }
+    static __device__ __forceinline__ u32 larger(u32 a, u32 b) { return max(a, b); }
+    static __device__ __forceinline__ u32 largest(u32 word) { return word; }
+    static __device__ __forceinline__ float value(u32 bits) { return __uint_as_float(bits); }
+};
+
+// x / divisor, given 1 / divisor rounded, and that once more as `correction`: rounded as IEEE wants it, by Markstein's
+// correction of the rounded product, good where nothing underflows. A quarter of the instructions of `/`. Where
+// `correction` is 0, it is that product: an argument, which costs nothing where the other way is taken. The remainder is
+// taken the other way round, so that of zero it is +0, and -0 less it is -0.
+__device__ __forceinline__ float divide(float x, float divisor, float reciprocal, float correction) {
+    const float quotient = x * reciprocal;
+    return fmaf(-fmaf(divisor, quotient, -x), correction, quotient);
+}
+
+struct Scale {
+    float value, reciprocal, correction;
+};
+
+// From the magnitude, as the bits of a float, of a block's largest element. Infinity counts as NaN.
+__device__ __forceinline__ Scale make_scale(u32 magnitude, const CastParams& params) {
+    constexpr float fp8_max = 448.0f, one_448th = 1.0f / fp8_max;  // 448 is 1.75 * 2^8
+    constexpr u32 infinity = 0x7f800000, nan = 0x7fffffff;
+    const u32 amax = max(magnitude, __float_as_uint(params.amax_floor));
+    const u32 bits = amax < infinity ? amax : nan;
+    float value = divide(__uint_as_float(bits), fp8_max, one_448th, params.correction * one_448th);
+    if (params.pow2_scale && bits < infinity) {
+        // 2^8 less than amax without its mantissa, and twice that if the mantissa is beyond that of 1.75, 0x600000.
+        value = __uint_as_float(((bits + 0x1fffff) & infinity) - (8 << 23));
+    }
+    const float reciprocal = ptx::normal_reciprocal(value);  // amax_floor is at least 2^-80
+    return {value, reciprocal, params.correction * reciprocal};
+}
+
+}  // namespace deep_tile
