@@ -19,6 +19,7 @@ sys.path.append(str(ROOT))  # Appended: an installed deep_tile still comes first
 from benchmarks import (  # noqa: E402
     bench_gemm,
     bench_overhead,
+    bench_unseen,
     calibrate,
     measured,
     predict,
@@ -498,3 +499,37 @@ def test_large_products_are_chosen_by_what_they_take_alone(tmp_path):
     )
     store.save(path, {"shapes": [entry(4096, **far), entry(8192, **near)]})
     assert calibrate.alone_choices(path) == {"4096x4096x7168": "fp8_gemm_a"}
+
+
+def test_unseen_shapes_are_drawn_by_their_seed():
+    drawn = bench_unseen.draw(3, 400)
+    assert drawn == bench_unseen.draw(3, 400) != bench_unseen.draw(4, 400)
+    assert {(shape.n, shape.k) for shape in drawn} == set(bench_unseen.LAYERS)
+    known = {(shape.n, shape.k) for name in ("searched", "unseen") for shape in select_shapes(name)}
+    assert not known & set(bench_unseen.LAYERS)
+    assert min(shape.m for shape in drawn) < 5 and 8192 < max(shape.m for shape in drawn) <= bench_unseen.MOST_TOKENS
+    above = {shape.m for shape in bench_unseen.draw(3, 400, above=64)}
+    assert above <= set(range(129, 1026, 64)) and {129, 1025} <= above
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_unseen_shapes_are_measured_until_the_time_is_over(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench_unseen, "is_available", lambda: (True, "made up"))
+    monkeypatch.setattr(bench_unseen, "describe_run", lambda: {"gpu": "none", "date": "2026-11-21"})
+    monkeypatch.setattr(bench_unseen, "LAYERS", ((160, 272), (136, 144)))
+    monkeypatch.setattr(bench_unseen, "MOST_TOKENS", 40)
+    out = tmp_path / "unseen.json"
+    assert bench_unseen.main(["--seed", "5", "--count", "3", "--out", str(out)]) == 0
+    run = store.load(out)
+    assert (run["meta"]["seed"], run["meta"]["scale_layout"], len(run["shapes"])) == (5, "m_aligned", 3)
+    assert "m<=128" in capsys.readouterr().out
+    assert bench_unseen.main(["--seed", "5", "--count", "3", "--seconds", "0", "--out", str(out)]) == 0
+    assert store.load(out)["shapes"] == []
+
+
+def test_unseen_choices_are_held_against_every_config():
+    times = {"deep_tile": 12.0, "cublaslt_block": 20.0, "fp8_gemm_a": 12.1, "fp8_gemm_b": 11.0}
+    row = {"m": 5, "n": 4, "k": 3, "config": "fp8_gemm_a", "results": {name: {"us": us} for name, us in times.items()}}
+    assert bench_unseen.losses([row]) == [12.1 / 11]
+    assert bench_unseen.ratios([row], "cublaslt_block") == {"m<=128": [0.6]}
+    assert bench_unseen.percentile([1.0, 2.0, 3.0], 0.95) == 3.0
