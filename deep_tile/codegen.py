@@ -81,10 +81,11 @@ def _immediates(config: GemmConfig) -> str:
 
 _FIELDS = (
     *("block_m", "block_n", "block_k", "k_bytes", "narrow_n", "buffer_n", "stages"),
-    *("cluster_m", "cluster_n", "split_k", "scale_blocks"),
+    *("cluster_m", "cluster_n", "split_k", "scale_blocks", "scales_at_once"),
     *("math_warpgroups", "scale_warps", "store_warps", "threads", "math_registers", "producer_registers"),
     *("rows_per_warpgroup", "chunks_m", "chunks_n", "chunks", "mma_n", "block_sets"),
-    *("pairs", "carries_descriptors", "queues_blocks", "ends_apart", "takes_turns", "prefetches_b", "bulk_scales"),
+    *("pairs", "carries_descriptors", "queues_blocks", "ends_apart", "takes_turns", "prefetches_b"),
+    *("bulk_scales", "reads_runs", "reads_any_runs"),
     *("b_stages", "b_slots"),
     *("columns_per_part", "column_group", "column_shifts", "b_scale_columns", "b_scale_slots"),
     *("store_columns", "store_rows", "store_swizzle", "boxes", "store_chunks", "boxes_at_once", "store_buffers"),

@@ -208,6 +208,7 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
         b_tail_rows=b_tail_rows,
         early_b=early_b,
         bulk_scale_rows=bulk_scale_rows(m, layout),
+        scale_runs=scale_runs(problem, config, layout),
         narrow_columns=narrow_columns(config, problem),
         b_scale=b_scale,
         a_scale_stride_m=strides[0],
@@ -253,6 +254,20 @@ def bulk_scale_rows(m: int, layout: Layout) -> int:
     bytes, or none."""
     stride_m, stride_k = layout.a_scale_strides
     return m if layout.a_scale_aligned and stride_m == 1 and stride_k % 4 == 0 else 0
+
+
+def scale_runs(problem: GemmProblem, config: GemmConfig, layout: Layout) -> int:
+    """How scale warps read the scales of `a`: one by one (0), or in runs, by strides (1) or in vectors (2).
+
+    Each block's part of K must be whole runs, and vectors must be aligned.
+    """
+    k_blocks, run = ceil_div(problem.k, SCALE_BLOCK), config.scales_at_once
+    if not config.reads_runs or k_blocks % (run * config.split_k):
+        return 0
+    stride_m, stride_k = layout.a_scale_strides
+    if layout.a_scale_aligned and stride_k == 1 and stride_m % run == 0:
+        return 2
+    return int(config.reads_any_runs)
 
 
 def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> list[tuple[int, str, MapLayout]]:

@@ -74,19 +74,27 @@ class Launch:
 
     Args:
         bulk_scales: the scales of `a` lie so that TMA can copy them.
+        in_runs: scale warps read the scales of several K blocks at once; each block's part of K is whole runs.
         early_b: `b` is requested before `a`.
         warps: of a math process: 4, a warpgroup whose warps act alike, or 1.
     """
 
     def __init__(
-        self, config: GemmConfig, problem: GemmProblem, bulk_scales: bool = True, early_b: bool = False, warps: int = 4
+        self,
+        config: GemmConfig,
+        problem: GemmProblem,
+        bulk_scales: bool = True,
+        in_runs: bool = False,
+        early_b: bool = False,
+        warps: int = 4,
     ):
         self.config, self.problem, self.early_b, self.warps = config, problem, early_b, warps
+        self.in_runs = in_runs
         self.m, self.n, self.k = problem.m, problem.n, problem.k
         self.narrow_columns = narrow_columns(config, problem)
         self.raster_rows = raster_rows(problem)
         self.clusters = grid_size(config, problem) // config.cluster
-        self.bulk_scale_rows = self.m if bulk_scales else 0
+        self.bulk_scale_rows = self.m if bulk_scales and not in_runs else 0
         self.a_tail_rows = tail_rows(self.m, config.block_m, config.cluster_n)
         wide_n = self.n - self.narrow_columns * config.narrow_n
         self.b_tail_rows = tail_rows(wide_n, config.block_n, config.cluster_m)
@@ -460,7 +468,7 @@ def held_of_b(config: GemmConfig, tile: Tile, step: int) -> tuple:
 
 
 class ScaleWarp:
-    """Copies scales by cp.async, of every `scale_warps`-th stage."""
+    """Copies scales by cp.async, of every `scale_warps`-th stage, or reads them in runs and writes them."""
 
     def __init__(self, block: Block, warp: int):
         self.block, self.config, self.warp = block, block.config, warp
@@ -479,9 +487,13 @@ class ScaleWarp:
         return True
 
     def produce_scales(self, requested: bool) -> Program:
+        if requested:
+            yield from self.arrive(self.warp)
+        yield from self.by_runs() if self.block.launch.in_runs else self.by_steps(requested)
+
+    def by_steps(self, requested: bool) -> Program:
         config, steps, position, step = self.config, len(self.block.steps), self.warp, self.warp
         if requested:
-            yield from self.arrive(position)
             step += config.scale_warps
             position += config.scale_warps
         for tile in self.block.tiles:
@@ -494,11 +506,34 @@ class ScaleWarp:
                 position += config.scale_warps
             step -= steps
 
+    def by_runs(self) -> Program:
+        config, steps = self.config, len(self.block.steps)
+        run = config.scales_at_once // config.scale_blocks
+        warps = min(config.scale_warps, 1 + (config.stages - 1) // run)
+        position = step = self.warp * run
+        for number, tile in enumerate(self.block.tiles if self.warp < warps else ()):
+            while step < steps:
+                for i in range(run):
+                    if number > 0 or step + i >= config.scale_warps:
+                        yield from self.write(tile, position + i, self.block.steps[step + i])
+                position += warps * run
+                step += warps * run
+            step -= steps
+
+    def write(self, tile: Tile, position: int, step: int) -> Program:
+        stage, turn = position % self.config.stages, position // self.config.stages
+        yield Wait(self.block.own("empty", stage), turn - 1)
+        yield Use(writes=self.regions(tile, stage, step))
+        yield Arrive(self.block.own("full", stage), WARP)
+
     def copy(self, tile: Tile, stage: int, step: int) -> Program:
+        a, b = self.regions(tile, stage, step)
+        yield Issue("copy", writes=(b,) if scales_in_bulk(self.block.launch, tile) else (a, b))
+
+    def regions(self, tile: Tile, stage: int, step: int) -> tuple[Region, Region]:
         rows = self.config.block_m
         a = Region(self.block.own("a_scale", stage), 0, rows, held_of_a(tile, step))
-        b = Region(self.block.own("b_scale", stage), 0, self.config.b_scale_slots, held_of_scales(tile, step))
-        yield Issue("copy", writes=(b,) if scales_in_bulk(self.block.launch, tile) else (a, b))
+        return a, Region(self.block.own("b_scale", stage), 0, self.config.b_scale_slots, held_of_scales(tile, step))
 
     def arrive(self, stage: int) -> Program:
         """cp.async.mbarrier.arrive: by each lane, when its copies so far have landed."""

@@ -208,6 +208,18 @@ def test_scales_by_tma_or_one_by_one_are_the_same(config, every_kernel):
     assert all(same_bits(outs[0], out) for out in outs)
 
 
+@pytest.mark.parametrize("config", DEFAULT_CONFIGS, ids=lambda c: c.name)
+def test_scales_in_runs_or_one_by_one_are_the_same(config, every_kernel):
+    """Of two runs for each block's part of K, or of one where all of `b` stays."""
+    k = 128 * config.scales_at_once * (1 if config.resident_b else 2 * config.split_k)
+    operands = rearranged(operands_on_gpu(2 * config.block_m + 5, 2 * config.block_n, k), a_scale="row")
+    m, groups = operands.a_scale.shape
+    misaligned = torch.empty(m * groups + 1, device=DEVICE)[1:].view(m, groups).copy_(operands.a_scale)
+    outs = [fp8_gemm(*operands._replace(a_scale=scale), config=config) for scale in (operands.a_scale, misaligned)]
+    assert same_bits(*outs)
+    assert_accurate(outs[0], exact_product(operands))
+
+
 def test_broadcast_scales():
     operands = operands_on_gpu(70, 300, 256)
     a_scale, b_scale = (torch.full((), value, device=DEVICE) for value in (0.5, 3.0))

@@ -161,7 +161,8 @@ def test_sanitizer_case_is_right(case):
 ANY_CONFIGS_FEATURES = (
     *("math_warpgroups", "chunks_m", "chunks_n", "cluster_m", "cluster_n", "multicast", "split_k", "scale_blocks"),
     *("block_sets", "carries_descriptors", "queues_blocks", "ends_apart", "takes_turns", "prefetches_b"),
-    *("column_shifts", "bulk_scales", "pairs", "narrow_n", "resident_b", "math_registers"),
+    *("column_shifts", "bulk_scales", "reads_runs", "reads_any_runs"),
+    *("pairs", "narrow_n", "resident_b", "math_registers"),
     *("scale_warps", "store_warps", "store_columns", "store_rows", "store_chunks", "store_swizzle", "tma_store"),
 )
 DEFAULT_CONFIGS_FEATURES = ("store_buffers", "boxes_at_once", "b_scale_slots")

@@ -17,7 +17,7 @@ from test_launcher import (
 )
 
 from deep_tile import jit, params, plan
-from deep_tile.config import ceil_div
+from deep_tile.config import GemmConfig, ceil_div
 from deep_tile.params import Field, MapLayout, Params
 from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import default_configs
@@ -113,7 +113,7 @@ def test_pointers_and_maps_wait_for_addresses():
     data = params.GEMM.pack(**numbers)
     assert unpack(params.GEMM, data)["a_scale"] == 0
     assert not any(data[params.GEMM.offsets["a_maps"] : params.GEMM.offsets["bounds"]])
-    assert params.GEMM.pointers(params.places(("out", "a", "a_scale"))) == ((56, 0, 0), (40, 2, 0))
+    assert params.GEMM.pointers(params.places(("out", "a", "a_scale"))) == ((64, 0, 0), (48, 2, 0))
     with pytest.raises(KeyError, match="'m'"):
         params.GEMM.pack(**{name: 1 for name in numbers if name != "m"})
 
@@ -208,6 +208,30 @@ def test_the_furthest_scale_is_reached():
 )
 def test_scales_that_tma_can_copy(strides, aligned, rows):
     assert plan.bulk_scale_rows(4096, LAYOUT._replace(a_scale_strides=strides, a_scale_aligned=aligned)) == rows
+
+
+@pytest.mark.parametrize(
+    ("k", "strides", "aligned", "few_rows", "many_rows"),
+    [
+        (7168, (56, 1), True, 2, 2),
+        (7168, (60, 1), True, 2, 2),
+        (7168, (56, 1), False, 1, 0),
+        (7168, (57, 1), True, 1, 0),
+        (7168, (1, 4096), True, 1, 0),
+        (7040, (56, 1), True, 0, 0),
+    ],
+    ids=["row-major", "padded", "misaligned", "odd stride", "M-major", "odd K"],
+)
+def test_scales_that_are_read_in_runs(k, strides, aligned, few_rows, many_rows):
+    layout = LAYOUT._replace(a_scale_strides=strides, a_scale_aligned=aligned)
+    configs = GemmConfig(64, 64, 8), GemmConfig(128, 128, 5)
+    assert [plan.scale_runs(PROBLEM._replace(k=k), c, layout) for c in configs] == [few_rows, many_rows]
+
+
+def test_parts_of_k_are_whole_runs():
+    layout = LAYOUT._replace(a_scale_strides=(56, 1), a_scale_aligned=True)
+    runs = [plan.scale_runs(PROBLEM._replace(k=k), GemmConfig(64, 64, 4, split_k=2), layout) for k in (1024, 1536)]
+    assert runs == [2, 0]
 
 
 def test_tails_fit_their_boxes():

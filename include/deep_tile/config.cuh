@@ -20,11 +20,12 @@ struct GemmConfig {
     int narrow_n, buffer_n;
     int stages;
     int cluster_m, cluster_n, split_k;
-    int scale_blocks;
+    int scale_blocks, scales_at_once;
     int math_warpgroups, scale_warps, store_warps, threads, math_registers, producer_registers;
     int rows_per_warpgroup, chunks_m, chunks_n, chunks, mma_n;
     int block_sets;
-    bool pairs, carries_descriptors, queues_blocks, ends_apart, takes_turns, prefetches_b, bulk_scales;
+    bool pairs, carries_descriptors, queues_blocks, ends_apart, takes_turns, prefetches_b;
+    bool bulk_scales, reads_runs, reads_any_runs;
     int b_stages, b_slots;
     int columns_per_part;
     int column_group, column_shifts, b_scale_columns, b_scale_slots;

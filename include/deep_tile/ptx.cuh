@@ -278,6 +278,17 @@ __device__ __forceinline__ float ld_global(const float* address) {
     return value;
 }
 
+__device__ __forceinline__ void ld_global(const float* address, float (&values)[2]) {
+    asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(values[0]), "=f"(values[1]) : "l"(address) : "memory");
+}
+
+__device__ __forceinline__ void ld_global(const float* address, float (&values)[4]) {
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
+                 : "l"(address)
+                 : "memory");
+}
+
 __device__ __forceinline__ void st_shared_v2(u32 smem, float first, float second) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem), "f"(first), "f"(second) : "memory");
 }

@@ -1,8 +1,15 @@
 // The way of the scales: from global memory by scale warps, with a stage, to the registers of math threads.
 //
 // Scales travel with the stage, because reading them from global memory in the math loop costs 6 to 8 % (H200,
-// 2026-11-21); by cp.async, 4 bytes a copy, because that takes any stride, and so every scale layout, with no alignment
-// rule and no latency. In tiles of several chunks TMA copies those of `a` with the operands, if they lie side by side.
+// 2026-11-21). They go one of three ways:
+//
+//   in runs       A lane reads several K blocks' scales of its rows into registers, and writes them to one stage after
+//                 the other: with vectors where those of a row of `a` lie side by side, and in 64-row tiles always.
+//   one by one    cp.async, 4 bytes a copy, takes any stride and any number of K blocks, and no time of the lane.
+//   in bulk       TMA copies those of `a` with the operands, in tiles of several chunks, if a column's lie side by side.
+//
+// One by one from 128 rows, 128 lines of cache for each K block, they take the time of shared memory that WGMMAs need:
+// row-major scales cost 2.4 % above m = 128, 19 % at worst, and in runs 0 and 2 % (100 shapes; H200, 2026-11-24).
 #pragma once
 
 #include "pipeline.cuh"
@@ -76,7 +83,7 @@ class ScaleReader {
         step_ += config.scale_warps;
     }
 
-   private:
+   protected:
     static constexpr int rows_per_lane = config.block_m / warp_threads;
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % warp_threads; }
@@ -89,6 +96,78 @@ class ScaleReader {
     const bool in_bulk_;
     u32 a_[rows_per_lane], b_;  // bytes from the first scale to those of this step
     int step_;
+};
+
+// GemmParams.scale_runs, where those of a row of `a` can be read as vectors.
+constexpr int vector_runs = 2;
+
+// Where a scale warp reads a tile's scales in runs, of which it takes every `warps`-th.
+template <GemmConfig config>
+class RunReader : public ScaleReader<config> {
+   public:
+    static constexpr int steps = config.scales_at_once / config.scale_blocks;  // of a run
+
+    // Warps that take runs in turn: so few that from one of its steps to its next a warp passes no more than a round of
+    // stages. After two rounds a barrier's parity is the same again, and the warp would not wait for the second.
+    static constexpr int turns = 1 + (config.stages - 1) / steps;
+    static constexpr int warps = config.scale_warps < turns ? config.scale_warps : turns;
+
+    // `step` is the first of the warp's first run.
+    __device__ __forceinline__ RunReader(const GemmParams& params, Tile<config> tile, int step)
+        : ScaleReader<config>(params, tile, step) {}
+
+    // Reads this run's, and turns to the warp's next one.
+    __device__ __forceinline__ void load() {
+        if (params_.scale_runs == vector_runs) {
+            load_vectors();
+        } else if constexpr (config.reads_any_runs) {
+            load_rows();
+        }
+        const bool has_column = lane() < config.b_scale_slots;
+#pragma unroll
+        for (int j = 0; j < config.scales_at_once * warps; ++j) {
+            if (j < config.scales_at_once && has_column) columns_[j] = ptx::ld_global(at(params_.b_scale, b_));
+            b_ += sizeof(float) * params_.b_scale_stride_k;
+        }
+    }
+
+    // Writes those of the run's `step` to a stage.
+    __device__ __forceinline__ void store(SharedStorage<config>& smem, int stage, int step) const {
+#pragma unroll
+        for (int j = 0; j < config.scale_blocks; ++j) {
+            const int block = step * config.scale_blocks + j;
+#pragma unroll
+            for (int i = 0; i < rows_per_lane; ++i) {
+                smem.a_scale[stage][j][i * warp_threads + a_scale_slot<config>(lane())] = rows_[i][block];
+            }
+            if (lane() < config.b_scale_slots) smem.b_scale[stage][j][lane()] = columns_[block];
+        }
+    }
+
+   private:
+    using Base = ScaleReader<config>;
+    using Base::a_, Base::at, Base::b_, Base::lane, Base::params_, Base::rows_per_lane;
+
+    __device__ __forceinline__ void load_vectors() {
+#pragma unroll
+        for (int i = 0; i < rows_per_lane; ++i) {
+            ptx::ld_global(at(params_.a_scale, a_[i]), rows_[i]);
+            a_[i] += warps * sizeof rows_[i];
+        }
+    }
+
+    __device__ __forceinline__ void load_rows() {
+#pragma unroll
+        for (int j = 0; j < config.scales_at_once * warps; ++j) {
+#pragma unroll
+            for (int i = 0; i < rows_per_lane; ++i) {
+                if (j < config.scales_at_once) rows_[i][j] = ptx::ld_global(at(params_.a_scale, a_[i]));
+                a_[i] += sizeof(float) * params_.a_scale_stride_k;
+            }
+        }
+    }
+
+    float rows_[rows_per_lane][config.scales_at_once], columns_[config.scales_at_once];
 };
 
 // A scale warp's first stage is requested early, like its operands, because scales take as long to arrive: 3 to 5 % for
@@ -104,17 +183,39 @@ __device__ __forceinline__ bool request_first_scales(const GemmParams& params, S
     return true;
 }
 
-// One of the scale warps; its first stage's are under way if `requested`.
+// Writes a run of a tile's scales, from `step` on, and passes the other warps' runs. Early steps are requested already.
+template <GemmConfig config>
+__device__ __forceinline__ void produce_run(SharedStorage<config>& smem, RunReader<config>& scales,
+                                            PipelineState<config.stages>& state, int step, int requested_steps) {
+    using Runs = RunReader<config>;
+    scales.load();
+#pragma unroll
+    for (int i = 0; i < Runs::steps; ++i) {
+        if (step + i >= requested_steps) {
+            wait(smem.empty[state.stage], state.phase ^ 1);
+            scales.store(smem, state.stage, i);
+            ptx::mbarrier_arrive(ptx::smem_address(&smem.full[state.stage]));
+        }
+        state.advance();
+    }
+    state.advance((Runs::warps - 1) * Runs::steps);
+}
+
+// One of the scale warps, which take stages in turn, or runs of them; its first stage's are under way if `requested`.
 template <GemmConfig config>
 __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedStorage<config>& smem, int warp,
                                                bool requested) {
+    using Runs = RunReader<config>;
+    if (requested) ptx::cp_async_mbarrier_arrive_noinc(ptx::smem_address(&smem.full[warp]));
+    const bool in_runs = config.reads_runs && params.scale_runs != 0;
+    if (in_runs && warp >= Runs::warps) return;
     const KRange range = k_range<config>(params);
     const int steps = range.end - range.begin;
+    int step = in_runs ? warp * Runs::steps : warp;  // of the tile, the next of this warp
+    int requested_steps = config.scale_warps;        // of the first tile, each by its own warp
     PipelineState<config.stages> state;
-    state.advance(warp);
-    int step = warp;  // of the tile, the next of this warp
-    if (requested) {
-        ptx::cp_async_mbarrier_arrive_noinc(ptx::smem_address(&smem.full[state.stage]));
+    state.advance(step);
+    if (!in_runs && requested) {
         step += config.scale_warps;
         state.advance(config.scale_warps);
     }
@@ -122,14 +223,21 @@ __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedS
     while (true) {
         const Tile<config> tile = tiles.next();
         if (!tile.valid) break;
-        ScaleReader<config> scales(params, tile, range.begin + step);
-        for (; step < steps; step += config.scale_warps) {
-            wait(smem.empty[state.stage], state.phase ^ 1);
-            scales.copy(smem, state.stage);
-            ptx::cp_async_mbarrier_arrive_noinc(ptx::smem_address(&smem.full[state.stage]));
-            state.advance(config.scale_warps);
+        Runs scales(params, tile, range.begin + step);
+        while (step < steps) {
+            if (in_runs) {
+                produce_run<config>(smem, scales, state, step, requested_steps);
+                step += Runs::warps * Runs::steps;
+            } else {
+                wait(smem.empty[state.stage], state.phase ^ 1);
+                scales.copy(smem, state.stage);
+                ptx::cp_async_mbarrier_arrive_noinc(ptx::smem_address(&smem.full[state.stage]));
+                state.advance(config.scale_warps);
+                step += config.scale_warps;
+            }
         }
         step -= steps;
+        requested_steps = 0;
     }
 }
 
