@@ -74,6 +74,7 @@ def fit(config: GemmConfig, times: dict[Shape, float], fastest: dict[Shape, floa
 def write(model: dict) -> None:
     (cost.TIMES / "fp8.json").write_text(json.dumps(model, indent=1) + "\n")
     cost.read_calibration.cache_clear()
+    cost.calibration.cache_clear()
     choose_bucket.cache_clear()
 
 

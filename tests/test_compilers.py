@@ -19,7 +19,7 @@ OFTEN_USED = ("12.9.86", "13.0.88", "13.2.86", "13.5.37")
 ALL = (*OFTEN_USED, "13.1.115", "13.3.33", "13.4.92")
 
 WIDEST = deepest_config(128, 256)
-UNIFORM_WITH_HELP = deepest_config(128, 64)
+UNIFORM_WITH_HELP = deepest_config(64, 48, tma_store=False)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
