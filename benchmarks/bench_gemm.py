@@ -24,7 +24,16 @@ from benchmarks import store
 from benchmarks.peers import OURS, PEERS, Inputs, Peer, deep_tile_peer
 from benchmarks.report import Run, plot_tflops, print_comparison, print_run, shape_of
 from benchmarks.shapes import Shape, select_shapes
-from benchmarks.timing import Captured, L2Flush, capture, capture_empty, describe_run, time_alternating, time_sustained
+from benchmarks.timing import (
+    Captured,
+    L2Flush,
+    capture,
+    capture_empty,
+    describe_run,
+    time_alternating,
+    time_cool,
+    time_sustained,
+)
 from deep_tile import is_available
 from deep_tile.method.report import picture_path
 from deep_tile.problem import GemmProblem
@@ -66,8 +75,8 @@ class Bench:
                 expected = getattr(inputs, peer.expected)
                 result["relative_error"] = relative_error(graph.output, expected)
                 result["cosine_difference"] = cosine_difference(graph.output, expected)
-            if self.options.sustained and result["us"] >= SUSTAINED_FROM_US:
-                result["sustained_us"] = time_sustained(graph, result["us"])
+        if self.options.sustained:
+            self._add_own_power(graphs, results)
         return {
             **shape._asdict(),
             "config": choose(GemmProblem(*shape, num_sms=self.num_sms)).name,
@@ -75,6 +84,16 @@ class Bench:
             "results": results,
             "unsupported": unsupported,
         }
+
+    def _add_own_power(self, graphs: dict[str, Captured], results: dict[str, dict[str, Any]]) -> None:
+        """What each takes on a GPU that has rested, and on one that does nothing else, with its energy."""
+        large = {name: graph for name, graph in graphs.items() if results[name]["us"] >= SUSTAINED_FROM_US}
+        if not large:
+            return
+        cool = time_cool(large, self.options.repeats, self.flush)
+        for name, graph in large.items():
+            sustained = time_sustained(graph, results[name]["us"])
+            results[name] |= {"cool_us": cool[name], "sustained_us": sustained.us, "millijoules": sustained.millijoules}
 
     def _start(self, inputs: Inputs) -> tuple[dict[Peer, Captured], dict[str, str]]:
         """Every contestant's graph, and why others have none."""
@@ -130,7 +149,7 @@ def parse(arguments: Iterable[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=30, help="samples per contestant and shape")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="errors of the outputs")
-    parser.add_argument("--sustained", action="store_true", help="also a second of back-to-back runs, if large")
+    parser.add_argument("--sustained", action="store_true", help="if large, also cool, and a second alone, with energy")
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     parser.add_argument(
         "--plot", type=picture_path, metavar="FILE", help="draw TFLOPS against m for each layer, as PNG"

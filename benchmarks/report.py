@@ -111,6 +111,31 @@ def print_run(run: Run, console: Console) -> None:
         table.add_row(str(shape_of(row)), *cells, _microseconds(shape_of(row).estimate_us()), _tile(row))
     console.print(table)
     console.print(_means_table("Geometric mean of deep_tile's time over", all_means(run)))
+    if any("sustained_us" in result for row in run["shapes"] for result in row["results"].values()):
+        console.print(_own_power_table(run))
+
+
+def _own_power_table(run: Run) -> Table:
+    """Of what each contestant takes in a power state of its own, cool and alone, and of its energy."""
+    names = [name for name in contestants(run) if name != COMMON]
+    table = Table(title=f"Cool, alone, energy: over {label_of(run, COMMON)}'s microseconds and millijoules")
+    for column in ("m x n x k", label_of(run, COMMON), *(label_of(run, name) for name in names)):
+        table.add_column(column)
+    for row in run["shapes"]:
+        common = row["results"].get(COMMON, {})
+        if "sustained_us" in common:
+            cells = [_own_power(row["results"].get(name, {}), common) for name in names]
+            table.add_row(str(shape_of(row)), _own_power(common), *cells)
+    return table
+
+
+def _own_power(result: dict[str, Any], common: dict[str, Any] | None = None) -> str:
+    """The three figures of one contestant, or what they are of another's."""
+    figures = [(result.get(name), name) for name in ("cool_us", "sustained_us", "millijoules")]
+    if common is None:
+        return ", ".join(MISSING if value is None else f"{value:.0f}" for value, _ in figures)
+    known = [(value, common.get(name)) for value, name in figures]
+    return ", ".join(MISSING if None in pair else f"{pair[0] / pair[1]:.3f}" for pair in known)
 
 
 def print_comparison(old: Run, new: Run, console: Console) -> None:

@@ -16,11 +16,13 @@ from deep_tile.tools import timing
 from deep_tile.tools.timing import (
     Captured,
     L2Flush,
+    Sustained,
     Timing,
     capture,
     capture_empty,
     keep_busy,
     time_alternating,
+    time_cool,
     time_sustained,
     time_to_choose,
 )
@@ -29,12 +31,14 @@ __all__ = [
     "METHOD",
     "Captured",
     "L2Flush",
+    "Sustained",
     "Timing",
     "capture",
     "capture_empty",
     "describe_run",
     "keep_busy",
     "time_alternating",
+    "time_cool",
     "time_sustained",
     "time_to_choose",
 ]
@@ -42,7 +46,8 @@ __all__ = [
 METHOD = (
     f"One CUDA graph per contestant and shape. {timing.METHOD} us is the median, p10_us and p90_us the spread. "
     "empty_graph_us, the same with a one-element fill, is included in every figure. sustained_us: back-to-back replays "
-    "for about a second, L2 not flushed, after a third of a second of the same. Inputs are random normal; tensor- and "
+    "for about a second, L2 not flushed, after a third of a second of the same; millijoules: of one of them, "
+    "by NVML's counter. cool_us: after 5 ms of rest, L2 flushed before them. Inputs are random normal; tensor- and "
     "row-scaled contestants multiply the same FP8 values with unit scales. Errors are of the timed output, against "
     "float64."
 )

@@ -157,7 +157,8 @@ def without_gpu(monkeypatch):
         "time_alternating",
         lambda graphs, repeats, flush: dict.fromkeys(graphs, timing.Timing(30.0, 29.0, 32.0)),
     )
-    monkeypatch.setattr(bench_gemm, "time_sustained", lambda graph, once_us: once_us * 1.1)
+    monkeypatch.setattr(bench_gemm, "time_sustained", lambda graph, once_us: timing.Sustained(once_us * 1.1, 20.0))
+    monkeypatch.setattr(bench_gemm, "time_cool", lambda graphs, repeats, flush: dict.fromkeys(graphs, 27.0))
     monkeypatch.setattr(bench_gemm, "Inputs", lambda shape, scale_layout: Inputs(shape, "cpu", scale_layout))
     monkeypatch.setattr(bench_gemm, "describe_run", lambda: {"gpu": "none", "date": "2026-11-21"})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -177,7 +178,8 @@ def test_bench_writes_every_contestant_or_a_reason(without_gpu, tmp_path, caplog
         assert str(report.shape_of(row)) == shape
         assert row["results"].keys() | row["unsupported"].keys() == PEERS.keys()
         assert row["results"]["deep_tile"]["relative_error"] < MAX_RELATIVE_ERROR
-        assert row["results"]["deep_tile"]["sustained_us"] == pytest.approx(33)
+        own_power = {name: row["results"]["deep_tile"][name] for name in ("cool_us", "sustained_us", "millijoules")}
+        assert own_power == {"cool_us": 27.0, "sustained_us": pytest.approx(33), "millijoules": 20.0}
         assert "ModuleNotFoundError" in row["unsupported"]["deep_gemm"]
         assert row["config"].startswith("fp8_gemm_")
     assert [record.args[0] for record in caplog.records].count("deep_gemm") == 1  # Said once, not at every shape.

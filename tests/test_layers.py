@@ -83,6 +83,7 @@ WITH_TORCH = {
     "sources",
     "tensors",
     "torch_compat",
+    "tools.energy",
     "tools.measure",
     "tools.timing",
     "tools.tune",

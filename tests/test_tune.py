@@ -262,7 +262,7 @@ def test_search_on_the_gpu(wide):
 
 
 def test_those_that_may_be_the_fastest_are_timed_apart(monkeypatch):
-    among_all, apart = {"a": 110.0, "b": 112.0, "c": 130.0}, {"a": 100.0, "b": 96.0}
+    among_all, apart = {"a": 11.0, "b": 11.2, "c": 13.0}, {"a": 10.0, "b": 9.6}
     rounds = []
 
     def alternate(graphs, repeats, flush):
@@ -274,8 +274,22 @@ def test_those_that_may_be_the_fastest_are_timed_apart(monkeypatch):
     monkeypatch.setattr(timing, "_PAUSE_SECONDS", 0)
     times = timing.time_to_choose(dict.fromkeys("abc"), 20, flush=None)
     assert rounds == [(["a", "b", "c"], 5), (["a", "b"], 20)]
-    slower = (110 / 100 + 112 / 96) / 2
-    assert times == {"a": 100.0, "b": 96.0, "c": pytest.approx(130 / slower)}
+    slower = (11 / 10 + 11.2 / 9.6) / 2
+    assert times == {"a": 10.0, "b": 9.6, "c": pytest.approx(13 / slower)}
+
+
+def test_large_products_are_judged_alone(monkeypatch):
+    alone = {"a": timing.Sustained(100.0, None), "b": timing.Sustained(96.0, None)}
+    among_all = {"a": 110.0, "b": 112.0, "c": 130.0}
+    monkeypatch.setattr(
+        timing,
+        "time_alternating",
+        lambda graphs, repeats, flush: {name: timing.Timing(among_all[name], 0.0, 0.0) for name in graphs},
+    )
+    monkeypatch.setattr(timing, "time_sustained", lambda graph, once_us, seconds: alone[graph])
+    monkeypatch.setattr(timing, "_PAUSE_SECONDS", 0)
+    times = timing.time_to_choose({name: name for name in "abc"}, 20, flush=None)
+    assert times == {"a": 100.0, "b": 96.0, "c": pytest.approx(130 / ((110 / 100 + 112 / 96) / 2))}
 
 
 @pytest.mark.gpu

@@ -12,9 +12,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from deep_tile.tools import energy
 
 _FLUSH_BYTES = 256 << 20
 """Several times the L2 cache, and some 130 us of work: ample time to enqueue an event, a graph and an event."""
@@ -38,6 +40,15 @@ _FINALIST = 1.06
 _PAUSE_SECONDS = 0.1
 """Before the final, for the power limit to recover."""
 
+LARGE_US = 60.0
+"""Products that take longer are bound by power, in which contestants that take turns share: each is judged alone."""
+
+_FINAL_SECONDS = 0.3
+"""Of each finalist's replays, where it is alone."""
+
+_REST_SECONDS = 0.005
+"""Before each cool sample."""
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -51,6 +62,13 @@ class Timing:
     def of(cls, samples: list[float]) -> "Timing":
         deciles = statistics.quantiles(samples, n=10, method="inclusive")
         return cls(statistics.median(samples), deciles[0], deciles[-1])
+
+
+class Sustained(NamedTuple):
+    """One replay among many back to back: microseconds, and millijoules where NVML counts them."""
+
+    us: float
+    millijoules: float | None
 
 
 class L2Flush:
@@ -131,29 +149,48 @@ def time_calls(calls: dict[Any, Callable[[], object]], repeats: int, flush: Call
     return {name: Timing.of(us) for name, us in samples.items()}
 
 
+def time_cool(graphs: dict[Any, Captured], repeats: int, flush: Callable[[], None]) -> dict[Any, float]:
+    """Median microseconds of every graph on a GPU that has rested, L2 flushed: no power limit binds."""
+
+    def rest() -> None:
+        flush()
+        torch.cuda.current_stream().synchronize()
+        time.sleep(_REST_SECONDS)
+        keep_busy()
+
+    return {name: timing.us for name, timing in time_alternating(graphs, repeats, rest).items()}
+
+
 def time_to_choose(graphs: dict[Any, Captured], repeats: int, flush: L2Flush) -> dict[Any, float]:
     """Microseconds of every graph, `repeats` samples of those that may be the fastest.
 
     Dozens that take turns keep the GPU at its power limit, and there all good tiles take equally long: at
     8192x4096x7168, 128x256 in clusters and 128x192 took 366 and 365 us among forty, 323 and 342 among four (H200,
-    2026-11-21). So few are timed after a pause; the others keep what they took among all, corrected by what the
-    finalists took then.
+    2026-11-21). So few are timed after a pause, and above LARGE_US one by one, each in a power state of its own; the
+    others keep what they took among all, corrected by what the finalists took then.
     """
     heats = {name: timing.us for name, timing in time_alternating(graphs, min(_HEATS, repeats), flush).items()}
     fastest = min(heats.values())
     time.sleep(_PAUSE_SECONDS)
     finalists = {name: graph for name, graph in graphs.items() if heats[name] <= _FINALIST * fastest}
-    final = {name: timing.us for name, timing in time_alternating(finalists, repeats, flush).items()}
+    if fastest > LARGE_US:
+        final = {name: time_sustained(graph, heats[name], _FINAL_SECONDS).us for name, graph in finalists.items()}
+    else:
+        final = {name: timing.us for name, timing in time_alternating(finalists, repeats, flush).items()}
     slower = statistics.median(heats[name] / us for name, us in final.items())
     return {name: final.get(name, us / slower) for name, us in heats.items()}
 
 
-def time_sustained(graph: Captured, once_us: float, seconds: float = 1.0) -> float:
-    """Microseconds per replay when replays run back to back, so that clocks settle where the power limit puts them."""
+def time_sustained(graph: Captured, once_us: float, seconds: float = 1.0) -> Sustained:
+    """A replay among those that run back to back, so that clocks settle where the power limit puts them."""
     replays = max(1, round(seconds * 1e6 / once_us))
     for _ in range(replays // 3):
         graph.replay()
-    return _elapsed_us(*_between_events(graph.replay, replays)) / replays
+    torch.cuda.current_stream().synchronize()
+    before = energy.millijoules()
+    us = _elapsed_us(*_between_events(graph.replay, replays)) / replays
+    after = energy.millijoules()
+    return Sustained(us, None if before is None or after is None else (after - before) / replays)
 
 
 def _between_events(call: Callable[[], object], times: int = 1) -> tuple[torch.cuda.Event, torch.cuda.Event]:
