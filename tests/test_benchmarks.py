@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -50,6 +51,7 @@ from deep_tile.reference import MAX_RELATIVE_ERROR, relative_error  # noqa: E402
 from deep_tile.select import cost  # noqa: E402
 from deep_tile.select.choose import choose, choose_bucket  # noqa: E402
 from deep_tile.select.defaults import default_configs  # noqa: E402
+from deep_tile.tools import energy  # noqa: E402
 
 SMALL = Shape(32, 160, 272)
 
@@ -168,6 +170,20 @@ def without_gpu(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"multi_processor_count": 132})
     )
+
+
+def test_power_is_taken_between_steps_of_the_count(monkeypatch):
+    """Of 700 W: a count in steps of 70 J, ten a second."""
+    begin = time.perf_counter()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(energy, "_reader", lambda device: lambda: int((time.perf_counter() - begin) / 0.1) * 70_000)
+    with energy.PowerMeter() as meter:
+        time.sleep(0.75)
+    assert meter.watts == pytest.approx(700, rel=0.15)
+    monkeypatch.setattr(energy, "_reader", lambda device: None)
+    with energy.PowerMeter() as meter:
+        pass
+    assert meter.watts is None
 
 
 def test_bench_writes_every_contestant_or_a_reason(without_gpu, tmp_path, caplog):

@@ -1,32 +1,67 @@
-"""What the GPU has consumed, by NVML's counter.
+"""What power the GPU draws, by NVML's count of energy.
 
-Used by timing.py. Where NVML or its counter is missing, there is no figure, and nothing else is lost.
+Used by timing.py. Where NVML or its count is missing, there is no figure, and nothing else is lost.
 """
 
+import threading
+import time
+from collections.abc import Callable
 from functools import cache
 
 import torch
 
+_POLL_SECONDS = 0.004
 
-def millijoules() -> int | None:
-    """Of the current CUDA device since its driver was loaded; None where nothing counts them.
 
-    The counter moves on a few times in a tenth of a second: differences over a second are good to some per cent.
+class PowerMeter:
+    """Power of the current CUDA device while a `with` block runs, which the GPU is to keep busy.
+
+    The count moves on about ten times a second; power is taken from its first step within the block to its last.
+
+    Attributes:
+        watts: None where nothing counts, or fewer than two steps were seen.
     """
-    handle = _device(torch.cuda.current_device())
-    return None if handle is None else handle()
+
+    def __init__(self):
+        self.watts: float | None = None
+        self._read = _reader(torch.cuda.current_device())
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._steps: list[tuple[float, int]] = []
+
+    def __enter__(self) -> "PowerMeter":
+        if self._read is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._read is None:
+            return
+        self._stopped.set()
+        self._thread.join()
+        if len(self._steps) >= 2:
+            (begin, first), (end, last) = self._steps[0], self._steps[-1]
+            self.watts = (last - first) / 1e3 / (end - begin)
+
+    def _watch(self) -> None:
+        before = self._read()
+        while not self._stopped.wait(_POLL_SECONDS):
+            millijoules = self._read()
+            if millijoules != before:
+                self._steps.append((time.perf_counter(), millijoules))
+                before = millijoules
 
 
 @cache
-def _device(index: int):
-    """Reads the counter of a CUDA device, or None."""
+def _reader(device: int) -> Callable[[], int] | None:
+    """Reads the millijoules of a CUDA device since its driver was loaded; None where nothing counts them."""
     try:
         from cuda.bindings import nvml
 
         nvml.init_v2()
-        uuid = str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-")
+        uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
         handle = nvml.device_get_handle_by_uuid(f"GPU-{uuid}")
         nvml.device_get_total_energy_consumption(handle)
-    except Exception:  # bindings without NVML, no library, a GPU without the counter: each has an error of its own
+    except Exception:  # bindings without NVML, no library, a GPU that does not count: each has an error of its own
         return None
     return lambda: nvml.device_get_total_energy_consumption(handle)

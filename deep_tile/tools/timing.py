@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deep_tile.tools import energy
+from deep_tile.tools.energy import PowerMeter
 
 _FLUSH_BYTES = 256 << 20
 """Several times the L2 cache, and some 130 us of work: ample time to enqueue an event, a graph and an event."""
@@ -186,11 +186,9 @@ def time_sustained(graph: Captured, once_us: float, seconds: float = 1.0) -> Sus
     replays = max(1, round(seconds * 1e6 / once_us))
     for _ in range(replays // 3):
         graph.replay()
-    torch.cuda.current_stream().synchronize()
-    before = energy.millijoules()
-    us = _elapsed_us(*_between_events(graph.replay, replays)) / replays
-    after = energy.millijoules()
-    return Sustained(us, None if before is None or after is None else (after - before) / replays)
+    with PowerMeter() as meter:
+        us = _elapsed_us(*_between_events(graph.replay, replays)) / replays
+    return Sustained(us, None if meter.watts is None else meter.watts * us / 1e3)
 
 
 def _between_events(call: Callable[[], object], times: int = 1) -> tuple[torch.cuda.Event, torch.cuda.Event]:
