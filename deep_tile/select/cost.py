@@ -48,6 +48,7 @@ class Calibration(NamedTuple):
         idle_gain: how much faster tiles run, beside idle SMs that leave them power and L2.
         throttle, throttle_us: by which share a long kernel is slowed by the power limit, and the length at which half
             of that is reached.
+        load_heat: exponent by which tiles that load more operands per FLOP are slowed more.
         configs: by kernel name.
         num_sms: of the GPU it was measured on.
         choices: by "MxNxK" of a bucket, the name of a config that was measured to be better than the model's choice:
@@ -60,6 +61,7 @@ class Calibration(NamedTuple):
     idle_gain: float
     throttle: float
     throttle_us: float
+    load_heat: float
     configs: dict[str, TileTimes]
     num_sms: int
     choices: dict[str, str]
@@ -153,6 +155,15 @@ class ComputeParts(NamedTuple):
     throttle_us: float
 
 
+def operand_loads(config: GemmConfig) -> float:
+    """Elements of both operands that a tile loads for each element of it and of K. They cost energy, not clocks."""
+    return 1 / config.block_m + 1 / config.block_n
+
+
+TYPICAL_OPERAND_LOADS = 1 / 128 + 1 / 176
+"""Of a tile in the middle of those that large products are given."""
+
+
 def compute_parts(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> ComputeParts:
     return _compute_parts(config, problem, hardware, *busiest(config, problem))
 
@@ -172,6 +183,7 @@ def _compute_parts(
     busy_us = alone_us * utilization
     # A GPU with slower tensor cores per SM stays as much further from its power limit.
     heat = min(1.0, block_tensor_us(config, H200) / block_tensor_us(config, hardware))
+    heat *= (operand_loads(config) / TYPICAL_OPERAND_LOADS) ** model.load_heat
     throttle_us = alone_us * heat * model.throttle * busy_us / (busy_us + model.throttle_us)
     return ComputeParts(blocks_us, tiles_us, idle_us, throttle_us)
 
