@@ -37,7 +37,7 @@ _launches: launches.Table = {}
 class _Options(NamedTuple):
     """The keywords of a call; described at `fp8_gemm`."""
 
-    out_dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype | None = None
     config: GemmConfig | None = None
     num_sms: int | None = None
     batch_invariant: bool = False
@@ -50,7 +50,11 @@ def torch_dtype(element: Element) -> torch.dtype:
     return getattr(torch, element.dtype)
 
 
-_OUTPUTS = {torch_dtype(element): name for name, element in OUTPUTS.items()}
+OUTPUT_NAMES = {torch_dtype(element): name for name, element in OUTPUTS.items()}
+"""Names in `kinds.OUTPUTS`, by dtype."""
+
+_DEFAULT_DTYPE = torch.bfloat16
+"""Of an `out` that is allocated."""
 
 _KINDS_OF_DTYPES = {torch_dtype(KINDS[name].a): KINDS[name] for name in ("fp8", "bf16", "fp16", "int8")}
 """What `supports` takes a dtype for."""
@@ -75,7 +79,7 @@ def fp8_gemm(
     b_scale: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
-    out_dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None,
     config: GemmConfig | None = None,
     num_sms: int | None = None,
     batch_invariant: bool = False,
@@ -97,9 +101,10 @@ def fp8_gemm(
             ("m_aligned" casts). Or float8_e8m0fnu, of which a kernel of torch makes float32 first, as of `b_scale`.
         b: [n, k] float8_e4m3fn, laid out like `a`.
         b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB, or float8_e8m0fnu.
-        out: [m, n] bfloat16, unit stride along n; allocated when None. Any alignment and row stride will do, but rows
-            that begin and end at multiples of 16 bytes are stored faster. Must not overlap the inputs.
-        out_dtype: dtype of `out`; only bfloat16 so far.
+        out: [m, n] bfloat16, float16 or float32, unit stride along n; allocated when None. Any alignment and row stride
+            will do, but rows that begin and end at multiples of 16 bytes are stored faster. Must not overlap the
+            inputs.
+        out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
         config: the kernel to use instead of the selector's choice.
         num_sms: streaming multiprocessors to use, at most and by default all of the device.
         batch_invariant: a row of `out` is the same, bit for bit, whatever m, num_sms and the other rows are. Gives up
@@ -138,7 +143,7 @@ def _multiply(a, a_scale, b, b_scale, out, options: tuple) -> torch.Tensor:
         if is_grad_enabled() and _requires_gradient(a, a_scale, b, b_scale, out):
             _refuse_gradients(a, a_scale, b, b_scale, out)
         if out is None:
-            out = empty_out(a, b, options[0])
+            out = empty_out(a, b, options[0] or _DEFAULT_DTYPE)
         if not _launcher.launch_known(_launches, options, a, a_scale, b, b_scale, out):
             _call_unknown(a, a_scale, b, b_scale, out, _Options(*options))
     except Exception:
@@ -190,7 +195,7 @@ class Plan:
             if is_grad_enabled() and _requires_gradient(a, a_scale, self.b, self.b_scale, out):
                 _refuse_gradients(a, a_scale, self.b, self.b_scale, out)
             if out is None:
-                out = self.b.new_empty(*self._wanted["out"].shape, dtype=torch.bfloat16)
+                out = self.b.new_empty(*self._wanted["out"].shape, dtype=self._wanted["out"].dtype)
             if not _launcher.launch_known(self._known, (), a, a_scale, out):
                 self._call_unknown(a, a_scale, out)
         except Exception:
@@ -240,7 +245,7 @@ def prepare(
     b_scale: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
-    out_dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None,
     config: GemmConfig | None = None,
     num_sms: int | None = None,
     batch_invariant: bool = False,
@@ -259,7 +264,7 @@ def prepare(
     _check_arguments(options, a, a_scale, b, b_scale, out)
     _check_float32(a_scale=a_scale, b_scale=b_scale)
     if out is None:
-        out = empty_out(a, b, out_dtype)
+        out = empty_out(a, b, out_dtype or _DEFAULT_DTYPE)
     checked = _checked_options(options, a, a_scale, b, b_scale, out)
     prepared = None
     if _needs_kernel(a, b):
@@ -284,7 +289,7 @@ def supports(
     Args:
         m, n, k: sizes in elements; scales are taken to be dense.
         dtype: of the operands: float8_e4m3fn, bfloat16, float16 or int8.
-        out_dtype: of `out`: bfloat16, and but for `fp8_gemm` float16 and float32 too; its default when None.
+        out_dtype: of `out`: bfloat16, float16 or float32; the call's default when None.
         a_stride, b_stride: row strides in elements; contiguous rows when None.
     """
     for name, size in (("m", m), ("n", n), ("k", k)):
@@ -295,9 +300,8 @@ def supports(
     if dtype not in _KINDS_OF_DTYPES:
         return False, f"operands are {dtype}; supported is {' or '.join(map(str, _KINDS_OF_DTYPES))}"
     kind = _KINDS_OF_DTYPES[dtype]
-    outputs = [out for out in _OUTPUTS if kind.name != "fp8" or out == torch.bfloat16]
-    if out_dtype not in (None, *outputs):
-        return False, f"out is {out_dtype}; supported is {' or '.join(map(str, outputs))}"
+    if out_dtype not in (None, *OUTPUT_NAMES):
+        return False, f"out is {out_dtype}; supported is {' or '.join(map(str, OUTPUT_NAMES))}"
     k_blocks = ceil_div(k, SCALE_BLOCK)
     for name, rows, scales, stride in (("a", m, m, a_stride), ("b", n, ceil_div(n, SCALE_BLOCK), b_stride)):
         stride = k if stride is None else stride
@@ -363,15 +367,18 @@ def precompile(
         raise ValueError(f"kind is {kind!r}; pass one of {', '.join(KINDS)}")
     product = KINDS[kind]
     weights = [_checked_weight(shape, torch_dtype(product.a)) for shape in _as_list(shapes)]
-    if out_dtype not in (None, torch.bfloat16, *(() if kind == "fp8" else _OUTPUTS)):
-        raise ValueError(f"out_dtype is {out_dtype}; {kind} products have none such")
-    output = product.output if out_dtype is None else _OUTPUTS[out_dtype]
+    if out_dtype not in (None, *OUTPUT_NAMES):
+        raise ValueError(f"out_dtype is {out_dtype}; pass one of {names(OUTPUT_NAMES)}, or nothing")
+    output = product.output if out_dtype is None else OUTPUT_NAMES[out_dtype]
     check_option("num_sms", num_sms)
     check_option("batch_invariant", batch_invariant)
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(GROUPINGS)}")
-    if grouping != "none" and kind != "fp8":
-        raise ValueError(f"grouping is {grouping!r} and kind {kind!r}; grouped products are of kind 'fp8'")
+    if grouping != "none" and (kind, output) != ("fp8", "bf16"):
+        raise ValueError(
+            f"grouping is {grouping!r}, kind {kind!r} and out_dtype {out_dtype}; grouped products are of kind 'fp8', "
+            "and of bfloat16"
+        )
     if workers is not None and (_as_int(workers) is None or workers < 1):
         raise ValueError(f"workers is {workers!r}; pass a positive int, or None for all cores")
     device = current_gpu()
@@ -497,7 +504,7 @@ def _first_call(a, a_scale, b, b_scale, out, options: _Options, signature) -> _l
 def _checked_options(options: _Options, a, a_scale, b, b_scale, out) -> _Options:
     """Check everything that can be wrong about a call; the options, with num_sms filled in."""
     _check_arguments(options, a, a_scale, b, b_scale, out)
-    check_dtypes(a, a_scale, b, b_scale, out)
+    _check_dtypes(options, a, a_scale, b, b_scale, out)
     if a.device.type not in ("cuda", "cpu"):
         raise ValueError(f"a is on {a.device}; fp8_gemm runs on a Hopper GPU, or on the CPU as a reference")
     check_devices(a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
@@ -559,7 +566,7 @@ def product_launch(
     Raises:
         As `fp8_gemm`.
     """
-    options = _Options(torch.bfloat16, None, num_sms, batch_invariant, pdl, constant_weights)
+    options = _Options(None, None, num_sms, batch_invariant, pdl, constant_weights)
     checked = _checked_options(options, a, a_scale, b, b_scale, out)
     _, launch = _prepare_launch(a, a_scale, b, b_scale, out, checked, names=names, places=places)
     return launch
@@ -572,7 +579,11 @@ def _prepare_launch(
     device = a.get_device()
     check_hopper(device)
     (m, k), n = a.shape, b.shape[0]
-    problem = GemmProblem(m, n, k, options.num_sms, tma_can_store(out), split_k=not options.batch_invariant)
+    problem = GemmProblem(
+        *(m, n, k, options.num_sms, tma_can_store(out)),
+        split_k=not options.batch_invariant,
+        output=OUTPUT_NAMES[out.dtype],
+    )
     config = plan.config_for(problem) if options.config is None else checked_config(options.config, problem)
     check_capture(config, device)
     if settings.print_config():
@@ -620,7 +631,7 @@ def _layout(a, a_scale, b, b_scale, out) -> plan.Layout:
     return plan.Layout(
         row_stride(a, round_up(k, _TMA_BYTES)),
         row_stride(b, round_up(k, _TMA_BYTES)),
-        row_stride(out, round_up(n, _TMA_BYTES // 2)),
+        row_stride(out, round_up(n, _TMA_BYTES // out.element_size())),
         a_scale.stride(),
         b_scale.stride(),
         tensors.is_aligned(a_scale),
@@ -663,16 +674,19 @@ _OPTION_TYPES = {
 
 
 def _check_option_types(options: _Options) -> None:
-    if not isinstance(options.out_dtype, torch.dtype):
-        raise TypeError(
-            f"out_dtype must be torch.bfloat16; got {options.out_dtype!r}, which is no dtype of torch. Leave it out"
-        )
-    if options.out_dtype != torch.bfloat16:
-        dtype = options.out_dtype
-        raise TypeError(f"out_dtype must be torch.bfloat16; got {dtype}. Convert the result with .to({dtype})")
+    check_out_dtype(options.out_dtype)
     check_config_type(options.config)
     for name in _OPTION_TYPES:
         check_option(name, getattr(options, name))
+
+
+def check_out_dtype(out_dtype: object) -> None:
+    if out_dtype is not None and out_dtype not in tuple(OUTPUT_NAMES):
+        raise TypeError(f"out_dtype is {out_dtype!r}; pass one of {names(OUTPUT_NAMES)}, or nothing")
+
+
+def names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(map(str, dtypes))
 
 
 def check_config_type(config: object) -> None:
@@ -690,19 +704,29 @@ def check_option(name: str, value: object) -> None:
         raise TypeError(f"{name} is {value!r}, of type {type(value).__name__}; pass {wanted}")
 
 
-def check_dtypes(a, a_scale, b, b_scale, out) -> None:
+def check_dtypes(a, a_scale, b, b_scale, out, out_dtypes: Iterable[torch.dtype] = (_DEFAULT_DTYPE,)) -> None:
     fp8 = (torch.float8_e4m3fn,)
     wanted = (
         ("a", a, fp8, "quantise with deep_tile.per_token_cast_to_fp8"),
         ("b", b, fp8, "quantise with deep_tile.per_block_cast_to_fp8"),
         ("a_scale", a_scale, tensors.SCALE_DTYPES, "convert with .float()"),
         ("b_scale", b_scale, tensors.SCALE_DTYPES, "convert with .float()"),
-        ("out", out, (torch.bfloat16,), "allocate it as torch.bfloat16, or pass out=None"),
+        ("out", out, tuple(out_dtypes), "pass out=None to have it allocated"),
     )
     for name, tensor, dtypes, remedy in wanted:
         if tensor is not None and tensor.dtype not in dtypes:
             names = " or ".join(map(str, dtypes))
             raise TypeError(f"{name} must be {names}; got {tensor.dtype}. To fix: {remedy}")
+
+
+def _check_dtypes(options: _Options, a, a_scale, b, b_scale, out) -> None:
+    check_dtypes(a, a_scale, b, b_scale, out, OUTPUT_NAMES)
+    check_out_fits(out, options.out_dtype)
+
+
+def check_out_fits(out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
+    if out is not None and out_dtype not in (None, out.dtype):
+        raise TypeError(f"out_dtype is {out_dtype} and out is {out.dtype}; leave out_dtype out")
 
 
 def _check_float32(**scales: torch.Tensor) -> None:
@@ -938,28 +962,25 @@ def _call_op(a, a_scale, b, b_scale, out, options: _Options) -> torch.Tensor:
     return out
 
 
-def _op_options(out_dtype: torch.dtype | None = None, **others) -> _Options:
-    return _Options(out_dtype or torch.bfloat16, **others)
-
-
 def _run_op(*operands: torch.Tensor, **keywords) -> torch.Tensor:
-    return _multiply(*operands, None, _op_options(**keywords))
+    return _multiply(*operands, None, _Options(**keywords))
 
 
 def _run_out_op(*given: torch.Tensor, **keywords) -> None:
-    _multiply(*given, _op_options(**keywords))
+    _multiply(*given, _Options(**keywords))
 
 
 def _fake_op(a, a_scale, b, b_scale, **keywords) -> torch.Tensor:
     _fake_out_op(a, a_scale, b, b_scale, None, **keywords)
-    return a.new_empty(a.shape[0], b.shape[0], dtype=_op_options(**keywords).out_dtype)
+    return a.new_empty(a.shape[0], b.shape[0], dtype=_Options(**keywords).out_dtype or _DEFAULT_DTYPE)
 
 
 def _fake_out_op(*given: torch.Tensor | None, **keywords) -> None:
     """Check what can be checked without memory; strides are left to the run."""
-    _check_option_types(_op_options(**keywords))
+    options = _Options(**keywords)
+    _check_option_types(options)
     _refuse_gradients(*given)
-    check_dtypes(*given)
+    _check_dtypes(options, *given)
     check_devices(given[0], **dict(zip(plan.TENSORS[1:], given[1:], strict=True)))
     _check_shapes(*given)
 

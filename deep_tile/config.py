@@ -150,18 +150,25 @@ class GemmConfig:
     @cached_property
     def name(self) -> str:
         """Kernel name, profiler row, command-line argument and test id, e.g. `fp8_gemm_128x256x128_s4_c2x1`."""
+        store = "" if self.tma_store else "_any"
+        return self._named(self.output) + store
+
+    @cached_property
+    def timed_name(self) -> str:
+        """Name of the kernel whose times and measured choices are this one's: it stores by TMA, `timed_output`."""
+        return self._named(self.product.timed_output(self.output))
+
+    def _named(self, output: str) -> str:
+        """Without where it stores."""
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        output = "" if self.output == self.product.output else f"_{self.output}"
+        output = "" if output == self.product.output else f"_{output}"
         split = "" if self.split_k == 1 else f"_k{self.split_k}"
         buffers = "" if self.store_buffers == 2 else f"_b{self.store_buffers}"
-        store = "" if self.tma_store else "_any"
         resident = f"_r{self.b_stages}" if self.resident_b else ""
         narrow = f"_n{self.narrow_n}" if self.narrow_n else ""
         grouping = f"_{self.grouping}" if self.is_grouped else ""
         special = resident + narrow + ("_p" if self.pairs else "") + grouping + output
-        return (
-            f"{self.kind}_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{special}{buffers}{store}"
-        )
+        return f"{self.kind}_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{special}{buffers}"
 
     @property
     def product(self) -> Kind:

@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from deep_tile import _launcher, api, launches, ops, plan, settings, tensors
 from deep_tile.config import GemmConfig, round_up
-from deep_tile.kinds import KINDS, OUTPUTS, Kind
+from deep_tile.kinds import KINDS, Kind
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import gemm_reference, rows_gemm_reference, scaled_gemm_reference
 
@@ -23,8 +23,6 @@ _is_on_gpu = attrgetter("is_cuda")
 
 _launches: launches.Table = {}
 """By the `_Options` of a call, or the plain tuple equal to it."""
-
-_OUTPUTS = {api.torch_dtype(element): name for name, element in OUTPUTS.items()}
 
 
 class _Options(NamedTuple):
@@ -303,7 +301,7 @@ def _problem(operands, out, options: _Options) -> GemmProblem:
         tma_store=api.tma_can_store(out),
         split_k=not options.batch_invariant,
         kind=_CALLS[options.call].kinds[a.dtype].name,
-        output=_OUTPUTS[out.dtype],
+        output=api.OUTPUT_NAMES[out.dtype],
     )
 
 
@@ -342,15 +340,10 @@ def _check_arguments(options: _Options, operands, out) -> None:
 
 
 def _check_option_types(options: _Options) -> None:
-    if options.out_dtype is not None and options.out_dtype not in _OUTPUTS:
-        raise TypeError(f"out_dtype is {options.out_dtype!r}; pass one of {_names(_OUTPUTS)}, or nothing")
+    api.check_out_dtype(options.out_dtype)
     api.check_config_type(options.config)
     for name in ("num_sms", "batch_invariant", "pdl", "constant_weights"):
         api.check_option(name, getattr(options, name))
-
-
-def _names(dtypes) -> str:
-    return ", ".join(map(str, dtypes))
 
 
 def _checked_options(options: _Options, operands, out) -> _Options:
@@ -378,19 +371,20 @@ def _check_formats(options: _Options, operands, out) -> None:
     call, (a, b) = _CALLS[options.call], _matrices(operands)
     if a.dtype not in call.kinds:
         remedy = "call deep_tile.fp8_gemm, with scales" if a.dtype == torch.float8_e4m3fn else call.remedy
-        raise TypeError(f"a must be one of {_names(call.kinds)}; got {a.dtype}. To fix: {remedy}")
+        raise TypeError(f"a must be one of {api.names(call.kinds)}; got {a.dtype}. To fix: {remedy}")
     if b.dtype != a.dtype:
         raise TypeError(f"b must be {a.dtype}, as a is; got {b.dtype}. To fix: make both of one dtype")
     for name, x in zip(call.names, operands, strict=True):
         if name.endswith("_scale") and x.dtype not in tensors.SCALE_DTYPES:
             raise TypeError(
-                f"{name} must be one of {_names(tensors.SCALE_DTYPES)}; got {x.dtype}. To fix: {name}.float()"
+                f"{name} must be one of {api.names(tensors.SCALE_DTYPES)}; got {x.dtype}. To fix: {name}.float()"
             )
     if out is not None:
-        if out.dtype not in _OUTPUTS:
-            raise TypeError(f"out must be one of {_names(_OUTPUTS)}; got {out.dtype}. Pass such an out, or out=None")
-        if options.out_dtype not in (None, out.dtype):
-            raise TypeError(f"out_dtype is {options.out_dtype} and out is {out.dtype}; leave out_dtype out")
+        if out.dtype not in api.OUTPUT_NAMES:
+            raise TypeError(
+                f"out must be one of {api.names(api.OUTPUT_NAMES)}; got {out.dtype}. Pass such an out, or out=None"
+            )
+        api.check_out_fits(out, options.out_dtype)
     if a.device.type not in ("cuda", "cpu"):
         raise ValueError(f"a is on {a.device}; {options.call} runs on a Hopper GPU, or on the CPU as a reference")
     api.check_devices(a, **dict(zip(call.names[1:], operands[1:], strict=True)), out=out)

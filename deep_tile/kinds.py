@@ -64,6 +64,11 @@ class Kind(NamedTuple):
         """Elements of K in a K block."""
         return K_BLOCK_BYTES // self.a.bytes
 
+    def timed_output(self, output: str) -> str:
+        """The format of a result whose times and measured choices are those of `output`: the kind's own, where numbers
+        of both have as many bytes."""
+        return self.output if OUTPUTS[output].bytes == OUTPUTS[self.output].bytes else output
+
 
 E4M3 = Element("e4m3", 1, "float8_e4m3fn")
 BF16 = Element("bf16", 2, "bfloat16")

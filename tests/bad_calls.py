@@ -268,7 +268,7 @@ WRONG_TENSORS = [
     _one(gemm, "b", "is bfloat16", torch.Tensor.bfloat16, TypeError, "float8_e4m3fn; got torch.bfloat16", PER_BLOCK),
     _one(gemm, "a_scale", "is float64", torch.Tensor.double, TypeError, "e8m0fnu; got torch.float64", r"\.float\(\)"),
     _one(gemm, "b_scale", "is float16", torch.Tensor.half, TypeError, "e8m0fnu; got torch.float16", r"\.float\(\)"),
-    _one(gemm, "out", "is float16", lambda x: x.view(torch.float16), TypeError, "got torch.float16", ALLOCATE),
+    _one(gemm, "out", "is int16", lambda x: x.view(torch.int16), TypeError, "got torch.int16", ALLOCATE),
     _one("prepare", "a", "is float32", torch.Tensor.float, TypeError, "float8_e4m3fn; got torch.float32", PER_TOKEN),
     _one("plan", "a_scale", "is float64", torch.Tensor.double, ValueError, "is torch.float64", "prepare another plan"),
     _one("plan", "a", "is bytes", lambda x: x.view(torch.uint8), ValueError, "is torch.uint8", "prepare another plan"),
@@ -363,11 +363,12 @@ WRONG_OPTIONS = [
         gemm, "constant_weights", "with num_sms", lambda given: {"num_sms": 7, "constant_weights": True},
         ValueError, "got pdl=None, num_sms=7", "pass pdl=True",
     ),
-    _one(gemm, "out_dtype", "is float16", torch.float16, TypeError, "got torch.float16", r"\.to\(torch\.float16\)"),
-    _one(gemm, "out_dtype", "is a string", "bf16", TypeError, "'bf16', which is no dtype of torch", "Leave it out"),
+    _one(gemm, "out_dtype", "is float64", torch.float64, TypeError, "is torch.float64; pass one of", "or nothing"),
+    _one(gemm, "out_dtype", "is not out's", torch.float16, TypeError, "out is torch.bfloat16", "leave out_dtype"),
+    _one(gemm, "out_dtype", "is a string", "bf16", TypeError, "'bf16'; pass one of", "or nothing"),
     BadCall(
         gemm, "out_dtype", "is a string, for an out to be allocated",
-        lambda given: {"out": None, "out_dtype": "bf16"}, TypeError, "'bf16', which is no dtype", "Leave it out",
+        lambda given: {"out": None, "out_dtype": "bf16"}, TypeError, "'bf16'; pass one of", "or nothing",
     ),
     *(
         _one(gemm, "config", f"is a {kind}", value, TypeError, f"got {kind}", r"Pass GemmConfig\(")

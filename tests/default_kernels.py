@@ -19,11 +19,14 @@ KINDS_CONFIGS = (
     *default_configs(False, "bf16"),
     *default_configs(True, "bf16", "fp32"),
     *default_configs(True, "fp8_rows"),
+    *default_configs(True, "fp8", "fp32"),
+    *default_configs(True, "fp8", "fp16")[::5],
     *default_configs(True, "int8"),
     *default_configs(True, "fp16")[::3],
     *default_configs(True, "int8_rows")[::3],
 )
-"""Of other kinds than FP8 with block scales. What is left out differs in a word of an instruction, or how it stores."""
+"""Of other kinds than FP8 with block scales, or other formats than BF16. What is left out differs in a word of an
+instruction, or how it stores."""
 
 DEFAULT_CONFIGS = (*default_configs(True), *default_configs(False), *all_grouped_configs(), *KINDS_CONFIGS)
 

@@ -252,7 +252,7 @@ def exact_dense_product(a: torch.Tensor, b: torch.Tensor) -> Exact:
 
 
 class Product(NamedTuple):
-    """A product of another kind than FP8 with block scales.
+    """A product of a kind.
 
     Attributes:
         call: the function that makes it.
@@ -311,6 +311,8 @@ def make_product(
     if product.scaling == "blocks":
         groups = ceil_div(k, SCALE_BLOCK)
         operands = Operands(a, scale(m, groups), b, scale(ceil_div(n, SCALE_BLOCK), groups))
+        if kind == "fp8":
+            return Product(fp8_gemm, operands, exact_product(operands), ACCUMULATION, 1e-3)
         return Product(int8_gemm, operands, exact_product(operands), ACCUMULATION_WITHOUT_SCALES, 1e-5)
     operands = Operands(a, scale(m, 1), b, scale(n, 1))
     factors = operands.a_scale.double().reshape(-1, 1) * operands.b_scale.double().reshape(1, -1)

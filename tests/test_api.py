@@ -179,7 +179,7 @@ def test_plan_sees_weights_written_in_place():
         ((5, 7, 100), {"a_stride": 112}, "b's row stride"),
         ((5, 7, 128), {"a_stride": 112}, "rows of a overlap"),
         ((5, 7, 128), {"dtype": torch.float8_e5m2}, "operands are torch.float8_e5m2"),
-        ((5, 7, 128), {"out_dtype": torch.float16}, "out is torch.float16"),
+        ((5, 7, 128), {"out_dtype": torch.float64}, "out is torch.float64"),
     ],
 )
 def test_supports(sizes, keywords, reason):

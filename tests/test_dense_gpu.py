@@ -1,5 +1,5 @@
-"""Products of other kinds than FP8 with block scales on a Hopper GPU: their default kernels, sizes, layouts, options,
-graphs, chains.
+"""Products of every kind and format of the result, but FP8 with block scales to BF16, on a Hopper GPU: default kernels,
+sizes, layouts, options, graphs, chains.
 
 Inputs are fresh on every run, surrounded by NaN, and `out` is surrounded by bits that must not change.
 """
@@ -36,6 +36,10 @@ CONFIGS = (
     *default_configs(True, "fp16"),
     *default_configs(True, "int8"),
     *default_configs(True, "fp8_rows"),
+    *default_configs(True, "fp8", "fp32"),
+    *default_configs(False, "fp8", "fp32")[::3],
+    *default_configs(True, "fp8", "fp16")[::3],
+    *default_configs(False, "fp8", "fp16")[1::6],
     *default_configs(True, "bf16", "fp32")[::2],
     *default_configs(False, "bf16", "fp32")[::3],
     *default_configs(True, "int8_rows")[::2],
@@ -118,7 +122,7 @@ def test_every_kernel(config, every_kernel, monkeypatch):
     check_config(config, 17 * rows + 3, 2 * columns, 64, max(6, config.cluster))
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8_rows", "int8_rows"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "fp8_rows", "int8_rows"])
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("m", [1, 64, 129, 1000])
 def test_the_selectors_own_choice_of_scaled_kinds(kind, output, m):

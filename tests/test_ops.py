@@ -361,7 +361,8 @@ WRONG_PRODUCTS = {
     "a is float32, for an out to be allocated": lambda x: {"a": x["a"].float(), "out": None},
     "b is e5m2": lambda x: {"b": x["b"].view(torch.float8_e5m2)},
     "a_scale is float64": lambda x: {"a_scale": x["a_scale"].double()},
-    "out is float16": lambda x: {"out": x["out"].view(torch.float16)},
+    "out is float64": lambda x: {"out": x["out"].double()},
+    "out is not of out_dtype": lambda x: {"out": x["out"].float(), "out_dtype": torch.float16},
     "a has a batch": lambda x: {"a": x["a"][None]},
     "b is a vector": lambda x: {"b": x["b"][0]},
     "b has another k": lambda x: {"b": x["b"][:, :256]},
@@ -369,7 +370,7 @@ WRONG_PRODUCTS = {
     "a_scale is transposed": lambda x: {"a_scale": x["a_scale"].t()},
     "b_scale is flat": lambda x: {"b_scale": x["b_scale"].flatten()},
     "out is too narrow": lambda x: {"out": x["out"][:, :-1]},
-    "out_dtype is float16": lambda x: {"out_dtype": torch.float16},
+    "out_dtype is float64": lambda x: {"out_dtype": torch.float64},
 }
 WRONG_CASTS = {
     "x is an integer": lambda x: {"x": x["x"].int()},

@@ -55,7 +55,7 @@ def candidates(
     configs = (c for c in known if suits(c, problem) and (problem.split_k or c.split_k == 1))
     runnable = (c for c in configs if c.cluster <= problem.num_sms)
     estimated = ((estimate(c, problem, hardware), c) for c in runnable)
-    return sorted(estimated, key=lambda pair: (pair[1].name.removesuffix("_any") != measured, pair[0].time_us))
+    return sorted(estimated, key=lambda pair: (pair[1].timed_name != measured, pair[0].time_us))
 
 
 def suits(config: GemmConfig, problem: GemmProblem) -> bool:
@@ -69,7 +69,7 @@ def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str 
     """Name of the config that was measured best for this bucket: by the user's own search, else by ours, which knows
     those buckets where the model is wrong."""
     if own is not None:
-        return own.name.removesuffix("_any")
+        return own.timed_name
     model = calibration(problem.kind)
     return model.choices.get(bucket_key(problem)) if problem.num_sms == model.num_sms else None
 
@@ -77,14 +77,15 @@ def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str 
 def tuned_choice(problem: GemmProblem, tuned: Tuned) -> GemmConfig | None:
     """The config that `tune` found to be fastest for this bucket, to store as the problem's `out` needs it."""
     own = tuned.get(bucket_key(problem)) if tuned else None
-    return own and replace(own, tma_store=problem.tma_store)
+    return own and replace(own, tma_store=problem.tma_store, output=problem.output)
 
 
 def bucket_key(problem: GemmProblem) -> str:
-    """What measured choices are stored by: sizes, and the kind of other products than FP8's with BF16 results."""
+    """What measured choices are stored by: sizes, and the kind of other products than FP8's with results of 16 bits."""
     size = f"{problem.m}x{problem.n}x{problem.k}"
-    own = (problem.kind, problem.output) == ("fp8", "bf16")
-    return size if own else f"{size}_{problem.kind}_{problem.output}"
+    output = problem.product.timed_output(problem.output)
+    own = (problem.kind, output) == ("fp8", "bf16")
+    return size if own else f"{size}_{problem.kind}_{output}"
 
 
 @lru_cache(maxsize=65_536)

@@ -105,7 +105,7 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
 @lru_cache(maxsize=1_024)
 def _names_of_times(config: GemmConfig) -> tuple[str, ...]:
     """By which a config's times may be known: its own name, then that of the FP8 kernel with the same tiles."""
-    own = config.name.removesuffix("_any")
+    own = config.timed_name
     fields = ("block_m", "block_n", "cluster_m", "cluster_n", "split_k", "scale_blocks")
     try:
         return own, deepest_config(**{field: getattr(config, field) for field in fields}).name

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from deep_tile.config import NARROW_N, PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig
-from deep_tile.kinds import KINDS
+from deep_tile.kinds import KINDS, OUTPUTS
 from deep_tile.walls import stages_max
 
 _CLUSTERS = ((1, 1), (2, 1), (1, 2))
@@ -47,7 +47,7 @@ _DECODE_TILES_OF_KINDS = (
 _MULTICAST_TILES_OF_KINDS = ((128, 64), (128, 128), (128, 192), (128, 256), (256, 128))
 _SINGLE_TILES_OF_KINDS = ((128, 96), (128, 160))
 _SPLIT_TILES_OF_KINDS = (64, 128)
-"""The same of other kinds than FP8 with BF16 results."""
+"""The same of other kinds than FP8 with results of 16 bits."""
 
 
 @lru_cache(maxsize=512)
@@ -77,14 +77,15 @@ def default_configs(tma_store: bool = True, kind: str = "fp8", output: str | Non
         kind: of the product, a name in `kinds.KINDS`.
         output: format of `out`, a name in `kinds.OUTPUTS`; that of the kind when None.
     """
-    if kind == "fp8" and output in (None, KINDS[kind].output):
-        return _fp8_configs(tma_store)
-    return _configs_of_kind(tma_store, kind, output or KINDS[kind].output)
+    output = output or KINDS[kind].output
+    if kind == "fp8" and OUTPUTS[output].bytes == OUTPUTS[KINDS[kind].output].bytes:
+        return _fp8_configs(tma_store, output)
+    return _configs_of_kind(tma_store, kind, output)
 
 
 def _configs_of_kind(tma_store: bool, kind: str, output: str) -> tuple[GemmConfig, ...]:
-    """For others than FP8 with BF16 results: tiles that FP8 has been measured with, by the mechanisms that every kind
-    has."""
+    """For others than FP8 with results of 16 bits: tiles that FP8 has been measured with, by the mechanisms that every
+    kind has."""
     of_kind = {"tma_store": tma_store, "kind": kind, "output": output}
     decode = [
         deepest_config(64, block_n, scale_blocks=scale_blocks, split_k=split_k, **of_kind)
@@ -100,19 +101,20 @@ def _configs_of_kind(tma_store: bool, kind: str, output: str) -> tuple[GemmConfi
     return (*decode, *multicast, *single, *split)
 
 
-def _fp8_configs(tma_store: bool) -> tuple[GemmConfig, ...]:
+def _fp8_configs(tma_store: bool, output: str) -> tuple[GemmConfig, ...]:
+    stored = {"tma_store": tma_store, "output": output}
     decode = [
-        deepest_config(64, block_n, tma_store, scale_blocks=scale_blocks, split_k=split_k)
+        deepest_config(64, block_n, scale_blocks=scale_blocks, split_k=split_k, **stored)
         for block_n, scale_blocks, split_k in _DECODE_TILES
     ]
     multicast = [
-        deepest_config(*tile, tma_store, cluster_m=cluster_m, cluster_n=cluster_n)
+        deepest_config(*tile, cluster_m=cluster_m, cluster_n=cluster_n, **stored)
         for tile in _MULTICAST_TILES
         for cluster_m, cluster_n in _CLUSTERS
     ]
-    single = [deepest_config(*tile, tma_store) for tile in _SINGLE_TILES]
-    split = [deepest_config(128, block_n, tma_store, split_k=2) for block_n in _SPLIT_TILES]
-    paired = [deepest_config(128, block_n, tma_store, pairs=True) for block_n in PAIRED_TILES]
-    narrowing = [deepest_config(128, block_n, tma_store, narrow_n=NARROW_N) for block_n in _NARROWING_TILES]
-    resident = [deepest_config(*tile, tma_store, b_stages=b_stages) for *tile, b_stages in _RESIDENT_TILES]
+    single = [deepest_config(*tile, **stored) for tile in _SINGLE_TILES]
+    split = [deepest_config(128, block_n, split_k=2, **stored) for block_n in _SPLIT_TILES]
+    paired = [deepest_config(128, block_n, pairs=True, **stored) for block_n in PAIRED_TILES]
+    narrowing = [deepest_config(128, block_n, narrow_n=NARROW_N, **stored) for block_n in _NARROWING_TILES]
+    resident = [deepest_config(*tile, b_stages=b_stages, **stored) for *tile, b_stages in _RESIDENT_TILES]
     return (*decode, *multicast, *single, *paired, *narrowing, *split, *resident)
