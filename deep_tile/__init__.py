@@ -20,6 +20,7 @@ _MODULES = {
     "fp8_gemm": "api",
     "fp8_grouped_gemm": "grouped",
     "fp8_linear": "linear",
+    "fp8_wgrad": "dense",
     "forbid_compilation": "jit",
     "gemm": "dense",
     "int8_gemm": "dense",

@@ -341,6 +341,7 @@ def precompile(
     grouping: str = "none",
     kind: str = "fp8",
     out_dtype: torch.dtype | None = None,
+    accumulate: bool = False,
 ) -> Precompiled:
     """Compile, and on a Hopper GPU load, every kernel that a product can need for the shapes.
 
@@ -354,8 +355,9 @@ def precompile(
             an H200 if there is none.
         grouping: "offs" or "counts" for grouped products, by what they are given; kernels of all numbers of groups.
         kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`, "bf16" and "fp16" for `gemm`, "int8" for `int8_gemm`,
-            "fp8_rows" and "int8_rows" for `scaled_gemm`.
+            "fp8_rows", "int8_rows" and "fp8_1x128" for `scaled_gemm`, the latter for `fp8_wgrad`, too.
         out_dtype: of `out`; the call's default when None.
+        accumulate: as later passed; with an `out_dtype` of float32.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -370,8 +372,10 @@ def precompile(
     if out_dtype not in (None, *OUTPUT_NAMES):
         raise ValueError(f"out_dtype is {out_dtype}; pass one of {names(OUTPUT_NAMES)}, or nothing")
     output = product.output if out_dtype is None else OUTPUT_NAMES[out_dtype]
-    check_option("num_sms", num_sms)
-    check_option("batch_invariant", batch_invariant)
+    for name, value in (("num_sms", num_sms), ("batch_invariant", batch_invariant), ("accumulate", accumulate)):
+        check_option(name, value)
+    if accumulate and output != "fp32":
+        raise ValueError(f"accumulate is True and out_dtype {out_dtype}; pass out_dtype=torch.float32")
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(GROUPINGS)}")
     if grouping != "none" and (kind, output) != ("fp8", "bf16"):
@@ -390,7 +394,8 @@ def precompile(
     for n, k, max_m in weights:
         tma_store = n * OUTPUTS[output].bytes % _TMA_BYTES == 0
         if grouping == "none":
-            configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, not batch_invariant, kind, output))
+            split_k = not batch_invariant
+            configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, split_k, kind, output, accumulate))
         else:
             configs.update(grouped_configs(grouping, tma_store))
     ordered = tuple(sorted(configs, key=lambda config: config.name))
@@ -670,13 +675,14 @@ _OPTION_TYPES = {
     "batch_invariant": ((bool,), "True or False"),
     "pdl": ((bool, type(None)), "True, False or None"),
     "constant_weights": ((bool,), "True or False"),
+    "accumulate": ((bool,), "True or False"),
 }
 
 
 def _check_option_types(options: _Options) -> None:
     check_out_dtype(options.out_dtype)
     check_config_type(options.config)
-    for name in _OPTION_TYPES:
+    for name in ("num_sms", "batch_invariant", "pdl", "constant_weights"):
         check_option(name, getattr(options, name))
 
 
@@ -755,9 +761,9 @@ def check_scale_shapes(a, a_scale, b, b_scale) -> None:
     _check_shape("b_scale", b_scale, (n_blocks, k_blocks), "[ceil(n / 128), ceil(k / 128)]")
 
 
-def check_product_shapes(a, b, out) -> None:
-    """Check a [m, k], b [n, k] and out [m, n], which may be None."""
-    for name, tensor, shape in (("a", a, "[m, k]"), ("b", b, "[n, k]")):
+def check_product_shapes(a, b, out, names: tuple[str, str] = ("a", "b")) -> None:
+    """Check a [m, k], b [n, k], called by these names, and out [m, n], which may be None."""
+    for name, tensor, shape in ((names[0], a, "[m, k]"), (names[1], b, "[n, k]")):
         if tensor.dim() != 2:
             raise ValueError(
                 f"{name} must have shape {shape}; got {tuple(tensor.shape)}. Flatten leading dimensions first"
@@ -765,8 +771,8 @@ def check_product_shapes(a, b, out) -> None:
     (m, k), n = a.shape, b.shape[0]
     if not ops.holds(b.shape[1] == k):
         raise ValueError(
-            f"a is [m, k] = {tuple(a.shape)} and b is [n, k] = {tuple(b.shape)}: k differs. "
-            "b holds one row per output column; a [k, n] weight must be transposed and made contiguous"
+            f"{names[0]} is [m, k] = {tuple(a.shape)} and {names[1]} is [n, k] = {tuple(b.shape)}: k differs. "
+            f"{names[1]} holds one row per output column; a [k, n] weight must be transposed and made contiguous"
         )
     if out is not None:
         _check_shape("out", out, (m, n), "[m, n]")
@@ -892,6 +898,10 @@ def checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
         raise ValueError(
             f"{config.name} multiplies kind={config.kind!r} to output={config.output!r}, and this call "
             f"{problem.kind!r} to {problem.output!r}; pass such a config"
+        )
+    if config.accumulate != problem.accumulate:
+        raise ValueError(
+            f"{config.name} has accumulate={config.accumulate}, and this call {problem.accumulate}; pass such a config"
         )
     if config.grouping != problem.grouping:
         raise ValueError(

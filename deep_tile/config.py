@@ -59,6 +59,7 @@ class GemmConfig:
         kind: of the product, a name in `kinds.KINDS`.
         output: format of `out`, a name in `kinds.OUTPUTS`; that of the kind when None.
         grouping: how rows belong to matrices of `b`, one of `kinds.GROUPINGS`.
+        accumulate: add to what `out` holds, of FP32, instead of writing over it.
     """
 
     block_m: int
@@ -76,6 +77,7 @@ class GemmConfig:
     kind: str = "fp8"
     output: str | None = None
     grouping: str = "none"
+    accumulate: bool = False
 
     def __post_init__(self):
         if self.output is None and self.kind in KINDS:
@@ -130,6 +132,10 @@ class GemmConfig:
         if self.pairs and not (pairable and alone):
             tiles = " and ".join(f"128x{block_n}" for block_n in PAIRED_TILES)
             return f"pairs is True; supported for tiles of {tiles}, without clusters and resident b"
+        if self.column_scales and (self.resident_b or self.pairs or self.narrow_n or self.is_grouped):
+            return f"kind is {self.kind!r}; such products are made without groups, resident b, narrow tiles and pairs"
+        if self.accumulate and self.output != "fp32":
+            return f"accumulate is True and output {self.output!r}; what is added to is FP32"
         if not self.product.promotes and (self.resident_b or self.pairs or self.is_grouped):
             return f"kind is {self.kind!r}; such products are made without groups, resident b and pairs"
         if self.is_grouped and (self.cluster > 1 or self.resident_b or self.narrow_n or self.pairs):
@@ -168,6 +174,7 @@ class GemmConfig:
         narrow = f"_n{self.narrow_n}" if self.narrow_n else ""
         grouping = f"_{self.grouping}" if self.is_grouped else ""
         special = resident + narrow + ("_p" if self.pairs else "") + grouping + output
+        special += "_add" if self.accumulate else ""
         return f"{self.kind}_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{special}{buffers}"
 
     @property
@@ -187,6 +194,11 @@ class GemmConfig:
     @property
     def row_scales(self) -> bool:
         return self.product.scaling == "rows"
+
+    @property
+    def column_scales(self) -> bool:
+        """Whether each row of `b`, which is a column of `out`, has scales of its own in every K block."""
+        return self.product.scaling == "row_blocks"
 
     @property
     def out_format(self) -> str:
@@ -444,8 +456,10 @@ class GemmConfig:
 
         128x256 gains 1 to 2.5 %, 128x224 0.5 to 1 %; with two sets of temporaries nothing is gained, and kernels that
         take turns lose up to 3 % (H200, 2026-11-21). Groups may begin anywhere, and TMA wants multiples of 16 bytes.
+        Where columns have scales too, a stage has two to three times as many: TMA then copies both.
         """
-        return self.math_warpgroups == 2 and self.chunks > 1 and self.product.promotes and not self.is_grouped
+        many = self.chunks > 1 or (self.column_scales and self.scale_blocks == 1)
+        return self.math_warpgroups == 2 and many and self.product.promotes and not self.is_grouped
 
     @property
     def scales_at_once(self) -> int:
@@ -457,8 +471,8 @@ class GemmConfig:
     @property
     def reads_runs(self) -> bool:
         """Whether scale warps may read the scales of several K blocks at once. Beside the scheduler of groups they have
-        no registers for them."""
-        return self.product.promotes and not self.is_grouped
+        no registers for them, nor where columns have scales too."""
+        return self.product.scaling == "blocks" and not self.is_grouped
 
     @property
     def reads_any_runs(self) -> bool:
@@ -485,16 +499,22 @@ class GemmConfig:
         """
         if self.math_warpgroups == 1 or self.column_group >= 64 or (self.block_sets != 1 and not self.pairs):
             return 1
+        if self.column_scales:
+            return 1
         return SCALE_BLOCK // self.column_group
 
     @property
     def b_scale_columns(self) -> int:
         """Columns from one slot of b scales to the next."""
+        if self.column_scales:
+            return 1
         return self.column_group if self.column_shifts == 1 else SCALE_BLOCK
 
     @property
     def b_scale_slots(self) -> int:
         """Slots of b scales that a tile needs, wherever it begins."""
+        if self.column_scales:
+            return self.block_n
         return ceil_div(self.b_scale_columns - self.column_group + self.block_n, self.b_scale_columns)
 
     @property

@@ -1,4 +1,5 @@
-"""Products of other kinds than `fp8_gemm`'s: BF16 and FP16; INT8 with block scales; FP8 and INT8 with scales of rows.
+"""Products of other kinds than `fp8_gemm`'s: BF16 and FP16; INT8 with block scales; FP8 and INT8 with scales of rows;
+FP8 with scales of 1x128 for both operands, as weight gradients have them.
 
 Called by users. The warm path is api.py's: one call into C; and so are the checks that every product shares.
 Invariant: a kind is a row of `kinds.KINDS`, and a call is one of `_CALLS`: the kinds that it makes, by the dtype of
@@ -6,18 +7,22 @@ their operands.
 """
 
 import sys
-from collections.abc import Callable
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch.compiler import is_compiling
 
-from deep_tile import _launcher, api, launches, ops, plan, settings, tensors
-from deep_tile.config import GemmConfig, round_up
+from deep_tile import _launcher, api, launches, ops, params, plan, settings, tensors
+from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import KINDS, Kind
 from deep_tile.problem import GemmProblem
-from deep_tile.reference import gemm_reference, rows_gemm_reference, scaled_gemm_reference
+from deep_tile.reference import (
+    gemm_reference,
+    row_blocks_gemm_reference,
+    rows_gemm_reference,
+    scaled_gemm_reference,
+)
 
 _is_on_gpu = attrgetter("is_cuda")
 
@@ -35,6 +40,7 @@ class _Options(NamedTuple):
     batch_invariant: bool = False
     pdl: bool | None = None
     constant_weights: bool = False
+    accumulate: bool = False
 
 
 class _Call(NamedTuple):
@@ -45,7 +51,6 @@ class _Call(NamedTuple):
         names: of its operands, in order.
         out_dtype: of what it allocates; None: that of the operands.
         remedy: for operands of another dtype.
-        reference: its definition, of the operands and the dtype of the result.
         to_train: what has gradients instead.
     """
 
@@ -53,7 +58,6 @@ class _Call(NamedTuple):
     names: tuple[str, ...]
     out_dtype: torch.dtype | None
     remedy: str
-    reference: Callable[..., torch.Tensor]
     to_train: str
 
 
@@ -66,13 +70,12 @@ _SCALED = ("a", "a_scale", "b", "b_scale")
 _LINEAR = "torch.nn.functional.linear"
 
 _CALLS = {
-    "gemm": _Call(_kinds("none"), ("a", "b"), None, "a.to(torch.bfloat16)", gemm_reference, _LINEAR),
+    "gemm": _Call(_kinds("none"), ("a", "b"), None, "a.to(torch.bfloat16)", _LINEAR),
     "int8_gemm": _Call(
         _kinds("blocks", "int8"),
         _SCALED,
         torch.bfloat16,
         "quantise to torch.int8, with a scale for each 1x128 and 128x128",
-        scaled_gemm_reference,
         _LINEAR,
     ),
     "scaled_gemm": _Call(
@@ -80,10 +83,24 @@ _CALLS = {
         _SCALED,
         torch.bfloat16,
         "quantise to torch.float8_e4m3fn or torch.int8, with a scale for each row, or one",
-        rows_gemm_reference,
+        _LINEAR,
+    ),
+    "fp8_wgrad": _Call(
+        _kinds("row_blocks"),
+        ("dy", "dy_scale", "x", "x_scale"),
+        torch.float32,
+        "quantise with deep_tile.transposed_cast_to_fp8",
         _LINEAR,
     ),
 }
+
+_REFERENCES = {
+    "none": gemm_reference,
+    "blocks": scaled_gemm_reference,
+    "row_blocks": row_blocks_gemm_reference,
+    "rows": rows_gemm_reference,
+}
+"""The definition of each scaling, of the operands and the dtype of the result."""
 
 
 def gemm(
@@ -97,6 +114,7 @@ def gemm(
     batch_invariant: bool = False,
     pdl: bool | None = None,
     constant_weights: bool = False,
+    accumulate: bool = False,
 ) -> torch.Tensor:
     """BF16 or FP16 matrix product: `out[m, n] = sum_k a[m, k] * b[n, k]`, that is `a @ b.T`.
 
@@ -116,6 +134,7 @@ def gemm(
         out_dtype: dtype of `out`: by default that of `out`, or of `a`.
         config: the kernel to use instead of the selector's choice.
         num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
+        accumulate: add the product, in FP32, to what `out` holds, which must be given and float32.
 
     Returns:
         `out`.
@@ -123,7 +142,7 @@ def gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    options = ("gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
+    options = ("gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate)
     if is_compiling():
         return _call_op((a, b), out, _Options(*options))
     return _multiply((a, b), out, options)
@@ -142,6 +161,7 @@ def int8_gemm(
     batch_invariant: bool = False,
     pdl: bool | None = None,
     constant_weights: bool = False,
+    accumulate: bool = False,
 ) -> torch.Tensor:
     """INT8 matrix product with block scales: `out = (a * a_scale) @ (b * b_scale)^T`.
 
@@ -156,6 +176,7 @@ def int8_gemm(
         out: [m, n] bfloat16, float16 or float32, as for `gemm`; allocated when None.
         out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
         config, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
+        accumulate: as for `gemm`.
 
     Returns:
         `out`.
@@ -163,7 +184,7 @@ def int8_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    options = ("int8_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
+    options = ("int8_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate)
     if is_compiling():
         return _call_op((a, a_scale, b, b_scale), out, _Options(*options))
     return _multiply((a, a_scale, b, b_scale), out, options)
@@ -182,21 +203,29 @@ def scaled_gemm(
     batch_invariant: bool = False,
     pdl: bool | None = None,
     constant_weights: bool = False,
+    accumulate: bool = False,
 ) -> torch.Tensor:
-    """FP8 or INT8 matrix product with a scale for each row, or one for all: `out = (a * a_scale) @ (b * b_scale)^T`.
+    """FP8 or INT8 matrix product with scales of rows, or of 128 of a row: `out = (a * a_scale) @ (b * b_scale)^T`.
 
-    `out[m, n] = a_scale[m] * b_scale[n] * sum_k a[m, k] * b[n, k]`. The tensor cores add up all of k: exactly in INT32
-    of INT8, for k up to 131072; of FP8 with the 14 bits or so that they keep of a sum, which is torch's
-    `use_fast_accum=True`. All else is as for `fp8_gemm`.
+    With a scale for each row, or one for all, `out[m, n] = a_scale[m] * b_scale[n] * sum_k a[m, k] * b[n, k]`. The
+    tensor cores add up all of k: exactly in INT32 of INT8, for k up to 131072; of FP8 with the 14 bits or so that they
+    keep of a sum, which is torch's `use_fast_accum=True`.
+
+    With a scale for each 128 of a row of FP8 (1x128, of both operands),
+    `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n, k // 128]`: sums over 128 of k are scaled
+    and added in FP32, as by `fp8_gemm`. All else is as for that.
 
     Args:
         a: [m, k] float8_e4m3fn or int8, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
-        a_scale: float32 or float8_e8m0fnu: [m] or [m, 1], or one number of any shape.
+        a_scale: float32 or float8_e8m0fnu: [m] or [m, 1], or one number of any shape; or, of FP8, [m, ceil(k / 128)],
+            any strides within 4 GB, fastest as `per_token_cast_to_fp8` makes them.
         b: [n, k] of the same dtype, laid out like `a`.
-        b_scale: likewise: [n], [n, 1] or [1, n], or one number. torch's scales of tensors and of rows are these.
+        b_scale: likewise: [n], [n, 1] or [1, n], or one number; torch's scales of tensors and of rows are these. With
+            blocks in a_scale [n, ceil(k / 128)].
         out: [m, n] bfloat16, float16 or float32, as for `gemm`; allocated when None.
         out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
         config, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
+        accumulate: as for `gemm`.
 
     Returns:
         `out`.
@@ -204,10 +233,52 @@ def scaled_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    options = ("scaled_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
+    options = ("scaled_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate)
     if is_compiling():
         return _call_op((a, a_scale, b, b_scale), out, _Options(*options))
     return _multiply((a, a_scale, b, b_scale), out, options)
+
+
+def fp8_wgrad(
+    dy: torch.Tensor,
+    dy_scale: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    accumulate: bool = True,
+    config: GemmConfig | None = None,
+    num_sms: int | None = None,
+    batch_invariant: bool = False,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """Gradient of a linear layer's weight, `out += dy^T @ x` over tokens, of operands that were cast along tokens.
+
+    `out[n, k] += sum_s dy[n, s] * dy_scale[n, s // 128] * x[k, s] * x_scale[k, s // 128]`, for s tokens: the product of
+    `scaled_gemm` with scales of 1x128, named for what it is used for. s, n and k are free; without tokens nothing is
+    added. `transposed_cast_to_fp8` makes such operands of dy [s, n] and x [s, k].
+
+    Args:
+        dy: [n, s] float8_e4m3fn, unit stride along tokens, row stride a multiple of 16 bytes, 16-byte aligned.
+        dy_scale: [n, ceil(s / 128)] float32 or float8_e8m0fnu, any strides within 4 GB.
+        x: [k, s] float8_e4m3fn, laid out like `dy`.
+        x_scale: [k, ceil(s / 128)], likewise.
+        out: [n, k] float32, or without `accumulate` bfloat16 or float16; unit stride along k, otherwise as for `gemm`.
+        accumulate: add to what `out` holds, rather than write over it.
+        config, num_sms, batch_invariant, pdl: as for `fp8_gemm`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    """
+    if out is None:
+        raise TypeError("out must be a torch.Tensor; got NoneType. Pass what the gradient is added to, of [n, k]")
+    options = ("fp8_wgrad", None, config, num_sms, batch_invariant, pdl, False, accumulate)
+    if is_compiling():
+        return _call_op((dy, dy_scale, x, x_scale), out, _Options(*options))
+    return _multiply((dy, dy_scale, x, x_scale), out, options)
 
 
 def _multiply(operands: tuple[torch.Tensor, ...], out: torch.Tensor | None, options: tuple) -> torch.Tensor:
@@ -216,6 +287,7 @@ def _multiply(operands: tuple[torch.Tensor, ...], out: torch.Tensor | None, opti
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, out)):
             _refuse_gradients(options[0], operands, out)
         if out is None:
+            _refuse_sum_of_nothing(_Options(*options))
             out = _empty_out(operands, _Options(*options))
         if not _launcher.launch_known(_launches, options, *operands, out):
             _call_unknown(operands, out, _Options(*options))
@@ -231,6 +303,11 @@ def _multiply(operands: tuple[torch.Tensor, ...], out: torch.Tensor | None, opti
 def _empty_out(operands, options: _Options) -> torch.Tensor:
     a, b = _matrices(operands)
     return api.empty_out(a, b, options.out_dtype or _CALLS[options.call].out_dtype or a.dtype)
+
+
+def _refuse_sum_of_nothing(options: _Options) -> None:
+    if options.accumulate:
+        raise ValueError("accumulate is True and out None: pass what the product is added to, of torch.float32")
 
 
 def _matrices(operands) -> tuple[torch.Tensor, torch.Tensor]:
@@ -260,7 +337,7 @@ def _call_unknown(operands, out, options: _Options) -> None:
         checked = _checked_options(options, operands, out)
         a, b = _matrices(operands)
         if not _is_on_gpu(a) or min(*a.shape, *b.shape) == 0:
-            _compute_without_kernel(operands, out, options.call)
+            _compute_without_kernel(operands, out, options)
             return
         launch = _prepare_launch(operands, out, checked)
         launches.remember(_launches, options, signature, launch)
@@ -268,9 +345,14 @@ def _call_unknown(operands, out, options: _Options) -> None:
 
 
 @torch.inference_mode()  # in which any tensor may be written to, whether it requires a gradient or not
-def _compute_without_kernel(operands, out, call: str) -> None:
-    if out.numel():
-        out.copy_(_CALLS[call].reference(*operands, out.dtype))
+def _compute_without_kernel(operands, out, options: _Options) -> None:
+    if not out.numel():
+        return
+    product = _REFERENCES[_kind(options.call, operands).scaling](*operands, out.dtype)
+    if options.accumulate:
+        out.add_(product)
+    else:
+        out.copy_(product)
 
 
 def _prepare_launch(operands, out, options: _Options) -> _launcher.Launch:
@@ -290,6 +372,7 @@ def _prepare_launch(operands, out, options: _Options) -> _launcher.Launch:
         pdl=options.pdl,
         constant_weights=options.constant_weights,
         names=(*_CALLS[options.call].names, "out"),
+        places=params.places(plan.TENSORS if len(operands) == 4 else ("a", "b", "out")),
     )
 
 
@@ -300,9 +383,26 @@ def _problem(operands, out, options: _Options) -> GemmProblem:
         num_sms=options.num_sms,
         tma_store=api.tma_can_store(out),
         split_k=not options.batch_invariant,
-        kind=_CALLS[options.call].kinds[a.dtype].name,
+        kind=_kind(options.call, operands).name,
         output=api.OUTPUT_NAMES[out.dtype],
+        accumulate=options.accumulate,
     )
+
+
+def _kind(call: str, operands) -> Kind:
+    """What a call makes of operands of a dtype that it takes."""
+    kind = _CALLS[call].kinds[operands[0].dtype]
+    if kind.name == "fp8_rows" and any(map(_has_blocks, operands[::2], operands[1::2])):
+        return KINDS["fp8_1x128"]
+    return kind
+
+
+def _has_blocks(x: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether the scale is one for each 128 of a row, of which there are several."""
+    if x.dim() != 2 or scale.dim() != 2:
+        return False
+    blocks = ceil_div(x.shape[1], SCALE_BLOCK)
+    return blocks > 1 and scale.shape[1] == blocks and scale.shape[0] == x.shape[0]
 
 
 def _layout(operands, out, kind: Kind) -> plan.Layout:
@@ -317,7 +417,10 @@ def _layout(operands, out, kind: Kind) -> plan.Layout:
     _, a_scale, _, b_scale = operands
     if kind.scaling == "rows":
         return plan.Layout(*strides, (_step(a_scale), 0), (_step(b_scale), 0), False)
-    return plan.Layout(*strides, a_scale.stride(), b_scale.stride(), tensors.is_aligned(a_scale))
+    aligned = tensors.is_aligned(a_scale), tensors.is_aligned(b_scale)
+    return plan.Layout(
+        *strides, a_scale.stride(), b_scale.stride(), a_scale_aligned=aligned[0], b_scale_aligned=aligned[1]
+    )
 
 
 def _step(scale: torch.Tensor) -> int:
@@ -342,7 +445,7 @@ def _check_arguments(options: _Options, operands, out) -> None:
 def _check_option_types(options: _Options) -> None:
     api.check_out_dtype(options.out_dtype)
     api.check_config_type(options.config)
-    for name in ("num_sms", "batch_invariant", "pdl", "constant_weights"):
+    for name in ("num_sms", "batch_invariant", "pdl", "constant_weights", "accumulate"):
         api.check_option(name, getattr(options, name))
 
 
@@ -351,14 +454,15 @@ def _checked_options(options: _Options, operands, out) -> _Options:
     _check_arguments(options, operands, out)
     _check_formats(options, operands, out)
     a, b = _matrices(operands)
+    a_name, b_name = _matrices(_CALLS[options.call].names)
     api.check_sizes(a, b)
     if a.shape[1] * a.element_size() > api.MAX_SIZE:
         raise ValueError(
             f"k is {a.shape[1]}; of {a.dtype} at most {api.MAX_SIZE // a.element_size()}: split the product"
         )
-    api.check_operand_strides(a=a, b=b)
+    api.check_operand_strides(**{a_name: a, b_name: b})
     if len(operands) == 4:
-        for name, scale in (("a", operands[1]), ("b", operands[3])):
+        for name, scale in ((a_name, operands[1]), (b_name, operands[3])):
             problem = api.scale_problem(name, tuple(scale.shape), scale.stride())
             if problem:
                 raise ValueError(problem)
@@ -369,11 +473,12 @@ def _checked_options(options: _Options, operands, out) -> _Options:
 def _check_formats(options: _Options, operands, out) -> None:
     """Check dtypes, devices and shapes; `out` may be None."""
     call, (a, b) = _CALLS[options.call], _matrices(operands)
+    a_name, b_name = _matrices(call.names)
     if a.dtype not in call.kinds:
         remedy = "call deep_tile.fp8_gemm, with scales" if a.dtype == torch.float8_e4m3fn else call.remedy
-        raise TypeError(f"a must be one of {api.names(call.kinds)}; got {a.dtype}. To fix: {remedy}")
+        raise TypeError(f"{a_name} must be one of {api.names(call.kinds)}; got {a.dtype}. To fix: {remedy}")
     if b.dtype != a.dtype:
-        raise TypeError(f"b must be {a.dtype}, as a is; got {b.dtype}. To fix: make both of one dtype")
+        raise TypeError(f"{b_name} must be {a.dtype}, as {a_name} is; got {b.dtype}. To fix: make both of one dtype")
     for name, x in zip(call.names, operands, strict=True):
         if name.endswith("_scale") and x.dtype not in tensors.SCALE_DTYPES:
             raise TypeError(
@@ -385,14 +490,31 @@ def _check_formats(options: _Options, operands, out) -> None:
                 f"out must be one of {api.names(api.OUTPUT_NAMES)}; got {out.dtype}. Pass such an out, or out=None"
             )
         api.check_out_fits(out, options.out_dtype)
+        if options.accumulate and out.dtype != torch.float32:
+            raise TypeError(f"out must be torch.float32 to add to; got {out.dtype}. Or pass accumulate=False")
     if a.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"a is on {a.device}; {options.call} runs on a Hopper GPU, or on the CPU as a reference")
+        where = "on a Hopper GPU, or on the CPU as a reference"
+        raise ValueError(f"{a_name} is on {a.device}; {options.call} runs {where}")
     api.check_devices(a, **dict(zip(call.names[1:], operands[1:], strict=True)), out=out)
-    api.check_product_shapes(a, b, out)
-    if call.kinds[a.dtype].scaling == "blocks":
+    api.check_product_shapes(a, b, out, (a_name, b_name))
+    scaling = _kind(options.call, operands).scaling
+    if scaling == "blocks":
         api.check_scale_shapes(*operands)
-    elif call.kinds[a.dtype].scaling == "rows":
+    elif scaling == "row_blocks":
+        _check_row_block_scales(call.names, operands)
+    elif scaling == "rows":
         _check_row_scales(*operands)
+
+
+def _check_row_block_scales(names: tuple[str, ...], operands) -> None:
+    for at in (0, 2):
+        (rows, k), scale = operands[at].shape, operands[at + 1]
+        blocks = ceil_div(k, SCALE_BLOCK)
+        if scale.dim() != 2 or not (ops.holds(scale.shape[0] == rows) and ops.holds(scale.shape[1] == blocks)):
+            raise ValueError(
+                f"{names[at + 1]} must have shape {(rows, blocks)}, one for each 128 of a row of {names[at]}; got "
+                f"{tuple(scale.shape)}. Any strides are accepted: pass {names[at + 1]}.t() if it lies the other way"
+            )
 
 
 def _check_row_scales(a, a_scale, b, b_scale) -> None:
@@ -402,7 +524,8 @@ def _check_row_scales(a, a_scale, b, b_scale) -> None:
         if long and not (len(long) == 1 and ops.holds(long[0] == rows)):
             raise ValueError(
                 f"{name}_scale must have one number, or one for each of {name}'s {rows} rows, as [{rows}] or "
-                f"[{rows}, 1]; got {tuple(scale.shape)}. Scales of blocks are for fp8_gemm and int8_gemm"
+                f"[{rows}, 1]; got {tuple(scale.shape)}. Both scales of FP8 may be of 1x128; others of blocks are for "
+                "fp8_gemm and int8_gemm"
             )
 
 
@@ -440,6 +563,8 @@ def _register(call: str) -> None:
         """Check what can be checked without memory; strides are left to the run."""
         options = _Options(call, **keywords)
         _check_option_types(options)
+        if given[-1] is None:
+            _refuse_sum_of_nothing(options)
         _refuse_gradients(call, given[:-1], given[-1])
         _check_formats(options, given[:-1], given[-1])
 
@@ -450,7 +575,7 @@ def _register(call: str) -> None:
 
 _KEYWORDS = (
     "ScalarType? out_dtype=None, int? num_sms=None, bool batch_invariant=False, bool? pdl=None, "
-    "bool constant_weights=False"
+    "bool constant_weights=False, bool accumulate=False"
 )
 
 for _name in _CALLS:

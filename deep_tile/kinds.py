@@ -36,8 +36,9 @@ class Kind(NamedTuple):
         name: of the kind.
         a, b: formats of the operands, of equal size.
         scaling: "blocks": FP32 scales of 1x128 for a and of 128x128 for b, by which the sum of each K block is
-            multiplied before it is added. "rows": FP32 scales of the rows of a and of those of b, by which the sum over
-            all of K is multiplied. "none": there are none. Without blocks WGMMA adds up all of K.
+            multiplied before it is added. "row_blocks": the same with scales of 1x128 for both. "rows": FP32 scales of
+            the rows of a and of those of b, by which the sum over all of K is multiplied. "none": there are none.
+            Without blocks WGMMA adds up all of K.
         sums: format in which WGMMA adds up, as PTX calls it.
         output: format of the result unless another is asked for, a name in `OUTPUTS`.
     """
@@ -57,7 +58,7 @@ class Kind(NamedTuple):
     @property
     def promotes(self) -> bool:
         """Whether the sum of each K block is scaled, and then added to FP32 sums by math warps."""
-        return self.scaling == "blocks"
+        return self.scaling in ("blocks", "row_blocks")
 
     @property
     def k_block(self) -> int:
@@ -83,6 +84,7 @@ KINDS = {
         Kind("bf16", BF16, BF16, "none", "f32"),
         Kind("fp16", F16, F16, "none", "f32", "fp16"),
         Kind("int8", S8, S8, "blocks", "s32"),
+        Kind("fp8_1x128", E4M3, E4M3, "row_blocks", "f32"),
         Kind("fp8_rows", E4M3, E4M3, "rows", "f32"),
         Kind("int8_rows", S8, S8, "rows", "s32"),
     )

@@ -33,9 +33,11 @@ def configs_for(
     split_k: bool = True,
     kind: str = "fp8",
     output: str = "bf16",
+    accumulate: bool = False,
 ) -> list[GemmConfig]:
     """Every config that `config_for` gives some m in [1, max_m]."""
-    return choose.configs_for(n, k, max_m, num_sms, tma_store, split_k, tuned.configs(num_sms), kind, output)
+    own = tuned.configs(num_sms)
+    return choose.configs_for(n, k, max_m, num_sms, tma_store, split_k, own, kind, output, accumulate)
 
 
 TENSORS = ("a", "a_scale", "b", "b_scale", "out")
@@ -74,7 +76,7 @@ class Layout(NamedTuple):
     """Strides of one call's tensors, in elements; operands and `out` have a unit stride along their rows.
 
     Attributes:
-        a_scale_aligned: a_scale begins at a multiple of 16 bytes.
+        a_scale_aligned, b_scale_aligned: the scale begins at a multiple of 16 bytes.
         groups: where groups of rows lie, if there are any.
     """
 
@@ -85,6 +87,7 @@ class Layout(NamedTuple):
     b_scale_strides: tuple[int, int]
     a_scale_aligned: bool
     groups: GroupLayout = GroupLayout()
+    b_scale_aligned: bool = False
 
 
 class Weights(NamedTuple):
@@ -207,7 +210,8 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
         a_tail_rows=a_tail_rows,
         b_tail_rows=b_tail_rows,
         early_b=early_b,
-        bulk_scale_rows=bulk_scale_rows(m, layout),
+        bulk_scale_rows=bulk_scale_rows(m, layout.a_scale_strides, layout.a_scale_aligned),
+        bulk_scale_columns=bulk_scale_rows(n, layout.b_scale_strides, layout.b_scale_aligned),
         scale_runs=scale_runs(problem, config, layout),
         narrow_columns=narrow_columns(config, problem),
         b_scale=b_scale,
@@ -231,6 +235,8 @@ def _scale_shapes(problem: GemmProblem) -> tuple[tuple[int, int], tuple[int, int
     if problem.product.scaling == "rows":
         return (problem.m, 1), (problem.n, 1)
     k_blocks = ceil_div(problem.k, SCALE_BLOCK)
+    if problem.product.scaling == "row_blocks":
+        return (problem.m, k_blocks), (problem.n, k_blocks)
     return (problem.m, k_blocks), (ceil_div(problem.n, SCALE_BLOCK), k_blocks)
 
 
@@ -249,11 +255,16 @@ def _check_scale(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) ->
         )
 
 
-def bulk_scale_rows(m: int, layout: Layout) -> int:
+def bulk_scale_rows(rows: int, strides: tuple[int, int], aligned: bool) -> int:
     """How many rows' scales TMA can copy: all, where they lie side by side in columns that begin at multiples of 16
-    bytes, or none."""
-    stride_m, stride_k = layout.a_scale_strides
-    return m if layout.a_scale_aligned and stride_m == 1 and stride_k % 4 == 0 else 0
+    bytes, or none.
+
+    Args:
+        strides: of the scale, from row to row and from block to block.
+        aligned: it begins at a multiple of 16 bytes.
+    """
+    stride_row, stride_k = strides
+    return rows if aligned and stride_row == 1 and stride_k % 4 == 0 else 0
 
 
 def scale_runs(problem: GemmProblem, config: GemmConfig, layout: Layout) -> int:

@@ -35,6 +35,7 @@ class GemmProblem(NamedTuple):
         kind: of the product, a name in `kinds.KINDS`.
         output: format of `out`, a name in `kinds.OUTPUTS`.
         groups: of rows, or None. With "offs" m is the rows of all of them, with "counts" what each has room for.
+        accumulate: whether the product is added to what `out` holds.
     """
 
     m: int
@@ -46,6 +47,7 @@ class GemmProblem(NamedTuple):
     kind: str = "fp8"
     output: str = "bf16"
     groups: Groups | None = None
+    accumulate: bool = False
 
     @property
     def grouping(self) -> str:

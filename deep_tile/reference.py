@@ -88,20 +88,33 @@ def rows_gemm_reference(
 
 
 def scaled_gemm_reference(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out_dtype: torch.dtype
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out_dtype: torch.dtype,
+    b_block: tuple[int, int] = WEIGHT_BLOCK,
 ) -> torch.Tensor:
     """The product with block scales of `fp8_gemm_reference`, of operands of any dtype, in float64.
 
     Args:
         a, b: [m, k] and [n, k]. Any strides.
-        a_scale, b_scale: [m, ceil(k / 128)] and [ceil(n / 128), ceil(k / 128)].
+        a_scale, b_scale: [m, ceil(k / 128)] and [ceil(n / b_block[0]), ceil(k / 128)].
+        b_block: rows and columns that share one scale of `b`.
     """
 
     def wide(x: torch.Tensor, scale: torch.Tensor, rows: int) -> torch.Tensor:
         each = scale.double().repeat_interleave(rows, 0)[: x.shape[0]].repeat_interleave(TOKEN_BLOCK[1], 1)
         return x.double() * each[:, : x.shape[1]]
 
-    return gemm_reference(wide(a, a_scale, TOKEN_BLOCK[0]), wide(b, b_scale, WEIGHT_BLOCK[0]), out_dtype)
+    return gemm_reference(wide(a, a_scale, TOKEN_BLOCK[0]), wide(b, b_scale, b_block[0]), out_dtype)
+
+
+def row_blocks_gemm_reference(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """The same with scales of 1x128 for both: `b_scale` is [n, ceil(k / 128)]."""
+    return scaled_gemm_reference(a, a_scale, b, b_scale, out_dtype, b_block=TOKEN_BLOCK)
 
 
 def group_rows(

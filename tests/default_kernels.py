@@ -24,6 +24,12 @@ KINDS_CONFIGS = (
     *default_configs(True, "int8"),
     *default_configs(True, "fp16")[::3],
     *default_configs(True, "int8_rows")[::3],
+    *default_configs(True, "fp8_1x128", "fp32"),
+    *default_configs(True, "fp8_1x128")[1::3],
+    *default_configs(False, "fp8_1x128", "fp32")[2::3],
+    *default_configs(True, "fp8_1x128", "fp32", True)[::3],
+    *default_configs(False, "fp8_1x128", "fp32", True)[1::4],
+    *default_configs(True, "bf16", "fp32", True)[2::8],
 )
 """Of other kinds than FP8 with block scales, or other formats than BF16. What is left out differs in a word of an
 instruction, or how it stores."""

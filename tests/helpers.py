@@ -206,18 +206,24 @@ class GuardedOut:
         return (self._bits != -1).sum()
 
 
-def exact_product(operands: Operands, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None) -> Exact:
+def exact_product(
+    operands: Operands,
+    rows: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
+    b_rows: int = SCALE_BLOCK,
+) -> Exact:
     """The definition of fp8_gemm in float64, written apart from deep_tile.reference; of some rows and columns if given.
 
     Args:
         rows, columns: indices into m and n; all of them when None.
+        b_rows: of b, that share a scale.
     """
     m, n, _ = operands.sizes
     device = operands.a.device
     rows = torch.arange(m, device=device) if rows is None else rows
     columns = torch.arange(n, device=device) if columns is None else columns
     a = _scaled(operands.a, operands.a_scale, rows, rows)
-    b = _scaled(operands.b, operands.b_scale, columns, columns // SCALE_BLOCK)
+    b = _scaled(operands.b, operands.b_scale, columns, columns // b_rows)
     return Exact(a @ b.t(), (a.square() @ b.square().t()).sqrt())
 
 
@@ -314,6 +320,11 @@ def make_product(
         if kind == "fp8":
             return Product(fp8_gemm, operands, exact_product(operands), ACCUMULATION, 1e-3)
         return Product(int8_gemm, operands, exact_product(operands), ACCUMULATION_WITHOUT_SCALES, 1e-5)
+    if product.scaling == "row_blocks":
+        groups = ceil_div(k, SCALE_BLOCK)
+        operands = Operands(a, scale(m, groups), b, scale(n, groups))
+        # Of one block the scales are those of rows, and so is the kernel: as accurate.
+        return Product(scaled_gemm, operands, exact_product(operands, b_rows=1), ACCUMULATION, MAX_RELATIVE_ERROR)
     operands = Operands(a, scale(m, 1), b, scale(n, 1))
     factors = operands.a_scale.double().reshape(-1, 1) * operands.b_scale.double().reshape(1, -1)
     exact = Exact(*(factors * part for part in exact_dense_product(a, b)))

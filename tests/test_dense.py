@@ -14,7 +14,7 @@ from helpers import (
 )
 
 import deep_tile
-from deep_tile import GemmConfig, api, dense, gemm, int8_gemm, params, plan, scaled_gemm
+from deep_tile import GemmConfig, api, dense, fp8_wgrad, gemm, int8_gemm, params, plan, scaled_gemm
 from deep_tile.kinds import KINDS, OUTPUTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import bucket_key, bucketed, choose
@@ -76,6 +76,86 @@ def test_refused_scales(kind):
         with pytest.raises(error, match=text):
             product.call(*operands, guarded.out)
     guarded.assert_untouched()
+
+
+def test_scales_of_1x128_are_told_from_scales_of_rows():
+    """By their shapes; one block has scales of rows, which mean the same."""
+    a, b = (torch.ones(rows, 256).to(torch.float8_e4m3fn) for rows in (2, 3))
+    blocks = torch.ones(2, 2), torch.ones(3, 2)
+    for scales, kind in (
+        (blocks, "fp8_1x128"),
+        ((torch.ones(2, 1), torch.ones(1, 3)), "fp8_rows"),
+        ((torch.ones(1, 2), torch.ones(())), "fp8_rows"),
+    ):
+        assert dense._kind("scaled_gemm", (a, scales[0], b, scales[1])).name == kind
+    narrow = (a[:, :100], blocks[0][:, :1], b[:, :100], blocks[1][:, :1])
+    assert dense._kind("scaled_gemm", narrow).name == "fp8_rows"
+    assert dense._kind("fp8_wgrad", narrow).name == "fp8_1x128"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind.name != "fp8"], ids=lambda kind: kind.name)
+def test_products_are_added_to_what_out_holds(kind):
+    product = make_product(kind.name, 37, 130, 300)
+    guarded = GuardedOut(37, 130, stride=133, dtype=torch.float32)
+    before = torch.randn(37, 130)
+    guarded.out.copy_(before)
+    assert product.call(*product.operands, guarded.out, accumulate=True) is guarded.out
+    guarded.assert_guards_intact()
+    assert torch.equal(guarded.out, before + product.call(*product.operands, out_dtype=torch.float32))
+    with pytest.raises(TypeError, match=r"out must be torch\.float32 to add to; got torch\.bfloat16"):
+        product.call(*product.operands, before.bfloat16(), accumulate=True)
+    with pytest.raises(ValueError, match="accumulate is True and out None"):
+        product.call(*product.operands, accumulate=True)
+
+
+def test_gradients_of_weights():
+    product = make_product("fp8_1x128", 37, 130, 300)
+    dy, dy_scale, x, x_scale = product.operands
+    before = torch.randn(37, 130)
+    added = before.clone()
+    assert fp8_wgrad(dy, dy_scale, x, x_scale, added) is added
+    plain = scaled_gemm(*product.operands, out_dtype=torch.float32)
+    assert torch.equal(added, before + plain)
+    written = torch.full((37, 130), float("nan"))
+    assert torch.equal(fp8_wgrad(*product.operands, written, accumulate=False), plain)
+    none = dy[:, :0], dy_scale[:, :0], x[:, :0], x_scale[:, :0]
+    assert torch.equal(fp8_wgrad(*none, added), before + plain)
+    assert not fp8_wgrad(*none, written, accumulate=False).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (lambda g: {"dy": g["dy"].float()}, TypeError, "dy must be one of.*transposed_cast"),
+        (lambda g: {"x": g["x"][:, :144]}, ValueError, "dy is .* and x is .*k differs"),
+        (lambda g: {"x_scale": g["x_scale"][:1]}, ValueError, r"x_scale must have shape \(24, 2\)"),
+        (lambda g: {"dy_scale": g["dy_scale"].t()}, ValueError, r"dy_scale must have shape.*dy_scale\.t\(\)"),
+        (lambda g: {"x": torch.ones(24, 161).to(torch.float8_e4m3fn)[:, :160]}, ValueError, "x's row stride"),
+        (lambda g: {"dy": g["dy"][0]}, ValueError, "dy must have shape"),
+        (lambda g: {"out": None}, TypeError, "out must be a torch.Tensor"),
+        (lambda g: {"out": g["out"].half()}, TypeError, "out must be torch.float32 to add to"),
+        (lambda g: {"accumulate": 1}, TypeError, "accumulate is 1"),
+    ],
+)
+def test_wrong_gradients_are_refused(change, error, text):
+    dy, dy_scale, x, x_scale = make_product("fp8_1x128", 8, 24, 160).operands
+    guarded = GuardedOut(8, 24, dtype=torch.float32)
+    right = {"dy": dy, "dy_scale": dy_scale, "x": x, "x_scale": x_scale, "out": guarded.out}
+    with pytest.raises(error, match=f"(?s){text}"):
+        fp8_wgrad(**right | change(right))
+    guarded.assert_untouched()
+
+
+def test_the_op_that_adds():
+    product = make_product("fp8_1x128", 6, 16, 160)
+    operands = tuple(x.contiguous() for x in product.operands)
+    out = torch.randn(6, 16)
+    wanted = fp8_wgrad(*operands, out.clone())
+    traced = torch.compile(lambda *given: fp8_wgrad(*given) + 1, backend="aot_eager", fullgraph=True)
+    assert torch.equal(traced(*operands, out), wanted + 1) and torch.equal(out, wanted)
+    for test in ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"):
+        op = torch.ops.deep_tile.fp8_wgrad.out
+        torch.library.opcheck(op, (*operands, out), {"accumulate": True}, test_utils=test)
 
 
 def test_scales_of_rows_in_torchs_shapes():
@@ -151,6 +231,18 @@ def test_wrong_calls_are_refused(argument, change, error, text):
     assert argument in str(raised.value)
     guarded.assert_untouched()
     assert gemm(**right).shape == (8, 24)
+
+
+def test_configs_that_add_are_told_from_others():
+    problem = GemmProblem(256, 256, 256, kind="fp8_1x128", output="fp32", accumulate=True)
+    right = choose(problem)
+    assert right.accumulate and right.name.endswith("_fp32_add") or "_fp32_add_" in right.name
+    assert api.checked_config(right, problem) is right
+    with pytest.raises(ValueError, match="has accumulate=True, and this call False"):
+        api.checked_config(right, problem._replace(accumulate=False))
+    with pytest.raises(ValueError, match="accumulate is True and output 'bf16'"):
+        GemmConfig(128, 128, 4, accumulate=True)
+    assert bucket_key(problem) == "256x256x256_fp8_1x128_fp32_add"
 
 
 @pytest.mark.parametrize("wanted", ["bf16", "fp16"])

@@ -5,20 +5,35 @@ Inputs are fresh on every run, surrounded by NaN, and `out` is surrounded by bit
 """
 
 import os
+from functools import partial
 
 import pytest
 import torch
 from helpers import (
     ACCUMULATION_WITHOUT_SCALES,
     GuardedOut,
+    Operands,
+    Product,
     assert_accurate,
     exact_dense_product,
+    exact_product,
     make_dense_operands,
+    make_operands,
     make_product,
     same_bits,
 )
 
-from deep_tile import GemmConfig, gemm, int8_gemm, per_token_cast_to_fp8, plan, precompile, scaled_gemm
+from deep_tile import (
+    GemmConfig,
+    fp8_gemm,
+    fp8_wgrad,
+    gemm,
+    int8_gemm,
+    per_token_cast_to_fp8,
+    plan,
+    precompile,
+    scaled_gemm,
+)
 from deep_tile.config import round_up
 from deep_tile.kinds import OUTPUTS
 from deep_tile.reference import relative_error
@@ -46,6 +61,13 @@ CONFIGS = (
     *default_configs(False, "int8_rows", "fp32")[1::3],
     *default_configs(False, "int8", "fp16")[1::3],
     *default_configs(False, "fp8_rows", "fp32")[2::3],
+    *default_configs(True, "fp8_1x128", "fp32"),
+    *default_configs(True, "fp8_1x128")[1::3],
+    *default_configs(False, "fp8_1x128", "fp32")[2::3],
+    *default_configs(True, "fp8_1x128", "fp32", True)[::2],
+    *default_configs(False, "fp8_1x128", "fp32", True)[1::2],
+    *default_configs(True, "bf16", "fp32", True)[::4],
+    *default_configs(False, "int8_rows", "fp32", True)[3::6],
 )
 
 LEGAL_CORNERS = (
@@ -68,6 +90,15 @@ LEGAL_CORNERS = (
     GemmConfig(128, 192, 4, kind="int8", b_stages=4, store_buffers=1),
     GemmConfig(256, 48, 3, kind="fp8_rows"),
     GemmConfig(128, 208, 2, kind="fp8_rows", output="fp16"),
+    GemmConfig(64, 16, 2, kind="fp8_1x128", output="fp32", accumulate=True),
+    GemmConfig(64, 240, 2, kind="fp8_1x128", store_buffers=1),
+    GemmConfig(64, 32, 2, kind="fp8_1x128", scale_blocks=4, output="fp32"),
+    GemmConfig(128, 112, 3, kind="fp8_1x128", output="fp32", accumulate=True),
+    GemmConfig(128, 144, 3, 2, 1, kind="fp8_1x128", output="fp16"),
+    GemmConfig(128, 176, 2, kind="fp8_1x128", output="fp32", store_buffers=1),
+    GemmConfig(128, 224, 2, 1, 2, kind="fp8_1x128", output="fp32", store_buffers=1),
+    GemmConfig(128, 64, 2, kind="fp8_1x128", scale_blocks=2, output="fp32", accumulate=True),
+    GemmConfig(128, 192, 2, kind="fp8_1x128", split_k=2, output="fp32", accumulate=True, store_buffers=1),
 )
 """Legal configs at the ends of their ranges that the selector never chooses."""
 
@@ -101,7 +132,20 @@ def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int, scale
         layout = {"stride": n + 1 - n % 2, "offset": 3}
     product = make_product(config.kind, m, n, k, device=DEVICE, padding=16 * (m % 2), scales=scales)
     guarded = GuardedOut(m, n, device=DEVICE, dtype=getattr(torch, OUTPUTS[config.output].dtype), **layout)
-    product.check(guarded, config=config, num_sms=num_sms)
+    if config.kind == "fp8_1x128":  # also of one K block, which `scaled_gemm` takes for scales of rows
+        product = product._replace(call=partial(fp8_wgrad, accumulate=False))
+    if config.accumulate:
+        check_added(product, guarded, config=config, num_sms=num_sms)
+    else:
+        product.check(guarded, config=config, num_sms=num_sms)
+
+
+def check_added(product: Product, guarded: GuardedOut, **keywords) -> None:
+    """Adds twice to random numbers."""
+    guarded.out.copy_(torch.randn(guarded.out.shape, device=DEVICE))
+    for _ in range(2):
+        value = product.exact.value + guarded.out.double()
+        product._replace(exact=product.exact._replace(value=value)).check(guarded, accumulate=True, **keywords)
 
 
 @pytest.mark.parametrize("config", CONFIGS + LEGAL_CORNERS, ids=lambda config: config.name)
@@ -122,7 +166,7 @@ def test_every_kernel(config, every_kernel, monkeypatch):
     check_config(config, 17 * rows + 3, 2 * columns, 64, max(6, config.cluster))
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8", "fp8_rows", "int8_rows"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "fp8_rows", "int8_rows", "fp8_1x128"])
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("m", [1, 64, 129, 1000])
 def test_the_selectors_own_choice_of_scaled_kinds(kind, output, m):
@@ -132,6 +176,57 @@ def test_the_selectors_own_choice_of_scaled_kinds(kind, output, m):
             dtype = getattr(torch, OUTPUTS[output].dtype)
             product.check(GuardedOut(m, n, device=DEVICE, dtype=dtype))
             product.check(GuardedOut(m, n, device=DEVICE, dtype=dtype, stride=n + 5, offset=1))
+
+
+@pytest.mark.parametrize("m", [1, 64, 129, 1000])
+def test_gradients_of_weights_by_the_selectors_own_choice(m):
+    for n, k in ((1, 1), (24, 63), (136, 128), (576, 1001), (2112, 7168)):
+        for scales in ("row", "column", "column_aligned"):
+            product = make_product("fp8_1x128", m, n, k, device=DEVICE, padding=32, scales=scales)
+            product = product._replace(call=fp8_wgrad)
+            for layout in ({}, {"stride": n + 5, "offset": 1}):
+                check_added(product, GuardedOut(m, n, device=DEVICE, dtype=torch.float32, **layout))
+
+
+def test_scales_of_columns_are_as_accurate_as_scales_of_blocks():
+    """The same operands, whose scales are those of blocks for every row: bit for bit fp8_gemm's sums, rounded once."""
+    m, n, k = 300, 520, 1024
+    a, a_scale, b, b_scale = make_operands(m, n, k, device=DEVICE)
+    of_rows = b_scale.repeat_interleave(128, 0)[:n]
+    ours = scaled_gemm(a, a_scale, b, of_rows, batch_invariant=True)
+    exact = exact_product(Operands(a, a_scale, b, b_scale)).value
+    assert relative_error(ours, exact) <= 1.02 * relative_error(fp8_gemm(a, a_scale, b, b_scale), exact)
+
+
+def test_gradients_in_a_graph_are_added_once_each_replay():
+    product = make_product("fp8_1x128", 200, 264, 640, device=DEVICE)
+    guarded = GuardedOut(200, 264, device=DEVICE, dtype=torch.float32)
+    guarded.out.zero_()
+    precompile([(264, 640, 200)], kind="fp8_1x128", out_dtype=torch.float32, accumulate=True)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            fp8_wgrad(*product.operands, guarded.out)
+    assert not guarded.out.any()
+    for replays in (1, 2, 3):
+        graph.replay()
+        torch.cuda.synchronize()
+        guarded.assert_guards_intact()
+        exact = product.exact._replace(value=replays * product.exact.value, spread=replays * product.exact.spread)
+        assert_accurate(guarded.out, exact, product.accumulation, product.relative_error)
+
+
+def test_chains_of_gradients_into_one_out():
+    """Programmatic launches that add to the same numbers: each waits for the one before."""
+    product = make_product("fp8_1x128", 384, 512, 512, device=DEVICE)
+    once = torch.zeros(384, 512, device=DEVICE)
+    fp8_wgrad(*product.operands, once)
+    for _ in range(20):
+        out = torch.zeros(384, 512, device=DEVICE)
+        for _ in range(8):
+            fp8_wgrad(*product.operands, out, pdl=True)
+        assert torch.allclose(out, 8 * once, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("one", [True, False], ids=["one scale", "scales of rows"])

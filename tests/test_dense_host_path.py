@@ -8,7 +8,7 @@ from test_host_path import WITHOUT_DLPACK, run_pretending  # noqa: F401
 from test_launcher import fake_driver  # noqa: F401
 
 SETUP = """
-from deep_tile import dense, gemm, int8_gemm, scaled_gemm
+from deep_tile import dense, fp8_wgrad, gemm, int8_gemm, scaled_gemm
 
 dense._is_on_gpu = lambda x: True
 api.check_hopper = api.check_capture = lambda *ignored: None
@@ -21,6 +21,11 @@ bytes_ = {"a": a8, "b": b8, "out": y, **options}
 blocks = bytes_ | {"a_scale": torch.ones(2, 7).t()[:5], "b_scale": torch.ones(2, 2)}
 rows = bytes_ | {"a_scale": torch.ones(5, 3)[:, :1], "b_scale": torch.ones(1, 130)}
 one = bytes_ | {"a_scale": torch.ones(()), "b_scale": torch.ones(1, 1)}
+f8 = {name: bytes_[name].float().to(torch.float8_e4m3fn) for name in "ab"}
+padded = [f8[name].new_zeros(len(f8[name]), 272)[:, :256] for name in "ab"]
+both = {"out": y, **options, "a": padded[0], "b": padded[1]}
+both |= {"a_scale": torch.ones(2, 8).t()[:5], "b_scale": torch.ones(2, 132).t()[:130]}
+grads = {"dy": both["a"], "dy_scale": both["a_scale"], "x": both["b"], "x_scale": both["b_scale"], "out": y, **options}
 def addresses(**tensors):
     show(*(tensors[name].data_ptr() for name in ("a", "a_scale", "b", "b_scale", "out") if name in tensors))
 """
@@ -34,11 +39,12 @@ def run(run_pretending):  # noqa: F811
 @pytest.mark.parametrize("without_dlpack", ["", WITHOUT_DLPACK], ids=["dlpack", "without dlpack"])
 def test_second_call_is_one_call_into_c(run, without_dlpack):
     calls = [("gemm", "plain"), ("int8_gemm", "blocks"), ("scaled_gemm", "rows"), ("scaled_gemm", "one")]
+    calls += [("scaled_gemm", "both"), ("fp8_wgrad", "grads")]
     code = "".join(f"for _ in range(2): attempt({call}, **{arguments})\n" for call, arguments in calls)
     shown, launched = run(without_dlpack + code)
     again = "launch" if without_dlpack else "launch_known"
-    assert shown == ["prepare_launch launch", again] * 4
-    assert len(launched) == 8
+    assert shown == ["prepare_launch launch", again] * 6
+    assert len(launched) == 12
 
 
 def test_products_without_scales(run):
@@ -57,6 +63,7 @@ def test_products_without_scales(run):
         ("int8_gemm", "blocks", [1, 7, 2, 1]),
         ("scaled_gemm", "rows", [3, 0, 1, 0]),
         ("scaled_gemm", "one", [0, 0, 0, 0]),
+        ("scaled_gemm", "both", [1, 8, 1, 132]),
     ],
 )
 def test_scales(run, call, arguments, strides):
@@ -67,6 +74,22 @@ def test_scales(run, call, arguments, strides):
     assert [found[name] for name in ("a_scale", "b_scale", "out")] == [a_scale, b_scale, out]
     names = ("a_scale_stride_m", "a_scale_stride_k", "b_scale_stride_n", "b_scale_stride_k")
     assert [found[name] for name in names] == strides
+
+
+def test_gradients_are_added(run):
+    """By a kernel of their own: neither call takes the launch of the other."""
+    code = """
+addresses(a=padded[0], b=padded[1], out=y)
+attempt(fp8_wgrad, **grads)
+attempt(fp8_wgrad, **grads, accumulate=False)
+"""
+    shown, [added, written] = run(code)
+    assert shown[1:] == ["prepare_launch launch"] * 2
+    a, b, out = map(int, shown[0].split())
+    for launch in (added, written):
+        assert (launch.map_address("a_maps"), launch.map_address("b_maps")) == (a, b)
+        assert launch.params["out"] == out
+        assert (launch.params["bulk_scale_rows"], launch.params["bulk_scale_columns"]) == (5, 130)
 
 
 def test_calls_alike_do_not_take_each_others_launches(run):

@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "reference": {"config", "quantize"},
     "api": CALL | {"params"},
     "linear": {"_launcher", "api", "config", "launches", "ops", "params", "quantize", "tensors"},
-    "dense": CALL | {"api"},
+    "dense": CALL | {"api", "params"},
     "grouped": CALL | {"api"},
     "nn": {"api", "cast", "jit", "linear", "quantize", "tensors"},
     "distributed": {"config", "nn", "ops", "quantize", "tensors"},

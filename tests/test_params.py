@@ -207,7 +207,7 @@ def test_the_furthest_scale_is_reached():
     [((1, 4096), True, 4096), ((1, 4100), True, 4096), ((1, 4096), False, 0), ((1, 4098), True, 0), ((56, 1), True, 0)],
 )
 def test_scales_that_tma_can_copy(strides, aligned, rows):
-    assert plan.bulk_scale_rows(4096, LAYOUT._replace(a_scale_strides=strides, a_scale_aligned=aligned)) == rows
+    assert plan.bulk_scale_rows(4096, strides, aligned) == rows
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ problems = st.builds(
     kind=st.sampled_from(list(KINDS)),
     output=st.sampled_from(list(OUTPUTS)),
     groups=st.none(),
+    accumulate=st.just(False),
 )
 
 

@@ -50,7 +50,7 @@ def candidates(
     if hardware.name != H200.name:
         own = None
     measured = measured_choice(problem, own) if hardware.name == H200.name else None
-    default = default_configs(problem.tma_store, problem.kind, problem.output)
+    default = default_configs(problem.tma_store, problem.kind, problem.output, problem.accumulate)
     known = dict.fromkeys((*default, *([own] if own else [])))
     configs = (c for c in known if suits(c, problem) and (problem.split_k or c.split_k == 1))
     runnable = (c for c in configs if c.cluster <= problem.num_sms)
@@ -61,7 +61,7 @@ def candidates(
 def suits(config: GemmConfig, problem: GemmProblem) -> bool:
     """Whether a config makes such products and takes the problem's k, and is not another one in disguise: with tiles of
     one width where it may have two."""
-    alike = (config.kind, config.output) == (problem.kind, problem.output)
+    alike = (config.kind, config.output, config.accumulate) == (problem.kind, problem.output, problem.accumulate)
     return alike and config.takes_k(problem.k) and (not config.narrow_n or all(cluster_tiles(config, problem)))
 
 
@@ -85,7 +85,7 @@ def bucket_key(problem: GemmProblem) -> str:
     size = f"{problem.m}x{problem.n}x{problem.k}"
     output = problem.product.timed_output(problem.output)
     own = (problem.kind, output) == ("fp8", "bf16")
-    return size if own else f"{size}_{problem.kind}_{output}"
+    return size if own else f"{size}_{problem.kind}_{output}" + ("_add" if problem.accumulate else "")
 
 
 @lru_cache(maxsize=65_536)
@@ -133,8 +133,10 @@ def configs_for(
     tuned: Tuned = UNTUNED,
     kind: str = "fp8",
     output: str = "bf16",
+    accumulate: bool = False,
 ) -> list[GemmConfig]:
     """Every config that some m in [1, max_m] is given."""
     ends = {_bucket_end(m) for m in range(1, max_m + 1)}
-    chosen = {choose(GemmProblem(m, n, k, num_sms, tma_store, split_k, kind, output), tuned) for m in ends}
+    of_all = GemmProblem(1, n, k, num_sms, tma_store, split_k, kind, output, accumulate=accumulate)
+    chosen = {choose(of_all._replace(m=m), tuned) for m in ends}
     return sorted(chosen, key=lambda config: config.name)

@@ -70,23 +70,26 @@ def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options
 
 
 @lru_cache(maxsize=64)
-def default_configs(tma_store: bool = True, kind: str = "fp8", output: str | None = None) -> tuple[GemmConfig, ...]:
+def default_configs(
+    tma_store: bool = True, kind: str = "fp8", output: str | None = None, accumulate: bool = False
+) -> tuple[GemmConfig, ...]:
     """Every config the selector can choose, for an `out` that TMA can store to or for any other.
 
     Args:
         kind: of the product, a name in `kinds.KINDS`.
         output: format of `out`, a name in `kinds.OUTPUTS`; that of the kind when None.
+        accumulate: add to what `out` holds.
     """
     output = output or KINDS[kind].output
     if kind == "fp8" and OUTPUTS[output].bytes == OUTPUTS[KINDS[kind].output].bytes:
         return _fp8_configs(tma_store, output)
-    return _configs_of_kind(tma_store, kind, output)
+    return _configs_of_kind(tma_store, kind, output, accumulate)
 
 
-def _configs_of_kind(tma_store: bool, kind: str, output: str) -> tuple[GemmConfig, ...]:
+def _configs_of_kind(tma_store: bool, kind: str, output: str, accumulate: bool) -> tuple[GemmConfig, ...]:
     """For others than FP8 with results of 16 bits: tiles that FP8 has been measured with, by the mechanisms that every
     kind has."""
-    of_kind = {"tma_store": tma_store, "kind": kind, "output": output}
+    of_kind = {"tma_store": tma_store, "kind": kind, "output": output, "accumulate": accumulate}
     decode = [
         deepest_config(64, block_n, scale_blocks=scale_blocks, split_k=split_k, **of_kind)
         for block_n, scale_blocks, split_k in _DECODE_TILES_OF_KINDS

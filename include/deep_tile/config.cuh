@@ -32,7 +32,8 @@ struct GemmConfig {
     int store_columns, store_rows, store_swizzle, boxes, store_chunks, boxes_at_once, store_buffers;
     bool tma_store;
     bool by_offs, by_counts;
-    bool integer_sums, row_scales;
+    bool integer_sums, row_scales, column_scales;
+    bool accumulate;
     Format out_format;
     int out_bytes;
     int smem_bytes;

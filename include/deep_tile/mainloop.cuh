@@ -40,8 +40,9 @@ __device__ __forceinline__ void with_constant(int value, Function f) {
 
 // Whether a stage that has been multiplied is given back before its promotion. One math warpgroup gains 0.6 to 0.8 % with
 // 256 of K per stage. Of two, 128x112 and 128x128 lose 0.3 % by it, and 128x224 1 % (H200, 2026-11-22).
+// Promotion that reads scales of columns comes before that.
 template <GemmConfig config>
-constexpr bool releases_first = config.math_warpgroups == 1;
+constexpr bool releases_first = config.math_warpgroups == 1 && !config.column_scales;
 
 // Adds a stage's products of one chunk, scaled, to its sums.
 template <GemmConfig config, int shift>
@@ -49,8 +50,13 @@ __device__ __forceinline__ void promote_blocks(Constant<shift>, Accumulators<con
                                                const Scales<config>& scales, int chunk_m, int chunk_n) {
 #pragma unroll
     for (int i = 0; i < config.scale_blocks; ++i) {
-        promote<config, shift>(sums[chunk_m][chunk_n], blocks[i], scales.row[i][chunk_m], scales.column[i],
-                               chunk_n * config.mma_n);
+        if constexpr (config.column_scales) {
+            const float2* columns = scales.column + (i * config.block_n + chunk_n * config.mma_n) / 2;
+            promote_columns<config>(sums[chunk_m][chunk_n], blocks[i], scales.row[i][chunk_m], columns);
+        } else {
+            promote<config, shift>(sums[chunk_m][chunk_n], blocks[i], scales.row[i][chunk_m], scales.column[i],
+                                   chunk_n * config.mma_n);
+        }
     }
 }
 

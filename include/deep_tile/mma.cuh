@@ -140,4 +140,20 @@ __device__ __forceinline__ void promote(float (&sum)[config.mma_n / 2], const Mm
     }
 }
 
+// The same with a scale for each column, of which `columns` are this thread's pairs in shared memory, four in each eight
+// columns. All of a warp's rows read the same 32 bytes, for four products of each thread.
+template <GemmConfig config>
+__device__ __forceinline__ void promote_columns(float (&sum)[config.mma_n / 2],
+                                                const MmaSum<config> (&block)[config.mma_n / 2],
+                                                const float (&row_scale)[2], const float2* columns) {
+#pragma unroll
+    for (int i = 0; i < config.mma_n / 2; i += 4) {
+        const float2 column_scale = columns[i];
+        sum[i] += row_scale[0] * column_scale.x * static_cast<float>(block[i]);
+        sum[i + 1] += row_scale[0] * column_scale.y * static_cast<float>(block[i + 1]);
+        sum[i + 2] += row_scale[1] * column_scale.x * static_cast<float>(block[i + 2]);
+        sum[i + 3] += row_scale[1] * column_scale.y * static_cast<float>(block[i + 3]);
+    }
+}
+
 }  // namespace deep_tile

@@ -163,6 +163,11 @@ class OperandLoader {
                                     params_.a_scale + tile_.a_row() + step * params_.a_scale_stride_k, row_scale_bytes,
                                     full(stage));
         }
+        if (column_scales_in_bulk<config>(params_, tile_)) {
+            ptx::cp_async_bulk_load(ptx::smem_address(smem_.b_scale[stage][0]),
+                                    params_.b_scale + tile_.b_row() + step * params_.b_scale_stride_k,
+                                    column_scale_bytes, full(stage));
+        }
         if constexpr (config.grouped()) {
             load_quarters(smem_.a[stage], full(stage), step);
         } else {
@@ -178,6 +183,7 @@ class OperandLoader {
 
    private:
     static constexpr u32 row_scale_bytes = config.block_m * sizeof(float);
+    static constexpr u32 column_scale_bytes = config.block_n * sizeof(float);
 
     __device__ __forceinline__ u32 full(int stage) const { return ptx::smem_address(&smem_.full[stage]); }
 
@@ -191,7 +197,8 @@ class OperandLoader {
         }
         const u32 operands = (a_rows + b_rows) * config.k_bytes;
         const u32 scales = scales_in_bulk<config>(params_, tile_) ? row_scale_bytes : 0;
-        ptx::mbarrier_arrive_expect_tx(full(stage), operands + scales);
+        const u32 column_scales = column_scales_in_bulk<config>(params_, tile_) ? column_scale_bytes : 0;
+        ptx::mbarrier_arrive_expect_tx(full(stage), operands + scales + column_scales);
     }
 
     __device__ __forceinline__ void load_quarters(u8* tile, u32 barrier, int step) const {

@@ -81,7 +81,18 @@ __device__ __forceinline__ void store_box(const GemmParams& params, u32 buffers,
     row += box_row<config>(box);
     column += box_column<config>(box);
     if (row >= row_end<config>(params, end) || column >= params.n || ends_within<config>(row, end)) return;
-    ptx::cp_async_bulk_tensor_store(params.out_map, column, row, buffers + box_offset<config>(box));
+    if constexpr (config.accumulate) {
+        ptx::cp_reduce_async_bulk_tensor_add(params.out_map, column, row, buffers + box_offset<config>(box));
+    } else {
+        ptx::cp_async_bulk_tensor_store(params.out_map, column, row, buffers + box_offset<config>(box));
+    }
+}
+
+// What `out` is to hold where it holds `before`: the sum, or both added up. Each of its numbers is one block's alone.
+template <GemmConfig config>
+__device__ __forceinline__ Stored<config> stored(Stored<config> before, Stored<config> sum) {
+    if constexpr (!config.accumulate) return sum;
+    return __float_as_uint(__uint_as_float(before) + __uint_as_float(sum));
 }
 
 // Stores `count` rows of a box by one warp, 16 bytes at a time, for what TMA would write too much of.
@@ -93,8 +104,14 @@ __device__ __forceinline__ void copy_rows(const GemmParams& params, u32 rows, in
     for (int i = threadIdx.x % warp_threads; i < count * vectors; i += warp_threads) {
         const int from = i / vectors, j = i % vectors * vector;
         if (column + j >= params.n) continue;
-        const uint4 values = ptx::ld_shared_v4(rows + swizzle<config>(i * vector * config.out_bytes));
-        reinterpret_cast<uint4&>(out[(row + from) * params.out_stride_m + column + j]) = values;
+        uint4 values = ptx::ld_shared_v4(rows + swizzle<config>(i * vector * config.out_bytes));
+        uint4& to = reinterpret_cast<uint4&>(out[(row + from) * params.out_stride_m + column + j]);
+        if constexpr (config.accumulate) {
+            const uint4 before = to;
+            values = {stored<config>(before.x, values.x), stored<config>(before.y, values.y),
+                      stored<config>(before.z, values.z), stored<config>(before.w, values.w)};
+        }
+        to = values;
     }
     __syncwarp();
 }
@@ -240,8 +257,9 @@ class Epilogue {
         auto* out = static_cast<Stored<config>*>(params_.out);
         for (u32 i = 0; i < warp_rows && row + i < row_end<config>(params_, end); ++i) {
             for (u32 j = lane_; j < config.store_columns && column + j < params_.n; j += warp_threads) {
-                out[(row + i) * params_.out_stride_m + column + j] =
-                    ptx::ld_shared<Stored<config>>(rows + swizzle<config>(i * row_bytes + j * config.out_bytes));
+                auto& to = out[(row + i) * params_.out_stride_m + column + j];
+                to = stored<config>(to, ptx::ld_shared<Stored<config>>(
+                                            rows + swizzle<config>(i * row_bytes + j * config.out_bytes)));
             }
         }
     }

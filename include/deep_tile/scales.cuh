@@ -24,6 +24,13 @@ __device__ __forceinline__ bool scales_in_bulk(const GemmParams& params, Tile<co
     return config.bulk_scales && tile.a_row() + config.block_m <= params.bulk_scale_rows;
 }
 
+// The same of the scales of the tile's columns, where each has its own.
+template <GemmConfig config>
+__device__ __forceinline__ bool column_scales_in_bulk(const GemmParams& params, Tile<config> tile) {
+    if constexpr (!config.bulk_scales || !config.column_scales) return false;
+    return tile.b_row() + config.block_n <= params.bulk_scale_columns;
+}
+
 // Where a row's scale is within a tile's: beside that of the other row of the thread that needs both, 8 rows away, or,
 // where TMA may have copied them, in order.
 template <GemmConfig config>
@@ -43,11 +50,18 @@ template <GemmConfig config>
 class ScaleReader {
    public:
     __device__ __forceinline__ ScaleReader(const GemmParams& params, Tile<config> tile, int step)
-        : params_(params), in_bulk_(scales_in_bulk<config>(params, tile)), step_(step) {
-        const int last_group = (params.n - 1) / scale_block;
+        : params_(params),
+          in_bulk_(scales_in_bulk<config>(params, tile)),
+          columns_in_bulk_(column_scales_in_bulk<config>(params, tile)),
+          step_(step) {
+        const int last_group = (params.n - 1) / b_scale_rows;
         const int first_k = step * config.scale_blocks;
-        const int group = min((tile.out_column() + lane() * config.b_scale_columns) / scale_block, last_group);
-        b_ = sizeof(float) * (group * params.b_scale_stride_n + first_k * params.b_scale_stride_k);
+#pragma unroll
+        for (int i = 0; i < slots_per_lane; ++i) {
+            const int column = tile.out_column() + (i * warp_threads + lane()) * config.b_scale_columns;
+            const int group = min(column / b_scale_rows, last_group);
+            b_[i] = sizeof(float) * (group * params.b_scale_stride_n + first_k * params.b_scale_stride_k);
+        }
         int first_row = tile.a_row();
         if constexpr (config.grouped()) first_row = tile.scale;
 #pragma unroll
@@ -56,7 +70,7 @@ class ScaleReader {
             a_[i] = sizeof(float) * (row * params.a_scale_stride_m + first_k * params.a_scale_stride_k);
             if constexpr (config.grouped()) a_[i] += sizeof(float) * tile.group * params.a_scale_group_stride;
         }
-        if constexpr (config.grouped()) b_ += sizeof(float) * tile.group * params.b_scale_group_stride;
+        if constexpr (config.grouped()) b_[0] += sizeof(float) * tile.group * params.b_scale_group_stride;
     }
 
     // Requests this step's for a stage, and turns to the warp's next step; blocks beyond the matrix get zeros.
@@ -74,10 +88,14 @@ class ScaleReader {
                               valid);
                 a_[i] += next * params_.a_scale_stride_k;
             }
-            if (lane() < config.b_scale_slots) {
-                ptx::cp_async(ptx::smem_address(&smem.b_scale[stage][j][lane()]), at(params_.b_scale, valid ? b_ : 0),
-                              valid);
-                b_ += next * params_.b_scale_stride_k;
+#pragma unroll
+            for (int i = 0; i < slots_per_lane && !columns_in_bulk_; ++i) {
+                const int slot = i * warp_threads + lane();
+                if (slot < config.b_scale_slots) {
+                    ptx::cp_async(ptx::smem_address(&smem.b_scale[stage][j][slot]),
+                                  at(params_.b_scale, valid ? b_[i] : 0), valid);
+                    b_[i] += next * params_.b_scale_stride_k;
+                }
             }
         }
         step_ += config.scale_warps;
@@ -85,6 +103,8 @@ class ScaleReader {
 
    protected:
     static constexpr int rows_per_lane = config.block_m / warp_threads;
+    static constexpr int slots_per_lane = (config.b_scale_slots + warp_threads - 1) / warp_threads;
+    static constexpr int b_scale_rows = config.column_scales ? 1 : scale_block;  // of b, that share a scale
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % warp_threads; }
 
@@ -93,8 +113,8 @@ class ScaleReader {
     }
 
     const GemmParams& params_;
-    const bool in_bulk_;
-    u32 a_[rows_per_lane], b_;  // bytes from the first scale to those of this step
+    const bool in_bulk_, columns_in_bulk_;
+    u32 a_[rows_per_lane], b_[slots_per_lane];  // bytes from the first scale to those of this step
     int step_;
 };
 
@@ -126,8 +146,8 @@ class RunReader : public ScaleReader<config> {
         const bool has_column = lane() < config.b_scale_slots;
 #pragma unroll
         for (int j = 0; j < config.scales_at_once * warps; ++j) {
-            if (j < config.scales_at_once && has_column) columns_[j] = ptx::ld_global(at(params_.b_scale, b_));
-            b_ += sizeof(float) * params_.b_scale_stride_k;
+            if (j < config.scales_at_once && has_column) columns_[j] = ptx::ld_global(at(params_.b_scale, b_[0]));
+            b_[0] += sizeof(float) * params_.b_scale_stride_k;
         }
     }
 
@@ -241,8 +261,16 @@ __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedS
     }
 }
 
-// What one math thread needs of a stage's scales: those of its two rows in each WGMMA tile, and of all columns.
+// Those of a thread's two rows in one WGMMA tile, of which the first is at `rows`.
 template <GemmConfig config>
+__device__ __forceinline__ void load_rows(float (&row)[2], const float* rows) {
+    const float2 pair = config.bulk_scales ? float2{rows[0], rows[8]} : reinterpret_cast<const float2&>(*rows);
+    row[0] = pair.x;
+    row[1] = pair.y;
+}
+
+// What one math thread needs of a stage's scales: those of its two rows in each WGMMA tile, and of all columns.
+template <GemmConfig config, bool of_columns = config.column_scales>
 struct Scales {
     float row[config.scale_blocks][config.chunks_m][2];
     float column[config.scale_blocks][config.b_scale_slots];
@@ -257,15 +285,31 @@ struct Scales {
         for (int block = 0; block < config.scale_blocks; ++block) {
 #pragma unroll
             for (int i = 0; i < config.chunks_m; ++i) {
-                const float* rows = &smem.a_scale[stage][block][slot + i * mma_m];
-                const float2 pair = config.bulk_scales ? float2{rows[0], rows[8]} : reinterpret_cast<const float2&>(*rows);
-                row[block][i][0] = pair.x;
-                row[block][i][1] = pair.y;
+                load_rows<config>(row[block][i], &smem.a_scale[stage][block][slot + i * mma_m]);
             }
             const float* columns = smem.b_scale[stage][block] + (config.takes_turns ? not_uniform_zero() : 0);
 #pragma unroll
             for (int i = 0; i < config.b_scale_slots; ++i) column[block][i] = columns[i];
         }
+    }
+};
+
+// The same where each column has a scale of its own. Those of a tile would fill a quarter as many registers as its sums:
+// they stay in shared memory until a block is promoted, and only then is the stage given back.
+template <GemmConfig config>
+struct Scales<config, true> {
+    float row[config.scale_blocks][config.chunks_m][2];
+    const float2* column;  // the scales of this thread's columns in the first eight of the stage's first block
+
+    __device__ __forceinline__ void load(const SharedStorage<config>& smem, int stage, int slot) {
+#pragma unroll
+        for (int block = 0; block < config.scale_blocks; ++block) {
+#pragma unroll
+            for (int i = 0; i < config.chunks_m; ++i) {
+                load_rows<config>(row[block][i], &smem.a_scale[stage][block][slot + i * mma_m]);
+            }
+        }
+        column = reinterpret_cast<const float2*>(smem.b_scale[stage][0]) + threadIdx.x % 4;
     }
 };
 
