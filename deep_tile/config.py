@@ -528,6 +528,8 @@ class GemmConfig:
         bytes meet where TMA reads them: with boxes of 88 columns instead of 64, 128x176 takes 4 % longer at k = 2048,
         17 % at 512 (H200, 2026-11-22).
 
+        Boxes that add to `out` do not overlap: it would be added to twice there.
+
         A chunk that can be stored by itself, and that such boxes do not divide, is a box: with overlapping ones 128x224
         in clusters takes 1 to 3 % longer, whose first chunk is stored while the second is multiplied.
         """
@@ -535,7 +537,7 @@ class GemmConfig:
         columns = self.mma_n if in_chunks else self.columns_per_part
         for swizzled in (128 // self.out.bytes, 64 // self.out.bytes):
             overlap = round_up(columns, swizzled) - columns
-            if overlap == 0 or (6 * overlap < columns and not in_chunks):
+            if overlap == 0 or (6 * overlap < columns and not in_chunks and not self.accumulate):
                 return swizzled
         return columns
 

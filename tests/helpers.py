@@ -337,9 +337,13 @@ def make_product(
 def assert_accurate(
     out: torch.Tensor, exact: Exact, accumulation: float = ACCUMULATION, relative_error: float = 0.0
 ) -> None:
-    """Every element is within rounding and a little accumulation error; so is the whole, by the project's bar."""
+    """Every element is within rounding and a little accumulation error; so is the whole, by the project's bar.
+
+    Numbers below the dtype's normal ones are rounded to multiples of the smallest.
+    """
     error = (out.double() - exact.value).abs()
     allowed = ROUNDING[out.dtype] * exact.value.abs() + accumulation * exact.spread
+    allowed = allowed + torch.finfo(out.dtype).smallest_normal * torch.finfo(out.dtype).eps / 2
     wrong = (~(error <= allowed)).nonzero()
     assert not len(wrong), (
         f"{len(wrong)} of {out.numel()} elements are off, first at {wrong[0].tolist()}: "
