@@ -19,6 +19,7 @@ _MODULES = {
     "explain_groups": "method.groups",
     "fp8_gemm": "api",
     "fp8_grouped_gemm": "grouped",
+    "fp8_grouped_wgrad": "wgrad",
     "fp8_linear": "linear",
     "fp8_wgrad": "dense",
     "forbid_compilation": "jit",

@@ -353,7 +353,8 @@ def precompile(
         workers: threads compiling at once; all cores by default.
         num_sms, batch_invariant: as later passed to `fp8_gemm`. By default num_sms is all of the current device, or of
             an H200 if there is none.
-        grouping: "offs" or "counts" for grouped products, by what they are given; kernels of all numbers of groups.
+        grouping: "offs" or "counts" for grouped products, by what they are given, or "k_offs" for
+            `fp8_grouped_wgrad`, of weights [n, k]; kernels of all numbers of groups.
         kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`, "bf16" and "fp16" for `gemm`, "int8" for `int8_gemm`,
             "fp8_rows", "int8_rows" and "fp8_1x128" for `scaled_gemm`, the latter for `fp8_wgrad`, too.
         out_dtype: of `out`; the call's default when None.
@@ -378,10 +379,11 @@ def precompile(
         raise ValueError(f"accumulate is True and out_dtype {out_dtype}; pass out_dtype=torch.float32")
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(GROUPINGS)}")
-    if grouping != "none" and (kind, output) != ("fp8", "bf16"):
+    of_groups = ("fp8_1x128", "fp32") if grouping == "k_offs" else ("fp8", "bf16")
+    if grouping != "none" and (kind, output) != of_groups:
         raise ValueError(
-            f"grouping is {grouping!r}, kind {kind!r} and out_dtype {out_dtype}; grouped products are of kind 'fp8', "
-            "and of bfloat16"
+            f"grouping is {grouping!r}, kind {kind!r} and out_dtype {out_dtype}; grouped products are of kind "
+            f"{of_groups[0]!r}, and of {OUTPUTS[of_groups[1]].dtype}"
         )
     if workers is not None and (_as_int(workers) is None or workers < 1):
         raise ValueError(f"workers is {workers!r}; pass a positive int, or None for all cores")
@@ -392,12 +394,13 @@ def precompile(
         num_sms = H200.num_sms
     configs = set()
     for n, k, max_m in weights:
-        tma_store = n * OUTPUTS[output].bytes % _TMA_BYTES == 0
+        columns = k if grouping == "k_offs" else n  # of out
+        tma_store = columns * OUTPUTS[output].bytes % _TMA_BYTES == 0
         if grouping == "none":
             split_k = not batch_invariant
             configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, split_k, kind, output, accumulate))
         else:
-            configs.update(grouped_configs(grouping, tma_store))
+            configs.update(grouped_configs(grouping, tma_store, accumulate))
     ordered = tuple(sorted(configs, key=lambda config: config.name))
     before = jit.compilations()
     plan.load_kernels(ordered, device, workers or os.cpu_count() or 1)

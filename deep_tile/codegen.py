@@ -89,7 +89,7 @@ _FIELDS = (
     *("b_stages", "b_slots"),
     *("columns_per_part", "column_group", "column_shifts", "b_scale_columns", "b_scale_slots"),
     *("store_columns", "store_rows", "store_swizzle", "boxes", "store_chunks", "boxes_at_once", "store_buffers"),
-    *("tma_store", "by_offs", "by_counts", "integer_sums", "row_scales", "column_scales"),
+    *("tma_store", "by_offs", "by_counts", "by_k", "integer_sums", "row_scales", "column_scales"),
     *("accumulate", "out_format", "out_bytes", "smem_bytes"),
 )
 """Those of the kernel's GemmConfig (include/deep_tile/config.cuh), in its order: properties of ours."""

@@ -132,13 +132,17 @@ class GemmConfig:
         if self.pairs and not (pairable and alone):
             tiles = " and ".join(f"128x{block_n}" for block_n in PAIRED_TILES)
             return f"pairs is True; supported for tiles of {tiles}, without clusters and resident b"
-        if self.column_scales and (self.resident_b or self.pairs or self.narrow_n or self.is_grouped):
-            return f"kind is {self.kind!r}; such products are made without groups, resident b, narrow tiles and pairs"
+        if self.column_scales and (self.resident_b or self.pairs or self.narrow_n or self.row_groups):
+            what = "groups of rows, resident b, narrow tiles and pairs"
+            return f"kind is {self.kind!r}; such products are made without {what}"
+        if self.by_k and not (self.column_scales and self.split_k == 1 and self.scale_blocks == 1):
+            what = "scales of 1x128 for both operands, without split K, and with one scale block per stage"
+            return f"grouping is {self.grouping!r}; groups along K are multiplied with {what}"
         if self.accumulate and self.output != "fp32":
             return f"accumulate is True and output {self.output!r}; what is added to is FP32"
         if not self.product.promotes and (self.resident_b or self.pairs or self.is_grouped):
             return f"kind is {self.kind!r}; such products are made without groups, resident b and pairs"
-        if self.is_grouped and (self.cluster > 1 or self.resident_b or self.narrow_n or self.pairs):
+        if self.row_groups and (self.cluster > 1 or self.resident_b or self.narrow_n or self.pairs):
             what = "clusters, resident b, narrow tiles and pairs"
             return f"grouping is {self.grouping!r}; groups are multiplied without {what}"
         if not 1 <= self.store_buffers <= 10:
@@ -220,6 +224,15 @@ class GemmConfig:
     @property
     def by_counts(self) -> bool:
         return self.grouping == "counts"
+
+    @property
+    def by_k(self) -> bool:
+        return self.grouping == "k_offs"
+
+    @property
+    def row_groups(self) -> bool:
+        """Whether groups are of rows of `a` and `out`, and not of K."""
+        return self.is_grouped and not self.by_k
 
     @property
     def block_k(self) -> int:
@@ -374,10 +387,12 @@ class GemmConfig:
     @property
     def block_sets(self) -> int:
         """Sets of temporaries: with two, the next K block is multiplied while this one is promoted; without promotion
-        there are none."""
+        there are none. Where groups are along K, the schedule of groups takes registers of its own."""
         if not self.product.promotes:
             return 0
         limit = PAIRED_ACCUMULATOR_LIMIT if self.pairs else ACCUMULATOR_LIMIT
+        if self.by_k and self.math_warpgroups == 2:
+            limit -= 16
         fits = self.accumulator_registers + 2 * self.block_registers <= limit
         return 2 if fits and self.chunks == 1 else 1
 
@@ -459,7 +474,7 @@ class GemmConfig:
         Where columns have scales too, a stage has two to three times as many: TMA then copies both.
         """
         many = self.chunks > 1 or (self.column_scales and self.scale_blocks == 1)
-        return self.math_warpgroups == 2 and many and self.product.promotes and not self.is_grouped
+        return self.math_warpgroups == 2 and many and self.product.promotes and not self.row_groups
 
     @property
     def scales_at_once(self) -> int:

@@ -501,12 +501,12 @@ def _check_formats(options: _Options, operands, out) -> None:
     if scaling == "blocks":
         api.check_scale_shapes(*operands)
     elif scaling == "row_blocks":
-        _check_row_block_scales(call.names, operands)
+        check_row_block_scales(call.names, operands)
     elif scaling == "rows":
         _check_row_scales(*operands)
 
 
-def _check_row_block_scales(names: tuple[str, ...], operands) -> None:
+def check_row_block_scales(names: tuple[str, ...], operands) -> None:
     for at in (0, 2):
         (rows, k), scale = operands[at].shape, operands[at + 1]
         blocks = ceil_div(k, SCALE_BLOCK)

@@ -172,7 +172,7 @@ def _prepare_launch(a, a_scale, b, b_scale, bounds, out, options: _Options) -> _
     if expected is None:
         expected = ceil_div(rows, groups) if options.layout == "offs" else rows
     problem = GemmProblem(
-        rows, n, k, options.num_sms, _tma_can_store(out), groups=Groups(options.layout, groups, expected)
+        rows, n, k, options.num_sms, tma_can_store(out), groups=Groups(options.layout, groups, expected)
     )
     config = plan.config_for(problem) if options.config is None else checked_config(options, problem)
     api.check_capture(config, device)
@@ -187,9 +187,9 @@ def _layout(a, a_scale, b, b_scale, out, alignment: int) -> plan.Layout:
     """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal one."""
     k, n = a.shape[-1], b.shape[1]
     (a_stride, a_rows), (b_stride, b_rows), (out_stride, out_rows) = (
-        _row_strides(a, round_up(k, tensors.ALIGNMENT_BYTES)),
-        _row_strides(b, round_up(k, tensors.ALIGNMENT_BYTES)),
-        _row_strides(out, round_up(n, tensors.ALIGNMENT_BYTES // 2)),
+        row_strides(a, round_up(k, tensors.ALIGNMENT_BYTES)),
+        row_strides(b, round_up(k, tensors.ALIGNMENT_BYTES)),
+        row_strides(out, round_up(n, tensors.ALIGNMENT_BYTES // 2)),
     )
     a_scale_group = a_scale.stride(0) if a.dim() == 3 else 0
     groups = plan.GroupLayout(alignment, a_rows, out_rows, b_rows, a_scale_group, b_scale.stride(0))
@@ -197,7 +197,7 @@ def _layout(a, a_scale, b, b_scale, out, alignment: int) -> plan.Layout:
     return plan.Layout(a_stride, b_stride, out_stride, *scale_strides, tensors.is_aligned(a_scale), groups)
 
 
-def _row_strides(x: torch.Tensor, single: int) -> tuple[int, int]:
+def row_strides(x: torch.Tensor, single: int) -> tuple[int, int]:
     """From a row to the next, in elements, and from a group to the next, in rows."""
     groups, rows = x.shape[0] if x.dim() == 3 else 1, x.shape[-2]
     if groups == 1:
@@ -207,10 +207,10 @@ def _row_strides(x: torch.Tensor, single: int) -> tuple[int, int]:
     return x.stride(-2), x.stride(0) // x.stride(-2)
 
 
-def _tma_can_store(out: torch.Tensor) -> bool:
+def tma_can_store(out: torch.Tensor) -> bool:
     """TMA, and the vectors that the rows at a group's end are stored by, take steps of 16 bytes."""
     strides = [stride for stride, size in zip(out.stride()[:-1], out.shape[:-1], strict=True) if size > 1]
-    numbers = (out.data_ptr(), *(2 * number for number in (out.shape[-1], *strides)))
+    numbers = (out.data_ptr(), *(out.element_size() * number for number in (out.shape[-1], *strides)))
     return all(number % tensors.ALIGNMENT_BYTES == 0 for number in numbers)
 
 
@@ -308,9 +308,9 @@ def _check_strides(a, a_scale, b, b_scale, bounds, out) -> None:
                 f"{name} must have a unit stride along k; its strides are {x.stride()}. Make it K-major: "
                 f"{name}.contiguous()"
             )
-        _check_groups(name, x)
+        check_groups(name, x)
         rows = math.prod(x.shape[:-1])
-        problem = api.row_stride_problem(name, rows, x.shape[-1], _row_strides(x, tensors.ALIGNMENT_BYTES)[0])
+        problem = api.row_stride_problem(name, rows, x.shape[-1], row_strides(x, tensors.ALIGNMENT_BYTES)[0])
         if problem:
             raise ValueError(problem)
         if rows and x.data_ptr() % tensors.ALIGNMENT_BYTES:
@@ -321,10 +321,10 @@ def _check_strides(a, a_scale, b, b_scale, bounds, out) -> None:
             raise ValueError(problem)
     if bounds is not None and bounds.shape[0] > 1 and bounds.stride(0) != 1:
         raise ValueError(f"offs or counts has the stride {bounds.stride(0)}; pass it with .contiguous()")
-    _check_out(out)
+    check_out(out)
 
 
-def _check_groups(name: str, x: torch.Tensor) -> None:
+def check_groups(name: str, x: torch.Tensor) -> None:
     """Check that groups of three dimensions lie at whole rows of each other."""
     if x.dim() == 2 or x.shape[0] <= 1 or x.shape[1] <= 1:
         return
@@ -336,12 +336,12 @@ def _check_groups(name: str, x: torch.Tensor) -> None:
         )
 
 
-def _check_out(out: torch.Tensor) -> None:
+def check_out(out: torch.Tensor) -> None:
     n = out.shape[-1]
     if n > 1 and out.stride(-1) != 1:
         raise ValueError(f"out must have a unit stride along n; its strides are {out.stride()}. Pass a row-major out")
-    _check_groups("out", out)
-    row, group_rows = _row_strides(out, n)
+    check_groups("out", out)
+    row, group_rows = row_strides(out, n)
     rows_overlap = math.prod(out.shape[:-1]) > 1 and row < n
     if rows_overlap or (out.dim() == 3 and out.shape[0] > 1 and group_rows < out.shape[1]):
         raise ValueError(f"rows of out overlap: it is {list(out.shape)} with strides {out.stride()}. Pass a dense out")

@@ -90,9 +90,10 @@ KINDS = {
     )
 }
 
-GROUPINGS = ("none", "offs", "counts")
+GROUPINGS = ("none", "offs", "counts", "k_offs")
 """How the rows of `a` and `out` belong to matrices of `b`. "none": all to the one that there is. "offs": group by
-group, where each begins behind the one before. "counts": each group in rows of its own, of which it may use some."""
+group, where each begins behind the one before. "counts": each group in rows of its own, of which it may use some. Or
+how K belongs to matrices of `out`. "k_offs": group by group, as rows by "offs"."""
 
 OUTPUTS = {"bf16": BF16, "fp16": F16, "fp32": F32}
 """Formats of a result."""

@@ -10,12 +10,12 @@ from deep_tile.kinds import KINDS, OUTPUTS, Element, Kind
 
 
 class Groups(NamedTuple):
-    """Groups of rows, each of which has a `b` of its own.
+    """Groups of rows, each of which has a `b` of its own, or of K, each of which has an `out`.
 
     Attributes:
-        layout: of the rows, one of `kinds.GROUPINGS` but "none".
+        layout: of the rows, or of K, one of `kinds.GROUPINGS` but "none".
         count: of the groups.
-        expected_rows: of a group that has any, in the mean, as far as the host knows.
+        expected_rows: of a group that has any, in the mean, as far as the host knows; along K its columns.
     """
 
     layout: str
@@ -34,7 +34,8 @@ class GemmProblem(NamedTuple):
             the same order, so that its result does not depend on m.
         kind: of the product, a name in `kinds.KINDS`.
         output: format of `out`, a name in `kinds.OUTPUTS`.
-        groups: of rows, or None. With "offs" m is the rows of all of them, with "counts" what each has room for.
+        groups: of rows, or None. With "offs" m is the rows of all of them, with "counts" what each has room for. With
+            "k_offs" k is that of all of them.
         accumulate: whether the product is added to what `out` holds.
     """
 

@@ -162,6 +162,32 @@ def fp8_grouped_gemm_reference(
         out[rows] = fp8_gemm_reference(a[rows], a_scale[rows], b[group], b_scale[group], out.dtype)
 
 
+def fp8_grouped_wgrad_reference(
+    dy: torch.Tensor,
+    dy_scale: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    offs: torch.Tensor,
+    out: torch.Tensor,
+    alignment: int,
+    accumulate: bool,
+) -> None:
+    """`row_blocks_gemm_reference` of each group's tokens, written or added to `out[g]`.
+
+    Args:
+        dy, dy_scale, x, x_scale: [n, s], [n, ceil(s / 128)], [k, s], [k, ceil(s / 128)].
+        offs, alignment: as for `group_rows`, of tokens; a multiple of 128.
+        out: [g, n, k].
+    """
+    for group, (begin, end) in enumerate(group_rows("offs", offs, len(out), dy.shape[1], alignment)):
+        if begin == end and accumulate:
+            continue
+        tokens, blocks = slice(begin, end), slice(begin // TOKEN_BLOCK[1], ceil_div(end, TOKEN_BLOCK[1]))
+        operands = dy[:, tokens], dy_scale[:, blocks], x[:, tokens], x_scale[:, blocks]
+        product = row_blocks_gemm_reference(*operands, out.dtype)
+        out[group] = out[group] + product if accumulate else product
+
+
 def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:
     """Frobenius norm of `x - reference` over that of `reference`, in float64.
 

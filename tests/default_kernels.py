@@ -12,7 +12,7 @@ from cuda.pathfinder import find_nvidia_binary_utility
 from deep_tile import jit, sass
 from deep_tile.config import GemmConfig
 from deep_tile.select.defaults import default_configs
-from deep_tile.select.groups import all_grouped_configs
+from deep_tile.select.groups import all_grouped_configs, grouped_configs
 
 KINDS_CONFIGS = (
     *default_configs(True, "bf16"),
@@ -30,6 +30,10 @@ KINDS_CONFIGS = (
     *default_configs(True, "fp8_1x128", "fp32", True)[::3],
     *default_configs(False, "fp8_1x128", "fp32", True)[1::4],
     *default_configs(True, "bf16", "fp32", True)[2::8],
+    *grouped_configs("k_offs", True, True),
+    *grouped_configs("k_offs", True, False)[::3],
+    *grouped_configs("k_offs", False, True)[1:],
+    *grouped_configs("k_offs", False, False)[::2],
 )
 """Of other kinds than FP8 with block scales, or other formats than BF16. What is left out differs in a word of an
 instruction, or how it stores."""

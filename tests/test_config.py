@@ -258,6 +258,9 @@ def test_every_choice_of_a_config_reaches_the_kernel():
     for grouping, wanted in (("none", ["false"] * 2), ("offs", ["true", "false"]), ("counts", ["false", "true"])):
         given = initializers(GemmConfig(128, 96, 3, grouping=grouping))
         assert [given[name] for name in ("by_offs", "by_counts")] == wanted
+    along_k = GemmConfig(128, 96, 3, kind="fp8_1x128", output="fp32", grouping="k_offs", accumulate=True)
+    given = initializers(along_k)
+    assert [given[name] for name in ("by_k", "column_scales", "by_offs", "by_counts")] == ["true"] * 2 + ["false"] * 2
 
 
 def fields_of_shared_storage() -> set[str]:

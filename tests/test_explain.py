@@ -203,6 +203,19 @@ def test_groups_get_the_selectors_choice(shape, grouping):
     json.dumps(data, allow_nan=False)
 
 
+def test_gradients_of_groups_get_the_selectors_choice():
+    count, rows, n, k = 8, 500, 1536, 2048
+    data = deep_tile.explain_groups(count, rows, n, k, grouping="k_offs")
+    groups, added = Groups("k_offs", count, rows), {"kind": "fp8_1x128", "output": "fp32", "accumulate": True}
+    assert data["config"] == choose(GemmProblem(n, k, count * rows, groups=groups, **added)).name
+    assert {row["rows"] for row in data["candidates"]} == {512}
+    moved = (n + k) * (4000 + 4 * 32) + 2 * count * n * k * 4
+    gpu = PRESETS["H200"]
+    assert data["limits"]["HBM"] == pytest.approx(moved / gpu.hbm_tbps / 1e6)
+    assert data["limits"]["tensor cores"] == pytest.approx(2 * 4000 * n * k / gpu.tflops("fp8") / 1e6)
+    assert "K blocks of 512 rows for a group of 500" in data["why"]
+
+
 def test_limits_of_groups_are_counted():
     limits = deep_tile.explain_groups(2, 3, 256, 512)["limits"]
     moved = 2 * 256 * 512 + 2 * 2 * 4 * 4 + 6 * (512 + 4 * 4) + 6 * 256 * 2
@@ -221,7 +234,7 @@ def test_rows_of_a_group_fill_tiles():
     ("arguments", "said"),
     [
         ({"rows": 0}, "rows is 0; it must be positive"),
-        ({"grouping": "none"}, "grouping is 'none'; pass one of offs, counts"),
+        ({"grouping": "none"}, "grouping is 'none'; pass one of offs, counts, k_offs"),
         ({"num_sms": 133}, "num_sms is 133; H200 has 132"),
         ({"hardware": "A100"}, "A100"),
     ],

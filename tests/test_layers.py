@@ -49,6 +49,7 @@ MAY_IMPORT = {
     "linear": {"_launcher", "api", "config", "launches", "ops", "params", "quantize", "tensors"},
     "dense": CALL | {"api", "params"},
     "grouped": CALL | {"api"},
+    "wgrad": CALL | {"api", "dense", "grouped", "params"},
     "nn": {"api", "cast", "jit", "linear", "quantize", "tensors"},
     "distributed": {"config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"config", "experts", "grouped", "linear", "quantize", "tensors"},
@@ -83,6 +84,7 @@ WITH_TORCH = {
     "sources",
     "tensors",
     "torch_compat",
+    "wgrad",
     "tools.energy",
     "tools.measure",
     "tools.timing",
@@ -192,7 +194,7 @@ def test_imports_point_one_way():
 def test_public_names_are_not_the_tools():
     """They are imported by name at their first use, which the sources do not show."""
     assert {row(module) for module in deep_tile._MODULES.values()} == {
-        *("api", "config", "dense", "experts", "grouped", "jit", "linear", "method", "nn", "quantize")
+        *("api", "config", "dense", "experts", "grouped", "jit", "linear", "method", "nn", "quantize", "wgrad")
     }
 
 

@@ -47,9 +47,18 @@ def derivation(
         raise ValueError(f"num_sms is {num_sms}; {gpu.name} has {gpu.num_sms}")
     if grouping not in _LAYOUTS:
         raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(_LAYOUTS)}")
-    total = groups * rows if grouping == "offs" else rows
-    problem = GemmProblem(total, n, k, num_sms, tma_store=n % 8 == 0, groups=Groups(grouping, groups, rows))
+    problem = _problem(Groups(grouping, groups, rows), n, k, num_sms)
     return Derivation(problem, gpu, grouped_candidates(problem, gpu))
+
+
+def _problem(groups: Groups, n: int, k: int, num_sms: int) -> GemmProblem:
+    """Of weights [n, k]: their products with rows, or, along K, their gradients."""
+    every = groups.count * groups.expected_rows
+    if groups.layout == "k_offs":
+        added = {"kind": "fp8_1x128", "output": "fp32", "accumulate": True}
+        return GemmProblem(n, k, every, num_sms, tma_store=k % 4 == 0, groups=groups, **added)
+    total = every if groups.layout == "offs" else groups.expected_rows
+    return GemmProblem(total, n, k, num_sms, tma_store=n % 8 == 0, groups=groups)
 
 
 def explain_groups(
@@ -62,19 +71,21 @@ def explain_groups(
     hardware: str | Hardware = "H200",
     num_sms: int | None = None,
 ) -> dict[str, Any]:
-    """Which kernel `fp8_grouped_gemm` takes for groups of so many rows, and why. No GPU is needed.
+    """Which kernel `fp8_grouped_gemm`, or `fp8_grouped_wgrad`, takes for groups of so many rows, and why. No GPU is
+    needed.
 
     Args:
         groups: how many there are.
         rows: of a group in the mean, `expected_rows` of the call.
-        n, k: of each group's `b[n, k]`, elements.
-        grouping: "offs" for rows one group after the other, "counts" for rows of each group's own.
+        n, k: of each group's `b[n, k]`, or of its gradient, elements.
+        grouping: "offs" for rows one group after the other, "counts" for rows of each group's own; "k_offs" for
+            gradients, which add up over rows.
         hardware, num_sms: as for `explain`.
 
     Returns:
         JSON-ready data. `config` is the name of the kernel, `why` a sentence; `limits` what HBM and tensor cores would
         take in us, with all rows and no padding; `candidates` all kernels in the selector's order, each {name, time_us,
-        rows, stages, smem_bytes}, where `rows` are those that tiles of a group have.
+        rows, stages, smem_bytes}, where `rows` are those that tiles of a group have, or its K blocks.
 
     Raises:
         ValueError: unknown hardware or grouping, a size that is not positive, more SMs than there are.
@@ -108,6 +119,8 @@ def limits(derived: Derivation) -> list[tuple[str, float, str]]:
     """(what, us, arithmetic) of all rows without padding, the weights of every group read once."""
     problem, gpu = derived.problem, derived.hardware
     count, rows = problem.groups.count, problem.groups.count * problem.groups.expected_rows
+    if problem.groups.layout == "k_offs":
+        return _limits_along_k(problem, rows, gpu)
     weights = count * (problem.n * problem.k + 4 * ceil_div(problem.n, SCALE_BLOCK) * ceil_div(problem.k, SCALE_BLOCK))
     moved = rows * (problem.k + 4 * ceil_div(problem.k, SCALE_BLOCK) + 2 * problem.n)
     flops, tflops = product_flops(rows, problem.n, problem.k), gpu.tflops("fp8")
@@ -116,9 +129,19 @@ def limits(derived: Derivation) -> list[tuple[str, float, str]]:
     return [("HBM", hbm_us, hbm), ("tensor cores", tensor_us, f"{flops:.3e} FLOP / {tflops:.0f} TFLOPS")]
 
 
+def _limits_along_k(problem: GemmProblem, rows: int, gpu: Hardware) -> list[tuple[str, float, str]]:
+    """Of gradients, which are read and written."""
+    operands = (problem.m + problem.n) * (rows + 4 * ceil_div(rows, SCALE_BLOCK))
+    added = 2 * problem.groups.count * problem.m * problem.n * problem.out.bytes
+    flops, tflops = product_flops(rows, problem.m, problem.n), gpu.tflops("fp8")
+    hbm_us, tensor_us = (operands + added) / gpu.hbm_tbps / 1e6, flops / tflops / 1e6
+    hbm = f"({operands:.3e} bytes of operands + {added:.3e} of gradients) / {gpu.hbm_tbps:.3g} TB/s"
+    return [("HBM", hbm_us, hbm), ("tensor cores", tensor_us, f"{flops:.3e} FLOP / {tflops:.0f} TFLOPS")]
+
+
 def tile_rows(rows: int, config: GemmConfig) -> int:
-    """Rows of the tiles of a group."""
-    return round_up(rows, config.block_m)
+    """Rows of the tiles of a group, or of its K blocks."""
+    return round_up(rows, config.block_k if config.by_k else config.block_m)
 
 
 def why(derived: Derivation) -> str:
@@ -126,23 +149,31 @@ def why(derived: Derivation) -> str:
     (us, best), (next_us, following), *_ = derived.candidates
     rows = derived.problem.groups.expected_rows
     return (
-        f"{best.name} has the shortest predicted time: {us:.1f} us, with tiles of {tile_rows(rows, best)} rows for a "
-        f"group of {rows}. Next is {following.name}, {next_us / us - 1:.1%} slower: {tile_rows(rows, following)} rows."
+        f"{best.name} has the shortest predicted time: {us:.1f} us, with {_what(best)} of {tile_rows(rows, best)} rows "
+        f"for a group of {rows}. Next is {following.name}, {next_us / us - 1:.1%} slower: {tile_rows(rows, following)} "
+        "rows."
     )
+
+
+def _what(config: GemmConfig) -> str:
+    return "K blocks" if config.by_k else "tiles"
 
 
 def show(derived: Derivation, console: Console) -> None:
     """Print the derivation."""
     problem = derived.problem
     groups, gpu = problem.groups, derived.hardware
-    title = f"{groups.count} groups of {groups.expected_rows} rows, n = {problem.n}, k = {problem.k}"
+    n, k = (problem.m, problem.n) if groups.layout == "k_offs" else (problem.n, problem.k)
+    title = f"{groups.count} groups of {groups.expected_rows} rows, n = {n}, k = {k}"
     console.print(f"{title} in fp8 on {problem.num_sms} SMs of {gpu.name}", style="bold")
     console.print(f"Rows by {groups.layout}; those of groups are taken to be spread around the mean.", "")
     walls = table("limit", "us", "arithmetic, without padding", numbers=False)
     for name, us, arithmetic in limits(derived):
         walls.add_row(name, f"{us:.1f}", arithmetic)
     console.print(walls, "")
-    candidates = table("config", "us", "over best", "rows of tiles", "more than asked", "stages", "KiB")
+    candidates = table(
+        "config", "us", "over best", f"rows of {_what(derived.candidates[0][1])}", "more than asked", "stages", "KiB"
+    )
     best_us = derived.candidates[0][0]
     for us, config in derived.candidates:
         rows = tile_rows(groups.expected_rows, config)

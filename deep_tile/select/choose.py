@@ -114,7 +114,9 @@ def grouped_candidates(problem: GemmProblem, hardware: Hardware = H200) -> list[
 
 
 def _bucketed_groups(problem: GemmProblem) -> GemmProblem:
-    """With a power of two for m, which tells how many groups can have rows."""
+    """With a power of two for the rows of all groups, or their K, which tells how many groups can have any."""
+    if problem.groups.layout == "k_offs":
+        return problem._replace(k=_power_of_two(problem.k))
     return problem._replace(m=_power_of_two(problem.m))
 
 

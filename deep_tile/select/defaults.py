@@ -10,7 +10,7 @@ from deep_tile.config import NARROW_N, PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfi
 from deep_tile.kinds import KINDS, OUTPUTS
 from deep_tile.walls import stages_max
 
-_CLUSTERS = ((1, 1), (2, 1), (1, 2))
+CLUSTERS = ((1, 1), (2, 1), (1, 2))
 _MAX_STAGES = 24
 
 _DECODE_TILES = (
@@ -97,7 +97,7 @@ def _configs_of_kind(tma_store: bool, kind: str, output: str, accumulate: bool) 
     multicast = [
         deepest_config(*tile, cluster_m=cluster_m, cluster_n=cluster_n, **of_kind)
         for tile in _MULTICAST_TILES_OF_KINDS
-        for cluster_m, cluster_n in _CLUSTERS
+        for cluster_m, cluster_n in CLUSTERS
     ]
     single = [deepest_config(*tile, **of_kind) for tile in _SINGLE_TILES_OF_KINDS]
     split = [deepest_config(128, block_n, split_k=2, **of_kind) for block_n in _SPLIT_TILES_OF_KINDS]
@@ -113,7 +113,7 @@ def _fp8_configs(tma_store: bool, output: str) -> tuple[GemmConfig, ...]:
     multicast = [
         deepest_config(*tile, cluster_m=cluster_m, cluster_n=cluster_n, **stored)
         for tile in _MULTICAST_TILES
-        for cluster_m, cluster_n in _CLUSTERS
+        for cluster_m, cluster_n in CLUSTERS
     ]
     single = [deepest_config(*tile, **stored) for tile in _SINGLE_TILES]
     split = [deepest_config(128, block_n, split_k=2, **stored) for block_n in _SPLIT_TILES]

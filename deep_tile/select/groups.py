@@ -2,23 +2,28 @@
 
 A tile takes what it takes in a dense product, whose kernel differs in the schedule, or longer: its neighbours are of
 other groups, and share less of their operands in L2. How many tiles there are depends on rows that the host does not
-know: those of groups are taken to be spread around the mean.
+know: those of groups are taken to be spread around the mean. Groups along K have all tiles of their `out`, each with as
+many K blocks as the group has.
 """
 
 from dataclasses import replace
 from functools import lru_cache
 from math import exp
 
-from deep_tile.config import GemmConfig, ceil_div
+from deep_tile.config import MMA_M, GemmConfig, ceil_div
 from deep_tile.kinds import GROUPINGS, K_BLOCK_BYTES
 from deep_tile.problem import GemmProblem
 from deep_tile.select.cost import calibration, launch_time, tile_times
-from deep_tile.select.defaults import deepest_config
+from deep_tile.select.defaults import CLUSTERS, deepest_config
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.schedule import blocks_per_tile, cluster_slots
 
 _TILES = ((64, 32, 2), (64, 64, 2), (64, 128, 1), (128, 128, 1), (128, 192, 1), (128, 256, 1))
 """(block_m, block_n, scale_blocks)."""
+
+_K_TILES = ((64, 128), (128, 128), (128, 192), (128, 256), (256, 128))
+"""(block_m, block_n) for groups along K; those of two math warpgroups are built alone and, where
+TMA stores, as clusters of two: math warps that store themselves hold tiles' places in registers, too."""
 
 _SPREAD = (0.7, 1.0, 1.3)
 """Rows of groups over their mean."""
@@ -30,9 +35,17 @@ _LAST_WAVE = 0.5
 """Of a wave, what the busiest SM works longer than all do in the mean."""
 
 
-@lru_cache(maxsize=4)
-def grouped_configs(layout: str, tma_store: bool = True) -> tuple[GemmConfig, ...]:
-    """Every config that a grouped product can be given; `layout` is one of `kinds.GROUPINGS` but "none"."""
+@lru_cache(maxsize=16)
+def grouped_configs(layout: str, tma_store: bool = True, accumulate: bool = False) -> tuple[GemmConfig, ...]:
+    """Every config that a grouped product can be given; `layout` is one of `kinds.GROUPINGS` but "none". Groups along K
+    alone may `accumulate`."""
+    if layout == "k_offs":
+        options = {"kind": "fp8_1x128", "output": "fp32", "grouping": layout, "accumulate": accumulate}
+        return tuple(
+            deepest_config(*tile, tma_store, cluster_m=cluster_m, cluster_n=cluster_n, **options)
+            for tile in _K_TILES
+            for cluster_m, cluster_n in (CLUSTERS if tile[0] > MMA_M and tma_store else CLUSTERS[:1])
+        )
     return tuple(
         deepest_config(block_m, block_n, tma_store, scale_blocks=scale_blocks, grouping=layout)
         for block_m, block_n, scale_blocks in _TILES
@@ -40,8 +53,8 @@ def grouped_configs(layout: str, tma_store: bool = True) -> tuple[GemmConfig, ..
 
 
 def all_grouped_configs() -> tuple[GemmConfig, ...]:
-    """For all layouts, to store by TMA and to store anywhere."""
-    layouts = [layout for layout in GROUPINGS if layout != "none"]
+    """For groups of rows in all layouts, to store by TMA and to store anywhere."""
+    layouts = [layout for layout in GROUPINGS if layout not in ("none", "k_offs")]
     return tuple(
         config for layout in layouts for tma_store in (True, False) for config in grouped_configs(layout, tma_store)
     )
@@ -56,28 +69,45 @@ def active_groups(problem: GemmProblem) -> float:
     """Groups that have rows, as far as the host can tell."""
     groups = problem.groups
     active = groups.count * (1 - exp(-groups.expected_rows))
-    return active if groups.layout == "counts" else max(1.0, min(active, problem.m / groups.expected_rows))
+    if groups.layout == "counts":
+        return active
+    all_rows = problem.k if groups.layout == "k_offs" else problem.m
+    return max(1.0, min(active, all_rows / groups.expected_rows))
 
 
 def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> float:
     """Predicted microseconds: waves of tiles and bytes through HBM, which overlap."""
-    rows, columns = expected_tiles(problem.groups.expected_rows, config.block_m), ceil_div(problem.n, config.block_n)
-    waves = active_groups(problem) * rows * columns / cluster_slots(config, problem.num_sms)
+    waves = active_groups(problem) * _tiles_of_group(config, problem) / cluster_slots(config, problem.num_sms)
     compute_us = _tile_us(config, problem, hardware) * (waves + _LAST_WAVE if waves > 1 else 1)
     memory_us = calibration(problem.kind).memory_us + _bytes(problem) / hardware.hbm_tbps / 1e6
     return launch_time(hardware, problem.kind) + (compute_us**_OVERLAP + memory_us**_OVERLAP) ** (1 / _OVERLAP)
 
 
+def _tiles_of_group(config: GemmConfig, problem: GemmProblem) -> float:
+    """Cluster tiles of a group that has any."""
+    columns = ceil_div(problem.n, config.block_n * config.cluster_n)
+    if config.by_k:
+        return ceil_div(problem.m, config.block_m * config.cluster_m) * columns
+    return expected_tiles(problem.groups.expected_rows, config.block_m) * columns
+
+
 def _tile_us(config: GemmConfig, problem: GemmProblem, hardware: Hardware) -> float:
-    """One tile: its K blocks take what their products take, or their operands on the way from L2."""
+    """One tile: its K blocks take what their products take, or their operands on the way from L2, which tiles of one
+    group along K share as those of one product do."""
     times = tile_times(replace(config, grouping="none"), hardware)
+    if config.by_k:
+        return blocks_per_tile(config, problem.groups.expected_rows) * times.block_us + times.tile_us
     loaded_us = (config.block_m + config.block_n) * K_BLOCK_BYTES * hardware.num_sms / hardware.l2_multicast_tbps / 1e6
     return blocks_per_tile(config, problem.k) * max(times.block_us, loaded_us) + times.tile_us
 
 
 def _bytes(problem: GemmProblem) -> float:
-    """Through HBM at least: weights of groups that have rows, and the rows that are expected."""
+    """Through HBM at least: weights of groups that have rows, and the rows that are expected; or operands along K, and
+    what they are added to."""
     active = active_groups(problem)
+    if problem.groups.layout == "k_offs":
+        operands = (problem.m + problem.n) * problem.groups.expected_rows * problem.product.a.bytes
+        return active * (operands + problem.m * problem.n * problem.out.bytes * (2 if problem.accumulate else 1))
     weights = active * problem.n * problem.k * problem.product.b.bytes
     rows = active * problem.groups.expected_rows
     return weights + rows * (problem.k * problem.product.a.bytes + problem.n * problem.out.bytes)
@@ -85,5 +115,5 @@ def _bytes(problem: GemmProblem) -> float:
 
 def ranked(problem: GemmProblem, hardware: Hardware = H200) -> list[tuple[float, GemmConfig]]:
     """Every config with its predicted time, the fastest first."""
-    configs = grouped_configs(problem.groups.layout, problem.tma_store)
+    configs = grouped_configs(problem.groups.layout, problem.tma_store, problem.accumulate)
     return sorted(((estimate(config, problem, hardware), config) for config in configs), key=lambda pair: pair[0])

@@ -44,6 +44,8 @@ def _split_tiles(config: GemmConfig, problem: GemmProblem, narrow: int) -> Tiles
 
 def tile_rows(config: GemmConfig, problem: GemmProblem) -> int:
     """Rows of cluster tiles: of groups, whose own rows the host does not know, the most that there can be."""
+    if config.by_k:
+        return problem.groups.count * ceil_div(problem.m, config.block_m * config.cluster_m)
     if problem.groups is None:
         return ceil_div(problem.m, config.block_m * config.cluster_m)
     if problem.groups.layout == "counts":

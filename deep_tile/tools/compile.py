@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 from rich.table import Table
@@ -53,7 +54,8 @@ def wanted_configs(options: argparse.Namespace) -> list[GemmConfig]:
     """The default configs, those of groups too, or those alone, or those that the shapes need; each to store by TMA and
     anywhere."""
     if options.grouping:
-        return [config for tma_store in (True, False) for config in grouped_configs(options.grouping, tma_store)]
+        ways = product((True, False), (False, True) if options.grouping == "k_offs" else (False,))
+        return [config for way in ways for config in grouped_configs(options.grouping, *way)]
     configs = [] if options.shape else [*all_grouped_configs()]
     for tma_store in (True, False):
         if not options.shape:

@@ -31,7 +31,7 @@ struct GemmConfig {
     int column_group, column_shifts, b_scale_columns, b_scale_slots;
     int store_columns, store_rows, store_swizzle, boxes, store_chunks, boxes_at_once, store_buffers;
     bool tma_store;
-    bool by_offs, by_counts;
+    bool by_offs, by_counts, by_k;
     bool integer_sums, row_scales, column_scales;
     bool accumulate;
     Format out_format;
@@ -40,7 +40,8 @@ struct GemmConfig {
 
     constexpr bool has_scales() const { return scale_warps > 0; }  // of blocks, by which promotion multiplies
     constexpr int scale_stages() const { return scale_warps > 0 ? stages : 1; }  // no array has none
-    constexpr bool grouped() const { return by_offs || by_counts; }
+    constexpr bool row_groups() const { return by_offs || by_counts; }
+    constexpr bool grouped() const { return row_groups() || by_k; }
     constexpr bool resident_b() const { return b_stages > 0; }
     constexpr bool has_narrow() const { return narrow_n > 0; }         // tiles, after its own
     constexpr bool is_narrow() const { return block_n < buffer_n; }    // such tiles' own config

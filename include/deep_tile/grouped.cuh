@@ -1,17 +1,21 @@
-// The scheduler of grouped products: which tile of which group comes next.
+// Schedulers of grouped products: which tile of which group comes next.
 //
-//   layout   rows of group g of `a` and `out`                              bounds[g]
-//   offs     from bounds[g - 1], rounded up to the alignment, to bounds[g] the row behind the group's last
-//   counts   bounds[g] of the params.m that begin at g times their stride  how many rows the group has; without: all
+//   layout   what lies in group g                   where                                              bounds[g]
+//   offs     rows of `a` and `out`                  from bounds[g - 1], rounded up to the alignment,   the row behind the
+//                                                   to bounds[g]                                       group's last
+//   counts   the same                               from g times their stride on, bounds[g] of the     how many; without:
+//                                                   params.m                                           all
+//   k_offs   columns of `a` and `b`, of K; its out  as rows by offs; a whole K block is the smallest   the column behind
+//            is of its own                          alignment                                          the group's last
 //
-// Bounds are read on the device, by whole warps, and may hold anything: rows are cut to those of the tensors.
+// Bounds are read on the device, by whole warps, and may hold anything: they are cut to what the tensors have.
 #pragma once
 
 #include "tiles.cuh"
 
 namespace deep_tile {
 
-// A tile of one group. Rows of `out` from `end` on are not the group's.
+// A tile of one group of rows. Rows of `out` from `end` on are not the group's.
 struct GroupTile {
     int group, a, scale, b, out, end, column;
     bool valid;
@@ -22,41 +26,79 @@ struct GroupTile {
     __device__ __forceinline__ int b_row() const { return b; }
 };
 
-// Persistent: block c of C takes tiles c, c + C, c + 2C, ... of all groups, one group after the other. Within a group the
-// raster is RasterScheduler's. A warp looks at 32 groups at a time, a lane at each. All that depends on a group comes from
-// votes, sums and the first lane, so that the compiler knows it as uniform.
-template <GemmConfig config>
-class GroupScheduler {
-   public:
-    using Tile = GroupTile;
+// A tile of one group along K, of the K blocks that are the group's.
+struct KGroupTile {
+    int row, column, out, end, first_step, steps;
+    bool valid;
 
-    __device__ __forceinline__ explicit GroupScheduler(const GemmParams& params)
+    __device__ __forceinline__ int out_row() const { return out; }
+    __device__ __forceinline__ int out_column() const { return column; }
+    __device__ __forceinline__ int a_row() const { return row; }
+    __device__ __forceinline__ int b_row() const { return column; }
+};
+
+// Persistent: cluster c of C takes cluster tiles c, c + C, c + 2C, ... of all groups, one group after the other. Within a
+// group the raster is RasterScheduler's. A warp looks at 32 groups at a time, a lane at each. All that depends on a group
+// comes from votes, sums and the first lane, so that the compiler knows it as uniform.
+template <GemmConfig config>
+class GroupWalk {
+   public:
+    __device__ __forceinline__ explicit GroupWalk(const GemmParams& params)
         : params_(params),
-          position_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {
+          position_(static_cast<int>(blockIdx.x / config.cluster()) - static_cast<int>(gridDim.x / config.cluster())) {
         look_at(0);
     }
 
     // This block's tiles, before the first: none where groups have fewer than there are blocks.
     __device__ __forceinline__ int count() const {
-        GroupScheduler all = *this;
+        GroupWalk all = *this;
         while (all.has_more()) all.look_at(all.first_group_ + warp_threads);
-        const int left = all.tiles_ - static_cast<int>(blockIdx.x);
-        return left > 0 ? ceil_div(left, gridDim.x) : 0;
+        const int left = all.tiles_ - static_cast<int>(blockIdx.x / config.cluster());
+        return left > 0 ? ceil_div(left, gridDim.x / config.cluster()) : 0;
     }
 
-    __device__ __forceinline__ Tile first() { return next(); }
+   protected:
+    // Number `within` of the tiles of a group, which has `length` rows, or columns of K, from `begin` on.
+    struct Found {
+        int group, begin, length, within;
+    };
 
-    __device__ __forceinline__ Tile next() {
-        position_ += gridDim.x;
+    // Turns to this block's next tile, if there is one.
+    __device__ __forceinline__ bool turn(Found& found) {
+        position_ += gridDim.x / config.cluster();
         while (position_ >= tiles_) {
-            if (!has_more()) return Tile{};
+            if (!has_more()) return false;
             look_at(first_group_ + warp_threads);
         }
         const int lane = __ffs(__ballot_sync(all_lanes, position_ < last_)) - 1;
-        const int begin = uniform(begin_, lane), rows = uniform(rows_, lane);
-        const int first = uniform(last_, lane) - tiles_of(rows);
-        return recorded(tile(first_group_ + lane, begin, rows, position_ - first));
+        const int begin = uniform(begin_, lane), length = uniform(length_, lane);
+        const int first = uniform(last_, lane) - tiles_of(length);
+        found = {first_group_ + lane, begin, length, position_ - first};
+        return true;
     }
+
+    // Rows and columns of cluster tiles.
+    struct Place {
+        int row, column;
+    };
+
+    // Of number `within` of a group's: the raster descends some rows of them, of which there are `height`, before it steps
+    // along n.
+    __device__ __forceinline__ Place place(int height, int within) const {
+        const int panel_rows = 1 << (params_.raster_rows_log2 - config.cluster_m / 2);
+        int first_row = 0;
+        while (within >= panel_rows * columns()) {
+            within -= panel_rows * columns();
+            first_row += panel_rows;
+        }
+        const int present_rows = min(panel_rows, height - first_row);
+        const int column = divide(within, present_rows);
+        return {first_row + within - column * present_rows, column};
+    }
+
+    static __device__ __forceinline__ int tile_rows(int rows) { return ceil_div(rows, config.block_m * config.cluster_m); }
+
+    const GemmParams& params_;
 
    private:
     static constexpr u32 all_lanes = 0xffffffff;
@@ -78,9 +120,17 @@ class GroupScheduler {
     }
 
     // Of tiles.
-    __device__ __forceinline__ int columns() const { return ceil_div(params_.n, config.block_n); }
+    __device__ __forceinline__ int columns() const { return ceil_div(params_.n, config.block_n * config.cluster_n); }
 
-    __device__ __forceinline__ int tiles_of(int rows) const { return ceil_div(rows, config.block_m) * columns(); }
+    // A group along K has all tiles, unless it has no K and nothing is to be added; no group is shorter than that.
+    __device__ __forceinline__ int tiles_of(int length) const {
+        if constexpr (config.by_k) {
+            const int shortest = config.accumulate ? 1 : 0;
+            return length < shortest ? 0 : tile_rows(params_.m) * columns();
+        } else {
+            return tile_rows(length) * columns();
+        }
+    }
 
     __device__ __forceinline__ bool has_more() const { return first_group_ + warp_threads < params_.groups; }
 
@@ -89,44 +139,23 @@ class GroupScheduler {
         first_group_ = group;
         group += threadIdx.x % warp_threads;
         const bool exists = group < params_.groups;
-        if constexpr (config.by_offs) {
+        if constexpr (config.by_offs || config.by_k) {
             // An end before the last one is taken for that, so that groups do not overlap.
-            const int end = max(scan<true>(exists ? min(params_.bounds[group], params_.m) : 0), end_);
+            const int most = config.by_k ? params_.k : params_.m;
+            const int end = max(scan<true>(exists ? min(params_.bounds[group], most) : 0), end_);
             const int before = __shfl_up_sync(all_lanes, end, 1);
             const int last_end = threadIdx.x % warp_threads == 0 ? end_ : before;
             begin_ = (last_end + params_.alignment - 1) & -params_.alignment;
-            rows_ = max(end - begin_, 0);
+            length_ = max(end - begin_, 0);
+            if (config.by_k && !exists) length_ = -1;
             end_ = __shfl_sync(all_lanes, end, warp_threads - 1);
         } else {
             const int rows = exists && params_.bounds != nullptr ? params_.bounds[group] : params_.m;
             begin_ = 0;
-            rows_ = exists ? min(max(rows, 0), params_.m) : 0;
+            length_ = exists ? min(max(rows, 0), params_.m) : 0;
         }
-        last_ = tiles_ + scan<false>(tiles_of(rows_));
+        last_ = tiles_ + scan<false>(tiles_of(length_));
         tiles_ = __shfl_sync(all_lanes, last_, warp_threads - 1);
-    }
-
-    // Number `within` of a group's tiles: the raster descends some rows of them before it steps along n.
-    __device__ __forceinline__ Tile tile(int group, int begin, int rows, int within) const {
-        const int panel_rows = 1 << params_.raster_rows_log2, height = ceil_div(rows, config.block_m);
-        int first_row = 0;
-        while (within >= panel_rows * columns()) {
-            within -= panel_rows * columns();
-            first_row += panel_rows;
-        }
-        const int present_rows = min(panel_rows, height - first_row);
-        const int column = divide(within, present_rows);
-        const int row = (first_row + within - column * present_rows) * config.block_m;
-        Tile tile;
-        tile.group = group;
-        tile.a = (config.by_offs ? begin : group * params_.a_group_rows) + row;
-        tile.out = (config.by_offs ? begin : group * params_.out_group_rows) + row;
-        tile.scale = begin + row;
-        tile.end = tile.out + rows - row;
-        tile.column = column * config.block_n;
-        tile.b = group * params_.b_group_rows + tile.column;
-        tile.valid = true;
-        return tile;
     }
 
     // Exact for a divisor of at most 16 and a quotient below 2^17: a half keeps it away from integers by more than the
@@ -135,13 +164,74 @@ class GroupScheduler {
         return __float2int_rz((dividend + 0.5f) * __frcp_rn(static_cast<float>(divisor)));
     }
 
-    const GemmParams& params_;
-    int position_;       // among all tiles; a step before the first to begin with
-    int first_group_;    // of those looked at
-    int tiles_ = 0;      // of these and all before them
-    int end_ = 0;        // of the last of them
-    int begin_, rows_;   // of this lane's group
-    int last_;           // of its tiles, among all: the one behind
+    int position_;         // among all cluster tiles; a step before the first to begin with
+    int first_group_;      // of those looked at
+    int tiles_ = 0;        // of these and all before them
+    int end_ = 0;          // of the last of them
+    int begin_, length_;   // of this lane's group
+    int last_;             // of its tiles, among all: the one behind
+};
+
+// Groups of rows.
+template <GemmConfig config>
+class GroupScheduler : public GroupWalk<config> {
+   public:
+    using Tile = GroupTile;
+    using GroupWalk<config>::GroupWalk;
+
+    __device__ __forceinline__ Tile first() { return next(); }
+
+    __device__ __forceinline__ Tile next() {
+        typename GroupWalk<config>::Found found;
+        if (!this->turn(found)) return Tile{};
+        const GemmParams& params = this->params_;
+        const auto place = this->place(this->tile_rows(found.length), found.within);
+        const int row = place.row * config.block_m;
+        Tile tile;
+        tile.group = found.group;
+        tile.a = (config.by_offs ? found.begin : found.group * params.a_group_rows) + row;
+        tile.out = (config.by_offs ? found.begin : found.group * params.out_group_rows) + row;
+        tile.scale = found.begin + row;
+        tile.end = tile.out + found.length - row;
+        tile.column = place.column * config.block_n;
+        tile.b = found.group * params.b_group_rows + tile.column;
+        tile.valid = true;
+        return recorded(tile);
+    }
+};
+
+// Groups along K. One without K, whose tiles are to be zeros, has one K block behind the last, which TMA fills with zeros.
+template <GemmConfig config>
+class KGroupScheduler : public GroupWalk<config> {
+   public:
+    using Tile = KGroupTile;
+    using GroupWalk<config>::GroupWalk;
+
+    __device__ __forceinline__ Tile first() { return next(); }
+
+    __device__ __forceinline__ Tile next() {
+        typename GroupWalk<config>::Found found;
+        if (!this->turn(found)) return Tile{};
+        const GemmParams& params = this->params_;
+        const auto place = this->place(this->tile_rows(params.m), found.within);
+        const int rank = config.cluster() == 1 ? 0 : uniform_cluster_rank();
+        Tile tile;
+        tile.row = (place.row * config.cluster_m + rank % config.cluster_m) * config.block_m;
+        tile.column = (place.column * config.cluster_n + rank / config.cluster_m) * config.block_n;
+        tile.end = found.group * params.out_group_rows + params.m;
+        tile.out = tile.end - params.m + tile.row;
+        tile.first_step = ceil_div(found.length > 0 ? found.begin : params.k, config.block_k);
+        tile.steps = max(ceil_div(found.length, config.block_k), 1);
+        tile.valid = true;
+        steps_ = tile.steps;
+        return recorded(tile);
+    }
+
+    // K blocks of the tile that was given last.
+    __device__ __forceinline__ int steps() const { return steps_; }
+
+   private:
+    int steps_;
 };
 
 }  // namespace deep_tile

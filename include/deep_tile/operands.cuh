@@ -25,11 +25,11 @@ struct QuarterBoxes {
 };
 
 template <GemmConfig config>
-using ABoxes = typename Conditional<config.grouped(), QuarterBoxes<config>, OperandBox>::type;
+using ABoxes = typename Conditional<config.row_groups(), QuarterBoxes<config>, OperandBox>::type;
 
 template <GemmConfig config>
 __device__ __forceinline__ ABoxes<config> a_box(const GemmParams& params, Tile<config> tile) {
-    if constexpr (config.grouped()) {
+    if constexpr (config.row_groups()) {
         constexpr int quarter = QuarterBoxes<config>::quarter;
         return {min(ceil_div(tile.end - tile.out, quarter) * quarter, config.block_m)};
     } else {
@@ -168,7 +168,7 @@ class OperandLoader {
                                     params_.b_scale + tile_.b_row() + step * params_.b_scale_stride_k,
                                     column_scale_bytes, full(stage));
         }
-        if constexpr (config.grouped()) {
+        if constexpr (config.row_groups()) {
             load_quarters(smem_.a[stage], full(stage), step);
         } else {
             load<config.block_m, (config.cluster_n > 1)>(smem_.a[stage], a_, full(stage), tile_.a_row(), step);
@@ -190,7 +190,7 @@ class OperandLoader {
     // What a stage will get: rows of both operands, and the scales that TMA copies.
     __device__ __forceinline__ void announce(int stage, int b_rows) const {
         int a_rows;
-        if constexpr (config.grouped()) {
+        if constexpr (config.row_groups()) {
             a_rows = a_.all_rows;
         } else {
             a_rows = a_.rows * config.cluster_n;
@@ -257,7 +257,8 @@ __device__ __forceinline__ int request_first_stages(const GemmParams& params, Sh
     if constexpr (config.grouped()) ptx::griddepcontrol_wait();  // who may have written the bounds
     const Tile<config> tile = TileScheduler<config>(params).first();
     if (config.grouped() && !tile.valid) return 0;
-    const KRange range = k_range<config>(params);
+    KRange range = k_range<config>(params);
+    if constexpr (config.by_k) range = tile_range(tile);
     const int stages = min(min(config.stages, 5), range.end - range.begin);
     const OperandLoader<config, false> loader(params, smem, tile);
     const bool early_b = !config.grouped() && params.early_b;
@@ -284,13 +285,14 @@ __device__ __forceinline__ int request_first_stages(const GemmParams& params, Sh
 // extra round of empty waits at the end sees to that.
 template <GemmConfig config>
 __device__ __forceinline__ void produce_operands(const GemmParams& params, SharedStorage<config>& smem, int requested) {
-    const KRange range = k_range<config>(params);
+    KRange range = k_range<config>(params);
     PipelineState<config.stages> state;
     TileScheduler<config> tiles(params);
     StoredB<config> b;
     Tile<config> tile = tiles.first();
     for (Tile<config> next; tile.valid; tile = next) {
         const OperandLoader<config> loader(params, smem, tile);
+        if constexpr (config.by_k) range = tile_range(tile);
         b.turn_to_tile(tiles);
         next = tiles.next();
         for (int step = range.begin; step < range.end; ++step, --requested, state.advance()) {

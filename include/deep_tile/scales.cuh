@@ -21,14 +21,14 @@ namespace deep_tile {
 // whether they do, beside sizes that are read first anyway: the first request waits for whatever must be read before it.
 template <GemmConfig config>
 __device__ __forceinline__ bool scales_in_bulk(const GemmParams& params, Tile<config> tile) {
-    return config.bulk_scales && tile.a_row() + config.block_m <= params.bulk_scale_rows;
+    return config.bulk_scales && tile.a_row() + config.block_m <= params.bulk_scale_rows && has_k<config>(params, tile);
 }
 
 // The same of the scales of the tile's columns, where each has its own.
 template <GemmConfig config>
 __device__ __forceinline__ bool column_scales_in_bulk(const GemmParams& params, Tile<config> tile) {
     if constexpr (!config.bulk_scales || !config.column_scales) return false;
-    return tile.b_row() + config.block_n <= params.bulk_scale_columns;
+    return tile.b_row() + config.block_n <= params.bulk_scale_columns && has_k<config>(params, tile);
 }
 
 // Where a row's scale is within a tile's: beside that of the other row of the thread that needs both, 8 rows away, or,
@@ -63,14 +63,14 @@ class ScaleReader {
             b_[i] = sizeof(float) * (group * params.b_scale_stride_n + first_k * params.b_scale_stride_k);
         }
         int first_row = tile.a_row();
-        if constexpr (config.grouped()) first_row = tile.scale;
+        if constexpr (config.row_groups()) first_row = tile.scale;
 #pragma unroll
         for (int i = 0; i < rows_per_lane; ++i) {
             const int row = min(first_row + i * warp_threads + lane(), params.m - 1);
             a_[i] = sizeof(float) * (row * params.a_scale_stride_m + first_k * params.a_scale_stride_k);
-            if constexpr (config.grouped()) a_[i] += sizeof(float) * tile.group * params.a_scale_group_stride;
+            if constexpr (config.row_groups()) a_[i] += sizeof(float) * tile.group * params.a_scale_group_stride;
         }
-        if constexpr (config.grouped()) b_[0] += sizeof(float) * tile.group * params.b_scale_group_stride;
+        if constexpr (config.row_groups()) b_[0] += sizeof(float) * tile.group * params.b_scale_group_stride;
     }
 
     // Requests this step's for a stage, and turns to the warp's next step; blocks beyond the matrix get zeros.
@@ -79,7 +79,7 @@ class ScaleReader {
         constexpr int skipped = (config.scale_warps - 1) * config.scale_blocks;
 #pragma unroll
         for (int j = 0; j < config.scale_blocks; ++j) {
-            const bool valid = config.scale_blocks == 1 || step_ * config.scale_blocks + j < k_blocks;
+            const bool valid = (config.scale_blocks == 1 && !config.by_k) || step_ * config.scale_blocks + j < k_blocks;
             const u32 next = sizeof(float) * (j + 1 < config.scale_blocks ? 1 : 1 + skipped);
 #pragma unroll
             for (int i = 0; i < rows_per_lane && !in_bulk_; ++i) {
@@ -194,11 +194,15 @@ class RunReader : public ScaleReader<config> {
 // n = 7168, k = 2048 (H200, 2026-11-21). False if there is none.
 template <GemmConfig config>
 __device__ __forceinline__ bool request_first_scales(const GemmParams& params, SharedStorage<config>& smem, int warp) {
-    const KRange range = k_range<config>(params);
+    KRange range = k_range<config>(params);
     ptx::griddepcontrol_wait();
-    if (warp >= min(config.stages, range.end - range.begin)) return false;
+    if (!config.by_k && warp >= min(config.stages, range.end - range.begin)) return false;
     const Tile<config> tile = TileScheduler<config>(params).first();
     if (config.grouped() && !tile.valid) return false;
+    if constexpr (config.by_k) {
+        range = tile_range(tile);
+        if (warp >= min(config.stages, range.end - range.begin)) return false;
+    }
     ScaleReader<config>(params, tile, range.begin + warp).copy(smem, warp);
     return true;
 }
@@ -229,8 +233,8 @@ __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedS
     if (requested) ptx::cp_async_mbarrier_arrive_noinc(ptx::smem_address(&smem.full[warp]));
     const bool in_runs = config.reads_runs && params.scale_runs != 0;
     if (in_runs && warp >= Runs::warps) return;
-    const KRange range = k_range<config>(params);
-    const int steps = range.end - range.begin;
+    KRange range = k_range<config>(params);
+    int steps = range.end - range.begin;
     int step = in_runs ? warp * Runs::steps : warp;  // of the tile, the next of this warp
     int requested_steps = config.scale_warps;        // of the first tile, each by its own warp
     PipelineState<config.stages> state;
@@ -243,6 +247,10 @@ __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedS
     while (true) {
         const Tile<config> tile = tiles.next();
         if (!tile.valid) break;
+        if constexpr (config.by_k) {
+            range = tile_range(tile);
+            steps = range.end - range.begin;
+        }
         Runs scales(params, tile, range.begin + step);
         while (step < steps) {
             if (in_runs) {

@@ -5,6 +5,7 @@
 //   ColumnScheduler    one product whose `b` stays, column by column
 //   TwoWidthScheduler  one product, the wide ones and then the narrow ones
 //   GroupScheduler     one product for each group of rows, group by group
+//   KGroupScheduler    one product for each group along K, group by group
 #pragma once
 
 #include "grouped.cuh"
@@ -15,9 +16,12 @@ namespace deep_tile {
 template <GemmConfig config>
 using DenseScheduler = typename Conditional<config.resident_b(), ColumnScheduler<config>, RasterScheduler<config>>::type;
 
+template <GemmConfig config>
+using AnyGroupScheduler = typename Conditional<config.by_k, KGroupScheduler<config>, GroupScheduler<config>>::type;
+
 // Of the config's own tiles, without the narrow ones.
 template <GemmConfig config>
-using WidthScheduler = typename Conditional<config.grouped(), GroupScheduler<config>, DenseScheduler<config>>::type;
+using WidthScheduler = typename Conditional<config.grouped(), AnyGroupScheduler<config>, DenseScheduler<config>>::type;
 
 template <GemmConfig config>
 using TileScheduler =
@@ -26,7 +30,7 @@ using TileScheduler =
 template <GemmConfig config>
 using Tile = typename TileScheduler<config>::Tile;
 
-// Where the rows of a group's tile end; of other tiles, which end with the matrix, nothing.
+// Where the rows of `out` of a group's tile end; of other tiles, which end with the matrix, nothing.
 template <GemmConfig config>
 __device__ __forceinline__ int group_end(const Tile<config>& tile) {
     if constexpr (config.grouped()) {
@@ -47,6 +51,21 @@ __device__ __forceinline__ KRange k_range(const GemmParams& params) {
     if constexpr (config.split_k == 1) return {0, stages};
     const int part = uniform_cluster_rank();
     return {stages * part / config.split_k, stages * (part + 1) / config.split_k};
+}
+
+// The same of one tile of a group along K.
+__device__ __forceinline__ KRange tile_range(const KGroupTile& tile) {
+    return {tile.first_step, tile.first_step + tile.steps};
+}
+
+// Whether a tile's range lies in K: that of a group without K lies behind it.
+template <GemmConfig config>
+__device__ __forceinline__ bool has_k(const GemmParams& params, const Tile<config>& tile) {
+    if constexpr (config.by_k) {
+        return tile.first_step * config.block_k < params.k;
+    } else {
+        return true;
+    }
 }
 
 }  // namespace deep_tile

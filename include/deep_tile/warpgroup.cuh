@@ -60,10 +60,11 @@ class MathWarpgroup {
     __device__ __forceinline__ int stage() const { return state_.stage; }
     __device__ __forceinline__ int slot() const { return b_.slot(state_.stage); }
 
-    // Before a tile: the schedulers' word on where it ends.
+    // Before a tile: the schedulers' word on where it ends, and how many stages it has, where tiles differ.
     template <typename Scheduler>
     __device__ __forceinline__ void turn_to_tile(const Scheduler& tiles) {
         b_.turn_to_tile(tiles);
+        if constexpr (config.by_k) range_ = {0, tiles.steps()};
     }
 
     // Waits for the present stage.
@@ -145,7 +146,7 @@ class MathWarpgroup {
 
     SharedStorage<config>& smem_;
     const Releaser<config> releaser_;
-    const KRange range_;
+    KRange range_;
     const int warpgroup_;
     const Descriptors<config> first_;  // of the first stage
     CarriedDescriptors<config> carried_;

@@ -1,0 +1,301 @@
+"""Grouped products along K: the gradients of many weights, as the experts of a model have them, in one launch.
+
+Called by users. Which tokens belong to which group is read on the device, so that nothing waits for the host and a
+CUDA graph holds for every distribution. The gradient of one weight is `dense.fp8_wgrad`.
+Invariant: nothing outside of the tensors is read or written, whatever the offsets say.
+"""
+
+import sys
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch.compiler import is_compiling
+
+from deep_tile import _launcher, api, dense, grouped, launches, ops, params, plan, settings, tensors
+from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile.problem import GemmProblem, Groups
+from deep_tile.reference import fp8_grouped_wgrad_reference
+
+_MAX_TILES = 2**31 - 1
+_NAMES = ("dy", "dy_scale", "x", "x_scale", "offs", "out")
+
+_is_on_gpu = attrgetter("is_cuda")
+
+_launches: launches.Table = {}
+"""By the `_Options` of a call, or the plain tuple equal to it."""
+
+
+class _Options(NamedTuple):
+    """The keywords of a call; described at `fp8_grouped_wgrad`."""
+
+    accumulate: bool = True
+    alignment: int = SCALE_BLOCK
+    expected_tokens: int | None = None
+    config: GemmConfig | None = None
+    num_sms: int | None = None
+    pdl: bool | None = None
+
+
+def fp8_grouped_wgrad(
+    dy: torch.Tensor,
+    dy_scale: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    offs: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    accumulate: bool = True,
+    alignment: int = SCALE_BLOCK,
+    expected_tokens: int | None = None,
+    config: GemmConfig | None = None,
+    num_sms: int | None = None,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """Gradients of the weights of experts, `out[g] += dy[g]^T @ x[g]` over each group's tokens, in one launch.
+
+    `out[g, n, k] += sum_s dy[n, s] * dy_scale[n, s // 128] * x[k, s] * x_scale[k, s // 128]` for the tokens s of group
+    g, which end before token `offs[g]` and begin where group g - 1 ends, rounded up to `alignment`, so that scales
+    belong to one group. Groups have any length. What lies between a group's end and the next multiple of 128 must be
+    zeros, as `transposed_cast_to_fp8` writes them: those 128 tokens are multiplied as a whole. A group without tokens
+    leaves its `out` alone, or writes zeros without `accumulate`.
+
+    Offsets are read on the device. Those that do not fit (negative, falling, beyond s) are cut, and lead to no memory
+    that is not the tensors'. Every warp reads them by itself: nothing may write them while the product runs. Not
+    differentiable. In whatever order groups are worked on, each number of `out` is added to once: results repeat.
+
+    Args:
+        dy: [n, s] float8_e4m3fn, unit stride along tokens, row stride a multiple of 16 bytes, 16-byte aligned.
+        dy_scale: [n, ceil(s / 128)] float32 or float8_e8m0fnu, any strides within 4 GB.
+        x: [k, s] float8_e4m3fn, laid out like `dy`.
+        x_scale: [k, ceil(s / 128)], likewise.
+        offs: [g] int32, contiguous, on the same device: the token behind each group's last.
+        out: [g, n, k] float32, unit stride along k, group stride a multiple of the row stride; multiples of 16 bytes
+            are stored faster. Must not overlap the inputs.
+        accumulate: add to what `out` holds, rather than write over it.
+        alignment: of the tokens that groups begin at: a power of two from 128 to 1024.
+        expected_tokens: of a group that has tokens, in the mean: what the kernel is chosen for. None: s / g.
+        config: the kernel to use instead of the selector's choice; its `grouping` is "k_offs".
+        num_sms, pdl: as for `fp8_gemm`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    """
+    options = (accumulate, alignment, expected_tokens, config, num_sms, pdl)
+    given = (dy, dy_scale, x, x_scale, offs, out)
+    if is_compiling():
+        return _call_op(given, _Options(*options))
+    return _multiply(given, options)
+
+
+def _multiply(given: tuple[torch.Tensor, ...], options: tuple) -> torch.Tensor:
+    """Outside of tracing; `options` are equal to an `_Options`."""
+    try:
+        if torch.is_grad_enabled():
+            _refuse_gradients(given)
+        if not _launcher.launch_known(_launches, options, *given):
+            _call_unknown(given, _Options(*options))
+    except Exception:
+        reason = api.error_of(_checked_options, _Options(*options), given)
+        if reason is None:
+            raise
+        raise reason from None
+    return given[-1]
+
+
+def _refuse_gradients(given) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, x in zip(_NAMES, given, strict=True):
+        if getattr(x, "requires_grad", False):
+            raise RuntimeError(
+                f"{name} requires a gradient, and fp8_grouped_wgrad has none: call within torch.no_grad(), or pass "
+                f"{name}.detach()"
+            )
+
+
+def _call_unknown(given, options: _Options) -> None:
+    """Multiply where C has met no such options and signature, or cannot read the tensors."""
+    _check_tensors(given)
+    dy, dy_scale, x, x_scale, offs, out = given
+    given = (dy, tensors.as_float32(dy_scale), x, tensors.as_float32(x_scale), offs, out)
+    signature = launches.signature(*given)
+    launch = launches.find(_launches, options, signature)
+    if launch is None:
+        checked = _checked_options(options, given)
+        if out.numel() == 0 or dy.shape[1] == 0 or not _is_on_gpu(out):
+            _compute_without_kernel(given, options)
+            return
+        launch = _prepare_launch(given, checked)
+        launches.remember(_launches, options, signature, launch)
+    launches.launch(launch, *given)
+
+
+@torch.inference_mode()  # in which any tensor may be written to, whether it requires a gradient or not
+def _compute_without_kernel(given, options: _Options) -> None:
+    out = given[-1]
+    if given[0].shape[1] > 0:
+        fp8_grouped_wgrad_reference(*given, options.alignment, options.accumulate)
+    elif not options.accumulate:
+        out.zero_()
+
+
+def _prepare_launch(given, options: _Options) -> _launcher.Launch:
+    """For a call that has been checked and needs a kernel."""
+    device = given[-1].get_device()
+    api.check_hopper(device)
+    problem = _problem(given, options)
+    config = plan.config_for(problem) if options.config is None else api.checked_config(options.config, problem)
+    api.check_capture(config, device, "fp8_grouped_wgrad")
+    if settings.print_config():
+        print(f"deep_tile: {problem.groups} n={problem.m} k={problem.n}: {config.name}", file=sys.stderr)
+    return plan.prepare_launch(
+        problem,
+        config,
+        _layout(given, options.alignment),
+        device,
+        pdl=options.pdl,
+        constant_weights=False,
+        names=_NAMES,
+        places=params.places(plan.GROUPED_TENSORS),
+    )
+
+
+def _problem(given, options: _Options) -> GemmProblem:
+    (n, s), (k, _), out = given[0].shape, given[2].shape, given[-1]
+    groups = len(out)
+    expected = ceil_div(s, groups) if options.expected_tokens is None else options.expected_tokens
+    return GemmProblem(
+        *(n, k, s),
+        num_sms=options.num_sms,
+        tma_store=grouped.tma_can_store(out),
+        kind="fp8_1x128",
+        output="fp32",
+        groups=Groups("k_offs", groups, expected),
+        accumulate=options.accumulate,
+    )
+
+
+def _layout(given, alignment: int) -> plan.Layout:
+    """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal one."""
+    dy, dy_scale, x, x_scale, _, out = given
+    tokens = round_up(dy.shape[1], tensors.ALIGNMENT_BYTES)
+    out_stride, out_rows = grouped.row_strides(out, round_up(out.shape[2], tensors.ALIGNMENT_BYTES // 4))
+    return plan.Layout(
+        *(grouped.row_strides(matrix, tokens)[0] for matrix in (dy, x)),
+        *(out_stride, dy_scale.stride(), x_scale.stride()),
+        a_scale_aligned=tensors.is_aligned(dy_scale),
+        b_scale_aligned=tensors.is_aligned(x_scale),
+        groups=plan.GroupLayout(alignment=alignment, out_rows=out_rows),
+    )
+
+
+# Checks.
+
+
+def _check_tensors(given) -> None:
+    for name, x in zip(_NAMES, given, strict=True):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}. Pass a tensor on the GPU")
+    tensors.require_plain(**dict(zip(_NAMES, given, strict=True)))
+    _refuse_gradients(given)
+
+
+def _checked_options(options: _Options, given) -> _Options:
+    """Check everything that can be wrong about a call; the options, with num_sms and pdl filled in."""
+    _check_tensors(given)
+    _check_option_values(options)
+    _check_formats(given)
+    dy, dy_scale, x, x_scale, offs, out = given
+    api.check_sizes(dy, x)
+    api.check_operand_strides(dy=dy, x=x)
+    for name, scale in (("dy", dy_scale), ("x", x_scale)):
+        problem = api.scale_problem(name, tuple(scale.shape), scale.stride())
+        if problem:
+            raise ValueError(problem)
+    if offs.shape[0] > 1 and offs.stride(0) != 1:
+        raise ValueError(f"offs has the stride {offs.stride(0)}; pass it with .contiguous()")
+    grouped.check_out(out)
+    groups, n, k = out.shape
+    if groups * ceil_div(n, 64) * ceil_div(k, 16) > _MAX_TILES:
+        raise ValueError(f"out is {list(out.shape)}: too many tiles; split the product")
+    pdl = options.num_sms is None if options.pdl is None else options.pdl
+    return options._replace(num_sms=api.checked_num_sms(options.num_sms, dy.device), pdl=pdl)
+
+
+def _check_option_values(options: _Options) -> None:
+    for name in ("accumulate", "num_sms", "pdl"):
+        api.check_option(name, getattr(options, name))
+    api.check_config_type(options.config)
+    grouped.check_alignment(options.alignment)
+    if options.alignment < SCALE_BLOCK:
+        raise ValueError(
+            f"alignment is {options.alignment}; groups begin at multiples of {SCALE_BLOCK} tokens, so that no two "
+            "share a scale. Pass a power of two from there on"
+        )
+    expected = options.expected_tokens
+    if expected is not None and (type(expected) is not int or expected < 1):
+        raise ValueError(f"expected_tokens is {expected!r}; pass a positive int, or None")
+
+
+def _check_formats(given) -> None:
+    """Check dtypes, devices and shapes."""
+    dy, dy_scale, x, x_scale, offs, out = given
+    scales = tensors.SCALE_DTYPES
+    for name, tensor, dtypes, remedy in (
+        ("dy", dy, (torch.float8_e4m3fn,), "cast with deep_tile.transposed_cast_to_fp8"),
+        ("x", x, (torch.float8_e4m3fn,), "cast with deep_tile.transposed_cast_to_fp8"),
+        ("dy_scale", dy_scale, scales, "convert with .float()"),
+        ("x_scale", x_scale, scales, "convert with .float()"),
+        ("offs", offs, (torch.int32,), "convert with .int()"),
+        ("out", out, (torch.float32,), "allocate it as torch.float32"),
+    ):
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}; got {tensor.dtype}. To fix: {remedy}")
+    if dy.device.type not in ("cuda", "cpu"):
+        where = "on a Hopper GPU, or on the CPU as a reference"
+        raise ValueError(f"dy is on {dy.device}; fp8_grouped_wgrad runs {where}")
+    for name, tensor in zip(_NAMES[1:], given[1:], strict=True):
+        if tensor.device != dy.device:
+            raise ValueError(f"{name} is on {tensor.device} but dy is on {dy.device}; move it with .to(dy.device)")
+    if dy.dim() != 2 or x.dim() != 2 or not ops.holds(dy.shape[1] == x.shape[1]):
+        raise ValueError(f"dy must be [n, s] and x [k, s]; got {list(dy.shape)} and {list(x.shape)}. Tokens come last")
+    dense.check_row_block_scales(_NAMES[:4], given[:4])
+    if offs.dim() != 1 or not ops.holds(offs.shape[0] > 0):
+        raise ValueError(f"offs must be [g], of one group at least; got {list(offs.shape)}")
+    wanted = (offs.shape[0], dy.shape[0], x.shape[0])
+    if out.dim() != 3 or not all(ops.holds(size == right) for size, right in zip(out.shape, wanted, strict=True)):
+        raise ValueError(f"out must be [g, n, k] = {list(wanted)}; got {list(out.shape)}")
+
+
+# The op, which tracers see. It takes no config, which no schema can name.
+
+
+def _call_op(given, options: _Options) -> torch.Tensor:
+    if options.config is not None:
+        raise ValueError("config cannot be given under torch.compile or torch.export: leave it out")
+    keywords = {name: value for name, value in options._asdict().items() if name != "config"}
+    torch.ops.deep_tile.fp8_grouped_wgrad(*given, **keywords)
+    return given[-1]
+
+
+def _run_op(*given: torch.Tensor, **keywords) -> None:
+    _multiply(given, _Options(**keywords))
+
+
+def _fake_op(*given: torch.Tensor, **keywords) -> None:
+    """Check what can be checked without memory; strides are left to the run."""
+    _check_option_values(_Options(**keywords))
+    _refuse_gradients(given)
+    _check_formats(given)
+
+
+ops.register(
+    "fp8_grouped_wgrad(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, Tensor offs, Tensor(a!) out, *, "
+    "bool accumulate=True, int alignment=128, int? expected_tokens=None, int? num_sms=None, bool? pdl=None) -> ()",
+    _run_op,
+    _fake_op,
+)
