@@ -25,6 +25,7 @@ _MODULES = {
     "forbid_compilation": "jit",
     "gemm": "dense",
     "int8_gemm": "dense",
+    "interleave_gate_up": "finishes",
     "is_available": "api",
     "per_block_cast_to_fp8": "quantize",
     "per_token_cast_to_fp8": "quantize",

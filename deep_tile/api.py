@@ -17,12 +17,13 @@ import torch
 from torch import is_grad_enabled
 from torch.compiler import is_compiling
 
-from deep_tile import _launcher, jit, launches, ops, plan, settings, tensors
+from deep_tile import _launcher, finishes, jit, launches, ops, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.kinds import GROUPINGS, KINDS, OUTPUTS, Element
+from deep_tile.finishes import OUTPUT_NAMES, names, torch_dtype
+from deep_tile.kinds import GROUPINGS, KINDS, OUTPUTS
 from deep_tile.params import Place
 from deep_tile.problem import GemmProblem
-from deep_tile.reference import fp8_gemm_reference
+from deep_tile.reference import finished, fp8_gemm_reference
 from deep_tile.select.groups import grouped_configs
 from deep_tile.select.hardware import H200
 
@@ -43,15 +44,8 @@ class _Options(NamedTuple):
     batch_invariant: bool = False
     pdl: bool | None = None
     constant_weights: bool = False
+    activation: str | None = None
 
-
-def torch_dtype(element: Element) -> torch.dtype:
-    """What torch calls a format."""
-    return getattr(torch, element.dtype)
-
-
-OUTPUT_NAMES = {torch_dtype(element): name for name, element in OUTPUTS.items()}
-"""Names in `kinds.OUTPUTS`, by dtype."""
 
 _DEFAULT_DTYPE = torch.bfloat16
 """Of an `out` that is allocated."""
@@ -79,6 +73,8 @@ def fp8_gemm(
     b_scale: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     config: GemmConfig | None = None,
     num_sms: int | None = None,
@@ -89,8 +85,9 @@ def fp8_gemm(
     """FP8 matrix product with block scales: `out = (a * a_scale) @ (b * b_scale)^T`.
 
     `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n // 128, k // 128]`, accumulated in FP32 and
-    rounded once. Runs on the tensors' device and torch's current stream; CPU tensors go through the operation's
-    definition in `deep_tile.reference`. Sizes m, n and k are free; m = 0 or n = 0 does nothing, k = 0 writes zeros.
+    rounded once, after a bias and an activation where they are given. Runs on the tensors' device and torch's current
+    stream; CPU tensors go through the operation's definition in `deep_tile.reference`. Sizes m, n and k are free; m = 0
+    or n = 0 does nothing, k = 0 writes zeros, or what a bias and an activation make of them.
     Not differentiable: refused where torch records gradients and one of the tensors requires one.
     Compiled as one op, `torch.ops.deep_tile.fp8_gemm`, by torch.compile and torch.export.
 
@@ -104,6 +101,11 @@ def fp8_gemm(
         out: [m, n] bfloat16, float16 or float32, unit stride along n; allocated when None. Any alignment and row stride
             will do, but rows that begin and end at multiples of 16 bytes are stored faster. Must not overlap the
             inputs.
+        bias: [n] bfloat16, float16 or float32, any stride; added to each row in FP32, before the activation.
+        activation: what becomes of the product in FP32, before it is rounded once: "relu", "gelu" (within 3e-7 of the
+            input; of -infinity 0), "gelu_tanh", "silu"; or "swiglu", for which `b` has gates and what they let through
+            by turns in eights (`interleave_gate_up`), n is a multiple of 16, and `out` is [m, n / 2]. By kernels of its
+            own, as a bias is.
         out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
         config: the kernel to use instead of the selector's choice.
         num_sms: streaming multiprocessors to use, at most and by default all of the device.
@@ -131,24 +133,28 @@ def fp8_gemm(
 
     The method (1x128 and 128x128 scales, promotion to FP32 every 128 of k) is that of the DeepSeek-V3 report, 3.3.
     """
-    options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
+    options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation)
     if is_compiling():
-        return _call_op(a, a_scale, b, b_scale, out, _Options(*options))
-    return _multiply(a, a_scale, b, b_scale, out, options)
+        return _call_op(a, a_scale, b, b_scale, out, _Options(*options), bias)
+    return _multiply(a, a_scale, b, b_scale, out, options, bias)
 
 
-def _multiply(a, a_scale, b, b_scale, out, options: tuple) -> torch.Tensor:
+def _multiply(a, a_scale, b, b_scale, out, options: tuple, bias=None) -> torch.Tensor:
     """`fp8_gemm` outside of tracing; `options` are equal to an `_Options`."""
     try:
-        if is_grad_enabled() and _requires_gradient(a, a_scale, b, b_scale, out):
-            _refuse_gradients(a, a_scale, b, b_scale, out)
+        if is_grad_enabled() and _requires_gradient(a, a_scale, b, b_scale, out, bias):
+            _refuse_gradients(a, a_scale, b, b_scale, out, bias)
         if out is None:
-            out = empty_out(a, b, options[0] or _DEFAULT_DTYPE)
-        if not _launcher.launch_known(_launches, options, a, a_scale, b, b_scale, out):
-            _call_unknown(a, a_scale, b, b_scale, out, _Options(*options))
+            out = empty_out(a, b, options[0] or _DEFAULT_DTYPE, options[6])
+        if bias is None:
+            launched = _launcher.launch_known(_launches, options, a, a_scale, b, b_scale, out)
+        else:
+            launched = _launcher.launch_known(_launches, options, a, a_scale, b, b_scale, out, bias)
+        if not launched:
+            _call_unknown(a, a_scale, b, b_scale, out, _Options(*options), bias)
     except Exception:
         check = _check_arguments if out is None else _checked_options
-        reason = error_of(check, _Options(*options), a, a_scale, b, b_scale, out)
+        reason = error_of(check, _Options(*options), a, a_scale, b, b_scale, out, bias)
         if reason is None:
             raise
         raise reason from None
@@ -264,7 +270,7 @@ def prepare(
     _check_arguments(options, a, a_scale, b, b_scale, out)
     _check_float32(a_scale=a_scale, b_scale=b_scale)
     if out is None:
-        out = empty_out(a, b, out_dtype or _DEFAULT_DTYPE)
+        out = empty_out(a, b, out_dtype or _DEFAULT_DTYPE, None)
     checked = _checked_options(options, a, a_scale, b, b_scale, out)
     prepared = None
     if _needs_kernel(a, b):
@@ -342,6 +348,8 @@ def precompile(
     kind: str = "fp8",
     out_dtype: torch.dtype | None = None,
     accumulate: bool = False,
+    bias: torch.dtype | None = None,
+    activation: str | None = None,
 ) -> Precompiled:
     """Compile, and on a Hopper GPU load, every kernel that a product can need for the shapes.
 
@@ -359,6 +367,8 @@ def precompile(
             "fp8_rows", "int8_rows" and "fp8_1x128" for `scaled_gemm`, the latter for `fp8_wgrad`, too.
         out_dtype: of `out`; the call's default when None.
         accumulate: as later passed; with an `out_dtype` of float32.
+        bias: its dtype; None: there is none.
+        activation: as later passed to the call; n then counts rows of `b`.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -373,17 +383,25 @@ def precompile(
     if out_dtype not in (None, *OUTPUT_NAMES):
         raise ValueError(f"out_dtype is {out_dtype}; pass one of {names(OUTPUT_NAMES)}, or nothing")
     output = product.output if out_dtype is None else OUTPUT_NAMES[out_dtype]
+    if bias not in (None, *OUTPUT_NAMES):
+        raise ValueError(f"bias is {bias!r}; pass its dtype, one of {names(OUTPUT_NAMES)}, or nothing")
+    finishes.check_activation(activation)
+    finish = ("none" if bias is None else OUTPUT_NAMES[bias], activation or "none")
     for name, value in (("num_sms", num_sms), ("batch_invariant", batch_invariant), ("accumulate", accumulate)):
         check_option(name, value)
-    if accumulate and output != "fp32":
-        raise ValueError(f"accumulate is True and out_dtype {out_dtype}; pass out_dtype=torch.float32")
+    if accumulate and (output, *finish) != ("fp32", "none", "none"):
+        raise ValueError(
+            f"accumulate is True, out_dtype {out_dtype}, bias {bias} and activation {activation!r}; pass "
+            "out_dtype=torch.float32 alone"
+        )
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(GROUPINGS)}")
     of_groups = ("fp8_1x128", "fp32") if grouping == "k_offs" else ("fp8", "bf16")
-    if grouping != "none" and (kind, output) != of_groups:
+    if grouping != "none" and (kind, output, *finish) != (*of_groups, "none", "none"):
         raise ValueError(
-            f"grouping is {grouping!r}, kind {kind!r} and out_dtype {out_dtype}; grouped products are of kind "
-            f"{of_groups[0]!r}, and of {OUTPUTS[of_groups[1]].dtype}"
+            f"grouping is {grouping!r}, kind {kind!r}, out_dtype {out_dtype}, bias {bias} and activation "
+            f"{activation!r}; grouped products are of kind {of_groups[0]!r}, of {OUTPUTS[of_groups[1]].dtype}, and "
+            "have no bias and activation"
         )
     if workers is not None and (_as_int(workers) is None or workers < 1):
         raise ValueError(f"workers is {workers!r}; pass a positive int, or None for all cores")
@@ -394,11 +412,11 @@ def precompile(
         num_sms = H200.num_sms
     configs = set()
     for n, k, max_m in weights:
-        columns = k if grouping == "k_offs" else n  # of out
+        columns = k if grouping == "k_offs" else finishes.out_columns(n, activation)
         tma_store = columns * OUTPUTS[output].bytes % _TMA_BYTES == 0
         if grouping == "none":
-            split_k = not batch_invariant
-            configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, split_k, kind, output, accumulate))
+            what = (kind, output, accumulate, *finish)
+            configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, not batch_invariant, *what))
         else:
             configs.update(grouped_configs(grouping, tma_store, accumulate))
     ordered = tuple(sorted(configs, key=lambda config: config.name))
@@ -446,29 +464,30 @@ def _as_int(number: object) -> int | None:
         return None
 
 
-def empty_out(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def empty_out(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, activation: str | None) -> torch.Tensor:
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"a and b must be [m, k] and [n, k]; got shapes {tuple(a.shape)} and {tuple(b.shape)}")
     try:
-        m, n = a.shape[0], b.shape[0]
+        m, n = a.shape[0], b.shape[0] if activation is None else finishes.out_columns(b.shape[0], activation)
         return tensors.new_empty(a, (m, n), (n or 1, 1), out_dtype)
     except AssertionError as error:  # of FakeTensorMode, which takes no real tensors
         raise tensors.not_allocated("out", error) from None
 
 
-def _requires_gradient(a, a_scale, b, b_scale, out) -> bool:
+def _requires_gradient(a, a_scale, b, b_scale, out, bias=None) -> bool:
     return (
         a.requires_grad
         or a_scale.requires_grad
         or b.requires_grad
         or b_scale.requires_grad
         or (out is not None and out.requires_grad)
+        or (bias is not None and bias.requires_grad)
     )
 
 
 def _refuse_gradients(*tensors_or_none: torch.Tensor | None) -> None:
-    """Raise where torch would record a product of these tensors, `plan.TENSORS`, which has no gradient to give back."""
-    for name, x in zip(plan.TENSORS, tensors_or_none, strict=True):
+    """Raise where torch would record a product of these tensors, `plan.TENSORS` and a bias: it has no gradient."""
+    for name, x in zip((*plan.TENSORS, "bias"), tensors_or_none, strict=False):
         if is_grad_enabled() and x is not None and x.requires_grad:
             raise RuntimeError(
                 f"{name} requires a gradient, and fp8_gemm has none. To train, call deep_tile.fp8_linear; otherwise "
@@ -485,38 +504,41 @@ def error_of(check: Callable, *arguments, **keywords) -> Exception | None:
     return None
 
 
-def _call_unknown(a, a_scale, b, b_scale, out, options: _Options) -> None:
+def _call_unknown(a, a_scale, b, b_scale, out, options: _Options, bias) -> None:
     """Multiply where C has met no such options and signature, or cannot read the tensors."""
     _check_option_types(options)
     check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
+    finishes.check_bias_kind(bias)
     a_scale, b_scale = (tensors.as_float32(scale) for scale in (a_scale, b_scale))
-    signature = launches.signature(a, a_scale, b, b_scale, out)
+    given = (a, a_scale, b, b_scale, out, *(() if bias is None else (bias,)))
+    signature = launches.signature(*given)
     launch = launches.find(_launches, options, signature)
     if launch is None:
-        launch = _first_call(a, a_scale, b, b_scale, out, options, signature)
+        launch = _first_call(a, a_scale, b, b_scale, out, options, bias, signature)
     if launch is not None:
-        launches.launch(launch, a, a_scale, b, b_scale, out)
+        launches.launch(launch, *given)
 
 
-def _first_call(a, a_scale, b, b_scale, out, options: _Options, signature) -> _launcher.Launch | None:
+def _first_call(a, a_scale, b, b_scale, out, options: _Options, bias, signature) -> _launcher.Launch | None:
     """Check a signature not met before, prepare its launch and remember it; None when the result is in `out`."""
-    checked = _checked_options(options, a, a_scale, b, b_scale, out)
+    checked = _checked_options(options, a, a_scale, b, b_scale, out, bias)
     if not _needs_kernel(a, b):
-        _compute_without_kernel(a, a_scale, b, b_scale, out)
+        _compute_without_kernel(a, a_scale, b, b_scale, out, bias, options.activation)
         return None
-    _, launch = _prepare_launch(a, a_scale, b, b_scale, out, checked)
+    names = plan.TENSORS if bias is None else (*plan.TENSORS, "bias")
+    _, launch = _prepare_launch(a, a_scale, b, b_scale, out, checked, bias, names=names)
     launches.remember(_launches, options, signature, launch)
     return launch
 
 
-def _checked_options(options: _Options, a, a_scale, b, b_scale, out) -> _Options:
+def _checked_options(options: _Options, a, a_scale, b, b_scale, out, bias=None) -> _Options:
     """Check everything that can be wrong about a call; the options, with num_sms filled in."""
-    _check_arguments(options, a, a_scale, b, b_scale, out)
+    _check_arguments(options, a, a_scale, b, b_scale, out, bias)
     _check_dtypes(options, a, a_scale, b, b_scale, out)
     if a.device.type not in ("cuda", "cpu"):
         raise ValueError(f"a is on {a.device}; fp8_gemm runs on a Hopper GPU, or on the CPU as a reference")
     check_devices(a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
-    _check_shapes(a, a_scale, b, b_scale, out)
+    _check_shapes(options, a, a_scale, b, b_scale, out, bias)
     check_sizes(a, b)
     _check_strides(a, a_scale, b, b_scale, out)
     return with_defaults(options, a.device)
@@ -542,13 +564,17 @@ def _needs_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @torch.inference_mode()  # in which any tensor may be written to, whether it requires a gradient or not
-def _compute_without_kernel(a, a_scale, b, b_scale, out) -> None:
+def _compute_without_kernel(a, a_scale, b, b_scale, out, bias=None, activation: str | None = None) -> None:
     if out.numel() == 0:
         return
-    if a.shape[1] == 0:
-        out.zero_()
-    else:
+    if bias is None and activation is None and a.shape[1] > 0:
         out.copy_(fp8_gemm_reference(a, a_scale, b, b_scale, out.dtype))
+        return
+    if a.shape[1] == 0:
+        product = a_scale.new_zeros(a.shape[0], b.shape[0], dtype=torch.float64)
+    else:
+        product = fp8_gemm_reference(a, a_scale, b, b_scale, torch.float64)
+    out.copy_(finished(product, bias, activation))
 
 
 def product_launch(
@@ -557,6 +583,7 @@ def product_launch(
     b,
     b_scale,
     out,
+    bias=None,
     *,
     num_sms: int | None,
     batch_invariant: bool,
@@ -568,20 +595,20 @@ def product_launch(
     """The launch of a product on a GPU whose operands may be parts of the tensors that it will be given.
 
     Args:
-        a, a_scale, b, b_scale, out, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`; examples.
+        a, a_scale, b, b_scale, out, bias, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`; examples.
         names, places: as for `plan.prepare_launch`.
 
     Raises:
         As `fp8_gemm`.
     """
     options = _Options(None, None, num_sms, batch_invariant, pdl, constant_weights)
-    checked = _checked_options(options, a, a_scale, b, b_scale, out)
-    _, launch = _prepare_launch(a, a_scale, b, b_scale, out, checked, names=names, places=places)
+    checked = _checked_options(options, a, a_scale, b, b_scale, out, bias)
+    _, launch = _prepare_launch(a, a_scale, b, b_scale, out, checked, bias, names=names, places=places)
     return launch
 
 
 def _prepare_launch(
-    a, a_scale, b, b_scale, out, options: _Options, **tensors_given
+    a, a_scale, b, b_scale, out, options: _Options, bias=None, **tensors_given
 ) -> tuple[GemmConfig, _launcher.Launch]:
     """For a call that has been checked and needs a kernel; `tensors_given` are keywords of `plan.prepare_launch`."""
     device = a.get_device()
@@ -591,12 +618,13 @@ def _prepare_launch(
         *(m, n, k, options.num_sms, tma_can_store(out)),
         split_k=not options.batch_invariant,
         output=OUTPUT_NAMES[out.dtype],
+        **finishes.for_problem(bias, options.activation),
     )
     config = plan.config_for(problem) if options.config is None else checked_config(options.config, problem)
     check_capture(config, device)
     if settings.print_config():
         print(f"deep_tile: m={m} n={n} k={k} num_sms={problem.num_sms}: {config.name}", file=sys.stderr)
-    layout = _layout(a, a_scale, b, b_scale, out)
+    layout = _layout(a, a_scale, b, b_scale, out)._replace(bias_stride=0 if bias is None else bias.stride(0))
     launch = plan.prepare_launch(
         problem,
         config,
@@ -631,7 +659,7 @@ def _call_layout(name: str, x: torch.Tensor) -> _TensorLayout:
 
 def _layout(a, a_scale, b, b_scale, out) -> plan.Layout:
     """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal one."""
-    k, n = a.shape[1], b.shape[0]
+    k, n = a.shape[1], out.shape[1]
 
     def row_stride(x: torch.Tensor, single: int) -> int:
         return x.stride(0) if x.shape[0] > 1 else single
@@ -646,11 +674,12 @@ def _layout(a, a_scale, b, b_scale, out) -> plan.Layout:
     )
 
 
-def _check_arguments(options: _Options, a, a_scale, b, b_scale, out) -> None:
+def _check_arguments(options: _Options, a, a_scale, b, b_scale, out, bias=None) -> None:
     """Check of each argument by itself what it is; `out` may be None."""
     given = {} if out is None else {"out": out}
     check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, **given)
-    _refuse_gradients(a, a_scale, b, b_scale, out)
+    finishes.check_bias_kind(bias)
+    _refuse_gradients(a, a_scale, b, b_scale, out, bias)
     _check_option_types(options)
 
 
@@ -683,19 +712,11 @@ _OPTION_TYPES = {
 
 
 def _check_option_types(options: _Options) -> None:
-    check_out_dtype(options.out_dtype)
+    finishes.check_out_dtype(options.out_dtype)
+    finishes.check_activation(options.activation)
     check_config_type(options.config)
     for name in ("num_sms", "batch_invariant", "pdl", "constant_weights"):
         check_option(name, getattr(options, name))
-
-
-def check_out_dtype(out_dtype: object) -> None:
-    if out_dtype is not None and out_dtype not in tuple(OUTPUT_NAMES):
-        raise TypeError(f"out_dtype is {out_dtype!r}; pass one of {names(OUTPUT_NAMES)}, or nothing")
-
-
-def names(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(map(str, dtypes))
 
 
 def check_config_type(config: object) -> None:
@@ -713,14 +734,14 @@ def check_option(name: str, value: object) -> None:
         raise TypeError(f"{name} is {value!r}, of type {type(value).__name__}; pass {wanted}")
 
 
-def check_dtypes(a, a_scale, b, b_scale, out, out_dtypes: Iterable[torch.dtype] = (_DEFAULT_DTYPE,)) -> None:
+def check_dtypes(a, a_scale, b, b_scale, out) -> None:
     fp8 = (torch.float8_e4m3fn,)
     wanted = (
         ("a", a, fp8, "quantise with deep_tile.per_token_cast_to_fp8"),
         ("b", b, fp8, "quantise with deep_tile.per_block_cast_to_fp8"),
         ("a_scale", a_scale, tensors.SCALE_DTYPES, "convert with .float()"),
         ("b_scale", b_scale, tensors.SCALE_DTYPES, "convert with .float()"),
-        ("out", out, tuple(out_dtypes), "pass out=None to have it allocated"),
+        ("out", out, (torch.bfloat16,), "allocate it as torch.bfloat16, or pass out=None"),
     )
     for name, tensor, dtypes, remedy in wanted:
         if tensor is not None and tensor.dtype not in dtypes:
@@ -729,13 +750,8 @@ def check_dtypes(a, a_scale, b, b_scale, out, out_dtypes: Iterable[torch.dtype] 
 
 
 def _check_dtypes(options: _Options, a, a_scale, b, b_scale, out) -> None:
-    check_dtypes(a, a_scale, b, b_scale, out, OUTPUT_NAMES)
-    check_out_fits(out, options.out_dtype)
-
-
-def check_out_fits(out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
-    if out is not None and out_dtype not in (None, out.dtype):
-        raise TypeError(f"out_dtype is {out_dtype} and out is {out.dtype}; leave out_dtype out")
+    check_dtypes(a, a_scale, b, b_scale, None)
+    finishes.check_out(out, options.out_dtype)
 
 
 def _check_float32(**scales: torch.Tensor) -> None:
@@ -751,9 +767,10 @@ def check_devices(a, **others: torch.Tensor | None) -> None:
             raise ValueError(f"{name} is on {tensor.device} but a is on {a.device}; move it with .to(a.device)")
 
 
-def _check_shapes(a, a_scale, b, b_scale, out) -> None:
-    check_product_shapes(a, b, out)
+def _check_shapes(options: _Options, a, a_scale, b, b_scale, out, bias) -> None:
+    check_product_shapes(a, b, out, options.activation)
     check_scale_shapes(a, a_scale, b, b_scale)
+    finishes.check_finish(bias, options.activation, b)
 
 
 def check_scale_shapes(a, a_scale, b, b_scale) -> None:
@@ -764,8 +781,9 @@ def check_scale_shapes(a, a_scale, b, b_scale) -> None:
     _check_shape("b_scale", b_scale, (n_blocks, k_blocks), "[ceil(n / 128), ceil(k / 128)]")
 
 
-def check_product_shapes(a, b, out, names: tuple[str, str] = ("a", "b")) -> None:
-    """Check a [m, k], b [n, k], called by these names, and out [m, n], which may be None."""
+def check_product_shapes(a, b, out, activation: str | None = None, names: tuple[str, str] = ("a", "b")) -> None:
+    """Check a [m, k], b [n, k], called by these names, and out [m, n], which may be None; an activation may leave n / 2
+    columns."""
     for name, tensor, shape in ((names[0], a, "[m, k]"), (names[1], b, "[n, k]")):
         if tensor.dim() != 2:
             raise ValueError(
@@ -778,7 +796,8 @@ def check_product_shapes(a, b, out, names: tuple[str, str] = ("a", "b")) -> None
             f"{names[1]} holds one row per output column; a [k, n] weight must be transposed and made contiguous"
         )
     if out is not None:
-        _check_shape("out", out, (m, n), "[m, n]")
+        columns = finishes.out_columns(n, activation)
+        _check_shape("out", out, (m, columns), "[m, n]" if columns is n else "[m, n / 2]")
 
 
 def _check_shape(name: str, tensor: torch.Tensor, wanted: tuple[int, int], meaning: str) -> None:
@@ -906,6 +925,11 @@ def checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
         raise ValueError(
             f"{config.name} has accumulate={config.accumulate}, and this call {problem.accumulate}; pass such a config"
         )
+    if (config.bias, config.activation) != (problem.bias, problem.activation):
+        raise ValueError(
+            f"{config.name} has bias={config.bias!r} and activation={config.activation!r}, and this call "
+            f"{problem.bias!r} and {problem.activation!r}; pass such a config"
+        )
     if config.grouping != problem.grouping:
         raise ValueError(
             f"{config.name} is for grouping={config.grouping!r}, and this call for {problem.grouping!r}; pass such a "
@@ -955,7 +979,7 @@ def check_capture(config: GemmConfig, device: int, call: str = "fp8_gemm") -> No
 # The op, which tracers see. It takes no config, which no schema can name.
 
 
-def _call_op(a, a_scale, b, b_scale, out, options: _Options) -> torch.Tensor:
+def _call_op(a, a_scale, b, b_scale, out, options: _Options, bias=None) -> torch.Tensor:
     """`fp8_gemm` under tracing."""
     if options.config is not None:
         raise ValueError(
@@ -963,6 +987,7 @@ def _call_op(a, a_scale, b, b_scale, out, options: _Options) -> torch.Tensor:
             "What `deep-tile tune` found is chosen without it"
         )
     keywords = {
+        "activation": options.activation,
         "out_dtype": options.out_dtype,
         "num_sms": options.num_sms,
         "batch_invariant": options.batch_invariant,
@@ -970,38 +995,42 @@ def _call_op(a, a_scale, b, b_scale, out, options: _Options) -> torch.Tensor:
         "constant_weights": options.constant_weights,
     }
     if out is None:
-        return torch.ops.deep_tile.fp8_gemm(a, a_scale, b, b_scale, **keywords)
-    torch.ops.deep_tile.fp8_gemm.out(a, a_scale, b, b_scale, out, **keywords)
+        return torch.ops.deep_tile.fp8_gemm(a, a_scale, b, b_scale, bias, **keywords)
+    torch.ops.deep_tile.fp8_gemm.out(a, a_scale, b, b_scale, out, bias, **keywords)
     return out
 
 
-def _run_op(*operands: torch.Tensor, **keywords) -> torch.Tensor:
-    return _multiply(*operands, None, _Options(**keywords))
+def _run_op(a, a_scale, b, b_scale, bias=None, **keywords) -> torch.Tensor:
+    return _multiply(a, a_scale, b, b_scale, None, _Options(**keywords), bias)
 
 
-def _run_out_op(*given: torch.Tensor, **keywords) -> None:
-    _multiply(*given, _Options(**keywords))
+def _run_out_op(a, a_scale, b, b_scale, out, bias=None, **keywords) -> None:
+    _multiply(a, a_scale, b, b_scale, out, _Options(**keywords), bias)
 
 
-def _fake_op(a, a_scale, b, b_scale, **keywords) -> torch.Tensor:
-    _fake_out_op(a, a_scale, b, b_scale, None, **keywords)
-    return a.new_empty(a.shape[0], b.shape[0], dtype=_Options(**keywords).out_dtype or _DEFAULT_DTYPE)
+def _fake_op(a, a_scale, b, b_scale, bias=None, **keywords) -> torch.Tensor:
+    _fake_out_op(a, a_scale, b, b_scale, None, bias, **keywords)
+    options = _Options(**keywords)
+    columns = finishes.out_columns(b.shape[0], options.activation)
+    return a.new_empty(a.shape[0], columns, dtype=options.out_dtype or _DEFAULT_DTYPE)
 
 
-def _fake_out_op(*given: torch.Tensor | None, **keywords) -> None:
+def _fake_out_op(a, a_scale, b, b_scale, out, bias=None, **keywords) -> None:
     """Check what can be checked without memory; strides are left to the run."""
     options = _Options(**keywords)
     _check_option_types(options)
-    _refuse_gradients(*given)
-    _check_dtypes(options, *given)
-    check_devices(given[0], **dict(zip(plan.TENSORS[1:], given[1:], strict=True)))
-    _check_shapes(*given)
+    _refuse_gradients(a, a_scale, b, b_scale, out, bias)
+    _check_dtypes(options, a, a_scale, b, b_scale, out)
+    check_devices(a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
+    _check_shapes(options, a, a_scale, b, b_scale, out, bias)
 
 
 _OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale"
 _KEYWORDS = (
-    "ScalarType? out_dtype=None, int? num_sms=None, bool batch_invariant=False, bool? pdl=None, "
-    "bool constant_weights=False"
+    "str? activation=None, ScalarType? out_dtype=None, int? num_sms=None, bool batch_invariant=False, "
+    "bool? pdl=None, bool constant_weights=False"
 )
-ops.register(f"fp8_gemm({_OPERANDS}, *, {_KEYWORDS}) -> Tensor", _run_op, _fake_op)
-ops.register(f"fp8_gemm.out({_OPERANDS}, Tensor(a!) out, *, {_KEYWORDS}) -> ()", _run_out_op, _fake_out_op)
+ops.register(f"fp8_gemm({_OPERANDS}, Tensor? bias=None, *, {_KEYWORDS}) -> Tensor", _run_op, _fake_op)
+ops.register(
+    f"fp8_gemm.out({_OPERANDS}, Tensor(a!) out, Tensor? bias=None, *, {_KEYWORDS}) -> ()", _run_out_op, _fake_out_op
+)

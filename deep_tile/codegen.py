@@ -90,7 +90,8 @@ _FIELDS = (
     *("columns_per_part", "column_group", "column_shifts", "b_scale_columns", "b_scale_slots"),
     *("store_columns", "store_rows", "store_swizzle", "boxes", "store_chunks", "boxes_at_once", "store_buffers"),
     *("tma_store", "by_offs", "by_counts", "by_k", "integer_sums", "row_scales", "column_scales"),
-    *("accumulate", "out_format", "out_bytes", "smem_bytes"),
+    *("accumulate", "out_format", "out_bytes"),
+    *("bias_format", "activation", "columns_per_output", "out_columns_per_part", "smem_bytes"),
 )
 """Those of the kernel's GemmConfig (include/deep_tile/config.cuh), in its order: properties of ours."""
 
@@ -118,12 +119,14 @@ constexpr deep_tile::GemmConfig deep_tile::narrow_tiles<config> = {_fields(confi
 
 def _fields(config: GemmConfig) -> str:
     """The kernel's GemmConfig, as an initializer."""
-    return "{" + ", ".join(f".{name} = {_literal(getattr(config, name))}" for name in _FIELDS) + "}"
+    return "{" + ", ".join(f".{name} = {_literal(name, getattr(config, name))}" for name in _FIELDS) + "}"
 
 
-def _literal(value: int | bool | str) -> str:
-    """In C++; a text is the name of a format."""
-    return f"deep_tile::Format::{value}" if isinstance(value, str) else str(value).lower()
+def _literal(field: str, value: int | bool | str) -> str:
+    """In C++."""
+    if isinstance(value, str):
+        return f"deep_tile::{'Activation' if field == 'activation' else 'Format'}::{value}"
+    return str(value).lower()
 
 
 class CastKernel(NamedTuple):

@@ -8,7 +8,17 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from math import gcd
 
-from deep_tile.kinds import GROUPINGS, K_BLOCK_BYTES, KINDS, MMA_K_BYTES, OUTPUTS, Element, Kind
+from deep_tile.kinds import (
+    ACTIVATIONS,
+    BIASES,
+    GROUPINGS,
+    K_BLOCK_BYTES,
+    KINDS,
+    MMA_K_BYTES,
+    OUTPUTS,
+    Element,
+    Kind,
+)
 from deep_tile.walls import WARPGROUP_THREADS, Wall, accumulator_registers, capacity_wall, register_wall
 
 SCALE_BLOCK = 128
@@ -60,6 +70,8 @@ class GemmConfig:
         output: format of `out`, a name in `kinds.OUTPUTS`; that of the kind when None.
         grouping: how rows belong to matrices of `b`, one of `kinds.GROUPINGS`.
         accumulate: add to what `out` holds, of FP32, instead of writing over it.
+        bias: format of what is added to each column, one of `kinds.BIASES`.
+        activation: what becomes of the sums, one of `kinds.ACTIVATIONS`.
     """
 
     block_m: int
@@ -78,6 +90,8 @@ class GemmConfig:
     output: str | None = None
     grouping: str = "none"
     accumulate: bool = False
+    bias: str = "none"
+    activation: str = "none"
 
     def __post_init__(self):
         if self.output is None and self.kind in KINDS:
@@ -86,6 +100,8 @@ class GemmConfig:
             ("kind", self.kind, KINDS),
             ("output", self.output, OUTPUTS),
             ("grouping", self.grouping, GROUPINGS),
+            ("bias", self.bias, BIASES),
+            ("activation", self.activation, ACTIVATIONS),
         ):
             if value not in known:
                 raise ValueError(f"GemmConfig: {name} is {value!r}; supported are {', '.join(known)}")
@@ -140,11 +156,22 @@ class GemmConfig:
             return f"grouping is {self.grouping!r}; groups along K are multiplied with {what}"
         if self.accumulate and self.output != "fp32":
             return f"accumulate is True and output {self.output!r}; what is added to is FP32"
+        if self.accumulate and self.is_finished:
+            return "accumulate is True; a product is added to `out` without bias and activation"
         if not self.product.promotes and (self.resident_b or self.pairs or self.is_grouped):
             return f"kind is {self.kind!r}; such products are made without groups, resident b and pairs"
         if self.row_groups and (self.cluster > 1 or self.resident_b or self.narrow_n or self.pairs):
             what = "clusters, resident b, narrow tiles and pairs"
             return f"grouping is {self.grouping!r}; groups are multiplied without {what}"
+        if self.is_grouped and self.is_finished:
+            return f"grouping is {self.grouping!r}; groups are multiplied without bias and activation"
+        if self.columns_per_part % (16 * self.columns_per_output):
+            return (
+                f"activation is {self.activation!r}, which makes one column of two; of a tile's {self.block_n} columns "
+                f"in {self.split_k} K parts it needs a multiple of 32 each"
+            )
+        if self.narrow_n and self.columns_per_output > 1:
+            return f"narrow_n is {self.narrow_n}; with activation {self.activation!r} all tiles have one width"
         if not 1 <= self.store_buffers <= 10:
             return f"store_buffers is {self.store_buffers}; supported are 1 to 10"
         return next((wall.reason for wall in (self.register_wall, self.capacity_wall) if not wall.holds), None)
@@ -161,14 +188,21 @@ class GemmConfig:
     def name(self) -> str:
         """Kernel name, profiler row, command-line argument and test id, e.g. `fp8_gemm_128x256x128_s4_c2x1`."""
         store = "" if self.tma_store else "_any"
-        return self._named(self.output) + store
+        return self._named(self.output, self.finish_name) + store
 
     @cached_property
     def timed_name(self) -> str:
-        """Name of the kernel whose times and measured choices are this one's: it stores by TMA, `timed_output`."""
+        """Name of the kernel whose times and measured choices are this one's: it stores sums as they are, by TMA, in
+        `timed_output`."""
         return self._named(self.product.timed_output(self.output))
 
-    def _named(self, output: str) -> str:
+    @property
+    def finish_name(self) -> str:
+        """What it does to sums, as a part of its name."""
+        bias = "" if self.bias == "none" else f"_bias_{self.bias}"
+        return bias + ("" if self.activation == "none" else f"_{self.activation}")
+
+    def _named(self, output: str, finish: str = "") -> str:
         """Without where it stores."""
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         output = "" if output == self.product.output else f"_{output}"
@@ -178,7 +212,7 @@ class GemmConfig:
         narrow = f"_n{self.narrow_n}" if self.narrow_n else ""
         grouping = f"_{self.grouping}" if self.is_grouped else ""
         special = resident + narrow + ("_p" if self.pairs else "") + grouping + output
-        special += "_add" if self.accumulate else ""
+        special += ("_add" if self.accumulate else "") + finish
         return f"{self.kind}_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{special}{buffers}"
 
     @property
@@ -216,6 +250,20 @@ class GemmConfig:
     @property
     def is_grouped(self) -> bool:
         return self.grouping != "none"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether anything is done to sums but scaling them."""
+        return (self.bias, self.activation) != ("none", "none")
+
+    @property
+    def bias_format(self) -> str:
+        return self.bias
+
+    @property
+    def columns_per_output(self) -> int:
+        """Columns of the product that one of `out` is made of."""
+        return 2 if self.activation == "swiglu" else 1
 
     @property
     def by_offs(self) -> bool:
@@ -398,9 +446,11 @@ class GemmConfig:
 
     @property
     def math_registers(self) -> int:
-        """Registers of a math thread, where two math warpgroups share the SM's 64 K with the producers."""
+        """Registers of a math thread, where two math warpgroups share the SM's 64 K with the producers. With 232 an
+        activation spills some where half a tile is stored while the other half is multiplied."""
         accumulators = self.accumulator_registers + self.block_sets * self.block_registers
-        return 232 if accumulators <= ACCUMULATOR_LIMIT else 240
+        crowded = self.activation != "none" and self.chunks_n > 1
+        return 232 if accumulators <= ACCUMULATOR_LIMIT and not crowded else 240
 
     @property
     def producer_registers(self) -> int:
@@ -460,8 +510,18 @@ class GemmConfig:
 
     @property
     def columns_per_part(self) -> int:
-        """Columns of the tile that each block of the cluster adds up and stores."""
+        """Columns of the tile that each block of the cluster adds up."""
         return self.block_n // self.split_k
+
+    @property
+    def out_columns_per_part(self) -> int:
+        """Columns of `out` that each block of the cluster stores of a tile."""
+        return self.columns_per_part // self.columns_per_output
+
+    @property
+    def out_chunk_columns(self) -> int:
+        """Columns of `out` that one WGMMA's are."""
+        return self.mma_n // self.columns_per_output
 
     # Scales and output boxes.
 
@@ -548,8 +608,8 @@ class GemmConfig:
         A chunk that can be stored by itself, and that such boxes do not divide, is a box: with overlapping ones 128x224
         in clusters takes 1 to 3 % longer, whose first chunk is stored while the second is multiplied.
         """
-        in_chunks = self.chunks_n > 1 and self.mma_n % 16 == 0 and self.split_k == 1
-        columns = self.mma_n if in_chunks else self.columns_per_part
+        in_chunks = self.chunks_n > 1 and self.out_chunk_columns % 16 == 0 and self.split_k == 1
+        columns = self.out_chunk_columns if in_chunks else self.out_columns_per_part
         for swizzled in (128 // self.out.bytes, 64 // self.out.bytes):
             overlap = round_up(columns, swizzled) - columns
             if overlap == 0 or (6 * overlap < columns and not in_chunks and not self.accumulate):
@@ -571,13 +631,15 @@ class GemmConfig:
     @property
     def boxes(self) -> int:
         """Output boxes that a math warpgroup stores of one tile."""
-        return self.chunks_m * ceil_div(self.columns_per_part, self.store_columns)
+        return self.chunks_m * ceil_div(self.out_columns_per_part, self.store_columns)
 
     @property
     def store_chunks(self) -> int:
-        """Parts of a tile that are stored one by one, all but the last while the last K block is still multiplied."""
-        apart = self.store_warps > 0 and self.mma_n % self.store_columns == 0 and self.product.promotes
-        return self.chunks if apart else 1
+        """Parts of a tile that are stored one by one, all but the last while the last K block is still multiplied. Not
+        where each copy of the main loop would hold the code of an activation."""
+        apart = self.store_warps > 0 and self.out_chunk_columns % self.store_columns == 0 and self.product.promotes
+        long = self.activation != "none" and self.column_shifts > 1
+        return self.chunks if apart and not long else 1
 
     @property
     def boxes_at_once(self) -> int:

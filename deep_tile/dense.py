@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from deep_tile import _launcher, api, launches, ops, params, plan, settings, tensors
+from deep_tile import _launcher, api, finishes, launches, ops, params, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import KINDS, Kind
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import (
+    finished,
     gemm_reference,
     row_blocks_gemm_reference,
     rows_gemm_reference,
@@ -41,6 +42,7 @@ class _Options(NamedTuple):
     pdl: bool | None = None
     constant_weights: bool = False
     accumulate: bool = False
+    activation: str | None = None
 
 
 class _Call(NamedTuple):
@@ -63,7 +65,7 @@ class _Call(NamedTuple):
 
 def _kinds(scaling: str, *names: str) -> dict[torch.dtype, Kind]:
     found = [KINDS[name] for name in names] or [kind for kind in KINDS.values() if kind.scaling == scaling]
-    return {api.torch_dtype(kind.a): kind for kind in found}
+    return {finishes.torch_dtype(kind.a): kind for kind in found}
 
 
 _SCALED = ("a", "a_scale", "b", "b_scale")
@@ -108,6 +110,8 @@ def gemm(
     b: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     config: GemmConfig | None = None,
     num_sms: int | None = None,
@@ -131,10 +135,12 @@ def gemm(
         out: [m, n] bfloat16, float16 or float32, unit stride along n; allocated when None. Any alignment and row stride
             will do, but rows that begin and end at multiples of 16 bytes are stored faster. Must not overlap the
             inputs.
+        bias, activation: as for `fp8_gemm`.
         out_dtype: dtype of `out`: by default that of `out`, or of `a`.
         config: the kernel to use instead of the selector's choice.
         num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
-        accumulate: add the product, in FP32, to what `out` holds, which must be given and float32.
+        accumulate: add the product, in FP32, to what `out` holds, which must be given and float32; without bias and
+            activation.
 
     Returns:
         `out`.
@@ -142,10 +148,10 @@ def gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    options = ("gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate)
+    options = ("gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation)
     if is_compiling():
-        return _call_op((a, b), out, _Options(*options))
-    return _multiply((a, b), out, options)
+        return _call_op((a, b), out, _Options(*options), bias)
+    return _multiply((a, b), out, options, bias)
 
 
 def int8_gemm(
@@ -155,6 +161,8 @@ def int8_gemm(
     b_scale: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     config: GemmConfig | None = None,
     num_sms: int | None = None,
@@ -174,6 +182,7 @@ def int8_gemm(
         b: [n, k] int8, laid out like `a`.
         b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB, or float8_e8m0fnu.
         out: [m, n] bfloat16, float16 or float32, as for `gemm`; allocated when None.
+        bias, activation: as for `fp8_gemm`.
         out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
         config, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
         accumulate: as for `gemm`.
@@ -184,10 +193,10 @@ def int8_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    options = ("int8_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate)
+    options = ("int8_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation)
     if is_compiling():
-        return _call_op((a, a_scale, b, b_scale), out, _Options(*options))
-    return _multiply((a, a_scale, b, b_scale), out, options)
+        return _call_op((a, a_scale, b, b_scale), out, _Options(*options), bias)
+    return _multiply((a, a_scale, b, b_scale), out, options, bias)
 
 
 def scaled_gemm(
@@ -197,6 +206,8 @@ def scaled_gemm(
     b_scale: torch.Tensor,
     out: torch.Tensor | None = None,
     *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     config: GemmConfig | None = None,
     num_sms: int | None = None,
@@ -223,6 +234,7 @@ def scaled_gemm(
         b_scale: likewise: [n], [n, 1] or [1, n], or one number; torch's scales of tensors and of rows are these. With
             blocks in a_scale [n, ceil(k / 128)].
         out: [m, n] bfloat16, float16 or float32, as for `gemm`; allocated when None.
+        bias, activation: as for `fp8_gemm`.
         out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
         config, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
         accumulate: as for `gemm`.
@@ -233,10 +245,20 @@ def scaled_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    options = ("scaled_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate)
+    options = (
+        "scaled_gemm",
+        out_dtype,
+        config,
+        num_sms,
+        batch_invariant,
+        pdl,
+        constant_weights,
+        accumulate,
+        activation,
+    )
     if is_compiling():
-        return _call_op((a, a_scale, b, b_scale), out, _Options(*options))
-    return _multiply((a, a_scale, b, b_scale), out, options)
+        return _call_op((a, a_scale, b, b_scale), out, _Options(*options), bias)
+    return _multiply((a, a_scale, b, b_scale), out, options, bias)
 
 
 def fp8_wgrad(
@@ -275,34 +297,38 @@ def fp8_wgrad(
     """
     if out is None:
         raise TypeError("out must be a torch.Tensor; got NoneType. Pass what the gradient is added to, of [n, k]")
-    options = ("fp8_wgrad", None, config, num_sms, batch_invariant, pdl, False, accumulate)
+    options = ("fp8_wgrad", None, config, num_sms, batch_invariant, pdl, False, accumulate, None)
     if is_compiling():
         return _call_op((dy, dy_scale, x, x_scale), out, _Options(*options))
     return _multiply((dy, dy_scale, x, x_scale), out, options)
 
 
-def _multiply(operands: tuple[torch.Tensor, ...], out: torch.Tensor | None, options: tuple) -> torch.Tensor:
+def _multiply(operands: tuple[torch.Tensor, ...], out: torch.Tensor | None, options: tuple, bias=None) -> torch.Tensor:
     """A call outside of tracing; `options` are equal to an `_Options`."""
     try:
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, out)):
-            _refuse_gradients(options[0], operands, out)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, out, bias)):
+            _refuse_gradients(options[0], operands, out, bias)
         if out is None:
             _refuse_sum_of_nothing(_Options(*options))
             out = _empty_out(operands, _Options(*options))
-        if not _launcher.launch_known(_launches, options, *operands, out):
-            _call_unknown(operands, out, _Options(*options))
+        if not _launcher.launch_known(_launches, options, *operands, out, *_given(bias)):
+            _call_unknown(operands, out, _Options(*options), bias)
     except Exception:
         check = _check_arguments if out is None else _checked_options
-        reason = api.error_of(check, _Options(*options), operands, out)
+        reason = api.error_of(check, _Options(*options), operands, out, bias)
         if reason is None:
             raise
         raise reason from None
     return out
 
 
+def _given(bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    return () if bias is None else (bias,)
+
+
 def _empty_out(operands, options: _Options) -> torch.Tensor:
     a, b = _matrices(operands)
-    return api.empty_out(a, b, options.out_dtype or _CALLS[options.call].out_dtype or a.dtype)
+    return api.empty_out(a, b, options.out_dtype or _CALLS[options.call].out_dtype or a.dtype, options.activation)
 
 
 def _refuse_sum_of_nothing(options: _Options) -> None:
@@ -315,11 +341,11 @@ def _matrices(operands) -> tuple[torch.Tensor, torch.Tensor]:
     return operands[0], operands[len(operands) // 2]
 
 
-def _refuse_gradients(call: str, operands, out) -> None:
+def _refuse_gradients(call: str, operands, out, bias) -> None:
     """Raise where torch would record a product of these tensors, which has no gradient to give back."""
     if not torch.is_grad_enabled():
         return
-    for name, x in zip((*_CALLS[call].names, "out"), (*operands, out), strict=True):
+    for name, x in zip((*_CALLS[call].names, "out", "bias"), (*operands, out, bias), strict=True):
         if x is not None and x.requires_grad:
             raise RuntimeError(
                 f"{name} requires a gradient, and {call} has none. To train, call {_CALLS[call].to_train}; otherwise "
@@ -327,56 +353,63 @@ def _refuse_gradients(call: str, operands, out) -> None:
             )
 
 
-def _call_unknown(operands, out, options: _Options) -> None:
+def _call_unknown(operands, out, options: _Options, bias) -> None:
     """Multiply where C has met no such options and signature, or cannot read the tensors."""
-    _check_arguments(options, operands, out)
+    _check_arguments(options, operands, out, bias)
     operands = tuple(map(tensors.as_float32, operands))
-    signature = launches.signature(*operands, out)
+    given = (*operands, out, *_given(bias))
+    signature = launches.signature(*given)
     launch = launches.find(_launches, options, signature)
     if launch is None:
-        checked = _checked_options(options, operands, out)
+        checked = _checked_options(options, operands, out, bias)
         a, b = _matrices(operands)
         if not _is_on_gpu(a) or min(*a.shape, *b.shape) == 0:
-            _compute_without_kernel(operands, out, options)
+            _compute_without_kernel(operands, out, options, bias)
             return
-        launch = _prepare_launch(operands, out, checked)
+        launch = _prepare_launch(operands, out, checked, bias)
         launches.remember(_launches, options, signature, launch)
-    launches.launch(launch, *operands, out)
+    launches.launch(launch, *given)
 
 
 @torch.inference_mode()  # in which any tensor may be written to, whether it requires a gradient or not
-def _compute_without_kernel(operands, out, options: _Options) -> None:
+def _compute_without_kernel(operands, out, options: _Options, bias) -> None:
     if not out.numel():
         return
-    product = _REFERENCES[_kind(options.call, operands).scaling](*operands, out.dtype)
+    reference = _REFERENCES[_kind(options.call, operands).scaling]
+    if bias is None and options.activation is None:
+        product = reference(*operands, out.dtype)
+    else:
+        product = finished(reference(*operands, torch.float64), bias, options.activation)
     if options.accumulate:
         out.add_(product)
     else:
         out.copy_(product)
 
 
-def _prepare_launch(operands, out, options: _Options) -> _launcher.Launch:
+def _prepare_launch(operands, out, options: _Options, bias) -> _launcher.Launch:
     """For a call that has been checked and needs a kernel."""
     device = out.get_device()
     api.check_hopper(device)
-    problem = _problem(operands, out, options)
+    problem = _problem(operands, out, options, bias)
     config = plan.config_for(problem) if options.config is None else api.checked_config(options.config, problem)
     api.check_capture(config, device, options.call)
     if settings.print_config():
         print(f"deep_tile: m={problem.m} n={problem.n} k={problem.k}: {config.name}", file=sys.stderr)
+    of_bias = ["bias"] * len(_given(bias))
+    layout = _layout(operands, out, problem.product)
     return plan.prepare_launch(
         problem,
         config,
-        _layout(operands, out, problem.product),
+        layout._replace(bias_stride=0 if bias is None else bias.stride(0)),
         device,
         pdl=options.pdl,
         constant_weights=options.constant_weights,
-        names=(*_CALLS[options.call].names, "out"),
-        places=params.places(plan.TENSORS if len(operands) == 4 else ("a", "b", "out")),
+        names=(*_CALLS[options.call].names, "out", *of_bias),
+        places=params.places((*(plan.TENSORS if len(operands) == 4 else ("a", "b", "out")), *of_bias)),
     )
 
 
-def _problem(operands, out, options: _Options) -> GemmProblem:
+def _problem(operands, out, options: _Options, bias=None) -> GemmProblem:
     a, b = _matrices(operands)
     return GemmProblem(
         *(a.shape[0], b.shape[0], a.shape[1]),
@@ -384,8 +417,9 @@ def _problem(operands, out, options: _Options) -> GemmProblem:
         tma_store=api.tma_can_store(out),
         split_k=not options.batch_invariant,
         kind=_kind(options.call, operands).name,
-        output=api.OUTPUT_NAMES[out.dtype],
+        output=finishes.OUTPUT_NAMES[out.dtype],
         accumulate=options.accumulate,
+        **finishes.for_problem(bias, options.activation),
     )
 
 
@@ -431,28 +465,30 @@ def _step(scale: torch.Tensor) -> int:
 # Checks.
 
 
-def _check_arguments(options: _Options, operands, out) -> None:
+def _check_arguments(options: _Options, operands, out, bias) -> None:
     """Check of each argument by itself what it is; `out` may be None."""
     given = dict(zip(_CALLS[options.call].names, operands, strict=True)) | ({} if out is None else {"out": out})
     for name, x in given.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}. Pass a tensor on the GPU")
     tensors.require_plain(**given)
-    _refuse_gradients(options.call, operands, out)
+    finishes.check_bias_kind(bias)
+    _refuse_gradients(options.call, operands, out, bias)
     _check_option_types(options)
 
 
 def _check_option_types(options: _Options) -> None:
-    api.check_out_dtype(options.out_dtype)
+    finishes.check_out_dtype(options.out_dtype)
+    finishes.check_activation(options.activation)
     api.check_config_type(options.config)
     for name in ("num_sms", "batch_invariant", "pdl", "constant_weights", "accumulate"):
         api.check_option(name, getattr(options, name))
 
 
-def _checked_options(options: _Options, operands, out) -> _Options:
+def _checked_options(options: _Options, operands, out, bias) -> _Options:
     """Check everything that can be wrong about a call; the options, with num_sms and pdl filled in."""
-    _check_arguments(options, operands, out)
-    _check_formats(options, operands, out)
+    _check_arguments(options, operands, out, bias)
+    _check_formats(options, operands, out, bias)
     a, b = _matrices(operands)
     a_name, b_name = _matrices(_CALLS[options.call].names)
     api.check_sizes(a, b)
@@ -470,33 +506,32 @@ def _checked_options(options: _Options, operands, out) -> _Options:
     return api.with_defaults(options, a.device)
 
 
-def _check_formats(options: _Options, operands, out) -> None:
+def _check_formats(options: _Options, operands, out, bias) -> None:
     """Check dtypes, devices and shapes; `out` may be None."""
     call, (a, b) = _CALLS[options.call], _matrices(operands)
     a_name, b_name = _matrices(call.names)
     if a.dtype not in call.kinds:
         remedy = "call deep_tile.fp8_gemm, with scales" if a.dtype == torch.float8_e4m3fn else call.remedy
-        raise TypeError(f"{a_name} must be one of {api.names(call.kinds)}; got {a.dtype}. To fix: {remedy}")
+        raise TypeError(f"{a_name} must be one of {finishes.names(call.kinds)}; got {a.dtype}. To fix: {remedy}")
     if b.dtype != a.dtype:
         raise TypeError(f"{b_name} must be {a.dtype}, as {a_name} is; got {b.dtype}. To fix: make both of one dtype")
     for name, x in zip(call.names, operands, strict=True):
         if name.endswith("_scale") and x.dtype not in tensors.SCALE_DTYPES:
             raise TypeError(
-                f"{name} must be one of {api.names(tensors.SCALE_DTYPES)}; got {x.dtype}. To fix: {name}.float()"
+                f"{name} must be one of {finishes.names(tensors.SCALE_DTYPES)}; got {x.dtype}. To fix: {name}.float()"
             )
-    if out is not None:
-        if out.dtype not in api.OUTPUT_NAMES:
-            raise TypeError(
-                f"out must be one of {api.names(api.OUTPUT_NAMES)}; got {out.dtype}. Pass such an out, or out=None"
-            )
-        api.check_out_fits(out, options.out_dtype)
-        if options.accumulate and out.dtype != torch.float32:
+    finishes.check_out(out, options.out_dtype)
+    if options.accumulate:
+        if out is not None and out.dtype != torch.float32:
             raise TypeError(f"out must be torch.float32 to add to; got {out.dtype}. Or pass accumulate=False")
+        if bias is not None or options.activation is not None:
+            raise ValueError("accumulate is True, and a bias or an activation is given: add the product alone")
     if a.device.type not in ("cuda", "cpu"):
         where = "on a Hopper GPU, or on the CPU as a reference"
         raise ValueError(f"{a_name} is on {a.device}; {options.call} runs {where}")
     api.check_devices(a, **dict(zip(call.names[1:], operands[1:], strict=True)), out=out)
-    api.check_product_shapes(a, b, out, (a_name, b_name))
+    api.check_product_shapes(a, b, out, options.activation, (a_name, b_name))
+    finishes.check_finish(bias, options.activation, b)
     scaling = _kind(options.call, operands).scaling
     if scaling == "blocks":
         api.check_scale_shapes(*operands)
@@ -532,50 +567,62 @@ def _check_row_scales(a, a_scale, b, b_scale) -> None:
 # The ops, which tracers see. They take no config, which no schema can name.
 
 
-def _call_op(operands, out, options: _Options) -> torch.Tensor:
+def _call_op(operands, out, options: _Options, bias=None) -> torch.Tensor:
     """A call under tracing."""
     if options.config is not None:
         raise ValueError("config cannot be given under torch.compile or torch.export: leave it out")
     keywords = {name: value for name, value in options._asdict().items() if name not in ("call", "config")}
     op = getattr(torch.ops.deep_tile, options.call)
     if out is None:
-        return op(*operands, **keywords)
-    op.out(*operands, out, **keywords)
+        return op(*operands, bias, **keywords)
+    op.out(*operands, out, bias, **keywords)
     return out
 
 
 def _register(call: str) -> None:
     names = _CALLS[call].names
 
-    def run(*operands, **keywords) -> torch.Tensor:
-        return _multiply(operands, None, _Options(call, **keywords))
+    def run(*given, **keywords) -> torch.Tensor:
+        operands, _, bias = parts(given, has_out=False)
+        return _multiply(operands, None, _Options(call, **keywords), bias)
 
     def run_out(*given, **keywords) -> None:
-        _multiply(given[:-1], given[-1], _Options(call, **keywords))
+        operands, out, bias = parts(given)
+        _multiply(operands, out, _Options(call, **keywords), bias)
 
-    def fake(*operands, **keywords) -> torch.Tensor:
-        fake_out(*operands, None, **keywords)
+    def fake(*given, **keywords) -> torch.Tensor:
+        operands, out, bias = parts(given, has_out=False)
+        options = _Options(call, **keywords)
+        check(operands, out, bias, options)
         a, b = _matrices(operands)
-        dtype = _Options(call, **keywords).out_dtype or _CALLS[call].out_dtype or a.dtype
-        return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+        dtype = options.out_dtype or _CALLS[call].out_dtype or a.dtype
+        return a.new_empty(a.shape[0], finishes.out_columns(b.shape[0], options.activation), dtype=dtype)
 
     def fake_out(*given, **keywords) -> None:
+        check(*parts(given), _Options(call, **keywords))
+
+    def parts(given: tuple, has_out: bool = True) -> tuple:
+        """The operands, out and the bias; what is None at the end may not be among `given`."""
+        operands, others = given[: len(names)], given[len(names) :]
+        out, *bias = others if has_out else (None, *others)
+        return operands, out, bias[0] if bias else None
+
+    def check(operands, out, bias, options: _Options) -> None:
         """Check what can be checked without memory; strides are left to the run."""
-        options = _Options(call, **keywords)
         _check_option_types(options)
-        if given[-1] is None:
+        if out is None:
             _refuse_sum_of_nothing(options)
-        _refuse_gradients(call, given[:-1], given[-1])
-        _check_formats(options, given[:-1], given[-1])
+        _refuse_gradients(call, operands, out, bias)
+        _check_formats(options, operands, out, bias)
 
     operands = ", ".join(f"Tensor {name}" for name in names)
-    ops.register(f"{call}({operands}, *, {_KEYWORDS}) -> Tensor", run, fake)
-    ops.register(f"{call}.out({operands}, Tensor(a!) out, *, {_KEYWORDS}) -> ()", run_out, fake_out)
+    ops.register(f"{call}({operands}, Tensor? bias=None, *, {_KEYWORDS}) -> Tensor", run, fake)
+    ops.register(f"{call}.out({operands}, Tensor(a!) out, Tensor? bias=None, *, {_KEYWORDS}) -> ()", run_out, fake_out)
 
 
 _KEYWORDS = (
-    "ScalarType? out_dtype=None, int? num_sms=None, bool batch_invariant=False, bool? pdl=None, "
-    "bool constant_weights=False, bool accumulate=False"
+    "str? activation=None, ScalarType? out_dtype=None, int? num_sms=None, bool batch_invariant=False, "
+    "bool? pdl=None, bool constant_weights=False, bool accumulate=False"
 )
 
 for _name in _CALLS:

@@ -160,11 +160,12 @@ def _linear_rule(x, b, b_scale=None, bias=None, **_: Any) -> list[_Sharding]:
     return _product_shardings([x], b, b_scale, bias)
 
 
-def _gemm_rule(a, a_scale, b, b_scale, **_: Any) -> list[_Sharding]:
-    return _product_shardings([a, a_scale], b, b_scale, None)
+def _gemm_rule(a, a_scale, b, b_scale, bias=None, *, activation: str | None = None, **_: Any) -> list[_Sharding]:
+    return _product_shardings([a, a_scale], b, b_scale, bias, is_sum=activation is None)
 
 
-def _product_shardings(inputs: list, b, b_scale, bias) -> list[_Sharding]:
+def _product_shardings(inputs: list, b, b_scale, bias, is_sum: bool = True) -> list[_Sharding]:
+    """What is no sum over k, for an activation, is not split along k."""
     last = len(inputs[0].shape) - 1
     weights, biases = _given(b, b_scale), _given(bias)
 
@@ -175,7 +176,7 @@ def _product_shardings(inputs: list, b, b_scale, bias) -> list[_Sharding]:
     shardings += [sharding(Shard(dim), Shard(dim), _WHOLE, _WHOLE) for dim in range(last)]
     if _is_split("n", b.shape[0], _axes(weights + biases, 0)):
         shardings.append(sharding(Shard(last), _WHOLE, Shard(0), Shard(0)))
-    if _is_split("k", b.shape[1], _axes(weights, 1), _axes(inputs, last)):
+    if is_sum and _is_split("k", b.shape[1], _axes(weights, 1), _axes(inputs, last)):
         shardings.append(sharding(Partial(), Shard(last), Shard(1), Partial()))
     return shardings
 

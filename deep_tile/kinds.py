@@ -96,4 +96,14 @@ group, where each begins behind the one before. "counts": each group in rows of 
 how K belongs to matrices of `out`. "k_offs": group by group, as rows by "offs"."""
 
 OUTPUTS = {"bf16": BF16, "fp16": F16, "fp32": F32}
-"""Formats of a result."""
+"""Formats of a result, and of a bias."""
+
+BIASES = ("none", *OUTPUTS)
+"""Formats of what is added to each column of a product, in FP32."""
+
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "swiglu")
+"""What becomes of a product, in FP32 and after the bias; of "swiglu" half as many columns, see `GATE_COLUMNS`."""
+
+GATE_COLUMNS = 8
+"""Columns of gates, then as many of what they let through, by turns: the narrowest that one thread of WGMMA holds both
+of."""

@@ -3,7 +3,7 @@
 Called by users, nn.py and what brings deep_tile into engines. On a Hopper GPU one call of C enqueues both kernels, the
 cast's and the product's, as programmatic dependent launches: the product's blocks start while the cast still runs, and
 request their weights meanwhile. What lies between the two is kept in a workspace.
-Invariant: the result is that of `per_token_cast_to_fp8` and `fp8_gemm`, bit for bit.
+Invariant: the result is that of `per_token_cast_to_fp8` and `fp8_gemm`, bit for bit, a bias and its dtype included.
 """
 
 import math
@@ -18,9 +18,6 @@ from torch.compiler import is_compiling
 from deep_tile import _launcher, api, launches, ops, quantize, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 from deep_tile.params import Place
-
-_PRODUCT_DTYPE = torch.bfloat16
-"""What the kernels write; other results are converted from it."""
 
 _SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDE = "torch.bfloat16, torch.float16 or torch.float32"
@@ -100,10 +97,10 @@ def fp8_linear(
         b: [n, k] float8_e4m3fn as `fp8_gemm` takes it, as `quantize_weight` makes it; or, without `b_scale`, a weight
             of bfloat16, float16 or float32, which is then quantised on every call.
         b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides, or float8_e8m0fnu, which takes a kernel more.
-        bias: [n], added to the rounded product by a kernel of torch.
+        bias: [n] bfloat16, float16 or float32, added in FP32 before the product is rounded, as by `fp8_gemm`.
         out: [..., n] in the result's dtype with a unit stride along n, to write to; allocated when None.
-        out_dtype: dtype of the result: bfloat16, float16 or float32; when None that of `x`, and bfloat16 of a pair. The
-            product is rounded to bfloat16, then converted.
+        out_dtype: dtype of the result, to which it is rounded once: bfloat16, float16 or float32; when None that of
+            `x`, and bfloat16 of a pair.
         amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`; of the cast of `x`, and of a weight that is not
             FP8. Of a pair they mean nothing.
         num_sms, batch_invariant: as for `fp8_gemm`; of the product.
@@ -233,15 +230,11 @@ def _forward(x, b, b_scale, bias, out, options: tuple, keeps_workspace: bool = T
         if b_scale is None:
             _check_wide_weight(b)
             b, b_scale = quantize_weight(b, **_cast_options(_Options(*options)))
-        dtype = options[0] or x.dtype
-        if out is not None and (bias is not None or dtype is not _PRODUCT_DTYPE):  # torch writes it
-            _check(x, b, b_scale, bias, out, _Options(*options))
-            if out.is_inference() and not torch.is_inference_mode_enabled():
-                raise RuntimeError("out was made in inference mode, and can be written there alone. Pass out.clone()")
-        product = out
-        if out is None or dtype is not _PRODUCT_DTYPE:
-            product = tensors.new_empty(x, *_product_layout(x.shape, b.shape[0]), _PRODUCT_DTYPE)
-        given = (x, b, b_scale, product) if bias is None else (x, b, b_scale, product, bias)
+        if out is None:
+            result = tensors.new_empty(x, *_product_layout(x.shape, b.shape[0]), options[0] or x.dtype)
+        else:
+            result = out
+        given = (x, b, b_scale, result) if bias is None else (x, b, b_scale, result, bias)
         kept = _kept_workspace(x)
         if kept is None or not _launcher.launch_known(_launches, options, *given, kept):
             _call_with_workspace(given, bias, out, options, keeps_workspace)
@@ -250,7 +243,7 @@ def _forward(x, b, b_scale, bias, out, options: tuple, keeps_workspace: bool = T
         if reason is None:
             raise
         raise reason from None
-    return product if dtype is _PRODUCT_DTYPE and bias is None else _finish(product, bias, out, dtype)
+    return result
 
 
 @lru_cache(maxsize=4096)
@@ -260,13 +253,6 @@ def _product_layout(x_shape: tuple[int, ...], n: int) -> tuple[tuple[int, ...], 
     for size in shape[:0:-1]:
         strides.insert(0, strides[0] * max(size, 1))
     return shape, tuple(strides)
-
-
-def _finish(product, bias, out, dtype: torch.dtype) -> torch.Tensor:
-    """The result: the product in its dtype, with the bias."""
-    if dtype is not _PRODUCT_DTYPE:
-        product = product.to(dtype) if out is None else out.copy_(product)
-    return product if bias is None else product.add_(bias)
 
 
 class _Parts(NamedTuple):
@@ -348,12 +334,12 @@ def _workspace(x: torch.Tensor, keeps: bool) -> torch.Tensor:
 def _call_unknown(given: tuple, workspace: torch.Tensor | None, bias, out, options: _Options) -> None:
     """Multiply where C has met no such options and signature, cannot read the tensors, or leaves a stream under capture
     to Python; on the CPU always."""
-    x, b, b_scale, product = given[:4]
+    x, b, b_scale, result = given[:4]
     _check(x, b, b_scale, bias, out, options)
-    out_rows = _rows_of_out(product)
+    out_rows = _rows_of_out(result)
     x, b_scale = x if _rows(x) is not None else x.contiguous(), b_scale.float()
     if workspace is None or min(*_rows(x).shape, *b.shape) == 0:
-        _multiply_in_turn(_rows(x), b, b_scale, out_rows, options)
+        _multiply_in_turn(_rows(x), b, b_scale, bias, out_rows, options)
         return
     given = (x, b, b_scale, *given[3:], workspace)
     signature = launches.signature(*given)
@@ -364,11 +350,12 @@ def _call_unknown(given: tuple, workspace: torch.Tensor | None, bias, out, optio
     launches.launch(chain, *given)
 
 
-def _multiply_in_turn(x, b, b_scale, out, options: _Options) -> None:
+def _multiply_in_turn(x, b, b_scale, bias, out, options: _Options) -> None:
     """By the calls of the cast and of the product."""
     with torch.no_grad():
         a, a_scale = quantize.per_token_cast_to_fp8(x, **_cast_options(options))
-        api.fp8_gemm(a, a_scale, b, b_scale, out, **_product_options(options))
+        bias = None if bias is None else bias.detach()
+        api.fp8_gemm(a, a_scale, b, b_scale, out, bias=bias, **_product_options(options))
 
 
 def _prepare(given: tuple, bias, options: _Options) -> tuple[_launcher.Launch, _launcher.Launch]:
@@ -376,16 +363,17 @@ def _prepare(given: tuple, bias, options: _Options) -> tuple[_launcher.Launch, _
     x, out, workspace = _rows(given[0]), _rows(given[3]), given[-1]
     parts = _Parts(*x.shape)
     a, a_scale = parts.views(workspace)
-    names = ("x", "b", "b_scale", "out", *(() if bias is None else ("bias",)), "the workspace")  # no kernel reads bias
+    of_bias = {} if bias is None else {"bias": Place(4)}
+    names = ("x", "b", "b_scale", "out", *of_bias, "the workspace")
     scale_at, a_at = Place(len(given) - 1), Place(len(given) - 1, parts.begin)
     pdl = options.num_sms is None if options.pdl is None else options.pdl
     product = api.product_launch(
-        *(a, a_scale, given[1], given[2], out),
+        *(a, a_scale, given[1], given[2], out, None if bias is None else bias.detach()),
         **_product_options(options) | {"pdl": pdl},
         # The cast lets the product start when all before it has ended, and writes no weights.
         constant_weights=pdl,
         names=names,
-        places={"a": a_at, "a_scale": scale_at, "b": Place(1), "b_scale": Place(2), "out": Place(3)},
+        places={"a": a_at, "a_scale": scale_at, "b": Place(1), "b_scale": Place(2), "out": Place(3), **of_bias},
     )
     cast = quantize.cast_launch(
         *(x, quantize.Options(quantize.TOKEN_BLOCK[0], **_cast_options(options)), a, a_scale),
@@ -410,7 +398,7 @@ def _multiply_quantized(x: tuple, b, b_scale, bias, out, out_dtype, product: dic
     """The layer of an input that is quantised already."""
     if len(x) != 2:
         raise ValueError(f"x is a tuple of {len(x)}; pass the pair that per_token_cast_to_fp8 returned, or a tensor")
-    (a, a_scale), dtype = x, out_dtype or _PRODUCT_DTYPE
+    (a, a_scale), dtype = x, out_dtype or torch.bfloat16
     if not is_compiling():
         given = {"x[0]": a, "x[1]": a_scale, "b": b, "b_scale": b_scale, "bias": bias, "out": out}
         _check_kinds(given, optional=("bias", "out"))
@@ -421,9 +409,17 @@ def _multiply_quantized(x: tuple, b, b_scale, bias, out, out_dtype, product: dic
     if torch.is_grad_enabled() and out is not None:
         _refuse_gradient(b, b_scale, out if _wants_gradient(a, b, b_scale, bias, out) else None)
     rows, scales = a.reshape(-1, a.shape[-1]), a_scale.reshape(-1, a_scale.shape[-1])
-    direct = out is not None and out.dtype == _PRODUCT_DTYPE
-    result = api.fp8_gemm(rows, scales, b, b_scale, _rows_of_out(out) if direct else None, **product)
-    return _finish(out if direct else result.view(*a.shape[:-1], b.shape[0]), bias, out, dtype)
+    added_later = bias is not None and bias.requires_grad and torch.is_grad_enabled()  # by torch, for its gradient
+    result = api.fp8_gemm(
+        *(rows, scales, b, b_scale, None if out is None else _rows_of_out(out)),
+        bias=None if added_later else bias,
+        out_dtype=dtype,
+        **product,
+    )
+    if out is not None:
+        return out
+    result = result.view(*a.shape[:-1], b.shape[0])
+    return result + bias.to(dtype) if added_later else result
 
 
 def _rows_of_out(out: torch.Tensor) -> torch.Tensor:
@@ -467,7 +463,7 @@ def _check_kinds(given: dict[str, object], optional: tuple[str, ...]) -> None:
 
 
 def _check_fit(x, b, bias, out, out_dtype: torch.dtype) -> None:
-    """Check shapes, and what torch's own operations write and add; `x` is the input, quantised or not."""
+    """Check shapes, bias and `out`; `x` is the input, quantised or not."""
     if x.dim() < 1 or b.dim() != 2 or not ops.holds(x.shape[-1] == b.shape[1]):
         raise ValueError(
             f"x must be [..., k] and b [n, k]; got {list(x.shape)} and {list(b.shape)}. b holds one row per output "

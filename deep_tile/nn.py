@@ -212,6 +212,7 @@ def precompile_model(
     num_sms: int | None = None,
     batch_invariant: bool = False,
     grouping: str = "offs",
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> api.Precompiled:
     """Make ready every kernel that the FP8 layers of a model can need, casts included: `precompile` for all of them.
 
@@ -227,6 +228,8 @@ def precompile_model(
         workers, num_sms, batch_invariant: as for `precompile`.
         grouping: of experts' products, as for `precompile`: "offs" for rows one group after the other, "counts" for
             rows of each group's own.
+        out_dtype: of the linear layers' results: that of their inputs, unless a layer has another. Biases are taken in
+            the dtypes that they have now.
 
     Returns:
         What `precompile` returns; `compiled` counts the casts' kernels, too.
@@ -235,7 +238,9 @@ def precompile_model(
         ValueError: the model has no such layer.
         TypeError, ValueError, jit.CompileError: as `precompile`.
     """
-    shapes = sorted({(*weight.shape, max_tokens) for weight in _fp8_weights(model)})
+    shapes: dict[torch.dtype | None, set[tuple[int, int, int]]] = {}
+    for weight, bias in _fp8_weights(model):
+        shapes.setdefault(bias, set()).add((*weight.shape, max_tokens))
     of_experts = sorted({(*weight.shape[1:], max_tokens) for weight in _expert_weights(model)})
     if not shapes and not of_experts:
         raise ValueError(
@@ -243,20 +248,23 @@ def precompile_model(
             f"{' or '.join(_SCALE_NAMES)}. Quantise it first, with deep_tile.nn.replace_linears(model) for instance"
         )
     before, options = jit.compilations(), {"workers": workers, "num_sms": num_sms, "batch_invariant": batch_invariant}
-    dense = api.precompile(shapes, **options)
-    grouped = api.precompile(of_experts, **options, grouping=grouping)
+    configs = ()
+    for bias, of_bias in shapes.items():
+        configs += api.precompile(sorted(of_bias), **options, bias=bias, out_dtype=out_dtype).configs
+    configs += api.precompile(of_experts, **options, grouping=grouping).configs
     cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1)
-    return api.Precompiled(dense.configs + grouped.configs, jit.compilations() - before)
+    return api.Precompiled(configs, jit.compilations() - before)
 
 
-def _fp8_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Of linear layers."""
+def _fp8_weights(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, torch.dtype | None]]:
+    """Of linear layers; with the dtype of each one's bias."""
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.dtype != FP8_DTYPE or weight.dim() != 2:
             continue
         if _has_scale(layer, _SCALE_NAMES, scale_shape(weight.shape, WEIGHT_BLOCK)):
-            yield weight
+            bias = getattr(layer, "bias", None)
+            yield weight, bias.dtype if isinstance(bias, torch.Tensor) else None
 
 
 def _expert_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -255,6 +255,8 @@ GEMM = Params(
     Field("a_scale_group_stride", "unsigned"),
     Field("b_scale_group_stride", "unsigned"),
     Field("bulk_scale_columns", "int", "as bulk_scale_rows, of rows of b, where each has scales of its own", 0),
+    Field("bias_stride", "unsigned"),
+    Field("bias", "const void*", "[n]; unused by kernels that add none"),
 )
 """Of a product."""
 

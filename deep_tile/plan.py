@@ -34,10 +34,12 @@ def configs_for(
     kind: str = "fp8",
     output: str = "bf16",
     accumulate: bool = False,
+    bias: str = "none",
+    activation: str = "none",
 ) -> list[GemmConfig]:
     """Every config that `config_for` gives some m in [1, max_m]."""
-    own = tuned.configs(num_sms)
-    return choose.configs_for(n, k, max_m, num_sms, tma_store, split_k, own, kind, output, accumulate)
+    what = (kind, output, accumulate, bias, activation)
+    return choose.configs_for(n, k, max_m, num_sms, tma_store, split_k, tuned.configs(num_sms), *what)
 
 
 TENSORS = ("a", "a_scale", "b", "b_scale", "out")
@@ -77,6 +79,7 @@ class Layout(NamedTuple):
 
     Attributes:
         a_scale_aligned, b_scale_aligned: the scale begins at a multiple of 16 bytes.
+        bias_stride: from one column's number to the next one's.
         groups: where groups of rows lie, if there are any.
     """
 
@@ -88,6 +91,7 @@ class Layout(NamedTuple):
     a_scale_aligned: bool
     groups: GroupLayout = GroupLayout()
     b_scale_aligned: bool = False
+    bias_stride: int = 0
 
 
 class Weights(NamedTuple):
@@ -157,7 +161,7 @@ def prepare_launch(
             share it: then that costs 0 to 6 % of a chain (ten shapes of 128 <= m <= 1024; H200, 2026-11-22).
         weights: where b and b_scale stay; the launch is then one of the other tensors alone.
         names: of the tensors that the launch will be given.
-        places: where in them the `TENSORS` are, if they are not tensors of their own.
+        places: where in them the `TENSORS` are, and the bias, if they are not tensors of their own.
 
     Raises:
         ValueError: a size or stride that the launch cannot express.
@@ -197,6 +201,7 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
     a_scales, b_scales = _scale_shapes(problem)
     _check_scale("a_scale", (*every, *a_scales), (groups.a_scale_stride, *layout.a_scale_strides))
     _check_scale("b_scale", (*every, *b_scales), (groups.b_scale_stride, *layout.b_scale_strides))
+    _check_scale("bias", (problem.n,), (layout.bias_stride,))
     # A stride that takes more bits is of a single row, column or group: nothing is ever added to it.
     strides = [stride % 2**32 for stride in (*layout.a_scale_strides, *layout.b_scale_strides)]
     group_rows = raster_rows(problem)
@@ -227,6 +232,7 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
         b_group_rows=groups.b_rows,
         a_scale_group_stride=groups.a_scale_stride % 2**32,
         b_scale_group_stride=groups.b_scale_stride % 2**32,
+        bias_stride=layout.bias_stride % 2**32,
     )
 
 
@@ -246,7 +252,7 @@ def scale_reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def _check_scale(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    """Of dimensions as many as `shape` has, whose strides are the last."""
+    """Check what kernels reach: of dimensions as many as `shape` has, whose strides are the last."""
     strides = strides[-len(shape) :]
     if min(strides) < 0 or scale_reach(shape, strides) > MAX_SCALE_REACH:
         raise ValueError(
@@ -303,7 +309,11 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
     if config.tma_store:
         box = (config.store_columns, config.store_rows)
         out = MapLayout(
-            config.out.dtype, (n, out_rows), (layout.out_stride * config.out.bytes,), box, config.store_swizzle
+            config.out.dtype,
+            (problem.out_columns, out_rows),
+            (layout.out_stride * config.out.bytes,),
+            box,
+            config.store_swizzle,
         )
         maps.append((params.GEMM.offsets["out_map"], "out", out))
     return maps

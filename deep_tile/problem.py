@@ -37,6 +37,8 @@ class GemmProblem(NamedTuple):
         groups: of rows, or None. With "offs" m is the rows of all of them, with "counts" what each has room for. With
             "k_offs" k is that of all of them.
         accumulate: whether the product is added to what `out` holds.
+        bias: format of what is added to each column, one of `kinds.BIASES`.
+        activation: what becomes of the product, one of `kinds.ACTIVATIONS`; of "swiglu" `out` has n / 2 columns.
     """
 
     m: int
@@ -49,6 +51,12 @@ class GemmProblem(NamedTuple):
     output: str = "bf16"
     groups: Groups | None = None
     accumulate: bool = False
+    bias: str = "none"
+    activation: str = "none"
+
+    @property
+    def out_columns(self) -> int:
+        return self.n // 2 if self.activation == "swiglu" else self.n
 
     @property
     def grouping(self) -> str:

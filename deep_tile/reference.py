@@ -6,10 +6,13 @@ Called by api.py for CPU tensors, and by tests and benchmarks on any device. Inv
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from deep_tile.config import ceil_div
+from deep_tile.kinds import GATE_COLUMNS
 from deep_tile.quantize import TOKEN_BLOCK, WEIGHT_BLOCK, dequantize
 
 ROWS_AT_ONCE = 4096
@@ -115,6 +118,35 @@ def row_blocks_gemm_reference(
 ) -> torch.Tensor:
     """The same with scales of 1x128 for both: `b_scale` is [n, ceil(k / 128)]."""
     return scaled_gemm_reference(a, a_scale, b, b_scale, out_dtype, b_block=TOKEN_BLOCK)
+
+
+def finished(product: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+    """What becomes of a product before it is rounded: the bias is added, then the activation taken, in float64.
+
+    Args:
+        product: [m, n] float64.
+        bias: [n] of any dtype and stride, or None.
+        activation: a name in `kinds.ACTIVATIONS`, or None. "gelu" is x times the normal distribution of x, "gelu_tanh"
+            its approximation by tanh, "silu" x times the logistic function of x; "swiglu" the silu of eight columns
+            times the next eight, by turns.
+
+    Returns:
+        [m, n] float64, of "swiglu" [m, n / 2].
+    """
+    if bias is not None:
+        product = product + bias.double()
+    if activation == "swiglu":
+        gate, up = product.unflatten(1, (-1, 2, GATE_COLUMNS)).unbind(2)
+        return (F.silu(gate) * up).flatten(1)
+    return product if activation is None else _ACTIVATIONS[activation](product)
+
+
+_ACTIVATIONS = {
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
 
 
 def group_rows(

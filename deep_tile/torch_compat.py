@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
-from deep_tile import api, grouped, tensors
+from deep_tile import api, finishes, grouped, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div
 
 _TOKENS, _WEIGHTS = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
@@ -42,8 +42,9 @@ def scaled_mm(
             [ceil(k / 128), ceil(m or n / 128)], where the first may be rounded up to a multiple of 4.
         scale_recipe_a, scale_recipe_b: one BlockWise1x128, the other BlockWise128x128.
         swizzle_a, swizzle_b: None or NO_SWIZZLE.
-        bias: [n], added to the rounded product by a kernel of torch.
-        output_dtype: bfloat16.
+        bias: [n] bfloat16, float16 or float32, added in FP32 before the product is rounded; where `mat_b` has 1x128
+            blocks, to the rounded product by a kernel of torch.
+        output_dtype: bfloat16, float16 or float32.
         contraction_dim: nothing, or (1, 0).
         use_fast_accum: means nothing here: sums are taken in FP32 every 128 of k.
 
@@ -56,7 +57,7 @@ def scaled_mm(
     """
     recipes = (_single("scale_recipe_a", scale_recipe_a), _single("scale_recipe_b", scale_recipe_b))
     _check_recipes(recipes, _RECIPES)
-    _check_options(swizzle_a, swizzle_b, output_dtype)
+    _check_options(swizzle_a, swizzle_b, output_dtype, tuple(finishes.OUTPUT_NAMES))
     if tuple(contraction_dim) not in ((), (1, 0)):
         raise ValueError(f"contraction_dim is {contraction_dim}; mat_a is [m, k] and mat_b [k, n]: leave it out")
     _check_matrices(mat_a, mat_b)
@@ -65,9 +66,8 @@ def scaled_mm(
     scale_b = _scale("b", _single("scale_b", scale_b), recipes[1], rows_b)
     _check_bias(bias, rows_b)
     if recipes == (_TOKENS, _WEIGHTS):
-        out = api.fp8_gemm(rows_a, scale_a, rows_b, scale_b)
-    else:
-        out = api.fp8_gemm(rows_b, scale_b, rows_a, scale_a).t().contiguous()
+        return api.fp8_gemm(rows_a, scale_a, rows_b, scale_b, bias=bias, out_dtype=output_dtype)
+    out = api.fp8_gemm(rows_b, scale_b, rows_a, scale_a, out_dtype=output_dtype).t().contiguous()
     return out if bias is None else out.add_(bias)
 
 
@@ -100,7 +100,8 @@ def scaled_grouped_mm(
         bias: only None.
         offs: int32 [g] on the device: the row behind each group's last. Rows behind the last group hold anything.
         contraction_dim: nothing.
-        swizzle_a, swizzle_b, output_dtype, use_fast_accum: as for `scaled_mm`.
+        output_dtype: bfloat16.
+        swizzle_a, swizzle_b, use_fast_accum: as for `scaled_mm`.
 
     Returns:
         A contiguous tensor [s, n] or [g, m, n].
@@ -111,7 +112,7 @@ def scaled_grouped_mm(
     """
     recipes = (_single("scale_recipe_a", scale_recipe_a), _single("scale_recipe_b", scale_recipe_b))
     _check_recipes(recipes, [(_TOKENS, _WEIGHTS)])
-    _check_options(swizzle_a, swizzle_b, output_dtype)
+    _check_options(swizzle_a, swizzle_b, output_dtype, (torch.bfloat16,))
     if bias is not None:
         raise ValueError("bias is given; grouped products add none. Add it to the result, and pass None")
     if tuple(contraction_dim):
@@ -123,12 +124,14 @@ def scaled_grouped_mm(
     return grouped.fp8_grouped_gemm(mat_a, scale_a, weights, scale_b, offs)
 
 
-def _check_options(swizzle_a: object, swizzle_b: object, output_dtype: object) -> None:
+def _check_options(swizzle_a: object, swizzle_b: object, output_dtype: object, known: tuple[torch.dtype, ...]) -> None:
     for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
         if swizzle not in (None, [], ()) and _single(name, swizzle) != SwizzleType.NO_SWIZZLE:
             raise ValueError(f"{name} is {swizzle}; block scales on Hopper are not swizzled. Pass None")
-    if output_dtype != torch.bfloat16:
-        raise ValueError(f"output_dtype is {output_dtype}; pass torch.bfloat16, and convert the result with .to()")
+    if output_dtype not in known:
+        raise ValueError(
+            f"output_dtype is {output_dtype}; pass {finishes.names(known)}, and convert the result with .to()"
+        )
 
 
 def _single(name: str, value: object) -> object:

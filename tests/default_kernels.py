@@ -38,7 +38,24 @@ KINDS_CONFIGS = (
 """Of other kinds than FP8 with block scales, or other formats than BF16. What is left out differs in a word of an
 instruction, or how it stores."""
 
-DEFAULT_CONFIGS = (*default_configs(True), *default_configs(False), *all_grouped_configs(), *KINDS_CONFIGS)
+FINISHED_CONFIGS = (
+    *default_configs(True, "fp8", None, False, "bf16", "none")[::4],
+    *default_configs(True, "fp8", None, False, "fp32", "gelu")[::3],
+    *default_configs(True, "fp8", None, False, "none", "swiglu")[::3],
+    *default_configs(True, "fp8", None, False, "bf16", "silu")[1::4],
+    *default_configs(False, "fp8", "fp32", False, "fp16", "gelu_tanh")[::5],
+    *default_configs(True, "bf16", None, False, "bf16", "gelu_tanh")[::3],
+    *default_configs(True, "bf16", None, False, "fp32", "swiglu")[::4],
+    *default_configs(True, "fp8_rows", None, False, "bf16", "gelu")[::3],
+    *default_configs(True, "int8", None, False, "fp16", "silu")[1::4],
+    *default_configs(True, "fp8_1x128", None, False, "bf16", "silu")[::4],
+)
+"""With a bias or an activation: some of each kind's tiles with some of both."""
+
+DEFAULT_CONFIGS = (
+    *(*default_configs(True), *default_configs(False), *all_grouped_configs()),
+    *(*KINDS_CONFIGS, *FINISHED_CONFIGS),
+)
 
 SM_REGISTERS = 64 * 1024
 

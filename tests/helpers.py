@@ -8,6 +8,7 @@ import importlib.util
 import os
 import secrets
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from deep_tile import (
     sources,
 )
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
-from deep_tile.kinds import KINDS
+from deep_tile.kinds import KINDS, OUTPUTS
 from deep_tile.quantize import FP8_MAX
 from deep_tile.reference import MAX_RELATIVE_ERROR
 
@@ -332,6 +333,51 @@ def make_product(
         return Product(scaled_gemm, operands, exact, ACCUMULATION_WITHOUT_SCALES, 1e-5)
     # FP8 WGMMA keeps about 14 bits of a sum, to which it adds 32 of k at a time.
     return Product(scaled_gemm, operands, exact, ACCUMULATION + k * 2**-17, 5e-3 + k * 2**-18)
+
+
+def with_finish(product: Product, bias_format: str = "none", activation: str = "none") -> Product:
+    """The same with a bias and an activation, and `a` made so small that this bends what it makes.
+
+    Args:
+        bias_format, activation: names in `kinds.BIASES` and `kinds.ACTIVATIONS`. The bias has a stride of 3, and NaN
+            around it.
+    """
+    a, b = product.operands[0], product.operands[len(product.operands) // 2]
+    factor = 2.0 ** -round(product.exact.spread.mean().clamp(min=2.0**-20).log2().item())
+    if len(product.operands) == 2:
+        a.mul_(factor)
+        exact = exact_dense_product(a, b)
+    else:
+        product.operands[1].mul_(factor)
+        exact = Exact(*(factor * part for part in product.exact))
+    n, bias = b.shape[0], None
+    if bias_format != "none":
+        dtype = getattr(torch, OUTPUTS[bias_format].dtype)
+        bias = _placed(torch.randn(n, 1, device=a.device).to(dtype), (3, 1))[:, 0]
+        exact = Exact(exact.value + bias.double(), exact.spread)
+    call = partial(product.call, bias=bias, activation=None if activation == "none" else activation)
+    relative_error = max(2.3e-3, 3 * product.relative_error)  # rounding of numbers that are not normal
+    exact = _activated(exact, activation, product.accumulation)
+    return product._replace(call=call, exact=exact, relative_error=relative_error)
+
+
+def _activated(exact: Exact, activation: str, accumulation: float) -> Exact:
+    """What becomes of sums, and of their errors, in float64."""
+    value, spread = exact
+    if activation == "none":
+        return exact
+    if activation == "swiglu":
+        (gate, up), (of_gate, of_up) = (x.unflatten(1, (-1, 2, 8)).unbind(2) for x in (value, spread))
+        passed = gate * gate.sigmoid()
+        of_product = 1.1 * of_gate * up.abs() + passed.abs() * of_up + 1.1 * accumulation * of_gate * of_up
+        return Exact((passed * up).flatten(1), of_product.flatten(1))
+    functions = {
+        "relu": lambda x: x.clamp(min=0),
+        "gelu": lambda x: x * torch.special.ndtr(x),
+        "gelu_tanh": lambda x: x * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)),
+        "silu": lambda x: x * x.sigmoid(),
+    }
+    return Exact(functions[activation](value), 1.13 * spread)
 
 
 def assert_accurate(

@@ -18,7 +18,15 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from helpers import Operands, assert_accurate, assert_silu_mul_cast, exact_product, make_operands
+from helpers import (
+    Operands,
+    assert_accurate,
+    assert_silu_mul_cast,
+    exact_product,
+    make_operands,
+    make_product,
+    with_finish,
+)
 
 from deep_tile import (
     GemmConfig,
@@ -30,6 +38,7 @@ from deep_tile import (
     silu_mul_cast_to_fp8,
 )
 from deep_tile.config import round_up
+from deep_tile.kinds import OUTPUTS
 from deep_tile.select.groups import all_grouped_configs
 
 
@@ -137,6 +146,43 @@ def run(case: Case, device: str = "cuda") -> None:
     assert_accurate(out.cpu()[:, : case.n], exact_product(operands))
 
 
+KINDS_CASES = (
+    Case(GemmConfig(128, 256, 2, kind="bf16"), 129, 264, 200, 3),
+    Case(GemmConfig(64, 64, 3, kind="fp16", output="fp32", split_k=4, tma_store=False), 70, 133, 300, 4),
+    Case(GemmConfig(128, 128, 3, kind="int8"), 130, 264, 600, 2),
+    Case(GemmConfig(256, 64, 2, 1, 2, kind="fp8_rows"), 257, 136, 400, 2),
+    Case(GemmConfig(64, 96, 3, kind="int8_rows", tma_store=False), 70, 201, 520, 2),
+    Case(GemmConfig(128, 64, 3, output="fp32", store_buffers=1), 130, 136, 600, 2),
+    Case(GemmConfig(128, 192, 2, output="fp16", tma_store=False), 129, 201, 400, 2),
+    Case(GemmConfig(128, 256, 2, bias="bf16", activation="gelu"), 129, 264, 400, 3),
+    Case(GemmConfig(128, 256, 2, 2, 1, bias="fp32", activation="swiglu"), 260, 528, 300, 2),
+    Case(GemmConfig(64, 64, 4, bias="fp16", tma_store=False), 70, 133, 600, 3),
+    Case(GemmConfig(64, 128, 2, split_k=4, bias="fp32", activation="silu", tma_store=False), 65, 133, 700, 4),
+    Case(GemmConfig(64, 128, 2, split_k=2, activation="swiglu"), 70, 272, 700, 2),
+    Case(GemmConfig(128, 96, 3, activation="swiglu", output="fp32", tma_store=False), 130, 208, 500, 2),
+    Case(GemmConfig(128, 256, 2, kind="bf16", bias="fp16", activation="gelu_tanh"), 129, 264, 200, 3),
+    Case(GemmConfig(256, 128, 2, kind="fp8_rows", bias="bf16", activation="relu"), 257, 136, 400, 2),
+)
+"""Of other kinds, formats of the result and finishes."""
+
+
+def run_kind(case: Case, device: str = "cuda") -> None:
+    """Raises AssertionError on a wrong value."""
+    config = case.config
+    product = with_finish(make_product(config.kind, case.m, case.n, case.k), config.bias, config.activation)
+    on_device = [tight(x, device, 16 // x.element_size() if x.shape[1] == case.k else 1) for x in product.operands]
+    options = dict(product.call.keywords)
+    if options["bias"] is not None:
+        options["bias"] = options["bias"].contiguous().to(device)
+    columns = case.n // config.columns_per_output
+    dtype = getattr(torch, OUTPUTS[config.output].dtype)
+    out = torch.full((case.m, round_up(columns, 8) if config.tma_store else columns), float("nan"), dtype=dtype).to(
+        device
+    )
+    product.call.func(*on_device, out[:, :columns], **options, config=config, num_sms=case.num_sms)
+    assert_accurate(out.cpu()[:, :columns], product.exact, product.accumulation, product.relative_error)
+
+
 def run_groups(config: GemmConfig, device: str = "cuda") -> None:
     """Groups of `config`'s layout, one after the other or each in rows of its own. Raises AssertionError."""
     n, k, room = 264 if config.tma_store else 261, 400, max(GROUPS) + 3
@@ -220,6 +266,9 @@ def main() -> int:
     for case in CASES:
         print(case.config.name, *case[1:], flush=True)
         failures += failed(run, case)
+    for case in KINDS_CASES:
+        print(case.config.name, *case[1:], flush=True)
+        failures += failed(run_kind, case)
     for config in all_grouped_configs():
         print(config.name, *GROUPS, flush=True)
         failures += failed(run_groups, config)

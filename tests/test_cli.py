@@ -528,7 +528,7 @@ def test_readme_examples_run():
     """
     text = README.read_text()
     examples = re.findall(r"```python\n(.*?)```", text.partition("## Several GPUs")[0], re.DOTALL)
-    assert len(examples) == 6
+    assert len(examples) == 7
     weights = [deep_tile.quantize_weight(torch.randn(n, 7168, dtype=torch.bfloat16)) for n in (64, 32)]
     model = torch.nn.Sequential(torch.nn.Linear(256, 128, dtype=torch.bfloat16))
     names = {"weights": weights, "model": model}

@@ -235,7 +235,7 @@ def initializers(config: GemmConfig) -> dict[str, str]:
 def cpp_fields() -> dict[str, str]:
     """The fields that config.cuh declares, by type, in order."""
     (body,) = re.findall(r"struct GemmConfig \{(.*?)\n\};", (HEADERS / "config.cuh").read_text(), re.DOTALL)
-    declarations = re.findall(r"^ {4}(int|bool|Format) ([\w, ]+);", body, re.MULTILINE)
+    declarations = re.findall(r"^ {4}(int|bool|Format|Activation) ([\w, ]+);", body, re.MULTILINE)
     return {name: kind for kind, names in declarations for name in names.split(", ")}
 
 
@@ -245,14 +245,15 @@ def test_every_cpp_field_is_given_and_no_other():
     assert list(given) == list(declared)  # in order, as C++ demands of designated initialisers
     for name, kind in declared.items():
         assert (given[name] in ("true", "false")) == (kind == "bool"), name
-        assert given[name].startswith("deep_tile::Format::") == (kind == "Format"), name
+        for enumeration in ("Format", "Activation"):
+            assert given[name].startswith(f"deep_tile::{enumeration}::") == (kind == enumeration), name
 
 
 def test_every_choice_of_a_config_reaches_the_kernel():
     config = GemmConfig(128, 96, 3, 1, 2, store_buffers=1, tma_store=False)
     given = initializers(config)
     # The kernel is made of the first two: its WGMMAs, the bytes of its buffers. The third is two booleans there.
-    named = {"kind", "output", "grouping"}
+    named = {"kind", "output", "grouping", "bias", "activation"}
     for field in (field for field in dataclasses.fields(GemmConfig) if field.name not in named):
         assert given[field.name] == str(getattr(config, field.name)).lower(), field.name
     for grouping, wanted in (("none", ["false"] * 2), ("offs", ["true", "false"]), ("counts", ["false", "true"])):
@@ -261,6 +262,9 @@ def test_every_choice_of_a_config_reaches_the_kernel():
     along_k = GemmConfig(128, 96, 3, kind="fp8_1x128", output="fp32", grouping="k_offs", accumulate=True)
     given = initializers(along_k)
     assert [given[name] for name in ("by_k", "column_scales", "by_offs", "by_counts")] == ["true"] * 2 + ["false"] * 2
+    given = initializers(GemmConfig(128, 96, 3, bias="fp16", activation="gelu_tanh"))
+    assert given["bias_format"] == "deep_tile::Format::fp16"
+    assert given["activation"] == "deep_tile::Activation::gelu_tanh"
 
 
 def fields_of_shared_storage() -> set[str]:

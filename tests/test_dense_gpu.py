@@ -21,6 +21,7 @@ from helpers import (
     make_operands,
     make_product,
     same_bits,
+    with_finish,
 )
 
 from deep_tile import (
@@ -125,15 +126,20 @@ def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int, scale
     smallest, largest = config.k_range
     k = min(max(k, smallest), largest or k)
     k = k if config.takes_k(k) else k + 128
+    if config.columns_per_output == 2:
+        n = round_up(n, 16)
     if config.tma_store:
         n = round_up(n, 8)
         layout = {"stride": n + 8}
     else:
         layout = {"stride": n + 1 - n % 2, "offset": 3}
     product = make_product(config.kind, m, n, k, device=DEVICE, padding=16 * (m % 2), scales=scales)
-    guarded = GuardedOut(m, n, device=DEVICE, dtype=getattr(torch, OUTPUTS[config.output].dtype), **layout)
     if config.kind == "fp8_1x128":  # also of one K block, which `scaled_gemm` takes for scales of rows
         product = product._replace(call=partial(fp8_wgrad, accumulate=False))
+    if config.is_finished:
+        product = with_finish(product, config.bias, config.activation)
+    dtype = getattr(torch, OUTPUTS[config.output].dtype)
+    guarded = GuardedOut(m, n // config.columns_per_output, device=DEVICE, dtype=dtype, **layout)
     if config.accumulate:
         check_added(product, guarded, config=config, num_sms=num_sms)
     else:

@@ -271,3 +271,17 @@ def test_groups_on_the_command_line(call):
 def test_commands_that_make_no_sense(call, arguments, said):
     code, _, err = call("explain", *arguments.split())
     assert code == 2 and said in err
+
+
+def test_a_finish_is_explained():
+    asked = {"output": "fp16", "bias": "bf16", "activation": "gelu_tanh"}
+    explained, plain = deep_tile.explain(4096, 7168, 2048, **asked), deep_tile.explain(4096, 7168, 2048)
+    assert explained["config"].endswith("_fp16_bias_bf16_gelu_tanh_b5")
+    assert asked.items() <= explained["problem"].items()
+    assert explained["walls"][0] == plain["walls"][0] and explained["predicted"] == plain["predicted"]
+    plain, gated = (deep_tile.explain(4096, 7168, 2048, dtype="bf16", activation=name) for name in ("none", "swiglu"))
+    assert gated["config"].startswith("bf16_gemm_") and gated["config"].endswith("_swiglu")
+    assert gated["walls"][0]["value"] > plain["walls"][0]["value"]  # half as many columns are written
+    for wrong, text in (({"bias": "int8"}, "bias is 'int8'"), ({"dtype": "tf32", "bias": "bf16"}, "dtype is 'tf32'")):
+        with pytest.raises(ValueError, match=text):
+            deep_tile.explain(64, 64, 64, **wrong)

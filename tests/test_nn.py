@@ -195,7 +195,7 @@ def test_precompile_model(monkeypatch):
     model.foreign.weight = torch.empty(100, 128, device="meta", dtype=torch.float8_e4m3fn)
     model.foreign.weight_scale = torch.empty(1, 1, device="meta")
     deep_tile.precompile_model(model, 64)
-    assert shapes == [(100, 128, 64), (512, 256, 64), "casts"]
+    assert shapes == [(512, 256, 64), (100, 128, 64), "casts"]
 
 
 def experts_of(names: str = "gate_up_proj down_proj", scale: str = "{}_scale_inv") -> torch.nn.Module:
@@ -219,6 +219,7 @@ def test_precompile_model_finds_experts(monkeypatch, how):
     deep_tile.precompile_model(model, 64, grouping="counts", num_sms=20)
     (linears, of_linears), (experts, of_experts) = asked
     assert linears == [(512, 256, 64)] and "grouping" not in of_linears
+    assert (of_linears.pop("bias"), of_linears.pop("out_dtype")) == (torch.float32, torch.bfloat16)
     assert experts == [(256, 128, 64), (512, 256, 64)] and of_experts == of_linears | {"grouping": "counts"}
     with pytest.raises(ValueError, match="Module has no layer with a weight"):
         deep_tile.precompile_model(experts_of(scale="{}_zero_point"), 64)

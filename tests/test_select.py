@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from deep_tile.config import GemmConfig, ceil_div
-from deep_tile.kinds import KINDS, OUTPUTS
+from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, OUTPUTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import bucketed, candidates, choose, choose_bucket, configs_for, suits
 from deep_tile.select.defaults import default_configs
@@ -49,6 +49,8 @@ problems = st.builds(
     output=st.sampled_from(list(OUTPUTS)),
     groups=st.none(),
     accumulate=st.just(False),
+    bias=st.sampled_from(BIASES),
+    activation=st.sampled_from(ACTIVATIONS),
 )
 
 

@@ -9,7 +9,7 @@ from helpers import assert_accurate, exact_product, make_operands
 from test_grouped import Case, make_case
 from torch.nn.functional import ScalingType, SwizzleType
 
-from deep_tile import torch_compat
+from deep_tile import fp8_gemm, torch_compat
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOKENS, WEIGHTS = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
@@ -80,9 +80,18 @@ def test_lists_of_one_padding_and_bias(how, device):
     weight = "scale_b" if how is arguments else "scale_a"
     assert torch.equal(torch_compat.scaled_mm(**given | {weight: operands.b_scale.t()}), plain)
     bias = torch.randn(given["mat_b"].shape[1], dtype=torch.bfloat16, device=device)
-    assert torch.equal(
-        torch_compat.scaled_mm(**given, bias=bias, contraction_dim=(1, 0), use_fast_accum=True), plain + bias
-    )
+    wanted = fp8_gemm(*operands, bias=bias) if how is arguments else plain + bias
+    assert torch.equal(torch_compat.scaled_mm(**given, bias=bias, contraction_dim=(1, 0), use_fast_accum=True), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_formats_of_results(device, dtype):
+    operands = make_operands(7, 200, 384, device=device)
+    out = torch_compat.scaled_mm(**arguments(operands), output_dtype=dtype)
+    assert out.dtype == dtype
+    assert_accurate(out, exact_product(operands), relative_error=1e-3)
+    assert torch.equal(torch_compat.scaled_mm(**swapped(operands), output_dtype=dtype).t(), out)
 
 
 @pytest.mark.parametrize("name", ["scaled_mm", "scaled_grouped_mm"])
@@ -168,7 +177,7 @@ BAD = [
     ({"scale_recipe_a": ScalingType.RowWise}, ValueError, "is RowWise x BlockWise128x128"),
     ({"scale_recipe_a": [TOKENS, TOKENS]}, ValueError, "scale_recipe_a has 2 entries"),
     ({"swizzle_b": SwizzleType.SWIZZLE_32_4_4}, ValueError, "swizzle_b is .*not swizzled"),
-    ({"output_dtype": torch.float32}, ValueError, "output_dtype is torch.float32; pass torch.bfloat16"),
+    ({"output_dtype": torch.float64}, ValueError, "output_dtype is torch.float64; pass torch.bfloat16"),
     ({"output_dtype": None}, ValueError, "output_dtype is None"),
     ({"contraction_dim": (0, 1)}, ValueError, "contraction_dim is"),
     ({"bias": torch.zeros(1)}, ValueError, r"bias is \[1\]; it must be a tensor \[n\] = \[130\]"),

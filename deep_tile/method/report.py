@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from deep_tile.kinds import KINDS
+from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, OUTPUTS
 from deep_tile.method.roofline import Candidate, Derivation, derive, judged
 from deep_tile.problem import GemmProblem
 from deep_tile.select import cost, schedule, tuned
@@ -39,16 +39,47 @@ class Measured(NamedTuple):
 
 
 def derivation(
-    m: int, n: int, k: int, *, dtype: str = "fp8", hardware: str | Hardware = "H200", num_sms: int | None = None
+    m: int,
+    n: int,
+    k: int,
+    *,
+    dtype: str = "fp8",
+    hardware: str | Hardware = "H200",
+    num_sms: int | None = None,
+    output: str | None = None,
+    bias: str = "none",
+    activation: str = "none",
 ) -> Derivation:
     """What `explain` explains; arguments and errors as there."""
     gpu = gpus.for_device(hardware) if isinstance(hardware, str) else hardware
     problem = GemmProblem(m, n, k, num_sms if num_sms is not None else gpu.num_sms)
+    if (output, bias, activation) != (None, "none", "none"):
+        problem = _finished(problem, dtype, output, bias, activation)
     return derive(problem, gpu, dtype, tuned.configs(problem.num_sms))
 
 
+def _finished(problem: GemmProblem, kind: str, output: str | None, bias: str, activation: str) -> GemmProblem:
+    """A problem of a kind with kernels, its format and its finish."""
+    known = {"dtype": KINDS, "output": (None, *OUTPUTS), "bias": BIASES, "activation": ACTIVATIONS}
+    for (name, names), value in zip(known.items(), (kind, output, bias, activation), strict=True):
+        if value not in names:
+            wanted = ", ".join(filter(None, names))
+            raise ValueError(f"{name} is {value!r}; formats, biases and activations are explained for {wanted}")
+    output = output or KINDS[kind].output
+    return problem._replace(kind=kind, output=output, bias=bias, activation=activation)
+
+
 def explain(
-    m: int, n: int, k: int, *, dtype: str = "fp8", hardware: str | Hardware = "H200", num_sms: int | None = None
+    m: int,
+    n: int,
+    k: int,
+    *,
+    dtype: str = "fp8",
+    hardware: str | Hardware = "H200",
+    num_sms: int | None = None,
+    output: str | None = None,
+    bias: str = "none",
+    activation: str = "none",
 ) -> dict[str, Any]:
     """Which kernel a product gets on a GPU, and why. No GPU is needed.
 
@@ -58,6 +89,8 @@ def explain(
         hardware: a preset's name (H100 SXM, H100 PCIe, H200, H800, H20, GH200), the driver's name of such a GPU, or a
             `deep_tile.select.hardware.Hardware`.
         num_sms: SMs to use; by default all.
+        output, bias: formats of the result and of a bias: "bf16", "fp16", "fp32"; by default the kind's, and no bias.
+        activation: of the product, as `fp8_gemm` takes it. Times are those without it and without a bias.
 
     Returns:
         JSON-ready data. `config` is the name of the kernel, `why` a sentence; `walls` are those of the problem and of
@@ -69,7 +102,8 @@ def explain(
     Raises:
         ValueError: unknown hardware or dtype, a size that is not positive, more SMs than there are.
     """
-    return as_data(derivation(m, n, k, dtype=dtype, hardware=hardware, num_sms=num_sms))
+    finish = {"output": output, "bias": bias, "activation": activation}
+    return as_data(derivation(m, n, k, dtype=dtype, hardware=hardware, num_sms=num_sms, **finish))
 
 
 def as_data(derived: Derivation) -> dict[str, Any]:

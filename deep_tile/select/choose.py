@@ -13,7 +13,7 @@ from types import MappingProxyType
 from deep_tile.config import GemmConfig, round_up
 from deep_tile.problem import GemmProblem
 from deep_tile.select.cost import Estimate, calibration, estimate
-from deep_tile.select.defaults import default_configs
+from deep_tile.select.defaults import default_configs, finished
 from deep_tile.select.groups import ranked
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.schedule import cluster_tiles
@@ -50,7 +50,7 @@ def candidates(
     if hardware.name != H200.name:
         own = None
     measured = measured_choice(problem, own) if hardware.name == H200.name else None
-    default = default_configs(problem.tma_store, problem.kind, problem.output, problem.accumulate)
+    default = default_configs(problem.tma_store, *what_is_made(problem))
     known = dict.fromkeys((*default, *([own] if own else [])))
     configs = (c for c in known if suits(c, problem) and (problem.split_k or c.split_k == 1))
     runnable = (c for c in configs if c.cluster <= problem.num_sms)
@@ -61,8 +61,16 @@ def candidates(
 def suits(config: GemmConfig, problem: GemmProblem) -> bool:
     """Whether a config makes such products and takes the problem's k, and is not another one in disguise: with tiles of
     one width where it may have two."""
-    alike = (config.kind, config.output, config.accumulate) == (problem.kind, problem.output, problem.accumulate)
-    return alike and config.takes_k(problem.k) and (not config.narrow_n or all(cluster_tiles(config, problem)))
+    return (
+        what_is_made(config) == what_is_made(problem)
+        and config.takes_k(problem.k)
+        and (not config.narrow_n or all(cluster_tiles(config, problem)))
+    )
+
+
+def what_is_made(of: GemmConfig | GemmProblem) -> tuple[str, str, bool, str, str]:
+    """Kind, format and finish."""
+    return of.kind, of.output, of.accumulate, of.bias, of.activation
 
 
 def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str | None:
@@ -77,7 +85,8 @@ def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str 
 def tuned_choice(problem: GemmProblem, tuned: Tuned) -> GemmConfig | None:
     """The config that `tune` found to be fastest for this bucket, to store as the problem's `out` needs it."""
     own = tuned.get(bucket_key(problem)) if tuned else None
-    return own and replace(own, tma_store=problem.tma_store, output=problem.output)
+    own = own and replace(own, tma_store=problem.tma_store, output=problem.output)
+    return own and finished(own, problem.bias, problem.activation)
 
 
 def bucket_key(problem: GemmProblem) -> str:
@@ -136,9 +145,12 @@ def configs_for(
     kind: str = "fp8",
     output: str = "bf16",
     accumulate: bool = False,
+    bias: str = "none",
+    activation: str = "none",
 ) -> list[GemmConfig]:
     """Every config that some m in [1, max_m] is given."""
     ends = {_bucket_end(m) for m in range(1, max_m + 1)}
-    of_all = GemmProblem(1, n, k, num_sms, tma_store, split_k, kind, output, accumulate=accumulate)
+    finish = {"accumulate": accumulate, "bias": bias, "activation": activation}
+    of_all = GemmProblem(1, n, k, num_sms, tma_store, split_k, kind, output, **finish)
     chosen = {choose(of_all._replace(m=m), tuned) for m in ends}
     return sorted(chosen, key=lambda config: config.name)

@@ -191,7 +191,7 @@ def _compute_parts(
 def compulsory_bytes(problem: GemmProblem) -> int:
     """Through HBM at least: each operand and the result once. The scales, under 3 %, are left out."""
     operands = (problem.m * problem.product.a.bytes + problem.n * problem.product.b.bytes) * problem.k
-    return operands + problem.m * problem.n * problem.out.bytes
+    return operands + problem.m * problem.out_columns * problem.out.bytes
 
 
 def memory_time(problem: GemmProblem, hardware: Hardware = H200) -> float:

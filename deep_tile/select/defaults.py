@@ -50,6 +50,10 @@ _SPLIT_TILES_OF_KINDS = (64, 128)
 """The same of other kinds than FP8 with results of 16 bits."""
 
 
+_MOST_COPIED = 600
+"""Accumulators times the promotions of each in the main loop's copies, beside which an activation's code has room."""
+
+
 @lru_cache(maxsize=512)
 def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options: int | bool | str) -> GemmConfig:
     """The tile with as many stages as fit beside all of its output boxes, or beside fewer where those leave too few.
@@ -69,9 +73,14 @@ def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options
     return replace(smallest, stages=stages, store_buffers=store_buffers)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1_024)
 def default_configs(
-    tma_store: bool = True, kind: str = "fp8", output: str | None = None, accumulate: bool = False
+    tma_store: bool = True,
+    kind: str = "fp8",
+    output: str | None = None,
+    accumulate: bool = False,
+    bias: str = "none",
+    activation: str = "none",
 ) -> tuple[GemmConfig, ...]:
     """Every config the selector can choose, for an `out` that TMA can store to or for any other.
 
@@ -79,11 +88,39 @@ def default_configs(
         kind: of the product, a name in `kinds.KINDS`.
         output: format of `out`, a name in `kinds.OUTPUTS`; that of the kind when None.
         accumulate: add to what `out` holds.
+        bias, activation: names in `kinds.BIASES` and `kinds.ACTIVATIONS`. Configs are those of sums as they are, where
+            these may have both.
     """
+    if (bias, activation) != ("none", "none"):
+        plain = default_configs(tma_store, kind, output, accumulate)
+        return tuple(config for one in plain if (config := finished(one, bias, activation)))
     output = output or KINDS[kind].output
     if kind == "fp8" and OUTPUTS[output].bytes == OUTPUTS[KINDS[kind].output].bytes:
         return _fp8_configs(tma_store, output)
     return _configs_of_kind(tma_store, kind, output, accumulate)
+
+
+def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | None:
+    """The config with a finish; None where there is none such, or its kernel is longer than what a launch brings along.
+
+    That is 64 KB, which kernels pass that have code for tiles of two widths, or for pairs of K blocks; with an
+    activation, those whose main loop has many copies, or of exact gelu, of which each sum takes 14 instructions, whose
+    tiles have 256 rows. Tiles of 64x256 leave an activation too few registers. Output boxes are fewer where `out` has
+    fewer columns.
+    """
+    copies = config.column_shifts * config.chunks * config.accumulator_registers
+    long = config.pairs or config.narrow_n or (activation != "none" and copies > _MOST_COPIED)
+    tile = (config.block_m, config.block_n)
+    if long or (activation != "none" and tile == (64, 256)) or (activation == "gelu" and tile == (256, 128)):
+        return None
+    for store_buffers in range(config.store_buffers, 0, -1):
+        try:
+            made = replace(config, bias=bias, activation=activation, store_buffers=store_buffers)
+        except ValueError:
+            continue
+        if store_buffers <= max(made.boxes, 2):
+            return made
+    return None
 
 
 def _configs_of_kind(tma_store: bool, kind: str, output: str, accumulate: bool) -> tuple[GemmConfig, ...]:

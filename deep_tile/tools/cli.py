@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 import deep_tile
-from deep_tile.kinds import GROUPINGS, KINDS
+from deep_tile.kinds import ACTIVATIONS, BIASES, GROUPINGS, KINDS, OUTPUTS
 from deep_tile.method import groups, report
 from deep_tile.select.hardware import DTYPE_BYTES, H200, PRESETS
 from deep_tile.tools.compile import clear_cache, compile_kernels, show_cache
@@ -70,7 +70,8 @@ def explain(options: argparse.Namespace) -> int:
         return _explain_groups(options)
     if options.m is None:
         options.refuse("give M, N and K, or --groups G --rows R and N, K")
-    asked = {"dtype": options.dtype, "hardware": options.hardware, "num_sms": options.num_sms}
+    names = ("dtype", "hardware", "num_sms", "output", "bias", "activation")
+    asked = {name: getattr(options, name) for name in names}
     derived = report.derivation(options.m, options.n, options.k, **asked)
     if options.json:
         print(json.dumps(report.as_data(derived), indent=2))
@@ -193,6 +194,9 @@ def _parser() -> argparse.ArgumentParser:
         "--hardware", default="H200", help=f"one of {', '.join(PRESETS)}, or the driver's name; default: %(default)s"
     )
     command.add_argument("--num-sms", type=_positive, help="SMs to use; default: all of the hardware's")
+    command.add_argument("--output", choices=OUTPUTS, help="format of the result; default: the kind's")
+    command.add_argument("--bias", choices=BIASES, default="none", help="format of a bias; default: %(default)s")
+    command.add_argument("--activation", choices=ACTIVATIONS, default="none", help="default: %(default)s")
     command.add_argument("--all", action="store_true", help=f"every candidate, not only the first {FIRST_CANDIDATES}")
     text = "write the roofline as an image, a PNG unless its name says otherwise"
     command.add_argument("--plot", type=report.picture_path, metavar="FILE", help=text)

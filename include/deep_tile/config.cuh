@@ -12,8 +12,11 @@ namespace deep_tile {
 // Whether NVRTC works out addresses in shared memory in 32 bits, as it does from 13.1 on; before, it takes 64.
 constexpr bool short_addresses = __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ > 1300;
 
-// Of numbers in `out`.
-enum class Format { bf16, fp16, fp32 };
+// Of numbers in `out` and in the bias, if there is one.
+enum class Format { none, bf16, fp16, fp32 };
+
+// What becomes of sums; swiglu makes one of two.
+enum class Activation { none, relu, gelu, gelu_tanh, silu, swiglu };
 
 struct GemmConfig {
     int block_m, block_n, block_k, k_bytes;
@@ -36,10 +39,21 @@ struct GemmConfig {
     bool accumulate;
     Format out_format;
     int out_bytes;
+    Format bias_format;
+    Activation activation;
+    int columns_per_output, out_columns_per_part;
     int smem_bytes;
 
     constexpr bool has_scales() const { return scale_warps > 0; }  // of blocks, by which promotion multiplies
     constexpr int scale_stages() const { return scale_warps > 0 ? stages : 1; }  // no array has none
+    constexpr bool has_bias() const { return bias_format != Format::none; }
+
+    // When the bias is read: late, where a tile's columns are another block's first, or registers hold their scales. Else
+    // its sums begin with it, where they are added to, or it is requested while the first WGMMAs run.
+    constexpr bool adds_bias_late() const { return has_bias() && (split_k > 1 || row_scales); }
+    constexpr bool begins_with_bias() const { return has_bias() && !adds_bias_late() && block_sets > 0; }
+    constexpr bool keeps_bias() const { return has_bias() && !adds_bias_late() && block_sets == 0; }
+
     constexpr bool row_groups() const { return by_offs || by_counts; }
     constexpr bool grouped() const { return row_groups() || by_k; }
     constexpr bool resident_b() const { return b_stages > 0; }

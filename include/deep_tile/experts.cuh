@@ -6,37 +6,6 @@
 
 #include "quantize.cuh"
 
-namespace deep_tile::ptx {
-
-// NaN where either is: "min" and "max" with .NaN.
-__device__ __forceinline__ float min_nan(float a, float b) {
-    float smaller;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(a), "f"(b));
-    return smaller;
-}
-
-__device__ __forceinline__ float max_nan(float a, float b) {
-    float larger;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
-    return larger;
-}
-
-// 2^x within 2 units in the last place; results below 2^-126 are 0.
-__device__ __forceinline__ float ex2_approx(float x) {
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-    return power;
-}
-
-// 1 / x within 1 unit in the last place; results below 2^-126 are 0.
-__device__ __forceinline__ float rcp_approx(float x) {
-    float reciprocal;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
-    return reciprocal;
-}
-
-}  // namespace deep_tile::ptx
-
 namespace deep_tile {
 
 // The sum of `value` over the threads of the block before this one.

@@ -1,8 +1,11 @@
-// What becomes of a tile's sums before they are stored.
+// What becomes of a tile's sums before their activation (activation.cuh): scales of rows, and the bias of each column.
 //
-//   finish     for kinds                       does
-//   AsTheyAre  without scales, with promotion  nothing
-//   ScaleRows  with scales of rows             multiplies by the scale of each row of a, and of each row of b
+//   for kinds            scales                     bias
+//   with promotion       -                          sums begin with it
+//   without              -                          KeepBias: requested while the first WGMMAs run
+//   with scales of rows  ScaleRows: likewise        added at the end, for want of registers
+//
+// A block that has a part of K adds the bias to its share of the columns, when the sums are those of all parts.
 #pragma once
 
 #include "output.cuh"
@@ -54,7 +57,87 @@ class ScaleRows {
     float row_[2 * config.chunks_m], column_[columns];
 };
 
+// A number of the bias as it lies in memory, and its value.
 template <GemmConfig config>
-using Finish = typename Conditional<config.row_scales, ScaleRows<config>, AsTheyAre<config>>::type;
+using BiasBits = typename Conditional<config.bias_format == Format::fp32, u32, u16>::type;
+
+template <GemmConfig config>
+__device__ __forceinline__ float bias_value(BiasBits<config> bits) {
+    if constexpr (config.bias_format == Format::fp16) {
+        return ptx::cvt_f32_f16(bits);
+    } else {
+        return __uint_as_float(u32{bits} << (config.bias_format == Format::bf16 ? 16 : 0));
+    }
+}
+
+// Of the columns 8i and 8i + 1 from `column` on (plus 2 * (lane % 4)), by i / 2 and i % 2. Beyond the matrix it is the last
+// one's, which is never stored.
+template <GemmConfig config>
+__device__ __forceinline__ BiasBits<config> bias_bits(const GemmParams& params, int column, int i) {
+    const u32 at = min(column + int(threadIdx.x % 4) * 2 + i / 2 * 8 + i % 2, params.n - 1);
+    return ptx::ld_global(static_cast<const BiasBits<config>*>(params.bias) + at * params.bias_stride);
+}
+
+// Adds the bias, requested as scales of rows are. Two numbers of 16 bits share a register: else tiles of 128x256 spill.
+template <GemmConfig config>
+class KeepBias {
+   public:
+    __device__ __forceinline__ void begin(const GemmParams& params, int, int column) {
+#pragma unroll
+        for (int i = 0; i < words; ++i) {
+            word_[i] = bias_bits<config>(params, column, i * per_word);
+            if (per_word == 2) word_[i] |= u32{bias_bits<config>(params, column, i * 2 + 1)} << 16;
+        }
+    }
+
+    __device__ __forceinline__ void apply(Accumulators<config>& sums) const {
+#pragma unroll
+        for (int i = 0; i < config.chunks_m * config.block_n / 2; ++i) {
+            const int at = i % (config.block_n / 2) / 4 * 2 + i % 2;
+            const u32 bits = word_[at / per_word] >> at % per_word * 16;
+            (&sums[0][0][0])[i] += bias_value<config>(static_cast<BiasBits<config>>(bits));
+        }
+    }
+
+   private:
+    static constexpr int per_word = 4 / sizeof(BiasBits<config>), words = config.block_n / 4 / per_word;
+    u32 word_[words];
+};
+
+template <GemmConfig config>
+using Unscaled = typename Conditional<config.keeps_bias(), KeepBias<config>, AsTheyAre<config>>::type;
+
+template <GemmConfig config>
+using Scaled = typename Conditional<config.row_scales, ScaleRows<config>, Unscaled<config>>::type;
+
+// Makes the bias what is added to; the tile's first column is `column`.
+template <GemmConfig config>
+__device__ __forceinline__ void begin_with_bias(const GemmParams& params, Accumulators<config>& sums, int column) {
+#pragma unroll
+    for (int i = 0; i < config.block_n / 4; ++i) {
+        const float bias = bias_value<config>(bias_bits<config>(params, column, i));
+#pragma unroll
+        for (int row = 0; row < 2 * config.chunks_m; ++row) {
+            (&sums[row / 2][0][0])[i / 2 * 4 + row % 2 * 2 + i % 2] = bias;
+        }
+    }
+}
+
+// To columns [first, first + count) of a tile whose first is `column`, where it was not there from the beginning.
+template <GemmConfig config>
+__device__ __forceinline__ void add_bias(const GemmParams& params, Accumulators<config>& sums, int column, int first,
+                                         int count) {
+    if constexpr (config.adds_bias_late()) {
+#pragma unroll
+        for (int i = first / 4; i < (first + count) / 4; ++i) {
+            const float bias = bias_value<config>(bias_bits<config>(params, column, i));
+#pragma unroll
+            for (int row = 0; row < 2 * config.chunks_m; ++row) {
+                float& sum = (&sums[row / 2][0][0])[i / 2 * 4 + row % 2 * 2 + i % 2];
+                sum = __fadd_rn(sum, bias);  // rounded by itself in every kernel, not with the scale in some
+            }
+        }
+    }
+}
 
 }  // namespace deep_tile

@@ -1,6 +1,7 @@
 // Formats of what is cast to FP8, and its scales: what the casts (quantize.cuh) compute with.
 #pragma once
 
+#include "arithmetic.cuh"
 #include "streaming.cuh"
 
 namespace deep_tile::ptx {
@@ -10,12 +11,6 @@ __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
     u32 larger;
     asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
     return larger;
-}
-
-__device__ __forceinline__ float cvt_f32_f16(u16 half) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
-    return value;
 }
 
 // 1 / x, rounded: what __frcp_rn does for it, without asking whether x is below 2^-126 or beyond 2^126.

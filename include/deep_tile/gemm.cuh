@@ -62,16 +62,21 @@ __device__ __forceinline__ void consume_width(const GemmParams& params, SharedSt
         if constexpr (config.chunks == 1) tile = tiles.next();
         loop.turn_to_tile(tiles);
         Accumulators<config> sums;
-        loop.clear(sums);
+        if constexpr (config.begins_with_bias()) {
+            begin_with_bias<config>(params, sums, tile.out_column());
+        } else {
+            loop.clear(sums);
+        }
         if constexpr (config.pairs) pin(sums[0][0]);  // else ptxas clears them in each loop: 3 to 5 KB
         if constexpr (config.store_chunks > 1) {
             loop.multiply(sums, tile.out_column(), left > 1, [&](int chunk) { epilogue.store_chunk(sums, chunk); });
             epilogue.store_chunk(sums, config.store_chunks - 1);
         } else {
             const int row = tile.out_row() + first_row, column = tile.out_column();
-            Finish<config> finish;
-            loop.multiply(sums, column, left > 1, [&](int) { finish.begin(params, row, column); });
-            finish.apply(sums);
+            Scaled<config> scaled;
+            loop.multiply(sums, column, left > 1, [&](int) { scaled.begin(params, row, column); });
+            scaled.apply(sums);
+            add_bias<config>(params, sums, column, 0, config.block_n);
             epilogue.template store<0>(sums, row, column, group_end<config>(tile));
         }
         if (--left == 0) break;
@@ -99,15 +104,16 @@ __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<
 }
 
 template <GemmConfig config, int part>
-__device__ __forceinline__ void finish_part(SplitReduction<config>& reduction, Epilogue<config>& epilogue,
+__device__ __forceinline__ void finish_part(const GemmParams& params, SplitReduction<config>& reduction, Epilogue<config>& epilogue,
                                             Accumulators<config>& sums, int row, int column, int end, bool last) {
     if (part == reduction.rank()) {
         const u32 read = reduction.template receive<part>(sums);
         if (!last) reduction.release(read);
-        epilogue.template store<part * config.columns_per_part>(sums, row, column, end);
+        add_bias<config>(params, sums, column, part * config.columns_per_part, config.columns_per_part);
+        epilogue.template store<part * config.out_columns_per_part>(sums, row, column, end);
     }
     if constexpr (part + 1 < config.split_k) {
-        finish_part<config, part + 1>(reduction, epilogue, sums, row, column, end, last);
+        finish_part<config, part + 1>(params, reduction, epilogue, sums, row, column, end, last);
     }
 }
 
@@ -123,16 +129,16 @@ __device__ __forceinline__ void consume_split(const GemmParams& params, SharedSt
         const Tile<config> tile = tiles.next();
         Accumulators<config> sums = {};
         if (loop.steps() > 0) {
-            Finish<config> finish;
+            Scaled<config> scaled;
             loop.acquire();
             loop.begin_tile();
             loop.multiply(sums, tile.out_column(), false,
-                          [&](int) { finish.begin(params, tile.out_row() + first_row, tile.out_column()); });
-            finish.apply(sums);
+                          [&](int) { scaled.begin(params, tile.out_row() + first_row, tile.out_column()); });
+            scaled.apply(sums);
         }
         reduction.send(sums);
         reduction.await();
-        finish_part<config, 0>(reduction, epilogue, sums, tile.out_row() + first_row, tile.out_column(),
+        finish_part<config, 0>(params, reduction, epilogue, sums, tile.out_row() + first_row, tile.out_column(),
                                group_end<config>(tile), left == 1);
     }
     loop.end();

@@ -9,6 +9,7 @@
 // waits for no other: 1 % of decode; where there are four, one store of 64 rows is 1 % better (H200, 2026-11-21).
 #pragma once
 
+#include "activation.cuh"
 #include "mma.cuh"
 #include "scheduler.cuh"
 
@@ -30,7 +31,13 @@ __device__ __forceinline__ int box_row(int box) {
 
 template <GemmConfig config>
 __device__ __forceinline__ int box_column(int box) {
-    return min(box % boxes_per_row<config> * config.store_columns, config.columns_per_part - config.store_columns);
+    return min(box % boxes_per_row<config> * config.store_columns, config.out_columns_per_part - config.store_columns);
+}
+
+// Of `out`, that a column of the product is stored to, and how many there are.
+template <GemmConfig config>
+__device__ __forceinline__ int out_column(int column) {
+    return column / config.columns_per_output;
 }
 
 // Where a box is among the buffers of its warpgroup.
@@ -80,7 +87,8 @@ template <GemmConfig config>
 __device__ __forceinline__ void store_box(const GemmParams& params, u32 buffers, int row, int column, int box, int end) {
     row += box_row<config>(box);
     column += box_column<config>(box);
-    if (row >= row_end<config>(params, end) || column >= params.n || ends_within<config>(row, end)) return;
+    if (row >= row_end<config>(params, end) || column >= out_column<config>(params.n)) return;
+    if (ends_within<config>(row, end)) return;
     if constexpr (config.accumulate) {
         ptx::cp_reduce_async_bulk_tensor_add(params.out_map, column, row, buffers + box_offset<config>(box));
     } else {
@@ -103,7 +111,7 @@ __device__ __forceinline__ void copy_rows(const GemmParams& params, u32 rows, in
 #pragma unroll 1
     for (int i = threadIdx.x % warp_threads; i < count * vectors; i += warp_threads) {
         const int from = i / vectors, j = i % vectors * vector;
-        if (column + j >= params.n) continue;
+        if (column + j >= out_column<config>(params.n)) continue;
         uint4 values = ptx::ld_shared_v4(rows + swizzle<config>(i * vector * config.out_bytes));
         uint4& to = reinterpret_cast<uint4&>(out[(row + from) * params.out_stride_m + column + j]);
         if constexpr (config.accumulate) {
@@ -129,11 +137,11 @@ class Epilogue {
           first_row_(__shfl_sync(0xffffffff, threadIdx.x % warpgroup_threads / warp_threads, 0) * warp_rows),
           rows_(ptx::smem_address(smem.out[warpgroup]) + first_row_ * row_bytes) {}
 
-    // Columns [first, first + columns_per_part) of the tile; `row` and `column` are of the warpgroup's first element. No
-    // row from `end` on is written.
+    // Columns [first, first + out_columns_per_part) of what is stored of the tile; `row` and `column` are of the
+    // warpgroup's first element in the product. No row from `end` on is written.
     template <int first>
     __device__ __forceinline__ void store(const Accumulators<config>& sums, int row, int column, int end) const {
-        store_boxes<first>(sums, row, column + first, end, 0, config.boxes);
+        store_boxes<first>(sums, row, out_column<config>(column) + first, end, 0, config.boxes);
     }
 
     // Part `chunk` of store_chunks; where it belongs is its store warp's business.
@@ -223,14 +231,21 @@ class Epilogue {
         }
     }
 
-    // This warp's rows of a box that begins at `column` of `sums`.
+    // This warp's rows of a box that begins at `column` of what is stored of `sums`.
     __device__ __forceinline__ void write_box(const float (&sums)[config.chunks_n][config.mma_n / 2], int column,
                                               int box) const {
         const u32 rows = rows_ + box_offset<config>(box);
 #pragma unroll
         for (int unit = 0; unit < config.store_columns; unit += 16) {
-            const float* d = &sums[0][0] + (column + unit) / 2;  // 16 columns may span two WGMMA tiles
-            write_columns(rows, unit, d);
+            // 16 columns may span two WGMMA tiles.
+            const float* d = &sums[0][0] + (column + unit) * config.columns_per_output / 2;
+            if constexpr (config.activation == Activation::none) {
+                write_columns(rows, unit, d);
+            } else {
+                float results[8];
+                activate<config>(results, d);
+                write_columns(rows, unit, results);
+            }
         }
     }
 
@@ -256,7 +271,8 @@ class Epilogue {
         const u32 rows = rows_ + box_offset<config>(box);
         auto* out = static_cast<Stored<config>*>(params_.out);
         for (u32 i = 0; i < warp_rows && row + i < row_end<config>(params_, end); ++i) {
-            for (u32 j = lane_; j < config.store_columns && column + j < params_.n; j += warp_threads) {
+            for (u32 j = lane_; j < config.store_columns && column + j < out_column<config>(params_.n);
+                 j += warp_threads) {
                 auto& to = out[(row + i) * params_.out_stride_m + column + j];
                 to = stored<config>(to, ptx::ld_shared<Stored<config>>(
                                             rows + swizzle<config>(i * row_bytes + j * config.out_bytes)));
@@ -277,7 +293,7 @@ class StoreWarp {
     __device__ __forceinline__ StoreWarp(const GemmParams& params, SharedStorage<config>& smem, int warp)
         : params_(params), smem_(smem), warp_(warp) {}
 
-    // Boxes come as Epilogue writes them; `row` and `column` are of the tile's first element, and no row from `end` on is
+    // Boxes come as Epilogue writes them; `row` and `column` are of the tile's first element in `out`, and no row from `end` on is
     // written.
     __device__ __forceinline__ void store(int row, int column, int end) const {
 #pragma unroll 1
@@ -338,11 +354,12 @@ __device__ __forceinline__ void store_tiles(const GemmParams& params, SharedStor
         if (!tile.valid) break;
         if constexpr (config.has_narrow()) {
             if (tile.narrow) {
-                StoreWarp<narrow_tiles<config>>(params, narrow_storage<config>(smem), warp).store(tile.out_row(), tile.out_column(), group_end<config>(tile));
+                StoreWarp<narrow_tiles<config>>(params, narrow_storage<config>(smem), warp)
+                    .store(tile.out_row(), out_column<config>(tile.out_column()), group_end<config>(tile));
                 continue;
             }
         }
-        boxes.store(tile.out_row(), tile.out_column(), group_end<config>(tile));
+        boxes.store(tile.out_row(), out_column<config>(tile.out_column()), group_end<config>(tile));
     }
     boxes.drain();
 }

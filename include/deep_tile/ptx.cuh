@@ -1,5 +1,5 @@
-// One function per PTX instruction, named after its mnemonic. Inline assembly lives here, in the generated wgmma and,
-// for the three that only the casts use, in quantize.cuh.
+// One function per PTX instruction, named after its mnemonic. Inline assembly lives here, in arithmetic.cuh, in the
+// generated wgmma and, for what only the casts use, in formats.cuh and quantize.cuh.
 //
 // Shared-memory addresses are 32-bit (`smem_address`). Sections are of the PTX ISA 9.0 manual, "Instruction Set".
 #pragma once
@@ -282,6 +282,18 @@ __device__ __forceinline__ uint4 ld_shared_v4(u32 smem) {
 __device__ __forceinline__ float ld_global(const float* address) {
     float value;
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ u32 ld_global(const u32* address) {
+    u32 value;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ u16 ld_global(const u16* address) {
+    u16 value;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(value) : "l"(address) : "memory");
     return value;
 }
 

@@ -1,0 +1,113 @@
+"""What becomes of a product before it is rounded: a bias, an activation, a format. Their checks and their layout.
+
+Called by api.py, dense.py and linear.py, and by users who lay out weights for "swiglu". The definition is
+`reference.finished`. Invariant: a finish is a row of kinds.ACTIVATIONS, and a format of kinds.OUTPUTS.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from deep_tile import ops, tensors
+from deep_tile.kinds import ACTIVATIONS, GATE_COLUMNS, OUTPUTS, Element
+
+
+def torch_dtype(element: Element) -> torch.dtype:
+    """What torch calls a format."""
+    return getattr(torch, element.dtype)
+
+
+OUTPUT_NAMES = {torch_dtype(element): name for name, element in OUTPUTS.items()}
+"""Names in `kinds.OUTPUTS`, by dtype; also of a bias."""
+
+_PAIRS = 2 * GATE_COLUMNS
+
+
+def names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(map(str, dtypes))
+
+
+def out_columns(n: int, activation: str | None) -> int:
+    """Columns of `out`, of a product of n."""
+    return n // 2 if activation == "swiglu" else n
+
+
+def for_problem(bias: torch.Tensor | None, activation: str | None) -> dict[str, str]:
+    """What a `GemmProblem` says of a finish that has been checked."""
+    return {"bias": "none" if bias is None else OUTPUT_NAMES[bias.dtype], "activation": activation or "none"}
+
+
+def interleave_gate_up(x: torch.Tensor) -> torch.Tensor:
+    """Rows of gates and of what they let through, by turns in eights: the layout of `activation="swiglu"`.
+
+    Row 16 i + j of the result is gate row 8 i + j for j < 8, and up row 8 i + j - 8 for the others; so column j of
+    `fp8_gemm(..., activation="swiglu")` is `silu(gate_j) * up_j`. Lay out a weight before it is quantised in blocks of
+    128x128, which then hold 64 rows of each; scales of rows, and a bias, are laid out like the rows they belong to.
+
+    Args:
+        x: [2 f, ...] of any dtype: f rows of gates, then f of what they let through, f a multiple of 8. A weight
+            [2 f, k], as checkpoints keep `gate_up_proj`, or a bias or scale [2 f].
+
+    Returns:
+        A contiguous tensor like `x`.
+
+    Raises:
+        ValueError: the rows of `x` are no multiple of 16.
+    """
+    if x.dim() < 1 or x.shape[0] % _PAIRS:
+        raise ValueError(
+            f"x is {list(x.shape)}; it must have a multiple of {_PAIRS} rows, gates and then as many others. Pad both "
+            f"halves to a multiple of {GATE_COLUMNS}"
+        )
+    halves = x.unflatten(0, (2, x.shape[0] // _PAIRS, GATE_COLUMNS))
+    return halves.transpose(0, 1).contiguous().flatten(0, 2)
+
+
+def check_out_dtype(out_dtype: object) -> None:
+    if out_dtype is not None and out_dtype not in tuple(OUTPUT_NAMES):
+        raise TypeError(f"out_dtype is {out_dtype!r}; pass one of {names(OUTPUT_NAMES)}, or nothing")
+
+
+def check_activation(activation: object) -> None:
+    known = [name for name in ACTIVATIONS if name != "none"]
+    if activation is not None and type(activation) is not str:
+        raise TypeError(f"activation is {activation!r}, of type {type(activation).__name__}; pass a name, or None")
+    if activation is not None and activation not in known:
+        raise ValueError(f"activation is {activation!r}; pass one of {', '.join(known)}, or None")
+
+
+def check_out(out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
+    """Check that `out`, if it is given, has a dtype that kernels write, and the one asked for."""
+    if out is None:
+        return
+    if out.dtype not in OUTPUT_NAMES:
+        raise TypeError(f"out must be one of {names(OUTPUT_NAMES)}; got {out.dtype}. Pass such an out, or out=None")
+    if out_dtype not in (None, out.dtype):
+        raise TypeError(f"out_dtype is {out_dtype} and out is {out.dtype}; leave out_dtype out")
+
+
+def check_bias_kind(bias: object) -> None:
+    """Check that a bias, if it is given, is a plain tensor."""
+    if bias is None:
+        return
+    if not isinstance(bias, torch.Tensor):
+        raise TypeError(f"bias must be a torch.Tensor or None; got {type(bias).__name__}. Pass a tensor [n]")
+    tensors.require_plain(bias=bias)
+
+
+def check_finish(bias: torch.Tensor | None, activation: str | None, b: torch.Tensor) -> None:
+    """Check that both suit a product of `b` [n, k]."""
+    n = b.shape[0]
+    if activation == "swiglu" and not ops.holds(n % _PAIRS == 0):
+        raise ValueError(
+            f"activation is 'swiglu' and n is {n}; it takes a multiple of {_PAIRS} rows of b. Lay them out by "
+            "deep_tile.interleave_gate_up"
+        )
+    if bias is None:
+        return
+    if bias.dtype not in OUTPUT_NAMES:
+        raise TypeError(f"bias must be one of {names(OUTPUT_NAMES)}; got {bias.dtype}. To fix: bias.float()")
+    if bias.dim() != 1 or not ops.holds(bias.shape[0] == n):
+        raise ValueError(f"bias must be [n] = [{n}]; got {list(bias.shape)}. Pass the bias of the same layer")
+    if bias.device != b.device:
+        raise ValueError(f"bias is on {bias.device} but b is on {b.device}; move it with .to(b.device)")
