@@ -88,6 +88,9 @@ def measure(kind: str, shape: Shape, repeats: int, flush: timing.L2Flush) -> dic
         contestants[name] = lambda options=options, out=out: product(out, **options)
         if name in APART:
             contestants[f"{name} apart"] = lambda name=name: apart(product(), bias, name)
+    if kind == "bf16":
+        total = torch.zeros(shape.m, shape.n, device="cuda")
+        contestants["accumulate"] = lambda: product(total, accumulate=True)
     graphs = {name: timing.capture(call) for name, call in contestants.items()}
     took = timing.time_alternating(graphs, repeats, flush)
     return {**shape._asdict(), "us": {name: one.us for name, one in took.items()}}
@@ -95,7 +98,7 @@ def measure(kind: str, shape: Shape, repeats: int, flush: timing.L2Flush) -> dic
 
 def line(row: dict[str, Any]) -> str:
     us = row["us"]
-    shares = ", ".join(f"{name} {us[name] / us['plain']:.3f}" for name in FINISHES if name in us)
+    shares = ", ".join(f"{name} {us[name] / us['plain']:.3f}" for name in (*FINISHES, "accumulate") if name in us)
     fused = ", ".join(f"{name} {us[name] / us[f'{name} apart']:.3f}" for name in APART if name in us)
     return f"{Shape(row['m'], row['n'], row['k'])!s:>18}: {us['plain']:8.1f} us; of plain: {shares}; of apart: {fused}"
 
