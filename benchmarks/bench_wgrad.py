@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python benchmarks/bench_wgrad.py --out wgrad.json
 
-Medians in microseconds, contestants in turn, L2 cold (timing.py). Gradients of groups are checked against float64. Stops with what it has after --seconds.
+Medians in microseconds, contestants in turn, L2 cold (timing.py). Gradients of groups are checked against float64.
+Stops with what it has after --seconds.
 """
 
 import argparse
