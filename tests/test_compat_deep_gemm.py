@@ -134,7 +134,7 @@ def test_wrong_calls_launch_nothing():
         ((a, b, out), {"recipe": (1, 1, 128)}, ValueError, r"recipe is \(1, 1, 128\); on Hopper it is \(1, 128, 128\)"),
         ((a, b, out), {"recipe_b": (1, 128)}, ValueError, "recipe_b is"),
         ((a, (b[0], torch.zeros(1, 1, dtype=torch.int32)), out), {}, TypeError, "b's scale is packed into int32"),
-        ((a, b, out.float()), {}, TypeError, "out must be torch.bfloat16"),
+        ((a, b, out.double()), {}, TypeError, "out must be one of torch.bfloat16"),
         (((a[0], a[1].t()), b, out), {}, ValueError, "It looks transposed"),
     ):
         with pytest.raises(kind, match=message):

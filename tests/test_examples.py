@@ -476,7 +476,7 @@ def test_sglang_backend_takes_what_is_cast_already(sglang, device, layout):
     given = (layer.weight, [128, 128], layer.weight_scale_inv, scale, bias)
     out = sglang.deep_tile_w8a8_block_fp8_linear(a.view(2, 4, 272), *given)
     assert (out.dtype, out.shape) == (torch.bfloat16, (2, 4, 136))
-    wanted = fp8_gemm(a, scale, layer.weight, layer.weight_scale_inv) + bias
+    wanted = fp8_gemm(a, scale, layer.weight, layer.weight_scale_inv, bias=bias)
     assert same_bits(out.view(8, 136), wanted)
 
 

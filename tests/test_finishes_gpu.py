@@ -11,8 +11,11 @@ from helpers import GuardedOut, make_operands, make_product, same_bits, with_fin
 from test_dense_gpu import check_config
 
 from deep_tile import GemmConfig, fp8_gemm, fp8_linear, gemm, per_token_cast_to_fp8, plan, precompile, quantize_weight
+from deep_tile.config import round_up
 from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, OUTPUTS
+from deep_tile.problem import GemmProblem
 from deep_tile.reference import finished
+from deep_tile.select.choose import choose
 from deep_tile.select.defaults import default_configs
 
 pytestmark = pytest.mark.gpu
@@ -96,16 +99,38 @@ def checked(kind: str, m: int, n: int, k: int, finish: tuple[str, str], output: 
     return product.check(GuardedOut(m, columns, device=DEVICE, dtype=dtype, **layout))
 
 
+SHAPES = ((1, 1, 1), (7, 24, 63), (65, 131, 128), (129, 577, 1001), (300, 2112, 777))
+
+
+def problems_in_turn(kind: str, finish: tuple[str, str]) -> list[GemmProblem]:
+    """Two of the shapes, of two formats: one for an `out` that TMA can address, one for one that it cannot."""
+    first = list(KINDS).index(kind) + FINISHES.index(finish)
+    bias, activation = finish
+    found = []
+    for tma_store in (True, False):
+        m, n, k = SHAPES[(first + 2 * tma_store) % len(SHAPES)]
+        n = round_up(n, 16) if activation == "swiglu" or tma_store else n
+        output = list(OUTPUTS)[(first + tma_store) % 3]
+        made = {"kind": kind, "output": output, "bias": bias, "activation": activation}
+        found.append(GemmProblem(m, n, k, tma_store=tma_store, **made))
+    return found
+
+
+@pytest.fixture(scope="module")
+def every_choice():
+    """The kernels of all problems in turn, compiled on all cores and loaded."""
+    problems = (one for kind in KINDS for finish in FINISHES for one in problems_in_turn(kind, finish))
+    configs = dict.fromkeys(choose(one) for one in problems)
+    plan.load_kernels(tuple(configs), torch.cuda.current_device(), os.cpu_count())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("finish", FINISHES, ids="-".join)
-def test_the_selectors_own_choice(kind, finish):
-    """Every kind with every finish; formats by turns, odd m and n, an `out` that TMA cannot address."""
-    formats = list(OUTPUTS)
-    gates = finish[1] == "swiglu"
-    for i, (m, n, k) in enumerate(((1, 1, 1), (7, 24, 63), (65, 131, 128), (129, 577, 1001), (300, 2112, 777))):
-        n = -(-n // 16) * 16 if gates else n
-        checked(kind, m, n, k, finish, formats[i % 3])
-        checked(kind, m, n, k, finish, formats[(i + 1) % 3], extra=5, offset=1)
+def test_the_selectors_own_choice(kind, finish, every_choice):
+    """Every kind with every finish; formats and shapes by turns."""
+    for one in problems_in_turn(kind, finish):
+        layout = {} if one.tma_store else {"extra": 5, "offset": 1}
+        checked(kind, one.m, one.n, one.k, finish, one.output, **layout)
 
 
 @pytest.mark.parametrize("finish", [("bf16", "none"), ("fp32", "gelu"), ("none", "swiglu")], ids="-".join)

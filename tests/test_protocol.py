@@ -494,7 +494,7 @@ SYNCHRONIZING_CALLS = {
     "barrier_cluster_wait": 1,
     "cp_async": 2,
     "cp_async_bulk_commit_group": 2,
-    "cp_async_bulk_load": 1,
+    "cp_async_bulk_load": 2,
     "cp_async_bulk_tensor_load": 2,
     "cp_async_bulk_tensor_load_multicast": 1,
     "cp_async_bulk_tensor_store": 1,
@@ -514,8 +514,8 @@ SYNCHRONIZING_CALLS = {
 }
 """Places in the kernel's headers that call what the model has as an operation.
 
-The model is of FP8 products without groups. The second load is that of a group's quarters of a box, which the same
-arrival announces. The other WGMMAs are those of accumulate.cuh, which gives a stage back when all but the latest group
+The model is of FP8 products without groups. The second tensor load is that of a group's quarters of a box, and the
+second bulk load that of a scale for each column: the same arrival announces both. The other WGMMAs are those of accumulate.cuh, which gives a stage back when all but the latest group
 have ended, as the model's loops do.
 """
 

@@ -15,7 +15,7 @@ from benchmarks import predict  # noqa: E402
 from benchmarks.shapes import Shape, select_shapes  # noqa: E402
 from deep_tile import walls  # noqa: E402
 from deep_tile.config import GemmConfig  # noqa: E402
-from deep_tile.kinds import KINDS, OUTPUTS  # noqa: E402
+from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, OUTPUTS
 from deep_tile.method import roofline  # noqa: E402
 from deep_tile.method.other_kernels import derive_attention, derive_convolution  # noqa: E402
 from deep_tile.problem import GemmProblem  # noqa: E402
@@ -146,6 +146,9 @@ some_problems = st.builds(
     kind=st.sampled_from(list(KINDS)),
     output=st.sampled_from(list(OUTPUTS)),
     groups=st.none(),
+    accumulate=st.just(False),
+    bias=st.sampled_from(BIASES),
+    activation=st.sampled_from(ACTIVATIONS),
 )
 
 

@@ -44,12 +44,21 @@ def grouped_configs(layout: str, tma_store: bool = True, accumulate: bool = Fals
         return tuple(
             deepest_config(*tile, tma_store, cluster_m=cluster_m, cluster_n=cluster_n, **options)
             for tile in _K_TILES
-            for cluster_m, cluster_n in (CLUSTERS if tile[0] > MMA_M and tma_store else CLUSTERS[:1])
+            for cluster_m, cluster_n in _k_clusters(*tile, tma_store, accumulate)
         )
     return tuple(
         deepest_config(block_m, block_n, tma_store, scale_blocks=scale_blocks, grouping=layout)
         for block_m, block_n, scale_blocks in _TILES
     )
+
+
+def _k_clusters(block_m: int, block_n: int, tma_store: bool, accumulate: bool) -> tuple[tuple[int, int], ...]:
+    """Clusters of a tile for groups along K. The widest that add, as clusters of two along m, spill 4 bytes with NVRTC
+    13.5.37."""
+    if block_m == MMA_M or not tma_store:
+        return CLUSTERS[:1]
+    widest = block_m * block_n == 128 * 256
+    return tuple(cluster for cluster in CLUSTERS if not (accumulate and widest and cluster == (2, 1)))
 
 
 def all_grouped_configs() -> tuple[GemmConfig, ...]:
