@@ -361,11 +361,16 @@ def with_finish(product: Product, bias_format: str = "none", activation: str = "
     return product._replace(call=call, exact=exact, relative_error=relative_error)
 
 
+_STEPS_OF_A_FINISH = 5e-7
+"""Relative error of adding a bias and applying an activation in FP32: eight roundings."""
+
+
 def _activated(exact: Exact, activation: str, accumulation: float) -> Exact:
-    """What becomes of sums, and of their errors, in float64."""
-    value, spread = exact
+    """What becomes of sums, and of their errors and those of FP32 steps, in float64."""
+    value = exact.value
+    spread = exact.spread + _STEPS_OF_A_FINISH / accumulation * value.abs()
     if activation == "none":
-        return exact
+        return Exact(value, spread)
     if activation == "swiglu":
         (gate, up), (of_gate, of_up) = (x.unflatten(1, (-1, 2, 8)).unbind(2) for x in (value, spread))
         passed = gate * gate.sigmoid()

@@ -515,8 +515,8 @@ SYNCHRONIZING_CALLS = {
 """Places in the kernel's headers that call what the model has as an operation.
 
 The model is of FP8 products without groups. The second tensor load is that of a group's quarters of a box, and the
-second bulk load that of a scale for each column: the same arrival announces both. The other WGMMAs are those of accumulate.cuh, which gives a stage back when all but the latest group
-have ended, as the model's loops do.
+second bulk load that of a scale for each column: the same arrival announces both. The other WGMMAs are those of
+accumulate.cuh, which gives a stage back when all but the latest group have ended, as the model's loops do.
 """
 
 
