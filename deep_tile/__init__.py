@@ -37,6 +37,7 @@ _MODULES = {
     "silu_mul_cast_to_fp8": "experts",
     "sort_by_expert": "experts",
     "supports": "api",
+    "transposed_cast_to_fp8": "transposed",
 }
 
 _SUBMODULES = ("compat", "distributed", "integrations", "nn", "torch_compat", "watch")

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from deep_tile import _launcher, jit, params
-from deep_tile.codegen import CastKernel, CombineKernel, streaming_source
+from deep_tile.codegen import CastKernel, CombineKernel, StreamingKernel, TransposedKernel, streaming_source
 from deep_tile.config import SCALE_BLOCK, ceil_div
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.streaming import WARP, Reduction, derive_reduction
@@ -61,6 +61,32 @@ class CastLayout(NamedTuple):
     beta: float = 0.0
 
 
+class TransposedLayout(NamedTuple):
+    """Numbers of one cast along tokens, as `params.TRANSPOSED_CAST` has them. Strides in elements.
+
+    Attributes:
+        rows: tokens, of which each column of x becomes a row of out.
+        aligned: x may be read in vectors of 16 bytes, and its rows are whole vectors long.
+        others: as `CastLayout` and `params.TRANSPOSED_CAST` have them.
+    """
+
+    rows: int
+    columns: int
+    x_stride: int
+    out_stride: int
+    scale_stride_row: int
+    scale_stride_column: int
+    aligned: bool
+    pow2_scale: bool
+    amax_floor: float
+    correction: int
+    x_rows: int
+    wide_index: bool
+    groups: int
+    alignment: int
+    out_words: bool
+
+
 class CombineLayout(NamedTuple):
     """Numbers of one sum of experts' rows, as `params.COMBINE` has them. Strides in elements."""
 
@@ -86,7 +112,12 @@ COMBINE = CombineKernel(threads=256, rows_at_once=4, blocks_per_sm=4)
 """64 KB of reads under way on each SM, twice of what `streaming.bytes_in_flight_needed` says, since each waits for its
 index before. More blocks would leave too few registers: 16 hold what is read, 8 the sums."""
 
-StreamingKernel = CastKernel | CombineKernel
+TRANSPOSED = {
+    "bf16": TransposedKernel("bf16", threads=512, blocks_per_sm=3),
+    "fp16": TransposedKernel("fp16", threads=512, blocks_per_sm=3),
+    "fp32": TransposedKernel("fp32", threads=512, blocks_per_sm=2),
+}
+"""By the source's format. A thread holds 4 tokens of 16 bytes, or 8 of FP32: with more blocks registers would spill."""
 
 _loaded: dict[tuple[StreamingKernel, int], _launcher.Kernel] = {}
 _loading = jit.fork_safe_lock()
@@ -117,13 +148,19 @@ def choose_combine(tokens: int, columns: int, num_sms: int) -> tuple[CombineKern
     return COMBINE, min(num_sms * COMBINE.blocks_per_sm, ceil_div(items, COMBINE.threads))
 
 
+def choose_transposed(source: str, tokens: int, columns: int, num_sms: int) -> tuple[TransposedKernel, int]:
+    """The kernel for a cast along tokens, and how many thread blocks to launch. Sizes matter to the number alone."""
+    kernel = TRANSPOSED[source]
+    return kernel, min(num_sms * kernel.blocks_per_sm, ceil_div(tokens, SCALE_BLOCK) * ceil_div(columns, SCALE_BLOCK))
+
+
 def all_kernels() -> list[StreamingKernel]:
     """Every kernel that a call can need."""
-    return [*cast_kernels(), COMBINE]
+    return [*cast_kernels(), *TRANSPOSED.values(), COMBINE]
 
 
 def cast_kernels() -> list[CastKernel]:
-    """Those of casts."""
+    """Those of casts along k."""
     kinds = [
         *((block_rows, source, "plain") for block_rows in (1, SCALE_BLOCK) for source in SOURCE_BYTES),
         *((1, source, "listed") for source in SOURCE_BYTES),
@@ -190,6 +227,37 @@ def prepare_launch(
             waits for that before it reads or writes anything.
     """
     table = params.CAST if kernel.what == "plain" else params.CAST_OF_ROWS
+    return _prepare(kernel, grid, device, table, layout, names, places, pdl)
+
+
+def prepare_transposed(
+    kernel: TransposedKernel, grid: int, device: int, layout: TransposedLayout, lists: tuple[str, ...]
+) -> _launcher.Launch:
+    """The same of a cast along tokens, of x, out, scale and the lists of these names. Errors as for `load`."""
+    places = transposed_places(lists)
+    return _prepare(kernel, grid, device, params.TRANSPOSED_CAST, layout, _NAMES + lists, places, False)
+
+
+def transposed_places(lists: tuple[str, ...]) -> Mapping[str, params.Place]:
+    return params.places((*PLACES, *({"rows": "index", "offs": "ends"}[name] for name in lists)))
+
+
+def prepare_combine(kernel: CombineKernel, grid: int, device: int, layout: CombineLayout) -> _launcher.Launch:
+    """Everything about a launch on x, weights, index and out, but their addresses. Errors as for `load`."""
+    names = ("x", "weights", "index", "out")
+    return _prepare(kernel, grid, device, params.COMBINE, layout, names, params.places(names), False)
+
+
+def _prepare(
+    kernel: StreamingKernel,
+    grid: int,
+    device: int,
+    table: params.Params,
+    layout: CastLayout | TransposedLayout | CombineLayout,
+    names: tuple[str, ...],
+    places: Mapping[str, params.Place],
+    pdl: bool,
+) -> _launcher.Launch:
     return _launcher.prepare(
         load(kernel, device),
         grid=grid,
@@ -201,21 +269,4 @@ def prepare_launch(
         maps=(),
         fixed_maps=(),
         pdl=pdl,
-    )
-
-
-def prepare_combine(kernel: CombineKernel, grid: int, device: int, layout: CombineLayout) -> _launcher.Launch:
-    """Everything about a launch on x, weights, index and out, but their addresses. Errors as for `load`."""
-    names = ("x", "weights", "index", "out")
-    return _launcher.prepare(
-        load(kernel, device),
-        grid=grid,
-        cluster=1,
-        threads=kernel.threads,
-        params=params.COMBINE.pack(**layout._asdict()),
-        names=names,
-        pointers=params.COMBINE.pointers(params.places(names)),
-        maps=(),
-        fixed_maps=(),
-        pdl=False,
     )

@@ -185,6 +185,35 @@ def _cast_function(kernel: CastKernel) -> str:
     return f"cast_rows<deep_tile::{CAST_SOURCES[kernel.what]}, {arguments}>"
 
 
+class TransposedKernel(NamedTuple):
+    """A cast to FP8 along tokens: what its text depends on.
+
+    Attributes:
+        source: format of the input, a key of `CAST_FORMATS`.
+        threads: of a thread block.
+        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
+    """
+
+    source: str
+    threads: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"fp8_cast_transposed_{self.source}_t{self.threads}"
+
+
+def transposed_source(kernel: TransposedKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    entry = f"""\
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const CastParams params) {{
+    deep_tile::cast_transposed<deep_tile::{CAST_FORMATS[kernel.source]}, {kernel.threads}>(params);
+}}
+"""
+    return "\n".join([params.TRANSPOSED_CAST.text, _headers("transposed.cuh"), entry])
+
+
 class CombineKernel(NamedTuple):
     """The sum of experts' rows: what its text depends on.
 
@@ -214,9 +243,15 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_pe
     return "\n".join([params.COMBINE.text, _headers("combine.cuh"), entry])
 
 
-def streaming_source(kernel: CastKernel | CombineKernel) -> str:
-    """Of either."""
-    return cast_source(kernel) if isinstance(kernel, CastKernel) else combine_source(kernel)
+StreamingKernel = CastKernel | TransposedKernel | CombineKernel
+"""A kernel that is bound by memory."""
+
+_SOURCES = {CastKernel: cast_source, TransposedKernel: transposed_source, CombineKernel: combine_source}
+
+
+def streaming_source(kernel: StreamingKernel) -> str:
+    """Of any of them."""
+    return _SOURCES[type(kernel)](kernel)
 
 
 @lru_cache(maxsize=4)

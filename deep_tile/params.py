@@ -293,6 +293,19 @@ CAST_OF_ROWS = Params(
 )
 """Of a cast of some rows, or of a product of their halves. More fields make other code of all other casts."""
 
+TRANSPOSED_CAST = Params(
+    CAST.name,
+    *CAST.fields,  # rows are tokens, of which out has columns; aligned is of x alone
+    Field("index", "const void*", "of each token of out, the row of x that it is cast from; null: the same"),
+    Field("ends", "const int*", "of each group, the token behind its last; null: all tokens live"),
+    Field("x_rows", "long long", "that an index may name", 0),
+    Field("wide_index", "int", "it is of int64, not int32", 0, 1),
+    Field("groups", "unsigned", "in ends"),
+    Field("alignment", "int", "of the tokens that groups begin at", 128, 1024),
+    Field("out_words", "int", "out may be written by words: its columns begin at multiples of 4 bytes", 0, 1),
+)
+"""Of a cast along tokens."""
+
 COMBINE = Params(
     "CombineParams",
     Field("x", "const void*", "strides are in elements; columns of x and out are adjacent"),

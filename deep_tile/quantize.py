@@ -1,6 +1,6 @@
 """Casts to FP8 with one FP32 scale per 1x128 (activations) or 128x128 (weights) block, and back.
 
-Called by users, tests and benchmarks. `_definition`, in plain torch, says what a cast is; on a Hopper GPU a kernel
+Called by users, tests and benchmarks. `definition`, in plain torch, says what a cast is; on a Hopper GPU a kernel
 (cast.py) writes the same bits. A warm call is one call into C, which finds the launch by the tensors' signature.
 Invariant: for finite `x`, either cast followed by `dequantize` gives `x` back to within e4m3's rounding at its block's
 scale; nothing saturates.
@@ -40,7 +40,7 @@ above m = 128 (H200, 2026-11-24)."""
 SCALE_ROUNDINGS = ("none", "pow2")
 DIVISIONS = ("divide", "reciprocal")
 
-_KERNEL_SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+KERNEL_SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _VECTOR_BYTES = tensors.ALIGNMENT_BYTES
 """What a thread of a kernel loads at once; it stores as many elements."""
 
@@ -157,13 +157,13 @@ def call_op(
     op, x, scale_layout: str, out, scale_out, options: dict, is_gated: bool, lists: sources.Lists
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A cast with a scale per row and 128 columns, under tracing: `options` are all keywords of its op."""
-    _check_layout(scale_layout)
+    check_layout(scale_layout)
     if out is None and scale_out is None:
         return op(x, scale_layout=scale_layout, **options)
     if out is None or scale_out is None:
         shape = sources.result_shape(x, is_gated, lists)
-        out = _empty_out(x, shape) if out is None else out
-        scale_out = _empty_scale(x, shape, scale_layout) if scale_out is None else scale_out
+        out = empty_out(x, shape) if out is None else out
+        scale_out = empty_scale(x, shape, scale_layout) if scale_out is None else scale_out
     op.out(x, out, scale_out, **options)
     return out, scale_out
 
@@ -172,14 +172,14 @@ def cast_tokens(
     x, scale_layout: str, options: tuple, out, scale_out, lists: sources.Lists
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A cast with a scale per row and 128 columns, outside of tracing; `options` are equal to `Options`."""
-    _check_layout(scale_layout)
+    check_layout(scale_layout)
     if is_grad_enabled() and getattr(x, "requires_grad", False):
         _check_input(x, Options(*options), lists)
         _refuse_gradient(x, Options(*options))
     try:
         shape = x.shape if options[4:] == _ALL_ROWS else sources.result_shape(x, options[5] is not None, lists)
-        out = _empty_out(x, shape) if out is None else out
-        scale_out = _empty_scale(x, shape, scale_layout) if scale_out is None else scale_out
+        out = empty_out(x, shape) if out is None else out
+        scale_out = empty_scale(x, shape, scale_layout) if scale_out is None else scale_out
     except Exception:
         _check_input(x, Options(*options), lists)
         raise
@@ -219,7 +219,7 @@ def per_block_cast_to_fp8(
     options = {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact}
     if out is None and scale_out is None:
         return op(w, **options)
-    out = _empty_out(w, w.shape) if out is None else out
+    out = empty_out(w, w.shape) if out is None else out
     scale_out = _empty_block_scale(w) if scale_out is None else scale_out
     op.out(w, out, scale_out, **options)
     return out, scale_out
@@ -228,7 +228,7 @@ def per_block_cast_to_fp8(
 def _cast_blocks(w, options: tuple, out, scale_out) -> tuple[torch.Tensor, torch.Tensor]:
     """`per_block_cast_to_fp8` outside of tracing; `options` are equal to `Options`."""
     try:
-        out = _empty_out(w, w.shape) if out is None else out
+        out = empty_out(w, w.shape) if out is None else out
         scale_out = _empty_block_scale(w) if scale_out is None else scale_out
     except Exception:
         _check_input(w, Options(*options), {})
@@ -272,7 +272,7 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
     return _from_blocks(blocks * _as_matrix(scale.float())[:, None, :, None], rows.shape).view(x.shape)
 
 
-def _check_layout(scale_layout: str) -> None:
+def check_layout(scale_layout: str) -> None:
     if scale_layout not in SCALE_LAYOUTS:
         raise ValueError(f"scale_layout is {scale_layout!r}; use one of {', '.join(map(repr, SCALE_LAYOUTS))}")
 
@@ -300,14 +300,14 @@ def _input_name(options: Options) -> str:
 
 def _check_input(x: torch.Tensor, options: Options, lists: sources.Lists) -> None:
     name = _input_name(options)
-    _check_source_dtype(name, x)
+    check_source_dtype(name, x)
     tensors.require_plain(**{name: x})
     _require_dimensions(name, x, (options.block_rows, SCALE_BLOCK))
     sources.check(name, x, options.gating, lists)
     sources.check_memory(lists)
 
 
-def _check_source_dtype(name: str, x: torch.Tensor) -> None:
+def check_source_dtype(name: str, x: torch.Tensor) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in SOURCE_DTYPES:
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in SOURCE_DTYPES)
         raise TypeError(f"{name} is {_kind(x)}; the cast takes a tensor of {wanted}")
@@ -347,26 +347,31 @@ def _cast_unknown(
     _check_input(x, options, lists)
     check_options(options)
     shape = sources.result_shape(x, options.gating is not None, lists)
-    _check_target("out", out, FP8_DTYPE, shape, x.device)
-    _check_target("scale_out", scale, torch.float32, scale_shape(shape, (options.block_rows, SCALE_BLOCK)), x.device)
+    check_target("out", out, FP8_DTYPE, shape, x.device)
+    check_target("scale_out", scale, torch.float32, scale_shape(shape, (options.block_rows, SCALE_BLOCK)), x.device)
     out_rows, scale_rows = _view_as_matrix("out", out), _view_as_matrix("scale_out", scale)
-    if out_rows.shape[1] > 1 and out_rows.stride(1) != 1:
-        raise ValueError(f"out must have a unit column stride; its strides are {out.stride()}. Pass a row-major out")
-    if out_rows.shape[0] > 1 and out_rows.stride(0) < out_rows.shape[1]:
-        columns = out_rows.shape[1]
-        raise ValueError(f"rows of out overlap: strides {out.stride()} for {columns} columns. Pass a dense out")
-    if _needs_kernel(x, out):
+    check_rows(out, out_rows)
+    if needs_kernel(x, out):
         _cast_by_kernel(x, options, out, scale, lists)
     else:
-        _definition(_as_matrix(x), options, out_rows, scale_rows, lists)
+        definition(_as_matrix(x), options, out_rows, scale_rows, lists)
 
 
-def _needs_kernel(x: torch.Tensor, out: torch.Tensor) -> bool:
+def check_rows(out: torch.Tensor, rows: torch.Tensor) -> None:
+    """Raise unless a cast can write to `out`, which `rows` is a view of as a matrix."""
+    if rows.shape[1] > 1 and rows.stride(1) != 1:
+        raise ValueError(f"out must have a unit column stride; its strides are {out.stride()}. Pass a row-major out")
+    if rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
+        columns = rows.shape[1]
+        raise ValueError(f"rows of out overlap: strides {out.stride()} for {columns} columns. Pass a dense out")
+
+
+def needs_kernel(x: torch.Tensor, out: torch.Tensor) -> bool:
     """Tensors without memory, which no kernel is launched with, are left to torch."""
     return bool(x.numel() and out.numel()) and x.is_cuda and launches.is_hopper(x.get_device())
 
 
-def _check_target(name: str, target: torch.Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
+def check_target(name: str, target: torch.Tensor, dtype: torch.dtype, shape: tuple, device: torch.device) -> None:
     _check_target_dtype(name, target, dtype)
     tensors.require_plain(**{name: target})
     _check_target_shape(name, target, shape, device)
@@ -387,9 +392,7 @@ def _check_target_shape(name: str, target: torch.Tensor, shape: tuple, device: t
 
 
 @torch.no_grad()
-def _definition(
-    x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
-) -> None:
+def definition(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists) -> None:
     """The cast of a matrix."""
     if "rows" in lists:
         x = sources.gathered(x, lists["rows"])
@@ -429,7 +432,7 @@ def _pow2_scale(amax: torch.Tensor) -> torch.Tensor:
 def _cast_by_kernel(
     x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
 ) -> None:
-    x = _readable(x)
+    x = readable(x)
     given = x, out, scale, *lists.values()
     signature = launches.signature(*given)
     launch = launches.find(_launches, tuple(options), signature)
@@ -442,7 +445,7 @@ def _cast_by_kernel(
     launches.launch(launch, *given)
 
 
-def _readable(x: torch.Tensor) -> torch.Tensor:
+def readable(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a copy where no kernel can read it: of its dtype, or as a matrix whose columns are adjacent."""
     if x.dtype == torch.float64:
         x = x.float()
@@ -458,8 +461,8 @@ def cast_launch(x: torch.Tensor, options: Options, out: torch.Tensor, scale: tor
     """
     x, out, scale = map(_as_matrix, (x, out, scale))
     device = x.get_device()
-    kernel, grid = cast.choose(options.block_rows, _KERNEL_SOURCES[x.dtype], *x.shape, launches.num_sms(device))
-    _check_capture(kernel, device)
+    kernel, grid = cast.choose(options.block_rows, KERNEL_SOURCES[x.dtype], *x.shape, launches.num_sms(device))
+    check_capture(kernel, device)
     return cast.prepare_launch(kernel, grid, device, _layout(x, options, out, scale), **how)
 
 
@@ -473,8 +476,8 @@ def rows_launch(
     num_sms = launches.num_sms(device)
     layout = rows_layout(_layout(x, options, out, scale), options, len(x), group_rows, lists)
     what = "listed" if options.gating is None else "silu_mul"
-    kernel, grid = cast.choose(1, _KERNEL_SOURCES[x.dtype], *out.shape, num_sms, what)
-    _check_capture(kernel, device)
+    kernel, grid = cast.choose(1, KERNEL_SOURCES[x.dtype], *out.shape, num_sms, what)
+    check_capture(kernel, device)
     return cast.prepare_launch(kernel, grid, device, layout, **cast.operands_of_rows(options.lists))
 
 
@@ -514,7 +517,7 @@ def _takes_vectors(x: torch.Tensor, out: torch.Tensor) -> bool:
     return steps and tensors.is_aligned(x) and tensors.is_aligned(out)
 
 
-def _check_capture(kernel: cast.CastKernel, device: int) -> None:
+def check_capture(kernel: cast.StreamingKernel, device: int) -> None:
     if not cast.is_loaded(kernel, device):
         launches.refuse_capture(kernel.name, device, "run this cast once before the capture")
 
@@ -571,7 +574,7 @@ class _Strided(NamedTuple):
         return _Strided(tuple(shape), strides)
 
 
-def _empty_out(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def empty_out(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return _empty("out", x, _out_strides(shape), FP8_DTYPE)
 
 
@@ -599,7 +602,7 @@ def _empty_block_scale(w: torch.Tensor) -> torch.Tensor:
     return _empty("scale_out", w, _weight_scale_strides(w.shape), torch.float32)
 
 
-def _empty_scale(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
+def empty_scale(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
     return _empty("scale_out", x, _scale_strides(shape, layout), torch.float32)
 
 
@@ -695,7 +698,7 @@ def _fake_rows_out_op(x, out, scale_out, *, rows=None, offs=None, counts=None, *
 
 def _fake_block_op(w: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor]:
     _check_fake(w, Options(SCALE_BLOCK, **options), {})
-    return _fake_out(w, w.shape), _fake_block_scale(w)
+    return fake_out(w, w.shape), _fake_block_scale(w)
 
 
 def _fake_block_out_op(w: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, **options) -> None:
@@ -706,10 +709,10 @@ def fake_cast_tokens(
     x: torch.Tensor, scale_layout: str, options: Options, lists: sources.Lists
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cast_tokens` without data, that allocates."""
-    _check_layout(scale_layout)
+    check_layout(scale_layout)
     _check_fake(x, options, lists)
     shape = sources.result_shape(x, options.gating is not None, lists)
-    return _fake_out(x, shape), _fake_scale(x, shape, scale_layout)
+    return fake_out(x, shape), fake_scale(x, shape, scale_layout)
 
 
 def fake_cast_into(
@@ -718,10 +721,13 @@ def fake_cast_into(
     """A cast without data, to what is given."""
     _check_fake(x, options, lists)
     shape = sources.result_shape(x, options.gating is not None, lists)
-    for name, target, dtype, wanted in (
-        ("out", out, FP8_DTYPE, shape),
-        ("scale_out", scale, torch.float32, scale_shape(shape, (options.block_rows, SCALE_BLOCK))),
-    ):
+    check_fake_targets(x, out, scale, shape, scale_shape(shape, (options.block_rows, SCALE_BLOCK)))
+
+
+def check_fake_targets(
+    x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, shape: tuple[int, ...], of_scale: tuple[int, ...]
+) -> None:
+    for name, target, dtype, wanted in (("out", out, FP8_DTYPE, shape), ("scale_out", scale, torch.float32, of_scale)):
         _check_target_dtype(name, target, dtype)
         _check_target_shape(name, target, wanted, x.device)
 
@@ -729,7 +735,7 @@ def fake_cast_into(
 def _check_fake(x: torch.Tensor, options: Options, lists: sources.Lists) -> None:
     """Check what can be checked without memory; strides are left to the run."""
     name = _input_name(options)
-    _check_source_dtype(name, x)
+    check_source_dtype(name, x)
     _require_dimensions(name, x, (options.block_rows, SCALE_BLOCK))
     sources.check(name, x, options.gating, lists)
     check_options(options)
@@ -737,11 +743,11 @@ def _check_fake(x: torch.Tensor, options: Options, lists: sources.Lists) -> None
         _refuse_gradient(x, options)
 
 
-def _fake_out(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def fake_out(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return x.new_empty_strided(*_out_strides.__wrapped__(shape), dtype=FP8_DTYPE)  # symbols have no hash
 
 
-def _fake_scale(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
+def fake_scale(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
     return x.new_empty_strided(*_scale_strides.__wrapped__(shape, layout), dtype=torch.float32)
 
 
@@ -749,7 +755,7 @@ def _fake_block_scale(w: torch.Tensor) -> torch.Tensor:
     return w.new_empty_strided(*_weight_scale_strides.__wrapped__(w.shape), dtype=torch.float32)
 
 
-_OPTIONS = 'float amax_floor=1e-4, str round_scale="none", str exact="divide"'
+OPTIONS_SCHEMA = 'float amax_floor=1e-4, str round_scale="none", str exact="divide"'
 _TARGETS = "Tensor(a!) out, Tensor(b!) scale_out"
 _LISTS_SCHEMA = "Tensor? rows=None, Tensor? offs=None, Tensor? counts=None"
 
@@ -762,7 +768,7 @@ def register_cast(name: str, x: str, more: str, functions: tuple, out_functions:
         more: keywords of its own, with a comma after each.
         functions, out_functions: implementation and fake, of the op and of its overload.
     """
-    keywords = f"{more}{_OPTIONS}"
+    keywords = f"{more}{OPTIONS_SCHEMA}"
     layout = f'str scale_layout="{DEFAULT_SCALE_LAYOUT}"'
     ops.register(f"{name}(Tensor {x}, *, {layout}, {keywords}) -> (Tensor, Tensor)", *functions)
     ops.register(f"{name}.out(Tensor {x}, {_TARGETS}, *, {keywords}) -> ()", *out_functions)
@@ -776,9 +782,9 @@ register_cast(
     (_run_rows_op, _fake_rows_op),
     (_run_rows_out_op, _fake_rows_out_op),
 )
-ops.register(f"per_block_cast_to_fp8(Tensor w, *, {_OPTIONS}) -> (Tensor, Tensor)", _run_block_op, _fake_block_op)
+ops.register(f"per_block_cast_to_fp8(Tensor w, *, {OPTIONS_SCHEMA}) -> (Tensor, Tensor)", _run_block_op, _fake_block_op)
 ops.register(
-    f"per_block_cast_to_fp8.out(Tensor w, {_TARGETS}, *, {_OPTIONS}) -> ()",
+    f"per_block_cast_to_fp8.out(Tensor w, {_TARGETS}, *, {OPTIONS_SCHEMA}) -> ()",
     _run_block_out_op,
     _fake_block_out_op,
 )

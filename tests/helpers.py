@@ -183,7 +183,7 @@ class GuardedOut:
         offset: int = 0,
         dtype: torch.dtype = torch.bfloat16,
     ):
-        self._words = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+        self._words = {1: torch.int8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
         strides = (n if stride is None else stride, 1)
         # As far as a tile reaches that is not clipped.
         margin = round_up(256 * strides[0] + 256, 8)

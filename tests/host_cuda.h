@@ -122,6 +122,17 @@ inline Meeting& meeting_of(unsigned mask) {
 
 inline void __syncthreads() { block_meeting->wait(); }
 
+inline int __syncthreads_count(bool counts) {
+    static int count = 0;
+    count += counts;
+    __syncthreads();
+    const int all = count;
+    __syncthreads();
+    count = 0;
+    __syncthreads();
+    return all;
+}
+
 inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int distance) {
     Meeting& meeting = meeting_of(mask);
     meeting.values[threadIdx.x % 32] = value;

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 from helpers import (
+    ACCUMULATION,
+    Exact,
     Operands,
     assert_accurate,
     assert_silu_mul_cast,
@@ -33,13 +35,16 @@ from deep_tile import (
     combine,
     fp8_gemm,
     fp8_grouped_gemm,
+    fp8_grouped_wgrad,
     per_block_cast_to_fp8,
     per_token_cast_to_fp8,
     silu_mul_cast_to_fp8,
+    transposed_cast_to_fp8,
 )
 from deep_tile.config import round_up
 from deep_tile.kinds import OUTPUTS
-from deep_tile.select.groups import all_grouped_configs
+from deep_tile.reference import MAX_RELATIVE_ERROR
+from deep_tile.select.groups import all_grouped_configs, grouped_configs
 
 
 class Case(NamedTuple):
@@ -222,6 +227,56 @@ def run_casts(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda")
             assert torch.equal(got, wanted), cast.__name__
 
 
+def run_gradients(config: GemmConfig, device: str = "cuda") -> None:
+    """Casts along tokens of groups, one of them empty, and gradients of their weights. Raises AssertionError."""
+    n, k, lengths = 70, 136 if config.tma_store else 133, (64, 0, 1, 130, 300)
+    begins = list(accumulate((round_up(length, 128) for length in lengths), initial=0))
+    ends = [begin + length for begin, length in zip(begins, lengths, strict=False)]
+    tokens = ends[-1]
+    dy, x = torch.randn(tokens, n).bfloat16(), torch.randn(tokens, k).half()
+    offs = torch.tensor(ends, dtype=torch.int32)
+    on_device, on_host = [], []
+    for source in (dy, x):
+        targets = transposed_targets(source, device)
+        transposed_cast_to_fp8(source.to(device), offs=offs.to(device), **targets)
+        wanted = transposed_cast_to_fp8(source, offs=offs)
+        for got, expected in zip(targets.values(), wanted, strict=True):
+            assert torch.equal(got.cpu().float(), expected.float()), "transposed cast"
+        on_device += targets.values()
+        on_host += wanted
+    added = torch.randn(len(lengths), n, k)
+    out = added.clone().to(device)
+    fp8_grouped_wgrad(*on_device, offs.to(device), out, config=config, num_sms=3)
+    results, operands = out.cpu(), Operands(*on_host)
+    for group, (begin, end) in enumerate(zip(begins, ends, strict=False)):
+        if begin == end:
+            assert torch.equal(results[group], added[group]), "a group without tokens"
+            continue
+        blocks = slice(begin // 128, round_up(end, 128) // 128)
+        part = Operands(*(y[:, blocks] if y.dtype == torch.float32 else y[:, begin:end] for y in operands))
+        value, spread = exact_product(part, b_rows=1)
+        exact = Exact(value + added[group].double(), spread)
+        assert_accurate(results[group], exact, ACCUMULATION, MAX_RELATIVE_ERROR)
+
+
+def transposed_targets(x: torch.Tensor, device: str) -> dict[str, torch.Tensor]:
+    """`out`, whose rows begin at multiples of 16 bytes, and `scale_out`."""
+    tokens, columns = x.shape
+    return {
+        "out": tight(torch.zeros(columns, tokens, dtype=torch.uint8), device, 16).view(torch.float8_e4m3fn),
+        "scale_out": torch.zeros(columns, -(-tokens // 128)).to(device),
+    }
+
+
+def run_transposed_casts(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda") -> None:
+    """By an index that lies. Raises AssertionError on a wrong value."""
+    x, index = torch.randn(rows, columns).to(dtype), torch.randint(-1, rows + 1, (2 * rows,))
+    targets = transposed_targets(x.new_empty(2 * rows, columns), device)
+    transposed_cast_to_fp8(x.to(device), rows=index.to(device), **targets)
+    for got, wanted in zip(targets.values(), transposed_cast_to_fp8(x, rows=index), strict=True):
+        assert torch.equal(got.cpu().float(), wanted.float()), (rows, columns, dtype)
+
+
 ROWS = ((torch.bfloat16, 70, 304), (torch.float16, 33, 131), (torch.bfloat16, 3, 8))
 """dtype, rows and columns of casts of rows: of whole vectors, then of single elements."""
 
@@ -272,9 +327,13 @@ def main() -> int:
     for config in all_grouped_configs():
         print(config.name, *GROUPS, flush=True)
         failures += failed(run_groups, config)
+    for config in (config for tma_store in (True, False) for config in grouped_configs("k_offs", tma_store, True)):
+        print(config.name, flush=True)
+        failures += failed(run_gradients, config)
     for cast in CASTS:
         print("casts of", *cast, flush=True)
         failures += failed(run_casts, *cast)
+        failures += failed(run_transposed_casts, *cast)
     for cast in ROWS:
         print("casts of rows of", *cast, flush=True)
         failures += failed(run_casts_of_rows, *cast)

@@ -17,12 +17,12 @@ from helpers import assert_silu_mul_cast
 from test_quantize import EACH_OPTION, assert_same, wide_matrix
 
 from deep_tile import cast as kernels
-from deep_tile import combine, experts, params, quantize, sources
+from deep_tile import combine, experts, params, quantize, sources, transposed
 from deep_tile.codegen import streaming_source
 from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
 
 CASTS = {1: per_token_cast_to_fp8, 128: per_block_cast_to_fp8}
-DTYPES = {source: dtype for dtype, source in quantize._KERNEL_SOURCES.items()}
+DTYPES = {source: dtype for dtype, source in quantize.KERNEL_SOURCES.items()}
 ASSEMBLY = {
     r'asm\("max\.u16x2 .*?;" : "=r"\(larger\) : "r"\(a\), "r"\(b\)\);': "larger = host_max_u16x2(a, b);",
     r'asm\("cvt\.f32\.f16 .*?;" : "=f"\(value\) : "h"\(half\)\);': "value = host_f32_of_f16(half);",
@@ -77,12 +77,16 @@ def launch(tmp_path_factory):
 def table_of(kernel):
     if kernel == kernels.COMBINE:
         return params.COMBINE
+    if kernel in kernels.TRANSPOSED.values():
+        return params.TRANSPOSED_CAST
     return params.CAST if kernel.what == "plain" else params.CAST_OF_ROWS
 
 
 def assembly_of(kernel):
     if kernel == kernels.COMBINE:
         return ASSEMBLY_OF_COMBINE
+    if kernel in kernels.TRANSPOSED.values():
+        return ASSEMBLY
     return ASSEMBLY if kernel.what == "plain" else ASSEMBLY | ASSEMBLY_OF_ROWS
 
 
@@ -187,7 +191,7 @@ def assert_rows_as_defined(launch, kernel, x, options, lists, group_rows=0, grid
     options = quantize.Options(1, **options, lists=(*lists,))
     out, scale = poisoned_targets(x, options, lists)
     wanted = out.clone(), scale.clone()
-    quantize._definition(x, options, *wanted, lists)
+    quantize.definition(x, options, *wanted, lists)
     launch_on_rows(launch, kernel, x, options, lists, group_rows, out, scale, grid)
     assert_same((out, scale), wanted)
 
@@ -200,7 +204,7 @@ def assert_silu_mul_in_bounds(launch, kernel, x, options, numbers, lists=None, g
     lives = sources.living(len(x), lists)
     lives = torch.ones(len(x), dtype=torch.bool) if lives is None else lives
     by_kernel, by_definition = (poisoned_targets(x, options, lists) for _ in range(2))
-    quantize._definition(x, options, *by_definition, lists)
+    quantize.definition(x, options, *by_definition, lists)
     launch_on_rows(launch, kernel, x, options, lists, group_rows, *by_kernel)
     for out, scale in (by_kernel, by_definition):
         rounding = {"amax_floor": options.amax_floor, "round_scale": options.round_scale}
@@ -268,6 +272,63 @@ def test_any_number_of_groups(launch, kernel, groups):
     x = torch.randn(3 * groups, 128).to(DTYPES[kernel.source])
     counts = torch.randint(-1, 5, (groups,), dtype=torch.int32)
     assert_rows_as_defined(launch, kernel, x, {}, {"counts": counts}, group_rows=3)
+
+
+# ---- casts along tokens
+
+OFFS = {
+    "all": None,
+    "ends within 128": [5, 130, 385, 600],
+    "none lives": [0, 0],
+    "beyond the last token": [128, 2**31 - 1],
+    "falling": [400, 100, 500],
+    "negative": [-5, -(2**31), 200],
+    "more groups than threads": [*range(0, 600)],
+}
+
+
+def assert_transposed_as_defined(launch, kernel, x, options, lists, grid=2):
+    """The kernel writes into poisoned tensors what the definition does; both leave the same tokens alone."""
+    options = transposed.Options(**options, lists=(*lists,))
+    shape = x.shape[1], len(lists["rows"]) if "rows" in lists else len(x)
+    out, scale = poisoned_targets(torch.empty(shape), quantize.Options(1), {})
+    wanted = out.clone(), scale.clone()
+    transposed._definition(x, options, *wanted, lists)
+    layout = transposed.layout(x, options, out, scale, lists)
+    launch(kernel, grid, layout, x, out, scale, *lists.values(), places=kernels.transposed_places(options.lists))
+    assert_same((out, scale), wanted)
+
+
+EACH_TRANSPOSED = pytest.mark.parametrize("kernel", kernels.TRANSPOSED.values(), ids=lambda kernel: kernel.name)
+
+
+@EACH_TRANSPOSED
+@EACH_OPTION
+def test_transposed_bits_are_the_definitions(launch, kernel, options):
+    for tokens, columns in [(1, 1), (3, 400), (300, 301), (131, 264)]:
+        x = wide_matrix(tokens, columns, DTYPES[kernel.source])
+        x[0, 0], x[tokens // 2, columns // 2] = float("nan"), float("inf")
+        assert_transposed_as_defined(launch, kernel, x, options, {})
+
+
+@EACH_TRANSPOSED
+@pytest.mark.parametrize("alignment", [128, 256])
+@pytest.mark.parametrize("offs", OFFS.values(), ids=OFFS)
+def test_transposed_tokens_of_groups(launch, kernel, offs, alignment):
+    lists = {} if offs is None else int32(offs=offs)
+    for columns in (136, 131):
+        x = wide_matrix(610, columns, DTYPES[kernel.source])
+        assert_transposed_as_defined(launch, kernel, x, {"alignment": alignment}, lists, grid=3)
+
+
+@EACH_TRANSPOSED
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_transposed_tokens_by_an_index(launch, kernel, dtype):
+    limits = torch.iinfo(dtype)
+    rows = torch.cat([torch.randint(0, 9, (280,)), torch.tensor([-1, 9, 0, 8, limits.min, limits.max])]).to(dtype)
+    for lists in ({"rows": rows}, {"rows": rows, **int32(offs=[3, 270])}):
+        x = wide_matrix(9, 131, DTYPES[kernel.source])
+        assert_transposed_as_defined(launch, kernel, x, {}, lists)
 
 
 # ---- combine

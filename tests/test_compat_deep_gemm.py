@@ -6,9 +6,11 @@ import sys
 
 import pytest
 import torch
-from helpers import GuardedOut, Operands, assert_accurate, exact_product, make_operands
+from helpers import ACCUMULATION, Exact, GuardedOut, Operands, assert_accurate, exact_product, make_operands
 
+from deep_tile import per_token_cast_to_fp8
 from deep_tile.compat import deep_gemm
+from deep_tile.reference import MAX_RELATIVE_ERROR
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DENSE = [
@@ -22,8 +24,9 @@ GROUPED = [
     *("get_mk_alignment_for_contiguous_layout", "set_mk_alignment_for_contiguous_layout"),
     *("get_theoretical_mk_alignment_for_contiguous_layout", "get_m_alignment_for_contiguous_layout"),
 ]
+TRAINING = ["k_grouped_fp8_gemm_nt_contiguous", "per_channel_cast_to_fp8"]
 ABSENT = [
-    *("k_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_tn_contiguous", "m_grouped_bf16_gemm_nt_contiguous"),
+    *("k_grouped_fp8_gemm_tn_contiguous", "m_grouped_bf16_gemm_nt_contiguous"),
     *("cublaslt_gemm_nt", "fp8_fp4_mqa_logits", "einsum", "bf16_gemm_nt"),
     *("get_mn_major_tma_aligned_packed_ue8m0_tensor", "tf32_hc_prenorm_gemm", "pack_ue8m0_to_int"),
 ]
@@ -124,6 +127,84 @@ def test_casts_are_its_own():
         deep_gemm.per_token_cast_to_fp8(x, True, use_packed_ue8m0=True)
 
 
+def test_cast_along_rows_is_its_own():
+    """Its published formula, likewise."""
+    x = torch.randn(256, 70).bfloat16()
+    blocks = x.float().view(2, 128, 70)
+    scale = blocks.abs().amax(1).clamp(1e-4) * torch.tensor(1 / 448)
+    elements = (blocks * (1 / scale)[:, None]).to(torch.float8_e4m3fn).view(256, 70)
+    got, got_scale = deep_gemm.per_channel_cast_to_fp8(x, use_ue8m0=False)
+    assert torch.equal(got_scale, scale) and torch.equal(got.float(), elements.float())
+    assert got.is_contiguous() and got_scale.is_contiguous()
+    with pytest.raises(ValueError, match=r"x is \[255, 70\]; it must have a multiple of 128 rows"):
+        deep_gemm.per_channel_cast_to_fp8(x[1:], False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("adds", ["nothing", "d", "another tensor"])
+def test_scales_of_rows_of_both(device, adds):
+    operands = product_of_rows(70, 133, 300, device)
+    c = torch.randn(70, 133, device=device)
+    out = c.clone() if adds == "d" else torch.full_like(c, float("nan"))
+    given = {"nothing": None, "d": out, "another tensor": c}[adds]
+    deep_gemm.fp8_gemm_nt(operands[:2], operands[2:], out, c=given, recipe=(1, 1, 128))
+    value, spread = exact_product(operands, b_rows=1)
+    added = Exact(value if given is None else value + c.double(), spread)
+    assert_accurate(out, added, ACCUMULATION, MAX_RELATIVE_ERROR)
+
+
+def product_of_rows(m, n, k, device):
+    """Operands whose scales are of 1x128 each."""
+    a, b = (torch.randn(rows, k, device=device) for rows in (m, n))
+    return Operands(*per_token_cast_to_fp8(a), *per_token_cast_to_fp8(b))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ks", [(384,), (128, 0, 512, 256), (0, 0), (128,) * 9], ids=str)
+@pytest.mark.parametrize("adds", ["nothing", "d", "another tensor"])
+def test_gradients_of_experts(device, ks, adds):
+    """Each group's k of every row, group after group, as DeepGEMM's tests lay operands out."""
+    m, n = 70, 136
+    parts = [product_of_rows(m, n, k, device) for k in ks]
+    a, b = (torch.cat([x.flatten().view(torch.uint8) for x in each]) for each in list(zip(*parts, strict=True))[::2])
+    a_scale, b_scale = (torch.cat(each, 1) for each in list(zip(*parts, strict=True))[1::2])
+    a, b = (x.view(torch.float8_e4m3fn) for x in (a, b))
+    c = torch.randn(len(ks), m, n, device=device)
+    d = c.clone() if adds == "d" else torch.full_like(c, float("nan"))
+    given = {"nothing": None, "d": d, "another tensor": c}[adds]
+    layout = torch.tensor(ks, dtype=torch.int32, device=device)
+    deep_gemm.k_grouped_fp8_gemm_nt_contiguous((a, a_scale), (b, b_scale), d, list(ks), layout, given)
+    before = torch.zeros_like(c) if given is None else c
+    for group, (k, operands) in enumerate(zip(ks, parts, strict=True)):
+        if k == 0:
+            assert torch.equal(d[group], before[group])
+            continue
+        value, spread = exact_product(operands, b_rows=1)
+        added = Exact(value + before[group].double(), spread)
+        assert_accurate(d[group], added, ACCUMULATION, MAX_RELATIVE_ERROR)
+
+
+def test_wrong_gradients_launch_nothing():
+    operands = product_of_rows(8, 16, 256, "cpu")
+    a, b = (operands.a.flatten(), operands.a_scale), (operands.b.flatten(), operands.b_scale)
+    d = torch.zeros(2, 8, 16)
+    call = deep_gemm.k_grouped_fp8_gemm_nt_contiguous
+    for arguments, keywords, kind, message in (
+        ((a, b, d, [128, 100]), {}, ValueError, "ks_cpu is .*multiples of 128"),
+        ((a, b, d, [256]), {}, ValueError, "ks_cpu has 1 numbers; d has 2 groups"),
+        ((a, b, d, [128, 256]), {}, ValueError, "a is .*of 8 x 384 elements"),
+        (((a[0], a[1].t()), b, d, [128, 128]), {}, ValueError, "a's scale is .*transpose it"),
+        ((a, b, d.half(), [128, 128]), {}, ValueError, "d is .*of torch.float32"),
+        ((a, b, d, [128, 128]), {"c": d[:1]}, ValueError, "c is .*as d is"),
+        ((a, b, d, [128, 128]), {"use_psum_layout": True}, ValueError, "use_psum_layout must be False"),
+        ((a, b, d, [128, 128]), {"recipe": (1, 128, 128)}, ValueError, r"recipe is .*it is \(1, 1, 128\)"),
+        ((a, b[0], d, [128, 128]), {}, TypeError, "b is a Tensor; it must be a pair"),
+    ):
+        with pytest.raises(kind, match=message):
+            call(*arguments, **keywords)
+    assert not d.any()
+
+
 def test_wrong_calls_launch_nothing():
     operands = make_operands(5, 128, 256)
     a, b, out = operands[:2], operands[2:], torch.zeros(5, 128, dtype=torch.bfloat16)
@@ -131,8 +212,16 @@ def test_wrong_calls_launch_nothing():
         ((a[0], b, out), {}, TypeError, "a is a Tensor; it must be a pair"),
         ((a, b[:1], out), {}, TypeError, "b is a tuple; it must be a pair"),
         ((a, b, out), {"c": out}, ValueError, "c must be None"),
-        ((a, b, out), {"recipe": (1, 1, 128)}, ValueError, r"recipe is \(1, 1, 128\); on Hopper it is \(1, 128, 128\)"),
-        ((a, b, out), {"recipe_b": (1, 128)}, ValueError, "recipe_b is"),
+        (
+            (a, b, out),
+            {"recipe": (1, 64, 128)},
+            ValueError,
+            r"recipe is \(1, 64, 128\); on Hopper it is \(1, 128, 128\)",
+        ),
+        ((a, b, out), {"recipe_b": (128, 64)}, ValueError, "recipe_b is"),
+        ((a, b, out), {"recipe": (1, 1, 128)}, ValueError, "b_scale"),
+        ((a, b, out), {"recipe": (1, 1, 128), "recipe_b": (128, 128)}, ValueError, r"recipe_b is \(128, 128\)"),
+        ((a, b, out), {"recipe": (1, 1, 128), "c": out}, TypeError, "c is a tensor of torch.bfloat16; with c, both"),
         ((a, (b[0], torch.zeros(1, 1, dtype=torch.int32)), out), {}, TypeError, "b's scale is packed into int32"),
         ((a, b, out.double()), {}, TypeError, "out must be one of torch.bfloat16"),
         (((a[0], a[1].t()), b, out), {}, ValueError, "It looks transposed"),
@@ -174,7 +263,7 @@ def test_sizes():
 def test_engines_find_it(installed):
     """As vLLM does: a spec, then names, of which those that are missing are not available."""
     assert importlib.util.find_spec("deep_gemm") is not None
-    assert [name for name in DENSE + GROUPED if getattr(installed, name, None) is None] == []
+    assert [name for name in DENSE + GROUPED + TRAINING if getattr(installed, name, None) is None] == []
     assert [name for name in ABSENT if hasattr(installed, name)] == []
     from deep_gemm.testing import calc_diff
     from deep_gemm.utils import align

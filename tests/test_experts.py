@@ -105,7 +105,7 @@ def test_torch_keeps_the_bounds_on_a_gpu(dtype):
     """As it does on a CPU: whatever a kernel is not used for."""
     gate_up = gates_and_ups(300, 1300, dtype=dtype).cuda()
     out, scale = (torch.empty_like(y) for y in silu_mul_cast_to_fp8(gate_up))
-    quantize._definition(gate_up, quantize.Options(1, gating=sources.gating(7.0, 1.702, 1.0)), out, scale, {})
+    quantize.definition(gate_up, quantize.Options(1, gating=sources.gating(7.0, 1.702, 1.0)), out, scale, {})
     assert_silu_mul_cast(gate_up, out, scale, limit=7.0, alpha=1.702, beta=1.0)
 
 

@@ -529,8 +529,8 @@ show(*(scale.data_ptr() for scale in (aligned, moved)))
 
 CAST_SETUP = f"""
 from deep_tile import per_block_cast_to_fp8, per_token_cast_to_fp8
-quantize._needs_kernel, launches.num_sms = lambda x, out: True, lambda device: 132
-quantize._check_capture = lambda *ignored: None
+quantize.needs_kernel, launches.num_sms = lambda x, out: True, lambda device: 132
+quantize.check_capture = lambda *ignored: None
 cast.load = lambda kernel, device: _launcher.load({WHOLE_CUBIN!r}, kernel.name, 0, 0)
 x = torch.zeros(130, 264, dtype=torch.bfloat16)
 codes, scale = torch.zeros(130, 264).to(torch.float8_e4m3fn), torch.zeros(130, 3)

@@ -509,6 +509,14 @@ SAMPLES = {
             "scale_out": torch.zeros(2, 5, 3),
         },
     ),
+    "transposed_cast_to_fp8.default": lambda: (
+        [torch.randn(300, 130)],
+        {"offs": torch.tensor([7, 300], dtype=torch.int32), "scale_layout": "row"},
+    ),
+    "transposed_cast_to_fp8.out": lambda: (
+        [torch.randn(5, 130)],
+        {"rows": torch.tensor([4, 0, -1]), "out": torch.zeros(130, 3).to(FP8), "scale_out": torch.zeros(130, 1)},
+    ),
     "silu_mul_cast_to_fp8.default": lambda: (
         [torch.randn(5, 2 * K).bfloat16()],
         {"limit": 7.0, "offs": torch.tensor([5], dtype=torch.int32), "scale_layout": "m"},

@@ -115,7 +115,7 @@ def test_pack_wants_the_pinned_nvrtc_and_no_flaws(folder, monkeypatch, capsys):
 
 def test_pack_has_every_kernel_that_is_chosen_by_default():
     names = pack.default_sources()
-    assert len(names) == 164
+    assert len(names) == 167
     for block_rows in (1, 128):
         for source in cast.SOURCE_BYTES:
             for shape in ((1, 1), (3, 4097), (16_384, 7168)):

@@ -1,7 +1,7 @@
 """DeepGEMM's names for FP8 products on Hopper, dense and of experts, as engines look them up, on deep_tile's kernels.
 
-Called by vLLM and SGLang after `install()`, or imported by name. What deep_tile has no kernel for (weight gradients,
-attention's logits, BF16) is absent: engines take a missing name as "not available".
+Called by vLLM and SGLang after `install()`, or imported by name. What deep_tile has no kernel for (attention's logits,
+BF16 of experts) is absent: engines take a missing name as "not available".
 Invariant: names, arguments and meaning are those of DeepGEMM 2.6.1 on SM90; wrong calls raise before anything is
 launched.
 """
@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch.compiler import is_compiling
 
-from deep_tile import api, grouped, quantize, tensors
+from deep_tile import api, dense, grouped, quantize, tensors, transposed
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 from deep_tile.reference import cosine_difference
 
@@ -44,21 +44,28 @@ def fp8_gemm_nt(
     compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
 ) -> None:
-    """`d = a @ b^T` with 1x128 and 128x128 scales: `deep_tile.fp8_gemm(*a, *b, d)`.
+    """`d = a @ b^T` with 1x128 and 128x128 scales: `deep_tile.fp8_gemm(*a, *b, d)`; with 1x128 ones of both operands
+    `d = c + a @ b^T`: `deep_tile.scaled_gemm`.
 
     Args:
         a: [m, k] float8_e4m3fn and its scale [m, ceil(k / 128)]: row-major, or M-major with or without padding.
-        b: [n, k] float8_e4m3fn and its scale [ceil(n / 128), ceil(k / 128)]. Operands whose rows do not begin at
-            multiples of 16 bytes are copied first.
-        d: [m, n] bfloat16, written to.
-        c: only None: Hopper's kernel for these scales adds nothing, in DeepGEMM either.
-        recipe, recipe_a, recipe_b: only what the scales are anyway, (1, 128, 128), (1, 128) and (128, 128).
+        b: [n, k] float8_e4m3fn and its scale [ceil(n / 128), ceil(k / 128)], or [n, ceil(k / 128)]. Operands whose rows
+            do not begin at multiples of 16 bytes are copied first.
+        d: [m, n], written to: bfloat16, or with 1x128 scales of both float32.
+        c: None; with 1x128 scales of both also what is added, [m, n] float32, which may be `d`.
+        recipe, recipe_a, recipe_b: blocks of the scales: (1, 128, 128), (1, 128) and (128, 128), or for 1x128 of both
+            operands (1, 1, 128), (1, 128) and (1, 128).
         compiled_dims, disable_ue8m0_cast: mean nothing here: kernels know no sizes, and scales are used as they are.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_gemm`; a pair that is none, another recipe, a `c`, or
             scales that are packed into integers.
     """
+    if _is_by_rows(recipe, recipe_b):
+        _check_recipes(recipe, recipe_a, recipe_b, quantize.TOKEN_BLOCK)
+        accumulate = _begin_sum(d, c)
+        dense.scaled_gemm(*_operands(a, b), d, accumulate=accumulate, **_settings)
+        return
     _refuse_sum(c)
     _check_recipes(recipe, recipe_a, recipe_b)
     api.fp8_gemm(*_operands(a, b), d, **_settings)
@@ -140,6 +147,63 @@ def m_grouped_fp8_gemm_nt_masked(
     grouped.fp8_grouped_gemm(*_operands(a, b), out=d, **options)
 
 
+def k_grouped_fp8_gemm_nt_contiguous(
+    a: _Pair,
+    b: _Pair,
+    d: torch.Tensor,
+    ks_cpu: list[int],
+    grouped_layout: torch.Tensor | None = None,
+    c: torch.Tensor | None = None,
+    recipe: tuple[int, int, int] = (1, 1, SCALE_BLOCK),
+    compiled_dims: str = "mn",
+    use_psum_layout: bool = False,
+) -> None:
+    """`d[g] = c[g] + a_g @ b_g^T` for each group g: gradients of experts' weights, by `deep_tile.fp8_wgrad`.
+
+    One launch for each group that has any k, since each has rows of its own length. `deep_tile.fp8_grouped_wgrad` takes
+    one for all, of operands that `deep_tile.transposed_cast_to_fp8` makes, and lengths that only the device knows.
+
+    Args:
+        a: float8_e4m3fn, dense, of m * sum(ks_cpu) elements: [m, k_g] of each group, one after the other; and its
+            scale [m, sum(ks_cpu) / 128], any strides.
+        b: likewise of n.
+        d: [g, m, n] float32, dense, written to.
+        ks_cpu: k of each group, on the host; multiples of 128, or 0.
+        grouped_layout: means nothing here: the same numbers on the device.
+        c: [g, m, n] float32, what is added; it may be `d`. None: zeros.
+        recipe: (1, 1, 128).
+        compiled_dims: means nothing here.
+        use_psum_layout: only False, as in DeepGEMM on Hopper.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `deep_tile.fp8_wgrad` and `fp8_gemm_nt`.
+    """
+    if use_psum_layout:
+        raise ValueError("use_psum_layout must be False on Hopper: pass groups one after the other, and ks_cpu")
+    _check_recipes(recipe, of_b=quantize.TOKEN_BLOCK)
+    (a, a_scale), (b, b_scale) = _pair("a", a), _pair("b", b)
+    _require_dimensions(d=(d, 3), a_scale=(a_scale, 2), b_scale=(b_scale, 2))
+    groups, m, n = d.shape
+    _check_lengths(ks_cpu, groups)
+    _check_flat("a", a, a_scale, m, sum(ks_cpu))
+    _check_flat("b", b, b_scale, n, sum(ks_cpu))
+    if d.dtype != torch.float32 or not d.is_contiguous():
+        raise ValueError(f"d is {list(d.shape)} of {d.dtype}, strides {d.stride()}; it must be dense, of torch.float32")
+    if not _begin_sum(d, c):
+        d.zero_()
+    end = 0
+    for group, k in enumerate(ks_cpu):
+        begin, end = end, end + k
+        if k == 0:
+            continue
+        blocks = slice(begin // SCALE_BLOCK, end // SCALE_BLOCK)
+        parts = [
+            (x.flatten()[begin * rows : end * rows].view(rows, k), scale[:, blocks])
+            for x, scale, rows in ((a, a_scale, m), (b, b_scale, n))
+        ]
+        dense.fp8_wgrad(*parts[0], *parts[1], d[group], **_settings)
+
+
 def fp8_einsum(
     expr: str,
     a: _Pair,
@@ -200,11 +264,59 @@ def _refuse_sum(c: object) -> None:
         raise ValueError("c must be None: products with 1x128 and 128x128 scales add nothing on Hopper. Add c to d")
 
 
-def _check_recipes(recipe: object, recipe_a: object = None, recipe_b: object = None) -> None:
+def _is_by_rows(recipe: object, recipe_b: object) -> bool:
+    """Whether a call names scales of 1x128 for both operands."""
+    if recipe is not None:
+        return tuple(recipe) == (1, 1, SCALE_BLOCK)
+    return recipe_b is not None and tuple(recipe_b) == quantize.TOKEN_BLOCK
+
+
+def _begin_sum(d: torch.Tensor, c: torch.Tensor | None) -> bool:
+    """Put into `d` what a product is added to; False where that is nothing."""
+    if c is None:
+        return False
+    for name, x in (("c", c), ("d", d)):
+        if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
+            raise TypeError(f"{name} is {_kind(x)}; with c, both must be tensors of torch.float32")
+    if c.shape != d.shape or c.device != d.device:
+        raise ValueError(f"c is {list(c.shape)} on {c.device}; it must be as d is, {list(d.shape)} on {d.device}")
+    if c is not d and (c.data_ptr() != d.data_ptr() or c.stride() != d.stride()):
+        d.copy_(c)
+    return True
+
+
+def _kind(x: object) -> str:
+    return f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+
+
+def _check_lengths(ks: object, groups: int) -> None:
+    if not isinstance(ks, (list, tuple)) or not all(type(k) is int and k >= 0 and k % SCALE_BLOCK == 0 for k in ks):
+        raise ValueError(f"ks_cpu is {ks!r}; it must be a list of multiples of {SCALE_BLOCK}: pad groups with zeros")
+    if len(ks) != groups:
+        raise ValueError(f"ks_cpu has {len(ks)} numbers; d has {groups} groups. Pass the k of each")
+
+
+def _check_flat(name: str, x: torch.Tensor, scale: torch.Tensor, rows: int, k: int) -> None:
+    if not isinstance(x, torch.Tensor) or x.numel() != rows * k or not x.is_contiguous():
+        seen = f"{list(x.shape)}, strides {x.stride()}" if isinstance(x, torch.Tensor) else _kind(x)
+        raise ValueError(
+            f"{name} is {seen}; it must be dense, of {rows} x {k} elements, each group's [{rows}, k] whole"
+        )
+    if tuple(scale.shape) != (rows, k // SCALE_BLOCK):
+        wanted = [rows, k // SCALE_BLOCK]
+        raise ValueError(f"{name}'s scale is {list(scale.shape)}; it must be {wanted}, so transpose it with .t()")
+
+
+def _check_recipes(
+    recipe: object,
+    recipe_a: object = None,
+    recipe_b: object = None,
+    of_b: tuple[int, int] = quantize.WEIGHT_BLOCK,
+) -> None:
     for name, given, wanted in (
-        ("recipe", recipe, (1, SCALE_BLOCK, SCALE_BLOCK)),
+        ("recipe", recipe, (1, *of_b)),
         ("recipe_a", recipe_a, quantize.TOKEN_BLOCK),
-        ("recipe_b", recipe_b, quantize.WEIGHT_BLOCK),
+        ("recipe_b", recipe_b, of_b),
     ):
         if given is not None and tuple(given) != wanted:
             raise ValueError(f"{name} is {given}; on Hopper it is {wanted} or None. Quantise with such blocks")
@@ -214,12 +326,17 @@ def _operands(a: _Pair, b: _Pair) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return *_operand("a", a), *_operand("b", b)
 
 
-def _operand(name: str, pair: _Pair) -> _Pair:
+def _pair(name: str, pair: _Pair) -> _Pair:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"{name} is a {type(pair).__name__}; it must be a pair of an FP8 tensor and its scale")
     x, scale = pair
     if isinstance(scale, torch.Tensor) and scale.dtype == torch.int32:
         raise TypeError(f"{name}'s scale is packed into int32, as Blackwell takes it; Hopper takes float32")
+    return x, scale
+
+
+def _operand(name: str, pair: _Pair) -> _Pair:
+    x, scale = _pair(name, pair)
     if isinstance(x, torch.Tensor) and x.dim() == 2 and not is_compiling():
         x = tensors.with_aligned_rows(x)
     return x, scale
@@ -361,6 +478,18 @@ def per_block_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool, gran_k: int = SCALE_
     return quantize.per_block_cast_to_fp8(x, exact="reciprocal", round_scale=_rounding(use_ue8m0, gran_k))
 
 
+def per_channel_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> _Pair:
+    """DeepGEMM's cast along rows, likewise: `x` [m, n], m a multiple of 128, as [m, n] with scales [m / 128, n].
+
+    For products `deep_tile.transposed_cast_to_fp8` writes both transposed, as they take them, without a copy.
+    """
+    rounding = _rounding(use_ue8m0, gran_k)
+    if isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] % SCALE_BLOCK:
+        raise ValueError(f"x is {list(x.shape)}; it must have a multiple of {SCALE_BLOCK} rows: pad it with zeros")
+    out, scale = transposed.transposed_cast_to_fp8(x, exact="reciprocal", round_scale=rounding)
+    return out.t().contiguous(), scale.t().contiguous()
+
+
 def _rounding(use_ue8m0: bool, gran_k: int) -> str:
     if gran_k != SCALE_BLOCK:
         raise ValueError(f"gran_k is {gran_k}; on Hopper it is {SCALE_BLOCK}")
@@ -395,7 +524,10 @@ def align(x: int, alignment: int) -> int:
 
 
 _SUBMODULES = {
-    "utils": ("align", "ceil_div", "per_token_cast_to_fp8", "per_block_cast_to_fp8", "get_mn_major_tma_aligned_tensor"),
+    "utils": (
+        *("align", "ceil_div", "per_token_cast_to_fp8", "per_block_cast_to_fp8", "per_channel_cast_to_fp8"),
+        "get_mn_major_tma_aligned_tensor",
+    ),
     "testing": ("calc_diff",),
 }
 

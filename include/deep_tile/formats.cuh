@@ -65,6 +65,11 @@ struct Float32 {
     static __device__ __forceinline__ float value(u32 bits) { return __uint_as_float(bits); }
 };
 
+// Four codes, of the first float in bits 0 to 7.
+__device__ __forceinline__ u32 pack_e4m3(const float (&x)[4]) {
+    return u32(ptx::cvt_rn_satfinite_e4m3x2(x[3], x[2])) << 16 | ptx::cvt_rn_satfinite_e4m3x2(x[1], x[0]);
+}
+
 // x / divisor, given 1 / divisor rounded, and that once more as `correction`: rounded as IEEE wants it, by Markstein's
 // correction of the rounded product, good where nothing underflows. A quarter of the instructions of `/`. Where
 // `correction` is 0, it is that product: an argument, which costs nothing where the other way is taken. The remainder is

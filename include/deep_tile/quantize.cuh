@@ -39,6 +39,14 @@ class Slice {
 
     __device__ __forceinline__ float value(int i, int j) const { return value(words_[i], j); }
 
+    // Of the elements in word `word` of the only vector, each.
+    __device__ __forceinline__ u32 word_magnitude(int word) const { return Format::magnitude(words_[0][word]); }
+
+    // The column of element `slot % elements` of thread `slot / elements`, where each holds one vector.
+    static __device__ __forceinline__ int column(int slot, bool aligned) {
+        return aligned ? slot : element_column(0, slot % elements, slot / elements);
+    }
+
     // Bits of a float.
     __device__ __forceinline__ u32 magnitude() const {
         u32 larger = 0;
@@ -119,8 +127,7 @@ class Slice {
                 const float x = value(vector, j + n);
                 scaled[n] = divides ? divide(x, scale.value, scale.reciprocal, scale.correction) : x * scale.reciprocal;
             }
-            codes[j / 4] = u32(ptx::cvt_rn_satfinite_e4m3x2(scaled[3], scaled[2])) << 16 |
-                           ptx::cvt_rn_satfinite_e4m3x2(scaled[1], scaled[0]);
+            codes[j / 4] = pack_e4m3(scaled);
         }
     }
 

@@ -1,0 +1,290 @@
+"""The cast along tokens: the bits of a cast of the transpose, what is dead and left alone, what is refused.
+
+On the CPU and a GPU; its kernels' bits without a GPU are in test_cast_kernels.py.
+"""
+
+import pytest
+import torch
+from helpers import ACCUMULATION, GuardedOut, Operands, assert_accurate, exact_product
+from test_quantize import EACH_OPTION, assert_same, wide_matrix
+
+from deep_tile import fp8_grouped_wgrad, fp8_wgrad, per_token_cast_to_fp8, sort_by_expert, transposed_cast_to_fp8
+from deep_tile.config import ceil_div, round_up
+from deep_tile.quantize import FP8_DTYPE
+from deep_tile.reference import MAX_RELATIVE_ERROR, group_rows
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [(1, 1), (128, 128), (5, 300), (127, 129), (130, 264), (257, 513), (1, 131), (1000, 8), (384, 40)]
+POISON = 0x55
+
+
+def matrix(tokens, columns, dtype=torch.bfloat16, device="cpu"):
+    x = wide_matrix(tokens, columns, dtype)
+    x[0, 0], x[-1, -1] = float("nan"), float("inf")
+    return x.to(device)
+
+
+def poisoned(columns, tokens, device):
+    """`out` between guards, as bytes that no code of these tests is, and a scale of sevens."""
+    guarded = GuardedOut(columns, tokens, device=device, stride=round_up(tokens, 16), dtype=FP8_DTYPE)
+    guarded.out.view(torch.uint8).fill_(POISON)
+    return guarded, torch.full((columns, ceil_div(tokens, 128)), 7.0, device=device)
+
+
+def by_transposing(x, **options):
+    """The definition: a cast along rows of the transpose, on the CPU."""
+    return per_token_cast_to_fp8(x.cpu().t().contiguous(), **options)
+
+
+def on_cpu(*results):
+    return tuple(x.cpu() for x in results)
+
+
+@EACH_DEVICE
+@EACH_OPTION
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_is_the_cast_of_the_transpose(device, options, dtype, shape):
+    x = matrix(*shape, dtype, device)
+    out, scale = transposed_cast_to_fp8(x, **options)
+    assert out.shape == shape[::-1] and out.stride() == (round_up(shape[0], 16), 1)
+    assert_same(on_cpu(out, scale), by_transposing(x, **options))
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(
+    ("x_stride", "x_offset", "out_stride", "out_offset"),
+    [(264, 0, 304, 0), (272, 8, 304, 0), (265, 0, 300, 0), (264, 1, 301, 0), (264, 0, 304, 3), (264, 3, 297, 1)],
+)
+def test_any_strides(device, dtype, x_stride, x_offset, out_stride, out_offset):
+    tokens, columns = 297, 264
+    memory = torch.zeros(tokens * x_stride + 16, dtype=dtype, device=device)
+    x = memory.as_strided((tokens, columns), (x_stride, 1), x_offset).copy_(matrix(tokens, columns, dtype))
+    guarded = GuardedOut(columns, tokens, device=device, stride=out_stride, offset=out_offset, dtype=FP8_DTYPE)
+    scale = torch.zeros(3, columns + 5, device=device).t()[:columns]
+    got = transposed_cast_to_fp8(x, out=guarded.out, scale_out=scale)
+    assert got[0] is guarded.out and got[1] is scale
+    assert_same(on_cpu(*got), by_transposing(x))
+    guarded.assert_guards_intact()
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("layout", ["row", "m", "m_aligned"])
+def test_scale_layouts(device, layout):
+    x = matrix(300, 130, device=device)
+    _, scale = transposed_cast_to_fp8(x, scale_layout=layout)
+    _, wanted = per_token_cast_to_fp8(x.t().contiguous(), scale_layout=layout)
+    assert scale.stride() == wanted.stride()
+    assert_same(on_cpu(*transposed_cast_to_fp8(x, scale_layout=layout)), by_transposing(x))
+
+
+@EACH_DEVICE
+def test_other_column_strides(device):
+    x = matrix(300, 130, device=device).t().contiguous().t()
+    assert_same(on_cpu(*transposed_cast_to_fp8(x)), by_transposing(x))
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
+def test_nothing(device, shape):
+    out, scale = transposed_cast_to_fp8(torch.ones(shape, device=device))
+    assert out.shape == shape[::-1] and scale.shape == (shape[1], ceil_div(shape[0], 128))
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("columns", [136, 131])
+def test_tokens_by_an_index(device, dtype, columns):
+    limits = torch.iinfo(dtype)
+    x = matrix(9, columns, device=device)
+    x[0, 0], x[-1, -1] = 1, 2
+    rows = torch.tensor([3, 0, 8, 8, -1, 9, 1, limits.min, limits.max, 5] * 30, dtype=dtype)
+    wanted = torch.where(((rows >= 0) & (rows < 9))[:, None], x.cpu()[rows.clamp(0, 8).long()], 0)
+    got = transposed_cast_to_fp8(x, rows=rows.to(device))
+    assert_same(on_cpu(*got), by_transposing(wanted))
+
+
+OFFS = {
+    "one group": ([700], 128),
+    "ends within 128": ([5, 130, 128 + 256 + 1, 700], 128),
+    "empty groups": ([0, 0, 128, 128, 300, 300, 300], 128),
+    "no tokens": ([0, 0], 128),
+    "wider alignment": ([100, 300, 512 + 3], 256),
+    "as wide as can be": ([1], 1024),
+    "beyond the last token": ([200, 2**31 - 1], 128),
+    "falling": ([400, 100, 500], 128),
+    "negative": ([-5, -(2**31), 200], 128),
+    "many": (list(range(0, 700, 1)), 128),
+}
+
+
+def tokens_of(offs, alignment, tokens):
+    """First token, and the one behind the last, of each group with tokens."""
+    bounds = torch.tensor(offs, dtype=torch.int32)
+    return [(begin, end) for begin, end in group_rows("offs", bounds, 0, tokens, alignment) if begin < end]
+
+
+RISING = [name for name in OFFS if name not in ("falling", "many", "negative")]
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("name", RISING)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_groups(device, name, dtype):
+    """Each is cast as if alone; NaN behind its end becomes zeros; 128 tokens of no group stay as they were."""
+    (offs, alignment), tokens, columns = OFFS[name], 700, 136
+    x = wide_matrix(tokens, columns, dtype)
+    groups = tokens_of(offs, alignment, tokens)
+    alive = torch.zeros(tokens, dtype=torch.bool)
+    for begin, end in groups:
+        alive[begin:end] = True
+    x[~alive] = float("nan")
+    guarded, scale = poisoned(columns, tokens, device)
+    given = torch.tensor(offs, dtype=torch.int32, device=device)
+    transposed_cast_to_fp8(x.to(device), offs=given, alignment=alignment, out=guarded.out, scale_out=scale)
+    wanted = torch.full((columns, tokens), POISON, dtype=torch.uint8)
+    wanted_scale = torch.full_like(scale, 7, device="cpu")
+    for begin, end in groups:
+        out, own_scale = by_transposing(x[begin:end])
+        wanted[:, begin : round_up(end, 128)] = 0
+        wanted[:, begin:end] = out.view(torch.uint8)
+        wanted_scale[:, begin // 128 : ceil_div(end, 128)] = own_scale
+    assert torch.equal(guarded.out.cpu().view(torch.uint8), wanted)
+    assert torch.equal(scale.cpu(), wanted_scale)
+    guarded.assert_guards_intact()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OFFS)
+def test_offsets_that_lie_write_the_definitions_bits(name):
+    offs, alignment = OFFS[name]
+    x = wide_matrix(700, 131, torch.float32)
+    results = []
+    for device in ("cpu", "cuda"):
+        guarded, scale = poisoned(131, 700, device)
+        given = torch.tensor(offs, dtype=torch.int32, device=device)
+        transposed_cast_to_fp8(x.to(device), offs=given, alignment=alignment, out=guarded.out, scale_out=scale)
+        results.append((guarded.out.cpu().view(torch.uint8), scale.cpu()))
+        guarded.assert_guards_intact()
+    assert all(map(torch.equal, *results))
+
+
+@EACH_DEVICE
+def test_gradient_of_a_weight(device):
+    dy, x = (torch.randn(300, columns, device=device).bfloat16() for columns in (72, 136))
+    operands = Operands(*transposed_cast_to_fp8(dy), *transposed_cast_to_fp8(x))
+    gradient = fp8_wgrad(*operands, torch.zeros(72, 136, device=device))
+    assert_accurate(gradient, exact_product(operands, b_rows=1), ACCUMULATION, MAX_RELATIVE_ERROR)
+    exact = dy.double().t() @ x.double()
+    assert (gradient - exact).norm() < 0.06 * exact.norm()
+
+
+@EACH_DEVICE
+def test_gradients_of_experts_from_sorted_tokens(device):
+    """As an expert layer has them: tokens sorted by expert without gaps, which an index spreads to multiples of 128."""
+    tokens, experts, n, k = 500, 6, 72, 136
+    x = torch.randn(tokens, k, device=device).bfloat16()
+    chosen = torch.randint(0, experts - 1, (tokens, 1), device=device)  # the last one has none
+    rows, ends, _ = sort_by_expert(chosen, experts)
+    dy = torch.randn(tokens, n, device=device).bfloat16()  # of sorted tokens
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    begins = ((counts + 127) // 128 * 128).cumsum(0) - (counts + 127) // 128 * 128
+    places = torch.full((round_up(tokens, 128) + experts * 128,), -1, device=device)
+    sorted_by = chosen.flatten()[rows]
+    spread = begins[sorted_by] + torch.arange(tokens, device=device) - (ends - counts)[sorted_by]
+    places[spread] = torch.arange(tokens, device=device)
+    offs = (begins + counts).int()
+    dy_cast = transposed_cast_to_fp8(dy, rows=places, offs=offs)
+    x_cast = transposed_cast_to_fp8(x[rows], rows=places, offs=offs)
+    out = torch.zeros(experts, n, k, device=device)
+    fp8_grouped_wgrad(*dy_cast, *x_cast, offs, out)
+    for expert in range(experts):
+        own = sorted_by == expert
+        exact = dy[own].double().t() @ x[rows][own].double()
+        assert (out[expert] - exact).norm() <= 0.06 * exact.norm()
+
+
+WRONG = {
+    "x of integers": (lambda g: {"x": g["x"].int()}, TypeError, "x is a tensor of int32; the cast takes"),
+    "x of one dimension": (lambda g: {"x": g["x"][0]}, ValueError, r"x has shape \[136\]; it must be \[s, k\]"),
+    "x of three": (lambda g: {"x": g["x"][None]}, ValueError, "x has shape .* one row per token"),
+    "alignment": (lambda g: {"alignment": 64}, ValueError, "alignment is 64; .*power of two from 128 to 1024"),
+    "alignment is no power": (lambda g: {"alignment": 384}, ValueError, "alignment is 384"),
+    "alignment of a list": (lambda g: {"alignment": []}, ValueError, r"alignment is \[\]"),
+    "amax_floor": (lambda g: {"amax_floor": 0}, ValueError, "amax_floor is 0; it must be"),
+    "exact": (lambda g: {"exact": "no"}, ValueError, "exact is 'no'; use"),
+    "layout": (lambda g: {"scale_layout": "n"}, ValueError, "scale_layout is 'n'; use one of"),
+    "offs of int64": (lambda g: {"offs": g["offs"].long()}, TypeError, "offs is a tensor of int64; it must be"),
+    "no offs": (lambda g: {"offs": g["offs"][:0]}, ValueError, "offs has shape .*at least"),
+    "rows of floats": (lambda g: {"rows": torch.ones(3)}, TypeError, "rows is a tensor of float32"),
+    "out not transposed": (lambda g: {"out": g["out"].t()}, ValueError, r"out has shape .* must be \[136, 300\]"),
+    "out of bfloat16": (lambda g: {"out": g["out"].bfloat16()}, TypeError, "out is a tensor of bfloat16"),
+    "out by columns": (
+        lambda g: {"out": g["out"].t().contiguous().t()},
+        ValueError,
+        "out must have a unit column stride",
+    ),
+    "scale_out": (lambda g: {"scale_out": g["scale_out"].t()}, ValueError, r"scale_out has shape .*\[136, 3\]"),
+}
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG)
+def test_refused(device, change, error, message):
+    guarded, scale = poisoned(136, 300, device)
+    good = {"x": torch.ones(300, 136, device=device), "out": guarded.out, "scale_out": scale}
+    good["offs"] = torch.tensor([100, 300], dtype=torch.int32, device=device)
+    with pytest.raises(error, match=message):
+        transposed_cast_to_fp8(**(good | change(good)))
+    assert (guarded.out.view(torch.uint8) == POISON).all() and (scale == 7).all()
+
+
+def test_gradients_are_refused():
+    x = torch.ones(3, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="x requires a gradient, and transposed_cast_to_fp8 has none: cast x.detach"):
+        transposed_cast_to_fp8(x)
+    with torch.no_grad():
+        transposed_cast_to_fp8(x)
+
+
+@EACH_DEVICE
+def test_compiled_as_eager(device):
+    x, offs = matrix(300, 136, device=device), torch.tensor([100, 300], dtype=torch.int32, device=device)
+
+    def both(x, offs):
+        out, scale = transposed_cast_to_fp8(x, round_scale="pow2")
+        given = {"out": torch.zeros_like(out), "scale_out": torch.zeros_like(scale)}
+        transposed_cast_to_fp8(x, offs=offs, **given)
+        return out, scale, *given.values()
+
+    compiled = torch.compile(both, fullgraph=True, dynamic=True, backend="aot_eager")
+    got, wanted = on_cpu(*compiled(x, offs)), on_cpu(*both(x, offs))
+    assert_same(got[:2], wanted[:2])
+    assert_same(got[2:], wanted[2:])
+
+
+@pytest.mark.gpu
+def test_capture_needs_a_loaded_kernel_and_nothing_else():
+    x = matrix(513, 264, device="cuda")
+    wanted = transposed_cast_to_fp8(x)
+    out, scale = (torch.zeros_like(y) for y in wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        transposed_cast_to_fp8(x, out=out, scale_out=scale)
+    assert (scale == 0).all()
+    graph.replay()
+    assert_same(on_cpu(out, scale), on_cpu(*wanted))
+
+
+@pytest.mark.gpu
+def test_large():
+    """More tiles than thread blocks that run at once, and offsets beyond 2**31 elements of x."""
+    x = torch.randn(65_664, 33_000, device="cuda", dtype=torch.bfloat16)
+    out, scale = transposed_cast_to_fp8(x)
+    for columns in (slice(0, 300), slice(16_000, 16_300), slice(32_800, 33_000)):
+        wanted, wanted_scale = per_token_cast_to_fp8(x[:, columns].t().contiguous())
+        assert torch.equal(out[columns].view(torch.uint8), wanted.view(torch.uint8))
+        assert torch.equal(scale[columns], wanted_scale)
