@@ -24,19 +24,24 @@ from deep_tile import cast
 from deep_tile.config import SCALE_BLOCK
 from deep_tile.quantize import per_block_cast_to_fp8, per_token_cast_to_fp8
 from deep_tile.select.hardware import Hardware, for_device
+from deep_tile.transposed import transposed_cast_to_fp8
 
 SHAPES = ((4096, 7168), (16384, 7168), (4096, 2048), (7168, 16384), (1024, 7168), (64, 7168))
 """Activations [m, k] and weights [n, k] of DeepSeek-V3's layers; the first is the one that is judged."""
 
 
 class Kind(NamedTuple):
-    """One of the two casts."""
+    """One of the casts."""
 
     block_rows: int
     cast: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-KINDS = {"1x128": Kind(1, per_token_cast_to_fp8), "128x128": Kind(SCALE_BLOCK, per_block_cast_to_fp8)}
+KINDS = {
+    "1x128": Kind(1, per_token_cast_to_fp8),
+    "128x128": Kind(SCALE_BLOCK, per_block_cast_to_fp8),
+    "transposed": Kind(1, transposed_cast_to_fp8),
+}
 
 
 def measure(name: str, rows: int, columns: int, repeats: int, flush: L2Flush, hardware: Hardware) -> dict[str, Any]:
@@ -52,6 +57,8 @@ def measure(name: str, rows: int, columns: int, repeats: int, flush: L2Flush, ha
         "copy": capture(lambda: target.copy_(source)),
         "empty": capture_empty(),
     }
+    if kind.cast is transposed_cast_to_fp8:
+        calls["transposed first"] = capture(lambda: per_token_cast_to_fp8(x.t().contiguous(), out=out, scale_out=scale))
     times = time_alternating(calls, repeats, flush)
     walls = cast.roofline(kind.block_rows, "bf16", rows, columns, hardware)
     return {
@@ -65,10 +72,9 @@ def measure(name: str, rows: int, columns: int, repeats: int, flush: L2Flush, ha
         "copy_gb_per_s": bytes_moved / times["copy"].us / 1e3,
         "share_of_copy": times["copy"].us / times["cast"].us,
         "empty_graph_us": times["empty"].us,
+        "transposed_first_us": times["transposed first"].us if "transposed first" in times else None,
         "predicted_us": walls.time_us,
         "bound": walls.bound,
-        "grid": walls.grid,
-        "threads": walls.warps * cast.WARP,
         "correct": _is_correct(kind, x, out, scale),
     }
 
