@@ -113,9 +113,9 @@ COMBINE = CombineKernel(threads=256, rows_at_once=4, blocks_per_sm=4)
 index before. More blocks would leave too few registers: 16 hold what is read, 8 the sums."""
 
 TRANSPOSED = {
-    "bf16": TransposedKernel("bf16", threads=512, blocks_per_sm=3),
-    "fp16": TransposedKernel("fp16", threads=512, blocks_per_sm=3),
-    "fp32": TransposedKernel("fp32", threads=512, blocks_per_sm=2),
+    "bf16": TransposedKernel("bf16", columns=64, threads=256, blocks_per_sm=4),
+    "fp16": TransposedKernel("fp16", columns=64, threads=256, blocks_per_sm=4),
+    "fp32": TransposedKernel("fp32", columns=64, threads=256, blocks_per_sm=4),
 }
 """By the source's format. A thread holds 4 tokens of 16 bytes, or 8 of FP32: with more blocks registers would spill."""
 
@@ -151,7 +151,7 @@ def choose_combine(tokens: int, columns: int, num_sms: int) -> tuple[CombineKern
 def choose_transposed(source: str, tokens: int, columns: int, num_sms: int) -> tuple[TransposedKernel, int]:
     """The kernel for a cast along tokens, and how many thread blocks to launch. Sizes matter to the number alone."""
     kernel = TRANSPOSED[source]
-    return kernel, min(num_sms * kernel.blocks_per_sm, ceil_div(tokens, SCALE_BLOCK) * ceil_div(columns, SCALE_BLOCK))
+    return kernel, min(num_sms * kernel.blocks_per_sm, ceil_div(tokens, SCALE_BLOCK) * ceil_div(columns, kernel.columns))
 
 
 def all_kernels() -> list[StreamingKernel]:

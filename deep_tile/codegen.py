@@ -190,17 +190,19 @@ class TransposedKernel(NamedTuple):
 
     Attributes:
         source: format of the input, a key of `CAST_FORMATS`.
+        columns: of a tile, which has 128 tokens.
         threads: of a thread block.
         blocks_per_sm: thread blocks that must fit into an SM's registers at once.
     """
 
     source: str
+    columns: int
     threads: int
     blocks_per_sm: int
 
     @property
     def name(self) -> str:
-        return f"fp8_cast_transposed_{self.source}_t{self.threads}"
+        return f"fp8_cast_transposed_128x{self.columns}_{self.source}_t{self.threads}"
 
 
 def transposed_source(kernel: TransposedKernel) -> str:
@@ -208,7 +210,7 @@ def transposed_source(kernel: TransposedKernel) -> str:
     entry = f"""\
 extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
 {kernel.name}(const CastParams params) {{
-    deep_tile::cast_transposed<deep_tile::{CAST_FORMATS[kernel.source]}, {kernel.threads}>(params);
+    deep_tile::cast_transposed<deep_tile::{CAST_FORMATS[kernel.source]}, {kernel.threads}, {kernel.columns}>(params);
 }}
 """
     return "\n".join([params.TRANSPOSED_CAST.text, _headers("transposed.cuh"), entry])

@@ -9,11 +9,12 @@
 
 namespace deep_tile {
 
-// One thread's part of a row of 128 columns, shared by `lanes` threads: vectors of so many `elements`.
-template <typename Format, int lanes, int elements = 16 / sizeof(typename Format::Bits)>
+// One thread's part of a row of 128 columns, shared by `lanes` threads: vectors of so many `elements`. With `vectors` given,
+// of a row of as many columns as these make.
+template <typename Format, int lanes, int elements = 16 / sizeof(typename Format::Bits),
+          int vectors = scale_block / (lanes * elements)>
 class Slice {
    public:
-    static constexpr int vectors = scale_block / (lanes * elements);
 
     // `row` is the first of `columns` elements; what lies beyond is taken as zeros, which change no largest magnitude.
     __device__ __forceinline__ void load(const typename Format::Bits* row, int columns, int lane, bool aligned) {

@@ -9,28 +9,51 @@
 
 namespace deep_tile {
 
-// How the threads of a block share a tile. A `slot` is a column in the order in which threads hold them.
-template <typename Format, int threads>
+// How the threads of a block share a tile of 128 tokens and `columns`. A `slot` is a column in the order in which threads hold
+// them.
+template <typename Format_, int threads, int columns_>
 struct TransposedTile {
+    using Format = Format_;
     using Bits = typename Format::Bits;
+    static constexpr int columns = columns_;
     static constexpr int warps = threads / warp_threads;
-    static constexpr int lanes = scale_block * sizeof(Bits) / 16;      // threads of a token
-    static constexpr int elements = scale_block / lanes;               // slots of a thread
-    static constexpr int per_word = 4 / sizeof(Bits);                  // slots in a word of x
-    static constexpr int tokens = scale_block / (threads / lanes);     // of a thread, neighbours
-    static constexpr int column_words = scale_block / 4;               // of codes
-    static constexpr int rotation = warp_threads / lanes;              // from one thread's columns to the next one's
-    using Part = Slice<Format, lanes>;
-    static_assert(Part::vectors == 1 && tokens % 4 == 0, "a thread holds whole words of each column");
+    static constexpr int elements = 16 / sizeof(Bits);              // slots of a thread
+    static constexpr int lanes = columns / elements;                // threads of a token
+    static constexpr int per_word = 4 / sizeof(Bits);               // slots in a word of x
+    static constexpr int words = elements / per_word;               // of x, of a thread and token
+    static constexpr int tokens = scale_block / (threads / lanes);  // of a thread, neighbours
+    static constexpr int column_words = scale_block / 4;            // of codes
+    static constexpr int rotation = warp_threads / lanes;           // from one thread's columns to the next one's
+    using Part = Slice<Format, lanes, elements, 1>;
+    static_assert(tokens % 4 == 0, "a thread holds whole words of each column");
 
     // Where word `word` of a column's codes is. Rotated, so that neither threads that write nor those that read share a bank.
     static __device__ __forceinline__ int place(int slot, int word) {
         return slot * column_words + (word + slot / elements * rotation) % column_words;
     }
 
-    u32 largest[warps][scale_block / per_word];  // magnitudes
-    Scale scales[scale_block];
-    u32 codes[scale_block * column_words];
+    // Where a slot's scale is: those that threads read at once are neighbours.
+    static __device__ __forceinline__ int scale_place(int slot) { return slot % elements * lanes + slot / elements; }
+
+    struct alignas(16) PaddedScale : Scale {};  // which one access reads
+
+    u32 largest[warps][columns / per_word];  // magnitudes
+    PaddedScale scales[columns];
+    u32 codes[columns * column_words];
+};
+
+// Which tile of x, and how many of its tokens live; the others are taken as zeros.
+template <typename Tile>
+struct TilePlace {
+    __device__ __forceinline__ i64 first_token() const { return i64(row) * scale_block; }
+    __device__ __forceinline__ i64 first_column() const { return i64(column) * Tile::columns; }
+    __device__ __forceinline__ int columns(const CastParams& params) const {
+        const i64 left = params.columns - first_column();
+        return left < Tile::columns ? int(left) : Tile::columns;
+    }
+
+    u32 row, column;
+    int living;
 };
 
 // How many of the 128 tokens from `first` on live: all that exist, or those before the end of their group. A group's first
@@ -52,31 +75,47 @@ __device__ __forceinline__ int living_tokens(const CastParams& params, i64 first
     return living < exist ? living : exist;
 }
 
-// Loads the thread's tokens of a tile, `living` in all; what does not exist is zeros, which change no largest magnitude.
+// The block's first tile from `number` on of which any token lives; beyond the last one none does. Moves `number` behind it.
+template <typename Tile, int threads>
+__device__ __forceinline__ TilePlace<Tile> find_tile(const CastParams& params, u32& number) {
+    const u32 across = (params.columns + Tile::columns - 1) / Tile::columns;
+    const u32 rows = (params.rows + scale_block - 1) / scale_block;
+    TilePlace<Tile> place;
+    do {
+        place = {number / across, number % across, 0};
+        number += gridDim.x;
+        if (place.row >= rows) return place;
+        place.living = living_tokens<threads>(params, place.first_token());
+    } while (place.living == 0);
+    return place;
+}
+
 template <typename Tile>
 __device__ __forceinline__ void load_tokens(typename Tile::Part (&parts)[Tile::tokens], const CastParams& params,
-                                            i64 first_token, i64 first_column, int living, int columns, bool aligned) {
-    const auto* x = static_cast<const typename Tile::Bits*>(params.x) + first_column;
+                                            const TilePlace<Tile>& at, bool aligned) {
+    const auto* x = static_cast<const typename Tile::Bits*>(params.x) + at.first_column();
     const int begin = threadIdx.x / Tile::lanes * Tile::tokens;
+    const int left = at.columns(params);
 #pragma unroll
     for (int i = 0; i < Tile::tokens; ++i) {
-        bool exists = begin + i < living;
-        i64 row = first_token + begin + i;
+        bool exists = begin + i < at.living;
+        i64 row = at.first_token() + begin + i;
         if (params.index != nullptr && exists) {
             row = read_index(params.index, params.wide_index, row);
             exists = u64(row) < u64(params.x_rows);
         }
-        parts[i].load(x + (exists ? row : 0) * params.x_stride, exists ? columns : 0, threadIdx.x % Tile::lanes, aligned);
+        const int columns = exists ? left : 0;
+        parts[i].load(x + (exists ? row : 0) * params.x_stride, columns, threadIdx.x % Tile::lanes, aligned);
     }
 }
 
-// The scale of each slot, in shared memory and, of columns that exist, in the result.
-template <typename Format, typename Tile>
-__device__ __forceinline__ void make_scales(Tile& tile, const typename Tile::Part (&parts)[Tile::tokens],
-                                            const CastParams& params, u32 token_block, i64 first_column, int columns) {
+// The largest magnitude of each slot in a warp's tokens, in shared memory.
+template <typename Tile>
+__device__ __forceinline__ void write_largest(Tile& tile, const typename Tile::Part (&parts)[Tile::tokens]) {
+    using Format = typename Tile::Format;
     const int warp = threadIdx.x / warp_threads, lane = threadIdx.x % warp_threads;
 #pragma unroll
-    for (int word = 0; word < Tile::elements / Tile::per_word; ++word) {
+    for (int word = 0; word < Tile::words; ++word) {
         u32 largest = 0;
 #pragma unroll
         for (const auto& part : parts) largest = Format::larger(largest, part.word_magnitude(word));
@@ -84,19 +123,25 @@ __device__ __forceinline__ void make_scales(Tile& tile, const typename Tile::Par
         for (int distance = Tile::lanes; distance < warp_threads; distance *= 2) {
             largest = Format::larger(largest, __shfl_xor_sync(~0u, largest, distance));
         }
-        if (lane < Tile::lanes) tile.largest[warp][lane * (Tile::elements / Tile::per_word) + word] = largest;
+        if (lane < Tile::lanes) tile.largest[warp][lane * Tile::words + word] = largest;
     }
     __syncthreads();
-    if (threadIdx.x < scale_block) {
-        const int slot = threadIdx.x;
+}
+
+// The scale of each slot, in shared memory and, of columns that exist, in the result.
+template <typename Tile>
+__device__ __forceinline__ void write_scales(Tile& tile, const CastParams& params, const TilePlace<Tile>& at) {
+    using Format = typename Tile::Format;
+    const int slot = threadIdx.x;
+    if (slot < Tile::columns) {
         u32 largest = 0;
 #pragma unroll
         for (int i = 0; i < Tile::warps; ++i) largest = Format::larger(largest, tile.largest[i][slot / Tile::per_word]);
         const auto bits = typename Tile::Bits(largest >> (slot % Tile::per_word * 16));
         const Scale scale = make_scale(__float_as_uint(Format::value(bits)), params);
         const int column = Tile::Part::column(slot, params.aligned);
-        tile.scales[slot] = scale;
-        if (column < columns) write_scale(params, first_column + column, token_block, scale.value);
+        tile.scales[Tile::scale_place(slot)] = {scale};
+        if (column < at.columns(params)) write_scale(params, at.first_column() + column, at.row, scale.value);
     }
     __syncthreads();
 }
@@ -107,7 +152,7 @@ __device__ __forceinline__ void write_codes(Tile& tile, const typename Tile::Par
 #pragma unroll
     for (int j = 0; j < Tile::elements; ++j) {
         const int slot = lane * Tile::elements + j;
-        const Scale scale = tile.scales[slot];
+        const auto scale = tile.scales[Tile::scale_place(slot)];
 #pragma unroll
         for (int word = 0; word < Tile::tokens / 4; ++word) {
             float scaled[4];
@@ -121,51 +166,57 @@ __device__ __forceinline__ void write_codes(Tile& tile, const typename Tile::Par
     __syncthreads();
 }
 
-// Of `tokens` of each column. What is left of 128 beyond the living ones is zeros, as a product multiplies all 128.
+// All tokens of the tile that exist: a product multiplies 128 at a time, of which those that do not live are zeros.
 template <typename Tile>
-__device__ __forceinline__ void store_columns(const Tile& tile, const CastParams& params, i64 first_token, int tokens,
-                                              i64 first_column, int columns) {
+__device__ __forceinline__ void store_columns(const Tile& tile, const CastParams& params, const TilePlace<Tile>& at) {
     const int word = threadIdx.x % warp_threads;
-    const int left = tokens - 4 * word;
+    const i64 left = params.rows - at.first_token() - 4 * word;
+    const int columns = at.columns(params);
+    u8* out = params.out + at.first_column() * params.out_stride + at.first_token() + 4 * word;
 #pragma unroll
-    for (int slot = threadIdx.x / warp_threads; slot < scale_block; slot += Tile::warps) {
+    for (int i = 0; i < Tile::columns / Tile::warps; ++i) {
+        const int slot = threadIdx.x / warp_threads + i * Tile::warps;
         const int column = Tile::Part::column(slot, params.aligned);
         if (column >= columns) continue;
         const u32 codes = tile.codes[Tile::place(slot, word)];
-        u8* out = params.out + (first_column + column) * params.out_stride + first_token + 4 * word;
+        u8* of_column = out + column * params.out_stride;
         if (params.out_words && left >= 4) {
-            *reinterpret_cast<u32*>(out) = codes;
+            *reinterpret_cast<u32*>(of_column) = codes;
             continue;
         }
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-            if (n < left) out[n] = codes >> (8 * n);
+            if (n < left) of_column[n] = codes >> (8 * n);
         }
     }
 }
 
-template <typename Format, int threads>
+// A tile's codes are on their way out while the next one's tokens are on their way in: registers that hold these are free
+// then.
+template <typename Format, int threads, int columns>
 __device__ __forceinline__ void cast_transposed(const CastParams& params) {
     take_turn();
-    using Tile = TransposedTile<Format, threads>;
+    using Tile = TransposedTile<Format, threads, columns>;
     __shared__ Tile tile;
-    const u32 block_columns = (params.columns + scale_block - 1) / scale_block;
-    const u32 tiles = (params.rows + scale_block - 1) / scale_block * block_columns;
-    for (u32 number = blockIdx.x; number < tiles; number += gridDim.x) {
-        const u32 token_block = number / block_columns, block_column = number % block_columns;
-        const i64 first_token = i64(token_block) * scale_block, first_column = i64(block_column) * scale_block;
-        const int living = living_tokens<threads>(params, first_token), columns = columns_of(params, block_column);
-        if (living == 0) continue;
-        typename Tile::Part parts[Tile::tokens];
+    typename Tile::Part parts[Tile::tokens];
+    const auto load = [&](const TilePlace<Tile>& at) {
         if (params.aligned) {
-            load_tokens<Tile>(parts, params, first_token, first_column, living, columns, true);
+            load_tokens<Tile>(parts, params, at, true);
         } else {
-            load_tokens<Tile>(parts, params, first_token, first_column, living, columns, false);
+            load_tokens<Tile>(parts, params, at, false);
         }
-        make_scales<Format>(tile, parts, params, token_block, first_column, columns);
+    };
+    u32 number = blockIdx.x;
+    TilePlace<Tile> at = find_tile<Tile, threads>(params, number);
+    load(at);
+    while (at.living > 0) {
+        write_largest(tile, parts);
+        write_scales(tile, params, at);
         write_codes(tile, parts);
-        const i64 exist = params.rows - first_token;
-        store_columns(tile, params, first_token, exist < scale_block ? int(exist) : scale_block, first_column, columns);
+        const TilePlace<Tile> next = find_tile<Tile, threads>(params, number);
+        load(next);
+        store_columns(tile, params, at);
+        at = next;
     }
 }
 
