@@ -151,7 +151,8 @@ def choose_combine(tokens: int, columns: int, num_sms: int) -> tuple[CombineKern
 def choose_transposed(source: str, tokens: int, columns: int, num_sms: int) -> tuple[TransposedKernel, int]:
     """The kernel for a cast along tokens, and how many thread blocks to launch. Sizes matter to the number alone."""
     kernel = TRANSPOSED[source]
-    return kernel, min(num_sms * kernel.blocks_per_sm, ceil_div(tokens, SCALE_BLOCK) * ceil_div(columns, kernel.columns))
+    tiles = ceil_div(tokens, SCALE_BLOCK) * ceil_div(columns, kernel.columns)
+    return kernel, min(num_sms * kernel.blocks_per_sm, tiles)
 
 
 def all_kernels() -> list[StreamingKernel]:
