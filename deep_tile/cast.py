@@ -84,7 +84,7 @@ class TransposedLayout(NamedTuple):
     wide_index: bool
     groups: int
     alignment: int
-    out_words: bool
+    out_vectors: bool
 
 
 class CombineLayout(NamedTuple):

@@ -302,7 +302,7 @@ TRANSPOSED_CAST = Params(
     Field("wide_index", "int", "it is of int64, not int32", 0, 1),
     Field("groups", "unsigned", "in ends"),
     Field("alignment", "int", "of the tokens that groups begin at", 128, 1024),
-    Field("out_words", "int", "out may be written by words: its columns begin at multiples of 4 bytes", 0, 1),
+    Field("out_vectors", "int", "out may be written 16 bytes at a time: its rows begin at multiples of that", 0, 1),
 )
 """Of a cast along tokens."""
 

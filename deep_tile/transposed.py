@@ -57,7 +57,7 @@ def transposed_cast_to_fp8(
     Args:
         x: [s, k], float64, float32, float16 or bfloat16, s tokens. float64 is converted to FP32 first. On the GPU
             fastest where columns are adjacent and rows begin and end at multiples of 16 bytes, and those of `out` begin
-            at multiples of 4; other column strides are copied first.
+            there, too; other column strides are copied first.
         rows: [r] int32 or int64, dense: which tokens of `x` to cast, in this order; s is then r in what follows. A
             number that is negative, or no row of `x`, counts as a token of zeros.
         offs: [g] int32, dense, not empty: the token behind each group's last, as `fp8_grouped_wgrad` has them; a group
@@ -226,7 +226,7 @@ def layout(
         wide_index="rows" in lists and lists["rows"].dtype == torch.int64,
         groups=len(lists["offs"]) if "offs" in lists else 0,
         alignment=options.alignment,
-        out_words=tensors.is_aligned(out) and (columns == 1 or out.stride(0) % 4 == 0),
+        out_vectors=tensors.is_aligned(out) and (columns == 1 or out.stride(0) % tensors.ALIGNMENT_BYTES == 0),
     )
 
 

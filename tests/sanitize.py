@@ -264,7 +264,7 @@ def transposed_targets(x: torch.Tensor, device: str) -> dict[str, torch.Tensor]:
     tokens, columns = x.shape
     out = torch.zeros(columns, round_up(tokens, 16), dtype=torch.uint8).to(device)
     scale = torch.zeros(columns, -(-tokens // 128)).to(device)
-    return {"out": out[:, :tokens].view(torch.float8_e4m3fn), "scale_out": scale}
+    return {"out": out.view(torch.float8_e4m3fn)[:, :tokens], "scale_out": scale}
 
 
 def from_device(x: torch.Tensor) -> torch.Tensor:

@@ -23,11 +23,12 @@ struct TransposedTile {
     static constexpr int words = elements / per_word;               // of x, of a thread and token
     static constexpr int tokens = scale_block / (threads / lanes);  // of a thread, neighbours
     static constexpr int column_words = scale_block / 4;            // of codes
-    static constexpr int rotation = warp_threads / lanes;           // from one thread's columns to the next one's
+    static constexpr int rotation = 4;                              // from one thread's columns to the next one's
     using Part = Slice<Format, lanes, elements, 1>;
     static_assert(tokens % 4 == 0, "a thread holds whole words of each column");
 
-    // Where word `word` of a column's codes is. Rotated, so that neither threads that write nor those that read share a bank.
+    // Where word `word` of a column's codes is. Rotated by whole vectors, so that threads that write share few banks, and those
+    // that read none.
     static __device__ __forceinline__ int place(int slot, int word) {
         return slot * column_words + (word + slot / elements * rotation) % column_words;
     }
@@ -39,7 +40,7 @@ struct TransposedTile {
 
     u32 largest[warps][columns / per_word];  // magnitudes
     PaddedScale scales[columns];
-    u32 codes[columns * column_words];
+    alignas(16) u32 codes[columns * column_words];
 };
 
 // Which tile of x, and how many of its tokens live; the others are taken as zeros.
@@ -166,28 +167,35 @@ __device__ __forceinline__ void write_codes(Tile& tile, const typename Tile::Par
     __syncthreads();
 }
 
-// All tokens of the tile that exist: a product multiplies 128 at a time, of which those that do not live are zeros.
+// Sixteen codes, or as many of them as are `left`.
+__device__ __forceinline__ void store_codes(u8* out, const uint4& codes, i64 left, bool aligned) {
+    if (aligned && left >= 16) {
+        *reinterpret_cast<uint4*>(out) = codes;
+        return;
+    }
+    const u32 words[] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+        if (n < left) out[n] = words[n / 4] >> (8 * (n % 4));
+    }
+}
+
+// All tokens of the tile that exist: a product multiplies 128 at a time, of which those that do not live are zeros. A thread
+// takes 16 of a column.
 template <typename Tile>
 __device__ __forceinline__ void store_columns(const Tile& tile, const CastParams& params, const TilePlace<Tile>& at) {
-    const int word = threadIdx.x % warp_threads;
-    const i64 left = params.rows - at.first_token() - 4 * word;
+    constexpr int vectors = scale_block / 16, at_once = Tile::warps * warp_threads / vectors;
+    const int vector = threadIdx.x % vectors;
+    const i64 left = params.rows - at.first_token() - 16 * vector;
     const int columns = at.columns(params);
-    u8* out = params.out + at.first_column() * params.out_stride + at.first_token() + 4 * word;
+    u8* out = params.out + at.first_column() * params.out_stride + at.first_token() + 16 * vector;
 #pragma unroll
-    for (int i = 0; i < Tile::columns / Tile::warps; ++i) {
-        const int slot = threadIdx.x / warp_threads + i * Tile::warps;
+    for (int i = 0; i < Tile::columns / at_once; ++i) {
+        const int slot = threadIdx.x / vectors + i * at_once;
         const int column = Tile::Part::column(slot, params.aligned);
         if (column >= columns) continue;
-        const u32 codes = tile.codes[Tile::place(slot, word)];
-        u8* of_column = out + column * params.out_stride;
-        if (params.out_words && left >= 4) {
-            *reinterpret_cast<u32*>(of_column) = codes;
-            continue;
-        }
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            if (n < left) of_column[n] = codes >> (8 * n);
-        }
+        const uint4 codes = *reinterpret_cast<const uint4*>(&tile.codes[Tile::place(slot, 4 * vector)]);
+        store_codes(out + column * params.out_stride, codes, left, params.out_vectors);
     }
 }
 
