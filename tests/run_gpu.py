@@ -125,7 +125,7 @@ def run_sanitizer(sanitizer: str, tool: str) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         done = subprocess.run(
-            [*command, sys.executable, str(TESTS / "sanitize.py")],
+            [*command, sys.executable, str(TESTS / "sanitize.py"), tool],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,6 +1,6 @@
 """Small products that together use every feature of the kernels, for NVIDIA's compute-sanitizer.
 
-    compute-sanitizer --tool racecheck --kernel-regex kns=fp8_ python tests/sanitize.py
+    compute-sanitizer --tool racecheck --kernel-regex kns=fp8_ python tests/sanitize.py racecheck
 
 run_gpu.py runs it under memcheck, racecheck, synccheck and initcheck. Inputs have no slack around them, so that an
 access beyond one is an access beyond its allocation (with PYTORCH_NO_CUDA_MEMORY_CACHING=1). Ends with status 1 on a
@@ -227,9 +227,9 @@ def run_casts(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda")
             assert torch.equal(got, wanted), cast.__name__
 
 
-def run_gradients(config: GemmConfig, device: str = "cuda") -> None:
+def run_gradients(config: GemmConfig, device: str = "cuda", n: int = 70) -> None:
     """Casts along tokens of groups, one of them empty, and gradients of their weights. Raises AssertionError."""
-    n, k, lengths = 70, 136 if config.tma_store else 133, (64, 0, 1, 130, 300)
+    k, lengths = 136 if config.tma_store else 133, (64, 0, 1, 130, 300)
     begins = list(accumulate((round_up(length, 128) for length in lengths), initial=0))
     ends = [begin + length for begin, length in zip(begins, lengths, strict=False)]
     tokens = ends[-1]
@@ -320,7 +320,16 @@ def failed(run: Callable[..., None], *arguments: Any) -> bool:
     return False
 
 
-def main() -> int:
+def rows_of_gradients(config: GemmConfig, tool: str) -> int:
+    """Rows that end within a tile; but whole tiles for racecheck where store warps would read them.
+
+    racecheck does not follow `bar.arrive`: what one warp writes by `st.shared` before it, and another reads after the
+    `bar.sync` that it meets, as in the example of the PTX manual, is reported as a race (CUDA 13.0, 2026-11-24).
+    """
+    return 256 if tool == "racecheck" and config.store_warps else 70
+
+
+def main(tool: str = "") -> int:
     failures = 0
     for case in CASES:
         print(case.config.name, *case[1:], flush=True)
@@ -333,7 +342,7 @@ def main() -> int:
         failures += failed(run_groups, config)
     for config in (config for tma_store in (True, False) for config in grouped_configs("k_offs", tma_store, True)):
         print(config.name, flush=True)
-        failures += failed(run_gradients, config)
+        failures += failed(run_gradients, config, "cuda", rows_of_gradients(config, tool))
     for cast in CASTS:
         print("casts of", *cast, flush=True)
         failures += failed(run_casts, *cast)
@@ -345,4 +354,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))
