@@ -1,4 +1,4 @@
-"""What the long runs on a GPU share, fuzz_gpu.py and stress.py: arguments, inputs, kernels, waiting, the report.
+"""What the long runs on a GPU share, fuzz_*.py and stress.py: arguments, inputs, kernels, waiting, the report.
 
 A run ends with one of the statuses below and a report that counts what was done, whatever happened. Hung work cannot be
 taken back, so a run that finds some writes its report and leaves at once.
@@ -14,17 +14,18 @@ import random
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from conftest import missing_hopper
 from helpers import Operands, make_any_bytes, make_operands
+from strategies import Place
 
 from deep_tile import jit, plan, watch
-from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div
+from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.select.hardware import H200
 
 CLEAN, WRONG, UNUSABLE, HANG, FAILED = range(5)
@@ -34,6 +35,11 @@ HANG_SECONDS = 20.0
 """Products take milliseconds, and wait for others for as long at most."""
 
 BOUNDED_WAITS = "DEEP_TILE_BOUNDED_WAITS"
+
+_MARGIN = 256
+"""Bytes around each input, at least."""
+
+_NAN_BYTE = 0xFF
 
 _FINDINGS = 40
 """Written out of each run; all are counted."""
@@ -110,6 +116,32 @@ class OperandPool:
         return Operands(part(a, m, k), part(a_scale, m, groups), part(b, n, k), part(b_scale, n_blocks, groups))
 
 
+def lay_out(values: Sequence[torch.Tensor], places: Sequence[Place]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Copies at their places in one buffer of bytes that are NaN in every format: that buffer, and the copies."""
+    begins, end = [], 0
+    for x, place in zip(values, places, strict=True):
+        begin = round_up(end + _MARGIN, _MARGIN) // x.element_size() + place.offset
+        steps = sum((size - 1) * stride for size, stride in zip(x.shape, place.strides, strict=True) if size)
+        begins.append(begin)
+        end = (begin + 1 + steps) * x.element_size()
+    buffer = torch.full((round_up(end + _MARGIN, _MARGIN),), _NAN_BYTE, dtype=torch.uint8, device=values[0].device)
+    placed = [
+        _written(buffer.view(x.dtype).as_strided(x.shape, place.strides, begin), x)
+        for x, place, begin in zip(values, places, begins, strict=True)
+    ]
+    return buffer, placed
+
+
+def _written(view: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Along a stride of 0, all elements are the first one's."""
+    target = view
+    for dim, stride in enumerate(view.stride()):
+        if stride == 0 and view.shape[dim] > 1:
+            target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    target.copy_(values)
+    return view
+
+
 def load_kernels(configs: Iterable[GemmConfig], device: str, workers: int | None = None) -> dict[str, str]:
     """Compile and load, on all cores; on the CPU, nothing. Names of those that cannot be, and why."""
     if not on_gpu(device):
@@ -125,6 +157,20 @@ def load_kernels(configs: Iterable[GemmConfig], device: str, workers: int | None
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         list(pool.map(load, configs))
     return failures
+
+
+def noise(device: str) -> Callable[[], None]:
+    """Element-wise kernels in a stream of their own, a few for each product; on the CPU nothing."""
+    if not on_gpu(device):
+        return lambda: None
+    stream, x = torch.cuda.Stream(), torch.rand(1 << 22, device=device)
+
+    def enqueue() -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                x.mul_(1.0001).clamp_(max=1)
+
+    return enqueue
 
 
 # Waiting.
@@ -183,6 +229,44 @@ def arm_backstop() -> None:
 
 def disarm_backstop() -> None:
     faulthandler.cancel_dump_traceback_later()
+
+
+# Rounds.
+
+
+class Rounds(Protocol):
+    """What is drawn and checked round after round."""
+
+    def load(self) -> None:
+        """Compile, load and make what all rounds need."""
+
+    def run_round(self, number: int) -> None: ...
+
+    def settle(self) -> None:
+        """Read what the checks have found."""
+
+    def suspects(self) -> list[str]:
+        """What is under way."""
+
+
+def run_rounds(rounds: Rounds, arguments: argparse.Namespace, report: "Report") -> None:
+    """In a stream of their own, until time or their number is over."""
+    rounds.load()
+    end, number = time.monotonic() + arguments.seconds, arguments.first_round
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()) if on_gpu(arguments.device) else contextlib.nullcontext():
+            while number < arguments.first_round + arguments.rounds and time.monotonic() < end:
+                arm_backstop()
+                rounds.run_round(number)
+                number += 1
+            rounds.settle()
+    except Hang as hang:
+        report.find("hang", round=number, draw=str(hang), seconds=HANG_SECONDS)
+    except RuntimeError as error:  # the context is lost, and with it what was not read yet
+        report.find("failure", round=number, error=str(error), suspects=rounds.suspects())
+    finally:
+        disarm_backstop()
+    report.fields |= {"first_round": arguments.first_round, "rounds": number - arguments.first_round}
 
 
 # The report.

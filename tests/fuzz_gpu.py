@@ -31,6 +31,7 @@ from campaign import (
     arm_backstop,
     begin,
     disarm_backstop,
+    lay_out,
     leave,
     load_kernels,
     on_gpu,
@@ -55,7 +56,6 @@ from strategies import (
 )
 
 from deep_tile import GemmConfig, fp8_gemm
-from deep_tile.config import round_up
 from deep_tile.reference import MAX_RELATIVE_ERROR
 
 LARGE = Limits(m=4096, n=4096, k=4096, out=1 << 23)
@@ -66,10 +66,6 @@ USES = 6
 
 LARGE_SHARE, SPECIAL_SHARE, ANY_BYTES_SHARE = 0.02, 0.15, 0.25
 
-_MARGIN = 256
-"""Bytes around each input, at least."""
-
-_NAN_BYTE = 0xFF
 _UNSETTLED = 256
 """Calls whose results are read at once."""
 
@@ -136,29 +132,9 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def arrange(values: Operands, places: tuple[Place, ...]) -> tuple[torch.Tensor, Operands]:
-    """Copies at their places in one buffer of bytes that are NaN in every format: that buffer, and the copies."""
-    begins, end = [], 0
-    for x, place in zip(values, places, strict=True):
-        begin = round_up(end + _MARGIN, _MARGIN) // x.element_size() + place.offset
-        steps = sum((size - 1) * stride for size, stride in zip(x.shape, place.strides, strict=True) if size)
-        begins.append(begin)
-        end = (begin + 1 + steps) * x.element_size()
-    buffer = torch.full((round_up(end + _MARGIN, _MARGIN),), _NAN_BYTE, dtype=torch.uint8, device=values.a.device)
-    placed = (
-        _written(buffer.view(x.dtype).as_strided(x.shape, place.strides, begin), x)
-        for x, place, begin in zip(values, places, begins, strict=True)
-    )
+    """`lay_out` of operands."""
+    buffer, placed = lay_out(values, places)
     return buffer, Operands(*placed)
-
-
-def _written(view: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Along a stride of 0, all elements are the first one's."""
-    target = view
-    for dim, stride in enumerate(view.stride()):
-        if stride == 0 and view.shape[dim] > 1:
-            target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    target.copy_(values)
-    return view
 
 
 # Checks: numbers of wrong elements, left on the device.

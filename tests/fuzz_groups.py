@@ -10,26 +10,21 @@ Ends with status 0, or 1 when something was wrong, 3 when a product did not end 
 """
 
 import argparse
-import contextlib
 import sys
-import time
 from random import Random
 from typing import Any, NamedTuple
 
 import torch
 from campaign import (
-    HANG_SECONDS,
     UNUSABLE,
-    Hang,
     Report,
     Watch,
-    arm_backstop,
     begin,
-    disarm_backstop,
     leave,
     load_kernels,
-    on_gpu,
+    noise,
     parser,
+    run_rounds,
     sms_of,
 )
 from helpers import ACCUMULATION, BF16_ROUNDING
@@ -77,7 +72,7 @@ def draw(random: Random, number: int, num_sms: int) -> Draw:
     groups = random.choice(GROUPS)
     n = random.choice((8, 128, 136, 256, 384, random.randint(1, MOST_N), random.randint(1, MOST_N)))
     k = min(random.choice((16, 128, 256, 384, random.randint(1, MOST_K))), MOST_WEIGHTS // (groups * n))
-    sizes = _sizes(random, groups)
+    sizes = draw_sizes(random, groups)
     alignment = random.choice((1, 1, 1, 16, 64, 128, 1024)) if layout == "offs" else 1
     if layout == "offs":
         ends, end = [], 0
@@ -105,7 +100,8 @@ def draw(random: Random, number: int, num_sms: int) -> Draw:
     )
 
 
-def _sizes(random: Random, groups: int) -> list[int]:
+def draw_sizes(random: Random, groups: int) -> list[int]:
+    """Rows of each group: none, one, few, many."""
     mean = random.choice((0.3, 1, 5, 20, 64, 100, 130, 200, 400))
     mean = min(mean, MOST_ROWS / groups)
     how = random.choice(("even", "spread", "skewed", "edges"))
@@ -242,20 +238,6 @@ def _wrong_of(product: Product, groups: list[tuple[int, int, int]], out: torch.T
     return (far & present[..., None]).sum()
 
 
-def noise(device: str) -> Any:
-    """Element-wise kernels in a stream of their own, a few for each product; on the CPU nothing."""
-    if not on_gpu(device):
-        return lambda: None
-    stream, x = torch.cuda.Stream(), torch.rand(1 << 22, device=device)
-
-    def enqueue() -> None:
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                x.mul_(1.0001).clamp_(max=1)
-
-    return enqueue
-
-
 class Fuzzer:
     def __init__(self, arguments: argparse.Namespace, report: Report):
         self._seed, self._device, self._report = arguments.seed, arguments.device, report
@@ -303,28 +285,6 @@ class Fuzzer:
         return self._watch.suspects()
 
 
-def run(arguments: argparse.Namespace, report: Report) -> Fuzzer:
-    """All rounds, until time or their number is over."""
-    fuzzer = Fuzzer(arguments, report)
-    fuzzer.load()
-    end, number = time.monotonic() + arguments.seconds, arguments.first_round
-    try:
-        with torch.cuda.stream(torch.cuda.Stream()) if on_gpu(arguments.device) else contextlib.nullcontext():
-            while number < arguments.first_round + arguments.rounds and time.monotonic() < end:
-                arm_backstop()
-                fuzzer.run_round(number)
-                number += 1
-            fuzzer.settle()
-    except Hang as hang:
-        report.find("hang", round=number, draw=str(hang), seconds=HANG_SECONDS)
-    except RuntimeError as error:  # the context is lost, and with it what was not read yet
-        report.find("failure", round=number, error=str(error), suspects=fuzzer.suspects())
-    finally:
-        disarm_backstop()
-    report.fields |= {"first_round": arguments.first_round, "rounds": number - arguments.first_round}
-    return fuzzer
-
-
 def main(arguments: list[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0], seconds=60)
     options.add_argument("--first-round", type=int, default=0)
@@ -335,7 +295,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"fuzz_groups.py: {reason}", file=sys.stderr)
         return UNUSABLE
     report = Report("fuzz of groups", chosen)
-    fuzzer = run(chosen, report)
+    fuzzer = Fuzzer(chosen, report)
+    run_rounds(fuzzer, chosen, report)
     return leave(report.end(products=fuzzer.products, configs=len(fuzzer.configs)))
 
 

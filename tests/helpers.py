@@ -36,6 +36,9 @@ ROUNDING = {torch.bfloat16: BF16_ROUNDING, torch.float16: 2**-11, torch.float32:
 RELATIVE_ERRORS = {torch.bfloat16: MAX_RELATIVE_ERROR, torch.float16: MAX_RELATIVE_ERROR / 8, torch.float32: 1e-5}
 """Most that a product of many elements may be off as a whole; FP32's has room for the accumulation alone."""
 
+MANY = 20_000
+"""Elements that a product has at least to be held against them: of fewer, rounding alone may exceed the bar."""
+
 ACCUMULATION = 8e-3
 """Most that an element may be off beyond its rounding, in units of `Exact.spread`: over ten standard deviations of an
 accumulation error that meets the bar, yet less than losing one product of a K block."""
@@ -314,25 +317,55 @@ def make_product(
 
     a, b = matrix(m), matrix(n)
     if product.scaling == "none":
-        return Product(gemm, (a, b), exact_dense_product(a, b), ACCUMULATION_WITHOUT_SCALES, 1e-5)
-    if product.scaling == "blocks":
-        groups = ceil_div(k, SCALE_BLOCK)
-        operands = Operands(a, scale(m, groups), b, scale(ceil_div(n, SCALE_BLOCK), groups))
-        if kind == "fp8":
-            return Product(fp8_gemm, operands, exact_product(operands), ACCUMULATION, 1e-3)
-        return Product(int8_gemm, operands, exact_product(operands), ACCUMULATION_WITHOUT_SCALES, 1e-5)
-    if product.scaling == "row_blocks":
-        groups = ceil_div(k, SCALE_BLOCK)
-        operands = Operands(a, scale(m, groups), b, scale(n, groups))
+        return product_of(kind, (a, b))
+    groups = ceil_div(k, SCALE_BLOCK) if product.promotes else 1
+    b_rows = ceil_div(n, SCALE_BLOCK) if product.scaling == "blocks" else n
+    return product_of(kind, (a, scale(m, groups), b, scale(b_rows, groups)))
+
+
+def product_of(kind: str, operands: tuple[torch.Tensor, ...]) -> Product:
+    """What a product of a kind is to be. Enqueues work on the operands' device and does not wait.
+
+    Args:
+        operands: of normal samples, scales in float32.
+    """
+    if len(operands) == 2:
+        return Product(gemm, operands, exact_dense_product(*operands), ACCUMULATION_WITHOUT_SCALES, 1e-5)
+    scaling, operands = KINDS[kind].scaling, Operands(*operands)
+    if scaling == "row_blocks":
         # Of one block the scales are those of rows, and so is the kernel: as accurate.
         return Product(scaled_gemm, operands, exact_product(operands, b_rows=1), ACCUMULATION, MAX_RELATIVE_ERROR)
-    operands = Operands(a, scale(m, 1), b, scale(n, 1))
+    if kind == "fp8":
+        return Product(fp8_gemm, operands, exact_product(operands), ACCUMULATION, 1e-3)
+    if kind == "int8":
+        return Product(int8_gemm, operands, exact_product(operands), ACCUMULATION_WITHOUT_SCALES, 1e-5)
     factors = operands.a_scale.double().reshape(-1, 1) * operands.b_scale.double().reshape(1, -1)
-    exact = Exact(*(factors * part for part in exact_dense_product(a, b)))
-    if dtype == torch.int8:
+    exact = Exact(*(factors * part for part in exact_dense_product(operands.a, operands.b)))
+    if kind == "int8_rows":
         return Product(scaled_gemm, operands, exact, ACCUMULATION_WITHOUT_SCALES, 1e-5)
     # FP8 WGMMA keeps about 14 bits of a sum, to which it adds 32 of k at a time.
+    k = operands.a.shape[1]
     return Product(scaled_gemm, operands, exact, ACCUMULATION + k * 2**-17, 5e-3 + k * 2**-18)
+
+
+def exact_of_group(operands: Operands, begin: int, end: int) -> Exact:
+    """The product of `fp8_grouped_wgrad` over the tokens of one group."""
+    dy, dy_scale, x, x_scale = operands
+    blocks = slice(begin // SCALE_BLOCK, ceil_div(end, SCALE_BLOCK))
+    own = Operands(dy[:, begin:end], dy_scale[:, blocks], x[:, begin:end], x_scale[:, blocks])
+    return exact_product(own, b_rows=1)
+
+
+def blank_tokens(operands: Operands, tokens: list[tuple[int, int]]) -> None:
+    """Fill up each group's last 128 tokens with zeros, and make NaN of tokens of no group, and of their scales."""
+    device, s = operands.a.device, operands.a.shape[1]
+    dead, filling = torch.ones(s, dtype=torch.bool), torch.zeros(s, dtype=torch.bool)
+    for begin, end in tokens:
+        dead[begin : round_up(end, SCALE_BLOCK)] = False
+        filling[end : round_up(end, SCALE_BLOCK)] = True
+    for codes, scale in (operands[:2], operands[2:]):
+        codes.view(torch.uint8).masked_fill_(dead.to(device), _NAN_BYTE).masked_fill_(filling.to(device), 0)
+        scale.masked_fill_(dead[::SCALE_BLOCK].to(device), float("nan"))
 
 
 def with_finish(product: Product, bias_format: str = "none", activation: str = "none") -> Product:
@@ -350,11 +383,17 @@ def with_finish(product: Product, bias_format: str = "none", activation: str = "
     else:
         product.operands[1].mul_(factor)
         exact = Exact(*(factor * part for part in product.exact))
-    n, bias = b.shape[0], None
+    bias = None
     if bias_format != "none":
         dtype = getattr(torch, OUTPUTS[bias_format].dtype)
-        bias = _placed(torch.randn(n, 1, device=a.device).to(dtype), (3, 1))[:, 0]
-        exact = Exact(exact.value + bias.double(), exact.spread)
+        bias = _placed(torch.randn(b.shape[0], 1, device=a.device).to(dtype), (3, 1))[:, 0]
+    return finished_product(product._replace(exact=exact), bias, activation)
+
+
+def finished_product(product: Product, bias: torch.Tensor | None, activation: str) -> Product:
+    """What becomes of a product. Enqueues work on its device and does not wait."""
+    value, spread = product.exact
+    exact = Exact(value if bias is None else value + bias.double(), spread)
     call = partial(product.call, bias=bias, activation=None if activation == "none" else activation)
     relative_error = max(2.3e-3, 3 * product.relative_error)  # rounding of numbers that are not normal
     exact = _activated(exact, activation, product.accumulation)
@@ -392,18 +431,35 @@ def assert_accurate(
 
     Numbers below the dtype's normal ones are rounded to multiples of the smallest.
     """
-    error = (out.double() - exact.value).abs()
-    allowed = ROUNDING[out.dtype] * exact.value.abs() + accumulation * exact.spread
-    allowed = allowed + torch.finfo(out.dtype).smallest_normal * torch.finfo(out.dtype).eps / 2
-    wrong = (~(error <= allowed)).nonzero()
+    wrong = are_off(out, exact, accumulation).nonzero()
     assert not len(wrong), (
         f"{len(wrong)} of {out.numel()} elements are off, first at {wrong[0].tolist()}: "
         f"{out[tuple(wrong[0])].item()}, exact {exact.value[tuple(wrong[0])].item()}"
     )
-    if out.numel() >= 20_000:  # of fewer elements, rounding alone may exceed the bar
-        error_norm, norm = error.norm().item(), exact.value.norm().item()
-        most = max(RELATIVE_ERRORS[out.dtype], relative_error)
-        assert error_norm <= most * norm, f"relative Frobenius error {error_norm / norm:.2e}, above {most:.2e}"
+    if out.numel() >= MANY:
+        error = whole_error(out, exact).item()
+        most = whole_bar(out.dtype, relative_error)
+        assert error <= most, f"relative Frobenius error {error:.2e}, above {most:.2e}"
+
+
+def are_off(out: torch.Tensor, exact: Exact, accumulation: float) -> torch.Tensor:
+    """Which elements are farther off than rounding and a little accumulation error; left on their device."""
+    error = (out.double() - exact.value).abs()
+    allowed = ROUNDING[out.dtype] * exact.value.abs() + accumulation * exact.spread
+    allowed = allowed + torch.finfo(out.dtype).smallest_normal * torch.finfo(out.dtype).eps / 2
+    return ~(error <= allowed)
+
+
+def whole_error(out: torch.Tensor, exact: Exact) -> torch.Tensor:
+    """Of the whole, by Frobenius norms; left on its device. 0 / 0 is 0."""
+    norm = exact.value.norm()
+    error = (out.double() - exact.value).norm()
+    return torch.where(error == 0, error, error / norm)
+
+
+def whole_bar(dtype: torch.dtype, relative_error: float) -> float:
+    """The most that `whole_error` may be."""
+    return max(RELATIVE_ERRORS[dtype], relative_error)
 
 
 def check_gemm(

@@ -1,8 +1,8 @@
 """Which calls a fuzzer makes: configs, sizes, layouts, values and options, drawn from a `random.Random`.
 
-Hypothesis draws through a Random of its own, which it shrinks (test_fuzz.py, test_gemm_property_gpu.py); fuzz_gpu.py
-and stress.py take a seeded one. Everything drawn is plain data that reads well in a report. Invariant: whatever is
-drawn is a call that `fp8_gemm` promises to take.
+Hypothesis draws through a Random of its own, which it shrinks (test_fuzz.py, test_gemm_property_gpu.py); fuzz_gpu.py,
+fuzz_kinds.py and stress.py take a seeded one. Everything drawn is plain data that reads well in a report. Invariant:
+whatever is drawn is a call that `fp8_gemm` promises to take, or with a config of another kind that kind's call.
 """
 
 import math
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from helpers import SCALE_STRIDES
 
 from deep_tile.config import NARROW_N, PAIRED_TILES, SCALE_BLOCK, SMEM_LIMIT_BYTES, GemmConfig, ceil_div, round_up
+from deep_tile.kinds import GATE_COLUMNS, KINDS, Kind
 from deep_tile.select.defaults import default_configs
 from deep_tile.walls import stages_max
 
@@ -84,10 +85,14 @@ def _deepest(config: GemmConfig, store_buffers: int) -> int:
     return stages_max(config.stage_bytes, config.fixed_bytes + more_bytes, SMEM_LIMIT_BYTES)
 
 
-def draw_config(random: Random) -> GemmConfig:
-    """A config from the whole space of those that are legal and take some k."""
+def draw_config(random: Random, **made: Any) -> GemmConfig:
+    """A config from the whole space of those that are legal and take some k.
+
+    Args:
+        made: fields that say what it makes: kind, output, grouping, accumulate, bias, activation; and `tma_store`.
+    """
     while True:
-        config = _legal(**_draw_fields(random))
+        config = _legal(**_draw_fields(random) | made)
         if config is None or not _takes_any_k(config):
             continue
         deepest = _deepest(config, config.store_buffers)
@@ -214,7 +219,7 @@ OPERAND_VALUES = (math.nan, 0.0, 448.0, -448.0, 2.0**-9)
 
 
 class Limits(NamedTuple):
-    """How large a problem may be: rows, columns (at least 8), k (at least 256) and, roughly, elements of `out`."""
+    """How large a problem may be: rows, columns (at least 16), k (at least 256) and, roughly, elements of `out`."""
 
     m: int = 700
     n: int = 700
@@ -229,32 +234,56 @@ SPECIAL_LIMITS = Limits(m=300, n=400, k=1200, out=1 << 16)
 
 
 def draw_problem(
-    random: Random, config: GemmConfig | None, limits: Limits, *, empty: bool = False, special: bool = False
+    random: Random,
+    config: GemmConfig | None,
+    limits: Limits,
+    *,
+    k: int | None = None,
+    empty: bool = False,
+    special: bool = False,
 ) -> Problem:
-    """A problem that `config` can multiply, or any if it is None.
+    """A problem that `config` can multiply, or any of `fp8_gemm` if it is None.
 
     Args:
+        k: that it has, if given.
         empty: sizes may be 0.
         special: there are special values.
     """
     tile_m, tile_n = (config.block_m, config.block_n) if config else (64, 128)
     m = _draw_size(random, tile_m, limits.m)
     n = _draw_size(random, tile_n, min(limits.n, max(1, limits.out // m)))
-    if config and config.tma_store:
-        n = min(round_up(n, ALIGNMENT // 2), limits.n // 8 * 8)
-    k = _draw_k(random, config, limits.k)
+    if config:
+        step = column_step(config)
+        n = min(round_up(n, step), limits.n // step * step)
+    k = _draw_k(random, config, limits.k) if k is None else k
     if empty and random.random() < 0.1:
         m, n, k = random.choice(((0, n, k), (m, 0, k), (m, n, 0), (0, n, 0)))
-    groups, n_blocks = ceil_div(k, SCALE_BLOCK), ceil_div(n, SCALE_BLOCK)
+    product = KINDS[config.kind if config else "fp8"]
+    a_scale, b_scale = scale_shapes(product, m, n, k)
     places = Places(
-        _draw_operand_place(random, m, k),
-        _draw_scale_place(random, m, groups),
-        _draw_operand_place(random, n, k),
-        _draw_scale_place(random, n_blocks, groups),
+        _draw_operand_place(random, m, k, product.a.bytes),
+        _draw_scale_place(random, *a_scale),
+        _draw_operand_place(random, n, k, product.b.bytes),
+        _draw_scale_place(random, *b_scale),
     )
-    shapes = {"a": (m, k), "a_scale": (m, groups), "b": (n, k), "b_scale": (n_blocks, groups)}
+    shapes = {"a": (m, k), "a_scale": a_scale, "b": (n, k), "b_scale": b_scale}
     count = random.randint(1, 4) if special and min(m, n, k) > 0 else 0
     return Problem(m, n, k, places, tuple(_draw_special(random, shapes) for _ in range(count)))
+
+
+def scale_shapes(kind: Kind, m: int, n: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of the scales of `a` and of `b`; of a kind without scales nothing comes of them."""
+    if not kind.promotes:
+        return (m, 1), (n, 1)
+    groups = ceil_div(k, SCALE_BLOCK)
+    return (m, groups), (n if kind.scaling == "row_blocks" else ceil_div(n, SCALE_BLOCK), groups)
+
+
+def column_step(config: GemmConfig) -> int:
+    """What n is a multiple of, where TMA stores `out` or one of its columns is made of two."""
+    paired = config.columns_per_output > 1
+    stored = ALIGNMENT // config.out_bytes * config.columns_per_output if config.tma_store else 1
+    return max(stored, 2 * GATE_COLUMNS if paired else 1)
 
 
 def _draw_size(random: Random, tile: int, largest: int) -> int:
@@ -277,13 +306,14 @@ def _draw_k(random: Random, config: GemmConfig | None, largest: int) -> int:
     return k + SCALE_BLOCK if k + SCALE_BLOCK <= largest else k - SCALE_BLOCK  # another number of K blocks
 
 
-def _draw_operand_place(random: Random, rows: int, k: int) -> Place:
+def _draw_operand_place(random: Random, rows: int, k: int, element_bytes: int) -> Place:
     """Padded rows, every second row of something larger, or a slice that begins within rows."""
     if rows == 1 and random.random() < 0.3:
         return Place((random.randint(1, 9), 1))  # as torch reports of single rows
     padding = random.choice((0, 0, 0, 16, 48, 256, ALIGNMENT * random.randint(0, 40)))
-    stride = (round_up(max(k, 1), ALIGNMENT) + padding) * random.choice((1, 1, 1, 2))
-    return Place((stride, 1), random.choice((0, 0, ALIGNMENT * random.randint(0, 15))))
+    row_bytes = (round_up(max(k, 1) * element_bytes, ALIGNMENT) + padding) * random.choice((1, 1, 1, 2))
+    offset_bytes = random.choice((0, 0, ALIGNMENT * random.randint(0, 15)))
+    return Place((row_bytes // element_bytes, 1), offset_bytes // element_bytes)
 
 
 def _draw_scale_place(random: Random, rows: int, groups: int) -> Place:
@@ -316,7 +346,7 @@ def _draw_special(random: Random, shapes: dict[str, tuple[int, int]]) -> Special
 
 
 class Use(NamedTuple):
-    """How a problem is multiplied: `out`'s layout in elements, and the keywords of `fp8_gemm`."""
+    """How a problem is multiplied: `out`'s layout in elements, and keywords that `fp8_gemm` and others have."""
 
     out_stride: int
     out_offset: int
@@ -343,7 +373,7 @@ class Call(NamedTuple):
 
 def can_multiply(config: GemmConfig, problem: Problem) -> bool:
     """Whether there is a use of `config` for the problem, given enough SMs."""
-    return config.takes_k(problem.k) and (not config.tma_store or problem.n % (ALIGNMENT // 2) == 0)
+    return config.takes_k(problem.k) and problem.n % column_step(config) == 0
 
 
 def draw_use(random: Random, problem: Problem, config: GemmConfig | None, num_sms: int) -> Use:
@@ -367,7 +397,8 @@ def draw_use(random: Random, problem: Problem, config: GemmConfig | None, num_sm
 
 def _draw_out(random: Random, n: int, config: GemmConfig | None) -> tuple[int, int]:
     """Row stride and offset."""
-    step = ALIGNMENT // 2
+    n //= config.columns_per_output if config else 1
+    step = ALIGNMENT // (config.out_bytes if config else 2)
     by_tma = config.tma_store if config else n % step == 0 and random.random() < 0.7
     if by_tma:
         return n + step * random.choice((0, 0, 1, random.randint(0, 40))), step * random.choice((0, 0, 1, 5))

@@ -60,6 +60,15 @@ def test_default_kernel_compiles_clean(config, compiled):
     assert config.name.encode() in result.cubin
 
 
+@pytest.mark.parametrize("kind", ["fp8", "fp8_1x128"])
+def test_scale_warps_that_read_one_scale_at_once_compile(kind):
+    """Lanes of 24 registers that have 8 rows each; no default config has such."""
+    config = GemmConfig(256, 144, 2, kind=kind, activation="silu", store_buffers=1)
+    assert config.scales_at_once == 1
+    made = jit.compile_kernel(kernel_source(config), config.name)
+    assert made.divergence == jit.resource_usage(made.log).warnings == ()
+
+
 def test_default_kernels_are_uniform(compiled, listings):
     """As nvdisasm tells it; and sass.py, which knows as many waits, says the same."""
     found = {config.name: re.findall(r"WARPSYNC.*|TRYWAIT P\d, \[R\d.*", text) for config, text in listings.items()}

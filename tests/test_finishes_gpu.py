@@ -65,6 +65,7 @@ LEGAL_CORNERS = (
     GemmConfig(128, 224, 3, 2, 1, bias="bf16", activation="swiglu", store_buffers=1),
     GemmConfig(128, 192, 4, bias="bf16", activation="silu", b_stages=4, store_buffers=1),
     GemmConfig(256, 96, 3, 1, 2, bias="fp32", activation="swiglu", store_buffers=1),
+    GemmConfig(256, 144, 2, activation="silu", store_buffers=1),
     GemmConfig(128, 192, 3, kind="bf16", bias="fp16", activation="swiglu", store_buffers=1),
     GemmConfig(256, 96, 3, kind="fp8_rows", bias="bf16", activation="gelu"),
 )

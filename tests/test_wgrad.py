@@ -4,7 +4,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import ACCUMULATION, Exact, GuardedOut, Operands, assert_accurate, exact_product, make_product
+from helpers import (
+    ACCUMULATION,
+    Exact,
+    GuardedOut,
+    Operands,
+    assert_accurate,
+    blank_tokens,
+    exact_of_group,
+    make_product,
+)
 
 from deep_tile import GemmConfig, fp8_grouped_wgrad, fp8_wgrad, plan, precompile
 from deep_tile.config import round_up
@@ -14,7 +23,6 @@ from deep_tile.select.choose import choose
 from deep_tile.select.groups import grouped_configs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-NAN_BYTE = 0x7F
 
 
 class Case(NamedTuple):
@@ -41,11 +49,7 @@ class Case(NamedTuple):
         return fp8_grouped_wgrad(*self.operands, self.offs, out, **keywords)
 
     def exact(self, group: int) -> Exact:
-        begin, end = self.tokens[group]
-        dy, dy_scale, x, x_scale = self.operands
-        blocks = slice(begin // 128, round_up(end, 128) // 128)
-        own = Operands(dy[:, begin:end], dy_scale[:, blocks], x[:, begin:end], x_scale[:, blocks])
-        return exact_product(own, b_rows=1)
+        return exact_of_group(self.operands, *self.tokens[group])
 
     def check(self, accumulate: bool = True, **keywords) -> torch.Tensor:
         """Adds to random numbers, or writes over NaN, and checks each number and what is around `out`."""
@@ -88,17 +92,10 @@ def make_case(
     offs = torch.tensor(ends if bounds is None else bounds, dtype=torch.int32)
     tokens = group_rows("offs", offs, len(offs), s, alignment)
     operands = make_product("fp8_1x128", n, k, s, device=device, padding=padding, scales=scales).operands
-    dead, filling = torch.ones(s, dtype=torch.bool), torch.zeros(s, dtype=torch.bool)
-    for begin, end in tokens:
-        dead[begin : round_up(end, 128)] = False
-        filling[end : round_up(end, 128)] = True
-    for codes, scale in (operands[:2], operands[2:]):
-        codes.view(torch.uint8)[:, dead.to(device)] = NAN_BYTE
-        codes.view(torch.uint8)[:, filling.to(device)] = 0
-        scale[:, dead[::128].to(device)] = float("nan")
+    blank_tokens(operands, tokens)
     rows = len(offs) * n
     guarded = GuardedOut(rows, k, device=device, stride=out_stride, offset=out_offset, dtype=torch.float32)
-    return Case(Operands(*operands), offs.to(device), tokens, guarded)
+    return Case(operands, offs.to(device), tokens, guarded)
 
 
 LENGTHS = [

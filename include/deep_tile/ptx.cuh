@@ -297,6 +297,10 @@ __device__ __forceinline__ u16 ld_global(const u16* address) {
     return value;
 }
 
+__device__ __forceinline__ void ld_global(const float* address, float (&values)[1]) {
+    values[0] = ld_global(address);
+}
+
 __device__ __forceinline__ void ld_global(const float* address, float (&values)[2]) {
     asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(values[0]), "=f"(values[1]) : "l"(address) : "memory");
 }

@@ -1,0 +1,556 @@
+"""Any call of the other products, checked: every kind, finish and format, weight gradients of one weight and of groups.
+
+    PYTHONPATH=. python tests/fuzz_kinds.py --seconds 120 --out kinds.json [--seed N] [--first-round R --rounds 1]
+
+Compiles kernels of every kind on all cores: choices of the selector and random legal configs, with finishes by turns.
+Then each round draws a problem for one of them, sizes, layouts, tokens of groups (none, one, few, many, offsets that
+lie) and options, and multiplies twice beside element-wise kernels of another stream; half of the calls name no config
+and get one of these kernels by choice. Results are compared with products in float64 on the GPU, and the counts of
+wrong elements are read now and then. A round depends on the seed, `--configs` and its number alone.
+
+Ends with status 0, or 1 when something was wrong, 3 when a product did not end within 20 s, 4 when the GPU failed.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import cycle, product
+from math import log2
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from campaign import (
+    UNUSABLE,
+    Report,
+    Watch,
+    begin,
+    lay_out,
+    leave,
+    load_kernels,
+    noise,
+    on_gpu,
+    parser,
+    run_rounds,
+    sms_of,
+)
+from fuzz_groups import draw_sizes
+from helpers import (
+    ACCUMULATION,
+    MANY,
+    Exact,
+    GuardedOut,
+    Operands,
+    are_off,
+    blank_tokens,
+    exact_of_group,
+    finished_product,
+    product_of,
+    whole_bar,
+    whole_error,
+)
+from strategies import USUAL, Limits, Place, Problem, Use, draw_config, draw_problem, draw_use, scale_shapes
+
+import deep_tile
+from deep_tile import GemmConfig, plan
+from deep_tile.config import ceil_div, round_up
+from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, OUTPUTS, Element
+from deep_tile.problem import GemmProblem, Groups
+from deep_tile.reference import MAX_RELATIVE_ERROR, group_rows
+from deep_tile.select.defaults import default_configs
+from deep_tile.select.groups import grouped_configs
+from deep_tile.tensors import as_float32
+
+GRADIENTS = "groups of gradients"
+"""What `fp8_grouped_wgrad` makes, beside the kinds of `KINDS`."""
+
+FINISHES = tuple(product(BIASES, ACTIVATIONS))
+CALLS = {
+    "fp8": ("fp8_gemm",),
+    "bf16": ("gemm",),
+    "fp16": ("gemm",),
+    "int8": ("int8_gemm",),
+    "fp8_1x128": ("scaled_gemm", "fp8_wgrad"),
+    "fp8_rows": ("scaled_gemm",),
+    "int8_rows": ("scaled_gemm",),
+}
+"""The functions that make a kind."""
+
+SCALE_FORMS = {
+    "column": lambda scale: scale,
+    "flat": lambda scale: scale[:, 0],
+    "row": lambda scale: scale.t(),
+    "one": lambda scale: scale[:1],
+    "number": lambda scale: scale[0, 0],
+}
+"""Of scales of rows [rows, 1], as a call may be given them."""
+
+GROUPS = (1, 2, 3, 8, 16, 31, 32, 33, 64, 130)
+LARGE = Limits(m=2048, n=2048, k=2048, out=1 << 21)
+LARGE_SHARE = 0.02
+MOST_ELEMENTS = 1 << 22
+"""Of an operand or an `out`."""
+
+_VARIANT = 8
+"""Kernels of one kind, format and finish: half of them choices of the selector, of which as many serve 3 of 4
+problems."""
+
+_TRIES = 4
+"""Problems drawn until one's choice is among the kernels."""
+
+_INT8_SIZE = 40
+_UNSETTLED, _UNDER_WAY = 64, 8
+
+
+# What is drawn.
+
+
+class Tokens(NamedTuple):
+    """Of groups of gradients.
+
+    Attributes:
+        bounds: the token behind each group's last, or lies.
+        total: tokens of the operands.
+        alignment, expected: as the call takes them.
+        spare_rows: of `out`, between groups.
+    """
+
+    bounds: tuple[int, ...]
+    total: int
+    alignment: int
+    expected: int | None
+    spare_rows: int
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """First token, and the one behind the last, of each group."""
+        bounds = torch.tensor(self.bounds, dtype=torch.int64)
+        return group_rows("offs", bounds, len(self.bounds), self.total, self.alignment)
+
+
+class Draw(NamedTuple):
+    """One call.
+
+    Attributes:
+        call: name of the function.
+        config: what is made, and how, unless that is the selector's choice: then `use` has none.
+        scale_forms: names of SCALE_FORMS, of a and b.
+        exponents: whether scales are float8_e8m0fnu.
+        bias: where it lies, as [n, 1].
+        seed: of the values.
+    """
+
+    call: str
+    config: GemmConfig
+    problem: Problem
+    use: Use
+    scale_forms: tuple[str, str]
+    exponents: bool
+    bias: Place
+    tokens: Tokens | None
+    seed: int
+
+    def __str__(self) -> str:
+        (m, n, k, places, _), use = self.problem, self.use._replace(config=None)
+        chosen = "chosen: " if self.use.config is None else ""
+        forms = f"{self.scale_forms} exponents={self.exponents} bias={tuple(self.bias)}"
+        return f"{self.call} {m}x{n}x{k} {chosen}{self.config.name} {use} {places} {forms} {self.tokens} {self.seed}"
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        """Of each group's `out`."""
+        return self.problem.m, self.problem.n // self.config.columns_per_output
+
+    @property
+    def out_rows(self) -> int:
+        """Of all groups, and between them."""
+        if self.tokens is None:
+            return self.problem.m
+        return len(self.tokens.bounds) * (self.problem.m + self.tokens.spare_rows)
+
+    def asked(self, num_sms: int) -> GemmProblem:
+        """The problem as the selector is told it."""
+        m, n, k, *_ = self.problem
+        config, use, tokens = self.config, self.use, self.tokens
+        made = {name: getattr(config, name) for name in ("kind", "output", "accumulate", "bias", "activation")}
+        groups = None
+        if tokens is not None:
+            count = len(tokens.bounds)
+            groups = Groups("k_offs", count, tokens.expected or ceil_div(k, count))
+        sms, may_split = use.num_sms or num_sms, tokens is not None or not use.batch_invariant
+        return GemmProblem(m, n, k, sms, self._tma_can_store, may_split, groups=groups, **made)
+
+    @property
+    def _tma_can_store(self) -> bool:
+        (rows, columns), use = self.out_shape, self.use
+        many = self.out_rows > 1 if self.tokens is None else rows > 1 or len(self.tokens.bounds) > 1
+        numbers = (columns, use.out_offset, *([use.out_stride] if many else []))
+        return all(number * self.config.out_bytes % 16 == 0 for number in numbers)
+
+
+def draw_kernels(random: Random, each: int, num_sms: int) -> list[GemmConfig]:
+    """`each` of every kind and of groups of gradients, in an order of chance; every finish in turn."""
+    finishes = cycle(random.sample(FINISHES, len(FINISHES)))
+    kernels: list[GemmConfig] = []
+    for kind in (*KINDS, GRADIENTS):
+        found: dict[GemmConfig, None] = {}
+        while len(found) < each:
+            made = _draw_made(random, kind, finishes)
+            choices = grouped_configs("k_offs", made["tma_store"], made["accumulate"])
+            if kind != GRADIENTS:
+                choices = default_configs(**{name: field for name, field in made.items() if name != "grouping"})
+            for _ in range(_VARIANT // 2):
+                drawn = draw_for(random, random.choice(choices), num_sms, USUAL)
+                found[plan.config_for(drawn.asked(num_sms))] = None
+                found[draw_config(random, **made)] = None
+        kernels += [config for config in list(found)[:each] if config.cluster <= num_sms]
+    return random.sample(kernels, len(kernels))
+
+
+def _draw_made(random: Random, kind: str, finishes: Iterator[tuple[str, str]]) -> dict[str, Any]:
+    """What kernels of a variant make: fields of a config."""
+    stored = {"tma_store": random.random() < 0.6}
+    if kind == GRADIENTS:
+        made = {"kind": "fp8_1x128", "output": "fp32", "grouping": "k_offs", "accumulate": random.random() < 0.6}
+        return made | stored
+    if kind != "fp8" and random.random() < 0.25:
+        return {"kind": kind, "output": "fp32", "accumulate": True} | stored
+    bias, activation = next(finishes)
+    output = random.choice(list(OUTPUTS))
+    return {"kind": kind, "output": output, "accumulate": False, "bias": bias, "activation": activation} | stored
+
+
+def draw(random: Random, kernels: dict[str, GemmConfig], number: int, num_sms: int, limits: Limits) -> Draw:
+    """A call with one of the kernels, each in turn, or whose choice is one of them."""
+    config = list(kernels.values())[number % len(kernels)]
+    drawn = draw_for(random, config, num_sms, limits)
+    if random.random() < 0.4:
+        return drawn
+    for _ in range(_TRIES):
+        chosen = plan.config_for(drawn.asked(num_sms))
+        if chosen.name in kernels:
+            return drawn._replace(config=chosen, use=drawn.use._replace(config=None))
+        drawn = draw_for(random, config, num_sms, limits)
+    return drawn
+
+
+def draw_for(random: Random, config: GemmConfig, num_sms: int, limits: Limits) -> Draw:
+    """A call with that kernel."""
+    call = "fp8_grouped_wgrad" if config.by_k else random.choice(CALLS[config.kind])
+    if config.is_finished and config.kind == "fp8_1x128":
+        call = "scaled_gemm"
+    tokens = _draw_tokens(random, limits) if config.by_k else None
+    problem = _draw_problem(random, config, tokens, limits)
+    if call == "scaled_gemm" and config.column_scales and problem.k <= 128:  # whose scales are those of rows
+        if config.is_finished:
+            return draw_for(random, config, num_sms, limits)
+        call = "fp8_wgrad"
+    use = draw_use(random, problem, config, num_sms)
+    if config.by_k or call == "fp8_wgrad":
+        use = use._replace(constant_weights=False)
+    forms = random.choices(list(SCALE_FORMS), (2, 2, 1, 1, 1), k=2) if config.row_scales else ("column", "column")
+    return Draw(
+        *(call, config, problem, use, tuple(forms)),
+        exponents=random.random() < 0.1 and config.product.scaling != "none",
+        bias=Place((random.choice((1, 1, 2, 3, 0)), 1), random.choice((0, random.randint(0, 9)))),
+        tokens=tokens,
+        seed=random.randrange(2**31),
+    )
+
+
+def _draw_problem(random: Random, config: GemmConfig, tokens: Tokens | None, limits: Limits) -> Problem:
+    if tokens is None:
+        return draw_problem(random, config, limits)
+    most = MOST_ELEMENTS // tokens.total
+    room = MOST_ELEMENTS // len(tokens.bounds) // 4
+    limits = limits._replace(m=min(limits.m, most), n=min(limits.n, most), out=min(limits.out, room))
+    problem = draw_problem(random, config, limits, k=tokens.total)
+    while any(0 in place.strides for place in (problem.places.a_scale, problem.places.b_scale)):
+        problem = draw_problem(random, config, limits, k=tokens.total)  # scales of tokens of no group are NaN
+    return problem
+
+
+def _draw_tokens(random: Random, limits: Limits) -> Tokens:
+    alignment = random.choice((128, 128, 256, 512, 1024))
+    end, ends = 0, []
+    for size in draw_sizes(random, random.choice(GROUPS)):
+        end = round_up(end, alignment) + min(size, limits.k)
+        ends.append(end)
+    total = max(1, random.choice((end, round_up(end, 128), end + 1, end + 200)))
+    if random.random() < 0.15:
+        lies = (-(2**31), -1, 0, total, total + 1, 2**31 - 1, random.randint(0, total))
+        ends = [random.choice(lies) if random.random() < 0.4 else bound for bound in ends]
+    expected = random.choice((None, 1, 20, 130, 300, 5000))
+    return Tokens(tuple(ends), total, alignment, expected, random.choice((0, 0, 1, 5)))
+
+
+# Inputs.
+
+
+class Values:
+    """Normal samples, made once, from which inputs are cut, each dtype's when it is first wanted."""
+
+    def __init__(self, device: str, seed: int):
+        generator = torch.Generator(device).manual_seed(seed)
+        self._normal = torch.randn(2 * MOST_ELEMENTS, generator=generator, device=device)
+        self._converted: dict[torch.dtype, torch.Tensor] = {}
+
+    def cut(self, random: Random, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
+        """Of standard deviation 1; integers of 40."""
+        count = rows * columns
+        first = random.randrange(len(self._normal) - count + 1)
+        return self._all(dtype)[first : first + count].view(rows, columns)
+
+    def _all(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self._converted:
+            integers = dtype == torch.int8
+            values = (self._normal * _INT8_SIZE).round().clamp(-128, 127) if integers else self._normal
+            self._converted[dtype] = values.to(dtype)
+        return self._converted[dtype]
+
+
+class Sample(NamedTuple):
+    """The inputs of a call, and what is to come of them.
+
+    Attributes:
+        operands: as the call takes them, offsets included.
+        exact, accumulation, relative_error: as in `helpers.Product`.
+        before: what `out` holds that is added to; None: NaN.
+        buffer, untouched: all inputs with NaN around them, and a copy.
+    """
+
+    operands: tuple[torch.Tensor, ...]
+    bias: torch.Tensor | None
+    exact: Exact
+    accumulation: float
+    relative_error: float
+    before: torch.Tensor | None
+    buffer: torch.Tensor
+    untouched: torch.Tensor
+
+
+def make(values: Values, drawn: Draw, device: str) -> Sample:
+    random, config, problem = Random(drawn.seed), drawn.config, drawn.problem
+    inputs = _draw_values(values, random, drawn)
+    places = [getattr(problem.places, name) for name in inputs]
+    if config.bias != "none":
+        inputs["bias"] = values.cut(random, _dtype(OUTPUTS[config.bias]), problem.n, 1)
+        places.append(drawn.bias)
+    if drawn.tokens is not None:
+        inputs["offs"] = torch.tensor(drawn.tokens.bounds, dtype=torch.int32, device=device)[:, None]
+        places.append(Place((1, 1), random.randint(0, 3)))
+    buffer, placed = lay_out(list(inputs.values()), places)
+    placed = dict(zip(inputs, placed, strict=True))
+    given = _as_given(placed, drawn)
+    bias = placed["bias"][:, 0] if "bias" in placed else None
+    exact, accumulation, relative_error = _expected(tuple(map(as_float32, given)), bias, drawn)
+    before = None
+    if config.accumulate:
+        before = values.cut(random, torch.float32, *exact.value.flatten(0, -2).shape).view_as(exact.value)
+        before = before / _shrinking(problem.k)
+        exact = exact._replace(value=exact.value + before.double())
+    if "offs" in placed:
+        given = (*given, placed["offs"][:, 0])
+    return Sample(given, bias, exact, accumulation, relative_error, before, buffer, buffer.clone())
+
+
+def _dtype(element: Element) -> torch.dtype:
+    return getattr(torch, element.dtype)
+
+
+def _shrinking(k: int) -> float:
+    """By which sums of k products get to a size at which activations bend."""
+    return 2.0 ** -round(log2(k) / 2)
+
+
+def _draw_values(values: Values, random: Random, drawn: Draw) -> dict[str, torch.Tensor]:
+    """Operands and scales, by their names in `Places`; scales of exponents as bytes."""
+    (m, n, k, *_), kind = drawn.problem, drawn.config.product
+    factor = _shrinking(k) if drawn.config.is_finished else 1.0
+    a, b = values.cut(random, _dtype(kind.a), m, k), values.cut(random, _dtype(kind.b), n, k)
+    if kind.scaling == "none":
+        return {"a": a * factor, "b": b}
+    unit = 1 / _INT8_SIZE if kind.a.dtype == "int8" else 1.0
+    a_scale, b_scale = (
+        torch.exp2(values.cut(random, torch.float32, *shape).clamp(-1, 1)) * size
+        for shape, size in zip(scale_shapes(kind, m, n, k), (unit * factor, unit), strict=True)
+    )
+    inputs = Operands(a, a_scale, b, b_scale)
+    if drawn.tokens is not None:
+        inputs = Operands(a.clone(), a_scale, b.clone(), b_scale)
+        blank_tokens(inputs, drawn.tokens.ranges)
+    if drawn.exponents:
+        narrow = (x.to(torch.float8_e8m0fnu).view(torch.uint8) for x in inputs[1::2])
+        inputs = inputs._replace(a_scale=next(narrow), b_scale=next(narrow))
+    return inputs._asdict()
+
+
+def _as_given(placed: dict[str, torch.Tensor], drawn: Draw) -> tuple[torch.Tensor, ...]:
+    """Operands as the call takes them."""
+    if drawn.config.product.scaling == "none":
+        return placed["a"], placed["b"]
+    scales = (placed["a_scale"], placed["b_scale"])
+    if drawn.exponents:
+        scales = (scale.view(torch.float8_e8m0fnu) for scale in scales)
+    a_scale, b_scale = (SCALE_FORMS[form](scale) for form, scale in zip(drawn.scale_forms, scales, strict=True))
+    return placed["a"], a_scale, placed["b"], b_scale
+
+
+def _expected(operands: tuple[torch.Tensor, ...], bias: torch.Tensor | None, drawn: Draw) -> tuple[Exact, float, float]:
+    """The product and how far an element, and the whole, may be off; of groups [g, m, n]."""
+    if drawn.tokens is None:
+        made = product_of(drawn.config.kind, operands)
+        if drawn.config.is_finished:
+            made = finished_product(made, bias, drawn.config.activation)
+        return made.exact, made.accumulation, made.relative_error
+    shape = (len(drawn.tokens.bounds), *drawn.out_shape)
+    exact = Exact(*(torch.zeros(shape, dtype=torch.float64, device=operands[0].device) for _ in range(2)))
+    for group, (first, end) in enumerate(drawn.tokens.ranges):
+        if first < end:
+            exact.value[group], exact.spread[group] = exact_of_group(Operands(*operands), first, end)
+    return exact, ACCUMULATION, MAX_RELATIVE_ERROR
+
+
+# Calls and checks.
+
+
+def multiply(sample: Sample, drawn: Draw, out: torch.Tensor) -> None:
+    """One call, into what `out` held before."""
+    use, config = drawn.use, drawn.config
+    keywords: dict[str, Any] = {"config": use.config, "num_sms": use.num_sms, "pdl": use.pdl}
+    if drawn.tokens is not None:
+        keywords |= {"alignment": drawn.tokens.alignment, "expected_tokens": drawn.tokens.expected}
+    else:
+        keywords["batch_invariant"] = use.batch_invariant
+    if drawn.call != "fp8_gemm":
+        keywords["accumulate"] = config.accumulate
+    if drawn.call in ("fp8_gemm", "gemm", "int8_gemm", "scaled_gemm"):
+        activation = None if config.activation == "none" else config.activation
+        keywords |= {"constant_weights": use.constant_weights, "bias": sample.bias, "activation": activation}
+    getattr(deep_tile, drawn.call)(*sample.operands, out, **keywords)
+
+
+def guarded_out(drawn: Draw, device: str) -> GuardedOut:
+    """Of groups [g, m, n], with guarded rows between them."""
+    use, columns = drawn.use, drawn.out_shape[1]
+    layout = {"stride": use.out_stride, "offset": use.out_offset, "dtype": _dtype(drawn.config.out)}
+    guarded = GuardedOut(drawn.out_rows, columns, device=device, **layout)
+    if drawn.tokens is not None:
+        guarded.out = guarded.out.unflatten(0, (len(drawn.tokens.bounds), -1))[:, : drawn.problem.m]
+    return guarded
+
+
+def check(sample: Sample, drawn: Draw, beside: Any) -> dict[str, torch.Tensor]:
+    """Multiply twice: what is wrong about that, by kind, as counts left on the device.
+
+    The kernel before each product writes `out`, and never `b`, as `constant_weights` asks.
+    """
+    guarded = guarded_out(drawn, str(sample.buffer.device))
+
+    def result() -> torch.Tensor:
+        if sample.before is None:
+            guarded.out.fill_(torch.nan)
+        else:
+            guarded.out.copy_(sample.before)
+        multiply(sample, drawn, guarded.out)
+        return guarded.out.clone(memory_format=torch.contiguous_format)
+
+    beside()
+    first, again = result(), result()
+    words = {2: torch.int16, 4: torch.int32}[first.element_size()]
+    faults = {
+        "values": are_off(first, sample.exact, sample.accumulation).sum(),
+        "repeat": (first.view(words) != again.view(words)).sum(),
+        "inputs": (sample.buffer != sample.untouched).sum(),
+    }
+    m, n, k, *_ = drawn.problem
+    if min(m, n) >= 16 and k >= 64 and first.numel() >= MANY:
+        bar = whole_bar(first.dtype, sample.relative_error)
+        faults["accuracy"] = (~(whole_error(first, sample.exact) <= bar)).long()
+    faults["guards"] = guarded.count_written_outside()
+    return faults
+
+
+# The run.
+
+
+class Fuzzer:
+    """Rounds of a seed: see the module's description."""
+
+    def __init__(self, arguments: argparse.Namespace, report: Report):
+        self._seed, self._device, self._report = arguments.seed, arguments.device, report
+        self._limits, self._num_sms = arguments.limits, sms_of(arguments.device)
+        kernels = draw_kernels(Random(f"{self._seed}:kernels"), arguments.configs, self._num_sms)
+        self._kernels = {config.name: config for config in kernels}
+        self._watch, self._noise = Watch(self._device), noise(self._device)
+        self._pending: list[tuple[int, Draw, dict[str, torch.Tensor]]] = []
+        self.products = 0
+        self.configs: set[str] = set()
+        self.calls: Counter[str] = Counter()
+
+    def load(self) -> None:
+        begun = time.perf_counter()
+        for name, text in load_kernels(self._kernels.values(), self._device).items():
+            self._report.find("not compiled", config=name, error=text[-600:])
+            del self._kernels[name]
+        self._report.fields |= {
+            "configs_loaded": len(self._kernels),
+            "loading_seconds": round(time.perf_counter() - begun, 1),
+        }
+        self._values = Values(self._device, self._seed % 2**31)
+
+    def run_round(self, number: int) -> None:
+        random = Random(f"{self._seed}:{number}")
+        limits = LARGE if on_gpu(self._device) and random.random() < LARGE_SHARE else self._limits
+        drawn = draw(random, self._kernels, number, self._num_sms, limits)
+        try:
+            faults = check(make(self._values, drawn, self._device), drawn, self._noise)
+        except (TypeError, ValueError) as error:
+            self._report.find("refused", round=number, draw=str(drawn), error=str(error))
+            return
+        self._pending.append((number, drawn, faults))
+        self._watch.add(f"round {number}:", drawn)
+        self._watch.drain(_UNDER_WAY)
+        self.products += 2
+        self.configs.add(drawn.config.name)
+        self.calls[f"{drawn.call} {drawn.config.kind}"] += 1
+        if len(self._pending) >= _UNSETTLED:
+            self.settle()
+
+    def settle(self) -> None:
+        """Read what the checks have found."""
+        self._watch.drain()
+        counts = [count for _, _, faults in self._pending for count in faults.values()]
+        found = iter(torch.stack(counts).tolist() if counts else ())
+        for number, drawn, faults in self._pending:
+            wrong = {kind: count for kind, count in zip(faults, found, strict=False) if count}
+            if wrong:
+                self._report.find("wrong", round=number, elements=wrong, draw=str(drawn))
+        self._pending.clear()
+
+    def suspects(self) -> list[str]:
+        return self._watch.suspects()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser(__doc__.splitlines()[0], seconds=60)
+    options.add_argument("--configs", type=int, default=64, help="of each kind (default: %(default)s)")
+    options.add_argument("--first-round", type=int, default=0)
+    options.add_argument("--rounds", type=int, default=sys.maxsize, help="at most")
+    options.set_defaults(limits=USUAL)
+    chosen = options.parse_args(arguments)
+    reason = begin(chosen)
+    if reason:
+        print(f"fuzz_kinds.py: {reason}", file=sys.stderr)
+        return UNUSABLE
+    report = Report("fuzz of kinds", chosen)
+    fuzzer = Fuzzer(chosen, report)
+    run_rounds(fuzzer, chosen, report)
+    counts = {"products": fuzzer.products, "configs": len(fuzzer.configs), "calls": dict(sorted(fuzzer.calls.items()))}
+    return leave(report.end(**counts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
