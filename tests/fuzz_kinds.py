@@ -45,7 +45,7 @@ from helpers import (
     Operands,
     are_off,
     blank_tokens,
-    exact_of_group,
+    exact_of_groups,
     finished_product,
     product_of,
     whole_bar,
@@ -101,7 +101,11 @@ _TRIES = 4
 """Problems drawn until one's choice is among the kernels."""
 
 _INT8_SIZE = 40
-_UNSETTLED, _UNDER_WAY = 64, 8
+_UNSETTLED = 64
+"""Calls whose results are read at once."""
+
+_UNDER_WAY = 4
+"""Calls that the GPU may be behind: fewer kernels than a stream holds before a launch waits."""
 
 
 # What is drawn.
@@ -405,11 +409,7 @@ def _expected(operands: tuple[torch.Tensor, ...], bias: torch.Tensor | None, dra
         if drawn.config.is_finished:
             made = finished_product(made, bias, drawn.config.activation)
         return made.exact, made.accumulation, made.relative_error
-    shape = (len(drawn.tokens.bounds), *drawn.out_shape)
-    exact = Exact(*(torch.zeros(shape, dtype=torch.float64, device=operands[0].device) for _ in range(2)))
-    for group, (first, end) in enumerate(drawn.tokens.ranges):
-        if first < end:
-            exact.value[group], exact.spread[group] = exact_of_group(Operands(*operands), first, end)
+    exact = exact_of_groups(Operands(*operands), drawn.tokens.ranges)
     return exact, ACCUMULATION, MAX_RELATIVE_ERROR
 
 
