@@ -348,12 +348,18 @@ def product_of(kind: str, operands: tuple[torch.Tensor, ...]) -> Product:
     return Product(scaled_gemm, operands, exact, ACCUMULATION + k * 2**-17, 5e-3 + k * 2**-18)
 
 
-def exact_of_group(operands: Operands, begin: int, end: int) -> Exact:
-    """The product of `fp8_grouped_wgrad` over the tokens of one group."""
+def exact_of_groups(operands: Operands, tokens: list[tuple[int, int]]) -> Exact:
+    """The products of `fp8_grouped_wgrad` over the tokens of each group, [g, n, k]; zeros of a group without."""
     dy, dy_scale, x, x_scale = operands
-    blocks = slice(begin // SCALE_BLOCK, ceil_div(end, SCALE_BLOCK))
-    own = Operands(dy[:, begin:end], dy_scale[:, blocks], x[:, begin:end], x_scale[:, blocks])
-    return exact_product(own, b_rows=1)
+    n, k = (torch.arange(len(codes), device=dy.device) for codes in (dy, x))
+    wide = _scaled(dy, dy_scale, n, n), _scaled(x, x_scale, k, k)
+    squares = [values.square() for values in wide]
+    exact = Exact(*(wide[0].new_zeros(len(tokens), len(n), len(k)) for _ in range(2)))
+    for group, (begin, end) in enumerate(tokens):
+        if begin < end:
+            for sums, (rows, columns) in zip(exact, (wide, squares), strict=True):
+                torch.mm(rows[:, begin:end], columns[:, begin:end].t(), out=sums[group])
+    return exact._replace(spread=exact.spread.sqrt_())
 
 
 def blank_tokens(operands: Operands, tokens: list[tuple[int, int]]) -> None:

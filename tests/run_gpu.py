@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tests/run_gpu.py [--out FILE] [--skip-sanitizers] [--parts tests fuzz ...]
 
-Runs `pytest -m gpu`, short runs of fuzz_gpu.py and stress.py, then sanitize.py under each tool of compute-sanitizer
+Runs `pytest -m gpu`, short runs of the fuzzers and of stress.py, then sanitize.py under each tool of compute-sanitizer
 where that is installed, and writes versions, counts and durations as JSON. Ends with a status other than 0 unless every
 part that ran was clean.
 """
@@ -30,6 +30,7 @@ TOOL_SECONDS = 900
 DRIVERS = {
     "fuzz": ("fuzz_gpu.py", "--seconds", "60"),
     "fuzz of groups": ("fuzz_groups.py", "--seconds", "40"),
+    "fuzz of kinds": ("fuzz_kinds.py", "--seconds", "60"),
     "stress": ("stress.py", "--seconds", "60"),
 }
 DRIVER_SECONDS = 540
@@ -86,7 +87,7 @@ def run_tests(tests: Path = TESTS) -> dict[str, Any]:
 
 
 def run_driver(driver: str, *arguments: str) -> dict[str, Any]:
-    """A short run of fuzz_gpu.py or stress.py: what its own report counts, or how it ended without one."""
+    """A short run of one of DRIVERS: what its own report counts, or how it ended without one."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, str(TESTS / driver), *arguments, "--out", str(report)]

@@ -7,15 +7,13 @@ import fuzz_kinds
 import pytest
 import torch
 from campaign import CLEAN, WRONG
-from fuzz_kinds import CALLS, FINISHES, GRADIENTS, SCALE_FORMS, Values
+from fuzz_kinds import CALLS, FINISHES, GRADIENTS, SCALE_FORMS, Values, selectable
 from strategies import Limits
 from test_host_path import run_pretending  # noqa: F401
 from test_launcher import fake_driver  # noqa: F401
 
-from deep_tile import api, plan
+from deep_tile import api, jit, plan
 from deep_tile.kinds import KINDS, OUTPUTS
-from deep_tile.select.defaults import default_configs
-from deep_tile.select.groups import grouped_configs
 
 NUM_SMS = 132
 SMALL = Limits(m=100, n=160, k=400, out=1 << 14)
@@ -41,13 +39,6 @@ def kind_of(config) -> str:
     return GRADIENTS if config.by_k else config.kind
 
 
-def is_default(config) -> bool:
-    if config.by_k:
-        return config in grouped_configs("k_offs", config.tma_store, config.accumulate)
-    made = config.kind, config.output, config.accumulate, config.bias, config.activation
-    return config in default_configs(config.tma_store, *made)
-
-
 # What is drawn.
 
 
@@ -55,7 +46,7 @@ def test_kernels_are_of_every_kind_and_finish(kernels):
     for kind in (*KINDS, GRADIENTS):
         own = [config for config in kernels if kind_of(config) == kind]
         assert len(own) == EACH == len({config.name for config in own})
-        assert {True, False} == {is_default(config) for config in own} == {config.tma_store for config in own}
+        assert {True, False} == {config in selectable(config) for config in own} == {config.tma_store for config in own}
         assert kind == "fp8" or {config.accumulate for config in own} == {True, False}
     assert {(config.bias, config.activation) for config in kernels} == set(FINISHES)
     assert {config.output for config in kernels} == set(OUTPUTS)
@@ -278,7 +269,20 @@ def test_calls_that_are_refused_are_found(run, monkeypatch):
     assert (status, report["found"], report["products"]) == (WRONG, {"refused": 3}, 0)
 
 
-def test_kernels_that_do_not_compile_are_found(run, monkeypatch):
-    monkeypatch.setattr(fuzz_kinds, "load_kernels", lambda configs, device: {next(iter(configs)).name: "no room"})
+@pytest.mark.parametrize(
+    ("chosen", "divergent", "found"),
+    [(False, True, {}), (True, True, {"not compiled": 1}), (False, False, {"not compiled": 1})],
+)
+def test_kernels_that_do_not_compile_are_found(run, monkeypatch, chosen, divergent, found):
+    """But for random ones whose warps would fall apart: such are refused for good."""
+    without = []
+
+    def load(configs, device):
+        config = next(config for config in configs if (config in selectable(config)) == chosen)
+        without.append(config.name)
+        return {config.name: jit.divergence_text(config.name, ("a wait",)) if divergent else "no room"}
+
+    monkeypatch.setattr(fuzz_kinds, "load_kernels", load)
     status, report = run("--rounds", "2")
-    assert (status, report["found"], report["configs_loaded"]) == (WRONG, {"not compiled": 1}, 63)
+    assert (status, report["found"]) == (WRONG if found else CLEAN, found)
+    assert report["configs_loaded"] == 63 and report["configs_refused"] == ([] if found else without)
