@@ -528,7 +528,7 @@ def test_readme_examples_run():
     """
     text = README.read_text()
     examples = re.findall(r"```python\n(.*?)```", text.partition("## Several GPUs")[0], re.DOTALL)
-    assert len(examples) == 7
+    assert len(examples) == 8
     weights = [deep_tile.quantize_weight(torch.randn(n, 7168, dtype=torch.bfloat16)) for n in (64, 32)]
     model = torch.nn.Sequential(torch.nn.Linear(256, 128, dtype=torch.bfloat16))
     names = {"weights": weights, "model": model}
@@ -541,6 +541,7 @@ def test_readme_examples_run():
     assert (names["q"].shape, names["k"].shape) == ((64, 64), (64, 32))
     assert isinstance(model[0], deep_tile.nn.Linear)
     assert relative_error(names["moved"], expert_layer(**names)) < 0.1
+    assert relative_error(names["gradient"], names["dy"].double().t() @ names["inputs"].double()) < 0.06
 
 
 def expert_layer(tokens, chosen, up, down, shares, **others):

