@@ -367,8 +367,10 @@ def test_greedy_tokens_are_those_of_whole_sequences(model, cache):
 
 @torch.no_grad()
 def assert_greedy(model, generated, tokens, off=0):
-    """Generated tokens have about the largest logit after what stands before them, but for `off`; a random one has in 1 of
-    100."""
+    """Generated tokens have about the largest logit after what stands before them, but for `off`.
+
+    A random one has in 1 of 100.
+    """
     logits = model(generated[:, :-1]).logits[:, -tokens:].float()
     chosen = logits.gather(-1, generated[:, -tokens:, None])[..., 0]
     assert (logits.amax(-1) - chosen > 0.8 * logits.std(-1)).sum() <= off

@@ -382,4 +382,4 @@ def test_a_static_cache_is_compiled_without_a_break(model):
     generated, _ = qwen3_fp8.timed_generate(model, tokens, 16, cache_implementation="static", compile_config=config)
     assert generated.shape == (1, 37 + 16)
     assert model._compiled_call is not None
-    assert_greedy(model, generated, 16)
+    assert_greedy(model, generated, 16, off=2)
