@@ -1,5 +1,5 @@
-"""Time products of other kinds than FP8 with block scales against torch's (INT8 with block scales: against our FP8),
-check every output, and write JSON.
+"""Time products of other kinds than FP8 with block scales against torch's (INT8 with block scales, and FP8 with scales of
+1x128 for both operands: against our FP8), check every output, and write JSON.
 
     PYTHONPATH=. python benchmarks/bench_kinds.py --kind bf16 --shapes nine --out bf16.json
     PYTHONPATH=. python benchmarks/bench_kinds.py --kind bf16 --shapes nine --search --out search_bf16.json
@@ -9,6 +9,7 @@ and how far the selector's choice is from the fastest. Stops with what it has af
 """
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +20,14 @@ import torch
 
 from benchmarks import store, timing
 from benchmarks.shapes import M_RANGES, Shape, m_range, select_shapes
-from deep_tile import fp8_gemm, gemm, int8_gemm, scaled_gemm
+from deep_tile import fp8_gemm, gemm, int8_gemm, plan, scaled_gemm
 from deep_tile.config import GemmConfig, ceil_div
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import (
     MAX_RELATIVE_ERROR,
     gemm_reference,
     relative_error,
+    row_blocks_gemm_reference,
     rows_gemm_reference,
     scaled_gemm_reference,
 )
@@ -104,18 +106,38 @@ def scaled(kind: str) -> Callable[[Shape], Contest]:
     return contest
 
 
+def row_blocks(shape: Shape) -> Contest:
+    """`scaled_gemm` with scales of 1x128 for both operands and a result of FP32, as gradients are, against our
+    `fp8_gemm`."""
+    a, b = (torch.randn(rows, shape.k, device="cuda").to(FP8) for rows in (shape.m, shape.n))
+    blocks = ceil_div(shape.k, 128)
+    a_scale, b_scale = (torch.rand(blocks, rows, device="cuda").t() + 0.5 for rows in (shape.m, shape.n))
+    weight_scale = torch.rand(ceil_div(shape.n, 128), blocks, device="cuda") + 0.5
+    out = torch.empty(shape.m, shape.n, device="cuda")
+    other = torch.empty(shape.m, shape.n, device="cuda", dtype=torch.bfloat16)
+    return Contest(
+        lambda config: scaled_gemm(a, a_scale, b, b_scale, out, config=config),
+        lambda: fp8_gemm(a, a_scale, b, weight_scale, other),
+        lambda rows: row_blocks_gemm_reference(a[rows], a_scale[rows], b, b_scale, torch.float32),
+    )
+
+
 KINDS = {
     "bf16": without_scales(torch.bfloat16),
     "fp16": without_scales(torch.float16),
     **{kind: scaled(kind) for kind in ("fp8_rows", "fp8_tensor", "int8", "int8_rows")},
+    "fp8_1x128": row_blocks,
 }
+OUTPUTS = {"fp16": "fp16", "fp8_1x128": "fp32"}
+"""Formats of results, where they are not BF16."""
+
 FAST_ERROR = 5e-2
 """Relative, of FP8 sums over all of k as the tensor cores keep them, at most."""
 
 
 def problem_of(kind: str, shape: Shape, num_sms: int = 132) -> GemmProblem:
-    kind = "fp8_rows" if kind == "fp8_tensor" else kind
-    return GemmProblem(*shape, num_sms=num_sms, kind=kind, output="fp16" if kind == "fp16" else "bf16")
+    output = OUTPUTS.get(kind, "bf16")
+    return GemmProblem(*shape, num_sms=num_sms, kind="fp8_rows" if kind == "fp8_tensor" else kind, output=output)
 
 
 def check(contest: Contest, config: GemmConfig | None, shape: Shape, most: float) -> None:
@@ -193,9 +215,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, help="begin no other shape after that")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     options = parser.parse_args()
+    shapes = select_shapes(options.shapes)
+    if options.search:
+        known = {config for shape in shapes for config in configs_of(options.kind, shape)}
+        plan.load_kernels(known, torch.cuda.current_device(), os.cpu_count() or 1)
     begun, rows, flush = time.monotonic(), [], timing.L2Flush()
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-        for shape in select_shapes(options.shapes):
+        for shape in shapes:
             if time.monotonic() - begun > options.seconds:
                 print(f"out of time before {shape}")
                 break
