@@ -1,5 +1,6 @@
-"""Time products of other kinds than FP8 with block scales against torch's (INT8 with block scales, and FP8 with scales of
-1x128 for both operands: against our FP8), check every output, and write JSON.
+"""Time products of other kinds than FP8 with block scales against torch's, check every output, and write JSON.
+
+INT8 with block scales, and FP8 with scales of 1x128 for both operands, are timed against our FP8.
 
     PYTHONPATH=. python benchmarks/bench_kinds.py --kind bf16 --shapes nine --out bf16.json
     PYTHONPATH=. python benchmarks/bench_kinds.py --kind bf16 --shapes nine --search --out search_bf16.json

@@ -1,10 +1,12 @@
-"""Fits the selector's time model to a search and writes deep_tile/select/times/fp8.json.
+"""Fits the selector's time model to a search and writes deep_tile/select/times/fp8.json, or that of another kind.
 
     PYTHONPATH=. python benchmarks/calibrate.py benchmarks/results/search_h200.json \\
         --chains benchmarks/results/search_chain_h200.json --alone benchmarks/results/alone_h200.json
+    PYTHONPATH=. python benchmarks/calibrate.py search_bf16.json --kind bf16
 
 No GPU. The two coefficients of each config, three where `b` stays, minimise the logarithm of predicted over measured
-time; the constants that all configs share are those of SHARED. Shapes where the model's choice loses are listed, with
+time; the constants that all configs share are those of SHARED. Other kinds have a search of bench_kinds.py and no
+choices beside the model's. For FP8, shapes where the model's choice loses are listed, with
 the best config: the fastest when launched by itself, or, where search_chain.py timed it in chains as well, by both.
 Large products are bound by power: there back-to-back runs of bench_gemm.py decide, each config in a power state of its
 own. Prints the model's error, and what the choices lose against the fastest config measured.
@@ -19,14 +21,15 @@ from statistics import fmean, geometric_mean
 import numpy as np
 
 from benchmarks import store
+from benchmarks.bench_kinds import problem_of
 from benchmarks.predict import Searched, bucket_of, compare, contenders, load_search, summary
 from benchmarks.shapes import Shape
 from deep_tile.config import GemmConfig
+from deep_tile.kinds import KINDS
 from deep_tile.problem import GemmProblem
 from deep_tile.select import cost
 from deep_tile.select.choose import bucket_key, choose, choose_bucket
 from deep_tile.select.defaults import default_configs
-from deep_tile.select.hardware import H200
 
 SHARED = {
     **{"launch_us": 5.5, "memory_us": 0.6, "overlap": 6.0},
@@ -48,18 +51,18 @@ WORTH_ALONE = 1.015
 """The same of back-to-back runs, beyond which a choice made in turns is wrong for a GPU of one's own."""
 
 
-def fit(config: GemmConfig, times: dict[Shape, float], fastest: dict[Shape, float]) -> list[float]:
+def fit(config: GemmConfig, times: dict[Shape, float], fastest: dict[Shape, float], kind: str = "fp8") -> list[float]:
     """The TileTimes of one config by Gauss-Newton on their logarithms, through the selector's own model.
 
     A shape weighs the less, the further the config is from the fastest there: the model has to rank contenders.
     """
-    problems = [GemmProblem(*shape, num_sms=H200.num_sms) for shape in times]
+    problems = [problem_of(kind, shape) for shape in times]
     measured = np.array(list(times.values()))
     excess = measured / np.array([fastest[shape] for shape in times]) - 1
     weight = 1 / (1 + (excess / CONTENDER) ** 2)
 
     def log_error(logs: np.ndarray) -> np.ndarray:
-        cost.calibration().configs[config.name] = cost.TileTimes(*np.exp(logs))
+        cost.calibration(kind).configs[config.name] = cost.TileTimes(*np.exp(logs))
         predicted = [cost.estimate(config, problem).time_us for problem in problems]
         return np.log(np.array(predicted) / measured)
 
@@ -73,8 +76,8 @@ def fit(config: GemmConfig, times: dict[Shape, float], fastest: dict[Shape, floa
     return np.exp(logs).tolist()
 
 
-def write(model: dict) -> None:
-    (cost.TIMES / "fp8.json").write_text(json.dumps(model, indent=1) + "\n")
+def write(model: dict, kind: str = "fp8") -> None:
+    (cost.TIMES / f"{kind}.json").write_text(json.dumps(model, indent=1) + "\n")
     cost.read_calibration.cache_clear()
     cost.calibration.cache_clear()
     choose_bucket.cache_clear()
@@ -138,13 +141,48 @@ def report_losses(searched: Searched) -> str:
     return f"chosen over fastest: {geometric_mean(losses):.3f} in the geometric mean, {max(losses):.3f} at worst"
 
 
+def calibrate_kind(kind: str, path: Path) -> None:
+    """Of a search of bench_kinds.py."""
+    found = store.load(path)
+    searched = {Shape(row["m"], row["n"], row["k"]): timed_configs(row["us"]) for row in found["shapes"]}
+    before = losses_of_kind(kind, searched)
+    fastest = {shape: min(times.values()) for shape, times in searched.items()}
+    source = {name: found["meta"][name] for name in ("gpu", "num_sms", "date")}
+    model = {**source, "fitted_to": path.name, **SHARED, "configs": {}, "choices": {}}
+    write(model, kind)
+    for config in default_configs(True, kind, problem_of(kind, Shape(1, 1, 1)).output):
+        times = {shape: times[config.name] for shape, times in searched.items() if config.name in times}
+        if times:
+            model["configs"][config.name] = [round(value, 4) for value in fit(config, times, fastest, kind)]
+    write(model, kind)
+    print(f"{kind}: {before} before, {losses_of_kind(kind, searched)} now")
+
+
+def timed_configs(us: dict[str, float]) -> dict[str, float]:
+    """Without the contestants that are no configs."""
+    return {name: time for name, time in us.items() if name not in ("torch", "deep_tile")}
+
+
+def losses_of_kind(kind: str, searched: Searched) -> str:
+    """What following the choices costs."""
+    chosen = {shape: choose(problem_of(kind, shape)).name for shape in searched}
+    losses = [times[chosen[shape]] / min(times.values()) for shape, times in searched.items() if chosen[shape] in times]
+    return f"chosen over fastest {geometric_mean(losses):.3f} in the geometric mean, {max(losses):.3f} at worst"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("search", type=Path, help="JSON file of search.py")
-    parser.add_argument("--chains", type=Path, required=True, help="JSON file of search_chain.py")
-    parser.add_argument("--alone", type=Path, required=True, help="JSON file of bench_gemm.py --sustained")
+    parser.add_argument("search", type=Path, help="JSON file of search.py, or of bench_kinds.py for another kind")
+    parser.add_argument("--kind", choices=KINDS, default="fp8", help="of product (default: %(default)s)")
+    parser.add_argument("--chains", type=Path, help="JSON file of search_chain.py; needed for FP8")
+    parser.add_argument("--alone", type=Path, help="JSON file of bench_gemm.py --sustained; needed for FP8")
     arguments = parser.parse_args()
     path = arguments.search
+    if arguments.kind != "fp8":
+        calibrate_kind(arguments.kind, path)
+        return
+    if arguments.chains is None or arguments.alone is None:
+        parser.error("FP8 needs --chains and --alone, too")
     searched, chains = load_search(path), load_search(arguments.chains, "us_per_launch")
     fastest = {shape: min(times.values()) for shape, times in searched.items()}
     run = store.load(path)["run"]

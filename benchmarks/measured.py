@@ -60,7 +60,7 @@ def _times(data: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
         for config, us in by_config.items():
             yield shape, config, us
     for row in data.get("shapes", []):
-        if "config" in row:
+        if "config" in row and "results" in row:  # products of other kinds have none
             yield str(Shape(row["m"], row["n"], row["k"])), row["config"], row["results"]["deep_tile"]["us"]
 
 

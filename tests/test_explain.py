@@ -13,6 +13,7 @@ from deep_tile.kinds import KINDS
 from deep_tile.method import report
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.choose import choose, suits
+from deep_tile.select.cost import is_measured
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import grouped_configs
 from deep_tile.select.hardware import PRESETS
@@ -73,7 +74,14 @@ def test_other_dtypes_are_tiles_without_kernels(call):
     assert deep_tile.explain(4096, 4096, 7168, dtype="tf32")["config"] == "tf32_128x256x32_s4"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if not kind.promotes], ids=lambda kind: kind.name)
+NOT_MEASURED = [kind for kind in KINDS.values() if not is_measured(kind.name)]
+
+
+def test_measured_kinds_do_not_say_that_they_were_not(call):
+    assert "was not measured" not in call("explain", "4096", "4096", "7168", "--dtype", "fp8_rows")[1]
+
+
+@pytest.mark.parametrize("kind", NOT_MEASURED, ids=lambda kind: kind.name)
 def test_kinds_without_times_of_their_own_say_whose_they_have(call, kind):
     problem = GemmProblem(4096, 4096, 7168, kind=kind.name, output=kind.output)
     code, out, _ = call("explain", "4096", "4096", "7168", "--dtype", kind.name)

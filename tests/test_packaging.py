@@ -100,7 +100,8 @@ def test_content(wheel):
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     modules = {f"deep_tile/{path.relative_to(ROOT / 'deep_tile')}" for path in (ROOT / "deep_tile").rglob("*.py")}
     headers = {f"deep_tile/include/deep_tile/{path.name}" for path in (ROOT / "include/deep_tile").iterdir()}
-    data = {"deep_tile/select/times/fp8.json", "deep_tile/method/measured.json"}
+    times = {f"deep_tile/select/times/{kind}.json" for kind in ("fp8", "fp8_1x128", "fp8_rows", "int8")}
+    data = times | {"deep_tile/method/measured.json"}
     assert set(names) == modules | headers | data | {"deep_tile/_launcher.abi3.so"}
 
 

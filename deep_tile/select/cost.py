@@ -2,7 +2,7 @@
 
 Called by choose.py, and by method/, which shows the same estimates and adds the walls that explain them. The model has
 two terms that overlap: waves of tiles, and bytes through HBM. What a K block and a tile of each config take was
-measured on an H200 and fitted (benchmarks/search.py and calibrate.py); the numbers are in times/fp8.json, and for
+measured on an H200 and fitted (benchmarks/search.py and calibrate.py); the numbers are in times/, by kind, and for
 another GPU they are scaled by its tensor rate, clock and bandwidth.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deep_tile.config import GemmConfig
-from deep_tile.kinds import K_BLOCK_BYTES
+from deep_tile.kinds import K_BLOCK_BYTES, KINDS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import deepest_config
 from deep_tile.select.hardware import H200, Hardware
@@ -21,6 +21,10 @@ from deep_tile.walls import product_flops
 
 TIMES = Path(__file__).parent / "times"
 """Written by benchmarks/calibrate.py."""
+
+
+LIKE = {"int8_rows": "fp8_rows"}
+"""Kinds that were not measured, by those of as many bytes whose sums are scaled alike."""
 
 
 class TileTimes(NamedTuple):
@@ -74,11 +78,11 @@ def is_measured(kind: str) -> bool:
 
 @cache
 def calibration(kind: str = "fp8") -> Calibration:
-    """That of a kind of product, by its name in `kinds.KINDS`. A kind that was not measured has FP8's times: a K block
-    of 128 bytes takes the tensor cores equally long in every format."""
+    """That of a kind of product, by its name in `kinds.KINDS`. A kind that was not measured has the times of `LIKE` it,
+    or FP8's: a K block of 128 bytes takes the tensor cores equally long in every format."""
     if is_measured(kind):
         return read_calibration(TIMES / f"{kind}.json")
-    return calibration("fp8")._replace(choices={})
+    return calibration(LIKE.get(kind, "fp8"))._replace(choices={})
 
 
 @cache
@@ -94,23 +98,26 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
     On another GPU, what the tensor cores need takes as long as their rate says, and the rest scales with the clock.
     """
     tensor_us = block_tensor_us(config, H200)
-    measured = calibration(config.kind).configs
-    known = (measured[name] for name in _names_of_times(config) if name in measured)
-    on_h200 = next(known, TileTimes(1.2 * tensor_us, 2.0))
+    measured = (calibration(kind).configs.get(name) for kind, name in _names_of_times(config))
+    on_h200 = next(filter(None, measured), TileTimes(1.2 * tensor_us, 2.0))
     slower_clock = H200.clock_mhz / hardware.clock_mhz
     block_us = block_tensor_us(config, hardware) + (on_h200.block_us - tensor_us) * slower_clock
     return TileTimes(block_us, on_h200.tile_us * slower_clock, on_h200.column_us * slower_clock)
 
 
 @lru_cache(maxsize=1_024)
-def _names_of_times(config: GemmConfig) -> tuple[str, ...]:
-    """By which a config's times may be known: its own name, then that of the FP8 kernel with the same tiles."""
-    own = config.timed_name
+def _names_of_times(config: GemmConfig) -> tuple[tuple[str, str], ...]:
+    """Kinds, and kernels of theirs, whose times a config's may be: its own, then those of other results with the same
+    tile, of its kind and of FP8."""
     fields = ("block_m", "block_n", "cluster_m", "cluster_n", "split_k", "scale_blocks")
-    try:
-        return own, deepest_config(**{field: getattr(config, field) for field in fields}).name
-    except ValueError:  # a tile that FP8 cannot have
-        return (own,)
+    tile = {field: getattr(config, field) for field in fields}
+    names = [(config.kind, config.timed_name)]
+    for kind, output in ((config.kind, KINDS[config.kind].output), (config.kind, "fp32"), ("fp8", "bf16")):
+        try:
+            names.append((kind, deepest_config(**tile, kind=kind, output=output).timed_name))
+        except ValueError:  # a tile that this kind cannot have
+            continue
+    return tuple(names)
 
 
 def block_tensor_us(config: GemmConfig, hardware: Hardware) -> float:
