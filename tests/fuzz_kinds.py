@@ -104,6 +104,9 @@ _INT8_SIZE = 40
 _UNSETTLED = 64
 """Calls whose results are read at once."""
 
+_SHOWN = 6
+"""Elements of a wrong result that are listed."""
+
 _UNDER_WAY = 4
 """Calls that the GPU may be behind: fewer kernels than a stream holds before a launch waits."""
 
@@ -479,6 +482,16 @@ def check(sample: Sample, drawn: Draw, beside: Any) -> dict[str, torch.Tensor]:
     return faults
 
 
+def examine(sample: Sample, drawn: Draw) -> dict[str, Any]:
+    """Of a call that was found wrong, done once more: how many elements are off, and what the first ones are."""
+    out = guarded_out(drawn, str(sample.buffer.device)).out
+    out.copy_(torch.full_like(out, torch.nan) if sample.before is None else sample.before)
+    multiply(sample, drawn, out)
+    off = are_off(out, sample.exact, sample.accumulation).nonzero().tolist()
+    first = [f"{at}: {out[tuple(at)]:.7g}, exact {sample.exact.value[tuple(at)]:.7g}" for at in off[:_SHOWN]]
+    return {"off": len(off), "first": first, "last": off[-1:]}
+
+
 # The run.
 
 
@@ -540,7 +553,8 @@ class Fuzzer:
         for number, drawn, faults in self._pending:
             wrong = {kind: count for kind, count in zip(faults, found, strict=False) if count}
             if wrong:
-                self._report.find("wrong", round=number, elements=wrong, draw=str(drawn))
+                again = examine(make(self._values, drawn, self._device), drawn)
+                self._report.find("wrong", round=number, elements=wrong, draw=str(drawn), again=again)
         self._pending.clear()
 
     def suspects(self) -> list[str]:

@@ -224,6 +224,10 @@ def test_faults_are_found_in_every_round(run, damage, fault):
     assert status == WRONG
     assert all(expected in finding["elements"] for finding in report["findings"])
     assert len(report["findings"]) == 24
+    if expected == "values":
+        assert all(
+            finding["again"]["off"] and "exact" in finding["again"]["first"][0] for finding in report["findings"]
+        )
 
 
 def test_a_wrong_whole_is_found(kernels):
