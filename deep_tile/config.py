@@ -703,6 +703,17 @@ class NarrowTiles(GemmConfig):
         return self.wide.store_columns
 
 
+MAX_ALIGNMENT = 1024
+"""Of what groups begin at multiples of."""
+
+
+def check_alignment(alignment: object, least: int = 1) -> None:
+    """Raise ValueError unless groups may begin at multiples of this."""
+    if type(alignment) is not int or not least <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        reason = "" if least == 1 else f"groups begin at multiples of {least}, so that no two share a scale. "
+        raise ValueError(f"alignment is {alignment!r}; {reason}pass a power of two from {least} to {MAX_ALIGNMENT}")
+
+
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 

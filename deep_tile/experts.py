@@ -12,6 +12,7 @@ import torch
 from torch.compiler import is_compiling
 
 from deep_tile import _launcher, cast, launches, ops, quantize, sources, tensors
+from deep_tile.config import ceil_div, check_alignment, round_up
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -30,7 +31,7 @@ class Routing(NamedTuple):
     index: torch.Tensor
 
 
-def sort_by_expert(chosen: torch.Tensor, experts: int) -> Routing:
+def sort_by_expert(chosen: torch.Tensor, experts: int, *, alignment: int = 1) -> Routing:
     """Lists of the rows that an expert layer multiplies, one for each choice of a token, sorted by expert.
 
     Made by kernels of torch, on `chosen`'s device and without waiting for it, so that a CUDA graph holds for every
@@ -40,17 +41,23 @@ def sort_by_expert(chosen: torch.Tensor, experts: int) -> Routing:
         chosen: [t, top_k] int32 or int64, any strides: the experts of each token. A number that is negative, or no
             expert, stands for none: for one of another process, say. Its rows are behind those of all experts.
         experts: how many there are.
+        alignment: of the rows that experts begin at: a power of two up to 1024. 128 is what gradients of weights need
+            (`fp8_grouped_wgrad`, whose operands `transposed_cast_to_fp8` then casts by the same lists).
 
     Returns:
-        rows: [t * top_k] int64, of which token each row is: for `per_token_cast_to_fp8`.
-        offs: [experts] int32, the row behind each expert's last: for both casts and `fp8_grouped_gemm`.
+        rows: [t * top_k] int64, of which token each row is: for `per_token_cast_to_fp8`. With an alignment
+            t * top_k + experts * (alignment - 1) of them, rounded up to it, and -1 for those of no expert, which casts
+            take for zeros.
+        offs: [experts] int32, the row behind each expert's last: for all casts and `fp8_grouped_gemm`, with the same
+            alignment.
         index: [t, top_k] int64, which row each choice has become, -1 for one of no expert: for `combine`.
 
     Raises:
         TypeError: `chosen` is no tensor of int32 or int64, or `experts` no int.
-        ValueError: `chosen` is no matrix, or `experts` is out of range.
+        ValueError: `chosen` is no matrix, or `experts` or `alignment` is out of range.
     """
     _check_chosen(chosen, experts)
+    check_alignment(alignment)
     top_k, device = chosen.shape[1], chosen.device
     numbers = chosen.flatten().clamp(-1, experts).short().remainder_(experts + 1)
     of_row, order = numbers.sort()
@@ -59,7 +66,25 @@ def sort_by_expert(chosen: torch.Tensor, experts: int) -> Routing:
     row = torch.arange(order.shape[0], device=device)
     row = row.masked_fill_(row >= offs[-1], -1)
     index = torch.empty_like(order).scatter_(0, order, row).view(chosen.shape)
-    return Routing(order.div(top_k, rounding_mode="floor"), offs, index)
+    packed = Routing(order.div(top_k, rounding_mode="floor"), offs, index)
+    return packed if alignment == 1 else _spread(packed, of_row, alignment)
+
+
+def _spread(packed: Routing, of_row: torch.Tensor, alignment: int) -> Routing:
+    """The same with experts that begin at multiples of `alignment`; `of_row` is each packed row's expert."""
+    rows, offs, index = packed
+    counts = offs.diff(prepend=offs.new_zeros(1))
+    taken = ceil_div(counts, alignment) * alignment
+    begins = taken.cumsum(0) - taken
+    moved = begins - (offs - counts)
+    size = round_up(len(rows) + len(offs) * (alignment - 1), alignment)
+    at = torch.arange(len(rows), device=rows.device)
+    lives = at < offs[-1]
+    at = at + moved[of_row.clamp(max=len(offs) - 1).long()]
+    spread = rows.new_full((size + 1,), -1)  # the last one for rows of no expert
+    spread.scatter_(0, torch.where(lives, at, size), torch.where(lives, rows, -1))
+    places = torch.cat([torch.where(lives, at, -1), at.new_full((1,), -1)])
+    return Routing(spread[:size], (begins + counts).int(), places[index])
 
 
 def _check_chosen(chosen: object, experts: object) -> None:

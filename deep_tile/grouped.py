@@ -15,11 +15,10 @@ import torch
 from torch.compiler import is_compiling
 
 from deep_tile import _launcher, api, launches, ops, plan, settings, tensors
-from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_alignment, round_up
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import fp8_grouped_gemm_reference
 
-MAX_ALIGNMENT = 1024
 _MAX_TILES = 2**31 - 1
 
 _is_on_gpu = attrgetter("is_cuda")
@@ -254,11 +253,6 @@ def _check_option_values(options: _Options) -> None:
         raise ValueError(f"alignment is {alignment}; groups of [g, m, k] begin at their own rows: leave it out")
     if expected is not None and (type(expected) is not int or expected < 1):
         raise ValueError(f"expected_rows is {expected!r}; pass a positive int, or None")
-
-
-def check_alignment(alignment: object) -> None:
-    if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-        raise ValueError(f"alignment is {alignment!r}; pass a power of two from 1 to {MAX_ALIGNMENT}")
 
 
 def _check_formats(options: _Options, a, a_scale, b, b_scale, bounds, out) -> None:

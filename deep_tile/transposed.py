@@ -11,9 +11,7 @@ import torch
 from torch.compiler import is_compiling
 
 from deep_tile import _launcher, cast, launches, ops, quantize, sources, tensors
-from deep_tile.config import SCALE_BLOCK, ceil_div
-
-MOST_ALIGNMENT = 1024
+from deep_tile.config import SCALE_BLOCK, ceil_div, check_alignment
 
 _launches: launches.Table = {}
 """By `Options`; of input, out, scale and the lists that the options name."""
@@ -87,14 +85,6 @@ def transposed_cast_to_fp8(
     return _cast(x, scale_layout, (amax_floor, round_scale, exact, alignment, (*lists,)), out, scale_out, lists)
 
 
-def check_alignment(alignment: object) -> None:
-    if type(alignment) is not int or not SCALE_BLOCK <= alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
-        raise ValueError(
-            f"alignment is {alignment!r}; groups begin at multiples of {SCALE_BLOCK} tokens, so that no two share a "
-            f"scale. Pass a power of two from {SCALE_BLOCK} to {MOST_ALIGNMENT}"
-        )
-
-
 def _cast(x, scale_layout: str, options: tuple, out, scale_out, lists: sources.Lists) -> tuple:
     """Outside of tracing; `options` are equal to `Options`."""
     quantize.check_layout(scale_layout)
@@ -138,7 +128,7 @@ def _check_values(x: torch.Tensor, options: Options, lists: sources.Lists) -> No
         raise ValueError(f"x has shape {list(x.shape)}; it must be [s, k], one row per token, so .view() it so")
     sources.check("x", x, None, lists)
     quantize.check_options(options.of_rows)
-    check_alignment(options.alignment)
+    check_alignment(options.alignment, SCALE_BLOCK)
     _refuse_gradient(x)
 
 

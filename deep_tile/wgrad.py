@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from deep_tile import _launcher, api, dense, grouped, launches, ops, params, plan, settings, tensors, transposed
-from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile import _launcher, api, dense, grouped, launches, ops, params, plan, settings, tensors
+from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_alignment, round_up
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import fp8_grouped_wgrad_reference
 
@@ -230,7 +230,7 @@ def _check_option_values(options: _Options) -> None:
     for name in ("accumulate", "num_sms", "pdl"):
         api.check_option(name, getattr(options, name))
     api.check_config_type(options.config)
-    transposed.check_alignment(options.alignment)
+    check_alignment(options.alignment, SCALE_BLOCK)
     expected = options.expected_tokens
     if expected is not None and (type(expected) is not int or expected < 1):
         raise ValueError(f"expected_tokens is {expected!r}; pass a positive int, or None")

@@ -571,9 +571,33 @@ def test_choices_of_no_expert_come_last(device):
 
 
 @DEVICES
+@pytest.mark.parametrize("alignment", [2, 128, 1024])
+def test_experts_begin_at_multiples(device, alignment):
+    chosen = torch.randint(-1, 9, (300, 3), device=device)  # of which -1 and 8 are no experts
+    rows, offs, index = sort_by_expert(chosen, 8, alignment=alignment)
+    packed = sort_by_expert(chosen, 8)
+    counts = packed.offs.diff(prepend=packed.offs.new_zeros(1)).tolist()
+    end = 0
+    for count, behind in zip(counts, offs.tolist(), strict=True):
+        begin = -(-end // alignment) * alignment
+        end = begin + count
+        assert behind == end and (rows[begin:end] >= 0).all()
+    assert len(rows) % alignment == 0 and len(rows) >= end and (rows >= 0).sum() == packed.offs[-1]
+    alive = (chosen >= 0) & (chosen < 8)
+    assert torch.equal(index >= 0, alive)
+    token = torch.arange(300, device=device)[:, None].expand(-1, 3)
+    assert torch.equal(rows[index[alive]], token[alive]) and len(index[alive].unique()) == alive.sum()
+    begins = offs.cpu() - torch.tensor(counts)
+    places, experts = index[alive].cpu(), chosen[alive].cpu()
+    assert (begins[experts] <= places).all() and (places < offs.cpu()[experts]).all()
+
+
+@DEVICES
 def test_no_tokens_are_sorted(device):
     rows, offs, index = sort_by_expert(torch.empty(0, 8, dtype=torch.int64, device=device), 4)
     assert (rows.shape, offs.tolist(), index.shape) == ((0,), [0] * 4, (0, 8))
+    rows, offs, index = sort_by_expert(torch.empty(0, 8, dtype=torch.int64, device=device), 4, alignment=128)
+    assert (rows.tolist(), offs.tolist(), index.shape) == ([-1] * 512, [0] * 4, (0, 8))
 
 
 @pytest.mark.parametrize(
@@ -591,6 +615,12 @@ def test_no_tokens_are_sorted(device):
 def test_bad_choices_are_refused(chosen, experts, error, message):
     with pytest.raises(error, match=message):
         sort_by_expert(chosen, experts)
+
+
+def test_a_bad_alignment_of_experts_is_refused():
+    for alignment in (0, 3, 2048, 128.0, True):
+        with pytest.raises(ValueError, match="alignment is .*power of two from 1 to 1024"):
+            sort_by_expert(torch.zeros(3, 2).long(), 4, alignment=alignment)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ import torch
 from torch.compiler import is_compiling
 
 from deep_tile import api, dense, grouped, quantize, tensors, transposed
-from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
+from deep_tile.config import SCALE_BLOCK, ceil_div, check_alignment, round_up
 from deep_tile.reference import cosine_difference
 
 __version__ = "2.6.1+deep_tile"
@@ -396,7 +396,7 @@ def get_mk_alignment_for_contiguous_layout() -> int:
 def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
     """Any power of two that `deep_tile.fp8_grouped_gemm` takes; small ones waste less memory, and cost no time here."""
     global _alignment
-    grouped.check_alignment(alignment)
+    check_alignment(alignment)
     _alignment = alignment
 
 
