@@ -303,18 +303,23 @@ def _draw_tokens(random: Random, limits: Limits) -> Tokens:
 
 
 class Values:
-    """Normal samples, made once, from which inputs are cut, each dtype's when it is first wanted."""
+    """Normal samples, made once, from which inputs are cut, each dtype's when it is first wanted.
+
+    The two operands are cut from different halves. A row of both would have products that are all positive: WGMMAs,
+    which cut off the last bits of sums of FP8 products, are then farther off than `Exact.spread` allows, which is for
+    terms of random signs.
+    """
 
     def __init__(self, device: str, seed: int):
         generator = torch.Generator(device).manual_seed(seed)
-        self._normal = torch.randn(2 * MOST_ELEMENTS, generator=generator, device=device)
+        self._normal = torch.randn(2, 2 * MOST_ELEMENTS, generator=generator, device=device)
         self._converted: dict[torch.dtype, torch.Tensor] = {}
 
-    def cut(self, random: Random, dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
+    def cut(self, random: Random, dtype: torch.dtype, rows: int, columns: int, *, half: int = 0) -> torch.Tensor:
         """Of standard deviation 1; integers of 40."""
         count = rows * columns
-        first = random.randrange(len(self._normal) - count + 1)
-        return self._all(dtype)[first : first + count].view(rows, columns)
+        first = random.randrange(self._normal.shape[1] - count + 1)
+        return self._all(dtype)[half, first : first + count].view(rows, columns)
 
     def _all(self, dtype: torch.dtype) -> torch.Tensor:
         if dtype not in self._converted:
@@ -382,7 +387,7 @@ def _draw_values(values: Values, random: Random, drawn: Draw) -> dict[str, torch
     """Operands and scales, by their names in `Places`; scales of exponents as bytes."""
     (m, n, k, *_), kind = drawn.problem, drawn.config.product
     factor = _shrinking(k) if drawn.config.is_finished else 1.0
-    a, b = values.cut(random, _dtype(kind.a), m, k), values.cut(random, _dtype(kind.b), n, k)
+    a, b = values.cut(random, _dtype(kind.a), m, k), values.cut(random, _dtype(kind.b), n, k, half=1)
     if kind.scaling == "none":
         return {"a": a * factor, "b": b}
     unit = 1 / _INT8_SIZE if kind.a.dtype == "int8" else 1.0
