@@ -19,13 +19,17 @@ from deep_tile.kinds import (
     Element,
     Kind,
 )
-from deep_tile.walls import WARPGROUP_THREADS, Wall, accumulator_registers, capacity_wall, register_wall
+from deep_tile.walls import (
+    SMEM_LIMIT_BYTES,
+    WARPGROUP_THREADS,
+    Wall,
+    accumulator_registers,
+    capacity_wall,
+    register_wall,
+)
 
 SCALE_BLOCK = 128
 """Elements of K (and of N) that share a scale: also one 128-byte swizzle span of FP8."""
-
-SMEM_LIMIT_BYTES = 232_448
-"""Shared memory one block may use on Hopper (227 KB)."""
 
 WARP_THREADS = 32
 

@@ -5,10 +5,14 @@ of them share one set of formulas. Invariant: a wall is the number, the limit it
 arithmetic in words; it decides nothing else.
 """
 
+from collections.abc import Iterable
 from math import ceil
 from typing import NamedTuple
 
 WARPGROUP_THREADS = 128
+
+SMEM_LIMIT_BYTES = 232_448
+"""Shared memory one block may use on Hopper (227 KB)."""
 
 
 class Wall(NamedTuple):
@@ -29,6 +33,11 @@ class Wall(NamedTuple):
     unit: str
     holds: bool
     reason: str
+
+
+def walls_hit(walls: Iterable[Wall]) -> list[Wall]:
+    """Those that make a tile impossible."""
+    return [wall for wall in walls if wall.name in ("register", "capacity") and not wall.holds]
 
 
 def accumulator_registers(block_m: int, block_n: int, math_warpgroups: int) -> int:
@@ -63,9 +72,10 @@ def operand_bytes(block_m: int, block_n: int, block_k: int, element_bytes: float
 
 def capacity_wall(smem_bytes: int, limit_bytes: int) -> Wall:
     """Stages, output tile, scales and barriers against the shared memory of a block."""
+    owner = "Hopper's" if limit_bytes == SMEM_LIMIT_BYTES else "the"
     if smem_bytes > limit_bytes:
         reason = (
-            f"{smem_bytes} bytes of shared memory exceed Hopper's {limit_bytes} bytes per block, by "
+            f"{smem_bytes} bytes of shared memory exceed {owner} {limit_bytes} bytes per block, by "
             f"{smem_bytes - limit_bytes}"
         )
     else:
@@ -108,15 +118,20 @@ def l2_wall(flops: float, bytes_moved: float, tflops: float, own_tbps: float, sh
         own_tbps, shared_tbps: of all SMs together, no byte asked for by two, and every byte by all.
     """
     intensity, shared, own = flops / bytes_moved, tflops / shared_tbps, tflops / own_tbps
-    bound = "L2" if intensity < shared else "compute"
-    if shared <= intensity < own:
-        bound = "compute if neighbours share enough"
+    bound = l2_bound(intensity, tflops, own_tbps, shared_tbps)
     reason = (
         f"{flops:.4g} FLOP / {bytes_moved:.4g} bytes = {intensity:.4g} FLOP per byte, and L2 keeps up from {tflops:g} "
         f"TFLOPS / {shared_tbps:.4g} TB/s = {shared:.4g} on where SMs share all bytes, from / {own_tbps:.4g} = "
         f"{own:.4g} on where none: bound by {bound}"
     )
     return Wall("intensity (L2)", intensity, shared, "FLOP per byte", intensity >= shared, reason)
+
+
+def l2_bound(intensity: float, tflops: float, own_tbps: float, shared_tbps: float) -> str:
+    """What a tile of so many FLOP per byte of L2 waits for, in words; the rates as in `l2_wall`."""
+    if intensity < tflops / shared_tbps:
+        return "L2"
+    return "compute if neighbours share enough" if intensity < tflops / own_tbps else "compute"
 
 
 def latency_wall(stages: int, flops: float, sm_tflops: float, latency_us: float) -> Wall:

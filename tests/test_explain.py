@@ -293,3 +293,81 @@ def test_a_finish_is_explained():
     for wrong, text in (({"bias": "int8"}, "bias is 'int8'"), ({"dtype": "tf32", "bias": "bf16"}, "dtype is 'tf32'")):
         with pytest.raises(ValueError, match=text):
             deep_tile.explain(64, 64, 64, **wrong)
+
+
+# ---- hardware that has no preset
+
+
+def test_numbers_of_the_command_line_are_those_that_are_used(call):
+    numbers = "--tflops 50 --bandwidth 1 --latency 600 --sms 100 --registers 60000 --smem 100"
+    code, out, err = call("explain", "4096", "4096", "4096", "--dtype", "fp16", *numbers.split(), "--json")
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    used = {name: entry["value"] for name, entry in data["hardware"].items() if name != "name"}
+    assert used["peak_tflops"]["fp16"] == 50 and used["fp8_tflops"] == 100
+    assert (used["hbm_tbps"], used["hbm_latency_ns"], used["num_sms"]) == (1, 600, 100)
+    assert (used["registers"], used["smem_bytes"]) == (60000, 102_400)
+    hbm = data["walls"][0]
+    assert hbm["limit"] == 50 and hbm["value"] == pytest.approx(4096**3 * 2 / (3 * 4096 * 4096 * 2))
+    assert data["problem"]["num_sms"] == 100 and data["measured"] is None
+    assert all(row["smem_bytes"] <= 102_400 and row["stages"] <= row["stages_max"] for row in data["candidates"])
+    # 2 * 64 * 64 * 64 FLOP at 0.5 TFLOPS take 1.05 us, longer than a load.
+    assert {row["stages_min"] for row in data["candidates"]} == {2}
+
+
+def test_numbers_replace_those_of_the_hardware_that_is_named(call):
+    out = call("explain", "64", "4096", "7168", "--hardware", "H20", "--bandwidth", "2", "--json")[1]
+    used = json.loads(out)["hardware"]
+    assert used["name"] == "H20 with bandwidth = 2"
+    assert used["hbm_tbps"] == {"value": 2, "source": "given"} and used["num_sms"]["value"] == 78
+
+
+def test_the_report_says_whose_times_are_scaled_and_which_tiles_do_not_fit(call):
+    text = " ".join(call("explain", "4096", "4096", "7168", "--smem", "60")[1].split())
+    assert "on 132 SMs of H200 with smem_bytes = 61440" in text
+    assert "scaled to H200 with smem_bytes = 61440 by tensor rate, clock and bandwidth. Kernels" in text
+    assert "are shown with fewer, and with the times that they take with all" in text
+    assert "stages at most, 2 used. 16 tiles hit it: 64x160 by 1024" in text
+    assert "256x256 by 128" in text and "Measured:" not in text
+
+
+def test_groups_drop_tiles_too(call):
+    asked = ("explain", "--groups", "8", "--rows", "64", "4096", "4096", "--smem")
+    code, out, _ = call(*asked, "60", "--json")
+    candidates = json.loads(out)["candidates"]
+    assert code == 0 and candidates and all(row["smem_bytes"] <= 61440 for row in candidates)
+    code, out, err = call(*asked, "6")
+    assert (code, out) == (1, "") and err.count("\n") == 1
+    assert "no tile passes the walls of H200 with smem_bytes = 6144" in err
+
+
+def test_one_group_candidate_is_enough(call):
+    """57 KB hold 64x128 with two stages, and nothing else that 54 do not."""
+    sizes = [row["smem_bytes"] for row in deep_tile.explain_groups(8, 64, 4096, 4096)["candidates"]]
+    assert len(sizes) > 2
+    for kilobytes in range(20, 70):
+        code, out, _ = call("explain", "--groups", "8", "--rows", "64", "4096", "4096", "--smem", str(kilobytes))
+        if code == 0:
+            assert "has the shortest predicted time" in out
+            break
+    assert "Next is" not in out
+
+
+@pytest.mark.parametrize("option", ["--tflops", "--bandwidth", "--latency", "--sms", "--registers", "--smem"])
+@pytest.mark.parametrize("number", ["0", "-3", "nan", "inf", "many", "1e400", ""])
+def test_numbers_that_make_no_sense_are_named(call, option, number):
+    code, out, err = call("explain", "64", "4096", "7168", option, number)
+    assert (code, out) == (2, "")
+    assert f"argument {option}: {number!r} is not a positive" in err and err.count("\n") == 1
+
+
+def test_shared_memory_is_in_kb(call):
+    code, _, err = call("explain", "64", "4096", "7168", "--smem", "232448")
+    assert code == 2 and "'232448' is no size in KB of 1024 bytes; Hopper has 227" in err
+
+
+def test_hardware_without_room_for_a_tile_is_one_line_and_code_1(call):
+    code, out, err = call("explain", "64", "4096", "7168", "--smem", "8")
+    assert (code, out) == (1, "")
+    assert err.startswith("deep-tile: no tile passes the walls of H200 with smem_bytes = 8192")
+    assert err.count("\n") == 1

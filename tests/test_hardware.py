@@ -150,3 +150,63 @@ def test_measuring_a_gpu_gives_every_figure_near_its_preset():
         assert 1 / 3 < value / getattr(known, name) < 3, (name, value, getattr(known, name))
     assert measured["l2_latency_ns"] < measured["hbm_latency_ns"]
     assert measured["hbm_tbps"] < measured["l2_tbps"]
+
+
+# ---- numbers in place of a preset's
+
+
+def test_given_numbers_are_taken_as_they_are():
+    """The GPU of a textbook: 50 TFLOPS in FP16 and 1 TB/s."""
+    gpu = H200.with_numbers(dtype="fp16", tflops=50, bandwidth=1, latency=600, registers=32768, smem_bytes=102_400)
+    assert gpu.tflops("fp16") == gpu.peak("fp16") == 50
+    assert (gpu.tflops("fp8"), gpu.tflops("tf32")) == (100, 25)
+    assert (gpu.hbm_tbps, gpu.hbm_peak_tbps, gpu.hbm_latency_ns) == (1, 1, 600)
+    assert (gpu.registers, gpu.smem_bytes) == (32768, 102_400)
+    assert (gpu.num_sms, gpu.l2_tbps, gpu.fp32_tflops) == (132, H200.l2_tbps, H200.fp32_tflops)
+    assert gpu.name == ("H200 with tflops = 50, bandwidth = 1, latency = 600, registers = 32768, smem_bytes = 102400")
+    assert {gpu.source(name) for name in ("fp8_tflops", "hbm_tbps", "registers")} == {"given"}
+    assert gpu.source("l2_tbps") == "measured"
+
+
+def test_rates_follow_the_sms_unless_they_are_given():
+    half, fast = H200.with_numbers(sms=66), H200.with_numbers(sms=66, tflops=1500)
+    assert (half.tflops("fp8"), half.tflops("bf16")) == (pytest.approx(750), pytest.approx(375))
+    assert (half.l2_tbps, half.fp32_tflops, half.hbm_tbps) == (9.5 / 2, 33.5, H200.hbm_tbps)
+    assert half.smem_tbps == pytest.approx(H200.smem_tbps / 2)
+    assert (fast.tflops("fp8"), fast.l2_tbps, fast.source("l2_tbps")) == (1500, 9.5 / 2, "scaled")
+
+
+def test_the_rate_of_fp32_is_not_the_tensor_cores():
+    gpu = H200.with_numbers(dtype="fp32", tflops=30)
+    assert (gpu.fp32_tflops, gpu.tflops("fp8")) == (30, 1500)
+
+
+def test_no_numbers_are_the_preset_itself():
+    assert H20.with_numbers(dtype="bf16") is H20
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ({"tflops": 0}, "tflops is 0; wanted a positive finite number of TFLOPS"),
+        ({"bandwidth": -1.0}, "bandwidth is -1.0; wanted a positive finite number of TB/s"),
+        ({"latency": float("nan")}, "latency is nan; wanted a positive finite number of ns"),
+        ({"sms": float("inf")}, "sms is inf; wanted a positive whole number of SMs"),
+        ({"registers": 1.5}, "registers is 1.5; wanted a positive whole number of registers per SM"),
+        ({"smem_bytes": 0}, "smem_bytes is 0; wanted a positive whole number of bytes of shared memory per block"),
+        ({"tflops": 1, "dtype": "fp64"}, "dtype is 'fp64'; H200 has tensor rates for"),
+    ],
+)
+def test_numbers_that_make_no_sense(numbers, said):
+    with pytest.raises(ValueError) as caught:
+        H200.with_numbers(**numbers)
+    assert said in str(caught.value)
+
+
+def test_registers_of_a_math_thread():
+    """65536 / 128 - 24 = 488: 255 for one warpgroup, 244 for two, by eights; the kernels leave 40 of them free."""
+    assert [H200.math_registers(count) for count in (1, 2, 3)] == [255, 240, 160]
+    assert [H200.accumulator_limit(count) for count in (1, 2, 3)] == [192, 192, 120]
+    small = H200.with_numbers(registers=32768)
+    assert [small.accumulator_limit(count) for count in (1, 2)] == [192, 112 - 40]
+    assert H200.with_numbers(registers=1024).accumulator_limit(1) == 0

@@ -21,7 +21,7 @@ from deep_tile.method.other_kernels import derive_attention, derive_convolution 
 from deep_tile.problem import GemmProblem  # noqa: E402
 from deep_tile.select import cost  # noqa: E402
 from deep_tile.select.choose import bucketed, candidates, choose, measured_choice  # noqa: E402
-from deep_tile.select.defaults import default_configs  # noqa: E402
+from deep_tile.select.defaults import default_configs, within  # noqa: E402
 from deep_tile.select.hardware import H20, H200, PRESETS  # noqa: E402
 from deep_tile.select.streaming import bytes_in_flight_needed, derive_elementwise, derive_reduction  # noqa: E402
 
@@ -410,3 +410,58 @@ def test_a_window_of_one_is_a_gemm():
 def test_bad_sizes_of_other_kernels(call, said):
     with pytest.raises(ValueError, match=said):
         call()
+
+
+# ---- hardware that has no preset
+
+
+def test_stages_that_do_not_fit_are_left_out():
+    """227 KB hold 4 stages of 128x256 beside 33 KB of output, 150 KB two beside 2 boxes."""
+    problem = GemmProblem(4096, 4096, 7168)
+    whole, part = roofline.derive(problem), roofline.derive(problem, H200.with_numbers(smem_bytes=150 << 10))
+    by_tile = {(c.config.block_m, c.config.block_n, c.config.cluster): c for c in part.candidates}
+    assert by_tile[128, 256, 1].config.stages == 2
+    assert len(part.candidates) == len(whole.candidates)
+    for candidate in part.candidates:
+        assert candidate.tile.wall("capacity").holds and candidate.tile.smem_bytes == candidate.config.smem_bytes
+        assert 2 <= candidate.config.stages <= candidate.tile.stages_max
+
+
+def test_tiles_that_do_not_fit_are_dropped_and_named():
+    problem = GemmProblem(4096, 4096, 7168)
+    derived = roofline.derive(problem, H200.with_numbers(smem_bytes=60 << 10))
+    left = {(c.config.block_m, c.config.block_n) for c in derived.candidates}
+    assert (64, 64) in left and (128, 256) not in left
+    assert all(c.tile.smem_bytes <= 60 << 10 for c in derived.candidates)
+    rejected = {(one.block_m, one.block_n): one for one in derived.rejected}
+    assert rejected[128, 256].wall == "capacity" and rejected[128, 256].reason.endswith(
+        f"exceed the 61440 bytes per block, by {GemmConfig(128, 256, 2, store_buffers=1).smem_bytes - 61440}"
+    )
+    assert rejected[256, 256].wall == "register"
+
+
+def test_fewer_registers_leave_smaller_tiles():
+    """32768 registers: 112 for each math thread of two warpgroups, 72 of them for accumulators and temporaries."""
+    derived = roofline.derive(GemmProblem(4096, 4096, 7168), H200.with_numbers(registers=32768))
+    assert derived.candidates
+    for candidate in derived.candidates:
+        limit = 192 if candidate.config.math_warpgroups == 1 else 72
+        assert candidate.tile.accumulators + candidate.tile.temporaries <= limit
+    assert {(128, 96), (128, 128)} <= {(one.block_m, one.block_n) for one in derived.rejected}
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "bf16", "int8", "tf32", "fp8_1x128"])
+@pytest.mark.parametrize("numbers", [{"smem_bytes": 5 << 10}, {"registers": 500}])
+def test_where_nothing_fits_it_is_said(dtype, numbers):
+    with pytest.raises(ValueError, match="no tile passes the walls of H200 with .* exceed the .*, by "):
+        roofline.derive(GemmProblem(64, 4096, 4096), H200.with_numbers(**numbers), dtype)
+
+
+def test_every_kernel_shrinks_to_any_shared_memory_or_hits_the_wall():
+    for config in (*default_configs(), *default_configs(kind="bf16")):
+        for smem_bytes in (10_000, 60_000, 100_000, 200_000, config.smem_bytes, 300_000):
+            made = within(config, smem_bytes)
+            assert 2 <= made.stages <= config.stages and made.store_buffers <= config.store_buffers
+            if made.smem_bytes > smem_bytes:
+                assert (made.stages, made.store_buffers) == (2, 1)
+        assert within(config, config.smem_bytes) is config

@@ -11,6 +11,7 @@ from rich.console import Console
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import GROUPINGS
 from deep_tile.method.report import table
+from deep_tile.method.roofline import fitting
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.choose import grouped_candidates
 from deep_tile.select.hardware import Hardware, for_device
@@ -48,7 +49,8 @@ def derivation(
     if grouping not in _LAYOUTS:
         raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(_LAYOUTS)}")
     problem = _problem(Groups(grouping, groups, rows), n, k, num_sms)
-    return Derivation(problem, gpu, grouped_candidates(problem, gpu))
+    ranked = fitting(grouped_candidates(problem, gpu), problem.kind, gpu)
+    return Derivation(problem, gpu, [(us, config) for us, config, _ in ranked])
 
 
 def _problem(groups: Groups, n: int, k: int, num_sms: int) -> GemmProblem:
@@ -88,7 +90,8 @@ def explain_groups(
         rows, stages, smem_bytes}, where `rows` are those that tiles of a group have, or its K blocks.
 
     Raises:
-        ValueError: unknown hardware or grouping, a size that is not positive, more SMs than there are.
+        ValueError: unknown hardware or grouping, a size that is not positive, more SMs than there are, or no tile
+            passes the hardware's walls.
     """
     given = {"grouping": grouping, "hardware": hardware, "num_sms": num_sms}
     return as_data(derivation(groups, rows, n, k, **given))
@@ -146,13 +149,16 @@ def tile_rows(rows: int, config: GemmConfig) -> int:
 
 def why(derived: Derivation) -> str:
     """What the first of the candidates has over the second."""
-    (us, best), (next_us, following), *_ = derived.candidates
+    (us, best), *others = derived.candidates
     rows = derived.problem.groups.expected_rows
-    return (
+    text = (
         f"{best.name} has the shortest predicted time: {us:.1f} us, with {_what(best)} of {tile_rows(rows, best)} rows "
-        f"for a group of {rows}. Next is {following.name}, {next_us / us - 1:.1%} slower: {tile_rows(rows, following)} "
-        "rows."
+        f"for a group of {rows}."
     )
+    if not others:
+        return text
+    next_us, following = others[0]
+    return f"{text} Next is {following.name}, {next_us / us - 1:.1%} slower: {tile_rows(rows, following)} rows."
 
 
 def _what(config: GemmConfig) -> str:

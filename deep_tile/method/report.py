@@ -87,7 +87,7 @@ def explain(
         m, n, k: of `out[m, n] = a[m, k] @ b[n, k].T`, elements.
         dtype: of the operands: fp8, bf16, fp16, or int8, tf32, for which tiles are derived though there is no kernel.
         hardware: a preset's name (H100 SXM, H100 PCIe, H200, H800, H20, GH200), the driver's name of such a GPU, or a
-            `deep_tile.select.hardware.Hardware`.
+            `deep_tile.select.hardware.Hardware`, whose `with_numbers` makes others of the presets.
         num_sms: SMs to use; by default all.
         output, bias: formats of the result and of a bias: "bf16", "fp16", "fp32"; by default the kind's, and no bias.
         activation: of the product, as `fp8_gemm` takes it. Times are those without it and without a bias.
@@ -100,7 +100,8 @@ def explain(
         or None; `hardware` every number used, with its source.
 
     Raises:
-        ValueError: unknown hardware or dtype, a size that is not positive, more SMs than there are.
+        ValueError: unknown hardware or dtype, a size that is not positive, more SMs than there are, or no tile passes
+            the hardware's walls.
     """
     finish = {"output": output, "bias": bias, "activation": activation}
     return as_data(derivation(m, n, k, dtype=dtype, hardware=hardware, num_sms=num_sms, **finish))
@@ -241,11 +242,15 @@ def show(derived: Derivation, console: Console, most: int | None) -> None:
 def _notes(derived: Derivation) -> Iterable[str]:
     gpu, assumed = derived.hardware, ("scaled", "assumed")
     unmeasured = [name for name, _, source in gpus.describe(gpu) if source in assumed]
-    if gpu.source("fp8_tflops") in assumed:
+    if "given" in gpu.sources.values():
+        yield f"Times are those of an H200, scaled to {gpu.name} by tensor rate, clock and bandwidth."
+    elif gpu.source("fp8_tflops") in assumed:
         yield (
             f"Times are those of an H200, scaled to {gpu.name} by tensor rate, clock and bandwidth. Not measured "
             f"there: {', '.join(unmeasured)}; `doctor --measure` measures most of them."
         )
+    if gpu.smem_bytes < gpus.H200.smem_bytes:
+        yield "Kernels whose stages do not fit are shown with fewer, and with the times that they take with all."
     if derived.dtype not in KINDS:
         yield f"There is no {derived.dtype} kernel; times are those of FP8 tiles whose stages have as many bytes."
         return
@@ -265,8 +270,7 @@ def _wall_table(derived: Derivation) -> Table:
     size = f"{choice.block_m}x{choice.block_n}x{choice.block_k}"
     made = table("wall", "", "arithmetic", numbers=False)
     made.add_row("HBM, the problem", _mark(derived.walls[0]), derived.walls[0].reason)
-    hit = "; ".join(f"{one.block_m}x{one.block_n} by {_excess(one.reason)}" for one in derived.rejected)
-    registers = f"{size}: {walls['register'].reason}. {len(derived.rejected)} tiles hit it: {hit}"
+    registers = f"{size}: {walls['register'].reason}{_hit_by(derived, 'register')}"
     made.add_row("registers", _mark(walls["register"]), registers)
     element_bytes = operand_bytes_of(derived.dtype)
     operands = (choice.block_m + choice.block_n) * choice.block_k * element_bytes
@@ -276,7 +280,8 @@ def _wall_table(derived: Derivation) -> Table:
         _mark(walls["capacity"]),
         f"({choice.block_m} + {choice.block_n}) x {choice.block_k} x {element_bytes} = {operands} bytes "
         f"of operands, {choice.stage_bytes} a stage with scales and barriers; ({gpu.smem_bytes} - {fixed}) / "
-        f"{choice.stage_bytes} = {choice.stages_max} stages at most, {choice.stages} used",
+        f"{choice.stage_bytes} = {choice.stages_max} stages at most, {choice.stages} used"
+        f"{_hit_by(derived, 'capacity')}",
     )
     made.add_row("L2, the tile", _mark(walls["intensity (L2)"]), walls["intensity (L2)"].reason)
     smem = walls["intensity (shared memory)"]
@@ -294,6 +299,13 @@ def _wall_table(derived: Derivation) -> Table:
         f"{tiles.total} {units}{narrow} over {slots} slots: {estimate.waves} waves, {estimate.utilization:.0%} full",
     )
     return made
+
+
+def _hit_by(derived: Derivation, wall: str) -> str:
+    """Which tiles of the grid hit this wall, as the end of a sentence."""
+    rejected = [one for one in derived.rejected if one.wall == wall]
+    hit = "; ".join(f"{one.block_m}x{one.block_n} by {_excess(one.reason)}" for one in rejected)
+    return f". {len(rejected)} {'tile hits' if len(rejected) == 1 else 'tiles hit'} it: {hit}" if rejected else ""
 
 
 def _mark(wall: Wall) -> str:

@@ -9,14 +9,15 @@ Kernels that are no GEMM have functions of the same kind: `derive_elementwise`, 
 """
 
 from math import gcd
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from deep_tile.config import ACCUMULATOR_LIMIT, MMA_M, SCALE_BLOCK, GemmConfig
+from deep_tile.config import MMA_M, SCALE_BLOCK, GemmConfig
 from deep_tile.kinds import KINDS
 from deep_tile.method.other_kernels import derive_attention, derive_convolution
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose, cost
 from deep_tile.select.cost import Estimate
+from deep_tile.select.defaults import within
 from deep_tile.select.hardware import H200, Hardware, operand_bytes_of
 from deep_tile.select.streaming import derive_elementwise, derive_reduction
 from deep_tile.walls import (
@@ -31,6 +32,7 @@ from deep_tile.walls import (
     product_flops,
     register_wall,
     stages_max,
+    walls_hit,
 )
 
 __all__ = [
@@ -63,6 +65,9 @@ __all__ = [
 BLOCK_M = (64, 128, 256)
 BLOCK_N = (16, 32, 64, 96, 128, 160, 192, 224, 256)
 """Sizes that `derive` walks through the walls."""
+
+Predicted = TypeVar("Predicted")
+"""Of a config: its time, or that with its components."""
 
 STORE_BUFFERS = 2
 BARRIER_BYTES = 2 * 8
@@ -107,11 +112,13 @@ class Candidate(NamedTuple):
 
 
 class Rejected(NamedTuple):
-    """A tile that hits a wall; `reason` says which, and by how much."""
+    """A tile that hits a wall; `reason` says by how much. `wall` is `register`, `capacity`, or `instruction` where no
+    kernel multiplies such tiles."""
 
     block_m: int
     block_n: int
     reason: str
+    wall: str
 
 
 class Derivation(NamedTuple):
@@ -121,7 +128,8 @@ class Derivation(NamedTuple):
         problem, hardware, dtype: what was asked.
         bucket: the problem that decides for it.
         walls: intensity of the whole problem against HBM, and what a whole wave asks of L2.
-        candidates: the selector's, in its order; the first is the choice.
+        candidates: the selector's that pass the walls, in its order; the first is the choice. Those that share no
+            memory for all of their stages have fewer, and the times of all.
         rejected: tiles of the grid `BLOCK_M` x `BLOCK_N` that hit the register or the capacity wall.
     """
 
@@ -153,7 +161,8 @@ def derive(
         tuned: what `tune` found on this machine for as many SMs, `select.tuned.configs`.
 
     Raises:
-        ValueError: a size is not positive, there are more SMs than the hardware has, or it has no rate for the dtype.
+        ValueError: a size is not positive, there are more SMs than the hardware has, it has no rate for the dtype, or
+            no tile passes its walls: which wall stops the smallest, and by how much.
     """
     _check(problem, hardware)
     dtype = dtype or problem.kind
@@ -163,10 +172,40 @@ def derive(
     if dtype not in KINDS:
         ranked = [(estimate, config) for estimate, config in ranked if config.cluster == config.scale_blocks == 1]
         ranked.sort(key=lambda pair: pair[0].time_us)
-    candidates = [Candidate(config, _config_tile(config, dtype, hardware), estimate) for estimate, config in ranked]
+    candidates = [Candidate(config, tile, estimate) for estimate, config, tile in fitting(ranked, dtype, hardware)]
     walls = problem_walls(problem, hardware, dtype)
     asked = bucket._replace(k=problem.k)
     return Derivation(problem, hardware, dtype, asked, walls, candidates, _rejected(dtype, hardware))
+
+
+def fitting(
+    ranked: list[tuple[Predicted, GemmConfig]], dtype: str, hardware: Hardware
+) -> list[tuple[Predicted, GemmConfig, Tile]]:
+    """Those of ranked configs that pass the walls, each with as many of its stages as shared memory has room for.
+
+    Raises:
+        ValueError: none does; by how much the one with the smallest stages fails.
+    """
+    possible, refused = [], []
+    for predicted, config in ranked:
+        made = within(config, hardware.smem_bytes) if dtype in KINDS else config
+        try:
+            possible.append((predicted, made, _passing(_config_tile(made, dtype, hardware))))
+        except ValueError as error:
+            refused.append((config.stage_bytes, str(error)))
+    if not possible:
+        raise ValueError(
+            f"no tile passes the walls of {hardware.name}; that with the smallest stages: {min(refused)[1]}"
+        )
+    return possible
+
+
+def _passing(made: Tile) -> Tile:
+    """The tile itself. Raises ValueError where it hits a wall: by how much."""
+    hit = [wall.reason for wall in walls_hit(made.walls)]
+    if hit:
+        raise ValueError(f"tile {made.block_m}x{made.block_n}x{made.block_k} of {made.dtype}: {'; '.join(hit)}")
+    return made
 
 
 def judged(problem: GemmProblem, dtype: str) -> GemmProblem:
@@ -214,11 +253,28 @@ def tile(
         if size <= 0:
             raise ValueError(f"{name} is {size}; sizes must be positive")
     hardware.peak(dtype)
+    options = {"math_warpgroups": math_warpgroups, "temporaries": temporaries, "scale_bytes": scale_bytes}
+    return _passing(_plain_tile(block_m, block_n, block_k, dtype, hardware, **options, stages=stages))
+
+
+def _plain_tile(
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    dtype: str,
+    hardware: Hardware,
+    *,
+    math_warpgroups: int | None = None,
+    temporaries: int = 0,
+    scale_bytes: int = 0,
+    stages: int | None = None,
+) -> Tile:
+    """As `tile`, which says what the arguments are, whether it passes the walls or not."""
     warpgroups = math_warpgroups or (1 if block_m <= MMA_M else 2)
     stage_bytes = round(operand_bytes(block_m, block_n, block_k, operand_bytes_of(dtype))) + scale_bytes + BARRIER_BYTES
     fixed_bytes = warpgroups * STORE_BUFFERS * MMA_M * gcd(block_n, 64) * 2
     most = stages_max(stage_bytes, fixed_bytes, hardware.smem_bytes)
-    made = _tile(
+    return _tile(
         *(block_m, block_n, block_k, dtype, hardware),
         accumulators=accumulator_registers(block_m, block_n, warpgroups),
         temporaries=temporaries,
@@ -227,11 +283,8 @@ def tile(
         stages=stages or max(most, 2),
         most=most,
         mma_n=min(block_n, 256),
+        warpgroups=warpgroups,
     )
-    hit = [wall.reason for wall in made.walls if wall.name in ("register", "capacity") and not wall.holds]
-    if hit:
-        raise ValueError(f"tile {block_m}x{block_n}x{block_k} of {dtype}: {'; '.join(hit)}")
-    return made
 
 
 def tile_of(config: GemmConfig, hardware: Hardware = H200) -> Tile:
@@ -252,6 +305,7 @@ def _config_tile(config: GemmConfig, dtype: str, hardware: Hardware) -> Tile:
         stages=config.stages,
         most=stages_max(config.stage_bytes, fixed_bytes, hardware.smem_bytes),
         mma_n=config.mma_n,
+        warpgroups=config.math_warpgroups,
     )
 
 
@@ -269,6 +323,7 @@ def _tile(
     stages: int,
     most: int,
     mma_n: int,
+    warpgroups: int,
 ) -> Tile:
     element_bytes, tflops = operand_bytes_of(dtype), hardware.tflops(dtype)
     flops = product_flops(block_m, block_n, block_k)
@@ -277,7 +332,7 @@ def _tile(
     moved = operand_bytes(block_m, block_n, block_k, element_bytes)
     mma_bytes = operand_bytes(MMA_M, mma_n, block_k, element_bytes)
     walls = (
-        register_wall(accumulators, temporaries, ACCUMULATOR_LIMIT),
+        register_wall(accumulators, temporaries, hardware.accumulator_limit(warpgroups)),
         capacity_wall(smem_bytes, hardware.smem_bytes),
         latency,
         l2_wall(flops, moved, tflops, hardware.l2_tbps, hardware.l2_shared_tbps),
@@ -291,21 +346,26 @@ def _tile(
 
 
 def _rejected(dtype: str, hardware: Hardware) -> list[Rejected]:
-    rejected = []
-    for block_m in BLOCK_M:
-        for block_n in BLOCK_N:
-            try:
-                _smallest(block_m, block_n, dtype, hardware)
-            except ValueError as error:
-                rejected.append(Rejected(block_m, block_n, str(error).partition(": ")[2]))
-    return rejected
+    sizes = [(block_m, block_n) for block_m in BLOCK_M for block_n in BLOCK_N]
+    judged_tiles = (_rejection(*size, dtype, hardware) for size in sizes)
+    return [rejected for rejected in judged_tiles if rejected]
 
 
-def _smallest(block_m: int, block_n: int, dtype: str, hardware: Hardware) -> GemmConfig | Tile:
-    """The tile with the two stages that a pipeline needs. Raises ValueError where even that hits a wall."""
+def _rejection(block_m: int, block_n: int, dtype: str, hardware: Hardware) -> Rejected | None:
+    """The first wall that a tile hits with the two stages that a pipeline needs."""
+    try:
+        hit = walls_hit(_smallest(block_m, block_n, dtype, hardware).walls)
+    except ValueError as error:
+        reason = str(error).partition(": ")[2]
+        return Rejected(block_m, block_n, reason, "register" if "registers" in reason else "instruction")
+    return Rejected(block_m, block_n, hit[0].reason, hit[0].name) if hit else None
+
+
+def _smallest(block_m: int, block_n: int, dtype: str, hardware: Hardware) -> Tile:
+    """Raises ValueError where no kernel multiplies such tiles: its own register wall is Hopper's."""
     if dtype in KINDS:
-        return GemmConfig(block_m, block_n, 2, store_buffers=1, kind=dtype)
-    return tile(block_m, block_n, SCALE_BLOCK // operand_bytes_of(dtype), dtype, hardware, stages=2)
+        return _config_tile(GemmConfig(block_m, block_n, 2, store_buffers=1, kind=dtype), dtype, hardware)
+    return _plain_tile(block_m, block_n, SCALE_BLOCK // operand_bytes_of(dtype), dtype, hardware, stages=2)
 
 
 def _check(problem: GemmProblem, hardware: Hardware) -> None:

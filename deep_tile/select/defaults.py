@@ -63,14 +63,28 @@ def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options
     Raises:
         ValueError: the tile is illegal with any number of stages.
     """
-    enough = 3 if options.get("scale_blocks", 1) > 1 else 4
     smallest = GemmConfig(block_m, block_n, 2, store_buffers=1, tma_store=tma_store, **options)
-    for store_buffers in range(smallest.boxes, 0, -1):
+    return _deepest(smallest, smallest.boxes, _MAX_STAGES, SMEM_LIMIT_BYTES)
+
+
+def within(config: GemmConfig, smem_bytes: int) -> GemmConfig:
+    """The config, with fewer stages and output boxes where shared memory has no room for its own. It may not fit with
+    two stages and one box either: then it has these."""
+    if config.smem_bytes <= smem_bytes:
+        return config
+    smallest = replace(config, stages=2, store_buffers=1)
+    whole = smem_bytes // 1024 * 1024  # a kernel asks for whole KB
+    return _deepest(smallest, config.store_buffers, config.stages, whole)
+
+
+def _deepest(smallest: GemmConfig, boxes: int, most_stages: int, smem_bytes: int) -> GemmConfig:
+    enough = 3 if smallest.scale_blocks > 1 else 4
+    for store_buffers in range(boxes, 0, -1):
         fixed_bytes = smallest.fixed_bytes + (store_buffers - 1) * smallest.store_bytes
-        stages = min(_MAX_STAGES, stages_max(smallest.stage_bytes, fixed_bytes, SMEM_LIMIT_BYTES))
+        stages = min(most_stages, stages_max(smallest.stage_bytes, fixed_bytes, smem_bytes))
         if stages >= enough:
             break
-    return replace(smallest, stages=stages, store_buffers=store_buffers)
+    return replace(smallest, stages=max(2, stages), store_buffers=store_buffers)
 
 
 @lru_cache(maxsize=1_024)

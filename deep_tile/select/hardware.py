@@ -12,19 +12,41 @@ Sources, by grade:
     published   microbenchmarks by others.
     scaled      from the H200's measurement, in proportion to the datasheets of both.
     assumed     a guess, for want of a machine.
+    given       `Hardware.with_numbers`: whoever asked.
 """
 
 import json
 import re
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from math import isfinite
 from typing import Any
 
 from deep_tile import settings
-from deep_tile.config import SMEM_LIMIT_BYTES
+from deep_tile.config import ACCUMULATOR_LIMIT
+from deep_tile.walls import SMEM_LIMIT_BYTES, WARPGROUP_THREADS
 
 DTYPE_BYTES = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4}
 """Element types of the tensor cores, and the bytes of one operand's element."""
+
+
+PRODUCER_REGISTERS = 24
+"""What a thread of the warpgroup that loads keeps; the math warpgroups share the rest, in steps of eight."""
+
+MATH_REGISTERS = 232 - ACCUMULATOR_LIMIT
+"""Of a math thread beside its accumulators: addresses, scales, loop variables."""
+
+UNITS = {
+    "tflops": "TFLOPS",
+    "bandwidth": "TB/s",
+    "latency": "ns",
+    "sms": "SMs",
+    "registers": "registers per SM",
+    "smem_bytes": "bytes of shared memory per block",
+}
+"""Of what `Hardware.with_numbers` takes."""
+
+WHOLE = ("sms", "registers", "smem_bytes")
 
 
 def operand_dtype(dtype: str) -> str:
@@ -50,6 +72,7 @@ class Hardware:
         num_sms: streaming multiprocessors (SMs).
         clock_mhz: of the SMs under tensor load; turns cycles into time.
         peak_tflops: dense tensor rate of each dtype, as the datasheet has it.
+        fp32_tflops: of FP32 outside of the tensor cores, as the datasheet has it.
         fp8_tflops: FP8 WGMMA under real loads on random data, where the power limit already acts.
         hbm_peak_tbps: memory bandwidth of the datasheet, TB/s.
         hbm_tbps: what a plain streaming-read kernel reaches, TB/s.
@@ -73,6 +96,7 @@ class Hardware:
     num_sms: int
     clock_mhz: float
     peak_tflops: dict[str, float] = field(hash=False)
+    fp32_tflops: float
     fp8_tflops: float
     hbm_peak_tbps: float
     hbm_tbps: float
@@ -109,6 +133,46 @@ class Hardware:
             raise ValueError(f"dtype is {dtype!r}; {self.name} has tensor rates for {known}")
         return self.peak_tflops[dtype]
 
+    def math_registers(self, math_warpgroups: int) -> int:
+        """What a math thread can have, where a block of such warpgroups and one that loads has an SM to itself."""
+        shared = self.registers // WARPGROUP_THREADS - PRODUCER_REGISTERS
+        return max(0, min(self.registers_per_thread, shared // math_warpgroups // 8 * 8))
+
+    def accumulator_limit(self, math_warpgroups: int) -> int:
+        """Accumulators that a math thread can hold; on Hopper those of the package's kernels."""
+        return max(0, min(ACCUMULATOR_LIMIT, self.math_registers(math_warpgroups) - MATH_REGISTERS))
+
+    def with_numbers(
+        self,
+        *,
+        dtype: str = "fp8",
+        tflops: float | None = None,
+        bandwidth: float | None = None,
+        latency: float | None = None,
+        sms: int | None = None,
+        registers: int | None = None,
+        smem_bytes: int | None = None,
+    ) -> "Hardware":
+        """The same GPU with other numbers, for one that has no preset. What is left out stays as it is.
+
+        Args:
+            dtype: whose rate `tflops` is: of the tensor cores, whose other rates keep their proportion to it, or
+                "fp32", the rate of kernels without them.
+            tflops: TFLOPS, dense. Rates and `bandwidth` are taken as they are: what is reached, not a datasheet's.
+            bandwidth: of HBM, TB/s.
+            latency: of one read of an idle HBM, ns.
+            sms: streaming multiprocessors. L2's bandwidth, and rates that are not given, are in proportion to them.
+            registers: 32-bit registers of one SM.
+            smem_bytes: shared memory that one block may use.
+
+        Raises:
+            ValueError: a number is not positive and finite, or not whole where it counts, or the dtype is unknown.
+        """
+        numbers = {"tflops": tflops, "bandwidth": bandwidth, "latency": latency}
+        numbers |= {"sms": sms, "registers": registers, "smem_bytes": smem_bytes}
+        given = {name: _checked(name, number) for name, number in numbers.items() if number is not None}
+        return _with_numbers(self, dtype, given) if given else self
+
     def source(self, name: str) -> str:
         """Grade of one field: see the top of this module."""
         return self.sources.get(name, "datasheet")
@@ -124,6 +188,41 @@ class Hardware:
         return self.num_sms * self.l2_shared_bytes_per_clock * self.clock_mhz / 1e6
 
 
+def _checked(name: str, number: float) -> float:
+    whole = name in WHOLE
+    if not (isfinite(number) and number > 0) or (whole and number != int(number)):
+        raise ValueError(
+            f"{name} is {number}; wanted a positive {'whole' if whole else 'finite'} number of {UNITS[name]}"
+        )
+    return int(number) if whole else number
+
+
+def _with_numbers(gpu: Hardware, dtype: str, given: dict[str, float]) -> Hardware:
+    own = {"bandwidth": ("hbm_tbps", "hbm_peak_tbps"), "latency": ("hbm_latency_ns",), "sms": ("num_sms",)}
+    own |= {"registers": ("registers",), "smem_bytes": ("smem_bytes",)}
+    changed = {field: given[name] for name, names in own.items() if name in given for field in names}
+    followed = _rates_of_sms(gpu, given["sms"]) if "sms" in given else {}
+    if dtype != "fp32":
+        gpu.peak(dtype)
+    if "tflops" in given and dtype == "fp32":
+        changed["fp32_tflops"] = given["tflops"]
+    elif "tflops" in given:
+        times = given["tflops"] / gpu.peak(dtype)
+        rates = {name: rate * times for name, rate in gpu.peak_tflops.items()} | {operand_dtype(dtype): given["tflops"]}
+        changed |= {"peak_tflops": rates, "fp8_tflops": rates["fp8"]}
+    sources = gpu.sources | dict.fromkeys(followed, "scaled") | dict.fromkeys(changed, "given")
+    name = f"{gpu.name} with {', '.join(f'{name} = {number:.12g}' for name, number in given.items())}"
+    return replace(gpu, name=name, sources=sources, **followed | changed)
+
+
+def _rates_of_sms(gpu: Hardware, sms: int) -> dict[str, Any]:
+    """Rates that are those of all SMs together, for another number of them."""
+    share = sms / gpu.num_sms
+    names = ("fp8_tflops", "fp32_tflops", "l2_tbps", "l2_multicast_tbps")
+    tensor = {name: rate * share for name, rate in gpu.peak_tflops.items()}
+    return {"peak_tflops": tensor} | {name: getattr(gpu, name) * share for name in names}
+
+
 def _tensor_rates(fp8: float) -> dict[str, float]:
     """Hopper's rates halve as the operand doubles."""
     return {"fp8": fp8, "int8": fp8, "fp16": fp8 / 2, "bf16": fp8 / 2, "tf32": fp8 / 4}
@@ -134,6 +233,7 @@ H200 = Hardware(
     num_sms=132,
     clock_mhz=1755,
     peak_tflops=_tensor_rates(1979),
+    fp32_tflops=67,
     fp8_tflops=1500.0,
     hbm_peak_tbps=4.8,
     hbm_tbps=4.09,
@@ -185,16 +285,18 @@ def _scaled(
 
 
 H100_SXM = _scaled("H100 SXM", 132, fp8=1979, hbm=3.35)
-H100_PCIE = _scaled("H100 PCIe", 114, fp8=1513, hbm=2.0, clock_mhz=1620)
+H100_PCIE = _scaled("H100 PCIe", 114, fp8=1513, hbm=2.0, clock_mhz=1620, fp32_tflops=51)
 H800 = _scaled("H800", 132, fp8=1979, hbm=3.35)
-H20 = _scaled("H20", 78, fp8=296, hbm=4.0, sustained=281, l2_bytes=60 << 20)
+H20 = _scaled("H20", 78, fp8=296, hbm=4.0, sustained=281, l2_bytes=60 << 20, fp32_tflops=44)
 """296 TFLOPS of 78 SMs are a quarter of an H200's rate per SM and clock: far from the power limit, so that 95 % of it
 is taken to be reached."""
 GH200 = _scaled("GH200", 132, fp8=1979, hbm=4.0)
 """The 96 GB model. That of 144 GB has HBM3e with 4.9 TB/s."""
 
 for _press in (H800, H20):
-    _press.sources.update(dict.fromkeys(("num_sms", "peak_tflops", "hbm_peak_tbps", "l2_bytes"), "press"))
+    _press.sources.update(
+        dict.fromkeys(("num_sms", "peak_tflops", "fp32_tflops", "hbm_peak_tbps", "l2_bytes"), "press")
+    )
 
 PRESETS = {hardware.name: hardware for hardware in (H100_SXM, H100_PCIE, H200, H800, H20, GH200)}
 

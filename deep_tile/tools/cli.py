@@ -22,7 +22,8 @@ from rich.table import Table
 import deep_tile
 from deep_tile.kinds import ACTIVATIONS, BIASES, GROUPINGS, KINDS, OUTPUTS
 from deep_tile.method import groups, report
-from deep_tile.select.hardware import DTYPE_BYTES, H200, PRESETS
+from deep_tile.select.hardware import DTYPE_BYTES, H200
+from deep_tile.tools.arguments import add_hardware, hardware_of, positive
 from deep_tile.tools.compile import clear_cache, compile_kernels, show_cache
 from deep_tile.tools.console import PROGRAM, new_console, remedy_for_missing, tflops_text, track_progress
 from deep_tile.tools.demo import demo
@@ -70,8 +71,8 @@ def explain(options: argparse.Namespace) -> int:
         return _explain_groups(options)
     if options.m is None:
         options.refuse("give M, N and K, or --groups G --rows R and N, K")
-    names = ("dtype", "hardware", "num_sms", "output", "bias", "activation")
-    asked = {name: getattr(options, name) for name in names}
+    names = ("dtype", "num_sms", "output", "bias", "activation")
+    asked = {name: getattr(options, name) for name in names} | {"hardware": hardware_of(options, options.dtype)}
     derived = report.derivation(options.m, options.n, options.k, **asked)
     if options.json:
         print(json.dumps(report.as_data(derived), indent=2))
@@ -88,7 +89,8 @@ def _explain_groups(options: argparse.Namespace) -> int:
         options.refuse("give --groups G and --rows R of each, in the mean, and N, K alone")
     if options.dtype != "fp8" or options.plot:
         options.refuse("--dtype and --plot are not for groups")
-    asked = {"grouping": options.grouping, "hardware": options.hardware, "num_sms": options.num_sms}
+    gpu = hardware_of(options, options.dtype)
+    asked = {"grouping": options.grouping, "hardware": gpu, "num_sms": options.num_sms}
     derived = groups.derivation(options.groups, options.rows, options.n, options.k, **asked)
     if options.json:
         print(json.dumps(groups.as_data(derived), indent=2))
@@ -180,20 +182,17 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--experts", action="store_true", help="Qwen3-30B-A3B's experts instead")
 
     command = add("explain", explain, "which kernel a product of [M, K] and [N, K] gets, and why")
-    command.add_argument("m", type=_positive, nargs="?", metavar="M", help="left out with --groups")
+    command.add_argument("m", type=positive, nargs="?", metavar="M", help="left out with --groups")
     for name in ("n", "k"):
-        command.add_argument(name, type=_positive, metavar=name.upper())
-    command.add_argument("--groups", type=_positive, metavar="G", help="of a grouped product: how many groups")
-    command.add_argument("--rows", type=_positive, metavar="R", help="of a group, in the mean")
+        command.add_argument(name, type=positive, metavar=name.upper())
+    command.add_argument("--groups", type=positive, metavar="G", help="of a grouped product: how many groups")
+    command.add_argument("--rows", type=positive, metavar="R", help="of a group, in the mean")
     text = "how groups lie: one after the other, or with rows of their own; default: %(default)s"
     command.add_argument("--grouping", choices=_GROUPINGS, default=_GROUPINGS[0], help=text)
     command.add_argument(
         "--dtype", choices=dict.fromkeys((*DTYPE_BYTES, *KINDS)), default="fp8", help="or kind; default: %(default)s"
     )
-    command.add_argument(
-        "--hardware", default="H200", help=f"one of {', '.join(PRESETS)}, or the driver's name; default: %(default)s"
-    )
-    command.add_argument("--num-sms", type=_positive, help="SMs to use; default: all of the hardware's")
+    command.add_argument("--num-sms", type=positive, help="SMs to use; default: all of the hardware's")
     command.add_argument("--output", choices=OUTPUTS, help="format of the result; default: the kind's")
     command.add_argument("--bias", choices=BIASES, default="none", help="format of a bias; default: %(default)s")
     command.add_argument("--activation", choices=ACTIVATIONS, default="none", help="default: %(default)s")
@@ -201,10 +200,11 @@ def _parser() -> argparse.ArgumentParser:
     text = "write the roofline as an image, a PNG unless its name says otherwise"
     command.add_argument("--plot", type=report.picture_path, metavar="FILE", help=text)
     command.add_argument("--json", action="store_true", help="everything, as JSON")
+    add_hardware(command)
     command.set_defaults(refuse=command.error)
 
     command = add("compile", compile_kernels, "compile every default kernel, fill the cache, show registers and spills")
-    command.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, help="at once; default: %(default)s")
+    command.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, help="at once; default: %(default)s")
     command.add_argument(
         "--shape",
         type=_weight_shape,
@@ -228,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = add("tune", tune, "time configs on this GPU and keep the fastest for each shape")
     for name, text in (("n", "rows of the weight [N, K]"), ("k", "its columns")):
-        command.add_argument(name, type=_positive, nargs="?", metavar=name.upper(), help=text)
+        command.add_argument(name, type=positive, nargs="?", metavar=name.upper(), help=text)
     command.add_argument("--m", type=_positives, default=TOKENS_TO_TUNE, metavar="M,M,...", help="default: %(default)s")
     text = "with a line MxNxK for each product"
     command.add_argument("--shapes", type=_shapes_file, default=[], metavar="FILE", help=text)
@@ -247,14 +247,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_num_sms(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--num-sms", type=_positive, default=H200.num_sms, help="SMs of the GPU; default: %(default)s, an H200"
+        "--num-sms", type=positive, default=H200.num_sms, help="SMs of the GPU; default: %(default)s, an H200"
     )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer below 2**31")
-    return int(text)
 
 
 def _samples(text: str) -> int:
@@ -264,7 +258,7 @@ def _samples(text: str) -> int:
 
 
 def _positives(text: str) -> list[int]:
-    return [_positive(number) for number in text.split(",")]
+    return [positive(number) for number in text.split(",")]
 
 
 def _shapes_file(path: str) -> list[tuple[int, int, int]]:
@@ -283,7 +277,7 @@ def _product_shape(path: str, text: str) -> tuple[int, int, int]:
     sizes = text.split("x")
     if len(sizes) != 3:
         raise argparse.ArgumentTypeError(f"{text!r} in {path!r} is not MxNxK, such as 4096x7168x2048")
-    m, n, k = map(_positive, sizes)
+    m, n, k = map(positive, sizes)
     return m, n, k
 
 
@@ -291,7 +285,7 @@ def _weight_shape(text: str) -> tuple[int, int, int]:
     sizes = text.split(",")
     if len(sizes) != 3:
         raise argparse.ArgumentTypeError(f"{text!r} is not N,K,MAX_M, such as 7168,2048,4096")
-    n, k, max_m = map(_positive, sizes)
+    n, k, max_m = map(positive, sizes)
     supported, reason = deep_tile.supports(max_m, n, k)
     if not supported:
         raise argparse.ArgumentTypeError(f"{text!r}: {reason}")

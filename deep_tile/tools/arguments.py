@@ -1,0 +1,73 @@
+"""Arguments that several commands take: types that say what is wrong, and the hardware that `explain` is asked about.
+
+Called by cli.py and kernel_classes.py. No GPU, no torch.
+"""
+
+import argparse
+from math import isfinite
+
+from deep_tile.select import hardware
+from deep_tile.select.hardware import PRESETS, Hardware
+
+KB = 1024
+
+MOST_SMEM_KB = 4096
+"""More shared memory than that is bytes, taken for KB."""
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer below 2**31")
+    return int(text)
+
+
+def positive_number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not (isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive, finite number")
+    return number
+
+
+def number_of_bytes(text: str) -> float:
+    """Of an element: also none, and parts of one."""
+    return 0.0 if text in ("0", "0.0") else positive_number(text)
+
+
+def smem_bytes(text: str) -> int:
+    """Of KB."""
+    kilobytes = positive_number(text)
+    if kilobytes > MOST_SMEM_KB or kilobytes * KB < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size in KB of {KB} bytes; Hopper has 227")
+    return int(kilobytes * KB)
+
+
+def add_hardware(command: argparse.ArgumentParser) -> None:
+    """--hardware, and what replaces its numbers."""
+    text = f"one of {', '.join(PRESETS)}, or the driver's name; default: %(default)s"
+    command.add_argument("--hardware", default="H200", help=text)
+    group = command.add_argument_group("numbers of a GPU that has no preset", "in place of those of --hardware")
+    text = "rate of the dtype in TFLOPS, dense, as it is reached: no share of it is taken off"
+    group.add_argument("--tflops", type=positive_number, metavar="TFLOPS", help=text)
+    group.add_argument("--bandwidth", type=positive_number, metavar="TB/S", help="of HBM, in TB/s, as it is reached")
+    group.add_argument("--latency", type=positive_number, metavar="NS", help="of one read of an idle HBM, in ns")
+    text = "how many; rates of tensor cores and L2 that are not given are in proportion"
+    group.add_argument("--sms", type=positive, metavar="SMS", help=text)
+    group.add_argument("--registers", type=positive, metavar="N", help="of 32 bits, per SM; Hopper has 65536")
+    text = f"shared memory that a block may use, in KB of {KB} bytes; Hopper has 227"
+    group.add_argument("--smem", type=smem_bytes, metavar="KB", help=text)
+
+
+def hardware_of(options: argparse.Namespace, dtype: str) -> Hardware:
+    """What `add_hardware` was given; --tflops is the rate of `dtype`. Raises ValueError for unknown hardware."""
+    return hardware.for_device(options.hardware).with_numbers(
+        dtype=dtype,
+        tflops=options.tflops,
+        bandwidth=options.bandwidth,
+        latency=options.latency,
+        sms=options.sms,
+        registers=options.registers,
+        smem_bytes=options.smem,
+    )
