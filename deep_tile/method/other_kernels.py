@@ -1,36 +1,47 @@
 """The walls of the roofline for products whose operands have other shapes: attention and convolution.
 
 Called by users through `deep_tile.method.roofline`, and by docs/method.md. Pure functions of sizes and a `Hardware`: no
-GPU, no torch. Invariant: what is returned fits registers and shared memory, or ValueError says which wall is hit and
-by how much.
+GPU, no torch. Invariant: what a derivation returns fits registers and shared memory, or ValueError says which wall is
+hit and by how much; it is the first of its candidates.
 
     derive_attention(head_dim, dtype="bf16", hardware=H200, ...) -> Attention
     derive_convolution(batch, height, width, channels, filters, kernel_size, ...) -> Convolution
+    attention_candidates(...), convolution_candidates(...): every tile that these choose from
 """
 
 from math import ceil
 from typing import NamedTuple
 
-from deep_tile.config import ACCUMULATOR_LIMIT
+from deep_tile.config import MMA_M
 from deep_tile.select.hardware import DTYPE_BYTES, H200, Hardware
 from deep_tile.select.streaming import check_positive
 from deep_tile.walls import (
-    WARPGROUP_THREADS,
     Wall,
     accumulator_registers,
     capacity_wall,
+    intensity_wall,
+    l2_bound,
     l2_wall,
     latency_wall,
     product_flops,
     register_wall,
     stages_max,
+    walls_hit,
 )
-
-PRODUCER_REGISTERS = 24
-"""What the warpgroup that loads keeps; the math warpgroups share the rest, in steps of eight."""
 
 ATTENTION_REGISTERS = 24
 """Of a math thread in attention, beside its accumulators: running maxima and sums, addresses."""
+
+BLOCK_Q = (64, 128, 192)
+BLOCK_KV = tuple(range(16, 177, 16))
+"""Queries and keys of the tiles that attention is given."""
+
+BLOCK_M = (64, 128, 256)
+BLOCK_N = (32, 64, 128, 192, 256)
+"""Pixels and filters of the tiles that a convolution is given."""
+
+TILE_WIDTH = 16
+"""Most output pixels of one row of a convolution's tile."""
 
 
 class Attention(NamedTuple):
@@ -45,6 +56,9 @@ class Attention(NamedTuple):
         smem_bytes: Q, and the stages of K and V.
         intensity: FLOP per byte of K and V that come from L2.
         walls, reasons: the walls of this tile, and one sentence per decision.
+        registers: per math thread, of output, scores, and scores as operands.
+        stages_min, stages_max: by latency and by capacity.
+        bound: what it waits for, `compute`, `L2` or, in between, `compute if neighbours share enough`.
     """
 
     block_q: int
@@ -58,6 +72,10 @@ class Attention(NamedTuple):
     intensity: float
     walls: tuple[Wall, ...]
     reasons: tuple[str, ...]
+    registers: int
+    stages_min: int
+    stages_max: int
+    bound: str
 
 
 class Convolution(NamedTuple):
@@ -66,14 +84,22 @@ class Convolution(NamedTuple):
     Attributes:
         m, n, k: of the GEMM.
         block_m, block_n, block_k: its tile; block_k elements are channels of one position of the window.
-        tile_height, tile_width: the block_m output pixels.
+        tile_height, tile_width: the block_m output pixels, at most, of each of `images`.
         input_height, input_width: input pixels that they read, the halo included.
         halo: share of these that a neighbouring tile reads too.
         reuse: how often a tile uses an input pixel that it loads once.
         intensity_gathered, intensity_halo: FLOP per byte of a tile that loads the input anew for every position of the
             window, and of one that keeps it with its halo.
-        smem_bytes: of that input for block_k channels, and two stages of filters.
+        smem_bytes: of that input for block_k channels, and the stages of filters.
         walls, reasons: the walls of this tile, and one sentence per decision.
+        registers: accumulators per math thread.
+        images: that a tile has pixels of: several where they are small.
+        stages: of filters, block_n x block_k for one position of the window; two at least, or as many as latency asks.
+        stages_min, stages_max: by latency and by capacity.
+        tiles, waves: in all, and that the busiest SM works through.
+        time_us: estimated. Input is kept with its halo; tiles get from L2 what it gives SMs that share nothing, so that
+            large tiles are preferred.
+        bound: what takes as long, `compute`, `shared memory`, which narrow instructions wait for, `L2` or `HBM`.
     """
 
     m: int
@@ -93,6 +119,20 @@ class Convolution(NamedTuple):
     smem_bytes: int
     walls: tuple[Wall, ...]
     reasons: tuple[str, ...]
+    registers: int
+    images: int
+    stages: int
+    stages_min: int
+    stages_max: int
+    tiles: int
+    waves: int
+    time_us: float
+    bound: str
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte of L2 with the input kept."""
+        return self.intensity_halo
 
 
 def derive_attention(
@@ -111,32 +151,50 @@ def derive_attention(
             of scores, since every block costs a softmax's reductions and barriers.
 
     Raises:
-        ValueError: head_dim is no positive multiple of 16, or no tile passes the walls: which one is hit, by how much.
+        ValueError: head_dim is no positive multiple of 16, block_q none of 64, or no tile passes the walls: which one
+            is hit, by how much.
+    """
+    tiles = attention_candidates(head_dim, dtype, hardware, block_q=block_q)
+    if not walls_hit(tiles[0].walls):
+        return tiles[0]
+    smallest = min(tiles, key=lambda tile: (tile.block_q, tile.block_kv))
+    hit = "; ".join(wall.reason for wall in walls_hit(smallest.walls))
+    raise ValueError(
+        f"head_dim is {head_dim}: {smallest.block_q} queries by {smallest.block_kv} keys hit a wall; {hit}"
+    )
+
+
+def attention_candidates(
+    head_dim: int, dtype: str = "bf16", hardware: Hardware = H200, *, block_q: int | None = None
+) -> list[Attention]:
+    """What `derive_attention`, whose arguments these are, chooses from: first the tiles that pass the register and the
+    capacity wall, the largest block of scores before others, then those that hit one.
+
+    Raises:
+        ValueError: head_dim is no positive multiple of 16, block_q none of 64, or the dtype has no tensor rate.
     """
     if head_dim <= 0 or head_dim % 16:
         raise ValueError(f"head_dim is {head_dim}; WGMMA needs a positive multiple of 16")
+    if block_q is not None and (block_q <= 0 or block_q % MMA_M):
+        raise ValueError(f"block_q is {block_q}; WGMMA needs a positive multiple of {MMA_M}")
     hardware.peak(dtype)
-    blocks = [(rows, keys) for rows in ((block_q,) if block_q else (64, 128, 192)) for keys in range(16, 177, 16)]
+    blocks = [(rows, keys) for rows in ((block_q,) if block_q else BLOCK_Q) for keys in BLOCK_KV]
     tiles = [_attention_tile(*block, head_dim, dtype, hardware) for block in blocks]
-    possible = [tile for tile in tiles if all(wall.holds for wall in tile.walls[:2])]
-    if not possible:
-        hit = "; ".join(wall.reason for wall in tiles[0].walls[:2] if not wall.holds)
-        raise ValueError(f"head_dim is {head_dim}: {tiles[0].block_q} queries by 16 keys hit a wall; {hit}")
-    return max(possible, key=lambda tile: (tile.block_q * tile.block_kv, tile.block_q))
+    return sorted(tiles, key=lambda tile: (bool(walls_hit(tile.walls)), -tile.block_q * tile.block_kv, -tile.block_q))
 
 
 def _attention_tile(block_q: int, block_kv: int, head_dim: int, dtype: str, hardware: Hardware) -> Attention:
     element_bytes = DTYPE_BYTES[dtype]
-    warpgroups = max(1, block_q // 64)
+    warpgroups = block_q // MMA_M
     output = accumulator_registers(block_q, head_dim, warpgroups)
     scores = accumulator_registers(block_q, block_kv, warpgroups)
     # Scores are held in FP32 and, for the second product, in the operands' type.
     packed = ceil(scores * element_bytes / 4)
-    all_threads = hardware.registers // WARPGROUP_THREADS - PRODUCER_REGISTERS
-    limit = min(hardware.registers_per_thread, all_threads // warpgroups // 8 * 8) - ATTENTION_REGISTERS
+    limit = max(0, hardware.math_registers(warpgroups) - ATTENTION_REGISTERS)
     q_bytes = block_q * head_dim * element_bytes
     stage_bytes = 2 * block_kv * head_dim * element_bytes
-    stages = max(2, min(4, stages_max(stage_bytes, q_bytes, hardware.smem_bytes)))
+    most = stages_max(stage_bytes, q_bytes, hardware.smem_bytes)
+    stages = max(2, min(4, most))
     smem_bytes = q_bytes + stages * stage_bytes
     flops = 2 * product_flops(block_q, block_kv, head_dim)
     tflops = hardware.tflops(dtype)
@@ -153,7 +211,9 @@ def _attention_tile(block_q: int, block_kv: int, head_dim: int, dtype: str, hard
     )
     intensity = walls[2].value
     sizes = (block_q, block_kv, head_dim, warpgroups, output, scores, stages, smem_bytes, intensity)
-    return Attention(*sizes, walls, reasons)
+    bound = l2_bound(intensity, tflops, hardware.l2_tbps, hardware.l2_shared_tbps)
+    registers, least = output + packed + scores, round(walls[3].limit)
+    return Attention(*sizes, walls, reasons, registers, least, most, bound)
 
 
 def derive_convolution(
@@ -178,43 +238,125 @@ def derive_convolution(
         hardware: of which GPU.
 
     Raises:
-        ValueError: a size is not positive, or the tile hits a wall.
+        ValueError: a size is not positive, or every tile hits a wall: which one the smallest, by how much.
+    """
+    sizes = (batch, height, width, channels, filters, kernel_size, stride)
+    tiles = convolution_candidates(*sizes, dtype, hardware)
+    if not walls_hit(tiles[0].walls):
+        return tiles[0]
+    smallest = min(tiles, key=lambda tile: (tile.block_m, tile.block_n))
+    hit = "; ".join(wall.reason for wall in walls_hit(smallest.walls))
+    what = f"window {kernel_size}x{kernel_size}, stride {stride}"
+    raise ValueError(f"{what}: {smallest.block_m} pixels by {smallest.block_n} filters hit a wall; {hit}")
+
+
+def convolution_candidates(
+    batch: int,
+    height: int,
+    width: int,
+    channels: int,
+    filters: int,
+    kernel_size: int = 3,
+    stride: int = 1,
+    dtype: str = "bf16",
+    hardware: Hardware = H200,
+) -> list[Convolution]:
+    """What `derive_convolution`, whose arguments these are, chooses from: first the tiles that pass the register and
+    the capacity wall, in the order of their estimated times, of equal ones the most FLOP per byte of L2; then those
+    that hit one.
+
+    Raises:
+        ValueError: a size is not positive, or the dtype has no tensor rate.
     """
     sizes = {"batch": batch, "height": height, "width": width, "channels": channels, "filters": filters}
     check_positive(**sizes, kernel_size=kernel_size, stride=stride)
+    hardware.peak(dtype)
+    layer = _Layer(batch, height, width, channels, filters, kernel_size, stride)
+    columns = sorted({min(block_n, ceil(filters / 16) * 16) for block_n in BLOCK_N})
+    tiles = [_convolution_tile(layer, block_m, block_n, dtype, hardware) for block_m in BLOCK_M for block_n in columns]
+    return sorted(tiles, key=lambda tile: (bool(walls_hit(tile.walls)), tile.time_us, -tile.intensity, -tile.block_n))
+
+
+class _Layer(NamedTuple):
+    batch: int
+    height: int
+    width: int
+    channels: int
+    filters: int
+    kernel_size: int
+    stride: int
+
+    @property
+    def output_size(self) -> tuple[int, int]:
+        return ceil(self.height / self.stride), ceil(self.width / self.stride)
+
+    @property
+    def window(self) -> int:
+        """Positions of it."""
+        return self.kernel_size**2
+
+    def elements(self) -> int:
+        """Of input, filters and output, each once."""
+        out_height, out_width = self.output_size
+        pixels = self.height * self.width * self.channels + out_height * out_width * self.filters
+        return self.batch * pixels + self.window * self.channels * self.filters
+
+
+def _convolution_tile(layer: _Layer, block_m: int, block_n: int, dtype: str, hardware: Hardware) -> Convolution:
     tflops, element_bytes = hardware.tflops(dtype), DTYPE_BYTES[dtype]
-    out_height, out_width = ceil(height / stride), ceil(width / stride)
-    m, n, k = batch * out_height * out_width, filters, kernel_size**2 * channels
-    block_m, block_n, block_k = 128, min(256, ceil(filters / 16) * 16), 128 // element_bytes
-    tile_width = min(out_width, 16)
-    tile_height = max(1, block_m // tile_width)
+    batch, kernel_size, stride, window = layer.batch, layer.kernel_size, layer.stride, layer.window
+    out_height, out_width = layer.output_size
+    m, n, k = batch * out_height * out_width, layer.filters, window * layer.channels
+    warpgroups, block_k = min(2, block_m // MMA_M), 128 // element_bytes
+    tile_width = min(out_width, TILE_WIDTH)
+    images = max(1, min(batch, block_m // (out_height * tile_width)))
+    tile_height = max(1, min(out_height, block_m // tile_width))
     input_height, input_width = ((size - 1) * stride + kernel_size for size in (tile_height, tile_width))
-    own = tile_height * tile_width * stride**2
-    pixels = input_height * input_width
-    flops = product_flops(block_m, block_n, kernel_size**2 * block_k)
-    filter_bytes = kernel_size**2 * block_n * block_k * element_bytes
-    gathered = kernel_size**2 * block_m * block_k * element_bytes + filter_bytes
-    kept = pixels * block_k * element_bytes + filter_bytes
-    smem_bytes = (pixels + 2 * block_n) * block_k * element_bytes
+    own = images * tile_height * tile_width * stride**2
+    pixels = images * input_height * input_width
+    stage_flops = product_flops(block_m, block_n, block_k)
+    stage_bytes, input_bytes = block_n * block_k * element_bytes, pixels * block_k * element_bytes
+    gathered = window * (block_m * block_k * element_bytes + stage_bytes)
+    kept = input_bytes + window * stage_bytes
+    instruction = (product_flops(MMA_M, block_n, block_k), (MMA_M + block_n) * block_k * element_bytes)
+    registers = accumulator_registers(block_m, block_n, warpgroups)
+    most = stages_max(stage_bytes, input_bytes, hardware.smem_bytes)
+    latency = (stage_flops, tflops / hardware.num_sms, hardware.hbm_latency_ns / 1e3)
+    least = round(latency_wall(0, *latency).limit)
+    stages = max(2, min(least, most))
+    smem_bytes = input_bytes + stages * stage_bytes
     walls = (
-        register_wall(accumulator_registers(block_m, block_n, 2), 0, ACCUMULATOR_LIMIT),
+        register_wall(registers, 0, hardware.accumulator_limit(warpgroups)),
         capacity_wall(smem_bytes, hardware.smem_bytes),
-        l2_wall(flops, gathered, tflops, hardware.l2_tbps, hardware.l2_shared_tbps),
-        l2_wall(flops, kept, tflops, hardware.l2_tbps, hardware.l2_shared_tbps),
+        l2_wall(window * stage_flops, gathered, tflops, hardware.l2_tbps, hardware.l2_shared_tbps),
+        l2_wall(window * stage_flops, kept, tflops, hardware.l2_tbps, hardware.l2_shared_tbps),
+        intensity_wall("shared memory", *instruction, tflops, hardware.smem_tbps),
+        latency_wall(stages, *latency),
     )
-    hit = [wall.reason for wall in walls[:2] if not wall.holds]
-    if hit:
-        raise ValueError(f"window {kernel_size}x{kernel_size}, stride {stride}: {'; '.join(hit)}")
-    halo, reuse = max(0.0, 1 - own / pixels), kernel_size**2 * block_m / pixels
+    halo, reuse = max(0.0, 1 - own / pixels), window * block_m / pixels
+    rows_of_tiles = ceil(batch / images) * ceil(out_height / tile_height) * ceil(out_width / tile_width)
+    tiles = rows_of_tiles * ceil(n / block_n)
+    waves = ceil(tiles / hardware.num_sms)
+    turns = waves * ceil(layer.channels / block_k) * hardware.num_sms
+    flops = turns * window * stage_flops
+    times = {
+        "compute": flops / tflops / 1e6,
+        "shared memory": flops / walls[4].value / hardware.smem_tbps / 1e6,
+        "L2": turns * kept / hardware.l2_tbps / 1e6,
+        "HBM": layer.elements() * element_bytes / hardware.hbm_tbps / 1e6,
+    }
+    bound = max(times, key=times.get)
     reasons = (
         f"implicit GEMM: m = {batch} x {out_height} x {out_width} = {m} pixels, n = {n} filters, "
-        f"k = {kernel_size} x {kernel_size} x {channels} = {k}",
+        f"k = {kernel_size} x {kernel_size} x {layer.channels} = {k}",
         f"halo: {tile_height} x {tile_width} outputs read {input_height} x {input_width} inputs, {halo:.0%} of them "
         f"shared with neighbours; each is used {reuse:.1f} times",
         f"gathered anew for every position: {walls[2].reason}",
         f"kept with its halo: {walls[3].reason}",
+        f"waves: {tiles} tiles over {hardware.num_sms} SMs are {waves}",
     )
     return Convolution(
         *(m, n, k, block_m, block_n, block_k, tile_height, tile_width, input_height, input_width, halo, reuse),
-        *(walls[2].value, walls[3].value, smem_bytes, walls, reasons),
+        *(walls[2].value, walls[3].value, smem_bytes, walls, reasons, registers, images, stages, least, most),
+        *(tiles, waves, hardware.launch_us + times[bound], bound),
     )

@@ -1,17 +1,20 @@
 """How to launch a kernel that is bound by memory: vectors, loads under way, threads and blocks, each with its reason.
 
 Called by cast.py for the package's own casts, by measure.py, by users, and by docs/method.md. Pure functions of sizes
-and a `Hardware`: no GPU, no torch. Invariant: what is returned can be launched, since threads and registers are within
-the hardware's limits.
+and a `Hardware`: no GPU, no torch. Invariant: what a derivation returns can be launched, since threads, registers and
+shared memory are within the hardware's limits; candidates say by their walls whether they can.
 
     derive_elementwise(elements, read_bytes, write_bytes, hardware=H200) -> Elementwise
     derive_reduction(rows, columns, read_bytes, write_bytes, hardware=H200) -> Reduction
+    elementwise_candidates(...), reduction_candidates(...): what these choose from
 """
 
+from collections.abc import Iterator
 from math import ceil, gcd
 from typing import NamedTuple
 
 from deep_tile.select.hardware import H200, Hardware
+from deep_tile.walls import Wall, capacity_wall, intensity_wall, littles_law, walls_hit
 
 WARP = 32
 VECTOR_BYTES = 16
@@ -24,10 +27,15 @@ LOAD_FACTOR = 3.0
 """How much longer a read takes at full bandwidth than in an idle memory: queues. A rule of thumb, about 32 KB in flight
 per SM on Hopper; too much costs registers only."""
 
+SUM_BYTES = 4
+"""Of what a warp hands to the others of its block."""
+
 LINE_BYTES = 128
 """Neighbouring threads cover at least one cache line of a row with every load."""
 
 UNROLLS = (1, 2, 4, 8)
+
+THREADS_PER_ROW = tuple(2**power for power in range(11))
 
 
 class Elementwise(NamedTuple):
@@ -42,8 +50,14 @@ class Elementwise(NamedTuple):
         grid: thread blocks to launch.
         bytes_in_flight, bytes_needed: reads under way per SM, and what Little's law asks for.
         time_us: predicted, from launch to the last store.
-        bound: `memory`, or `latency` where the problem is too small to fill the memory's pipeline.
+        bound: `memory`, or `latency` where too little is under way to fill the memory's pipeline.
         reasons: one sentence per decision.
+        registers: of a thread, in steps of eight.
+        smem_bytes: of a block.
+        stages_min, stages_max: loads under way of a thread, in place of a product's stages: those that keep the memory
+            busy with as many threads, and those that its registers have room for.
+        intensity: FLOP per byte of HBM, a FLOP for every element.
+        walls: register, capacity, intensity against HBM, Little's law.
     """
 
     vector_elements: int
@@ -57,6 +71,17 @@ class Elementwise(NamedTuple):
     time_us: float
     bound: str
     reasons: tuple[str, ...]
+    registers: int
+    smem_bytes: int
+    stages_min: int
+    stages_max: int
+    intensity: float
+    walls: tuple[Wall, ...]
+
+    @property
+    def stages(self) -> int:
+        """Loads of a thread that are under way."""
+        return self.unroll
 
 
 class Reduction(NamedTuple):
@@ -72,7 +97,8 @@ class Reduction(NamedTuple):
         passes: reads of every row, 1 or 2.
         rows_per_block, warps, blocks_per_sm, grid: the block has `32 * warps` threads and walks over
             `rows_per_block` rows at a time.
-        bytes_in_flight, bytes_needed, time_us, bound, reasons: as in `Elementwise`.
+        bytes_in_flight, bytes_needed, time_us, bound, reasons, registers, smem_bytes, stages_min, stages_max,
+            intensity, walls: as in `Elementwise`; shared memory has the sums of the warps that share a row.
     """
 
     vector_elements: int
@@ -90,6 +116,17 @@ class Reduction(NamedTuple):
     time_us: float
     bound: str
     reasons: tuple[str, ...]
+    registers: int
+    smem_bytes: int
+    stages_min: int
+    stages_max: int
+    intensity: float
+    walls: tuple[Wall, ...]
+
+    @property
+    def stages(self) -> int:
+        """Loads of a thread that are under way."""
+        return self.unroll
 
 
 def derive_elementwise(
@@ -104,22 +141,51 @@ def derive_elementwise(
         warps: per block.
 
     Raises:
+        ValueError: a size is not positive, or no such kernel can be launched: which wall it hits, and by how much.
+    """
+    candidates = elementwise_candidates(elements, read_bytes, write_bytes, hardware, warps=warps)
+    possible = [launch for launch in candidates if not walls_hit(launch.walls)]
+    if not possible:
+        raise ValueError(f"{warps} warps per block: {walls_hit(candidates[0].walls)[0].reason}")
+    enough = (
+        launch for launch in possible if launch.unroll >= launch.stages_min or _is_small(elements, launch, hardware)
+    )
+    return next(enough, possible[-1])
+
+
+def elementwise_candidates(
+    elements: int, read_bytes: float, write_bytes: float, hardware: Hardware = H200, *, warps: int = 8
+) -> list[Elementwise]:
+    """What `derive_elementwise`, whose arguments these are, chooses from: one for each of `UNROLLS`.
+
+    The first is chosen that has enough bytes in flight, or with twice as many loads would leave SMs idle.
+
+    Raises:
         ValueError: a size is not positive.
     """
     check_positive(elements=elements, read_bytes=read_bytes, warps=warps)
+    check_not_negative(write_bytes=write_bytes)
+    return [_elementwise(elements, read_bytes, write_bytes, hardware, warps, unroll) for unroll in UNROLLS]
+
+
+def _is_small(elements: int, launch: Elementwise, hardware: Hardware) -> bool:
+    """Whether twice as many loads of each thread would leave some without work."""
+    threads = WARP * launch.warps * launch.blocks_per_sm * hardware.num_sms
+    return elements < 2 * launch.items_per_thread * threads
+
+
+def _elementwise(
+    elements: int, read_bytes: float, write_bytes: float, hardware: Hardware, warps: int, unroll: int
+) -> Elementwise:
     vector = _vector_elements(max(read_bytes, write_bytes))
-    load_bytes = vector * read_bytes
+    load_bytes, threads, items = vector * read_bytes, WARP * warps, vector * unroll
     needed, reason = bytes_in_flight_needed(hardware)
-    threads = WARP * warps
-    for unroll in UNROLLS:
-        registers = OTHER_REGISTERS + ceil(unroll * load_bytes / 4)
-        blocks_per_sm = _blocks_per_sm(threads, registers, hardware)
-        too_small = elements < 2 * unroll * vector * threads * blocks_per_sm * hardware.num_sms
-        if too_small or blocks_per_sm * threads * unroll * load_bytes >= needed:
-            break
-    grid = min(hardware.num_sms * blocks_per_sm, ceil(elements / (vector * unroll * threads)))
+    registers = OTHER_REGISTERS + ceil(unroll * load_bytes / 4)
+    blocks_per_sm = _blocks_per_sm(threads, registers, hardware)
+    grid = min(hardware.num_sms * blocks_per_sm, ceil(elements / (items * threads)))
     in_flight = round(_resident_threads(grid, blocks_per_sm, threads, hardware) * unroll * load_bytes)
-    time_us, bound = _stream_time(elements * (read_bytes + write_bytes), in_flight, needed, hardware)
+    bytes_moved = elements * (read_bytes + write_bytes)
+    time_us, bound = _stream_time(bytes_moved, in_flight, needed, hardware)
     reasons = (
         f"vector: {vector} elements, the widest access of a thread, {VECTOR_BYTES} bytes, for the wider side",
         reason,
@@ -128,8 +194,12 @@ def derive_elementwise(
         f"registers: about {registers} per thread, which {blocks_per_sm} blocks of {warps} warps per SM may have",
         f"grid: {grid} blocks of at most {hardware.num_sms * blocks_per_sm} that run at once",
     )
-    items = vector * unroll
-    return Elementwise(vector, unroll, items, warps, blocks_per_sm, grid, in_flight, needed, time_us, bound, reasons)
+    return Elementwise(
+        *(vector, unroll, items, warps, blocks_per_sm, grid, in_flight, needed, time_us, bound, reasons),
+        *_resources(threads, registers, 0, load_bytes, blocks_per_sm, hardware),
+        elements / bytes_moved,
+        _walls(threads, registers, 0, in_flight, elements, bytes_moved, hardware),
+    )
 
 
 def derive_reduction(
@@ -146,17 +216,63 @@ def derive_reduction(
         hardware: of which GPU.
 
     Raises:
+        ValueError: a size is not positive, or no such kernel can be launched: which wall it hits, and by how much.
+    """
+    widest = None
+    for launch in _reductions(rows, columns, read_bytes, write_bytes, hardware):
+        if not walls_hit(launch.walls):
+            widest = launch
+            if launch.resident:
+                break
+    if widest is None:
+        raise ValueError(f"{launch.warps} warps per block: {walls_hit(launch.walls)[0].reason}")
+    return widest
+
+
+def reduction_candidates(
+    rows: int, columns: int, read_bytes: float, write_bytes: float, hardware: Hardware = H200
+) -> list[Reduction]:
+    """What `derive_reduction`, whose arguments these are, chooses from: a row shared by ever more threads, until each
+    has one load.
+
+    The first is chosen that keeps its row in registers, else the last, which reads it twice.
+
+    Raises:
         ValueError: a size is not positive.
     """
+    return list(_reductions(rows, columns, read_bytes, write_bytes, hardware))
+
+
+def _reductions(
+    rows: int, columns: int, read_bytes: float, write_bytes: float, hardware: Hardware
+) -> Iterator[Reduction]:
     check_positive(rows=rows, columns=columns, read_bytes=read_bytes)
+    check_not_negative(write_bytes=write_bytes)
     vector = gcd(_vector_elements(max(read_bytes, write_bytes)), columns)
-    load_bytes = vector * read_bytes
-    loads = columns // vector
-    threads_per_row, resident, wall = _threads_per_row(loads, load_bytes, hardware)
-    items = ceil(loads / threads_per_row) * vector
+    loads, load_bytes = columns // vector, vector * read_bytes
+    for threads in THREADS_PER_ROW:
+        if threads * load_bytes < LINE_BYTES and threads < loads:
+            continue
+        launch = _reduction(rows, columns, read_bytes, write_bytes, hardware, vector, threads)
+        yield launch
+        if launch.resident and threads >= loads:
+            return
+
+
+def _reduction(
+    rows: int,
+    columns: int,
+    read_bytes: float,
+    write_bytes: float,
+    hardware: Hardware,
+    vector: int,
+    threads_per_row: int,
+) -> Reduction:
+    load_bytes, loads = vector * read_bytes, columns // vector
+    resident, wall = _row_in_registers(loads, load_bytes, threads_per_row, hardware)
+    own_loads = ceil(loads / threads_per_row)
     threads = threads_per_row if threads_per_row > WARP else 8 * WARP
     needed, reason = bytes_in_flight_needed(hardware)
-    own_loads = ceil(loads / threads_per_row)
     unroll = min(own_loads if resident else UNROLLS[-1], own_loads)
     registers = OTHER_REGISTERS + ceil(unroll * load_bytes / 4)
     blocks_per_sm = _blocks_per_sm(threads, registers, hardware)
@@ -164,8 +280,11 @@ def derive_reduction(
     grid = min(hardware.num_sms * blocks_per_sm, ceil(rows / rows_per_block))
     in_flight = round(_resident_threads(grid, blocks_per_sm, threads, hardware) * unroll * load_bytes)
     passes = 1 if resident else 2
-    time_us, bound = _stream_time(rows * columns * (passes * read_bytes + write_bytes), in_flight, needed, hardware)
-    reduced = "shuffles reduce the row" if threads_per_row <= WARP else "warps reduce it and meet in shared memory"
+    bytes_moved = rows * columns * (passes * read_bytes + write_bytes)
+    time_us, bound = _stream_time(bytes_moved, in_flight, needed, hardware)
+    across_warps = threads_per_row > WARP
+    smem_bytes = SUM_BYTES * threads // WARP if across_warps else 0
+    reduced = "warps reduce it and meet in shared memory" if across_warps else "shuffles reduce the row"
     reasons = (
         f"vector: {vector} elements of {read_bytes:g} bytes; {loads} loads cover a row of {columns}",
         wall,
@@ -176,8 +295,11 @@ def derive_reduction(
         f"grid: {grid} blocks for {ceil(rows / rows_per_block)} groups of rows",
     )
     return Reduction(
-        *(vector, threads_per_row, items, unroll, resident, passes, rows_per_block, threads // WARP, blocks_per_sm),
-        *(grid, in_flight, needed, time_us, bound, reasons),
+        *(vector, threads_per_row, own_loads * vector, unroll, resident, passes, rows_per_block, threads // WARP),
+        *(blocks_per_sm, grid, in_flight, needed, time_us, bound, reasons),
+        *_resources(threads, registers, smem_bytes, load_bytes, blocks_per_sm, hardware),
+        rows * columns / bytes_moved,
+        _walls(threads, registers, smem_bytes, in_flight, rows * columns, bytes_moved, hardware),
     )
 
 
@@ -192,21 +314,61 @@ def bytes_in_flight_needed(hardware: Hardware) -> tuple[int, str]:
     return needed, text
 
 
-def _threads_per_row(loads: int, load_bytes: float, hardware: Hardware) -> tuple[int, bool, str]:
-    """The fewest threads, a power of two, that hold a row in few registers each; and whether they can."""
-    for threads in (2**power for power in range(11)):
-        if threads * load_bytes < LINE_BYTES and threads < loads:
-            continue
-        registers = ceil(ceil(loads / threads) * load_bytes / 4)
-        budget = 16 if threads < WARP else 32 if threads < 1024 else hardware.registers // 1024 - OTHER_REGISTERS
-        if registers <= budget:
-            text = f"registers: the row stays, {registers} of {budget} registers a thread, and is read once"
-            return threads, True, text
-    text = (
-        f"register wall: a row of {loads * load_bytes:.0f} bytes needs {registers} registers in each of 1024 threads, "
+def _row_in_registers(loads: int, load_bytes: float, threads: int, hardware: Hardware) -> tuple[bool, str]:
+    """Whether so many threads hold a row in few registers each; and why."""
+    registers = ceil(ceil(loads / threads) * load_bytes / 4)
+    by_file = max(0, hardware.registers // 1024 - OTHER_REGISTERS)
+    budget = 16 if threads < WARP else 32 if threads < 1024 else by_file
+    if registers <= budget:
+        return True, f"registers: the row stays, {registers} of {budget} registers a thread, and is read once"
+    each = "one thread" if threads == 1 else f"each of {threads} threads"
+    return False, (
+        f"register wall: a row of {loads * load_bytes:.0f} bytes needs {registers} registers in {each}, "
         f"{registers - budget} more than the {budget} to spare: it is read twice"
     )
-    return 1024, False, text
+
+
+def _resources(
+    threads: int, registers: int, smem_bytes: int, load_bytes: float, blocks_per_sm: int, hardware: Hardware
+) -> tuple[int, int, int, int]:
+    """Registers and shared memory as they are handed out, and the least and the most loads of a thread."""
+    needed, _ = bytes_in_flight_needed(hardware)
+    most_registers = min(hardware.registers_per_thread, hardware.registers // threads // 8 * 8)
+    most = max(0, int((most_registers - OTHER_REGISTERS) * 4 // load_bytes))
+    return _handed_out(registers), smem_bytes, ceil(needed / (blocks_per_sm * threads * load_bytes)), most
+
+
+def _walls(
+    threads: int,
+    registers: int,
+    smem_bytes: int,
+    in_flight: int,
+    flops: int,
+    bytes_moved: float,
+    hardware: Hardware,
+) -> tuple[Wall, ...]:
+    latency_us = LOAD_FACTOR * hardware.hbm_latency_ns / 1e3
+    return (
+        _register_wall(threads, registers, hardware),
+        capacity_wall(smem_bytes, hardware.smem_bytes),
+        intensity_wall("HBM", flops, bytes_moved, hardware.fp32_tflops, hardware.hbm_tbps),
+        littles_law(in_flight, hardware.hbm_tbps * 1e3 / hardware.num_sms, latency_us),
+    )
+
+
+def _register_wall(threads: int, registers: int, hardware: Hardware) -> Wall:
+    """What a thread holds against what each of a block's threads can have."""
+    needed = _handed_out(registers)
+    limit = min(hardware.registers_per_thread, hardware.registers // threads)
+    verb = "exceed" if needed > limit else "fit"
+    over = f", by {needed - limit}" if needed > limit else ""
+    reason = f"{needed} registers a thread {verb} the {limit} that each of {threads} threads can have{over}"
+    return Wall("register", needed, limit, "registers per thread", needed <= limit, reason)
+
+
+def _handed_out(registers: int) -> int:
+    """Registers are handed out by the eight per thread."""
+    return ceil(registers / 8) * 8
 
 
 def _vector_elements(bytes_per_element: float) -> int:
@@ -218,8 +380,7 @@ def _vector_elements(bytes_per_element: float) -> int:
 
 
 def _blocks_per_sm(threads: int, registers: int, hardware: Hardware) -> int:
-    """Registers are handed out by the eight per thread."""
-    by_registers = hardware.registers // (ceil(registers / 8) * 8 * threads)
+    by_registers = hardware.registers // (_handed_out(registers) * threads)
     return max(1, min(hardware.threads // threads, by_registers, hardware.blocks))
 
 
@@ -238,3 +399,9 @@ def check_positive(**sizes: float) -> None:
     for name, size in sizes.items():
         if not size > 0:
             raise ValueError(f"{name} is {size}; sizes must be positive")
+
+
+def check_not_negative(**sizes: float) -> None:
+    for name, size in sizes.items():
+        if not size >= 0:
+            raise ValueError(f"{name} is {size}; sizes must not be negative")
