@@ -112,10 +112,7 @@ def as_data(derived: Derivation) -> dict[str, Any]:
     return {
         "problem": derived.problem._asdict(),
         "dtype": derived.dtype,
-        "hardware": {
-            "name": derived.hardware.name,
-            **{name: {"value": value, "source": source} for name, value, source in gpus.describe(derived.hardware)},
-        },
+        "hardware": hardware_data(derived.hardware),
         "decided_for_m": derived.bucket.m,
         "config": _name(derived, derived.choice),
         "why": why(derived),
@@ -125,6 +122,12 @@ def as_data(derived: Derivation) -> dict[str, Any]:
         "candidates": [_candidate_data(derived, candidate) for candidate in derived.candidates],
         "rejected": [rejected._asdict() for rejected in derived.rejected],
     }
+
+
+def hardware_data(gpu: Hardware) -> dict[str, Any]:
+    """Its name, and every number with its source."""
+    described = gpus.describe(gpu)
+    return {"name": gpu.name, **{name: {"value": value, "source": source} for name, value, source in described}}
 
 
 def _candidate_data(derived: Derivation, candidate: Candidate) -> dict[str, Any]:
@@ -269,25 +272,25 @@ def _wall_table(derived: Derivation) -> Table:
     walls = {wall.name: wall for wall in choice.walls}
     size = f"{choice.block_m}x{choice.block_n}x{choice.block_k}"
     made = table("wall", "", "arithmetic", numbers=False)
-    made.add_row("HBM, the problem", _mark(derived.walls[0]), derived.walls[0].reason)
+    made.add_row("HBM, the problem", mark(derived.walls[0]), derived.walls[0].reason)
     registers = f"{size}: {walls['register'].reason}{_hit_by(derived, 'register')}"
-    made.add_row("registers", _mark(walls["register"]), registers)
+    made.add_row("registers", mark(walls["register"]), registers)
     element_bytes = operand_bytes_of(derived.dtype)
     operands = (choice.block_m + choice.block_n) * choice.block_k * element_bytes
     fixed = choice.smem_bytes - choice.stages * choice.stage_bytes
     made.add_row(
         "capacity",
-        _mark(walls["capacity"]),
+        mark(walls["capacity"]),
         f"({choice.block_m} + {choice.block_n}) x {choice.block_k} x {element_bytes} = {operands} bytes "
         f"of operands, {choice.stage_bytes} a stage with scales and barriers; ({gpu.smem_bytes} - {fixed}) / "
         f"{choice.stage_bytes} = {choice.stages_max} stages at most, {choice.stages} used"
         f"{_hit_by(derived, 'capacity')}",
     )
-    made.add_row("L2, the tile", _mark(walls["intensity (L2)"]), walls["intensity (L2)"].reason)
+    made.add_row("L2, the tile", mark(walls["intensity (L2)"]), walls["intensity (L2)"].reason)
     smem = walls["intensity (shared memory)"]
-    made.add_row("shared memory, WGMMA", _mark(smem), smem.reason)
-    made.add_row("latency", _mark(walls["latency"]), walls["latency"].reason)
-    made.add_row("Little's law", _mark(walls["Little's law"]), walls["Little's law"].reason)
+    made.add_row("shared memory, WGMMA", mark(smem), smem.reason)
+    made.add_row("latency", mark(walls["latency"]), walls["latency"].reason)
+    made.add_row("Little's law", mark(walls["Little's law"]), walls["Little's law"].reason)
     config, estimate, bucket = derived.choice.config, derived.choice.estimate, derived.bucket
     tiles = schedule.cluster_tiles(config, bucket)
     units = "tiles" if config.cluster == 1 else f"clusters of {config.cluster}"
@@ -308,7 +311,8 @@ def _hit_by(derived: Derivation, wall: str) -> str:
     return f". {len(rejected)} {'tile hits' if len(rejected) == 1 else 'tiles hit'} it: {hit}" if rejected else ""
 
 
-def _mark(wall: Wall) -> str:
+def mark(wall: Wall) -> str:
+    """Of a wall, in one word."""
     return "holds" if wall.holds else "bound" if wall.name.startswith("intensity") else "hit"
 
 

@@ -4,10 +4,13 @@ Called by cli.py and kernel_classes.py. No GPU, no torch.
 """
 
 import argparse
-from math import isfinite
+from math import isfinite, nan
 
 from deep_tile.select import hardware
 from deep_tile.select.hardware import PRESETS, Hardware
+
+FIRST_CANDIDATES = 10
+"""What `explain` shows without --all."""
 
 KB = 1024
 
@@ -21,19 +24,32 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def count(text: str) -> int:
+    """Of elements, which may be more than an INT32 holds."""
+    if not text.isdecimal() or not 0 < int(text) < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer below 2**63")
+    return int(text)
+
+
 def positive_number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
+    number = _number(text)
     if not (isfinite(number) and number > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive, finite number")
     return number
 
 
-def number_of_bytes(text: str) -> float:
-    """Of an element: also none, and parts of one."""
-    return 0.0 if text in ("0", "0.0") else positive_number(text)
+def not_negative_number(text: str) -> float:
+    number = _number(text)
+    if not (isfinite(number) and number >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 0 nor a positive, finite number")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return nan
 
 
 def smem_bytes(text: str) -> int:
@@ -44,12 +60,16 @@ def smem_bytes(text: str) -> int:
     return int(kilobytes * KB)
 
 
-def add_hardware(command: argparse.ArgumentParser) -> None:
-    """--hardware, and what replaces its numbers."""
+def add_all(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--all", action="store_true", help=f"every candidate, not only the first {FIRST_CANDIDATES}")
+
+
+def add_hardware(command: argparse.ArgumentParser, rate: str) -> None:
+    """--hardware, and what replaces its numbers; `rate`: what --tflops is."""
     text = f"one of {', '.join(PRESETS)}, or the driver's name; default: %(default)s"
     command.add_argument("--hardware", default="H200", help=text)
     group = command.add_argument_group("numbers of a GPU that has no preset", "in place of those of --hardware")
-    text = "rate of the dtype in TFLOPS, dense, as it is reached: no share of it is taken off"
+    text = f"{rate} in TFLOPS, dense, as it is reached: no share of it is taken off"
     group.add_argument("--tflops", type=positive_number, metavar="TFLOPS", help=text)
     group.add_argument("--bandwidth", type=positive_number, metavar="TB/S", help="of HBM, in TB/s, as it is reached")
     group.add_argument("--latency", type=positive_number, metavar="NS", help="of one read of an idle HBM, in ns")

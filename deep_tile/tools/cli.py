@@ -23,7 +23,8 @@ import deep_tile
 from deep_tile.kinds import ACTIVATIONS, BIASES, GROUPINGS, KINDS, OUTPUTS
 from deep_tile.method import groups, report
 from deep_tile.select.hardware import DTYPE_BYTES, H200
-from deep_tile.tools.arguments import add_hardware, hardware_of, positive
+from deep_tile.tools import kernel_classes
+from deep_tile.tools.arguments import FIRST_CANDIDATES, add_all, add_hardware, hardware_of, positive
 from deep_tile.tools.compile import clear_cache, compile_kernels, show_cache
 from deep_tile.tools.console import PROGRAM, new_console, remedy_for_missing, tflops_text, track_progress
 from deep_tile.tools.demo import demo
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 
 _GROUPINGS = tuple(grouping for grouping in GROUPINGS if grouping != "none")
 
-FIRST_CANDIDATES = 10
-"""What `explain` shows without --all."""
-
 TOKENS_TO_TUNE = "8,16,32,64,128,256,512,1024,2048,4096"
 """m of each product that `tune` tries of a weight, unless told."""
 
@@ -45,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad arguments raise SystemExit(2)."""
     parser = _parser()
     try:
-        options, rest = parser.parse_known_args(arguments)
+        options, rest = parser.parse_known_args(_joined(list(sys.argv[1:] if arguments is None else arguments)))
         if rest and options.run is not bench:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         options.rest = rest
@@ -64,6 +62,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 # ---- explain: which kernel a problem gets, and why
+
+
+def _of_class(name: str) -> str:
+    """The command that explains a class of kernels, in place of a product of M, N and K."""
+    return f"explain {name}"
+
+
+def _joined(arguments: list[str]) -> list[str]:
+    """`explain` and a class of kernels as the one command that they are."""
+    if arguments[:1] == ["explain"] and arguments[1:2] and arguments[1] in kernel_classes.CLASSES:
+        return [_of_class(arguments[1]), *arguments[2:]]
+    return arguments
 
 
 def explain(options: argparse.Namespace) -> int:
@@ -196,12 +206,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--output", choices=OUTPUTS, help="format of the result; default: the kind's")
     command.add_argument("--bias", choices=BIASES, default="none", help="format of a bias; default: %(default)s")
     command.add_argument("--activation", choices=ACTIVATIONS, default="none", help="default: %(default)s")
-    command.add_argument("--all", action="store_true", help=f"every candidate, not only the first {FIRST_CANDIDATES}")
+    add_all(command)
     text = "write the roofline as an image, a PNG unless its name says otherwise"
     command.add_argument("--plot", type=report.picture_path, metavar="FILE", help=text)
     command.add_argument("--json", action="store_true", help="everything, as JSON")
-    add_hardware(command)
+    add_hardware(command, "rate of the dtype")
     command.set_defaults(refuse=command.error)
+
+    for name, kernel_class in kernel_classes.CLASSES.items():
+        kernel_classes.add_arguments(add(_of_class(name), kernel_classes.explain_class, kernel_class.text), name)
 
     command = add("compile", compile_kernels, "compile every default kernel, fill the cache, show registers and spills")
     command.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, help="at once; default: %(default)s")
