@@ -4,12 +4,14 @@ kernels; check every output, and write JSON.
     PYTHONPATH=. python benchmarks/bench_finishes.py --kind fp8 --shapes nine --out finishes.json
 
 Medians in microseconds, contestants in turn, L2 cold (timing.py). What is done apart is done by torch to the plain
-product, which is BF16. Of "swiglu" n counts rows of the weight. Stops with what it has after --seconds.
+product, which is BF16; a cast by our own kernel, of which "swiglu" is a part. Of that n counts rows of the weight.
+Stops with what it has after --seconds.
 """
 
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -19,7 +21,14 @@ import torch.nn.functional as F
 
 from benchmarks import store, timing
 from benchmarks.shapes import Shape, select_shapes
-from deep_tile import fp8_gemm, gemm, per_block_cast_to_fp8, per_token_cast_to_fp8
+from deep_tile import (
+    fp8_gemm,
+    fp8_gemm_cast,
+    gemm,
+    per_block_cast_to_fp8,
+    per_token_cast_to_fp8,
+    silu_mul_cast_to_fp8,
+)
 from deep_tile.kinds import GATE_COLUMNS
 from deep_tile.reference import finished, relative_error
 
@@ -36,7 +45,11 @@ def product_of(kind: str, shape: Shape) -> Product:
     if kind == "bf16":
         return lambda out=None, **options: gemm(a, b, out, **options)
     operands = *per_token_cast_to_fp8(a), *per_block_cast_to_fp8(b)
-    return lambda out=None, **options: fp8_gemm(*operands, out, **options)
+
+    def product(out=None, cast=False, **options):
+        return fp8_gemm_cast(*operands, **options) if cast else fp8_gemm(*operands, out, **options)
+
+    return product
 
 
 def apart(x: torch.Tensor, bias: torch.Tensor, name: str) -> torch.Tensor:
@@ -59,6 +72,8 @@ FINISHES: dict[str, dict[str, Any]] = {
     "swiglu": {"activation": "swiglu"},
 }
 APART = ("bias", "gelu_tanh", "swiglu")
+CASTS = {"cast": None, "swiglu and cast": "swiglu"}
+"""Activations of products whose result is cast to FP8."""
 
 
 def options_of(name: str, bias: torch.Tensor) -> dict[str, Any]:
@@ -91,15 +106,33 @@ def measure(kind: str, shape: Shape, repeats: int, flush: timing.L2Flush) -> dic
     if kind == "bf16":
         total = torch.zeros(shape.m, shape.n, device="cuda")
         contestants["accumulate"] = lambda: product(total, accumulate=True)
+    else:
+        contestants |= casts_of(product, shape)
     graphs = {name: timing.capture(call) for name, call in contestants.items()}
     took = timing.time_alternating(graphs, repeats, flush)
     return {**shape._asdict(), "us": {name: one.us for name, one in took.items()}}
 
 
+def casts_of(product: Product, shape: Shape) -> dict[str, Callable[[], Any]]:
+    """Contestants whose result is quantised."""
+    made: dict[str, Callable[[], Any]] = {}
+    for name, activation in CASTS.items():
+        if activation and shape.n % (2 * GATE_COLUMNS):
+            continue
+        wanted = product(activation=activation, batch_invariant=True)
+        codes, _ = product(cast=True, activation=activation, batch_invariant=True)
+        if not torch.equal(codes.float(), per_token_cast_to_fp8(wanted)[0].float()):
+            raise RuntimeError(f"{name} at {shape} is not the cast of the product")
+        cast = silu_mul_cast_to_fp8 if activation else per_token_cast_to_fp8
+        made[name] = partial(product, cast=True, activation=activation)
+        made[f"{name} apart"] = lambda cast=cast: cast(product())
+    return made
+
+
 def line(row: dict[str, Any]) -> str:
     us = row["us"]
     shares = ", ".join(f"{name} {us[name] / us['plain']:.3f}" for name in (*FINISHES, "accumulate") if name in us)
-    fused = ", ".join(f"{name} {us[name] / us[f'{name} apart']:.3f}" for name in APART if name in us)
+    fused = ", ".join(f"{name} {us[name] / us[f'{name} apart']:.3f}" for name in (*APART, *CASTS) if name in us)
     return f"{Shape(row['m'], row['n'], row['k'])!s:>18}: {us['plain']:8.1f} us; of plain: {shares}; of apart: {fused}"
 
 
@@ -121,9 +154,10 @@ def main() -> None:
             print(line(rows[-1]), flush=True)
             torch.cuda.empty_cache()
     store.save(options.out, {"meta": timing.describe_run() | {"kind": options.kind}, "shapes": rows})
-    for name in APART:
+    for name in (*APART, *CASTS):
         ratios = [row["us"][name] / row["us"][f"{name} apart"] for row in rows if name in row["us"]]
-        print(f"{name}: {geometric_mean(ratios):.3f} of what torch adds to it, {max(ratios):.3f} at worst")
+        if ratios:
+            print(f"{name}: {geometric_mean(ratios):.3f} of the same done apart, {max(ratios):.3f} at worst")
 
 
 if __name__ == "__main__":

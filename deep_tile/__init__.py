@@ -18,6 +18,7 @@ _MODULES = {
     "explain": "method.report",
     "explain_groups": "method.groups",
     "fp8_gemm": "api",
+    "fp8_gemm_cast": "gemm_cast",
     "fp8_grouped_gemm": "grouped",
     "fp8_grouped_wgrad": "wgrad",
     "fp8_linear": "linear",

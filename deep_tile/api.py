@@ -17,10 +17,10 @@ import torch
 from torch import is_grad_enabled
 from torch.compiler import is_compiling
 
-from deep_tile import _launcher, finishes, jit, launches, ops, plan, settings, tensors
+from deep_tile import _launcher, cast, finishes, jit, launches, ops, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.finishes import OUTPUT_NAMES, names, torch_dtype
-from deep_tile.kinds import GROUPINGS, KINDS, OUTPUTS
+from deep_tile.kinds import GROUPINGS, KINDS, OUTPUTS, QUANTIZED, RESULTS
 from deep_tile.params import Place
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import finished, fp8_gemm_reference
@@ -32,10 +32,10 @@ MAX_SIZE = 2**31 - 1024
 """Rounded up to the largest cluster tile, a size must still be an int of the kernel."""
 
 _launches: launches.Table = {}
-"""By the `_Options` of a call, or the plain tuple equal to it."""
+"""By the `Options` of a call, or the plain tuple equal to it."""
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """The keywords of a call; described at `fp8_gemm`."""
 
     out_dtype: torch.dtype | None = None
@@ -49,6 +49,9 @@ class _Options(NamedTuple):
 
 _DEFAULT_DTYPE = torch.bfloat16
 """Of an `out` that is allocated."""
+
+_PRECOMPILED = {**OUTPUT_NAMES, torch.float8_e4m3fn: QUANTIZED}
+"""Results that `precompile` knows."""
 
 _KINDS_OF_DTYPES = {torch_dtype(KINDS[name].a): KINDS[name] for name in ("fp8", "bf16", "fp16", "int8")}
 """What `supports` takes a dtype for."""
@@ -135,12 +138,12 @@ def fp8_gemm(
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation)
     if is_compiling():
-        return _call_op(a, a_scale, b, b_scale, out, _Options(*options), bias)
+        return _call_op(a, a_scale, b, b_scale, out, Options(*options), bias)
     return _multiply(a, a_scale, b, b_scale, out, options, bias)
 
 
 def _multiply(a, a_scale, b, b_scale, out, options: tuple, bias=None) -> torch.Tensor:
-    """`fp8_gemm` outside of tracing; `options` are equal to an `_Options`."""
+    """`fp8_gemm` outside of tracing; `options` are equal to an `Options`."""
     try:
         if is_grad_enabled() and _requires_gradient(a, a_scale, b, b_scale, out, bias):
             _refuse_gradients(a, a_scale, b, b_scale, out, bias)
@@ -151,10 +154,10 @@ def _multiply(a, a_scale, b, b_scale, out, options: tuple, bias=None) -> torch.T
         else:
             launched = _launcher.launch_known(_launches, options, a, a_scale, b, b_scale, out, bias)
         if not launched:
-            _call_unknown(a, a_scale, b, b_scale, out, _Options(*options), bias)
+            _call_unknown(a, a_scale, b, b_scale, out, Options(*options), bias)
     except Exception:
-        check = _check_arguments if out is None else _checked_options
-        reason = error_of(check, _Options(*options), a, a_scale, b, b_scale, out, bias)
+        check = _check_arguments if out is None else checked_options
+        reason = error_of(check, Options(*options), a, a_scale, b, b_scale, out, bias)
         if reason is None:
             raise
         raise reason from None
@@ -172,7 +175,7 @@ class Plan:
     __slots__ = ("b", "b_scale", "config", "_known", "_launch", "_options", "_scale_aligned", "_wanted")
 
     def __init__(
-        self, a, a_scale, b, b_scale, out, prepared: tuple[GemmConfig, _launcher.Launch] | None, options: "_Options"
+        self, a, a_scale, b, b_scale, out, prepared: tuple[GemmConfig, _launcher.Launch] | None, options: "Options"
     ):
         self.b, self.b_scale = b, b_scale
         self.config, self._launch = prepared or (None, None)
@@ -266,12 +269,12 @@ def prepare(
     were: write new weights into them with `copy_`, and prepare again after replacing their memory (`b.data = ...`,
     `b.set_(...)`).
     """
-    options = _Options(out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
+    options = Options(out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
     _check_arguments(options, a, a_scale, b, b_scale, out)
     _check_float32(a_scale=a_scale, b_scale=b_scale)
     if out is None:
         out = empty_out(a, b, out_dtype or _DEFAULT_DTYPE, None)
-    checked = _checked_options(options, a, a_scale, b, b_scale, out)
+    checked = checked_options(options, a, a_scale, b, b_scale, out)
     prepared = None
     if _needs_kernel(a, b):
         weights = plan.Weights(b.data_ptr(), b_scale.data_ptr())
@@ -365,7 +368,7 @@ def precompile(
             `fp8_grouped_wgrad`, of weights [n, k]; kernels of all numbers of groups.
         kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`, "bf16" and "fp16" for `gemm`, "int8" for `int8_gemm`,
             "fp8_rows", "int8_rows" and "fp8_1x128" for `scaled_gemm`, the latter for `fp8_wgrad`, too.
-        out_dtype: of `out`; the call's default when None.
+        out_dtype: of `out`; the call's default when None. float8_e4m3fn for `fp8_gemm_cast`.
         accumulate: as later passed; with an `out_dtype` of float32.
         bias: its dtype; None: there is none.
         activation: as later passed to the call; n then counts rows of `b`.
@@ -380,9 +383,11 @@ def precompile(
         raise ValueError(f"kind is {kind!r}; pass one of {', '.join(KINDS)}")
     product = KINDS[kind]
     weights = [_checked_weight(shape, torch_dtype(product.a)) for shape in _as_list(shapes)]
-    if out_dtype not in (None, *OUTPUT_NAMES):
-        raise ValueError(f"out_dtype is {out_dtype}; pass one of {names(OUTPUT_NAMES)}, or nothing")
-    output = product.output if out_dtype is None else OUTPUT_NAMES[out_dtype]
+    if out_dtype not in (None, *_PRECOMPILED):
+        raise ValueError(f"out_dtype is {out_dtype}; pass one of {names(_PRECOMPILED)}, or nothing")
+    output = product.output if out_dtype is None else _PRECOMPILED[out_dtype]
+    if output == QUANTIZED and kind != "fp8":
+        raise ValueError(f"out_dtype is {out_dtype} and kind {kind!r}; results of fp8_gemm_cast are of kind 'fp8'")
     if bias not in (None, *OUTPUT_NAMES):
         raise ValueError(f"bias is {bias!r}; pass its dtype, one of {names(OUTPUT_NAMES)}, or nothing")
     finishes.check_activation(activation)
@@ -413,8 +418,17 @@ def precompile(
     configs = set()
     for n, k, max_m in weights:
         columns = k if grouping == "k_offs" else finishes.out_columns(n, activation)
-        tma_store = columns * OUTPUTS[output].bytes % _TMA_BYTES == 0
-        if grouping == "none":
+        tma_store = columns * RESULTS[output].bytes % _TMA_BYTES == 0
+        if output == QUANTIZED:
+            of_bias, of_activation = finish
+            of_all = GemmProblem(
+                *(max_m, n, k, num_sms, tma_store, not batch_invariant),
+                output=QUANTIZED,
+                bias=of_bias,
+                activation=of_activation,
+            )
+            configs.update(plan.cast_configs_for(of_all, max_m))
+        elif grouping == "none":
             what = (kind, output, accumulate, *finish)
             configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, not batch_invariant, *what))
         else:
@@ -422,6 +436,8 @@ def precompile(
     ordered = tuple(sorted(configs, key=lambda config: config.name))
     before = jit.compilations()
     plan.load_kernels(ordered, device, workers or os.cpu_count() or 1)
+    if output == QUANTIZED:
+        cast.load_kernels(device, workers or os.cpu_count() or 1)
     return Precompiled(ordered, jit.compilations() - before)
 
 
@@ -504,7 +520,7 @@ def error_of(check: Callable, *arguments, **keywords) -> Exception | None:
     return None
 
 
-def _call_unknown(a, a_scale, b, b_scale, out, options: _Options, bias) -> None:
+def _call_unknown(a, a_scale, b, b_scale, out, options: Options, bias) -> None:
     """Multiply where C has met no such options and signature, or cannot read the tensors."""
     _check_option_types(options)
     check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
@@ -519,9 +535,9 @@ def _call_unknown(a, a_scale, b, b_scale, out, options: _Options, bias) -> None:
         launches.launch(launch, *given)
 
 
-def _first_call(a, a_scale, b, b_scale, out, options: _Options, bias, signature) -> _launcher.Launch | None:
+def _first_call(a, a_scale, b, b_scale, out, options: Options, bias, signature) -> _launcher.Launch | None:
     """Check a signature not met before, prepare its launch and remember it; None when the result is in `out`."""
-    checked = _checked_options(options, a, a_scale, b, b_scale, out, bias)
+    checked = checked_options(options, a, a_scale, b, b_scale, out, bias)
     if not _needs_kernel(a, b):
         _compute_without_kernel(a, a_scale, b, b_scale, out, bias, options.activation)
         return None
@@ -531,8 +547,8 @@ def _first_call(a, a_scale, b, b_scale, out, options: _Options, bias, signature)
     return launch
 
 
-def _checked_options(options: _Options, a, a_scale, b, b_scale, out, bias=None) -> _Options:
-    """Check everything that can be wrong about a call; the options, with num_sms filled in."""
+def checked_options(options: Options, a, a_scale, b, b_scale, out, bias=None) -> Options:
+    """Check all that can be wrong about a call, whose `out` may be None; the options, num_sms and pdl filled in."""
     _check_arguments(options, a, a_scale, b, b_scale, out, bias)
     _check_dtypes(options, a, a_scale, b, b_scale, out)
     if a.device.type not in ("cuda", "cpu"):
@@ -601,14 +617,14 @@ def product_launch(
     Raises:
         As `fp8_gemm`.
     """
-    options = _Options(None, None, num_sms, batch_invariant, pdl, constant_weights)
-    checked = _checked_options(options, a, a_scale, b, b_scale, out, bias)
+    options = Options(None, None, num_sms, batch_invariant, pdl, constant_weights)
+    checked = checked_options(options, a, a_scale, b, b_scale, out, bias)
     _, launch = _prepare_launch(a, a_scale, b, b_scale, out, checked, bias, names=names, places=places)
     return launch
 
 
 def _prepare_launch(
-    a, a_scale, b, b_scale, out, options: _Options, bias=None, **tensors_given
+    a, a_scale, b, b_scale, out, options: Options, bias=None, **tensors_given
 ) -> tuple[GemmConfig, _launcher.Launch]:
     """For a call that has been checked and needs a kernel; `tensors_given` are keywords of `plan.prepare_launch`."""
     device = a.get_device()
@@ -624,7 +640,7 @@ def _prepare_launch(
     check_capture(config, device)
     if settings.print_config():
         print(f"deep_tile: m={m} n={n} k={k} num_sms={problem.num_sms}: {config.name}", file=sys.stderr)
-    layout = _layout(a, a_scale, b, b_scale, out)._replace(bias_stride=0 if bias is None else bias.stride(0))
+    layout = layout_of(a, a_scale, b, b_scale, out)._replace(bias_stride=0 if bias is None else bias.stride(0))
     launch = plan.prepare_launch(
         problem,
         config,
@@ -657,7 +673,7 @@ def _call_layout(name: str, x: torch.Tensor) -> _TensorLayout:
     return _TensorLayout(tuple(x.shape), x.stride(), x.dtype, x.device, aligned)
 
 
-def _layout(a, a_scale, b, b_scale, out) -> plan.Layout:
+def layout_of(a, a_scale, b, b_scale, out) -> plan.Layout:
     """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal one."""
     k, n = a.shape[1], out.shape[1]
 
@@ -674,7 +690,7 @@ def _layout(a, a_scale, b, b_scale, out) -> plan.Layout:
     )
 
 
-def _check_arguments(options: _Options, a, a_scale, b, b_scale, out, bias=None) -> None:
+def _check_arguments(options: Options, a, a_scale, b, b_scale, out, bias=None) -> None:
     """Check of each argument by itself what it is; `out` may be None."""
     given = {} if out is None else {"out": out}
     check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, **given)
@@ -711,7 +727,7 @@ _OPTION_TYPES = {
 }
 
 
-def _check_option_types(options: _Options) -> None:
+def _check_option_types(options: Options) -> None:
     finishes.check_out_dtype(options.out_dtype)
     finishes.check_activation(options.activation)
     check_config_type(options.config)
@@ -749,7 +765,7 @@ def check_dtypes(a, a_scale, b, b_scale, out) -> None:
             raise TypeError(f"{name} must be {names}; got {tensor.dtype}. To fix: {remedy}")
 
 
-def _check_dtypes(options: _Options, a, a_scale, b, b_scale, out) -> None:
+def _check_dtypes(options: Options, a, a_scale, b, b_scale, out) -> None:
     check_dtypes(a, a_scale, b, b_scale, None)
     finishes.check_out(out, options.out_dtype)
 
@@ -767,7 +783,7 @@ def check_devices(a, **others: torch.Tensor | None) -> None:
             raise ValueError(f"{name} is on {tensor.device} but a is on {a.device}; move it with .to(a.device)")
 
 
-def _check_shapes(options: _Options, a, a_scale, b, b_scale, out, bias) -> None:
+def _check_shapes(options: Options, a, a_scale, b, b_scale, out, bias) -> None:
     check_product_shapes(a, b, out, options.activation)
     check_scale_shapes(a, a_scale, b, b_scale)
     finishes.check_finish(bias, options.activation, b)
@@ -821,7 +837,8 @@ def _check_strides(a, a_scale, b, b_scale, out) -> None:
         problem = scale_problem(name, tuple(scale.shape), scale.stride())
         if problem:
             raise ValueError(problem)
-    check_out_strides(out)
+    if out is not None:
+        check_out_strides(out)
 
 
 def check_operand_strides(**operands: torch.Tensor) -> None:
@@ -979,7 +996,7 @@ def check_capture(config: GemmConfig, device: int, call: str = "fp8_gemm") -> No
 # The op, which tracers see. It takes no config, which no schema can name.
 
 
-def _call_op(a, a_scale, b, b_scale, out, options: _Options, bias=None) -> torch.Tensor:
+def _call_op(a, a_scale, b, b_scale, out, options: Options, bias=None) -> torch.Tensor:
     """`fp8_gemm` under tracing."""
     if options.config is not None:
         raise ValueError(
@@ -1001,23 +1018,26 @@ def _call_op(a, a_scale, b, b_scale, out, options: _Options, bias=None) -> torch
 
 
 def _run_op(a, a_scale, b, b_scale, bias=None, **keywords) -> torch.Tensor:
-    return _multiply(a, a_scale, b, b_scale, None, _Options(**keywords), bias)
+    return _multiply(a, a_scale, b, b_scale, None, Options(**keywords), bias)
 
 
 def _run_out_op(a, a_scale, b, b_scale, out, bias=None, **keywords) -> None:
-    _multiply(a, a_scale, b, b_scale, out, _Options(**keywords), bias)
+    _multiply(a, a_scale, b, b_scale, out, Options(**keywords), bias)
 
 
 def _fake_op(a, a_scale, b, b_scale, bias=None, **keywords) -> torch.Tensor:
     _fake_out_op(a, a_scale, b, b_scale, None, bias, **keywords)
-    options = _Options(**keywords)
+    options = Options(**keywords)
     columns = finishes.out_columns(b.shape[0], options.activation)
     return a.new_empty(a.shape[0], columns, dtype=options.out_dtype or _DEFAULT_DTYPE)
 
 
 def _fake_out_op(a, a_scale, b, b_scale, out, bias=None, **keywords) -> None:
+    check_formats(Options(**keywords), a, a_scale, b, b_scale, out, bias)
+
+
+def check_formats(options: Options, a, a_scale, b, b_scale, out, bias) -> None:
     """Check what can be checked without memory; strides are left to the run."""
-    options = _Options(**keywords)
     _check_option_types(options)
     _refuse_gradients(a, a_scale, b, b_scale, out, bias)
     _check_dtypes(options, a, a_scale, b, b_scale, out)

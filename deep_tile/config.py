@@ -15,7 +15,8 @@ from deep_tile.kinds import (
     K_BLOCK_BYTES,
     KINDS,
     MMA_K_BYTES,
-    OUTPUTS,
+    QUANTIZED,
+    RESULTS,
     Element,
     Kind,
 )
@@ -71,7 +72,7 @@ class GemmConfig:
         pairs: multiply K blocks two by two, of which k must have an even number, with a main loop for each way in which
             a tile's columns may lie across scale blocks.
         kind: of the product, a name in `kinds.KINDS`.
-        output: format of `out`, a name in `kinds.OUTPUTS`; that of the kind when None.
+        output: format of `out`, a name in `kinds.RESULTS`; that of the kind when None.
         grouping: how rows belong to matrices of `b`, one of `kinds.GROUPINGS`.
         accumulate: add to what `out` holds, of FP32, instead of writing over it.
         bias: format of what is added to each column, one of `kinds.BIASES`.
@@ -102,7 +103,7 @@ class GemmConfig:
             object.__setattr__(self, "output", self.product.output)
         for name, value, known in (
             ("kind", self.kind, KINDS),
-            ("output", self.output, OUTPUTS),
+            ("output", self.output, RESULTS),
             ("grouping", self.grouping, GROUPINGS),
             ("bias", self.bias, BIASES),
             ("activation", self.activation, ACTIVATIONS),
@@ -174,6 +175,15 @@ class GemmConfig:
                 f"activation is {self.activation!r}, which makes one column of two; of a tile's {self.block_n} columns "
                 f"in {self.split_k} K parts it needs a multiple of 32 each"
             )
+        plain = self.kind == "fp8" and self.tma_store and self.split_k == 1
+        if self.quantizes and not (plain and not self.is_grouped):
+            what = "of kind fp8, stored by TMA, and without groups and split K"
+            return f"output is {self.output!r}; such results are {what}"
+        if self.quantizes and self.out_columns_per_part % SCALE_BLOCK:
+            return (
+                f"output is {self.output!r}; each block stores a multiple of {SCALE_BLOCK} columns of it, which share "
+                f"a scale, and not {self.out_columns_per_part}"
+            )
         if self.narrow_n and self.columns_per_output > 1:
             return f"narrow_n is {self.narrow_n}; with activation {self.activation!r} all tiles have one width"
         if not 1 <= self.store_buffers <= 10:
@@ -227,7 +237,7 @@ class GemmConfig:
     @property
     def out(self) -> Element:
         """What it stores."""
-        return OUTPUTS[self.output or self.product.output]
+        return RESULTS[self.output or self.product.output]
 
     @property
     def integer_sums(self) -> bool:
@@ -259,6 +269,11 @@ class GemmConfig:
     def is_finished(self) -> bool:
         """Whether anything is done to sums but scaling them."""
         return (self.bias, self.activation) != ("none", "none")
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the result is cast to FP8, with scales of its own."""
+        return self.output == QUANTIZED
 
     @property
     def bias_format(self) -> str:
@@ -451,9 +466,10 @@ class GemmConfig:
     @property
     def math_registers(self) -> int:
         """Registers of a math thread, where two math warpgroups share the SM's 64 K with the producers. With 232 an
-        activation spills some where half a tile is stored while the other half is multiplied."""
+        activation spills some where half a tile is stored while the other half is multiplied; so does a result that is
+        quantised, of several chunks."""
         accumulators = self.accumulator_registers + self.block_sets * self.block_registers
-        crowded = self.activation != "none" and self.chunks_n > 1
+        crowded = (self.quantizes and self.chunks > 1) or (self.activation != "none" and self.chunks_n > 1)
         return 232 if accumulators <= ACCUMULATOR_LIMIT and not crowded else 240
 
     @property
@@ -611,7 +627,11 @@ class GemmConfig:
 
         A chunk that can be stored by itself, and that such boxes do not divide, is a box: with overlapping ones 128x224
         in clusters takes 1 to 3 % longer, whose first chunk is stored while the second is multiplied.
+
+        Where the result is quantised, a box is what shares scales.
         """
+        if self.quantizes:
+            return SCALE_BLOCK
         in_chunks = self.chunks_n > 1 and self.out_chunk_columns % 16 == 0 and self.split_k == 1
         columns = self.out_chunk_columns if in_chunks else self.out_columns_per_part
         for swizzled in (128 // self.out.bytes, 64 // self.out.bytes):
@@ -640,9 +660,9 @@ class GemmConfig:
     @property
     def store_chunks(self) -> int:
         """Parts of a tile that are stored one by one, all but the last while the last K block is still multiplied. Not
-        where each copy of the main loop would hold the code of an activation."""
+        where each copy of the main loop would hold the code of an activation, nor where that comes before a cast."""
         apart = self.store_warps > 0 and self.out_chunk_columns % self.store_columns == 0 and self.product.promotes
-        long = self.activation != "none" and self.column_shifts > 1
+        long = self.activation != "none" and (self.column_shifts > 1 or self.quantizes)
         return self.chunks if apart and not long else 1
 
     @property

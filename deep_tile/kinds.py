@@ -67,8 +67,9 @@ class Kind(NamedTuple):
 
     def timed_output(self, output: str) -> str:
         """The format of a result whose times and measured choices are those of `output`: the kind's own, where numbers
-        of both have as many bytes."""
-        return self.output if OUTPUTS[output].bytes == OUTPUTS[self.output].bytes else output
+        of both have as many bytes, and of a quantised result, which has the same tiles."""
+        alike = output == QUANTIZED or OUTPUTS[output].bytes == OUTPUTS[self.output].bytes
+        return self.output if alike else output
 
 
 E4M3 = Element("e4m3", 1, "float8_e4m3fn")
@@ -97,6 +98,12 @@ how K belongs to matrices of `out`. "k_offs": group by group, as rows by "offs".
 
 OUTPUTS = {"bf16": BF16, "fp16": F16, "fp32": F32}
 """Formats of a result, and of a bias."""
+
+QUANTIZED = "e4m3"
+"""The format of a result that is cast to FP8 where it is made, with a scale for each row and 128 columns."""
+
+RESULTS = {**OUTPUTS, QUANTIZED: E4M3}
+"""All formats of a result."""
 
 BIASES = ("none", *OUTPUTS)
 """Formats of what is added to each column of a product, in FP32."""

@@ -257,6 +257,12 @@ GEMM = Params(
     Field("bulk_scale_columns", "int", "as bulk_scale_rows, of rows of b, where each has scales of its own", 0),
     Field("bias_stride", "unsigned"),
     Field("bias", "const void*", "[n]; unused by kernels that add none"),
+    Field("out_scale", "float*", "[m, n / 128]; this and what follows: of kernels that quantise their result"),
+    Field("out_scale_stride_m", "long long"),
+    Field("out_scale_stride_n", "long long"),
+    Field("pow2_scale", "int", "as in CastParams", 0, 1),
+    Field("amax_floor", "float"),
+    Field("correction", "float"),
 )
 """Of a product."""
 

@@ -24,6 +24,14 @@ def config_for(problem: GemmProblem) -> GemmConfig:
     return choose.choose(problem, tuned.configs(problem.num_sms))
 
 
+def cast_config_for(problem: GemmProblem) -> GemmConfig | None:
+    """The config of a product that casts its result to FP8, its `output`; None where a product in BF16 and a cast of it
+    are predicted to take less time, or there is no such config."""
+    if not problem.tma_store:
+        return None
+    return choose.choose_cast(problem, tuned.configs(problem.num_sms))
+
+
 def configs_for(
     n: int,
     k: int,
@@ -40,6 +48,11 @@ def configs_for(
     """Every config that `config_for` gives some m in [1, max_m]."""
     what = (kind, output, accumulate, bias, activation)
     return choose.configs_for(n, k, max_m, num_sms, tma_store, split_k, tuned.configs(num_sms), *what)
+
+
+def cast_configs_for(of_all: GemmProblem, max_m: int) -> list[GemmConfig]:
+    """Every config that such products need, together or apart, for some m in [1, max_m]."""
+    return choose.cast_configs_for(of_all, max_m, tuned.configs(of_all.num_sms))
 
 
 TENSORS = ("a", "a_scale", "b", "b_scale", "out")
@@ -74,12 +87,23 @@ class GroupLayout(NamedTuple):
     b_scale_stride: int = 0
 
 
+class ResultScale(NamedTuple):
+    """How a result is quantised, and where its scales lie; as in `cast.CastLayout`."""
+
+    stride_m: int = 0
+    stride_n: int = 0
+    pow2_scale: bool = False
+    amax_floor: float = 0.0
+    correction: int = 0
+
+
 class Layout(NamedTuple):
     """Strides of one call's tensors, in elements; operands and `out` have a unit stride along their rows.
 
     Attributes:
         a_scale_aligned, b_scale_aligned: the scale begins at a multiple of 16 bytes.
         bias_stride: from one column's number to the next one's.
+        out_scale: of a result that is quantised.
         groups: where groups of rows lie, if there are any.
     """
 
@@ -92,6 +116,7 @@ class Layout(NamedTuple):
     groups: GroupLayout = GroupLayout()
     b_scale_aligned: bool = False
     bias_stride: int = 0
+    out_scale: ResultScale = ResultScale()
 
 
 class Weights(NamedTuple):
@@ -233,6 +258,11 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
         a_scale_group_stride=groups.a_scale_stride % 2**32,
         b_scale_group_stride=groups.b_scale_stride % 2**32,
         bias_stride=layout.bias_stride % 2**32,
+        out_scale_stride_m=layout.out_scale.stride_m,
+        out_scale_stride_n=layout.out_scale.stride_n,
+        pow2_scale=layout.out_scale.pow2_scale,
+        amax_floor=layout.out_scale.amax_floor,
+        correction=layout.out_scale.correction,
     )
 
 
@@ -309,7 +339,7 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
     if config.tma_store:
         box = (config.store_columns, config.store_rows)
         out = MapLayout(
-            config.out.dtype,
+            "uint8" if config.quantizes else config.out.dtype,
             (problem.out_columns, out_rows),
             (layout.out_stride * config.out.bytes,),
             box,

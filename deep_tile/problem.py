@@ -6,7 +6,7 @@ the kernel; pointers and strides belong to the launch.
 
 from typing import NamedTuple
 
-from deep_tile.kinds import KINDS, OUTPUTS, Element, Kind
+from deep_tile.kinds import KINDS, RESULTS, Element, Kind
 
 
 class Groups(NamedTuple):
@@ -33,7 +33,7 @@ class GemmProblem(NamedTuple):
         split_k: whether thread blocks may share the K of a tile. Without that every kernel adds up a row's products in
             the same order, so that its result does not depend on m.
         kind: of the product, a name in `kinds.KINDS`.
-        output: format of `out`, a name in `kinds.OUTPUTS`.
+        output: format of `out`, a name in `kinds.RESULTS`.
         groups: of rows, or None. With "offs" m is the rows of all of them, with "counts" what each has room for. With
             "k_offs" k is that of all of them.
         accumulate: whether the product is added to what `out` holds.
@@ -68,4 +68,4 @@ class GemmProblem(NamedTuple):
 
     @property
     def out(self) -> Element:
-        return OUTPUTS[self.output]
+        return RESULTS[self.output]

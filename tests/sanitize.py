@@ -33,7 +33,9 @@ from helpers import (
 from deep_tile import (
     GemmConfig,
     combine,
+    dequantize,
     fp8_gemm,
+    fp8_gemm_cast,
     fp8_grouped_gemm,
     fp8_grouped_wgrad,
     per_block_cast_to_fp8,
@@ -43,7 +45,7 @@ from deep_tile import (
 )
 from deep_tile.config import round_up
 from deep_tile.kinds import OUTPUTS
-from deep_tile.reference import MAX_RELATIVE_ERROR
+from deep_tile.reference import MAX_RELATIVE_ERROR, relative_error
 from deep_tile.select.groups import all_grouped_configs, grouped_configs
 
 
@@ -186,6 +188,32 @@ def run_kind(case: Case, device: str = "cuda") -> None:
     )
     product.call.func(*on_device, out[:, :columns], **options, config=config, num_sms=case.num_sms)
     assert_accurate(out.cpu()[:, :columns], product.exact, product.accumulation, product.relative_error)
+
+
+QUANTIZED_CASES = (
+    Case(GemmConfig(64, 128, 4, output="e4m3"), 70, 272, 600, 3),
+    Case(GemmConfig(64, 256, 2, output="e4m3"), 65, 400, 300, 2),
+    Case(GemmConfig(128, 128, 3, output="e4m3", bias="bf16", activation="silu"), 130, 272, 600, 2),
+    Case(GemmConfig(128, 128, 3, output="e4m3", b_stages=3), 300, 272, 300, 2),
+    Case(GemmConfig(128, 256, 2, 2, 1, output="e4m3"), 300, 304, 300, 2),
+    Case(GemmConfig(128, 256, 2, output="e4m3", bias="fp32", activation="swiglu"), 129, 544, 400, 3),
+    Case(GemmConfig(256, 128, 2, 1, 2, output="e4m3", store_buffers=1), 257, 272, 400, 2),
+)
+"""Of results that are cast to FP8."""
+
+
+def run_quantized(case: Case, device: str = "cuda") -> None:
+    """Raises AssertionError on a result that is farther off than e4m3 is."""
+    config = case.config
+    product = with_finish(make_product("fp8", case.m, case.n, case.k), config.bias, config.activation)
+    on_device = tight_operands(Operands(*product.operands), device, m_major=False)
+    options = dict(product.call.keywords)
+    if options["bias"] is not None:
+        options["bias"] = options["bias"].contiguous().to(device)
+    targets = dense_targets((case.m, case.n // config.columns_per_output), device)
+    fp8_gemm_cast(*on_device, *targets.values(), **options, config=config, num_sms=case.num_sms)
+    result = dequantize(*(x.cpu() for x in targets.values()))
+    assert relative_error(result, product.exact.value) < 0.04, config.name
 
 
 def run_groups(config: GemmConfig, device: str = "cuda") -> None:
@@ -337,6 +365,9 @@ def main(tool: str = "") -> int:
     for case in KINDS_CASES:
         print(case.config.name, *case[1:], flush=True)
         failures += failed(run_kind, case)
+    for case in QUANTIZED_CASES:
+        print(case.config.name, *case[1:], flush=True)
+        failures += failed(run_quantized, case)
     for config in all_grouped_configs():
         print(config.name, *GROUPS, flush=True)
         failures += failed(run_groups, config)

@@ -541,6 +541,7 @@ def test_readme_examples_run():
     assert (names["q"].shape, names["k"].shape) == ((64, 64), (64, 32))
     assert isinstance(model[0], deep_tile.nn.Linear)
     assert relative_error(names["moved"], expert_layer(**names)) < 0.1
+    assert names["h"].shape == (64, 1056) and names["h_scale"].shape == (64, 9)
     assert relative_error(names["gradient"], names["dy"].double().t() @ names["inputs"].double()) < 0.06
 
 

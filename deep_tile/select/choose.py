@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from deep_tile.config import GemmConfig, round_up
 from deep_tile.problem import GemmProblem
-from deep_tile.select.cost import Estimate, calibration, estimate
+from deep_tile.select.cost import Estimate, calibration, chained_cast_us, estimate
 from deep_tile.select.defaults import default_configs, finished
 from deep_tile.select.groups import ranked
 from deep_tile.select.hardware import H200, Hardware
@@ -112,6 +112,31 @@ def choose(problem: GemmProblem, tuned: Tuned = UNTUNED) -> GemmConfig:
     return choose_bucket(bucket, tuned_choice(bucket, tuned))
 
 
+def choose_cast(problem: GemmProblem, tuned: Tuned = UNTUNED) -> GemmConfig | None:
+    """The config of a product whose result is cast to FP8 by the same kernel; None where two launches are predicted to
+    take less time, for all m of a bucket."""
+    bucket = bucketed(problem)
+    if casts_apart(bucket):
+        return None
+    return choose_bucket(bucket, tuned_choice(bucket, tuned))
+
+
+def without_cast(problem: GemmProblem) -> GemmProblem:
+    """The product whose result, dense and in BF16, is cast apart."""
+    return problem._replace(output="bf16", tma_store=problem.out_columns % 8 == 0)
+
+
+@lru_cache(maxsize=65_536)
+def casts_apart(bucket: GemmProblem) -> bool:
+    """Whether a product in BF16 and a cast of it take less time than one that casts its result."""
+    together = candidates(bucket)
+    if not together:
+        return True
+    plain = without_cast(bucket)
+    apart_us = estimate(choose_bucket(plain), plain).time_us + chained_cast_us(plain)
+    return apart_us < together[0][0].time_us
+
+
 @lru_cache(maxsize=4_096)
 def _choose_grouped(problem: GemmProblem) -> GemmConfig:
     return ranked(problem)[0][1]
@@ -153,4 +178,14 @@ def configs_for(
     finish = {"accumulate": accumulate, "bias": bias, "activation": activation}
     of_all = GemmProblem(1, n, k, num_sms, tma_store, split_k, kind, output, **finish)
     chosen = {choose(of_all._replace(m=m), tuned) for m in ends}
+    return sorted(chosen, key=lambda config: config.name)
+
+
+def cast_configs_for(of_all: GemmProblem, max_m: int, tuned: Tuned = UNTUNED) -> list[GemmConfig]:
+    """Every config that some m in [1, max_m] is given, of products whose result is cast to FP8, together or apart."""
+    problems = [of_all._replace(m=m) for m in {_bucket_end(m) for m in range(1, max_m + 1)}]
+    together = [choose_cast(problem, tuned) if problem.tma_store else None for problem in problems]
+    chosen = {
+        config or choose(without_cast(problem), tuned) for config, problem in zip(together, problems, strict=True)
+    }
     return sorted(chosen, key=lambda config: config.name)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deep_tile.config import GemmConfig
-from deep_tile.kinds import K_BLOCK_BYTES, KINDS
+from deep_tile.kinds import K_BLOCK_BYTES, KINDS, QUANTIZED, RESULTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import deepest_config
 from deep_tile.select.hardware import H200, Hardware
@@ -25,6 +25,13 @@ TIMES = Path(__file__).parent / "times"
 
 LIKE = {"int8_rows": "fp8_rows"}
 """Kinds that were not measured, by those of as many bytes whose sums are scaled alike."""
+
+
+BOX_CAST_US = 0.8
+"""What a tile takes longer for each 64x128 of a math warpgroup's result that it casts to FP8 (H200, 2026-11-24)."""
+
+CHAINED_CAST_US = 1.7
+"""What a cast takes beside its bytes that follows a product in a chain of programmatic launches (H200, 2026-11-24)."""
 
 
 class TileTimes(NamedTuple):
@@ -102,7 +109,8 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
     on_h200 = next(filter(None, measured), TileTimes(1.2 * tensor_us, 2.0))
     slower_clock = H200.clock_mhz / hardware.clock_mhz
     block_us = block_tensor_us(config, hardware) + (on_h200.block_us - tensor_us) * slower_clock
-    return TileTimes(block_us, on_h200.tile_us * slower_clock, on_h200.column_us * slower_clock)
+    tile_us = on_h200.tile_us + (BOX_CAST_US * config.boxes if config.quantizes else 0)
+    return TileTimes(block_us, tile_us * slower_clock, on_h200.column_us * slower_clock)
 
 
 @lru_cache(maxsize=1_024)
@@ -193,6 +201,12 @@ def _compute_parts(
     heat *= (operand_loads(config) / TYPICAL_OPERAND_LOADS) ** model.load_heat
     throttle_us = alone_us * heat * model.throttle * busy_us / (busy_us + model.throttle_us)
     return ComputeParts(blocks_us, tiles_us, idle_us, throttle_us)
+
+
+def chained_cast_us(problem: GemmProblem, hardware: Hardware = H200) -> float:
+    """What a cast to FP8 takes that follows a product in BF16: it reads the result and writes half of that."""
+    elements = problem.m * problem.out_columns
+    return CHAINED_CAST_US + elements * (RESULTS["bf16"].bytes + RESULTS[QUANTIZED].bytes) / hardware.hbm_tbps / 1e6
 
 
 def compulsory_bytes(problem: GemmProblem) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from deep_tile.config import NARROW_N, PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig
-from deep_tile.kinds import KINDS, OUTPUTS
+from deep_tile.kinds import KINDS, OUTPUTS, QUANTIZED
 from deep_tile.walls import stages_max
 
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
@@ -100,7 +100,7 @@ def default_configs(
 
     Args:
         kind: of the product, a name in `kinds.KINDS`.
-        output: format of `out`, a name in `kinds.OUTPUTS`; that of the kind when None.
+        output: format of `out`, a name in `kinds.RESULTS`; that of the kind when None.
         accumulate: add to what `out` holds.
         bias, activation: names in `kinds.BIASES` and `kinds.ACTIVATIONS`. Configs are those of sums as they are, where
             these may have both.
@@ -109,6 +109,8 @@ def default_configs(
         plain = default_configs(tma_store, kind, output, accumulate)
         return tuple(config for one in plain if (config := finished(one, bias, activation)))
     output = output or KINDS[kind].output
+    if output == QUANTIZED:
+        return tuple(made for one in default_configs(tma_store, kind) if (made := _quantized(one)))
     if kind == "fp8" and OUTPUTS[output].bytes == OUTPUTS[KINDS[kind].output].bytes:
         return _fp8_configs(tma_store, output)
     return _configs_of_kind(tma_store, kind, output, accumulate)
@@ -119,17 +121,30 @@ def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | Non
 
     That is 64 KB, which kernels pass that have code for tiles of two widths, or for pairs of K blocks; with an
     activation, those whose main loop has many copies, or of exact gelu, of which each sum takes 14 instructions, whose
-    tiles have 256 rows. Tiles of 64x256 leave an activation too few registers. Output boxes are fewer where `out` has
-    fewer columns.
+    tiles have 256 rows, or 256 columns that are quantised. Tiles of 64x256 leave an activation too few registers.
+    Output boxes are fewer where `out` has fewer columns.
     """
     copies = config.column_shifts * config.chunks * config.accumulator_registers
     long = config.pairs or config.narrow_n or (activation != "none" and copies > _MOST_COPIED)
     tile = (config.block_m, config.block_n)
-    if long or (activation != "none" and tile == (64, 256)) or (activation == "gelu" and tile == (256, 128)):
+    longest = [(256, 128), *([(128, 256)] if config.quantizes else [])]
+    if long or (activation != "none" and tile == (64, 256)) or (activation == "gelu" and tile in longest):
         return None
     for store_buffers in range(config.store_buffers, 0, -1):
         try:
             made = replace(config, bias=bias, activation=activation, store_buffers=store_buffers)
+        except ValueError:
+            continue
+        if store_buffers <= max(made.boxes, 2):
+            return made
+    return None
+
+
+def _quantized(config: GemmConfig) -> GemmConfig | None:
+    """The config with a result that is cast to FP8; None where there is none such."""
+    for store_buffers in range(config.store_buffers, 0, -1):
+        try:
+            made = replace(config, output=QUANTIZED, store_buffers=store_buffers)
         except ValueError:
             continue
         if store_buffers <= max(made.boxes, 2):

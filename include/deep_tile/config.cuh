@@ -13,7 +13,7 @@ namespace deep_tile {
 constexpr bool short_addresses = __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ > 1300;
 
 // Of numbers in `out` and in the bias, if there is one.
-enum class Format { none, bf16, fp16, fp32 };
+enum class Format { none, bf16, fp16, fp32, e4m3 };
 
 // What becomes of sums; swiglu makes one of two.
 enum class Activation { none, relu, gelu, gelu_tanh, silu, swiglu };
@@ -36,7 +36,7 @@ struct GemmConfig {
     bool tma_store;
     bool by_offs, by_counts, by_k;
     bool integer_sums, row_scales, column_scales;
-    bool accumulate;
+    bool accumulate, quantizes;
     Format out_format;
     int out_bytes;
     Format bias_format;

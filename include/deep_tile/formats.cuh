@@ -83,8 +83,10 @@ struct Scale {
     float value, reciprocal, correction;
 };
 
-// From the magnitude, as the bits of a float, of a block's largest element. Infinity counts as NaN.
-__device__ __forceinline__ Scale make_scale(u32 magnitude, const CastParams& params) {
+// From the magnitude, as the bits of a float, of a block's largest element. Infinity counts as NaN. Of a cast's params, or a
+// product's.
+template <typename Params>
+__device__ __forceinline__ Scale make_scale(u32 magnitude, const Params& params) {
     constexpr float fp8_max = 448.0f, one_448th = 1.0f / fp8_max;  // 448 is 1.75 * 2^8
     constexpr u32 infinity = 0x7f800000, nan = 0x7fffffff;
     const u32 amax = max(magnitude, __float_as_uint(params.amax_floor));

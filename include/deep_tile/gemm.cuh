@@ -69,8 +69,8 @@ __device__ __forceinline__ void consume_width(const GemmParams& params, SharedSt
         }
         if constexpr (config.pairs) pin(sums[0][0]);  // else ptxas clears them in each loop: 3 to 5 KB
         if constexpr (config.store_chunks > 1) {
-            loop.multiply(sums, tile.out_column(), left > 1, [&](int chunk) { epilogue.store_chunk(sums, chunk); });
-            epilogue.store_chunk(sums, config.store_chunks - 1);
+            loop.multiply(sums, tile.out_column(), left > 1, [&](int chunk) { epilogue.store_chunk(sums, chunk, tile); });
+            epilogue.store_chunk(sums, config.store_chunks - 1, tile);
         } else {
             const int row = tile.out_row() + first_row, column = tile.out_column();
             Scaled<config> scaled;

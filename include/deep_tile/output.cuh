@@ -10,6 +10,7 @@
 #pragma once
 
 #include "activation.cuh"
+#include "formats.cuh"
 #include "mma.cuh"
 #include "scheduler.cuh"
 
@@ -144,10 +145,17 @@ class Epilogue {
         store_boxes<first>(sums, row, out_column<config>(column) + first, end, 0, config.boxes);
     }
 
-    // Part `chunk` of store_chunks; where it belongs is its store warp's business.
-    __device__ __forceinline__ void store_chunk(const Accumulators<config>& sums, int chunk) const {
+    // Part `chunk` of store_chunks. Where it belongs is its store warp's business, but for scales.
+    template <typename Tile>
+    __device__ __forceinline__ void store_chunk(const Accumulators<config>& sums, int chunk, const Tile& tile) const {
         constexpr int boxes = config.boxes / config.store_chunks;
-        store_boxes<0>(sums, 0, 0, 0, chunk * boxes, boxes);
+        if constexpr (config.quantizes) {
+            const int column = out_column<config>(tile.out_column());
+            const int row = tile.out_row() + warpgroup_ * config.rows_per_warpgroup;
+            store_boxes<0>(sums, row, column, 0, chunk * boxes, boxes);
+        } else {
+            store_boxes<0>(sums, 0, 0, 0, chunk * boxes, boxes);
+        }
     }
 
     // Shared memory must outlive the stores that read it.
@@ -170,7 +178,12 @@ class Epilogue {
             await_buffers();
 #pragma unroll
             for (int box = i; box < i + config.boxes_at_once; ++box) {
-                write_box(sums[box / boxes_per_row<config>], first + box_column<config>(box), box);
+                if constexpr (config.quantizes) {
+                    const int first_row = row + first_row_ + box_row<config>(box);
+                    write_quantized(sums[box / boxes_per_row<config>], box, first_row, column + box_column<config>(box));
+                } else {
+                    write_box(sums[box / boxes_per_row<config>], first + box_column<config>(box), box);
+                }
             }
             if constexpr (config.tma_store) ptx::fence_proxy_async();
             if constexpr (config.store_warps > 0) {
@@ -247,6 +260,64 @@ class Epilogue {
                 write_columns(rows, unit, results);
             }
         }
+    }
+
+    // The same in FP8: 128 columns, rounded to BF16 first, as those are that a cast by itself is given. Each row gets a scale;
+    // `row` and `column` are where this warp's begin in `out`.
+    __device__ __forceinline__ void write_quantized(const float (&sums)[config.chunks_n][config.mma_n / 2], int box, int row,
+                                                    int column) const {
+        u32 pairs[scale_block / 16][4];  // of the upper and the lower eight rows by turns
+        const int columns = out_column<config>(params_.n) - column;
+#pragma unroll
+        for (int i = 0; i < scale_block / 16; ++i) {
+            const float* d = &sums[0][0] + (box_column<config>(box) + i * 16) * config.columns_per_output / 2;
+            float results[8];
+            if constexpr (config.activation != Activation::none) activate<config>(results, d);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float* const from = config.activation == Activation::none ? d : results;
+                pairs[i][j] = packed<Format::bf16>(from[2 * j + 1], from[2 * j]);
+            }
+        }
+        if (columns < scale_block) {  // `out` ends here, with a multiple of 16; a bias may have more
+#pragma unroll
+            for (int i = 0; i < scale_block / 4; ++i) pairs[i / 4][i % 4] *= i / 4 * 16 < columns;
+        }
+        row += lane_ / 4;
+        const u32 codes = rows_ + box_offset<config>(box);
+        auto* const scales = params_.out_scale + column / scale_block * params_.out_scale_stride_n;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const Scale scale = make_scale(largest(pairs, half), params_);
+            const int at = row + half * 8;
+            const bool holds = lane_ % 4 == 0 && at < params_.m && columns > 0;
+            ptx::st_global(scales + at * params_.out_scale_stride_m, scale.value, holds);
+#pragma unroll
+            for (int i = 0; i < scale_block / 8; ++i) {
+                const u32 pair = pairs[i / 2][i % 2 * 2 + half];
+                const u32 offset = (lane_ / 4 + half * 8) * row_bytes + i * 8 + lane_ % 4 * 2;
+                const float quotients[] = {divide(low(pair), scale.value, scale.reciprocal, scale.correction),
+                                           divide(high(pair), scale.value, scale.reciprocal, scale.correction)};
+                ptx::st_shared(codes + swizzle<config>(offset), ptx::cvt_rn_satfinite_e4m3x2(quotients[1], quotients[0]));
+            }
+        }
+    }
+
+    static __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+    static __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000); }
+
+    // The magnitude, as bits, of the largest element of a row, which four lanes have. Of halves as such, two at once, ptxas
+    // would take the warps of tiles of 64 rows for apart (NVRTC 13.0.88).
+    static __device__ __forceinline__ u32 largest(const u32 (&pairs)[scale_block / 16][4], int half) {
+        float sizes[4] = {};  // one after the other they are awaited
+#pragma unroll
+        for (int i = 0; i < scale_block / 8; ++i) {
+            const u32 pair = pairs[i / 2][i % 2 * 2 + half];
+            sizes[i % 4] = ptx::max_nan(sizes[i % 4], ptx::max_nan(fabsf(low(pair)), fabsf(high(pair))));
+        }
+        float size = ptx::max_nan(ptx::max_nan(sizes[0], sizes[1]), ptx::max_nan(sizes[2], sizes[3]));
+        size = ptx::max_nan(size, __shfl_xor_sync(0xffffffff, size, 1));
+        return __float_as_uint(ptx::max_nan(size, __shfl_xor_sync(0xffffffff, size, 2)));
     }
 
     // Sixteen columns of this warp's rows, `unit` the first of them in the box. Numbers of 16 bits are turned into rows

@@ -312,8 +312,24 @@ __device__ __forceinline__ void ld_global(const float* address, float (&values)[
                  : "memory");
 }
 
+// Where `wanted`, without a branch, after which ptxas would take a warp's threads for apart.
+__device__ __forceinline__ void st_global(float* address, float value, bool wanted) {
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.b32 wanted, %2, 0;\n"
+        "@wanted st.global.f32 [%0], %1;\n"
+        "}" ::"l"(address),
+        "f"(value), "r"(u32{wanted})
+        : "memory");
+}
+
 __device__ __forceinline__ void st_shared_v2(u32 smem, float first, float second) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem), "f"(first), "f"(second) : "memory");
+}
+
+__device__ __forceinline__ void st_shared(u32 smem, u16 bits) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(smem), "h"(bits) : "memory");
 }
 
 // Bits of 16 or 32.
