@@ -844,9 +844,10 @@ def check_product_shapes(a, b, out, activation: str | None = None, names: tuple[
             )
     (m, k), n = a.shape, b.shape[0]
     if not ops.holds(b.shape[1] == k):
+        how = f"is passed as {names[1]}.t()" if b.element_size() == 2 else "must be transposed and made contiguous"
         raise ValueError(
             f"{names[0]} is [m, k] = {tuple(a.shape)} and {names[1]} is [n, k] = {tuple(b.shape)}: k differs. "
-            f"{names[1]} holds one row per output column; a [k, n] weight must be transposed and made contiguous"
+            f"{names[1]} holds one row per output column; a [k, n] weight {how}"
         )
     if out is not None:
         columns = finishes.out_columns(n, activation)

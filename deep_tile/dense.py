@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from deep_tile import _launcher, api, finishes, launches, ops, params, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.kinds import KINDS, LAYOUT_NAMES, LAYOUTS, Kind, Majors
+from deep_tile.kinds import KINDS, LAYOUT_NAMES, Kind, Majors
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import (
     finished,
@@ -124,8 +124,8 @@ def gemm(
 
     Accumulated in FP32 over all of k and rounded once; FP16 results beyond 65504 are infinite. Runs on the tensors'
     device and torch's current stream; CPU tensors go through the operation's definition in `deep_tile.reference`. Sizes
-    m, n and k are free; m = 0 or n = 0 does nothing, k = 0 writes zeros. Compiled as one op, `torch.ops.deep_tile.gemm`,
-    by torch.compile and torch.export.
+    m, n and k are free; m = 0 or n = 0 does nothing, k = 0 writes zeros. Compiled as one op,
+    `torch.ops.deep_tile.gemm`, by torch.compile and torch.export.
 
     Each operand may lie along k or along its rows, as its strides say: `gemm(x, w)` is x @ w.T, `gemm(x, w.t())` x @ w
     and `gemm(dy.t(), x.t())` dy.T @ x of contiguous matrices, without a copy. Strides that say either, of a single row
@@ -354,22 +354,26 @@ def _refuse_gradients(options: _Options, operands, out, bias) -> None:
     """Raise where torch would record a product of these tensors that has no gradient to give back."""
     if not torch.is_grad_enabled():
         return
-    call = _CALLS[options.call]
-    for name, x in zip((*call.names, "out", "bias"), (*operands, out, bias), strict=True):
-        if x is None or not x.requires_grad:
-            continue
-        if call.to_train is not None:
-            why = f"{options.call} has none. To train, call {call.to_train}"
-        elif out is not None:
-            why = "what is written to an out has none. To train, drop out"
-        elif options.activation is not None:
-            why = f"{options.call} has none with activation {options.activation!r}. To train, apply it by torch"
-        else:
-            continue
-        raise RuntimeError(
-            f"{name} requires a gradient, and {why}; otherwise call within torch.no_grad(), or pass {name}.detach(), "
-            f"or freeze it with {name}.requires_grad_(False)"
-        )
+    for name, x in zip((*_CALLS[options.call].names, "out", "bias"), (*operands, out, bias), strict=True):
+        if x is not None and x.requires_grad:
+            _refuse_gradient(name, options, out is not None)
+
+
+def _refuse_gradient(name: str, options: _Options, has_out: bool) -> None:
+    """Raise unless the call has a gradient, which the tensor of this name wants."""
+    to_train = _CALLS[options.call].to_train
+    if to_train is not None:
+        why = f"{options.call} has none. To train, call {to_train}"
+    elif has_out:
+        why = "what is written to an out has none. To train, drop out"
+    elif options.activation is not None:
+        why = f"{options.call} has none with activation {options.activation!r}. To train, apply it by torch"
+    else:
+        return
+    raise RuntimeError(
+        f"{name} requires a gradient, and {why}; otherwise call within torch.no_grad(), or pass {name}.detach(), or "
+        f"freeze it with {name}.requires_grad_(False)"
+    )
 
 
 # Gradients of `gemm`.
@@ -585,7 +589,9 @@ def _check_operand(name: str, x: torch.Tensor) -> None:
         if problem:
             raise ValueError(problem)
         api.check_alignment(name, x)
-    size, what = (x.shape[0], f"{name} has {x.shape[0]} rows") if _lies_along_rows(x) else (x.shape[1], f"k is {x.shape[1]}")
+    size, what = (
+        (x.shape[0], f"{name} has {x.shape[0]} rows") if _lies_along_rows(x) else (x.shape[1], f"k is {x.shape[1]}")
+    )
     if size * x.element_size() > api.MAX_SIZE:
         raise ValueError(f"{what}; of {x.dtype} at most {api.MAX_SIZE // x.element_size()}: split the product")
 
@@ -733,7 +739,9 @@ def _register(call: str) -> None:
 def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
     a, b, bias = inputs
     options = _Options("gemm", **keyword_only_inputs)
-    _refuse_gradients(options, (a, b), None, bias)
+    for name, needed in zip(("a", "b", "bias"), ctx.needs_input_grad, strict=False):
+        if needed:
+            _refuse_gradient(name, options, has_out=False)
     _keep(ctx, ctx.needs_input_grad, a, b, bias, options)
 
 
@@ -744,8 +752,8 @@ def _backward(ctx, grad):
 def _run_gradient(grad, x, transposed, **options) -> torch.Tensor:
     if torch.is_grad_enabled() and (grad.requires_grad or x.requires_grad):
         raise RuntimeError(
-            "a gradient of a gradient is wanted, which torch.ops.deep_tile.gemm has none of. Call deep_tile.gemm, or drop "
-            "create_graph"
+            "a gradient of a gradient is wanted, which torch.ops.deep_tile.gemm has none of. Call deep_tile.gemm, or "
+            "drop create_graph"
         )
     return _multiply_gradient(grad, x, transposed, **options)
 

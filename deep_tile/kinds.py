@@ -91,6 +91,7 @@ KINDS = {
     )
 }
 
+
 class Majors(NamedTuple):
     """Along what the elements of each operand are adjacent in memory: "k", or its rows, "m" of a and "n" of b."""
 

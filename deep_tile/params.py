@@ -230,8 +230,8 @@ GEMM = Params(
     Field(
         "a_maps",
         TENSOR_MAP,
-        "a [m, k] in bytes, box [block_m / cluster_n, 128]; for a last tile with fewer [a_tail_rows, 128]; or, where a_span "
-        "is not 0, [k, m], box [64 / cluster_n, a_span], for all tiles",
+        "a [m, k] in bytes, box [block_m / cluster_n, 128]; for a last tile with fewer [a_tail_rows, 128]; or, where "
+        "a_span is not 0, [k, m], box [64 / cluster_n, a_span], for all tiles",
         count=2,
     ),
     Field(

@@ -106,14 +106,17 @@ void trace_stage(const GemmParams& params, const int* tile, bool alone, long lon
 
 ENTRY = """
 constexpr deep_tile::GemmConfig config_{number} = {config};
-extern "C" void run_{number}(const GemmParams* params, unsigned rank, const int* tile, bool alone, long long* numbers) {{
+extern "C" void run_{number}(const GemmParams* params, unsigned rank, const int* tile, bool alone, long long* to) {{
     host_rank = rank;
-    trace_stage<config_{number}>(*params, tile, alone, numbers);
+    trace_stage<config_{number}>(*params, tile, alone, to);
 }}
 """
 
 TILES = (
-    *({"block_m": 64, "block_n": 16, "scale_blocks": 4}, {"block_m": 64, "block_n": 32, "scale_blocks": 2, "split_k": 2}),
+    *(
+        {"block_m": 64, "block_n": 16, "scale_blocks": 4},
+        {"block_m": 64, "block_n": 32, "scale_blocks": 2, "split_k": 2},
+    ),
     *({"block_m": 64, "block_n": 48, "cluster_m": 2}, {"block_m": 64, "block_n": 64, "cluster_n": 2}),
     *({"block_m": 64, "block_n": 256}, {"block_m": 128, "block_n": 96}, {"block_m": 128, "block_n": 128}),
     *({"block_m": 128, "block_n": 144, "cluster_n": 2}, {"block_m": 128, "block_n": 160, "cluster_m": 2}),
@@ -144,6 +147,15 @@ def library(tmp_path_factory):
     command = ["c++", "-std=c++20", "-O1", "-shared", "-fPIC", "-w", f"-I{Path(__file__).parent}"]
     subprocess.run([*command, str(source), "-o", str(made)], check=True)
     return ctypes.CDLL(str(made))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """For products too small to share."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Trace(NamedTuple):
@@ -274,6 +286,7 @@ def multiply_tile(library, config: GemmConfig, given: Given, m: int, n: int, alo
             traces.append(trace(library, config, argument, rank, (*at, stage, step), alone))
             for smem, offset, inner, outer, both in traces[-1].requests:
                 name, map_ = maps[offset]
+                assert inner < map_.sizes[0] or not getattr(config, f"{name}_span"), "a box without rows"
                 for block in range(blocks) if both else (rank,):
                     arrived[block] += copy(smems[block], smem, memory[name], map_, inner, outer)
         assert arrived == [one.announced for one in traces]
@@ -287,12 +300,13 @@ def add_products(config: GemmConfig, smem: np.ndarray, one: Trace, sums: torch.T
     dtype, each = getattr(torch, config.product.a.dtype), config.scale_blocks * 4
     for warpgroup, products in enumerate(one.products):
         assert len(products) == config.chunks_m * each
-        for i, (a, b, accumulate) in enumerate(products):
-            assert accumulate == (i % each > 0)
-            first = warpgroup * config.rows_per_warpgroup + i // each * MMA_M
-            left = as_numbers(read(smem, a, MMA_M, bool(along_m)), dtype)
-            right = as_numbers(read(smem, b, config.mma_n, bool(along_n)), dtype)
-            sums[first : first + MMA_M] += left @ right.t()
+        for chunk in range(config.chunks_m):
+            a, b, accumulate = zip(*products[chunk * each : (chunk + 1) * each], strict=True)
+            assert accumulate == (0, *[1] * (each - 1))
+            left = np.hstack([read(smem, descriptor, MMA_M, bool(along_m)) for descriptor in a])
+            right = np.hstack([read(smem, descriptor, config.mma_n, bool(along_n)) for descriptor in b])
+            first = warpgroup * config.rows_per_warpgroup + chunk * MMA_M
+            sums[first : first + MMA_M] += as_numbers(left, dtype) @ as_numbers(right, dtype).t()
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)

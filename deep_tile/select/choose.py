@@ -83,7 +83,7 @@ def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str 
 
 
 def tuned_choice(problem: GemmProblem, tuned: Tuned) -> GemmConfig | None:
-    """The config that `tune` found to be fastest for this bucket, to read and store as the problem's tensors need it."""
+    """The config that `tune` found to be fastest for this bucket, to read and store as the problem's tensors need."""
     own = tuned.get(bucket_key(problem)) if tuned else None
     own = own and replace(own, tma_store=problem.tma_store, output=problem.output, layout=problem.layout)
     return own and finished(own, problem.bias, problem.activation)
