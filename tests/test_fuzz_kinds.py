@@ -201,13 +201,17 @@ FAULTS = {
     "changing": ("repeat", lambda sample, drawn, out: first(out).copy_(torch.rand(()))),
     "before out": ("guards", lambda sample, drawn, out: beside(out, -1)),
     "far behind out": ("guards", lambda sample, drawn, out: beside(out, 1 + extent(out))),
-    "an input": ("inputs", lambda sample, drawn, out: sample.operands[0].view(torch.uint8)[:1, :1].add_(1)),
+    "an input": ("inputs", lambda sample, drawn, out: bits_of(sample.operands[0])[:1, :1].add_(1)),
     "beside an input": ("inputs", lambda sample, drawn, out: sample.buffer[:1].fill_(0)),
 }
 
 
 def unwritten(sample, out):
     first(out).copy_(first(torch.full_like(out, torch.nan) if sample.before is None else sample.before + 1e-3))
+
+
+def bits_of(x):
+    return x.view({1: torch.uint8, 2: torch.int16}[x.element_size()])
 
 
 def extent(out) -> int:
@@ -234,7 +238,7 @@ def test_faults_are_found_in_every_round(run, damage, fault):
 
 def test_a_wrong_whole_is_found(kernels):
     """Of elements that are each near enough: all by 0.3 % too small, where BF16 may be off by 0.4 %."""
-    plain = [config for config in kernels if config.kind == "bf16" and config.output == "bf16"]
+    plain = [config for config in kernels if config.kind in ("bf16", "fp16") and config.output == "bf16"]
     values, found = Values("cpu", 3), 0
     for number in range(200):
         drawn = fuzz_kinds.draw_for(Random(number), plain[number % len(plain)], NUM_SMS, Limits(300, 400, 400))
