@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from deep_tile.config import GemmConfig, ceil_div
-from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, OUTPUTS
+from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, LAYOUTS, OUTPUTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import bucketed, candidates, choose, choose_bucket, configs_for, suits
 from deep_tile.select.defaults import default_configs
@@ -51,7 +51,8 @@ problems = st.builds(
     accumulate=st.just(False),
     bias=st.sampled_from(BIASES),
     activation=st.sampled_from(ACTIVATIONS),
-)
+    layout=st.sampled_from(list(LAYOUTS)),
+).map(lambda problem: problem if problem.product.a.bytes == 2 else problem._replace(layout="nt"))
 
 
 def benchmark_shapes():

@@ -100,6 +100,7 @@ def default_configs(
     accumulate: bool = False,
     bias: str = "none",
     activation: str = "none",
+    layout: str = "nt",
 ) -> tuple[GemmConfig, ...]:
     """Every config the selector can choose, for an `out` that TMA can store to or for any other.
 
@@ -109,16 +110,17 @@ def default_configs(
         accumulate: add to what `out` holds.
         bias, activation: names in `kinds.BIASES` and `kinds.ACTIVATIONS`. Configs are those of sums as they are, where
             these may have both.
+        layout: of the operands, a name in `kinds.LAYOUTS`.
     """
     if (bias, activation) != ("none", "none"):
-        plain = default_configs(tma_store, kind, output, accumulate)
+        plain = default_configs(tma_store, kind, output, accumulate, layout=layout)
         return tuple(config for one in plain if (config := finished(one, bias, activation)))
     output = output or KINDS[kind].output
     if output == QUANTIZED:
         return tuple(made for one in default_configs(tma_store, kind) if (made := _quantized(one)))
-    if kind == "fp8" and OUTPUTS[output].bytes == OUTPUTS[KINDS[kind].output].bytes:
+    if kind == "fp8" and layout == "nt" and OUTPUTS[output].bytes == OUTPUTS[KINDS[kind].output].bytes:
         return _fp8_configs(tma_store, output)
-    return _configs_of_kind(tma_store, kind, output, accumulate)
+    return _configs_of_kind(tma_store=tma_store, kind=kind, output=output, accumulate=accumulate, layout=layout)
 
 
 def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | None:
@@ -157,10 +159,9 @@ def _quantized(config: GemmConfig) -> GemmConfig | None:
     return None
 
 
-def _configs_of_kind(tma_store: bool, kind: str, output: str, accumulate: bool) -> tuple[GemmConfig, ...]:
+def _configs_of_kind(**of_kind: bool | str) -> tuple[GemmConfig, ...]:
     """For others than FP8 with results of 16 bits: tiles that FP8 has been measured with, by the mechanisms that every
     kind has."""
-    of_kind = {"tma_store": tma_store, "kind": kind, "output": output, "accumulate": accumulate}
     decode = [
         deepest_config(64, block_n, scale_blocks=scale_blocks, split_k=split_k, **of_kind)
         for block_n, scale_blocks, split_k in _DECODE_TILES_OF_KINDS
