@@ -336,6 +336,11 @@ class GemmConfig:
         """The same of `b`, where it lies along n."""
         return 0 if LAYOUTS[self.layout].b == "k" else _widest_span(self.block_n * self.product.b.bytes)
 
+    @property
+    def b_boxes(self) -> int:
+        """Boxes that bring a K block of `b`."""
+        return self.block_n * self.product.b.bytes // self.b_span if self.b_span else 1
+
     # Where b is.
 
     @property

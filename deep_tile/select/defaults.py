@@ -54,6 +54,9 @@ _SUMMED_TILES = ((128, 176), (128, 224))
 at m of 129 to 1024 by the second, up to 9 %, and 0.8 % above by both. 256x160 and 256x192 would gain 0.1 % more (H100,
 70 shapes, 2026-11-24)."""
 
+_MOST_BOXES = 4
+"""Of `b` in a stage. One thread requests two boxes in 180 clocks: where b lies along n, 128x160 has five, and takes a
+fifth longer at 4096x7168x2048 than where it lies along k (H100, 2026-11-24)."""
 
 _MOST_COPIED = 600
 """Accumulators times the promotions of each in the main loop's copies, beside which an activation's code has room."""
@@ -168,12 +171,13 @@ def _configs_of_kind(**of_kind: bool | str) -> tuple[GemmConfig, ...]:
     ]
     multicast = [
         deepest_config(*tile, cluster_m=cluster_m, cluster_n=cluster_n, **of_kind)
-        for tile in (*_MULTICAST_TILES_OF_KINDS, *(() if KINDS[kind].promotes else _SUMMED_TILES))
+        for tile in (*_MULTICAST_TILES_OF_KINDS, *(() if KINDS[of_kind["kind"]].promotes else _SUMMED_TILES))
         for cluster_m, cluster_n in CLUSTERS
     ]
     single = [deepest_config(*tile, **of_kind) for tile in _SINGLE_TILES_OF_KINDS]
     split = [deepest_config(128, block_n, split_k=2, **of_kind) for block_n in _SPLIT_TILES_OF_KINDS]
-    return (*decode, *multicast, *single, *split)
+    every = (*decode, *multicast, *single, *split)
+    return tuple(config for config in every if config.b_boxes <= _MOST_BOXES)
 
 
 def _fp8_configs(tma_store: bool, output: str) -> tuple[GemmConfig, ...]:
