@@ -22,7 +22,7 @@ EACH = 48
 
 @pytest.fixture(scope="module")
 def kernels():
-    return fuzz_kinds.draw_kernels(Random("7:kernels"), EACH, NUM_SMS)
+    return fuzz_kinds.draw_kernels(Random("3:kernels"), EACH, NUM_SMS)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_tokens_are_of_every_kind(drawn):
 
 
 def test_the_same_seed_draws_the_same(kernels, drawn):
-    assert fuzz_kinds.draw_kernels(Random("7:kernels"), EACH, NUM_SMS) == kernels
+    assert fuzz_kinds.draw_kernels(Random("3:kernels"), EACH, NUM_SMS) == kernels
     assert draws(kernels, 50) == drawn[:50] != drawn[50:100]
 
 

@@ -41,9 +41,6 @@ __device__ __forceinline__ ABoxes<config> a_box(const GemmParams& params, Tile<c
 
 template <GemmConfig config>
 __device__ __forceinline__ OperandBox b_box(const GemmParams& params, Tile<config> tile) {
-    if constexpr (config.has_narrow()) {
-        if (tile.narrow) return {&params.narrow_b_map, config.narrow_n};
-    }
     const bool last = tile.out_column() + config.block_n > params.n;
     const bool beyond = config.cluster_n > 1 && tile.out_column() >= params.n;
     return {&params.b_maps[last], beyond ? 0 : last ? params.b_tail_rows : config.block_n / config.cluster_m};
