@@ -366,6 +366,18 @@ for begin in (lambda: None, lambda: fake.cuCtxPushCurrent(other)):
     assert re.findall(r"cuLaunchKernelEx \S+ context (\S+)", out) == ["0xc0"] * 2
 
 
+def test_types_are_the_process_own(run_on_fake_driver):
+    """An import under another name finds the same ones, and takes what the first one made."""
+    out = run_on_fake_driver("""
+spec = importlib.util.spec_from_file_location("another._launcher", loader.path)
+another = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(another)
+print(another is launcher, another.Kernel is launcher.Kernel, another.Launch is launcher.Launch)
+another.launch(another.prepare(load(), **LAUNCH), ADDRESSES, 0)
+""")
+    assert "False True True" in out and "cuLaunchKernelEx" in out
+
+
 @pytest.mark.parametrize("rank", [1, 2, 3, 5])
 def test_maps_of_any_rank(run_on_fake_driver, rank):
     sizes, strides, box = (64, 7, 6, 5, 4)[:rank], (128, 1024, 8192, 65536)[: rank - 1], (64, 1, 2, 3, 4)[:rank]
