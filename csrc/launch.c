@@ -11,7 +11,7 @@
  *   launch(prepared, addresses, stream)   whatever the tensors are
  *
  * It knows no operation: parameters are bytes, tensors are numbers, and where in the bytes which address goes is said
- * by whoever prepares (deep_tile/params.py).
+ * by whoever prepares (deep_tile/params.py). What each function takes, returns and raises: deep_tile/_launcher.pyi.
  */
 #include "launcher.h"
 
@@ -124,11 +124,6 @@ static void load_on_device(Failure *failure, Kernel *kernel, const char *cubin, 
            CALL(failure, cuKernelGetFunction, &kernel->function, handle));
     leave_context(failure, pushed);
 }
-
-PyDoc_STRVAR(load_doc, "load(cubin: bytes, name: str, smem_bytes: int, device: int) -> Kernel\n\n"
-                       "Load kernel `name` on GPU `device`, with `smem_bytes` of dynamic shared memory per block.\n"
-                       "Raises ValueError for a torn cubin or a negative number, RuntimeError for whatever the driver\n"
-                       "refuses. The GIL is released meanwhile.");
 
 static PyObject *load(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
@@ -357,19 +352,6 @@ static void configure(Launch *launch, unsigned grid, unsigned cluster, unsigned 
                                                            .value.programmatic_stream_serialization = 1};
 }
 
-PyDoc_STRVAR(prepare_doc,
-             "prepare(kernel, *, grid, cluster, threads, params, names, pointers, maps, fixed_maps, pdl) -> Launch\n\n"
-             "Everything about a launch but the addresses of its tensors.\n\n"
-             "grid, cluster: blocks, and blocks per cluster; threads: per block. params: the kernel's one argument,\n"
-             "at most 4096 bytes. names: of 1 to 8 tensors; elsewhere they are told by their number. pointers:\n"
-             "(offset, tensor, skip) for each place in params where the address goes of what lies `skip` bytes into\n"
-             "a tensor. maps: (offset, tensor, element, sizes, strides_bytes, box, swizzle, l2_promotion, skip) for\n"
-             "each where a tensor map of 128 bytes goes, in the driver's numbers; sizes and box begin with the inner\n"
-             "dimension, which has no stride.\n"
-             "fixed_maps: as maps, with an address that stays instead of the tensor. pdl: a programmatic launch.\n\n"
-             "Raises ValueError or TypeError naming the field, what was seen and what is wanted, RuntimeError for\n"
-             "whatever the driver refuses.");
-
 static PyObject *prepare(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"",         "grid", "cluster",    "threads", "params", "names",
@@ -496,12 +478,6 @@ static bool as_chain(PyObject *prepared, Py_ssize_t count, const char *call, Cha
     return true;
 }
 
-PyDoc_STRVAR(launch_doc, "launch(prepared, addresses, stream) -> None\n\n"
-                         "Launch on `stream`, an address as an int; `addresses` is a tuple of the tensors', and\n"
-                         "`prepared` a Launch or a tuple of them, on the device of the tensors. Raises\n"
-                         "TypeError for what is no address, ValueError for 0 and for one that TMA cannot use (of a\n"
-                         "tensor that has a map: no multiple of 16), RuntimeError for whatever the driver refuses.");
-
 static PyObject *launch(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
     if (count != 3 || !PyTuple_Check(args[1]))
@@ -520,14 +496,6 @@ static PyObject *launch(PyObject *Py_UNUSED(module), PyObject *const *args, Py_s
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(read_tensors_of_doc,
-             "read_tensors_of(type, object_offset=0, keys_offset=0, plain=0) -> bool\n\n"
-             "Read tensors of exactly this type from now on. False, and they are left to Python, where the type lacks\n"
-             "DLPack's C exchange API. Raises ValueError for more types than there is room for.\n\n"
-             "plain: bits of a plain tensor's keys, a word of 64 bits; a tensor with others is left to Python, too.\n"
-             "The address of the object that holds them stands object_offset bytes into the Python object, and they\n"
-             "stand keys_offset bytes into that: the caller vouches for it. 0: tensors of this type have no keys.");
-
 static PyObject *read_tensors_of(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *type;
@@ -540,9 +508,6 @@ static PyObject *read_tensors_of(PyObject *Py_UNUSED(module), PyObject *args)
     return learnt < 0 ? NULL : PyBool_FromLong(learnt);
 }
 
-PyDoc_STRVAR(reads_doc, "reads(*tensors) -> bool\n\n"
-                        "Whether every tensor can be read here: it is of a known type, plain, and has memory.");
-
 static PyObject *reads(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
     TensorView view;
@@ -552,10 +517,6 @@ static PyObject *reads(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ss
             Py_RETURN_FALSE;
     Py_RETURN_TRUE;
 }
-
-PyDoc_STRVAR(signature_doc, "signature(*tensors) -> bytes | None\n\n"
-                            "Device, dtypes, shapes, strides, and of each tensor whether it is aligned to 16 bytes.\n"
-                            "None where a tensor cannot be read here, which Python then has to look at.");
 
 static PyObject *signature(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
@@ -593,15 +554,6 @@ static PyObject *find_launches(PyObject *table, PyObject *options)
                             entry);
     return same_types(known, options) ? launches : NULL;
 }
-
-PyDoc_STRVAR(launch_known_doc,
-             "launch_known(table, options, *tensors) -> bool\n\n"
-             "Launch what is known for a call of these options and tensors, on the current stream of their device.\n"
-             "The dict `table` holds for every tuple of options (options, launches), and the dict `launches` a Launch,\n"
-             "or a tuple of them, for every signature. False, and nothing has happened, where they hold none, where\n"
-             "the options met are equal but of other types, or where a tensor cannot be read here; nor are the\n"
-             "launches of a tuple made in a stream that is being captured, since what lies between them may be of\n"
-             "other calls, too. Raises as launch() does.");
 
 /* False, too, where the driver does not say: the launch then meets the reason. Stream 0 cannot be captured. */
 static bool is_captured(uintptr_t stream)
@@ -645,10 +597,6 @@ static PyObject *launch_known(PyObject *Py_UNUSED(module), PyObject *const *args
 }
 
 /* ------------------------------------------------------------------------------------------------------ module ---- */
-
-PyDoc_STRVAR(driver_version_doc, "driver_version() -> int\n\n"
-                                 "The CUDA version the driver supports, 1000 * major + 10 * minor. RuntimeError when\n"
-                                 "there is no driver.");
 
 static PyObject *driver_version(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))
 {
@@ -694,15 +642,21 @@ static bool add_type(PyObject *module, PyTypeObject **type, PyType_Spec *spec)
     return *type != NULL && PyModule_AddType(module, *type) == 0;
 }
 
+#define DOC(signature) signature "\n--\n\ndeep_tile/_launcher.pyi says what it takes, returns and raises."
+#define WITH_KEYWORDS(function) (PyCFunction)(void (*)(void))function, METH_VARARGS | METH_KEYWORDS
+#define FAST(function) (PyCFunction)(void (*)(void))function, METH_FASTCALL
+
 static PyMethodDef module_methods[] = {
-    {"load", (PyCFunction)(void (*)(void))load, METH_VARARGS | METH_KEYWORDS, load_doc},
-    {"prepare", (PyCFunction)(void (*)(void))prepare, METH_VARARGS | METH_KEYWORDS, prepare_doc},
-    {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, launch_doc},
-    {"read_tensors_of", read_tensors_of, METH_VARARGS, read_tensors_of_doc},
-    {"reads", (PyCFunction)(void (*)(void))reads, METH_FASTCALL, reads_doc},
-    {"signature", (PyCFunction)(void (*)(void))signature, METH_FASTCALL, signature_doc},
-    {"launch_known", (PyCFunction)(void (*)(void))launch_known, METH_FASTCALL, launch_known_doc},
-    {"driver_version", driver_version, METH_NOARGS, driver_version_doc},
+    {"load", WITH_KEYWORDS(load), DOC("load($module, cubin, name, smem_bytes, device)")},
+    {"prepare", WITH_KEYWORDS(prepare), DOC("prepare($module, kernel, /, *, grid, cluster, threads, params, names, "
+                                            "pointers, maps, fixed_maps, pdl)")},
+    {"launch", FAST(launch), DOC("launch($module, prepared, addresses, stream, /)")},
+    {"read_tensors_of", read_tensors_of, METH_VARARGS,
+     DOC("read_tensors_of($module, type, object_offset=0, keys_offset=0, plain=0, /)")},
+    {"reads", FAST(reads), DOC("reads($module, /, *tensors)")},
+    {"signature", FAST(signature), DOC("signature($module, /, *tensors)")},
+    {"launch_known", FAST(launch_known), DOC("launch_known($module, table, options, /, *tensors)")},
+    {"driver_version", driver_version, METH_NOARGS, DOC("driver_version($module)")},
     {NULL, NULL, 0, NULL},
 };
 

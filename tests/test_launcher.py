@@ -4,7 +4,9 @@ What it asks is seen through fake_driver.c, a libcuda.so.1 that writes every cal
 own, because a process opens the driver once.
 """
 
+import ast
 import ctypes
+import inspect
 import os
 import re
 import shlex
@@ -70,6 +72,21 @@ def test_depends_on_libc_alone():
     needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
     assert needed, dynamic
     assert all(re.match(r"(libc|libdl|libpthread|ld-linux.*|libc\.musl.*)\.so", library) for library in needed), needed
+
+
+def test_stub_agrees():
+    """deep_tile/_launcher.pyi has the module's names, with its functions' parameters."""
+    stub = ast.parse((ROOT / "deep_tile" / "_launcher.pyi").read_text()).body
+    functions = {node.name: node.args for node in stub if isinstance(node, ast.FunctionDef)}
+    types = {node.name for node in stub if isinstance(node, ast.ClassDef)}
+    assert functions.keys() | types == {name for name in dir(_launcher) if not name.startswith("_")}
+    for name, arguments in functions.items():
+        variadic = [arguments.vararg] if arguments.vararg else []
+        kinds = (arguments.posonlyargs, arguments.args, variadic, arguments.kwonlyargs)
+        seen = [(kind, argument.arg) for kind, of_kind in enumerate(kinds) for argument in of_kind]
+        parameters = inspect.signature(getattr(_launcher, name)).parameters.values()
+        assert seen == [(parameter.kind, parameter.name) for parameter in parameters]
+        assert len(arguments.defaults) == sum(parameter.default is not parameter.empty for parameter in parameters)
 
 
 def test_import_opens_no_driver():

@@ -102,7 +102,8 @@ def test_content(wheel):
     headers = {f"deep_tile/include/deep_tile/{path.name}" for path in (ROOT / "include/deep_tile").iterdir()}
     times = {f"deep_tile/select/times/{kind}.json" for kind in ("fp8", "fp8_1x128", "fp8_rows", "int8")}
     data = times | {"deep_tile/method/measured.json"}
-    assert set(names) == modules | headers | data | {"deep_tile/_launcher.abi3.so"}
+    launcher = {"deep_tile/_launcher.abi3.so", "deep_tile/_launcher.pyi"}
+    assert set(names) == modules | headers | data | launcher
 
 
 def test_extension_loads_where_pytorch_does(installed):
