@@ -23,6 +23,8 @@ from benchmarks import store, timing
 from benchmarks.shapes import M_RANGES, Shape, m_range, select_shapes
 from deep_tile import fp8_gemm, gemm, int8_gemm, plan, scaled_gemm
 from deep_tile.config import GemmConfig, ceil_div
+from deep_tile.kinds import KINDS as PRODUCTS
+from deep_tile.kinds import Element, Kind
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import (
     MAX_RELATIVE_ERROR,
@@ -70,14 +72,21 @@ def without_scales(dtype: torch.dtype) -> Callable[[Shape], Contest]:
     return contest
 
 
+def random_matrix(rows: int, k: int, element: Element) -> torch.Tensor:
+    values = torch.randn(rows, k, device="cuda")
+    if element.dtype == "int8":
+        values = (values * 30).round().clamp(-127, 127)
+    return values.to(getattr(torch, element.dtype))
+
+
 def scaled(kind: str) -> Callable[[Shape], Contest]:
-    """`scaled_gemm` with scales of rows, or of tensors for "fp8_tensor", against torch._scaled_mm in the fast way, and
+    """`scaled_gemm` with scales of rows, or of tensors for `OF_TENSORS`, against torch._scaled_mm in the fast way, and
     against torch._int_mm, which leaves INT32 as they are; `int8_gemm` against our `fp8_gemm`."""
 
     def contest(shape: Shape) -> Contest:
         integers = kind.startswith("int8")
-        a, b = (torch.randn(rows, shape.k, device="cuda") for rows in (shape.m, shape.n))
-        a, b = ((x * 30).round().clamp(-127, 127).to(torch.int8) if integers else x.to(FP8) for x in (a, b))
+        product = product_of(kind)
+        a, b = (random_matrix(rows, shape.k, element) for rows, element in ((shape.m, product.a), (shape.n, product.b)))
         out = torch.empty(shape.m, shape.n, device="cuda", dtype=torch.bfloat16)
         if kind == "int8":
             blocks = ceil_div(shape.k, 128)
@@ -90,7 +99,7 @@ def scaled(kind: str) -> Callable[[Shape], Contest]:
                 lambda: fp8_gemm(fp8[0], scales[0], fp8[1], scales[1], other),
                 lambda rows: scaled_gemm_reference(a[rows], scales[0][rows], b, scales[1], torch.float32),
             )
-        sizes = ((), ()) if kind == "fp8_tensor" else ((shape.m, 1), (1, shape.n))
+        sizes = ((), ()) if kind in OF_TENSORS else ((shape.m, 1), (1, shape.n))
         a_scale, b_scale = (torch.rand(size, device="cuda") + 0.5 for size in sizes)
 
         def theirs() -> torch.Tensor:
@@ -123,10 +132,13 @@ def row_blocks(shape: Shape) -> Contest:
     )
 
 
+OF_TENSORS = {"fp8_tensor": "fp8_rows", "fp8_tensor_e5m2_e4m3": "fp8_rows_e5m2_e4m3"}
+"""Kinds with one scale of all, and what multiplies them: torch mixes formats with such scales alone."""
+
 KINDS = {
     "bf16": without_scales(torch.bfloat16),
     "fp16": without_scales(torch.float16),
-    **{kind: scaled(kind) for kind in ("fp8_rows", "fp8_tensor", "int8", "int8_rows")},
+    **{kind: scaled(kind) for kind in ("fp8_rows", *OF_TENSORS, "int8", "int8_rows")},
     "fp8_1x128": row_blocks,
 }
 OUTPUTS = {"fp16": "fp16", "fp8_1x128": "fp32"}
@@ -136,9 +148,12 @@ FAST_ERROR = 5e-2
 """Relative, of FP8 sums over all of k as the tensor cores keep them, at most."""
 
 
+def product_of(kind: str) -> Kind:
+    return PRODUCTS[OF_TENSORS.get(kind, kind)]
+
+
 def problem_of(kind: str, shape: Shape, num_sms: int = 132) -> GemmProblem:
-    output = OUTPUTS.get(kind, "bf16")
-    return GemmProblem(*shape, num_sms=num_sms, kind="fp8_rows" if kind == "fp8_tensor" else kind, output=output)
+    return GemmProblem(*shape, num_sms=num_sms, kind=product_of(kind).name, output=OUTPUTS.get(kind, "bf16"))
 
 
 def check(contest: Contest, config: GemmConfig | None, shape: Shape, most: float) -> None:

@@ -53,7 +53,9 @@ _DEFAULT_DTYPE = torch.bfloat16
 _PRECOMPILED = {**OUTPUT_NAMES, torch.float8_e4m3fn: QUANTIZED}
 """Results that `precompile` knows."""
 
-_KINDS_OF_DTYPES = {torch_dtype(KINDS[name].a): KINDS[name] for name in ("fp8", "bf16", "fp16", "int8")}
+_KINDS_OF_DTYPES = {
+    torch_dtype(KINDS[name].a): KINDS[name] for name in ("fp8", "bf16", "fp16", "int8", "fp8_rows_e5m2_e5m2")
+}
 """What `supports` takes a dtype for."""
 
 
@@ -292,12 +294,12 @@ def supports(
     a_stride: int | None = None,
     b_stride: int | None = None,
 ) -> tuple[bool, str]:
-    """Whether `fp8_gemm`, or `gemm` for BF16 and FP16 and `int8_gemm` for INT8, takes such a problem, and if not, why;
-    for dispatchers, without tensors or a GPU.
+    """Whether `fp8_gemm`, or `gemm` for BF16 and FP16, `int8_gemm` for INT8 and `scaled_gemm` for e5m2, takes such a
+    problem, and if not, why; for dispatchers, without tensors or a GPU.
 
     Args:
         m, n, k: sizes in elements; scales are taken to be dense.
-        dtype: of the operands: float8_e4m3fn, bfloat16, float16 or int8.
+        dtype: of the operands: float8_e4m3fn, float8_e5m2, bfloat16, float16 or int8.
         out_dtype: of `out`: bfloat16, float16 or float32; the call's default when None.
         a_stride, b_stride: row strides in elements; contiguous rows when None.
     """
@@ -367,7 +369,8 @@ def precompile(
         grouping: "offs" or "counts" for grouped products, by what they are given, or "k_offs" for
             `fp8_grouped_wgrad`, of weights [n, k]; kernels of all numbers of groups.
         kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`, "bf16" and "fp16" for `gemm`, "int8" for `int8_gemm`,
-            "fp8_rows", "int8_rows" and "fp8_1x128" for `scaled_gemm`, the latter for `fp8_wgrad`, too.
+            "fp8_rows", "int8_rows" and "fp8_1x128" for `scaled_gemm`, the latter for `fp8_wgrad`, too. Those of FP8
+            end in the formats of a and b, unless both are e4m3, as "fp8_rows_e5m2_e4m3".
         out_dtype: of `out`; the call's default when None. float8_e4m3fn for `fp8_gemm_cast`.
         accumulate: as later passed; with an `out_dtype` of float32.
         bias: its dtype; None: there is none.

@@ -202,13 +202,13 @@ class GemmConfig:
     def name(self) -> str:
         """Kernel name, profiler row, command-line argument and test id, e.g. `fp8_gemm_128x256x128_s4_c2x1`."""
         store = "" if self.tma_store else "_any"
-        return self._named(self.output, self.finish_name) + store
+        return self._named(self.kind, self.output, self.finish_name) + store
 
     @cached_property
     def timed_name(self) -> str:
-        """Name of the kernel whose times and measured choices are this one's: it stores sums as they are, by TMA, in
-        `timed_output`."""
-        return self._named(self.product.timed_output(self.output))
+        """Name of the kernel whose times and measured choices are this one's: of its family, it stores sums as they
+        are, by TMA, in `timed_output`."""
+        return self._named(self.product.family, self.product.timed_output(self.output))
 
     @property
     def finish_name(self) -> str:
@@ -216,7 +216,7 @@ class GemmConfig:
         bias = "" if self.bias == "none" else f"_bias_{self.bias}"
         return bias + ("" if self.activation == "none" else f"_{self.activation}")
 
-    def _named(self, output: str, finish: str = "") -> str:
+    def _named(self, kind: str, output: str, finish: str = "") -> str:
         """Without where it stores."""
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         output = "" if output == self.product.output else f"_{output}"
@@ -227,7 +227,7 @@ class GemmConfig:
         grouping = f"_{self.grouping}" if self.is_grouped else ""
         special = resident + narrow + ("_p" if self.pairs else "") + grouping + output
         special += ("_add" if self.accumulate else "") + finish
-        return f"{self.kind}_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{special}{buffers}"
+        return f"{kind}_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{special}{buffers}"
 
     @property
     def product(self) -> Kind:

@@ -1,9 +1,9 @@
 """Products of other kinds than `fp8_gemm`'s: BF16 and FP16; INT8 with block scales; FP8 and INT8 with scales of rows;
-FP8 with scales of 1x128 for both operands, as weight gradients have them.
+FP8 with scales of 1x128 for both operands, as weight gradients have them; e5m2 mixed with e4m3.
 
 Called by users. The warm path is api.py's: one call into C; and so are the checks that every product shares.
-Invariant: a kind is a row of `kinds.KINDS`, and a call is one of `_CALLS`: the kinds that it makes, by the dtype of
-their operands.
+Invariant: a kind is a row of `kinds.KINDS`, and a call is one of `_CALLS`: the kinds that it makes, by scaling and by
+the dtypes of their operands.
 """
 
 import sys
@@ -49,46 +49,53 @@ class _Call(NamedTuple):
     """A function of this module.
 
     Attributes:
-        kinds: that it makes, by the dtype of the operands.
+        kinds: that it makes, by the scaling and the dtypes of a and b.
         names: of its operands, in order.
         out_dtype: of what it allocates; None: that of the operands.
         remedy: for operands of another dtype.
         to_train: what has gradients instead.
     """
 
-    kinds: dict[torch.dtype, Kind]
+    kinds: dict[tuple[str, torch.dtype, torch.dtype], Kind]
     names: tuple[str, ...]
     out_dtype: torch.dtype | None
     remedy: str
     to_train: str
 
+    @property
+    def dtypes(self) -> dict[torch.dtype, tuple[torch.dtype, ...]]:
+        """Of a, and with each of these of b."""
+        pairs = dict.fromkeys((a, b) for _, a, b in self.kinds)
+        return {a: tuple(b for with_a, b in pairs if with_a == a) for a, _ in pairs}
 
-def _kinds(scaling: str, *names: str) -> dict[torch.dtype, Kind]:
-    found = [KINDS[name] for name in names] or [kind for kind in KINDS.values() if kind.scaling == scaling]
-    return {finishes.torch_dtype(kind.a): kind for kind in found}
+
+def _kinds(*families: str) -> dict[tuple[str, torch.dtype, torch.dtype], Kind]:
+    found = (kind for kind in KINDS.values() if kind.family in families)
+    return {(kind.scaling, finishes.torch_dtype(kind.a), finishes.torch_dtype(kind.b)): kind for kind in found}
 
 
 _SCALED = ("a", "a_scale", "b", "b_scale")
 _LINEAR = "torch.nn.functional.linear"
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _CALLS = {
-    "gemm": _Call(_kinds("none"), ("a", "b"), None, "a.to(torch.bfloat16)", _LINEAR),
+    "gemm": _Call(_kinds("bf16", "fp16"), ("a", "b"), None, "a.to(torch.bfloat16)", _LINEAR),
     "int8_gemm": _Call(
-        _kinds("blocks", "int8"),
+        _kinds("int8"),
         _SCALED,
         torch.bfloat16,
         "quantise to torch.int8, with a scale for each 1x128 and 128x128",
         _LINEAR,
     ),
     "scaled_gemm": _Call(
-        _kinds("rows"),
+        _kinds("fp8_rows", "fp8_1x128", "fp8", "int8_rows", "int8"),
         _SCALED,
         torch.bfloat16,
         "quantise to torch.float8_e4m3fn or torch.int8, with a scale for each row, or one",
         _LINEAR,
     ),
     "fp8_wgrad": _Call(
-        _kinds("row_blocks"),
+        _kinds("fp8_1x128"),
         ("dy", "dy_scale", "x", "x_scale"),
         torch.float32,
         "quantise with deep_tile.transposed_cast_to_fp8",
@@ -216,7 +223,7 @@ def scaled_gemm(
     constant_weights: bool = False,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """FP8 or INT8 matrix product with scales of rows, or of 128 of a row: `out = (a * a_scale) @ (b * b_scale)^T`.
+    """FP8 or INT8 matrix product with scales of rows, or of blocks: `out = (a * a_scale) @ (b * b_scale)^T`.
 
     With a scale for each row, or one for all, `out[m, n] = a_scale[m] * b_scale[n] * sum_k a[m, k] * b[n, k]`. The
     tensor cores add up all of k: exactly in INT32 of INT8, for k up to 131072; of FP8 with the 14 bits or so that they
@@ -224,15 +231,17 @@ def scaled_gemm(
 
     With a scale for each 128 of a row of FP8 (1x128, of both operands),
     `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n, k // 128]`: sums over 128 of k are scaled
-    and added in FP32, as by `fp8_gemm`. All else is as for that.
+    and added in FP32, as by `fp8_gemm`. With scales of 1x128 and of 128x128 for b, it is `fp8_gemm` or `int8_gemm`, of
+    FP8 in either format. All else is as for these.
 
     Args:
-        a: [m, k] float8_e4m3fn or int8, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
-        a_scale: float32 or float8_e8m0fnu: [m] or [m, 1], or one number of any shape; or, of FP8, [m, ceil(k / 128)],
-            any strides within 4 GB, fastest as `per_token_cast_to_fp8` makes them.
-        b: [n, k] of the same dtype, laid out like `a`.
+        a: [m, k] float8_e4m3fn, float8_e5m2 or int8, unit stride along k, row stride a multiple of 16 bytes, 16-byte
+            aligned.
+        a_scale: float32 or float8_e8m0fnu: [m] or [m, 1], or one number of any shape; or [m, ceil(k / 128)], any
+            strides within 4 GB, fastest as `per_token_cast_to_fp8` makes them.
+        b: [n, k] laid out like `a`: of FP8 too, in either format, or int8.
         b_scale: likewise: [n], [n, 1] or [1, n], or one number; torch's scales of tensors and of rows are these. With
-            blocks in a_scale [n, ceil(k / 128)].
+            blocks in a_scale [n, ceil(k / 128)] of FP8, or [ceil(n / 128), ceil(k / 128)].
         out: [m, n] bfloat16, float16 or float32, as for `gemm`; allocated when None.
         bias, activation: as for `fp8_gemm`.
         out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
@@ -281,9 +290,10 @@ def fp8_wgrad(
     added. `transposed_cast_to_fp8` makes such operands of dy [s, n] and x [s, k].
 
     Args:
-        dy: [n, s] float8_e4m3fn, unit stride along tokens, row stride a multiple of 16 bytes, 16-byte aligned.
+        dy: [n, s] float8_e4m3fn or float8_e5m2, unit stride along tokens, row stride a multiple of 16 bytes, 16-byte
+            aligned.
         dy_scale: [n, ceil(s / 128)] float32 or float8_e8m0fnu, any strides within 4 GB.
-        x: [k, s] float8_e4m3fn, laid out like `dy`.
+        x: [k, s] of either dtype, laid out like `dy`.
         x_scale: [k, ceil(s / 128)], likewise.
         out: [n, k] float32, or without `accumulate` bfloat16 or float16; unit stride along k, otherwise as for `gemm`.
         accumulate: add to what `out` holds, rather than write over it.
@@ -375,7 +385,7 @@ def _call_unknown(operands, out, options: _Options, bias) -> None:
 def _compute_without_kernel(operands, out, options: _Options, bias) -> None:
     if not out.numel():
         return
-    reference = _REFERENCES[_kind(options.call, operands).scaling]
+    reference = _REFERENCES[_kind(options, operands).scaling]
     if bias is None and options.activation is None:
         product = reference(*operands, out.dtype)
     else:
@@ -416,27 +426,41 @@ def _problem(operands, out, options: _Options, bias=None) -> GemmProblem:
         num_sms=options.num_sms,
         tma_store=api.tma_can_store(out),
         split_k=not options.batch_invariant,
-        kind=_kind(options.call, operands).name,
+        kind=_kind(options, operands).name,
         output=finishes.OUTPUT_NAMES[out.dtype],
         accumulate=options.accumulate,
         **finishes.for_problem(bias, options.activation),
     )
 
 
-def _kind(call: str, operands) -> Kind:
-    """What a call makes of operands of a dtype that it takes."""
-    kind = _CALLS[call].kinds[operands[0].dtype]
-    if kind.name == "fp8_rows" and any(map(_has_blocks, operands[::2], operands[1::2])):
-        return KINDS["fp8_1x128"]
-    return kind
+def _kind(options: _Options, operands) -> Kind:
+    """What a call makes of operands of dtypes that it takes."""
+    a, b = _matrices(operands)
+    kinds = _CALLS[options.call].kinds
+    scalings = [scaling for scaling, *dtypes in kinds if dtypes == [a.dtype, b.dtype]]
+    return kinds[_scaling(operands, scalings), a.dtype, b.dtype]
 
 
-def _has_blocks(x: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether the scale is one for each 128 of a row, of which there are several."""
+def _scaling(operands, known: list[str]) -> str:
+    """Which of the scalings that are known for its dtypes a product has, by the shapes of its scales. Where k has one
+    block and n as well, all mean the same."""
+    if len(known) == 1:
+        return known[0]
+    a, a_scale, b, b_scale = operands
+    of_a, of_b = _is_of_blocks(a, a_scale), _is_of_blocks(b, b_scale)
+    several = a.dim() == 2 and a.shape[1] > SCALE_BLOCK
+    if of_a and not of_b and _is_of_blocks(b, b_scale, SCALE_BLOCK) and (several or b.shape[0] > SCALE_BLOCK):
+        return "blocks"
+    if several and (of_a or of_b):
+        return "row_blocks" if "row_blocks" in known else "blocks"
+    return "rows"
+
+
+def _is_of_blocks(x: torch.Tensor, scale: torch.Tensor, rows: int = 1) -> bool:
+    """Whether a scale has one number for each 128 of k in so many rows."""
     if x.dim() != 2 or scale.dim() != 2:
         return False
-    blocks = ceil_div(x.shape[1], SCALE_BLOCK)
-    return blocks > 1 and scale.shape[1] == blocks and scale.shape[0] == x.shape[0]
+    return scale.shape[1] == ceil_div(x.shape[1], SCALE_BLOCK) and scale.shape[0] == ceil_div(x.shape[0], rows)
 
 
 def _layout(operands, out, kind: Kind) -> plan.Layout:
@@ -510,11 +534,14 @@ def _check_formats(options: _Options, operands, out, bias) -> None:
     """Check dtypes, devices and shapes; `out` may be None."""
     call, (a, b) = _CALLS[options.call], _matrices(operands)
     a_name, b_name = _matrices(call.names)
-    if a.dtype not in call.kinds:
-        remedy = "call deep_tile.fp8_gemm, with scales" if a.dtype == torch.float8_e4m3fn else call.remedy
-        raise TypeError(f"{a_name} must be one of {finishes.names(call.kinds)}; got {a.dtype}. To fix: {remedy}")
-    if b.dtype != a.dtype:
-        raise TypeError(f"{b_name} must be {a.dtype}, as {a_name} is; got {b.dtype}. To fix: make both of one dtype")
+    if a.dtype not in call.dtypes:
+        remedy = "call deep_tile.scaled_gemm, with scales" if a.dtype in _FP8 else call.remedy
+        raise TypeError(f"{a_name} must be one of {finishes.names(call.dtypes)}; got {a.dtype}. To fix: {remedy}")
+    if b.dtype not in call.dtypes[a.dtype]:
+        wanted = " or ".join(map(str, call.dtypes[a.dtype]))
+        raise TypeError(
+            f"{b_name} must be {wanted}, since {a_name} is {a.dtype}; got {b.dtype}. To fix: make both of one dtype"
+        )
     for name, x in zip(call.names, operands, strict=True):
         if name.endswith("_scale") and x.dtype not in tensors.SCALE_DTYPES:
             raise TypeError(
@@ -532,7 +559,7 @@ def _check_formats(options: _Options, operands, out, bias) -> None:
     api.check_devices(a, **dict(zip(call.names[1:], operands[1:], strict=True)), out=out)
     api.check_product_shapes(a, b, out, options.activation, (a_name, b_name))
     finishes.check_finish(bias, options.activation, b)
-    scaling = _kind(options.call, operands).scaling
+    scaling = _kind(options, operands).scaling
     if scaling == "blocks":
         api.check_scale_shapes(*operands)
     elif scaling == "row_blocks":
@@ -559,8 +586,8 @@ def _check_row_scales(a, a_scale, b, b_scale) -> None:
         if long and not (len(long) == 1 and ops.holds(long[0] == rows)):
             raise ValueError(
                 f"{name}_scale must have one number, or one for each of {name}'s {rows} rows, as [{rows}] or "
-                f"[{rows}, 1]; got {tuple(scale.shape)}. Both scales of FP8 may be of 1x128; others of blocks are for "
-                "fp8_gemm and int8_gemm"
+                f"[{rows}, 1]; got {tuple(scale.shape)}. Or give both scales of blocks: a_scale [m, ceil(k / 128)], "
+                "b_scale [ceil(n / 128), ceil(k / 128)], or of FP8 [n, ceil(k / 128)]"
             )
 
 

@@ -56,6 +56,11 @@ class Kind(NamedTuple):
         return f"{self.sums}.{self.a.name}.{self.b.name}"
 
     @property
+    def family(self) -> str:
+        """Name of the kind that this one differs from in a word of its instruction, if at all; one of `FAMILIES`."""
+        return self.name.removesuffix(_formats(self.a, self.b))
+
+    @property
     def promotes(self) -> bool:
         """Whether the sum of each K block is scaled, and then added to FP32 sums by math warps."""
         return self.scaling in ("blocks", "row_blocks")
@@ -73,12 +78,19 @@ class Kind(NamedTuple):
 
 
 E4M3 = Element("e4m3", 1, "float8_e4m3fn")
+E5M2 = Element("e5m2", 1, "float8_e5m2")
 BF16 = Element("bf16", 2, "bfloat16")
 F16 = Element("f16", 2, "float16")
 S8 = Element("s8", 1, "int8")
 F32 = Element("f32", 4, "float32")
 
-KINDS = {
+
+def _formats(a: Element, b: Element) -> str:
+    """What the name of a kind of FP8 has at its end, unless both operands are e4m3."""
+    return f"_{a.name}_{b.name}"
+
+
+FAMILIES = {
     kind.name: kind
     for kind in (
         Kind("fp8", E4M3, E4M3, "blocks", "f32"),
@@ -90,6 +102,15 @@ KINDS = {
         Kind("int8_rows", S8, S8, "rows", "s32"),
     )
 }
+"""Kinds, those of FP8 with e4m3 for both operands. WGMMA multiplies any pair of its formats, all else being alike."""
+
+KINDS = FAMILIES | {
+    kind.name + _formats(a, b): kind._replace(name=kind.name + _formats(a, b), a=a, b=b)
+    for kind in FAMILIES.values()
+    if kind.a == E4M3
+    for a, b in ((E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2))
+}
+"""All kinds."""
 
 GROUPINGS = ("none", "offs", "counts", "k_offs")
 """How the rows of `a` and `out` belong to matrices of `b`. "none": all to the one that there is. "offs": group by

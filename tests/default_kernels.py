@@ -30,6 +30,7 @@ KINDS_CONFIGS = (
     *default_configs(True, "fp8_1x128", "fp32", True)[::3],
     *default_configs(False, "fp8_1x128", "fp32", True)[1::4],
     *default_configs(True, "bf16", "fp32", True)[2::8],
+    *default_configs(True, "fp8_rows_e5m2_e4m3")[::8],
     *grouped_configs("k_offs", True, True),
     *grouped_configs("k_offs", True, False)[::3],
     *grouped_configs("k_offs", False, True)[1:],

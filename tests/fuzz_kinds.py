@@ -56,7 +56,7 @@ from strategies import USUAL, Limits, Place, Problem, Use, draw_config, draw_pro
 import deep_tile
 from deep_tile import GemmConfig, plan
 from deep_tile.config import ceil_div, round_up
-from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, OUTPUTS, Element
+from deep_tile.kinds import ACTIVATIONS, BIASES, FAMILIES, KINDS, OUTPUTS, Element
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import MAX_RELATIVE_ERROR, group_rows
 from deep_tile.select.defaults import default_configs
@@ -64,19 +64,19 @@ from deep_tile.select.groups import grouped_configs
 from deep_tile.tensors import as_float32
 
 GRADIENTS = "groups of gradients"
-"""What `fp8_grouped_wgrad` makes, beside the kinds of `KINDS`."""
+"""What `fp8_grouped_wgrad` makes, beside the kinds of `FAMILIES`."""
 
 FINISHES = tuple(product(BIASES, ACTIVATIONS))
 CALLS = {
-    "fp8": ("fp8_gemm",),
+    "fp8": ("fp8_gemm", "scaled_gemm"),
     "bf16": ("gemm",),
     "fp16": ("gemm",),
-    "int8": ("int8_gemm",),
+    "int8": ("int8_gemm", "scaled_gemm"),
     "fp8_1x128": ("scaled_gemm", "fp8_wgrad"),
     "fp8_rows": ("scaled_gemm",),
     "int8_rows": ("scaled_gemm",),
 }
-"""The functions that make a kind."""
+"""The functions that make a family of kinds."""
 
 SCALE_FORMS = {
     "column": lambda scale: scale,
@@ -198,13 +198,16 @@ class Draw(NamedTuple):
 
 
 def draw_kernels(random: Random, each: int, num_sms: int) -> list[GemmConfig]:
-    """`each` of every kind and of groups of gradients, in an order of chance; every finish in turn."""
+    """`each` of every family of kinds and of groups of gradients, in an order of chance; every finish in turn, and
+    every kind of a family."""
     finishes = cycle(random.sample(FINISHES, len(FINISHES)))
     kernels: list[GemmConfig] = []
-    for kind in (*KINDS, GRADIENTS):
+    for family in (*FAMILIES, GRADIENTS):
         found: dict[GemmConfig, None] = {}
+        own = [kind.name for kind in KINDS.values() if kind.family == family] or [GRADIENTS]
+        kinds = cycle(random.sample(own, len(own)))
         while len(found) < each:
-            made = _draw_made(random, kind, finishes)
+            made = _draw_made(random, next(kinds), finishes)
             choices = selectable(draw_config(random, **made))
             for _ in range(_VARIANT // 2):
                 drawn = draw_for(random, random.choice(choices), num_sms, USUAL)
@@ -228,7 +231,7 @@ def _draw_made(random: Random, kind: str, finishes: Iterator[tuple[str, str]]) -
     if kind == GRADIENTS:
         made = {"kind": "fp8_1x128", "output": "fp32", "grouping": "k_offs", "accumulate": random.random() < 0.6}
         return made | stored
-    if kind != "fp8" and random.random() < 0.25:
+    if random.random() < 0.25:
         return {"kind": kind, "output": "fp32", "accumulate": True} | stored
     bias, activation = next(finishes)
     output = random.choice(list(OUTPUTS))
@@ -251,15 +254,12 @@ def draw(random: Random, kernels: dict[str, GemmConfig], number: int, num_sms: i
 
 def draw_for(random: Random, config: GemmConfig, num_sms: int, limits: Limits) -> Draw:
     """A call with that kernel."""
-    call = "fp8_grouped_wgrad" if config.by_k else random.choice(CALLS[config.kind])
-    if config.is_finished and config.kind == "fp8_1x128":
-        call = "scaled_gemm"
+    call = "fp8_grouped_wgrad" if config.by_k else _draw_call(random, config)
     tokens = _draw_tokens(random, limits) if config.by_k else None
     problem = _draw_problem(random, config, tokens, limits)
-    if call == "scaled_gemm" and config.column_scales and problem.k <= 128:  # whose scales are those of rows
-        if config.is_finished:
-            return draw_for(random, config, num_sms, limits)
-        call = "fp8_wgrad"
+    one_block = problem.k <= 128 and (config.column_scales or problem.n <= 128)
+    if call == "scaled_gemm" and config.product.promotes and one_block:  # whose scales are those of rows
+        return draw_for(random, config, num_sms, limits)
     use = draw_use(random, problem, config, num_sms)
     if config.by_k or call == "fp8_wgrad":
         use = use._replace(constant_weights=False)
@@ -271,6 +271,16 @@ def draw_for(random: Random, config: GemmConfig, num_sms: int, limits: Limits) -
         tokens=tokens,
         seed=random.randrange(2**31),
     )
+
+
+def _draw_call(random: Random, config: GemmConfig) -> str:
+    """One that makes such products, of one problem or another."""
+    calls = CALLS[config.product.family]
+    if config.kind != "fp8" or config.accumulate:
+        calls = [call for call in calls if call != "fp8_gemm"]
+    if config.is_finished:
+        calls = [call for call in calls if call != "fp8_wgrad"]
+    return random.choice(calls)
 
 
 def _draw_problem(random: Random, config: GemmConfig, tokens: Tokens | None, limits: Limits) -> Problem:
@@ -568,7 +578,7 @@ class Fuzzer:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0], seconds=60)
-    options.add_argument("--configs", type=int, default=64, help="of each kind (default: %(default)s)")
+    options.add_argument("--configs", type=int, default=64, help="of each family of kinds (default: %(default)s)")
     options.add_argument("--first-round", type=int, default=0)
     options.add_argument("--rounds", type=int, default=sys.maxsize, help="at most")
     options.set_defaults(limits=USUAL)

@@ -25,7 +25,7 @@ from deep_tile import (
     sources,
 )
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
-from deep_tile.kinds import KINDS, OUTPUTS
+from deep_tile.kinds import KINDS, OUTPUTS, Element
 from deep_tile.quantize import FP8_MAX
 from deep_tile.reference import MAX_RELATIVE_ERROR
 
@@ -298,14 +298,13 @@ def make_product(
     print(f"make_product({kind!r}, {m}, {n}, {k}, seed={seed})")
     generator = torch.Generator(device).manual_seed(seed)
     product = KINDS[kind]
-    dtype = getattr(torch, product.a.dtype)
-    size = 40 if dtype == torch.int8 else 1
+    size = 40 if product.sums == "s32" else 1
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
-    def matrix(rows: int) -> torch.Tensor:
-        values = draw(rows, k) * size
+    def matrix(rows: int, element: Element) -> torch.Tensor:
+        dtype, values = getattr(torch, element.dtype), draw(rows, k) * size
         values = values.round().clamp(-128, 127) if dtype == torch.int8 else values
         return _placed(values.to(dtype), (round_up(k, 16 // dtype.itemsize) + padding // dtype.itemsize, 1))
 
@@ -315,7 +314,7 @@ def make_product(
             return _placed(values if scales == "row" else values[:1], (3, 1))
         return _placed_scale(values, scales)
 
-    a, b = matrix(m), matrix(n)
+    a, b = matrix(m, product.a), matrix(n, product.b)
     if product.scaling == "none":
         return product_of(kind, (a, b))
     groups = ceil_div(k, SCALE_BLOCK) if product.promotes else 1
@@ -331,12 +330,13 @@ def product_of(kind: str, operands: tuple[torch.Tensor, ...]) -> Product:
     """
     if len(operands) == 2:
         return Product(gemm, operands, exact_dense_product(*operands), ACCUMULATION_WITHOUT_SCALES, 1e-5)
-    scaling, operands = KINDS[kind].scaling, Operands(*operands)
-    if scaling == "row_blocks":
+    family, operands = KINDS[kind].family, Operands(*operands)
+    if family == "fp8_1x128":
         # Of one block the scales are those of rows, and so is the kernel: as accurate.
         return Product(scaled_gemm, operands, exact_product(operands, b_rows=1), ACCUMULATION, MAX_RELATIVE_ERROR)
-    if kind == "fp8":
-        return Product(fp8_gemm, operands, exact_product(operands), ACCUMULATION, 1e-3)
+    if family == "fp8":
+        call = fp8_gemm if kind == "fp8" else scaled_gemm
+        return Product(call, operands, exact_product(operands), ACCUMULATION, 1e-3)
     if kind == "int8":
         return Product(int8_gemm, operands, exact_product(operands), ACCUMULATION_WITHOUT_SCALES, 1e-5)
     factors = operands.a_scale.double().reshape(-1, 1) * operands.b_scale.double().reshape(1, -1)

@@ -78,19 +78,62 @@ def test_refused_scales(kind):
     guarded.assert_untouched()
 
 
-def test_scales_of_1x128_are_told_from_scales_of_rows():
-    """By their shapes; one block has scales of rows, which mean the same."""
-    a, b = (torch.ones(rows, 256).to(torch.float8_e4m3fn) for rows in (2, 3))
-    blocks = torch.ones(2, 2), torch.ones(3, 2)
-    for scales, kind in (
-        (blocks, "fp8_1x128"),
-        ((torch.ones(2, 1), torch.ones(1, 3)), "fp8_rows"),
-        ((torch.ones(1, 2), torch.ones(())), "fp8_rows"),
+@pytest.mark.parametrize(
+    ("sizes", "shapes", "scaling"),
+    [
+        ((2, 3, 256), ((2, 2), (3, 2)), "row_blocks"),
+        ((2, 3, 256), ((2, 1), (1, 3)), "rows"),
+        ((2, 3, 256), ((1, 2), ()), "rows"),
+        ((2, 3, 256), ((2, 2), (1, 2)), "blocks"),
+        ((2, 300, 256), ((2, 2), (3, 2)), "blocks"),
+        ((2, 1, 256), ((2, 2), (1, 2)), "row_blocks"),
+        ((2, 3, 100), ((2, 1), (3, 1)), "rows"),
+        ((2, 3, 100), ((2, 1), (1, 1)), "rows"),
+        ((2, 300, 100), ((2, 1), (3, 1)), "blocks"),
+        ((2, 300, 100), ((2, 1), (300, 1)), "rows"),
+        ((2, 3, 300), ((2, 1), (1, 3)), "rows"),  # the latter could be of one block of 128 rows, the former not
+    ],
+)
+def test_scales_of_blocks_are_told_from_scales_of_rows(sizes, shapes, scaling):
+    """By their shapes; one block along k has scales of rows, which mean the same."""
+    (m, n, k), (a_scale, b_scale) = sizes, map(torch.ones, shapes)
+    for family, kind in ((kind.family, kind) for kind in KINDS.values() if kind.scaling == scaling):
+        operands = torch.ones(m, k).to(dtype_of(kind.a)), a_scale, torch.ones(n, k).to(dtype_of(kind.b)), b_scale
+        assert dense._kind(dense._Options("scaled_gemm"), operands) == kind
+        if family == "fp8_1x128":
+            assert dense._kind(dense._Options("fp8_wgrad"), operands) == kind
+
+
+def dtype_of(element):
+    return getattr(torch, element.dtype)
+
+
+@pytest.mark.parametrize("family", ["fp8", "fp8_1x128", "fp8_rows"])
+def test_formats_of_fp8_are_mixed(family):
+    """Every pair is multiplied as the values that it holds: those of a rounded to e5m2 are e4m3's, too."""
+    a, a_scale, b, b_scale = make_product(family, 37, 130, 304).operands
+    coarse = [x.float().to(torch.float8_e5m2) for x in (a, b)]
+    fine = [x.float().to(torch.float8_e4m3fn) for x in coarse]
+    wanted = scaled_gemm(fine[0], a_scale, fine[1], b_scale)
+    for pair in ((coarse[0], fine[1]), (fine[0], coarse[1]), coarse):
+        assert same_bits(scaled_gemm(pair[0], a_scale, pair[1], b_scale), wanted)
+
+
+def test_pairs_of_dtypes_that_have_no_kernel_are_refused():
+    a, b = torch.ones(4, 32).to(torch.float8_e5m2), torch.ones(8, 32, dtype=torch.int8)
+    one = torch.ones(())
+    for pair, text in (
+        (
+            (a, b),
+            r"b must be torch\.float8_e4m3fn or torch\.float8_e5m2, since a is torch\.float8_e5m2; got torch\.int8",
+        ),
+        ((b, a), r"b must be torch\.int8, since a is torch\.int8; got torch\.float8_e5m2. To fix"),
+        ((b.float(), a), r"a must be one of torch\.float8_e4m3fn, torch\.int8, torch\.float8_e5m2; got torch\.float32"),
     ):
-        assert dense._kind("scaled_gemm", (a, scales[0], b, scales[1])).name == kind
-    narrow = (a[:, :100], blocks[0][:, :1], b[:, :100], blocks[1][:, :1])
-    assert dense._kind("scaled_gemm", narrow).name == "fp8_rows"
-    assert dense._kind("fp8_wgrad", narrow).name == "fp8_1x128"
+        with pytest.raises(TypeError, match=text):
+            scaled_gemm(pair[0], one, pair[1], one)
+    with pytest.raises(TypeError, match=r"got torch\.float8_e5m2. To fix: call deep_tile\.scaled_gemm, with scales"):
+        gemm(a, a)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind.name != "fp8"], ids=lambda kind: kind.name)
@@ -190,7 +233,7 @@ def good():
 
 REFUSED = [
     ("a", lambda g: {"a": g["a"].float()}, TypeError, r"torch\.float32.*a\.to\(torch\.bfloat16\)"),
-    ("a", lambda g: {"a": g["a"].to(torch.float8_e4m3fn)}, TypeError, r"torch\.float8_e4m3fn.*fp8_gemm"),
+    ("a", lambda g: {"a": g["a"].to(torch.float8_e4m3fn)}, TypeError, r"torch\.float8_e4m3fn.*scaled_gemm"),
     ("b", lambda g: {"b": g["b"].half()}, TypeError, r"torch\.float16.*both of one dtype"),
     ("a", lambda g: {"a": None}, TypeError, r"NoneType"),
     ("b", lambda g: {"b": torch._neg_view(g["b"])}, TypeError, r"negates.*resolve_neg"),
@@ -276,6 +319,7 @@ def test_the_op_is_traced_and_checks():
 
 @each_scaled_kind
 def test_the_ops_of_scaled_kinds(kind):
+    torch._dynamo.reset()  # it counts the kinds before this one as compilations of the same function
     product = make_product(kind.name, 6, 16, 160)
     traced = torch.compile(lambda *operands: product.call(*operands) + 1, backend="aot_eager", fullgraph=True)
     assert torch.equal(traced(*product.operands), product.call(*product.operands) + 1)

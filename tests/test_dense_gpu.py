@@ -36,7 +36,7 @@ from deep_tile import (
     scaled_gemm,
 )
 from deep_tile.config import round_up
-from deep_tile.kinds import OUTPUTS
+from deep_tile.kinds import FAMILIES, KINDS, OUTPUTS
 from deep_tile.reference import relative_error
 from deep_tile.select.defaults import default_configs
 
@@ -45,6 +45,9 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 OPERANDS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """dtypes of operands by kind."""
+
+MIXED_BLOCKS = [kind.name for kind in KINDS.values() if kind.family == "fp8" != kind.name]
+"""Kinds with scales of 1x128 and 128x128 that `scaled_gemm` makes alone."""
 
 CONFIGS = (
     *default_configs(True, "bf16"),
@@ -69,6 +72,9 @@ CONFIGS = (
     *default_configs(False, "fp8_1x128", "fp32", True)[1::2],
     *default_configs(True, "bf16", "fp32", True)[::4],
     *default_configs(False, "int8_rows", "fp32", True)[3::6],
+    *default_configs(True, "fp8_rows_e5m2_e4m3")[::6],
+    *default_configs(True, "fp8_1x128_e5m2_e5m2", "fp32")[::6],
+    *default_configs(True, "fp8_e4m3_e5m2")[::9],
 )
 
 LEGAL_CORNERS = (
@@ -133,8 +139,10 @@ def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int, scale
         layout = {"stride": n + 8}
     else:
         layout = {"stride": n + 1 - n % 2, "offset": 3}
+    if config.kind in MIXED_BLOCKS:  # of one K block `scaled_gemm` takes their scales for those of rows
+        k = max(k, 129)
     product = make_product(config.kind, m, n, k, device=DEVICE, padding=16 * (m % 2), scales=scales)
-    if config.kind == "fp8_1x128":  # also of one K block, which `scaled_gemm` takes for scales of rows
+    if config.product.family == "fp8_1x128":  # likewise, but not `fp8_wgrad`
         product = product._replace(call=partial(fp8_wgrad, accumulate=False))
     if config.is_finished:
         product = with_finish(product, config.bias, config.activation)
@@ -172,7 +180,7 @@ def test_every_kernel(config, every_kernel, monkeypatch):
     check_config(config, 17 * rows + 3, 2 * columns, 64, max(6, config.cluster))
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8", "fp8_rows", "int8_rows", "fp8_1x128"])
+@pytest.mark.parametrize("kind", [name for name, kind in FAMILIES.items() if kind.scaling != "none"])
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("m", [1, 64, 129, 1000])
 def test_the_selectors_own_choice_of_scaled_kinds(kind, output, m):
@@ -182,6 +190,26 @@ def test_the_selectors_own_choice_of_scaled_kinds(kind, output, m):
             dtype = getattr(torch, OUTPUTS[output].dtype)
             product.check(GuardedOut(m, n, device=DEVICE, dtype=dtype))
             product.check(GuardedOut(m, n, device=DEVICE, dtype=dtype, stride=n + 5, offset=1))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FAMILIES])
+@pytest.mark.parametrize("m", [3, 300])
+def test_the_selectors_own_choice_of_mixed_formats(kind, m):
+    for n, k in ((24, 63), (136, 640), (2112, 1001)):
+        product = make_product(kind, m, n, k, device=DEVICE, padding=16)
+        product.check(GuardedOut(m, n, device=DEVICE, dtype=torch.float32))
+        product.check(GuardedOut(m, n, device=DEVICE, stride=n + 5, offset=1))
+
+
+@pytest.mark.parametrize("family", ["fp8", "fp8_1x128", "fp8_rows"])
+def test_mixed_formats_give_the_bits_of_their_values(family):
+    """Those of numbers that both formats have."""
+    a, a_scale, b, b_scale = make_product(family, 300, 520, 1024, device=DEVICE).operands
+    coarse = [x.float().to(torch.float8_e5m2) for x in (a, b)]
+    fine = [x.float().to(torch.float8_e4m3fn) for x in coarse]
+    wanted = scaled_gemm(fine[0], a_scale, fine[1], b_scale)
+    for pair in ((coarse[0], fine[1]), (fine[0], coarse[1]), coarse):
+        assert same_bits(scaled_gemm(pair[0], a_scale, pair[1], b_scale), wanted)
 
 
 @pytest.mark.parametrize("m", [1, 64, 129, 1000])

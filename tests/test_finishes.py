@@ -8,7 +8,7 @@ from test_launcher import fake_driver  # noqa: F401
 
 import deep_tile
 from deep_tile import GemmConfig, api, finishes, fp8_gemm, gemm, interleave_gate_up, scaled_gemm
-from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, OUTPUTS
+from deep_tile.kinds import ACTIVATIONS, BIASES, FAMILIES, OUTPUTS
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import finished
 from deep_tile.select import choose
@@ -17,7 +17,7 @@ from deep_tile.select.defaults import default_configs
 FINISHES = [(bias, activation) for bias in BIASES for activation in ACTIVATIONS]
 NAMES = [name for name in ACTIVATIONS if name != "none"]
 
-each_kind = pytest.mark.parametrize("kind", KINDS)
+each_kind = pytest.mark.parametrize("kind", FAMILIES)
 
 
 @each_kind

@@ -13,7 +13,7 @@ from test_host_path import run_pretending  # noqa: F401
 from test_launcher import fake_driver  # noqa: F401
 
 from deep_tile import api, jit, plan
-from deep_tile.kinds import KINDS, OUTPUTS
+from deep_tile.kinds import FAMILIES, KINDS, OUTPUTS
 
 NUM_SMS = 132
 SMALL = Limits(m=100, n=160, k=400, out=1 << 14)
@@ -35,26 +35,27 @@ def draws(kernels, count, limits=SMALL):
     return [fuzz_kinds.draw(Random(f"7:{number}"), named, number, NUM_SMS, limits) for number in range(count)]
 
 
-def kind_of(config) -> str:
-    return GRADIENTS if config.by_k else config.kind
+def family_of(config) -> str:
+    return GRADIENTS if config.by_k else config.product.family
 
 
 # What is drawn.
 
 
 def test_kernels_are_of_every_kind_and_finish(kernels):
-    for kind in (*KINDS, GRADIENTS):
-        own = [config for config in kernels if kind_of(config) == kind]
+    for family in (*FAMILIES, GRADIENTS):
+        own = [config for config in kernels if family_of(config) == family]
         assert len(own) == EACH == len({config.name for config in own})
         assert {True, False} == {config in selectable(config) for config in own} == {config.tma_store for config in own}
-        assert kind == "fp8" or {config.accumulate for config in own} == {True, False}
+        assert {config.accumulate for config in own} == {True, False}
+    assert {config.kind for config in kernels} == set(KINDS)
     assert {(config.bias, config.activation) for config in kernels} == set(FINISHES)
     assert {config.output for config in kernels} == set(OUTPUTS)
 
 
 def test_draws_are_of_every_call(drawn, kernels):
     wanted = {(call, kind) for kind, calls in CALLS.items() for call in calls} | {("fp8_grouped_wgrad", "fp8_1x128")}
-    assert {(draw.call, draw.config.kind) for draw in drawn} == wanted
+    assert {(draw.call, draw.config.product.family) for draw in drawn} == wanted
     own = {draw.config for draw in drawn}
     assert own <= set(kernels) and len(own) > 0.8 * len(kernels)
     assert {form for draw in drawn if draw.config.row_scales for form in draw.scale_forms} == set(SCALE_FORMS)
@@ -232,7 +233,7 @@ def test_faults_are_found_in_every_round(run, damage, fault):
 
 def test_a_wrong_whole_is_found(kernels):
     """Of elements that are each near enough: all by 0.3 % too small, where BF16 may be off by 0.4 %."""
-    plain = [config for config in kernels if config.kind == "bf16" and config.output == "bf16"]
+    plain = [config for config in kernels if config.kind in ("bf16", "fp16") and config.output == "bf16"]
     values, found = Values("cpu", 3), 0
     for number in range(200):
         drawn = fuzz_kinds.draw_for(Random(number), plain[number % len(plain)], NUM_SMS, Limits(300, 400, 400))

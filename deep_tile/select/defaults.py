@@ -111,8 +111,9 @@ def default_configs(
     output = output or KINDS[kind].output
     if output == QUANTIZED:
         return tuple(made for one in default_configs(tma_store, kind) if (made := _quantized(one)))
-    if kind == "fp8" and OUTPUTS[output].bytes == OUTPUTS[KINDS[kind].output].bytes:
-        return _fp8_configs(tma_store, output)
+    of_16_bits = OUTPUTS[output].bytes == OUTPUTS[KINDS[kind].output].bytes
+    if KINDS[kind].family == "fp8" and of_16_bits and not accumulate:
+        return _fp8_configs(tma_store, kind, output)
     return _configs_of_kind(tma_store, kind, output, accumulate)
 
 
@@ -170,8 +171,8 @@ def _configs_of_kind(tma_store: bool, kind: str, output: str, accumulate: bool) 
     return (*decode, *multicast, *single, *split)
 
 
-def _fp8_configs(tma_store: bool, output: str) -> tuple[GemmConfig, ...]:
-    stored = {"tma_store": tma_store, "output": output}
+def _fp8_configs(tma_store: bool, kind: str, output: str) -> tuple[GemmConfig, ...]:
+    stored = {"tma_store": tma_store, "kind": kind, "output": output}
     decode = [
         deepest_config(64, block_n, scale_blocks=scale_blocks, split_k=split_k, **stored)
         for block_n, scale_blocks, split_k in _DECODE_TILES
