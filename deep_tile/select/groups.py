@@ -123,6 +123,7 @@ def _bytes(problem: GemmProblem) -> float:
 
 
 def ranked(problem: GemmProblem, hardware: Hardware = H200) -> list[tuple[float, GemmConfig]]:
-    """Every config with its predicted time, the fastest first."""
-    configs = grouped_configs(problem.groups.layout, problem.tma_store, problem.accumulate)
+    """Every config that the SMs allow with its predicted time, the fastest first."""
+    known = grouped_configs(problem.groups.layout, problem.tma_store, problem.accumulate)
+    configs = (config for config in known if config.cluster <= problem.num_sms)
     return sorted(((estimate(config, problem, hardware), config) for config in configs), key=lambda pair: pair[0])
