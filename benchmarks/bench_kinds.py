@@ -80,12 +80,14 @@ def random_matrix(rows: int, k: int, element: Element) -> torch.Tensor:
 
 
 def scaled(kind: str) -> Callable[[Shape], Contest]:
-    """`scaled_gemm` with scales of rows, or of tensors for `OF_TENSORS`, against torch._scaled_mm in the fast way, and
-    against torch._int_mm, which leaves INT32 as they are; `int8_gemm` against our `fp8_gemm`."""
+    """`scaled_gemm` with scales of rows, or of tensors for `OF_TENSORS`, against torch._scaled_mm, in its fast way
+    unless sums are promoted, and against torch._int_mm, which leaves INT32 as they are; `int8_gemm` against our
+    `fp8_gemm`."""
 
     def contest(shape: Shape) -> Contest:
         integers = kind.startswith("int8")
         product = product_of(kind)
+        fast = not product.promotes
         a, b = (random_matrix(rows, shape.k, element) for rows, element in ((shape.m, product.a), (shape.n, product.b)))
         out = torch.empty(shape.m, shape.n, device="cuda", dtype=torch.bfloat16)
         if kind == "int8":
@@ -105,13 +107,16 @@ def scaled(kind: str) -> Callable[[Shape], Contest]:
         def theirs() -> torch.Tensor:
             if integers:
                 return torch._int_mm(a, b.t())
-            return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+            return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
         def expected(rows: torch.Tensor) -> torch.Tensor:
             of_rows = a_scale if a_scale.dim() == 0 else a_scale[rows]
             return rows_gemm_reference(a.float()[rows], of_rows, b.float(), b_scale, torch.float32)
 
-        return Contest(lambda config: scaled_gemm(a, a_scale, b, b_scale, out, config=config), theirs, expected)
+        def ours(config: GemmConfig | None) -> torch.Tensor:
+            return scaled_gemm(a, a_scale, b, b_scale, out, config=config, fast_accum=fast)
+
+        return Contest(ours, theirs, expected)
 
     return contest
 
@@ -132,13 +137,17 @@ def row_blocks(shape: Shape) -> Contest:
     )
 
 
-OF_TENSORS = {"fp8_tensor": "fp8_rows", "fp8_tensor_e5m2_e4m3": "fp8_rows_e5m2_e4m3"}
+OF_TENSORS = {
+    "fp8_tensor": "fp8_rows",
+    "fp8_tensor_promoted": "fp8_rows_promoted",
+    "fp8_tensor_e5m2_e4m3": "fp8_rows_e5m2_e4m3",
+}
 """Kinds with one scale of all, and what multiplies them: torch mixes formats with such scales alone."""
 
 KINDS = {
     "bf16": without_scales(torch.bfloat16),
     "fp16": without_scales(torch.float16),
-    **{kind: scaled(kind) for kind in ("fp8_rows", *OF_TENSORS, "int8", "int8_rows")},
+    **{kind: scaled(kind) for kind in ("fp8_rows", "fp8_rows_promoted", *OF_TENSORS, "int8", "int8_rows")},
     "fp8_1x128": row_blocks,
 }
 OUTPUTS = {"fp16": "fp16", "fp8_1x128": "fp32"}

@@ -369,8 +369,9 @@ def precompile(
         grouping: "offs" or "counts" for grouped products, by what they are given, or "k_offs" for
             `fp8_grouped_wgrad`, of weights [n, k]; kernels of all numbers of groups.
         kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`, "bf16" and "fp16" for `gemm`, "int8" for `int8_gemm`,
-            "fp8_rows", "int8_rows" and "fp8_1x128" for `scaled_gemm`, the latter for `fp8_wgrad`, too. Those of FP8
-            end in the formats of a and b, unless both are e4m3, as "fp8_rows_e5m2_e4m3".
+            "fp8_rows", "fp8_rows_promoted" (without `fast_accum`), "int8_rows" and "fp8_1x128" for `scaled_gemm`, the
+            latter for `fp8_wgrad`, too. Those of FP8 end in the formats of a and b, unless both are e4m3, as
+            "fp8_rows_e5m2_e4m3".
         out_dtype: of `out`; the call's default when None. float8_e4m3fn for `fp8_gemm_cast`.
         accumulate: as later passed; with an `out_dtype` of float32.
         bias: its dtype; None: there is none.
@@ -727,6 +728,7 @@ _OPTION_TYPES = {
     "pdl": ((bool, type(None)), "True, False or None"),
     "constant_weights": ((bool,), "True or False"),
     "accumulate": ((bool,), "True or False"),
+    "fast_accum": ((bool,), "True or False"),
 }
 
 

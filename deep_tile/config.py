@@ -163,8 +163,8 @@ class GemmConfig:
             return f"accumulate is True and output {self.output!r}; what is added to is FP32"
         if self.accumulate and self.is_finished:
             return "accumulate is True; a product is added to `out` without bias and activation"
-        if not self.product.promotes and (self.resident_b or self.pairs or self.is_grouped):
-            return f"kind is {self.kind!r}; such products are made without groups, resident b and pairs"
+        if not self.product.block_scales and (self.resident_b or self.pairs or self.narrow_n or self.is_grouped):
+            return f"kind is {self.kind!r}; such products are made without groups, resident b, narrow tiles and pairs"
         if self.row_groups and (self.cluster > 1 or self.resident_b or self.narrow_n or self.pairs):
             what = "clusters, resident b, narrow tiles and pairs"
             return f"grouping is {self.grouping!r}; groups are multiplied without {what}"
@@ -245,7 +245,7 @@ class GemmConfig:
 
     @property
     def row_scales(self) -> bool:
-        return self.product.scaling == "rows"
+        return self.product.row_scales
 
     @property
     def column_scales(self) -> bool:
@@ -394,7 +394,7 @@ class GemmConfig:
         As measured: one alone holds up narrow tiles, three cost wide ones 4 to 15 % (H200, 2026-11-21). No more than
         stages: a warp that is a round ahead of the others takes a phase long past for the one that it awaits.
         """
-        if not self.product.promotes:
+        if not self.product.block_scales:
             return 0
         if self.math_warpgroups == 1:
             return min(3, self.stages)
@@ -466,10 +466,11 @@ class GemmConfig:
     @property
     def math_registers(self) -> int:
         """Registers of a math thread, where two math warpgroups share the SM's 64 K with the producers. With 232 an
-        activation spills some where half a tile is stored while the other half is multiplied; so does a result that is
-        quantised, of several chunks."""
+        activation spills some where half a tile is stored while the other half is multiplied; so do, of several
+        chunks, a result that is quantised and sums that are promoted and then scaled."""
         accumulators = self.accumulator_registers + self.block_sets * self.block_registers
-        crowded = (self.quantizes and self.chunks > 1) or (self.activation != "none" and self.chunks_n > 1)
+        late_work = self.quantizes or (self.row_scales and self.product.promotes)
+        crowded = (late_work and self.chunks > 1) or (self.activation != "none" and self.chunks_n > 1)
         return 232 if accumulators <= ACCUMULATOR_LIMIT and not crowded else 240
 
     @property
@@ -554,7 +555,7 @@ class GemmConfig:
         Where columns have scales too, a stage has two to three times as many: TMA then copies both.
         """
         many = self.chunks > 1 or (self.column_scales and self.scale_blocks == 1)
-        return self.math_warpgroups == 2 and many and self.product.promotes and not self.row_groups
+        return self.math_warpgroups == 2 and many and self.product.block_scales and not self.row_groups
 
     @property
     def scales_at_once(self) -> int:
@@ -594,7 +595,7 @@ class GemmConfig:
         """
         if self.math_warpgroups == 1 or self.column_group >= 64 or (self.block_sets != 1 and not self.pairs):
             return 1
-        if self.column_scales:
+        if self.product.scaling != "blocks":
             return 1
         return SCALE_BLOCK // self.column_group
 
@@ -660,8 +661,9 @@ class GemmConfig:
     @property
     def store_chunks(self) -> int:
         """Parts of a tile that are stored one by one, all but the last while the last K block is still multiplied. Not
-        where each copy of the main loop would hold the code of an activation, nor where that comes before a cast."""
-        apart = self.store_warps > 0 and self.out_chunk_columns % self.store_columns == 0 and self.product.promotes
+        where each copy of the main loop would hold the code of an activation, nor where that comes before a cast, nor
+        where rows are scaled, all chunks at once."""
+        apart = self.store_warps > 0 and self.out_chunk_columns % self.store_columns == 0 and self.product.block_scales
         long = self.activation != "none" and (self.column_shifts > 1 or self.quantizes)
         return self.chunks if apart and not long else 1
 
@@ -680,13 +682,13 @@ class GemmConfig:
         """Shared memory of one stage: operands, scales and its two barriers."""
         a, b = self.product.a, self.product.b
         operands = (self.block_m * a.bytes + (0 if self.resident_b else self.buffer_n * b.bytes)) * self.block_k
-        return operands + (self.scale_bytes if self.product.promotes else 0) + 2 * 8
+        return operands + (self.scale_bytes if self.product.block_scales else 0) + 2 * 8
 
     @property
     def scale_bytes(self) -> int:
         """Scales of one stage, slots padded to 16 bytes. Without scales there is room for a few, once: no array of C++
         has none."""
-        rows = self.block_m if self.product.promotes else 4
+        rows = self.block_m if self.product.block_scales else 4
         return 4 * self.scale_blocks * (rows + round_up(self.b_scale_slots, 4))
 
     @property
@@ -703,7 +705,7 @@ class GemmConfig:
         """Shared memory that does not depend on the number of stages. Two barriers for each math warpgroup, and for
         each resident K block of `b`."""
         resident = self.b_stages * (self.block_n * self.block_k * self.product.b.bytes + 2 * 8)
-        scales = 0 if self.product.promotes else self.scale_bytes
+        scales = 0 if self.product.block_scales else self.scale_bytes
         return self.partial_bytes + self.store_bytes + resident + scales + 2 * 8 * self.math_warpgroups
 
     @property

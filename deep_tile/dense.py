@@ -43,6 +43,7 @@ class _Options(NamedTuple):
     constant_weights: bool = False
     accumulate: bool = False
     activation: str | None = None
+    fast_accum: bool = True
 
 
 class _Call(NamedTuple):
@@ -88,7 +89,7 @@ _CALLS = {
         _LINEAR,
     ),
     "scaled_gemm": _Call(
-        _kinds("fp8_rows", "fp8_1x128", "fp8", "int8_rows", "int8"),
+        _kinds("fp8_rows", "fp8_rows_promoted", "fp8_1x128", "fp8", "int8_rows", "int8"),
         _SCALED,
         torch.bfloat16,
         "quantise to torch.float8_e4m3fn or torch.int8, with a scale for each row, or one",
@@ -108,6 +109,7 @@ _REFERENCES = {
     "blocks": scaled_gemm_reference,
     "row_blocks": row_blocks_gemm_reference,
     "rows": rows_gemm_reference,
+    "promoted_rows": rows_gemm_reference,
 }
 """The definition of each scaling, of the operands and the dtype of the result."""
 
@@ -155,7 +157,7 @@ def gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    options = ("gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation)
+    options = ("gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation, True)
     if is_compiling():
         return _call_op((a, b), out, _Options(*options), bias)
     return _multiply((a, b), out, options, bias)
@@ -200,7 +202,10 @@ def int8_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    options = ("int8_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation)
+    options = (
+        *("int8_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation),
+        True,
+    )
     if is_compiling():
         return _call_op((a, a_scale, b, b_scale), out, _Options(*options), bias)
     return _multiply((a, a_scale, b, b_scale), out, options, bias)
@@ -222,12 +227,13 @@ def scaled_gemm(
     pdl: bool | None = None,
     constant_weights: bool = False,
     accumulate: bool = False,
+    fast_accum: bool = True,
 ) -> torch.Tensor:
     """FP8 or INT8 matrix product with scales of rows, or of blocks: `out = (a * a_scale) @ (b * b_scale)^T`.
 
     With a scale for each row, or one for all, `out[m, n] = a_scale[m] * b_scale[n] * sum_k a[m, k] * b[n, k]`. The
     tensor cores add up all of k: exactly in INT32 of INT8, for k up to 131072; of FP8 with the 14 bits or so that they
-    keep of a sum, which is torch's `use_fast_accum=True`.
+    keep of a sum, which is torch's `use_fast_accum=True`. Without `fast_accum`, sums over 128 of k are added in FP32.
 
     With a scale for each 128 of a row of FP8 (1x128, of both operands),
     `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n, k // 128]`: sums over 128 of k are scaled
@@ -247,6 +253,7 @@ def scaled_gemm(
         out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
         config, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
         accumulate: as for `gemm`.
+        fast_accum: of FP8 with scales of rows, as said above; means nothing to others.
 
     Returns:
         `out`.
@@ -255,15 +262,8 @@ def scaled_gemm(
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
     options = (
-        "scaled_gemm",
-        out_dtype,
-        config,
-        num_sms,
-        batch_invariant,
-        pdl,
-        constant_weights,
-        accumulate,
-        activation,
+        *("scaled_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation),
+        fast_accum,
     )
     if is_compiling():
         return _call_op((a, a_scale, b, b_scale), out, _Options(*options), bias)
@@ -307,7 +307,7 @@ def fp8_wgrad(
     """
     if out is None:
         raise TypeError("out must be a torch.Tensor; got NoneType. Pass what the gradient is added to, of [n, k]")
-    options = ("fp8_wgrad", None, config, num_sms, batch_invariant, pdl, False, accumulate, None)
+    options = ("fp8_wgrad", None, config, num_sms, batch_invariant, pdl, False, accumulate, None, True)
     if is_compiling():
         return _call_op((dy, dy_scale, x, x_scale), out, _Options(*options))
     return _multiply((dy, dy_scale, x, x_scale), out, options)
@@ -438,7 +438,10 @@ def _kind(options: _Options, operands) -> Kind:
     a, b = _matrices(operands)
     kinds = _CALLS[options.call].kinds
     scalings = [scaling for scaling, *dtypes in kinds if dtypes == [a.dtype, b.dtype]]
-    return kinds[_scaling(operands, scalings), a.dtype, b.dtype]
+    scaling = _scaling(operands, scalings)
+    if scaling == "rows" and "promoted_rows" in scalings and not options.fast_accum:
+        scaling = "promoted_rows"
+    return kinds[scaling, a.dtype, b.dtype]
 
 
 def _scaling(operands, known: list[str]) -> str:
@@ -473,7 +476,7 @@ def _layout(operands, out, kind: Kind) -> plan.Layout:
     if kind.scaling == "none":
         return plan.Layout(*strides, (0, 0), (0, 0), False)
     _, a_scale, _, b_scale = operands
-    if kind.scaling == "rows":
+    if kind.row_scales:
         return plan.Layout(*strides, (_step(a_scale), 0), (_step(b_scale), 0), False)
     aligned = tensors.is_aligned(a_scale), tensors.is_aligned(b_scale)
     return plan.Layout(
@@ -505,7 +508,7 @@ def _check_option_types(options: _Options) -> None:
     finishes.check_out_dtype(options.out_dtype)
     finishes.check_activation(options.activation)
     api.check_config_type(options.config)
-    for name in ("num_sms", "batch_invariant", "pdl", "constant_weights", "accumulate"):
+    for name in ("num_sms", "batch_invariant", "pdl", "constant_weights", "accumulate", "fast_accum"):
         api.check_option(name, getattr(options, name))
 
 
@@ -559,12 +562,12 @@ def _check_formats(options: _Options, operands, out, bias) -> None:
     api.check_devices(a, **dict(zip(call.names[1:], operands[1:], strict=True)), out=out)
     api.check_product_shapes(a, b, out, options.activation, (a_name, b_name))
     finishes.check_finish(bias, options.activation, b)
-    scaling = _kind(options, operands).scaling
-    if scaling == "blocks":
+    kind = _kind(options, operands)
+    if kind.scaling == "blocks":
         api.check_scale_shapes(*operands)
-    elif scaling == "row_blocks":
+    elif kind.scaling == "row_blocks":
         check_row_block_scales(call.names, operands)
-    elif scaling == "rows":
+    elif kind.row_scales:
         _check_row_scales(*operands)
 
 
@@ -598,7 +601,8 @@ def _call_op(operands, out, options: _Options, bias=None) -> torch.Tensor:
     """A call under tracing."""
     if options.config is not None:
         raise ValueError("config cannot be given under torch.compile or torch.export: leave it out")
-    keywords = {name: value for name, value in options._asdict().items() if name not in ("call", "config")}
+    left_out = ("call", "config") if options.call in _OWN_KEYWORDS else ("call", "config", "fast_accum")
+    keywords = {name: value for name, value in options._asdict().items() if name not in left_out}
     op = getattr(torch.ops.deep_tile, options.call)
     if out is None:
         return op(*operands, bias, **keywords)
@@ -642,15 +646,17 @@ def _register(call: str) -> None:
         _refuse_gradients(call, operands, out, bias)
         _check_formats(options, operands, out, bias)
 
-    operands = ", ".join(f"Tensor {name}" for name in names)
-    ops.register(f"{call}({operands}, Tensor? bias=None, *, {_KEYWORDS}) -> Tensor", run, fake)
-    ops.register(f"{call}.out({operands}, Tensor(a!) out, Tensor? bias=None, *, {_KEYWORDS}) -> ()", run_out, fake_out)
+    operands, keywords = ", ".join(f"Tensor {name}" for name in names), _KEYWORDS + _OWN_KEYWORDS.get(call, "")
+    ops.register(f"{call}({operands}, Tensor? bias=None, *, {keywords}) -> Tensor", run, fake)
+    ops.register(f"{call}.out({operands}, Tensor(a!) out, Tensor? bias=None, *, {keywords}) -> ()", run_out, fake_out)
 
 
 _KEYWORDS = (
     "str? activation=None, ScalarType? out_dtype=None, int? num_sms=None, bool batch_invariant=False, "
     "bool? pdl=None, bool constant_weights=False, bool accumulate=False"
 )
+
+_OWN_KEYWORDS = {"scaled_gemm": ", bool fast_accum=True"}
 
 for _name in _CALLS:
     _register(_name)

@@ -37,8 +37,8 @@ class Kind(NamedTuple):
         a, b: formats of the operands, of equal size.
         scaling: "blocks": FP32 scales of 1x128 for a and of 128x128 for b, by which the sum of each K block is
             multiplied before it is added. "row_blocks": the same with scales of 1x128 for both. "rows": FP32 scales of
-            the rows of a and of those of b, by which the sum over all of K is multiplied. "none": there are none.
-            Without blocks WGMMA adds up all of K.
+            the rows of a and of those of b, by which the sum over all of K is multiplied. "promoted_rows": the same,
+            of sums of K blocks that are added in FP32. "none": there are none. With the others WGMMA adds up all of K.
         sums: format in which WGMMA adds up, as PTX calls it.
         output: format of the result unless another is asked for, a name in `OUTPUTS`.
     """
@@ -61,9 +61,19 @@ class Kind(NamedTuple):
         return self.name.removesuffix(_formats(self.a, self.b))
 
     @property
-    def promotes(self) -> bool:
-        """Whether the sum of each K block is scaled, and then added to FP32 sums by math warps."""
+    def block_scales(self) -> bool:
+        """Whether each K block has scales."""
         return self.scaling in ("blocks", "row_blocks")
+
+    @property
+    def row_scales(self) -> bool:
+        """Whether each row has one for all of K."""
+        return self.scaling in ("rows", "promoted_rows")
+
+    @property
+    def promotes(self) -> bool:
+        """Whether the sum of each K block is added to FP32 sums by math warps, scaled first if it has scales."""
+        return self.scaling in ("blocks", "row_blocks", "promoted_rows")
 
     @property
     def k_block(self) -> int:
@@ -100,6 +110,7 @@ FAMILIES = {
         Kind("fp8_1x128", E4M3, E4M3, "row_blocks", "f32"),
         Kind("fp8_rows", E4M3, E4M3, "rows", "f32"),
         Kind("int8_rows", S8, S8, "rows", "s32"),
+        Kind("fp8_rows_promoted", E4M3, E4M3, "promoted_rows", "f32"),
     )
 }
 """Kinds, those of FP8 with e4m3 for both operands. WGMMA multiplies any pair of its formats, all else being alike."""

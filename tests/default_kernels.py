@@ -30,6 +30,8 @@ KINDS_CONFIGS = (
     *default_configs(True, "fp8_1x128", "fp32", True)[::3],
     *default_configs(False, "fp8_1x128", "fp32", True)[1::4],
     *default_configs(True, "bf16", "fp32", True)[2::8],
+    *default_configs(True, "fp8_rows_promoted"),
+    *default_configs(False, "fp8_rows_promoted", "fp32", True)[3::6],
     *default_configs(True, "fp8_rows_e5m2_e4m3")[::8],
     *grouped_configs("k_offs", True, True),
     *grouped_configs("k_offs", True, False)[::3],
@@ -50,6 +52,7 @@ FINISHED_CONFIGS = (
     *default_configs(True, "fp8_rows", None, False, "bf16", "gelu")[::3],
     *default_configs(True, "int8", None, False, "fp16", "silu")[1::4],
     *default_configs(True, "fp8_1x128", None, False, "bf16", "silu")[::4],
+    *default_configs(True, "fp8_rows_promoted", "fp32", False, "fp32", "gelu")[::4],
 )
 """With a bias or an activation: some of each kind's tiles with some of both."""
 

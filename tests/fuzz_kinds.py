@@ -75,6 +75,7 @@ CALLS = {
     "fp8_1x128": ("scaled_gemm", "fp8_wgrad"),
     "fp8_rows": ("scaled_gemm",),
     "int8_rows": ("scaled_gemm",),
+    "fp8_rows_promoted": ("scaled_gemm",),
 }
 """The functions that make a family of kinds."""
 
@@ -258,7 +259,7 @@ def draw_for(random: Random, config: GemmConfig, num_sms: int, limits: Limits) -
     tokens = _draw_tokens(random, limits) if config.by_k else None
     problem = _draw_problem(random, config, tokens, limits)
     one_block = problem.k <= 128 and (config.column_scales or problem.n <= 128)
-    if call == "scaled_gemm" and config.product.promotes and one_block:  # whose scales are those of rows
+    if call == "scaled_gemm" and config.product.block_scales and one_block:  # whose scales are those of rows
         return draw_for(random, config, num_sms, limits)
     use = draw_use(random, problem, config, num_sms)
     if config.by_k or call == "fp8_wgrad":
@@ -448,6 +449,8 @@ def multiply(sample: Sample, drawn: Draw, out: torch.Tensor) -> None:
         keywords |= {"alignment": drawn.tokens.alignment, "expected_tokens": drawn.tokens.expected}
     else:
         keywords["batch_invariant"] = use.batch_invariant
+    if drawn.call == "scaled_gemm":
+        keywords["fast_accum"] = not config.product.promotes
     if drawn.call != "fp8_gemm":
         keywords["accumulate"] = config.accumulate
     if drawn.call in ("fp8_gemm", "gemm", "int8_gemm", "scaled_gemm"):

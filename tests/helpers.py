@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -277,6 +277,12 @@ class Product(NamedTuple):
     accumulation: float
     relative_error: float
 
+    @property
+    def op(self) -> tuple[Any, dict[str, Any]]:
+        """Of torch.ops, the call's, and the keywords that it has."""
+        function = getattr(self.call, "func", self.call)
+        return getattr(torch.ops.deep_tile, function.__name__), getattr(self.call, "keywords", {})
+
     def check(self, guarded: GuardedOut, **keywords) -> torch.Tensor:
         """Multiply into `guarded`, check values and surroundings, and return the output."""
         assert self.call(*self.operands, guarded.out, **keywords) is guarded.out
@@ -310,14 +316,14 @@ def make_product(
 
     def scale(rows: int, blocks: int) -> torch.Tensor:
         values = torch.exp2(draw(rows, blocks).clamp(-1, 1)) / size
-        if product.scaling == "rows":
+        if product.row_scales:
             return _placed(values if scales == "row" else values[:1], (3, 1))
         return _placed_scale(values, scales)
 
     a, b = matrix(m, product.a), matrix(n, product.b)
     if product.scaling == "none":
         return product_of(kind, (a, b))
-    groups = ceil_div(k, SCALE_BLOCK) if product.promotes else 1
+    groups = ceil_div(k, SCALE_BLOCK) if product.block_scales else 1
     b_rows = ceil_div(n, SCALE_BLOCK) if product.scaling == "blocks" else n
     return product_of(kind, (a, scale(m, groups), b, scale(b_rows, groups)))
 
@@ -343,6 +349,8 @@ def product_of(kind: str, operands: tuple[torch.Tensor, ...]) -> Product:
     exact = Exact(*(factors * part for part in exact_dense_product(operands.a, operands.b)))
     if kind == "int8_rows":
         return Product(scaled_gemm, operands, exact, ACCUMULATION_WITHOUT_SCALES, 1e-5)
+    if family == "fp8_rows_promoted":
+        return Product(partial(scaled_gemm, fast_accum=False), operands, exact, ACCUMULATION, 1e-3)
     # FP8 WGMMA keeps about 14 bits of a sum, to which it adds 32 of k at a time.
     k = operands.a.shape[1]
     return Product(scaled_gemm, operands, exact, ACCUMULATION + k * 2**-17, 5e-3 + k * 2**-18)

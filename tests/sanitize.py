@@ -160,6 +160,8 @@ KINDS_CASES = (
     Case(GemmConfig(256, 64, 2, 1, 2, kind="fp8_rows"), 257, 136, 400, 2),
     Case(GemmConfig(64, 96, 3, kind="int8_rows", tma_store=False), 70, 201, 520, 2),
     Case(GemmConfig(128, 128, 3, kind="fp8_rows_e5m2_e4m3"), 130, 264, 400, 2),
+    Case(GemmConfig(128, 256, 2, kind="fp8_rows_promoted"), 130, 264, 400, 2),
+    Case(GemmConfig(64, 64, 3, kind="fp8_rows_promoted", split_k=2, tma_store=False), 70, 133, 600, 4),
     Case(GemmConfig(128, 64, 3, output="fp32", store_buffers=1), 130, 136, 600, 2),
     Case(GemmConfig(128, 192, 2, output="fp16", tma_store=False), 129, 201, 400, 2),
     Case(GemmConfig(128, 256, 2, bias="bf16", activation="gelu"), 129, 264, 400, 3),

@@ -97,15 +97,31 @@ def test_refused_scales(kind):
 def test_scales_of_blocks_are_told_from_scales_of_rows(sizes, shapes, scaling):
     """By their shapes; one block along k has scales of rows, which mean the same."""
     (m, n, k), (a_scale, b_scale) = sizes, map(torch.ones, shapes)
-    for family, kind in ((kind.family, kind) for kind in KINDS.values() if kind.scaling == scaling):
+    for kind in (kind for kind in KINDS.values() if kind.scaling == scaling):
         operands = torch.ones(m, k).to(dtype_of(kind.a)), a_scale, torch.ones(n, k).to(dtype_of(kind.b)), b_scale
         assert dense._kind(dense._Options("scaled_gemm"), operands) == kind
-        if family == "fp8_1x128":
+        promoted = kind.name.replace("fp8_rows", "fp8_rows_promoted")
+        assert dense._kind(dense._Options("scaled_gemm", fast_accum=False), operands) == KINDS[promoted]
+        if kind.family == "fp8_1x128":
             assert dense._kind(dense._Options("fp8_wgrad"), operands) == kind
 
 
 def dtype_of(element):
     return getattr(torch, element.dtype)
+
+
+def test_sums_that_are_promoted_are_asked_for_by_name():
+    a, b = torch.ones(6, 32).to(torch.float8_e4m3fn), torch.ones(8, 32).to(torch.float8_e4m3fn)
+    one = torch.ones(())
+    with pytest.raises(TypeError, match="fast_accum is 0, of type int; pass True or False"):
+        scaled_gemm(a, one, b, one, fast_accum=0)
+    traced = torch.compile(lambda *given: scaled_gemm(*given, fast_accum=False), backend="aot_eager", fullgraph=True)
+    assert torch.equal(traced(a, one, b, one), torch.full((6, 8), 32.0))
+    problem = GemmProblem(256, 512, 1024, kind="fp8_rows_promoted")
+    done = deep_tile.precompile([(512, 1024, 1)], kind="fp8_rows_promoted")
+    assert {config.kind for config in done.configs} == {"fp8_rows_promoted"}
+    with pytest.raises(ValueError, match="multiplies kind='fp8_rows' to output='bf16', and this call 'fp8_rows_promo"):
+        api.checked_config(GemmConfig(128, 128, 4, kind="fp8_rows"), problem)
 
 
 @pytest.mark.parametrize("family", ["fp8", "fp8_1x128", "fp8_rows"])
@@ -298,12 +314,13 @@ def test_configs_of_other_kinds_and_formats_are_refused(wanted):
             api.checked_config(wrong, problem)
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp8_rows_promoted"])
 @pytest.mark.parametrize("options", [{"b_stages": 4}, {"block_n": 144, "pairs": True}, {"grouping": "offs"}])
-def test_what_kinds_without_promotion_do_not_have(options):
+def test_what_kinds_without_scales_of_blocks_do_not_have(options, kind):
     arguments = {"block_m": 128, "block_n": 128, "stages": 3, "store_buffers": 1} | options
     GemmConfig(**arguments)
-    with pytest.raises(ValueError, match="kind is 'bf16'; such products are made without"):
-        GemmConfig(**arguments, kind="bf16")
+    with pytest.raises(ValueError, match=f"kind is '{kind}'; such products are made without"):
+        GemmConfig(**arguments, kind=kind)
 
 
 def test_the_op_is_traced_and_checks():
@@ -323,10 +340,10 @@ def test_the_ops_of_scaled_kinds(kind):
     product = make_product(kind.name, 6, 16, 160)
     traced = torch.compile(lambda *operands: product.call(*operands) + 1, backend="aot_eager", fullgraph=True)
     assert torch.equal(traced(*product.operands), product.call(*product.operands) + 1)
-    op = getattr(torch.ops.deep_tile, product.call.__name__)
+    op, keywords = product.op
     for test in ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"):
         operands = tuple(x.contiguous() for x in product.operands)
-        torch.library.opcheck(op.default, operands, {"out_dtype": torch.float32}, test_utils=test)
+        torch.library.opcheck(op.default, operands, keywords | {"out_dtype": torch.float32}, test_utils=test)
 
 
 @each_dtype

@@ -72,6 +72,9 @@ CONFIGS = (
     *default_configs(False, "fp8_1x128", "fp32", True)[1::2],
     *default_configs(True, "bf16", "fp32", True)[::4],
     *default_configs(False, "int8_rows", "fp32", True)[3::6],
+    *default_configs(True, "fp8_rows_promoted"),
+    *default_configs(False, "fp8_rows_promoted", "fp32")[::4],
+    *default_configs(True, "fp8_rows_promoted", "fp32", True)[1::4],
     *default_configs(True, "fp8_rows_e5m2_e4m3")[::6],
     *default_configs(True, "fp8_1x128_e5m2_e5m2", "fp32")[::6],
     *default_configs(True, "fp8_e4m3_e5m2")[::9],
@@ -95,6 +98,11 @@ LEGAL_CORNERS = (
     GemmConfig(128, 144, 3, kind="int8", narrow_n=128),
     GemmConfig(128, 112, 3, kind="int8", pairs=True),
     GemmConfig(128, 192, 4, kind="int8", b_stages=4, store_buffers=1),
+    GemmConfig(64, 16, 2, kind="fp8_rows_promoted"),
+    GemmConfig(128, 176, 2, kind="fp8_rows_promoted", output="fp32", store_buffers=1),
+    GemmConfig(128, 224, 3, 2, 1, kind="fp8_rows_promoted", output="fp16"),
+    GemmConfig(256, 48, 3, kind="fp8_rows_promoted", tma_store=False),
+    GemmConfig(128, 96, 2, kind="fp8_rows_promoted", split_k=2, scale_blocks=2, store_buffers=1),
     GemmConfig(256, 48, 3, kind="fp8_rows"),
     GemmConfig(128, 208, 2, kind="fp8_rows", output="fp16"),
     GemmConfig(64, 16, 2, kind="fp8_1x128", output="fp32", accumulate=True),
@@ -263,15 +271,27 @@ def test_chains_of_gradients_into_one_out():
         assert torch.allclose(out, 8 * once, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "promoted"])
 @pytest.mark.parametrize("one", [True, False], ids=["one scale", "scales of rows"])
-def test_scaled_fp8_is_as_accurate_as_torchs_fast_one(one):
+def test_scaled_fp8_is_as_accurate_as_torchs(one, fast):
     product = make_product("fp8_rows", 512, 1024, 4096, device=DEVICE, scales="column" if one else "row")
     a, a_scale, b, b_scale = product.operands
     shape = ((), ()) if one else ((-1, 1), (1, -1))
     scales = [x.contiguous().reshape(wanted) for x, wanted in zip((a_scale, b_scale), shape, strict=True)]
-    torchs = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
-    ours = scaled_gemm(*product.operands)
+    torchs = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    ours = scaled_gemm(*product.operands, fast_accum=fast)
     assert relative_error(ours, product.exact.value) <= 1.1 * relative_error(torchs, product.exact.value)
+
+
+def test_promoted_sums_are_those_of_blocks_with_scales_of_one():
+    """Bit for bit, before scales of rows that are powers of two."""
+    m, n, k = 300, 520, 1024
+    a, a_scale, b, b_scale = make_product("fp8_rows", m, n, k, device=DEVICE).operands
+    a_scale, b_scale = (x.log2().round().exp2() for x in (a_scale, b_scale))
+    ones = torch.ones(m, k // 128, device=DEVICE), torch.ones(-(-n // 128), k // 128, device=DEVICE)
+    plain = fp8_gemm(a, ones[0], b, ones[1], out_dtype=torch.float32, batch_invariant=True)
+    keywords = {"fast_accum": False, "out_dtype": torch.float32, "batch_invariant": True}
+    assert torch.equal(scaled_gemm(a, a_scale, b, b_scale, **keywords), plain * a_scale * b_scale.t())
 
 
 def test_integers_of_all_of_k_are_exact():

@@ -206,12 +206,13 @@ def test_ops_have_a_finish(kind):
         lambda *operands: product.call(*operands, **options) + 1, backend="aot_eager", fullgraph=True
     )
     assert torch.equal(traced(*product.operands), product.call(*product.operands, **options) + 1)
-    op = getattr(torch.ops.deep_tile, product.call.__name__)
+    op, keywords = product.op
+    keywords = keywords | {"activation": "swiglu"}
     operands = tuple(x.contiguous() for x in product.operands)
     for test in ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"):
-        torch.library.opcheck(op.default, (*operands, bias), {"activation": "swiglu"}, test_utils=test)
+        torch.library.opcheck(op.default, (*operands, bias), keywords, test_utils=test)
     out = torch.empty(6, 16)
-    op.out(*operands, out, bias, activation="swiglu")
+    op.out(*operands, out, bias, **keywords)
     assert same_bits(out, product.call(*product.operands, **options, out_dtype=torch.float32))
 
 

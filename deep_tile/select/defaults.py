@@ -122,14 +122,16 @@ def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | Non
 
     That is 64 KB, which kernels pass that have code for tiles of two widths, or for pairs of K blocks; with an
     activation, those whose main loop has many copies, or of exact gelu, of which each sum takes 14 instructions, whose
-    tiles have 256 rows, or 256 columns that are quantised. Tiles of 64x256 leave an activation too few registers.
-    Output boxes are fewer where `out` has fewer columns.
+    tiles have 256 rows, or 256 columns that are quantised. Tiles of 64x256 leave an activation too few registers, and
+    tiles of two chunks a finish, where they are promoted and then scaled. Output boxes are fewer where `out` has fewer
+    columns.
     """
     copies = config.column_shifts * config.chunks * config.accumulator_registers
     long = config.pairs or config.narrow_n or (activation != "none" and copies > _MOST_COPIED)
     tile = (config.block_m, config.block_n)
     longest = [(256, 128), *([(128, 256)] if config.quantizes else [])]
-    if long or (activation != "none" and tile == (64, 256)) or (activation == "gelu" and tile in longest):
+    crowded = config.row_scales and config.product.promotes and config.chunks > 1
+    if long or crowded or (activation != "none" and tile == (64, 256)) or (activation == "gelu" and tile in longest):
         return None
     for store_buffers in range(config.store_buffers, 0, -1):
         try:

@@ -129,9 +129,10 @@ __device__ __forceinline__ void finish_blocks(Blocks<config>& blocks) {
 // thread's two rows; `column` is the block's first column in the tile, whose own lies `shift` column groups into its
 // scale block, if that is known.
 template <GemmConfig config, int shift>
-__device__ __forceinline__ void promote(float (&sum)[config.mma_n / 2], const MmaSum<config> (&block)[config.mma_n / 2],
-                                        const float (&row_scale)[2], const float (&column_scale)[config.b_scale_slots],
-                                        int column) {
+__device__ __forceinline__ void promote_block(float (&sum)[config.mma_n / 2],
+                                              const MmaSum<config> (&block)[config.mma_n / 2],
+                                              const float (&row_scale)[2],
+                                              const float (&column_scale)[config.b_scale_slots], int column) {
 #pragma unroll
     for (int i = 0; i < config.mma_n / 2; ++i) {
         const int row = i / 2 % 2;

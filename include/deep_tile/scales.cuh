@@ -12,7 +12,7 @@
 // row-major scales cost 2.4 % above m = 128, 19 % at worst, and in runs 0 and 2 % (100 shapes; H200, 2026-11-24).
 #pragma once
 
-#include "pipeline.cuh"
+#include "mma.cuh"
 #include "scheduler.cuh"
 
 namespace deep_tile {
@@ -277,8 +277,9 @@ __device__ __forceinline__ void load_rows(float (&row)[2], const float* rows) {
     row[1] = pair.y;
 }
 
-// What one math thread needs of a stage's scales: those of its two rows in each WGMMA tile, and of all columns.
-template <GemmConfig config, bool of_columns = config.column_scales>
+// What one math thread needs of a stage's scales, those of its two rows in each WGMMA tile, and of all columns; and how
+// it adds a block by them.
+template <GemmConfig config, bool of_blocks = config.has_scales(), bool of_columns = config.column_scales>
 struct Scales {
     float row[config.scale_blocks][config.chunks_m][2];
     float column[config.scale_blocks][config.b_scale_slots];
@@ -300,12 +301,19 @@ struct Scales {
             for (int i = 0; i < config.b_scale_slots; ++i) column[block][i] = columns[i];
         }
     }
+
+    // Those of scale block `i`; the tile's first column lies `shift` column groups into its own, if that is known.
+    template <int shift>
+    __device__ __forceinline__ void promote(float (&sum)[config.mma_n / 2], const MmaSum<config> (&block)[config.mma_n / 2],
+                                            int i, int chunk_m, int chunk_n) const {
+        promote_block<config, shift>(sum, block, row[i][chunk_m], column[i], chunk_n * config.mma_n);
+    }
 };
 
 // The same where each column has a scale of its own. Those of a tile would fill a quarter as many registers as its sums:
 // they stay in shared memory until a block is promoted, and only then is the stage given back.
 template <GemmConfig config>
-struct Scales<config, true> {
+struct Scales<config, true, true> {
     float row[config.scale_blocks][config.chunks_m][2];
     const float2* column;  // the scales of this thread's columns in the first eight of the stage's first block
 
@@ -318,6 +326,25 @@ struct Scales<config, true> {
             }
         }
         column = reinterpret_cast<const float2*>(smem.b_scale[stage][0]) + threadIdx.x % 4;
+    }
+
+    template <int>
+    __device__ __forceinline__ void promote(float (&sum)[config.mma_n / 2], const MmaSum<config> (&block)[config.mma_n / 2],
+                                            int i, int chunk_m, int chunk_n) const {
+        promote_columns<config>(sum, block, row[i][chunk_m], column + (i * config.block_n + chunk_n * config.mma_n) / 2);
+    }
+};
+
+// The same where blocks have none, and are added as they are.
+template <GemmConfig config>
+struct Scales<config, false, false> {
+    __device__ __forceinline__ void load(const SharedStorage<config>&, int, int) const {}
+
+    template <int>
+    __device__ __forceinline__ void promote(float (&sum)[config.mma_n / 2], const MmaSum<config> (&block)[config.mma_n / 2],
+                                            int, int, int) const {
+#pragma unroll
+        for (int j = 0; j < config.mma_n / 2; ++j) sum[j] += block[j];
     }
 };
 
