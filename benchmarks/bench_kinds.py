@@ -24,7 +24,7 @@ from benchmarks.shapes import M_RANGES, Shape, m_range, select_shapes
 from deep_tile import fp8_gemm, gemm, int8_gemm, plan, scaled_gemm
 from deep_tile.config import GemmConfig, ceil_div
 from deep_tile.kinds import KINDS as PRODUCTS
-from deep_tile.kinds import Element, Kind
+from deep_tile.kinds import S8, Element, Kind
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import (
     MAX_RELATIVE_ERROR,
@@ -144,13 +144,26 @@ OF_TENSORS = {
 }
 """Kinds with one scale of all, and what multiplies them: torch mixes formats with such scales alone."""
 
+
+def integers(shape: Shape) -> Contest:
+    """`gemm` of INT8 against torch._int_mm."""
+    a, b = (random_matrix(rows, shape.k, S8) for rows in (shape.m, shape.n))
+    out, other = (torch.empty(shape.m, shape.n, device="cuda", dtype=torch.int32) for _ in range(2))
+    return Contest(
+        lambda config: gemm(a, b, out, config=config),
+        lambda: torch._int_mm(a, b.t(), out=other),
+        lambda rows: gemm_reference(a[rows], b, torch.float32),
+    )
+
+
 KINDS = {
     "bf16": without_scales(torch.bfloat16),
     "fp16": without_scales(torch.float16),
     **{kind: scaled(kind) for kind in ("fp8_rows", "fp8_rows_promoted", *OF_TENSORS, "int8", "int8_rows")},
     "fp8_1x128": row_blocks,
+    "int8_unscaled": integers,
 }
-OUTPUTS = {"fp16": "fp16", "fp8_1x128": "fp32"}
+OUTPUTS = {"fp16": "fp16", "fp8_1x128": "fp32", "int8_unscaled": "int32"}
 """Formats of results, where they are not BF16."""
 
 FAST_ERROR = 5e-2
@@ -166,7 +179,8 @@ def problem_of(kind: str, shape: Shape, num_sms: int = 132) -> GemmProblem:
 
 
 def check(contest: Contest, config: GemmConfig | None, shape: Shape, most: float) -> None:
-    out = contest.ours(None).fill_(float("nan"))
+    out = contest.ours(None)
+    out.fill_(float("nan") if out.is_floating_point() else -1)
     contest.ours(config)
     rows = torch.arange(min(shape.m, CHECKED_ROWS), device="cuda")
     rows = torch.cat([rows, shape.m - 1 - rows]).unique()

@@ -19,8 +19,8 @@ from torch.compiler import is_compiling
 
 from deep_tile import _launcher, cast, finishes, jit, launches, ops, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.finishes import OUTPUT_NAMES, names, torch_dtype
-from deep_tile.kinds import GROUPINGS, KINDS, OUTPUTS, QUANTIZED, RESULTS
+from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names, torch_dtype
+from deep_tile.kinds import GROUPINGS, KINDS, OUTPUTS, QUANTIZED, RAW, RESULTS
 from deep_tile.params import Place
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import finished, fp8_gemm_reference
@@ -50,7 +50,7 @@ class Options(NamedTuple):
 _DEFAULT_DTYPE = torch.bfloat16
 """Of an `out` that is allocated."""
 
-_PRECOMPILED = {**OUTPUT_NAMES, torch.float8_e4m3fn: QUANTIZED}
+_PRECOMPILED = {**RESULT_NAMES, torch.float8_e4m3fn: QUANTIZED}
 """Results that `precompile` knows."""
 
 _KINDS_OF_DTYPES = {
@@ -300,7 +300,8 @@ def supports(
     Args:
         m, n, k: sizes in elements; scales are taken to be dense.
         dtype: of the operands: float8_e4m3fn, float8_e5m2, bfloat16, float16 or int8.
-        out_dtype: of `out`: bfloat16, float16 or float32; the call's default when None.
+        out_dtype: of `out`: bfloat16, float16 or float32, or of INT8 without scales, in `gemm`, int32; the call's
+            default when None.
         a_stride, b_stride: row strides in elements; contiguous rows when None.
     """
     for name, size in (("m", m), ("n", n), ("k", k)):
@@ -310,8 +311,8 @@ def supports(
             return False, f"{name} is {size}; sizes run from 0 to {MAX_SIZE}"
     if dtype not in _KINDS_OF_DTYPES:
         return False, f"operands are {dtype}; supported is {' or '.join(map(str, _KINDS_OF_DTYPES))}"
-    kind = _KINDS_OF_DTYPES[dtype]
-    if out_dtype not in (None, *OUTPUT_NAMES):
+    kind = KINDS["int8_unscaled"] if (dtype, out_dtype) == (torch.int8, torch.int32) else _KINDS_OF_DTYPES[dtype]
+    if out_dtype not in (None, *finishes.of_kind(kind)):
         return False, f"out is {out_dtype}; supported is {' or '.join(map(str, OUTPUT_NAMES))}"
     k_blocks = ceil_div(k, SCALE_BLOCK)
     for name, rows, scales, stride in (("a", m, m, a_stride), ("b", n, ceil_div(n, SCALE_BLOCK), b_stride)):
@@ -368,10 +369,10 @@ def precompile(
             an H200 if there is none.
         grouping: "offs" or "counts" for grouped products, by what they are given, or "k_offs" for
             `fp8_grouped_wgrad`, of weights [n, k]; kernels of all numbers of groups.
-        kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`, "bf16" and "fp16" for `gemm`, "int8" for `int8_gemm`,
-            "fp8_rows", "fp8_rows_promoted" (without `fast_accum`), "int8_rows" and "fp8_1x128" for `scaled_gemm`, the
-            latter for `fp8_wgrad`, too. Those of FP8 end in the formats of a and b, unless both are e4m3, as
-            "fp8_rows_e5m2_e4m3".
+        kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`, "bf16", "fp16" and "int8_unscaled" for `gemm`, "int8" for
+            `int8_gemm`, "fp8_rows", "fp8_rows_promoted" (without `fast_accum`), "int8_rows" and "fp8_1x128" for
+            `scaled_gemm`, the latter for `fp8_wgrad`, too. Those of FP8 end in the formats of a and b, unless both are
+            e4m3, as "fp8_rows_e5m2_e4m3".
         out_dtype: of `out`; the call's default when None. float8_e4m3fn for `fp8_gemm_cast`.
         accumulate: as later passed; with an `out_dtype` of float32.
         bias: its dtype; None: there is none.
@@ -390,12 +391,16 @@ def precompile(
     if out_dtype not in (None, *_PRECOMPILED):
         raise ValueError(f"out_dtype is {out_dtype}; pass one of {names(_PRECOMPILED)}, or nothing")
     output = product.output if out_dtype is None else _PRECOMPILED[out_dtype]
+    if output == RAW and output not in product.outputs:
+        raise ValueError(f"out_dtype is {out_dtype} and kind {kind!r}; such results are of kind 'int8_unscaled'")
     if output == QUANTIZED and kind != "fp8":
         raise ValueError(f"out_dtype is {out_dtype} and kind {kind!r}; results of fp8_gemm_cast are of kind 'fp8'")
     if bias not in (None, *OUTPUT_NAMES):
         raise ValueError(f"bias is {bias!r}; pass its dtype, one of {names(OUTPUT_NAMES)}, or nothing")
     finishes.check_activation(activation)
     finish = ("none" if bias is None else OUTPUT_NAMES[bias], activation or "none")
+    if output == RAW and finish != ("none", "none"):
+        raise ValueError("results are INT32, and a bias or an activation is given; pass out_dtype=torch.float32")
     for name, value in (("num_sms", num_sms), ("batch_invariant", batch_invariant), ("accumulate", accumulate)):
         check_option(name, value)
     if accumulate and (output, *finish) != ("fp32", "none", "none"):

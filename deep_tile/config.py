@@ -16,6 +16,7 @@ from deep_tile.kinds import (
     KINDS,
     MMA_K_BYTES,
     QUANTIZED,
+    RAW,
     RESULTS,
     Element,
     Kind,
@@ -159,6 +160,10 @@ class GemmConfig:
         if self.by_k and not (self.column_scales and self.split_k == 1 and self.scale_blocks == 1):
             what = "scales of 1x128 for both operands, without split K, and with one scale block per stage"
             return f"grouping is {self.grouping!r}; groups along K are multiplied with {what}"
+        if self.output not in (*self.product.outputs, QUANTIZED):
+            return f"kind is {self.kind!r} and output {self.output!r}; results are {', '.join(self.product.outputs)}"
+        if self.output == RAW and self.is_finished:
+            return f"output is {self.output!r}; sums of integers are stored as they are, without bias and activation"
         if self.accumulate and self.output != "fp32":
             return f"accumulate is True and output {self.output!r}; what is added to is FP32"
         if self.accumulate and self.is_finished:

@@ -52,7 +52,7 @@ class _Call(NamedTuple):
     Attributes:
         kinds: that it makes, by the scaling and the dtypes of a and b.
         names: of its operands, in order.
-        out_dtype: of what it allocates; None: that of the operands.
+        out_dtype: of what it allocates; None: that of the operands, of INT8 int32.
         remedy: for operands of another dtype.
         to_train: what has gradients instead.
     """
@@ -80,7 +80,7 @@ _LINEAR = "torch.nn.functional.linear"
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _CALLS = {
-    "gemm": _Call(_kinds("bf16", "fp16"), ("a", "b"), None, "a.to(torch.bfloat16)", _LINEAR),
+    "gemm": _Call(_kinds("bf16", "fp16", "int8_unscaled"), ("a", "b"), None, "a.to(torch.bfloat16)", _LINEAR),
     "int8_gemm": _Call(
         _kinds("int8"),
         _SCALED,
@@ -129,23 +129,24 @@ def gemm(
     constant_weights: bool = False,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """BF16 or FP16 matrix product: `out[m, n] = sum_k a[m, k] * b[n, k]`, that is `a @ b.T`.
+    """BF16, FP16 or INT8 matrix product: `out[m, n] = sum_k a[m, k] * b[n, k]`, that is `a @ b.T`.
 
-    Accumulated in FP32 over all of k and rounded once; FP16 results beyond 65504 are infinite. Runs on the tensors'
+    Accumulated over all of k, in FP32 and rounded once, where FP16 results beyond 65504 are infinite; or of INT8 in
+    INT32, exactly where sums fit, as they do for k up to 131071, and modulo 2^32. Runs on the tensors'
     device and torch's current stream; CPU tensors go through the operation's definition in `deep_tile.reference`. Sizes
     m, n and k are free; m = 0 or n = 0 does nothing, k = 0 writes zeros. Not differentiable: refused where torch
     records gradients and one of the tensors requires one. Compiled as one op, `torch.ops.deep_tile.gemm`, by
     torch.compile and torch.export.
 
     Args:
-        a: [m, k] bfloat16 or float16, unit stride along k, row stride a multiple of 16 bytes (8 elements), 16-byte
-            aligned. A column slice of a wider matrix will do.
+        a: [m, k] bfloat16, float16 or int8, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned. A
+            column slice of a wider matrix will do.
         b: [n, k] of the same dtype, laid out like `a`: one row per output column, as `torch.nn.Linear` keeps weights.
-        out: [m, n] bfloat16, float16 or float32, unit stride along n; allocated when None. Any alignment and row stride
-            will do, but rows that begin and end at multiples of 16 bytes are stored faster. Must not overlap the
-            inputs.
-        bias, activation: as for `fp8_gemm`.
-        out_dtype: dtype of `out`: by default that of `out`, or of `a`.
+        out: [m, n] bfloat16, float16 or float32, or of INT8 int32, unit stride along n; allocated when None. Any
+            alignment and row stride will do, but rows that begin and end at multiples of 16 bytes are stored faster.
+            Must not overlap the inputs.
+        bias, activation: as for `fp8_gemm`; not of int32.
+        out_dtype: dtype of `out`: by default that of `out`, or of `a`, or int32 of INT8.
         config: the kernel to use instead of the selector's choice.
         num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
         accumulate: add the product, in FP32, to what `out` holds, which must be given and float32; without bias and
@@ -338,7 +339,13 @@ def _given(bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
 
 def _empty_out(operands, options: _Options) -> torch.Tensor:
     a, b = _matrices(operands)
-    return api.empty_out(a, b, options.out_dtype or _CALLS[options.call].out_dtype or a.dtype, options.activation)
+    return api.empty_out(a, b, _result_dtype(options, a), options.activation)
+
+
+def _result_dtype(options: _Options, a: torch.Tensor) -> torch.dtype:
+    """Of an `out` that is not given."""
+    of_operands = torch.int32 if a.dtype == torch.int8 else a.dtype
+    return options.out_dtype or _CALLS[options.call].out_dtype or of_operands
 
 
 def _refuse_sum_of_nothing(options: _Options) -> None:
@@ -427,7 +434,7 @@ def _problem(operands, out, options: _Options, bias=None) -> GemmProblem:
         tma_store=api.tma_can_store(out),
         split_k=not options.batch_invariant,
         kind=_kind(options, operands).name,
-        output=finishes.OUTPUT_NAMES[out.dtype],
+        output=finishes.RESULT_NAMES[out.dtype],
         accumulate=options.accumulate,
         **finishes.for_problem(bias, options.activation),
     )
@@ -505,7 +512,7 @@ def _check_arguments(options: _Options, operands, out, bias) -> None:
 
 
 def _check_option_types(options: _Options) -> None:
-    finishes.check_out_dtype(options.out_dtype)
+    finishes.check_out_dtype(options.out_dtype, finishes.RESULT_NAMES)
     finishes.check_activation(options.activation)
     api.check_config_type(options.config)
     for name in ("num_sms", "batch_invariant", "pdl", "constant_weights", "accumulate", "fast_accum"):
@@ -550,11 +557,18 @@ def _check_formats(options: _Options, operands, out, bias) -> None:
             raise TypeError(
                 f"{name} must be one of {finishes.names(tensors.SCALE_DTYPES)}; got {x.dtype}. To fix: {name}.float()"
             )
-    finishes.check_out(out, options.out_dtype)
+    kind, is_finished = _kind(options, operands), bias is not None or options.activation is not None
+    finishes.check_out_dtype(options.out_dtype, finishes.of_kind(kind))
+    finishes.check_out(out, options.out_dtype, finishes.of_kind(kind))
+    if is_finished and (_result_dtype(options, a) if out is None else out.dtype) == torch.int32:
+        raise ValueError(
+            "the result is torch.int32, and a bias or an activation is given, which are applied in FP32: pass "
+            "out_dtype=torch.float32"
+        )
     if options.accumulate:
         if out is not None and out.dtype != torch.float32:
             raise TypeError(f"out must be torch.float32 to add to; got {out.dtype}. Or pass accumulate=False")
-        if bias is not None or options.activation is not None:
+        if is_finished:
             raise ValueError("accumulate is True, and a bias or an activation is given: add the product alone")
     if a.device.type not in ("cuda", "cpu"):
         where = "on a Hopper GPU, or on the CPU as a reference"
@@ -562,7 +576,6 @@ def _check_formats(options: _Options, operands, out, bias) -> None:
     api.check_devices(a, **dict(zip(call.names[1:], operands[1:], strict=True)), out=out)
     api.check_product_shapes(a, b, out, options.activation, (a_name, b_name))
     finishes.check_finish(bias, options.activation, b)
-    kind = _kind(options, operands)
     if kind.scaling == "blocks":
         api.check_scale_shapes(*operands)
     elif kind.scaling == "row_blocks":
@@ -626,8 +639,8 @@ def _register(call: str) -> None:
         options = _Options(call, **keywords)
         check(operands, out, bias, options)
         a, b = _matrices(operands)
-        dtype = options.out_dtype or _CALLS[call].out_dtype or a.dtype
-        return a.new_empty(a.shape[0], finishes.out_columns(b.shape[0], options.activation), dtype=dtype)
+        columns = finishes.out_columns(b.shape[0], options.activation)
+        return a.new_empty(a.shape[0], columns, dtype=_result_dtype(options, a))
 
     def fake_out(*given, **keywords) -> None:
         check(*parts(given), _Options(call, **keywords))

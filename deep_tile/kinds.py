@@ -40,7 +40,7 @@ class Kind(NamedTuple):
             the rows of a and of those of b, by which the sum over all of K is multiplied. "promoted_rows": the same,
             of sums of K blocks that are added in FP32. "none": there are none. With the others WGMMA adds up all of K.
         sums: format in which WGMMA adds up, as PTX calls it.
-        output: format of the result unless another is asked for, a name in `OUTPUTS`.
+        output: format of the result unless another is asked for, one of `outputs`.
     """
 
     name: str
@@ -76,6 +76,11 @@ class Kind(NamedTuple):
         return self.scaling in ("blocks", "row_blocks", "promoted_rows")
 
     @property
+    def outputs(self) -> tuple[str, ...]:
+        """Formats that its result may have, but for `QUANTIZED`."""
+        return (*OUTPUTS, *([RAW] if self.output == RAW else []))
+
+    @property
     def k_block(self) -> int:
         """Elements of K in a K block."""
         return K_BLOCK_BYTES // self.a.bytes
@@ -83,7 +88,7 @@ class Kind(NamedTuple):
     def timed_output(self, output: str) -> str:
         """The format of a result whose times and measured choices are those of `output`: the kind's own, where numbers
         of both have as many bytes, and of a quantised result, which has the same tiles."""
-        alike = output == QUANTIZED or OUTPUTS[output].bytes == OUTPUTS[self.output].bytes
+        alike = output == QUANTIZED or RESULTS[output].bytes == RESULTS[self.output].bytes
         return self.output if alike else output
 
 
@@ -93,6 +98,7 @@ BF16 = Element("bf16", 2, "bfloat16")
 F16 = Element("f16", 2, "float16")
 S8 = Element("s8", 1, "int8")
 F32 = Element("f32", 4, "float32")
+S32 = Element("s32", 4, "int32")
 
 
 def _formats(a: Element, b: Element) -> str:
@@ -111,6 +117,7 @@ FAMILIES = {
         Kind("fp8_rows", E4M3, E4M3, "rows", "f32"),
         Kind("int8_rows", S8, S8, "rows", "s32"),
         Kind("fp8_rows_promoted", E4M3, E4M3, "promoted_rows", "f32"),
+        Kind("int8_unscaled", S8, S8, "none", "s32", "int32"),
     )
 }
 """Kinds, those of FP8 with e4m3 for both operands. WGMMA multiplies any pair of its formats, all else being alike."""
@@ -129,12 +136,15 @@ group, where each begins behind the one before. "counts": each group in rows of 
 how K belongs to matrices of `out`. "k_offs": group by group, as rows by "offs"."""
 
 OUTPUTS = {"bf16": BF16, "fp16": F16, "fp32": F32}
-"""Formats of a result, and of a bias."""
+"""Formats of any kind's result, and of a bias."""
+
+RAW = "int32"
+"""The format of sums of integers as WGMMA leaves them."""
 
 QUANTIZED = "e4m3"
 """The format of a result that is cast to FP8 where it is made, with a scale for each row and 128 columns."""
 
-RESULTS = {**OUTPUTS, QUANTIZED: E4M3}
+RESULTS = {**OUTPUTS, RAW: S32, QUANTIZED: E4M3}
 """All formats of a result."""
 
 BIASES = ("none", *OUTPUTS)

@@ -31,6 +31,8 @@ KINDS_CONFIGS = (
     *default_configs(False, "fp8_1x128", "fp32", True)[1::4],
     *default_configs(True, "bf16", "fp32", True)[2::8],
     *default_configs(True, "fp8_rows_promoted"),
+    *default_configs(True, "int8_unscaled")[::2],
+    *default_configs(False, "int8_unscaled")[1::6],
     *default_configs(False, "fp8_rows_promoted", "fp32", True)[3::6],
     *default_configs(True, "fp8_rows_e5m2_e4m3")[::8],
     *grouped_configs("k_offs", True, True),

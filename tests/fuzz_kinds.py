@@ -39,6 +39,7 @@ from campaign import (
 from fuzz_groups import draw_sizes
 from helpers import (
     ACCUMULATION,
+    INT8_SIZE,
     MANY,
     Exact,
     GuardedOut,
@@ -46,6 +47,7 @@ from helpers import (
     are_off,
     blank_tokens,
     exact_of_groups,
+    few_integers,
     finished_product,
     product_of,
     whole_bar,
@@ -56,7 +58,7 @@ from strategies import USUAL, Limits, Place, Problem, Use, draw_config, draw_pro
 import deep_tile
 from deep_tile import GemmConfig, plan
 from deep_tile.config import ceil_div, round_up
-from deep_tile.kinds import ACTIVATIONS, BIASES, FAMILIES, KINDS, OUTPUTS, Element
+from deep_tile.kinds import ACTIVATIONS, BIASES, FAMILIES, KINDS, OUTPUTS, RAW, Element
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import MAX_RELATIVE_ERROR, group_rows
 from deep_tile.select.defaults import default_configs
@@ -76,6 +78,7 @@ CALLS = {
     "fp8_rows": ("scaled_gemm",),
     "int8_rows": ("scaled_gemm",),
     "fp8_rows_promoted": ("scaled_gemm",),
+    "int8_unscaled": ("gemm",),
 }
 """The functions that make a family of kinds."""
 
@@ -101,7 +104,6 @@ problems."""
 _TRIES = 4
 """Problems drawn until one's choice is among the kernels."""
 
-_INT8_SIZE = 40
 _UNSETTLED = 64
 """Calls whose results are read at once."""
 
@@ -234,8 +236,8 @@ def _draw_made(random: Random, kind: str, finishes: Iterator[tuple[str, str]]) -
         return made | stored
     if random.random() < 0.25:
         return {"kind": kind, "output": "fp32", "accumulate": True} | stored
-    bias, activation = next(finishes)
-    output = random.choice(list(OUTPUTS))
+    output = random.choice((KINDS[kind].output, *KINDS[kind].outputs))
+    bias, activation = ("none", "none") if output == RAW else next(finishes)
     return {"kind": kind, "output": output, "accumulate": False, "bias": bias, "activation": activation} | stored
 
 
@@ -335,7 +337,7 @@ class Values:
     def _all(self, dtype: torch.dtype) -> torch.Tensor:
         if dtype not in self._converted:
             integers = dtype == torch.int8
-            values = (self._normal * _INT8_SIZE).round().clamp(-128, 127) if integers else self._normal
+            values = (self._normal * INT8_SIZE).round().clamp(-128, 127) if integers else self._normal
             self._converted[dtype] = values.to(dtype)
         return self._converted[dtype]
 
@@ -346,7 +348,7 @@ class Sample(NamedTuple):
     Attributes:
         operands: as the call takes them, offsets included.
         exact, accumulation, relative_error: as in `helpers.Product`.
-        before: what `out` holds that is added to; None: NaN.
+        before: what `out` holds that is added to; None: `unwritten`.
         buffer, untouched: all inputs with NaN around them, and a copy.
     """
 
@@ -399,9 +401,11 @@ def _draw_values(values: Values, random: Random, drawn: Draw) -> dict[str, torch
     (m, n, k, *_), kind = drawn.problem, drawn.config.product
     factor = _shrinking(k) if drawn.config.is_finished else 1.0
     a, b = values.cut(random, _dtype(kind.a), m, k), values.cut(random, _dtype(kind.b), n, k, half=1)
+    if kind.output == RAW:
+        return {"a": few_integers(a), "b": b.sign()} if drawn.config.is_finished else {"a": a // 8, "b": b}
     if kind.scaling == "none":
         return {"a": a * factor, "b": b}
-    unit = 1 / _INT8_SIZE if kind.a.dtype == "int8" else 1.0
+    unit = 1 / INT8_SIZE if kind.a.dtype == "int8" else 1.0
     a_scale, b_scale = (
         torch.exp2(values.cut(random, torch.float32, *shape).clamp(-1, 1)) * size
         for shape, size in zip(scale_shapes(kind, m, n, k), (unit * factor, unit), strict=True)
@@ -469,6 +473,11 @@ def guarded_out(drawn: Draw, device: str) -> GuardedOut:
     return guarded
 
 
+def unwritten(dtype: torch.dtype) -> float:
+    """What `out` holds before it is written."""
+    return torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
 def check(sample: Sample, drawn: Draw, beside: Any) -> dict[str, torch.Tensor]:
     """Multiply twice: what is wrong about that, by kind, as counts left on the device.
 
@@ -478,7 +487,7 @@ def check(sample: Sample, drawn: Draw, beside: Any) -> dict[str, torch.Tensor]:
 
     def result() -> torch.Tensor:
         if sample.before is None:
-            guarded.out.fill_(torch.nan)
+            guarded.out.fill_(unwritten(guarded.out.dtype))
         else:
             guarded.out.copy_(sample.before)
         multiply(sample, drawn, guarded.out)
@@ -503,7 +512,7 @@ def check(sample: Sample, drawn: Draw, beside: Any) -> dict[str, torch.Tensor]:
 def examine(sample: Sample, drawn: Draw) -> dict[str, Any]:
     """Of a call that was found wrong, done once more: how many elements are off, and what the first ones are."""
     out = guarded_out(drawn, str(sample.buffer.device)).out
-    out.copy_(torch.full_like(out, torch.nan) if sample.before is None else sample.before)
+    out.copy_(torch.full_like(out, unwritten(out.dtype)) if sample.before is None else sample.before)
     multiply(sample, drawn, out)
     off = are_off(out, sample.exact, sample.accumulation).nonzero().tolist()
     first = [f"{at}: {out[tuple(at)]:.7g}, exact {sample.exact.value[tuple(at)]:.7g}" for at in off[:_SHOWN]]

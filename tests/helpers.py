@@ -25,15 +25,18 @@ from deep_tile import (
     sources,
 )
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
-from deep_tile.kinds import KINDS, OUTPUTS, Element
+from deep_tile.kinds import KINDS, OUTPUTS, RAW, Element
 from deep_tile.quantize import FP8_MAX
 from deep_tile.reference import MAX_RELATIVE_ERROR
 
 BF16_ROUNDING = 2**-8
-ROUNDING = {torch.bfloat16: BF16_ROUNDING, torch.float16: 2**-11, torch.float32: 2**-24}
+ROUNDING = {torch.bfloat16: BF16_ROUNDING, torch.float16: 2**-11, torch.float32: 2**-24, torch.int32: 0}
 """Of a number that is rounded to a dtype, relative to it, at most."""
 
-RELATIVE_ERRORS = {torch.bfloat16: MAX_RELATIVE_ERROR, torch.float16: MAX_RELATIVE_ERROR / 8, torch.float32: 1e-5}
+RELATIVE_ERRORS = {
+    **{torch.bfloat16: MAX_RELATIVE_ERROR, torch.float16: MAX_RELATIVE_ERROR / 8, torch.float32: 1e-5},
+    torch.int32: 0.0,
+}
 """Most that a product of many elements may be off as a whole; FP32's has room for the accumulation alone."""
 
 MANY = 20_000
@@ -45,6 +48,9 @@ accumulation error that meets the bar, yet less than losing one product of a K b
 
 ACCUMULATION_WITHOUT_SCALES = 1e-3
 """The same of BF16 and FP16 operands, whose WGMMAs add up in FP32: less than losing one product of any K tested."""
+
+INT8_SIZE = 40
+"""Standard deviation of normal samples that are rounded to INT8."""
 
 _NAN_BYTE = 0xFF
 """Repeated, a NaN in float8_e4m3fn, bfloat16 and float32 alike."""
@@ -304,7 +310,8 @@ def make_product(
     print(f"make_product({kind!r}, {m}, {n}, {k}, seed={seed})")
     generator = torch.Generator(device).manual_seed(seed)
     product = KINDS[kind]
-    size = 40 if product.sums == "s32" else 1
+    size = INT8_SIZE if product.sums == "s32" else 1
+    size = size // 4 if product.output == RAW else size  # whose sums FP16 has to hold
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device)
@@ -392,7 +399,11 @@ def with_finish(product: Product, bias_format: str = "none", activation: str = "
     a, b = product.operands[0], product.operands[len(product.operands) // 2]
     factor = 2.0 ** -round(product.exact.spread.mean().clamp(min=2.0**-20).log2().item())
     if len(product.operands) == 2:
-        a.mul_(factor)
+        if a.dtype == torch.int8:
+            a.copy_(few_integers(a))
+            b.sign_()
+        else:
+            a.mul_(factor)
         exact = exact_dense_product(a, b)
     else:
         product.operands[1].mul_(factor)
@@ -402,6 +413,11 @@ def with_finish(product: Product, bias_format: str = "none", activation: str = "
         dtype = getattr(torch, OUTPUTS[bias_format].dtype)
         bias = _placed(torch.randn(b.shape[0], 1, device=a.device).to(dtype), (3, 1))[:, 0]
     return finished_product(product._replace(exact=exact), bias, activation)
+
+
+def few_integers(x: torch.Tensor) -> torch.Tensor:
+    """Signs of the largest numbers, about three in a thousand, and zeros: their sums are small."""
+    return x.sign() * (x.float().abs() > 3 * x.float().square().mean().sqrt())
 
 
 def finished_product(product: Product, bias: torch.Tensor | None, activation: str) -> Product:
@@ -443,7 +459,7 @@ def assert_accurate(
 ) -> None:
     """Every element is within rounding and a little accumulation error; so is the whole, by the project's bar.
 
-    Numbers below the dtype's normal ones are rounded to multiples of the smallest.
+    Numbers below the dtype's normal ones are rounded to multiples of the smallest. Integers are exact.
     """
     wrong = are_off(out, exact, accumulation).nonzero()
     assert not len(wrong), (
@@ -459,6 +475,8 @@ def assert_accurate(
 def are_off(out: torch.Tensor, exact: Exact, accumulation: float) -> torch.Tensor:
     """Which elements are farther off than rounding and a little accumulation error; left on their device."""
     error = (out.double() - exact.value).abs()
+    if not out.is_floating_point():
+        return error != 0
     allowed = ROUNDING[out.dtype] * exact.value.abs() + accumulation * exact.spread
     allowed = allowed + torch.finfo(out.dtype).smallest_normal * torch.finfo(out.dtype).eps / 2
     return ~(error <= allowed)
@@ -473,7 +491,7 @@ def whole_error(out: torch.Tensor, exact: Exact) -> torch.Tensor:
 
 def whole_bar(dtype: torch.dtype, relative_error: float) -> float:
     """The most that `whole_error` may be."""
-    return max(RELATIVE_ERRORS[dtype], relative_error)
+    return max(RELATIVE_ERRORS[dtype], relative_error if dtype.is_floating_point else 0.0)
 
 
 def check_gemm(

@@ -44,7 +44,7 @@ from deep_tile import (
     transposed_cast_to_fp8,
 )
 from deep_tile.config import round_up
-from deep_tile.kinds import OUTPUTS
+from deep_tile.kinds import RESULTS
 from deep_tile.reference import MAX_RELATIVE_ERROR, relative_error
 from deep_tile.select.groups import all_grouped_configs, grouped_configs
 
@@ -162,6 +162,7 @@ KINDS_CASES = (
     Case(GemmConfig(128, 128, 3, kind="fp8_rows_e5m2_e4m3"), 130, 264, 400, 2),
     Case(GemmConfig(128, 256, 2, kind="fp8_rows_promoted"), 130, 264, 400, 2),
     Case(GemmConfig(64, 64, 3, kind="fp8_rows_promoted", split_k=2, tma_store=False), 70, 133, 600, 4),
+    Case(GemmConfig(64, 64, 3, kind="int8_unscaled", split_k=4), 70, 136, 800, 4),
     Case(GemmConfig(128, 64, 3, output="fp32", store_buffers=1), 130, 136, 600, 2),
     Case(GemmConfig(128, 192, 2, output="fp16", tma_store=False), 129, 201, 400, 2),
     Case(GemmConfig(128, 256, 2, bias="bf16", activation="gelu"), 129, 264, 400, 3),
@@ -185,10 +186,9 @@ def run_kind(case: Case, device: str = "cuda") -> None:
     if options["bias"] is not None:
         options["bias"] = options["bias"].contiguous().to(device)
     columns = case.n // config.columns_per_output
-    dtype = getattr(torch, OUTPUTS[config.output].dtype)
-    out = torch.full((case.m, round_up(columns, 8) if config.tma_store else columns), float("nan"), dtype=dtype).to(
-        device
-    )
+    dtype = getattr(torch, RESULTS[config.output].dtype)
+    width = round_up(columns, 8) if config.tma_store else columns
+    out = torch.full((case.m, width), float("nan") if dtype.is_floating_point else -1, dtype=dtype).to(device)
     product.call.func(*on_device, out[:, :columns], **options, config=config, num_sms=case.num_sms)
     assert_accurate(out.cpu()[:, :columns], product.exact, product.accumulation, product.relative_error)
 

@@ -43,6 +43,74 @@ def test_out_decides_the_format_and_nothing_around_it_is_written():
     assert_accurate(guarded.out, exact_dense_product(a, b), ACCUMULATION_WITHOUT_SCALES)
 
 
+@pytest.mark.parametrize("out_dtype", [None, *OUT_DTYPES], ids=str)
+def test_integers_without_scales(out_dtype):
+    """As they are, or rounded once."""
+    product = make_product("int8_unscaled", 37, 53, 300)
+    out = gemm(*product.operands, out_dtype=out_dtype)
+    assert out.dtype == (out_dtype or torch.int32)
+    assert_accurate(out, product.exact, ACCUMULATION_WITHOUT_SCALES)
+    product.check(GuardedOut(37, 53, stride=57, offset=1, dtype=out.dtype))
+
+
+def test_sums_of_integers_are_exact_and_wrap_around():
+    a = torch.full((2, 1 << 17), -128, dtype=torch.int8)
+    b = a.clone()
+    b[0, 0] = 127
+    assert gemm(a, b)[0].tolist() == [2**31 - 128 * 255, -(2**31)]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "text"),
+    [
+        ({"bias": torch.ones(8)}, ValueError, r"result is torch\.int32, and a bias .* pass out_dtype=torch\.float32"),
+        ({"activation": "relu"}, ValueError, r"result is torch\.int32"),
+        ({"out": torch.zeros(4, 8, dtype=torch.int32), "activation": "relu"}, ValueError, r"result is torch\.int32"),
+        (
+            {"out": torch.zeros(4, 8, dtype=torch.int64)},
+            TypeError,
+            r"out must be one of .*torch\.int32; got torch\.int64",
+        ),
+        ({"out_dtype": torch.int8}, TypeError, r"out_dtype is torch\.int8; pass one of .*torch\.int32"),
+        (
+            {"b": torch.ones(8, 32).half()},
+            TypeError,
+            r"b must be torch\.int8, since a is torch\.int8; got torch\.float16",
+        ),
+    ],
+)
+def test_what_integers_without_scales_are_refused(keywords, error, text):
+    right = {"a": torch.ones(4, 32, dtype=torch.int8), "b": torch.ones(8, 32, dtype=torch.int8)}
+    with pytest.raises(error, match=text):
+        gemm(**right | keywords)
+    assert gemm(**right, bias=torch.ones(8), activation="relu", out_dtype=torch.float32).eq(33).all()
+
+
+def test_integers_are_results_of_integers_alone():
+    a, b = make_dense_operands(4, 8, 32, torch.bfloat16)
+    one, integers = torch.ones(()), torch.ones(4, 32, dtype=torch.int8)
+    for call in (
+        lambda: gemm(a, b, torch.zeros(4, 8, dtype=torch.int32)),
+        lambda: scaled_gemm(integers, one, integers, one, out_dtype=torch.int32),
+    ):
+        with pytest.raises(TypeError, match=r"torch\.bfloat16, torch\.float16, torch\.float32"):
+            call()
+    with pytest.raises(ValueError, match="kind is 'bf16' and output 'int32'; results are bf16, fp16, fp32"):
+        GemmConfig(128, 128, 4, kind="bf16", output="int32")
+    with pytest.raises(ValueError, match="sums of integers are stored as they are"):
+        GemmConfig(128, 128, 4, kind="int8_unscaled", bias="fp32")
+    for wrong, text in (
+        ({"kind": "int8", "out_dtype": torch.int32}, r"such results are of kind 'int8_unscaled'"),
+        ({"kind": "int8_unscaled", "activation": "relu"}, "results are INT32, and a bias or"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            deep_tile.precompile([(64, 64, 3)], **wrong)
+    done = deep_tile.precompile([(64, 64, 3)], kind="int8_unscaled")
+    assert {config.output for config in done.configs} == {"int32"}
+    assert deep_tile.supports(5, 6, 64, dtype=torch.int8, out_dtype=torch.int32) == (True, "supported")
+    assert not deep_tile.supports(5, 6, 64, dtype=torch.bfloat16, out_dtype=torch.int32)[0]
+
+
 SCALED = [kind for kind in KINDS.values() if kind.scaling != "none"]
 
 each_scaled_kind = pytest.mark.parametrize("kind", SCALED, ids=lambda kind: kind.name)
@@ -327,6 +395,8 @@ def test_the_op_is_traced_and_checks():
     a, b = make_dense_operands(6, 16, 32, torch.bfloat16)
     traced = torch.compile(lambda a, b: gemm(a, b, out_dtype=torch.float32) + 1, backend="aot_eager", fullgraph=True)
     assert torch.equal(traced(a, b), gemm(a, b, out_dtype=torch.float32) + 1)
+    integers = make_product("int8_unscaled", 6, 16, 32).operands
+    assert torch.equal(torch.compile(gemm, backend="aot_eager", fullgraph=True)(*integers), gemm(*integers))
     torch.library.opcheck(torch.ops.deep_tile.gemm.default, (a, b), {"out_dtype": torch.float16})
     out = torch.empty(6, 16)
     torch.library.opcheck(torch.ops.deep_tile.gemm.out, (a, b, out))

@@ -36,7 +36,7 @@ from deep_tile import (
     scaled_gemm,
 )
 from deep_tile.config import round_up
-from deep_tile.kinds import FAMILIES, KINDS, OUTPUTS
+from deep_tile.kinds import FAMILIES, KINDS, OUTPUTS, RESULTS
 from deep_tile.reference import relative_error
 from deep_tile.select.defaults import default_configs
 
@@ -72,6 +72,9 @@ CONFIGS = (
     *default_configs(False, "fp8_1x128", "fp32", True)[1::2],
     *default_configs(True, "bf16", "fp32", True)[::4],
     *default_configs(False, "int8_rows", "fp32", True)[3::6],
+    *default_configs(True, "int8_unscaled"),
+    *default_configs(False, "int8_unscaled")[::4],
+    *default_configs(True, "int8_unscaled", "bf16")[1::8],
     *default_configs(True, "fp8_rows_promoted"),
     *default_configs(False, "fp8_rows_promoted", "fp32")[::4],
     *default_configs(True, "fp8_rows_promoted", "fp32", True)[1::4],
@@ -95,6 +98,10 @@ LEGAL_CORNERS = (
     GemmConfig(64, 128, 2, kind="bf16", split_k=8, store_buffers=1),
     GemmConfig(64, 16, 2, kind="int8"),
     GemmConfig(64, 48, 3, kind="int8_rows"),
+    GemmConfig(64, 48, 3, kind="int8_unscaled"),
+    GemmConfig(64, 128, 2, kind="int8_unscaled", split_k=8, store_buffers=1),
+    GemmConfig(128, 208, 2, 2, 1, kind="int8_unscaled", store_buffers=1),
+    GemmConfig(256, 96, 2, kind="int8_unscaled", tma_store=False),
     GemmConfig(128, 144, 3, kind="int8", narrow_n=128),
     GemmConfig(128, 112, 3, kind="int8", pairs=True),
     GemmConfig(128, 192, 4, kind="int8", b_stages=4, store_buffers=1),
@@ -154,7 +161,7 @@ def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int, scale
         product = product._replace(call=partial(fp8_wgrad, accumulate=False))
     if config.is_finished:
         product = with_finish(product, config.bias, config.activation)
-    dtype = getattr(torch, OUTPUTS[config.output].dtype)
+    dtype = getattr(torch, RESULTS[config.output].dtype)
     guarded = GuardedOut(m, n // config.columns_per_output, device=DEVICE, dtype=dtype, **layout)
     if config.accumulate:
         check_added(product, guarded, config=config, num_sms=num_sms)
@@ -303,6 +310,28 @@ def test_integers_of_all_of_k_are_exact():
     assert (scaled_gemm(a, one, b, one, out_dtype=torch.float32) == exact.float()).all()
     ones = torch.ones(70, 32, device=DEVICE), torch.ones(2, 32, device=DEVICE)
     assert (int8_gemm(a, ones[0], b, ones[1], out_dtype=torch.float32) == exact.float()).all()
+    assert torch.equal(gemm(a, b).double(), exact)
+    assert torch.equal(gemm(a, b, out_dtype=torch.float32), exact.float())
+
+
+@pytest.mark.parametrize("m", [1, 17, 64, 129, 1000])
+def test_integers_without_scales_are_exact_by_the_selectors_own_choice(m):
+    """Also where sums need more bits than FP32 has."""
+    for n, k in ((1, 1), (24, 63), (136, 4096), (576, 16384), (2112, 7168)):
+        a, b = (
+            torch.randint(-128, 128, (rows, k + -k % 16), dtype=torch.int8, device=DEVICE)[:, :k] for rows in (m, n)
+        )
+        exact = a.double() @ b.double().t()
+        for layout in ({}, {"stride": n + 5, "offset": 1}):
+            guarded = GuardedOut(m, n, device=DEVICE, dtype=torch.int32, **layout)
+            assert torch.equal(gemm(a, b, guarded.out).double(), exact)
+            guarded.assert_guards_intact()
+
+
+@pytest.mark.skipif(not hasattr(torch, "_int_mm"), reason="this torch has no product of integers")
+def test_integers_without_scales_are_torchs():
+    a, b = (torch.randint(-128, 128, (rows, 1024), dtype=torch.int8, device=DEVICE) for rows in (256, 512))
+    assert torch.equal(gemm(a, b), torch._int_mm(a, b.t()))
 
 
 @pytest.mark.parametrize("dtype", OPERANDS.values(), ids=str)

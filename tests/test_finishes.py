@@ -91,7 +91,11 @@ REFUSED = [
     ({"activation": ["relu"]}, TypeError, r"activation is \['relu'\], of type list; pass a name"),
     ({"activation": torch.relu}, TypeError, "activation is .* pass a name"),
     ({"activation": "swiglu"}, ValueError, r"out must have shape \[m, n / 2\] = \(9, 24\); got \(9, 48\)"),
-    ({"activation": "swiglu", "out": None, "b": 40, "bias": None}, ValueError, "'swiglu' and n is 40.*interleave_gate"),
+    (
+        {"activation": "swiglu", "out": None, "out_dtype": torch.bfloat16, "b": 40, "bias": None},
+        ValueError,
+        "'swiglu' and n is 40.*interleave_gate",
+    ),
     ({"out": torch.ones(9, 48).double()}, TypeError, "out must be one of.*float64"),
     ({"out": torch.ones(9, 48), "out_dtype": torch.float16}, TypeError, "leave out_dtype out"),
 ]
@@ -201,19 +205,19 @@ def test_precompile_compiles_what_the_selector_gives():
 def test_ops_have_a_finish(kind):
     product = make_product(kind, 6, 32, 160)
     bias = torch.randn(32)
-    options = {"bias": bias, "activation": "swiglu"}
+    options = {"bias": bias, "activation": "swiglu", "out_dtype": torch.bfloat16}
     traced = torch.compile(
         lambda *operands: product.call(*operands, **options) + 1, backend="aot_eager", fullgraph=True
     )
     assert torch.equal(traced(*product.operands), product.call(*product.operands, **options) + 1)
     op, keywords = product.op
-    keywords = keywords | {"activation": "swiglu"}
+    keywords = keywords | {"activation": "swiglu", "out_dtype": torch.bfloat16}
     operands = tuple(x.contiguous() for x in product.operands)
     for test in ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"):
         torch.library.opcheck(op.default, (*operands, bias), keywords, test_utils=test)
     out = torch.empty(6, 16)
-    op.out(*operands, out, bias, **keywords)
-    assert same_bits(out, product.call(*product.operands, **options, out_dtype=torch.float32))
+    op.out(*operands, out, bias, **keywords | {"out_dtype": None})
+    assert same_bits(out, product.call(*product.operands, **options | {"out_dtype": torch.float32}))
 
 
 def test_ops_refuse_what_calls_refuse():

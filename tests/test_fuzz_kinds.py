@@ -13,7 +13,7 @@ from test_host_path import run_pretending  # noqa: F401
 from test_launcher import fake_driver  # noqa: F401
 
 from deep_tile import api, jit, plan
-from deep_tile.kinds import FAMILIES, KINDS, OUTPUTS
+from deep_tile.kinds import FAMILIES, KINDS, OUTPUTS, RAW
 
 NUM_SMS = 132
 SMALL = Limits(m=100, n=160, k=400, out=1 << 14)
@@ -50,7 +50,7 @@ def test_kernels_are_of_every_kind_and_finish(kernels):
         assert {config.accumulate for config in own} == {True, False}
     assert {config.kind for config in kernels} == set(KINDS)
     assert {(config.bias, config.activation) for config in kernels} == set(FINISHES)
-    assert {config.output for config in kernels} == set(OUTPUTS)
+    assert {config.output for config in kernels} == {*OUTPUTS, RAW}
 
 
 def test_draws_are_of_every_call(drawn, kernels):
@@ -165,7 +165,7 @@ def test_a_clean_run_counts_what_it_did(run):
 
 
 def test_rounds_repeat_by_themselves(run, damage):
-    damage(lambda sample, drawn, out: first(out).fill_(float("inf")))
+    damage(lambda sample, drawn, out: first(out).fill_(fuzz_kinds.unwritten(out.dtype)))
     _, report = run("--rounds", "9")
     by_round = {finding["round"]: finding for finding in report["findings"]}
     assert set(by_round) == set(range(9))
@@ -193,11 +193,11 @@ def first(out):
 
 
 FAULTS = {
-    "an element off": ("values", lambda sample, drawn, out: first(out).add_(1e3)),
-    "the last element off": ("values", lambda sample, drawn, out: out[..., -1:].add_(1e3)),
-    "NaN for a number": ("values", lambda sample, drawn, out: first(out).fill_(torch.nan)),
+    "an element off": ("values", lambda sample, drawn, out: first(out).add_(1000)),
+    "the last element off": ("values", lambda sample, drawn, out: out[..., -1:].add_(1000)),
+    "NaN for a number": ("values", lambda sample, drawn, out: first(out).fill_(fuzz_kinds.unwritten(out.dtype))),
     "an element unwritten": ("values", lambda sample, drawn, out: unwritten(sample, out)),
-    "changing": ("repeat", lambda sample, drawn, out: first(out).copy_(torch.rand(()))),
+    "changing": ("repeat", lambda sample, drawn, out: first(out).copy_(torch.rand(()) * 2**15)),
     "before out": ("guards", lambda sample, drawn, out: beside(out, -1)),
     "far behind out": ("guards", lambda sample, drawn, out: beside(out, 1 + extent(out))),
     "an input": ("inputs", lambda sample, drawn, out: sample.operands[0].view(torch.uint8)[:1, :1].add_(1)),
@@ -206,7 +206,8 @@ FAULTS = {
 
 
 def unwritten(sample, out):
-    first(out).copy_(first(torch.full_like(out, torch.nan) if sample.before is None else sample.before + 1e-3))
+    missing = torch.full_like(out, fuzz_kinds.unwritten(out.dtype)) if sample.before is None else sample.before + 1e-3
+    first(out).copy_(first(missing))
 
 
 def extent(out) -> int:
@@ -290,4 +291,6 @@ def test_kernels_that_do_not_compile_are_found(run, monkeypatch, chosen, diverge
     monkeypatch.setattr(fuzz_kinds, "load_kernels", load)
     status, report = run("--rounds", "2")
     assert (status, report["found"]) == (WRONG if found else CLEAN, found)
-    assert report["configs_loaded"] == 8 * (len(FAMILIES) + 1) - 1 and report["configs_refused"] == ([] if found else without)
+    assert report["configs_loaded"] == 8 * (len(FAMILIES) + 1) - 1 and report["configs_refused"] == (
+        [] if found else without
+    )

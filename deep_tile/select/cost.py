@@ -23,7 +23,7 @@ TIMES = Path(__file__).parent / "times"
 """Written by benchmarks/calibrate.py."""
 
 
-LIKE = {"int8_rows": "fp8_rows"}
+LIKE = {"int8_rows": "fp8_rows", "int8_unscaled": "fp8_rows"}
 """Families of kinds that were not measured, by those of as many bytes whose sums are scaled alike."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from deep_tile.config import NARROW_N, PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig
-from deep_tile.kinds import KINDS, OUTPUTS, QUANTIZED
+from deep_tile.kinds import KINDS, QUANTIZED, RESULTS
 from deep_tile.walls import stages_max
 
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
@@ -111,7 +111,7 @@ def default_configs(
     output = output or KINDS[kind].output
     if output == QUANTIZED:
         return tuple(made for one in default_configs(tma_store, kind) if (made := _quantized(one)))
-    of_16_bits = OUTPUTS[output].bytes == OUTPUTS[KINDS[kind].output].bytes
+    of_16_bits = RESULTS[output].bytes == RESULTS[KINDS[kind].output].bytes
     if KINDS[kind].family == "fp8" and of_16_bits and not accumulate:
         return _fp8_configs(tma_store, kind, output)
     return _configs_of_kind(tma_store, kind, output, accumulate)

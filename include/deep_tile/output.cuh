@@ -20,6 +20,19 @@ namespace deep_tile {
 template <GemmConfig config>
 using Accumulators = float[config.chunks_m][config.chunks_n][config.mma_n / 2];
 
+// Sums of integers that are stored as they are pass as the bits of floats, of others as their values.
+template <GemmConfig config>
+__device__ __forceinline__ float as_sum(int integer) {
+    if constexpr (config.out_format == Format::int32) return __int_as_float(integer);
+    return static_cast<float>(integer);
+}
+
+template <GemmConfig config>
+__device__ __forceinline__ float added(float x, float y) {
+    if constexpr (config.out_format == Format::int32) return __int_as_float(__float_as_int(x) + __float_as_int(y));
+    return x + y;
+}
+
 // Output boxes are numbered along the rows of a tile, or of this block's part of it; the last of a row ends with it, and
 // may overlap the one before.
 template <GemmConfig config>
