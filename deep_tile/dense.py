@@ -392,11 +392,15 @@ def _call_unknown(operands, out, options: _Options, bias) -> None:
 def _compute_without_kernel(operands, out, options: _Options, bias) -> None:
     if not out.numel():
         return
-    reference = _REFERENCES[_kind(options, operands).scaling]
-    if bias is None and options.activation is None:
-        product = reference(*operands, out.dtype)
+    is_finished = bias is not None or options.activation is not None
+    dtype = torch.float64 if is_finished else out.dtype
+    a, b = _matrices(operands)
+    if a.shape[1]:
+        product = _REFERENCES[_kind(options, operands).scaling](*operands, dtype)
     else:
-        product = finished(reference(*operands, torch.float64), bias, options.activation)
+        product = a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)  # also with scales that are infinite
+    if is_finished:
+        product = finished(product, bias, options.activation)
     if options.accumulate:
         out.add_(product)
     else:

@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "distributed": {"config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"config", "experts", "grouped", "linear", "quantize", "tensors"},
     "compat": {"api", "config", "dense", "grouped", "quantize", "reference", "tensors", "transposed"},
-    "torch_compat": {"api", "config", "finishes", "grouped", "tensors"},
+    "torch_compat": {"api", "config", "dense", "finishes", "grouped", "tensors"},
     "method": SIZES | {"select"},
     "tools": CALL | {"packaged", "", "api", "cast", "codegen", "method", "params", "quantize", "sass"},
     "": set(),
