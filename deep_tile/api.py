@@ -374,7 +374,7 @@ def precompile(
             `scaled_gemm`, the latter for `fp8_wgrad`, too. Those of FP8 end in the formats of a and b, unless both are
             e4m3, as "fp8_rows_e5m2_e4m3".
         out_dtype: of `out`; the call's default when None. float8_e4m3fn for `fp8_gemm_cast`.
-        accumulate: as later passed; with an `out_dtype` of float32.
+        accumulate: as later passed; of groups, with an `out_dtype` of float32.
         bias: its dtype; None: there is none.
         activation: as later passed to the call; n then counts rows of `b`.
 
@@ -403,10 +403,10 @@ def precompile(
         raise ValueError("results are INT32, and a bias or an activation is given; pass out_dtype=torch.float32")
     for name, value in (("num_sms", num_sms), ("batch_invariant", batch_invariant), ("accumulate", accumulate)):
         check_option(name, value)
-    if accumulate and (output, *finish) != ("fp32", "none", "none"):
+    if accumulate and (output == QUANTIZED or finish != ("none", "none")):
         raise ValueError(
-            f"accumulate is True, out_dtype {out_dtype}, bias {bias} and activation {activation!r}; pass "
-            "out_dtype=torch.float32 alone"
+            f"accumulate is True, out_dtype {out_dtype}, bias {bias} and activation {activation!r}; a product is added "
+            "without bias and activation, and not to float8_e4m3fn"
         )
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(GROUPINGS)}")

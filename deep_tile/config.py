@@ -75,7 +75,7 @@ class GemmConfig:
         kind: of the product, a name in `kinds.KINDS`.
         output: format of `out`, a name in `kinds.RESULTS`; that of the kind when None.
         grouping: how rows belong to matrices of `b`, one of `kinds.GROUPINGS`.
-        accumulate: add to what `out` holds, of FP32, instead of writing over it.
+        accumulate: add to what `out` holds, in its format, instead of writing over it.
         bias: format of what is added to each column, one of `kinds.BIASES`.
         activation: what becomes of the sums, one of `kinds.ACTIVATIONS`.
     """
@@ -160,12 +160,12 @@ class GemmConfig:
         if self.by_k and not (self.column_scales and self.split_k == 1 and self.scale_blocks == 1):
             what = "scales of 1x128 for both operands, without split K, and with one scale block per stage"
             return f"grouping is {self.grouping!r}; groups along K are multiplied with {what}"
-        if self.output not in (*self.product.outputs, QUANTIZED):
+        if self.output == RAW and self.output not in self.product.outputs:
             return f"kind is {self.kind!r} and output {self.output!r}; results are {', '.join(self.product.outputs)}"
         if self.output == RAW and self.is_finished:
             return f"output is {self.output!r}; sums of integers are stored as they are, without bias and activation"
-        if self.accumulate and self.output != "fp32":
-            return f"accumulate is True and output {self.output!r}; what is added to is FP32"
+        if self.accumulate and self.quantizes:
+            return f"accumulate is True and output {self.output!r}; nothing is added to a result with scales"
         if self.accumulate and self.is_finished:
             return "accumulate is True; a product is added to `out` without bias and activation"
         if not self.product.block_scales and (self.resident_b or self.pairs or self.narrow_n or self.is_grouped):

@@ -149,8 +149,8 @@ def gemm(
         out_dtype: dtype of `out`: by default that of `out`, or of `a`, or int32 of INT8.
         config: the kernel to use instead of the selector's choice.
         num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
-        accumulate: add the product, in FP32, to what `out` holds, which must be given and float32; without bias and
-            activation.
+        accumulate: add the product to what `out` holds, which must be given; without bias and activation. It is rounded
+            to the dtype of `out` first, and so is the sum: of bfloat16 and float16 both roundings count.
 
     Returns:
         `out`.
@@ -296,8 +296,8 @@ def fp8_wgrad(
         dy_scale: [n, ceil(s / 128)] float32 or float8_e8m0fnu, any strides within 4 GB.
         x: [k, s] of either dtype, laid out like `dy`.
         x_scale: [k, ceil(s / 128)], likewise.
-        out: [n, k] float32, or without `accumulate` bfloat16 or float16; unit stride along k, otherwise as for `gemm`.
-        accumulate: add to what `out` holds, rather than write over it.
+        out: [n, k] float32, bfloat16 or float16; unit stride along k, otherwise as for `gemm`.
+        accumulate: add to what `out` holds, as `gemm` does, rather than write over it.
         config, num_sms, batch_invariant, pdl: as for `fp8_gemm`.
 
     Returns:
@@ -350,7 +350,7 @@ def _result_dtype(options: _Options, a: torch.Tensor) -> torch.dtype:
 
 def _refuse_sum_of_nothing(options: _Options) -> None:
     if options.accumulate:
-        raise ValueError("accumulate is True and out None: pass what the product is added to, of torch.float32")
+        raise ValueError("accumulate is True and out None: pass what the product is added to")
 
 
 def _matrices(operands) -> tuple[torch.Tensor, torch.Tensor]:
@@ -569,11 +569,8 @@ def _check_formats(options: _Options, operands, out, bias) -> None:
             "the result is torch.int32, and a bias or an activation is given, which are applied in FP32: pass "
             "out_dtype=torch.float32"
         )
-    if options.accumulate:
-        if out is not None and out.dtype != torch.float32:
-            raise TypeError(f"out must be torch.float32 to add to; got {out.dtype}. Or pass accumulate=False")
-        if is_finished:
-            raise ValueError("accumulate is True, and a bias or an activation is given: add the product alone")
+    if options.accumulate and is_finished:
+        raise ValueError("accumulate is True, and a bias or an activation is given: add the product alone")
     if a.device.type not in ("cuda", "cpu"):
         where = "on a Hopper GPU, or on the CPU as a reference"
         raise ValueError(f"{a_name} is on {a.device}; {options.call} runs {where}")

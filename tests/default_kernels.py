@@ -30,6 +30,8 @@ KINDS_CONFIGS = (
     *default_configs(True, "fp8_1x128", "fp32", True)[::3],
     *default_configs(False, "fp8_1x128", "fp32", True)[1::4],
     *default_configs(True, "bf16", "fp32", True)[2::8],
+    *default_configs(True, "fp8", "bf16", True)[::6],
+    *default_configs(False, "bf16", "fp16", True)[1::8],
     *default_configs(True, "fp8_rows_promoted"),
     *default_configs(True, "int8_unscaled")[::2],
     *default_configs(False, "int8_unscaled")[1::6],

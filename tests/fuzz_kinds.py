@@ -44,6 +44,8 @@ from helpers import (
     Exact,
     GuardedOut,
     Operands,
+    Product,
+    added,
     are_off,
     blank_tokens,
     exact_of_groups,
@@ -235,7 +237,7 @@ def _draw_made(random: Random, kind: str, finishes: Iterator[tuple[str, str]]) -
         made = {"kind": "fp8_1x128", "output": "fp32", "grouping": "k_offs", "accumulate": random.random() < 0.6}
         return made | stored
     if random.random() < 0.25:
-        return {"kind": kind, "output": "fp32", "accumulate": True} | stored
+        return {"kind": kind, "output": random.choice(KINDS[kind].outputs), "accumulate": True} | stored
     output = random.choice((KINDS[kind].output, *KINDS[kind].outputs))
     bias, activation = ("none", "none") if output == RAW else next(finishes)
     return {"kind": kind, "output": output, "accumulate": False, "bias": bias, "activation": activation} | stored
@@ -376,15 +378,15 @@ def make(values: Values, drawn: Draw, device: str) -> Sample:
     placed = dict(zip(inputs, placed, strict=True))
     given = _as_given(placed, drawn)
     bias = placed["bias"][:, 0] if "bias" in placed else None
-    exact, accumulation, relative_error = _expected(tuple(map(as_float32, given)), bias, drawn)
+    made = _expected(tuple(map(as_float32, given)), bias, drawn)
     before = None
     if config.accumulate:
-        before = values.cut(random, torch.float32, *exact.value.flatten(0, -2).shape).view_as(exact.value)
-        before = before / _shrinking(problem.k)
-        exact = exact._replace(value=exact.value + before.double())
+        before = values.cut(random, torch.float32, *made.exact.value.flatten(0, -2).shape).view_as(made.exact.value)
+        before = (before / _shrinking(problem.k)).to(_dtype(config.out))
+        made = added(made, before)
     if "offs" in placed:
         given = (*given, placed["offs"][:, 0])
-    return Sample(given, bias, exact, accumulation, relative_error, before, buffer, buffer.clone())
+    return Sample(given, bias, made.exact, made.accumulation, made.relative_error, before, buffer, buffer.clone())
 
 
 def _dtype(element: Element) -> torch.dtype:
@@ -431,15 +433,13 @@ def _as_given(placed: dict[str, torch.Tensor], drawn: Draw) -> tuple[torch.Tenso
     return placed["a"], a_scale, placed["b"], b_scale
 
 
-def _expected(operands: tuple[torch.Tensor, ...], bias: torch.Tensor | None, drawn: Draw) -> tuple[Exact, float, float]:
+def _expected(operands: tuple[torch.Tensor, ...], bias: torch.Tensor | None, drawn: Draw) -> Product:
     """The product and how far an element, and the whole, may be off; of groups [g, m, n]."""
     if drawn.tokens is None:
         made = product_of(drawn.config.kind, operands)
-        if drawn.config.is_finished:
-            made = finished_product(made, bias, drawn.config.activation)
-        return made.exact, made.accumulation, made.relative_error
+        return finished_product(made, bias, drawn.config.activation) if drawn.config.is_finished else made
     exact = exact_of_groups(Operands(*operands), drawn.tokens.ranges)
-    return exact, ACCUMULATION, MAX_RELATIVE_ERROR
+    return Product(deep_tile.fp8_grouped_wgrad, operands, exact, ACCUMULATION, MAX_RELATIVE_ERROR)
 
 
 # Calls and checks.

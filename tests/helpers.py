@@ -415,6 +415,18 @@ def with_finish(product: Product, bias_format: str = "none", activation: str = "
     return finished_product(product._replace(exact=exact), bias, activation)
 
 
+def added(product: Product, before: torch.Tensor) -> Product:
+    """What becomes of `before` that a product is added to, in its own format: both the product and the sum are rounded.
+    Enqueues work on its device and does not wait."""
+    value, spread = product.exact
+    spread = spread + ROUNDING[before.dtype] / product.accumulation * value.abs()
+    return product._replace(
+        call=partial(product.call, accumulate=True),
+        exact=Exact(value + before.double(), spread),
+        relative_error=max(product.relative_error, 1.5 * RELATIVE_ERRORS[before.dtype]),
+    )
+
+
 def few_integers(x: torch.Tensor) -> torch.Tensor:
     """Signs of the largest numbers, about three in a thousand, and zeros: their sums are small."""
     return x.sign() * (x.float().abs() > 3 * x.float().square().mean().sqrt())

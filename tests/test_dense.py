@@ -1,11 +1,14 @@
 """`gemm`, `int8_gemm` and `scaled_gemm` on the CPU: definitions, refusals, ops, and what launches say to the kernel."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import (
     ACCUMULATION_WITHOUT_SCALES,
     SCALE_STRIDES,
     GuardedOut,
+    added,
     assert_accurate,
     exact_dense_product,
     make_dense_operands,
@@ -14,7 +17,7 @@ from helpers import (
 )
 
 import deep_tile
-from deep_tile import GemmConfig, api, dense, fp8_wgrad, gemm, int8_gemm, params, plan, scaled_gemm
+from deep_tile import GemmConfig, api, dense, finishes, fp8_wgrad, gemm, int8_gemm, params, plan, scaled_gemm
 from deep_tile.kinds import KINDS, OUTPUTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import bucket_key, bucketed, choose
@@ -220,18 +223,18 @@ def test_pairs_of_dtypes_that_have_no_kernel_are_refused():
         gemm(a, a)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind.name != "fp8"], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
 def test_products_are_added_to_what_out_holds(kind):
     product = make_product(kind.name, 37, 130, 300)
-    guarded = GuardedOut(37, 130, stride=133, dtype=torch.float32)
-    before = torch.randn(37, 130)
-    guarded.out.copy_(before)
-    assert product.call(*product.operands, guarded.out, accumulate=True) is guarded.out
-    guarded.assert_guards_intact()
-    assert torch.equal(guarded.out, before + product.call(*product.operands, out_dtype=torch.float32))
-    with pytest.raises(TypeError, match=r"out must be torch\.float32 to add to; got torch\.bfloat16"):
-        product.call(*product.operands, before.bfloat16(), accumulate=True)
-    with pytest.raises(ValueError, match="accumulate is True and out None"):
+    product = product._replace(call=partial(scaled_gemm if kind.name == "fp8" else product.call))
+    for dtype in finishes.of_kind(kind):
+        guarded = GuardedOut(37, 130, stride=133, dtype=dtype)
+        before = (20 * torch.randn(37, 130)).to(dtype)
+        guarded.out.copy_(before)
+        added(product, before).check(guarded)
+        plain = product.call(*product.operands, out_dtype=dtype)
+        assert same_bits(guarded.out, before.double().add(plain.double()).to(dtype))
+    with pytest.raises(ValueError, match="accumulate is True and out None: pass what"):
         product.call(*product.operands, accumulate=True)
 
 
@@ -260,7 +263,7 @@ def test_gradients_of_weights():
         (lambda g: {"x": torch.ones(24, 161).to(torch.float8_e4m3fn)[:, :160]}, ValueError, "x's row stride"),
         (lambda g: {"dy": g["dy"][0]}, ValueError, "dy must have shape"),
         (lambda g: {"out": None}, TypeError, "out must be a torch.Tensor"),
-        (lambda g: {"out": g["out"].half()}, TypeError, "out must be torch.float32 to add to"),
+        (lambda g: {"out": g["out"].double()}, TypeError, "out must be one of .*torch.float32; got torch.float64"),
         (lambda g: {"accumulate": 1}, TypeError, "accumulate is 1"),
     ],
 )
@@ -367,9 +370,15 @@ def test_configs_that_add_are_told_from_others():
     assert api.checked_config(right, problem) is right
     with pytest.raises(ValueError, match="has accumulate=True, and this call False"):
         api.checked_config(right, problem._replace(accumulate=False))
-    with pytest.raises(ValueError, match="accumulate is True and output 'bf16'"):
-        GemmConfig(128, 128, 4, accumulate=True)
+    with pytest.raises(ValueError, match="accumulate is True and output 'e4m3'"):
+        GemmConfig(128, 128, 4, output="e4m3", accumulate=True)
     assert bucket_key(problem) == "256x256x256_fp8_1x128_fp32_add"
+    of_16_bits = problem._replace(kind="fp8", output="bf16")
+    assert choose(of_16_bits).accumulate and bucket_key(of_16_bits) == "256x256x256_fp8_bf16_add"
+    done = deep_tile.precompile([(256, 256, 1)], kind="bf16", accumulate=True)
+    assert {(config.output, config.accumulate) for config in done.configs} == {("bf16", True)}
+    with pytest.raises(ValueError, match="accumulate is True, out_dtype torch.float8_e4m3fn"):
+        deep_tile.precompile([(256, 256, 1)], out_dtype=torch.float8_e4m3fn, accumulate=True)
 
 
 @pytest.mark.parametrize("wanted", ["bf16", "fp16"])

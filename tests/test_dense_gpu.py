@@ -5,6 +5,7 @@ Inputs are fresh on every run, surrounded by NaN, and `out` is surrounded by bit
 """
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from helpers import (
     GuardedOut,
     Operands,
     Product,
+    added,
     assert_accurate,
     exact_dense_product,
     exact_product,
@@ -46,9 +48,6 @@ DEVICE = "cuda"
 OPERANDS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """dtypes of operands by kind."""
 
-MIXED_BLOCKS = [kind.name for kind in KINDS.values() if kind.family == "fp8" != kind.name]
-"""Kinds with scales of 1x128 and 128x128 that `scaled_gemm` makes alone."""
-
 CONFIGS = (
     *default_configs(True, "bf16"),
     *default_configs(False, "bf16"),
@@ -72,6 +71,13 @@ CONFIGS = (
     *default_configs(False, "fp8_1x128", "fp32", True)[1::2],
     *default_configs(True, "bf16", "fp32", True)[::4],
     *default_configs(False, "int8_rows", "fp32", True)[3::6],
+    *default_configs(True, "bf16", "bf16", True)[::3],
+    *default_configs(False, "bf16", "bf16", True)[1::4],
+    *default_configs(True, "fp8", "bf16", True)[::4],
+    *default_configs(True, "fp16", "fp16", True)[2::4],
+    *default_configs(False, "fp8_rows", "fp16", True)[::5],
+    *default_configs(True, "int8_unscaled", "int32", True)[::6],
+    *default_configs(False, "int8_unscaled", "int32", True)[::9],
     *default_configs(True, "int8_unscaled"),
     *default_configs(False, "int8_unscaled")[::4],
     *default_configs(True, "int8_unscaled", "bf16")[1::8],
@@ -127,8 +133,10 @@ LEGAL_CORNERS = (
 
 @pytest.fixture(scope="module")
 def every_kernel():
-    """Every kernel of these tests, compiled on all cores and loaded."""
-    plan.load_kernels((*CONFIGS, *LEGAL_CORNERS), torch.cuda.current_device(), os.cpu_count())
+    """Every kernel of these tests, compiled on all cores and loaded; of those that add, also those that do not."""
+    known = (*CONFIGS, *LEGAL_CORNERS)
+    plain = (replace(config, accumulate=False) for config in known if config.accumulate)
+    plan.load_kernels(dict.fromkeys((*known, *plain)), torch.cuda.current_device(), os.cpu_count())
 
 
 def check_gemm(a, b, dtype, *, out_stride=None, out_offset=0, **keywords) -> torch.Tensor:
@@ -154,9 +162,12 @@ def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int, scale
         layout = {"stride": n + 8}
     else:
         layout = {"stride": n + 1 - n % 2, "offset": 3}
-    if config.kind in MIXED_BLOCKS:  # of one K block `scaled_gemm` takes their scales for those of rows
+    by_scaled_gemm = config.product.family == "fp8" and (config.kind != "fp8" or config.accumulate)
+    if by_scaled_gemm:  # which takes scales of one K block for those of rows
         k = max(k, 129)
     product = make_product(config.kind, m, n, k, device=DEVICE, padding=16 * (m % 2), scales=scales)
+    if by_scaled_gemm:
+        product = product._replace(call=scaled_gemm)
     if config.product.family == "fp8_1x128":  # likewise, but not `fp8_wgrad`
         product = product._replace(call=partial(fp8_wgrad, accumulate=False))
     if config.is_finished:
@@ -169,12 +180,17 @@ def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int, scale
         product.check(guarded, config=config, num_sms=num_sms)
 
 
-def check_added(product: Product, guarded: GuardedOut, **keywords) -> None:
-    """Adds twice to random numbers."""
-    guarded.out.copy_(torch.randn(guarded.out.shape, device=DEVICE))
+def check_added(product: Product, guarded: GuardedOut, config: GemmConfig | None = None, **keywords) -> None:
+    """Adds twice to random numbers. By a given config the sum is that of `out` and of what the kernel stores that does
+    not add, bit for bit, rounded once more."""
+    guarded.out.copy_(10 * torch.randn(guarded.out.shape, device=DEVICE))
     for _ in range(2):
-        value = product.exact.value + guarded.out.double()
-        product._replace(exact=product.exact._replace(value=value)).check(guarded, accumulate=True, **keywords)
+        before = guarded.out.clone()
+        added(product, before).check(guarded, config=config, **keywords)
+        if config is not None:
+            plain = torch.empty_like(guarded.out)
+            product.call(*product.operands, plain, config=replace(config, accumulate=False), **keywords)
+            assert same_bits(guarded.out, before.add_(plain))
 
 
 @pytest.mark.parametrize("config", CONFIGS + LEGAL_CORNERS, ids=lambda config: config.name)

@@ -110,10 +110,14 @@ __device__ __forceinline__ void store_box(const GemmParams& params, u32 buffers,
     }
 }
 
-// What `out` is to hold where it holds `before`: the sum, or both added up. Each of its numbers is one block's alone.
-template <GemmConfig config>
-__device__ __forceinline__ Stored<config> stored(Stored<config> before, Stored<config> sum) {
+// What `out` is to hold where it holds `before`: the sum, or both added up as TMA adds them, which is in `out`'s own format.
+// A word has one number or two, of which each is one block's alone.
+template <GemmConfig config, typename Word>
+__device__ __forceinline__ Word stored(Word before, Word sum) {
     if constexpr (!config.accumulate) return sum;
+    if constexpr (config.out_format == Format::bf16) return ptx::add_rn_bf16x2(before, sum);
+    if constexpr (config.out_format == Format::fp16) return ptx::add_rn_f16x2(before, sum);
+    if constexpr (config.out_format == Format::int32) return before + sum;
     return __float_as_uint(__uint_as_float(before) + __uint_as_float(sum));
 }
 

@@ -194,7 +194,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_store(const TensorMap& map,
                  : "memory");
 }
 
-// The same, added to the FP32 numbers that are there: "cp.reduce.async.bulk.tensor".
+// The same, added to the numbers that are there, in the map's own format: "cp.reduce.async.bulk.tensor".
 __device__ __forceinline__ void cp_reduce_async_bulk_tensor_add(const TensorMap& map, int inner, int outer, u32 smem) {
     asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];"
                  ::"l"(&map), "r"(inner), "r"(outer), "r"(smem)
@@ -356,6 +356,19 @@ __device__ __forceinline__ u32 cvt_rn_f16x2(float high, float low) {
     u32 packed;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
+}
+
+// Sums of two numbers of 16 bits each, rounded to nearest even.
+__device__ __forceinline__ u32 add_rn_bf16x2(u32 a, u32 b) {
+    u32 sum;
+    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+}
+
+__device__ __forceinline__ u32 add_rn_f16x2(u32 a, u32 b) {
+    u32 sum;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
 }
 
 // Programmatic dependent launch: "griddepcontrol". Both do nothing when the kernel was launched without it.
