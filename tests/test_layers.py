@@ -98,7 +98,15 @@ WITH_TORCH = {
 }
 """Import torch when they are imported. Whoever imports one of them waits a second for torch."""
 
-LATER_WITH_TORCH = {"tools.cli", "tools.demo", "tools.demo_experts", "tools.doctor", "tools.products", "watch"}
+LATER_WITH_TORCH = {
+    "tools.cli",
+    "tools.demo",
+    "tools.demo_experts",
+    "tools.demo_kinds",
+    "tools.doctor",
+    "tools.products",
+    "watch",
+}
 """Import torch, or one of the modules above, in the functions that need it."""
 
 
