@@ -25,7 +25,8 @@ from benchmarks import store, timing
 from benchmarks.shapes import M_RANGES, Shape, m_range, select_shapes
 from deep_tile import fp8_gemm, gemm, int8_gemm, plan, scaled_gemm
 from deep_tile.config import GemmConfig, ceil_div
-from deep_tile.kinds import LAYOUTS
+from deep_tile.kinds import KINDS as PRODUCTS
+from deep_tile.kinds import LAYOUTS, S8, Element, Kind
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import (
     MAX_RELATIVE_ERROR,
@@ -77,14 +78,23 @@ def without_scales(dtype: torch.dtype, layout: str = "nt") -> Callable[[Shape], 
     return contest
 
 
+def random_matrix(rows: int, k: int, element: Element) -> torch.Tensor:
+    values = torch.randn(rows, k, device="cuda")
+    if element.dtype == "int8":
+        values = (values * 30).round().clamp(-127, 127)
+    return values.to(getattr(torch, element.dtype))
+
+
 def scaled(kind: str) -> Callable[[Shape], Contest]:
-    """`scaled_gemm` with scales of rows, or of tensors for "fp8_tensor", against torch._scaled_mm in the fast way, and
-    against torch._int_mm, which leaves INT32 as they are; `int8_gemm` against our `fp8_gemm`."""
+    """`scaled_gemm` with scales of rows, or of tensors for `OF_TENSORS`, against torch._scaled_mm, in its fast way
+    unless sums are promoted, and against torch._int_mm, which leaves INT32 as they are; `int8_gemm` against our
+    `fp8_gemm`."""
 
     def contest(shape: Shape) -> Contest:
         integers = kind.startswith("int8")
-        a, b = (torch.randn(rows, shape.k, device="cuda") for rows in (shape.m, shape.n))
-        a, b = ((x * 30).round().clamp(-127, 127).to(torch.int8) if integers else x.to(FP8) for x in (a, b))
+        product = product_of(kind)
+        fast = not product.promotes
+        a, b = (random_matrix(rows, shape.k, element) for rows, element in ((shape.m, product.a), (shape.n, product.b)))
         out = torch.empty(shape.m, shape.n, device="cuda", dtype=torch.bfloat16)
         if kind == "int8":
             blocks = ceil_div(shape.k, 128)
@@ -97,19 +107,22 @@ def scaled(kind: str) -> Callable[[Shape], Contest]:
                 lambda: fp8_gemm(fp8[0], scales[0], fp8[1], scales[1], other),
                 lambda rows: scaled_gemm_reference(a[rows], scales[0][rows], b, scales[1], torch.float32),
             )
-        sizes = ((), ()) if kind == "fp8_tensor" else ((shape.m, 1), (1, shape.n))
+        sizes = ((), ()) if kind in OF_TENSORS else ((shape.m, 1), (1, shape.n))
         a_scale, b_scale = (torch.rand(size, device="cuda") + 0.5 for size in sizes)
 
         def theirs() -> torch.Tensor:
             if integers:
                 return torch._int_mm(a, b.t())
-            return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+            return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
         def expected(rows: torch.Tensor) -> torch.Tensor:
             of_rows = a_scale if a_scale.dim() == 0 else a_scale[rows]
             return rows_gemm_reference(a.float()[rows], of_rows, b.float(), b_scale, torch.float32)
 
-        return Contest(lambda config: scaled_gemm(a, a_scale, b, b_scale, out, config=config), theirs, expected)
+        def ours(config: GemmConfig | None) -> torch.Tensor:
+            return scaled_gemm(a, a_scale, b, b_scale, out, config=config, fast_accum=fast)
+
+        return Contest(ours, theirs, expected)
 
     return contest
 
@@ -133,25 +146,50 @@ def row_blocks(shape: Shape) -> Contest:
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Of operands that may lie in any layout."""
 
+OF_TENSORS = {
+    "fp8_tensor": "fp8_rows",
+    "fp8_tensor_promoted": "fp8_rows_promoted",
+    "fp8_tensor_e5m2_e4m3": "fp8_rows_e5m2_e4m3",
+}
+"""Kinds with one scale of all, and what multiplies them: torch mixes formats with such scales alone."""
+
+
+def integers(shape: Shape) -> Contest:
+    """`gemm` of INT8 against torch._int_mm."""
+    a, b = (random_matrix(rows, shape.k, S8) for rows in (shape.m, shape.n))
+    out, other = (torch.empty(shape.m, shape.n, device="cuda", dtype=torch.int32) for _ in range(2))
+    return Contest(
+        lambda config: gemm(a, b, out, config=config),
+        lambda: torch._int_mm(a, b.t(), out=other),
+        lambda rows: gemm_reference(a[rows], b, torch.float32),
+    )
+
+
 KINDS = {
     **{kind: without_scales(dtype) for kind, dtype in DTYPES.items()},
-    **{kind: scaled(kind) for kind in ("fp8_rows", "fp8_tensor", "int8", "int8_rows")},
+    **{kind: scaled(kind) for kind in ("fp8_rows", "fp8_rows_promoted", *OF_TENSORS, "int8", "int8_rows")},
     "fp8_1x128": row_blocks,
+    "int8_unscaled": integers,
 }
-OUTPUTS = {"fp16": "fp16", "fp8_1x128": "fp32"}
+OUTPUTS = {"fp16": "fp16", "fp8_1x128": "fp32", "int8_unscaled": "int32"}
 """Formats of results, where they are not BF16."""
 
 FAST_ERROR = 5e-2
 """Relative, of FP8 sums over all of k as the tensor cores keep them, at most."""
 
 
+def product_of(kind: str) -> Kind:
+    return PRODUCTS[OF_TENSORS.get(kind, kind)]
+
+
 def problem_of(kind: str, shape: Shape, num_sms: int = 132, layout: str = "nt") -> GemmProblem:
-    of_kind = {"kind": "fp8_rows" if kind == "fp8_tensor" else kind, "output": OUTPUTS.get(kind, "bf16")}
+    of_kind = {"kind": product_of(kind).name, "output": OUTPUTS.get(kind, "bf16")}
     return GemmProblem(*shape, num_sms=num_sms, layout=layout, **of_kind)
 
 
 def check(contest: Contest, config: GemmConfig | None, shape: Shape, most: float) -> None:
-    out = contest.ours(None).fill_(float("nan"))
+    out = contest.ours(None)
+    out.fill_(float("nan") if out.is_floating_point() else -1)
     contest.ours(config)
     rows = torch.arange(min(shape.m, CHECKED_ROWS), device="cuda")
     rows = torch.cat([rows, shape.m - 1 - rows]).unique()

@@ -103,6 +103,7 @@ def write(model: dict, kind: str = "fp8") -> None:
     (cost.TIMES / f"{kind}.json").write_text(json.dumps(model, indent=1) + "\n")
     cost.read_calibration.cache_clear()
     cost.calibration.cache_clear()
+    cost.times_of.cache_clear()
     choose_bucket.cache_clear()
 
 

@@ -19,8 +19,8 @@ from torch.compiler import is_compiling
 
 from deep_tile import _launcher, cast, finishes, jit, launches, ops, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.finishes import OUTPUT_NAMES, names, torch_dtype
-from deep_tile.kinds import GROUPINGS, KINDS, LAYOUTS, OUTPUTS, QUANTIZED, RESULTS, Kind
+from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names, torch_dtype
+from deep_tile.kinds import GROUPINGS, KINDS, LAYOUTS, OUTPUTS, QUANTIZED, RAW, RESULTS, Kind
 from deep_tile.params import Place
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import finished, fp8_gemm_reference
@@ -50,10 +50,12 @@ class Options(NamedTuple):
 _DEFAULT_DTYPE = torch.bfloat16
 """Of an `out` that is allocated."""
 
-_PRECOMPILED = {**OUTPUT_NAMES, torch.float8_e4m3fn: QUANTIZED}
+_PRECOMPILED = {**RESULT_NAMES, torch.float8_e4m3fn: QUANTIZED}
 """Results that `precompile` knows."""
 
-_KINDS_OF_DTYPES = {torch_dtype(KINDS[name].a): KINDS[name] for name in ("fp8", "bf16", "fp16", "int8")}
+_KINDS_OF_DTYPES = {
+    torch_dtype(KINDS[name].a): KINDS[name] for name in ("fp8", "bf16", "fp16", "int8", "fp8_rows_e5m2_e5m2")
+}
 """What `supports` takes a dtype for."""
 
 
@@ -293,13 +295,14 @@ def supports(
     b_stride: int | None = None,
     layout: str = "nt",
 ) -> tuple[bool, str]:
-    """Whether `fp8_gemm`, or `gemm` for BF16 and FP16 and `int8_gemm` for INT8, takes such a problem, and if not, why;
-    for dispatchers, without tensors or a GPU.
+    """Whether `fp8_gemm`, or `gemm` for BF16 and FP16, `int8_gemm` for INT8 and `scaled_gemm` for e5m2, takes such a
+    problem, and if not, why; for dispatchers, without tensors or a GPU.
 
     Args:
         m, n, k: sizes in elements; scales are taken to be dense.
-        dtype: of the operands: float8_e4m3fn, bfloat16, float16 or int8.
-        out_dtype: of `out`: bfloat16, float16 or float32; the call's default when None.
+        dtype: of the operands: float8_e4m3fn, float8_e5m2, bfloat16, float16 or int8.
+        out_dtype: of `out`: bfloat16, float16 or float32, or of INT8 without scales, in `gemm`, int32; the call's
+            default when None.
         a_stride, b_stride: row strides in elements, or from one k to the next of an operand that lies along its rows;
             those of a contiguous operand when None.
         layout: "nt" where both operands lie along k. Of BF16 and FP16 also "nn", where b lies along n (it is the
@@ -312,11 +315,11 @@ def supports(
             return False, f"{name} is {size}; sizes run from 0 to {MAX_SIZE}"
     if dtype not in _KINDS_OF_DTYPES:
         return False, f"operands are {dtype}; supported is {' or '.join(map(str, _KINDS_OF_DTYPES))}"
-    kind = _KINDS_OF_DTYPES[dtype]
+    kind = KINDS["int8_unscaled"] if (dtype, out_dtype) == (torch.int8, torch.int32) else _KINDS_OF_DTYPES[dtype]
     problem = layout_problem(layout, kind)
     if problem:
         return False, problem
-    if out_dtype not in (None, *OUTPUT_NAMES):
+    if out_dtype not in (None, *finishes.of_kind(kind)):
         return False, f"out is {out_dtype}; supported is {' or '.join(map(str, OUTPUT_NAMES))}"
     k_blocks = ceil_div(k, SCALE_BLOCK)
     majors = LAYOUTS[layout]
@@ -388,10 +391,12 @@ def precompile(
             an H200 if there is none.
         grouping: "offs" or "counts" for grouped products, by what they are given, or "k_offs" for
             `fp8_grouped_wgrad`, of weights [n, k]; kernels of all numbers of groups.
-        kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`, "bf16" and "fp16" for `gemm`, "int8" for `int8_gemm`,
-            "fp8_rows", "int8_rows" and "fp8_1x128" for `scaled_gemm`, the latter for `fp8_wgrad`, too.
+        kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`, "bf16", "fp16" and "int8_unscaled" for `gemm`, "int8" for
+            `int8_gemm`, "fp8_rows", "fp8_rows_promoted" (without `fast_accum`), "int8_rows" and "fp8_1x128" for
+            `scaled_gemm`, the latter for `fp8_wgrad`, too. Those of FP8 end in the formats of a and b, unless both are
+            e4m3, as "fp8_rows_e5m2_e4m3".
         out_dtype: of `out`; the call's default when None. float8_e4m3fn for `fp8_gemm_cast`.
-        accumulate: as later passed; with an `out_dtype` of float32.
+        accumulate: as later passed; of groups, with an `out_dtype` of float32.
         bias: its dtype; None: there is none.
         activation: as later passed to the call; n then counts rows of `b`.
         layouts: of the operands of `gemm`, as `supports` has them. For gradients ("nn", "tn"), of shapes whose n, k and
@@ -411,18 +416,22 @@ def precompile(
         raise ValueError(f"out_dtype is {out_dtype}; pass one of {names(_PRECOMPILED)}, or nothing")
     layouts = _checked_layouts(layouts, product)
     output = product.output if out_dtype is None else _PRECOMPILED[out_dtype]
+    if output == RAW and output not in product.outputs:
+        raise ValueError(f"out_dtype is {out_dtype} and kind {kind!r}; such results are of kind 'int8_unscaled'")
     if output == QUANTIZED and kind != "fp8":
         raise ValueError(f"out_dtype is {out_dtype} and kind {kind!r}; results of fp8_gemm_cast are of kind 'fp8'")
     if bias not in (None, *OUTPUT_NAMES):
         raise ValueError(f"bias is {bias!r}; pass its dtype, one of {names(OUTPUT_NAMES)}, or nothing")
     finishes.check_activation(activation)
     finish = ("none" if bias is None else OUTPUT_NAMES[bias], activation or "none")
+    if output == RAW and finish != ("none", "none"):
+        raise ValueError("results are INT32, and a bias or an activation is given; pass out_dtype=torch.float32")
     for name, value in (("num_sms", num_sms), ("batch_invariant", batch_invariant), ("accumulate", accumulate)):
         check_option(name, value)
-    if accumulate and (output, *finish) != ("fp32", "none", "none"):
+    if accumulate and (output == QUANTIZED or finish != ("none", "none")):
         raise ValueError(
-            f"accumulate is True, out_dtype {out_dtype}, bias {bias} and activation {activation!r}; pass "
-            "out_dtype=torch.float32 alone"
+            f"accumulate is True, out_dtype {out_dtype}, bias {bias} and activation {activation!r}; a product is added "
+            "without bias and activation, and not to float8_e4m3fn"
         )
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(GROUPINGS)}")
@@ -761,6 +770,7 @@ _OPTION_TYPES = {
     "pdl": ((bool, type(None)), "True, False or None"),
     "constant_weights": ((bool,), "True or False"),
     "accumulate": ((bool,), "True or False"),
+    "fast_accum": ((bool,), "True or False"),
 }
 
 

@@ -247,8 +247,8 @@ def streaming_source(kernel: StreamingKernel) -> str:
 
 
 @lru_cache(maxsize=4)
-def _headers(first: str) -> str:
-    """A header of ours with every other pasted in at its first include."""
+def _headers(*first: str) -> str:
+    """Headers of ours, with every other pasted in at its first include."""
     directory = _header_directory()
     seen = set()
 
@@ -259,7 +259,7 @@ def _headers(first: str) -> str:
         text = (directory / name).read_text().replace("#pragma once\n", "")
         return _INCLUDE.sub(lambda match: paste(match[1]), text)
 
-    return paste(first)
+    return "".join(map(paste, first))
 
 
 def _header_directory() -> Path:

@@ -17,6 +17,7 @@ from deep_tile.kinds import (
     LAYOUTS,
     MMA_K_BYTES,
     QUANTIZED,
+    RAW,
     RESULTS,
     Element,
     Kind,
@@ -70,7 +71,7 @@ class GemmConfig:
         kind: of the product, a name in `kinds.KINDS`.
         output: format of `out`, a name in `kinds.RESULTS`; that of the kind when None.
         grouping: how rows belong to matrices of `b`, one of `kinds.GROUPINGS`.
-        accumulate: add to what `out` holds, of FP32, instead of writing over it.
+        accumulate: add to what `out` holds, in its format, instead of writing over it.
         bias: format of what is added to each column, one of `kinds.BIASES`.
         activation: what becomes of the sums, one of `kinds.ACTIVATIONS`.
         layout: how the operands lie in memory, a name in `kinds.LAYOUTS`.
@@ -151,11 +152,15 @@ class GemmConfig:
         if self.by_k and not (self.column_scales and self.split_k == 1 and self.scale_blocks == 1):
             what = "scales of 1x128 for both operands, without split K, and with one scale block per stage"
             return f"grouping is {self.grouping!r}; groups along K are multiplied with {what}"
-        if self.accumulate and self.output != "fp32":
-            return f"accumulate is True and output {self.output!r}; what is added to is FP32"
+        if self.output == RAW and self.output not in self.product.outputs:
+            return f"kind is {self.kind!r} and output {self.output!r}; results are {', '.join(self.product.outputs)}"
+        if self.output == RAW and self.is_finished:
+            return f"output is {self.output!r}; sums of integers are stored as they are, without bias and activation"
+        if self.accumulate and self.quantizes:
+            return f"accumulate is True and output {self.output!r}; nothing is added to a result with scales"
         if self.accumulate and self.is_finished:
             return "accumulate is True; a product is added to `out` without bias and activation"
-        if not self.product.promotes and (self.resident_b or self.pairs or self.is_grouped):
+        if not self.product.block_scales and (self.resident_b or self.pairs or self.is_grouped):
             return f"kind is {self.kind!r}; such products are made without groups, resident b and pairs"
         if self.row_groups and (self.cluster > 1 or self.resident_b or self.pairs):
             what = "clusters, resident b and pairs"
@@ -195,13 +200,13 @@ class GemmConfig:
         """Kernel name, profiler row, command-line argument and test id, e.g. `fp8_gemm_128x256x128_s4_c2x1`."""
         layout = "" if self.layout == "nt" else f"_{self.layout}"
         store = "" if self.tma_store else "_any"
-        return self._named(self.output, self.finish_name) + layout + store
+        return self._named(self.kind, self.output, self.finish_name) + layout + store
 
     @cached_property
     def timed_name(self) -> str:
-        """Name of the kernel whose times and measured choices are this one's: its operands lie along k, and it stores
-        sums as they are, by TMA, in `timed_output`."""
-        return self._named(self.product.timed_output(self.output))
+        """Name of the kernel whose times and measured choices are this one's: of its family, with operands along k, it
+        stores sums as they are, by TMA, in `timed_output`."""
+        return self._named(self.product.family, self.product.timed_output(self.output))
 
     @property
     def finish_name(self) -> str:
@@ -209,7 +214,7 @@ class GemmConfig:
         bias = "" if self.bias == "none" else f"_bias_{self.bias}"
         return bias + ("" if self.activation == "none" else f"_{self.activation}")
 
-    def _named(self, output: str, finish: str = "") -> str:
+    def _named(self, kind: str, output: str, finish: str = "") -> str:
         """Without how operands lie and where it stores."""
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         output = "" if output == self.product.output else f"_{output}"
@@ -219,7 +224,7 @@ class GemmConfig:
         grouping = f"_{self.grouping}" if self.is_grouped else ""
         special = resident + ("_p" if self.pairs else "") + grouping + output
         special += ("_add" if self.accumulate else "") + finish
-        return f"{self.kind}_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{special}{buffers}"
+        return f"{kind}_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{special}{buffers}"
 
     @property
     def product(self) -> Kind:
@@ -237,7 +242,7 @@ class GemmConfig:
 
     @property
     def row_scales(self) -> bool:
-        return self.product.scaling == "rows"
+        return self.product.row_scales
 
     @property
     def column_scales(self) -> bool:
@@ -385,7 +390,7 @@ class GemmConfig:
         As measured: one alone holds up narrow tiles, three cost wide ones 4 to 15 % (H200, 2026-11-21). No more than
         stages: a warp that is a round ahead of the others takes a phase long past for the one that it awaits.
         """
-        if not self.product.promotes:
+        if not self.product.block_scales:
             return 0
         if self.math_warpgroups == 1:
             return min(3, self.stages)
@@ -457,10 +462,11 @@ class GemmConfig:
     @property
     def math_registers(self) -> int:
         """Registers of a math thread, where two math warpgroups share the SM's 64 K with the producers. With 232 an
-        activation spills some where half a tile is stored while the other half is multiplied; so does a result that is
-        quantised, of several chunks."""
+        activation spills some where half a tile is stored while the other half is multiplied; so do, of several
+        chunks, a result that is quantised and sums that are promoted and then scaled."""
         accumulators = self.accumulator_registers + self.block_sets * self.block_registers
-        crowded = (self.quantizes and self.chunks > 1) or (self.activation != "none" and self.chunks_n > 1)
+        late_work = self.quantizes or (self.row_scales and self.product.promotes)
+        crowded = (late_work and self.chunks > 1) or (self.activation != "none" and self.chunks_n > 1)
         return 232 if accumulators <= ACCUMULATOR_LIMIT and not crowded else 240
 
     @property
@@ -545,7 +551,7 @@ class GemmConfig:
         Where columns have scales too, a stage has two to three times as many: TMA then copies both.
         """
         many = self.chunks > 1 or (self.column_scales and self.scale_blocks == 1)
-        return self.math_warpgroups == 2 and many and self.product.promotes and not self.row_groups
+        return self.math_warpgroups == 2 and many and self.product.block_scales and not self.row_groups
 
     @property
     def scales_at_once(self) -> int:
@@ -585,7 +591,7 @@ class GemmConfig:
         """
         if self.math_warpgroups == 1 or self.column_group >= 64 or (self.block_sets != 1 and not self.pairs):
             return 1
-        if self.column_scales:
+        if self.product.scaling != "blocks":
             return 1
         return SCALE_BLOCK // self.column_group
 
@@ -651,8 +657,9 @@ class GemmConfig:
     @property
     def store_chunks(self) -> int:
         """Parts of a tile that are stored one by one, all but the last while the last K block is still multiplied. Not
-        where each copy of the main loop would hold the code of an activation, nor where that comes before a cast."""
-        apart = self.store_warps > 0 and self.out_chunk_columns % self.store_columns == 0 and self.product.promotes
+        where each copy of the main loop would hold the code of an activation, nor where that comes before a cast, nor
+        where rows are scaled, all chunks at once."""
+        apart = self.store_warps > 0 and self.out_chunk_columns % self.store_columns == 0 and self.product.block_scales
         long = self.activation != "none" and (self.column_shifts > 1 or self.quantizes)
         return self.chunks if apart and not long else 1
 
@@ -671,13 +678,13 @@ class GemmConfig:
         """Shared memory of one stage: operands, scales and its two barriers."""
         a, b = self.product.a, self.product.b
         operands = (self.block_m * a.bytes + (0 if self.resident_b else self.block_n * b.bytes)) * self.block_k
-        return operands + (self.scale_bytes if self.product.promotes else 0) + 2 * 8
+        return operands + (self.scale_bytes if self.product.block_scales else 0) + 2 * 8
 
     @property
     def scale_bytes(self) -> int:
         """Scales of one stage, slots padded to 16 bytes. Without scales there is room for a few, once: no array of C++
         has none."""
-        rows = self.block_m if self.product.promotes else 4
+        rows = self.block_m if self.product.block_scales else 4
         return 4 * self.scale_blocks * (rows + round_up(self.b_scale_slots, 4))
 
     @property
@@ -694,7 +701,7 @@ class GemmConfig:
         """Shared memory that does not depend on the number of stages. Two barriers for each math warpgroup, and for
         each resident K block of `b`."""
         resident = self.b_stages * (self.block_n * self.block_k * self.product.b.bytes + 2 * 8)
-        scales = 0 if self.product.promotes else self.scale_bytes
+        scales = 0 if self.product.block_scales else self.scale_bytes
         return self.partial_bytes + self.store_bytes + resident + scales + 2 * 8 * self.math_warpgroups
 
     @property

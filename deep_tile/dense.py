@@ -1,9 +1,9 @@
 """Products of other kinds than `fp8_gemm`'s: BF16 and FP16; INT8 with block scales; FP8 and INT8 with scales of rows;
-FP8 with scales of 1x128 for both operands, as weight gradients have them.
+FP8 with scales of 1x128 for both operands, as weight gradients have them; e5m2 mixed with e4m3.
 
 Called by users. The warm path is api.py's: one call into C; and so are the checks that every product shares.
-Invariant: a kind is a row of `kinds.KINDS`, and a call is one of `_CALLS`: the kinds that it makes, by the dtype of
-their operands.
+Invariant: a kind is a row of `kinds.KINDS`, and a call is one of `_CALLS`: the kinds that it makes, by scaling and by
+the dtypes of their operands.
 """
 
 import sys
@@ -43,52 +43,60 @@ class _Options(NamedTuple):
     constant_weights: bool = False
     accumulate: bool = False
     activation: str | None = None
+    fast_accum: bool = True
 
 
 class _Call(NamedTuple):
     """A function of this module.
 
     Attributes:
-        kinds: that it makes, by the dtype of the operands.
+        kinds: that it makes, by the scaling and the dtypes of a and b.
         names: of its operands, in order.
-        out_dtype: of what it allocates; None: that of the operands.
+        out_dtype: of what it allocates; None: that of the operands, of INT8 int32.
         remedy: for operands of another dtype.
         to_train: what has gradients instead; None: the call has them itself.
     """
 
-    kinds: dict[torch.dtype, Kind]
+    kinds: dict[tuple[str, torch.dtype, torch.dtype], Kind]
     names: tuple[str, ...]
     out_dtype: torch.dtype | None
     remedy: str
     to_train: str | None
 
+    @property
+    def dtypes(self) -> dict[torch.dtype, tuple[torch.dtype, ...]]:
+        """Of a, and with each of these of b."""
+        pairs = dict.fromkeys((a, b) for _, a, b in self.kinds)
+        return {a: tuple(b for with_a, b in pairs if with_a == a) for a, _ in pairs}
 
-def _kinds(scaling: str, *names: str) -> dict[torch.dtype, Kind]:
-    found = [KINDS[name] for name in names] or [kind for kind in KINDS.values() if kind.scaling == scaling]
-    return {finishes.torch_dtype(kind.a): kind for kind in found}
+
+def _kinds(*families: str) -> dict[tuple[str, torch.dtype, torch.dtype], Kind]:
+    found = (kind for kind in KINDS.values() if kind.family in families)
+    return {(kind.scaling, finishes.torch_dtype(kind.a), finishes.torch_dtype(kind.b)): kind for kind in found}
 
 
 _SCALED = ("a", "a_scale", "b", "b_scale")
 _LINEAR = "torch.nn.functional.linear"
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _CALLS = {
-    "gemm": _Call(_kinds("none"), ("a", "b"), None, "a.to(torch.bfloat16)", None),
+    "gemm": _Call(_kinds("bf16", "fp16", "int8_unscaled"), ("a", "b"), None, "a.to(torch.bfloat16)", None),
     "int8_gemm": _Call(
-        _kinds("blocks", "int8"),
+        _kinds("int8"),
         _SCALED,
         torch.bfloat16,
         "quantise to torch.int8, with a scale for each 1x128 and 128x128",
         _LINEAR,
     ),
     "scaled_gemm": _Call(
-        _kinds("rows"),
+        _kinds("fp8_rows", "fp8_rows_promoted", "fp8_1x128", "fp8", "int8_rows", "int8"),
         _SCALED,
         torch.bfloat16,
         "quantise to torch.float8_e4m3fn or torch.int8, with a scale for each row, or one",
         _LINEAR,
     ),
     "fp8_wgrad": _Call(
-        _kinds("row_blocks"),
+        _kinds("fp8_1x128"),
         ("dy", "dy_scale", "x", "x_scale"),
         torch.float32,
         "quantise with deep_tile.transposed_cast_to_fp8",
@@ -101,6 +109,7 @@ _REFERENCES = {
     "blocks": scaled_gemm_reference,
     "row_blocks": row_blocks_gemm_reference,
     "rows": rows_gemm_reference,
+    "promoted_rows": rows_gemm_reference,
 }
 """The definition of each scaling, of the operands and the dtype of the result."""
 
@@ -120,12 +129,13 @@ def gemm(
     constant_weights: bool = False,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """BF16 or FP16 matrix product: `out[m, n] = sum_k a[m, k] * b[n, k]`, that is `a @ b.T`.
+    """BF16, FP16 or INT8 matrix product: `out[m, n] = sum_k a[m, k] * b[n, k]`, that is `a @ b.T`.
 
-    Accumulated in FP32 over all of k and rounded once; FP16 results beyond 65504 are infinite. Runs on the tensors'
-    device and torch's current stream; CPU tensors go through the operation's definition in `deep_tile.reference`. Sizes
-    m, n and k are free; m = 0 or n = 0 does nothing, k = 0 writes zeros. Compiled as one op,
-    `torch.ops.deep_tile.gemm`, by torch.compile and torch.export.
+    Accumulated over all of k, in FP32 and rounded once, where FP16 results beyond 65504 are infinite; or of INT8 in
+    INT32, exactly where sums fit, as they do for k up to 131071, and modulo 2^32. Runs on the tensors' device and
+    torch's current stream; CPU tensors go through the operation's definition in `deep_tile.reference`. Sizes m, n and k
+    are free; m = 0 or n = 0 does nothing, k = 0 writes zeros. Compiled as one op, `torch.ops.deep_tile.gemm`, by
+    torch.compile and torch.export.
 
     Each operand may lie along k or along its rows, as its strides say: `gemm(x, w)` is x @ w.T, `gemm(x, w.t())` x @ w
     and `gemm(dy.t(), x.t())` dy.T @ x of contiguous matrices, without a copy. Strides that say either, of a single row
@@ -136,19 +146,19 @@ def gemm(
     well, but not those of the op.
 
     Args:
-        a: [m, k] bfloat16 or float16, 16-byte aligned: unit stride along k and a row stride that is a multiple of 16
-            bytes (8 elements), or unit stride along m and such a stride along k. A slice of a wider matrix will do.
+        a: [m, k] bfloat16, float16 or int8, 16-byte aligned: unit stride along k and a row stride that is a multiple of
+            16 bytes, or, of 16 bits, unit stride along m and such a stride along k. A slice of a wider matrix will do.
         b: [n, k] of the same dtype, likewise along k or n: one row per output column, as `torch.nn.Linear` keeps
             weights.
-        out: [m, n] bfloat16, float16 or float32, unit stride along n; allocated when None. Any alignment and row stride
-            will do, but rows that begin and end at multiples of 16 bytes are stored faster. Must not overlap the
-            inputs.
-        bias, activation: as for `fp8_gemm`.
-        out_dtype: dtype of `out`: by default that of `out`, or of `a`.
+        out: [m, n] bfloat16, float16 or float32, or of INT8 int32, unit stride along n; allocated when None. Any
+            alignment and row stride will do, but rows that begin and end at multiples of 16 bytes are stored faster.
+            Must not overlap the inputs.
+        bias, activation: as for `fp8_gemm`; not of int32.
+        out_dtype: dtype of `out`: by default that of `out`, or of `a`, or int32 of INT8.
         config: the kernel to use instead of the selector's choice; its `layout` is that of the operands.
         num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`; the first three for gradients, too.
-        accumulate: add the product, in FP32, to what `out` holds, which must be given and float32; without bias and
-            activation.
+        accumulate: add the product to what `out` holds, which must be given; without bias and activation. It is rounded
+            to the dtype of `out` first, and so is the sum: of bfloat16 and float16 both roundings count.
 
     Returns:
         `out`.
@@ -156,7 +166,7 @@ def gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    options = ("gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation)
+    options = ("gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation, True)
     if is_compiling():
         return _call_op((a, b), out, _Options(*options), bias)
     return _multiply((a, b), out, options, bias)
@@ -201,7 +211,10 @@ def int8_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    options = ("int8_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation)
+    options = (
+        *("int8_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation),
+        True,
+    )
     if is_compiling():
         return _call_op((a, a_scale, b, b_scale), out, _Options(*options), bias)
     return _multiply((a, a_scale, b, b_scale), out, options, bias)
@@ -223,29 +236,33 @@ def scaled_gemm(
     pdl: bool | None = None,
     constant_weights: bool = False,
     accumulate: bool = False,
+    fast_accum: bool = True,
 ) -> torch.Tensor:
-    """FP8 or INT8 matrix product with scales of rows, or of 128 of a row: `out = (a * a_scale) @ (b * b_scale)^T`.
+    """FP8 or INT8 matrix product with scales of rows, or of blocks: `out = (a * a_scale) @ (b * b_scale)^T`.
 
     With a scale for each row, or one for all, `out[m, n] = a_scale[m] * b_scale[n] * sum_k a[m, k] * b[n, k]`. The
     tensor cores add up all of k: exactly in INT32 of INT8, for k up to 131072; of FP8 with the 14 bits or so that they
-    keep of a sum, which is torch's `use_fast_accum=True`.
+    keep of a sum, which is torch's `use_fast_accum=True`. Without `fast_accum`, sums over 128 of k are added in FP32.
 
     With a scale for each 128 of a row of FP8 (1x128, of both operands),
     `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n, k // 128]`: sums over 128 of k are scaled
-    and added in FP32, as by `fp8_gemm`. All else is as for that.
+    and added in FP32, as by `fp8_gemm`. With scales of 1x128 and of 128x128 for b, it is `fp8_gemm` or `int8_gemm`, of
+    FP8 in either format. All else is as for these.
 
     Args:
-        a: [m, k] float8_e4m3fn or int8, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
-        a_scale: float32 or float8_e8m0fnu: [m] or [m, 1], or one number of any shape; or, of FP8, [m, ceil(k / 128)],
-            any strides within 4 GB, fastest as `per_token_cast_to_fp8` makes them.
-        b: [n, k] of the same dtype, laid out like `a`.
+        a: [m, k] float8_e4m3fn, float8_e5m2 or int8, unit stride along k, row stride a multiple of 16 bytes, 16-byte
+            aligned.
+        a_scale: float32 or float8_e8m0fnu: [m] or [m, 1], or one number of any shape; or [m, ceil(k / 128)], any
+            strides within 4 GB, fastest as `per_token_cast_to_fp8` makes them.
+        b: [n, k] laid out like `a`: of FP8 too, in either format, or int8.
         b_scale: likewise: [n], [n, 1] or [1, n], or one number; torch's scales of tensors and of rows are these. With
-            blocks in a_scale [n, ceil(k / 128)].
+            blocks in a_scale [n, ceil(k / 128)] of FP8, or [ceil(n / 128), ceil(k / 128)].
         out: [m, n] bfloat16, float16 or float32, as for `gemm`; allocated when None.
         bias, activation: as for `fp8_gemm`.
         out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
         config, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
         accumulate: as for `gemm`.
+        fast_accum: of FP8 with scales of rows, as said above; means nothing to others.
 
     Returns:
         `out`.
@@ -254,15 +271,8 @@ def scaled_gemm(
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
     options = (
-        "scaled_gemm",
-        out_dtype,
-        config,
-        num_sms,
-        batch_invariant,
-        pdl,
-        constant_weights,
-        accumulate,
-        activation,
+        *("scaled_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation),
+        fast_accum,
     )
     if is_compiling():
         return _call_op((a, a_scale, b, b_scale), out, _Options(*options), bias)
@@ -289,12 +299,13 @@ def fp8_wgrad(
     added. `transposed_cast_to_fp8` makes such operands of dy [s, n] and x [s, k].
 
     Args:
-        dy: [n, s] float8_e4m3fn, unit stride along tokens, row stride a multiple of 16 bytes, 16-byte aligned.
+        dy: [n, s] float8_e4m3fn or float8_e5m2, unit stride along tokens, row stride a multiple of 16 bytes, 16-byte
+            aligned.
         dy_scale: [n, ceil(s / 128)] float32 or float8_e8m0fnu, any strides within 4 GB.
-        x: [k, s] float8_e4m3fn, laid out like `dy`.
+        x: [k, s] of either dtype, laid out like `dy`.
         x_scale: [k, ceil(s / 128)], likewise.
-        out: [n, k] float32, or without `accumulate` bfloat16 or float16; unit stride along k, otherwise as for `gemm`.
-        accumulate: add to what `out` holds, rather than write over it.
+        out: [n, k] float32, bfloat16 or float16; unit stride along k, otherwise as for `gemm`.
+        accumulate: add to what `out` holds, as `gemm` does, rather than write over it.
         config, num_sms, batch_invariant, pdl: as for `fp8_gemm`.
 
     Returns:
@@ -305,7 +316,7 @@ def fp8_wgrad(
     """
     if out is None:
         raise TypeError("out must be a torch.Tensor; got NoneType. Pass what the gradient is added to, of [n, k]")
-    options = ("fp8_wgrad", None, config, num_sms, batch_invariant, pdl, False, accumulate, None)
+    options = ("fp8_wgrad", None, config, num_sms, batch_invariant, pdl, False, accumulate, None, True)
     if is_compiling():
         return _call_op((dy, dy_scale, x, x_scale), out, _Options(*options))
     return _multiply((dy, dy_scale, x, x_scale), out, options)
@@ -337,12 +348,18 @@ def _given(bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
 
 def _empty_out(operands, options: _Options) -> torch.Tensor:
     a, b = _matrices(operands)
-    return api.empty_out(a, b, options.out_dtype or _CALLS[options.call].out_dtype or a.dtype, options.activation)
+    return api.empty_out(a, b, _result_dtype(options, a), options.activation)
+
+
+def _result_dtype(options: _Options, a: torch.Tensor) -> torch.dtype:
+    """Of an `out` that is not given."""
+    of_operands = torch.int32 if a.dtype == torch.int8 else a.dtype
+    return options.out_dtype or _CALLS[options.call].out_dtype or of_operands
 
 
 def _refuse_sum_of_nothing(options: _Options) -> None:
     if options.accumulate:
-        raise ValueError("accumulate is True and out None: pass what the product is added to, of torch.float32")
+        raise ValueError("accumulate is True and out None: pass what the product is added to")
 
 
 def _matrices(operands) -> tuple[torch.Tensor, torch.Tensor]:
@@ -441,11 +458,15 @@ def _call_unknown(operands, out, options: _Options, bias) -> None:
 def _compute_without_kernel(operands, out, options: _Options, bias) -> None:
     if not out.numel():
         return
-    reference = _REFERENCES[_kind(options.call, operands).scaling]
-    if bias is None and options.activation is None:
-        product = reference(*operands, out.dtype)
+    is_finished = bias is not None or options.activation is not None
+    dtype = torch.float64 if is_finished else out.dtype
+    a, b = _matrices(operands)
+    if a.shape[1]:
+        product = _REFERENCES[_kind(options, operands).scaling](*operands, dtype)
     else:
-        product = finished(reference(*operands, torch.float64), bias, options.activation)
+        product = a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)  # also with scales that are infinite
+    if is_finished:
+        product = finished(product, bias, options.activation)
     if options.accumulate:
         out.add_(product)
     else:
@@ -482,8 +503,8 @@ def _problem(operands, out, options: _Options, bias=None) -> GemmProblem:
         num_sms=options.num_sms,
         tma_store=api.tma_can_store(out),
         split_k=not options.batch_invariant,
-        kind=_kind(options.call, operands).name,
-        output=finishes.OUTPUT_NAMES[out.dtype],
+        kind=_kind(options, operands).name,
+        output=finishes.RESULT_NAMES[out.dtype],
         accumulate=options.accumulate,
         **finishes.for_problem(bias, options.activation),
         layout=LAYOUT_NAMES[_majors(a, b)],
@@ -499,20 +520,37 @@ def _lies_along_rows(x: torch.Tensor) -> bool:
     return x.element_size() == 2 and api.along_k_problem("", x) is not None
 
 
-def _kind(call: str, operands) -> Kind:
-    """What a call makes of operands of a dtype that it takes."""
-    kind = _CALLS[call].kinds[operands[0].dtype]
-    if kind.name == "fp8_rows" and any(map(_has_blocks, operands[::2], operands[1::2])):
-        return KINDS["fp8_1x128"]
-    return kind
+def _kind(options: _Options, operands) -> Kind:
+    """What a call makes of operands of dtypes that it takes."""
+    a, b = _matrices(operands)
+    kinds = _CALLS[options.call].kinds
+    scalings = [scaling for scaling, *dtypes in kinds if dtypes == [a.dtype, b.dtype]]
+    scaling = _scaling(operands, scalings)
+    if scaling == "rows" and "promoted_rows" in scalings and not options.fast_accum:
+        scaling = "promoted_rows"
+    return kinds[scaling, a.dtype, b.dtype]
 
 
-def _has_blocks(x: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether the scale is one for each 128 of a row, of which there are several."""
+def _scaling(operands, known: list[str]) -> str:
+    """Which of the scalings that are known for its dtypes a product has, by the shapes of its scales. Where k has one
+    block and n as well, all mean the same."""
+    if len(known) == 1:
+        return known[0]
+    a, a_scale, b, b_scale = operands
+    of_a, of_b = _is_of_blocks(a, a_scale), _is_of_blocks(b, b_scale)
+    several = a.dim() == 2 and a.shape[1] > SCALE_BLOCK
+    if of_a and not of_b and _is_of_blocks(b, b_scale, SCALE_BLOCK) and (several or b.shape[0] > SCALE_BLOCK):
+        return "blocks"
+    if several and (of_a or of_b):
+        return "row_blocks" if "row_blocks" in known else "blocks"
+    return "rows"
+
+
+def _is_of_blocks(x: torch.Tensor, scale: torch.Tensor, rows: int = 1) -> bool:
+    """Whether a scale has one number for each 128 of k in so many rows."""
     if x.dim() != 2 or scale.dim() != 2:
         return False
-    blocks = ceil_div(x.shape[1], SCALE_BLOCK)
-    return blocks > 1 and scale.shape[1] == blocks and scale.shape[0] == x.shape[0]
+    return scale.shape[1] == ceil_div(x.shape[1], SCALE_BLOCK) and scale.shape[0] == ceil_div(x.shape[0], rows)
 
 
 def _layout(operands, out, kind: Kind) -> plan.Layout:
@@ -526,7 +564,7 @@ def _layout(operands, out, kind: Kind) -> plan.Layout:
     if kind.scaling == "none":
         return plan.Layout(*strides, (0, 0), (0, 0), False)
     _, a_scale, _, b_scale = operands
-    if kind.scaling == "rows":
+    if kind.row_scales:
         return plan.Layout(*strides, (_step(a_scale), 0), (_step(b_scale), 0), False)
     aligned = tensors.is_aligned(a_scale), tensors.is_aligned(b_scale)
     return plan.Layout(
@@ -555,10 +593,10 @@ def _check_arguments(options: _Options, operands, out, bias) -> None:
 
 
 def _check_option_types(options: _Options) -> None:
-    finishes.check_out_dtype(options.out_dtype)
+    finishes.check_out_dtype(options.out_dtype, finishes.RESULT_NAMES)
     finishes.check_activation(options.activation)
     api.check_config_type(options.config)
-    for name in ("num_sms", "batch_invariant", "pdl", "constant_weights", "accumulate"):
+    for name in ("num_sms", "batch_invariant", "pdl", "constant_weights", "accumulate", "fast_accum"):
         api.check_option(name, getattr(options, name))
 
 
@@ -625,34 +663,40 @@ def _check_formats(options: _Options, operands, out, bias) -> None:
     """Check dtypes, devices and shapes; `out` may be None."""
     call, (a, b) = _CALLS[options.call], _matrices(operands)
     a_name, b_name = _matrices(call.names)
-    if a.dtype not in call.kinds:
-        remedy = "call deep_tile.fp8_gemm, with scales" if a.dtype == torch.float8_e4m3fn else call.remedy
-        raise TypeError(f"{a_name} must be one of {finishes.names(call.kinds)}; got {a.dtype}. To fix: {remedy}")
-    if b.dtype != a.dtype:
-        raise TypeError(f"{b_name} must be {a.dtype}, as {a_name} is; got {b.dtype}. To fix: make both of one dtype")
+    if a.dtype not in call.dtypes:
+        remedy = "call deep_tile.scaled_gemm, with scales" if a.dtype in _FP8 else call.remedy
+        raise TypeError(f"{a_name} must be one of {finishes.names(call.dtypes)}; got {a.dtype}. To fix: {remedy}")
+    if b.dtype not in call.dtypes[a.dtype]:
+        wanted = " or ".join(map(str, call.dtypes[a.dtype]))
+        raise TypeError(
+            f"{b_name} must be {wanted}, since {a_name} is {a.dtype}; got {b.dtype}. To fix: make both of one dtype"
+        )
     for name, x in zip(call.names, operands, strict=True):
         if name.endswith("_scale") and x.dtype not in tensors.SCALE_DTYPES:
             raise TypeError(
                 f"{name} must be one of {finishes.names(tensors.SCALE_DTYPES)}; got {x.dtype}. To fix: {name}.float()"
             )
-    finishes.check_out(out, options.out_dtype)
-    if options.accumulate:
-        if out is not None and out.dtype != torch.float32:
-            raise TypeError(f"out must be torch.float32 to add to; got {out.dtype}. Or pass accumulate=False")
-        if bias is not None or options.activation is not None:
-            raise ValueError("accumulate is True, and a bias or an activation is given: add the product alone")
+    kind, is_finished = _kind(options, operands), bias is not None or options.activation is not None
+    finishes.check_out_dtype(options.out_dtype, finishes.of_kind(kind))
+    finishes.check_out(out, options.out_dtype, finishes.of_kind(kind))
+    if is_finished and (_result_dtype(options, a) if out is None else out.dtype) == torch.int32:
+        raise ValueError(
+            "the result is torch.int32, and a bias or an activation is given, which are applied in FP32: pass "
+            "out_dtype=torch.float32"
+        )
+    if options.accumulate and is_finished:
+        raise ValueError("accumulate is True, and a bias or an activation is given: add the product alone")
     if a.device.type not in ("cuda", "cpu"):
         where = "on a Hopper GPU, or on the CPU as a reference"
         raise ValueError(f"{a_name} is on {a.device}; {options.call} runs {where}")
     api.check_devices(a, **dict(zip(call.names[1:], operands[1:], strict=True)), out=out)
     api.check_product_shapes(a, b, out, options.activation, (a_name, b_name))
     finishes.check_finish(bias, options.activation, b)
-    scaling = _kind(options.call, operands).scaling
-    if scaling == "blocks":
+    if kind.scaling == "blocks":
         api.check_scale_shapes(*operands)
-    elif scaling == "row_blocks":
+    elif kind.scaling == "row_blocks":
         check_row_block_scales(call.names, operands)
-    elif scaling == "rows":
+    elif kind.row_scales:
         _check_row_scales(*operands)
 
 
@@ -674,8 +718,8 @@ def _check_row_scales(a, a_scale, b, b_scale) -> None:
         if long and not (len(long) == 1 and ops.holds(long[0] == rows)):
             raise ValueError(
                 f"{name}_scale must have one number, or one for each of {name}'s {rows} rows, as [{rows}] or "
-                f"[{rows}, 1]; got {tuple(scale.shape)}. Both scales of FP8 may be of 1x128; others of blocks are for "
-                "fp8_gemm and int8_gemm"
+                f"[{rows}, 1]; got {tuple(scale.shape)}. Or give both scales of blocks: a_scale [m, ceil(k / 128)], "
+                "b_scale [ceil(n / 128), ceil(k / 128)], or of FP8 [n, ceil(k / 128)]"
             )
 
 
@@ -686,7 +730,8 @@ def _call_op(operands, out, options: _Options, bias=None) -> torch.Tensor:
     """A call under tracing."""
     if options.config is not None:
         raise ValueError("config cannot be given under torch.compile or torch.export: leave it out")
-    keywords = {name: value for name, value in options._asdict().items() if name not in ("call", "config")}
+    left_out = ("call", "config") if options.call in _OWN_KEYWORDS else ("call", "config", "fast_accum")
+    keywords = {name: value for name, value in options._asdict().items() if name not in left_out}
     op = getattr(torch.ops.deep_tile, options.call)
     if out is None:
         return op(*operands, bias, **keywords)
@@ -710,8 +755,8 @@ def _register(call: str) -> None:
         options = _Options(call, **keywords)
         check(operands, out, bias, options)
         a, b = _matrices(operands)
-        dtype = options.out_dtype or _CALLS[call].out_dtype or a.dtype
-        return a.new_empty(a.shape[0], finishes.out_columns(b.shape[0], options.activation), dtype=dtype)
+        columns = finishes.out_columns(b.shape[0], options.activation)
+        return a.new_empty(a.shape[0], columns, dtype=_result_dtype(options, a))
 
     def fake_out(*given, **keywords) -> None:
         check(*parts(given), _Options(call, **keywords))
@@ -730,10 +775,10 @@ def _register(call: str) -> None:
         _refuse_gradients(options, operands, out, bias)
         _check_formats(options, operands, out, bias)
 
-    operands = ", ".join(f"Tensor {name}" for name in names)
+    operands, keywords = ", ".join(f"Tensor {name}" for name in names), _KEYWORDS + _OWN_KEYWORDS.get(call, "")
     gradients = {} if _CALLS[call].to_train else {"backward": _backward, "setup_context": _setup_context}
-    ops.register(f"{call}({operands}, Tensor? bias=None, *, {_KEYWORDS}) -> Tensor", run, fake, **gradients)
-    ops.register(f"{call}.out({operands}, Tensor(a!) out, Tensor? bias=None, *, {_KEYWORDS}) -> ()", run_out, fake_out)
+    ops.register(f"{call}({operands}, Tensor? bias=None, *, {keywords}) -> Tensor", run, fake, **gradients)
+    ops.register(f"{call}.out({operands}, Tensor(a!) out, Tensor? bias=None, *, {keywords}) -> ()", run_out, fake_out)
 
 
 def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
@@ -766,6 +811,8 @@ _KEYWORDS = (
     "str? activation=None, ScalarType? out_dtype=None, int? num_sms=None, bool batch_invariant=False, "
     "bool? pdl=None, bool constant_weights=False, bool accumulate=False"
 )
+
+_OWN_KEYWORDS = {"scaled_gemm": ", bool fast_accum=True"}
 
 for _name in _CALLS:
     _register(_name)

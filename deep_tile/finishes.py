@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from deep_tile import ops, tensors
-from deep_tile.kinds import ACTIVATIONS, GATE_COLUMNS, OUTPUTS, Element
+from deep_tile.kinds import ACTIVATIONS, GATE_COLUMNS, OUTPUTS, RAW, RESULTS, Element, Kind
 
 
 def torch_dtype(element: Element) -> torch.dtype:
@@ -19,6 +19,9 @@ def torch_dtype(element: Element) -> torch.dtype:
 
 OUTPUT_NAMES = {torch_dtype(element): name for name, element in OUTPUTS.items()}
 """Names in `kinds.OUTPUTS`, by dtype; also of a bias."""
+
+RESULT_NAMES = {**OUTPUT_NAMES, torch_dtype(RESULTS[RAW]): RAW}
+"""Names of what a kind of product may have, by dtype."""
 
 _PAIRS = 2 * GATE_COLUMNS
 
@@ -63,9 +66,14 @@ def interleave_gate_up(x: torch.Tensor) -> torch.Tensor:
     return halves.transpose(0, 1).contiguous().flatten(0, 2)
 
 
-def check_out_dtype(out_dtype: object) -> None:
-    if out_dtype is not None and out_dtype not in tuple(OUTPUT_NAMES):
-        raise TypeError(f"out_dtype is {out_dtype!r}; pass one of {names(OUTPUT_NAMES)}, or nothing")
+def of_kind(kind: Kind) -> tuple[torch.dtype, ...]:
+    """dtypes of its results."""
+    return tuple(dtype for dtype, name in RESULT_NAMES.items() if name in kind.outputs)
+
+
+def check_out_dtype(out_dtype: object, known: Iterable[torch.dtype] = OUTPUT_NAMES) -> None:
+    if out_dtype is not None and out_dtype not in tuple(known):
+        raise TypeError(f"out_dtype is {out_dtype!r}; pass one of {names(known)}, or nothing")
 
 
 def check_activation(activation: object) -> None:
@@ -76,12 +84,14 @@ def check_activation(activation: object) -> None:
         raise ValueError(f"activation is {activation!r}; pass one of {', '.join(known)}, or None")
 
 
-def check_out(out: torch.Tensor | None, out_dtype: torch.dtype | None) -> None:
+def check_out(
+    out: torch.Tensor | None, out_dtype: torch.dtype | None, known: Iterable[torch.dtype] = OUTPUT_NAMES
+) -> None:
     """Check that `out`, if it is given, has a dtype that kernels write, and the one asked for."""
     if out is None:
         return
-    if out.dtype not in OUTPUT_NAMES:
-        raise TypeError(f"out must be one of {names(OUTPUT_NAMES)}; got {out.dtype}. Pass such an out, or out=None")
+    if out.dtype not in tuple(known):
+        raise TypeError(f"out must be one of {names(known)}; got {out.dtype}. Pass such an out, or out=None")
     if out_dtype not in (None, out.dtype):
         raise TypeError(f"out_dtype is {out_dtype} and out is {out.dtype}; leave out_dtype out")
 

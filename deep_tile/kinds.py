@@ -37,10 +37,10 @@ class Kind(NamedTuple):
         a, b: formats of the operands, of equal size.
         scaling: "blocks": FP32 scales of 1x128 for a and of 128x128 for b, by which the sum of each K block is
             multiplied before it is added. "row_blocks": the same with scales of 1x128 for both. "rows": FP32 scales of
-            the rows of a and of those of b, by which the sum over all of K is multiplied. "none": there are none.
-            Without blocks WGMMA adds up all of K.
+            the rows of a and of those of b, by which the sum over all of K is multiplied. "promoted_rows": the same,
+            of sums of K blocks that are added in FP32. "none": there are none. With the others WGMMA adds up all of K.
         sums: format in which WGMMA adds up, as PTX calls it.
-        output: format of the result unless another is asked for, a name in `OUTPUTS`.
+        output: format of the result unless another is asked for, one of `outputs`.
     """
 
     name: str
@@ -56,9 +56,29 @@ class Kind(NamedTuple):
         return f"{self.sums}.{self.a.name}.{self.b.name}"
 
     @property
-    def promotes(self) -> bool:
-        """Whether the sum of each K block is scaled, and then added to FP32 sums by math warps."""
+    def family(self) -> str:
+        """Name of the kind that this one differs from in a word of its instruction, if at all; one of `FAMILIES`."""
+        return self.name.removesuffix(_formats(self.a, self.b))
+
+    @property
+    def block_scales(self) -> bool:
+        """Whether each K block has scales."""
         return self.scaling in ("blocks", "row_blocks")
+
+    @property
+    def row_scales(self) -> bool:
+        """Whether each row has one for all of K."""
+        return self.scaling in ("rows", "promoted_rows")
+
+    @property
+    def promotes(self) -> bool:
+        """Whether the sum of each K block is added to FP32 sums by math warps, scaled first if it has scales."""
+        return self.scaling in ("blocks", "row_blocks", "promoted_rows")
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Formats that its result may have, but for `QUANTIZED`."""
+        return (*OUTPUTS, *([RAW] if self.output == RAW else []))
 
     @property
     def k_block(self) -> int:
@@ -68,17 +88,25 @@ class Kind(NamedTuple):
     def timed_output(self, output: str) -> str:
         """The format of a result whose times and measured choices are those of `output`: the kind's own, where numbers
         of both have as many bytes, and of a quantised result, which has the same tiles."""
-        alike = output == QUANTIZED or OUTPUTS[output].bytes == OUTPUTS[self.output].bytes
+        alike = output == QUANTIZED or RESULTS[output].bytes == RESULTS[self.output].bytes
         return self.output if alike else output
 
 
 E4M3 = Element("e4m3", 1, "float8_e4m3fn")
+E5M2 = Element("e5m2", 1, "float8_e5m2")
 BF16 = Element("bf16", 2, "bfloat16")
 F16 = Element("f16", 2, "float16")
 S8 = Element("s8", 1, "int8")
 F32 = Element("f32", 4, "float32")
+S32 = Element("s32", 4, "int32")
 
-KINDS = {
+
+def _formats(a: Element, b: Element) -> str:
+    """What the name of a kind of FP8 has at its end, unless both operands are e4m3."""
+    return f"_{a.name}_{b.name}"
+
+
+FAMILIES = {
     kind.name: kind
     for kind in (
         Kind("fp8", E4M3, E4M3, "blocks", "f32"),
@@ -88,8 +116,19 @@ KINDS = {
         Kind("fp8_1x128", E4M3, E4M3, "row_blocks", "f32"),
         Kind("fp8_rows", E4M3, E4M3, "rows", "f32"),
         Kind("int8_rows", S8, S8, "rows", "s32"),
+        Kind("fp8_rows_promoted", E4M3, E4M3, "promoted_rows", "f32"),
+        Kind("int8_unscaled", S8, S8, "none", "s32", "int32"),
     )
 }
+"""Kinds, those of FP8 with e4m3 for both operands. WGMMA multiplies any pair of its formats, all else being alike."""
+
+KINDS = FAMILIES | {
+    kind.name + _formats(a, b): kind._replace(name=kind.name + _formats(a, b), a=a, b=b)
+    for kind in FAMILIES.values()
+    if kind.a == E4M3
+    for a, b in ((E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2))
+}
+"""All kinds."""
 
 
 class Majors(NamedTuple):
@@ -111,12 +150,15 @@ group, where each begins behind the one before. "counts": each group in rows of 
 how K belongs to matrices of `out`. "k_offs": group by group, as rows by "offs"."""
 
 OUTPUTS = {"bf16": BF16, "fp16": F16, "fp32": F32}
-"""Formats of a result, and of a bias."""
+"""Formats of any kind's result, and of a bias."""
+
+RAW = "int32"
+"""The format of sums of integers as WGMMA leaves them."""
 
 QUANTIZED = "e4m3"
 """The format of a result that is cast to FP8 where it is made, with a scale for each row and 128 columns."""
 
-RESULTS = {**OUTPUTS, QUANTIZED: E4M3}
+RESULTS = {**OUTPUTS, RAW: S32, QUANTIZED: E4M3}
 """All formats of a result."""
 
 BIASES = ("none", *OUTPUTS)

@@ -269,7 +269,7 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
 
 def _scale_shapes(problem: GemmProblem) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of a_scale and b_scale: rows, and blocks along k."""
-    if problem.product.scaling == "rows":
+    if problem.product.row_scales:
         return (problem.m, 1), (problem.n, 1)
     k_blocks = ceil_div(problem.k, SCALE_BLOCK)
     if problem.product.scaling == "row_blocks":

@@ -1,7 +1,7 @@
 """torch's own names for scaled products, on deep_tile's kernels: one import in place of another.
 
-Calls api.py and grouped.py. Invariant: arguments, and what they mean, are those of the function of that name in
-`torch.nn.functional`; what that takes and deep_tile has no kernel for is refused.
+Calls api.py, dense.py and grouped.py. Invariant: arguments, and what they mean, are those of the function of that name
+in `torch.nn.functional`; what that takes and deep_tile has no kernel for is refused.
 """
 
 from collections.abc import Collection, Sequence
@@ -9,11 +9,13 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
-from deep_tile import api, finishes, grouped, tensors
+from deep_tile import api, dense, finishes, grouped, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div
 
+_TENSOR, _ROWS = ScalingType.TensorWise, ScalingType.RowWise
 _TOKENS, _WEIGHTS = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-_RECIPES = ((_TOKENS, _WEIGHTS), (_WEIGHTS, _TOKENS))
+_RECIPES = ((_TENSOR, _TENSOR), (_ROWS, _ROWS), (_TOKENS, _TOKENS), (_TOKENS, _WEIGHTS), (_WEIGHTS, _TOKENS))
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def scaled_mm(
@@ -30,23 +32,28 @@ def scaled_mm(
     contraction_dim: Sequence[int] = (),
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """`torch.nn.functional.scaled_mm` of blocks of 1x128 with blocks of 128x128: `(mat_a scaled) @ (mat_b scaled)`.
+    """`torch.nn.functional.scaled_mm` of every recipe that torch has on Hopper: `(mat_a scaled) @ (mat_b scaled)`.
 
-    A scale is taken as torch takes it, and with any strides and no padding, too. Either operand may be the one with
-    1x128 blocks. Where that is `mat_b`, the transposed product is computed, and a kernel of torch transposes it.
+    Scales are those of tensors, of rows, of blocks of 1x128, or of these for one operand and of 128x128 for the other.
+    A scale is taken as torch takes it, and with any strides and no padding, too. Where `mat_a` has blocks of 128x128,
+    the transposed product is computed, and a kernel of torch transposes it. Any m and n, and k in multiples of 16.
 
     Args:
-        mat_a: [m, k] float8_e4m3fn, unit stride along k.
-        mat_b: [k, n] float8_e4m3fn, unit stride along k: `w.t()` of a weight [n, k].
-        scale_a, scale_b: float32, or float8_e8m0fnu. For 1x128 blocks [m or n, ceil(k / 128)]; for 128x128 blocks
-            [ceil(k / 128), ceil(m or n / 128)], where the first may be rounded up to a multiple of 4.
-        scale_recipe_a, scale_recipe_b: one BlockWise1x128, the other BlockWise128x128.
+        mat_a: [m, k] float8_e4m3fn or float8_e5m2, unit stride along k.
+        mat_b: [k, n] of either dtype, unit stride along k: `w.t()` of a weight [n, k].
+        scale_a, scale_b: float32, or float8_e8m0fnu. Of a tensor one number; of rows one for each, [m, 1] and [1, n] or
+            without the 1; for 1x128 blocks [m or n, ceil(k / 128)]; for 128x128 blocks [ceil(k / 128),
+            ceil(m or n / 128)], where the first may be rounded up to a multiple of 4.
+        scale_recipe_a, scale_recipe_b: TensorWise both, RowWise both, BlockWise1x128 both, or BlockWise1x128 and
+            BlockWise128x128, either way round.
         swizzle_a, swizzle_b: None or NO_SWIZZLE.
-        bias: [n] bfloat16, float16 or float32, added in FP32 before the product is rounded; where `mat_b` has 1x128
-            blocks, to the rounded product by a kernel of torch.
-        output_dtype: bfloat16, float16 or float32.
+        bias: [n] bfloat16, float16 or float32, added in FP32 before the product is rounded; where `mat_a` has blocks of
+            128x128, to the rounded product by a kernel of torch.
+        output_dtype: bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; that of `mat_a` when None. An FP8 result
+            is made of FP32 by kernels of torch, and what is beyond its range becomes its largest number.
         contraction_dim: nothing, or (1, 0).
-        use_fast_accum: means nothing here: sums are taken in FP32 every 128 of k.
+        use_fast_accum: with scales of tensors or rows, the tensor cores add up all of k, with the 14 bits or so that
+            they keep; without it, and with blocks always, sums over 128 of k are added in FP32.
 
     Returns:
         A contiguous tensor [m, n].
@@ -57,7 +64,7 @@ def scaled_mm(
     """
     recipes = (_single("scale_recipe_a", scale_recipe_a), _single("scale_recipe_b", scale_recipe_b))
     _check_recipes(recipes, _RECIPES)
-    _check_options(swizzle_a, swizzle_b, output_dtype, tuple(finishes.OUTPUT_NAMES))
+    _check_options(swizzle_a, swizzle_b, output_dtype, (*finishes.OUTPUT_NAMES, *_FP8, None))
     if tuple(contraction_dim) not in ((), (1, 0)):
         raise ValueError(f"contraction_dim is {contraction_dim}; mat_a is [m, k] and mat_b [k, n]: leave it out")
     _check_matrices(mat_a, mat_b)
@@ -65,10 +72,29 @@ def scaled_mm(
     scale_a = _scale("a", _single("scale_a", scale_a), recipes[0], rows_a)
     scale_b = _scale("b", _single("scale_b", scale_b), recipes[1], rows_b)
     _check_bias(bias, rows_b)
-    if recipes == (_TOKENS, _WEIGHTS):
-        return api.fp8_gemm(rows_a, scale_a, rows_b, scale_b, bias=bias, out_dtype=output_dtype)
-    out = api.fp8_gemm(rows_b, scale_b, rows_a, scale_a, out_dtype=output_dtype).t().contiguous()
-    return out if bias is None else out.add_(bias)
+    result_dtype = output_dtype or mat_a.dtype
+    wide_dtype = torch.float32 if result_dtype in _FP8 else result_dtype
+    if recipes == (_WEIGHTS, _TOKENS):
+        out = _multiply_blocks(rows_b, scale_b, rows_a, scale_a, _WEIGHTS, out_dtype=wide_dtype).t().contiguous()
+        out = out if bias is None else out.add_(bias)
+    elif recipes in ((_TENSOR, _TENSOR), (_ROWS, _ROWS)):
+        options = {"bias": bias, "out_dtype": wide_dtype, "fast_accum": use_fast_accum}
+        out = dense.scaled_gemm(rows_a, scale_a, rows_b, scale_b, **options)
+    else:
+        out = _multiply_blocks(rows_a, scale_a, rows_b, scale_b, recipes[1], bias=bias, out_dtype=wide_dtype)
+    return _saturated(out, result_dtype) if result_dtype in _FP8 else out
+
+
+def _multiply_blocks(a, a_scale, b, b_scale, recipe_of_b: ScalingType, **options) -> torch.Tensor:
+    """A product of [m, k] and [n, k] with scales of blocks, of 1x128 for `a`."""
+    is_fp8_gemm = recipe_of_b == _WEIGHTS and a.dtype == b.dtype == torch.float8_e4m3fn
+    return (api.fp8_gemm if is_fp8_gemm else dense.scaled_gemm)(a, a_scale, b, b_scale, **options)
+
+
+def _saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In FP8, whose conversion makes NaN of what is too large."""
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype)
 
 
 def scaled_grouped_mm(
@@ -127,7 +153,7 @@ def scaled_grouped_mm(
 def _check_options(swizzle_a: object, swizzle_b: object, output_dtype: object, known: tuple[torch.dtype, ...]) -> None:
     for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
         if swizzle not in (None, [], ()) and _single(name, swizzle) != SwizzleType.NO_SWIZZLE:
-            raise ValueError(f"{name} is {swizzle}; block scales on Hopper are not swizzled. Pass None")
+            raise ValueError(f"{name} is {swizzle}; scales on Hopper are not swizzled. Pass None")
     if output_dtype not in known:
         raise ValueError(
             f"output_dtype is {output_dtype}; pass {finishes.names(known)}, and convert the result with .to()"
@@ -139,7 +165,7 @@ def _single(name: str, value: object) -> object:
     if not isinstance(value, (list, tuple)):
         return value
     if len(value) != 1:
-        raise ValueError(f"{name} has {len(value)} entries; block scales on Hopper have one level. Pass one")
+        raise ValueError(f"{name} has {len(value)} entries; scales on Hopper have one level. Pass one")
     return value[0]
 
 
@@ -168,16 +194,18 @@ def _check_groups(mat_a: object, mat_b: object, offs: object) -> None:
         )
 
 
-def _check_operand(name: str, matrix: object, dimensions: tuple[int, ...]) -> None:
-    if not isinstance(matrix, torch.Tensor) or matrix.dtype != torch.float8_e4m3fn or matrix.dim() not in dimensions:
+def _check_operand(
+    name: str, matrix: object, dimensions: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
+) -> None:
+    if not isinstance(matrix, torch.Tensor) or matrix.dtype not in dtypes or matrix.dim() not in dimensions:
         seen = f"{list(matrix.shape)} of {matrix.dtype}" if isinstance(matrix, torch.Tensor) else f"{matrix!r}"
-        wanted = " or ".join(map(str, dimensions))
-        raise TypeError(f"{name} is {seen}; it must be of torch.float8_e4m3fn and {wanted} dimensions. Quantise it")
+        wanted = [" or ".join(map(str, known)) for known in (dtypes, dimensions)]
+        raise TypeError(f"{name} is {seen}; it must be of {wanted[0]} and {wanted[1]} dimensions. Quantise it")
 
 
 def _check_matrices(mat_a: object, mat_b: object) -> None:
     for name, matrix in (("mat_a", mat_a), ("mat_b", mat_b)):
-        _check_operand(name, matrix, (2,))
+        _check_operand(name, matrix, (2,), _FP8)
     if mat_a.shape[1] != mat_b.shape[0]:
         raise ValueError(
             f"mat_a is [m, k] = {list(mat_a.shape)} and mat_b [k, n] = {list(mat_b.shape)}: k differs. Pass w.t() of a "
@@ -203,14 +231,25 @@ def _scale(letter: str, scale: object, recipe: ScalingType, rows: torch.Tensor) 
         raise TypeError(f"scale_{letter} is {seen}; it must be a tensor of torch.float32 or torch.float8_e8m0fnu")
     *groups, m, k = rows.shape
     k_blocks = ceil_div(k, SCALE_BLOCK)
-    if recipe == _TOKENS:
+    if recipe == _TENSOR:
+        shapes = [(1,) * scale.dim()]
+    elif recipe == _ROWS:
+        shapes = [(m, 1), (1, m), (m,)]
+    elif recipe == _TOKENS:
         shapes = [(*groups, m, k_blocks)]
     else:
         row_blocks = ceil_div(m, SCALE_BLOCK)
         shapes = [(*groups, blocks, row_blocks) for blocks in (k_blocks, ceil_div(k_blocks, 4) * 4)]
-    if tuple(scale.shape) not in shapes:
+    if not _is_one_of(scale.shape, shapes):
         wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
-        is_transposed = scale.dim() > 1 and tuple(scale.transpose(-1, -2).shape) in shapes
+        is_transposed = scale.dim() > 1 and _is_one_of(scale.transpose(-1, -2).shape, shapes)
         remedy = f"It looks transposed: pass scale_{letter}.transpose(-1, -2)" if is_transposed else "Quantise so"
         raise ValueError(f"scale_{letter} is {list(scale.shape)}; for {recipe.name} it must be {wanted}. {remedy}")
-    return scale if recipe == _TOKENS else scale[..., :k_blocks, :].transpose(-1, -2)
+    return scale[..., :k_blocks, :].transpose(-1, -2) if recipe == _WEIGHTS else scale
+
+
+def _is_one_of(shape: Sequence[int], known: Sequence[tuple[int, ...]]) -> bool:
+    """Size by size, since a tracer has symbols for sizes, which it compares, but not tuples of them."""
+    return any(
+        len(shape) == len(one) and all(size == wanted for size, wanted in zip(shape, one, strict=True)) for one in known
+    )

@@ -33,6 +33,13 @@ KINDS_CONFIGS = (
     *default_configs(True, "bf16", layout="nn")[::3],
     *default_configs(True, "bf16", layout="tn")[1::3],
     *default_configs(False, "fp16", "fp32", layout="tt")[2::4],
+    *default_configs(True, "fp8", "bf16", True)[::6],
+    *default_configs(False, "bf16", "fp16", True)[1::8],
+    *default_configs(True, "fp8_rows_promoted"),
+    *default_configs(True, "int8_unscaled")[::2],
+    *default_configs(False, "int8_unscaled")[1::6],
+    *default_configs(False, "fp8_rows_promoted", "fp32", True)[3::6],
+    *default_configs(True, "fp8_rows_e5m2_e4m3")[::8],
     *grouped_configs("k_offs", True, True),
     *grouped_configs("k_offs", True, False)[::3],
     *grouped_configs("k_offs", False, True)[1:],
@@ -53,6 +60,7 @@ FINISHED_CONFIGS = (
     *default_configs(True, "fp8_rows", None, False, "bf16", "gelu")[::3],
     *default_configs(True, "int8", None, False, "fp16", "silu")[1::4],
     *default_configs(True, "fp8_1x128", None, False, "bf16", "silu")[::4],
+    *default_configs(True, "fp8_rows_promoted", "fp32", False, "fp32", "gelu")[::4],
 )
 """With a bias or an activation: some of each kind's tiles with some of both."""
 

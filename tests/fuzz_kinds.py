@@ -39,13 +39,17 @@ from campaign import (
 from fuzz_groups import draw_sizes
 from helpers import (
     ACCUMULATION,
+    INT8_SIZE,
     MANY,
     Exact,
     GuardedOut,
     Operands,
+    Product,
+    added,
     are_off,
     blank_tokens,
     exact_of_groups,
+    few_integers,
     finished_product,
     product_of,
     whole_bar,
@@ -56,7 +60,7 @@ from strategies import USUAL, Limits, Place, Problem, Use, draw_config, draw_pro
 import deep_tile
 from deep_tile import GemmConfig, plan
 from deep_tile.config import ceil_div, round_up
-from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, LAYOUTS, OUTPUTS, Element
+from deep_tile.kinds import ACTIVATIONS, BIASES, FAMILIES, KINDS, LAYOUTS, OUTPUTS, RAW, Element
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import MAX_RELATIVE_ERROR, group_rows
 from deep_tile.select.defaults import default_configs
@@ -64,19 +68,21 @@ from deep_tile.select.groups import grouped_configs
 from deep_tile.tensors import as_float32
 
 GRADIENTS = "groups of gradients"
-"""What `fp8_grouped_wgrad` makes, beside the kinds of `KINDS`."""
+"""What `fp8_grouped_wgrad` makes, beside the kinds of `FAMILIES`."""
 
 FINISHES = tuple(product(BIASES, ACTIVATIONS))
 CALLS = {
-    "fp8": ("fp8_gemm",),
+    "fp8": ("fp8_gemm", "scaled_gemm"),
     "bf16": ("gemm",),
     "fp16": ("gemm",),
-    "int8": ("int8_gemm",),
+    "int8": ("int8_gemm", "scaled_gemm"),
     "fp8_1x128": ("scaled_gemm", "fp8_wgrad"),
     "fp8_rows": ("scaled_gemm",),
     "int8_rows": ("scaled_gemm",),
+    "fp8_rows_promoted": ("scaled_gemm",),
+    "int8_unscaled": ("gemm",),
 }
-"""The functions that make a kind."""
+"""The functions that make a family of kinds."""
 
 SCALE_FORMS = {
     "column": lambda scale: scale,
@@ -100,7 +106,6 @@ problems."""
 _TRIES = 4
 """Problems drawn until one's choice is among the kernels."""
 
-_INT8_SIZE = 40
 _UNSETTLED = 64
 """Calls whose results are read at once."""
 
@@ -199,13 +204,16 @@ class Draw(NamedTuple):
 
 
 def draw_kernels(random: Random, each: int, num_sms: int) -> list[GemmConfig]:
-    """`each` of every kind and of groups of gradients, in an order of chance; every finish in turn."""
+    """`each` of every family of kinds and of groups of gradients, in an order of chance; every finish in turn, and
+    every kind of a family."""
     finishes = cycle(random.sample(FINISHES, len(FINISHES)))
     kernels: list[GemmConfig] = []
-    for kind in (*KINDS, GRADIENTS):
+    for family in (*FAMILIES, GRADIENTS):
         found: dict[GemmConfig, None] = {}
+        own = [kind.name for kind in KINDS.values() if kind.family == family] or [GRADIENTS]
+        kinds = cycle(random.sample(own, len(own)))
         while len(found) < each:
-            made = _draw_made(random, kind, finishes)
+            made = _draw_made(random, next(kinds), finishes)
             choices = selectable(draw_config(random, **made))
             for _ in range(_VARIANT // 2):
                 drawn = draw_for(random, random.choice(choices), num_sms, USUAL)
@@ -232,10 +240,11 @@ def _draw_made(random: Random, kind: str, finishes: Iterator[tuple[str, str]]) -
     made = stored | {"kind": kind}
     if KINDS[kind].a.bytes == 2:
         made["layout"] = random.choice(list(LAYOUTS))
-    if kind != "fp8" and random.random() < 0.25:
-        return made | {"output": "fp32", "accumulate": True}
-    bias, activation = next(finishes)
-    return made | {"output": random.choice(list(OUTPUTS)), "accumulate": False, "bias": bias, "activation": activation}
+    if random.random() < 0.25:
+        return made | {"output": random.choice(KINDS[kind].outputs), "accumulate": True}
+    output = random.choice((KINDS[kind].output, *KINDS[kind].outputs))
+    bias, activation = ("none", "none") if output == RAW else next(finishes)
+    return made | {"output": output, "accumulate": False, "bias": bias, "activation": activation}
 
 
 def draw(random: Random, kernels: dict[str, GemmConfig], number: int, num_sms: int, limits: Limits) -> Draw:
@@ -254,15 +263,12 @@ def draw(random: Random, kernels: dict[str, GemmConfig], number: int, num_sms: i
 
 def draw_for(random: Random, config: GemmConfig, num_sms: int, limits: Limits) -> Draw:
     """A call with that kernel."""
-    call = "fp8_grouped_wgrad" if config.by_k else random.choice(CALLS[config.kind])
-    if config.is_finished and config.kind == "fp8_1x128":
-        call = "scaled_gemm"
+    call = "fp8_grouped_wgrad" if config.by_k else _draw_call(random, config)
     tokens = _draw_tokens(random, limits) if config.by_k else None
     problem = _draw_problem(random, config, tokens, limits)
-    if call == "scaled_gemm" and config.column_scales and problem.k <= 128:  # whose scales are those of rows
-        if config.is_finished:
-            return draw_for(random, config, num_sms, limits)
-        call = "fp8_wgrad"
+    one_block = problem.k <= 128 and (config.column_scales or problem.n <= 128)
+    if call == "scaled_gemm" and config.product.block_scales and one_block:  # whose scales are those of rows
+        return draw_for(random, config, num_sms, limits)
     use = draw_use(random, problem, config, num_sms)
     if config.by_k or call == "fp8_wgrad":
         use = use._replace(constant_weights=False)
@@ -274,6 +280,16 @@ def draw_for(random: Random, config: GemmConfig, num_sms: int, limits: Limits) -
         tokens=tokens,
         seed=random.randrange(2**31),
     )
+
+
+def _draw_call(random: Random, config: GemmConfig) -> str:
+    """One that makes such products, of one problem or another."""
+    calls = CALLS[config.product.family]
+    if config.kind != "fp8" or config.accumulate:
+        calls = [call for call in calls if call != "fp8_gemm"]
+    if config.is_finished:
+        calls = [call for call in calls if call != "fp8_wgrad"]
+    return random.choice(calls)
 
 
 def _draw_problem(random: Random, config: GemmConfig, tokens: Tokens | None, limits: Limits) -> Problem:
@@ -327,7 +343,7 @@ class Values:
     def _all(self, dtype: torch.dtype) -> torch.Tensor:
         if dtype not in self._converted:
             integers = dtype == torch.int8
-            values = (self._normal * _INT8_SIZE).round().clamp(-128, 127) if integers else self._normal
+            values = (self._normal * INT8_SIZE).round().clamp(-128, 127) if integers else self._normal
             self._converted[dtype] = values.to(dtype)
         return self._converted[dtype]
 
@@ -338,7 +354,7 @@ class Sample(NamedTuple):
     Attributes:
         operands: as the call takes them, offsets included.
         exact, accumulation, relative_error: as in `helpers.Product`.
-        before: what `out` holds that is added to; None: NaN.
+        before: what `out` holds that is added to; None: `unwritten`.
         buffer, untouched: all inputs with NaN around them, and a copy.
     """
 
@@ -366,15 +382,15 @@ def make(values: Values, drawn: Draw, device: str) -> Sample:
     placed = dict(zip(inputs, placed, strict=True))
     given = _as_given(placed, drawn)
     bias = placed["bias"][:, 0] if "bias" in placed else None
-    exact, accumulation, relative_error = _expected(tuple(map(as_float32, given)), bias, drawn)
+    made = _expected(tuple(map(as_float32, given)), bias, drawn)
     before = None
     if config.accumulate:
-        before = values.cut(random, torch.float32, *exact.value.flatten(0, -2).shape).view_as(exact.value)
-        before = before / _shrinking(problem.k)
-        exact = exact._replace(value=exact.value + before.double())
+        before = values.cut(random, torch.float32, *made.exact.value.flatten(0, -2).shape).view_as(made.exact.value)
+        before = (before / _shrinking(problem.k)).to(_dtype(config.out))
+        made = added(made, before)
     if "offs" in placed:
         given = (*given, placed["offs"][:, 0])
-    return Sample(given, bias, exact, accumulation, relative_error, before, buffer, buffer.clone())
+    return Sample(given, bias, made.exact, made.accumulation, made.relative_error, before, buffer, buffer.clone())
 
 
 def _dtype(element: Element) -> torch.dtype:
@@ -391,9 +407,11 @@ def _draw_values(values: Values, random: Random, drawn: Draw) -> dict[str, torch
     (m, n, k, *_), kind = drawn.problem, drawn.config.product
     factor = _shrinking(k) if drawn.config.is_finished else 1.0
     a, b = values.cut(random, _dtype(kind.a), m, k), values.cut(random, _dtype(kind.b), n, k, half=1)
+    if kind.output == RAW:
+        return {"a": few_integers(a), "b": b.sign()} if drawn.config.is_finished else {"a": a // 8, "b": b}
     if kind.scaling == "none":
         return {"a": a * factor, "b": b}
-    unit = 1 / _INT8_SIZE if kind.a.dtype == "int8" else 1.0
+    unit = 1 / INT8_SIZE if kind.a.dtype == "int8" else 1.0
     a_scale, b_scale = (
         torch.exp2(values.cut(random, torch.float32, *shape).clamp(-1, 1)) * size
         for shape, size in zip(scale_shapes(kind, m, n, k), (unit * factor, unit), strict=True)
@@ -419,15 +437,13 @@ def _as_given(placed: dict[str, torch.Tensor], drawn: Draw) -> tuple[torch.Tenso
     return placed["a"], a_scale, placed["b"], b_scale
 
 
-def _expected(operands: tuple[torch.Tensor, ...], bias: torch.Tensor | None, drawn: Draw) -> tuple[Exact, float, float]:
+def _expected(operands: tuple[torch.Tensor, ...], bias: torch.Tensor | None, drawn: Draw) -> Product:
     """The product and how far an element, and the whole, may be off; of groups [g, m, n]."""
     if drawn.tokens is None:
         made = product_of(drawn.config.kind, operands)
-        if drawn.config.is_finished:
-            made = finished_product(made, bias, drawn.config.activation)
-        return made.exact, made.accumulation, made.relative_error
+        return finished_product(made, bias, drawn.config.activation) if drawn.config.is_finished else made
     exact = exact_of_groups(Operands(*operands), drawn.tokens.ranges)
-    return exact, ACCUMULATION, MAX_RELATIVE_ERROR
+    return Product(deep_tile.fp8_grouped_wgrad, operands, exact, ACCUMULATION, MAX_RELATIVE_ERROR)
 
 
 # Calls and checks.
@@ -441,6 +457,8 @@ def multiply(sample: Sample, drawn: Draw, out: torch.Tensor) -> None:
         keywords |= {"alignment": drawn.tokens.alignment, "expected_tokens": drawn.tokens.expected}
     else:
         keywords["batch_invariant"] = use.batch_invariant
+    if drawn.call == "scaled_gemm":
+        keywords["fast_accum"] = not config.product.promotes
     if drawn.call != "fp8_gemm":
         keywords["accumulate"] = config.accumulate
     if drawn.call in ("fp8_gemm", "gemm", "int8_gemm", "scaled_gemm"):
@@ -459,6 +477,11 @@ def guarded_out(drawn: Draw, device: str) -> GuardedOut:
     return guarded
 
 
+def unwritten(dtype: torch.dtype) -> float:
+    """What `out` holds before it is written."""
+    return torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
 def check(sample: Sample, drawn: Draw, beside: Any) -> dict[str, torch.Tensor]:
     """Multiply twice: what is wrong about that, by kind, as counts left on the device.
 
@@ -468,7 +491,7 @@ def check(sample: Sample, drawn: Draw, beside: Any) -> dict[str, torch.Tensor]:
 
     def result() -> torch.Tensor:
         if sample.before is None:
-            guarded.out.fill_(torch.nan)
+            guarded.out.fill_(unwritten(guarded.out.dtype))
         else:
             guarded.out.copy_(sample.before)
         multiply(sample, drawn, guarded.out)
@@ -493,7 +516,7 @@ def check(sample: Sample, drawn: Draw, beside: Any) -> dict[str, torch.Tensor]:
 def examine(sample: Sample, drawn: Draw) -> dict[str, Any]:
     """Of a call that was found wrong, done once more: how many elements are off, and what the first ones are."""
     out = guarded_out(drawn, str(sample.buffer.device)).out
-    out.copy_(torch.full_like(out, torch.nan) if sample.before is None else sample.before)
+    out.copy_(torch.full_like(out, unwritten(out.dtype)) if sample.before is None else sample.before)
     multiply(sample, drawn, out)
     off = are_off(out, sample.exact, sample.accumulation).nonzero().tolist()
     first = [f"{at}: {out[tuple(at)]:.7g}, exact {sample.exact.value[tuple(at)]:.7g}" for at in off[:_SHOWN]]
@@ -571,7 +594,7 @@ class Fuzzer:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0], seconds=60)
-    options.add_argument("--configs", type=int, default=64, help="of each kind (default: %(default)s)")
+    options.add_argument("--configs", type=int, default=64, help="of each family of kinds (default: %(default)s)")
     options.add_argument("--first-round", type=int, default=0)
     options.add_argument("--rounds", type=int, default=sys.maxsize, help="at most")
     options.set_defaults(limits=USUAL)

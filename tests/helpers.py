@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,15 +25,18 @@ from deep_tile import (
     sources,
 )
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
-from deep_tile.kinds import KINDS, LAYOUTS, OUTPUTS
+from deep_tile.kinds import KINDS, LAYOUTS, OUTPUTS, RAW, Element
 from deep_tile.quantize import FP8_MAX
 from deep_tile.reference import MAX_RELATIVE_ERROR
 
 BF16_ROUNDING = 2**-8
-ROUNDING = {torch.bfloat16: BF16_ROUNDING, torch.float16: 2**-11, torch.float32: 2**-24}
+ROUNDING = {torch.bfloat16: BF16_ROUNDING, torch.float16: 2**-11, torch.float32: 2**-24, torch.int32: 0}
 """Of a number that is rounded to a dtype, relative to it, at most."""
 
-RELATIVE_ERRORS = {torch.bfloat16: MAX_RELATIVE_ERROR, torch.float16: MAX_RELATIVE_ERROR / 8, torch.float32: 1e-5}
+RELATIVE_ERRORS = {
+    **{torch.bfloat16: MAX_RELATIVE_ERROR, torch.float16: MAX_RELATIVE_ERROR / 8, torch.float32: 1e-5},
+    torch.int32: 0.0,
+}
 """Most that a product of many elements may be off as a whole; FP32's has room for the accumulation alone."""
 
 MANY = 20_000
@@ -45,6 +48,9 @@ accumulation error that meets the bar, yet less than losing one product of a K b
 
 ACCUMULATION_WITHOUT_SCALES = 1e-3
 """The same of BF16 and FP16 operands, whose WGMMAs add up in FP32: less than losing one product of any K tested."""
+
+INT8_SIZE = 40
+"""Standard deviation of normal samples that are rounded to INT8."""
 
 _NAN_BYTE = 0xFF
 """Repeated, a NaN in float8_e4m3fn, bfloat16 and float32 alike."""
@@ -296,6 +302,12 @@ class Product(NamedTuple):
     accumulation: float
     relative_error: float
 
+    @property
+    def op(self) -> tuple[Any, dict[str, Any]]:
+        """Of torch.ops, the call's, and the keywords that it has."""
+        function = getattr(self.call, "func", self.call)
+        return getattr(torch.ops.deep_tile, function.__name__), getattr(self.call, "keywords", {})
+
     def check(self, guarded: GuardedOut, **keywords) -> torch.Tensor:
         """Multiply into `guarded`, check values and surroundings, and return the output."""
         assert self.call(*self.operands, guarded.out, **keywords) is guarded.out
@@ -326,27 +338,27 @@ def make_product(
     print(f"make_product({kind!r}, {m}, {n}, {k}, seed={seed}, layout={layout!r})")
     generator = torch.Generator(device).manual_seed(seed)
     product = KINDS[kind]
-    dtype = getattr(torch, product.a.dtype)
-    size = 40 if dtype == torch.int8 else 1
+    size = INT8_SIZE if product.sums == "s32" else 1
+    size = size // 4 if product.output == RAW else size  # whose sums FP16 has to hold
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
-    def matrix(rows: int, major: str) -> torch.Tensor:
-        values = draw(rows, k) * size
+    def matrix(rows: int, element: Element, major: str) -> torch.Tensor:
+        dtype, values = getattr(torch, element.dtype), draw(rows, k) * size
         values = values.round().clamp(-128, 127) if dtype == torch.int8 else values
         return _placed_operand(values.to(dtype), major, padding // dtype.itemsize)
 
     def scale(rows: int, blocks: int) -> torch.Tensor:
         values = torch.exp2(draw(rows, blocks).clamp(-1, 1)) / size
-        if product.scaling == "rows":
+        if product.row_scales:
             return _placed(values if scales == "row" else values[:1], (3, 1))
         return _placed_scale(values, scales)
 
-    a, b = map(matrix, (m, n), LAYOUTS[layout])
+    a, b = map(matrix, (m, n), (product.a, product.b), LAYOUTS[layout])
     if product.scaling == "none":
         return product_of(kind, (a, b))
-    groups = ceil_div(k, SCALE_BLOCK) if product.promotes else 1
+    groups = ceil_div(k, SCALE_BLOCK) if product.block_scales else 1
     b_rows = ceil_div(n, SCALE_BLOCK) if product.scaling == "blocks" else n
     return product_of(kind, (a, scale(m, groups), b, scale(b_rows, groups)))
 
@@ -359,18 +371,21 @@ def product_of(kind: str, operands: tuple[torch.Tensor, ...]) -> Product:
     """
     if len(operands) == 2:
         return Product(gemm, operands, exact_dense_product(*operands), ACCUMULATION_WITHOUT_SCALES, 1e-5)
-    scaling, operands = KINDS[kind].scaling, Operands(*operands)
-    if scaling == "row_blocks":
+    family, operands = KINDS[kind].family, Operands(*operands)
+    if family == "fp8_1x128":
         # Of one block the scales are those of rows, and so is the kernel: as accurate.
         return Product(scaled_gemm, operands, exact_product(operands, b_rows=1), ACCUMULATION, MAX_RELATIVE_ERROR)
-    if kind == "fp8":
-        return Product(fp8_gemm, operands, exact_product(operands), ACCUMULATION, 1e-3)
+    if family == "fp8":
+        call = fp8_gemm if kind == "fp8" else scaled_gemm
+        return Product(call, operands, exact_product(operands), ACCUMULATION, 1e-3)
     if kind == "int8":
         return Product(int8_gemm, operands, exact_product(operands), ACCUMULATION_WITHOUT_SCALES, 1e-5)
     factors = operands.a_scale.double().reshape(-1, 1) * operands.b_scale.double().reshape(1, -1)
     exact = Exact(*(factors * part for part in exact_dense_product(operands.a, operands.b)))
     if kind == "int8_rows":
         return Product(scaled_gemm, operands, exact, ACCUMULATION_WITHOUT_SCALES, 1e-5)
+    if family == "fp8_rows_promoted":
+        return Product(partial(scaled_gemm, fast_accum=False), operands, exact, ACCUMULATION, 1e-3)
     # FP8 WGMMA keeps about 14 bits of a sum, to which it adds 32 of k at a time.
     k = operands.a.shape[1]
     return Product(scaled_gemm, operands, exact, ACCUMULATION + k * 2**-17, 5e-3 + k * 2**-18)
@@ -412,7 +427,11 @@ def with_finish(product: Product, bias_format: str = "none", activation: str = "
     a, b = product.operands[0], product.operands[len(product.operands) // 2]
     factor = 2.0 ** -round(product.exact.spread.mean().clamp(min=2.0**-20).log2().item())
     if len(product.operands) == 2:
-        a.mul_(factor)
+        if a.dtype == torch.int8:
+            a.copy_(few_integers(a))
+            b.sign_()
+        else:
+            a.mul_(factor)
         exact = exact_dense_product(a, b)
     else:
         product.operands[1].mul_(factor)
@@ -422,6 +441,23 @@ def with_finish(product: Product, bias_format: str = "none", activation: str = "
         dtype = getattr(torch, OUTPUTS[bias_format].dtype)
         bias = _placed(torch.randn(b.shape[0], 1, device=a.device).to(dtype), (3, 1))[:, 0]
     return finished_product(product._replace(exact=exact), bias, activation)
+
+
+def added(product: Product, before: torch.Tensor) -> Product:
+    """What becomes of `before` that a product is added to, in its own format: both the product and the sum are rounded.
+    Enqueues work on its device and does not wait."""
+    value, spread = product.exact
+    spread = spread + ROUNDING[before.dtype] / product.accumulation * value.abs()
+    return product._replace(
+        call=partial(product.call, accumulate=True),
+        exact=Exact(value + before.double(), spread),
+        relative_error=max(product.relative_error, 1.5 * RELATIVE_ERRORS[before.dtype]),
+    )
+
+
+def few_integers(x: torch.Tensor) -> torch.Tensor:
+    """Signs of the largest numbers, about three in a thousand, and zeros: their sums are small."""
+    return x.sign() * (x.float().abs() > 3 * x.float().square().mean().sqrt())
 
 
 def finished_product(product: Product, bias: torch.Tensor | None, activation: str) -> Product:
@@ -463,7 +499,7 @@ def assert_accurate(
 ) -> None:
     """Every element is within rounding and a little accumulation error; so is the whole, by the project's bar.
 
-    Numbers below the dtype's normal ones are rounded to multiples of the smallest.
+    Numbers below the dtype's normal ones are rounded to multiples of the smallest. Integers are exact.
     """
     wrong = are_off(out, exact, accumulation).nonzero()
     assert not len(wrong), (
@@ -479,6 +515,8 @@ def assert_accurate(
 def are_off(out: torch.Tensor, exact: Exact, accumulation: float) -> torch.Tensor:
     """Which elements are farther off than rounding and a little accumulation error; left on their device."""
     error = (out.double() - exact.value).abs()
+    if not out.is_floating_point():
+        return error != 0
     allowed = ROUNDING[out.dtype] * exact.value.abs() + accumulation * exact.spread
     allowed = allowed + torch.finfo(out.dtype).smallest_normal * torch.finfo(out.dtype).eps / 2
     return ~(error <= allowed)
@@ -493,7 +531,7 @@ def whole_error(out: torch.Tensor, exact: Exact) -> torch.Tensor:
 
 def whole_bar(dtype: torch.dtype, relative_error: float) -> float:
     """The most that `whole_error` may be."""
-    return max(RELATIVE_ERRORS[dtype], relative_error)
+    return max(RELATIVE_ERRORS[dtype], relative_error if dtype.is_floating_point else 0.0)
 
 
 def check_gemm(

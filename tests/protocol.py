@@ -305,7 +305,7 @@ class OperandsWarp:
 
     def initialize_full_barriers(self) -> Program:
         for stage in range(self.config.stages):
-            yield Init(self.block.own("full", stage), 1 + WARP)
+            yield Init(self.block.own("full", stage), 1 + WARP * self.config.product.block_scales)
         for slot in range(self.config.b_stages):
             yield Init(self.block.own("column full", slot), 1)
 
@@ -629,12 +629,14 @@ class MathWarps:
         return self.tiles[index] if index < len(self.tiles) else Tile(-1, 0, 0), self.block.steps[step]
 
     def acquire(self) -> Program:
-        """Waits for a stage, and reads its scales."""
+        """Waits for a stage, and reads its scales, if it has any."""
         stage, turn = self.position % self.config.stages, self.position // self.config.stages
         tile, step = self.at(self.position)
         yield Wait(self.block.own("full", stage), turn)
         if self.config.resident_b and tile.begins_column:
             yield Wait(self.block.own("column full", step), tile.column)
+        if not self.config.product.block_scales:
+            return
         first = self.warpgroup * self.config.rows_per_warpgroup
         rows = Region(
             self.block.own("a_scale", stage), first, first + self.config.rows_per_warpgroup, held_of_a(tile, step)

@@ -22,6 +22,7 @@ from helpers import (
     ACCUMULATION,
     Exact,
     Operands,
+    added,
     assert_accurate,
     assert_silu_mul_cast,
     exact_product,
@@ -44,7 +45,7 @@ from deep_tile import (
     transposed_cast_to_fp8,
 )
 from deep_tile.config import round_up
-from deep_tile.kinds import OUTPUTS
+from deep_tile.kinds import RESULTS
 from deep_tile.reference import MAX_RELATIVE_ERROR, relative_error
 from deep_tile.select.groups import all_grouped_configs, grouped_configs
 
@@ -170,6 +171,12 @@ KINDS_CASES = (
     Case(GemmConfig(128, 128, 3, kind="int8"), 130, 264, 600, 2),
     Case(GemmConfig(256, 64, 2, 1, 2, kind="fp8_rows"), 257, 136, 400, 2),
     Case(GemmConfig(64, 96, 3, kind="int8_rows", tma_store=False), 70, 201, 520, 2),
+    Case(GemmConfig(128, 128, 3, kind="fp8_rows_e5m2_e4m3"), 130, 264, 400, 2),
+    Case(GemmConfig(128, 256, 2, kind="fp8_rows_promoted"), 130, 264, 400, 2),
+    Case(GemmConfig(64, 64, 3, kind="fp8_rows_promoted", split_k=2, tma_store=False), 70, 133, 600, 4),
+    Case(GemmConfig(64, 64, 3, kind="int8_unscaled", split_k=4), 70, 136, 800, 4),
+    Case(GemmConfig(128, 128, 3, kind="bf16", accumulate=True), 130, 264, 200, 3),
+    Case(GemmConfig(64, 96, 3, kind="fp8_rows", output="fp16", accumulate=True, tma_store=False), 70, 201, 520, 2),
     Case(GemmConfig(128, 64, 3, output="fp32", store_buffers=1), 130, 136, 600, 2),
     Case(GemmConfig(128, 192, 2, output="fp16", tma_store=False), 129, 201, 400, 2),
     Case(GemmConfig(128, 256, 2, bias="bf16", activation="gelu"), 129, 264, 400, 3),
@@ -194,10 +201,14 @@ def run_kind(case: Case, device: str = "cuda") -> None:
     if options["bias"] is not None:
         options["bias"] = options["bias"].contiguous().to(device)
     columns = case.n // config.columns_per_output
-    dtype = getattr(torch, OUTPUTS[config.output].dtype)
-    out = torch.full((case.m, round_up(columns, 8) if config.tma_store else columns), float("nan"), dtype=dtype).to(
-        device
-    )
+    dtype = getattr(torch, RESULTS[config.output].dtype)
+    width = round_up(columns, 8) if config.tma_store else columns
+    out = torch.full((case.m, width), float("nan") if dtype.is_floating_point else -1, dtype=dtype)
+    if config.accumulate:
+        out = torch.randn(case.m, width).to(dtype)
+        product = added(product, out[:, :columns])
+        options["accumulate"] = True
+    out = out.to(device)
     product.call.func(*on_device, out[:, :columns], **options, config=config, num_sms=case.num_sms)
     assert_accurate(out.cpu()[:, :columns], product.exact, product.accumulation, product.relative_error)
 
@@ -284,18 +295,18 @@ def run_gradients(config: GemmConfig, device: str = "cuda", n: int = 70) -> None
             assert torch.equal(from_device(got).float(), expected.float()), "transposed cast"
         on_device += targets.values()
         on_host += wanted
-    added = torch.randn(len(lengths), n, k)
-    out = added.clone().to(device)
+    before = torch.randn(len(lengths), n, k)
+    out = before.clone().to(device)
     fp8_grouped_wgrad(*on_device, offs.to(device), out, config=config, num_sms=3)
     results, operands = out.cpu(), Operands(*on_host)
     for group, (begin, end) in enumerate(zip(begins, ends, strict=False)):
         if begin == end:
-            assert torch.equal(results[group], added[group]), "a group without tokens"
+            assert torch.equal(results[group], before[group]), "a group without tokens"
             continue
         blocks = slice(begin // 128, round_up(end, 128) // 128)
         part = Operands(*(y[:, blocks] if y.dtype == torch.float32 else y[:, begin:end] for y in operands))
         value, spread = exact_product(part, b_rows=1)
-        exact = Exact(value + added[group].double(), spread)
+        exact = Exact(value + before[group].double(), spread)
         assert_accurate(results[group], exact, ACCUMULATION, MAX_RELATIVE_ERROR)
 
 

@@ -273,7 +273,7 @@ def draw_problem(
 
 def scale_shapes(kind: Kind, m: int, n: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of the scales of `a` and of `b`; of a kind without scales nothing comes of them."""
-    if not kind.promotes:
+    if not kind.block_scales:
         return (m, 1), (n, 1)
     groups = ceil_div(k, SCALE_BLOCK)
     return (m, groups), (n if kind.scaling == "row_blocks" else ceil_div(n, SCALE_BLOCK), groups)

@@ -15,13 +15,14 @@ from cuda.core import Program, ProgramOptions
 
 import deep_tile
 from deep_tile import _launcher, jit, sass, settings
+from deep_tile.kinds import FAMILIES
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import MAX_RELATIVE_ERROR, relative_error
 from deep_tile.select import tuned
 from deep_tile.select.choose import bucketed, choose, choose_bucket, configs_for, measured_choice, suits
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs
-from deep_tile.tools import cli, demo, demo_experts
+from deep_tile.tools import cli, demo, demo_experts, demo_kinds
 from deep_tile.tools.compile import wanted_configs
 from deep_tile.tools.doctor import DOCTORS_KERNELS
 
@@ -353,6 +354,7 @@ def test_doctor_warns_of_a_driver_older_than_nvrtc(call, monkeypatch):
 def one_layer(monkeypatch):
     monkeypatch.setattr(demo, "DEEPSEEK_V3_LAYERS", {"a layer": (512, 256)})
     monkeypatch.setattr(demo, "TOKENS", (8, 4096))
+    monkeypatch.setattr(demo_kinds, "SHOWN", demo_kinds.SHOWN[:2])
 
 
 def test_demo_without_a_gpu_compiles_and_computes(call, one_layer):
@@ -360,6 +362,9 @@ def test_demo_without_a_gpu_compiles_and_computes(call, one_layer):
     assert code == 0, err
     assert NO_GPU in out
     assert set(kernels_in(out)) == {choose(GemmProblem(m, 512, 256)).name for m in demo.TOKENS}
+    for kind in demo_kinds.SHOWN:
+        name = choose(demo_kinds._problem(kind, demo_kinds.SHAPE)).name
+        assert re.search(rf"^{kind.name} .*{kind.output} +{name} ", out, re.MULTILINE)
     assert float(re.search(r"against float64: relative error (\S+)", out)[1]) <= MAX_RELATIVE_ERROR
 
 
@@ -372,12 +377,31 @@ def test_demo_fails_on_a_wrong_product(call, one_layer, monkeypatch, factor):
     assert "exceeds" in err
 
 
+def test_every_kind_is_shown_and_as_exact_as_it_is_to_be():
+    assert {kind.family for kind in demo_kinds.SHOWN} == set(FAMILIES)
+    for kind in demo_kinds.SHOWN:
+        assert demo_kinds._error(kind, demo_kinds.SMALL, "cpu") <= demo_kinds._most(kind, demo_kinds.SMALL[2])
+
+
+def test_demo_fails_on_a_wrong_kind(call, one_layer, monkeypatch):
+    right = demo_kinds._multiply
+
+    def wrong(kind, operands, out):
+        return right(kind, operands, out).mul_(1.01 if kind.name == "bf16" else 1)
+
+    monkeypatch.setattr(demo_kinds, "_multiply", wrong)
+    code, _, err = call("demo")
+    assert code == 1
+    assert "bf16: relative error" in err and err.count("exceeds") == 1
+
+
 @pytest.mark.gpu
 def test_demo_on_a_gpu_times_and_checks(call, one_layer, monkeypatch):
     monkeypatch.setattr(deep_tile, "is_available", deep_tile.api.is_available)
     code, out, err = call("demo")
     assert code == 0, err
     assert "TFLOPS" in out
+    assert all(re.search(rf"^{kind.name} .*{kind.output}", out, re.MULTILINE) for kind in demo_kinds.SHOWN)
     assert all(choose(GemmProblem(m, 512, 256)).name in out for m in demo.TOKENS)
 
 

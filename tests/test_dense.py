@@ -10,6 +10,7 @@ from helpers import (
     ACCUMULATION_WITHOUT_SCALES,
     SCALE_STRIDES,
     GuardedOut,
+    added,
     assert_accurate,
     exact_dense_product,
     make_dense_operands,
@@ -19,7 +20,7 @@ from helpers import (
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import deep_tile
-from deep_tile import GemmConfig, api, dense, fp8_wgrad, gemm, int8_gemm, params, plan, scaled_gemm
+from deep_tile import GemmConfig, api, dense, finishes, fp8_wgrad, gemm, int8_gemm, params, plan, scaled_gemm
 from deep_tile.kinds import KINDS, LAYOUT_NAMES, LAYOUTS, OUTPUTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import bucket_key, bucketed, choose
@@ -47,6 +48,74 @@ def test_out_decides_the_format_and_nothing_around_it_is_written():
     assert gemm(a, b, guarded.out) is guarded.out
     guarded.assert_guards_intact()
     assert_accurate(guarded.out, exact_dense_product(a, b), ACCUMULATION_WITHOUT_SCALES)
+
+
+@pytest.mark.parametrize("out_dtype", [None, *OUT_DTYPES], ids=str)
+def test_integers_without_scales(out_dtype):
+    """As they are, or rounded once."""
+    product = make_product("int8_unscaled", 37, 53, 300)
+    out = gemm(*product.operands, out_dtype=out_dtype)
+    assert out.dtype == (out_dtype or torch.int32)
+    assert_accurate(out, product.exact, ACCUMULATION_WITHOUT_SCALES)
+    product.check(GuardedOut(37, 53, stride=57, offset=1, dtype=out.dtype))
+
+
+def test_sums_of_integers_are_exact_and_wrap_around():
+    a = torch.full((2, 1 << 17), -128, dtype=torch.int8)
+    b = a.clone()
+    b[0, 0] = 127
+    assert gemm(a, b)[0].tolist() == [2**31 - 128 * 255, -(2**31)]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "text"),
+    [
+        ({"bias": torch.ones(8)}, ValueError, r"result is torch\.int32, and a bias .* pass out_dtype=torch\.float32"),
+        ({"activation": "relu"}, ValueError, r"result is torch\.int32"),
+        ({"out": torch.zeros(4, 8, dtype=torch.int32), "activation": "relu"}, ValueError, r"result is torch\.int32"),
+        (
+            {"out": torch.zeros(4, 8, dtype=torch.int64)},
+            TypeError,
+            r"out must be one of .*torch\.int32; got torch\.int64",
+        ),
+        ({"out_dtype": torch.int8}, TypeError, r"out_dtype is torch\.int8; pass one of .*torch\.int32"),
+        (
+            {"b": torch.ones(8, 32).half()},
+            TypeError,
+            r"b must be torch\.int8, since a is torch\.int8; got torch\.float16",
+        ),
+    ],
+)
+def test_what_integers_without_scales_are_refused(keywords, error, text):
+    right = {"a": torch.ones(4, 32, dtype=torch.int8), "b": torch.ones(8, 32, dtype=torch.int8)}
+    with pytest.raises(error, match=text):
+        gemm(**right | keywords)
+    assert gemm(**right, bias=torch.ones(8), activation="relu", out_dtype=torch.float32).eq(33).all()
+
+
+def test_integers_are_results_of_integers_alone():
+    a, b = make_dense_operands(4, 8, 32, torch.bfloat16)
+    one, integers = torch.ones(()), torch.ones(4, 32, dtype=torch.int8)
+    for call in (
+        lambda: gemm(a, b, torch.zeros(4, 8, dtype=torch.int32)),
+        lambda: scaled_gemm(integers, one, integers, one, out_dtype=torch.int32),
+    ):
+        with pytest.raises(TypeError, match=r"torch\.bfloat16, torch\.float16, torch\.float32"):
+            call()
+    with pytest.raises(ValueError, match="kind is 'bf16' and output 'int32'; results are bf16, fp16, fp32"):
+        GemmConfig(128, 128, 4, kind="bf16", output="int32")
+    with pytest.raises(ValueError, match="sums of integers are stored as they are"):
+        GemmConfig(128, 128, 4, kind="int8_unscaled", bias="fp32")
+    for wrong, text in (
+        ({"kind": "int8", "out_dtype": torch.int32}, r"such results are of kind 'int8_unscaled'"),
+        ({"kind": "int8_unscaled", "activation": "relu"}, "results are INT32, and a bias or"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            deep_tile.precompile([(64, 64, 3)], **wrong)
+    done = deep_tile.precompile([(64, 64, 3)], kind="int8_unscaled")
+    assert {config.output for config in done.configs} == {"int32"}
+    assert deep_tile.supports(5, 6, 64, dtype=torch.int8, out_dtype=torch.int32) == (True, "supported")
+    assert not deep_tile.supports(5, 6, 64, dtype=torch.bfloat16, out_dtype=torch.int32)[0]
 
 
 SCALED = [kind for kind in KINDS.values() if kind.scaling != "none"]
@@ -84,33 +153,92 @@ def test_refused_scales(kind):
     guarded.assert_untouched()
 
 
-def test_scales_of_1x128_are_told_from_scales_of_rows():
-    """By their shapes; one block has scales of rows, which mean the same."""
-    a, b = (torch.ones(rows, 256).to(torch.float8_e4m3fn) for rows in (2, 3))
-    blocks = torch.ones(2, 2), torch.ones(3, 2)
-    for scales, kind in (
-        (blocks, "fp8_1x128"),
-        ((torch.ones(2, 1), torch.ones(1, 3)), "fp8_rows"),
-        ((torch.ones(1, 2), torch.ones(())), "fp8_rows"),
+@pytest.mark.parametrize(
+    ("sizes", "shapes", "scaling"),
+    [
+        ((2, 3, 256), ((2, 2), (3, 2)), "row_blocks"),
+        ((2, 3, 256), ((2, 1), (1, 3)), "rows"),
+        ((2, 3, 256), ((1, 2), ()), "rows"),
+        ((2, 3, 256), ((2, 2), (1, 2)), "blocks"),
+        ((2, 300, 256), ((2, 2), (3, 2)), "blocks"),
+        ((2, 1, 256), ((2, 2), (1, 2)), "row_blocks"),
+        ((2, 3, 100), ((2, 1), (3, 1)), "rows"),
+        ((2, 3, 100), ((2, 1), (1, 1)), "rows"),
+        ((2, 300, 100), ((2, 1), (3, 1)), "blocks"),
+        ((2, 300, 100), ((2, 1), (300, 1)), "rows"),
+        ((2, 3, 300), ((2, 1), (1, 3)), "rows"),  # the latter could be of one block of 128 rows, the former not
+    ],
+)
+def test_scales_of_blocks_are_told_from_scales_of_rows(sizes, shapes, scaling):
+    """By their shapes; one block along k has scales of rows, which mean the same."""
+    (m, n, k), (a_scale, b_scale) = sizes, map(torch.ones, shapes)
+    for kind in (kind for kind in KINDS.values() if kind.scaling == scaling):
+        operands = torch.ones(m, k).to(dtype_of(kind.a)), a_scale, torch.ones(n, k).to(dtype_of(kind.b)), b_scale
+        assert dense._kind(dense._Options("scaled_gemm"), operands) == kind
+        promoted = kind.name.replace("fp8_rows", "fp8_rows_promoted")
+        assert dense._kind(dense._Options("scaled_gemm", fast_accum=False), operands) == KINDS[promoted]
+        if kind.family == "fp8_1x128":
+            assert dense._kind(dense._Options("fp8_wgrad"), operands) == kind
+
+
+def dtype_of(element):
+    return getattr(torch, element.dtype)
+
+
+def test_sums_that_are_promoted_are_asked_for_by_name():
+    a, b = torch.ones(6, 32).to(torch.float8_e4m3fn), torch.ones(8, 32).to(torch.float8_e4m3fn)
+    one = torch.ones(())
+    with pytest.raises(TypeError, match="fast_accum is 0, of type int; pass True or False"):
+        scaled_gemm(a, one, b, one, fast_accum=0)
+    traced = torch.compile(lambda *given: scaled_gemm(*given, fast_accum=False), backend="aot_eager", fullgraph=True)
+    assert torch.equal(traced(a, one, b, one), torch.full((6, 8), 32.0))
+    problem = GemmProblem(256, 512, 1024, kind="fp8_rows_promoted")
+    done = deep_tile.precompile([(512, 1024, 1)], kind="fp8_rows_promoted")
+    assert {config.kind for config in done.configs} == {"fp8_rows_promoted"}
+    with pytest.raises(ValueError, match="multiplies kind='fp8_rows' to output='bf16', and this call 'fp8_rows_promo"):
+        api.checked_config(GemmConfig(128, 128, 4, kind="fp8_rows"), problem)
+
+
+@pytest.mark.parametrize("family", ["fp8", "fp8_1x128", "fp8_rows"])
+def test_formats_of_fp8_are_mixed(family):
+    """Every pair is multiplied as the values that it holds: those of a rounded to e5m2 are e4m3's, too."""
+    a, a_scale, b, b_scale = make_product(family, 37, 130, 304).operands
+    coarse = [x.float().to(torch.float8_e5m2) for x in (a, b)]
+    fine = [x.float().to(torch.float8_e4m3fn) for x in coarse]
+    wanted = scaled_gemm(fine[0], a_scale, fine[1], b_scale)
+    for pair in ((coarse[0], fine[1]), (fine[0], coarse[1]), coarse):
+        assert same_bits(scaled_gemm(pair[0], a_scale, pair[1], b_scale), wanted)
+
+
+def test_pairs_of_dtypes_that_have_no_kernel_are_refused():
+    a, b = torch.ones(4, 32).to(torch.float8_e5m2), torch.ones(8, 32, dtype=torch.int8)
+    one = torch.ones(())
+    for pair, text in (
+        (
+            (a, b),
+            r"b must be torch\.float8_e4m3fn or torch\.float8_e5m2, since a is torch\.float8_e5m2; got torch\.int8",
+        ),
+        ((b, a), r"b must be torch\.int8, since a is torch\.int8; got torch\.float8_e5m2. To fix"),
+        ((b.float(), a), r"a must be one of torch\.float8_e4m3fn, torch\.int8, torch\.float8_e5m2; got torch\.float32"),
     ):
-        assert dense._kind("scaled_gemm", (a, scales[0], b, scales[1])).name == kind
-    narrow = (a[:, :100], blocks[0][:, :1], b[:, :100], blocks[1][:, :1])
-    assert dense._kind("scaled_gemm", narrow).name == "fp8_rows"
-    assert dense._kind("fp8_wgrad", narrow).name == "fp8_1x128"
+        with pytest.raises(TypeError, match=text):
+            scaled_gemm(pair[0], one, pair[1], one)
+    with pytest.raises(TypeError, match=r"got torch\.float8_e5m2. To fix: call deep_tile\.scaled_gemm, with scales"):
+        gemm(a, a)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind.name != "fp8"], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
 def test_products_are_added_to_what_out_holds(kind):
     product = make_product(kind.name, 37, 130, 300)
-    guarded = GuardedOut(37, 130, stride=133, dtype=torch.float32)
-    before = torch.randn(37, 130)
-    guarded.out.copy_(before)
-    assert product.call(*product.operands, guarded.out, accumulate=True) is guarded.out
-    guarded.assert_guards_intact()
-    assert torch.equal(guarded.out, before + product.call(*product.operands, out_dtype=torch.float32))
-    with pytest.raises(TypeError, match=r"out must be torch\.float32 to add to; got torch\.bfloat16"):
-        product.call(*product.operands, before.bfloat16(), accumulate=True)
-    with pytest.raises(ValueError, match="accumulate is True and out None"):
+    product = product._replace(call=partial(scaled_gemm if kind.name == "fp8" else product.call))
+    for dtype in finishes.of_kind(kind):
+        guarded = GuardedOut(37, 130, stride=133, dtype=dtype)
+        before = (20 * torch.randn(37, 130)).to(dtype)
+        guarded.out.copy_(before)
+        added(product, before).check(guarded)
+        plain = product.call(*product.operands, out_dtype=dtype)
+        assert same_bits(guarded.out, before.double().add(plain.double()).to(dtype))
+    with pytest.raises(ValueError, match="accumulate is True and out None: pass what"):
         product.call(*product.operands, accumulate=True)
 
 
@@ -139,7 +267,7 @@ def test_gradients_of_weights():
         (lambda g: {"x": torch.ones(24, 161).to(torch.float8_e4m3fn)[:, :160]}, ValueError, "x's row stride"),
         (lambda g: {"dy": g["dy"][0]}, ValueError, "dy must have shape"),
         (lambda g: {"out": None}, TypeError, "out must be a torch.Tensor"),
-        (lambda g: {"out": g["out"].half()}, TypeError, "out must be torch.float32 to add to"),
+        (lambda g: {"out": g["out"].double()}, TypeError, "out must be one of .*torch.float32; got torch.float64"),
         (lambda g: {"accumulate": 1}, TypeError, "accumulate is 1"),
     ],
 )
@@ -196,7 +324,7 @@ def good():
 
 REFUSED = [
     ("a", lambda g: {"a": g["a"].float()}, TypeError, r"torch\.float32.*a\.to\(torch\.bfloat16\)"),
-    ("a", lambda g: {"a": g["a"].to(torch.float8_e4m3fn)}, TypeError, r"torch\.float8_e4m3fn.*fp8_gemm"),
+    ("a", lambda g: {"a": g["a"].to(torch.float8_e4m3fn)}, TypeError, r"torch\.float8_e4m3fn.*scaled_gemm"),
     ("b", lambda g: {"b": g["b"].half()}, TypeError, r"torch\.float16.*both of one dtype"),
     ("a", lambda g: {"a": None}, TypeError, r"NoneType"),
     ("b", lambda g: {"b": torch._neg_view(g["b"])}, TypeError, r"negates.*resolve_neg"),
@@ -263,9 +391,15 @@ def test_configs_that_add_are_told_from_others():
     assert api.checked_config(right, problem) is right
     with pytest.raises(ValueError, match="has accumulate=True, and this call False"):
         api.checked_config(right, problem._replace(accumulate=False))
-    with pytest.raises(ValueError, match="accumulate is True and output 'bf16'"):
-        GemmConfig(128, 128, 4, accumulate=True)
+    with pytest.raises(ValueError, match="accumulate is True and output 'e4m3'"):
+        GemmConfig(128, 128, 4, output="e4m3", accumulate=True)
     assert bucket_key(problem) == "256x256x256_fp8_1x128_fp32_add"
+    of_16_bits = problem._replace(kind="fp8", output="bf16")
+    assert choose(of_16_bits).accumulate and bucket_key(of_16_bits) == "256x256x256_fp8_bf16_add"
+    done = deep_tile.precompile([(256, 256, 1)], kind="bf16", accumulate=True)
+    assert {(config.output, config.accumulate) for config in done.configs} == {("bf16", True)}
+    with pytest.raises(ValueError, match="accumulate is True, out_dtype torch.float8_e4m3fn"):
+        deep_tile.precompile([(256, 256, 1)], out_dtype=torch.float8_e4m3fn, accumulate=True)
 
 
 @pytest.mark.parametrize("wanted", ["bf16", "fp16"])
@@ -278,18 +412,21 @@ def test_configs_of_other_kinds_and_formats_are_refused(wanted):
             api.checked_config(wrong, problem)
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp8_rows_promoted"])
 @pytest.mark.parametrize("options", [{"b_stages": 4}, {"block_n": 144, "pairs": True}, {"grouping": "offs"}])
-def test_what_kinds_without_promotion_do_not_have(options):
+def test_what_kinds_without_scales_of_blocks_do_not_have(options, kind):
     arguments = {"block_m": 128, "block_n": 128, "stages": 3, "store_buffers": 1} | options
     GemmConfig(**arguments)
-    with pytest.raises(ValueError, match="kind is 'bf16'; such products are made without"):
-        GemmConfig(**arguments, kind="bf16")
+    with pytest.raises(ValueError, match=f"kind is '{kind}'; such products are made without"):
+        GemmConfig(**arguments, kind=kind)
 
 
 def test_the_op_is_traced_and_checks():
     a, b = make_dense_operands(6, 16, 32, torch.bfloat16)
     traced = torch.compile(lambda a, b: gemm(a, b, out_dtype=torch.float32) + 1, backend="aot_eager", fullgraph=True)
     assert torch.equal(traced(a, b), gemm(a, b, out_dtype=torch.float32) + 1)
+    integers = make_product("int8_unscaled", 6, 16, 32).operands
+    assert torch.equal(torch.compile(gemm, backend="aot_eager", fullgraph=True)(*integers), gemm(*integers))
     torch.library.opcheck(torch.ops.deep_tile.gemm.default, (a, b), {"out_dtype": torch.float16})
     out = torch.empty(6, 16)
     torch.library.opcheck(torch.ops.deep_tile.gemm.out, (a, b, out))
@@ -523,13 +660,14 @@ def test_ops_of_gradients():
 
 @each_scaled_kind
 def test_the_ops_of_scaled_kinds(kind):
+    torch._dynamo.reset()  # it counts the kinds before this one as compilations of the same function
     product = make_product(kind.name, 6, 16, 160)
     traced = torch.compile(lambda *operands: product.call(*operands) + 1, backend="aot_eager", fullgraph=True)
     assert torch.equal(traced(*product.operands), product.call(*product.operands) + 1)
-    op = getattr(torch.ops.deep_tile, product.call.__name__)
+    op, keywords = product.op
     for test in ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"):
         operands = tuple(x.contiguous() for x in product.operands)
-        torch.library.opcheck(op.default, operands, {"out_dtype": torch.float32}, test_utils=test)
+        torch.library.opcheck(op.default, operands, keywords | {"out_dtype": torch.float32}, test_utils=test)
 
 
 @each_dtype

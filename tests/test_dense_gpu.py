@@ -15,6 +15,7 @@ from helpers import (
     GuardedOut,
     Operands,
     Product,
+    added,
     assert_accurate,
     exact_dense_product,
     exact_product,
@@ -37,7 +38,7 @@ from deep_tile import (
     scaled_gemm,
 )
 from deep_tile.config import round_up
-from deep_tile.kinds import LAYOUTS, OUTPUTS
+from deep_tile.kinds import FAMILIES, KINDS, LAYOUTS, OUTPUTS, RESULTS
 from deep_tile.reference import relative_error
 from deep_tile.select.defaults import default_configs
 
@@ -81,6 +82,22 @@ CONFIGS = (
             *default_configs(True, "bf16", None, False, "fp32", "gelu_tanh", layout=layout)[::6],
         )
     ),
+    *default_configs(True, "bf16", "bf16", True)[::3],
+    *default_configs(False, "bf16", "bf16", True)[1::4],
+    *default_configs(True, "fp8", "bf16", True)[::4],
+    *default_configs(True, "fp16", "fp16", True)[2::4],
+    *default_configs(False, "fp8_rows", "fp16", True)[::5],
+    *default_configs(True, "int8_unscaled", "int32", True)[::6],
+    *default_configs(False, "int8_unscaled", "int32", True)[::9],
+    *default_configs(True, "int8_unscaled"),
+    *default_configs(False, "int8_unscaled")[::4],
+    *default_configs(True, "int8_unscaled", "bf16")[1::8],
+    *default_configs(True, "fp8_rows_promoted"),
+    *default_configs(False, "fp8_rows_promoted", "fp32")[::4],
+    *default_configs(True, "fp8_rows_promoted", "fp32", True)[1::4],
+    *default_configs(True, "fp8_rows_e5m2_e4m3")[::6],
+    *default_configs(True, "fp8_1x128_e5m2_e5m2", "fp32")[::6],
+    *default_configs(True, "fp8_e4m3_e5m2")[::9],
 )
 
 LEGAL_CORNERS = (
@@ -110,9 +127,18 @@ LEGAL_CORNERS = (
     GemmConfig(64, 128, 2, kind="bf16", split_k=8, store_buffers=1),
     GemmConfig(64, 16, 2, kind="int8"),
     GemmConfig(64, 48, 3, kind="int8_rows"),
+    GemmConfig(64, 48, 3, kind="int8_unscaled"),
+    GemmConfig(64, 128, 2, kind="int8_unscaled", split_k=8, store_buffers=1),
+    GemmConfig(128, 208, 2, 2, 1, kind="int8_unscaled", store_buffers=1),
+    GemmConfig(256, 96, 2, kind="int8_unscaled", tma_store=False),
     GemmConfig(128, 144, 3, kind="int8"),
     GemmConfig(128, 112, 3, kind="int8", pairs=True),
     GemmConfig(128, 192, 4, kind="int8", b_stages=4, store_buffers=1),
+    GemmConfig(64, 16, 2, kind="fp8_rows_promoted"),
+    GemmConfig(128, 176, 2, kind="fp8_rows_promoted", output="fp32", store_buffers=1),
+    GemmConfig(128, 224, 3, 2, 1, kind="fp8_rows_promoted", output="fp16"),
+    GemmConfig(256, 48, 3, kind="fp8_rows_promoted", tma_store=False),
+    GemmConfig(128, 96, 2, kind="fp8_rows_promoted", split_k=2, scale_blocks=2, store_buffers=1),
     GemmConfig(256, 48, 3, kind="fp8_rows"),
     GemmConfig(128, 208, 2, kind="fp8_rows", output="fp16"),
     GemmConfig(64, 16, 2, kind="fp8_1x128", output="fp32", accumulate=True),
@@ -130,8 +156,10 @@ LEGAL_CORNERS = (
 
 @pytest.fixture(scope="module")
 def every_kernel():
-    """Every kernel of these tests, compiled on all cores and loaded."""
-    plan.load_kernels((*CONFIGS, *LEGAL_CORNERS), torch.cuda.current_device(), os.cpu_count())
+    """Every kernel of these tests, compiled on all cores and loaded; of those that add, also those that do not."""
+    known = (*CONFIGS, *LEGAL_CORNERS)
+    plain = (replace(config, accumulate=False) for config in known if config.accumulate)
+    plan.load_kernels(dict.fromkeys((*known, *plain)), torch.cuda.current_device(), os.cpu_count())
 
 
 def check_gemm(a, b, dtype, *, out_stride=None, out_offset=0, **keywords) -> torch.Tensor:
@@ -157,13 +185,18 @@ def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int, scale
         layout = {"stride": n + 8}
     else:
         layout = {"stride": n + 1 - n % 2, "offset": 3}
+    by_scaled_gemm = config.product.family == "fp8" and (config.kind != "fp8" or config.accumulate)
+    if by_scaled_gemm:  # which takes scales of one K block for those of rows
+        k = max(k, 129)
     padding = 16 * (m % 2)
     product = make_product(config.kind, m, n, k, device=DEVICE, padding=padding, scales=scales, layout=config.layout)
-    if config.kind == "fp8_1x128":  # also of one K block, which `scaled_gemm` takes for scales of rows
+    if by_scaled_gemm:
+        product = product._replace(call=scaled_gemm)
+    if config.product.family == "fp8_1x128":  # likewise, but not `fp8_wgrad`
         product = product._replace(call=partial(fp8_wgrad, accumulate=False))
     if config.is_finished:
         product = with_finish(product, config.bias, config.activation)
-    dtype = getattr(torch, OUTPUTS[config.output].dtype)
+    dtype = getattr(torch, RESULTS[config.output].dtype)
     guarded = GuardedOut(m, n // config.columns_per_output, device=DEVICE, dtype=dtype, **layout)
     if config.accumulate:
         check_added(product, guarded, config=config, num_sms=num_sms)
@@ -171,12 +204,17 @@ def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int, scale
         product.check(guarded, config=config, num_sms=num_sms)
 
 
-def check_added(product: Product, guarded: GuardedOut, **keywords) -> None:
-    """Adds twice to random numbers."""
-    guarded.out.copy_(torch.randn(guarded.out.shape, device=DEVICE))
+def check_added(product: Product, guarded: GuardedOut, config: GemmConfig | None = None, **keywords) -> None:
+    """Adds twice to random numbers. By a given config the sum is that of `out` and of what the kernel stores that does
+    not add, bit for bit, rounded once more."""
+    guarded.out.copy_(10 * torch.randn(guarded.out.shape, device=DEVICE))
     for _ in range(2):
-        value = product.exact.value + guarded.out.double()
-        product._replace(exact=product.exact._replace(value=value)).check(guarded, accumulate=True, **keywords)
+        before = guarded.out.clone()
+        added(product, before).check(guarded, config=config, **keywords)
+        if config is not None:
+            plain = torch.empty_like(guarded.out)
+            product.call(*product.operands, plain, config=replace(config, accumulate=False), **keywords)
+            assert same_bits(guarded.out, before.add_(plain))
 
 
 @pytest.mark.parametrize("config", CONFIGS + LEGAL_CORNERS, ids=lambda config: config.name)
@@ -197,7 +235,7 @@ def test_every_kernel(config, every_kernel, monkeypatch):
     check_config(config, 17 * rows + 3, 2 * columns, 64, max(6, config.cluster))
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8", "fp8_rows", "int8_rows", "fp8_1x128"])
+@pytest.mark.parametrize("kind", [name for name, kind in FAMILIES.items() if kind.scaling != "none"])
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("m", [1, 64, 129, 1000])
 def test_the_selectors_own_choice_of_scaled_kinds(kind, output, m):
@@ -207,6 +245,26 @@ def test_the_selectors_own_choice_of_scaled_kinds(kind, output, m):
             dtype = getattr(torch, OUTPUTS[output].dtype)
             product.check(GuardedOut(m, n, device=DEVICE, dtype=dtype))
             product.check(GuardedOut(m, n, device=DEVICE, dtype=dtype, stride=n + 5, offset=1))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FAMILIES])
+@pytest.mark.parametrize("m", [3, 300])
+def test_the_selectors_own_choice_of_mixed_formats(kind, m):
+    for n, k in ((24, 63), (136, 640), (2112, 1001)):
+        product = make_product(kind, m, n, k, device=DEVICE, padding=16)
+        product.check(GuardedOut(m, n, device=DEVICE, dtype=torch.float32))
+        product.check(GuardedOut(m, n, device=DEVICE, stride=n + 5, offset=1))
+
+
+@pytest.mark.parametrize("family", ["fp8", "fp8_1x128", "fp8_rows"])
+def test_mixed_formats_give_the_bits_of_their_values(family):
+    """Those of numbers that both formats have."""
+    a, a_scale, b, b_scale = make_product(family, 300, 520, 1024, device=DEVICE).operands
+    coarse = [x.float().to(torch.float8_e5m2) for x in (a, b)]
+    fine = [x.float().to(torch.float8_e4m3fn) for x in coarse]
+    wanted = scaled_gemm(fine[0], a_scale, fine[1], b_scale)
+    for pair in ((coarse[0], fine[1]), (fine[0], coarse[1]), coarse):
+        assert same_bits(scaled_gemm(pair[0], a_scale, pair[1], b_scale), wanted)
 
 
 @pytest.mark.parametrize("m", [1, 64, 129, 1000])
@@ -260,15 +318,27 @@ def test_chains_of_gradients_into_one_out():
         assert torch.allclose(out, 8 * once, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "promoted"])
 @pytest.mark.parametrize("one", [True, False], ids=["one scale", "scales of rows"])
-def test_scaled_fp8_is_as_accurate_as_torchs_fast_one(one):
+def test_scaled_fp8_is_as_accurate_as_torchs(one, fast):
     product = make_product("fp8_rows", 512, 1024, 4096, device=DEVICE, scales="column" if one else "row")
     a, a_scale, b, b_scale = product.operands
     shape = ((), ()) if one else ((-1, 1), (1, -1))
     scales = [x.contiguous().reshape(wanted) for x, wanted in zip((a_scale, b_scale), shape, strict=True)]
-    torchs = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
-    ours = scaled_gemm(*product.operands)
+    torchs = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    ours = scaled_gemm(*product.operands, fast_accum=fast)
     assert relative_error(ours, product.exact.value) <= 1.1 * relative_error(torchs, product.exact.value)
+
+
+def test_promoted_sums_are_those_of_blocks_with_scales_of_one():
+    """Bit for bit, before scales of rows that are powers of two."""
+    m, n, k = 300, 520, 1024
+    a, a_scale, b, b_scale = make_product("fp8_rows", m, n, k, device=DEVICE).operands
+    a_scale, b_scale = (x.log2().round().exp2() for x in (a_scale, b_scale))
+    ones = torch.ones(m, k // 128, device=DEVICE), torch.ones(-(-n // 128), k // 128, device=DEVICE)
+    plain = fp8_gemm(a, ones[0], b, ones[1], out_dtype=torch.float32, batch_invariant=True)
+    keywords = {"fast_accum": False, "out_dtype": torch.float32, "batch_invariant": True}
+    assert torch.equal(scaled_gemm(a, a_scale, b, b_scale, **keywords), plain * a_scale * b_scale.t())
 
 
 def test_integers_of_all_of_k_are_exact():
@@ -280,6 +350,28 @@ def test_integers_of_all_of_k_are_exact():
     assert (scaled_gemm(a, one, b, one, out_dtype=torch.float32) == exact.float()).all()
     ones = torch.ones(70, 32, device=DEVICE), torch.ones(2, 32, device=DEVICE)
     assert (int8_gemm(a, ones[0], b, ones[1], out_dtype=torch.float32) == exact.float()).all()
+    assert torch.equal(gemm(a, b).double(), exact)
+    assert torch.equal(gemm(a, b, out_dtype=torch.float32), exact.float())
+
+
+@pytest.mark.parametrize("m", [1, 17, 64, 129, 1000])
+def test_integers_without_scales_are_exact_by_the_selectors_own_choice(m):
+    """Also where sums need more bits than FP32 has."""
+    for n, k in ((1, 1), (24, 63), (136, 4096), (576, 16384), (2112, 7168)):
+        a, b = (
+            torch.randint(-128, 128, (rows, k + -k % 16), dtype=torch.int8, device=DEVICE)[:, :k] for rows in (m, n)
+        )
+        exact = a.double() @ b.double().t()
+        for layout in ({}, {"stride": n + 5, "offset": 1}):
+            guarded = GuardedOut(m, n, device=DEVICE, dtype=torch.int32, **layout)
+            assert torch.equal(gemm(a, b, guarded.out).double(), exact)
+            guarded.assert_guards_intact()
+
+
+@pytest.mark.skipif(not hasattr(torch, "_int_mm"), reason="this torch has no product of integers")
+def test_integers_without_scales_are_torchs():
+    a, b = (torch.randint(-128, 128, (rows, 1024), dtype=torch.int8, device=DEVICE) for rows in (256, 512))
+    assert torch.equal(gemm(a, b), torch._int_mm(a, b.t()))
 
 
 @pytest.mark.parametrize("dtype", OPERANDS.values(), ids=str)

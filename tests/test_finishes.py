@@ -8,7 +8,7 @@ from test_launcher import fake_driver  # noqa: F401
 
 import deep_tile
 from deep_tile import GemmConfig, api, finishes, fp8_gemm, gemm, interleave_gate_up, scaled_gemm
-from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, OUTPUTS
+from deep_tile.kinds import ACTIVATIONS, BIASES, FAMILIES, OUTPUTS
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import finished
 from deep_tile.select import choose
@@ -17,7 +17,7 @@ from deep_tile.select.defaults import default_configs
 FINISHES = [(bias, activation) for bias in BIASES for activation in ACTIVATIONS]
 NAMES = [name for name in ACTIVATIONS if name != "none"]
 
-each_kind = pytest.mark.parametrize("kind", KINDS)
+each_kind = pytest.mark.parametrize("kind", FAMILIES)
 
 
 @each_kind
@@ -91,7 +91,11 @@ REFUSED = [
     ({"activation": ["relu"]}, TypeError, r"activation is \['relu'\], of type list; pass a name"),
     ({"activation": torch.relu}, TypeError, "activation is .* pass a name"),
     ({"activation": "swiglu"}, ValueError, r"out must have shape \[m, n / 2\] = \(9, 24\); got \(9, 48\)"),
-    ({"activation": "swiglu", "out": None, "b": 40, "bias": None}, ValueError, "'swiglu' and n is 40.*interleave_gate"),
+    (
+        {"activation": "swiglu", "out": None, "out_dtype": torch.bfloat16, "b": 40, "bias": None},
+        ValueError,
+        "'swiglu' and n is 40.*interleave_gate",
+    ),
     ({"out": torch.ones(9, 48).double()}, TypeError, "out must be one of.*float64"),
     ({"out": torch.ones(9, 48), "out_dtype": torch.float16}, TypeError, "leave out_dtype out"),
 ]
@@ -198,20 +202,22 @@ def test_precompile_compiles_what_the_selector_gives():
 
 @each_kind
 def test_ops_have_a_finish(kind):
+    torch._dynamo.reset()  # which else compiles one function eight times at most
     product = make_product(kind, 6, 32, 160)
     bias = torch.randn(32)
-    options = {"bias": bias, "activation": "swiglu"}
+    options = {"bias": bias, "activation": "swiglu", "out_dtype": torch.bfloat16}
     traced = torch.compile(
         lambda *operands: product.call(*operands, **options) + 1, backend="aot_eager", fullgraph=True
     )
     assert torch.equal(traced(*product.operands), product.call(*product.operands, **options) + 1)
-    op = getattr(torch.ops.deep_tile, product.call.__name__)
+    op, keywords = product.op
+    keywords = keywords | {"activation": "swiglu", "out_dtype": torch.bfloat16}
     operands = tuple(x.contiguous() for x in product.operands)
     for test in ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"):
-        torch.library.opcheck(op.default, (*operands, bias), {"activation": "swiglu"}, test_utils=test)
+        torch.library.opcheck(op.default, (*operands, bias), keywords, test_utils=test)
     out = torch.empty(6, 16)
-    op.out(*operands, out, bias, activation="swiglu")
-    assert same_bits(out, product.call(*product.operands, **options, out_dtype=torch.float32))
+    op.out(*operands, out, bias, **keywords | {"out_dtype": None})
+    assert same_bits(out, product.call(*product.operands, **options | {"out_dtype": torch.float32}))
 
 
 def test_ops_refuse_what_calls_refuse():

@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "distributed": {"config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"config", "experts", "grouped", "linear", "quantize", "tensors"},
     "compat": {"api", "config", "dense", "grouped", "quantize", "reference", "tensors", "transposed"},
-    "torch_compat": {"api", "config", "finishes", "grouped", "tensors"},
+    "torch_compat": {"api", "config", "dense", "finishes", "grouped", "tensors"},
     "method": SIZES | {"select"},
     "tools": CALL | {"packaged", "", "api", "cast", "codegen", "method", "params", "quantize", "sass"},
     "": set(),
@@ -98,7 +98,15 @@ WITH_TORCH = {
 }
 """Import torch when they are imported. Whoever imports one of them waits a second for torch."""
 
-LATER_WITH_TORCH = {"tools.cli", "tools.demo", "tools.demo_experts", "tools.doctor", "tools.products", "watch"}
+LATER_WITH_TORCH = {
+    "tools.cli",
+    "tools.demo",
+    "tools.demo_experts",
+    "tools.demo_kinds",
+    "tools.doctor",
+    "tools.products",
+    "watch",
+}
 """Import torch, or one of the modules above, in the functions that need it."""
 
 

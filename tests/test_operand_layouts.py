@@ -137,7 +137,7 @@ CONFIGS = [
 def library(tmp_path_factory):
     if shutil.which("c++") is None:
         pytest.skip("needs a C++ compiler")
-    headers = codegen._headers("warpgroup.cuh").replace("__cvta_generic_to_shared(", "host_shared(")
+    headers = codegen._headers("operands.cuh", "warpgroup.cuh").replace("__cvta_generic_to_shared(", "host_shared(")
     for beginning, replacement in ASSEMBLY.items():
         headers, count = re.subn(rf"{beginning}.*?\);", replacement, headers, flags=re.DOTALL)
         assert count, beginning

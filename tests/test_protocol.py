@@ -87,6 +87,8 @@ FAMILIES = {
     "split K, a part without K": Case(GemmConfig(64, 32, 2, split_k=2), 64, 64, 128, 2),
     "multicast of b": Case(GemmConfig(64, 16, 2, 2, 1), 64, 16, 384, 2),
     "multicast of a": Case(GemmConfig(64, 16, 2, 1, 2), 64, 32, 384, 2),
+    "blocks without scales": Case(GemmConfig(128, 64, 2, kind="fp8_rows_promoted"), 128, 128, 384, 1),
+    "two chunks without scales": Case(GemmConfig(128, 256, 2, kind="fp8_rows_promoted"), 128, 512, 384, 1),
 }
 """A product of each kind of kernel that is small enough for all of its states to be visited."""
 

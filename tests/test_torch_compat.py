@@ -5,14 +5,16 @@ import inspect
 
 import pytest
 import torch
-from helpers import assert_accurate, exact_product, make_operands
+from helpers import assert_accurate, exact_product, make_operands, make_product, same_bits
 from test_grouped import Case, make_case
 from torch.nn.functional import ScalingType, SwizzleType
 
-from deep_tile import fp8_gemm, torch_compat
+from deep_tile import dense, fp8_gemm, scaled_gemm, torch_compat
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TENSOR, ROWS = ScalingType.TensorWise, ScalingType.RowWise
 TOKENS, WEIGHTS = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SIZES = [(5, 130, 256), (64, 256, 1040), (1, 128, 640), (300, 40, 512)]
 
 
@@ -57,6 +59,99 @@ def test_values(m, n, k, device):
     assert_accurate(out, exact_product(operands))
     transposed = torch_compat.scaled_mm(**swapped(operands))
     assert transposed.is_contiguous() and torch.equal(transposed.t(), out)
+
+
+def of_recipe(recipe, product) -> dict:
+    """Of scales of rows, of one, or of blocks of 1x128 for both operands."""
+    a, a_scale, b, b_scale = product.operands
+    scales = {TENSOR: (a_scale[0, 0], b_scale[:1]), ROWS: (a_scale, b_scale.t()), TOKENS: (a_scale, b_scale)}[recipe]
+    names = ("mat_a", "mat_b", "scale_a", "scale_recipe_a", "scale_b", "scale_recipe_b")
+    return dict(zip(names, (a, b.t(), scales[0], recipe, scales[1], recipe), strict=True))
+
+
+each_recipe = pytest.mark.parametrize("recipe", [TENSOR, ROWS, TOKENS], ids=lambda recipe: recipe.name)
+FAMILY = {TENSOR: "fp8_rows", ROWS: "fp8_rows", TOKENS: "fp8_1x128"}
+
+
+@each_recipe
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "promoted"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_values_of_other_recipes(recipe, fast, device):
+    for suffix in ("", "_e4m3_e5m2", "_e5m2_e4m3", "_e5m2_e5m2"):
+        for m, n, k in SIZES:
+            scales = "column" if recipe == TENSOR else "row"
+            product = make_product(FAMILY[recipe] + suffix, m, n, k, device=device, scales=scales)
+            out = torch_compat.scaled_mm(**of_recipe(recipe, product), use_fast_accum=fast)
+            assert out.is_contiguous() and out.dtype == torch.bfloat16
+            assert_accurate(out, product.exact, product.accumulation, product.relative_error)
+
+
+@each_recipe
+def test_fast_sums_are_torch_s_to_choose(recipe, monkeypatch):
+    """And blocks have none."""
+    made = []
+    right = dense.scaled_gemm
+    monkeypatch.setattr(
+        dense, "scaled_gemm", lambda *given, **options: made.append(options) or right(*given, **options)
+    )
+    given = of_recipe(recipe, make_product(FAMILY[recipe], 5, 130, 256))
+    for keywords in ({}, {"use_fast_accum": False}, {"use_fast_accum": True}):
+        torch_compat.scaled_mm(**given, **keywords)
+    assert [options.get("fast_accum") for options in made] == ([None] * 3 if recipe == TOKENS else [False, False, True])
+
+
+@pytest.mark.parametrize("formats", [(E4M3, E5M2), (E5M2, E4M3)], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_in_blocks_of_mixed_formats(formats, device):
+    operands = make_operands(7, 200, 384, device=device)
+    mixed = operands._replace(a=operands.a.float().to(formats[0]), b=operands.b.float().to(formats[1]))
+    out = torch_compat.scaled_mm(**arguments(mixed))
+    assert_accurate(out, exact_product(mixed))
+    assert same_bits(torch_compat.scaled_mm(**swapped(mixed)).t(), out)
+
+
+@pytest.mark.parametrize("how", [arguments, swapped], ids=["as_is", "swapped"])
+@pytest.mark.parametrize("dtype", [None, E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_in_fp8_are_saturated(how, dtype, device):
+    """Made of FP32; where they are too large, the largest number."""
+    operands = make_operands(7, 200, 384, device=device)
+    given = how(operands._replace(a_scale=50 * operands.a_scale))
+    wide = torch_compat.scaled_mm(**given, output_dtype=torch.float32)
+    largest = torch.finfo(dtype or E4M3).max
+    assert (wide.abs() > 448).any()
+    out = torch_compat.scaled_mm(**given, output_dtype=dtype)
+    assert out.dtype == (dtype or E4M3) and out.is_contiguous()
+    assert torch.equal(out.float(), wide.clamp(-largest, largest).to(out.dtype).float())
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 32), (5, 0, 32), (5, 7, 0)])
+def test_nothing_is_scaled_by_infinity(shape):
+    m, n, k = shape
+    infinite = torch.tensor(float("-inf"))
+    mat_a, mat_b = torch.zeros(m, k).to(E4M3), torch.zeros(n, k).to(E4M3).t()
+    out = torch_compat.scaled_mm(mat_a, mat_b, infinite, TENSOR, infinite, TENSOR)
+    assert out.shape == (m, n) and not out.any()
+    assert torch.equal(
+        scaled_gemm(mat_a, infinite, mat_b.t(), infinite, bias=torch.ones(n)), torch.ones(m, n).bfloat16() * (k == 0)
+    )
+
+
+@pytest.mark.gpu
+@each_recipe
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "promoted"])
+def test_values_of_other_recipes_are_torch_s(recipe, fast):
+    product = make_product(
+        FAMILY[recipe], 256, 512, 1024, device="cuda", scales="column" if recipe == TENSOR else "row"
+    )
+    given = of_recipe(recipe, product)
+    if recipe == TOKENS:
+        given |= {name: given[name].t().contiguous().t() for name in ("scale_a", "scale_b")}
+    elif recipe == ROWS:
+        given |= {name: given[name].contiguous() for name in ("scale_a", "scale_b")}
+    wanted = torch.nn.functional.scaled_mm(**given, use_fast_accum=fast)
+    out = torch_compat.scaled_mm(**given, use_fast_accum=fast)
+    assert torch.allclose(out.float(), wanted.float(), rtol=2**-7, atol=float(wanted.float().std()) * 1e-2)
 
 
 @pytest.mark.gpu
@@ -104,10 +199,14 @@ def test_arguments_are_torch_s(name):
     assert ours == theirs
 
 
-def test_compiles():
-    given = arguments(make_operands(5, 130, 256))
-    compiled = torch.compile(torch_compat.scaled_mm, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(**given), torch_compat.scaled_mm(**given))
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiles(dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(torch_compat.scaled_mm, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    of_blocks = [how(make_operands(5, 130, 256)) for how in (arguments, swapped)]
+    of_others = [of_recipe(recipe, make_product(FAMILY[recipe], 5, 130, 256)) for recipe in (TENSOR, ROWS, TOKENS)]
+    for given in of_blocks + of_others:
+        assert torch.equal(compiled(**given), torch_compat.scaled_mm(**given))
 
 
 # ---- groups
@@ -151,6 +250,16 @@ def test_groups_compile():
 
 
 BAD_GROUPS = [
+    (
+        {"scale_recipe_a": ROWS, "scale_recipe_b": ROWS},
+        ValueError,
+        "is RowWise x RowWise; deep_tile has BlockWise1x128 x",
+    ),
+    (
+        {"mat_b": torch.zeros(2, 256, 130).to(E5M2)},
+        TypeError,
+        "mat_b is .* of torch.float8_e5m2; it must be of torch.fl",
+    ),
     ({"scale_recipe_a": WEIGHTS, "scale_recipe_b": TOKENS}, ValueError, "deep_tile has BlockWise1x128 x .*128. Quant"),
     ({"offs": None}, ValueError, r"offs is missing, and mat_a is \[35, 256\]; pass the ends of groups"),
     ({"offs": torch.zeros(2).long()}, TypeError, "offs must be torch.int32"),
@@ -173,12 +282,17 @@ def test_groups_refused(change, error, message):
 
 
 BAD = [
-    ({"scale_recipe_b": TOKENS}, ValueError, "is BlockWise1x128 x BlockWise1x128; deep_tile has BlockWise1x128 x"),
-    ({"scale_recipe_a": ScalingType.RowWise}, ValueError, "is RowWise x BlockWise128x128"),
+    (
+        {"scale_recipe_a": ScalingType.RowWise},
+        ValueError,
+        "is RowWise x BlockWise128x128; deep_tile has TensorWise x Te",
+    ),
+    ({"scale_recipe_b": TOKENS}, ValueError, r"scale_b is .*; for BlockWise1x128 it must be \[130, 2\]"),
+    ({"scale_recipe_a": ROWS, "scale_recipe_b": ROWS}, ValueError, r"for RowWise it must be \[5, 1\] or \[1, 5\] or"),
+    ({"scale_recipe_a": TENSOR, "scale_recipe_b": TENSOR}, ValueError, r"for TensorWise it must be \[1, 1\]. Quantise"),
     ({"scale_recipe_a": [TOKENS, TOKENS]}, ValueError, "scale_recipe_a has 2 entries"),
     ({"swizzle_b": SwizzleType.SWIZZLE_32_4_4}, ValueError, "swizzle_b is .*not swizzled"),
     ({"output_dtype": torch.float64}, ValueError, "output_dtype is torch.float64; pass torch.bfloat16"),
-    ({"output_dtype": None}, ValueError, "output_dtype is None"),
     ({"contraction_dim": (0, 1)}, ValueError, "contraction_dim is"),
     ({"bias": torch.zeros(1)}, ValueError, r"bias is \[1\]; it must be a tensor \[n\] = \[130\]"),
     ({"mat_a": torch.zeros(5, 256)}, TypeError, r"mat_a is \[5, 256\] of torch.float32"),

@@ -258,7 +258,7 @@ def _notes(derived: Derivation) -> Iterable[str]:
         yield f"There is no {derived.dtype} kernel; times are those of FP8 tiles whose stages have as many bytes."
         return
     if not cost.is_measured(derived.dtype):
-        like = cost.LIKE.get(derived.dtype, "fp8")
+        like = cost.times_of(derived.dtype)
         yield f"Times are those of {like} tiles whose stages have as many bytes; {derived.dtype} was not measured."
     if gpu != gpus.H200:
         used = choose(judged(derived.problem, derived.dtype), tuned.configs(derived.problem.num_sms))

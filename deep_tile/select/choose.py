@@ -79,16 +79,20 @@ def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str 
 def tuned_choice(problem: GemmProblem, tuned: Tuned) -> GemmConfig | None:
     """The config that `tune` found to be fastest for this bucket, to read and store as the problem's tensors need."""
     own = tuned.get(bucket_key(problem)) if tuned else None
-    own = own and replace(own, tma_store=problem.tma_store, output=problem.output, layout=problem.layout)
+    own = own and replace(
+        own, kind=problem.kind, tma_store=problem.tma_store, output=problem.output, layout=problem.layout
+    )
     return own and finished(own, problem.bias, problem.activation)
 
 
 def bucket_key(problem: GemmProblem) -> str:
-    """What measured choices are stored by: sizes, and the kind of other products than FP8's with results of 16 bits."""
-    size = f"{problem.m}x{problem.n}x{problem.k}"
+    """What measured choices are stored by: sizes, and the family of other products than FP8's with results of 16
+    bits."""
+    size, family = f"{problem.m}x{problem.n}x{problem.k}", problem.product.family
     output = problem.product.timed_output(problem.output)
-    own = (problem.kind, output) == ("fp8", "bf16")
-    return size if own else f"{size}_{problem.kind}_{output}" + ("_add" if problem.accumulate else "")
+    if problem.accumulate:
+        output += "_add"
+    return size if (family, output) == ("fp8", "bf16") else f"{size}_{family}_{output}"
 
 
 @lru_cache(maxsize=65_536)

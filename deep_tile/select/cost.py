@@ -23,8 +23,8 @@ TIMES = Path(__file__).parent / "times"
 """Written by benchmarks/calibrate.py."""
 
 
-LIKE = {"int8_rows": "fp8_rows", "fp16": "bf16"}
-"""Kinds that were not measured, by those of as many bytes whose sums are treated alike."""
+LIKE = {"int8_rows": "fp8_rows", "int8_unscaled": "fp8_rows", "fp16": "bf16"}
+"""Families of kinds that were not measured, by those of as many bytes whose sums are treated alike."""
 
 
 BOX_CAST_US = 0.8
@@ -83,12 +83,18 @@ def is_measured(kind: str) -> bool:
 
 
 @cache
+def times_of(kind: str) -> str:
+    """The kind whose times a kind has: its own, if it was measured, else those of its family, of kinds `LIKE` it, or
+    FP8's: a K block of 128 bytes takes the tensor cores equally long in every format."""
+    family = KINDS[kind].family
+    return next(filter(is_measured, (kind, family, LIKE.get(family, "fp8"))))
+
+
+@cache
 def calibration(kind: str = "fp8") -> Calibration:
-    """That of a kind of product, by its name in `kinds.KINDS`. A kind that was not measured has the times of `LIKE` it,
-    or FP8's: a K block of 128 bytes takes the tensor cores equally long in every format."""
-    if is_measured(kind):
-        return read_calibration(TIMES / f"{kind}.json")
-    return calibration(LIKE.get(kind, "fp8"))._replace(choices={})
+    """That of a kind of product, by its name in `kinds.KINDS`. Measured choices are those of its family alone."""
+    measured = read_calibration(TIMES / f"{times_of(kind)}.json")
+    return measured if times_of(kind) == KINDS[kind].family else measured._replace(choices={})
 
 
 @cache
@@ -115,16 +121,15 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
 @lru_cache(maxsize=1_024)
 def _names_of_times(config: GemmConfig) -> tuple[tuple[str, str], ...]:
     """Kinds, and kernels of theirs, whose times a config's may be: its own, then those of other results with the same
-    tile, of its kind, of the kind that is `LIKE` it, and of FP8."""
+    tile, of the kind that it has the times of and of FP8."""
     fields = ("block_m", "block_n", "cluster_m", "cluster_n", "split_k", "scale_blocks")
     tile = {field: getattr(config, field) for field in fields}
-    names = [(config.kind, config.timed_name)]
-    for kind in dict.fromkeys((config.kind, LIKE.get(config.kind, config.kind), "fp8")):
-        for output in (KINDS[kind].output, "fp32"):
-            try:
-                names.append((kind, deepest_config(**tile, kind=kind, output=output).timed_name))
-            except ValueError:  # a tile that this kind cannot have
-                continue
+    names, timed = [(config.kind, config.timed_name)], times_of(config.kind)
+    for kind, output in ((timed, KINDS[timed].output), (timed, "fp32"), ("fp8", "bf16")):
+        try:
+            names.append((kind, deepest_config(**tile, kind=kind, output=output).timed_name))
+        except ValueError:  # a tile that this kind cannot have
+            continue
     return tuple(names)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from deep_tile.config import PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig
-from deep_tile.kinds import KINDS, OUTPUTS, QUANTIZED
+from deep_tile.kinds import KINDS, QUANTIZED, RESULTS
 from deep_tile.walls import stages_max
 
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
@@ -118,8 +118,9 @@ def default_configs(
     output = output or KINDS[kind].output
     if output == QUANTIZED:
         return tuple(made for one in default_configs(tma_store, kind) if (made := _quantized(one)))
-    if kind == "fp8" and layout == "nt" and OUTPUTS[output].bytes == OUTPUTS[KINDS[kind].output].bytes:
-        return _fp8_configs(tma_store, output)
+    of_16_bits = RESULTS[output].bytes == RESULTS[KINDS[kind].output].bytes
+    if KINDS[kind].family == "fp8" and layout == "nt" and of_16_bits and not accumulate:
+        return _fp8_configs(tma_store, kind, output)
     return _configs_of_kind(tma_store=tma_store, kind=kind, output=output, accumulate=accumulate, layout=layout)
 
 
@@ -128,14 +129,15 @@ def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | Non
 
     That is 64 KB, which kernels pass that have code for pairs of K blocks; with an activation, those whose main loop
     has many copies, or of exact gelu, of which each sum takes 14 instructions, whose tiles have 256 rows, or 256
-    columns that are quantised. Tiles of 64x256 leave an activation too few registers.
-    Output boxes are fewer where `out` has fewer columns.
+    columns that are quantised. Tiles of 64x256 leave an activation too few registers, and tiles of two chunks a finish,
+    where they are promoted and then scaled. Output boxes are fewer where `out` has fewer columns.
     """
     copies = config.column_shifts * config.chunks * config.accumulator_registers
     long = config.pairs or (activation != "none" and copies > _MOST_COPIED)
     tile = (config.block_m, config.block_n)
     longest = [(256, 128), *([(128, 256)] if config.quantizes else [])]
-    if long or (activation != "none" and tile == (64, 256)) or (activation == "gelu" and tile in longest):
+    crowded = config.row_scales and config.product.promotes and config.chunks > 1
+    if long or crowded or (activation != "none" and tile == (64, 256)) or (activation == "gelu" and tile in longest):
         return None
     for store_buffers in range(config.store_buffers, 0, -1):
         try:
@@ -177,8 +179,8 @@ def _configs_of_kind(**of_kind: bool | str) -> tuple[GemmConfig, ...]:
     return tuple(config for config in every if config.b_boxes <= _MOST_BOXES)
 
 
-def _fp8_configs(tma_store: bool, output: str) -> tuple[GemmConfig, ...]:
-    stored = {"tma_store": tma_store, "output": output}
+def _fp8_configs(tma_store: bool, kind: str, output: str) -> tuple[GemmConfig, ...]:
+    stored = {"tma_store": tma_store, "kind": kind, "output": output}
     decode = [
         deepest_config(64, block_n, scale_blocks=scale_blocks, split_k=split_k, **stored)
         for block_n, scale_blocks, split_k in _DECODE_TILES

@@ -1,4 +1,5 @@
-"""`demo`: DeepSeek-V3's layers, multiplied, checked and timed, or compiled where there is no Hopper GPU.
+"""`demo`: DeepSeek-V3's layers, multiplied, checked and timed, or compiled where there is no Hopper GPU; then one
+product of each kind.
 
 Called by cli.py and so by `make demo`. Imports torch only when it multiplies.
 """
@@ -18,7 +19,7 @@ import deep_tile
 from deep_tile import plan
 from deep_tile.method import report
 from deep_tile.problem import GemmProblem
-from deep_tile.tools import demo_experts
+from deep_tile.tools import demo_experts, demo_kinds
 from deep_tile.tools.compile import build_all, kernel_table, report_flaws
 from deep_tile.tools.console import PROGRAM, new_console, tflops_text, track_progress
 from deep_tile.tools.products import checked_error, exact_product, random_operands
@@ -50,8 +51,8 @@ def _demo_without_gpu(reason: str) -> int:
     console.print(kernel_table(built, uses), "")
     m, n, k = 96, 400, 1040
     error = checked_error(m, n, k, "cpu")
-    console.print(f"fp8_gemm of {m}x{n}x{k} on the CPU, against float64: relative error {error:.2e}")
-    return max(report_flaws(built), _report_errors({(m, n, k): error}))
+    console.print(f"fp8_gemm of {m}x{n}x{k} on the CPU, against float64: relative error {error:.2e}", "")
+    return max(report_flaws(built), _report_errors({(m, n, k): error}), demo_kinds.show_without_gpu())
 
 
 def _demo_on_gpu(reason: str) -> int:
@@ -76,9 +77,10 @@ def _demo_on_gpu(reason: str) -> int:
     console.print(
         f"ratio: deep_tile's time over cuBLAS's, geometric mean {mean:.3f}; below 1, deep_tile is faster. cuBLAS is "
         "torch._scaled_mm on the same FP8 values with one scale per tensor and fast accumulation: it does less work, "
-        "having no block scales to apply. BF16 is torch.mm. Errors are against float64."
+        "having no block scales to apply. BF16 is torch.mm. Errors are against float64.",
+        "",
     )
-    return _report_errors({shape: row.error for shape, row in measured.items()})
+    return max(_report_errors({shape: row.error for shape, row in measured.items()}), demo_kinds.show_on_gpu())
 
 
 class _Measured(NamedTuple):

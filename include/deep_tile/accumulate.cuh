@@ -33,7 +33,7 @@ class Accumulate {
             add_up(integers, more, meanwhile);
 #pragma unroll
             for (int i = 0; i < config.chunks * (config.mma_n / 2); ++i) {
-                (&sums[0][0][0])[i] = static_cast<float>((&integers[0][0][0])[i]);
+                (&sums[0][0][0])[i] = as_sum<config>((&integers[0][0][0])[i]);
             }
         } else {
             add_up(sums, more, meanwhile);

@@ -26,6 +26,19 @@ __device__ __forceinline__ u32 cvt_rn_f16x2(float high, float low) {
     return packed;
 }
 
+// Sums of two numbers of 16 bits each, rounded to nearest even.
+__device__ __forceinline__ u32 add_rn_bf16x2(u32 a, u32 b) {
+    u32 sum;
+    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+}
+
+__device__ __forceinline__ u32 add_rn_f16x2(u32 a, u32 b) {
+    u32 sum;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+}
+
 // NaN where either is: "min" and "max" with .NaN.
 __device__ __forceinline__ float min_nan(float a, float b) {
     float smaller;

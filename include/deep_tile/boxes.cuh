@@ -14,6 +14,19 @@ namespace deep_tile {
 template <GemmConfig config>
 using Accumulators = float[config.chunks_m][config.chunks_n][config.mma_n / 2];
 
+// Sums of integers that are stored as they are pass as the bits of floats, of others as their values.
+template <GemmConfig config>
+__device__ __forceinline__ float as_sum(int integer) {
+    if constexpr (config.out_format == Format::int32) return __int_as_float(integer);
+    return static_cast<float>(integer);
+}
+
+template <GemmConfig config>
+__device__ __forceinline__ float added(float x, float y) {
+    if constexpr (config.out_format == Format::int32) return __int_as_float(__float_as_int(x) + __float_as_int(y));
+    return x + y;
+}
+
 // Output boxes are numbered along the rows of a tile, or of this block's part of it; the last of a row ends with it, and
 // may overlap the one before.
 template <GemmConfig config>
@@ -95,10 +108,14 @@ __device__ __forceinline__ void store_box(const GemmParams& params, u32 buffers,
     }
 }
 
-// What `out` is to hold where it holds `before`: the sum, or both added up. Each of its numbers is one block's alone.
-template <GemmConfig config>
-__device__ __forceinline__ Stored<config> stored(Stored<config> before, Stored<config> sum) {
+// What `out` is to hold where it holds `before`: the sum, or both added up as TMA adds them, which is in `out`'s own format.
+// A word has one number or two, of which each is one block's alone.
+template <GemmConfig config, typename Word>
+__device__ __forceinline__ Word stored(Word before, Word sum) {
     if constexpr (!config.accumulate) return sum;
+    if constexpr (config.out_format == Format::bf16) return ptx::add_rn_bf16x2(before, sum);
+    if constexpr (config.out_format == Format::fp16) return ptx::add_rn_f16x2(before, sum);
+    if constexpr (config.out_format == Format::int32) return before + sum;
     return __float_as_uint(__uint_as_float(before) + __uint_as_float(sum));
 }
 

@@ -13,7 +13,7 @@ namespace deep_tile {
 constexpr bool short_addresses = __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ > 1300;
 
 // Of numbers in `out` and in the bias, if there is one.
-enum class Format { none, bf16, fp16, fp32, e4m3 };
+enum class Format { none, bf16, fp16, fp32, e4m3, int32 };
 
 // What becomes of sums; swiglu makes one of two.
 enum class Activation { none, relu, gelu, gelu_tanh, silu, swiglu };

@@ -4,6 +4,7 @@
 //   with promotion       -                          sums begin with it
 //   without              -                          KeepBias: requested while the first WGMMAs run
 //   with scales of rows  ScaleRows: likewise        added at the end, for want of registers
+//   with both            ScaleRowsLate: at the end  likewise
 //
 // A block that has a part of K adds the bias to its share of the columns, when the sums are those of all parts.
 #pragma once
@@ -15,7 +16,7 @@ namespace deep_tile {
 template <GemmConfig config>
 struct AsTheyAre {
     __device__ __forceinline__ void begin(const GemmParams&, int, int) const {}
-    __device__ __forceinline__ void apply(Accumulators<config>&) const {}
+    __device__ __forceinline__ void apply(const GemmParams&, Accumulators<config>&, int, int) const {}
 };
 
 // Scales are requested while the tile's first WGMMAs run, and then lie in registers, of which tiles without temporaries
@@ -24,7 +25,7 @@ struct AsTheyAre {
 template <GemmConfig config>
 class ScaleRows {
    public:
-    // Of the sums of one warpgroup, whose first row and column these are.
+    // Of the sums of one warpgroup, whose first row and column these are, in the columns of one WGMMA.
     __device__ __forceinline__ void begin(const GemmParams& params, int row, int column) {
         const u32 thread = threadIdx.x % warpgroup_threads;
         row += thread / warp_threads * 16 + thread % warp_threads / 4;
@@ -41,20 +42,34 @@ class ScaleRows {
         }
     }
 
-    __device__ __forceinline__ void apply(Accumulators<config>& sums) const {
+    __device__ __forceinline__ void apply(const GemmParams&, Accumulators<config>& sums, int, int, int chunk_n = 0) const {
 #pragma unroll
         for (int chunk_m = 0; chunk_m < config.chunks_m; ++chunk_m) {
 #pragma unroll
-            for (int i = 0; i < config.chunks_n * (config.mma_n / 2); ++i) {
-                float& sum = (&sums[chunk_m][0][0])[i];
+            for (int i = 0; i < config.mma_n / 2; ++i) {
+                float& sum = sums[chunk_m][chunk_n][i];
                 sum *= row_[2 * chunk_m + i / 2 % 2] * column_[i / 4 * 2 + i % 2];
             }
         }
     }
 
    private:
-    static constexpr int columns = config.block_n / 4;  // of this thread, two in each eight
+    static constexpr int columns = config.mma_n / 4;  // of this thread, two in each eight
     float row_[2 * config.chunks_m], column_[columns];
+};
+
+// The same where scales have no registers before all of K is added up, beside temporaries, and then for one WGMMA's
+// columns at a time.
+template <GemmConfig config>
+struct ScaleRowsLate : AsTheyAre<config> {
+    __device__ __forceinline__ void apply(const GemmParams& params, Accumulators<config>& sums, int row, int column) const {
+#pragma unroll
+        for (int chunk_n = 0; chunk_n < config.chunks_n; ++chunk_n) {
+            ScaleRows<config> scales;
+            scales.begin(params, row, column + chunk_n * config.mma_n);
+            scales.apply(params, sums, row, column, chunk_n);
+        }
+    }
 };
 
 // A number of the bias as it lies in memory, and its value.
@@ -90,7 +105,7 @@ class KeepBias {
         }
     }
 
-    __device__ __forceinline__ void apply(Accumulators<config>& sums) const {
+    __device__ __forceinline__ void apply(const GemmParams&, Accumulators<config>& sums, int, int) const {
 #pragma unroll
         for (int i = 0; i < config.chunks_m * config.block_n / 2; ++i) {
             const int at = i % (config.block_n / 2) / 4 * 2 + i % 2;
@@ -108,7 +123,10 @@ template <GemmConfig config>
 using Unscaled = typename Conditional<config.keeps_bias(), KeepBias<config>, AsTheyAre<config>>::type;
 
 template <GemmConfig config>
-using Scaled = typename Conditional<config.row_scales, ScaleRows<config>, Unscaled<config>>::type;
+using RowScaled = typename Conditional<config.block_sets == 0, ScaleRows<config>, ScaleRowsLate<config>>::type;
+
+template <GemmConfig config>
+using Scaled = typename Conditional<config.row_scales, RowScaled<config>, Unscaled<config>>::type;
 
 // Makes the bias what is added to; the tile's first column is `column`.
 template <GemmConfig config>

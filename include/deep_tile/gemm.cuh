@@ -73,7 +73,7 @@ __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<
             const int row = tile.out_row() + first_row, column = tile.out_column();
             Scaled<config> scaled;
             loop.multiply(sums, column, left > 1, [&](int) { scaled.begin(params, row, column); });
-            scaled.apply(sums);
+            scaled.apply(params, sums, row, column);
             add_bias<config>(params, sums, column, 0, config.block_n);
             epilogue.template store<0>(sums, row, column, group_end<config>(tile));
         }
@@ -115,7 +115,7 @@ __device__ __forceinline__ void consume_split(const GemmParams& params, SharedSt
             loop.begin_tile();
             loop.multiply(sums, tile.out_column(), false,
                           [&](int) { scaled.begin(params, tile.out_row() + first_row, tile.out_column()); });
-            scaled.apply(sums);
+            scaled.apply(params, sums, tile.out_row() + first_row, tile.out_column());
         }
         reduction.send(sums);
         reduction.await();

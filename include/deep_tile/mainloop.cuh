@@ -44,19 +44,13 @@ __device__ __forceinline__ void with_constant(int value, Function f) {
 template <GemmConfig config>
 constexpr bool releases_first = config.math_warpgroups == 1 && !config.column_scales;
 
-// Adds a stage's products of one chunk, scaled, to its sums.
+// Adds a stage's products of one chunk, scaled if it has scales, to its sums.
 template <GemmConfig config, int shift>
 __device__ __forceinline__ void promote_blocks(Constant<shift>, Accumulators<config>& sums, const Blocks<config>& blocks,
                                                const Scales<config>& scales, int chunk_m, int chunk_n) {
 #pragma unroll
     for (int i = 0; i < config.scale_blocks; ++i) {
-        if constexpr (config.column_scales) {
-            const float2* columns = scales.column + (i * config.block_n + chunk_n * config.mma_n) / 2;
-            promote_columns<config>(sums[chunk_m][chunk_n], blocks[i], scales.row[i][chunk_m], columns);
-        } else {
-            promote<config, shift>(sums[chunk_m][chunk_n], blocks[i], scales.row[i][chunk_m], scales.column[i],
-                                   chunk_n * config.mma_n);
-        }
+        scales.template promote<shift>(sums[chunk_m][chunk_n], blocks[i], i, chunk_m, chunk_n);
     }
 }
 

@@ -1,4 +1,5 @@
-// One K block of one warpgroup: WGMMA over 128 bytes of K, then promotion of the result to scaled FP32.
+// One K block of one warpgroup: WGMMA over 128 bytes of K, then promotion of the result to scaled FP32
+// (promotion.cuh).
 //
 // FP8 WGMMA keeps about 14 bits while it accumulates, so its sum runs over one K block only and is then added, scaled,
 // to FP32 registers. Sums of INT8 are exact, and are turned into FP32 on the way. Both operands are read from shared memory, and the other warpgroup keeps the tensor cores busy
@@ -142,37 +143,6 @@ __device__ __forceinline__ void finish_blocks(Blocks<config>& blocks) {
     ptx::wgmma_wait_group<later>();
 #pragma unroll
     for (int i = 0; i < config.scale_blocks; ++i) pin(blocks[i]);
-}
-
-// sum += block * row_scale * column_scale. Registers 4j to 4j+3 are columns 8j and 8j+1 (plus 2 * (lane % 4)) of this
-// thread's two rows; `column` is the block's first column in the tile, whose own lies `shift` column groups into its
-// scale block, if that is known.
-template <GemmConfig config, int shift>
-__device__ __forceinline__ void promote(float (&sum)[config.mma_n / 2], const MmaSum<config> (&block)[config.mma_n / 2],
-                                        const float (&row_scale)[2], const float (&column_scale)[config.b_scale_slots],
-                                        int column) {
-#pragma unroll
-    for (int i = 0; i < config.mma_n / 2; ++i) {
-        const int row = i / 2 % 2;
-        const int slot = (shift * config.column_group + column + i / 4 * 8) / config.b_scale_columns;
-        sum[i] += row_scale[row] * column_scale[slot] * static_cast<float>(block[i]);
-    }
-}
-
-// The same with a scale for each column, of which `columns` are this thread's pairs in shared memory, four in each eight
-// columns. All of a warp's rows read the same 32 bytes, for four products of each thread.
-template <GemmConfig config>
-__device__ __forceinline__ void promote_columns(float (&sum)[config.mma_n / 2],
-                                                const MmaSum<config> (&block)[config.mma_n / 2],
-                                                const float (&row_scale)[2], const float2* columns) {
-#pragma unroll
-    for (int i = 0; i < config.mma_n / 2; i += 4) {
-        const float2 column_scale = columns[i];
-        sum[i] += row_scale[0] * column_scale.x * static_cast<float>(block[i]);
-        sum[i + 1] += row_scale[0] * column_scale.y * static_cast<float>(block[i + 1]);
-        sum[i + 2] += row_scale[1] * column_scale.x * static_cast<float>(block[i + 2]);
-        sum[i + 3] += row_scale[1] * column_scale.y * static_cast<float>(block[i + 3]);
-    }
 }
 
 }  // namespace deep_tile

@@ -55,7 +55,7 @@ class SplitReduction {
                 const float* values = sender == part ? own : slot(sender, part, i);
                 if (sender != part) read |= __float_as_uint(values[0]);
 #pragma unroll
-                for (int j = 0; j < 4; ++j) total[j] += values[j];
+                for (int j = 0; j < 4; ++j) total[j] = added<config>(total[j], values[j]);
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) own[j] = total[j];

@@ -1,4 +1,5 @@
-// The way of the scales: from global memory by scale warps, with a stage, to the registers of math threads.
+// The way of the scales: from global memory, by scale warps, to the stage from which math threads read them
+// (promotion.cuh).
 //
 // Scales travel with the stage, because reading them from global memory in the math loop costs 6 to 8 % (H200,
 // 2026-11-21). They go one of three ways:
@@ -269,57 +270,5 @@ __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedS
         requested_steps = 0;
     }
 }
-
-// Those of a thread's two rows in one WGMMA tile, of which the first is at `rows`.
-template <GemmConfig config>
-__device__ __forceinline__ void load_rows(float (&row)[2], const float* rows) {
-    const float2 pair = config.bulk_scales ? float2{rows[0], rows[8]} : reinterpret_cast<const float2&>(*rows);
-    row[0] = pair.x;
-    row[1] = pair.y;
-}
-
-// What one math thread needs of a stage's scales: those of its two rows in each WGMMA tile, and of all columns.
-template <GemmConfig config, bool of_columns = config.column_scales>
-struct Scales {
-    float row[config.scale_blocks][config.chunks_m][2];
-    float column[config.scale_blocks][config.b_scale_slots];
-
-    // Hides from the compiler that all threads read the same: it would keep that in a uniform register, and wait for it
-    // to be read in the middle of a stage, for which 128x192 took 5 to 12 % longer (H200, 2026-11-21).
-    static __device__ __forceinline__ int not_uniform_zero() { return ptx::opaque_zero() * 4; }
-
-    // `slot` is that of the thread's first row.
-    __device__ __forceinline__ void load(const SharedStorage<config>& smem, int stage, int slot) {
-#pragma unroll
-        for (int block = 0; block < config.scale_blocks; ++block) {
-#pragma unroll
-            for (int i = 0; i < config.chunks_m; ++i) {
-                load_rows<config>(row[block][i], &smem.a_scale[stage][block][slot + i * mma_m]);
-            }
-            const float* columns = smem.b_scale[stage][block] + (config.takes_turns ? not_uniform_zero() : 0);
-#pragma unroll
-            for (int i = 0; i < config.b_scale_slots; ++i) column[block][i] = columns[i];
-        }
-    }
-};
-
-// The same where each column has a scale of its own. Those of a tile would fill a quarter as many registers as its sums:
-// they stay in shared memory until a block is promoted, and only then is the stage given back.
-template <GemmConfig config>
-struct Scales<config, true> {
-    float row[config.scale_blocks][config.chunks_m][2];
-    const float2* column;  // the scales of this thread's columns in the first eight of the stage's first block
-
-    __device__ __forceinline__ void load(const SharedStorage<config>& smem, int stage, int slot) {
-#pragma unroll
-        for (int block = 0; block < config.scale_blocks; ++block) {
-#pragma unroll
-            for (int i = 0; i < config.chunks_m; ++i) {
-                load_rows<config>(row[block][i], &smem.a_scale[stage][block][slot + i * mma_m]);
-            }
-        }
-        column = reinterpret_cast<const float2*>(smem.b_scale[stage][0]) + threadIdx.x % 4;
-    }
-};
 
 }  // namespace deep_tile

@@ -1,7 +1,7 @@
 // One math warpgroup: the stage that it is at, its WGMMAs, its turns. The main loops are made of its steps.
 #pragma once
 
-#include "mma.cuh"
+#include "promotion.cuh"
 #include "scales.cuh"
 #include "stored_b.cuh"
 

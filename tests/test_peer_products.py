@@ -1,0 +1,312 @@
+"""Scaled products of the sizes, formats and tolerances that torch publishes for its own on Hopper, as data.
+
+Read in 2026, in PyTorch's test/test_scaled_matmul_cuda.py: the cases that its cuBLASLt, or for groups its CUTLASS,
+runs on compute capability 9.0. Here they go through `torch_compat.scaled_mm`, and groups with scales of rows, for which
+there is no kernel, one by one through `scaled_gemm`. All run on a CPU, by the reference, and on a GPU.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import ScalingType
+
+from deep_tile import scaled_gemm, torch_compat
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+TENSOR, ROWS = ScalingType.TensorWise, ScalingType.RowWise
+TOKENS, WEIGHTS = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Tolerance(NamedTuple):
+    """Between a product and that of what its operands stand for.
+
+    Attributes:
+        relative, absolute: of elements, as `torch.allclose` takes them.
+        cosine: of both as vectors, at least; also with the product of what was quantised.
+    """
+
+    relative: float = 0.0
+    absolute: float = 0.0
+    cosine: float | None = None
+
+
+EXACT = Tolerance()
+
+
+class Peer(NamedTuple):
+    """A test of torch's.
+
+    Attributes:
+        name: of the test.
+        sizes: m, n and k.
+        recipes: of scales of a and b.
+        values: of a and b, names in `VALUES`.
+        scales: "of data": a block's largest number becomes the format's; "ones but two": but for the first of a and the
+            last of b, which are 0.25; or a number each for a and b, whose values are taken as they are.
+        tolerances: by format of the result.
+        formats: of a and b.
+        bias: None; "normal", of the result's format; or a number.
+        fast: values of `use_fast_accum`.
+    """
+
+    name: str
+    sizes: list[tuple[int, int, int]]
+    recipes: list[tuple[ScalingType, ScalingType]]
+    values: list[tuple[str, str]]
+    scales: str | tuple[float, float]
+    tolerances: dict[torch.dtype | None, Tolerance]
+    formats: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3)
+    bias: str | float | None = None
+    fast: tuple[bool, ...] = (False,)
+
+
+VALUES: dict[str, Callable[[int, int, str], torch.Tensor]] = {
+    "eye": lambda rows, k, device: torch.eye(rows, k, device=device),
+    "zeros": lambda rows, k, device: torch.zeros(rows, k, device=device),
+    "ones": lambda rows, k, device: torch.ones(rows, k, device=device),
+    "halves": lambda rows, k, device: torch.full((rows, k), 0.5, device=device),
+    "quarters": lambda rows, k, device: torch.full((rows, k), 0.25, device=device),
+    "uniform": lambda rows, k, device: torch.rand(rows, k, device=device),
+    "normal": lambda rows, k, device: torch.randn(rows, k, device=device),
+    "small": lambda rows, k, device: torch.randn(rows, k, device=device) * 1e-3,
+    "cubes": lambda rows, k, device: torch.randn(rows, k, device=device).pow(3),
+    "bytes": lambda rows, k, device: torch.randint(0, 255, (rows, k), device=device).float(),
+}
+
+OF_TENSORS, OF_ROWS = [(TENSOR, TENSOR)], [(ROWS, ROWS)]
+OF_BLOCKS = [(TOKENS, TOKENS), (WEIGHTS, TOKENS), (TOKENS, WEIGHTS)]
+BLOCK_SIZES = [(256, 768, 512), (384, 128, 1280), (512, 512, 512)]
+OF_16_BITS = Tolerance(7e-2, 7e-2)
+IN_BLOCKS = {BF16: Tolerance(7e-2, 6e-1, 0.999), FP32: Tolerance(2e-3, 7e-1, 0.999)}
+
+
+def square(size):
+    return [(size, size, size)]
+
+
+# fmt: off
+PEERS = [
+    Peer("basics", square(16), OF_TENSORS, [("uniform", "eye")], (1, 1), {None: EXACT}),
+    Peer("basics, e4m3 by e5m2", square(32), OF_TENSORS, [("uniform", "eye")], (1, 1), {None: EXACT}, (E4M3, E5M2)),
+    Peer("basics, e5m2 by e4m3", square(48), OF_TENSORS, [("uniform", "eye")], (1, 1), {None: EXACT}, (E5M2, E4M3)),
+    Peer("basics, fp16", square(64), OF_TENSORS, [("uniform", "eye")], (1, 1), {FP16: EXACT, BF16: EXACT}),
+    Peer("basics, fp32", square(96), OF_TENSORS, [("uniform", "eye")], (1, 1), {FP32: EXACT}),
+    Peer("basics, bf16", square(80), OF_TENSORS, [("uniform", "eye")], (1, 1), {BF16: EXACT}),
+    Peer("scale", square(16), OF_TENSORS, [("halves", "halves")], (1, 1), {BF16: EXACT}, (E4M3, E5M2)),
+    Peer("scale of 0.99", square(16), OF_TENSORS, [("halves", "halves")], (1.5, 0.66), {BF16: Tolerance(2**-8)},
+         (E4M3, E5M2)),
+    Peer("fast accum", square(16), OF_TENSORS, [("halves", "halves")], (1.5, 0.66), {E4M3: EXACT}, (E4M3, E5M2),
+         fast=(True,)),
+    Peer("emulated", [(16, 32, 16)], OF_TENSORS, [("normal", "normal")], "of data",
+         {FP16: OF_16_BITS, BF16: OF_16_BITS, FP32: Tolerance(3e-3, 3e-3)}),
+    Peer("bias", [(16, 32, 48)], OF_TENSORS, [("ones", "quarters")], (1, 1), {BF16: EXACT}, bias=4.0),
+    Peer("bias of zeros", [(16, 32, 48)], OF_TENSORS, [("zeros", "ones")], (1, 1), {BF16: EXACT}, bias=-3.0),
+    Peer("rows that 16 does not divide", [(17, 16, 16)], OF_TENSORS, [("uniform", "uniform")], (1, 1),
+         {BF16: Tolerance(2**-7, 1e-2)}, bias="normal"),
+    Peer("rows", [(1024, 2048, 512)], OF_ROWS, [("halves", "halves")], (1, 1), {BF16: EXACT}, fast=(True, False)),
+    Peer("rows by e5m2", [(1024, 2048, 512)], OF_ROWS, [("halves", "halves")], (1, 1), {BF16: EXACT}, (E4M3, E5M2)),
+    Peer("rows, emulated", [(128, 256, 512)], OF_ROWS, [("normal", "normal")], "of data",
+         {BF16: OF_16_BITS._replace(cosine=0.999), FP16: OF_16_BITS._replace(cosine=0.999)}, bias="normal"),
+    Peer("rows, emulated in fp32", [(128, 256, 512)], OF_ROWS, [("normal", "normal")], "of data",
+         {FP32: Tolerance(2e-3, 2e-3, 0.999)}),
+    Peer("blocks of eyes", square(512), OF_BLOCKS, [("eye", "eye")], "of data", IN_BLOCKS),
+    Peer("blocks of ones", BLOCK_SIZES, OF_BLOCKS, [("ones", "ones")], "of data", IN_BLOCKS),
+    Peer("blocks, scales of one", BLOCK_SIZES, OF_BLOCKS, [("ones", "ones"), ("bytes", "bytes")], (1, 1), IN_BLOCKS),
+    Peer("blocks, modified scales", BLOCK_SIZES, OF_BLOCKS, [("ones", "ones")], "ones but two", IN_BLOCKS),
+    Peer("blocks, random", BLOCK_SIZES, OF_BLOCKS, [("normal", "small")], "of data", IN_BLOCKS),
+    Peer("small blocks", [(256, 128, 256), (256, 256, 128)], OF_BLOCKS, [("cubes", "cubes")], "of data", IN_BLOCKS),
+]
+# fmt: on
+
+
+class Quantized(NamedTuple):
+    """A matrix [rows, k].
+
+    Attributes:
+        codes, scale: of FP8, and what they are multiplied with, by torch's layout for `recipe`.
+        values: what they stand for.
+        before: what was quantised.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    recipe: ScalingType
+    values: torch.Tensor
+    before: torch.Tensor
+
+
+def block_of(recipe: ScalingType, rows: int, k: int) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    return {TENSOR: (rows, k), ROWS: (1, k), TOKENS: (1, 128), WEIGHTS: (128, 128)}[recipe]
+
+
+def quantize(x: torch.Tensor, dtype: torch.dtype, recipe: ScalingType, scales: str | float, odd: int) -> Quantized:
+    """`scales` as in `Peer`; `odd` is the place of the one that is 0.25."""
+    block_rows, block_columns = block_of(recipe, *x.shape)
+    blocks = x.unflatten(1, (-1, block_columns)).unflatten(0, (-1, block_rows)).transpose(1, 2)
+    largest = torch.finfo(dtype).max
+    amax = blocks.abs().amax((2, 3))
+    if scales == "of data":
+        scale = torch.where(amax > 0, amax / largest, 1.0)
+    elif scales == "ones but two":
+        scale = torch.ones_like(amax)
+        scale.view(-1)[odd] = 0.25
+    else:
+        scale = torch.full_like(amax, scales)
+    each = scale[:, :, None, None]
+    codes = (blocks if isinstance(scales, (int, float)) else blocks / each).clamp(-largest, largest).to(dtype)
+    values = codes.float().double() * each
+    codes, values = (y.transpose(1, 2).reshape(x.shape) for y in (codes, values))
+    return Quantized(codes, scale, recipe, values, x)
+
+
+def laid_out(quantized: Quantized, is_b: bool) -> torch.Tensor:
+    """The scale as torch takes it."""
+    scale = quantized.scale
+    if quantized.recipe == TENSOR:
+        return scale.reshape(())
+    if quantized.recipe == ROWS:
+        return scale.t() if is_b else scale
+    if quantized.recipe == TOKENS:
+        return scale.t().contiguous().t()
+    return F.pad(scale, (0, -scale.shape[1] % 4), value=float("nan")).t()
+
+
+def check(peer: Peer, size, recipes, values, output, fast, device):
+    m, n, k = size
+    scales = (peer.scales, peer.scales) if isinstance(peer.scales, str) else peer.scales
+    a, b = (
+        quantize(VALUES[name](rows, k, device), dtype, recipe, scale, odd)
+        for name, rows, dtype, recipe, scale, odd in zip(
+            values, (m, n), peer.formats, recipes, scales, (0, -1), strict=True
+        )
+    )
+    bias = None
+    if peer.bias is not None:
+        bias_dtype = output if output in (BF16, FP16) else BF16
+        bias = torch.randn(n, device=device) if peer.bias == "normal" else torch.full((n,), peer.bias, device=device)
+        bias = bias.to(bias_dtype)
+    out = torch_compat.scaled_mm(
+        *(a.codes, b.codes.t(), laid_out(a, False), a.recipe, laid_out(b, True), b.recipe),
+        bias=bias,
+        output_dtype=output,
+        use_fast_accum=fast,
+    )
+    assert out.dtype == (output or peer.formats[0])
+    exact = a.values @ b.values.t() + (0 if bias is None else bias.double())
+    case = f"{peer.name} {size} {[recipe.name for recipe in recipes]} {values} {output} fast={fast}"
+    tolerance = peer.tolerances[output]
+    assert torch.allclose(out.float(), exact.to(out.dtype).float(), rtol=tolerance.relative, atol=tolerance.absolute), (
+        case
+    )
+    if tolerance.cosine is not None:
+        whole = a.before.double() @ b.before.double().t() + (0 if bias is None else bias.double())
+        for wanted in (exact, whole):
+            assert F.cosine_similarity(out.double().flatten(), wanted.flatten(), dim=0) >= tolerance.cosine, case
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("device", DEVICES)
+def test_as_close_as_torch_asks(peer, device):
+    for size, recipes, values, output, fast in itertools.product(
+        peer.sizes, peer.recipes, peer.values, peer.tolerances, peer.fast
+    ):
+        check(peer, size, recipes, values, output, fast, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_stride_between_columns(device):
+    a = quantize(torch.randn(16, 16, device=device), E4M3, TENSOR, "of data", 0)
+    b = quantize(torch.randn(32, 16, device=device), E4M3, TENSOR, "of data", 0)
+    apart = torch.empty_strided((16, 32), (1, 64), dtype=E4M3, device=device)
+    apart.copy_(b.codes.t())
+    out = torch_compat.scaled_mm(a.codes, apart, laid_out(a, False), TENSOR, laid_out(b, True), TENSOR)
+    assert torch.allclose(out.double(), a.values @ b.values.t(), rtol=7e-2, atol=7e-2)
+
+
+@pytest.mark.parametrize("size", [(0, 32, 32), (32, 32, 0), (32, 0, 32)])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_rows_columns_or_k(size, compiled, device):
+    m, n, k = size
+    a, b = (torch.zeros(rows, k, device=device).to(E4M3) for rows in (m, n))
+    scale = torch.tensor(float("-inf"), device=device)
+    call = torch.compile(torch_compat.scaled_mm, backend="aot_eager") if compiled else torch_compat.scaled_mm
+    assert torch.equal(call(a, b.t(), scale, TENSOR, scale, TENSOR), torch.zeros(m, n, device=device).bfloat16())
+
+
+GROUPS, M, N, K = 4, 16, 32, 64
+
+
+class Grouped(NamedTuple):
+    """Each group's operands."""
+
+    a: list[torch.Tensor]
+    a_scale: list[torch.Tensor]
+    b: list[torch.Tensor]
+    b_scale: list[torch.Tensor]
+
+
+def grouped(along: str, strided: bool, empty: bool, device: str) -> Grouped:
+    """Groups along k, along rows of a or of b, or each in a matrix of its own; the first may be empty, and the second
+    twice as large."""
+    step = 1 + strided
+    ends = [K * (i + 1) if along == "k" else (M if along == "a" else N) * (i + 1) for i in range(GROUPS)]
+    if empty:
+        ends[0] = 0
+    parts = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+    def codes(*shape: int) -> torch.Tensor:
+        padded = (*(step * groups for groups in shape[:-2]), shape[-2], shape[-1] + K * strided)
+        x = torch.randn(padded, device=device).to(E4M3)
+        return x[::step, :, : shape[-1]] if len(shape) == 3 else x[:, : shape[-1]]
+
+    def scales(rows: int) -> list[torch.Tensor]:
+        return list(torch.rand(GROUPS * rows, device=device).split(rows))
+
+    if along == "k":
+        a, b = codes(M, K * GROUPS), codes(N, K * GROUPS)
+        return Grouped([a[:, part] for part in parts], scales(M), [b[:, part] for part in parts], scales(N))
+    a = codes(M * GROUPS, K) if along == "a" else codes(GROUPS, M, K)
+    b = codes(N * GROUPS, K) if along == "b" else codes(GROUPS, N, K)
+    scale = torch.rand(GROUPS * (M if along == "a" else N), device=device)
+    of_parts = [scale[part] for part in parts]
+    return Grouped(
+        [a[part] for part in parts] if along == "a" else list(a),
+        of_parts if along == "a" else scales(M),
+        [b[part] for part in parts] if along == "b" else list(b),
+        of_parts if along == "b" else scales(N),
+    )
+
+
+@pytest.mark.parametrize(
+    ("along", "empty"), [("k", False), ("a", False), ("a", True), ("b", False), ("b", True), ("none", False)]
+)
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_group_with_scales_of_rows(along, empty, strided, fast, device):
+    """FP32 within torch's tolerance, and BF16, which torch compares with its own, within that and its rounding."""
+    for a, a_scale, b, b_scale in zip(*grouped(along, strided, empty, device), strict=True):
+        wanted = (a.float().double() * a_scale[:, None]) @ (b.float().double() * b_scale[:, None]).t()
+        out = scaled_gemm(a, a_scale, b, b_scale, out_dtype=torch.float32, fast_accum=fast)
+        assert torch.allclose(out.double(), wanted, rtol=5e-4, atol=5e-2)
+        out = scaled_gemm(a, a_scale, b, b_scale, fast_accum=fast)
+        assert torch.allclose(out.double(), wanted, rtol=2**-8 + 5e-4, atol=5e-2)
+
+
+def test_groups_with_scales_of_rows_are_torch_s_own():
+    offs = torch.arange(M, GROUPS * M + 1, M, dtype=torch.int32)
+    a, b = torch.zeros(M * GROUPS, K).to(E4M3), torch.zeros(GROUPS, N, K).to(E4M3)
+    scales = torch.ones(GROUPS * M), torch.ones(GROUPS, N)
+    with pytest.raises(
+        ValueError, match="RowWise x RowWise; deep_tile has BlockWise1x128 x .* call torch's own function"
+    ):
+        torch_compat.scaled_grouped_mm(a, b.transpose(1, 2), scales[0], ROWS, scales[1], ROWS, offs=offs)
