@@ -208,6 +208,7 @@ def test_wrong_gradients_launch_nothing():
 def test_wrong_calls_launch_nothing():
     operands = make_operands(5, 128, 256)
     a, b, out = operands[:2], operands[2:], torch.zeros(5, 128, dtype=torch.bfloat16)
+    by_rows = (b[0], b[1].expand(128, 2))
     for arguments, keywords, kind, message in (
         ((a[0], b, out), {}, TypeError, "a is a Tensor; it must be a pair"),
         ((a, b[:1], out), {}, TypeError, "b is a tuple; it must be a pair"),
@@ -221,7 +222,12 @@ def test_wrong_calls_launch_nothing():
         ((a, b, out), {"recipe_b": (128, 64)}, ValueError, "recipe_b is"),
         ((a, b, out), {"recipe": (1, 1, 128)}, ValueError, "b_scale"),
         ((a, b, out), {"recipe": (1, 1, 128), "recipe_b": (128, 128)}, ValueError, r"recipe_b is \(128, 128\)"),
-        ((a, b, out), {"recipe": (1, 1, 128), "c": out}, TypeError, "c is a tensor of torch.bfloat16; with c, both"),
+        (
+            (a, by_rows, out),
+            {"recipe": (1, 1, 128), "c": out},
+            TypeError,
+            "c is a tensor of torch.bfloat16; with c, both",
+        ),
         ((a, (b[0], torch.zeros(1, 1, dtype=torch.int32)), out), {}, TypeError, "b's scale is packed into int32"),
         ((a, b, out.double()), {}, TypeError, "out must be one of torch.bfloat16"),
         (((a[0], a[1].t()), b, out), {}, ValueError, "It looks transposed"),

@@ -158,8 +158,13 @@ LEGAL_CORNERS = (
 def every_kernel():
     """Every kernel of these tests, compiled on all cores and loaded; of those that add, also those that do not."""
     known = (*CONFIGS, *LEGAL_CORNERS)
-    plain = (replace(config, accumulate=False) for config in known if config.accumulate)
+    plain = (without_adding(config) for config in known if config.accumulate)
     plan.load_kernels(dict.fromkeys((*known, *plain)), torch.cuda.current_device(), os.cpu_count())
+
+
+def without_adding(config: GemmConfig) -> GemmConfig:
+    """The config with sums of its own, whose boxes may be others: one for which there is room."""
+    return replace(config, accumulate=False, store_buffers=1)
 
 
 def check_gemm(a, b, dtype, *, out_stride=None, out_offset=0, **keywords) -> torch.Tensor:
@@ -213,7 +218,7 @@ def check_added(product: Product, guarded: GuardedOut, config: GemmConfig | None
         added(product, before).check(guarded, config=config, **keywords)
         if config is not None:
             plain = torch.empty_like(guarded.out)
-            product.call(*product.operands, plain, config=replace(config, accumulate=False), **keywords)
+            product.call(*product.operands, plain, config=without_adding(config), **keywords)
             assert same_bits(guarded.out, before.add_(plain))
 
 

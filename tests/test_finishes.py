@@ -202,7 +202,7 @@ def test_precompile_compiles_what_the_selector_gives():
 
 @each_kind
 def test_ops_have_a_finish(kind):
-    torch._dynamo.reset()  # which else compiles one function eight times at most
+    torch._dynamo.reset()  # it counts the kinds before this one as compilations of the same function
     product = make_product(kind, 6, 32, 160)
     bias = torch.randn(32)
     options = {"bias": bias, "activation": "swiglu", "out_dtype": torch.bfloat16}

@@ -63,8 +63,11 @@ def fp8_gemm_nt(
     """
     if _is_by_rows(recipe, recipe_b):
         _check_recipes(recipe, recipe_a, recipe_b, quantize.TOKEN_BLOCK)
+        operands = _operands(a, b)
+        _require_dimensions(a=(operands[0], 2), a_scale=(operands[1], 2), b=(operands[2], 2), b_scale=(operands[3], 2))
+        dense.check_row_block_scales(("a", "a_scale", "b", "b_scale"), operands)
         accumulate = _begin_sum(d, c)
-        dense.scaled_gemm(*_operands(a, b), d, accumulate=accumulate, **_settings)
+        dense.scaled_gemm(*operands, d, accumulate=accumulate, **_settings)
         return
     _refuse_sum(c)
     _check_recipes(recipe, recipe_a, recipe_b)
