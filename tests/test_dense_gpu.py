@@ -155,9 +155,10 @@ LEGAL_CORNERS = (
 
 
 @pytest.fixture(scope="module")
-def every_kernel():
-    """Every kernel of these tests, compiled on all cores and loaded; of those that add, also those that do not."""
-    known = (*CONFIGS, *LEGAL_CORNERS)
+def every_kernel(request):
+    """The kernels of the chosen tests, compiled on all cores and loaded; of those that add, also those that do not."""
+    tests = (item for item in request.session.items if item.module is request.module and hasattr(item, "callspec"))
+    known = [item.callspec.params["config"] for item in tests if "config" in item.callspec.params]
     plain = (without_adding(config) for config in known if config.accumulate)
     plan.load_kernels(dict.fromkeys((*known, *plain)), torch.cuda.current_device(), os.cpu_count())
 

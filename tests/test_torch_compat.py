@@ -141,6 +141,8 @@ def test_nothing_is_scaled_by_infinity(shape):
 @each_recipe
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "promoted"])
 def test_values_of_other_recipes_are_torch_s(recipe, fast):
+    if recipe == TOKENS and fast:
+        pytest.skip("torch takes no fast sums of blocks")
     product = make_product(
         FAMILY[recipe], 256, 512, 1024, device="cuda", scales="column" if recipe == TENSOR else "row"
     )
