@@ -165,8 +165,8 @@ class GemmConfig:
             return "accumulate is True; a product is added to `out` without bias and activation"
         if not self.product.promotes and (self.resident_b or self.pairs or self.is_grouped):
             return f"kind is {self.kind!r}; such products are made without groups, resident b and pairs"
-        if self.row_groups and (self.cluster > 1 or self.resident_b or self.narrow_n or self.pairs):
-            what = "clusters, resident b, narrow tiles and pairs"
+        if self.row_groups and (self.split_k > 1 or self.resident_b or self.narrow_n or self.pairs):
+            what = "split K, resident b, narrow tiles and pairs"
             return f"grouping is {self.grouping!r}; groups are multiplied without {what}"
         if self.is_grouped and self.is_finished:
             return f"grouping is {self.grouping!r}; groups are multiplied without bias and activation"

@@ -218,7 +218,7 @@ def run_quantized(case: Case, device: str = "cuda") -> None:
 
 def run_groups(config: GemmConfig, device: str = "cuda") -> None:
     """Groups of `config`'s layout, one after the other or each in rows of its own. Raises AssertionError."""
-    n, k, room = 264 if config.tma_store else 261, 400, max(GROUPS) + 3
+    n, k, room, num_sms = 264 if config.tma_store else 261, 400, max(GROUPS) + 3, 2 + config.cluster
     ends = list(accumulate(GROUPS))
     begins = [end - size for end, size in zip(ends, GROUPS, strict=True)]
     if config.by_counts:
@@ -232,9 +232,9 @@ def run_groups(config: GemmConfig, device: str = "cuda") -> None:
     bounds = torch.tensor(GROUPS if config.by_counts else ends, dtype=torch.int32).to(device)
     if config.by_counts:
         a, a_scale, into = (x.unflatten(0, (len(GROUPS), room)) for x in (a, a_scale, out))
-        fp8_grouped_gemm(a, a_scale, b, b_scale, counts=bounds, out=into, config=config, num_sms=3)
+        fp8_grouped_gemm(a, a_scale, b, b_scale, counts=bounds, out=into, config=config, num_sms=num_sms)
     else:
-        fp8_grouped_gemm(a, a_scale, b, b_scale, bounds, out, config=config, num_sms=3)
+        fp8_grouped_gemm(a, a_scale, b, b_scale, bounds, out, config=config, num_sms=num_sms)
     results = out.cpu()
     for begin, size, weight in zip(begins, GROUPS, weights, strict=True):
         group = Operands(rows.a[begin : begin + size], rows.a_scale[begin : begin + size], *weight)

@@ -52,6 +52,7 @@ def legal_configs():
         ({"pairs": True}, "pairs is True; supported for tiles of 128x112 and 128x144"),
         ({"block_n": 112, "pairs": True, "cluster_n": 2}, "pairs is True; .* without clusters"),
         ({"block_n": 144, "narrow_n": 128, "pairs": True}, "narrow_n is 128; .* resident b and pairs"),
+        ({"grouping": "offs", "split_k": 2}, "grouping is 'offs'; groups are multiplied without split K"),
         ({"store_buffers": 11}, "store_buffers is 11; supported are 1 to 10"),
         ({"block_m": 256, "block_n": 160}, "160 accumulators and 40 of one K block exceed the 192 registers"),
         ({"stages": 8}, f"bytes of shared memory exceed Hopper's {SMEM_LIMIT_BYTES}"),

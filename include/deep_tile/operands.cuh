@@ -14,14 +14,15 @@ struct OperandBox {
     int rows;
 };
 
-// Those of `a` of a group's tile, below each other: as many quarters as have rows of the group, or, with all four, one.
+// Those of `a` of a group's tile, below each other: as many quarters as have rows of the group, or, with all four, one; or
+// one for each of two blocks that share them. A tile beyond its group's rows has none.
 template <GemmConfig config>
 struct QuarterBoxes {
     static constexpr int quarter = config.block_m / 4;
     int all_rows;
 
     __device__ __forceinline__ bool is_whole() const { return all_rows == config.block_m; }
-    __device__ __forceinline__ int rows() const { return is_whole() ? config.block_m : quarter; }
+    __device__ __forceinline__ int rows() const { return is_whole() ? config.block_m / config.cluster_n : quarter; }
 };
 
 template <GemmConfig config>
@@ -31,7 +32,8 @@ template <GemmConfig config>
 __device__ __forceinline__ ABoxes<config> a_box(const GemmParams& params, Tile<config> tile) {
     if constexpr (config.row_groups()) {
         constexpr int quarter = QuarterBoxes<config>::quarter;
-        return {min(ceil_div(tile.end - tile.out, quarter) * quarter, config.block_m)};
+        const int left = config.cluster_m > 1 ? max(tile.end - tile.out, 0) : tile.end - tile.out;
+        return {min(ceil_div(left, quarter) * quarter, config.block_m)};
     } else {
         const bool last = tile.a_row() + config.block_m > params.m;
         const bool beyond = config.cluster_m > 1 && tile.a_row() >= params.m;
@@ -184,6 +186,7 @@ class OperandLoader {
    private:
     static constexpr u32 row_scale_bytes = config.block_m * sizeof(float);
     static constexpr u32 column_scale_bytes = config.block_n * sizeof(float);
+    static constexpr u16 both_blocks = 0b11;
 
     __device__ __forceinline__ u32 full(int stage) const { return ptx::smem_address(&smem_.full[stage]); }
 
@@ -201,15 +204,21 @@ class OperandLoader {
         ptx::mbarrier_arrive_expect_tx(full(stage), operands + scales + column_scales);
     }
 
+    // Of those that two blocks share, each requests every other one.
     __device__ __forceinline__ void load_quarters(u8* tile, u32 barrier, int step) const {
+        constexpr bool shared = config.cluster_n > 1 && multicast;
         const TensorMap& map = params_.a_maps[!a_.is_whole()];
 #pragma unroll
         for (int i = 0; i < config.scale_blocks; ++i) {
 #pragma unroll 1
-            for (int first = 0; first < a_.all_rows; first += a_.rows()) {
+            for (int first = shared ? rank_ * a_.rows() : 0; first < a_.all_rows; first += a_.rows() * (shared ? 2 : 1)) {
                 const u32 smem = ptx::smem_address(tile) + (i * config.block_m + first) * k_block_bytes;
-                ptx::cp_async_bulk_tensor_load(smem, map, step * config.k_bytes + i * k_block_bytes,
-                                               tile_.a_row() + first, barrier);
+                const int k = step * config.k_bytes + i * k_block_bytes, row = tile_.a_row() + first;
+                if constexpr (shared) {
+                    ptx::cp_async_bulk_tensor_load_multicast(smem, map, k, row, barrier, both_blocks);
+                } else {
+                    ptx::cp_async_bulk_tensor_load(smem, map, k, row, barrier);
+                }
             }
         }
     }
@@ -217,7 +226,6 @@ class OperandLoader {
     template <int tile_rows, bool shared>
     __device__ __forceinline__ void load(u8* tile, OperandBox operand, u32 barrier, int row, int step) const {
         if (config.multicast() && operand.rows == 0) return;
-        constexpr u16 both_blocks = 0b11;
         const int first = shared ? rank_ * operand.rows : 0;
 #pragma unroll
         for (int i = 0; i < config.scale_blocks; ++i) {
