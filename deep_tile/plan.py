@@ -359,15 +359,15 @@ def operand_tails(problem: GemmProblem, config: GemmConfig) -> tuple[int, int]:
     """Rows of `a` and of `b` in the boxes of their last tiles, 0 where all tiles are full.
 
     A last tile of fewer rows than the others has a map of its own, which the kernel takes for granted: without one it
-    stops, and with rows that do not fit it waits for ever. Of groups of rows, which the host does not know, a tile's
-    box of `a` is whole or a quarter of that.
+    stops, and with rows that do not fit it waits for ever. Of groups of rows, which the host does not know, a tile of
+    `a` is fetched whole or by quarters, of which blocks that share it request a part each.
 
     Raises:
         ValueError: rows that do not fit.
     """
     wide_n = problem.n - narrow_columns(config, problem) * config.narrow_n
     if config.row_groups:
-        a_tail = config.block_m // 4
+        a_tail = config.block_m // 4 // config.cluster_n
     else:
         a_tail = _checked_tail("a", problem.m, config.block_m, config.cluster_n)
     return a_tail, _checked_tail("b", wide_n, config.block_n, config.cluster_m)

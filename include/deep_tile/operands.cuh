@@ -14,15 +14,17 @@ struct OperandBox {
     int rows;
 };
 
-// Those of `a` of a group's tile, below each other: as many quarters as have rows of the group, or, with all four, one; or
-// one for each of two blocks that share them. A tile beyond its group's rows has none.
+// Those of `a` of a group's tile, below each other: as many quarters as have rows of the group, or, with all four, one. A
+// tile beyond its group's rows has none. Of what two blocks share each requests half, however little there is, so that
+// the math warps of both wait for each other: else one might give a launch's last stage back to its peer before another
+// has given back what that stage held before, and the peer might exit too soon.
 template <GemmConfig config>
 struct QuarterBoxes {
     static constexpr int quarter = config.block_m / 4;
     int all_rows;
 
     __device__ __forceinline__ bool is_whole() const { return all_rows == config.block_m; }
-    __device__ __forceinline__ int rows() const { return is_whole() ? config.block_m / config.cluster_n : quarter; }
+    __device__ __forceinline__ int rows() const { return (is_whole() ? config.block_m : quarter) / config.cluster_n; }
 };
 
 template <GemmConfig config>
