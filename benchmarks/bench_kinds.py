@@ -4,9 +4,11 @@ INT8 with block scales, and FP8 with scales of 1x128 for both operands, are time
 
     PYTHONPATH=. python benchmarks/bench_kinds.py --kind bf16 --shapes nine --out bf16.json
     PYTHONPATH=. python benchmarks/bench_kinds.py --kind bf16 --shapes nine --search --out search_bf16.json
+    PYTHONPATH=. python benchmarks/bench_kinds.py --kind bf16 --layout nn --shapes nine --out bf16_nn.json
 
-Medians in microseconds, contestants in turn, L2 cold (timing.py). With --search, each config that suits the shape, too,
-and how far the selector's choice is from the fastest. Stops with what it has after --seconds.
+BF16 and FP16 operands lie as --layout says, for torch as for us. Medians in microseconds, contestants in turn, L2 cold
+(timing.py). With --search, each config that suits the shape, too, and how far the choice is from the fastest.
+Stops with what it has after --seconds.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from benchmarks import store, timing
 from benchmarks.shapes import M_RANGES, Shape, m_range, select_shapes
 from deep_tile import fp8_gemm, gemm, int8_gemm, plan, scaled_gemm
 from deep_tile.config import GemmConfig, ceil_div
+from deep_tile.kinds import LAYOUTS
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import (
     MAX_RELATIVE_ERROR,
@@ -55,11 +58,15 @@ class Contest(NamedTuple):
     expected: Callable[[torch.Tensor], torch.Tensor]
 
 
-def without_scales(dtype: torch.dtype) -> Callable[[Shape], Contest]:
-    """`gemm` against torch.mm."""
+def without_scales(dtype: torch.dtype, layout: str = "nt") -> Callable[[Shape], Contest]:
+    """`gemm` against torch.mm of the same strides."""
+
+    def operand(rows: int, k: int, major: str) -> torch.Tensor:
+        x = torch.randn(*((rows, k) if major == "k" else (k, rows)), device="cuda", dtype=dtype)
+        return x if major == "k" else x.t()
 
     def contest(shape: Shape) -> Contest:
-        a, b = (torch.randn(rows, shape.k, device="cuda", dtype=dtype) for rows in (shape.m, shape.n))
+        a, b = (operand(rows, shape.k, major) for rows, major in zip((shape.m, shape.n), LAYOUTS[layout], strict=True))
         out, other = (torch.empty(shape.m, shape.n, device="cuda", dtype=dtype) for _ in range(2))
         return Contest(
             lambda config: gemm(a, b, out, config=config),
@@ -123,9 +130,11 @@ def row_blocks(shape: Shape) -> Contest:
     )
 
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Of operands that may lie in any layout."""
+
 KINDS = {
-    "bf16": without_scales(torch.bfloat16),
-    "fp16": without_scales(torch.float16),
+    **{kind: without_scales(dtype) for kind, dtype in DTYPES.items()},
     **{kind: scaled(kind) for kind in ("fp8_rows", "fp8_tensor", "int8", "int8_rows")},
     "fp8_1x128": row_blocks,
 }
@@ -136,9 +145,9 @@ FAST_ERROR = 5e-2
 """Relative, of FP8 sums over all of k as the tensor cores keep them, at most."""
 
 
-def problem_of(kind: str, shape: Shape, num_sms: int = 132) -> GemmProblem:
-    output = OUTPUTS.get(kind, "bf16")
-    return GemmProblem(*shape, num_sms=num_sms, kind="fp8_rows" if kind == "fp8_tensor" else kind, output=output)
+def problem_of(kind: str, shape: Shape, num_sms: int = 132, layout: str = "nt") -> GemmProblem:
+    of_kind = {"kind": "fp8_rows" if kind == "fp8_tensor" else kind, "output": OUTPUTS.get(kind, "bf16")}
+    return GemmProblem(*shape, num_sms=num_sms, layout=layout, **of_kind)
 
 
 def check(contest: Contest, config: GemmConfig | None, shape: Shape, most: float) -> None:
@@ -151,23 +160,23 @@ def check(contest: Contest, config: GemmConfig | None, shape: Shape, most: float
         raise RuntimeError(f"{config or 'the choice'} at {shape}: relative error {error:.2e} exceeds {most}")
 
 
-def configs_of(kind: str, shape: Shape) -> list[GemmConfig]:
+def configs_of(kind: str, shape: Shape, layout: str = "nt") -> list[GemmConfig]:
     """Those that may be the fastest: neither most of their rows empty nor tiles of few rows by the hundred."""
-    problem = problem_of(kind, shape)
+    problem = problem_of(kind, shape, layout=layout)
 
     def plausible(config: GemmConfig) -> bool:
         if config.block_m > 64:
             return shape.m > 64 and (config.split_k == 1 or shape.m <= 2048)
         return shape.m <= 512
 
-    known = default_configs(True, problem.kind, problem.output)
+    known = default_configs(True, problem.kind, problem.output, layout=layout)
     return [config for config in known if suits(config, problem) and plausible(config)]
 
 
 def measure(kind: str, shape: Shape, options: argparse.Namespace, flush: timing.L2Flush) -> dict[str, Any]:
     """The row of one shape, as it is written."""
-    contest = KINDS[kind](shape)
-    configs = [None, *(configs_of(kind, shape) if options.search else ())]
+    contest = (KINDS[kind] if options.layout == "nt" else without_scales(DTYPES[kind], options.layout))(shape)
+    configs = [None, *(configs_of(kind, shape, options.layout) if options.search else ())]
     for config in configs:
         check(contest, config, shape, FAST_ERROR if kind.startswith("fp8") else MAX_RELATIVE_ERROR)
     graphs: dict[Any, timing.Captured] = {"torch": timing.capture(contest.theirs)}
@@ -179,7 +188,7 @@ def measure(kind: str, shape: Shape, options: argparse.Namespace, flush: timing.
     else:
         us = {name: took.us for name, took in timing.time_alternating(graphs, options.repeats, flush).items()}
     num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    chosen = choose(problem_of(kind, shape, num_sms)).name
+    chosen = choose(problem_of(kind, shape, num_sms, options.layout)).name
     return {**shape._asdict(), "config": chosen, "us": us}
 
 
@@ -210,15 +219,22 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=KINDS, required=True)
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, default="nt", help="of BF16 and FP16 operands (default: %(default)s)"
+    )
     parser.add_argument("--shapes", default="nine", help="all, nine, 'm<=128', m=129-1024, 'm>1024' or MxNxK,MxNxK")
     parser.add_argument("--search", action="store_true", help="time each config that may be the fastest, too")
     parser.add_argument("--repeats", type=int, default=20, help="samples per contestant and shape")
     parser.add_argument("--seconds", type=float, default=600, help="begin no other shape after that")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     options = parser.parse_args()
+    if options.layout != "nt" and options.kind not in DTYPES:
+        parser.error(
+            f"--layout {options.layout} is for {' and '.join(DTYPES)}; {options.kind} lies along k, as nt says"
+        )
     shapes = select_shapes(options.shapes)
     if options.search:
-        known = {config for shape in shapes for config in configs_of(options.kind, shape)}
+        known = {config for shape in shapes for config in configs_of(options.kind, shape, options.layout)}
         plan.load_kernels(known, torch.cuda.current_device(), os.cpu_count() or 1)
     begun, rows, flush = time.monotonic(), [], timing.L2Flush()
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
@@ -229,7 +245,9 @@ def main() -> None:
             rows.append(measure(options.kind, shape, options, flush))
             print(line(rows[-1]), flush=True)
             torch.cuda.empty_cache()
-    store.save(options.out, {"meta": timing.describe_run() | {"kind": options.kind}, "shapes": rows})
+    store.save(
+        options.out, {"meta": timing.describe_run() | {"kind": options.kind, "layout": options.layout}, "shapes": rows}
+    )
     print("\n".join(summary(rows)))
 
 

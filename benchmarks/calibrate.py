@@ -2,14 +2,14 @@
 
     PYTHONPATH=. python benchmarks/calibrate.py benchmarks/results/search_h200.json \\
         --chains benchmarks/results/search_chain_h200.json --alone benchmarks/results/alone_h200.json
-    PYTHONPATH=. python benchmarks/calibrate.py search_bf16.json --kind bf16
+    PYTHONPATH=. python benchmarks/calibrate.py search_bf16.json [another_gpu_s.json ...] --kind bf16
 
 No GPU. The two coefficients of each config, three where `b` stays, minimise the logarithm of predicted over measured
-time; the constants that all configs share are those of SHARED. Other kinds have a search of bench_kinds.py and no
-choices beside the model's. For FP8, shapes where the model's choice loses are listed, with
-the best config: the fastest when launched by itself, or, where search_chain.py timed it in chains as well, by both.
-Large products are bound by power: there back-to-back runs of bench_gemm.py decide, each config in a power state of its
-own. Prints the model's error, and what the choices lose against the fastest config measured.
+time; the constants that all configs share are those of SHARED. Other kinds have searches of bench_kinds.py, each
+predicted for its own GPU, and no choices beside the model's. For FP8, shapes where the model's choice loses are listed,
+with the best config: the fastest when launched by itself, or, where search_chain.py timed it in chains as well, by
+both. Large products are bound by power: there back-to-back runs of bench_gemm.py decide, each config in a power state
+of its own. Prints the model's error, and what the choices lose against the fastest config measured.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import json
 import math
 from pathlib import Path
 from statistics import fmean, geometric_mean
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from deep_tile.problem import GemmProblem
 from deep_tile.select import cost
 from deep_tile.select.choose import bucket_key, choose, choose_bucket
 from deep_tile.select.defaults import default_configs
+from deep_tile.select.hardware import H200, Hardware, for_device
 
 SHARED = {
     **{"launch_us": 5.5, "memory_us": 0.6, "overlap": 6.0},
@@ -51,19 +53,40 @@ WORTH_ALONE = 1.015
 """The same of back-to-back runs, beyond which a choice made in turns is wrong for a GPU of one's own."""
 
 
-def fit(config: GemmConfig, times: dict[Shape, float], fastest: dict[Shape, float], kind: str = "fp8") -> list[float]:
+class Sample(NamedTuple):
+    """What one config took at one shape, on which GPU, and what the fastest took."""
+
+    shape: Shape
+    us: float
+    fastest_us: float
+    hardware: Hardware
+
+
+def samples_of(config: GemmConfig, searched: Searched, hardware: Hardware = H200) -> list[Sample]:
+    """A config's among those of a search."""
+    return [
+        Sample(shape, times[config.name], min(times.values()), hardware)
+        for shape, times in searched.items()
+        if config.name in times
+    ]
+
+
+def fit(config: GemmConfig, samples: list[Sample], kind: str = "fp8") -> list[float]:
     """The TileTimes of one config by Gauss-Newton on their logarithms, through the selector's own model.
 
-    A shape weighs the less, the further the config is from the fastest there: the model has to rank contenders.
+    A sample weighs the less, the further the config is from the fastest there: the model has to rank contenders.
     """
-    problems = [problem_of(kind, shape) for shape in times]
-    measured = np.array(list(times.values()))
-    excess = measured / np.array([fastest[shape] for shape in times]) - 1
+    problems = [problem_of(kind, sample.shape) for sample in samples]
+    measured = np.array([sample.us for sample in samples])
+    excess = measured / np.array([sample.fastest_us for sample in samples]) - 1
     weight = 1 / (1 + (excess / CONTENDER) ** 2)
 
     def log_error(logs: np.ndarray) -> np.ndarray:
         cost.calibration(kind).configs[config.name] = cost.TileTimes(*np.exp(logs))
-        predicted = [cost.estimate(config, problem).time_us for problem in problems]
+        predicted = [
+            cost.estimate(config, problem, sample.hardware).time_us
+            for problem, sample in zip(problems, samples, strict=True)
+        ]
         return np.log(np.array(predicted) / measured)
 
     count = 3 if config.resident_b else 2
@@ -141,21 +164,27 @@ def report_losses(searched: Searched) -> str:
     return f"chosen over fastest: {geometric_mean(losses):.3f} in the geometric mean, {max(losses):.3f} at worst"
 
 
-def calibrate_kind(kind: str, path: Path) -> None:
-    """Of a search of bench_kinds.py."""
-    found = store.load(path)
-    searched = {Shape(row["m"], row["n"], row["k"]): timed_configs(row["us"]) for row in found["shapes"]}
-    before = losses_of_kind(kind, searched)
-    fastest = {shape: min(times.values()) for shape, times in searched.items()}
-    source = {name: found["meta"][name] for name in ("gpu", "num_sms", "date")}
-    model = {**source, "fitted_to": path.name, **SHARED, "configs": {}, "choices": {}}
+def calibrate_kind(kind: str, paths: list[Path]) -> None:
+    """Of searches of bench_kinds.py."""
+    found = [store.load(path) for path in paths]
+    searches = [
+        (
+            {Shape(row["m"], row["n"], row["k"]): timed_configs(row["us"]) for row in search["shapes"]},
+            for_device(search["meta"]["gpu"]),
+        )
+        for search in found
+    ]
+    before = losses_of_kind(kind, searches)
+    source = {name: found[0]["meta"][name] for name in ("gpu", "num_sms", "date")}
+    fitted_to = ", ".join(path.name for path in paths)
+    model = {**source, "fitted_to": fitted_to, **SHARED, "configs": {}, "choices": {}}
     write(model, kind)
     for config in default_configs(True, kind, problem_of(kind, Shape(1, 1, 1)).output):
-        times = {shape: times[config.name] for shape, times in searched.items() if config.name in times}
-        if times:
-            model["configs"][config.name] = [round(value, 4) for value in fit(config, times, fastest, kind)]
+        samples = [sample for search in searches for sample in samples_of(config, *search)]
+        if samples:
+            model["configs"][config.name] = [round(value, 4) for value in fit(config, samples, kind)]
     write(model, kind)
-    print(f"{kind}: {before} before, {losses_of_kind(kind, searched)} now")
+    print(f"{kind}: {before} before, {losses_of_kind(kind, searches)} now")
 
 
 def timed_configs(us: dict[str, float]) -> dict[str, float]:
@@ -163,35 +192,41 @@ def timed_configs(us: dict[str, float]) -> dict[str, float]:
     return {name: time for name, time in us.items() if name not in ("torch", "deep_tile")}
 
 
-def losses_of_kind(kind: str, searched: Searched) -> str:
+def losses_of_kind(kind: str, searches: list[tuple[Searched, Hardware]]) -> str:
     """What following the choices costs."""
-    chosen = {shape: choose(problem_of(kind, shape)).name for shape in searched}
-    losses = [times[chosen[shape]] / min(times.values()) for shape, times in searched.items() if chosen[shape] in times]
+    shapes = {shape for searched, _ in searches for shape in searched}
+    chosen = {shape: choose(problem_of(kind, shape)).name for shape in shapes}
+    losses = [
+        times[chosen[shape]] / min(times.values())
+        for searched, _ in searches
+        for shape, times in searched.items()
+        if chosen[shape] in times
+    ]
     return f"chosen over fastest {geometric_mean(losses):.3f} in the geometric mean, {max(losses):.3f} at worst"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("search", type=Path, help="JSON file of search.py, or of bench_kinds.py for another kind")
+    parser.add_argument(
+        "search", type=Path, nargs="+", help="JSON file of search.py, or for another kind those of bench_kinds.py"
+    )
     parser.add_argument("--kind", choices=KINDS, default="fp8", help="of product (default: %(default)s)")
     parser.add_argument("--chains", type=Path, help="JSON file of search_chain.py; needed for FP8")
     parser.add_argument("--alone", type=Path, help="JSON file of bench_gemm.py --sustained; needed for FP8")
     arguments = parser.parse_args()
-    path = arguments.search
     if arguments.kind != "fp8":
-        calibrate_kind(arguments.kind, path)
+        calibrate_kind(arguments.kind, arguments.search)
         return
-    if arguments.chains is None or arguments.alone is None:
-        parser.error("FP8 needs --chains and --alone, too")
+    if arguments.chains is None or arguments.alone is None or len(arguments.search) > 1:
+        parser.error("FP8 needs one search, and --chains and --alone, too")
+    path = arguments.search[0]
     searched, chains = load_search(path), load_search(arguments.chains, "us_per_launch")
-    fastest = {shape: min(times.values()) for shape, times in searched.items()}
     run = store.load(path)["run"]
     source = {"gpu": run["gpu"], "num_sms": run["num_sms"], "date": run["date"], "fitted_to": path.name}
     model = {**source, **SHARED, "configs": {}, "choices": {}}
     write(model)
     for config in default_configs():
-        times = {shape: times[config.name] for shape, times in searched.items() if config.name in times}
-        model["configs"][config.name] = [round(value, 4) for value in fit(config, times, fastest)]
+        model["configs"][config.name] = [round(value, 4) for value in fit(config, samples_of(config, searched))]
     write(model)
     print("model alone:", report(searched))
     write({**model, "choices": better_choices(searched, chains) | alone_choices(arguments.alone)})

@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from deep_tile import _launcher, cast, finishes, jit, launches, ops, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.finishes import OUTPUT_NAMES, names, torch_dtype
-from deep_tile.kinds import GROUPINGS, KINDS, OUTPUTS, QUANTIZED, RESULTS
+from deep_tile.kinds import GROUPINGS, KINDS, LAYOUTS, OUTPUTS, QUANTIZED, RESULTS, Kind
 from deep_tile.params import Place
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import finished, fp8_gemm_reference
@@ -291,6 +291,7 @@ def supports(
     out_dtype: torch.dtype | None = None,
     a_stride: int | None = None,
     b_stride: int | None = None,
+    layout: str = "nt",
 ) -> tuple[bool, str]:
     """Whether `fp8_gemm`, or `gemm` for BF16 and FP16 and `int8_gemm` for INT8, takes such a problem, and if not, why;
     for dispatchers, without tensors or a GPU.
@@ -299,7 +300,10 @@ def supports(
         m, n, k: sizes in elements; scales are taken to be dense.
         dtype: of the operands: float8_e4m3fn, bfloat16, float16 or int8.
         out_dtype: of `out`: bfloat16, float16 or float32; the call's default when None.
-        a_stride, b_stride: row strides in elements; contiguous rows when None.
+        a_stride, b_stride: row strides in elements, or from one k to the next of an operand that lies along its rows;
+            those of a contiguous operand when None.
+        layout: "nt" where both operands lie along k. Of BF16 and FP16 also "nn", where b lies along n (it is the
+            transpose of a contiguous [k, n]), "tt", where a lies along m, and "tn", where both do.
     """
     for name, size in (("m", m), ("n", n), ("k", k)):
         if _as_int(size) is None:
@@ -309,19 +313,36 @@ def supports(
     if dtype not in _KINDS_OF_DTYPES:
         return False, f"operands are {dtype}; supported is {' or '.join(map(str, _KINDS_OF_DTYPES))}"
     kind = _KINDS_OF_DTYPES[dtype]
+    problem = layout_problem(layout, kind)
+    if problem:
+        return False, problem
     if out_dtype not in (None, *OUTPUT_NAMES):
         return False, f"out is {out_dtype}; supported is {' or '.join(map(str, OUTPUT_NAMES))}"
     k_blocks = ceil_div(k, SCALE_BLOCK)
-    for name, rows, scales, stride in (("a", m, m, a_stride), ("b", n, ceil_div(n, SCALE_BLOCK), b_stride)):
-        stride = k if stride is None else stride
+    majors = LAYOUTS[layout]
+    for name, rows, scales, stride, major in (
+        ("a", m, m, a_stride, majors.a),
+        ("b", n, ceil_div(n, SCALE_BLOCK), b_stride, majors.b),
+    ):
+        sizes = (rows, k) if major == "k" else (k, rows)
+        stride = sizes[1] if stride is None else stride
         if _as_int(stride) is None:
             return False, f"{name}_stride is {stride!r}; strides are ints, in elements"
-        problem = row_stride_problem(name, rows, k, stride, kind.a.bytes)
+        problem = stride_problem(name, *sizes, stride, kind.a.bytes, "row" if major == "k" else "column")
         if kind.scaling == "blocks":
             problem = problem or scale_problem(name, (scales, k_blocks), (k_blocks, 1))
         if problem:
             return False, problem
     return True, "supported"
+
+
+def layout_problem(layout: object, kind: Kind) -> str | None:
+    """Why a kind's operands cannot lie so; None where they can."""
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        return f"layout is {layout!r}; layouts are {', '.join(LAYOUTS)}"
+    if layout != "nt" and kind.a.bytes != 2:
+        return f"layout is {layout!r}; operands of {kind.a.dtype} lie along k, as 'nt' says: pass contiguous ones"
+    return None
 
 
 def is_available() -> tuple[bool, str]:
@@ -353,6 +374,7 @@ def precompile(
     accumulate: bool = False,
     bias: torch.dtype | None = None,
     activation: str | None = None,
+    layouts: Iterable[str] = ("nt",),
 ) -> Precompiled:
     """Compile, and on a Hopper GPU load, every kernel that a product can need for the shapes.
 
@@ -372,11 +394,13 @@ def precompile(
         accumulate: as later passed; with an `out_dtype` of float32.
         bias: its dtype; None: there is none.
         activation: as later passed to the call; n then counts rows of `b`.
+        layouts: of the operands of `gemm`, as `supports` has them. For gradients ("nn", "tn"), of shapes whose n, k and
+            max_m are those of their products.
 
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: a shape or `out_dtype` that the call does not take, `num_sms` or `workers` out of range, or another
-            grouping or kind.
+            grouping, kind or layout.
         jit.CompileError: a kernel does not compile.
     """
     if kind not in KINDS:
@@ -385,6 +409,7 @@ def precompile(
     weights = [_checked_weight(shape, torch_dtype(product.a)) for shape in _as_list(shapes)]
     if out_dtype not in (None, *_PRECOMPILED):
         raise ValueError(f"out_dtype is {out_dtype}; pass one of {names(_PRECOMPILED)}, or nothing")
+    layouts = _checked_layouts(layouts, product)
     output = product.output if out_dtype is None else _PRECOMPILED[out_dtype]
     if output == QUANTIZED and kind != "fp8":
         raise ValueError(f"out_dtype is {out_dtype} and kind {kind!r}; results of fp8_gemm_cast are of kind 'fp8'")
@@ -430,7 +455,8 @@ def precompile(
             configs.update(plan.cast_configs_for(of_all, max_m))
         elif grouping == "none":
             what = (kind, output, accumulate, *finish)
-            configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, not batch_invariant, *what))
+            for layout in layouts:
+                configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, not batch_invariant, *what, layout))
         else:
             configs.update(grouped_configs(grouping, tma_store, accumulate))
     ordered = tuple(sorted(configs, key=lambda config: config.name))
@@ -439,6 +465,17 @@ def precompile(
     if output == QUANTIZED:
         cast.load_kernels(device, workers or os.cpu_count() or 1)
     return Precompiled(ordered, jit.compilations() - before)
+
+
+def _checked_layouts(layouts: object, product: Kind) -> tuple[str, ...]:
+    if isinstance(layouts, str) or not isinstance(layouts, Iterable):
+        raise TypeError(f"layouts is {layouts!r}; pass names in a list, such as ['nt', 'nn']")
+    names = tuple(layouts)
+    for layout in names:
+        problem = layout_problem(layout, product)
+        if problem:
+            raise ValueError(f"layouts is {list(names)}: {problem}")
+    return names
 
 
 def current_gpu() -> int | None:
@@ -807,9 +844,10 @@ def check_product_shapes(a, b, out, activation: str | None = None, names: tuple[
             )
     (m, k), n = a.shape, b.shape[0]
     if not ops.holds(b.shape[1] == k):
+        how = f"is passed as {names[1]}.t()" if b.element_size() == 2 else "must be transposed and made contiguous"
         raise ValueError(
             f"{names[0]} is [m, k] = {tuple(a.shape)} and {names[1]} is [n, k] = {tuple(b.shape)}: k differs. "
-            f"{names[1]} holds one row per output column; a [k, n] weight must be transposed and made contiguous"
+            f"{names[1]} holds one row per output column; a [k, n] weight {how}"
         )
     if out is not None:
         columns = finishes.out_columns(n, activation)
@@ -842,19 +880,28 @@ def _check_strides(a, a_scale, b, b_scale, out) -> None:
 
 
 def check_operand_strides(**operands: torch.Tensor) -> None:
-    """Check that TMA can read matrices [rows, k]."""
+    """Check that TMA can read matrices [rows, k] along k."""
     for name, tensor in operands.items():
-        rows, k = tensor.shape
-        if k > 1 and tensor.stride(1) != 1:
-            raise ValueError(
-                f"{name} must have a unit stride along k; its strides are {tensor.stride()}. "
-                f"Make it K-major: {name}.contiguous()"
-            )
-        problem = row_stride_problem(name, rows, k, tensor.stride(0), tensor.element_size())
+        problem = along_k_problem(name, tensor)
         if problem:
             raise ValueError(problem)
-        if rows * k and tensor.data_ptr() % _TMA_BYTES:
-            raise ValueError(misaligned(name, tensor))
+        check_alignment(name, tensor)
+
+
+def along_k_problem(name: str, x: torch.Tensor) -> str | None:
+    """Why TMA cannot read a matrix [rows, k] along k, but for its address."""
+    rows, k = x.shape
+    if k > 1 and x.stride(1) != 1:
+        return (
+            f"{name} must have a unit stride along k; its strides are {x.stride()}. Make it K-major: "
+            f"{name}.contiguous()"
+        )
+    return stride_problem(name, rows, k, x.stride(0), x.element_size())
+
+
+def check_alignment(name: str, x: torch.Tensor) -> None:
+    if x.numel() and x.data_ptr() % _TMA_BYTES:
+        raise ValueError(misaligned(name, x))
 
 
 def check_out_strides(out: torch.Tensor) -> None:
@@ -883,15 +930,24 @@ def scale_problem(operand: str, shape: tuple[int, ...], strides: tuple[int, ...]
     return f"{operand}_scale's last element lies {reach} after its first; kernels reach {most}. {remedy}"
 
 
-def row_stride_problem(name: str, rows: int, k: int, stride: int, element_bytes: int = 1) -> str | None:
-    if rows <= 1 or k == 0:
+def stride_problem(
+    name: str, rows: int, columns: int, stride: int, element_bytes: int = 1, what: str = "row"
+) -> str | None:
+    """What is wrong about the stride from row to row of a matrix [rows, columns] whose columns are adjacent: an operand
+    [rows, k], or, of one whose own rows are adjacent, its transpose [k, rows]; then `what` is "column"."""
+    if rows <= 1 or columns == 0:
         return None
-    if stride < k:
-        return f"rows of {name} overlap: the row stride is {stride} for k = {k}. Pass {name}.contiguous()"
+    of_what = f"k = {columns}" if what == "row" else f"{columns} rows"
+    if stride < columns:
+        return f"{what}s of {name} overlap: the {what} stride is {stride} for {of_what}. Pass {name}.contiguous()"
     if stride * element_bytes % _TMA_BYTES:
+        padded = round_up(stride, _TMA_BYTES // element_bytes)
+        remedy = f"[rows, {padded}] and pass the first {columns} columns"
+        if what == "column":
+            remedy = f"[k, {padded}] and pass the transpose of the first {columns} columns"
         return (
-            f"{name}'s row stride must be a multiple of {_TMA_BYTES} bytes; it is {stride * element_bytes}. "
-            f"Allocate [rows, {round_up(stride, _TMA_BYTES // element_bytes)}] and pass the first {k} columns"
+            f"{name}'s {what} stride must be a multiple of {_TMA_BYTES} bytes; it is {stride * element_bytes}. "
+            f"Allocate {remedy}"
         )
     return None
 
@@ -937,6 +993,11 @@ def checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
         raise ValueError(
             f"{config.name} multiplies kind={config.kind!r} to output={config.output!r}, and this call "
             f"{problem.kind!r} to {problem.output!r}; pass such a config"
+        )
+    if config.layout != problem.layout:
+        raise ValueError(
+            f"{config.name} has layout={config.layout!r}, and the strides of this call's operands are those of "
+            f"{problem.layout!r}; pass such a config"
         )
     if config.accumulate != problem.accumulate:
         raise ValueError(

@@ -72,15 +72,16 @@ __device__ __forceinline__ void wgmma({sums} (&d)[{registers}], unsigned long lo
 
 
 def _immediates(config: GemmConfig) -> str:
-    """What the instruction has at its end: neither operand is negated, which integers cannot be, nor, of 16 bits, read
-    along its rows."""
+    """What the instruction has at its end: neither operand is negated, which integers cannot be; of 16 bits, whether
+    each is read along its rows."""
     if config.integer_sums:
         return ""
-    return ", 1, 1" if config.product.a.bytes == 1 else ", 1, 1, 0, 0"
+    along_rows = f", {int(config.a_span > 0)}, {int(config.b_span > 0)}"
+    return ", 1, 1" + (along_rows if config.product.a.bytes == 2 else "")
 
 
 _FIELDS = (
-    *("block_m", "block_n", "block_k", "k_bytes", "narrow_n", "buffer_n", "stages"),
+    *("block_m", "block_n", "block_k", "k_bytes", "a_span", "b_span", "narrow_n", "buffer_n", "stages"),
     *("cluster_m", "cluster_n", "split_k", "scale_blocks", "scales_at_once"),
     *("math_warpgroups", "scale_warps", "store_warps", "threads", "math_registers", "producer_registers"),
     *("rows_per_warpgroup", "chunks_m", "chunks_n", "chunks", "mma_n", "block_sets"),

@@ -14,6 +14,7 @@ from deep_tile.kinds import (
     GROUPINGS,
     K_BLOCK_BYTES,
     KINDS,
+    LAYOUTS,
     MMA_K_BYTES,
     QUANTIZED,
     RESULTS,
@@ -77,6 +78,7 @@ class GemmConfig:
         accumulate: add to what `out` holds, of FP32, instead of writing over it.
         bias: format of what is added to each column, one of `kinds.BIASES`.
         activation: what becomes of the sums, one of `kinds.ACTIVATIONS`.
+        layout: how the operands lie in memory, a name in `kinds.LAYOUTS`.
     """
 
     block_m: int
@@ -97,6 +99,7 @@ class GemmConfig:
     accumulate: bool = False
     bias: str = "none"
     activation: str = "none"
+    layout: str = "nt"
 
     def __post_init__(self):
         if self.output is None and self.kind in KINDS:
@@ -107,6 +110,7 @@ class GemmConfig:
             ("grouping", self.grouping, GROUPINGS),
             ("bias", self.bias, BIASES),
             ("activation", self.activation, ACTIVATIONS),
+            ("layout", self.layout, LAYOUTS),
         ):
             if value not in known:
                 raise ValueError(f"GemmConfig: {name} is {value!r}; supported are {', '.join(known)}")
@@ -165,8 +169,8 @@ class GemmConfig:
             return "accumulate is True; a product is added to `out` without bias and activation"
         if not self.product.promotes and (self.resident_b or self.pairs or self.is_grouped):
             return f"kind is {self.kind!r}; such products are made without groups, resident b and pairs"
-        if self.row_groups and (self.split_k > 1 or self.resident_b or self.narrow_n or self.pairs):
-            what = "split K, resident b, narrow tiles and pairs"
+        if self.row_groups and (self.cluster > 1 or self.resident_b or self.narrow_n or self.pairs):
+            what = "clusters, resident b, narrow tiles and pairs"
             return f"grouping is {self.grouping!r}; groups are multiplied without {what}"
         if self.is_grouped and self.is_finished:
             return f"grouping is {self.grouping!r}; groups are multiplied without bias and activation"
@@ -175,6 +179,8 @@ class GemmConfig:
                 f"activation is {self.activation!r}, which makes one column of two; of a tile's {self.block_n} columns "
                 f"in {self.split_k} K parts it needs a multiple of 32 each"
             )
+        if self.layout != "nt" and self.product.a.bytes != 2:
+            return f"layout is {self.layout!r}; operands of kind {self.kind!r} lie along k, as 'nt' says"
         plain = self.kind == "fp8" and self.tma_store and self.split_k == 1
         if self.quantizes and not (plain and not self.is_grouped):
             what = "of kind fp8, stored by TMA, and without groups and split K"
@@ -201,13 +207,14 @@ class GemmConfig:
     @cached_property
     def name(self) -> str:
         """Kernel name, profiler row, command-line argument and test id, e.g. `fp8_gemm_128x256x128_s4_c2x1`."""
+        layout = "" if self.layout == "nt" else f"_{self.layout}"
         store = "" if self.tma_store else "_any"
-        return self._named(self.output, self.finish_name) + store
+        return self._named(self.output, self.finish_name) + layout + store
 
     @cached_property
     def timed_name(self) -> str:
-        """Name of the kernel whose times and measured choices are this one's: it stores sums as they are, by TMA, in
-        `timed_output`."""
+        """Name of the kernel whose times and measured choices are this one's: its operands lie along k, and it stores
+        sums as they are, by TMA, in `timed_output`."""
         return self._named(self.product.timed_output(self.output))
 
     @property
@@ -217,7 +224,7 @@ class GemmConfig:
         return bias + ("" if self.activation == "none" else f"_{self.activation}")
 
     def _named(self, output: str, finish: str = "") -> str:
-        """Without where it stores."""
+        """Without how operands lie and where it stores."""
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         output = "" if output == self.product.output else f"_{output}"
         split = "" if self.split_k == 1 else f"_k{self.split_k}"
@@ -315,6 +322,24 @@ class GemmConfig:
     def mma_k(self) -> int:
         """Elements of K per WGMMA."""
         return MMA_K_BYTES // self.product.a.bytes
+
+    @property
+    def a_span(self) -> int:
+        """Bytes of adjacent rows that a box of `a` has for each element of K, where it lies along m; 0 where along k.
+
+        A box is as wide as a swizzle, of the widest that divides a tile.
+        """
+        return 0 if LAYOUTS[self.layout].a == "k" else _widest_span(self.block_m * self.product.a.bytes)
+
+    @property
+    def b_span(self) -> int:
+        """The same of `b`, where it lies along n."""
+        return 0 if LAYOUTS[self.layout].b == "k" else _widest_span(self.block_n * self.product.b.bytes)
+
+    @property
+    def b_boxes(self) -> int:
+        """Boxes that bring a K block of `b`."""
+        return self.block_n * self.product.b.bytes // self.b_span if self.b_span else 1
 
     # Where b is.
 
@@ -736,6 +761,11 @@ def check_alignment(alignment: object, least: int = 1) -> None:
     if type(alignment) is not int or not least <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
         reason = "" if least == 1 else f"groups begin at multiples of {least}, so that no two share a scale. "
         raise ValueError(f"alignment is {alignment!r}; {reason}pass a power of two from {least} to {MAX_ALIGNMENT}")
+
+
+def _widest_span(tile_bytes: int) -> int:
+    """Of 128, 64 and 32 bytes, one of which divides 16 elements of 16 bits."""
+    return next(span for span in (128, 64, 32) if tile_bytes % span == 0)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from deep_tile import _launcher, api, finishes, launches, ops, params, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.kinds import KINDS, Kind
+from deep_tile.kinds import KINDS, LAYOUT_NAMES, Kind, Majors
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import (
     finished,
@@ -53,14 +53,14 @@ class _Call(NamedTuple):
         names: of its operands, in order.
         out_dtype: of what it allocates; None: that of the operands.
         remedy: for operands of another dtype.
-        to_train: what has gradients instead.
+        to_train: what has gradients instead; None: the call has them itself.
     """
 
     kinds: dict[torch.dtype, Kind]
     names: tuple[str, ...]
     out_dtype: torch.dtype | None
     remedy: str
-    to_train: str
+    to_train: str | None
 
 
 def _kinds(scaling: str, *names: str) -> dict[torch.dtype, Kind]:
@@ -72,7 +72,7 @@ _SCALED = ("a", "a_scale", "b", "b_scale")
 _LINEAR = "torch.nn.functional.linear"
 
 _CALLS = {
-    "gemm": _Call(_kinds("none"), ("a", "b"), None, "a.to(torch.bfloat16)", _LINEAR),
+    "gemm": _Call(_kinds("none"), ("a", "b"), None, "a.to(torch.bfloat16)", None),
     "int8_gemm": _Call(
         _kinds("blocks", "int8"),
         _SCALED,
@@ -124,21 +124,29 @@ def gemm(
 
     Accumulated in FP32 over all of k and rounded once; FP16 results beyond 65504 are infinite. Runs on the tensors'
     device and torch's current stream; CPU tensors go through the operation's definition in `deep_tile.reference`. Sizes
-    m, n and k are free; m = 0 or n = 0 does nothing, k = 0 writes zeros. Not differentiable: refused where torch
-    records gradients and one of the tensors requires one. Compiled as one op, `torch.ops.deep_tile.gemm`, by
-    torch.compile and torch.export.
+    m, n and k are free; m = 0 or n = 0 does nothing, k = 0 writes zeros. Compiled as one op,
+    `torch.ops.deep_tile.gemm`, by torch.compile and torch.export.
+
+    Each operand may lie along k or along its rows, as its strides say: `gemm(x, w)` is x @ w.T, `gemm(x, w.t())` x @ w
+    and `gemm(dy.t(), x.t())` dy.T @ x of contiguous matrices, without a copy. Strides that say either, of a single row
+    or a single k, mean along k.
+
+    Differentiable in `a`, `b` and `bias`, without `out` and `activation`. Gradients of `a` and `b` are such products
+    too, in the operands' dtype, to which the gradient of another result is rounded first; they are differentiable as
+    well, but not those of the op.
 
     Args:
-        a: [m, k] bfloat16 or float16, unit stride along k, row stride a multiple of 16 bytes (8 elements), 16-byte
-            aligned. A column slice of a wider matrix will do.
-        b: [n, k] of the same dtype, laid out like `a`: one row per output column, as `torch.nn.Linear` keeps weights.
+        a: [m, k] bfloat16 or float16, 16-byte aligned: unit stride along k and a row stride that is a multiple of 16
+            bytes (8 elements), or unit stride along m and such a stride along k. A slice of a wider matrix will do.
+        b: [n, k] of the same dtype, likewise along k or n: one row per output column, as `torch.nn.Linear` keeps
+            weights.
         out: [m, n] bfloat16, float16 or float32, unit stride along n; allocated when None. Any alignment and row stride
             will do, but rows that begin and end at multiples of 16 bytes are stored faster. Must not overlap the
             inputs.
         bias, activation: as for `fp8_gemm`.
         out_dtype: dtype of `out`: by default that of `out`, or of `a`.
-        config: the kernel to use instead of the selector's choice.
-        num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
+        config: the kernel to use instead of the selector's choice; its `layout` is that of the operands.
+        num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`; the first three for gradients, too.
         accumulate: add the product, in FP32, to what `out` holds, which must be given and float32; without bias and
             activation.
 
@@ -307,7 +315,8 @@ def _multiply(operands: tuple[torch.Tensor, ...], out: torch.Tensor | None, opti
     """A call outside of tracing; `options` are equal to an `_Options`."""
     try:
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, out, bias)):
-            _refuse_gradients(options[0], operands, out, bias)
+            _refuse_gradients(_Options(*options), operands, out, bias)
+            return _Differentiable.apply(*operands, bias, options)
         if out is None:
             _refuse_sum_of_nothing(_Options(*options))
             out = _empty_out(operands, _Options(*options))
@@ -341,16 +350,73 @@ def _matrices(operands) -> tuple[torch.Tensor, torch.Tensor]:
     return operands[0], operands[len(operands) // 2]
 
 
-def _refuse_gradients(call: str, operands, out, bias) -> None:
-    """Raise where torch would record a product of these tensors, which has no gradient to give back."""
+def _refuse_gradients(options: _Options, operands, out, bias) -> None:
+    """Raise where torch would record a product of these tensors that has no gradient to give back."""
     if not torch.is_grad_enabled():
         return
-    for name, x in zip((*_CALLS[call].names, "out", "bias"), (*operands, out, bias), strict=True):
+    for name, x in zip((*_CALLS[options.call].names, "out", "bias"), (*operands, out, bias), strict=True):
         if x is not None and x.requires_grad:
-            raise RuntimeError(
-                f"{name} requires a gradient, and {call} has none. To train, call {_CALLS[call].to_train}; otherwise "
-                f"call within torch.no_grad(), or pass {name}.detach(), or freeze it with {name}.requires_grad_(False)"
-            )
+            _refuse_gradient(name, options, out is not None)
+
+
+def _refuse_gradient(name: str, options: _Options, has_out: bool) -> None:
+    """Raise unless the call has a gradient, which the tensor of this name wants."""
+    to_train = _CALLS[options.call].to_train
+    if to_train is not None:
+        why = f"{options.call} has none. To train, call {to_train}"
+    elif has_out:
+        why = "what is written to an out has none. To train, drop out"
+    elif options.activation is not None:
+        why = f"{options.call} has none with activation {options.activation!r}. To train, apply it by torch"
+    else:
+        return
+    raise RuntimeError(
+        f"{name} requires a gradient, and {why}; otherwise call within torch.no_grad(), or pass {name}.detach(), or "
+        f"freeze it with {name}.requires_grad_(False)"
+    )
+
+
+# Gradients of `gemm`.
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, bias, options):
+        out = _multiply((a, b), None, options, bias)
+        _keep(ctx, ctx.needs_input_grad, a, b, bias, _Options(*options))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *_gradients(_multiply_gradient, ctx, grad), None
+
+
+def _keep(ctx, needed, a, b, bias, options: _Options) -> None:
+    """What the gradients of a, b and bias are made of, those that are `needed`."""
+    ctx.needed = needed
+    ctx.save_for_backward(a if needed[1] else None, b if needed[0] else None)
+    ctx.dtypes = (a.dtype, None if bias is None else bias.dtype)
+    ctx.options = options
+
+
+def _gradients(multiply, ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Of a, b and bias: grad @ b, grad^T @ a, and the sum of grad's rows. `multiply` is `_multiply_gradient` or its op,
+    since backward may be traced."""
+    a, b = ctx.saved_tensors
+    dtype, bias_dtype = ctx.dtypes
+    options = {name: getattr(ctx.options, name) for name in ("num_sms", "batch_invariant", "pdl")}
+    narrow = grad.to(dtype)
+    of_a = multiply(narrow, b, False, **options) if ctx.needed[0] else None
+    of_b = multiply(narrow, a, True, **options) if ctx.needed[1] else None
+    of_bias = grad.sum(0, dtype=torch.float32).to(bias_dtype) if len(ctx.needed) > 2 and ctx.needed[2] else None
+    return of_a, of_b, of_bias
+
+
+def _multiply_gradient(grad: torch.Tensor, x: torch.Tensor, transposed: bool, **options) -> torch.Tensor:
+    """grad @ x, or grad^T @ x, of matrices of one dtype; a copy of grad, if no kernel can read that."""
+    if not _is_readable(grad):
+        grad = tensors.with_aligned_rows(grad)
+    return _multiply((grad.t() if transposed else grad, x.t()), None, _Options("gemm", **options))
 
 
 def _call_unknown(operands, out, options: _Options, bias) -> None:
@@ -420,7 +486,17 @@ def _problem(operands, out, options: _Options, bias=None) -> GemmProblem:
         output=finishes.OUTPUT_NAMES[out.dtype],
         accumulate=options.accumulate,
         **finishes.for_problem(bias, options.activation),
+        layout=LAYOUT_NAMES[_majors(a, b)],
     )
+
+
+def _majors(a: torch.Tensor, b: torch.Tensor) -> Majors:
+    """Along what operands that kernels can read lie."""
+    return Majors(*(along if _lies_along_rows(x) else "k" for x, along in ((a, "m"), (b, "n"))))
+
+
+def _lies_along_rows(x: torch.Tensor) -> bool:
+    return x.element_size() == 2 and api.along_k_problem("", x) is not None
 
 
 def _kind(call: str, operands) -> Kind:
@@ -445,7 +521,8 @@ def _layout(operands, out, kind: Kind) -> plan.Layout:
     def row_stride(x: torch.Tensor) -> int:
         return x.stride(0) if x.shape[0] > 1 else round_up(x.shape[1], tensors.ALIGNMENT_BYTES // x.element_size())
 
-    strides = [row_stride(x) for x in (*_matrices(operands), out)]
+    matrices = (x.t() if _lies_along_rows(x) else x for x in _matrices(operands))
+    strides = [row_stride(x) for x in (*matrices, out)]
     if kind.scaling == "none":
         return plan.Layout(*strides, (0, 0), (0, 0), False)
     _, a_scale, _, b_scale = operands
@@ -473,7 +550,7 @@ def _check_arguments(options: _Options, operands, out, bias) -> None:
             raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}. Pass a tensor on the GPU")
     tensors.require_plain(**given)
     finishes.check_bias_kind(bias)
-    _refuse_gradients(options.call, operands, out, bias)
+    _refuse_gradients(options, operands, out, bias)
     _check_option_types(options)
 
 
@@ -492,11 +569,8 @@ def _checked_options(options: _Options, operands, out, bias) -> _Options:
     a, b = _matrices(operands)
     a_name, b_name = _matrices(_CALLS[options.call].names)
     api.check_sizes(a, b)
-    if a.shape[1] * a.element_size() > api.MAX_SIZE:
-        raise ValueError(
-            f"k is {a.shape[1]}; of {a.dtype} at most {api.MAX_SIZE // a.element_size()}: split the product"
-        )
-    api.check_operand_strides(**{a_name: a, b_name: b})
+    for name, x in ((a_name, a), (b_name, b)):
+        _check_operand(name, x)
     if len(operands) == 4:
         for name, scale in ((a_name, operands[1]), (b_name, operands[3])):
             problem = api.scale_problem(name, tuple(scale.shape), scale.stride())
@@ -504,6 +578,47 @@ def _checked_options(options: _Options, operands, out, bias) -> _Options:
                 raise ValueError(problem)
     api.check_out_strides(out)
     return api.with_defaults(options, a.device)
+
+
+def _check_operand(name: str, x: torch.Tensor) -> None:
+    """Check that kernels can read a matrix [rows, k]: along k, or, of 16 bits, along its rows."""
+    if x.element_size() != 2:
+        api.check_operand_strides(**{name: x})
+    else:
+        problem = _strides_problem(name, x)
+        if problem:
+            raise ValueError(problem)
+        api.check_alignment(name, x)
+    size, what = (
+        (x.shape[0], f"{name} has {x.shape[0]} rows") if _lies_along_rows(x) else (x.shape[1], f"k is {x.shape[1]}")
+    )
+    if size * x.element_size() > api.MAX_SIZE:
+        raise ValueError(f"{what}; of {x.dtype} at most {api.MAX_SIZE // x.element_size()}: split the product")
+
+
+def _strides_problem(name: str, x: torch.Tensor) -> str | None:
+    """Why no kernel can read a matrix of 16 bits, either way; but for its address."""
+    along_k = api.along_k_problem(name, x)
+    if along_k is None:
+        return None
+    rows, k = x.shape
+    along_rows = api.stride_problem(name, k, rows, x.stride(1), x.element_size(), "column")
+    adjacent = rows < 2 or x.stride(0) == 1
+    if adjacent and along_rows is None:
+        return None
+    if k < 2 or x.stride(1) == 1:
+        return along_k
+    if rows > 1 and adjacent:
+        return along_rows
+    return (
+        f"{name} must have a unit stride along k or along its rows; its strides are {x.stride()}. Make it K-major: "
+        f"{name}.contiguous()"
+    )
+
+
+def _is_readable(x: torch.Tensor) -> bool:
+    """Whether kernels can read a matrix of 16 bits, or its transpose."""
+    return _strides_problem("", x) is None and tensors.is_aligned(x)
 
 
 def _check_formats(options: _Options, operands, out, bias) -> None:
@@ -612,12 +727,39 @@ def _register(call: str) -> None:
         _check_option_types(options)
         if out is None:
             _refuse_sum_of_nothing(options)
-        _refuse_gradients(call, operands, out, bias)
+        _refuse_gradients(options, operands, out, bias)
         _check_formats(options, operands, out, bias)
 
     operands = ", ".join(f"Tensor {name}" for name in names)
-    ops.register(f"{call}({operands}, Tensor? bias=None, *, {_KEYWORDS}) -> Tensor", run, fake)
+    gradients = {} if _CALLS[call].to_train else {"backward": _backward, "setup_context": _setup_context}
+    ops.register(f"{call}({operands}, Tensor? bias=None, *, {_KEYWORDS}) -> Tensor", run, fake, **gradients)
     ops.register(f"{call}.out({operands}, Tensor(a!) out, Tensor? bias=None, *, {_KEYWORDS}) -> ()", run_out, fake_out)
+
+
+def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
+    a, b, bias = inputs
+    options = _Options("gemm", **keyword_only_inputs)
+    for name, needed in zip(("a", "b", "bias"), ctx.needs_input_grad, strict=False):
+        if needed:
+            _refuse_gradient(name, options, has_out=False)
+    _keep(ctx, ctx.needs_input_grad, a, b, bias, options)
+
+
+def _backward(ctx, grad):
+    return _gradients(torch.ops.deep_tile.gemm_gradient, ctx, grad)
+
+
+def _run_gradient(grad, x, transposed, **options) -> torch.Tensor:
+    if torch.is_grad_enabled() and (grad.requires_grad or x.requires_grad):
+        raise RuntimeError(
+            "a gradient of a gradient is wanted, which torch.ops.deep_tile.gemm has none of. Call deep_tile.gemm, or "
+            "drop create_graph"
+        )
+    return _multiply_gradient(grad, x, transposed, **options)
+
+
+def _fake_gradient(grad, x, transposed, **_) -> torch.Tensor:
+    return grad.new_empty(grad.shape[1] if transposed else grad.shape[0], x.shape[1])
 
 
 _KEYWORDS = (
@@ -627,3 +769,10 @@ _KEYWORDS = (
 
 for _name in _CALLS:
     _register(_name)
+
+ops.register(
+    "gemm_gradient(Tensor grad, Tensor x, bool transposed, *, int? num_sms=None, bool batch_invariant=False, "
+    "bool? pdl=None) -> Tensor",
+    _run_gradient,
+    _fake_gradient,
+)

@@ -304,7 +304,7 @@ def _check_strides(a, a_scale, b, b_scale, bounds, out) -> None:
             )
         check_groups(name, x)
         rows = math.prod(x.shape[:-1])
-        problem = api.row_stride_problem(name, rows, x.shape[-1], row_strides(x, tensors.ALIGNMENT_BYTES)[0])
+        problem = api.stride_problem(name, rows, x.shape[-1], row_strides(x, tensors.ALIGNMENT_BYTES)[0])
         if problem:
             raise ValueError(problem)
         if rows and x.data_ptr() % tensors.ALIGNMENT_BYTES:

@@ -91,6 +91,20 @@ KINDS = {
     )
 }
 
+
+class Majors(NamedTuple):
+    """Along what the elements of each operand are adjacent in memory: "k", or its rows, "m" of a and "n" of b."""
+
+    a: str
+    b: str
+
+
+LAYOUTS = {"nt": Majors("k", "k"), "nn": Majors("k", "n"), "tn": Majors("m", "n"), "tt": Majors("m", "k")}
+"""How operands lie, by the names of BLAS for row-major ones [m, k] and [k, n]: "t" is one that is transposed. What a
+call takes as `b` is [n, k], so that "nt" is what it has along k. Of 8 bits an element tensor cores take that alone."""
+
+LAYOUT_NAMES = {majors: name for name, majors in LAYOUTS.items()}
+
 GROUPINGS = ("none", "offs", "counts", "k_offs")
 """How the rows of `a` and `out` belong to matrices of `b`. "none": all to the one that there is. "offs": group by
 group, where each begins behind the one before. "counts": each group in rows of its own, of which it may use some. Or

@@ -230,13 +230,14 @@ GEMM = Params(
     Field(
         "a_maps",
         TENSOR_MAP,
-        "a [m, k] in bytes, box [block_m / cluster_n, 128]; for a last tile with fewer [a_tail_rows, 128]",
+        "a [m, k] in bytes, box [block_m / cluster_n, 128]; for a last tile with fewer [a_tail_rows, 128]; or, where "
+        "a_span is not 0, [k, m], box [64 / cluster_n, a_span], for all tiles",
         count=2,
     ),
     Field(
         "b_maps",
         TENSOR_MAP,
-        "b [n, k] in bytes, box [block_n / cluster_m, 128]; for a last tile with fewer [b_tail_rows, 128]",
+        "b [n, k] in bytes, box [block_n / cluster_m, 128]; for a last tile with fewer [b_tail_rows, 128]; or likewise",
         count=2,
     ),
     Field("out_map", TENSOR_MAP, "out [m, n], box [store_rows, store_columns]; unused by kernels that store directly"),

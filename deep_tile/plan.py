@@ -12,7 +12,7 @@ from typing import NamedTuple
 from deep_tile import _launcher, jit, params, watch
 from deep_tile.codegen import kernel_source
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.kinds import K_BLOCK_BYTES, Element
+from deep_tile.kinds import K_BLOCK_BYTES
 from deep_tile.params import MapLayout, Place
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose, tuned
@@ -44,9 +44,10 @@ def configs_for(
     accumulate: bool = False,
     bias: str = "none",
     activation: str = "none",
+    layout: str = "nt",
 ) -> list[GemmConfig]:
     """Every config that `config_for` gives some m in [1, max_m]."""
-    what = (kind, output, accumulate, bias, activation)
+    what = (kind, output, accumulate, bias, activation, layout)
     return choose.configs_for(n, k, max_m, num_sms, tma_store, split_k, tuned.configs(num_sms), *what)
 
 
@@ -98,7 +99,8 @@ class ResultScale(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Strides of one call's tensors, in elements; operands and `out` have a unit stride along their rows.
+    """Strides of one call's tensors, in elements: from row to row of operands and `out`, whose elements are adjacent
+    along k and n, or of an operand that lies along its rows from one k to the next.
 
     Attributes:
         a_scale_aligned, b_scale_aligned: the scale begins at a multiple of 16 bytes.
@@ -323,18 +325,18 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
     others, groups = problem.groups.count - 1 if problem.groups else 0, layout.groups
     a_rows, b_rows, out_rows = m + others * groups.a_rows, n + others * groups.b_rows, m + others * groups.out_rows
     a_tail_rows, b_tail_rows = operand_tails(problem, config)
-    operand = partial(_operand_map, config.product.a, k)
+    a, b = (partial(_operand_map, config, span, k) for span in (config.a_span, config.b_span))
     a_maps, b_maps = params.GEMM.offsets["a_maps"], params.GEMM.offsets["b_maps"]
     maps = [
-        (a_maps, "a", operand(a_rows, layout.a_stride, config.block_m // config.cluster_n)),
-        (b_maps, "b", operand(b_rows, layout.b_stride, config.block_n // config.cluster_m)),
+        (a_maps, "a", a(a_rows, layout.a_stride, config.block_m, config.cluster_n)),
+        (b_maps, "b", b(b_rows, layout.b_stride, config.block_n, config.cluster_m)),
     ]
     if a_tail_rows:
-        maps.append((a_maps + params.MAP_BYTES, "a", operand(a_rows, layout.a_stride, a_tail_rows)))
+        maps.append((a_maps + params.MAP_BYTES, "a", a(a_rows, layout.a_stride, a_tail_rows)))
     if b_tail_rows:
-        maps.append((b_maps + params.MAP_BYTES, "b", operand(b_rows, layout.b_stride, b_tail_rows)))
+        maps.append((b_maps + params.MAP_BYTES, "b", b(b_rows, layout.b_stride, b_tail_rows)))
     if narrow_columns(config, problem):
-        narrow = operand(n, layout.b_stride, config.narrow_n)
+        narrow = b(n, layout.b_stride, config.narrow_n)
         maps.append((params.GEMM.offsets["narrow_b_map"], "b", narrow))
     if config.tma_store:
         box = (config.store_columns, config.store_rows)
@@ -349,28 +351,36 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
     return maps
 
 
-def _operand_map(element: Element, k: int, rows: int, stride: int, box_rows: int) -> MapLayout:
-    """In bytes along k, whatever the format: kernels count K blocks."""
-    sizes, box = (k * element.bytes, rows), (K_BLOCK_BYTES, box_rows)
-    return MapLayout("uint8", sizes, (stride * element.bytes,), box, K_BLOCK_BYTES, OPERAND_L2_BYTES)
+def _operand_map(
+    config: GemmConfig, span: int, k: int, rows: int, stride: int, tile_rows: int, sharers: int = 1
+) -> MapLayout:
+    """Of tiles that `sharers` blocks fetch a part of each: of the rows, or of K where boxes have `span` bytes of rows.
+    In bytes along what is adjacent, whatever the format: kernels count K blocks."""
+    element_bytes = config.product.a.bytes
+    if span:
+        sizes, box, swizzle = (rows * element_bytes, k), (span, config.product.k_block // sharers), span
+    else:
+        sizes, box, swizzle = (k * element_bytes, rows), (K_BLOCK_BYTES, tile_rows // sharers), K_BLOCK_BYTES
+    return MapLayout("uint8", sizes, (stride * element_bytes,), box, swizzle, OPERAND_L2_BYTES)
 
 
 def operand_tails(problem: GemmProblem, config: GemmConfig) -> tuple[int, int]:
     """Rows of `a` and of `b` in the boxes of their last tiles, 0 where all tiles are full.
 
     A last tile of fewer rows than the others has a map of its own, which the kernel takes for granted: without one it
-    stops, and with rows that do not fit it waits for ever. Of groups of rows, which the host does not know, a tile of
-    `a` is fetched whole or by quarters, of which blocks that share it request a part each.
+    stops, and with rows that do not fit it waits for ever. Of groups of rows, which the host does not know, a tile's
+    box of `a` is whole or a quarter of that. An operand that lies along its rows has no tails: a kernel fetches as many
+    of its boxes as there are rows for.
 
     Raises:
         ValueError: rows that do not fit.
     """
     wide_n = problem.n - narrow_columns(config, problem) * config.narrow_n
     if config.row_groups:
-        a_tail = config.block_m // 4 // config.cluster_n
+        a_tail = config.block_m // 4
     else:
-        a_tail = _checked_tail("a", problem.m, config.block_m, config.cluster_n)
-    return a_tail, _checked_tail("b", wide_n, config.block_n, config.cluster_m)
+        a_tail = 0 if config.a_span else _checked_tail("a", problem.m, config.block_m, config.cluster_n)
+    return a_tail, 0 if config.b_span else _checked_tail("b", wide_n, config.block_n, config.cluster_m)
 
 
 def _checked_tail(operand: str, rows: int, tile_rows: int, sharers: int) -> int:

@@ -39,6 +39,7 @@ class GemmProblem(NamedTuple):
         accumulate: whether the product is added to what `out` holds.
         bias: format of what is added to each column, one of `kinds.BIASES`.
         activation: what becomes of the product, one of `kinds.ACTIVATIONS`; of "swiglu" `out` has n / 2 columns.
+        layout: how the operands lie, a name in `kinds.LAYOUTS`.
     """
 
     m: int
@@ -53,6 +54,7 @@ class GemmProblem(NamedTuple):
     accumulate: bool = False
     bias: str = "none"
     activation: str = "none"
+    layout: str = "nt"
 
     @property
     def out_columns(self) -> int:

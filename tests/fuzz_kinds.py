@@ -56,7 +56,7 @@ from strategies import USUAL, Limits, Place, Problem, Use, draw_config, draw_pro
 import deep_tile
 from deep_tile import GemmConfig, plan
 from deep_tile.config import ceil_div, round_up
-from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, OUTPUTS, Element
+from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, LAYOUTS, OUTPUTS, Element
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import MAX_RELATIVE_ERROR, group_rows
 from deep_tile.select.defaults import default_configs
@@ -181,7 +181,8 @@ class Draw(NamedTuple):
         """The problem as the selector is told it."""
         m, n, k, *_ = self.problem
         config, use, tokens = self.config, self.use, self.tokens
-        made = {name: getattr(config, name) for name in ("kind", "output", "accumulate", "bias", "activation")}
+        names = ("kind", "output", "accumulate", "bias", "activation", "layout")
+        made = {name: getattr(config, name) for name in names}
         groups = None
         if tokens is not None:
             count = len(tokens.bounds)
@@ -218,7 +219,7 @@ def selectable(config: GemmConfig) -> tuple[GemmConfig, ...]:
     """Those that the selector chooses from to make what `config` makes."""
     if config.by_k:
         return grouped_configs("k_offs", config.tma_store, config.accumulate)
-    made = config.kind, config.output, config.accumulate, config.bias, config.activation
+    made = config.kind, config.output, config.accumulate, config.bias, config.activation, config.layout
     return default_configs(config.tma_store, *made)
 
 
@@ -228,11 +229,13 @@ def _draw_made(random: Random, kind: str, finishes: Iterator[tuple[str, str]]) -
     if kind == GRADIENTS:
         made = {"kind": "fp8_1x128", "output": "fp32", "grouping": "k_offs", "accumulate": random.random() < 0.6}
         return made | stored
+    made = stored | {"kind": kind}
+    if KINDS[kind].a.bytes == 2:
+        made["layout"] = random.choice(list(LAYOUTS))
     if kind != "fp8" and random.random() < 0.25:
-        return {"kind": kind, "output": "fp32", "accumulate": True} | stored
+        return made | {"output": "fp32", "accumulate": True}
     bias, activation = next(finishes)
-    output = random.choice(list(OUTPUTS))
-    return {"kind": kind, "output": output, "accumulate": False, "bias": bias, "activation": activation} | stored
+    return made | {"output": random.choice(list(OUTPUTS)), "accumulate": False, "bias": bias, "activation": activation}
 
 
 def draw(random: Random, kernels: dict[str, GemmConfig], number: int, num_sms: int, limits: Limits) -> Draw:

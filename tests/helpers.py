@@ -25,7 +25,7 @@ from deep_tile import (
     sources,
 )
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
-from deep_tile.kinds import KINDS, OUTPUTS
+from deep_tile.kinds import KINDS, LAYOUTS, OUTPUTS
 from deep_tile.quantize import FP8_MAX
 from deep_tile.reference import MAX_RELATIVE_ERROR
 
@@ -237,22 +237,41 @@ def _scaled(x: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor, scale_rows
 
 
 def make_dense_operands(
-    m: int, n: int, k: int, dtype: torch.dtype, *, device: str = "cpu", a_padding: int = 0, b_padding: int = 0
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    *,
+    device: str = "cpu",
+    a_padding: int = 0,
+    b_padding: int = 0,
+    layout: str = "nt",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`a` and `b` of `gemm`: normal samples, each in a buffer of its own with NaN all around; the seed is fresh.
 
     Args:
-        a_padding, b_padding: elements between rows, beyond what rounding them up to 16 bytes leaves; multiples of 8.
+        a_padding, b_padding: elements between rows, or columns that are adjacent, beyond what rounding them up to 16
+            bytes leaves; multiples of 8.
+        layout: a name in `kinds.LAYOUTS`.
     """
     seed = int(os.environ.get("DEEP_TILE_TEST_SEED") or secrets.randbits(31))
-    print(f"make_dense_operands({m}, {n}, {k}, {dtype}, seed={seed})")
+    print(f"make_dense_operands({m}, {n}, {k}, {dtype}, seed={seed}, layout={layout!r})")
     generator = torch.Generator(device).manual_seed(seed)
+    majors = LAYOUTS[layout]
 
-    def draw(rows: int, padding: int) -> torch.Tensor:
+    def draw(rows: int, padding: int, major: str) -> torch.Tensor:
         values = torch.randn(rows, k, generator=generator, device=device)
-        return _placed(values.to(dtype), (round_up(k, 8) + padding, 1))
+        return _placed_operand(values.to(dtype), major, padding)
 
-    return draw(m, a_padding), draw(n, b_padding)
+    return draw(m, a_padding, majors.a), draw(n, b_padding, majors.b)
+
+
+def _placed_operand(values: torch.Tensor, major: str, padding: int) -> torch.Tensor:
+    """A matrix [rows, k] along k or along its rows, at strides of 16 bytes and `padding` elements more."""
+    rows, k = values.shape
+    each = 16 // values.element_size()
+    strides = (round_up(k, each) + padding, 1) if major == "k" else (1, round_up(rows, each) + padding)
+    return _placed(values, strides)
 
 
 def exact_dense_product(a: torch.Tensor, b: torch.Tensor) -> Exact:
@@ -286,16 +305,25 @@ class Product(NamedTuple):
 
 
 def make_product(
-    kind: str, m: int, n: int, k: int, *, device: str = "cpu", padding: int = 0, scales: str = "row"
+    kind: str,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    device: str = "cpu",
+    padding: int = 0,
+    scales: str = "row",
+    layout: str = "nt",
 ) -> Product:
     """Random operands of a kind of `kinds.KINDS`, with a fresh seed.
 
     Args:
         padding: bytes between rows of the operands, beyond what rounding them up to 16 leaves; a multiple of 16.
         scales: a name of SCALE_STRIDES; of scales of rows "row" is one for each, and others are one of all.
+        layout: of the operands, a name in `kinds.LAYOUTS`.
     """
     seed = int(os.environ.get("DEEP_TILE_TEST_SEED") or secrets.randbits(31))
-    print(f"make_product({kind!r}, {m}, {n}, {k}, seed={seed})")
+    print(f"make_product({kind!r}, {m}, {n}, {k}, seed={seed}, layout={layout!r})")
     generator = torch.Generator(device).manual_seed(seed)
     product = KINDS[kind]
     dtype = getattr(torch, product.a.dtype)
@@ -304,10 +332,10 @@ def make_product(
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
-    def matrix(rows: int) -> torch.Tensor:
+    def matrix(rows: int, major: str) -> torch.Tensor:
         values = draw(rows, k) * size
         values = values.round().clamp(-128, 127) if dtype == torch.int8 else values
-        return _placed(values.to(dtype), (round_up(k, 16 // dtype.itemsize) + padding // dtype.itemsize, 1))
+        return _placed_operand(values.to(dtype), major, padding // dtype.itemsize)
 
     def scale(rows: int, blocks: int) -> torch.Tensor:
         values = torch.exp2(draw(rows, blocks).clamp(-1, 1)) / size
@@ -315,7 +343,7 @@ def make_product(
             return _placed(values if scales == "row" else values[:1], (3, 1))
         return _placed_scale(values, scales)
 
-    a, b = matrix(m), matrix(n)
+    a, b = map(matrix, (m, n), LAYOUTS[layout])
     if product.scaling == "none":
         return product_of(kind, (a, b))
     groups = ceil_div(k, SCALE_BLOCK) if product.promotes else 1

@@ -149,12 +149,10 @@ class Launch:
 
     def quarter_boxes(self, tile: Tile) -> range:
         """First rows of the boxes that bring `a` of a group's tile, one from the next as far as each has rows: of all
-        rows, or of each quarter in which there are any; of what two blocks share, half of that each."""
+        rows, or of each quarter in which there are any."""
         quarter = self.config.block_m // 4
-        quarters = min(4, ceil_div(max(0, self.row_end(tile) - tile.m), quarter))
-        return range(
-            0, quarters * quarter, (self.config.block_m if quarters == 4 else quarter) // self.config.cluster_n
-        )
+        quarters = min(4, ceil_div(self.row_end(tile) - tile.m, quarter))
+        return range(0, quarters * quarter, self.config.block_m if quarters == 4 else quarter)
 
     def steps(self, tile: Tile) -> range:
         """K blocks of a group along K; one behind K where there are none."""
@@ -495,21 +493,17 @@ class OperandsWarp:
             scales = Region(self.block.own("b_scale", stage), 0, self.config.block_n, held_of_scales(tile, step))
             yield Issue("load", writes=(scales,), then=Complete(full, self.column_scale_bytes))
         if self.config.row_groups:
-            yield from self.load_quarters(tile, stage, step, multicast)
+            yield from self.load_quarters(tile, stage, step)
             return
         shared = self.config.cluster_n > 1
         yield from self.load("a", stage, "full", self.a_rows(tile), held_of_a(tile, step), shared, multicast)
 
-    def load_quarters(self, tile: Tile, stage: int, step: int, multicast: bool) -> Program:
-        """Of those that two blocks share, each requests every other one, and sends it to both."""
-        shared, boxes = self.config.cluster_n > 1 and multicast, self.launch.quarter_boxes(tile)
-        rows = boxes.step
-        for i in range(self.config.scale_blocks):
-            for first in boxes[self.block.rank :: 2] if shared else boxes:
-                for block in range(2) if shared else [self.block.rank]:
-                    begin = i * self.config.block_m + first
-                    region = Region((block, "a", stage), begin, begin + rows, (*held_of_a(tile, step), i))
-                    yield Issue("load", writes=(region,), then=Complete((block, "full", stage), rows * SCALE_BLOCK))
+    def load_quarters(self, tile: Tile, stage: int, step: int) -> Program:
+        boxes, full = self.launch.quarter_boxes(tile), self.block.own("full", stage)
+        for i, first in product(range(self.config.scale_blocks), boxes):
+            begin = i * self.config.block_m + first
+            region = Region(self.block.own("a", stage), begin, begin + boxes.step, (*held_of_a(tile, step), i))
+            yield Issue("load", writes=(region,), then=Complete(full, boxes.step * SCALE_BLOCK))
 
     @property
     def row_scale_bytes(self) -> int:

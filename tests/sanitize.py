@@ -136,6 +136,15 @@ def tight(x: torch.Tensor, device: str, multiple: int = 1) -> torch.Tensor:
     return copy.to(device)[:, : x.shape[1]]
 
 
+def tight_operand(x: torch.Tensor, k: int, device: str) -> torch.Tensor:
+    """An operand, along k or along its rows as it lies, or a scale."""
+    if x.shape[1] != k:
+        return tight(x, device)
+    along_rows = x.stride(0) == 1 and x.stride(1) > 1
+    copy = tight(x.t() if along_rows else x, device, 16 // x.element_size())
+    return copy.t() if along_rows else copy
+
+
 def tight_operands(operands: Operands, device: str, m_major: bool) -> Operands:
     """What TMA reads is 16 bytes apart or a multiple: rows of a and b, and columns of an M-major scale of a."""
     a, b = (tight(x, device, 16) for x in (operands.a, operands.b))
@@ -156,6 +165,10 @@ def run(case: Case, device: str = "cuda") -> None:
 KINDS_CASES = (
     Case(GemmConfig(128, 256, 2, kind="bf16"), 129, 264, 200, 3),
     Case(GemmConfig(64, 64, 3, kind="fp16", output="fp32", split_k=4, tma_store=False), 70, 133, 300, 4),
+    Case(GemmConfig(64, 32, 3, kind="bf16", layout="tn", scale_blocks=2), 70, 40, 200, 2),
+    Case(GemmConfig(128, 96, 3, 2, 1, kind="fp16", layout="nn"), 260, 200, 200, 2),
+    Case(GemmConfig(256, 128, 2, 1, 2, kind="bf16", layout="tt", output="fp32", tma_store=False), 257, 133, 200, 2),
+    Case(GemmConfig(64, 64, 3, kind="fp16", layout="tn", split_k=4, tma_store=False), 70, 133, 300, 4),
     Case(GemmConfig(128, 128, 3, kind="int8"), 130, 264, 600, 2),
     Case(GemmConfig(256, 64, 2, 1, 2, kind="fp8_rows"), 257, 136, 400, 2),
     Case(GemmConfig(64, 96, 3, kind="int8_rows", tma_store=False), 70, 201, 520, 2),
@@ -176,8 +189,9 @@ KINDS_CASES = (
 def run_kind(case: Case, device: str = "cuda") -> None:
     """Raises AssertionError on a wrong value."""
     config = case.config
-    product = with_finish(make_product(config.kind, case.m, case.n, case.k), config.bias, config.activation)
-    on_device = [tight(x, device, 16 // x.element_size() if x.shape[1] == case.k else 1) for x in product.operands]
+    product = make_product(config.kind, case.m, case.n, case.k, layout=config.layout)
+    product = with_finish(product, config.bias, config.activation)
+    on_device = [tight_operand(x, case.k, device) for x in product.operands]
     options = dict(product.call.keywords)
     if options["bias"] is not None:
         options["bias"] = options["bias"].contiguous().to(device)
@@ -218,7 +232,7 @@ def run_quantized(case: Case, device: str = "cuda") -> None:
 
 def run_groups(config: GemmConfig, device: str = "cuda") -> None:
     """Groups of `config`'s layout, one after the other or each in rows of its own. Raises AssertionError."""
-    n, k, room, num_sms = 264 if config.tma_store else 261, 400, max(GROUPS) + 3, 2 + config.cluster
+    n, k, room = 264 if config.tma_store else 261, 400, max(GROUPS) + 3
     ends = list(accumulate(GROUPS))
     begins = [end - size for end, size in zip(ends, GROUPS, strict=True)]
     if config.by_counts:
@@ -232,9 +246,9 @@ def run_groups(config: GemmConfig, device: str = "cuda") -> None:
     bounds = torch.tensor(GROUPS if config.by_counts else ends, dtype=torch.int32).to(device)
     if config.by_counts:
         a, a_scale, into = (x.unflatten(0, (len(GROUPS), room)) for x in (a, a_scale, out))
-        fp8_grouped_gemm(a, a_scale, b, b_scale, counts=bounds, out=into, config=config, num_sms=num_sms)
+        fp8_grouped_gemm(a, a_scale, b, b_scale, counts=bounds, out=into, config=config, num_sms=3)
     else:
-        fp8_grouped_gemm(a, a_scale, b, b_scale, bounds, out, config=config, num_sms=num_sms)
+        fp8_grouped_gemm(a, a_scale, b, b_scale, bounds, out, config=config, num_sms=3)
     results = out.cpu()
     for begin, size, weight in zip(begins, GROUPS, weights, strict=True):
         group = Operands(rows.a[begin : begin + size], rows.a_scale[begin : begin + size], *weight)

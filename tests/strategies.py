@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from helpers import SCALE_STRIDES
 
 from deep_tile.config import NARROW_N, PAIRED_TILES, SCALE_BLOCK, SMEM_LIMIT_BYTES, GemmConfig, ceil_div, round_up
-from deep_tile.kinds import GATE_COLUMNS, KINDS, Kind
+from deep_tile.kinds import GATE_COLUMNS, KINDS, LAYOUTS, Kind
 from deep_tile.select.defaults import default_configs
 from deep_tile.walls import stages_max
 
@@ -89,7 +89,8 @@ def draw_config(random: Random, **made: Any) -> GemmConfig:
     """A config from the whole space of those that are legal and take some k.
 
     Args:
-        made: fields that say what it makes: kind, output, grouping, accumulate, bias, activation; and `tma_store`.
+        made: fields that say what it makes: kind, output, grouping, accumulate, bias, activation, layout; and
+            `tma_store`.
     """
     while True:
         config = _legal(**_draw_fields(random) | made)
@@ -259,11 +260,13 @@ def draw_problem(
     if empty and random.random() < 0.1:
         m, n, k = random.choice(((0, n, k), (m, 0, k), (m, n, 0), (0, n, 0)))
     product = KINDS[config.kind if config else "fp8"]
+    majors = LAYOUTS[config.layout if config else "nt"]
+    k = max(k, 2) if majors != LAYOUTS["nt"] else k  # one element alone lies along k
     a_scale, b_scale = scale_shapes(product, m, n, k)
     places = Places(
-        _draw_operand_place(random, m, k, product.a.bytes),
+        _draw_operand_place(random, m, k, product.a.bytes, majors.a),
         _draw_scale_place(random, *a_scale),
-        _draw_operand_place(random, n, k, product.b.bytes),
+        _draw_operand_place(random, n, k, product.b.bytes, majors.b),
         _draw_scale_place(random, *b_scale),
     )
     shapes = {"a": (m, k), "a_scale": a_scale, "b": (n, k), "b_scale": b_scale}
@@ -306,8 +309,12 @@ def _draw_k(random: Random, config: GemmConfig | None, largest: int) -> int:
     return k + SCALE_BLOCK if k + SCALE_BLOCK <= largest else k - SCALE_BLOCK  # another number of K blocks
 
 
-def _draw_operand_place(random: Random, rows: int, k: int, element_bytes: int) -> Place:
-    """Padded rows, every second row of something larger, or a slice that begins within rows."""
+def _draw_operand_place(random: Random, rows: int, k: int, element_bytes: int, major: str) -> Place:
+    """Padded rows, every second row of something larger, or a slice that begins within rows; or columns, of an operand
+    that lies along its rows."""
+    if major != "k":
+        strides, offset = _draw_operand_place(random, k, rows, element_bytes, "k")
+        return Place(strides[::-1], offset)
     if rows == 1 and random.random() < 0.3:
         return Place((random.randint(1, 9), 1))  # as torch reports of single rows
     padding = random.choice((0, 0, 0, 16, 48, 256, ALIGNMENT * random.randint(0, 40)))

@@ -52,7 +52,6 @@ def legal_configs():
         ({"pairs": True}, "pairs is True; supported for tiles of 128x112 and 128x144"),
         ({"block_n": 112, "pairs": True, "cluster_n": 2}, "pairs is True; .* without clusters"),
         ({"block_n": 144, "narrow_n": 128, "pairs": True}, "narrow_n is 128; .* resident b and pairs"),
-        ({"grouping": "offs", "split_k": 2}, "grouping is 'offs'; groups are multiplied without split K"),
         ({"store_buffers": 11}, "store_buffers is 11; supported are 1 to 10"),
         ({"block_m": 256, "block_n": 160}, "160 accumulators and 40 of one K block exceed the 192 registers"),
         ({"stages": 8}, f"bytes of shared memory exceed Hopper's {SMEM_LIMIT_BYTES}"),
@@ -254,7 +253,7 @@ def test_every_choice_of_a_config_reaches_the_kernel():
     config = GemmConfig(128, 96, 3, 1, 2, store_buffers=1, tma_store=False)
     given = initializers(config)
     # The kernel is made of the first two: its WGMMAs, the bytes of its buffers. The third is two booleans there.
-    named = {"kind", "output", "grouping", "bias", "activation"}
+    named = {"kind", "output", "grouping", "bias", "activation", "layout"}
     for field in (field for field in dataclasses.fields(GemmConfig) if field.name not in named):
         assert given[field.name] == str(getattr(config, field.name)).lower(), field.name
     for grouping, wanted in (("none", ["false"] * 2), ("offs", ["true", "false"]), ("counts", ["false", "true"])):
@@ -263,6 +262,9 @@ def test_every_choice_of_a_config_reaches_the_kernel():
     along_k = GemmConfig(128, 96, 3, kind="fp8_1x128", output="fp32", grouping="k_offs", accumulate=True)
     given = initializers(along_k)
     assert [given[name] for name in ("by_k", "column_scales", "by_offs", "by_counts")] == ["true"] * 2 + ["false"] * 2
+    for layout, spans in (("nt", ["0", "0"]), ("nn", ["0", "64"]), ("tn", ["128", "64"]), ("tt", ["128", "0"])):
+        given = initializers(GemmConfig(128, 96, 3, kind="fp16", layout=layout))
+        assert [given[name] for name in ("a_span", "b_span")] == spans
     given = initializers(GemmConfig(128, 96, 3, bias="fp16", activation="gelu_tanh"))
     assert given["bias_format"] == "deep_tile::Format::fp16"
     assert given["activation"] == "deep_tile::Activation::gelu_tanh"

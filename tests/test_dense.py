@@ -1,5 +1,9 @@
 """`gemm`, `int8_gemm` and `scaled_gemm` on the CPU: definitions, refusals, ops, and what launches say to the kernel."""
 
+from dataclasses import replace
+from functools import partial
+from itertools import product as product_of_ways
+
 import pytest
 import torch
 from helpers import (
@@ -12,12 +16,14 @@ from helpers import (
     make_product,
     same_bits,
 )
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import deep_tile
 from deep_tile import GemmConfig, api, dense, fp8_wgrad, gemm, int8_gemm, params, plan, scaled_gemm
-from deep_tile.kinds import KINDS, OUTPUTS
+from deep_tile.kinds import KINDS, LAYOUT_NAMES, LAYOUTS, OUTPUTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import bucket_key, bucketed, choose
+from deep_tile.select.cost import estimate
 from deep_tile.select.defaults import default_configs
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -196,10 +202,27 @@ REFUSED = [
     ("b", lambda g: {"b": torch._neg_view(g["b"])}, TypeError, r"negates.*resolve_neg"),
     ("a", lambda g: {"a": g["a"][0]}, ValueError, r"\(64,\)|shape"),
     ("b", lambda g: {"b": g["b"][:, :56]}, ValueError, r"k differs"),
-    ("b", lambda g: {"b": g["b"].t().contiguous().t()}, ValueError, r"unit stride along k.*contiguous"),
+    ("b", lambda g: {"b": torch.ones(64, 24).bfloat16()}, ValueError, r"k differs.*passed as b\.t\(\)"),
+    ("b", lambda g: {"b": g["b"].repeat(1, 2)[:, ::2]}, ValueError, r"along k or along its rows.*contiguous"),
+    (
+        "b",
+        lambda g: {"b": torch.ones(64, 28).bfloat16()[:, :24].t()},
+        ValueError,
+        r"column stride.*it is 56.*\[k, 32\]",
+    ),
+    ("b", lambda g: {"b": g["b"].as_strided((24, 64), (1, 8))}, ValueError, r"columns of b overlap.*8 for 24 rows"),
+    ("b", lambda g: {"b": g["b"].as_strided((24, 64), (1, 1))}, ValueError, r"rows of b overlap.*1 for k = 64"),
+    ("a", lambda g: {"a": torch.ones(64, 16).bfloat16()[:, 1:9].t()}, ValueError, r"2 bytes past one.*multiples of 8"),
     ("a", lambda g: {"a": torch.ones(8, 68).bfloat16()[:, :64]}, ValueError, r"multiple of 16 bytes; it is 136.*72"),
     ("a", lambda g: {"a": torch.ones(9, 72).bfloat16()[1:, 1:65]}, ValueError, r"2 bytes past one.*multiples of 8"),
-    ("a", lambda g: {"a": g["a"].clone().requires_grad_()}, RuntimeError, r"gradient.*linear.*detach"),
+    ("a", lambda g: {"a": g["a"].clone().requires_grad_()}, RuntimeError, r"gradient.*drop out.*detach"),
+    ("bias", lambda g: {"bias": torch.ones(24, requires_grad=True)}, RuntimeError, r"gradient.*drop out.*detach"),
+    (
+        "b",
+        lambda g: {"b": g["b"].clone().requires_grad_(), "out": None, "activation": "silu"},
+        RuntimeError,
+        r"none with activation 'silu'.*apply it by torch",
+    ),
     ("out", lambda g: {"out": torch.empty(8, 24, dtype=torch.float64)}, TypeError, r"torch\.float64.*out=None"),
     ("out", lambda g: {"out": torch.empty(8, 25).bfloat16()}, ValueError, r"\(8, 24\).*\(8, 25\)"),
     ("out", lambda g: {"out": torch.empty(24, 8).bfloat16().t()}, ValueError, r"unit stride along n"),
@@ -271,7 +294,231 @@ def test_the_op_is_traced_and_checks():
     out = torch.empty(6, 16)
     torch.library.opcheck(torch.ops.deep_tile.gemm.out, (a, b, out))
     with pytest.raises(Exception, match="requires a gradient"):
-        traced(a.clone().requires_grad_(), b)
+        torch.ops.deep_tile.gemm.out(a.clone().requires_grad_(), b, out)
+
+
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@each_layout
+@each_dtype
+def test_operands_lie_as_their_strides_say(layout, dtype):
+    for m, n, k in ((37, 53, 203), (1, 24, 64), (24, 1, 64), (9, 7, 1)):
+        operands = make_dense_operands(m, n, k, dtype, a_padding=16, layout=layout)
+        assert dense._majors(*operands) == LAYOUTS[layout]
+        guarded = GuardedOut(m, n, stride=n + 3, offset=1)
+        assert gemm(*operands, guarded.out) is guarded.out
+        guarded.assert_guards_intact()
+        assert_accurate(guarded.out, exact_dense_product(*operands), ACCUMULATION_WITHOUT_SCALES)
+        strides = dense._layout(operands, guarded.out, KINDS["bf16"])
+        for x, major, stride in zip(operands, LAYOUTS[layout], strides[:2], strict=True):
+            rows, step = (x.shape[0], x.stride(0)) if major == "k" else (k, x.stride(1))
+            assert stride == step if rows > 1 else stride % 8 == 0
+
+
+def test_strides_that_say_either_mean_along_k():
+    """Of a single element, of dense single rows and columns; and nothing is refused that TMA can read in some way."""
+    ones = torch.ones(4096).bfloat16()
+    for shape, strides, along in (
+        ((1, 1), (1, 1), "k"),
+        ((1, 1), (5, 3), "k"),
+        ((1, 64), (64, 1), "k"),
+        ((1, 64), (1, 1), "k"),
+        ((1, 64), (1, 8), "rows"),
+        ((64, 1), (8, 1), "k"),
+        ((64, 1), (1, 1), "rows"),
+        ((64, 1), (1, 64), "rows"),
+        ((8, 8), (8, 1), "k"),
+        ((8, 8), (1, 8), "rows"),
+    ):
+        x = ones.as_strided(shape, strides)
+        assert dense._strides_problem("x", x) is None
+        assert dense._lies_along_rows(x) == (along == "rows"), (shape, strides)
+        assert torch.equal(gemm(x, x), x.float().mm(x.float().t()).bfloat16())
+
+
+def test_operands_of_8_bits_lie_along_k():
+    product = make_product("int8_rows", 16, 32, 64)
+    a, a_scale, b, b_scale = product.operands
+    with pytest.raises(ValueError, match=r"b must have a unit stride along k.*K-major: b\.contiguous"):
+        scaled_gemm(a, a_scale, b.t().contiguous().t(), b_scale)
+    with pytest.raises(ValueError, match="layout is 'nn'; operands of kind 'fp8' lie along k, as 'nt' says"):
+        GemmConfig(128, 128, 4, layout="nn")
+    with pytest.raises(ValueError, match="layout is 'xy'; supported are nt, nn, tn, tt"):
+        GemmConfig(128, 128, 4, kind="bf16", layout="xy")
+
+
+@each_layout
+def test_configs_of_other_layouts_are_refused(layout):
+    problem = GemmProblem(256, 256, 256, kind="bf16", layout=layout)
+    right = choose(problem)
+    assert right.layout == layout and right.name.endswith("" if layout == "nt" else f"_{layout}")
+    assert api.checked_config(right, problem) is right
+    other = "tn" if layout != "tn" else "nn"
+    with pytest.raises(ValueError, match=f"has layout='{layout}', and the strides of this call's operands are those"):
+        api.checked_config(right, problem._replace(layout=other))
+
+
+@each_layout
+def test_layouts_have_the_times_and_choices_of_nt(layout):
+    for m, n, k in ((1, 7168, 2048), (60, 2112, 7168), (512, 576, 100), (8192, 8192, 8192)):
+        for tma_store, output in product_of_ways((True, False), ("fp16", "fp32")):
+            plain = GemmProblem(m, n, k, tma_store=tma_store, kind="fp16", output=output)
+            problem = plain._replace(layout=layout)
+            config = choose(problem)
+            assert config in default_configs(tma_store, "fp16", output, layout=layout)
+            assert config == replace(choose(plain), layout=layout)
+            assert estimate(config, problem) == estimate(choose(plain), plain)
+    own = GemmConfig(64, 48, 3, kind="fp16")
+    assert choose(problem, {bucket_key(bucketed(problem)): own}) == replace(
+        own, layout=layout, tma_store=False, output="fp32"
+    )
+
+
+@each_layout
+def test_precompile_and_supports_know_layouts(layout):
+    done = deep_tile.precompile([(96, 64, 3)], kind="bf16", layouts=[layout])
+    assert done.configs == (choose(GemmProblem(3, 96, 64, kind="bf16", layout=layout)),)
+    ask = partial(deep_tile.supports, dtype=torch.bfloat16, layout=layout)
+    assert ask(8, 16, 64) == (True, "supported") == ask(8, 16, 64, a_stride=72, b_stride=72)
+    wrong = {"nt": ask(8, 16, 60), "nn": ask(8, 20, 64), "tn": ask(12, 16, 64), "tt": ask(12, 16, 64)}[layout]
+    assert not wrong[0] and "must be a multiple of 16 bytes" in wrong[1]
+    assert ("column stride" in wrong[1]) == (layout != "nt")
+
+
+def test_wrong_layouts_are_refused():
+    for layouts, error, text in (
+        ("nn", TypeError, "layouts is 'nn'; pass names in a list"),
+        (5, TypeError, "layouts is 5; pass names in a list"),
+        (["nn", "x"], ValueError, "layout is 'x'; layouts are nt, nn, tn, tt"),
+        ([1], ValueError, "layout is 1; layouts are nt"),
+    ):
+        with pytest.raises(error, match=text):
+            deep_tile.precompile([(96, 64, 3)], kind="bf16", layouts=layouts)
+    with pytest.raises(ValueError, match="layout is 'nn'; operands of int8 lie along k"):
+        deep_tile.precompile([(96, 64, 3)], kind="int8", layouts=["nt", "nn"])
+    assert deep_tile.supports(8, 16, 64, layout="nn") == (
+        False,
+        "layout is 'nn'; operands of float8_e4m3fn lie along k, as 'nt' says: pass contiguous ones",
+    )
+    assert "layout is 'n'" in deep_tile.supports(8, 16, 64, layout="n")[1]
+
+
+# Gradients.
+
+SIZES = [(5, 24, 64), (37, 13, 40), (1, 1, 8), (9, 40, 1), (0, 8, 8), (8, 0, 8), (8, 8, 0)]
+
+
+def trained(m, n, k, dtype, layout="nt"):
+    """Operands and a bias that require gradients."""
+    a, b = make_dense_operands(m, n, k, dtype, layout=layout)
+    return a.requires_grad_(), b.requires_grad_(), torch.randn(n, requires_grad=True)
+
+
+def assert_gradients(found, grad, a, b, bias):
+    """Against float64, of the output's gradient in the operands' dtype."""
+    of_a, of_b, of_bias = found
+    narrow, a, b = grad.to(a.dtype), a.detach(), b.detach()
+    assert of_a.dtype == of_b.dtype == a.dtype and of_bias.dtype == bias.dtype
+    assert_accurate(of_a, exact_dense_product(narrow, b.t()), ACCUMULATION_WITHOUT_SCALES)
+    assert_accurate(of_b, exact_dense_product(narrow.t(), a.t()), ACCUMULATION_WITHOUT_SCALES)
+    assert torch.allclose(of_bias, grad.sum(0, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_gradients_of_a_product(sizes, compiled):
+    torch._dynamo.reset()
+    for dtype, out_dtype, layout in ((torch.bfloat16, None, "nt"), (torch.float16, torch.float32, "tn")):
+        given = trained(*sizes, dtype, layout)
+
+        def multiply(a, b, bias, out_dtype=out_dtype):
+            return gemm(a, b, bias=bias, out_dtype=out_dtype)
+
+        run = torch.compile(multiply, backend="aot_eager", fullgraph=True) if compiled else multiply
+        out = run(*given)
+        assert out.requires_grad and torch.equal(out.detach(), multiply(*(x.detach() for x in given)))
+        for grad in (torch.randn_like(out), torch.ones((), dtype=out.dtype).expand_as(out)):
+            assert_gradients(torch.autograd.grad(out, given, grad, retain_graph=True), grad, *given)
+
+
+def test_gradients_of_some():
+    a, b, bias = trained(5, 24, 64, torch.bfloat16)
+    for needed in ((a,), (b,), (bias,), (b, bias)):
+        given = [x if any(x is one for one in needed) else x.detach() for x in (a, b, bias)]
+        out = gemm(given[0], given[1], bias=given[2])
+        assert len(torch.autograd.grad(out.float().sum(), needed)) == len(needed)
+    with torch.no_grad():
+        assert not gemm(a, b).requires_grad
+    out = gemm(a, b)
+    a.data.mul_(1)
+    with torch.no_grad():
+        a.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_gradients_are_products_of_other_layouts(monkeypatch):
+    """Without a copy of an operand, and with one of a gradient only where no kernel can read that."""
+    seen, original = [], dense._compute_without_kernel
+
+    def look(operands, out, options, bias):
+        seen.append((LAYOUT_NAMES[dense._majors(*operands)], *(x.data_ptr() for x in operands)))
+        original(operands, out, options, bias)
+
+    monkeypatch.setattr(dense, "_compute_without_kernel", look)
+    a, b, _ = trained(16, 24, 64, torch.bfloat16)
+    out = gemm(a, b)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    g, of_a, of_b = (x.data_ptr() for x in (grad, a, b))
+    assert seen == [("nt", of_a, of_b), ("nn", g, of_b), ("tn", g, of_a)]
+    for wrong in (torch.ones(16, 25).bfloat16()[:, 1:], torch.ones(16, 1).bfloat16().expand(16, 24)):
+        del seen[1:]
+        gemm(a, b).backward(wrong)
+        assert [layout for layout, *_ in seen[1:]] == ["nt", "nn", "tn"]
+        assert wrong.data_ptr() not in (seen[2][1], seen[3][1])
+
+
+def test_gradients_of_gradients():
+    given = trained(5, 13, 24, torch.float16)[:2]
+
+    def second(multiply, a, b):
+        out = multiply(a, b)
+        weights = torch.arange(out.numel()).view_as(out).to(out.dtype) / 50
+        of_a, of_b = torch.autograd.grad((out * weights).square().sum() / 100, (a, b), create_graph=True)
+        return torch.autograd.grad(of_a.square().sum() + of_b.sum(), (a, b))
+
+    wanted = second(lambda a, b: a @ b.t(), *(x.detach().double().requires_grad_() for x in given))
+    for found, exact in zip(second(gemm, *given), wanted, strict=True):
+        assert (found.double() - exact).norm() <= 5e-3 * exact.norm()
+    out = torch.ops.deep_tile.gemm(*given)
+    with pytest.raises(RuntimeError, match="torch.ops.deep_tile.gemm has none of. Call deep_tile.gemm"):
+        torch.autograd.grad(out, given, torch.ones_like(out), create_graph=True)
+
+
+def test_one_graph_with_gradients_serves_every_m():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    _, b, bias = trained(1, 24, 64, torch.bfloat16)
+    compiled = torch.compile(lambda a: gemm(a, b, bias=bias), backend=counter, fullgraph=True, dynamic=True)
+    for m in (7, 33, 4, 300):
+        a = torch.randn(m, 64).bfloat16().requires_grad_()
+        out = compiled(a)
+        grad = torch.randn_like(out)
+        assert_gradients(torch.autograd.grad(out, (a, b, bias), grad), grad, a, b, bias)
+    assert counter.frame_count == 1
+
+
+def test_ops_of_gradients():
+    a, b, _ = trained(6, 16, 32, torch.bfloat16)
+    torch.library.opcheck(torch.ops.deep_tile.gemm.default, (a, b))
+    grad = torch.randn(6, 16).bfloat16()
+    for x, transposed in ((b, False), (a, True)):
+        torch.library.opcheck(torch.ops.deep_tile.gemm_gradient.default, (grad, x.detach(), transposed))
+    for call in (torch.ops.deep_tile.gemm, torch.compile(gemm, backend="aot_eager", fullgraph=True)):
+        with pytest.raises(Exception, match="a requires a gradient, and gemm has none with activation 'relu'"):
+            call(a, b, activation="relu")
 
 
 @each_scaled_kind

@@ -5,6 +5,7 @@ Inputs are fresh on every run, surrounded by NaN, and `out` is surrounded by bit
 """
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -36,7 +37,7 @@ from deep_tile import (
     scaled_gemm,
 )
 from deep_tile.config import round_up
-from deep_tile.kinds import OUTPUTS
+from deep_tile.kinds import LAYOUTS, OUTPUTS
 from deep_tile.reference import relative_error
 from deep_tile.select.defaults import default_configs
 
@@ -69,6 +70,17 @@ CONFIGS = (
     *default_configs(False, "fp8_1x128", "fp32", True)[1::2],
     *default_configs(True, "bf16", "fp32", True)[::4],
     *default_configs(False, "int8_rows", "fp32", True)[3::6],
+    *(
+        config
+        for layout in ("nn", "tn", "tt")
+        for config in (
+            *default_configs(True, "bf16", layout=layout),
+            *default_configs(False, "fp16", layout=layout)[::3],
+            *default_configs(True, "fp16", "fp32", layout=layout)[1::3],
+            *default_configs(True, "bf16", "fp32", True, layout=layout)[2::6],
+            *default_configs(True, "bf16", None, False, "fp32", "gelu_tanh", layout=layout)[::6],
+        )
+    ),
 )
 
 LEGAL_CORNERS = (
@@ -80,6 +92,18 @@ LEGAL_CORNERS = (
     GemmConfig(128, 176, 3, 2, 1, kind="bf16", output="fp32", store_buffers=1),
     GemmConfig(128, 240, 3, kind="bf16", store_buffers=1),
     GemmConfig(128, 128, 2, kind="bf16", scale_blocks=2, store_buffers=1),
+    GemmConfig(64, 16, 2, kind="bf16", layout="tn"),
+    GemmConfig(64, 48, 3, 2, 1, kind="fp16", layout="nn", output="fp32", tma_store=False),
+    GemmConfig(64, 240, 3, 1, 2, kind="bf16", layout="tt", output="fp32", store_buffers=1),
+    GemmConfig(64, 32, 2, kind="bf16", layout="nn", scale_blocks=4, split_k=2),
+    GemmConfig(128, 112, 3, 2, 1, kind="fp16", layout="tn"),
+    GemmConfig(128, 144, 3, 1, 2, kind="bf16", layout="tn", store_buffers=1),
+    GemmConfig(128, 176, 3, 2, 1, kind="bf16", layout="nn", output="fp32", store_buffers=1),
+    GemmConfig(128, 208, 2, kind="fp16", layout="tn", split_k=1, store_buffers=1),
+    GemmConfig(128, 96, 2, kind="bf16", layout="tt", output="fp32", split_k=2, store_buffers=1),
+    GemmConfig(256, 192, 3, kind="bf16", layout="tn", store_buffers=1),
+    GemmConfig(256, 32, 4, 2, 1, kind="fp16", layout="nn", output="bf16"),
+    GemmConfig(256, 80, 3, 1, 2, kind="bf16", layout="tt", store_buffers=1),
     GemmConfig(128, 96, 2, kind="bf16", output="fp32", split_k=2, store_buffers=1),
     GemmConfig(256, 192, 3, kind="bf16", store_buffers=1),
     GemmConfig(256, 16, 4, 2, 1, kind="fp16", output="bf16"),
@@ -133,7 +157,8 @@ def check_config(config: GemmConfig, m: int, n: int, k: int, num_sms: int, scale
         layout = {"stride": n + 8}
     else:
         layout = {"stride": n + 1 - n % 2, "offset": 3}
-    product = make_product(config.kind, m, n, k, device=DEVICE, padding=16 * (m % 2), scales=scales)
+    padding = 16 * (m % 2)
+    product = make_product(config.kind, m, n, k, device=DEVICE, padding=padding, scales=scales, layout=config.layout)
     if config.kind == "fp8_1x128":  # also of one K block, which `scaled_gemm` takes for scales of rows
         product = product._replace(call=partial(fp8_wgrad, accumulate=False))
     if config.is_finished:
@@ -265,6 +290,60 @@ def test_the_selectors_own_choice(dtype, out_dtype, m):
         a, b = make_dense_operands(m, n, k, dtype, device=DEVICE, b_padding=24)
         check_gemm(a, b, out_dtype)
         check_gemm(a, b, out_dtype, out_stride=n + 5, out_offset=1)
+
+
+@pytest.mark.parametrize("dtype", OPERANDS.values(), ids=str)
+@pytest.mark.parametrize("layout", ["nn", "tn", "tt"])
+@pytest.mark.parametrize("m", [1, 7, 64, 65, 129, 1000])
+def test_layouts_by_the_selectors_own_choice(dtype, layout, m):
+    for n, k in ((1, 2), (24, 63), (130, 64), (576, 1001), (2112, 513)):
+        a, b = make_dense_operands(m, n, k, dtype, device=DEVICE, a_padding=8, b_padding=24, layout=layout)
+        check_gemm(a, b, dtype)
+        check_gemm(a, b, torch.float32, out_stride=n + 5, out_offset=1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_make_the_same_sums(layout):
+    """Bit for bit: the order in which a kernel adds up does not depend on where its operands lie."""
+    a, b = make_dense_operands(304, 520, 1096, torch.bfloat16, device=DEVICE)
+    config = GemmConfig(128, 128, 4, kind="bf16", output="fp32")
+    wanted = gemm(a, b, out_dtype=torch.float32, config=config)
+    others = (x if major == "k" else x.t().contiguous().t() for x, major in zip((a, b), LAYOUTS[layout], strict=True))
+    found = gemm(*others, out_dtype=torch.float32, config=replace(config, layout=layout))
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", OPERANDS.values(), ids=str)
+@pytest.mark.parametrize("sizes", [(5, 24, 64), (130, 264, 200), (300, 131, 1001), (1, 1, 8), (1000, 2112, 576)])
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=str)
+def test_gradients(dtype, sizes, out_dtype):
+    """Products of exact operands in float64; of an FP32 output the gradient is rounded to the operands' dtype."""
+    m, n, k = sizes
+    a, b = (x.requires_grad_() for x in make_dense_operands(m, n, k, dtype, device=DEVICE))
+    bias = torch.randn(n, device=DEVICE, requires_grad=True)
+    out = gemm(a, b, bias=bias, out_dtype=out_dtype)
+    grad = torch.randn_like(out)
+    of_a, of_b, of_bias = torch.autograd.grad(out, (a, b, bias), grad)
+    narrow = grad.to(dtype)
+    assert of_a.dtype == of_b.dtype == dtype and of_bias.dtype == torch.float32
+    assert_accurate(of_a, exact_dense_product(narrow, b.detach().t()), ACCUMULATION_WITHOUT_SCALES)
+    assert_accurate(of_b, exact_dense_product(narrow.t(), a.detach().t()), ACCUMULATION_WITHOUT_SCALES)
+    assert torch.allclose(of_bias, grad.sum(0, dtype=torch.float32))
+
+
+def test_gradients_under_compile():
+    a, b = (x.requires_grad_() for x in make_dense_operands(130, 264, 200, torch.bfloat16, device=DEVICE))
+    torch._dynamo.reset()
+
+    def loss(a, b):
+        return gemm(a, b, out_dtype=torch.float32).square().sum()
+
+    wanted = torch.autograd.grad(loss(a, b), (a, b))
+    compiled = torch.compile(loss, fullgraph=True)
+    for _ in range(2):
+        found = torch.autograd.grad(compiled(a, b), (a, b))
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.allclose(one.float(), other.float(), rtol=2**-6, atol=2**-6 * other.abs().max().item())
 
 
 @pytest.mark.parametrize("dtype", OPERANDS.values(), ids=str)

@@ -164,7 +164,7 @@ def test_the_selector_gives_configs_of_the_finish(kind, bias, activation):
         for output in OUTPUTS:
             problem = GemmProblem(m, n, k, kind=kind, output=output, bias=bias, activation=activation)
             config = choose.choose(problem)
-            assert choose.what_is_made(config) == (kind, output, False, bias, activation)
+            assert choose.what_is_made(config) == (kind, output, False, bias, activation, "nt")
             assert config in default_configs(True, kind, output, False, bias, activation)
 
 

@@ -13,7 +13,7 @@ from test_host_path import run_pretending  # noqa: F401
 from test_launcher import fake_driver  # noqa: F401
 
 from deep_tile import api, jit, plan
-from deep_tile.kinds import KINDS, OUTPUTS
+from deep_tile.kinds import KINDS, LAYOUTS, OUTPUTS
 
 NUM_SMS = 132
 SMALL = Limits(m=100, n=160, k=400, out=1 << 14)
@@ -22,7 +22,7 @@ EACH = 48
 
 @pytest.fixture(scope="module")
 def kernels():
-    return fuzz_kinds.draw_kernels(Random("7:kernels"), EACH, NUM_SMS)
+    return fuzz_kinds.draw_kernels(Random("9:kernels"), EACH, NUM_SMS)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def drawn(kernels):
 
 def draws(kernels, count, limits=SMALL):
     named = {config.name: config for config in kernels}
-    return [fuzz_kinds.draw(Random(f"7:{number}"), named, number, NUM_SMS, limits) for number in range(count)]
+    return [fuzz_kinds.draw(Random(f"9:{number}"), named, number, NUM_SMS, limits) for number in range(count)]
 
 
 def kind_of(config) -> str:
@@ -50,6 +50,8 @@ def test_kernels_are_of_every_kind_and_finish(kernels):
         assert kind == "fp8" or {config.accumulate for config in own} == {True, False}
     assert {(config.bias, config.activation) for config in kernels} == set(FINISHES)
     assert {config.output for config in kernels} == set(OUTPUTS)
+    of_16_bits = {(config.kind, config.layout) for config in kernels if config.product.a.bytes == 2}
+    assert of_16_bits == {(kind, layout) for kind in ("bf16", "fp16") for layout in LAYOUTS}
 
 
 def test_draws_are_of_every_call(drawn, kernels):
@@ -78,7 +80,7 @@ def test_tokens_are_of_every_kind(drawn):
 
 
 def test_the_same_seed_draws_the_same(kernels, drawn):
-    assert fuzz_kinds.draw_kernels(Random("7:kernels"), EACH, NUM_SMS) == kernels
+    assert fuzz_kinds.draw_kernels(Random("9:kernels"), EACH, NUM_SMS) == kernels
     assert draws(kernels, 50) == drawn[:50] != drawn[50:100]
 
 
@@ -199,13 +201,17 @@ FAULTS = {
     "changing": ("repeat", lambda sample, drawn, out: first(out).copy_(torch.rand(()))),
     "before out": ("guards", lambda sample, drawn, out: beside(out, -1)),
     "far behind out": ("guards", lambda sample, drawn, out: beside(out, 1 + extent(out))),
-    "an input": ("inputs", lambda sample, drawn, out: sample.operands[0].view(torch.uint8)[:1, :1].add_(1)),
+    "an input": ("inputs", lambda sample, drawn, out: bits_of(sample.operands[0])[:1, :1].add_(1)),
     "beside an input": ("inputs", lambda sample, drawn, out: sample.buffer[:1].fill_(0)),
 }
 
 
 def unwritten(sample, out):
     first(out).copy_(first(torch.full_like(out, torch.nan) if sample.before is None else sample.before + 1e-3))
+
+
+def bits_of(x):
+    return x.view({1: torch.uint8, 2: torch.int16}[x.element_size()])
 
 
 def extent(out) -> int:
@@ -232,7 +238,7 @@ def test_faults_are_found_in_every_round(run, damage, fault):
 
 def test_a_wrong_whole_is_found(kernels):
     """Of elements that are each near enough: all by 0.3 % too small, where BF16 may be off by 0.4 %."""
-    plain = [config for config in kernels if config.kind == "bf16" and config.output == "bf16"]
+    plain = [config for config in kernels if config.kind in ("bf16", "fp16") and config.output == "bf16"]
     values, found = Values("cpu", 3), 0
     for number in range(200):
         drawn = fuzz_kinds.draw_for(Random(number), plain[number % len(plain)], NUM_SMS, Limits(300, 400, 400))

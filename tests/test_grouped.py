@@ -208,15 +208,14 @@ def test_nothing_to_do(device):
 @pytest.mark.parametrize("tma_store", [True, False], ids=["tma", "any"])
 @pytest.mark.parametrize("layout", ["offs", "counts"])
 def test_every_config(layout, tma_store):
-    """With groups that end within each box, at its end, and one row behind it; of clusters' tiles one and two, and odd
-    numbers of more."""
-    sizes = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 0, 200, 256, 257, 384]
+    """With groups that end within each box, at its end, and one row behind it."""
+    sizes = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 0, 200]
     for config in grouped_configs(layout, tma_store):
         for n, k in ((264, 640), (config.block_n, 128), (1000, 1040)):
-            capacity = None if layout == "offs" else 387
+            capacity = None if layout == "offs" else 203
             case = make_case(sizes, n, k, device="cuda", capacity=capacity, out_stride=n if tma_store else n + 1)
             out = case.check(config=config)
-            for num_sms in (config.cluster, 7):
+            for num_sms in (1, 7):
                 again = out.clone().fill_(float("nan"))
                 into = again if capacity is None else again.unflatten(0, (len(sizes), capacity))
                 case.call(into, config=config, num_sms=num_sms)

@@ -1,8 +1,7 @@
 """The scheduler of grouped products, run on a CPU: its text, compiled as C++ with host_warp.h.
 
-Every row of every group is in one tile of each column, of the right `b`, whatever the bounds are. The blocks of a
-cluster walk together: what they share is of the same group, and where one lies beyond its rows or columns, its peer
-does not. Tiles of groups along K are those of the model in protocol.py, which tests that they cover each gradient
+Every row of every group is in one tile of each column, of the right `b`, whatever the bounds are. Tiles of groups along
+K, those of clusters among them, are those of the model in protocol.py, whose tests show that they cover each gradient
 once.
 """
 
@@ -19,7 +18,6 @@ from deep_tile import codegen, params
 from deep_tile.config import ceil_div
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import group_rows
-from deep_tile.select import schedule
 from deep_tile.select.defaults import deepest_config
 
 SCALARS = ("group", "a", "scale", "b", "out", "end", "column")
@@ -53,11 +51,6 @@ extern "C" void run(const GemmParams* params, unsigned blocks, int* tiles) {{
 CLUSTER_RANK = 'asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));'
 
 CONFIGS = [deepest_config(64, 128, grouping="offs"), deepest_config(128, 192, grouping="counts")]
-CLUSTERED = [
-    deepest_config(*tile, cluster_m=cluster_m, cluster_n=3 - cluster_m, grouping=layout)
-    for tile, layout in (((128, 128), "offs"), ((128, 192), "counts"))
-    for cluster_m in (1, 2)
-]
 
 
 @pytest.fixture(scope="module")
@@ -122,50 +115,30 @@ def compile_for_host(config, directory):
 
 
 def check(walk, config, n, rows, groups, bounds, blocks, alignment=1, raster_rows_log2=3):
-    """That tiles cover each group's rows in each column once, in turn among the clusters of `blocks`."""
-    layout, clusters = config.grouping, blocks // config.cluster
+    """That tiles cover each group's rows in each column once, in turn among the blocks."""
+    layout = config.grouping
     ranges = group_rows(layout, bounds, groups, rows, alignment)
-    heights = [ceil_div(end - begin, config.block_m) for begin, end in ranges]
     columns = ceil_div(n, config.block_n)
-    cluster_tiles = sum(ceil_div(height, config.cluster_m) for height in heights) * ceil_div(columns, config.cluster_n)
-    problem = GemmProblem(rows, n, 256, groups=Groups(layout, groups, 1))
-    assert cluster_tiles <= schedule.cluster_tiles(config, problem).total
-    numbers = {"m": rows, "n": n, "k": 256, "groups": groups, "alignment": alignment, "b_group_rows": n + 7}
+    wanted = sum(ceil_div(end - begin, config.block_m) for begin, end in ranges) * columns
+    numbers = {"m": rows, "n": n, "k": 256, "groups": groups, "alignment": alignment}
     strides = {"a_group_rows": rows + 3, "out_group_rows": rows + 5} if layout == "counts" else {}
-    numbers |= strides | {"raster_rows_log2": raster_rows_log2}
-    found = walk(config, blocks, cluster_tiles * config.cluster, bounds, **numbers)
+    found = walk(
+        config, blocks, wanted, bounds, b_group_rows=n + 7, raster_rows_log2=raster_rows_log2, **numbers, **strides
+    )
     assert [count for count, _ in found] == [len(tiles) for _, tiles in found]
-    assert [len(tiles) for _, tiles in found] == [
-        len(range(block // config.cluster, cluster_tiles, clusters)) for block in range(blocks)
-    ]
+    assert [len(tiles) for _, tiles in found] == [len(range(block, wanted, blocks)) for block in range(blocks)]
     seen = set()
-    for cluster in range(0, blocks, config.cluster):
-        for together in zip(*(tiles for _, tiles in found[cluster : cluster + config.cluster]), strict=True):
-            check_together(config, n, *together)
-            for tile in (tile for tile in together if tile["out"] < tile["end"] and tile["column"] < n):
-                check_tile(config, n, tile, ranges[tile["group"]], **strides)
-                seen.add((tile["group"], tile["scale"], tile["column"]))
-    assert len(seen) == sum(heights) * columns
-
-
-def check_together(config, n, first, *others):
-    """That what the blocks of a cluster share is the same for both, and that the first has rows and columns."""
-    assert first["out"] < first["end"] and first["column"] < n
-    for other in others:
-        below = config.block_m * (config.cluster_m - 1)
-        beside = config.block_n * (config.cluster_n - 1)
-        beyond = dict.fromkeys(("a", "scale", "out"), below) | dict.fromkeys(("b", "column"), beside)
-        assert other == {name: value + beyond.get(name, 0) for name, value in first.items()}
-
-
-def check_tile(config, n, tile, rows, a_group_rows=0, out_group_rows=0):
-    """That a tile lies where its group does."""
-    group, row, (begin, end) = tile["group"], tile["scale"], rows
-    assert begin <= row < end and (row - begin) % config.block_m == 0
-    first_out = group * out_group_rows
-    assert (tile["a"], tile["out"], tile["end"]) == (group * a_group_rows + row, first_out + row, first_out + end)
-    assert tile["column"] % config.block_n == 0 and 0 <= tile["column"] < n
-    assert tile["b"] == group * (n + 7) + tile["column"]
+    for tile in (tile for _, tiles in found for tile in tiles):
+        group = tile["group"]
+        begin, end = ranges[group]
+        first_a, first_out = (group * strides.get(name, 0) for name in ("a_group_rows", "out_group_rows"))
+        row = tile["scale"]
+        assert begin <= row < end and (row - begin) % config.block_m == 0
+        assert (tile["a"], tile["out"], tile["end"]) == (first_a + row, first_out + row, first_out + end)
+        assert tile["column"] % config.block_n == 0 and 0 <= tile["column"] < n
+        assert tile["b"] == group * (n + 7) + tile["column"]
+        seen.add((group, row, tile["column"]))
+    assert len(seen) == wanted
 
 
 def random_ends(groups, rows, generator):
@@ -208,36 +181,6 @@ def test_bounds_that_lie(walk, ends, alignment):
 
 def test_more_blocks_than_tiles(walk):
     check(walk, CONFIGS[0], 100, 64, 3, torch.tensor([0, 1, 1], dtype=torch.int32), blocks=9)
-    check(walk, CLUSTERED[1], 100, 64, 3, torch.tensor([0, 1, 1], dtype=torch.int32), blocks=8)
-
-
-@pytest.mark.parametrize("raster_rows_log2", [1, 3])
-@pytest.mark.parametrize("groups", [1, 7, 40])
-@pytest.mark.parametrize("config", CLUSTERED, ids=lambda config: config.name)
-def test_clusters(walk, config, groups, raster_rows_log2):
-    """Groups of odd and even numbers of tiles, empty ones, and odd and even numbers of columns."""
-    generator = torch.Generator().manual_seed(groups + raster_rows_log2)
-    for n in (130, 400, 900):
-        rows = int(torch.randint(1, 4000, (), generator=generator))
-        bounds = random_ends(groups, rows, generator)
-        if config.grouping == "counts":
-            bounds = (torch.rand(groups, generator=generator) ** 3 * rows).int()
-        blocks = 2 * int(torch.randint(1, 9, (), generator=generator))
-        check(walk, config, n, rows, groups, bounds, blocks, raster_rows_log2=raster_rows_log2)
-
-
-@pytest.mark.parametrize("sizes", [[1], [128], [129], [256], [257], [0, 384, 0, 128, 129]])
-def test_clusters_of_odd_numbers_of_tiles(walk, sizes):
-    ends = torch.tensor(sizes).cumsum(0).int()
-    for config in CLUSTERED:
-        bounds = ends if config.grouping == "offs" else torch.tensor(sizes, dtype=torch.int32)
-        check(walk, config, config.block_n * 3, max(sum(sizes), 1), len(sizes), bounds, blocks=4)
-
-
-def test_clusters_and_bounds_that_lie(walk):
-    for config in CLUSTERED:
-        for bounds in ([5, 300, 9, 2], [-4, 10, -1, 12], [2**31 - 1] * 4, [-(2**31)] * 4):
-            check(walk, config, 300, 290, 4, torch.tensor(bounds, dtype=torch.int32), blocks=2)
 
 
 GRADIENTS = {"kind": "fp8_1x128", "output": "fp32", "grouping": "k_offs"}
@@ -249,7 +192,7 @@ ALONG_K = [
 ]
 
 
-@pytest.mark.parametrize("config", [CONFIGS[0], CLUSTERED[0], CLUSTERED[3], *ALONG_K], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*CONFIGS, *ALONG_K], ids=lambda config: config.name)
 def test_the_models_tiles_are_the_kernels(walk, config):
     """Those of protocol.py, block by block."""
     generator = torch.Generator().manual_seed(3)

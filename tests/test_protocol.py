@@ -33,7 +33,6 @@ from machine import (
     Arrive,
     Fault,
     Init,
-    Issue,
     Join,
     Operation,
     Process,
@@ -43,7 +42,7 @@ from machine import (
     Wait,
 )
 from orders import explore, prove, walk
-from protocol import CLUSTER_BARRIER, Block, Launch, Tile, together
+from protocol import CLUSTER_BARRIER, Block, Launch, together
 from sanitize import CASES, GROUPS, Case
 
 from deep_tile.config import PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig, round_up
@@ -126,9 +125,7 @@ GROUP_FAMILIES = {
     "groups of rows": of_rows(GemmConfig(64, 16, 2, grouping="offs"), (3, 0, 70), 16, 256, 1),
     "rows of their own": of_rows(GemmConfig(64, 16, 2, grouping="counts", tma_store=False), (70, 3), 16, 256, 1),
     "rows, two warpgroups": of_rows(GemmConfig(128, 64, 2, grouping="offs"), (5, 100), 64, 128, 1),
-    "rows, clusters along m": of_rows(GemmConfig(64, 16, 2, 2, 1, grouping="offs"), (0, 3), 16, 384, 2),
-    "rows, clusters along n": of_rows(GemmConfig(64, 16, 2, 1, 2, grouping="offs"), (3, 0), 16, 384, 2),
-    "rows, no tiles": of_rows(GemmConfig(64, 16, 2, 2, 1, grouping="offs"), (0, 0), 16, 256, 2),
+    "rows, no tiles": of_rows(GemmConfig(64, 16, 2, grouping="offs"), (0, 0), 16, 256, 1),
     "along K": along_k(GemmConfig(64, 16, 2, **GRADIENTS), (128, 0, 300), 64, 16, 1),
     "along K, two warpgroups": along_k(GemmConfig(128, 64, 2, **GRADIENTS), (200, 0), 128, 64, 1),
     "along K, added": along_k(GemmConfig(64, 16, 2, **GRADIENTS, accumulate=True), (0, 128, 0, 300), 50, 16, 1),
@@ -235,7 +232,7 @@ def test_every_order_of_every_grouped_config(layout, accumulate, tma_store):
 def test_every_order_of_the_sanitizers_groups(layout):
     for tma_store in (True, False):
         for config in grouped_configs(layout, tma_store):
-            assert check(of_rows(config, GROUPS, 264 if tma_store else 261, 400, 2 + config.cluster)) > 50
+            assert check(of_rows(config, GROUPS, 264 if tma_store else 261, 400, 3)) > 50
 
 
 def test_orders_at_random_of_groups():
@@ -355,12 +352,6 @@ def released_before(group: str, barrier: str) -> Callable[[list[Operation]], lis
     return change
 
 
-def requested_by_both(operations: list[Operation]) -> list[Operation]:
-    """Of an operands' warp in a cluster along n: the first quarter of `a` that is its peer's to request."""
-    places = [i for i, o in enumerate(operations) if isinstance(o, Issue) and o.writes[0].buffer[:2] == (1, "a")]
-    return [*operations[: places[0]], operations[places[0]], *operations[places[0] :]]
-
-
 def given_back_unread(operations: list[Operation]) -> list[Operation]:
     """Of a store warp: rows in which a group ends are read when the box has been given back."""
     uses = [o for o in operations if isinstance(o, Use)]
@@ -375,12 +366,11 @@ def turn_for_apart(operations: list[Operation]) -> list[Operation]:
 
 
 class WithoutOverhang(Launch):
-    """A block leaves out tiles that lie beyond the matrix, or the group, though its peer awaits its half of what they
-    share."""
+    """A block leaves out tiles that lie beyond the matrix, though its peer awaits its half of what they share."""
 
     def block(self, cluster: int, rank: int) -> Block:
         block = super().block(cluster, rank)
-        block.tiles = [tile for tile in block.tiles if tile.m < self.row_end(tile) and tile.n < self.n]
+        block.tiles = [tile for tile in block.tiles if tile.m < self.m and tile.n < self.n]
         return block
 
 
@@ -394,14 +384,6 @@ class WithOtherBounds(Launch):
         block.tiles = block.width_tiles(self.config)
         block.width_tiles = written.block(cluster, rank).width_tiles
         return block
-
-
-class WithWholeQuarters(Launch):
-    """Of a quarter of `a` that two blocks share, one of them requests all, so that the other has no part in it."""
-
-    def quarter_boxes(self, tile: Tile) -> range:
-        boxes = super().quarter_boxes(tile)
-        return range(0, boxes.stop, min(self.config.block_m // self.config.cluster_n, self.config.block_m // 4))
 
 
 class WithoutZeros(Launch):
@@ -432,7 +414,7 @@ DECODE = Case(GemmConfig(64, 16, 2), 64, 16, 384, 1)
 TWO_TILES = Case(GemmConfig(64, 16, 2), 64, 32, 128, 1)
 PAIR = Case(GemmConfig(128, 64, 2), 128, 128, 384, 1)
 MULTICAST = Case(GemmConfig(64, 16, 2, 2, 1), 128, 16, 384, 2)
-ROWS = GemmConfig(64, 16, 2, 2, 1, grouping="offs")
+ROWS = GemmConfig(64, 16, 2, grouping="offs")
 SPLIT = Case(GemmConfig(64, 32, 2, split_k=2), 64, 64, 256, 2)
 NARROW = Case(GemmConfig(128, 144, 3, store_buffers=1, narrow_n=128), 128, 272, 512, 1)
 
@@ -524,20 +506,15 @@ FAULTS = {
     ),
     "narrow tiles as wide as the others": Seeded(ARRIVALS, no_narrower(128)),
     "an odd tile count of a group in clusters, nobody for the overhang": Seeded(
-        BYTES, of_rows(ROWS, (0, 130), 16, 384, 2, launch=WithoutOverhang)
+        BYTES, along_k(GemmConfig(64, 16, 2, 2, 1, **GRADIENTS), (384,), 150, 16, 2, launch=WithoutOverhang)
     ),
     "bounds of groups written while a product runs": Seeded(
-        DEADLOCK, of_rows(GemmConfig(64, 16, 2, grouping="offs"), (3,), 16, 256, 1, launch=WithOtherBounds)
-    ),
-    "a box of a quarter that both blocks of a cluster request": Seeded(
-        OVERWRITTEN,
-        of_rows(GemmConfig(64, 16, 2, 1, 2, grouping="offs"), (20,), 32, 384, 2),
-        in_program("block 0 operands", requested_by_both),
+        DEADLOCK, of_rows(ROWS, (3,), 16, 256, 1, launch=WithOtherBounds)
     ),
     "bytes announced of rows beyond a group": Seeded(
         BYTES,
-        of_rows(ROWS, (60,), 16, 384, 2),
-        in_program("block 1 operands", once(Arrive, "full", expected_bytes=2048)),
+        of_rows(ROWS, (20,), 16, 384, 1),
+        in_program("operands", once(Arrive, "full", expected_bytes=2048)),
     ),
     "a box given back before the last rows of a group have been read": Seeded(
         OVERWRITTEN,
@@ -560,16 +537,6 @@ def test_seeded_faults_are_found(seeded):
         for seed in range(100):
             walk(seeded.launch.machine(0, seeded.change), seed)
     assert shown.value.steps
-
-
-def test_a_stage_of_a_cluster_that_one_block_fills_alone_is_refused():
-    """One of its math warpgroups may give a launch's last stage back to the peer before the other one has given back
-    what that held before. Orders in which something comes of that are too rare for those at random."""
-    config = GemmConfig(128, 64, 2, 1, 2, grouping="offs")
-    assert check(of_rows(config, (5,), 128, 384, 2)) > 50
-    with pytest.raises(Fault, match=r"block 0 math 0 may arrive on empty\[\d\] in block 1 a phase early") as early:
-        check(of_rows(config, (5,), 128, 384, 2, launch=WithWholeQuarters))
-    assert early.value.kind == ARRIVALS
 
 
 @pytest.mark.parametrize("block_n", [80, 96, 112])
@@ -667,7 +634,7 @@ SYNCHRONIZING_CALLS = {
     "cp_async": 2,
     "cp_async_bulk_commit_group": 2,
     "cp_async_bulk_load": 2,
-    "cp_async_bulk_tensor_load": 2,
+    "cp_async_bulk_tensor_load": 3,
     "cp_async_bulk_tensor_load_multicast": 2,
     "cp_async_bulk_tensor_store": 1,
     "cp_async_bulk_wait_group_read": 2,
@@ -687,7 +654,8 @@ SYNCHRONIZING_CALLS = {
 """Places in the kernel's headers that call what the model has as an operation.
 
 The model is of FP8 products with scales of blocks. The other WGMMAs are those of accumulate.cuh, which gives a stage
-back when all but the latest group have ended, as the model's loops do.
+back when all but the latest group have ended, as the model's loops do. A tensor load of each sort brings boxes of
+operands that lie along their rows: more of them, which the same arrival announces.
 """
 
 

@@ -149,6 +149,7 @@ some_problems = st.builds(
     accumulate=st.just(False),
     bias=st.sampled_from(BIASES),
     activation=st.sampled_from(ACTIVATIONS),
+    layout=st.just("nt"),
 )
 
 

@@ -16,12 +16,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from deep_tile.config import GemmConfig, ceil_div
-from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, OUTPUTS
-from deep_tile.problem import GemmProblem, Groups
-from deep_tile.select import groups
+from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, LAYOUTS, OUTPUTS
+from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import bucketed, candidates, choose, choose_bucket, configs_for, suits
 from deep_tile.select.defaults import default_configs
-from deep_tile.select.groups import grouped_configs
 from deep_tile.select.schedule import (
     blocks_per_tile,
     busiest,
@@ -53,7 +51,8 @@ problems = st.builds(
     accumulate=st.just(False),
     bias=st.sampled_from(BIASES),
     activation=st.sampled_from(ACTIVATIONS),
-)
+    layout=st.sampled_from(list(LAYOUTS)),
+).map(lambda problem: problem if problem.product.a.bytes == 2 else problem._replace(layout="nt"))
 
 
 def benchmark_shapes():
@@ -251,28 +250,6 @@ def test_candidates_are_every_runnable_default_fastest_first():
     }
     assert all(0 < e.utilization <= 1 and e.waves >= 1 for e, _ in ranked)
     assert ranked[0][1] == choose(bucketed(problem))
-
-
-@pytest.mark.parametrize("layout", ["offs", "counts", "k_offs"])
-def test_groups_on_one_sm_are_multiplied_without_clusters(layout):
-    kind = {"kind": "fp8_1x128", "output": "fp32"} if layout == "k_offs" else {}
-    configs = grouped_configs(layout)
-    for num_sms, most in ((1, 1), (2, 2)):
-        problem = GemmProblem(4096, 4096, 4096, num_sms, groups=Groups(layout, 2, 2048), **kind)
-        wanted = {config for config in configs if config.cluster <= most}
-        assert {config for _, config in groups.ranked(problem)} == wanted
-    assert any(config.cluster == 2 for config in configs)
-
-
-def test_clusters_of_groups_take_rows_in_pairs():
-    """Groups of 128 rows have as many cluster tiles as those of 256: half of each is padding."""
-    alone, below = GemmConfig(128, 128, 4, grouping="offs"), GemmConfig(128, 128, 4, cluster_m=2, grouping="offs")
-
-    def waves_us(config, rows):
-        return groups.estimate(config, GemmProblem(64 * rows, 4096, 65536, 8, groups=Groups("offs", 64, rows)))
-
-    assert waves_us(below, 90) == pytest.approx(waves_us(below, 190), rel=0.02)
-    assert waves_us(alone, 190) > 1.5 * waves_us(alone, 90)
 
 
 @pytest.mark.parametrize("k", [128, 129, 384, 385, 640, 641])

@@ -236,6 +236,7 @@ def test_choices(accumulate, tma_store):
                 accumulate=accumulate,
             )
             assert choose(problem) in grouped_configs("k_offs", tma_store, accumulate)
+            assert choose(problem._replace(num_sms=1)).cluster == 1
 
 
 def test_precompile():

@@ -143,8 +143,8 @@ def _limits_along_k(problem: GemmProblem, rows: int, gpu: Hardware) -> list[tupl
 
 
 def tile_rows(rows: int, config: GemmConfig) -> int:
-    """Rows of the tiles of a group, those of clusters in pairs, or of its K blocks."""
-    return round_up(rows, config.block_k if config.by_k else config.block_m * config.cluster_m)
+    """Rows of the tiles of a group, or of its K blocks."""
+    return round_up(rows, config.block_k if config.by_k else config.block_m)
 
 
 def why(derived: Derivation) -> str:

@@ -68,9 +68,9 @@ def suits(config: GemmConfig, problem: GemmProblem) -> bool:
     )
 
 
-def what_is_made(of: GemmConfig | GemmProblem) -> tuple[str, str, bool, str, str]:
-    """Kind, format and finish."""
-    return of.kind, of.output, of.accumulate, of.bias, of.activation
+def what_is_made(of: GemmConfig | GemmProblem) -> tuple[str, str, bool, str, str, str]:
+    """Kind, format and finish, and of what layout."""
+    return of.kind, of.output, of.accumulate, of.bias, of.activation, of.layout
 
 
 def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str | None:
@@ -83,9 +83,9 @@ def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str 
 
 
 def tuned_choice(problem: GemmProblem, tuned: Tuned) -> GemmConfig | None:
-    """The config that `tune` found to be fastest for this bucket, to store as the problem's `out` needs it."""
+    """The config that `tune` found to be fastest for this bucket, to read and store as the problem's tensors need."""
     own = tuned.get(bucket_key(problem)) if tuned else None
-    own = own and replace(own, tma_store=problem.tma_store, output=problem.output)
+    own = own and replace(own, tma_store=problem.tma_store, output=problem.output, layout=problem.layout)
     return own and finished(own, problem.bias, problem.activation)
 
 
@@ -172,10 +172,11 @@ def configs_for(
     accumulate: bool = False,
     bias: str = "none",
     activation: str = "none",
+    layout: str = "nt",
 ) -> list[GemmConfig]:
     """Every config that some m in [1, max_m] is given."""
     ends = {_bucket_end(m) for m in range(1, max_m + 1)}
-    finish = {"accumulate": accumulate, "bias": bias, "activation": activation}
+    finish = {"accumulate": accumulate, "bias": bias, "activation": activation, "layout": layout}
     of_all = GemmProblem(1, n, k, num_sms, tma_store, split_k, kind, output, **finish)
     chosen = {choose(of_all._replace(m=m), tuned) for m in ends}
     return sorted(chosen, key=lambda config: config.name)

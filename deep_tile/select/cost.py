@@ -23,8 +23,8 @@ TIMES = Path(__file__).parent / "times"
 """Written by benchmarks/calibrate.py."""
 
 
-LIKE = {"int8_rows": "fp8_rows"}
-"""Kinds that were not measured, by those of as many bytes whose sums are scaled alike."""
+LIKE = {"int8_rows": "fp8_rows", "fp16": "bf16"}
+"""Kinds that were not measured, by those of as many bytes whose sums are treated alike."""
 
 
 BOX_CAST_US = 0.8
@@ -116,15 +116,16 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
 @lru_cache(maxsize=1_024)
 def _names_of_times(config: GemmConfig) -> tuple[tuple[str, str], ...]:
     """Kinds, and kernels of theirs, whose times a config's may be: its own, then those of other results with the same
-    tile, of its kind and of FP8."""
+    tile, of its kind, of the kind that is `LIKE` it, and of FP8."""
     fields = ("block_m", "block_n", "cluster_m", "cluster_n", "split_k", "scale_blocks")
     tile = {field: getattr(config, field) for field in fields}
     names = [(config.kind, config.timed_name)]
-    for kind, output in ((config.kind, KINDS[config.kind].output), (config.kind, "fp32"), ("fp8", "bf16")):
-        try:
-            names.append((kind, deepest_config(**tile, kind=kind, output=output).timed_name))
-        except ValueError:  # a tile that this kind cannot have
-            continue
+    for kind in dict.fromkeys((config.kind, LIKE.get(config.kind, config.kind), "fp8")):
+        for output in (KINDS[kind].output, "fp32"):
+            try:
+                names.append((kind, deepest_config(**tile, kind=kind, output=output).timed_name))
+            except ValueError:  # a tile that this kind cannot have
+                continue
     return tuple(names)
 
 

@@ -19,7 +19,7 @@ from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.schedule import blocks_per_tile, cluster_slots
 
 _TILES = ((64, 32, 2), (64, 64, 2), (64, 128, 1), (128, 128, 1), (128, 192, 1), (128, 256, 1))
-"""(block_m, block_n, scale_blocks); those of 128 rows are built alone and as clusters of two."""
+"""(block_m, block_n, scale_blocks)."""
 
 _K_TILES = ((64, 128), (128, 128), (128, 192), (128, 256), (256, 128))
 """(block_m, block_n) for groups along K; those of two math warpgroups are built alone and, where
@@ -47,11 +47,8 @@ def grouped_configs(layout: str, tma_store: bool = True, accumulate: bool = Fals
             for cluster_m, cluster_n in _k_clusters(*tile, tma_store, accumulate)
         )
     return tuple(
-        deepest_config(
-            *tile, tma_store, cluster_m=cluster_m, cluster_n=cluster_n, scale_blocks=scale_blocks, grouping=layout
-        )
-        for *tile, scale_blocks in _TILES
-        for cluster_m, cluster_n in (CLUSTERS[:1] if tile[0] == MMA_M else CLUSTERS)
+        deepest_config(block_m, block_n, tma_store, scale_blocks=scale_blocks, grouping=layout)
+        for block_m, block_n, scale_blocks in _TILES
     )
 
 
@@ -72,9 +69,9 @@ def all_grouped_configs() -> tuple[GemmConfig, ...]:
     )
 
 
-def expected_tiles(rows: int, tile_rows: int) -> float:
-    """Rows of tiles, or of cluster tiles, of a group that has `rows` in the mean."""
-    return sum(ceil_div(max(1, round(rows * spread)), tile_rows) for spread in _SPREAD) / len(_SPREAD)
+def expected_tiles(rows: int, block_m: int) -> float:
+    """Rows of tiles of a group that has `rows` in the mean."""
+    return sum(ceil_div(max(1, round(rows * spread)), block_m) for spread in _SPREAD) / len(_SPREAD)
 
 
 def active_groups(problem: GemmProblem) -> float:
@@ -100,17 +97,16 @@ def _tiles_of_group(config: GemmConfig, problem: GemmProblem) -> float:
     columns = ceil_div(problem.n, config.block_n * config.cluster_n)
     if config.by_k:
         return ceil_div(problem.m, config.block_m * config.cluster_m) * columns
-    return expected_tiles(problem.groups.expected_rows, config.block_m * config.cluster_m) * columns
+    return expected_tiles(problem.groups.expected_rows, config.block_m) * columns
 
 
 def _tile_us(config: GemmConfig, problem: GemmProblem, hardware: Hardware) -> float:
     """One tile: its K blocks take what their products take, or their operands on the way from L2, which tiles of one
-    group along K share as those of one product do. Of what two blocks of a cluster share, each loads half."""
+    group along K share as those of one product do."""
     times = tile_times(replace(config, grouping="none"), hardware)
     if config.by_k:
         return blocks_per_tile(config, problem.groups.expected_rows) * times.block_us + times.tile_us
-    loaded_rows = config.block_m / config.cluster_n + config.block_n / config.cluster_m
-    loaded_us = loaded_rows * K_BLOCK_BYTES * hardware.num_sms / hardware.l2_multicast_tbps / 1e6
+    loaded_us = (config.block_m + config.block_n) * K_BLOCK_BYTES * hardware.num_sms / hardware.l2_multicast_tbps / 1e6
     return blocks_per_tile(config, problem.k) * max(times.block_us, loaded_us) + times.tile_us
 
 
@@ -127,7 +123,7 @@ def _bytes(problem: GemmProblem) -> float:
 
 
 def ranked(problem: GemmProblem, hardware: Hardware = H200) -> list[tuple[float, GemmConfig]]:
-    """Every config whose clusters the problem's SMs have room for with its predicted time, the fastest first."""
+    """Every config that the SMs allow with its predicted time, the fastest first."""
     configs = grouped_configs(problem.groups.layout, problem.tma_store, problem.accumulate)
     runnable = (config for config in configs if config.cluster <= problem.num_sms)
     return sorted(((estimate(config, problem, hardware), config) for config in runnable), key=lambda pair: pair[0])

@@ -44,12 +44,13 @@ def _split_tiles(config: GemmConfig, problem: GemmProblem, narrow: int) -> Tiles
 
 def tile_rows(config: GemmConfig, problem: GemmProblem) -> int:
     """Rows of cluster tiles: of groups, whose own rows the host does not know, the most that there can be."""
-    rows = config.block_m * config.cluster_m
+    if config.by_k:
+        return problem.groups.count * ceil_div(problem.m, config.block_m * config.cluster_m)
     if problem.groups is None:
-        return ceil_div(problem.m, rows)
-    if problem.groups.layout == "offs":
-        return problem.m // rows + min(problem.groups.count, problem.m)
-    return problem.groups.count * ceil_div(problem.m, rows)
+        return ceil_div(problem.m, config.block_m * config.cluster_m)
+    if problem.groups.layout == "counts":
+        return problem.groups.count * ceil_div(problem.m, config.block_m)
+    return problem.m // config.block_m + min(problem.groups.count, problem.m)
 
 
 def _busiest(tiles: Tiles, slots: int) -> Tiles:

@@ -20,6 +20,7 @@ enum class Activation { none, relu, gelu, gelu_tanh, silu, swiglu };
 
 struct GemmConfig {
     int block_m, block_n, block_k, k_bytes;
+    int a_span, b_span;
     int narrow_n, buffer_n;
     int stages;
     int cluster_m, cluster_n, split_k;
@@ -56,6 +57,7 @@ struct GemmConfig {
 
     constexpr bool row_groups() const { return by_offs || by_counts; }
     constexpr bool grouped() const { return row_groups() || by_k; }
+    constexpr bool a_has_tail_map() const { return a_span == 0 && !row_groups(); }
     constexpr bool resident_b() const { return b_stages > 0; }
     constexpr bool has_narrow() const { return narrow_n > 0; }         // tiles, after its own
     constexpr bool is_narrow() const { return block_n < buffer_n; }    // such tiles' own config
@@ -78,6 +80,7 @@ constexpr int warp_threads = 32;
 constexpr int warpgroup_threads = 128;
 constexpr int scale_block = 128;       // columns of b that share a scale
 constexpr int k_block_bytes = 128;     // of a row of an operand in each K block
+constexpr int span_k = 64;             // elements of K in a K block of an operand that lies along its rows: of 16 bits
 
 // Named barriers: one of all threads, one of two warps, one of both math warpgroups, the others one for each of these.
 constexpr int all_barrier = 0;

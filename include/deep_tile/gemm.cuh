@@ -178,7 +178,7 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     // Before anything that waits for math warps, which wait for these registers.
     if (config.math_warpgroups == 2 && warp >= first_producer) ptx::setmaxnreg_dec<config.producer_registers>();
     if (threadIdx.x == 0) {
-        ptx::prefetch_tensormap(params.a_maps[!config.row_groups() && params.m < config.block_m]);
+        ptx::prefetch_tensormap(params.a_maps[config.a_has_tail_map() && params.m < config.block_m]);
         ptx::prefetch_tensormap(params.b_maps[0]);
     }
     // Here and not among the producers' loops: the way to the first request is one straight line from the entry.

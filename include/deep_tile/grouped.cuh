@@ -9,17 +9,13 @@
 //            is of its own                          alignment                                          the group's last
 //
 // Bounds are read on the device, by whole warps, and may hold anything: they are cut to what the tensors have.
-//
-// The blocks of a cluster always have tiles of one group, of which they share an operand, and as many of them. Where only
-// one lies within the group's rows and columns, the other loads and multicasts its half of what they share nevertheless,
-// multiplies whatever its stages hold, and stores nothing.
 #pragma once
 
 #include "tiles.cuh"
 
 namespace deep_tile {
 
-// A tile of one group of rows. Rows of `out` from `end` on are not the group's; in a cluster it may have no others.
+// A tile of one group of rows. Rows of `out` from `end` on are not the group's.
 struct GroupTile {
     int group, a, scale, b, out, end, column;
     bool valid;
@@ -81,13 +77,13 @@ class GroupWalk {
         return true;
     }
 
-    // First row and column of a tile among a group's.
+    // Rows and columns of cluster tiles.
     struct Place {
         int row, column;
     };
 
-    // This block's of number `within` of a group's cluster tiles: the raster descends some rows of them, of which there are
-    // `height`, before it steps along n. It may lie beyond the group's rows or the columns, where its peer's does not.
+    // Of number `within` of a group's: the raster descends some rows of them, of which there are `height`, before it steps
+    // along n.
     __device__ __forceinline__ Place place(int height, int within) const {
         const int panel_rows = 1 << (params_.raster_rows_log2 - config.cluster_m / 2);
         int first_row = 0;
@@ -96,10 +92,8 @@ class GroupWalk {
             first_row += panel_rows;
         }
         const int present_rows = min(panel_rows, height - first_row);
-        const int column = divide(within, present_rows), row = first_row + within - column * present_rows;
-        const int rank = config.cluster() == 1 ? 0 : uniform_cluster_rank();
-        return {(row * config.cluster_m + rank % config.cluster_m) * config.block_m,
-                (column * config.cluster_n + rank / config.cluster_m) * config.block_n};
+        const int column = divide(within, present_rows);
+        return {first_row + within - column * present_rows, column};
     }
 
     static __device__ __forceinline__ int tile_rows(int rows) { return ceil_div(rows, config.block_m * config.cluster_m); }
@@ -192,13 +186,14 @@ class GroupScheduler : public GroupWalk<config> {
         if (!this->turn(found)) return Tile{};
         const GemmParams& params = this->params_;
         const auto place = this->place(this->tile_rows(found.length), found.within);
+        const int row = place.row * config.block_m;
         Tile tile;
         tile.group = found.group;
-        tile.a = (config.by_offs ? found.begin : found.group * params.a_group_rows) + place.row;
-        tile.out = (config.by_offs ? found.begin : found.group * params.out_group_rows) + place.row;
-        tile.scale = found.begin + place.row;
-        tile.end = tile.out + found.length - place.row;
-        tile.column = place.column;
+        tile.a = (config.by_offs ? found.begin : found.group * params.a_group_rows) + row;
+        tile.out = (config.by_offs ? found.begin : found.group * params.out_group_rows) + row;
+        tile.scale = found.begin + row;
+        tile.end = tile.out + found.length - row;
+        tile.column = place.column * config.block_n;
         tile.b = found.group * params.b_group_rows + tile.column;
         tile.valid = true;
         return recorded(tile);
@@ -219,9 +214,10 @@ class KGroupScheduler : public GroupWalk<config> {
         if (!this->turn(found)) return Tile{};
         const GemmParams& params = this->params_;
         const auto place = this->place(this->tile_rows(params.m), found.within);
+        const int rank = config.cluster() == 1 ? 0 : uniform_cluster_rank();
         Tile tile;
-        tile.row = place.row;
-        tile.column = place.column;
+        tile.row = (place.row * config.cluster_m + rank % config.cluster_m) * config.block_m;
+        tile.column = (place.column * config.cluster_n + rank / config.cluster_m) * config.block_n;
         tile.end = found.group * params.out_group_rows + params.m;
         tile.out = tile.end - params.m + tile.row;
         tile.first_step = ceil_div(found.length > 0 ? found.begin : params.k, config.block_k);

@@ -9,11 +9,27 @@
 
 namespace deep_tile {
 
-// Shared-memory matrix descriptor of a K-major operand in the 128-byte swizzle ("Asynchronous Warpgroup Level Matrix
-// Shared Memory Layout"): bits 0-13 address / 16, 32-45 stride between groups of 8 rows / 16, 62-63 swizzle mode.
-constexpr u32 eight_rows = 8 * 128 / 16;
-constexpr u32 swizzle_128b = 1;
-constexpr u32 descriptor_high = swizzle_128b << 30 | eight_rows;
+constexpr int mma_k_bytes = 32;
+
+// How an operand lies in a stage, as its descriptors say it ("Asynchronous Warpgroup Level Matrix Shared Memory Layout":
+// "Strides", "Matrix Descriptor Format"): bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride offset / 16,
+// 62-63 swizzle mode. Of one along its rows ("MN-major") a box has `span` bytes of adjacent rows for each of 64 elements
+// of K, and its swizzle is as wide as that. Strides go from 8 of K to the next 8, leading offsets from box to box.
+template <int span>
+struct OperandLayout {
+    static constexpr u32 swizzle = span == 128 ? 1 : span == 64 ? 2 : 3;
+    static constexpr u32 high = swizzle << 30 | 8 * span / 16;
+    static constexpr u32 low = span_k * span / 16 << 16;
+    static constexpr int mma_k = 16 * span;  // bytes from one WGMMA's K to the next one's
+};
+
+// Of one along K, in the 128-byte swizzle: strides go from 8 rows to the next 8, and there are no leading offsets.
+template <>
+struct OperandLayout<0> {
+    static constexpr u32 high = 1u << 30 | 8 * k_block_bytes / 16;
+    static constexpr u32 low = 0;
+    static constexpr int mma_k = mma_k_bytes;
+};
 
 __device__ __forceinline__ u64 matrix_descriptor(u32 low, u32 high) { return static_cast<u64>(high) << 32 | low; }
 
@@ -37,18 +53,20 @@ __device__ __forceinline__ void pin(int (&registers)[count]) {
 template <GemmConfig config>
 using Blocks = MmaSum<config>[config.scale_blocks][config.mma_n / 2];
 
-constexpr int mma_k_bytes = 32;
-
 // Those of a stage's WGMMAs, worked out one after the other.
 template <GemmConfig config>
 struct Descriptors {
     u32 a_low, b_low;  // of the stage's first
 
-    __device__ __forceinline__ u64 a(int block, int k) const {
-        return matrix_descriptor(a_low + (block * config.block_m * k_block_bytes + k) / 16, descriptor_high);
-    }
-    __device__ __forceinline__ u64 b(int block, int k) const {
-        return matrix_descriptor(b_low + (block * config.block_n * k_block_bytes + k) / 16, descriptor_high);
+    __device__ __forceinline__ u64 a(int block, int k) const { return at<config.a_span, config.block_m>(a_low, block, k); }
+    __device__ __forceinline__ u64 b(int block, int k) const { return at<config.b_span, config.block_n>(b_low, block, k); }
+
+   private:
+    template <int span, int rows>
+    static __device__ __forceinline__ u64 at(u32 low, int block, int k) {
+        using Layout = OperandLayout<span>;
+        const int bytes = block * rows * k_block_bytes + k / mma_k_bytes * Layout::mma_k;
+        return matrix_descriptor(low + bytes / 16, Layout::high);
     }
 };
 
@@ -65,7 +83,8 @@ class CarriedDescriptors {
             a_low_[i] = first.a_low + i * mma_k_bytes / 16;
             b_low_[i] = first.b_low + i * mma_k_bytes / 16;
         }
-        const u32 high = descriptor_high + ptx::opaque_zero();
+        static_assert(config.a_span == 0 && config.b_span == 0, "operands lie along K");
+        const u32 high = OperandLayout<0>::high + ptx::opaque_zero();
         a_high_ = __shfl_sync(0xffffffff, high, 0);
         b_high_ = __shfl_sync(0xffffffff, high, 1);
     }

@@ -14,17 +14,23 @@ struct OperandBox {
     int rows;
 };
 
-// Those of `a` of a group's tile, below each other: as many quarters as have rows of the group, or, with all four, one. A
-// tile beyond its group's rows has none. Of what two blocks share each requests half, however little there is, so that
-// the math warps of both wait for each other: else one might give a launch's last stage back to its peer before another
-// has given back what that stage held before, and the peer might exit too soon.
+// The boxes of an operand that lies along its rows: `span` bytes of them by 64 of K each, and as many as there are rows
+// for; those that reach beyond the matrix get zeros there. Of boxes that two blocks share each requests half of K: then
+// `rows` are half as many as the boxes have.
+template <int tile_rows, int span, int sharers>
+__device__ __forceinline__ OperandBox span_boxes(const TensorMap& map, int left) {
+    constexpr int box_rows = span / sizeof(u16);
+    return {&map, min(ceil_div(max(left, 0), box_rows) * box_rows, tile_rows) / sharers};
+}
+
+// Those of `a` of a group's tile, below each other: as many quarters as have rows of the group, or, with all four, one.
 template <GemmConfig config>
 struct QuarterBoxes {
     static constexpr int quarter = config.block_m / 4;
     int all_rows;
 
     __device__ __forceinline__ bool is_whole() const { return all_rows == config.block_m; }
-    __device__ __forceinline__ int rows() const { return (is_whole() ? config.block_m : quarter) / config.cluster_n; }
+    __device__ __forceinline__ int rows() const { return is_whole() ? config.block_m : quarter; }
 };
 
 template <GemmConfig config>
@@ -34,8 +40,9 @@ template <GemmConfig config>
 __device__ __forceinline__ ABoxes<config> a_box(const GemmParams& params, Tile<config> tile) {
     if constexpr (config.row_groups()) {
         constexpr int quarter = QuarterBoxes<config>::quarter;
-        const int left = config.cluster_m > 1 ? max(tile.end - tile.out, 0) : tile.end - tile.out;
-        return {min(ceil_div(left, quarter) * quarter, config.block_m)};
+        return {min(ceil_div(tile.end - tile.out, quarter) * quarter, config.block_m)};
+    } else if constexpr (config.a_span > 0) {
+        return span_boxes<config.block_m, config.a_span, config.cluster_n>(params.a_maps[0], params.m - tile.a_row());
     } else {
         const bool last = tile.a_row() + config.block_m > params.m;
         const bool beyond = config.cluster_m > 1 && tile.a_row() >= params.m;
@@ -48,9 +55,13 @@ __device__ __forceinline__ OperandBox b_box(const GemmParams& params, Tile<confi
     if constexpr (config.has_narrow()) {
         if (tile.narrow) return {&params.narrow_b_map, config.narrow_n};
     }
-    const bool last = tile.out_column() + config.block_n > params.n;
-    const bool beyond = config.cluster_n > 1 && tile.out_column() >= params.n;
-    return {&params.b_maps[last], beyond ? 0 : last ? params.b_tail_rows : config.block_n / config.cluster_m};
+    if constexpr (config.b_span > 0) {
+        return span_boxes<config.block_n, config.b_span, config.cluster_m>(params.b_maps[0], params.n - tile.b_row());
+    } else {
+        const bool last = tile.out_column() + config.block_n > params.n;
+        const bool beyond = config.cluster_n > 1 && tile.out_column() >= params.n;
+        return {&params.b_maps[last], beyond ? 0 : last ? params.b_tail_rows : config.block_n / config.cluster_m};
+    }
 }
 
 // `b` in the ring, beside its K block of `a`. Of the operands' warp and the math warpgroups each has a copy of its own.
@@ -156,7 +167,7 @@ class OperandLoader {
         } else {
             ptx::mbarrier_arrive_expect_tx(barrier, b_.rows * config.k_bytes);
         }
-        load<config.block_n, shared>(smem_.b[StoredB<config>::slot(stage, step)], b_, barrier, tile_.b_row(), step);
+        load<config.block_n, config.b_span, shared>(smem_.b[StoredB<config>::slot(stage, step)], b_, barrier, tile_.b_row(), step);
     }
 
     // Its scales, if TMA copies them, go first: behind the operands in TMA's queue they gain nothing.
@@ -175,20 +186,22 @@ class OperandLoader {
         if constexpr (config.row_groups()) {
             load_quarters(smem_.a[stage], full(stage), step);
         } else {
-            load<config.block_m, (config.cluster_n > 1)>(smem_.a[stage], a_, full(stage), tile_.a_row(), step);
+            constexpr bool shared = config.cluster_n > 1;
+            load<config.block_m, config.a_span, shared>(smem_.a[stage], a_, full(stage), tile_.a_row(), step);
         }
     }
 
     // Requests what another tile needs of `b` into L2: nothing beyond the matrix, for which there may be no map.
     __device__ __forceinline__ void prefetch_b(Tile<config> tile, int step) const {
+        static_assert(!config.prefetches_b || config.b_span == 0, "b lies along K");
         const OperandBox operand = b_box<config>(params_, tile);
         if (operand.rows > 0) ptx::cp_async_bulk_prefetch_tensor(*operand.map, step * config.k_bytes, tile.b_row());
     }
 
    private:
+    static constexpr u16 both_blocks = 0b11;
     static constexpr u32 row_scale_bytes = config.block_m * sizeof(float);
     static constexpr u32 column_scale_bytes = config.block_n * sizeof(float);
-    static constexpr u16 both_blocks = 0b11;
 
     __device__ __forceinline__ u32 full(int stage) const { return ptx::smem_address(&smem_.full[stage]); }
 
@@ -206,27 +219,59 @@ class OperandLoader {
         ptx::mbarrier_arrive_expect_tx(full(stage), operands + scales + column_scales);
     }
 
-    // Of those that two blocks share, each requests every other one.
     __device__ __forceinline__ void load_quarters(u8* tile, u32 barrier, int step) const {
-        constexpr bool shared = config.cluster_n > 1 && multicast;
         const TensorMap& map = params_.a_maps[!a_.is_whole()];
 #pragma unroll
         for (int i = 0; i < config.scale_blocks; ++i) {
 #pragma unroll 1
-            for (int first = shared ? rank_ * a_.rows() : 0; first < a_.all_rows; first += a_.rows() * (shared ? 2 : 1)) {
+            for (int first = 0; first < a_.all_rows; first += a_.rows()) {
                 const u32 smem = ptx::smem_address(tile) + (i * config.block_m + first) * k_block_bytes;
-                const int k = step * config.k_bytes + i * k_block_bytes, row = tile_.a_row() + first;
-                if constexpr (shared) {
-                    ptx::cp_async_bulk_tensor_load_multicast(smem, map, k, row, barrier, both_blocks);
-                } else {
-                    ptx::cp_async_bulk_tensor_load(smem, map, k, row, barrier);
+                ptx::cp_async_bulk_tensor_load(smem, map, step * config.k_bytes + i * k_block_bytes,
+                                               tile_.a_row() + first, barrier);
+            }
+        }
+    }
+
+    template <int tile_rows, int span, bool shared>
+    __device__ __forceinline__ void load(u8* tile, OperandBox operand, u32 barrier, int row, int step) const {
+        if constexpr (span > 0) {
+            load_spans<tile_rows, span, shared>(tile, operand, barrier, row, step);
+        } else {
+            load_rows<tile_rows, shared>(tile, operand, barrier, row, step);
+        }
+    }
+
+    // Box by box. Halves of a box lie one behind the other, since each has its own of K.
+    template <int tile_rows, int span, bool shared>
+    __device__ __forceinline__ void load_spans(u8* tile, OperandBox operand, u32 barrier, int row, int step) const {
+        constexpr bool multicasts = shared && multicast;
+        constexpr int sharers = shared ? 2 : 1, box_k = span_k / sharers, box_rows = span / sizeof(u16);
+#pragma unroll
+        for (int i = 0; i < config.scale_blocks; ++i) {
+#pragma unroll 1
+            for (int first = 0; first < operand.rows * sharers; first += box_rows) {
+#pragma unroll
+                for (int half = 0; half < (multicasts ? 1 : sharers); ++half) {
+                    const int k = (multicasts ? rank_ : half) * box_k;  // in the K block
+                    const u32 smem = ptx::smem_address(tile) + (i * tile_rows + first) * k_block_bytes + k * span;
+                    const int at = (row + first) * sizeof(u16);  // maps count rows in bytes
+                    request<multicasts>(smem, *operand.map, at, step * config.block_k + i * span_k + k, barrier);
                 }
             }
         }
     }
 
+    template <bool multicasts>
+    static __device__ __forceinline__ void request(u32 smem, const TensorMap& map, int inner, int outer, u32 barrier) {
+        if constexpr (multicasts) {
+            ptx::cp_async_bulk_tensor_load_multicast(smem, map, inner, outer, barrier, both_blocks);
+        } else {
+            ptx::cp_async_bulk_tensor_load(smem, map, inner, outer, barrier);
+        }
+    }
+
     template <int tile_rows, bool shared>
-    __device__ __forceinline__ void load(u8* tile, OperandBox operand, u32 barrier, int row, int step) const {
+    __device__ __forceinline__ void load_rows(u8* tile, OperandBox operand, u32 barrier, int row, int step) const {
         if (config.multicast() && operand.rows == 0) return;
         const int first = shared ? rank_ * operand.rows : 0;
 #pragma unroll

@@ -41,8 +41,9 @@ class MathWarpgroup {
           releaser_(smem),
           range_(k_range<config>(params)),
           warpgroup_(warpgroup),
-          first_{descriptor_address(smem.a[0] + warpgroup * config.rows_per_warpgroup * k_block_bytes),
-                 descriptor_address(smem.b[0])},
+          first_{descriptor_address(smem.a[0] + warpgroup * config.rows_per_warpgroup * k_block_bytes) |
+                     OperandLayout<config.a_span>::low,
+                 descriptor_address(smem.b[0]) | OperandLayout<config.b_span>::low},
           state_(state) {
         const int thread = threadIdx.x % warpgroup_threads;
         scale_slot_ = a_scale_slot<config>(warpgroup * config.rows_per_warpgroup + thread / warp_threads * 16 +
