@@ -2,7 +2,7 @@
 
 The text is complete: the struct of the kernel's argument stands in it (params.py) and our own headers are pasted in, so
 NVRTC needs no include path, and one hash of the text is the identity of the kernel wherever the package is installed. A
-product's text holds the WGMMA instruction that its config uses, or both where tiles have two widths.
+product's text holds the WGMMA instruction that its config uses.
 """
 
 import re
@@ -35,8 +35,7 @@ def kernel_source(config: GemmConfig, watch: Watch | None = None) -> str:
 
     With `watch`, of its debug build, whose text serves one process.
     """
-    wgmmas = dict.fromkeys(_wgmma(tiles) for tiles in (config, config.narrow) if tiles)
-    text = [*wgmmas, params.GEMM.text, _headers("gemm.cuh"), _entry(config)]
+    text = [_wgmma(config), params.GEMM.text, _headers("gemm.cuh"), _entry(config)]
     return "\n".join(text if watch is None else [_watch(watch), *text])
 
 
@@ -81,7 +80,7 @@ def _immediates(config: GemmConfig) -> str:
 
 
 _FIELDS = (
-    *("block_m", "block_n", "block_k", "k_bytes", "a_span", "b_span", "narrow_n", "buffer_n", "stages"),
+    *("block_m", "block_n", "block_k", "k_bytes", "a_span", "b_span", "stages"),
     *("cluster_m", "cluster_n", "split_k", "scale_blocks", "scales_at_once"),
     *("math_warpgroups", "scale_warps", "store_warps", "threads", "math_registers", "producer_registers"),
     *("rows_per_warpgroup", "chunks_m", "chunks_n", "chunks", "mma_n", "block_sets"),
@@ -100,21 +99,11 @@ _FIELDS = (
 def _entry(config: GemmConfig) -> str:
     return f"""\
 constexpr deep_tile::GemmConfig config = {_fields(config)};
-{_narrow_tiles(config)}
+
 extern "C" __global__ void __launch_bounds__(config.threads, 1)
 {config.name}(const __grid_constant__ GemmParams params) {{
     deep_tile::gemm<config>(params);
 }}
-"""
-
-
-def _narrow_tiles(config: GemmConfig) -> str:
-    """The config of a launch's narrow tiles, if it has any."""
-    if config.narrow is None:
-        return ""
-    return f"""
-template <>
-constexpr deep_tile::GemmConfig deep_tile::narrow_tiles<config> = {_fields(config.narrow)};
 """
 
 

@@ -4,7 +4,7 @@
 device must agree on is derived here, once; the kernel asserts the shared-memory size against its own struct.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
@@ -38,9 +38,6 @@ WARP_THREADS = 32
 MMA_M = 64
 """Rows of one WGMMA instruction, and of one output box."""
 
-NARROW_N = 128
-"""Columns of a launch's narrow tiles: those of a scale block, so that each has one scale."""
-
 ACCUMULATOR_LIMIT = 192
 """Accumulators a math thread can hold beside addresses and scales, out of 232 registers."""
 
@@ -68,8 +65,6 @@ class GemmConfig:
         tma_store: store `out` with TMA; otherwise element by element, for any alignment and row stride.
         b_stages: K blocks of b that stay in shared memory while a thread block works down a column of tiles: as many as
             there may be, for 128 < k <= 128 * b_stages. 0: b travels with a, through the pipeline.
-        narrow_n: columns of the narrow tiles with which a launch ends, as many as let all SMs end it together
-            (`schedule.narrow_columns`). 0: all tiles have block_n.
         pairs: multiply K blocks two by two, of which k must have an even number, with a main loop for each way in which
             a tile's columns may lie across scale blocks.
         kind: of the product, a name in `kinds.KINDS`.
@@ -91,7 +86,6 @@ class GemmConfig:
     store_buffers: int = 2
     tma_store: bool = True
     b_stages: int = 0
-    narrow_n: int = 0
     pairs: bool = False
     kind: str = "fp8"
     output: str | None = None
@@ -147,18 +141,12 @@ class GemmConfig:
                 "before it gives back this column's last one"
             )
         alone = self.cluster == 1 and not self.resident_b
-        narrows = self.takes_turns and self.block_n > NARROW_N  # narrow tiles lie in the buffers of the wide ones
-        if self.narrow_n and not (self.narrow_n == NARROW_N and narrows and alone):
-            return (
-                f"narrow_n is {self.narrow_n}; supported is {NARROW_N} for tiles of 128x144 to 128x192, "
-                "without clusters, resident b and pairs"
-            )
         pairable = self.block_m == 128 and self.block_n in PAIRED_TILES and self.scale_blocks == 1
         if self.pairs and not (pairable and alone):
             tiles = " and ".join(f"128x{block_n}" for block_n in PAIRED_TILES)
             return f"pairs is True; supported for tiles of {tiles}, without clusters and resident b"
-        if self.column_scales and (self.resident_b or self.pairs or self.narrow_n or self.row_groups):
-            what = "groups of rows, resident b, narrow tiles and pairs"
+        if self.column_scales and (self.resident_b or self.pairs or self.row_groups):
+            what = "groups of rows, resident b and pairs"
             return f"kind is {self.kind!r}; such products are made without {what}"
         if self.by_k and not (self.column_scales and self.split_k == 1 and self.scale_blocks == 1):
             what = "scales of 1x128 for both operands, without split K, and with one scale block per stage"
@@ -169,8 +157,8 @@ class GemmConfig:
             return "accumulate is True; a product is added to `out` without bias and activation"
         if not self.product.promotes and (self.resident_b or self.pairs or self.is_grouped):
             return f"kind is {self.kind!r}; such products are made without groups, resident b and pairs"
-        if self.row_groups and (self.cluster > 1 or self.resident_b or self.narrow_n or self.pairs):
-            what = "clusters, resident b, narrow tiles and pairs"
+        if self.row_groups and (self.cluster > 1 or self.resident_b or self.pairs):
+            what = "clusters, resident b and pairs"
             return f"grouping is {self.grouping!r}; groups are multiplied without {what}"
         if self.is_grouped and self.is_finished:
             return f"grouping is {self.grouping!r}; groups are multiplied without bias and activation"
@@ -190,8 +178,6 @@ class GemmConfig:
                 f"output is {self.output!r}; each block stores a multiple of {SCALE_BLOCK} columns of it, which share "
                 f"a scale, and not {self.out_columns_per_part}"
             )
-        if self.narrow_n and self.columns_per_output > 1:
-            return f"narrow_n is {self.narrow_n}; with activation {self.activation!r} all tiles have one width"
         if not 1 <= self.store_buffers <= 10:
             return f"store_buffers is {self.store_buffers}; supported are 1 to 10"
         return next((wall.reason for wall in (self.register_wall, self.capacity_wall) if not wall.holds), None)
@@ -230,9 +216,8 @@ class GemmConfig:
         split = "" if self.split_k == 1 else f"_k{self.split_k}"
         buffers = "" if self.store_buffers == 2 else f"_b{self.store_buffers}"
         resident = f"_r{self.b_stages}" if self.resident_b else ""
-        narrow = f"_n{self.narrow_n}" if self.narrow_n else ""
         grouping = f"_{self.grouping}" if self.is_grouped else ""
-        special = resident + narrow + ("_p" if self.pairs else "") + grouping + output
+        special = resident + ("_p" if self.pairs else "") + grouping + output
         special += ("_add" if self.accumulate else "") + finish
         return f"{self.kind}_gemm_{tile}_s{self.stages}_c{self.cluster_m}x{self.cluster_n}{split}{special}{buffers}"
 
@@ -371,25 +356,6 @@ class GemmConfig:
         smallest, largest = self.k_range
         in_pairs = not self.pairs or ceil_div(k, SCALE_BLOCK) % 2 == 0
         return in_pairs and smallest <= k and (largest is None or k <= largest)
-
-    # Tiles of two widths.
-
-    @cached_property
-    def narrow(self) -> "NarrowTiles | None":
-        """The narrow tiles with which a launch ends, if it has any.
-
-        Where tiles of one width leave SMs idle in the last wave: 2048x2112x7168 takes 3.5 % less in tiles of 144
-        columns, then of 128, 1024x7168x2048 2.7 % less with 160 (H200, 2026-11-22).
-        """
-        if not self.narrow_n:
-            return None
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return NarrowTiles(**own | {"block_n": self.narrow_n, "narrow_n": 0}, wide=self)
-
-    @property
-    def buffer_n(self) -> int:
-        """Rows of `b` that a stage has room for."""
-        return self.block_n
 
     # Thread blocks and warpgroups.
 
@@ -704,7 +670,7 @@ class GemmConfig:
     def stage_bytes(self) -> int:
         """Shared memory of one stage: operands, scales and its two barriers."""
         a, b = self.product.a, self.product.b
-        operands = (self.block_m * a.bytes + (0 if self.resident_b else self.buffer_n * b.bytes)) * self.block_k
+        operands = (self.block_m * a.bytes + (0 if self.resident_b else self.block_n * b.bytes)) * self.block_k
         return operands + (self.scale_bytes if self.product.promotes else 0) + 2 * 8
 
     @property
@@ -734,22 +700,6 @@ class GemmConfig:
     @property
     def smem_bytes(self) -> int:
         return round_up(self.fixed_bytes + self.stages * self.stage_bytes, 1024)
-
-
-@dataclass(frozen=True)
-class NarrowTiles(GemmConfig):
-    """The narrow tiles of a launch of two widths, multiplied in their own way, in the wide ones' buffers: a part of the
-    kernel of `wide`, and not one that can be launched."""
-
-    wide: GemmConfig | None = None
-
-    @property
-    def buffer_n(self) -> int:
-        return self.wide.block_n
-
-    @property
-    def store_columns(self) -> int:
-        return self.wide.store_columns
 
 
 MAX_ALIGNMENT = 1024

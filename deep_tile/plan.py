@@ -16,7 +16,7 @@ from deep_tile.kinds import K_BLOCK_BYTES
 from deep_tile.params import MapLayout, Place
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose, tuned
-from deep_tile.select.schedule import grid_size, last_rows_reciprocal, narrow_columns, raster_rows
+from deep_tile.select.schedule import grid_size, last_rows_reciprocal, raster_rows
 
 
 def config_for(problem: GemmProblem) -> GemmConfig:
@@ -245,7 +245,6 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
         bulk_scale_rows=bulk_scale_rows(m, layout.a_scale_strides, layout.a_scale_aligned),
         bulk_scale_columns=bulk_scale_rows(n, layout.b_scale_strides, layout.b_scale_aligned),
         scale_runs=scale_runs(problem, config, layout),
-        narrow_columns=narrow_columns(config, problem),
         b_scale=b_scale,
         a_scale_stride_m=strides[0],
         a_scale_stride_k=strides[1],
@@ -335,9 +334,6 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
         maps.append((a_maps + params.MAP_BYTES, "a", a(a_rows, layout.a_stride, a_tail_rows)))
     if b_tail_rows:
         maps.append((b_maps + params.MAP_BYTES, "b", b(b_rows, layout.b_stride, b_tail_rows)))
-    if narrow_columns(config, problem):
-        narrow = b(n, layout.b_stride, config.narrow_n)
-        maps.append((params.GEMM.offsets["narrow_b_map"], "b", narrow))
     if config.tma_store:
         box = (config.store_columns, config.store_rows)
         out = MapLayout(
@@ -375,12 +371,11 @@ def operand_tails(problem: GemmProblem, config: GemmConfig) -> tuple[int, int]:
     Raises:
         ValueError: rows that do not fit.
     """
-    wide_n = problem.n - narrow_columns(config, problem) * config.narrow_n
     if config.row_groups:
         a_tail = config.block_m // 4
     else:
         a_tail = 0 if config.a_span else _checked_tail("a", problem.m, config.block_m, config.cluster_n)
-    return a_tail, 0 if config.b_span else _checked_tail("b", wide_n, config.block_n, config.cluster_m)
+    return a_tail, 0 if config.b_span else _checked_tail("b", problem.n, config.block_n, config.cluster_m)
 
 
 def _checked_tail(operand: str, rows: int, tile_rows: int, sharers: int) -> int:

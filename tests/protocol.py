@@ -16,7 +16,7 @@ The hardware, as the model takes it:
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import count, islice, product
+from itertools import islice, product
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ from machine import (
 from deep_tile.config import MMA_M, SCALE_BLOCK, GemmConfig, ceil_div
 from deep_tile.plan import tail_rows
 from deep_tile.problem import GemmProblem
-from deep_tile.select.schedule import grid_size, narrow_columns, raster_rows
+from deep_tile.select.schedule import grid_size, raster_rows
 
 Program = Iterator[Operation]
 
@@ -64,7 +64,6 @@ class Tile(NamedTuple):
     index: int
     m: int
     n: int
-    narrow: bool = False
     column: int = 0
     begins_column: bool = True
     ends_column: bool = True
@@ -95,14 +94,12 @@ class Launch:
         self.config, self.problem, self.early_b, self.warps = config, problem, early_b, warps
         self.in_runs, self.ranges = in_runs, ranges
         self.m, self.n, self.k = problem.m, problem.n, problem.k
-        self.narrow_columns = narrow_columns(config, problem)
         self.raster_rows = raster_rows(problem)
         self.clusters = grid_size(config, problem) // config.cluster
         self.bulk_scale_rows = self.m if bulk_scales and not in_runs else 0
         self.bulk_scale_columns = self.n if bulk_scales else 0
         self.a_tail_rows = tail_rows(self.m, config.block_m, config.cluster_n)
-        wide_n = self.n - self.narrow_columns * config.narrow_n
-        self.b_tail_rows = tail_rows(wide_n, config.block_n, config.cluster_m)
+        self.b_tail_rows = tail_rows(self.n, config.block_n, config.cluster_m)
 
     def machine(self, cluster: int, change: Callable[[Process], Process] = lambda process: process) -> Machine:
         """One cluster of the grid, each of its processes changed; clusters never meet. Raises Fault."""
@@ -188,8 +185,9 @@ def together(process: Process) -> Process:
 # raster.cuh and grouped.cuh: which tile comes next. Every role walks its own copy.
 
 
-def place(launch: Launch, config: GemmConfig, rank: int, position: int, rows: int, columns: int) -> tuple[int, int]:
+def place(launch: Launch, rank: int, position: int, rows: int, columns: int) -> tuple[int, int]:
     """Row and column of a block's tile, in tiles, at a position of the raster of so many rows and columns."""
+    config = launch.config
     group_rows = launch.raster_rows // config.cluster_m
     group, within = divmod(position, group_rows * columns)
     column, row = divmod(within, min(group_rows, rows - group * group_rows))
@@ -209,47 +207,14 @@ def first_cluster_tile(launch: Launch, cluster: int) -> int:
     return gpc * (launch.clusters // gpcs) + min(gpc, launch.clusters % gpcs) + cluster // gpcs
 
 
-class Raster:
-    """Of a config's own tiles (RasterScheduler): positions cluster, cluster + clusters, ..."""
-
-    def __init__(self, launch: Launch, config: GemmConfig):
-        self.launch, self.config = launch, config
-        self.is_narrow = config.block_n < config.buffer_n
-        self.rows = ceil_div(launch.m, config.block_m * config.cluster_m)
-        self.wide_columns = self._wide_columns()
-        self.columns = launch.narrow_columns if self.is_narrow else self.wide_columns
-        self.first_column = config.narrow_n * launch.narrow_columns
-
-    def _wide_columns(self) -> int:
-        narrow_n = self.config.block_n if self.is_narrow else self.config.narrow_n
-        wide_n = self.config.buffer_n if self.is_narrow else self.config.block_n * self.config.cluster_n
-        return ceil_div(self.launch.n - narrow_n * self.launch.narrow_columns, wide_n)
-
-    def tiles(self, cluster: int, rank: int) -> list[Tile]:
-        first, step = first_cluster_tile(self.launch, cluster), self.launch.clusters
-        if self.is_narrow:  # on from the last wide tile
-            wide_tiles = self.rows * self.wide_columns
-            first = next(position for position in count(first, step) if position >= wide_tiles) - wide_tiles
-        positions = range(first, self.rows * self.columns, step)
-        return [self._tile(index, position, rank) for index, position in enumerate(positions)]
-
-    def _tile(self, index: int, position: int, rank: int) -> Tile:
-        row, column = place(self.launch, self.config, rank, position, self.rows, self.columns)
-        n = self.first_column + column * self.config.block_n
-        return Tile(index, row * self.config.block_m, n, self.is_narrow)
-
-
-def two_width_tiles(launch: Launch, cluster: int) -> list[Tile]:
-    """The wide tiles, then the narrow ones (TwoWidthScheduler)."""
-    config, raster = launch.config, Raster(launch, launch.config)
-    wide = raster.tiles(cluster, 0)
-    wide_tiles = raster.rows * raster.columns
-    first = cluster + len(wide) * launch.clusters - wide_tiles
-    tiles = [*wide]
-    for position in range(first, raster.rows * launch.narrow_columns, launch.clusters):
-        row, column = place(launch, config, 0, position, raster.rows, launch.narrow_columns)
-        tiles.append(Tile(len(tiles), row * config.block_m, column * config.narrow_n, narrow=True))
-    return tiles
+def raster_tiles(launch: Launch, cluster: int, rank: int) -> list[Tile]:
+    """At positions first, first + clusters, ... (RasterScheduler)."""
+    config = launch.config
+    rows = ceil_div(launch.m, config.block_m * config.cluster_m)
+    columns = ceil_div(launch.n, config.block_n * config.cluster_n)
+    positions = range(first_cluster_tile(launch, cluster), rows * columns, launch.clusters)
+    places = [place(launch, rank, position, rows, columns) for position in positions]
+    return [Tile(index, row * config.block_m, column * config.block_n) for index, (row, column) in enumerate(places)]
 
 
 def column_tiles(launch: Launch, block: int) -> list[Tile]:
@@ -265,7 +230,7 @@ def column_tiles(launch: Launch, block: int) -> list[Tile]:
     tiles, column, begins = [], 0, True
     for index, (row, place_n) in enumerate(places):
         ends = row + 1 == rows
-        tiles.append(Tile(index, row * config.block_m, place_n * config.block_n, False, column, begins, ends))
+        tiles.append(Tile(index, row * config.block_m, place_n * config.block_n, column, begins, ends))
         column, begins = column + ends, ends
     return tiles
 
@@ -279,7 +244,7 @@ def group_tiles(launch: Launch, cluster: int, rank: int) -> list[Tile]:
         rows = ceil_div(launch.m if config.by_k else end - begin, height_of_tile) if launch.has_tiles(group) else 0
         first_row = 0 if config.by_k else begin
         for within in range(position, rows * columns, launch.clusters):
-            row, column = place(launch, config, rank, within, rows, columns)
+            row, column = place(launch, rank, within, rows, columns)
             tile = Tile(len(tiles), first_row + row * config.block_m, column * config.block_n, group=group)
             tiles.append(tile)
             position += launch.clusters
@@ -302,22 +267,18 @@ class Block:
 
     @cached_property
     def tiles(self) -> list[Tile]:
-        """As all but the math warps walk them (TileScheduler)."""
-        return two_width_tiles(self.launch, self.cluster) if self.config.narrow_n else self.width_tiles(self.config)
-
-    def width_tiles(self, config: GemmConfig) -> list[Tile]:
-        """Those of a config's own width (WidthScheduler)."""
-        if config.is_grouped:
+        """As every role walks them (TileScheduler)."""
+        if self.config.is_grouped:
             return group_tiles(self.launch, self.cluster, self.rank)
-        if config.resident_b:
+        if self.config.resident_b:
             return column_tiles(self.launch, self.cluster)
-        return Raster(self.launch, config).tiles(self.cluster, self.rank)
+        return raster_tiles(self.launch, self.cluster, self.rank)
 
     def stored_columns(self, tile: Tile) -> tuple[int, int]:
         """The first that the block stores of a tile, and how many."""
         if self.config.split_k > 1:
             return tile.n + self.rank * self.config.columns_per_part, self.config.columns_per_part
-        return tile.n, self.config.narrow_n if tile.narrow else self.config.block_n
+        return tile.n, self.config.block_n
 
     # Names of barriers and buffers.
 
@@ -332,7 +293,7 @@ class Block:
         config = self.config
         stages = range(config.stages)
         rows = {self.own("a", stage): config.scale_blocks * config.block_m for stage in stages}
-        rows |= {self.own("b", slot): config.scale_blocks * config.buffer_n for slot in range(config.b_slots)}
+        rows |= {self.own("b", slot): config.scale_blocks * config.block_n for slot in range(config.b_slots)}
         rows |= {self.own("a_scale", stage): config.block_m for stage in stages}
         rows |= {self.own("b_scale", stage): config.b_scale_slots for stage in stages}
         for warpgroup in range(config.math_warpgroups):
@@ -465,8 +426,6 @@ class OperandsWarp:
         return self.launch.a_tail_rows if last else self.config.block_m // self.config.cluster_n
 
     def b_rows(self, tile: Tile) -> int:
-        if tile.narrow:
-            return self.config.narrow_n
         if self.config.cluster_n > 1 and tile.n >= self.launch.n:
             return 0
         last = tile.n + self.config.block_n > self.launch.n
@@ -676,34 +635,37 @@ class StoreWarp:
     def run(self) -> Program:
         yield from self.block.start_producer()
         for tile in self.block.tiles:
-            yield from self.store(self.config.narrow if tile.narrow else self.config, tile)
+            yield from self.store(tile)
         yield Join("store")
 
-    def store(self, config: GemmConfig, tile: Tile) -> Program:
+    def store(self, tile: Tile) -> Program:
+        config = self.config
         for first in range(0, config.boxes, config.boxes_at_once):
             yield Join("store")
             for warpgroup in self.warpgroups:
                 yield Reach(self.block.own("boxes empty", warpgroup), WARP, WARPGROUP + WARP)
             for warpgroup in self.warpgroups:
                 yield Sync(self.block.own("boxes full", warpgroup), WARP, WARPGROUP + WARP)
-                yield from self.publish_boxes(config, tile, warpgroup, first)
+                yield from self.publish_boxes(tile, warpgroup, first)
 
-    def publish_boxes(self, config: GemmConfig, tile: Tile, warpgroup: int, first: int) -> Program:
+    def publish_boxes(self, tile: Tile, warpgroup: int, first: int) -> Program:
         """Reads rows of boxes in which a group ends, and has TMA store the others."""
-        row, launch, whole = tile.m + warpgroup * config.rows_per_warpgroup, self.block.launch, []
+        config, launch, whole = self.config, self.block.launch, []
+        row = tile.m + warpgroup * config.rows_per_warpgroup
         for box in range(first, first + config.boxes_at_once):
             if not is_inside(launch, config, tile, box, row, tile.n):
                 continue
             rows = rows_left(launch, config, tile, row + box_row(config, box))
-            region = self.box(config, warpgroup, tile, box, rows or MMA_M)
+            region = self.box(warpgroup, tile, box, rows or MMA_M)
             if rows:
                 yield Use(reads=(region,))
             else:
                 whole.append(region)
         yield Issue("store", reads=tuple(whole))
 
-    def box(self, config: GemmConfig, warpgroup: int, tile: Tile, box: int, rows: int) -> Region:
-        return Region(self.block.own("out", warpgroup, box % config.store_buffers), 0, rows, held_of_box(tile, box))
+    def box(self, warpgroup: int, tile: Tile, box: int, rows: int) -> Region:
+        buffer = self.block.own("out", warpgroup, box % self.config.store_buffers)
+        return Region(buffer, 0, rows, held_of_box(tile, box))
 
 
 def held_of_box(tile: Tile, box: int) -> tuple:
@@ -718,18 +680,9 @@ class MathWarps:
         self.block, self.launch, self.warpgroup, self.warps = block, block.launch, warpgroup, warps
         self.threads = WARP * len(warps)
         self.position = 0  # of the stage that is acquired next or has been, of all tiles
-        self.use(block.config)
-
-    def use(self, config: GemmConfig) -> None:
-        """From here on, tiles of this width."""
-        self.config = config
-        self.turn_to(self.block.width_tiles(config))
-
-    def turn_to(self, tiles: list[Tile]) -> None:
-        """From here on, these tiles, whose stages begin at the present one."""
-        self.tiles, self.first_position = tiles, self.position
-        self.places = [(tile, step) for tile in tiles for step in self.block.steps(tile)]
-        self.steps = len(self.block.part)  # of a tile
+        self.config, self.tiles = block.config, block.tiles
+        self.places = [(tile, step) for tile in block.tiles for step in block.steps(tile)]
+        self.steps = len(block.part)  # of a tile
 
     def run(self) -> Program:
         if self.warpgroup == 0 and 0 in self.warps:
@@ -752,17 +705,6 @@ class MathWarps:
             yield Reach(own("others"), WARP, 2 * WARP)
 
     def consume(self) -> Program:
-        wide = self.config
-        if not wide.narrow_n or self.tiles:
-            yield from self.consume_width()
-        if wide.narrow_n:
-            self.use(wide.narrow)
-            wide_tiles = len(self.block.width_tiles(wide))
-            self.turn_to([tile._replace(index=wide_tiles + tile.index) for tile in self.tiles])
-            if self.tiles:
-                yield from self.consume_width()
-
-    def consume_width(self) -> Program:
         config = self.config
         yield from self.begin_turns()
         if config.is_grouped and not self.tiles:
@@ -804,8 +746,7 @@ class MathWarps:
 
     def at(self, position: int) -> tuple[Tile, int]:
         """The tile and the K block that are multiplied there; behind the last tile, one that nobody has."""
-        place = position - self.first_position
-        return self.places[place] if place < len(self.places) else (Tile(-1, 0, 0), self.block.part[0])
+        return self.places[position] if position < len(self.places) else (Tile(-1, 0, 0), self.block.part[0])
 
     def acquire(self) -> Program:
         """Waits for a stage, and reads its scales."""

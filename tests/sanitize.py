@@ -86,8 +86,6 @@ CASES = (
     Case(GemmConfig(128, 192, 3, store_buffers=3, b_stages=2), 300, 584, 200, 2),
     Case(GemmConfig(128, 112, 3, pairs=True), 130, 456, 500, 2),
     Case(GemmConfig(128, 144, 3, store_buffers=5, pairs=True), 130, 584, 500, 2),
-    Case(GemmConfig(128, 144, 3, store_buffers=5, narrow_n=128), 130, 560, 300, 3),
-    Case(GemmConfig(128, 192, 2, tma_store=False, narrow_n=128), 260, 461, 400, 2),
     Case(GemmConfig(64, 32, 4, 2, 1), 130, 72, 600, 2),
     Case(GemmConfig(64, 32, 3, split_k=2), 70, 72, 700, 2),
     Case(GemmConfig(64, 96, 3, 1, 2, tma_store=False), 70, 201, 520, 2),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from helpers import SCALE_STRIDES
 
-from deep_tile.config import NARROW_N, PAIRED_TILES, SCALE_BLOCK, SMEM_LIMIT_BYTES, GemmConfig, ceil_div, round_up
+from deep_tile.config import PAIRED_TILES, SCALE_BLOCK, SMEM_LIMIT_BYTES, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import GATE_COLUMNS, KINDS, LAYOUTS, Kind
 from deep_tile.select.defaults import default_configs
 from deep_tile.walls import stages_max
@@ -23,8 +23,8 @@ from deep_tile.walls import stages_max
 ALIGNMENT = 16
 """Bytes that operands, and an `out` stored by TMA, are aligned to, rows and all."""
 
-SHARINGS = ("alone", "clusters", "split", "resident", "narrow", "pairs")
-"""What a config's thread blocks share, or which tiles it has beside plain ones."""
+SHARINGS = ("alone", "clusters", "split", "resident", "pairs")
+"""What a config's thread blocks share, or how its K blocks are multiplied."""
 
 
 # Configs.
@@ -36,7 +36,6 @@ def sharing(config: GemmConfig) -> str:
         ("clusters", config.multicast),
         ("split", config.split_k > 1),
         ("resident", config.resident_b),
-        ("narrow", config.narrow_n > 0),
         ("pairs", config.pairs),
     )
     return next((name for name, used in ways if used), "alone")
@@ -65,7 +64,7 @@ def legal_configs() -> Iterator[GemmConfig]:
         *({"cluster_m": m, "cluster_n": n} for m, n in ((1, 1), (2, 1), (1, 2))),
         *({"split_k": parts} for parts in (2, 4, 8)),
         *({"b_stages": blocks} for blocks in range(1, 9)),
-        *({"narrow_n": NARROW_N}, {"pairs": True}),
+        {"pairs": True},
     )
     for (block_m, block_n, scale_blocks, tma_store), way in product(tiles, ways):
         fields = {"block_m": block_m, "block_n": block_n, "scale_blocks": scale_blocks, "tma_store": tma_store, **way}
@@ -106,7 +105,7 @@ def _draw_fields(random: Random) -> dict[str, Any]:
     cluster_m, cluster_n = random.choice(((2, 1), (1, 2))) if way == "clusters" else (1, 1)
     tiles = PAIRED_TILES if way == "pairs" else range(16, 257, 16)
     return {
-        "block_m": random.choice((64, 128, 256)) if way not in ("narrow", "pairs") else 128,
+        "block_m": random.choice((64, 128, 256)) if way != "pairs" else 128,
         "block_n": random.choice(tiles),
         "stages": 2,
         "cluster_m": cluster_m,
@@ -116,16 +115,14 @@ def _draw_fields(random: Random) -> dict[str, Any]:
         "store_buffers": random.choice((1, 2, 3, random.randint(1, 10))),
         "tma_store": random.random() < 0.6,
         "b_stages": random.randint(1, 8) if way == "resident" else 0,
-        "narrow_n": NARROW_N if way == "narrow" else 0,
         "pairs": way == "pairs",
     }
 
 
 def _legal(**fields: Any) -> GemmConfig | None:
-    """The config, if it and its narrow tiles are legal."""
+    """The config, if it is legal."""
     try:
-        config = GemmConfig(**fields)
-        return config if config.narrow or not config.narrow_n else None
+        return GemmConfig(**fields)
     except ValueError:
         return None
 
@@ -138,7 +135,7 @@ def _takes_any_k(config: GemmConfig) -> bool:
 _NAME = re.compile(
     r"(?:fp8_gemm_)?(?P<block_m>\d+)x(?P<block_n>\d+)x(?P<block_k>\d+)_s(?P<stages>\d+)"
     r"(?:_c(?P<cluster_m>\d+)x(?P<cluster_n>\d+))?(?:_k(?P<split_k>\d+))?(?:_r(?P<b_stages>\d+))?"
-    r"(?:_n(?P<narrow_n>\d+))?(?P<pairs>_p)?(?:_b(?P<store_buffers>\d+))?(?P<any>_any)?"
+    r"(?P<pairs>_p)?(?:_b(?P<store_buffers>\d+))?(?P<any>_any)?"
 )
 
 

@@ -38,7 +38,7 @@ def _some_kernels():
     kinds = {}
     for config in DEFAULT_CONFIGS:
         clusters, split = config.cluster_m * config.cluster_n > 1, config.split_k > 1
-        kind = (config.math_warpgroups, config.block_sets, config.chunks > 1, config.pairs, config.narrow_n > 0)
+        kind = (config.math_warpgroups, config.block_sets, config.chunks > 1, config.pairs)
         kinds.setdefault((*kind, config.b_stages > 0, clusters, split, config.grouping), config)
     return {*kinds.values(), *(config for config in DEFAULT_CONFIGS if config.carries_descriptors), WIDEST}
 

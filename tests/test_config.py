@@ -46,12 +46,9 @@ def legal_configs():
         ({"b_stages": 2, "block_m": 64, "block_n": 64, "scale_blocks": 2}, "with one scale block per stage only"),
         ({"b_stages": -1}, "b_stages is -1"),
         ({"b_stages": 1}, "b_stages is 1; at least 2 K blocks of b stay"),
-        ({"narrow_n": 128}, "narrow_n is 128; supported is 128 for tiles of 128x144 to 128x192"),
-        ({"block_n": 160, "narrow_n": 96}, "narrow_n is 96"),
-        ({"block_n": 160, "narrow_n": 128, "cluster_m": 2}, "without clusters, resident b and pairs"),
         ({"pairs": True}, "pairs is True; supported for tiles of 128x112 and 128x144"),
         ({"block_n": 112, "pairs": True, "cluster_n": 2}, "pairs is True; .* without clusters"),
-        ({"block_n": 144, "narrow_n": 128, "pairs": True}, "narrow_n is 128; .* resident b and pairs"),
+        ({"block_n": 144, "b_stages": 2, "pairs": True}, "pairs is True; .* and resident b"),
         ({"store_buffers": 11}, "store_buffers is 11; supported are 1 to 10"),
         ({"block_m": 256, "block_n": 160}, "160 accumulators and 40 of one K block exceed the 192 registers"),
         ({"stages": 8}, f"bytes of shared memory exceed Hopper's {SMEM_LIMIT_BYTES}"),
@@ -60,14 +57,6 @@ def legal_configs():
 def test_each_rule_refuses_and_says_why(arguments, message):
     with pytest.raises(ValueError, match=message):
         GemmConfig(**{"block_m": 128, "block_n": 128, "stages": 4, **arguments})
-
-
-@pytest.mark.parametrize(("block_n", "scale_blocks"), [(48, 4), (64, 4), (80, 2), (96, 2), (112, 2), (128, 2)])
-def test_narrow_tiles_are_narrower_than_the_others(block_n, scale_blocks):
-    """Others with several scale blocks take turns as well; narrow tiles would reach beyond their buffers."""
-    name = f"fp8_gemm_128x{block_n}x{128 * scale_blocks}_s2_c1x1_n128_b1"
-    with pytest.raises(ValueError, match=f"^{name}: narrow_n is 128; supported is 128 for tiles of 128x144 to 128x192"):
-        GemmConfig(128, block_n, 2, scale_blocks=scale_blocks, narrow_n=128, store_buffers=1)
 
 
 def test_deepest_rings_that_fit():
@@ -182,19 +171,6 @@ def test_no_scale_warp_is_a_round_ahead():
     assert all(1 <= config.scale_warps <= config.stages for config in legal_configs())
 
 
-@pytest.mark.parametrize("block_n", range(144, 193, 16))
-@pytest.mark.parametrize("tma_store", [True, False])
-def test_narrow_tiles_use_the_buffers_of_the_wide_ones(block_n, tma_store):
-    config = GemmConfig(128, block_n, 3, store_buffers=2, tma_store=tma_store, narrow_n=128)
-    narrow = config.narrow
-    assert (narrow.block_n, narrow.narrow_n, narrow.narrow) == (128, 0, None)
-    names = ("stages", "stage_bytes", "store_bytes", "smem_bytes", "store_columns", "store_swizzle", "store_buffers")
-    names += ("threads", "scale_warps", "store_warps", "bulk_scales", "buffer_n")
-    assert all(getattr(narrow, name) == getattr(config, name) for name in names)
-    assert narrow.column_group == 128 and narrow.b_scale_slots == 1
-    assert narrow.boxes * narrow.store_columns == 128
-
-
 @pytest.mark.parametrize("block_n", PAIRED_TILES)
 def test_pairs_take_an_even_number_of_k_blocks(block_n):
     config = GemmConfig(128, block_n, 4, pairs=True)
@@ -274,7 +250,7 @@ def fields_of_shared_storage() -> set[str]:
     """Those that C++'s SharedStorage reads, by itself or through a method of GemmConfig."""
     text = (HEADERS / "config.cuh").read_text()
     methods = dict(re.findall(r"constexpr \w+ (\w+)\(\) const \{ return (.*); \}", text))
-    storage = text[text.index("struct Partials") : text.index("narrow_storage")]
+    storage = text[text.index("struct Partials") :]
     read = " ".join(methods.get(name, name) for name in re.findall(r"config\.(\w+)", storage))
     return cpp_fields().keys() & set(re.findall(r"\w+", read))
 

@@ -110,7 +110,7 @@ LEGAL_CORNERS = (
     GemmConfig(64, 128, 2, kind="bf16", split_k=8, store_buffers=1),
     GemmConfig(64, 16, 2, kind="int8"),
     GemmConfig(64, 48, 3, kind="int8_rows"),
-    GemmConfig(128, 144, 3, kind="int8", narrow_n=128),
+    GemmConfig(128, 144, 3, kind="int8"),
     GemmConfig(128, 112, 3, kind="int8", pairs=True),
     GemmConfig(128, 192, 4, kind="int8", b_stages=4, store_buffers=1),
     GemmConfig(256, 48, 3, kind="fp8_rows"),

@@ -140,7 +140,6 @@ def test_a_config_of_another_finish_is_refused():
         ({"activation": "silu", "grouping": "counts"}, "groups are multiplied without bias and activation"),
         ({"activation": "swiglu", "block_n": 144}, "which makes one column of two; of a tile's 144 columns in 1 K"),
         ({"activation": "swiglu", "block_n": 64, "split_k": 4}, "in 4 K parts it needs a multiple of 32 each"),
-        ({"activation": "swiglu", "block_n": 160, "narrow_n": 128}, "all tiles have one width"),
     ],
 )
 def test_what_no_kernel_does(options, text):

@@ -127,7 +127,6 @@ NUMBERS = {
     **dict.fromkeys(("stages", "store_buffers", "b_stages"), range(-1, 30)),
     **dict.fromkeys(("cluster_m", "cluster_n"), range(-1, 4)),
     **dict.fromkeys(("split_k", "scale_blocks"), range(-1, 17)),
-    "narrow_n": (-128, 0, 64, 128, 256),
     "pairs": (False, True),
 }
 
@@ -222,7 +221,7 @@ def assert_covers(launch: dict, config: GemmConfig, problem: GemmProblem) -> Non
         assert (width, box_width, swizzle) == (problem.k, 128, swizzle_128) and 1 <= box_height <= 256 and height > 0
     for name, rows, tile, sharers in (
         ("a_tail_rows", problem.m, config.block_m, config.cluster_n),
-        ("b_tail_rows", problem.n - launch["narrow_columns"] * config.narrow_n, config.block_n, config.cluster_m),
+        ("b_tail_rows", problem.n, config.block_n, config.cluster_m),
     ):
         left, box = rows % tile, launch[name]
         assert (box == 0) == (left == 0) and left <= box * sharers <= tile and (sharers == 1 or box % 8 == 0)
@@ -231,15 +230,13 @@ def assert_covers(launch: dict, config: GemmConfig, problem: GemmProblem) -> Non
 
 
 def assert_tiles_are_taken_once(launch: dict, config: GemmConfig, problem: GemmProblem) -> None:
-    """As RasterScheduler of raster.cuh walks, dividing by multiplication; wide tiles, then narrow ones."""
+    """As RasterScheduler of raster.cuh walks, dividing by multiplication."""
     rows = ceil_div(problem.m, config.block_m * config.cluster_m)
-    narrow = launch["narrow_columns"]
-    wide = ceil_div(problem.n - narrow * config.narrow_n, config.block_n * config.cluster_n)
-    assert launch["grid"] // config.cluster <= rows * (wide + narrow)
+    columns = ceil_div(problem.n, config.block_n * config.cluster_n)
+    assert launch["grid"] // config.cluster <= rows * columns
     group_rows = (1 << launch["raster_rows_log2"]) // config.cluster_m
-    for columns in (wide, narrow):
-        taken = [tile_at(position, rows, columns, group_rows, launch) for position in range(rows * columns)]
-        assert sorted(taken) == [(row, column) for row in range(rows) for column in range(columns)]
+    taken = [tile_at(position, rows, columns, group_rows, launch) for position in range(rows * columns)]
+    assert sorted(taken) == [(row, column) for row in range(rows) for column in range(columns)]
 
 
 def tile_at(position: int, rows: int, columns: int, group_rows: int, launch: dict) -> tuple[int, int]:

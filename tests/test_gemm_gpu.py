@@ -120,13 +120,6 @@ def test_every_kernel(config, every_kernel, monkeypatch):
     # Whole columns for each block, and shares of the last one.
     if config.resident_b:
         check_config(config, 2 * rows + 1, 5 * columns - 3, config.k_range[1], 2, "column_aligned")
-    # Tiles of two widths: one of each, with a last one that is not full, and more.
-    if config.narrow_n:
-        for wide, narrow, m in ((1, 1, 2 * rows), (2, 3, rows + 5), (5, 4, 9 * rows)):
-            with monkeypatch.context() as forced:
-                for module in ("select.schedule", "plan"):
-                    forced.setattr(f"deep_tile.{module}.narrow_columns", lambda *_, narrow=narrow: narrow)
-                check_config(config, m, wide * columns + narrow * config.narrow_n - 3, ring - 100, 5, "column_aligned")
     # Full tiles, an odd number each way: of the last clusters a block lies beyond the matrix. Then tiles almost full.
     check_config(config, 3 * rows, 3 * columns, 300, max(4, config.cluster), "column_aligned")
     check_config(config, 2 * rows - 1, 2 * columns - 8, 300, max(4, config.cluster))

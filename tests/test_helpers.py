@@ -151,7 +151,7 @@ def test_sanitizer_case_is_right(case):
     """On the CPU path; each has several waves, or a cluster that overhangs the matrix."""
     sanitize.run(case, "cpu")
     config = case.config
-    waves = ceil_div(cluster_tiles(config, GemmProblem(case.m, case.n, case.k)).total, case.num_sms // config.cluster)
+    waves = ceil_div(cluster_tiles(config, GemmProblem(case.m, case.n, case.k)), case.num_sms // config.cluster)
     rows, columns = ceil_div(case.m, config.block_m), ceil_div(case.n, config.block_n)
     overhangs = rows % config.cluster_m or columns % config.cluster_n
     assert waves > 1 or overhangs
@@ -162,7 +162,7 @@ ANY_CONFIGS_FEATURES = (
     *("math_warpgroups", "chunks_m", "chunks_n", "cluster_m", "cluster_n", "multicast", "split_k", "scale_blocks"),
     *("block_sets", "carries_descriptors", "queues_blocks", "ends_apart", "takes_turns", "prefetches_b"),
     *("column_shifts", "bulk_scales", "reads_runs", "reads_any_runs"),
-    *("pairs", "narrow_n", "resident_b", "math_registers"),
+    *("pairs", "resident_b", "math_registers"),
     *("scale_warps", "store_warps", "store_columns", "store_rows", "store_chunks", "store_swizzle", "tma_store"),
 )
 DEFAULT_CONFIGS_FEATURES = ("store_buffers", "boxes_at_once", "b_scale_slots")

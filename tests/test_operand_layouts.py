@@ -83,7 +83,8 @@ template <deep_tile::GemmConfig config>
 void multiply(const GemmParams& params, int stage, int warpgroup) {{
     auto& smem = *reinterpret_cast<deep_tile::SharedStorage<config>*>(storage);
     deep_tile::MmaSum<config> sums[config.chunks_m][config.chunks_n][config.mma_n / 2];
-    const deep_tile::MathWarpgroup<config> math(params, smem, warpgroup, {{stage, 0}});
+    deep_tile::MathWarpgroup<config> math(params, smem, warpgroup);
+    for (int i = 0; i < stage; ++i) math.advance();
     math.template begin_sums<true>(sums);
 }}
 

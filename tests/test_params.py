@@ -21,7 +21,6 @@ from deep_tile.config import GemmConfig, ceil_div
 from deep_tile.params import Field, MapLayout, Params
 from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import default_configs
-from deep_tile.select.schedule import narrow_columns
 
 LETTERS = {"int": "i", "unsigned": "I", "long long": "q", "float": "f"}
 
@@ -126,7 +125,7 @@ def test_pointers_and_maps_wait_for_addresses():
         ("k", 2**80, f"k is {2**80}, want 1 to 2147483647"),
         ("a_tail_rows", 257, "a_tail_rows is 257, want 0 to 256"),
         ("b_tail_rows", -1, "b_tail_rows is -1, want 0 to 256"),
-        ("narrow_columns", -1, "narrow_columns is -1, want 0 to 2147483647"),
+        ("bulk_scale_columns", -1, "bulk_scale_columns is -1, want 0 to 2147483647"),
         ("raster_rows_log2", 0, "raster_rows_log2 is 0, want 1 to 4"),
         ("last_rows_reciprocal", 2**31 + 1, "last_rows_reciprocal is 2147483649, want 1 to 2147483648"),
         ("a_scale_stride_m", 2**32, "a_scale_stride_m is 4294967296, want 0 to 4294967295"),
@@ -241,8 +240,7 @@ def test_tails_fit_their_boxes():
         for _ in range(20):
             m, n = generator.randint(1, 3000), generator.randint(1, 20_000)
             problem = PROBLEM._replace(m=m, n=n)
-            wide_n = n - narrow_columns(config, problem) * config.narrow_n
-            sides = ((m, config.block_m, config.cluster_n), (wide_n, config.block_n, config.cluster_m))
+            sides = ((m, config.block_m, config.cluster_n), (n, config.block_n, config.cluster_m))
             for tail, (rows, tile_rows, boxes) in zip(plan.operand_tails(problem, config), sides, strict=True):
                 left = rows % tile_rows
                 assert (tail > 0) == (left > 0)

@@ -49,7 +49,6 @@ from deep_tile.config import PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig, round_u
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import grouped_configs
-from deep_tile.select.schedule import cluster_tiles
 from deep_tile.walls import stages_max
 
 HEADERS = Path(__file__).parent.parent / "include" / "deep_tile"
@@ -112,7 +111,6 @@ FAMILIES = {
     "two chunks of rows": Case(GemmConfig(256, 64, 2, store_buffers=1), 250, 128, 256, 1),
     "resident b": Case(GemmConfig(64, 16, 2, b_stages=2), 64, 64, 256, 1),
     "resident b, turns": Case(GemmConfig(128, 192, 2, b_stages=2), 256, 192, 256, 1),
-    "narrow tiles": Case(GemmConfig(128, 144, 3, store_buffers=1, narrow_n=128), 128, 272, 512, 1),
     "pairs": Case(GemmConfig(128, 112, 2, pairs=True), 128, 224, 512, 1),
     "split K": Case(GemmConfig(64, 32, 2, split_k=2), 64, 32, 256, 2),
     "split K, a part without K": Case(GemmConfig(64, 32, 2, split_k=2), 64, 64, 128, 2),
@@ -199,10 +197,6 @@ def launches(config: GemmConfig, warps: int) -> Iterator[Launch]:
         little, much, n, num_sms = 129, 128 * config.b_stages, 3 * config.block_n - 3, 2
     if config.pairs:
         little, much = 256, 128 * round_up(config.stages + 2, 2) - 17
-    if config.narrow_n:
-        m = config.block_m - 5
-        widths = range(config.block_n + 20, 12 * config.block_n, 40)
-        n = next(n for n in widths if all(cluster_tiles(config, GemmProblem(m, n, little, num_sms))))
     for k in (little, much):
         problem = GemmProblem(m, n, k, num_sms)
         yield Launch(config, problem, bulk_scales=k == much, early_b=k == little, warps=warps)
@@ -264,7 +258,6 @@ def legal_configs() -> list[GemmConfig]:
     options = [
         *({"scale_blocks": scale_blocks} for scale_blocks in (1, 2, 4)),
         *({"b_stages": b_stages} for b_stages in (2, 3, 4, 5, 6, 8)),
-        *({"narrow_n": 128, "scale_blocks": scale_blocks} for scale_blocks in (1, 2, 4)),
         {"pairs": True},
         {"grouping": "offs"},
         {"grouping": "offs", "scale_blocks": 2},
@@ -360,11 +353,6 @@ def given_back_unread(operations: list[Operation]) -> list[Operation]:
     return [*changed[: last + 1], *uses[:1], *changed[last + 1 :]]
 
 
-def turn_for_apart(operations: list[Operation]) -> list[Operation]:
-    """As if there were no `apart` barrier beside those of the turns."""
-    return [o._replace(barrier=(0, "turn", 0)) if is_at(o, Sync | Reach, "apart") else o for o in operations]
-
-
 class WithoutOverhang(Launch):
     """A block leaves out tiles that lie beyond the matrix, though its peer awaits its half of what they share."""
 
@@ -374,16 +362,21 @@ class WithoutOverhang(Launch):
         return block
 
 
+def with_math_warps_of(block: Block, other: Block) -> Block:
+    """A block whose math warps walk the tiles of another."""
+    of_other = {process.name: process for process in other.processes()}
+    own = [of_other[process.name] if "math" in process.name else process for process in block.processes()]
+    block.processes = lambda: own
+    return block
+
+
 class WithOtherBounds(Launch):
     """Somebody has written the bounds of groups after the producers have read them, and before the math warps do."""
 
     def block(self, cluster: int, rank: int) -> Block:
         (begin, end), *others = self.ranges
         written = Launch(self.config, self.problem, [(begin, end + self.config.block_m), *others])
-        block = super().block(cluster, rank)
-        block.tiles = block.width_tiles(self.config)
-        block.width_tiles = written.block(cluster, rank).width_tiles
-        return block
+        return with_math_warps_of(super().block(cluster, rank), written.block(cluster, rank))
 
 
 class WithoutZeros(Launch):
@@ -392,7 +385,7 @@ class WithoutZeros(Launch):
     def block(self, cluster: int, rank: int) -> Block:
         block = super().block(cluster, rank)
         block.tiles = [tile for tile in block.tiles if self.has_k(tile)]
-        return block
+        return with_math_warps_of(block, super().block(cluster, rank))
 
 
 class WithoutLastTile(Launch):
@@ -416,14 +409,6 @@ PAIR = Case(GemmConfig(128, 64, 2), 128, 128, 384, 1)
 MULTICAST = Case(GemmConfig(64, 16, 2, 2, 1), 128, 16, 384, 2)
 ROWS = GemmConfig(64, 16, 2, grouping="offs")
 SPLIT = Case(GemmConfig(64, 32, 2, split_k=2), 64, 64, 256, 2)
-NARROW = Case(GemmConfig(128, 144, 3, store_buffers=1, narrow_n=128), 128, 272, 512, 1)
-
-
-def no_narrower(block_n: int) -> Launch:
-    """Narrow tiles that are no narrower than the others, of two scale blocks per stage."""
-    config = altered(GemmConfig(128, 144, 2, store_buffers=1, narrow_n=128), block_n=block_n, scale_blocks=2)
-    return launch(Case(config, 128, 400, 600, 1))
-
 
 FAULTS = {
     "an arrival too few": Seeded(DEADLOCK, launch(PAIR), in_program("math 1", once(Arrive, "empty", arrivals=-1))),
@@ -490,7 +475,6 @@ FAULTS = {
     "a box that TMA reads without a fence": Seeded(
         UNWRITTEN, launch(PAIR), in_program("math", without(lambda o: isinstance(o, Join) and o.group == "box write"))
     ),
-    "the turns' barrier for tiles that end apart": Seeded(ARRIVALS, launch(NARROW), in_program("math", turn_for_apart)),
     "two stages for tiles that end apart": Seeded(
         DEADLOCK, launch(Case(altered(GemmConfig(128, 128, 2), ends_apart=True), 128, 128, 384, 1))
     ),
@@ -504,12 +488,11 @@ FAULTS = {
         launch(Case(GemmConfig(64, 16, 4, b_stages=2), 64, 32, 256, 1)),
         in_program("operands", without(lambda o: is_at(o, Wait, "column empty"))),
     ),
-    "narrow tiles as wide as the others": Seeded(ARRIVALS, no_narrower(128)),
     "an odd tile count of a group in clusters, nobody for the overhang": Seeded(
         BYTES, along_k(GemmConfig(64, 16, 2, 2, 1, **GRADIENTS), (384,), 150, 16, 2, launch=WithoutOverhang)
     ),
     "bounds of groups written while a product runs": Seeded(
-        DEADLOCK, of_rows(ROWS, (3,), 16, 256, 1, launch=WithOtherBounds)
+        DEADLOCK, of_rows(ROWS, (64,), 16, 256, 1, launch=WithOtherBounds)
     ),
     "bytes announced of rows beyond a group": Seeded(
         BYTES,
@@ -539,18 +522,12 @@ def test_seeded_faults_are_found(seeded):
     assert shown.value.steps
 
 
-@pytest.mark.parametrize("block_n", [80, 96, 112])
-def test_narrow_tiles_wider_than_the_others_overrun_their_buffers(block_n):
-    with pytest.raises(Fault, match=f"uses rows 128 to 256 of the {2 * block_n} of b") as overrun:
-        no_narrower(block_n).machine(0)
+def test_a_box_beyond_its_stage_is_found():
+    launched = launch(DECODE._replace(n=10))
+    launched.b_tail_rows = 24
+    with pytest.raises(Fault, match="uses rows 0 to 24 of the 16 of b") as overrun:
+        launched.machine(0)
     assert overrun.value.kind == BEYOND
-
-
-def test_narrow_tiles_as_wide_as_the_others_never_end():
-    """The math warps await tiles that no producer knows of."""
-    with pytest.raises(Fault, match=r"math 1 awaits full\[\d\] in block 0, phase \d: 0 of 33 arrivals") as stuck:
-        walk(no_narrower(128).machine(0), seed=0)
-    assert stuck.value.kind == DEADLOCK
 
 
 def test_pairs_of_an_odd_number_of_k_blocks_never_end():
@@ -561,9 +538,7 @@ def test_pairs_of_an_odd_number_of_k_blocks_never_end():
     assert endless.value.kind == ENDLESS
 
 
-@pytest.mark.parametrize(
-    "case", [TWO_TILES, NARROW, SPLIT._replace(num_sms=4), CASES[-6]], ids=lambda case: case.config.name
-)
+@pytest.mark.parametrize("case", [TWO_TILES, SPLIT._replace(num_sms=4), CASES[-6]], ids=lambda case: case.config.name)
 def test_a_tile_left_out_is_found(case):
     launch(case).check_tiles()
     with pytest.raises(Fault, match="is stored 0 times") as left_out:

@@ -28,7 +28,6 @@ from deep_tile.select.schedule import (
     columns_begun,
     grid_size,
     last_rows_reciprocal,
-    narrow_columns,
     raster_rows,
 )
 
@@ -98,10 +97,10 @@ def test_grid_is_the_smallest_that_keeps_the_waves(problem, config):
     tiles = cluster_tiles(config, problem)
     clusters, rest = divmod(grid_size(config, problem), config.cluster)
     assert rest == 0
-    assert clusters <= tiles.total
+    assert clusters <= tiles
 
     def waves(slots):
-        return -(-tiles.wide // slots), -(-tiles.total // slots)
+        return -(-tiles // slots)
 
     fewest_waves = waves(cluster_slots(config, problem.num_sms))
     assert waves(clusters) == fewest_waves
@@ -111,30 +110,17 @@ def test_grid_is_the_smallest_that_keeps_the_waves(problem, config):
 @given(problems, st.sampled_from(default_configs(True)))
 @settings(max_examples=300, deadline=None)
 def test_tiles_cover_the_matrix_once(problem, config):
-    tiles, narrow = cluster_tiles(config, problem), narrow_columns(config, problem)
     rows = -(-problem.m // (config.block_m * config.cluster_m))
-    wide_n = problem.n - narrow * config.narrow_n
-    assert wide_n >= 0
-    assert tiles == (rows * -(-wide_n // (config.block_n * config.cluster_n)), rows * narrow)
-    assert narrow == 0 or config.narrow_n
+    assert cluster_tiles(config, problem) == rows * -(-problem.n // (config.block_n * config.cluster_n))
 
 
-def test_narrow_tiles_let_all_sms_end_together():
-    config = GemmConfig(128, 144, 5, store_buffers=5, narrow_n=128)
-    problem = GemmProblem(2048, 2112, 7168)
-    assert narrow_columns(config, problem) == 8
-    assert cluster_tiles(config, problem) == (128, 128)
-    assert grid_size(config, problem) == 128  # one of each, where tiles of one width are 240 or 272
-    assert busiest(config, problem) == ((1, 1), 128 / 132)
-    three = GemmProblem(1024, 7168, 2048)
-    assert busiest(GemmConfig(128, 160, 5, store_buffers=5, narrow_n=128), three)[0] == (2, 1)
+def test_the_busiest_sm_by_hand():
+    config = GemmConfig(128, 144, 5, store_buffers=5)
+    assert busiest(config, GemmProblem(2048, 2112, 7168)) == (2, 240 / 264)
+    assert busiest(config, GemmProblem(128, 144, 7168)) == (1, 1 / 132)
 
 
-def test_two_widths_are_no_candidate_where_one_does():
-    config = GemmConfig(128, 144, 5, store_buffers=5, narrow_n=128)
-    assert suits(config, GemmProblem(2048, 2112, 7168))
-    assert not suits(config, GemmProblem(128, 112, 7168))  # too few columns
-    assert not suits(config, GemmProblem(1024, 7168, 2048))  # all of them narrow
+def test_pairs_are_no_candidate_for_an_odd_number_of_k_blocks():
     paired = GemmConfig(128, 112, 6, pairs=True)
     assert suits(paired, GemmProblem(128, 112, 256)) and not suits(paired, GemmProblem(128, 112, 257))
 

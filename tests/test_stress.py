@@ -32,7 +32,7 @@ CHAIN = SPEC._replace(pdl=True, chain=True)
 def waves_of(spec: Spec) -> int:
     """Tiles of the cluster that has the most."""
     problem = GemmProblem(spec.m, spec.n, spec.k, spec.num_sms, spec.config.tma_store)
-    return ceil_div(cluster_tiles(spec.config, problem).total, cluster_slots(spec.config, spec.num_sms))
+    return ceil_div(cluster_tiles(spec.config, problem), cluster_slots(spec.config, spec.num_sms))
 
 
 def assert_legal(spec: Spec) -> None:

@@ -20,7 +20,7 @@ FAMILIES = (
     GemmConfig(128, 64, 4, cluster_m=2),
     GemmConfig(128, 128, 4),
     GemmConfig(128, 144, 4, pairs=True, store_buffers=5),
-    GemmConfig(128, 192, 3, narrow_n=128),
+    GemmConfig(128, 192, 3),
     GemmConfig(128, 192, 3, b_stages=4),
     GemmConfig(128, 256, 4, cluster_n=2),
     GemmConfig(128, 256, 3, tma_store=False),

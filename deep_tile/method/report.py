@@ -294,12 +294,11 @@ def _wall_table(derived: Derivation) -> Table:
     config, estimate, bucket = derived.choice.config, derived.choice.estimate, derived.bucket
     tiles = schedule.cluster_tiles(config, bucket)
     units = "tiles" if config.cluster == 1 else f"clusters of {config.cluster}"
-    narrow = f", {tiles.narrow} of them {config.narrow_n} columns wide," if tiles.narrow else ""
     slots = schedule.cluster_slots(config, bucket.num_sms)
     made.add_row(
         "waves",
         "",
-        f"{tiles.total} {units}{narrow} over {slots} slots: {estimate.waves} waves, {estimate.utilization:.0%} full",
+        f"{tiles} {units} over {slots} slots: {estimate.waves} waves, {estimate.utilization:.0%} full",
     )
     return made
 

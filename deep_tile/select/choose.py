@@ -16,7 +16,6 @@ from deep_tile.select.cost import Estimate, calibration, chained_cast_us, estima
 from deep_tile.select.defaults import default_configs, finished
 from deep_tile.select.groups import ranked
 from deep_tile.select.hardware import H200, Hardware
-from deep_tile.select.schedule import cluster_tiles
 
 Tuned = Mapping[str, GemmConfig]
 """Configs that `tune` found to be the fastest, by `bucket_key`; those of other stores than the problem's will do."""
@@ -59,13 +58,8 @@ def candidates(
 
 
 def suits(config: GemmConfig, problem: GemmProblem) -> bool:
-    """Whether a config makes such products and takes the problem's k, and is not another one in disguise: with tiles of
-    one width where it may have two."""
-    return (
-        what_is_made(config) == what_is_made(problem)
-        and config.takes_k(problem.k)
-        and (not config.narrow_n or all(cluster_tiles(config, problem)))
-    )
+    """Whether a config makes such products and takes the problem's k."""
+    return what_is_made(config) == what_is_made(problem) and config.takes_k(problem.k)
 
 
 def what_is_made(of: GemmConfig | GemmProblem) -> tuple[str, str, bool, str, str, str]:

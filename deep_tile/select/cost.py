@@ -16,7 +16,7 @@ from deep_tile.kinds import K_BLOCK_BYTES, KINDS, QUANTIZED, RESULTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import deepest_config
 from deep_tile.select.hardware import H200, Hardware
-from deep_tile.select.schedule import Tiles, blocks_per_tile, busiest, columns_begun
+from deep_tile.select.schedule import blocks_per_tile, busiest, columns_begun
 from deep_tile.walls import product_flops
 
 TIMES = Path(__file__).parent / "times"
@@ -38,8 +38,7 @@ class TileTimes(NamedTuple):
     """What a config takes on one SM, in microseconds.
 
     Attributes:
-        block_us: one K block; of a wide tile, where there are narrow ones, which take what tiles take that are all
-            as wide as they are.
+        block_us: one K block.
         tile_us: the rest of a tile.
         column_us: to begin a column of tiles, where `b` stays in shared memory meanwhile.
     """
@@ -144,7 +143,7 @@ class Estimate(NamedTuple):
         memory_us: bytes through HBM, each operand once, as if the tiles were free.
         bound: `compute` or `memory`, whichever is longer.
         waves: tiles that the busiest SM works through.
-        utilization: share of the waves' tile slots that have a tile, by their width.
+        utilization: share of the waves' tile slots that have a tile.
     """
 
     time_us: float
@@ -185,15 +184,12 @@ def compute_parts(config: GemmConfig, problem: GemmProblem, hardware: Hardware =
 
 
 def _compute_parts(
-    config: GemmConfig, problem: GemmProblem, hardware: Hardware, most: Tiles, utilization: float
+    config: GemmConfig, problem: GemmProblem, hardware: Hardware, most: int, utilization: float
 ) -> ComputeParts:
     """Of a cluster that has `most` tiles, while all have as much of that as `utilization` says: see `busiest`."""
     model, times = calibration(config.kind), tile_times(config, hardware)
-    narrow_times = tile_times(deepest_config(config.block_m, config.narrow_n), hardware) if config.narrow_n else times
-    blocks_us = most.wide * times.block_us + most.narrow * narrow_times.block_us
-    blocks_us *= blocks_per_tile(config, problem.k)
-    tiles_us = most.wide * times.tile_us + most.narrow * narrow_times.tile_us
-    tiles_us += columns_begun(config, problem) * times.column_us
+    blocks_us = most * times.block_us * blocks_per_tile(config, problem.k)
+    tiles_us = most * times.tile_us + columns_begun(config, problem) * times.column_us
     idle_us = -model.idle_gain * (1 - utilization) * (blocks_us + tiles_us)
     alone_us = blocks_us + tiles_us + idle_us
     busy_us = alone_us * utilization
@@ -235,4 +231,4 @@ def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200
     memory_us = memory_time(problem, hardware)
     time_us = launch_time(hardware, problem.kind) + (compute_us**overlap + memory_us**overlap) ** (1 / overlap)
     bound = "compute" if compute_us >= memory_us else "memory"
-    return Estimate(time_us, compute_us, memory_us, bound, most.total, utilization)
+    return Estimate(time_us, compute_us, memory_us, bound, most, utilization)

@@ -6,7 +6,7 @@ Called by choose.py, by the commands that compile or measure every kernel, and b
 from dataclasses import replace
 from functools import lru_cache
 
-from deep_tile.config import NARROW_N, PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig
+from deep_tile.config import PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig
 from deep_tile.kinds import KINDS, OUTPUTS, QUANTIZED
 from deep_tile.walls import stages_max
 
@@ -32,9 +32,6 @@ _SINGLE_TILES = ((128, 112),)
 
 _SPLIT_TILES = (64, 96, 128, 192)
 """block_n of 128-row tiles whose K two blocks share."""
-
-_NARROWING_TILES = (144, 160, 192)
-"""block_n of 128-row tiles that a launch ends with narrow ones of."""
 
 _RESIDENT_TILES = ((128, 128, 5), (128, 192, 4))
 """(block_m, block_n, b_stages) of tiles whose `b` stays in shared memory: the wider, the shorter K must be. 128x256
@@ -129,13 +126,13 @@ def default_configs(
 def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | None:
     """The config with a finish; None where there is none such, or its kernel is longer than what a launch brings along.
 
-    That is 64 KB, which kernels pass that have code for tiles of two widths, or for pairs of K blocks; with an
-    activation, those whose main loop has many copies, or of exact gelu, of which each sum takes 14 instructions, whose
-    tiles have 256 rows, or 256 columns that are quantised. Tiles of 64x256 leave an activation too few registers.
+    That is 64 KB, which kernels pass that have code for pairs of K blocks; with an activation, those whose main loop
+    has many copies, or of exact gelu, of which each sum takes 14 instructions, whose tiles have 256 rows, or 256
+    columns that are quantised. Tiles of 64x256 leave an activation too few registers.
     Output boxes are fewer where `out` has fewer columns.
     """
     copies = config.column_shifts * config.chunks * config.accumulator_registers
-    long = config.pairs or config.narrow_n or (activation != "none" and copies > _MOST_COPIED)
+    long = config.pairs or (activation != "none" and copies > _MOST_COPIED)
     tile = (config.block_m, config.block_n)
     longest = [(256, 128), *([(128, 256)] if config.quantizes else [])]
     if long or (activation != "none" and tile == (64, 256)) or (activation == "gelu" and tile in longest):
@@ -194,6 +191,5 @@ def _fp8_configs(tma_store: bool, output: str) -> tuple[GemmConfig, ...]:
     single = [deepest_config(*tile, **stored) for tile in _SINGLE_TILES]
     split = [deepest_config(128, block_n, split_k=2, **stored) for block_n in _SPLIT_TILES]
     paired = [deepest_config(128, block_n, pairs=True, **stored) for block_n in PAIRED_TILES]
-    narrowing = [deepest_config(128, block_n, narrow_n=NARROW_N, **stored) for block_n in _NARROWING_TILES]
     resident = [deepest_config(*tile, b_stages=b_stages, **stored) for *tile, b_stages in _RESIDENT_TILES]
-    return (*decode, *multicast, *single, *paired, *narrowing, *split, *resident)
+    return (*decode, *multicast, *single, *paired, *split, *resident)

@@ -3,43 +3,14 @@
 Called by plan.py for the numbers of a launch, by cost.py for the waves that they make.
 """
 
-from functools import lru_cache
-from typing import NamedTuple
-
 from deep_tile.config import GemmConfig, ceil_div
 from deep_tile.problem import GemmProblem
 from deep_tile.select.hardware import H200
 
-_REPLACED_WAVES = 8
-"""Waves of wide tiles, at most, in whose place a launch has narrow ones: nine of 128 columns do for eight of 144."""
 
-
-class Tiles(NamedTuple):
-    """Cluster tiles, or what a cluster has of them: of the config's own width, and narrow ones."""
-
-    wide: int
-    narrow: int
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-    def columns(self, config: GemmConfig) -> int:
-        """Columns of `out` that they cover, which is how long they take: narrow tiles within 2 % of that, at equal k
-        (H200, 2026-11-22)."""
-        return self.wide * config.block_n + self.narrow * config.narrow_n
-
-
-def cluster_tiles(config: GemmConfig, problem: GemmProblem) -> Tiles:
+def cluster_tiles(config: GemmConfig, problem: GemmProblem) -> int:
     """Units of work: one tile for each block of a cluster."""
-    return _split_tiles(config, problem, narrow_columns(config, problem))
-
-
-def _split_tiles(config: GemmConfig, problem: GemmProblem, narrow: int) -> Tiles:
-    """Where narrow tiles have `narrow` columns."""
-    rows = tile_rows(config, problem)
-    wide_n = problem.n - narrow * config.narrow_n
-    return Tiles(rows * ceil_div(wide_n, config.block_n * config.cluster_n), rows * narrow)
+    return tile_rows(config, problem) * ceil_div(problem.n, config.block_n * config.cluster_n)
 
 
 def tile_rows(config: GemmConfig, problem: GemmProblem) -> int:
@@ -51,33 +22,6 @@ def tile_rows(config: GemmConfig, problem: GemmProblem) -> int:
     if problem.groups.layout == "counts":
         return problem.groups.count * ceil_div(problem.m, config.block_m)
     return problem.m // config.block_m + min(problem.groups.count, problem.m)
-
-
-def _busiest(tiles: Tiles, slots: int) -> Tiles:
-    """Of the cluster that has the most: they are handed out in turn, the wide ones first."""
-    wide = ceil_div(tiles.wide, slots)
-    return Tiles(wide, ceil_div(tiles.total, slots) - wide)
-
-
-@lru_cache(maxsize=65_536)
-def narrow_columns(config: GemmConfig, problem: GemmProblem) -> int:
-    """Columns of narrow tiles, with which the busiest SM has as little to do as can be: the fewest of those.
-
-    For each number of waves of wide tiles, the fewest that leave no more.
-    """
-    if not config.narrow_n:
-        return 0
-    slots, rows = cluster_slots(config, problem.num_sms), ceil_div(problem.m, config.block_m)
-    waves = ceil_div(rows * ceil_div(problem.n, config.block_n), slots)
-
-    def fewest(wide_waves: int) -> int:
-        return ceil_div(max(0, problem.n - wide_waves * slots // rows * config.block_n), config.narrow_n)
-
-    def most_work(narrow: int) -> int:
-        return _busiest(_split_tiles(config, problem, narrow), slots).columns(config)
-
-    columns = (fewest(wide_waves) for wide_waves in range(waves, max(0, waves - _REPLACED_WAVES) - 1, -1))
-    return min((narrow for narrow in columns if narrow * config.narrow_n <= problem.n), key=most_work, default=0)
 
 
 def cluster_slots(config: GemmConfig, num_sms: int) -> int:
@@ -99,9 +43,8 @@ def grid_size(config: GemmConfig, problem: GemmProblem) -> int:
     """
     slots, tiles = cluster_slots(config, problem.num_sms), cluster_tiles(config, problem)
     if problem.groups is not None:
-        return min(slots, tiles.total) * config.cluster
-    fewest = (ceil_div(count, ceil_div(count, slots)) for count in (tiles.wide, tiles.total) if count > 0)
-    return max(fewest) * config.cluster
+        return min(slots, tiles) * config.cluster
+    return ceil_div(tiles, ceil_div(tiles, slots)) * config.cluster
 
 
 def raster_rows(problem: GemmProblem) -> int:
@@ -138,8 +81,8 @@ def columns_begun(config: GemmConfig, problem: GemmProblem) -> int:
     return whole + (1 + ceil_div(share - 1, rows) if share else 0)
 
 
-def busiest(config: GemmConfig, problem: GemmProblem) -> tuple[Tiles, float]:
+def busiest(config: GemmConfig, problem: GemmProblem) -> tuple[int, float]:
     """Tiles of the cluster that has the most, and how much of that all have in the mean."""
     tiles, slots = cluster_tiles(config, problem), cluster_slots(config, problem.num_sms)
-    most = _busiest(tiles, slots)
-    return most, tiles.columns(config) / (slots * most.columns(config))
+    most = ceil_div(tiles, slots)
+    return most, tiles / (slots * most)

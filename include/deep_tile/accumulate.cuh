@@ -11,9 +11,8 @@ namespace deep_tile {
 template <GemmConfig config>
 class Accumulate {
    public:
-    __device__ __forceinline__ Accumulate(const GemmParams& params, SharedStorage<config>& smem, int warpgroup,
-                                          PipelineState<config.stages> state)
-        : math_(params, smem, warpgroup, state) {}
+    __device__ __forceinline__ Accumulate(const GemmParams& params, SharedStorage<config>& smem, int warpgroup)
+        : math_(params, smem, warpgroup) {}
 
     __device__ __forceinline__ int steps() const { return math_.steps(); }
     __device__ __forceinline__ void acquire() const { math_.acquire(); }
@@ -23,7 +22,7 @@ class Accumulate {
     __device__ __forceinline__ void turn_to_tile(const Scheduler& tiles) {
         math_.turn_to_tile(tiles);
     }
-    __device__ __forceinline__ PipelineState<config.stages> end() const { return math_.end(); }
+    __device__ __forceinline__ void end() const { math_.end(); }
 
     // Makes `sums` this block's part of a tile, whose first stage has been acquired. If there are `more` tiles, acquires
     // the next one's. meanwhile(0) is called while the first WGMMAs run.

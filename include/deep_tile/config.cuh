@@ -21,7 +21,6 @@ enum class Activation { none, relu, gelu, gelu_tanh, silu, swiglu };
 struct GemmConfig {
     int block_m, block_n, block_k, k_bytes;
     int a_span, b_span;
-    int narrow_n, buffer_n;
     int stages;
     int cluster_m, cluster_n, split_k;
     int scale_blocks, scales_at_once;
@@ -59,8 +58,6 @@ struct GemmConfig {
     constexpr bool grouped() const { return row_groups() || by_k; }
     constexpr bool a_has_tail_map() const { return a_span == 0 && !row_groups(); }
     constexpr bool resident_b() const { return b_stages > 0; }
-    constexpr bool has_narrow() const { return narrow_n > 0; }         // tiles, after its own
-    constexpr bool is_narrow() const { return block_n < buffer_n; }    // such tiles' own config
     constexpr bool multicast() const { return cluster_m * cluster_n > 1; }
     constexpr int cluster() const { return cluster_m * cluster_n * split_k; }
 
@@ -70,10 +67,6 @@ struct GemmConfig {
     // between addresses instead of stages, with more instructions per K block. Older ones need none of that.
     constexpr bool hides_addresses() const { return short_addresses && carries_descriptors; }
 };
-
-// Of the narrow tiles with which a launch of `config` ends; codegen.py writes it for a config that has them.
-template <GemmConfig config>
-constexpr GemmConfig narrow_tiles = {};
 
 constexpr int mma_m = 64;              // rows of one WGMMA, and of one output box
 constexpr int warp_threads = 32;
@@ -85,9 +78,7 @@ constexpr int span_k = 64;             // elements of K in a K block of an opera
 // Named barriers: one of all threads, one of two warps, one of both math warpgroups, the others one for each of these.
 constexpr int all_barrier = 0;
 constexpr int others_barrier = 9;        // math warp 0 has made its barriers, the operands' warp may use them
-// Math warpgroup 0 has multiplied its tile, 1 may begin its last WGMMAs. Not turn_barrier: warpgroup 1 can be here, in a
-// narrow tile, before 0 has taken its last turn in a wide one.
-constexpr int apart_barrier = 10;
+constexpr int apart_barrier = 10;        // math warpgroup 0 has multiplied its tile, 1 may begin its last WGMMAs
 constexpr int own_barrier = 1;           // the warpgroup itself
 constexpr int turn_barrier = 3;          // its turn to begin WGMMAs
 constexpr int boxes_full_barrier = 5;    // its output boxes are written
@@ -137,7 +128,7 @@ struct ResidentBarriers<config, true> {
 template <GemmConfig config>
 struct alignas(1024) SharedStorage : Partials<config> {
     alignas(1024) u8 a[config.stages][config.block_m * config.k_bytes];
-    u8 b[config.b_slots][config.buffer_n * config.k_bytes];
+    u8 b[config.b_slots][config.block_n * config.k_bytes];
     u8 out[config.math_warpgroups][config.store_buffers][mma_m * config.store_columns * config.out_bytes];
     alignas(16) float a_scale[config.scale_stages()][config.scale_blocks][config.has_scales() ? config.block_m : 4];
     alignas(16) float b_scale[config.scale_stages()][config.scale_blocks][(config.b_scale_slots + 3) / 4 * 4];
@@ -147,13 +138,5 @@ struct alignas(1024) SharedStorage : Partials<config> {
     u64 partial_empty[config.math_warpgroups];
     [[no_unique_address]] ResidentBarriers<config> resident;
 };
-
-// The same, as narrow tiles use it.
-template <GemmConfig config>
-__device__ __forceinline__ auto& narrow_storage(SharedStorage<config>& smem) {
-    using NarrowStorage = SharedStorage<narrow_tiles<config>>;
-    static_assert(sizeof(NarrowStorage) == sizeof smem, "tiles of both widths use the same buffers");
-    return reinterpret_cast<NarrowStorage&>(smem);
-}
 
 }  // namespace deep_tile

@@ -27,8 +27,7 @@
 //                                                                                    there is no cluster
 //
 // Where all K blocks of a tile's `b` have room, it may stay while the block works down a column of tiles: stages then
-// hold `a` and scales only (GemmConfig.resident_b). Where tiles of one width would leave SMs idle in the last wave, a
-// launch may end with narrow ones (GemmConfig.narrow_n): the math warps' code is there for both, all else serves either.
+// hold `a` and scales only (GemmConfig.resident_b).
 #pragma once
 
 #include "barriers.cuh"
@@ -39,22 +38,21 @@
 
 namespace deep_tile {
 
-// This block's tiles of the config's own width, of which there is one at least, unless they are groups'. Where a tile is, is worked out behind its
-// first WGMMAs if these need not wait, and else before it: in the other order ptxas promotes the blocks of 128x224 so that
-// it takes 1 to 7 % longer (H200, 2026-11-22).
+// All of this block's tiles: one at least, grid_size of schedule.py sees to it, unless they are groups'. Where a tile is,
+// is worked out behind its first WGMMAs if these need not wait, and else before it: in the other order ptxas promotes the
+// blocks of 128x224 so that it takes 1 to 7 % longer (H200, 2026-11-22).
 template <GemmConfig config>
-__device__ __forceinline__ void consume_width(const GemmParams& params, SharedStorage<config>& smem, int warpgroup,
-                                              PipelineState<config.stages>& state) {
-    MainLoop<config> loop(params, smem, warpgroup, state);
+__device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
+    MainLoop<config> loop(params, smem, warpgroup);
     Epilogue<config> epilogue(params, smem, warpgroup);
-    WidthScheduler<config> tiles(params);
+    TileScheduler<config> tiles(params);
     const int first_row = warpgroup * config.rows_per_warpgroup;
     int left = tiles.count();
     if (config.grouped() && left == 0) {
         loop.end();
         return;
     }
-    typename WidthScheduler<config>::Tile tile;
+    Tile<config> tile;
     if constexpr (config.chunks > 1) tile = tiles.next();
     loop.acquire();
     while (true) {
@@ -82,25 +80,8 @@ __device__ __forceinline__ void consume_width(const GemmParams& params, SharedSt
         if (--left == 0) break;
         if constexpr (config.chunks > 1) tile = tiles.next();
     }
-    state = loop.end();
+    loop.end();
     epilogue.drain();
-}
-
-// All of this block's tiles, the narrow ones last: one at least, grid_size of schedule.py sees to it.
-template <GemmConfig config>
-__device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
-    PipelineState<config.stages> state;
-    if (!config.has_narrow() || WidthScheduler<config>(params).count() > 0) {
-        consume_width<config>(params, smem, warpgroup, state);
-    }
-    if constexpr (config.has_narrow()) {
-        constexpr GemmConfig narrow = narrow_tiles<config>;
-        // Read anew: what is kept meanwhile is missing in the wide tiles' main loop, of 4 to 6 instructions more then.
-        warpgroup = __shfl_sync(0xffffffff, ptx::tid_x() / warpgroup_threads, 0);
-        if (WidthScheduler<narrow>(params).count() > 0) {
-            consume_width<narrow>(params, narrow_storage<config>(smem), warpgroup, state);
-        }
-    }
 }
 
 template <GemmConfig config, int part>
@@ -120,7 +101,7 @@ __device__ __forceinline__ void finish_part(const GemmParams& params, SplitReduc
 // As consume(), each tile's sums being those of the whole cluster.
 template <GemmConfig config>
 __device__ __forceinline__ void consume_split(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
-    MainLoop<config> loop(params, smem, warpgroup, {});
+    MainLoop<config> loop(params, smem, warpgroup);
     SplitReduction<config> reduction(smem, warpgroup);
     Epilogue<config> epilogue(params, smem, warpgroup);
     TileScheduler<config> tiles(params);

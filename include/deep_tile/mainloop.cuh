@@ -71,9 +71,8 @@ __device__ __forceinline__ int place_in_scale_block(int column) {
 template <GemmConfig config>
 class LoopState {
    public:
-    __device__ __forceinline__ LoopState(const GemmParams& params, SharedStorage<config>& smem, int warpgroup,
-                                         PipelineState<config.stages> state)
-        : math(params, smem, warpgroup, state) {}
+    __device__ __forceinline__ LoopState(const GemmParams& params, SharedStorage<config>& smem, int warpgroup)
+        : math(params, smem, warpgroup) {}
 
     __device__ __forceinline__ int steps() const { return math.steps(); }
 
@@ -97,8 +96,8 @@ class LoopState {
         if constexpr (config.chunks == 1) math.begin(blocks);
     }
 
-    // After the last tile. Returns the next stage.
-    __device__ __forceinline__ PipelineState<config.stages> end() const { return math.end(); }
+    // After the last tile.
+    __device__ __forceinline__ void end() const { math.end(); }
 
    protected:
     MathWarpgroup<config> math;

@@ -52,9 +52,6 @@ __device__ __forceinline__ ABoxes<config> a_box(const GemmParams& params, Tile<c
 
 template <GemmConfig config>
 __device__ __forceinline__ OperandBox b_box(const GemmParams& params, Tile<config> tile) {
-    if constexpr (config.has_narrow()) {
-        if (tile.narrow) return {&params.narrow_b_map, config.narrow_n};
-    }
     if constexpr (config.b_span > 0) {
         return span_boxes<config.block_n, config.b_span, config.cluster_m>(params.b_maps[0], params.n - tile.b_row());
     } else {

@@ -423,13 +423,6 @@ __device__ __forceinline__ void store_tiles(const GemmParams& params, SharedStor
     while (true) {
         const Tile<config> tile = tiles.next();
         if (!tile.valid) break;
-        if constexpr (config.has_narrow()) {
-            if (tile.narrow) {
-                StoreWarp<narrow_tiles<config>>(params, narrow_storage<config>(smem), warp)
-                    .store(tile.out_row(), out_column<config>(tile.out_column()), group_end<config>(tile));
-                continue;
-            }
-        }
         boxes.store(tile.out_row(), out_column<config>(tile.out_column()), group_end<config>(tile));
     }
     boxes.drain();

@@ -23,13 +23,6 @@ __device__ __forceinline__ int opaque(int value) {
     return value;
 }
 
-// threadIdx.x, read again each time: "Special Registers: %tid".
-__device__ __forceinline__ int tid_x() {
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x;
-}
-
 // Nanoseconds, the same on all SMs: "Special Registers: %globaltimer".
 __device__ __forceinline__ u64 globaltimer() {
     u64 now;

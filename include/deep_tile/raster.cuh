@@ -1,4 +1,4 @@
-// Schedulers of one product: its tiles in a raster, by columns, or in two widths.
+// Schedulers of one product: its tiles in a raster, or by columns.
 #pragma once
 
 #include "tiles.cuh"
@@ -16,22 +16,16 @@ namespace deep_tile {
 template <GemmConfig config>
 class RasterScheduler {
    public:
-    using Tile = typename Conditional<config.has_narrow(), WidthTile, DenseTile>::type;
+    using Tile = DenseTile;
 
     __device__ __forceinline__ explicit RasterScheduler(const GemmParams& params)
         : rows_(ceil_div(params.m, config.block_m * config.cluster_m)),
-          columns_(config.is_narrow() ? params.narrow_columns : wide_columns(params, config.block_n * config.cluster_n)),
-          first_column_(config.narrow_n * params.narrow_columns),
+          columns_(ceil_div(params.n, config.block_n * config.cluster_n)),
           group_rows_log2_(params.raster_rows_log2 - config.cluster_m / 2),
           last_rows_reciprocal_(params.last_rows_reciprocal),
           step_(gridDim.x / config.cluster()),
           within_(first_cluster_tile() - step_),
-          rank_(config.cluster() == 1 ? 0 : uniform_cluster_rank()) {
-        if constexpr (config.is_narrow()) {  // on from the last wide tile
-            within_ -= rows_ * wide_columns(params, config.buffer_n);
-            while (within_ + step_ < 0) within_ += step_;
-        }
-    }
+          rank_(config.cluster() == 1 ? 0 : uniform_cluster_rank()) {}
 
     // This block's tiles, before the first. Not the same as counting valid ones: that a loop ends with a count, which it
     // got before it began, leaves the compiler in no doubt that all warps of the block leave it together. Added up, while
@@ -57,13 +51,7 @@ class RasterScheduler {
         return tile(group_rows);
     }
 
-   protected:
-    // Of wide tiles, which lie behind the narrow ones.
-    static __device__ __forceinline__ int wide_columns(const GemmParams& params, int wide_n) {
-        const int narrow_n = config.is_narrow() ? config.block_n : config.narrow_n;
-        return ceil_div(params.n - narrow_n * params.narrow_columns, wide_n);
-    }
-
+   private:
     // Turns to the group of rows that the position is in, or to the last one; how many rows it has.
     __device__ __forceinline__ int enter_group() {
         while (within_ >= columns_ << group_rows_log2_) {
@@ -77,12 +65,10 @@ class RasterScheduler {
         const bool whole = group_rows == 1 << group_rows_log2_;
         const int column = __umulhi(within_ * 2, whole ? 1u << (31 - group_rows_log2_) : last_rows_reciprocal_);
         const int row = first_row_ + within_ - column * group_rows;
-        const int block_n = config.has_narrow() && narrow_ ? config.narrow_n : config.block_n;
         Tile tile;
         tile.m = (row * config.cluster_m + rank_ % config.cluster_m) * config.block_m;
-        tile.n = first_column_ + (column * config.cluster_n + rank_ / config.cluster_m % config.cluster_n) * block_n;
+        tile.n = (column * config.cluster_n + rank_ / config.cluster_m % config.cluster_n) * config.block_n;
         tile.valid = true;
-        if constexpr (config.has_narrow()) tile.narrow = narrow_;
         return recorded(tile);
     }
 
@@ -100,8 +86,6 @@ class RasterScheduler {
     }
 
     int rows_, columns_;  // of cluster tiles
-    int first_column_;    // of these, in the matrix
-    bool narrow_ = config.is_narrow();
     int group_rows_log2_;
     u32 last_rows_reciprocal_;
     int step_, within_;  // in the group of rows that begins at first_row_; a step before the first tile to begin with
@@ -162,42 +146,6 @@ class ColumnScheduler {
     int left_;
     int whole_;  // columns that are this block's alone, the present one included
     int share_row_, share_column_;  // where its share of the others begins
-};
-
-// For two widths: the wide tiles, then the narrow ones. Of either there may be none.
-template <GemmConfig config>
-class TwoWidthScheduler : public RasterScheduler<config> {
-   public:
-    using Tile = WidthTile;
-
-    __device__ __forceinline__ explicit TwoWidthScheduler(const GemmParams& params)
-        : RasterScheduler<config>(params), narrow_columns_(params.narrow_columns) {}
-
-    __device__ __forceinline__ Tile first() { return next(); }
-
-    __device__ __forceinline__ Tile next() {
-        if (!this->narrow_ && ends_width()) turn_narrow();
-        if (ends_width()) return Tile{};
-        return RasterScheduler<config>::next();
-    }
-
-   private:
-    // Whether all tiles of the present width have been taken.
-    __device__ __forceinline__ bool ends_width() const { return this->within_ + this->step_ >= tiles_left(); }
-
-    // From the last wide tile to before the first narrow one.
-    __device__ __forceinline__ void turn_narrow() {
-        this->within_ -= tiles_left();
-        this->first_row_ = 0;
-        this->columns_ = narrow_columns_;
-        this->first_column_ = 0;
-        this->narrow_ = true;
-    }
-
-    // Of the present width, from the group of rows that the position is in.
-    __device__ __forceinline__ int tiles_left() const { return (this->rows_ - this->first_row_) * this->columns_; }
-
-    const int narrow_columns_;
 };
 
 }  // namespace deep_tile

@@ -1,11 +1,10 @@
 // Which output tile comes next. Every role of a thread block walks its own copy, so no tile index is ever exchanged.
 //
-//   scheduler          tiles of
-//   RasterScheduler    one product, rows and columns together
-//   ColumnScheduler    one product whose `b` stays, column by column
-//   TwoWidthScheduler  one product, the wide ones and then the narrow ones
-//   GroupScheduler     one product for each group of rows, group by group
-//   KGroupScheduler    one product for each group along K, group by group
+//   scheduler        tiles of
+//   RasterScheduler  one product, rows and columns together
+//   ColumnScheduler  one product whose `b` stays, column by column
+//   GroupScheduler   one product for each group of rows, group by group
+//   KGroupScheduler  one product for each group along K, group by group
 #pragma once
 
 #include "grouped.cuh"
@@ -19,13 +18,8 @@ using DenseScheduler = typename Conditional<config.resident_b(), ColumnScheduler
 template <GemmConfig config>
 using AnyGroupScheduler = typename Conditional<config.by_k, KGroupScheduler<config>, GroupScheduler<config>>::type;
 
-// Of the config's own tiles, without the narrow ones.
 template <GemmConfig config>
-using WidthScheduler = typename Conditional<config.grouped(), AnyGroupScheduler<config>, DenseScheduler<config>>::type;
-
-template <GemmConfig config>
-using TileScheduler =
-    typename Conditional<config.has_narrow(), TwoWidthScheduler<config>, WidthScheduler<config>>::type;
+using TileScheduler = typename Conditional<config.grouped(), AnyGroupScheduler<config>, DenseScheduler<config>>::type;
 
 template <GemmConfig config>
 using Tile = typename TileScheduler<config>::Tile;

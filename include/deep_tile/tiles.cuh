@@ -28,11 +28,6 @@ struct DenseTile {
     __device__ __forceinline__ int b_row() const { return n; }
 };
 
-// One of a launch of two widths.
-struct WidthTile : DenseTile {
-    bool narrow = false;
-};
-
 template <typename Tile>
 __device__ __forceinline__ Tile recorded(Tile tile) {
     record_tile(tile.out_row(), tile.out_column());

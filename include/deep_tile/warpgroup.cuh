@@ -35,16 +35,14 @@ class Releaser {
 template <GemmConfig config>
 class MathWarpgroup {
    public:
-    __device__ __forceinline__ MathWarpgroup(const GemmParams& params, SharedStorage<config>& smem, int warpgroup,
-                                             PipelineState<config.stages> state)
+    __device__ __forceinline__ MathWarpgroup(const GemmParams& params, SharedStorage<config>& smem, int warpgroup)
         : smem_(smem),
           releaser_(smem),
           range_(k_range<config>(params)),
           warpgroup_(warpgroup),
           first_{descriptor_address(smem.a[0] + warpgroup * config.rows_per_warpgroup * k_block_bytes) |
                      OperandLayout<config.a_span>::low,
-                 descriptor_address(smem.b[0]) | OperandLayout<config.b_span>::low},
-          state_(state) {
+                 descriptor_address(smem.b[0]) | OperandLayout<config.b_span>::low} {
         const int thread = threadIdx.x % warpgroup_threads;
         scale_slot_ = a_scale_slot<config>(warpgroup * config.rows_per_warpgroup + thread / warp_threads * 16 +
                                            thread % warp_threads / 4);
@@ -124,15 +122,14 @@ class MathWarpgroup {
         if constexpr (config.carries_descriptors) carried_.advance(state_.stage);
     }
 
-    // After the last tile: the other warpgroup has announced a turn that nobody takes. Returns the next stage.
-    __device__ __forceinline__ PipelineState<config.stages> end() const {
+    // After the last tile: the other warpgroup has announced a turn that nobody takes.
+    __device__ __forceinline__ void end() const {
         if (warpgroup_ == 0) await_turn();
-        return state_;
     }
 
    private:
     __device__ __forceinline__ Descriptors<config> descriptors(int stage, int slot, int chunk_m, int chunk_n) const {
-        constexpr u32 a_stage = config.block_m * config.k_bytes, b_stage = config.buffer_n * config.k_bytes;
+        constexpr u32 a_stage = config.block_m * config.k_bytes, b_stage = config.block_n * config.k_bytes;
         return {first_.a_low + (stage * a_stage + chunk_m * mma_m * k_block_bytes) / 16,
                 first_.b_low + (slot * b_stage + chunk_n * config.mma_n * k_block_bytes) / 16};
     }
