@@ -1,6 +1,6 @@
 """What `tune` times: the product of a bucket on random operands, by any config, and how far its result is off.
 
-Called by tune.py. Invariant: `error` tells what the latest `multiply` has written, not what an earlier one left.
+Called by tune.py. Invariant: what `spoil` leaves is off, so that an earlier result never passes for a later one.
 """
 
 import random
