@@ -37,7 +37,7 @@ setup(
         HEADERS: ["*.cuh"],
         "deep_tile.select": ["times/*.json"],
         "deep_tile.method": ["*.json"],
-        "deep_tile": ["kernels/*"],
+        "deep_tile": ["_launcher.pyi", "kernels/*"],
     },
     ext_modules=[launcher],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},

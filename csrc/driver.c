@@ -14,8 +14,6 @@ Driver driver;
 static char driver_problem[512]; /* why `driver` cannot be used; empty when it can */
 static pthread_once_t driver_opened = PTHREAD_ONCE_INIT;
 
-#define REQUIRED_DRIVER "the NVIDIA driver: 525 or newer for CUDA 12, 580 or newer for CUDA 13"
-
 static bool find_entry_point(GetProcAddress get_proc_address, const char *name, size_t offset)
 {
     void *address = NULL;
@@ -56,50 +54,23 @@ bool require_driver(void)
     Py_BEGIN_ALLOW_THREADS
     pthread_once(&driver_opened, open_driver);
     Py_END_ALLOW_THREADS
-    if (driver_problem[0] == '\0')
-        return true;
-    PyErr_SetString(PyExc_RuntimeError, driver_problem);
-    return false;
+    return driver_problem[0] == '\0' || FAIL(PyExc_RuntimeError, "%s", driver_problem);
 }
 
-static const char *remedy(DriverResult result)
+/* What to do about an error, "" where nobody knows, or STICKY. */
+static const char *find_remedy(DriverResult result)
 {
+#define STICKY NULL
+#define BAD_CUBIN "the cubin is damaged or newer than the driver: clear the kernel cache, or update " REQUIRED_DRIVER
+#define RETURN_REMEDY(name, number, remedy) case number: return remedy;
     switch (result) {
-    case ERROR_NOT_INITIALIZED:
-        return "; CUDA cannot be used in a process forked after CUDA had started: start workers with 'spawn'";
-    case ERROR_NO_DEVICE:
-        return "; no NVIDIA GPU is visible: check nvidia-smi and CUDA_VISIBLE_DEVICES";
-    case ERROR_INVALID_DEVICE:
-        return "; there is no such GPU: check the device index and CUDA_VISIBLE_DEVICES";
-    case ERROR_NO_BINARY_FOR_GPU:
-        return "; the kernels are built for sm_90a and run on Hopper GPUs only";
-    case ERROR_INVALID_IMAGE:
-    case ERROR_INVALID_SOURCE:
-        return "; the cubin is damaged or newer than the driver: clear the kernel cache, or update " REQUIRED_DRIVER;
-    case ERROR_INVALID_HANDLE:
-        return "; the stream must belong to the kernel's device";
-    case ERROR_NOT_FOUND:
-        return "; the cubin holds no kernel of that name";
+        DRIVER_ERRORS(RETURN_REMEDY)
     default:
         return "";
     }
 }
 
-/* Whether a kernel of this process, or the GPU under it, failed earlier. Every call reports that from then on. */
-static bool is_sticky(DriverResult result)
-{
-    static const DriverResult sticky[] = {
-        ERROR_ECC_UNCORRECTABLE,  ERROR_NVLINK_UNCORRECTABLE,  ERROR_CONTAINED,            ERROR_ILLEGAL_ADDRESS,
-        ERROR_LAUNCH_TIMEOUT,     ERROR_ASSERT,                ERROR_HARDWARE_STACK_ERROR, ERROR_ILLEGAL_INSTRUCTION,
-        ERROR_MISALIGNED_ADDRESS, ERROR_INVALID_ADDRESS_SPACE, ERROR_INVALID_PC,           ERROR_LAUNCH_FAILED,
-        ERROR_TENSOR_MEMORY_LEAK};
-    for (size_t i = 0; i < COUNT_OF(sticky); i++)
-        if (result == sticky[i])
-            return true;
-    return false;
-}
-
-PyObject *raise_failure(const Failure *failure, PyObject *kernel_name)
+void raise_failure(const Failure *failure, PyObject *kernel_name)
 {
     const char *name = NULL, *text = NULL; /* and so they stay for a code that the driver does not know */
     driver.cuGetErrorName(failure->result, &name);
@@ -107,17 +78,17 @@ PyObject *raise_failure(const Failure *failure, PyObject *kernel_name)
     name = name ? name : "unknown error";
     text = text ? text : "no description";
     PyObject *subject = kernel_name ? PyUnicode_FromFormat(" for kernel %U", kernel_name) : PyUnicode_FromString("");
-    if (subject != NULL && is_sticky(failure->result))
+    const char *remedy = find_remedy(failure->result);
+    if (subject != NULL && remedy == STICKY)
         PyErr_Format(PyExc_RuntimeError,
                      "an earlier kernel of this process failed: %s (%u), %s; %s%U only met it. CUDA is of no more use "
                      "to this process: start another, and find that kernel with compute-sanitizer or "
                      "CUDA_LAUNCH_BLOCKING=1",
                      name, failure->result, text, failure->call, subject);
     else if (subject != NULL)
-        PyErr_Format(PyExc_RuntimeError, "%s failed%U: %s (%u), %s%s", failure->call, subject, name, failure->result,
-                     text, remedy(failure->result));
+        PyErr_Format(PyExc_RuntimeError, "%s failed%U: %s (%u), %s%s%s", failure->call, subject, name, failure->result,
+                     text, remedy[0] ? "; " : "", remedy);
     Py_XDECREF(subject);
-    return NULL;
 }
 
 bool enter_context(Failure *failure, DriverContext context, bool *pushed)

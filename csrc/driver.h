@@ -37,29 +37,38 @@ enum {
     MAP_SWIZZLE_128B = 3,
     MAP_L2_PROMOTION_256B = 3,
     MAP_OOB_FILL_ZEROS = 0,
-
-    ERROR_NOT_INITIALIZED = 3,
-    ERROR_NO_DEVICE = 100,
-    ERROR_INVALID_DEVICE = 101,
-    ERROR_INVALID_IMAGE = 200,
-    ERROR_NO_BINARY_FOR_GPU = 209,
-    ERROR_ECC_UNCORRECTABLE = 214,
-    ERROR_NVLINK_UNCORRECTABLE = 220,
-    ERROR_CONTAINED = 226,
-    ERROR_INVALID_SOURCE = 300,
-    ERROR_INVALID_HANDLE = 400,
-    ERROR_NOT_FOUND = 500,
-    ERROR_ILLEGAL_ADDRESS = 700,
-    ERROR_LAUNCH_TIMEOUT = 702,
-    ERROR_ASSERT = 710,
-    ERROR_HARDWARE_STACK_ERROR = 714,
-    ERROR_ILLEGAL_INSTRUCTION = 715,
-    ERROR_MISALIGNED_ADDRESS = 716,
-    ERROR_INVALID_ADDRESS_SPACE = 717,
-    ERROR_INVALID_PC = 718,
-    ERROR_LAUNCH_FAILED = 719,
-    ERROR_TENSOR_MEMORY_LEAK = 721,
 };
+
+#define REQUIRED_DRIVER "the NVIDIA driver: 525 or newer for CUDA 12, 580 or newer for CUDA 13"
+
+/* ERROR(name, CUresult, remedy) for every error of which more can be said than the driver says. STICKY are those that
+ * every call reports once a kernel of this process, or the GPU under it, has failed. */
+#define DRIVER_ERRORS(ERROR)                                                                                          \
+    ERROR(NOT_INITIALIZED, 3,                                                                                         \
+          "CUDA cannot be used in a process forked after CUDA had started: start workers with 'spawn'")               \
+    ERROR(NO_DEVICE, 100, "no NVIDIA GPU is visible: check nvidia-smi and CUDA_VISIBLE_DEVICES")                      \
+    ERROR(INVALID_DEVICE, 101, "there is no such GPU: check the device index and CUDA_VISIBLE_DEVICES")               \
+    ERROR(INVALID_IMAGE, 200, BAD_CUBIN)                                                                              \
+    ERROR(NO_BINARY_FOR_GPU, 209, "the kernels are built for sm_90a and run on Hopper GPUs only")                     \
+    ERROR(ECC_UNCORRECTABLE, 214, STICKY)                                                                             \
+    ERROR(NVLINK_UNCORRECTABLE, 220, STICKY)                                                                          \
+    ERROR(CONTAINED, 226, STICKY)                                                                                     \
+    ERROR(INVALID_SOURCE, 300, BAD_CUBIN)                                                                             \
+    ERROR(INVALID_HANDLE, 400, "the stream must belong to the kernel's device")                                       \
+    ERROR(NOT_FOUND, 500, "the cubin holds no kernel of that name")                                                   \
+    ERROR(ILLEGAL_ADDRESS, 700, STICKY)                                                                               \
+    ERROR(LAUNCH_TIMEOUT, 702, STICKY)                                                                                \
+    ERROR(ASSERT, 710, STICKY)                                                                                        \
+    ERROR(HARDWARE_STACK_ERROR, 714, STICKY)                                                                          \
+    ERROR(ILLEGAL_INSTRUCTION, 715, STICKY)                                                                           \
+    ERROR(MISALIGNED_ADDRESS, 716, STICKY)                                                                            \
+    ERROR(INVALID_ADDRESS_SPACE, 717, STICKY)                                                                         \
+    ERROR(INVALID_PC, 718, STICKY)                                                                                    \
+    ERROR(LAUNCH_FAILED, 719, STICKY)                                                                                 \
+    ERROR(TENSOR_MEMORY_LEAK, 721, STICKY)
+
+#define DECLARE_ERROR(name, result, remedy) ERROR_##name = result,
+enum { DRIVER_ERRORS(DECLARE_ERROR) };
 
 typedef struct { /* CUlaunchAttribute */
     unsigned id;

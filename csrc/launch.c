@@ -10,10 +10,8 @@
  *   launch_known(table, options, tensors) finds the Launch by the call's options and the tensors' signature
  *   launch(prepared, addresses, stream)   whatever the tensors are
  *
- * A tuple of Launches of the same tensors takes the place of one: they follow each other on the stream.
- *
  * It knows no operation: parameters are bytes, tensors are numbers, and where in the bytes which address goes is said
- * by whoever prepares (deep_tile/params.py).
+ * by whoever prepares (deep_tile/params.py). What each function takes, returns and raises: deep_tile/_launcher.pyi.
  */
 #include "launcher.h"
 
@@ -43,34 +41,31 @@ typedef struct {
     uint32_t skip;
     uint16_t offset;
     uint8_t tensor;
+    bool is_map; /* the address goes into a map there, and else is a pointer */
 } Patch;
 
-/* All of a launch but the addresses. */
+/* All of a launch but the addresses and the stream. */
 typedef struct {
     PyObject_VAR_HEAD
     Kernel *kernel;
     PyObject *names; /* of the tensors, for messages: a tuple of str */
-    bool pdl;
+    LaunchConfig config;
+    LaunchAttribute attributes[2];
     bool needs_alignment[MAX_TENSORS]; /* a map has the tensor's address */
-    uint8_t tensor_count, pointer_count, map_count;
+    uint8_t tensor_count, patch_count;
     uint16_t params_bytes;
-    unsigned grid, cluster, threads;
-    Patch pointers[MAX_PATCHES], maps[MAX_PATCHES];
+    Patch patches[2 * MAX_PATCHES];
     unsigned char params[]; /* with maps encoded, and all addresses yet to come */
 } Launch;
 
-/* Launches of the same tensors, in the order of the stream. */
+/* Launches of the same tensors, which follow each other on the stream. */
 typedef struct {
     const Launch *launches[MAX_CHAIN];
     int count;
 } Chain;
 
-enum { KERNEL, LAUNCH, TYPES };
-
-typedef struct {
-    PyTypeObject *types[TYPES];
-    TensorTypes tensor_types;
-} ModuleState;
+/* Those of this process, which keeps them. */
+static PyTypeObject *kernel_type, *launch_type;
 
 static void free_object(PyObject *self)
 {
@@ -130,13 +125,7 @@ static void load_on_device(Failure *failure, Kernel *kernel, const char *cubin, 
     leave_context(failure, pushed);
 }
 
-PyDoc_STRVAR(load_doc, "load(cubin: bytes, name: str, smem_bytes: int, device: int) -> Kernel\n"
-                       "\n"
-                       "Load kernel `name` on GPU `device`, with `smem_bytes` of dynamic shared memory per block.\n"
-                       "Raises ValueError for a torn cubin or a negative number, RuntimeError for whatever the driver\n"
-                       "refuses. The GIL is released meanwhile.");
-
-static PyObject *load(PyObject *module, PyObject *args, PyObject *kwargs)
+static PyObject *load(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"cubin", "name", "smem_bytes", "device", NULL};
     PyObject *cubin, *name;
@@ -154,8 +143,7 @@ static PyObject *load(PyObject *module, PyObject *args, PyObject *kwargs)
     if (name_text == NULL || !require_driver())
         return NULL;
 
-    const ModuleState *state = PyModule_GetState(module);
-    Kernel *kernel = (Kernel *)PyType_GenericAlloc(state->types[KERNEL], 0);
+    Kernel *kernel = (Kernel *)PyType_GenericAlloc(kernel_type, 0);
     if (kernel == NULL)
         return NULL;
     Py_INCREF(name);
@@ -167,9 +155,8 @@ static PyObject *load(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_BEGIN_ALLOW_THREADS
     load_on_device(&failure, kernel, code, name_text);
     Py_END_ALLOW_THREADS
-    if (failure.call == NULL)
+    if (none_failed(&failure, name))
         return (PyObject *)kernel;
-    raise_failure(&failure, name);
     Py_DECREF((PyObject *)kernel);
     return NULL;
 }
@@ -182,40 +169,30 @@ typedef struct {
     long long low, high, step;
 } Field;
 
-/* Reads `value`; ValueError or TypeError names the field, and the entry of the list that it is of, if any. */
-static bool read_number(PyObject *value, Field field, const char *list, int index, long long *number)
+/* Reads `value`; ValueError or TypeError names the field, after the entry that it is of, "maps[0].", or nothing. */
+static bool read_number(PyObject *value, Field field, const char *entry, long long *number)
 {
     int overflow = 0;
     *number = PyLong_AsLongLongAndOverflow(value, &overflow);
-    PyObject *error = PyErr_Occurred() ? PyExc_TypeError : PyExc_ValueError;
-    bool within = overflow == 0 && *number >= field.low && *number <= field.high && *number % field.step == 0;
-    if (error == PyExc_ValueError && within)
+    const bool is_int = !PyErr_Occurred();
+    if (is_int && overflow == 0 && *number >= field.low && *number <= field.high && *number % field.step == 0)
         return true;
-    char place[32] = "", step[48] = "";
-    if (list != NULL)
-        PyOS_snprintf(place, sizeof place, "%s[%d].", list, index);
+    char step[48] = "";
     if (field.step != 1)
         PyOS_snprintf(step, sizeof step, ", a multiple of %lld", field.step);
-    PyErr_Format(error, "prepare: %s%s is %R, want an int from %lld to %lld%s", place, field.name, value, field.low,
-                 field.high, step);
-    return false;
+    return FAIL(is_int ? PyExc_ValueError : PyExc_TypeError, "prepare: %s%s is %R, want an int from %lld to %lld%s",
+                entry, field.name, value, field.low, field.high, step);
 }
 
 /* Reads a map's tuple of a number for each of `count` dimensions. */
-static bool read_dimensions(PyObject *given, Py_ssize_t count, Field field, const char *list, int index,
-                            uint64_t numbers[])
+static bool read_dimensions(PyObject *given, Py_ssize_t count, Field field, const char *entry, uint64_t numbers[])
 {
-    if (PyTuple_Size(given) != count) {
-        PyErr_Format(PyExc_ValueError, "prepare: %s[%d].%s is %R, want %zd ints", list, index, field.name, given,
-                     count);
-        return false;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        long long number;
-        if (!read_number(PyTuple_GetItem(given, i), field, list, index, &number))
+    if (PyTuple_Size(given) != count)
+        return FAIL(PyExc_ValueError, "prepare: %s%s is %R, want %zd ints", entry, field.name, given, count);
+    long long number;
+    for (Py_ssize_t i = 0; i < count; numbers[i++] = (uint64_t)number)
+        if (!read_number(PyTuple_GetItem(given, i), field, entry, &number))
             return false;
-        numbers[i] = (uint64_t)number;
-    }
     return true;
 }
 
@@ -227,16 +204,14 @@ typedef struct {
     uint64_t sizes[MAX_MAP_RANK], strides_bytes[MAX_MAP_RANK], box[MAX_MAP_RANK];
 } MapLayout;
 
-static bool check_box(const char *list, int index, const MapLayout *map)
+static bool check_box(const MapLayout *map, const char *entry)
 {
     static const unsigned char element_bytes[MAP_ELEMENTS] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
     const int bytes = (int)map->box[0] * element_bytes[map->element];
     const int most = map->swizzle == MAP_SWIZZLE_NONE ? INT_MAX : 16 << map->swizzle;
-    if (bytes % 16 == 0 && bytes <= most)
-        return true;
-    PyErr_Format(PyExc_ValueError, "prepare: %s[%d].box has rows of %d bytes, want a multiple of 16, at most %d", list,
-                 index, bytes, most);
-    return false;
+    return (bytes % 16 == 0 && bytes <= most) ||
+           FAIL(PyExc_ValueError, "prepare: %sbox has rows of %d bytes, want a multiple of 16, at most %d", entry,
+                bytes, most);
 }
 
 /* Reads a map and where it goes, within TMA's own limits. */
@@ -244,6 +219,7 @@ static bool read_map(PyObject *given, const Launch *launch, Field owner, const c
 {
     const Field offsets = {"offset", 0, launch->params_bytes - MAP_BYTES, MAP_ALIGNMENT_BYTES};
     const Field skips = {"skip", 0, UINT32_MAX - TMA_ALIGNMENT_BYTES + 1LL, TMA_ALIGNMENT_BYTES};
+    const Field strides_bytes = {"strides_bytes", 16, (1LL << 40) - 16, 16};
     PyObject *offset, *whose, *skip, *element, *sizes, *strides, *box, *swizzle, *l2;
     if (!PyArg_Parse(given,
                      "(OOOO!O!O!OOO);prepare: want maps that are tuples (offset, tensor or address, element, sizes, "
@@ -254,17 +230,16 @@ static bool read_map(PyObject *given, const Launch *launch, Field owner, const c
         return false;
     const Py_ssize_t rank = PyTuple_Size(sizes);
     map->rank = rank < 1 ? 1 : rank > MAX_MAP_RANK ? MAX_MAP_RANK : rank;
-    return read_number(offset, offsets, list, index, &map->offset) &&
-           read_number(whose, owner, list, index, &map->owner) &&
-           read_number(element, (Field){"element", 0, MAP_ELEMENTS - 1, 1}, list, index, &map->element) &&
-           read_dimensions(sizes, map->rank, (Field){"sizes", 1, 1LL << 32, 1}, list, index, map->sizes) &&
-           read_dimensions(strides, map->rank - 1, (Field){"strides_bytes", 16, (1LL << 40) - 16, 16}, list, index,
-                           map->strides_bytes) &&
-           read_dimensions(box, map->rank, (Field){"box", 1, 256, 1}, list, index, map->box) &&
-           read_number(swizzle, (Field){"swizzle", 0, MAP_SWIZZLE_128B, 1}, list, index, &map->swizzle) &&
-           read_number(l2, (Field){"l2_promotion", 0, MAP_L2_PROMOTION_256B, 1}, list, index, &map->l2_promotion) &&
-           read_number(skip, skips, list, index, &map->skip) &&
-           check_box(list, index, map);
+    char entry[32];
+    PyOS_snprintf(entry, sizeof entry, "%s[%d].", list, index);
+    return read_number(offset, offsets, entry, &map->offset) && read_number(whose, owner, entry, &map->owner) &&
+           read_number(element, (Field){"element", 0, MAP_ELEMENTS - 1, 1}, entry, &map->element) &&
+           read_dimensions(sizes, map->rank, (Field){"sizes", 1, 1LL << 32, 1}, entry, map->sizes) &&
+           read_dimensions(strides, map->rank - 1, strides_bytes, entry, map->strides_bytes) &&
+           read_dimensions(box, map->rank, (Field){"box", 1, 256, 1}, entry, map->box) &&
+           read_number(swizzle, (Field){"swizzle", 0, MAP_SWIZZLE_128B, 1}, entry, &map->swizzle) &&
+           read_number(l2, (Field){"l2_promotion", 0, MAP_L2_PROMOTION_256B, 1}, entry, &map->l2_promotion) &&
+           read_number(skip, skips, entry, &map->skip) && check_box(map, entry);
 }
 
 /* Encodes in the current context; launching puts another address in, unless the map is a fixed one. */
@@ -283,22 +258,28 @@ static bool encode_map(Failure *failure, const MapLayout *map, uintptr_t address
     return true;
 }
 
+static void add_patch(Launch *launch, long long offset, long long tensor, long long skip, bool is_map)
+{
+    launch->patches[launch->patch_count++] = (Patch){(uint32_t)skip, (uint16_t)offset, (uint8_t)tensor, is_map};
+    launch->needs_alignment[tensor] |= is_map;
+}
+
 static bool add_pointers(Launch *launch, PyObject *pointers)
 {
     const Field offsets = {"offset", 0, launch->params_bytes - (int)sizeof(void *), sizeof(void *)};
     const Field tensors = {"tensor", 0, launch->tensor_count - 1, 1}, skips = {"skip", 0, UINT32_MAX, 1};
-    launch->pointer_count = (uint8_t)PyTuple_Size(pointers);
-    for (int i = 0; i < launch->pointer_count; i++) {
+    for (int i = 0; i < (int)PyTuple_Size(pointers); i++) {
         PyObject *offset, *tensor, *skip;
         long long at, number, bytes;
+        char entry[32];
+        PyOS_snprintf(entry, sizeof entry, "pointers[%d].", i);
         if (!PyArg_Parse(PyTuple_GetItem(pointers, i),
                          "(OOO);prepare: want pointers that are tuples (offset, tensor, skip)", &offset, &tensor,
                          &skip) ||
-            !read_number(offset, offsets, "pointers", i, &at) ||
-            !read_number(tensor, tensors, "pointers", i, &number) ||
-            !read_number(skip, skips, "pointers", i, &bytes))
+            !read_number(offset, offsets, entry, &at) || !read_number(tensor, tensors, entry, &number) ||
+            !read_number(skip, skips, entry, &bytes))
             return false;
-        launch->pointers[i] = (Patch){(uint32_t)bytes, (uint16_t)at, (uint8_t)number};
+        add_patch(launch, at, number, bytes, false);
     }
     return true;
 }
@@ -310,44 +291,39 @@ static bool add_maps(Launch *launch, PyObject *maps, PyObject *fixed_maps)
     const Field address = {"address", TMA_ALIGNMENT_BYTES, LLONG_MAX, TMA_ALIGNMENT_BYTES};
     const uintptr_t any_aligned_address = MAP_BYTES;
     const int count = (int)PyTuple_Size(maps), fixed_count = (int)PyTuple_Size(fixed_maps);
-    MapLayout layouts[2 * MAX_PATCHES];
+    MapLayout layouts[2 * MAX_PATCHES], *const fixed = layouts + count;
     for (int i = 0; i < count; i++) {
         if (!read_map(PyTuple_GetItem(maps, i), launch, tensor, "maps", i, &layouts[i]))
             return false;
-        launch->maps[i] =
-            (Patch){(uint32_t)layouts[i].skip, (uint16_t)layouts[i].offset, (uint8_t)layouts[i].owner};
-        launch->needs_alignment[layouts[i].owner] = true;
+        add_patch(launch, layouts[i].offset, layouts[i].owner, layouts[i].skip, true);
     }
-    launch->map_count = (uint8_t)count;
     for (int i = 0; i < fixed_count; i++)
-        if (!read_map(PyTuple_GetItem(fixed_maps, i), launch, address, "fixed_maps", i, &layouts[count + i]))
+        if (!read_map(PyTuple_GetItem(fixed_maps, i), launch, address, "fixed_maps", i, &fixed[i]))
             return false;
     Failure failure = {NULL, 0};
     bool pushed, done = enter_context(&failure, launch->kernel->context, &pushed);
-    for (int i = 0; i < count + fixed_count && done; i++)
-        done = encode_map(&failure, &layouts[i],
-                          i < count ? any_aligned_address : (uintptr_t)(layouts[i].owner + layouts[i].skip),
-                          launch->params);
+    for (int i = 0; i < count && done; i++)
+        done = encode_map(&failure, &layouts[i], any_aligned_address, launch->params);
+    for (int i = 0; i < fixed_count && done; i++)
+        done = encode_map(&failure, &fixed[i], (uintptr_t)(fixed[i].owner + fixed[i].skip), launch->params);
     leave_context(&failure, pushed);
-    if (failure.call != NULL)
-        raise_failure(&failure, launch->kernel->name);
-    return failure.call == NULL;
+    return none_failed(&failure, launch->kernel->name);
 }
 
-/* A launch that has all but the places where addresses go. NULL with an exception set. */
-static Launch *new_launch(const ModuleState *state, PyObject *kernel, PyObject *names, PyObject *params)
+/* A launch without its grid and the places where addresses go. NULL with an exception set. */
+static Launch *new_launch(PyObject *kernel, PyObject *names, PyObject *params)
 {
     const Py_ssize_t tensors = PyTuple_Size(names), bytes = PyBytes_Size(params);
     bool right_names = tensors >= 1 && tensors <= MAX_TENSORS;
     for (Py_ssize_t i = 0; i < tensors && right_names; i++)
         right_names = PyUnicode_Check(PyTuple_GetItem(names, i));
-    if (Py_TYPE(kernel) != state->types[KERNEL])
+    if (Py_TYPE(kernel) != kernel_type)
         PyErr_Format(PyExc_TypeError, "prepare: kernel is %R, want the Kernel that load() returned", kernel);
     else if (!right_names)
         PyErr_Format(PyExc_ValueError, "prepare: names is %R, want 1 to %d str, one per tensor", names, MAX_TENSORS);
     else if (bytes < 1 || bytes > MAX_PARAMS_BYTES)
         PyErr_Format(PyExc_ValueError, "prepare: params has %zd bytes, want 1 to %d", bytes, MAX_PARAMS_BYTES);
-    Launch *launch = PyErr_Occurred() ? NULL : (Launch *)PyType_GenericAlloc(state->types[LAUNCH], bytes);
+    Launch *launch = PyErr_Occurred() ? NULL : (Launch *)PyType_GenericAlloc(launch_type, bytes);
     if (launch == NULL)
         return NULL;
     Py_INCREF(kernel);
@@ -360,23 +336,23 @@ static Launch *new_launch(const ModuleState *state, PyObject *kernel, PyObject *
     return launch;
 }
 
-PyDoc_STRVAR(prepare_doc,
-             "prepare(kernel, *, grid, cluster, threads, params, names, pointers, maps, fixed_maps, pdl) -> Launch\n"
-             "\n"
-             "Everything about a launch but the addresses of its tensors.\n"
-             "\n"
-             "grid, cluster: blocks, and blocks per cluster; threads: per block. params: the kernel's one argument,\n"
-             "at most 4096 bytes. names: of 1 to 8 tensors; elsewhere they are told by their number. pointers:\n"
-             "(offset, tensor, skip) for each place in params where the address goes of what lies `skip` bytes into\n"
-             "a tensor. maps: (offset, tensor, element, sizes, strides_bytes, box, swizzle, l2_promotion, skip) for\n"
-             "each where a tensor map of 128 bytes goes, in the driver's numbers; sizes and box begin with the inner\n"
-             "dimension, which has no stride.\n"
-             "fixed_maps: as maps, with an address that stays instead of the tensor. pdl: a programmatic launch.\n"
-             "\n"
-             "Raises ValueError or TypeError naming the field, what was seen and what is wanted, RuntimeError for\n"
-             "whatever the driver refuses.");
+static void configure(Launch *launch, unsigned grid, unsigned cluster, unsigned threads, bool pdl)
+{
+    launch->config = (LaunchConfig){
+        .grid_x = grid, .grid_y = 1, .grid_z = 1,
+        .block_x = threads, .block_y = 1, .block_z = 1,
+        .smem_bytes = (unsigned)launch->kernel->smem_bytes, .attributes = launch->attributes,
+    };
+    unsigned *const count = &launch->config.attribute_count;
+    if (cluster > 1)
+        launch->attributes[(*count)++] =
+            (LaunchAttribute){.id = LAUNCH_CLUSTER_DIMENSION, .value.cluster_dim = {cluster, 1, 1}};
+    if (pdl)
+        launch->attributes[(*count)++] = (LaunchAttribute){.id = LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION,
+                                                           .value.programmatic_stream_serialization = 1};
+}
 
-static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
+static PyObject *prepare(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"",         "grid", "cluster",    "threads", "params", "names",
                                "pointers", "maps", "fixed_maps", "pdl",     NULL};
@@ -390,17 +366,14 @@ static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
         return PyErr_Format(PyExc_ValueError, "prepare: got %zd pointers, %zd maps and %zd fixed_maps, want at most %d",
                             PyTuple_Size(pointers), PyTuple_Size(maps), PyTuple_Size(fixed), MAX_PATCHES);
     long long blocks, cluster_blocks, block_threads;
-    if (!read_number(cluster, (Field){"cluster", 1, 8, 1}, NULL, 0, &cluster_blocks) ||
-        !read_number(grid, (Field){"grid", 1, INT_MAX, cluster_blocks}, NULL, 0, &blocks) ||
-        !read_number(threads, (Field){"threads", 1, 1024, 1}, NULL, 0, &block_threads))
+    if (!read_number(cluster, (Field){"cluster", 1, 8, 1}, "", &cluster_blocks) ||
+        !read_number(grid, (Field){"grid", 1, INT_MAX, cluster_blocks}, "", &blocks) ||
+        !read_number(threads, (Field){"threads", 1, 1024, 1}, "", &block_threads))
         return NULL;
-    Launch *launch = new_launch(PyModule_GetState(module), kernel, names, params);
+    Launch *launch = new_launch(kernel, names, params);
     if (launch == NULL)
         return NULL;
-    launch->grid = (unsigned)blocks;
-    launch->cluster = (unsigned)cluster_blocks;
-    launch->threads = (unsigned)block_threads;
-    launch->pdl = pdl != 0;
+    configure(launch, (unsigned)blocks, (unsigned)cluster_blocks, (unsigned)block_threads, pdl);
     if (add_pointers(launch, pointers) && add_maps(launch, maps, fixed))
         return (PyObject *)launch;
     Py_DECREF((PyObject *)launch);
@@ -409,8 +382,8 @@ static PyObject *prepare(PyObject *module, PyObject *args, PyObject *kwargs)
 
 /* ------------------------------------------------------------------------------------------------------ launch ---- */
 
-/* Whether a kernel can use the address of tensor number `tensor`. Null is the address of a tensor without memory: a
- * kernel that touches it kills the context. ValueError if not. */
+/* Whether a kernel can use the address of tensor number `tensor`; ValueError if not. Null is the address of a tensor
+ * without memory: a kernel that touches it kills the context. */
 static bool check_address(const Launch *launch, int tensor, uintptr_t address)
 {
     const int remainder = (int)(address % TMA_ALIGNMENT_BYTES);
@@ -418,31 +391,25 @@ static bool check_address(const Launch *launch, int tensor, uintptr_t address)
         return true;
     PyObject *name = PyTuple_GetItem(launch->names, tensor);
     if (address == 0)
-        PyErr_Format(PyExc_ValueError,
-                     "launch: the address of %U is 0, want that of memory: pass a tensor whose storage is allocated",
-                     name);
-    else
-        PyErr_Format(PyExc_ValueError, "launch: the address of %U is %d modulo %d, want a multiple of %d for TMA", name,
-                     remainder, TMA_ALIGNMENT_BYTES, TMA_ALIGNMENT_BYTES);
-    return false;
-}
-
-static uintptr_t patched_address(const Patch *patch, const uintptr_t addresses[])
-{
-    return addresses[patch->tensor] + patch->skip;
+        return FAIL(PyExc_ValueError,
+                    "launch: the address of %U is 0, want that of memory: pass a tensor whose storage is allocated",
+                    name);
+    return FAIL(PyExc_ValueError, "launch: the address of %U is %d modulo %d, want a multiple of %d for TMA", name,
+                remainder, TMA_ALIGNMENT_BYTES, TMA_ALIGNMENT_BYTES);
 }
 
 static bool fill_params(Failure *failure, unsigned char *params, const Launch *launch, const uintptr_t addresses[])
 {
     memcpy(params, launch->params, launch->params_bytes);
-    for (int i = 0; i < launch->pointer_count; i++) {
-        const uintptr_t address = patched_address(&launch->pointers[i], addresses);
-        memcpy(params + launch->pointers[i].offset, &address, sizeof address);
-    }
-    for (int i = 0; i < launch->map_count; i++)
-        if (!CALL(failure, cuTensorMapReplaceAddress, (struct CUtensorMap_st *)(params + launch->maps[i].offset),
-                  (void *)patched_address(&launch->maps[i], addresses)))
+    for (int i = 0; i < launch->patch_count; i++) {
+        const Patch *patch = &launch->patches[i];
+        const uintptr_t address = addresses[patch->tensor] + patch->skip;
+        unsigned char *const place = params + patch->offset;
+        if (!patch->is_map)
+            memcpy(place, &address, sizeof address);
+        else if (!CALL(failure, cuTensorMapReplaceAddress, (struct CUtensorMap_st *)place, (void *)address))
             return false;
+    }
     return true;
 }
 
@@ -452,20 +419,8 @@ static bool launch_here(Failure *failure, const Launch *launch, const uintptr_t 
     _Alignas(MAP_ALIGNMENT_BYTES) unsigned char params[MAX_PARAMS_BYTES];
     if (!fill_params(failure, params, launch, addresses))
         return false;
-    LaunchAttribute attributes[2];
-    unsigned attribute_count = 0;
-    if (launch->cluster > 1)
-        attributes[attribute_count++] =
-            (LaunchAttribute){.id = LAUNCH_CLUSTER_DIMENSION, .value.cluster_dim = {launch->cluster, 1, 1}};
-    if (launch->pdl)
-        attributes[attribute_count++] = (LaunchAttribute){.id = LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION,
-                                                          .value.programmatic_stream_serialization = 1};
-    const LaunchConfig config = {
-        .grid_x = launch->grid, .grid_y = 1, .grid_z = 1,
-        .block_x = launch->threads, .block_y = 1, .block_z = 1,
-        .smem_bytes = (unsigned)launch->kernel->smem_bytes, .stream = (DriverStream)stream,
-        .attributes = attributes, .attribute_count = attribute_count,
-    };
+    LaunchConfig config = launch->config;
+    config.stream = (DriverStream)stream;
     void *arguments[] = {params};
     return CALL(failure, cuLaunchKernelEx, (const struct CUlaunchConfig_st *)&config, launch->kernel->function,
                 arguments, NULL);
@@ -492,68 +447,44 @@ static bool launch_at(const Chain *chain, const uintptr_t addresses[], uintptr_t
         leave_context(&failure, pushed);
     }
     Py_END_ALLOW_THREADS
-    if (failure.call == NULL)
-        return true;
-    raise_failure(&failure, chain->launches[launched < chain->count ? launched : 0]->kernel->name);
-    return false;
+    return none_failed(&failure, chain->launches[launched < chain->count ? launched : 0]->kernel->name);
 }
 
 /* Reads a 64-bit address: that of a tensor, or of the stream where `name` is NULL. */
 static bool read_address(PyObject *given, PyObject *name, uintptr_t *address)
 {
     *address = (uintptr_t)PyLong_AsUnsignedLongLong(given);
-    if (*address != UINTPTR_MAX || !PyErr_Occurred())
-        return true;
-    PyErr_Format(PyExc_TypeError, "launch: %V is %R, want an address (an int of 64 bits, not negative)", name, "stream",
-                 given);
-    return false;
+    return *address != UINTPTR_MAX || !PyErr_Occurred() ||
+           FAIL(PyExc_TypeError, "launch: %V is %R, want an address (an int of 64 bits, not negative)", name, "stream",
+                given);
 }
 
-/* Adds `prepared`, a Launch of `count` tensors, to `chain`. False with TypeError set when it is none. Borrowed. */
-static bool add_launch(const ModuleState *state, PyObject *prepared, Py_ssize_t count, const char *call, Chain *chain)
+/* Reads a Launch of `count` tensors, or a tuple of such. False with TypeError set when it is none. Borrowed. */
+static bool as_chain(PyObject *prepared, Py_ssize_t count, const char *call, Chain *chain)
 {
-    if (Py_TYPE(prepared) != state->types[LAUNCH]) {
-        PyErr_Format(PyExc_TypeError, "%s: prepared is %R, want the Launch that prepare() returned, or a tuple of 1 to "
-                     "%d of them", call, prepared, MAX_CHAIN);
-        return false;
+    const Py_ssize_t size = PyTuple_Check(prepared) ? PyTuple_Size(prepared) : 0;
+    const bool are_several = size >= 1 && size <= MAX_CHAIN;
+    chain->count = are_several ? (int)size : 1;
+    for (int i = 0; i < chain->count; i++) {
+        PyObject *one = are_several ? PyTuple_GetItem(prepared, i) : prepared;
+        if (Py_TYPE(one) != launch_type)
+            return FAIL(PyExc_TypeError, "%s: prepared is %R, want the Launch that prepare() returned, or a tuple of 1 "
+                        "to %d of them", call, one, MAX_CHAIN);
+        const Launch *launch = chain->launches[i] = (const Launch *)one;
+        if (launch->tensor_count != count)
+            return FAIL(PyExc_TypeError, "%s: got %zd tensors, want %d: %R", call, count, launch->tensor_count,
+                        launch->names);
     }
-    const Launch *launch = (const Launch *)prepared;
-    if (launch->tensor_count != count) {
-        PyErr_Format(PyExc_TypeError, "%s: got %zd tensors, want %d: %R", call, count, launch->tensor_count,
-                     launch->names);
-        return false;
-    }
-    chain->launches[chain->count++] = launch;
     return true;
 }
 
-/* Reads a Launch, or a tuple of them. */
-static bool as_chain(const ModuleState *state, PyObject *prepared, Py_ssize_t count, const char *call, Chain *chain)
-{
-    chain->count = 0;
-    const Py_ssize_t launches = PyTuple_Check(prepared) ? PyTuple_Size(prepared) : 0;
-    if (launches < 1 || launches > MAX_CHAIN)
-        return add_launch(state, prepared, count, call, chain);
-    for (Py_ssize_t i = 0; i < launches; i++)
-        if (!add_launch(state, PyTuple_GetItem(prepared, i), count, call, chain))
-            return false;
-    return true;
-}
-
-PyDoc_STRVAR(launch_doc, "launch(prepared, addresses, stream) -> None\n"
-                         "\n"
-                         "Launch on `stream`, an address as an int; `addresses` is a tuple of the tensors', and\n"
-                         "`prepared` a Launch or a tuple of them, on the device of the tensors. Raises\n"
-                         "TypeError for what is no address, ValueError for 0 and for one that TMA cannot use (of a\n"
-                         "tensor that has a map: no multiple of 16), RuntimeError for whatever the driver refuses.");
-
-static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t count)
+static PyObject *launch(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
     if (count != 3 || !PyTuple_Check(args[1]))
         return PyErr_Format(PyExc_TypeError, "launch: want prepared, a tuple of addresses, stream; got %zd arguments",
                             count);
     Chain chain;
-    if (!as_chain(PyModule_GetState(module), args[0], PyTuple_Size(args[1]), "launch", &chain))
+    if (!as_chain(args[0], PyTuple_Size(args[1]), "launch", &chain))
         return NULL;
     const Launch *first = chain.launches[0];
     uintptr_t addresses[MAX_TENSORS], stream;
@@ -565,17 +496,7 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t coun
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(read_tensors_of_doc,
-             "read_tensors_of(type, object_offset=0, keys_offset=0, plain=0) -> bool\n"
-             "\n"
-             "Read tensors of exactly this type from now on. False, and they are left to Python, where the type lacks\n"
-             "DLPack's C exchange API. Raises ValueError for more types than there is room for.\n"
-             "\n"
-             "plain: bits of a plain tensor's keys, a word of 64 bits; a tensor with others is left to Python, too.\n"
-             "The address of the object that holds them stands object_offset bytes into the Python object, and they\n"
-             "stand keys_offset bytes into that: the caller vouches for it. 0: tensors of this type have no keys.");
-
-static PyObject *read_tensors_of(PyObject *module, PyObject *args)
+static PyObject *read_tensors_of(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *type;
     KeysPlace keys = {0, 0, 0};
@@ -583,37 +504,27 @@ static PyObject *read_tensors_of(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "O|nnK:read_tensors_of", &type, &keys.object_offset, &keys.keys_offset, &plain))
         return NULL;
     keys.plain = plain;
-    const int learnt = learn_tensor_type(&((ModuleState *)PyModule_GetState(module))->tensor_types, type, keys);
+    const int learnt = learn_tensor_type(type, keys);
     return learnt < 0 ? NULL : PyBool_FromLong(learnt);
 }
 
-PyDoc_STRVAR(reads_doc, "reads(*tensors) -> bool\n"
-                        "\n"
-                        "Whether every tensor can be read here: it is of a known type, plain, and has memory.");
-
-static PyObject *reads(PyObject *module, PyObject *const *args, Py_ssize_t count)
+static PyObject *reads(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
-    const ModuleState *state = PyModule_GetState(module);
     TensorView view;
     uintptr_t address;
     for (Py_ssize_t i = 0; i < count; i++)
-        if (!view_tensor(&state->tensor_types, args[i], &view, &address))
+        if (!view_tensor(args[i], &view, &address))
             Py_RETURN_FALSE;
     Py_RETURN_TRUE;
 }
 
-PyDoc_STRVAR(signature_doc, "signature(*tensors) -> bytes | None\n"
-                            "\n"
-                            "Device, dtypes, shapes, strides, and of each tensor whether it is aligned to 16 bytes.\n"
-                            "None where a tensor cannot be read here, which Python then has to look at.");
-
-static PyObject *signature(PyObject *module, PyObject *const *args, Py_ssize_t count)
+static PyObject *signature(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
     if (count < 1 || count > MAX_TENSORS)
         return PyErr_Format(PyExc_TypeError, "signature: got %zd arguments, want 1 to %d tensors", count, MAX_TENSORS);
     Signature seen;
     uintptr_t addresses[MAX_TENSORS];
-    if (!read_tensors(&((ModuleState *)PyModule_GetState(module))->tensor_types, args, count, &seen, addresses))
+    if (!read_tensors(args, count, &seen, addresses))
         Py_RETURN_NONE;
     return signature_bytes(&seen);
 }
@@ -644,16 +555,6 @@ static PyObject *find_launches(PyObject *table, PyObject *options)
     return same_types(known, options) ? launches : NULL;
 }
 
-PyDoc_STRVAR(launch_known_doc,
-             "launch_known(table, options, *tensors) -> bool\n"
-             "\n"
-             "Launch what is known for a call of these options and tensors, on the current stream of their device.\n"
-             "The dict `table` holds for every tuple of options (options, launches), and the dict `launches` a Launch,\n"
-             "or a tuple of them, for every signature. False, and nothing has happened, where they hold none, where the options met are\n"
-             "equal but of other types, or where a tensor cannot be read here; nor are the launches of a tuple made\n"
-             "in a stream that is being captured, since what lies between them may be of other calls, too. Raises as\n"
-             "launch() does.");
-
 /* False, too, where the driver does not say: the launch then meets the reason. Stream 0 cannot be captured. */
 static bool is_captured(uintptr_t stream)
 {
@@ -662,16 +563,15 @@ static bool is_captured(uintptr_t stream)
            status != STREAM_CAPTURE_NONE;
 }
 
-static PyObject *launch_known(PyObject *module, PyObject *const *args, Py_ssize_t count)
+static PyObject *launch_known(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
     if (count < 3 || count > 2 + MAX_TENSORS || !PyDict_Check(args[0]) || !PyTuple_Check(args[1]))
         return PyErr_Format(PyExc_TypeError,
                             "launch_known: want a dict, a tuple and 1 to %d tensors; got %zd arguments", MAX_TENSORS,
                             count);
-    const ModuleState *state = PyModule_GetState(module);
     Signature seen;
     uintptr_t addresses[MAX_TENSORS], stream;
-    if (!read_tensors(&state->tensor_types, args + 2, count - 2, &seen, addresses))
+    if (!read_tensors(args + 2, count - 2, &seen, addresses))
         Py_RETURN_FALSE;
     PyObject *key = signature_bytes(&seen);
     if (key == NULL)
@@ -682,9 +582,9 @@ static PyObject *launch_known(PyObject *module, PyObject *const *args, Py_ssize_
     if (found == NULL && !PyErr_Occurred())
         Py_RETURN_FALSE;
     Chain chain;
-    if (found == NULL || !as_chain(state, found, count - 2, "launch_known", &chain))
+    if (found == NULL || !as_chain(found, count - 2, "launch_known", &chain))
         return NULL;
-    if (!find_current_stream(&state->tensor_types, args[2], &seen, &stream))
+    if (!find_current_stream(args[2], &seen, &stream))
         return NULL;
     if (chain.count > 1 && is_captured(stream))
         Py_RETURN_FALSE;
@@ -698,21 +598,14 @@ static PyObject *launch_known(PyObject *module, PyObject *const *args, Py_ssize_
 
 /* ------------------------------------------------------------------------------------------------------ module ---- */
 
-PyDoc_STRVAR(driver_version_doc, "driver_version() -> int\n"
-                                 "\n"
-                                 "The CUDA version the driver supports, 1000 * major + 10 * minor. RuntimeError when\n"
-                                 "there is no driver.");
-
-static PyObject *driver_version(PyObject *module, PyObject *unused)
+static PyObject *driver_version(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))
 {
-    (void)module, (void)unused;
     if (!require_driver())
         return NULL;
     Failure failure = {NULL, 0};
     int version;
-    if (!CALL(&failure, cuDriverGetVersion, &version))
-        return raise_failure(&failure, NULL);
-    return PyLong_FromLong(version);
+    (void)CALL(&failure, cuDriverGetVersion, &version);
+    return none_failed(&failure, NULL) ? PyLong_FromLong(version) : NULL;
 }
 
 static PyMemberDef kernel_members[] = {
@@ -738,68 +631,48 @@ static PyType_Slot launch_slots[] = {
     {"deep_tile._launcher." name, bytes, item_bytes,                                                                   \
      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE, slots}
 
-static PyType_Spec specs[TYPES] = {
-    [KERNEL] = HANDLE("Kernel", sizeof(Kernel), 0, kernel_slots),
-    [LAUNCH] = HANDLE("Launch", offsetof(Launch, params), 1, launch_slots),
-};
+static PyType_Spec kernel_spec = HANDLE("Kernel", sizeof(Kernel), 0, kernel_slots);
+static PyType_Spec launch_spec = HANDLE("Launch", offsetof(Launch, params), 1, launch_slots);
 
-static int module_exec(PyObject *module)
+/* Makes the type unless this process has it, from an import under another name. */
+static bool add_type(PyObject *module, PyTypeObject **type, PyType_Spec *spec)
 {
-    ModuleState *state = PyModule_GetState(module);
-    for (int i = 0; i < TYPES; i++) {
-        state->types[i] = (PyTypeObject *)PyType_FromModuleAndSpec(module, &specs[i], NULL);
-        if (state->types[i] == NULL || PyModule_AddType(module, state->types[i]) < 0)
-            return -1;
-    }
-    return 0;
+    if (*type == NULL)
+        *type = (PyTypeObject *)PyType_FromSpec(spec);
+    return *type != NULL && PyModule_AddType(module, *type) == 0;
 }
 
-static int module_traverse(PyObject *module, visitproc visit, void *arg)
-{
-    ModuleState *state = PyModule_GetState(module);
-    for (int i = 0; i < TYPES; i++)
-        Py_VISIT((PyObject *)state->types[i]);
-    for (int i = 0; i < state->tensor_types.count; i++)
-        Py_VISIT((PyObject *)state->tensor_types.types[i].type);
-    return 0;
-}
-
-static int module_clear(PyObject *module)
-{
-    ModuleState *state = PyModule_GetState(module);
-    for (int i = 0; i < TYPES; i++)
-        Py_CLEAR(state->types[i]);
-    while (state->tensor_types.count > 0)
-        Py_CLEAR(state->tensor_types.types[--state->tensor_types.count].type);
-    return 0;
-}
+#define DOC(signature) signature "\n--\n\ndeep_tile/_launcher.pyi says what it takes, returns and raises."
+#define WITH_KEYWORDS(function) (PyCFunction)(void (*)(void))function, METH_VARARGS | METH_KEYWORDS
+#define FAST(function) (PyCFunction)(void (*)(void))function, METH_FASTCALL
 
 static PyMethodDef module_methods[] = {
-    {"load", (PyCFunction)(void (*)(void))load, METH_VARARGS | METH_KEYWORDS, load_doc},
-    {"prepare", (PyCFunction)(void (*)(void))prepare, METH_VARARGS | METH_KEYWORDS, prepare_doc},
-    {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, launch_doc},
-    {"read_tensors_of", read_tensors_of, METH_VARARGS, read_tensors_of_doc},
-    {"reads", (PyCFunction)(void (*)(void))reads, METH_FASTCALL, reads_doc},
-    {"signature", (PyCFunction)(void (*)(void))signature, METH_FASTCALL, signature_doc},
-    {"launch_known", (PyCFunction)(void (*)(void))launch_known, METH_FASTCALL, launch_known_doc},
-    {"driver_version", driver_version, METH_NOARGS, driver_version_doc},
+    {"load", WITH_KEYWORDS(load), DOC("load($module, cubin, name, smem_bytes, device)")},
+    {"prepare", WITH_KEYWORDS(prepare), DOC("prepare($module, kernel, /, *, grid, cluster, threads, params, names, "
+                                            "pointers, maps, fixed_maps, pdl)")},
+    {"launch", FAST(launch), DOC("launch($module, prepared, addresses, stream, /)")},
+    {"read_tensors_of", read_tensors_of, METH_VARARGS,
+     DOC("read_tensors_of($module, type, object_offset=0, keys_offset=0, plain=0, /)")},
+    {"reads", FAST(reads), DOC("reads($module, /, *tensors)")},
+    {"signature", FAST(signature), DOC("signature($module, /, *tensors)")},
+    {"launch_known", FAST(launch_known), DOC("launch_known($module, table, options, /, *tensors)")},
+    {"driver_version", driver_version, METH_NOARGS, DOC("driver_version($module)")},
     {NULL, NULL, 0, NULL},
 };
-
-static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};
 
 static struct PyModuleDef module_definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "deep_tile._launcher",
     .m_doc = "Loads cubins and launches them through the CUDA driver.",
-    .m_size = sizeof(ModuleState),
+    .m_size = -1, /* one for the process, as the driver is, and not one for each interpreter */
     .m_methods = module_methods,
-    .m_slots = module_slots,
-    .m_traverse = module_traverse,
-    .m_clear = module_clear,
 };
 
 PyMODINIT_FUNC PyInit__launcher(void)
 {
-    return PyModuleDef_Init(&module_definition);
+    PyObject *module = PyModule_Create(&module_definition);
+    if (module != NULL &&
+        !(add_type(module, &kernel_type, &kernel_spec) && add_type(module, &launch_type, &launch_spec)))
+        Py_CLEAR(module);
+    return module;
 }

@@ -17,6 +17,9 @@
 
 #define COUNT_OF(array) (sizeof(array) / sizeof((array)[0]))
 
+/* Sets an exception, as PyErr_Format does; false, for the caller to return. */
+#define FAIL(exception, ...) (PyErr_Format(exception, __VA_ARGS__), false)
+
 /* ---------------------------------------------------------------------------------------------------- driver.c ---- */
 
 #define DECLARE_CALL(name, parameters) DriverResult(*name) parameters;
@@ -44,8 +47,16 @@ static inline bool succeeded(Failure *failure, const char *call, DriverResult re
 
 #define CALL(failure, name, ...) succeeded(failure, #name, driver.name(__VA_ARGS__))
 
-/* Sets RuntimeError; `kernel_name` may be NULL. Returns NULL for the caller to return. */
-PyObject *raise_failure(const Failure *failure, PyObject *kernel_name);
+/* Sets RuntimeError; `kernel_name` may be NULL. */
+void raise_failure(const Failure *failure, PyObject *kernel_name);
+
+/* False, with RuntimeError set, if a call failed. */
+static inline bool none_failed(const Failure *failure, PyObject *kernel_name)
+{
+    if (failure->call != NULL)
+        raise_failure(failure, kernel_name);
+    return failure->call == NULL;
+}
 
 /* Makes `context` current unless it is, for the calls that work in whichever context is current: a thread that has not
  * used the GPU yet has none, and one that uses another GPU another. False, with nothing to leave, if that fails. */
@@ -63,18 +74,6 @@ typedef struct {
     uint64_t plain; /* 0: of this type every tensor is plain */
 } KeysPlace;
 
-/* A type whose instances can be read through DLPack; a subclass is another type. */
-typedef struct {
-    PyTypeObject *type;
-    const Exchange *exchange;
-    KeysPlace keys;
-} TensorType;
-
-typedef struct {
-    TensorType types[MAX_TENSOR_TYPES];
-    int count;
-} TensorTypes;
-
 /* Properties of some tensors, as words to compare: the device of all, then of each its head, sizes and strides. The
  * head holds the rank, so that no two lists of tensors are written alike. */
 typedef struct {
@@ -83,21 +82,20 @@ typedef struct {
 } Signature;
 
 /* Reads tensors of the type from now on. 1, or 0 for a type that cannot be read, or -1 with an exception set. */
-int learn_tensor_type(TensorTypes *types, PyObject *type, KeysPlace keys);
+int learn_tensor_type(PyObject *type, KeysPlace keys);
 
 /* Looks at a tensor. False, without an exception, for what no kernel can be launched with: no tensor of a known type,
  * one that is not plain, and one without memory. Python's checks then say what is wrong, or that nothing is. */
-bool view_tensor(const TensorTypes *types, PyObject *tensor, TensorView *view, uintptr_t *address);
+bool view_tensor(PyObject *tensor, TensorView *view, uintptr_t *address);
 
 /* Writes the tensors' properties into `signature` and their addresses into `addresses`.
  *
  * False as view_tensor(), and for a tensor of a higher rank or on another device than the first. */
-bool read_tensors(const TensorTypes *types, PyObject *const tensors[], Py_ssize_t count, Signature *signature,
-                  uintptr_t addresses[]);
+bool read_tensors(PyObject *const tensors[], Py_ssize_t count, Signature *signature, uintptr_t addresses[]);
 
 PyObject *signature_bytes(const Signature *signature);
 
 /* The stream that is current for `tensor`, the first one of `signature`. False with an exception set if that fails. */
-bool find_current_stream(const TensorTypes *types, PyObject *tensor, const Signature *signature, uintptr_t *stream);
+bool find_current_stream(PyObject *tensor, const Signature *signature, uintptr_t *stream);
 
 #endif

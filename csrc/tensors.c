@@ -8,6 +8,17 @@
 
 #include <string.h>
 
+/* A type whose instances can be read through DLPack; a subclass is another type. */
+typedef struct {
+    PyTypeObject *type;
+    const Exchange *exchange;
+    KeysPlace keys;
+} TensorType;
+
+/* Those of this process, which keeps them. */
+static TensorType types[MAX_TENSOR_TYPES];
+static int type_count;
+
 /* The first word of a tensor in a signature. */
 typedef struct {
     TensorDtype dtype;
@@ -30,16 +41,15 @@ static const Exchange *find_exchange(PyObject *capsule)
     return exchange != NULL && exchange->view != NULL && exchange->current_stream != NULL ? exchange : NULL;
 }
 
-static const TensorType *find_type(const TensorTypes *known, PyObject *tensor)
+static const TensorType *find_type(PyObject *tensor)
 {
-    const PyTypeObject *type = Py_TYPE(tensor);
-    for (int i = 0; i < known->count; i++)
-        if (known->types[i].type == type)
-            return &known->types[i];
+    for (int i = 0; i < type_count; i++)
+        if (types[i].type == Py_TYPE(tensor))
+            return &types[i];
     return NULL;
 }
 
-int learn_tensor_type(TensorTypes *known, PyObject *type, KeysPlace keys)
+int learn_tensor_type(PyObject *type, KeysPlace keys)
 {
     if (!PyType_Check(type)) {
         PyErr_Format(PyExc_TypeError, "read_tensors_of: got %R, want a type", type);
@@ -54,12 +64,12 @@ int learn_tensor_type(TensorTypes *known, PyObject *type, KeysPlace keys)
     Py_DECREF(capsule); /* by the standard the table lives as long as the process */
     if (exchange == NULL)
         return 0;
-    if (known->count == MAX_TENSOR_TYPES) {
+    if (type_count == MAX_TENSOR_TYPES) {
         PyErr_Format(PyExc_ValueError, "read_tensors_of: there is room for %d types", MAX_TENSOR_TYPES);
         return -1;
     }
     Py_INCREF(type);
-    known->types[known->count++] = (TensorType){(PyTypeObject *)type, exchange, keys};
+    types[type_count++] = (TensorType){(PyTypeObject *)type, exchange, keys};
     return 1;
 }
 
@@ -81,9 +91,9 @@ static bool is_in_memory(TensorDevice device, uintptr_t address)
     return device.type == DEVICE_CUDA ? address >= (uintptr_t)1 << 32 : address != 0;
 }
 
-bool view_tensor(const TensorTypes *known, PyObject *tensor, TensorView *view, uintptr_t *address)
+bool view_tensor(PyObject *tensor, TensorView *view, uintptr_t *address)
 {
-    const TensorType *type = find_type(known, tensor);
+    const TensorType *type = find_type(tensor);
     if (type == NULL || !is_plain(&type->keys, tensor))
         return false;
     if (type->exchange->view(tensor, view) != 0) {
@@ -106,13 +116,12 @@ static void write_tensor(Signature *signature, const TensorView *view, uintptr_t
     signature->words = (size_t)(word - signature->word);
 }
 
-bool read_tensors(const TensorTypes *known, PyObject *const tensors[], Py_ssize_t count, Signature *signature,
-                  uintptr_t addresses[])
+bool read_tensors(PyObject *const tensors[], Py_ssize_t count, Signature *signature, uintptr_t addresses[])
 {
     signature->words = 1;
     for (Py_ssize_t i = 0; i < count; i++) {
         TensorView view;
-        if (!view_tensor(known, tensors[i], &view, &addresses[i]) || view.rank > MAX_TENSOR_RANK)
+        if (!view_tensor(tensors[i], &view, &addresses[i]) || view.rank > MAX_TENSOR_RANK)
             return false;
         if (i == 0)
             memcpy(&signature->word[0], &view.device, sizeof view.device);
@@ -129,12 +138,12 @@ PyObject *signature_bytes(const Signature *signature)
                                      (Py_ssize_t)(signature->words * sizeof signature->word[0]));
 }
 
-bool find_current_stream(const TensorTypes *known, PyObject *tensor, const Signature *signature, uintptr_t *stream)
+bool find_current_stream(PyObject *tensor, const Signature *signature, uintptr_t *stream)
 {
     TensorDevice device;
     void *current;
     memcpy(&device, &signature->word[0], sizeof device);
-    if (find_type(known, tensor)->exchange->current_stream(device.type, device.index, &current) != 0)
+    if (find_type(tensor)->exchange->current_stream(device.type, device.index, &current) != 0)
         return false;
     *stream = (uintptr_t)current;
     return true;

@@ -4,7 +4,9 @@ What it asks is seen through fake_driver.c, a libcuda.so.1 that writes every cal
 own, because a process opens the driver once.
 """
 
+import ast
 import ctypes
+import inspect
 import os
 import re
 import shlex
@@ -70,6 +72,21 @@ def test_depends_on_libc_alone():
     needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
     assert needed, dynamic
     assert all(re.match(r"(libc|libdl|libpthread|ld-linux.*|libc\.musl.*)\.so", library) for library in needed), needed
+
+
+def test_stub_agrees():
+    """deep_tile/_launcher.pyi has the module's names, with its functions' parameters."""
+    stub = ast.parse((ROOT / "deep_tile" / "_launcher.pyi").read_text()).body
+    functions = {node.name: node.args for node in stub if isinstance(node, ast.FunctionDef)}
+    types = {node.name for node in stub if isinstance(node, ast.ClassDef)}
+    assert functions.keys() | types == {name for name in dir(_launcher) if not name.startswith("_")}
+    for name, arguments in functions.items():
+        variadic = [arguments.vararg] if arguments.vararg else []
+        kinds = (arguments.posonlyargs, arguments.args, variadic, arguments.kwonlyargs)
+        seen = [(kind, argument.arg) for kind, of_kind in enumerate(kinds) for argument in of_kind]
+        parameters = inspect.signature(getattr(_launcher, name)).parameters.values()
+        assert seen == [(parameter.kind, parameter.name) for parameter in parameters]
+        assert len(arguments.defaults) == sum(parameter.default is not parameter.empty for parameter in parameters)
 
 
 def test_import_opens_no_driver():
@@ -364,6 +381,18 @@ for begin in (lambda: None, lambda: fake.cuCtxPushCurrent(other)):
 """)
     assert re.findall(r"then (\S+)", out) == ["None", "0xc1"]
     assert re.findall(r"cuLaunchKernelEx \S+ context (\S+)", out) == ["0xc0"] * 2
+
+
+def test_types_are_the_process_own(run_on_fake_driver):
+    """An import under another name finds the same ones, and takes what the first one made."""
+    out = run_on_fake_driver("""
+spec = importlib.util.spec_from_file_location("another._launcher", loader.path)
+another = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(another)
+print(another is launcher, another.Kernel is launcher.Kernel, another.Launch is launcher.Launch)
+another.launch(another.prepare(load(), **LAUNCH), ADDRESSES, 0)
+""")
+    assert "False True True" in out and "cuLaunchKernelEx" in out
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 5])

@@ -100,9 +100,10 @@ def test_content(wheel):
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     modules = {f"deep_tile/{path.relative_to(ROOT / 'deep_tile')}" for path in (ROOT / "deep_tile").rglob("*.py")}
     headers = {f"deep_tile/include/deep_tile/{path.name}" for path in (ROOT / "include/deep_tile").iterdir()}
-    times = {f"deep_tile/select/times/{kind}.json" for kind in ("fp8", "fp8_1x128", "fp8_rows", "int8")}
+    times = {f"deep_tile/select/times/{kind}.json" for kind in ("bf16", "fp8", "fp8_1x128", "fp8_rows", "int8")}
     data = times | {"deep_tile/method/measured.json"}
-    assert set(names) == modules | headers | data | {"deep_tile/_launcher.abi3.so"}
+    launcher = {"deep_tile/_launcher.abi3.so", "deep_tile/_launcher.pyi"}
+    assert set(names) == modules | headers | data | launcher
 
 
 def test_extension_loads_where_pytorch_does(installed):

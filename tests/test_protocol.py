@@ -628,16 +628,23 @@ SYNCHRONIZING_CALLS = {
 }
 """Places in the kernel's headers that call what the model has as an operation.
 
+<<<<<<< HEAD
 The model is of FP8 products with scales of blocks. The other WGMMAs are those of accumulate.cuh, which gives a stage
 back when all but the latest group have ended, as the model's loops do. A tensor load of each sort brings boxes of
 operands that lie along their rows: more of them, which the same arrival announces.
+=======
+The model is of FP8 products without groups. The second tensor load is that of a group's quarters of a box, the third
+and the second with multicast are those of operands that lie along their rows, and the second bulk load is that of a
+scale for each column: the same arrival announces all of them. The other WGMMAs are those of accumulate.cuh, which gives
+a stage back when all but the latest group have ended, as the model's loops do.
+>>>>>>> main
 """
 
 
 def test_the_kernel_synchronizes_where_the_model_does():
     """Where this fails, somebody has changed how warps meet: tests/protocol.py has to follow, then these numbers."""
     casts = {"formats", "quantize"}
-    others = casts | {"ptx", "pipeline", "watch"}  # the operations themselves, the debug build
+    others = casts | {"memory", "ptx", "pipeline", "watch"}  # the operations themselves, the debug build
     text = "".join(path.read_text() for path in sorted(HEADERS.glob("*.cuh")) if path.stem not in others)
     calls = re.findall(r"\b(\w+)(?:<[^;()]*>)?\(", re.sub(r"//.*", "", text))
     assert {name: calls.count(name) for name in SYNCHRONIZING_CALLS} == SYNCHRONIZING_CALLS

@@ -1,5 +1,5 @@
-// Arithmetic of PTX that C++ has no word for: one function per instruction, as ptx.cuh has them. For the casts, and for what
-// becomes of a product's sums (finish.cuh).
+// Arithmetic of PTX that C++ has no word for: one function per instruction, as ptx.cuh has them. For casts, and for what
+// becomes of a product's sums.
 #pragma once
 
 #include "config.cuh"
@@ -10,6 +10,20 @@ __device__ __forceinline__ float cvt_f32_f16(u16 half) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
     return value;
+}
+
+// Two floats to packed BF16, round to nearest even; `low` in bits 0 to 15.
+__device__ __forceinline__ u32 cvt_rn_bf16x2(float high, float low) {
+    u32 packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// The same to FP16; beyond 65504 it is infinity.
+__device__ __forceinline__ u32 cvt_rn_f16x2(float high, float low) {
+    u32 packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
 }
 
 // NaN where either is: "min" and "max" with .NaN.

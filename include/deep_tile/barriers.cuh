@@ -1,6 +1,7 @@
 // How the barriers of a block come to be, and how all warps learn that they are there: what a launch begins with.
 #pragma once
 
+#include "memory.cuh"
 #include "pipeline.cuh"
 
 namespace deep_tile {

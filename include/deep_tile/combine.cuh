@@ -4,6 +4,7 @@
 // neighbouring columns of a token and requests them of `rows_at_once` rows before it adds up the first.
 #pragma once
 
+#include "arithmetic.cuh"
 #include "streaming.cuh"
 
 namespace deep_tile {

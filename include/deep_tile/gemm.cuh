@@ -147,21 +147,26 @@ __device__ __forceinline__ SharedStorage<config>& shared_storage() {
     return *static_cast<SharedStorage<config>*>(smem);
 }
 
+// This thread's, from lane 0, so that the compiler knows it as uniform: branches and WGMMA descriptors that depend on it
+// then live in uniform registers (946 -> 1226 TFLOPS for 128x192; H200, 2026-11-21).
+__device__ __forceinline__ int own_warp() { return __shfl_sync(0xffffffff, threadIdx.x / warp_threads, 0); }
+
+template <GemmConfig config>
+__device__ __forceinline__ void prefetch_maps(const GemmParams& params) {
+    ptx::prefetch_tensormap(params.a_maps[config.a_has_tail_map() && params.m < config.block_m]);
+    ptx::prefetch_tensormap(params.b_maps[0]);
+}
+
 template <GemmConfig config>
 __device__ __forceinline__ void gemm(const GemmParams& params) {
     auto& smem = shared_storage<config>();
     record_launch(smem.full[0]);
 
-    // From lane 0, so that the compiler knows it as uniform: branches and WGMMA descriptors that depend on it then
-    // live in uniform registers (946 -> 1226 TFLOPS for 128x192; H200, 2026-11-21).
-    const int warp = __shfl_sync(0xffffffff, threadIdx.x / warp_threads, 0);
+    const int warp = own_warp();
     constexpr int first_producer = config.math_warpgroups * warpgroup_threads / warp_threads;
     // Before anything that waits for math warps, which wait for these registers.
     if (config.math_warpgroups == 2 && warp >= first_producer) ptx::setmaxnreg_dec<config.producer_registers>();
-    if (threadIdx.x == 0) {
-        ptx::prefetch_tensormap(params.a_maps[config.a_has_tail_map() && params.m < config.block_m]);
-        ptx::prefetch_tensormap(params.b_maps[0]);
-    }
+    if (threadIdx.x == 0) prefetch_maps<config>(params);
     // Here and not among the producers' loops: the way to the first request is one straight line from the entry.
     int requested = 0;
     const bool requests_operands = warp == first_producer;

@@ -10,120 +10,10 @@
 #pragma once
 
 #include "activation.cuh"
-#include "formats.cuh"
-#include "mma.cuh"
-#include "scheduler.cuh"
+#include "boxes.cuh"
+#include "quantized_output.cuh"
 
 namespace deep_tile {
-
-// Where this tile's accumulators are: [chunks_m][chunks_n] WGMMA tiles of 64 x mma_n.
-template <GemmConfig config>
-using Accumulators = float[config.chunks_m][config.chunks_n][config.mma_n / 2];
-
-// Output boxes are numbered along the rows of a tile, or of this block's part of it; the last of a row ends with it, and
-// may overlap the one before.
-template <GemmConfig config>
-constexpr int boxes_per_row = config.boxes / config.chunks_m;
-
-template <GemmConfig config>
-__device__ __forceinline__ int box_row(int box) {
-    return box / boxes_per_row<config> * mma_m;
-}
-
-template <GemmConfig config>
-__device__ __forceinline__ int box_column(int box) {
-    return min(box % boxes_per_row<config> * config.store_columns, config.out_columns_per_part - config.store_columns);
-}
-
-// Of `out`, that a column of the product is stored to, and how many there are.
-template <GemmConfig config>
-__device__ __forceinline__ int out_column(int column) {
-    return column / config.columns_per_output;
-}
-
-// Where a box is among the buffers of its warpgroup.
-template <GemmConfig config>
-__device__ __forceinline__ u32 box_offset(int box) {
-    constexpr int box_bytes = mma_m * config.store_columns * config.out_bytes;
-    return box % config.store_buffers * box_bytes;
-}
-
-// The 16-byte chunk index is XORed with the row's position in its 8 * span bytes, as TMA does on the way out.
-template <GemmConfig config>
-__device__ __forceinline__ u32 swizzle(u32 offset) {
-    if constexpr (config.store_swizzle == 0) return offset;
-    return offset ^ ((offset >> 3) & (config.store_swizzle - 16));
-}
-
-// As bits, what `out` holds.
-template <GemmConfig config>
-using Stored = typename Conditional<config.out_bytes == 4, u32, u16>::type;
-
-// Two sums rounded to numbers of 16 bits, `low` in bits 0 to 15.
-template <Format format>
-__device__ __forceinline__ u32 packed(float high, float low) {
-    if constexpr (format == Format::fp16) return ptx::cvt_rn_f16x2(high, low);
-    return ptx::cvt_rn_bf16x2(high, low);
-}
-
-// Where rows of `out` end that may be written: with the group whose end is given, or with the matrix.
-template <GemmConfig config>
-__device__ __forceinline__ int row_end(const GemmParams& params, int group_end) {
-    if constexpr (config.grouped()) {
-        return group_end;
-    } else {
-        return params.m;
-    }
-}
-
-// Whether TMA would write rows that are not the group's: of store_rows rows from `row` on. Beyond a matrix it clips.
-template <GemmConfig config>
-__device__ __forceinline__ bool ends_within(int row, int end) {
-    return config.grouped() && row < end && row + config.store_rows > end;
-}
-
-// Has TMA store a box, or the first store_rows rows of it, unless it lies beyond the rows that end at `end`, or the
-// columns, or ends within; row, column and address are those of the first box.
-template <GemmConfig config>
-__device__ __forceinline__ void store_box(const GemmParams& params, u32 buffers, int row, int column, int box, int end) {
-    row += box_row<config>(box);
-    column += box_column<config>(box);
-    if (row >= row_end<config>(params, end) || column >= out_column<config>(params.n)) return;
-    if (ends_within<config>(row, end)) return;
-    if constexpr (config.accumulate) {
-        ptx::cp_reduce_async_bulk_tensor_add(params.out_map, column, row, buffers + box_offset<config>(box));
-    } else {
-        ptx::cp_async_bulk_tensor_store(params.out_map, column, row, buffers + box_offset<config>(box));
-    }
-}
-
-// What `out` is to hold where it holds `before`: the sum, or both added up. Each of its numbers is one block's alone.
-template <GemmConfig config>
-__device__ __forceinline__ Stored<config> stored(Stored<config> before, Stored<config> sum) {
-    if constexpr (!config.accumulate) return sum;
-    return __float_as_uint(__uint_as_float(before) + __uint_as_float(sum));
-}
-
-// Stores `count` rows of a box by one warp, 16 bytes at a time, for what TMA would write too much of.
-template <GemmConfig config>
-__device__ __forceinline__ void copy_rows(const GemmParams& params, u32 rows, int row, int column, int count) {
-    constexpr int vector = 16 / config.out_bytes, vectors = config.store_columns / vector;
-    auto* const out = static_cast<Stored<config>*>(params.out);
-#pragma unroll 1
-    for (int i = threadIdx.x % warp_threads; i < count * vectors; i += warp_threads) {
-        const int from = i / vectors, j = i % vectors * vector;
-        if (column + j >= out_column<config>(params.n)) continue;
-        uint4 values = ptx::ld_shared_v4(rows + swizzle<config>(i * vector * config.out_bytes));
-        uint4& to = reinterpret_cast<uint4&>(out[(row + from) * params.out_stride_m + column + j]);
-        if constexpr (config.accumulate) {
-            const uint4 before = to;
-            values = {stored<config>(before.x, values.x), stored<config>(before.y, values.y),
-                      stored<config>(before.z, values.z), stored<config>(before.w, values.w)};
-        }
-        to = values;
-    }
-    __syncwarp();
-}
 
 // Those of a barrier between one math warpgroup and its store warp.
 constexpr int store_barrier_threads = warpgroup_threads + warp_threads;
@@ -136,7 +26,7 @@ class Epilogue {
           warpgroup_(warpgroup),
           lane_(threadIdx.x % warp_threads),
           first_row_(__shfl_sync(0xffffffff, threadIdx.x % warpgroup_threads / warp_threads, 0) * warp_rows),
-          rows_(ptx::smem_address(smem.out[warpgroup]) + first_row_ * row_bytes) {}
+          rows_(ptx::smem_address(smem.out[warpgroup]) + first_row_ * row_bytes<config>) {}
 
     // Columns [first, first + out_columns_per_part) of what is stored of the tile; `row` and `column` are of the
     // warpgroup's first element in the product. No row from `end` on is written.
@@ -164,7 +54,6 @@ class Epilogue {
     }
 
    private:
-    static constexpr int row_bytes = config.store_columns * config.out_bytes;
     static constexpr int warp_rows = mma_m / (warpgroup_threads / warp_threads);
     // Stores that may still read while the next box is written: of other buffers, if these come round evenly.
     static constexpr bool round = config.boxes_at_once == 1 && config.boxes % config.store_buffers == 0;
@@ -180,7 +69,8 @@ class Epilogue {
             for (int box = i; box < i + config.boxes_at_once; ++box) {
                 if constexpr (config.quantizes) {
                     const int first_row = row + first_row_ + box_row<config>(box);
-                    write_quantized(sums[box / boxes_per_row<config>], box, first_row, column + box_column<config>(box));
+                    write_quantized<config>(params_, rows_ + box_offset<config>(box), lane_, sums[box / boxes_per_row<config>], box,
+                                            first_row, column + box_column<config>(box));
                 } else {
                     write_box(sums[box / boxes_per_row<config>], first + box_column<config>(box), box);
                 }
@@ -262,77 +152,19 @@ class Epilogue {
         }
     }
 
-    // The same in FP8: 128 columns, rounded to BF16 first, as those are that a cast by itself is given. Each row gets a scale;
-    // `row` and `column` are where this warp's begin in `out`.
-    __device__ __forceinline__ void write_quantized(const float (&sums)[config.chunks_n][config.mma_n / 2], int box, int row,
-                                                    int column) const {
-        u32 pairs[scale_block / 16][4];  // of the upper and the lower eight rows by turns
-        const int columns = out_column<config>(params_.n) - column;
-#pragma unroll
-        for (int i = 0; i < scale_block / 16; ++i) {
-            const float* d = &sums[0][0] + (box_column<config>(box) + i * 16) * config.columns_per_output / 2;
-            float results[8];
-            if constexpr (config.activation != Activation::none) activate<config>(results, d);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float* const from = config.activation == Activation::none ? d : results;
-                pairs[i][j] = packed<Format::bf16>(from[2 * j + 1], from[2 * j]);
-            }
-        }
-        if (columns < scale_block) {  // `out` ends here, with a multiple of 16; a bias may have more
-#pragma unroll
-            for (int i = 0; i < scale_block / 4; ++i) pairs[i / 4][i % 4] *= i / 4 * 16 < columns;
-        }
-        row += lane_ / 4;
-        const u32 codes = rows_ + box_offset<config>(box);
-        auto* const scales = params_.out_scale + column / scale_block * params_.out_scale_stride_n;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const Scale scale = make_scale(largest(pairs, half), params_);
-            const int at = row + half * 8;
-            const bool holds = lane_ % 4 == 0 && at < params_.m && columns > 0;
-            ptx::st_global(scales + at * params_.out_scale_stride_m, scale.value, holds);
-#pragma unroll
-            for (int i = 0; i < scale_block / 8; ++i) {
-                const u32 pair = pairs[i / 2][i % 2 * 2 + half];
-                const u32 offset = (lane_ / 4 + half * 8) * row_bytes + i * 8 + lane_ % 4 * 2;
-                const float quotients[] = {divide(low(pair), scale.value, scale.reciprocal, scale.correction),
-                                           divide(high(pair), scale.value, scale.reciprocal, scale.correction)};
-                ptx::st_shared(codes + swizzle<config>(offset), ptx::cvt_rn_satfinite_e4m3x2(quotients[1], quotients[0]));
-            }
-        }
-    }
-
-    static __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-    static __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000); }
-
-    // The magnitude, as bits, of the largest element of a row, which four lanes have. Of halves as such, two at once, ptxas
-    // would take the warps of tiles of 64 rows for apart (NVRTC 13.0.88).
-    static __device__ __forceinline__ u32 largest(const u32 (&pairs)[scale_block / 16][4], int half) {
-        float sizes[4] = {};  // one after the other they are awaited
-#pragma unroll
-        for (int i = 0; i < scale_block / 8; ++i) {
-            const u32 pair = pairs[i / 2][i % 2 * 2 + half];
-            sizes[i % 4] = ptx::max_nan(sizes[i % 4], ptx::max_nan(fabsf(low(pair)), fabsf(high(pair))));
-        }
-        float size = ptx::max_nan(ptx::max_nan(sizes[0], sizes[1]), ptx::max_nan(sizes[2], sizes[3]));
-        size = ptx::max_nan(size, __shfl_xor_sync(0xffffffff, size, 1));
-        return __float_as_uint(ptx::max_nan(size, __shfl_xor_sync(0xffffffff, size, 2)));
-    }
-
     // Sixteen columns of this warp's rows, `unit` the first of them in the box. Numbers of 16 bits are turned into rows
     // on the way; of 32 bits each thread writes its pairs, two and two of which meet in the banks.
     __device__ __forceinline__ void write_columns(u32 rows, int unit, const float* d) const {
         if constexpr (config.out_bytes == 2) {
             constexpr Format format = config.out_format;
-            ptx::stmatrix_x4(rows + swizzle<config>(lane_ % 16 * row_bytes + unit * 2 + lane_ / 16 * 16),
+            ptx::stmatrix_x4(rows + swizzle<config>(lane_ % 16 * row_bytes<config> + unit * 2 + lane_ / 16 * 16),
                              packed<format>(d[1], d[0]), packed<format>(d[3], d[2]), packed<format>(d[5], d[4]),
                              packed<format>(d[7], d[6]));
         } else {
 #pragma unroll
             for (int pair = 0; pair < 4; ++pair) {
                 const int row = lane_ / 4 + pair % 2 * 8, column = unit + pair / 2 * 8 + lane_ % 4 * 2;
-                ptx::st_shared_v2(rows + swizzle<config>(row * row_bytes + column * 4), d[2 * pair], d[2 * pair + 1]);
+                ptx::st_shared_v2(rows + swizzle<config>(row * row_bytes<config> + column * 4), d[2 * pair], d[2 * pair + 1]);
             }
         }
     }
@@ -346,7 +178,7 @@ class Epilogue {
                  j += warp_threads) {
                 auto& to = out[(row + i) * params_.out_stride_m + column + j];
                 to = stored<config>(to, ptx::ld_shared<Stored<config>>(
-                                            rows + swizzle<config>(i * row_bytes + j * config.out_bytes)));
+                                            rows + swizzle<config>(i * row_bytes<config> + j * config.out_bytes)));
             }
         }
     }

@@ -12,6 +12,7 @@
 // row-major scales cost 2.4 % above m = 128, 19 % at worst, and in runs 0 and 2 % (100 shapes; H200, 2026-11-24).
 #pragma once
 
+#include "memory.cuh"
 #include "pipeline.cuh"
 #include "scheduler.cuh"
 

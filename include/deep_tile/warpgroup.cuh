@@ -2,8 +2,8 @@
 #pragma once
 
 #include "mma.cuh"
-#include "operands.cuh"
 #include "scales.cuh"
+#include "stored_b.cuh"
 
 namespace deep_tile {
 

@@ -1,0 +1,126 @@
+// Boxes of `out`: which part of a tile each is, where it lies in shared memory, and how it gets from there to `out`.
+//
+// Used by math warps and store warps (output.cuh), and by what writes boxes in FP8 (quantized_output.cuh).
+#pragma once
+
+#include "arithmetic.cuh"
+#include "memory.cuh"
+#include "mma.cuh"
+#include "scheduler.cuh"
+
+namespace deep_tile {
+
+// Where this tile's accumulators are: [chunks_m][chunks_n] WGMMA tiles of 64 x mma_n.
+template <GemmConfig config>
+using Accumulators = float[config.chunks_m][config.chunks_n][config.mma_n / 2];
+
+// Output boxes are numbered along the rows of a tile, or of this block's part of it; the last of a row ends with it, and
+// may overlap the one before.
+template <GemmConfig config>
+constexpr int boxes_per_row = config.boxes / config.chunks_m;
+
+template <GemmConfig config>
+__device__ __forceinline__ int box_row(int box) {
+    return box / boxes_per_row<config> * mma_m;
+}
+
+template <GemmConfig config>
+__device__ __forceinline__ int box_column(int box) {
+    return min(box % boxes_per_row<config> * config.store_columns, config.out_columns_per_part - config.store_columns);
+}
+
+// Of `out`, that a column of the product is stored to, and how many there are.
+template <GemmConfig config>
+__device__ __forceinline__ int out_column(int column) {
+    return column / config.columns_per_output;
+}
+
+// Of a box.
+template <GemmConfig config>
+constexpr int row_bytes = config.store_columns * config.out_bytes;
+
+// Where a box is among the buffers of its warpgroup.
+template <GemmConfig config>
+__device__ __forceinline__ u32 box_offset(int box) {
+    constexpr int box_bytes = mma_m * row_bytes<config>;
+    return box % config.store_buffers * box_bytes;
+}
+
+// The 16-byte chunk index is XORed with the row's position in its 8 * span bytes, as TMA does on the way out.
+template <GemmConfig config>
+__device__ __forceinline__ u32 swizzle(u32 offset) {
+    if constexpr (config.store_swizzle == 0) return offset;
+    return offset ^ ((offset >> 3) & (config.store_swizzle - 16));
+}
+
+// As bits, what `out` holds.
+template <GemmConfig config>
+using Stored = typename Conditional<config.out_bytes == 4, u32, u16>::type;
+
+// Two sums rounded to numbers of 16 bits, `low` in bits 0 to 15.
+template <Format format>
+__device__ __forceinline__ u32 packed(float high, float low) {
+    if constexpr (format == Format::fp16) return ptx::cvt_rn_f16x2(high, low);
+    return ptx::cvt_rn_bf16x2(high, low);
+}
+
+// Where rows of `out` end that may be written: with the group whose end is given, or with the matrix.
+template <GemmConfig config>
+__device__ __forceinline__ int row_end(const GemmParams& params, int group_end) {
+    if constexpr (config.grouped()) {
+        return group_end;
+    } else {
+        return params.m;
+    }
+}
+
+// Whether TMA would write rows that are not the group's: of store_rows rows from `row` on. Beyond a matrix it clips.
+template <GemmConfig config>
+__device__ __forceinline__ bool ends_within(int row, int end) {
+    return config.grouped() && row < end && row + config.store_rows > end;
+}
+
+// Has TMA store a box, or the first store_rows rows of it, unless it lies beyond the rows that end at `end`, or the
+// columns, or ends within; row, column and address are those of the first box.
+template <GemmConfig config>
+__device__ __forceinline__ void store_box(const GemmParams& params, u32 buffers, int row, int column, int box, int end) {
+    row += box_row<config>(box);
+    column += box_column<config>(box);
+    if (row >= row_end<config>(params, end) || column >= out_column<config>(params.n)) return;
+    if (ends_within<config>(row, end)) return;
+    if constexpr (config.accumulate) {
+        ptx::cp_reduce_async_bulk_tensor_add(params.out_map, column, row, buffers + box_offset<config>(box));
+    } else {
+        ptx::cp_async_bulk_tensor_store(params.out_map, column, row, buffers + box_offset<config>(box));
+    }
+}
+
+// What `out` is to hold where it holds `before`: the sum, or both added up. Each of its numbers is one block's alone.
+template <GemmConfig config>
+__device__ __forceinline__ Stored<config> stored(Stored<config> before, Stored<config> sum) {
+    if constexpr (!config.accumulate) return sum;
+    return __float_as_uint(__uint_as_float(before) + __uint_as_float(sum));
+}
+
+// Stores `count` rows of a box by one warp, 16 bytes at a time, for what TMA would write too much of.
+template <GemmConfig config>
+__device__ __forceinline__ void copy_rows(const GemmParams& params, u32 rows, int row, int column, int count) {
+    constexpr int vector = 16 / config.out_bytes, vectors = config.store_columns / vector;
+    auto* const out = static_cast<Stored<config>*>(params.out);
+#pragma unroll 1
+    for (int i = threadIdx.x % warp_threads; i < count * vectors; i += warp_threads) {
+        const int from = i / vectors, j = i % vectors * vector;
+        if (column + j >= out_column<config>(params.n)) continue;
+        uint4 values = ptx::ld_shared_v4(rows + swizzle<config>(i * vector * config.out_bytes));
+        uint4& to = reinterpret_cast<uint4&>(out[(row + from) * params.out_stride_m + column + j]);
+        if constexpr (config.accumulate) {
+            const uint4 before = to;
+            values = {stored<config>(before.x, values.x), stored<config>(before.y, values.y),
+                      stored<config>(before.z, values.z), stored<config>(before.w, values.w)};
+        }
+        to = values;
+    }
+    __syncwarp();
+}
+
+}  // namespace deep_tile
