@@ -57,6 +57,11 @@ class GemmProblem(NamedTuple):
     layout: str = "nt"
 
     @property
+    def weight(self) -> tuple[int, int]:
+        """Rows and columns of `b`, or of the gradients that groups along K have."""
+        return (self.m, self.n) if self.grouping == "k_offs" else (self.n, self.k)
+
+    @property
     def out_columns(self) -> int:
         return self.n // 2 if self.activation == "swiglu" else self.n
 

@@ -178,7 +178,7 @@ def guarded(drawn: Draw, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def multiply(product: Product, drawn: Draw, out: torch.Tensor) -> None:
     options: dict[str, Any] = {"expected_rows": drawn.expected_rows, "num_sms": drawn.num_sms}
-    options["config"] = None if drawn.config is None else _CONFIGS[drawn.config]
+    options["config"] = None if drawn.config is None else CONFIGS[drawn.config]
     if drawn.layout == "offs":
         fp8_grouped_gemm(*product, out, alignment=drawn.alignment, **options)
         return
@@ -187,7 +187,7 @@ def multiply(product: Product, drawn: Draw, out: torch.Tensor) -> None:
     fp8_grouped_gemm(a, a_scale, product.b, product.b_scale, counts=product.bounds, out=into, **options)
 
 
-_CONFIGS: dict[str, GemmConfig] = {config.name: config for config in all_grouped_configs()}
+CONFIGS: dict[str, GemmConfig] = {config.name: config for config in all_grouped_configs()}
 
 
 def living_rows(drawn: Draw) -> list[tuple[int, int, int]]:
@@ -201,15 +201,20 @@ def living_rows(drawn: Draw) -> list[tuple[int, int, int]]:
 def check(product: Product, drawn: Draw, buffer: torch.Tensor, out: torch.Tensor) -> dict[str, torch.Tensor]:
     """How many elements are wrong, and how many were written that belong to no group; on the device."""
     alive = torch.zeros(drawn.total, dtype=torch.bool)
-    wrong = torch.zeros((), dtype=torch.int64, device=out.device)
-    for groups in _batches(living_rows(drawn)):
-        wrong += _wrong_of(product, groups, out)
-        for _, first, last in groups:
-            alive[first:last] = True
+    for _, first, last in living_rows(drawn):
+        alive[first:last] = True
     mask = torch.zeros(len(buffer), dtype=torch.bool, device=out.device)
     mask.as_strided(out.shape, out.stride(), _MARGIN)[:] = alive.to(out.device)[:, None]
     stray = ((buffer.view(torch.int16) != _POISON) & ~mask).sum()
-    return {"values": wrong, "stray": stray}
+    return {"values": count_wrong(product, drawn, out), "stray": stray}
+
+
+def count_wrong(product: Product, drawn: Draw, out: torch.Tensor) -> torch.Tensor:
+    """Elements of groups' rows that are off; on the device."""
+    wrong = torch.zeros((), dtype=torch.int64, device=out.device)
+    for groups in _batches(living_rows(drawn)):
+        wrong += _wrong_of(product, groups, out)
+    return wrong
 
 
 def _batches(ranges: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
@@ -248,7 +253,7 @@ class Fuzzer:
         self.configs: set[str] = set()
 
     def load(self) -> None:
-        for name, text in load_kernels(_CONFIGS.values(), self._device).items():
+        for name, text in load_kernels(CONFIGS.values(), self._device).items():
             self._report.find("not compiled", config=name, error=text[-600:])
         self._pool = Pool(self._device, self._seed % 2**31)
 

@@ -231,6 +231,12 @@ def selectable(config: GemmConfig) -> tuple[GemmConfig, ...]:
     return default_configs(config.tma_store, *made)
 
 
+def may_be_refused(config: GemmConfig, text: str) -> bool:
+    """Whether an error says that a kernel's warps might fall apart, which a random one's may, and none of the
+    selector's."""
+    return text.startswith(f"{config.name} may hang") and config not in selectable(config)
+
+
 def _draw_made(random: Random, kind: str, finishes: Iterator[tuple[str, str]]) -> dict[str, Any]:
     """What kernels of a variant make: fields of a config."""
     stored = {"tma_store": random.random() < 0.6}
@@ -500,16 +506,20 @@ def check(sample: Sample, drawn: Draw, beside: Any) -> dict[str, torch.Tensor]:
     beside()
     first, again = result(), result()
     words = {2: torch.int16, 4: torch.int32}[first.element_size()]
-    faults = {
-        "values": are_off(first, sample.exact, sample.accumulation).sum(),
+    return faults_of(first, sample, drawn) | {
         "repeat": (first.view(words) != again.view(words)).sum(),
         "inputs": (sample.buffer != sample.untouched).sum(),
+        "guards": guarded.count_written_outside(),
     }
+
+
+def faults_of(out: torch.Tensor, sample: Sample, drawn: Draw) -> dict[str, torch.Tensor]:
+    """What is wrong about one result, as counts left on the device."""
+    faults = {"values": are_off(out, sample.exact, sample.accumulation).sum()}
     m, n, k, *_ = drawn.problem
-    if min(m, n) >= 16 and k >= 64 and first.numel() >= MANY:
-        bar = whole_bar(first.dtype, sample.relative_error)
-        faults["accuracy"] = (~(whole_error(first, sample.exact) <= bar)).long()
-    faults["guards"] = guarded.count_written_outside()
+    if min(m, n) >= 16 and k >= 64 and out.numel() >= MANY:
+        bar = whole_bar(out.dtype, sample.relative_error)
+        faults["accuracy"] = (~(whole_error(out, sample.exact) <= bar)).long()
     return faults
 
 
@@ -546,8 +556,7 @@ class Fuzzer:
         begun = time.perf_counter()
         refused = []
         for name, text in load_kernels(self._kernels.values(), self._device).items():
-            config = self._kernels.pop(name)
-            if text.startswith(f"{name} may hang") and config not in selectable(config):
+            if may_be_refused(self._kernels.pop(name), text):
                 refused.append(name)
             else:
                 self._report.find("not compiled", config=name, error=text[-600:])

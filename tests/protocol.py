@@ -14,7 +14,7 @@ The hardware, as the model takes it:
 - The memory of a block, barriers included, is gone when all of its warps are done.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice, product
 from typing import NamedTuple
@@ -58,7 +58,8 @@ LONGEST_PROGRAM = 20_000
 
 
 class Tile(NamedTuple):
-    """One of a block's tiles. `column` counts the columns of tiles that it has begun, where `b` stays."""
+    """One of a block's tiles, whose first row in `a` is `m`. `column` counts the columns of tiles that it has begun,
+    where `b` stays."""
 
     index: int
     m: int
@@ -66,13 +67,15 @@ class Tile(NamedTuple):
     column: int = 0
     begins_column: bool = True
     ends_column: bool = True
+    group: int = 0
 
 
 class Launch:
     """One product by one config: what the host hands the kernel, and all that its blocks have in common.
 
     Args:
-        bulk_scales: the scales of `a` lie so that TMA can copy them.
+        ranges: of each group, its first row of all, or column of K, and the one behind its last.
+        bulk_scales: scales lie so that TMA can copy them.
         in_runs: scale warps read the scales of several K blocks at once; each block's part of K is whole runs.
         early_b: `b` is requested before `a`.
         warps: of a math process: 4, a warpgroup whose warps act alike, or 1.
@@ -82,17 +85,19 @@ class Launch:
         self,
         config: GemmConfig,
         problem: GemmProblem,
+        ranges: Sequence[tuple[int, int]] = (),
         bulk_scales: bool = True,
         in_runs: bool = False,
         early_b: bool = False,
         warps: int = 4,
     ):
         self.config, self.problem, self.early_b, self.warps = config, problem, early_b, warps
-        self.in_runs = in_runs
+        self.in_runs, self.ranges = in_runs, ranges
         self.m, self.n, self.k = problem.m, problem.n, problem.k
         self.raster_rows = raster_rows(problem)
         self.clusters = grid_size(config, problem) // config.cluster
         self.bulk_scale_rows = self.m if bulk_scales and not in_runs else 0
+        self.bulk_scale_columns = self.n if bulk_scales else 0
         self.a_tail_rows = tail_rows(self.m, config.block_m, config.cluster_n)
         self.b_tail_rows = tail_rows(self.n, config.block_n, config.cluster_m)
 
@@ -106,17 +111,55 @@ class Launch:
         return Block(self, cluster, rank)
 
     def check_tiles(self) -> None:
-        """Raises Fault unless every element of `out` is stored once."""
-        stored = np.zeros((self.m, self.n), dtype=int)
+        """Raises Fault unless every element of `out` is stored once, and those of no group never."""
+        stored = np.zeros((len(self.ranges) if self.config.by_k else 1, self.out_rows, self.n), dtype=int)
+        wanted = np.zeros_like(stored) if self.config.row_groups else np.ones_like(stored)
         for cluster, rank in product(range(self.clusters), range(self.config.cluster)):
             block = self.block(cluster, rank)
             for tile in block.tiles:
                 first, width = block.stored_columns(tile)
-                stored[tile.m : tile.m + self.config.block_m, first : first + width] += 1
-        wrong = np.argwhere(stored != 1)
+                out = stored[tile.group if self.config.by_k else 0]
+                out[tile.m : min(tile.m + self.config.block_m, self.row_end(tile)), first : first + width] += 1
+        for group, (begin, end) in enumerate(self.ranges):
+            if self.config.by_k:
+                wanted[group] = self.has_tiles(group)
+            else:
+                wanted[0, begin:end] = 1
+        wrong = np.argwhere(stored != wanted)
         if len(wrong):
-            m, n = wrong[0]
-            raise Fault(TILES, f"out[{m}, {n}] is stored {stored[m, n]} times")
+            group, m, n = wrong[0]
+            raise Fault(TILES, f"out[{m}, {n}] of group {group} is stored {stored[group, m, n]} times")
+
+    @property
+    def out_rows(self) -> int:
+        """Of all groups of rows; of one along K."""
+        return self.m * (len(self.ranges) if self.config.by_counts else 1)
+
+    def row_end(self, tile: Tile) -> int:
+        """Where the rows of a tile's group end, or those of the matrix."""
+        return self.ranges[tile.group][1] if self.config.row_groups else self.m
+
+    def has_tiles(self, group: int) -> bool:
+        """One along K without K is zeros, unless that is to be added."""
+        begin, end = self.ranges[group]
+        return end > begin or (self.config.by_k and not self.config.accumulate)
+
+    def quarter_boxes(self, tile: Tile) -> range:
+        """First rows of the boxes that bring `a` of a group's tile, one from the next as far as each has rows: of all
+        rows, or of each quarter in which there are any."""
+        quarter = self.config.block_m // 4
+        quarters = min(4, ceil_div(self.row_end(tile) - tile.m, quarter))
+        return range(0, quarters * quarter, self.config.block_m if quarters == 4 else quarter)
+
+    def steps(self, tile: Tile) -> range:
+        """K blocks of a group along K; one behind K where there are none."""
+        begin, end = self.ranges[tile.group]
+        first = ceil_div(begin if end > begin else self.k, self.config.block_k)
+        return range(first, first + max(ceil_div(end - begin, self.config.block_k), 1))
+
+    def has_k(self, tile: Tile) -> bool:
+        """Whether there are scales for it."""
+        return not self.config.by_k or self.steps(tile).start * self.config.block_k < self.k
 
 
 def together(process: Process) -> Process:
@@ -139,13 +182,12 @@ def together(process: Process) -> Process:
     return process._replace(operations=operations)
 
 
-# raster.cuh: which tile comes next. Every role walks its own copy.
+# raster.cuh and grouped.cuh: which tile comes next. Every role walks its own copy.
 
 
-def place(launch: Launch, rank: int, position: int, columns: int) -> tuple[int, int]:
-    """Row and column of a block's tile, in tiles, at a position of the raster."""
+def place(launch: Launch, rank: int, position: int, rows: int, columns: int) -> tuple[int, int]:
+    """Row and column of a block's tile, in tiles, at a position of the raster of so many rows and columns."""
     config = launch.config
-    rows = ceil_div(launch.m, config.block_m * config.cluster_m)
     group_rows = launch.raster_rows // config.cluster_m
     group, within = divmod(position, group_rows * columns)
     column, row = divmod(within, min(group_rows, rows - group * group_rows))
@@ -171,7 +213,7 @@ def raster_tiles(launch: Launch, cluster: int, rank: int) -> list[Tile]:
     rows = ceil_div(launch.m, config.block_m * config.cluster_m)
     columns = ceil_div(launch.n, config.block_n * config.cluster_n)
     positions = range(first_cluster_tile(launch, cluster), rows * columns, launch.clusters)
-    places = [place(launch, rank, position, columns) for position in positions]
+    places = [place(launch, rank, position, rows, columns) for position in positions]
     return [Tile(index, row * config.block_m, column * config.block_n) for index, (row, column) in enumerate(places)]
 
 
@@ -193,6 +235,23 @@ def column_tiles(launch: Launch, block: int) -> list[Tile]:
     return tiles
 
 
+def group_tiles(launch: Launch, cluster: int, rank: int) -> list[Tile]:
+    """One group after the other (GroupWalk): a block may have none."""
+    config, tiles = launch.config, []
+    height_of_tile, columns = config.block_m * config.cluster_m, ceil_div(launch.n, config.block_n * config.cluster_n)
+    position = cluster  # in the group, of the block's next tile
+    for group, (begin, end) in enumerate(launch.ranges):
+        rows = ceil_div(launch.m if config.by_k else end - begin, height_of_tile) if launch.has_tiles(group) else 0
+        first_row = 0 if config.by_k else begin
+        for within in range(position, rows * columns, launch.clusters):
+            row, column = place(launch, rank, within, rows, columns)
+            tile = Tile(len(tiles), first_row + row * config.block_m, column * config.block_n, group=group)
+            tiles.append(tile)
+            position += launch.clusters
+        position -= rows * columns
+    return tiles
+
+
 class Block:
     """A thread block: its tiles, its part of K, its memory, and one process for each of its warps."""
 
@@ -200,11 +259,17 @@ class Block:
         self.launch, self.config, self.cluster, self.rank = launch, launch.config, cluster, rank
         stages = ceil_div(launch.k, self.config.block_k)
         part = rank if self.config.split_k > 1 else 0
-        self.steps = range(stages * part // self.config.split_k, stages * (part + 1) // self.config.split_k)
+        self.part = range(stages * part // self.config.split_k, stages * (part + 1) // self.config.split_k)
+
+    def steps(self, tile: Tile) -> range:
+        """K blocks that the block multiplies for a tile: its part of them."""
+        return self.launch.steps(tile) if self.config.by_k else self.part
 
     @cached_property
     def tiles(self) -> list[Tile]:
         """As every role walks them (TileScheduler)."""
+        if self.config.is_grouped:
+            return group_tiles(self.launch, self.cluster, self.rank)
         if self.config.resident_b:
             return column_tiles(self.launch, self.cluster)
         return raster_tiles(self.launch, self.cluster, self.rank)
@@ -317,7 +382,9 @@ class OperandsWarp:
 
     def request_first_stages(self) -> Program:
         """Without multicast, for the peer may not have made its barriers. Returns how many."""
-        tile, steps = self.block.tiles[0], self.block.steps
+        if not self.block.tiles:
+            return 0
+        tile, steps = self.block.tiles[0], self.block.steps(self.block.tiles[0])
         stages = range(min(self.config.stages, FIRST_STAGES, len(steps)))
         for stage in stages:
             yield from self.load_b(tile, stage, steps[stage], multicast=False)
@@ -331,7 +398,7 @@ class OperandsWarp:
     def produce_operands(self, requested: int) -> Program:
         config, block, position = self.config, self.block, 0
         for tile in block.tiles:
-            for step in block.steps:
+            for step in block.steps(tile):
                 stage, turn = position % config.stages, position // config.stages
                 position += 1
                 if position <= requested:
@@ -377,20 +444,40 @@ class OperandsWarp:
     def load_a(self, tile: Tile, stage: int, step: int, multicast: bool) -> Program:
         if self.config.resident_b:
             yield Arrive(self.block.own("full", stage), 1, self.announced_bytes(tile, 0))
+        full = self.block.own("full", stage)
         if scales_in_bulk(self.launch, tile):
             scales = Region(self.block.own("a_scale", stage), 0, self.config.block_m, held_of_a(tile, step))
-            landed = Complete(self.block.own("full", stage), self.row_scale_bytes)
-            yield Issue("load", writes=(scales,), then=landed)
+            yield Issue("load", writes=(scales,), then=Complete(full, self.row_scale_bytes))
+        if column_scales_in_bulk(self.launch, tile):
+            scales = Region(self.block.own("b_scale", stage), 0, self.config.block_n, held_of_scales(tile, step))
+            yield Issue("load", writes=(scales,), then=Complete(full, self.column_scale_bytes))
+        if self.config.row_groups:
+            yield from self.load_quarters(tile, stage, step)
+            return
         shared = self.config.cluster_n > 1
         yield from self.load("a", stage, "full", self.a_rows(tile), held_of_a(tile, step), shared, multicast)
+
+    def load_quarters(self, tile: Tile, stage: int, step: int) -> Program:
+        boxes, full = self.launch.quarter_boxes(tile), self.block.own("full", stage)
+        for i, first in product(range(self.config.scale_blocks), boxes):
+            begin = i * self.config.block_m + first
+            region = Region(self.block.own("a", stage), begin, begin + boxes.step, (*held_of_a(tile, step), i))
+            yield Issue("load", writes=(region,), then=Complete(full, boxes.step * SCALE_BLOCK))
 
     @property
     def row_scale_bytes(self) -> int:
         return self.config.block_m * 4
 
+    @property
+    def column_scale_bytes(self) -> int:
+        return self.config.block_n * 4
+
     def announced_bytes(self, tile: Tile, b_rows: int) -> int:
-        operands = (self.a_rows(tile) * self.config.cluster_n + b_rows) * self.config.block_k
-        return operands + (self.row_scale_bytes if scales_in_bulk(self.launch, tile) else 0)
+        boxes = self.launch.quarter_boxes(tile) if self.config.row_groups else None
+        a_rows = self.a_rows(tile) * self.config.cluster_n if boxes is None else len(boxes) * boxes.step
+        announced = (a_rows + b_rows) * self.config.block_k
+        announced += self.row_scale_bytes if scales_in_bulk(self.launch, tile) else 0
+        return announced + (self.column_scale_bytes if column_scales_in_bulk(self.launch, tile) else 0)
 
     def load(
         self, what: str, slot: int, barrier: str, rows: int, held: tuple, shared: bool, multicast: bool
@@ -412,7 +499,14 @@ class OperandsWarp:
 
 
 def scales_in_bulk(launch: Launch, tile: Tile) -> bool:
-    return launch.config.bulk_scales and tile.m + launch.config.block_m <= launch.bulk_scale_rows
+    config = launch.config
+    return config.bulk_scales and tile.m + config.block_m <= launch.bulk_scale_rows and launch.has_k(tile)
+
+
+def column_scales_in_bulk(launch: Launch, tile: Tile) -> bool:
+    config = launch.config
+    in_bulk = config.bulk_scales and config.column_scales
+    return in_bulk and tile.n + config.block_n <= launch.bulk_scale_columns and launch.has_k(tile)
 
 
 def held_of_a(tile: Tile, step: int) -> tuple:
@@ -423,7 +517,7 @@ def held_of_a(tile: Tile, step: int) -> tuple:
 def held_of_b(config: GemmConfig, tile: Tile, step: int) -> tuple:
     """The same; or for this column of tiles, where `b` stays."""
     user = f"column {tile.column}" if config.resident_b else f"tile {tile.index}"
-    return (user, f"n {tile.n}", f"step {step}")
+    return (user, f"n {tile.n} of group {tile.group}", f"step {step}")
 
 
 class ScaleWarp:
@@ -440,9 +534,10 @@ class ScaleWarp:
 
     def request_first_scales(self) -> Program:
         """Its first stage's, before there are barriers. Returns whether there is one."""
-        if self.warp >= min(self.config.stages, len(self.block.steps)):
+        first = self.block.tiles[0] if self.block.tiles else None
+        if first is None or self.warp >= min(self.config.stages, len(self.block.steps(first))):
             return False
-        yield from self.copy(self.block.tiles[0], self.warp, self.block.steps[self.warp])
+        yield from self.copy(first, self.warp, self.block.steps(first)[self.warp])
         return True
 
     def produce_scales(self, requested: bool) -> Program:
@@ -451,22 +546,23 @@ class ScaleWarp:
         yield from self.by_runs() if self.block.launch.in_runs else self.by_steps(requested)
 
     def by_steps(self, requested: bool) -> Program:
-        config, steps, position, step = self.config, len(self.block.steps), self.warp, self.warp
+        config, position, step = self.config, self.warp, self.warp
         if requested:
             step += config.scale_warps
             position += config.scale_warps
         for tile in self.block.tiles:
-            while step < steps:
+            steps = self.block.steps(tile)
+            while step < len(steps):
                 stage, turn = position % config.stages, position // config.stages
                 yield Wait(self.block.own("empty", stage), turn - 1)
-                yield from self.copy(tile, stage, self.block.steps[step])
+                yield from self.copy(tile, stage, steps[step])
                 yield from self.arrive(stage)
                 step += config.scale_warps
                 position += config.scale_warps
-            step -= steps
+            step -= len(steps)
 
     def by_runs(self) -> Program:
-        config, steps = self.config, len(self.block.steps)
+        config, steps = self.config, len(self.block.part)
         run = config.scales_at_once // config.scale_blocks
         warps = min(config.scale_warps, 1 + (config.stages - 1) // run)
         position = step = self.warp * run
@@ -474,7 +570,7 @@ class ScaleWarp:
             while step < steps:
                 for i in range(run):
                     if number > 0 or step + i >= config.scale_warps:
-                        yield from self.write(tile, position + i, self.block.steps[step + i])
+                        yield from self.write(tile, position + i, self.block.part[step + i])
                 position += warps * run
                 step += warps * run
             step -= steps
@@ -487,7 +583,8 @@ class ScaleWarp:
 
     def copy(self, tile: Tile, stage: int, step: int) -> Program:
         a, b = self.regions(tile, stage, step)
-        yield Issue("copy", writes=(b,) if scales_in_bulk(self.block.launch, tile) else (a, b))
+        rows = () if scales_in_bulk(self.block.launch, tile) else (a,)
+        yield Issue("copy", writes=rows if column_scales_in_bulk(self.block.launch, tile) else (*rows, b))
 
     def regions(self, tile: Tile, stage: int, step: int) -> tuple[Region, Region]:
         rows = self.config.block_m
@@ -501,22 +598,31 @@ class ScaleWarp:
 
 def held_of_scales(tile: Tile, step: int) -> tuple:
     """What the slots of scales of `b` are to hold."""
-    return (f"tile {tile.index}", f"n {tile.n}", f"step {step}")
+    return (f"tile {tile.index}", f"n {tile.n} of group {tile.group}", f"step {step}")
 
 
 # output.cuh
 
 
-def boxes_inside(launch: Launch, config: GemmConfig, first: int, row: int, column: int) -> list[int]:
-    """Of those that are stored at once from `first` on, the ones that do not lie beyond the matrix; row and column are
-    those of the first box of all."""
-    per_row = config.boxes // config.chunks_m
+def is_inside(launch: Launch, config: GemmConfig, tile: Tile, box: int, row: int, column: int) -> bool:
+    """Whether a box does not lie beyond the matrix, or the tile's group; row and column are those of the first one."""
+    return row + box_row(config, box) < launch.row_end(tile) and column + box_column(config, box) < launch.n
 
-    def inside(box: int) -> bool:
-        box_column = min(box % per_row * config.store_columns, config.columns_per_part - config.store_columns)
-        return row + box // per_row * MMA_M < launch.m and column + box_column < launch.n
 
-    return [box for box in range(first, first + config.boxes_at_once) if inside(box)]
+def box_row(config: GemmConfig, box: int) -> int:
+    return box // (config.boxes // config.chunks_m) * MMA_M
+
+
+def box_column(config: GemmConfig, box: int) -> int:
+    place = box % (config.boxes // config.chunks_m) * config.store_columns
+    return min(place, config.columns_per_part - config.store_columns)
+
+
+def rows_left(launch: Launch, config: GemmConfig, tile: Tile, row: int) -> int:
+    """Of store_rows from `row` on, those that are to be written one by one, since TMA would write more: of a group that
+    ends within them."""
+    left = launch.row_end(tile) - row
+    return left if config.is_grouped and 0 < left < config.store_rows else 0
 
 
 class StoreWarp:
@@ -540,13 +646,26 @@ class StoreWarp:
                 yield Reach(self.block.own("boxes empty", warpgroup), WARP, WARPGROUP + WARP)
             for warpgroup in self.warpgroups:
                 yield Sync(self.block.own("boxes full", warpgroup), WARP, WARPGROUP + WARP)
-                row = tile.m + warpgroup * config.rows_per_warpgroup
-                boxes = boxes_inside(self.block.launch, config, first, row, tile.n)
-                yield Issue("store", reads=tuple(self.box(warpgroup, tile, box) for box in boxes))
+                yield from self.publish_boxes(tile, warpgroup, first)
 
-    def box(self, warpgroup: int, tile: Tile, box: int) -> Region:
+    def publish_boxes(self, tile: Tile, warpgroup: int, first: int) -> Program:
+        """Reads rows of boxes in which a group ends, and has TMA store the others."""
+        config, launch, whole = self.config, self.block.launch, []
+        row = tile.m + warpgroup * config.rows_per_warpgroup
+        for box in range(first, first + config.boxes_at_once):
+            if not is_inside(launch, config, tile, box, row, tile.n):
+                continue
+            rows = rows_left(launch, config, tile, row + box_row(config, box))
+            region = self.box(warpgroup, tile, box, rows or MMA_M)
+            if rows:
+                yield Use(reads=(region,))
+            else:
+                whole.append(region)
+        yield Issue("store", reads=tuple(whole))
+
+    def box(self, warpgroup: int, tile: Tile, box: int, rows: int) -> Region:
         buffer = self.block.own("out", warpgroup, box % self.config.store_buffers)
-        return Region(buffer, 0, MMA_M, held_of_box(tile, box))
+        return Region(buffer, 0, rows, held_of_box(tile, box))
 
 
 def held_of_box(tile: Tile, box: int) -> tuple:
@@ -562,6 +681,8 @@ class MathWarps:
         self.threads = WARP * len(warps)
         self.position = 0  # of the stage that is acquired next or has been, of all tiles
         self.config, self.tiles = block.config, block.tiles
+        self.places = [(tile, step) for tile in block.tiles for step in block.steps(tile)]
+        self.steps = len(block.part)  # of a tile
 
     def run(self) -> Program:
         if self.warpgroup == 0 and 0 in self.warps:
@@ -586,11 +707,15 @@ class MathWarps:
     def consume(self) -> Program:
         config = self.config
         yield from self.begin_turns()
+        if config.is_grouped and not self.tiles:
+            yield from self.end_turns()
+            return
         yield from self.acquire()
         for tile in self.tiles:
             more = tile is not self.tiles[-1]
             if config.chunks == 1:
                 yield from self.begin(self.position, 0)
+            self.steps = len(self.block.steps(tile))
             if config.store_chunks > 1:
                 yield from self.multiply(more, lambda chunk, tile=tile: self.store_chunk(tile, chunk))
                 yield from self.store_chunk(tile, config.store_chunks - 1)
@@ -603,7 +728,7 @@ class MathWarps:
     def consume_split(self) -> Program:
         yield from self.begin_turns()
         for tile in self.tiles:
-            if self.block.steps:
+            if self.steps:
                 yield from self.acquire()
                 if self.config.chunks == 1:
                     yield from self.begin(self.position, 0)
@@ -619,14 +744,9 @@ class MathWarps:
 
     # mainloop.cuh: stages. A stage is named by its position among all stages of all tiles.
 
-    @property
-    def steps(self) -> int:
-        return len(self.block.steps)
-
     def at(self, position: int) -> tuple[Tile, int]:
         """The tile and the K block that are multiplied there; behind the last tile, one that nobody has."""
-        index, step = divmod(position, self.steps)
-        return self.tiles[index] if index < len(self.tiles) else Tile(-1, 0, 0), self.block.steps[step]
+        return self.places[position] if position < len(self.places) else (Tile(-1, 0, 0), self.block.part[0])
 
     def acquire(self) -> Program:
         """Waits for a stage, and reads its scales, if it has any."""
@@ -679,12 +799,12 @@ class MathWarps:
         yield from self.end_turn()
 
     def operands(self, position: int, chunk: int) -> Iterator[Region]:
-        """Rows of `a` and of `b`, but for those beyond the matrix, which may hold anything."""
+        """Rows of `a` and of `b`, but for those beyond the matrix or the group, which may hold anything."""
         config, (tile, step) = self.config, self.at(position)
         stage = position % config.stages
         first_m = self.warpgroup * config.rows_per_warpgroup + chunk // config.chunks_n * MMA_M
         first_n = chunk % config.chunks_n * config.mma_n
-        rows = min(MMA_M, self.launch.m - tile.m - first_m)
+        rows = min(MMA_M, self.launch.row_end(tile) - tile.m - first_m)
         columns = min(config.mma_n, self.launch.n - tile.n - first_n)
         slot = step if config.resident_b else stage
         for i in range(config.scale_blocks):
@@ -807,16 +927,25 @@ class MathWarps:
             yield from self.synchronize()
 
     def publish_boxes(self, tile: Tile, column: int, first: int) -> Program:
+        """Of the rows that one store takes, a warp asks TMA for it; where a group ends among them, or without TMA, each
+        warp copies its own."""
         yield from self.synchronize()
-        row = tile.m + self.warpgroup * self.config.rows_per_warpgroup + self.warps.start * WARP_ROWS
-        inside = boxes_inside(self.launch, self.config, first, row, column)
-        rows = tuple(self.box(tile, box) for box in inside)
-        if not self.config.tma_store:
-            yield Use(reads=rows)
-        elif self.stores:
-            if self.config.store_rows == MMA_M:
-                rows = tuple(region._replace(begin=0, end=MMA_M) for region in rows)
-            yield Issue("store", reads=rows)
+        config, launch, stored = self.config, self.launch, []
+        row = tile.m + self.warpgroup * config.rows_per_warpgroup
+        for box, warp in product(range(first, first + config.boxes_at_once), self.warps):
+            own = warp * WARP_ROWS
+            unit = own - own % config.store_rows
+            if not is_inside(launch, config, tile, box, row + unit, column):
+                continue
+            left = rows_left(launch, config, tile, row + box_row(config, box) + unit)
+            end = min(own + WARP_ROWS, unit + (left or config.store_rows))
+            if config.tma_store and not left:
+                if own == unit:
+                    stored.append(self.box(tile, box)._replace(begin=unit, end=unit + config.store_rows))
+            elif own < end:
+                yield Use(reads=(self.box(tile, box)._replace(begin=own, end=end),))
+        if self.stores:
+            yield Issue("store", reads=tuple(stored))
 
     @property
     def stores(self) -> bool:

@@ -1,6 +1,6 @@
 """Products beside other work on the same SMs: each must have the bits that it has on a quiet GPU.
 
-    PYTHONPATH=. python tests/stress.py --seconds 300 --out stress.json [--seed N]
+    PYTHONPATH=. python tests/stress.py --seconds 300 --out stress.json [--seed N] [--products groups kinds]
     PYTHONPATH=. python tests/stress.py --split-only --calls 50000 --out split.json [--only k2]
 
 Each product is made ready first: multiplied with nothing else on the GPU and held against the exact product. Then
@@ -8,9 +8,10 @@ several host threads repeat theirs, each on a stream of its own, one call at a t
 launches or without, while other threads keep the GPU busy with element-wise kernels, copies and kernels that spin. The
 GPU compares the bits and counts the calls that differ; the counts are read when a scenario ends.
 
-First come the cases in which split K was once wrong beside element-wise kernels, then scenarios of chance: kernels of
-every family, few SMs or all. With --split-only, those cases and every default config that splits K are called as often
-as --calls says, each.
+First come the cases in which split K was once wrong beside element-wise kernels, then scenarios of chance, on few SMs
+or all: products of `fp8_gemm` by kernels of every family, of groups of rows by every kernel, of every kind, and of
+groups of gradients, side by side. With --split-only, those cases and every default config that splits K are called as
+often as --calls says, each.
 
 Ends with status 0, or 1 when bits differed, 3 when a product did not end within 20 s, 4 when the GPU failed.
 """
@@ -24,10 +25,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import cycle
+from itertools import count, cycle
 from random import Random
 from typing import Any, NamedTuple
 
+import fuzz_groups
+import fuzz_kinds
 import torch
 from campaign import (
     HANG_SECONDS,
@@ -45,16 +48,13 @@ from campaign import (
     parser,
     sms_of,
 )
-from expected import Expected
-from helpers import SCALE_STRIDES, exact_product, rearranged
-from strategies import config_named, draw_configs, family
+from jobs import GemmJob, GroupJob, Job, KindJob, Spec
+from strategies import USUAL, Limits, config_named, draw_configs, family
 
-from deep_tile import GemmConfig, fp8_gemm, jit
+from deep_tile import GemmConfig, jit
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
+from deep_tile.kinds import FAMILIES
 from deep_tile.select.defaults import default_configs
-
-REPEATS = 8
-"""Calls of a product behind each other, compared together."""
 
 _UNDER_WAY = 4
 """Times that many: fewer kernels than a stream holds before a launch waits."""
@@ -69,27 +69,6 @@ _CASE_SECONDS = 12.0
 _SCENARIO_SECONDS = 2.0
 
 
-class Spec(NamedTuple):
-    """A product to repeat.
-
-    Attributes:
-        chain: each call needs the one before: its result, read as FP32, is the next one's scale of `a`.
-    """
-
-    config: GemmConfig
-    m: int
-    n: int
-    k: int
-    num_sms: int
-    pdl: bool = False
-    constant_weights: bool = False
-    chain: bool = False
-
-    def __str__(self) -> str:
-        ways = [way for way in ("pdl", "constant_weights", "chain") if getattr(self, way)]
-        return " ".join([f"{self.config.name} {self.m}x{self.n}x{self.k} on {self.num_sms} SMs", *ways])
-
-
 CASES = {
     "split of 2, 256 of k": [
         Spec(config_named("64x64x256_s6_k2_b1"), 512, 2048, 1024, num_sms) for num_sms in (8, 16, 40)
@@ -99,6 +78,12 @@ CASES = {
 }
 """What was wrong in 13 of 80, 18 of 40 and 14 of 40 calls beside element-wise kernels, while a block that had received
 partial sums gave their slots back before it had read them (H200)."""
+
+
+PRODUCTS = ("fp8", "groups", "kinds")
+"""Of `fp8_gemm`; of groups of rows; of every kind, and of groups of gradients."""
+
+Drawn = Spec | fuzz_groups.Draw | fuzz_kinds.Draw
 
 
 # Which products.
@@ -114,8 +99,7 @@ class Sizes(NamedTuple):
 
 def draw_spec(random: Random, config: GemmConfig, num_sms: int, sizes: Sizes) -> Spec:
     """With one to a dozen tiles for each cluster, on few SMs or all of `num_sms`."""
-    few = config.cluster * random.randint(1, 6)
-    sms = min(num_sms, random.choice((few, few, random.randint(config.cluster, max(num_sms, config.cluster)), num_sms)))
+    sms = draw_sms(random, config, num_sms)
     tiles = max(1, sms // config.cluster) * random.randint(1, 12)
     rows = random.randint(1, min(8, sizes.side // config.block_m))
     m = rows * config.block_m - random.choice((0, 0, random.randrange(config.block_m)))
@@ -128,12 +112,46 @@ def draw_spec(random: Random, config: GemmConfig, num_sms: int, sizes: Sizes) ->
     return Spec(config, m, n, k, sms, pdl, pdl and random.random() < 0.5, chain=may_chain and random.random() < 0.5)
 
 
+def draw_sms(random: Random, config: GemmConfig, num_sms: int) -> int:
+    """Few, so that tiles follow each other, or any number of `num_sms`."""
+    few, any_number = (
+        config.cluster * random.randint(1, 6),
+        random.randint(config.cluster, max(num_sms, config.cluster)),
+    )
+    return min(num_sms, random.choice((few, few, any_number, num_sms)))
+
+
+def draw_kind(random: Random, config: GemmConfig, num_sms: int, limits: Limits) -> fuzz_kinds.Draw:
+    """A call of the function that makes what `config` makes."""
+    drawn = fuzz_kinds.draw_for(random, config, num_sms, limits)
+    pdl = random.random() < 0.5
+    early = pdl and drawn.use.constant_weights
+    sms = draw_sms(random, config, num_sms)
+    return drawn._replace(use=drawn.use._replace(num_sms=sms, pdl=pdl, constant_weights=early))
+
+
+def draw_groups(random: Random, number: int, num_sms: int) -> fuzz_groups.Draw:
+    """Groups of rows, some of which have any, by a kernel that is named: each in turn. On all SMs with a programmatic
+    launch."""
+    while True:
+        drawn = fuzz_groups.draw(random, number, num_sms)
+        if drawn.config is not None and fuzz_groups.living_rows(drawn):
+            sms = draw_sms(random, fuzz_groups.CONFIGS[drawn.config], num_sms)
+            return drawn._replace(num_sms=None if sms == num_sms else sms)
+
+
 def _draw_k(random: Random, config: GemmConfig, largest: int) -> int:
     """Mostly short, so that tiles follow each other closely."""
     smallest, most = config.k_range
     k = random.choice((SCALE_BLOCK * random.randint(1, 8), 16 * random.randint(1, 100), random.randint(1, largest)))
     k = max(smallest, min(k, most or largest, largest))
     return next(near for near in (k, k + SCALE_BLOCK, k - SCALE_BLOCK) if config.takes_k(near) and near <= largest)
+
+
+def family_of(config: GemmConfig) -> str:
+    """`family`, and what is multiplied where that is not FP8 with block scales without groups."""
+    what = config.grouping if config.is_grouped else config.kind
+    return family(config) if what == "fp8" else f"{what}: {family(config)}"
 
 
 def split_specs(random: Random, config: GemmConfig, num_sms: int) -> list[Spec]:
@@ -154,104 +172,6 @@ def stress_configs(random: Random, count: int, num_sms: int) -> list[GemmConfig]
     configs = [config for config in draw_configs(random, count) if config.cluster <= num_sms]
     first = {family(config): config for config in configs}
     return list(dict.fromkeys((*first.values(), *configs)))
-
-
-# A product made ready.
-
-
-class Job:
-    """A product's inputs, its results on a quiet GPU, and how many calls had others.
-
-    Attributes:
-        calls: how many were compared.
-    """
-
-    def __init__(self, spec: Spec, pool: OperandPool, random: Random, device: str):
-        self.spec, self.calls = spec, 0
-        self._device = device
-        layouts = {name: random.choice(list(SCALE_STRIDES)) for name in ("a_scale", "b_scale")}
-        self._operands = rearranged(pool.cut(random, spec.m, spec.n, spec.k), **layouts)
-        self._outs = torch.empty(REPEATS, spec.m, spec.n, dtype=torch.bfloat16, device=device)
-        self._expected: torch.Tensor | None = None
-        self._differing = torch.zeros((), dtype=torch.int64, device=device)
-        self._graph: Any = None
-
-    def prepare(self, *, graph: bool) -> None:
-        """Multiply with nothing else on the GPU, check that, and capture the calls if they are to be a graph.
-
-        Raises:
-            AssertionError: a result is wrong, or they differ.
-            Hang: a product does not end.
-        """
-        if self.spec.chain:
-            self._normalize()
-        self._enqueue()
-        self._await()
-        for step, out in enumerate(self._outs if self.spec.chain else self._outs[:1]):
-            exact = exact_product(self._operands._replace(a_scale=self._scale(step)))
-            wrong = Expected.of(exact).wrong(out).sum().item()
-            assert wrong == 0, f"{wrong} of {out.numel()} elements are off in call {step}"
-        bits = self._outs.view(torch.int16)
-        self._expected = (bits if self.spec.chain else bits[0]).clone()
-        self._enqueue()
-        self._await()
-        assert self.differing() == 0, f"{self.differing()} of {REPEATS} results differ from those of the first time"
-        if graph and on_gpu(self._device):
-            self._capture()
-
-    def _await(self) -> None:
-        watch = Watch(self._device)
-        watch.add(self.spec)
-        watch.drain()
-
-    def differing(self) -> int:
-        """How many calls had other bits. Waits for what has been enqueued on the current stream."""
-        return int(self._differing.item())
-
-    def repeat(self) -> None:
-        """REPEATS calls on the current stream, then their comparison."""
-        if self._graph is None:
-            self._enqueue()
-        else:
-            self._graph.replay()
-        self.calls += REPEATS
-
-    def _enqueue(self) -> None:
-        self._outs.fill_(float("nan"))
-        options = {"config": self.spec.config, "num_sms": self.spec.num_sms}
-        options |= {"pdl": self.spec.pdl, "constant_weights": self.spec.constant_weights}
-        for step, out in enumerate(self._outs):
-            fp8_gemm(*self._operands._replace(a_scale=self._scale(step)), out, **options)
-        if self._expected is not None:
-            self._differing += (self._outs.view(torch.int16) != self._expected).flatten(1).any(1).sum()
-
-    def _scale(self, step: int) -> torch.Tensor:
-        """Of `a`, for one call. The upper half of an FP32 number is a BF16 number, so a pair of results reads as a
-        number like its second."""
-        scale = self._operands.a_scale
-        if step == 0 or not self.spec.chain:
-            return scale
-        return self._outs[step - 1].view(torch.float32)[:, : scale.shape[1]]
-
-    def _normalize(self) -> None:
-        """Sizes neither grow nor shrink along the chain."""
-        ones = self._operands._replace(a_scale=torch.ones_like(self._operands.a_scale))
-        growth = fp8_gemm(*ones, config=self.spec.config).float().square().mean().sqrt()
-        self._operands.b_scale.div_(growth)
-
-    def _capture(self) -> None:
-        """As deep_tile.timing.capture does, for the same reason; by one thread's rules, since others may be at work."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            self._enqueue()
-            self._graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._enqueue()
-            finally:
-                self._graph.capture_end()
-        stream.synchronize()
 
 
 # Noise: what else the GPU does. Each burst is enqueued on the current stream, by a thread of its own.
@@ -421,7 +341,7 @@ class Threads:
         watch, done = Watch(self._device), job.calls
         while time.monotonic() < end and job.calls - done < calls and not self._stop.is_set():
             job.repeat()
-            watch.add(job.spec)
+            watch.add(job)
             watch.drain(_UNDER_WAY)
         watch.drain()
 
@@ -445,8 +365,9 @@ class Stress:
         self._device, self.find = arguments.device, report.find
         self.random = Random(arguments.seed)
         self.num_sms = sms_of(self._device)
-        self._sizes = arguments.sizes
-        self._pool = OperandPool(self._sizes.side, self._sizes.k, self._device, arguments.seed % 2**31)
+        self._sizes, seed = arguments.sizes, arguments.seed % 2**31
+        self._pool = OperandPool(self._sizes.side, self._sizes.k, self._device, seed)
+        self._values, self._codes = fuzz_kinds.Values(self._device, seed), fuzz_groups.Pool(self._device, seed)
         self.noises = make_noises(self._device)
         self.calls: Counter[str] = Counter()
         self.differing: Counter[str] = Counter()
@@ -454,30 +375,58 @@ class Stress:
         self.families: Counter[str] = Counter()
 
     def load(self, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
-        """Those that can be loaded; the others are findings."""
+        """Those that can be loaded; the others are findings, but for random ones that are refused as they may be."""
         failures = load_kernels(configs, self._device)
-        for name, text in failures.items():
-            self.find("not compiled", config=name, error=text[-600:])
+        for config in configs:
+            text = failures.get(config.name)
+            if text is not None and not fuzz_kinds.may_be_refused(config, text):
+                self.find("not compiled", config=config.name, error=text[-600:])
         return [config for config in configs if config.name not in failures]
 
-    def job(self, spec: Spec, *, graph: bool) -> Job | None:
+    def job(self, drawn: Drawn, *, graph: bool) -> Job | None:
         """A product made ready, or None, and a finding, if it is wrong without any noise."""
         arm_backstop()
-        job = Job(spec, self._pool, self.random, self._device)
         try:
+            job = self._make(drawn)
             job.prepare(graph=graph)
         except AssertionError as error:
-            self.find("wrong when quiet", product=str(spec), error=str(error))
+            self.find("wrong when quiet", product=str(drawn), error=str(error))
         except (TypeError, ValueError) as error:
-            self.find("refused", product=str(spec), error=str(error))
+            self.find("refused", product=str(drawn), error=str(error))
         else:
             return job
         return None
 
-    def specs(self, configs: Sequence[GemmConfig]) -> Iterator[Spec]:
-        """Without end, of all configs in turn."""
+    def _make(self, drawn: Drawn) -> Job:
+        if isinstance(drawn, Spec):
+            return GemmJob(drawn, self._pool, self.random, self._device)
+        if isinstance(drawn, fuzz_groups.Draw):
+            return GroupJob(drawn, self._codes, self._device)
+        return KindJob(drawn, self._values, self._device)
+
+    def draws(self, configs: dict[str, Sequence[GemmConfig]]) -> Iterator[Drawn]:
+        """Without end, of all `PRODUCTS` that there are configs of, and of each one's in turn."""
+        ways = {"fp8": self._specs, "groups": self._groups, "kinds": self._kinds}
+        sources = [ways[what](own) for what, own in configs.items() if own]
+        for source in cycle(sources):
+            yield next(source)
+
+    def _specs(self, configs: Sequence[GemmConfig]) -> Iterator[Spec]:
         for config in cycle(configs):
             yield draw_spec(self.random, config, self.num_sms, self._sizes)
+
+    def _groups(self, configs: Sequence[GemmConfig]) -> Iterator[fuzz_groups.Draw]:
+        names = {config.name for config in configs}
+        for number in count():
+            drawn = draw_groups(self.random, number, self.num_sms)
+            if drawn.config in names:
+                yield drawn
+
+    def _kinds(self, configs: Sequence[GemmConfig]) -> Iterator[fuzz_kinds.Draw]:
+        side, k, out = self._sizes
+        limits = Limits(*map(min, USUAL, (side, side, k, out)))
+        for config in cycle(configs):
+            yield draw_kind(self.random, config, self.num_sms, limits)
 
     def run(self, scenario: Scenario) -> None:
         """Run a scenario and count what it did."""
@@ -489,13 +438,13 @@ class Stress:
         for job, (calls, differing) in zip(scenario.jobs, before, strict=True):
             calls, differing = job.calls - calls, job.differing() - differing
             self.calls[scenario.name] += calls
-            self.configs.add(job.spec.config.name)
-            self.families[family(job.spec.config)] += calls
+            self.configs.add(job.config.name)
+            self.families[family_of(job.config)] += calls
             if differing:
                 self.differing[scenario.name] += differing
                 noises = [noise.name for noise in scenario.noises]
                 self.find(
-                    "wrong", scenario=scenario.name, product=str(job.spec), calls=calls, wrong=differing, beside=noises
+                    "wrong", scenario=scenario.name, product=str(job), calls=calls, wrong=differing, beside=noises
                 )
 
 
@@ -510,12 +459,23 @@ def run_cases(stress: Stress, seconds: float, calls: int = sys.maxsize) -> None:
             stress.run(Scenario(name, [job], noises, seconds / len(jobs), ceil_div(calls, len(jobs))))
 
 
-def run_chance(stress: Stress, configs: Sequence[GemmConfig], seconds: float) -> None:
+def chance_configs(stress: Stress, products: Sequence[str], number: int) -> dict[str, Sequence[GemmConfig]]:
+    """Kernels of each of `products`: of `fp8_gemm` so many, of kinds half of that, of groups all."""
+    random, families = stress.random, len(FAMILIES) + 1
+    ways = {
+        "fp8": lambda: stress_configs(random, number, stress.num_sms),
+        "groups": lambda: list(fuzz_groups.CONFIGS.values()),
+        "kinds": lambda: fuzz_kinds.draw_kernels(random, max(2, number // (2 * families)), stress.num_sms),
+    }
+    return {what: ways[what]() for what in PRODUCTS if what in products}
+
+
+def run_chance(stress: Stress, configs: dict[str, Sequence[GemmConfig]], seconds: float) -> None:
     """Scenarios drawn until time is over."""
-    random, specs = stress.random, stress.specs(configs)
+    random, draws = stress.random, stress.draws(configs)
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
-        drawn = [stress.job(next(specs), graph=random.random() < 0.4) for _ in range(random.randint(2, 4))]
+        drawn = [stress.job(next(draws), graph=random.random() < 0.4) for _ in range(random.randint(2, 4))]
         noises = random.sample(list(stress.noises.values()), random.randint(1, len(stress.noises)))
         jobs = list(filter(None, drawn))
         stress.run(Scenario("of chance", jobs, noises, min(_SCENARIO_SECONDS, left)))
@@ -562,11 +522,12 @@ def run(arguments: argparse.Namespace, report: Report) -> Stress:
         if arguments.split_only:
             run_all_splits(stress, arguments)
         else:
-            share = min(_CASE_SECONDS, arguments.seconds / (2 * len(CASES)))
-            run_cases(stress, share)
-            configs = stress_configs(stress.random, arguments.configs, stress.num_sms)
-            configs = stress.load(configs)
-            run_chance(stress, configs, arguments.seconds - len(CASES) * share)
+            share = min(_CASE_SECONDS, arguments.seconds / (2 * len(CASES))) if "fp8" in arguments.products else 0
+            if share:
+                run_cases(stress, share)
+            configs = chance_configs(stress, arguments.products, arguments.configs)
+            loaded = {what: stress.load(own) for what, own in configs.items()}
+            run_chance(stress, loaded, arguments.seconds - len(CASES) * share)
     except Hang as hang:
         report.find("hang", work=str(hang), seconds=HANG_SECONDS)
     except RuntimeError as error:  # the context is lost
@@ -578,7 +539,9 @@ def run(arguments: argparse.Namespace, report: Report) -> Stress:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0], seconds=300)
-    options.add_argument("--configs", type=int, default=160, help="how many, default ones included")
+    options.add_argument("--configs", type=int, default=160, help="of fp8_gemm, default ones included; of kinds half")
+    text = "which products to repeat by chance (default: all)"
+    options.add_argument("--products", nargs="+", choices=PRODUCTS, default=PRODUCTS, help=text)
     options.add_argument("--split-only", action="store_true", help="only configs that split K")
     options.add_argument("--calls", type=int, default=50_000, help="of each config, with --split-only")
     options.add_argument("--only", default="", help="a part of the configs' names, with --split-only")

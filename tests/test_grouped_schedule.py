@@ -1,6 +1,8 @@
 """The scheduler of grouped products, run on a CPU: its text, compiled as C++ with host_warp.h.
 
-Every row of every group is in one tile of each column, of the right `b`, whatever the bounds are.
+Every row of every group is in one tile of each column, of the right `b`, whatever the bounds are. Tiles of groups along
+K, those of clusters among them, are those of the model in protocol.py, whose tests show that they cover each gradient
+once.
 """
 
 import ctypes
@@ -10,13 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from protocol import Launch
 
 from deep_tile import codegen, params
 from deep_tile.config import ceil_div
+from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import group_rows
 from deep_tile.select.defaults import deepest_config
 
 SCALARS = ("group", "a", "scale", "b", "out", "end", "column")
+K_SCALARS = ("row", "column", "out", "end", "first_step", "steps")
 PROGRAM = """
 #include "host_warp.h"
 {struct}
@@ -27,12 +32,12 @@ constexpr deep_tile::GemmConfig config = {config};
 extern "C" void run(const GemmParams* params, unsigned blocks, int* tiles) {{
     for (unsigned block = 0; block < blocks; ++block) {{
         HostWarp::run(block, blocks, [&] {{
-            deep_tile::GroupScheduler<config> scheduler(*params);
+            deep_tile::{scheduler}<config> scheduler(*params);
             const int count = scheduler.count();
             const bool writes = threadIdx.x == 0;
             if (writes) *tiles++ = count;
             for (auto tile = scheduler.first(); tile.valid; tile = scheduler.next()) {{
-                const int scalars[] = {{tile.group, tile.a, tile.scale, tile.b, tile.out, tile.end, tile.column}};
+                const int scalars[] = {{{scalars}}};
                 for (int scalar : scalars) {{
                     if (writes) *tiles++ = scalar;
                 }}
@@ -42,6 +47,8 @@ extern "C" void run(const GemmParams* params, unsigned blocks, int* tiles) {{
     }}
 }}
 """
+
+CLUSTER_RANK = 'asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));'
 
 CONFIGS = [deepest_config(64, 128, grouping="offs"), deepest_config(128, 192, grouping="counts")]
 
@@ -59,11 +66,16 @@ def walk(tmp_path_factory):
         argument = params.GEMM.pack(
             **dict.fromkeys(integers(), 0) | minima() | numbers | {"bounds": 0 if bounds is None else bounds.data_ptr()}
         )
-        found = torch.full((tiles * len(SCALARS) + 2 * blocks + 1,), -7, dtype=torch.int32)
+        scalars = scalars_of(config)
+        found = torch.full((tiles * len(scalars) + 2 * blocks + 1,), -7, dtype=torch.int32)
         libraries[config].run(argument, blocks, ctypes.c_void_p(found.data_ptr()))
-        return by_block(found.tolist(), blocks)
+        return by_block(found.tolist(), blocks, scalars)
 
     return run
+
+
+def scalars_of(config):
+    return K_SCALARS if config.by_k else SCALARS
 
 
 def integers():
@@ -74,14 +86,14 @@ def minima():
     return {field.name: field.least for field in params.GEMM.fields if field.least}
 
 
-def by_block(numbers, blocks):
+def by_block(numbers, blocks, scalars):
     found, at = [], 0
     for _ in range(blocks):
         count, at = numbers[at], at + 1
         tiles = []
         while numbers[at] != -1:
-            tiles.append(dict(zip(SCALARS, numbers[at : at + len(SCALARS)], strict=True)))
-            at += len(SCALARS)
+            tiles.append(dict(zip(scalars, numbers[at : at + len(scalars)], strict=True)))
+            at += len(scalars)
         at += 1
         found.append((count, tiles))
     assert numbers[at] == -7
@@ -90,9 +102,13 @@ def by_block(numbers, blocks):
 
 def compile_for_host(config, directory):
     source, library = directory / f"{config.name}.cpp", directory / f"{config.name}.so"
-    source.write_text(
-        PROGRAM.format(struct=params.GEMM.text, headers=codegen._headers("grouped.cuh"), config=codegen._fields(config))
-    )
+    headers = codegen._headers("grouped.cuh")
+    assert headers.count(CLUSTER_RANK) == 1
+    headers = headers.replace(CLUSTER_RANK, f"rank = blockIdx.x % {config.cluster};")
+    text = {"struct": params.GEMM.text, "headers": headers, "config": codegen._fields(config)}
+    scalars = ", ".join(f"tile.{name}" for name in scalars_of(config))
+    scheduler = "KGroupScheduler" if config.by_k else "GroupScheduler"
+    source.write_text(PROGRAM.format(scheduler=scheduler, scalars=scalars, **text))
     command = ["c++", "-std=c++20", "-O1", "-pthread", "-shared", "-fPIC", "-w"]
     subprocess.run([*command, f"-I{Path(__file__).parent}", str(source), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
@@ -165,3 +181,51 @@ def test_bounds_that_lie(walk, ends, alignment):
 
 def test_more_blocks_than_tiles(walk):
     check(walk, CONFIGS[0], 100, 64, 3, torch.tensor([0, 1, 1], dtype=torch.int32), blocks=9)
+
+
+GRADIENTS = {"kind": "fp8_1x128", "output": "fp32", "grouping": "k_offs"}
+ALONG_K = [
+    deepest_config(128, 128, **GRADIENTS),
+    deepest_config(64, 128, accumulate=True, **GRADIENTS),
+    deepest_config(128, 192, cluster_m=2, **GRADIENTS),
+    deepest_config(128, 128, cluster_n=2, accumulate=True, **GRADIENTS),
+]
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, *ALONG_K], ids=lambda config: config.name)
+def test_the_models_tiles_are_the_kernels(walk, config):
+    """Those of protocol.py, block by block."""
+    generator = torch.Generator().manual_seed(3)
+    alignment = 128 if config.by_k else 1
+    for groups, blocks in ((1, 2), (6, 4), (40, 14), (3, 264)):
+        m, n, k = (int(torch.randint(1, 1500, (), generator=generator)) for _ in range(3))
+        bounds = random_ends(groups, k if config.by_k else m, generator)
+        if config.by_counts:
+            bounds = (torch.rand(groups, generator=generator) * m).int()
+        ranges = group_rows(
+            "offs" if config.by_k else config.grouping, bounds, groups, k if config.by_k else m, alignment
+        )
+        strides = {"a_group_rows": m, "out_group_rows": m} if config.by_counts or config.by_k else {}
+        if config.by_counts:
+            ranges = [(group * m + begin, group * m + end) for group, (begin, end) in enumerate(ranges)]
+        launch = Launch(config, GemmProblem(m, n, k, blocks, groups=Groups(config.grouping, groups, 1)), ranges)
+        blocks = launch.clusters * config.cluster
+        modelled = [launch.block(block // config.cluster, block % config.cluster).tiles for block in range(blocks)]
+        numbers = {"m": m, "n": n, "k": k, "groups": groups, "alignment": alignment} | strides
+        raster = launch.raster_rows.bit_length() - 1
+        tiles = sum(map(len, modelled))
+        found = walk(config, blocks, tiles, bounds, raster_rows_log2=raster, b_group_rows=n, **numbers)
+        assert [count for count, _ in found] == list(map(len, modelled))
+        for tile, of_kernel in zip(sum(modelled, []), (tile for _, tiles in found for tile in tiles), strict=True):
+            assert of_kernel == wanted_of(launch, tile)
+
+
+def wanted_of(launch, tile):
+    """What the kernel's tile holds where the model has this one."""
+    if launch.config.by_k:
+        steps, begin = launch.steps(tile), tile.group * launch.m
+        where = {"row": tile.m, "column": tile.n, "out": begin + tile.m, "end": begin + launch.m}
+        return where | {"first_step": steps.start, "steps": len(steps)}
+    begin = tile.group * launch.m if launch.config.by_counts else 0
+    where = dict.fromkeys(("a", "out"), tile.m) | {"scale": tile.m - begin, "end": launch.row_end(tile)}
+    return where | {"group": tile.group, "b": tile.group * launch.n + tile.n, "column": tile.n}

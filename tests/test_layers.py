@@ -59,7 +59,8 @@ MAY_IMPORT = {
     "compat": {"api", "config", "dense", "grouped", "quantize", "reference", "tensors", "transposed"},
     "torch_compat": {"api", "config", "dense", "finishes", "grouped", "tensors"},
     "method": SIZES | {"select"},
-    "tools": CALL | {"packaged", "", "api", "cast", "codegen", "method", "params", "quantize", "sass"},
+    "tools": CALL
+    | {"packaged", "", "api", "cast", "codegen", "grouped", "method", "params", "quantize", "sass", "wgrad"},
     "": set(),
     "__main__": {"tools"},
 }
@@ -94,6 +95,7 @@ WITH_TORCH = {
     "tools.energy",
     "tools.measure",
     "tools.timing",
+    "tools.trials",
     "tools.tune",
 }
 """Import torch when they are imported. Whoever imports one of them waits a second for torch."""

@@ -10,10 +10,10 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cache
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,16 +36,19 @@ from machine import (
     Join,
     Operation,
     Process,
+    Reach,
     Sync,
+    Use,
     Wait,
 )
 from orders import explore, prove, walk
 from protocol import CLUSTER_BARRIER, Block, Launch, together
-from sanitize import CASES, Case
+from sanitize import CASES, GROUPS, Case
 
 from deep_tile.config import PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig, round_up
-from deep_tile.problem import GemmProblem
+from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.defaults import default_configs
+from deep_tile.select.groups import grouped_configs
 from deep_tile.walls import stages_max
 
 HEADERS = Path(__file__).parent.parent / "include" / "deep_tile"
@@ -53,6 +56,32 @@ HEADERS = Path(__file__).parent.parent / "include" / "deep_tile"
 
 def launch(case: Case, **options: bool | int) -> Launch:
     return Launch(case.config, GemmProblem(case.m, case.n, case.k, case.num_sms), **options)
+
+
+def of_rows(
+    config: GemmConfig, sizes: Sequence[int], n: int, k: int, num_sms: int, launch: type[Launch] = Launch, **options
+) -> Launch:
+    """Groups of so many rows, one after the other, or with rows of their own."""
+    room, ends = max(sizes) + 3, list(accumulate(sizes))
+    ranges = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    if config.by_counts:
+        ranges = [(group * room, group * room + size) for group, size in enumerate(sizes)]
+    groups = Groups(config.grouping, len(sizes), 1)
+    problem = GemmProblem(room if config.by_counts else ends[-1] + 5, n, k, num_sms, groups=groups)
+    return launch(config, problem, ranges, **options)
+
+
+def along_k(
+    config: GemmConfig, lengths: Sequence[int], m: int, n: int, num_sms: int, launch: type[Launch] = Launch, **options
+) -> Launch:
+    """Groups of so much of K, which begin at whole K blocks."""
+    begins = list(accumulate((round_up(length, 128) for length in lengths), initial=0))
+    ranges = [(begin, begin + length) for begin, length in zip(begins, lengths, strict=False)]
+    problem = GemmProblem(m, n, max(1, begins[-1]), num_sms, groups=Groups("k_offs", len(lengths), 1))
+    return launch(config, problem, ranges, **options)
+
+
+GRADIENTS = {"kind": "fp8_1x128", "output": "fp32", "grouping": "k_offs"}
 
 
 def runs_k(config: GemmConfig) -> int:
@@ -92,12 +121,31 @@ FAMILIES = {
 }
 """A product of each kind of kernel that is small enough for all of its states to be visited."""
 
+GROUP_FAMILIES = {
+    "groups of rows": of_rows(GemmConfig(64, 16, 2, grouping="offs"), (3, 0, 70), 16, 256, 1),
+    "rows of their own": of_rows(GemmConfig(64, 16, 2, grouping="counts", tma_store=False), (70, 3), 16, 256, 1),
+    "rows, two warpgroups": of_rows(GemmConfig(128, 64, 2, grouping="offs"), (5, 100), 64, 128, 1),
+    "rows, no tiles": of_rows(GemmConfig(64, 16, 2, grouping="offs"), (0, 0), 16, 256, 1),
+    "along K": along_k(GemmConfig(64, 16, 2, **GRADIENTS), (128, 0, 300), 64, 16, 1),
+    "along K, two warpgroups": along_k(GemmConfig(128, 64, 2, **GRADIENTS), (200, 0), 128, 64, 1),
+    "along K, added": along_k(GemmConfig(64, 16, 2, **GRADIENTS, accumulate=True), (0, 128, 0, 300), 50, 16, 1),
+    "along K, clusters, no K": along_k(GemmConfig(64, 16, 2, 2, 1, **GRADIENTS), (0,), 64, 16, 2),
+}
+"""The same with groups: odd numbers of tiles in clusters, groups that are empty, blocks without tiles."""
+
 
 @pytest.mark.parametrize("case", FAMILIES.values(), ids=FAMILIES)
 def test_every_state_of_small_products(case):
     for bulk_scales in (True, False) if case.config.bulk_scales else (False,):
         machine = launch(case, bulk_scales=bulk_scales).machine(0, together)
         assert prove(machine) < explore(machine, limit=300_000)
+
+
+@pytest.mark.parametrize("launched", GROUP_FAMILIES.values(), ids=GROUP_FAMILIES)
+def test_every_state_of_small_groups(launched):
+    launched.check_tiles()
+    machine = launched.machine(0, together)
+    assert prove(machine) < explore(machine, limit=300_000)
 
 
 @pytest.mark.parametrize("case", FAMILIES.values(), ids=FAMILIES)
@@ -123,8 +171,25 @@ def test_orders_at_random_of_the_sanitizers_products(case):
     assert {walk(machine, seed) for seed in range(3)} == {prove(machine)}
 
 
+def grouped_launches(config: GemmConfig, warps: int) -> Iterator[Launch]:
+    """Few blocks with many tiles, then more blocks than tiles; odd numbers of tiles in clusters, empty groups, groups
+    that end anywhere in a tile, little K and more than the stages hold."""
+    block_m, block_n, much = config.block_m, config.block_n, config.block_k * (config.stages + 2) - 17
+    n = (config.cluster_n + 1) * block_n - 3
+    for num_sms, k in ((2 * config.cluster, much), (50 * config.cluster, 5)):
+        options = {"bulk_scales": k == much, "warps": warps}
+        if config.by_k:
+            m = (config.cluster_m + 1) * block_m - 5
+            yield along_k(config, (k, 0, 128, 0, 300, 0), m, n, num_sms, **options)
+        else:
+            yield of_rows(config, (0, block_m + 1, 5, 0, 2 * block_m + block_m // 4 + 3, 0), n, k, num_sms, **options)
+
+
 def launches(config: GemmConfig, warps: int) -> Iterator[Launch]:
     """A product of little and one of much K: several tiles for each block, the last of which overhang the matrix."""
+    if config.is_grouped:
+        yield from grouped_launches(config, warps)
+        return
     m, n = (config.cluster_m + 1) * config.block_m - 5, (config.cluster_n + 1) * config.block_n - 3
     num_sms = config.cluster
     little, much = 5, config.block_k * (config.stages + 2) - 17
@@ -147,6 +212,29 @@ def test_every_order_of_every_default_config(tma_store):
     for config in default_configs(tma_store):
         for launched in launches(config, warps=1 if tma_store else 4):
             assert check(launched) > 30, config.name
+
+
+@pytest.mark.parametrize("tma_store", [True, False])
+@pytest.mark.parametrize(
+    ("layout", "accumulate"), [("offs", False), ("counts", False), ("k_offs", False), ("k_offs", True)]
+)
+def test_every_order_of_every_grouped_config(layout, accumulate, tma_store):
+    for config in grouped_configs(layout, tma_store, accumulate):
+        for launched in launches(config, warps=1 if tma_store else 4):
+            assert check(launched) > 30, config.name
+
+
+@pytest.mark.parametrize("layout", ["offs", "counts"])
+def test_every_order_of_the_sanitizers_groups(layout):
+    for tma_store in (True, False):
+        for config in grouped_configs(layout, tma_store):
+            assert check(of_rows(config, GROUPS, 264 if tma_store else 261, 400, 3)) > 50
+
+
+def test_orders_at_random_of_groups():
+    for config in (*grouped_configs("offs"), *grouped_configs("k_offs")):
+        machine = next(launches(config, warps=1)).machine(0)
+        assert {walk(machine, seed) for seed in range(2)} == {prove(machine)}
 
 
 def test_tiles_of_all_blocks_cover_the_matrix_once():
@@ -173,6 +261,9 @@ def legal_configs() -> list[GemmConfig]:
         *({"scale_blocks": scale_blocks} for scale_blocks in (1, 2, 4)),
         *({"b_stages": b_stages} for b_stages in (2, 3, 4, 5, 6, 8)),
         {"pairs": True},
+        {"grouping": "offs"},
+        {"grouping": "offs", "scale_blocks": 2},
+        GRADIENTS,
     ]
     grid = product((64, 128, 256), range(16, 257, 16), clusters, options, range(1, 11), (True, False))
     found = []
@@ -256,6 +347,14 @@ def released_before(group: str, barrier: str) -> Callable[[list[Operation]], lis
     return change
 
 
+def given_back_unread(operations: list[Operation]) -> list[Operation]:
+    """Of a store warp: rows in which a group ends are read when the box has been given back."""
+    uses = [o for o in operations if isinstance(o, Use)]
+    changed = [o for o in operations if not isinstance(o, Use)]
+    last = [i for i, o in enumerate(changed) if is_at(o, Reach, "boxes empty")][-1]
+    return [*changed[: last + 1], *uses[:1], *changed[last + 1 :]]
+
+
 class WithoutOverhang(Launch):
     """A block leaves out tiles that lie beyond the matrix, though its peer awaits its half of what they share."""
 
@@ -263,6 +362,32 @@ class WithoutOverhang(Launch):
         block = super().block(cluster, rank)
         block.tiles = [tile for tile in block.tiles if tile.m < self.m and tile.n < self.n]
         return block
+
+
+def with_math_warps_of(block: Block, other: Block) -> Block:
+    """A block whose math warps walk the tiles of another."""
+    of_other = {process.name: process for process in other.processes()}
+    own = [of_other[process.name] if "math" in process.name else process for process in block.processes()]
+    block.processes = lambda: own
+    return block
+
+
+class WithOtherBounds(Launch):
+    """Somebody has written the bounds of groups after the producers have read them, and before the math warps do."""
+
+    def block(self, cluster: int, rank: int) -> Block:
+        (begin, end), *others = self.ranges
+        written = Launch(self.config, self.problem, [(begin, end + self.config.block_m), *others])
+        return with_math_warps_of(super().block(cluster, rank), written.block(cluster, rank))
+
+
+class WithoutZeros(Launch):
+    """Producers have no K block for a group without K, and math warps multiply one, of zeros."""
+
+    def block(self, cluster: int, rank: int) -> Block:
+        block = super().block(cluster, rank)
+        block.tiles = [tile for tile in block.tiles if self.has_k(tile)]
+        return with_math_warps_of(block, super().block(cluster, rank))
 
 
 class WithoutLastTile(Launch):
@@ -284,6 +409,7 @@ DECODE = Case(GemmConfig(64, 16, 2), 64, 16, 384, 1)
 TWO_TILES = Case(GemmConfig(64, 16, 2), 64, 32, 128, 1)
 PAIR = Case(GemmConfig(128, 64, 2), 128, 128, 384, 1)
 MULTICAST = Case(GemmConfig(64, 16, 2, 2, 1), 128, 16, 384, 2)
+ROWS = GemmConfig(64, 16, 2, grouping="offs")
 SPLIT = Case(GemmConfig(64, 32, 2, split_k=2), 64, 64, 256, 2)
 
 FAULTS = {
@@ -363,6 +489,25 @@ FAULTS = {
         ARRIVALS,
         launch(Case(GemmConfig(64, 16, 4, b_stages=2), 64, 32, 256, 1)),
         in_program("operands", without(lambda o: is_at(o, Wait, "column empty"))),
+    ),
+    "an odd tile count of a group in clusters, nobody for the overhang": Seeded(
+        BYTES, along_k(GemmConfig(64, 16, 2, 2, 1, **GRADIENTS), (384,), 150, 16, 2, launch=WithoutOverhang)
+    ),
+    "bounds of groups written while a product runs": Seeded(
+        DEADLOCK, of_rows(ROWS, (64,), 16, 256, 1, launch=WithOtherBounds)
+    ),
+    "bytes announced of rows beyond a group": Seeded(
+        BYTES,
+        of_rows(ROWS, (20,), 16, 384, 1),
+        in_program("operands", once(Arrive, "full", expected_bytes=2048)),
+    ),
+    "a box given back before the last rows of a group have been read": Seeded(
+        OVERWRITTEN,
+        of_rows(GemmConfig(128, 64, 2, grouping="offs"), (5, 100), 64, 128, 1),
+        in_program("stores", given_back_unread),
+    ),
+    "a group without K for which nobody loads": Seeded(
+        DEADLOCK, along_k(GemmConfig(64, 16, 2, **GRADIENTS), (128, 0), 64, 16, 1, launch=WithoutZeros)
     ),
 }
 
@@ -485,10 +630,16 @@ SYNCHRONIZING_CALLS = {
 }
 """Places in the kernel's headers that call what the model has as an operation.
 
+<<<<<<< HEAD
+The model is of FP8 products with scales of blocks. The other WGMMAs are those of accumulate.cuh, which gives a stage
+back when all but the latest group have ended, as the model's loops do. A tensor load of each sort brings boxes of
+operands that lie along their rows: more of them, which the same arrival announces.
+=======
 The model is of FP8 products without groups. The second tensor load is that of a group's quarters of a box, the third
 and the second with multicast are those of operands that lie along their rows, and the second bulk load is that of a
 scale for each column: the same arrival announces all of them. The other WGMMAs are those of accumulate.cuh, which gives
 a stage back when all but the latest group have ended, as the model's loops do.
+>>>>>>> main
 """
 
 

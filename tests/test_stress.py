@@ -4,20 +4,28 @@ import contextlib
 import json
 import re
 import threading
+from collections.abc import Iterator
+from itertools import count
 from random import Random
 
 import campaign
+import fuzz_groups
+import fuzz_kinds
+import jobs
 import pytest
 import stress
 import torch
 from campaign import CLEAN, FAILED, HANG, WRONG, OperandPool
-from strategies import draw_configs, family
-from stress import CASES, REPEATS, Job, Sizes, Spec, config_named, draw_spec, split_specs
+from jobs import REPEATS, GemmJob, GroupJob, KindJob, Spec
+from strategies import USUAL, Limits, draw_configs, family
+from stress import CASES, Sizes, config_named, draw_groups, draw_kind, draw_spec, split_specs
 
 from deep_tile import jit, plan
 from deep_tile.config import ceil_div
+from deep_tile.kinds import KINDS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import default_configs
+from deep_tile.select.groups import all_grouped_configs
 from deep_tile.select.schedule import cluster_slots, cluster_tiles, grid_size
 
 NUM_SMS = 132
@@ -73,6 +81,34 @@ def test_families_come_first():
     assert len(configs) == len(set(configs)) == 400
 
 
+@pytest.fixture(scope="module")
+def kernels():
+    return fuzz_kinds.draw_kernels(Random(5), 32, NUM_SMS)
+
+
+def test_drawn_products_of_kinds_are_legal(kernels):
+    random = Random(2)
+    drawn = [draw_kind(random, config, NUM_SMS, USUAL) for config in kernels * 5]
+    assert {(draw.config.kind, draw.config.by_k) for draw in drawn} == {
+        *((kind, False) for kind in KINDS),
+        ("fp8_1x128", True),
+    }
+    for draw in drawn:
+        use = draw.use
+        assert draw.config.cluster <= use.num_sms <= NUM_SMS and use.config is draw.config
+        assert use.pdl or not use.constant_weights
+    assert {draw.use.pdl for draw in drawn} == {True, False} and {NUM_SMS} < {draw.use.num_sms for draw in drawn}
+
+
+def test_drawn_groups_are_of_every_kernel():
+    random = Random(3)
+    drawn = [draw_groups(random, number, NUM_SMS) for number in range(300)]
+    assert {draw.config for draw in drawn} == {config.name for config in all_grouped_configs()}
+    assert all(draw.num_sms is None or 1 <= draw.num_sms < NUM_SMS for draw in drawn)
+    assert {None, 1} < {draw.num_sms for draw in drawn}
+    assert all(fuzz_groups.living_rows(draw) for draw in drawn)
+
+
 def test_cases_are_those_in_which_split_k_was_wrong():
     shapes = {(spec.config.name, spec.m, spec.n, spec.k) for specs in CASES.values() for spec in specs}
     assert shapes == {
@@ -111,7 +147,7 @@ def pool() -> OperandPool:
 @pytest.fixture
 def damage(monkeypatch):
     """Have products damaged by change(out, number), which counts from when this is called."""
-    right = stress.fp8_gemm
+    right = jobs.fp8_gemm
 
     def install(change):
         lock, count = threading.Lock(), iter(range(10**9))
@@ -123,7 +159,7 @@ def damage(monkeypatch):
             change(out, number)
             return out
 
-        monkeypatch.setattr(stress, "fp8_gemm", multiply)
+        monkeypatch.setattr(jobs, "fp8_gemm", multiply)
 
     return install
 
@@ -132,7 +168,7 @@ def damage(monkeypatch):
     "spec", [SPEC, CHAIN, SPEC._replace(n=23, config=config_named("64x64x256_s6_k2_any"))], ids=str
 )
 def test_calls_that_differ_are_counted(spec, pool, damage):
-    job = Job(spec, pool, Random(1), "cpu")
+    job = GemmJob(spec, pool, Random(1), "cpu")
     job.prepare(graph=False)
     job.repeat()
     assert (job.calls, job.differing()) == (REPEATS, 0)
@@ -145,10 +181,11 @@ def test_calls_that_differ_are_counted(spec, pool, damage):
 
 
 def test_a_chain_hands_results_on(pool):
-    job = Job(CHAIN, pool, Random(1), "cpu")
+    job = GemmJob(CHAIN, pool, Random(1), "cpu")
     job.prepare(graph=False)
-    assert len({tuple(out.flatten().tolist()) for out in job._outs}) == REPEATS
-    assert job._outs.isfinite().all() and (job._outs != 0).any(2).all()
+    outs = torch.stack(list(job.outs))
+    assert len({tuple(out.flatten().tolist()) for out in outs}) == REPEATS
+    assert outs.isfinite().all() and (outs != 0).any(2).all()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +199,83 @@ def test_a_chain_hands_results_on(pool):
 def test_what_is_wrong_on_a_quiet_gpu_is_no_yardstick(change, message, pool, damage):
     damage(change)
     with pytest.raises(AssertionError, match=message):
-        Job(SPEC, pool, Random(1), "cpu").prepare(graph=False)
+        GemmJob(SPEC, pool, Random(1), "cpu").prepare(graph=False)
+
+
+@pytest.fixture(scope="module")
+def values() -> fuzz_kinds.Values:
+    return fuzz_kinds.Values("cpu", 1)
+
+
+@pytest.fixture(scope="module")
+def codes() -> fuzz_groups.Pool:
+    return fuzz_groups.Pool("cpu", 1)
+
+
+def other_jobs(kernels, values, codes) -> Iterator[jobs.Job]:
+    """One of each kind, one whose sums are added to `out`, one of groups of gradients, and groups of rows of each
+    layout."""
+    random, limits = Random(4), Limits(m=60, n=80, k=300, out=1 << 12)
+    configs = {(c.kind, c.by_k): c for c in kernels} | {"added": next(c for c in kernels if c.accumulate)}
+    for config in configs.values():
+        yield KindJob(draw_kind(random, config, NUM_SMS, limits), values, "cpu")
+    drawn = (draw_groups(random, number, NUM_SMS) for number in count())
+    small = (d for d in drawn if d.groups <= 16 and d.total * d.n * d.k < 1 << 22)
+    for layout in ("offs", "counts"):
+        yield GroupJob(next(d for d in small if d.layout == layout), codes, "cpu")
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """Have calls of other products followed by change(out)."""
+    right = {module: module.multiply for module in (fuzz_kinds, fuzz_groups)}
+
+    def install(change):
+        for module in right:
+
+            def multiply(inputs, drawn, out, module=module):
+                right[module](inputs, drawn, out)
+                change(out)
+
+            monkeypatch.setattr(module, "multiply", multiply)
+
+    return install
+
+
+def flip(x: torch.Tensor) -> None:
+    """Another number in place of its first one, by one bit."""
+    first = x[(slice(0, 1),) * x.dim()]
+    words = first.view({2: torch.int16, 4: torch.int32}[x.element_size()])
+    words ^= 1
+
+
+def test_other_products_that_differ_are_counted(kernels, values, codes, spoil):
+    seen = []
+    for job in other_jobs(kernels, values, codes):
+        job.prepare(graph=False)
+        job.repeat()
+        assert (job.calls, job.differing()) == (REPEATS, 0), str(job)
+        part = job.written(job.outs[3])[0]
+        spoil(lambda out, job=job: flip(job.written(out)[0]) if out.data_ptr() == job.outs[3].data_ptr() else None)
+        job.repeat()
+        assert (job.calls, job.differing()) == (2 * REPEATS, 1) and part.isfinite().all(), str(job)
+        spoil(lambda out: None)
+        seen.append(stress.family_of(job.config).split(":")[0])
+    assert len(seen) == len(KINDS) + 4 and {"k_offs", "offs", "counts", *KINDS} - {"fp8"} <= set(seen)
+
+
+def test_other_products_that_are_wrong_when_quiet_are_no_yardstick(kernels, values, codes, spoil):
+    for job in other_jobs(kernels, values, codes):
+        spoil(lambda out, job=job: job.written(out)[0].fill_(float("inf")))
+        with pytest.raises(AssertionError, match="are off"):
+            job.prepare(graph=False)
+
+
+def test_writes_beside_other_products_are_found(kernels, values, codes, spoil):
+    for job in other_jobs(kernels, values, codes):
+        spoil(lambda out: out.as_strided((1,), (1,), out.storage_offset() - 1).zero_())
+        with pytest.raises(AssertionError, match="1 elements are written that are not the product's"):
+            job.prepare(graph=False)
 
 
 # Runs.
@@ -174,11 +287,14 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(stress, "Sizes", lambda: SMALL)
     monkeypatch.setattr(stress, "CASES", {"a case": [SPEC, CHAIN]})
     monkeypatch.setattr(stress, "_SCENARIO_SECONDS", 0.2)
+    monkeypatch.setattr(fuzz_kinds, "MOST_ELEMENTS", 1 << 18)
+    for name, most in (("GROUPS", (1, 3, 8)), ("MOST_ROWS", 100), ("MOST_WEIGHTS", 1 << 18)):
+        monkeypatch.setattr(fuzz_groups, name, most)
 
     def start(*arguments: str) -> tuple[int, dict]:
         path = tmp_path / "report.json"
         defaults = ["--device", "cpu", "--seed", "9", "--configs", "70", "--seconds", "1", "--out", str(path)]
-        status = stress.main([*defaults, *arguments])
+        status = stress.main([*defaults, "--products", "fp8", *arguments])
         return status, json.loads(path.read_text())
 
     return start
@@ -191,6 +307,23 @@ def test_a_clean_run_counts_what_it_did(run):
     calls = [scenario["calls"] for scenario in report["scenarios"].values()]
     assert all(calls) and report["products"] == sum(calls) == sum(report["families"].values())
     assert report["configs"] >= 3
+
+
+def test_groups_and_kinds_alone(run):
+    status, report = run("--products", "groups", "kinds", "--seconds", "3")
+    assert (status, report["ok"], set(report["scenarios"])) == (CLEAN, True, {"of chance"})
+    assert report["products"] == sum(report["families"].values()) > 0
+    assert any(":" in name for name in report["families"])
+
+
+def test_products_of_all_sorts_take_turns(monkeypatch, run):
+    sorts = []
+    monkeypatch.setattr(stress.Stress, "job", lambda self, drawn, graph: sorts.append(type(drawn)))
+    monkeypatch.setattr(stress.Stress, "run", lambda self, scenario: sorts.append(None))
+    monkeypatch.setattr(stress, "run_cases", lambda *arguments: None)
+    run("--products", "fp8", "groups", "kinds")
+    drawn = [sort for sort in sorts if sort]
+    assert drawn[:6] == [Spec, fuzz_groups.Draw, fuzz_kinds.Draw] * 2 and len(drawn) > 100
 
 
 def test_products_that_differ_beside_noise_are_found(run, damage):
@@ -243,7 +376,7 @@ def test_what_a_thread_meets_ends_the_run(error, status, kind, run, monkeypatch,
         raise error
 
     monkeypatch.setattr(campaign.os, "_exit", leave)
-    monkeypatch.setattr(stress.Job, "repeat", meet)
+    monkeypatch.setattr(jobs.Job, "repeat", meet)
     with pytest.raises(Left, match=f"^{status}$"):
         run()
     report = json.loads((tmp_path / "report.json").read_text())
@@ -302,7 +435,7 @@ class PretendedSpin(stress.Memory):
 def pretended_gpu(monkeypatch) -> list[str]:
     """Tensors are on the CPU."""
     log: list[str] = []
-    for module in (stress, campaign):
+    for module in (stress, jobs, campaign):
         monkeypatch.setattr(module, "on_gpu", lambda device: True)
     monkeypatch.setattr(campaign, "_machine", dict)
     monkeypatch.setattr(campaign, "missing_hopper", lambda: None)
@@ -333,7 +466,7 @@ def test_graphs_are_captured_and_replayed(run, pretended_gpu):
 
 
 def test_a_job_that_is_a_graph_is_replayed(pool, pretended_gpu):
-    job = Job(SPEC, pool, Random(1), "cpu")
+    job = GemmJob(SPEC, pool, Random(1), "cpu")
     job.prepare(graph=True)
     for _ in range(3):
         job.repeat()

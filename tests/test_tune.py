@@ -10,14 +10,25 @@ import torch
 import deep_tile
 from deep_tile import plan, settings
 from deep_tile.config import GemmConfig
-from deep_tile.problem import GemmProblem
+from deep_tile.problem import GemmProblem, Groups
+from deep_tile.reference import MAX_RELATIVE_ERROR
 from deep_tile.select import cost, tuned
-from deep_tile.select.choose import candidates, measured_choice, tuned_choice
+from deep_tile.select.choose import (
+    bucket_key,
+    candidates,
+    group_bucket,
+    grouped_candidates,
+    measured_choice,
+    tuned_choice,
+)
 from deep_tile.select.defaults import default_configs
-from deep_tile.tools import cli, timing, tune
+from deep_tile.select.groups import grouped_configs
+from deep_tile.tools import cli, timing, trials, tune
 
 PROBLEM = GemmProblem(128, 7168, 2048)
 KEY = "128x7168x2048"
+GROUPED = GemmProblem(8 * 512, 4096, 7168, groups=Groups("offs", 8, 512))
+GROUPED_KEY = "offs_8x512x4096x7168"
 GPU = "NVIDIA H200"
 
 
@@ -83,6 +94,71 @@ def test_split_k_is_not_forced_on_a_batch_invariant_call(forgetful):
     forgetful()
     assert plan.config_for(PROBLEM) == config
     assert plan.config_for(PROBLEM._replace(split_k=False)).split_k == 1
+
+
+def another_grouped_config(problem=GROUPED):
+    return grouped_candidates(problem)[2][1]
+
+
+def test_choice_of_groups_holds_for_their_bucket(forgetful):
+    config, mean = another_grouped_config(), GROUPED.groups._replace
+    others = [
+        *(GROUPED._replace(groups=mean(expected_rows=rows)) for rows in (384, 513)),
+        *(GROUPED._replace(m=count * 512, groups=mean(count=count)) for count in (7, 9)),
+        *(GROUPED._replace(groups=mean(layout="counts")), GROUPED._replace(n=4088), GROUPED._replace(num_sms=131)),
+        GROUPED._replace(m=4 * 512),  # of which not all groups can have rows
+    ]
+    before = [plan.config_for(problem) for problem in others]
+    assert config not in before
+    tuned.store(GPU, 132, {GROUPED_KEY: tuned.Choice(config, 1.0)})
+    forgetful()
+    assert [plan.config_for(problem) for problem in others] == before
+    for rows in (385, 450, 512):
+        assert plan.config_for(GROUPED._replace(m=8 * rows, groups=mean(expected_rows=rows))) == config
+    assert plan.config_for(GROUPED._replace(groups=mean(count=300))) == config  # as many can have rows
+    elsewhere = plan.config_for(GROUPED._replace(tma_store=False))
+    assert elsewhere in grouped_configs("offs", tma_store=False)
+    assert (elsewhere.block_m, elsewhere.block_n) == (config.block_m, config.block_n)
+    explained = deep_tile.explain_groups(8, 512, 4096, 7168)
+    assert explained["config"] == config.name and "was measured fastest here" in explained["why"]
+    assert deep_tile.explain_groups(8, 512, 4096, 7168, hardware="H20")["config"] != config.name
+
+
+def test_clusters_along_k_are_not_forced_on_few_sms_or_any_store(forgetful):
+    added = {"kind": "fp8_1x128", "output": "fp32", "accumulate": True}
+    problem = GemmProblem(4096, 7168, 8 * 512, groups=Groups("k_offs", 8, 512), **added)
+    alone = plan.config_for(problem._replace(tma_store=False))
+    config = next(config for _, config in grouped_candidates(problem)[1:] if config.cluster > 1)
+    key = bucket_key(group_bucket(problem))
+    assert key == "k_offs_8x512x4096x7168_fp8_1x128_fp32_add"
+    for num_sms in (132, 1):
+        tuned.store(GPU, num_sms, {key: tuned.Choice(config, 1.0)})
+        forgetful()
+        chosen = plan.config_for(problem._replace(num_sms=num_sms))
+        assert chosen == config if num_sms == 132 else chosen.cluster == 1
+        if num_sms == 132:
+            assert plan.config_for(problem._replace(tma_store=False)) == alone
+            assert not plan.config_for(problem._replace(accumulate=False)).accumulate
+
+
+def test_what_is_no_kernel_of_groups_is_not_taken(forgetful):
+    before = plan.config_for(GROUPED)
+    tuned.store(GPU, 132, {GROUPED_KEY: tuned.Choice(GemmConfig(256, 64, 4), 1.0)})
+    forgetful()
+    assert plan.config_for(GROUPED) == before
+
+
+def test_buckets_of_rows():
+    def end(rows):
+        return group_bucket(GROUPED._replace(m=8 * rows, groups=Groups("offs", 8, rows))).groups.expected_rows
+
+    ends = [end(rows) for rows in range(1, 3000)]
+    assert sorted(set(ends)) == [
+        *(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256),
+        *sorted(set(ends))[16:],
+    ]
+    assert ends == sorted(ends) and all(rows <= most < 1.5 * rows + 1 for rows, most in enumerate(ends, start=1))
+    assert [end(most) for most in ends] == ends
 
 
 def test_own_results_come_before_the_shipped_ones(forgetful):
@@ -185,6 +261,94 @@ def test_search_space_begins_with_the_present_choice():
         assert all(cost.estimate(config, problem).time_us <= limit_us for config in narrow[1:])
 
 
+@pytest.mark.parametrize("layout", ["offs", "counts", "k_offs"])
+def test_search_space_of_groups_is_every_config(monkeypatch, layout):
+    monkeypatch.setattr(tune, "_properties", properties_of(132))
+    problem = tune._group_bucket(layout, 8, 100, 4096, 7168)
+    assert problem.groups == Groups(layout, 8, 128)
+    found = tune.search_space(problem, wide=False)
+    assert found[0] == plan.config_for(problem)
+    assert sorted(c.name for c in found) == sorted(c.name for c in grouped_configs(layout, True, layout == "k_offs"))
+    tuned.store(GPU, 132, {bucket_key(problem): tuned.Choice(found[-1], 1.0)})
+    assert tune.search_space(problem, wide=False)[0] == found[-1] == plan.config_for(problem)
+
+
+def properties_of(num_sms):
+    class Properties:
+        name, multi_processor_count = GPU, num_sms
+
+    return Properties
+
+
+@pytest.mark.parametrize(("n", "k"), [(0, 128), (128, 2**31)])
+def test_refuses_groups_that_cannot_be_multiplied(monkeypatch, n, k):
+    monkeypatch.setattr(tune, "_properties", properties_of(132))
+    with pytest.raises(ValueError, match=f"8 groups of 100 rows, n = {n}, k = {k}: "):
+        tune._group_bucket("offs", 8, 100, n, k)
+
+
+LITTLE = {
+    "none": GemmProblem(17, 133, 272),
+    "offs": GemmProblem(5 * 30, 133, 272, groups=Groups("offs", 5, 30)),
+    "counts": GemmProblem(40, 133, 272, groups=Groups("counts", 5, 30)),
+    "k_offs": GemmProblem(
+        *(133, 72, 5 * 300), kind="fp8_1x128", output="fp32", accumulate=True, groups=Groups("k_offs", 5, 300)
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LITTLE)
+def test_trials_notice_what_is_wrong_or_missing(layout):
+    trial = trials.trial_of(LITTLE[layout], "cpu")
+    out = trial.multiply(None)
+    assert trial.error() <= MAX_RELATIVE_ERROR
+    trial.spoil()
+    assert not trial.error() <= MAX_RELATIVE_ERROR
+    assert trial.multiply(None) is out and trial.error() <= MAX_RELATIVE_ERROR
+    out[-1, : 7 if layout != "counts" else 1] *= 1.5
+    assert trial.error() > MAX_RELATIVE_ERROR
+
+
+def test_rows_of_a_trial_are_spread_around_their_mean():
+    for count, rows in ((1, 100), (2, 7), (8, 512), (256, 20), (64, 1)):
+        sizes = trials.sizes_of(GROUPED._replace(groups=Groups("offs", count, rows)))
+        assert len(sizes) == count and sum(sizes) == pytest.approx(count * rows, rel=0.02)
+        assert sizes == trials.sizes_of(GROUPED._replace(groups=Groups("offs", count, rows)))
+        assert min(sizes) >= 0.7 * rows - 0.5 and max(sizes) <= 1.3 * rows + 0.5
+    assert trials.sizes_of(GROUPED) != sorted(trials.sizes_of(GROUPED))
+
+
+@pytest.mark.parametrize("layout", LITTLE)
+def test_a_search_keeps_the_fastest_that_is_right(monkeypatch, layout):
+    """With made-up times, on the CPU: the fastest of all is wrong, the second writes nothing."""
+    problem = LITTLE[layout]
+    configs = tune.search_space(problem, wide=False)[:5]
+    wrong, idle = configs[3], configs[1]
+    times = dict(zip(configs, (10.0, 2.0, 8.0, 1.0, 9.0), strict=False))
+
+    class Graph:
+        def __init__(self, call):
+            self.replay = call
+
+    def trial_of(problem):
+        trial = trials.trial_of(problem, "cpu")
+
+        def multiply(config):
+            return trial.spoil() if config == idle else trial.multiply(None).mul_(1.01 if config == wrong else 1)
+
+        return trial._replace(multiply=multiply)
+
+    monkeypatch.setattr(tune, "capture", Graph)
+    monkeypatch.setattr(tune, "trial_of", trial_of)
+    monkeypatch.setattr(
+        tune, "time_to_choose", lambda graphs, repeats, flush: {config: times[config] for config in graphs}
+    )
+    result = tune._tune_bucket(problem, configs, repeats=3, flush=None)
+    assert set(result.wrong) == {wrong, idle} and result.tried == 3
+    assert result.choice == tuned.Choice(configs[2], 8.0)
+    assert (result.before, result.before_us) == (configs[0], 10.0)
+
+
 def test_variants_differ_in_their_rings_only():
     config = GemmConfig(128, 128, 5)
     found = tune.variants(config)
@@ -208,6 +372,13 @@ def test_present_choice_stays_unless_clearly_beaten():
         (["7168", "2048", "--m", "8,-1"], "'-1' is not a positive integer"),
         (["--shapes", "/nowhere"], "'/nowhere' cannot be read"),
         (["7168", "2048", "--repeats", "1"], "give 2 or more"),
+        (["7168", "2048", "--groups", "8"], "give --groups G, --rows R of each, in the mean, and N, K"),
+        (["7168", "2048", "--rows", "8"], "give --groups G"),
+        (["7168", "2048", "--grouping", "counts"], "give --groups G"),
+        (["7168", "--groups", "8", "--rows", "8"], "and N, K of their weights"),
+        (["7168", "2048", "--groups", "8", "--rows", "8,0"], "'0' is not a positive integer"),
+        (["7168", "2048", "--groups", "8", "--rows", "8", "--wide"], "--m, --shapes and --wide are not for groups"),
+        (["7168", "2048", "--groups", "8", "--rows", "8", "--m", "8"], "--m, --shapes and --wide are not for groups"),
     ],
 )
 def test_bad_arguments(capsys, arguments, message):
@@ -231,14 +402,11 @@ def test_command_keeps_what_it_finds(monkeypatch, capsys, tmp_path):
         before, best = plan.config_for(PROBLEM), another_config()
         return [tune.Tuned(PROBLEM, tuned.Choice(best, 10.0), before, 12.0, 7, {before: 0.5})]
 
-    class Properties:
-        name, multi_processor_count = GPU, 132
-
     file = tmp_path / "shapes.txt"
     file.write_text("# a comment\n\n8x7168x2048 # decode\n4096x576x7168\n")
     monkeypatch.setattr(cli.deep_tile, "is_available", lambda: (True, ""), raising=False)
     monkeypatch.setattr(tune, "tune", search)
-    monkeypatch.setattr(tune, "_properties", Properties)
+    monkeypatch.setattr(tune, "_properties", properties_of(132))
     expected = another_config()
     assert cli.main(["tune", "576", "7168", "--m", "1,2", "--shapes", str(file), "--wide"]) == 1
     assert asked == [([(1, 576, 7168), (2, 576, 7168), (8, 7168, 2048), (4096, 576, 7168)], True, 20)]
@@ -246,6 +414,41 @@ def test_command_keeps_what_it_finds(monkeypatch, capsys, tmp_path):
     assert expected.name in printed.out and "20.0%" in printed.out and "NVIDIA_H200.json" in printed.out
     assert "relative error 5.00e-01; left out" in printed.err
     assert plan.config_for(PROBLEM) == expected
+
+
+@pytest.mark.parametrize("layout", ["offs", "k_offs"])
+def test_command_keeps_what_it_finds_of_groups(monkeypatch, capsys, layout):
+    asked = []
+
+    def search(layout, count, rows, n, k, *, repeats, track):
+        asked.append((layout, count, rows, n, k, repeats))
+        problems = [tune._group_bucket(layout, count, mean, n, k) for mean in rows]
+        found = [(problem, plan.config_for(problem), another_grouped_config(problem)) for problem in problems]
+        return [tune.Tuned(p, tuned.Choice(best, 10.0), before, 12.0, 6, {before: 0.5}) for p, before, best in found]
+
+    monkeypatch.setattr(cli.deep_tile, "is_available", lambda: (True, ""), raising=False)
+    monkeypatch.setattr(tune, "tune_groups", search)
+    monkeypatch.setattr(tune, "_properties", properties_of(132))
+    arguments = [
+        "4096",
+        "7168",
+        "--groups",
+        "8",
+        "--rows",
+        "60,512",
+        *(["--grouping", layout] if layout != "offs" else []),
+    ]
+    expected = [another_grouped_config(tune._group_bucket(layout, 8, rows, 4096, 7168)) for rows in (60, 512)]
+    assert cli.main(["tune", *arguments, "--repeats", "5"]) == 1
+    assert asked == [(layout, 8, [60, 512], 4096, 7168, 5)]
+    printed = capsys.readouterr()
+    rows = [line.split() for line in printed.out.splitlines() if line.split()[:1] in [[c.name] for c in expected]]
+    assert [row[1:7] for row in rows] == [
+        ["8", "64", "4096", "7168", "10.0", f"{2 * 8 * 64 * 4096 * 7168 / 10 / 1e6:.0f}"],
+        ["8", "512", "4096", "7168", "10.0", f"{2 * 8 * 512 * 4096 * 7168 / 10 / 1e6:.0f}"],
+    ]
+    assert f"at {layout}_8x64x4096x7168" in printed.err and "relative error 5.00e-01; left out" in printed.err
+    assert [plan.config_for(tune._group_bucket(layout, 8, rows, 4096, 7168)) for rows in (60, 512)] == expected
 
 
 @pytest.mark.gpu
@@ -256,6 +459,18 @@ def test_search_on_the_gpu(wide):
     assert [result.problem[:3] for result in results] == [(128, 576, 512), (16, 133, 272)]
     for result in results:
         assert result.tried == len(tune.search_space(result.problem, wide)) and not result.wrong
+        assert 0 < result.choice.us <= result.before_us
+    tune.store(results)
+    assert [plan.config_for(result.problem) for result in results] == [result.choice.config for result in results]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["offs", "counts", "k_offs"])
+def test_search_of_groups_on_the_gpu(layout):
+    results = tune.tune_groups(layout, 5, [20, 30, 200], 576, 512, repeats=3, track=lambda items, *_: items)
+    assert [result.problem.groups for result in results] == [Groups(layout, 5, rows) for rows in (24, 32, 256)]
+    for result in results:
+        assert result.tried == len(grouped_configs(layout, True, layout == "k_offs")) and not result.wrong
         assert 0 < result.choice.us <= result.before_us
     tune.store(results)
     assert [plan.config_for(result.problem) for result in results] == [result.choice.config for result in results]
@@ -295,13 +510,13 @@ def test_large_products_are_judged_alone(monkeypatch):
 @pytest.mark.gpu
 def test_wrong_results_are_left_out(monkeypatch):
     victim = tune.search_space(tune._bucket(128, 576, 512), wide=False)[0]
-    multiply = tune.fp8_gemm
+    multiply = trials.fp8_gemm
 
     def spoiled(*operands, config):
         result = multiply(*operands, config=config)
         return result.mul_(1.01) if config == victim else result
 
-    monkeypatch.setattr(tune, "fp8_gemm", spoiled)
+    monkeypatch.setattr(trials, "fp8_gemm", spoiled)
     (result,) = tune.tune([(128, 576, 512)], wide=False, repeats=3, track=lambda items, *_: items)
     assert list(result.wrong) == [victim] and result.choice.config != victim
     assert result.before_us != result.before_us

@@ -13,6 +13,7 @@ from deep_tile.kinds import GROUPINGS
 from deep_tile.method.report import table
 from deep_tile.method.roofline import fitting
 from deep_tile.problem import GemmProblem, Groups
+from deep_tile.select import tuned
 from deep_tile.select.choose import grouped_candidates
 from deep_tile.select.hardware import Hardware, for_device
 from deep_tile.walls import product_flops
@@ -48,13 +49,13 @@ def derivation(
         raise ValueError(f"num_sms is {num_sms}; {gpu.name} has {gpu.num_sms}")
     if grouping not in _LAYOUTS:
         raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(_LAYOUTS)}")
-    problem = _problem(Groups(grouping, groups, rows), n, k, num_sms)
-    ranked = fitting(grouped_candidates(problem, gpu), problem.kind, gpu)
+    problem = grouped_problem(Groups(grouping, groups, rows), n, k, num_sms)
+    ranked = fitting(grouped_candidates(problem, gpu, tuned.configs(num_sms)), problem.kind, gpu)
     return Derivation(problem, gpu, [(us, config) for us, config, _ in ranked])
 
 
-def _problem(groups: Groups, n: int, k: int, num_sms: int) -> GemmProblem:
-    """Of weights [n, k]: their products with rows, or, along K, their gradients."""
+def grouped_problem(groups: Groups, n: int, k: int, num_sms: int) -> GemmProblem:
+    """Of weights [n, k]: their products with rows, or, along K, their gradients, which are added to what there is."""
     every = groups.count * groups.expected_rows
     if groups.layout == "k_offs":
         added = {"kind": "fp8_1x128", "output": "fp32", "accumulate": True}
@@ -151,10 +152,10 @@ def why(derived: Derivation) -> str:
     """What the first of the candidates has over the second."""
     (us, best), *others = derived.candidates
     rows = derived.problem.groups.expected_rows
-    text = (
-        f"{best.name} has the shortest predicted time: {us:.1f} us, with {_what(best)} of {tile_rows(rows, best)} rows "
-        f"for a group of {rows}."
-    )
+    tiles = f"{us:.1f} us, with {_what(best)} of {tile_rows(rows, best)} rows for a group of {rows}"
+    if us > min((other_us for other_us, _ in others), default=us):
+        return f"{best.name} was measured fastest here, though others are predicted faster: {tiles}."
+    text = f"{best.name} has the shortest predicted time: {tiles}."
     if not others:
         return text
     next_us, following = others[0]
@@ -169,7 +170,7 @@ def show(derived: Derivation, console: Console) -> None:
     """Print the derivation."""
     problem = derived.problem
     groups, gpu = problem.groups, derived.hardware
-    n, k = (problem.m, problem.n) if groups.layout == "k_offs" else (problem.n, problem.k)
+    n, k = problem.weight
     title = f"{groups.count} groups of {groups.expected_rows} rows, n = {n}, k = {k}"
     console.print(f"{title} in fp8 on {problem.num_sms} SMs of {gpu.name}", style="bold")
     console.print(f"Rows by {groups.layout}; those of groups are taken to be spread around the mean.", "")

@@ -25,7 +25,7 @@ _K_TILES = ((64, 128), (128, 128), (128, 192), (128, 256), (256, 128))
 """(block_m, block_n) for groups along K; those of two math warpgroups are built alone and, where
 TMA stores, as clusters of two: math warps that store themselves hold tiles' places in registers, too."""
 
-_SPREAD = (0.7, 1.0, 1.3)
+SPREAD = (0.7, 1.0, 1.3)
 """Rows of groups over their mean."""
 
 _OVERLAP = 2
@@ -71,7 +71,7 @@ def all_grouped_configs() -> tuple[GemmConfig, ...]:
 
 def expected_tiles(rows: int, block_m: int) -> float:
     """Rows of tiles of a group that has `rows` in the mean."""
-    return sum(ceil_div(max(1, round(rows * spread)), block_m) for spread in _SPREAD) / len(_SPREAD)
+    return sum(ceil_div(max(1, round(rows * spread)), block_m) for spread in SPREAD) / len(SPREAD)
 
 
 def active_groups(problem: GemmProblem) -> float:
@@ -122,8 +122,11 @@ def _bytes(problem: GemmProblem) -> float:
     return weights + rows * (problem.k * problem.product.a.bytes + problem.n * problem.out.bytes)
 
 
-def ranked(problem: GemmProblem, hardware: Hardware = H200) -> list[tuple[float, GemmConfig]]:
-    """Every config that the SMs allow with its predicted time, the fastest first."""
+def ranked(
+    problem: GemmProblem, hardware: Hardware = H200, own: GemmConfig | None = None
+) -> list[tuple[float, GemmConfig]]:
+    """Every config that the SMs allow with its predicted time: `own` if it is one of them, then the fastest."""
     configs = grouped_configs(problem.groups.layout, problem.tma_store, problem.accumulate)
     runnable = (config for config in configs if config.cluster <= problem.num_sms)
-    return sorted(((estimate(config, problem, hardware), config) for config in runnable), key=lambda pair: pair[0])
+    estimated = ((estimate(config, problem, hardware), config) for config in runnable)
+    return sorted(estimated, key=lambda pair: (pair[1] != own, pair[0]))

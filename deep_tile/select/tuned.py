@@ -1,7 +1,7 @@
 """What `tune` found to be fastest, kept from process to process.
 
-Written by tools/tune.py; read by plan.py and method/report.py, which hand it to choose.py: no torch, no CUDA. A file
-holds the choices of one model of GPU, by bucket:
+Written by tools/tune.py; read by plan.py and method/, which hand it to choose.py: no torch, no CUDA. A file holds the
+choices of one model of GPU, by `choose.bucket_key`:
 `{"gpu": ..., "num_sms": ..., "choices": {"MxNxK": {"us": ..., "config": {fields of GemmConfig}}}}`. Invariant: it is
 read once per process, and one that cannot be used costs a warning, never an error: the selector does without.
 """
@@ -36,7 +36,7 @@ def configs(num_sms: int) -> Mapping[str, GemmConfig]:
 
 
 def choices(num_sms: int) -> Mapping[str, Choice]:
-    """Tuned choices by "MxNxK" of a bucket, for products on `num_sms` SMs: all of the GPU that was tuned on."""
+    """Tuned choices by `choose.bucket_key`, for products on `num_sms` SMs: all of the GPU that was tuned on."""
     return _all_choices().get(num_sms, {})
 
 

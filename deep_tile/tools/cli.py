@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from rich.table import Table
 import deep_tile
 from deep_tile.kinds import ACTIVATIONS, BIASES, GROUPINGS, KINDS, OUTPUTS
 from deep_tile.method import groups, report
+from deep_tile.select.choose import bucket_key
 from deep_tile.select.hardware import DTYPE_BYTES, H200
 from deep_tile.tools import kernel_classes
 from deep_tile.tools.arguments import FIRST_CANDIDATES, add_all, add_hardware, hardware_of, positive
@@ -113,19 +115,21 @@ def _explain_groups(options: argparse.Namespace) -> int:
 
 
 def tune(options: argparse.Namespace) -> int:
-    shapes = _shapes_to_tune(options)
+    of_groups = (options.groups, options.rows, options.grouping) != (None, None, None)
+    asked = _groups_to_tune(options) if of_groups else _shapes_to_tune(options)
     available, reason = deep_tile.is_available()
     if not available:
         raise RuntimeError(f"tune times kernels, so it needs a Hopper GPU: {reason}")
     from deep_tile.tools import tune as search
 
-    results = search.tune(shapes, wide=options.wide, repeats=options.repeats, track=track_progress)
+    how = {"repeats": options.repeats, "track": track_progress}
+    results = search.tune_groups(*asked, **how) if of_groups else search.tune(asked, wide=options.wide, **how)
     place = search.store(results)
     console = new_console()
     console.print(_tuned_table(results), "", f"Kept in {place}; the selector takes them from there from now on.")
-    wrong = [(result.problem, *found) for result in results for found in result.wrong.items()]
-    for (m, n, k, *_), config, error in wrong:
-        print(f"{PROGRAM}: {config.name} at {m}x{n}x{k}: relative error {error:.2e}; left out", file=sys.stderr)
+    wrong = [(bucket_key(result.problem), *found) for result in results for found in result.wrong.items()]
+    for bucket, config, error in wrong:
+        print(f"{PROGRAM}: {config.name} at {bucket}: relative error {error:.2e}; left out", file=sys.stderr)
     return 1 if wrong else 0
 
 
@@ -136,16 +140,28 @@ def _shapes_to_tune(options: argparse.Namespace) -> list[tuple[int, int, int]]:
         return options.shapes
     if None in weight:
         options.refuse("give N and K of a weight, or --shapes FILE")
-    return [(m, *weight) for m in options.m] + options.shapes
+    return [(m, *weight) for m in options.m or _positives(TOKENS_TO_TUNE)] + options.shapes
+
+
+def _groups_to_tune(options: argparse.Namespace) -> tuple[str, int, list[int], int, int]:
+    """Layout, how many groups, rows of each of every product, n and k."""
+    asked = options.grouping or _GROUPINGS[0], options.groups, options.rows, options.n, options.k
+    if None in asked:
+        options.refuse("give --groups G, --rows R of each, in the mean, and N, K of their weights")
+    if options.m or options.shapes or options.wide:
+        options.refuse("--m, --shapes and --wide are not for groups")
+    return asked
 
 
 def _tuned_table(results: Sequence[Tuned]) -> Table:
-    columns = ("m up to", "n", "k", "us", "TFLOPS", "chosen before", "us", "gain", "tried")
-    table = report.table("config", *columns)
-    for (m, n, k, *_), (config, us), before, before_us, tried, _ in results:
+    sizes = ("m up to", "n", "k") if results[0].problem.groups is None else ("groups", "rows up to", "n", "k")
+    table = report.table("config", *sizes, "us", "TFLOPS", "chosen before", "us", "gain", "tried")
+    for problem, (config, us), before, before_us, tried, _ in results:
         was = "the same" if config == before else before.name
-        numbers = f"{us:.1f}", tflops_text(m, n, k, us), was, f"{before_us:.1f}", f"{before_us / us - 1:.1%}"
-        table.add_row(config.name, str(m), str(n), str(k), *numbers, str(tried))
+        many = [problem.m] if problem.groups is None else problem.groups[1:]
+        tflops = tflops_text(prod(many), *problem.weight, us)
+        numbers = f"{us:.1f}", tflops, was, f"{before_us:.1f}", f"{before_us / us - 1:.1%}"
+        table.add_row(config.name, *map(str, (*many, *problem.weight)), *numbers, str(tried))
     return table
 
 
@@ -197,8 +213,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(name, type=positive, metavar=name.upper())
     command.add_argument("--groups", type=positive, metavar="G", help="of a grouped product: how many groups")
     command.add_argument("--rows", type=positive, metavar="R", help="of a group, in the mean")
-    text = "how groups lie: one after the other, or with rows of their own; default: %(default)s"
-    command.add_argument("--grouping", choices=_GROUPINGS, default=_GROUPINGS[0], help=text)
+    _add_grouping(command, default=_GROUPINGS[0])
     command.add_argument(
         "--dtype", choices=dict.fromkeys((*DTYPE_BYTES, *KINDS)), default="fp8", help="or kind; default: %(default)s"
     )
@@ -242,10 +257,14 @@ def _parser() -> argparse.ArgumentParser:
     command = add("tune", tune, "time configs on this GPU and keep the fastest for each shape")
     for name, text in (("n", "rows of the weight [N, K]"), ("k", "its columns")):
         command.add_argument(name, type=positive, nargs="?", metavar=name.upper(), help=text)
-    command.add_argument("--m", type=_positives, default=TOKENS_TO_TUNE, metavar="M,M,...", help="default: %(default)s")
+    command.add_argument("--m", type=_positives, metavar="M,M,...", help=f"default: {TOKENS_TO_TUNE}")
     text = "with a line MxNxK for each product"
     command.add_argument("--shapes", type=_shapes_file, default=[], metavar="FILE", help=text)
     command.add_argument("--wide", action="store_true", help="also other numbers of stages and store buffers")
+    command.add_argument("--groups", type=positive, metavar="G", help="of grouped products: how many groups")
+    text = "of a group, in the mean; one product for each"
+    command.add_argument("--rows", type=_positives, metavar="R,R,...", help=text)
+    _add_grouping(command, default=None)
     command.add_argument(
         "--repeats",
         type=_samples,
@@ -256,6 +275,11 @@ def _parser() -> argparse.ArgumentParser:
 
     add("bench", bench, "run benchmarks/bench_gemm.py of a checkout, with its arguments", add_help=False)
     return parser
+
+
+def _add_grouping(command: argparse.ArgumentParser, default: str | None) -> None:
+    text = f"one after the other, with rows of their own, or along K, for gradients; default: {_GROUPINGS[0]}"
+    command.add_argument("--grouping", choices=_GROUPINGS, default=default, help=f"how groups lie: {text}")
 
 
 def _add_num_sms(command: argparse.ArgumentParser) -> None:

@@ -1,7 +1,8 @@
 """The search for the fastest config of given shapes on the GPU at hand: `python -m deep_tile tune`.
 
-Called by cli.py. Compiles the candidates, checks what each of them computes, times them in turns (timing.py), and keeps
-the winners (tuned.py), which the selector then prefers. Invariant: a config whose result was wrong is never kept.
+Called by cli.py. Compiles the candidates, checks what each of them computes (trials.py), times them in turns
+(timing.py), and keeps the winners (tuned.py), which the selector then prefers. Invariant: a config whose result was
+wrong is never kept.
 """
 
 import os
@@ -14,14 +15,22 @@ from typing import NamedTuple
 import torch
 
 from deep_tile import plan
-from deep_tile.api import fp8_gemm, supports
+from deep_tile.api import supports
 from deep_tile.config import GemmConfig, round_up
-from deep_tile.problem import GemmProblem
-from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
-from deep_tile.reference import MAX_RELATIVE_ERROR, fp8_gemm_reference, relative_error
+from deep_tile.method.groups import grouped_problem
+from deep_tile.problem import GemmProblem, Groups
+from deep_tile.reference import MAX_RELATIVE_ERROR
 from deep_tile.select import tuned
-from deep_tile.select.choose import bucket_key, bucketed, candidates, tuned_choice
+from deep_tile.select.choose import (
+    bucket_key,
+    bucketed,
+    candidates,
+    group_bucket,
+    grouped_candidates,
+    tuned_choice,
+)
 from deep_tile.tools.timing import L2Flush, capture, time_to_choose
+from deep_tile.tools.trials import trial_of
 
 PREDICTED_WITHIN = 2.0
 """Configs predicted to take more than this many times the best are not tried."""
@@ -37,7 +46,7 @@ class Tuned(NamedTuple):
     """What became of one bucket.
 
     Attributes:
-        problem: the bucket, with its largest m.
+        problem: the bucket, with its largest m, or with groups its most rows.
         choice: the config to use from now on, and its time.
         before, before_us: what the selector chose so far, and its time; NaN when its result was wrong.
         tried: configs that were timed.
@@ -64,8 +73,29 @@ def tune(shapes: Iterable[tuple[int, int, int]], *, wide: bool, repeats: int, tr
         ValueError: a shape that `fp8_gemm` does not take.
         RuntimeError: no config computed a shape right.
     """
-    problems = list(dict.fromkeys(_bucket(*shape) for shape in shapes))
-    searched = {problem: search_space(problem, wide) for problem in problems}
+    return _search([_bucket(*shape) for shape in shapes], wide, repeats, track)
+
+
+def tune_groups(
+    layout: str, count: int, rows: Iterable[int], n: int, k: int, *, repeats: int, track: Track
+) -> list[Tuned]:
+    """Search the buckets of grouped products on the current device; nothing is stored.
+
+    Args:
+        layout: of the groups, one of `kinds.GROUPINGS` but "none"; of "k_offs" gradients are added to `out`.
+        count, rows: groups, and rows of each in the mean, of every product.
+        n, k: of each group's weight.
+        repeats: samples of each config that may be the fastest.
+
+    Raises:
+        ValueError: sizes that grouped products do not take.
+        RuntimeError: no config computed a product right.
+    """
+    return _search([_group_bucket(layout, count, mean, n, k) for mean in rows], False, repeats, track)
+
+
+def _search(problems: Sequence[GemmProblem], wide: bool, repeats: int, track: Track) -> list[Tuned]:
+    searched = {problem: search_space(problem, wide) for problem in dict.fromkeys(problems)}
     _load(list(dict.fromkeys(config for configs in searched.values() for config in configs)), track)
     flush = L2Flush()
     with torch.cuda.stream(torch.cuda.Stream()):  # graphs cannot be captured on the default stream
@@ -82,8 +112,11 @@ def store(results: Sequence[Tuned]) -> str:
 
 
 def search_space(problem: GemmProblem, wide: bool) -> list[GemmConfig]:
-    """Configs that are worth timing, the selector's choice first."""
-    ranked = candidates(problem, own=tuned_choice(problem, tuned.configs(problem.num_sms)))
+    """Configs that are worth timing, the selector's choice first: with groups all that there are."""
+    found = tuned.configs(problem.num_sms)
+    if problem.groups is not None:
+        return [config for _, config in grouped_candidates(problem, tuned=found)]
+    ranked = candidates(problem, own=tuned_choice(problem, found))
     limit_us = PREDICTED_WITHIN * min(estimate.time_us for estimate, _ in ranked)
     likely = [config for i, (estimate, config) in enumerate(ranked) if i == 0 or estimate.time_us <= limit_us]
     if not wide:
@@ -104,12 +137,22 @@ def variants(config: GemmConfig) -> list[GemmConfig]:
 
 
 def _bucket(m: int, n: int, k: int) -> GemmProblem:
+    _check(f"shape {m}x{n}x{k}", m, n, k)
+    num_sms = _properties().multi_processor_count
+    return bucketed(GemmProblem(m, n, k, num_sms, tma_store=n % 8 == 0))
+
+
+def _group_bucket(layout: str, count: int, rows: int, n: int, k: int) -> GemmProblem:
+    _check(f"{count} groups of {rows} rows, n = {n}, k = {k}", count * rows, n, k)
+    return group_bucket(grouped_problem(Groups(layout, count, rows), n, k, _properties().multi_processor_count))
+
+
+def _check(what: str, m: int, n: int, k: int) -> None:
+    """Raises ValueError for sizes of which there is no product."""
     padded = round_up(k, 16)
     supported, reason = supports(m, n, k, a_stride=padded, b_stride=padded)
     if not supported or not min(m, n, k):
-        raise ValueError(f"shape {m}x{n}x{k}: {reason if not supported else 'sizes must be positive'}")
-    num_sms = _properties().multi_processor_count
-    return bucketed(GemmProblem(m, n, k, num_sms, tma_store=n % 8 == 0))
+        raise ValueError(f"{what}: {reason if not supported else 'sizes must be positive'}")
 
 
 def _properties():
@@ -125,15 +168,13 @@ def _load(configs: Sequence[GemmConfig], track: Track) -> None:
 
 
 def _tune_bucket(problem: GemmProblem, configs: Sequence[GemmConfig], repeats: int, flush: L2Flush) -> Tuned:
-    operands = _operands(problem)
-    expected = fp8_gemm_reference(*operands, torch.float32)
-    out = torch.empty(problem.m, problem.n, dtype=torch.bfloat16, device="cuda")
+    trial = trial_of(problem)
     graphs, wrong = {}, {}
     for config in configs:
-        graph = capture(partial(fp8_gemm, *operands, out, config=config))
-        out.fill_(float("nan"))  # the config before may have left the right result
+        graph = capture(partial(trial.multiply, config))
+        trial.spoil()  # the config before may have left the right result
         graph.replay()
-        error = relative_error(out, expected)
+        error = trial.error()
         if error <= MAX_RELATIVE_ERROR:
             graphs[config] = graph
         else:
@@ -153,15 +194,3 @@ def choose(times_us: dict[GemmConfig, float], before: GemmConfig) -> GemmConfig:
     if before in times_us and times_us[best] > CLEARLY * times_us[before]:
         return before
     return best
-
-
-def _operands(problem: GemmProblem) -> tuple[torch.Tensor, ...]:
-    """a, a_scale, b, b_scale of random normal values, rows at multiples of 16 bytes."""
-    m, n, k = problem.m, problem.n, problem.k
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def cast(rows: int, per_rows: Callable) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randn(rows, k, generator=generator, device="cuda", dtype=torch.bfloat16)
-        return per_rows(x, out=torch.empty(rows, round_up(k, 16), dtype=FP8_DTYPE, device="cuda")[:, :k])
-
-    return *cast(m, per_token_cast_to_fp8), *cast(n, per_block_cast_to_fp8)

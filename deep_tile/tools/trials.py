@@ -1,0 +1,134 @@
+"""What `tune` times: the product of a bucket on random operands, by any config, and how far its result is off.
+
+Called by tune.py. Invariant: what `spoil` leaves is off, so that an earlier result never passes for a later one.
+"""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from deep_tile.api import fp8_gemm
+from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile.grouped import fp8_grouped_gemm
+from deep_tile.problem import GemmProblem
+from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
+from deep_tile.reference import (
+    fp8_gemm_reference,
+    fp8_grouped_gemm_reference,
+    fp8_grouped_wgrad_reference,
+    relative_error,
+)
+from deep_tile.select.groups import SPREAD
+from deep_tile.wgrad import fp8_grouped_wgrad
+
+
+class Trial(NamedTuple):
+    """A product that any config of its bucket can be tried with.
+
+    Attributes:
+        multiply: by this config.
+        spoil: takes an earlier result away.
+        error: of the result, relative; NaN where some of it is missing.
+    """
+
+    multiply: Callable[[GemmConfig], torch.Tensor]
+    spoil: Callable[[], object]
+    error: Callable[[], float]
+
+
+def trial_of(problem: GemmProblem, device: str = "cuda") -> Trial:
+    """Of a bucket, with or without groups."""
+    make = {"none": _dense, "offs": _rows, "counts": _rows, "k_offs": _gradients}[problem.grouping]
+    return make(problem, torch.Generator(device).manual_seed(0))
+
+
+def sizes_of(problem: GemmProblem) -> list[int]:
+    """Rows of each group: evenly spread around their mean, as far as the selector takes them to be, in an order that is
+    always the same."""
+    (least, *_, most), (_, count, rows) = SPREAD, problem.groups
+    shares = [least + (most - least) * (group + 0.5) / count for group in range(count)]
+    random.Random(0).shuffle(shares)
+    return [max(1, round(rows * share)) for share in shares]
+
+
+def _dense(problem: GemmProblem, generator: torch.Generator) -> Trial:
+    m, n, k = problem.m, problem.n, problem.k
+    operands = *_cast_rows(_normal(m, k, generator)), *(x[0] for x in _weights(1, n, k, generator))
+    expected = fp8_gemm_reference(*operands, torch.float32)
+    out = torch.empty(m, n, dtype=torch.bfloat16, device=generator.device)
+    return Trial(
+        lambda config: fp8_gemm(*operands, out, config=config),
+        partial(out.fill_, float("nan")),
+        lambda: relative_error(out, expected),
+    )
+
+
+def _rows(problem: GemmProblem, generator: torch.Generator) -> Trial:
+    """Groups of rows, each of which has a weight."""
+    sizes, by_counts = sizes_of(problem), problem.groups.layout == "counts"
+    rows = len(sizes) * max(sizes) if by_counts else sum(sizes)
+    a, a_scale = _cast_rows(_normal(rows, problem.k, generator))
+    b, b_scale = _weights(len(sizes), problem.n, problem.k, generator)
+    out = torch.empty(rows, problem.n, dtype=torch.bfloat16, device=generator.device)
+    bounds = torch.tensor(sizes if by_counts else list(accumulate(sizes)), dtype=torch.int32, device=generator.device)
+    if by_counts:
+        a, a_scale, out = (x.unflatten(0, (len(sizes), -1)) for x in (a, a_scale, out))
+    expected = torch.empty_like(out, dtype=torch.float32)
+    fp8_grouped_gemm_reference(a, a_scale, b, b_scale, expected, bounds)
+    given = {"counts" if by_counts else "offs": bounds, "out": out}
+    living = torch.arange(a.shape[1], device=a.device) < bounds[:, None] if by_counts else slice(None)
+    return Trial(
+        lambda config: fp8_grouped_gemm(a, a_scale, b, b_scale, **given, config=config),
+        partial(out.fill_, float("nan")),
+        lambda: relative_error(out[living], expected[living]),
+    )
+
+
+def _gradients(problem: GemmProblem, generator: torch.Generator) -> Trial:
+    """Groups of tokens, whose gradients of weights [m, n] are added to what `out` holds."""
+    sizes = sizes_of(problem)
+    begins = list(accumulate((round_up(size, SCALE_BLOCK) for size in sizes), initial=0))
+    ends = [begin + size for begin, size in zip(begins, sizes, strict=False)]
+    tokens = begins[-1]
+    operands = []
+    for rows in (problem.m, problem.n):
+        x = _normal(rows, tokens, generator)
+        for end, begin in zip(ends, begins[1:], strict=True):
+            x[:, end:begin] = 0
+        operands += _cast_rows(x)
+    offs = torch.tensor(ends, dtype=torch.int32, device=generator.device)
+    out = torch.zeros(len(sizes), problem.m, problem.n, device=generator.device)
+    expected = torch.empty_like(out)
+    fp8_grouped_wgrad_reference(*operands, offs, expected, SCALE_BLOCK, accumulate=False)
+    return Trial(
+        lambda config: fp8_grouped_wgrad(*operands, offs, out, config=config),
+        out.zero_,
+        lambda: relative_error(out, expected),
+    )
+
+
+def _normal(rows: int, k: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(rows, k, generator=generator, device=generator.device, dtype=torch.bfloat16)
+
+
+def _cast_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return per_token_cast_to_fp8(x, out=_padded(*x.shape, device=x.device))
+
+
+def _weights(count: int, n: int, k: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """As many as that, and their scales."""
+    b = _padded(count, n, k, device=generator.device)
+    b_scale = torch.empty(count, ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK), device=generator.device)
+    for weight, scale in zip(b, b_scale, strict=True):
+        per_block_cast_to_fp8(_normal(n, k, generator), out=weight, scale_out=scale)
+    return b, b_scale
+
+
+def _padded(*shape: int, device: torch.device) -> torch.Tensor:
+    """FP8 in rows at multiples of 16 bytes."""
+    *rows, k = shape
+    return torch.empty(*rows, round_up(k, 16), dtype=FP8_DTYPE, device=device)[..., :k]
