@@ -332,7 +332,9 @@ def test_overhead_on_the_gpu(tmp_path):
     assert result["host_us"].keys() >= {"deep_tile", bench_overhead.ALLOCATING, bench_overhead.PLAN, "torch_bf16"}
     parts = result["host_parts_us"]
     assert parts["(only call a function)"] < parts["(only read the tensors)"] < parts["fp8_gemm"]
-    assert result["first_calls"]["cold"][0]["config"] == result["first_calls"]["disk"][0]["config"]
+    cold, disk = (result["first_calls"][state] for state in ("cold", "disk"))
+    assert [row["config"] for row in cold] == [row["config"] for row in disk]
+    assert {row["compiled"] for row in cold} == {1} and {row["compiled"] for row in disk} == {0}
 
 
 def test_explain_shows_the_newest_results_of_what_is_chosen():
