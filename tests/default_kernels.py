@@ -15,8 +15,8 @@ from deep_tile.config import GemmConfig
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs, grouped_configs
 
-SHIPPED_CONFIGS = (*default_configs(True), *default_configs(False), *all_grouped_configs())
-"""Those that a wheel brings."""
+FIRST_CONFIGS = (*default_configs(True), *all_grouped_configs())
+"""FP8 products with an `out` that TMA can store to, and of groups."""
 
 KINDS_CONFIGS = (
     *default_configs(True, "bf16"),
@@ -56,7 +56,7 @@ FINISHED_CONFIGS = (
 )
 """With a bias or an activation: some of each kind's tiles with some of both."""
 
-EVERY_CONFIG = (*SHIPPED_CONFIGS, *KINDS_CONFIGS, *FINISHED_CONFIGS)
+EVERY_CONFIG = (*FIRST_CONFIGS, *default_configs(False), *KINDS_CONFIGS, *FINISHED_CONFIGS)
 
 DAY = os.environ.get("DEEP_TILE_TEST_DAY", "all")
 """Whose kernels are tested: a number, today's where conftest.py sets it, or "all" of them."""
@@ -67,8 +67,8 @@ def of_day(configs: Sequence[GemmConfig], days: int, day: str = DAY) -> Sequence
     return configs if day == "all" else configs[int(day) % days :: days]
 
 
-DEFAULT_CONFIGS = (*SHIPPED_CONFIGS, *of_day(EVERY_CONFIG[len(SHIPPED_CONFIGS) :], 4))
-"""The day's: those that a wheel brings always, every other one in four days."""
+DEFAULT_CONFIGS = (*FIRST_CONFIGS, *of_day(EVERY_CONFIG[len(FIRST_CONFIGS) :], 6))
+"""The day's: the first always, every other one in six days."""
 
 SM_REGISTERS = 64 * 1024
 

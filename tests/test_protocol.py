@@ -104,7 +104,7 @@ LARGEST = ("split K", "split K, a part without K", "multicast of b", "multicast 
 def test_every_state_of_small_products(case):
     for bulk_scales in (True, False) if case.config.bulk_scales else (False,):
         machine = launch(case, bulk_scales=bulk_scales).machine(0, together)
-        assert prove(machine) < states(case, machine)
+        assert prove(machine) < states(case, machine, in_runs=False)
 
 
 @pytest.mark.parametrize("case", FAMILIES.values(), ids=FAMILIES)
@@ -115,13 +115,13 @@ def test_every_state_where_scales_are_read_in_runs(case):
     config = replace(config, b_stages=b_stages)
     m, n = (config.block_m, config.block_n) if config.cluster > 1 else (case.m, case.n)
     machine = launch(Case(config, m, n, runs_k(config), case.num_sms), in_runs=True).machine(0, together)
-    assert prove(machine) < states(case, machine)
+    assert prove(machine) < states(case, machine, in_runs=True)
 
 
-def states(case: Case, machine: Machine) -> float:
+def states(case: Case, machine: Machine, in_runs: bool) -> float:
     """How many there are, all of them visited. Of the LARGEST, each has its day (conftest.py); else "very many"."""
-    largest = [FAMILIES[name] for name in LARGEST]
-    if case in largest and case not in of_day(largest, len(largest)):
+    largest = [(FAMILIES[name], either) for name in LARGEST for either in (False, True)]
+    if (case, in_runs) in largest and (case, in_runs) not in of_day(largest, len(largest)):
         return math.inf
     return explore(machine, limit=300_000)
 
