@@ -11,7 +11,7 @@ PACKAGING := build/packaging
 PINNED_NVRTC = $(shell sed -n s/^nvidia-cuda-nvrtc==//p constraints.txt)
 PLATFORM := manylinux_2_28_$(shell uname -m)
 
-.PHONY: demo test test-gpu dist lint clean
+.PHONY: demo test test-kernels test-gpu dist lint clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -19,6 +19,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(RUN) -m pytest --numprocesses auto --dist worksteal
+
+# Every kernel, by every NVRTC that the package is tested with: half an hour of two cores, before a release.
+test-kernels: $(READY)
+	$(RUN) -m pytest tests/test_codegen.py tests/test_compilers.py tests/test_protocol.py --all-kernels --all-compilers
 
 # On a machine with a Hopper GPU, in whichever Python is given, with the packages that it has.
 test-gpu:

@@ -1,9 +1,11 @@
 """What a call costs beside its GPU time: host time when warm, and the first call with an empty and a filled cache.
 
     PYTHONPATH=. python benchmarks/bench_overhead.py --out benchmarks/results/overhead.json
+    PYTHONPATH=. python benchmarks/bench_overhead.py --first-calls
 
 First calls are timed in fresh processes that share one empty cache folder: the first compiles (cold), the second loads
-from disk. Invariant: nothing waits for the GPU inside a timed stretch of host time.
+from disk. Where the package brings kernels (deep_tile/tools/pack.py), a third has these and another empty folder. The
+second command is such a process alone. Invariant: nothing waits for the GPU inside a timed stretch of host time.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from benchmarks import store
 from benchmarks.peers import OURS, PEERS, Call, Inputs
 from benchmarks.shapes import Shape
 from benchmarks.timing import describe_run
-from deep_tile import _launcher, api, launches
+from deep_tile import _launcher, api, jit, launches, packaged
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import choose
 
@@ -118,9 +120,10 @@ def host_parts() -> dict[str, Call]:
 
 
 def first_calls() -> list[dict[str, Any]]:
-    """Milliseconds of the first and the second call of each config, GPU time included, in this process.
+    """Milliseconds of the first and the second call of each config, GPU time included, and the kernels that the first
+    one compiles, in this process.
 
-    The very first call also imports the compiler's bindings and loads the launcher.
+    The very first call also lists the configs there are, and imports the compiler's bindings if it compiles.
     """
     num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     by_config = {}
@@ -128,9 +131,9 @@ def first_calls() -> list[dict[str, Any]]:
         by_config.setdefault(choose(GemmProblem(*shape, num_sms=num_sms)).name, shape)
     rows = []
     for config, shape in by_config.items():
-        call = OURS.prepare(Inputs(shape))
-        row = {"config": config, "shape": str(shape), "first_ms": _elapsed_ms(call), "second_ms": _elapsed_ms(call)}
-        rows.append(row)
+        call, before = OURS.prepare(Inputs(shape)), jit.compilations()
+        times = {"first_ms": _elapsed_ms(call), "second_ms": _elapsed_ms(call)}
+        rows.append({"config": config, "shape": str(shape), **times, "compiled": jit.compilations() - before})
     return rows
 
 
@@ -142,9 +145,10 @@ def _elapsed_ms(call: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def first_calls_in_fresh_process(cache: str) -> list[dict[str, Any]]:
+def first_calls_in_fresh_process(cache: str, packaged_kernels: bool) -> list[dict[str, Any]]:
     modules = os.pathsep.join(filter(None, sys.path))  # The child finds the same deep_tile as this process.
-    environment = {**os.environ, "PYTHONPATH": modules, "DEEP_TILE_CACHE_DIR": cache}
+    settings = {"DEEP_TILE_CACHE_DIR": cache, "DEEP_TILE_PACKAGED_KERNELS": str(int(packaged_kernels))}
+    environment = {**os.environ, "PYTHONPATH": modules, **settings}
     command = [sys.executable, __file__, "--first-calls"]
     printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     return json.loads(printed.splitlines()[-1])
@@ -153,7 +157,7 @@ def first_calls_in_fresh_process(cache: str) -> list[dict[str, Any]]:
 def main(arguments: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Host time per call and first-call times.")
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
-    parser.add_argument("--first-calls", action="store_true", help="print this process's first-call times and stop")
+    parser.add_argument("--first-calls", action="store_true", help="print the first-call times of this process alone")
     options = parser.parse_args(arguments)
     if options.first_calls:
         print(json.dumps(first_calls()))
@@ -168,7 +172,10 @@ def main(arguments: Iterable[str] | None = None) -> None:
 def measured() -> dict:
     calls, unsupported = host_calls()
     with tempfile.TemporaryDirectory() as cache:
-        first = {state: first_calls_in_fresh_process(cache) for state in ("cold", "disk")}
+        first = {state: first_calls_in_fresh_process(cache, False) for state in ("cold", "disk")}
+    if packaged.contents() is not None:
+        with tempfile.TemporaryDirectory() as cache:
+            first["packaged"] = first_calls_in_fresh_process(cache, True)
     return {
         "shape": str(HOST_SHAPE),
         "host_us": host_us(calls),

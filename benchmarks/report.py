@@ -197,10 +197,14 @@ def markdown_overhead(overhead: dict[str, Any], labels: dict[str, str]) -> str:
     """What a call costs beside its GPU time, from bench_overhead.py's file; `labels` are titles by contestant."""
     rows = [["host time per warm call", "us"]]
     rows += [[labels.get(name, name), f"{us:.1f}"] for name, us in overhead["host_us"].items()]
-    kernels = [["first call of a kernel, ms", "cold cache", "disk cache"]]
-    for cold, disk in zip(overhead["first_calls"]["cold"], overhead["first_calls"]["disk"], strict=True):
-        kernels.append([f"`{cold['config']}`", f"{cold['first_ms']:.0f}", f"{disk['first_ms']:.1f}"])
-    return f"{_markdown(rows)}\n\n{_markdown(kernels)}\n\nThe first row includes loading the compiler's bindings."
+    calls, states = overhead["first_calls"], {"cold": "cold cache", "disk": "disk cache", "packaged": "packaged"}
+    columns = [state for state in states if state in calls]
+    kernels = [["first call of a kernel, ms", *(states[state] for state in columns)]]
+    for row in zip(*(calls[state] for state in columns), strict=True):
+        kernels.append([f"`{row[0]['config']}`", *(f"{call['first_ms']:.3g}" for call in row)])
+    once = "The first row includes what a process does once: where it compiles, loading the compiler's bindings."
+    wheel = " Packaged kernels are those that a wheel brings." if "packaged" in columns else ""
+    return f"{_markdown(rows)}\n\n{_markdown(kernels)}\n\n{_wrapped(once + wheel)}"
 
 
 def readme_part(run: Run, overhead: dict[str, Any] | None = None) -> str:

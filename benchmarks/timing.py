@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import deep_tile
+from deep_tile import jit
 from deep_tile.tools import timing
 from deep_tile.tools.timing import (
     Captured,
@@ -71,6 +72,7 @@ def describe_run() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
+        "kernels": jit.compiler_text(),
         "nvidia_smi_after_run": dict(zip(fields, values, strict=True)) if len(values) == len(fields) else smi,
         "method": METHOD,
     }

@@ -1,5 +1,6 @@
 """What tests share: a kernel cache of their own, a command line, and the reason why GPU tests do not run here."""
 
+import datetime
 import functools
 import os
 import pickle
@@ -11,6 +12,8 @@ from filelock import FileLock
 from deep_tile.tools import cli
 
 HOPPER = (9, 0)
+
+COMPILING = ("test_codegen", "test_compilers")
 
 
 @functools.cache
@@ -25,20 +28,33 @@ def missing_hopper() -> str | None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-kernels", action="store_true", help="every default kernel, not the day's alone")
     parser.addoption("--all-compilers", action="store_true", help="every default kernel with every tested NVRTC")
     parser.addoption("--nvrtc", action="append", metavar="VERSION", help="every default kernel with this NVRTC")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """One of several processes of a run takes one core: threads that wait for theirs are as busy as those that work."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
         torch.set_num_threads(1)
+    every = config.option.all_kernels or config.option.all_compilers or config.option.nvrtc
+    today = "all" if every else str(datetime.datetime.now(datetime.timezone.utc).toordinal())
+    os.environ.setdefault("DEEP_TILE_TEST_DAY", today)  # before default_kernels.py is imported, and for all processes
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with what keeps all cores busy: short tests are left for the end, when processes run out of work."""
+    items.sort(key=lambda item: item.path.stem not in COMPILING)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := missing_hopper()):
         pytest.skip(reason)
+
+
+def pytest_report_header() -> str:
+    return f"kernels of day {os.environ['DEEP_TILE_TEST_DAY']}, which DEEP_TILE_TEST_DAY repeats; all: --all-kernels"
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,8 +1,9 @@
-"""Every kernel the selector can choose, what must be true of each with any NVRTC, and its machine code."""
+"""Kernels the selector can choose, what must be true of each with any NVRTC, and its machine code."""
 
+import os
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from deep_tile import jit, sass
 from deep_tile.config import GemmConfig
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs, grouped_configs
+
+FIRST_CONFIGS = (*default_configs(True), *all_grouped_configs())
+"""FP8 products with an `out` that TMA can store to, and of groups."""
 
 KINDS_CONFIGS = (
     *default_configs(True, "bf16"),
@@ -64,10 +68,19 @@ FINISHED_CONFIGS = (
 )
 """With a bias or an activation: some of each kind's tiles with some of both."""
 
-DEFAULT_CONFIGS = (
-    *(*default_configs(True), *default_configs(False), *all_grouped_configs()),
-    *(*KINDS_CONFIGS, *FINISHED_CONFIGS),
-)
+EVERY_CONFIG = (*FIRST_CONFIGS, *default_configs(False), *KINDS_CONFIGS, *FINISHED_CONFIGS)
+
+DAY = os.environ.get("DEEP_TILE_TEST_DAY", "all")
+"""Whose kernels are tested: a number, today's where conftest.py sets it, or "all" of them."""
+
+
+def of_day(configs: Sequence[GemmConfig], days: int, day: str = DAY) -> Sequence[GemmConfig]:
+    """Those whose turn it is, when all are to have theirs in so many days."""
+    return configs if day == "all" else configs[int(day) % days :: days]
+
+
+DEFAULT_CONFIGS = (*FIRST_CONFIGS, *of_day(EVERY_CONFIG[len(FIRST_CONFIGS) :], 6))
+"""The day's: the first always, every other one in six days."""
 
 SM_REGISTERS = 64 * 1024
 

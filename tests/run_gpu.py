@@ -46,6 +46,10 @@ from conftest import missing_hopper  # noqa: E402
 from benchmarks import store  # noqa: E402
 from benchmarks.timing import describe_run  # noqa: E402
 from deep_tile import jit  # noqa: E402
+from deep_tile.kinds import KINDS  # noqa: E402
+
+PREFIXES = sorted({f"{kind.split('_')[0]}_" for kind in KINDS})
+"""Of the names of deep_tile's kernels: sanitizers leave out all others."""
 
 
 class Tally:
@@ -118,7 +122,8 @@ def not_run(reason: str) -> dict[str, Any]:
 
 
 def run_sanitizer(sanitizer: str, tool: str) -> dict[str, Any]:
-    command = [sanitizer, "--tool", tool, "--kernel-regex", "kns=fp8_", "--error-exitcode", "9"]
+    watched = [part for prefix in PREFIXES for part in ("--kernel-regex", f"kns={prefix}")]
+    command = [sanitizer, "--tool", tool, *watched, "--error-exitcode", "9"]
     if tool == "memcheck":  # cuda-bindings asks the driver for calls that older drivers lack; ours raise when they fail
         command += ["--report-api-errors", "no"]
     # Every tensor an allocation of its own, so that memcheck knows where it ends.

@@ -1,10 +1,9 @@
 """Small products that together use every feature of the kernels, for NVIDIA's compute-sanitizer.
 
-    compute-sanitizer --tool racecheck --kernel-regex kns=fp8_ python tests/sanitize.py racecheck
+    python tests/run_gpu.py --parts memcheck racecheck synccheck initcheck
 
-run_gpu.py runs it under memcheck, racecheck, synccheck and initcheck. Inputs have no slack around them, so that an
-access beyond one is an access beyond its allocation (with PYTORCH_NO_CUDA_MEMORY_CACHING=1). Ends with status 1 on a
-wrong value.
+runs it under these tools. Inputs have no slack around them, so that an access beyond one is an access beyond its
+allocation (with PYTORCH_NO_CUDA_MEMORY_CACHING=1). Ends with status 1 on a wrong value.
 
 Inputs and `out` come from the host, and results go back, in one copy each, the bytes between rows included. initcheck
 follows copies, but not what kernels write that --kernel-regex leaves out, such as torch's: filled by those, all would

@@ -309,33 +309,45 @@ def no_gpu_and_no_kernels(monkeypatch, tmp_path):
     forget()
 
 
+@pytest.fixture
+def quick_compiler(no_gpu_and_no_kernels, monkeypatch):
+    """All kernels are compiled, into the empty cache, in no time: they become the same cubin."""
+    nothing = jit.compile_kernel('extern "C" __global__ void nothing() {}', "nothing")
+
+    def compile_kernel(source, name):
+        jit._count_compilation()
+        return nothing
+
+    monkeypatch.setattr(jit, "compile_kernel", compile_kernel)
+
+
 def needed_configs(n: int, k: int, max_m: int) -> set[GemmConfig]:
     """What fp8_gemm chooses for a dense `out`: TMA stores to aligned rows, and to a single row."""
     return {choose(GemmProblem(m, n, k, 132, tma_store=n % 8 == 0)) for m in range(1, max_m + 1)}
 
 
 @pytest.mark.parametrize("shape", [(576, 7168, 300), (2112, 512, 600), (100, 640, 9)])
-def test_precompile_compiles_what_can_be_needed_and_only_once(shape, no_gpu_and_no_kernels):
+def test_precompile_compiles_what_can_be_needed_and_only_once(shape, quick_compiler):
     result = precompile([shape], workers=2)
     assert set(result.configs) == needed_configs(*shape)
     assert result.compiled == len(result.configs) == jit.cache_info().entries
     assert precompile([shape]) == (result.configs, 0)
 
 
-def test_precompile_of_several_shapes_is_their_union(no_gpu_and_no_kernels):
+def test_precompile_of_several_shapes_is_their_union(quick_compiler):
     shapes = [(576, 512, 300), (2112, 512, 300), (576, 512, 100)]
     result = precompile(shapes)
     assert set(result.configs) == set().union(*(needed_configs(*shape) for shape in shapes))
     assert result.compiled == len(result.configs) > 1
 
 
-def test_precompile_heeds_num_sms(no_gpu_and_no_kernels):
+def test_precompile_heeds_num_sms(quick_compiler):
     result = precompile([(576, 7168, 128)], num_sms=1)
     assert all(config.cluster == 1 for config in result.configs)
     assert set(result.configs) == set(configs_for(576, 7168, 128, 1))
 
 
-def test_precompile_batch_invariant(no_gpu_and_no_kernels):
+def test_precompile_batch_invariant(quick_compiler):
     """Without split K, which these shapes are given otherwise, and for the selector's every choice."""
     shape = (576, 7168, 128)
     assert any(config.split_k > 1 for config in configs_for(*shape, 132))

@@ -291,7 +291,7 @@ def test_report_writes_table_and_plot(tmp_path):
     result, overhead, readme = (tmp_path / name for name in ("run.json", "overhead.json", "README.md"))
     store.save(result, made_up_run())
     first = [{"config": "fp8_gemm_x", "first_ms": 321.4, "second_ms": 0.1}]
-    overhead.write_text(json.dumps({"host_us": {"deep_tile": 3.21}, "first_calls": {"cold": first, "disk": first}}))
+    overhead.write_text(json.dumps({"host_us": {"deep_tile": 3.21}, "first_calls": {"cold": first, "packaged": first}}))
     readme.write_text(f"before\n{report.BEGIN}\nstale\n{report.END}\nafter\n")
     arguments = [result, "--overhead", overhead, "--readme", readme, "--figures", tmp_path / "figures"]
     report.main([str(argument) for argument in arguments])
@@ -299,7 +299,8 @@ def test_report_writes_table_and_plot(tmp_path):
     assert text.startswith(f"before\n{report.BEGIN}\n") and text.endswith(f"{report.END}\nafter\n")
     assert "stale" not in text
     assert "| 4096x2112x7168 | 97.0 | 114.9 | 83.2 | 86.0 | 1279 |" in text
-    assert "| deep_tile | 3.2 |" in text and "| `fp8_gemm_x` | 321 | 321.4 |" in text
+    assert "| deep_tile | 3.2 |" in text
+    assert "| cold cache | packaged |" in text and "| `fp8_gemm_x` | 321 | 321 |" in text
     assert (tmp_path / "figures" / "deepseek_v3_layers.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -332,7 +333,9 @@ def test_overhead_on_the_gpu(tmp_path):
     assert result["host_us"].keys() >= {"deep_tile", bench_overhead.ALLOCATING, bench_overhead.PLAN, "torch_bf16"}
     parts = result["host_parts_us"]
     assert parts["(only call a function)"] < parts["(only read the tensors)"] < parts["fp8_gemm"]
-    assert result["first_calls"]["cold"][0]["config"] == result["first_calls"]["disk"][0]["config"]
+    cold, disk = (result["first_calls"][state] for state in ("cold", "disk"))
+    assert [row["config"] for row in cold] == [row["config"] for row in disk]
+    assert {row["compiled"] for row in cold} == {1} and {row["compiled"] for row in disk} == {0}
 
 
 def test_explain_shows_the_newest_results_of_what_is_chosen():
@@ -472,7 +475,10 @@ def test_same_code_lists_kernels_that_differ(two_trees, changed_only, capfd):
     assert re.search(r"\d+ instructions, now \d+: \d+ gone, \d+ new$", lines[0])
     assert [line.split(": ")[1] for line in lines[1:]] == ["in BASE only", "not in BASE"]
     assert last == "1 of 4 identical"
-    assert same_code.compare(two_trees[0], two_trees[0], changed_only) == 0
+
+
+def test_same_code_finds_a_tree_like_itself(two_trees, capfd):
+    assert same_code.compare(two_trees[0], two_trees[0], changed_only=True) == 0
     assert capfd.readouterr().out == "3 of 3 identical\n"
 
 

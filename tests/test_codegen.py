@@ -29,10 +29,14 @@ def compiled(made_once):
     """Every default kernel, compiled on all cores: config -> jit.Compiled, or the error."""
 
     def compile_one(config):
+        source = kernel_source(config)
         try:
-            return jit.compile_kernel(kernel_source(config), config.name)
+            made = jit.compile_kernel(source, config.name)
         except jit.CompileError as error:
             return error
+        if not made.divergence:
+            jit.store_cubin(source, made.cubin)  # what other tests precompile is there then
+        return made
 
     def compile_all():
         with ThreadPoolExecutor(os.cpu_count()) as pool:

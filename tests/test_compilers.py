@@ -1,16 +1,18 @@
 """The compilers that users have: kernels compiled by other NVRTCs than the installed one, each a wheel from pip.
 
-`--all-compilers` takes every version that sass.py names, and every kernel; `--nvrtc VERSION` any other.
+Each compiles some kernels, others every day. `--all-compilers` takes every version that sass.py names, and every
+kernel; `--nvrtc VERSION` any other.
 """
 
 import re
 
 import other_nvrtc
 import pytest
-from default_kernels import DEFAULT_CONFIGS, disassembly, flaws
+from default_kernels import DAY, EVERY_CONFIG, disassembly, flaws, of_day
 
 from deep_tile import jit, sass
 from deep_tile.codegen import kernel_source
+from deep_tile.config import GemmConfig
 from deep_tile.select.defaults import deepest_config
 
 OFTEN_USED = ("12.9.86", "13.0.88", "13.2.86", "13.5.37")
@@ -33,14 +35,19 @@ def _versions(config: pytest.Config) -> list[str]:
     return [version for version in versions if version != jit.nvrtc_version()]
 
 
-def _some_kernels():
-    """Those with carried descriptors, which NVRTCs treat most differently, and one of every other kind."""
+def _kernels_of_the_day(nvrtc: str) -> list[GemmConfig]:
+    """Of those with carried descriptors, which NVRTCs treat most differently, and one of every other kind, an eighth
+    each day; of all others a hundredth. No two versions have the same."""
     kinds = {}
-    for config in DEFAULT_CONFIGS:
+    for config in EVERY_CONFIG:
         clusters, split = config.cluster_m * config.cluster_n > 1, config.split_k > 1
         kind = (config.math_warpgroups, config.block_sets, config.chunks > 1, config.pairs)
         kinds.setdefault((*kind, config.b_stages > 0, clusters, split, config.grouping), config)
-    return {*kinds.values(), *(config for config in DEFAULT_CONFIGS if config.carries_descriptors), WIDEST}
+    told_apart = {*kinds.values(), *(config for config in EVERY_CONFIG if config.carries_descriptors)}
+    first = [config for config in EVERY_CONFIG if config in told_apart]
+    others = [config for config in EVERY_CONFIG if config not in told_apart]
+    day = DAY if DAY == "all" else str(int(DAY) + ALL.index(nvrtc))
+    return list(dict.fromkeys((WIDEST, *of_day(first, 8, day), *of_day(others, 100, day))))
 
 
 @pytest.fixture(scope="session")
@@ -52,10 +59,9 @@ def library(nvrtc, made_once, pytestconfig):
 
 
 @pytest.fixture(scope="session")
-def compiled(nvrtc, library, made_once, pytestconfig):
+def compiled(nvrtc, library, made_once):
     """Kernels by config."""
-    every = pytestconfig.option.all_compilers or pytestconfig.option.nvrtc
-    configs = DEFAULT_CONFIGS if every else _some_kernels()
+    configs = EVERY_CONFIG if DAY == "all" else _kernels_of_the_day(nvrtc)
     sources = {config.name: kernel_source(config) for config in configs}
     kernels = made_once(f"kernels_of_{nvrtc}", lambda: other_nvrtc.compile_kernels(library, sources))
     return {config: kernels[config.name] for config in configs}
@@ -91,6 +97,14 @@ def test_kernels_are_uniform_with_help_only(nvrtc, library, tmp_path):
     waits = re.findall(r"/\*(\w+)\*/ +SYNCS\S*\.TRYWAIT P\d, \[(R\d+)", "\n".join(disassembly(cubin, tmp_path)))
     assert len(waits) > 5
     assert sass.divergence(cubin) == tuple(f"wait through {register} at 0x{int(at, 16):x}" for at, register in waits)
+
+
+def test_every_kernel_has_its_day():
+    for configs, days in ((EVERY_CONFIG, 4), (EVERY_CONFIG[:7], 100)):
+        turns = [config for day in range(739214, 739214 + days) for config in of_day(configs, days, str(day))]
+        assert sorted(config.name for config in turns) == sorted(config.name for config in configs)
+    for nvrtc in OFTEN_USED:
+        assert 10 < len(_kernels_of_the_day(nvrtc)) < 30 or DAY == "all"
 
 
 def test_every_version_is_tested():

@@ -4,11 +4,13 @@ CPU tensors of the real torch pass for GPU tensors, in a process of its own in w
 covers everything on the host but torch's CUDA streams, which test_host_path_gpu.py does.
 """
 
+import atexit
 import json
 import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,11 +116,19 @@ def run_pretending(fake_driver):  # noqa: F811
         launches = [line for line in lines if line.startswith("cuLaunchKernelEx")]
         return shown, [Launched(line, unpack(of, params_of(line))) for line in launches]
 
+    process = pretending_process(fake_driver)
+    return run
+
+
+@cache
+def pretending_process(driver: Path) -> subprocess.Popen:
+    """One for all modules whose tests pretend, which has run SETUP; it ends with this one."""
     command = [sys.executable, "-c", SETUP + FORK_FOR_EACH_PROGRAM]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=os.environ | {"FAKE_DRIVER": str(fake_driver)}, **pipes) as process:
-        lines_of_a_program(process)
-        yield run
+    process = subprocess.Popen(command, env=os.environ | {"FAKE_DRIVER": str(driver)}, **pipes)
+    atexit.register(process.communicate)  # closes its input, and waits
+    lines_of_a_program(process)
+    return process
 
 
 WITHOUT_DLPACK = """

@@ -262,12 +262,15 @@ def test_handles_cannot_be_made_by_hand(name):
 
 
 @pytest.fixture(scope="session")
-def fake_driver(tmp_path_factory) -> Path:
-    library = tmp_path_factory.mktemp("fake_driver") / "libcuda.so.1"
-    source = ROOT / "tests" / "fake_driver.c"
-    options = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run([*COMPILER, *options, "-o", library, source, "-ldl"], check=True)
-    return library
+def fake_driver(made_once, run_folder) -> Path:
+    def build() -> Path:
+        library = run_folder / "libcuda.so.1"
+        source = ROOT / "tests" / "fake_driver.c"
+        options = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+        subprocess.run([*COMPILER, *options, "-o", library, source, "-ldl"], check=True)
+        return library
+
+    return made_once("fake_driver", build)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ TYPE_CHECKING:`) do not.
 import ast
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -140,6 +141,12 @@ def modules(package: Path) -> dict[str, Path]:
     return found
 
 
+@cache
+def imports(text: str) -> list[tuple[str, int, bool]]:
+    """Of a module's text: what each names, whole, the line, and whether it is in a function."""
+    return list(_imports(ast.parse(text), in_function=False))
+
+
 def edges(package: Path) -> list[Edge]:
     known = {*modules(package), "_launcher"}
 
@@ -152,7 +159,7 @@ def edges(package: Path) -> list[Edge]:
     return [
         Edge(module, target(name), line, in_function)
         for module, path in modules(package).items()
-        for name, line, in_function in _imports(ast.parse(path.read_text()), in_function=False)
+        for name, line, in_function in imports(path.read_text())
     ]
 
 

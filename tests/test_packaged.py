@@ -4,6 +4,8 @@ import subprocess
 import sys
 from itertools import product
 
+import other_nvrtc
+import pack_other_nvrtc
 import pytest
 
 from deep_tile import cast, jit, packaged, sass, settings
@@ -114,6 +116,21 @@ def test_pack_wants_the_pinned_nvrtc_and_no_flaws(folder, monkeypatch, capsys):
         monkeypatch.setattr(sass, "divergence", lambda cubin, found=found: found)
         assert pack.main([str(folder)]) == status
         assert ("answer: spills" in capsys.readouterr().err) == bool(status)
+
+
+def test_kernels_of_another_nvrtc_serve(folder, monkeypatch, capsys):
+    """As those of a wheel do; one that spills is left out."""
+    made, other = jit.compile_kernel(SOURCE, "answer"), SOURCE.replace("42", "43")
+    spilling = made._replace(log=made.log.replace("0 bytes spill stores", "8 bytes spill stores"))
+    monkeypatch.setattr(pack_other_nvrtc, "sources", lambda: {"answer": SOURCE, "other": other})
+    monkeypatch.setattr(other_nvrtc, "fetch", lambda version, libraries: f"library of {version}")
+    monkeypatch.setattr(other_nvrtc, "compile_kernels", lambda *given: {"answer": made, "other": spilling})
+    assert pack_other_nvrtc.main(["13.5.37", str(folder)]) == 0
+    assert "other is left out: ResourceUsage(" in capsys.readouterr().out
+    assert packaged.contents() == packaged.Contents("13.5.37", 1, len(made.cubin))
+    before = jit.compilations()
+    assert jit.load_cubin(SOURCE, "answer") == sass.quicken_promotion(made.cubin)
+    assert jit.compilations() == before and not jit.is_packaged(other)
 
 
 def test_pack_has_every_kernel_that_is_chosen_by_default():

@@ -125,7 +125,7 @@ def test_tests_run_in_the_sdist(unpacked):
     """Some that read golden choices and stored measurements."""
     environment = os.environ | {"PYTHONPATH": str(unpacked)}
     subprocess.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=unpacked, check=True)
-    some = ["tests/test_select.py", "tests/test_explain.py", "-k", "golden or plots_stored"]
+    some = ["tests/test_select.py", "tests/test_docs.py", "-k", "golden or tables_of_a_stored_run"]
     command = [sys.executable, "-m", "pytest", "-q", *some]
     run = subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from cuda.pathfinder import find_nvidia_binary_utility
+from default_kernels import disassemblies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -316,26 +316,50 @@ def test_writes_where_it_is_told(cast):
     assert all((margin == 7).all() for margin in untouched)
 
 
-@pytest.mark.parametrize("kernel", kernels.all_kernels(), ids=lambda kernel: kernel.name)
-def test_kernel_compiles_clean(kernel):
+EACH_KERNEL = pytest.mark.parametrize("kernel", kernels.all_kernels(), ids=lambda kernel: kernel.name)
+
+
+@pytest.fixture(scope="session")
+def compiled(made_once):
+    """By kernel, and in the cache."""
+
+    def compile_all():
+        made = {}
+        for kernel in kernels.all_kernels():
+            source = streaming_source(kernel)
+            made[kernel] = jit.compile_kernel(source, kernel.name)
+            jit.store_cubin(source, made[kernel].cubin)
+        return made
+
+    return made_once("streaming_kernels", compile_all)
+
+
+@pytest.fixture(scope="session")
+def listings(compiled, made_once, tmp_path_factory):
+    """The machine code of each, as text."""
+
+    def disassemble_all():
+        found = disassemblies((made.cubin for made in compiled.values()), tmp_path_factory.mktemp("code"))
+        return {kernel: "\n".join(lines) for kernel, lines in zip(compiled, found, strict=True)}
+
+    return made_once("streaming_listings", disassemble_all)
+
+
+@EACH_KERNEL
+def test_kernel_compiles_clean(kernel, compiled):
     text = streaming_source(kernel)
     assert "#include" not in text and text.count("__global__") == 1
-    compiled = jit.compile_kernel(text, kernel.name)
-    assert not compiled.divergence
-    usage = jit.resource_usage(compiled.log)
+    assert not compiled[kernel].divergence
+    usage = jit.resource_usage(compiled[kernel].log)
     assert (usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes, usage.warnings) == (0, 0, 0, ())
     assert usage.registers * kernel.threads * kernel.blocks_per_sm <= 64 * 1024
 
 
-@pytest.mark.parametrize("kernel", kernels.all_kernels(), ids=lambda kernel: kernel.name)
-def test_kernel_takes_its_turn_before_all_else(kernel, tmp_path):
+@EACH_KERNEL
+def test_kernel_takes_its_turn_before_all_else(kernel, listings):
     """It waits for the kernel ahead of it before it reads or writes, and only then lets the next one start."""
-    if find_nvidia_binary_utility("nvdisasm") is None:
-        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
-    cubin = tmp_path / "cubin"
-    cubin.write_bytes(jit.compile_kernel(streaming_source(kernel), kernel.name).cubin)
-    listing = jit.disassemble(cubin).decode()
-    found = re.findall(r"\*/\s+(@\S+ )?(ACQBULK|PREEXIT|BRA|(?:LDG|LD|STG|ST|ATOM\w*|RED)\b[.\w]*)", listing)
+    instruction = r"\*/\s+(@\S+ )?(ACQBULK|PREEXIT|BRA|(?:LDG|LD|STG|ST|ATOM\w*|RED)\b[.\w]*)"
+    found = re.findall(instruction, listings[kernel])
     assert found[:2] == [("", "ACQBULK"), ("", "PREEXIT")]
     names = [name.partition(".")[0] for _, name in found[2:]]
     assert {"LDG", "STG"} <= set(names) and not {"ACQBULK", "PREEXIT"} & set(names)

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 import run_gpu
+import sanitize
+
+from deep_tile import cast
+from deep_tile.select.groups import all_grouped_configs
 
 ROOT = Path(__file__).parent.parent
 
@@ -92,6 +96,13 @@ def test_sanitizer_output_is_judged(status, output, ok, errors):
     outcome = run_gpu.judge(status, output)
     assert (outcome["ok"], outcome["errors"]) == (ok, errors)
     assert (outcome["result"] == "clean") == ok
+
+
+def test_sanitizers_watch_every_kernel():
+    cases = sanitize.CASES + sanitize.KINDS_CASES + sanitize.QUANTIZED_CASES
+    names = [case.config.name for case in cases] + [config.name for config in all_grouped_configs()]
+    names += [kernel.name for kernel in cast.all_kernels()]
+    assert not [name for name in names if not name.startswith(tuple(run_gpu.PREFIXES))]
 
 
 def test_a_missing_sanitizer_is_said(monkeypatch):

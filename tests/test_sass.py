@@ -28,6 +28,13 @@ def kernel() -> tuple[bytes, bytes]:
     return plain, jit.compile_kernel(kernel_source(config), config.name).cubin
 
 
+@pytest.fixture(scope="module")
+def listing(kernel, tmp_path_factory) -> tuple[list[str], list[str]]:
+    """Both as nvdisasm prints them."""
+    plain, quick = (disassembly(cubin, tmp_path_factory.mktemp("code")) for cubin in kernel)
+    return plain, quick
+
+
 def instructions(cubin: bytes) -> list[tuple[int, int]]:
     (code,) = sass.code_sections(cubin)
     return [struct.unpack_from("<QQ", cubin, at) for at in range(code.start, code.stop, 16)]
@@ -56,21 +63,21 @@ def test_half_of_the_second_halves_yielded(kernel):
     assert 0.4 < sum(not words[2 * i + 1] & NO_YIELD for i in second_halves) / len(second_halves) < 0.6
 
 
-def test_the_program_is_the_same(kernel, tmp_path):
-    plain, quick = (disassembly(cubin, tmp_path) for cubin in kernel)
+def test_the_program_is_the_same(listing):
+    plain, quick = listing
     assert plain != quick
     assert [line.replace(".reuse", "") for line in plain] == [line.replace(".reuse", "") for line in quick]
 
 
-def test_all_code_is_found(kernel, tmp_path):
+def test_all_code_is_found(kernel, listing, tmp_path):
     """By `code_sections`, as nvdisasm finds it in the whole file; it gives jumps labels there."""
     (found,) = disassemblies(kernel[:1], tmp_path)
-    for line, wanted in zip(found, disassembly(kernel[0], tmp_path), strict=True):
+    for line, wanted in zip(found, listing[0], strict=True):
         assert line == wanted or "`(.L" in wanted and line.split()[:-2] == wanted.split()[:-2]
 
 
-def test_what_is_kept_is_what_the_next_instruction_reads(kernel, tmp_path):
-    plain, quick = (disassembly(cubin, tmp_path) for cubin in kernel)
+def test_what_is_kept_is_what_the_next_instruction_reads(listing):
+    plain, quick = listing
     kept = 0
     for before, line, following in zip(plain, quick, quick[1:], strict=False):
         operands, next_operands = (re.findall(r"R\d+(?:\.reuse)?|RZ", text) for text in (line, following))

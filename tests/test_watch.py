@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cuda.pathfinder import find_nvidia_binary_utility
+from default_kernels import disassemblies
 
 from deep_tile import jit, plan, settings, watch
 from deep_tile.codegen import Watch, kernel_source
@@ -89,20 +89,39 @@ def test_records_are_those_of_the_device():
     assert members == [name for name, _ in watch.Record._fields_]
 
 
+@pytest.fixture(scope="session")
+def debug_builds(made_once):
+    """Of FAMILIES, compiled."""
+
+    def compile_all():
+        return [jit.compile_kernel(kernel_source(one, Watch(ADDRESS, 10**9, 1)), one.name) for one in FAMILIES]
+
+    return dict(zip(FAMILIES, made_once("debug_builds", compile_all), strict=True))
+
+
+@pytest.fixture(scope="session")
+def listings(debug_builds, made_once, tmp_path_factory):
+    """Their machine code, as text."""
+
+    def disassemble_all():
+        cubins = [made.cubin for made in debug_builds.values()]
+        return ["\n".join(lines) for lines in disassemblies(cubins, tmp_path_factory.mktemp("code"))]
+
+    return dict(zip(FAMILIES, made_once("debug_listings", disassemble_all), strict=True))
+
+
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.name)
-def test_debug_build_compiles_clean_and_keeps_warps_together(config, tmp_path):
-    compiled = jit.compile_kernel(kernel_source(config, Watch(ADDRESS, 10**9, 1)), config.name)
-    usage = jit.resource_usage(compiled.log)
+def test_debug_build_compiles_clean(config, debug_builds):
+    usage = jit.resource_usage(debug_builds[config].log)
     few_registers = config.math_warpgroups == 2 and config.producer_registers == 24  # then the watch makes them spill
     assert max(usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) <= (64 if few_registers else 0)
     assert usage.warnings == ()
-    if find_nvidia_binary_utility("nvdisasm") is None:
-        pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
-    cubin = tmp_path / "debug.cubin"
-    cubin.write_bytes(compiled.cubin)
-    listing = jit.disassemble(cubin).decode()
-    assert "WARPSYNC" not in listing
-    assert "BPT.TRAP" in listing
+
+
+@pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.name)
+def test_debug_build_keeps_warps_together(config, listings):
+    assert "WARPSYNC" not in listings[config]
+    assert "BPT.TRAP" in listings[config]
 
 
 def test_kernels_are_of_the_debug_build_when_asked_for(monkeypatch):
