@@ -10,6 +10,7 @@ import torch
 import deep_tile
 from deep_tile import plan, settings
 from deep_tile.config import GemmConfig
+from deep_tile.kinds import QUANTIZED
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import MAX_RELATIVE_ERROR
 from deep_tile.select import cost, tuned
@@ -20,6 +21,7 @@ from deep_tile.select.choose import (
     grouped_candidates,
     measured_choice,
     tuned_choice,
+    what_is_made,
 )
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import grouped_configs
@@ -170,6 +172,24 @@ def test_own_results_come_before_the_shipped_ones(forgetful):
     forgetful()
     assert plan.config_for(problem) == config and config.name != shipped
     assert deep_tile.explain(*problem[:3])["config"] == config.name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"output": "fp16", "bias": "bf16", "activation": "swiglu"},
+        {"output": "fp16", "tma_store": False},
+        {"output": QUANTIZED},
+        {"output": QUANTIZED, "bias": "fp32", "activation": "silu"},
+    ],
+    ids=str,
+)
+def test_a_result_is_for_every_product_of_its_bucket(change):
+    problem = PROBLEM._replace(**change)
+    assert bucket_key(problem) == KEY
+    taken = [config for own in default_configs() if (config := tuned_choice(problem, {KEY: own}))]
+    assert len(taken) > 5 and {what_is_made(config) for config in taken} == {what_is_made(problem)}
+    assert {config.tma_store for config in taken} == {problem.tma_store}
 
 
 def test_results_add_up_and_newer_ones_win():
@@ -363,10 +383,18 @@ def test_present_choice_stays_unless_clearly_beaten():
     assert tune.choose({other: 9.8, third: 9.7}, before) == third
 
 
+def test_tokens_are_of_a_weight(tmp_path, capsys):
+    file = tmp_path / "shapes"
+    file.write_text("64x2112x7168")
+    with pytest.raises(SystemExit):
+        cli.main(["tune", "--m", "8", "--shapes", str(file)])
+    assert "give N and K of a weight, which --m is for" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give N and K of a weight, or --shapes FILE"),
+        ([], "N and K of a weight, which --m is for, or --shapes FILE"),
         (["7168"], "give N and K"),
         (["7168", "0"], "'0' is not a positive integer"),
         (["7168", "2048", "--m", "8,-1"], "'-1' is not a positive integer"),

@@ -11,9 +11,10 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from deep_tile.config import GemmConfig, ceil_div, round_up
+from deep_tile.kinds import QUANTIZED
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.cost import Estimate, calibration, chained_cast_us, estimate
-from deep_tile.select.defaults import default_configs, finished
+from deep_tile.select.defaults import default_configs, finished, quantized
 from deep_tile.select.groups import grouped_configs, ranked
 from deep_tile.select.hardware import H200, Hardware
 
@@ -78,14 +79,15 @@ def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str 
 
 def tuned_choice(problem: GemmProblem, tuned: Tuned) -> GemmConfig | None:
     """The config that `tune` found to be fastest for this bucket, to read and store as the problem's tensors need; with
-    groups the one of its tile, None where there is none such."""
+    groups the one of its tile. None where there is none such."""
     own = tuned.get(bucket_key(problem)) if tuned else None
-    if own and problem.groups is not None:
+    if own is None:
+        return None
+    if problem.groups is not None:
         made = grouped_configs(problem.groups.layout, problem.tma_store, problem.accumulate)
         return next((config for config in made if _cluster_tile(config) == _cluster_tile(own)), None)
-    own = own and replace(
-        own, kind=problem.kind, tma_store=problem.tma_store, output=problem.output, layout=problem.layout
-    )
+    own = replace(own, kind=problem.kind, tma_store=problem.tma_store, layout=problem.layout)
+    own = quantized(own) if problem.output == QUANTIZED else replace(own, output=problem.output)
     return own and finished(own, problem.bias, problem.activation)
 
 
