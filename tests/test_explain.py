@@ -272,13 +272,29 @@ def test_groups_on_the_command_line(call):
         ("--groups 4 256 512", "give --groups G and --rows R"),
         ("--rows 4 256 512", "give --groups G and --rows R"),
         ("--groups 4 --rows 2 64 256 512", "N, K alone"),
-        ("--groups 4 --rows 2 256 512 --dtype int8", "--dtype and --plot are not for groups"),
+        ("--groups 4 --rows 2 256 512 --dtype int8", "and --all are not for groups"),
+        ("--groups 4 --rows 2 256 512 --bias bf16", "--bias, --activation and --all are not for groups"),
+        ("64 256 512 --tflops 1e200", "'1e200' is not a positive number from 1e-06 to 1e+09"),
         ("256 512", "give M, N and K, or --groups G"),
     ],
 )
 def test_commands_that_make_no_sense(call, arguments, said):
     code, _, err = call("explain", *arguments.split())
     assert code == 2 and said in err
+
+
+@pytest.mark.parametrize("number", ["1e-6", "1e9"])
+@pytest.mark.parametrize("option", ["--tflops", "--bandwidth", "--latency"])
+def test_any_number_is_explained(call, option, number):
+    assert call("explain", "1", "1", "1", option, number)[0] == 0
+    assert call("explain", "100000", "100000", "100000", option, number)[0] == 0
+
+
+def test_a_finish_that_no_call_takes_is_refused():
+    with pytest.raises(ValueError, match="results are int32, and a bias or an activation is given; pass output fp32"):
+        deep_tile.explain(128, 512, 512, dtype="int8_unscaled", activation="relu")
+    with pytest.raises(ValueError, match="n is 24; activation 'swiglu' takes multiples of 16"):
+        deep_tile.explain(128, 24, 512, activation="swiglu")
 
 
 def test_a_finish_is_explained():

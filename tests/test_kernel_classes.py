@@ -113,7 +113,7 @@ def test_what_cannot_be_is_one_line_and_code_1(call, name, more, said):
         ("attention --head-dim 128 --dtype fp4", "argument --dtype: invalid choice: 'fp4'"),
         ("reduction --rows 1.5", "argument --rows: '1.5' is not a positive integer below 2**63"),
         ("elementwise --write-bytes -1", "argument --write-bytes: '-1' is neither 0 nor a positive, finite number"),
-        ("elementwise --read-bytes nan", "argument --read-bytes: 'nan' is not a positive, finite number"),
+        ("elementwise --read-bytes nan", "argument --read-bytes: 'nan' is not a positive number from 1e-06 to 1e+09"),
         ("attention --head-dim 128 --rows 3", "unrecognized arguments: --rows 3"),
         ("pooling --head-dim 128", "argument"),
     ],

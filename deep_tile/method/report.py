@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, OUTPUTS
+from deep_tile.kinds import ACTIVATIONS, BIASES, GATE_COLUMNS, KINDS, OUTPUTS, RAW
 from deep_tile.method.roofline import Candidate, Derivation, derive, judged
 from deep_tile.problem import GemmProblem
 from deep_tile.select import cost, schedule, tuned
@@ -66,6 +66,10 @@ def _finished(problem: GemmProblem, kind: str, output: str | None, bias: str, ac
             wanted = ", ".join(filter(None, names))
             raise ValueError(f"{name} is {value!r}; formats, biases and activations are explained for {wanted}")
     output = output or KINDS[kind].output
+    if output == RAW and (bias, activation) != ("none", "none"):
+        raise ValueError(f"results are {output}, and a bias or an activation is given; pass output fp32")
+    if activation == "swiglu" and problem.n % (2 * GATE_COLUMNS):
+        raise ValueError(f"n is {problem.n}; activation 'swiglu' takes multiples of {2 * GATE_COLUMNS}")
     return problem._replace(kind=kind, output=output, bias=bias, activation=activation)
 
 

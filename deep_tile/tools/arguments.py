@@ -14,6 +14,9 @@ FIRST_CANDIDATES = 10
 
 KB = 1024
 
+NUMBERS = (1e-6, 1e9)
+"""What rates, times and bytes are between; products and quotients of them are numbers, too."""
+
 MOST_SMEM_KB = 4096
 """More shared memory than that is bytes, taken for KB."""
 
@@ -33,8 +36,9 @@ def count(text: str) -> int:
 
 def positive_number(text: str) -> float:
     number = _number(text)
-    if not (isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive, finite number")
+    smallest, largest = NUMBERS
+    if not smallest <= number <= largest:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number from {smallest:g} to {largest:g}")
     return number
 
 

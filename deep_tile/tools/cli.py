@@ -99,8 +99,9 @@ def explain(options: argparse.Namespace) -> int:
 def _explain_groups(options: argparse.Namespace) -> int:
     if options.m is not None or None in (options.groups, options.rows):
         options.refuse("give --groups G and --rows R of each, in the mean, and N, K alone")
-    if options.dtype != "fp8" or options.plot:
-        options.refuse("--dtype and --plot are not for groups")
+    of_products = (options.dtype, options.plot, options.output, options.bias, options.activation, options.all)
+    if of_products != ("fp8", None, None, "none", "none", False):
+        options.refuse("--dtype, --plot, --output, --bias, --activation and --all are not for groups")
     gpu = hardware_of(options, options.dtype)
     asked = {"grouping": options.grouping, "hardware": gpu, "num_sms": options.num_sms}
     derived = groups.derivation(options.groups, options.rows, options.n, options.k, **asked)
@@ -136,10 +137,10 @@ def tune(options: argparse.Namespace) -> int:
 def _shapes_to_tune(options: argparse.Namespace) -> list[tuple[int, int, int]]:
     """(m, n, k) of the weight on the command line and of the file's lines."""
     weight = (options.n, options.k)
-    if weight == (None, None) and options.shapes:
+    if weight == (None, None) and options.shapes and not options.m:
         return options.shapes
     if None in weight:
-        options.refuse("give N and K of a weight, or --shapes FILE")
+        options.refuse("give N and K of a weight, which --m is for, or --shapes FILE")
     return [(m, *weight) for m in options.m or _positives(TOKENS_TO_TUNE)] + options.shapes
 
 
@@ -244,6 +245,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "only the kernels of grouped products whose groups lie so, which are the same for all shapes"
     command.add_argument("--grouping", choices=_GROUPINGS, help=text)
     _add_num_sms(command)
+    command.set_defaults(refuse=command.error)
 
     command = add("doctor", doctor, "what works on this machine, and what to do about the rest")
     command.add_argument("--measure", action="store_true", help="measure the GPU's bandwidths, latencies and rates")

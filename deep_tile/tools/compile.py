@@ -53,6 +53,8 @@ def compile_kernels(options: argparse.Namespace) -> int:
 def wanted_configs(options: argparse.Namespace) -> list[GemmConfig]:
     """The default configs, those of groups too, or those alone, or those that the shapes need; each to store by TMA and
     anywhere."""
+    if options.grouping and options.shape:
+        options.refuse("give --shape or --grouping; kernels of groups are the same for all shapes")
     if options.grouping:
         ways = product((True, False), (False, True) if options.grouping == "k_offs" else (False,))
         return [config for way in ways for config in grouped_configs(options.grouping, *way)]
