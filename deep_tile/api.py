@@ -20,7 +20,18 @@ from torch.compiler import is_compiling
 from deep_tile import _launcher, cast, finishes, jit, launches, ops, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names, torch_dtype
-from deep_tile.kinds import GROUPINGS, KINDS, LAYOUTS, OUTPUTS, QUANTIZED, RAW, RESULTS, Kind
+from deep_tile.kinds import (
+    GROUPINGS,
+    KINDS,
+    LAYOUT_NAMES,
+    LAYOUTS,
+    OUTPUTS,
+    QUANTIZED,
+    RAW,
+    RESULTS,
+    Kind,
+    Majors,
+)
 from deep_tile.params import Place
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import finished, fp8_gemm_reference
@@ -328,6 +339,8 @@ def supports(
         ("b", n, ceil_div(n, SCALE_BLOCK), b_stride, majors.b),
     ):
         sizes = (rows, k) if major == "k" else (k, rows)
+        if sizes[1] * kind.a.bytes > MAX_SIZE:
+            return False, f"{name} is {rows} by {k}; of {dtype} at most {MAX_SIZE // kind.a.bytes} lie in a row"
         stride = sizes[1] if stride is None else stride
         if _as_int(stride) is None:
             return False, f"{name}_stride is {stride!r}; strides are ints, in elements"
@@ -408,7 +421,7 @@ def precompile(
             grouping, kind or layout.
         jit.CompileError: a kernel does not compile.
     """
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; pass one of {', '.join(KINDS)}")
     product = KINDS[kind]
     weights = [_checked_weight(shape, torch_dtype(product.a)) for shape in _as_list(shapes)]
@@ -451,6 +464,7 @@ def precompile(
         num_sms = H200.num_sms
     configs = set()
     for n, k, max_m in weights:
+        finishes.check_pairs(n, activation)
         columns = k if grouping == "k_offs" else finishes.out_columns(n, activation)
         tma_store = columns * RESULTS[output].bytes % _TMA_BYTES == 0
         if output == QUANTIZED:
@@ -464,8 +478,8 @@ def precompile(
             configs.update(plan.cast_configs_for(of_all, max_m))
         elif grouping == "none":
             what = (kind, output, accumulate, *finish)
-            for layout in layouts:
-                configs.update(plan.configs_for(n, k, max_m, num_sms, tma_store, not batch_invariant, *what, layout))
+            for most, layout in _as_read(layouts, n, max_m):
+                configs.update(plan.configs_for(n, k, most, num_sms, tma_store, not batch_invariant, *what, layout))
         else:
             configs.update(grouped_configs(grouping, tma_store, accumulate))
     ordered = tuple(sorted(configs, key=lambda config: config.name))
@@ -485,6 +499,15 @@ def _checked_layouts(layouts: object, product: Kind) -> tuple[str, ...]:
         if problem:
             raise ValueError(f"layouts is {list(names)}: {problem}")
     return names
+
+
+def _as_read(layouts: Iterable[str], n: int, max_m: int) -> set[tuple[int, str]]:
+    """Up to which m calls have which layouts: an operand of one row may be read along k, however it lies."""
+    read = set()
+    for a, b in map(LAYOUTS.get, layouts):
+        for of_b in {b, "k"} if n == 1 else {b}:
+            read |= {(max_m, LAYOUT_NAMES[Majors(a, of_b)]), (1, LAYOUT_NAMES[Majors("k", of_b)])}
+    return read
 
 
 def current_gpu() -> int | None:
@@ -868,7 +891,8 @@ def _check_shape(name: str, tensor: torch.Tensor, wanted: tuple[int, int], meani
     if tensor.dim() == 2 and all(ops.holds(size == right) for size, right in zip(tensor.shape, wanted, strict=True)):
         return
     remedy = f"To fix: {_SOURCES[name]}"
-    if str(tuple(tensor.shape)) == str(wanted[::-1]):  # sizes that are not known yet can be compared as text alone
+    is_transposed = str(tuple(tensor.shape)) == str(wanted[::-1])  # sizes not known yet can be compared as text alone
+    if is_transposed and name != "out":
         remedy = f"It looks transposed: pass {name}.t(); any strides are accepted, so no copy is needed"
     raise ValueError(f"{name} must have shape {meaning} = {wanted}; got {tuple(tensor.shape)}. {remedy}")
 

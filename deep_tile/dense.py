@@ -241,7 +241,7 @@ def scaled_gemm(
     """FP8 or INT8 matrix product with scales of rows, or of blocks: `out = (a * a_scale) @ (b * b_scale)^T`.
 
     With a scale for each row, or one for all, `out[m, n] = a_scale[m] * b_scale[n] * sum_k a[m, k] * b[n, k]`. The
-    tensor cores add up all of k: exactly in INT32 of INT8, for k up to 131072; of FP8 with the 14 bits or so that they
+    tensor cores add up all of k: exactly in INT32 of INT8, for k up to 131071; of FP8 with the 14 bits or so that they
     keep of a sum, which is torch's `use_fast_accum=True`. Without `fast_accum`, sums over 128 of k are added in FP32.
 
     With a scale for each 128 of a row of FP8 (1x128, of both operands),
@@ -405,7 +405,8 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return *_gradients(_multiply_gradient, ctx, grad), None
+        is_traced = is_compiling() or not tensors.is_plain(grad)
+        return *_gradients(torch.ops.deep_tile.gemm_gradient if is_traced else _multiply_gradient, ctx, grad), None
 
 
 def _keep(ctx, needed, a, b, bias, options: _Options) -> None:
@@ -538,7 +539,7 @@ def _scaling(operands, known: list[str]) -> str:
         return known[0]
     a, a_scale, b, b_scale = operands
     of_a, of_b = _is_of_blocks(a, a_scale), _is_of_blocks(b, b_scale)
-    several = a.dim() == 2 and a.shape[1] > SCALE_BLOCK
+    several = a.dim() == 2 and not 0 < a.shape[1] <= SCALE_BLOCK
     if of_a and not of_b and _is_of_blocks(b, b_scale, SCALE_BLOCK) and (several or b.shape[0] > SCALE_BLOCK):
         return "blocks"
     if several and (of_a or of_b):
@@ -598,6 +599,11 @@ def _check_option_types(options: _Options) -> None:
     api.check_config_type(options.config)
     for name in ("num_sms", "batch_invariant", "pdl", "constant_weights", "accumulate", "fast_accum"):
         api.check_option(name, getattr(options, name))
+
+
+def check_sum(call: str, operands, out: torch.Tensor, **options) -> None:
+    """Raise what `call`, a function of this module, would raise where it is to add a product to `out`."""
+    _checked_options(_Options(call, accumulate=True, **options), operands, out, None)
 
 
 def _checked_options(options: _Options, operands, out, bias) -> _Options:

@@ -105,14 +105,19 @@ def check_bias_kind(bias: object) -> None:
     tensors.require_plain(bias=bias)
 
 
-def check_finish(bias: torch.Tensor | None, activation: str | None, b: torch.Tensor) -> None:
-    """Check that both suit a product of `b` [n, k]."""
-    n = b.shape[0]
+def check_pairs(n: int, activation: str | None) -> None:
+    """Check that an activation takes a product of n columns."""
     if activation == "swiglu" and not ops.holds(n % _PAIRS == 0):
         raise ValueError(
             f"activation is 'swiglu' and n is {n}; it takes a multiple of {_PAIRS} rows of b. Lay them out by "
             "deep_tile.interleave_gate_up"
         )
+
+
+def check_finish(bias: torch.Tensor | None, activation: str | None, b: torch.Tensor) -> None:
+    """Check that both suit a product of `b` [n, k]."""
+    n = b.shape[0]
+    check_pairs(n, activation)
     if bias is None:
         return
     if bias.dtype not in OUTPUT_NAMES:

@@ -127,7 +127,7 @@ def _refuse_gradients(a, a_scale, b, b_scale, out, scale_out, bias) -> None:
     """Raise where torch would record a product of these tensors, which has no gradient."""
     given = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "out": out, "scale_out": scale_out, "bias": bias}
     for name, x in given.items():
-        if x is not None and x.requires_grad:
+        if isinstance(x, torch.Tensor) and x.requires_grad:
             raise RuntimeError(
                 f"{name} requires a gradient, and fp8_gemm_cast has none. To train, call deep_tile.fp8_linear; "
                 f"otherwise call within torch.no_grad(), or pass {name}.detach()"
@@ -214,6 +214,8 @@ def _check(operands, out, scale_out, scale_layout: str | None, options: _Options
     options, with num_sms and pdl filled in."""
     if scale_layout is not None:
         quantize.check_layout(scale_layout)
+    if torch.is_grad_enabled():
+        _refuse_gradients(*operands, out, scale_out, bias)
     checked = api.checked_options(options.product, *operands, None, bias)
     quantize.check_options(options.cast)
     a, b = operands[::2]
@@ -224,8 +226,6 @@ def _check(operands, out, scale_out, scale_layout: str | None, options: _Options
     if scale_out is not None:
         of_scale = quantize.scale_shape(shape, quantize.TOKEN_BLOCK)
         quantize.check_target("scale_out", scale_out, torch.float32, of_scale, a.device)
-    if torch.is_grad_enabled():
-        _refuse_gradients(*operands, out, scale_out, bias)
     return checked
 
 

@@ -131,7 +131,8 @@ def empty_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
 def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
     """The matrix `x`, or a copy, such that its rows are dense and begin at multiples of 16 bytes."""
     dense = x.shape[1] < 2 or x.stride(1) == 1
-    in_step = x.shape[0] < 2 or x.stride(0) * x.element_size() % ALIGNMENT_BYTES == 0
+    apart = x.stride(0) >= x.shape[1] and x.stride(0) * x.element_size() % ALIGNMENT_BYTES == 0
+    in_step = x.shape[0] < 2 or apart
     if dense and in_step and (x.is_meta or is_aligned(x)):
         return x
     return empty_rows(tuple(x.shape), x.dtype, x.device).copy_(x)
@@ -165,6 +166,11 @@ def _find(words: list[int], addresses: list[int], size_bytes: int) -> int | None
 
 def _keys(x: torch.Tensor) -> int:
     return torch._C._dispatch_keys(x).raw_repr()
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether its memory holds its values, as far as dispatch keys tell."""
+    return not _odd_keys(x)
 
 
 def _odd_keys(x: torch.Tensor) -> int:

@@ -65,7 +65,7 @@ def scaled_mm(
     recipes = (_single("scale_recipe_a", scale_recipe_a), _single("scale_recipe_b", scale_recipe_b))
     _check_recipes(recipes, _RECIPES)
     _check_options(swizzle_a, swizzle_b, output_dtype, (*finishes.OUTPUT_NAMES, *_FP8, None))
-    if tuple(contraction_dim) not in ((), (1, 0)):
+    if contraction_dim not in ((), [], (1, 0), [1, 0]):
         raise ValueError(f"contraction_dim is {contraction_dim}; mat_a is [m, k] and mat_b [k, n]: leave it out")
     _check_matrices(mat_a, mat_b)
     rows_a, rows_b = mat_a, mat_b.t()
@@ -222,6 +222,10 @@ def _check_bias(bias: object, rows_b: torch.Tensor) -> None:
     if bias is not None and (not isinstance(bias, torch.Tensor) or tuple(bias.shape) != (rows_b.shape[0],)):
         seen = list(bias.shape) if isinstance(bias, torch.Tensor) else repr(bias)
         raise ValueError(f"bias is {seen}; it must be a tensor [n] = [{rows_b.shape[0]}], or None")
+    finishes.check_bias_kind(bias)
+    finishes.check_finish(bias, None, rows_b)
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("bias requires a gradient, and scaled_mm has none: call within torch.no_grad()")
 
 
 def _scale(letter: str, scale: object, recipe: ScalingType, rows: torch.Tensor) -> torch.Tensor:

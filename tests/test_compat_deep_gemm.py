@@ -202,6 +202,20 @@ def test_wrong_gradients_launch_nothing():
     ):
         with pytest.raises(kind, match=message):
             call(*arguments, **keywords)
+    with pytest.raises(TypeError, match="dy must be"):
+        call((a[0].char(), a[1]), b, d, [128, 128], c=torch.ones(2, 8, 16))
+    assert not d.any()
+
+
+def test_sums_of_wrong_products_leave_d_alone():
+    operands = product_of_rows(8, 16, 256, "cpu")
+    d, c = torch.zeros(8, 16), torch.ones(8, 16)
+    for a, b in (
+        (operands[:2], (operands.b.to(torch.int8), operands.b_scale)),
+        (operands[:2], (operands.b[:, :128], operands.b_scale)),
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            deep_gemm.fp8_gemm_nt(a, b, d, c, recipe=(1, 1, 128))
     assert not d.any()
 
 

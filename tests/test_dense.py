@@ -515,12 +515,28 @@ def test_layouts_have_the_times_and_choices_of_nt(layout):
 @each_layout
 def test_precompile_and_supports_know_layouts(layout):
     done = deep_tile.precompile([(96, 64, 3)], kind="bf16", layouts=[layout])
-    assert done.configs == (choose(GemmProblem(3, 96, 64, kind="bf16", layout=layout)),)
+    of_one_row = layout.replace("t", "n", 1) if layout[0] == "t" else layout
+    wanted = {choose(GemmProblem(3, 96, 64, kind="bf16", layout=name)) for name in (layout, of_one_row)}
+    assert set(done.configs) == wanted
     ask = partial(deep_tile.supports, dtype=torch.bfloat16, layout=layout)
     assert ask(8, 16, 64) == (True, "supported") == ask(8, 16, 64, a_stride=72, b_stride=72)
     wrong = {"nt": ask(8, 16, 60), "nn": ask(8, 20, 64), "tn": ask(12, 16, 64), "tt": ask(12, 16, 64)}[layout]
     assert not wrong[0] and "must be a multiple of 16 bytes" in wrong[1]
     assert ("column stride" in wrong[1]) == (layout != "nt")
+
+
+@pytest.mark.parametrize("n", [64, 200])
+def test_no_k_with_scales_of_blocks(n):
+    for dtype, of_b in ((torch.float8_e4m3fn, n), (torch.float8_e4m3fn, -(-n // 128)), (torch.int8, -(-n // 128))):
+        a, b = torch.zeros(8, 0).to(dtype), torch.zeros(n, 0).to(dtype)
+        assert torch.equal(scaled_gemm(a, torch.zeros(8, 0), b, torch.zeros(of_b, 0)), torch.zeros(8, n).bfloat16())
+
+
+def test_rows_of_16_bits_are_shorter():
+    seen = deep_tile.supports(16, 16, 2**30, dtype=torch.bfloat16)
+    assert seen == (False, "a is 16 by 1073741824; of torch.bfloat16 at most 1073741312 lie in a row")
+    assert not deep_tile.supports(2**30, 16, 64, dtype=torch.float16, layout="tn")[0]
+    assert deep_tile.supports(2**30, 16, 64, dtype=torch.float16)[0]
 
 
 def test_wrong_layouts_are_refused():
@@ -610,11 +626,40 @@ def test_gradients_are_products_of_other_layouts(monkeypatch):
     out.backward(grad)
     g, of_a, of_b = (x.data_ptr() for x in (grad, a, b))
     assert seen == [("nt", of_a, of_b), ("nn", g, of_b), ("tn", g, of_a)]
-    for wrong in (torch.ones(16, 25).bfloat16()[:, 1:], torch.ones(16, 1).bfloat16().expand(16, 24)):
+    for wrong in (
+        torch.ones(16, 25).bfloat16()[:, 1:],
+        torch.ones(16, 1).bfloat16().expand(16, 24),
+        torch.ones(24).bfloat16().expand(16, 24),
+        torch.ones(200).bfloat16().as_strided((16, 24), (8, 1)),
+    ):
         del seen[1:]
         gemm(a, b).backward(wrong)
         assert [layout for layout, *_ in seen[1:]] == ["nt", "nn", "tn"]
         assert wrong.data_ptr() not in (seen[2][1], seen[3][1])
+
+
+def test_gradients_of_sums_of_rows():
+    """Whose own gradients are rows of stride 0."""
+    for along in (0, 1):
+        a, b, _ = trained(16, 24, 64, torch.bfloat16)
+        weights = torch.randn((24, 16)[along], dtype=torch.bfloat16)
+        (gemm(a, b).sum(along) * weights).sum().backward()
+        grad = weights.expand(16, 24) if along == 0 else weights[:, None].expand(16, 24)
+        assert_accurate(a.grad, exact_dense_product(grad, b.detach().t()), ACCUMULATION_WITHOUT_SCALES)
+        assert_accurate(b.grad, exact_dense_product(grad.t(), a.detach().t()), ACCUMULATION_WITHOUT_SCALES)
+
+
+def test_gradients_in_batches_and_under_compiled_autograd():
+    a, b, _ = trained(16, 24, 32, torch.bfloat16)
+    grads = torch.randn(3, 16, 24, dtype=torch.bfloat16)
+    out = gemm(a, b)
+    (of_a,) = torch.autograd.grad(out, a, grads, is_grads_batched=True, retain_graph=True)
+    for found, grad in zip(of_a, grads, strict=True):
+        assert torch.equal(found, torch.autograd.grad(out, a, grad, retain_graph=True)[0])
+    torch._dynamo.reset()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        out.backward(grads[0])
+    assert torch.equal(a.grad, of_a[0])
 
 
 def test_gradients_of_gradients():

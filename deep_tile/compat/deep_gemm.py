@@ -66,6 +66,8 @@ def fp8_gemm_nt(
         operands = _operands(a, b)
         _require_dimensions(a=(operands[0], 2), a_scale=(operands[1], 2), b=(operands[2], 2), b_scale=(operands[3], 2))
         dense.check_row_block_scales(("a", "a_scale", "b", "b_scale"), operands)
+        if c is not None and not is_compiling():
+            dense.check_sum("scaled_gemm", operands, d, **_settings)
         accumulate = _begin_sum(d, c)
         dense.scaled_gemm(*operands, d, accumulate=accumulate, **_settings)
         return
@@ -192,19 +194,22 @@ def k_grouped_fp8_gemm_nt_contiguous(
     _check_flat("b", b, b_scale, n, sum(ks_cpu))
     if d.dtype != torch.float32 or not d.is_contiguous():
         raise ValueError(f"d is {list(d.shape)} of {d.dtype}, strides {d.stride()}; it must be dense, of torch.float32")
-    if not _begin_sum(d, c):
-        d.zero_()
-    end = 0
+    products, end = [], 0
     for group, k in enumerate(ks_cpu):
         begin, end = end, end + k
         if k == 0:
             continue
         blocks = slice(begin // SCALE_BLOCK, end // SCALE_BLOCK)
-        parts = [
-            (x.flatten()[begin * rows : end * rows].view(rows, k), scale[:, blocks])
-            for x, scale, rows in ((a, a_scale, m), (b, b_scale, n))
-        ]
-        dense.fp8_wgrad(*parts[0], *parts[1], d[group], **_settings)
+        operands = []
+        for x, scale, rows in ((a, a_scale, m), (b, b_scale, n)):
+            operands += [x.flatten()[begin * rows : end * rows].view(rows, k), scale[:, blocks]]
+        if not is_compiling():
+            dense.check_sum("fp8_wgrad", operands, d[group], **_settings)
+        products.append((*operands, d[group]))
+    if not _begin_sum(d, c):
+        d.zero_()
+    for product in products:
+        dense.fp8_wgrad(*product, **_settings)
 
 
 def fp8_einsum(
