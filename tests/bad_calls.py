@@ -311,7 +311,7 @@ WRONG_TENSORS = [
         r"\[ceil\(n / 128\), ceil\(k / 128\)\] = \(2, 3\); got \(130, 3\)", PER_BLOCK,
     ),
     _one(gemm, "out", "is too narrow", lambda x: x[:, :-1], ValueError, r"\(5, 130\); got \(5, 129\)", ALLOCATE),
-    _one(gemm, "out", "is transposed", torch.Tensor.t, ValueError, r"got \(130, 5\)", "pass out=None to have it allocated"),
+    _one(gemm, "out", "is transposed", torch.Tensor.t, ValueError, r"got \(130, 5\)", ALLOCATE),
     _one("prepare", "a_scale", "is transposed", torch.Tensor.t, ValueError, "looks transposed", r"pass a_scale\.t\(\)"),
     _one("plan", "a", "has fewer rows", lambda x: x[:4], ValueError, r"is .*\[4, 300\]", "prepare another plan"),
     # Strides and addresses.

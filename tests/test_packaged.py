@@ -1,8 +1,10 @@
 """Kernels that travel with the package: found by what they are made of, before the cache, without any NVRTC."""
 
+import re
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 
 import other_nvrtc
 import pack_other_nvrtc
@@ -131,6 +133,15 @@ def test_kernels_of_another_nvrtc_serve(folder, monkeypatch, capsys):
     before = jit.compilations()
     assert jit.load_cubin(SOURCE, "answer") == sass.quicken_promotion(made.cubin)
     assert jit.compilations() == before and not jit.is_packaged(other)
+
+
+def test_wheels_are_tried_for_every_kernel_that_is_packed():
+    """By the script of the Makefile: of a checkout, which has none, it misses all."""
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    script = re.search(r"define TRY_WHEEL\n(.*?)endef", makefile, re.DOTALL)[1]
+    count = len(pack.default_sources())
+    with pytest.raises(AssertionError, match=f"{count} of {count} default kernels are not in the wheel"):
+        exec(script, {})
 
 
 def test_pack_has_every_kernel_that_is_chosen_by_default():
