@@ -22,7 +22,7 @@ from deep_tile.select import tuned
 from deep_tile.select.choose import bucketed, choose, choose_bucket, configs_for, measured_choice, suits
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs
-from deep_tile.tools import cli, demo, demo_experts, demo_kinds
+from deep_tile.tools import cli, demo, demo_experts, demo_kinds, products
 from deep_tile.tools.compile import wanted_configs
 from deep_tile.tools.doctor import DOCTORS_KERNELS
 
@@ -380,16 +380,16 @@ def test_demo_fails_on_a_wrong_product(call, one_layer, monkeypatch, factor):
 def test_every_kind_is_shown_and_as_exact_as_it_is_to_be():
     assert {kind.family for kind in demo_kinds.SHOWN} == set(FAMILIES)
     for kind in demo_kinds.SHOWN:
-        assert demo_kinds._error(kind, demo_kinds.SMALL, "cpu") <= demo_kinds._most(kind, demo_kinds.SMALL[2])
+        assert demo_kinds._error(kind, demo_kinds.SMALL, "cpu") <= products.most_error(kind, demo_kinds.SMALL[2])
 
 
 def test_demo_fails_on_a_wrong_kind(call, one_layer, monkeypatch):
-    right = demo_kinds._multiply
+    right = demo_kinds.multiply
 
     def wrong(kind, operands, out):
         return right(kind, operands, out).mul_(1.01 if kind.name == "bf16" else 1)
 
-    monkeypatch.setattr(demo_kinds, "_multiply", wrong)
+    monkeypatch.setattr(demo_kinds, "multiply", wrong)
     code, _, err = call("demo")
     assert code == 1
     assert "bf16: relative error" in err and err.count("exceeds") == 1

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 import deep_tile
-from deep_tile.kinds import ACTIVATIONS, BIASES, GROUPINGS, KINDS, OUTPUTS
+from deep_tile.kinds import ACTIVATIONS, BIASES, FAMILIES, GROUPINGS, KINDS, OUTPUTS, RAW
 from deep_tile.method import groups, report
 from deep_tile.select.choose import bucket_key
 from deep_tile.select.hardware import DTYPE_BYTES, H200
@@ -124,7 +124,8 @@ def tune(options: argparse.Namespace) -> int:
     from deep_tile.tools import tune as search
 
     how = {"repeats": options.repeats, "track": track_progress}
-    results = search.tune_groups(*asked, **how) if of_groups else search.tune(asked, wide=options.wide, **how)
+    what = {"kind": options.kind, "output": options.output, "wide": options.wide}
+    results = search.tune_groups(*asked, **how) if of_groups else search.tune(asked, **what, **how)
     place = search.store(results)
     console = new_console()
     console.print(_tuned_table(results), "", f"Kept in {place}; the selector takes them from there from now on.")
@@ -137,6 +138,9 @@ def tune(options: argparse.Namespace) -> int:
 def _shapes_to_tune(options: argparse.Namespace) -> list[tuple[int, int, int]]:
     """(m, n, k) of the weight on the command line and of the file's lines."""
     weight = (options.n, options.k)
+    outputs = KINDS[options.kind].outputs
+    if options.output not in (None, *outputs):
+        options.refuse(f"results of {options.kind} are {', '.join(outputs)}; --output is {options.output}")
     if weight == (None, None) and options.shapes and not options.m:
         return options.shapes
     if None in weight:
@@ -149,8 +153,8 @@ def _groups_to_tune(options: argparse.Namespace) -> tuple[str, int, list[int], i
     asked = options.grouping or _GROUPINGS[0], options.groups, options.rows, options.n, options.k
     if None in asked:
         options.refuse("give --groups G, --rows R of each, in the mean, and N, K of their weights")
-    if options.m or options.shapes or options.wide:
-        options.refuse("--m, --shapes and --wide are not for groups")
+    if options.m or options.shapes or options.wide or (options.kind, options.output) != ("fp8", None):
+        options.refuse("--m, --shapes, --wide, --kind and --output are not for groups")
     return asked
 
 
@@ -262,6 +266,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--m", type=_positives, metavar="M,M,...", help=f"default: {TOKENS_TO_TUNE}")
     text = "with a line MxNxK for each product"
     command.add_argument("--shapes", type=_shapes_file, default=[], metavar="FILE", help=text)
+    text = "of the product; those of other FP8 formats share its results; default: %(default)s"
+    command.add_argument("--kind", choices=FAMILIES, default="fp8", help=text)
+    command.add_argument("--output", choices=(*OUTPUTS, RAW), help="format of the result; default: the kind's")
     command.add_argument("--wide", action="store_true", help="also other numbers of stages and store buffers")
     command.add_argument("--groups", type=positive, metavar="G", help="of grouped products: how many groups")
     text = "of a group, in the mean; one product for each"

@@ -11,14 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import deep_tile
 from deep_tile import plan
-from deep_tile.config import SCALE_BLOCK, ceil_div
-from deep_tile.kinds import FAMILIES, KINDS, RAW, RESULTS, Element, Kind
+from deep_tile.kinds import FAMILIES, KINDS, Kind
 from deep_tile.method import report
 from deep_tile.problem import GemmProblem
 from deep_tile.tools.compile import build_all, report_flaws
 from deep_tile.tools.console import PROGRAM, new_console, tflops_text
+from deep_tile.tools.products import empty_out, exact_product_of, most_error, multiply, operands_of
 
 if TYPE_CHECKING:
     import torch
@@ -34,9 +33,6 @@ SHOWN = tuple(KINDS[name] for name in (*FAMILIES, "fp8_rows_e5m2_e4m3"))
 
 SAMPLES = 20
 """Of each product that is timed."""
-
-INT8_SIZE = 40
-"""Standard deviation of integers."""
 
 _SCALES = {
     "blocks": "1x128, 128x128",
@@ -83,9 +79,18 @@ def show_on_gpu() -> int:
     return _report_errors(errors, SHAPE)
 
 
+def _error(kind: Kind, shape: tuple[int, int, int], device: str) -> float:
+    """Relative, of one product of random operands, against float64."""
+    from deep_tile.reference import relative_error
+
+    operands = operands_of(kind, shape, device)
+    out = multiply(kind, operands, empty_out(kind, operands))
+    return relative_error(out, exact_product_of(kind, operands))
+
+
 def _prepared(kind: Kind) -> Callable[[], torch.Tensor]:
-    operands = _operands(kind, SHAPE, "cuda")
-    return partial(_multiply, kind, operands, _empty_out(kind, operands))
+    operands = operands_of(kind, SHAPE, "cuda")
+    return partial(multiply, kind, operands, empty_out(kind, operands))
 
 
 def _problem(kind: Kind, shape: tuple[int, int, int], num_sms: int = 132) -> GemmProblem:
@@ -96,78 +101,11 @@ def _titles(kind: Kind) -> tuple[str, str, str, str]:
     return kind.name, f"{kind.a.name}, {kind.b.name}", _SCALES[kind.scaling], kind.output
 
 
-def _multiply(kind: Kind, operands: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    if kind.scaling == "none":
-        return deep_tile.gemm(*operands, out)
-    return deep_tile.scaled_gemm(*operands, out, fast_accum=kind.scaling != "promoted_rows")
-
-
-def _error(kind: Kind, shape: tuple[int, int, int], device: str) -> float:
-    """Relative, of one product of random operands, against float64."""
-    from deep_tile.reference import relative_error
-
-    operands = _operands(kind, shape, device)
-    out = _multiply(kind, operands, _empty_out(kind, operands))
-    if kind.scaling == "none":
-        return relative_error(out, operands[0].double() @ operands[1].double().t())
-    a, a_scale, b, b_scale = operands
-    rows = SCALE_BLOCK if kind.scaling == "blocks" else 1
-    return relative_error(out, _wide(a, a_scale, 1) @ _wide(b, b_scale, rows).t())
-
-
-def _wide(x: torch.Tensor, scale: torch.Tensor, rows: int) -> torch.Tensor:
-    """In float64, with every element's scale, of which one may be of several rows, and of 128 columns or of all."""
-    columns = SCALE_BLOCK if scale.shape[1] > 1 else x.shape[1]
-    each = scale.double().repeat_interleave(rows, 0)[: x.shape[0]].repeat_interleave(columns, 1)
-    return x.double() * each[:, : x.shape[1]]
-
-
-def _operands(kind: Kind, shape: tuple[int, int, int], device: str) -> list[torch.Tensor]:
-    """Normal samples, and scales between 0.5 and 1.5 of such."""
-    import torch
-
-    generator = torch.Generator(device).manual_seed(0)
-    m, n, k = shape
-    size = INT8_SIZE if kind.sums == "s32" else 1
-
-    def matrix(rows: int, element: Element) -> torch.Tensor:
-        values = torch.randn(rows, k, generator=generator, device=device) * size
-        dtype = getattr(torch, element.dtype)
-        return (values.round().clamp(-127, 127) if dtype == torch.int8 else values).to(dtype)
-
-    def scale(rows: int) -> torch.Tensor:
-        blocks = ceil_div(k, SCALE_BLOCK) if kind.block_scales else 1
-        return (torch.rand(blocks, rows, generator=generator, device=device).t() + 0.5) / size
-
-    a, b = matrix(m, kind.a), matrix(n, kind.b)
-    if kind.scaling == "none":
-        return [a, b]
-    return [a, scale(m), b, scale(ceil_div(n, SCALE_BLOCK) if kind.scaling == "blocks" else n)]
-
-
-def _empty_out(kind: Kind, operands: list[torch.Tensor]) -> torch.Tensor:
-    import torch
-
-    a, b = operands[0], operands[len(operands) // 2]
-    return a.new_empty(a.shape[0], b.shape[0], dtype=getattr(torch, RESULTS[kind.output].dtype))
-
-
-def _most(kind: Kind, k: int) -> float:
-    """Relative error that a kind may have: none of integers; of FP8 more where the tensor cores add up all of k, in 14
-    bits or so, 32 at a time."""
-    from deep_tile.reference import MAX_RELATIVE_ERROR
-
-    if kind.output == RAW:
-        return 0.0
-    added_fast = kind.scaling == "rows" and kind.sums == "f32"
-    return 5e-3 + k * 2**-18 if added_fast else MAX_RELATIVE_ERROR
-
-
 def _report_errors(errors: dict[Kind, float], shape: tuple[int, int, int]) -> int:
     """Exit code 1 and a line for each kind that is off; NaN is off."""
     code = 0
     for kind, error in errors.items():
-        most = _most(kind, shape[2])
+        most = most_error(kind, shape[2])
         if not error <= most:
             print(f"{PROGRAM}: {kind.name}: relative error {error:.2e} exceeds {most:.2e}", file=sys.stderr)
             code = 1

@@ -1,6 +1,6 @@
-"""Products that are checked: random operands and the exact result.
+"""Products that are checked: random operands and the exact result, of `fp8_gemm` and of each kind.
 
-Called by demo.py and doctor.py. Imports torch only when it multiplies.
+Called by demo.py, demo_kinds.py, doctor.py and trials.py. Imports torch only when it multiplies.
 """
 
 from __future__ import annotations
@@ -8,10 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import deep_tile
-from deep_tile.config import SCALE_BLOCK
+from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div
+from deep_tile.kinds import RAW, RESULTS, Element, Kind
 
 if TYPE_CHECKING:
     import torch
+
+INT8_SIZE = 40
+"""Standard deviation of integers with scales; of those without a quarter of it, whose sums FP16 holds."""
 
 
 def checked_error(m: int, n: int, k: int, device: str) -> float:
@@ -36,3 +40,75 @@ def exact_product(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_sca
     a_scales = a_scale.repeat_interleave(SCALE_BLOCK, 1)[:, :k]
     b_scales = b_scale.repeat_interleave(SCALE_BLOCK, 0)[:n].repeat_interleave(SCALE_BLOCK, 1)[:, :k]
     return (a.double() * a_scales) @ (b.double() * b_scales).t()
+
+
+# Of each kind.
+
+
+def operands_of(kind: Kind, shape: tuple[int, int, int], device: str) -> list[torch.Tensor]:
+    """Normal samples, and scales between 0.5 and 1.5 of such."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(0)
+    m, n, k = shape
+    size = INT8_SIZE if kind.sums == "s32" else 1
+    size = size / 4 if kind.output == RAW else size
+
+    def matrix(rows: int, element: Element) -> torch.Tensor:
+        values = torch.randn(rows, k, generator=generator, device=device) * size
+        dtype = getattr(torch, element.dtype)
+        return (values.round().clamp(-127, 127) if dtype == torch.int8 else values).to(dtype)
+
+    def scale(rows: int) -> torch.Tensor:
+        blocks = ceil_div(k, SCALE_BLOCK) if kind.block_scales else 1
+        return (torch.rand(blocks, rows, generator=generator, device=device).t() + 0.5) / size
+
+    a, b = matrix(m, kind.a), matrix(n, kind.b)
+    if kind.scaling == "none":
+        return [a, b]
+    return [a, scale(m), b, scale(ceil_div(n, SCALE_BLOCK) if kind.scaling == "blocks" else n)]
+
+
+def empty_out(kind: Kind, operands: list[torch.Tensor], output: str | None = None) -> torch.Tensor:
+    """In a format of `kinds.RESULTS`, or the kind's own."""
+    import torch
+
+    a, b = operands[0], operands[len(operands) // 2]
+    return a.new_empty(a.shape[0], b.shape[0], dtype=getattr(torch, RESULTS[output or kind.output].dtype))
+
+
+def multiply(
+    kind: Kind, operands: list[torch.Tensor], out: torch.Tensor, config: GemmConfig | None = None
+) -> torch.Tensor:
+    if kind.scaling == "none":
+        return deep_tile.gemm(*operands, out, config=config)
+    if kind.name == "int8":
+        return deep_tile.int8_gemm(*operands, out, config=config)
+    return deep_tile.scaled_gemm(*operands, out, fast_accum=kind.scaling != "promoted_rows", config=config)
+
+
+def exact_product_of(kind: Kind, operands: list[torch.Tensor]) -> torch.Tensor:
+    """In float64, by another way than reference.py."""
+    if kind.scaling == "none":
+        return operands[0].double() @ operands[1].double().t()
+    a, a_scale, b, b_scale = operands
+    rows = SCALE_BLOCK if kind.scaling == "blocks" else 1
+    return _wide(a, a_scale, 1) @ _wide(b, b_scale, rows).t()
+
+
+def _wide(x: torch.Tensor, scale: torch.Tensor, rows: int) -> torch.Tensor:
+    """In float64, with every element's scale, of which one may be of several rows, and of 128 columns or of all."""
+    columns = SCALE_BLOCK if scale.shape[1] > 1 else x.shape[1]
+    each = scale.double().repeat_interleave(rows, 0)[: x.shape[0]].repeat_interleave(columns, 1)
+    return x.double() * each[:, : x.shape[1]]
+
+
+def most_error(kind: Kind, k: int, output: str | None = None) -> float:
+    """Relative error that a kind may have: none of integers; of FP8 more where the tensor cores add up all of k, in 14
+    bits or so, 32 at a time."""
+    from deep_tile.reference import MAX_RELATIVE_ERROR
+
+    if (output or kind.output) == RAW:
+        return 0.0
+    added_fast = kind.scaling == "rows" and kind.sums == "f32"
+    return 5e-3 + k * 2**-18 if added_fast else MAX_RELATIVE_ERROR

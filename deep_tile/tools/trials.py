@@ -14,15 +14,18 @@ import torch
 from deep_tile.api import fp8_gemm
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.grouped import fp8_grouped_gemm
+from deep_tile.kinds import RESULTS
 from deep_tile.problem import GemmProblem
 from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
 from deep_tile.reference import (
+    MAX_RELATIVE_ERROR,
     fp8_gemm_reference,
     fp8_grouped_gemm_reference,
     fp8_grouped_wgrad_reference,
     relative_error,
 )
 from deep_tile.select.groups import SPREAD
+from deep_tile.tools.products import empty_out, exact_product_of, most_error, multiply, operands_of
 from deep_tile.wgrad import fp8_grouped_wgrad
 
 
@@ -33,16 +36,19 @@ class Trial(NamedTuple):
         multiply: by this config.
         spoil: takes an earlier result away.
         error: of the result, relative; NaN where some of it is missing.
+        most_error: that a right one may have.
     """
 
     multiply: Callable[[GemmConfig], torch.Tensor]
     spoil: Callable[[], object]
     error: Callable[[], float]
+    most_error: float = MAX_RELATIVE_ERROR
 
 
 def trial_of(problem: GemmProblem, device: str = "cuda") -> Trial:
     """Of a bucket, with or without groups."""
-    make = {"none": _dense, "offs": _rows, "counts": _rows, "k_offs": _gradients}[problem.grouping]
+    of_groups = {"offs": _rows, "counts": _rows, "k_offs": _gradients}
+    make = of_groups.get(problem.grouping, _dense if problem.kind == "fp8" else _of_kind)
     return make(problem, torch.Generator(device).manual_seed(0))
 
 
@@ -59,11 +65,24 @@ def _dense(problem: GemmProblem, generator: torch.Generator) -> Trial:
     m, n, k = problem.m, problem.n, problem.k
     operands = *_cast_rows(_normal(m, k, generator)), *(x[0] for x in _weights(1, n, k, generator))
     expected = fp8_gemm_reference(*operands, torch.float32)
-    out = torch.empty(m, n, dtype=torch.bfloat16, device=generator.device)
+    out = torch.empty(m, n, dtype=getattr(torch, RESULTS[problem.output].dtype), device=generator.device)
     return Trial(
         lambda config: fp8_gemm(*operands, out, config=config),
         partial(out.fill_, float("nan")),
         lambda: relative_error(out, expected),
+    )
+
+
+def _of_kind(problem: GemmProblem, generator: torch.Generator) -> Trial:
+    """Of another kind than "fp8", without groups."""
+    kind, device = problem.product, str(generator.device)
+    operands = operands_of(kind, (problem.m, problem.n, problem.k), device)
+    out, exact = empty_out(kind, operands, problem.output), exact_product_of(kind, operands)
+    return Trial(
+        lambda config: multiply(kind, operands, out, config),
+        partial(out.fill_, float("nan") if out.is_floating_point() else 2**30),
+        lambda: relative_error(out, exact),
+        most_error(kind, problem.k, problem.output),
     )
 
 

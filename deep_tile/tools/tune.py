@@ -17,9 +17,9 @@ import torch
 from deep_tile import plan
 from deep_tile.api import supports
 from deep_tile.config import GemmConfig, round_up
+from deep_tile.kinds import KINDS, RESULTS
 from deep_tile.method.groups import grouped_problem
 from deep_tile.problem import GemmProblem, Groups
-from deep_tile.reference import MAX_RELATIVE_ERROR
 from deep_tile.select import tuned
 from deep_tile.select.choose import (
     bucket_key,
@@ -29,6 +29,7 @@ from deep_tile.select.choose import (
     grouped_candidates,
     tuned_choice,
 )
+from deep_tile.tensors import ALIGNMENT_BYTES
 from deep_tile.tools.timing import L2Flush, capture, time_to_choose
 from deep_tile.tools.trials import trial_of
 
@@ -61,19 +62,28 @@ class Tuned(NamedTuple):
     wrong: dict[GemmConfig, float]
 
 
-def tune(shapes: Iterable[tuple[int, int, int]], *, wide: bool, repeats: int, track: Track) -> list[Tuned]:
+def tune(
+    shapes: Iterable[tuple[int, int, int]],
+    *,
+    kind: str = "fp8",
+    output: str | None = None,
+    wide: bool,
+    repeats: int,
+    track: Track,
+) -> list[Tuned]:
     """Search every shape's bucket on the current device; nothing is stored.
 
     Args:
         shapes: (m, n, k).
+        kind, output: of the product, a name in `kinds.FAMILIES`, and of its result's format; the kind's own when None.
         wide: also try numbers of stages and store buffers other than the default.
         repeats: samples of each config that may be the fastest.
 
     Raises:
-        ValueError: a shape that `fp8_gemm` does not take.
+        ValueError: a shape that the kind's call does not take.
         RuntimeError: no config computed a shape right.
     """
-    return _search([_bucket(*shape) for shape in shapes], wide, repeats, track)
+    return _search([_bucket(*shape, kind, output) for shape in shapes], wide, repeats, track)
 
 
 def tune_groups(
@@ -136,10 +146,11 @@ def variants(config: GemmConfig) -> list[GemmConfig]:
     return found
 
 
-def _bucket(m: int, n: int, k: int) -> GemmProblem:
-    _check(f"shape {m}x{n}x{k}", m, n, k)
-    num_sms = _properties().multi_processor_count
-    return bucketed(GemmProblem(m, n, k, num_sms, tma_store=n % 8 == 0))
+def _bucket(m: int, n: int, k: int, kind: str = "fp8", output: str | None = None) -> GemmProblem:
+    _check(f"shape {m}x{n}x{k}", m, n, k, kind)
+    num_sms, output = _properties().multi_processor_count, output or KINDS[kind].output
+    tma_store = n * RESULTS[output].bytes % ALIGNMENT_BYTES == 0
+    return bucketed(GemmProblem(m, n, k, num_sms, tma_store, kind=kind, output=output))
 
 
 def _group_bucket(layout: str, count: int, rows: int, n: int, k: int) -> GemmProblem:
@@ -147,10 +158,11 @@ def _group_bucket(layout: str, count: int, rows: int, n: int, k: int) -> GemmPro
     return group_bucket(grouped_problem(Groups(layout, count, rows), n, k, _properties().multi_processor_count))
 
 
-def _check(what: str, m: int, n: int, k: int) -> None:
-    """Raises ValueError for sizes of which there is no product."""
-    padded = round_up(k, 16)
-    supported, reason = supports(m, n, k, a_stride=padded, b_stride=padded)
+def _check(what: str, m: int, n: int, k: int, kind: str = "fp8") -> None:
+    """Raises ValueError for sizes of which there is no product. Rows of FP8 are padded, as its casts do that."""
+    row = round_up(k, ALIGNMENT_BYTES) if kind == "fp8" else k
+    dtype = getattr(torch, KINDS[kind].a.dtype)
+    supported, reason = supports(m, n, k, dtype=dtype, a_stride=row, b_stride=row)
     if not supported or not min(m, n, k):
         raise ValueError(f"{what}: {reason if not supported else 'sizes must be positive'}")
 
@@ -175,7 +187,7 @@ def _tune_bucket(problem: GemmProblem, configs: Sequence[GemmConfig], repeats: i
         trial.spoil()  # the config before may have left the right result
         graph.replay()
         error = trial.error()
-        if error <= MAX_RELATIVE_ERROR:
+        if error <= trial.most_error:
             graphs[config] = graph
         else:
             wrong[config] = error
