@@ -272,8 +272,9 @@ def test_groups_on_the_command_line(call):
         ("--groups 4 256 512", "give --groups G and --rows R"),
         ("--rows 4 256 512", "give --groups G and --rows R"),
         ("--groups 4 --rows 2 64 256 512", "N, K alone"),
-        ("--groups 4 --rows 2 256 512 --dtype int8", "and --all are not for groups"),
-        ("--groups 4 --rows 2 256 512 --bias bf16", "--bias, --activation and --all are not for groups"),
+        ("--groups 4 --rows 2 256 512 --dtype int8", "--dtype, --plot, --all"),
+        ("--groups 4 --rows 2 256 512 --bias bf16", "--activation and --layout are not for groups"),
+        ("--groups 4 --rows 2 256 512 --layout nn", "--activation and --layout are not for groups"),
         ("64 256 512 --tflops 1e200", "'1e200' is not a positive number from 1e-06 to 1e+09"),
         ("256 512", "give M, N and K, or --groups G"),
     ],
@@ -288,6 +289,17 @@ def test_commands_that_make_no_sense(call, arguments, said):
 def test_any_number_is_explained(call, option, number):
     assert call("explain", "1", "1", "1", option, number)[0] == 0
     assert call("explain", "100000", "100000", "100000", option, number)[0] == 0
+
+
+@pytest.mark.parametrize("layout", ["nn", "tn", "tt"])
+def test_a_layout_is_explained(call, layout):
+    explained, plain = (deep_tile.explain(4096, 7168, 2048, dtype="bf16", layout=name) for name in (layout, "nt"))
+    assert explained["config"].replace(f"_{layout}", "") == plain["config"] != explained["config"]
+    assert explained["predicted"] == plain["predicted"] and explained["problem"]["layout"] == layout
+    code, out, _ = call("explain", "4096", "7168", "2048", "--dtype", "bf16", "--layout", layout)
+    assert code == 0 and explained["config"] in out
+    with pytest.raises(ValueError, match=f"layout is '{layout}'; operands of fp8 lie along k, as 'nt' says"):
+        deep_tile.explain(4096, 7168, 2048, layout=layout)
 
 
 def test_a_finish_that_no_call_takes_is_refused():

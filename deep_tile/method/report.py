@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from deep_tile.kinds import ACTIVATIONS, BIASES, GATE_COLUMNS, KINDS, OUTPUTS, RAW
+from deep_tile.kinds import ACTIVATIONS, BIASES, GATE_COLUMNS, KINDS, LAYOUTS, OUTPUTS, RAW
 from deep_tile.method.roofline import Candidate, Derivation, derive, judged
 from deep_tile.problem import GemmProblem
 from deep_tile.select import cost, schedule, tuned
@@ -49,28 +49,32 @@ def derivation(
     output: str | None = None,
     bias: str = "none",
     activation: str = "none",
+    layout: str = "nt",
 ) -> Derivation:
     """What `explain` explains; arguments and errors as there."""
     gpu = gpus.for_device(hardware) if isinstance(hardware, str) else hardware
     problem = GemmProblem(m, n, k, num_sms if num_sms is not None else gpu.num_sms)
-    if (output, bias, activation) != (None, "none", "none"):
-        problem = _finished(problem, dtype, output, bias, activation)
+    made = {"output": output, "bias": bias, "activation": activation, "layout": layout}
+    if tuple(made.values()) != (None, "none", "none", "nt"):
+        problem = _made(problem, dtype, **made)
     return derive(problem, gpu, dtype, tuned.configs(problem.num_sms))
 
 
-def _finished(problem: GemmProblem, kind: str, output: str | None, bias: str, activation: str) -> GemmProblem:
-    """A problem of a kind with kernels, its format and its finish."""
-    known = {"dtype": KINDS, "output": (None, *OUTPUTS), "bias": BIASES, "activation": ACTIVATIONS}
-    for (name, names), value in zip(known.items(), (kind, output, bias, activation), strict=True):
+def _made(problem: GemmProblem, kind: str, output: str | None, bias: str, activation: str, layout: str) -> GemmProblem:
+    """A problem of a kind with kernels, its format and its finish, and how its operands lie."""
+    known = {"dtype": KINDS, "output": (None, *OUTPUTS), "bias": BIASES, "activation": ACTIVATIONS, "layout": LAYOUTS}
+    for (name, names), value in zip(known.items(), (kind, output, bias, activation, layout), strict=True):
         if value not in names:
             wanted = ", ".join(filter(None, names))
-            raise ValueError(f"{name} is {value!r}; formats, biases and activations are explained for {wanted}")
+            raise ValueError(f"{name} is {value!r}; formats, finishes and layouts are explained for {wanted}")
+    if layout != "nt" and KINDS[kind].a.bytes != 2:
+        raise ValueError(f"layout is {layout!r}; operands of {kind} lie along k, as 'nt' says")
     output = output or KINDS[kind].output
     if output == RAW and (bias, activation) != ("none", "none"):
         raise ValueError(f"results are {output}, and a bias or an activation is given; pass output fp32")
     if activation == "swiglu" and problem.n % (2 * GATE_COLUMNS):
         raise ValueError(f"n is {problem.n}; activation 'swiglu' takes multiples of {2 * GATE_COLUMNS}")
-    return problem._replace(kind=kind, output=output, bias=bias, activation=activation)
+    return problem._replace(kind=kind, output=output, bias=bias, activation=activation, layout=layout)
 
 
 def explain(
@@ -84,6 +88,7 @@ def explain(
     output: str | None = None,
     bias: str = "none",
     activation: str = "none",
+    layout: str = "nt",
 ) -> dict[str, Any]:
     """Which kernel a product gets on a GPU, and why. No GPU is needed.
 
@@ -95,6 +100,7 @@ def explain(
         num_sms: SMs to use; by default all.
         output, bias: formats of the result and of a bias: "bf16", "fp16", "fp32"; by default the kind's, and no bias.
         activation: of the product, as `fp8_gemm` takes it. Times are those without it and without a bias.
+        layout: of operands of 16 bits, as `supports` has it. Times are those of "nt".
 
     Returns:
         JSON-ready data. `config` is the name of the kernel, `why` a sentence; `walls` are those of the problem and of
@@ -107,8 +113,8 @@ def explain(
         ValueError: unknown hardware or dtype, a size that is not positive, more SMs than there are, or no tile passes
             the hardware's walls.
     """
-    finish = {"output": output, "bias": bias, "activation": activation}
-    return as_data(derivation(m, n, k, dtype=dtype, hardware=hardware, num_sms=num_sms, **finish))
+    made = {"output": output, "bias": bias, "activation": activation, "layout": layout}
+    return as_data(derivation(m, n, k, dtype=dtype, hardware=hardware, num_sms=num_sms, **made))
 
 
 def as_data(derived: Derivation) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 import deep_tile
-from deep_tile.kinds import ACTIVATIONS, BIASES, FAMILIES, GROUPINGS, KINDS, OUTPUTS, RAW
+from deep_tile.kinds import ACTIVATIONS, BIASES, FAMILIES, GROUPINGS, KINDS, LAYOUTS, OUTPUTS, RAW
 from deep_tile.method import groups, report
 from deep_tile.select.choose import bucket_key
 from deep_tile.select.hardware import DTYPE_BYTES, H200
@@ -83,7 +83,7 @@ def explain(options: argparse.Namespace) -> int:
         return _explain_groups(options)
     if options.m is None:
         options.refuse("give M, N and K, or --groups G --rows R and N, K")
-    names = ("dtype", "num_sms", "output", "bias", "activation")
+    names = ("dtype", "num_sms", "output", "bias", "activation", "layout")
     asked = {name: getattr(options, name) for name in names} | {"hardware": hardware_of(options, options.dtype)}
     derived = report.derivation(options.m, options.n, options.k, **asked)
     if options.json:
@@ -99,9 +99,9 @@ def explain(options: argparse.Namespace) -> int:
 def _explain_groups(options: argparse.Namespace) -> int:
     if options.m is not None or None in (options.groups, options.rows):
         options.refuse("give --groups G and --rows R of each, in the mean, and N, K alone")
-    of_products = (options.dtype, options.plot, options.output, options.bias, options.activation, options.all)
-    if of_products != ("fp8", None, None, "none", "none", False):
-        options.refuse("--dtype, --plot, --output, --bias, --activation and --all are not for groups")
+    of_products = (options.dtype, options.plot, options.all), (options.output, options.bias, options.activation)
+    if (*of_products, options.layout) != (("fp8", None, False), (None, "none", "none"), "nt"):
+        options.refuse("--dtype, --plot, --all, --output, --bias, --activation and --layout are not for groups")
     gpu = hardware_of(options, options.dtype)
     asked = {"grouping": options.grouping, "hardware": gpu, "num_sms": options.num_sms}
     derived = groups.derivation(options.groups, options.rows, options.n, options.k, **asked)
@@ -226,6 +226,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--output", choices=OUTPUTS, help="format of the result; default: the kind's")
     command.add_argument("--bias", choices=BIASES, default="none", help="format of a bias; default: %(default)s")
     command.add_argument("--activation", choices=ACTIVATIONS, default="none", help="default: %(default)s")
+    text = "of operands of 16 bits, by the names of BLAS; default: %(default)s, both along K"
+    command.add_argument("--layout", choices=LAYOUTS, default="nt", help=text)
     add_all(command)
     text = "write the roofline as an image, a PNG unless its name says otherwise"
     command.add_argument("--plot", type=report.picture_path, metavar="FILE", help=text)
