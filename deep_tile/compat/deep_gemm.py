@@ -66,7 +66,7 @@ def fp8_gemm_nt(
         operands = _operands(a, b)
         _require_dimensions(a=(operands[0], 2), a_scale=(operands[1], 2), b=(operands[2], 2), b_scale=(operands[3], 2))
         dense.check_row_block_scales(("a", "a_scale", "b", "b_scale"), operands)
-        if c is not None and not is_compiling():
+        if c is not None and c is not d and not is_compiling():  # before d is written to
             dense.check_sum("scaled_gemm", operands, d, **_settings)
         accumulate = _begin_sum(d, c)
         dense.scaled_gemm(*operands, d, accumulate=accumulate, **_settings)
@@ -203,9 +203,9 @@ def k_grouped_fp8_gemm_nt_contiguous(
         operands = []
         for x, scale, rows in ((a, a_scale, m), (b, b_scale, n)):
             operands += [x.flatten()[begin * rows : end * rows].view(rows, k), scale[:, blocks]]
-        if not is_compiling():
-            dense.check_sum("fp8_wgrad", operands, d[group], **_settings)
         products.append((*operands, d[group]))
+    if products and not is_compiling():  # before d is written to; groups differ in k alone
+        dense.check_sum("fp8_wgrad", products[0][:4], d[0], **_settings)
     if not _begin_sum(d, c):
         d.zero_()
     for product in products:
