@@ -34,12 +34,19 @@ def random_operands(m: int, n: int, k: int, device: str) -> list[torch.Tensor]:
     return [torch.randn(rows, k, generator=generator, device=device, dtype=torch.bfloat16) for rows in (m, n)]
 
 
-def exact_product(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
-    """The product in float64, on purpose by another way than reference.py: every element gets its scale."""
-    n, k = b.shape
-    a_scales = a_scale.repeat_interleave(SCALE_BLOCK, 1)[:, :k]
-    b_scales = b_scale.repeat_interleave(SCALE_BLOCK, 0)[:n].repeat_interleave(SCALE_BLOCK, 1)[:, :k]
-    return (a.double() * a_scales) @ (b.double() * b_scales).t()
+def exact_product(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, b_rows: int = SCALE_BLOCK
+) -> torch.Tensor:
+    """The product in float64, on purpose by another way than reference.py: every element gets its scale, which `b_rows`
+    of b share."""
+    return _wide(a, a_scale, 1) @ _wide(b, b_scale, b_rows).t()
+
+
+def _wide(x: torch.Tensor, scale: torch.Tensor, rows: int) -> torch.Tensor:
+    """In float64, with every element's scale, of which one may be of several rows, and of 128 columns or of all."""
+    columns = SCALE_BLOCK if scale.shape[1] > 1 else x.shape[1]
+    each = scale.double().repeat_interleave(rows, 0)[: x.shape[0]].repeat_interleave(columns, 1)
+    return x.double() * each[:, : x.shape[1]]
 
 
 # Of each kind.
@@ -88,19 +95,10 @@ def multiply(
 
 
 def exact_product_of(kind: Kind, operands: list[torch.Tensor]) -> torch.Tensor:
-    """In float64, by another way than reference.py."""
+    """In float64, as `exact_product`."""
     if kind.scaling == "none":
         return operands[0].double() @ operands[1].double().t()
-    a, a_scale, b, b_scale = operands
-    rows = SCALE_BLOCK if kind.scaling == "blocks" else 1
-    return _wide(a, a_scale, 1) @ _wide(b, b_scale, rows).t()
-
-
-def _wide(x: torch.Tensor, scale: torch.Tensor, rows: int) -> torch.Tensor:
-    """In float64, with every element's scale, of which one may be of several rows, and of 128 columns or of all."""
-    columns = SCALE_BLOCK if scale.shape[1] > 1 else x.shape[1]
-    each = scale.double().repeat_interleave(rows, 0)[: x.shape[0]].repeat_interleave(columns, 1)
-    return x.double() * each[:, : x.shape[1]]
+    return exact_product(*operands, b_rows=SCALE_BLOCK if kind.scaling == "blocks" else 1)
 
 
 def most_error(kind: Kind, k: int, output: str | None = None) -> float:
