@@ -65,8 +65,7 @@ def scaled_mm(
     recipes = (_single("scale_recipe_a", scale_recipe_a), _single("scale_recipe_b", scale_recipe_b))
     _check_recipes(recipes, _RECIPES)
     _check_options(swizzle_a, swizzle_b, output_dtype, (*finishes.OUTPUT_NAMES, *_FP8, None))
-    if contraction_dim not in ((), [], (1, 0), [1, 0]):
-        raise ValueError(f"contraction_dim is {contraction_dim}; mat_a is [m, k] and mat_b [k, n]: leave it out")
+    _check_contraction(contraction_dim, ((), (1, 0)), "mat_a is [m, k] and mat_b [k, n]")
     _check_matrices(mat_a, mat_b)
     rows_a, rows_b = mat_a, mat_b.t()
     scale_a = _scale("a", _single("scale_a", scale_a), recipes[0], rows_a)
@@ -141,8 +140,7 @@ def scaled_grouped_mm(
     _check_options(swizzle_a, swizzle_b, output_dtype, (torch.bfloat16,))
     if bias is not None:
         raise ValueError("bias is given; grouped products add none. Add it to the result, and pass None")
-    if tuple(contraction_dim):
-        raise ValueError(f"contraction_dim is {contraction_dim}; groups are of rows: leave it out")
+    _check_contraction(contraction_dim, ((),), "groups are of rows")
     _check_groups(mat_a, mat_b, offs)
     weights = mat_b.transpose(1, 2)
     scale_a = _scale("a", _single("scale_a", scale_a), _TOKENS, mat_a)
@@ -201,6 +199,11 @@ def _check_operand(
         seen = f"{list(matrix.shape)} of {matrix.dtype}" if isinstance(matrix, torch.Tensor) else f"{matrix!r}"
         wanted = [" or ".join(map(str, known)) for known in (dtypes, dimensions)]
         raise TypeError(f"{name} is {seen}; it must be of {wanted[0]} and {wanted[1]} dimensions. Quantise it")
+
+
+def _check_contraction(dims: object, known: Sequence[tuple[int, ...]], why: str) -> None:
+    if not isinstance(dims, Sequence) or tuple(dims) not in known:
+        raise ValueError(f"contraction_dim is {dims}; {why}: leave it out")
 
 
 def _check_matrices(mat_a: object, mat_b: object) -> None:
