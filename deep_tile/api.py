@@ -356,7 +356,7 @@ def layout_problem(layout: object, kind: Kind) -> str | None:
     """Why a kind's operands cannot lie so; None where they can."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         return f"layout is {layout!r}; layouts are {', '.join(LAYOUTS)}"
-    if layout != "nt" and kind.a.bytes != 2:
+    if layout not in kind.layouts:
         return f"layout is {layout!r}; operands of {kind.a.dtype} lie along k, as 'nt' says: pass contiguous ones"
     return None
 

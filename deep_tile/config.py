@@ -172,7 +172,7 @@ class GemmConfig:
                 f"activation is {self.activation!r}, which makes one column of two; of a tile's {self.block_n} columns "
                 f"in {self.split_k} K parts it needs a multiple of 32 each"
             )
-        if self.layout != "nt" and self.product.a.bytes != 2:
+        if self.layout not in self.product.layouts:
             return f"layout is {self.layout!r}; operands of kind {self.kind!r} lie along k, as 'nt' says"
         plain = self.kind == "fp8" and self.tma_store and self.split_k == 1
         if self.quantizes and not (plain and not self.is_grouped):

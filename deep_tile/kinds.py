@@ -76,6 +76,11 @@ class Kind(NamedTuple):
         return self.scaling in ("blocks", "row_blocks", "promoted_rows")
 
     @property
+    def layouts(self) -> tuple[str, ...]:
+        """How its operands may lie, of `LAYOUTS`: along k, and of 16 bits along their rows as well."""
+        return tuple(LAYOUTS) if self.a.bytes == 2 else ("nt",)
+
+    @property
     def outputs(self) -> tuple[str, ...]:
         """Formats that its result may have, but for `QUANTIZED`."""
         return (*OUTPUTS, *([RAW] if self.output == RAW else []))

@@ -67,7 +67,7 @@ def _made(problem: GemmProblem, kind: str, output: str | None, bias: str, activa
         if value not in names:
             wanted = ", ".join(filter(None, names))
             raise ValueError(f"{name} is {value!r}; formats, finishes and layouts are explained for {wanted}")
-    if layout != "nt" and KINDS[kind].a.bytes != 2:
+    if layout not in KINDS[kind].layouts:
         raise ValueError(f"layout is {layout!r}; operands of {kind} lie along k, as 'nt' says")
     output = output or KINDS[kind].output
     if output == RAW and (bias, activation) != ("none", "none"):
