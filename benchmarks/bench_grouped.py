@@ -1,15 +1,20 @@
-"""Grouped products: our choice and each of our configs, torch's row-wise product, and the limit of unpadded rows.
+"""Grouped products: our choice and each of our configs, torch's product, and the limit of unpadded rows.
 
     PYTHONPATH=. python benchmarks/bench_grouped.py --out benchmarks/results/grouped.json
+    PYTHONPATH=. python benchmarks/bench_grouped.py --kind bf16 --seconds 60 --out grouped_bf16.json
 
 Draws: those that DeepGEMM's tests multiply, and tokens routed to the experts of public models, evenly, at random and
 skewed. In microseconds, medians, contestants in turn, L2 cold. The limit is max(FLOP / 1500 TFLOPS + 3.3 us, bytes /
-4.09 TB/s + 5.1 us) of the rows that there are, weights of groups without rows left out. torch's product has one scale
-per row and no scales of blocks, so it does less. Every output that is timed is checked, group by group.
+4.09 TB/s + 5.1 us) of the rows that there are, weights of groups without rows left out; of BF16 with half the rate.
+torch's product is of BF16, or of FP8 with scales of rows: beside ours of blocks it does less. Every output that is
+timed is checked, group by group. Stops with what it has after --seconds.
 """
 
 import argparse
+import math
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import NamedTuple
@@ -17,10 +22,12 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import store, timing
-from deep_tile import fp8_grouped_gemm
 from deep_tile.config import ceil_div
-from deep_tile.reference import MAX_RELATIVE_ERROR, fp8_gemm_reference, relative_error
+from deep_tile.dense import REFERENCES
+from deep_tile.kinds import KINDS, Kind
+from deep_tile.reference import relative_error
 from deep_tile.select.groups import grouped_configs
+from deep_tile.tools.products import most_error, multiply_groups
 
 REPEATS = 30
 TOKENS = (1, 8, 64, 512, 2048, 4096, 16384)
@@ -62,11 +69,10 @@ class Draw(NamedTuple):
     k: int
     capacity: int | None = None
 
-    @property
-    def limit_us(self) -> float:
+    def limit_us(self, kind: Kind) -> float:
         rows, active = sum(self.sizes), sum(size > 0 for size in self.sizes)
-        moved = active * self.n * self.k + rows * (self.k + 2 * self.n)
-        return max(2 * rows * self.n * self.k / 1500e6 + 3.3, moved / 4.09e6 + 5.1)
+        moved = (active * self.n * self.k + rows * self.k) * kind.a.bytes + 2 * rows * self.n
+        return max(2 * rows * self.n * self.k * kind.a.bytes / 1500e6 + 3.3, moved / 4.09e6 + 5.1)
 
 
 def draws(seed: int) -> Iterator[Draw]:
@@ -99,56 +105,84 @@ def routed(model: Model, tokens: int, how: str, generator: torch.Generator) -> t
     return tuple(torch.bincount(chosen.flatten(), minlength=model.experts)[: model.local].tolist())
 
 
-def contestants(draw: Draw, every_config: bool) -> tuple[dict[str, Callable[[], torch.Tensor]], Callable]:
-    """Calls by name, and a function that checks what one of ours returned."""
-    groups, rows = len(draw.sizes), sum(draw.sizes) if draw.capacity is None else len(draw.sizes) * draw.capacity
-    k_blocks = ceil_div(draw.k, 128)
+def made_operands(draw: Draw, kind: Kind, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What belongs to rows, and what to groups: a matrix each, and its scale, if it has one."""
+    groups, k_blocks = len(draw.sizes), ceil_div(draw.k, 128)
 
     def values(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda").to(torch.float8_e4m3fn)
+        return torch.randn(*shape, device="cuda").to(getattr(torch, kind.a.dtype))
+
+    def scale(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, device="cuda") + 0.5
 
     a, b = values(rows, draw.k), torch.stack([values(draw.n, draw.k) for _ in draw.sizes])
-    a_scale = torch.rand(k_blocks, rows, device="cuda").t() + 0.5  # M-major, as the casts make them
-    b_scale = torch.rand(groups, ceil_div(draw.n, 128), k_blocks, device="cuda") + 0.5
+    if kind.scaling == "none":
+        return [a], [b]
+    if kind.row_scales:
+        return [a, scale(rows)], [b, scale(groups, draw.n)]
+    return [a, scale(k_blocks, rows).t()], [b, scale(groups, ceil_div(draw.n, 128), k_blocks)]  # as the casts make them
+
+
+def of_torch(kind: Kind, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> dict[str, Callable]:
+    """The contestant."""
+    if kind.scaling == "none":
+        return {"torch BF16": lambda: torch._grouped_mm(a, b.transpose(1, 2), offs=ends)}
+    row, column = torch.ones(len(a), device="cuda"), torch.ones(b.shape[:2], device="cuda")
+    fast = {"offs": ends, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return {"torch row-wise": lambda: torch._scaled_grouped_mm(a, b.transpose(1, 2), row, column, **fast)}
+
+
+def contestants(
+    draw: Draw, kind: Kind, every_config: bool
+) -> tuple[dict[str, Callable[[], torch.Tensor]], Callable[[], None]]:
+    """Calls by name, and a function that checks what one of ours returned."""
+    groups, rows = len(draw.sizes), sum(draw.sizes) if draw.capacity is None else len(draw.sizes) * draw.capacity
+    of_rows, of_groups = made_operands(draw, kind, rows)
     sizes = torch.tensor(draw.sizes, dtype=torch.int32, device="cuda")
     out = torch.empty(rows, draw.n, dtype=torch.bfloat16, device="cuda")
+    layout, given, into = "offs", of_rows, out
     if draw.capacity is None:
         begins, keywords = (sizes.cumsum(0) - sizes).tolist(), {"offs": sizes.cumsum(0).int()}
-        operands, into = (a, a_scale, b, b_scale), out
     else:
-        begins, keywords = [draw.capacity * group for group in range(groups)], {"counts": sizes}
-        operands = (a.unflatten(0, (groups, -1)), a_scale.unflatten(0, (groups, -1)), b, b_scale)
-        into = out.unflatten(0, (groups, -1))
+        layout, begins, keywords = "counts", [draw.capacity * group for group in range(groups)], {"counts": sizes}
+        *given, into = (x.unflatten(0, (groups, -1)) for x in (*of_rows, out))
     keywords |= {"out": into, "expected_rows": ceil_div(sum(draw.sizes), sum(size > 0 for size in draw.sizes))}
-    calls = {"ours": lambda: fp8_grouped_gemm(*operands, **keywords)}
-    for config in grouped_configs("offs" if draw.capacity is None else "counts") if every_config else ():
-        calls[config.name] = lambda config=config: fp8_grouped_gemm(*operands, **keywords, config=config)
+    ours = partial(multiply_groups, kind, (*given, *of_groups), **keywords)
+    calls = {"ours": ours}
+    for config in grouped_configs(layout, kind=kind.name) if every_config else ():
+        calls[config.name] = partial(ours, config=config)
     if draw.capacity is None:
-        row, column = torch.ones(rows, device="cuda"), torch.ones(groups, draw.n, device="cuda")
-        ends = keywords["offs"]
-        calls["torch row-wise"] = lambda: torch._scaled_grouped_mm(
-            a, b.transpose(1, 2), row, column, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
+        calls |= of_torch(kind, of_rows[0], of_groups[0], keywords["offs"])
 
     def check() -> None:
         out.fill_(float("nan"))
-        calls["ours"]()
+        ours()
         for group, (begin, size) in enumerate(zip(begins, draw.sizes, strict=True)):
             got = slice(begin, begin + min(size, 64))
-            wanted = fp8_gemm_reference(a[got], a_scale[got], b[group], b_scale[group])
-            if size and relative_error(out[got], wanted) > MAX_RELATIVE_ERROR:
+            one = (*(x[got] for x in of_rows), *(x[group] for x in of_groups))
+            wanted = REFERENCES[kind.scaling](*one, torch.float32)
+            if size and relative_error(out[got], wanted) > most_error(kind, draw.k):
                 raise RuntimeError(f"{draw}: group {group} is wrong")
 
     return calls, check
 
 
-def measure(draw: Draw, every_config: bool, flush: timing.L2Flush) -> dict[str, float]:
+def measure(draw: Draw, kind: Kind, every_config: bool, flush: timing.L2Flush) -> dict[str, float]:
     """Microseconds by contestant, and the limit."""
-    calls, check = contestants(draw, every_config)
+    calls, check = contestants(draw, kind, every_config)
     check()
     graphs = {name: timing.capture(call) for name, call in calls.items()}
     times = timing.time_alternating(graphs, REPEATS, flush)
-    return {"limit": draw.limit_us} | {name: took.us for name, took in times.items()}
+    return {"limit": draw.limit_us(kind)} | {name: took.us for name, took in times.items()}
+
+
+def report(found: list[dict]) -> None:
+    """Geometric means over the limit, and over torch's product where it was timed."""
+    for name in ("limit", "torch row-wise", "torch BF16"):
+        ratios = [entry["us"]["ours"] / entry["us"][name] for entry in found if name in entry["us"]]
+        if ratios:
+            worst = f"{min(ratios):.2f} to {max(ratios):.2f}"
+            print(f"{len(ratios)} draws: {geometric_mean(ratios):.3f} of {name} in the geometric mean, {worst}")
 
 
 def main() -> None:
@@ -157,18 +191,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     parser.add_argument("--every-config", action="store_true", help="time each of our configs, too")
     parser.add_argument("--only", default="", help="draws whose name has this")
+    parser.add_argument("--kind", choices=("fp8", "bf16", "fp8_rows"), default="fp8", help="default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no draw later than this")
     options = parser.parse_args()
-    flush, found = timing.L2Flush(), []
+    kind, flush, found, start = KINDS[options.kind], timing.L2Flush(), [], time.perf_counter()
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
         for draw in draws(options.seed):
-            if options.only not in draw.name:
+            if options.only not in draw.name or time.perf_counter() - start > options.seconds:
                 continue
-            us = measure(draw, options.every_config, flush)
+            us = measure(draw, kind, options.every_config, flush)
             found.append({"draw": draw.name, "n": draw.n, "k": draw.k, "sizes": draw.sizes, "us": us})
             print(f"{draw.name} {draw.n}x{draw.k}: {us['ours']:.1f} us, {us['ours'] / us['limit']:.2f} of the limit")
-    store.save(options.out, {"meta": timing.describe_run() | {"seed": options.seed}, "draws": found})
-    ratio = geometric_mean(entry["us"]["ours"] / entry["us"]["limit"] for entry in found)
-    print(f"{len(found)} draws: {ratio:.3f} of the limit in the geometric mean")
+    store.save(options.out, {"meta": timing.describe_run() | {"seed": options.seed, "kind": kind.name}, "draws": found})
+    report(found)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from deep_tile.kinds import (
     KINDS,
     LAYOUT_NAMES,
     LAYOUTS,
-    OUTPUTS,
     QUANTIZED,
     RAW,
     RESULTS,
@@ -404,10 +403,11 @@ def precompile(
             an H200 if there is none.
         grouping: "offs" or "counts" for grouped products, by what they are given, or "k_offs" for
             `fp8_grouped_wgrad`, of weights [n, k]; kernels of all numbers of groups.
-        kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`, "bf16", "fp16" and "int8_unscaled" for `gemm`, "int8" for
-            `int8_gemm`, "fp8_rows", "fp8_rows_promoted" (without `fast_accum`), "int8_rows" and "fp8_1x128" for
-            `scaled_gemm`, the latter for `fp8_wgrad`, too. Those of FP8 end in the formats of a and b, unless both are
-            e4m3, as "fp8_rows_e5m2_e4m3".
+        kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`; "bf16", "fp16" and "int8_unscaled" for `gemm` and
+            `grouped_gemm`; "int8" for `int8_gemm`; "fp8_rows", "fp8_rows_promoted" (without `fast_accum`), "int8_rows"
+            and "fp8_1x128" for `scaled_gemm`, the latter for `fp8_wgrad`, too, all others and "int8" for
+            `scaled_grouped_gemm`. Those of FP8 end in the formats of a and b, unless both are e4m3, as
+            "fp8_rows_e5m2_e4m3".
         out_dtype: of `out`; the call's default when None. float8_e4m3fn for `fp8_gemm_cast`.
         accumulate: as later passed; of groups, with an `out_dtype` of float32.
         bias: its dtype; None: there is none.
@@ -448,13 +448,12 @@ def precompile(
         )
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(GROUPINGS)}")
-    of_groups = ("fp8_1x128", "fp32") if grouping == "k_offs" else ("fp8", "bf16")
-    if grouping != "none" and (kind, output, *finish) != (*of_groups, "none", "none"):
-        raise ValueError(
-            f"grouping is {grouping!r}, kind {kind!r}, out_dtype {out_dtype}, bias {bias} and activation "
-            f"{activation!r}; grouped products are of kind {of_groups[0]!r}, of {OUTPUTS[of_groups[1]].dtype}, and "
-            "have no bias and activation"
-        )
+    if grouping != "none":
+        _check_grouped_kind(grouping, product, output, accumulate, layouts)
+        if finish != ("none", "none"):
+            raise ValueError(
+                f"grouping is {grouping!r}, bias {bias} and activation {activation!r}; grouped products have neither"
+            )
     if workers is not None and (_as_int(workers) is None or workers < 1):
         raise ValueError(f"workers is {workers!r}; pass a positive int, or None for all cores")
     device = current_gpu()
@@ -481,13 +480,31 @@ def precompile(
             for most, layout in _as_read(layouts, n, max_m):
                 configs.update(plan.configs_for(n, k, most, num_sms, tma_store, not batch_invariant, *what, layout))
         else:
-            configs.update(grouped_configs(grouping, tma_store, accumulate))
+            for layout in layouts:
+                configs.update(grouped_configs(grouping, tma_store, accumulate, kind, output, layout))
     ordered = tuple(sorted(configs, key=lambda config: config.name))
     before = jit.compilations()
     plan.load_kernels(ordered, device, workers or os.cpu_count() or 1)
     if output == QUANTIZED:
         cast.load_kernels(device, workers or os.cpu_count() or 1)
     return Precompiled(ordered, jit.compilations() - before)
+
+
+def _check_grouped_kind(grouping: str, kind: Kind, output: str, accumulate: bool, layouts: tuple[str, ...]) -> None:
+    """Check that grouped products are of a kind, of such results and operands."""
+    if grouping == "k_offs":
+        if (kind.name, output) != ("fp8_1x128", "fp32"):
+            raise ValueError(
+                f"grouping is {grouping!r}, kind {kind.name!r} and out_dtype {RESULTS[output].dtype}; such products "
+                "are of kind 'fp8_1x128', of float32"
+            )
+        return
+    if kind.scaling == "row_blocks" or output == QUANTIZED or accumulate or not {"nt", "nn"}.issuperset(layouts):
+        raise ValueError(
+            f"grouping is {grouping!r}, kind {kind.name!r}, out_dtype {RESULTS[output].dtype}, accumulate {accumulate} "
+            f"and layouts {list(layouts)}; products of groups of rows are of all kinds but 'fp8_1x128', written and "
+            "not added, to other results than float8_e4m3fn, and their layouts are 'nt' and 'nn'"
+        )
 
 
 def _checked_layouts(layouts: object, product: Kind) -> tuple[str, ...]:

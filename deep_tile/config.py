@@ -160,8 +160,8 @@ class GemmConfig:
             return f"accumulate is True and output {self.output!r}; nothing is added to a result with scales"
         if self.accumulate and self.is_finished:
             return "accumulate is True; a product is added to `out` without bias and activation"
-        if not self.product.block_scales and (self.resident_b or self.pairs or self.is_grouped):
-            return f"kind is {self.kind!r}; such products are made without groups, resident b and pairs"
+        if not self.product.block_scales and (self.resident_b or self.pairs):
+            return f"kind is {self.kind!r}; such products are made without resident b and pairs"
         if self.row_groups and (self.cluster > 1 or self.resident_b or self.pairs):
             what = "clusters, resident b and pairs"
             return f"grouping is {self.grouping!r}; groups are multiplied without {what}"
@@ -174,6 +174,10 @@ class GemmConfig:
             )
         if self.layout not in self.product.layouts:
             return f"layout is {self.layout!r}; operands of kind {self.kind!r} lie along k, as 'nt' says"
+        if self.row_groups and self.accumulate:
+            return f"grouping is {self.grouping!r} and accumulate True; products of groups of rows are written"
+        if self.row_groups and self.a_span:
+            return f"grouping is {self.grouping!r} and layout {self.layout!r}; groups are of rows of a that lie along k"
         plain = self.kind == "fp8" and self.tma_store and self.split_k == 1
         if self.quantizes and not (plain and not self.is_grouped):
             what = "of kind fp8, stored by TMA, and without groups and split K"

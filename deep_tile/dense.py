@@ -46,8 +46,8 @@ class _Options(NamedTuple):
     fast_accum: bool = True
 
 
-class _Call(NamedTuple):
-    """A function of this module.
+class Call(NamedTuple):
+    """A function of this module, or of grouped.py.
 
     Attributes:
         kinds: that it makes, by the scaling and the dtypes of a and b.
@@ -70,7 +70,8 @@ class _Call(NamedTuple):
         return {a: tuple(b for with_a, b in pairs if with_a == a) for a, _ in pairs}
 
 
-def _kinds(*families: str) -> dict[tuple[str, torch.dtype, torch.dtype], Kind]:
+def kinds_of(*families: str) -> dict[tuple[str, torch.dtype, torch.dtype], Kind]:
+    """All kinds of these families, by scaling and dtypes."""
     found = (kind for kind in KINDS.values() if kind.family in families)
     return {(kind.scaling, finishes.torch_dtype(kind.a), finishes.torch_dtype(kind.b)): kind for kind in found}
 
@@ -80,23 +81,23 @@ _LINEAR = "torch.nn.functional.linear"
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _CALLS = {
-    "gemm": _Call(_kinds("bf16", "fp16", "int8_unscaled"), ("a", "b"), None, "a.to(torch.bfloat16)", None),
-    "int8_gemm": _Call(
-        _kinds("int8"),
+    "gemm": Call(kinds_of("bf16", "fp16", "int8_unscaled"), ("a", "b"), None, "a.to(torch.bfloat16)", None),
+    "int8_gemm": Call(
+        kinds_of("int8"),
         _SCALED,
         torch.bfloat16,
         "quantise to torch.int8, with a scale for each 1x128 and 128x128",
         _LINEAR,
     ),
-    "scaled_gemm": _Call(
-        _kinds("fp8_rows", "fp8_rows_promoted", "fp8_1x128", "fp8", "int8_rows", "int8"),
+    "scaled_gemm": Call(
+        kinds_of("fp8_rows", "fp8_rows_promoted", "fp8_1x128", "fp8", "int8_rows", "int8"),
         _SCALED,
         torch.bfloat16,
         "quantise to torch.float8_e4m3fn or torch.int8, with a scale for each row, or one",
         _LINEAR,
     ),
-    "fp8_wgrad": _Call(
-        _kinds("fp8_1x128"),
+    "fp8_wgrad": Call(
+        kinds_of("fp8_1x128"),
         ("dy", "dy_scale", "x", "x_scale"),
         torch.float32,
         "quantise with deep_tile.transposed_cast_to_fp8",
@@ -104,7 +105,7 @@ _CALLS = {
     ),
 }
 
-_REFERENCES = {
+REFERENCES = {
     "none": gemm_reference,
     "blocks": scaled_gemm_reference,
     "row_blocks": row_blocks_gemm_reference,
@@ -347,14 +348,17 @@ def _given(bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
 
 
 def _empty_out(operands, options: _Options) -> torch.Tensor:
-    a, b = _matrices(operands)
+    a, b = matrices(operands)
     return api.empty_out(a, b, _result_dtype(options, a), options.activation)
 
 
 def _result_dtype(options: _Options, a: torch.Tensor) -> torch.dtype:
+    return result_dtype(_CALLS[options.call], options.out_dtype, a)
+
+
+def result_dtype(call: Call, out_dtype: torch.dtype | None, a: torch.Tensor) -> torch.dtype:
     """Of an `out` that is not given."""
-    of_operands = torch.int32 if a.dtype == torch.int8 else a.dtype
-    return options.out_dtype or _CALLS[options.call].out_dtype or of_operands
+    return out_dtype or call.out_dtype or (torch.int32 if a.dtype == torch.int8 else a.dtype)
 
 
 def _refuse_sum_of_nothing(options: _Options) -> None:
@@ -362,7 +366,7 @@ def _refuse_sum_of_nothing(options: _Options) -> None:
         raise ValueError("accumulate is True and out None: pass what the product is added to")
 
 
-def _matrices(operands) -> tuple[torch.Tensor, torch.Tensor]:
+def matrices(operands) -> tuple[torch.Tensor, torch.Tensor]:
     """a and b, without scales."""
     return operands[0], operands[len(operands) // 2]
 
@@ -446,7 +450,7 @@ def _call_unknown(operands, out, options: _Options, bias) -> None:
     launch = launches.find(_launches, options, signature)
     if launch is None:
         checked = _checked_options(options, operands, out, bias)
-        a, b = _matrices(operands)
+        a, b = matrices(operands)
         if not _is_on_gpu(a) or min(*a.shape, *b.shape) == 0:
             _compute_without_kernel(operands, out, options, bias)
             return
@@ -461,9 +465,9 @@ def _compute_without_kernel(operands, out, options: _Options, bias) -> None:
         return
     is_finished = bias is not None or options.activation is not None
     dtype = torch.float64 if is_finished else out.dtype
-    a, b = _matrices(operands)
+    a, b = matrices(operands)
     if a.shape[1]:
-        product = _REFERENCES[_kind(options, operands).scaling](*operands, dtype)
+        product = REFERENCES[_kind(options, operands).scaling](*operands, dtype)
     else:
         product = a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)  # also with scales that are infinite
     if is_finished:
@@ -498,7 +502,7 @@ def _prepare_launch(operands, out, options: _Options, bias) -> _launcher.Launch:
 
 
 def _problem(operands, out, options: _Options, bias=None) -> GemmProblem:
-    a, b = _matrices(operands)
+    a, b = matrices(operands)
     return GemmProblem(
         *(a.shape[0], b.shape[0], a.shape[1]),
         num_sms=options.num_sms,
@@ -523,7 +527,7 @@ def _lies_along_rows(x: torch.Tensor) -> bool:
 
 def _kind(options: _Options, operands) -> Kind:
     """What a call makes of operands of dtypes that it takes."""
-    a, b = _matrices(operands)
+    a, b = matrices(operands)
     kinds = _CALLS[options.call].kinds
     scalings = [scaling for scaling, *dtypes in kinds if dtypes == [a.dtype, b.dtype]]
     scaling = _scaling(operands, scalings)
@@ -560,8 +564,8 @@ def _layout(operands, out, kind: Kind) -> plan.Layout:
     def row_stride(x: torch.Tensor) -> int:
         return x.stride(0) if x.shape[0] > 1 else round_up(x.shape[1], tensors.ALIGNMENT_BYTES // x.element_size())
 
-    matrices = (x.t() if _lies_along_rows(x) else x for x in _matrices(operands))
-    strides = [row_stride(x) for x in (*matrices, out)]
+    as_stored = (x.t() if _lies_along_rows(x) else x for x in matrices(operands))
+    strides = [row_stride(x) for x in (*as_stored, out)]
     if kind.scaling == "none":
         return plan.Layout(*strides, (0, 0), (0, 0), False)
     _, a_scale, _, b_scale = operands
@@ -610,8 +614,8 @@ def _checked_options(options: _Options, operands, out, bias) -> _Options:
     """Check everything that can be wrong about a call; the options, with num_sms and pdl filled in."""
     _check_arguments(options, operands, out, bias)
     _check_formats(options, operands, out, bias)
-    a, b = _matrices(operands)
-    a_name, b_name = _matrices(_CALLS[options.call].names)
+    a, b = matrices(operands)
+    a_name, b_name = matrices(_CALLS[options.call].names)
     api.check_sizes(a, b)
     for name, x in ((a_name, a), (b_name, b)):
         _check_operand(name, x)
@@ -667,21 +671,9 @@ def _is_readable(x: torch.Tensor) -> bool:
 
 def _check_formats(options: _Options, operands, out, bias) -> None:
     """Check dtypes, devices and shapes; `out` may be None."""
-    call, (a, b) = _CALLS[options.call], _matrices(operands)
-    a_name, b_name = _matrices(call.names)
-    if a.dtype not in call.dtypes:
-        remedy = "call deep_tile.scaled_gemm, with scales" if a.dtype in _FP8 else call.remedy
-        raise TypeError(f"{a_name} must be one of {finishes.names(call.dtypes)}; got {a.dtype}. To fix: {remedy}")
-    if b.dtype not in call.dtypes[a.dtype]:
-        wanted = " or ".join(map(str, call.dtypes[a.dtype]))
-        raise TypeError(
-            f"{b_name} must be {wanted}, since {a_name} is {a.dtype}; got {b.dtype}. To fix: make both of one dtype"
-        )
-    for name, x in zip(call.names, operands, strict=True):
-        if name.endswith("_scale") and x.dtype not in tensors.SCALE_DTYPES:
-            raise TypeError(
-                f"{name} must be one of {finishes.names(tensors.SCALE_DTYPES)}; got {x.dtype}. To fix: {name}.float()"
-            )
+    call, (a, b) = _CALLS[options.call], matrices(operands)
+    a_name, b_name = matrices(call.names)
+    check_dtypes(call, operands, "scaled_gemm")
     kind, is_finished = _kind(options, operands), bias is not None or options.activation is not None
     finishes.check_out_dtype(options.out_dtype, finishes.of_kind(kind))
     finishes.check_out(out, options.out_dtype, finishes.of_kind(kind))
@@ -704,6 +696,24 @@ def _check_formats(options: _Options, operands, out, bias) -> None:
         check_row_block_scales(call.names, operands)
     elif kind.row_scales:
         _check_row_scales(*operands)
+
+
+def check_dtypes(call: Call, operands, with_scales: str) -> None:
+    """Check those of operands; of FP8 in a call without scales, `with_scales` is what takes it."""
+    (a, b), (a_name, b_name) = matrices(operands), matrices(call.names)
+    if a.dtype not in call.dtypes:
+        remedy = f"call deep_tile.{with_scales}, with scales" if a.dtype in _FP8 else call.remedy
+        raise TypeError(f"{a_name} must be {finishes.one_of(call.dtypes)}; got {a.dtype}. To fix: {remedy}")
+    if b.dtype not in call.dtypes[a.dtype]:
+        wanted = " or ".join(map(str, call.dtypes[a.dtype]))
+        raise TypeError(
+            f"{b_name} must be {wanted}, since {a_name} is {a.dtype}; got {b.dtype}. To fix: make both of one dtype"
+        )
+    for name, x in zip(call.names, operands, strict=True):
+        if name.endswith("_scale") and x.dtype not in tensors.SCALE_DTYPES:
+            raise TypeError(
+                f"{name} must be one of {finishes.names(tensors.SCALE_DTYPES)}; got {x.dtype}. To fix: {name}.float()"
+            )
 
 
 def check_row_block_scales(names: tuple[str, ...], operands) -> None:
@@ -760,7 +770,7 @@ def _register(call: str) -> None:
         operands, out, bias = parts(given, has_out=False)
         options = _Options(call, **keywords)
         check(operands, out, bias, options)
-        a, b = _matrices(operands)
+        a, b = matrices(operands)
         columns = finishes.out_columns(b.shape[0], options.activation)
         return a.new_empty(a.shape[0], columns, dtype=_result_dtype(options, a))
 

@@ -30,6 +30,12 @@ def names(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(map(str, dtypes))
 
 
+def one_of(dtypes: Iterable[torch.dtype]) -> str:
+    """For an error that says what a tensor must be."""
+    known = tuple(dtypes)
+    return names(known) if len(known) == 1 else f"one of {names(known)}"
+
+
 def out_columns(n: int, activation: str | None) -> int:
     """Columns of `out`, of a product of n."""
     return n // 2 if activation == "swiglu" else n

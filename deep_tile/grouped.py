@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from deep_tile import _launcher, api, launches, ops, plan, settings, tensors
+from deep_tile import _launcher, api, dense, finishes, launches, ops, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_alignment, round_up
+from deep_tile.kinds import LAYOUT_NAMES, Kind, Majors
 from deep_tile.problem import GemmProblem, Groups
-from deep_tile.reference import fp8_grouped_gemm_reference
+from deep_tile.reference import fp8_gemm_reference, grouped_reference
 
 _MAX_TILES = 2**31 - 1
 
@@ -28,15 +29,45 @@ _launches: launches.Table = {}
 
 
 class _Options(NamedTuple):
-    """The keywords of a call; described at `fp8_grouped_gemm`. `layout` is one of `kinds.GROUPINGS`."""
+    """Which of `_CALLS` it is, and its keywords, described at `grouped_gemm`. `layout` is one of `kinds.GROUPINGS`."""
 
+    call: str
     layout: str
     alignment: int = 1
     expected_rows: int | None = None
+    out_dtype: torch.dtype | None = None
     config: GemmConfig | None = None
     num_sms: int | None = None
     batch_invariant: bool = False
     pdl: bool | None = None
+    fast_accum: bool = True
+
+
+_SCALED = ("a", "a_scale", "b", "b_scale")
+
+_GROUPED_MM = "torch.nn.functional.grouped_mm"
+
+_FP8 = {key: kind for key, kind in dense.kinds_of("fp8").items() if kind.name == "fp8"}
+
+_CALLS = {
+    "fp8_grouped_gemm": dense.Call(
+        _FP8, _SCALED, torch.bfloat16, "quantise with deep_tile.per_token_cast_to_fp8", _GROUPED_MM
+    ),
+    "grouped_gemm": dense.Call(
+        dense.kinds_of("bf16", "fp16", "int8_unscaled"),
+        ("a", "b"),
+        None,
+        "a.to(torch.bfloat16)",
+        _GROUPED_MM,
+    ),
+    "scaled_grouped_gemm": dense.Call(
+        dense.kinds_of("fp8_rows", "fp8_rows_promoted", "fp8", "int8_rows", "int8"),
+        _SCALED,
+        torch.bfloat16,
+        "quantise to torch.float8_e4m3fn or torch.int8, with a scale for each row, or one",
+        _GROUPED_MM,
+    ),
+}
 
 
 def fp8_grouped_gemm(
@@ -50,6 +81,7 @@ def fp8_grouped_gemm(
     counts: torch.Tensor | None = None,
     alignment: int = 1,
     expected_rows: int | None = None,
+    out_dtype: torch.dtype | None = None,
     config: GemmConfig | None = None,
     num_sms: int | None = None,
     batch_invariant: bool = False,
@@ -72,11 +104,12 @@ def fp8_grouped_gemm(
         b: [g, n, k] float8_e4m3fn, laid out like `a`.
         b_scale: [g, ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB.
         offs: [g] int32, contiguous, on the same device: the row behind each group's last. With `a` of two dimensions.
-        out: [s, n] or [g, m, n] bfloat16, unit stride along n, group stride a multiple of the row stride; allocated
-            when None, and then rows of no group hold anything. Must not overlap the inputs.
+        out: [s, n] or [g, m, n] bfloat16, float16 or float32, unit stride along n, group stride a multiple of the row
+            stride; allocated when None, and then rows of no group hold anything. Must not overlap the inputs.
         counts: [g] int32, contiguous, on the same device: rows of each group. With `a` of three dimensions.
         alignment: of the rows that groups begin at, with `offs`: a power of two up to 1024.
         expected_rows: of a group that has rows, in the mean: what the kernel is chosen for. None: s / g, or m.
+        out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
         config: the kernel to use instead of the selector's choice; its `grouping` is "offs" or "counts".
         num_sms, pdl: as for `fp8_gemm`.
         batch_invariant: as for `fp8_gemm`. Results of groups never depend on other rows, so it changes nothing.
@@ -90,10 +123,111 @@ def fp8_grouped_gemm(
     The method is that of `fp8_gemm`; offsets are those of `torch.nn.functional.scaled_grouped_mm`.
     """
     layout, bounds = _bounds(a, offs, counts)
-    options = (layout, alignment, expected_rows, config, num_sms, batch_invariant, pdl)
+    options = (
+        *("fp8_grouped_gemm", layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl),
+        True,
+    )
     if is_compiling():
-        return _call_op(a, a_scale, b, b_scale, bounds, out, _Options(*options))
-    return _multiply(a, a_scale, b, b_scale, bounds, out, options)
+        return _call_op((a, a_scale, b, b_scale), bounds, out, _Options(*options))
+    return _multiply((a, a_scale, b, b_scale), bounds, out, options)
+
+
+def grouped_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *,
+    counts: torch.Tensor | None = None,
+    alignment: int = 1,
+    expected_rows: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: GemmConfig | None = None,
+    num_sms: int | None = None,
+    batch_invariant: bool = False,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """BF16, FP16 or INT8: `out[rows] = a[rows] @ b[g]^T` for the rows of each group g, in one launch.
+
+    Groups are those of `fp8_grouped_gemm`, and sums those of `gemm`. Not differentiable, but its gradient of `a` is
+    `grouped_gemm(dy, b.transpose(1, 2), offs)`: `b` may lie along k or along n, as its strides say.
+
+    Args:
+        a: [s, k] or [g, m, k] bfloat16, float16 or int8, 16-byte aligned, unit stride along k; row stride a multiple of
+            16 bytes, group stride of the row stride.
+        b: [g, n, k] of the same dtype: likewise, or, of 16 bits, with unit stride along n and such a stride along k,
+            where k must be a multiple of 64 if there are several groups.
+        out: [s, n] or [g, m, n] bfloat16, float16 or float32, or of INT8 int32; otherwise as for `fp8_grouped_gemm`.
+        out_dtype: dtype of `out`: by default that of `out`, or of `a`, or int32 of INT8.
+        offs, counts, alignment, expected_rows, config, num_sms, batch_invariant, pdl: as for `fp8_grouped_gemm`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    """
+    layout, bounds = _bounds(a, offs, counts)
+    options = (
+        *("grouped_gemm", layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl),
+        True,
+    )
+    if is_compiling():
+        return _call_op((a, b), bounds, out, _Options(*options))
+    return _multiply((a, b), bounds, out, options)
+
+
+def scaled_grouped_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *,
+    counts: torch.Tensor | None = None,
+    alignment: int = 1,
+    expected_rows: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: GemmConfig | None = None,
+    num_sms: int | None = None,
+    batch_invariant: bool = False,
+    pdl: bool | None = None,
+    fast_accum: bool = True,
+) -> torch.Tensor:
+    """FP8 or INT8 with scales of rows, or of blocks: `out[rows] = (a[rows] * a_scale[rows]) @ (b[g] * b_scale[g])^T`.
+
+    Groups are those of `fp8_grouped_gemm`, sums and scales those of `scaled_gemm`: each row of `a` and of each `b[g]`
+    has a scale, or all of a group share one; or scales are of blocks, as `fp8_grouped_gemm` has them, of FP8 in either
+    format and of INT8. Not differentiable.
+
+    Args:
+        a: [s, k] or [g, m, k] float8_e4m3fn, float8_e5m2 or int8, laid out as for `fp8_grouped_gemm`.
+        a_scale: float32 or float8_e8m0fnu, any strides within 4 GB: [s] or [g, m], also with a dimension of 1 behind,
+            or one number of any shape, or with rows of their own one for each group, [g]; or
+            [s, ceil(k / 128)] or [g, m, ceil(k / 128)].
+        b: [g, n, k] laid out like `a`: of FP8 too, in either format, or int8.
+        b_scale: likewise: [g, n], [g, n, 1] or [g, 1, n], or one number for each group, or for all; or with blocks in
+            a_scale [g, ceil(n / 128), ceil(k / 128)].
+        out: [s, n] or [g, m, n] bfloat16, float16 or float32, as for `fp8_grouped_gemm`.
+        out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
+        offs, counts, alignment, expected_rows, config, num_sms, batch_invariant, pdl: as for `fp8_grouped_gemm`.
+        fast_accum: as for `scaled_gemm`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    """
+    layout, bounds = _bounds(a, offs, counts)
+    options = (
+        *("scaled_grouped_gemm", layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl),
+        fast_accum,
+    )
+    if is_compiling():
+        return _call_op((a, a_scale, b, b_scale), bounds, out, _Options(*options))
+    return _multiply((a, a_scale, b, b_scale), bounds, out, options)
 
 
 def _bounds(a, offs, counts) -> tuple[str, torch.Tensor | None]:
@@ -109,91 +243,165 @@ def _bounds(a, offs, counts) -> tuple[str, torch.Tensor | None]:
     return "offs", offs
 
 
-def _multiply(a, a_scale, b, b_scale, bounds, out, options: tuple) -> torch.Tensor:
+def _multiply(operands, bounds, out, options: tuple) -> torch.Tensor:
     """Outside of tracing; `options` are equal to an `_Options`."""
     try:
         if torch.is_grad_enabled():
-            _refuse_gradients(a=a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
+            _refuse_gradients(options[0], operands, out)
         if out is None:
-            out = _empty_out(a, b)
-        given = (a, a_scale, b, b_scale, *(() if bounds is None else (bounds,)), out)
-        if not _launcher.launch_known(_launches, options, *given):
-            _call_unknown(a, a_scale, b, b_scale, bounds, out, _Options(*options))
+            out = _empty_out(operands, _Options(*options))
+        if not _launcher.launch_known(_launches, options, *operands, *_given(bounds), out):
+            _call_unknown(operands, bounds, out, _Options(*options))
     except Exception:
         check = check_tensors if out is None else _checked_options
-        reason = api.error_of(check, _Options(*options), a, a_scale, b, b_scale, bounds, out)
+        reason = api.error_of(check, _Options(*options), operands, bounds, out)
         if reason is None:
             raise
         raise reason from None
     return out
 
 
-def _empty_out(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a.new_empty(*a.shape[:-1], b.shape[1], dtype=torch.bfloat16)
+def _given(bounds: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    return () if bounds is None else (bounds,)
 
 
-def _refuse_gradients(**given: torch.Tensor | None) -> None:
+def _empty_out(operands, options: _Options) -> torch.Tensor:
+    a, b = dense.matrices(operands)
+    dtype = dense.result_dtype(_CALLS[options.call], options.out_dtype, a)
+    return a.new_empty(*a.shape[:-1], b.shape[1], dtype=dtype)
+
+
+def _refuse_gradients(call: str, operands, out) -> None:
     if not torch.is_grad_enabled():
         return
-    for name, x in given.items():
+    for name, x in zip((*_CALLS[call].names, "out"), (*operands, out), strict=True):
         if x is not None and x.requires_grad:
             raise RuntimeError(
-                f"{name} requires a gradient, and fp8_grouped_gemm has none: call within torch.no_grad(), or pass "
-                f"{name}.detach()"
+                f"{name} requires a gradient, and {call} has none. To train, call {_CALLS[call].to_train}; otherwise "
+                f"call within torch.no_grad(), or pass {name}.detach()"
             )
 
 
-def _call_unknown(a, a_scale, b, b_scale, bounds, out, options: _Options) -> None:
+def _call_unknown(operands, bounds, out, options: _Options) -> None:
     """Multiply where C has met no such options and signature, or cannot read the tensors."""
-    check_tensors(options, a, a_scale, b, b_scale, bounds, out)
-    a_scale, b_scale = (tensors.as_float32(scale) for scale in (a_scale, b_scale))
-    given = (a, a_scale, b, b_scale, *(() if bounds is None else (bounds,)), out)
+    check_tensors(options, operands, bounds, out)
+    operands = tuple(map(tensors.as_float32, operands))
+    given = (*operands, *_given(bounds), out)
     signature = launches.signature(*given)
     launch = launches.find(_launches, options, signature)
     if launch is None:
-        checked = _checked_options(options, a, a_scale, b, b_scale, bounds, out)
+        checked = _checked_options(options, operands, bounds, out)
         if out.numel() == 0:
             return
-        if not _is_on_gpu(a):
-            with torch.inference_mode():
-                fp8_grouped_gemm_reference(a, a_scale, b, b_scale, out, bounds, options.alignment)
+        if not _is_on_gpu(out):
+            _compute_without_kernel(operands, bounds, out, options)
             return
-        launch = _prepare_launch(a, a_scale, b, b_scale, bounds, out, checked)
+        launch = _prepare_launch(operands, bounds, out, checked)
         launches.remember(_launches, options, signature, launch)
     launches.launch(launch, *given)
 
 
-def _prepare_launch(a, a_scale, b, b_scale, bounds, out, options: _Options) -> _launcher.Launch:
-    device = a.get_device()
+@torch.inference_mode()
+def _compute_without_kernel(operands, bounds, out, options: _Options) -> None:
+    kind = _kind(options, operands)
+    if kind.row_scales:
+        operands = tuple(_scale_of_rows(operands[i - 1], x) if i % 2 else x for i, x in enumerate(operands))
+    reference = fp8_gemm_reference if kind.name == "fp8" else dense.REFERENCES[kind.scaling]
+    grouped_reference(reference, operands, out, bounds, options.alignment)
+
+
+def _prepare_launch(operands, bounds, out, options: _Options) -> _launcher.Launch:
+    device = out.get_device()
     api.check_hopper(device)
+    problem = _problem(operands, out, options)
+    config = plan.config_for(problem) if options.config is None else checked_config(options, problem)
+    api.check_capture(config, device, options.call)
+    if settings.print_config():
+        sizes = f"rows={problem.m} n={problem.n} k={problem.k}"
+        print(f"deep_tile: {problem.groups} {sizes}: {config.name}", file=sys.stderr)
+    names = (*_CALLS[options.call].names, *(["bounds"] if bounds is not None else []), "out")
+    layout = _layout(problem, operands, out, options.alignment)
+    return plan.prepare_launch(problem, config, layout, device, pdl=options.pdl, constant_weights=False, names=names)
+
+
+def _problem(operands, out, options: _Options) -> GemmProblem:
+    a, b = dense.matrices(operands)
     (rows, k), (groups, n, _) = a.shape[-2:], b.shape
     expected = options.expected_rows
     if expected is None:
         expected = ceil_div(rows, groups) if options.layout == "offs" else rows
-    problem = GemmProblem(
-        rows, n, k, options.num_sms, tma_can_store(out), groups=Groups(options.layout, groups, expected)
+    return GemmProblem(
+        *(rows, n, k, options.num_sms, tma_can_store(out)),
+        kind=_kind(options, operands).name,
+        output=finishes.RESULT_NAMES[out.dtype],
+        groups=Groups(options.layout, groups, expected),
+        layout=LAYOUT_NAMES[Majors("k", "n" if _lies_along_n(b) else "k")],
     )
-    config = plan.config_for(problem) if options.config is None else checked_config(options, problem)
-    api.check_capture(config, device)
-    if settings.print_config():
-        print(f"deep_tile: {problem.groups} rows={rows} n={n} k={k}: {config.name}", file=sys.stderr)
-    names = plan.GROUPED_TENSORS if bounds is not None else plan.TENSORS
-    layout = _layout(a, a_scale, b, b_scale, out, options.alignment)
-    return plan.prepare_launch(problem, config, layout, device, pdl=options.pdl, constant_weights=False, names=names)
 
 
-def _layout(a, a_scale, b, b_scale, out, alignment: int) -> plan.Layout:
+def _kind(options: _Options, operands) -> Kind:
+    """What a call makes of operands of dtypes that it takes."""
+    kinds, (a, b) = _CALLS[options.call].kinds, dense.matrices(operands)
+    scalings = [scaling for scaling, *dtypes in kinds if dtypes == [a.dtype, b.dtype]]
+    scaling = scalings[0]
+    if len(scalings) > 1:
+        scaling = "blocks" if _has_scales_of_blocks(*operands) else "rows"
+    if scaling == "rows" and "promoted_rows" in scalings and not options.fast_accum:
+        scaling = "promoted_rows"
+    return kinds[scaling, a.dtype, b.dtype]
+
+
+def _has_scales_of_blocks(a, a_scale, b, b_scale) -> bool:
+    """Whether scales are of 1x128 and 128x128, and not of rows; of one block of k and of n all mean the same."""
+    _, n, k = b.shape
+    if a_scale.dim() != a.dim() or b_scale.dim() != 3 or max(n, k) <= SCALE_BLOCK:
+        return False
+    k_blocks = ceil_div(k, SCALE_BLOCK)
+    of_b = b_scale.shape[1] == ceil_div(n, SCALE_BLOCK) and b_scale.shape[2] == k_blocks
+    return a_scale.shape[-1] == k_blocks and of_b
+
+
+def _scale_of_rows(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
+    """A scale for each row of [..., rows, k], as a view of those that there are; None where they do not fit."""
+    rows = x.shape[:-1]
+    if scale.numel() == 1:
+        return scale.reshape(()).expand(rows)
+    if scale.shape == rows:
+        return scale
+    if scale.shape == (*rows, 1):
+        return scale.squeeze(-1)
+    if x.dim() == 2:
+        return None
+    groups = rows[0]
+    if scale.shape == (groups, 1, rows[1]):
+        return scale.squeeze(1)
+    return scale.reshape(groups, 1).expand(rows) if scale.shape in ((groups,), (groups, 1), (groups, 1, 1)) else None
+
+
+def _lies_along_n(b: torch.Tensor) -> bool:
+    """Whether kernels read [g, n, k] along n."""
+    return b.element_size() == 2 and b.shape[2] > 1 and b.stride(2) != 1
+
+
+def _layout(problem: GemmProblem, operands, out, alignment: int) -> plan.Layout:
     """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal one."""
-    k, n = a.shape[-1], b.shape[1]
+    a, b = dense.matrices(operands)
+    along_n = _lies_along_n(b)
     (a_stride, a_rows), (b_stride, b_rows), (out_stride, out_rows) = (
-        row_strides(a, round_up(k, tensors.ALIGNMENT_BYTES)),
-        row_strides(b, round_up(k, tensors.ALIGNMENT_BYTES)),
-        row_strides(out, round_up(n, tensors.ALIGNMENT_BYTES // 2)),
+        row_strides(x, round_up(x.shape[-1], tensors.ALIGNMENT_BYTES // x.element_size()))
+        for x in (a, b.transpose(1, 2) if along_n else b, out)
     )
-    a_scale_group = a_scale.stride(0) if a.dim() == 3 else 0
-    groups = plan.GroupLayout(alignment, a_rows, out_rows, b_rows, a_scale_group, b_scale.stride(0))
-    scale_strides = a_scale.stride()[-2:], b_scale.stride()[-2:]
-    return plan.Layout(a_stride, b_stride, out_stride, *scale_strides, tensors.is_aligned(a_scale), groups)
+    scales = a_scale_strides, b_scale_strides = (0, 0, 0), (0, 0, 0)
+    if problem.product.row_scales:
+        scales = (_scale_of_rows(x, scale) for x, scale in (operands[:2], operands[2:]))
+        a_scale_strides, b_scale_strides = ((*scale.stride(), 0) for scale in scales)
+    elif problem.product.block_scales:
+        a_scale_strides, b_scale_strides = (scale.stride() for scale in operands[1::2])
+    a_scale_group = a_scale_strides[0] if a.dim() == 3 else 0
+    groups = plan.GroupLayout(alignment, a_rows, out_rows, b_rows, a_scale_group, b_scale_strides[0])
+    scale_strides = a_scale_strides[-2:], b_scale_strides[-2:]
+    aligned = problem.product.block_scales and tensors.is_aligned(operands[1])
+    return plan.Layout(a_stride, b_stride, out_stride, *scale_strides, aligned, groups)
 
 
 def row_strides(x: torch.Tensor, single: int) -> tuple[int, int]:
@@ -220,20 +428,28 @@ def checked_config(options: _Options, problem: GemmProblem) -> GemmConfig:
     return api.checked_config(config, problem)
 
 
-def check_tensors(options: _Options, a, a_scale, b, b_scale, bounds, out) -> None:
+# Checks.
+
+
+def check_tensors(options: _Options, operands, bounds, out) -> None:
     """Check of each argument by itself what it is; `bounds` and `out` may be None."""
-    optional = {"counts" if options.layout == "counts" else "offs": bounds, "out": out}
+    optional = {_bounds_name(options): bounds, "out": out}
     present = {name: x for name, x in optional.items() if x is not None}
-    api.check_tensors(a=a, a_scale=a_scale, b=b, b_scale=b_scale, **present)
-    _refuse_gradients(a=a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
+    api.check_tensors(**dict(zip(_CALLS[options.call].names, operands, strict=True)), **present)
+    _refuse_gradients(options.call, operands, out)
 
 
-def _checked_options(options: _Options, a, a_scale, b, b_scale, bounds, out) -> _Options:
+def _bounds_name(options: _Options) -> str:
+    return "counts" if options.layout == "counts" else "offs"
+
+
+def _checked_options(options: _Options, operands, bounds, out) -> _Options:
     """Check everything that can be wrong about a call; the options, with num_sms and pdl filled in."""
-    check_tensors(options, a, a_scale, b, b_scale, bounds, out)
+    check_tensors(options, operands, bounds, out)
     _check_option_values(options)
-    _check_formats(options, a, a_scale, b, b_scale, bounds, out)
-    _check_strides(a, a_scale, b, b_scale, bounds, out)
+    _check_formats(options, operands, bounds, out)
+    _check_strides(options, operands, bounds, out)
+    a, b = dense.matrices(operands)
     groups, rows, n = b.shape[0], a.shape[-2], b.shape[1]
     if groups * (rows // 64 + 1) * ceil_div(n, 16) > _MAX_TILES:
         raise ValueError(
@@ -244,8 +460,9 @@ def _checked_options(options: _Options, a, a_scale, b, b_scale, bounds, out) -> 
 
 
 def _check_option_values(options: _Options) -> None:
-    for name in ("num_sms", "batch_invariant", "pdl"):
+    for name in ("num_sms", "batch_invariant", "pdl", "fast_accum"):
         api.check_option(name, getattr(options, name))
+    finishes.check_out_dtype(options.out_dtype, finishes.RESULT_NAMES)
     api.check_config_type(options.config)
     alignment, expected = options.alignment, options.expected_rows
     check_alignment(alignment)
@@ -255,11 +472,12 @@ def _check_option_values(options: _Options) -> None:
         raise ValueError(f"expected_rows is {expected!r}; pass a positive int, or None")
 
 
-def _check_formats(options: _Options, a, a_scale, b, b_scale, bounds, out) -> None:
+def _check_formats(options: _Options, operands, bounds, out) -> None:
     """Check dtypes, devices and shapes; `bounds` and `out` may be None."""
-    api.check_dtypes(a, a_scale, b, b_scale, out)
+    call, (a, b) = _CALLS[options.call], dense.matrices(operands)
+    dense.check_dtypes(call, operands, "scaled_grouped_gemm")
     if a.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"a is on {a.device}; fp8_grouped_gemm runs on a Hopper GPU, or on the CPU as a reference")
+        raise ValueError(f"a is on {a.device}; {options.call} runs on a Hopper GPU, or on the CPU as a reference")
     if a.dim() not in (2, 3) or b.dim() != 3 or not ops.holds(a.shape[-1] == b.shape[2]):
         raise ValueError(
             f"a must be [s, k] or [g, m, k] and b [g, n, k]; got {list(a.shape)} and {list(b.shape)}. b holds one row "
@@ -268,20 +486,24 @@ def _check_formats(options: _Options, a, a_scale, b, b_scale, bounds, out) -> No
     (groups, n, k), rows = b.shape, a.shape[:-1]
     if not ops.holds(k > 0) or not ops.holds(groups > 0):
         raise ValueError(f"b is {list(b.shape)}; groups and k must be positive")
-    k_blocks = ceil_div(k, SCALE_BLOCK)
-    wanted = {
-        "a_scale": (a_scale, (*rows, k_blocks)),
-        "b_scale": (b_scale, (groups, ceil_div(n, SCALE_BLOCK), k_blocks)),
-        "counts" if options.layout == "counts" else "offs": (bounds, (groups,)),
-        "out": (out, (*rows, n)),
-    } | ({"a": (a, (groups, *a.shape[1:]))} if a.dim() == 3 else {})
+    kind = _kind(options, operands)
+    finishes.check_out_dtype(options.out_dtype, finishes.of_kind(kind))
+    finishes.check_out(out, options.out_dtype, finishes.of_kind(kind))
+    wanted = {_bounds_name(options): (bounds, (groups,)), "out": (out, (*rows, n))}
+    if kind.block_scales:
+        k_blocks = ceil_div(k, SCALE_BLOCK)
+        wanted["a_scale"] = (operands[1], (*rows, k_blocks))
+        wanted["b_scale"] = (operands[3], (groups, ceil_div(n, SCALE_BLOCK), k_blocks))
+    if a.dim() == 3:
+        wanted["a"] = (a, (groups, *a.shape[1:]))
     for name, (x, shape) in wanted.items():
         if x is not None:
             _check_shape(name, x, shape, a, b)
-    if b.device != a.device:
-        raise ValueError(f"b is on {b.device} but a is on {a.device}; move it with .to(a.device)")
+    if kind.row_scales:
+        _check_row_scales(*operands)
+    api.check_devices(a, **dict(zip(call.names[1:], operands[1:], strict=True)))
     if bounds is not None and bounds.dtype != torch.int32:
-        name = "counts" if options.layout == "counts" else "offs"
+        name = _bounds_name(options)
         raise TypeError(f"{name} must be torch.int32; got {bounds.dtype}. Convert it with .int()")
 
 
@@ -295,27 +517,60 @@ def _check_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], a: torch.Te
         raise ValueError(f"{name} is on {x.device} but a is on {a.device}; move it with .to(a.device)")
 
 
-def _check_strides(a, a_scale, b, b_scale, bounds, out) -> None:
-    for name, x in (("a", a), ("b", b)):
-        if x.shape[-1] > 1 and x.stride(-1) != 1:
+def _check_row_scales(a, a_scale, b, b_scale) -> None:
+    for name, x, scale in (("a", a, a_scale), ("b", b, b_scale)):
+        if _scale_of_rows(x, scale) is None:
+            shared = ", or one for each group" if x.dim() == 3 else ""
             raise ValueError(
-                f"{name} must have a unit stride along k; its strides are {x.stride()}. Make it K-major: "
-                f"{name}.contiguous()"
+                f"{name}_scale must have one number for each row of {name}, as {list(x.shape[:-1])}{shared}, or one "
+                f"for all; got {list(scale.shape)} for {name} of {list(x.shape)}. Or give both scales of blocks: "
+                "a_scale [..., ceil(k / 128)], b_scale [g, ceil(n / 128), ceil(k / 128)]"
             )
-        check_groups(name, x)
-        rows = math.prod(x.shape[:-1])
-        problem = api.stride_problem(name, rows, x.shape[-1], row_strides(x, tensors.ALIGNMENT_BYTES)[0])
-        if problem:
-            raise ValueError(problem)
-        if rows and x.data_ptr() % tensors.ALIGNMENT_BYTES:
-            raise ValueError(api.misaligned(name, x))
-    for name, scale in (("a", a_scale), ("b", b_scale)):
-        problem = api.scale_problem(name, tuple(scale.shape), scale.stride())
-        if problem:
-            raise ValueError(problem)
+
+
+def _check_strides(options: _Options, operands, bounds, out) -> None:
+    a, b = dense.matrices(operands)
+    _check_operand("a", a)
+    _check_operand("b", b)
+    kind = _kind(options, operands)
+    if _lies_along_n(b) and b.shape[0] > 1 and b.shape[2] % kind.k_block:
+        raise ValueError(
+            f"b lies along n, with k = {b.shape[2]}; of several groups k must then be a multiple of {kind.k_block}, or "
+            "a K block would hold what is another group's. Make it K-major: b.contiguous()"
+        )
+    if kind.scaling != "none":
+        for name, x, scale in (("a", *operands[:2]), ("b", *operands[2:])):
+            each = _scale_of_rows(x, scale) if kind.row_scales else scale
+            problem = api.scale_problem(name, tuple(each.shape), each.stride())
+            if problem:
+                raise ValueError(problem)
     if bounds is not None and bounds.shape[0] > 1 and bounds.stride(0) != 1:
         raise ValueError(f"offs or counts has the stride {bounds.stride(0)}; pass it with .contiguous()")
     check_out(out)
+
+
+def _check_operand(name: str, x: torch.Tensor) -> None:
+    """Check that kernels can read [..., rows, k] along k, or `b` of 16 bits along its rows."""
+    what, along = "row", "along k"
+    if name == "b" and _lies_along_n(x):
+        x, what, along = x.transpose(1, 2), "column", "along k or along n"
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        strides = x.stride() if what == "row" else x.transpose(1, 2).stride()
+        raise ValueError(
+            f"{name} must have a unit stride {along}; its strides are {strides}. Make it K-major: {name}.contiguous()"
+        )
+    check_groups(name, x)
+    rows, stride = math.prod(x.shape[:-1]), row_strides(x, tensors.ALIGNMENT_BYTES)[0]
+    problem = api.stride_problem(name, rows, x.shape[-1], stride, x.element_size(), what)
+    if problem:
+        raise ValueError(problem)
+    if x.shape[-1] * x.element_size() > api.MAX_SIZE:
+        raise ValueError(
+            f"{name} has {x.shape[-1]} adjacent elements; of {x.dtype} at most {api.MAX_SIZE // x.element_size()}: "
+            "split the product"
+        )
+    if rows and x.data_ptr() % tensors.ALIGNMENT_BYTES:
+        raise ValueError(api.misaligned(name, x))
 
 
 def check_groups(name: str, x: torch.Tensor) -> None:
@@ -341,52 +596,66 @@ def check_out(out: torch.Tensor) -> None:
         raise ValueError(f"rows of out overlap: it is {list(out.shape)} with strides {out.stride()}. Pass a dense out")
 
 
-# The op, which tracers see. It takes no config, which no schema can name.
+# The ops, which tracers see. They take no config, which no schema can name.
 
 
-def _call_op(a, a_scale, b, b_scale, bounds, out, options: _Options) -> torch.Tensor:
+def _call_op(operands, bounds, out, options: _Options) -> torch.Tensor:
     if options.config is not None:
         raise ValueError("config cannot be given under torch.compile or torch.export: leave it out")
-    keywords = {name: getattr(options, name) for name in _OP_OPTIONS}
+    left_out = {"call", "layout", "config"} | (set() if options.call in _OWN_KEYWORDS else {"fast_accum"})
+    keywords = {name: value for name, value in options._asdict().items() if name not in left_out}
+    op = getattr(torch.ops.deep_tile, options.call)
     if out is None:
-        return torch.ops.deep_tile.fp8_grouped_gemm(a, a_scale, b, b_scale, bounds, **keywords)
-    torch.ops.deep_tile.fp8_grouped_gemm.out(a, a_scale, b, b_scale, bounds, out, **keywords)
+        return op(*operands, bounds, **keywords)
+    op.out(*operands, bounds, out, **keywords)
     return out
 
 
-_OP_OPTIONS = ("alignment", "expected_rows", "num_sms", "batch_invariant", "pdl")
+def _register(call: str) -> None:
+    names = _CALLS[call].names
+
+    def options_of(operands, keywords: dict) -> _Options:
+        return _Options(call, "counts" if operands[0].dim() == 3 else "offs", **keywords)
+
+    def parts(given: tuple) -> tuple:
+        """The operands, bounds and out; what is None at the end may not be among `given`."""
+        operands, others = given[: len(names)], (*given[len(names) :], None, None)
+        return operands, *others[:2]
+
+    def run(*given, **keywords) -> torch.Tensor:
+        operands, bounds, _ = parts(given)
+        return _multiply(operands, bounds, None, options_of(operands, keywords))
+
+    def run_out(*given, **keywords) -> None:
+        operands, bounds, out = parts(given)
+        _multiply(operands, bounds, out, options_of(operands, keywords))
+
+    def fake(*given, **keywords) -> torch.Tensor:
+        operands, bounds, _ = parts(given)
+        check(operands, bounds, None, options_of(operands, keywords))
+        return _empty_out(operands, options_of(operands, keywords))
+
+    def fake_out(*given, **keywords) -> None:
+        operands, bounds, out = parts(given)
+        check(operands, bounds, out, options_of(operands, keywords))
+
+    def check(operands, bounds, out, options: _Options) -> None:
+        """Check what can be checked without memory; strides are left to the run."""
+        _check_option_values(options)
+        _refuse_gradients(call, operands, out)
+        _check_formats(options, operands, bounds, out)
+
+    operands, keywords = ", ".join(f"Tensor {name}" for name in names), _KEYWORDS + _OWN_KEYWORDS.get(call, "")
+    ops.register(f"{call}({operands}, Tensor? bounds=None, *, {keywords}) -> Tensor", run, fake)
+    ops.register(f"{call}.out({operands}, Tensor? bounds, Tensor(a!) out, *, {keywords}) -> ()", run_out, fake_out)
 
 
-def _op_options(a: torch.Tensor, **keywords) -> _Options:
-    return _Options("counts" if a.dim() == 3 else "offs", **keywords)
-
-
-def _run_op(a, a_scale, b, b_scale, bounds=None, **keywords) -> torch.Tensor:
-    return _multiply(a, a_scale, b, b_scale, bounds, None, _op_options(a, **keywords))
-
-
-def _run_out_op(a, a_scale, b, b_scale, bounds, out, **keywords) -> None:
-    _multiply(a, a_scale, b, b_scale, bounds, out, _op_options(a, **keywords))
-
-
-def _fake_op(a, a_scale, b, b_scale, bounds=None, **keywords) -> torch.Tensor:
-    _fake_out_op(a, a_scale, b, b_scale, bounds, None, **keywords)
-    return _empty_out(a, b)
-
-
-def _fake_out_op(a, a_scale, b, b_scale, bounds, out, **keywords) -> None:
-    """Check what can be checked without memory; strides are left to the run."""
-    options = _op_options(a, **keywords)
-    _check_option_values(options)
-    _refuse_gradients(a=a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
-    _check_formats(options, a, a_scale, b, b_scale, bounds, out)
-
-
-_OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale"
-_KEYWORDS = "int alignment=1, int? expected_rows=None, int? num_sms=None, bool batch_invariant=False, bool? pdl=None"
-ops.register(f"fp8_grouped_gemm({_OPERANDS}, Tensor? bounds=None, *, {_KEYWORDS}) -> Tensor", _run_op, _fake_op)
-ops.register(
-    f"fp8_grouped_gemm.out({_OPERANDS}, Tensor? bounds, Tensor(a!) out, *, {_KEYWORDS}) -> ()",
-    _run_out_op,
-    _fake_out_op,
+_KEYWORDS = (
+    "int alignment=1, int? expected_rows=None, ScalarType? out_dtype=None, int? num_sms=None, "
+    "bool batch_invariant=False, bool? pdl=None"
 )
+
+_OWN_KEYWORDS = {"scaled_grouped_gemm": ", bool fast_accum=True"}
+
+for _name in _CALLS:
+    _register(_name)

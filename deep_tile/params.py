@@ -251,7 +251,7 @@ GEMM = Params(
         0,
     ),
     Field("out_group_rows", "int", "rows of out, likewise", 0),
-    Field("b_group_rows", "int", "rows of b from a group's first to the next one's", 0),
+    Field("b_group_rows", "int", "rows of b's maps from a group's first to the next one's", 0),
     Field("a_scale_group_stride", "unsigned"),
     Field("b_scale_group_stride", "unsigned"),
     Field("bulk_scale_columns", "int", "as bulk_scale_rows, of rows of b, where each has scales of its own", 0),

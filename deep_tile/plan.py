@@ -76,7 +76,7 @@ class GroupLayout(NamedTuple):
     Attributes:
         alignment: of the rows that groups begin at, a power of two; for "offs".
         a_rows, out_rows: from a group's first row to the next one's; for "counts".
-        b_rows: of `b`, likewise.
+        b_rows: of `b`, likewise; where it lies along n, from a group's first k to the next one's.
         a_scale_stride, b_scale_stride: from a group's first scale to the next one's; 0 for `a_scale` with "offs".
     """
 
@@ -322,9 +322,10 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
     """Of each map that the launch needs: its offset in `params.GEMM`, whose it is, and the map."""
     m, n, k = problem.m, problem.n, problem.k
     others, groups = problem.groups.count - 1 if problem.groups else 0, layout.groups
-    a_rows, b_rows, out_rows = m + others * groups.a_rows, n + others * groups.b_rows, m + others * groups.out_rows
+    a_rows, out_rows = m + others * groups.a_rows, m + others * groups.out_rows
+    b_rows, b_k = (n, k + others * groups.b_rows) if config.b_span else (n + others * groups.b_rows, k)
     a_tail_rows, b_tail_rows = operand_tails(problem, config)
-    a, b = (partial(_operand_map, config, span, k) for span in (config.a_span, config.b_span))
+    a, b = partial(_operand_map, config, config.a_span, k), partial(_operand_map, config, config.b_span, b_k)
     a_maps, b_maps = params.GEMM.offsets["a_maps"], params.GEMM.offsets["b_maps"]
     maps = [
         (a_maps, "a", a(a_rows, layout.a_stride, config.block_m, config.cluster_n)),

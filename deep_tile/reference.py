@@ -5,7 +5,7 @@ Called by api.py for CPU tensors, and by tests and benchmarks on any device. Inv
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -181,19 +181,34 @@ def fp8_grouped_gemm_reference(
     bounds: torch.Tensor | None = None,
     alignment: int = 1,
 ) -> None:
-    """`fp8_gemm_reference` of each group's rows, written to those of `out`; no other row is touched.
+    """`fp8_gemm_reference` of each group's rows, as `grouped_reference` takes them."""
+    grouped_reference(fp8_gemm_reference, (a, a_scale, b, b_scale), out, bounds, alignment)
+
+
+def grouped_reference(
+    product: Callable[..., torch.Tensor],
+    operands: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    bounds: torch.Tensor | None = None,
+    alignment: int = 1,
+) -> None:
+    """A product of each group's rows, written to those of `out`; no other row is touched.
 
     Args:
-        a, a_scale, out: [s, k], [s, ceil(k / 128)], [s, n], or with a dimension of groups in front.
-        b, b_scale: [g, n, k], [g, ceil(n / 128), ceil(k / 128)].
+        product: of one group's operands, and the dtype of its result.
+        operands: a and b, or with a scale behind each: `a` [s, k] and its scale [s, ...], or both with a dimension of
+            groups in front; `b` [g, n, k] and its scale [g, ...].
+        out: [s, n], or [g, m, n].
         bounds, alignment: as for `group_rows`, which takes `a` of three dimensions for "counts".
     """
+    of_rows, of_groups = operands[: len(operands) // 2], operands[len(operands) // 2 :]
+    a, b = of_rows[0], of_groups[0]
     layout = "counts" if a.dim() == 3 else "offs"
     for group, (begin, end) in enumerate(group_rows(layout, bounds, len(b), a.shape[-2], alignment)):
         if begin == end:
             continue
         rows = (group, slice(begin, end)) if a.dim() == 3 else slice(begin, end)
-        out[rows] = fp8_gemm_reference(a[rows], a_scale[rows], b[group], b_scale[group], out.dtype)
+        out[rows] = product(*(x[rows] for x in of_rows), *(x[group] for x in of_groups), out.dtype)
 
 
 def fp8_grouped_wgrad_reference(

@@ -111,21 +111,22 @@ def scaled_grouped_mm(
     contraction_dim: Sequence[int] = (),
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """`torch.nn.functional.scaled_grouped_mm` of blocks of 1x128 with blocks of 128x128, which torch has not on Hopper.
+    """`torch.nn.functional.scaled_grouped_mm` of groups of rows, with scales of rows; or of blocks, which torch has not
+    on Hopper.
 
     Each group of rows of `mat_a` by a matrix of its own. Scales lie as those of `scaled_mm` do, group by group.
 
     Args:
-        mat_a: [s, k] with `offs`, or [g, m, k] without, float8_e4m3fn, unit stride along k.
-        mat_b: [g, k, n] float8_e4m3fn, unit stride along k: `w.transpose(1, 2)` of weights [g, n, k].
-        scale_a: [s, ceil(k / 128)] or [g, m, ceil(k / 128)], float32 or float8_e8m0fnu.
-        scale_b: [g, ceil(k / 128), ceil(n / 128)], float32 or float8_e8m0fnu, where ceil(k / 128) may be rounded up to
-            a multiple of 4.
-        scale_recipe_a, scale_recipe_b: BlockWise1x128 and BlockWise128x128.
+        mat_a: [s, k] with `offs`, or [g, m, k] without, float8_e4m3fn or float8_e5m2, unit stride along k.
+        mat_b: [g, k, n] of either dtype, unit stride along k: `w.transpose(1, 2)` of weights [g, n, k].
+        scale_a: float32 or float8_e8m0fnu: [s] or [g, m] for each row, or [s, ceil(k / 128)] or [g, m, ceil(k / 128)].
+        scale_b: likewise: [g, n], or [g, ceil(k / 128), ceil(n / 128)], where ceil(k / 128) may be rounded up to a
+            multiple of 4.
+        scale_recipe_a, scale_recipe_b: RowWise both, or BlockWise1x128 and BlockWise128x128.
         bias: only None.
         offs: int32 [g] on the device: the row behind each group's last. Rows behind the last group hold anything.
         contraction_dim: nothing.
-        output_dtype: bfloat16.
+        output_dtype: bfloat16, float16 or float32.
         swizzle_a, swizzle_b, use_fast_accum: as for `scaled_mm`.
 
     Returns:
@@ -133,19 +134,54 @@ def scaled_grouped_mm(
 
     Raises:
         TypeError, ValueError: an argument that is none of these, two-dimensional `mat_b` among them.
-        RuntimeError: as `deep_tile.fp8_grouped_gemm`.
+        RuntimeError: as `deep_tile.scaled_grouped_gemm`.
     """
     recipes = (_single("scale_recipe_a", scale_recipe_a), _single("scale_recipe_b", scale_recipe_b))
-    _check_recipes(recipes, [(_TOKENS, _WEIGHTS)])
-    _check_options(swizzle_a, swizzle_b, output_dtype, (torch.bfloat16,))
+    _check_recipes(recipes, [(_ROWS, _ROWS), (_TOKENS, _WEIGHTS)])
+    _check_options(swizzle_a, swizzle_b, output_dtype, tuple(finishes.OUTPUT_NAMES))
+    _check_no_bias(bias)
+    _check_contraction(contraction_dim, ((),), "groups are of rows")
+    _check_groups(mat_a, mat_b, offs, _FP8)
+    weights = mat_b.transpose(1, 2)
+    scale_a = _scale("a", _single("scale_a", scale_a), recipes[0], mat_a)
+    scale_b = _scale("b", _single("scale_b", scale_b), recipes[1], weights)
+    options = {"out_dtype": output_dtype, "fast_accum": use_fast_accum}
+    return grouped.scaled_grouped_gemm(mat_a, scale_a, weights, scale_b, offs, **options)
+
+
+def grouped_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    *,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`torch.nn.functional.grouped_mm` of groups of rows: each group of rows of `mat_a` by a matrix of its own.
+
+    Args:
+        mat_a: [s, k] with `offs`, or [g, m, k] without, bfloat16 or float16, unit stride along k.
+        mat_b: [g, k, n] of the same dtype, unit stride along k or along n: `w.transpose(1, 2)` of weights [g, n, k], or
+            weights [g, k, n], of several groups with k a multiple of 64.
+        offs: int32 [g] on the device: the row behind each group's last. Rows behind the last group hold anything.
+        bias: only None.
+        out_dtype: bfloat16, float16 or float32; that of `mat_a` when None.
+
+    Returns:
+        A contiguous tensor [s, n] or [g, m, n].
+
+    Raises:
+        TypeError, ValueError: an argument that is none of these, two-dimensional `mat_b` among them.
+        RuntimeError: as `deep_tile.grouped_gemm`, an operand that requires a gradient among them.
+    """
+    _check_no_bias(bias)
+    _check_groups(mat_a, mat_b, offs, (torch.bfloat16, torch.float16))
+    return grouped.grouped_gemm(mat_a, mat_b.transpose(1, 2), offs, out_dtype=out_dtype)
+
+
+def _check_no_bias(bias: object) -> None:
     if bias is not None:
         raise ValueError("bias is given; grouped products add none. Add it to the result, and pass None")
-    _check_contraction(contraction_dim, ((),), "groups are of rows")
-    _check_groups(mat_a, mat_b, offs)
-    weights = mat_b.transpose(1, 2)
-    scale_a = _scale("a", _single("scale_a", scale_a), _TOKENS, mat_a)
-    scale_b = _scale("b", _single("scale_b", scale_b), _WEIGHTS, weights)
-    return grouped.fp8_grouped_gemm(mat_a, scale_a, weights, scale_b, offs)
 
 
 def _check_options(swizzle_a: object, swizzle_b: object, output_dtype: object, known: tuple[torch.dtype, ...]) -> None:
@@ -177,9 +213,10 @@ def _check_recipes(recipes: tuple[object, object], known: Collection[tuple[Scali
         )
 
 
-def _check_groups(mat_a: object, mat_b: object, offs: object) -> None:
-    _check_operand("mat_a", mat_a, (2, 3))
-    _check_operand("mat_b", mat_b, (3,))
+def _check_groups(mat_a: object, mat_b: object, offs: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    remedy = "Quantise it" if dtypes == _FP8 else f"Pass {dtypes[0]}, and groups of rows: others are left to torch"
+    _check_operand("mat_a", mat_a, (2, 3), dtypes, remedy)
+    _check_operand("mat_b", mat_b, (3,), dtypes, remedy)
     if mat_a.shape[-1] != mat_b.shape[1]:
         raise ValueError(
             f"mat_a is {list(mat_a.shape)} and mat_b [g, k, n] = {list(mat_b.shape)}: k differs. Pass "
@@ -193,12 +230,12 @@ def _check_groups(mat_a: object, mat_b: object, offs: object) -> None:
 
 
 def _check_operand(
-    name: str, matrix: object, dimensions: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
+    name: str, matrix: object, dimensions: tuple[int, ...], dtypes: tuple[torch.dtype, ...], remedy: str = "Quantise it"
 ) -> None:
     if not isinstance(matrix, torch.Tensor) or matrix.dtype not in dtypes or matrix.dim() not in dimensions:
         seen = f"{list(matrix.shape)} of {matrix.dtype}" if isinstance(matrix, torch.Tensor) else f"{matrix!r}"
         wanted = [" or ".join(map(str, known)) for known in (dtypes, dimensions)]
-        raise TypeError(f"{name} is {seen}; it must be of {wanted[0]} and {wanted[1]} dimensions. Quantise it")
+        raise TypeError(f"{name} is {seen}; it must be of {wanted[0]} and {wanted[1]} dimensions. {remedy}")
 
 
 def _check_contraction(dims: object, known: Sequence[tuple[int, ...]], why: str) -> None:
@@ -241,7 +278,7 @@ def _scale(letter: str, scale: object, recipe: ScalingType, rows: torch.Tensor) 
     if recipe == _TENSOR:
         shapes = [(1,) * scale.dim()]
     elif recipe == _ROWS:
-        shapes = [(m, 1), (1, m), (m,)]
+        shapes = [(*groups, m, 1), (*groups, 1, m), (*groups, m)]
     elif recipe == _TOKENS:
         shapes = [(*groups, m, k_blocks)]
     else:

@@ -1,10 +1,10 @@
-"""Any call of `fp8_grouped_gemm`, checked: values, rows that belong to no group, what lies around `out`, repeatability.
+"""Any grouped product of rows, checked: values, rows that belong to no group, what lies around `out`, repeatability.
 
     PYTHONPATH=. python tests/fuzz_groups.py --seconds 120 --out groups.json [--seed N] [--first-round R --rounds 1]
 
-Each round draws groups (none, one row, few, many rows, bounds that lie), sizes, layouts and a kernel, and multiplies
-twice beside element-wise kernels of another stream. Results are compared with products in FP32 on the GPU, and the
-counts of wrong elements are read now and then. A round depends on the seed and its number alone.
+Each round draws a kind, groups (none, one row, few, many rows, bounds that lie), sizes, layouts and a kernel, and
+multiplies twice beside element-wise kernels of another stream. Results are compared with products in FP32 on the GPU,
+and the counts of wrong elements are read now and then. A round depends on the seed and its number alone.
 
 Ends with status 0, or 1 when something was wrong, 3 when a product did not end within 20 s, 4 when the GPU failed.
 """
@@ -29,10 +29,12 @@ from campaign import (
 )
 from helpers import ACCUMULATION, BF16_ROUNDING
 
-from deep_tile import GemmConfig, fp8_grouped_gemm
+from deep_tile import GemmConfig
 from deep_tile.config import ceil_div, round_up
+from deep_tile.kinds import KINDS
 from deep_tile.reference import group_rows
-from deep_tile.select.groups import all_grouped_configs, grouped_configs
+from deep_tile.select.groups import grouped_configs
+from deep_tile.tools.products import multiply_groups
 
 GROUPS = (1, 2, 3, 8, 16, 31, 32, 33, 64, 130, 400)
 MOST_ROWS, MOST_N, MOST_K, MOST_WEIGHTS = 3000, 520, 900, 1 << 25
@@ -47,6 +49,8 @@ _NAN_CODES = (0x7F, 0xFF)
 class Draw(NamedTuple):
     """One product: what is needed to make it again."""
 
+    kind: str
+    operands: str
     layout: str
     groups: int
     rows: int
@@ -67,11 +71,18 @@ class Draw(NamedTuple):
         return self.rows if self.layout == "offs" else self.rows * self.groups
 
 
+DRAWN_KINDS = (("fp8", "nt"), ("bf16", "nt"), ("bf16", "nn"), ("fp8_rows", "nt"), ("int8_rows", "nt"))
+"""Kinds and layouts of their operands."""
+
+
 def draw(random: Random, number: int, num_sms: int) -> Draw:
+    kind, operands = random.choice((*DRAWN_KINDS[:1] * 4, *DRAWN_KINDS))
     layout = random.choice(("offs", "offs", "counts"))
     groups = random.choice(GROUPS)
     n = random.choice((8, 128, 136, 256, 384, random.randint(1, MOST_N), random.randint(1, MOST_N)))
     k = min(random.choice((16, 128, 256, 384, random.randint(1, MOST_K))), MOST_WEIGHTS // (groups * n))
+    if operands == "nn" and groups > 1:
+        k = round_up(k, 64)
     sizes = draw_sizes(random, groups)
     alignment = random.choice((1, 1, 1, 16, 64, 128, 1024)) if layout == "offs" else 1
     if layout == "offs":
@@ -89,10 +100,10 @@ def draw(random: Random, number: int, num_sms: int) -> Draw:
     out_stride = n + random.choice((0, 0, 0, 1, 8))
     if random.random() < 0.6:
         out_stride = round_up(out_stride, 8)
-    configs = grouped_configs(layout, out_stride % 8 == 0 and n % 8 == 0)
+    configs = grouped_configs(layout, out_stride % 8 == 0 and n % 8 == 0, kind=kind, operands=operands)
     config = configs[number % len(configs)].name if random.random() < 0.7 else None
     return Draw(
-        *(layout, groups, rows, bounds, alignment, n, max(k, 1), out_stride, random.random() < 0.5),
+        *(kind, operands, layout, groups, rows, bounds, alignment, n, max(k, 1), out_stride, random.random() < 0.5),
         expected_rows=random.choice((None, 1, 20, 64, 130, 300, 5000)),
         config=config,
         num_sms=random.choice((None, None, 1, 2, 7, random.randint(1, num_sms))),
@@ -126,17 +137,20 @@ class Pool:
         codes = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator, device=device)
         for nan in _NAN_CODES:
             codes[codes == nan] = 0x40
-        self._codes = codes.view(torch.float8_e4m3fn)
+        normal = torch.randn(size, dtype=torch.float32, generator=generator, device=device).bfloat16()
+        of_fp8 = codes.view(torch.float8_e4m3fn)
+        self._codes = {"fp8": of_fp8, "fp8_rows": of_fp8, "int8_rows": codes.view(torch.int8), "bf16": normal}
         self._scales = torch.exp2(torch.rand(1 << 22, generator=generator, device=device) * 4 - 2)
 
-    def codes(self, random: Random, *shape: int) -> torch.Tensor:
+    def codes(self, random: Random, kind: str, *shape: int) -> torch.Tensor:
         """Rows at multiples of 16 bytes."""
         *rows, k = shape
         stride, count = round_up(k, 16), 1
         for size in rows:
             count *= size
-        first = random.randrange(0, len(self._codes) - count * stride + 1, 16)
-        return self._codes[first : first + count * stride].view(*rows, stride)[..., :k]
+        codes = self._codes[kind]
+        first = random.randrange(0, len(codes) - count * stride + 1, 16)
+        return codes[first : first + count * stride].view(*rows, stride)[..., :k]
 
     def scales(self, random: Random, *shape: int) -> torch.Tensor:
         count = 1
@@ -147,7 +161,7 @@ class Pool:
 
 
 class Product(NamedTuple):
-    """Operands of a draw, as the call takes them, and as the check does: all rows below each other."""
+    """Operands of a draw, all rows below each other; scales of rows are of one block, and without any they are 1."""
 
     a: torch.Tensor
     a_scale: torch.Tensor
@@ -157,14 +171,18 @@ class Product(NamedTuple):
 
 
 def make(pool: Pool, drawn: Draw, device: str) -> Product:
-    random = Random(drawn.seed)
-    blocks = ceil_div(drawn.k, 128)
-    a = pool.codes(random, drawn.total, drawn.k)
+    random, kind = Random(drawn.seed), KINDS[drawn.kind]
+    blocks, b_rows = (ceil_div(drawn.k, 128), ceil_div(drawn.n, 128)) if kind.block_scales else (1, drawn.n)
+    a = pool.codes(random, drawn.kind, drawn.total, drawn.k)
     a_scale = (
         pool.scales(random, blocks, drawn.total).t() if drawn.m_major else pool.scales(random, drawn.total, blocks)
     )
-    b = pool.codes(random, drawn.groups, drawn.n, drawn.k)
-    b_scale = pool.scales(random, drawn.groups, ceil_div(drawn.n, 128), blocks)
+    stored = (drawn.n, drawn.k) if drawn.operands == "nt" else (drawn.k, drawn.n)
+    b = pool.codes(random, drawn.kind, drawn.groups, *stored)
+    b = b if drawn.operands == "nt" else b.transpose(1, 2)
+    b_scale = pool.scales(random, drawn.groups, b_rows, blocks)
+    if kind.scaling == "none":
+        a_scale, b_scale = torch.ones_like(a_scale), torch.ones_like(b_scale)
     bounds = None if drawn.bounds is None else torch.tensor(drawn.bounds, dtype=torch.int32, device=device)
     return Product(a, a_scale, b, b_scale, bounds)
 
@@ -179,15 +197,22 @@ def guarded(drawn: Draw, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 def multiply(product: Product, drawn: Draw, out: torch.Tensor) -> None:
     options: dict[str, Any] = {"expected_rows": drawn.expected_rows, "num_sms": drawn.num_sms}
     options["config"] = None if drawn.config is None else CONFIGS[drawn.config]
-    if drawn.layout == "offs":
-        fp8_grouped_gemm(*product, out, alignment=drawn.alignment, **options)
-        return
-    split = (drawn.groups, drawn.rows)
-    a, a_scale, into = (x.unflatten(0, split) for x in (product.a, product.a_scale, out))
-    fp8_grouped_gemm(a, a_scale, product.b, product.b_scale, counts=product.bounds, out=into, **options)
+    a, a_scale, into, bounds = product.a, product.a_scale, out, {"offs": product.bounds, "alignment": drawn.alignment}
+    if drawn.layout == "counts":
+        a, a_scale, into = (x.unflatten(0, (drawn.groups, drawn.rows)) for x in (a, a_scale, out))
+        bounds = {"counts": product.bounds}
+    operands = (a, a_scale, product.b, product.b_scale)
+    operands = operands[::2] if KINDS[drawn.kind].scaling == "none" else operands
+    multiply_groups(KINDS[drawn.kind], operands, out=into, **bounds, **options)
 
 
-CONFIGS: dict[str, GemmConfig] = {config.name: config for config in all_grouped_configs()}
+CONFIGS: dict[str, GemmConfig] = {
+    config.name: config
+    for kind, operands in DRAWN_KINDS
+    for layout in ("offs", "counts")
+    for tma_store in (True, False)
+    for config in grouped_configs(layout, tma_store, kind=kind, operands=operands)
+}
 
 
 def living_rows(drawn: Draw) -> list[tuple[int, int, int]]:
@@ -212,8 +237,9 @@ def check(product: Product, drawn: Draw, buffer: torch.Tensor, out: torch.Tensor
 def count_wrong(product: Product, drawn: Draw, out: torch.Tensor) -> torch.Tensor:
     """Elements of groups' rows that are off; on the device."""
     wrong = torch.zeros((), dtype=torch.int64, device=out.device)
+    accumulation = ACCUMULATION + (drawn.k * 2**-17 if drawn.kind == "fp8_rows" else 0)
     for groups in _batches(living_rows(drawn)):
-        wrong += _wrong_of(product, groups, out)
+        wrong += _wrong_of(product, groups, out, accumulation)
     return wrong
 
 
@@ -225,7 +251,9 @@ def _batches(ranges: list[tuple[int, int, int]]) -> list[list[tuple[int, int, in
     return list(by_size.values())
 
 
-def _wrong_of(product: Product, groups: list[tuple[int, int, int]], out: torch.Tensor) -> torch.Tensor:
+def _wrong_of(
+    product: Product, groups: list[tuple[int, int, int]], out: torch.Tensor, accumulation: float
+) -> torch.Tensor:
     most = max(last - first for _, first, last in groups)
     device = out.device
     index = torch.full((len(groups), most), -1, dtype=torch.int64)
@@ -235,11 +263,13 @@ def _wrong_of(product: Product, groups: list[tuple[int, int, int]], out: torch.T
     present, rows = index >= 0, index.clamp(min=0)
     k, n = product.a.shape[1], out.shape[1]
     chosen = torch.tensor([group for group, _, _ in groups], device=device)
-    columns, blocks = torch.arange(n, device=device) // 128, torch.arange(k, device=device) // 128
+    columns, blocks = torch.arange(n, device=device), torch.arange(k, device=device) // 128
+    columns = columns if product.b_scale.shape[1] == n else columns // 128
+    blocks = blocks if product.b_scale.shape[2] > 1 else torch.zeros_like(blocks)
     a = product.a[rows].float() * product.a_scale[rows][..., blocks]
     b = product.b[chosen].float() * product.b_scale[chosen][:, columns][..., blocks]
     wanted, spread = a @ b.mT, (a.square() @ b.square().mT).sqrt()
-    far = ~((out[rows].float() - wanted).abs() <= BF16_ROUNDING * wanted.abs() + ACCUMULATION * spread)
+    far = ~((out[rows].float() - wanted).abs() <= BF16_ROUNDING * wanted.abs() + accumulation * spread)
     return (far & present[..., None]).sum()
 
 

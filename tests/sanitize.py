@@ -27,6 +27,7 @@ from helpers import (
     exact_product,
     make_operands,
     make_product,
+    product_of,
     with_finish,
 )
 
@@ -36,7 +37,6 @@ from deep_tile import (
     dequantize,
     fp8_gemm,
     fp8_gemm_cast,
-    fp8_grouped_gemm,
     fp8_grouped_wgrad,
     per_block_cast_to_fp8,
     per_token_cast_to_fp8,
@@ -47,6 +47,7 @@ from deep_tile.config import round_up
 from deep_tile.kinds import RESULTS
 from deep_tile.reference import MAX_RELATIVE_ERROR, relative_error
 from deep_tile.select.groups import all_grouped_configs, grouped_configs
+from deep_tile.tools.products import multiply_groups
 
 
 class Case(NamedTuple):
@@ -239,31 +240,53 @@ def run_quantized(case: Case, device: str = "cuda") -> None:
 
 
 def run_groups(config: GemmConfig, device: str = "cuda") -> None:
-    """Groups of `config`'s layout, one after the other or each in rows of its own. Raises AssertionError."""
-    n, k, room = 264 if config.tma_store else 261, 400, max(GROUPS) + 3
+    """Groups of `config`'s kind and layout, one after the other or each in rows of its own. Raises AssertionError."""
+    n, k, room = 264, 400 if config.layout == "nt" else 448, max(GROUPS) + 3
+    if not config.tma_store:
+        n = 261 if config.layout == "nt" else 256
     ends = list(accumulate(GROUPS))
     begins = [end - size for end, size in zip(ends, GROUPS, strict=True)]
     if config.by_counts:
         begins = [group * room for group in range(len(GROUPS))]
     total = len(GROUPS) * room if config.by_counts else ends[-1] + 7
-    rows, weights = make_operands(total, 1, k), [make_operands(1, n, k)[2:] for _ in GROUPS]
-    a, a_scale = tight(rows.a, device, 16), tight(rows.a_scale, device)
-    b = torch.stack([b for b, _ in weights]).to(device)
-    b_scale = torch.stack([scale for _, scale in weights]).to(device)
-    out = torch.full((total, n), float("nan"), dtype=torch.bfloat16).to(device)
+    half = 1 if config.product.scaling == "none" else 2
+    rows = make_product(config.kind, total, 1, k).operands[:half]
+    weights = [make_product(config.kind, 1, n, k, layout=config.layout).operands[half:] for _ in GROUPS]
+    of_rows = [tight(rows[0], device, 16), *(tight(scale, device) for scale in rows[1:])]
+    of_groups = [_stacked(parts, config.layout).to(device) for parts in zip(*weights, strict=True)]
+    out = torch.full((total, n), -1, dtype=torch.int32).view(torch.uint8)[:, : n * config.out_bytes].contiguous()
+    out = into = out.view(getattr(torch, config.out.dtype)).to(device)
     bounds = torch.tensor(GROUPS if config.by_counts else ends, dtype=torch.int32).to(device)
     if config.by_counts:
-        a, a_scale, into = (x.unflatten(0, (len(GROUPS), room)) for x in (a, a_scale, out))
-        fp8_grouped_gemm(a, a_scale, b, b_scale, counts=bounds, out=into, config=config, num_sms=3)
-    else:
-        fp8_grouped_gemm(a, a_scale, b, b_scale, bounds, out, config=config, num_sms=3)
+        *of_rows, into = (x.unflatten(0, (len(GROUPS), room)) for x in (*of_rows, out))
+    given = {"counts" if config.by_counts else "offs": bounds, "out": into, "config": config, "num_sms": 3}
+    multiply_groups(config.product, (*of_rows, *of_groups), **given)
     results = out.cpu()
     for begin, size, weight in zip(begins, GROUPS, weights, strict=True):
-        group = Operands(rows.a[begin : begin + size], rows.a_scale[begin : begin + size], *weight)
+        living = slice(begin, begin + size)
         if size:
-            assert_accurate(results[begin : begin + size], exact_product(group))
-        results[begin : begin + size] = float("nan")
-    assert results.isnan().all(), "wrote rows that belong to no group"
+            group = product_of(config.kind, (*(x[living] for x in rows), *weight))
+            assert_accurate(results[living], group.exact, group.accumulation, group.relative_error)
+        results[living].view(torch.uint8).fill_(0xFF)
+    assert (results.view(torch.uint8) == 0xFF).all(), "wrote rows that belong to no group"
+
+
+def _stacked(parts: tuple[torch.Tensor, ...], layout: str) -> torch.Tensor:
+    """Matrices of groups, or scales, as they lie."""
+    if layout == "nt":
+        return torch.stack(parts)
+    return torch.stack([part.t() for part in parts]).transpose(1, 2)
+
+
+GROUPED_KINDS = (
+    *grouped_configs("offs", True, kind="bf16"),
+    *grouped_configs("counts", False, kind="bf16", operands="nn")[::2],
+    *grouped_configs("offs", True, kind="fp16", output="fp32", operands="nn")[1::2],
+    *grouped_configs("counts", True, kind="fp8_rows")[1::2],
+    *grouped_configs("offs", False, kind="fp8_rows_promoted")[::2],
+    *grouped_configs("counts", True, kind="int8", output="fp32")[::3],
+)
+"""Tiles of groups of other kinds than FP8 with scales of blocks."""
 
 
 def run_casts(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda") -> None:
@@ -390,7 +413,7 @@ def main(tool: str = "") -> int:
     for case in QUANTIZED_CASES:
         print(case.config.name, *case[1:], flush=True)
         failures += failed(run_quantized, case)
-    for config in all_grouped_configs():
+    for config in (*all_grouped_configs(), *GROUPED_KINDS):
         print(config.name, *GROUPS, flush=True)
         failures += failed(run_groups, config)
     for config in (config for tma_store in (True, False) for config in grouped_configs("k_offs", tma_store, True)):

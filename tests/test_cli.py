@@ -551,7 +551,7 @@ def test_readme_examples_run():
     """
     text = README.read_text()
     examples = re.findall(r"```python\n(.*?)```", text.partition("## Several GPUs")[0], re.DOTALL)
-    assert len(examples) == 8
+    assert len(examples) == 9
     weights = [deep_tile.quantize_weight(torch.randn(n, 7168, dtype=torch.bfloat16)) for n in (64, 32)]
     model = torch.nn.Sequential(torch.nn.Linear(256, 128, dtype=torch.bfloat16))
     names = {"weights": weights, "model": model}
@@ -564,6 +564,7 @@ def test_readme_examples_run():
     assert (names["q"].shape, names["k"].shape) == ((64, 64), (64, 32))
     assert isinstance(model[0], deep_tile.nn.Linear)
     assert relative_error(names["moved"], expert_layer(**names)) < 0.1
+    assert names["dx16"].shape == (128, 2048) and names["y8"].shape == (128, 1536)
     assert names["h"].shape == (64, 1056) and names["h_scale"].shape == (64, 9)
     assert relative_error(names["gradient"], names["dy"].double().t() @ names["inputs"].double()) < 0.06
 

@@ -192,7 +192,7 @@ def test_wrong_calls_launch_nothing():
     for arguments, keywords, kind, message in (
         ((a[0], b, case.out, indices_of(case)), {}, TypeError, "a is a Tensor; it must be a pair"),
         ((a, b, case.out, indices_of(case)), {"recipe": (1, 1, 128)}, ValueError, r"recipe is \(1, 1, 128\)"),
-        ((a, b, case.out.float(), indices_of(case)), {}, TypeError, "out must be torch.bfloat16"),
+        ((a, b, case.out.double(), indices_of(case)), {}, TypeError, "out must be one of torch.bfloat16"),
         ((a, b, case.out, case.bounds.long()), {"use_psum_layout": True}, TypeError, "offs must be torch.int32"),
         ((a, (b[0][0], b[1][0]), case.out, indices_of(case)), {}, ValueError, r"b is \[72, 256\]; it must have 3"),
     ):

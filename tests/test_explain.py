@@ -16,7 +16,7 @@ from deep_tile.select.choose import choose, suits
 from deep_tile.select.cost import is_measured
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import grouped_configs
-from deep_tile.select.hardware import PRESETS
+from deep_tile.select.hardware import H200, PRESETS
 from deep_tile.tools import cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -245,11 +245,25 @@ def test_rows_of_a_group_fill_tiles():
         ({"grouping": "none"}, "grouping is 'none'; pass one of offs, counts, k_offs"),
         ({"num_sms": 133}, "num_sms is 133; H200 has 132"),
         ({"hardware": "A100"}, "A100"),
+        ({"kind": "fp8_1x128"}, "kind is 'fp8_1x128'; with grouping 'offs' pass one of fp8, bf16"),
+        ({"kind": "bf16", "grouping": "k_offs"}, "kind is 'bf16'; with grouping 'k_offs' pass one of fp8"),
     ],
 )
 def test_groups_that_make_no_sense(arguments, said):
     with pytest.raises(ValueError, match=said):
         deep_tile.explain_groups(**({"groups": 2, "rows": 3, "n": 256, "k": 512} | arguments))
+
+
+@pytest.mark.parametrize(("kind", "bytes_"), [("bf16", 2), ("fp8_rows", 1), ("int8_unscaled", 1)])
+def test_groups_of_kinds(call, kind, bytes_):
+    data = deep_tile.explain_groups(16, 200, 1536, 2048, kind=kind)
+    assert data["config"].startswith(f"{kind}_gemm_") and data["problem"]["kind"] == kind
+    out_bytes = 4 if kind == "int8_unscaled" else 2
+    scales = 4 * 16 * (1536 + 200) if kind == "fp8_rows" else 0
+    moved = 16 * ((1536 + 200) * 2048 * bytes_ + 200 * 1536 * out_bytes) + scales
+    assert data["limits"]["HBM"] == pytest.approx(moved / H200.hbm_tbps / 1e6)
+    code, out, _ = call("explain", "--groups", "16", "--rows", "200", "1536", "2048", "--dtype", kind)
+    assert code == 0 and data["config"] in out and f"in {kind} on 132 SMs" in out
 
 
 def test_groups_on_the_command_line(call):
@@ -272,7 +286,7 @@ def test_groups_on_the_command_line(call):
         ("--groups 4 256 512", "give --groups G and --rows R"),
         ("--rows 4 256 512", "give --groups G and --rows R"),
         ("--groups 4 --rows 2 64 256 512", "N, K alone"),
-        ("--groups 4 --rows 2 256 512 --dtype int8", "--dtype, --plot, --all"),
+        ("--groups 4 --rows 2 256 512 --all", "--plot, --all"),
         ("--groups 4 --rows 2 256 512 --bias bf16", "--activation and --layout are not for groups"),
         ("--groups 4 --rows 2 256 512 --layout nn", "--activation and --layout are not for groups"),
         ("64 256 512 --tflops 1e200", "'1e200' is not a positive number from 1e-06 to 1e+09"),

@@ -6,8 +6,6 @@ import fuzz_groups
 import pytest
 import torch
 
-from deep_tile.select.groups import all_grouped_configs
-
 SEED = ["--device", "cpu", "--seed", "11"]
 
 
@@ -17,7 +15,8 @@ def draws(count):
 
 def test_draws_are_of_every_kind():
     drawn = draws(3000)
-    assert {draw.config for draw in drawn} == {None, *(config.name for config in all_grouped_configs())}
+    assert {draw.config for draw in drawn} == {None, *fuzz_groups.CONFIGS}
+    assert {(draw.kind, draw.operands) for draw in drawn} == {*fuzz_groups.DRAWN_KINDS}
     assert {draw.groups for draw in drawn} == set(fuzz_groups.GROUPS)
     assert any(draw.bounds is None for draw in drawn)
     assert any(draw.bounds and min(draw.bounds) < 0 for draw in drawn)

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "linear": {"_launcher", "api", "config", "finishes", "launches", "ops", "params", "quantize", "tensors"},
     "dense": CALL | {"api", "finishes", "params"},
     "gemm_cast": CALL | {"api", "finishes", "params", "quantize"},
-    "grouped": CALL | {"api"},
+    "grouped": CALL | {"api", "dense", "finishes"},
     "wgrad": CALL | {"api", "dense", "grouped", "params"},
     "nn": {"api", "cast", "jit", "linear", "quantize", "tensors"},
     "distributed": {"config", "nn", "ops", "quantize", "tensors"},
@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "torch_compat": {"api", "config", "dense", "finishes", "grouped", "tensors"},
     "method": SIZES | {"select"},
     "tools": CALL
-    | {"packaged", "", "api", "cast", "codegen", "grouped", "method", "params", "quantize", "sass", "wgrad"},
+    | {"packaged", "", "api", "cast", "codegen", "dense", "grouped", "method", "params", "quantize", "sass", "wgrad"},
     "": set(),
     "__main__": {"tools"},
 }

@@ -27,6 +27,7 @@ from deep_tile import (
     prepare,
     silu_mul_cast_to_fp8,
     supports,
+    transposed_cast_to_fp8,  # noqa: F401, likewise
 )
 from deep_tile.quantize import SCALE_LAYOUTS
 
@@ -56,6 +57,12 @@ def group_operands(*rows: int) -> list[torch.Tensor]:
     shaped = [x.view(*rows, x.shape[-1]) for x in (a, a_scale)]
     bounds = [rows[1]] * 2 if len(rows) == 2 else [2, rows[0]]
     return [*shaped, *(torch.stack([x, x]) for x in (b, b_scale)), torch.tensor(bounds, dtype=torch.int32)]
+
+
+def unscaled_groups(rows: int) -> list[torch.Tensor]:
+    """Two groups of rows in BF16, and their bounds."""
+    a, b = torch.randn(rows, 304).bfloat16(), torch.randn(2, N, 304).bfloat16()
+    return [a, b, torch.tensor([2, rows], dtype=torch.int32)]
 
 
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -492,6 +499,10 @@ SAMPLES = {
         group_operands(2, 5),
         {"out": torch.zeros(2, 5, N, dtype=torch.bfloat16)},
     ),
+    "grouped_gemm.default": lambda: (unscaled_groups(5), {"out_dtype": torch.float32}),
+    "grouped_gemm.out": lambda: (unscaled_groups(5), {"out": torch.zeros(5, N, dtype=torch.bfloat16)}),
+    "scaled_grouped_gemm.default": lambda: (group_operands(2, 5), {"fast_accum": False}),
+    "scaled_grouped_gemm.out": lambda: (group_operands(5), {"out": torch.zeros(5, N, dtype=torch.float16)}),
     "per_token_cast_to_fp8.default": lambda: ([torch.randn(5, K)], {"scale_layout": "m_aligned"}),
     "per_token_cast_to_fp8.out": lambda: (
         [torch.randn(5, K)],

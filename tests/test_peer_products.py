@@ -7,6 +7,7 @@ there is no kernel, one by one through `scaled_gemm`. All run on a CPU, by the r
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -302,11 +303,21 @@ def test_each_group_with_scales_of_rows(along, empty, strided, fast, device):
         assert torch.allclose(out.double(), wanted, rtol=2**-8 + 5e-4, atol=5e-2)
 
 
-def test_groups_with_scales_of_rows_are_torch_s_own():
-    offs = torch.arange(M, GROUPS * M + 1, M, dtype=torch.int32)
-    a, b = torch.zeros(M * GROUPS, K).to(E4M3), torch.zeros(GROUPS, N, K).to(E4M3)
-    scales = torch.ones(GROUPS * M), torch.ones(GROUPS, N)
-    with pytest.raises(
-        ValueError, match="RowWise x RowWise; deep_tile has BlockWise1x128 x .* call torch's own function"
-    ):
-        torch_compat.scaled_grouped_mm(a, b.transpose(1, 2), scales[0], ROWS, scales[1], ROWS, offs=offs)
+@pytest.mark.parametrize(("along", "empty"), [("a", False), ("a", True), ("none", False)])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_groups_of_rows_in_one_launch(along, empty, fast, device):
+    """Those of torch's cases whose groups are of rows, or matrices of their own; groups along k and of columns are
+    left to torch."""
+    parts = grouped(along, False, empty, device)
+    join = torch.cat if along == "a" else torch.stack
+    a = join([x.view(torch.uint8) for x in parts.a]).view(E4M3)
+    b = torch.stack([x.view(torch.uint8) for x in parts.b]).view(E4M3)
+    a_scale, b_scale = join(parts.a_scale), torch.stack(parts.b_scale)
+    offs = torch.tensor([len(x) for x in parts.a], device=device).cumsum(0).int() if along == "a" else None
+    call = partial(torch_compat.scaled_grouped_mm, a, b.transpose(1, 2), a_scale, ROWS, b_scale, ROWS)
+    each = [scaled_gemm(*one, fast_accum=fast) for one in zip(*parts, strict=True)]
+    out = call(offs=offs, use_fast_accum=fast)
+    assert torch.equal(out, join(each))
+    wide = call(offs=offs, use_fast_accum=fast, output_dtype=torch.float32)
+    assert torch.allclose(wide, join(each).float(), rtol=2**-8, atol=1e-6)

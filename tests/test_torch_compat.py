@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import assert_accurate, exact_product, make_operands, make_product, same_bits
 from test_grouped import Case, make_case
+from test_grouped_kinds import make_case as of_kind
 from torch.nn.functional import ScalingType, SwizzleType
 
 from deep_tile import dense, fp8_gemm, scaled_gemm, torch_compat
@@ -191,7 +192,7 @@ def test_formats_of_results(device, dtype):
     assert torch.equal(torch_compat.scaled_mm(**swapped(operands), output_dtype=dtype).t(), out)
 
 
-@pytest.mark.parametrize("name", ["scaled_mm", "scaled_grouped_mm"])
+@pytest.mark.parametrize("name", ["scaled_mm", "scaled_grouped_mm", "grouped_mm"])
 def test_arguments_are_torch_s(name):
     """By name, order and default."""
     theirs, ours = (
@@ -251,23 +252,72 @@ def test_groups_compile():
     assert torch.equal(compiled(**given), torch_compat.scaled_grouped_mm(**given))
 
 
+@pytest.mark.parametrize("capacity", [None, 40])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_groups_with_scales_of_rows(device, fast, capacity):
+    sizes = [3, 0, 130, 64] if capacity is None else [40] * 3
+    case = of_kind("fp8_rows" if fast else "fp8_rows_promoted", sizes, 200, 640, device=device, capacity=capacity)
+    a, a_scale, b, b_scale = case.operands
+    offs = case.bounds["offs"] if capacity is None else None
+    b_scale = b_scale[..., 0]
+    out = torch_compat.scaled_grouped_mm(
+        a, b.transpose(1, 2), a_scale[..., 0], ROWS, b_scale, ROWS, offs=offs, use_fast_accum=fast
+    )
+    alive = slice(0, case.rows[-1][1])
+    assert torch.equal(out.view(-1, 200)[alive], case.check()[alive])
+
+
+@pytest.mark.parametrize("capacity", [None, 40])
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_groups_without_scales(device, layout, capacity):
+    sizes = [3, 0, 130, 64] if capacity is None else [40] * 3
+    case = of_kind("bf16", sizes, 200, 320, device=device, capacity=capacity, layout=layout)
+    a, b = case.operands
+    offs = case.bounds["offs"] if capacity is None else None
+    out = torch_compat.grouped_mm(a, b.transpose(1, 2), offs=offs)
+    alive = slice(0, case.rows[-1][1])
+    assert torch.equal(out.view(-1, 200)[alive], case.check()[alive])
+    wide = torch_compat.grouped_mm(a, b.transpose(1, 2), offs=offs, out_dtype=torch.float32)
+    assert torch.equal(wide.view(-1, 200)[alive].bfloat16(), out.view(-1, 200)[alive])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"mat_b": torch.zeros(256, 48).bfloat16()},
+            TypeError,
+            "3 dimensions. Pass torch.bfloat16, and groups of",
+        ),
+        ({"mat_a": torch.zeros(35, 256)}, TypeError, r"mat_a is \[35, 256\] of torch.float32; it must be of torch.bfl"),
+        ({"bias": torch.zeros(48)}, ValueError, "bias is given"),
+        ({"offs": None}, ValueError, "offs is missing"),
+        ({"out_dtype": torch.int32}, TypeError, "out_dtype is torch.int32; pass one of"),
+    ],
+)
+def test_groups_without_scales_refused(change, error, message):
+    case = of_kind("bf16", [10, 20], 48, 256)
+    given = {"mat_a": case.operands[0], "mat_b": case.operands[1].transpose(1, 2), **case.bounds}
+    with pytest.raises(error, match=message):
+        torch_compat.grouped_mm(**given | change)
+
+
 BAD_GROUPS = [
+    ({"scale_recipe_a": ROWS}, ValueError, "is RowWise x BlockWise128x128; deep_tile has RowWise x RowWise, or Blo"),
+    ({"scale_recipe_a": ROWS, "scale_recipe_b": ROWS}, ValueError, r"\[35, 2\]; for RowWise it must be \[35, 1\] or"),
     (
-        {"scale_recipe_a": ROWS, "scale_recipe_b": ROWS},
-        ValueError,
-        "is RowWise x RowWise; deep_tile has BlockWise1x128 x",
-    ),
-    (
-        {"mat_b": torch.zeros(2, 256, 130).to(E5M2)},
+        {"mat_b": torch.zeros(2, 256, 130).half()},
         TypeError,
-        "mat_b is .* of torch.float8_e5m2; it must be of torch.fl",
+        "mat_b is .* of torch.float16; it must be of torch.fl",
     ),
-    ({"scale_recipe_a": WEIGHTS, "scale_recipe_b": TOKENS}, ValueError, "deep_tile has BlockWise1x128 x .*128. Quant"),
+    ({"scale_recipe_a": WEIGHTS, "scale_recipe_b": TOKENS}, ValueError, "deep_tile has RowWise x .*128x128. Quant"),
     ({"offs": None}, ValueError, r"offs is missing, and mat_a is \[35, 256\]; pass the ends of groups"),
     ({"offs": torch.zeros(2).long()}, TypeError, "offs must be torch.int32"),
     ({"bias": torch.zeros(2, 130)}, ValueError, "bias is given"),
     ({"contraction_dim": (1, 0)}, ValueError, "contraction_dim is"),
-    ({"output_dtype": torch.float32}, ValueError, "output_dtype is torch.float32"),
+    ({"output_dtype": torch.float64}, ValueError, "output_dtype is torch.float64"),
     ({"mat_a": torch.zeros(2, 35, 256).to(torch.float8_e4m3fn)}, ValueError, "offs is given, and mat_a is"),
     ({"mat_b": torch.zeros(256, 130).to(torch.float8_e4m3fn)}, TypeError, r"mat_b is \[256, 130\] of .* 3 dimensions"),
     ({"mat_b": torch.zeros(2, 130, 256).to(torch.float8_e4m3fn)}, ValueError, r"k differs. Pass w.transpose\(1, 2\)"),

@@ -23,7 +23,7 @@ from deep_tile.select.choose import (
     what_is_made,
 )
 from deep_tile.select.defaults import default_configs
-from deep_tile.select.groups import grouped_configs
+from deep_tile.select.groups import configs_of, grouped_configs
 from deep_tile.tools import cli, timing, trials, tune
 
 PROBLEM = GemmProblem(128, 7168, 2048)
@@ -426,8 +426,8 @@ def test_tokens_are_of_a_weight(tmp_path, capsys):
         (["7168", "2048", "--grouping", "counts"], "give --groups G"),
         (["7168", "--groups", "8", "--rows", "8"], "and N, K of their weights"),
         (["7168", "2048", "--groups", "8", "--rows", "8,0"], "'0' is not a positive integer"),
-        (["7168", "2048", "--groups", "8", "--rows", "8", "--wide"], "--wide, --kind and --output are not for groups"),
-        (["7168", "2048", "--groups", "8", "--rows", "8", "--kind", "bf16"], "--kind and --output are not for groups"),
+        (["7168", "2048", "--groups", "8", "--rows", "8", "--wide"], "--wide and --output are not for groups"),
+        (["7168", "2048", "--groups", "8", "--rows", "8", "--kind", "fp8_1x128"], "kind is 'fp8_1x128'; with grouping"),
         (["7168", "2048", "--output", "int32"], "results of fp8 are bf16, fp16, fp32; --output is int32"),
         (["7168", "2048", "--groups", "8", "--rows", "8", "--m", "8"], "--m, --shapes, --wide"),
     ],
@@ -472,9 +472,9 @@ def test_command_keeps_what_it_finds(monkeypatch, capsys, tmp_path):
 def test_command_keeps_what_it_finds_of_groups(monkeypatch, capsys, layout):
     asked = []
 
-    def search(layout, count, rows, n, k, *, repeats, track):
-        asked.append((layout, count, rows, n, k, repeats))
-        problems = [tune._group_bucket(layout, count, mean, n, k) for mean in rows]
+    def search(layout, count, rows, n, k, *, kind, repeats, track):
+        asked.append((layout, count, rows, n, k, kind, repeats))
+        problems = [tune._group_bucket(layout, count, mean, n, k, kind) for mean in rows]
         found = [(problem, plan.config_for(problem), another_grouped_config(problem)) for problem in problems]
         return [tune.Tuned(p, tuned.Choice(best, 10.0), before, 12.0, 6, {before: 0.5}) for p, before, best in found]
 
@@ -492,7 +492,7 @@ def test_command_keeps_what_it_finds_of_groups(monkeypatch, capsys, layout):
     ]
     expected = [another_grouped_config(tune._group_bucket(layout, 8, rows, 4096, 7168)) for rows in (60, 512)]
     assert cli.main(["tune", *arguments, "--repeats", "5"]) == 1
-    assert asked == [(layout, 8, [60, 512], 4096, 7168, 5)]
+    assert asked == [(layout, 8, [60, 512], 4096, 7168, "fp8", 5)]
     printed = capsys.readouterr()
     rows = [line.split() for line in printed.out.splitlines() if line.split()[:1] in [[c.name] for c in expected]]
     assert [row[1:7] for row in rows] == [
@@ -522,12 +522,20 @@ def test_search_on_the_gpu(kind, output, wide):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["offs", "counts", "k_offs"])
-def test_search_of_groups_on_the_gpu(layout):
-    results = tune.tune_groups(layout, 5, [20, 30, 200], 576, 512, repeats=3, track=lambda items, *_: items)
-    assert [result.problem.groups for result in results] == [Groups(layout, 5, rows) for rows in (24, 32, 256)]
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        *(("offs", "fp8"), ("counts", "fp8"), ("k_offs", "fp8"), ("offs", "bf16"), ("counts", "fp8_rows")),
+        *(("offs", "int8"), ("counts", "int8_unscaled"), ("offs", "fp8_rows_promoted")),
+    ],
+)
+def test_search_of_groups_on_the_gpu(layout, kind):
+    what = {"kind": kind, "repeats": 3, "track": lambda items, *_: items}
+    results = tune.tune_groups(layout, 5, [20, 30, 200], 576, 512, **what)
+    groups = [(5, 24), (5, 32), (5 if layout == "counts" else 4, 256)]
+    assert [result.problem.groups for result in results] == [Groups(layout, *of_rows) for of_rows in groups]
     for result in results:
-        assert result.tried == len(grouped_configs(layout, True, layout == "k_offs")) and not result.wrong
+        assert result.tried == len(configs_of(result.problem)) and not result.wrong
         assert 0 < result.choice.us <= result.before_us
     tune.store(results)
     assert [plan.config_for(result.problem) for result in results] == [result.choice.config for result in results]

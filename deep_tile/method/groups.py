@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.kinds import GROUPINGS
+from deep_tile.kinds import GROUPINGS, KINDS, RESULTS
 from deep_tile.method.report import table
 from deep_tile.method.roofline import fitting
 from deep_tile.problem import GemmProblem, Groups
@@ -36,6 +36,7 @@ def derivation(
     k: int,
     *,
     grouping: str = "offs",
+    kind: str = "fp8",
     hardware: str | Hardware = "H200",
     num_sms: int | None = None,
 ) -> Derivation:
@@ -49,19 +50,29 @@ def derivation(
         raise ValueError(f"num_sms is {num_sms}; {gpu.name} has {gpu.num_sms}")
     if grouping not in _LAYOUTS:
         raise ValueError(f"grouping is {grouping!r}; pass one of {', '.join(_LAYOUTS)}")
-    problem = grouped_problem(Groups(grouping, groups, rows), n, k, num_sms)
+    problem = grouped_problem(Groups(grouping, groups, rows), n, k, num_sms, checked_kind(grouping, kind))
     ranked = fitting(grouped_candidates(problem, gpu, tuned.configs(num_sms)), problem.kind, gpu)
     return Derivation(problem, gpu, [(us, config) for us, config, _ in ranked])
 
 
-def grouped_problem(groups: Groups, n: int, k: int, num_sms: int) -> GemmProblem:
+def checked_kind(grouping: str, kind: str) -> str:
+    """The kind, if groups that lie so can be multiplied as it; of gradients "fp8" stands for theirs."""
+    known = ["fp8"] if grouping == "k_offs" else [name for name, one in KINDS.items() if one.scaling != "row_blocks"]
+    if kind not in known:
+        raise ValueError(f"kind is {kind!r}; with grouping {grouping!r} pass one of {', '.join(known)}")
+    return kind
+
+
+def grouped_problem(groups: Groups, n: int, k: int, num_sms: int, kind: str = "fp8") -> GemmProblem:
     """Of weights [n, k]: their products with rows, or, along K, their gradients, which are added to what there is."""
     every = groups.count * groups.expected_rows
     if groups.layout == "k_offs":
         added = {"kind": "fp8_1x128", "output": "fp32", "accumulate": True}
         return GemmProblem(n, k, every, num_sms, tma_store=k % 4 == 0, groups=groups, **added)
     total = every if groups.layout == "offs" else groups.expected_rows
-    return GemmProblem(total, n, k, num_sms, tma_store=n % 8 == 0, groups=groups)
+    output = KINDS[kind].output
+    tma_store = n * RESULTS[output].bytes % 16 == 0
+    return GemmProblem(total, n, k, num_sms, tma_store, kind=kind, output=output, groups=groups)
 
 
 def explain_groups(
@@ -71,10 +82,11 @@ def explain_groups(
     k: int,
     *,
     grouping: str = "offs",
+    kind: str = "fp8",
     hardware: str | Hardware = "H200",
     num_sms: int | None = None,
 ) -> dict[str, Any]:
-    """Which kernel `fp8_grouped_gemm`, or `fp8_grouped_wgrad`, takes for groups of so many rows, and why. No GPU is
+    """Which kernel `fp8_grouped_gemm`, or another grouped product, takes for groups of so many rows, and why. No GPU is
     needed.
 
     Args:
@@ -83,6 +95,7 @@ def explain_groups(
         n, k: of each group's `b[n, k]`, or of its gradient, elements.
         grouping: "offs" for rows one group after the other, "counts" for rows of each group's own; "k_offs" for
             gradients, which add up over rows.
+        kind: of the product, a name as `precompile` takes it; of gradients "fp8", which stands for theirs.
         hardware, num_sms: as for `explain`.
 
     Returns:
@@ -91,10 +104,10 @@ def explain_groups(
         rows, stages, smem_bytes}, where `rows` are those that tiles of a group have, or its K blocks.
 
     Raises:
-        ValueError: unknown hardware or grouping, a size that is not positive, more SMs than there are, or no tile
+        ValueError: unknown hardware, grouping or kind, a size that is not positive, more SMs than there are, or no tile
             passes the hardware's walls.
     """
-    given = {"grouping": grouping, "hardware": hardware, "num_sms": num_sms}
+    given = {"grouping": grouping, "kind": kind, "hardware": hardware, "num_sms": num_sms}
     return as_data(derivation(groups, rows, n, k, **given))
 
 
@@ -125,9 +138,12 @@ def limits(derived: Derivation) -> list[tuple[str, float, str]]:
     count, rows = problem.groups.count, problem.groups.count * problem.groups.expected_rows
     if problem.groups.layout == "k_offs":
         return _limits_along_k(problem, rows, gpu)
-    weights = count * (problem.n * problem.k + 4 * ceil_div(problem.n, SCALE_BLOCK) * ceil_div(problem.k, SCALE_BLOCK))
-    moved = rows * (problem.k + 4 * ceil_div(problem.k, SCALE_BLOCK) + 2 * problem.n)
-    flops, tflops = product_flops(rows, problem.n, problem.k), gpu.tflops("fp8")
+    product = problem.product
+    scales_of_row = 4 * (ceil_div(problem.k, SCALE_BLOCK) if product.block_scales else product.row_scales)
+    scaled_rows = ceil_div(problem.n, SCALE_BLOCK) if product.block_scales else problem.n
+    weights = count * (problem.n * problem.k * product.b.bytes + scaled_rows * scales_of_row)
+    moved = rows * (problem.k * product.a.bytes + scales_of_row + problem.n * problem.out.bytes)
+    flops, tflops = product_flops(rows, problem.n, problem.k), gpu.tflops(problem.kind)
     hbm_us, tensor_us = (weights + moved) / gpu.hbm_tbps / 1e6, flops / tflops / 1e6
     hbm = f"({weights:.3e} bytes of weights + {moved:.3e} of rows) / {gpu.hbm_tbps:.3g} TB/s"
     return [("HBM", hbm_us, hbm), ("tensor cores", tensor_us, f"{flops:.3e} FLOP / {tflops:.0f} TFLOPS")]
@@ -172,7 +188,7 @@ def show(derived: Derivation, console: Console) -> None:
     groups, gpu = problem.groups, derived.hardware
     n, k = problem.weight
     title = f"{groups.count} groups of {groups.expected_rows} rows, n = {n}, k = {k}"
-    console.print(f"{title} in fp8 on {problem.num_sms} SMs of {gpu.name}", style="bold")
+    console.print(f"{title} in {problem.product.family} on {problem.num_sms} SMs of {gpu.name}", style="bold")
     console.print(f"Rows by {groups.layout}; those of groups are taken to be spread around the mean.", "")
     walls = table("limit", "us", "arithmetic, without padding", numbers=False)
     for name, us, arithmetic in limits(derived):

@@ -15,7 +15,7 @@ from deep_tile.kinds import QUANTIZED
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.cost import Estimate, calibration, chained_cast_us, estimate
 from deep_tile.select.defaults import default_configs, finished, quantized
-from deep_tile.select.groups import grouped_configs, ranked
+from deep_tile.select.groups import configs_of, ranked
 from deep_tile.select.hardware import H200, Hardware
 
 Tuned = Mapping[str, GemmConfig]
@@ -84,7 +84,7 @@ def tuned_choice(problem: GemmProblem, tuned: Tuned) -> GemmConfig | None:
     if own is None:
         return None
     if problem.groups is not None:
-        made = grouped_configs(problem.groups.layout, problem.tma_store, problem.accumulate)
+        made = configs_of(problem)
         return next((config for config in made if _cluster_tile(config) == _cluster_tile(own)), None)
     own = replace(own, kind=problem.kind, tma_store=problem.tma_store, layout=problem.layout)
     own = quantized(own) if problem.output == QUANTIZED else replace(own, output=problem.output)
@@ -170,10 +170,11 @@ def group_bucket(problem: GemmProblem) -> GemmProblem:
     draws, 18 % at worst; powers of two alone 0.4 and 37 %.
     """
     layout, count, rows = problem.groups
+    most_rows = _rows_end(rows)
     if layout != "counts":
         bounded = _bucketed_groups(problem)
-        count = min(count, ceil_div(bounded.k if layout == "k_offs" else bounded.m, rows))
-    return problem._replace(groups=Groups(layout, count, _rows_end(rows)))
+        count = min(count, ceil_div(bounded.k if layout == "k_offs" else bounded.m, most_rows))
+    return problem._replace(groups=Groups(layout, count, most_rows))
 
 
 def _rows_end(rows: int) -> int:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import exp
 
 from deep_tile.config import MMA_M, GemmConfig, ceil_div
-from deep_tile.kinds import GROUPINGS, K_BLOCK_BYTES
+from deep_tile.kinds import GROUPINGS, K_BLOCK_BYTES, KINDS, RESULTS, Kind
 from deep_tile.problem import GemmProblem
 from deep_tile.select.cost import calibration, launch_time, tile_times
 from deep_tile.select.defaults import CLUSTERS, deepest_config
@@ -35,10 +35,23 @@ _LAST_WAVE = 0.5
 """Of a wave, what the busiest SM works longer than all do in the mean."""
 
 
-@lru_cache(maxsize=16)
-def grouped_configs(layout: str, tma_store: bool = True, accumulate: bool = False) -> tuple[GemmConfig, ...]:
-    """Every config that a grouped product can be given; `layout` is one of `kinds.GROUPINGS` but "none". Groups along K
-    alone may `accumulate`."""
+@lru_cache(maxsize=256)
+def grouped_configs(
+    layout: str,
+    tma_store: bool = True,
+    accumulate: bool = False,
+    kind: str = "fp8",
+    output: str | None = None,
+    operands: str = "nt",
+) -> tuple[GemmConfig, ...]:
+    """Every config that a grouped product can be given.
+
+    Args:
+        layout: one of `kinds.GROUPINGS` but "none". Groups along K are of FP8 with scales of 1x128 for both operands
+            and a result of FP32, and they alone may `accumulate`.
+        kind, output: of groups of rows, as in `GemmConfig`.
+        operands: how these lie, a name in `kinds.LAYOUTS`.
+    """
     if layout == "k_offs":
         options = {"kind": "fp8_1x128", "output": "fp32", "grouping": layout, "accumulate": accumulate}
         return tuple(
@@ -46,10 +59,26 @@ def grouped_configs(layout: str, tma_store: bool = True, accumulate: bool = Fals
             for tile in _K_TILES
             for cluster_m, cluster_n in _k_clusters(*tile, tma_store, accumulate)
         )
+    options = {"kind": kind, "output": output or KINDS[kind].output, "grouping": layout, "layout": operands}
     return tuple(
-        deepest_config(block_m, block_n, tma_store, scale_blocks=scale_blocks, grouping=layout)
+        deepest_config(block_m, block_n, tma_store, scale_blocks=scale_blocks, **options)
         for block_m, block_n, scale_blocks in _TILES
+        if not _spills(block_m, block_n, KINDS[kind], options["output"], tma_store)
     )
+
+
+def _spills(block_m: int, block_n: int, kind: Kind, output: str, tma_store: bool) -> bool:
+    """Beside the schedule of groups two tiles have too few registers: where sums are promoted and then scaled, and
+    where math warps store FP32 of sums that are scaled block by block (NVRTC 13.0.88)."""
+    late = kind.promotes and kind.row_scales
+    wide = kind.block_scales and RESULTS[output].bytes == 4 and not tma_store
+    return (late and (block_m, block_n) == (128, 256)) or (wide and (block_m, block_n) == (128, 192))
+
+
+def configs_of(problem: GemmProblem) -> tuple[GemmConfig, ...]:
+    """Every config that a problem with groups can be given."""
+    what = problem.accumulate, problem.kind, problem.output, problem.layout
+    return grouped_configs(problem.groups.layout, problem.tma_store, *what)
 
 
 def _k_clusters(block_m: int, block_n: int, tma_store: bool, accumulate: bool) -> tuple[tuple[int, int], ...]:
@@ -126,7 +155,7 @@ def ranked(
     problem: GemmProblem, hardware: Hardware = H200, own: GemmConfig | None = None
 ) -> list[tuple[float, GemmConfig]]:
     """Every config that the SMs allow with its predicted time: `own` if it is one of them, then the fastest."""
-    configs = grouped_configs(problem.groups.layout, problem.tma_store, problem.accumulate)
+    configs = configs_of(problem)
     runnable = (config for config in configs if config.cluster <= problem.num_sms)
     estimated = ((estimate(config, problem, hardware), config) for config in runnable)
     return sorted(estimated, key=lambda pair: (pair[1] != own, pair[0]))

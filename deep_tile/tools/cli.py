@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,11 +100,11 @@ def explain(options: argparse.Namespace) -> int:
 def _explain_groups(options: argparse.Namespace) -> int:
     if options.m is not None or None in (options.groups, options.rows):
         options.refuse("give --groups G and --rows R of each, in the mean, and N, K alone")
-    of_products = (options.dtype, options.plot, options.all), (options.output, options.bias, options.activation)
-    if (*of_products, options.layout) != (("fp8", None, False), (None, "none", "none"), "nt"):
-        options.refuse("--dtype, --plot, --all, --output, --bias, --activation and --layout are not for groups")
+    of_products = (options.plot, options.all), (options.output, options.bias, options.activation)
+    if (*of_products, options.layout) != ((None, False), (None, "none", "none"), "nt"):
+        options.refuse("--plot, --all, --output, --bias, --activation and --layout are not for groups")
     gpu = hardware_of(options, options.dtype)
-    asked = {"grouping": options.grouping, "hardware": gpu, "num_sms": options.num_sms}
+    asked = {"grouping": options.grouping, "kind": options.dtype, "hardware": gpu, "num_sms": options.num_sms}
     derived = groups.derivation(options.groups, options.rows, options.n, options.k, **asked)
     if options.json:
         print(json.dumps(groups.as_data(derived), indent=2))
@@ -125,7 +126,8 @@ def tune(options: argparse.Namespace) -> int:
 
     how = {"repeats": options.repeats, "track": track_progress}
     what = {"kind": options.kind, "output": options.output, "wide": options.wide}
-    results = search.tune_groups(*asked, **how) if of_groups else search.tune(asked, **what, **how)
+    tune_groups = partial(search.tune_groups, kind=options.kind)
+    results = tune_groups(*asked, **how) if of_groups else search.tune(asked, **what, **how)
     place = search.store(results)
     console = new_console()
     console.print(_tuned_table(results), "", f"Kept in {place}; the selector takes them from there from now on.")
@@ -153,8 +155,12 @@ def _groups_to_tune(options: argparse.Namespace) -> tuple[str, int, list[int], i
     asked = options.grouping or _GROUPINGS[0], options.groups, options.rows, options.n, options.k
     if None in asked:
         options.refuse("give --groups G, --rows R of each, in the mean, and N, K of their weights")
-    if options.m or options.shapes or options.wide or (options.kind, options.output) != ("fp8", None):
-        options.refuse("--m, --shapes, --wide, --kind and --output are not for groups")
+    if options.m or options.shapes or options.wide or options.output:
+        options.refuse("--m, --shapes, --wide and --output are not for groups")
+    try:
+        groups.checked_kind(asked[0], options.kind)
+    except ValueError as error:
+        options.refuse(str(error))
     return asked
 
 

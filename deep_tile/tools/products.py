@@ -52,11 +52,11 @@ def _wide(x: torch.Tensor, scale: torch.Tensor, rows: int) -> torch.Tensor:
 # Of each kind.
 
 
-def operands_of(kind: Kind, shape: tuple[int, int, int], device: str) -> list[torch.Tensor]:
+def operands_of(kind: Kind, shape: tuple[int, int, int], device: str, seed: int = 0) -> list[torch.Tensor]:
     """Normal samples, and scales between 0.5 and 1.5 of such."""
     import torch
 
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
     m, n, k = shape
     size = INT8_SIZE if kind.sums == "s32" else 1
     size = size / 4 if kind.output == RAW else size
@@ -92,6 +92,15 @@ def multiply(
     if kind.name == "int8":
         return deep_tile.int8_gemm(*operands, out, config=config)
     return deep_tile.scaled_gemm(*operands, out, fast_accum=kind.scaling != "promoted_rows", config=config)
+
+
+def multiply_groups(kind: Kind, operands: tuple[torch.Tensor, ...], **keywords: object) -> torch.Tensor:
+    """Groups of rows; bounds and all else by keyword."""
+    if kind.name == "fp8":
+        return deep_tile.fp8_grouped_gemm(*operands, **keywords)
+    if kind.scaling == "none":
+        return deep_tile.grouped_gemm(*operands, **keywords)
+    return deep_tile.scaled_grouped_gemm(*operands, fast_accum=kind.scaling != "promoted_rows", **keywords)
 
 
 def exact_product_of(kind: Kind, operands: list[torch.Tensor]) -> torch.Tensor:

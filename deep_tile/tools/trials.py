@@ -13,19 +13,26 @@ import torch
 
 from deep_tile.api import fp8_gemm
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.grouped import fp8_grouped_gemm
+from deep_tile.dense import REFERENCES
 from deep_tile.kinds import RESULTS
 from deep_tile.problem import GemmProblem
 from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
 from deep_tile.reference import (
     MAX_RELATIVE_ERROR,
     fp8_gemm_reference,
-    fp8_grouped_gemm_reference,
     fp8_grouped_wgrad_reference,
+    grouped_reference,
     relative_error,
 )
 from deep_tile.select.groups import SPREAD
-from deep_tile.tools.products import empty_out, exact_product_of, most_error, multiply, operands_of
+from deep_tile.tools.products import (
+    empty_out,
+    exact_product_of,
+    most_error,
+    multiply,
+    multiply_groups,
+    operands_of,
+)
 from deep_tile.wgrad import fp8_grouped_wgrad
 
 
@@ -88,23 +95,34 @@ def _of_kind(problem: GemmProblem, generator: torch.Generator) -> Trial:
 
 def _rows(problem: GemmProblem, generator: torch.Generator) -> Trial:
     """Groups of rows, each of which has a weight."""
-    sizes, by_counts = sizes_of(problem), problem.groups.layout == "counts"
+    kind, sizes, by_counts = problem.product, sizes_of(problem), problem.groups.layout == "counts"
     rows = len(sizes) * max(sizes) if by_counts else sum(sizes)
-    a, a_scale = _cast_rows(_normal(rows, problem.k, generator))
-    b, b_scale = _weights(len(sizes), problem.n, problem.k, generator)
-    out = torch.empty(rows, problem.n, dtype=torch.bfloat16, device=generator.device)
+    of_rows, of_groups = _grouped_operands(problem, rows, generator)
+    out = torch.empty(rows, problem.n, dtype=getattr(torch, problem.out.dtype), device=generator.device)
     bounds = torch.tensor(sizes if by_counts else list(accumulate(sizes)), dtype=torch.int32, device=generator.device)
     if by_counts:
-        a, a_scale, out = (x.unflatten(0, (len(sizes), -1)) for x in (a, a_scale, out))
-    expected = torch.empty_like(out, dtype=torch.float32)
-    fp8_grouped_gemm_reference(a, a_scale, b, b_scale, expected, bounds)
+        *of_rows, out = (x.unflatten(0, (len(sizes), -1)) for x in (*of_rows, out))
+    expected = torch.empty_like(out, dtype=torch.float64)
+    grouped_reference(REFERENCES[kind.scaling], (*of_rows, *of_groups), expected, bounds)
     given = {"counts" if by_counts else "offs": bounds, "out": out}
-    living = torch.arange(a.shape[1], device=a.device) < bounds[:, None] if by_counts else slice(None)
+    living = torch.arange(out.shape[1], device=out.device) < bounds[:, None] if by_counts else slice(None)
     return Trial(
-        lambda config: fp8_grouped_gemm(a, a_scale, b, b_scale, **given, config=config),
-        partial(out.fill_, float("nan")),
+        lambda config: multiply_groups(kind, (*of_rows, *of_groups), config=config, **given),
+        partial(out.fill_, float("nan") if out.is_floating_point() else 2**30),
         lambda: relative_error(out[living], expected[living]),
+        most_error(kind, problem.k, problem.output),
     )
+
+
+def _grouped_operands(problem: GemmProblem, rows: int, generator: torch.Generator) -> tuple[list, list]:
+    """What belongs to rows, and what to groups: a matrix each, and its scale, if it has one."""
+    kind, n, k, groups = problem.product, problem.n, problem.k, problem.groups.count
+    if kind.name == "fp8":
+        return list(_cast_rows(_normal(rows, k, generator))), list(_weights(groups, n, k, generator))
+    device = str(generator.device)
+    half = 1 if kind.scaling == "none" else 2
+    weights = [operands_of(kind, (1, n, k), device, seed=group)[half:] for group in range(groups)]
+    return operands_of(kind, (rows, n, k), device)[:half], list(map(torch.stack, zip(*weights, strict=True)))
 
 
 def _gradients(problem: GemmProblem, generator: torch.Generator) -> Trial:

@@ -18,7 +18,7 @@ from deep_tile import plan
 from deep_tile.api import supports
 from deep_tile.config import GemmConfig, round_up
 from deep_tile.kinds import KINDS, RESULTS
-from deep_tile.method.groups import grouped_problem
+from deep_tile.method.groups import checked_kind, grouped_problem
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select import tuned
 from deep_tile.select.choose import (
@@ -87,7 +87,7 @@ def tune(
 
 
 def tune_groups(
-    layout: str, count: int, rows: Iterable[int], n: int, k: int, *, repeats: int, track: Track
+    layout: str, count: int, rows: Iterable[int], n: int, k: int, *, kind: str = "fp8", repeats: int, track: Track
 ) -> list[Tuned]:
     """Search the buckets of grouped products on the current device; nothing is stored.
 
@@ -95,13 +95,14 @@ def tune_groups(
         layout: of the groups, one of `kinds.GROUPINGS` but "none"; of "k_offs" gradients are added to `out`.
         count, rows: groups, and rows of each in the mean, of every product.
         n, k: of each group's weight.
+        kind: of the product, a name in `kinds.FAMILIES`; of gradients "fp8", which stands for theirs.
         repeats: samples of each config that may be the fastest.
 
     Raises:
         ValueError: sizes that grouped products do not take.
         RuntimeError: no config computed a product right.
     """
-    return _search([_group_bucket(layout, count, mean, n, k) for mean in rows], False, repeats, track)
+    return _search([_group_bucket(layout, count, mean, n, k, kind) for mean in rows], False, repeats, track)
 
 
 def _search(problems: Sequence[GemmProblem], wide: bool, repeats: int, track: Track) -> list[Tuned]:
@@ -153,9 +154,10 @@ def _bucket(m: int, n: int, k: int, kind: str = "fp8", output: str | None = None
     return bucketed(GemmProblem(m, n, k, num_sms, tma_store, kind=kind, output=output))
 
 
-def _group_bucket(layout: str, count: int, rows: int, n: int, k: int) -> GemmProblem:
-    _check(f"{count} groups of {rows} rows, n = {n}, k = {k}", count * rows, n, k)
-    return group_bucket(grouped_problem(Groups(layout, count, rows), n, k, _properties().multi_processor_count))
+def _group_bucket(layout: str, count: int, rows: int, n: int, k: int, kind: str = "fp8") -> GemmProblem:
+    _check(f"{count} groups of {rows} rows, n = {n}, k = {k}", count * rows, n, k, kind)
+    num_sms = _properties().multi_processor_count
+    return group_bucket(grouped_problem(Groups(layout, count, rows), n, k, num_sms, checked_kind(layout, kind)))
 
 
 def _check(what: str, m: int, n: int, k: int, kind: str = "fp8") -> None:

@@ -13,10 +13,26 @@
 
 namespace deep_tile {
 
+// How far the scales of a tile's group lie from those of all groups, in elements, and its rows among them from those of
+// `out`.
+struct GroupScales {
+    u32 a, b;
+    int rows;
+};
+
+template <GemmConfig config>
+__device__ __forceinline__ GroupScales group_scales(const GemmParams& params, const Tile<config>& tile) {
+    if constexpr (config.row_groups()) {
+        return {tile.group * params.a_scale_group_stride, tile.group * params.b_scale_group_stride, tile.scale - tile.out};
+    } else {
+        return {0, 0, 0};
+    }
+}
+
 template <GemmConfig config>
 struct AsTheyAre {
-    __device__ __forceinline__ void begin(const GemmParams&, int, int) const {}
-    __device__ __forceinline__ void apply(const GemmParams&, Accumulators<config>&, int, int) const {}
+    __device__ __forceinline__ void begin(const GemmParams&, int, int, GroupScales) const {}
+    __device__ __forceinline__ void apply(const GemmParams&, Accumulators<config>&, int, int, GroupScales) const {}
 };
 
 // Scales are requested while the tile's first WGMMAs run, and then lie in registers, of which tiles without temporaries
@@ -26,23 +42,24 @@ template <GemmConfig config>
 class ScaleRows {
    public:
     // Of the sums of one warpgroup, whose first row and column these are, in the columns of one WGMMA.
-    __device__ __forceinline__ void begin(const GemmParams& params, int row, int column) {
+    __device__ __forceinline__ void begin(const GemmParams& params, int row, int column, GroupScales group) {
         const u32 thread = threadIdx.x % warpgroup_threads;
-        row += thread / warp_threads * 16 + thread % warp_threads / 4;
+        row += group.rows + thread / warp_threads * 16 + thread % warp_threads / 4;
         column += thread % 4 * 2;
 #pragma unroll
         for (int i = 0; i < 2 * config.chunks_m; ++i) {
             const u32 at = min(row + i / 2 * mma_m + i % 2 * 8, params.m - 1);
-            row_[i] = ptx::ld_global(params.a_scale + at * params.a_scale_stride_m);
+            row_[i] = ptx::ld_global(params.a_scale + (group.a + at * params.a_scale_stride_m));
         }
 #pragma unroll
         for (int i = 0; i < columns; ++i) {
             const u32 at = min(column + i / 2 * 8 + i % 2, params.n - 1);
-            column_[i] = ptx::ld_global(params.b_scale + at * params.b_scale_stride_n);
+            column_[i] = ptx::ld_global(params.b_scale + (group.b + at * params.b_scale_stride_n));
         }
     }
 
-    __device__ __forceinline__ void apply(const GemmParams&, Accumulators<config>& sums, int, int, int chunk_n = 0) const {
+    __device__ __forceinline__ void apply(const GemmParams&, Accumulators<config>& sums, int, int, GroupScales,
+                                          int chunk_n = 0) const {
 #pragma unroll
         for (int chunk_m = 0; chunk_m < config.chunks_m; ++chunk_m) {
 #pragma unroll
@@ -62,12 +79,13 @@ class ScaleRows {
 // columns at a time.
 template <GemmConfig config>
 struct ScaleRowsLate : AsTheyAre<config> {
-    __device__ __forceinline__ void apply(const GemmParams& params, Accumulators<config>& sums, int row, int column) const {
+    __device__ __forceinline__ void apply(const GemmParams& params, Accumulators<config>& sums, int row, int column,
+                                          GroupScales group) const {
 #pragma unroll
         for (int chunk_n = 0; chunk_n < config.chunks_n; ++chunk_n) {
             ScaleRows<config> scales;
-            scales.begin(params, row, column + chunk_n * config.mma_n);
-            scales.apply(params, sums, row, column, chunk_n);
+            scales.begin(params, row, column + chunk_n * config.mma_n, group);
+            scales.apply(params, sums, row, column, group, chunk_n);
         }
     }
 };
@@ -97,7 +115,7 @@ __device__ __forceinline__ BiasBits<config> bias_bits(const GemmParams& params, 
 template <GemmConfig config>
 class KeepBias {
    public:
-    __device__ __forceinline__ void begin(const GemmParams& params, int, int column) {
+    __device__ __forceinline__ void begin(const GemmParams& params, int, int column, GroupScales) {
 #pragma unroll
         for (int i = 0; i < words; ++i) {
             word_[i] = bias_bits<config>(params, column, i * per_word);
@@ -105,7 +123,7 @@ class KeepBias {
         }
     }
 
-    __device__ __forceinline__ void apply(const GemmParams&, Accumulators<config>& sums, int, int) const {
+    __device__ __forceinline__ void apply(const GemmParams&, Accumulators<config>& sums, int, int, GroupScales) const {
 #pragma unroll
         for (int i = 0; i < config.chunks_m * config.block_n / 2; ++i) {
             const int at = i % (config.block_n / 2) / 4 * 2 + i % 2;

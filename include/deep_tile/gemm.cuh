@@ -72,8 +72,9 @@ __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<
         } else {
             const int row = tile.out_row() + first_row, column = tile.out_column();
             Scaled<config> scaled;
-            loop.multiply(sums, column, left > 1, [&](int) { scaled.begin(params, row, column); });
-            scaled.apply(params, sums, row, column);
+            loop.multiply(sums, column, left > 1,
+                          [&](int) { scaled.begin(params, row, column, group_scales<config>(params, tile)); });
+            scaled.apply(params, sums, row, column, group_scales<config>(params, tile));
             add_bias<config>(params, sums, column, 0, config.block_n);
             epilogue.template store<0>(sums, row, column, group_end<config>(tile));
         }
@@ -113,9 +114,10 @@ __device__ __forceinline__ void consume_split(const GemmParams& params, SharedSt
             Scaled<config> scaled;
             loop.acquire();
             loop.begin_tile();
-            loop.multiply(sums, tile.out_column(), false,
-                          [&](int) { scaled.begin(params, tile.out_row() + first_row, tile.out_column()); });
-            scaled.apply(params, sums, tile.out_row() + first_row, tile.out_column());
+            loop.multiply(sums, tile.out_column(), false, [&](int) {
+                scaled.begin(params, tile.out_row() + first_row, tile.out_column(), group_scales<config>(params, tile));
+            });
+            scaled.apply(params, sums, tile.out_row() + first_row, tile.out_column(), group_scales<config>(params, tile));
         }
         reduction.send(sums);
         reduction.await();

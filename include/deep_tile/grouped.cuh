@@ -15,9 +15,10 @@
 
 namespace deep_tile {
 
-// A tile of one group of rows. Rows of `out` from `end` on are not the group's.
+// A tile of one group of rows. Rows of `out` from `end` on are not the group's. Its rows of `b` begin at `b`, or, where
+// these are adjacent, at `column`, and its K at `first_k`.
 struct GroupTile {
-    int group, a, scale, b, out, end, column;
+    int group, a, scale, b, first_k, out, end, column;
     bool valid;
 
     __device__ __forceinline__ int out_row() const { return out; }
@@ -194,7 +195,9 @@ class GroupScheduler : public GroupWalk<config> {
         tile.scale = found.begin + row;
         tile.end = tile.out + found.length - row;
         tile.column = place.column * config.block_n;
-        tile.b = found.group * params.b_group_rows + tile.column;
+        const int group_b = found.group * params.b_group_rows;
+        tile.b = config.b_span > 0 ? tile.column : group_b + tile.column;
+        tile.first_k = config.b_span > 0 ? group_b : 0;
         tile.valid = true;
         return recorded(tile);
     }

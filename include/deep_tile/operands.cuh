@@ -173,10 +173,17 @@ class OperandLoader {
                     const int k = (multicasts ? rank_ : half) * box_k;  // in the K block
                     const u32 smem = ptx::smem_address(tile) + (i * tile_rows + first) * k_block_bytes + k * span;
                     const int at = (row + first) * sizeof(u16);  // maps count rows in bytes
-                    request<multicasts>(smem, *operand.map, at, step * config.block_k + i * span_k + k, barrier);
+                    request<multicasts>(smem, *operand.map, at, map_k(step * config.block_k + i * span_k + k), barrier);
                 }
             }
         }
+    }
+
+    // Where a box's K begins in the map of an operand that lies along its rows: behind that of the groups before, whose K
+    // follow each other. A box behind the group's own K lies before all, where TMA finds zeros.
+    __device__ __forceinline__ int map_k(int k) const {
+        if constexpr (config.row_groups()) return k < params_.k ? tile_.first_k + k : -span_k;
+        return k;
     }
 
     template <bool multicasts>
