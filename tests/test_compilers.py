@@ -21,6 +21,7 @@ OFTEN_USED = ("12.9.86", "13.0.88", "13.2.86", "13.5.37")
 ALL = (*OFTEN_USED, "13.1.115", "13.3.33", "13.4.92")
 
 WIDEST = deepest_config(128, 256)
+OF_INTEGERS = deepest_config(256, 128, kind="int8", cluster_n=2)
 UNIFORM_WITH_HELP = deepest_config(64, 48, tma_store=False)
 
 
@@ -47,7 +48,7 @@ def _kernels_of_the_day(nvrtc: str) -> list[GemmConfig]:
     first = [config for config in EVERY_CONFIG if config in told_apart]
     others = [config for config in EVERY_CONFIG if config not in told_apart]
     day = DAY if DAY == "all" else str(int(DAY) + ALL.index(nvrtc))
-    return list(dict.fromkeys((WIDEST, *of_day(first, 8, day), *of_day(others, 100, day))))
+    return list(dict.fromkeys((WIDEST, OF_INTEGERS, *of_day(first, 8, day), *of_day(others, 100, day))))
 
 
 @pytest.fixture(scope="session")
@@ -84,6 +85,16 @@ def test_hints_are_for_code_like_this(compiled, tmp_path):
     assert 0.4 < sum(not words[2 * i + 1] & sass._NO_YIELD for i in second_halves) / len(second_halves) < 0.6
     before, after = (disassembly(cubin, tmp_path) for cubin in (plain, quick))
     assert [line.replace(".reuse", "") for line in before] == [line.replace(".reuse", "") for line in after]
+
+
+def test_integers_are_promoted_without_yielding(compiled):
+    """Likewise: what our hints change."""
+    plain = compiled[OF_INTEGERS].cubin
+    (code,) = sass.code_sections(plain)
+    words = memoryview(plain)[code].cast("Q")
+    runs = sass._runs(words)
+    assert len(runs) >= 4 and all(sass._converts(words, run) for run in runs)
+    assert sum(not words[2 * i + 1] & sass._NO_YIELD for run in runs for i in run) < 8
 
 
 def test_kernels_are_uniform_with_help_only(nvrtc, library, tmp_path):

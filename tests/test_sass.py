@@ -63,6 +63,27 @@ def test_half_of_the_second_halves_yielded(kernel):
     assert 0.4 < sum(not words[2 * i + 1] & NO_YIELD for i in second_halves) / len(second_halves) < 0.6
 
 
+def test_first_halves_yield_where_integers_are_promoted():
+    """Where none did: if this fails with a newer NVRTC, measure whether the hints still help."""
+    config = deepest_config(256, 128, kind="int8", cluster_n=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sass, "quicken_promotion", bytes)
+        plain = jit.compile_kernel(kernel_source(config), config.name).cubin
+    quick = sass.quicken_promotion(plain)
+    (code,) = sass.code_sections(plain)
+    words, new_words = (memoryview(cubin)[code].cast("Q") for cubin in (plain, quick))
+    runs = sass._runs(words)
+    assert sum(map(len, runs)) > 240 and all(sass._converts(words, run) for run in runs)
+    assert sum(not words[2 * i + 1] & NO_YIELD for run in runs for i in run) < 8
+    first_halves = {i for run in runs for i in run[: len(run) // 2]}
+    for i, (high, new_high) in enumerate(zip(words[1::2], new_words[1::2], strict=True)):
+        changed = high ^ new_high
+        assert not changed & ~(NO_YIELD | REUSE | 1 << 60)
+        assert i not in first_halves or not new_high & (NO_YIELD | REUSE)
+        assert not changed or any(i in run for run in runs)
+    assert words[::2].tolist() == new_words[::2].tolist() and sass.quicken_promotion(quick) == quick
+
+
 def test_the_program_is_the_same(listing):
     plain, quick = listing
     assert plain != quick
