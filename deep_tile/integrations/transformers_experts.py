@@ -45,7 +45,7 @@ def experts_forward(original: Callable, exact: str, client: ModuleType) -> Calla
 def _is_gated_by(silu: tuple[type, ...], layer: torch.nn.Module) -> bool:
     """By what `silu_mul_cast_to_fp8` computes. An activation with an alpha is a SiLU, whatever `act_fn` is."""
     is_silu = layer.swiglu_alpha is not None or isinstance(layer.act_fn, silu)
-    return layer.gate_softcap is None and is_silu
+    return getattr(layer, "gate_softcap", None) is None and is_silu  # which some releases do not have
 
 
 def _gating(layer: torch.nn.Module) -> dict[str, float]:
