@@ -25,9 +25,12 @@ GROUPED = [
     *("get_theoretical_mk_alignment_for_contiguous_layout", "get_m_alignment_for_contiguous_layout"),
 ]
 TRAINING = ["k_grouped_fp8_gemm_nt_contiguous", "per_channel_cast_to_fp8"]
+BF16 = [
+    *("bf16_gemm_nt", "bf16_gemm_nn", "bf16_gemm_tn", "bf16_gemm_tt", "m_grouped_bf16_gemm_nt_contiguous"),
+    *("m_grouped_bf16_gemm_nn_contiguous", "m_grouped_bf16_gemm_nt_masked", "k_grouped_bf16_gemm_tn_contiguous"),
+]
 ABSENT = [
-    *("k_grouped_fp8_gemm_tn_contiguous", "m_grouped_bf16_gemm_nt_contiguous"),
-    *("cublaslt_gemm_nt", "fp8_fp4_mqa_logits", "einsum", "bf16_gemm_nt"),
+    *("k_grouped_fp8_gemm_tn_contiguous", "cublaslt_gemm_nt", "fp8_fp4_mqa_logits", "einsum"),
     *("get_mn_major_tma_aligned_packed_ue8m0_tensor", "tf32_hc_prenorm_gemm", "pack_ue8m0_to_int"),
 ]
 SMALL = [(1, 128, 256), (7, 512, 3884), (83, 130, 512)]
@@ -283,7 +286,7 @@ def test_sizes():
 def test_engines_find_it(installed):
     """As vLLM does: a spec, then names, of which those that are missing are not available."""
     assert importlib.util.find_spec("deep_gemm") is not None
-    assert [name for name in DENSE + GROUPED + TRAINING if getattr(installed, name, None) is None] == []
+    assert [name for name in DENSE + GROUPED + TRAINING + BF16 if getattr(installed, name, None) is None] == []
     assert [name for name in ABSENT if hasattr(installed, name)] == []
     from deep_gemm.testing import calc_diff
     from deep_gemm.utils import align

@@ -1,7 +1,7 @@
-"""DeepGEMM's names for FP8 products on Hopper, dense and of experts, as engines look them up, on deep_tile's kernels.
+"""DeepGEMM's names for FP8 and BF16 products on Hopper, dense and of experts, as engines look them up, on our kernels.
 
-Called by vLLM and SGLang after `install()`, or imported by name. What deep_tile has no kernel for (attention's logits,
-BF16 of experts) is absent: engines take a missing name as "not available".
+Called by vLLM and SGLang after `install()`, or imported by name. What deep_tile has no kernel for, such as attention's
+logits, is absent: engines take a missing name as "not available".
 Invariant: names, arguments and meaning are those of DeepGEMM 2.6.1 on SM90; wrong calls raise before anything is
 launched.
 """
@@ -113,13 +113,19 @@ def m_grouped_fp8_gemm_nt_contiguous(
     """
     _check_recipes(recipe, recipe_a, recipe_b)
     a, a_scale, b, b_scale = _operands(a, b)
+    offs, options = _contiguous_groups(a, b, grouped_layout, use_psum_layout, expected_m_for_psum_layout)
+    grouped.fp8_grouped_gemm(a, a_scale, b, b_scale, offs, d, **options)
+
+
+def _contiguous_groups(
+    a: torch.Tensor, b: torch.Tensor, grouped_layout: torch.Tensor, use_psum_layout: bool, expected: int | None
+) -> tuple[torch.Tensor, dict]:
+    """Ends of groups, and keywords of a grouped product."""
     _require_dimensions(a=(a, 2), b=(b, 3))
-    expected = expected_m_for_psum_layout
     if expected is None and not is_compiling():  # half of the alignment pads each group, in the mean
         expected = max(1, a.shape[0] // max(1, b.shape[0]) - _alignment // 2)
     offs = grouped_layout if use_psum_layout else _group_ends(grouped_layout, a.shape[0], b.shape[0])
-    options = {"alignment": _alignment, "expected_rows": expected, **_settings}
-    grouped.fp8_grouped_gemm(a, a_scale, b, b_scale, offs, d, **options)
+    return offs, {"alignment": _alignment, "expected_rows": expected, **_settings}
 
 
 def m_grouped_fp8_gemm_nt_masked(
@@ -183,8 +189,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_wgrad` and `fp8_gemm_nt`.
     """
-    if use_psum_layout:
-        raise ValueError("use_psum_layout must be False on Hopper: pass groups one after the other, and ks_cpu")
+    _check_no_psum(use_psum_layout)
     _check_recipes(recipe, of_b=quantize.TOKEN_BLOCK)
     (a, a_scale), (b, b_scale) = _pair("a", a), _pair("b", b)
     _require_dimensions(d=(d, 3), a_scale=(a_scale, 2), b_scale=(b_scale, 2))
@@ -192,8 +197,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     _check_lengths(ks_cpu, groups)
     _check_flat("a", a, a_scale, m, sum(ks_cpu))
     _check_flat("b", b, b_scale, n, sum(ks_cpu))
-    if d.dtype != torch.float32 or not d.is_contiguous():
-        raise ValueError(f"d is {list(d.shape)} of {d.dtype}, strides {d.stride()}; it must be dense, of torch.float32")
+    _check_gradients(d)
     products, end = [], 0
     for group, k in enumerate(ks_cpu):
         begin, end = end, end + k
@@ -260,6 +264,161 @@ def fp8_einsum(
         out.copy_(into)
 
 
+# BF16.
+
+
+def bf16_gemm_nt(
+    a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, c: torch.Tensor | None = None, compiled_dims: str = "nk"
+) -> None:
+    """`d = a @ b^T`, or `d = c + a @ b^T`: `deep_tile.gemm(a, b, d)`.
+
+    Args:
+        a, b: [m, k] and [n, k] bfloat16, each along k or along its rows, as `deep_tile.gemm` takes them.
+        d: [m, n], written to: bfloat16, or float32.
+        c: None, or what is added, [m, n] float32, which may be `d`; then `d` is float32, too.
+        compiled_dims: means nothing here.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `deep_tile.gemm`.
+    """
+    if c is not None and c is not d and not is_compiling():  # before d is written to
+        dense.check_sum("gemm", (a, b), d, **_settings)
+    accumulate = _begin_sum(d, c)
+    dense.gemm(a, b, d, accumulate=accumulate, **_settings)
+
+
+def bf16_gemm_nn(
+    a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, c: torch.Tensor | None = None, compiled_dims: str = "nk"
+) -> None:
+    """`d = a @ b` of [m, k] and [k, n]: `bf16_gemm_nt` of the transposed `b`."""
+    bf16_gemm_nt(a, _transposed("b", b), d, c)
+
+
+def bf16_gemm_tn(
+    a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, c: torch.Tensor | None = None, compiled_dims: str = "mn"
+) -> None:
+    """`d = a^T @ b` of [k, m] and [k, n], likewise."""
+    bf16_gemm_nt(_transposed("a", a), _transposed("b", b), d, c)
+
+
+def bf16_gemm_tt(
+    a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, c: torch.Tensor | None = None, compiled_dims: str = "mn"
+) -> None:
+    """`d = a^T @ b^T` of [k, m] and [n, k], likewise."""
+    bf16_gemm_nt(_transposed("a", a), b, d, c)
+
+
+def _transposed(name: str, x: torch.Tensor, dimensions: int = 2) -> torch.Tensor:
+    _require_dimensions(**{name: (x, dimensions)})
+    return x.transpose(-1, -2)
+
+
+def m_grouped_bf16_gemm_nt_contiguous(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    d: torch.Tensor,
+    grouped_layout: torch.Tensor,
+    compiled_dims: str = "nk",
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> None:
+    """`m_grouped_fp8_gemm_nt_contiguous` of BF16: `deep_tile.grouped_gemm` with offs.
+
+    Args:
+        a, b: [s, k] and [g, n, k] bfloat16.
+        d: [s, n] bfloat16 or float32, written to.
+        grouped_layout, compiled_dims, use_psum_layout, ensure_zero_padding, expected_m_for_psum_layout: as there.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `deep_tile.grouped_gemm`.
+    """
+    offs, options = _contiguous_groups(a, b, grouped_layout, use_psum_layout, expected_m_for_psum_layout)
+    grouped.grouped_gemm(a, b, offs, d, **options)
+
+
+def m_grouped_bf16_gemm_nn_contiguous(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    d: torch.Tensor,
+    grouped_layout: torch.Tensor,
+    compiled_dims: str = "nk",
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> None:
+    """The same of `b` [g, k, n], with k a multiple of 64 if there are several groups."""
+    offs, options = _contiguous_groups(
+        a, _transposed("b", b, 3), grouped_layout, use_psum_layout, expected_m_for_psum_layout
+    )
+    grouped.grouped_gemm(a, b.transpose(1, 2), offs, d, **options)
+
+
+def m_grouped_bf16_gemm_nt_masked(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    d: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: int,
+    compiled_dims: str = "nk",
+) -> None:
+    """`m_grouped_fp8_gemm_nt_masked` of BF16: `deep_tile.grouped_gemm` with counts.
+
+    Args:
+        a, b: [g, m, k] and [g, n, k] bfloat16.
+        d: [g, m, n] bfloat16 or float32, written to.
+        masked_m, expected_m, compiled_dims: as there.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `deep_tile.grouped_gemm`.
+    """
+    grouped.grouped_gemm(a, b, out=d, counts=masked_m, expected_rows=expected_m, **_settings)
+
+
+def k_grouped_bf16_gemm_tn_contiguous(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    d: torch.Tensor,
+    ks_cpu: list[int],
+    grouped_layout: torch.Tensor | None = None,
+    c: torch.Tensor | None = None,
+    compiled_dims: str = "mn",
+    use_psum_layout: bool = False,
+) -> None:
+    """`d[g] = c[g] + a_g^T @ b_g` for each group g of rows: gradients of experts' weights, by `deep_tile.gemm`.
+
+    One launch for each group that has any rows, as many as `ks_cpu` says.
+
+    Args:
+        a, b: [sum(ks_cpu), m] and [sum(ks_cpu), n] bfloat16, rows of each group after those of the one before.
+        d: [g, m, n] float32, dense, written to.
+        ks_cpu: rows of each group, on the host; any numbers that are not negative.
+        grouped_layout, compiled_dims: mean nothing here.
+        c: [g, m, n] float32, what is added; it may be `d`. None: zeros.
+        use_psum_layout: only False, as in DeepGEMM on Hopper.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `deep_tile.gemm`.
+    """
+    _check_no_psum(use_psum_layout)
+    _require_dimensions(a=(a, 2), b=(b, 2), d=(d, 3))
+    groups, m, n = d.shape
+    _check_lengths(ks_cpu, groups, multiple=1)
+    rows = sum(ks_cpu)
+    for name, x, columns in (("a", a, m), ("b", b, n)):
+        if tuple(x.shape) != (rows, columns):
+            raise ValueError(f"{name} is {list(x.shape)}; for ks_cpu and d it must be {[rows, columns]}")
+    _check_gradients(d)
+    parts = [(x, y, out) for x, y, out in zip(a.split(ks_cpu), b.split(ks_cpu), d, strict=True) if len(x)]
+    products = [(x.t(), y.t(), out) for x, y, out in parts]
+    if products and not is_compiling():  # before d is written to; groups differ in rows alone
+        dense.check_sum("gemm", products[0][:2], products[0][2], **_settings)
+    if not _begin_sum(d, c):
+        d.zero_()
+    for product in products:
+        dense.gemm(*product, accumulate=True, **_settings)
+
+
 fp8_fp4_gemm_nt = gemm_fp8_fp8_bf16_nt = fp8_gemm_nt
 m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_gemm_fp8_fp8_bf16_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
 m_grouped_fp8_fp4_gemm_nt_masked = fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
@@ -297,9 +456,19 @@ def _kind(x: object) -> str:
     return f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
 
 
-def _check_lengths(ks: object, groups: int) -> None:
-    if not isinstance(ks, (list, tuple)) or not all(type(k) is int and k >= 0 and k % SCALE_BLOCK == 0 for k in ks):
-        raise ValueError(f"ks_cpu is {ks!r}; it must be a list of multiples of {SCALE_BLOCK}: pad groups with zeros")
+def _check_no_psum(use_psum_layout: bool) -> None:
+    if use_psum_layout:
+        raise ValueError("use_psum_layout must be False on Hopper: pass groups one after the other, and ks_cpu")
+
+
+def _check_gradients(d: torch.Tensor) -> None:
+    if d.dtype != torch.float32 or not d.is_contiguous():
+        raise ValueError(f"d is {list(d.shape)} of {d.dtype}, strides {d.stride()}; it must be dense, of torch.float32")
+
+
+def _check_lengths(ks: object, groups: int, multiple: int = SCALE_BLOCK) -> None:
+    if not isinstance(ks, (list, tuple)) or not all(type(k) is int and k >= 0 and k % multiple == 0 for k in ks):
+        raise ValueError(f"ks_cpu is {ks!r}; it must be a list of multiples of {multiple}: pad groups with zeros")
     if len(ks) != groups:
         raise ValueError(f"ks_cpu has {len(ks)} numbers; d has {groups} groups. Pass the k of each")
 
