@@ -233,7 +233,7 @@ def scaled_grouped_gemm(
 def _bounds(a, offs, counts) -> tuple[str, torch.Tensor | None]:
     """The layout that `a` has, and the bounds that go with it."""
     if not isinstance(a, torch.Tensor):
-        api.check_tensors(a=a)
+        _check_operands(a=a)
     if a.dim() == 3:
         if offs is not None:
             raise ValueError("offs is given, and a has three dimensions; pass counts, or neither, or a of [s, k]")
@@ -435,8 +435,21 @@ def check_tensors(options: _Options, operands, bounds, out) -> None:
     """Check of each argument by itself what it is; `bounds` and `out` may be None."""
     optional = {_bounds_name(options): bounds, "out": out}
     present = {name: x for name, x in optional.items() if x is not None}
-    api.check_tensors(**dict(zip(_CALLS[options.call].names, operands, strict=True)), **present)
+    given = dict(zip(_CALLS[options.call].names, operands, strict=True))
+    if options.call == "fp8_grouped_gemm":
+        api.check_tensors(**given, **present)
+    else:
+        _check_operands(**given)
+        api.check_tensors(**present)
     _refuse_gradients(options.call, operands, out)
+
+
+def _check_operands(**operands: object) -> None:
+    """Check that they are tensors, of whatever makes them."""
+    for name, x in operands.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}. Pass a tensor on the GPU")
+    tensors.require_plain(**operands)
 
 
 def _bounds_name(options: _Options) -> str:

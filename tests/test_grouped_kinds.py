@@ -236,6 +236,9 @@ def test_a_graph_holds_for_every_distribution():
 
 REFUSALS = [
     ("bf16", lambda a, b: (a.float(), b), TypeError, "a must be one of torch.bfloat16, torch.float16, torch.int8; got"),
+    ("bf16", lambda a, b: (None, b), TypeError, "a must be a torch.Tensor; got NoneType. Pass a tensor on the GPU"),
+    ("bf16", lambda a, b: (a, [b]), TypeError, "b must be a torch.Tensor; got list. Pass a tensor on the GPU"),
+    ("int8_rows", lambda a, s, b, t: (a, 1.0, b, t), TypeError, "a_scale must be a torch.Tensor; got float. Pass"),
     ("bf16", lambda a, b: (a, b.half()), TypeError, "b must be torch.bfloat16, since a is torch.bfloat16"),
     ("bf16", lambda a, b: (a.to(torch.float8_e5m2), b), TypeError, "call deep_tile.scaled_grouped_gemm, with scales"),
     ("bf16", lambda a, b: (a.t().contiguous().t(), b), ValueError, "a must have a unit stride along k; its strides"),
