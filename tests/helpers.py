@@ -210,6 +210,17 @@ class GuardedOut:
         changed = (outside != -1).nonzero().flatten() - self._region[2]
         assert not len(changed), f"wrote outside out, at elements {changed[:8].tolist()} counted from its first"
 
+    def assert_groups(self, rows: list[tuple[int, int]], check: Callable[[int, torch.Tensor], None]) -> None:
+        """`check` passes a group's number and its rows; no other row has been written, nor anything around `out`."""
+        self.assert_guards_intact()
+        alive = torch.zeros(len(self.out), dtype=torch.bool)
+        for group, (begin, end) in enumerate(rows):
+            alive[begin:end] = True
+            if begin < end:
+                check(group, self.out[begin:end])
+        dead = self.out.view(torch.uint8)[~alive.to(self.out.device)]
+        assert (dead == 0xFF).all(), "wrote rows that belong to no group"
+
     def count_written_outside(self) -> torch.Tensor:
         """How many elements around `out` have changed, left on its device; overwrites `out`."""
         self.out.view(self._words).fill_(-1)

@@ -56,15 +56,12 @@ class Case(NamedTuple):
         """Multiplies into the guarded `out`, and checks each of its rows and what is around them."""
         out = self.out
         assert self.call(out, **keywords) is out
-        self.guarded.assert_guards_intact()
-        alive = torch.zeros(len(self.guarded.out), dtype=torch.bool)
-        for group, (begin, end) in enumerate(self.rows):
-            alive[begin:end] = True
-            if begin < end:
-                assert_accurate(self.guarded.out[begin:end], self.exact(group))
-        dead = self.guarded.out.view(torch.int16)[~alive.to(out.device)]
-        assert (dead == -1).all(), "wrote rows that belong to no group"
+        self.check_out()
         return self.guarded.out
+
+    def check_out(self) -> None:
+        """Checks what a call has left in the guarded `out`, and around it."""
+        self.guarded.assert_groups(self.rows, lambda group, out: assert_accurate(out, self.exact(group)))
 
 
 def make_case(
