@@ -643,6 +643,7 @@ def checked_options(options: Options, a, a_scale, b, b_scale, out, bias=None) ->
     _check_shapes(options, a, a_scale, b, b_scale, out, bias)
     check_sizes(a, b)
     _check_strides(a, a_scale, b, b_scale, out)
+    check_constant_weights(options)
     return with_defaults(options, a.device)
 
 
@@ -650,15 +651,22 @@ def with_defaults(options: NamedTuple, device: torch.device) -> NamedTuple:
     """The options of a product, with num_sms and pdl filled in.
 
     Raises:
-        ValueError: num_sms is out of range, or options contradict each other.
+        ValueError: num_sms is out of range.
     """
-    pdl = options.num_sms is None if options.pdl is None else options.pdl
-    if options.constant_weights and not pdl:
+    return options._replace(num_sms=checked_num_sms(options.num_sms, device), pdl=has_pdl(options))
+
+
+def has_pdl(options: NamedTuple) -> bool:
+    """Whether options of a product, which say so or leave it to their num_sms, mean programmatic launches."""
+    return options.num_sms is None if options.pdl is None else options.pdl
+
+
+def check_constant_weights(options: NamedTuple) -> None:
+    if options.constant_weights and not has_pdl(options):
         raise ValueError(
             "constant_weights=True is for programmatic launches, which may start before their predecessor has ended; "
             f"got pdl={options.pdl}, num_sms={options.num_sms}: pass pdl=True, or drop constant_weights"
         )
-    return options._replace(num_sms=checked_num_sms(options.num_sms, device), pdl=pdl)
 
 
 def _needs_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:

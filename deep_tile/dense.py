@@ -7,6 +7,7 @@ the dtypes of their operands.
 """
 
 import sys
+from collections.abc import Callable
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -68,6 +69,16 @@ class Call(NamedTuple):
         """Of a, and with each of these of b."""
         pairs = dict.fromkeys((a, b) for _, a, b in self.kinds)
         return {a: tuple(b for with_a, b in pairs if with_a == a) for a, _ in pairs}
+
+    def kind_of(self, operands, scaling: Callable[..., str], fast_accum: bool) -> Kind:
+        """What it makes of operands of dtypes that it takes; where these have several scalings, `scaling` says which
+        one, of the operands and those scalings."""
+        a, b = matrices(operands)
+        known = [each for each, *dtypes in self.kinds if dtypes == [a.dtype, b.dtype]]
+        found = scaling(operands, known) if len(known) > 1 else known[0]
+        if found == "rows" and "promoted_rows" in known and not fast_accum:
+            found = "promoted_rows"
+        return self.kinds[found, a.dtype, b.dtype]
 
 
 def kinds_of(*families: str) -> dict[tuple[str, torch.dtype, torch.dtype], Kind]:
@@ -527,20 +538,12 @@ def _lies_along_rows(x: torch.Tensor) -> bool:
 
 def _kind(options: _Options, operands) -> Kind:
     """What a call makes of operands of dtypes that it takes."""
-    a, b = matrices(operands)
-    kinds = _CALLS[options.call].kinds
-    scalings = [scaling for scaling, *dtypes in kinds if dtypes == [a.dtype, b.dtype]]
-    scaling = _scaling(operands, scalings)
-    if scaling == "rows" and "promoted_rows" in scalings and not options.fast_accum:
-        scaling = "promoted_rows"
-    return kinds[scaling, a.dtype, b.dtype]
+    return _CALLS[options.call].kind_of(operands, _scaling, options.fast_accum)
 
 
 def _scaling(operands, known: list[str]) -> str:
-    """Which of the scalings that are known for its dtypes a product has, by the shapes of its scales. Where k has one
-    block and n as well, all mean the same."""
-    if len(known) == 1:
-        return known[0]
+    """Which of several scalings that are known for its dtypes a product has, by the shapes of its scales. Where k has
+    one block and n as well, all mean the same."""
     a, a_scale, b, b_scale = operands
     of_a, of_b = _is_of_blocks(a, a_scale), _is_of_blocks(b, b_scale)
     several = a.dim() == 2 and not 0 < a.shape[1] <= SCALE_BLOCK
@@ -588,10 +591,7 @@ def _step(scale: torch.Tensor) -> int:
 def _check_arguments(options: _Options, operands, out, bias) -> None:
     """Check of each argument by itself what it is; `out` may be None."""
     given = dict(zip(_CALLS[options.call].names, operands, strict=True)) | ({} if out is None else {"out": out})
-    for name, x in given.items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}. Pass a tensor on the GPU")
-    tensors.require_plain(**given)
+    tensors.require_tensors(**given)
     finishes.check_bias_kind(bias)
     _refuse_gradients(options, operands, out, bias)
     _check_option_types(options)
@@ -625,6 +625,7 @@ def _checked_options(options: _Options, operands, out, bias) -> _Options:
             if problem:
                 raise ValueError(problem)
     api.check_out_strides(out)
+    api.check_constant_weights(options)
     return api.with_defaults(options, a.device)
 
 

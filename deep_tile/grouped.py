@@ -233,7 +233,7 @@ def scaled_grouped_gemm(
 def _bounds(a, offs, counts) -> tuple[str, torch.Tensor | None]:
     """The layout that `a` has, and the bounds that go with it."""
     if not isinstance(a, torch.Tensor):
-        _check_operands(a=a)
+        tensors.require_tensors(a=a)
     if a.dim() == 3:
         if offs is not None:
             raise ValueError("offs is given, and a has three dimensions; pass counts, or neither, or a of [s, k]")
@@ -341,24 +341,18 @@ def _problem(operands, out, options: _Options) -> GemmProblem:
 
 def _kind(options: _Options, operands) -> Kind:
     """What a call makes of operands of dtypes that it takes."""
-    kinds, (a, b) = _CALLS[options.call].kinds, dense.matrices(operands)
-    scalings = [scaling for scaling, *dtypes in kinds if dtypes == [a.dtype, b.dtype]]
-    scaling = scalings[0]
-    if len(scalings) > 1:
-        scaling = "blocks" if _has_scales_of_blocks(*operands) else "rows"
-    if scaling == "rows" and "promoted_rows" in scalings and not options.fast_accum:
-        scaling = "promoted_rows"
-    return kinds[scaling, a.dtype, b.dtype]
+    return _CALLS[options.call].kind_of(operands, _scaling, options.fast_accum)
 
 
-def _has_scales_of_blocks(a, a_scale, b, b_scale) -> bool:
-    """Whether scales are of 1x128 and 128x128, and not of rows; of one block of k and of n all mean the same."""
+def _scaling(operands, _: list[str]) -> str:
+    """Whether scales are of blocks, 1x128 and 128x128, or of rows; of one block of k and of n both mean the same."""
+    a, a_scale, b, b_scale = operands
     _, n, k = b.shape
     if a_scale.dim() != a.dim() or b_scale.dim() != 3 or max(n, k) <= SCALE_BLOCK:
-        return False
+        return "rows"
     k_blocks = ceil_div(k, SCALE_BLOCK)
     of_b = b_scale.shape[1] == ceil_div(n, SCALE_BLOCK) and b_scale.shape[2] == k_blocks
-    return a_scale.shape[-1] == k_blocks and of_b
+    return "blocks" if a_scale.shape[-1] == k_blocks and of_b else "rows"
 
 
 def _scale_of_rows(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
@@ -391,10 +385,11 @@ def _layout(problem: GemmProblem, operands, out, alignment: int) -> plan.Layout:
         row_strides(x, round_up(x.shape[-1], tensors.ALIGNMENT_BYTES // x.element_size()))
         for x in (a, b.transpose(1, 2) if along_n else b, out)
     )
-    scales = a_scale_strides, b_scale_strides = (0, 0, 0), (0, 0, 0)
+    a_scale_strides = b_scale_strides = (0, 0, 0)
     if problem.product.row_scales:
-        scales = (_scale_of_rows(x, scale) for x, scale in (operands[:2], operands[2:]))
-        a_scale_strides, b_scale_strides = ((*scale.stride(), 0) for scale in scales)
+        a_scale_strides, b_scale_strides = (
+            (*_scale_of_rows(x, scale).stride(), 0) for x, scale in (operands[:2], operands[2:])
+        )
     elif problem.product.block_scales:
         a_scale_strides, b_scale_strides = (scale.stride() for scale in operands[1::2])
     a_scale_group = a_scale_strides[0] if a.dim() == 3 else 0
@@ -439,17 +434,9 @@ def check_tensors(options: _Options, operands, bounds, out) -> None:
     if options.call == "fp8_grouped_gemm":
         api.check_tensors(**given, **present)
     else:
-        _check_operands(**given)
+        tensors.require_tensors(**given)
         api.check_tensors(**present)
     _refuse_gradients(options.call, operands, out)
-
-
-def _check_operands(**operands: object) -> None:
-    """Check that they are tensors, of whatever makes them."""
-    for name, x in operands.items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}. Pass a tensor on the GPU")
-    tensors.require_plain(**operands)
 
 
 def _bounds_name(options: _Options) -> str:
@@ -468,8 +455,7 @@ def _checked_options(options: _Options, operands, bounds, out) -> _Options:
         raise ValueError(
             f"{groups} groups of rows in {list(a.shape)} by {n} columns are too many tiles: split the product"
         )
-    pdl = options.num_sms is None if options.pdl is None else options.pdl
-    return options._replace(num_sms=api.checked_num_sms(options.num_sms, a.device), pdl=pdl)
+    return api.with_defaults(options, a.device)
 
 
 def _check_option_values(options: _Options) -> None:

@@ -366,7 +366,7 @@ def _prepare(given: tuple, bias, options: _Options) -> tuple[_launcher.Launch, _
     of_bias = {} if bias is None else {"bias": Place(4)}
     names = ("x", "b", "b_scale", "out", *of_bias, "the workspace")
     scale_at, a_at = Place(len(given) - 1), Place(len(given) - 1, parts.begin)
-    pdl = options.num_sms is None if options.pdl is None else options.pdl
+    pdl = api.has_pdl(options)
     product = api.product_launch(
         *(a, a_scale, given[1], given[2], out, None if bias is None else bias.detach()),
         **_product_options(options) | {"pdl": pdl},

@@ -69,6 +69,19 @@ def as_float32(scale: torch.Tensor) -> torch.Tensor:
     return scale.float() if scale.dtype == torch.float8_e8m0fnu else scale
 
 
+def require_tensors(**given: object) -> None:
+    """Raise unless arguments, by name, are tensors, and `require_plain` takes them.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        TypeError, ValueError, RuntimeError: as `require_plain`.
+    """
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}. Pass a tensor on the GPU")
+    require_plain(**given)
+
+
 def require_plain(**tensors: torch.Tensor) -> None:
     """Raise unless a kernel can be given these tensors, by name. Takes 0.1 us for each on a GPU.
 

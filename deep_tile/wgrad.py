@@ -197,10 +197,7 @@ def _layout(given, alignment: int) -> plan.Layout:
 
 
 def _check_tensors(given) -> None:
-    for name, x in zip(_NAMES, given, strict=True):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}. Pass a tensor on the GPU")
-    tensors.require_plain(**dict(zip(_NAMES, given, strict=True)))
+    tensors.require_tensors(**dict(zip(_NAMES, given, strict=True)))
     _refuse_gradients(given)
 
 
@@ -222,8 +219,7 @@ def _checked_options(options: _Options, given) -> _Options:
     groups, n, k = out.shape
     if groups * ceil_div(n, 64) * ceil_div(k, 16) > _MAX_TILES:
         raise ValueError(f"out is {list(out.shape)}: too many tiles; split the product")
-    pdl = options.num_sms is None if options.pdl is None else options.pdl
-    return options._replace(num_sms=api.checked_num_sms(options.num_sms, dy.device), pdl=pdl)
+    return api.with_defaults(options, dy.device)
 
 
 def _check_option_values(options: _Options) -> None:

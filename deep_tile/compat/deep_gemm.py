@@ -348,10 +348,11 @@ def m_grouped_bf16_gemm_nn_contiguous(
     expected_m_for_psum_layout: int | None = None,
 ) -> None:
     """The same of `b` [g, k, n], with k a multiple of 64 if there are several groups."""
-    offs, options = _contiguous_groups(
-        a, _transposed("b", b, 3), grouped_layout, use_psum_layout, expected_m_for_psum_layout
+    m_grouped_bf16_gemm_nt_contiguous(
+        *(a, _transposed("b", b, 3), d, grouped_layout),
+        use_psum_layout=use_psum_layout,
+        expected_m_for_psum_layout=expected_m_for_psum_layout,
     )
-    grouped.grouped_gemm(a, b.transpose(1, 2), offs, d, **options)
 
 
 def m_grouped_bf16_gemm_nt_masked(
@@ -409,8 +410,8 @@ def k_grouped_bf16_gemm_tn_contiguous(
         if tuple(x.shape) != (rows, columns):
             raise ValueError(f"{name} is {list(x.shape)}; for ks_cpu and d it must be {[rows, columns]}")
     _check_gradients(d)
-    parts = [(x, y, out) for x, y, out in zip(a.split(ks_cpu), b.split(ks_cpu), d, strict=True) if len(x)]
-    products = [(x.t(), y.t(), out) for x, y, out in parts]
+    of_groups = zip(a.split(ks_cpu), b.split(ks_cpu), d, strict=True)
+    products = [(x.t(), y.t(), out) for x, y, out in of_groups if len(x)]
     if products and not is_compiling():  # before d is written to; groups differ in rows alone
         dense.check_sum("gemm", products[0][:2], products[0][2], **_settings)
     if not _begin_sum(d, c):
