@@ -596,6 +596,27 @@ static PyObject *launch_known(PyObject *Py_UNUSED(module), PyObject *const *args
     Py_RETURN_TRUE;
 }
 
+/* Torch's answer whether this thread's calls pass a dispatch key, and the keys that are asked about. */
+static bool (*passes_key)(uint16_t key);
+static uint16_t watched_keys[3];
+
+static PyObject *watch_keys(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    unsigned long long address;
+    if (!PyArg_ParseTuple(args, "KHHH:watch_keys", &address, &watched_keys[0], &watched_keys[1], &watched_keys[2]))
+        return NULL;
+    passes_key = (bool (*)(uint16_t))(uintptr_t)address;
+    Py_RETURN_NONE;
+}
+
+static PyObject *is_watched(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))
+{
+    bool is_passed = false;
+    for (size_t i = 0; passes_key != NULL && i < COUNT_OF(watched_keys) && !is_passed; i++)
+        is_passed = passes_key(watched_keys[i]);
+    return PyBool_FromLong(is_passed);
+}
+
 /* ------------------------------------------------------------------------------------------------------ module ---- */
 
 static PyObject *driver_version(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))
@@ -656,6 +677,8 @@ static PyMethodDef module_methods[] = {
     {"reads", FAST(reads), DOC("reads($module, /, *tensors)")},
     {"signature", FAST(signature), DOC("signature($module, /, *tensors)")},
     {"launch_known", FAST(launch_known), DOC("launch_known($module, table, options, /, *tensors)")},
+    {"watch_keys", watch_keys, METH_VARARGS, DOC("watch_keys($module, address, first, second, third, /)")},
+    {"is_watched", is_watched, METH_NOARGS, DOC("is_watched($module)")},
     {"driver_version", driver_version, METH_NOARGS, DOC("driver_version($module)")},
     {NULL, NULL, 0, NULL},
 };

@@ -7,6 +7,8 @@ command line's reports) does not wait a second for it.
 from importlib import import_module
 from typing import Any
 
+from deep_tile import discovery
+
 __version__ = "0.1.0"
 
 _MODULES = {
@@ -47,6 +49,9 @@ _SUBMODULES = ("compat", "distributed", "integrations", "nn", "torch_compat", "w
 """Whose names are public by theirs."""
 
 __all__ = [*_MODULES, *_SUBMODULES]
+
+
+discovery.announce()
 
 
 def __getattr__(name: str) -> Any:

@@ -103,6 +103,13 @@ def launch_known(table: dict[tuple, tuple[tuple, dict[bytes, Prepared]]], option
     launch() does.
     """
 
+def watch_keys(address: int, first: int, second: int, third: int, /) -> None:
+    """Ask for these dispatch keys from now on, by torch's function at `address`, which takes a number of 16 bits and
+    returns a bool: the caller vouches for it. 0: ask nothing."""
+
+def is_watched() -> bool:
+    """Whether torch's calls in this thread pass one of the keys."""
+
 def driver_version() -> int:
     """The CUDA version that the driver supports, 1000 * major + 10 * minor.
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import is_grad_enabled
-from torch.compiler import is_compiling
 
 from deep_tile import _launcher, cast, finishes, jit, launches, ops, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
@@ -31,6 +30,7 @@ from deep_tile.kinds import (
     Kind,
     Majors,
 )
+from deep_tile.ops import is_traced
 from deep_tile.params import Place
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import finished, fp8_gemm_reference
@@ -149,7 +149,7 @@ def fp8_gemm(
     The method (1x128 and 128x128 scales, promotion to FP32 every 128 of k) is that of the DeepSeek-V3 report, 3.3.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation)
-    if is_compiling():
+    if is_traced():
         return _call_op(a, a_scale, b, b_scale, out, Options(*options), bias)
     return _multiply(a, a_scale, b, b_scale, out, options, bias)
 
@@ -210,7 +210,7 @@ class Plan:
             RuntimeError: a tensor requires a gradient while torch records them, or whatever the driver refuses. Nothing
                 has been launched and `out` is untouched.
         """
-        if is_compiling():
+        if is_traced():
             return self._call_op(a, a_scale, out)
         try:
             if is_grad_enabled() and _requires_gradient(a, a_scale, self.b, self.b_scale, out):
@@ -285,7 +285,10 @@ def prepare(
     _check_arguments(options, a, a_scale, b, b_scale, out)
     _check_float32(a_scale=a_scale, b_scale=b_scale)
     if out is None:
-        out = empty_out(a, b, out_dtype or _DEFAULT_DTYPE, None)
+        try:
+            out = empty_out(a, b, out_dtype or _DEFAULT_DTYPE, None)
+        except AssertionError as error:  # of FakeTensorMode, which makes no real tensors
+            raise RuntimeError(f"out cannot be allocated: prepare outside of FakeTensorMode ({error})") from None
     checked = checked_options(options, a, a_scale, b, b_scale, out)
     prepared = None
     if _needs_kernel(a, b):
@@ -569,11 +572,8 @@ def _as_int(number: object) -> int | None:
 def empty_out(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, activation: str | None) -> torch.Tensor:
     if a.dim() != 2 or b.dim() != 2:
         raise ValueError(f"a and b must be [m, k] and [n, k]; got shapes {tuple(a.shape)} and {tuple(b.shape)}")
-    try:
-        m, n = a.shape[0], b.shape[0] if activation is None else finishes.out_columns(b.shape[0], activation)
-        return tensors.new_empty(a, (m, n), (n or 1, 1), out_dtype)
-    except AssertionError as error:  # of FakeTensorMode, which takes no real tensors
-        raise tensors.not_allocated("out", error) from None
+    m, n = a.shape[0], b.shape[0] if activation is None else finishes.out_columns(b.shape[0], activation)
+    return tensors.new_empty(a, (m, n), (n or 1, 1), out_dtype)
 
 
 def _requires_gradient(a, a_scale, b, b_scale, out, bias=None) -> bool:
@@ -637,8 +637,7 @@ def checked_options(options: Options, a, a_scale, b, b_scale, out, bias=None) ->
     """Check all that can be wrong about a call, whose `out` may be None; the options, num_sms and pdl filled in."""
     _check_arguments(options, a, a_scale, b, b_scale, out, bias)
     _check_dtypes(options, a, a_scale, b, b_scale, out)
-    if a.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"a is on {a.device}; fp8_gemm runs on a Hopper GPU, or on the CPU as a reference")
+    check_device("a", a, "fp8_gemm")
     check_devices(a, a_scale=a_scale, b=b, b_scale=b_scale, out=out)
     _check_shapes(options, a, a_scale, b, b_scale, out, bias)
     check_sizes(a, b)
@@ -675,7 +674,7 @@ def _needs_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @torch.inference_mode()  # in which any tensor may be written to, whether it requires a gradient or not
 def _compute_without_kernel(a, a_scale, b, b_scale, out, bias=None, activation: str | None = None) -> None:
-    if out.numel() == 0:
+    if out.is_meta or out.numel() == 0:
         return
     if bias is None and activation is None and a.shape[1] > 0:
         out.copy_(fp8_gemm_reference(a, a_scale, b, b_scale, out.dtype))
@@ -870,6 +869,14 @@ def _check_float32(**scales: torch.Tensor) -> None:
     for name, scale in scales.items():
         if scale.dtype == torch.float8_e8m0fnu:
             raise TypeError(f"{name} of a plan must be torch.float32; got {scale.dtype}. To fix: pass {name}.float()")
+
+
+def check_device(name: str, x: torch.Tensor, call: str) -> None:
+    if x.device.type not in ("cuda", "cpu", "meta"):
+        raise ValueError(
+            f"{name} is on {x.device}; {call} runs on a Hopper GPU, or on the CPU as a reference, and on meta for "
+            "shapes. Move all tensors with .cuda()"
+        )
 
 
 def check_devices(a, **others: torch.Tensor | None) -> None:
@@ -1108,9 +1115,8 @@ def tma_can_store(out: torch.Tensor) -> bool:
 
 
 def check_capture(config: GemmConfig, device: int, call: str = "fp8_gemm") -> None:
-    remedy = f"call {call} once with these shapes, or deep_tile.precompile, before the capture"
     if not plan.is_loaded(config, device):
-        launches.refuse_capture(config.name, device, remedy)
+        launches.refuse_capture(config.name, device, call, ", or deep_tile.precompile,")
 
 
 # The op, which tracers see. It takes no config, which no schema can name.
@@ -1118,11 +1124,7 @@ def check_capture(config: GemmConfig, device: int, call: str = "fp8_gemm") -> No
 
 def _call_op(a, a_scale, b, b_scale, out, options: Options, bias=None) -> torch.Tensor:
     """`fp8_gemm` under tracing."""
-    if options.config is not None:
-        raise ValueError(
-            "config cannot be given under torch.compile or torch.export: leave it out, or call outside of them. "
-            "What `deep-tile tune` found is chosen without it"
-        )
+    ops.refuse_config(options.config)
     keywords = {
         "activation": options.activation,
         "out_dtype": options.out_dtype,
@@ -1170,7 +1172,12 @@ _KEYWORDS = (
     "str? activation=None, ScalarType? out_dtype=None, int? num_sms=None, bool batch_invariant=False, "
     "bool? pdl=None, bool constant_weights=False"
 )
-ops.register(f"fp8_gemm({_OPERANDS}, Tensor? bias=None, *, {_KEYWORDS}) -> Tensor", _run_op, _fake_op)
+ops.register(
+    f"fp8_gemm({_OPERANDS}, Tensor? bias=None, *, {_KEYWORDS}) -> Tensor",
+    _run_op,
+    _fake_op,
+    flops=ops.product_flops(second=2),
+)
 ops.register(
     f"fp8_gemm.out({_OPERANDS}, Tensor(a!) out, Tensor? bias=None, *, {_KEYWORDS}) -> ()", _run_out_op, _fake_out_op
 )

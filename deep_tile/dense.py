@@ -8,15 +8,16 @@ the dtypes of their operands.
 
 import sys
 from collections.abc import Callable
+from math import prod
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
-from torch.compiler import is_compiling
 
 from deep_tile import _launcher, api, finishes, launches, ops, params, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import KINDS, LAYOUT_NAMES, Kind, Majors
+from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import (
     finished,
@@ -179,7 +180,7 @@ def gemm(
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
     options = ("gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation, True)
-    if is_compiling():
+    if is_traced():
         return _call_op((a, b), out, _Options(*options), bias)
     return _multiply((a, b), out, options, bias)
 
@@ -227,7 +228,7 @@ def int8_gemm(
         *("int8_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation),
         True,
     )
-    if is_compiling():
+    if is_traced():
         return _call_op((a, a_scale, b, b_scale), out, _Options(*options), bias)
     return _multiply((a, a_scale, b, b_scale), out, options, bias)
 
@@ -286,7 +287,7 @@ def scaled_gemm(
         *("scaled_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation),
         fast_accum,
     )
-    if is_compiling():
+    if is_traced():
         return _call_op((a, a_scale, b, b_scale), out, _Options(*options), bias)
     return _multiply((a, a_scale, b, b_scale), out, options, bias)
 
@@ -329,7 +330,7 @@ def fp8_wgrad(
     if out is None:
         raise TypeError("out must be a torch.Tensor; got NoneType. Pass what the gradient is added to, of [n, k]")
     options = ("fp8_wgrad", None, config, num_sms, batch_invariant, pdl, False, accumulate, None, True)
-    if is_compiling():
+    if is_traced():
         return _call_op((dy, dy_scale, x, x_scale), out, _Options(*options))
     return _multiply((dy, dy_scale, x, x_scale), out, options)
 
@@ -420,8 +421,8 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        is_traced = is_compiling() or not tensors.is_plain(grad)
-        return *_gradients(torch.ops.deep_tile.gemm_gradient if is_traced else _multiply_gradient, ctx, grad), None
+        by_op = is_traced() or not tensors.is_plain(grad)
+        return *_gradients(torch.ops.deep_tile.gemm_gradient if by_op else _multiply_gradient, ctx, grad), None
 
 
 def _keep(ctx, needed, a, b, bias, options: _Options) -> None:
@@ -472,7 +473,7 @@ def _call_unknown(operands, out, options: _Options, bias) -> None:
 
 @torch.inference_mode()  # in which any tensor may be written to, whether it requires a gradient or not
 def _compute_without_kernel(operands, out, options: _Options, bias) -> None:
-    if not out.numel():
+    if out.is_meta or not out.numel():
         return
     is_finished = bias is not None or options.activation is not None
     dtype = torch.float64 if is_finished else out.dtype
@@ -685,9 +686,7 @@ def _check_formats(options: _Options, operands, out, bias) -> None:
         )
     if options.accumulate and is_finished:
         raise ValueError("accumulate is True, and a bias or an activation is given: add the product alone")
-    if a.device.type not in ("cuda", "cpu"):
-        where = "on a Hopper GPU, or on the CPU as a reference"
-        raise ValueError(f"{a_name} is on {a.device}; {options.call} runs {where}")
+    api.check_device(a_name, a, options.call)
     api.check_devices(a, **dict(zip(call.names[1:], operands[1:], strict=True)), out=out)
     api.check_product_shapes(a, b, out, options.activation, (a_name, b_name))
     finishes.check_finish(bias, options.activation, b)
@@ -745,38 +744,40 @@ def _check_row_scales(a, a_scale, b, b_scale) -> None:
 
 def _call_op(operands, out, options: _Options, bias=None) -> torch.Tensor:
     """A call under tracing."""
-    if options.config is not None:
-        raise ValueError("config cannot be given under torch.compile or torch.export: leave it out")
-    left_out = ("call", "config") if options.call in _OWN_KEYWORDS else ("call", "config", "fast_accum")
-    keywords = {name: value for name, value in options._asdict().items() if name not in left_out}
+    ops.refuse_config(options.config)
+    keywords = {name: getattr(options, name) for name in _KEYWORDS[options.call]}
     op = getattr(torch.ops.deep_tile, options.call)
     if out is None:
-        return op(*operands, bias, **keywords)
-    op.out(*operands, out, bias, **keywords)
+        return op(*operands, *_given(bias), **keywords)
+    op.out(*operands, out, *_given(bias), **keywords)
     return out
 
 
 def _register(call: str) -> None:
-    names = _CALLS[call].names
+    names, is_sum = _CALLS[call].names, call == "fp8_wgrad"
+
+    def options_of(keywords: dict) -> _Options:
+        """Torch may leave out what equals the schema's default."""
+        return _Options(call, **{"accumulate": is_sum} | keywords)
 
     def run(*given, **keywords) -> torch.Tensor:
         operands, _, bias = parts(given, has_out=False)
-        return _multiply(operands, None, _Options(call, **keywords), bias)
+        return _multiply(operands, None, options_of(keywords), bias)
 
     def run_out(*given, **keywords) -> None:
         operands, out, bias = parts(given)
-        _multiply(operands, out, _Options(call, **keywords), bias)
+        _multiply(operands, out, options_of(keywords), bias)
 
     def fake(*given, **keywords) -> torch.Tensor:
         operands, out, bias = parts(given, has_out=False)
-        options = _Options(call, **keywords)
+        options = options_of(keywords)
         check(operands, out, bias, options)
         a, b = matrices(operands)
         columns = finishes.out_columns(b.shape[0], options.activation)
         return a.new_empty(a.shape[0], columns, dtype=_result_dtype(options, a))
 
     def fake_out(*given, **keywords) -> None:
-        check(*parts(given), _Options(call, **keywords))
+        check(*parts(given), options_of(keywords))
 
     def parts(given: tuple, has_out: bool = True) -> tuple:
         """The operands, out and the bias; what is None at the end may not be among `given`."""
@@ -792,10 +793,12 @@ def _register(call: str) -> None:
         _refuse_gradients(options, operands, out, bias)
         _check_formats(options, operands, out, bias)
 
-    operands, keywords = ", ".join(f"Tensor {name}" for name in names), _KEYWORDS + _OWN_KEYWORDS.get(call, "")
+    operands, keywords = ", ".join(f"Tensor {name}" for name in names), ", ".join(_KEYWORDS[call].values())
+    flops, bias = ops.product_flops(second=len(names) // 2), "" if is_sum else ", Tensor? bias=None"
     gradients = {} if _CALLS[call].to_train else {"backward": _backward, "setup_context": _setup_context}
-    ops.register(f"{call}({operands}, Tensor? bias=None, *, {keywords}) -> Tensor", run, fake, **gradients)
-    ops.register(f"{call}.out({operands}, Tensor(a!) out, Tensor? bias=None, *, {keywords}) -> ()", run_out, fake_out)
+    if not is_sum:
+        ops.register(f"{call}({operands}{bias}, *, {keywords}) -> Tensor", run, fake, flops=flops, **gradients)
+    ops.register(f"{call}.out({operands}, Tensor(a!) out{bias}, *, {keywords}) -> ()", run_out, fake_out, flops=flops)
 
 
 def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
@@ -824,12 +827,27 @@ def _fake_gradient(grad, x, transposed, **_) -> torch.Tensor:
     return grad.new_empty(grad.shape[1] if transposed else grad.shape[0], x.shape[1])
 
 
-_KEYWORDS = (
-    "str? activation=None, ScalarType? out_dtype=None, int? num_sms=None, bool batch_invariant=False, "
-    "bool? pdl=None, bool constant_weights=False, bool accumulate=False"
-)
+_OF_ALL = {
+    "num_sms": "int? num_sms=None",
+    "batch_invariant": "bool batch_invariant=False",
+    "pdl": "bool? pdl=None",
+}
 
-_OWN_KEYWORDS = {"scaled_gemm": ", bool fast_accum=True"}
+_OF_PRODUCTS = {
+    "activation": "str? activation=None",
+    "out_dtype": "ScalarType? out_dtype=None",
+    **_OF_ALL,
+    "constant_weights": "bool constant_weights=False",
+    "accumulate": "bool accumulate=False",
+}
+
+_KEYWORDS = {
+    "gemm": _OF_PRODUCTS,
+    "int8_gemm": _OF_PRODUCTS,
+    "scaled_gemm": {**_OF_PRODUCTS, "fast_accum": "bool fast_accum=True"},
+    "fp8_wgrad": {"accumulate": "bool accumulate=True", **_OF_ALL},
+}
+"""Of each call's op, by name: as its schema has them."""
 
 for _name in _CALLS:
     _register(_name)
@@ -839,4 +857,5 @@ ops.register(
     "bool? pdl=None) -> Tensor",
     _run_gradient,
     _fake_gradient,
+    flops=lambda grad, x, *_, **__: 2 * prod(grad) * x[1],
 )

@@ -9,10 +9,10 @@ from operator import eq
 from typing import NamedTuple
 
 import torch
-from torch.compiler import is_compiling
 
 from deep_tile import _launcher, cast, launches, ops, quantize, sources, tensors
 from deep_tile.config import ceil_div, check_alignment, round_up
+from deep_tile.ops import is_traced
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -150,7 +150,7 @@ def silu_mul_cast_to_fp8(
         RuntimeError: as there.
     """
     lists = quantize.given_lists(offs=offs, counts=counts)
-    if not is_compiling():
+    if not is_traced():
         options = (1, amax_floor, round_scale, exact, (*lists,), sources.gating(limit, alpha, beta))
         return quantize.cast_tokens(gate_up, scale_layout, options, out, scale_out, lists)
     options = {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact, **lists}
@@ -182,9 +182,9 @@ def combine(
     Raises:
         TypeError: a tensor has the wrong dtype or is not a plain one.
         ValueError: shapes, strides or devices do not fit, or a tensor has no memory.
-        RuntimeError: `x` or `weights` requires a gradient, in grad mode; or as `per_token_cast_to_fp8`.
+        RuntimeError: `x`, `weights` or `out` requires a gradient, in grad mode; or as `per_token_cast_to_fp8`.
     """
-    if is_compiling():
+    if is_traced():
         if out is None:
             return torch.ops.deep_tile.combine(x, weights, index)
         torch.ops.deep_tile.combine.out(x, weights, index, out)
@@ -197,22 +197,20 @@ def _combine(x, weights, index, out) -> torch.Tensor:
     try:
         if out is None:
             out = tensors.new_empty(x, (index.shape[0], x.shape[1]), (max(x.shape[1], 1), 1), torch.bfloat16)
-        wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
-    except Exception as error:
+        wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad or out.requires_grad)
+    except Exception:
         _check_combine(x, weights, index, out)
-        if isinstance(error, AssertionError):  # of FakeTensorMode
-            raise tensors.not_allocated("out", error) from None
         raise
     if wants_gradient:
         _check_combine(x, weights, index, out)
-        _refuse_gradient(x, weights)
+        _refuse_gradient(x=x, weights=weights, out=out)
     if not _launcher.launch_known(_launches, (), x, weights, index, out):
         _combine_unknown(x, weights, index, out)
     return out
 
 
-def _refuse_gradient(x: torch.Tensor, weights: torch.Tensor) -> None:
-    for name, given in (("x", x), ("weights", weights)):
+def _refuse_gradient(**named: torch.Tensor) -> None:
+    for name, given in named.items():
         if given.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name} requires a gradient, and combine has none: pass {name}.detach(), or call under torch.no_grad()"
@@ -298,7 +296,7 @@ def _combine_by_kernel(x: torch.Tensor, weights: torch.Tensor, index: torch.Tens
         device = x.get_device()
         kernel, grid = cast.choose_combine(*out.shape, launches.num_sms(device))
         if not cast.is_loaded(kernel, device):
-            launches.refuse_capture(kernel.name, device, "combine rows once before the capture")
+            launches.refuse_capture(kernel.name, device, "combine")
         launch = cast.prepare_combine(kernel, grid, device, combine_layout(*given))
         launches.remember(_launches, (), signature, launch)
     launches.launch(launch, *given)
@@ -399,7 +397,7 @@ def _fake_combine_out_op(x: torch.Tensor, weights: torch.Tensor, index: torch.Te
 def _check_fake(**named: torch.Tensor) -> None:
     _check_dtypes(named)
     _check_sizes(named)
-    _refuse_gradient(named["x"], named["weights"])
+    _refuse_gradient(**named)
 
 
 ops.register("combine(Tensor x, Tensor weights, Tensor index) -> Tensor", _run_combine_op, _fake_combine_op)

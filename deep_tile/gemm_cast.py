@@ -10,11 +10,11 @@ import sys
 from typing import NamedTuple
 
 import torch
-from torch.compiler import is_compiling
 
 from deep_tile import _launcher, api, finishes, launches, ops, params, plan, quantize, settings
 from deep_tile.config import GemmConfig
 from deep_tile.kinds import QUANTIZED
+from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
 
 _launches: launches.Table = {}
@@ -97,7 +97,7 @@ def fp8_gemm_cast(
     fusion.
     """
     options = (config, num_sms, batch_invariant, pdl, constant_weights, activation, amax_floor, round_scale, exact)
-    if is_compiling():
+    if is_traced():
         return _call_op(a, a_scale, b, b_scale, out, scale_out, scale_layout, _Options(*options), bias)
     return _multiply(a, a_scale, b, b_scale, out, scale_out, scale_layout, options, bias)
 
@@ -115,6 +115,8 @@ def _multiply(a, a_scale, b, b_scale, out, scale_out, scale_layout, options: tup
         given = (*operands, q, scale) if bias is None else (*operands, q, scale, bias)
         if not _launcher.launch_known(_launches, options, *given):
             _call_unknown(given, _Options(*options), bias)
+    except launches.NotLoaded as error:
+        raise error.of("fp8_gemm_cast") from None
     except Exception:
         reason = api.error_of(_check, operands, out, scale_out, scale_layout, _Options(*options), bias)
         if reason is None:
@@ -234,16 +236,15 @@ def _check(operands, out, scale_out, scale_layout: str | None, options: _Options
 
 def _call_op(a, a_scale, b, b_scale, out, scale_out, scale_layout: str, options: _Options, bias):
     """`fp8_gemm_cast` under tracing."""
-    if options.config is not None:
-        raise ValueError("config cannot be given under torch.compile or torch.export: leave it out")
+    ops.refuse_config(options.config)
     quantize.check_layout(scale_layout)
     keywords = {name: value for name, value in options._asdict().items() if name != "config"}
     op = torch.ops.deep_tile.fp8_gemm_cast
     if out is None and scale_out is None:
         return op(a, a_scale, b, b_scale, bias, scale_layout=scale_layout, **keywords)
     shape = (a.shape[0], finishes.out_columns(b.shape[0], options.activation))
-    out = quantize.empty_out(a, shape) if out is None else out
-    scale_out = quantize.empty_scale(a, shape, scale_layout) if scale_out is None else scale_out
+    out = quantize.fake_out(a, shape) if out is None else out
+    scale_out = quantize.fake_scale(a, shape, scale_layout) if scale_out is None else scale_out
     op.out(a, a_scale, b, b_scale, out, scale_out, bias, **keywords)
     return out, scale_out
 
@@ -285,6 +286,7 @@ ops.register(
     f'str scale_layout="{quantize.DEFAULT_SCALE_LAYOUT}", {_KEYWORDS}) -> (Tensor, Tensor)',
     _run_op,
     _fake_op,
+    flops=ops.product_flops(second=2),
 )
 ops.register(
     f"fp8_gemm_cast.out({_OPERANDS}, Tensor(a!) out, Tensor(b!) scale_out, Tensor? bias=None, *, {_KEYWORDS}) -> ()",

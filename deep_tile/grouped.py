@@ -12,11 +12,11 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import torch
-from torch.compiler import is_compiling
 
 from deep_tile import _launcher, api, dense, finishes, launches, ops, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_alignment, round_up
 from deep_tile.kinds import LAYOUT_NAMES, Kind, Majors
+from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import fp8_gemm_reference, grouped_reference
 
@@ -127,7 +127,7 @@ def fp8_grouped_gemm(
         *("fp8_grouped_gemm", layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl),
         True,
     )
-    if is_compiling():
+    if is_traced():
         return _call_op((a, a_scale, b, b_scale), bounds, out, _Options(*options))
     return _multiply((a, a_scale, b, b_scale), bounds, out, options)
 
@@ -172,7 +172,7 @@ def grouped_gemm(
         *("grouped_gemm", layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl),
         True,
     )
-    if is_compiling():
+    if is_traced():
         return _call_op((a, b), bounds, out, _Options(*options))
     return _multiply((a, b), bounds, out, options)
 
@@ -225,7 +225,7 @@ def scaled_grouped_gemm(
         *("scaled_grouped_gemm", layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl),
         fast_accum,
     )
-    if is_compiling():
+    if is_traced():
         return _call_op((a, a_scale, b, b_scale), bounds, out, _Options(*options))
     return _multiply((a, a_scale, b, b_scale), bounds, out, options)
 
@@ -303,6 +303,8 @@ def _call_unknown(operands, bounds, out, options: _Options) -> None:
 
 @torch.inference_mode()
 def _compute_without_kernel(operands, bounds, out, options: _Options) -> None:
+    if out.is_meta:
+        return
     kind = _kind(options, operands)
     if kind.row_scales:
         operands = tuple(_scale_of_rows(operands[i - 1], x) if i % 2 else x for i, x in enumerate(operands))
@@ -475,8 +477,7 @@ def _check_formats(options: _Options, operands, bounds, out) -> None:
     """Check dtypes, devices and shapes; `bounds` and `out` may be None."""
     call, (a, b) = _CALLS[options.call], dense.matrices(operands)
     dense.check_dtypes(call, operands, "scaled_grouped_gemm")
-    if a.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"a is on {a.device}; {options.call} runs on a Hopper GPU, or on the CPU as a reference")
+    api.check_device("a", a, options.call)
     if a.dim() not in (2, 3) or b.dim() != 3 or not ops.holds(a.shape[-1] == b.shape[2]):
         raise ValueError(
             f"a must be [s, k] or [g, m, k] and b [g, n, k]; got {list(a.shape)} and {list(b.shape)}. b holds one row "
@@ -599,8 +600,7 @@ def check_out(out: torch.Tensor) -> None:
 
 
 def _call_op(operands, bounds, out, options: _Options) -> torch.Tensor:
-    if options.config is not None:
-        raise ValueError("config cannot be given under torch.compile or torch.export: leave it out")
+    ops.refuse_config(options.config)
     left_out = {"call", "layout", "config"} | (set() if options.call in _OWN_KEYWORDS else {"fast_accum"})
     keywords = {name: value for name, value in options._asdict().items() if name not in left_out}
     op = getattr(torch.ops.deep_tile, options.call)
@@ -645,7 +645,8 @@ def _register(call: str) -> None:
         _check_formats(options, operands, bounds, out)
 
     operands, keywords = ", ".join(f"Tensor {name}" for name in names), _KEYWORDS + _OWN_KEYWORDS.get(call, "")
-    ops.register(f"{call}({operands}, Tensor? bounds=None, *, {keywords}) -> Tensor", run, fake)
+    flops = ops.product_flops(second=len(names) // 2)
+    ops.register(f"{call}({operands}, Tensor? bounds=None, *, {keywords}) -> Tensor", run, fake, flops=flops)
     ops.register(f"{call}.out({operands}, Tensor? bounds, Tensor(a!) out, *, {keywords}) -> ()", run_out, fake_out)
 
 

@@ -58,12 +58,28 @@ def remember(table: Table, options: tuple, signature: bytes | tuple, launch: Pre
     table.setdefault(options, (options, {}))[1][signature] = launch
 
 
-def refuse_capture(kernel_name: str, device: int, remedy: str) -> None:
-    """Raise RuntimeError where the device's current stream is being captured, since no kernel can be loaded then."""
+class NotLoaded(RuntimeError):
+    """A kernel would have to be loaded while a CUDA graph is captured. `call` is what to call before, `or_else` what
+    would do, too."""
+
+    def __init__(self, kernel_name: str, call: str, or_else: str = ""):
+        super().__init__(
+            f"{kernel_name} is not loaded yet and cannot be while a CUDA graph is captured; call {call} once with "
+            f"these shapes{or_else} before the capture"
+        )
+        self._kernel_name, self._or_else = kernel_name, or_else
+
+    def of(self, call: str) -> "NotLoaded":
+        """The same of the function that was called, and calls another."""
+        return NotLoaded(self._kernel_name, call, self._or_else)
+
+
+def refuse_capture(kernel_name: str, device: int, call: str, or_else: str = "") -> None:
+    """Raise NotLoaded where the device's current stream is being captured, since no kernel can be loaded then."""
     with torch.cuda.device(device):
         if not torch.cuda.is_current_stream_capturing():
             return
-    raise RuntimeError(f"{kernel_name} is not loaded yet and cannot be while a CUDA graph is captured; {remedy}")
+    raise NotLoaded(kernel_name, call, or_else)
 
 
 @cache

@@ -13,10 +13,10 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import torch
-from torch.compiler import is_compiling
 
 from deep_tile import _launcher, api, launches, ops, quantize, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
+from deep_tile.ops import is_traced
 from deep_tile.params import Place
 
 _SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -118,7 +118,7 @@ def fp8_linear(
 
     The method (1x128 and 128x128 scales, promotion to FP32 every 128 of k) is that of the DeepSeek-V3 report, 3.3.
     """
-    if is_compiling() or type(x) in ops.wrappers:
+    if is_traced() or type(x) in ops.wrappers:
         return _call_op(
             *(x, b, b_scale, bias, out, out_dtype),
             {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact},
@@ -238,6 +238,8 @@ def _forward(x, b, b_scale, bias, out, options: tuple, keeps_workspace: bool = T
         kept = _kept_workspace(x)
         if kept is None or not _launcher.launch_known(_launches, options, *given, kept):
             _call_with_workspace(given, bias, out, options, keeps_workspace)
+    except launches.NotLoaded as error:
+        raise error.of("fp8_linear") from None
     except Exception:
         reason = api.error_of(_check, x, b, b_scale, bias, out, _Options(*options))
         if reason is None:
@@ -302,33 +304,40 @@ def _kept_workspace(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def _call_with_workspace(given: tuple, bias, out, options: tuple, keeps_workspace: bool) -> None:
-    """Multiply where no workspace is kept that does for this call, or nothing is known of the call."""
-    workspace = _workspace(given[0], keeps_workspace) if _is_on_gpu(given[0]) and given[0].numel() else None
+    """Multiply where no workspace is kept that does for this call, or nothing is known of the call. What has raised
+    keeps no workspace."""
+    x = given[0]
+    workspace, can_be_kept = _workspace(x) if _is_on_gpu(x) and x.numel() else (None, False)
     if workspace is None or not _launcher.launch_known(_launches, options, *given, workspace):
         _call_unknown(given, workspace, bias, out, _Options(*options))
+    if can_be_kept and keeps_workspace:
+        _keep(workspace)
 
 
-def _workspace(x: torch.Tensor, keeps: bool) -> torch.Tensor:
-    """Memory for the quantised `x`, which nothing but this call's kernels touches until they have ended.
+def _keep(workspace: torch.Tensor) -> None:
+    """For the current stream's next calls."""
+    if len(_kept.workspaces) >= _MOST_KEPT:
+        _kept.workspaces.clear()
+    device = workspace.get_device()
+    _kept.workspaces[device, torch._C._cuda_getCurrentRawStream(device)] = workspace
+
+
+def _workspace(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Memory for the quantised `x`, which nothing but this call's kernels touches until they have ended: a plain tensor
+    whatever `x` is. And whether it can be kept.
 
     What torch allocates and is dropped after the call is met again by later kernels of the same stream alone, also
     within a CUDA graph. What is kept must not be in a graph, whose replays know no order with later calls, nor come
     from memory that torch sets aside for graphs: an op that torch.compile has put into one keeps nothing.
     """
-    k, device = x.shape[-1], x.get_device()
+    k = x.shape[-1]
     size = _Parts(x.numel() // k, k).end
-    with torch.cuda.device(device):
+    with torch.cuda.device(x.get_device()):
         is_captured = torch.cuda.is_current_stream_capturing()
     if size > _KEPT_BYTES or is_captured:
-        return x.new_empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device=x.device), False
     kept = _kept_workspace(x)
-    if kept is None:
-        kept = x.new_empty(_KEPT_BYTES, dtype=torch.uint8)
-    if keeps:
-        if len(_kept.workspaces) >= _MOST_KEPT:
-            _kept.workspaces.clear()
-        _kept.workspaces[device, torch._C._cuda_getCurrentRawStream(device)] = kept
-    return kept
+    return torch.empty(_KEPT_BYTES, dtype=torch.uint8, device=x.device) if kept is None else kept, True
 
 
 def _call_unknown(given: tuple, workspace: torch.Tensor | None, bias, out, options: _Options) -> None:
@@ -399,7 +408,7 @@ def _multiply_quantized(x: tuple, b, b_scale, bias, out, out_dtype, product: dic
     if len(x) != 2:
         raise ValueError(f"x is a tuple of {len(x)}; pass the pair that per_token_cast_to_fp8 returned, or a tensor")
     (a, a_scale), dtype = x, out_dtype or torch.bfloat16
-    if not is_compiling():
+    if not is_traced():
         given = {"x[0]": a, "x[1]": a_scale, "b": b, "b_scale": b_scale, "bias": bias, "out": out}
         _check_kinds(given, optional=("bias", "out"))
     _check_out_dtype(out_dtype)
@@ -410,12 +419,11 @@ def _multiply_quantized(x: tuple, b, b_scale, bias, out, out_dtype, product: dic
         _refuse_gradient(b, b_scale, out if _wants_gradient(a, b, b_scale, bias, out) else None)
     rows, scales = a.reshape(-1, a.shape[-1]), a_scale.reshape(-1, a_scale.shape[-1])
     added_later = bias is not None and bias.requires_grad and torch.is_grad_enabled()  # by torch, for its gradient
-    result = api.fp8_gemm(
-        *(rows, scales, b, b_scale, None if out is None else _rows_of_out(out)),
-        bias=None if added_later else bias,
-        out_dtype=dtype,
-        **product,
-    )
+    into, adds = None if out is None else _rows_of_out(out), None if added_later else bias
+    try:
+        result = api.fp8_gemm(rows, scales, b, b_scale, into, bias=adds, out_dtype=dtype, **product)
+    except launches.NotLoaded as error:
+        raise error.of("fp8_linear") from None
     if out is not None:
         return out
     result = result.view(*a.shape[:-1], b.shape[0])
@@ -455,8 +463,7 @@ def _check_kinds(given: dict[str, object], optional: tuple[str, ...]) -> None:
             raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}")
     tensors.require_plain(**given)
     (first, x), *others = given.items()
-    if x.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"{first} is on {x.device}; fp8_linear runs on a Hopper GPU, or on the CPU as a reference")
+    api.check_device(first, x, "fp8_linear")
     for name, value in others:
         if value.device != x.device:
             raise ValueError(f"{name} is on {value.device} but {first} is on {x.device}; move it with .to(x.device)")
@@ -592,6 +599,11 @@ def _fake_backward_op(grad, x, b, b_scale=None, *, x_dtype=None, bias_dtype=None
     return tuple(grad.new_empty(shape, dtype=dtype) for shape, dtype in (of_x, of_b, of_bias))
 
 
+def _backward_flops(grad, x, b, b_scale=None, *, x_dtype=None, **_) -> int:
+    """Of grad @ b and of grad^T @ x, as far as they are computed."""
+    return ((x_dtype is not None) + (x is not None)) * 2 * math.prod(grad) * b[1]
+
+
 _OPERANDS = "Tensor x, Tensor b, Tensor? b_scale=None, Tensor? bias=None"
 _OUT_OPERANDS = "Tensor x, Tensor b, Tensor? b_scale, Tensor? bias, Tensor(a!) out"
 _KEYWORDS = (
@@ -604,6 +616,7 @@ ops.register(
     _fake_op,
     backward=_backward,
     setup_context=_setup_context,
+    flops=ops.product_flops(second=1),
 )
 ops.register(f"fp8_linear.out({_OUT_OPERANDS}, {_KEYWORDS}) -> ()", _run_out_op, _fake_out_op)
 ops.register(
@@ -612,4 +625,5 @@ ops.register(
     "-> (Tensor, Tensor, Tensor)",
     _run_backward_op,
     _fake_backward_op,
+    flops=_backward_flops,
 )

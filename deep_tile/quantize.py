@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import is_grad_enabled
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from deep_tile import _launcher, cast, launches, ops, sources, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
+from deep_tile.ops import is_traced
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8_DTYPE).max  # 448
@@ -137,11 +138,11 @@ def per_token_cast_to_fp8(
         ValueError: `x` has no dimension, `scale_layout`, `round_scale` or `exact` is unknown, `amax_floor` out of
             range, or shape, strides or device of another tensor do not fit, or a tensor has no memory; `counts` is
             given together with `rows` or `offs`.
-        RuntimeError: `x` requires a gradient, in grad mode; or, on a Hopper GPU, NVRTC or the driver is missing, or the
+        RuntimeError: `x`, `out` or `scale_out` requires a gradient, in grad mode; or, on a Hopper GPU, NVRTC or the driver is missing, or the
             kernel would have to be loaded while the stream is being captured.
     """
     lists = {} if rows is None and offs is None and counts is None else given_lists(rows=rows, offs=offs, counts=counts)
-    if not is_compiling():
+    if not is_traced():
         return cast_tokens(x, scale_layout, (1, amax_floor, round_scale, exact, (*lists,), None), out, scale_out, lists)
     defined = torch.ops.deep_tile
     op = defined.per_token_cast_rows_to_fp8 if lists else defined.per_token_cast_to_fp8
@@ -162,8 +163,8 @@ def call_op(
         return op(x, scale_layout=scale_layout, **options)
     if out is None or scale_out is None:
         shape = sources.result_shape(x, is_gated, lists)
-        out = empty_out(x, shape) if out is None else out
-        scale_out = empty_scale(x, shape, scale_layout) if scale_out is None else scale_out
+        out = fake_out(x, shape) if out is None else out
+        scale_out = fake_scale(x, shape, scale_layout) if scale_out is None else scale_out
     op.out(x, out, scale_out, **options)
     return out, scale_out
 
@@ -173,9 +174,12 @@ def cast_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A cast with a scale per row and 128 columns, outside of tracing; `options` are equal to `Options`."""
     check_layout(scale_layout)
-    if is_grad_enabled() and getattr(x, "requires_grad", False):
-        _check_input(x, Options(*options), lists)
-        _refuse_gradient(x, Options(*options))
+    if is_grad_enabled():
+        if getattr(x, "requires_grad", False):
+            _check_input(x, Options(*options), lists)
+            _refuse_gradient(x, Options(*options))
+        if out is not None or scale_out is not None:
+            refuse_target_gradients(out, scale_out)
     try:
         shape = x.shape if options[4:] == _ALL_ROWS else sources.result_shape(x, options[5] is not None, lists)
         out = empty_out(x, shape) if out is None else out
@@ -211,22 +215,24 @@ def per_block_cast_to_fp8(
 
     Raises:
         ValueError: `w` is not 2-D.
-        And as `per_token_cast_to_fp8`, but for gradients.
+        And as `per_token_cast_to_fp8`, but for a gradient of `w`.
     """
-    if not is_compiling():
+    if not is_traced():
         return _cast_blocks(w, (SCALE_BLOCK, amax_floor, round_scale, exact, *_ALL_ROWS), out, scale_out)
     op = torch.ops.deep_tile.per_block_cast_to_fp8
     options = {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact}
     if out is None and scale_out is None:
         return op(w, **options)
-    out = empty_out(w, w.shape) if out is None else out
-    scale_out = _empty_block_scale(w) if scale_out is None else scale_out
+    out = fake_out(w, w.shape) if out is None else out
+    scale_out = _fake_block_scale(w) if scale_out is None else scale_out
     op.out(w, out, scale_out, **options)
     return out, scale_out
 
 
 def _cast_blocks(w, options: tuple, out, scale_out) -> tuple[torch.Tensor, torch.Tensor]:
     """`per_block_cast_to_fp8` outside of tracing; `options` are equal to `Options`."""
+    if (out is not None or scale_out is not None) and is_grad_enabled():
+        refuse_target_gradients(out, scale_out)
     try:
         out = empty_out(w, w.shape) if out is None else out
         scale_out = _empty_block_scale(w) if scale_out is None else scale_out
@@ -262,7 +268,7 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
         raise TypeError(
             f"scale is {_kind(scale)}; dequantize takes a float32 or float8_e8m0fnu tensor, one value per block"
         )
-    if not is_compiling():  # torch's operations, which tracers see, look at their tensors themselves
+    if not is_dynamo_compiling():  # which knows its tensors, and would have to trace how others are known
         tensors.require_dense(x=x, scale=scale)
     if scale.device != x.device:
         raise ValueError(f"scale is on {scale.device} but x is on {x.device}; move it with .to(x.device)")
@@ -292,10 +298,26 @@ def _refuse_gradient(x: torch.Tensor, options: Options) -> None:
     )
 
 
+def refuse_target_gradients(out: object, scale_out: object) -> None:
+    """Raise where torch, which records gradients, would record what a cast writes to."""
+    for name, target in (("out", out), ("scale_out", scale_out)):
+        if getattr(target, "requires_grad", False) and not torch.nn.parameter.is_lazy(target):
+            raise RuntimeError(
+                f"{name} requires a gradient, which what a cast writes has none of: pass {name}.detach(), or cast "
+                "under torch.no_grad()"
+            )
+
+
 def _input_name(options: Options) -> str:
     if options.gating is not None:
         return "gate_up"
     return "x" if options.block_rows == 1 else "w"
+
+
+def _call_name(options: Options) -> str:
+    if options.gating is not None:
+        return "silu_mul_cast_to_fp8"
+    return "per_token_cast_to_fp8" if options.block_rows == 1 else "per_block_cast_to_fp8"
 
 
 def _check_input(x: torch.Tensor, options: Options, lists: sources.Lists) -> None:
@@ -462,7 +484,7 @@ def cast_launch(x: torch.Tensor, options: Options, out: torch.Tensor, scale: tor
     x, out, scale = map(_as_matrix, (x, out, scale))
     device = x.get_device()
     kernel, grid = cast.choose(options.block_rows, KERNEL_SOURCES[x.dtype], *x.shape, launches.num_sms(device))
-    check_capture(kernel, device)
+    check_capture(kernel, device, _call_name(options))
     return cast.prepare_launch(kernel, grid, device, _layout(x, options, out, scale), **how)
 
 
@@ -477,7 +499,7 @@ def rows_launch(
     layout = rows_layout(_layout(x, options, out, scale), options, len(x), group_rows, lists)
     what = "listed" if options.gating is None else "silu_mul"
     kernel, grid = cast.choose(1, KERNEL_SOURCES[x.dtype], *out.shape, num_sms, what)
-    check_capture(kernel, device)
+    check_capture(kernel, device, _call_name(options))
     return cast.prepare_launch(kernel, grid, device, layout, **cast.operands_of_rows(options.lists))
 
 
@@ -517,9 +539,9 @@ def _takes_vectors(x: torch.Tensor, out: torch.Tensor) -> bool:
     return steps and tensors.is_aligned(x) and tensors.is_aligned(out)
 
 
-def check_capture(kernel: cast.StreamingKernel, device: int) -> None:
+def check_capture(kernel: cast.StreamingKernel, device: int, call: str) -> None:
     if not cast.is_loaded(kernel, device):
-        launches.refuse_capture(kernel.name, device, "run this cast once before the capture")
+        launches.refuse_capture(kernel.name, device, call)
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
@@ -575,7 +597,7 @@ class _Strided(NamedTuple):
 
 
 def empty_out(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return _empty("out", x, _out_strides(shape), FP8_DTYPE)
+    return tensors.new_empty(x, *_out_strides(shape), FP8_DTYPE)
 
 
 @lru_cache(maxsize=4096)
@@ -599,18 +621,11 @@ def _weight_scale_strides(shape: tuple[int, int]) -> _Strided:
 
 
 def _empty_block_scale(w: torch.Tensor) -> torch.Tensor:
-    return _empty("scale_out", w, _weight_scale_strides(w.shape), torch.float32)
+    return tensors.new_empty(w, *_weight_scale_strides(w.shape), torch.float32)
 
 
 def empty_scale(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
-    return _empty("scale_out", x, _scale_strides(shape, layout), torch.float32)
-
-
-def _empty(name: str, x: torch.Tensor, wanted: _Strided, dtype: torch.dtype) -> torch.Tensor:
-    try:
-        return tensors.new_empty(x, *wanted, dtype)
-    except AssertionError as error:  # of FakeTensorMode
-        raise tensors.not_allocated(name, error) from None
+    return tensors.new_empty(x, *_scale_strides(shape, layout), torch.float32)
 
 
 def _find_block(x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None) -> tuple[int, int]:
@@ -727,6 +742,8 @@ def fake_cast_into(
 def check_fake_targets(
     x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, shape: tuple[int, ...], of_scale: tuple[int, ...]
 ) -> None:
+    if is_grad_enabled():
+        refuse_target_gradients(out, scale)
     for name, target, dtype, wanted in (("out", out, FP8_DTYPE, shape), ("scale_out", scale, torch.float32, of_scale)):
         _check_target_dtype(name, target, dtype)
         _check_target_shape(name, target, wanted, x.device)

@@ -54,7 +54,8 @@ _KINDS = (
         _IN_PYTHON,
         "a {type}, whose operations run in Python",
         "Pass the plain tensor that it stands for: of a DTensor {name}.to_local(), of an AsyncCollectiveTensor "
-        "{name}.wait(); a FakeTensor stands for none. After import deep_tile.distributed, fp8_linear and "
+        "{name}.wait(); a FakeTensor stands for none, and is taken within its mode. After import "
+        "deep_tile.distributed, fp8_linear and "
         "torch.ops.deep_tile take operands that are DTensors, all of them",
     ),
     (_bits("Negative"), "a view that torch negates as it reads it", "Pass {name}.resolve_neg()"),
@@ -110,11 +111,6 @@ def require_dense(**tensors: torch.Tensor) -> None:
             _require_memory(name, x)
 
 
-def not_allocated(name: str, error: AssertionError) -> RuntimeError:
-    """What to raise where FakeTensorMode, which takes no real tensors, refused to allocate one beside them."""
-    return RuntimeError(f"{name} cannot be allocated: call outside of FakeTensorMode, or pass {name} ({error})")
-
-
 def is_aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % ALIGNMENT_BYTES == 0
 
@@ -125,9 +121,9 @@ _empty_on_current_gpu = getattr(getattr(torch._C._dynamo, "guards", None), "_emp
 
 def new_empty(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor on the device of `x`, by the shortest way: 1.0 us where `x.new_empty` takes 1.9 (H200,
-    2026-11-23). Errors are torch's, such as an AssertionError in FakeTensorMode."""
+    2026-11-23). Dispatch modes do not see it: under them functions call ops instead."""
     device = x.get_device()
-    if device < 0 or _empty_on_current_gpu is None or torch._C._len_torch_dispatch_stack():
+    if device < 0 or _empty_on_current_gpu is None:
         return x.new_empty_strided(shape, strides, dtype=dtype)
     if device != torch._C._cuda_getDevice():
         return x.new_empty_strided(shape, strides, dtype=dtype)

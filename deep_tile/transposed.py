@@ -8,10 +8,10 @@ Hopper GPU a kernel (transposed.cuh) writes the same bits.
 from typing import NamedTuple
 
 import torch
-from torch.compiler import is_compiling
 
 from deep_tile import _launcher, cast, launches, ops, quantize, sources, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, check_alignment
+from deep_tile.ops import is_traced
 
 _launches: launches.Table = {}
 """By `Options`; of input, out, scale and the lists that the options name."""
@@ -79,7 +79,7 @@ def transposed_cast_to_fp8(
             `alignment` out of range.
     """
     lists = quantize.given_lists(rows=rows, offs=offs)
-    if is_compiling():
+    if is_traced():
         options = Options(amax_floor, round_scale, exact, alignment, (*lists,))
         return _call_op(x, scale_layout, options, out, scale_out, lists)
     return _cast(x, scale_layout, (amax_floor, round_scale, exact, alignment, (*lists,)), out, scale_out, lists)
@@ -88,6 +88,8 @@ def transposed_cast_to_fp8(
 def _cast(x, scale_layout: str, options: tuple, out, scale_out, lists: sources.Lists) -> tuple:
     """Outside of tracing; `options` are equal to `Options`."""
     quantize.check_layout(scale_layout)
+    if (out is not None or scale_out is not None) and torch.is_grad_enabled():
+        quantize.refuse_target_gradients(out, scale_out)
     try:
         _refuse_gradient(x)
         shape = _result_shape(x, lists)
@@ -196,7 +198,7 @@ def _prepare_launch(
     device = x.get_device()
     source, tokens, columns = quantize.KERNEL_SOURCES[x.dtype], out.shape[1], len(out)
     kernel, grid = cast.choose_transposed(source, tokens, columns, launches.num_sms(device))
-    quantize.check_capture(kernel, device)
+    quantize.check_capture(kernel, device, "transposed_cast_to_fp8")
     numbers = layout(x, options, out, scale, lists)
     return cast.prepare_transposed(kernel, grid, device, numbers, options.lists)
 
@@ -237,8 +239,8 @@ def _call_op(x, scale_layout: str, options: Options, out, scale_out, lists: sour
     if out is None and scale_out is None:
         return op(x, scale_layout=scale_layout, **keywords)
     shape = _result_shape(x, lists)
-    out = quantize.empty_out(x, shape) if out is None else out
-    scale_out = quantize.empty_scale(x, shape, scale_layout) if scale_out is None else scale_out
+    out = quantize.fake_out(x, shape) if out is None else out
+    scale_out = quantize.fake_scale(x, shape, scale_layout) if scale_out is None else scale_out
     op.out(x, out, scale_out, **keywords)
     return out, scale_out
 

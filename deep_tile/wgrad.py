@@ -10,10 +10,10 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import torch
-from torch.compiler import is_compiling
 
 from deep_tile import _launcher, api, dense, grouped, launches, ops, params, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_alignment, round_up
+from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import fp8_grouped_wgrad_reference
 
@@ -86,7 +86,7 @@ def fp8_grouped_wgrad(
     """
     options = (accumulate, alignment, expected_tokens, config, num_sms, pdl)
     given = (dy, dy_scale, x, x_scale, offs, out)
-    if is_compiling():
+    if is_traced():
         return _call_op(given, _Options(*options))
     return _multiply(given, options)
 
@@ -137,6 +137,8 @@ def _call_unknown(given, options: _Options) -> None:
 @torch.inference_mode()  # in which any tensor may be written to, whether it requires a gradient or not
 def _compute_without_kernel(given, options: _Options) -> None:
     out = given[-1]
+    if out.is_meta:
+        return
     if given[0].shape[1] > 0:
         fp8_grouped_wgrad_reference(*given, options.alignment, options.accumulate)
     elif not options.accumulate:
@@ -246,9 +248,7 @@ def _check_formats(given) -> None:
     ):
         if tensor.dtype not in dtypes:
             raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}; got {tensor.dtype}. To fix: {remedy}")
-    if dy.device.type not in ("cuda", "cpu"):
-        where = "on a Hopper GPU, or on the CPU as a reference"
-        raise ValueError(f"dy is on {dy.device}; fp8_grouped_wgrad runs {where}")
+    api.check_device("dy", dy, "fp8_grouped_wgrad")
     for name, tensor in zip(_NAMES[1:], given[1:], strict=True):
         if tensor.device != dy.device:
             raise ValueError(f"{name} is on {tensor.device} but dy is on {dy.device}; move it with .to(dy.device)")
@@ -266,8 +266,7 @@ def _check_formats(given) -> None:
 
 
 def _call_op(given, options: _Options) -> torch.Tensor:
-    if options.config is not None:
-        raise ValueError("config cannot be given under torch.compile or torch.export: leave it out")
+    ops.refuse_config(options.config)
     keywords = {name: value for name, value in options._asdict().items() if name != "config"}
     torch.ops.deep_tile.fp8_grouped_wgrad(*given, **keywords)
     return given[-1]
@@ -289,4 +288,5 @@ ops.register(
     "bool accumulate=True, int alignment=128, int? expected_tokens=None, int? num_sms=None, bool? pdl=None) -> ()",
     _run_op,
     _fake_op,
+    flops=ops.product_flops(second=2),
 )

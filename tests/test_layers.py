@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "plan": SIZES | {"_launcher", "codegen", "jit", "params", "select", "watch"},
     "tensors": {"_launcher"},
     "launches": {"_launcher", "tensors"},
-    "ops": set(),
+    "ops": {"_launcher"},
     "cast": SIZES | {"_launcher", "codegen", "jit", "params", "select"},
     "sources": {"ops", "params", "tensors"},
     "quantize": {"_launcher", "cast", "config", "launches", "ops", "sources", "tensors"},
@@ -62,7 +62,8 @@ MAY_IMPORT = {
     "method": SIZES | {"select"},
     "tools": CALL
     | {"packaged", "", "api", "cast", "codegen", "dense", "grouped", "method", "params", "quantize", "sass", "wgrad"},
-    "": set(),
+    "": {"discovery"},
+    "discovery": set(),
     "__main__": {"tools"},
 }
 """By module or package of deep_tile, which others it may import; "" is deep_tile/__init__.py, the public names."""

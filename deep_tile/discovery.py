@@ -1,0 +1,104 @@
+"""How torch finds what deep_tile has for it once both are imported, in either order: the ops in `torch.ops.deep_tile`,
+and their formulas for `FlopCounterMode`.
+
+Called by deep_tile/__init__.py. Nothing of either is imported before it is asked for: an op's module is when the op is
+looked up in the namespace and not there yet, all of them are with the module of torch's that counts, since nobody looks
+up a formula.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+
+OPS = {
+    "combine": "experts",
+    "fp8_gemm": "api",
+    "fp8_gemm_cast": "gemm_cast",
+    "fp8_grouped_gemm": "grouped",
+    "fp8_grouped_wgrad": "wgrad",
+    "fp8_linear": "linear",
+    "fp8_linear_backward": "linear",
+    "fp8_wgrad": "dense",
+    "gemm": "dense",
+    "gemm_gradient": "dense",
+    "grouped_gemm": "grouped",
+    "int8_gemm": "dense",
+    "per_block_cast_to_fp8": "quantize",
+    "per_token_cast_rows_to_fp8": "quantize",
+    "per_token_cast_to_fp8": "quantize",
+    "scaled_gemm": "dense",
+    "scaled_grouped_gemm": "grouped",
+    "silu_mul_cast_to_fp8": "experts",
+    "transposed_cast_to_fp8": "transposed",
+}
+"""Every op, and the module that defines it."""
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+def announce() -> None:
+    """Have torch find the ops and their formulas, now or when it is imported."""
+    _when_imported("torch", _offer_ops)
+    _when_imported(_COUNTER, _offer_formulas)
+
+
+def _offer_ops() -> None:
+    ops = sys.modules["torch._ops"]
+
+    class Namespace(ops._OpNamespace):
+        __module__ = ops._OpNamespace.__module__  # which ops are serialised by
+
+        def __getattr__(self, name: str):
+            if name in OPS:
+                import_module(f"deep_tile.{OPS[name]}")
+            return super().__getattr__(name)
+
+        def __dir__(self) -> list[str]:
+            return sorted({*super().__dir__(), *OPS})
+
+    ops.ops.deep_tile.__class__ = Namespace  # of the one object that there is, which somebody may hold already
+
+
+def _offer_formulas() -> None:
+    for module in {*OPS.values()}:
+        import_module(f"deep_tile.{module}")
+    counter, ops = sys.modules[_COUNTER], sys.modules["torch._ops"].ops.deep_tile
+    for name, formula in sys.modules["deep_tile.ops"].flop_formulas.items():
+        counter.register_flop_formula(getattr(ops, name))(formula)
+
+
+def _when_imported(name: str, then: Callable[[], None]) -> None:
+    if name in sys.modules:
+        then()
+        return
+    if not _waiting:
+        sys.meta_path.insert(0, _Watcher)
+    _waiting[name] = then
+
+
+_waiting: dict[str, Callable[[], None]] = {}
+"""By the modules that are not imported yet."""
+
+
+class _Watcher:
+    """Finds no module itself: has those that are waited for say when they have been executed."""
+
+    @staticmethod
+    def find_spec(name: str, path=None, target=None):
+        if name not in _waiting:
+            return None
+        finders = (finder for finder in sys.meta_path if finder is not _Watcher and hasattr(finder, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = partial(_execute, name, spec.loader.exec_module)
+        return spec
+
+
+def _execute(name: str, execute: Callable, module) -> None:
+    execute(module)
+    then = _waiting.pop(name, None)
+    if not _waiting and _Watcher in sys.meta_path:
+        sys.meta_path.remove(_Watcher)
+    if then is not None:
+        then()
