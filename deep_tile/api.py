@@ -80,6 +80,9 @@ class Precompiled(NamedTuple):
     configs: tuple[GemmConfig, ...]
     compiled: int
 
+    def __repr__(self) -> str:
+        return f"<Precompiled: {len(self.configs)} kernels, {self.compiled} compiled>"
+
 
 def fp8_gemm(
     a: torch.Tensor,
