@@ -135,7 +135,7 @@ _FEW = 4
 
 
 def _foresee(of_all: GemmProblem, ends: list[int], tuned: Tuned) -> dict[tuple[GemmProblem, None], GemmConfig]:
-    """What `choose_bucket` would say of problems like `of_all` with each of these m, in a twentieth of the time; but for
+    """What `choose_bucket` would say of problems like `of_all` with each of these m, in a twentieth of the time; not of
     those whose choice was measured, or is a close one."""
     import numpy
 
