@@ -674,5 +674,9 @@ PyMODINIT_FUNC PyInit__launcher(void)
     if (module != NULL &&
         !(add_type(module, &kernel_type, &kernel_spec) && add_type(module, &launch_type, &launch_spec)))
         Py_CLEAR(module);
+#ifdef Py_GIL_DISABLED /* references are borrowed from tables that other threads change: Python turns the GIL on */
+    if (module != NULL && PyUnstable_Module_SetGIL(module, Py_MOD_GIL_USED) != 0)
+        Py_CLEAR(module);
+#endif
     return module;
 }

@@ -1,4 +1,5 @@
-/* What the three files of deep_tile._launcher share. Included first by each: it brings Python.h and its limited API.
+/* What the three files of deep_tile._launcher share. Included first by each: it brings Python.h, of which setup.py asks
+ * for the limited API where that is there.
  *
  * driver.c opens the driver and says what its errors mean; tensors.c reads tensors; launch.c is the module.
  */
@@ -6,7 +7,6 @@
 #define DEEP_TILE_LAUNCHER_H
 
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 
 #include <stdbool.h>

@@ -361,8 +361,8 @@ def test_every_linear_is_multiplied_here(model, monkeypatch):
 def test_greedy_tokens_are_those_of_whole_sequences(model, cache):
     tokens = prompt(model, batch=1)
     compiled = {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
-    generated, seconds = qwen3_fp8.timed_generate(model, tokens, 16, **compiled)
-    assert generated.shape == (1, 37 + 16) and seconds > 0
+    generated, _ = qwen3_fp8.timed_generate(model, tokens, 16, **compiled)
+    assert generated.shape == (1, 37 + 16)
     assert_greedy(model, generated, 16)
 
 
