@@ -499,12 +499,13 @@ static PyObject *launch(PyObject *Py_UNUSED(module), PyObject *const *args, Py_s
 static PyObject *read_tensors_of(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *type;
-    KeysPlace keys = {0, 0, 0};
+    TensorPlace place = {0};
     unsigned long long plain = 0;
-    if (!PyArg_ParseTuple(args, "O|nnK:read_tensors_of", &type, &keys.object_offset, &keys.keys_offset, &plain))
+    if (!PyArg_ParseTuple(args, "O|nnKnnn:read_tensors_of", &type, &place.object_offset, &place.keys_offset, &plain,
+                          &place.storage_offset, &place.begin_offset, &place.bytes_offset))
         return NULL;
-    keys.plain = plain;
-    const int learnt = learn_tensor_type(type, keys);
+    place.plain = plain;
+    const int learnt = learn_tensor_type(type, place);
     return learnt < 0 ? NULL : PyBool_FromLong(learnt);
 }
 
@@ -652,7 +653,8 @@ static PyMethodDef module_methods[] = {
                                             "pointers, maps, fixed_maps, pdl)")},
     {"launch", FAST(launch), DOC("launch($module, prepared, addresses, stream, /)")},
     {"read_tensors_of", read_tensors_of, METH_VARARGS,
-     DOC("read_tensors_of($module, type, object_offset=0, keys_offset=0, plain=0, /)")},
+     DOC("read_tensors_of($module, type, object_offset=0, keys_offset=0, plain=0, storage_offset=0, begin_offset=0, "
+         "bytes_offset=0, /)")},
     {"reads", FAST(reads), DOC("reads($module, /, *tensors)")},
     {"signature", FAST(signature), DOC("signature($module, /, *tensors)")},
     {"launch_known", FAST(launch_known), DOC("launch_known($module, table, options, /, *tensors)")},

@@ -4,6 +4,7 @@
 device must agree on is derived here, once; the kernel asserts the shared-memory size against its own struct.
 """
 
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -713,6 +714,16 @@ class GemmConfig:
         return round_up(self.fixed_bytes + self.stages * self.stage_bytes, 1024)
 
 
+def as_int(number: object) -> int | None:
+    """`number` as an int, if it is one and no bool; NumPy's are ints, too."""
+    if type(number) is int:  # asked first: under torch.compile, operator.index ties the graph to the number
+        return number
+    try:
+        return None if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        return None
+
+
 MAX_ALIGNMENT = 1024
 """Of what groups begin at multiples of."""
 
@@ -721,7 +732,8 @@ def check_alignment(alignment: object, least: int = 1) -> None:
     """Raise ValueError unless groups may begin at multiples of this."""
     if type(alignment) is not int or not least <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
         reason = "" if least == 1 else f"groups begin at multiples of {least}, so that no two share a scale. "
-        raise ValueError(f"alignment is {alignment!r}; {reason}pass a power of two from {least} to {MAX_ALIGNMENT}")
+        wanted = f"an int, a power of two from {least} to {MAX_ALIGNMENT}"
+        raise ValueError(f"alignment is {alignment!r}; {reason}pass {wanted}")
 
 
 def _widest_span(tile_bytes: int) -> int:

@@ -7,7 +7,7 @@ the dtypes of their operands.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -89,7 +89,6 @@ def kinds_of(*families: str) -> dict[tuple[str, torch.dtype, torch.dtype], Kind]
 
 _SCALED = ("a", "a_scale", "b", "b_scale")
 _LINEAR = "torch.nn.functional.linear"
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _CALLS = {
     "gemm": Call(kinds_of("bf16", "fp16", "int8_unscaled"), ("a", "b"), None, "a.to(torch.bfloat16)", None),
@@ -187,8 +186,8 @@ def gemm(
 def int8_gemm(
     a: torch.Tensor,
     a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
+    b: torch.Tensor = tensors.MISSING,
+    b_scale: torch.Tensor = tensors.MISSING,
     out: torch.Tensor | None = None,
     *,
     bias: torch.Tensor | None = None,
@@ -235,8 +234,8 @@ def int8_gemm(
 def scaled_gemm(
     a: torch.Tensor,
     a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
+    b: torch.Tensor = tensors.MISSING,
+    b_scale: torch.Tensor = tensors.MISSING,
     out: torch.Tensor | None = None,
     *,
     bias: torch.Tensor | None = None,
@@ -294,9 +293,9 @@ def scaled_gemm(
 def fp8_wgrad(
     dy: torch.Tensor,
     dy_scale: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    out: torch.Tensor,
+    x: torch.Tensor = tensors.MISSING,
+    x_scale: torch.Tensor = tensors.MISSING,
+    out: torch.Tensor = tensors.MISSING,
     *,
     accumulate: bool = True,
     config: GemmConfig | None = None,
@@ -327,7 +326,8 @@ def fp8_wgrad(
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
     if out is None:
-        raise TypeError("out must be a torch.Tensor; got NoneType. Pass what the gradient is added to, of [n, k]")
+        tensors.require_tensors(dy=dy, dy_scale=dy_scale, x=x, x_scale=x_scale)
+        raise tensors.no_tensor("out", out, "pass what the gradient is added to, of [n, k]")
     options = ("fp8_wgrad", None, config, num_sms, batch_invariant, pdl, False, accumulate, None, True)
     if is_compiling():
         return _call_op((dy, dy_scale, x, x_scale), out, _Options(*options))
@@ -674,7 +674,8 @@ def _check_formats(options: _Options, operands, out, bias) -> None:
     """Check dtypes, devices and shapes; `out` may be None."""
     call, (a, b) = _CALLS[options.call], matrices(operands)
     a_name, b_name = matrices(call.names)
-    check_dtypes(call, operands, "scaled_gemm")
+    is_narrow = options.call in ("gemm", "int8_gemm")
+    check_dtypes(call, operands, dict.fromkeys(tensors.QUANTIZED_DTYPES, "scaled_gemm") if is_narrow else {})
     kind, is_finished = _kind(options, operands), bias is not None or options.activation is not None
     finishes.check_out_dtype(options.out_dtype, finishes.of_kind(kind))
     finishes.check_out(out, options.out_dtype, finishes.of_kind(kind))
@@ -699,30 +700,32 @@ def _check_formats(options: _Options, operands, out, bias) -> None:
         _check_row_scales(*operands)
 
 
-def check_dtypes(call: Call, operands, with_scales: str) -> None:
-    """Check those of operands; of FP8 in a call without scales, `with_scales` is what takes it."""
+def check_dtypes(call: Call, operands, takers: Mapping[torch.dtype, str]) -> None:
+    """Check those of operands and scales; `takers` are as for `tensors.operand_remedy`."""
     (a, b), (a_name, b_name) = matrices(operands), matrices(call.names)
+    if len(operands) == 4:
+        tensors.check_order(call.names, operands)
     if a.dtype not in call.dtypes:
-        remedy = f"call deep_tile.{with_scales}, with scales" if a.dtype in _FP8 else call.remedy
+        remedy = tensors.operand_remedy(a_name, a, call.dtypes, takers, call.remedy)
         raise TypeError(f"{a_name} must be {finishes.one_of(call.dtypes)}; got {a.dtype}. To fix: {remedy}")
-    if b.dtype not in call.dtypes[a.dtype]:
-        wanted = " or ".join(map(str, call.dtypes[a.dtype]))
-        raise TypeError(
-            f"{b_name} must be {wanted}, since {a_name} is {a.dtype}; got {b.dtype}. To fix: make both of one dtype"
-        )
-    for name, x in zip(call.names, operands, strict=True):
-        if name.endswith("_scale") and x.dtype not in tensors.SCALE_DTYPES:
-            raise TypeError(f"{name} must be one of {tensors.SCALE_NAMES}; got {x.dtype}. To fix: {name}.float()")
+    known = call.dtypes[a.dtype]
+    if b.dtype not in known:
+        wanted = " or ".join(map(str, known))
+        remedy = tensors.operand_remedy(b_name, b, known, takers, "make both of one dtype")
+        raise TypeError(f"{b_name} must be {wanted}, since {a_name} is {a.dtype}; got {b.dtype}. To fix: {remedy}")
+    if len(operands) == 4:
+        api.check_scale_dtypes(call.names, operands)
 
 
 def check_row_block_scales(names: tuple[str, ...], operands) -> None:
     for at in (0, 2):
-        (rows, k), scale = operands[at].shape, operands[at + 1]
-        blocks = ceil_div(k, SCALE_BLOCK)
-        if scale.dim() != 2 or not (ops.holds(scale.shape[0] == rows) and ops.holds(scale.shape[1] == blocks)):
+        (rows, k), scale, name = operands[at].shape, operands[at + 1], names[at + 1]
+        wanted = (rows, ceil_div(k, SCALE_BLOCK))
+        if not api.has_shape(scale, wanted):
+            remedy = api.scale_shape_remedy(name, scale, wanted, rows)
             raise ValueError(
-                f"{names[at + 1]} must have shape {(rows, blocks)}, one for each 128 of a row of {names[at]}; got "
-                f"{tuple(scale.shape)}. Any strides are accepted: pass {names[at + 1]}.t() if it lies the other way"
+                f"{name} must have shape {wanted}, one for each 128 of a row of {names[at]}; got {tuple(scale.shape)}. "
+                f"{remedy or f'To fix: cast {names[at]} with scales of 1x128'}"
             )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.compiler import is_compiling
 
 from deep_tile import _launcher, cast, launches, ops, quantize, sources, tensors
-from deep_tile.config import ceil_div, check_alignment, round_up
+from deep_tile.config import as_int, ceil_div, check_alignment, round_up
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -56,7 +56,7 @@ def sort_by_expert(chosen: torch.Tensor, experts: int, *, alignment: int = 1) ->
         TypeError: `chosen` is no tensor of int32 or int64, or `experts` no int.
         ValueError: `chosen` is no matrix, or `experts` or `alignment` is out of range.
     """
-    _check_chosen(chosen, experts)
+    experts = _checked_experts(chosen, experts)
     check_alignment(alignment)
     top_k, device = chosen.shape[1], chosen.device
     numbers = chosen.flatten().clamp(-1, experts).short().remainder_(experts + 1)
@@ -87,16 +87,21 @@ def _spread(packed: Routing, of_row: torch.Tensor, alignment: int) -> Routing:
     return Routing(spread[:size], (begins + counts).int(), places[index])
 
 
-def _check_chosen(chosen: object, experts: object) -> None:
+def _checked_experts(chosen: object, experts: object) -> int:
+    """How many experts there are; raises unless choices can be sorted by them."""
     if not isinstance(chosen, torch.Tensor) or chosen.dtype not in sources.INDEX_DTYPES:
         seen = f"a tensor of {chosen.dtype}" if isinstance(chosen, torch.Tensor) else f"a {type(chosen)}"
         raise TypeError(f"chosen is {seen}; it must be one of int32 or int64, such as topk's indices")
     if chosen.dim() != 2:
         raise ValueError(f"chosen has shape {list(chosen.shape)}; it must be [t, top_k], so .view() it so")
-    if type(experts) is not int:
+    if not torch.compiler.is_compiling():  # torch's operations, which tracers see, look at their tensors themselves
+        tensors.require_dense(chosen=chosen)
+    number = as_int(experts)
+    if number is None:
         raise TypeError(f"experts is {experts!r}, of type {type(experts).__name__}; pass how many there are")
-    if not 0 < experts < _NO_EXPERT:
+    if not 0 < number < _NO_EXPERT:
         raise ValueError(f"experts is {experts}; pass a number from 1 to {_NO_EXPERT - 1}")
+    return number
 
 
 def silu_mul_cast_to_fp8(

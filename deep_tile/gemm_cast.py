@@ -51,8 +51,8 @@ class _Options(NamedTuple):
 def fp8_gemm_cast(
     a: torch.Tensor,
     a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
+    b: torch.Tensor = tensors.MISSING,
+    b_scale: torch.Tensor = tensors.MISSING,
     out: torch.Tensor | None = None,
     scale_out: torch.Tensor | None = None,
     *,
@@ -137,7 +137,8 @@ def _refuse_gradients(a, a_scale, b, b_scale, out, scale_out, bias) -> None:
 def _call_unknown(given: tuple, options: _Options, bias) -> None:
     """Multiply where C has met no such options and signature, or cannot read the tensors, or in two launches."""
     signature = launches.signature(*given)
-    if launches.find(_in_turn, options, signature) is not None:
+    # Whether types are right, and not only equal to right ones, the product says before it launches; the cast, after.
+    if type(options.amax_floor) is not bool and launches.find(_in_turn, options, signature) is not None:
         _multiply_in_turn(given, options, bias)
         return
     operands, out, scale = given[:4], given[4], given[5]

@@ -405,7 +405,8 @@ def _multiply_quantized(x: tuple, b, b_scale, bias, out, out_dtype, product: dic
         _check_kinds(given, optional=("bias", "out"))
     _check_out_dtype(out_dtype)
     if a.dtype != quantize.FP8_DTYPE:
-        raise TypeError(f"x[0] must be {quantize.FP8_DTYPE}; got {a.dtype}. Pass the input itself as x to have it cast")
+        remedy = tensors.operand_remedy("x[0]", a, (quantize.FP8_DTYPE,), {}, "pass the input itself as x, to be cast")
+        raise TypeError(f"x[0] must be {quantize.FP8_DTYPE}; got {a.dtype}. To fix: {remedy}")
     _check_fit(a, b, bias, out, dtype)
     if torch.is_grad_enabled() and out is not None:
         _refuse_gradient(b, b_scale, out if _wants_gradient(a, b, b_scale, bias, out) else None)
@@ -434,8 +435,12 @@ def _rows_of_out(out: torch.Tensor) -> torch.Tensor:
 
 
 def _check_wide_weight(b) -> None:
-    if isinstance(b, torch.Tensor) and b.dtype == quantize.FP8_DTYPE:
+    if not isinstance(b, torch.Tensor) or b.dtype in quantize.SOURCE_DTYPES:
+        return
+    if b.dtype == quantize.FP8_DTYPE:
         raise TypeError("b_scale is missing: b is float8_e4m3fn. Pass the scale that quantize_weight returned with it")
+    remedy = tensors.operand_remedy("b", b, (quantize.FP8_DTYPE,), {}, f"pass a weight of {_WIDE}")
+    raise TypeError(f"b must be {_WIDE}, or {quantize.FP8_DTYPE} with b_scale; got {b.dtype}. To fix: {remedy}")
 
 
 def _check(x, b, b_scale, bias, out, options: _Options) -> None:
@@ -453,7 +458,7 @@ def _check_kinds(given: dict[str, object], optional: tuple[str, ...]) -> None:
     given = {name: value for name, value in given.items() if value is not None or name not in optional}
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}")
+            raise tensors.no_tensor(name, value, "pass a tensor")
     tensors.require_plain(**given)
     (first, x), *others = given.items()
     if x.device.type not in ("cuda", "cpu"):
@@ -486,9 +491,10 @@ def _check_fit(x, b, bias, out, out_dtype: torch.dtype) -> None:
 
 def _check_formats(x, b_scale, options: _Options) -> None:
     if x.dtype not in _SOURCE_DTYPES:
-        raise TypeError(f"x must be {_WIDE}; got {x.dtype}. Convert it; what is quantised already comes with its scale")
-    if b_scale is not None and b_scale.dtype not in tensors.SCALE_DTYPES:
-        raise TypeError(f"b_scale must be {tensors.SCALE_NAMES}; got {b_scale.dtype}. Use .float()")
+        remedy = "convert it; where it is quantised already, pass it and its scale as a pair, (x, x_scale)"
+        raise TypeError(f"x must be {_WIDE}; got {x.dtype}. To fix: {remedy}")
+    if b_scale is not None:
+        api.check_scale_dtypes(("b", "b_scale"), (None, b_scale))
     _check_out_dtype(options.out_dtype)
     quantize.check_options(quantize.Options(quantize.TOKEN_BLOCK[0], **_cast_options(options)))
     for name, value in _product_options(options).items():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from deep_tile import api, cast, jit, quantize, replaceable, tensors
+from deep_tile.config import as_int
 from deep_tile.integrations import transformers_config
 from deep_tile.linear import fp8_linear, quantize_weight
 from deep_tile.quantize import FP8_DTYPE, WEIGHT_BLOCK, scale_shape
@@ -54,6 +55,9 @@ class Linear(torch.nn.Module):
         batch_invariant=True. The weight is drawn as `torch.nn.Linear` draws it.
         """
         super().__init__()
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if as_int(size) is None:
+                raise TypeError(f"{name} is {size!r}, of type {type(size).__name__}; pass an int")
         self.in_features, self.out_features, self.options = in_features, out_features, options
         self.weight = _frozen(tensors.empty_rows((out_features, in_features), FP8_DTYPE, device))
         scale = torch.empty(scale_shape(self.weight.shape, WEIGHT_BLOCK), dtype=torch.float32, device=device)
@@ -265,11 +269,12 @@ def _refuse_foreign(x: object, weight: object) -> None:
 
 def _check_weight(weight: torch.Tensor, scale: torch.Tensor) -> None:
     if weight.dtype != FP8_DTYPE:
-        raise TypeError(f"weight is {weight.dtype}; it must be {FP8_DTYPE}. Linear.from_float quantises others")
+        wide = "make the layer with Linear.from_float, which quantises"
+        remedy = tensors.operand_remedy("weight", weight, (FP8_DTYPE,), {}, wide)
+        raise TypeError(f"weight is {weight.dtype}; it must be {FP8_DTYPE}. To fix: {remedy}")
     if scale.dtype not in tensors.SCALE_DTYPES:
-        raise TypeError(
-            f"weight_scale_inv is {scale.dtype}; it must be {tensors.SCALE_NAMES}. Convert it with .float()"
-        )
+        remedy = tensors.scale_remedy("weight_scale_inv", scale)
+        raise TypeError(f"weight_scale_inv is {scale.dtype}; it must be {tensors.SCALE_NAMES}. To fix: {remedy}")
     if weight.dim() != 2 or tuple(scale.shape) != scale_shape(weight.shape, WEIGHT_BLOCK):
         wanted = f" of {list(scale_shape(weight.shape, WEIGHT_BLOCK))}" if weight.dim() == 2 else ""
         raise ValueError(
@@ -301,6 +306,12 @@ def replace_linears(
             reads the weight itself; hooks have wrapped its forward, or its weight is computed or split; or
             transformers could not load it. The text names the layers, and what to do. Nothing has been replaced.
     """
+    _check_model(model)
+    if wanted is not None and not callable(wanted):
+        raise TypeError(
+            f"wanted is {wanted!r}; pass a function of a layer's name and the layer, such as "
+            "lambda name, layer: 'lm_head' not in name, or None for all"
+        )
     layers = dict(replaceable.linears(model, wanted))
     replaceable.check(model, layers)
     say_fp8 = transformers_config.description(model, layers)
@@ -318,6 +329,11 @@ def replace_linears(
             setattr(model.get_submodule(parent), own, replacement)
     say_fp8()
     return count
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is {model!r}, a {type(model).__name__}; pass a torch.nn.Module, which has the layers")
 
 
 def _replacement(layer: torch.nn.Linear, shared: dict[object, Linear], options: dict[str, Any]) -> Linear:
@@ -377,6 +393,7 @@ def precompile_model(
         ValueError: the model has no such layer.
         TypeError, ValueError, jit.CompileError: as `precompile`.
     """
+    _check_model(model)
     shapes_of: dict[tuple[tuple[str, Any], ...], set[tuple[int, int, int]]] = {}
     gathered = _gathered_shapes(model)
     given = {"num_sms": num_sms, "batch_invariant": batch_invariant, "out_dtype": out_dtype}

@@ -257,10 +257,16 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
             does not fit, or a tensor has no memory.
     """
     if not isinstance(x, torch.Tensor) or x.dtype != FP8_DTYPE:
-        raise TypeError(f"x is {_kind(x)}; dequantize takes a float8_e4m3fn tensor")
+        remedy = ""
+        if isinstance(x, torch.Tensor):
+            whole = "multiply it with its scale by torch"
+            remedy = f". To fix: {tensors.operand_remedy('x', x, (FP8_DTYPE,), {}, whole)}"
+        raise TypeError(f"x is {_kind(x)}; dequantize takes a float8_e4m3fn tensor{remedy}")
     if not isinstance(scale, torch.Tensor) or scale.dtype not in tensors.SCALE_DTYPES:
+        is_tensor = isinstance(scale, torch.Tensor)
+        remedy = tensors.scale_remedy("scale", scale) if is_tensor else "pass one value per block"
         raise TypeError(
-            f"scale is {_kind(scale)}; dequantize takes a tensor of {tensors.SCALE_NAMES}, one value per block"
+            f"scale is {_kind(scale)}; dequantize takes a tensor of {tensors.SCALE_NAMES}. To fix: {remedy}"
         )
     if not is_compiling():  # torch's operations, which tracers see, look at their tensors themselves
         tensors.require_dense(x=x, scale=scale)
@@ -300,16 +306,20 @@ def _input_name(options: Options) -> str:
 
 def _check_input(x: torch.Tensor, options: Options, lists: sources.Lists) -> None:
     name = _input_name(options)
-    check_source_dtype(name, x)
+    _check_source_dtype(name, x, options)
     tensors.require_plain(**{name: x})
     _require_dimensions(name, x, (options.block_rows, SCALE_BLOCK))
     sources.check(name, x, options.gating, lists)
     sources.check_memory(lists)
 
 
-def check_source_dtype(name: str, x: torch.Tensor) -> None:
-    if not isinstance(x, torch.Tensor) or x.dtype not in SOURCE_DTYPES:
-        wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in SOURCE_DTYPES)
+def _check_source_dtype(name: str, x: torch.Tensor, options: Options) -> None:
+    check_source_dtype(name, x, SOURCE_DTYPES if options.gating is None else sources.GATED_DTYPES)
+
+
+def check_source_dtype(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = SOURCE_DTYPES) -> None:
+    if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
+        wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name} is {_kind(x)}; the cast takes a tensor of {wanted}")
 
 
@@ -735,7 +745,7 @@ def check_fake_targets(
 def _check_fake(x: torch.Tensor, options: Options, lists: sources.Lists) -> None:
     """Check what can be checked without memory; strides are left to the run."""
     name = _input_name(options)
-    check_source_dtype(name, x)
+    _check_source_dtype(name, x, options)
     _require_dimensions(name, x, (options.block_rows, SCALE_BLOCK))
     sources.check(name, x, options.gating, lists)
     check_options(options)

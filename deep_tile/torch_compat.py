@@ -236,6 +236,9 @@ def _check_operand(
     if not isinstance(matrix, torch.Tensor) or matrix.dtype not in dtypes or matrix.dim() not in dimensions:
         seen = f"{list(matrix.shape)} of {matrix.dtype}" if isinstance(matrix, torch.Tensor) else f"{matrix!r}"
         wanted = [" or ".join(map(str, known)) for known in (dtypes, dimensions)]
+        if isinstance(matrix, torch.Tensor) and matrix.dtype not in dtypes:
+            takers = dict.fromkeys(_FP8, "torch_compat.scaled_grouped_mm")
+            remedy = f"To fix: {tensors.operand_remedy(name, matrix, dtypes, takers, remedy)}"
         raise TypeError(f"{name} is {seen}; it must be of {wanted[0]} and {wanted[1]} dimensions. {remedy}")
 
 
@@ -272,8 +275,10 @@ def _check_bias(bias: object, rows_b: torch.Tensor) -> None:
 def _scale(letter: str, scale: object, recipe: ScalingType, rows: torch.Tensor) -> torch.Tensor:
     """The scale of [..., rows, k], by torch's layout for its recipe, as our products take it."""
     if not isinstance(scale, torch.Tensor) or scale.dtype not in tensors.SCALE_DTYPES:
-        seen = scale.dtype if isinstance(scale, torch.Tensor) else repr(scale)
-        raise TypeError(f"scale_{letter} is {seen}; it must be a tensor of {tensors.SCALE_NAMES}")
+        is_tensor = isinstance(scale, torch.Tensor)
+        seen = scale.dtype if is_tensor else repr(scale)
+        remedy = tensors.scale_remedy(f"scale_{letter}", scale) if is_tensor else "pass one"
+        raise TypeError(f"scale_{letter} is {seen}; it must be a tensor of {tensors.SCALE_NAMES}. To fix: {remedy}")
     *groups, m, k = rows.shape
     k_blocks = ceil_div(k, SCALE_BLOCK)
     if recipe == _TENSOR:

@@ -261,6 +261,8 @@ def test_doctor_fails_without_a_compiler(call, monkeypatch):
     assert code == 1
     assert found["compiler"]["status"] == "fail"
     assert found["compiler"]["seen"] == "CompileError: NVRTC 99 cannot compile"
+    assert found["cache"]["seen"] == "no kernel to keep there: CompileError: NVRTC 99 cannot compile"
+    assert found["cache"]["remedy"] == found["compiler"]["remedy"] and "CACHE_DIR" not in found["cache"]["remedy"]
     assert "deep_tile[cu13]" in found["compiler"]["remedy"]
     printed = call("doctor")[1]
     assert "cannot work here" in printed and "deep_tile[cu13]" in printed  # brackets reach the reader

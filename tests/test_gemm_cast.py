@@ -9,7 +9,7 @@ from campaign import noise
 from helpers import Operands, make_operands
 
 import deep_tile
-from deep_tile import GemmConfig, fp8_gemm, fp8_gemm_cast, gemm_cast, interleave_gate_up, per_token_cast_to_fp8
+from deep_tile import GemmConfig, api, fp8_gemm, fp8_gemm_cast, gemm_cast, interleave_gate_up, per_token_cast_to_fp8
 from deep_tile.config import ceil_div
 from deep_tile.kinds import ACTIVATIONS, QUANTIZED
 from deep_tile.problem import GemmProblem
@@ -236,6 +236,20 @@ def wrong(**changed):
 def test_bad_calls(changed, error, said):
     with pytest.raises(error, match=said):
         fp8_gemm_cast(**wrong(**changed))
+
+
+def test_a_floor_that_equals_a_known_one_launches_nothing(monkeypatch):
+    """Also where the product would be launched by itself, before the cast."""
+    operands = make_operands(4, 256, 128)
+    fp8_gemm_cast(*operands, amax_floor=1.0)
+    multiply, products = api.fp8_gemm, []
+    monkeypatch.setattr(api, "fp8_gemm", lambda *given, **keywords: products.append(1) or multiply(*given, **keywords))
+    for _ in range(2):
+        with pytest.raises(TypeError, match="amax_floor is True"):
+            fp8_gemm_cast(*operands, amax_floor=True)
+    assert not products
+    fp8_gemm_cast(*operands, amax_floor=1)
+    assert products
 
 
 @pytest.mark.gpu

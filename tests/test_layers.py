@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "grouped": CALL | {"api", "dense", "finishes"},
     "wgrad": CALL | {"api", "dense", "grouped", "params"},
     "replaceable": {"quantize", "tensors"},
-    "nn": {"api", "cast", "integrations", "jit", "linear", "quantize", "replaceable", "tensors"},
+    "nn": {"api", "cast", "config", "integrations", "jit", "linear", "quantize", "replaceable", "tensors"},
     "distributed": {"config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"config", "experts", "grouped", "linear", "quantize", "replaceable", "tensors"},
     "compat": {"api", "config", "dense", "grouped", "quantize", "reference", "tensors", "transposed"},
