@@ -199,6 +199,9 @@ class MapLayout(NamedTuple):
         )
 
 
+SORT_BLOCKS = 8
+"""Of a cluster, each of which keeps the counts of all: the most that every GPU with clusters takes."""
+
 GEMM = Params(
     "GemmParams",
     # Sizes first: what the first request waits for is read from one line of constant memory.
@@ -332,6 +335,24 @@ COMBINE = Params(
     Field("narrow_weights", "int", "they are BF16, not FP32", 0, 1),
 )
 """Of the sum of what experts made of each token."""
+
+SORT = Params(
+    "SortParams",
+    Field("chosen", "const void*", "[t, top_k], dense, as index"),
+    Field("rows", "long long*", "[rows_size]: of which token each is, -1 for none"),
+    Field("offs", "int*", "[experts]: the row behind each expert's last"),
+    Field("index", "long long*", "[t, top_k]: the row of each choice, -1 of no expert"),
+    Field("choices", "unsigned", "t * top_k", 1, 2**31 - 1),
+    Field("rows_size", "unsigned", "", 1, 2**31 - 1),
+    Field("experts", "unsigned", "no more than a block has threads", 1),
+    Field("alignment", "unsigned", "of the rows that experts begin at, a power of two", 1, 1024),
+    Field("top_k_reciprocal", "unsigned", "a token is its choice's number times this, shifted right", 2**31, 2**32 - 1),
+    Field("top_k_shift", "unsigned", "", 31, 62),
+    Field("cluster_log2", "unsigned", "of the blocks that share out the counting", 0, SORT_BLOCKS.bit_length() - 1),
+    Field("slice", "unsigned", "choices that a block counts", 1),
+    Field("warp_choices_log2", "unsigned", "of the choices that a warp places", 5, 11),
+)
+"""Of the lists of an expert layer's rows."""
 
 MOST_CAST_GROUPS = 1024
 """Whose counts of living rows a cast holds in shared memory."""

@@ -36,7 +36,9 @@ ODD = Params(
 )
 """Every type, in an order that needs padding in the middle and at the end."""
 
-TABLES = pytest.mark.parametrize("table", [params.GEMM, params.CAST, params.CAST_OF_ROWS, params.COMBINE, ODD])
+TABLES = pytest.mark.parametrize(
+    "table", [params.GEMM, params.CAST, params.CAST_OF_ROWS, params.COMBINE, params.SORT, ODD]
+)
 
 
 def unpack(table: Params, data: bytes) -> dict[str, int | float | bytes]:

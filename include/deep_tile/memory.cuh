@@ -89,6 +89,13 @@ __device__ __forceinline__ void st_async(u32 remote, const float* values, u32 re
         : "memory");
 }
 
+// Four bytes, likewise.
+__device__ __forceinline__ void st_async(u32 remote, u32 value, u32 remote_barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
+                 ::"r"(remote), "r"(value), "r"(remote_barrier)
+                 : "memory");
+}
+
 // Ordinary loads and stores.
 
 // Four 8x8 matrices of 16-bit elements from registers; lane l gives the address of row l % 8 of matrix l / 8.
