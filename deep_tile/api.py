@@ -80,6 +80,9 @@ class Precompiled(NamedTuple):
     configs: tuple[GemmConfig, ...]
     compiled: int
 
+    def __repr__(self) -> str:
+        return f"<Precompiled: {len(self.configs)} kernels, {self.compiled} compiled>"
+
 
 def fp8_gemm(
     a: torch.Tensor,
@@ -110,9 +113,9 @@ def fp8_gemm(
         a: [m, k] float8_e4m3fn, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
         a_scale: [m, ceil(k / 128)] float32, any strides within 4 GB: row-major, or M-major with stride (1, m) or
             padded. Some large products are 1 to 2 % faster where its columns begin at multiples of 16 bytes
-            ("m_aligned" casts). Or float8_e8m0fnu, of which a kernel of torch makes float32 first, as of `b_scale`.
+            ("m_aligned" casts). Or bfloat16, float16 or float8_e8m0fnu, of which a kernel of torch makes float32 first.
         b: [n, k] float8_e4m3fn, laid out like `a`.
-        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB, or float8_e8m0fnu.
+        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB, or a dtype that `a_scale` may have.
         out: [m, n] bfloat16, float16 or float32, unit stride along n; allocated when None. Any alignment and row stride
             will do, but rows that begin and end at multiples of 16 bytes are stored faster. Must not overlap the
             inputs.
@@ -868,7 +871,7 @@ def _check_dtypes(options: Options, a, a_scale, b, b_scale, out) -> None:
 def _check_float32(**scales: torch.Tensor) -> None:
     """Of a plan, whose calls convert nothing."""
     for name, scale in scales.items():
-        if scale.dtype == torch.float8_e8m0fnu:
+        if scale.dtype != torch.float32:
             raise TypeError(f"{name} of a plan must be torch.float32; got {scale.dtype}. To fix: pass {name}.float()")
 
 

@@ -208,9 +208,9 @@ def int8_gemm(
 
     Args:
         a: [m, k] int8, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
-        a_scale: [m, ceil(k / 128)] float32, any strides within 4 GB, or float8_e8m0fnu.
+        a_scale: [m, ceil(k / 128)] float32 or another dtype that `fp8_gemm` takes, any strides within 4 GB.
         b: [n, k] int8, laid out like `a`.
-        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB, or float8_e8m0fnu.
+        b_scale: [ceil(n / 128), ceil(k / 128)] float32 or another dtype that `fp8_gemm` takes, any strides within 4 GB.
         out: [m, n] bfloat16, float16 or float32, as for `gemm`; allocated when None.
         bias, activation: as for `fp8_gemm`.
         out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
@@ -264,8 +264,8 @@ def scaled_gemm(
     Args:
         a: [m, k] float8_e4m3fn, float8_e5m2 or int8, unit stride along k, row stride a multiple of 16 bytes, 16-byte
             aligned.
-        a_scale: float32 or float8_e8m0fnu: [m] or [m, 1], or one number of any shape; or [m, ceil(k / 128)], any
-            strides within 4 GB, fastest as `per_token_cast_to_fp8` makes them.
+        a_scale: float32, bfloat16, float16 or float8_e8m0fnu: [m] or [m, 1], or one number of any shape; or
+            [m, ceil(k / 128)], any strides within 4 GB, fastest as `per_token_cast_to_fp8` makes them.
         b: [n, k] laid out like `a`: of FP8 too, in either format, or int8.
         b_scale: likewise: [n], [n, 1] or [1, n], or one number; torch's scales of tensors and of rows are these. With
             blocks in a_scale [n, ceil(k / 128)] of FP8, or [ceil(n / 128), ceil(k / 128)].
@@ -313,7 +313,7 @@ def fp8_wgrad(
     Args:
         dy: [n, s] float8_e4m3fn or float8_e5m2, unit stride along tokens, row stride a multiple of 16 bytes, 16-byte
             aligned.
-        dy_scale: [n, ceil(s / 128)] float32 or float8_e8m0fnu, any strides within 4 GB.
+        dy_scale: [n, ceil(s / 128)] float32, bfloat16, float16 or float8_e8m0fnu, any strides within 4 GB.
         x: [k, s] of either dtype, laid out like `dy`.
         x_scale: [k, ceil(s / 128)], likewise.
         out: [n, k] float32, bfloat16 or float16; unit stride along k, otherwise as for `gemm`.
@@ -455,7 +455,7 @@ def _multiply_gradient(grad: torch.Tensor, x: torch.Tensor, transposed: bool, **
 def _call_unknown(operands, out, options: _Options, bias) -> None:
     """Multiply where C has met no such options and signature, or cannot read the tensors."""
     _check_arguments(options, operands, out, bias)
-    operands = tuple(map(tensors.as_float32, operands))
+    operands = tensors.with_float32_scales(operands)
     given = (*operands, out, *_given(bias))
     signature = launches.signature(*given)
     launch = launches.find(_launches, options, signature)
@@ -712,9 +712,7 @@ def check_dtypes(call: Call, operands, with_scales: str) -> None:
         )
     for name, x in zip(call.names, operands, strict=True):
         if name.endswith("_scale") and x.dtype not in tensors.SCALE_DTYPES:
-            raise TypeError(
-                f"{name} must be one of {finishes.names(tensors.SCALE_DTYPES)}; got {x.dtype}. To fix: {name}.float()"
-            )
+            raise TypeError(f"{name} must be one of {tensors.SCALE_NAMES}; got {x.dtype}. To fix: {name}.float()")
 
 
 def check_row_block_scales(names: tuple[str, ...], operands) -> None:

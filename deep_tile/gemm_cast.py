@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from deep_tile import _launcher, api, finishes, launches, ops, params, plan, quantize, settings
+from deep_tile import _launcher, api, finishes, launches, ops, params, plan, quantize, settings, tensors
 from deep_tile.config import GemmConfig
 from deep_tile.kinds import QUANTIZED
 from deep_tile.problem import GemmProblem
@@ -142,8 +142,7 @@ def _call_unknown(given: tuple, options: _Options, bias) -> None:
         return
     operands, out, scale = given[:4], given[4], given[5]
     checked = _check(operands, out, scale, None, options, bias)
-    operands = (operands[0], operands[1].float(), operands[2], operands[3].float())
-    given = (*operands, *given[4:])
+    given = (*tensors.with_float32_scales(operands), *given[4:])
     signature = launches.signature(*given)
     launch = launches.find(_launches, options, signature)
     if launch is None:

@@ -100,7 +100,8 @@ def fp8_grouped_gemm(
     Args:
         a: [s, k] or [g, m, k] float8_e4m3fn, unit stride along k; row and group strides as for `fp8_gemm`, and the
             latter a multiple of the former.
-        a_scale: [s, ceil(k / 128)] or [g, m, ceil(k / 128)] float32, any strides within 4 GB.
+        a_scale: [s, ceil(k / 128)] or [g, m, ceil(k / 128)] float32 or another dtype that `fp8_gemm` takes, any strides
+            within 4 GB.
         b: [g, n, k] float8_e4m3fn, laid out like `a`.
         b_scale: [g, ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB.
         offs: [g] int32, contiguous, on the same device: the row behind each group's last. With `a` of two dimensions.
@@ -203,8 +204,8 @@ def scaled_grouped_gemm(
 
     Args:
         a: [s, k] or [g, m, k] float8_e4m3fn, float8_e5m2 or int8, laid out as for `fp8_grouped_gemm`.
-        a_scale: float32 or float8_e8m0fnu, any strides within 4 GB: [s] or [g, m], also with a dimension of 1 behind,
-            or one number of any shape, or with rows of their own one for each group, [g]; or
+        a_scale: float32, bfloat16, float16 or float8_e8m0fnu, any strides within 4 GB: [s] or [g, m], also with a
+            dimension of 1 behind, or one number of any shape, or with rows of their own one for each group, [g]; or
             [s, ceil(k / 128)] or [g, m, ceil(k / 128)].
         b: [g, n, k] laid out like `a`: of FP8 too, in either format, or int8.
         b_scale: likewise: [g, n], [g, n, 1] or [g, 1, n], or one number for each group, or for all; or with blocks in
@@ -285,7 +286,7 @@ def _refuse_gradients(call: str, operands, out) -> None:
 def _call_unknown(operands, bounds, out, options: _Options) -> None:
     """Multiply where C has met no such options and signature, or cannot read the tensors."""
     check_tensors(options, operands, bounds, out)
-    operands = tuple(map(tensors.as_float32, operands))
+    operands = tensors.with_float32_scales(operands)
     given = (*operands, *_given(bounds), out)
     signature = launches.signature(*given)
     launch = launches.find(_launches, options, signature)

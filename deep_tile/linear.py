@@ -96,7 +96,8 @@ def fp8_linear(
             product alone is launched. After `import deep_tile.distributed` also a DTensor, as all tensors then are.
         b: [n, k] float8_e4m3fn as `fp8_gemm` takes it, as `quantize_weight` makes it; or, without `b_scale`, a weight
             of bfloat16, float16 or float32, which is then quantised on every call.
-        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides, or float8_e8m0fnu, which takes a kernel more.
+        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides; or bfloat16, float16 or float8_e8m0fnu, of which a
+            kernel of torch makes float32 first.
         bias: [n] bfloat16, float16 or float32, added in FP32 before the product is rounded, as by `fp8_gemm`.
         out: [..., n] in the result's dtype with a unit stride along n, to write to; allocated when None.
         out_dtype: dtype of the result, to which it is rounded once: bfloat16, float16 or float32; when None that of
@@ -337,7 +338,7 @@ def _call_unknown(given: tuple, workspace: torch.Tensor | None, bias, out, optio
     x, b, b_scale, result = given[:4]
     _check(x, b, b_scale, bias, out, options)
     out_rows = _rows_of_out(result)
-    x, b_scale = x if _rows(x) is not None else x.contiguous(), b_scale.float()
+    x, b_scale = x if _rows(x) is not None else x.contiguous(), tensors.as_float32(b_scale)
     if workspace is None or min(*_rows(x).shape, *b.shape) == 0:
         _multiply_in_turn(_rows(x), b, b_scale, bias, out_rows, options)
         return
@@ -487,7 +488,7 @@ def _check_formats(x, b_scale, options: _Options) -> None:
     if x.dtype not in _SOURCE_DTYPES:
         raise TypeError(f"x must be {_WIDE}; got {x.dtype}. Convert it; what is quantised already comes with its scale")
     if b_scale is not None and b_scale.dtype not in tensors.SCALE_DTYPES:
-        raise TypeError(f"b_scale must be torch.float32 or torch.float8_e8m0fnu; got {b_scale.dtype}. Use .float()")
+        raise TypeError(f"b_scale must be {tensors.SCALE_NAMES}; got {b_scale.dtype}. Use .float()")
     _check_out_dtype(options.out_dtype)
     quantize.check_options(quantize.Options(quantize.TOKEN_BLOCK[0], **_cast_options(options)))
     for name, value in _product_options(options).items():

@@ -242,8 +242,8 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
 
     Args:
         x: [..., k] float8_e4m3fn, any strides; 2-D for 128x128 blocks.
-        scale: float32 or float8_e8m0fnu (powers of two, which are exact in FP32), any strides: [..., ceil(k / 128)] for
-            1x128 blocks, [ceil(rows / 128), ceil(k / 128)] for 128x128 blocks.
+        scale: float32, or bfloat16, float16 or float8_e8m0fnu, which are exact in FP32, any strides:
+            [..., ceil(k / 128)] for 1x128 blocks, [ceil(rows / 128), ceil(k / 128)] for 128x128 blocks.
         block: (1, 128) or (128, 128) to insist on one kind of scale. Left out, the scale's shape decides; it fits both
             kinds only when `x` has one row or none, where both mean the same.
 
@@ -260,7 +260,7 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
         raise TypeError(f"x is {_kind(x)}; dequantize takes a float8_e4m3fn tensor")
     if not isinstance(scale, torch.Tensor) or scale.dtype not in tensors.SCALE_DTYPES:
         raise TypeError(
-            f"scale is {_kind(scale)}; dequantize takes a float32 or float8_e8m0fnu tensor, one value per block"
+            f"scale is {_kind(scale)}; dequantize takes a tensor of {tensors.SCALE_NAMES}, one value per block"
         )
     if not is_compiling():  # torch's operations, which tracers see, look at their tensors themselves
         tensors.require_dense(x=x, scale=scale)
@@ -269,7 +269,7 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
     block = _find_block(x, scale, block)
     rows = _as_matrix(x.float())
     blocks = _to_blocks(rows, block[0])
-    return _from_blocks(blocks * _as_matrix(scale.float())[:, None, :, None], rows.shape).view(x.shape)
+    return _from_blocks(blocks * _as_matrix(tensors.as_float32(scale))[:, None, :, None], rows.shape).view(x.shape)
 
 
 def check_layout(scale_layout: str) -> None:

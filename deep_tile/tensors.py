@@ -15,8 +15,11 @@ from deep_tile import _launcher
 ALIGNMENT_BYTES = 16
 """Of addresses that TMA and vector accesses take."""
 
-SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
-"""What calls take. Kernels read float32; the other holds powers of two, which are exact in it."""
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+"""What calls take. Kernels read float32, which holds the values of all others exactly."""
+
+SCALE_NAMES = ", ".join(map(str, SCALE_DTYPES[:-1])) + f" or {SCALE_DTYPES[-1]}"
+"""For an error that says what a scale must be."""
 
 _KEYS = torch._C.DispatchKey.__members__
 
@@ -66,7 +69,15 @@ _KINDS = (
 
 def as_float32(scale: torch.Tensor) -> torch.Tensor:
     """A scale as kernels read it; of a dtype that no call takes, as it is."""
-    return scale.float() if scale.dtype == torch.float8_e8m0fnu else scale
+    return scale.float() if scale.dtype in SCALE_DTYPES else scale
+
+
+def with_float32_scales(operands: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Operands of a product, (a, b) or (a, a_scale, b, b_scale), with their scales as kernels read them."""
+    if len(operands) == 2:
+        return operands
+    a, a_scale, b, b_scale = operands
+    return a, as_float32(a_scale), b, as_float32(b_scale)
 
 
 def require_tensors(**given: object) -> None:

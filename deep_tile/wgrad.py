@@ -66,7 +66,7 @@ def fp8_grouped_wgrad(
 
     Args:
         dy: [n, s] float8_e4m3fn, unit stride along tokens, row stride a multiple of 16 bytes, 16-byte aligned.
-        dy_scale: [n, ceil(s / 128)] float32 or float8_e8m0fnu, any strides within 4 GB.
+        dy_scale: [n, ceil(s / 128)] float32, bfloat16, float16 or float8_e8m0fnu, any strides within 4 GB.
         x: [k, s] float8_e4m3fn, laid out like `dy`.
         x_scale: [k, ceil(s / 128)], likewise.
         offs: [g] int32, contiguous, on the same device: the token behind each group's last.
@@ -120,13 +120,13 @@ def _refuse_gradients(given) -> None:
 def _call_unknown(given, options: _Options) -> None:
     """Multiply where C has met no such options and signature, or cannot read the tensors."""
     _check_tensors(given)
-    dy, dy_scale, x, x_scale, offs, out = given
-    given = (dy, tensors.as_float32(dy_scale), x, tensors.as_float32(x_scale), offs, out)
+    *operands, offs, out = given
+    given = (*tensors.with_float32_scales(operands), offs, out)
     signature = launches.signature(*given)
     launch = launches.find(_launches, options, signature)
     if launch is None:
         checked = _checked_options(options, given)
-        if out.numel() == 0 or dy.shape[1] == 0 or not _is_on_gpu(out):
+        if out.numel() == 0 or operands[0].shape[1] == 0 or not _is_on_gpu(out):
             _compute_without_kernel(given, options)
             return
         launch = _prepare_launch(given, checked)

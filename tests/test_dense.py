@@ -20,7 +20,7 @@ from helpers import (
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import deep_tile
-from deep_tile import GemmConfig, api, dense, finishes, fp8_wgrad, gemm, int8_gemm, params, plan, scaled_gemm
+from deep_tile import GemmConfig, api, dense, finishes, fp8_wgrad, gemm, int8_gemm, params, plan, scaled_gemm, tensors
 from deep_tile.kinds import KINDS, LAYOUT_NAMES, LAYOUTS, OUTPUTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import bucket_key, bucketed, choose
@@ -304,9 +304,11 @@ def test_scales_of_rows_in_torchs_shapes():
         assert dense._step(scale) == step
 
 
-def test_scales_of_powers_of_two_alone():
+@pytest.mark.parametrize("dtype", tensors.SCALE_DTYPES[1:], ids=str)
+def test_narrow_scales(dtype):
     a, b = (torch.randint(-9, 9, (rows, 32), dtype=torch.int8) for rows in (6, 10))
-    scales = torch.tensor([[2.0]]).to(torch.float8_e8m0fnu)
+    scales = torch.tensor([[2.0]]).to(dtype)
+    assert same_bits(scaled_gemm(a, scales, b, scales), scaled_gemm(a, scales.float(), b, scales.float()))
     assert same_bits(int8_gemm(a, scales.expand(6, 1), b, scales), scaled_gemm(a, scales, b, scales))
 
 

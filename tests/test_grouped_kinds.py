@@ -249,7 +249,7 @@ REFUSALS = [
     ("bf16", lambda a, b: (a, b.clone().requires_grad_()), RuntimeError, "To train, call torch.nn.functional.grouped"),
     ("int8_rows", lambda a, s, b, t: (a, s[:4], b, t), ValueError, r"a_scale must have one number for each row of a"),
     ("int8_rows", lambda a, s, b, t: (a, s, b, t[:, :5]), ValueError, r"b_scale must have .* or one for each group"),
-    ("int8_rows", lambda a, s, b, t: (a, s.half(), b, t), TypeError, "a_scale must be one of torch.float32"),
+    ("int8_rows", lambda a, s, b, t: (a, s.double(), b, t), TypeError, "a_scale must be one of torch.float32"),
     ("int8", lambda a, s, b, t: (a, s, b, t[:, :0]), ValueError, "a_scale must have one number.* of blocks"),
 ]
 

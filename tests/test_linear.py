@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import same_bits
 
-from deep_tile import dequantize, fp8_gemm, fp8_linear, linear, per_token_cast_to_fp8, quantize_weight
+from deep_tile import dequantize, fp8_gemm, fp8_linear, linear, per_token_cast_to_fp8, quantize_weight, tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDE = [torch.bfloat16, torch.float16, torch.float32]
@@ -90,10 +90,18 @@ def test_a_wide_weight_is_quantised_on_the_way(device):
     assert torch.equal(fp8_linear(x, w), fp8_linear(x, *quantize_weight(w)))
 
 
-def test_scales_of_powers_of_two(device):
-    x, b, _, _ = make_layer((7, 200), 130, device)
-    exponents = torch.randint(120, 130, (2, 2), dtype=torch.uint8, device=device).view(torch.float8_e8m0fnu)
-    assert torch.equal(fp8_linear(x, b, exponents), fp8_linear(x, b, exponents.float()))
+@pytest.mark.parametrize("dtype", tensors.SCALE_DTYPES[1:], ids=str)
+def test_narrow_scales(device, dtype):
+    """In eager, as an op, in a gradient, and of an input that is quantised already."""
+    x, b, b_scale, _ = make_layer((7, 200), 130, device)
+    narrow = b_scale.to(dtype)
+    wide, a = narrow.float(), per_token_cast_to_fp8(x)
+    expected = fp8_linear(x, b, wide)
+    for got in (fp8_linear(x, b, narrow), torch.ops.deep_tile.fp8_linear(x, b, narrow), fp8_linear(a, b, narrow)):
+        assert torch.equal(got, expected)
+    torch.library.opcheck(torch.ops.deep_tile.fp8_linear.default, (x, b, narrow), test_utils="test_faketensor")
+    x.requires_grad_()
+    assert torch.equal(*(torch.autograd.grad(fp8_linear(x, b, scale).sum(), x)[0] for scale in (narrow, wide)))
 
 
 @pytest.mark.parametrize("shape", [(5, 208), (2, 3, 208), (7,)], ids=str)
@@ -215,7 +223,7 @@ def bad_calls(device: str):
     yield {"x": x[0, 0]}, ValueError, r"x must be \[..., k\] and b \[n, k\]; got \[\] and \[130, 208\]"
     yield {"b": b[0]}, ValueError, r"got \[5, 208\] and \[208\]"
     yield {"x": x[:, :192]}, ValueError, r"got \[5, 192\] and \[130, 208\]"
-    yield {"b_scale": b_scale.bfloat16()}, TypeError, "b_scale must be torch.float32 or torch.float8_e8m0fnu"
+    yield {"b_scale": b_scale.double()}, TypeError, "b_scale must be torch.float32, torch.bfloat16, torch.float16 or"
     yield {"b_scale": b_scale[:1]}, ValueError, r"b_scale must have shape"
     yield {"b_scale": None}, TypeError, "b_scale is missing: b is float8_e4m3fn. Pass the scale"
     yield {"b": b.float()}, TypeError, "b must be torch.float8_e4m3fn; got torch.float32"

@@ -268,6 +268,14 @@ def test_dequantize_expands_e8m0_exactly():
     assert back[255].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dequantize_widens_scales_exactly(dtype):
+    """All of their values, subnormal ones included."""
+    scale = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)[:, None]
+    x = torch.tensor([[1.0, -0.5]]).expand(2**16, 2).to(FP8_DTYPE)
+    assert torch.equal(dequantize(x, scale).nan_to_num(7), (x.double() * scale.double()).float().nan_to_num(7))
+
+
 @CASTS
 def test_pow2_scales_are_e8m0s(cast):
     x = random_matrix(140, 300)
@@ -405,7 +413,7 @@ FP8 = torch.zeros(130, 300).to(FP8_DTYPE)
 @pytest.mark.parametrize(
     ("x", "scale", "block", "error", "message"),
     [
-        (FP8, torch.ones(130, 3).half(), None, TypeError, "scale is a tensor of float16"),
+        (FP8, torch.ones(130, 3).double(), None, TypeError, "scale is a tensor of float64"),
         (FP8, torch.ones(3, 130), None, ValueError, r"\[3, 130\].*\[130, 3\].*\[2, 3\]"),
         (FP8, torch.ones(130, 3), (128, 128), ValueError, r"must be \[2, 3\]"),
     ],

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from deep_tile.config import GemmConfig, ceil_div
 from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, LAYOUTS, OUTPUTS
 from deep_tile.problem import GemmProblem
+from deep_tile.select import choose as choosing
 from deep_tile.select.choose import bucketed, candidates, choose, choose_bucket, configs_for, suits
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.schedule import (
@@ -212,11 +213,28 @@ def test_choice_is_deterministic(problem):
 )
 @settings(max_examples=60, deadline=None)
 def test_configs_for_are_those_that_some_m_is_given(n, k, max_m, num_sms, tma_store):
+    """Whether or not their choices are remembered: those of many m are made at once."""
+    choose_bucket.cache_clear()
+    made = configs_for(n, k, max_m, num_sms, tma_store)
+    choose_bucket.cache_clear()
     chosen = {choose(GemmProblem(m, n, k, num_sms, tma_store)) for m in range(1, max_m + 1)}
+    assert set(made) == chosen and made == configs_for(n, k, max_m, num_sms, tma_store)
     covering = configs_for(n, k, max_m, num_sms, tma_store)
     assert len(covering) == len(set(covering))
     # The last bucket reaches beyond max_m, but is one choice.
     assert set(covering) == chosen
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16", "int8"])
+def test_choices_of_many_m_are_made_at_once(monkeypatch, kind):
+    """All but some close ones, and those that were measured."""
+    estimated = []
+    estimate = choosing.estimate
+    monkeypatch.setattr(choosing, "estimate", lambda *given: estimated.append(given) or estimate(*given))
+    choose_bucket.cache_clear()
+    configs_for(12_288, 4_096, 8_192, 132, kind=kind)
+    choose_bucket.cache_clear()
+    assert len({problem.m for _, problem, _ in estimated}) < 40 and not choosing._foreseen
 
 
 def test_configs_for_large_m_cover_random_m():

@@ -45,9 +45,9 @@ def install(*, exact: str = "reciprocal") -> None:
     """Let transformers' FP8 linears and experts multiply through deep_tile, in this process, until `uninstall()`.
 
     Taken are dynamically quantised inputs of bfloat16, float16 or float32 and weights of float8_e4m3fn in blocks of
-    128x128 with scales of float32 or float8_e8m0fnu, on a Hopper GPU or, for tests, on the CPU: those of `FP8Linear`,
-    and of `FP8Experts` that are gated by SiLU. All else goes on as before: static or per-tensor scales, other blocks,
-    FP4, other GPUs, rows of weights that are no multiple of 16 bytes, and `FP8GroupedLinear`.
+    128x128 with scales of any dtype that products take, on a Hopper GPU or, for tests, on the CPU: those of
+    `FP8Linear`, and of `FP8Experts` that are gated by SiLU. All else goes on as before: static or per-tensor scales,
+    other blocks, FP4, other GPUs, rows of weights that are no multiple of 16 bytes, and `FP8GroupedLinear`.
 
     Linears go through `deep_tile.fp8_linear`. The result has the input's dtype and is rounded to bfloat16 first. A
     gradient goes to the input, through the dequantised weight; the weight and its scales are frozen, as transformers

@@ -9,7 +9,7 @@ another GPU they are scaled by its tensor rate, clock and bandwidth.
 import json
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from deep_tile.config import GemmConfig
 from deep_tile.kinds import K_BLOCK_BYTES, KINDS, QUANTIZED, RESULTS
@@ -18,6 +18,9 @@ from deep_tile.select.defaults import deepest_config
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.schedule import blocks_per_tile, busiest, columns_begun
 from deep_tile.walls import product_flops
+
+if TYPE_CHECKING:
+    import numpy
 
 TIMES = Path(__file__).parent / "times"
 """Written by benchmarks/calibrate.py."""
@@ -229,11 +232,23 @@ def launch_time(hardware: Hardware = H200, kind: str = "fp8") -> float:
 
 
 def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> Estimate:
-    """Predict a config's time on a problem: `launch + (compute**p + memory**p)**(1/p)`."""
-    overlap = calibration(problem.kind).overlap
+    """Predict a config's time on a problem."""
     most, utilization = busiest(config, problem)
     compute_us = sum(_compute_parts(config, problem, hardware, most, utilization))
     memory_us = memory_time(problem, hardware)
-    time_us = launch_time(hardware, problem.kind) + (compute_us**overlap + memory_us**overlap) ** (1 / overlap)
+    time_us = _overlapped(compute_us, memory_us, problem.kind, hardware)
     bound = "compute" if compute_us >= memory_us else "memory"
     return Estimate(time_us, compute_us, memory_us, bound, most, utilization)
+
+
+def _overlapped(compute_us, memory_us, kind: str, hardware: Hardware):
+    """Microseconds: `launch + (compute**p + memory**p)**(1/p)`."""
+    overlap = calibration(kind).overlap
+    return launch_time(hardware, kind) + (compute_us**overlap + memory_us**overlap) ** (1 / overlap)
+
+
+def times_us(config: GemmConfig, problem: GemmProblem) -> "numpy.ndarray":
+    """What `estimate` predicts on an H200 for each of many problems, but for its last bits: `m` of the problem is an
+    array of all of theirs."""
+    compute_us = sum(_compute_parts(config, problem, H200, *busiest(config, problem)))
+    return _overlapped(compute_us, memory_time(problem), problem.kind, H200)

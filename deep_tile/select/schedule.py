@@ -78,7 +78,7 @@ def columns_begun(config: GemmConfig, problem: GemmProblem) -> int:
     blocks = grid_size(config, problem)
     whole, shared = divmod(columns, blocks)
     share = ceil_div(shared * rows, blocks)
-    return whole + (1 + ceil_div(share - 1, rows) if share else 0)
+    return whole + (share > 0) * (1 + ceil_div(share - 1, rows))
 
 
 def busiest(config: GemmConfig, problem: GemmProblem) -> tuple[int, float]:
