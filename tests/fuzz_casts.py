@@ -49,9 +49,10 @@ from strategies import Place
 import deep_tile
 from deep_tile import plan
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.kinds import OUTPUTS
+from deep_tile.kinds import OUTPUTS, QUANTIZED
 from deep_tile.problem import GemmProblem
 from deep_tile.quantize import DIVISIONS, SCALE_LAYOUTS, SCALE_ROUNDINGS, SMALLEST_AMAX_FLOOR, SOURCE_DTYPES
+from deep_tile.select.defaults import default_configs
 from deep_tile.tensors import ALIGNMENT_BYTES, SCALE_DTYPES
 
 
@@ -71,8 +72,8 @@ GROUPS = (1, 2, 3, 8, 33, 130)
 MOST_GROUPS, MOST_EXPERTS = 1024, 2**15 - 2
 
 DEFAULT_FLOOR = inspect.signature(deep_tile.per_token_cast_to_fp8).parameters["amax_floor"].default
-FLOORS = (None, None, 1e-4, 1e-10, 2.0**-80, SMALLEST_AMAX_FLOOR)
-"""None: the default."""
+FLOORS = (None, None, 1e-4, 1e-10, 2.0**-80, SMALLEST_AMAX_FLOOR, *((0.0,) if SMALLEST_AMAX_FLOOR < 2.0**-80 else ()))
+"""None: the default. 0, where it is taken, means the smallest."""
 
 VALUES = ("normal", "normal", "small", "mixed", "huge", "zeros", "ties", "odd")
 """Of inputs that are cast; see `Pool`."""
@@ -81,6 +82,7 @@ TAME_VALUES = ("normal", "normal", "zeros", "ties")
 """Of those that are multiplied, too."""
 
 LINEAR_M, LINEAR_N, LINEAR_K = (1, 64, 65, 128, 200, 300), (8, 136, 256), (16, 512, 1000)
+CAST_COLUMNS = (8, 128, 256, 304)
 FINISHES = (("bf16", "none"), ("bf16", "bf16"), ("fp32", "fp32"), ("fp32", "none"), ("fp16", "none"), ("fp16", "fp16"))
 """Formats of the result and of the bias of a linear layer."""
 
@@ -448,12 +450,15 @@ def draw_layer(random: Random, leading: tuple[int, ...], n: int, finish: tuple[s
     return inputs, targets, options
 
 
+def draw_operand(random: Random, rows: int, k: int) -> Tensor:
+    """Of a product: rows begin at multiples of 16 bytes."""
+    row = round_up(k, ALIGNMENT_BYTES) + ALIGNMENT_BYTES * random.choice((0, 0, 1, 5))
+    return Tensor((rows, k), "float8_e4m3fn", Place((row, 1), ALIGNMENT_BYTES * random.choice((0, 3))), "codes")
+
+
 def draw_quantized_weight(random: Random, n: int, k: int) -> dict[str, Tensor]:
-    place = Place(
-        (round_up(k, ALIGNMENT_BYTES) + ALIGNMENT_BYTES * random.choice((0, 0, 1, 5)), 1), 16 * random.choice((0, 3))
-    )
     scale = draw_narrow_scale(random, scale_shape((n, k), SCALE_BLOCK), "scales")
-    return {"b": Tensor((n, k), "float8_e4m3fn", place, "codes"), "b_scale": scale}
+    return {"b": draw_operand(random, n, k), "b_scale": scale}
 
 
 def draw_linear(random: Random, sizes: Sizes) -> Drawn:
@@ -481,6 +486,35 @@ def draw_pair(random: Random, sizes: Sizes) -> Drawn:
     a_scale = draw_narrow_scale(random, scale_shape((*leading, k)), "scales")
     options = {name: value for name, value in options.items() if name not in ("amax_floor", "round_scale", "exact")}
     return {"x[0]": a, "x[1]": a_scale} | draw_quantized_weight(random, n, k) | inputs, targets, options
+
+
+def draw_gemm_cast(random: Random, sizes: Sizes) -> Drawn:
+    """A product whose result is cast, by one kernel or two."""
+    activation, bias = random.choice((None, None, "swiglu")), random.choice(("none", "none", "bf16"))
+    columns, k = random.choice(CAST_COLUMNS), random.choice(LINEAR_K)
+    m, n = draw_size(random, min(sizes.rows, sizes.elements // k)), columns * (2 if activation else 1)
+    inputs = {"a": draw_operand(random, m, k), "a_scale": draw_narrow_scale(random, scale_shape((m, k)), "scales")}
+    inputs |= draw_quantized_weight(random, n, k)
+    if bias != "none":
+        inputs["bias"] = draw_input(random, (n,), OUTPUTS[bias].dtype, "normal")
+    targets = draw_targets(random, (m, columns))
+    options = draw_options(random) | {"activation": activation, "batch_invariant": True}
+    options["pdl"] = random.choice((None, True, False))
+    if m and columns % ALIGNMENT_BYTES == 0 and is_aligned(targets.get("out")):
+        configs = [config for config in quantizing_configs(bias, activation or "none") if config.takes_k(k)]
+        options["config"] = random.choice((None, *configs))
+    return inputs, targets, options
+
+
+def is_aligned(result: Tensor | None) -> bool:
+    """Whether TMA can store to it, in FP8."""
+    return result is None or all(
+        number % ALIGNMENT_BYTES == 0 for number in (result.place.strides[0], result.place.offset)
+    )
+
+
+def quantizing_configs(bias: str, activation: str) -> tuple[GemmConfig, ...]:
+    return default_configs(True, "fp8", QUANTIZED, False, bias, activation)
 
 
 # Inputs.
@@ -794,6 +828,14 @@ def expect_linear(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:
     return Expected((result,), lambda out: {"values": are_off(as_matrix(out), exact, ACCUMULATION)})
 
 
+def expect_gemm_cast(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:
+    """The cast of the product in BF16, which other fuzzers check."""
+    widened = {name: x.float() if name.endswith("scale") else x for name, x in inputs.items()}
+    made = deep_tile.fp8_gemm(**widened, activation=drawn.options["activation"], batch_invariant=True)
+    wanted = expected_casts.cast(made, 1, drawn.rounding)
+    return Expected(of_cast(drawn, tuple(made.shape)), compared(wanted))
+
+
 class Case(NamedTuple):
     """Calls of a function, and how many of them there are."""
 
@@ -816,6 +858,7 @@ CASES = {
     "dequantize": Case("dequantize", 1, draw_dequantize, expect_dequantize),
     "linear": Case("fp8_linear", 4, draw_linear, expect_linear),
     "linear of a pair": Case("fp8_linear", 1, draw_pair, expect_linear),
+    "gemm cast": Case("fp8_gemm_cast", 2, draw_gemm_cast, expect_gemm_cast),
 }
 
 
@@ -882,7 +925,7 @@ class Fuzzer:
 
     def load(self) -> None:
         """The products' kernels; those of casts are few, and loaded as they are met."""
-        for name, text in load_kernels(linear_kernels(sms_of(self._device)), self._device, self._workers).items():
+        for name, text in load_kernels(kernels_of_products(sms_of(self._device)), self._device, self._workers).items():
             self._report.find("not compiled", config=name, error=text[-600:])
         self._pool = Pool(self._device, self._seed % 2**31)
 
@@ -903,12 +946,19 @@ class Fuzzer:
         return examine(check(self._pool, drawn, self._device, lambda: None))
 
 
-def linear_kernels(num_sms: int) -> list[GemmConfig]:
-    """What linear layers of those that are drawn take."""
+def kernels_of_products(num_sms: int) -> list[GemmConfig]:
+    """What linear layers of those that are drawn take, what casts its result by itself, and such products without the
+    cast."""
     kernels: dict[GemmConfig, None] = {}
     ways = product(LINEAR_M, LINEAR_N, LINEAR_K, (True, False), (True, False), FINISHES)
     for m, n, k, tma_store, split_k, (output, bias) in ways:
         kernels[plan.config_for(GemmProblem(m, n, k, num_sms, tma_store, split_k, output=output, bias=bias))] = None
+    for bias, activation in product(("none", "bf16"), ("none", "swiglu")):
+        kernels |= dict.fromkeys(quantizing_configs(bias, activation))
+        finish = {"split_k": False, "bias": bias, "activation": activation}
+        for m, n, k in product(LINEAR_M, CAST_COLUMNS, LINEAR_K):
+            n *= 2 if activation == "swiglu" else 1
+            kernels[plan.config_for(GemmProblem(m, n, k, num_sms, **finish))] = None
     return list(kernels)
 
 
