@@ -530,7 +530,7 @@ class Pool:
     """
 
     def __init__(self, device: str, seed: int):
-        self._device, self._generator = device, torch.Generator(device).manual_seed(seed)
+        self._device, self._seed, self._generator = device, seed, torch.Generator(device)
         self._values: dict[tuple[str, str], torch.Tensor] = {}
 
     def cut(self, random: Random, wanted: Tensor) -> torch.Tensor:
@@ -550,11 +550,12 @@ class Pool:
         return self._values[name, dtype]
 
     def _converted(self, name: str, dtype: str) -> torch.Tensor:
-        if dtype == "float64" and name == "index":
-            return self._index()
-        if dtype == "float32" or name in ("bytes", "codes"):
+        """The same whatever was made before."""
+        is_made = dtype == "float32" or name in ("bytes", "codes", "index")
+        wide = None if is_made else self._all(name, "float32")
+        self._generator.manual_seed(Random(f"{self._seed}:{name}:{dtype}").randrange(2**31))
+        if wide is None:
             return getattr(self, f"_{name}")()
-        wide = self._all(name, "float32")
         if dtype == "float64":
             return wide.double() * (1 + 2.0**-26 * (self._uniform().double() - 0.5))
         if dtype == "float8_e8m0fnu":
