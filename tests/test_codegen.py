@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from default_kernels import DEFAULT_CONFIGS, disassemblies, flaws
+from default_kernels import DEFAULT_CONFIGS, disassemblies, disassembly, flaws
 
 from deep_tile import jit, sass
 from deep_tile.codegen import kernel_source
@@ -148,6 +148,18 @@ def test_split_k_gives_slots_back_when_their_values_have_come(config, listings):
         assert len(slots) == (config.split_k - 1) * config.columns_per_part // 8
         address = set(re.findall(r"\[(U?R\d+)", lines[arrival]))
         assert set(slots) <= set(values_that_reach(before, address))
+
+
+@pytest.mark.parametrize("kind", ["int8_rows", "int8_unscaled"])
+def test_split_k_adds_integers_as_integers(kind, tmp_path):
+    """No number of FP32 is added to another; what is stored is converted, one block's columns in each branch."""
+    config = GemmConfig(64, 64, 2, kind=kind, output="fp32", split_k=2)
+    made = jit.compile_kernel(kernel_source(config), config.name)
+    code = "\n".join(disassembly(made.cubin, tmp_path))
+    assert "FADD" not in code and "FFMA" not in code
+    conversions = [match.start() for match in re.finditer(r"\bI2FP", code)]
+    assert len(conversions) == config.mma_n // 2
+    assert code.index("LDS.128") < conversions[0]
 
 
 @pytest.mark.parametrize("config", MULTICAST_CONFIGS, ids=lambda config: config.name)

@@ -14,17 +14,24 @@ namespace deep_tile {
 template <GemmConfig config>
 using Accumulators = float[config.chunks_m][config.chunks_n][config.mma_n / 2];
 
-// Sums of integers that are stored as they are pass as the bits of floats, of others as their values.
+// Sums that stay integers pass as the bits of floats, others as their values.
 template <GemmConfig config>
 __device__ __forceinline__ float as_sum(int integer) {
-    if constexpr (config.out_format == Format::int32) return __int_as_float(integer);
+    if constexpr (config.keeps_integers()) return __int_as_float(integer);
     return static_cast<float>(integer);
 }
 
 template <GemmConfig config>
 __device__ __forceinline__ float added(float x, float y) {
-    if constexpr (config.out_format == Format::int32) return __int_as_float(__float_as_int(x) + __float_as_int(y));
+    if constexpr (config.keeps_integers()) return __int_as_float(__float_as_int(x) + __float_as_int(y));
     return x + y;
+}
+
+// A sum of all parts of K, as it is scaled and stored.
+template <GemmConfig config>
+__device__ __forceinline__ float added_up(float sum) {
+    if constexpr (config.keeps_integers() && config.out_format != Format::int32) return __float_as_int(sum);
+    return sum;
 }
 
 // Output boxes are numbered along the rows of a tile, or of this block's part of it; the last of a row ends with it, and
