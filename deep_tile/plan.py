@@ -192,7 +192,7 @@ def prepare_launch(
 
     Raises:
         ValueError: a size or stride that the launch cannot express.
-        jit.CompileError: the kernel does not compile.
+        jit.CompileError: the kernel does not compile, or may hang.
         RuntimeError: the driver refuses the kernel.
     """
     early_b = constant_weights and problem.m <= config.block_m
@@ -203,7 +203,7 @@ def prepare_launch(
     if 0 in fixed.values():
         raise ValueError(f"weights are {weights}: one of them has no memory; pass tensors whose storage is allocated")
     return _launcher.prepare(
-        load_kernel(config, device),
+        _kernel_for(problem, config, device),
         grid=grid_size(config, problem),
         cluster=config.cluster,
         threads=config.threads,
@@ -214,6 +214,17 @@ def prepare_launch(
         fixed_maps=tuple(map_.entry(at, fixed[name]) for at, name, map_ in maps if name in fixed),
         pdl=pdl,
     )
+
+
+def _kernel_for(problem: GemmProblem, config: GemmConfig, device: int) -> _launcher.Kernel:
+    """The kernel of `config`; where that may hang, the error names another one, the selector's choice."""
+    try:
+        return load_kernel(config, device)
+    except jit.DivergenceError as error:
+        chosen = choose.choose_cast(problem) if config.quantizes else choose.choose(problem)
+        if chosen in (None, config):
+            raise
+        raise jit.DivergenceError(f"{error}; the selector's choice here is {chosen.name}") from None
 
 
 def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_b: bool, b_scale: int = 0) -> bytes:

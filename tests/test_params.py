@@ -18,8 +18,9 @@ from test_launcher import (
 
 from deep_tile import jit, params, plan
 from deep_tile.config import GemmConfig, ceil_div
+from deep_tile.kinds import QUANTIZED
 from deep_tile.params import Field, MapLayout, Params
-from deep_tile.problem import GemmProblem
+from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.defaults import default_configs
 
 LETTERS = {"int": "i", "unsigned": "I", "long long": "q", "float": "f"}
@@ -180,6 +181,30 @@ CONFIG = next(config for config in default_configs(True) if config.block_m == 12
 def test_scales_are_within_reach(change, message):
     with pytest.raises(ValueError, match=message):
         plan.pack_params(PROBLEM, CONFIG, LAYOUT._replace(**change), early_b=False)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        (PROBLEM, GemmConfig(64, 64, 2)),
+        (PROBLEM._replace(groups=Groups("offs", 8, 512)), GemmConfig(64, 64, 2, grouping="offs", store_buffers=1)),
+        (PROBLEM._replace(output=QUANTIZED, n=2048), GemmConfig(256, 128, 3, output=QUANTIZED, store_buffers=1)),
+    ],
+    ids=["dense", "groups", "quantised"],
+)
+def test_a_kernel_that_may_hang_is_refused_with_another_to_take(problem, config, monkeypatch):
+    def refuse(source, name):
+        raise jit.DivergenceError(f"{name} may hang. Remedy: another config")
+
+    monkeypatch.setattr(jit, "load_cubin", refuse)
+    with pytest.raises(jit.CompileError) as error:
+        plan.prepare_launch(problem, config, LAYOUT, 0, pdl=False, constant_weights=False)
+    chosen = (plan.cast_config_for if config.quantizes else plan.config_for)(problem)
+    assert str(error.value) == (
+        f"{config.name} may hang. Remedy: another config; the selector's choice here is {chosen.name}"
+    )
+    with pytest.raises(jit.CompileError, match="another config$"):
+        plan.prepare_launch(problem, chosen, LAYOUT, 0, pdl=False, constant_weights=False)
 
 
 def test_one_scale_further_is_not_reached():
