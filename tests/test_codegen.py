@@ -181,6 +181,28 @@ def test_source_is_self_contained(config):
     assert source.count("__global__") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "field", "value", "message"),
+    [
+        ({"activation": "silu"}, "activation", "Activation::other", "an activation without code"),
+        ({}, "out_format", "Format::int32", "a format without code that rounds to it"),
+        ({"output": "fp32", "accumulate": True}, "out_format", "Format::e4m3", "a format without code that adds in it"),
+        ({"bias": "fp32"}, "bias_format", "Format::int32", "a format of the bias without code"),
+        ({"output": "fp32"}, "out_bytes", "8", "numbers of a size without code that writes them"),
+        ({"kind": "bf16", "layout": "tn"}, "a_span", "16", "a span without a swizzle"),
+    ],
+)
+def test_what_has_no_code_of_its_own_does_not_compile(options, field, value, message, monkeypatch):
+    """And gets no other's: each choice by format ends in an assertion."""
+    config = GemmConfig(64, 64, 2, tma_store=False, **options)
+    monkeypatch.setattr(jit, "_compile_error_text", lambda source, name, flags, log: log)
+    source = kernel_source(config).replace("enum class Activation { none,", "enum class Activation { none, other,")
+    text, count = re.subn(rf"(\.{field} = )(deep_tile::)?[\w:]+", rf"\g<1>\g<2>{value}", source)
+    assert count == 1
+    with pytest.raises(jit.CompileError, match=message):
+        jit.compile_kernel(text, config.name)
+
+
 def test_sources_tell_all_configs_apart():
     assert len({kernel_source(config) for config in DEFAULT_CONFIGS}) == len(DEFAULT_CONFIGS)
 

@@ -80,8 +80,12 @@ using Stored = typename Conditional<config.out_bytes == 4, u32, u16>::type;
 // Two sums rounded to numbers of 16 bits, `low` in bits 0 to 15.
 template <Format format>
 __device__ __forceinline__ u32 packed(float high, float low) {
-    if constexpr (format == Format::fp16) return ptx::cvt_rn_f16x2(high, low);
-    return ptx::cvt_rn_bf16x2(high, low);
+    if constexpr (format == Format::fp16) {
+        return ptx::cvt_rn_f16x2(high, low);
+    } else {
+        static_assert(format == Format::bf16, "a format without code that rounds to it");
+        return ptx::cvt_rn_bf16x2(high, low);
+    }
 }
 
 // Where rows of `out` end that may be written: with the group whose end is given, or with the matrix.
@@ -119,11 +123,18 @@ __device__ __forceinline__ void store_box(const GemmParams& params, u32 buffers,
 // A word has one number or two, of which each is one block's alone.
 template <GemmConfig config, typename Word>
 __device__ __forceinline__ Word stored(Word before, Word sum) {
-    if constexpr (!config.accumulate) return sum;
-    if constexpr (config.out_format == Format::bf16) return ptx::add_rn_bf16x2(before, sum);
-    if constexpr (config.out_format == Format::fp16) return ptx::add_rn_f16x2(before, sum);
-    if constexpr (config.out_format == Format::int32) return before + sum;
-    return __float_as_uint(__uint_as_float(before) + __uint_as_float(sum));
+    if constexpr (!config.accumulate) {
+        return sum;
+    } else if constexpr (config.out_format == Format::bf16) {
+        return ptx::add_rn_bf16x2(before, sum);
+    } else if constexpr (config.out_format == Format::fp16) {
+        return ptx::add_rn_f16x2(before, sum);
+    } else if constexpr (config.out_format == Format::int32) {
+        return before + sum;
+    } else {
+        static_assert(config.out_format == Format::fp32, "a format without code that adds in it");
+        return __float_as_uint(__uint_as_float(before) + __uint_as_float(sum));
+    }
 }
 
 // Stores `count` rows of a box by one warp, 16 bytes at a time, for what TMA would write too much of.

@@ -100,8 +100,11 @@ template <GemmConfig config>
 __device__ __forceinline__ float bias_value(BiasBits<config> bits) {
     if constexpr (config.bias_format == Format::fp16) {
         return ptx::cvt_f32_f16(bits);
+    } else if constexpr (config.bias_format == Format::bf16) {
+        return __uint_as_float(u32{bits} << 16);
     } else {
-        return __uint_as_float(u32{bits} << (config.bias_format == Format::bf16 ? 16 : 0));
+        static_assert(config.bias_format == Format::fp32, "a format of the bias without code");
+        return __uint_as_float(bits);
     }
 }
 
