@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from default_kernels import DEFAULT_CONFIGS, disassemblies, disassembly, flaws
+from default_kernels import DEFAULT_CONFIGS, EVERY_CONFIG, disassemblies, disassembly, flaws
 
 from deep_tile import jit, sass
 from deep_tile.codegen import kernel_source
 from deep_tile.config import GemmConfig
+from deep_tile.kinds import ACTIVATIONS, BIASES, FAMILIES, GROUPINGS, LAYOUTS, RESULTS
 
 ROOT = Path(__file__).parent.parent
 SPLIT_CONFIGS = tuple(config for config in DEFAULT_CONFIGS if config.split_k > 1)
@@ -64,11 +65,20 @@ def test_default_kernel_compiles_clean(config, compiled):
     assert config.name.encode() in result.cubin
 
 
+@pytest.mark.parametrize(
+    ("field", "known"),
+    [("output", RESULTS), ("bias", BIASES), ("activation", ACTIVATIONS), ("layout", LAYOUTS), ("grouping", GROUPINGS)],
+)
+def test_kernels_of_everything_that_there_is_are_among_those_tested(field, known):
+    assert {getattr(config, field) for config in EVERY_CONFIG} == set(known)
+    assert {config.product.family for config in EVERY_CONFIG} == set(FAMILIES)
+
+
 @pytest.mark.parametrize("kind", ["fp8", "fp8_1x128"])
-def test_scale_warps_that_read_one_scale_at_once_compile(kind):
-    """Lanes of 24 registers that have 8 rows each; no default config has such."""
+def test_scale_warps_that_read_no_runs_of_one_scale_compile(kind):
+    """Lanes of 24 registers that have 8 rows each."""
     config = GemmConfig(256, 144, 2, kind=kind, activation="silu", store_buffers=1)
-    assert config.scales_at_once == 1
+    assert config.scales_at_once == 1 and not config.reads_runs
     made = jit.compile_kernel(kernel_source(config), config.name)
     assert made.divergence == jit.resource_usage(made.log).warnings == ()
 
