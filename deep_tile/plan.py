@@ -16,7 +16,7 @@ from deep_tile.kinds import K_BLOCK_BYTES
 from deep_tile.params import MapLayout, Place
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose, tuned
-from deep_tile.select.schedule import grid_size, last_rows_reciprocal, raster_rows
+from deep_tile.select.schedule import cluster_tiles, grid_size, last_rows_reciprocal, raster_rows
 
 
 def config_for(problem: GemmProblem) -> GemmConfig:
@@ -65,6 +65,12 @@ GROUPED_TENSORS = ("a", "a_scale", "b", "b_scale", "bounds", "out")
 OPERAND_L2_BYTES = 128
 """What L2 fetches of an operand when a part of it is missing: a row of a K block. Twice that, the next K block's row as
 well, makes decode 1.5 % slower in the mean, up to 6 %; at m > 128 the two are even (H200, 2026-11-22)."""
+
+MAX_TILES = 2**31 - 2**16
+"""Of a launch, and of a panel of its raster: kernels count them in an int, and step by as many as there are blocks."""
+
+MAX_GROUP_COLUMNS = 339_538
+"""Of tiles, where there are groups: GroupWalk::divide is exact up to here."""
 
 MAX_SCALE_REACH = (2**32 - 1) // 4
 """Elements from a scale's first to its last: kernels count their bytes in 32 bits."""
@@ -235,6 +241,7 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
     """
     m, n, k = problem.m, problem.n, problem.k
     groups = layout.groups
+    _check_tiles(problem, config)
     every = () if problem.groups is None else (problem.groups.count,)
     a_scales, b_scales = _scale_shapes(problem)
     _check_scale("a_scale", (*every, *a_scales), (groups.a_scale_stride, *layout.a_scale_strides))
@@ -275,6 +282,18 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
         pow2_scale=layout.out_scale.pow2_scale,
         amax_floor=layout.out_scale.amax_floor,
         correction=layout.out_scale.correction,
+    )
+
+
+def _check_tiles(problem: GemmProblem, config: GemmConfig) -> None:
+    columns = ceil_div(problem.n, config.block_n * config.cluster_n)
+    tiles = max(cluster_tiles(config, problem), columns * raster_rows(problem))
+    if tiles <= MAX_TILES and (problem.groups is None or columns <= MAX_GROUP_COLUMNS):
+        return
+    most = f"{MAX_TILES} tiles" + ("" if problem.groups is None else f" and {MAX_GROUP_COLUMNS} columns of them")
+    raise ValueError(
+        f"n is {problem.n}, which {config.name} divides into {columns} columns, of up to {tiles} tiles; it can count "
+        f"{most}. Pass fewer rows of b, or a config with a larger block_n"
     )
 
 

@@ -207,6 +207,29 @@ def test_a_kernel_that_may_hang_is_refused_with_another_to_take(problem, config,
         plan.prepare_launch(problem, chosen, LAYOUT, 0, pdl=False, constant_weights=False)
 
 
+OF_GROUPS = {"offs": GemmConfig(64, 32, 2, grouping="offs"), "counts": GemmConfig(64, 32, 2, grouping="counts")}
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "columns"),
+    [
+        *(
+            (GemmProblem(900, 0, 128, groups=Groups(layout, 3, 300)), config, plan.MAX_GROUP_COLUMNS)
+            for layout, config in OF_GROUPS.items()
+        ),
+        (GemmProblem(64, 0, 128), GemmConfig(64, 16, 4), plan.MAX_TILES // 16),
+        (GemmProblem(64 * 17, 0, 128), GemmConfig(64, 16, 4), plan.MAX_TILES // 17),
+    ],
+    ids=str,
+)
+def test_tiles_that_a_kernel_cannot_count_are_refused(problem, config, columns):
+    """Each of the last number of columns that it can, and of one more."""
+    n = columns * config.block_n
+    plan.pack_params(problem._replace(n=n), config, LAYOUT, early_b=False)
+    with pytest.raises(ValueError, match=rf"n is {n + 1}, .* into {columns + 1} columns.*config with a larger block_n"):
+        plan.pack_params(problem._replace(n=n + 1), config, LAYOUT, early_b=False)
+
+
 def test_one_scale_further_is_not_reached():
     problem, layout = PROBLEM._replace(m=2**30 + 1, k=128), LAYOUT._replace(a_scale_strides=(1, 1))
     with pytest.raises(ValueError, match="a_scale is more than 1073741823 elements from its first"):
