@@ -136,7 +136,8 @@ def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | Non
     has many copies, or of exact gelu, of which each sum takes 14 instructions, whose tiles have 256 rows, or 256
     columns that are quantised; of these also with gelu by tanh behind a bias. Tiles of 64x256 leave an activation too
     few registers, and a finish those whose rows are scaled: tiles of two chunks, where they are promoted before, of
-    exact gelu also 128x192 then, and the widest, which hold scales as well. Output boxes are fewer where `out` has fewer columns.
+    exact gelu also 128x192 then, and the widest, which hold scales as well. Output boxes are fewer where `out` has
+    fewer columns.
     """
     if (bias, activation) == ("none", "none"):
         return config
@@ -170,7 +171,7 @@ def _is_crowded(config: GemmConfig, activation: str) -> bool:
         return False
     if config.product.promotes:
         return config.chunks > 1 or (activation == "gelu" and config.accumulator_registers >= _MOST_BESIDE_SCALES)
-    wide = config.math_warpgroups == 2 and config.accumulator_registers > _MOST_BESIDE_SCALES
+    wide = config.accumulator_registers > _MOST_BESIDE_SCALES
     return wide and not (config.block_m == 256 and config.out_bytes == 2 and activation == "none")
 
 
