@@ -134,10 +134,10 @@ def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | Non
 
     That is 64 KB, which kernels pass that have code for pairs of K blocks; with an activation, those whose main loop
     has many copies, or of exact gelu, of which each sum takes 14 instructions, whose tiles have 256 rows, or 256
-    columns that are quantised; of these also with gelu by tanh behind a bias. Tiles of 64x256 leave an activation too
-    few registers, and a finish those whose rows are scaled: tiles of two chunks, where they are promoted before, of
-    exact gelu also 128x192 then, and the widest, which hold scales as well. Output boxes are fewer where `out` has
-    fewer columns.
+    columns that are quantised; where they are quantised, also with gelu by tanh behind a bias. Tiles of 64x256 leave
+    an activation too few registers, and a finish those whose rows are scaled: tiles of two chunks, where they are
+    promoted before, of exact gelu also 128x192 then, and the widest, which hold scales as well. Output boxes are fewer
+    where `out` has fewer columns.
     """
     if (bias, activation) == ("none", "none"):
         return config
@@ -156,11 +156,11 @@ def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | Non
 def _is_long(config: GemmConfig, bias: str, activation: str) -> bool:
     """Whether a finish leaves no room for the kernel's code."""
     copies = config.column_shifts * config.chunks * config.accumulator_registers
-    wide = config.quantizes and config.block_n == 256
-    if activation == "gelu" and (wide or config.block_m == 256):
+    longest = config.block_m == 256 or (config.quantizes and config.block_n == 256)
+    after_bias = config.quantizes and activation == "gelu_tanh" and bias != "none"
+    if longest and (activation == "gelu" or after_bias):
         return True
-    after_bias = activation == "gelu_tanh" and bias != "none"
-    return config.pairs or (wide and after_bias) or (activation != "none" and copies > _MOST_COPIED)
+    return config.pairs or (activation != "none" and copies > _MOST_COPIED)
 
 
 def _is_crowded(config: GemmConfig, activation: str) -> bool:
