@@ -6,6 +6,7 @@ once.
 """
 
 import ctypes
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 from protocol import Launch
 
-from deep_tile import codegen, params
+from deep_tile import codegen, params, plan
 from deep_tile.config import ceil_div
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import group_rows
@@ -181,6 +182,35 @@ def test_bounds_that_lie(walk, ends, alignment):
 
 def test_more_blocks_than_tiles(walk):
     check(walk, CONFIGS[0], 100, 64, 3, torch.tensor([0, 1, 1], dtype=torch.int32), blocks=9)
+
+
+FIRST_WRONG = """
+#include "host_warp.h"
+static int divide(int dividend, int divisor) {{ {body} }}
+
+extern "C" int first_wrong(int columns) {{
+    int first = columns;
+    for (int divisor = 1; divisor <= 16; ++divisor) {{
+        for (int dividend = 0; dividend < first * divisor; ++dividend) {{
+            if (divide(dividend, divisor) != dividend / divisor) first = dividend / divisor;
+        }}
+    }}
+    return first;
+}}
+"""
+
+
+def test_the_division_is_exact_as_far_as_it_may_go(tmp_path):
+    """Of every tile in every panel, and no further: the host refuses more columns."""
+    if shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    headers = codegen._headers("grouped.cuh")
+    (body,) = re.findall(r"int divide\(int dividend, int divisor\) \{(.*?)\}", headers, re.DOTALL)
+    source, library = tmp_path / "divide.cpp", tmp_path / "divide.so"
+    source.write_text(FIRST_WRONG.format(body=body))
+    command = ["c++", "-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
+    subprocess.run([*command, f"-I{Path(__file__).parent}", str(source), "-o", str(library)], check=True)
+    assert ctypes.CDLL(str(library)).first_wrong(2 * plan.MAX_GROUP_COLUMNS) == plan.MAX_GROUP_COLUMNS
 
 
 GRADIENTS = {"kind": "fp8_1x128", "output": "fp32", "grouping": "k_offs"}

@@ -14,17 +14,24 @@ namespace deep_tile {
 template <GemmConfig config>
 using Accumulators = float[config.chunks_m][config.chunks_n][config.mma_n / 2];
 
-// Sums of integers that are stored as they are pass as the bits of floats, of others as their values.
+// Sums that stay integers pass as the bits of floats, others as their values.
 template <GemmConfig config>
 __device__ __forceinline__ float as_sum(int integer) {
-    if constexpr (config.out_format == Format::int32) return __int_as_float(integer);
+    if constexpr (config.keeps_integers()) return __int_as_float(integer);
     return static_cast<float>(integer);
 }
 
 template <GemmConfig config>
 __device__ __forceinline__ float added(float x, float y) {
-    if constexpr (config.out_format == Format::int32) return __int_as_float(__float_as_int(x) + __float_as_int(y));
+    if constexpr (config.keeps_integers()) return __int_as_float(__float_as_int(x) + __float_as_int(y));
     return x + y;
+}
+
+// A sum of all parts of K, as it is scaled and stored.
+template <GemmConfig config>
+__device__ __forceinline__ float added_up(float sum) {
+    if constexpr (config.keeps_integers() && config.out_format != Format::int32) return __float_as_int(sum);
+    return sum;
 }
 
 // Output boxes are numbered along the rows of a tile, or of this block's part of it; the last of a row ends with it, and
@@ -73,8 +80,12 @@ using Stored = typename Conditional<config.out_bytes == 4, u32, u16>::type;
 // Two sums rounded to numbers of 16 bits, `low` in bits 0 to 15.
 template <Format format>
 __device__ __forceinline__ u32 packed(float high, float low) {
-    if constexpr (format == Format::fp16) return ptx::cvt_rn_f16x2(high, low);
-    return ptx::cvt_rn_bf16x2(high, low);
+    if constexpr (format == Format::fp16) {
+        return ptx::cvt_rn_f16x2(high, low);
+    } else {
+        static_assert(format == Format::bf16, "a format without code that rounds to it");
+        return ptx::cvt_rn_bf16x2(high, low);
+    }
 }
 
 // Where rows of `out` end that may be written: with the group whose end is given, or with the matrix.
@@ -112,11 +123,18 @@ __device__ __forceinline__ void store_box(const GemmParams& params, u32 buffers,
 // A word has one number or two, of which each is one block's alone.
 template <GemmConfig config, typename Word>
 __device__ __forceinline__ Word stored(Word before, Word sum) {
-    if constexpr (!config.accumulate) return sum;
-    if constexpr (config.out_format == Format::bf16) return ptx::add_rn_bf16x2(before, sum);
-    if constexpr (config.out_format == Format::fp16) return ptx::add_rn_f16x2(before, sum);
-    if constexpr (config.out_format == Format::int32) return before + sum;
-    return __float_as_uint(__uint_as_float(before) + __uint_as_float(sum));
+    if constexpr (!config.accumulate) {
+        return sum;
+    } else if constexpr (config.out_format == Format::bf16) {
+        return ptx::add_rn_bf16x2(before, sum);
+    } else if constexpr (config.out_format == Format::fp16) {
+        return ptx::add_rn_f16x2(before, sum);
+    } else if constexpr (config.out_format == Format::int32) {
+        return before + sum;
+    } else {
+        static_assert(config.out_format == Format::fp32, "a format without code that adds in it");
+        return __float_as_uint(__uint_as_float(before) + __uint_as_float(sum));
+    }
 }
 
 // Stores `count` rows of a box by one warp, 16 bytes at a time, for what TMA would write too much of.

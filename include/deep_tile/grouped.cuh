@@ -159,8 +159,8 @@ class GroupWalk {
         tiles_ = __shfl_sync(all_lanes, last_, warp_threads - 1);
     }
 
-    // Exact for a divisor of at most 16 and a quotient below 2^17: a half keeps it away from integers by more than the
-    // three roundings, and a division takes some hundred clocks.
+    // Exact for a divisor of at most 16 and as many columns as plan.py lets through: a half keeps the quotient away from
+    // integers by more than the three roundings, and a division takes some hundred clocks.
     static __device__ __forceinline__ int divide(int dividend, int divisor) {
         return __float2int_rz((dividend + 0.5f) * __frcp_rn(static_cast<float>(divisor)));
     }

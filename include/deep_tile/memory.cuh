@@ -175,6 +175,7 @@ __device__ __forceinline__ Bits ld_shared(u32 smem) {
     if constexpr (sizeof(Bits) == 2) {
         asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(smem) : "memory");
     } else {
+        static_assert(sizeof(Bits) == 4, "numbers of a size without an instruction here");
         asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(smem) : "memory");
     }
     return value;

@@ -161,6 +161,7 @@ class Epilogue {
                              packed<format>(d[1], d[0]), packed<format>(d[3], d[2]), packed<format>(d[5], d[4]),
                              packed<format>(d[7], d[6]));
         } else {
+            static_assert(config.out_bytes == 4, "numbers of a size without code that writes them");
 #pragma unroll
             for (int pair = 0; pair < 4; ++pair) {
                 const int row = lane_ / 4 + pair % 2 * 8, column = unit + pair / 2 * 8 + lane_ % 4 * 2;
