@@ -174,6 +174,7 @@ class MapLayout(NamedTuple):
         strides_bytes: of each dimension but the inner one.
         swizzle_bytes: span within which 16-byte pieces are mixed; 0, 32, 64 or 128.
         l2_bytes: what L2 fetches where a part of it is missing; 0, 64, 128 or 256.
+        begin_bytes: where the map's place of zeros lies, from the tensor's first element; before it where negative.
     """
 
     element: str
@@ -182,6 +183,7 @@ class MapLayout(NamedTuple):
     box: tuple[int, ...]
     swizzle_bytes: int
     l2_bytes: int = 0
+    begin_bytes: int = 0
 
     def entry(self, offset: int, owner: int, skip: int = 0) -> tuple:
         """As `_launcher.prepare` takes it: `owner` is the number of a tensor, or, of a fixed map, an address; `skip`
@@ -195,7 +197,7 @@ class MapLayout(NamedTuple):
             self.box,
             _SWIZZLES[self.swizzle_bytes],
             _L2_PROMOTIONS[self.l2_bytes],
-            skip,
+            skip + self.begin_bytes,
         )
 
 
@@ -243,7 +245,7 @@ GEMM = Params(
         "b [n, k] in bytes, box [block_n / cluster_m, 128]; for a last tile with fewer [b_tail_rows, 128]; or likewise",
         count=2,
     ),
-    Field("out_map", TENSOR_MAP, "out [m, n], box [store_rows, store_columns]; unused by kernels that store directly"),
+    Field("out_map", TENSOR_MAP, "out [m, n], box [store_rows, store_columns]; of groups plan.out_map's; unused where TMA does not store"),
     Field("bounds", "const int*", "of groups, where each ends or how many rows each has; null: all that there are"),
     Field("groups", "int", "0 where there is one product", 0),
     Field("alignment", "int", "of the rows that groups begin at, a power of two", 1, 1024),

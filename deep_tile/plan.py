@@ -366,16 +366,30 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
     if b_tail_rows:
         maps.append((b_maps + params.MAP_BYTES, "b", b(b_rows, layout.b_stride, b_tail_rows)))
     if config.tma_store:
-        box = (config.store_columns, config.store_rows)
-        out = MapLayout(
-            "uint8" if config.quantizes else config.out.dtype,
-            (problem.out_columns, out_rows),
-            (layout.out_stride * config.out.bytes,),
-            box,
-            config.store_swizzle,
-        )
-        maps.append((params.GEMM.offsets["out_map"], "out", out))
+        maps.append((params.GEMM.offsets["out_map"], "out", out_map(config, problem.out_columns, out_rows, layout.out_stride)))
     return maps
+
+
+def out_map(config: GemmConfig, columns: int, rows: int, stride: int) -> MapLayout:
+    """The map by which TMA stores boxes of `out`, or adds them to it.
+
+    Rows of a group end where its neighbour's begin, within a box. So the map of groups has the rows twice, at the same
+    stride: (column, i, end) is the row that lies store_rows - i rows before row `end`, for i below store_rows. A box at
+    i = store_rows - r has its first r rows within that dimension, and TMA clips the others. The idea is that of Triton's
+    descriptors for ragged tensors.
+    """
+    element, stride_bytes = "uint8" if config.quantizes else config.out.dtype, stride * config.out.bytes
+    box = (config.store_columns, config.store_rows)
+    if not config.is_grouped:
+        return MapLayout(element, (columns, rows), (stride_bytes,), box, config.store_swizzle)
+    return MapLayout(
+        element,
+        (columns, config.store_rows, rows + 1),
+        (stride_bytes, stride_bytes),
+        (*box, 1),
+        config.store_swizzle,
+        begin_bytes=-config.store_rows * stride_bytes,
+    )
 
 
 def _operand_map(

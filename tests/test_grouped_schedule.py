@@ -149,7 +149,7 @@ def random_ends(groups, rows, generator):
     return ends
 
 
-@pytest.mark.parametrize("groups", [1, 2, 31, 32, 33, 70, 200])
+@pytest.mark.parametrize("groups", [1, 2, 31, 32, 33, 70, 200, 1025, 2100])
 @pytest.mark.parametrize("alignment", [1, 16, 128])
 def test_rows_one_after_the_other(walk, groups, alignment):
     generator = torch.Generator().manual_seed(groups * 1000 + alignment)
@@ -160,7 +160,7 @@ def test_rows_one_after_the_other(walk, groups, alignment):
 
 
 @pytest.mark.parametrize("raster_rows_log2", [1, 3, 4])
-@pytest.mark.parametrize("groups", [1, 5, 40])
+@pytest.mark.parametrize("groups", [1, 5, 40, 300])
 def test_rows_of_their_own(walk, groups, raster_rows_log2):
     generator = torch.Generator().manual_seed(groups)
     rows = 2500
@@ -178,6 +178,16 @@ def test_bounds_that_lie(walk, ends, alignment):
     """Lead to rows that there are, and to none twice."""
     check(walk, CONFIGS[0], 130, 100, 4, torch.tensor(ends, dtype=torch.int32), blocks=2, alignment=alignment)
     check(walk, CONFIGS[1], 130, 100, 4, torch.tensor(ends, dtype=torch.int32), blocks=2)
+
+
+@pytest.mark.parametrize("groups", [33, 100, 1100])
+def test_many_bounds_that_lie(walk, groups):
+    generator = torch.Generator().manual_seed(groups)
+    near = torch.randint(-100, 900, (groups,), generator=generator, dtype=torch.int32)
+    far = torch.randint(-(2**31), 2**31, (groups,), generator=generator).int()
+    for bounds in (near, torch.where(torch.rand(groups, generator=generator) < 0.05, far, near.sort().values)):
+        check(walk, CONFIGS[0], 130, 700, groups, bounds, blocks=5, alignment=16)
+        check(walk, CONFIGS[1], 130, 70, groups, bounds, blocks=5)
 
 
 def test_more_blocks_than_tiles(walk):

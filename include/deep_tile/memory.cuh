@@ -46,10 +46,24 @@ __device__ __forceinline__ void cp_async_bulk_tensor_store(const TensorMap& map,
                  : "memory");
 }
 
+// The same of a map of three dimensions.
+__device__ __forceinline__ void cp_async_bulk_tensor_store(const TensorMap& map, int inner, int middle, int outer, u32 smem) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
+                 ::"l"(&map), "r"(inner), "r"(middle), "r"(outer), "r"(smem)
+                 : "memory");
+}
+
 // The same, added to the numbers that are there, in the map's own format: "cp.reduce.async.bulk.tensor".
 __device__ __forceinline__ void cp_reduce_async_bulk_tensor_add(const TensorMap& map, int inner, int outer, u32 smem) {
     asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];"
                  ::"l"(&map), "r"(inner), "r"(outer), "r"(smem)
+                 : "memory");
+}
+
+__device__ __forceinline__ void cp_reduce_async_bulk_tensor_add(const TensorMap& map, int inner, int middle, int outer,
+                                                                u32 smem) {
+    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
+                 ::"l"(&map), "r"(inner), "r"(middle), "r"(outer), "r"(smem)
                  : "memory");
 }
 
