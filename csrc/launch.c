@@ -36,9 +36,10 @@ typedef struct {
     int smem_bytes;
 } Kernel;
 
-/* Where in the parameters the address of which tensor goes, or of what lies `skip` bytes into it. */
+/* Where in the parameters the address of which tensor goes, or of what lies `skip` bytes into it; of a map also before
+ * it, where the box's place says how far into the tensor. */
 typedef struct {
-    uint32_t skip;
+    int64_t skip;
     uint16_t offset;
     uint8_t tensor;
     bool is_map; /* the address goes into a map there, and else is a pointer */
@@ -218,7 +219,7 @@ static bool check_box(const MapLayout *map, const char *entry)
 static bool read_map(PyObject *given, const Launch *launch, Field owner, const char *list, int index, MapLayout *map)
 {
     const Field offsets = {"offset", 0, launch->params_bytes - MAP_BYTES, MAP_ALIGNMENT_BYTES};
-    const Field skips = {"skip", 0, UINT32_MAX - TMA_ALIGNMENT_BYTES + 1LL, TMA_ALIGNMENT_BYTES};
+    const Field skips = {"skip", -(1LL << 48), UINT32_MAX - TMA_ALIGNMENT_BYTES + 1LL, TMA_ALIGNMENT_BYTES};
     const Field strides_bytes = {"strides_bytes", 16, (1LL << 40) - 16, 16};
     PyObject *offset, *whose, *skip, *element, *sizes, *strides, *box, *swizzle, *l2;
     if (!PyArg_Parse(given,
@@ -260,7 +261,7 @@ static bool encode_map(Failure *failure, const MapLayout *map, uintptr_t address
 
 static void add_patch(Launch *launch, long long offset, long long tensor, long long skip, bool is_map)
 {
-    launch->patches[launch->patch_count++] = (Patch){(uint32_t)skip, (uint16_t)offset, (uint8_t)tensor, is_map};
+    launch->patches[launch->patch_count++] = (Patch){skip, (uint16_t)offset, (uint8_t)tensor, is_map};
     launch->needs_alignment[tensor] |= is_map;
 }
 

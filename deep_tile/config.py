@@ -568,8 +568,8 @@ class GemmConfig:
     @property
     def reads_runs(self) -> bool:
         """Whether scale warps may read the scales of several K blocks at once. Beside the scheduler of groups they have
-        no registers for them, nor where columns have scales too."""
-        return self.product.scaling == "blocks" and not self.is_grouped
+        no registers for them, nor where columns have scales too, nor lanes of 24 registers with 8 rows each."""
+        return self.product.scaling == "blocks" and not self.is_grouped and self.scales_at_once > 1
 
     @property
     def reads_any_runs(self) -> bool:
@@ -698,7 +698,7 @@ class GemmConfig:
 
     @property
     def partial_bytes(self) -> int:
-        """FP32 sums from the cluster's other blocks."""
+        """Sums from the cluster's other blocks."""
         return (self.split_k - 1) * self.block_m * self.columns_per_part * 4
 
     @property

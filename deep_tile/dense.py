@@ -143,10 +143,10 @@ def gemm(
     """BF16, FP16 or INT8 matrix product: `out[m, n] = sum_k a[m, k] * b[n, k]`, that is `a @ b.T`.
 
     Accumulated over all of k, in FP32 and rounded once, where FP16 results beyond 65504 are infinite; or of INT8 in
-    INT32, exactly where sums fit, as they do for k up to 131071, and modulo 2^32. Runs on the tensors' device and
-    torch's current stream; CPU tensors go through the operation's definition in `deep_tile.reference`. Sizes m, n and k
-    are free; m = 0 or n = 0 does nothing, k = 0 writes zeros. Compiled as one op, `torch.ops.deep_tile.gemm`, by
-    torch.compile and torch.export.
+    INT32, exactly where sums fit, as they do for k up to 131071, and modulo 2^32; for another dtype the sum over all of
+    k is converted to FP32, and rounded. Runs on the tensors' device and torch's current stream; CPU tensors go through
+    the operation's definition in `deep_tile.reference`. Sizes m, n and k are free; m = 0 or n = 0 does nothing, k = 0
+    writes zeros. Compiled as one op, `torch.ops.deep_tile.gemm`, by torch.compile and torch.export.
 
     Each operand may lie along k or along its rows, as its strides say: `gemm(x, w)` is x @ w.T, `gemm(x, w.t())` x @ w
     and `gemm(dy.t(), x.t())` dy.T @ x of contiguous matrices, without a copy. Strides that say either, of a single row
@@ -252,8 +252,9 @@ def scaled_gemm(
     """FP8 or INT8 matrix product with scales of rows, or of blocks: `out = (a * a_scale) @ (b * b_scale)^T`.
 
     With a scale for each row, or one for all, `out[m, n] = a_scale[m] * b_scale[n] * sum_k a[m, k] * b[n, k]`. The
-    tensor cores add up all of k: exactly in INT32 of INT8, for k up to 131071; of FP8 with the 14 bits or so that they
-    keep of a sum, which is torch's `use_fast_accum=True`. Without `fast_accum`, sums over 128 of k are added in FP32.
+    tensor cores add up all of k: exactly in INT32 of INT8, for k up to 131071, and the sum is then converted to FP32
+    and multiplied by the product of its scales; of FP8 with the 14 bits or so that they keep of a sum, which is torch's
+    `use_fast_accum=True`. Without `fast_accum`, sums over 128 of k are added in FP32.
 
     With a scale for each 128 of a row of FP8 (1x128, of both operands),
     `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n, k // 128]`: sums over 128 of k are scaled

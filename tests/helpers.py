@@ -627,6 +627,24 @@ def _scale_of(amax: torch.Tensor, round_scale: str) -> torch.Tensor:
     return torch.ldexp(torch.where(mantissa > 0.5, 1.0, 0.5).double(), exponent)
 
 
+CHOICES = ("any", "hot", "one", "none")
+
+
+def some_choices(tokens: int, top_k: int, experts: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
+    """What `sort_by_expert` sorts: of any expert and of numbers that are none, of one for the most part or alone, or of
+    none."""
+    chosen = torch.randint(-1, experts + 1, (tokens, top_k)).to(dtype)
+    if kind == "any":
+        limits = torch.iinfo(dtype)
+        chosen[tokens // 2] = limits.min + 1  # whose lower half would be an expert, of int64
+        chosen[0, 0], chosen[-1, -1] = limits.min, limits.max
+    elif kind == "hot":
+        chosen[torch.rand(tokens, top_k) < 0.9] = experts - 1
+    else:
+        chosen[:] = min(2, experts - 1) if kind == "one" else experts
+    return chosen
+
+
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Equality that NaN takes part in."""
     return torch.equal(x.contiguous().view(torch.int16), y.contiguous().view(torch.int16))

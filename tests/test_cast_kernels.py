@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_silu_mul_cast
+from helpers import CHOICES, assert_silu_mul_cast, some_choices
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_quantize import EACH_OPTION, assert_same, wide_matrix
 
 from deep_tile import cast as kernels
 from deep_tile import combine, experts, params, quantize, sources, transposed
-from deep_tile.codegen import streaming_source
+from deep_tile.codegen import SortKernel, streaming_source
+from deep_tile.config import ceil_div, round_up
 from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
 
 CASTS = {1: per_token_cast_to_fp8, 128: per_block_cast_to_fp8}
@@ -49,6 +52,28 @@ ASSEMBLY_OF_COMBINE = {
     r'asm volatile\("griddepcontrol\.\w+;" ::: "memory"\);': "",
 }
 
+ASSEMBLY_OF_SORT = {
+    r"__shared__ (SortStorage<threads>) smem;": r"auto& smem = host_shared<\1>();",
+    r'asm\("mapa\.\S+ %0, %1, %2;" : "=r"\(remote\) : "r"\(smem\), "r"\(cta_rank\)\);': (
+        "remote = host_mapa(smem, cta_rank);"
+    ),
+    r'asm volatile\("mbarrier\.init\.[^;]*;" ::"r"\(barrier\), "r"\(arrivals\) : "memory"\);': (
+        "host_barrier(barrier) = {int(arrivals), 0};"
+    ),
+    r'asm volatile\("mbarrier\.arrive\.expect_tx\.[^;]*;" ::"r"\(barrier\), "r"\(bytes\) : "memory"\);': (
+        "host_mbarrier_arrive_expect_tx(barrier, bytes);"
+    ),
+    r'(?s)asm volatile\(\s*"\{\\n"\s*"\.reg \.pred p;\\n"\s*"mbarrier\.try_wait\.parity.*?: "memory"\);': (
+        "done = host_mbarrier_try_wait(barrier);"
+    ),
+    r'asm volatile\("(fence\.mbarrier_init|griddepcontrol)\.[\w.]+;" ::: "memory"\);': "",
+    r'asm volatile\("barrier\.cluster\.arrive\.[\w.]+;" ::: "memory"\);': "++cluster_arrived;",
+    r'asm volatile\("barrier\.cluster\.wait\.[\w.]+;" ::: "memory"\);': "host_barrier_cluster_wait();",
+    r'asm volatile\("st\.async\.\S+\.u32 .*?;"\s*::"r"\(remote\), "r"\(value\), "r"\(\w+\)\s*: "memory"\);': (
+        "host_st_async(remote, value, remote_barrier);"
+    ),
+}
+
 
 HOST_CUDA = Path(__file__).with_name("host_cuda.h")
 COMPILER = ("c++", "-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-w")
@@ -62,19 +87,21 @@ def launch(tmp_path_factory):
     directory, libraries = tmp_path_factory.mktemp("kernels"), {}
     subprocess.run([*COMPILER, "-x", "c++-header", HOST_CUDA, "-o", directory / "host_cuda.h.gch"], check=True)
 
-    def run(kernel, grid, layout, *tensors, places=kernels.PLACES):
+    def run(kernel, grid, layout, *tensors, places=kernels.PLACES, cluster=1):
         if kernel not in libraries:
             libraries[kernel] = compile_for_host(kernel, directory)
         table = table_of(kernel)
         argument = bytearray(table.pack(**layout._asdict()))
         for offset, number, _ in table.pointers(places):
             argument[offset : offset + 8] = tensors[number].data_ptr().to_bytes(8, "little")
-        libraries[kernel].run(bytes(argument), grid)
+        libraries[kernel].run(bytes(argument), grid, cluster)
 
     return run
 
 
 def table_of(kernel):
+    if isinstance(kernel, SortKernel):
+        return params.SORT
     if kernel == kernels.COMBINE:
         return params.COMBINE
     if kernel in kernels.TRANSPOSED.values():
@@ -83,6 +110,8 @@ def table_of(kernel):
 
 
 def assembly_of(kernel):
+    if isinstance(kernel, SortKernel):
+        return ASSEMBLY_OF_SORT
     if kernel == kernels.COMBINE:
         return ASSEMBLY_OF_COMBINE
     if kernel in kernels.TRANSPOSED.values():
@@ -100,8 +129,8 @@ def compile_for_host(kernel, directory):
     source.write_text(f"""\
 #include "host_cuda.h"
 {text}
-extern "C" void run(const {table_of(kernel).name}* params, unsigned grid) {{
-    host_launch({kernel.name}, *params, grid, {kernel.threads});
+extern "C" void run(const {table_of(kernel).name}* params, unsigned grid, unsigned cluster) {{
+    host_launch({kernel.name}, *params, grid, {kernel.threads}, cluster);
 }}
 """)
     subprocess.run([*COMPILER, "-shared", f"-I{HOST_CUDA.parent}", source, "-o", library], check=True)
@@ -353,3 +382,67 @@ def test_combine_is_the_definitions(launch, index_dtype, weight_dtype, top_k):
         launch(kernels.COMBINE, 3, experts.combine_layout(*given), *given, places=places)
         bits = (torch.where(y.isnan(), 0x7FFF, y.view(torch.int16)) for y in (out, wanted))
         assert torch.equal(*bits)
+
+
+# ---- sort_by_expert
+
+
+def assert_sorted_as_defined(launch, kernel, schedule, chosen, number_of_experts, alignment):
+    """The kernel writes over poison what the definition gives."""
+    wanted = experts._sort_definition(chosen, number_of_experts, alignment)
+    found = [torch.full_like(x, -7) for x in wanted]
+    layout = kernels.sort_layout(schedule, *chosen.shape, len(wanted.rows), number_of_experts, alignment)
+    places = params.places(("chosen", "rows", "offs", "index"))
+    launch(kernel, schedule.grid, layout, chosen, *found, places=places, cluster=schedule.cluster)
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize("kind", CHOICES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_sort_is_the_definitions(launch, dtype, kind, alignment):
+    """By blocks of 64 threads, of which few choices are many: by one block, by clusters of all sizes, by clusters that
+    share out the rows or only fill gaps, in several steps of a block and of a warp."""
+    kernel = SortKernel(str(dtype).removeprefix("torch."), threads=64, blocks_per_sm=1)
+    sizes = (1, 1, 1), (1, 8, 64), (13, 3, 7), (64, 4, 32), (300, 6, 64), (700, 8, 60)
+    for tokens, top_k, number_of_experts in sizes:
+        chosen = some_choices(tokens, top_k, number_of_experts, dtype, kind)
+        rows = experts._rows_size(chosen.numel(), number_of_experts, alignment)
+        schedules = [kernels.schedule_sort(chosen.numel(), rows, kernel.threads)]
+        for cluster, warp_choices, clusters in [(1, 256, 1), (2, 64, 2), (4, 32, 3), (8, 256, 2)]:
+            share = 2 * warp_choices
+            counted = round_up(ceil_div(chosen.numel(), cluster), share)
+            grid = cluster * max(clusters, counted // share)
+            schedules.append(kernels.SortSchedule(grid, cluster, counted, warp_choices))
+        for schedule in schedules:
+            assert_sorted_as_defined(launch, kernel, schedule, chosen, number_of_experts, alignment)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    choices=st.one_of(st.integers(1, 20_000), st.integers(1, kernels.MOST_CHOICES), st.just(kernels.MOST_CHOICES)),
+    number_of_experts=st.integers(1, kernels.MOST_EXPERTS),
+    alignment=st.sampled_from([1, 128, 1024]),
+)
+def test_every_choice_is_counted_and_placed(choices, number_of_experts, alignment):
+    """As SortShare in sort.cuh cuts them up: each cluster counts all, and one block of one cluster places each."""
+    kernel = kernels.SORT["int64"]
+    rows = experts._rows_size(choices, number_of_experts, alignment)
+    grid, cluster, counted, warp_choices = kernels.schedule_sort(choices, rows, kernel.threads)
+    share = kernel.threads // 32 * warp_choices
+    assert cluster in (1, params.SORT_BLOCKS) and grid % cluster == 0 and grid <= 64
+    assert counted * cluster >= choices and counted % share == 0 and share % kernel.threads == 0
+    assert grid // cluster * share >= counted
+    assert share < 2**16 and kernels.MOST_EXPERTS <= kernel.threads
+
+
+@settings(max_examples=300, deadline=None)
+@given(top_k=st.integers(1, kernels.MOST_CHOICES), data=st.data())
+def test_tokens_of_choices_are_exact(top_k, data):
+    tokens = kernels.MOST_CHOICES // top_k
+    schedule = kernels.schedule_sort(tokens * top_k, tokens * top_k, 512)
+    layout = kernels.sort_layout(schedule, tokens, top_k, tokens * top_k, 1, 1)
+    params.SORT.pack(**layout._asdict())
+    token = data.draw(st.integers(0, tokens - 1))
+    for number in (token * top_k, token * top_k + top_k - 1):
+        assert number * layout.top_k_reciprocal >> layout.top_k_shift == token

@@ -64,7 +64,11 @@ def test_sums_of_integers_are_exact_and_wrap_around():
     a = torch.full((2, 1 << 17), -128, dtype=torch.int8)
     b = a.clone()
     b[0, 0] = 127
-    assert gemm(a, b)[0].tolist() == [2**31 - 128 * 255, -(2**31)]
+    wrapped = [2**31 - 128 * 255, -(2**31)]
+    assert gemm(a, b)[0].tolist() == wrapped
+    one = torch.ones(())
+    for out in (gemm(a, b, out_dtype=torch.float32), scaled_gemm(a, one, b, one, out_dtype=torch.float32)):
+        assert out[0].tolist() == wrapped
 
 
 @pytest.mark.parametrize(

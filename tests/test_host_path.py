@@ -724,6 +724,41 @@ show(x.data_ptr(), weights.data_ptr(), index.data_ptr(), out.data_ptr())
 
 
 @pytest.mark.parametrize(
+    ("setup", "path"), [("", "launch_known"), (WITHOUT_DLPACK, "launch")], ids=["dlpack", "without dlpack"]
+)
+def test_second_sort_is_one_call_into_c(run_pretending, setup, path):
+    shown, launched = run_pretending(
+        setup
+        + CAST_SETUP
+        + """
+from deep_tile import experts, sort_by_expert
+experts._has_sort_kernel = lambda *ignored: True
+cast.is_loaded = lambda *ignored: True
+note(cast, "prepare_sort")
+chosen = torch.zeros(1000, 6, dtype=torch.int64)
+for options in ({}, {"alignment": 128}):
+    for _ in range(2):
+        attempt(sort_by_expert, chosen, 60, **options)
+attempt(sort_by_expert, chosen[:32], 60)
+attempt(sort_by_expert, chosen[:32].int(), 60)
+attempt(sort_by_expert, chosen[:32], 61)
+attempt(sort_by_expert, chosen[:, ::2], 60)
+show(chosen.data_ptr())
+""",
+        of=params.SORT,
+    )
+    new = "prepare_sort launch"
+    assert shown[:8] == [new, path, new, path, *[new] * 4]
+    wanted = {"choices": 6000, "rows_size": 6000, "experts": 60, "alignment": 1, "cluster_log2": 3, "slice": 1024}
+    wanted |= {"warp_choices_log2": 6, "chosen": int(shown[8])}
+    first, _, aligned, _, few, *_, strided = launched
+    assert wanted.items() <= first.params.items() and "cluster 8" in first.line
+    assert aligned.params["rows_size"] == 13_696 and aligned.params["alignment"] == 128
+    assert (few.params["cluster_log2"], few.params["slice"], few.params["warp_choices_log2"]) == (0, 512, 5)
+    assert strided.params["choices"] == 3000 and strided.params["chosen"] != wanted["chosen"]
+
+
+@pytest.mark.parametrize(
     ("change", "aligned"),
     [("", 1), ("x = x.flatten()[4:].as_strided((100, 264), (264, 1))", 0), ("out = codes.flatten()[8:]", 0)],
 )

@@ -541,6 +541,7 @@ SAMPLES = {
         [torch.randn(9, K).bfloat16(), torch.rand(5, 2), torch.randint(0, 9, (5, 2))],
         {"out": torch.zeros(5, K).bfloat16()},
     ),
+    "sort_by_expert.default": lambda: ([torch.randint(-1, 5, (7, 3))], {"experts": 4, "alignment": 16}),
     "per_block_cast_to_fp8.default": lambda: ([torch.randn(N, K)], {"round_scale": "pow2"}),
     "per_block_cast_to_fp8.out": lambda: (
         [torch.randn(N, K)],

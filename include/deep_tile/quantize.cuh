@@ -138,6 +138,7 @@ class Slice {
         if constexpr (elements == 8) {
             *reinterpret_cast<uint2*>(row + column) = {codes[0], codes[1]};
         } else {
+            static_assert(elements == 4, "a vector of a length without code that stores it");
             *reinterpret_cast<u32*>(row + column) = codes[0];
         }
     }
