@@ -724,6 +724,16 @@ def as_int(number: object) -> int | None:
         return None
 
 
+def check_sizes(**sizes: object) -> None:
+    """Raise TypeError unless each is an int, and ValueError unless it is positive."""
+    for name, size in sizes.items():
+        number = as_int(size)
+        if number is None:
+            raise TypeError(f"{name} is {size!r}, of type {type(size).__name__}; sizes must be ints")
+        if number < 1:
+            raise ValueError(f"{name} is {size}; sizes must be positive")
+
+
 MAX_ALIGNMENT = 1024
 """Of what groups begin at multiples of."""
 

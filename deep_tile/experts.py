@@ -60,7 +60,7 @@ def sort_by_expert(chosen: torch.Tensor, experts: int, *, alignment: int = 1) ->
 
     Raises:
         TypeError: `chosen` is no tensor of int32 or int64, or `experts` no int.
-        ValueError: `chosen` is no matrix, or `experts` or `alignment` is out of range.
+        ValueError: `chosen` is no matrix or has no memory, or `experts` or `alignment` is out of range.
         RuntimeError: the kernel is not loaded yet while a CUDA graph is captured; or as `per_token_cast_to_fp8`.
     """
     experts = _checked_experts(chosen, experts)
@@ -73,8 +73,11 @@ def sort_by_expert(chosen: torch.Tensor, experts: int, *, alignment: int = 1) ->
 def _sort(chosen: torch.Tensor, experts: int, alignment: int) -> Routing:
     """`sort_by_expert` outside of tracing, of what has been checked."""
     if not _has_sort_kernel(chosen, experts):
+        tensors.require_dense(chosen=chosen)
         return _sort_definition(chosen, experts, alignment)
-    chosen = chosen.contiguous()
+    if not chosen.is_contiguous():
+        tensors.require_dense(chosen=chosen)
+        chosen = chosen.contiguous()
     tokens, top_k = chosen.shape
     size = _rows_size(tokens * top_k, experts, alignment)
     found = Routing(
@@ -90,6 +93,7 @@ def _sort(chosen: torch.Tensor, experts: int, alignment: int) -> Routing:
 
 def _sort_by_kernel(options: tuple[int, int], *given: torch.Tensor) -> None:
     """Of chosen, rows, offs and index; `options` are experts and alignment."""
+    tensors.require_dense(chosen=given[0])
     signature = launches.signature(*given)
     launch = launches.find(_sorts, options, signature)
     if launch is None:
@@ -151,8 +155,6 @@ def _checked_experts(chosen: object, experts: object) -> int:
         raise TypeError(f"chosen is {seen}; it must be one of int32 or int64, such as topk's indices")
     if chosen.dim() != 2:
         raise ValueError(f"chosen has shape {list(chosen.shape)}; it must be [t, top_k], so .view() it so")
-    if not torch.compiler.is_compiling():  # torch's operations, which tracers see, look at their tensors themselves
-        tensors.require_dense(chosen=chosen)
     number = as_int(experts)
     if number is None:
         raise TypeError(f"experts is {experts!r}, of type {type(experts).__name__}; pass how many there are")
@@ -473,13 +475,13 @@ ops.register(
 
 
 def _run_sort_op(chosen: torch.Tensor, experts: int, alignment: int = 1) -> tuple[torch.Tensor, ...]:
-    _check_chosen(chosen, experts)
+    _checked_experts(chosen, experts)
     check_alignment(alignment)
     return tuple(_sort(chosen, experts, alignment))
 
 
 def _fake_sort_op(chosen: torch.Tensor, experts: int, alignment: int = 1) -> tuple[torch.Tensor, ...]:
-    _check_chosen(chosen, experts)
+    _checked_experts(chosen, experts)
     check_alignment(alignment)
     (tokens, top_k), new_empty = chosen.shape, chosen.new_empty
     size = _rows_size(tokens * top_k, experts, alignment)

@@ -731,6 +731,7 @@ def test_second_sort_is_one_call_into_c(run_pretending, setup, path):
         setup
         + CAST_SETUP
         + """
+from bad_calls import freed
 from deep_tile import experts, sort_by_expert
 experts._has_sort_kernel = lambda *ignored: True
 cast.is_loaded = lambda *ignored: True
@@ -744,11 +745,14 @@ attempt(sort_by_expert, chosen[:32].int(), 60)
 attempt(sort_by_expert, chosen[:32], 61)
 attempt(sort_by_expert, chosen[:, ::2], 60)
 show(chosen.data_ptr())
+for gone in (freed(chosen), freed(chosen, left=0.5), freed(chosen[:, ::2])):
+    attempt(sort_by_expert, gone, 60)
 """,
         of=params.SORT,
     )
     new = "prepare_sort launch"
     assert shown[:8] == [new, path, new, path, *[new] * 4]
+    assert [said[:31] for said in shown[9:]] == ["ValueError chosen has no memory"] * 3
     wanted = {"choices": 6000, "rows_size": 6000, "experts": 60, "alignment": 1, "cluster_log2": 3, "slice": 1024}
     wanted |= {"warp_choices_log2": 6, "chosen": int(shown[8])}
     first, _, aligned, _, few, *_, strided = launched
