@@ -10,6 +10,7 @@ from functools import lru_cache
 from math import prod
 from numbers import Real
 from operator import eq
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -437,75 +438,62 @@ def _cast_by_kernel(
     signature = launches.signature(*given)
     launch = launches.find(_launches, tuple(options), signature)
     if launch is None:
-        if options[4:] == _ALL_ROWS:
-            launch = cast_launch(x, options, out, scale)
-        else:
-            launch = rows_launch(x, options, out, scale, lists)
+        launch = cast_launch(x, options, out, scale, lists, **cast.operands_of_rows(options.lists))
         launches.remember(_launches, tuple(options), signature, launch)
     launches.launch(launch, *given)
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy where no kernel can read it: of its dtype, or as a matrix whose columns are adjacent."""
-    if x.dtype == torch.float64:
-        x = x.float()
-    rows = _as_matrix(x)
-    if rows.shape[1] > 1 and rows.stride(1) != 1:
-        return rows.contiguous()
-    return x if rows.data_ptr() == x.data_ptr() else rows
+    """`x`, or a copy where no kernel can read it: of its dtype, or as a matrix whose columns are adjacent.
+
+    A copy has the shape of `x`, so that a launch of it is one of a call with a contiguous input.
+    """
+    x = x.float() if x.dtype == torch.float64 else x
+    try:
+        rows = _matrix_of(x)
+    except RuntimeError:
+        return x.contiguous()
+    return x.contiguous() if rows.shape[1] > 1 and rows.stride(1) != 1 else x
 
 
-def cast_launch(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, **how) -> _launcher.Launch:
+def cast_launch(
+    x: torch.Tensor,
+    options: Options,
+    out: torch.Tensor,
+    scale: torch.Tensor,
+    lists: sources.Lists = MappingProxyType({}),
+    **how,
+) -> _launcher.Launch:
     """The launch of a cast on a Hopper GPU, for which the tensors are examples; `how` are keywords of
     `cast.prepare_launch`. Nothing is checked but that a CUDA graph under capture need not load the kernel.
     """
-    x, out, scale = map(_as_matrix, (x, out, scale))
-    device = x.get_device()
-    kernel, grid = cast.choose(options.block_rows, KERNEL_SOURCES[x.dtype], *x.shape, launches.num_sms(device))
+    device, numbers = x.get_device(), layout(x, options, out, scale, lists)
+    what = "plain" if options[4:] == _ALL_ROWS else "listed" if options.gating is None else "silu_mul"
+    size = numbers.rows, numbers.columns
+    kernel, grid = cast.choose(options.block_rows, KERNEL_SOURCES[x.dtype], *size, launches.num_sms(device), what)
     check_capture(kernel, device)
-    return cast.prepare_launch(kernel, grid, device, _layout(x, options, out, scale), **how)
+    return cast.prepare_launch(kernel, grid, device, numbers, **how)
 
 
-def rows_launch(
+def layout(
     x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
-) -> _launcher.Launch:
-    """The same of a cast of rows by lists, or of `silu_mul`; of tensors that the lists follow."""
-    group_rows = x.shape[1] if "counts" in lists else 0
-    x, out, scale = map(_as_matrix, (x, out, scale))
-    device = x.get_device()
-    num_sms = launches.num_sms(device)
-    layout = rows_layout(_layout(x, options, out, scale), options, len(x), group_rows, lists)
-    what = "listed" if options.gating is None else "silu_mul"
-    kernel, grid = cast.choose(1, KERNEL_SOURCES[x.dtype], *out.shape, num_sms, what)
-    check_capture(kernel, device)
-    return cast.prepare_launch(kernel, grid, device, layout, **cast.operands_of_rows(options.lists))
-
-
-def rows_layout(
-    layout: cast.CastLayout, options: Options, x_rows: int, group_rows: int, lists: sources.Lists
 ) -> cast.CastLayout:
-    """With what a cast of rows needs more."""
+    """The numbers of a cast of these tensors, of the call's shapes: `x` is the input, or what `readable` made of it."""
+    group_rows = out.shape[1] if "counts" in lists else 0
     groups = lists.get("counts", lists.get("offs"))
-    layout = layout._replace(
-        x_rows=x_rows,
-        wide_index="rows" in lists and lists["rows"].dtype == torch.int64,
-        groups=0 if groups is None else len(groups),
-        group_rows=group_rows,
-    )
-    if options.gating is None:
-        return layout
-    limit, _, beta = options.gating
-    return layout._replace(limit=limit, sigmoid_factor=options.gating.sigmoid_factor, beta=beta)
-
-
-def _layout(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor) -> cast.CastLayout:
-    """Of matrices."""
+    gating = options.gating
+    x, out, scale = map(_matrix_of, (x, out, scale))
     return cast.CastLayout(
         *(*out.shape, x.stride(0), out.stride(0), *scale.stride()),
         aligned=_takes_vectors(x, out),
         pow2_scale=options.round_scale == "pow2",
         amax_floor=float(options.amax_floor),
         correction=int(options.exact == "divide"),
+        x_rows=len(x),
+        wide_index="rows" in lists and lists["rows"].dtype == torch.int64,
+        groups=0 if groups is None else len(groups),
+        group_rows=group_rows,
+        **{} if gating is None else {name: getattr(gating, name) for name in ("limit", "sigmoid_factor", "beta")},
     )
 
 
@@ -534,10 +522,15 @@ def _as_matrix(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
+def _matrix_of(x: torch.Tensor) -> torch.Tensor:
+    """The same without a copy; RuntimeError where it is no view."""
+    return x.view(prod(x.shape[:-1]), x.shape[-1])
+
+
 def _view_as_matrix(name: str, target: torch.Tensor) -> torch.Tensor:
     """The same of what is written to, which cannot be a copy."""
     try:
-        return target.view(prod(target.shape[:-1]), target.shape[-1])
+        return _matrix_of(target)
     except RuntimeError:
         raise ValueError(
             f"leading dimensions of {name} are not evenly spaced: shape {list(target.shape)}, strides "
