@@ -115,7 +115,7 @@ def each_kernel(what):
 
 
 EACH_KERNEL = each_kernel("plain")
-FLOORS = [1e-4, 2.0**-80]
+FLOORS = [1e-4, 2.0**-80, 2.0**-100, quantize.SMALLEST_AMAX_FLOOR]
 
 
 @EACH_KERNEL
@@ -136,10 +136,14 @@ MIDDLES = torch.cat([torch.arange(0.5, 8), *(torch.arange(8.5, 16) * 2**e for e 
 
 @EACH_KERNEL
 @pytest.mark.parametrize("exact", ["divide", "reciprocal"])
-def test_quotients_between_two_codes(launch, kernel, exact):
-    """So close to the middle that it matters how is divided; and the largest of their group, which sets the scale."""
+@pytest.mark.parametrize("exponent", [-116, -84, -72, -70, 0, 119])
+def test_quotients_between_two_codes(launch, kernel, exact, exponent):
+    """So close to the middle that it matters how is divided; and the largest of their group, which sets the scale. From
+    the smallest scale on, by where its remainders are taken otherwise, to the largest."""
     dtype = DTYPES[kernel.source]
-    amax = (1 + torch.rand(4096, 1)).to(dtype)
+    if dtype == torch.float16 and exponent:
+        pytest.skip("FP16 has no such numbers")
+    amax = ((1 + torch.rand(4096, 1)) * 2.0**exponent).to(dtype)
     _, scale = per_token_cast_to_fp8(amax, exact=exact)
     values = (MIDDLES * scale).to(dtype).clamp(max=amax)
     divided, multiplied = (x.to(FP8_DTYPE).float() for x in (values / scale, values * (1 / scale)))
@@ -232,7 +236,7 @@ def assert_silu_mul_in_bounds(launch, kernel, x, options, numbers, lists=None):
     launch_cast(launch, kernel, x, options, *by_kernel.targets, lists)
     by_kernel.assert_guards_intact()
     for out, scale in (by_kernel.matrices, by_definition.matrices):
-        rounding = {"amax_floor": options.amax_floor, "round_scale": options.round_scale}
+        rounding = {"amax_floor": options.floor, "round_scale": options.round_scale}
         assert_silu_mul_cast(matrix, out, scale, lives, **rounding, **numbers)
         assert (out[~lives].float() == -7).all() and (scale[~lives] == -7).all()
 

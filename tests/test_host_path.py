@@ -20,6 +20,7 @@ from test_launcher import WHOLE_CUBIN, fake_driver, params_of  # noqa: F401
 from test_params import unpack
 
 from deep_tile import params
+from deep_tile.quantize import SMALLEST_AMAX_FLOOR
 
 SETUP = f"""
 import ctypes, json, os, signal, sys
@@ -568,7 +569,7 @@ show(x.data_ptr(), codes.data_ptr(), scale.data_ptr())
     wanted = {"x": x, "out": out, "scale": scale, "rows": 130, "columns": 264, "x_stride": 264, "out_stride": 264}
     wanted |= {"scale_stride_row": 3, "scale_stride_column": 1, "aligned": 1, "pow2_scale": 0}
     floors = [launch.params.pop("amax_floor") for launch in launched]
-    assert floors == pytest.approx([1e-4] * 3 + [1e-10], rel=2**-24, abs=0)
+    assert floors == pytest.approx([SMALLEST_AMAX_FLOOR] * 3 + [1e-10], rel=2**-24, abs=0)
     assert [launch.params.pop("correction") for launch in launched] == [1.0] * 4
     assert [launch.params for launch in launched] == [wanted] * 4
 
