@@ -157,6 +157,8 @@ inline int __syncthreads_count(bool counts) {
     return all;
 }
 
+inline int __syncthreads_or(bool any) { return __syncthreads_count(any) > 0; }
+
 inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int distance) {
     Meeting& meeting = meeting_of(mask);
     meeting.values[threadIdx.x % 32] = value;
