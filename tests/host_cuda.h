@@ -220,6 +220,11 @@ inline unsigned host_bf16(float x) {
 }
 inline unsigned host_bf16x2(float high, float low) { return host_bf16(high) << 16 | host_bf16(low); }
 
+inline unsigned host_mul_bf16x2(unsigned a, unsigned b) {
+    const auto product = [=](int shift) { return __uint_as_float(a >> shift << 16) * __uint_as_float(b >> shift << 16); };
+    return host_bf16x2(product(16), product(0));
+}
+
 inline float host_f32_of_f16(unsigned short bits) { return __builtin_bit_cast(_Float16, bits); }
 
 inline unsigned char host_e4m3(float x) {

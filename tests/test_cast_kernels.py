@@ -29,6 +29,7 @@ CASTS = {1: per_token_cast_to_fp8, 128: per_block_cast_to_fp8}
 DTYPES = {source: dtype for dtype, source in quantize.KERNEL_SOURCES.items()}
 ASSEMBLY = {
     r'asm\("max\.u16x2 .*?;" : "=r"\(larger\) : "r"\(a\), "r"\(b\)\);': "larger = host_max_u16x2(a, b);",
+    r'asm\("mul\.rn\.bf16x2 .*?;" : "=r"\(products\) : "r"\(a\), "r"\(b\)\);': "products = host_mul_bf16x2(a, b);",
     r'asm\("cvt\.f32\.f16 .*?;" : "=f"\(value\) : "h"\(half\)\);': "value = host_f32_of_f16(half);",
     r'asm\("cvt\.rn\.satfinite\.e4m3x2\.f32 .*?;" : "=h"\(packed\) : "f"\(high\), "f"\(low\)\);': (
         "packed = host_e4m3x2(high, low);"

@@ -13,6 +13,13 @@ __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
     return larger;
 }
 
+// Two products of BF16 numbers, rounded.
+__device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
+    u32 products;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(products) : "r"(a), "r"(b));
+    return products;
+}
+
 // 1 / x, rounded: what __frcp_rn does for it, without asking whether x is below 2^-126 or beyond 2^126.
 __device__ __forceinline__ float normal_reciprocal(float x) {
     float reciprocal;
@@ -56,7 +63,8 @@ struct Halves {
 struct BFloat16 : Halves {
     static __device__ __forceinline__ float value(u16 bits) { return __uint_as_float(u32(bits) << 16); }
     static __device__ __forceinline__ u32 raised(u32 word) {
-        return __float_as_uint(value(word >> 16) * tiny_factor) | __float_as_uint(value(word) * tiny_factor) >> 16;
+        const u32 factor = __float_as_uint(tiny_factor) >> 16;
+        return ptx::mul_bf16x2(word, factor << 16 | factor);
     }
 };
 
