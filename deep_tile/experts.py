@@ -172,7 +172,7 @@ def silu_mul_cast_to_fp8(
     alpha: float = 1.0,
     beta: float = 0.0,
     scale_layout: str = quantize.DEFAULT_SCALE_LAYOUT,
-    amax_floor: float = 1e-4,
+    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR,
     round_scale: str = "none",
     exact: str = "divide",
     out: torch.Tensor | None = None,

@@ -33,7 +33,7 @@ class _Options(NamedTuple):
     pdl: bool | None = None
     constant_weights: bool = False
     activation: str | None = None
-    amax_floor: float = 1e-4
+    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR
     round_scale: str = "none"
     exact: str = "divide"
 
@@ -59,7 +59,7 @@ def fp8_gemm_cast(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     scale_layout: str = quantize.DEFAULT_SCALE_LAYOUT,
-    amax_floor: float = 1e-4,
+    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR,
     round_scale: str = "none",
     exact: str = "divide",
     config: GemmConfig | None = None,
@@ -193,7 +193,7 @@ def _prepare(given: tuple, checked: api.Options, options: _Options, bias) -> _la
     if settings.print_config():
         print(f"deep_tile: m={problem.m} n={problem.n} k={problem.k}: {config.name}", file=sys.stderr)
     of_scale = plan.ResultScale(
-        *scale.stride(), options.round_scale == "pow2", float(options.amax_floor), int(options.exact == "divide")
+        *scale.stride(), options.round_scale == "pow2", options.cast.floor, int(options.exact == "divide")
     )
     of_bias = () if bias is None else ("bias",)
     layout = api.layout_of(a, a_scale, b, b_scale, out)

@@ -42,7 +42,7 @@ class _Options(NamedTuple):
     """The keywords of a call; described at `fp8_linear`."""
 
     out_dtype: torch.dtype | None = None
-    amax_floor: float = 1e-4
+    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR
     round_scale: str = "none"
     exact: str = "divide"
     num_sms: int | None = None
@@ -72,7 +72,7 @@ def fp8_linear(
     out: torch.Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
-    amax_floor: float = 1e-4,
+    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR,
     round_scale: str = "none",
     exact: str = "divide",
     num_sms: int | None = None,
@@ -136,7 +136,11 @@ def fp8_linear(
 
 
 def quantize_weight(
-    w: torch.Tensor, *, amax_floor: float = 1e-4, round_scale: str = "none", exact: str = "divide"
+    w: torch.Tensor,
+    *,
+    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR,
+    round_scale: str = "none",
+    exact: str = "divide",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise a weight for `fp8_linear` and `fp8_gemm`: `b, b_scale = quantize_weight(w)`.
 
@@ -602,7 +606,7 @@ def _fake_backward_op(grad, x, b, b_scale=None, *, x_dtype=None, bias_dtype=None
 _OPERANDS = "Tensor x, Tensor b, Tensor? b_scale=None, Tensor? bias=None"
 _OUT_OPERANDS = "Tensor x, Tensor b, Tensor? b_scale, Tensor? bias, Tensor(a!) out"
 _KEYWORDS = (
-    "*, ScalarType? out_dtype=None, float amax_floor=1e-4, str round_scale='none', str exact='divide', "
+    f"*, ScalarType? out_dtype=None, {quantize.OPTIONS_SCHEMA}, "
     "int? num_sms=None, bool batch_invariant=False, bool? pdl=None"
 )
 ops.register(
@@ -615,7 +619,7 @@ ops.register(
 ops.register(f"fp8_linear.out({_OUT_OPERANDS}, {_KEYWORDS}) -> ()", _run_out_op, _fake_out_op)
 ops.register(
     "fp8_linear_backward(Tensor grad, Tensor? x, Tensor b, Tensor? b_scale=None, *, ScalarType? x_dtype=None, "
-    "ScalarType? bias_dtype=None, float amax_floor=1e-4, str round_scale='none', str exact='divide') "
+    f"ScalarType? bias_dtype=None, {quantize.OPTIONS_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor)",
     _run_backward_op,
     _fake_backward_op,

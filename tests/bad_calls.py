@@ -457,9 +457,10 @@ WRONG_CASTS = [
             _one(call, x, "is a list", [[1.0]], TypeError, "is a <class 'list'>", FLOATS),
             _one(call, x, "is an integer", torch.Tensor.int, TypeError, "a tensor of int32", FLOATS),
             _one(call, x, "is FP8 already", lambda x: x.to(FP8), TypeError, "a tensor of float8_e4m3fn", FLOATS),
-            _one(call, "amax_floor", "is 0", 0.0, ValueError, "amax_floor is 0.0", "finite and at least"),
-            _one(call, "amax_floor", "is infinite", float("inf"), ValueError, "amax_floor is inf", "must be finite"),
-            _one(call, "amax_floor", "is NaN", float("nan"), ValueError, "amax_floor is nan", "finite and at least"),
+            _one(call, "amax_floor", "is negative", -1.0, ValueError, "amax_floor is -1.0", "at least 0 and finite"),
+            _one(call, "amax_floor", "is infinite", float("inf"), ValueError, "is inf;", "at least 0 and finite"),
+            _one(call, "amax_floor", "is infinite in float32", 1e39, ValueError, r"is 1e\+39", "in float32"),
+            _one(call, "amax_floor", "is NaN", float("nan"), ValueError, "amax_floor is nan", "at least 0 and finite"),
             _one(call, "amax_floor", "is a string", "1e-4", TypeError, "amax_floor is '1e-4', a str", NUMBER),
             _one(call, "amax_floor", "is None", None, TypeError, "amax_floor is None", NUMBER),
             *(
@@ -611,7 +612,7 @@ WRONG_ROWS = [
         for name in ("alpha", "beta")
         for value in (float("inf"), float("nan"), 1e39)
     ),
-    _one(SILU, "amax_floor", "is 0", 0.0, ValueError, "amax_floor is 0.0", "finite and at least"),
+    _one(SILU, "amax_floor", "is negative", -1.0, ValueError, "amax_floor is -1.0", "at least 0 and finite"),
     _one("combine", "x", "is a list", [[1.0]], TypeError, "is a <class 'list'>", "a tensor of torch.bfloat16"),
     _one("combine", "x", "is float16", torch.Tensor.half, TypeError, "of torch.float16", r"bfloat16\. Convert"),
     _one("combine", "x", "is a vector", lambda x: x[0], ValueError, r"shape \[130\]", r"two dimensions, so \.view\(\)"),

@@ -26,7 +26,7 @@ from deep_tile import (
 )
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 from deep_tile.kinds import KINDS, LAYOUTS, OUTPUTS, RAW, Element
-from deep_tile.quantize import FP8_MAX
+from deep_tile.quantize import FP8_MAX, SMALLEST_AMAX_FLOOR
 from deep_tile.reference import MAX_RELATIVE_ERROR
 
 BF16_ROUNDING = 2**-8
@@ -587,7 +587,7 @@ def assert_silu_mul_cast(
     scale: torch.Tensor,
     rows: slice | torch.Tensor = slice(None),
     *,
-    amax_floor: float = 1e-4,
+    amax_floor: float = SMALLEST_AMAX_FLOOR,
     round_scale: str = "none",
     **numbers: float,
 ) -> None:

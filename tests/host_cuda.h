@@ -157,6 +157,8 @@ inline int __syncthreads_count(bool counts) {
     return all;
 }
 
+inline int __syncthreads_or(bool any) { return __syncthreads_count(any) > 0; }
+
 inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int distance) {
     Meeting& meeting = meeting_of(mask);
     meeting.values[threadIdx.x % 32] = value;
@@ -217,6 +219,11 @@ inline unsigned host_bf16(float x) {
     return std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline unsigned host_bf16x2(float high, float low) { return host_bf16(high) << 16 | host_bf16(low); }
+
+inline unsigned host_mul_bf16x2(unsigned a, unsigned b) {
+    const auto product = [=](int shift) { return __uint_as_float(a >> shift << 16) * __uint_as_float(b >> shift << 16); };
+    return host_bf16x2(product(16), product(0));
+}
 
 inline float host_f32_of_f16(unsigned short bits) { return __builtin_bit_cast(_Float16, bits); }
 

@@ -20,6 +20,7 @@ from test_launcher import WHOLE_CUBIN, fake_driver, params_of  # noqa: F401
 from test_params import unpack
 
 from deep_tile import params
+from deep_tile.quantize import SMALLEST_AMAX_FLOOR
 
 SETUP = f"""
 import ctypes, json, os, signal, sys
@@ -568,7 +569,7 @@ show(x.data_ptr(), codes.data_ptr(), scale.data_ptr())
     wanted = {"x": x, "out": out, "scale": scale, "rows": 130, "columns": 264, "x_stride": 264, "out_stride": 264}
     wanted |= {"scale_stride_row": 3, "scale_stride_column": 1, "aligned": 1, "pow2_scale": 0}
     floors = [launch.params.pop("amax_floor") for launch in launched]
-    assert floors == pytest.approx([1e-4] * 3 + [1e-10])
+    assert floors == pytest.approx([SMALLEST_AMAX_FLOOR] * 3 + [1e-10], rel=2**-24, abs=0)
     assert [launch.params.pop("correction") for launch in launched] == [1.0] * 4
     assert [launch.params for launch in launched] == [wanted] * 4
 
@@ -630,6 +631,38 @@ for source in (x.view(13, 10, 264), x.view(13, 5, 2, 264), x.view(13, 10, 264)[:
     fields = "rows", "x_stride", "scale_stride_column"
     strides = [tuple(launch.params[field] for field in fields) for launch in launched]
     assert strides == [(130, 264, 132)] * 4 + [(65, 264, 68)] * 2
+
+
+def test_casts_of_groups_that_are_copied_first(run_pretending):
+    """The copy has the groups of its original; and what is remembered of it makes no wrong call a right one."""
+    shown, launched = run_pretending(
+        CAST_SETUP
+        + OF_ROWS
+        + """
+halves = {name: y[:, :5] for name, y in many.items()}
+halves = {name: torch.zeros(y.shape, dtype=y.dtype) for name, y in halves.items()}
+flat = {name: y.flatten(0, 1) for name, y in halves.items()}
+for call, given, k in ((per_token_cast_to_fp8, x, 264), (silu_mul_cast_to_fp8, gate_up, 528)):
+    groups = given.view(13, 10, k)[:, :5]
+    for source in (groups, groups.transpose(1, 2).contiguous().transpose(1, 2), groups.contiguous()):
+        attempt(call, source, counts=counts, **halves)
+    attempt(call, groups.flatten(0, 1), counts=counts, **halves)
+    attempt(call, groups, counts=counts, **flat)
+    attempt(call, groups, **halves)
+    attempt(call, groups.flatten(0, 1), **halves)
+""",
+        of=params.CAST_OF_ROWS,
+    )
+    new, known = "prepare_launch launch", "launch"
+    for at in (0, 7):
+        assert shown[at : at + 2] == [new, known] and shown[at + 2] in ("launch", "launch_known")
+        assert re.match(r"ValueError (x|gate_up) has shape \[65, \d+\]; with counts it must be", shown[at + 3])
+        assert re.match(r"ValueError out has shape \[65, 264\]; .* must be \[13, 5, 264\]", shown[at + 4])
+        assert shown[at + 5] == new
+        assert re.match(r"ValueError out has shape \[13, 5, 264\]; .* must be \[65, 264\]", shown[at + 6])
+    fields = ("rows", "columns", "x_stride", "x_rows", "groups", "group_rows")
+    seen = [tuple(launch.params[field] for field in fields) for launch in launched]
+    assert seen[:3] == [(65, 264, 264, 65, 13, 5)] * 3 and seen[4:7] == [(65, 264, 528, 65, 13, 5)] * 3
 
 
 OF_ROWS = """

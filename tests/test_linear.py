@@ -136,7 +136,7 @@ def test_small_magnitudes_and_nan(device):
     """`amax_floor` reaches the cast; NaN stays in its row."""
     x, b, b_scale, _ = make_layer((4, 256), 40, device)
     tiny = x * 1e-7
-    assert not torch.equal(fp8_linear(tiny, b, b_scale), fp8_linear(tiny, b, b_scale, amax_floor=1e-10))
+    assert not torch.equal(fp8_linear(tiny, b, b_scale), fp8_linear(tiny, b, b_scale, amax_floor=1e-4))
     clean = fp8_linear(x, b, b_scale)
     x[2, 17] = float("nan")
     out = fp8_linear(x, b, b_scale)
@@ -236,7 +236,7 @@ def bad_calls(device: str):
     yield {"out_dtype": torch.float64}, TypeError, "out_dtype must be torch.bfloat16, torch.float16 or torch.float32"
     yield {"out_dtype": "bf16"}, TypeError, "or None for that of x; got 'bf16'"
     yield {"amax_floor": "1"}, TypeError, "amax_floor is '1'"
-    yield {"amax_floor": 0.0}, ValueError, "amax_floor is 0.0"
+    yield {"amax_floor": -1.0}, ValueError, "amax_floor is -1.0"
     yield {"num_sms": 1.0}, TypeError, "num_sms is 1.0"
     yield {"num_sms": 0}, ValueError, "num_sms is 0"
     yield {"pdl": "no"}, TypeError, "pdl is 'no'"

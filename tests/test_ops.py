@@ -382,7 +382,7 @@ WRONG_PRODUCTS = {
 WRONG_CASTS = {
     "x is an integer": lambda x: {"x": x["x"].int()},
     "x is a number": lambda x: {"x": x["x"][0, 0]},
-    "amax_floor is 0": lambda x: {"amax_floor": 0.0},
+    "amax_floor is negative": lambda x: {"amax_floor": -1.0},
     "amax_floor is NaN": lambda x: {"amax_floor": float("nan")},
     "round_scale is unknown": lambda x: {"round_scale": "up"},
     "exact is unknown": lambda x: {"exact": "yes"},
@@ -444,7 +444,7 @@ WRONG_GATES = {
     "limit is NaN": lambda x: {"limit": float("nan")},
     "alpha is infinite": lambda x: {"alpha": float("inf")},
     "beta is beyond float32": lambda x: {"beta": 1e39},
-    "amax_floor is 0": lambda x: {"amax_floor": 0.0},
+    "amax_floor is negative": lambda x: {"amax_floor": -1.0},
     "out is as wide as gate_up": lambda x: {"out": torch.zeros(5, 2 * K).to(FP8)},
 }
 # fmt: on

@@ -723,15 +723,19 @@ def transform_sf_into_required_layout(
 def per_token_cast_to_fp8(
     x: torch.Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK, use_packed_ue8m0: bool = False
 ) -> _Pair:
-    """DeepGEMM's cast of activations, bit for bit what it computes on a GPU; scales of powers of two by `use_ue8m0`."""
+    """DeepGEMM's cast of activations, bit for bit what it computes on a GPU; scales of powers of two by `use_ue8m0`.
+
+    Magnitudes count as 1e-4 at least: of smaller gradients much becomes zeros. `deep_tile.per_token_cast_to_fp8` keeps
+    them.
+    """
     if use_packed_ue8m0:
         raise ValueError("use_packed_ue8m0 must be False: Hopper takes scales of float32")
-    return quantize.per_token_cast_to_fp8(x, exact="reciprocal", round_scale=_rounding(use_ue8m0, gran_k))
+    return quantize.per_token_cast_to_fp8(x, **_cast_options(use_ue8m0, gran_k))
 
 
 def per_block_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> _Pair:
     """DeepGEMM's cast of weights, likewise."""
-    return quantize.per_block_cast_to_fp8(x, exact="reciprocal", round_scale=_rounding(use_ue8m0, gran_k))
+    return quantize.per_block_cast_to_fp8(x, **_cast_options(use_ue8m0, gran_k))
 
 
 def per_channel_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> _Pair:
@@ -739,17 +743,18 @@ def per_channel_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool, gran_k: int = SCAL
 
     For products `deep_tile.transposed_cast_to_fp8` writes both transposed, as they take them, without a copy.
     """
-    rounding = _rounding(use_ue8m0, gran_k)
+    options = _cast_options(use_ue8m0, gran_k)
     if isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] % SCALE_BLOCK:
         raise ValueError(f"x is {list(x.shape)}; it must have a multiple of {SCALE_BLOCK} rows: pad it with zeros")
-    out, scale = transposed.transposed_cast_to_fp8(x, exact="reciprocal", round_scale=rounding)
+    out, scale = transposed.transposed_cast_to_fp8(x, **options)
     return out.t().contiguous(), scale.t().contiguous()
 
 
-def _rounding(use_ue8m0: bool, gran_k: int) -> str:
+def _cast_options(use_ue8m0: bool, gran_k: int) -> dict[str, str | float]:
     if gran_k != SCALE_BLOCK:
         raise ValueError(f"gran_k is {gran_k}; on Hopper it is {SCALE_BLOCK}")
-    return "pow2" if use_ue8m0 else "none"
+    rounding = "pow2" if use_ue8m0 else "none"
+    return {"exact": "reciprocal", "amax_floor": quantize.DEEP_GEMM_AMAX_FLOOR, "round_scale": rounding}
 
 
 def set_num_sms(num_sms: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from deep_tile import linear
 from deep_tile.integrations.transformers_experts import experts_forward
 from deep_tile.integrations.transformers_weights import operands, takes
-from deep_tile.quantize import DIVISIONS
+from deep_tile.quantize import DEEP_GEMM_AMAX_FLOOR, DIVISIONS
 
 _MODULE = "transformers.integrations.finegrained_fp8"
 
@@ -169,6 +169,8 @@ def _replacement(name: str, original: Callable, exact: str, client: ModuleType) 
 
 
 def _linear(original: Callable, exact: str) -> Callable:
+    cast = {"exact": exact, "amax_floor": DEEP_GEMM_AMAX_FLOOR}
+
     def fp8_linear(
         input: torch.Tensor,
         weight: torch.Tensor,
@@ -180,6 +182,6 @@ def _linear(original: Callable, exact: str) -> Callable:
     ) -> torch.Tensor:
         if activation_scale is not None or not takes(input, weight, weight_scale_inv, block_size):
             return original(input, weight, weight_scale_inv, block_size, bias, activation_scale, allow_deepgemm)
-        return linear.fp8_linear(input, *operands(weight, weight_scale_inv), bias, exact=exact)
+        return linear.fp8_linear(input, *operands(weight, weight_scale_inv), bias, **cast)
 
     return fp8_linear

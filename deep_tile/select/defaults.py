@@ -132,12 +132,12 @@ def default_configs(
 def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | None:
     """The config with a finish; None where there is none such, or its kernel is longer than what a launch brings along.
 
-    That is 64 KB, which kernels pass that have code for pairs of K blocks; with an activation, those whose main loop
-    has many copies, or of exact gelu, of which each sum takes 14 instructions, whose tiles have 256 rows, or 256
-    columns that are quantised; where they are quantised, also with gelu by tanh behind a bias. Tiles of 64x256 leave
-    an activation too few registers, and a finish those whose rows are scaled: tiles of two chunks, where they are
-    promoted before, of exact gelu also 128x192 then, and the widest, which hold scales as well. Output boxes are fewer
-    where `out` has fewer columns.
+    That is 66 KB, which kernels pass that have code for pairs of K blocks; with an activation, those whose main loop
+    has many copies; of exact gelu, of which each sum takes 14 instructions, whose tiles have 256 rows, where they are
+    quantised also of gelu by tanh behind a bias; and of 256 columns that are quantised either gelu, and silu behind a
+    bias. Tiles of 64x256 leave an activation too few registers, and a finish those whose rows are scaled: tiles of two
+    chunks, where they are promoted before, of exact gelu also 128x192 then, and the widest, which hold scales as well.
+    Output boxes are fewer where `out` has fewer columns.
     """
     if (bias, activation) == ("none", "none"):
         return config
@@ -156,9 +156,10 @@ def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | Non
 def _is_long(config: GemmConfig, bias: str, activation: str) -> bool:
     """Whether a finish leaves no room for the kernel's code."""
     copies = config.column_shifts * config.chunks * config.accumulator_registers
-    longest = config.block_m == 256 or (config.quantizes and config.block_n == 256)
-    after_bias = config.quantizes and activation == "gelu_tanh" and bias != "none"
-    if longest and (activation == "gelu" or after_bias):
+    behind_bias = activation if bias != "none" else None
+    if config.quantizes and config.block_n == 256 and (activation in ("gelu", "gelu_tanh") or behind_bias == "silu"):
+        return True
+    if config.block_m == 256 and (activation == "gelu" or (config.quantizes and behind_bias == "gelu_tanh")):
         return True
     return config.pairs or (activation != "none" and copies > _MOST_COPIED)
 
