@@ -904,9 +904,7 @@ def check_scale_shapes(a, a_scale, b, b_scale) -> None:
             seen, source = tuple(scale.shape), f"To fix: {_SOURCES[f'{name}_scale']}"
             if x.dtype == torch.int8:
                 source = "Quantise with a scale for each 1x128 of a and 128x128 of b"
-            elif name == "b" and str(seen) == str((n, k_blocks)):
-                source = "deep_tile.scaled_gemm takes a scale for each 1x128 of b, as of a"
-            remedy = scale_shape_remedy(f"{name}_scale", scale, wanted, x.shape[0]) or source
+            remedy = scale_shape_remedy(f"{name}_scale", scale, wanted, x) or source
             raise ValueError(f"{name}_scale must have shape {meaning} = {wanted}; got {seen}. {remedy}")
 
 
@@ -914,10 +912,11 @@ def has_shape(x: torch.Tensor, wanted: tuple[int, ...]) -> bool:
     return x.dim() == len(wanted) and all(ops.holds(size == right) for size, right in zip(x.shape, wanted, strict=True))
 
 
-def scale_shape_remedy(name: str, scale: torch.Tensor, wanted: tuple[int, int], rows: int) -> str | None:
-    """What to do about a scale of another shape than is `wanted` of an operand of so many rows; None if its own shape
-    does not say what it is. Sizes not known yet can be compared as text alone."""
-    seen, more_than_one = tuple(scale.shape), [str(size) for size in scale.shape if str(size) != "1"]
+def scale_shape_remedy(name: str, scale: torch.Tensor, wanted: tuple[int, int], x: torch.Tensor) -> str | None:
+    """What to do about a scale of another shape than is `wanted` of the operand `x`; None if its own shape does not
+    say what it is. Sizes not known yet can be compared as text alone."""
+    rows, seen = x.shape[0], tuple(scale.shape)
+    more_than_one = [str(size) for size in scale.shape if str(size) != "1"]
     if str(seen) == str(wanted[::-1]):
         return f"It looks transposed: pass {name}.t(); any strides are accepted, so no copy is needed"
     expanded = f"or repeat it, which copies nothing: {name}.reshape(-1, 1).expand{wanted}"
@@ -926,6 +925,8 @@ def scale_shape_remedy(name: str, scale: torch.Tensor, wanted: tuple[int, int], 
     if more_than_one == [str(rows)]:
         also = f"; {expanded}" if str(rows) == str(wanted[0]) else ""
         return f"deep_tile.scaled_gemm takes a scale for each row, where the other one is such or one number{also}"
+    if str(seen) == str((rows, wanted[1])) and x.dtype != torch.int8:
+        return "deep_tile.scaled_gemm takes a scale for each 1x128 of both operands"
     return None
 
 

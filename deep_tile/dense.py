@@ -720,10 +720,10 @@ def check_dtypes(call: Call, operands, takers: Mapping[torch.dtype, str]) -> Non
 
 def check_row_block_scales(names: tuple[str, ...], operands) -> None:
     for at in (0, 2):
-        (rows, k), scale, name = operands[at].shape, operands[at + 1], names[at + 1]
-        wanted = (rows, ceil_div(k, SCALE_BLOCK))
+        x, scale, name = operands[at], operands[at + 1], names[at + 1]
+        wanted = (x.shape[0], ceil_div(x.shape[1], SCALE_BLOCK))
         if not api.has_shape(scale, wanted):
-            remedy = api.scale_shape_remedy(name, scale, wanted, rows)
+            remedy = api.scale_shape_remedy(name, scale, wanted, x)
             raise ValueError(
                 f"{name} must have shape {wanted}, one for each 128 of a row of {names[at]}; got {tuple(scale.shape)}. "
                 f"{remedy or f'To fix: cast {names[at]} with scales of 1x128'}"

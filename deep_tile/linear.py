@@ -414,7 +414,8 @@ def _multiply_quantized(x: tuple, b, b_scale, bias, out, out_dtype, product: dic
     _check_fit(a, b, bias, out, dtype)
     if torch.is_grad_enabled() and out is not None:
         _refuse_gradient(b, b_scale, out if _wants_gradient(a, b, b_scale, bias, out) else None)
-    rows, scales = a.reshape(-1, a.shape[-1]), a_scale.reshape(-1, a_scale.shape[-1])
+    rows, is_short = a.reshape(-1, a.shape[-1]), a_scale.dim() < 2 and a_scale.dim() < a.dim()
+    scales = a_scale if is_short else a_scale.reshape(-1, a_scale.shape[-1])
     added_later = bias is not None and bias.requires_grad and torch.is_grad_enabled()  # by torch, for its gradient
     result = api.fp8_gemm(
         *(rows, scales, b, b_scale, None if out is None else _rows_of_out(out)),

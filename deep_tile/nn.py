@@ -58,6 +58,8 @@ class Linear(torch.nn.Module):
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if as_int(size) is None:
                 raise TypeError(f"{name} is {size!r}, of type {type(size).__name__}; pass an int")
+            if size < 0:
+                raise ValueError(f"{name} is {size}; pass how many there are")
         self.in_features, self.out_features, self.options = in_features, out_features, options
         self.weight = _frozen(tensors.empty_rows((out_features, in_features), FP8_DTYPE, device))
         scale = torch.empty(scale_shape(self.weight.shape, WEIGHT_BLOCK), dtype=torch.float32, device=device)
@@ -270,16 +272,19 @@ def _refuse_foreign(x: object, weight: object) -> None:
 def _check_weight(weight: torch.Tensor, scale: torch.Tensor) -> None:
     if weight.dtype != FP8_DTYPE:
         wide = "make the layer with Linear.from_float, which quantises"
-        remedy = tensors.operand_remedy("weight", weight, (FP8_DTYPE,), {}, wide)
+        takers = dict.fromkeys(tensors.QUANTIZED_DTYPES, "scaled_gemm")
+        remedy = tensors.operand_remedy("weight", weight, (FP8_DTYPE,), takers, wide)
         raise TypeError(f"weight is {weight.dtype}; it must be {FP8_DTYPE}. To fix: {remedy}")
     if scale.dtype not in tensors.SCALE_DTYPES:
         remedy = tensors.scale_remedy("weight_scale_inv", scale)
         raise TypeError(f"weight_scale_inv is {scale.dtype}; it must be {tensors.SCALE_NAMES}. To fix: {remedy}")
-    if weight.dim() != 2 or tuple(scale.shape) != scale_shape(weight.shape, WEIGHT_BLOCK):
-        wanted = f" of {list(scale_shape(weight.shape, WEIGHT_BLOCK))}" if weight.dim() == 2 else ""
+    wanted = scale_shape(weight.shape, WEIGHT_BLOCK) if weight.dim() == 2 else None
+    if tuple(scale.shape) != wanted:
+        remedy = wanted and api.scale_shape_remedy("weight_scale_inv", scale, wanted, weight)
         raise ValueError(
             f"weight is {list(weight.shape)} and weight_scale_inv {list(scale.shape)}; they must be [n, k] and "
-            f"[ceil(n / 128), ceil(k / 128)]{wanted}: one scale for each 128x128 block"
+            f"[ceil(n / 128), ceil(k / 128)]{f' of {list(wanted)}' if wanted else ''}: one scale for each 128x128 "
+            f"block{f'. {remedy}' if remedy else ''}"
         )
     if weight.device != scale.device:
         raise ValueError(f"weight_scale_inv is on {scale.device} but weight is on {weight.device}; move it there")

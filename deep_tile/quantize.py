@@ -636,9 +636,13 @@ def _find_block(x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | N
         if scale.shape == shape:
             return kind
     wanted = " or ".join(f"{list(shape)} (blocks of {kind[0]}x{kind[1]})" for kind, shape in shapes.items())
+    is_one, other_way = scale.numel() == 1, scale.shape[::-1] in shapes.values()
+    remedy = "Transpose it with scale.t(); strides are free" if other_way else "Pass the scale of these blocks"
+    if is_one or scale.shape in (x.shape[:-1], (*x.shape[:-1], 1)):
+        remedy = f"{'One number' if is_one else 'A number for each row'} is multiplied by torch: x.float() * scale"
+        remedy += "[..., None]" if not is_one and scale.dim() < x.dim() else ""
     raise ValueError(
-        f"scale has shape {list(scale.shape)}; for x of shape {list(x.shape)} it must be {wanted}. "
-        "Transpose a scale that is stored the other way round with .t(); strides are free"
+        f"scale has shape {list(scale.shape)}; for x of shape {list(x.shape)} it must be {wanted}. {remedy}"
     )
 
 

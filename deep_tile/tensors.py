@@ -71,8 +71,8 @@ _KINDS = (
         _IN_PYTHON,
         "a {type}, whose operations run in Python",
         "Pass the plain tensor that it stands for: of a DTensor {name}.to_local(), of an AsyncCollectiveTensor "
-        "{name}.wait(); a FakeTensor stands for none, and torch.ops.deep_tile takes it. After import "
-        "deep_tile.distributed, fp8_linear and torch.ops.deep_tile take operands that are DTensors, all of them",
+        "{name}.wait(); a FakeTensor stands for none. After import deep_tile.distributed, fp8_linear and "
+        "torch.ops.deep_tile take operands that are DTensors, all of them",
     ),
     (_bits("Negative"), "a view that torch negates as it reads it", "Pass {name}.resolve_neg()"),
     (_bits("Conjugate"), "a view that torch conjugates as it reads it", "Pass {name}.resolve_conj()"),

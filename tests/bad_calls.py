@@ -514,7 +514,13 @@ WRONG_CASTS = [
         ValueError, r"\[1, 5, 300\]", "one matrix at a time",
     ),
     _one("dequantize", "scale", "is None", None, TypeError, "NoneType", "takes a tensor of torch.float32"),
-    _one("dequantize", "scale", "is transposed", torch.Tensor.t, ValueError, r"\[3, 5\]", r"with \.t\(\)"),
+    _one("dequantize", "scale", "is transposed", torch.Tensor.t, ValueError, r"\[3, 5\]", r"with scale\.t\(\)"),
+    *(
+        _one("dequantize", "scale", f"is of {shape}", lambda x, shape=shape: x.new_ones(shape), ValueError,
+             re.escape(f"shape {list(shape)}"), remedy)
+        for shape, remedy in (((), r"x\.float\(\) \* scale$"), ((M,), r"x\.float\(\) \* scale\[\.\.\., None\]$"),
+                              ((M, 1), r"x\.float\(\) \* scale$"), ((2,), "Pass the scale of these"))
+    ),
     _one("dequantize", "scale", "is on meta", on_meta, ValueError, "is on meta but x is on", r"\.to\(x\.device\)"),
     _one("dequantize", "block", "is unknown", (1, 32), ValueError, r"is \(1, 32\)", r"use \(1, 128\)"),
 ]
@@ -725,6 +731,12 @@ OF_OTHERS = [
     BadCall("fp8_linear", "x", "is a pair of bytes",
             lambda given: {"x": (given["b"].view(torch.uint8), given["b_scale"])}, TypeError,
             r"x\[0\] must be .* got torch.uint8", r"x\[0\]\.view\(torch\.float8_e4m3fn\)"),
+    *(
+        BadCall("fp8_linear", "a_scale", f"is of {shape} in a pair",
+                lambda given, shape=shape: {"x": (given["b"][:M], given["b_scale"].new_ones(shape))}, ValueError,
+                re.escape(f"got {shape}"), rf"scaled_gemm takes {taken}.*a_scale\.reshape\(-1, 1\)\.expand")
+        for shape, taken in (((), "one number"), ((M,), "a scale for each row"))
+    ),
     _one("fp8_linear", "x", "is FP8", lambda x: x.to(FP8), TypeError, "got torch.float8_e4m3fn",
          r"pair, \(x, x_scale\)"),
     _one("dequantize", "x", "is bytes", viewed(torch.uint8), TypeError, "uint8", r"x\.view\(torch\.float8_e4m3fn\)"),
@@ -811,6 +823,7 @@ OF_OTHERS = [
     # Layers and their models.
     _one("Linear", "in_features", "is a string", "100", TypeError, "is '100', of type str", "pass an int"),
     _one("Linear", "out_features", "is a float", 2.0, TypeError, "is 2.0, of type float", "pass an int"),
+    _one("Linear", "out_features", "is negative", -1, ValueError, "out_features is -1", "pass how many"),
     _one("replace_linears", "wanted", "is a name", "lm_head", TypeError, "is 'lm_head'", "lambda name, layer"),
     *(_one(call, "model", "is a name", "bert", TypeError, "is 'bert', a str", r"pass a torch\.nn\.Module")
       for call in ("replace_linears", "precompile_model")),

@@ -229,6 +229,10 @@ def test_wrong_calls_launch_nothing():
     by_rows = (b[0], b[1].expand(128, 2))
     for arguments, keywords, kind, message in (
         ((a[0], b, out), {}, TypeError, "a is a Tensor; it must be a pair"),
+        ((*a, *b), {}, TypeError, "a is a Tensor; it must be a pair"),
+        ((*a, *b, out), {}, TypeError, "a is a Tensor; it must be a pair"),
+        ((a, b, out, None, out), {}, TypeError, "recipe is a tensor of torch.bfloat16; it must be a tuple of ints"),
+        ((a, b, out), {"recipe_a": 128}, TypeError, "recipe_a is a int; it must be"),
         ((a, b[:1], out), {}, TypeError, "b is a tuple; it must be a pair"),
         ((a, b, out), {"c": out}, ValueError, "c must be None"),
         (

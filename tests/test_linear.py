@@ -121,7 +121,7 @@ def test_wrong_pairs_are_refused(device):
     a, a_scale = per_token_cast_to_fp8(x)
     for pair, kind, message in (
         ((a,), ValueError, "x is a tuple of 1; pass the pair that per_token_cast_to_fp8 returned"),
-        ((x, a_scale), TypeError, r"x\[0\] must be torch.float8_e4m3fn; got torch.bfloat16. Pass the input itself"),
+        ((x, a_scale), TypeError, r"x\[0\] must be torch.float8_e4m3fn; got torch.bfloat16.*pass the input itself"),
         ((a, None), TypeError, r"x\[1\] must be a torch.Tensor; got NoneType"),
         ((a[:, :128], a_scale), ValueError, r"x must be \[..., k\] and b \[n, k\]"),
         ((a, a_scale[:3]), ValueError, "a_scale must have shape"),
@@ -219,7 +219,7 @@ def bad_calls(device: str):
     yield {"x": [1]}, TypeError, "x must be a torch.Tensor; got list"
     yield {"b": None}, TypeError, "b must be a torch.Tensor; got NoneType"
     yield {"x": x.double()}, TypeError, "x must be torch.bfloat16, torch.float16 or torch.float32; got torch.float64"
-    yield {"x": x.to(b.dtype)}, TypeError, "what is quantised already comes with its scale"
+    yield {"x": x.to(b.dtype)}, TypeError, "where it is quantised already, pass it and its scale"
     yield {"x": x[0, 0]}, ValueError, r"x must be \[..., k\] and b \[n, k\]; got \[\] and \[130, 208\]"
     yield {"b": b[0]}, ValueError, r"got \[5, 208\] and \[208\]"
     yield {"x": x[:, :192]}, ValueError, r"got \[5, 192\] and \[130, 208\]"

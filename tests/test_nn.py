@@ -213,6 +213,9 @@ def test_wrong_checkpoints_are_refused(layer):
         ({"weight_scale_inv": torch.ones(1, 2)}, ValueError, r"\[256, 128\] and weight_scale_inv \[1, 2\]"),
         ({"weight": torch.zeros(128).to(torch.float8_e4m3fn)}, ValueError, r"weight is \[128\]"),
         ({"weight_scale_inv": torch.ones(2, 1, device="meta")}, ValueError, "weight_scale_inv is on meta but weight"),
+        ({"weight": torch.zeros(256, 128).to(torch.float8_e5m2)}, TypeError, "scaled_gemm takes torch.float8_e5m2"),
+        ({"weight_scale_inv": torch.ones(())}, ValueError, r"_inv\.reshape\(-1, 1\)\.expand\(2, 1\)"),
+        ({"weight_scale_inv": torch.ones(256)}, ValueError, "scaled_gemm takes a scale for each row"),
     ],
 )
 def test_weights_that_do_not_fit(change, kind, message):

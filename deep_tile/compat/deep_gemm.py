@@ -69,9 +69,9 @@ def fp8_gemm_nt(
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_gemm`; a pair that is none, another recipe, a `c`, or
             scales that are packed into integers.
     """
+    operands = _operands(a, b)
     if _is_by_rows(recipe, recipe_b):
         _check_recipes(recipe, recipe_a, recipe_b, quantize.TOKEN_BLOCK)
-        operands = _operands(a, b)
         _require_dimensions(a=(operands[0], 2), a_scale=(operands[1], 2), b=(operands[2], 2), b_scale=(operands[3], 2))
         dense.check_row_block_scales(("a", "a_scale", "b", "b_scale"), operands)
         if _compile_mode:
@@ -84,7 +84,6 @@ def fp8_gemm_nt(
         return
     _refuse_sum(c)
     _check_recipes(recipe, recipe_a, recipe_b)
-    operands = _operands(a, b)
     if _compile_mode:
         _make_ready("fp8", operands[0], operands[2], d)
         return
@@ -126,8 +125,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
     """
-    _check_recipes(recipe, recipe_a, recipe_b)
     a, a_scale, b, b_scale = _operands(a, b)
+    _check_recipes(recipe, recipe_a, recipe_b)
     if _compile_mode:
         _make_ready("fp8", a, b, d, "offs")
         return
@@ -172,8 +171,8 @@ def m_grouped_fp8_gemm_nt_masked(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
     """
-    _check_recipes(recipe, recipe_a, recipe_b)
     operands = _operands(a, b)
+    _check_recipes(recipe, recipe_a, recipe_b)
     if _compile_mode:
         _make_ready("fp8", operands[0], operands[2], d, "counts")
         return
@@ -212,9 +211,9 @@ def k_grouped_fp8_gemm_nt_contiguous(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_wgrad` and `fp8_gemm_nt`.
     """
+    (a, a_scale), (b, b_scale) = _pair("a", a), _pair("b", b)
     _check_no_psum(use_psum_layout)
     _check_recipes(recipe, of_b=quantize.TOKEN_BLOCK)
-    (a, a_scale), (b, b_scale) = _pair("a", a), _pair("b", b)
     _require_dimensions(d=(d, 3), a_scale=(a_scale, 2), b_scale=(b_scale, 2))
     groups, m, n = d.shape
     _check_lengths(ks_cpu, groups)
@@ -270,9 +269,9 @@ def fp8_einsum(
     """
     if expr != "bhr,hdr->bhd":
         raise ValueError(f"expr is {expr!r}; on Hopper it is 'bhr,hdr->bhd'")
+    a, a_scale, b, b_scale = _operands(a, b)
     _refuse_sum(c)
     _check_recipes(recipe)
-    a, a_scale, b, b_scale = _operands(a, b)
     _require_dimensions(a=(a, 3), a_scale=(a_scale, 3), b=(b, 3), d=(d, 3))
     for name, x in (("a's scale", a_scale), ("d", d)):
         if x.shape[:2] != a.shape[:2]:
@@ -508,8 +507,14 @@ def _refuse_sum(c: object) -> None:
 def _is_by_rows(recipe: object, recipe_b: object) -> bool:
     """Whether a call names scales of 1x128 for both operands."""
     if recipe is not None:
-        return tuple(recipe) == (1, 1, SCALE_BLOCK)
-    return recipe_b is not None and tuple(recipe_b) == quantize.TOKEN_BLOCK
+        return _blocks("recipe", recipe) == (1, 1, SCALE_BLOCK)
+    return recipe_b is not None and _blocks("recipe_b", recipe_b) == quantize.TOKEN_BLOCK
+
+
+def _blocks(name: str, recipe: object) -> tuple:
+    if not isinstance(recipe, (tuple, list)):
+        raise TypeError(f"{name} is {_kind(recipe)}; it must be a tuple of ints, or None")
+    return tuple(recipe)
 
 
 def _begin_sum(d: torch.Tensor, c: torch.Tensor | None) -> bool:
@@ -570,7 +575,7 @@ def _check_recipes(
         ("recipe_a", recipe_a, quantize.TOKEN_BLOCK),
         ("recipe_b", recipe_b, of_b),
     ):
-        if given is not None and tuple(given) != wanted:
+        if given is not None and _blocks(name, given) != wanted:
             raise ValueError(f"{name} is {given}; on Hopper it is {wanted} or None. Quantise with such blocks")
 
 
