@@ -145,10 +145,13 @@ def check_order(names: Sequence[str], operands: Sequence[torch.Tensor]) -> None:
 
 
 def no_tensor(name: str, value: object, remedy: str) -> TypeError:
-    """What to raise about an argument that is none; of a pair, as DeepGEMM's functions take them, with another
-    remedy."""
-    if isinstance(value, (tuple, list)) and any(isinstance(part, torch.Tensor) for part in value):
-        remedy = f"pass its parts one by one, *{name}; functions of deep_tile.compat.deep_gemm take pairs"
+    """What to raise about an argument that is none; of several tensors with another remedy: of a pair, as DeepGEMM's
+    functions take them, and of a list of alike ones."""
+    if isinstance(value, (tuple, list)) and value and isinstance(value[0], torch.Tensor):
+        is_pair = len(value) == 2 and getattr(value[1], "dtype", None) != value[0].dtype
+        remedy = f"pass one tensor, such as torch.stack({name})"
+        if is_pair:
+            remedy = f"pass its parts one by one, *{name}; functions of deep_tile.compat.deep_gemm take pairs"
     return TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}. To fix: {remedy}")
 
 
