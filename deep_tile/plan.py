@@ -67,7 +67,7 @@ OPERAND_L2_BYTES = 128
 well, makes decode 1.5 % slower in the mean, up to 6 %; at m > 128 the two are even (H200, 2026-11-22)."""
 
 MAX_TILES = 2**31 - 2**16
-"""Of a launch, and of a panel of its raster: kernels count them in an int, and step by as many as there are blocks."""
+"""Of a launch: kernels count them in an int, and step by as many as there are blocks."""
 
 MAX_GROUP_COLUMNS = 339_538
 """Of tiles, where there are groups: GroupWalk::divide is exact up to here."""
@@ -249,7 +249,7 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
     _check_scale("bias", (problem.n,), (layout.bias_stride,))
     # A stride that takes more bits is of a single row, column or group: nothing is ever added to it.
     strides = [stride % 2**32 for stride in (*layout.a_scale_strides, *layout.b_scale_strides)]
-    group_rows = raster_rows(problem)
+    group_rows = raster_rows(config, problem)
     a_tail_rows, b_tail_rows = operand_tails(problem, config)
     return params.GEMM.pack(
         m=m,
@@ -287,7 +287,7 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
 
 def _check_tiles(problem: GemmProblem, config: GemmConfig) -> None:
     columns = ceil_div(problem.n, config.block_n * config.cluster_n)
-    tiles = max(cluster_tiles(config, problem), columns * raster_rows(problem))
+    tiles = cluster_tiles(config, problem)
     if tiles <= MAX_TILES and (problem.groups is None or columns <= MAX_GROUP_COLUMNS):
         return
     most = f"{MAX_TILES} tiles" + ("" if problem.groups is None else f" and {MAX_GROUP_COLUMNS} columns of them")
