@@ -401,7 +401,8 @@ def precompile(
     """Compile, and on a Hopper GPU load, every kernel that a product can need for the shapes.
 
     Launches nothing and allocates no GPU memory beyond the CUDA context; afterwards no call with such a shape, the
-    default config and a dense `out` compiles or loads anything. With a warm disk cache it takes milliseconds.
+    default config and rows of `a`, `b` and `out` that follow each other, or as well aligned ones, compiles or loads
+    anything. With a warm disk cache it takes milliseconds.
 
     Args:
         shapes: (n, k, max_m) for each weight matrix: every m from 1 to max_m is covered.
@@ -731,15 +732,16 @@ def _prepare_launch(
         output=OUTPUT_NAMES[out.dtype],
         **finishes.for_problem(bias, options.activation),
     )
+    layout = layout_of(a, a_scale, b, b_scale, out)
+    problem = problem.with_strides(layout.a_stride, layout.b_stride)
     config = plan.config_for(problem) if options.config is None else checked_config(options.config, problem)
     check_capture(config, device)
     if settings.print_config():
         print(f"deep_tile: m={m} n={n} k={k} num_sms={problem.num_sms}: {config.name}", file=sys.stderr)
-    layout = layout_of(a, a_scale, b, b_scale, out)._replace(bias_stride=0 if bias is None else bias.stride(0))
     launch = plan.prepare_launch(
         problem,
         config,
-        layout,
+        layout._replace(bias_stride=0 if bias is None else bias.stride(0)),
         device,
         pdl=options.pdl,
         constant_weights=options.constant_weights,

@@ -495,12 +495,13 @@ def _prepare_launch(operands, out, options: _Options, bias) -> _launcher.Launch:
     device = out.get_device()
     api.check_hopper(device)
     problem = _problem(operands, out, options, bias)
+    layout = _layout(operands, out, problem.product)
+    problem = problem.with_strides(layout.a_stride, layout.b_stride)
     config = plan.config_for(problem) if options.config is None else api.checked_config(options.config, problem)
     api.check_capture(config, device, options.call)
     if settings.print_config():
         print(f"deep_tile: m={problem.m} n={problem.n} k={problem.k}: {config.name}", file=sys.stderr)
     of_bias = ["bias"] * len(_given(bias))
-    layout = _layout(operands, out, problem.product)
     return plan.prepare_launch(
         problem,
         config,

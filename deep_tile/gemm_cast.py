@@ -183,6 +183,8 @@ def _prepare(given: tuple, checked: api.Options, options: _Options, bias) -> _la
         output=QUANTIZED,
         **finishes.for_problem(bias, options.activation),
     )
+    layout = api.layout_of(a, a_scale, b, b_scale, out)
+    problem = problem.with_strides(layout.a_stride, layout.b_stride)
     if options.config is None:
         config = plan.cast_config_for(problem)
         if config is None:
@@ -196,7 +198,6 @@ def _prepare(given: tuple, checked: api.Options, options: _Options, bias) -> _la
         *scale.stride(), options.round_scale == "pow2", options.cast.floor, int(options.exact == "divide")
     )
     of_bias = () if bias is None else ("bias",)
-    layout = api.layout_of(a, a_scale, b, b_scale, out)
     return plan.prepare_launch(
         problem,
         config,

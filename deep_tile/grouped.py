@@ -316,13 +316,14 @@ def _prepare_launch(operands, bounds, out, options: _Options) -> _launcher.Launc
     device = out.get_device()
     api.check_hopper(device)
     problem = _problem(operands, out, options)
+    layout = _layout(problem, operands, out, options.alignment)
+    problem = problem.with_strides(layout.a_stride, layout.b_stride)
     config = plan.config_for(problem) if options.config is None else checked_config(options, problem)
     api.check_capture(config, device, options.call)
     if settings.print_config():
         sizes = f"rows={problem.m} n={problem.n} k={problem.k}"
         print(f"deep_tile: {problem.groups} {sizes}: {config.name}", file=sys.stderr)
     names = (*_CALLS[options.call].names, *(["bounds"] if bounds is not None else []), "out")
-    layout = _layout(problem, operands, out, options.alignment)
     return plan.prepare_launch(problem, config, layout, device, pdl=options.pdl, constant_weights=False, names=names)
 
 

@@ -245,7 +245,13 @@ GEMM = Params(
         "b [n, k] in bytes, box [block_n / cluster_m, 128]; for a last tile with fewer [b_tail_rows, 128]; or likewise",
         count=2,
     ),
-    Field("out_map", TENSOR_MAP, "out [m, n], box [store_rows, store_columns]; of groups plan.out_map's; unused where TMA does not store"),
+    Field(
+        "out_maps",
+        TENSOR_MAP,
+        "out [m, n], box [store_rows, store_columns]; for boxes in which a group ends plan.out_tail_map's; unused where "
+        "TMA does not store",
+        count=2,
+    ),
     Field("bounds", "const int*", "of groups, where each ends or how many rows each has; null: all that there are"),
     Field("groups", "int", "0 where there is one product", 0),
     Field("alignment", "int", "of the rows that groups begin at, a power of two", 1, 1024),

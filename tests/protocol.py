@@ -94,7 +94,7 @@ class Launch:
         self.config, self.problem, self.early_b, self.warps = config, problem, early_b, warps
         self.in_runs, self.ranges = in_runs, ranges
         self.m, self.n, self.k = problem.m, problem.n, problem.k
-        self.raster_rows = raster_rows(problem)
+        self.raster_rows = raster_rows(config, problem)
         self.clusters = grid_size(config, problem) // config.cluster
         self.bulk_scale_rows = self.m if bulk_scales and not in_runs else 0
         self.bulk_scale_columns = self.n if bulk_scales else 0

@@ -239,7 +239,7 @@ def test_every_kernel(config, every_kernel, monkeypatch):
     check_config(config, 3, columns, 1, max(4, config.cluster))
     # More than one group of the raster's rows of tiles, the last group short.
     check_config(config, 9 * rows + 3, 3 * columns, 128, max(6, config.cluster), "scattered")
-    monkeypatch.setattr("deep_tile.plan.raster_rows", lambda problem: 16)
+    monkeypatch.setattr("deep_tile.plan.raster_rows", lambda config, problem: 16)
     check_config(config, 17 * rows + 3, 2 * columns, 64, max(6, config.cluster))
 
 

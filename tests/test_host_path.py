@@ -152,7 +152,7 @@ show(*(x.data_ptr() for x in good.values()))
     assert [first[name] for name in names] == [2, 1, 2, 1, 136]
     a, a_scale, b, b_scale, out = map(int, shown[3].split())
     assert (first["a_scale"], first["b_scale"], first["out"]) == (a_scale, b_scale, out)
-    assert [launched[0].map_address(name) for name in ("a_maps", "b_maps", "out_map")] == [a, b, out]
+    assert [launched[0].map_address(name) for name in ("a_maps", "b_maps", "out_maps")] == [a, b, out]
 
 
 def test_second_call_without_dlpack(run_pretending):
@@ -459,7 +459,7 @@ for call in ((a, a_scale, out), other):
     assert len(launched) == 4
     for line, launch in zip(shown[6:8], launched, strict=False):
         a, a_scale, out, b, b_scale = map(int, line.split())
-        assert (launch.map_address("a_maps"), launch.map_address("b_maps"), launch.map_address("out_map")) == (
+        assert (launch.map_address("a_maps"), launch.map_address("b_maps"), launch.map_address("out_maps")) == (
             a,
             b,
             out,

@@ -219,7 +219,6 @@ OF_GROUPS = {"offs": GemmConfig(64, 32, 2, grouping="offs"), "counts": GemmConfi
             (GemmProblem(900, 0, 128, groups=Groups(layout, 3, 300)), config, plan.MAX_GROUP_COLUMNS)
             for layout, config in OF_GROUPS.items()
         ),
-        (GemmProblem(64, 0, 128), GemmConfig(64, 16, 4), plan.MAX_TILES // 16),
         (GemmProblem(64 * 17, 0, 128), GemmConfig(64, 16, 4), plan.MAX_TILES // 17),
     ],
     ids=str,

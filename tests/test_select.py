@@ -18,7 +18,7 @@ from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, LAYOUTS, OUTPUTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose as choosing
 from deep_tile.select.choose import bucketed, candidates, choose, choose_bucket, configs_for, suits
-from deep_tile.select.defaults import default_configs
+from deep_tile.select.defaults import deepest_config, default_configs
 from deep_tile.select.schedule import (
     blocks_per_tile,
     busiest,
@@ -50,6 +50,7 @@ problems = st.builds(
     bias=st.sampled_from(BIASES),
     activation=st.sampled_from(ACTIVATIONS),
     layout=st.sampled_from(list(LAYOUTS)),
+    strided=st.none() | st.tuples(*[st.sampled_from([16, 32, 64, 128])] * 2),
 ).map(lambda problem: problem if problem.product.a.bytes == 2 else problem._replace(layout="nt"))
 
 
@@ -149,12 +150,18 @@ def test_columns_begun(m, n, num_sms):
     assert columns_begun(GemmConfig(128, 192, 4), problem) == 0
 
 
-def test_raster_has_few_rows_where_b_stays_in_l2():
-    assert raster_rows(GemmProblem(4096, 2112, 7168)) == 8
-    assert raster_rows(GemmProblem(4096, 7168, 4096)) == 16
+@pytest.mark.parametrize(
+    ("tile", "b_stays", "b_leaves"),
+    [((128, 192), 8, 16), ((128, 128), 8, 8), ((256, 128), 4, 4), ((128, 128, {"cluster_n": 2}), 16, 16)],
+)
+def test_raster_groups_by_tile_and_size_of_b(tile, b_stays, b_leaves):
+    block_m, block_n, *options = tile
+    config = deepest_config(block_m, block_n, **dict(*options))
+    assert raster_rows(config, GemmProblem(4096, 2112, 7168)) == b_stays
+    assert raster_rows(config, GemmProblem(4096, 7168, 4096)) == b_leaves
 
 
-@given(st.integers(1, 1 << 16), st.sampled_from([1, 2]), st.sampled_from([8, 16]), st.integers(0, (1 << 27) - 1))
+@given(st.integers(1, 1 << 16), st.sampled_from([1, 2]), st.sampled_from([4, 8, 16]), st.integers(0, (1 << 27) - 1))
 def test_reciprocal_divides_any_position(m, cluster_m, group_rows, position):
     rows = ceil_div(m, 64 * cluster_m)
     last_rows = rows - (rows - 1) // (group_rows // cluster_m) * (group_rows // cluster_m)

@@ -79,7 +79,9 @@ def what_is_made(of: GemmConfig | GemmProblem) -> tuple[str, str, bool, str, str
 
 def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str | None:
     """Name of the config that was measured best for this bucket: by the user's own search, else by ours, which knows
-    those buckets where the model is wrong."""
+    those buckets where the model is wrong. Both were made for rows that follow each other."""
+    if problem.strided is not None:
+        return None
     if own is not None:
         return own.timed_name
     model = calibration(problem.kind)

@@ -98,15 +98,15 @@ __device__ __forceinline__ int row_end(const GemmParams& params, int group_end) 
     }
 }
 
-// Where TMA stores from a box to, in the map's own dimensions: those of `out`, or, of groups, as `plan.out_map` has them.
+// By which map TMA stores a box, and where in its dimensions: those of `out`, or, where a group ends within the box, as
+// `plan.out_tail_map` has them.
 template <GemmConfig config, typename Store>
 __device__ __forceinline__ void store_rows_at(const Store& store, int row, int column, int end, u32 box) {
     if constexpr (config.grouped()) {
-        const int rows = min(config.store_rows, end - row);
-        store(column, config.store_rows - rows, row + rows, box);
-    } else {
-        store(column, row, box);
+        const int rows = end - row;
+        if (rows < config.store_rows) return store(1, column, config.store_rows - rows, end, box);
     }
+    store(0, column, row, box);
 }
 
 // Has TMA store a box, or the first store_rows rows of it, up to the row `end` and the last column; row, column and
@@ -117,11 +117,11 @@ __device__ __forceinline__ void store_box(const GemmParams& params, u32 buffers,
     column += box_column<config>(box);
     if (row >= row_end<config>(params, end) || column >= out_column<config>(params.n)) return;
     store_rows_at<config>(
-        [&](auto... place) {
+        [&](int map, auto... place) {
             if constexpr (config.accumulate) {
-                ptx::cp_reduce_async_bulk_tensor_add(params.out_map, place...);
+                ptx::cp_reduce_async_bulk_tensor_add(params.out_maps[map], place...);
             } else {
-                ptx::cp_async_bulk_tensor_store(params.out_map, place...);
+                ptx::cp_async_bulk_tensor_store(params.out_maps[map], place...);
             }
         },
         row, column, end, buffers + box_offset<config>(box));
