@@ -83,7 +83,7 @@ def test_torch_computes_the_definition_on_a_gpu(cast, options, dtype):
     x = wide_matrix(300, 1300, dtype).cuda()
     block_rows = 1 if cast is per_token_cast_to_fp8 else 128
     out, scale = (torch.empty_like(y) for y in cast(x, **options))
-    quantize.definition(x, quantize.Options(block_rows, 1e-4, **options), out, scale, {})
+    quantize.definition(x, quantize.Options(block_rows, quantize.SMALLEST_AMAX_FLOOR, **options), out, scale, {})
     wanted, wanted_scale = cast(x.cpu(), **options)
     assert torch.equal(codes(out.cpu()), codes(wanted)) and torch.equal(scale.cpu(), wanted_scale)
 
