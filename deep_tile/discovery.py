@@ -1,9 +1,9 @@
-"""How torch finds what deep_tile has for it once both are imported, in either order: the ops in `torch.ops.deep_tile`,
-and their formulas for `FlopCounterMode`.
+"""What is found by name without having been imported: submodules of packages; by torch, in whichever order it and
+deep_tile are imported, the ops in `torch.ops.deep_tile` and their formulas for `FlopCounterMode`.
 
-Called by deep_tile/__init__.py. Nothing of either is imported before it is asked for: an op's module is when the op is
-looked up in the namespace and not there yet, all of them are with the module of torch's that counts, since nobody looks
-up a formula.
+Called by the `__init__.py` of packages. Nothing is imported before it is asked for: an op's module is when the op is
+looked up in the namespace and not there yet; all of them are with the module of torch's that counts, since nobody looks
+up a formula. What looks ops up in C++, as torch.jit.load does, finds those that have been asked for by name.
 """
 
 import sys
@@ -35,6 +35,17 @@ OPS = {
 """Every op, and the module that defines it."""
 
 _COUNTER = "torch.utils.flop_counter"
+
+
+def submodules(package: str, *names: str) -> Callable[[str], object]:
+    """A package's `__getattr__`, by which these of its modules are imported at their first use."""
+
+    def find(name: str) -> object:
+        if name not in names:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return import_module(f"{package}.{name}")
+
+    return find
 
 
 def announce() -> None:

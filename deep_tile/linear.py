@@ -161,7 +161,7 @@ def _wants_gradient(x, b, b_scale, bias, out) -> bool:
             or (bias is not None and bias.requires_grad)
             or (out is not None and out.requires_grad)
         )
-    except AttributeError:  # something is no tensor, which the checks say
+    except Exception:  # something is no tensor, such as a Proxy of torch.fx, which the checks say
         return False
 
 

@@ -138,8 +138,8 @@ def per_token_cast_to_fp8(
         ValueError: `x` has no dimension, `scale_layout`, `round_scale` or `exact` is unknown, `amax_floor` out of
             range, or shape, strides or device of another tensor do not fit, or a tensor has no memory; `counts` is
             given together with `rows` or `offs`.
-        RuntimeError: `x`, `out` or `scale_out` requires a gradient, in grad mode; or, on a Hopper GPU, NVRTC or the driver is missing, or the
-            kernel would have to be loaded while the stream is being captured.
+        RuntimeError: `x`, `out` or `scale_out` requires a gradient, in grad mode; or, on a Hopper GPU, NVRTC or the
+            driver is missing, or the kernel would have to be loaded while the stream is being captured.
     """
     lists = {} if rows is None and offs is None and counts is None else given_lists(rows=rows, offs=offs, counts=counts)
     if not is_traced():
@@ -175,7 +175,7 @@ def cast_tokens(
     """A cast with a scale per row and 128 columns, outside of tracing; `options` are equal to `Options`."""
     check_layout(scale_layout)
     if is_grad_enabled():
-        if getattr(x, "requires_grad", False):
+        if getattr(x, "requires_grad", False) is True:
             _check_input(x, Options(*options), lists)
             _refuse_gradient(x, Options(*options))
         if out is not None or scale_out is not None:
@@ -301,7 +301,7 @@ def _refuse_gradient(x: torch.Tensor, options: Options) -> None:
 def refuse_target_gradients(out: object, scale_out: object) -> None:
     """Raise where torch, which records gradients, would record what a cast writes to."""
     for name, target in (("out", out), ("scale_out", scale_out)):
-        if getattr(target, "requires_grad", False) and not torch.nn.parameter.is_lazy(target):
+        if getattr(target, "requires_grad", False) is True and not torch.nn.parameter.is_lazy(target):
             raise RuntimeError(
                 f"{name} requires a gradient, which what a cast writes has none of: pass {name}.detach(), or cast "
                 "under torch.no_grad()"
@@ -761,15 +761,21 @@ def _check_fake(x: torch.Tensor, options: Options, lists: sources.Lists) -> None
 
 
 def fake_out(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return x.new_empty_strided(*_out_strides.__wrapped__(shape), dtype=FP8_DTYPE)  # symbols have no hash
+    """What a cast allocates, where it is traced."""
+    return x.new_empty_strided(*_out_strides.__wrapped__(_numbers(shape)), dtype=FP8_DTYPE)  # symbols have no hash
 
 
 def fake_scale(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
-    return x.new_empty_strided(*_scale_strides.__wrapped__(shape, layout), dtype=torch.float32)
+    return x.new_empty_strided(*_scale_strides.__wrapped__(_numbers(shape), layout), dtype=torch.float32)
 
 
 def _fake_block_scale(w: torch.Tensor) -> torch.Tensor:
-    return w.new_empty_strided(*_weight_scale_strides.__wrapped__(w.shape), dtype=torch.float32)
+    return w.new_empty_strided(*_weight_scale_strides.__wrapped__(_numbers(w.shape)), dtype=torch.float32)
+
+
+def _numbers(shape: tuple) -> tuple:
+    """Sizes, which torch.jit.trace makes tensors of; its graph then keeps them."""
+    return tuple(int(size) if isinstance(size, torch.Tensor) else size for size in shape)
 
 
 OPTIONS_SCHEMA = 'float amax_floor=1e-4, str round_scale="none", str exact="divide"'

@@ -23,8 +23,9 @@ from helpers import (
     rearranged,
     same_bits,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deep_tile import GemmConfig, Plan, api, fp8_gemm, launches, plan, prepare
+from deep_tile import GemmConfig, Plan, api, fp8_gemm, fp8_linear, launches, linear, plan, prepare, quantize_weight
 from deep_tile.select.defaults import default_configs
 
 pytestmark = pytest.mark.gpu
@@ -108,6 +109,33 @@ def test_first_call_of_a_fresh_thread(paths):
         fresh.submit(fp8_gemm, *operands, rows).result()
     assert paths.count("prepare_launch") == 2
     assert_accurate(rows, exact)
+
+
+@pytest.mark.parametrize("odd", ["fake in its mode", "fake", "subclass"])
+def test_odd_inputs_of_a_fresh_thread_leave_no_trace(odd):
+    """The workspace that `fp8_linear` keeps for a thread and stream is plain, and made for nothing that is refused."""
+    b, b_scale = quantize_weight(torch.randn(256, 512, device=DEVICE))
+    x = torch.randn(8, 512, device=DEVICE, dtype=torch.bfloat16)
+    wanted = fp8_linear(x, b, b_scale)
+
+    def call_first_with_odd() -> tuple[torch.Tensor, bool]:
+        if odd == "subclass":
+            fp8_linear(x.as_subclass(type("Subclass", (torch.Tensor,), {})), b, b_scale)
+        else:
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            fake = mode.from_tensor(x)
+            if odd == "fake":
+                with pytest.raises(TypeError, match="x is a FakeTensor"):
+                    fp8_linear(fake, b, b_scale)
+            else:
+                with mode:
+                    assert fp8_linear(fake, b, b_scale).shape == (8, 256)
+        got = fp8_linear(x, b, b_scale)
+        return got, all(type(kept) is torch.Tensor for kept in linear._kept.workspaces.values())
+
+    with ThreadPoolExecutor(1) as pool:
+        got, is_plain = pool.submit(call_first_with_odd).result()
+    assert is_plain and same_bits(got, wanted)
 
 
 def test_alignment_of_out_is_noticed(paths):

@@ -56,8 +56,8 @@ MAY_IMPORT = {
     "wgrad": CALL | {"api", "dense", "grouped", "params"},
     "nn": {"api", "cast", "jit", "linear", "quantize", "tensors"},
     "distributed": {"config", "nn", "ops", "quantize", "tensors"},
-    "integrations": {"config", "experts", "grouped", "linear", "quantize", "tensors"},
-    "compat": {"api", "config", "dense", "grouped", "quantize", "reference", "tensors", "transposed"},
+    "integrations": {"config", "discovery", "experts", "grouped", "linear", "quantize", "tensors"},
+    "compat": {"api", "config", "dense", "discovery", "grouped", "quantize", "reference", "tensors", "transposed"},
     "torch_compat": {"api", "config", "dense", "finishes", "grouped", "tensors"},
     "method": SIZES | {"select"},
     "tools": CALL

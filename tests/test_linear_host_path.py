@@ -3,6 +3,8 @@
 As test_host_path.py: CPU tensors pass for GPU tensors, and fake_driver.c is the driver.
 """
 
+import re
+
 import pytest
 from test_host_path import WITHOUT_DLPACK, run_pretending  # noqa: F401
 from test_launcher import fake_driver  # noqa: F401
@@ -92,6 +94,35 @@ for stream in range(200):
 show(len(kept()) <= linear._MOST_KEPT)
 """)
     assert shown == ["True (-1, 87)", "(-1, 87) (-1, 88) 2", "(-1, 88) set()", "True"]
+
+
+@pytest.mark.parametrize("odd", ["FakeTensorMode().from_tensor(x)", "x.as_subclass(Subclass)"])
+def test_odd_inputs_leave_no_trace(run, odd):
+    """Whether they are refused or taken, later calls take the shortest way, in a plain workspace."""
+    shown, launched = run(f"""
+from torch._subclasses.fake_tensor import FakeTensorMode
+class Subclass(torch.Tensor): pass
+attempt(fp8_linear, **layer | {{"x": {odd}}})
+for _ in range(3): attempt(fp8_linear, **layer)
+show(*(type(workspace).__name__ for workspace in linear._kept.workspaces.values()))
+""")
+    assert shown[0].startswith(
+        "TypeError x is a FakeTensor" if "Fake" in odd else "prepare_launch prepare_launch launch"
+    )
+    assert shown[2:] == ["launch_known", "launch_known", "Tensor"]
+
+
+def test_kernels_not_loaded_are_told_by_the_call(run):
+    shown, launched = run("""
+capturing[0] = True
+api.check_capture = lambda config, device, call="fp8_gemm": launches.refuse_capture(config.name, device, call)
+attempt(fp8_linear, **layer)
+attempt(fp8_linear, **layer | {"x": quantize.per_token_cast_to_fp8(x)})
+""")
+    assert len(shown) == 2 and not launched
+    assert all(
+        re.match("NotLoaded .* call fp8_linear once with these shapes before the capture", line) for line in shown
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """`fp8_linear` as an op: compiled, exported, differentiated under torch.compile, on the CPU and on a Hopper GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 from test_linear import DEVICES, in_turn, make_layer
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from deep_tile import fp8_linear, per_token_cast_to_fp8
+from deep_tile import fp8_linear, linear, per_token_cast_to_fp8
 
 
 @pytest.fixture(params=DEVICES)
@@ -67,6 +70,35 @@ def test_gradients_under_compile(device, wide):
     got = torch.autograd.grad(compiled(x, bias), wanted)
     for one, other in zip(got, expected, strict=True):
         assert torch.allclose(one.float(), other.float(), rtol=2**-6, atol=2**-6 * other.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    ("policy", "forwards"),
+    [
+        ([torch.ops.deep_tile.fp8_linear.default], 2),
+        (lambda context, op, *_, **__: CheckpointPolicy.MUST_SAVE, 2),
+        (lambda context, op, *_, **__: CheckpointPolicy.PREFER_RECOMPUTE, 4),
+    ],
+    ids=["by name", "all", "none"],
+)
+@pytest.mark.parametrize("wide", [False, True], ids=["quantised weight", "wide weight"])
+def test_selective_checkpoints(device, monkeypatch, wide, policy, forwards):
+    """Twice in a row, since the first forward of a thread may allocate what the second does not."""
+    x, b, b_scale, bias = make_layer((5, 208), 208, device)
+    if wide:
+        b, b_scale = torch.randn(208, 208, dtype=torch.bfloat16, device=device), None
+    multiply, made = linear._forward, []
+    monkeypatch.setattr(linear, "_forward", lambda *given, **how: made.append(1) or multiply(*given, **how))
+
+    def block(x):
+        return fp8_linear(torch.relu(fp8_linear(x, b, b_scale, bias)), b, b_scale).float().square().sum()
+
+    (wanted,) = torch.autograd.grad(block(x.requires_grad_()), x)
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    for _ in range(2):
+        made.clear()
+        (got,) = torch.autograd.grad(checkpoint(block, x, use_reentrant=False, context_fn=contexts), x)
+        assert torch.equal(got, wanted) and len(made) == forwards
 
 
 def test_a_gradient_that_does_not_exist_is_refused_while_tracing(device):

@@ -6,6 +6,7 @@ What tracers make of the functions, test_ops.py covers without a GPU.
 import pytest
 import torch
 from helpers import make_operands
+from test_modes import CALLS, TRACERS, check_modes, check_tracer, on
 from test_ops import SAMPLES, TOKENS, K, Layer, N, fresh_compiler, layer, overload, same  # noqa: F401
 from torch._dynamo.utils import counters
 
@@ -119,6 +120,21 @@ def test_opcheck(name, test):
         if test != "test_schema" or "not implemented for 'Float8_e4m3fn'" not in str(error):
             raise
         pytest.skip(f"test_schema compares FP8 tensors by what this torch lacks: {error}")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_modes_see_ops(name):
+    check_modes(name, "cuda")
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("tracer", ["make_fx, real", "make_fx, fake", "torch.jit.trace"])
+@pytest.mark.parametrize("name", CALLS)
+def test_tracers_see_ops(name, tracer):
+    """Also where the function has been called before, and would launch without a look at its tensors."""
+    on("cuda", name)()
+    check_tracer(name, "cuda", TRACERS[tracer])
 
 
 def test_no_gradient_is_dropped(weights):

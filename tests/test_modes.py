@@ -1,0 +1,385 @@
+"""Functions where torch's calls are watched: under dispatch modes and tracers they are their ops, of which all is seen.
+
+`CALLS` are right calls of every function that has an op, or is made of torch's; test_ops_gpu.py makes them on a GPU.
+"""
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import deep_tile
+from deep_tile import GemmConfig, discovery, launches, ops
+
+OPS = torch.ops.deep_tile
+FP8 = torch.float8_e4m3fn
+M, N, K = 6, 64, 256
+
+
+class Call(NamedTuple):
+    """A call whose results are defined throughout; `flops` of its product, None of what is not one op alone."""
+
+    function: Callable
+    arguments: tuple
+    keywords: dict[str, Any]
+    flops: int | None = 0
+
+    @staticmethod
+    def of(name: str, *arguments, flops: int | None = 0, **keywords) -> "Call":
+        return Call(getattr(deep_tile, name), arguments, keywords, flops)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return tensors_in((self.arguments, self.keywords))
+
+    def made(self, make: Callable[[torch.Tensor], torch.Tensor]) -> "Call":
+        """The same call of other tensors."""
+        arguments, keywords = pytree.tree_map_only(torch.Tensor, make, (self.arguments, self.keywords))
+        return self._replace(arguments=arguments, keywords=keywords)
+
+    def __call__(self) -> list[torch.Tensor]:
+        return tensors_in(self.function(*self.arguments, **self.keywords))
+
+    def traceable(self) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """A function of the call's tensors, one by one, in their order."""
+
+        def call(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            left = iter(given)
+            return tuple(self.made(lambda _: next(left))())
+
+        return call
+
+
+def tensors_in(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@cache
+def calls() -> dict[str, Call]:
+    """By what they are. Drawn once, and on the CPU; calls write to clones."""
+    of = Call.of
+    x, w, wide = torch.randn(M, K).bfloat16(), torch.randn(N, K), torch.randn(N, K).bfloat16()
+    (a, a_scale), (b, b_scale) = deep_tile.per_token_cast_to_fp8(x), deep_tile.per_block_cast_to_fp8(w)
+    fp8, groups = (a, a_scale, b, b_scale), (a, a_scale, torch.stack([b, b]), torch.stack([b_scale, b_scale]))
+    batch = (a.view(2, 3, K), a_scale.contiguous().view(2, 3, -1), *groups[2:])
+    integers = torch.randint(-9, 9, (M, K), dtype=torch.int8), torch.randint(-9, 9, (N, K), dtype=torch.int8)
+    rows, columns = torch.rand(M, 1), torch.rand(N, 1)
+    gradients = *deep_tile.transposed_cast_to_fp8(torch.randn(K, N)), *deep_tile.transposed_cast_to_fp8(w.t()[:, :32])
+    offs, tokens = torch.tensor([2, M], dtype=torch.int32), torch.tensor([128, K], dtype=torch.int32)
+    chosen, weights, index = torch.randint(0, 4, (M, 2)), torch.rand(4, 2), torch.randint(0, M, (4, 2))
+    product = torch.zeros(M, N).bfloat16()
+    dense, grads = 2 * M * N * K, 2 * N * 32 * K
+    return {
+        "fp8_gemm": of("fp8_gemm", *fp8, flops=dense),
+        "fp8_gemm to out": of("fp8_gemm", *fp8, product, flops=dense),
+        "fp8_gemm, finished": of("fp8_gemm", *fp8, bias=torch.randn(N), activation="swiglu", flops=dense),
+        "gemm": of("gemm", x, wide, flops=dense),
+        "gemm, added": of("gemm", x, wide, product, accumulate=True, flops=dense),
+        "int8_gemm": of("int8_gemm", integers[0], a_scale, integers[1], b_scale, flops=dense),
+        "scaled_gemm": of("scaled_gemm", a, rows, b, columns, fast_accum=False, flops=dense),
+        "fp8_wgrad": of("fp8_wgrad", *gradients, torch.ones(N, 32), flops=grads),
+        "fp8_grouped_wgrad": of("fp8_grouped_wgrad", *gradients, tokens, torch.ones(2, N, 32), flops=grads),
+        "fp8_grouped_gemm": of("fp8_grouped_gemm", *groups, offs, flops=dense),
+        "fp8_grouped_gemm of a batch": of("fp8_grouped_gemm", *batch, flops=dense),
+        "grouped_gemm": of("grouped_gemm", x, torch.stack([wide, wide]), offs, flops=dense),
+        "scaled_grouped_gemm": of("scaled_grouped_gemm", a, rows, groups[2], torch.rand(2, N), offs, flops=dense),
+        "fp8_linear": of("fp8_linear", x.view(2, 3, K), b, b_scale, torch.randn(N), flops=dense),
+        "fp8_linear to out": of("fp8_linear", x, b, b_scale, None, product, flops=dense),
+        "fp8_linear of a wide weight": of("fp8_linear", x, wide, flops=dense),
+        "fp8_linear of a pair": of("fp8_linear", (a, a_scale), b, b_scale, flops=None),
+        "fp8_gemm_cast": of("fp8_gemm_cast", *fp8, flops=dense),
+        "fp8_gemm_cast to out": of("fp8_gemm_cast", *fp8, product.to(FP8), flops=None),
+        "per_token_cast_to_fp8": of("per_token_cast_to_fp8", x.double(), scale_layout="row"),
+        "per_token_cast_to_fp8 to out": of("per_token_cast_to_fp8", x, out=torch.zeros(M, K).to(FP8), flops=None),
+        "per_token_cast_to_fp8 by rows": of("per_token_cast_to_fp8", x, rows=torch.tensor([1, -1, 0])),
+        "per_block_cast_to_fp8": of("per_block_cast_to_fp8", w),
+        "per_block_cast_to_fp8 to out": of("per_block_cast_to_fp8", w, out=torch.zeros(N, K).to(FP8), flops=None),
+        "quantize_weight": of("quantize_weight", w),
+        "transposed_cast_to_fp8": of("transposed_cast_to_fp8", w, offs=torch.tensor([N], dtype=torch.int32)),
+        "transposed_cast_to_fp8 to out": of("transposed_cast_to_fp8", x, out=torch.zeros(K, M).to(FP8), flops=None),
+        "silu_mul_cast_to_fp8": of("silu_mul_cast_to_fp8", x, offs=offs, limit=7.0),
+        "silu_mul_cast_to_fp8 to out": of("silu_mul_cast_to_fp8", x, scale_out=torch.zeros(M, 1), flops=None),
+        "combine": of("combine", x, weights, index),
+        "combine to out": of("combine", x, weights, index, torch.zeros(4, K).bfloat16()),
+        "sort_by_expert": of("sort_by_expert", chosen, 4, alignment=128, flops=None),
+        "dequantize": of("dequantize", a, a_scale, flops=None),
+        "interleave_gate_up": of("interleave_gate_up", wide, flops=None),
+    }
+
+
+CALLS = (*calls(),)
+
+
+def on(device: str, name: str) -> Call:
+    """With tensors of its own, in the strides that they had."""
+
+    def copy(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+
+    return calls()[name].made(copy)
+
+
+def layouts(results: list[torch.Tensor]) -> list[tuple]:
+    """Strides of dimensions that take no step are anything."""
+    steps = [[step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1] for x in results]
+    return [(x.shape, x.dtype, step) for x, step in zip(results, steps, strict=True)]
+
+
+def assert_same(results, wanted: list[torch.Tensor]) -> None:
+    assert layouts([*results]) == layouts(wanted)
+    assert all(torch.equal(x.float(), y.float()) for x, y in zip(results, wanted, strict=True))
+
+
+class Watching(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+# ---- checks, of calls on any device
+
+
+def check_modes(name: str, device: str) -> None:
+    """Each of two modes sees the op and nothing beside it, and a counter its operations."""
+    call, wanted = on(device, name), on(device, name)()
+    with Watching() as outer, Watching() as inner, FlopCounterMode(display=False) as counter:
+        results = call()
+    assert_same(results, wanted)
+    assert outer.seen == inner.seen
+    if call.flops is not None:
+        assert len(inner.seen) == 1 and inner.seen[0].startswith("deep_tile.")
+        assert counter.get_total_flops() == call.flops
+
+
+def check_tracer(name: str, device: str, trace: Callable[[Callable, list], Callable]) -> None:
+    call, wanted = on(device, name), on(device, name)()
+    traced = trace(call.traceable(), call.tensors)
+    results = traced(*on(device, name).tensors)
+    assert_same(tensors_in(results), wanted)
+
+
+TRACERS = {
+    **{
+        f"make_fx, {mode}{', before dispatch' * pre}": lambda call, given, mode=mode, pre=pre: make_fx(
+            call, tracing_mode=mode, pre_dispatch=pre
+        )(*given)
+        for mode in ("real", "fake", "symbolic")
+        for pre in (False, True)
+    },
+    "torch.jit.trace": lambda call, given: torch.jit.trace(call, tuple(given), check_trace=False),
+}
+
+
+# ---- on the CPU
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_modes_see_ops(name):
+    check_modes(name, "cpu")
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("name", CALLS)
+def test_tracers_see_ops(name, tracer):
+    check_tracer(name, "cpu", TRACERS[tracer])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_fakes_and_meta_tensors_give_layouts(name):
+    """As real ones have them. Also where real tensors are among fakes, if the mode takes these."""
+    call, wanted = on("cpu", name), layouts(on("cpu", name)())
+    meta = call.made(lambda x: x.to("meta"))()
+    assert layouts(meta) == wanted and all(x.is_meta for x in meta)
+    with FakeTensorMode() as mode:
+        fake = call.made(mode.from_tensor)()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert layouts(call()) == layouts(fake) == wanted
+
+
+@pytest.mark.parametrize("name", [name for name, call in calls().items() if call.flops is not None])
+def test_fakes_without_their_mode_are_refused(name):
+    with pytest.raises(TypeError, match="is a FakeTensor, .* is taken within its mode"):
+        on("cpu", name).made(FakeTensorMode().from_tensor)()
+
+
+def test_plans_are_ops_too():
+    a, a_scale, b, b_scale = calls()["fp8_gemm"].arguments
+    planned, on_meta = deep_tile.prepare(a, a_scale, b, b_scale), [x.to("meta") for x in (a, a_scale, b, b_scale)]
+    with Watching() as mode, FlopCounterMode(display=False) as counter:
+        planned(a, a_scale)
+    assert mode.seen == ["deep_tile.fp8_gemm.default"] and counter.get_total_flops() == 2 * M * N * K
+    assert deep_tile.prepare(*on_meta)(*on_meta[:2]).shape == (M, N)
+
+
+def test_gradients_are_counted():
+    """Of `gemm` both by its op; of `fp8_linear` by torch's products, also where the forward pass was not watched."""
+    _, (x, wide), *_ = calls()["gemm"]
+    b, b_scale = calls()["fp8_gemm"].arguments[2:]
+    wide = wide.clone().requires_grad_()
+    for layer, products in ((lambda x: deep_tile.gemm(x, wide), 2), (lambda x: deep_tile.fp8_linear(x, b, b_scale), 1)):
+        out = layer(x.clone().requires_grad_()).sum()
+        with FlopCounterMode(display=False) as counter:
+            out.backward()
+        assert counter.get_total_flops() == products * 2 * M * N * K
+    backward = ops.flop_formulas["fp8_linear_backward"]
+    assert backward((M, N), None, (N, K), x_dtype=torch.bfloat16) == 2 * M * N * K
+    assert backward((M, N), (M, K), (N, K)) == 2 * M * N * K
+
+
+def test_gradients_that_an_op_would_lose_are_refused():
+    """A transform of torch.func passes by what ops know of gradients."""
+    b, b_scale = calls()["fp8_gemm"].arguments[2:]
+
+    def loss(x):
+        return deep_tile.fp8_gemm(*deep_tile.per_token_cast_to_fp8(x), b, b_scale).sum()
+
+    with pytest.raises(RuntimeError, match="grad.* differentiates this call.* Call outside"):
+        make_fx(torch.func.grad(loss))(torch.randn(M, K))
+
+
+def test_a_config_is_refused():
+    with FlopCounterMode(display=False), pytest.raises(ValueError, match="config cannot be given .* a dispatch mode"):
+        deep_tile.fp8_gemm(*calls()["fp8_gemm"].arguments, config=GemmConfig(64, 64, 4))
+
+
+def test_who_watches_is_asked_alike(monkeypatch):
+    """By the one call of C, if torch has what that takes, and of torch itself."""
+    assert ops._watches is ops._launcher.is_watched
+    monkeypatch.setattr(torch._C, "__file__", "/nowhere")
+    assert ops._find_watch() is ops._is_watched
+    seen, x = [], torch.ones(2)
+
+    def ask(x):
+        seen.append((ops._is_watched(), ops._launcher.is_watched()))
+        return x + 1
+
+    make_fx(ask)(x), make_fx(ask, pre_dispatch=True)(x), torch.jit.trace(ask, (x,), check_trace=False)
+    with Watching():
+        ask(x)
+    ask(x)
+    assert seen == [*[(True, True)] * 4, (False, False)]
+
+
+def test_not_loaded_kernels_are_told_by_the_call():
+    error = launches.NotLoaded("kernel", "fp8_gemm", ", or deep_tile.precompile,").of("fp8_linear")
+    assert str(error).startswith("kernel is not loaded yet")
+    assert str(error).endswith("call fp8_linear once with these shapes, or deep_tile.precompile, before the capture")
+
+
+# ---- functions and their ops
+
+ONLY_FUNCTION = {
+    "config": "which no schema can name",
+    "out": "an overload of its own",
+    "scale_out": "likewise",
+    "offs": "bounds, of whichever kind `a` has",
+    "counts": "likewise",
+    "rows": "of per_token_cast_to_fp8, an op of its own",
+}
+ONLY_OP = {"bounds": "offs or counts"}
+ANOTHER_FUNCTION = {"per_token_cast_rows_to_fp8": "per_token_cast_to_fp8"}
+WITHOUT_FUNCTION = {"fp8_linear_backward", "gemm_gradient"}
+ONLY_ALLOCATING = {"scale_layout": "means nothing where a scale is given"}
+
+
+@pytest.mark.parametrize("name", sorted({*discovery.OPS} - WITHOUT_FUNCTION))
+def test_an_op_has_its_functions_arguments(name):
+    """With their defaults; documented exceptions are those above."""
+    function = inspect.signature(getattr(deep_tile, ANOTHER_FUNCTION.get(name, name))).parameters
+    packet = getattr(OPS, name)
+    for which in packet.overloads():
+        arguments = {argument.name: argument for argument in getattr(packet, which)._schema.arguments}
+        left_out = {*ONLY_FUNCTION} | ({*ONLY_ALLOCATING} if "scale_out" in arguments else set())
+        assert function.keys() - arguments.keys() <= left_out
+        assert arguments.keys() - function.keys() <= ONLY_OP.keys()
+        for argument in arguments.values():
+            if argument.has_default_value():
+                wanted = function["counts" if argument.name == "bounds" else argument.name].default
+                assert (argument.default_value, type(argument.default_value)) == (wanted, type(wanted)), argument.name
+            else:
+                required = function.get(argument.name, function.get("offs"))
+                assert required.default in (inspect.Parameter.empty, None), argument.name
+
+
+def test_every_op_is_listed_with_its_module():
+    """In a process that has met none: each is found by its name alone."""
+    code = "import torch, deep_tile\nfor name in {names}: print(*getattr(torch.ops.deep_tile, name).overloads())"
+    names = sorted(discovery.OPS)
+    subprocess.run([sys.executable, "-c", code.format(names=names)], check=True)
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        assert namespace != "deep_tile" or name in discovery.OPS
+
+
+@pytest.mark.parametrize(
+    "first", ["torch", "deep_tile", "torch; torch.ops.deep_tile", "importlib.util; importlib.util.find_spec('torch')"]
+)
+def test_importing_deep_tile_is_enough(first):
+    """For ops and their formulas, in whichever order the two are imported; and it costs nothing until they are used."""
+    code = f"""
+import sys
+import {first}
+import deep_tile
+assert not [name for name in sys.modules if name.startswith("deep_tile.") and name != "deep_tile.discovery"]
+import torch
+assert not hasattr(torch.ops.deep_tile, "another")
+assert "deep_tile.api" not in sys.modules and "fp8_gemm" in dir(torch.ops.deep_tile)
+assert torch.ops.deep_tile.fp8_gemm.out and "deep_tile.linear" not in sys.modules
+from torch.utils.flop_counter import flop_registry
+assert torch.ops.deep_tile.fp8_linear in flop_registry
+assert deep_tile.compat.deep_gemm.fp8_gemm_nt and deep_tile.integrations.transformers and deep_tile.nn.Linear
+assert not [finder for finder in sys.meta_path if "deep_tile.discovery" in repr(finder)]
+try:
+    deep_tile.compat.another
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "module 'deep_tile.compat' has no attribute 'another'\n"
+
+
+# ---- what is written to
+
+TARGETS = ("out", "scale_out")
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        *((f"{kind}_cast_to_fp8", x) for kind in ("per_token", "per_block", "transposed", "silu_mul") for x in TARGETS),
+        ("combine", "out"),
+    ],
+)
+def test_no_gradient_is_dropped_of_what_is_written_to(name, target):
+    """By the function, by its op and on fakes; refused as products refuse theirs."""
+    call = on("cpu", name)
+    results = dict(zip(TARGETS, call(), strict=False))
+    given = call.made(torch.clone).keywords | {key: torch.zeros_like(x) for key, x in results.items()}
+    given[target].requires_grad_()
+    op = getattr(OPS, name).out
+    for_op = {key: x for key, x in given.items() if key not in ONLY_ALLOCATING}
+    for run in (lambda: call.function(*call.arguments, **given), lambda: op(*call.arguments, **for_op)):
+        with pytest.raises(RuntimeError, match=f"^{target} requires a gradient"):
+            run()
+        with Watching(), pytest.raises(RuntimeError, match=f"^{target} requires a gradient"):
+            run()
+        assert not given[target].any()
+    with torch.no_grad():
+        call.function(*call.arguments, **given)
+    assert_same([x.detach() for x in (given[key] for key in results)], [*results.values()])
