@@ -52,7 +52,7 @@ lint: $(READY)
 	$(RUN) -m ruff format --check
 
 clean:
-	rm -rf $(VENV) build dist deep_tile.egg-info deep_tile/_launcher.abi3.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist deep_tile.egg-info deep_tile/_launcher.*.so .pytest_cache .ruff_cache .hypothesis
 	find deep_tile tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # ---- set-up

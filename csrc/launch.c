@@ -36,9 +36,10 @@ typedef struct {
     int smem_bytes;
 } Kernel;
 
-/* Where in the parameters the address of which tensor goes, or of what lies `skip` bytes into it. */
+/* Where in the parameters the address of which tensor goes, or of what lies `skip` bytes into it; of a map also before
+ * it, where the box's place says how far into the tensor. */
 typedef struct {
-    uint32_t skip;
+    int64_t skip;
     uint16_t offset;
     uint8_t tensor;
     bool is_map; /* the address goes into a map there, and else is a pointer */
@@ -218,7 +219,7 @@ static bool check_box(const MapLayout *map, const char *entry)
 static bool read_map(PyObject *given, const Launch *launch, Field owner, const char *list, int index, MapLayout *map)
 {
     const Field offsets = {"offset", 0, launch->params_bytes - MAP_BYTES, MAP_ALIGNMENT_BYTES};
-    const Field skips = {"skip", 0, UINT32_MAX - TMA_ALIGNMENT_BYTES + 1LL, TMA_ALIGNMENT_BYTES};
+    const Field skips = {"skip", -(1LL << 48), UINT32_MAX - TMA_ALIGNMENT_BYTES + 1LL, TMA_ALIGNMENT_BYTES};
     const Field strides_bytes = {"strides_bytes", 16, (1LL << 40) - 16, 16};
     PyObject *offset, *whose, *skip, *element, *sizes, *strides, *box, *swizzle, *l2;
     if (!PyArg_Parse(given,
@@ -260,7 +261,7 @@ static bool encode_map(Failure *failure, const MapLayout *map, uintptr_t address
 
 static void add_patch(Launch *launch, long long offset, long long tensor, long long skip, bool is_map)
 {
-    launch->patches[launch->patch_count++] = (Patch){(uint32_t)skip, (uint16_t)offset, (uint8_t)tensor, is_map};
+    launch->patches[launch->patch_count++] = (Patch){skip, (uint16_t)offset, (uint8_t)tensor, is_map};
     launch->needs_alignment[tensor] |= is_map;
 }
 
@@ -499,12 +500,13 @@ static PyObject *launch(PyObject *Py_UNUSED(module), PyObject *const *args, Py_s
 static PyObject *read_tensors_of(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *type;
-    KeysPlace keys = {0, 0, 0};
+    TensorPlace place = {0};
     unsigned long long plain = 0;
-    if (!PyArg_ParseTuple(args, "O|nnK:read_tensors_of", &type, &keys.object_offset, &keys.keys_offset, &plain))
+    if (!PyArg_ParseTuple(args, "O|nnKnnn:read_tensors_of", &type, &place.object_offset, &place.keys_offset, &plain,
+                          &place.storage_offset, &place.begin_offset, &place.bytes_offset))
         return NULL;
-    keys.plain = plain;
-    const int learnt = learn_tensor_type(type, keys);
+    place.plain = plain;
+    const int learnt = learn_tensor_type(type, place);
     return learnt < 0 ? NULL : PyBool_FromLong(learnt);
 }
 
@@ -673,7 +675,8 @@ static PyMethodDef module_methods[] = {
                                             "pointers, maps, fixed_maps, pdl)")},
     {"launch", FAST(launch), DOC("launch($module, prepared, addresses, stream, /)")},
     {"read_tensors_of", read_tensors_of, METH_VARARGS,
-     DOC("read_tensors_of($module, type, object_offset=0, keys_offset=0, plain=0, /)")},
+     DOC("read_tensors_of($module, type, object_offset=0, keys_offset=0, plain=0, storage_offset=0, begin_offset=0, "
+         "bytes_offset=0, /)")},
     {"reads", FAST(reads), DOC("reads($module, /, *tensors)")},
     {"signature", FAST(signature), DOC("signature($module, /, *tensors)")},
     {"launch_known", FAST(launch_known), DOC("launch_known($module, table, options, /, *tensors)")},
@@ -697,5 +700,9 @@ PyMODINIT_FUNC PyInit__launcher(void)
     if (module != NULL &&
         !(add_type(module, &kernel_type, &kernel_spec) && add_type(module, &launch_type, &launch_spec)))
         Py_CLEAR(module);
+#ifdef Py_GIL_DISABLED /* references are borrowed from tables that other threads change: Python turns the GIL on */
+    if (module != NULL && PyUnstable_Module_SetGIL(module, Py_MOD_GIL_USED) != 0)
+        Py_CLEAR(module);
+#endif
     return module;
 }

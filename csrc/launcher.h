@@ -1,4 +1,5 @@
-/* What the three files of deep_tile._launcher share. Included first by each: it brings Python.h and its limited API.
+/* What the three files of deep_tile._launcher share. Included first by each: it brings Python.h, of which setup.py asks
+ * for the limited API where that is there.
  *
  * driver.c opens the driver and says what its errors mean; tensors.c reads tensors; launch.c is the module.
  */
@@ -6,7 +7,6 @@
 #define DEEP_TILE_LAUNCHER_H
 
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 
 #include <stdbool.h>
@@ -67,12 +67,14 @@ void leave_context(Failure *failure, bool pushed);
 
 enum { MAX_TENSORS = 8, MAX_TENSOR_RANK = 3, MAX_TENSOR_TYPES = 4, TMA_ALIGNMENT_BYTES = 16 };
 
-/* Where a tensor says what it is besides memory: a word of bits in its library's own object, whose address the Python
- * object holds. A tensor with other bits than `plain` is more than DLPack tells of it. */
+/* What a tensor's library knows of it and DLPack does not tell, in the library's own object, whose address the Python
+ * object holds: a word of bits that say what it is besides memory, of which a plain tensor has no others than `plain`;
+ * and the address of its storage, which holds where its memory begins and how many bytes there are. */
 typedef struct {
     Py_ssize_t object_offset, keys_offset;
     uint64_t plain; /* 0: of this type every tensor is plain */
-} KeysPlace;
+    Py_ssize_t storage_offset, begin_offset, bytes_offset; /* the first 0: storages are not looked at */
+} TensorPlace;
 
 /* Properties of some tensors, as words to compare: the device of all, then of each its head, sizes and strides. The
  * head holds the rank, so that no two lists of tensors are written alike. */
@@ -82,10 +84,11 @@ typedef struct {
 } Signature;
 
 /* Reads tensors of the type from now on. 1, or 0 for a type that cannot be read, or -1 with an exception set. */
-int learn_tensor_type(PyObject *type, KeysPlace keys);
+int learn_tensor_type(PyObject *type, TensorPlace place);
 
 /* Looks at a tensor. False, without an exception, for what no kernel can be launched with: no tensor of a known type,
- * one that is not plain, and one without memory. Python's checks then say what is wrong, or that nothing is. */
+ * one that is not plain, and one without memory, or with too little. Python's checks then say what is wrong, or that
+ * nothing is. */
 bool view_tensor(PyObject *tensor, TensorView *view, uintptr_t *address);
 
 /* Writes the tensors' properties into `signature` and their addresses into `addresses`.

@@ -12,7 +12,7 @@
 typedef struct {
     PyTypeObject *type;
     const Exchange *exchange;
-    KeysPlace keys;
+    TensorPlace place;
 } TensorType;
 
 /* Those of this process, which keeps them. */
@@ -49,7 +49,7 @@ static const TensorType *find_type(PyObject *tensor)
     return NULL;
 }
 
-int learn_tensor_type(PyObject *type, KeysPlace keys)
+int learn_tensor_type(PyObject *type, TensorPlace place)
 {
     if (!PyType_Check(type)) {
         PyErr_Format(PyExc_TypeError, "read_tensors_of: got %R, want a type", type);
@@ -69,19 +69,36 @@ int learn_tensor_type(PyObject *type, KeysPlace keys)
         return -1;
     }
     Py_INCREF(type);
-    types[type_count++] = (TensorType){(PyTypeObject *)type, exchange, keys};
+    types[type_count++] = (TensorType){(PyTypeObject *)type, exchange, place};
     return 1;
 }
 
-static bool is_plain(const KeysPlace *place, PyObject *tensor)
+static uint64_t word_at(const void *object, Py_ssize_t offset)
 {
-    const char *object;
-    uint64_t keys;
-    if (place->plain == 0)
+    uint64_t word;
+    memcpy(&word, (const char *)object + offset, sizeof word);
+    return word;
+}
+
+static bool is_plain(const TensorPlace *place, const void *object)
+{
+    return place->plain == 0 || (word_at(object, place->keys_offset) & ~place->plain) == 0;
+}
+
+/* Whether a tensor ends within its storage, which may have been resized since. */
+static bool fits_storage(const TensorPlace *place, const void *object, const TensorView *view, uintptr_t address)
+{
+    if (object == NULL || place->storage_offset == 0)
         return true;
-    memcpy(&object, (const char *)tensor + place->object_offset, sizeof object);
-    memcpy(&keys, object + place->keys_offset, sizeof keys);
-    return (keys & ~place->plain) == 0;
+    const void *storage = (const void *)word_at(object, place->storage_offset);
+    if (storage == NULL)
+        return false;
+    const uint64_t begin = word_at(storage, place->begin_offset), bytes = word_at(storage, place->bytes_offset);
+    uint64_t last = 0;
+    for (int i = 0; i < view->rank; i++)
+        last += (uint64_t)(view->shape[i] - 1) * (uint64_t)view->strides[i];
+    const uint64_t end = address + (last + 1) * (view->dtype.bits * view->dtype.lanes / 8);
+    return begin != 0 && address >= begin && end - begin <= bytes;
 }
 
 /* The address of a view into freed storage is its offset alone. A GPU's memory does not lie as low as that; where some
@@ -94,14 +111,19 @@ static bool is_in_memory(TensorDevice device, uintptr_t address)
 bool view_tensor(PyObject *tensor, TensorView *view, uintptr_t *address)
 {
     const TensorType *type = find_type(tensor);
-    if (type == NULL || !is_plain(&type->keys, tensor))
+    if (type == NULL)
+        return false;
+    const TensorPlace *place = &type->place;
+    const void *object = place->plain == 0 ? NULL : (const void *)word_at(tensor, place->object_offset);
+    if (!is_plain(place, object))
         return false;
     if (type->exchange->view(tensor, view) != 0) {
         PyErr_Clear();
         return false;
     }
     *address = (uintptr_t)view->data + view->byte_offset;
-    return is_in_memory(view->device, *address) && (view->rank == 0 || view->strides != NULL);
+    return is_in_memory(view->device, *address) && (view->rank == 0 || view->strides != NULL) &&
+           fits_storage(place, object, view, *address);
 }
 
 static void write_tensor(Signature *signature, const TensorView *view, uintptr_t address)

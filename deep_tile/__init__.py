@@ -5,6 +5,7 @@ command line's reports) does not wait a second for it.
 """
 
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from deep_tile import discovery
@@ -54,11 +55,30 @@ __all__ = [*_MODULES, *_SUBMODULES]
 discovery.announce()
 
 
+def _extension() -> ModuleType:
+    """`deep_tile._launcher`, for which this module is asked before Python looks for it."""
+    try:
+        return import_module("deep_tile._launcher")
+    except ModuleNotFoundError as error:
+        if error.name != "deep_tile._launcher":
+            raise
+        raise ImportError(
+            f"deep_tile's C extension, _launcher, is not built in {__path__[0]}: in a checkout run `python setup.py "
+            "build_ext --inplace`, or `pip install -e .`; where deep_tile is installed, start Python in another folder",
+            name=error.name,
+        ) from None
+
+
 def __getattr__(name: str) -> Any:
+    if name == "_launcher":
+        return _extension()
     if name in _SUBMODULES:
         return import_module(f"deep_tile.{name}")
     if name not in _MODULES:
-        raise AttributeError(f"module 'deep_tile' has no attribute {name!r}")
+        raise AttributeError(
+            f"module 'deep_tile' has no attribute {name!r}; names of DeepGEMM's are in deep_tile.compat.deep_gemm, "
+            "names of torch's in deep_tile.torch_compat"
+        )
     value = getattr(import_module(f"deep_tile.{_MODULES[name]}"), name)
     globals()[name] = value
     return value

@@ -73,7 +73,16 @@ def launch(prepared: Prepared, addresses: tuple[int, ...], stream: int, /) -> No
         ValueError: 0, or an address that TMA cannot use: of a tensor that has a map, no multiple of 16.
     """
 
-def read_tensors_of(type: type, object_offset: int = 0, keys_offset: int = 0, plain: int = 0, /) -> bool:
+def read_tensors_of(
+    type: type,
+    object_offset: int = 0,
+    keys_offset: int = 0,
+    plain: int = 0,
+    storage_offset: int = 0,
+    begin_offset: int = 0,
+    bytes_offset: int = 0,
+    /,
+) -> bool:
     """Read tensors of exactly this type from now on. False, and they are left to Python, where the type lacks DLPack's
     C exchange API.
 
@@ -81,7 +90,11 @@ def read_tensors_of(type: type, object_offset: int = 0, keys_offset: int = 0, pl
         object_offset, keys_offset: in bytes. The address of the object that holds a tensor's keys stands so far into
             the Python object, and the keys, a word of 64 bits, so far into that: the caller vouches for it.
         plain: bits of a plain tensor's keys; a tensor with others is left to Python, too. 0: tensors of this type have
-            no keys.
+            no keys, and storages are not looked at.
+        storage_offset, begin_offset, bytes_offset: the address of the object that stands for a tensor's storage stands
+            so far into the one that holds the keys, and where its memory begins and how many bytes there are, words of
+            64 bits, so far into that. A tensor that ends beyond them is left to Python, too. 0, all of them: storages
+            are not looked at.
 
     Raises:
         ValueError: more types than there is room for.

@@ -7,17 +7,16 @@ all of them where torch has no DLPack C exchange API) takes the same way in Pyth
 """
 
 import math
-import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import is_grad_enabled
 
 from deep_tile import _launcher, cast, finishes, jit, launches, ops, plan, settings, tensors
-from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile.config import SCALE_BLOCK, GemmConfig, as_int, ceil_div, round_up
 from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names, torch_dtype
 from deep_tile.kinds import (
     GROUPINGS,
@@ -80,12 +79,15 @@ class Precompiled(NamedTuple):
     configs: tuple[GemmConfig, ...]
     compiled: int
 
+    def __repr__(self) -> str:
+        return f"<Precompiled: {len(self.configs)} kernels, {self.compiled} compiled>"
+
 
 def fp8_gemm(
     a: torch.Tensor,
     a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
+    b: torch.Tensor = tensors.MISSING,
+    b_scale: torch.Tensor = tensors.MISSING,
     out: torch.Tensor | None = None,
     *,
     bias: torch.Tensor | None = None,
@@ -110,9 +112,9 @@ def fp8_gemm(
         a: [m, k] float8_e4m3fn, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
         a_scale: [m, ceil(k / 128)] float32, any strides within 4 GB: row-major, or M-major with stride (1, m) or
             padded. Some large products are 1 to 2 % faster where its columns begin at multiples of 16 bytes
-            ("m_aligned" casts). Or float8_e8m0fnu, of which a kernel of torch makes float32 first, as of `b_scale`.
+            ("m_aligned" casts). Or bfloat16, float16 or float8_e8m0fnu, of which a kernel of torch makes float32 first.
         b: [n, k] float8_e4m3fn, laid out like `a`.
-        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB, or float8_e8m0fnu.
+        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB, or a dtype that `a_scale` may have.
         out: [m, n] bfloat16, float16 or float32, unit stride along n; allocated when None. Any alignment and row stride
             will do, but rows that begin and end at multiples of 16 bytes are stored faster. Must not overlap the
             inputs.
@@ -262,8 +264,8 @@ class Plan:
 def prepare(
     a: torch.Tensor,
     a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
+    b: torch.Tensor = tensors.MISSING,
+    b_scale: torch.Tensor = tensors.MISSING,
     out: torch.Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
@@ -276,10 +278,10 @@ def prepare(
     """Make one product ready for many calls: `plan = prepare(a, a_scale, b, b_scale)`, then `plan(a, a_scale, out)`.
 
     For engines that fix their shapes: a call of the plan takes less host time than `fp8_gemm`, and never compiles.
-    Arguments and errors are those of `fp8_gemm`, but scales are float32; `a`, `a_scale` and `out` serve as examples,
-    and nothing is computed. A call checks all that it is given, but not that `b` and `b_scale` are still where they
-    were: write new weights into them with `copy_`, and prepare again after replacing their memory (`b.data = ...`,
-    `b.set_(...)`).
+    Arguments and errors are those of `fp8_gemm`, but a plan has neither a bias nor an activation, and scales are
+    float32; `a`, `a_scale` and `out` serve as examples, and nothing is computed. A call checks all that it is given,
+    but not that `b` and `b_scale` are still where they were: write new weights into them with `copy_`, and prepare
+    again after replacing their memory (`b.data = ...`, `b.set_(...)`).
     """
     options = Options(out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
     _check_arguments(options, a, a_scale, b, b_scale, out)
@@ -322,13 +324,13 @@ def supports(
             transpose of a contiguous [k, n]), "tt", where a lies along m, and "tn", where both do.
     """
     for name, size in (("m", m), ("n", n), ("k", k)):
-        if _as_int(size) is None:
+        if as_int(size) is None:
             return False, f"{name} is {size!r}; sizes are ints"
         if not 0 <= size <= MAX_SIZE:
             return False, f"{name} is {size}; sizes run from 0 to {MAX_SIZE}"
     if dtype not in _KINDS_OF_DTYPES:
         return False, f"operands are {dtype}; supported is {' or '.join(map(str, _KINDS_OF_DTYPES))}"
-    kind = KINDS["int8_unscaled"] if (dtype, out_dtype) == (torch.int8, torch.int32) else _KINDS_OF_DTYPES[dtype]
+    kind = _kind_of(dtype, out_dtype)
     problem = layout_problem(layout, kind)
     if problem:
         return False, problem
@@ -344,7 +346,7 @@ def supports(
         if sizes[1] * kind.a.bytes > MAX_SIZE:
             return False, f"{name} is {rows} by {k}; of {dtype} at most {MAX_SIZE // kind.a.bytes} lie in a row"
         stride = sizes[1] if stride is None else stride
-        if _as_int(stride) is None:
+        if as_int(stride) is None:
             return False, f"{name}_stride is {stride!r}; strides are ints, in elements"
         problem = stride_problem(name, *sizes, stride, kind.a.bytes, "row" if major == "k" else "column")
         if kind.scaling == "blocks":
@@ -352,6 +354,11 @@ def supports(
         if problem:
             return False, problem
     return True, "supported"
+
+
+def _kind_of(dtype: torch.dtype, out_dtype: torch.dtype | None) -> Kind:
+    """What operands of a dtype of `_KINDS_OF_DTYPES` are multiplied as."""
+    return KINDS["int8_unscaled"] if (dtype, out_dtype) == (torch.int8, torch.int32) else _KINDS_OF_DTYPES[dtype]
 
 
 def layout_problem(layout: object, kind: Kind) -> str | None:
@@ -387,7 +394,7 @@ def precompile(
     num_sms: int | None = None,
     batch_invariant: bool = False,
     grouping: str = "none",
-    kind: str = "fp8",
+    kind: str | torch.dtype = "fp8",
     out_dtype: torch.dtype | None = None,
     accumulate: bool = False,
     bias: torch.dtype | None = None,
@@ -397,7 +404,8 @@ def precompile(
     """Compile, and on a Hopper GPU load, every kernel that a product can need for the shapes.
 
     Launches nothing and allocates no GPU memory beyond the CUDA context; afterwards no call with such a shape, the
-    default config and a dense `out` compiles or loads anything. With a warm disk cache it takes milliseconds.
+    default config and rows of `a`, `b` and `out` that follow each other, or as well aligned ones, compiles or loads
+    anything. With a warm disk cache it takes milliseconds.
 
     Args:
         shapes: (n, k, max_m) for each weight matrix: every m from 1 to max_m is covered.
@@ -410,7 +418,7 @@ def precompile(
             `grouped_gemm`; "int8" for `int8_gemm`; "fp8_rows", "fp8_rows_promoted" (without `fast_accum`), "int8_rows"
             and "fp8_1x128" for `scaled_gemm`, the latter for `fp8_wgrad`, too, all others and "int8" for
             `scaled_grouped_gemm`. Those of FP8 end in the formats of a and b, unless both are e4m3, as
-            "fp8_rows_e5m2_e4m3".
+            "fp8_rows_e5m2_e4m3". Or the dtype of the operands, for the call that `supports` takes it for.
         out_dtype: of `out`; the call's default when None. float8_e4m3fn for `fp8_gemm_cast`.
         accumulate: as later passed; of groups, with an `out_dtype` of float32.
         bias: its dtype; None: there is none.
@@ -424,8 +432,12 @@ def precompile(
             grouping, kind or layout.
         jit.CompileError: a kernel does not compile.
     """
+    if isinstance(kind, torch.dtype):
+        if kind not in _KINDS_OF_DTYPES:
+            raise ValueError(f"kind is {kind}; operands are {names(_KINDS_OF_DTYPES)}: pass one of these, or a name")
+        kind = _kind_of(kind, out_dtype).name
     if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}; pass one of {', '.join(KINDS)}")
+        raise ValueError(f"kind is {kind!r}; pass a dtype of operands, or one of {', '.join(KINDS)}")
     product = KINDS[kind]
     weights = [_checked_weight(shape, torch_dtype(product.a)) for shape in _as_list(shapes)]
     if out_dtype not in (None, *_PRECOMPILED):
@@ -457,7 +469,7 @@ def precompile(
             raise ValueError(
                 f"grouping is {grouping!r}, bias {bias} and activation {activation!r}; grouped products have neither"
             )
-    if workers is not None and (_as_int(workers) is None or workers < 1):
+    if workers is not None and (as_int(workers) is None or workers < 1):
         raise ValueError(f"workers is {workers!r}; pass a positive int, or None for all cores")
     device = current_gpu()
     if num_sms is not None or device is not None:
@@ -544,7 +556,7 @@ def _as_list(shapes: Iterable) -> list:
 
 def _checked_weight(shape: object, dtype: torch.dtype) -> tuple[int, int, int]:
     """One of the shapes of `precompile`."""
-    sizes = tuple(map(_as_int, shape)) if isinstance(shape, (tuple, list)) else ()
+    sizes = tuple(map(as_int, shape)) if isinstance(shape, (tuple, list)) else ()
     if len(sizes) != 3 or None in sizes:
         raise TypeError(
             f"shapes holds {shape!r}; want three ints for each weight: precompile([(n, k, max_m)]), in a list even "
@@ -557,16 +569,6 @@ def _checked_weight(shape: object, dtype: torch.dtype) -> tuple[int, int, int]:
         reason = "sizes must be positive" if supported else reason
         raise ValueError(f"shape (n={n}, k={k}, max_m={max_m}): {reason}")
     return n, k, max_m
-
-
-def _as_int(number: object) -> int | None:
-    """`number` as an int, if it is one and no bool; NumPy's are ints, too."""
-    if type(number) is int:  # asked first: under torch.compile, operator.index ties the graph to the number
-        return number
-    try:
-        return None if isinstance(number, bool) else operator.index(number)
-    except TypeError:
-        return None
 
 
 def empty_out(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, activation: str | None) -> torch.Tensor:
@@ -729,15 +731,16 @@ def _prepare_launch(
         output=OUTPUT_NAMES[out.dtype],
         **finishes.for_problem(bias, options.activation),
     )
+    layout = layout_of(a, a_scale, b, b_scale, out)
+    problem = problem.with_strides(layout.a_stride, layout.b_stride)
     config = plan.config_for(problem) if options.config is None else checked_config(options.config, problem)
     check_capture(config, device)
     if settings.print_config():
         print(f"deep_tile: m={m} n={n} k={k} num_sms={problem.num_sms}: {config.name}", file=sys.stderr)
-    layout = layout_of(a, a_scale, b, b_scale, out)._replace(bias_stride=0 if bias is None else bias.stride(0))
     launch = plan.prepare_launch(
         problem,
         config,
-        layout,
+        layout._replace(bias_stride=0 if bias is None else bias.stride(0)),
         device,
         pdl=options.pdl,
         constant_weights=options.constant_weights,
@@ -807,7 +810,7 @@ _SOURCES = {
 def check_tensors(**arguments) -> None:
     for name, value in arguments.items():
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}. To fix: {_SOURCES[name]}")
+            raise tensors.no_tensor(name, value, _SOURCES[name])
     tensors.require_plain(**arguments)
 
 
@@ -831,9 +834,10 @@ def _check_option_types(options: Options) -> None:
 
 def check_config_type(config: object) -> None:
     if config is not None and type(config) is not GemmConfig:
+        of_name = " with the numbers that its name tells" if isinstance(config, str) else ""
         raise TypeError(
             f"config must be a deep_tile.GemmConfig or None; got {type(config).__name__}. "
-            "Pass GemmConfig(block_m, block_n, stages), or nothing to have it chosen"
+            f"Pass GemmConfig(block_m, block_n, stages){of_name}, or nothing to have it chosen"
         )
 
 
@@ -844,30 +848,36 @@ def check_option(name: str, value: object) -> None:
         raise TypeError(f"{name} is {value!r}, of type {type(value).__name__}; pass {wanted}")
 
 
-def check_dtypes(a, a_scale, b, b_scale, out) -> None:
-    fp8 = (torch.float8_e4m3fn,)
-    wanted = (
-        ("a", a, fp8, "quantise with deep_tile.per_token_cast_to_fp8"),
-        ("b", b, fp8, "quantise with deep_tile.per_block_cast_to_fp8"),
-        ("a_scale", a_scale, tensors.SCALE_DTYPES, "convert with .float()"),
-        ("b_scale", b_scale, tensors.SCALE_DTYPES, "convert with .float()"),
-        ("out", out, (torch.bfloat16,), "allocate it as torch.bfloat16, or pass out=None"),
-    )
-    for name, tensor, dtypes, remedy in wanted:
-        if tensor is not None and tensor.dtype not in dtypes:
-            names = " or ".join(map(str, dtypes))
-            raise TypeError(f"{name} must be {names}; got {tensor.dtype}. To fix: {remedy}")
+def check_e4m3(names: Sequence[str], operands, takers: Mapping[torch.dtype, str], casts: tuple[str, str]) -> None:
+    """Check dtypes of operands and scales, called by `names`; `takers` are as for `tensors.operand_remedy`, and `casts`
+    make the operands."""
+    tensors.check_order(names, operands)
+    known = (torch.float8_e4m3fn,)
+    for name, x, cast_name in zip(names[::2], operands[::2], casts, strict=True):
+        if x.dtype not in known:
+            remedy = tensors.operand_remedy(name, x, known, takers, f"quantise with deep_tile.{cast_name}")
+            raise TypeError(f"{name} must be {known[0]}; got {x.dtype}. To fix: {remedy}")
+    check_scale_dtypes(names, operands)
+
+
+def check_scale_dtypes(names: Sequence[str], operands) -> None:
+    for name, scale in zip(names[1::2], operands[1::2], strict=True):
+        if scale.dtype not in tensors.SCALE_DTYPES:
+            remedy = tensors.scale_remedy(name, scale)
+            raise TypeError(f"{name} must be {tensors.SCALE_NAMES}; got {scale.dtype}. To fix: {remedy}")
 
 
 def _check_dtypes(options: Options, a, a_scale, b, b_scale, out) -> None:
-    check_dtypes(a, a_scale, b, b_scale, None)
+    takers = dict.fromkeys(tensors.QUANTIZED_DTYPES, "scaled_gemm")
+    casts = ("per_token_cast_to_fp8", "per_block_cast_to_fp8")
+    check_e4m3(plan.TENSORS[:4], (a, a_scale, b, b_scale), takers, casts)
     finishes.check_out(out, options.out_dtype)
 
 
 def _check_float32(**scales: torch.Tensor) -> None:
-    """Of a plan, whose calls convert nothing."""
+    """Of a plan, whose calls convert nothing; what no call takes, other checks refuse."""
     for name, scale in scales.items():
-        if scale.dtype == torch.float8_e8m0fnu:
+        if scale.dtype in tensors.SCALE_DTYPES and scale.dtype != torch.float32:
             raise TypeError(f"{name} of a plan must be torch.float32; got {scale.dtype}. To fix: pass {name}.float()")
 
 
@@ -895,8 +905,38 @@ def check_scale_shapes(a, a_scale, b, b_scale) -> None:
     """Check scales of blocks."""
     (m, k), n = a.shape, b.shape[0]
     k_blocks, n_blocks = ceil_div(k, SCALE_BLOCK), ceil_div(n, SCALE_BLOCK)
-    _check_shape("a_scale", a_scale, (m, k_blocks), "[m, ceil(k / 128)]")
-    _check_shape("b_scale", b_scale, (n_blocks, k_blocks), "[ceil(n / 128), ceil(k / 128)]")
+    for name, x, scale, wanted, meaning in (
+        ("a", a, a_scale, (m, k_blocks), "[m, ceil(k / 128)]"),
+        ("b", b, b_scale, (n_blocks, k_blocks), "[ceil(n / 128), ceil(k / 128)]"),
+    ):
+        if not has_shape(scale, wanted):
+            seen, source = tuple(scale.shape), f"To fix: {_SOURCES[f'{name}_scale']}"
+            if x.dtype == torch.int8:
+                source = "Quantise with a scale for each 1x128 of a and 128x128 of b"
+            remedy = scale_shape_remedy(f"{name}_scale", scale, wanted, x) or source
+            raise ValueError(f"{name}_scale must have shape {meaning} = {wanted}; got {seen}. {remedy}")
+
+
+def has_shape(x: torch.Tensor, wanted: tuple[int, ...]) -> bool:
+    return x.dim() == len(wanted) and all(ops.holds(size == right) for size, right in zip(x.shape, wanted, strict=True))
+
+
+def scale_shape_remedy(name: str, scale: torch.Tensor, wanted: tuple[int, int], x: torch.Tensor) -> str | None:
+    """What to do about a scale of another shape than is `wanted` of the operand `x`; None if its own shape does not
+    say what it is. Sizes not known yet can be compared as text alone."""
+    rows, seen = x.shape[0], tuple(scale.shape)
+    more_than_one = [str(size) for size in scale.shape if str(size) != "1"]
+    if str(seen) == str(wanted[::-1]):
+        return f"It looks transposed: pass {name}.t(); any strides are accepted, so no copy is needed"
+    expanded = f"or repeat it, which copies nothing: {name}.reshape(-1, 1).expand{wanted}"
+    if not more_than_one:
+        return f"deep_tile.scaled_gemm takes one number for all, where the other scale is such or of rows; {expanded}"
+    if more_than_one == [str(rows)]:
+        also = f"; {expanded}" if str(rows) == str(wanted[0]) else ""
+        return f"deep_tile.scaled_gemm takes a scale for each row, where the other one is such or one number{also}"
+    if str(seen) == str((rows, wanted[1])) and x.dtype != torch.int8:
+        return "deep_tile.scaled_gemm takes a scale for each 1x128 of both operands"
+    return None
 
 
 def check_product_shapes(a, b, out, activation: str | None = None, names: tuple[str, str] = ("a", "b")) -> None:
@@ -909,24 +949,27 @@ def check_product_shapes(a, b, out, activation: str | None = None, names: tuple[
             )
     (m, k), n = a.shape, b.shape[0]
     if not ops.holds(b.shape[1] == k):
-        how = f"is passed as {names[1]}.t()" if b.element_size() == 2 else "must be transposed and made contiguous"
+        remedy = f"a [k, n] weight is passed as {transpose_of(names[1], b)}"
+        if str(a.shape[0]) == str(b.shape[1]) and str(b.shape[0]) != str(k):
+            remedy = f"what is [k, m] is passed as {transpose_of(names[0], a)}"
         raise ValueError(
             f"{names[0]} is [m, k] = {tuple(a.shape)} and {names[1]} is [n, k] = {tuple(b.shape)}: k differs. "
-            f"{names[1]} holds one row per output column; a [k, n] weight {how}"
+            f"{names[1]} holds one row per output column; {remedy}"
         )
     if out is not None:
         columns = finishes.out_columns(n, activation)
-        _check_shape("out", out, (m, columns), "[m, n]" if columns is n else "[m, n / 2]")
+        if not has_shape(out, (m, columns)):
+            meaning = "[m, n]" if columns is n else "[m, n / 2]"
+            raise ValueError(
+                f"out must have shape {meaning} = {(m, columns)}; got {tuple(out.shape)}. To fix: {_SOURCES['out']}"
+            )
 
 
-def _check_shape(name: str, tensor: torch.Tensor, wanted: tuple[int, int], meaning: str) -> None:
-    if tensor.dim() == 2 and all(ops.holds(size == right) for size, right in zip(tensor.shape, wanted, strict=True)):
-        return
-    remedy = f"To fix: {_SOURCES[name]}"
-    is_transposed = str(tuple(tensor.shape)) == str(wanted[::-1])  # sizes not known yet can be compared as text alone
-    if is_transposed and name != "out":
-        remedy = f"It looks transposed: pass {name}.t(); any strides are accepted, so no copy is needed"
-    raise ValueError(f"{name} must have shape {meaning} = {wanted}; got {tuple(tensor.shape)}. {remedy}")
+def transpose_of(name: str, x: torch.Tensor) -> str:
+    """The transpose of a matrix as products take it."""
+    if x.element_size() == 2 or x.stride(0) == 1:
+        return f"{name}.t(), which copies nothing"
+    return f"{name}.t().contiguous()"
 
 
 def check_sizes(a, b) -> None:

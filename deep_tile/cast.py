@@ -1,4 +1,5 @@
-"""Kernels that are bound by memory, the casts' and `combine`'s: launch parameters from the roofline, loading, launches.
+"""Kernels of the casts, of `combine` and of `sort_by_expert`: launch parameters, those of casts from the roofline,
+loading, launches.
 
 Called by quantize.py and experts.py. Knows integers and CUDA's ordinals of devices, not tensors: no torch. Kernels are
 compiled (jit.py) and loaded once per device and live as long as the process.
@@ -11,8 +12,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from deep_tile import _launcher, jit, params
-from deep_tile.codegen import CastKernel, CombineKernel, StreamingKernel, TransposedKernel, streaming_source
-from deep_tile.config import SCALE_BLOCK, ceil_div
+from deep_tile.codegen import (
+    CastKernel,
+    CombineKernel,
+    SortKernel,
+    StreamingKernel,
+    TransposedKernel,
+    streaming_source,
+)
+from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.streaming import WARP, Reduction, derive_reduction
 
@@ -105,6 +113,36 @@ class CombineLayout(NamedTuple):
     narrow_weights: bool
 
 
+class SortLayout(NamedTuple):
+    """Numbers of one sort of tokens' choices, as `params.SORT` has them."""
+
+    choices: int
+    rows_size: int
+    experts: int
+    alignment: int
+    top_k_reciprocal: int
+    top_k_shift: int
+    cluster_log2: int
+    slice: int
+    warp_choices_log2: int
+
+
+class SortSchedule(NamedTuple):
+    """Who counts and who places choices in a sort.
+
+    Attributes:
+        grid: thread blocks.
+        cluster: of them that count all choices together; every cluster does so.
+        slice: choices that a block counts, of which it places as many as its warps take.
+        warp_choices: choices that a warp places.
+    """
+
+    grid: int
+    cluster: int
+    slice: int
+    warp_choices: int
+
+
 COMBINE_COLUMNS = 8
 """Of a thread, as combine.cuh has them: 16 bytes."""
 
@@ -119,6 +157,30 @@ TRANSPOSED = {
 }
 """By the source's format. A thread holds 4 tokens of 16 bytes, or 8 of FP32: with more blocks registers would spill.
 Tiles of 128 columns take up to 12 % longer, of 32 up to 28 % (H200, 2026-11-24)."""
+
+SORT = {choice: SortKernel(choice, threads=512, blocks_per_sm=1) for choice in ("int32", "int64")}
+"""By the dtype of a choice. With 512 threads, what a block keeps of each expert fits into 48 KB."""
+
+MOST_EXPERTS = 512
+"""That choices are sorted by: one for each thread."""
+
+_SORT_BLOCKS = 64
+"""At most: more would wait for others, where clusters do not fill a GPU's parts evenly."""
+
+_COUNTED_ALONE = 4096
+"""Choices that a block counts by itself in less time than blocks of a cluster need to meet."""
+
+_PLACED_BY_WARP = 64
+"""Choices, if there are blocks enough: two for a lane, which are read at once."""
+
+_MOST_PLACED_BY_WARP = 2048
+"""A block's are told by 16 bits."""
+
+MOST_CHOICES = _SORT_BLOCKS * _MOST_PLACED_BY_WARP * SORT["int64"].threads // WARP
+"""That the kernels sort; torch takes a fraction longer for more."""
+
+_FILLED_BY_BLOCK = 8192
+"""Rows, if there are blocks enough: of no token, where experts are aligned."""
 
 _loaded: dict[tuple[StreamingKernel, int], _launcher.Kernel] = {}
 _loading = jit.fork_safe_lock()
@@ -156,9 +218,36 @@ def choose_transposed(source: str, tokens: int, columns: int, num_sms: int) -> t
     return kernel, min(num_sms * kernel.blocks_per_sm, tiles)
 
 
+def schedule_sort(choices: int, rows_size: int, threads: int) -> SortSchedule:
+    """How at most `MOST_CHOICES` are sorted into a list of rows, by blocks of so many threads."""
+    warps = threads // WARP
+    cluster = 1 if choices <= _COUNTED_ALONE else params.SORT_BLOCKS
+    warp_choices = WARP if choices <= threads else _PLACED_BY_WARP
+    while _SORT_BLOCKS * warps * warp_choices < choices:
+        warp_choices *= 2
+    share = warps * warp_choices
+    counted = round_up(ceil_div(choices, cluster), share)
+    filling = min(ceil_div(rows_size, cluster * _FILLED_BY_BLOCK), _SORT_BLOCKS // cluster)
+    return SortSchedule(cluster * max(counted // share, filling), cluster, counted, warp_choices)
+
+
+def sort_layout(
+    schedule: SortSchedule, tokens: int, top_k: int, rows_size: int, experts: int, alignment: int
+) -> SortLayout:
+    """What the kernel is told: a choice's token is its number times a reciprocal, rounded up, which is exact below
+    2**31."""
+    shift = 31 + (top_k - 1).bit_length()
+    return SortLayout(
+        *(tokens * top_k, rows_size, experts, alignment, ceil_div(1 << shift, top_k), shift),
+        cluster_log2=schedule.cluster.bit_length() - 1,
+        slice=schedule.slice,
+        warp_choices_log2=schedule.warp_choices.bit_length() - 1,
+    )
+
+
 def all_kernels() -> list[StreamingKernel]:
     """Every kernel that a call can need."""
-    return [*cast_kernels(), *TRANSPOSED.values(), COMBINE]
+    return [*cast_kernels(), *TRANSPOSED.values(), COMBINE, *SORT.values()]
 
 
 def cast_kernels() -> list[CastKernel]:
@@ -250,20 +339,28 @@ def prepare_combine(kernel: CombineKernel, grid: int, device: int, layout: Combi
     return _prepare(kernel, grid, device, params.COMBINE, layout, names, params.places(names), False)
 
 
+def prepare_sort(kernel: SortKernel, schedule: SortSchedule, device: int, layout: SortLayout) -> _launcher.Launch:
+    """Everything about a launch on chosen, rows, offs and index, but their addresses. Errors as for `load`."""
+    names = ("chosen", "rows", "offs", "index")
+    places = params.places(names)
+    return _prepare(kernel, schedule.grid, device, params.SORT, layout, names, places, False, schedule.cluster)
+
+
 def _prepare(
     kernel: StreamingKernel,
     grid: int,
     device: int,
     table: params.Params,
-    layout: CastLayout | TransposedLayout | CombineLayout,
+    layout: CastLayout | TransposedLayout | CombineLayout | SortLayout,
     names: tuple[str, ...],
     places: Mapping[str, params.Place],
     pdl: bool,
+    cluster: int = 1,
 ) -> _launcher.Launch:
     return _launcher.prepare(
         load(kernel, device),
         grid=grid,
-        cluster=1,
+        cluster=cluster,
         threads=kernel.threads,
         params=table.pack(**layout._asdict()),
         names=names,

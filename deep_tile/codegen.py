@@ -235,10 +235,46 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_pe
     return "\n".join([params.COMBINE.text, _headers("combine.cuh"), entry])
 
 
-StreamingKernel = CastKernel | TransposedKernel | CombineKernel
+class SortKernel(NamedTuple):
+    """The sort of tokens' choices by expert: what its text depends on.
+
+    Attributes:
+        choice: "int32" or "int64", the dtype of a choice.
+        threads: of a thread block, one for each expert.
+        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
+    """
+
+    choice: str
+    threads: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"sort_by_expert_{self.choice}_t{self.threads}"
+
+
+def sort_source(kernel: SortKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    choice = {"int32": "int", "int64": "long long"}[kernel.choice]
+    blocks = f"constexpr unsigned sort_blocks = {params.SORT_BLOCKS};\n"
+    entry = f"""\
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const SortParams params) {{
+    deep_tile::sort_by_expert<{choice}, {kernel.threads}>(params);
+}}
+"""
+    return "\n".join([params.SORT.text, blocks, _headers("sort.cuh"), entry])
+
+
+StreamingKernel = CastKernel | TransposedKernel | CombineKernel | SortKernel
 """A kernel that is bound by memory."""
 
-_SOURCES = {CastKernel: cast_source, TransposedKernel: transposed_source, CombineKernel: combine_source}
+_SOURCES = {
+    CastKernel: cast_source,
+    TransposedKernel: transposed_source,
+    CombineKernel: combine_source,
+    SortKernel: sort_source,
+}
 
 
 def streaming_source(kernel: StreamingKernel) -> str:

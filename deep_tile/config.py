@@ -4,6 +4,7 @@
 device must agree on is derived here, once; the kernel asserts the shared-memory size against its own struct.
 """
 
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -567,8 +568,8 @@ class GemmConfig:
     @property
     def reads_runs(self) -> bool:
         """Whether scale warps may read the scales of several K blocks at once. Beside the scheduler of groups they have
-        no registers for them, nor where columns have scales too."""
-        return self.product.scaling == "blocks" and not self.is_grouped
+        no registers for them, nor where columns have scales too, nor lanes of 24 registers with 8 rows each."""
+        return self.product.scaling == "blocks" and not self.is_grouped and self.scales_at_once > 1
 
     @property
     def reads_any_runs(self) -> bool:
@@ -697,7 +698,7 @@ class GemmConfig:
 
     @property
     def partial_bytes(self) -> int:
-        """FP32 sums from the cluster's other blocks."""
+        """Sums from the cluster's other blocks."""
         return (self.split_k - 1) * self.block_m * self.columns_per_part * 4
 
     @property
@@ -713,6 +714,26 @@ class GemmConfig:
         return round_up(self.fixed_bytes + self.stages * self.stage_bytes, 1024)
 
 
+def as_int(number: object) -> int | None:
+    """`number` as an int, if it is one and no bool; NumPy's are ints, too."""
+    if type(number) is int:  # asked first: under torch.compile, operator.index ties the graph to the number
+        return number
+    try:
+        return None if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        return None
+
+
+def check_sizes(**sizes: object) -> None:
+    """Raise TypeError unless each is an int, and ValueError unless it is positive."""
+    for name, size in sizes.items():
+        number = as_int(size)
+        if number is None:
+            raise TypeError(f"{name} is {size!r}, of type {type(size).__name__}; sizes must be ints")
+        if number < 1:
+            raise ValueError(f"{name} is {size}; sizes must be positive")
+
+
 MAX_ALIGNMENT = 1024
 """Of what groups begin at multiples of."""
 
@@ -721,7 +742,8 @@ def check_alignment(alignment: object, least: int = 1) -> None:
     """Raise ValueError unless groups may begin at multiples of this."""
     if type(alignment) is not int or not least <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
         reason = "" if least == 1 else f"groups begin at multiples of {least}, so that no two share a scale. "
-        raise ValueError(f"alignment is {alignment!r}; {reason}pass a power of two from {least} to {MAX_ALIGNMENT}")
+        wanted = f"an int, a power of two from {least} to {MAX_ALIGNMENT}"
+        raise ValueError(f"alignment is {alignment!r}; {reason}pass {wanted}")
 
 
 def _widest_span(tile_bytes: int) -> int:

@@ -7,7 +7,7 @@ the dtypes of their operands.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from operator import attrgetter
 from typing import NamedTuple
@@ -90,7 +90,6 @@ def kinds_of(*families: str) -> dict[tuple[str, torch.dtype, torch.dtype], Kind]
 
 _SCALED = ("a", "a_scale", "b", "b_scale")
 _LINEAR = "torch.nn.functional.linear"
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _CALLS = {
     "gemm": Call(kinds_of("bf16", "fp16", "int8_unscaled"), ("a", "b"), None, "a.to(torch.bfloat16)", None),
@@ -145,10 +144,10 @@ def gemm(
     """BF16, FP16 or INT8 matrix product: `out[m, n] = sum_k a[m, k] * b[n, k]`, that is `a @ b.T`.
 
     Accumulated over all of k, in FP32 and rounded once, where FP16 results beyond 65504 are infinite; or of INT8 in
-    INT32, exactly where sums fit, as they do for k up to 131071, and modulo 2^32. Runs on the tensors' device and
-    torch's current stream; CPU tensors go through the operation's definition in `deep_tile.reference`. Sizes m, n and k
-    are free; m = 0 or n = 0 does nothing, k = 0 writes zeros. Compiled as one op, `torch.ops.deep_tile.gemm`, by
-    torch.compile and torch.export.
+    INT32, exactly where sums fit, as they do for k up to 131071, and modulo 2^32; for another dtype the sum over all of
+    k is converted to FP32, and rounded. Runs on the tensors' device and torch's current stream; CPU tensors go through
+    the operation's definition in `deep_tile.reference`. Sizes m, n and k are free; m = 0 or n = 0 does nothing, k = 0
+    writes zeros. Compiled as one op, `torch.ops.deep_tile.gemm`, by torch.compile and torch.export.
 
     Each operand may lie along k or along its rows, as its strides say: `gemm(x, w)` is x @ w.T, `gemm(x, w.t())` x @ w
     and `gemm(dy.t(), x.t())` dy.T @ x of contiguous matrices, without a copy. Strides that say either, of a single row
@@ -188,8 +187,8 @@ def gemm(
 def int8_gemm(
     a: torch.Tensor,
     a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
+    b: torch.Tensor = tensors.MISSING,
+    b_scale: torch.Tensor = tensors.MISSING,
     out: torch.Tensor | None = None,
     *,
     bias: torch.Tensor | None = None,
@@ -209,9 +208,9 @@ def int8_gemm(
 
     Args:
         a: [m, k] int8, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
-        a_scale: [m, ceil(k / 128)] float32, any strides within 4 GB, or float8_e8m0fnu.
+        a_scale: [m, ceil(k / 128)] float32 or another dtype that `fp8_gemm` takes, any strides within 4 GB.
         b: [n, k] int8, laid out like `a`.
-        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB, or float8_e8m0fnu.
+        b_scale: [ceil(n / 128), ceil(k / 128)] float32 or another dtype that `fp8_gemm` takes, any strides within 4 GB.
         out: [m, n] bfloat16, float16 or float32, as for `gemm`; allocated when None.
         bias, activation: as for `fp8_gemm`.
         out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
@@ -236,8 +235,8 @@ def int8_gemm(
 def scaled_gemm(
     a: torch.Tensor,
     a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
+    b: torch.Tensor = tensors.MISSING,
+    b_scale: torch.Tensor = tensors.MISSING,
     out: torch.Tensor | None = None,
     *,
     bias: torch.Tensor | None = None,
@@ -254,8 +253,9 @@ def scaled_gemm(
     """FP8 or INT8 matrix product with scales of rows, or of blocks: `out = (a * a_scale) @ (b * b_scale)^T`.
 
     With a scale for each row, or one for all, `out[m, n] = a_scale[m] * b_scale[n] * sum_k a[m, k] * b[n, k]`. The
-    tensor cores add up all of k: exactly in INT32 of INT8, for k up to 131071; of FP8 with the 14 bits or so that they
-    keep of a sum, which is torch's `use_fast_accum=True`. Without `fast_accum`, sums over 128 of k are added in FP32.
+    tensor cores add up all of k: exactly in INT32 of INT8, for k up to 131071, and the sum is then converted to FP32
+    and multiplied by the product of its scales; of FP8 with the 14 bits or so that they keep of a sum, which is torch's
+    `use_fast_accum=True`. Without `fast_accum`, sums over 128 of k are added in FP32.
 
     With a scale for each 128 of a row of FP8 (1x128, of both operands),
     `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n, k // 128]`: sums over 128 of k are scaled
@@ -265,8 +265,8 @@ def scaled_gemm(
     Args:
         a: [m, k] float8_e4m3fn, float8_e5m2 or int8, unit stride along k, row stride a multiple of 16 bytes, 16-byte
             aligned.
-        a_scale: float32 or float8_e8m0fnu: [m] or [m, 1], or one number of any shape; or [m, ceil(k / 128)], any
-            strides within 4 GB, fastest as `per_token_cast_to_fp8` makes them.
+        a_scale: float32, bfloat16, float16 or float8_e8m0fnu: [m] or [m, 1], or one number of any shape; or
+            [m, ceil(k / 128)], any strides within 4 GB, fastest as `per_token_cast_to_fp8` makes them.
         b: [n, k] laid out like `a`: of FP8 too, in either format, or int8.
         b_scale: likewise: [n], [n, 1] or [1, n], or one number; torch's scales of tensors and of rows are these. With
             blocks in a_scale [n, ceil(k / 128)] of FP8, or [ceil(n / 128), ceil(k / 128)].
@@ -295,9 +295,9 @@ def scaled_gemm(
 def fp8_wgrad(
     dy: torch.Tensor,
     dy_scale: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    out: torch.Tensor,
+    x: torch.Tensor = tensors.MISSING,
+    x_scale: torch.Tensor = tensors.MISSING,
+    out: torch.Tensor = tensors.MISSING,
     *,
     accumulate: bool = True,
     config: GemmConfig | None = None,
@@ -314,7 +314,7 @@ def fp8_wgrad(
     Args:
         dy: [n, s] float8_e4m3fn or float8_e5m2, unit stride along tokens, row stride a multiple of 16 bytes, 16-byte
             aligned.
-        dy_scale: [n, ceil(s / 128)] float32 or float8_e8m0fnu, any strides within 4 GB.
+        dy_scale: [n, ceil(s / 128)] float32, bfloat16, float16 or float8_e8m0fnu, any strides within 4 GB.
         x: [k, s] of either dtype, laid out like `dy`.
         x_scale: [k, ceil(s / 128)], likewise.
         out: [n, k] float32, bfloat16 or float16; unit stride along k, otherwise as for `gemm`.
@@ -328,7 +328,8 @@ def fp8_wgrad(
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
     if out is None:
-        raise TypeError("out must be a torch.Tensor; got NoneType. Pass what the gradient is added to, of [n, k]")
+        tensors.require_tensors(dy=dy, dy_scale=dy_scale, x=x, x_scale=x_scale)
+        raise tensors.no_tensor("out", out, "pass what the gradient is added to, of [n, k]")
     options = ("fp8_wgrad", None, config, num_sms, batch_invariant, pdl, False, accumulate, None, True)
     if is_traced():
         return _call_op((dy, dy_scale, x, x_scale), out, _Options(*options))
@@ -456,7 +457,7 @@ def _multiply_gradient(grad: torch.Tensor, x: torch.Tensor, transposed: bool, **
 def _call_unknown(operands, out, options: _Options, bias) -> None:
     """Multiply where C has met no such options and signature, or cannot read the tensors."""
     _check_arguments(options, operands, out, bias)
-    operands = tuple(map(tensors.as_float32, operands))
+    operands = tensors.with_float32_scales(operands)
     given = (*operands, out, *_given(bias))
     signature = launches.signature(*given)
     launch = launches.find(_launches, options, signature)
@@ -495,12 +496,13 @@ def _prepare_launch(operands, out, options: _Options, bias) -> _launcher.Launch:
     device = out.get_device()
     api.check_hopper(device)
     problem = _problem(operands, out, options, bias)
+    layout = _layout(operands, out, problem.product)
+    problem = problem.with_strides(layout.a_stride, layout.b_stride)
     config = plan.config_for(problem) if options.config is None else api.checked_config(options.config, problem)
     api.check_capture(config, device, options.call)
     if settings.print_config():
         print(f"deep_tile: m={problem.m} n={problem.n} k={problem.k}: {config.name}", file=sys.stderr)
     of_bias = ["bias"] * len(_given(bias))
-    layout = _layout(operands, out, problem.product)
     return plan.prepare_launch(
         problem,
         config,
@@ -675,7 +677,8 @@ def _check_formats(options: _Options, operands, out, bias) -> None:
     """Check dtypes, devices and shapes; `out` may be None."""
     call, (a, b) = _CALLS[options.call], matrices(operands)
     a_name, b_name = matrices(call.names)
-    check_dtypes(call, operands, "scaled_gemm")
+    is_narrow = options.call in ("gemm", "int8_gemm")
+    check_dtypes(call, operands, dict.fromkeys(tensors.QUANTIZED_DTYPES, "scaled_gemm") if is_narrow else {})
     kind, is_finished = _kind(options, operands), bias is not None or options.activation is not None
     finishes.check_out_dtype(options.out_dtype, finishes.of_kind(kind))
     finishes.check_out(out, options.out_dtype, finishes.of_kind(kind))
@@ -698,32 +701,32 @@ def _check_formats(options: _Options, operands, out, bias) -> None:
         _check_row_scales(*operands)
 
 
-def check_dtypes(call: Call, operands, with_scales: str) -> None:
-    """Check those of operands; of FP8 in a call without scales, `with_scales` is what takes it."""
+def check_dtypes(call: Call, operands, takers: Mapping[torch.dtype, str]) -> None:
+    """Check those of operands and scales; `takers` are as for `tensors.operand_remedy`."""
     (a, b), (a_name, b_name) = matrices(operands), matrices(call.names)
+    if len(operands) == 4:
+        tensors.check_order(call.names, operands)
     if a.dtype not in call.dtypes:
-        remedy = f"call deep_tile.{with_scales}, with scales" if a.dtype in _FP8 else call.remedy
+        remedy = tensors.operand_remedy(a_name, a, call.dtypes, takers, call.remedy)
         raise TypeError(f"{a_name} must be {finishes.one_of(call.dtypes)}; got {a.dtype}. To fix: {remedy}")
-    if b.dtype not in call.dtypes[a.dtype]:
-        wanted = " or ".join(map(str, call.dtypes[a.dtype]))
-        raise TypeError(
-            f"{b_name} must be {wanted}, since {a_name} is {a.dtype}; got {b.dtype}. To fix: make both of one dtype"
-        )
-    for name, x in zip(call.names, operands, strict=True):
-        if name.endswith("_scale") and x.dtype not in tensors.SCALE_DTYPES:
-            raise TypeError(
-                f"{name} must be one of {finishes.names(tensors.SCALE_DTYPES)}; got {x.dtype}. To fix: {name}.float()"
-            )
+    known = call.dtypes[a.dtype]
+    if b.dtype not in known:
+        wanted = " or ".join(map(str, known))
+        remedy = tensors.operand_remedy(b_name, b, known, takers, "make both of one dtype")
+        raise TypeError(f"{b_name} must be {wanted}, since {a_name} is {a.dtype}; got {b.dtype}. To fix: {remedy}")
+    if len(operands) == 4:
+        api.check_scale_dtypes(call.names, operands)
 
 
 def check_row_block_scales(names: tuple[str, ...], operands) -> None:
     for at in (0, 2):
-        (rows, k), scale = operands[at].shape, operands[at + 1]
-        blocks = ceil_div(k, SCALE_BLOCK)
-        if scale.dim() != 2 or not (ops.holds(scale.shape[0] == rows) and ops.holds(scale.shape[1] == blocks)):
+        x, scale, name = operands[at], operands[at + 1], names[at + 1]
+        wanted = (x.shape[0], ceil_div(x.shape[1], SCALE_BLOCK))
+        if not api.has_shape(scale, wanted):
+            remedy = api.scale_shape_remedy(name, scale, wanted, x)
             raise ValueError(
-                f"{names[at + 1]} must have shape {(rows, blocks)}, one for each 128 of a row of {names[at]}; got "
-                f"{tuple(scale.shape)}. Any strides are accepted: pass {names[at + 1]}.t() if it lies the other way"
+                f"{name} must have shape {wanted}, one for each 128 of a row of {names[at]}; got {tuple(scale.shape)}. "
+                f"{remedy or f'To fix: cast {names[at]} with scales of 1x128'}"
             )
 
 

@@ -30,6 +30,7 @@ OPS = {
     "scaled_gemm": "dense",
     "scaled_grouped_gemm": "grouped",
     "silu_mul_cast_to_fp8": "experts",
+    "sort_by_expert": "experts",
     "transposed_cast_to_fp8": "transposed",
 }
 """Every op, and the module that defines it."""

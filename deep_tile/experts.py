@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from deep_tile import _launcher, cast, launches, ops, quantize, sources, tensors
-from deep_tile.config import ceil_div, check_alignment, round_up
+from deep_tile.config import as_int, ceil_div, check_alignment, round_up
 from deep_tile.ops import is_traced
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
@@ -21,6 +21,9 @@ _NO_EXPERT = torch.iinfo(torch.int16).max
 
 _launches: launches.Table = {}
 """Of `combine`, by no options; of x, weights, index and out."""
+
+_sorts: launches.Table = {}
+"""Of `sort_by_expert`, by experts and alignment; of chosen, rows, offs and index."""
 
 
 class Routing(NamedTuple):
@@ -34,12 +37,15 @@ class Routing(NamedTuple):
 def sort_by_expert(chosen: torch.Tensor, experts: int, *, alignment: int = 1) -> Routing:
     """Lists of the rows that an expert layer multiplies, one for each choice of a token, sorted by expert.
 
-    Made by kernels of torch, on `chosen`'s device and without waiting for it, so that a CUDA graph holds for every
-    choice.
+    An expert's rows are in the order of their tokens, and of a token's choices. Made on `chosen`'s device and torch's
+    current stream, without waiting for it, so that a CUDA graph holds for every choice: on a Hopper GPU by one kernel,
+    elsewhere by torch, with the same numbers. More than 512 experts, or 2**21 choices, torch sorts there, too, by a
+    dozen kernels.
 
     Args:
         chosen: [t, top_k] int32 or int64, any strides: the experts of each token. A number that is negative, or no
-            expert, stands for none: for one of another process, say. Its rows are behind those of all experts.
+            expert, stands for none: for one of another process, say. Its rows are behind those of all experts. On the
+            GPU fastest where it is contiguous; else it is copied first.
         experts: how many there are.
         alignment: of the rows that experts begin at: a power of two up to 1024. 128 is what gradients of weights need
             (`fp8_grouped_wgrad`, whose operands `transposed_cast_to_fp8` then casts by the same lists).
@@ -53,14 +59,69 @@ def sort_by_expert(chosen: torch.Tensor, experts: int, *, alignment: int = 1) ->
         index: [t, top_k] int64, which row each choice has become, -1 for one of no expert: for `combine`.
 
     Raises:
-        TypeError: `chosen` is no tensor of int32 or int64, or `experts` no int.
-        ValueError: `chosen` is no matrix, or `experts` or `alignment` is out of range.
+        TypeError: `chosen` is no plain tensor of int32 or int64, or `experts` no int.
+        ValueError: `chosen` is no matrix or has no memory, or `experts` or `alignment` is out of range.
+        RuntimeError: the kernel is not loaded yet while a CUDA graph is captured; or as `per_token_cast_to_fp8`.
     """
-    _check_chosen(chosen, experts)
+    experts = _checked_experts(chosen, experts)
     check_alignment(alignment)
+    if is_traced():
+        return Routing(*torch.ops.deep_tile.sort_by_expert(chosen, experts, alignment))
+    return _sort(chosen, experts, alignment)
+
+
+def _sort(chosen: torch.Tensor, experts: int, alignment: int) -> Routing:
+    """`sort_by_expert` outside of tracing, of what has been checked."""
+    if not _has_sort_kernel(chosen, experts):
+        tensors.require_plain(chosen=chosen)
+        return _sort_definition(chosen, experts, alignment)
+    if not chosen.is_contiguous():
+        tensors.require_dense(chosen=chosen)
+        chosen = chosen.contiguous()
+    tokens, top_k = chosen.shape
+    size = _rows_size(tokens * top_k, experts, alignment)
+    found = Routing(
+        tensors.new_empty(chosen, (size,), (1,), torch.int64),
+        tensors.new_empty(chosen, (experts,), (1,), torch.int32),
+        tensors.new_empty(chosen, (tokens, top_k), (top_k, 1), torch.int64),
+    )
+    options = experts, alignment
+    if not _launcher.launch_known(_sorts, options, chosen, *found):
+        _sort_by_kernel(options, chosen, *found)
+    return found
+
+
+def _sort_by_kernel(options: tuple[int, int], *given: torch.Tensor) -> None:
+    """Of chosen, rows, offs and index; `options` are experts and alignment."""
+    tensors.require_dense(chosen=given[0])
+    signature = launches.signature(*given)
+    launch = launches.find(_sorts, options, signature)
+    if launch is None:
+        chosen, rows, *_ = given
+        kernel, device = cast.SORT[str(chosen.dtype).removeprefix("torch.")], chosen.get_device()
+        if not cast.is_loaded(kernel, device):
+            launches.refuse_capture(kernel.name, device, "sort_by_expert")
+        schedule = cast.schedule_sort(chosen.numel(), len(rows), kernel.threads)
+        layout = cast.sort_layout(schedule, *chosen.shape, len(rows), *options)
+        launch = cast.prepare_sort(kernel, schedule, device, layout)
+        launches.remember(_sorts, options, signature, launch)
+    launches.launch(launch, *given)
+
+
+def _has_sort_kernel(chosen: torch.Tensor, experts: int) -> bool:
+    """Whether a kernel sorts these, which are plain."""
+    fits = experts <= cast.MOST_EXPERTS and 0 < chosen.numel() <= cast.MOST_CHOICES
+    return fits and chosen.is_cuda and launches.is_hopper(chosen.get_device()) and tensors.is_plain(chosen)
+
+
+def _rows_size(choices: int, experts: int, alignment: int) -> int:
+    return round_up(choices + experts * (alignment - 1), alignment)
+
+
+def _sort_definition(chosen: torch.Tensor, experts: int, alignment: int) -> Routing:
     top_k, device = chosen.shape[1], chosen.device
     numbers = chosen.flatten().clamp(-1, experts).short().remainder_(experts + 1)
-    of_row, order = numbers.sort()
+    of_row, order = numbers.sort(stable=True)
     each = torch.arange(experts, dtype=torch.int16, device=device)
     offs = torch.searchsorted(of_row, each, right=True, out_int32=True)
     row = torch.arange(order.shape[0], device=device)
@@ -77,7 +138,7 @@ def _spread(packed: Routing, of_row: torch.Tensor, alignment: int) -> Routing:
     taken = ceil_div(counts, alignment) * alignment
     begins = taken.cumsum(0) - taken
     moved = begins - (offs - counts)
-    size = round_up(len(rows) + len(offs) * (alignment - 1), alignment)
+    size = _rows_size(len(rows), len(offs), alignment)
     at = torch.arange(len(rows), device=rows.device)
     lives = at < offs[-1]
     at = at + moved[of_row.clamp(max=len(offs) - 1).long()]
@@ -87,16 +148,19 @@ def _spread(packed: Routing, of_row: torch.Tensor, alignment: int) -> Routing:
     return Routing(spread[:size], (begins + counts).int(), places[index])
 
 
-def _check_chosen(chosen: object, experts: object) -> None:
+def _checked_experts(chosen: object, experts: object) -> int:
+    """How many experts there are; raises unless choices can be sorted by them."""
     if not isinstance(chosen, torch.Tensor) or chosen.dtype not in sources.INDEX_DTYPES:
         seen = f"a tensor of {chosen.dtype}" if isinstance(chosen, torch.Tensor) else f"a {type(chosen)}"
         raise TypeError(f"chosen is {seen}; it must be one of int32 or int64, such as topk's indices")
     if chosen.dim() != 2:
         raise ValueError(f"chosen has shape {list(chosen.shape)}; it must be [t, top_k], so .view() it so")
-    if type(experts) is not int:
+    number = as_int(experts)
+    if number is None:
         raise TypeError(f"experts is {experts!r}, of type {type(experts).__name__}; pass how many there are")
-    if not 0 < experts < _NO_EXPERT:
+    if not 0 < number < _NO_EXPERT:
         raise ValueError(f"experts is {experts}; pass a number from 1 to {_NO_EXPERT - 1}")
+    return number
 
 
 def silu_mul_cast_to_fp8(
@@ -108,7 +172,7 @@ def silu_mul_cast_to_fp8(
     alpha: float = 1.0,
     beta: float = 0.0,
     scale_layout: str = quantize.DEFAULT_SCALE_LAYOUT,
-    amax_floor: float = 1e-4,
+    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR,
     round_scale: str = "none",
     exact: str = "divide",
     out: torch.Tensor | None = None,
@@ -405,4 +469,29 @@ ops.register(
     "combine.out(Tensor x, Tensor weights, Tensor index, Tensor(a!) out) -> ()",
     _run_combine_out_op,
     _fake_combine_out_op,
+)
+
+
+def _run_sort_op(chosen: torch.Tensor, experts: int, alignment: int = 1) -> tuple[torch.Tensor, ...]:
+    _checked_experts(chosen, experts)
+    check_alignment(alignment)
+    return tuple(_sort(chosen, experts, alignment))
+
+
+def _fake_sort_op(chosen: torch.Tensor, experts: int, alignment: int = 1) -> tuple[torch.Tensor, ...]:
+    _checked_experts(chosen, experts)
+    check_alignment(alignment)
+    (tokens, top_k), new_empty = chosen.shape, chosen.new_empty
+    size = _rows_size(tokens * top_k, experts, alignment)
+    return (
+        new_empty(size, dtype=torch.int64),
+        new_empty(experts, dtype=torch.int32),
+        new_empty(tokens, top_k, dtype=torch.int64),
+    )
+
+
+ops.register(
+    "sort_by_expert(Tensor chosen, int experts, int alignment=1) -> (Tensor, Tensor, Tensor)",
+    _run_sort_op,
+    _fake_sort_op,
 )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, api, finishes, launches, ops, params, plan, quantize, settings
+from deep_tile import _launcher, api, finishes, launches, ops, params, plan, quantize, settings, tensors
 from deep_tile.config import GemmConfig
 from deep_tile.kinds import QUANTIZED
 from deep_tile.ops import is_traced
@@ -33,7 +33,7 @@ class _Options(NamedTuple):
     pdl: bool | None = None
     constant_weights: bool = False
     activation: str | None = None
-    amax_floor: float = 1e-4
+    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR
     round_scale: str = "none"
     exact: str = "divide"
 
@@ -51,15 +51,15 @@ class _Options(NamedTuple):
 def fp8_gemm_cast(
     a: torch.Tensor,
     a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
+    b: torch.Tensor = tensors.MISSING,
+    b_scale: torch.Tensor = tensors.MISSING,
     out: torch.Tensor | None = None,
     scale_out: torch.Tensor | None = None,
     *,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     scale_layout: str = quantize.DEFAULT_SCALE_LAYOUT,
-    amax_floor: float = 1e-4,
+    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR,
     round_scale: str = "none",
     exact: str = "divide",
     config: GemmConfig | None = None,
@@ -139,13 +139,13 @@ def _refuse_gradients(a, a_scale, b, b_scale, out, scale_out, bias) -> None:
 def _call_unknown(given: tuple, options: _Options, bias) -> None:
     """Multiply where C has met no such options and signature, or cannot read the tensors, or in two launches."""
     signature = launches.signature(*given)
-    if launches.find(_in_turn, options, signature) is not None:
+    # Whether types are right, and not only equal to right ones, the product says before it launches; the cast, after.
+    if type(options.amax_floor) is not bool and launches.find(_in_turn, options, signature) is not None:
         _multiply_in_turn(given, options, bias)
         return
     operands, out, scale = given[:4], given[4], given[5]
     checked = _check(operands, out, scale, None, options, bias)
-    operands = (operands[0], operands[1].float(), operands[2], operands[3].float())
-    given = (*operands, *given[4:])
+    given = (*tensors.with_float32_scales(operands), *given[4:])
     signature = launches.signature(*given)
     launch = launches.find(_launches, options, signature)
     if launch is None:
@@ -185,6 +185,8 @@ def _prepare(given: tuple, checked: api.Options, options: _Options, bias) -> _la
         output=QUANTIZED,
         **finishes.for_problem(bias, options.activation),
     )
+    layout = api.layout_of(a, a_scale, b, b_scale, out)
+    problem = problem.with_strides(layout.a_stride, layout.b_stride)
     if options.config is None:
         config = plan.cast_config_for(problem)
         if config is None:
@@ -195,10 +197,9 @@ def _prepare(given: tuple, checked: api.Options, options: _Options, bias) -> _la
     if settings.print_config():
         print(f"deep_tile: m={problem.m} n={problem.n} k={problem.k}: {config.name}", file=sys.stderr)
     of_scale = plan.ResultScale(
-        *scale.stride(), options.round_scale == "pow2", float(options.amax_floor), int(options.exact == "divide")
+        *scale.stride(), options.round_scale == "pow2", options.cast.floor, int(options.exact == "divide")
     )
     of_bias = () if bias is None else ("bias",)
-    layout = api.layout_of(a, a_scale, b, b_scale, out)
     return plan.prepare_launch(
         problem,
         config,

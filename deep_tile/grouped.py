@@ -73,8 +73,8 @@ _CALLS = {
 def fp8_grouped_gemm(
     a: torch.Tensor,
     a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
+    b: torch.Tensor = tensors.MISSING,
+    b_scale: torch.Tensor = tensors.MISSING,
     offs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     *,
@@ -100,7 +100,8 @@ def fp8_grouped_gemm(
     Args:
         a: [s, k] or [g, m, k] float8_e4m3fn, unit stride along k; row and group strides as for `fp8_gemm`, and the
             latter a multiple of the former.
-        a_scale: [s, ceil(k / 128)] or [g, m, ceil(k / 128)] float32, any strides within 4 GB.
+        a_scale: [s, ceil(k / 128)] or [g, m, ceil(k / 128)] float32 or another dtype that `fp8_gemm` takes, any strides
+            within 4 GB.
         b: [g, n, k] float8_e4m3fn, laid out like `a`.
         b_scale: [g, ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB.
         offs: [g] int32, contiguous, on the same device: the row behind each group's last. With `a` of two dimensions.
@@ -180,8 +181,8 @@ def grouped_gemm(
 def scaled_grouped_gemm(
     a: torch.Tensor,
     a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
+    b: torch.Tensor = tensors.MISSING,
+    b_scale: torch.Tensor = tensors.MISSING,
     offs: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     *,
@@ -203,8 +204,8 @@ def scaled_grouped_gemm(
 
     Args:
         a: [s, k] or [g, m, k] float8_e4m3fn, float8_e5m2 or int8, laid out as for `fp8_grouped_gemm`.
-        a_scale: float32 or float8_e8m0fnu, any strides within 4 GB: [s] or [g, m], also with a dimension of 1 behind,
-            or one number of any shape, or with rows of their own one for each group, [g]; or
+        a_scale: float32, bfloat16, float16 or float8_e8m0fnu, any strides within 4 GB: [s] or [g, m], also with a
+            dimension of 1 behind, or one number of any shape, or with rows of their own one for each group, [g]; or
             [s, ceil(k / 128)] or [g, m, ceil(k / 128)].
         b: [g, n, k] laid out like `a`: of FP8 too, in either format, or int8.
         b_scale: likewise: [g, n], [g, n, 1] or [g, 1, n], or one number for each group, or for all; or with blocks in
@@ -285,7 +286,8 @@ def _refuse_gradients(call: str, operands, out) -> None:
 def _call_unknown(operands, bounds, out, options: _Options) -> None:
     """Multiply where C has met no such options and signature, or cannot read the tensors."""
     check_tensors(options, operands, bounds, out)
-    operands = tuple(map(tensors.as_float32, operands))
+    _check_option_values(options)
+    operands = tensors.with_float32_scales(operands)
     given = (*operands, *_given(bounds), out)
     signature = launches.signature(*given)
     launch = launches.find(_launches, options, signature)
@@ -316,13 +318,14 @@ def _prepare_launch(operands, bounds, out, options: _Options) -> _launcher.Launc
     device = out.get_device()
     api.check_hopper(device)
     problem = _problem(operands, out, options)
+    layout = _layout(problem, operands, out, options.alignment)
+    problem = problem.with_strides(layout.a_stride, layout.b_stride)
     config = plan.config_for(problem) if options.config is None else checked_config(options, problem)
     api.check_capture(config, device, options.call)
     if settings.print_config():
         sizes = f"rows={problem.m} n={problem.n} k={problem.k}"
         print(f"deep_tile: {problem.groups} {sizes}: {config.name}", file=sys.stderr)
     names = (*_CALLS[options.call].names, *(["bounds"] if bounds is not None else []), "out")
-    layout = _layout(problem, operands, out, options.alignment)
     return plan.prepare_launch(problem, config, layout, device, pdl=options.pdl, constant_weights=False, names=names)
 
 
@@ -476,7 +479,9 @@ def _check_option_values(options: _Options) -> None:
 def _check_formats(options: _Options, operands, bounds, out) -> None:
     """Check dtypes, devices and shapes; `bounds` and `out` may be None."""
     call, (a, b) = _CALLS[options.call], dense.matrices(operands)
-    dense.check_dtypes(call, operands, "scaled_grouped_gemm")
+    wider = "scaled_grouped_gemm"
+    takers = {} if options.call == wider else dict.fromkeys(tensors.QUANTIZED_DTYPES, wider)
+    dense.check_dtypes(call, operands, takers)
     api.check_device("a", a, options.call)
     if a.dim() not in (2, 3) or b.dim() != 3 or not ops.holds(a.shape[-1] == b.shape[2]):
         raise ValueError(
@@ -508,13 +513,44 @@ def _check_formats(options: _Options, operands, bounds, out) -> None:
 
 
 def _check_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], a: torch.Tensor, b: torch.Tensor) -> None:
-    fits = x.dim() == len(shape) and all(ops.holds(size == right) for size, right in zip(x.shape, shape, strict=True))
-    if not fits:
+    if not api.has_shape(x, shape):
         raise ValueError(
-            f"{name} must be {list(shape)} for a of {list(a.shape)} and b of {list(b.shape)}; got {list(x.shape)}"
+            f"{name} must be {list(shape)} for a of {list(a.shape)} and b of {list(b.shape)}; got {list(x.shape)}. "
+            f"{_shape_remedy(name, x, shape, a, b)}"
         )
     if x.device != a.device:
         raise ValueError(f"{name} is on {x.device} but a is on {a.device}; move it with .to(a.device)")
+
+
+def _shape_remedy(name: str, x: torch.Tensor, shape: tuple[int, ...], a: torch.Tensor, b: torch.Tensor) -> str:
+    """What to do about another shape."""
+    if name == "offs":
+        return offs_remedy(x, b.shape[0], a.shape[0])
+    if name == "counts":
+        return "To fix: pass how many rows each group has"
+    if name == "out":
+        return "To fix: pass out=None to have it allocated"
+    if name == "a":
+        return "To fix: pass the rows of each group of b, and counts of how many there are"
+    if x.dim() > 1 and str(list(x.transpose(-1, -2).shape)) == str(list(shape)):
+        return f"It looks transposed: pass {name}.transpose(-1, -2); any strides are accepted"
+    if _scale_of_rows(a if name == "a_scale" else b, x) is not None:
+        return "deep_tile.scaled_grouped_gemm takes a scale for each row, or one, where the other scale is such, too"
+    cast = "per_token_cast_to_fp8 makes a and a_scale" if name == "a_scale" else "per_block_cast_to_fp8 casts each b[g]"
+    return f"To fix: deep_tile.{cast}"
+
+
+def offs_remedy(offs: torch.Tensor, groups: int, rows: int) -> str:
+    """What to do about offsets of another shape than [groups], of so many rows."""
+    seen = str(list(offs.shape))
+    if seen == str([groups + 1]):
+        return "offs holds the row behind each group's last, and no 0 before: pass offs[1:]"
+    if seen == str([rows]):
+        return (
+            "A number for each row, as DeepGEMM's m_indices (grouped_layout), is taken by the contiguous products of "
+            "deep_tile.compat.deep_gemm; offs holds the row behind each group's last"
+        )
+    return "To fix: pass the row behind each group's last"
 
 
 def _check_row_scales(a, a_scale, b, b_scale) -> None:

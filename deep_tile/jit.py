@@ -127,6 +127,10 @@ class CompileError(RuntimeError):
     """
 
 
+class DivergenceError(CompileError):
+    """NVRTC made a kernel with `Compiled.divergence`."""
+
+
 def load_cubin(source: str, name: str) -> bytes:
     """The cubin of `source`, from the package, else from the cache, else compiled and stored; threads and processes may
     call it at once.
@@ -136,7 +140,8 @@ def load_cubin(source: str, name: str) -> bytes:
         name: the kernel's name; it labels messages and files, and does not tell kernels apart.
 
     Raises:
-        CompileError: NVRTC refused the source, or its code lets warps fall apart that wait at barriers.
+        CompileError: NVRTC refused the source.
+        DivergenceError: its code lets warps fall apart that wait at barriers.
         RuntimeError: NVRTC is missing and the cache has no such kernel.
         PermissionError: somebody else may write to the cache directory.
         ValueError: an environment variable cannot be used, such as a DEEP_TILE_DUMP_DIR that cannot be written.
@@ -197,7 +202,7 @@ def _compile_uniform(source: str, name: str) -> bytes:
     """The cubin of `source`; an error rather than a kernel that may hang."""
     compiled = compile_kernel(source, name)
     if compiled.divergence:
-        raise CompileError(f"{divergence_text(name, compiled.divergence)}. Remedy: {tested_nvrtc()}")
+        raise DivergenceError(f"{divergence_text(name, compiled.divergence)}. Remedy: {divergence_remedy()}")
     return compiled.cubin
 
 
@@ -211,10 +216,14 @@ TESTED_WHEELS = {"12": "nvidia-cuda-nvrtc-cu12==12.9.86", "13": "nvidia-cuda-nvr
 """By CUDA's major version, those that all measurements were made with, or that give nearly the same code."""
 
 
-def tested_nvrtc() -> str:
-    """How to get an NVRTC that makes good kernels."""
-    wheel = TESTED_WHEELS.get(nvrtc_version().split(".")[0], TESTED_WHEELS["13"])
-    return f"pip install {wheel}, which deep_tile is tested with"
+def divergence_remedy() -> str:
+    """What helps where a kernel has `Compiled.divergence`: an NVRTC that deep_tile is measured with, unless this is the
+    one, and a kernel that is known to be good."""
+    version = nvrtc_version()
+    wheel = TESTED_WHEELS.get(version.split(".")[0], TESTED_WHEELS["13"])
+    if wheel.partition("==")[2].startswith(version):
+        return "another config"
+    return f"pip install {wheel}, which deep_tile is tested with, or another config"
 
 
 def is_tested(version: str) -> bool:

@@ -27,10 +27,10 @@ MAX_SIGNATURES = 65_536
 
 def teach_launcher() -> None:
     """Have C read tensors, where it can tell the plain ones."""
-    place = tensors.find_keys()
+    place, of_storage = tensors.find_keys(), tensors.find_storage() or ()
     if place is not None:
         for tensor_type in (torch.Tensor, torch.nn.Parameter):
-            _launcher.read_tensors_of(tensor_type, *place, tensors.PLAIN_KEYS)
+            _launcher.read_tensors_of(tensor_type, *place, tensors.PLAIN_KEYS, *of_storage)
 
 
 teach_launcher()

@@ -42,7 +42,7 @@ class _Options(NamedTuple):
     """The keywords of a call; described at `fp8_linear`."""
 
     out_dtype: torch.dtype | None = None
-    amax_floor: float = 1e-4
+    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR
     round_scale: str = "none"
     exact: str = "divide"
     num_sms: int | None = None
@@ -72,7 +72,7 @@ def fp8_linear(
     out: torch.Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
-    amax_floor: float = 1e-4,
+    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR,
     round_scale: str = "none",
     exact: str = "divide",
     num_sms: int | None = None,
@@ -96,7 +96,8 @@ def fp8_linear(
             product alone is launched. After `import deep_tile.distributed` also a DTensor, as all tensors then are.
         b: [n, k] float8_e4m3fn as `fp8_gemm` takes it, as `quantize_weight` makes it; or, without `b_scale`, a weight
             of bfloat16, float16 or float32, which is then quantised on every call.
-        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides, or float8_e8m0fnu, which takes a kernel more.
+        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides; or bfloat16, float16 or float8_e8m0fnu, of which a
+            kernel of torch makes float32 first.
         bias: [n] bfloat16, float16 or float32, added in FP32 before the product is rounded, as by `fp8_gemm`.
         out: [..., n] in the result's dtype with a unit stride along n, to write to; allocated when None.
         out_dtype: dtype of the result, to which it is rounded once: bfloat16, float16 or float32; when None that of
@@ -135,7 +136,11 @@ def fp8_linear(
 
 
 def quantize_weight(
-    w: torch.Tensor, *, amax_floor: float = 1e-4, round_scale: str = "none", exact: str = "divide"
+    w: torch.Tensor,
+    *,
+    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR,
+    round_scale: str = "none",
+    exact: str = "divide",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise a weight for `fp8_linear` and `fp8_gemm`: `b, b_scale = quantize_weight(w)`.
 
@@ -346,7 +351,7 @@ def _call_unknown(given: tuple, workspace: torch.Tensor | None, bias, out, optio
     x, b, b_scale, result = given[:4]
     _check(x, b, b_scale, bias, out, options)
     out_rows = _rows_of_out(result)
-    x, b_scale = x if _rows(x) is not None else x.contiguous(), b_scale.float()
+    x, b_scale = x if _rows(x) is not None else x.contiguous(), tensors.as_float32(b_scale)
     if workspace is None or min(*_rows(x).shape, *b.shape) == 0:
         _multiply_in_turn(_rows(x), b, b_scale, bias, out_rows, options)
         return
@@ -395,7 +400,7 @@ def _prepare(given: tuple, bias, options: _Options) -> tuple[_launcher.Launch, _
 
 def _rows(x: torch.Tensor) -> torch.Tensor | None:
     """`x` as a matrix of its rows; None where they are not dense, or not at one stride."""
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
+    if x.numel() and x.shape[-1] > 1 and x.stride(-1) != 1:
         return None
     try:
         return x.view(math.prod(x.shape[:-1]), x.shape[-1])
@@ -413,11 +418,13 @@ def _multiply_quantized(x: tuple, b, b_scale, bias, out, out_dtype, product: dic
         _check_kinds(given, optional=("bias", "out"))
     _check_out_dtype(out_dtype)
     if a.dtype != quantize.FP8_DTYPE:
-        raise TypeError(f"x[0] must be {quantize.FP8_DTYPE}; got {a.dtype}. Pass the input itself as x to have it cast")
+        remedy = tensors.operand_remedy("x[0]", a, (quantize.FP8_DTYPE,), {}, "pass the input itself as x, to be cast")
+        raise TypeError(f"x[0] must be {quantize.FP8_DTYPE}; got {a.dtype}. To fix: {remedy}")
     _check_fit(a, b, bias, out, dtype)
     if torch.is_grad_enabled() and out is not None:
         _refuse_gradient(b, b_scale, out if _wants_gradient(a, b, b_scale, bias, out) else None)
-    rows, scales = a.reshape(-1, a.shape[-1]), a_scale.reshape(-1, a_scale.shape[-1])
+    rows, is_short = a.reshape(-1, a.shape[-1]), a_scale.dim() < 2 and a_scale.dim() < a.dim()
+    scales = a_scale if is_short else a_scale.reshape(-1, a_scale.shape[-1])
     added_later = bias is not None and bias.requires_grad and torch.is_grad_enabled()  # by torch, for its gradient
     into, adds = None if out is None else _rows_of_out(out), None if added_later else bias
     try:
@@ -441,8 +448,12 @@ def _rows_of_out(out: torch.Tensor) -> torch.Tensor:
 
 
 def _check_wide_weight(b) -> None:
-    if isinstance(b, torch.Tensor) and b.dtype == quantize.FP8_DTYPE:
+    if not isinstance(b, torch.Tensor) or b.dtype in quantize.SOURCE_DTYPES:
+        return
+    if b.dtype == quantize.FP8_DTYPE:
         raise TypeError("b_scale is missing: b is float8_e4m3fn. Pass the scale that quantize_weight returned with it")
+    remedy = tensors.operand_remedy("b", b, (quantize.FP8_DTYPE,), {}, f"pass a weight of {_WIDE}")
+    raise TypeError(f"b must be {_WIDE}, or {quantize.FP8_DTYPE} with b_scale; got {b.dtype}. To fix: {remedy}")
 
 
 def _check(x, b, b_scale, bias, out, options: _Options) -> None:
@@ -460,7 +471,7 @@ def _check_kinds(given: dict[str, object], optional: tuple[str, ...]) -> None:
     given = {name: value for name, value in given.items() if value is not None or name not in optional}
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}")
+            raise tensors.no_tensor(name, value, "pass a tensor")
     tensors.require_plain(**given)
     (first, x), *others = given.items()
     api.check_device(first, x, "fp8_linear")
@@ -492,9 +503,10 @@ def _check_fit(x, b, bias, out, out_dtype: torch.dtype) -> None:
 
 def _check_formats(x, b_scale, options: _Options) -> None:
     if x.dtype not in _SOURCE_DTYPES:
-        raise TypeError(f"x must be {_WIDE}; got {x.dtype}. Convert it; what is quantised already comes with its scale")
-    if b_scale is not None and b_scale.dtype not in tensors.SCALE_DTYPES:
-        raise TypeError(f"b_scale must be torch.float32 or torch.float8_e8m0fnu; got {b_scale.dtype}. Use .float()")
+        remedy = "convert it; where it is quantised already, pass it and its scale as a pair, (x, x_scale)"
+        raise TypeError(f"x must be {_WIDE}; got {x.dtype}. To fix: {remedy}")
+    if b_scale is not None:
+        api.check_scale_dtypes(("b", "b_scale"), (None, b_scale))
     _check_out_dtype(options.out_dtype)
     quantize.check_options(quantize.Options(quantize.TOKEN_BLOCK[0], **_cast_options(options)))
     for name, value in _product_options(options).items():
@@ -607,7 +619,7 @@ def _backward_flops(grad, x, b, b_scale=None, *, x_dtype=None, **_) -> int:
 _OPERANDS = "Tensor x, Tensor b, Tensor? b_scale=None, Tensor? bias=None"
 _OUT_OPERANDS = "Tensor x, Tensor b, Tensor? b_scale, Tensor? bias, Tensor(a!) out"
 _KEYWORDS = (
-    "*, ScalarType? out_dtype=None, float amax_floor=1e-4, str round_scale='none', str exact='divide', "
+    f"*, ScalarType? out_dtype=None, {quantize.OPTIONS_SCHEMA}, "
     "int? num_sms=None, bool batch_invariant=False, bool? pdl=None"
 )
 ops.register(
@@ -621,7 +633,7 @@ ops.register(
 ops.register(f"fp8_linear.out({_OUT_OPERANDS}, {_KEYWORDS}) -> ()", _run_out_op, _fake_out_op)
 ops.register(
     "fp8_linear_backward(Tensor grad, Tensor? x, Tensor b, Tensor? b_scale=None, *, ScalarType? x_dtype=None, "
-    "ScalarType? bias_dtype=None, float amax_floor=1e-4, str round_scale='none', str exact='divide') "
+    f"ScalarType? bias_dtype=None, {quantize.OPTIONS_SCHEMA}) "
     "-> (Tensor, Tensor, Tensor)",
     _run_backward_op,
     _fake_backward_op,

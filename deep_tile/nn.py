@@ -2,17 +2,21 @@
 
 Called by users and by what brings deep_tile into engines.
 Invariant: a Linear's weight stays float8_e4m3fn and its scale float32, whatever a model is converted to; and its rows
-begin at multiples of 16 bytes, whatever it is loaded from, copied or moved to.
+begin at multiples of 16 bytes, whatever it is loaded from, copied or moved to. Whoever sets its parameters past all
+that has copies made, call by call, that are as they must be.
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
 import torch
 
-from deep_tile import api, cast, jit, tensors
+from deep_tile import api, cast, jit, quantize, replaceable, tensors
+from deep_tile.config import as_int
+from deep_tile.integrations import transformers_config
 from deep_tile.linear import fp8_linear, quantize_weight
 from deep_tile.quantize import FP8_DTYPE, WEIGHT_BLOCK, scale_shape
 
@@ -24,13 +28,16 @@ class Linear(torch.nn.Module):
     """`torch.nn.Linear` with a weight in FP8: `fp8_linear` of its input.
 
     The weight is frozen; gradients reach the input and the bias. `.to(dtype)`, `.half()` and the like convert the bias
-    alone.
+    alone. `state_dict()` has a dense copy of a weight whose rows are padded. Parameters that are set in other ways, by
+    `_parameters`, `.data` or the hooks of who moves layers between devices, are taken as well, and copied at every call
+    where their rows begin elsewhere or their dtype is another, in which the same numbers are; `.to()` mends those for
+    good. Under torch.compile, which sees no addresses, such parameters are refused.
 
     Attributes:
-        weight: [out_features, in_features] float8_e4m3fn.
+        weight: [out_features, in_features] float8_e4m3fn, whose rows begin at multiples of 16 bytes.
         weight_scale_inv: [ceil(out_features / 128), ceil(in_features / 128)] float32, which the weight is multiplied
             with. Both have the names and formats of checkpoints in DeepSeek-V3's format, and are loaded from them;
-            "weight_scale" and float8_e8m0fnu are understood, too.
+            "weight_scale" and scales in bfloat16, float16 and float8_e8m0fnu are understood, too.
         bias: [out_features], or None.
         options: keywords for `fp8_linear`.
     """
@@ -48,6 +55,11 @@ class Linear(torch.nn.Module):
         batch_invariant=True. The weight is drawn as `torch.nn.Linear` draws it.
         """
         super().__init__()
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if as_int(size) is None:
+                raise TypeError(f"{name} is {size!r}, of type {type(size).__name__}; pass an int")
+            if size < 0:
+                raise ValueError(f"{name} is {size}; pass how many there are")
         self.in_features, self.out_features, self.options = in_features, out_features, options
         self.weight = _frozen(tensors.empty_rows((out_features, in_features), FP8_DTYPE, device))
         scale = torch.empty(scale_shape(self.weight.shape, WEIGHT_BLOCK), dtype=torch.float32, device=device)
@@ -66,7 +78,9 @@ class Linear(torch.nn.Module):
         """
         wanted = {name: options[name] for name in ("amax_floor", "round_scale", "exact") if name in options}
         b, b_scale = quantize_weight(linear.weight.detach(), **wanted)
-        return cls.from_fp8(b, b_scale, linear.bias, **options).train(linear.training)
+        layer = cls.from_fp8(b, b_scale, linear.bias, **options)
+        layer.training, layer._was_trainable = linear.training, linear.weight.requires_grad
+        return layer
 
     @classmethod
     def from_fp8(
@@ -79,7 +93,8 @@ class Linear(torch.nn.Module):
         """The layer of a weight that is quantised, which it shares where rows begin at multiples of 16 bytes.
 
         Args:
-            weight, weight_scale_inv, bias: in the formats of the attributes; the scale may be float8_e8m0fnu.
+            weight, weight_scale_inv, bias: in the formats of the attributes; the scale may be bfloat16, float16 or
+                float8_e8m0fnu.
             options: keywords for `fp8_linear`.
 
         Raises:
@@ -89,10 +104,23 @@ class Linear(torch.nn.Module):
         _check_weight(weight, weight_scale_inv)
         layer = cls(weight.shape[1], weight.shape[0], bias=False, device="meta", **options)
         layer.weight = _frozen(tensors.with_aligned_rows(weight.detach()))
-        layer.weight_scale_inv = _frozen(weight_scale_inv.detach().float())
+        layer.weight_scale_inv = _frozen(tensors.as_float32(weight_scale_inv.detach()))
         if bias is not None:
             layer.bias = bias if isinstance(bias, torch.nn.Parameter) else torch.nn.Parameter(bias)
         return layer
+
+    _was_trainable = False
+    """Whether the weight was made of one that required a gradient."""
+
+    def train(self, mode: bool = True) -> "Linear":
+        """As any module; says so where a weight that could be trained has become one that cannot."""
+        if mode and not self.training and self._was_trainable:
+            warnings.warn(
+                "layers of deep_tile.nn.Linear go into training mode, and their weights are frozen: gradients reach "
+                "inputs, biases and what else is in the model. To train the weights, replace no linears",
+                stacklevel=2,
+            )
+        return super().train(mode)
 
     def reset_parameters(self) -> None:
         """Draw weight and bias as `torch.nn.Linear` does."""
@@ -108,12 +136,19 @@ class Linear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """[..., in_features] -> [..., out_features] in the input's dtype; `x` and errors as for `fp8_linear`."""
-        return fp8_linear(x, self.weight, self.weight_scale_inv, self.bias, **self.options)
+        try:
+            return fp8_linear(x, self.weight, self.weight_scale_inv, self.bias, **self.options)
+        except (TypeError, ValueError, RuntimeError):
+            operands = self._mended()
+            if operands is None:
+                _refuse_foreign(x, self.weight)
+                raise
+        return fp8_linear(x, *operands, self.bias, **self.options)
 
     def extra_repr(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={self.bias is not None}{options}"
+        return f"{sizes}, bias={self.bias is not None}{options}, weight=FP8 (float8_e4m3fn)"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Linear":
         """Every conversion and move of torch.nn.Module ends here."""
@@ -125,14 +160,24 @@ class Linear(torch.nn.Module):
                 return changed
             if changed.dtype != x.dtype:
                 changed = x.to(changed.device)
-            return tensors.with_aligned_rows(changed) if changed.dtype == FP8_DTYPE else changed
+            is_ours = changed.dtype == FP8_DTYPE and not _is_dtensor(changed)
+            return tensors.with_aligned_rows(changed) if is_ours else changed
 
-        return super()._apply(keep_format, recurse)
+        super()._apply(keep_format, recurse)
+        self._mend()
+        return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of copies and pickles, whose rows torch makes dense."""
         super().__setstate__(state)
-        self._align()
+        self._mend()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Dense, as files of tensors want them; `keep_vars` asks for the parameters themselves."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        name = prefix + "weight"
+        if not keep_vars and name in destination:
+            destination[name] = destination[name].contiguous()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         ours, *others = (prefix + name for name in _SCALE_NAMES)
@@ -142,37 +187,104 @@ class Linear(torch.nn.Module):
         weight, scale = state_dict.get(prefix + "weight"), state_dict.get(ours)
         if weight is not None and scale is not None:
             _check_weight(weight, scale)
-            state_dict[ours] = scale.float()
+            state_dict[ours] = tensors.as_float32(scale)
         elif weight is not None and weight.dtype != FP8_DTYPE:
             raise TypeError(
                 f"{prefix}weight is {weight.dtype}, and this layer's is {FP8_DTYPE}: load it into a torch.nn.Linear, "
                 "then convert that with deep_tile.nn.Linear.from_float"
             )
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        self._align()
+        self._mend()
 
-    def _align(self) -> None:
-        if not self.weight.is_meta:
-            self.weight.data = tensors.with_aligned_rows(self.weight.data)
+    def _mend(self) -> None:
+        """Give the parameters what `_mended` makes of them, but for those that are DTensors' matter."""
+        mended = None if self.weight.is_meta or _is_dtensor(self.weight) else self._mended()
+        if mended is not None:
+            self.weight.data, self.weight_scale_inv.data = (x.detach() for x in mended)
+
+    def _mended(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Weight and scale as products take them, of such as somebody else has set; None where there is nothing to
+        mend, or nothing that can be."""
+        weight, scale = _as_codes(self.weight), self.weight_scale_inv
+        if weight is None or not isinstance(scale, torch.Tensor):
+            return None
+        weight, scale = _with_aligned_rows(weight), scale.float()
+        return None if weight is self.weight and scale is self.weight_scale_inv else (weight, scale)
 
 
 def _frozen(x: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(x, requires_grad=False)
 
 
+def _as_codes(weight: object) -> torch.Tensor | None:
+    """A weight in float8_e4m3fn, of a matrix of another dtype that holds the same numbers; None of any other."""
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+        return None
+    if weight.dtype == FP8_DTYPE:
+        return weight
+    if weight.dtype not in quantize.SOURCE_DTYPES or weight.is_meta:
+        return None
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # a comparison waits for the GPU
+    codes = weight.to(FP8_DTYPE)
+    return codes if torch.equal(_local(codes).to(weight.dtype), _local(weight)) else None
+
+
+def _is_dtensor(x: torch.Tensor) -> bool:
+    """Asked without importing torch.distributed."""
+    return hasattr(x, "to_local")
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    return x.to_local() if _is_dtensor(x) else x
+
+
+def _with_aligned_rows(weight: torch.Tensor) -> torch.Tensor:
+    """`tensors.with_aligned_rows`, also of a DTensor: of each rank's part."""
+    local = _local(weight)
+    aligned = tensors.with_aligned_rows(local)
+    if aligned is local:
+        return weight
+    if not _is_dtensor(weight):
+        return aligned
+    whole = {"shape": weight.shape, "stride": weight.stride()}
+    return type(weight).from_local(aligned, weight.device_mesh, weight.placements, run_check=False, **whole)
+
+
+def _refuse_foreign(x: object, weight: object) -> None:
+    """Raise where a model has cast a layer's input as its weight is, which it takes for wide, or has given the layer a
+    wide weight."""
+    if isinstance(x, torch.Tensor) and x.dtype == FP8_DTYPE:
+        raise TypeError(
+            f"x is {FP8_DTYPE}, as this layer's weight is: a model that casts to layer.weight.dtype needs a wide "
+            "weight there. Leave the layer out of replace_linears, by wanted=; or pass x in bfloat16, float16 or "
+            "float32, or the pair of per_token_cast_to_fp8"
+        )
+    if isinstance(weight, torch.Tensor) and weight.dtype != FP8_DTYPE:
+        raise TypeError(
+            f"this layer's weight has become {weight.dtype}, of other numbers than {FP8_DTYPE} holds, as where a model "
+            "ties it to an embedding: it must stay quantised. Leave the layer out of replace_linears, by wanted=, or "
+            "make another layer of that weight, with deep_tile.nn.Linear.from_float"
+        )
+
+
 def _check_weight(weight: torch.Tensor, scale: torch.Tensor) -> None:
     if weight.dtype != FP8_DTYPE:
-        raise TypeError(f"weight is {weight.dtype}; it must be {FP8_DTYPE}. Linear.from_float quantises others")
+        wide = "make the layer with Linear.from_float, which quantises"
+        takers = dict.fromkeys(tensors.QUANTIZED_DTYPES, "scaled_gemm")
+        remedy = tensors.operand_remedy("weight", weight, (FP8_DTYPE,), takers, wide)
+        raise TypeError(f"weight is {weight.dtype}; it must be {FP8_DTYPE}. To fix: {remedy}")
     if scale.dtype not in tensors.SCALE_DTYPES:
-        raise TypeError(
-            f"weight_scale_inv is {scale.dtype}; it must be torch.float32 or torch.float8_e8m0fnu. Convert it with "
-            ".float()"
-        )
-    if weight.dim() != 2 or tuple(scale.shape) != scale_shape(weight.shape, WEIGHT_BLOCK):
-        wanted = f" of {list(scale_shape(weight.shape, WEIGHT_BLOCK))}" if weight.dim() == 2 else ""
+        remedy = tensors.scale_remedy("weight_scale_inv", scale)
+        raise TypeError(f"weight_scale_inv is {scale.dtype}; it must be {tensors.SCALE_NAMES}. To fix: {remedy}")
+    wanted = scale_shape(weight.shape, WEIGHT_BLOCK) if weight.dim() == 2 else None
+    if tuple(scale.shape) != wanted:
+        remedy = wanted and api.scale_shape_remedy("weight_scale_inv", scale, wanted, weight)
         raise ValueError(
             f"weight is {list(weight.shape)} and weight_scale_inv {list(scale.shape)}; they must be [n, k] and "
-            f"[ceil(n / 128), ceil(k / 128)]{wanted}: one scale for each 128x128 block"
+            f"[ceil(n / 128), ceil(k / 128)]{f' of {list(wanted)}' if wanted else ''}: one scale for each 128x128 "
+            f"block{f'. {remedy}' if remedy else ''}"
         )
     if weight.device != scale.device:
         raise ValueError(f"weight_scale_inv is on {scale.device} but weight is on {weight.device}; move it there")
@@ -183,25 +295,71 @@ def replace_linears(
 ) -> int:
     """Replace the `torch.nn.Linear` layers of a model by `Linear`, in place; how many.
 
+    Hooks around a layer's calls, and attributes that it was given, go to the layer in its place; layers that share a
+    weight share it in FP8. Of a transformers model, `config.quantization_config` then says what it is, so that what
+    `save_pretrained` writes is an FP8 checkpoint, which `from_pretrained` and engines load as such.
+
     Args:
-        model: not itself a torch.nn.Linear. Subclasses of torch.nn.Linear are left alone.
+        model: not itself a torch.nn.Linear. Subclasses of torch.nn.Linear are left alone, and so are adapters of peft.
         wanted: given a layer's name in the model and the layer, whether to replace it; all when None. Heads and routers
             are often left: lambda name, layer: "lm_head" not in name.
         options: keywords for `fp8_linear`.
 
     Raises:
-        TypeError, ValueError: as `Linear.from_float`.
+        TypeError, ValueError: as `Linear.from_float` and, of options, as `fp8_linear`; or an FP8 layer would not do
+            where a layer is: it trains; it shares its weight with what stays wide, such as an embedding; its model
+            reads the weight itself; hooks have wrapped its forward, or its weight is computed or split; or
+            transformers could not load it. The text names the layers, and what to do. Nothing has been replaced.
     """
-    modules = list(model.named_modules(remove_duplicate=False))  # a shared layer has several names
-    replaced: dict[torch.nn.Linear, Linear] = {}
-    for name, layer in modules:
-        if type(layer) is not torch.nn.Linear or (wanted is not None and not wanted(name, layer)):
-            continue
-        if layer not in replaced:
-            replaced[layer] = Linear.from_float(layer, **options)
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, replaced[layer])
-    return len(replaced)
+    _check_model(model)
+    if wanted is not None and not callable(wanted):
+        raise TypeError(
+            f"wanted is {wanted!r}; pass a function of a layer's name and the layer, such as "
+            "lambda name, layer: 'lm_head' not in name, or None for all"
+        )
+    layers = dict(replaceable.linears(model, wanted))
+    replaceable.check(model, layers)
+    say_fp8 = transformers_config.description(model, layers)
+    _check_options(options)
+    names: dict[torch.nn.Linear, list[str]] = {}
+    for name, layer in layers.items():
+        names.setdefault(layer, []).append(name)
+    count, shared = len(names), {}
+    layers.clear()  # whoever is replaced may free its memory
+    while names:
+        layer, of_layer = names.popitem()
+        replacement = _replacement(layer, shared, options)
+        for name in of_layer:
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, replacement)
+    say_fp8()
+    return count
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is {model!r}, a {type(model).__name__}; pass a torch.nn.Module, which has the layers")
+
+
+def _replacement(layer: torch.nn.Linear, shared: dict[object, Linear], options: dict[str, Any]) -> Linear:
+    """What takes a layer's place; `shared` has those made so far, by their wide weights."""
+    first = shared.get(replaceable.weight_key(layer.weight))
+    if first is None:
+        replacement = shared[replaceable.weight_key(layer.weight)] = Linear.from_float(layer, **options)
+    else:
+        replacement = Linear.from_fp8(first.weight, first.weight_scale_inv, layer.bias, **options).train(layer.training)
+        replacement.weight, replacement.weight_scale_inv = first.weight, first.weight_scale_inv
+        replacement._was_trainable = first._was_trainable
+    kept, own = vars(layer), vars(replacement)
+    own.update({name: kept[name] for name in kept if name in replaceable.CARRIED_HOOKS or name not in own})
+    return replacement
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise what a layer with these options would raise; draws no random numbers."""
+    on_cpu = {"device": "cpu", "dtype": torch.bfloat16}
+    layer = torch.nn.utils.skip_init(torch.nn.Linear, 16, 1, bias=False, **on_cpu)
+    Linear.from_float(layer, **options)(torch.zeros(1, 16, **on_cpu))
 
 
 def precompile_model(
@@ -217,7 +375,9 @@ def precompile_model(
     """Make ready every kernel that the FP8 layers of a model can need, casts included: `precompile` for all of them.
 
     After it no call of such a layer with at most `max_tokens` rows compiles or loads anything, on the device that is
-    current now. Launches nothing, and needs neither a GPU nor the weights' memory: without a GPU it fills the cache.
+    current now. Of layers and experts that are split, as by `parallelize_module`, the kernels are those of this rank's
+    shards; of layers under FSDP2 those of whole ones. Launches nothing, and needs neither a GPU nor the memory of the
+    weights: without a GPU it fills the cache.
 
     Args:
         model: with layers that have a 2-D `weight` of float8_e4m3fn and its scale, as `weight_scale_inv` or
@@ -225,7 +385,7 @@ def precompile_model(
             with experts: parameters or buffers [g, n, k] of any name, and their scales by that name with `_scale_inv`
             or `_scale` behind it, as transformers' FP8Experts has them.
         max_tokens: most rows of an input, over all of its leading dimensions.
-        workers, num_sms, batch_invariant: as for `precompile`.
+        workers, num_sms, batch_invariant: as for `precompile`. A `Linear` that has other options has kernels for those.
         grouping: of experts' products, as for `precompile`: "offs" for rows one group after the other, "counts" for
             rows of each group's own.
         out_dtype: of the linear layers' results: that of their inputs, unless a layer has another. Biases are taken in
@@ -238,33 +398,64 @@ def precompile_model(
         ValueError: the model has no such layer.
         TypeError, ValueError, jit.CompileError: as `precompile`.
     """
-    shapes: dict[torch.dtype | None, set[tuple[int, int, int]]] = {}
-    for weight, bias in _fp8_weights(model):
-        shapes.setdefault(bias, set()).add((*weight.shape, max_tokens))
-    of_experts = sorted({(*weight.shape[1:], max_tokens) for weight in _expert_weights(model)})
-    if not shapes and not of_experts:
+    _check_model(model)
+    shapes_of: dict[tuple[tuple[str, Any], ...], set[tuple[int, int, int]]] = {}
+    gathered = _gathered_shapes(model)
+    given = {"num_sms": num_sms, "batch_invariant": batch_invariant, "out_dtype": out_dtype}
+    for layer, weight in _fp8_weights(model):
+        bias, own = getattr(layer, "bias", None), _options_of(layer)
+        wanted = {name: own.get(name, value) for name, value in given.items()}
+        wanted["out_dtype"] = wanted["out_dtype"] or out_dtype
+        wanted["bias"] = bias.dtype if isinstance(bias, torch.Tensor) else None
+        shapes_of.setdefault(tuple(wanted.items()), set()).add((*_run_shape(weight, gathered), max_tokens))
+    of_experts = sorted({(*_run_shape(weight, gathered)[1:], max_tokens) for weight in _expert_weights(model)})
+    if not shapes_of and not of_experts:
         raise ValueError(
             f"{type(model).__name__} has no layer with a weight of {FP8_DTYPE} and its scale of 128x128 blocks, "
             f"{' or '.join(_SCALE_NAMES)}. Quantise it first, with deep_tile.nn.replace_linears(model) for instance"
         )
-    before, options = jit.compilations(), {"workers": workers, "num_sms": num_sms, "batch_invariant": batch_invariant}
-    configs = ()
-    for bias, of_bias in shapes.items():
-        configs += api.precompile(sorted(of_bias), **options, bias=bias, out_dtype=out_dtype).configs
-    configs += api.precompile(of_experts, **options, grouping=grouping).configs
+    before, configs = jit.compilations(), ()
+    for wanted, shapes in shapes_of.items():
+        configs += api.precompile(sorted(shapes), workers=workers, **dict(wanted)).configs
+    given.pop("out_dtype")
+    configs += api.precompile(of_experts, workers=workers, **given, grouping=grouping).configs
     cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1)
     return api.Precompiled(configs, jit.compilations() - before)
 
 
-def _fp8_weights(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, torch.dtype | None]]:
-    """Of linear layers; with the dtype of each one's bias."""
+def _options_of(layer: torch.nn.Module) -> dict[str, Any]:
+    return layer.options if isinstance(layer, Linear) else {}
+
+
+def _gathered_shapes(model: torch.nn.Module) -> dict[int, torch.Size]:
+    """By the ids of parameters that FSDP2 has split, the shapes in which each rank has them while it computes.
+
+    FSDP2 knows them in attributes that are not public, which differ from release to release.
+    """
+    shapes = {}
+    for module in model.modules():
+        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
+            for split in getattr(group, "fsdp_params", ()):
+                shapes[id(split.sharded_param)] = split._orig_size
+    return shapes
+
+
+def _run_shape(weight: torch.Tensor, gathered: dict[int, torch.Size]) -> tuple[int, ...]:
+    """Of what a rank multiplies with: its part of a weight that is split, or all of it where FSDP2 gathers it."""
+    if id(weight) in gathered:
+        return tuple(gathered[id(weight)])
+    return tuple(_local(weight).shape)
+
+
+def _fp8_weights(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.Tensor]]:
+    """Linear layers and their weights."""
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         if not isinstance(weight, torch.Tensor) or weight.dtype != FP8_DTYPE or weight.dim() != 2:
             continue
         if _has_scale(layer, _SCALE_NAMES, scale_shape(weight.shape, WEIGHT_BLOCK)):
-            bias = getattr(layer, "bias", None)
-            yield weight, bias.dtype if isinstance(bias, torch.Tensor) else None
+            yield layer, weight
 
 
 def _expert_weights(model: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -174,6 +174,7 @@ class MapLayout(NamedTuple):
         strides_bytes: of each dimension but the inner one.
         swizzle_bytes: span within which 16-byte pieces are mixed; 0, 32, 64 or 128.
         l2_bytes: what L2 fetches where a part of it is missing; 0, 64, 128 or 256.
+        begin_bytes: where the map's place of zeros lies, from the tensor's first element; before it where negative.
     """
 
     element: str
@@ -182,6 +183,7 @@ class MapLayout(NamedTuple):
     box: tuple[int, ...]
     swizzle_bytes: int
     l2_bytes: int = 0
+    begin_bytes: int = 0
 
     def entry(self, offset: int, owner: int, skip: int = 0) -> tuple:
         """As `_launcher.prepare` takes it: `owner` is the number of a tensor, or, of a fixed map, an address; `skip`
@@ -195,9 +197,12 @@ class MapLayout(NamedTuple):
             self.box,
             _SWIZZLES[self.swizzle_bytes],
             _L2_PROMOTIONS[self.l2_bytes],
-            skip,
+            skip + self.begin_bytes,
         )
 
+
+SORT_BLOCKS = 8
+"""Of a cluster, each of which keeps the counts of all: the most that every GPU with clusters takes."""
 
 GEMM = Params(
     "GemmParams",
@@ -240,7 +245,13 @@ GEMM = Params(
         "b [n, k] in bytes, box [block_n / cluster_m, 128]; for a last tile with fewer [b_tail_rows, 128]; or likewise",
         count=2,
     ),
-    Field("out_map", TENSOR_MAP, "out [m, n], box [store_rows, store_columns]; unused by kernels that store directly"),
+    Field(
+        "out_maps",
+        TENSOR_MAP,
+        "out [m, n], box [store_rows, store_columns]; for boxes in which a group ends plan.out_tail_map's; unused where "
+        "TMA does not store",
+        count=2,
+    ),
     Field("bounds", "const int*", "of groups, where each ends or how many rows each has; null: all that there are"),
     Field("groups", "int", "0 where there is one product", 0),
     Field("alignment", "int", "of the rows that groups begin at, a power of two", 1, 1024),
@@ -332,6 +343,24 @@ COMBINE = Params(
     Field("narrow_weights", "int", "they are BF16, not FP32", 0, 1),
 )
 """Of the sum of what experts made of each token."""
+
+SORT = Params(
+    "SortParams",
+    Field("chosen", "const void*", "[t, top_k], dense, as index"),
+    Field("rows", "long long*", "[rows_size]: of which token each is, -1 for none"),
+    Field("offs", "int*", "[experts]: the row behind each expert's last"),
+    Field("index", "long long*", "[t, top_k]: the row of each choice, -1 of no expert"),
+    Field("choices", "unsigned", "t * top_k", 1, 2**31 - 1),
+    Field("rows_size", "unsigned", "", 1, 2**31 - 1),
+    Field("experts", "unsigned", "no more than a block has threads", 1),
+    Field("alignment", "unsigned", "of the rows that experts begin at, a power of two", 1, 1024),
+    Field("top_k_reciprocal", "unsigned", "a token is its choice's number times this, shifted right", 2**31, 2**32 - 1),
+    Field("top_k_shift", "unsigned", "", 31, 62),
+    Field("cluster_log2", "unsigned", "of the blocks that share out the counting", 0, SORT_BLOCKS.bit_length() - 1),
+    Field("slice", "unsigned", "choices that a block counts", 1),
+    Field("warp_choices_log2", "unsigned", "of the choices that a warp places", 5, 11),
+)
+"""Of the lists of an expert layer's rows."""
 
 MOST_CAST_GROUPS = 1024
 """Whose counts of living rows a cast holds in shared memory."""

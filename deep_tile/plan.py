@@ -16,7 +16,7 @@ from deep_tile.kinds import K_BLOCK_BYTES
 from deep_tile.params import MapLayout, Place
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose, tuned
-from deep_tile.select.schedule import grid_size, last_rows_reciprocal, raster_rows
+from deep_tile.select.schedule import cluster_tiles, grid_size, last_rows_reciprocal, raster_rows
 
 
 def config_for(problem: GemmProblem) -> GemmConfig:
@@ -65,6 +65,12 @@ GROUPED_TENSORS = ("a", "a_scale", "b", "b_scale", "bounds", "out")
 OPERAND_L2_BYTES = 128
 """What L2 fetches of an operand when a part of it is missing: a row of a K block. Twice that, the next K block's row as
 well, makes decode 1.5 % slower in the mean, up to 6 %; at m > 128 the two are even (H200, 2026-11-22)."""
+
+MAX_TILES = 2**31 - 2**16
+"""Of a launch: kernels count them in an int, and step by as many as there are blocks."""
+
+MAX_GROUP_COLUMNS = 339_538
+"""Of tiles, where there are groups: GroupWalk::divide is exact up to here."""
 
 MAX_SCALE_REACH = (2**32 - 1) // 4
 """Elements from a scale's first to its last: kernels count their bytes in 32 bits."""
@@ -192,7 +198,7 @@ def prepare_launch(
 
     Raises:
         ValueError: a size or stride that the launch cannot express.
-        jit.CompileError: the kernel does not compile.
+        jit.CompileError: the kernel does not compile, or may hang.
         RuntimeError: the driver refuses the kernel.
     """
     early_b = constant_weights and problem.m <= config.block_m
@@ -203,7 +209,7 @@ def prepare_launch(
     if 0 in fixed.values():
         raise ValueError(f"weights are {weights}: one of them has no memory; pass tensors whose storage is allocated")
     return _launcher.prepare(
-        load_kernel(config, device),
+        _kernel_for(problem, config, device),
         grid=grid_size(config, problem),
         cluster=config.cluster,
         threads=config.threads,
@@ -216,6 +222,17 @@ def prepare_launch(
     )
 
 
+def _kernel_for(problem: GemmProblem, config: GemmConfig, device: int) -> _launcher.Kernel:
+    """The kernel of `config`; where that may hang, the error names another one, the selector's choice."""
+    try:
+        return load_kernel(config, device)
+    except jit.DivergenceError as error:
+        chosen = choose.choose_cast(problem) if config.quantizes else choose.choose(problem)
+        if chosen in (None, config):
+            raise
+        raise jit.DivergenceError(f"{error}; the selector's choice here is {chosen.name}") from None
+
+
 def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_b: bool, b_scale: int = 0) -> bytes:
     """The kernel's argument but for its maps and the addresses of tensors.
 
@@ -224,6 +241,7 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
     """
     m, n, k = problem.m, problem.n, problem.k
     groups = layout.groups
+    _check_tiles(problem, config)
     every = () if problem.groups is None else (problem.groups.count,)
     a_scales, b_scales = _scale_shapes(problem)
     _check_scale("a_scale", (*every, *a_scales), (groups.a_scale_stride, *layout.a_scale_strides))
@@ -231,7 +249,7 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
     _check_scale("bias", (problem.n,), (layout.bias_stride,))
     # A stride that takes more bits is of a single row, column or group: nothing is ever added to it.
     strides = [stride % 2**32 for stride in (*layout.a_scale_strides, *layout.b_scale_strides)]
-    group_rows = raster_rows(problem)
+    group_rows = raster_rows(config, problem)
     a_tail_rows, b_tail_rows = operand_tails(problem, config)
     return params.GEMM.pack(
         m=m,
@@ -264,6 +282,18 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
         pow2_scale=layout.out_scale.pow2_scale,
         amax_floor=layout.out_scale.amax_floor,
         correction=layout.out_scale.correction,
+    )
+
+
+def _check_tiles(problem: GemmProblem, config: GemmConfig) -> None:
+    columns = ceil_div(problem.n, config.block_n * config.cluster_n)
+    tiles = cluster_tiles(config, problem)
+    if tiles <= MAX_TILES and (problem.groups is None or columns <= MAX_GROUP_COLUMNS):
+        return
+    most = f"{MAX_TILES} tiles" + ("" if problem.groups is None else f" and {MAX_GROUP_COLUMNS} columns of them")
+    raise ValueError(
+        f"n is {problem.n}, which {config.name} divides into {columns} columns, of up to {tiles} tiles; it can count "
+        f"{most}. Pass fewer rows of b, or a config with a larger block_n"
     )
 
 
@@ -326,7 +356,7 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
     b_rows, b_k = (n, k + others * groups.b_rows) if config.b_span else (n + others * groups.b_rows, k)
     a_tail_rows, b_tail_rows = operand_tails(problem, config)
     a, b = partial(_operand_map, config, config.a_span, k), partial(_operand_map, config, config.b_span, b_k)
-    a_maps, b_maps = params.GEMM.offsets["a_maps"], params.GEMM.offsets["b_maps"]
+    a_maps, b_maps, out_maps = (params.GEMM.offsets[f"{name}_maps"] for name in ("a", "b", "out"))
     maps = [
         (a_maps, "a", a(a_rows, layout.a_stride, config.block_m, config.cluster_n)),
         (b_maps, "b", b(b_rows, layout.b_stride, config.block_n, config.cluster_m)),
@@ -336,16 +366,34 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
     if b_tail_rows:
         maps.append((b_maps + params.MAP_BYTES, "b", b(b_rows, layout.b_stride, b_tail_rows)))
     if config.tma_store:
-        box = (config.store_columns, config.store_rows)
         out = MapLayout(
             "uint8" if config.quantizes else config.out.dtype,
             (problem.out_columns, out_rows),
             (layout.out_stride * config.out.bytes,),
-            box,
+            (config.store_columns, config.store_rows),
             config.store_swizzle,
         )
-        maps.append((params.GEMM.offsets["out_map"], "out", out))
+        maps.append((out_maps, "out", out))
+        if config.is_grouped:
+            maps.append((out_maps + params.MAP_BYTES, "out", out_tail_map(out)))
     return maps
+
+
+def out_tail_map(out: MapLayout) -> MapLayout:
+    """The map by which TMA stores boxes in which a group ends, within rows of its neighbour's, or adds them to these.
+
+    It has the rows twice, at the same stride: (column, i, end) is the row that lies box - i rows before row `end`, for i
+    below the rows of a box. A box at i = box - r has its first r rows within that dimension, and TMA clips the others.
+    The idea is that of Triton's descriptors for ragged tensors. Whole boxes are stored by the other map: of three
+    dimensions they take 1 to 4 % longer (H200, 2026-11-25).
+    """
+    (columns, rows), (stride_bytes,), (_, box_rows) = out.sizes, out.strides_bytes, out.box
+    return out._replace(
+        sizes=(columns, box_rows, rows + 1),
+        strides_bytes=(stride_bytes, stride_bytes),
+        box=(*out.box, 1),
+        begin_bytes=-box_rows * stride_bytes,
+    )
 
 
 def _operand_map(

@@ -4,9 +4,14 @@ A `GemmProblem` is what the selector reads and the plan is remembered by. It hol
 the kernel; pointers and strides belong to the launch.
 """
 
+from math import gcd
 from typing import NamedTuple
 
-from deep_tile.kinds import KINDS, RESULTS, Element, Kind
+from deep_tile.config import round_up
+from deep_tile.kinds import KINDS, LAYOUTS, RESULTS, Element, Kind
+
+LINE_BYTES = 128
+"""Of L2, in four sectors: what TMA requests for a row of an operand's box, where rows begin at multiples of it."""
 
 
 class Groups(NamedTuple):
@@ -40,6 +45,7 @@ class GemmProblem(NamedTuple):
         bias: format of what is added to each column, one of `kinds.BIASES`.
         activation: what becomes of the product, one of `kinds.ACTIVATIONS`; of "swiglu" `out` has n / 2 columns.
         layout: how the operands lie, a name in `kinds.LAYOUTS`.
+        strided: `row_alignment`, of operands whose rows do not follow each other; None of others.
     """
 
     m: int
@@ -55,6 +61,25 @@ class GemmProblem(NamedTuple):
     bias: str = "none"
     activation: str = "none"
     layout: str = "nt"
+    strided: tuple[int, int] | None = None
+
+    @property
+    def row_alignment(self) -> tuple[int, int]:
+        """Of `a` and of `b`: the bytes, a power of two up to `LINE_BYTES`, that divide the distance from row to row.
+
+        Rows that follow each other begin at multiples of 16 bytes, as TMA asks. An `a` that lies along m has none: its
+        distance is m, and kernels are chosen for many m at once.
+        """
+        if self.strided is not None:
+            return self.strided
+        along, (a, b) = {"m": 0, "n": self.n, "k": self.k}, LAYOUTS[self.layout]
+        return _alignment(along[a] * self.product.a.bytes), _alignment(along[b] * self.product.b.bytes)
+
+    def with_strides(self, a_stride: int, b_stride: int) -> "GemmProblem":
+        """The same of operands whose rows are so many elements apart, along m and n where they lie along these."""
+        a_bytes = 0 if LAYOUTS[self.layout].a == "m" else a_stride * self.product.a.bytes
+        strided = _alignment(a_bytes), _alignment(b_stride * self.product.b.bytes)
+        return self if strided == self.row_alignment else self._replace(strided=strided)
 
     @property
     def weight(self) -> tuple[int, int]:
@@ -76,3 +101,7 @@ class GemmProblem(NamedTuple):
     @property
     def out(self) -> Element:
         return RESULTS[self.output]
+
+
+def _alignment(row_bytes: int) -> int:
+    return gcd(round_up(row_bytes, 16), LINE_BYTES)

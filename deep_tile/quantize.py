@@ -10,6 +10,7 @@ from functools import lru_cache
 from math import prod
 from numbers import Real
 from operator import eq
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,11 @@ from deep_tile.ops import is_traced
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8_DTYPE).max  # 448
-SMALLEST_AMAX_FLOOR = 2.0**-80
-"""About 8e-25: above it, no step of the kernels' division underflows."""
+SMALLEST_AMAX_FLOOR = FP8_MAX * 2.0**-126
+"""About 5.3e-36: of a group of zeros it makes the scale 2**-126, FP32's smallest normal number, whose reciprocal is one,
+too. No normal number of FP32 is lost by it."""
+DEEP_GEMM_AMAX_FLOOR = 1e-4
+"""Of DeepGEMM's casts, and so of transformers'."""
 SOURCE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 TOKEN_BLOCK = (1, SCALE_BLOCK)
@@ -60,11 +64,16 @@ class Options(NamedTuple):
     """
 
     block_rows: int
-    amax_floor: float = 1e-4
+    amax_floor: float = SMALLEST_AMAX_FLOOR
     round_scale: str = "none"
     exact: str = "divide"
     lists: tuple[str, ...] = ()
     gating: sources.Gating | None = None
+
+    @property
+    def floor(self) -> float:
+        """What the largest magnitude is bounded by."""
+        return max(float(self.amax_floor), SMALLEST_AMAX_FLOOR)
 
 
 _ALL_ROWS = ((), None)
@@ -75,7 +84,7 @@ def per_token_cast_to_fp8(
     x: torch.Tensor,
     *,
     scale_layout: str = DEFAULT_SCALE_LAYOUT,
-    amax_floor: float = 1e-4,
+    amax_floor: float = SMALLEST_AMAX_FLOOR,
     round_scale: str = "none",
     exact: str = "divide",
     rows: torch.Tensor | None = None,
@@ -101,8 +110,10 @@ def per_token_cast_to_fp8(
             an `x` of other than two dimensions the scale is a view of that: for [i, j, k] its strides are
             (j * k_groups, k_groups, 1), (j, 1, m) or (j, 1, m rounded up to 4), with m = i * j, and
             `scale.flatten(0, -2)` copies nothing.
-        amax_floor: lower bound of a group's largest magnitude, so that an all-zero group keeps a usable scale. 1e-4 is
-            DeepGEMM's, 1e-10 vLLM's and SGLang's. At least 2**-80, about 8e-25.
+        amax_floor: lower bound of a group's largest magnitude, so that an all-zero group keeps a usable scale. The
+            default, 448 * 2**-126, is the least there is, and what smaller numbers, such as 0, count as: every normal
+            number of FP32 keeps e4m3's precision. DeepGEMM has 1e-4, vLLM and SGLang 1e-10: pass these for their bits,
+            but not for gradients, of which whole groups may be smaller and would become zeros.
         round_scale: "none", or "pow2" for the smallest power of two that is no smaller than
             max(largest magnitude, amax_floor) / 448, which decides exactly; at most 2**120. vLLM does so on Hopper by
             default (FLOAT32_CEIL_UE8M0); its kernel then bounds the scale, not the magnitude, by 1e-10, which is
@@ -194,7 +205,7 @@ def cast_tokens(
 def per_block_cast_to_fp8(
     w: torch.Tensor,
     *,
-    amax_floor: float = 1e-4,
+    amax_floor: float = SMALLEST_AMAX_FLOOR,
     round_scale: str = "none",
     exact: str = "divide",
     out: torch.Tensor | None = None,
@@ -248,8 +259,8 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
 
     Args:
         x: [..., k] float8_e4m3fn, any strides; 2-D for 128x128 blocks.
-        scale: float32 or float8_e8m0fnu (powers of two, which are exact in FP32), any strides: [..., ceil(k / 128)] for
-            1x128 blocks, [ceil(rows / 128), ceil(k / 128)] for 128x128 blocks.
+        scale: float32, or bfloat16, float16 or float8_e8m0fnu, which are exact in FP32, any strides:
+            [..., ceil(k / 128)] for 1x128 blocks, [ceil(rows / 128), ceil(k / 128)] for 128x128 blocks.
         block: (1, 128) or (128, 128) to insist on one kind of scale. Left out, the scale's shape decides; it fits both
             kinds only when `x` has one row or none, where both mean the same.
 
@@ -263,10 +274,16 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
             does not fit, or a tensor has no memory.
     """
     if not isinstance(x, torch.Tensor) or x.dtype != FP8_DTYPE:
-        raise TypeError(f"x is {_kind(x)}; dequantize takes a float8_e4m3fn tensor")
+        remedy = ""
+        if isinstance(x, torch.Tensor):
+            whole = "multiply it with its scale by torch"
+            remedy = f". To fix: {tensors.operand_remedy('x', x, (FP8_DTYPE,), {}, whole)}"
+        raise TypeError(f"x is {_kind(x)}; dequantize takes a float8_e4m3fn tensor{remedy}")
     if not isinstance(scale, torch.Tensor) or scale.dtype not in tensors.SCALE_DTYPES:
+        is_tensor = isinstance(scale, torch.Tensor)
+        remedy = tensors.scale_remedy("scale", scale) if is_tensor else "pass one value per block"
         raise TypeError(
-            f"scale is {_kind(scale)}; dequantize takes a float32 or float8_e8m0fnu tensor, one value per block"
+            f"scale is {_kind(scale)}; dequantize takes a tensor of {tensors.SCALE_NAMES}. To fix: {remedy}"
         )
     if not is_dynamo_compiling():  # which knows its tensors, and would have to trace how others are known
         tensors.require_dense(x=x, scale=scale)
@@ -275,7 +292,7 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
     block = _find_block(x, scale, block)
     rows = _as_matrix(x.float())
     blocks = _to_blocks(rows, block[0])
-    return _from_blocks(blocks * _as_matrix(scale.float())[:, None, :, None], rows.shape).view(x.shape)
+    return _from_blocks(blocks * _as_matrix(tensors.as_float32(scale))[:, None, :, None], rows.shape).view(x.shape)
 
 
 def check_layout(scale_layout: str) -> None:
@@ -322,16 +339,20 @@ def _call_name(options: Options) -> str:
 
 def _check_input(x: torch.Tensor, options: Options, lists: sources.Lists) -> None:
     name = _input_name(options)
-    check_source_dtype(name, x)
+    _check_source_dtype(name, x, options)
     tensors.require_plain(**{name: x})
     _require_dimensions(name, x, (options.block_rows, SCALE_BLOCK))
     sources.check(name, x, options.gating, lists)
     sources.check_memory(lists)
 
 
-def check_source_dtype(name: str, x: torch.Tensor) -> None:
-    if not isinstance(x, torch.Tensor) or x.dtype not in SOURCE_DTYPES:
-        wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in SOURCE_DTYPES)
+def _check_source_dtype(name: str, x: torch.Tensor, options: Options) -> None:
+    check_source_dtype(name, x, SOURCE_DTYPES if options.gating is None else sources.GATED_DTYPES)
+
+
+def check_source_dtype(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = SOURCE_DTYPES) -> None:
+    if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
+        wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name} is {_kind(x)}; the cast takes a tensor of {wanted}")
 
 
@@ -339,10 +360,10 @@ def check_options(options: Options) -> None:
     floor = options.amax_floor
     if isinstance(floor, bool) or not isinstance(floor, Real):
         raise TypeError(f"amax_floor is {floor!r}, a {type(floor).__name__}; pass a number, such as 1e-4")
-    if not SMALLEST_AMAX_FLOOR <= floor < float("inf"):
+    if not 0 <= floor <= torch.finfo(torch.float32).max:
         raise ValueError(
-            f"amax_floor is {floor}; it must be finite and at least {SMALLEST_AMAX_FLOOR:.2g}, "
-            "or scales of all-zero blocks would be too small to divide by"
+            f"amax_floor is {floor}; it must be at least 0 and finite in float32. Leave it out for the smallest, "
+            "448 * 2**-126"
         )
     for name, value, known in (
         ("round_scale", options.round_scale, SCALE_ROUNDINGS),
@@ -423,7 +444,7 @@ def definition(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torc
     # "divide" the largest element of a block then lands on 448 within one FP32 rounding.
     divide = torch.div if options.exact == "divide" else _multiply_with_reciprocal
     blocks = _to_blocks(x, options.block_rows)
-    amax = blocks.abs().amax((1, 3)).clamp(min=options.amax_floor)
+    amax = blocks.abs().amax((1, 3)).clamp(min=options.floor)
     amax = amax.masked_fill(amax.isinf(), float("nan"))
     of_blocks = _pow2_scale(amax) if options.round_scale == "pow2" else divide(amax, torch.full_like(amax, FP8_MAX))
     elements = _from_blocks(divide(blocks, of_blocks[:, None, :, None]).to(FP8_DTYPE), x.shape)
@@ -459,75 +480,62 @@ def _cast_by_kernel(
     signature = launches.signature(*given)
     launch = launches.find(_launches, tuple(options), signature)
     if launch is None:
-        if options[4:] == _ALL_ROWS:
-            launch = cast_launch(x, options, out, scale)
-        else:
-            launch = rows_launch(x, options, out, scale, lists)
+        launch = cast_launch(x, options, out, scale, lists, **cast.operands_of_rows(options.lists))
         launches.remember(_launches, tuple(options), signature, launch)
     launches.launch(launch, *given)
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy where no kernel can read it: of its dtype, or as a matrix whose columns are adjacent."""
-    if x.dtype == torch.float64:
-        x = x.float()
-    rows = _as_matrix(x)
-    if rows.shape[1] > 1 and rows.stride(1) != 1:
-        return rows.contiguous()
-    return x if rows.data_ptr() == x.data_ptr() else rows
+    """`x`, or a copy where no kernel can read it: of its dtype, or as a matrix whose columns are adjacent.
+
+    A copy has the shape of `x`, so that a launch of it is one of a call with a contiguous input.
+    """
+    x = x.float() if x.dtype == torch.float64 else x
+    try:
+        rows = _matrix_of(x)
+    except RuntimeError:
+        return x.contiguous()
+    return x.contiguous() if rows.shape[1] > 1 and rows.stride(1) != 1 else x
 
 
-def cast_launch(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, **how) -> _launcher.Launch:
+def cast_launch(
+    x: torch.Tensor,
+    options: Options,
+    out: torch.Tensor,
+    scale: torch.Tensor,
+    lists: sources.Lists = MappingProxyType({}),
+    **how,
+) -> _launcher.Launch:
     """The launch of a cast on a Hopper GPU, for which the tensors are examples; `how` are keywords of
     `cast.prepare_launch`. Nothing is checked but that a CUDA graph under capture need not load the kernel.
     """
-    x, out, scale = map(_as_matrix, (x, out, scale))
-    device = x.get_device()
-    kernel, grid = cast.choose(options.block_rows, KERNEL_SOURCES[x.dtype], *x.shape, launches.num_sms(device))
+    device, numbers = x.get_device(), layout(x, options, out, scale, lists)
+    what = "plain" if options[4:] == _ALL_ROWS else "listed" if options.gating is None else "silu_mul"
+    size = numbers.rows, numbers.columns
+    kernel, grid = cast.choose(options.block_rows, KERNEL_SOURCES[x.dtype], *size, launches.num_sms(device), what)
     check_capture(kernel, device, _call_name(options))
-    return cast.prepare_launch(kernel, grid, device, _layout(x, options, out, scale), **how)
+    return cast.prepare_launch(kernel, grid, device, numbers, **how)
 
 
-def rows_launch(
+def layout(
     x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
-) -> _launcher.Launch:
-    """The same of a cast of rows by lists, or of `silu_mul`; of tensors that the lists follow."""
-    group_rows = x.shape[1] if "counts" in lists else 0
-    x, out, scale = map(_as_matrix, (x, out, scale))
-    device = x.get_device()
-    num_sms = launches.num_sms(device)
-    layout = rows_layout(_layout(x, options, out, scale), options, len(x), group_rows, lists)
-    what = "listed" if options.gating is None else "silu_mul"
-    kernel, grid = cast.choose(1, KERNEL_SOURCES[x.dtype], *out.shape, num_sms, what)
-    check_capture(kernel, device, _call_name(options))
-    return cast.prepare_launch(kernel, grid, device, layout, **cast.operands_of_rows(options.lists))
-
-
-def rows_layout(
-    layout: cast.CastLayout, options: Options, x_rows: int, group_rows: int, lists: sources.Lists
 ) -> cast.CastLayout:
-    """With what a cast of rows needs more."""
+    """The numbers of a cast of these tensors, of the call's shapes: `x` is the input, or what `readable` made of it."""
+    group_rows = out.shape[1] if "counts" in lists else 0
     groups = lists.get("counts", lists.get("offs"))
-    layout = layout._replace(
-        x_rows=x_rows,
-        wide_index="rows" in lists and lists["rows"].dtype == torch.int64,
-        groups=0 if groups is None else len(groups),
-        group_rows=group_rows,
-    )
-    if options.gating is None:
-        return layout
-    limit, _, beta = options.gating
-    return layout._replace(limit=limit, sigmoid_factor=options.gating.sigmoid_factor, beta=beta)
-
-
-def _layout(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor) -> cast.CastLayout:
-    """Of matrices."""
+    gating = options.gating
+    x, out, scale = map(_matrix_of, (x, out, scale))
     return cast.CastLayout(
         *(*out.shape, x.stride(0), out.stride(0), *scale.stride()),
         aligned=_takes_vectors(x, out),
         pow2_scale=options.round_scale == "pow2",
-        amax_floor=float(options.amax_floor),
+        amax_floor=options.floor,
         correction=int(options.exact == "divide"),
+        x_rows=len(x),
+        wide_index="rows" in lists and lists["rows"].dtype == torch.int64,
+        groups=0 if groups is None else len(groups),
+        group_rows=group_rows,
+        **{} if gating is None else {name: getattr(gating, name) for name in ("limit", "sigmoid_factor", "beta")},
     )
 
 
@@ -556,10 +564,15 @@ def _as_matrix(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
+def _matrix_of(x: torch.Tensor) -> torch.Tensor:
+    """The same without a copy; RuntimeError where it is no view."""
+    return x.view(prod(x.shape[:-1]), x.shape[-1])
+
+
 def _view_as_matrix(name: str, target: torch.Tensor) -> torch.Tensor:
     """The same of what is written to, which cannot be a copy."""
     try:
-        return target.view(prod(target.shape[:-1]), target.shape[-1])
+        return _matrix_of(target)
     except RuntimeError:
         raise ValueError(
             f"leading dimensions of {name} are not evenly spaced: shape {list(target.shape)}, strides "
@@ -638,9 +651,13 @@ def _find_block(x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | N
         if scale.shape == shape:
             return kind
     wanted = " or ".join(f"{list(shape)} (blocks of {kind[0]}x{kind[1]})" for kind, shape in shapes.items())
+    is_one, other_way = scale.numel() == 1, scale.shape[::-1] in shapes.values()
+    remedy = "Transpose it with scale.t(); strides are free" if other_way else "Pass the scale of these blocks"
+    if is_one or scale.shape in (x.shape[:-1], (*x.shape[:-1], 1)):
+        remedy = f"{'One number' if is_one else 'A number for each row'} is multiplied by torch: x.float() * scale"
+        remedy += "[..., None]" if not is_one and scale.dim() < x.dim() else ""
     raise ValueError(
-        f"scale has shape {list(scale.shape)}; for x of shape {list(x.shape)} it must be {wanted}. "
-        "Transpose a scale that is stored the other way round with .t(); strides are free"
+        f"scale has shape {list(scale.shape)}; for x of shape {list(x.shape)} it must be {wanted}. {remedy}"
     )
 
 
@@ -752,7 +769,7 @@ def check_fake_targets(
 def _check_fake(x: torch.Tensor, options: Options, lists: sources.Lists) -> None:
     """Check what can be checked without memory; strides are left to the run."""
     name = _input_name(options)
-    check_source_dtype(name, x)
+    _check_source_dtype(name, x, options)
     _require_dimensions(name, x, (options.block_rows, SCALE_BLOCK))
     sources.check(name, x, options.gating, lists)
     check_options(options)
@@ -778,7 +795,7 @@ def _numbers(shape: tuple) -> tuple:
     return tuple(int(size) if isinstance(size, torch.Tensor) else size for size in shape)
 
 
-OPTIONS_SCHEMA = 'float amax_floor=1e-4, str round_scale="none", str exact="divide"'
+OPTIONS_SCHEMA = f'float amax_floor={SMALLEST_AMAX_FLOOR}, str round_scale="none", str exact="divide"'
 _TARGETS = "Tensor(a!) out, Tensor(b!) scale_out"
 _LISTS_SCHEMA = "Tensor? rows=None, Tensor? offs=None, Tensor? counts=None"
 

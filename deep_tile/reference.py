@@ -63,7 +63,7 @@ def fp8_gemm_reference(
 
 def gemm_reference(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """`out[m, n] = sum over k of a[m, k] b[n, k]`, summed in float64 and rounded once to `out_dtype`; sums of integers
-    are taken modulo 2^32 by int32.
+    are those of int32, modulo 2^32.
 
     Args:
         a: [m, k]; b: [n, k]. Any dtypes and strides.
@@ -75,7 +75,7 @@ def gemm_reference(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> 
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     for a_rows, out_rows in zip(a.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True):
         product = a_rows.double() @ b_columns
-        out_rows.copy_(product if out_dtype.is_floating_point else product.long())
+        out_rows.copy_(product if a.is_floating_point() else product.long().int())
     return out
 
 

@@ -29,8 +29,8 @@ class Variable(NamedTuple):
 CACHE_DIR = Variable(
     "DEEP_TILE_CACHE_DIR",
     "Directory of compiled kernels, an absolute path. It may be moved, or copied into an image.",
-    "$DG_JIT_CACHE_DIR/deep_tile (DeepGEMM's), else $XDG_CACHE_HOME/deep_tile, else $HOME/.cache/deep_tile, else "
-    "memory only",
+    "$DG_JIT_CACHE_DIR/deep_tile (DeepGEMM's; of a list, /a:/b, the first that can be written to), else "
+    "$XDG_CACHE_HOME/deep_tile, else $HOME/.cache/deep_tile, else memory only",
 )
 CACHE_MAX_MB = Variable(
     "DEEP_TILE_CACHE_MAX_MB",
@@ -150,12 +150,24 @@ def _user_cache_dir() -> Path | None:
 
     DeepGEMM's variable comes first: whoever set it for an engine wants kernels kept there.
     """
-    bases = (("DG_JIT_CACHE_DIR", "deep_tile"), ("XDG_CACHE_HOME", "deep_tile"), ("HOME", ".cache/deep_tile"))
-    for name, subdirectory in bases:
-        base = Path(os.environ.get(name, ""))
+    shared = [path for path in _paths("DG_JIT_CACHE_DIR", os.pathsep) if path.is_absolute()]
+    if shared:
+        return next(filter(_can_be_written, shared), shared[0]) / "deep_tile"
+    for name, subdirectory in (("XDG_CACHE_HOME", "deep_tile"), ("HOME", ".cache/deep_tile")):
+        (base,) = _paths(name)
         if base.is_absolute():
             return base / subdirectory
     return None
+
+
+def _paths(name: str, separator: str = "\0") -> list[Path]:
+    return [Path(text) for text in os.environ.get(name, "").split(separator)]
+
+
+def _can_be_written(directory: Path) -> bool:
+    """Whether this process may make files there, and the directory itself where it does not exist."""
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def bad_value(variable: Variable, seen: str, wanted: str) -> BadVariable:

@@ -21,6 +21,9 @@ Lists = Mapping[str, torch.Tensor]
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
+GATED_DTYPES = (torch.bfloat16, torch.float16)
+"""Of what `silu_mul` is cast of."""
+
 
 class Gating(NamedTuple):
     """The numbers of `silu_mul`, of FP32; `limit` is infinite where there is none."""
@@ -109,8 +112,6 @@ def check(name: str, x: torch.Tensor, numbers: Gating | None, lists: Lists) -> N
 
 
 def _check_gate_up(name: str, x: torch.Tensor) -> None:
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        raise TypeError(f"{name} is a tensor of {_dtype(x)}; silu_mul takes bfloat16 or float16, so convert it")
     if not ops.holds(x.shape[-1] % 2 == 0):
         raise ValueError(f"{name} has shape {list(x.shape)}; it must be [..., 2k], gates first, so pass both halves")
 

@@ -7,6 +7,8 @@ reads passes `require_plain`; of any other that says what is wrong, if anything 
 """
 
 import ctypes
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,8 +17,20 @@ from deep_tile import _launcher
 ALIGNMENT_BYTES = 16
 """Of addresses that TMA and vector accesses take."""
 
-SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
-"""What calls take. Kernels read float32; the other holds powers of two, which are exact in it."""
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+"""What calls take. Kernels read float32, which holds the values of all others exactly."""
+
+SCALE_NAMES = ", ".join(map(str, SCALE_DTYPES[:-1])) + f" or {SCALE_DTYPES[-1]}"
+"""For an error that says what a scale must be."""
+
+QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+"""Of operands that scales belong to."""
+
+_OTHER_BIAS = {torch.float8_e4m3fnuz: torch.float8_e4m3fn, torch.float8_e5m2fnuz: torch.float8_e5m2}
+"""Formats of AMD's by the one that is nearest: half of what the same bits mean there."""
+
+MISSING: Any = None
+"""Default of an argument that must be given: a call without it, as one of pairs is, says by name what it wants."""
 
 _KEYS = torch._C.DispatchKey.__members__
 
@@ -40,6 +54,9 @@ PLAIN_KEYS = _bits(
 
 _IMPLEMENTATION_BYTES = 208
 """Of torch's own object behind a tensor: as far as its keys are looked for."""
+
+_STORAGE_BYTES = 64
+"""Of torch's own object behind a storage, likewise."""
 
 _TRANSFORMED = _bits("FuncTorchBatched", "FuncTorchGradWrapper", "Functionalize")
 _IN_PYTHON = _bits("Python", "PythonTLSSnapshot")
@@ -67,7 +84,76 @@ _KINDS = (
 
 def as_float32(scale: torch.Tensor) -> torch.Tensor:
     """A scale as kernels read it; of a dtype that no call takes, as it is."""
-    return scale.float() if scale.dtype == torch.float8_e8m0fnu else scale
+    return scale.float() if scale.dtype in SCALE_DTYPES else scale
+
+
+def with_float32_scales(operands: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Operands of a product, (a, b) or (a, a_scale, b, b_scale), with their scales as kernels read them."""
+    if len(operands) == 2:
+        return operands
+    a, a_scale, b, b_scale = operands
+    return a, as_float32(a_scale), b, as_float32(b_scale)
+
+
+def scale_remedy(name: str, scale: torch.Tensor) -> str:
+    """What to do about a scale of a dtype that no call takes. Integers are exponents, if they are scales at all."""
+    if scale.dtype in (torch.uint8, torch.int8):
+        return f"where its bytes are exponents (UE8M0), pass {name}.view(torch.float8_e8m0fnu)"
+    if scale.dtype in (torch.int32, torch.uint32):
+        return (
+            "where a word packs the exponents (UE8M0) of four blocks of k, as Blackwell takes them, pass "
+            f"{name}.clone(memory_format=torch.contiguous_format).view(torch.float8_e8m0fnu)[..., :ceil(k / 128)], and "
+            "of a weight, whose rows all have one there, every 128th row of that"
+        )
+    if scale.is_floating_point():
+        return f"pass {name}.float()"
+    return "pass the scale that the operand was quantised with"
+
+
+def operand_remedy(
+    name: str, x: torch.Tensor, known: Collection[torch.dtype], takers: Mapping[torch.dtype, str], if_wide: str
+) -> str:
+    """What to do about an operand of another dtype than those `known` to a call.
+
+    Args:
+        takers: functions of deep_tile that take others of `QUANTIZED_DTYPES`, by these.
+        if_wide: for an operand that is not quantised.
+    """
+    nearest = _OTHER_BIAS.get(x.dtype)
+    if nearest in known or nearest in takers:
+        for_whom = "" if nearest in known else f", for deep_tile.{takers[nearest]}"
+        return f"its bits mean other numbers; pass {name}.float().to({nearest}), which rounds the smallest{for_whom}"
+    fp8, remedies = torch.float8_e4m3fn, []
+    if x.dtype in takers:
+        remedies.append(f"deep_tile.{takers[x.dtype]} takes {x.dtype}, with scales")
+    if x.dtype in (torch.uint8, torch.int8) and (fp8 in known or fp8 in takers):
+        whom = "" if fp8 in known else f" to deep_tile.{takers[fp8]}"
+        remedies.append(f"where its bytes are FP8, pass {name}.view({fp8}){whom}")
+    if x.dtype == torch.uint8 and torch.int8 in known:
+        remedies.append(f"where they are INT8, pass {name}.view(torch.int8)")
+    return "; ".join(remedies) or if_wide
+
+
+def check_order(names: Sequence[str], operands: Sequence[torch.Tensor]) -> None:
+    """Raise where two operands came first and then their scales: a, b, a_scale, b_scale."""
+    first, second, third, _ = operands
+    is_operand = second.dtype in QUANTIZED_DTYPES and second.shape[-1:] == first.shape[-1:]
+    if is_operand and third.dtype in SCALE_DTYPES:
+        raise TypeError(
+            f"{names[1]} is {second.dtype} and {names[2]} is {third.dtype}; a scale comes behind its operand: pass "
+            f"{', '.join(names)}, in this order"
+        )
+
+
+def no_tensor(name: str, value: object, remedy: str) -> TypeError:
+    """What to raise about an argument that is none; of several tensors with another remedy: of a pair, as DeepGEMM's
+    functions take them, and of a list of alike ones."""
+    if isinstance(value, (tuple, list)) and value and isinstance(value[0], torch.Tensor):
+        is_pair = len(value) == 2 and getattr(value[1], "dtype", None) != value[0].dtype
+        remedy = f"pass one tensor, such as torch.stack({name})"
+        if is_pair:
+            remedy = f"pass its parts one by one, *{name}; functions of deep_tile.compat.deep_gemm take pairs"
+    return TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}. To fix: {remedy}")
 
 
 def require_tensors(**given: object) -> None:
@@ -79,7 +165,7 @@ def require_tensors(**given: object) -> None:
     """
     for name, x in given.items():
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}. Pass a tensor on the GPU")
+            raise no_tensor(name, x, "pass a tensor on the GPU")
     require_plain(**given)
 
 
@@ -159,6 +245,23 @@ def find_keys() -> tuple[int, int] | None:
     object_offset = _find(implementations, objects, torch.Tensor.__basicsize__)
     keys_offset = _find([_keys(x) for x in examples], implementations, _IMPLEMENTATION_BYTES)
     return None if object_offset is None or keys_offset is None else (object_offset, keys_offset)
+
+
+def find_storage() -> tuple[int, int, int] | None:
+    """Where C finds how much memory a tensor has, as `_launcher.read_tensors_of` wants it: three offsets in bytes.
+
+    By example, as `find_keys`: None where no place holds it. C then takes a tensor for whole whose storage has been cut
+    short.
+    """
+    examples = [torch.empty(size, device="cpu", dtype=torch.uint8) for size in (1031, 2063)]
+    storages = [x.untyped_storage() for x in examples]
+    addresses = [storage._cdata for storage in storages]
+    found = (
+        _find(addresses, [x._cdata for x in examples], _IMPLEMENTATION_BYTES),
+        _find([storage.data_ptr() for storage in storages], addresses, _STORAGE_BYTES),
+        _find([storage.nbytes() for storage in storages], addresses, _STORAGE_BYTES),
+    )
+    return None if None in found else found
 
 
 def _find(words: list[int], addresses: list[int], size_bytes: int) -> int | None:

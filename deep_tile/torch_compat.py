@@ -41,9 +41,9 @@ def scaled_mm(
     Args:
         mat_a: [m, k] float8_e4m3fn or float8_e5m2, unit stride along k.
         mat_b: [k, n] of either dtype, unit stride along k: `w.t()` of a weight [n, k].
-        scale_a, scale_b: float32, or float8_e8m0fnu. Of a tensor one number; of rows one for each, [m, 1] and [1, n] or
-            without the 1; for 1x128 blocks [m or n, ceil(k / 128)]; for 128x128 blocks [ceil(k / 128),
-            ceil(m or n / 128)], where the first may be rounded up to a multiple of 4.
+        scale_a, scale_b: float32, bfloat16, float16 or float8_e8m0fnu. Of a tensor one number; of rows one for each,
+            [m, 1] and [1, n] or without the 1; for 1x128 blocks [m or n, ceil(k / 128)]; for 128x128 blocks
+            [ceil(k / 128), ceil(m or n / 128)], where the first may be rounded up to a multiple of 4.
         scale_recipe_a, scale_recipe_b: TensorWise both, RowWise both, BlockWise1x128 both, or BlockWise1x128 and
             BlockWise128x128, either way round.
         swizzle_a, swizzle_b: None or NO_SWIZZLE.
@@ -119,7 +119,8 @@ def scaled_grouped_mm(
     Args:
         mat_a: [s, k] with `offs`, or [g, m, k] without, float8_e4m3fn or float8_e5m2, unit stride along k.
         mat_b: [g, k, n] of either dtype, unit stride along k: `w.transpose(1, 2)` of weights [g, n, k].
-        scale_a: float32 or float8_e8m0fnu: [s] or [g, m] for each row, or [s, ceil(k / 128)] or [g, m, ceil(k / 128)].
+        scale_a: float32, bfloat16, float16 or float8_e8m0fnu: [s] or [g, m] for each row, or [s, ceil(k / 128)] or
+            [g, m, ceil(k / 128)].
         scale_b: likewise: [g, n], or [g, ceil(k / 128), ceil(n / 128)], where ceil(k / 128) may be rounded up to a
             multiple of 4.
         scale_recipe_a, scale_recipe_b: RowWise both, or BlockWise1x128 and BlockWise128x128.
@@ -235,6 +236,9 @@ def _check_operand(
     if not isinstance(matrix, torch.Tensor) or matrix.dtype not in dtypes or matrix.dim() not in dimensions:
         seen = f"{list(matrix.shape)} of {matrix.dtype}" if isinstance(matrix, torch.Tensor) else f"{matrix!r}"
         wanted = [" or ".join(map(str, known)) for known in (dtypes, dimensions)]
+        if isinstance(matrix, torch.Tensor) and matrix.dtype not in dtypes:
+            takers = dict.fromkeys(_FP8, "torch_compat.scaled_grouped_mm")
+            remedy = f"To fix: {tensors.operand_remedy(name, matrix, dtypes, takers, remedy)}"
         raise TypeError(f"{name} is {seen}; it must be of {wanted[0]} and {wanted[1]} dimensions. {remedy}")
 
 
@@ -271,8 +275,10 @@ def _check_bias(bias: object, rows_b: torch.Tensor) -> None:
 def _scale(letter: str, scale: object, recipe: ScalingType, rows: torch.Tensor) -> torch.Tensor:
     """The scale of [..., rows, k], by torch's layout for its recipe, as our products take it."""
     if not isinstance(scale, torch.Tensor) or scale.dtype not in tensors.SCALE_DTYPES:
-        seen = scale.dtype if isinstance(scale, torch.Tensor) else repr(scale)
-        raise TypeError(f"scale_{letter} is {seen}; it must be a tensor of torch.float32 or torch.float8_e8m0fnu")
+        is_tensor = isinstance(scale, torch.Tensor)
+        seen = scale.dtype if is_tensor else repr(scale)
+        remedy = tensors.scale_remedy(f"scale_{letter}", scale) if is_tensor else "pass one"
+        raise TypeError(f"scale_{letter} is {seen}; it must be a tensor of {tensors.SCALE_NAMES}. To fix: {remedy}")
     *groups, m, k = rows.shape
     k_blocks = ceil_div(k, SCALE_BLOCK)
     if recipe == _TENSOR:

@@ -20,7 +20,7 @@ _launches: launches.Table = {}
 class Options(NamedTuple):
     """What decides about values of a cast; `lists` names the arguments that follow the scale."""
 
-    amax_floor: float = 1e-4
+    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR
     round_scale: str = "none"
     exact: str = "divide"
     alignment: int = SCALE_BLOCK
@@ -39,7 +39,7 @@ def transposed_cast_to_fp8(
     offs: torch.Tensor | None = None,
     alignment: int = SCALE_BLOCK,
     scale_layout: str = quantize.DEFAULT_SCALE_LAYOUT,
-    amax_floor: float = 1e-4,
+    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR,
     round_scale: str = "none",
     exact: str = "divide",
     out: torch.Tensor | None = None,
@@ -212,7 +212,7 @@ def layout(
         *(tokens, columns, x.stride(0), out.stride(0), *scale.stride()),
         aligned=_takes_vectors(x),
         pow2_scale=options.round_scale == "pow2",
-        amax_floor=float(options.amax_floor),
+        amax_floor=options.of_rows.floor,
         correction=int(options.exact == "divide"),
         x_rows=len(x),
         wide_index="rows" in lists and lists["rows"].dtype == torch.int64,

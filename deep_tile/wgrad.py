@@ -40,10 +40,10 @@ class _Options(NamedTuple):
 def fp8_grouped_wgrad(
     dy: torch.Tensor,
     dy_scale: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    offs: torch.Tensor,
-    out: torch.Tensor,
+    x: torch.Tensor = tensors.MISSING,
+    x_scale: torch.Tensor = tensors.MISSING,
+    offs: torch.Tensor = tensors.MISSING,
+    out: torch.Tensor = tensors.MISSING,
     *,
     accumulate: bool = True,
     alignment: int = SCALE_BLOCK,
@@ -66,7 +66,7 @@ def fp8_grouped_wgrad(
 
     Args:
         dy: [n, s] float8_e4m3fn, unit stride along tokens, row stride a multiple of 16 bytes, 16-byte aligned.
-        dy_scale: [n, ceil(s / 128)] float32 or float8_e8m0fnu, any strides within 4 GB.
+        dy_scale: [n, ceil(s / 128)] float32, bfloat16, float16 or float8_e8m0fnu, any strides within 4 GB.
         x: [k, s] float8_e4m3fn, laid out like `dy`.
         x_scale: [k, ceil(s / 128)], likewise.
         offs: [g] int32, contiguous, on the same device: the token behind each group's last.
@@ -120,13 +120,14 @@ def _refuse_gradients(given) -> None:
 def _call_unknown(given, options: _Options) -> None:
     """Multiply where C has met no such options and signature, or cannot read the tensors."""
     _check_tensors(given)
-    dy, dy_scale, x, x_scale, offs, out = given
-    given = (dy, tensors.as_float32(dy_scale), x, tensors.as_float32(x_scale), offs, out)
+    _check_option_values(options)
+    *operands, offs, out = given
+    given = (*tensors.with_float32_scales(operands), offs, out)
     signature = launches.signature(*given)
     launch = launches.find(_launches, options, signature)
     if launch is None:
         checked = _checked_options(options, given)
-        if out.numel() == 0 or dy.shape[1] == 0 or not _is_on_gpu(out):
+        if out.numel() == 0 or operands[0].shape[1] == 0 or not _is_on_gpu(out):
             _compute_without_kernel(given, options)
             return
         launch = _prepare_launch(given, checked)
@@ -237,17 +238,14 @@ def _check_option_values(options: _Options) -> None:
 def _check_formats(given) -> None:
     """Check dtypes, devices and shapes."""
     dy, dy_scale, x, x_scale, offs, out = given
-    scales = tensors.SCALE_DTYPES
-    for name, tensor, dtypes, remedy in (
-        ("dy", dy, (torch.float8_e4m3fn,), "cast with deep_tile.transposed_cast_to_fp8"),
-        ("x", x, (torch.float8_e4m3fn,), "cast with deep_tile.transposed_cast_to_fp8"),
-        ("dy_scale", dy_scale, scales, "convert with .float()"),
-        ("x_scale", x_scale, scales, "convert with .float()"),
-        ("offs", offs, (torch.int32,), "convert with .int()"),
-        ("out", out, (torch.float32,), "allocate it as torch.float32"),
+    takers = {torch.float8_e5m2: "fp8_wgrad, weight by weight,"}
+    api.check_e4m3(_NAMES[:4], given[:4], takers, ("transposed_cast_to_fp8",) * 2)
+    for name, tensor, dtype, remedy in (
+        ("offs", offs, torch.int32, "convert with .int()"),
+        ("out", out, torch.float32, "allocate it as torch.float32"),
     ):
-        if tensor.dtype not in dtypes:
-            raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}; got {tensor.dtype}. To fix: {remedy}")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}; got {tensor.dtype}. To fix: {remedy}")
     api.check_device("dy", dy, "fp8_grouped_wgrad")
     for name, tensor in zip(_NAMES[1:], given[1:], strict=True):
         if tensor.device != dy.device:
@@ -258,8 +256,12 @@ def _check_formats(given) -> None:
     if offs.dim() != 1 or not ops.holds(offs.shape[0] > 0):
         raise ValueError(f"offs must be [g], of one group at least; got {list(offs.shape)}")
     wanted = (offs.shape[0], dy.shape[0], x.shape[0])
-    if out.dim() != 3 or not all(ops.holds(size == right) for size, right in zip(out.shape, wanted, strict=True)):
-        raise ValueError(f"out must be [g, n, k] = {list(wanted)}; got {list(out.shape)}")
+    if out.dim() == 3 and not ops.holds(out.shape[0] == offs.shape[0]):
+        remedy = grouped.offs_remedy(offs, out.shape[0], dy.shape[1])
+        seen = f"got {list(offs.shape)}"
+        raise ValueError(f"offs must be [g] = {[out.shape[0]]} for out of {list(out.shape)}; {seen}. {remedy}")
+    if not api.has_shape(out, wanted):
+        raise ValueError(f"out must be [g, n, k] = {list(wanted)}; got {list(out.shape)}. Allocate it so")
 
 
 # The op, which tracers see. It takes no config, which no schema can name.

@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from helpers import GuardedOut, make_operands
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import deep_tile
 from deep_tile import (
     GemmConfig,
     combine,
@@ -43,12 +44,34 @@ class Good:
         self.index = torch.zeros(M, 2, dtype=torch.int64, device=device)
         self.offs = torch.tensor([2, M], dtype=torch.int32, device=device)
         self._cast_out = self.quantised.clone(), torch.full_like(self.scale, 7.0)
+        self.weights_of_experts = torch.zeros(2, N, 304, device=device).to(FP8)[:, :, :K]
+        self.gradients = torch.full((2, 64, 64), 7.0, device=device)
 
     def arguments(self, call: str) -> dict[str, Any]:
         """Keywords of the function of CALLS."""
         gemm = {**self.operands._asdict(), "out": self.guarded.out}
         targets = dict(zip(("out", "scale_out"), self._cast_out, strict=True))
+        b = self.weights_of_experts
+        groups = gemm | {"b": b, "b_scale": torch.ones(2, 2, 3, device=self.device), "offs": self.offs}
+        as_int8 = {name: self.operands._asdict()[name].view(torch.int8) for name in "ab"}
+        tokens, of_tokens = torch.zeros(64, 256, device=self.device).to(FP8), torch.ones(64, 2, device=self.device)
         return {
+            "scaled_gemm": gemm,
+            "int8_gemm": gemm | as_int8,
+            "gemm": {name: gemm[name].bfloat16()[:, :256].contiguous() for name in "ab"} | {"out": gemm["out"]},
+            "fp8_gemm_cast": self.operands._asdict(),
+            "fp8_linear": {"x": self.x, "b": gemm["b"], "b_scale": gemm["b_scale"], "out": None},
+            "fp8_grouped_gemm": groups,
+            "scaled_grouped_gemm": groups,
+            "fp8_grouped_wgrad": {
+                **{"dy": tokens, "dy_scale": of_tokens, "x": tokens, "x_scale": of_tokens},
+                **{"offs": self.offs.clone().fill_(128), "out": self.gradients},
+            },
+            "transposed_cast_to_fp8": {"x": self.x},
+            "sort_by_expert": {"chosen": self.index, "experts": 4},
+            "Linear": {"in_features": 128, "out_features": 64},
+            "replace_linears": {"model": torch.nn.Sequential(torch.nn.Linear(128, 64)).eval()},
+            "precompile_model": {"model": None, "max_tokens": 8},
             "fp8_gemm": gemm,
             "prepare": gemm,
             "plan": {name: gemm[name] for name in ("a", "a_scale", "out")},
@@ -64,6 +87,7 @@ class Good:
         self.guarded.assert_untouched()
         out, scale = self._cast_out
         assert torch.equal(out.view(torch.uint8), self.quantised.view(torch.uint8)) and (scale == 7).all()
+        assert (self.gradients == 7).all()
 
 
 CALLS: dict[str, Callable[[Good], Callable]] = {
@@ -76,7 +100,20 @@ CALLS: dict[str, Callable[[Good], Callable]] = {
     "combine": lambda good: combine,
     "dequantize": lambda good: dequantize,
     "precompile": lambda good: precompile,
+    "Linear": lambda good: deep_tile.nn.Linear,
+    "replace_linears": lambda good: deep_tile.nn.replace_linears,
+    "precompile_model": lambda good: deep_tile.nn.precompile_model,
+    **{
+        name: lambda good, name=name: getattr(deep_tile, name)
+        for name in (
+            *("scaled_gemm", "int8_gemm", "gemm", "fp8_gemm_cast", "fp8_linear", "fp8_grouped_gemm"),
+            *("scaled_grouped_gemm", "fp8_grouped_wgrad", "transposed_cast_to_fp8", "sort_by_expert"),
+        )
+    },
 }
+
+WITHOUT_GOOD_CALLS = ("precompile", "precompile_model")
+"""Calls that take too long, if they are right, to be tried beside each wrong one."""
 
 
 class BadCall(NamedTuple):
@@ -149,12 +186,12 @@ def batched(x: torch.Tensor) -> torch.Tensor:
     return leaked[0]
 
 
-def freed(x: torch.Tensor, first_byte: int = 0) -> torch.Tensor:
-    """Like `x`, in storage that has been resized to nothing, as sharding does with weights between uses."""
+def freed(x: torch.Tensor, first_byte: int = 0, left: float = 0) -> torch.Tensor:
+    """Like `x`, in storage of which so much is left, nothing as sharding leaves weights between uses."""
     bytes_needed = (1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))) * x.itemsize
     buffer = torch.zeros(first_byte + bytes_needed, dtype=torch.uint8, device=x.device)
     view = buffer[first_byte:].view(x.dtype).as_strided(x.shape, x.stride())
-    buffer.untyped_storage().resize_(0)
+    buffer.untyped_storage().resize_(int(left * len(buffer)))
     return view
 
 
@@ -171,6 +208,8 @@ KINDS = {
                       "uninitialised parameter", "Materialise"),
     "without storage": (freed, ValueError, "storage, which holds 0", "pass another tensor"),
     "in freed storage": (lambda x: freed(x, 1 << 16), ValueError, "storage, which holds 0", "pass another tensor"),
+    "in half its storage": (lambda x: freed(x, left=0.5), ValueError, r"storage, which holds \d+",
+                            "pass another tensor"),
 }
 """How to make one of a tensor, and the error: its type, what it says was seen, and its remedy for an argument."""
 
@@ -262,12 +301,8 @@ WRONG_TENSORS = [
     _one("prepare", "b", "is a list", [1.0], TypeError, "must be a torch.Tensor; got list", PER_BLOCK),
     # Dtypes.
     _one(gemm, "a", "is float32", torch.Tensor.float, TypeError, "float8_e4m3fn; got torch.float32", PER_TOKEN),
-    _one(gemm, "a", "is bytes", lambda x: x.view(torch.uint8), TypeError, "float8_e4m3fn; got torch.uint8", PER_TOKEN),
-    _one(gemm, "a", "is e5m2", lambda x: x.view(torch.float8_e5m2), TypeError, "got torch.float8_e5m2", PER_TOKEN),
-    _one(gemm, "b", "is e5m2", lambda x: x.view(torch.float8_e5m2), TypeError, "got torch.float8_e5m2", PER_BLOCK),
     _one(gemm, "b", "is bfloat16", torch.Tensor.bfloat16, TypeError, "float8_e4m3fn; got torch.bfloat16", PER_BLOCK),
     _one(gemm, "a_scale", "is float64", torch.Tensor.double, TypeError, "e8m0fnu; got torch.float64", r"\.float\(\)"),
-    _one(gemm, "b_scale", "is float16", torch.Tensor.half, TypeError, "e8m0fnu; got torch.float16", r"\.float\(\)"),
     _one(gemm, "out", "is int16", lambda x: x.view(torch.int16), TypeError, "got torch.int16", ALLOCATE),
     _one("prepare", "a", "is float32", torch.Tensor.float, TypeError, "float8_e4m3fn; got torch.float32", PER_TOKEN),
     _one("plan", "a_scale", "is float64", torch.Tensor.double, ValueError, "is torch.float64", "prepare another plan"),
@@ -296,7 +331,7 @@ WRONG_TENSORS = [
     _one(gemm, "a", "is a vector", lambda x: x[0], ValueError, r"\[m, k\]; got \(300,\)", "Flatten"),
     _one(gemm, "b", "is a vector", lambda x: x[0], ValueError, r"\[n, k\]; got \(300,\)", "Flatten"),
     _one(gemm, "b", "has another k", lambda x: x[:, :256], ValueError, r"\(130, 256\): k differs", "one row per"),
-    _one(gemm, "b", "is transposed", torch.Tensor.t, ValueError, r"\(300, 130\): k differs", "must be transposed"),
+    _one(gemm, "b", "is transposed", torch.Tensor.t, ValueError, r"\(300, 130\): k differs", r"pass.* b\.t\(\), which"),
     _one(gemm, "a_scale", "lacks a column", lambda x: x[:, :2], ValueError, r"\(5, 3\); got \(5, 2\)", PER_TOKEN),
     _one(gemm, "a_scale", "has one row", lambda x: x[:1], ValueError, r"= \(5, 3\); got \(1, 3\)", PER_TOKEN),
     _one(gemm, "a_scale", "is flat", torch.Tensor.flatten, ValueError, r"= \(5, 3\); got \(15,\)", PER_TOKEN),
@@ -304,7 +339,8 @@ WRONG_TENSORS = [
     _one(gemm, "b_scale", "is transposed", torch.Tensor.t, ValueError, r"got \(3, 2\)", r"pass b_scale\.t\(\)"),
     _one(
         gemm, "b_scale", "is per row", lambda x: torch.ones(N, 3, device=x.device), ValueError,
-        r"\[ceil\(n / 128\), ceil\(k / 128\)\] = \(2, 3\); got \(130, 3\)", PER_BLOCK,
+        r"\[ceil\(n / 128\), ceil\(k / 128\)\] = \(2, 3\); got \(130, 3\)",
+        "scaled_gemm takes a scale for each 1x128 of b",
     ),
     _one(gemm, "out", "is too narrow", lambda x: x[:, :-1], ValueError, r"\(5, 130\); got \(5, 129\)", ALLOCATE),
     _one(gemm, "out", "is transposed", torch.Tensor.t, ValueError, r"got \(130, 5\)", ALLOCATE),
@@ -407,6 +443,7 @@ WRONG_OPTIONS = [
 # ---- casts
 
 NUMBER, FLOATS = "pass a number", "the cast takes a tensor of float64, float32, float16, bfloat16"
+GATED = "the cast takes a tensor of bfloat16, float16$"
 
 WRONG_CASTS = [
     *(
@@ -416,9 +453,10 @@ WRONG_CASTS = [
             _one(call, x, "is a list", [[1.0]], TypeError, "is a <class 'list'>", FLOATS),
             _one(call, x, "is an integer", torch.Tensor.int, TypeError, "a tensor of int32", FLOATS),
             _one(call, x, "is FP8 already", lambda x: x.to(FP8), TypeError, "a tensor of float8_e4m3fn", FLOATS),
-            _one(call, "amax_floor", "is 0", 0.0, ValueError, "amax_floor is 0.0", "finite and at least"),
-            _one(call, "amax_floor", "is infinite", float("inf"), ValueError, "amax_floor is inf", "must be finite"),
-            _one(call, "amax_floor", "is NaN", float("nan"), ValueError, "amax_floor is nan", "finite and at least"),
+            _one(call, "amax_floor", "is negative", -1.0, ValueError, "amax_floor is -1.0", "at least 0 and finite"),
+            _one(call, "amax_floor", "is infinite", float("inf"), ValueError, "is inf;", "at least 0 and finite"),
+            _one(call, "amax_floor", "is infinite in float32", 1e39, ValueError, r"is 1e\+39", "in float32"),
+            _one(call, "amax_floor", "is NaN", float("nan"), ValueError, "amax_floor is nan", "at least 0 and finite"),
             _one(call, "amax_floor", "is a string", "1e-4", TypeError, "amax_floor is '1e-4', a str", NUMBER),
             _one(call, "amax_floor", "is None", None, TypeError, "amax_floor is None", NUMBER),
             *(
@@ -471,8 +509,14 @@ WRONG_CASTS = [
         lambda given: {"x": given["x"][None], "block": (128, 128)},
         ValueError, r"\[1, 5, 300\]", "one matrix at a time",
     ),
-    _one("dequantize", "scale", "is None", None, TypeError, "NoneType", "a float32 or float8_e8m0fnu tensor"),
-    _one("dequantize", "scale", "is transposed", torch.Tensor.t, ValueError, r"\[3, 5\]", r"with \.t\(\)"),
+    _one("dequantize", "scale", "is None", None, TypeError, "NoneType", "takes a tensor of torch.float32"),
+    _one("dequantize", "scale", "is transposed", torch.Tensor.t, ValueError, r"\[3, 5\]", r"with scale\.t\(\)"),
+    *(
+        _one("dequantize", "scale", f"is of {shape}", lambda x, shape=shape: x.new_ones(shape), ValueError,
+             re.escape(f"shape {list(shape)}"), remedy)
+        for shape, remedy in (((), r"x\.float\(\) \* scale$"), ((M,), r"x\.float\(\) \* scale\[\.\.\., None\]$"),
+                              ((M, 1), r"x\.float\(\) \* scale$"), ((2,), "Pass the scale of these"))
+    ),
     _one("dequantize", "scale", "is on meta", on_meta, ValueError, "is on meta but x is on", r"\.to\(x\.device\)"),
     _one("dequantize", "block", "is unknown", (1, 32), ValueError, r"is \(1, 32\)", r"use \(1, 128\)"),
 ]
@@ -545,8 +589,9 @@ WRONG_ROWS = [
         lambda given: {"rows": torch.zeros(3).long().to(given["x"].device)},
         ValueError, r"\[5, 300\]", r"must be \[3, 300\]",
     ),
-    _one(SILU, "gate_up", "is a list", [[1.0]], TypeError, "is a <class 'list'>", FLOATS),
-    _one(SILU, "gate_up", "is float32", torch.Tensor.float, TypeError, "of float32", "bfloat16 or float16"),
+    _one(SILU, "gate_up", "is a list", [[1.0]], TypeError, "is a <class 'list'>", GATED),
+    _one(SILU, "gate_up", "is float32", torch.Tensor.float, TypeError, "of float32", GATED),
+    _one(SILU, "gate_up", "is FP8", lambda x: x.to(FP8), TypeError, "of float8_e4m3fn", GATED),
     _one(SILU, "gate_up", "has no halves", lambda x: x[:, 1:], ValueError, r"\[5, 599\]", "both halves"),
     _one(SILU, "gate_up", "is a scalar", lambda x: x[0, 0], ValueError, r"shape \[\]", r"gate_up\.reshape\(1\)"),
     _one(SILU, "gate_up", "has a batch", lambda x: x[None], ValueError, r"\[1, 5, 600\]; with offs", r"\.view\(\)"),
@@ -569,7 +614,7 @@ WRONG_ROWS = [
         for name in ("alpha", "beta")
         for value in (float("inf"), float("nan"), 1e39)
     ),
-    _one(SILU, "amax_floor", "is 0", 0.0, ValueError, "amax_floor is 0.0", "finite and at least"),
+    _one(SILU, "amax_floor", "is negative", -1.0, ValueError, "amax_floor is -1.0", "at least 0 and finite"),
     _one("combine", "x", "is a list", [[1.0]], TypeError, "is a <class 'list'>", "a tensor of torch.bfloat16"),
     _one("combine", "x", "is float16", torch.Tensor.half, TypeError, "of torch.float16", r"bfloat16\. Convert"),
     _one("combine", "x", "is a vector", lambda x: x[0], ValueError, r"shape \[130\]", r"two dimensions, so \.view\(\)"),
@@ -596,4 +641,194 @@ WRONG_ROWS = [
 ]
 # fmt: on
 
-BAD_CALLS: list[BadCall] = [*ODD_TENSORS, *WRONG_TENSORS, *WRONG_OPTIONS, *WRONG_CASTS, *WRONG_ROWS]
+
+# ---- what other libraries have otherwise
+
+SCALED, GROUPED, SCALED_GROUPED, WGRAD = "scaled_gemm", "fp8_grouped_gemm", "scaled_grouped_gemm", "fp8_grouped_wgrad"
+OPERANDS_OF = {
+    gemm: "ab",
+    SCALED: "ab",
+    "int8_gemm": "ab",
+    "prepare": "ab",
+    "fp8_gemm_cast": "ab",
+    GROUPED: "ab",
+    SCALED_GROUPED: "ab",
+    "fp8_linear": "b",
+    WGRAD: ("dy", "x"),
+}
+"""Names of operands that have scales, by call."""
+
+UNPACKED = r"{}\.clone\(memory_format=torch\.contiguous_format\)\.view\(torch\.float8_e8m0fnu\)\[\.\.\., :ceil"
+
+
+def viewed(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x.view(dtype)
+
+
+def _as_pairs(call: str, kind: type) -> BadCall:
+    """With each operand and its scale as one argument, as DeepGEMM has them, and nothing in the second's place."""
+    first, second = OPERANDS_OF[call]
+
+    def changed(given: dict[str, Any]) -> dict[str, Any]:
+        pairs = [kind((given[name], given[f"{name}_scale"])) for name in (first, second)]
+        return {first: pairs[0], f"{first}_scale": pairs[1], second: None, f"{second}_scale": None}
+
+    what, seen = f"and {second} are pairs, each a {kind.__name__}", f"must be a torch.Tensor; got {kind.__name__}"
+    return BadCall(call, first, what, changed, TypeError, seen, rf"\*{first}.*compat\.deep_gemm")
+
+
+# fmt: off
+OF_OTHERS = [
+    *(
+        bad
+        for call, names in OPERANDS_OF.items()
+        for scale in (f"{name}_scale" for name in names)
+        for bad in (
+            _one(call, scale, "packs exponents into int32", torch.Tensor.int, TypeError, "e8m0fnu; got torch.int32",
+                 UNPACKED.format(scale)),
+            _one(call, scale, "is bytes", lambda x: x.to(torch.uint8), TypeError, "got torch.uint8",
+                 rf"{scale}\.view\(torch\.float8_e8m0fnu\)$"),
+        )
+    ),
+    _one(gemm, "a_scale", "is int64", torch.Tensor.long, TypeError, "got torch.int64", "that the operand was"),
+    _one(gemm, "b_scale", "is FP8", lambda x: x.to(FP8), TypeError, "got torch.float8_e4m3fn", r"b_scale\.float\(\)"),
+    *(
+        bad
+        for call, names in OPERANDS_OF.items() if call != "int8_gemm"
+        for name in names
+        for bad in (
+            _one(call, name, "is bytes", viewed(torch.uint8), TypeError, "got torch.uint8",
+                 rf"{name}\.view\(torch\.float8_e4m3fn\)"),
+            _one(call, name, "is FP8 of AMD's", viewed(torch.float8_e4m3fnuz), TypeError, "got torch.float8_e4m3fnuz",
+                 rf"{name}\.float\(\)\.to\(torch\.float8_e4m3fn\)"),
+        )
+    ),
+    *(
+        _one(call, "b", "is int8", viewed(torch.int8), TypeError, "got torch.int8",
+             rf"{taker}.*b\.view\(torch\.float8_e4m3fn\)")
+        for call, taker in (
+            (gemm, f"deep_tile.{SCALED} takes"), (GROUPED, f"deep_tile.{SCALED_GROUPED} takes"), (SCALED, ""),
+        )
+    ),
+    *(
+        _one(call, name, "is e5m2", viewed(torch.float8_e5m2), TypeError, "got torch.float8_e5m2", f"deep_tile.{taker}")
+        for call, taker in ((gemm, SCALED), ("prepare", SCALED), ("fp8_gemm_cast", SCALED), ("fp8_linear", SCALED),
+                            (GROUPED, SCALED_GROUPED), (WGRAD, "fp8_wgrad"))
+        for name in OPERANDS_OF[call]
+    ),
+    _one("gemm", "a", "is FP8", lambda x: x.to(FP8), TypeError, "got torch.float8_e4m3fn", "scaled_gemm takes"),
+    _one("gemm", "a", "is bytes", lambda x: x.to(torch.uint8), TypeError, "got torch.uint8",
+         r"a\.view\(torch\.float8_e4m3fn\) to deep_tile\.scaled_gemm; .* a\.view\(torch\.int8\)"),
+    _one("int8_gemm", "a", "is bytes", viewed(torch.uint8), TypeError, "got torch.uint8", r"a\.view\(torch\.int8\)"),
+    _one("int8_gemm", "a", "is FP8", viewed(FP8), TypeError, "got torch.float8_e4m3fn", "scaled_gemm takes"),
+    BadCall("fp8_linear", "b", "is bytes, without a scale",
+            lambda given: {"b": given["b"].view(torch.uint8), "b_scale": None}, TypeError, "got torch.uint8",
+            r"b\.view\(torch\.float8_e4m3fn\)"),
+    BadCall("fp8_linear", "x", "is a pair of bytes",
+            lambda given: {"x": (given["b"].view(torch.uint8), given["b_scale"])}, TypeError,
+            r"x\[0\] must be .* got torch.uint8", r"x\[0\]\.view\(torch\.float8_e4m3fn\)"),
+    *(
+        BadCall("fp8_linear", "a_scale", f"is of {shape} in a pair",
+                lambda given, shape=shape: {"x": (given["b"][:M], given["b_scale"].new_ones(shape))}, ValueError,
+                re.escape(f"got {shape}"), rf"scaled_gemm takes {taken}.*a_scale\.reshape\(-1, 1\)\.expand")
+        for shape, taken in (((), "one number"), ((M,), "a scale for each row"))
+    ),
+    _one("fp8_linear", "x", "is FP8", lambda x: x.to(FP8), TypeError, "got torch.float8_e4m3fn",
+         r"pair, \(x, x_scale\)"),
+    _one("dequantize", "x", "is bytes", viewed(torch.uint8), TypeError, "uint8", r"x\.view\(torch\.float8_e4m3fn\)"),
+    _one("dequantize", "scale", "is bytes", lambda x: x.to(torch.uint8), TypeError, "uint8",
+         r"scale\.view\(torch\.float8_e8m0fnu\)"),
+    # Scales of tensors and of rows.
+    *(
+        _one(call, f"{name}_scale", f"is {what}", lambda x, shape=shape: x.new_ones(shape), ValueError,
+             re.escape(f"got {shape}"), remedy)
+        for call in (gemm, "prepare", "fp8_gemm_cast", "int8_gemm")
+        for name, what, shape, remedy in (
+            ("a", "one number", (), r"scaled_gemm takes one number.*a_scale\.reshape\(-1, 1\)\.expand\(5, 3\)"),
+            ("a", "one number of two dimensions", (1, 1), "scaled_gemm takes one number"),
+            ("a", "of rows", (M,), r"scaled_gemm takes a scale for each row.*\.expand\(5, 3\)"),
+            ("a", "of rows, as a column", (M, 1), "scaled_gemm takes a scale for each row"),
+            ("b", "one number in one dimension", (1,), r"one number.*b_scale\.reshape\(-1, 1\)\.expand\(2, 3\)"),
+            ("b", "of rows", (N,), "scaled_gemm takes a scale for each row, where the other one is such or one.*r$"),
+            ("b", "of rows, as a row", (1, N), "scaled_gemm takes a scale for each row"),
+        )
+    ),
+    _one("fp8_linear", "b_scale", "is one number", lambda x: x.new_ones(()), ValueError, r"got \(\)", "expand"),
+    _one("int8_gemm", "b_scale", "is of 1x128", lambda x: x.new_ones(N, 3), ValueError, r"got \(130, 3\)",
+         "and 128x128 of b"),
+    _one(SCALED, "b_scale", "is of rows, beside blocks", lambda x: x.new_ones(N), ValueError, r"got \(130,\)",
+         r"b_scale\.reshape\(-1, 1\)\.expand\(130, 3\)"),
+    *(
+        _one(GROUPED, f"{name}_scale", f"is {what}", lambda x, shape=shape: x.new_ones(shape), ValueError,
+             re.escape(f"got {list(shape)}"), remedy)
+        for name, what, shape, remedy in (
+            ("a", "one number", (1,), "scaled_grouped_gemm takes"), ("a", "of rows", (M,), "scaled_grouped_gemm takes"),
+            ("b", "of groups", (2,), "scaled_grouped_gemm takes"),
+            ("b", "of rows", (2, N), "scaled_grouped_gemm takes"),
+            ("b", "of 1x128", (2, N, 3), "per_block_cast_to_fp8 casts each"),
+            ("b", "transposed", (2, 3, 2), r"b_scale\.transpose\(-1, -2\)"),
+        )
+    ),
+    # Pairs, and another order.
+    *(_as_pairs(call, kind) for call in OPERANDS_OF if call != "fp8_linear" for kind in (tuple, list)),
+    BadCall("fp8_linear", "b", "is a pair", lambda given: {"b": (given["b"], given["b_scale"]), "b_scale": None},
+            TypeError, "got tuple", r"one by one, \*b"),
+    *(
+        BadCall(call, second, "comes before the first scale",
+                lambda given, names=(first, second): {f"{names[0]}_scale": given[names[1]],
+                                                      names[1]: given[f"{names[0]}_scale"]},
+                TypeError, f"{first}_scale is torch.float8_e4m3fn and {second} is torch.float32", "in this order")
+        for call in OPERANDS_OF if call not in ("fp8_linear", "int8_gemm")
+        for first, second in [OPERANDS_OF[call]]
+    ),
+    # Transposed operands.
+    _one(gemm, "b", "is [k, n] and dense", lambda x: x.t().contiguous(), ValueError, "k differs",
+         r"b\.t\(\)\.contiguous"),
+    _one(gemm, "a", "is [k, m]", torch.Tensor.t, ValueError, "k differs", r"\[k, m\] is passed as a\.t\(\)"),
+    _one("gemm", "b", "is [k, n]", torch.Tensor.t, ValueError, "k differs", r"b\.t\(\), which copies nothing"),
+    # Bounds of groups.
+    *(
+        _one(call, "offs", f"is {what}", lambda x, ends=ends: x.new_tensor(ends), ValueError,
+             rf"got \[{len(ends)}\]", remedy)
+        for call in (GROUPED, SCALED_GROUPED)
+        for what, ends, remedy in (
+            ("led by a 0", [0, 2, M], r"no 0 before: pass offs\[1:\]"),
+            ("the group of each row", [0, 0, 1, 1, 1], "m_indices .*compat.deep_gemm"),
+            ("too long", [0, 1, 2, 3, 4, 5, 5], "row behind each group's last"),
+        )
+    ),
+    _one(WGRAD, "offs", "is led by a 0", lambda x: x.new_tensor([0, 128, 256]), ValueError, r"got \[3\]",
+         r"offs\[1:\]"),
+    # Options that only equal right ones.
+    *(
+        _one(call, option, f"is {value!r}", value, error, re.escape(f"{option} is {value!r}"), remedy)
+        for call, option, value, error, remedy in (
+            *((call, "alignment", value, ValueError, "pass an int, a power of two")
+              for call in (GROUPED, SCALED_GROUPED) for value in (True, 1.0)),
+            *((call, "batch_invariant", 0, TypeError, FLAG)
+              for call in (GROUPED, SCALED, "gemm", "fp8_linear", "fp8_gemm_cast")),
+            *((SCALED_GROUPED, "fast_accum", value, TypeError, FLAG) for value in (1, 1.0)),
+            *((call, "accumulate", 0, TypeError, FLAG) for call in (SCALED, "gemm", "int8_gemm")),
+            *((WGRAD, "accumulate", value, TypeError, FLAG) for value in (1, 1.0)),
+            *((call, "alignment", value, ValueError, "pass an int, a power of two")
+              for call, value in ((WGRAD, 128.0), ("transposed_cast_to_fp8", 128.0), ("sort_by_expert", True))),
+            *((call, "amax_floor", True, TypeError, NUMBER)
+              for call in ("fp8_linear", "fp8_gemm_cast", "transposed_cast_to_fp8")),
+        )
+    ),
+    # Layers and their models.
+    _one("Linear", "in_features", "is a string", "100", TypeError, "is '100', of type str", "pass an int"),
+    _one("Linear", "out_features", "is a float", 2.0, TypeError, "is 2.0, of type float", "pass an int"),
+    _one("Linear", "out_features", "is negative", -1, ValueError, "out_features is -1", "pass how many"),
+    _one("replace_linears", "wanted", "is a name", "lm_head", TypeError, "is 'lm_head'", "lambda name, layer"),
+    *(_one(call, "model", "is a name", "bert", TypeError, "is 'bert', a str", r"pass a torch\.nn\.Module")
+      for call in ("replace_linears", "precompile_model")),
+    _one("precompile", "kind", "is float32", torch.float32, ValueError, "is torch.float32", "are torch.float8_e4m3fn"),
+    # Choices of experts.
+    *_kinds("sort_by_expert", "chosen", {what: kind for what, kind in KINDS.items() if what != "uninitialised"}),
+    _one("sort_by_expert", "experts", "is True", True, TypeError, "is True, of type bool", "how many"),
+    _one("sort_by_expert", "experts", "is a float", 4.0, TypeError, "is 4.0, of type float", "how many"),
+]
+# fmt: on
+
+BAD_CALLS: list[BadCall] = [*ODD_TENSORS, *WRONG_TENSORS, *WRONG_OPTIONS, *WRONG_CASTS, *WRONG_ROWS, *OF_OTHERS]

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from conftest import missing_hopper
@@ -39,7 +39,8 @@ BOUNDED_WAITS = "DEEP_TILE_BOUNDED_WAITS"
 _MARGIN = 256
 """Bytes around each input, at least."""
 
-_NAN_BYTE = 0xFF
+NAN_BYTE = 0xFF
+"""Repeated, a NaN of every floating-point format."""
 
 _FINDINGS = 40
 """Written out of each run; all are counted."""
@@ -68,7 +69,15 @@ def parser(description: str, seconds: float) -> argparse.ArgumentParser:
         default="cuda",
         help="cpu: the run itself, on the reference (default: cuda)",
     )
+    result.add_argument("--until", type=float, help="Unix time at which the run ends, whatever --seconds says")
+    result.add_argument("--workers", type=int, help="threads that compile (default: one for each core)")
+    result.add_argument("--memory-share", type=float, help="the most of the GPU's that torch takes (default: 1)")
     return result
+
+
+def add_rounds(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--first-round", type=int, default=0)
+    options.add_argument("--rounds", type=int, default=sys.maxsize, help="at most")
 
 
 def begin(arguments: argparse.Namespace) -> str | None:
@@ -78,7 +87,17 @@ def begin(arguments: argparse.Namespace) -> str | None:
         os.environ[BOUNDED_WAITS] = "1"
     if arguments.seed is None:
         arguments.seed = random.SystemRandom().randrange(2**31)
-    return missing_hopper() if on_gpu(arguments.device) else None
+    if not on_gpu(arguments.device):
+        return None
+    reason = missing_hopper()
+    if reason is None and arguments.memory_share is not None:
+        torch.cuda.set_per_process_memory_fraction(arguments.memory_share)
+    return reason
+
+
+def seconds_left(arguments: argparse.Namespace) -> float:
+    """Of a run whose kernels are ready."""
+    return min(arguments.seconds, (arguments.until or float("inf")) - time.time())
 
 
 def on_gpu(device: str) -> bool:
@@ -116,25 +135,53 @@ class OperandPool:
         return Operands(part(a, m, k), part(a_scale, m, groups), part(b, n, k), part(b_scale, n_blocks, groups))
 
 
-def lay_out(values: Sequence[torch.Tensor], places: Sequence[Place]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Copies at their places in one buffer of bytes that are NaN in every format: that buffer, and the copies."""
+class Room(NamedTuple):
+    """What a tensor needs of a buffer."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: Place
+
+    @property
+    def extent(self) -> int:
+        """Elements from the first to the last."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.place.strides, strict=True))
+
+
+def reserve(
+    rooms: Sequence[Room], device: torch.device | str, *, fill: int = NAN_BYTE, margin: int = _MARGIN
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One buffer of bytes that are all `fill`, and tensors at their places in it, `margin` bytes or more apart."""
     begins, end = [], 0
-    for x, place in zip(values, places, strict=True):
-        begin = round_up(end + _MARGIN, _MARGIN) // x.element_size() + place.offset
-        steps = sum((size - 1) * stride for size, stride in zip(x.shape, place.strides, strict=True) if size)
+    for room in rooms:
+        begin = round_up(end + margin, _MARGIN) // room.dtype.itemsize + room.place.offset
         begins.append(begin)
-        end = (begin + 1 + steps) * x.element_size()
-    buffer = torch.full((round_up(end + _MARGIN, _MARGIN),), _NAN_BYTE, dtype=torch.uint8, device=values[0].device)
-    placed = [
-        _written(buffer.view(x.dtype).as_strided(x.shape, place.strides, begin), x)
-        for x, place, begin in zip(values, places, begins, strict=True)
+        end = (begin + room.extent) * room.dtype.itemsize
+    buffer = torch.full((round_up(end + margin, _MARGIN),), fill, dtype=torch.uint8, device=device)
+    return buffer, [
+        buffer.view(room.dtype).as_strided(room.shape, room.place.strides, begin)
+        for room, begin in zip(rooms, begins, strict=True)
     ]
-    return buffer, placed
 
 
-def _written(view: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Along a stride of 0, all elements are the first one's."""
+def lay_out(
+    values: Sequence[torch.Tensor], places: Sequence[Place], *, fill: int = NAN_BYTE
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Copies at their places in one buffer of bytes that are all `fill`, by default NaN in every format: that buffer,
+    and the copies."""
+    rooms = [Room(tuple(x.shape), x.dtype, place) for x, place in zip(values, places, strict=True)]
+    buffer, views = reserve(rooms, values[0].device, fill=fill)
+    return buffer, [_written(view, x, room) for view, x, room in zip(views, values, rooms, strict=True)]
+
+
+def _written(view: torch.Tensor, values: torch.Tensor, room: Room) -> torch.Tensor:
+    """Along a stride of 0, all elements are the first one's; windows that overlap have the first values."""
     target = view
+    if 0 not in room.place.strides and room.extent < view.numel():
+        view.as_strided((room.extent,), (1,)).copy_(values.flatten()[: room.extent])
+        return view
     for dim, stride in enumerate(view.stride()):
         if stride == 0 and view.shape[dim] > 1:
             target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
@@ -143,7 +190,8 @@ def _written(view: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def load_kernels(configs: Iterable[GemmConfig], device: str, workers: int | None = None) -> dict[str, str]:
-    """Compile and load, on all cores; on the CPU, nothing. Names of those that cannot be, and why."""
+    """Compile and load, by as many threads, in an order of chance, so that processes which load the same ones wait for
+    each other rarely; on the CPU, nothing. Names of those that cannot be, and why."""
     if not on_gpu(device):
         return {}
     index, failures = torch.cuda.current_device(), {}
@@ -155,7 +203,8 @@ def load_kernels(configs: Iterable[GemmConfig], device: str, workers: int | None
             failures[config.name] = str(error)
 
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        list(pool.map(load, configs))
+        configs = list(configs)
+        list(pool.map(load, random.sample(configs, len(configs))))
     return failures
 
 
@@ -234,36 +283,84 @@ def disarm_backstop() -> None:
 # Rounds.
 
 
+class Ledger:
+    """Checks whose results are read now and then, so that calls follow each other closely.
+
+    Attributes:
+        watch: of the calls.
+        under_way: that the GPU may be behind: fewer kernels than a stream holds before a launch waits.
+        unsettled: checks that are read at once.
+        name: of what was drawn, in a finding.
+        examine: what more a finding says of it.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        report: "Report",
+        *,
+        under_way: int,
+        unsettled: int,
+        name: str = "draw",
+        examine: Callable[[Any], dict[str, Any]] | None = None,
+    ):
+        self.watch, self._report = watch, report
+        self._under_way, self._most, self._name, self._examine = under_way, unsettled, name, examine
+        self._pending: list[tuple[int, Any, dict[str, torch.Tensor]]] = []
+
+    def add(self, number: int, drawn: Any, faults: dict[str, torch.Tensor]) -> None:
+        """A call of a round, which is enqueued, and how much is wrong about it, by kind, on the device."""
+        self.note(number, drawn, faults)
+        self.watch.add(f"round {number}:", drawn)
+        self.watch.drain(self._under_way)
+
+    def note(self, number: int, drawn: Any, faults: dict[str, torch.Tensor]) -> None:
+        """The same of what nobody waits for."""
+        self._pending.append((number, drawn, faults))
+
+    def end_round(self) -> None:
+        if len(self._pending) >= self._most:
+            self.settle()
+
+    def settle(self) -> None:
+        """Read what the checks have found."""
+        self.watch.drain()
+        counts = [count for _, _, faults in self._pending for count in faults.values()]
+        found = iter(torch.stack(counts).tolist() if counts else ())
+        pending, self._pending = self._pending, []
+        for number, drawn, faults in pending:
+            wrong = {kind: count for kind, count in zip(faults, found, strict=False) if count}
+            if wrong:
+                more = {} if self._examine is None else {"again": self._examine(drawn)}
+                self._report.find("wrong", round=number, elements=wrong, **{self._name: str(drawn)}, **more)
+
+
 class Rounds(Protocol):
     """What is drawn and checked round after round."""
 
     def load(self) -> None:
         """Compile, load and make what all rounds need."""
 
+    ledger: Ledger
+
     def run_round(self, number: int) -> None: ...
-
-    def settle(self) -> None:
-        """Read what the checks have found."""
-
-    def suspects(self) -> list[str]:
-        """What is under way."""
 
 
 def run_rounds(rounds: Rounds, arguments: argparse.Namespace, report: "Report") -> None:
     """In a stream of their own, until time or their number is over."""
     rounds.load()
-    end, number = time.monotonic() + arguments.seconds, arguments.first_round
+    end, number = time.monotonic() + seconds_left(arguments), arguments.first_round
     try:
         with torch.cuda.stream(torch.cuda.Stream()) if on_gpu(arguments.device) else contextlib.nullcontext():
             while number < arguments.first_round + arguments.rounds and time.monotonic() < end:
                 arm_backstop()
                 rounds.run_round(number)
                 number += 1
-            rounds.settle()
+            rounds.ledger.settle()
     except Hang as hang:
         report.find("hang", round=number, draw=str(hang), seconds=HANG_SECONDS)
     except RuntimeError as error:  # the context is lost, and with it what was not read yet
-        report.find("failure", round=number, error=str(error), suspects=rounds.suspects())
+        report.find("failure", round=number, error=str(error), suspects=rounds.ledger.watch.suspects())
     finally:
         disarm_backstop()
     report.fields |= {"first_round": arguments.first_round, "rounds": number - arguments.first_round}
@@ -297,6 +394,12 @@ class Report:
         if len(self.findings) < _FINDINGS:
             self.findings.append({"kind": kind, **details})
             print(f"FOUND {kind}: {details}", file=sys.stderr, flush=True)
+
+    def adopt(self, found: dict[str, int], findings: list[dict[str, Any]]) -> None:
+        """Add what another run has found."""
+        self.findings += findings
+        for kind, count in found.items():
+            self.found[kind] = self.found.get(kind, 0) + count
 
     def end(self, **counts: Any) -> int:
         """Write the report; the exit status that it calls for."""

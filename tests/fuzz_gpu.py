@@ -25,9 +25,11 @@ from campaign import (
     HANG_SECONDS,
     UNUSABLE,
     Hang,
+    Ledger,
     OperandPool,
     Report,
     Watch,
+    add_rounds,
     arm_backstop,
     begin,
     disarm_backstop,
@@ -36,6 +38,7 @@ from campaign import (
     load_kernels,
     on_gpu,
     parser,
+    seconds_left,
     sms_of,
 )
 from expected import Expected, expected_product
@@ -66,11 +69,8 @@ USES = 6
 
 LARGE_SHARE, SPECIAL_SHARE, ANY_BYTES_SHARE = 0.02, 0.15, 0.25
 
-_UNSETTLED = 256
-"""Calls whose results are read at once."""
-
-_UNDER_WAY = 12
-"""Calls that the GPU may be behind: fewer kernels than a stream holds before a launch waits."""
+_COUNTS = {"under_way": 12, "unsettled": 256}
+"""As `Ledger` has them."""
 
 
 # Inputs.
@@ -208,7 +208,7 @@ class Fuzzer:
 
     def __init__(self, arguments: argparse.Namespace, report: Report):
         device = arguments.device
-        self._seed, self._device, self._serial = arguments.seed, device, arguments.serial
+        self._seed, self._device = arguments.seed, device
         self._report = report
         self._num_sms = sms_of(device)
         self._limits = arguments.limits
@@ -217,8 +217,9 @@ class Fuzzer:
             for config in draw_configs(Random(f"{self._seed}:configs"), arguments.configs)
             if config.cluster <= self._num_sms
         ]
-        self._watch = Watch(device)
-        self._pending: list[tuple[int, Call, dict[str, torch.Tensor]]] = []
+        self._workers = arguments.workers
+        counts = {"under_way": 0, "unsettled": 1} if arguments.serial else _COUNTS
+        self.ledger = Ledger(Watch(device), report, name="call", **counts)
         self.calls = self.products = 0
         self.configs: set[str] = set()
         self.families: Counter[str] = Counter()
@@ -226,7 +227,7 @@ class Fuzzer:
     def load(self) -> None:
         """Compile and load every config; those that cannot be are findings."""
         begun = time.perf_counter()
-        failures = load_kernels(self._configs, self._device)
+        failures = load_kernels(self._configs, self._device, self._workers)
         for name, text in failures.items():
             self._report.find("not compiled", config=name, error=text[-600:])
         self._configs = [config for config in self._configs if config.name not in failures]
@@ -255,9 +256,8 @@ class Fuzzer:
         for config in (first, None, *islice(self._suited(problem, number), USES - 2)):
             call = Call(problem, draw_use(random, problem, config, self._num_sms))
             self._check(number, sample, call)
-        self._pending.append((number, call, {"inputs": check_inputs(sample)}))
-        if self._serial or len(self._pending) >= _UNSETTLED:
-            self.settle()
+        self.ledger.note(number, call, {"inputs": check_inputs(sample)})
+        self.ledger.end_round()
 
     def _suited(self, problem: Problem, number: int) -> Iterator[GemmConfig]:
         """Other configs, each round from another one on."""
@@ -271,35 +271,19 @@ class Fuzzer:
         except (TypeError, ValueError) as error:
             self._report.find("refused", round=number, call=str(call), error=str(error))
             return
-        self._pending.append((number, call, faults))
-        self._watch.add(f"round {number}:", call)
-        self._watch.drain(0 if self._serial else _UNDER_WAY)
+        self.ledger.add(number, call, faults)
         self.calls += 1
         self.products += 2 if sample.clean is None else 3
         if call.use.config is not None:
             self.configs.add(call.use.config.name)
             self.families[family(call.use.config)] += 1
 
-    def settle(self) -> None:
-        """Read what the checks have found."""
-        self._watch.drain()
-        counts = [count for _, _, faults in self._pending for count in faults.values()]
-        found = iter(torch.stack(counts).tolist() if counts else ())
-        for number, call, faults in self._pending:
-            wrong = {kind: count for kind, count in zip(faults, found, strict=False) if count}
-            if wrong:
-                self._report.find("wrong", round=number, elements=wrong, call=str(call))
-        self._pending.clear()
-
-    def suspects(self) -> list[str]:
-        return self._watch.suspects()
-
 
 def run(arguments: argparse.Namespace, report: Report) -> Fuzzer:
     """All rounds, until time or their number is over."""
     fuzzer = Fuzzer(arguments, report)
     fuzzer.load()
-    end, said = time.monotonic() + arguments.seconds, time.monotonic()
+    end, said = time.monotonic() + seconds_left(arguments), time.monotonic()
     number = arguments.first_round
     try:
         while number < arguments.first_round + arguments.rounds and time.monotonic() < end:
@@ -309,11 +293,11 @@ def run(arguments: argparse.Namespace, report: Report) -> Fuzzer:
             if time.monotonic() - said > 30:
                 said = time.monotonic()
                 print(f"round {number}: {fuzzer.products} products, found {report.found}", file=sys.stderr, flush=True)
-        fuzzer.settle()
+        fuzzer.ledger.settle()
     except Hang as hang:
         report.find("hang", round=number, call=str(hang), seconds=HANG_SECONDS)
     except RuntimeError as error:  # the context is lost, and with it what was not read yet
-        report.find("failure", round=number, error=str(error), suspects=fuzzer.suspects())
+        report.find("failure", round=number, error=str(error), suspects=fuzzer.ledger.watch.suspects())
     finally:
         disarm_backstop()
     report.fields |= {"first_round": arguments.first_round, "rounds": number - arguments.first_round}
@@ -323,8 +307,7 @@ def run(arguments: argparse.Namespace, report: Report) -> Fuzzer:
 def main(arguments: list[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0], seconds=60)
     options.add_argument("--configs", type=int, default=640, help="how many, default ones included")
-    options.add_argument("--first-round", type=int, default=0)
-    options.add_argument("--rounds", type=int, default=sys.maxsize, help="at most")
+    add_rounds(options)
     options.add_argument("--serial", action="store_true", help="await each call")
     options.set_defaults(limits=USUAL)
     chosen = options.parse_args(arguments)

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from campaign import (
     UNUSABLE,
+    Ledger,
     Report,
     Watch,
+    add_rounds,
     begin,
     leave,
     load_kernels,
@@ -34,6 +36,7 @@ from deep_tile.config import ceil_div, round_up
 from deep_tile.kinds import KINDS
 from deep_tile.reference import group_rows
 from deep_tile.select.groups import grouped_configs
+from deep_tile.tensors import SCALE_DTYPES
 from deep_tile.tools.products import multiply_groups
 
 GROUPS = (1, 2, 3, 8, 16, 31, 32, 33, 64, 130, 400)
@@ -60,6 +63,8 @@ class Draw(NamedTuple):
     k: int
     out_stride: int
     m_major: bool
+    scale_step: int
+    scale_dtype: str
     expected_rows: int | None
     config: str | None
     num_sms: int | None
@@ -69,6 +74,11 @@ class Draw(NamedTuple):
     def total(self) -> int:
         """Rows of `a` and `out`."""
         return self.rows if self.layout == "offs" else self.rows * self.groups
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether scales are made float32 on the way."""
+        return self.scale_dtype != "float32"
 
 
 DRAWN_KINDS = (("fp8", "nt"), ("bf16", "nt"), ("bf16", "nn"), ("fp8_rows", "nt"), ("int8_rows", "nt"))
@@ -104,11 +114,20 @@ def draw(random: Random, number: int, num_sms: int) -> Draw:
     config = configs[number % len(configs)].name if random.random() < 0.7 else None
     return Draw(
         *(kind, operands, layout, groups, rows, bounds, alignment, n, max(k, 1), out_stride, random.random() < 0.5),
+        scale_step=random.choice((1, 1, 1, 2, 3)),
+        scale_dtype=draw_scale_dtype(random, kind),
         expected_rows=random.choice((None, 1, 20, 64, 130, 300, 5000)),
         config=config,
         num_sms=random.choice((None, None, 1, 2, 7, random.randint(1, num_sms))),
         seed=random.randrange(2**31),
     )
+
+
+def draw_scale_dtype(random: Random, kind: str) -> str:
+    """float32 mostly, or another that calls take; of a product without scales always."""
+    if KINDS[kind].scaling == "none" or random.random() < 0.75:
+        return "float32"
+    return random.choice([str(dtype).removeprefix("torch.") for dtype in SCALE_DTYPES if dtype != torch.float32])
 
 
 def draw_sizes(random: Random, groups: int) -> list[int]:
@@ -161,30 +180,47 @@ class Pool:
 
 
 class Product(NamedTuple):
-    """Operands of a draw, all rows below each other; scales of rows are of one block, and without any they are 1."""
+    """Operands of a draw, all rows below each other; scales of rows are of one block, and without any they are 1.
+
+    Attributes:
+        given_scales: those of a and b as the call takes them, of the same values.
+    """
 
     a: torch.Tensor
     a_scale: torch.Tensor
     b: torch.Tensor
     b_scale: torch.Tensor
     bounds: torch.Tensor | None
+    given_scales: tuple[torch.Tensor, torch.Tensor]
 
 
 def make(pool: Pool, drawn: Draw, device: str) -> Product:
     random, kind = Random(drawn.seed), KINDS[drawn.kind]
     blocks, b_rows = (ceil_div(drawn.k, 128), ceil_div(drawn.n, 128)) if kind.block_scales else (1, drawn.n)
     a = pool.codes(random, drawn.kind, drawn.total, drawn.k)
-    a_scale = (
-        pool.scales(random, blocks, drawn.total).t() if drawn.m_major else pool.scales(random, drawn.total, blocks)
-    )
+    a_scale = _scale_of_rows(pool, random, drawn, blocks)
     stored = (drawn.n, drawn.k) if drawn.operands == "nt" else (drawn.k, drawn.n)
     b = pool.codes(random, drawn.kind, drawn.groups, *stored)
     b = b if drawn.operands == "nt" else b.transpose(1, 2)
-    b_scale = pool.scales(random, drawn.groups, b_rows, blocks)
+    b_scale = pool.scales(random, drawn.groups, b_rows, blocks * drawn.scale_step)[..., :: drawn.scale_step]
     if kind.scaling == "none":
         a_scale, b_scale = torch.ones_like(a_scale), torch.ones_like(b_scale)
     bounds = None if drawn.bounds is None else torch.tensor(drawn.bounds, dtype=torch.int32, device=device)
-    return Product(a, a_scale, b, b_scale, bounds)
+    given = tuple(narrowed(scale, drawn.scale_dtype) for scale in (a_scale, b_scale))
+    return Product(a, given[0].float(), b, given[1].float(), bounds, given)
+
+
+def _scale_of_rows(pool: Pool, random: Random, drawn: Draw, blocks: int) -> torch.Tensor:
+    if drawn.m_major:
+        return pool.scales(random, blocks, drawn.total * drawn.scale_step).t()[:: drawn.scale_step]
+    return pool.scales(random, drawn.total, blocks * drawn.scale_step)[:, :: drawn.scale_step]
+
+
+def narrowed(scale: torch.Tensor, dtype: str) -> torch.Tensor:
+    """A scale in another dtype, at the same strides."""
+    if dtype == "float32":
+        return scale
+    return torch.empty_like(scale, dtype=getattr(torch, dtype)).copy_(scale)
 
 
 def guarded(drawn: Draw, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,11 +233,12 @@ def guarded(drawn: Draw, device: str) -> tuple[torch.Tensor, torch.Tensor]:
 def multiply(product: Product, drawn: Draw, out: torch.Tensor) -> None:
     options: dict[str, Any] = {"expected_rows": drawn.expected_rows, "num_sms": drawn.num_sms}
     options["config"] = None if drawn.config is None else CONFIGS[drawn.config]
-    a, a_scale, into, bounds = product.a, product.a_scale, out, {"offs": product.bounds, "alignment": drawn.alignment}
+    a, into, bounds = product.a, out, {"offs": product.bounds, "alignment": drawn.alignment}
+    a_scale, b_scale = product.given_scales
     if drawn.layout == "counts":
         a, a_scale, into = (x.unflatten(0, (drawn.groups, drawn.rows)) for x in (a, a_scale, out))
         bounds = {"counts": product.bounds}
-    operands = (a, a_scale, product.b, product.b_scale)
+    operands = (a, a_scale, product.b, b_scale)
     operands = operands[::2] if KINDS[drawn.kind].scaling == "none" else operands
     multiply_groups(KINDS[drawn.kind], operands, out=into, **bounds, **options)
 
@@ -254,15 +291,11 @@ def _batches(ranges: list[tuple[int, int, int]]) -> list[list[tuple[int, int, in
 def _wrong_of(
     product: Product, groups: list[tuple[int, int, int]], out: torch.Tensor, accumulation: float
 ) -> torch.Tensor:
-    most = max(last - first for _, first, last in groups)
     device = out.device
-    index = torch.full((len(groups), most), -1, dtype=torch.int64)
-    for at, (_, first, last) in enumerate(groups):
-        index[at, : last - first] = torch.arange(first, last)
-    index = index.to(device)
-    present, rows = index >= 0, index.clamp(min=0)
+    chosen, first, last = torch.tensor(groups, device=device).t()
+    rows = first[:, None] + torch.arange(max(last - first for _, first, last in groups), device=device)
+    present, rows = rows < last[:, None], torch.minimum(rows, last[:, None] - 1)
     k, n = product.a.shape[1], out.shape[1]
-    chosen = torch.tensor([group for group, _, _ in groups], device=device)
     columns, blocks = torch.arange(n, device=device), torch.arange(k, device=device) // 128
     columns = columns if product.b_scale.shape[1] == n else columns // 128
     blocks = blocks if product.b_scale.shape[2] > 1 else torch.zeros_like(blocks)
@@ -276,14 +309,14 @@ def _wrong_of(
 class Fuzzer:
     def __init__(self, arguments: argparse.Namespace, report: Report):
         self._seed, self._device, self._report = arguments.seed, arguments.device, report
-        self._num_sms = sms_of(self._device)
-        self._watch, self._noise = Watch(self._device), noise(self._device)
-        self._pending: list[tuple[int, Draw, dict[str, torch.Tensor]]] = []
-        self.products = 0
+        self._workers, self._num_sms = arguments.workers, sms_of(self._device)
+        self._noise = noise(self._device)
+        self.ledger = Ledger(Watch(self._device), report, under_way=_UNDER_WAY, unsettled=_UNSETTLED)
+        self.products = self.narrow = 0
         self.configs: set[str] = set()
 
     def load(self) -> None:
-        for name, text in load_kernels(CONFIGS.values(), self._device).items():
+        for name, text in load_kernels(CONFIGS.values(), self._device, self._workers).items():
             self._report.find("not compiled", config=name, error=text[-600:])
         self._pool = Pool(self._device, self._seed % 2**31)
 
@@ -297,33 +330,17 @@ class Fuzzer:
         multiply(product, drawn, again)
         faults = check(product, drawn, buffer, out)
         faults["repeated"] = (buffer.view(torch.int16) != again_buffer.view(torch.int16)).sum()
-        self._pending.append((number, drawn, faults))
-        self._watch.add(f"round {number}:", drawn)
-        self._watch.drain(_UNDER_WAY)
+        self.ledger.add(number, drawn, faults)
         self.products += 2
+        self.narrow += 2 * drawn.is_widened
         if drawn.config:
             self.configs.add(drawn.config)
-        if len(self._pending) >= _UNSETTLED:
-            self.settle()
-
-    def settle(self) -> None:
-        self._watch.drain()
-        counts = [count for _, _, faults in self._pending for count in faults.values()]
-        found = iter(torch.stack(counts).tolist() if counts else ())
-        for number, drawn, faults in self._pending:
-            wrong = {kind: count for kind, count in zip(faults, found, strict=False) if count}
-            if wrong:
-                self._report.find("wrong", round=number, elements=wrong, draw=str(drawn))
-        self._pending.clear()
-
-    def suspects(self) -> list[str]:
-        return self._watch.suspects()
+        self.ledger.end_round()
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0], seconds=60)
-    options.add_argument("--first-round", type=int, default=0)
-    options.add_argument("--rounds", type=int, default=sys.maxsize, help="at most")
+    add_rounds(options)
     chosen = options.parse_args(arguments)
     reason = begin(chosen)
     if reason:
@@ -332,7 +349,8 @@ def main(arguments: list[str] | None = None) -> int:
     report = Report("fuzz of groups", chosen)
     fuzzer = Fuzzer(chosen, report)
     run_rounds(fuzzer, chosen, report)
-    return leave(report.end(products=fuzzer.products, configs=len(fuzzer.configs)))
+    counts = {"products": fuzzer.products, "calls_that_copy": fuzzer.narrow, "configs": len(fuzzer.configs)}
+    return leave(report.end(**counts))
 
 
 if __name__ == "__main__":

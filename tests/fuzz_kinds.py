@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from itertools import cycle, product
+from itertools import count, cycle, product
 from math import log2
 from random import Random
 from typing import Any, NamedTuple
@@ -24,8 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from campaign import (
     UNUSABLE,
+    Ledger,
     Report,
     Watch,
+    add_rounds,
     begin,
     lay_out,
     leave,
@@ -36,7 +38,7 @@ from campaign import (
     run_rounds,
     sms_of,
 )
-from fuzz_groups import draw_sizes
+from fuzz_groups import draw_scale_dtype, draw_sizes
 from helpers import (
     ACCUMULATION,
     INT8_SIZE,
@@ -65,7 +67,6 @@ from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import MAX_RELATIVE_ERROR, group_rows
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import grouped_configs
-from deep_tile.tensors import as_float32
 
 GRADIENTS = "groups of gradients"
 """What `fp8_grouped_wgrad` makes, beside the kinds of `FAMILIES`."""
@@ -149,7 +150,7 @@ class Draw(NamedTuple):
         call: name of the function.
         config: what is made, and how, unless that is the selector's choice: then `use` has none.
         scale_forms: names of SCALE_FORMS, of a and b.
-        exponents: whether scales are float8_e8m0fnu.
+        scale_dtype: of scales, a name of torch.
         bias: where it lies, as [n, 1].
         seed: of the values.
     """
@@ -159,7 +160,7 @@ class Draw(NamedTuple):
     problem: Problem
     use: Use
     scale_forms: tuple[str, str]
-    exponents: bool
+    scale_dtype: str
     bias: Place
     tokens: Tokens | None
     seed: int
@@ -167,7 +168,7 @@ class Draw(NamedTuple):
     def __str__(self) -> str:
         (m, n, k, places, _), use = self.problem, self.use._replace(config=None)
         chosen = "chosen: " if self.use.config is None else ""
-        forms = f"{self.scale_forms} exponents={self.exponents} bias={tuple(self.bias)}"
+        forms = f"{self.scale_forms} scales={self.scale_dtype} bias={tuple(self.bias)}"
         return f"{self.call} {m}x{n}x{k} {chosen}{self.config.name} {use} {places} {forms} {self.tokens} {self.seed}"
 
     @property
@@ -205,15 +206,15 @@ class Draw(NamedTuple):
 
 def draw_kernels(random: Random, each: int, num_sms: int) -> list[GemmConfig]:
     """`each` of every family of kinds and of groups of gradients, in an order of chance; every finish in turn, and
-    every kind of a family."""
+    every kind and layout of a family."""
     finishes = cycle(random.sample(FINISHES, len(FINISHES)))
     kernels: list[GemmConfig] = []
     for family in (*FAMILIES, GRADIENTS):
         found: dict[GemmConfig, None] = {}
         own = [kind.name for kind in KINDS.values() if kind.family == family] or [GRADIENTS]
-        kinds = cycle(random.sample(own, len(own)))
+        kinds, turns = cycle(random.sample(own, len(own))), count(random.randrange(16))
         while len(found) < each:
-            made = _draw_made(random, next(kinds), finishes)
+            made = _draw_made(random, next(kinds), next(turns), finishes)
             choices = selectable(draw_config(random, **made))
             for _ in range(_VARIANT // 2):
                 drawn = draw_for(random, random.choice(choices), num_sms, USUAL)
@@ -237,16 +238,16 @@ def may_be_refused(config: GemmConfig, text: str) -> bool:
     return text.startswith(f"{config.name} may hang") and config not in selectable(config)
 
 
-def _draw_made(random: Random, kind: str, finishes: Iterator[tuple[str, str]]) -> dict[str, Any]:
-    """What kernels of a variant make: fields of a config."""
+def _draw_made(random: Random, kind: str, turn: int, finishes: Iterator[tuple[str, str]]) -> dict[str, Any]:
+    """What kernels of a variant make: fields of a config. Every fourth adds to what `out` holds."""
     stored = {"tma_store": random.random() < 0.6}
     if kind == GRADIENTS:
         made = {"kind": "fp8_1x128", "output": "fp32", "grouping": "k_offs", "accumulate": random.random() < 0.6}
         return made | stored
     made = stored | {"kind": kind}
     if KINDS[kind].a.bytes == 2:
-        made["layout"] = random.choice(list(LAYOUTS))
-    if random.random() < 0.25:
+        made["layout"] = list(LAYOUTS)[(turn + turn // 4) % 4]
+    if turn % 4 == 0:
         return made | {"output": random.choice(KINDS[kind].outputs), "accumulate": True}
     output = random.choice((KINDS[kind].output, *KINDS[kind].outputs))
     bias, activation = ("none", "none") if output == RAW else next(finishes)
@@ -281,7 +282,7 @@ def draw_for(random: Random, config: GemmConfig, num_sms: int, limits: Limits) -
     forms = random.choices(list(SCALE_FORMS), (2, 2, 1, 1, 1), k=2) if config.row_scales else ("column", "column")
     return Draw(
         *(call, config, problem, use, tuple(forms)),
-        exponents=random.random() < 0.1 and config.product.scaling != "none",
+        scale_dtype=draw_scale_dtype(random, config.kind),
         bias=Place((random.choice((1, 1, 2, 3, 0)), 1), random.choice((0, random.randint(0, 9)))),
         tokens=tokens,
         seed=random.randrange(2**31),
@@ -388,7 +389,7 @@ def make(values: Values, drawn: Draw, device: str) -> Sample:
     placed = dict(zip(inputs, placed, strict=True))
     given = _as_given(placed, drawn)
     bias = placed["bias"][:, 0] if "bias" in placed else None
-    made = _expected(tuple(map(as_float32, given)), bias, drawn)
+    made = _expected(as_read(given), bias, drawn)
     before = None
     if config.accumulate:
         before = values.cut(random, torch.float32, *made.exact.value.flatten(0, -2).shape).view_as(made.exact.value)
@@ -409,7 +410,7 @@ def _shrinking(k: int) -> float:
 
 
 def _draw_values(values: Values, random: Random, drawn: Draw) -> dict[str, torch.Tensor]:
-    """Operands and scales, by their names in `Places`; scales of exponents as bytes."""
+    """Operands and scales, by their names in `Places`; scales of one byte as such."""
     (m, n, k, *_), kind = drawn.problem, drawn.config.product
     factor = _shrinking(k) if drawn.config.is_finished else 1.0
     a, b = values.cut(random, _dtype(kind.a), m, k), values.cut(random, _dtype(kind.b), n, k, half=1)
@@ -426,21 +427,26 @@ def _draw_values(values: Values, random: Random, drawn: Draw) -> dict[str, torch
     if drawn.tokens is not None:
         inputs = Operands(a.clone(), a_scale, b.clone(), b_scale)
         blank_tokens(inputs, drawn.tokens.ranges)
-    if drawn.exponents:
-        narrow = (x.to(torch.float8_e8m0fnu).view(torch.uint8) for x in inputs[1::2])
-        inputs = inputs._replace(a_scale=next(narrow), b_scale=next(narrow))
-    return inputs._asdict()
+    dtype = getattr(torch, drawn.scale_dtype)
+    narrow = (x.to(dtype).view(torch.uint8 if dtype.itemsize == 1 else dtype) for x in inputs[1::2])
+    return inputs._replace(a_scale=next(narrow), b_scale=next(narrow))._asdict()
 
 
 def _as_given(placed: dict[str, torch.Tensor], drawn: Draw) -> tuple[torch.Tensor, ...]:
     """Operands as the call takes them."""
     if drawn.config.product.scaling == "none":
         return placed["a"], placed["b"]
-    scales = (placed["a_scale"], placed["b_scale"])
-    if drawn.exponents:
-        scales = (scale.view(torch.float8_e8m0fnu) for scale in scales)
+    scales = (placed[name].view(getattr(torch, drawn.scale_dtype)) for name in ("a_scale", "b_scale"))
     a_scale, b_scale = (SCALE_FORMS[form](scale) for form, scale in zip(drawn.scale_forms, scales, strict=True))
     return placed["a"], a_scale, placed["b"], b_scale
+
+
+def as_read(operands: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Operands with their scales in float32."""
+    if len(operands) == 2:
+        return operands
+    a, a_scale, b, b_scale = operands
+    return a, a_scale.float(), b, b_scale.float()
 
 
 def _expected(operands: tuple[torch.Tensor, ...], bias: torch.Tensor | None, drawn: Draw) -> Product:
@@ -544,9 +550,10 @@ class Fuzzer:
         self._limits, self._num_sms = arguments.limits, sms_of(arguments.device)
         kernels = draw_kernels(Random(f"{self._seed}:kernels"), arguments.configs, self._num_sms)
         self._kernels = {config.name: config for config in kernels}
-        self._watch, self._noise = Watch(self._device), noise(self._device)
-        self._pending: list[tuple[int, Draw, dict[str, torch.Tensor]]] = []
-        self.products = 0
+        self._workers, self._noise = arguments.workers, noise(self._device)
+        counts = {"under_way": _UNDER_WAY, "unsettled": _UNSETTLED}
+        self.ledger = Ledger(Watch(self._device), report, **counts, examine=self._examine)
+        self.products = self.narrow = 0
         self.configs: set[str] = set()
         self.calls: Counter[str] = Counter()
 
@@ -555,7 +562,7 @@ class Fuzzer:
         is to be."""
         begun = time.perf_counter()
         refused = []
-        for name, text in load_kernels(self._kernels.values(), self._device).items():
+        for name, text in load_kernels(self._kernels.values(), self._device, self._workers).items():
             if may_be_refused(self._kernels.pop(name), text):
                 refused.append(name)
             else:
@@ -576,36 +583,21 @@ class Fuzzer:
         except (TypeError, ValueError) as error:
             self._report.find("refused", round=number, draw=str(drawn), error=str(error))
             return
-        self._pending.append((number, drawn, faults))
-        self._watch.add(f"round {number}:", drawn)
-        self._watch.drain(_UNDER_WAY)
+        self.ledger.add(number, drawn, faults)
         self.products += 2
+        self.narrow += 2 * (drawn.scale_dtype != "float32")
         self.configs.add(drawn.config.name)
         self.calls[f"{drawn.call} {drawn.config.kind}"] += 1
-        if len(self._pending) >= _UNSETTLED:
-            self.settle()
+        self.ledger.end_round()
 
-    def settle(self) -> None:
-        """Read what the checks have found."""
-        self._watch.drain()
-        counts = [count for _, _, faults in self._pending for count in faults.values()]
-        found = iter(torch.stack(counts).tolist() if counts else ())
-        for number, drawn, faults in self._pending:
-            wrong = {kind: count for kind, count in zip(faults, found, strict=False) if count}
-            if wrong:
-                again = examine(make(self._values, drawn, self._device), drawn)
-                self._report.find("wrong", round=number, elements=wrong, draw=str(drawn), again=again)
-        self._pending.clear()
-
-    def suspects(self) -> list[str]:
-        return self._watch.suspects()
+    def _examine(self, drawn: Draw) -> dict[str, Any]:
+        return examine(make(self._values, drawn, self._device), drawn)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0], seconds=60)
     options.add_argument("--configs", type=int, default=64, help="of each family of kinds (default: %(default)s)")
-    options.add_argument("--first-round", type=int, default=0)
-    options.add_argument("--rounds", type=int, default=sys.maxsize, help="at most")
+    add_rounds(options)
     options.set_defaults(limits=USUAL)
     chosen = options.parse_args(arguments)
     reason = begin(chosen)
@@ -615,8 +607,8 @@ def main(arguments: list[str] | None = None) -> int:
     report = Report("fuzz of kinds", chosen)
     fuzzer = Fuzzer(chosen, report)
     run_rounds(fuzzer, chosen, report)
-    counts = {"products": fuzzer.products, "configs": len(fuzzer.configs), "calls": dict(sorted(fuzzer.calls.items()))}
-    return leave(report.end(**counts))
+    counts = {"products": fuzzer.products, "calls_that_copy": fuzzer.narrow, "configs": len(fuzzer.configs)}
+    return leave(report.end(**counts, calls=dict(sorted(fuzzer.calls.items()))))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from deep_tile import (
 )
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 from deep_tile.kinds import KINDS, LAYOUTS, OUTPUTS, RAW, Element
-from deep_tile.quantize import FP8_MAX
+from deep_tile.quantize import FP8_MAX, SMALLEST_AMAX_FLOOR
 from deep_tile.reference import MAX_RELATIVE_ERROR
 
 BF16_ROUNDING = 2**-8
@@ -587,7 +587,7 @@ def assert_silu_mul_cast(
     scale: torch.Tensor,
     rows: slice | torch.Tensor = slice(None),
     *,
-    amax_floor: float = 1e-4,
+    amax_floor: float = SMALLEST_AMAX_FLOOR,
     round_scale: str = "none",
     **numbers: float,
 ) -> None:
@@ -625,6 +625,24 @@ def _scale_of(amax: torch.Tensor, round_scale: str) -> torch.Tensor:
         return scale
     mantissa, exponent = scale.frexp()
     return torch.ldexp(torch.where(mantissa > 0.5, 1.0, 0.5).double(), exponent)
+
+
+CHOICES = ("any", "hot", "one", "none")
+
+
+def some_choices(tokens: int, top_k: int, experts: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
+    """What `sort_by_expert` sorts: of any expert and of numbers that are none, of one for the most part or alone, or of
+    none."""
+    chosen = torch.randint(-1, experts + 1, (tokens, top_k)).to(dtype)
+    if kind == "any":
+        limits = torch.iinfo(dtype)
+        chosen[tokens // 2] = limits.min + 1  # whose lower half would be an expert, of int64
+        chosen[0, 0], chosen[-1, -1] = limits.min, limits.max
+    elif kind == "hot":
+        chosen[torch.rand(tokens, top_k) < 0.9] = experts - 1
+    else:
+        chosen[:] = min(2, experts - 1) if kind == "one" else experts
+    return chosen
 
 
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:

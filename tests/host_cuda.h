@@ -1,4 +1,4 @@
-// What a cast's kernel needs of CUDA, on a CPU: its threads are fibers, one thread block after the other.
+// What a cast's kernel needs of CUDA, on a CPU: its threads are fibers, one thread block or cluster after the other.
 //
 // test_cast_kernels.py writes a kernel's text after this. PTX that a cast uses is here as `host_*`; the text's own
 // inline assembly is replaced by calls of these.
@@ -33,23 +33,43 @@ struct Index {
 };
 
 inline Index threadIdx, blockIdx, blockDim, gridDim;
+inline unsigned cluster_blocks, block_rank;  // of the cluster that runs, and of the thread's block in it
 
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
-inline unsigned long long __cvta_generic_to_shared(const void*) { return 0; }
+
+// Shared memory of a cluster's blocks, for kernels that read and write each other's; others have theirs as statics.
+enum { HOST_SHARED_BYTES = 1 << 16 };
+alignas(16) inline char host_shared_memory[8 * HOST_SHARED_BYTES];
+
+template <typename T>
+T& host_shared() {
+    static_assert(sizeof(T) <= HOST_SHARED_BYTES);
+    return *reinterpret_cast<T*>(host_shared_memory + block_rank * HOST_SHARED_BYTES);
+}
+
+inline unsigned long long __cvta_generic_to_shared(const void* pointer) {
+    return static_cast<const char*>(pointer) - host_shared_memory;
+}
+inline unsigned host_mapa(unsigned smem, unsigned rank) {
+    return smem % HOST_SHARED_BYTES + rank * HOST_SHARED_BYTES;
+}
 
 // Threads of which one runs until it waits; then the next one does, or in every second launch the one before it: where
 // a kernel does not wait though it should, one of the two orders shows it.
 class Fibers {
    public:
+    unsigned first_block = 0;  // of the cluster that runs
+    bool backwards = false;
+
     // Runs `thread` in all of them. They must all wait for each other before they end.
     void run(unsigned threads, std::function<void()> thread) {
         thread_ = std::move(thread);
         left_ = threads;
-        step_ = step_ == 1 ? threads - 1 : 1;
+        step_ = backwards ? threads - 1 : 1;
         contexts_.resize(threads);
         stacks_.resize(threads, std::vector<char>(1 << 16));
         for (unsigned i = 0; i < threads; ++i) {
@@ -58,27 +78,31 @@ class Fibers {
             contexts_[i].uc_stack.ss_size = stacks_[i].size();
             makecontext(&contexts_[i], begin, 0);
         }
-        threadIdx = {0};
-        swapcontext(&caller_, &contexts_[0]);
+        swapcontext(&caller_, enter(0));
     }
 
     // Goes on when it is this thread's turn again.
     void yield() {
-        const unsigned self = threadIdx.x;
+        const unsigned self = self_;
         swapcontext(&contexts_[self], next());
-        threadIdx = {self};
+        enter(self);
     }
 
    private:
     static void begin();
 
-    ucontext_t* next() {
-        threadIdx = {(threadIdx.x + step_) % static_cast<unsigned>(contexts_.size())};
-        return &contexts_[threadIdx.x];
+    ucontext_t* next() { return enter((self_ + step_) % static_cast<unsigned>(contexts_.size())); }
+
+    ucontext_t* enter(unsigned fiber) {
+        self_ = fiber;
+        threadIdx = {fiber % blockDim.x};
+        block_rank = fiber / blockDim.x;
+        blockIdx = {first_block + block_rank};
+        return &contexts_[fiber];
     }
 
     std::function<void()> thread_;
-    unsigned left_, step_ = 0;
+    unsigned left_, step_ = 0, self_ = 0;
     ucontext_t caller_;
     std::vector<ucontext_t> contexts_;
     std::vector<std::vector<char>> stacks_;
@@ -111,16 +135,16 @@ class Meeting {
     unsigned threads_, arrived_ = 0, phase_ = 0;
 };
 
-inline std::unique_ptr<Meeting> block_meeting;
+inline std::vector<Meeting> block_meetings;
 inline std::map<std::pair<unsigned, unsigned>, std::unique_ptr<Meeting>> warp_meetings;
 
 inline Meeting& meeting_of(unsigned mask) {
-    auto& meeting = warp_meetings[{threadIdx.x / 32, mask}];
+    auto& meeting = warp_meetings[{(block_rank * blockDim.x + threadIdx.x) / 32, mask}];
     if (!meeting) meeting = std::make_unique<Meeting>(__builtin_popcount(mask));
     return *meeting;
 }
 
-inline void __syncthreads() { block_meeting->wait(); }
+inline void __syncthreads() { block_meetings[block_rank].wait(); }
 
 inline int __syncthreads_count(bool counts) {
     static int count = 0;
@@ -132,6 +156,8 @@ inline int __syncthreads_count(bool counts) {
     __syncthreads();
     return all;
 }
+
+inline int __syncthreads_or(bool any) { return __syncthreads_count(any) > 0; }
 
 inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, int distance) {
     Meeting& meeting = meeting_of(mask);
@@ -152,11 +178,26 @@ inline unsigned __shfl_up_sync(unsigned mask, unsigned value, unsigned distance)
     return other;
 }
 
+#ifndef HOST_WARP  // which has its own
+inline void __syncwarp() { meeting_of(~0u).wait(); }
+
+inline unsigned __ballot_sync(unsigned mask, bool vote) {
+    Meeting& meeting = meeting_of(mask);
+    meeting.values[threadIdx.x % 32] = vote;
+    meeting.wait();
+    unsigned votes = 0;
+    for (unsigned lane = 0; lane < 32; ++lane) votes |= (mask >> lane & 1 ? meeting.values[lane] : 0) << lane;
+    meeting.wait();
+    return votes;
+}
+#endif
+
 inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
     for (int distance = 16; distance > 0; distance /= 2) value = max(value, __shfl_xor_sync(mask, value, distance));
     return value;
 }
 
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 
 inline unsigned atomicAdd(unsigned* value, unsigned more) { return std::exchange(*value, *value + more); }
@@ -179,6 +220,11 @@ inline unsigned host_bf16(float x) {
 }
 inline unsigned host_bf16x2(float high, float low) { return host_bf16(high) << 16 | host_bf16(low); }
 
+inline unsigned host_mul_bf16x2(unsigned a, unsigned b) {
+    const auto product = [=](int shift) { return __uint_as_float(a >> shift << 16) * __uint_as_float(b >> shift << 16); };
+    return host_bf16x2(product(16), product(0));
+}
+
 inline float host_f32_of_f16(unsigned short bits) { return __builtin_bit_cast(_Float16, bits); }
 
 inline unsigned char host_e4m3(float x) {
@@ -192,16 +238,46 @@ inline unsigned char host_e4m3(float x) {
 
 inline unsigned short host_e4m3x2(float high, float low) { return host_e4m3(high) << 8 | host_e4m3(low); }
 
+// An mbarrier that completes once.
+struct HostBarrier {
+    int arrivals, bytes;
+};
+inline HostBarrier& host_barrier(unsigned smem) { return *reinterpret_cast<HostBarrier*>(host_shared_memory + smem); }
+inline void host_mbarrier_arrive_expect_tx(unsigned smem, unsigned bytes) {
+    HostBarrier& barrier = host_barrier(smem);
+    --barrier.arrivals;
+    barrier.bytes += bytes;
+}
+inline bool host_mbarrier_try_wait(unsigned smem) {
+    const HostBarrier& barrier = host_barrier(smem);
+    if (barrier.arrivals == 0 && barrier.bytes == 0) return true;
+    fibers.yield();
+    return false;
+}
+inline void host_st_async(unsigned remote, unsigned value, unsigned remote_barrier) {
+    std::memcpy(host_shared_memory + remote, &value, sizeof value);
+    host_barrier(remote_barrier).bytes -= sizeof value;
+}
+
+inline unsigned cluster_arrived;  // threads at the cluster's barrier, which a kernel has once
+inline void host_barrier_cluster_wait() {
+    while (cluster_arrived < cluster_blocks * blockDim.x) fibers.yield();
+}
+
 template <typename Params>
-void host_launch(void (*kernel)(Params), const Params& params, unsigned grid, unsigned threads) {
-    block_meeting = std::make_unique<Meeting>(threads);
+void host_launch(void (*kernel)(Params), const Params& params, unsigned grid, unsigned threads, unsigned cluster) {
+    block_meetings.assign(cluster, Meeting(threads));
     warp_meetings.clear();
     blockDim = {threads}, gridDim = {grid};
-    fibers.run(threads, [=] {
-        for (unsigned block = 0; block < grid; ++block) {
-            blockIdx = {block};
+    cluster_blocks = cluster;
+    fibers.backwards = !fibers.backwards;
+    for (fibers.first_block = 0; fibers.first_block < grid; fibers.first_block += cluster) {
+        std::memset(host_shared_memory, 0x5a, sizeof host_shared_memory);
+        cluster_arrived = 0;
+        Meeting all(cluster * threads);
+        fibers.run(cluster * threads, [=, &all] {
             kernel(params);
-            block_meeting->wait();
-        }
-    });
+            all.wait();
+        });
+    }
 }

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <functional>
 
+#define HOST_WARP
 #include "host_cuda.h"
 
 class HostWarp {

@@ -94,7 +94,7 @@ class Launch:
         self.config, self.problem, self.early_b, self.warps = config, problem, early_b, warps
         self.in_runs, self.ranges = in_runs, ranges
         self.m, self.n, self.k = problem.m, problem.n, problem.k
-        self.raster_rows = raster_rows(problem)
+        self.raster_rows = raster_rows(config, problem)
         self.clusters = grid_size(config, problem) // config.cluster
         self.bulk_scale_rows = self.m if bulk_scales and not in_runs else 0
         self.bulk_scale_columns = self.n if bulk_scales else 0
@@ -618,13 +618,6 @@ def box_column(config: GemmConfig, box: int) -> int:
     return min(place, config.columns_per_part - config.store_columns)
 
 
-def rows_left(launch: Launch, config: GemmConfig, tile: Tile, row: int) -> int:
-    """Of store_rows from `row` on, those that are to be written one by one, since TMA would write more: of a group that
-    ends within them."""
-    left = launch.row_end(tile) - row
-    return left if config.is_grouped and 0 < left < config.store_rows else 0
-
-
 class StoreWarp:
     """Hands TMA the boxes of one math warpgroup, or of both."""
 
@@ -649,19 +642,14 @@ class StoreWarp:
                 yield from self.publish_boxes(tile, warpgroup, first)
 
     def publish_boxes(self, tile: Tile, warpgroup: int, first: int) -> Program:
-        """Reads rows of boxes in which a group ends, and has TMA store the others."""
-        config, launch, whole = self.config, self.block.launch, []
+        """Has TMA store boxes, of which it clips the rows that are not the tile's."""
+        config, launch, stored = self.config, self.block.launch, []
         row = tile.m + warpgroup * config.rows_per_warpgroup
         for box in range(first, first + config.boxes_at_once):
             if not is_inside(launch, config, tile, box, row, tile.n):
                 continue
-            rows = rows_left(launch, config, tile, row + box_row(config, box))
-            region = self.box(warpgroup, tile, box, rows or MMA_M)
-            if rows:
-                yield Use(reads=(region,))
-            else:
-                whole.append(region)
-        yield Issue("store", reads=tuple(whole))
+            stored.append(self.box(warpgroup, tile, box, MMA_M))
+        yield Issue("store", reads=tuple(stored))
 
     def box(self, warpgroup: int, tile: Tile, box: int, rows: int) -> Region:
         buffer = self.block.own("out", warpgroup, box % self.config.store_buffers)
@@ -927,8 +915,7 @@ class MathWarps:
             yield from self.synchronize()
 
     def publish_boxes(self, tile: Tile, column: int, first: int) -> Program:
-        """Of the rows that one store takes, a warp asks TMA for it; where a group ends among them, or without TMA, each
-        warp copies its own."""
+        """Of the rows that one store takes, a warp asks TMA for it; without TMA each warp copies its own."""
         yield from self.synchronize()
         config, launch, stored = self.config, self.launch, []
         row = tile.m + self.warpgroup * config.rows_per_warpgroup
@@ -937,13 +924,10 @@ class MathWarps:
             unit = own - own % config.store_rows
             if not is_inside(launch, config, tile, box, row + unit, column):
                 continue
-            left = rows_left(launch, config, tile, row + box_row(config, box) + unit)
-            end = min(own + WARP_ROWS, unit + (left or config.store_rows))
-            if config.tma_store and not left:
-                if own == unit:
-                    stored.append(self.box(tile, box)._replace(begin=unit, end=unit + config.store_rows))
-            elif own < end:
-                yield Use(reads=(self.box(tile, box)._replace(begin=own, end=end),))
+            if not config.tma_store:
+                yield Use(reads=(self.box(tile, box)._replace(begin=own, end=own + WARP_ROWS),))
+            elif own == unit:
+                stored.append(self.box(tile, box)._replace(begin=unit, end=unit + config.store_rows))
         if self.stores:
             yield Issue("store", reads=tuple(stored))
 

@@ -31,12 +31,16 @@ DRIVERS = {
     "fuzz": ("fuzz_gpu.py", "--seconds", "60"),
     "fuzz of groups": ("fuzz_groups.py", "--seconds", "40"),
     "fuzz of kinds": ("fuzz_kinds.py", "--seconds", "60"),
+    "fuzz of casts": ("fuzz_casts.py", "--seconds", "60"),
     "stress": ("stress.py", "--seconds", "60"),
 }
 DRIVER_SECONDS = 540
 PARTS = ("tests", *DRIVERS, *TOOLS)
 
-COUNTS = ("seed", "products", "calls", "configs", "wrong", "hangs", "scenarios", "seconds", "found", "findings")
+COUNTS = (
+    *("seed", "products", "calls_that_copy", "calls", "configs", "wrong", "hangs"),
+    *("scenarios", "seconds", "found", "findings"),
+)
 """What is kept of a driver's report."""
 
 sys.path.append(str(ROOT))  # for benchmarks; appended, so that an installed deep_tile still comes first
@@ -48,7 +52,7 @@ from benchmarks.timing import describe_run  # noqa: E402
 from deep_tile import jit  # noqa: E402
 from deep_tile.kinds import KINDS  # noqa: E402
 
-PREFIXES = sorted({f"{kind.split('_')[0]}_" for kind in KINDS})
+PREFIXES = sorted({"sort_by_expert_"} | {f"{kind.split('_')[0]}_" for kind in KINDS})
 """Of the names of deep_tile's kernels: sanitizers leave out all others."""
 
 

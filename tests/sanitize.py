@@ -41,6 +41,7 @@ from deep_tile import (
     per_block_cast_to_fp8,
     per_token_cast_to_fp8,
     silu_mul_cast_to_fp8,
+    sort_by_expert,
     transposed_cast_to_fp8,
 )
 from deep_tile.config import round_up
@@ -359,13 +360,17 @@ ROWS = ((torch.bfloat16, 70, 304), (torch.float16, 33, 131), (torch.bfloat16, 3,
 
 
 def run_casts_of_rows(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda") -> None:
-    """By an index that lies, and of silu_mul in groups, one of them empty; and a sum of rows. Raises AssertionError."""
+    """By an index that lies, of silu_mul in groups, one of them empty; a sum of rows, a sort. Raises AssertionError."""
     x, gate_up = torch.randn(rows, columns).to(dtype), torch.randn(3, rows, 2 * columns).to(dtype)
     index = torch.randint(-1, rows + 1, (2 * rows,))
     down, weights, of_tokens = x.bfloat16(), torch.rand(5, 3), torch.randint(-1, rows + 1, (5, 3))
     sums = torch.zeros(5, columns, dtype=torch.bfloat16).to(device)
     combine(down.to(device), weights.to(device), of_tokens.to(device), sums)
     assert torch.equal(sums.cpu(), combine(down, weights, of_tokens)), "combine"
+    for tokens, alignment in ((rows, 1), (rows, 128), (20 * rows + 700, 16)):
+        chosen = torch.randint(-1, columns + 1, (tokens, 6))
+        found, wanted = (sort_by_expert(x, columns, alignment=alignment) for x in (chosen.to(device), chosen))
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(found, wanted, strict=True)), "sort_by_expert"
     counts = torch.tensor([rows // 2, 0, rows + 1], dtype=torch.int32)
     lives = torch.arange(rows) < counts[:, None]
     gated = dense_targets((3, rows, columns), device)

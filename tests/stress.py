@@ -46,6 +46,7 @@ from campaign import (
     load_kernels,
     on_gpu,
     parser,
+    seconds_left,
     sms_of,
 )
 from jobs import GemmJob, GroupJob, Job, KindJob, Spec
@@ -362,7 +363,7 @@ class Stress:
     """What a run has counted so far."""
 
     def __init__(self, arguments: argparse.Namespace, report: Report):
-        self._device, self.find = arguments.device, report.find
+        self._device, self._workers, self.find = arguments.device, arguments.workers, report.find
         self.random = Random(arguments.seed)
         self.num_sms = sms_of(self._device)
         self._sizes, seed = arguments.sizes, arguments.seed % 2**31
@@ -376,7 +377,7 @@ class Stress:
 
     def load(self, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
         """Those that can be loaded; the others are findings, but for random ones that are refused as they may be."""
-        failures = load_kernels(configs, self._device)
+        failures = load_kernels(configs, self._device, self._workers)
         for config in configs:
             text = failures.get(config.name)
             if text is not None and not fuzz_kinds.may_be_refused(config, text):
@@ -527,7 +528,7 @@ def run(arguments: argparse.Namespace, report: Report) -> Stress:
                 run_cases(stress, share)
             configs = chance_configs(stress, arguments.products, arguments.configs)
             loaded = {what: stress.load(own) for what, own in configs.items()}
-            run_chance(stress, loaded, arguments.seconds - len(CASES) * share)
+            run_chance(stress, loaded, min(arguments.seconds - len(CASES) * share, seconds_left(arguments)))
     except Hang as hang:
         report.find("hang", work=str(hang), seconds=HANG_SECONDS)
     except RuntimeError as error:  # the context is lost

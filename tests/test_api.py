@@ -15,7 +15,7 @@ import torch
 from helpers import SCALE_STRIDES, GuardedOut, check_gemm, make_operands
 
 import deep_tile
-from deep_tile import GemmConfig, api, fp8_gemm, is_available, jit, precompile, prepare, settings, supports
+from deep_tile import GemmConfig, api, fp8_gemm, is_available, jit, precompile, prepare, settings, supports, tensors
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import choose, configs_for
 
@@ -49,10 +49,11 @@ def test_out_is_allocated_when_none():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("names", [("a_scale",), ("b_scale",), ("a_scale", "b_scale")], ids="-".join)
-def test_scales_of_powers_of_two(names, device):
+@pytest.mark.parametrize("dtype", tensors.SCALE_DTYPES[1:], ids=str)
+def test_narrow_scales(names, dtype, device):
     """Twice, since the second call finds what the first prepared."""
     operands = make_operands(7, 200, 384, device=device, a_scale="column")
-    narrow = {name: getattr(operands, name).to(torch.float8_e8m0fnu) for name in names}
+    narrow = {name: getattr(operands, name).to(dtype) for name in names}
     wide = operands._replace(**{name: scale.float() for name, scale in narrow.items()})
     for _ in range(2):
         assert torch.equal(fp8_gemm(*operands._replace(**narrow)), fp8_gemm(*wide))

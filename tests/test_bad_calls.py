@@ -1,13 +1,26 @@
 """Every wrong call of bad_calls.py: refused with an error that helps, and nothing is written or broken by it."""
 
 import re
+from functools import cache
 
 import pytest
 import torch
-from bad_calls import BAD_CALLS, CALLS, BadCall, Good
-from helpers import assert_accurate, exact_product
+from bad_calls import BAD_CALLS, CALLS, WITHOUT_GOOD_CALLS, BadCall, Good
+from helpers import Exact, assert_accurate, exact_product
 
-from deep_tile import api, dequantize, experts, fp8_gemm, quantize
+from deep_tile import (
+    api,
+    dense,
+    dequantize,
+    experts,
+    fp8_gemm,
+    gemm_cast,
+    grouped,
+    linear,
+    quantize,
+    transposed,
+    wgrad,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about its own tensors
 
@@ -24,19 +37,28 @@ def refusal(bad: BadCall, good: Good) -> str:
     return str(raised.value)
 
 
+@cache
+def exact(device: str) -> Exact:
+    """The product of every `Good`."""
+    return exact_product(Good(device).operands)
+
+
 def check_good_calls(good: Good) -> None:
-    assert_accurate(fp8_gemm(*good.operands, torch.empty_like(good.guarded.out)), exact_product(good.operands))
+    assert_accurate(fp8_gemm(*good.operands, torch.empty_like(good.guarded.out)), exact(good.device))
     assert (dequantize(good.quantised, good.scale) == 1).all()
 
 
 def check_refused(bad: BadCall, device: str) -> None:
     """Whether or not calls like it, but right, went before: nothing that they left behind lets it pass."""
     good = Good(device)
-    api._launches.clear()
-    quantize._launches.clear()
-    experts._launches.clear()
+    for module in (api, dense, experts, gemm_cast, grouped, linear, quantize, transposed, wgrad):
+        module._launches.clear()
     first = refusal(bad, good)
     check_good_calls(good)
+    if device == "cuda" and bad.call not in WITHOUT_GOOD_CALLS:  # on the CPU nothing is remembered
+        other = Good(device)
+        with torch.no_grad():
+            CALLS[bad.call](other)(**other.arguments(bad.call))
     assert refusal(bad, good) == first
     check_good_calls(good)
     assert re.search(rf"\b{bad.argument}\b", first), first

@@ -6,6 +6,7 @@ What it cannot show is what ptxas makes of the text, and what a GPU makes of mem
 
 import ctypes
 import itertools
+import math
 import re
 import shutil
 import subprocess
@@ -13,18 +14,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_silu_mul_cast
+from helpers import CHOICES, assert_silu_mul_cast, some_choices
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_quantize import EACH_OPTION, assert_same, wide_matrix
 
 from deep_tile import cast as kernels
 from deep_tile import combine, experts, params, quantize, sources, transposed
-from deep_tile.codegen import streaming_source
+from deep_tile.codegen import SortKernel, streaming_source
+from deep_tile.config import ceil_div, round_up
 from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
 
 CASTS = {1: per_token_cast_to_fp8, 128: per_block_cast_to_fp8}
 DTYPES = {source: dtype for dtype, source in quantize.KERNEL_SOURCES.items()}
 ASSEMBLY = {
     r'asm\("max\.u16x2 .*?;" : "=r"\(larger\) : "r"\(a\), "r"\(b\)\);': "larger = host_max_u16x2(a, b);",
+    r'asm\("mul\.rn\.bf16x2 .*?;" : "=r"\(products\) : "r"\(a\), "r"\(b\)\);': "products = host_mul_bf16x2(a, b);",
     r'asm\("cvt\.f32\.f16 .*?;" : "=f"\(value\) : "h"\(half\)\);': "value = host_f32_of_f16(half);",
     r'asm\("cvt\.rn\.satfinite\.e4m3x2\.f32 .*?;" : "=h"\(packed\) : "f"\(high\), "f"\(low\)\);': (
         "packed = host_e4m3x2(high, low);"
@@ -49,6 +54,28 @@ ASSEMBLY_OF_COMBINE = {
     r'asm volatile\("griddepcontrol\.\w+;" ::: "memory"\);': "",
 }
 
+ASSEMBLY_OF_SORT = {
+    r"__shared__ (SortStorage<threads>) smem;": r"auto& smem = host_shared<\1>();",
+    r'asm\("mapa\.\S+ %0, %1, %2;" : "=r"\(remote\) : "r"\(smem\), "r"\(cta_rank\)\);': (
+        "remote = host_mapa(smem, cta_rank);"
+    ),
+    r'asm volatile\("mbarrier\.init\.[^;]*;" ::"r"\(barrier\), "r"\(arrivals\) : "memory"\);': (
+        "host_barrier(barrier) = {int(arrivals), 0};"
+    ),
+    r'asm volatile\("mbarrier\.arrive\.expect_tx\.[^;]*;" ::"r"\(barrier\), "r"\(bytes\) : "memory"\);': (
+        "host_mbarrier_arrive_expect_tx(barrier, bytes);"
+    ),
+    r'(?s)asm volatile\(\s*"\{\\n"\s*"\.reg \.pred p;\\n"\s*"mbarrier\.try_wait\.parity.*?: "memory"\);': (
+        "done = host_mbarrier_try_wait(barrier);"
+    ),
+    r'asm volatile\("(fence\.mbarrier_init|griddepcontrol)\.[\w.]+;" ::: "memory"\);': "",
+    r'asm volatile\("barrier\.cluster\.arrive\.[\w.]+;" ::: "memory"\);': "++cluster_arrived;",
+    r'asm volatile\("barrier\.cluster\.wait\.[\w.]+;" ::: "memory"\);': "host_barrier_cluster_wait();",
+    r'asm volatile\("st\.async\.\S+\.u32 .*?;"\s*::"r"\(remote\), "r"\(value\), "r"\(\w+\)\s*: "memory"\);': (
+        "host_st_async(remote, value, remote_barrier);"
+    ),
+}
+
 
 HOST_CUDA = Path(__file__).with_name("host_cuda.h")
 COMPILER = ("c++", "-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-w")
@@ -62,19 +89,21 @@ def launch(tmp_path_factory):
     directory, libraries = tmp_path_factory.mktemp("kernels"), {}
     subprocess.run([*COMPILER, "-x", "c++-header", HOST_CUDA, "-o", directory / "host_cuda.h.gch"], check=True)
 
-    def run(kernel, grid, layout, *tensors, places=kernels.PLACES):
+    def run(kernel, grid, layout, *tensors, places=kernels.PLACES, cluster=1):
         if kernel not in libraries:
             libraries[kernel] = compile_for_host(kernel, directory)
         table = table_of(kernel)
         argument = bytearray(table.pack(**layout._asdict()))
         for offset, number, _ in table.pointers(places):
             argument[offset : offset + 8] = tensors[number].data_ptr().to_bytes(8, "little")
-        libraries[kernel].run(bytes(argument), grid)
+        libraries[kernel].run(bytes(argument), grid, cluster)
 
     return run
 
 
 def table_of(kernel):
+    if isinstance(kernel, SortKernel):
+        return params.SORT
     if kernel == kernels.COMBINE:
         return params.COMBINE
     if kernel in kernels.TRANSPOSED.values():
@@ -83,6 +112,8 @@ def table_of(kernel):
 
 
 def assembly_of(kernel):
+    if isinstance(kernel, SortKernel):
+        return ASSEMBLY_OF_SORT
     if kernel == kernels.COMBINE:
         return ASSEMBLY_OF_COMBINE
     if kernel in kernels.TRANSPOSED.values():
@@ -100,8 +131,8 @@ def compile_for_host(kernel, directory):
     source.write_text(f"""\
 #include "host_cuda.h"
 {text}
-extern "C" void run(const {table_of(kernel).name}* params, unsigned grid) {{
-    host_launch({kernel.name}, *params, grid, {kernel.threads});
+extern "C" void run(const {table_of(kernel).name}* params, unsigned grid, unsigned cluster) {{
+    host_launch({kernel.name}, *params, grid, {kernel.threads}, cluster);
 }}
 """)
     subprocess.run([*COMPILER, "-shared", f"-I{HOST_CUDA.parent}", source, "-o", library], check=True)
@@ -114,13 +145,14 @@ def each_kernel(what):
 
 
 EACH_KERNEL = each_kernel("plain")
+FLOORS = [1e-4, 2.0**-80, 2.0**-100, quantize.SMALLEST_AMAX_FLOOR]
 
 
 @EACH_KERNEL
 @EACH_OPTION
 def test_bits_are_the_definitions(launch, kernel, options):
     dtype = DTYPES[kernel.source]
-    for (rows, k), floor in itertools.product([(5, 400), (3, 301), (131, 264)], [1e-4, 2.0**-80]):
+    for (rows, k), floor in itertools.product([(5, 400), (3, 301), (131, 264)], FLOORS):
         x = wide_matrix(rows, k, dtype)
         x[0, 0], x[rows // 2, 260] = float("nan"), float("inf")
         x[1, 128] = 448  # in groups of zeros: at the edge of a power of two, and behind it
@@ -134,26 +166,37 @@ MIDDLES = torch.cat([torch.arange(0.5, 8), *(torch.arange(8.5, 16) * 2**e for e 
 
 @EACH_KERNEL
 @pytest.mark.parametrize("exact", ["divide", "reciprocal"])
-def test_quotients_between_two_codes(launch, kernel, exact):
-    """So close to the middle that it matters how is divided; and the largest of their group, which sets the scale."""
+@pytest.mark.parametrize("exponent", [-116, -84, -72, -70, 0, 119])
+def test_quotients_between_two_codes(launch, kernel, exact, exponent):
+    """So close to the middle that it matters how is divided; and the largest of their group, which sets the scale. From
+    the smallest scale on, by where its remainders are taken otherwise, to the largest."""
     dtype = DTYPES[kernel.source]
-    amax = (1 + torch.rand(4096, 1)).to(dtype)
+    if dtype == torch.float16 and exponent:
+        pytest.skip("FP16 has no such numbers")
+    amax = ((1 + torch.rand(4096, 1)) * 2.0**exponent).to(dtype)
     _, scale = per_token_cast_to_fp8(amax, exact=exact)
     values = (MIDDLES * scale).to(dtype).clamp(max=amax)
     divided, multiplied = (x.to(FP8_DTYPE).float() for x in (values / scale, values * (1 / scale)))
     differing = (divided != multiplied).sum(1).topk(3)
     assert differing.values.min() > 0
     x = values[differing.indices].flatten().repeat(130, 1)
-    assert_as_defined(launch, kernel, x, {"amax_floor": 1e-4, "round_scale": "none", "exact": exact})
+    assert_as_defined(launch, kernel, x, {"exact": exact})
 
 
 def assert_as_defined(launch, kernel, x, options):
     """What the kernel writes into poisoned tensors is what the cast gives on the CPU."""
     wanted = CASTS[kernel.block_rows](x, **options)
     out, scale = (y.clone().fill_(-7) for y in wanted)
-    layout = quantize._layout(x, quantize.Options(kernel.block_rows, **options), out, scale)
-    launch(kernel, 2, layout, x, out, scale)
+    launch_cast(launch, kernel, x, quantize.Options(kernel.block_rows, **options), out, scale, {})
     assert_same((out, scale), wanted)
+
+
+def launch_cast(launch, kernel, x, options, out, scale, lists, grid=2):
+    """As a call does on a GPU: of `x`, or of the copy that is made of it, by the numbers that are made of that."""
+    x = quantize.readable(x)
+    layout = quantize.layout(x, options, out, scale, lists)
+    places = kernels.operands_of_rows(options.lists)["places"]
+    launch(kernel, grid, layout, x, out, scale, *lists.values(), places=places)
 
 
 # ---- casts of rows
@@ -175,40 +218,56 @@ def int32(**lists):
     return {name: torch.tensor(given, dtype=torch.int32) for name, given in lists.items()}
 
 
-def poisoned_targets(x, options, lists):
-    shape = sources.result_shape(x, options.gating is not None, lists)
-    return torch.full(shape, -7.0).to(FP8_DTYPE), torch.full(quantize.scale_shape(shape, (1, 128)), -7.0)
+def grouped(x, lists):
+    """The view that a call with these lists takes, of 65 rows."""
+    return x.unflatten(0, (len(lists["counts"]), -1)) if "counts" in lists else x
 
 
-def launch_on_rows(launch, kernel, x, options, lists, group_rows, out, scale, grid=2):
-    layout = quantize.rows_layout(quantize._layout(x, options, out, scale), options, len(x), group_rows, lists)
-    places = kernels.operands_of_rows(options.lists)["places"]
-    launch(kernel, grid, layout, x, out, scale, *lists.values(), places=places)
+GUARD_ROWS = 64
 
 
-def assert_rows_as_defined(launch, kernel, x, options, lists, group_rows=0, grid=2):
+class Guarded:
+    """Poisoned targets of a cast, as a call is given them, between rows that nothing may write to."""
+
+    def __init__(self, x, options, lists):
+        shape = sources.result_shape(x, options.gating is not None, lists)
+        self._rows = math.prod(shape[:-1])
+        whole = self._rows + 2 * GUARD_ROWS, shape[-1]
+        self._out = torch.full(whole, -7.0).to(FP8_DTYPE)
+        self._scale = torch.full(quantize.scale_shape(whole, (1, 128)), -7.0)
+        self.matrices = tuple(y[GUARD_ROWS : GUARD_ROWS + self._rows] for y in (self._out, self._scale))
+        self.targets = tuple(y.view(*shape[:-1], -1) for y in self.matrices)
+
+    def assert_guards_intact(self):
+        for y in (self._out.float(), self._scale):
+            assert (y[:GUARD_ROWS] == -7).all() and (y[GUARD_ROWS + self._rows :] == -7).all()
+
+
+def assert_rows_as_defined(launch, kernel, x, options, lists, grid=2):
     """The kernel writes into poisoned tensors what the definition does; both leave the same rows alone."""
     options = quantize.Options(1, **options, lists=(*lists,))
-    out, scale = poisoned_targets(x, options, lists)
-    wanted = out.clone(), scale.clone()
-    quantize.definition(x, options, *wanted, lists)
-    launch_on_rows(launch, kernel, x, options, lists, group_rows, out, scale, grid)
-    assert_same((out, scale), wanted)
+    by_kernel, by_definition = (Guarded(x, options, lists) for _ in range(2))
+    quantize.definition(x.flatten(0, -2), options, *by_definition.matrices, lists)
+    launch_cast(launch, kernel, x, options, *by_kernel.targets, lists, grid)
+    by_kernel.assert_guards_intact()
+    assert_same(by_kernel.matrices, by_definition.matrices)
 
 
-def assert_silu_mul_in_bounds(launch, kernel, x, options, numbers, lists=None, group_rows=0):
+def assert_silu_mul_in_bounds(launch, kernel, x, options, numbers, lists=None):
     """Of what the kernel writes, and of what the definition does; both leave the same rows alone."""
     lists = lists or {}
     gating = sources.gating(*(numbers[name] for name in ("limit", "alpha", "beta")))
     options = quantize.Options(1, **options, lists=(*lists,), gating=gating)
-    lives = sources.living(len(x), lists)
-    lives = torch.ones(len(x), dtype=torch.bool) if lives is None else lives
-    by_kernel, by_definition = (poisoned_targets(x, options, lists) for _ in range(2))
-    quantize.definition(x, options, *by_definition, lists)
-    launch_on_rows(launch, kernel, x, options, lists, group_rows, *by_kernel)
-    for out, scale in (by_kernel, by_definition):
-        rounding = {"amax_floor": options.amax_floor, "round_scale": options.round_scale}
-        assert_silu_mul_cast(x, out, scale, lives, **rounding, **numbers)
+    matrix = x.flatten(0, -2)
+    lives = sources.living(len(matrix), lists)
+    lives = torch.ones(len(matrix), dtype=torch.bool) if lives is None else lives
+    by_kernel, by_definition = (Guarded(x, options, lists) for _ in range(2))
+    quantize.definition(matrix, options, *by_definition.matrices, lists)
+    launch_cast(launch, kernel, x, options, *by_kernel.targets, lists)
+    by_kernel.assert_guards_intact()
+    for out, scale in (by_kernel.matrices, by_definition.matrices):
+        rounding = {"amax_floor": options.floor, "round_scale": options.round_scale}
+        assert_silu_mul_cast(matrix, out, scale, lives, **rounding, **numbers)
         assert (out[~lives].float() == -7).all() and (scale[~lives] == -7).all()
 
 
@@ -242,8 +301,7 @@ def test_each_product_of_silu_mul(launch, kernel):
 @pytest.mark.parametrize("lists", LIVING.values(), ids=LIVING)
 def test_dead_rows_of_silu_mul(launch, kernel, lists):
     x = torch.randn(65, 2 * 136).to(DTYPES[kernel.source])
-    group_rows = 13 if "counts" in lists else 0
-    assert_silu_mul_in_bounds(launch, kernel, x, {}, PLAIN, int32(**lists), group_rows)
+    assert_silu_mul_in_bounds(launch, kernel, grouped(x, lists), {}, PLAIN, int32(**lists))
 
 
 @each_kernel("listed")
@@ -251,7 +309,34 @@ def test_dead_rows_of_silu_mul(launch, kernel, lists):
 @pytest.mark.parametrize("k", [136, 131])
 def test_dead_rows_of_a_cast(launch, kernel, lists, k):
     x = wide_matrix(65, k, DTYPES[kernel.source])
-    assert_rows_as_defined(launch, kernel, x, {}, int32(**lists), group_rows=13 if "counts" in lists else 0)
+    assert_rows_as_defined(launch, kernel, grouped(x, lists), {}, int32(**lists))
+
+
+NO_MATRIX = {
+    "first rows of groups": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+    "groups inside": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "along rows": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "every second column": lambda x: x.repeat_interleave(2, 2)[..., ::2],
+    "one row for a group": lambda x: x[:, :1].expand_as(x),
+}
+"""Layouts of groups of rows that are no view of one matrix whose columns are adjacent."""
+
+
+@pytest.mark.parametrize("kernel", kernels.cast_kernels(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("laid_out", NO_MATRIX.values(), ids=NO_MATRIX)
+@pytest.mark.parametrize("rows", [5, 300])
+def test_groups_that_are_no_view_of_a_matrix(launch, kernel, laid_out, rows):
+    """Of fewer rows than columns, and of more."""
+    dtype, counts = DTYPES[kernel.source], int32(counts=[rows, 3, 0, rows // 2])
+    if kernel.what == "silu_mul":
+        x = laid_out(torch.randn(4, rows, 2 * 136).to(dtype))
+        assert_silu_mul_in_bounds(launch, kernel, x, {}, PLAIN, counts)
+        return
+    x = laid_out(wide_matrix(4 * rows, 136, dtype).unflatten(0, (4, -1)))
+    if kernel.what == "listed":
+        assert_rows_as_defined(launch, kernel, x, {}, counts)
+    else:
+        assert_as_defined(launch, kernel, x if kernel.block_rows == 1 else x[:, 0], {})
 
 
 @each_kernel("listed")
@@ -269,9 +354,9 @@ def test_rows_by_an_index(launch, kernel, dtype, lists):
 @each_kernel("listed")
 @pytest.mark.parametrize("groups", [1, 2, 31, 32, 33, 255, 256, 257, 700, params.MOST_CAST_GROUPS])
 def test_any_number_of_groups(launch, kernel, groups):
-    x = torch.randn(3 * groups, 128).to(DTYPES[kernel.source])
+    x = torch.randn(groups, 3, 128).to(DTYPES[kernel.source])
     counts = torch.randint(-1, 5, (groups,), dtype=torch.int32)
-    assert_rows_as_defined(launch, kernel, x, {}, {"counts": counts}, group_rows=3)
+    assert_rows_as_defined(launch, kernel, x, {}, {"counts": counts})
 
 
 # ---- casts along tokens
@@ -291,12 +376,14 @@ def assert_transposed_as_defined(launch, kernel, x, options, lists, grid=2):
     """The kernel writes into poisoned tensors what the definition does; both leave the same tokens alone."""
     options = transposed.Options(**options, lists=(*lists,))
     shape = x.shape[1], len(lists["rows"]) if "rows" in lists else len(x)
-    out, scale = poisoned_targets(torch.empty(shape), quantize.Options(1), {})
-    wanted = out.clone(), scale.clone()
-    transposed._definition(x, options, *wanted, lists)
-    layout = transposed.layout(x, options, out, scale, lists)
-    launch(kernel, grid, layout, x, out, scale, *lists.values(), places=kernels.transposed_places(options.lists))
-    assert_same((out, scale), wanted)
+    by_kernel, wanted = (Guarded(torch.empty(shape), quantize.Options(1), {}) for _ in range(2))
+    transposed._definition(x, options, *wanted.matrices, lists)
+    x = quantize.readable(x)
+    layout = transposed.layout(x, options, *by_kernel.matrices, lists)
+    given = x, *by_kernel.matrices, *lists.values()
+    launch(kernel, grid, layout, *given, places=kernels.transposed_places(options.lists))
+    by_kernel.assert_guards_intact()
+    assert_same(by_kernel.matrices, wanted.matrices)
 
 
 EACH_TRANSPOSED = pytest.mark.parametrize("kernel", kernels.TRANSPOSED.values(), ids=lambda kernel: kernel.name)
@@ -305,10 +392,11 @@ EACH_TRANSPOSED = pytest.mark.parametrize("kernel", kernels.TRANSPOSED.values(),
 @EACH_TRANSPOSED
 @EACH_OPTION
 def test_transposed_bits_are_the_definitions(launch, kernel, options):
-    for tokens, columns in [(1, 1), (3, 400), (300, 301), (131, 264)]:
-        x = wide_matrix(tokens, columns, DTYPES[kernel.source])
-        x[0, 0], x[tokens // 2, columns // 2] = float("nan"), float("inf")
-        assert_transposed_as_defined(launch, kernel, x, options, {})
+    for (tokens, columns), floor in itertools.product([(1, 1), (3, 400), (300, 301), (131, 264)], FLOORS):
+        x = wide_matrix(columns, tokens, DTYPES[kernel.source]).t()  # each column of another magnitude, some of zeros
+        for x in (x, x.contiguous()):
+            x[0, 0], x[tokens // 2, columns // 2] = float("nan"), float("inf")
+            assert_transposed_as_defined(launch, kernel, x, {"amax_floor": floor, **options}, {})
 
 
 @EACH_TRANSPOSED
@@ -353,3 +441,67 @@ def test_combine_is_the_definitions(launch, index_dtype, weight_dtype, top_k):
         launch(kernels.COMBINE, 3, experts.combine_layout(*given), *given, places=places)
         bits = (torch.where(y.isnan(), 0x7FFF, y.view(torch.int16)) for y in (out, wanted))
         assert torch.equal(*bits)
+
+
+# ---- sort_by_expert
+
+
+def assert_sorted_as_defined(launch, kernel, schedule, chosen, number_of_experts, alignment):
+    """The kernel writes over poison what the definition gives."""
+    wanted = experts._sort_definition(chosen, number_of_experts, alignment)
+    found = [torch.full_like(x, -7) for x in wanted]
+    layout = kernels.sort_layout(schedule, *chosen.shape, len(wanted.rows), number_of_experts, alignment)
+    places = params.places(("chosen", "rows", "offs", "index"))
+    launch(kernel, schedule.grid, layout, chosen, *found, places=places, cluster=schedule.cluster)
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize("kind", CHOICES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_sort_is_the_definitions(launch, dtype, kind, alignment):
+    """By blocks of 64 threads, of which few choices are many: by one block, by clusters of all sizes, by clusters that
+    share out the rows or only fill gaps, in several steps of a block and of a warp."""
+    kernel = SortKernel(str(dtype).removeprefix("torch."), threads=64, blocks_per_sm=1)
+    sizes = (1, 1, 1), (1, 8, 64), (13, 3, 7), (64, 4, 32), (300, 6, 64), (700, 8, 60)
+    for tokens, top_k, number_of_experts in sizes:
+        chosen = some_choices(tokens, top_k, number_of_experts, dtype, kind)
+        rows = experts._rows_size(chosen.numel(), number_of_experts, alignment)
+        schedules = [kernels.schedule_sort(chosen.numel(), rows, kernel.threads)]
+        for cluster, warp_choices, clusters in [(1, 256, 1), (2, 64, 2), (4, 32, 3), (8, 256, 2)]:
+            share = 2 * warp_choices
+            counted = round_up(ceil_div(chosen.numel(), cluster), share)
+            grid = cluster * max(clusters, counted // share)
+            schedules.append(kernels.SortSchedule(grid, cluster, counted, warp_choices))
+        for schedule in schedules:
+            assert_sorted_as_defined(launch, kernel, schedule, chosen, number_of_experts, alignment)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    choices=st.one_of(st.integers(1, 20_000), st.integers(1, kernels.MOST_CHOICES), st.just(kernels.MOST_CHOICES)),
+    number_of_experts=st.integers(1, kernels.MOST_EXPERTS),
+    alignment=st.sampled_from([1, 128, 1024]),
+)
+def test_every_choice_is_counted_and_placed(choices, number_of_experts, alignment):
+    """As SortShare in sort.cuh cuts them up: each cluster counts all, and one block of one cluster places each."""
+    kernel = kernels.SORT["int64"]
+    rows = experts._rows_size(choices, number_of_experts, alignment)
+    grid, cluster, counted, warp_choices = kernels.schedule_sort(choices, rows, kernel.threads)
+    share = kernel.threads // 32 * warp_choices
+    assert cluster in (1, params.SORT_BLOCKS) and grid % cluster == 0 and grid <= 64
+    assert counted * cluster >= choices and counted % share == 0 and share % kernel.threads == 0
+    assert grid // cluster * share >= counted
+    assert share < 2**16 and kernels.MOST_EXPERTS <= kernel.threads
+
+
+@settings(max_examples=300, deadline=None)
+@given(top_k=st.integers(1, kernels.MOST_CHOICES), data=st.data())
+def test_tokens_of_choices_are_exact(top_k, data):
+    tokens = kernels.MOST_CHOICES // top_k
+    schedule = kernels.schedule_sort(tokens * top_k, tokens * top_k, 512)
+    layout = kernels.sort_layout(schedule, tokens, top_k, tokens * top_k, 1, 1)
+    params.SORT.pack(**layout._asdict())
+    token = data.draw(st.integers(0, tokens - 1))
+    for number in (token * top_k, token * top_k + top_k - 1):
+        assert number * layout.top_k_reciprocal >> layout.top_k_shift == token

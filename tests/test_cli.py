@@ -198,7 +198,7 @@ def test_compile_fails_where_a_kernel_may_hang(call, cache, monkeypatch):
     why = f"NVRTC {jit.nvrtc_version()} lets its warps fall apart (WARPSYNC at 0x10 and 1 more)"
     assert all(f"{name} may hang: {why}" in err for name in bad)
     assert err.count("may hang") == len(bad)
-    assert f"Remedy: {jit.tested_nvrtc()}" in err
+    assert f"Remedy: {jit.divergence_remedy()}" in err
     assert jit.cache_info().entries == len(kernels_in(out)) - len(bad)
 
 
@@ -261,6 +261,8 @@ def test_doctor_fails_without_a_compiler(call, monkeypatch):
     assert code == 1
     assert found["compiler"]["status"] == "fail"
     assert found["compiler"]["seen"] == "CompileError: NVRTC 99 cannot compile"
+    assert found["cache"]["seen"] == "no kernel to keep there: CompileError: NVRTC 99 cannot compile"
+    assert found["cache"]["remedy"] == found["compiler"]["remedy"] and "CACHE_DIR" not in found["cache"]["remedy"]
     assert "deep_tile[cu13]" in found["compiler"]["remedy"]
     printed = call("doctor")[1]
     assert "cannot work here" in printed and "deep_tile[cu13]" in printed  # brackets reach the reader

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from default_kernels import DEFAULT_CONFIGS, disassemblies, flaws
+from default_kernels import DEFAULT_CONFIGS, EVERY_CONFIG, disassemblies, disassembly, flaws
 
 from deep_tile import jit, sass
 from deep_tile.codegen import kernel_source
 from deep_tile.config import GemmConfig
+from deep_tile.kinds import ACTIVATIONS, BIASES, FAMILIES, GROUPINGS, LAYOUTS, RESULTS
 
 ROOT = Path(__file__).parent.parent
 SPLIT_CONFIGS = tuple(config for config in DEFAULT_CONFIGS if config.split_k > 1)
@@ -64,11 +65,20 @@ def test_default_kernel_compiles_clean(config, compiled):
     assert config.name.encode() in result.cubin
 
 
+@pytest.mark.parametrize(
+    ("field", "known"),
+    [("output", RESULTS), ("bias", BIASES), ("activation", ACTIVATIONS), ("layout", LAYOUTS), ("grouping", GROUPINGS)],
+)
+def test_kernels_of_everything_that_there_is_are_among_those_tested(field, known):
+    assert {getattr(config, field) for config in EVERY_CONFIG} == set(known)
+    assert {config.product.family for config in EVERY_CONFIG} == set(FAMILIES)
+
+
 @pytest.mark.parametrize("kind", ["fp8", "fp8_1x128"])
-def test_scale_warps_that_read_one_scale_at_once_compile(kind):
-    """Lanes of 24 registers that have 8 rows each; no default config has such."""
+def test_scale_warps_that_read_no_runs_of_one_scale_compile(kind):
+    """Lanes of 24 registers that have 8 rows each."""
     config = GemmConfig(256, 144, 2, kind=kind, activation="silu", store_buffers=1)
-    assert config.scales_at_once == 1
+    assert config.scales_at_once == 1 and not config.reads_runs
     made = jit.compile_kernel(kernel_source(config), config.name)
     assert made.divergence == jit.resource_usage(made.log).warnings == ()
 
@@ -150,6 +160,18 @@ def test_split_k_gives_slots_back_when_their_values_have_come(config, listings):
         assert set(slots) <= set(values_that_reach(before, address))
 
 
+@pytest.mark.parametrize("kind", ["int8_rows", "int8_unscaled"])
+def test_split_k_adds_integers_as_integers(kind, tmp_path):
+    """No number of FP32 is added to another; what is stored is converted, one block's columns in each branch."""
+    config = GemmConfig(64, 64, 2, kind=kind, output="fp32", split_k=2)
+    made = jit.compile_kernel(kernel_source(config), config.name)
+    code = "\n".join(disassembly(made.cubin, tmp_path))
+    assert "FADD" not in code and "FFMA" not in code
+    conversions = [match.start() for match in re.finditer(r"\bI2FP", code)]
+    assert len(conversions) == config.mma_n // 2
+    assert code.index("LDS.128") < conversions[0]
+
+
 @pytest.mark.parametrize("config", MULTICAST_CONFIGS, ids=lambda config: config.name)
 def test_multicast_gives_stages_back_when_their_products_are_done(config, listings):
     """No two arrivals at the peer without a wait for WGMMAs between them, nor one before the first wait."""
@@ -167,6 +189,28 @@ def test_source_is_self_contained(config):
     sizes = re.findall(r"wgmma\.mma_async\.\S+\.m64n(\d+)k(\d+)\.", source)
     assert sizes == [(str(config.mma_n), str(config.mma_k))]
     assert source.count("__global__") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "value", "message"),
+    [
+        ({"activation": "silu"}, "activation", "Activation::other", "an activation without code"),
+        ({}, "out_format", "Format::int32", "a format without code that rounds to it"),
+        ({"output": "fp32", "accumulate": True}, "out_format", "Format::e4m3", "a format without code that adds in it"),
+        ({"bias": "fp32"}, "bias_format", "Format::int32", "a format of the bias without code"),
+        ({"output": "fp32"}, "out_bytes", "8", "numbers of a size without code that writes them"),
+        ({"kind": "bf16", "layout": "tn"}, "a_span", "16", "a span without a swizzle"),
+    ],
+)
+def test_what_has_no_code_of_its_own_does_not_compile(options, field, value, message, monkeypatch):
+    """And gets no other's: each choice by format ends in an assertion."""
+    config = GemmConfig(64, 64, 2, tma_store=False, **options)
+    monkeypatch.setattr(jit, "_compile_error_text", lambda source, name, flags, log: log)
+    source = kernel_source(config).replace("enum class Activation { none,", "enum class Activation { none, other,")
+    text, count = re.subn(rf"(\.{field} = )(deep_tile::)?[\w:]+", rf"\g<1>\g<2>{value}", source)
+    assert count == 1
+    with pytest.raises(jit.CompileError, match=message):
+        jit.compile_kernel(text, config.name)
 
 
 def test_sources_tell_all_configs_apart():

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import sys
 
+import numpy as np
 import pytest
 import torch
 from helpers import ACCUMULATION, Exact, GuardedOut, Operands, assert_accurate, exact_product, make_operands
@@ -228,6 +229,10 @@ def test_wrong_calls_launch_nothing():
     by_rows = (b[0], b[1].expand(128, 2))
     for arguments, keywords, kind, message in (
         ((a[0], b, out), {}, TypeError, "a is a Tensor; it must be a pair"),
+        ((*a, *b), {}, TypeError, "a is a Tensor; it must be a pair"),
+        ((*a, *b, out), {}, TypeError, "a is a Tensor; it must be a pair"),
+        ((a, b, out, None, out), {}, TypeError, "recipe is a tensor of torch.bfloat16; it must be a tuple of ints"),
+        ((a, b, out), {"recipe_a": 128}, TypeError, "recipe_a is a int; it must be"),
         ((a, b[:1], out), {}, TypeError, "b is a tuple; it must be a pair"),
         ((a, b, out), {"c": out}, ValueError, "c must be None"),
         (
@@ -245,7 +250,7 @@ def test_wrong_calls_launch_nothing():
             TypeError,
             "c is a tensor of torch.bfloat16; with c, both",
         ),
-        ((a, (b[0], torch.zeros(1, 1, dtype=torch.int32)), out), {}, TypeError, "b's scale is packed into int32"),
+        ((a, (b[0], torch.zeros(1, 1, dtype=torch.int32)), out), {}, TypeError, r"b's scale is of int32.*b\[1\].clone"),
         ((a, b, out.double()), {}, TypeError, "out must be one of torch.bfloat16"),
         (((a[0], a[1].t()), b, out), {}, ValueError, "It looks transposed"),
     ):
@@ -288,12 +293,126 @@ def test_engines_find_it(installed):
     assert importlib.util.find_spec("deep_gemm") is not None
     assert [name for name in DENSE + GROUPED + TRAINING + BF16 if getattr(installed, name, None) is None] == []
     assert [name for name in ABSENT if hasattr(installed, name)] == []
-    from deep_gemm.testing import calc_diff
-    from deep_gemm.utils import align
-
-    assert calc_diff is deep_gemm.calc_diff and align(3, 4) == 4
     deep_gemm.install()
     assert sys.modules["deep_gemm"] is installed
+
+
+OF_UTILS = ["align", "ceil_div", "get_tma_aligned_size", "get_mn_major_tma_aligned_tensor"]
+LAYOUT_OF_THE_PACKAGE = {
+    "utils": [*OF_UTILS, "per_token_cast_to_fp8", "per_block_cast_to_fp8", "per_channel_cast_to_fp8"],
+    "utils.math": ["align", "ceil_div", "per_token_cast_to_fp8", "per_block_cast_to_fp8", "per_channel_cast_to_fp8"],
+    "utils.layout": [
+        *("get_tma_aligned_size", "get_mn_major_tma_aligned_tensor", "get_mk_alignment_for_contiguous_layout"),
+        *("set_mk_alignment_for_contiguous_layout", "get_theoretical_mk_alignment_for_contiguous_layout"),
+        *("get_m_alignment_for_contiguous_layout", "get_k_alignment_for_contiguous_layout"),
+    ],
+    "utils.dist": [],
+    "testing": ["calc_diff", "count_bytes"],
+    "testing.numeric": ["calc_diff", "count_bytes"],
+    "testing.bench": [],
+    "testing.utils": [],
+}
+"""Of DeepGEMM 2.6.1, as SGLang and DeepGEMM's own tests import it, and the names that deep_tile has of each."""
+
+
+@pytest.mark.parametrize("name", LAYOUT_OF_THE_PACKAGE)
+def test_submodules_are_imported_by_every_way(installed, name):
+    module = importlib.import_module(f"deep_gemm.{name}")
+    assert importlib.util.find_spec(f"deep_gemm.{name}") is module.__spec__
+    found = installed
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert found is module
+    names: dict[str, object] = {}
+    exec(f"from deep_gemm.{name} import {', '.join(['__name__', *LAYOUT_OF_THE_PACKAGE[name]])}", names)
+    assert all(names[known] is getattr(deep_gemm, known) for known in LAYOUT_OF_THE_PACKAGE[name])
+
+
+@pytest.mark.parametrize("name", ["", *LAYOUT_OF_THE_PACKAGE])
+def test_absent_names_say_so(installed, name):
+    module = importlib.import_module(f"deep_gemm.{name}".rstrip("."))
+    assert getattr(module, "fp8_mqa_logits", None) is None
+    for of in (module, deep_gemm):
+        with pytest.raises(AttributeError, match=r"deep_tile, which takes .* has no fp8_mqa_logits.*uninstall\(\)"):
+            _ = of.fp8_mqa_logits
+    deep_gemm.uninstall()
+    assert not [loaded for loaded in sys.modules if loaded.split(".")[0] == "deep_gemm"]
+
+
+def test_bytes_are_counted():
+    x = torch.zeros(3, 5)
+    assert deep_gemm.count_bytes(x, (x.half(), [x.double(), None])) == 60 + 30 + 120
+
+
+@pytest.fixture
+def made_ready(monkeypatch):
+    """What `precompile` is asked for, in compile mode 1."""
+    asked = []
+    monkeypatch.setattr(deep_gemm.api, "precompile", lambda shapes, **what: asked.append((shapes, what)))
+    monkeypatch.setattr(deep_gemm, "_compile_mode", 0)
+    monkeypatch.setattr(deep_gemm, "_ready", {})
+    deep_gemm.set_compile_mode(1)
+    return asked
+
+
+def test_compile_mode_makes_ready_and_launches_nothing(made_ready):
+    """As SGLang warms up: every m in turn, of matrices that hold anything."""
+    operands, by_rows = make_operands(70, 130, 256), product_of_rows(70, 130, 256, "cpu")
+    a, b = dense(operands)[:2], dense(operands)[2:]
+    b_groups = tuple(torch.stack([x.view(torch.uint8)] * 2).view(x.dtype) for x in b)
+    a_groups = tuple(torch.stack([x.view(torch.uint8)] * 2).view(x.dtype) for x in a)
+    out, rows, counts = torch.full((70, 130), 7.0).bfloat16(), torch.zeros(70).int(), torch.zeros(2).int()
+    wide, of_groups = out.float(), out.expand(2, 70, 130).clone()
+    narrow = [x.bfloat16() for x in (a[0], b[0], b_groups[0], a_groups[0])]
+    gradients = wide.expand(1, 70, 130).clone()
+    for m in (1, 3, 4, 5, 70):
+        deep_gemm.fp8_gemm_nt(tuple(x[:m] for x in a), b, out[:m])
+    deep_gemm.fp8_gemm_nt(by_rows[:2], by_rows[2:], wide, c=wide, recipe=(1, 1, 128))
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b_groups, out, rows)
+    deep_gemm.m_grouped_fp8_gemm_nt_masked(a_groups, b_groups, of_groups, counts, 3)
+    deep_gemm.bf16_gemm_nt(narrow[0], narrow[1], wide, c=torch.ones_like(wide))
+    deep_gemm.bf16_gemm_nn(narrow[0], narrow[1].t().contiguous(), out)
+    deep_gemm.m_grouped_bf16_gemm_nt_contiguous(narrow[0], narrow[2], out, rows)
+    deep_gemm.m_grouped_bf16_gemm_nt_masked(narrow[3], narrow[2], of_groups, counts, 3)
+    deep_gemm.k_grouped_bf16_gemm_tn_contiguous(*(x.t().contiguous() for x in narrow[:2]), gradients, [256])
+    flat = [(x.flatten(), scale) for x, scale in (by_rows[:2], by_rows[2:])]
+    deep_gemm.k_grouped_fp8_gemm_nt_contiguous(*flat, gradients, [256])
+    of_heads = tuple(x.transpose(0, 1) for x in a_groups)
+    deep_gemm.fp8_einsum("bhr,hdr->bhd", of_heads, b_groups, of_groups.transpose(0, 1))
+    assert all((x == 7).all() for x in (out, wide, of_groups, gradients))
+    names = ("kind", "grouping", "accumulate")
+    asked = [(*shapes[0], *(what[name] for name in names), *what["layouts"]) for shapes, what in made_ready]
+    assert asked == [
+        *((130, 256, m, "fp8", "none", False, "nt") for m in (1, 4, 8, 128)),
+        (130, 256, 128, "fp8_1x128", "none", True, "nt"),
+        *((130, 256, 128, "fp8", grouping, False, "nt") for grouping in ("offs", "counts")),
+        (130, 256, 128, "bf16", "none", True, "nt"),
+        (130, 256, 128, "bf16", "none", False, "nn"),
+        *((130, 256, 128, "bf16", grouping, False, "nt") for grouping in ("offs", "counts")),
+        (130, 256, 128, "bf16", "none", True, "tn"),
+    ]
+    assert deep_gemm.get_compile_mode() == 1
+    deep_gemm.set_compile_mode(0)
+    deep_gemm.fp8_gemm_nt(a, b, out)
+    assert_accurate(out, exact_product(operands))
+    for wrong in (2, -1, True, "1", None):
+        with pytest.raises(ValueError, match="mode is .*; pass 1 to make products ready"):
+            deep_gemm.set_compile_mode(wrong)
+
+
+def test_numbers_of_numpy_are_ints(monkeypatch):
+    monkeypatch.setattr(deep_gemm, "_alignment", 128)
+    deep_gemm.set_num_sms(np.int64(24)), deep_gemm.set_mk_alignment_for_contiguous_layout(np.int32(64))
+    assert (deep_gemm.get_num_sms(), deep_gemm.get_mk_alignment_for_contiguous_layout()) == (24, 64)
+    a, b = (tuple(torch.stack([x.view(torch.uint8)] * 2).view(x.dtype) for x in pair) for pair in pairs_of_one())
+    out, counts = torch.empty(2, 5, 128).bfloat16(), torch.tensor([5, 5]).int()
+    deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, out, counts, np.int64(5))
+    assert_accurate(out[1], exact_product(Operands(a[0][1], a[1][1], b[0][1], b[1][1])))
+
+
+def pairs_of_one():
+    operands = make_operands(5, 128, 256)
+    return dense(operands)[:2], dense(operands)[2:]
 
 
 def test_the_real_one_stays_unless_forced(monkeypatch):

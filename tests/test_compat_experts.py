@@ -109,7 +109,7 @@ def test_another_alignment(device):
     assert deep_gemm.get_theoretical_mk_alignment_for_contiguous_layout(64, 8) == 128
     case = make_case([3, 0, 17, 16], 72, 256, device=device, alignment=16)
     check(case, by_indices(case))
-    with pytest.raises(ValueError, match="alignment is 48; pass a power of two"):
+    with pytest.raises(ValueError, match="alignment is 48; pass an int, a power of two"):
         deep_gemm.set_mk_alignment_for_contiguous_layout(48)
 
 

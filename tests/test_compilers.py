@@ -10,8 +10,8 @@ import other_nvrtc
 import pytest
 from default_kernels import DAY, EVERY_CONFIG, disassembly, flaws, of_day
 
-from deep_tile import jit, sass
-from deep_tile.codegen import kernel_source
+from deep_tile import cast, jit, sass
+from deep_tile.codegen import kernel_source, streaming_source
 from deep_tile.config import GemmConfig
 from deep_tile.select.defaults import deepest_config
 
@@ -71,6 +71,13 @@ def compiled(nvrtc, library, made_once):
 def test_default_kernels_compile_clean_and_uniform(compiled):
     found = {config.name: flaws(config, kernel) for config, kernel in compiled.items()}
     assert not {name: wrong for name, wrong in found.items() if wrong}
+
+
+def test_sorts_compile_clean_and_uniform(library):
+    """Of kernels that are bound by memory, those that wait at a barrier."""
+    sources = {kernel.name: streaming_source(kernel) for kernel in cast.SORT.values()}
+    for kernel in other_nvrtc.compile_kernels(library, sources).values():
+        assert not kernel.divergence and not jit.resource_usage(kernel.log).flawed
 
 
 def test_hints_are_for_code_like_this(compiled, tmp_path):

@@ -40,7 +40,7 @@ from deep_tile import (
 from deep_tile.config import round_up
 from deep_tile.kinds import FAMILIES, KINDS, LAYOUTS, OUTPUTS, RESULTS
 from deep_tile.reference import relative_error
-from deep_tile.select.defaults import default_configs
+from deep_tile.select.defaults import deepest_config, default_configs
 
 pytestmark = pytest.mark.gpu
 
@@ -129,6 +129,8 @@ LEGAL_CORNERS = (
     GemmConfig(64, 48, 3, kind="int8_rows"),
     GemmConfig(64, 48, 3, kind="int8_unscaled"),
     GemmConfig(64, 128, 2, kind="int8_unscaled", split_k=8, store_buffers=1),
+    GemmConfig(64, 256, 2, kind="int8_rows", split_k=8, output="fp32", tma_store=False),
+    GemmConfig(128, 128, 2, kind="int8_rows", split_k=2, activation="swiglu", bias="bf16", store_buffers=1),
     GemmConfig(128, 208, 2, 2, 1, kind="int8_unscaled", store_buffers=1),
     GemmConfig(256, 96, 2, kind="int8_unscaled", tma_store=False),
     GemmConfig(128, 144, 3, kind="int8"),
@@ -237,7 +239,7 @@ def test_every_kernel(config, every_kernel, monkeypatch):
     check_config(config, 3, columns, 1, max(4, config.cluster))
     # More than one group of the raster's rows of tiles, the last group short.
     check_config(config, 9 * rows + 3, 3 * columns, 128, max(6, config.cluster), "scattered")
-    monkeypatch.setattr("deep_tile.plan.raster_rows", lambda problem: 16)
+    monkeypatch.setattr("deep_tile.plan.raster_rows", lambda config, problem: 16)
     check_config(config, 17 * rows + 3, 2 * columns, 64, max(6, config.cluster))
 
 
@@ -358,6 +360,40 @@ def test_integers_of_all_of_k_are_exact():
     assert (int8_gemm(a, ones[0], b, ones[1], out_dtype=torch.float32) == exact.float()).all()
     assert torch.equal(gemm(a, b).double(), exact)
     assert torch.equal(gemm(a, b, out_dtype=torch.float32), exact.float())
+
+
+def cancelling_integers(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over the halves of k have 25 bits and more, over all of it 13 at most."""
+    a, b = (torch.randint(96, 128, (rows, k // 2), dtype=torch.int8, device=DEVICE) for rows in (m, n))
+    a, b = a.repeat(1, 2), torch.cat((b, -b), 1)
+    a[:, -1] -= torch.randint(0, 64, (m,), dtype=torch.int8, device=DEVICE)
+    return a, b
+
+
+@pytest.mark.parametrize("parts", [None, 2, 4, 8])
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("kind", ["int8_rows", "int8_unscaled"])
+@pytest.mark.parametrize("sizes", [(16, 512, 7168), (1, 2048, 7168), (16, 512, 16384), (130, 200, 10240)])
+def test_integers_that_cancel_between_parts_of_k_are_exact(sizes, kind, output, parts):
+    """Converted and scaled when all are added: bit for bit, by the selector's choice and by every split."""
+    (m, n, _), dtype = sizes, getattr(torch, OUTPUTS[output].dtype)
+    operands = a, b = cancelling_integers(*sizes)
+    exact = (a.double() @ b.double().t()).float()
+    if kind == "int8_rows":
+        of_a, of_b = torch.rand(m, device=DEVICE), torch.rand(n, device=DEVICE)
+        operands, exact = (a, of_a, b, of_b), exact * (of_a[:, None] * of_b)
+    bias = torch.randn(n, device=DEVICE)
+    plain, of_finish = None, None
+    if parts:
+        plain = deepest_config(64, 128, split_k=parts, kind=kind, output=output)
+        of_finish = replace(plain, bias="fp32", activation="relu")
+    product = partial(gemm if kind == "int8_unscaled" else scaled_gemm, *operands)
+    assert same_bits(product(out_dtype=dtype, config=plain), exact.to(dtype))
+    finished = product(out_dtype=dtype, config=of_finish, bias=bias, activation="relu")
+    assert same_bits(finished, (exact + bias).relu().to(dtype))
+    before = torch.randint(-99, 99, (m, n), device=DEVICE).to(dtype)
+    adding = plain and replace(plain, accumulate=True, store_buffers=1)
+    assert same_bits(product(before.clone(), config=adding, accumulate=True), before + exact.to(dtype))
 
 
 @pytest.mark.parametrize("m", [1, 17, 64, 129, 1000])

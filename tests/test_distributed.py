@@ -1,5 +1,6 @@
 """Layers over several processes, on CPUs by gloo: ranks.py has what they check. And what one process decides alone."""
 
+import copy
 import secrets
 import subprocess
 import sys
@@ -8,10 +9,15 @@ from types import SimpleNamespace
 import pytest
 import ranks
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from deep_tile import distributed, fp8_linear
-from deep_tile.distributed import check_shardable
+from deep_tile import distributed, fp8_linear, nn, precompile_model
+from deep_tile.distributed import ColumnParallel, RowParallel, check_shardable
 
 WHOLE = Replicate()
 
@@ -161,3 +167,77 @@ def test_gradients_as_an_op(wanted):
     for got, tensor in zip(op(*arguments, **dtypes), (x, w, bias), strict=True):
         assert got.numel() == 0 if tensor.grad is None else torch.equal(got, tensor.grad)
     torch.library.opcheck(op, arguments, dtypes, test_utils=("test_schema", "test_faketensor"))
+
+
+# ---- one rank of eight that are not there
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("fake", rank=1, world_size=8, store=FakeStore())
+    yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("data", "tensor"))
+    dist.destroy_process_group()
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self, k: int = 1024, n: int = 2048):
+        super().__init__()
+        self.up, self.down = (nn.Linear(*sizes, dtype=torch.bfloat16) for sizes in ((k, n), (n, k)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
+
+def split_over(mesh, model: Mlp) -> Mlp:
+    return parallelize_module(model, mesh, {"up": ColumnParallel(), "down": RowParallel()})
+
+
+def under_fsdp(mesh, model: Mlp) -> Mlp:
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def experts(mesh, dim: int) -> torch.nn.Module:
+    """Eight experts [512, 256], of which dimension `dim` is split."""
+    model = torch.nn.Module()
+    for name, shape, dtype in (("w", [8, 512, 256], torch.float8_e4m3fn), ("w_scale_inv", [8, 4, 2], torch.float32)):
+        shape[dim] //= mesh.size()
+        part = DTensor.from_local(torch.empty(shape, dtype=dtype), mesh, [Shard(dim)])
+        model.register_parameter(name, torch.nn.Parameter(part, requires_grad=False))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [
+        (lambda mesh: split_over(mesh["tensor"], Mlp()), {(512, 1024), (1024, 512)}),
+        (lambda mesh: under_fsdp(mesh["data"], Mlp()), {(2048, 1024), (1024, 2048)}),
+        (lambda mesh: under_fsdp(mesh["data"], split_over(mesh["tensor"], Mlp())), {(512, 1024), (1024, 512)}),
+        (lambda mesh: experts(mesh["tensor"], 0), {(512, 256)}),
+        (lambda mesh: experts(mesh["tensor"], 1), {(128, 256)}),
+        (lambda mesh: experts(mesh["data"], 2), {(512, 128)}),
+    ],
+    ids=["split", "FSDP", "split and FSDP", "experts", "rows of experts", "columns of experts"],
+)
+def test_kernels_are_made_for_what_a_rank_multiplies(mesh, monkeypatch, make, wanted):
+    asked, made = [], nn.api.Precompiled((), 0)
+    monkeypatch.setattr(nn.api, "precompile", lambda given, **_: asked.extend(given) or made)
+    monkeypatch.setattr(nn.cast, "load_kernels", lambda device, workers: None)
+    precompile_model(make(mesh), 64)
+    assert set(asked) == {(*shape, 64) for shape in wanted}
+
+
+@torch.no_grad()  # what autograd keeps, torch cannot swap
+def test_split_layers_take_dense_shards(mesh):
+    """As copies, and loading with assign, leave them; what they save is dense."""
+    model = torch.nn.Sequential(nn.Linear(100, 512, dtype=torch.bfloat16))
+    model = parallelize_module(model, mesh["tensor"], {"0": ColumnParallel()}, src_data_rank=None)
+    x = torch.randn(3, 100).bfloat16()
+    expected = model(x)
+    state = model.state_dict()
+    assert model[0].weight.to_local().stride() == (112, 1) and state["0.weight"].to_local().is_contiguous()
+    changed = copy.deepcopy(model)
+    changed.load_state_dict(state, assign=True)
+    assert changed[0].weight.to_local().stride() == (100, 1)
+    assert torch.equal(changed(x), expected)
+    assert torch.equal(model.to(torch.bfloat16)(x), expected) and model[0].weight.to_local().stride() == (112, 1)

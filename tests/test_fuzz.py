@@ -535,7 +535,7 @@ def test_bounded_waits_and_the_seed_are_set_first(monkeypatch):
     assert os.environ[campaign.BOUNDED_WAITS] == "1" and chosen.seed == 3
 
 
-@pytest.mark.parametrize("driver", ["fuzz_gpu.py", "stress.py"])
+@pytest.mark.parametrize("driver", ["fuzz_gpu.py", "fuzz_all.py", "stress.py"])
 @pytest.mark.skipif(missing_hopper() is None, reason="there is a Hopper GPU")
 def test_without_a_gpu_nothing_is_claimed(driver, tmp_path):
     path = tmp_path / "report.json"

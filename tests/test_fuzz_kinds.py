@@ -15,6 +15,7 @@ from test_launcher import fake_driver  # noqa: F401
 
 from deep_tile import api, jit, plan
 from deep_tile.kinds import FAMILIES, KINDS, LAYOUTS, OUTPUTS, RAW
+from deep_tile.tensors import SCALE_DTYPES
 
 NUM_SMS = 132
 SMALL = Limits(m=100, n=160, k=400, out=1 << 14)
@@ -66,7 +67,8 @@ def test_draws_are_of_every_call(drawn, kernels):
     assert 0.2 < sum(use.config is None for use in uses) / len(uses) < 0.8
     assert {use.pdl for use in uses} == {None, True, False}
     assert any(use.constant_weights for use in uses) and any(use.batch_invariant for use in uses)
-    assert any(draw.exponents for draw in drawn) and {draw.bias.strides[0] for draw in drawn} == {0, 1, 2, 3}
+    assert {draw.scale_dtype for draw in drawn} == {str(dtype).removeprefix("torch.") for dtype in SCALE_DTYPES}
+    assert {draw.bias.strides[0] for draw in drawn} == {0, 1, 2, 3}
     ks = [draw.problem.k for draw in drawn]
     assert {k % 128 for k in ks} >= {0, 1, 127} and min(ks) < 16
 
@@ -131,7 +133,7 @@ kernels = {config.name: config for config in fuzz_kinds.draw_kernels(Random(3), 
 values = fuzz_kinds.Values("cpu", 1)
 for number in range(200):
     drawn = fuzz_kinds.draw(Random(number), kernels, number, 132, Limits(60, 200, 400))
-    sample = fuzz_kinds.make(values, drawn._replace(exponents=False), "cpu")
+    sample = fuzz_kinds.make(values, drawn._replace(scale_dtype="float32"), "cpu")
     guarded = fuzz_kinds.guarded_out(drawn, "cpu")
     for _ in range(2):
         attempt(fuzz_kinds.multiply, sample, drawn, guarded.out)
@@ -293,7 +295,7 @@ def test_kernels_that_do_not_compile_are_found(run, monkeypatch, chosen, diverge
     """But for random ones whose warps would fall apart: such are refused for good."""
     without = []
 
-    def load(configs, device):
+    def load(configs, device, workers):
         config = next(config for config in configs if (config in selectable(config)) == chosen)
         without.append(config.name)
         return {config.name: jit.divergence_text(config.name, ("a wait",)) if divergent else "no room"}

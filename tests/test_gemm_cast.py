@@ -9,7 +9,7 @@ from campaign import noise
 from helpers import Operands, make_operands
 
 import deep_tile
-from deep_tile import GemmConfig, fp8_gemm, fp8_gemm_cast, gemm_cast, interleave_gate_up, per_token_cast_to_fp8
+from deep_tile import GemmConfig, api, fp8_gemm, fp8_gemm_cast, gemm_cast, interleave_gate_up, per_token_cast_to_fp8
 from deep_tile.config import ceil_div
 from deep_tile.kinds import ACTIVATIONS, QUANTIZED
 from deep_tile.problem import GemmProblem
@@ -122,7 +122,7 @@ def test_zeros_nan_and_infinity(device):
     b, b_scale = b.clone(), b_scale.clone()
     for config in (None, *(QUANTIZED_TILES if device == "cuda" else ())):
         out, scale = fp8_gemm_cast(a, a_scale, b, b_scale, config=config)
-        assert (scale[3] == torch.tensor(1e-4) / 448).all() and (out[3].float() == 0).all()
+        assert (scale[3] == 2.0**-126).all() and (out[3].float() == 0).all()
         assert scale[5:7].isnan().all() and out[5:7].float().isnan().all()
         finite = [row for row in range(130) if row not in (5, 6)]
         assert scale[finite].isfinite().all() and out[finite].float().isfinite().all()
@@ -181,7 +181,7 @@ def test_any_draw():
         cast = {
             "round_scale": source.choice(["none", "pow2"]),
             "exact": source.choice(["divide", "reciprocal"]),
-            "amax_floor": source.choice([1e-4, 1e-10, 3.0]),
+            "amax_floor": source.choice([0, 1e-4, 1e-10, 3.0]),
         }
         out, scale = guarded(m, columns, "cuda")
         if source.random() < 0.3:
@@ -202,7 +202,7 @@ def test_empty(device, m, n, k):
     out, scale = fp8_gemm_cast(*operands)
     assert out.shape == (m, n) and scale.shape == (m, ceil_div(n, 128))
     if out.numel():
-        assert (out.float() == 0).all() and (scale == torch.tensor(1e-4) / 448).all()
+        assert (out.float() == 0).all() and (scale == 2.0**-126).all()
 
 
 def wrong(**changed):
@@ -222,7 +222,7 @@ def wrong(**changed):
         ({"scale_out": torch.empty(4, 3)}, ValueError, r"scale_out has shape \[4, 3\]; .* must be \[4, 2\]"),
         ({"scale_out": torch.empty(1, 2).expand(4, 2)}, ValueError, "elements of scale_out share memory"),
         ({"scale_layout": "n"}, ValueError, "scale_layout is 'n'"),
-        ({"amax_floor": 0}, ValueError, "amax_floor is 0"),
+        ({"amax_floor": -1}, ValueError, "amax_floor is -1"),
         ({"round_scale": "up"}, ValueError, "round_scale is 'up'"),
         ({"exact": []}, ValueError, "exact is"),
         ({"activation": "tanh"}, ValueError, "activation is 'tanh'"),
@@ -236,6 +236,20 @@ def wrong(**changed):
 def test_bad_calls(changed, error, said):
     with pytest.raises(error, match=said):
         fp8_gemm_cast(**wrong(**changed))
+
+
+def test_a_floor_that_equals_a_known_one_launches_nothing(monkeypatch):
+    """Also where the product would be launched by itself, before the cast."""
+    operands = make_operands(4, 256, 128)
+    fp8_gemm_cast(*operands, amax_floor=1.0)
+    multiply, products = api.fp8_gemm, []
+    monkeypatch.setattr(api, "fp8_gemm", lambda *given, **keywords: products.append(1) or multiply(*given, **keywords))
+    for _ in range(2):
+        with pytest.raises(TypeError, match="amax_floor is True"):
+            fp8_gemm_cast(*operands, amax_floor=True)
+    assert not products
+    fp8_gemm_cast(*operands, amax_floor=1)
+    assert products
 
 
 @pytest.mark.gpu

@@ -115,7 +115,7 @@ def test_every_kernel(config, every_kernel, monkeypatch):
     check_config(config, 7, 9 * columns - 3, 130, num_sms=max(5, config.cluster))
     # More than one group of the raster's rows of tiles, the last group short.
     check_config(config, 9 * rows + 3, 3 * columns, 128, max(6, config.cluster), "column_aligned")
-    monkeypatch.setattr("deep_tile.plan.raster_rows", lambda problem: 16)
+    monkeypatch.setattr("deep_tile.plan.raster_rows", lambda config, problem: 16)
     check_config(config, 17 * rows + 3, 2 * columns, 128, max(6, config.cluster), "column_aligned")
     # Whole columns for each block, and shares of the last one.
     if config.resident_b:

@@ -3,7 +3,10 @@
 As test_host_path.py: CPU tensors pass for GPU tensors, and fake_driver.c is the driver.
 """
 
+import re
+
 import pytest
+from bad_calls import BAD_CALLS
 from test_host_path import WITHOUT_DLPACK, run_pretending  # noqa: F401
 from test_launcher import fake_driver  # noqa: F401
 
@@ -93,3 +96,28 @@ attempt(fp8_grouped_gemm, **rows, offs=offs)
     assert (shown[0], shown[-1]) == ("prepare_launch launch", "launch_known") and len(launched) == 2
     assert [line.split()[0] for line in shown[1:-1]] == ["TypeError", *["ValueError"] * 4]
     assert "grouping='none'" in shown[-2]
+
+
+@pytest.mark.parametrize("without_dlpack", ["", WITHOUT_DLPACK], ids=["dlpack", "without dlpack"])
+def test_bad_calls_launch_nothing_though_right_ones_are_known(run, without_dlpack):
+    shown, _ = run(
+        without_dlpack
+        + """
+from bad_calls import BAD_CALLS, CALLS, Good
+from deep_tile import wgrad
+wgrad._is_on_gpu = lambda x: True
+given = Good()
+for number, bad in enumerate(BAD_CALLS):
+    if bad.call in ("fp8_grouped_gemm", "scaled_grouped_gemm", "fp8_grouped_wgrad"):
+        attempt(CALLS[bad.call](given), **given.arguments(bad.call))
+        show(number)
+        attempt(CALLS[bad.call](given), **bad.arguments(given))
+"""
+    )
+    assert len(shown) > 3 * 30
+    for known, number, outcome in zip(shown[::3], shown[1::3], shown[2::3], strict=True):
+        bad = BAD_CALLS[int(number)]
+        assert known.split()[-1] in ("launch", "launch_known"), (bad.name, known)
+        assert outcome.startswith(bad.error.__name__), (bad.name, outcome)
+        assert re.search(bad.seen, outcome) and re.search(bad.remedy, outcome), (bad.name, outcome)
+        assert not outcome.endswith(("launch", "launch_known")), (bad.name, outcome)

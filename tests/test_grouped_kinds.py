@@ -237,11 +237,16 @@ def test_a_graph_holds_for_every_distribution():
 
 REFUSALS = [
     ("bf16", lambda a, b: (a.float(), b), TypeError, "a must be one of torch.bfloat16, torch.float16, torch.int8; got"),
-    ("bf16", lambda a, b: (None, b), TypeError, "a must be a torch.Tensor; got NoneType. Pass a tensor on the GPU"),
-    ("bf16", lambda a, b: (a, [b]), TypeError, "b must be a torch.Tensor; got list. Pass a tensor on the GPU"),
-    ("int8_rows", lambda a, s, b, t: (a, 1.0, b, t), TypeError, "a_scale must be a torch.Tensor; got float. Pass"),
+    ("bf16", lambda a, b: (None, b), TypeError, "a must be a torch.Tensor; got NoneType. To fix: pass a tensor"),
+    ("bf16", lambda a, b: (a, [b]), TypeError, "b must be a torch.Tensor; got list.* torch.stack"),
+    (
+        "int8_rows",
+        lambda a, s, b, t: (a, 1.0, b, t),
+        TypeError,
+        "a_scale must be a torch.Tensor; got float. To fix: pass",
+    ),
     ("bf16", lambda a, b: (a, b.half()), TypeError, "b must be torch.bfloat16, since a is torch.bfloat16"),
-    ("bf16", lambda a, b: (a.to(torch.float8_e5m2), b), TypeError, "call deep_tile.scaled_grouped_gemm, with scales"),
+    ("bf16", lambda a, b: (a.to(torch.float8_e5m2), b), TypeError, "scaled_grouped_gemm takes .*, with scales"),
     ("bf16", lambda a, b: (a.t().contiguous().t(), b), ValueError, "a must have a unit stride along k; its strides"),
     ("bf16", lambda a, b: (a[:, :60], b[..., :60].mT.contiguous().mT), ValueError, "k = 60; of several groups k must"),
     ("bf16", lambda a, b: (a, b.repeat(1, 1, 2)[..., ::2]), ValueError, "unit stride along k or along n; its strides"),
@@ -249,7 +254,7 @@ REFUSALS = [
     ("bf16", lambda a, b: (a, b.clone().requires_grad_()), RuntimeError, "To train, call torch.nn.functional.grouped"),
     ("int8_rows", lambda a, s, b, t: (a, s[:4], b, t), ValueError, r"a_scale must have one number for each row of a"),
     ("int8_rows", lambda a, s, b, t: (a, s, b, t[:, :5]), ValueError, r"b_scale must have .* or one for each group"),
-    ("int8_rows", lambda a, s, b, t: (a, s.half(), b, t), TypeError, "a_scale must be one of torch.float32"),
+    ("int8_rows", lambda a, s, b, t: (a, s.double(), b, t), TypeError, "a_scale must be torch.float32"),
     ("int8", lambda a, s, b, t: (a, s, b, t[:, :0]), ValueError, "a_scale must have one number.* of blocks"),
 ]
 

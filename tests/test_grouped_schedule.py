@@ -6,6 +6,7 @@ once.
 """
 
 import ctypes
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 from protocol import Launch
 
-from deep_tile import codegen, params
+from deep_tile import codegen, params, plan
 from deep_tile.config import ceil_div
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import group_rows
@@ -148,7 +149,7 @@ def random_ends(groups, rows, generator):
     return ends
 
 
-@pytest.mark.parametrize("groups", [1, 2, 31, 32, 33, 70, 200])
+@pytest.mark.parametrize("groups", [1, 2, 31, 32, 33, 70, 200, 1025, 2100])
 @pytest.mark.parametrize("alignment", [1, 16, 128])
 def test_rows_one_after_the_other(walk, groups, alignment):
     generator = torch.Generator().manual_seed(groups * 1000 + alignment)
@@ -159,7 +160,7 @@ def test_rows_one_after_the_other(walk, groups, alignment):
 
 
 @pytest.mark.parametrize("raster_rows_log2", [1, 3, 4])
-@pytest.mark.parametrize("groups", [1, 5, 40])
+@pytest.mark.parametrize("groups", [1, 5, 40, 300])
 def test_rows_of_their_own(walk, groups, raster_rows_log2):
     generator = torch.Generator().manual_seed(groups)
     rows = 2500
@@ -179,8 +180,47 @@ def test_bounds_that_lie(walk, ends, alignment):
     check(walk, CONFIGS[1], 130, 100, 4, torch.tensor(ends, dtype=torch.int32), blocks=2)
 
 
+@pytest.mark.parametrize("groups", [33, 100, 1100])
+def test_many_bounds_that_lie(walk, groups):
+    generator = torch.Generator().manual_seed(groups)
+    near = torch.randint(-100, 900, (groups,), generator=generator, dtype=torch.int32)
+    far = torch.randint(-(2**31), 2**31, (groups,), generator=generator).int()
+    for bounds in (near, torch.where(torch.rand(groups, generator=generator) < 0.05, far, near.sort().values)):
+        check(walk, CONFIGS[0], 130, 700, groups, bounds, blocks=5, alignment=16)
+        check(walk, CONFIGS[1], 130, 70, groups, bounds, blocks=5)
+
+
 def test_more_blocks_than_tiles(walk):
     check(walk, CONFIGS[0], 100, 64, 3, torch.tensor([0, 1, 1], dtype=torch.int32), blocks=9)
+
+
+FIRST_WRONG = """
+#include "host_warp.h"
+static int divide(int dividend, int divisor) {{ {body} }}
+
+extern "C" int first_wrong(int columns) {{
+    int first = columns;
+    for (int divisor = 1; divisor <= 16; ++divisor) {{
+        for (int dividend = 0; dividend < first * divisor; ++dividend) {{
+            if (divide(dividend, divisor) != dividend / divisor) first = dividend / divisor;
+        }}
+    }}
+    return first;
+}}
+"""
+
+
+def test_the_division_is_exact_as_far_as_it_may_go(tmp_path):
+    """Of every tile in every panel, and no further: the host refuses more columns."""
+    if shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    headers = codegen._headers("grouped.cuh")
+    (body,) = re.findall(r"int divide\(int dividend, int divisor\) \{(.*?)\}", headers, re.DOTALL)
+    source, library = tmp_path / "divide.cpp", tmp_path / "divide.so"
+    source.write_text(FIRST_WRONG.format(body=body))
+    command = ["c++", "-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
+    subprocess.run([*command, f"-I{Path(__file__).parent}", str(source), "-o", str(library)], check=True)
+    assert ctypes.CDLL(str(library)).first_wrong(2 * plan.MAX_GROUP_COLUMNS) == plan.MAX_GROUP_COLUMNS
 
 
 GRADIENTS = {"kind": "fp8_1x128", "output": "fp32", "grouping": "k_offs"}

@@ -20,6 +20,7 @@ from test_launcher import WHOLE_CUBIN, fake_driver, params_of  # noqa: F401
 from test_params import unpack
 
 from deep_tile import params
+from deep_tile.quantize import SMALLEST_AMAX_FLOOR
 
 SETUP = f"""
 import ctypes, json, os, signal, sys
@@ -151,7 +152,7 @@ show(*(x.data_ptr() for x in good.values()))
     assert [first[name] for name in names] == [2, 1, 2, 1, 136]
     a, a_scale, b, b_scale, out = map(int, shown[3].split())
     assert (first["a_scale"], first["b_scale"], first["out"]) == (a_scale, b_scale, out)
-    assert [launched[0].map_address(name) for name in ("a_maps", "b_maps", "out_map")] == [a, b, out]
+    assert [launched[0].map_address(name) for name in ("a_maps", "b_maps", "out_maps")] == [a, b, out]
 
 
 def test_second_call_without_dlpack(run_pretending):
@@ -227,7 +228,7 @@ given = Good()
         + CAST_SETUP
         + """
 for number, bad in enumerate(BAD_CALLS):
-    if "cast" in bad.call:
+    if bad.call in ("per_token_cast_to_fp8", "per_block_cast_to_fp8", "silu_mul_cast_to_fp8"):
         attempt(CALLS[bad.call](given), **given.arguments(bad.call))
         show(number)
         attempt(CALLS[bad.call](given), **bad.arguments(given))
@@ -458,7 +459,7 @@ for call in ((a, a_scale, out), other):
     assert len(launched) == 4
     for line, launch in zip(shown[6:8], launched, strict=False):
         a, a_scale, out, b, b_scale = map(int, line.split())
-        assert (launch.map_address("a_maps"), launch.map_address("b_maps"), launch.map_address("out_map")) == (
+        assert (launch.map_address("a_maps"), launch.map_address("b_maps"), launch.map_address("out_maps")) == (
             a,
             b,
             out,
@@ -568,7 +569,7 @@ show(x.data_ptr(), codes.data_ptr(), scale.data_ptr())
     wanted = {"x": x, "out": out, "scale": scale, "rows": 130, "columns": 264, "x_stride": 264, "out_stride": 264}
     wanted |= {"scale_stride_row": 3, "scale_stride_column": 1, "aligned": 1, "pow2_scale": 0}
     floors = [launch.params.pop("amax_floor") for launch in launched]
-    assert floors == pytest.approx([1e-4] * 3 + [1e-10])
+    assert floors == pytest.approx([SMALLEST_AMAX_FLOOR] * 3 + [1e-10], rel=2**-24, abs=0)
     assert [launch.params.pop("correction") for launch in launched] == [1.0] * 4
     assert [launch.params for launch in launched] == [wanted] * 4
 
@@ -630,6 +631,38 @@ for source in (x.view(13, 10, 264), x.view(13, 5, 2, 264), x.view(13, 10, 264)[:
     fields = "rows", "x_stride", "scale_stride_column"
     strides = [tuple(launch.params[field] for field in fields) for launch in launched]
     assert strides == [(130, 264, 132)] * 4 + [(65, 264, 68)] * 2
+
+
+def test_casts_of_groups_that_are_copied_first(run_pretending):
+    """The copy has the groups of its original; and what is remembered of it makes no wrong call a right one."""
+    shown, launched = run_pretending(
+        CAST_SETUP
+        + OF_ROWS
+        + """
+halves = {name: y[:, :5] for name, y in many.items()}
+halves = {name: torch.zeros(y.shape, dtype=y.dtype) for name, y in halves.items()}
+flat = {name: y.flatten(0, 1) for name, y in halves.items()}
+for call, given, k in ((per_token_cast_to_fp8, x, 264), (silu_mul_cast_to_fp8, gate_up, 528)):
+    groups = given.view(13, 10, k)[:, :5]
+    for source in (groups, groups.transpose(1, 2).contiguous().transpose(1, 2), groups.contiguous()):
+        attempt(call, source, counts=counts, **halves)
+    attempt(call, groups.flatten(0, 1), counts=counts, **halves)
+    attempt(call, groups, counts=counts, **flat)
+    attempt(call, groups, **halves)
+    attempt(call, groups.flatten(0, 1), **halves)
+""",
+        of=params.CAST_OF_ROWS,
+    )
+    new, known = "prepare_launch launch", "launch"
+    for at in (0, 7):
+        assert shown[at : at + 2] == [new, known] and shown[at + 2] in ("launch", "launch_known")
+        assert re.match(r"ValueError (x|gate_up) has shape \[65, \d+\]; with counts it must be", shown[at + 3])
+        assert re.match(r"ValueError out has shape \[65, 264\]; .* must be \[13, 5, 264\]", shown[at + 4])
+        assert shown[at + 5] == new
+        assert re.match(r"ValueError out has shape \[13, 5, 264\]; .* must be \[65, 264\]", shown[at + 6])
+    fields = ("rows", "columns", "x_stride", "x_rows", "groups", "group_rows")
+    seen = [tuple(launch.params[field] for field in fields) for launch in launched]
+    assert seen[:3] == [(65, 264, 264, 65, 13, 5)] * 3 and seen[4:7] == [(65, 264, 528, 65, 13, 5)] * 3
 
 
 OF_ROWS = """
@@ -721,6 +754,45 @@ show(x.data_ptr(), weights.data_ptr(), index.data_ptr(), out.data_ptr())
     moved = launched[2].params
     assert (moved["x"], moved["out"], moved["columns"]) == (wanted["x"] + 2, wanted["out"] + 2, 263)
     assert (moved["aligned"], moved["wide_index"], moved["narrow_weights"]) == (0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("setup", "path"), [("", "launch_known"), (WITHOUT_DLPACK, "launch")], ids=["dlpack", "without dlpack"]
+)
+def test_second_sort_is_one_call_into_c(run_pretending, setup, path):
+    shown, launched = run_pretending(
+        setup
+        + CAST_SETUP
+        + """
+from bad_calls import freed
+from deep_tile import experts, sort_by_expert
+experts._has_sort_kernel = lambda *ignored: True
+cast.is_loaded = lambda *ignored: True
+note(cast, "prepare_sort")
+chosen = torch.zeros(1000, 6, dtype=torch.int64)
+for options in ({}, {"alignment": 128}):
+    for _ in range(2):
+        attempt(sort_by_expert, chosen, 60, **options)
+attempt(sort_by_expert, chosen[:32], 60)
+attempt(sort_by_expert, chosen[:32].int(), 60)
+attempt(sort_by_expert, chosen[:32], 61)
+attempt(sort_by_expert, chosen[:, ::2], 60)
+show(chosen.data_ptr())
+for gone in (freed(chosen), freed(chosen, left=0.5), freed(chosen[:, ::2])):
+    attempt(sort_by_expert, gone, 60)
+""",
+        of=params.SORT,
+    )
+    new = "prepare_sort launch"
+    assert shown[:8] == [new, path, new, path, *[new] * 4]
+    assert [said[:31] for said in shown[9:]] == ["ValueError chosen has no memory"] * 3
+    wanted = {"choices": 6000, "rows_size": 6000, "experts": 60, "alignment": 1, "cluster_log2": 3, "slice": 1024}
+    wanted |= {"warp_choices_log2": 6, "chosen": int(shown[8])}
+    first, _, aligned, _, few, *_, strided = launched
+    assert wanted.items() <= first.params.items() and "cluster 8" in first.line
+    assert aligned.params["rows_size"] == 13_696 and aligned.params["alignment"] == 128
+    assert (few.params["cluster_log2"], few.params["slice"], few.params["warp_choices_log2"]) == (0, 512, 5)
+    assert strided.params["choices"] == 3000 and strided.params["chosen"] != wanted["chosen"]
 
 
 @pytest.mark.parametrize(

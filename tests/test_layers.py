@@ -25,7 +25,7 @@ CALL = SIZES | {"_launcher", "jit", "launches", "ops", "plan", "reference", "sel
 
 MAY_IMPORT = {
     "kinds": set(),
-    "problem": {"kinds"},
+    "problem": {"config", "kinds"},
     "settings": set(),
     "walls": set(),
     "sass": set(),
@@ -54,10 +54,12 @@ MAY_IMPORT = {
     "gemm_cast": CALL | {"api", "finishes", "params", "quantize"},
     "grouped": CALL | {"api", "dense", "finishes"},
     "wgrad": CALL | {"api", "dense", "grouped", "params"},
-    "nn": {"api", "cast", "jit", "linear", "quantize", "tensors"},
+    "replaceable": {"quantize", "tensors"},
+    "nn": {"api", "cast", "config", "integrations", "jit", "linear", "quantize", "replaceable", "tensors"},
     "distributed": {"config", "nn", "ops", "quantize", "tensors"},
-    "integrations": {"config", "discovery", "experts", "grouped", "linear", "quantize", "tensors"},
-    "compat": {"api", "config", "dense", "discovery", "grouped", "quantize", "reference", "tensors", "transposed"},
+    "integrations": {"config", "discovery", "experts", "grouped", "linear", "quantize", "replaceable", "tensors"},
+    "compat": {"api", "config", "dense", "discovery", "grouped", "ops", "quantize", "reference"}
+    | {"tensors", "transposed"},
     "torch_compat": {"api", "config", "dense", "finishes", "grouped", "tensors"},
     "method": SIZES | {"select"},
     "tools": CALL
@@ -81,6 +83,7 @@ WITH_TORCH = {
     "gemm_cast",
     "grouped",
     "integrations.transformers",
+    "integrations.transformers_config",
     "integrations.transformers_experts",
     "integrations.transformers_weights",
     "launches",
@@ -89,6 +92,7 @@ WITH_TORCH = {
     "ops",
     "quantize",
     "reference",
+    "replaceable",
     "sources",
     "tensors",
     "torch_compat",

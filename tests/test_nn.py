@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import deep_tile
-from deep_tile import fp8_linear, jit, nn, quantize_weight
+from deep_tile import fp8_linear, jit, nn, quantize_weight, tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FEATURES = [(256, 130), (3884, 96), (9, 3)]
@@ -56,6 +56,7 @@ def test_from_float_keeps_all_but_the_weight(device):
     expected = fp8_linear(x, b, b_scale, wide.bias, round_scale="pow2", batch_invariant=True)
     assert torch.equal(layer(x), expected) and layer(x).dtype == torch.float16
     assert "in_features=300, out_features=140, bias=True, round_scale='pow2', batch_invariant=True" in repr(layer)
+    assert "weight=FP8 (float8_e4m3fn)" in repr(torch.nn.Sequential(layer))
 
 
 def test_a_new_layer_is_drawn_as_torchs(device):
@@ -101,9 +102,10 @@ def test_state_dict_round_trip(layer):
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("scale_name", ["weight_scale_inv", "weight_scale"])
-def test_checkpoints(layer, assign, scale_name):
-    """Dense weights, either name of the scale, powers of two; into a layer that had no memory."""
-    scale = torch.exp2(layer.weight_scale_inv.log2().ceil()).to(torch.float8_e8m0fnu)
+@pytest.mark.parametrize("dtype", tensors.SCALE_DTYPES, ids=str)
+def test_checkpoints(layer, assign, scale_name, dtype):
+    """Dense weights, either name of the scale, each of its dtypes; into a layer that had no memory."""
+    scale = layer.weight_scale_inv.to(dtype)
     state = {"weight": layer.weight.contiguous(), scale_name: scale, "bias": layer.bias.data}
     with torch.device("meta"):
         model = torch.nn.Sequential(nn.Linear(layer.in_features, layer.out_features, dtype=torch.bfloat16))
@@ -113,13 +115,89 @@ def test_checkpoints(layer, assign, scale_name):
     assert_same_layer(model[0], nn.Linear.from_fp8(layer.weight, scale, layer.bias))
 
 
+def test_state_dicts_are_dense(layer, tmp_path):
+    """As files of tensors want them; those that keep the parameters have them as they are."""
+    state = torch.nn.Sequential(layer).state_dict()
+    assert all(x.is_contiguous() for x in state.values())
+    assert torch.equal(state["0.weight"].float(), layer.weight.float())
+    assert layer.state_dict(keep_vars=True)["weight"] is layer.weight
+    save_file = pytest.importorskip("safetensors.torch", reason="needs safetensors").save_file
+    save_file(state, tmp_path / "model.safetensors")
+
+
+def dense_at(offset: int, x: torch.Tensor) -> torch.Tensor:
+    """A dense copy that begins so many bytes after a multiple of 16."""
+    memory = torch.empty(x.numel() * x.element_size() + offset, dtype=torch.uint8, device=x.device)
+    return memory[offset:].view(x.dtype).view(x.shape).copy_(x)
+
+
+def set_parameter(layer: nn.Linear, name: str, x: torch.Tensor) -> None:
+    layer._parameters[name] = torch.nn.Parameter(x, requires_grad=False)
+
+
+def set_data(layer: nn.Linear, name: str, x: torch.Tensor) -> None:
+    getattr(layer, name).data = x
+
+
+def set_attribute(layer: nn.Linear, name: str, x: torch.Tensor) -> None:
+    setattr(layer, name, torch.nn.Parameter(x, requires_grad=False))
+
+
+def set_by_hook(layer: nn.Linear, name: str, x: torch.Tensor) -> None:
+    """As what offloads layers does: right before the call, and gone after it."""
+    kept = layer._parameters[name]
+    set_parameter(layer, name, torch.empty_like(x, device="meta"))
+    layer.register_forward_pre_hook(lambda *_: set_parameter(layer, name, x))
+    layer.register_forward_hook(lambda *_: set_parameter(layer, name, kept))
+
+
+LAYOUTS = {
+    "dense": lambda x: dense_at(0, x),
+    "misaligned": lambda x: dense_at(4, x),
+    "along n": lambda x: x.t().contiguous().t(),
+    "in BF16": torch.Tensor.bfloat16,
+    "in FP16": torch.Tensor.half,
+    "in FP32": torch.Tensor.float,
+}
+
+
+@pytest.mark.parametrize("how", [set_parameter, set_data, set_attribute, set_by_hook])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_that_somebody_sets(layer, how, layout):
+    """The result and the gradient are right; what converts the layer mends it for good; state that was set stays."""
+    x = draw(layer, 5).requires_grad_()
+    expected = layer(x)
+    (of_x,) = torch.autograd.grad(expected.sum(), x)
+    changed = copy.deepcopy(layer)
+    weight = LAYOUTS[layout](layer.weight.detach())
+    how(changed, "weight", weight)
+    if layout == "misaligned":  # and the scale in another dtype
+        how(changed, "weight_scale_inv", dense_at(8, layer.weight_scale_inv.detach()).double())
+    for _ in range(2):
+        out = changed(x)
+        assert torch.equal(out, expected) and torch.equal(torch.autograd.grad(out.sum(), x)[0], of_x)
+    if how is not set_by_hook:
+        assert changed.weight.data_ptr() == weight.data_ptr()
+        assert_same_layer(changed.to(x.device), layer)
+
+
+def test_another_weight_is_refused(layer):
+    """As tying it to an embedding leaves it; and an input that a model has cast as it."""
+    x = draw(layer, 5)
+    set_parameter(layer, "weight", torch.randn(layer.weight.shape, device=x.device).bfloat16())
+    with pytest.raises(TypeError, match="weight has become torch.bfloat16.*Leave the layer out of replace_linears"):
+        layer(x)
+    with pytest.raises(TypeError, match="x is torch.float8_e4m3fn.*Leave the layer out of replace_linears"):
+        layer(x.to(torch.float8_e4m3fn))
+
+
 def test_wrong_checkpoints_are_refused(layer):
     state = layer.state_dict()
     before = layer.weight.float()
     with pytest.raises(TypeError, match="weight is torch.bfloat16, and this layer's is torch.float8_e4m3fn"):
         layer.load_state_dict({"weight": before.bfloat16(), "bias": state["bias"]})
-    with pytest.raises(TypeError, match="weight_scale_inv is torch.float16"):
-        layer.load_state_dict(state | {"weight_scale_inv": state["weight_scale_inv"].half()})
+    with pytest.raises(TypeError, match="weight_scale_inv is torch.float64; it must be torch.float32, torch.bfloat16"):
+        layer.load_state_dict(state | {"weight_scale_inv": state["weight_scale_inv"].double()})
     with pytest.raises(ValueError, match=r"weight_scale_inv .*one scale for each 128x128 block"):
         layer.load_state_dict(state | {"weight_scale_inv": torch.ones(7, 7, device=layer.weight.device)})
     with pytest.raises(RuntimeError, match="Missing key.*weight_scale_inv"):
@@ -131,10 +209,13 @@ def test_wrong_checkpoints_are_refused(layer):
     ("change", "kind", "message"),
     [
         ({"weight": torch.zeros(256, 128)}, TypeError, "weight is torch.float32; it must be torch.float8_e4m3fn"),
-        ({"weight_scale_inv": torch.ones(2, 1).half()}, TypeError, "weight_scale_inv is torch.float16; it must be"),
+        ({"weight_scale_inv": torch.ones(2, 1).int()}, TypeError, "weight_scale_inv is torch.int32; it must be"),
         ({"weight_scale_inv": torch.ones(1, 2)}, ValueError, r"\[256, 128\] and weight_scale_inv \[1, 2\]"),
         ({"weight": torch.zeros(128).to(torch.float8_e4m3fn)}, ValueError, r"weight is \[128\]"),
         ({"weight_scale_inv": torch.ones(2, 1, device="meta")}, ValueError, "weight_scale_inv is on meta but weight"),
+        ({"weight": torch.zeros(256, 128).to(torch.float8_e5m2)}, TypeError, "scaled_gemm takes torch.float8_e5m2"),
+        ({"weight_scale_inv": torch.ones(())}, ValueError, r"_inv\.reshape\(-1, 1\)\.expand\(2, 1\)"),
+        ({"weight_scale_inv": torch.ones(256)}, ValueError, "scaled_gemm takes a scale for each row"),
     ],
 )
 def test_weights_that_do_not_fit(change, kind, message):
@@ -169,7 +250,7 @@ class Model(torch.nn.Module):
 
 
 def test_replace_linears(device):
-    model = Model().to(device)
+    model = Model().to(device).eval()
     x = torch.randn(3, 256, device=device)
     with torch.no_grad():
         wide = model(x)
@@ -196,6 +277,21 @@ def test_precompile_model(monkeypatch):
     model.foreign.weight_scale = torch.empty(1, 1, device="meta")
     deep_tile.precompile_model(model, 64)
     assert shapes == [(512, 256, 64), (100, 128, 64), "casts"]
+
+
+def test_layers_have_kernels_for_their_own_options(monkeypatch):
+    asked = []
+    made = nn.api.Precompiled((), 0)
+    monkeypatch.setattr(nn.api, "precompile", lambda given, **options: asked.append(options) or made)
+    monkeypatch.setattr(nn.cast, "load_kernels", lambda device, workers: None)
+    options = [{}, {"batch_invariant": False, "out_dtype": torch.float32}, {"num_sms": 64}]
+    model = torch.nn.ModuleList(nn.Linear(128, 128, False, device="meta", **own) for own in options)
+    deep_tile.precompile_model(model, 64, batch_invariant=True)
+    names = ("num_sms", "batch_invariant", "out_dtype")
+    assert [tuple(of_linear[name] for name in names) for of_linear in asked[:-1]] == [
+        *((None, True, torch.bfloat16), (None, False, torch.float32), (64, True, torch.bfloat16))
+    ]
+    assert repr(made) == "<Precompiled: 0 kernels, 0 compiled>"
 
 
 def experts_of(names: str = "gate_up_proj down_proj", scale: str = "{}_scale_inv") -> torch.nn.Module:

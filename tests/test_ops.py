@@ -379,7 +379,7 @@ WRONG_PRODUCTS = {
 WRONG_CASTS = {
     "x is an integer": lambda x: {"x": x["x"].int()},
     "x is a number": lambda x: {"x": x["x"][0, 0]},
-    "amax_floor is 0": lambda x: {"amax_floor": 0.0},
+    "amax_floor is negative": lambda x: {"amax_floor": -1.0},
     "amax_floor is NaN": lambda x: {"amax_floor": float("nan")},
     "round_scale is unknown": lambda x: {"round_scale": "up"},
     "exact is unknown": lambda x: {"exact": "yes"},
@@ -441,7 +441,7 @@ WRONG_GATES = {
     "limit is NaN": lambda x: {"limit": float("nan")},
     "alpha is infinite": lambda x: {"alpha": float("inf")},
     "beta is beyond float32": lambda x: {"beta": 1e39},
-    "amax_floor is 0": lambda x: {"amax_floor": 0.0},
+    "amax_floor is negative": lambda x: {"amax_floor": -1.0},
     "out is as wide as gate_up": lambda x: {"out": torch.zeros(5, 2 * K).to(FP8)},
 }
 # fmt: on
@@ -538,6 +538,7 @@ SAMPLES = {
         [torch.randn(9, K).bfloat16(), torch.rand(5, 2), torch.randint(0, 9, (5, 2))],
         {"out": torch.zeros(5, K).bfloat16()},
     ),
+    "sort_by_expert.default": lambda: ([torch.randint(-1, 5, (7, 3))], {"experts": 4, "alignment": 16}),
     "per_block_cast_to_fp8.default": lambda: ([torch.randn(N, K)], {"round_scale": "pow2"}),
     "per_block_cast_to_fp8.out": lambda: (
         [torch.randn(N, K)],

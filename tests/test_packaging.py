@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -93,6 +94,53 @@ def run_installed(installed: Path, code: str) -> str:
 def test_one_wheel_for_every_python(wheel):
     assert wheel.name.startswith("deep_tile-")
     assert "-cp310-abi3-linux_" in wheel.name
+
+
+def test_a_python_without_gil_has_a_wheel_of_its_own(sources, tmp_path):
+    """Pretended: this Python's variables say that it has none."""
+    pretending = tmp_path / "sitecustomize.py"
+    pretending.write_text('import sysconfig\nsysconfig.get_config_vars()["Py_GIL_DISABLED"] = 1\n')
+    tree = shutil.copytree(sources, tmp_path / "tree")
+    command = [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", tmp_path]
+    build = subprocess.run(
+        command, cwd=tree, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert build.returncode == 0, build.stdout + build.stderr
+    (built,) = tmp_path.glob("*.whl")
+    version = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert f"-{version}-{version}" in built.name
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(tmp_path / "installed")
+    (extension,) = (tmp_path / "installed" / "deep_tile").glob("_launcher.*.so")
+    assert "abi3" not in extension.name
+    found = run_installed(tmp_path / "installed", "from deep_tile import _launcher; print(_launcher.__file__)")
+    assert found.strip() == str(extension)
+
+
+def test_the_launcher_keeps_the_gil(tmp_path):
+    """By the branch that only a Python without one compiles, with its two names declared."""
+    declared = tmp_path / "declared.h"
+    declared.write_text(
+        "#include <Python.h>\n#define Py_MOD_GIL_USED ((void *)0)\nint PyUnstable_Module_SetGIL(PyObject *, void *);\n"
+    )
+    flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-DPy_GIL_DISABLED", "-I", sysconfig.get_paths()["include"]]
+    command = ["cc", *flags, "-include", declared, "-E", ROOT / "csrc" / "launch.c"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"PyUnstable_Module_SetGIL\(module, \(\(void \*\)0\)\) != 0", text)
+    subprocess.run([*command[:-2], "-fsyntax-only", command[-1]], check=True)
+
+
+@pytest.mark.parametrize(
+    "code", ["import deep_tile; deep_tile.fp8_gemm", "from deep_tile import fp8_gemm", "import deep_tile.nn"]
+)
+def test_a_checkout_without_its_extension_says_how_to_build_it(sources, code):
+    program = f"import sys; sys.path.insert(0, {str(sources)!r})\n{code}"
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path.endswith("-packages"))}
+    command = [sys.executable, "-S", "-c", program]  # without what an editable install has Python find
+    run = subprocess.run(command, cwd=sources, env=found, capture_output=True, text=True)
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: deep_tile's C extension, _launcher, is not built in {sources / 'deep_tile'}:")
+    assert "`python setup.py build_ext --inplace`, or `pip install -e .`" in last
 
 
 def test_content(wheel):

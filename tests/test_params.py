@@ -18,8 +18,9 @@ from test_launcher import (
 
 from deep_tile import jit, params, plan
 from deep_tile.config import GemmConfig, ceil_div
+from deep_tile.kinds import QUANTIZED
 from deep_tile.params import Field, MapLayout, Params
-from deep_tile.problem import GemmProblem
+from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.defaults import default_configs
 
 LETTERS = {"int": "i", "unsigned": "I", "long long": "q", "float": "f"}
@@ -36,7 +37,9 @@ ODD = Params(
 )
 """Every type, in an order that needs padding in the middle and at the end."""
 
-TABLES = pytest.mark.parametrize("table", [params.GEMM, params.CAST, params.CAST_OF_ROWS, params.COMBINE, ODD])
+TABLES = pytest.mark.parametrize(
+    "table", [params.GEMM, params.CAST, params.CAST_OF_ROWS, params.COMBINE, params.SORT, ODD]
+)
 
 
 def unpack(table: Params, data: bytes) -> dict[str, int | float | bytes]:
@@ -180,6 +183,52 @@ CONFIG = next(config for config in default_configs(True) if config.block_m == 12
 def test_scales_are_within_reach(change, message):
     with pytest.raises(ValueError, match=message):
         plan.pack_params(PROBLEM, CONFIG, LAYOUT._replace(**change), early_b=False)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        (PROBLEM, GemmConfig(64, 64, 2)),
+        (PROBLEM._replace(groups=Groups("offs", 8, 512)), GemmConfig(64, 64, 2, grouping="offs", store_buffers=1)),
+        (PROBLEM._replace(output=QUANTIZED, n=2048), GemmConfig(256, 128, 3, output=QUANTIZED, store_buffers=1)),
+    ],
+    ids=["dense", "groups", "quantised"],
+)
+def test_a_kernel_that_may_hang_is_refused_with_another_to_take(problem, config, monkeypatch):
+    def refuse(source, name):
+        raise jit.DivergenceError(f"{name} may hang. Remedy: another config")
+
+    monkeypatch.setattr(jit, "load_cubin", refuse)
+    with pytest.raises(jit.CompileError) as error:
+        plan.prepare_launch(problem, config, LAYOUT, 0, pdl=False, constant_weights=False)
+    chosen = (plan.cast_config_for if config.quantizes else plan.config_for)(problem)
+    assert str(error.value) == (
+        f"{config.name} may hang. Remedy: another config; the selector's choice here is {chosen.name}"
+    )
+    with pytest.raises(jit.CompileError, match="another config$"):
+        plan.prepare_launch(problem, chosen, LAYOUT, 0, pdl=False, constant_weights=False)
+
+
+OF_GROUPS = {"offs": GemmConfig(64, 32, 2, grouping="offs"), "counts": GemmConfig(64, 32, 2, grouping="counts")}
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "columns"),
+    [
+        *(
+            (GemmProblem(900, 0, 128, groups=Groups(layout, 3, 300)), config, plan.MAX_GROUP_COLUMNS)
+            for layout, config in OF_GROUPS.items()
+        ),
+        (GemmProblem(64 * 17, 0, 128), GemmConfig(64, 16, 4), plan.MAX_TILES // 17),
+    ],
+    ids=str,
+)
+def test_tiles_that_a_kernel_cannot_count_are_refused(problem, config, columns):
+    """Each of the last number of columns that it can, and of one more."""
+    n = columns * config.block_n
+    plan.pack_params(problem._replace(n=n), config, LAYOUT, early_b=False)
+    with pytest.raises(ValueError, match=rf"n is {n + 1}, .* into {columns + 1} columns.*config with a larger block_n"):
+        plan.pack_params(problem._replace(n=n + 1), config, LAYOUT, early_b=False)
 
 
 def test_one_scale_further_is_not_reached():

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deep_tile import cast as kernels
-from deep_tile import fp8_gemm, jit
+from deep_tile import fp8_gemm, fp8_wgrad, jit, quantize_weight, silu_mul_cast_to_fp8, transposed_cast_to_fp8
 from deep_tile.codegen import streaming_source
 from deep_tile.config import ceil_div, round_up
 from deep_tile.quantize import FP8_DTYPE, dequantize, per_block_cast_to_fp8, per_token_cast_to_fp8
@@ -268,6 +268,14 @@ def test_dequantize_expands_e8m0_exactly():
     assert back[255].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dequantize_widens_scales_exactly(dtype):
+    """All of their values, subnormal ones included."""
+    scale = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)[:, None]
+    x = torch.tensor([[1.0, -0.5]]).expand(2**16, 2).to(FP8_DTYPE)
+    assert torch.equal(dequantize(x, scale).nan_to_num(7), (x.double() * scale.double()).float().nan_to_num(7))
+
+
 @CASTS
 def test_pow2_scales_are_e8m0s(cast):
     x = random_matrix(140, 300)
@@ -405,7 +413,7 @@ FP8 = torch.zeros(130, 300).to(FP8_DTYPE)
 @pytest.mark.parametrize(
     ("x", "scale", "block", "error", "message"),
     [
-        (FP8, torch.ones(130, 3).half(), None, TypeError, "scale is a tensor of float16"),
+        (FP8, torch.ones(130, 3).double(), None, TypeError, "scale is a tensor of float64"),
         (FP8, torch.ones(3, 130), None, ValueError, r"\[3, 130\].*\[130, 3\].*\[2, 3\]"),
         (FP8, torch.ones(130, 3), (128, 128), ValueError, r"must be \[2, 3\]"),
     ],
@@ -413,3 +421,61 @@ FP8 = torch.zeros(130, 300).to(FP8_DTYPE)
 def test_dequantize_refuses(x, scale, block, error, message):
     with pytest.raises(error, match=message):
         dequantize(x, scale, block=block)
+
+
+def cast_error(name, x, options):
+    """Of a cast by name, relatively: what is left of x."""
+    if name == "silu_mul":
+        gate_up = torch.cat((torch.full_like(x, 88), x / 88), -1)  # silu(88) is 88
+        codes_, scale = silu_mul_cast_to_fp8(gate_up, **options)
+        x = gate_up[:, x.shape[1] :].float() * 88
+    elif name == "transposed":
+        codes_, scale = transposed_cast_to_fp8(x.t(), **options)
+    else:
+        codes_, scale = {"tokens": per_token_cast_to_fp8, "weights": quantize_weight}[name](x, **options)
+    got = dequantize(codes_, scale, block=(128, 128) if name == "weights" else (1, 128))
+    return float((got.double() - x.double()).norm() / x.double().norm())
+
+
+@pytest.mark.parametrize("name", ["tokens", "weights", "transposed", "silu_mul"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@EACH_OPTION
+def test_no_magnitude_is_flushed(name, dtype, options):
+    """By default gradients of any size keep e4m3's precision: the least scale is FP32's smallest normal number."""
+    if name == "silu_mul" and dtype == torch.float32:
+        pytest.skip("takes numbers of 16 bits")
+    x = torch.randn(128, 384, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    at_one = cast_error(name, x.to(dtype), options)
+    assert at_one < 0.05
+    for exponent in (5, 10, 15, 20, 25, 30, 34):
+        # Scales of powers of two lie elsewhere below the magnitudes of another decade.
+        bound = 1.02 if options["round_scale"] == "none" else 1.1
+        assert cast_error(name, (x * 10.0**-exponent).to(dtype), options) <= bound * at_one
+
+
+@CASTS
+@EACH_OPTION
+def test_zeros_stay_zeros_and_denormals_finite(cast, options):
+    x = torch.zeros(128, 256)
+    x[:, 128:] = 2.0**-149 * torch.arange(128)
+    out, scale = cast(x, **options)
+    assert (scale == 2.0**-126).all() and (out[:, :128].float() == 0).all() and out.float().isfinite().all()
+    assert_same(cast(x, amax_floor=0, **options), (out, scale))
+
+
+def test_a_step_is_as_good_at_a_small_loss():
+    """Both gradients of a layer, of a loss divided by the tokens of a large batch."""
+    generator = torch.Generator().manual_seed(2)
+    x, w, dy = (torch.randn(*shape, generator=generator) for shape in ((256, 384), (200, 384), (256, 200)))
+
+    def errors(dy):
+        b, b_scale = quantize_weight(w.t())
+        dx = fp8_gemm(*per_token_cast_to_fp8(dy), b, b_scale, out_dtype=torch.float32)
+        dw = torch.zeros(200, 384)
+        fp8_wgrad(*transposed_cast_to_fp8(dy), *transposed_cast_to_fp8(x), dw)
+        wanted = dy.double() @ w.double(), dy.double().t() @ x.double()
+        return [float((got - want).norm() / want.norm()) for got, want in zip((dx, dw), wanted, strict=True)]
+
+    at_one = errors(dy)
+    for factor in (2.0**-16, 1e-9, 1e-15, 1e-30):
+        assert all(error <= 1.02 * wanted for error, wanted in zip(errors(dy * factor), at_one, strict=True))

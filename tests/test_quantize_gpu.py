@@ -7,13 +7,14 @@ import torch
 from test_quantize import EACH_OPTION, LEADING, MAGNITUDES_AT_A_POWER_OF_TWO, wide_matrix
 
 from deep_tile import cast as kernels
-from deep_tile import quantize
+from deep_tile import quantize, silu_mul_cast_to_fp8, transposed_cast_to_fp8
 from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
 
 pytestmark = pytest.mark.gpu
 
 CASTS = pytest.mark.parametrize("cast", [per_token_cast_to_fp8, per_block_cast_to_fp8])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 SHAPES = [
     (1, 1),
     (1, 128),
@@ -324,3 +325,55 @@ def test_rows_beyond_two_gibibytes():
     wide.copy_(x)
     assert torch.equal(codes(per_token_cast_to_fp8(wide)[0]), codes(per_token_cast_to_fp8(x)[0]))
     assert torch.equal(codes(per_block_cast_to_fp8(wide)[0]), codes(per_block_cast_to_fp8(x)[0]))
+
+
+@CASTS
+@EACH_OPTION
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_at_every_magnitude(cast, options, dtype):
+    """Down to denormals, where quotients have remainders that FP32 does not hold, and zeros between."""
+    x = random_matrix(300, 640, torch.float32) * 10.0 ** -torch.arange(0, 45, 0.15, device="cuda")[:300, None].double()
+    for floor in (quantize.SMALLEST_AMAX_FLOOR, 0, 1e-4, 2.0**-80):
+        assert_as_defined(cast, x.to(dtype), amax_floor=floor, **options)
+
+
+@EACH_OPTION
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_at_every_magnitude_along_tokens(options, dtype):
+    x = random_matrix(300, 200, torch.float32) * 10.0 ** -torch.linspace(0, 45, 200, device="cuda").double()
+    assert_as_defined(transposed_cast_to_fp8, x.to(dtype), **options)
+
+
+GROUPS_THAT_ARE_COPIED = {
+    "rows cut off": lambda g, m, k: torch.randn(g, m + 40, k, **BF16)[:, :m],
+    "columns apart": lambda g, m, k: torch.randn(g, m, 2 * k, **BF16)[..., ::2],
+    "along m": lambda g, m, k: torch.randn(g, k, m, **BF16).mT,
+    "groups swapped": lambda g, m, k: torch.randn(m, g, k, **BF16).transpose(0, 1),
+    "one for all": lambda g, m, k: torch.randn(1, m, k, **BF16).expand(g, m, k),
+}
+
+
+@pytest.mark.parametrize("make", GROUPS_THAT_ARE_COPIED.values(), ids=GROUPS_THAT_ARE_COPIED)
+@pytest.mark.parametrize("sizes", [(4, 200, 512), (4, 200, 128), (3, 64, 256), (5, 33, 1000)], ids=str)
+@pytest.mark.parametrize("gated", [False, True], ids=["cast", "silu_mul"])
+def test_counts_of_groups_that_are_no_view_of_one_matrix(make, sizes, gated):
+    """Rows that live are cast, and no other byte is written, before, between or behind."""
+    g, m, k = sizes
+    x = make(g, m, 2 * k if gated else k)
+    counts = torch.tensor([m, 3, 0, m // 2, 1], dtype=torch.int32, device="cuda")[:g].contiguous()
+    k_groups = (k + 127) // 128
+    guard = torch.full(((g + 2) * m, k), 0x55, dtype=torch.uint8, device="cuda")
+    scale_guard = torch.full(((g + 2) * m, k_groups), -7.0, device="cuda")
+    out = guard[m:-m].view(FP8_DTYPE).view(g, m, k)
+    scale = scale_guard[m:-m].view(g, m, k_groups)
+    call = silu_mul_cast_to_fp8 if gated else per_token_cast_to_fp8
+    call(x, counts=counts, out=out, scale_out=scale)
+    wanted, wanted_scale = call(x.contiguous())
+    lives = torch.arange(m, device="cuda") < counts[:, None]
+    assert torch.equal(out.view(torch.uint8)[lives], wanted.view(torch.uint8)[lives])
+    assert torch.equal(scale[lives], wanted_scale[lives])
+    assert (out.view(torch.uint8)[~lives] == 0x55).all() and (scale[~lives] == -7).all()
+    for around in (guard[:m], guard[-m:]):
+        assert (around == 0x55).all()
+    for around in (scale_guard[:m], scale_guard[-m:]):
+        assert (around == -7).all()

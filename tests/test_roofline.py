@@ -150,6 +150,7 @@ some_problems = st.builds(
     bias=st.sampled_from(BIASES),
     activation=st.sampled_from(ACTIVATIONS),
     layout=st.just("nt"),
+    strided=st.none(),
 )
 
 

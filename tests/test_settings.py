@@ -89,6 +89,22 @@ def test_deep_gemm_s_cache_dir_is_taken_before_the_user_s(monkeypatch, deep_gemm
     assert settings.cache_dir() == wanted
 
 
+def test_of_a_list_the_first_that_can_be_written_to_is_taken(monkeypatch, tmp_path):
+    closed, file, new = tmp_path / "closed", tmp_path / "file", tmp_path / "open" / "new"
+    file.touch()
+    cannot = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "closed" and cannot(path, mode))
+    closed.mkdir()
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", f"relative:{closed / 'inner'}:{file}::{new}:{tmp_path}")
+    assert settings.cache_dir() == new / "deep_tile"
+    forget()
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", f"{closed}:{file}")
+    assert settings.cache_dir() == closed / "deep_tile"  # which is then refused, by name
+    forget()
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", "relative::")
+    assert settings.cache_dir() == Path("/home/someone/.cache/deep_tile")
+
+
 def test_own_variable_comes_before_deep_gemm_s(monkeypatch):
     monkeypatch.setenv("DG_JIT_CACHE_DIR", "/dg")
     monkeypatch.setenv("DEEP_TILE_CACHE_DIR", "/caches/mine")

@@ -1,4 +1,5 @@
-"""Sources stay short enough to be read: lines of the kernel's files and functions, and of the launcher in C."""
+"""Sources stay short enough to be read: lines of the kernel's files and functions, and of the launcher in C. Tests
+measure no time."""
 
 import re
 from collections.abc import Iterator
@@ -8,9 +9,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHER = sorted((ROOT / "csrc").glob("*.c"))
+TESTS = sorted((ROOT / "tests").glob("test_*.py"))
 HEADERS = sorted((ROOT / "include" / "deep_tile").glob("*.cuh"))
 
-HEADER_LINES, FUNCTION_LINES, LAUNCHER_LINES = 350, 50, 970
+HEADER_LINES, FUNCTION_LINES, LAUNCHER_LINES = 350, 50, 1000
 
 FOLLOWS = re.compile(r"\s*[{,]")
 """What comes after the brace of a member's initial value, and not after a function's last one."""
@@ -68,3 +70,10 @@ class Class {
     for path in HEADERS:
         code = re.sub(r"//.*", "", path.read_text())
         assert len(list(functions(code))) == code.count("__device__")
+
+
+def test_no_test_measures_time():
+    """What a busy machine decides is for benchmarks."""
+    clocks = re.compile(r"\btime\.(perf_counter|process_time|time)(_ns)?\(|\btimeit\b")
+    assert len(TESTS) > 50
+    assert not [path.name for path in TESTS if clocks.search(path.read_text())]

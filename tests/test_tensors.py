@@ -58,14 +58,21 @@ def test_some_are_left_to_python_and_pass(x):
 @pytest.mark.parametrize("what", [*KINDS, *FLOAT_KINDS])
 def test_other_tensors_are_not_read(what):
     make, *_ = (KINDS | FLOAT_KINDS)[what]
-    odd = make(SCALE)
-    if what != "in freed storage":  # on the CPU, where no kernel runs, any address but 0 is one
-        assert not _launcher.reads(odd)
+    assert not _launcher.reads(make(SCALE))
 
 
 @pytest.mark.skipif(not READABLE, reason="this torch has no DLPack C exchange API")
-def test_keys_are_found_where_they_are():
-    assert tensors.find_keys() is not None
+def test_keys_and_storages_are_found_where_they_are():
+    assert tensors.find_keys() is not None and tensors.find_storage() is not None
+
+
+def test_without_storages_c_reads_plain_tensors(monkeypatch):
+    monkeypatch.setattr(tensors, "_STORAGE_BYTES", 8)
+    assert tensors.find_storage() is None
+    registered = []
+    monkeypatch.setattr(launches._launcher, "read_tensors_of", lambda *arguments: registered.append(arguments))
+    launches.teach_launcher()
+    assert [len(arguments) for arguments in registered] == [4, 4]
 
 
 def test_without_keys_c_reads_nothing(monkeypatch):

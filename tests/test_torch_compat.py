@@ -357,7 +357,7 @@ BAD = [
     ({"bias": torch.zeros(130, requires_grad=True)}, RuntimeError, "bias requires a gradient"),
     ({"contraction_dim": None}, ValueError, "contraction_dim is None"),
     ({"scale_b": torch.ones(2, 3)}, ValueError, r"scale_b is \[2, 3\].*\[2, 2\] or \[4, 2\]. Quantise"),
-    ({"scale_b": torch.ones(2, 2).bfloat16()}, TypeError, "scale_b is torch.bfloat16"),
+    ({"scale_b": torch.ones(2, 2).double()}, TypeError, "scale_b is torch.float64"),
     ({"scale_b": 1.0}, TypeError, "scale_b is 1.0"),
 ]
 

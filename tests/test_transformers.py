@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import load_example, same_bits
 
-from deep_tile import dequantize, linear, per_token_cast_to_fp8, quantize_weight
+from deep_tile import dequantize, linear, per_token_cast_to_fp8, quantize_weight, tensors
 from deep_tile.integrations import transformers as integration
 from deep_tile.integrations import transformers_weights
 
@@ -173,12 +173,13 @@ def test_an_unknown_cast_is_refused():
     assert finegrained_fp8.fp8_linear is OWN
 
 
+@pytest.mark.parametrize("dtype", tensors.SCALE_DTYPES[1:], ids=str)
 @DEVICES
-def test_scales_that_are_exponents_are_taken(installed, device):
+def test_narrow_scales_are_taken(installed, device, dtype):
     x, weight, scale, _ = operands(device=device)
-    exponents = scale.log2().ceil().exp2().to(torch.float8_e8m0fnu)
-    out = finegrained_fp8.fp8_linear(x, weight, exponents, (128, 128))
-    assert same_bits(out, linear.fp8_linear(x, weight, exponents.float(), exact="reciprocal"))
+    narrow = scale.to(dtype)
+    out = finegrained_fp8.fp8_linear(x, weight, narrow, (128, 128))
+    assert same_bits(out, linear.fp8_linear(x, weight, narrow.float(), exact="reciprocal"))
 
 
 @DEVICES
@@ -360,8 +361,8 @@ def test_every_linear_is_multiplied_here(model, monkeypatch):
 def test_greedy_tokens_are_those_of_whole_sequences(model, cache):
     tokens = prompt(model, batch=1)
     compiled = {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
-    generated, seconds = qwen3_fp8.timed_generate(model, tokens, 16, **compiled)
-    assert generated.shape == (1, 37 + 16) and seconds > 0
+    generated, _ = qwen3_fp8.timed_generate(model, tokens, 16, **compiled)
+    assert generated.shape == (1, 37 + 16)
     assert_greedy(model, generated, 16)
 
 

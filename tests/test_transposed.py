@@ -205,7 +205,7 @@ WRONG = {
     "alignment": (lambda g: {"alignment": 64}, ValueError, "alignment is 64; .*power of two from 128 to 1024"),
     "alignment is no power": (lambda g: {"alignment": 384}, ValueError, "alignment is 384"),
     "alignment of a list": (lambda g: {"alignment": []}, ValueError, r"alignment is \[\]"),
-    "amax_floor": (lambda g: {"amax_floor": 0}, ValueError, "amax_floor is 0; it must be"),
+    "amax_floor": (lambda g: {"amax_floor": -1}, ValueError, "amax_floor is -1; it must be"),
     "exact": (lambda g: {"exact": "no"}, ValueError, "exact is 'no'; use"),
     "layout": (lambda g: {"scale_layout": "n"}, ValueError, "scale_layout is 'n'; use one of"),
     "offs of int64": (lambda g: {"offs": g["offs"].long()}, TypeError, "offs is a tensor of int64; it must be"),

@@ -191,6 +191,10 @@ def test_a_result_is_for_every_product_of_its_bucket(change):
     assert {config.tma_store for config in taken} == {problem.tma_store}
 
 
+def test_any_default_config_is_taken_where_nothing_is_finished():
+    assert all(tuned_choice(PROBLEM, {KEY: own}) == own for own in default_configs())
+
+
 def test_results_add_up_and_newer_ones_win():
     first, second = another_config(), GemmConfig(64, 64, 5)
     tuned.store(GPU, 132, {KEY: tuned.Choice(first, 2.0), "8x128x128": tuned.Choice(first, 3.0)})

@@ -1,21 +1,23 @@
 """DeepGEMM's names for FP8 and BF16 products on Hopper, dense and of experts, as engines look them up, on our kernels.
 
 Called by vLLM and SGLang after `install()`, or imported by name. What deep_tile has no kernel for, such as attention's
-logits, is absent: engines take a missing name as "not available".
+logits, is absent, which an AttributeError says by name: engines take a missing name as "not available".
 Invariant: names, arguments and meaning are those of DeepGEMM 2.6.1 on SM90; wrong calls raise before anything is
 launched.
 """
 
 import importlib.util
 import sys
+from collections.abc import Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
-from torch.compiler import is_compiling
 
 from deep_tile import api, dense, grouped, quantize, tensors, transposed
-from deep_tile.config import SCALE_BLOCK, ceil_div, check_alignment, round_up
+from deep_tile.config import SCALE_BLOCK, as_int, ceil_div, check_alignment, round_up
+from deep_tile.ops import is_traced
 from deep_tile.reference import cosine_difference
 
 __version__ = "2.6.1+deep_tile"
@@ -28,6 +30,12 @@ _settings: dict[str, int | bool | None] = {"num_sms": None, "pdl": None}
 
 _alignment = SCALE_BLOCK
 """Of the rows that groups of the contiguous layouts begin at; of the process, too."""
+
+_compile_mode = 0
+"""Of the process, too: 1 where products are made ready and not launched."""
+
+_ready: dict[tuple, int] = {}
+"""What `_make_ready` has done, and up to how many rows."""
 
 _MANY_ROWS = 256
 """From here on, a dense product for each head takes less than copies into a layout that one launch takes."""
@@ -61,19 +69,25 @@ def fp8_gemm_nt(
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_gemm`; a pair that is none, another recipe, a `c`, or
             scales that are packed into integers.
     """
+    operands = _operands(a, b)
     if _is_by_rows(recipe, recipe_b):
         _check_recipes(recipe, recipe_a, recipe_b, quantize.TOKEN_BLOCK)
-        operands = _operands(a, b)
         _require_dimensions(a=(operands[0], 2), a_scale=(operands[1], 2), b=(operands[2], 2), b_scale=(operands[3], 2))
         dense.check_row_block_scales(("a", "a_scale", "b", "b_scale"), operands)
-        if c is not None and c is not d and not is_compiling():  # before d is written to
+        if _compile_mode:
+            _make_ready("fp8_1x128", operands[0], operands[2], d, accumulate=c is not None)
+            return
+        if c is not None and c is not d and not is_traced():  # before d is written to
             dense.check_sum("scaled_gemm", operands, d, **_settings)
         accumulate = _begin_sum(d, c)
         dense.scaled_gemm(*operands, d, accumulate=accumulate, **_settings)
         return
     _refuse_sum(c)
     _check_recipes(recipe, recipe_a, recipe_b)
-    api.fp8_gemm(*_operands(a, b), d, **_settings)
+    if _compile_mode:
+        _make_ready("fp8", operands[0], operands[2], d)
+        return
+    api.fp8_gemm(*operands, d, **_settings)
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -111,8 +125,11 @@ def m_grouped_fp8_gemm_nt_contiguous(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
     """
-    _check_recipes(recipe, recipe_a, recipe_b)
     a, a_scale, b, b_scale = _operands(a, b)
+    _check_recipes(recipe, recipe_a, recipe_b)
+    if _compile_mode:
+        _make_ready("fp8", a, b, d, "offs")
+        return
     offs, options = _contiguous_groups(a, b, grouped_layout, use_psum_layout, expected_m_for_psum_layout)
     grouped.fp8_grouped_gemm(a, a_scale, b, b_scale, offs, d, **options)
 
@@ -122,8 +139,9 @@ def _contiguous_groups(
 ) -> tuple[torch.Tensor, dict]:
     """Ends of groups, and keywords of a grouped product."""
     _require_dimensions(a=(a, 2), b=(b, 3))
-    if expected is None and not is_compiling():  # half of the alignment pads each group, in the mean
+    if expected is None and not is_traced():  # half of the alignment pads each group, in the mean
         expected = max(1, a.shape[0] // max(1, b.shape[0]) - _alignment // 2)
+    expected = as_int(expected)
     offs = grouped_layout if use_psum_layout else _group_ends(grouped_layout, a.shape[0], b.shape[0])
     return offs, {"alignment": _alignment, "expected_rows": expected, **_settings}
 
@@ -153,9 +171,13 @@ def m_grouped_fp8_gemm_nt_masked(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
     """
+    operands = _operands(a, b)
     _check_recipes(recipe, recipe_a, recipe_b)
-    options = {"counts": masked_m, "expected_rows": expected_m, **_settings}
-    grouped.fp8_grouped_gemm(*_operands(a, b), out=d, **options)
+    if _compile_mode:
+        _make_ready("fp8", operands[0], operands[2], d, "counts")
+        return
+    options = {"counts": masked_m, "expected_rows": as_int(expected_m), **_settings}
+    grouped.fp8_grouped_gemm(*operands, out=d, **options)
 
 
 def k_grouped_fp8_gemm_nt_contiguous(
@@ -189,9 +211,9 @@ def k_grouped_fp8_gemm_nt_contiguous(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_wgrad` and `fp8_gemm_nt`.
     """
+    (a, a_scale), (b, b_scale) = _pair("a", a), _pair("b", b)
     _check_no_psum(use_psum_layout)
     _check_recipes(recipe, of_b=quantize.TOKEN_BLOCK)
-    (a, a_scale), (b, b_scale) = _pair("a", a), _pair("b", b)
     _require_dimensions(d=(d, 3), a_scale=(a_scale, 2), b_scale=(b_scale, 2))
     groups, m, n = d.shape
     _check_lengths(ks_cpu, groups)
@@ -208,7 +230,11 @@ def k_grouped_fp8_gemm_nt_contiguous(
         for x, scale, rows in ((a, a_scale, m), (b, b_scale, n)):
             operands += [x.flatten()[begin * rows : end * rows].view(rows, k), scale[:, blocks]]
         products.append((*operands, d[group]))
-    if products and not is_compiling():  # before d is written to; groups differ in k alone
+    if _compile_mode:
+        for x, _, y, _, out in products:
+            _make_ready("fp8_1x128", x, y, out, accumulate=True)
+        return
+    if products and not is_traced():  # before d is written to; groups differ in k alone
         dense.check_sum("fp8_wgrad", products[0][:4], d[0], **_settings)
     if not _begin_sum(d, c):
         d.zero_()
@@ -243,9 +269,9 @@ def fp8_einsum(
     """
     if expr != "bhr,hdr->bhd":
         raise ValueError(f"expr is {expr!r}; on Hopper it is 'bhr,hdr->bhd'")
+    a, a_scale, b, b_scale = _operands(a, b)
     _refuse_sum(c)
     _check_recipes(recipe)
-    a, a_scale, b, b_scale = _operands(a, b)
     _require_dimensions(a=(a, 3), a_scale=(a_scale, 3), b=(b, 3), d=(d, 3))
     for name, x in (("a's scale", a_scale), ("d", d)):
         if x.shape[:2] != a.shape[:2]:
@@ -254,7 +280,11 @@ def fp8_einsum(
         raise ValueError(f"b is {list(b.shape)}; it must be [heads, n, k] for a of {list(a.shape)}, [rows, heads, k]")
     a, a_scale, out = a.transpose(0, 1), a_scale.transpose(0, 1), d.transpose(0, 1)
     fits = _are_groups(a) and _are_groups(out)
-    if not fits and a.shape[1] >= _MANY_ROWS:
+    by_head = not fits and a.shape[1] >= _MANY_ROWS
+    if _compile_mode:
+        _make_ready("fp8", a, b, d, "none" if by_head else "counts")
+        return
+    if by_head:
         for head in range(a.shape[0]):
             api.fp8_gemm(a[head], a_scale[head], b[head], b_scale[head], out[head], **_settings)
         return
@@ -281,7 +311,10 @@ def bf16_gemm_nt(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.gemm`.
     """
-    if c is not None and c is not d and not is_compiling():  # before d is written to
+    if _compile_mode:
+        _make_ready("bf16", a, b, d, accumulate=c is not None)
+        return
+    if c is not None and c is not d and not is_traced():  # before d is written to
         dense.check_sum("gemm", (a, b), d, **_settings)
     accumulate = _begin_sum(d, c)
     dense.gemm(a, b, d, accumulate=accumulate, **_settings)
@@ -333,6 +366,9 @@ def m_grouped_bf16_gemm_nt_contiguous(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.grouped_gemm`.
     """
+    if _compile_mode:
+        _make_ready("bf16", a, b, d, "offs")
+        return
     offs, options = _contiguous_groups(a, b, grouped_layout, use_psum_layout, expected_m_for_psum_layout)
     grouped.grouped_gemm(a, b, offs, d, **options)
 
@@ -373,7 +409,10 @@ def m_grouped_bf16_gemm_nt_masked(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.grouped_gemm`.
     """
-    grouped.grouped_gemm(a, b, out=d, counts=masked_m, expected_rows=expected_m, **_settings)
+    if _compile_mode:
+        _make_ready("bf16", a, b, d, "counts")
+        return
+    grouped.grouped_gemm(a, b, out=d, counts=masked_m, expected_rows=as_int(expected_m), **_settings)
 
 
 def k_grouped_bf16_gemm_tn_contiguous(
@@ -412,7 +451,11 @@ def k_grouped_bf16_gemm_tn_contiguous(
     _check_gradients(d)
     of_groups = zip(a.split(ks_cpu), b.split(ks_cpu), d, strict=True)
     products = [(x.t(), y.t(), out) for x, y, out in of_groups if len(x)]
-    if products and not is_compiling():  # before d is written to; groups differ in rows alone
+    if _compile_mode:
+        for x, y, out in products:
+            _make_ready("bf16", x, y, out, accumulate=True)
+        return
+    if products and not is_traced():  # before d is written to; groups differ in rows alone
         dense.check_sum("gemm", products[0][:2], products[0][2], **_settings)
     if not _begin_sum(d, c):
         d.zero_()
@@ -427,6 +470,35 @@ m_grouped_gemm_fp8_fp8_bf16_nt_masked = m_grouped_fp8_gemm_nt_masked
 calc_diff = cosine_difference
 
 
+def _make_ready(
+    kind: str, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, grouping: str = "none", accumulate: bool = False
+) -> None:
+    """Compile and load, without a launch, what products need that differ from this one in fewer rows, or in more up to
+    the next power of two."""
+    (n, k), num_sms = b.shape[-2:], _settings["num_sms"]
+    lies_along_k = [x.shape[-1] < 2 or x.stride(-1) == 1 for x in (a, b)]
+    layout = ("n" if lies_along_k[0] else "t") + ("t" if lies_along_k[1] else "n")
+    what = {"kind": kind, "out_dtype": d.dtype, "accumulate": accumulate, "grouping": grouping, "num_sms": num_sms}
+    key, rows = (n, k, layout, *what.values()), 1 << max(a.shape[-2] - 1, 0).bit_length()
+    if rows > _ready.get(key, 0):
+        api.precompile([(n, k, rows)], layouts=[layout], **what)
+        _ready[key] = rows
+
+
+def get_compile_mode() -> int:
+    """What `set_compile_mode` has set; 0 before."""
+    return _compile_mode
+
+
+def set_compile_mode(mode: int) -> None:
+    """1: products from now on, in this process, are compiled and loaded, and not launched: nothing is written to `d`.
+    0: they are multiplied."""
+    global _compile_mode
+    if as_int(mode) not in (0, 1):
+        raise ValueError(f"mode is {mode!r}; pass 1 to make products ready without launching them, or 0")
+    _compile_mode = as_int(mode)
+
+
 def _refuse_sum(c: object) -> None:
     if c is not None:
         raise ValueError("c must be None: products with 1x128 and 128x128 scales add nothing on Hopper. Add c to d")
@@ -435,8 +507,14 @@ def _refuse_sum(c: object) -> None:
 def _is_by_rows(recipe: object, recipe_b: object) -> bool:
     """Whether a call names scales of 1x128 for both operands."""
     if recipe is not None:
-        return tuple(recipe) == (1, 1, SCALE_BLOCK)
-    return recipe_b is not None and tuple(recipe_b) == quantize.TOKEN_BLOCK
+        return _blocks("recipe", recipe) == (1, 1, SCALE_BLOCK)
+    return recipe_b is not None and _blocks("recipe_b", recipe_b) == quantize.TOKEN_BLOCK
+
+
+def _blocks(name: str, recipe: object) -> tuple:
+    if not isinstance(recipe, (tuple, list)):
+        raise TypeError(f"{name} is {_kind(recipe)}; it must be a tuple of ints, or None")
+    return tuple(recipe)
 
 
 def _begin_sum(d: torch.Tensor, c: torch.Tensor | None) -> bool:
@@ -448,7 +526,7 @@ def _begin_sum(d: torch.Tensor, c: torch.Tensor | None) -> bool:
             raise TypeError(f"{name} is {_kind(x)}; with c, both must be tensors of torch.float32")
     if c.shape != d.shape or c.device != d.device:
         raise ValueError(f"c is {list(c.shape)} on {c.device}; it must be as d is, {list(d.shape)} on {d.device}")
-    if c is not d and (c.data_ptr() != d.data_ptr() or c.stride() != d.stride()):
+    if c is not d and (is_traced() or c.data_ptr() != d.data_ptr() or c.stride() != d.stride()):
         d.copy_(c)
     return True
 
@@ -468,7 +546,8 @@ def _check_gradients(d: torch.Tensor) -> None:
 
 
 def _check_lengths(ks: object, groups: int, multiple: int = SCALE_BLOCK) -> None:
-    if not isinstance(ks, (list, tuple)) or not all(type(k) is int and k >= 0 and k % multiple == 0 for k in ks):
+    lengths = [as_int(k) for k in ks] if isinstance(ks, (list, tuple)) else [None]
+    if not all(k is not None and k >= 0 and k % multiple == 0 for k in lengths):
         raise ValueError(f"ks_cpu is {ks!r}; it must be a list of multiples of {multiple}: pad groups with zeros")
     if len(ks) != groups:
         raise ValueError(f"ks_cpu has {len(ks)} numbers; d has {groups} groups. Pass the k of each")
@@ -496,7 +575,7 @@ def _check_recipes(
         ("recipe_a", recipe_a, quantize.TOKEN_BLOCK),
         ("recipe_b", recipe_b, of_b),
     ):
-        if given is not None and tuple(given) != wanted:
+        if given is not None and _blocks(name, given) != wanted:
             raise ValueError(f"{name} is {given}; on Hopper it is {wanted} or None. Quantise with such blocks")
 
 
@@ -509,13 +588,14 @@ def _pair(name: str, pair: _Pair) -> _Pair:
         raise TypeError(f"{name} is a {type(pair).__name__}; it must be a pair of an FP8 tensor and its scale")
     x, scale = pair
     if isinstance(scale, torch.Tensor) and scale.dtype == torch.int32:
-        raise TypeError(f"{name}'s scale is packed into int32, as Blackwell takes it; Hopper takes float32")
+        remedy = tensors.scale_remedy(f"{name}[1]", scale)
+        raise TypeError(f"{name}'s scale is of int32, packed for Blackwell; Hopper takes float32. To fix: {remedy}")
     return x, scale
 
 
 def _operand(name: str, pair: _Pair) -> _Pair:
     x, scale = _pair(name, pair)
-    if isinstance(x, torch.Tensor) and x.dim() == 2 and not is_compiling():
+    if isinstance(x, torch.Tensor) and x.dim() == 2 and not is_traced():
         x = tensors.with_aligned_rows(x)
     return x, scale
 
@@ -539,7 +619,7 @@ def _group_ends(m_indices: torch.Tensor, rows: int, groups: int) -> torch.Tensor
             f"grouped_layout is {list(m_indices.shape)} of {m_indices.dtype}; for a of {rows} rows it must be [{rows}] "
             "of torch.int32, or pass use_psum_layout=True with the ends of groups"
         )
-    if m_indices.device.type == "cpu" and not is_compiling():
+    if m_indices.device.type == "cpu" and not is_traced():
         _check_order(m_indices, groups)
     # Whatever is no group counts for one behind the last, which is cut off.
     index = m_indices.clamp(-1, groups).long().remainder_(groups + 1)
@@ -574,8 +654,9 @@ def get_mk_alignment_for_contiguous_layout() -> int:
 def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
     """Any power of two that `deep_tile.fp8_grouped_gemm` takes; small ones waste less memory, and cost no time here."""
     global _alignment
-    check_alignment(alignment)
-    _alignment = alignment
+    number = as_int(alignment)
+    check_alignment(alignment if number is None else number)
+    _alignment = number
 
 
 def get_theoretical_mk_alignment_for_contiguous_layout(
@@ -599,7 +680,9 @@ def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
     deep_tile's products take any strides, so they need no such copy.
     """
     if sf.dtype != torch.float32 or sf.dim() not in (2, 3):
-        raise ValueError(f"sf is {list(sf.shape)} of {sf.dtype}; it must be [mn, k] or [g, mn, k] of torch.float32")
+        remedy = "" if sf.dtype in tensors.SCALE_DTYPES else f". To fix: {tensors.scale_remedy('sf', sf)}"
+        wanted = "[mn, k] or [g, mn, k] of torch.float32"
+        raise ValueError(f"sf is {list(sf.shape)} of {sf.dtype}; it must be {wanted}{remedy}")
     *groups, mn, k = sf.shape
     rows = get_tma_aligned_size(mn, sf.element_size())
     if sf.stride()[-2:] == (1, rows) and (not groups or sf.stride(0) == rows * k):
@@ -645,15 +728,19 @@ def transform_sf_into_required_layout(
 def per_token_cast_to_fp8(
     x: torch.Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK, use_packed_ue8m0: bool = False
 ) -> _Pair:
-    """DeepGEMM's cast of activations, bit for bit what it computes on a GPU; scales of powers of two by `use_ue8m0`."""
+    """DeepGEMM's cast of activations, bit for bit what it computes on a GPU; scales of powers of two by `use_ue8m0`.
+
+    Magnitudes count as 1e-4 at least: of smaller gradients much becomes zeros. `deep_tile.per_token_cast_to_fp8` keeps
+    them.
+    """
     if use_packed_ue8m0:
         raise ValueError("use_packed_ue8m0 must be False: Hopper takes scales of float32")
-    return quantize.per_token_cast_to_fp8(x, exact="reciprocal", round_scale=_rounding(use_ue8m0, gran_k))
+    return quantize.per_token_cast_to_fp8(x, **_cast_options(use_ue8m0, gran_k))
 
 
 def per_block_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> _Pair:
     """DeepGEMM's cast of weights, likewise."""
-    return quantize.per_block_cast_to_fp8(x, exact="reciprocal", round_scale=_rounding(use_ue8m0, gran_k))
+    return quantize.per_block_cast_to_fp8(x, **_cast_options(use_ue8m0, gran_k))
 
 
 def per_channel_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> _Pair:
@@ -661,23 +748,26 @@ def per_channel_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool, gran_k: int = SCAL
 
     For products `deep_tile.transposed_cast_to_fp8` writes both transposed, as they take them, without a copy.
     """
-    rounding = _rounding(use_ue8m0, gran_k)
+    options = _cast_options(use_ue8m0, gran_k)
     if isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] % SCALE_BLOCK:
         raise ValueError(f"x is {list(x.shape)}; it must have a multiple of {SCALE_BLOCK} rows: pad it with zeros")
-    out, scale = transposed.transposed_cast_to_fp8(x, exact="reciprocal", round_scale=rounding)
+    out, scale = transposed.transposed_cast_to_fp8(x, **options)
     return out.t().contiguous(), scale.t().contiguous()
 
 
-def _rounding(use_ue8m0: bool, gran_k: int) -> str:
+def _cast_options(use_ue8m0: bool, gran_k: int) -> dict[str, str | float]:
     if gran_k != SCALE_BLOCK:
         raise ValueError(f"gran_k is {gran_k}; on Hopper it is {SCALE_BLOCK}")
-    return "pow2" if use_ue8m0 else "none"
+    rounding = "pow2" if use_ue8m0 else "none"
+    return {"exact": "reciprocal", "amax_floor": quantize.DEEP_GEMM_AMAX_FLOOR, "round_scale": rounding}
 
 
 def set_num_sms(num_sms: int) -> None:
     """SMs that products use from now on, in this process."""
-    api.check_option("num_sms", num_sms)
-    _settings["num_sms"] = num_sms
+    number = as_int(num_sms)
+    if number is None:
+        raise TypeError(f"num_sms is {num_sms!r}, of type {type(num_sms).__name__}; pass an int")
+    _settings["num_sms"] = number
 
 
 def get_num_sms() -> int:
@@ -701,17 +791,40 @@ def align(x: int, alignment: int) -> int:
     return round_up(x, alignment)
 
 
+def count_bytes(*given: torch.Tensor | tuple | list | None) -> int:
+    """Of tensors, and of those in tuples and lists."""
+    parts = (count_bytes(*x) if isinstance(x, (tuple, list)) else x.nbytes for x in given if x is not None)
+    return sum(parts)
+
+
+cell_div = ceil_div
+
+_OF_MATH = (
+    *("align", "ceil_div", "cell_div", "per_token_cast_to_fp8", "per_block_cast_to_fp8", "per_channel_cast_to_fp8"),
+)
+_OF_LAYOUT = (
+    *("get_tma_aligned_size", "get_mn_major_tma_aligned_tensor", "get_col_major_tma_aligned_tensor"),
+    *("get_mk_alignment_for_contiguous_layout", "set_mk_alignment_for_contiguous_layout"),
+    *("get_m_alignment_for_contiguous_layout", "get_k_alignment_for_contiguous_layout"),
+    "get_theoretical_mk_alignment_for_contiguous_layout",
+)
+_OF_NUMERIC = ("calc_diff", "count_bytes")
+
 _SUBMODULES = {
-    "utils": (
-        *("align", "ceil_div", "per_token_cast_to_fp8", "per_block_cast_to_fp8", "per_channel_cast_to_fp8"),
-        "get_mn_major_tma_aligned_tensor",
-    ),
-    "testing": ("calc_diff",),
+    "utils": (*_OF_MATH, *_OF_LAYOUT),
+    "utils.math": _OF_MATH,
+    "utils.layout": _OF_LAYOUT,
+    "utils.dist": (),
+    "testing": _OF_NUMERIC,
+    "testing.numeric": _OF_NUMERIC,
+    "testing.bench": (),
+    "testing.utils": (),
 }
+"""DeepGEMM's, a package before what is in it, and the names that they have here."""
 
 
 def install(force: bool = False) -> None:
-    """Have `import deep_gemm` find this module, with `deep_gemm.utils` and `deep_gemm.testing`, in this process.
+    """Have `import deep_gemm` find this module, with the submodules that DeepGEMM has, in this process.
 
     Raises:
         RuntimeError: the real package is imported or installed, unless `force`.
@@ -722,9 +835,9 @@ def install(force: bool = False) -> None:
     if not force and (present is not None or importlib.util.find_spec("deep_gemm") is not None):
         raise RuntimeError("deep_gemm is installed here: pass force=True to have deep_tile take its place")
     ours = sys.modules[__name__]
-    package = _module("deep_gemm", [name for name in vars(ours) if not name.startswith("_")] + ["__version__"])
+    _add_module("deep_gemm", [name for name in vars(ours) if not name.startswith("_")] + ["__version__"])
     for name, members in _SUBMODULES.items():
-        setattr(package, name, _module(f"deep_gemm.{name}", members))
+        _add_module(f"deep_gemm.{name}", members)
 
 
 def uninstall() -> None:
@@ -734,12 +847,26 @@ def uninstall() -> None:
             sys.modules.pop(name, None)
 
 
-def _module(name: str, members: list[str] | tuple[str, ...]) -> ModuleType:
-    """A module of that name with these members of ours, which importlib finds."""
+def _add_module(name: str, members: Sequence[str]) -> None:
+    """Add a module of that name with these members of ours, which importlib finds, to its package."""
     module = ModuleType(name, __doc__)
-    module.__spec__ = ModuleSpec(name, None, is_package=name == "deep_gemm")
+    module.__spec__ = ModuleSpec(name, None, is_package=name in ("deep_gemm", "deep_gemm.utils", "deep_gemm.testing"))
     module.__path__ = []
+    module.__getattr__ = partial(_refuse_name, name)
     for member in members:
         setattr(module, member, globals()[member])
     sys.modules[name] = module
-    return module
+    package, _, own = name.rpartition(".")
+    if package:
+        setattr(sys.modules[package], own, module)
+
+
+def _refuse_name(module: str, name: str) -> None:
+    """What modules are asked for names that they have not."""
+    raise AttributeError(
+        f"module {module!r} has no attribute {name!r}: deep_tile, which takes DeepGEMM's place here, has no {name}. "
+        "DeepGEMM itself has it, perhaps: deep_tile.compat.deep_gemm.uninstall() leaves the name to it"
+    )
+
+
+__getattr__ = partial(_refuse_name, __name__)

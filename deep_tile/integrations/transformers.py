@@ -15,7 +15,7 @@ import torch
 from deep_tile import linear
 from deep_tile.integrations.transformers_experts import experts_forward
 from deep_tile.integrations.transformers_weights import operands, takes
-from deep_tile.quantize import DIVISIONS
+from deep_tile.quantize import DEEP_GEMM_AMAX_FLOOR, DIVISIONS
 
 _MODULE = "transformers.integrations.finegrained_fp8"
 
@@ -45,9 +45,9 @@ def install(*, exact: str = "reciprocal") -> None:
     """Let transformers' FP8 linears and experts multiply through deep_tile, in this process, until `uninstall()`.
 
     Taken are dynamically quantised inputs of bfloat16, float16 or float32 and weights of float8_e4m3fn in blocks of
-    128x128 with scales of float32 or float8_e8m0fnu, on a Hopper GPU or, for tests, on the CPU: those of `FP8Linear`,
-    and of `FP8Experts` that are gated by SiLU. All else goes on as before: static or per-tensor scales, other blocks,
-    FP4, other GPUs, rows of weights that are no multiple of 16 bytes, and `FP8GroupedLinear`.
+    128x128 with scales of any dtype that products take, on a Hopper GPU or, for tests, on the CPU: those of
+    `FP8Linear`, and of `FP8Experts` that are gated by SiLU. All else goes on as before: static or per-tensor scales,
+    other blocks, FP4, other GPUs, rows of weights that are no multiple of 16 bytes, and `FP8GroupedLinear`.
 
     Linears go through `deep_tile.fp8_linear`. The result has the input's dtype and is rounded to bfloat16 first. A
     gradient goes to the input, through the dequantised weight; the weight and its scales are frozen, as transformers
@@ -169,6 +169,8 @@ def _replacement(name: str, original: Callable, exact: str, client: ModuleType) 
 
 
 def _linear(original: Callable, exact: str) -> Callable:
+    cast = {"exact": exact, "amax_floor": DEEP_GEMM_AMAX_FLOOR}
+
     def fp8_linear(
         input: torch.Tensor,
         weight: torch.Tensor,
@@ -180,6 +182,6 @@ def _linear(original: Callable, exact: str) -> Callable:
     ) -> torch.Tensor:
         if activation_scale is not None or not takes(input, weight, weight_scale_inv, block_size):
             return original(input, weight, weight_scale_inv, block_size, bias, activation_scale, allow_deepgemm)
-        return linear.fp8_linear(input, *operands(weight, weight_scale_inv), bias, exact=exact)
+        return linear.fp8_linear(input, *operands(weight, weight_scale_inv), bias, **cast)
 
     return fp8_linear

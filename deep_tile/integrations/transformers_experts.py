@@ -22,6 +22,7 @@ def experts_forward(original: Callable, exact: str, client: ModuleType) -> Calla
         exact: as for `per_token_cast_to_fp8`.
     """
     silu = (torch.nn.SiLU, type(client.ACT2FN["silu"]))
+    cast = {"exact": exact, "amax_floor": quantize.DEEP_GEMM_AMAX_FLOOR}
 
     def forward(
         self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -31,9 +32,9 @@ def experts_forward(original: Callable, exact: str, client: ModuleType) -> Calla
         if wants_gradient or not is_ours:
             return original(self, hidden_states, top_k_index, top_k_weights)
         rows, offs, index = experts.sort_by_expert(top_k_index, self.num_experts)
-        x, x_scale = quantize.per_token_cast_to_fp8(hidden_states, rows=rows, offs=offs, exact=exact)
+        x, x_scale = quantize.per_token_cast_to_fp8(hidden_states, rows=rows, offs=offs, **cast)
         gate_up = grouped.fp8_grouped_gemm(x, x_scale, *operands(self.gate_up_proj, self.gate_up_proj_scale_inv), offs)
-        h, h_scale = experts.silu_mul_cast_to_fp8(gate_up, offs=offs, exact=exact, **_gating(self))
+        h, h_scale = experts.silu_mul_cast_to_fp8(gate_up, offs=offs, **cast, **_gating(self))
         out = grouped.fp8_grouped_gemm(h, h_scale, *operands(self.down_proj, self.down_proj_scale_inv), offs)
         if top_k_weights.dtype not in (torch.float32, torch.bfloat16):
             top_k_weights = top_k_weights.float()

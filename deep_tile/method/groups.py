@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_sizes, round_up
 from deep_tile.kinds import GROUPINGS, KINDS, RESULTS
 from deep_tile.method.report import table
 from deep_tile.method.roofline import fitting
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select import tuned
 from deep_tile.select.choose import grouped_candidates
-from deep_tile.select.hardware import Hardware, for_device
+from deep_tile.select.hardware import Hardware, named
 from deep_tile.walls import product_flops
 
 _LAYOUTS = tuple(layout for layout in GROUPINGS if layout != "none")
@@ -41,11 +41,9 @@ def derivation(
     num_sms: int | None = None,
 ) -> Derivation:
     """What `explain_groups` explains; arguments and errors as there."""
-    gpu = for_device(hardware) if isinstance(hardware, str) else hardware
+    gpu = named(hardware)
     num_sms = gpu.num_sms if num_sms is None else num_sms
-    for name, size in (("groups", groups), ("rows", rows), ("n", n), ("k", k), ("num_sms", num_sms)):
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it must be positive")
+    check_sizes(groups=groups, rows=rows, n=n, k=k, num_sms=num_sms)
     if num_sms > gpu.num_sms:
         raise ValueError(f"num_sms is {num_sms}; {gpu.name} has {gpu.num_sms}")
     if grouping not in _LAYOUTS:
@@ -104,6 +102,7 @@ def explain_groups(
         rows, stages, smem_bytes}, where `rows` are those that tiles of a group have, or its K blocks.
 
     Raises:
+        TypeError: a size is no int, or hardware no name.
         ValueError: unknown hardware, grouping or kind, a size that is not positive, more SMs than there are, or no tile
             passes the hardware's walls.
     """

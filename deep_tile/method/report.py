@@ -16,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from deep_tile.config import check_sizes
 from deep_tile.kinds import ACTIVATIONS, BIASES, GATE_COLUMNS, KINDS, LAYOUTS, OUTPUTS, RAW
 from deep_tile.method.roofline import Candidate, Derivation, derive, judged
 from deep_tile.problem import GemmProblem
@@ -52,7 +53,8 @@ def derivation(
     layout: str = "nt",
 ) -> Derivation:
     """What `explain` explains; arguments and errors as there."""
-    gpu = gpus.for_device(hardware) if isinstance(hardware, str) else hardware
+    check_sizes(m=m, n=n, k=k)
+    gpu = gpus.named(hardware)
     problem = GemmProblem(m, n, k, num_sms if num_sms is not None else gpu.num_sms)
     made = {"output": output, "bias": bias, "activation": activation, "layout": layout}
     if tuple(made.values()) != (None, "none", "none", "nt"):
@@ -110,6 +112,7 @@ def explain(
         or None; `hardware` every number used, with its source.
 
     Raises:
+        TypeError: a size is no int, or hardware or dtype no name.
         ValueError: unknown hardware or dtype, a size that is not positive, more SMs than there are, or no tile passes
             the hardware's walls.
     """

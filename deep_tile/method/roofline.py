@@ -11,7 +11,7 @@ Kernels that are no GEMM have functions of the same kind: `derive_elementwise`, 
 from math import gcd
 from typing import NamedTuple, TypeVar
 
-from deep_tile.config import MMA_M, SCALE_BLOCK, GemmConfig
+from deep_tile.config import MMA_M, SCALE_BLOCK, GemmConfig, check_sizes
 from deep_tile.kinds import KINDS
 from deep_tile.method.other_kernels import derive_attention, derive_convolution
 from deep_tile.problem import GemmProblem
@@ -249,9 +249,7 @@ def tile(
         ValueError: a size is not positive, the dtype has no tensor rate, or the tile hits the register or the capacity
             wall; the message says by how much.
     """
-    for name, size in (("block_m", block_m), ("block_n", block_n), ("block_k", block_k)):
-        if size <= 0:
-            raise ValueError(f"{name} is {size}; sizes must be positive")
+    check_sizes(block_m=block_m, block_n=block_n, block_k=block_k)
     hardware.peak(dtype)
     options = {"math_warpgroups": math_warpgroups, "temporaries": temporaries, "scale_bytes": scale_bytes}
     return _passing(_plain_tile(block_m, block_n, block_k, dtype, hardware, **options, stages=stages))
@@ -369,8 +367,6 @@ def _smallest(block_m: int, block_n: int, dtype: str, hardware: Hardware) -> Til
 
 
 def _check(problem: GemmProblem, hardware: Hardware) -> None:
-    for name in ("m", "n", "k", "num_sms"):
-        if getattr(problem, name) <= 0:
-            raise ValueError(f"{name} is {getattr(problem, name)}; sizes must be positive")
+    check_sizes(m=problem.m, n=problem.n, k=problem.k, num_sms=problem.num_sms)
     if problem.num_sms > hardware.num_sms:
         raise ValueError(f"num_sms is {problem.num_sms}; {hardware.name} has {hardware.num_sms}")

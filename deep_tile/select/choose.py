@@ -13,7 +13,7 @@ from types import MappingProxyType
 from deep_tile.config import GemmConfig, ceil_div, round_up
 from deep_tile.kinds import QUANTIZED
 from deep_tile.problem import GemmProblem, Groups
-from deep_tile.select.cost import Estimate, calibration, chained_cast_us, estimate
+from deep_tile.select.cost import Estimate, calibration, chained_cast_us, estimate, times_us
 from deep_tile.select.defaults import default_configs, finished, quantized
 from deep_tile.select.groups import configs_of, ranked
 from deep_tile.select.hardware import H200, Hardware
@@ -37,6 +37,11 @@ def _bucket_end(m: int) -> int:
     return round_up(m, 8 if m <= 64 else 32 if m <= 128 else 64)
 
 
+def _bucket_ends(max_m: int) -> list[int]:
+    """Of all m from 1 to max_m. Each is a multiple of 8."""
+    return sorted({_bucket_end(m) for m in range(8, max_m + 8, 8)})
+
+
 def candidates(
     problem: GemmProblem, hardware: Hardware = H200, own: GemmConfig | None = None
 ) -> list[tuple[Estimate, GemmConfig]]:
@@ -50,12 +55,16 @@ def candidates(
     if hardware.name != H200.name:
         own = None
     measured = measured_choice(problem, own) if hardware.name == H200.name else None
+    estimated = ((estimate(c, problem, hardware), c) for c in _runnable(problem, own))
+    return sorted(estimated, key=lambda pair: (pair[1].timed_name != measured, pair[0].time_us))
+
+
+def _runnable(problem: GemmProblem, own: GemmConfig | None = None) -> list[GemmConfig]:
+    """What `candidates` has, whatever the problem's m."""
     default = default_configs(problem.tma_store, *what_is_made(problem))
     known = dict.fromkeys((*default, *([own] if own else [])))
     configs = (c for c in known if suits(c, problem) and (problem.split_k or c.split_k == 1))
-    runnable = (c for c in configs if c.cluster <= problem.num_sms)
-    estimated = ((estimate(c, problem, hardware), c) for c in runnable)
-    return sorted(estimated, key=lambda pair: (pair[1].timed_name != measured, pair[0].time_us))
+    return [c for c in configs if c.cluster <= problem.num_sms]
 
 
 def suits(config: GemmConfig, problem: GemmProblem) -> bool:
@@ -70,7 +79,9 @@ def what_is_made(of: GemmConfig | GemmProblem) -> tuple[str, str, bool, str, str
 
 def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str | None:
     """Name of the config that was measured best for this bucket: by the user's own search, else by ours, which knows
-    those buckets where the model is wrong."""
+    those buckets where the model is wrong. Both were made for rows that follow each other."""
+    if problem.strided is not None:
+        return None
     if own is not None:
         return own.timed_name
     model = calibration(problem.kind)
@@ -111,7 +122,38 @@ def bucket_key(problem: GemmProblem) -> str:
 @lru_cache(maxsize=65_536)
 def choose_bucket(problem: GemmProblem, own: GemmConfig | None = None) -> GemmConfig:
     """The config of a whole bucket, which `problem` must be; remembered."""
-    return candidates(problem, own=own)[0][1]
+    return _foreseen.pop((problem, own), None) or candidates(problem, own=own)[0][1]
+
+
+_foreseen: dict[tuple[GemmProblem, None], GemmConfig] = {}
+"""What `_foresee` has for `choose_bucket`, while `configs_for` asks that."""
+
+_CLEARLY = 1 + 1e-9
+"""By which factor a predicted time must be the smallest for its config to be the choice, whoever computed it: NumPy's
+powers differ from Python's in their last bits."""
+
+_FEW = 4
+"""Problems that are chosen for as fast one by one."""
+
+
+def _foresee(of_all: GemmProblem, ends: list[int], tuned: Tuned) -> dict[tuple[GemmProblem, None], GemmConfig]:
+    """What `choose_bucket` would say of problems like `of_all` with each of these m, in a twentieth of the time; not of
+    those whose choice was measured, or is a close one."""
+    import numpy
+
+    configs = _runnable(of_all)
+    problems = [problem for m in ends if not _is_measured(problem := of_all._replace(m=m), tuned)]
+    if not configs or len(problems) < _FEW:
+        return {}
+    many = of_all._replace(m=numpy.array([problem.m for problem in problems]))
+    times = numpy.array([times_us(config, many) for config in configs])
+    is_near = times <= times.min(axis=0) * _CLEARLY
+    clear = numpy.flatnonzero(is_near.sum(axis=0) == 1)
+    return {(problems[i], None): configs[times[:, i].argmin()] for i in clear}
+
+
+def _is_measured(bucket: GemmProblem, tuned: Tuned) -> bool:
+    return measured_choice(bucket, tuned_choice(bucket, tuned)) is not None
 
 
 def choose(problem: GemmProblem, tuned: Tuned = UNTUNED) -> GemmConfig:
@@ -210,16 +252,20 @@ def configs_for(
     layout: str = "nt",
 ) -> list[GemmConfig]:
     """Every config that some m in [1, max_m] is given."""
-    ends = {_bucket_end(m) for m in range(1, max_m + 1)}
+    ends = _bucket_ends(max_m)
     finish = {"accumulate": accumulate, "bias": bias, "activation": activation, "layout": layout}
     of_all = GemmProblem(1, n, k, num_sms, tma_store, split_k, kind, output, **finish)
+    foreseen = _foresee(of_all, ends, tuned)
+    _foreseen.update(foreseen)
     chosen = {choose(of_all._replace(m=m), tuned) for m in ends}
+    for bucket in foreseen:  # which choose_bucket has not taken if it remembered them
+        _foreseen.pop(bucket, None)
     return sorted(chosen, key=lambda config: config.name)
 
 
 def cast_configs_for(of_all: GemmProblem, max_m: int, tuned: Tuned = UNTUNED) -> list[GemmConfig]:
     """Every config that some m in [1, max_m] is given, of products whose result is cast to FP8, together or apart."""
-    problems = [of_all._replace(m=m) for m in {_bucket_end(m) for m in range(1, max_m + 1)}]
+    problems = [of_all._replace(m=m) for m in _bucket_ends(max_m)]
     together = [choose_cast(problem, tuned) if problem.tma_store else None for problem in problems]
     chosen = {
         config or choose(without_cast(problem), tuned) for config, problem in zip(together, problems, strict=True)

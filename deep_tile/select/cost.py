@@ -8,16 +8,20 @@ another GPU they are scaled by its tensor rate, clock and bandwidth.
 
 import json
 from functools import cache, lru_cache
+from math import inf
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from deep_tile.config import GemmConfig
 from deep_tile.kinds import K_BLOCK_BYTES, KINDS, QUANTIZED, RESULTS
-from deep_tile.problem import GemmProblem
+from deep_tile.problem import LINE_BYTES, GemmProblem
 from deep_tile.select.defaults import deepest_config
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.schedule import blocks_per_tile, busiest, columns_begun
 from deep_tile.walls import product_flops
+
+if TYPE_CHECKING:
+    import numpy
 
 TIMES = Path(__file__).parent / "times"
 """Written by benchmarks/calibrate.py."""
@@ -180,6 +184,38 @@ def operand_loads(config: GemmConfig) -> float:
     return 1 / config.block_m + 1 / config.block_n
 
 
+LINES, LOADS_OVERLAP = {16: 0.82, 32: 1.37, 64: 1.58, 128: 2.3}, 5.0
+"""What TMA takes in from L2 where many SMs read the same rows, as a share of `Hardware.l2_tbps`, by the alignment of
+the rows: a row of a box that begins at 16 modulo 32 bytes lies in two lines and five sectors, others in two and four.
+And the exponent by which loads overlap with products. Fitted to 6 shapes of 6 strides each: by the choice, products
+take 1.01 to 1.05 of the best config's time in the geometric mean, on an H200, and 1.03 to 1.09 on an H100, without that
+1.3 to 1.5 (2026-11-25)."""
+
+
+def weighed_loads(config: GemmConfig, problem: GemmProblem, most: float = inf) -> float:
+    """Bytes that a block loads for each K block of a tile, over the share of L2's rate that their rows allow.
+
+    Args:
+        most: such a share that other walls allow.
+    """
+    rows = config.block_m / config.cluster_n, 0 if config.resident_b else config.block_n / config.cluster_m
+    shares = (min(most, LINES[alignment]) for alignment in problem.row_alignment)
+    return sum(each * K_BLOCK_BYTES / share for each, share in zip(rows, shares, strict=True))
+
+
+def _with_loads(blocks_us, blocks, config: GemmConfig, problem: GemmProblem, hardware: Hardware):
+    """What K blocks take that are loaded from rows which do not begin at lines, in microseconds.
+
+    Args:
+        blocks_us: the same of rows that do, as it was measured.
+        blocks: K blocks of each SM's tiles, in the mean.
+    """
+    if problem.row_alignment == (LINE_BYTES, LINE_BYTES):
+        return blocks_us
+    loads_us = blocks * problem.num_sms * weighed_loads(config, problem) / hardware.l2_tbps / 1e6
+    return (blocks_us**LOADS_OVERLAP + loads_us**LOADS_OVERLAP) ** (1 / LOADS_OVERLAP)
+
+
 TYPICAL_OPERAND_LOADS = 1 / 128 + 1 / 176
 """Of a tile in the middle of those that large products are given."""
 
@@ -193,7 +229,8 @@ def _compute_parts(
 ) -> ComputeParts:
     """Of a cluster that has `most` tiles, while all have as much of that as `utilization` says: see `busiest`."""
     model, times = calibration(config.kind), tile_times(config, hardware)
-    blocks_us = most * times.block_us * blocks_per_tile(config, problem.k)
+    blocks = most * blocks_per_tile(config, problem.k)
+    blocks_us = _with_loads(blocks * times.block_us, blocks * utilization, config, problem, hardware)
     tiles_us = most * times.tile_us + columns_begun(config, problem) * times.column_us
     idle_us = -model.idle_gain * (1 - utilization) * (blocks_us + tiles_us)
     alone_us = blocks_us + tiles_us + idle_us
@@ -229,11 +266,23 @@ def launch_time(hardware: Hardware = H200, kind: str = "fp8") -> float:
 
 
 def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> Estimate:
-    """Predict a config's time on a problem: `launch + (compute**p + memory**p)**(1/p)`."""
-    overlap = calibration(problem.kind).overlap
+    """Predict a config's time on a problem."""
     most, utilization = busiest(config, problem)
     compute_us = sum(_compute_parts(config, problem, hardware, most, utilization))
     memory_us = memory_time(problem, hardware)
-    time_us = launch_time(hardware, problem.kind) + (compute_us**overlap + memory_us**overlap) ** (1 / overlap)
+    time_us = _overlapped(compute_us, memory_us, problem.kind, hardware)
     bound = "compute" if compute_us >= memory_us else "memory"
     return Estimate(time_us, compute_us, memory_us, bound, most, utilization)
+
+
+def _overlapped(compute_us, memory_us, kind: str, hardware: Hardware):
+    """Microseconds: `launch + (compute**p + memory**p)**(1/p)`."""
+    overlap = calibration(kind).overlap
+    return launch_time(hardware, kind) + (compute_us**overlap + memory_us**overlap) ** (1 / overlap)
+
+
+def times_us(config: GemmConfig, problem: GemmProblem) -> "numpy.ndarray":
+    """What `estimate` predicts on an H200 for each of many problems, but for its last bits: `m` of the problem is an
+    array of all of theirs."""
+    compute_us = sum(_compute_parts(config, problem, H200, *busiest(config, problem)))
+    return _overlapped(compute_us, memory_time(problem), problem.kind, H200)

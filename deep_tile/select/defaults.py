@@ -59,6 +59,10 @@ fifth longer at 4096x7168x2048 than where it lies along k (H100, 2026-11-24)."""
 _MOST_COPIED = 600
 """Accumulators times the promotions of each in the main loop's copies, beside which an activation's code has room."""
 
+_MOST_BESIDE_SCALES = 96
+"""Accumulators beside which scales of rows leave a finish enough registers. Of 256 rows a tile has half as many scales
+as of 256 columns: a bias has room there, where results have 16 bits."""
+
 
 @lru_cache(maxsize=512)
 def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options: int | bool | str) -> GemmConfig:
@@ -128,17 +132,16 @@ def default_configs(
 def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | None:
     """The config with a finish; None where there is none such, or its kernel is longer than what a launch brings along.
 
-    That is 64 KB, which kernels pass that have code for pairs of K blocks; with an activation, those whose main loop
-    has many copies, or of exact gelu, of which each sum takes 14 instructions, whose tiles have 256 rows, or 256
-    columns that are quantised. Tiles of 64x256 leave an activation too few registers, and tiles of two chunks a finish,
-    where they are promoted and then scaled. Output boxes are fewer where `out` has fewer columns.
+    That is 66 KB, which kernels pass that have code for pairs of K blocks; with an activation, those whose main loop
+    has many copies; of exact gelu, of which each sum takes 14 instructions, whose tiles have 256 rows, where they are
+    quantised also of gelu by tanh behind a bias; and of 256 columns that are quantised either gelu, and silu behind a
+    bias. Tiles of 64x256 leave an activation too few registers, and a finish those whose rows are scaled: tiles of two
+    chunks, where they are promoted before, of exact gelu also 128x192 then, and the widest, which hold scales as well.
+    Output boxes are fewer where `out` has fewer columns.
     """
-    copies = config.column_shifts * config.chunks * config.accumulator_registers
-    long = config.pairs or (activation != "none" and copies > _MOST_COPIED)
-    tile = (config.block_m, config.block_n)
-    longest = [(256, 128), *([(128, 256)] if config.quantizes else [])]
-    crowded = config.row_scales and config.product.promotes and config.chunks > 1
-    if long or crowded or (activation != "none" and tile == (64, 256)) or (activation == "gelu" and tile in longest):
+    if (bias, activation) == ("none", "none"):
+        return config
+    if _is_long(config, bias, activation) or _is_crowded(config, activation):
         return None
     for store_buffers in range(config.store_buffers, 0, -1):
         try:
@@ -148,6 +151,29 @@ def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | Non
         if store_buffers <= max(made.boxes, 2):
             return made
     return None
+
+
+def _is_long(config: GemmConfig, bias: str, activation: str) -> bool:
+    """Whether a finish leaves no room for the kernel's code."""
+    copies = config.column_shifts * config.chunks * config.accumulator_registers
+    behind_bias = activation if bias != "none" else None
+    if config.quantizes and config.block_n == 256 and (activation in ("gelu", "gelu_tanh") or behind_bias == "silu"):
+        return True
+    if config.block_m == 256 and (activation == "gelu" or (config.quantizes and behind_bias == "gelu_tanh")):
+        return True
+    return config.pairs or (activation != "none" and copies > _MOST_COPIED)
+
+
+def _is_crowded(config: GemmConfig, activation: str) -> bool:
+    """Whether a finish leaves too few registers."""
+    if activation != "none" and (config.block_m, config.block_n) == (64, 256):
+        return True
+    if not config.row_scales:
+        return False
+    if config.product.promotes:
+        return config.chunks > 1 or (activation == "gelu" and config.accumulator_registers >= _MOST_BESIDE_SCALES)
+    wide = config.accumulator_registers > _MOST_BESIDE_SCALES
+    return wide and not (config.block_m == 256 and config.out_bytes == 2 and activation == "none")
 
 
 def quantized(config: GemmConfig) -> GemmConfig | None:

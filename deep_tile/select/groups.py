@@ -11,9 +11,9 @@ from functools import lru_cache
 from math import exp
 
 from deep_tile.config import MMA_M, GemmConfig, ceil_div
-from deep_tile.kinds import GROUPINGS, K_BLOCK_BYTES, KINDS, RESULTS, Kind
+from deep_tile.kinds import GROUPINGS, KINDS, RESULTS, Kind
 from deep_tile.problem import GemmProblem
-from deep_tile.select.cost import calibration, launch_time, tile_times
+from deep_tile.select.cost import calibration, launch_time, tile_times, weighed_loads
 from deep_tile.select.defaults import CLUSTERS, deepest_config
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.schedule import blocks_per_tile, cluster_slots
@@ -135,7 +135,8 @@ def _tile_us(config: GemmConfig, problem: GemmProblem, hardware: Hardware) -> fl
     times = tile_times(replace(config, grouping="none"), hardware)
     if config.by_k:
         return blocks_per_tile(config, problem.groups.expected_rows) * times.block_us + times.tile_us
-    loaded_us = (config.block_m + config.block_n) * K_BLOCK_BYTES * hardware.num_sms / hardware.l2_multicast_tbps / 1e6
+    loads = weighed_loads(config, problem, most=hardware.l2_multicast_tbps / hardware.l2_tbps)
+    loaded_us = loads * hardware.num_sms / hardware.l2_tbps / 1e6
     return blocks_per_tile(config, problem.k) * max(times.block_us, loaded_us) + times.tile_us
 
 

@@ -51,6 +51,8 @@ WHOLE = ("sms", "registers", "smem_bytes")
 
 def operand_dtype(dtype: str) -> str:
     """Of the operands of a kind of product, whose name begins with it (`kinds.KINDS`); of another dtype itself."""
+    if not isinstance(dtype, str):
+        raise TypeError(f"dtype is {dtype!r}, of type {type(dtype).__name__}; pass a name, such as 'bf16'")
     return dtype.partition("_")[0]
 
 
@@ -327,6 +329,16 @@ def for_device(device: Any = "H200") -> Hardware:
     told = {"num_sms": device.multi_processor_count, "l2_bytes": device.L2_cache_size}
     sources = {**hardware.sources, **dict.fromkeys(told, "driver")}
     return _with_measured(replace(hardware, **told, sources=sources), device.name)
+
+
+def named(hardware: str | Hardware) -> Hardware:
+    """Hardware itself, or what `for_device` makes of a name. Raises TypeError for anything else."""
+    if isinstance(hardware, Hardware):
+        return hardware
+    if not isinstance(hardware, str):
+        wanted = "the name of a GPU, such as 'H200', or a deep_tile.select.hardware.Hardware"
+        raise TypeError(f"hardware is {hardware!r}, of type {type(hardware).__name__}; pass {wanted}")
+    return for_device(hardware)
 
 
 def _from_name(name: str) -> Hardware:

@@ -102,7 +102,7 @@ def report_flaws(built: list[Built]) -> int:
     for kernel in divergent:
         print(f"{PROGRAM}: {jit.divergence_text(kernel.config.name, kernel.divergence)}", file=sys.stderr)
     if divergent:
-        print(f"{PROGRAM}: none of these is loaded or cached. Remedy: {jit.tested_nvrtc()}", file=sys.stderr)
+        print(f"{PROGRAM}: none of these is loaded or cached. Remedy: {jit.divergence_remedy()}", file=sys.stderr)
     return 1 if flawed or divergent else 0
 
 

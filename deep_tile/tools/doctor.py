@@ -101,8 +101,12 @@ def _examine(check: Check) -> Finding:
     return Finding(status, check.subject, seen, "" if status == "ok" else remedy)
 
 
+def _compiler_remedy() -> str:
+    return f"{INSTALL_NVRTC}; tested: {' or '.join(jit.TESTED_WHEELS.values())}"
+
+
 def _checks() -> list[Check]:
-    tested = f"{INSTALL_NVRTC}; tested: {' or '.join(jit.TESTED_WHEELS.values())}"
+    tested = _compiler_remedy()
     return [
         Check("PyTorch", _look_at_torch, "to use a GPU, install a CUDA build of PyTorch"),
         Check("driver", _look_at_driver, "to use a GPU, install NVIDIA's driver"),
@@ -238,7 +242,10 @@ def _look_at_cache() -> tuple[str, ...]:
     config = plan.config_for(DOCTORS_PROBLEM)
     with warnings.catch_warnings(record=True) as complaints:
         warnings.simplefilter("always")
-        jit.load_cubin(kernel_source(config), config.name)
+        try:
+            jit.load_cubin(kernel_source(config), config.name)
+        except (ImportError, RuntimeError) as error:
+            return "fail", f"no kernel to keep there: {type(error).__name__}: {error}", _compiler_remedy()
     if complaints:
         return "warn", str(complaints[0].message)
     return "ok", cache_text()

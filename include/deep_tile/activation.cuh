@@ -32,6 +32,7 @@ __device__ __forceinline__ float activated(float x) {
     } else if constexpr (activation == Activation::gelu_tanh) {
         return times_logistic(x, x * fmaf(x * x, -0.044715f * slope, -slope));
     } else {
+        static_assert(activation == Activation::silu, "an activation without code");
         return times_logistic(x, x * -log2_e);
     }
 }

@@ -14,17 +14,24 @@ namespace deep_tile {
 template <GemmConfig config>
 using Accumulators = float[config.chunks_m][config.chunks_n][config.mma_n / 2];
 
-// Sums of integers that are stored as they are pass as the bits of floats, of others as their values.
+// Sums that stay integers pass as the bits of floats, others as their values.
 template <GemmConfig config>
 __device__ __forceinline__ float as_sum(int integer) {
-    if constexpr (config.out_format == Format::int32) return __int_as_float(integer);
+    if constexpr (config.keeps_integers()) return __int_as_float(integer);
     return static_cast<float>(integer);
 }
 
 template <GemmConfig config>
 __device__ __forceinline__ float added(float x, float y) {
-    if constexpr (config.out_format == Format::int32) return __int_as_float(__float_as_int(x) + __float_as_int(y));
+    if constexpr (config.keeps_integers()) return __int_as_float(__float_as_int(x) + __float_as_int(y));
     return x + y;
+}
+
+// A sum of all parts of K, as it is scaled and stored.
+template <GemmConfig config>
+__device__ __forceinline__ float added_up(float sum) {
+    if constexpr (config.keeps_integers() && config.out_format != Format::int32) return __float_as_int(sum);
+    return sum;
 }
 
 // Output boxes are numbered along the rows of a tile, or of this block's part of it; the last of a row ends with it, and
@@ -73,8 +80,12 @@ using Stored = typename Conditional<config.out_bytes == 4, u32, u16>::type;
 // Two sums rounded to numbers of 16 bits, `low` in bits 0 to 15.
 template <Format format>
 __device__ __forceinline__ u32 packed(float high, float low) {
-    if constexpr (format == Format::fp16) return ptx::cvt_rn_f16x2(high, low);
-    return ptx::cvt_rn_bf16x2(high, low);
+    if constexpr (format == Format::fp16) {
+        return ptx::cvt_rn_f16x2(high, low);
+    } else {
+        static_assert(format == Format::bf16, "a format without code that rounds to it");
+        return ptx::cvt_rn_bf16x2(high, low);
+    }
 }
 
 // Where rows of `out` end that may be written: with the group whose end is given, or with the matrix.
@@ -87,57 +98,51 @@ __device__ __forceinline__ int row_end(const GemmParams& params, int group_end) 
     }
 }
 
-// Whether TMA would write rows that are not the group's: of store_rows rows from `row` on. Beyond a matrix it clips.
-template <GemmConfig config>
-__device__ __forceinline__ bool ends_within(int row, int end) {
-    return config.grouped() && row < end && row + config.store_rows > end;
+// By which map TMA stores a box, and where in its dimensions: those of `out`, or, where a group ends within the box, as
+// `plan.out_tail_map` has them.
+template <GemmConfig config, typename Store>
+__device__ __forceinline__ void store_rows_at(const Store& store, int row, int column, int end, u32 box) {
+    if constexpr (config.grouped()) {
+        const int rows = end - row;
+        if (rows < config.store_rows) return store(1, column, config.store_rows - rows, end, box);
+    }
+    store(0, column, row, box);
 }
 
-// Has TMA store a box, or the first store_rows rows of it, unless it lies beyond the rows that end at `end`, or the
-// columns, or ends within; row, column and address are those of the first box.
+// Has TMA store a box, or the first store_rows rows of it, up to the row `end` and the last column; row, column and
+// address are those of the first box.
 template <GemmConfig config>
 __device__ __forceinline__ void store_box(const GemmParams& params, u32 buffers, int row, int column, int box, int end) {
     row += box_row<config>(box);
     column += box_column<config>(box);
     if (row >= row_end<config>(params, end) || column >= out_column<config>(params.n)) return;
-    if (ends_within<config>(row, end)) return;
-    if constexpr (config.accumulate) {
-        ptx::cp_reduce_async_bulk_tensor_add(params.out_map, column, row, buffers + box_offset<config>(box));
-    } else {
-        ptx::cp_async_bulk_tensor_store(params.out_map, column, row, buffers + box_offset<config>(box));
-    }
+    store_rows_at<config>(
+        [&](int map, auto... place) {
+            if constexpr (config.accumulate) {
+                ptx::cp_reduce_async_bulk_tensor_add(params.out_maps[map], place...);
+            } else {
+                ptx::cp_async_bulk_tensor_store(params.out_maps[map], place...);
+            }
+        },
+        row, column, end, buffers + box_offset<config>(box));
 }
 
 // What `out` is to hold where it holds `before`: the sum, or both added up as TMA adds them, which is in `out`'s own format.
 // A word has one number or two, of which each is one block's alone.
 template <GemmConfig config, typename Word>
 __device__ __forceinline__ Word stored(Word before, Word sum) {
-    if constexpr (!config.accumulate) return sum;
-    if constexpr (config.out_format == Format::bf16) return ptx::add_rn_bf16x2(before, sum);
-    if constexpr (config.out_format == Format::fp16) return ptx::add_rn_f16x2(before, sum);
-    if constexpr (config.out_format == Format::int32) return before + sum;
-    return __float_as_uint(__uint_as_float(before) + __uint_as_float(sum));
-}
-
-// Stores `count` rows of a box by one warp, 16 bytes at a time, for what TMA would write too much of.
-template <GemmConfig config>
-__device__ __forceinline__ void copy_rows(const GemmParams& params, u32 rows, int row, int column, int count) {
-    constexpr int vector = 16 / config.out_bytes, vectors = config.store_columns / vector;
-    auto* const out = static_cast<Stored<config>*>(params.out);
-#pragma unroll 1
-    for (int i = threadIdx.x % warp_threads; i < count * vectors; i += warp_threads) {
-        const int from = i / vectors, j = i % vectors * vector;
-        if (column + j >= out_column<config>(params.n)) continue;
-        uint4 values = ptx::ld_shared_v4(rows + swizzle<config>(i * vector * config.out_bytes));
-        uint4& to = reinterpret_cast<uint4&>(out[(row + from) * params.out_stride_m + column + j]);
-        if constexpr (config.accumulate) {
-            const uint4 before = to;
-            values = {stored<config>(before.x, values.x), stored<config>(before.y, values.y),
-                      stored<config>(before.z, values.z), stored<config>(before.w, values.w)};
-        }
-        to = values;
+    if constexpr (!config.accumulate) {
+        return sum;
+    } else if constexpr (config.out_format == Format::bf16) {
+        return ptx::add_rn_bf16x2(before, sum);
+    } else if constexpr (config.out_format == Format::fp16) {
+        return ptx::add_rn_f16x2(before, sum);
+    } else if constexpr (config.out_format == Format::int32) {
+        return before + sum;
+    } else {
+        static_assert(config.out_format == Format::fp32, "a format without code that adds in it");
+        return __float_as_uint(__uint_as_float(before) + __uint_as_float(sum));
     }
-    __syncwarp();
 }
 
 }  // namespace deep_tile

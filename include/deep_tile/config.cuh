@@ -46,6 +46,12 @@ struct GemmConfig {
 
     constexpr bool has_scales() const { return scale_warps > 0; }  // of blocks, by which promotion multiplies
     constexpr int scale_stages() const { return scale_warps > 0 ? stages : 1; }  // no array has none
+
+    // Whether a tile's sums stay integers until those of all parts of K are added up, or are stored.
+    constexpr bool keeps_integers() const {
+        return integer_sums && block_sets == 0 && (split_k > 1 || out_format == Format::int32);
+    }
+
     constexpr bool has_bias() const { return bias_format != Format::none; }
 
     // When the bias is read: late, where a tile's columns are another block's first, or registers hold their scales. Else

@@ -8,24 +8,6 @@
 
 namespace deep_tile {
 
-// The sum of `value` over the threads of the block before this one.
-__device__ __forceinline__ u32 sum_before(u32 value) {
-    __shared__ u32 sums[warp_threads];  // of each warp
-    const u32 warp = threadIdx.x / warp_threads, lane = threadIdx.x % warp_threads;
-    u32 sum = value;
-#pragma unroll
-    for (u32 distance = 1; distance < warp_threads; distance *= 2) {
-        const u32 other = __shfl_up_sync(~0u, sum, distance);
-        if (lane >= distance) sum += other;
-    }
-    if (lane == warp_threads - 1) sums[warp] = sum;
-    __syncthreads();
-    u32 before = sum - value;
-#pragma unroll 1
-    for (u32 i = 0; i < warp; ++i) before += sums[i];
-    return before;
-}
-
 // A count that is read, where it is one.
 __device__ __forceinline__ u32 within(int value, u32 most) { return value < 0 ? 0 : min(u32(value), most); }
 
@@ -60,7 +42,7 @@ class LivingRows {
     // Each thread takes some neighbouring groups, and reads their counts once, as whatever changes them meanwhile must not
     // lead outside of the tensors.
     __device__ __forceinline__ void sum_up(const CastParams& params) {
-        __shared__ u32 ends[cast_groups];
+        __shared__ u32 ends[cast_groups], sums[warp_threads];
         const u32 share = (params.groups + blockDim.x - 1) / blockDim.x;
         const u32 first = min(threadIdx.x * share, params.groups), last = min(first + share, params.groups);
         u32 sum = 0;
@@ -68,7 +50,7 @@ class LivingRows {
         for (u32 group = first; group < last; ++group) {
             sum += ends[group] = within(params.living[group], params.group_rows);
         }
-        u32 end = sum_before(sum);
+        u32 end = sum_before(sum, sums);
 #pragma unroll 1
         for (u32 group = first; group < last; ++group) ends[group] = end += ends[group];
         __syncthreads();

@@ -6,7 +6,8 @@
 //   with scales of rows  ScaleRows: likewise        added at the end, for want of registers
 //   with both            ScaleRowsLate: at the end  likewise
 //
-// A block that has a part of K adds the bias to its share of the columns, when the sums are those of all parts.
+// A block that has a part of K adds the bias to its share of the columns, when the sums are those of all parts. So it
+// scales them where they are sums of integers, which stay exact until then.
 #pragma once
 
 #include "output.cuh"
@@ -32,16 +33,17 @@ __device__ __forceinline__ GroupScales group_scales(const GemmParams& params, co
 template <GemmConfig config>
 struct AsTheyAre {
     __device__ __forceinline__ void begin(const GemmParams&, int, int, GroupScales) const {}
-    __device__ __forceinline__ void apply(const GemmParams&, Accumulators<config>&, int, int, GroupScales) const {}
+    __device__ __forceinline__ void apply(const GemmParams&, Accumulators<config>&, int, int, GroupScales,
+                                          int = 0) const {}
 };
 
 // Scales are requested while the tile's first WGMMAs run, and then lie in registers, of which tiles without temporaries
 // have some to spare. A stride of 0 makes one scale of all. Rows and columns beyond the matrix take the last scale there
 // is: they are never stored.
-template <GemmConfig config>
+template <GemmConfig config, int width = config.mma_n>
 class ScaleRows {
    public:
-    // Of the sums of one warpgroup, whose first row and column these are, in the columns of one WGMMA.
+    // Of the sums of one warpgroup, whose first row and column these are, in `width` columns.
     __device__ __forceinline__ void begin(const GemmParams& params, int row, int column, GroupScales group) {
         const u32 thread = threadIdx.x % warpgroup_threads;
         row += group.rows + thread / warp_threads * 16 + thread % warp_threads / 4;
@@ -59,19 +61,19 @@ class ScaleRows {
     }
 
     __device__ __forceinline__ void apply(const GemmParams&, Accumulators<config>& sums, int, int, GroupScales,
-                                          int chunk_n = 0) const {
+                                          int first = 0) const {
 #pragma unroll
         for (int chunk_m = 0; chunk_m < config.chunks_m; ++chunk_m) {
 #pragma unroll
-            for (int i = 0; i < config.mma_n / 2; ++i) {
-                float& sum = sums[chunk_m][chunk_n][i];
+            for (int i = 0; i < width / 2; ++i) {
+                float& sum = (&sums[chunk_m][0][0])[first / 2 + i];
                 sum *= row_[2 * chunk_m + i / 2 % 2] * column_[i / 4 * 2 + i % 2];
             }
         }
     }
 
    private:
-    static constexpr int columns = config.mma_n / 4;  // of this thread, two in each eight
+    static constexpr int columns = width / 4;  // of this thread, two in each eight
     float row_[2 * config.chunks_m], column_[columns];
 };
 
@@ -85,7 +87,7 @@ struct ScaleRowsLate : AsTheyAre<config> {
         for (int chunk_n = 0; chunk_n < config.chunks_n; ++chunk_n) {
             ScaleRows<config> scales;
             scales.begin(params, row, column + chunk_n * config.mma_n, group);
-            scales.apply(params, sums, row, column, group, chunk_n);
+            scales.apply(params, sums, row, column, group, chunk_n * config.mma_n);
         }
     }
 };
@@ -98,8 +100,11 @@ template <GemmConfig config>
 __device__ __forceinline__ float bias_value(BiasBits<config> bits) {
     if constexpr (config.bias_format == Format::fp16) {
         return ptx::cvt_f32_f16(bits);
+    } else if constexpr (config.bias_format == Format::bf16) {
+        return __uint_as_float(u32{bits} << 16);
     } else {
-        return __uint_as_float(u32{bits} << (config.bias_format == Format::bf16 ? 16 : 0));
+        static_assert(config.bias_format == Format::fp32, "a format of the bias without code");
+        return __uint_as_float(bits);
     }
 }
 
@@ -143,8 +148,15 @@ using Unscaled = typename Conditional<config.keeps_bias(), KeepBias<config>, AsT
 template <GemmConfig config>
 using RowScaled = typename Conditional<config.block_sets == 0, ScaleRows<config>, ScaleRowsLate<config>>::type;
 
+// What a block does to the sums of its K.
 template <GemmConfig config>
-using Scaled = typename Conditional<config.row_scales, RowScaled<config>, Unscaled<config>>::type;
+using Scaled =
+    typename Conditional<config.row_scales && !config.keeps_integers(), RowScaled<config>, Unscaled<config>>::type;
+
+// What it does to its share of the columns, when the sums are those of all parts of K.
+template <GemmConfig config>
+using ShareScaled = typename Conditional<config.row_scales && config.keeps_integers(),
+                                         ScaleRows<config, config.columns_per_part>, AsTheyAre<config>>::type;
 
 // Makes the bias what is added to; the tile's first column is `column`.
 template <GemmConfig config>

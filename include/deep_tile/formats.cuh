@@ -13,6 +13,13 @@ __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
     return larger;
 }
 
+// Two products of BF16 numbers, rounded.
+__device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
+    u32 products;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(products) : "r"(a), "r"(b));
+    return products;
+}
+
 // 1 / x, rounded: what __frcp_rn does for it, without asking whether x is below 2^-126 or beyond 2^126.
 __device__ __forceinline__ float normal_reciprocal(float x) {
     float reciprocal;
@@ -39,8 +46,12 @@ __device__ __forceinline__ u16 cvt_rn_satfinite_e4m3x2(float high, float low) {
 
 namespace deep_tile {
 
+// Quotients by scales below `tiny_scale` have remainders that FP32 does not hold. Both numbers are first multiplied by
+// `tiny_factor`, which changes no bit of a mantissa.
+constexpr float tiny_scale = 0x1p-80f, tiny_factor = 0x1p64f;
+
 // Formats of x: what a word of one or two elements holds. Magnitudes are compared as integers, which orders finite
-// values, infinity and NaN, in this order; so NaN comes through.
+// values, infinity and NaN, in this order; so NaN comes through. `raised` is of a word in a block with a tiny scale.
 
 struct Halves {
     using Bits = u16;
@@ -51,10 +62,15 @@ struct Halves {
 
 struct BFloat16 : Halves {
     static __device__ __forceinline__ float value(u16 bits) { return __uint_as_float(u32(bits) << 16); }
+    static __device__ __forceinline__ u32 raised(u32 word) {
+        const u32 factor = __float_as_uint(tiny_factor) >> 16;
+        return ptx::mul_bf16x2(word, factor << 16 | factor);
+    }
 };
 
 struct Float16 : Halves {
     static __device__ __forceinline__ float value(u16 bits) { return ptx::cvt_f32_f16(bits); }
+    static __device__ __forceinline__ u32 raised(u32 word) { return word; }  // of zeros: others are 2^-24 at least
 };
 
 struct Float32 {
@@ -63,6 +79,7 @@ struct Float32 {
     static __device__ __forceinline__ u32 larger(u32 a, u32 b) { return max(a, b); }
     static __device__ __forceinline__ u32 largest(u32 word) { return word; }
     static __device__ __forceinline__ float value(u32 bits) { return __uint_as_float(bits); }
+    static __device__ __forceinline__ u32 raised(u32 word) { return __float_as_uint(value(word) * tiny_factor); }
 };
 
 // Four codes, of the first float in bits 0 to 7.
@@ -80,11 +97,23 @@ __device__ __forceinline__ float divide(float x, float divisor, float reciprocal
 }
 
 struct Scale {
+    __device__ __forceinline__ bool is_tiny() const { return value < tiny_scale; }
+
+    // Of raised elements.
+    __device__ __forceinline__ Scale raised() const {
+        return {value * tiny_factor, reciprocal * (1 / tiny_factor), correction * (1 / tiny_factor)};
+    }
+
     float value, reciprocal, correction;
 };
 
+__device__ __forceinline__ float divide(float x, const Scale& scale) {
+    return divide(x, scale.value, scale.reciprocal, scale.correction);
+}
+
 // From the magnitude, as the bits of a float, of a block's largest element. Infinity counts as NaN. Of a cast's params, or a
-// product's.
+// product's, whose floor is 448 * 2^-126 at least: no scale is below 2^-126, and amax less 448 times a quotient near that
+// is a multiple of 2^-143, so that nothing is lost.
 template <typename Params>
 __device__ __forceinline__ Scale make_scale(u32 magnitude, const Params& params) {
     constexpr float fp8_max = 448.0f, one_448th = 1.0f / fp8_max;  // 448 is 1.75 * 2^8
@@ -96,7 +125,7 @@ __device__ __forceinline__ Scale make_scale(u32 magnitude, const Params& params)
         // 2^8 less than amax without its mantissa, and twice that if the mantissa is beyond that of 1.75, 0x600000.
         value = __uint_as_float(((bits + 0x1fffff) & infinity) - (8 << 23));
     }
-    const float reciprocal = ptx::normal_reciprocal(value);  // amax_floor is at least 2^-80
+    const float reciprocal = ptx::normal_reciprocal(value);
     return {value, reciprocal, params.correction * reciprocal};
 }
 

@@ -87,15 +87,18 @@ __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<
 
 template <GemmConfig config, int part>
 __device__ __forceinline__ void finish_part(const GemmParams& params, SplitReduction<config>& reduction, Epilogue<config>& epilogue,
-                                            Accumulators<config>& sums, int row, int column, int end, bool last) {
+                                            const ShareScaled<config>& scaled, Accumulators<config>& sums, int row,
+                                            int column, int end, bool last) {
     if (part == reduction.rank()) {
         const u32 read = reduction.template receive<part>(sums);
         if (!last) reduction.release(read);
-        add_bias<config>(params, sums, column, part * config.columns_per_part, config.columns_per_part);
+        constexpr int first = part * config.columns_per_part;
+        scaled.apply(params, sums, row, column, {}, first);
+        add_bias<config>(params, sums, column, first, config.columns_per_part);
         epilogue.template store<part * config.out_columns_per_part>(sums, row, column, end);
     }
     if constexpr (part + 1 < config.split_k) {
-        finish_part<config, part + 1>(params, reduction, epilogue, sums, row, column, end, last);
+        finish_part<config, part + 1>(params, reduction, epilogue, scaled, sums, row, column, end, last);
     }
 }
 
@@ -110,6 +113,8 @@ __device__ __forceinline__ void consume_split(const GemmParams& params, SharedSt
     for (int left = tiles.count(); left > 0; --left) {
         const Tile<config> tile = tiles.next();
         Accumulators<config> sums = {};
+        ShareScaled<config> share;
+        share.begin(params, tile.out_row() + first_row, tile.out_column() + reduction.rank() * config.columns_per_part, {});
         if (loop.steps() > 0) {
             Scaled<config> scaled;
             loop.acquire();
@@ -121,7 +126,7 @@ __device__ __forceinline__ void consume_split(const GemmParams& params, SharedSt
         }
         reduction.send(sums);
         reduction.await();
-        finish_part<config, 0>(params, reduction, epilogue, sums, tile.out_row() + first_row, tile.out_column(),
+        finish_part<config, 0>(params, reduction, epilogue, share, sums, tile.out_row() + first_row, tile.out_column(),
                                group_end<config>(tile), left == 1);
     }
     loop.end();

@@ -46,10 +46,24 @@ __device__ __forceinline__ void cp_async_bulk_tensor_store(const TensorMap& map,
                  : "memory");
 }
 
+// The same of a map of three dimensions.
+__device__ __forceinline__ void cp_async_bulk_tensor_store(const TensorMap& map, int inner, int middle, int outer, u32 smem) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
+                 ::"l"(&map), "r"(inner), "r"(middle), "r"(outer), "r"(smem)
+                 : "memory");
+}
+
 // The same, added to the numbers that are there, in the map's own format: "cp.reduce.async.bulk.tensor".
 __device__ __forceinline__ void cp_reduce_async_bulk_tensor_add(const TensorMap& map, int inner, int outer, u32 smem) {
     asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];"
                  ::"l"(&map), "r"(inner), "r"(outer), "r"(smem)
+                 : "memory");
+}
+
+__device__ __forceinline__ void cp_reduce_async_bulk_tensor_add(const TensorMap& map, int inner, int middle, int outer,
+                                                                u32 smem) {
+    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
+                 ::"l"(&map), "r"(inner), "r"(middle), "r"(outer), "r"(smem)
                  : "memory");
 }
 
@@ -87,6 +101,13 @@ __device__ __forceinline__ void st_async(u32 remote, const float* values, u32 re
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
         ::"r"(remote), "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(remote_barrier)
         : "memory");
+}
+
+// Four bytes, likewise.
+__device__ __forceinline__ void st_async(u32 remote, u32 value, u32 remote_barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
+                 ::"r"(remote), "r"(value), "r"(remote_barrier)
+                 : "memory");
 }
 
 // Ordinary loads and stores.
@@ -168,6 +189,7 @@ __device__ __forceinline__ Bits ld_shared(u32 smem) {
     if constexpr (sizeof(Bits) == 2) {
         asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(smem) : "memory");
     } else {
+        static_assert(sizeof(Bits) == 4, "numbers of a size without an instruction here");
         asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(smem) : "memory");
     }
     return value;

@@ -18,6 +18,7 @@ constexpr int mma_k_bytes = 32;
 // of K, and its swizzle is as wide as that. Strides go from 8 of K to the next 8, leading offsets from box to box.
 template <int span>
 struct OperandLayout {
+    static_assert(span == 128 || span == 64 || span == 32, "a span without a swizzle");
     static constexpr u32 swizzle = span == 128 ? 1 : span == 64 ? 2 : 3;
     static constexpr u32 high = swizzle << 30 | 8 * span / 16;
     static constexpr u32 low = span_k * span / 16 << 16;

@@ -100,19 +100,11 @@ class Epilogue {
         for (int box = first_box; box < first_box + config.boxes_at_once; ++box) {
             if constexpr (config.tma_store) {
                 if (stores()) store_box<config>(params_, rows_, row, column, box, end);
-                if constexpr (config.grouped()) store_own_rows(row + box_row<config>(box), column, end, box);
             } else {
                 copy_box(row + box_row<config>(box), column + box_column<config>(box), end, box);
             }
         }
         if (stores()) ptx::cp_async_bulk_commit_group();
-    }
-
-    // This warp's rows of a box that ends within the tile's.
-    __device__ __forceinline__ void store_own_rows(int row, int column, int end, int box) const {
-        if (!ends_within<config>(row - first_row_ % config.store_rows, end)) return;
-        const u32 rows = rows_ + box_offset<config>(box);
-        copy_rows<config>(params_, rows, row, column + box_column<config>(box), min(warp_rows, end - row));
     }
 
     // One thread for each store of store_rows rows.
@@ -161,6 +153,7 @@ class Epilogue {
                              packed<format>(d[1], d[0]), packed<format>(d[3], d[2]), packed<format>(d[5], d[4]),
                              packed<format>(d[7], d[6]));
         } else {
+            static_assert(config.out_bytes == 4, "numbers of a size without code that writes them");
 #pragma unroll
             for (int pair = 0; pair < 4; ++pair) {
                 const int row = lane_ / 4 + pair % 2 * 8, column = unit + pair / 2 * 8 + lane_ % 4 * 2;
@@ -207,7 +200,6 @@ class StoreWarp {
             }
             for (int i = warp_; i < config.math_warpgroups; i += config.store_warps) {
                 ptx::bar_sync(boxes_full_barrier + i, store_barrier_threads);
-                if constexpr (config.grouped()) store_ends(row + i * config.rows_per_warpgroup, column, end, i, box);
                 if (ptx::elect_sync()) publish_boxes(row + i * config.rows_per_warpgroup, column, end, i, box);
                 __syncwarp();
             }
@@ -227,17 +219,6 @@ class StoreWarp {
             store_box<config>(params_, ptx::smem_address(smem_.out[warpgroup]), row, column, first_box + i, end);
         }
         ptx::cp_async_bulk_commit_group();
-    }
-
-    // Boxes that end within a tile.
-    __device__ __forceinline__ void store_ends(int row, int column, int end, int warpgroup, int first_box) const {
-#pragma unroll 1
-        for (int box = first_box; box < first_box + config.boxes_at_once; ++box) {
-            const int first = row + box_row<config>(box);
-            if (!ends_within<config>(first, end)) continue;
-            const u32 rows = ptx::smem_address(smem_.out[warpgroup]) + box_offset<config>(box);
-            copy_rows<config>(params_, rows, first, column + box_column<config>(box), end - first);
-        }
     }
 
     const GemmParams& params_;

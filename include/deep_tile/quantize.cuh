@@ -63,9 +63,18 @@ class Slice {
         u32 words[vectors][elements / 4];
     };
 
-    // `divides`: quotients are rounded as `divide` rounds them; otherwise they are products with the reciprocal.
+    // `divides`: quotients are rounded as `divide` rounds them; otherwise they are products with the reciprocal. Elements
+    // with a tiny scale are raised, and stay so.
     template <bool divides = true>
-    __device__ __forceinline__ Codes quantized(const Scale& scale) const {
+    __device__ __forceinline__ Codes quantized(Scale scale) {
+        if (divides && scale.is_tiny()) {
+            scale = scale.raised();
+#pragma unroll
+            for (int i = 0; i < vectors; ++i) {
+#pragma unroll
+                for (int j = 0; j < words; ++j) words_[i][j] = Format::raised(words_[i][j]);
+            }
+        }
         Codes codes;
 #pragma unroll
         for (int i = 0; i < vectors; ++i) quantize<divides>(codes.words[i], words_[i], scale);
@@ -126,7 +135,7 @@ class Slice {
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
                 const float x = value(vector, j + n);
-                scaled[n] = divides ? divide(x, scale.value, scale.reciprocal, scale.correction) : x * scale.reciprocal;
+                scaled[n] = divides ? divide(x, scale) : x * scale.reciprocal;
             }
             codes[j / 4] = pack_e4m3(scaled);
         }
@@ -138,6 +147,7 @@ class Slice {
         if constexpr (elements == 8) {
             *reinterpret_cast<uint2*>(row + column) = {codes[0], codes[1]};
         } else {
+            static_assert(elements == 4, "a vector of a length without code that stores it");
             *reinterpret_cast<u32*>(row + column) = codes[0];
         }
     }

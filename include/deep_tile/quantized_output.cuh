@@ -55,17 +55,25 @@ __device__ __forceinline__ void write_quantized(const GemmParams& params, u32 co
     auto* const scales = params.out_scale + column / scale_block * params.out_scale_stride_n;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const Scale scale = make_scale(largest_of_row(pairs, half), params);
+        Scale scale = make_scale(largest_of_row(pairs, half), params);
         const int at = row + half * 8;
         const bool holds = lane % 4 == 0 && at < params.m && columns > 0;
         ptx::st_global(scales + at * params.out_scale_stride_m, scale.value, holds);
+        if (scale.is_tiny()) {
+            scale = scale.raised();
+#pragma unroll
+            for (int i = 0; i < scale_block / 8; ++i) {
+                u32& pair = pairs[i / 2][i % 2 * 2 + half];
+                pair = BFloat16::raised(pair);
+            }
+        }
 #pragma unroll
         for (int i = 0; i < scale_block / 8; ++i) {
             const u32 pair = pairs[i / 2][i % 2 * 2 + half];
-            const u32 offset = (lane / 4 + half * 8) * row_bytes<config> + i * 8 + lane % 4 * 2;
-            const float quotients[] = {divide(low_bf16(pair), scale.value, scale.reciprocal, scale.correction),
-                                       divide(high_bf16(pair), scale.value, scale.reciprocal, scale.correction)};
-            ptx::st_shared(codes + swizzle<config>(offset), ptx::cvt_rn_satfinite_e4m3x2(quotients[1], quotients[0]));
+            const u32 first = swizzle<config>(lane / 4 * row_bytes<config> + i / 2 * 16 + lane % 4 * 2);
+            const float quotients[] = {divide(low_bf16(pair), scale), divide(high_bf16(pair), scale)};
+            ptx::st_shared(codes + first + (half * 8 * row_bytes<config> + i % 2 * 8),
+                           ptx::cvt_rn_satfinite_e4m3x2(quotients[1], quotients[0]));
         }
     }
 }

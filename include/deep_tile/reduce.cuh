@@ -2,7 +2,7 @@
 //
 // Block r pushes the other blocks' shares straight from registers into their shared memory (distributed shared memory,
 // no workspace), then adds what it received to its own share in the order of the parts, so the result does not depend
-// on timing. Each math warpgroup exchanges with its counterparts only.
+// on timing. Each math warpgroup exchanges with its counterparts only. Sums of integers are added as such.
 //
 //   barrier            waited for by             arrivals                                   completes when
 //   partial_full[w]    warpgroup w, receiving    its own thread, and the senders' bytes     all others' sums are here
@@ -58,7 +58,7 @@ class SplitReduction {
                 for (int j = 0; j < 4; ++j) total[j] = added<config>(total[j], values[j]);
             }
 #pragma unroll
-            for (int j = 0; j < 4; ++j) own[j] = total[j];
+            for (int j = 0; j < 4; ++j) own[j] = added_up<config>(total[j]);
         }
         return read;
     }

@@ -22,4 +22,21 @@ __device__ __forceinline__ i64 read_index(const void* index, bool wide, i64 at) 
     return wide ? static_cast<const i64*>(index)[at] : i64(static_cast<const int*>(index)[at]);
 }
 
+// The sum of `value` over the threads of the block before this one, by `sums`, a number of shared memory for each warp.
+__device__ __forceinline__ u32 sum_before(u32 value, u32* sums) {
+    const u32 warp = threadIdx.x / warp_threads, lane = threadIdx.x % warp_threads;
+    u32 sum = value;
+#pragma unroll
+    for (u32 distance = 1; distance < warp_threads; distance *= 2) {
+        const u32 other = __shfl_up_sync(~0u, sum, distance);
+        if (lane >= distance) sum += other;
+    }
+    if (lane == warp_threads - 1) sums[warp] = sum;
+    __syncthreads();
+    u32 before = sum - value;
+#pragma unroll 1
+    for (u32 i = 0; i < warp; ++i) before += sums[i];
+    return before;
+}
+
 }  // namespace deep_tile

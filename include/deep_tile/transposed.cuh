@@ -114,11 +114,12 @@ __device__ __forceinline__ void write_largest(Tile& tile, const typename Tile::P
     __syncthreads();
 }
 
-// The scale of each slot, in shared memory and, of columns that exist, in the result.
+// The scale of each slot, in shared memory and, of columns that exist, in the result. Whether any is tiny.
 template <typename Tile>
-__device__ __forceinline__ void write_scales(Tile& tile, const CastParams& params, const TilePlace<Tile>& at) {
+__device__ __forceinline__ bool write_scales(Tile& tile, const CastParams& params, const TilePlace<Tile>& at) {
     using Format = typename Tile::Format;
     const int slot = threadIdx.x;
+    bool is_tiny = false;
     if (slot < Tile::columns) {
         u32 largest = 0;
 #pragma unroll
@@ -127,24 +128,31 @@ __device__ __forceinline__ void write_scales(Tile& tile, const CastParams& param
         const Scale scale = make_scale(__float_as_uint(Format::value(bits)), params);
         const int column = Tile::Part::column(slot, params.aligned);
         tile.scales[Tile::scale_place(slot)] = {scale};
-        if (column < at.columns(params)) write_scale(params, at.first_column() + column, at.row, scale.value);
+        if (column < at.columns(params)) {
+            write_scale(params, at.first_column() + column, at.row, scale.value);
+            is_tiny = scale.is_tiny();
+        }
     }
-    __syncthreads();
+    return __syncthreads_or(is_tiny);
 }
 
-template <typename Tile>
+// `any_tiny`: scales are, as `write_scales` says.
+template <bool any_tiny, typename Tile>
 __device__ __forceinline__ void write_codes(Tile& tile, const typename Tile::Part (&parts)[Tile::tokens]) {
     const int begin = threadIdx.x / Tile::lanes * (Tile::tokens / 4), lane = threadIdx.x % Tile::lanes;
 #pragma unroll
     for (int j = 0; j < Tile::elements; ++j) {
         const int slot = lane * Tile::elements + j;
-        const auto scale = tile.scales[Tile::scale_place(slot)];
+        auto scale = tile.scales[Tile::scale_place(slot)];
+        const bool raises = any_tiny && scale.is_tiny();
+        const float factor = raises ? tiny_factor : 1.0f;
+        if (raises) scale = {scale.raised()};
 #pragma unroll
         for (int word = 0; word < Tile::tokens / 4; ++word) {
             float scaled[4];
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
-                scaled[n] = divide(parts[4 * word + n].value(0, j), scale.value, scale.reciprocal, scale.correction);
+                scaled[n] = divide(parts[4 * word + n].value(0, j) * factor, scale);
             }
             tile.codes[Tile::place(slot, begin + word)] = pack_e4m3(scaled);
         }
@@ -203,8 +211,11 @@ __device__ __forceinline__ void cast_transposed(const CastParams& params) {
             load_tokens<Tile>(parts, params, at, false);
         }
         write_largest(tile, parts);
-        write_scales(tile, params, at);
-        write_codes(tile, parts);
+        if (write_scales(tile, params, at)) {
+            write_codes<true>(tile, parts);
+        } else {
+            write_codes<false>(tile, parts);
+        }
         store_columns(tile, params, at);
     }
 }

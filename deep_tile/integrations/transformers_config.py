@@ -1,0 +1,124 @@
+"""What a transformers model's config says of linears that are FP8, so that the model is loaded again as it was saved.
+
+Called by nn.py. transformers makes FP8 layers of all linears and experts when it loads such a checkpoint, but for those
+that `modules_to_not_convert` names, by how their names begin or end. Invariant: what is loaded as FP8 is what was
+replaced, or nothing is.
+"""
+
+import copy
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from deep_tile import replaceable
+from deep_tile.config import SCALE_BLOCK
+from deep_tile.quantize import FP8_DTYPE
+
+_FORMAT = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK]}
+"""As DeepSeek-V3's and Qwen3's checkpoints have it."""
+
+_OF_PEFT = re.compile(rf"\.(base_layer|{replaceable.REPLACED_BY_ADAPTER})(?=\.|$)")
+"""Where peft keeps what an adapter stands around: the checkpoint has no such part in its names."""
+
+
+def description(model: torch.nn.Module, layers: Collection[str]) -> Callable[[], None]:
+    """What has the configs of a model say that these of its layers are FP8, once they are.
+
+    Raises:
+        ValueError: transformers could not load such a model; the text says why, and what to do.
+    """
+    told = [(module, _config_of(name, module, layers)) for name, module in _pretrained(model)]
+
+    def tell() -> None:
+        for module, config in told:
+            if config is not None:
+                _give(module, config)
+
+    return tell
+
+
+def _pretrained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Models of transformers that are no part of another one, by name."""
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if base is None:
+        return
+    within = None
+    for name, module in model.named_modules():
+        inside = within is not None and (within == "" or name.startswith(f"{within}."))
+        if isinstance(module, base) and not inside:
+            within = name
+            yield name, module
+
+
+def _config_of(prefix: str, model: torch.nn.Module, layers: Collection[str]) -> dict[str, Any] | None:
+    """`quantization_config` of a model by that name, once these layers of what it is in are FP8; None where none is."""
+    start = f"{prefix}." if prefix else ""
+    own = {name.removeprefix(start): name for name in layers if name.startswith(start)}
+    if not own:
+        return None
+    modules = dict(model.named_modules())
+    left = [_saved(name) for name in modules if name not in own and _would_be_converted(name, modules)]
+    kept_wide = getattr(model, "_keep_in_fp32_modules", None) or ()
+    replaceable.refuse((whole, found) for name, whole in own.items() if (found := _obstacle(name, left, kept_wide)))
+    return {**_known(model), **_FORMAT, "modules_to_not_convert": left}
+
+
+def _obstacle(name: str, left: Collection[str], kept_wide: Collection[str]) -> tuple[str, str] | None:
+    if _is_named(_saved(name), kept_wide):
+        return "transformers loads it in FP32, as _keep_in_fp32_modules of its model says", "Such a layer stays wide"
+    if _is_named(_saved(name), left):
+        by = next(pattern for pattern in left if _is_named(_saved(name), [pattern]))
+        return f"transformers would leave it wide along with {by!r}, which stays so", "Keep both wide, or replace both"
+    return None
+
+
+def _is_named(name: str, patterns: Collection[str]) -> bool:
+    """As transformers reads `modules_to_not_convert`."""
+    ends = r"(?:(?<=\.)|(?=\.|$))"
+    return any(name.endswith(pattern) or re.match(f"(?:{pattern}){ends}", name) for pattern in patterns)
+
+
+def _saved(name: str) -> str:
+    return _OF_PEFT.sub("", name)
+
+
+def _would_be_converted(name: str, modules: Mapping[str, torch.nn.Module]) -> bool:
+    module = modules[name]
+    if any(parameter.dtype == FP8_DTYPE for parameter in module.parameters(recurse=False)):
+        return False
+    if replaceable.is_adapter(name, modules) and not name.endswith(f".{replaceable.REPLACED_BY_ADAPTER}"):
+        return False
+    is_grouped = isinstance(module, torch.nn.Linear) and "GroupedLinear" in type(module).__name__
+    return type(module) is torch.nn.Linear or is_grouped or name.endswith(".experts")
+
+
+def _known(model: torch.nn.Module) -> dict[str, Any]:
+    """What the config says already, of FP8 layers that the model was loaded with.
+
+    Raises:
+        ValueError: it says that the model is quantised otherwise.
+    """
+    known = getattr(model.config, "quantization_config", None) or {}
+    known = dict(known if isinstance(known, Mapping) else known.to_dict())
+    said = {name: known.get(name, wanted) for name, wanted in _FORMAT.items()}
+    said["weight_block_size"] = list(said["weight_block_size"] or ())
+    if said != _FORMAT:
+        raise ValueError(
+            f"model.config.quantization_config says {said}, and what is replaced would be {_FORMAT}: a checkpoint "
+            "holds one of them. Load the model in BF16 and replace its layers, or leave it as it is. Nothing has been "
+            "replaced"
+        )
+    known.pop("dequantize", None)
+    return known
+
+
+def _give(model: torch.nn.Module, quantization: dict[str, Any]) -> None:
+    """A config of its own, since other models may have been made with this one."""
+    shared, model_config = model.config, copy.copy(model.config)
+    model_config.quantization_config = quantization
+    for module in model.modules():
+        if vars(module).get("config") is shared:
+            module.config = model_config
