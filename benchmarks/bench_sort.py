@@ -68,7 +68,9 @@ def measure(tokens: int, number_of_experts: int, repeats: int, flush: L2Flush) -
 
 def print_rows(rows: list[dict[str, Any]], console: Console) -> None:
     names = list(rows[0]["warm"])
-    table = Table("tokens", "experts", *(f"{name} us, {state}" for state in ("warm", "cold") for name in names), "lists")
+    table = Table(
+        "tokens", "experts", *(f"{name} us, {state}" for state in ("warm", "cold") for name in names), "lists"
+    )
     for row in rows:
         times = (f"{row[state][name]['us']:.1f}" for state in ("warm", "cold") for name in names)
         table.add_row(str(row["tokens"]), str(row["experts"]), *times, "equal" if row["correct"] else "DIFFER")

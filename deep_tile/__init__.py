@@ -52,9 +52,6 @@ _SUBMODULES = ("compat", "distributed", "integrations", "nn", "torch_compat", "w
 __all__ = [*_MODULES, *_SUBMODULES]
 
 
-discovery.announce()
-
-
 def _extension() -> ModuleType:
     """`deep_tile._launcher`, for which this module is asked before Python looks for it."""
     try:
@@ -67,6 +64,9 @@ def _extension() -> ModuleType:
             "build_ext --inplace`, or `pip install -e .`; where deep_tile is installed, start Python in another folder",
             name=error.name,
         ) from None
+
+
+discovery.announce()
 
 
 def __getattr__(name: str) -> Any:

@@ -81,7 +81,7 @@ def _offer_formulas() -> None:
 
 
 def _when_imported(name: str, then: Callable[[], None]) -> None:
-    if name in sys.modules:
+    if sys.modules.get(name) is not None:
         then()
         return
     if not _waiting:

@@ -248,8 +248,8 @@ GEMM = Params(
     Field(
         "out_maps",
         TENSOR_MAP,
-        "out [m, n], box [store_rows, store_columns]; for boxes in which a group ends plan.out_tail_map's; unused where "
-        "TMA does not store",
+        "out [m, n], box [store_rows, store_columns]; for boxes in which a group ends plan.out_tail_map's; unused "
+        "where TMA does not store",
         count=2,
     ),
     Field("bounds", "const int*", "of groups, where each ends or how many rows each has; null: all that there are"),

@@ -382,8 +382,8 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
 def out_tail_map(out: MapLayout) -> MapLayout:
     """The map by which TMA stores boxes in which a group ends, within rows of its neighbour's, or adds them to these.
 
-    It has the rows twice, at the same stride: (column, i, end) is the row that lies box - i rows before row `end`, for i
-    below the rows of a box. A box at i = box - r has its first r rows within that dimension, and TMA clips the others.
+    It has the rows twice, at the same stride: (column, i, end) is the row that lies b - i rows before row `end`, for i
+    below b, the rows of a box. A box at i = b - r has its first r rows within that dimension, and TMA clips the others.
     The idea is that of Triton's descriptors for ragged tensors. Whole boxes are stored by the other map: of three
     dimensions they take 1 to 4 % longer (H200, 2026-11-25).
     """

@@ -7,7 +7,6 @@ the kernel; pointers and strides belong to the launch.
 from math import gcd
 from typing import NamedTuple
 
-from deep_tile.config import round_up
 from deep_tile.kinds import KINDS, LAYOUTS, RESULTS, Element, Kind
 
 LINE_BYTES = 128
@@ -104,4 +103,5 @@ class GemmProblem(NamedTuple):
 
 
 def _alignment(row_bytes: int) -> int:
-    return gcd(round_up(row_bytes, 16), LINE_BYTES)
+    """Of rows so far apart, or as far as TMA asks: 16 bytes, or a multiple."""
+    return 16 * gcd(-(-row_bytes // 16), LINE_BYTES // 16)

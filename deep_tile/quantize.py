@@ -25,8 +25,8 @@ from deep_tile.ops import is_traced
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8_DTYPE).max  # 448
 SMALLEST_AMAX_FLOOR = FP8_MAX * 2.0**-126
-"""About 5.3e-36: of a group of zeros it makes the scale 2**-126, FP32's smallest normal number, whose reciprocal is one,
-too. No normal number of FP32 is lost by it."""
+"""About 5.3e-36: of a group of zeros it makes the scale 2**-126, FP32's smallest normal number, whose reciprocal is
+normal, too. No normal number of FP32 is lost by it."""
 DEEP_GEMM_AMAX_FLOOR = 1e-4
 """Of DeepGEMM's casts, and so of transformers'."""
 SOURCE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

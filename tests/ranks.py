@@ -268,7 +268,7 @@ def what_is_refused(mesh):
     out = split(torch.zeros(6, 192, device=mesh.device_type).bfloat16(), mesh, WHOLE)
     assert_refused(RuntimeError, "leave out out", fp8_linear, x, *whole, None, out)
     assert_refused(RuntimeError, "mixed torch.Tensor and DTensor", fp8_linear, x, b, b_scale)
-    assert_refused(TypeError, "b is a DTensor", fp8_linear, x.to_local(), *whole)
+    assert_refused(RuntimeError, "mixed torch.Tensor and DTensor", fp8_linear, x.to_local(), *whole)
 
 
 @case

@@ -1,7 +1,8 @@
 """Where a cast's kernel reads and writes, by the numbers of its launch: no GPU, and no kernel.
 
 Inputs and targets lie in memory in every way that a call takes, between a neighbour's elements. What a kernel would
-touch, by the formulas of quantize.cuh, experts.cuh, transposed.cuh and combine.cuh, is compared with where torch has it.
+touch, by the formulas of quantize.cuh, experts.cuh, transposed.cuh and combine.cuh, is compared with what torch has
+there.
 """
 
 import math

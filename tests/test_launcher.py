@@ -181,7 +181,9 @@ WRONG_NUMBERS = {
     "maps[2].box has rows of 144 bytes, want": {"maps": (A_MAP, B_MAP, with_item(OUT_MAP, 5, (72, 64)))},
     "maps[0].swizzle is 4, want an int from 0 to 3": {"maps": (with_item(A_MAP, 6, 4),)},
     "maps[0].l2_promotion is 4, want an int from 0 to 3": {"maps": (with_item(A_MAP, 7, 4),)},
-    "maps[0].skip is 8, want an int from -281474976710656 to 4294967280, a multiple of 16": {"maps": (with_item(A_MAP, 8, 8),)},
+    "maps[0].skip is 8, want an int from -281474976710656 to 4294967280, a multiple of 16": {
+        "maps": (with_item(A_MAP, 8, 8),)
+    },
     "pointers[0].skip is -1, want an int from 0 to 4294967295": {"pointers": ((0, 0, -1),)},
     "fixed_maps[0].address is 0, want an int from 16 to": {"fixed_maps": (with_item(A_MAP, 1, 0),)},
     "fixed_maps[0].address is 24, want an int from 16 to": {"fixed_maps": (with_item(A_MAP, 1, 24),)},

@@ -25,7 +25,7 @@ CALL = SIZES | {"_launcher", "jit", "launches", "ops", "plan", "reference", "sel
 
 MAY_IMPORT = {
     "kinds": set(),
-    "problem": {"config", "kinds"},
+    "problem": {"kinds"},
     "settings": set(),
     "walls": set(),
     "sass": set(),
@@ -58,8 +58,7 @@ MAY_IMPORT = {
     "nn": {"api", "cast", "config", "integrations", "jit", "linear", "quantize", "replaceable", "tensors"},
     "distributed": {"config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"config", "discovery", "experts", "grouped", "linear", "quantize", "replaceable", "tensors"},
-    "compat": {"api", "config", "dense", "discovery", "grouped", "ops", "quantize", "reference"}
-    | {"tensors", "transposed"},
+    "compat": CALL | {"api", "dense", "discovery", "grouped", "quantize", "reference", "transposed"},
     "torch_compat": {"api", "config", "dense", "finishes", "grouped", "tensors"},
     "method": SIZES | {"select"},
     "tools": CALL

@@ -39,9 +39,7 @@ from machine import (
     Machine,
     Operation,
     Process,
-    Reach,
     Sync,
-    Use,
     Wait,
 )
 from orders import explore, prove, walk

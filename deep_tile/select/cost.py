@@ -117,7 +117,7 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
     measured = (calibration(kind).configs.get(name) for kind, name in _names_of_times(config))
     on_h200 = next(filter(None, measured), TileTimes(1.2 * tensor_us, 2.0))
     slower_clock = H200.clock_mhz / hardware.clock_mhz
-    block_us = block_tensor_us(config, hardware) + (on_h200.block_us - tensor_us) * slower_clock
+    block_us = max(0.0, block_tensor_us(config, hardware) + (on_h200.block_us - tensor_us) * slower_clock)
     tile_us = on_h200.tile_us + (BOX_CAST_US * config.boxes if config.quantizes else 0)
     return TileTimes(block_us, tile_us * slower_clock, on_h200.column_us * slower_clock)
 
