@@ -64,7 +64,7 @@ def test_out_is_written(device, dtype):
 
 
 def test_rows_that_are_not_dense(device):
-    """Transposed, with a stride along k, also where there are none, broadcast, with leading dimensions at no one stride."""
+    """Transposed, with a stride along k, of no rows too, broadcast, and with leading dimensions at no one stride."""
     _, b, b_scale, _ = make_layer((1, 256), 40, device)
     for x in (
         torch.empty(0, 512, device=device)[:, ::2],
