@@ -59,7 +59,7 @@ def sort_by_expert(chosen: torch.Tensor, experts: int, *, alignment: int = 1) ->
         index: [t, top_k] int64, which row each choice has become, -1 for one of no expert: for `combine`.
 
     Raises:
-        TypeError: `chosen` is no tensor of int32 or int64, or `experts` no int.
+        TypeError: `chosen` is no plain tensor of int32 or int64, or `experts` no int.
         ValueError: `chosen` is no matrix or has no memory, or `experts` or `alignment` is out of range.
         RuntimeError: the kernel is not loaded yet while a CUDA graph is captured; or as `per_token_cast_to_fp8`.
     """
@@ -73,7 +73,7 @@ def sort_by_expert(chosen: torch.Tensor, experts: int, *, alignment: int = 1) ->
 def _sort(chosen: torch.Tensor, experts: int, alignment: int) -> Routing:
     """`sort_by_expert` outside of tracing, of what has been checked."""
     if not _has_sort_kernel(chosen, experts):
-        tensors.require_dense(chosen=chosen)
+        tensors.require_plain(chosen=chosen)
         return _sort_definition(chosen, experts, alignment)
     if not chosen.is_contiguous():
         tensors.require_dense(chosen=chosen)
@@ -100,7 +100,7 @@ def _sort_by_kernel(options: tuple[int, int], *given: torch.Tensor) -> None:
         chosen, rows, *_ = given
         kernel, device = cast.SORT[str(chosen.dtype).removeprefix("torch.")], chosen.get_device()
         if not cast.is_loaded(kernel, device):
-            launches.refuse_capture(kernel.name, device, "sort rows once before the capture")
+            launches.refuse_capture(kernel.name, device, "sort_by_expert")
         schedule = cast.schedule_sort(chosen.numel(), len(rows), kernel.threads)
         layout = cast.sort_layout(schedule, *chosen.shape, len(rows), *options)
         launch = cast.prepare_sort(kernel, schedule, device, layout)
@@ -109,7 +109,7 @@ def _sort_by_kernel(options: tuple[int, int], *given: torch.Tensor) -> None:
 
 
 def _has_sort_kernel(chosen: torch.Tensor, experts: int) -> bool:
-    """Whether a kernel sorts these; what is no plain tensor, torch knows its way inside of."""
+    """Whether a kernel sorts these, which are plain."""
     fits = experts <= cast.MOST_EXPERTS and 0 < chosen.numel() <= cast.MOST_CHOICES
     return fits and chosen.is_cuda and launches.is_hopper(chosen.get_device()) and tensors.is_plain(chosen)
 

@@ -400,7 +400,7 @@ def _prepare(given: tuple, bias, options: _Options) -> tuple[_launcher.Launch, _
 
 def _rows(x: torch.Tensor) -> torch.Tensor | None:
     """`x` as a matrix of its rows; None where they are not dense, or not at one stride."""
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
+    if x.numel() and x.shape[-1] > 1 and x.stride(-1) != 1:
         return None
     try:
         return x.view(math.prod(x.shape[:-1]), x.shape[-1])

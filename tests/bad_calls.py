@@ -825,8 +825,7 @@ OF_OTHERS = [
       for call in ("replace_linears", "precompile_model")),
     _one("precompile", "kind", "is float32", torch.float32, ValueError, "is torch.float32", "are torch.float8_e4m3fn"),
     # Choices of experts.
-    *(bad for bad in _kinds("sort_by_expert", "chosen", {what: KINDS[what] for what in (
-        "without storage", "in freed storage", "in half its storage")})),
+    *_kinds("sort_by_expert", "chosen", {what: kind for what, kind in KINDS.items() if what != "uninitialised"}),
     _one("sort_by_expert", "experts", "is True", True, TypeError, "is True, of type bool", "how many"),
     _one("sort_by_expert", "experts", "is a float", 4.0, TypeError, "is 4.0, of type float", "how many"),
 ]

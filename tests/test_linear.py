@@ -64,9 +64,11 @@ def test_out_is_written(device, dtype):
 
 
 def test_rows_that_are_not_dense(device):
-    """Transposed, with a stride along k, broadcast, and with leading dimensions at no one stride."""
+    """Transposed, with a stride along k, of no rows too, broadcast, and with leading dimensions at no one stride."""
     _, b, b_scale, _ = make_layer((1, 256), 40, device)
     for x in (
+        torch.empty(0, 512, device=device)[:, ::2],
+        torch.empty(2, 512, 0, device=device).mT[..., ::2],
         torch.randn(256, 9, device=device).t(),
         torch.randn(9, 512, device=device)[:, ::2],
         torch.randn(1, 256, device=device).expand(9, 256),

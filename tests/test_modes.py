@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import deep_tile
-from deep_tile import GemmConfig, discovery, launches, ops
+from deep_tile import GemmConfig, discovery, launches, ops, torch_compat
+from deep_tile.compat import deep_gemm
 
 OPS = torch.ops.deep_tile
 FP8 = torch.float8_e4m3fn
@@ -37,6 +38,16 @@ class Call(NamedTuple):
     @staticmethod
     def of(name: str, *arguments, flops: int | None = 0, **keywords) -> "Call":
         return Call(getattr(deep_tile, name), arguments, keywords, flops)
+
+    @staticmethod
+    def into(name: str, a, b, d: torch.Tensor, *rest, **keywords) -> "Call":
+        """Of DeepGEMM's name, for which `d` is returned."""
+
+        def call(a, b, d, *rest, **keywords) -> torch.Tensor:
+            getattr(deep_gemm, name)(a, b, d, *rest, **keywords)
+            return d
+
+        return Call(call, (a, b, d, *rest), keywords, None)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -67,7 +78,7 @@ def tensors_in(tree: object) -> list[torch.Tensor]:
 @cache
 def calls() -> dict[str, Call]:
     """By what they are. Drawn once, and on the CPU; calls write to clones."""
-    of = Call.of
+    of, into = Call.of, Call.into
     x, w, wide = torch.randn(M, K).bfloat16(), torch.randn(N, K), torch.randn(N, K).bfloat16()
     (a, a_scale), (b, b_scale) = deep_tile.per_token_cast_to_fp8(x), deep_tile.per_block_cast_to_fp8(w)
     fp8, groups = (a, a_scale, b, b_scale), (a, a_scale, torch.stack([b, b]), torch.stack([b_scale, b_scale]))
@@ -77,7 +88,9 @@ def calls() -> dict[str, Call]:
     gradients = *deep_tile.transposed_cast_to_fp8(torch.randn(K, N)), *deep_tile.transposed_cast_to_fp8(w.t()[:, :32])
     offs, tokens = torch.tensor([2, M], dtype=torch.int32), torch.tensor([128, K], dtype=torch.int32)
     chosen, weights, index = torch.randint(0, 4, (M, 2)), torch.rand(4, 2), torch.randint(0, M, (4, 2))
-    product = torch.zeros(M, N).bfloat16()
+    product, total, added = torch.zeros(M, N).bfloat16(), torch.zeros(M, N), torch.ones(M, N)
+    padded, ends = deep_tile.per_token_cast_to_fp8(torch.randn(K, K)), torch.tensor([0, 1]).int().repeat_interleave(128)
+    of_groups, lengths, sums = torch.zeros(K, N).bfloat16(), [2, M - 2], (torch.zeros(2, K, N), torch.ones(2, K, N))
     dense, grads = 2 * M * N * K, 2 * N * 32 * K
     return {
         "fp8_gemm": of("fp8_gemm", *fp8, flops=dense),
@@ -111,9 +124,21 @@ def calls() -> dict[str, Call]:
         "silu_mul_cast_to_fp8 to out": of("silu_mul_cast_to_fp8", x, scale_out=torch.zeros(M, 1), flops=None),
         "combine": of("combine", x, weights, index),
         "combine to out": of("combine", x, weights, index, torch.zeros(4, K).bfloat16()),
-        "sort_by_expert": of("sort_by_expert", chosen, 4, alignment=128, flops=None),
+        "sort_by_expert": of("sort_by_expert", chosen, 4, alignment=128),
         "dequantize": of("dequantize", a, a_scale, flops=None),
         "interleave_gate_up": of("interleave_gate_up", wide, flops=None),
+        "grouped_mm": Call(torch_compat.grouped_mm, (x, torch.stack([wide, wide]).mT), {"offs": offs}, None),
+        "fp8_gemm_nt": into("fp8_gemm_nt", (a, a_scale), (b, b_scale), product),
+        "bf16_gemm_nt, added": into("bf16_gemm_nt", x, wide, total, added),
+        "fp8_gemm_nt, added": into(
+            *("fp8_gemm_nt", (a, a_scale), deep_tile.per_token_cast_to_fp8(w), total, added), recipe=(1, 1, 128)
+        ),
+        "m_grouped_fp8_gemm_nt_contiguous": into(
+            *("m_grouped_fp8_gemm_nt_contiguous", padded, groups[2:], of_groups, ends)
+        ),
+        "k_grouped_bf16_gemm_tn_contiguous": into(
+            *("k_grouped_bf16_gemm_tn_contiguous", x, product, sums[0], lengths, torch.tensor(lengths).int(), sums[1])
+        ),
     }
 
 

@@ -526,7 +526,7 @@ def _begin_sum(d: torch.Tensor, c: torch.Tensor | None) -> bool:
             raise TypeError(f"{name} is {_kind(x)}; with c, both must be tensors of torch.float32")
     if c.shape != d.shape or c.device != d.device:
         raise ValueError(f"c is {list(c.shape)} on {c.device}; it must be as d is, {list(d.shape)} on {d.device}")
-    if c is not d and (c.data_ptr() != d.data_ptr() or c.stride() != d.stride()):
+    if c is not d and (is_traced() or c.data_ptr() != d.data_ptr() or c.stride() != d.stride()):
         d.copy_(c)
     return True
 
