@@ -152,7 +152,7 @@ def fp8_gemm(
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation)
     if is_traced():
-        return _call_op(a, a_scale, b, b_scale, out, Options(*options), bias)
+        return _OP((a, a_scale, b, b_scale, bias), (out,), Options(*options))
     return _multiply(a, a_scale, b, b_scale, out, options, bias)
 
 
@@ -234,7 +234,7 @@ class Plan:
             seen, wanted = tuple(x.shape), self._wanted[name].shape
             if seen != wanted:
                 raise ValueError(f"{name} is of shape {seen}; this plan is for {wanted}. Prepare another plan")
-        return _call_op(a, a_scale, self.b, self.b_scale, out, self._options)
+        return _OP((a, a_scale, self.b, self.b_scale), (out,), self._options)
 
     def _check(self, a, a_scale, out) -> None:
         """Check that tensors are plain and like those at preparation; `out` may be None."""
@@ -1162,43 +1162,23 @@ def check_capture(config: GemmConfig, device: int, call: str = "fp8_gemm") -> No
         launches.refuse_capture(config.name, device, call, ", or deep_tile.precompile,")
 
 
-# The op, which tracers see. It takes no config, which no schema can name.
+# The op, which tracers see.
 
 
-def _call_op(a, a_scale, b, b_scale, out, options: Options, bias=None) -> torch.Tensor:
-    """`fp8_gemm` under tracing."""
-    ops.refuse_config(options.config)
-    keywords = {
-        "activation": options.activation,
-        "out_dtype": options.out_dtype,
-        "num_sms": options.num_sms,
-        "batch_invariant": options.batch_invariant,
-        "pdl": options.pdl,
-        "constant_weights": options.constant_weights,
-    }
-    if out is None:
-        return torch.ops.deep_tile.fp8_gemm(a, a_scale, b, b_scale, bias, **keywords)
-    torch.ops.deep_tile.fp8_gemm.out(a, a_scale, b, b_scale, out, bias, **keywords)
-    return out
+def _run_op(inputs: tuple, outs: tuple, options: dict) -> torch.Tensor:
+    *operands, bias = inputs
+    return _multiply(*operands, *outs, Options(**options), bias)
 
 
-def _run_op(a, a_scale, b, b_scale, bias=None, **keywords) -> torch.Tensor:
-    return _multiply(a, a_scale, b, b_scale, None, Options(**keywords), bias)
+def _check_op(inputs: tuple, outs: tuple, options: dict) -> None:
+    *operands, bias = inputs
+    check_formats(Options(**options), *operands, *outs, bias)
 
 
-def _run_out_op(a, a_scale, b, b_scale, out, bias=None, **keywords) -> None:
-    _multiply(a, a_scale, b, b_scale, out, Options(**keywords), bias)
-
-
-def _fake_op(a, a_scale, b, b_scale, bias=None, **keywords) -> torch.Tensor:
-    _fake_out_op(a, a_scale, b, b_scale, None, bias, **keywords)
-    options = Options(**keywords)
-    columns = finishes.out_columns(b.shape[0], options.activation)
-    return a.new_empty(a.shape[0], columns, dtype=options.out_dtype or _DEFAULT_DTYPE)
-
-
-def _fake_out_op(a, a_scale, b, b_scale, out, bias=None, **keywords) -> None:
-    check_formats(Options(**keywords), a, a_scale, b, b_scale, out, bias)
+def _allocate_op(inputs: tuple, options: dict) -> torch.Tensor:
+    a, _, b, *_ = inputs
+    columns = finishes.out_columns(b.shape[0], options.get("activation"))
+    return a.new_empty(a.shape[0], columns, dtype=options.get("out_dtype") or _DEFAULT_DTYPE)
 
 
 def check_formats(options: Options, a, a_scale, b, b_scale, out, bias) -> None:
@@ -1210,17 +1190,10 @@ def check_formats(options: Options, a, a_scale, b, b_scale, out, bias) -> None:
     _check_shapes(options, a, a_scale, b, b_scale, out, bias)
 
 
-_OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale"
-_KEYWORDS = (
-    "str? activation=None, ScalarType? out_dtype=None, int? num_sms=None, bool batch_invariant=False, "
-    "bool? pdl=None, bool constant_weights=False"
-)
-ops.register(
-    f"fp8_gemm({_OPERANDS}, Tensor? bias=None, *, {_KEYWORDS}) -> Tensor",
-    _run_op,
-    _fake_op,
+_OP = ops.Op(
+    "fp8_gemm",
+    "a a_scale b b_scale out! bias?",
+    "activation out_dtype num_sms batch_invariant pdl constant_weights",
+    *(_run_op, _check_op, _allocate_op),
     flops=ops.product_flops(second=2),
-)
-ops.register(
-    f"fp8_gemm.out({_OPERANDS}, Tensor(a!) out, Tensor? bias=None, *, {_KEYWORDS}) -> ()", _run_out_op, _fake_out_op
 )

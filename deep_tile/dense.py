@@ -180,7 +180,7 @@ def gemm(
     """
     options = ("gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation, True)
     if is_traced():
-        return _call_op((a, b), out, _Options(*options), bias)
+        return _OPS["gemm"]((a, b, bias), (out,), _Options(*options))
     return _multiply((a, b), out, options, bias)
 
 
@@ -228,7 +228,7 @@ def int8_gemm(
         True,
     )
     if is_traced():
-        return _call_op((a, a_scale, b, b_scale), out, _Options(*options), bias)
+        return _OPS[options[0]]((a, a_scale, b, b_scale, bias), (out,), _Options(*options))
     return _multiply((a, a_scale, b, b_scale), out, options, bias)
 
 
@@ -288,7 +288,7 @@ def scaled_gemm(
         fast_accum,
     )
     if is_traced():
-        return _call_op((a, a_scale, b, b_scale), out, _Options(*options), bias)
+        return _OPS[options[0]]((a, a_scale, b, b_scale, bias), (out,), _Options(*options))
     return _multiply((a, a_scale, b, b_scale), out, options, bias)
 
 
@@ -332,7 +332,7 @@ def fp8_wgrad(
         raise tensors.no_tensor("out", out, "pass what the gradient is added to, of [n, k]")
     options = ("fp8_wgrad", None, config, num_sms, batch_invariant, pdl, False, accumulate, None, True)
     if is_traced():
-        return _call_op((dy, dy_scale, x, x_scale), out, _Options(*options))
+        return _OPS["fp8_wgrad"]((dy, dy_scale, x, x_scale), (out,), _Options(*options))
     return _multiply((dy, dy_scale, x, x_scale), out, options)
 
 
@@ -742,66 +742,47 @@ def _check_row_scales(a, a_scale, b, b_scale) -> None:
             )
 
 
-# The ops, which tracers see. They take no config, which no schema can name.
+# The ops, which tracers see.
 
 
-def _call_op(operands, out, options: _Options, bias=None) -> torch.Tensor:
-    """A call under tracing."""
-    ops.refuse_config(options.config)
-    keywords = {name: getattr(options, name) for name in _KEYWORDS[options.call]}
-    op = getattr(torch.ops.deep_tile, options.call)
-    if out is None:
-        return op(*operands, *_given(bias), **keywords)
-    op.out(*operands, out, *_given(bias), **keywords)
-    return out
-
-
-def _register(call: str) -> None:
+def _op(call: str) -> ops.Op:
     names, is_sum = _CALLS[call].names, call == "fp8_wgrad"
 
-    def options_of(keywords: dict) -> _Options:
-        """Torch may leave out what equals the schema's default."""
-        return _Options(call, **{"accumulate": is_sum} | keywords)
+    def parts(inputs: tuple) -> tuple:
+        """The operands and the bias."""
+        return inputs[: len(names)], inputs[-1] if len(inputs) > len(names) else None
 
-    def run(*given, **keywords) -> torch.Tensor:
-        operands, _, bias = parts(given, has_out=False)
-        return _multiply(operands, None, options_of(keywords), bias)
+    def options_of(options: dict) -> _Options:
+        return _Options(call, **{"accumulate": is_sum} | options)
 
-    def run_out(*given, **keywords) -> None:
-        operands, out, bias = parts(given)
-        _multiply(operands, out, options_of(keywords), bias)
+    def run(inputs: tuple, outs: tuple, options: dict) -> torch.Tensor:
+        operands, bias = parts(inputs)
+        return _multiply(operands, *outs, options_of(options), bias)
 
-    def fake(*given, **keywords) -> torch.Tensor:
-        operands, out, bias = parts(given, has_out=False)
-        options = options_of(keywords)
-        check(operands, out, bias, options)
-        a, b = matrices(operands)
-        columns = finishes.out_columns(b.shape[0], options.activation)
-        return a.new_empty(a.shape[0], columns, dtype=_result_dtype(options, a))
-
-    def fake_out(*given, **keywords) -> None:
-        check(*parts(given), options_of(keywords))
-
-    def parts(given: tuple, has_out: bool = True) -> tuple:
-        """The operands, out and the bias; what is None at the end may not be among `given`."""
-        operands, others = given[: len(names)], given[len(names) :]
-        out, *bias = others if has_out else (None, *others)
-        return operands, out, bias[0] if bias else None
-
-    def check(operands, out, bias, options: _Options) -> None:
-        """Check what can be checked without memory; strides are left to the run."""
+    def check(inputs: tuple, outs: tuple, options: dict) -> None:
+        (operands, bias), (out,), options = parts(inputs), outs, options_of(options)
         _check_option_types(options)
         if out is None:
             _refuse_sum_of_nothing(options)
         _refuse_gradients(options, operands, out, bias)
         _check_formats(options, operands, out, bias)
 
-    operands, keywords = ", ".join(f"Tensor {name}" for name in names), ", ".join(_KEYWORDS[call].values())
-    flops, bias = ops.product_flops(second=len(names) // 2), "" if is_sum else ", Tensor? bias=None"
-    gradients = {} if _CALLS[call].to_train else {"backward": _backward, "setup_context": _setup_context}
-    if not is_sum:
-        ops.register(f"{call}({operands}{bias}, *, {keywords}) -> Tensor", run, fake, flops=flops, **gradients)
-    ops.register(f"{call}.out({operands}, Tensor(a!) out{bias}, *, {keywords}) -> ()", run_out, fake_out, flops=flops)
+    def allocate(inputs: tuple, options: dict) -> torch.Tensor:
+        (a, b), options = matrices(parts(inputs)[0]), options_of(options)
+        return a.new_empty(
+            a.shape[0], finishes.out_columns(b.shape[0], options.activation), dtype=_result_dtype(options, a)
+        )
+
+    return ops.Op(
+        call,
+        " ".join((*names, "out!", *([] if is_sum else ["bias?"]))),
+        _OP_OPTIONS[call],
+        *(run, check, allocate),
+        defaults={"accumulate": is_sum},
+        allocates=not is_sum,
+        flops=ops.product_flops(second=len(names) // 2),
+        **({} if _CALLS[call].to_train else {"backward": _backward, "setup_context": _setup_context}),
+    )
 
 
 def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
@@ -830,34 +811,20 @@ def _fake_gradient(grad, x, transposed, **_) -> torch.Tensor:
     return grad.new_empty(grad.shape[1] if transposed else grad.shape[0], x.shape[1])
 
 
-_OF_ALL = {
-    "num_sms": "int? num_sms=None",
-    "batch_invariant": "bool batch_invariant=False",
-    "pdl": "bool? pdl=None",
-}
+_OF_PRODUCTS = "activation out_dtype num_sms batch_invariant pdl constant_weights accumulate"
 
-_OF_PRODUCTS = {
-    "activation": "str? activation=None",
-    "out_dtype": "ScalarType? out_dtype=None",
-    **_OF_ALL,
-    "constant_weights": "bool constant_weights=False",
-    "accumulate": "bool accumulate=False",
-}
-
-_KEYWORDS = {
+_OP_OPTIONS = {
     "gemm": _OF_PRODUCTS,
     "int8_gemm": _OF_PRODUCTS,
-    "scaled_gemm": {**_OF_PRODUCTS, "fast_accum": "bool fast_accum=True"},
-    "fp8_wgrad": {"accumulate": "bool accumulate=True", **_OF_ALL},
+    "scaled_gemm": f"{_OF_PRODUCTS} fast_accum",
+    "fp8_wgrad": "accumulate num_sms batch_invariant pdl",
 }
-"""Of each call's op, by name: as its schema has them."""
 
-for _name in _CALLS:
-    _register(_name)
+_OPS = {call: _op(call) for call in _CALLS}
 
 ops.register(
-    "gemm_gradient(Tensor grad, Tensor x, bool transposed, *, int? num_sms=None, bool batch_invariant=False, "
-    "bool? pdl=None) -> Tensor",
+    "gemm_gradient(Tensor grad, Tensor x, bool transposed, *, "
+    f"{ops.keywords('num_sms batch_invariant pdl')}) -> Tensor",
     _run_gradient,
     _fake_gradient,
     flops=lambda grad, x, *_, **__: 2 * prod(grad) * x[1],

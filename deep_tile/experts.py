@@ -217,10 +217,9 @@ def silu_mul_cast_to_fp8(
     if not is_traced():
         options = (1, amax_floor, round_scale, exact, (*lists,), sources.gating(limit, alpha, beta))
         return quantize.cast_tokens(gate_up, scale_layout, options, out, scale_out, lists)
-    options = {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact, **lists}
-    options |= {"limit": limit, "alpha": alpha, "beta": beta}
-    op = torch.ops.deep_tile.silu_mul_cast_to_fp8
-    return quantize.call_op(op, gate_up, scale_layout, out, scale_out, options, True, lists)
+    quantize.check_layout(scale_layout)
+    options = {"scale_layout": scale_layout, "amax_floor": amax_floor, "round_scale": round_scale, "exact": exact}
+    return _SILU_MUL_OP((gate_up,), (out, scale_out), options | lists | {"limit": limit, "alpha": alpha, "beta": beta})
 
 
 def combine(
@@ -249,10 +248,7 @@ def combine(
         RuntimeError: `x`, `weights` or `out` requires a gradient, in grad mode; or as `per_token_cast_to_fp8`.
     """
     if is_traced():
-        if out is None:
-            return torch.ops.deep_tile.combine(x, weights, index)
-        torch.ops.deep_tile.combine.out(x, weights, index, out)
-        return out
+        return _COMBINE_OP((x, weights, index), (out,), {})
     return _combine(x, weights, index, out)
 
 
@@ -383,79 +379,34 @@ def combine_layout(
 
 # The ops, which tracers see.
 
-_LAYOUT = quantize.DEFAULT_SCALE_LAYOUT
 
-
-def _options(offs, counts, limit, alpha, beta, **options) -> tuple[quantize.Options, sources.Lists]:
-    """Of a cast, from an op's keywords."""
+def _read_options(offs=None, counts=None, limit=None, alpha=1.0, beta=0.0, **options):
+    """Of a cast, from its op's."""
     lists = quantize.given_lists(offs=offs, counts=counts)
     return quantize.Options(1, **options, lists=(*lists,), gating=sources.gating(limit, alpha, beta)), lists
 
 
-def _run_op(
-    gate_up,
-    *,
-    scale_layout=_LAYOUT,
-    offs=None,
-    counts=None,
-    limit=None,
-    alpha=1.0,
-    beta=0.0,
-    **options,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    options, lists = _options(offs, counts, limit, alpha, beta, **options)
-    return quantize.cast_tokens(gate_up, scale_layout, options, None, None, lists)
-
-
-def _run_out_op(gate_up, out, scale_out, *, offs=None, counts=None, limit=None, alpha=1.0, beta=0.0, **options):
-    options, lists = _options(offs, counts, limit, alpha, beta, **options)
-    quantize.cast_tokens(gate_up, "row", options, out, scale_out, lists)
-
-
-def _fake_op(
-    gate_up,
-    *,
-    scale_layout=_LAYOUT,
-    offs=None,
-    counts=None,
-    limit=None,
-    alpha=1.0,
-    beta=0.0,
-    **options,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    options, lists = _options(offs, counts, limit, alpha, beta, **options)
-    return quantize.fake_cast_tokens(gate_up, scale_layout, options, lists)
-
-
-def _fake_out_op(gate_up, out, scale_out, *, offs=None, counts=None, limit=None, alpha=1.0, beta=0.0, **options):
-    options, lists = _options(offs, counts, limit, alpha, beta, **options)
-    quantize.fake_cast_into(gate_up, options, out, scale_out, lists)
-
-
-quantize.register_cast(
+_SILU_MUL_OP = quantize.token_op(
     "silu_mul_cast_to_fp8",
     "gate_up",
-    "Tensor? offs=None, Tensor? counts=None, float? limit=None, float alpha=1.0, float beta=0.0, ",
-    (_run_op, _fake_op),
-    (_run_out_op, _fake_out_op),
+    f"offs counts limit alpha beta {quantize.OP_OPTIONS}",
+    _read_options,
+    is_gated=True,
 )
 
 
-def _run_combine_op(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return _combine(x, weights, index, None)
+def _run_combine_op(inputs: tuple, outs: tuple, _: dict) -> torch.Tensor:
+    return _combine(*inputs, *outs)
 
 
-def _run_combine_out_op(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
-    _combine(x, weights, index, out)
+def _check_combine_op(inputs: tuple, outs: tuple, _: dict) -> None:
+    named = dict(zip(("x", "weights", "index", "out"), (*inputs, *outs), strict=True))
+    _check_fake(**{name: tensor for name, tensor in named.items() if tensor is not None})
 
 
-def _fake_combine_op(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    _check_fake(x=x, weights=weights, index=index)
+def _allocate_combine_op(inputs: tuple, _: dict) -> torch.Tensor:
+    x, _weights, index = inputs
     return x.new_empty(index.shape[0], x.shape[1])
-
-
-def _fake_combine_out_op(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
-    _check_fake(x=x, weights=weights, index=index, out=out)
 
 
 def _check_fake(**named: torch.Tensor) -> None:
@@ -464,12 +415,7 @@ def _check_fake(**named: torch.Tensor) -> None:
     _refuse_gradient(**named)
 
 
-ops.register("combine(Tensor x, Tensor weights, Tensor index) -> Tensor", _run_combine_op, _fake_combine_op)
-ops.register(
-    "combine.out(Tensor x, Tensor weights, Tensor index, Tensor(a!) out) -> ()",
-    _run_combine_out_op,
-    _fake_combine_out_op,
-)
+_COMBINE_OP = ops.Op(*("combine", "x weights index out!", ""), _run_combine_op, _check_combine_op, _allocate_combine_op)
 
 
 def _run_sort_op(chosen: torch.Tensor, experts: int, alignment: int = 1) -> tuple[torch.Tensor, ...]:

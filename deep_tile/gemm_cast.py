@@ -98,7 +98,10 @@ def fp8_gemm_cast(
     """
     options = (config, num_sms, batch_invariant, pdl, constant_weights, activation, amax_floor, round_scale, exact)
     if is_traced():
-        return _call_op(a, a_scale, b, b_scale, out, scale_out, scale_layout, _Options(*options), bias)
+        ops.refuse_config(config)
+        quantize.check_layout(scale_layout)
+        keywords = dict(zip(_Options._fields[1:], options[1:], strict=True)) | {"scale_layout": scale_layout}
+        return _OP((a, a_scale, b, b_scale, bias), (out, scale_out), keywords)
     return _multiply(a, a_scale, b, b_scale, out, scale_out, scale_layout, options, bias)
 
 
@@ -232,65 +235,40 @@ def _check(operands, out, scale_out, scale_layout: str | None, options: _Options
     return checked
 
 
-# The op, which tracers see. It takes no config, which no schema can name.
+# The op, which tracers see.
 
 
-def _call_op(a, a_scale, b, b_scale, out, scale_out, scale_layout: str, options: _Options, bias):
-    """`fp8_gemm_cast` under tracing."""
-    ops.refuse_config(options.config)
-    quantize.check_layout(scale_layout)
-    keywords = {name: value for name, value in options._asdict().items() if name != "config"}
-    op = torch.ops.deep_tile.fp8_gemm_cast
-    if out is None and scale_out is None:
-        return op(a, a_scale, b, b_scale, bias, scale_layout=scale_layout, **keywords)
-    shape = (a.shape[0], finishes.out_columns(b.shape[0], options.activation))
-    out = quantize.fake_out(a, shape) if out is None else out
-    scale_out = quantize.fake_scale(a, shape, scale_layout) if scale_out is None else scale_out
-    op.out(a, a_scale, b, b_scale, out, scale_out, bias, **keywords)
-    return out, scale_out
+def _run_op(inputs: tuple, outs: tuple, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    *operands, bias = inputs
+    scale_layout = quantize.layout_of_op(outs, options)
+    return _multiply(*operands, *outs, scale_layout, _Options(**options), bias)
 
 
-def _run_op(a, a_scale, b, b_scale, bias=None, *, scale_layout: str = quantize.DEFAULT_SCALE_LAYOUT, **keywords):
-    return _multiply(a, a_scale, b, b_scale, None, None, scale_layout, _Options(**keywords), bias)
-
-
-def _run_out_op(a, a_scale, b, b_scale, out, scale_out, bias=None, **keywords) -> None:
-    _multiply(a, a_scale, b, b_scale, out, scale_out, "row", _Options(**keywords), bias)
-
-
-def _fake_op(a, a_scale, b, b_scale, bias=None, *, scale_layout: str = quantize.DEFAULT_SCALE_LAYOUT, **keywords):
-    quantize.check_layout(scale_layout)
-    options = _Options(**keywords)
-    shape = _checked_shape(a, a_scale, b, b_scale, bias, options)
-    return quantize.fake_out(a, shape), quantize.fake_scale(a, shape, scale_layout)
-
-
-def _fake_out_op(a, a_scale, b, b_scale, out, scale_out, bias=None, **keywords) -> None:
-    shape = _checked_shape(a, a_scale, b, b_scale, bias, _Options(**keywords))
-    quantize.check_fake_targets(a, out, scale_out, shape, quantize.scale_shape(shape, quantize.TOKEN_BLOCK))
-
-
-def _checked_shape(a, a_scale, b, b_scale, bias, options: _Options) -> tuple[int, int]:
-    """Of the result; checks what can be checked without memory."""
-    api.check_formats(options.product, a, a_scale, b, b_scale, None, bias)
+def _check_op(inputs: tuple, outs: tuple, options: dict) -> None:
+    quantize.check_layout(quantize.layout_of_op(outs, options))
+    (*operands, bias), options = inputs, _Options(**options)
+    api.check_formats(options.product, *operands, None, bias)
     quantize.check_options(options.cast)
-    return a.shape[0], finishes.out_columns(b.shape[0], options.activation)
+    if outs[0] is not None:
+        shape = _result_shape(inputs, options.activation)
+        quantize.check_fake_targets(inputs[0], *outs, shape, quantize.scale_shape(shape, quantize.TOKEN_BLOCK))
 
 
-_OPERANDS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale"
-_KEYWORDS = (
-    "str? activation=None, int? num_sms=None, bool batch_invariant=False, bool? pdl=None, "
-    f"bool constant_weights=False, {quantize.OPTIONS_SCHEMA}"
-)
-ops.register(
-    f"fp8_gemm_cast({_OPERANDS}, Tensor? bias=None, *, "
-    f'str scale_layout="{quantize.DEFAULT_SCALE_LAYOUT}", {_KEYWORDS}) -> (Tensor, Tensor)',
-    _run_op,
-    _fake_op,
+def _allocate_op(inputs: tuple, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = _result_shape(inputs, options.get("activation"))
+    layout = options.get("scale_layout", quantize.DEFAULT_SCALE_LAYOUT)
+    return quantize.fake_out(inputs[0], shape), quantize.fake_scale(inputs[0], shape, layout)
+
+
+def _result_shape(inputs: tuple, activation: str | None) -> tuple[int, int]:
+    return inputs[0].shape[0], finishes.out_columns(inputs[2].shape[0], activation)
+
+
+_OP = ops.Op(
+    "fp8_gemm_cast",
+    "a a_scale b b_scale out! scale_out! bias?",
+    "activation num_sms batch_invariant pdl constant_weights amax_floor round_scale exact",
+    *(_run_op, _check_op, _allocate_op),
+    own="scale_layout",
     flops=ops.product_flops(second=2),
-)
-ops.register(
-    f"fp8_gemm_cast.out({_OPERANDS}, Tensor(a!) out, Tensor(b!) scale_out, Tensor? bias=None, *, {_KEYWORDS}) -> ()",
-    _run_out_op,
-    _fake_out_op,
 )

@@ -129,7 +129,7 @@ def fp8_grouped_gemm(
         True,
     )
     if is_traced():
-        return _call_op((a, a_scale, b, b_scale), bounds, out, _Options(*options))
+        return _OPS[options[0]]((a, a_scale, b, b_scale, bounds), (out,), _Options(*options))
     return _multiply((a, a_scale, b, b_scale), bounds, out, options)
 
 
@@ -174,7 +174,7 @@ def grouped_gemm(
         True,
     )
     if is_traced():
-        return _call_op((a, b), bounds, out, _Options(*options))
+        return _OPS[options[0]]((a, b, bounds), (out,), _Options(*options))
     return _multiply((a, b), bounds, out, options)
 
 
@@ -227,7 +227,7 @@ def scaled_grouped_gemm(
         fast_accum,
     )
     if is_traced():
-        return _call_op((a, a_scale, b, b_scale), bounds, out, _Options(*options))
+        return _OPS[options[0]]((a, a_scale, b, b_scale, bounds), (out,), _Options(*options))
     return _multiply((a, a_scale, b, b_scale), bounds, out, options)
 
 
@@ -632,66 +632,36 @@ def check_out(out: torch.Tensor) -> None:
         raise ValueError(f"rows of out overlap: it is {list(out.shape)} with strides {out.stride()}. Pass a dense out")
 
 
-# The ops, which tracers see. They take no config, which no schema can name.
+# The ops, which tracers see.
 
 
-def _call_op(operands, bounds, out, options: _Options) -> torch.Tensor:
-    ops.refuse_config(options.config)
-    left_out = {"call", "layout", "config"} | (set() if options.call in _OWN_KEYWORDS else {"fast_accum"})
-    keywords = {name: value for name, value in options._asdict().items() if name not in left_out}
-    op = getattr(torch.ops.deep_tile, options.call)
-    if out is None:
-        return op(*operands, bounds, **keywords)
-    op.out(*operands, bounds, out, **keywords)
-    return out
-
-
-def _register(call: str) -> None:
+def _op(call: str) -> ops.Op:
     names = _CALLS[call].names
 
-    def options_of(operands, keywords: dict) -> _Options:
-        return _Options(call, "counts" if operands[0].dim() == 3 else "offs", **keywords)
+    def options_of(inputs: tuple, options: dict) -> _Options:
+        return _Options(call, "counts" if inputs[0].dim() == 3 else "offs", **options)
 
-    def parts(given: tuple) -> tuple:
-        """The operands, bounds and out; what is None at the end may not be among `given`."""
-        operands, others = given[: len(names)], (*given[len(names) :], None, None)
-        return operands, *others[:2]
+    def run(inputs: tuple, outs: tuple, options: dict) -> torch.Tensor:
+        *operands, bounds = inputs
+        return _multiply(tuple(operands), bounds, *outs, options_of(inputs, options))
 
-    def run(*given, **keywords) -> torch.Tensor:
-        operands, bounds, _ = parts(given)
-        return _multiply(operands, bounds, None, options_of(operands, keywords))
-
-    def run_out(*given, **keywords) -> None:
-        operands, bounds, out = parts(given)
-        _multiply(operands, bounds, out, options_of(operands, keywords))
-
-    def fake(*given, **keywords) -> torch.Tensor:
-        operands, bounds, _ = parts(given)
-        check(operands, bounds, None, options_of(operands, keywords))
-        return _empty_out(operands, options_of(operands, keywords))
-
-    def fake_out(*given, **keywords) -> None:
-        operands, bounds, out = parts(given)
-        check(operands, bounds, out, options_of(operands, keywords))
-
-    def check(operands, bounds, out, options: _Options) -> None:
-        """Check what can be checked without memory; strides are left to the run."""
+    def check(inputs: tuple, outs: tuple, options: dict) -> None:
+        (*operands, bounds), options = inputs, options_of(inputs, options)
         _check_option_values(options)
-        _refuse_gradients(call, operands, out)
-        _check_formats(options, operands, bounds, out)
+        _refuse_gradients(call, operands, *outs)
+        _check_formats(options, tuple(operands), bounds, *outs)
 
-    operands, keywords = ", ".join(f"Tensor {name}" for name in names), _KEYWORDS + _OWN_KEYWORDS.get(call, "")
-    flops = ops.product_flops(second=len(names) // 2)
-    ops.register(f"{call}({operands}, Tensor? bounds=None, *, {keywords}) -> Tensor", run, fake, flops=flops)
-    ops.register(f"{call}.out({operands}, Tensor? bounds, Tensor(a!) out, *, {keywords}) -> ()", run_out, fake_out)
+    def allocate(inputs: tuple, options: dict) -> torch.Tensor:
+        return _empty_out(inputs[:-1], options_of(inputs, options))
+
+    own = " fast_accum" if call == "scaled_grouped_gemm" else ""
+    return ops.Op(
+        call,
+        " ".join((*names, "bounds?", "out!")),
+        f"alignment expected_rows out_dtype num_sms batch_invariant pdl{own}",
+        *(run, check, allocate),
+        flops=ops.product_flops(second=len(names) // 2),
+    )
 
 
-_KEYWORDS = (
-    "int alignment=1, int? expected_rows=None, ScalarType? out_dtype=None, int? num_sms=None, "
-    "bool batch_invariant=False, bool? pdl=None"
-)
-
-_OWN_KEYWORDS = {"scaled_grouped_gemm": ", bool fast_accum=True"}
-
-for _name in _CALLS:
-    _register(_name)
+_OPS = {call: _op(call) for call in _CALLS}

@@ -119,16 +119,12 @@ def fp8_linear(
 
     The method (1x128 and 128x128 scales, promotion to FP32 every 128 of k) is that of the DeepSeek-V3 report, 3.3.
     """
-    if is_traced() or type(x) in ops.wrappers:
-        return _call_op(
-            *(x, b, b_scale, bias, out, out_dtype),
-            {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact},
-            {"num_sms": num_sms, "batch_invariant": batch_invariant, "pdl": pdl},
-        )
     if isinstance(x, tuple):
         product = {"num_sms": num_sms, "batch_invariant": batch_invariant, "pdl": pdl}
         return _multiply_quantized(x, b, b_scale, bias, out, out_dtype, product)
     options = (out_dtype, amax_floor, round_scale, exact, num_sms, batch_invariant, pdl)
+    if is_traced() or type(x) in ops.wrappers:
+        return _OP((x, b, b_scale, bias), (out,), _Options(*options))
     if torch.is_grad_enabled() and _wants_gradient(x, b, b_scale, bias, out):
         _refuse_gradient(b, b_scale, out)
         return _Differentiable.apply(x, b, b_scale, bias, options)
@@ -521,16 +517,6 @@ def _check_out_dtype(out_dtype) -> None:
 # ---- as an op
 
 
-def _call_op(x, b, b_scale, bias, out, out_dtype, cast: dict, product: dict) -> torch.Tensor:
-    """`fp8_linear` under tracing."""
-    if isinstance(x, tuple):
-        return _multiply_quantized(x, b, b_scale, bias, out, out_dtype, product)
-    if out is None:
-        return torch.ops.deep_tile.fp8_linear(x, b, b_scale, bias, out_dtype=out_dtype, **cast, **product)
-    torch.ops.deep_tile.fp8_linear.out(x, b, b_scale, bias, out, out_dtype=out_dtype, **cast, **product)
-    return out
-
-
 _DEFAULTS = _Options()
 
 
@@ -539,25 +525,22 @@ def _options_of(keywords: dict) -> _Options:
     return _Options(**keywords) if keywords else _DEFAULTS
 
 
-def _run_op(x, b, b_scale=None, bias=None, **keywords) -> torch.Tensor:
+def _run_op(inputs: tuple, outs: tuple, options: dict) -> torch.Tensor:
     """No workspace is kept: the op may run while its memory is taken for a graph."""
-    return _forward(x, b, b_scale, bias, None, _options_of(keywords), keeps_workspace=False)
-
-
-def _run_out_op(x, b, b_scale, bias, out, **keywords) -> None:
-    if torch.is_grad_enabled() and _wants_gradient(x, b, b_scale, bias, out):
+    x, b, b_scale, bias = inputs
+    (out,) = outs
+    if out is not None and torch.is_grad_enabled() and _wants_gradient(x, b, b_scale, bias, out):
         _refuse_gradient(b, b_scale, out)
-    _forward(x, b, b_scale, bias, out, _options_of(keywords), keeps_workspace=False)
+    return _forward(x, b, b_scale, bias, out, _options_of(options), keeps_workspace=False)
 
 
-def _fake_op(x, b, b_scale=None, bias=None, **keywords) -> torch.Tensor:
-    options = _Options(**keywords)
-    _check_fake(x, b, b_scale, bias, None, options)
-    return x.new_empty(*x.shape[:-1], b.shape[0], dtype=options.out_dtype or x.dtype)
+def _check_op(inputs: tuple, outs: tuple, options: dict) -> None:
+    _check_fake(*inputs, *outs, _Options(**options))
 
 
-def _fake_out_op(x, b, b_scale, bias, out, **keywords) -> None:
-    _check_fake(x, b, b_scale, bias, out, _Options(**keywords))
+def _allocate_op(inputs: tuple, options: dict) -> torch.Tensor:
+    x, b, *_ = inputs
+    return x.new_empty(*x.shape[:-1], b.shape[0], dtype=options.get("out_dtype") or x.dtype)
 
 
 def _check_fake(x, b, b_scale, bias, out, options: _Options) -> None:
@@ -616,25 +599,18 @@ def _backward_flops(grad, x, b, b_scale=None, *, x_dtype=None, **_) -> int:
     return ((x_dtype is not None) + (x is not None)) * 2 * math.prod(grad) * b[1]
 
 
-_OPERANDS = "Tensor x, Tensor b, Tensor? b_scale=None, Tensor? bias=None"
-_OUT_OPERANDS = "Tensor x, Tensor b, Tensor? b_scale, Tensor? bias, Tensor(a!) out"
-_KEYWORDS = (
-    f"*, ScalarType? out_dtype=None, {quantize.OPTIONS_SCHEMA}, "
-    "int? num_sms=None, bool batch_invariant=False, bool? pdl=None"
-)
-ops.register(
-    f"fp8_linear({_OPERANDS}, {_KEYWORDS}) -> Tensor",
-    _run_op,
-    _fake_op,
+_OP = ops.Op(
+    "fp8_linear",
+    "x b b_scale? bias? out!",
+    f"out_dtype {quantize.OP_OPTIONS} num_sms batch_invariant pdl",
+    *(_run_op, _check_op, _allocate_op),
     backward=_backward,
     setup_context=_setup_context,
     flops=ops.product_flops(second=1),
 )
-ops.register(f"fp8_linear.out({_OUT_OPERANDS}, {_KEYWORDS}) -> ()", _run_out_op, _fake_out_op)
 ops.register(
     "fp8_linear_backward(Tensor grad, Tensor? x, Tensor b, Tensor? b_scale=None, *, ScalarType? x_dtype=None, "
-    f"ScalarType? bias_dtype=None, {quantize.OPTIONS_SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"ScalarType? bias_dtype=None, {ops.keywords(quantize.OP_OPTIONS)}) -> (Tensor, Tensor, Tensor)",
     _run_backward_op,
     _fake_backward_op,
     flops=_backward_flops,

@@ -8,8 +8,9 @@ for every m.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
+from types import MappingProxyType
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -63,6 +64,158 @@ def register(
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     else:
         torch.library.register_autograd(f"deep_tile::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+
+
+SMALLEST_AMAX_FLOOR = torch.finfo(torch.float8_e4m3fn).max * 2.0**-126
+"""About 5.3e-36: of a group of zeros it makes the scale 2**-126, FP32's smallest normal number, whose reciprocal is
+normal, too. No normal number of FP32 is lost by it."""
+
+DEFAULT_SCALE_LAYOUT = "m_aligned"
+"""Of `quantize.SCALE_LAYOUTS`. Products read it fastest, and row-major ones within 2 % of that where K blocks come by
+four; others cost up to 19 % above m = 128 (H200, 2026-11-24)."""
+
+OPTIONS: dict[str, tuple[str, object]] = {
+    "accumulate": ("bool", False),
+    "activation": ("str?", None),
+    "alignment": ("int", 1),
+    "alpha": ("float", 1.0),
+    "amax_floor": ("float", SMALLEST_AMAX_FLOOR),
+    "batch_invariant": ("bool", False),
+    "beta": ("float", 0.0),
+    "constant_weights": ("bool", False),
+    "counts": ("Tensor?", None),
+    "exact": ("str", "divide"),
+    "expected_rows": ("int?", None),
+    "expected_tokens": ("int?", None),
+    "fast_accum": ("bool", True),
+    "limit": ("float?", None),
+    "num_sms": ("int?", None),
+    "offs": ("Tensor?", None),
+    "out_dtype": ("ScalarType?", None),
+    "pdl": ("bool?", None),
+    "round_scale": ("str", "none"),
+    "rows": ("Tensor?", None),
+    "scale_layout": ("str", DEFAULT_SCALE_LAYOUT),
+}
+"""Type and default of every keyword that ops take, as functions do. No schema can name a config."""
+
+
+class Op:
+    """An op and its overload `out`, both of which follow from one description.
+
+    Args:
+        name: that of its function.
+        tensors: their names, in the overload's order. One with "!" is written to, and allocated by the op without
+            overload; one with "?" may be None.
+        options: names in `OPTIONS`.
+        run: `run(inputs, outs, options)` does the work. Tensors that are not given are None; options are those that are
+            not as by default.
+        check: the same without data, for tensors of which only the layout is known: checks what needs no memory.
+            Compared sizes go through `holds`.
+        allocate: `allocate(inputs, options)` makes what is written to, in its shapes and strides.
+        own: options that the overload has not.
+        defaults: of options, where they differ from those in `OPTIONS`.
+        allocates: whether there is an op that allocates.
+        overload: the name of the one that writes; "" where the op itself does.
+        flops, gradient: as for `register`; a gradient is that of the op without overload.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: str,
+        options: str,
+        run: Callable,
+        check: Callable,
+        allocate: Callable | None = None,
+        *,
+        own: str = "",
+        defaults: Mapping[str, object] = MappingProxyType({}),
+        allocates: bool = True,
+        overload: str = "out",
+        flops: Callable[..., int] | None = None,
+        **gradient: Callable,
+    ) -> None:
+        self.name, self._tensors, self._allocates, self._overload = name, tuple(tensors.split()), allocates, overload
+        self._outs = tuple(i for i, tensor in enumerate(self._tensors) if tensor.endswith("!"))
+        self._inputs = tuple(i for i in range(len(self._tensors)) if i not in self._outs)
+        self._options, self._own, self._defaults = (*options.split(),), (*own.split(),), defaults
+        self._run, self._check, self._allocate = run, check, allocate
+        if allocates:
+            register(self._schema(False), self._made, self._fake_made, flops=flops, **gradient)
+        register(self._schema(True), self._written, self._fake_written, flops=flops)
+
+    def __call__(self, inputs: tuple, outs: tuple, options: tuple | dict) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """The op's call under tracing, of the overload where there is something to write to.
+
+        Args:
+            options: a NamedTuple that has all of them, and perhaps a config, or a dict of keywords.
+        """
+        if not isinstance(options, dict):
+            refuse_config(getattr(options, "config", None))
+            options = {name: getattr(options, name) for name in self._options}
+        op, inputs = getattr(torch.ops.deep_tile, self.name), _filled(inputs, self._inputs)
+        if self._allocates and all(out is None for out in outs):
+            return op(*inputs, **options)
+        if any(out is None for out in outs):
+            made = self._allocate(inputs, {**options})
+            outs = tuple(new if out is None else out for out, new in zip(outs, made, strict=True))
+        given = dict(zip((*self._inputs, *self._outs), (*inputs, *outs), strict=True))
+        options = {name: value for name, value in options.items() if name not in self._own}
+        (getattr(op, self._overload) if self._overload else op)(*(given[i] for i in range(len(given))), **options)
+        return outs[0] if len(outs) == 1 else outs
+
+    def _made(self, *given, **options):
+        return self._run(_filled(given, self._inputs), (None,) * len(self._outs), options)
+
+    def _fake_made(self, *given, **options):
+        inputs = _filled(given, self._inputs)
+        self._check(inputs, (None,) * len(self._outs), {**options})
+        return self._allocate(inputs, options)
+
+    def _written(self, *given, **options) -> None:
+        self._run(*self._parts(given), options)
+
+    def _fake_written(self, *given, **options) -> None:
+        self._check(*self._parts(given), options)
+
+    def _parts(self, given: tuple) -> tuple[tuple, tuple]:
+        """Inputs and what is written to."""
+        given = _filled(given, self._tensors)
+        return tuple(given[i] for i in self._inputs), tuple(given[i] for i in self._outs)
+
+    def _schema(self, writes: bool) -> str:
+        last_out = self._outs[-1] if writes else -1
+        places = range(len(self._tensors)) if writes else self._inputs
+        tensors = [self._tensor(place, is_followed=place < last_out) for place in places]
+        options = keywords(" ".join((*(() if writes else self._own), *self._options)), self._defaults)
+        results = "()" if writes else "Tensor" if len(self._outs) == 1 else "(Tensor, Tensor)"
+        name = f"{self.name}.{self._overload}" if writes and self._overload else self.name
+        return f"{name}({', '.join([*tensors, *(['*', options] if options else [])])}) -> {results}"
+
+    def _tensor(self, place: int, is_followed: bool) -> str:
+        """One argument; `is_followed` by one that must be given."""
+        name, mark = self._tensors[place].rstrip("!?"), self._tensors[place][-1]
+        if mark == "!":
+            return f"Tensor({'ab'[self._outs.index(place)]}!) {name}"
+        if mark == "?":
+            return f"Tensor? {name}" if is_followed else f"Tensor? {name}=None"
+        return f"Tensor {name}"
+
+
+def _filled(given: tuple, places: tuple) -> tuple:
+    """What is None at the end may have been left out."""
+    return (*given, *(None,) * (len(places) - len(given)))
+
+
+def keywords(options: str, defaults: Mapping[str, object] = MappingProxyType({})) -> str:
+    """Of a schema, from names in `OPTIONS`."""
+    described = []
+    for name in options.split():
+        kind, default = OPTIONS[name]
+        default = defaults.get(name, default)
+        described.append(f'{kind} {name}="{default}"' if isinstance(default, str) else f"{kind} {name}={default}")
+    return ", ".join(described)
 
 
 def call_for(*classes: type) -> None:

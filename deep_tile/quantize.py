@@ -6,6 +6,7 @@ Invariant: for finite `x`, either cast followed by `dequantize` gives `x` back t
 scale; nothing saturates.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from math import prod
 from numbers import Real
@@ -20,13 +21,10 @@ from torch.compiler import is_dynamo_compiling
 
 from deep_tile import _launcher, cast, launches, ops, sources, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
-from deep_tile.ops import is_traced
+from deep_tile.ops import DEFAULT_SCALE_LAYOUT, SMALLEST_AMAX_FLOOR, is_traced
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8_DTYPE).max  # 448
-SMALLEST_AMAX_FLOOR = FP8_MAX * 2.0**-126
-"""About 5.3e-36: of a group of zeros it makes the scale 2**-126, FP32's smallest normal number, whose reciprocal is
-normal, too. No normal number of FP32 is lost by it."""
 DEEP_GEMM_AMAX_FLOOR = 1e-4
 """Of DeepGEMM's casts, and so of transformers'."""
 SOURCE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -37,10 +35,6 @@ WEIGHT_BLOCK = (SCALE_BLOCK, SCALE_BLOCK)
 """Rows and columns that share one scale of `b`."""
 
 SCALE_LAYOUTS = ("row", "m", "m_aligned")
-
-DEFAULT_SCALE_LAYOUT = "m_aligned"
-"""Products read it fastest, and row-major ones within 2 % of that where K blocks come by four; others cost up to 19 %
-above m = 128 (H200, 2026-11-24)."""
 
 SCALE_ROUNDINGS = ("none", "pow2")
 DIVISIONS = ("divide", "reciprocal")
@@ -155,29 +149,13 @@ def per_token_cast_to_fp8(
     lists = {} if rows is None and offs is None and counts is None else given_lists(rows=rows, offs=offs, counts=counts)
     if not is_traced():
         return cast_tokens(x, scale_layout, (1, amax_floor, round_scale, exact, (*lists,), None), out, scale_out, lists)
-    defined = torch.ops.deep_tile
-    op = defined.per_token_cast_rows_to_fp8 if lists else defined.per_token_cast_to_fp8
-    options = {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact, **lists}
-    return call_op(op, x, scale_layout, out, scale_out, options, False, lists)
+    check_layout(scale_layout)
+    options = {"scale_layout": scale_layout, "amax_floor": amax_floor, "round_scale": round_scale, "exact": exact}
+    return (_ROWS_OP if lists else _TOKEN_OP)((x,), (out, scale_out), options | lists)
 
 
 def given_lists(**lists: torch.Tensor | None) -> sources.Lists:
     return {name: given for name, given in lists.items() if given is not None}
-
-
-def call_op(
-    op, x, scale_layout: str, out, scale_out, options: dict, is_gated: bool, lists: sources.Lists
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cast with a scale per row and 128 columns, under tracing: `options` are all keywords of its op."""
-    check_layout(scale_layout)
-    if out is None and scale_out is None:
-        return op(x, scale_layout=scale_layout, **options)
-    if out is None or scale_out is None:
-        shape = sources.result_shape(x, is_gated, lists)
-        out = fake_out(x, shape) if out is None else out
-        scale_out = fake_scale(x, shape, scale_layout) if scale_out is None else scale_out
-    op.out(x, out, scale_out, **options)
-    return out, scale_out
 
 
 def cast_tokens(
@@ -230,14 +208,8 @@ def per_block_cast_to_fp8(
     """
     if not is_traced():
         return _cast_blocks(w, (SCALE_BLOCK, amax_floor, round_scale, exact, *_ALL_ROWS), out, scale_out)
-    op = torch.ops.deep_tile.per_block_cast_to_fp8
     options = {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact}
-    if out is None and scale_out is None:
-        return op(w, **options)
-    out = fake_out(w, w.shape) if out is None else out
-    scale_out = _fake_block_scale(w) if scale_out is None else scale_out
-    op.out(w, out, scale_out, **options)
-    return out, scale_out
+    return _BLOCK_OP((w,), (out, scale_out), options)
 
 
 def _cast_blocks(w, options: tuple, out, scale_out) -> tuple[torch.Tensor, torch.Tensor]:
@@ -677,83 +649,63 @@ def _kind(x: object) -> str:
 # The ops, which tracers see.
 
 
-def _run_token_op(
-    x: torch.Tensor, *, scale_layout: str = DEFAULT_SCALE_LAYOUT, **options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return cast_tokens(x, scale_layout, Options(1, **options), None, None, {})
+def token_op(
+    name: str, x: str, options: str, read: Callable[..., tuple[Options, sources.Lists]], is_gated: bool = False
+) -> ops.Op:
+    """The op of a cast with a scale per row and 128 columns.
+
+    Args:
+        x: the input's name.
+        options: as for `ops.Op`.
+        read: from these, as keywords, to the cast's own and its lists.
+        is_gated: the cast is of `sources.silu_mul` of the input.
+    """
+
+    def run(inputs: tuple, outs: tuple, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        scale_layout = layout_of_op(outs, options)
+        cast_options, lists = read(**options)
+        return cast_tokens(*inputs, scale_layout, cast_options, *outs, lists)
+
+    def check(inputs: tuple, outs: tuple, options: dict) -> None:
+        check_layout(layout_of_op(outs, options))
+        (x,), (cast_options, lists) = inputs, read(**options)
+        _check_fake(x, cast_options, lists)
+        if outs[0] is not None:
+            shape = sources.result_shape(x, is_gated, lists)
+            check_fake_targets(x, *outs, shape, scale_shape(shape, TOKEN_BLOCK))
+
+    def allocate(inputs: tuple, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        (x,), lists = inputs, given_lists(**{name: options.get(name) for name in sources.LISTS})
+        shape = sources.result_shape(x, is_gated, lists)
+        return fake_out(x, shape), fake_scale(x, shape, layout_of_op((None,), options))
+
+    return ops.Op(name, f"{x} out! scale_out!", options, run, check, allocate, own="scale_layout")
 
 
-def _run_token_out_op(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, **options) -> None:
-    cast_tokens(x, "row", Options(1, **options), out, scale_out, {})
+def layout_of_op(outs: tuple, options: dict) -> str:
+    """That of an op's scale, which is taken out of its options; of one that is given it means nothing."""
+    return options.pop("scale_layout", DEFAULT_SCALE_LAYOUT if outs[0] is None else "row")
 
 
-def _run_rows_op(
-    x: torch.Tensor, *, scale_layout: str = DEFAULT_SCALE_LAYOUT, rows=None, offs=None, counts=None, **options
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _read_options(rows=None, offs=None, counts=None, **options) -> tuple[Options, sources.Lists]:
     lists = given_lists(rows=rows, offs=offs, counts=counts)
-    return cast_tokens(x, scale_layout, Options(1, **options, lists=(*lists,)), None, None, lists)
+    return Options(1, **options, lists=(*lists,)), lists
 
 
-def _run_rows_out_op(x, out, scale_out, *, rows=None, offs=None, counts=None, **options) -> None:
-    lists = given_lists(rows=rows, offs=offs, counts=counts)
-    cast_tokens(x, "row", Options(1, **options, lists=(*lists,)), out, scale_out, lists)
+def _run_block_op(inputs: tuple, outs: tuple, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    return _cast_blocks(*inputs, Options(SCALE_BLOCK, **options), *outs)
 
 
-def _run_block_op(w: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    return _cast_blocks(w, Options(SCALE_BLOCK, **options), None, None)
-
-
-def _run_block_out_op(w: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, **options) -> None:
-    _cast_blocks(w, Options(SCALE_BLOCK, **options), out, scale_out)
-
-
-def _fake_token_op(
-    x: torch.Tensor, *, scale_layout: str = DEFAULT_SCALE_LAYOUT, **options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return fake_cast_tokens(x, scale_layout, Options(1, **options), {})
-
-
-def _fake_token_out_op(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, **options) -> None:
-    fake_cast_into(x, Options(1, **options), out, scale_out, {})
-
-
-def _fake_rows_op(
-    x: torch.Tensor, *, scale_layout: str = DEFAULT_SCALE_LAYOUT, rows=None, offs=None, counts=None, **options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    lists = given_lists(rows=rows, offs=offs, counts=counts)
-    return fake_cast_tokens(x, scale_layout, Options(1, **options), lists)
-
-
-def _fake_rows_out_op(x, out, scale_out, *, rows=None, offs=None, counts=None, **options) -> None:
-    fake_cast_into(x, Options(1, **options), out, scale_out, given_lists(rows=rows, offs=offs, counts=counts))
-
-
-def _fake_block_op(w: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor]:
+def _check_block_op(inputs: tuple, outs: tuple, options: dict) -> None:
+    (w,) = inputs
     _check_fake(w, Options(SCALE_BLOCK, **options), {})
+    if outs[0] is not None:
+        check_fake_targets(w, *outs, w.shape, scale_shape(w.shape, WEIGHT_BLOCK))
+
+
+def _allocate_block_op(inputs: tuple, _: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    (w,) = inputs
     return fake_out(w, w.shape), _fake_block_scale(w)
-
-
-def _fake_block_out_op(w: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, **options) -> None:
-    fake_cast_into(w, Options(SCALE_BLOCK, **options), out, scale_out, {})
-
-
-def fake_cast_tokens(
-    x: torch.Tensor, scale_layout: str, options: Options, lists: sources.Lists
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cast_tokens` without data, that allocates."""
-    check_layout(scale_layout)
-    _check_fake(x, options, lists)
-    shape = sources.result_shape(x, options.gating is not None, lists)
-    return fake_out(x, shape), fake_scale(x, shape, scale_layout)
-
-
-def fake_cast_into(
-    x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
-) -> None:
-    """A cast without data, to what is given."""
-    _check_fake(x, options, lists)
-    shape = sources.result_shape(x, options.gating is not None, lists)
-    check_fake_targets(x, out, scale, shape, scale_shape(shape, (options.block_rows, SCALE_BLOCK)))
 
 
 def check_fake_targets(
@@ -795,36 +747,10 @@ def _numbers(shape: tuple) -> tuple:
     return tuple(int(size) if isinstance(size, torch.Tensor) else size for size in shape)
 
 
-OPTIONS_SCHEMA = f'float amax_floor={SMALLEST_AMAX_FLOOR}, str round_scale="none", str exact="divide"'
-_TARGETS = "Tensor(a!) out, Tensor(b!) scale_out"
-_LISTS_SCHEMA = "Tensor? rows=None, Tensor? offs=None, Tensor? counts=None"
+OP_OPTIONS = "amax_floor round_scale exact"
 
-
-def register_cast(name: str, x: str, more: str, functions: tuple, out_functions: tuple) -> None:
-    """Define the op of a cast with a scale per row and 128 columns, and its overload `out`.
-
-    Args:
-        x: the input's name.
-        more: keywords of its own, with a comma after each.
-        functions, out_functions: implementation and fake, of the op and of its overload.
-    """
-    keywords = f"{more}{OPTIONS_SCHEMA}"
-    layout = f'str scale_layout="{DEFAULT_SCALE_LAYOUT}"'
-    ops.register(f"{name}(Tensor {x}, *, {layout}, {keywords}) -> (Tensor, Tensor)", *functions)
-    ops.register(f"{name}.out(Tensor {x}, {_TARGETS}, *, {keywords}) -> ()", *out_functions)
-
-
-register_cast(
-    *("per_token_cast_to_fp8", "x", ""), (_run_token_op, _fake_token_op), (_run_token_out_op, _fake_token_out_op)
-)
-register_cast(
-    *("per_token_cast_rows_to_fp8", "x", f"{_LISTS_SCHEMA}, "),
-    (_run_rows_op, _fake_rows_op),
-    (_run_rows_out_op, _fake_rows_out_op),
-)
-ops.register(f"per_block_cast_to_fp8(Tensor w, *, {OPTIONS_SCHEMA}) -> (Tensor, Tensor)", _run_block_op, _fake_block_op)
-ops.register(
-    f"per_block_cast_to_fp8.out(Tensor w, {_TARGETS}, *, {OPTIONS_SCHEMA}) -> ()",
-    _run_block_out_op,
-    _fake_block_out_op,
+_TOKEN_OP = token_op("per_token_cast_to_fp8", "x", OP_OPTIONS, _read_options)
+_ROWS_OP = token_op("per_token_cast_rows_to_fp8", "x", f"rows offs counts {OP_OPTIONS}", _read_options)
+_BLOCK_OP = ops.Op(
+    *("per_block_cast_to_fp8", "w out! scale_out!", OP_OPTIONS), _run_block_op, _check_block_op, _allocate_block_op
 )

@@ -15,8 +15,10 @@ import torch
 from deep_tile import ops, tensors
 from deep_tile.params import MOST_CAST_GROUPS
 
+LISTS = ("rows", "offs", "counts")
+
 Lists = Mapping[str, torch.Tensor]
-"""By argument, those of "rows", "offs" and "counts" that a call was given, in this order; described at
+"""By argument, those of `LISTS` that a call was given, in this order; described at
 `per_token_cast_to_fp8`."""
 
 INDEX_DTYPES = (torch.int32, torch.int64)

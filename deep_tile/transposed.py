@@ -80,8 +80,9 @@ def transposed_cast_to_fp8(
     """
     lists = quantize.given_lists(rows=rows, offs=offs)
     if is_traced():
-        options = Options(amax_floor, round_scale, exact, alignment, (*lists,))
-        return _call_op(x, scale_layout, options, out, scale_out, lists)
+        quantize.check_layout(scale_layout)
+        options = {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact, "alignment": alignment}
+        return _OP((x,), (out, scale_out), options | lists | {"scale_layout": scale_layout})
     return _cast(x, scale_layout, (amax_floor, round_scale, exact, alignment, (*lists,)), out, scale_out, lists)
 
 
@@ -232,58 +233,38 @@ def _takes_vectors(x: torch.Tensor) -> bool:
 # The op, which tracers see.
 
 
-def _call_op(x, scale_layout: str, options: Options, out, scale_out, lists: sources.Lists) -> tuple:
-    quantize.check_layout(scale_layout)
-    keywords = {name: value for name, value in options._asdict().items() if name != "lists"} | lists
-    op = torch.ops.deep_tile.transposed_cast_to_fp8
-    if out is None and scale_out is None:
-        return op(x, scale_layout=scale_layout, **keywords)
-    shape = _result_shape(x, lists)
-    out = quantize.fake_out(x, shape) if out is None else out
-    scale_out = quantize.fake_scale(x, shape, scale_layout) if scale_out is None else scale_out
-    op.out(x, out, scale_out, **keywords)
-    return out, scale_out
-
-
-def _op_arguments(rows=None, offs=None, **options) -> tuple[Options, sources.Lists]:
+def _read_options(rows=None, offs=None, **options) -> tuple[Options, sources.Lists]:
     lists = quantize.given_lists(rows=rows, offs=offs)
     return Options(**options, lists=(*lists,)), lists
 
 
-def _run_op(x: torch.Tensor, *, scale_layout: str = quantize.DEFAULT_SCALE_LAYOUT, **keywords) -> tuple:
-    options, lists = _op_arguments(**keywords)
-    return _cast(x, scale_layout, options, None, None, lists)
+def _run_op(inputs: tuple, outs: tuple, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    scale_layout = quantize.layout_of_op(outs, options)
+    cast_options, lists = _read_options(**options)
+    return _cast(*inputs, scale_layout, cast_options, *outs, lists)
 
 
-def _run_out_op(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, **keywords) -> None:
-    options, lists = _op_arguments(**keywords)
-    _cast(x, "row", options, out, scale_out, lists)
+def _check_op(inputs: tuple, outs: tuple, options: dict) -> None:
+    quantize.check_layout(quantize.layout_of_op(outs, options))
+    (x,), (cast_options, lists) = inputs, _read_options(**options)
+    _check_values(x, cast_options, lists)
+    if outs[0] is not None:
+        columns, tokens = shape = _result_shape(x, lists)
+        quantize.check_fake_targets(x, *outs, shape, (columns, ceil_div(tokens, SCALE_BLOCK)))
 
 
-def _fake_op(x: torch.Tensor, *, scale_layout: str = quantize.DEFAULT_SCALE_LAYOUT, **keywords) -> tuple:
-    options, lists = _op_arguments(**keywords)
-    quantize.check_layout(scale_layout)
-    _check_values(x, options, lists)
+def _allocate_op(inputs: tuple, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    scale_layout = quantize.layout_of_op((None,), options)
+    (x,), (_, lists) = inputs, _read_options(**options)
     shape = _result_shape(x, lists)
     return quantize.fake_out(x, shape), quantize.fake_scale(x, shape, scale_layout)
 
 
-def _fake_out_op(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor, **keywords) -> None:
-    options, lists = _op_arguments(**keywords)
-    _check_values(x, options, lists)
-    columns, tokens = shape = _result_shape(x, lists)
-    quantize.check_fake_targets(x, out, scale_out, shape, (columns, ceil_div(tokens, SCALE_BLOCK)))
-
-
-_KEYWORDS = f"Tensor? rows=None, Tensor? offs=None, int alignment={SCALE_BLOCK}, {quantize.OPTIONS_SCHEMA}"
-_LAYOUT = f'str scale_layout="{quantize.DEFAULT_SCALE_LAYOUT}"'
-ops.register(
-    f"transposed_cast_to_fp8(Tensor x, *, {_LAYOUT}, {_KEYWORDS}) -> (Tensor, Tensor)",
-    _run_op,
-    _fake_op,
-)
-ops.register(
-    f"transposed_cast_to_fp8.out(Tensor x, Tensor(a!) out, Tensor(b!) scale_out, *, {_KEYWORDS}) -> ()",
-    _run_out_op,
-    _fake_out_op,
+_OP = ops.Op(
+    "transposed_cast_to_fp8",
+    "x out! scale_out!",
+    f"rows offs alignment {quantize.OP_OPTIONS}",
+    *(_run_op, _check_op, _allocate_op),
+    own="scale_layout",
+    defaults={"alignment": SCALE_BLOCK},
 )

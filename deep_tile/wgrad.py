@@ -87,7 +87,7 @@ def fp8_grouped_wgrad(
     options = (accumulate, alignment, expected_tokens, config, num_sms, pdl)
     given = (dy, dy_scale, x, x_scale, offs, out)
     if is_traced():
-        return _call_op(given, _Options(*options))
+        return _OP(given[:-1], given[-1:], _Options(*options))
     return _multiply(given, options)
 
 
@@ -264,31 +264,26 @@ def _check_formats(given) -> None:
         raise ValueError(f"out must be [g, n, k] = {list(wanted)}; got {list(out.shape)}. Allocate it so")
 
 
-# The op, which tracers see. It takes no config, which no schema can name.
+# The op, which tracers see.
 
 
-def _call_op(given, options: _Options) -> torch.Tensor:
-    ops.refuse_config(options.config)
-    keywords = {name: value for name, value in options._asdict().items() if name != "config"}
-    torch.ops.deep_tile.fp8_grouped_wgrad(*given, **keywords)
-    return given[-1]
+def _run_op(inputs: tuple, outs: tuple, options: dict) -> None:
+    _multiply((*inputs, *outs), _Options(**options))
 
 
-def _run_op(*given: torch.Tensor, **keywords) -> None:
-    _multiply(given, _Options(**keywords))
+def _check_op(inputs: tuple, outs: tuple, options: dict) -> None:
+    _check_option_values(_Options(**options))
+    _refuse_gradients((*inputs, *outs))
+    _check_formats((*inputs, *outs))
 
 
-def _fake_op(*given: torch.Tensor, **keywords) -> None:
-    """Check what can be checked without memory; strides are left to the run."""
-    _check_option_values(_Options(**keywords))
-    _refuse_gradients(given)
-    _check_formats(given)
-
-
-ops.register(
-    "fp8_grouped_wgrad(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, Tensor offs, Tensor(a!) out, *, "
-    "bool accumulate=True, int alignment=128, int? expected_tokens=None, int? num_sms=None, bool? pdl=None) -> ()",
-    _run_op,
-    _fake_op,
+_OP = ops.Op(
+    "fp8_grouped_wgrad",
+    "dy dy_scale x x_scale offs out!",
+    "accumulate alignment expected_tokens num_sms pdl",
+    *(_run_op, _check_op),
+    defaults={"accumulate": True, "alignment": SCALE_BLOCK},
+    allocates=False,
+    overload="",
     flops=ops.product_flops(second=2),
 )
