@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -615,24 +616,17 @@ def _call_unknown(a, a_scale, b, b_scale, out, options: Options, bias) -> None:
     finishes.check_bias_kind(bias)
     a_scale, b_scale = (tensors.as_float32(scale) for scale in (a_scale, b_scale))
     given = (a, a_scale, b, b_scale, out, *(() if bias is None else (bias,)))
-    signature = launches.signature(*given)
-    launch = launches.find(_launches, options, signature)
-    if launch is None:
-        launch = _first_call(a, a_scale, b, b_scale, out, options, bias, signature)
-    if launch is not None:
-        launches.launch(launch, *given)
+    launches.enqueue(_launches, options, given, partial(_first_launch, a, a_scale, b, b_scale, out, options, bias))
 
 
-def _first_call(a, a_scale, b, b_scale, out, options: Options, bias, signature) -> _launcher.Launch | None:
-    """Check a signature not met before, prepare its launch and remember it; None when the result is in `out`."""
+def _first_launch(a, a_scale, b, b_scale, out, options: Options, bias) -> _launcher.Launch | None:
+    """That of a signature not met before, checked; None when the result is in `out`."""
     checked = checked_options(options, a, a_scale, b, b_scale, out, bias)
     if not _needs_kernel(a, b):
         _compute_without_kernel(a, a_scale, b, b_scale, out, bias, options.activation)
         return None
     names = plan.TENSORS if bias is None else (*plan.TENSORS, "bias")
-    _, launch = _prepare_launch(a, a_scale, b, b_scale, out, checked, bias, names=names)
-    launches.remember(_launches, options, signature, launch)
-    return launch
+    return _prepare_launch(a, a_scale, b, b_scale, out, checked, bias, names=names)[1]
 
 
 def checked_options(options: Options, a, a_scale, b, b_scale, out, bias=None) -> Options:
@@ -722,9 +716,7 @@ def _prepare_launch(
     a, a_scale, b, b_scale, out, options: Options, bias=None, **tensors_given
 ) -> tuple[GemmConfig, _launcher.Launch]:
     """For a call that has been checked and needs a kernel; `tensors_given` are keywords of `plan.prepare_launch`."""
-    device = a.get_device()
-    check_hopper(device)
-    (m, k), n = a.shape, b.shape[0]
+    device, (m, k), n = a.get_device(), a.shape, b.shape[0]
     problem = GemmProblem(
         *(m, n, k, options.num_sms, tma_can_store(out)),
         split_k=not options.batch_invariant,
@@ -733,10 +725,7 @@ def _prepare_launch(
     )
     layout = layout_of(a, a_scale, b, b_scale, out)
     problem = problem.with_strides(layout.a_stride, layout.b_stride)
-    config = plan.config_for(problem) if options.config is None else checked_config(options.config, problem)
-    check_capture(config, device)
-    if settings.print_config():
-        print(f"deep_tile: m={m} n={n} k={k} num_sms={problem.num_sms}: {config.name}", file=sys.stderr)
+    config = kernel_for(problem, options.config, device, "fp8_gemm")
     launch = plan.prepare_launch(
         problem,
         config,
@@ -1157,9 +1146,36 @@ def tma_can_store(out: torch.Tensor) -> bool:
     return all(number % _TMA_BYTES == 0 for number in (out.data_ptr(), *row_bytes))
 
 
-def check_capture(config: GemmConfig, device: int, call: str = "fp8_gemm") -> None:
+def check_capture(config: GemmConfig, device: int, call: str) -> None:
     if not plan.is_loaded(config, device):
         launches.refuse_capture(config.name, device, call, ", or deep_tile.precompile,")
+
+
+def kernel_for(
+    problem: GemmProblem,
+    config: GemmConfig | None,
+    device: int,
+    call: str,
+    *,
+    choose: Callable[[GemmProblem], GemmConfig | None] | None = None,
+    check: Callable[[GemmConfig, GemmProblem], GemmConfig] = checked_config,
+) -> GemmConfig | None:
+    """The config of a call that has been checked: the one that it forces, or what `choose` says, `plan.config_for`.
+
+    Raises:
+        ValueError, RuntimeError: it does not suit the problem; the GPU is not a Hopper; or the kernel would have to be
+            loaded while a CUDA graph is captured.
+    """
+    check_hopper(device)
+    config = (choose or plan.config_for)(problem) if config is None else check(config, problem)
+    if config is None:
+        return None
+    check_capture(config, device, call)
+    if settings.print_config():
+        sizes = f"m={problem.m} n={problem.n} k={problem.k} num_sms={problem.num_sms}"
+        groups = "" if problem.groups is None else f"{problem.groups} "
+        print(f"deep_tile: {groups}{sizes}: {config.name}", file=sys.stderr)
+    return config
 
 
 # The op, which tracers see.

@@ -6,15 +6,15 @@ Invariant: a kind is a row of `kinds.KINDS`, and a call is one of `_CALLS`: the 
 the dtypes of their operands.
 """
 
-import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, api, finishes, launches, ops, params, plan, settings, tensors
+from deep_tile import _launcher, api, finishes, launches, ops, params, plan, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import KINDS, LAYOUT_NAMES, Kind, Majors
 from deep_tile.ops import is_traced
@@ -339,7 +339,7 @@ def fp8_wgrad(
 def _multiply(operands: tuple[torch.Tensor, ...], out: torch.Tensor | None, options: tuple, bias=None) -> torch.Tensor:
     """A call outside of tracing; `options` are equal to an `_Options`."""
     try:
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*operands, out, bias)):
+        if torch.is_grad_enabled() and _wants_gradient(*operands, out, bias):
             _refuse_gradients(_Options(*options), operands, out, bias)
             return _Differentiable.apply(*operands, bias, options)
         if out is None:
@@ -354,6 +354,14 @@ def _multiply(operands: tuple[torch.Tensor, ...], out: torch.Tensor | None, opti
             raise
         raise reason from None
     return out
+
+
+def _wants_gradient(*tensors_or_none: torch.Tensor | None) -> bool:
+    """A loop takes 0.8 us less than `any` of a generator."""
+    for x in tensors_or_none:  # noqa: SIM110
+        if x is not None and x.requires_grad:
+            return True
+    return False
 
 
 def _given(bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -459,17 +467,17 @@ def _call_unknown(operands, out, options: _Options, bias) -> None:
     _check_arguments(options, operands, out, bias)
     operands = tensors.with_float32_scales(operands)
     given = (*operands, out, *_given(bias))
-    signature = launches.signature(*given)
-    launch = launches.find(_launches, options, signature)
-    if launch is None:
-        checked = _checked_options(options, operands, out, bias)
-        a, b = matrices(operands)
-        if not _is_on_gpu(a) or min(*a.shape, *b.shape) == 0:
-            _compute_without_kernel(operands, out, options, bias)
-            return
-        launch = _prepare_launch(operands, out, checked, bias)
-        launches.remember(_launches, options, signature, launch)
-    launches.launch(launch, *given)
+    launches.enqueue(_launches, options, given, partial(_first_launch, operands, out, options, bias))
+
+
+def _first_launch(operands, out, options: _Options, bias) -> _launcher.Launch | None:
+    """That of a signature not met before, checked; None when the result is in `out`."""
+    checked = _checked_options(options, operands, out, bias)
+    a, b = matrices(operands)
+    if _is_on_gpu(a) and min(*a.shape, *b.shape) > 0:
+        return _prepare_launch(operands, out, checked, bias)
+    _compute_without_kernel(operands, out, options, bias)
+    return None
 
 
 @torch.inference_mode()  # in which any tensor may be written to, whether it requires a gradient or not
@@ -493,15 +501,10 @@ def _compute_without_kernel(operands, out, options: _Options, bias) -> None:
 
 def _prepare_launch(operands, out, options: _Options, bias) -> _launcher.Launch:
     """For a call that has been checked and needs a kernel."""
-    device = out.get_device()
-    api.check_hopper(device)
-    problem = _problem(operands, out, options, bias)
+    device, problem = out.get_device(), _problem(operands, out, options, bias)
     layout = _layout(operands, out, problem.product)
     problem = problem.with_strides(layout.a_stride, layout.b_stride)
-    config = plan.config_for(problem) if options.config is None else api.checked_config(options.config, problem)
-    api.check_capture(config, device, options.call)
-    if settings.print_config():
-        print(f"deep_tile: m={problem.m} n={problem.n} k={problem.k}: {config.name}", file=sys.stderr)
+    config = api.kernel_for(problem, options.config, device, options.call)
     of_bias = ["bias"] * len(_given(bias))
     return plan.prepare_launch(
         problem,

@@ -5,6 +5,7 @@ element is read once and nothing wide is written between two products. Which row
 on the device: no call waits for the host, and all can be captured in CUDA graphs.
 """
 
+from functools import partial
 from operator import eq
 from typing import NamedTuple
 
@@ -94,18 +95,16 @@ def _sort(chosen: torch.Tensor, experts: int, alignment: int) -> Routing:
 def _sort_by_kernel(options: tuple[int, int], *given: torch.Tensor) -> None:
     """Of chosen, rows, offs and index; `options` are experts and alignment."""
     tensors.require_dense(chosen=given[0])
-    signature = launches.signature(*given)
-    launch = launches.find(_sorts, options, signature)
-    if launch is None:
-        chosen, rows, *_ = given
-        kernel, device = cast.SORT[str(chosen.dtype).removeprefix("torch.")], chosen.get_device()
-        if not cast.is_loaded(kernel, device):
-            launches.refuse_capture(kernel.name, device, "sort_by_expert")
-        schedule = cast.schedule_sort(chosen.numel(), len(rows), kernel.threads)
-        layout = cast.sort_layout(schedule, *chosen.shape, len(rows), *options)
-        launch = cast.prepare_sort(kernel, schedule, device, layout)
-        launches.remember(_sorts, options, signature, launch)
-    launches.launch(launch, *given)
+    launches.enqueue(_sorts, options, given, partial(_prepare_sort, options, *given[:2]))
+
+
+def _prepare_sort(options: tuple[int, int], chosen: torch.Tensor, rows: torch.Tensor) -> _launcher.Launch:
+    kernel, device = cast.SORT[str(chosen.dtype).removeprefix("torch.")], chosen.get_device()
+    if not cast.is_loaded(kernel, device):
+        launches.refuse_capture(kernel.name, device, "sort_by_expert")
+    schedule = cast.schedule_sort(chosen.numel(), len(rows), kernel.threads)
+    layout = cast.sort_layout(schedule, *chosen.shape, len(rows), *options)
+    return cast.prepare_sort(kernel, schedule, device, layout)
 
 
 def _has_sort_kernel(chosen: torch.Tensor, experts: int) -> bool:
@@ -350,16 +349,15 @@ def _combine_definition(x: torch.Tensor, weights: torch.Tensor, index: torch.Ten
 
 def _combine_by_kernel(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
     given = x, weights, index, out
-    signature = launches.signature(*given)
-    launch = launches.find(_launches, (), signature)
-    if launch is None:
-        device = x.get_device()
-        kernel, grid = cast.choose_combine(*out.shape, launches.num_sms(device))
-        if not cast.is_loaded(kernel, device):
-            launches.refuse_capture(kernel.name, device, "combine")
-        launch = cast.prepare_combine(kernel, grid, device, combine_layout(*given))
-        launches.remember(_launches, (), signature, launch)
-    launches.launch(launch, *given)
+    launches.enqueue(_launches, (), given, partial(_prepare_combine, *given))
+
+
+def _prepare_combine(x, weights, index, out) -> _launcher.Launch:
+    device = x.get_device()
+    kernel, grid = cast.choose_combine(*out.shape, launches.num_sms(device))
+    if not cast.is_loaded(kernel, device):
+        launches.refuse_capture(kernel.name, device, "combine")
+    return cast.prepare_combine(kernel, grid, device, combine_layout(x, weights, index, out))
 
 
 def combine_layout(

@@ -6,12 +6,11 @@ small m cannot fill; the selector knows when a product in BF16 and a cast of it 
 Invariant: the result is that of `fp8_gemm` and `per_token_cast_to_fp8`, bit for bit where both are batch invariant.
 """
 
-import sys
 from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, api, finishes, launches, ops, params, plan, quantize, settings, tensors
+from deep_tile import _launcher, api, finishes, launches, ops, params, plan, quantize, tensors
 from deep_tile.config import GemmConfig
 from deep_tile.kinds import QUANTIZED
 from deep_tile.ops import is_traced
@@ -181,7 +180,6 @@ def _prepare(given: tuple, checked: api.Options, options: _Options, bias) -> _la
     if not a.is_cuda or min(*a.shape, *b.shape) == 0:
         return None
     device = a.get_device()
-    api.check_hopper(device)
     problem = GemmProblem(
         *(a.shape[0], b.shape[0], a.shape[1], checked.num_sms, api.tma_can_store(out)),
         split_k=not options.batch_invariant,
@@ -190,15 +188,9 @@ def _prepare(given: tuple, checked: api.Options, options: _Options, bias) -> _la
     )
     layout = api.layout_of(a, a_scale, b, b_scale, out)
     problem = problem.with_strides(layout.a_stride, layout.b_stride)
-    if options.config is None:
-        config = plan.cast_config_for(problem)
-        if config is None:
-            return None
-    else:
-        config = api.checked_config(options.config, problem)
-    api.check_capture(config, device, "fp8_gemm_cast")
-    if settings.print_config():
-        print(f"deep_tile: m={problem.m} n={problem.n} k={problem.k}: {config.name}", file=sys.stderr)
+    config = api.kernel_for(problem, options.config, device, "fp8_gemm_cast", choose=plan.cast_config_for)
+    if config is None:
+        return None
     of_scale = plan.ResultScale(
         *scale.stride(), options.round_scale == "pow2", options.cast.floor, int(options.exact == "divide")
     )

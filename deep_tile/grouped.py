@@ -7,13 +7,13 @@ Invariant: rows that belong to no group are not written, whatever the bounds say
 """
 
 import math
-import sys
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, api, dense, finishes, launches, ops, plan, settings, tensors
+from deep_tile import _launcher, api, dense, finishes, launches, ops, plan, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_alignment, round_up
 from deep_tile.kinds import LAYOUT_NAMES, Kind, Majors
 from deep_tile.ops import is_traced
@@ -289,18 +289,18 @@ def _call_unknown(operands, bounds, out, options: _Options) -> None:
     _check_option_values(options)
     operands = tensors.with_float32_scales(operands)
     given = (*operands, *_given(bounds), out)
-    signature = launches.signature(*given)
-    launch = launches.find(_launches, options, signature)
-    if launch is None:
-        checked = _checked_options(options, operands, bounds, out)
-        if out.numel() == 0:
-            return
-        if not _is_on_gpu(out):
-            _compute_without_kernel(operands, bounds, out, options)
-            return
-        launch = _prepare_launch(operands, bounds, out, checked)
-        launches.remember(_launches, options, signature, launch)
-    launches.launch(launch, *given)
+    launches.enqueue(_launches, options, given, partial(_first_launch, operands, bounds, out, options))
+
+
+def _first_launch(operands, bounds, out, options: _Options) -> _launcher.Launch | None:
+    """That of a signature not met before, checked; None when the result is in `out`."""
+    checked = _checked_options(options, operands, bounds, out)
+    if out.numel() == 0:
+        return None
+    if _is_on_gpu(out):
+        return _prepare_launch(operands, bounds, out, checked)
+    _compute_without_kernel(operands, bounds, out, options)
+    return None
 
 
 @torch.inference_mode()
@@ -315,16 +315,10 @@ def _compute_without_kernel(operands, bounds, out, options: _Options) -> None:
 
 
 def _prepare_launch(operands, bounds, out, options: _Options) -> _launcher.Launch:
-    device = out.get_device()
-    api.check_hopper(device)
-    problem = _problem(operands, out, options)
+    device, problem = out.get_device(), _problem(operands, out, options)
     layout = _layout(problem, operands, out, options.alignment)
     problem = problem.with_strides(layout.a_stride, layout.b_stride)
-    config = plan.config_for(problem) if options.config is None else checked_config(options, problem)
-    api.check_capture(config, device, options.call)
-    if settings.print_config():
-        sizes = f"rows={problem.m} n={problem.n} k={problem.k}"
-        print(f"deep_tile: {problem.groups} {sizes}: {config.name}", file=sys.stderr)
+    config = api.kernel_for(problem, options.config, device, options.call, check=_checked_config)
     names = (*_CALLS[options.call].names, *(["bounds"] if bounds is not None else []), "out")
     return plan.prepare_launch(problem, config, layout, device, pdl=options.pdl, constant_weights=False, names=names)
 
@@ -421,10 +415,9 @@ def tma_can_store(out: torch.Tensor) -> bool:
     return all(number % tensors.ALIGNMENT_BYTES == 0 for number in numbers)
 
 
-def checked_config(options: _Options, problem: GemmProblem) -> GemmConfig:
-    config = options.config
-    if config.grouping != options.layout:
-        raise ValueError(f"{config.name} has grouping={config.grouping!r}; here it must be {options.layout!r}")
+def _checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
+    if config.grouping != problem.grouping:
+        raise ValueError(f"{config.name} has grouping={config.grouping!r}; here it must be {problem.grouping!r}")
     return api.checked_config(config, problem)
 
 

@@ -5,6 +5,7 @@ plain tensors of torch's own types, which it reads through DLPack. Others (subcl
 no DLPack C exchange API) take the same way here, in Python, once they are known to be plain.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -101,3 +102,18 @@ def launch(prepared: Prepared, *given: torch.Tensor) -> None:
     """
     addresses = tuple(x.data_ptr() for x in given)
     _launcher.launch(prepared, addresses, torch._C._cuda_getCurrentRawStream(given[0].get_device()))
+
+
+def enqueue(
+    table: Table, options: tuple, given: tuple[torch.Tensor, ...], prepare: Callable[[], Prepared | None]
+) -> None:
+    """Launch what is remembered for these options and tensors, or else what `prepare` makes, which is remembered then.
+    Nothing is launched where it makes None: then it has done the work itself, or there is none."""
+    known = signature(*given)
+    prepared = find(table, options, known)
+    if prepared is None:
+        prepared = prepare()
+        if prepared is None:
+            return
+        remember(table, options, known, prepared)
+    launch(prepared, *given)

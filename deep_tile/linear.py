@@ -8,7 +8,7 @@ Invariant: the result is that of `per_token_cast_to_fp8` and `fp8_gemm`, bit for
 
 import math
 import threading
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -352,12 +352,7 @@ def _call_unknown(given: tuple, workspace: torch.Tensor | None, bias, out, optio
         _multiply_in_turn(_rows(x), b, b_scale, bias, out_rows, options)
         return
     given = (x, b, b_scale, *given[3:], workspace)
-    signature = launches.signature(*given)
-    chain = launches.find(_launches, options, signature)
-    if chain is None:
-        chain = _prepare(given, bias, options)
-        launches.remember(_launches, options, signature, chain)
-    launches.launch(chain, *given)
+    launches.enqueue(_launches, options, given, partial(_prepare, given, bias, options))
 
 
 def _multiply_in_turn(x, b, b_scale, bias, out, options: _Options) -> None:

@@ -7,7 +7,7 @@ scale; nothing saturates.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from numbers import Real
 from operator import eq
@@ -448,13 +448,8 @@ def _cast_by_kernel(
     x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
 ) -> None:
     x = readable(x)
-    given = x, out, scale, *lists.values()
-    signature = launches.signature(*given)
-    launch = launches.find(_launches, tuple(options), signature)
-    if launch is None:
-        launch = cast_launch(x, options, out, scale, lists, **cast.operands_of_rows(options.lists))
-        launches.remember(_launches, tuple(options), signature, launch)
-    launches.launch(launch, *given)
+    prepare = partial(cast_launch, x, options, out, scale, lists, **cast.operands_of_rows(options.lists))
+    launches.enqueue(_launches, tuple(options), (x, out, scale, *lists.values()), prepare)
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:

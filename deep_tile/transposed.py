@@ -5,6 +5,7 @@ layers have them, token by token, and writes them transposed. `_definition`, in 
 Hopper GPU a kernel (transposed.cuh) writes the same bits.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -184,13 +185,8 @@ def _cast_by_kernel(
     x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
 ) -> None:
     x = quantize.readable(x)
-    given = x, out, scale, *lists.values()
-    signature = launches.signature(*given)
-    launch = launches.find(_launches, tuple(options), signature)
-    if launch is None:
-        launch = _prepare_launch(x, options, out, scale, lists)
-        launches.remember(_launches, tuple(options), signature, launch)
-    launches.launch(launch, *given)
+    prepare = partial(_prepare_launch, x, options, out, scale, lists)
+    launches.enqueue(_launches, tuple(options), (x, out, scale, *lists.values()), prepare)
 
 
 def _prepare_launch(

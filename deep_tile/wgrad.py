@@ -5,13 +5,13 @@ CUDA graph holds for every distribution. The gradient of one weight is `dense.fp
 Invariant: nothing outside of the tensors is read or written, whatever the offsets say.
 """
 
-import sys
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, api, dense, grouped, launches, ops, params, plan, settings, tensors
+from deep_tile import _launcher, api, dense, grouped, launches, ops, params, plan, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_alignment, round_up
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
@@ -123,16 +123,16 @@ def _call_unknown(given, options: _Options) -> None:
     _check_option_values(options)
     *operands, offs, out = given
     given = (*tensors.with_float32_scales(operands), offs, out)
-    signature = launches.signature(*given)
-    launch = launches.find(_launches, options, signature)
-    if launch is None:
-        checked = _checked_options(options, given)
-        if out.numel() == 0 or operands[0].shape[1] == 0 or not _is_on_gpu(out):
-            _compute_without_kernel(given, options)
-            return
-        launch = _prepare_launch(given, checked)
-        launches.remember(_launches, options, signature, launch)
-    launches.launch(launch, *given)
+    launches.enqueue(_launches, options, given, partial(_first_launch, given, options))
+
+
+def _first_launch(given, options: _Options) -> _launcher.Launch | None:
+    """That of a signature not met before, checked; None when the result is in `out`."""
+    checked = _checked_options(options, given)
+    if _is_on_gpu(given[-1]) and given[-1].numel() > 0 and given[0].shape[1] > 0:
+        return _prepare_launch(given, checked)
+    _compute_without_kernel(given, options)
+    return None
 
 
 @torch.inference_mode()  # in which any tensor may be written to, whether it requires a gradient or not
@@ -148,13 +148,8 @@ def _compute_without_kernel(given, options: _Options) -> None:
 
 def _prepare_launch(given, options: _Options) -> _launcher.Launch:
     """For a call that has been checked and needs a kernel."""
-    device = given[-1].get_device()
-    api.check_hopper(device)
-    problem = _problem(given, options)
-    config = plan.config_for(problem) if options.config is None else api.checked_config(options.config, problem)
-    api.check_capture(config, device, "fp8_grouped_wgrad")
-    if settings.print_config():
-        print(f"deep_tile: {problem.groups} n={problem.m} k={problem.n}: {config.name}", file=sys.stderr)
+    device, problem = given[-1].get_device(), _problem(given, options)
+    config = api.kernel_for(problem, options.config, device, "fp8_grouped_wgrad")
     return plan.prepare_launch(
         problem,
         config,
