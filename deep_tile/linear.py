@@ -86,8 +86,8 @@ def fp8_linear(
     inputs and while a CUDA graph is captured, allocated by torch.
 
     Differentiable in `x`, in `bias` and in a `b` that is not FP8; once. The gradient of `x` is that of the output
-    multiplied by the dequantised weight, in the output's dtype; the gradient of `b` is that of the output, transposed,
-    multiplied by `x` before its quantisation.
+    multiplied by the weight, in the output's dtype: by `b` as it is given, or dequantised where it is FP8. The gradient
+    of `b` is that of the output, transposed, multiplied by `x` before its quantisation.
 
     Args:
         x: [..., k] bfloat16, float16 or float32, any k. Fastest where rows are adjacent and begin at multiples of 16
@@ -187,34 +187,26 @@ class _Differentiable(torch.autograd.Function):
         out = _forward(x, b, b_scale, bias, None, options)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, b, b_scale)
         ctx.dtypes = (x.dtype, None if bias is None else bias.dtype)
-        ctx.options = _Options(*options)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        return *_gradients(grad, *ctx.saved_tensors, ctx.dtypes, ctx.options, ctx.needs_input_grad), None
+        return *_gradients(grad, *ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad), None
 
 
-def _gradients(grad, x, b, b_scale, dtypes, options: _Options, needed) -> tuple:
+def _gradients(grad, x, b, b_scale, dtypes, needed) -> tuple:
     """Of x, b, b_scale and bias; None where it is not `needed`. `dtypes` are those of x and bias."""
     rows = grad.reshape(-1, grad.shape[-1])
     of_x = of_b = of_bias = None
     if needed[0]:
-        weight = _dequantized(b, b_scale, options).to(grad.dtype)
+        weight = b.to(grad.dtype) if b_scale is None else quantize.dequantized_weight(b, b_scale, grad.dtype)
         of_x = (rows @ weight).to(dtypes[0]).reshape(*grad.shape[:-1], b.shape[1])
     if needed[1]:
         of_b = (rows.t() @ x.reshape(-1, b.shape[1]).to(grad.dtype)).to(b.dtype)
     if needed[3]:
         of_bias = rows.sum(0, dtype=torch.float32).to(dtypes[1])
     return of_x, of_b, None, of_bias
-
-
-def _dequantized(b: torch.Tensor, b_scale: torch.Tensor | None, options: _Options) -> torch.Tensor:
-    """The weight that the product multiplied by, in FP32."""
-    if b_scale is None:  # by the op, since backward may be traced
-        b, b_scale = torch.ops.deep_tile.per_block_cast_to_fp8(b, **_cast_options(options))
-    return quantize.dequantize(b, b_scale, block=quantize.WEIGHT_BLOCK)
 
 
 def _cast_options(options: _Options) -> dict:
@@ -555,33 +547,31 @@ def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
         _refuse_gradient(b, b_scale, None)
     ctx.save_for_backward(x if ctx.needed[1] else None, b, b_scale)
     ctx.dtypes = (x.dtype, None if bias is None else bias.dtype)
-    ctx.options = _Options(**keyword_only_inputs)
 
 
 def _backward(ctx, grad):
     if type(grad) in ops.wrappers:
         return _call_backward_op(ctx, grad)
-    return _gradients(grad, *ctx.saved_tensors, ctx.dtypes, ctx.options, ctx.needed)
+    return _gradients(grad, *ctx.saved_tensors, ctx.dtypes, ctx.needed)
 
 
 def _call_backward_op(ctx, grad) -> tuple:
     """The gradients by one op, of what torch knows to take apart for an op."""
     x_dtype, bias_dtype = (dtype if ctx.needed[i] else None for i, dtype in zip((0, 3), ctx.dtypes, strict=True))
-    cast = _cast_options(ctx.options)
     op = torch.ops.deep_tile.fp8_linear_backward
-    of_x, of_b, of_bias = op(grad, *ctx.saved_tensors, x_dtype=x_dtype, bias_dtype=bias_dtype, **cast)
+    of_x, of_b, of_bias = op(grad, *ctx.saved_tensors, x_dtype=x_dtype, bias_dtype=bias_dtype)
     computed = (of_x, of_b, None, of_bias)
     return tuple(gradient if needed else None for gradient, needed in zip(computed, ctx.needed, strict=False))
 
 
-def _run_backward_op(grad, x, b, b_scale=None, *, x_dtype=None, bias_dtype=None, **cast) -> tuple[torch.Tensor, ...]:
+def _run_backward_op(grad, x, b, b_scale=None, *, x_dtype=None, bias_dtype=None) -> tuple[torch.Tensor, ...]:
     """The gradients of x and bias in these dtypes, and that of b where x is given; empty ones where not."""
     needed = (x_dtype is not None, x is not None, False, bias_dtype is not None)
-    of_x, of_b, _, of_bias = _gradients(grad, x, b, b_scale, (x_dtype, bias_dtype), _Options(**cast), needed)
+    of_x, of_b, _, of_bias = _gradients(grad, x, b, b_scale, (x_dtype, bias_dtype), needed)
     return tuple(grad.new_empty(0) if gradient is None else gradient for gradient in (of_x, of_b, of_bias))
 
 
-def _fake_backward_op(grad, x, b, b_scale=None, *, x_dtype=None, bias_dtype=None, **_) -> tuple[torch.Tensor, ...]:
+def _fake_backward_op(grad, x, b, b_scale=None, *, x_dtype=None, bias_dtype=None) -> tuple[torch.Tensor, ...]:
     n, k = b.shape
     of_x = ((0,), None) if x_dtype is None else ((*grad.shape[:-1], k), x_dtype)
     of_b = ((0,), None) if x is None else ((n, k), b.dtype)
@@ -605,7 +595,7 @@ _OP = ops.Op(
 )
 ops.register(
     "fp8_linear_backward(Tensor grad, Tensor? x, Tensor b, Tensor? b_scale=None, *, ScalarType? x_dtype=None, "
-    f"ScalarType? bias_dtype=None, {ops.keywords(quantize.OP_OPTIONS)}) -> (Tensor, Tensor, Tensor)",
+    "ScalarType? bias_dtype=None) -> (Tensor, Tensor, Tensor)",
     _run_backward_op,
     _fake_backward_op,
     flops=_backward_flops,

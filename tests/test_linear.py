@@ -6,7 +6,16 @@ import pytest
 import torch
 from helpers import same_bits
 
-from deep_tile import dequantize, fp8_gemm, fp8_linear, linear, per_token_cast_to_fp8, quantize_weight, tensors
+from deep_tile import (
+    dequantize,
+    fp8_gemm,
+    fp8_linear,
+    linear,
+    per_token_cast_to_fp8,
+    quantize,
+    quantize_weight,
+    tensors,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDE = [torch.bfloat16, torch.float16, torch.float32]
@@ -172,9 +181,18 @@ def test_gradients_of_wide_weights(device, dtype):
     grad = torch.randn_like(out)
     out.backward(grad)
     rows = grad.double().view(-1, 130)
-    assert_near(x.grad, grad.double() @ dequantize(*quantize_weight(w.detach()), block=(128, 128)).double(), dtype)
+    assert_near(x.grad, grad.double() @ w.detach().double(), dtype)
     assert_near(w.grad, rows.t() @ x.detach().double().view(-1, 208), dtype)
     assert_near(bias.grad, rows.sum(0), dtype)
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(256, 384), (130, 384), (256, 208)])
+def test_a_weight_is_dequantised_to_any_dtype(device, n, k, dtype):
+    b, b_scale = quantize_weight(torch.randn(n, k, device=device) * 10.0 ** torch.randint(-6, 3, (n, 1), device=device))
+    wanted = dequantize(b, b_scale, block=(128, 128)).to(dtype)
+    assert torch.equal(quantize.dequantized_weight(b, b_scale, dtype), wanted)
+    assert torch.equal(quantize.dequantized_weight(b, b_scale.t().contiguous().t(), dtype), wanted)
 
 
 def assert_near(gradient: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
