@@ -1,4 +1,4 @@
-// The main loop of kinds without promotion.
+// Main loop for kinds without promotion.
 #pragma once
 
 #include "output.cuh"
@@ -6,8 +6,8 @@
 
 namespace deep_tile {
 
-// WGMMA adds to the tile's sums, over all of K, and the next stage is begun before this one is awaited, so that the
-// tensor cores find it waiting. No stage has scales, and no warpgroup waits for its turn. Offers what LoopState does.
+// WGMMA accumulates over all of K. The next stage is issued before this one is awaited, so the tensor cores find it
+// queued. Stages have no scales, and warpgroups take no turns. The interface is that of LoopState.
 template <GemmConfig config>
 class Accumulate {
    public:
@@ -17,15 +17,15 @@ class Accumulate {
     __device__ __forceinline__ int steps() const { return math_.steps(); }
     __device__ __forceinline__ void acquire() const { math_.acquire(); }
     __device__ __forceinline__ void begin_tile() const {}
-    __device__ __forceinline__ void clear(Accumulators<config>&) const {}  // the first WGMMAs do not add
+    __device__ __forceinline__ void clear(Accumulators<config>&) const {}  // the first WGMMAs overwrite
     template <typename Scheduler>
     __device__ __forceinline__ void turn_to_tile(const Scheduler& tiles) {
         math_.turn_to_tile(tiles);
     }
     __device__ __forceinline__ void end() const { math_.end(); }
 
-    // Makes `sums` this block's part of a tile, whose first stage has been acquired. If there are `more` tiles, acquires
-    // the next one's. meanwhile(0) is called while the first WGMMAs run.
+    // Computes this CTA's part of a tile, whose first stage is acquired, into `sums`. If there are `more` tiles,
+    // acquires the next one's first stage. meanwhile(0) runs during the first WGMMAs.
     template <typename Meanwhile>
     __device__ __forceinline__ void multiply(Accumulators<config>& sums, int, bool more, Meanwhile meanwhile) {
         if constexpr (config.integer_sums) {

@@ -1,17 +1,17 @@
-// What becomes of a tile's sums as they are written, in FP32: an activation of each, or of two, which one thread holds.
+// Activations in FP32, applied as accumulators are written: to each, or to a pair within a thread.
 #pragma once
 
 #include "arithmetic.cuh"
 
 namespace deep_tile {
 
-// x times the logistic function of what 2^-exponent is the odds against.
+// Multiplies x by the logistic function: x / (1 + 2^exponent).
 __device__ __forceinline__ float times_logistic(float x, float exponent) {
     return x * ptx::rcp_approx(1.0f + ptx::ex2_approx(exponent));
 }
 
-// x times the normal distribution of x: x or 0, less |x| times the tail, which is a polynomial times exp(-x^2 / 2): Abramowitz
-// and Stegun, 7.1.26, good to 7.5e-8. CUDA's erff takes twice the instructions. The limit is for infinity.
+// GELU by erf: x or 0, less |x| times the normal distribution's tail, a polynomial times exp(-x^2 / 2): Abramowitz and
+// Stegun, 7.1.26, good to 7.5e-8. CUDA's erff takes twice the instructions. The limit is for infinity.
 __device__ __forceinline__ float gelu(float x) {
     const float size = fminf(fabsf(x), 64.0f);
     const float t = ptx::rcp_approx(fmaf(size, 0.3275911f * 0.70710678f, 1.0f));
@@ -21,10 +21,10 @@ __device__ __forceinline__ float gelu(float x) {
     return fmaf(-size, power * half, ptx::max_nan(x, 0.0f));
 }
 
-// In FP32; NaN comes through.
+// Computes an activation in FP32; NaN comes through.
 template <Activation activation>
 __device__ __forceinline__ float activated(float x) {
-    constexpr float log2_e = 1.44269504f, slope = 2 * 0.79788456f * log2_e;  // of the tanh form, sqrt(2 / pi)
+    constexpr float log2_e = 1.44269504f, slope = 2 * 0.79788456f * log2_e;  // for the tanh form, sqrt(2 / pi)
     if constexpr (activation == Activation::relu) {
         return ptx::max_nan(x, 0.0f);
     } else if constexpr (activation == Activation::gelu) {
@@ -37,8 +37,8 @@ __device__ __forceinline__ float activated(float x) {
     }
 }
 
-// Of the sums of a thread that 16 columns of `out` are made of, in two rows, in the order in which WGMMA has them. Of swiglu
-// gates and what they let through, by turns in eight columns each: four sums, and the next four.
+// Activates a thread's sums for 16 columns of `out`, in two rows, in WGMMA's order. For swiglu, gate and up columns
+// alternate by eight: four sums for gates, the next four for up.
 template <GemmConfig config>
 __device__ __forceinline__ void activate(float (&results)[8], const float* sums) {
 #pragma unroll

@@ -1,5 +1,4 @@
-// Arithmetic of PTX that C++ has no word for: one function per instruction, as ptx.cuh has them. For casts, and for what
-// becomes of a product's sums.
+// PTX for arithmetic without a C++ equivalent: one function per instruction, as in ptx.cuh. Casts and epilogues use it.
 #pragma once
 
 #include "config.cuh"
@@ -12,21 +11,21 @@ __device__ __forceinline__ float cvt_f32_f16(u16 half) {
     return value;
 }
 
-// Two floats to packed BF16, round to nearest even; `low` in bits 0 to 15.
+// Converts two floats to packed BF16, round to nearest even; `low` in bits 0 to 15.
 __device__ __forceinline__ u32 cvt_rn_bf16x2(float high, float low) {
     u32 packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
 
-// The same to FP16; beyond 65504 it is infinity.
+// Converts two floats to packed FP16, round to nearest even; infinity beyond 65504.
 __device__ __forceinline__ u32 cvt_rn_f16x2(float high, float low) {
     u32 packed;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
 
-// Sums of two numbers of 16 bits each, rounded to nearest even.
+// Adds two pairs of 16-bit numbers, rounded to nearest even.
 __device__ __forceinline__ u32 add_rn_bf16x2(u32 a, u32 b) {
     u32 sum;
     asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
@@ -39,7 +38,7 @@ __device__ __forceinline__ u32 add_rn_f16x2(u32 a, u32 b) {
     return sum;
 }
 
-// NaN where either is: "min" and "max" with .NaN.
+// Minimum and maximum; NaN if either is: "min" and "max" with .NaN.
 __device__ __forceinline__ float min_nan(float a, float b) {
     float smaller;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(a), "f"(b));
@@ -52,14 +51,14 @@ __device__ __forceinline__ float max_nan(float a, float b) {
     return larger;
 }
 
-// 2^x within 2 units in the last place; results below 2^-126 are 0.
+// Computes 2^x within 2 units in the last place; results below 2^-126 are 0.
 __device__ __forceinline__ float ex2_approx(float x) {
     float power;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
     return power;
 }
 
-// 1 / x within 1 unit in the last place; results below 2^-126 are 0.
+// Computes 1 / x within 1 unit in the last place; results below 2^-126 are 0.
 __device__ __forceinline__ float rcp_approx(float x) {
     float reciprocal;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));

@@ -1,4 +1,4 @@
-// How the barriers of a block come to be, and how all warps learn that they are there: what a launch begins with.
+// Mbarrier setup, which begins a launch: how mbarriers are made, and how all warps learn that they are ready.
 #pragma once
 
 #include "memory.cuh"
@@ -6,12 +6,11 @@
 
 namespace deep_tile {
 
-// The operands' producer makes the barriers that its first requests need, and requests them at once: caches are cold,
-// instruction caches included, and every step counts. The others are math warp 0's to make, meanwhile. A first request
-// left after 1500 to 2300 clocks when other things came before it, after 1300 to 1450 with a division and two branches
-// for the tile and its maps on the way, and now leaves after 800 to 1200 (H200, 2026-11-22; docs/performance.md, "Of a
-// launch"). By one thread, in loops that the compiler unrolls: with a thread for each barrier the warp is walked lane by
-// lane.
+// Makes the full mbarriers. The operand warp does so, because its first requests need them and follow at once: caches
+// are cold, instruction caches included, and every step counts. Math warp 0 makes the others meanwhile. A first request
+// left after 1500 to 2300 clocks behind other work, after 1300 to 1450 with a division and two branches for the tile
+// and its maps on the way, and leaves after 800 to 1200 in this order (H200, 2026-11-22; docs/performance.md, "Of a
+// launch"). One thread runs unrolled loops: with a thread per barrier the warp is walked lane by lane.
 template <GemmConfig config>
 __device__ __forceinline__ void initialize_full_barriers(SharedStorage<config>& smem) {
     if (ptx::elect_sync()) {
@@ -26,7 +25,7 @@ __device__ __forceinline__ void initialize_full_barriers(SharedStorage<config>& 
             }
         }
         ptx::fence_mbarrier_init();
-        ptx::fence_proxy_async();  // TMA completes them too, and this thread asks it to at once
+        ptx::fence_proxy_async();  // TMA completes them too, and this thread issues TMA at once
     }
     __syncwarp();
 }
@@ -57,7 +56,7 @@ __device__ __forceinline__ void initialize_other_barriers(SharedStorage<config>&
     if constexpr (config.cluster() == 1) ptx::bar_arrive(others_barrier, 2 * warp_threads);
 }
 
-// By the operands' producer: the barriers that it has made are ready to use.
+// Announces, from the operand warp, that the full mbarriers are ready to use.
 template <GemmConfig config>
 __device__ __forceinline__ void announce_full_barriers() {
     if constexpr (config.cluster() == 1) {
@@ -67,8 +66,8 @@ __device__ __forceinline__ void announce_full_barriers() {
     }
 }
 
-// Until the barriers of this block, and of the whole cluster if there is one, are ready to use. The producer of the
-// operands, which has announced its own, waits for math warp 0 alone: not for others that only want to use them.
+// Waits until the mbarriers of this CTA, and of the whole cluster if there is one, are ready. The operand warp, which
+// has announced its own, waits for math warp 0 alone, not for warps that only use mbarriers.
 template <GemmConfig config>
 __device__ __forceinline__ void await_barriers(bool announced) {
     if constexpr (config.cluster() > 1) {

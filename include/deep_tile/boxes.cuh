@@ -1,6 +1,6 @@
-// Boxes of `out`: which part of a tile each is, where it lies in shared memory, and how it gets from there to `out`.
+// Output boxes: their part of a tile, their place in shared memory, and the store to `out`.
 //
-// Used by math warps and store warps (output.cuh), and by what writes boxes in FP8 (quantized_output.cuh).
+// Math warps and store warps (output.cuh) use them, and so does the FP8 epilogue (quantized_output.cuh).
 #pragma once
 
 #include "arithmetic.cuh"
@@ -10,11 +10,11 @@
 
 namespace deep_tile {
 
-// Where this tile's accumulators are: [chunks_m][chunks_n] WGMMA tiles of 64 x mma_n.
+// A thread's accumulators for a tile: [chunks_m][chunks_n] WGMMA tiles of 64 x mma_n.
 template <GemmConfig config>
 using Accumulators = float[config.chunks_m][config.chunks_n][config.mma_n / 2];
 
-// Sums that stay integers pass as the bits of floats, others as their values.
+// Converts an integer sum to float: by its bits if sums stay integers, otherwise by its value.
 template <GemmConfig config>
 __device__ __forceinline__ float as_sum(int integer) {
     if constexpr (config.keeps_integers()) return __int_as_float(integer);
@@ -27,15 +27,15 @@ __device__ __forceinline__ float added(float x, float y) {
     return x + y;
 }
 
-// A sum of all parts of K, as it is scaled and stored.
+// Converts a sum over all K parts to the number that is scaled and stored.
 template <GemmConfig config>
 __device__ __forceinline__ float added_up(float sum) {
     if constexpr (config.keeps_integers() && config.out_format != Format::int32) return __float_as_int(sum);
     return sum;
 }
 
-// Output boxes are numbered along the rows of a tile, or of this block's part of it; the last of a row ends with it, and
-// may overlap the one before.
+// Boxes are numbered along the rows of a tile, or of this CTA's part of it; the last box in a row ends with the row,
+// and may overlap the one before.
 template <GemmConfig config>
 constexpr int boxes_per_row = config.boxes / config.chunks_m;
 
@@ -49,35 +49,35 @@ __device__ __forceinline__ int box_column(int box) {
     return min(box % boxes_per_row<config> * config.store_columns, config.out_columns_per_part - config.store_columns);
 }
 
-// Of `out`, that a column of the product is stored to, and how many there are.
+// Maps a product column to its column in `out`; also maps their counts.
 template <GemmConfig config>
 __device__ __forceinline__ int out_column(int column) {
     return column / config.columns_per_output;
 }
 
-// Of a box.
+// Bytes per row in a box.
 template <GemmConfig config>
 constexpr int row_bytes = config.store_columns * config.out_bytes;
 
-// Where a box is among the buffers of its warpgroup.
+// Offset of a box among its warpgroup's buffers.
 template <GemmConfig config>
 __device__ __forceinline__ u32 box_offset(int box) {
     constexpr int box_bytes = mma_m * row_bytes<config>;
     return box % config.store_buffers * box_bytes;
 }
 
-// The 16-byte chunk index is XORed with the row's position in its 8 * span bytes, as TMA does on the way out.
+// Swizzles as TMA does in the store: XORs the 16-byte chunk index with the row's position in its 8 * span bytes.
 template <GemmConfig config>
 __device__ __forceinline__ u32 swizzle(u32 offset) {
     if constexpr (config.store_swizzle == 0) return offset;
     return offset ^ ((offset >> 3) & (config.store_swizzle - 16));
 }
 
-// As bits, what `out` holds.
+// Bits of a number in `out`.
 template <GemmConfig config>
 using Stored = typename Conditional<config.out_bytes == 4, u32, u16>::type;
 
-// Two sums rounded to numbers of 16 bits, `low` in bits 0 to 15.
+// Rounds two sums to 16-bit numbers, `low` in bits 0 to 15.
 template <Format format>
 __device__ __forceinline__ u32 packed(float high, float low) {
     if constexpr (format == Format::fp16) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ u32 packed(float high, float low) {
     }
 }
 
-// Where rows of `out` end that may be written: with the group whose end is given, or with the matrix.
+// First row of `out` that may not be written: the given end of the group, or the end of the matrix.
 template <GemmConfig config>
 __device__ __forceinline__ int row_end(const GemmParams& params, int group_end) {
     if constexpr (config.grouped()) {
@@ -98,8 +98,8 @@ __device__ __forceinline__ int row_end(const GemmParams& params, int group_end) 
     }
 }
 
-// By which map TMA stores a box, and where in its dimensions: those of `out`, or, where a group ends within the box, as
-// `plan.out_tail_map` has them.
+// Selects the tensor map for a box, and the coordinates in it: `out`, or, if a group ends within the box, the map from
+// `plan.out_tail_map`.
 template <GemmConfig config, typename Store>
 __device__ __forceinline__ void store_rows_at(const Store& store, int row, int column, int end, u32 box) {
     if constexpr (config.grouped()) {
@@ -109,8 +109,8 @@ __device__ __forceinline__ void store_rows_at(const Store& store, int row, int c
     store(0, column, row, box);
 }
 
-// Has TMA store a box, or the first store_rows rows of it, up to the row `end` and the last column; row, column and
-// address are those of the first box.
+// Stores a box by TMA, or its first store_rows rows, up to the row `end` and the last column; row, column and address
+// belong to the first box.
 template <GemmConfig config>
 __device__ __forceinline__ void store_box(const GemmParams& params, u32 buffers, int row, int column, int box, int end) {
     row += box_row<config>(box);
@@ -127,8 +127,8 @@ __device__ __forceinline__ void store_box(const GemmParams& params, u32 buffers,
         row, column, end, buffers + box_offset<config>(box));
 }
 
-// What `out` is to hold where it holds `before`: the sum, or both added up as TMA adds them, which is in `out`'s own format.
-// A word has one number or two, of which each is one block's alone.
+// Returns the new word of `out`: the sum, or, when accumulating, its sum with `before`, added as TMA adds, in `out`'s
+// own format. A word has one number or two, each written by one CTA alone.
 template <GemmConfig config, typename Word>
 __device__ __forceinline__ Word stored(Word before, Word sum) {
     if constexpr (!config.accumulate) {

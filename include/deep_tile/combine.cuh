@@ -1,7 +1,7 @@
-// What experts made of a token, summed up: out[t] = sum over j of weights[t, j] * x[index[t, j]], rows of BF16.
+// Weighted sum of experts' rows for each token: out[t] = sum over j of weights[t, j] * x[index[t, j]], in BF16.
 //
-// Launched by deep_tile/cast.py; deep_tile/experts.py holds the definition that every bit agrees with. A thread has some
-// neighbouring columns of a token and requests them of `rows_at_once` rows before it adds up the first.
+// deep_tile/cast.py launches it; deep_tile/experts.py holds the definition, equal in every bit. A thread has some
+// neighbouring columns of a token, and requests them from `rows_at_once` rows before it adds up the first.
 #pragma once
 
 #include "arithmetic.cuh"
@@ -13,7 +13,7 @@ __device__ __forceinline__ float float_of_bf16(u32 bits) { return __uint_as_floa
 
 // Eight columns of a row, two to a word: 16 bytes.
 struct Eight {
-    // `columns` of them, by one access where `aligned`, which means all or none; the others are zeros.
+    // Loads `columns` of them, in one access if `aligned`, which means all or none; the others are zeros.
     __device__ __forceinline__ void load(const u16* row, int columns, bool aligned) {
         if (aligned) {
             uint4 loaded = {};
@@ -49,13 +49,13 @@ __device__ __forceinline__ float read_weight(const CombineParams& params, i64 at
     return static_cast<const float*>(params.weights)[at];
 }
 
-// Threads take one group of columns after the other, counted along the columns first, in 32 bits: more of them would be
-// 64 GiB of out. Products and sums are rounded one after the other, without FMA, as torch does it.
+// Threads take one column group after the other, counted along the columns first, in 32 bits: more would be 64 GiB of
+// out. Products and sums are rounded one after the other, without FMA, as in torch.
 template <int rows_at_once>
 __device__ __forceinline__ void combine(const CombineParams& params) {
     take_turn();
     const auto* x = static_cast<const u16*>(params.x);
-    const u32 groups = (params.columns + 7) / 8;  // of a row
+    const u32 groups = (params.columns + 7) / 8;  // per row
     const u32 items = params.tokens * groups;
     for (u32 item = blockIdx.x * blockDim.x + threadIdx.x; item < items; item += gridDim.x * blockDim.x) {
         const u32 token = item / groups;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void combine(const CombineParams& params) {
             }
 #pragma unroll
             for (int i = 0; i < rows_at_once; ++i) {
-                const bool exists = u64(index[i]) < u64(params.x_rows);  // or it adds 0 * 0, which changes no sum
+                const bool exists = u64(index[i]) < u64(params.x_rows);  // else it adds 0 * 0, which changes no sum
                 const i64 at = token * params.weights_stride_row + (begin + i) * params.weights_stride_column;
                 weights[i] = exists ? read_weight(params, at) : 0.0f;
                 const u16* row = x + (exists ? index[i] : 0) * params.x_stride + first;

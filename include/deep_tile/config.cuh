@@ -1,21 +1,21 @@
-// GemmConfig, the kernel's one template argument, and the shared memory that it implies.
+// GemmConfig, the kernel's only template argument, and the shared-memory layout it implies.
 //
-// Python decides and derives every number (deep_tile/config.py says what each means); codegen.py writes them as
-// `constexpr GemmConfig config = {...}`. Nothing is computed twice: this side only asserts.
+// Python decides and derives every number (deep_tile/config.py documents each); codegen.py writes them as `constexpr
+// GemmConfig config = {...}`. This side recomputes nothing: it only asserts.
 //
-// Before all headers stands the struct of the kernel's argument, such as GemmParams, which codegen.py writes from the
-// table in deep_tile/params.py: sizes, strides, addresses and tensor maps (TensorMap) of one launch.
+// The kernel's parameter struct, such as GemmParams, precedes all headers. codegen.py generates it from the table in
+// deep_tile/params.py: sizes, strides, addresses and tensor maps (TensorMap) for one launch.
 #pragma once
 
 namespace deep_tile {
 
-// Whether NVRTC works out addresses in shared memory in 32 bits, as it does from 13.1 on; before, it takes 64.
+// True for NVRTC 13.1 and later, which computes shared-memory addresses in 32 bits; earlier versions use 64.
 constexpr bool short_addresses = __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ > 1300;
 
-// Of numbers in `out` and in the bias, if there is one.
+// Number format in `out` and in the bias, if there is one.
 enum class Format { none, bf16, fp16, fp32, e4m3, int32 };
 
-// What becomes of sums; swiglu makes one of two.
+// Activation applied to accumulators; swiglu makes one output column from two.
 enum class Activation { none, relu, gelu, gelu_tanh, silu, swiglu };
 
 struct GemmConfig {
@@ -44,18 +44,18 @@ struct GemmConfig {
     int columns_per_output, out_columns_per_part;
     int smem_bytes;
 
-    constexpr bool has_scales() const { return scale_warps > 0; }  // of blocks, by which promotion multiplies
-    constexpr int scale_stages() const { return scale_warps > 0 ? stages : 1; }  // no array has none
+    constexpr bool has_scales() const { return scale_warps > 0; }  // block scales, applied by promotion
+    constexpr int scale_stages() const { return scale_warps > 0 ? stages : 1; }  // at least 1: no C++ array is empty
 
-    // Whether a tile's sums stay integers until those of all parts of K are added up, or are stored.
+    // True if accumulators stay integers until all K parts are added up, or until they are stored.
     constexpr bool keeps_integers() const {
         return integer_sums && block_sets == 0 && (split_k > 1 || out_format == Format::int32);
     }
 
     constexpr bool has_bias() const { return bias_format != Format::none; }
 
-    // When the bias is read: late, where a tile's columns are another block's first, or registers hold their scales. Else
-    // its sums begin with it, where they are added to, or it is requested while the first WGMMAs run.
+    // Bias timing: late in split K, where a CTA finishes only its share of the columns, and with row scales, which take
+    // the registers. Otherwise promoted sums begin with it; without promotion it is loaded during the first WGMMAs.
     constexpr bool adds_bias_late() const { return has_bias() && (split_k > 1 || row_scales); }
     constexpr bool begins_with_bias() const { return has_bias() && !adds_bias_late() && block_sets > 0; }
     constexpr bool keeps_bias() const { return has_bias() && !adds_bias_late() && block_sets == 0; }
@@ -67,35 +67,35 @@ struct GemmConfig {
     constexpr bool multicast() const { return cluster_m * cluster_n > 1; }
     constexpr int cluster() const { return cluster_m * cluster_n * split_k; }
 
-    // Whether NVRTC must not see how addresses in shared memory come about. Beside carried descriptors, which fill uniform
-    // registers, ptxas puts addresses of 32 bits into ordinary ones, in five kernels of sixteen: math warps then wait at
-    // barriers as warps do that can fall apart. Hidden, they stay uniform. The stage is hidden too, or NVRTC would choose
-    // between addresses instead of stages, with more instructions per K block. Older ones need none of that.
+    // True if NVRTC must not see how shared-memory addresses are computed. Carried descriptors fill the uniform
+    // registers; in five kernels out of sixteen ptxas then puts 32-bit addresses into ordinary ones, and math warps
+    // wait at barriers as if divergent. Hidden addresses stay uniform. The stage is hidden too: otherwise NVRTC selects
+    // between addresses, not stages, with more instructions per K block. Older versions need none of this.
     constexpr bool hides_addresses() const { return short_addresses && carries_descriptors; }
 };
 
-constexpr int mma_m = 64;              // rows of one WGMMA, and of one output box
+constexpr int mma_m = 64;              // rows per WGMMA, and per output box
 constexpr int warp_threads = 32;
 constexpr int warpgroup_threads = 128;
-constexpr int scale_block = 128;       // columns of b that share a scale
-constexpr int k_block_bytes = 128;     // of a row of an operand in each K block
-constexpr int span_k = 64;             // elements of K in a K block of an operand that lies along its rows: of 16 bits
+constexpr int scale_block = 128;       // columns of b per scale
+constexpr int k_block_bytes = 128;     // bytes per operand row in a K block
+constexpr int span_k = 64;             // MN-major operands, always 16-bit: elements of K in a K block
 
-// Named barriers: one of all threads, one of two warps, one of both math warpgroups, the others one for each of these.
+// Named barriers: "all" joins all threads, "others" two warps, "apart" both math warpgroups; the rest, per warpgroup.
 constexpr int all_barrier = 0;
-constexpr int others_barrier = 9;        // math warp 0 has made its barriers, the operands' warp may use them
-constexpr int apart_barrier = 10;        // math warpgroup 0 has multiplied its tile, 1 may begin its last WGMMAs
-constexpr int own_barrier = 1;           // the warpgroup itself
-constexpr int turn_barrier = 3;          // its turn to begin WGMMAs
+constexpr int others_barrier = 9;        // math warp 0 has made its mbarriers; the operand warp may use them
+constexpr int apart_barrier = 10;        // math warpgroup 0 has multiplied its tile; 1 may issue its last WGMMAs
+constexpr int own_barrier = 1;           // the warpgroup by itself
+constexpr int turn_barrier = 3;          // its turn to issue WGMMAs
 constexpr int boxes_full_barrier = 5;    // its output boxes are written
-constexpr int boxes_empty_barrier = 7;   // their buffers may be written again
+constexpr int boxes_empty_barrier = 7;   // its box buffers may be overwritten
 
 using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-// The type `Then` or the type `Else`.
+// Conditional selects `Then` or `Else`, as std::conditional does.
 template <bool condition, typename Then, typename Else>
 struct Conditional {
     using type = Then;
@@ -106,11 +106,11 @@ struct Conditional<false, Then, Else> {
     using type = Else;
 };
 
-// What WGMMA adds up in.
+// Accumulator type in WGMMA.
 template <GemmConfig config>
 using MmaSum = typename Conditional<config.integer_sums, int, float>::type;
 
-// Sums that the other blocks of a split-K cluster send: one slot per sender, four registers of each thread adjacent.
+// Split-K receive buffers: sums from the cluster's other CTAs, one slot per sender, four registers per thread adjacent.
 template <GemmConfig config, bool split = (config.split_k > 1)>
 struct Partials {};
 
@@ -120,7 +120,7 @@ struct Partials<config, true> {
     alignas(1024) float partial[config.math_warpgroups][config.split_k - 1][vectors][warpgroup_threads][4];
 };
 
-// Those of the K blocks of a resident tile of `b`.
+// Mbarriers for a resident `b`, a pair per K block.
 template <GemmConfig config, bool resident = config.resident_b()>
 struct ResidentBarriers {};
 
@@ -130,7 +130,7 @@ struct ResidentBarriers<config, true> {
     u64 empty[config.b_slots];
 };
 
-// Operand and output buffers begin at multiples of 1024 bytes: the period of the 128-byte swizzle.
+// Shared memory. Operand and output buffers begin at multiples of 1024 bytes: the period of the 128-byte swizzle.
 template <GemmConfig config>
 struct alignas(1024) SharedStorage : Partials<config> {
     alignas(1024) u8 a[config.stages][config.block_m * config.k_bytes];

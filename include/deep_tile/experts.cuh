@@ -1,17 +1,17 @@
-// What stands between the products of an expert layer: casts of rows that an index names, of rows in groups of which some
-// live, and of silu_mul of the halves of a row. They are cast_rows of quantize.cuh with other sources.
+// Expert-layer casts between GEMMs: rows selected by an index, live rows in groups, and silu_mul over the halves of a
+// row. They are quantize.cuh's cast_rows with other sources.
 //
-// Launched by deep_tile/cast.py; deep_tile/quantize.py and deep_tile/experts.py hold the definitions.
+// deep_tile/cast.py launches them; deep_tile/quantize.py and deep_tile/experts.py hold the definitions.
 #pragma once
 
 #include "quantize.cuh"
 
 namespace deep_tile {
 
-// A count that is read, where it is one.
+// Clamps a count read from memory to [0, most].
 __device__ __forceinline__ u32 within(int value, u32 most) { return value < 0 ? 0 : min(u32(value), most); }
 
-// Of rows in groups, those that live, which only the device knows. Whatever `living` holds, no row lies beyond out.
+// Live rows in groups, which only the device knows. Whatever `living` holds, no row lies beyond out.
 class LivingRows {
    public:
     __device__ explicit LivingRows(const CastParams& params) : count(params.rows) {
@@ -28,7 +28,7 @@ class LivingRows {
 
     __device__ __forceinline__ u32 find(const CastParams& params, u32 number) const {
         if (ends_ == nullptr) return number;
-        u32 groups = 0;  // before the row's: by halves
+        u32 groups = 0;  // groups before the row's, by bisection
 #pragma unroll 1
         for (u32 step = first_step_; step > 0; step /= 2) {
             if (groups + step <= params.groups && ends_[groups + step - 1] <= number) groups += step;
@@ -39,8 +39,8 @@ class LivingRows {
     u32 count;
 
    private:
-    // Each thread takes some neighbouring groups, and reads their counts once, as whatever changes them meanwhile must not
-    // lead outside of the tensors.
+    // Each thread sums up some neighbouring groups, and reads their counts once: a concurrent change must not lead
+    // outside the tensors.
     __device__ __forceinline__ void sum_up(const CastParams& params) {
         __shared__ u32 ends[cast_groups], sums[warp_threads];
         const u32 share = (params.groups + blockDim.x - 1) / blockDim.x;
@@ -57,11 +57,11 @@ class LivingRows {
         ends_ = ends;
     }
 
-    const u32* ends_ = nullptr;  // of each group, among all rows that live
+    const u32* ends_ = nullptr;  // end of each group, among all live rows
     u32 first_step_ = 1;         // a power of two
 };
 
-// A number of the index, in the words that were read: what they mean is asked later, as that waits for them.
+// Index entry, as the words that were read: interpreting them waits for the load, and happens later.
 struct Number {
     static __device__ __forceinline__ Number at(const CastParams& params, u32 row) {
         const u32* words = static_cast<const u32*>(params.index) + (i64(row) << params.wide_index);
@@ -70,7 +70,7 @@ struct Number {
         return number;
     }
 
-    // Of a negative number, one beyond all rows.
+    // Returns the entry; a negative one becomes a row beyond all others.
     __device__ __forceinline__ u64 value(const CastParams& params) const {
         return params.index == nullptr || params.wide_index ? u64(high) << 32 | low : u64(i64(int(low)));
     }
@@ -78,7 +78,7 @@ struct Number {
     u32 low, high;
 };
 
-// The rows of x that an index names; of none that x does not have, which is taken as zeros.
+// Source: rows of x that an index names. A row that x does not have counts as zeros.
 template <typename Format, int lanes>
 struct Listed {
     using Rows = LivingRows;
@@ -86,7 +86,7 @@ struct Listed {
     static constexpr bool divides = true;
 
     struct Place {
-        u32 row;  // of out
+        u32 row;  // in out
         Number number;
     };
 
@@ -104,19 +104,19 @@ struct Listed {
     }
 };
 
-// gate * sigmoid(alpha * gate) * (up + beta), in FP32; NaN comes through. Where the power is infinite, the sigmoid is 0.
+// Computes gate * sigmoid(alpha * gate) * (up + beta) in FP32; NaN comes through. Infinite powers make the sigmoid 0.
 __device__ __forceinline__ float silu_mul(float gate, float up, const CastParams& params) {
     const float sigmoid = ptx::rcp_approx(1.0f + ptx::ex2_approx(gate * params.sigmoid_factor));
     return gate * sigmoid * (up + params.beta);
 }
 
-// The same of clamped inputs.
+// Computes silu_mul with clamped inputs.
 __device__ __forceinline__ float limited_silu_mul(float gate, float up, const CastParams& params) {
     gate = ptx::min_nan(gate, params.limit);
     return silu_mul(gate, ptx::max_nan(ptx::min_nan(up, params.limit), -params.limit), params);
 }
 
-// silu_mul of the two halves of a row of x. Its approximations leave no bits to keep, so none are spent on quotients.
+// Source: silu_mul over the two halves of a row of x. It is approximate, so quotients need no exact rounding.
 template <typename Format, int lanes>
 struct SiluMul {
     using Rows = LivingRows;
@@ -124,7 +124,7 @@ struct SiluMul {
     static constexpr bool divides = false;
 
     struct Place {
-        u32 row;  // of x and of out
+        u32 row;  // in x and in out
     };
 
     static __device__ __forceinline__ Place find(const CastParams&, u32 row) { return {row}; }

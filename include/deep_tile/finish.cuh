@@ -1,21 +1,20 @@
-// What becomes of a tile's sums before their activation (activation.cuh): scales of rows, and the bias of each column.
+// Scales of rows and the bias: applied to accumulators before their activation (activation.cuh).
 //
-//   for kinds            scales                     bias
-//   with promotion       -                          sums begin with it
-//   without              -                          KeepBias: requested while the first WGMMAs run
-//   with scales of rows  ScaleRows: likewise        added at the end, for want of registers
-//   with both            ScaleRowsLate: at the end  likewise
+//   kind              scales                                            bias
+//   with promotion    -                                                 added first: accumulators begin with it
+//   without           -                                                 KeepBias: loaded during the first WGMMAs
+//   with row scales   ScaleRows: loaded during the first WGMMAs         added at the end, for want of registers
+//   with both         ScaleRowsLate: at the end                         added at the end, for want of registers
 //
-// A block that has a part of K adds the bias to its share of the columns, when the sums are those of all parts. So it
-// scales them where they are sums of integers, which stay exact until then.
+// Under split K, a CTA adds the bias to its share of the columns once all K parts are summed, and also scales integer
+// sums there, which stay exact until then.
 #pragma once
 
 #include "output.cuh"
 
 namespace deep_tile {
 
-// How far the scales of a tile's group lie from those of all groups, in elements, and its rows among them from those of
-// `out`.
+// Offsets to a tile's group: in elements to its scales, and from its rows in `out` to its rows among the scales.
 struct GroupScales {
     u32 a, b;
     int rows;
@@ -37,13 +36,12 @@ struct AsTheyAre {
                                           int = 0) const {}
 };
 
-// Scales are requested while the tile's first WGMMAs run, and then lie in registers, of which tiles without temporaries
-// have some to spare. A stride of 0 makes one scale of all. Rows and columns beyond the matrix take the last scale there
-// is: they are never stored.
+// Row scales, loaded during the tile's first WGMMAs into registers, which tiles without temporaries can spare. A stride
+// of 0 repeats one scale. Rows and columns beyond the matrix take the last scale: they are never stored.
 template <GemmConfig config, int width = config.mma_n>
 class ScaleRows {
    public:
-    // Of the sums of one warpgroup, whose first row and column these are, in `width` columns.
+    // Loads the scales for one warpgroup, whose first element is at `row` and `column`, and `width` columns.
     __device__ __forceinline__ void begin(const GemmParams& params, int row, int column, GroupScales group) {
         const u32 thread = threadIdx.x % warpgroup_threads;
         row += group.rows + thread / warp_threads * 16 + thread % warp_threads / 4;
@@ -73,12 +71,12 @@ class ScaleRows {
     }
 
    private:
-    static constexpr int columns = width / 4;  // of this thread, two in each eight
+    static constexpr int columns = width / 4;  // per thread, two in each eight
     float row_[2 * config.chunks_m], column_[columns];
 };
 
-// The same where scales have no registers before all of K is added up, beside temporaries, and then for one WGMMA's
-// columns at a time.
+// Row scales beside promotion: temporaries leave no registers until all of K is summed, so scales are loaded then, for
+// one WGMMA's columns at a time.
 template <GemmConfig config>
 struct ScaleRowsLate : AsTheyAre<config> {
     __device__ __forceinline__ void apply(const GemmParams& params, Accumulators<config>& sums, int row, int column,
@@ -92,7 +90,7 @@ struct ScaleRowsLate : AsTheyAre<config> {
     }
 };
 
-// A number of the bias as it lies in memory, and its value.
+// Bits of a number in the bias, and its value.
 template <GemmConfig config>
 using BiasBits = typename Conditional<config.bias_format == Format::fp32, u32, u16>::type;
 
@@ -108,15 +106,15 @@ __device__ __forceinline__ float bias_value(BiasBits<config> bits) {
     }
 }
 
-// Of the columns 8i and 8i + 1 from `column` on (plus 2 * (lane % 4)), by i / 2 and i % 2. Beyond the matrix it is the last
-// one's, which is never stored.
+// Bits of the bias in columns 8i and 8i + 1 from `column` on (plus 2 * (lane % 4)), by i / 2 and i % 2. Columns beyond
+// the matrix, which are never stored, take the last one's.
 template <GemmConfig config>
 __device__ __forceinline__ BiasBits<config> bias_bits(const GemmParams& params, int column, int i) {
     const u32 at = min(column + int(threadIdx.x % 4) * 2 + i / 2 * 8 + i % 2, params.n - 1);
     return ptx::ld_global(static_cast<const BiasBits<config>*>(params.bias) + at * params.bias_stride);
 }
 
-// Adds the bias, requested as scales of rows are. Two numbers of 16 bits share a register: else tiles of 128x256 spill.
+// Keeps the bias in registers, loaded as row scales are. Two 16-bit numbers share one: otherwise 128x256 tiles spill.
 template <GemmConfig config>
 class KeepBias {
    public:
@@ -148,17 +146,17 @@ using Unscaled = typename Conditional<config.keeps_bias(), KeepBias<config>, AsT
 template <GemmConfig config>
 using RowScaled = typename Conditional<config.block_sets == 0, ScaleRows<config>, ScaleRowsLate<config>>::type;
 
-// What a block does to the sums of its K.
+// Step that a CTA applies to the sums over its K.
 template <GemmConfig config>
 using Scaled =
     typename Conditional<config.row_scales && !config.keeps_integers(), RowScaled<config>, Unscaled<config>>::type;
 
-// What it does to its share of the columns, when the sums are those of all parts of K.
+// Step that a CTA applies to its share of the columns, once all K parts are summed.
 template <GemmConfig config>
 using ShareScaled = typename Conditional<config.row_scales && config.keeps_integers(),
                                          ScaleRows<config, config.columns_per_part>, AsTheyAre<config>>::type;
 
-// Makes the bias what is added to; the tile's first column is `column`.
+// Initialises accumulators with the bias; the tile's first column is `column`.
 template <GemmConfig config>
 __device__ __forceinline__ void begin_with_bias(const GemmParams& params, Accumulators<config>& sums, int column) {
 #pragma unroll
@@ -171,7 +169,7 @@ __device__ __forceinline__ void begin_with_bias(const GemmParams& params, Accumu
     }
 }
 
-// To columns [first, first + count) of a tile whose first is `column`, where it was not there from the beginning.
+// Adds the bias to columns [first, first + count) of a tile that begins at `column`, unless sums began with it.
 template <GemmConfig config>
 __device__ __forceinline__ void add_bias(const GemmParams& params, Accumulators<config>& sums, int column, int first,
                                          int count) {
@@ -182,7 +180,7 @@ __device__ __forceinline__ void add_bias(const GemmParams& params, Accumulators<
 #pragma unroll
             for (int row = 0; row < 2 * config.chunks_m; ++row) {
                 float& sum = (&sums[row / 2][0][0])[i / 2 * 4 + row % 2 * 2 + i % 2];
-                sum = __fadd_rn(sum, bias);  // rounded by itself in every kernel, not with the scale in some
+                sum = __fadd_rn(sum, bias);  // rounded by itself in every kernel, never fused with the scale
             }
         }
     }

@@ -1,4 +1,4 @@
-// Formats of what is cast to FP8, and its scales: what the casts (quantize.cuh) compute with.
+// Number formats and scales for the casts to FP8 (quantize.cuh).
 #pragma once
 
 #include "arithmetic.cuh"
@@ -6,21 +6,21 @@
 
 namespace deep_tile::ptx {
 
-// The larger of two unsigned halves, twice: "max".
+// Maximum of two pairs of unsigned halves: "max".
 __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
     u32 larger;
     asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
     return larger;
 }
 
-// Two products of BF16 numbers, rounded.
+// Multiplies two pairs of BF16 numbers, rounded.
 __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
     u32 products;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(products) : "r"(a), "r"(b));
     return products;
 }
 
-// 1 / x, rounded: what __frcp_rn does for it, without asking whether x is below 2^-126 or beyond 2^126.
+// Computes 1 / x, rounded, as __frcp_rn does, without its tests for x below 2^-126 or beyond 2^126.
 __device__ __forceinline__ float normal_reciprocal(float x) {
     float reciprocal;
     asm("{\n"
@@ -35,7 +35,7 @@ __device__ __forceinline__ float normal_reciprocal(float x) {
     return reciprocal;
 }
 
-// Two floats to packed e4m3, round to nearest even; `low` in bits 0 to 7.
+// Converts two floats to packed e4m3, round to nearest even; `low` in bits 0 to 7.
 __device__ __forceinline__ u16 cvt_rn_satfinite_e4m3x2(float high, float low) {
     u16 packed;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
@@ -46,12 +46,12 @@ __device__ __forceinline__ u16 cvt_rn_satfinite_e4m3x2(float high, float low) {
 
 namespace deep_tile {
 
-// Quotients by scales below `tiny_scale` have remainders that FP32 does not hold. Both numbers are first multiplied by
-// `tiny_factor`, which changes no bit of a mantissa.
+// Quotients by scales below `tiny_scale` have remainders that FP32 cannot hold. Both numbers are first multiplied by
+// `tiny_factor`, which changes no mantissa bit.
 constexpr float tiny_scale = 0x1p-80f, tiny_factor = 0x1p64f;
 
-// Formats of x: what a word of one or two elements holds. Magnitudes are compared as integers, which orders finite
-// values, infinity and NaN, in this order; so NaN comes through. `raised` is of a word in a block with a tiny scale.
+// Formats of x: how a word holds one or two elements. Magnitudes are compared as integers, which orders finite values,
+// infinity and NaN, in this order; so NaN comes through. `raised` multiplies a word by tiny_factor, for tiny scales.
 
 struct Halves {
     using Bits = u16;
@@ -70,7 +70,7 @@ struct BFloat16 : Halves {
 
 struct Float16 : Halves {
     static __device__ __forceinline__ float value(u16 bits) { return ptx::cvt_f32_f16(bits); }
-    static __device__ __forceinline__ u32 raised(u32 word) { return word; }  // of zeros: others are 2^-24 at least
+    static __device__ __forceinline__ u32 raised(u32 word) { return word; }  // zeros: others are 2^-24 at least
 };
 
 struct Float32 {
@@ -82,15 +82,15 @@ struct Float32 {
     static __device__ __forceinline__ u32 raised(u32 word) { return __float_as_uint(value(word) * tiny_factor); }
 };
 
-// Four codes, of the first float in bits 0 to 7.
+// Packs four codes, the first float in bits 0 to 7.
 __device__ __forceinline__ u32 pack_e4m3(const float (&x)[4]) {
     return u32(ptx::cvt_rn_satfinite_e4m3x2(x[3], x[2])) << 16 | ptx::cvt_rn_satfinite_e4m3x2(x[1], x[0]);
 }
 
-// x / divisor, given 1 / divisor rounded, and that once more as `correction`: rounded as IEEE wants it, by Markstein's
-// correction of the rounded product, good where nothing underflows. A quarter of the instructions of `/`. Where
-// `correction` is 0, it is that product: an argument, which costs nothing where the other way is taken. The remainder is
-// taken the other way round, so that of zero it is +0, and -0 less it is -0.
+// Divides x by divisor, given 1 / divisor, rounded, and the same again as `correction`. Markstein's correction rounds
+// the product as IEEE requires, if nothing underflows, in a quarter of the instructions of `/`. With `correction` 0 the
+// result is the plain product; as an argument this choice costs the corrected path nothing. The remainder is negated,
+// so that for zero it is +0, and -0 less it is -0.
 __device__ __forceinline__ float divide(float x, float divisor, float reciprocal, float correction) {
     const float quotient = x * reciprocal;
     return fmaf(-fmaf(divisor, quotient, -x), correction, quotient);
@@ -99,7 +99,7 @@ __device__ __forceinline__ float divide(float x, float divisor, float reciprocal
 struct Scale {
     __device__ __forceinline__ bool is_tiny() const { return value < tiny_scale; }
 
-    // Of raised elements.
+    // Returns the scale for raised elements.
     __device__ __forceinline__ Scale raised() const {
         return {value * tiny_factor, reciprocal * (1 / tiny_factor), correction * (1 / tiny_factor)};
     }
@@ -111,9 +111,9 @@ __device__ __forceinline__ float divide(float x, const Scale& scale) {
     return divide(x, scale.value, scale.reciprocal, scale.correction);
 }
 
-// From the magnitude, as the bits of a float, of a block's largest element. Infinity counts as NaN. Of a cast's params, or a
-// product's, whose floor is 448 * 2^-126 at least: no scale is below 2^-126, and amax less 448 times a quotient near that
-// is a multiple of 2^-143, so that nothing is lost.
+// Makes a block's scale from the bits of its largest magnitude. Infinity counts as NaN. `params` belong to a cast or a
+// GEMM, whose floor is 448 * 2^-126 at least: no scale is below 2^-126, and amax less 448 times a quotient near that is
+// a multiple of 2^-143, so that nothing is lost.
 template <typename Params>
 __device__ __forceinline__ Scale make_scale(u32 magnitude, const Params& params) {
     constexpr float fp8_max = 448.0f, one_448th = 1.0f / fp8_max;  // 448 is 1.75 * 2^8
@@ -122,7 +122,7 @@ __device__ __forceinline__ Scale make_scale(u32 magnitude, const Params& params)
     const u32 bits = amax < infinity ? amax : nan;
     float value = divide(__uint_as_float(bits), fp8_max, one_448th, params.correction * one_448th);
     if (params.pow2_scale && bits < infinity) {
-        // 2^8 less than amax without its mantissa, and twice that if the mantissa is beyond that of 1.75, 0x600000.
+        // 2^8 less than amax without its mantissa, doubled if the mantissa exceeds that of 1.75, 0x600000.
         value = __uint_as_float(((bits + 0x1fffff) & infinity) - (8 << 23));
     }
     const float reciprocal = ptx::normal_reciprocal(value);

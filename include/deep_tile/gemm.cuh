@@ -1,32 +1,31 @@
-// The kernel: persistent, warp-specialised FP8 GEMM with block scales. codegen.py makes the entry, which calls gemm.
+// GEMM kernel: persistent, warp-specialised, FP8 with block scales. codegen.py generates the entry, which calls gemm().
 //
 // out[m, n] = sum over K blocks of a_scale[m, block] * b_scale[n / 128, block] * (a[m, block] . b[n, block])
 //
-//   who                          does                                            per stage
-//   producer warpgroup, warp 0   makes full barriers; TMA: a, b tiles -> stage   waits empty, expects bytes on full
-//   up to 3 more of its warps    cp.async: a and b scales -> stage, in turn      wait empty, arrive on full
-//   its other warps, if it may   TMA: output boxes -> out                        wait boxes full, arrive on empty
-//   math warpgroup 0 (and 1)     WGMMA, promotion; per tile its rows' epilogue   waits full, arrives on empty
+//   role                          work                                           per stage
+//   operand warp (producer 0)     inits full mbarriers; TMA loads a, b           waits empty, expects bytes on full
+//   scale warps, up to 3          cp.async copies a, b scales, a stage each      wait empty, arrive on full
+//   store warps, if any are left  TMA-store output boxes                         wait boxes full, arrive boxes empty
+//   math warpgroups 0 (and 1)     WGMMA, FP32 promotion; epilogue, own rows      wait full, arrive on empty
 //
-//   barrier      waited for by         arrivals                                      completes when
-//   full[s]      math warpgroups       1 operand lane + any 32 scale lanes, and      stage s holds a, b and their
-//                                      TMA's bytes (some of a, b sent by the peer)   scales
-//   empty[s]     the producer warps    every math thread, and 1 per math warp of     nobody reads stage s any more,
-//                                      the multicast peer                            here or in the peer
-//   column full  math warpgroups       1 operand lane, and TMA's bytes               a K block of a resident b is there
-//   column empty the operands' warp    every math thread, in a column's last tile    nobody reads that K block any more
-//   boxes full   a store warp          a math warpgroup's threads                    its output boxes are written
-//   boxes empty  a math warpgroup      its store warp's threads                      their buffers have been read
-//   own          a math warpgroup      its threads, where they store boxes           a box is written; is free
-//                                      together themselves
-//   turn         a math warpgroup      the other one's threads                       that has begun its WGMMAs
-//   apart        math warpgroup 1      the threads of math warpgroup 0               that has multiplied its tile
-//   all          all but the operands' every thread, once                            the barriers exist; in a cluster,
-//                warp                                                                in all its blocks
-//   others       the operands' warp    math warp 0                                   all but the full ones exist, where
-//                                                                                    there is no cluster
+//   barrier       waited for by         arrivals                                 completes when
+//   full[s]       math warpgroups       1 operand lane + 32 lanes of a scale     stage s holds a, b and their scales
+//                                       warp + TMA bytes (some from the peer)
+//   empty[s]      producer warps        every math thread, and 1 per math warp   no reader needs stage s any more,
+//                                       of the multicast peer                    here or in the peer
+//   column full   math warpgroups       1 operand lane + TMA bytes               a K block of a resident b has landed
+//   column empty  operand warp          every math thread, in a column's last    no reader needs that K block any more
+//                                       tile
+//   boxes full    a store warp          a math warpgroup's threads               its output boxes are written
+//   boxes empty   a math warpgroup      its store warp's threads                 their buffers have been read
+//   own           a math warpgroup      its threads, if they store boxes         a box is written; a buffer is free
+//                                       together without a store warp
+//   turn          a math warpgroup      the other one's threads                  the other has issued its WGMMAs
+//   apart         math warpgroup 1      math warpgroup 0's threads               warpgroup 0 has multiplied its tile
+//   all           all but operand warp  every thread, once                       mbarriers exist, cluster-wide
+//   others        operand warp          math warp 0 (only without a cluster)     all but the full mbarriers exist
 //
-// Where all K blocks of a tile's `b` have room, it may stay while the block works down a column of tiles: stages then
+// If all K blocks of a tile's `b` fit, they may stay resident while the CTA works down a column of tiles: stages then
 // hold `a` and scales only (GemmConfig.resident_b).
 #pragma once
 
@@ -38,9 +37,9 @@
 
 namespace deep_tile {
 
-// All of this block's tiles: one at least, grid_size of schedule.py sees to it, unless they are groups'. Where a tile is,
-// is worked out behind its first WGMMAs if these need not wait, and else before it: in the other order ptxas promotes the
-// blocks of 128x224 so that it takes 1 to 7 % longer (H200, 2026-11-22).
+// Consumes every tile assigned to this CTA: at least one in a dense grid (grid_size in schedule.py), perhaps none with
+// groups. Tile coordinates are computed after the tile's first WGMMAs are issued if these need not wait, otherwise
+// before: the opposite order makes ptxas promote 128x224 1 to 7 % slower (H200, 2026-11-22).
 template <GemmConfig config>
 __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
     MainLoop<config> loop(params, smem, warpgroup);
@@ -65,7 +64,7 @@ __device__ __forceinline__ void consume(const GemmParams& params, SharedStorage<
         } else {
             loop.clear(sums);
         }
-        if constexpr (config.pairs) pin(sums[0][0]);  // else ptxas clears them in each loop: 3 to 5 KB
+        if constexpr (config.pairs) pin(sums[0][0]);  // otherwise ptxas clears them in each loop: 3 to 5 KB
         if constexpr (config.store_chunks > 1) {
             loop.multiply(sums, tile.out_column(), left > 1, [&](int chunk) { epilogue.store_chunk(sums, chunk, tile); });
             epilogue.store_chunk(sums, config.store_chunks - 1, tile);
@@ -102,7 +101,7 @@ __device__ __forceinline__ void finish_part(const GemmParams& params, SplitReduc
     }
 }
 
-// As consume(), each tile's sums being those of the whole cluster.
+// Consumes every tile assigned to this CTA under split K: a tile's accumulators are summed over the cluster.
 template <GemmConfig config>
 __device__ __forceinline__ void consume_split(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
     MainLoop<config> loop(params, smem, warpgroup);
@@ -133,11 +132,11 @@ __device__ __forceinline__ void consume_split(const GemmParams& params, SharedSt
     epilogue.drain();
 }
 
-// Whether the successor's blocks may start when this launch has waited for its predecessor (not before that, so that
-// whoever starts finds the predecessor done, as after a launch that waited itself), and not when the tiles are stored.
-// They take SMs in the order in which these become free, so that neighbours in the raster run far from each other, and
-// what they share comes later: in chains nine shapes of 128 <= m <= 512 take 3 % less if they start late, up to 10 %.
-// Where there is one row of tiles, which share no `b`, it costs 2 %; tiles of two chunks lose 1 % (H200, 2026-11-22).
+// Returns whether dependent launches may start as soon as this launch has waited for its predecessor (never sooner, so
+// that they find the predecessor complete, as after a launch that waited itself), or only after the tiles are stored.
+// Successor CTAs take SMs in the order these become free, so raster neighbours run far apart and shared data arrives
+// later: in chains, nine shapes with 128 <= m <= 512 take 3 % less with a late start, up to 10 %. With one row of
+// tiles, which share no `b`, a late start costs 2 %; with two-chunk tiles, 1 % (H200, 2026-11-22).
 template <GemmConfig config>
 __device__ __forceinline__ bool starts_successor_early(const GemmParams& params) {
     return config.chunks > 1 || params.m <= config.block_m;
@@ -154,7 +153,7 @@ __device__ __forceinline__ SharedStorage<config>& shared_storage() {
     return *static_cast<SharedStorage<config>*>(smem);
 }
 
-// This thread's, from lane 0, so that the compiler knows it as uniform: branches and WGMMA descriptors that depend on it
+// Warp index, broadcast from lane 0 so that the compiler knows it as uniform: dependent branches and WGMMA descriptors
 // then live in uniform registers (946 -> 1226 TFLOPS for 128x192; H200, 2026-11-21).
 __device__ __forceinline__ int own_warp() { return __shfl_sync(0xffffffff, threadIdx.x / warp_threads, 0); }
 
@@ -171,10 +170,10 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
 
     const int warp = own_warp();
     constexpr int first_producer = config.math_warpgroups * warpgroup_threads / warp_threads;
-    // Before anything that waits for math warps, which wait for these registers.
+    // setmaxnreg.dec precedes every wait for math warps, which themselves wait for these registers.
     if (config.math_warpgroups == 2 && warp >= first_producer) ptx::setmaxnreg_dec<config.producer_registers>();
     if (threadIdx.x == 0) prefetch_maps<config>(params);
-    // Here and not among the producers' loops: the way to the first request is one straight line from the entry.
+    // First requests stay outside the producer loops, so the path from the entry to them is one straight line.
     int requested = 0;
     const bool requests_operands = warp == first_producer;
     if (requests_operands) {
@@ -190,9 +189,9 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
         if (copies_scales) scales_requested = request_first_scales<config>(params, smem, scale_warp);
     }
     await_barriers<config>(requests_operands);
-    // ptxas puts what comes after `else` first. Code arrives in that order while a launch begins, 20 ns for each KB, and
-    // the producers' loops are wanted before the math warps', which wait for them: m <= 128 takes 0.35 % less, 128x144
-    // 0.6 to 1 %, 128x256 0.4 % (H200, 2026-11-22).
+    // Producers stand in the `else` branch, because ptxas places it first. Code arrives in that order as a launch
+    // begins, 20 ns per KB, and the producer loops are needed before the math loops, which wait for them: m <= 128
+    // takes 0.35 % less, 128x144 0.6 to 1 %, 128x256 0.4 % (H200, 2026-11-22).
     if (warp < first_producer) {
         if constexpr (config.math_warpgroups == 2) ptx::setmaxnreg_inc<config.math_registers>();
         ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`

@@ -1,22 +1,21 @@
-// Schedulers of grouped products: which tile of which group comes next.
+// Grouped tile schedulers: which tile from which group comes next.
 //
-//   layout   what lies in group g                   where                                              bounds[g]
-//   offs     rows of `a` and `out`                  from bounds[g - 1], rounded up to the alignment,   the row behind the
-//                                                   to bounds[g]                                       group's last
-//   counts   the same                               from g times their stride on, bounds[g] of the     how many; without:
-//                                                   params.m                                           all
-//   k_offs   columns of `a` and `b`, of K; its out  as rows by offs; a whole K block is the smallest   the column behind
-//            is of its own                          alignment                                          the group's last
+//   layout   contents of group g                  begins at                                    bounds[g]
+//   offs     rows of `a` and `out`                bounds[g - 1], rounded up to the alignment   end row
+//   counts   rows of `a` and `out`                g times the stride of groups                 row count, params.m at
+//                                                                                              most; without: params.m
+//   k_offs   K columns of `a` and `b`; each       as offs; the smallest alignment is a K       end column
+//            group has its own `out`              block
 //
-// Bounds are read on the device, by whole warps, and may hold anything: they are cut to what the tensors have.
+// Bounds are read on the device, by whole warps, and may hold anything: they are clamped to the tensors.
 #pragma once
 
 #include "tiles.cuh"
 
 namespace deep_tile {
 
-// A tile of one group of rows. Rows of `out` from `end` on are not the group's. Its rows of `b` begin at `b`, or, where
-// these are adjacent, at `column`, and its K at `first_k`.
+// Tile of a row group. Rows of `out` from `end` on are not the group's. Its rows of `b` begin at `b`, or, for an
+// MN-major `b`, at `column`, and its K begins at `first_k`.
 struct GroupTile {
     int group, a, scale, b, first_k, out, end, column;
     bool valid;
@@ -27,7 +26,7 @@ struct GroupTile {
     __device__ __forceinline__ int b_row() const { return b; }
 };
 
-// A tile of one group along K, of the K blocks that are the group's.
+// Tile of a K group, with the group's K blocks.
 struct KGroupTile {
     int row, column, out, end, first_step, steps;
     bool valid;
@@ -38,12 +37,12 @@ struct KGroupTile {
     __device__ __forceinline__ int b_row() const { return column; }
 };
 
-// Persistent: cluster c of C takes cluster tiles c, c + C, c + 2C, ... of all groups, one group after the other. Within a
-// group the raster is RasterScheduler's. A warp looks at 32 groups at a time, a lane at each. Of more groups it makes a
-// survey first, in which each lane adds up a 32nd of them: it then looks only where its tiles are, so that 256 groups take
-// two looks and not eight, of 0.7 us each (H100, 2026-11-25). Groups along K have no survey: each has many tiles, and
-// its code would not fit what a launch brings along. All that depends on a group comes from votes, sums and the first
-// lane, so that the compiler knows it as uniform.
+// Persistent walk: cluster c of C takes cluster tiles c, c + C, c + 2C, ... of all groups, one group after the other,
+// in RasterScheduler's raster within a group. A warp inspects 32 groups at a time, one per lane. With more groups it
+// first makes a survey, in which each lane sums up a 32nd of them, and then inspects only the groups that hold its
+// tiles: 256 groups take two looks and not eight, at 0.7 us each (H100, 2026-11-25). K groups have no survey: each has
+// many tiles, and its code would exceed what a launch brings along. Group-dependent values come from votes, sums and
+// the first lane, so that the compiler knows them as uniform.
 template <GemmConfig config>
 class GroupWalk {
    public:
@@ -57,19 +56,19 @@ class GroupWalk {
         }
     }
 
-    // This block's tiles, before the first: none where groups have fewer than there are blocks.
+    // Counts this CTA's tiles, before the first: 0 is possible if groups have fewer tiles than there are CTAs.
     __device__ __forceinline__ int count() const {
         const int left = all_tiles() - static_cast<int>(blockIdx.x / config.cluster());
         return left > 0 ? ceil_div(left, gridDim.x / config.cluster()) : 0;
     }
 
    protected:
-    // Number `within` of the tiles of a group, which has `length` rows, or columns of K, from `begin` on.
+    // Tile number `within` of a group with `length` rows, or columns of K, from `begin` on.
     struct Found {
         int group, begin, length, within;
     };
 
-    // Turns to this block's next tile, if there is one.
+    // Moves to this CTA's next tile; returns false if there is none.
     __device__ __forceinline__ bool turn(Found& found) {
         position_ += gridDim.x / config.cluster();
         while (position_ >= tiles_) {
@@ -82,13 +81,13 @@ class GroupWalk {
         return true;
     }
 
-    // Rows and columns of cluster tiles.
+    // Coordinates in cluster tiles.
     struct Place {
         int row, column;
     };
 
-    // Of number `within` of a group's: the raster descends some rows of them, of which there are `height`, before it steps
-    // along n.
+    // Locates tile `within` of a group with `height` rows of cluster tiles: the raster descends a panel of rows before
+    // it steps along n.
     __device__ __forceinline__ Place place(int height, int within) const {
         const int panel_rows = 1 << (params_.raster_rows_log2 - config.cluster_m / 2);
         int first_row = 0;
@@ -112,7 +111,7 @@ class GroupWalk {
         return __shfl_sync(all_lanes, __shfl_sync(all_lanes, value, lane), 0);
     }
 
-    // The largest, or the sum, of this lane's and those before it.
+    // Inclusive scan over lanes: the largest value, or the sum.
     template <bool largest>
     static __device__ __forceinline__ int scan(int value) {
         const int lane = threadIdx.x % warp_threads;
@@ -124,10 +123,10 @@ class GroupWalk {
         return value;
     }
 
-    // Of tiles.
+    // Tile columns.
     __device__ __forceinline__ int columns() const { return ceil_div(params_.n, config.block_n * config.cluster_n); }
 
-    // A group along K has all tiles, unless it has no K and nothing is to be added; no group is shorter than that.
+    // Counts a group's tiles. K groups have all, unless K is empty and the kernel accumulates; length -1 is no group.
     __device__ __forceinline__ int tiles_of(int length) const {
         if constexpr (config.by_k) {
             const int shortest = config.accumulate ? 1 : 0;
@@ -148,11 +147,11 @@ class GroupWalk {
         return all.tiles_;
     }
 
-    // Of a survey.
+    // Groups per lane in a survey.
     __device__ __forceinline__ int groups_per_lane() const { return ceil_div(params_.groups, warp_threads); }
 
-    // Where a group ends that begins behind `last_end` at the earliest. An end before that is taken for it, so that groups
-    // do not overlap.
+    // End of a group that begins at `last_end` or later. A smaller bound counts as `last_end`, so that groups do not
+    // overlap.
     __device__ __forceinline__ int end_of(int group, int last_end) const {
         const int most = config.by_k ? params_.k : params_.m;
         return group < params_.groups ? max(min(params_.bounds[group], most), last_end) : last_end;
@@ -162,19 +161,19 @@ class GroupWalk {
         return (last_end + params_.alignment - 1) & -params_.alignment;
     }
 
-    // Of a group between two ends, or of none.
+    // Length of a group between two ends; -1 for lanes past the last K group.
     __device__ __forceinline__ int length_between(int group, int last_end, int end) const {
         if (config.by_k && group >= params_.groups) return -1;
         return max(end - begin_behind(last_end), 0);
     }
 
-    // Of a group that has rows of its own.
+    // Row count of a group with its own buffer (layout counts).
     __device__ __forceinline__ int counted(int group) const {
         if (group >= params_.groups) return 0;
         return params_.bounds == nullptr ? params_.m : min(max(params_.bounds[group], 0), params_.m);
     }
 
-    // Adds up the groups of each lane. Those of offsets are read twice: a group's tiles depend on all ends before it.
+    // Sums up each lane's groups. Offsets are read twice: a group's tiles depend on all ends before it.
     __device__ __forceinline__ void survey() {
         const int lane = threadIdx.x % warp_threads, own = groups_per_lane(), first = lane * own;
         int tiles = 0;
@@ -198,7 +197,7 @@ class GroupWalk {
         survey_last_ = scan<false>(tiles);
     }
 
-    // Turns to groups that have this block's next tile, or lie before one that has; false where none has it.
+    // Moves towards the group with this CTA's next tile; returns false if no group has it.
     __device__ __forceinline__ bool look_ahead() {
         const int next = first_group_ + warp_threads;
         if (!has_survey()) {
@@ -217,7 +216,7 @@ class GroupWalk {
         return true;
     }
 
-    // Turns to the groups from `group` on, of which each lane takes one.
+    // Loads the groups from `group` on, one per lane.
     __device__ __forceinline__ void look_at(int group) {
         first_group_ = group;
         group += threadIdx.x % warp_threads;
@@ -236,23 +235,23 @@ class GroupWalk {
         tiles_ = __shfl_sync(all_lanes, last_, warp_threads - 1);
     }
 
-    // Exact for a divisor of at most 16 and as many columns as plan.py lets through: a half keeps the quotient away from
-    // integers by more than the three roundings, and a division takes some hundred clocks.
+    // Divides exactly, for divisors up to 16 and as many columns as plan.py admits: the half keeps the quotient away
+    // from integers by more than the three roundings. A division takes about a hundred clocks.
     static __device__ __forceinline__ int divide(int dividend, int divisor) {
         return __float2int_rz((dividend + 0.5f) * __frcp_rn(static_cast<float>(divisor)));
     }
 
-    int position_;                     // among all cluster tiles; a step before the first to begin with
-    int first_group_ = -warp_threads;  // of those looked at
-    int tiles_ = 0;                    // of these and all before them
-    int end_ = 0;                      // of the last of them
-    int begin_, length_;               // of this lane's group
-    int last_;                         // of its tiles, among all: the one behind
-    int survey_end_ = 0;               // of this lane's groups in the survey: where they end
-    int survey_last_;                  // of their tiles, among all: the one behind
+    int position_;                     // among all cluster tiles; initially a step before the first
+    int first_group_ = -warp_threads;  // first group inspected
+    int tiles_ = 0;                    // tiles in these groups and all before
+    int end_ = 0;                      // end of the last group inspected
+    int begin_, length_;               // this lane's group
+    int last_;                         // one past this lane's last tile, among all
+    int survey_end_ = 0;               // survey: end of this lane's groups
+    int survey_last_;                  // survey: one past their last tile, among all
 };
 
-// Groups of rows.
+// M-grouped scheduler.
 template <GemmConfig config>
 class GroupScheduler : public GroupWalk<config> {
    public:
@@ -282,7 +281,7 @@ class GroupScheduler : public GroupWalk<config> {
     }
 };
 
-// Groups along K. One without K, whose tiles are to be zeros, has one K block behind the last, which TMA fills with zeros.
+// K-grouped scheduler. A group with empty K, whose tiles become zeros, gets one K block past the end: TMA zero-fills.
 template <GemmConfig config>
 class KGroupScheduler : public GroupWalk<config> {
    public:
@@ -309,7 +308,7 @@ class KGroupScheduler : public GroupWalk<config> {
         return recorded(tile);
     }
 
-    // K blocks of the tile that was given last.
+    // K blocks in the latest tile.
     __device__ __forceinline__ int steps() const { return steps_; }
 
    private:

@@ -1,29 +1,29 @@
-// The main loops: how a math warpgroup turns the stages of a tile into sums. MainLoop, at the end, chooses one.
+// Main loops: how a math warpgroup turns a tile's stages into accumulators. MainLoop, at the end, selects one.
 //
-//   loop      tiles of                    K blocks
-//   InTurn    one WGMMA per warpgroup     are multiplied, then promoted; the warpgroups take turns
-//   InChunks  several WGMMAs              the same for each WGMMA; the stage is given back after the last
-//   Ahead     two sets of temporaries     are multiplied while the one before is promoted
-//   Pairs     two sets, and as many       the same, two by two, with a loop for each place of the tile's scales
-//             loops as its scales need
-//   Accumulate kinds without promotion    are multiplied into the tile's sums, one behind the other
+//   loop        tiles                        K blocks
+//   InTurn      one WGMMA per warpgroup      multiplied, then promoted; the warpgroups take turns
+//   InChunks    several WGMMAs (chunks)      multiplied, then promoted, by chunk; the last one releases the stage
+//   Ahead       two sets of temporaries      multiplied while the previous one is promoted
+//   Pairs       two sets, a copy per         multiplied while the previous one is promoted, two per iteration
+//               alignment of the scales
+//   Accumulate  kinds without promotion      accumulated by WGMMA, one behind the other
 //
-// What stands between two WGMMAs of a warpgroup is time in which only the other one feeds the tensor cores. So, where
-// registers allow, a K block is multiplied while the one before is promoted: 3 % for 128x128, more where there is one
-// math warpgroup only. Wider tiles at least await the next stage and read its scales while a WGMMA of this stage runs:
-// 2 % at k = 2048, 5 % at 16384 (H200, 2026-11-21).
+// Between two WGMMAs in one warpgroup, only the other warpgroup feeds the tensor cores. If registers allow, a K block
+// is therefore multiplied while the previous one is promoted: 3 % for 128x128, more with only one math warpgroup. Wider
+// tiles at least await the next stage and read its scales during a WGMMA of this one: 2 % at k = 2048, 5 % at 16384
+// (H200, 2026-11-21).
 //
-// The tensor cores serve warpgroups whose WGMMAs are under way at the same time instruction by instruction. Two that
-// begin together end together, and promote together: 128x192 then takes 1013 clocks per K block, where one begins when
-// the other is half way 775, and chance decides. So they take turns: one begins when the other has begun. Tiles of two
-// chunks do not, whose WGMMAs are no longer than what stands between them: 3 to 5 % slower (H200, 2026-11-21).
+// Tensor cores interleave concurrent WGMMAs from two warpgroups, instruction by instruction. Warpgroups that issue
+// together end and promote together: 128x192 then takes 1013 clocks per K block, but 775 if one issues halfway through
+// the other, and chance decides. So they take turns: one issues after the other has issued. Two-chunk tiles take none,
+// because their WGMMAs are no longer than the gaps between them: turns would be 3 to 5 % slower (H200, 2026-11-21).
 #pragma once
 
 #include "accumulate.cuh"
 
 namespace deep_tile {
 
-// f(Constant<value>{}) for a value from `first` to first + count - 1.
+// Calls f(Constant<value>{}) for a value from `first` to first + count - 1.
 template <int value>
 struct Constant {};
 
@@ -38,13 +38,13 @@ __device__ __forceinline__ void with_constant(int value, Function f) {
     }
 }
 
-// Whether a stage that has been multiplied is given back before its promotion. One math warpgroup gains 0.6 to 0.8 % with
-// 256 of K per stage. Of two, 128x112 and 128x128 lose 0.3 % by it, and 128x224 1 % (H200, 2026-11-22).
-// Promotion that reads scales of columns comes before that.
+// True if a multiplied stage is released before its promotion. One math warpgroup gains 0.6 to 0.8 % with 256 of K per
+// stage. With two, 128x112 and 128x128 lose 0.3 %, and 128x224 1 % (H200, 2026-11-22). Column scales are read from the
+// stage during promotion, so the release must follow.
 template <GemmConfig config>
 constexpr bool releases_first = config.math_warpgroups == 1 && !config.column_scales;
 
-// Adds a stage's products of one chunk, scaled if it has scales, to its sums.
+// Promotes one chunk: adds a stage's products, scaled if it has scales, to the accumulators.
 template <GemmConfig config, int shift>
 __device__ __forceinline__ void promote_blocks(Constant<shift>, Accumulators<config>& sums, const Blocks<config>& blocks,
                                                const Scales<config>& scales, int chunk_m, int chunk_n) {
@@ -54,14 +54,13 @@ __device__ __forceinline__ void promote_blocks(Constant<shift>, Accumulators<con
     }
 }
 
-// Where a tile's first column lies in its scale block, in column groups, if the loop has a copy for each such place.
+// Position of a tile's first column in its scale block, in column groups; 0 unless the loop has a copy per position.
 template <GemmConfig config>
 __device__ __forceinline__ int place_in_scale_block(int column) {
     return column / config.column_group % config.column_shifts;
 }
 
-// What every main loop offers, and keeps: the scales of the stage that has been acquired, the temporaries of the one that
-// has been begun.
+// Common part of the main loops: the scales of the acquired stage, and the temporaries of the issued one.
 template <GemmConfig config>
 class LoopState {
    public:
@@ -70,27 +69,27 @@ class LoopState {
 
     __device__ __forceinline__ int steps() const { return math.steps(); }
 
-    // Waits for the next stage, and reads its scales: before the first tile.
+    // Waits for the next stage and reads its scales; called before the first tile.
     __device__ __forceinline__ void acquire() { math.acquire(scales); }
 
-    // What a tile's sums begin with.
+    // Initialises a tile's accumulators.
     __device__ __forceinline__ void clear(Accumulators<config>& sums) const {
 #pragma unroll
         for (int i = 0; i < config.chunks_m * config.chunks_n * (config.mma_n / 2); ++i) (&sums[0][0][0])[i] = 0;
     }
 
-    // Before multiplying.
+    // Takes per-tile state from the scheduler; called before multiplying.
     template <typename Scheduler>
     __device__ __forceinline__ void turn_to_tile(const Scheduler& tiles) {
         math.turn_to_tile(tiles);
     }
 
-    // To be called when the next tile's first stage has been acquired: begins its first WGMMAs, if they need not wait.
+    // Issues the next tile's first WGMMAs if they need not wait; the tile's first stage has been acquired.
     __device__ __forceinline__ void begin_tile() {
         if constexpr (config.chunks == 1) math.begin(blocks);
     }
 
-    // After the last tile.
+    // Completes the turns; called after the last tile.
     __device__ __forceinline__ void end() const { math.end(); }
 
    protected:
@@ -99,14 +98,14 @@ class LoopState {
     Blocks<config> blocks;
 };
 
-// One stage after the other, for tiles of one chunk: a stage is begun at the end of the one before it.
+// In-order loop for one-chunk tiles: a stage is issued at the end of the previous one.
 template <GemmConfig config>
 class InTurn : public LoopState<config> {
    public:
     using LoopState<config>::LoopState;
 
-    // Adds this block's part of a tile to `sums`; its first column is `column`. If there are `more` tiles, acquires the
-    // next one's first stage.
+    // Adds this CTA's part of a tile, whose first column is `column`, to `sums`. If there are `more` tiles, acquires
+    // the next one's first stage.
     template <typename Meanwhile>
     __device__ __forceinline__ void multiply(Accumulators<config>& sums, int column, bool more, Meanwhile) {
         with_constant<config.column_shifts>(place_in_scale_block<config>(column),
@@ -125,7 +124,7 @@ class InTurn : public LoopState<config> {
         }
     }
 
-    // A stage that has been begun; `scales` are its own, then those of the next one, if there are `more`.
+    // Finishes an issued stage. `scales` holds its scales, afterwards the next stage's, if there are `more`.
     template <typename Shift>
     __device__ __forceinline__ void finish_stage(Shift shift, Accumulators<config>& sums, bool more) {
         const int stage = math.stage(), slot = math.slot();
@@ -140,14 +139,14 @@ class InTurn : public LoopState<config> {
     }
 };
 
-// The same for tiles of several chunks, which begin a stage when the one before it has ended: begun sooner, their
+// In-order loop for tiles with several chunks: a stage is issued after the previous one has ended. Issued sooner, the
 // warpgroups fall into step, which costs up to 4 % (H200, 2026-11-21).
 template <GemmConfig config>
 class InChunks : public LoopState<config> {
    public:
     using LoopState<config>::LoopState;
 
-    // As InTurn. meanwhile(chunk) is called while the WGMMAs of the last stage after that chunk's run.
+    // Adds a tile as InTurn does. In its last stage, meanwhile(chunk) runs during the WGMMAs of the chunk after it.
     template <typename Meanwhile>
     __device__ __forceinline__ void multiply(Accumulators<config>& sums, int column, bool more, Meanwhile meanwhile) {
         with_constant<config.column_shifts>(place_in_scale_block<config>(column),
@@ -157,7 +156,7 @@ class InChunks : public LoopState<config> {
    private:
     using LoopState<config>::math, LoopState<config>::scales, LoopState<config>::blocks;
 
-    // The chunk during whose WGMMAs the next stage is awaited. The first is best; with multicast, whose stages complete
+    // Chunk during whose WGMMAs the next stage is awaited. The first is best; with multicast, whose stages complete
     // later, the last (128x256, H200, 2026-11-21).
     static constexpr int await_in = config.multicast() ? config.chunks - 1 : 0;
 
@@ -172,7 +171,7 @@ class InChunks : public LoopState<config> {
         finish_stage(shift, sums, more, meanwhile);
     }
 
-    // A stage whose first chunk has been begun; `scales` are its own, then those of the next one, if there are `more`.
+    // Finishes a stage whose first chunk is issued. `scales` holds its scales, afterwards the next stage's, if any.
     template <typename Shift, typename Meanwhile>
     __device__ __forceinline__ void finish_stage(Shift shift, Accumulators<config>& sums, bool more,
                                                  Meanwhile meanwhile) {
@@ -197,7 +196,7 @@ class InChunks : public LoopState<config> {
     }
 };
 
-// What Ahead and Pairs repeat.
+// Double-buffered step that Ahead and Pairs share.
 template <GemmConfig config>
 class TwoSets : public LoopState<config> {
    public:
@@ -206,9 +205,9 @@ class TwoSets : public LoopState<config> {
    protected:
     using LoopState<config>::math, LoopState<config>::scales;
 
-    // The scales are those of `present`, then those of the stage after it, if there are `more`: read while `present` is
-    // being multiplied, because WGMMA leaves other reads of shared memory little room. Read after that, they were
-    // awaited before the next WGMMA: 128x64 took 407 clocks per K block, now 352 (H200, 2026-11-21).
+    // Finishes `present`, first issuing the next stage. `scales` holds the scales of `present`, afterwards the next
+    // stage's, if there are `more`. They are read during the multiplication, since WGMMA leaves other reads little
+    // room; read after it, they delay the next WGMMA: 128x64 took 407 clocks per K block, not 352 (H200, 2026-11-21).
     template <bool begin_next, typename Shift>
     __device__ __forceinline__ void step(Shift shift, Accumulators<config>& sums, Blocks<config>& present,
                                          Blocks<config>& next, bool more, bool meet) {
@@ -231,7 +230,7 @@ class TwoSets : public LoopState<config> {
     }
 
    private:
-    // Where they `meet`, warpgroup 1 waits to begin its last blocks until warpgroup 0 tells it.
+    // Holds warpgroup 1 back from its last blocks until warpgroup 0 signals, if they `meet`.
     __device__ __forceinline__ void await_other(bool meet) const {
         if constexpr (config.ends_apart) {
             ptx::bar_sync(apart_barrier, 2 * warpgroup_threads, meet && math.warpgroup() == 1);
@@ -245,13 +244,13 @@ class TwoSets : public LoopState<config> {
     }
 };
 
-// Two sets of temporaries take turns. ptxas wants both loop and tail without a branch around a WGMMA.
+// Double-buffered loop. ptxas wants both loop and tail without a branch around a WGMMA.
 template <GemmConfig config>
 class Ahead : public TwoSets<config> {
    public:
     using TwoSets<config>::TwoSets;
 
-    // As InTurn.
+    // Adds a tile as InTurn does.
     template <typename Meanwhile>
     __device__ __forceinline__ void multiply(Accumulators<config>& sums, int, bool more, Meanwhile) {
         constexpr Constant<0> shift;
@@ -274,12 +273,12 @@ class Ahead : public TwoSets<config> {
    private:
     using TwoSets<config>::math, TwoSets<config>::blocks;
 
-    // How many of a tile's last K blocks warpgroup 1 begins only when warpgroup 0 has multiplied all of its own. In step
-    // they end a tile together, and the tensor cores wait while both store. So one works at full rate, which takes WGMMAs
-    // that are queued, and then the other, while the first stores and begins the next tile: 128x128 takes 1.5 to 2.5 %
-    // less where there are several tiles per SM. Two blocks in a launch's last tile, which no other hides: 1 % with one
-    // tile. None before that where all K blocks of a tile have a stage: 2 to 3 % more at k = 512, for want of the stages
-    // that lie between the two (H200, 2026-11-22).
+    // Last K blocks that warpgroup 1 issues only after warpgroup 0 has multiplied its whole tile. In step, they end a
+    // tile together, and the tensor cores wait while both store. Apart, one works at full rate, which takes queued
+    // WGMMAs, then the other, while the first stores and begins the next tile: 128x128 takes 1.5 to 2.5 % less with
+    // several tiles per SM. Two blocks in a launch's last tile, which no other hides: 1 % with one tile. None in
+    // earlier tiles if each K block of a tile has a stage: 2 to 3 % more at k = 512, for want of the stages between the
+    // two (H200, 2026-11-22).
     __device__ __forceinline__ int blocks_apart(bool more) const {
         if (!config.ends_apart) return 0;
         const int blocks = !more ? 2 : math.steps() > config.stages ? 1 : 0;
@@ -287,19 +286,19 @@ class Ahead : public TwoSets<config> {
     }
 };
 
-// The same for an even number of stages, in three copies of a step and not five: there are seven or eight loops for
-// different places of a tile's scales, which leave the kernel under 64 KB that way. 128x112 takes 2 to 3.5 % less by
-// them, and 128x144, which has no second set of temporaries otherwise, 2 % (H200, 2026-11-22 and 23).
+// Double-buffered loop for even stage counts, with three copies of a step instead of five. It exists seven or eight
+// times, once per position of a tile's scales, and stays below 64 KB of code that way. 128x112 takes 2 to 3.5 % less,
+// and 128x144, which otherwise has no second set of temporaries, 2 % (H200, 2026-11-22 and 23).
 template <GemmConfig config>
 class Pairs : public TwoSets<config> {
    public:
     using TwoSets<config>::TwoSets;
 
-    // As InTurn.
+    // Adds a tile as InTurn does.
     template <typename Meanwhile>
     __device__ __forceinline__ void multiply(Accumulators<config>& sums, int column, bool more, Meanwhile) {
         constexpr int spare = scale_block - config.block_n;
-        constexpr int alike = spare > 0 ? spare / config.column_group : 0;  // up to there, one scale
+        constexpr int alike = spare > 0 ? spare / config.column_group : 0;  // positions up to here see one scale
         const int place = max(place_in_scale_block<config>(column), alike);
         with_constant<config.column_shifts - alike, alike>(place, [&](auto shift) { multiply_at(shift, sums, more); });
     }

@@ -1,4 +1,4 @@
-// What moves numbers: TMA, asynchronous copies, loads and stores. One function per PTX instruction, as ptx.cuh has them.
+// PTX for data movement: TMA, asynchronous copies, loads and stores. One function per instruction, as in ptx.cuh.
 #pragma once
 
 #include "ptx.cuh"
@@ -19,7 +19,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_load(u32 smem, const Tensor
         : "memory");
 }
 
-// Lands at the same offset, and completes on the barrier at the same offset, in every block of `cta_mask`.
+// Multicast load: lands, and completes on the mbarrier, at the same offset in each CTA of `cta_mask`.
 __device__ __forceinline__ void cp_async_bulk_tensor_load_multicast(u32 smem, const TensorMap& map, int inner,
                                                                     int outer, u32 barrier, u16 cta_mask) {
     asm volatile(
@@ -46,14 +46,14 @@ __device__ __forceinline__ void cp_async_bulk_tensor_store(const TensorMap& map,
                  : "memory");
 }
 
-// The same of a map of three dimensions.
+// TMA store through a three-dimensional map.
 __device__ __forceinline__ void cp_async_bulk_tensor_store(const TensorMap& map, int inner, int middle, int outer, u32 smem) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
                  ::"l"(&map), "r"(inner), "r"(middle), "r"(outer), "r"(smem)
                  : "memory");
 }
 
-// The same, added to the numbers that are there, in the map's own format: "cp.reduce.async.bulk.tensor".
+// TMA reduction: adds to the numbers in place, in the map's own format: "cp.reduce.async.bulk.tensor".
 __device__ __forceinline__ void cp_reduce_async_bulk_tensor_add(const TensorMap& map, int inner, int outer, u32 smem) {
     asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];"
                  ::"l"(&map), "r"(inner), "r"(outer), "r"(smem)
@@ -71,7 +71,7 @@ __device__ __forceinline__ void cp_async_bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until at most `pending` of this thread's stores still have to read their shared memory.
+// Waits until at most `pending` stores from this thread still have to read their shared memory.
 template <int pending>
 __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
@@ -84,18 +84,18 @@ __device__ __forceinline__ void fence_proxy_async() {
 
 // Ordinary asynchronous copies: "cp.async", "cp.async.mbarrier.arrive".
 
-// Four bytes, or zeros when not `valid`; `global` must be readable either way.
+// Copies four bytes, or zeros if not `valid`; `global` must be readable either way.
 __device__ __forceinline__ void cp_async(u32 smem, const float* global, bool valid) {
     asm volatile("cp.async.ca.shared::cta.global [%0], [%1], 4, %2;" ::"r"(smem), "l"(global), "r"(valid ? 4 : 0)
                  : "memory");
 }
 
-// Arrives once every copy that this thread has issued so far has landed; counts as one of the barrier's arrivals.
+// Arrives once every copy issued so far by this thread has landed; counts as one pending arrival.
 __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Sixteen bytes into another block of the cluster, counted by the barrier beside them: "st.async".
+// Stores sixteen bytes in another CTA of the cluster, counted by the mbarrier beside them: "st.async".
 __device__ __forceinline__ void st_async(u32 remote, const float* values, u32 remote_barrier) {
     asm volatile(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
@@ -103,7 +103,7 @@ __device__ __forceinline__ void st_async(u32 remote, const float* values, u32 re
         : "memory");
 }
 
-// Four bytes, likewise.
+// Stores four bytes in another CTA of the cluster, counted by the mbarrier beside them.
 __device__ __forceinline__ void st_async(u32 remote, u32 value, u32 remote_barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
                  ::"r"(remote), "r"(value), "r"(remote_barrier)
@@ -112,7 +112,7 @@ __device__ __forceinline__ void st_async(u32 remote, u32 value, u32 remote_barri
 
 // Ordinary loads and stores.
 
-// Four 8x8 matrices of 16-bit elements from registers; lane l gives the address of row l % 8 of matrix l / 8.
+// Stores four 8x8 matrices with 16-bit elements; lane l gives the address of row l % 8 in matrix l / 8.
 __device__ __forceinline__ void stmatrix_x4(u32 smem, u32 r0, u32 r1, u32 r2, u32 r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(smem), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
@@ -128,7 +128,7 @@ __device__ __forceinline__ uint4 ld_shared_v4(u32 smem) {
     return value;
 }
 
-// Where it stands: a load that the compiler may not move to where its value is needed.
+// Loads in place: the compiler may not move the load to the use of its value.
 __device__ __forceinline__ float ld_global(const float* address) {
     float value;
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
@@ -162,7 +162,7 @@ __device__ __forceinline__ void ld_global(const float* address, float (&values)[
                  : "memory");
 }
 
-// Where `wanted`, without a branch, after which ptxas would take a warp's threads for apart.
+// Stores if `wanted`, without a branch, after which ptxas would take a warp's threads for apart.
 __device__ __forceinline__ void st_global(float* address, float value, bool wanted) {
     asm volatile(
         "{\n"
@@ -182,7 +182,7 @@ __device__ __forceinline__ void st_shared(u32 smem, u16 bits) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(smem), "h"(bits) : "memory");
 }
 
-// Bits of 16 or 32.
+// Loads 16 or 32 bits.
 template <typename Bits>
 __device__ __forceinline__ Bits ld_shared(u32 smem) {
     Bits value;

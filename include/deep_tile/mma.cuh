@@ -1,9 +1,8 @@
-// One K block of one warpgroup: WGMMA over 128 bytes of K, then promotion of the result to scaled FP32
-// (promotion.cuh).
+// WGMMA for one K block (128 bytes of K) in one warpgroup, before FP32 promotion (promotion.cuh).
 //
-// FP8 WGMMA keeps about 14 bits while it accumulates, so its sum runs over one K block only and is then added, scaled,
-// to FP32 registers. Sums of INT8 are exact, and are turned into FP32 on the way. Both operands are read from shared memory, and the other warpgroup keeps the tensor cores busy
-// during promotion (A through registers lost 16 %; H200, 2026-11-21).
+// FP8 WGMMA keeps about 14 bits while it accumulates, so temporaries span one K block only and are then added, scaled,
+// to FP32 registers. INT8 sums are exact, and become FP32 on the way. Both operands come from shared memory (A through
+// registers lost 16 %; H200, 2026-11-21), and the other warpgroup keeps the tensor cores busy during promotion.
 #pragma once
 
 #include "pipeline.cuh"
@@ -12,10 +11,10 @@ namespace deep_tile {
 
 constexpr int mma_k_bytes = 32;
 
-// How an operand lies in a stage, as its descriptors say it ("Asynchronous Warpgroup Level Matrix Shared Memory Layout":
-// "Strides", "Matrix Descriptor Format"): bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride offset / 16,
-// 62-63 swizzle mode. Of one along its rows ("MN-major") a box has `span` bytes of adjacent rows for each of 64 elements
-// of K, and its swizzle is as wide as that. Strides go from 8 of K to the next 8, leading offsets from box to box.
+// Operand layout in a stage, as matrix descriptors encode it ("Asynchronous Warpgroup Level Matrix Shared Memory
+// Layout": "Strides", "Matrix Descriptor Format"): bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride
+// offset / 16, 62-63 swizzle mode. An MN-major box has `span` bytes of adjacent rows for each of 64 elements of K, and
+// a swizzle as wide. Its stride offset steps 8 elements of K; its leading offset steps from box to box.
 template <int span>
 struct OperandLayout {
     static_assert(span == 128 || span == 64 || span == 32, "a span without a swizzle");
@@ -25,7 +24,7 @@ struct OperandLayout {
     static constexpr int mma_k = 16 * span;  // bytes from one WGMMA's K to the next one's
 };
 
-// Of one along K, in the 128-byte swizzle: strides go from 8 rows to the next 8, and there are no leading offsets.
+// K-major layout in the 128-byte swizzle: the stride offset steps 8 rows; there is no leading offset.
 template <>
 struct OperandLayout<0> {
     static constexpr u32 high = 1u << 30 | 8 * k_block_bytes / 16;
@@ -35,10 +34,10 @@ struct OperandLayout<0> {
 
 __device__ __forceinline__ u64 matrix_descriptor(u32 low, u32 high) { return static_cast<u64>(high) << 32 | low; }
 
-// The low half of a descriptor: of 18 address bits all but the last four.
+// Low half of a descriptor: 18 address bits without the last four.
 __device__ __forceinline__ u32 descriptor_address(const void* tile) { return (ptx::smem_address(tile) & 0x3FFFF) >> 4; }
 
-// Keeps the compiler from moving reads or writes of `registers` across this point: the asynchronous WGMMA writes them.
+// Pins `registers`, which the asynchronous WGMMA writes: the compiler moves no read or write across this point.
 template <int count>
 __device__ __forceinline__ void pin(float (&registers)[count]) {
 #pragma unroll
@@ -51,14 +50,14 @@ __device__ __forceinline__ void pin(int (&registers)[count]) {
     for (int i = 0; i < count; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
-// One WGMMA chain per scale block of a stage.
+// Temporary accumulators: one WGMMA chain per scale block in a stage.
 template <GemmConfig config>
 using Blocks = MmaSum<config>[config.scale_blocks][config.mma_n / 2];
 
-// Those of a stage's WGMMAs, worked out one after the other.
+// Descriptors for a stage's WGMMAs, computed one after the other.
 template <GemmConfig config>
 struct Descriptors {
-    u32 a_low, b_low;  // of the stage's first
+    u32 a_low, b_low;  // for the stage's first WGMMA
 
     __device__ __forceinline__ u64 a(int block, int k) const { return at<config.a_span, config.block_m>(a_low, block, k); }
     __device__ __forceinline__ u64 b(int block, int k) const { return at<config.b_span, config.block_n>(b_low, block, k); }
@@ -72,10 +71,10 @@ struct Descriptors {
     }
 };
 
-// The same, for stages of one scale block, carried along from stage to stage. ptxas has all WGMMAs read the same four
-// uniform registers. What it can work out it works out in them, between one WGMMA and the next, 12 clocks later; what it
-// finds in other registers it moves there, and the next one follows after 4. That takes high halves that it does not know
-// and one for each operand, which then stays in its place.
+// Descriptors carried along from stage to stage, for stages with one scale block. ptxas makes all WGMMAs read the same
+// four uniform registers. Values it can compute it computes there between two WGMMAs, which then issue 12 clocks apart;
+// values found in other registers it moves there, and the next WGMMA issues after 4. This requires high halves that
+// ptxas does not know, one per operand, which then stay in place.
 template <GemmConfig config>
 class CarriedDescriptors {
    public:
@@ -91,7 +90,7 @@ class CarriedDescriptors {
         b_high_ = __shfl_sync(0xffffffff, high, 1);
     }
 
-    // From this stage to the next.
+    // Moves from `stage` to the next.
     __device__ __forceinline__ void advance(int stage) {
         const int stages = stage + 1 == config.stages ? 1 - config.stages : 1;
 #pragma unroll
@@ -109,7 +108,7 @@ class CarriedDescriptors {
     u32 a_low_[count], b_low_[count], a_high_, b_high_;
 };
 
-// Begins block[i] = a[64, 128] * b[mma_n, 128]^T for each scale block i of a stage, without waiting for it.
+// Issues block[i] = a[64, 128] * b[mma_n, 128]^T for each scale block i in a stage, without waiting.
 template <GemmConfig config, typename StageDescriptors>
 __device__ __forceinline__ void begin_blocks(Blocks<config>& blocks, const StageDescriptors& descriptors) {
 #pragma unroll
@@ -125,8 +124,8 @@ __device__ __forceinline__ void begin_blocks(Blocks<config>& blocks, const Stage
     ptx::wgmma_commit_group();
 }
 
-// Adds a[64, ...] * b[mma_n, ...]^T over all of a stage's K to `sum`, or begins it with that, where it is the `first`:
-// without promotion, WGMMA's own sums are the tile's. The caller fences and commits.
+// Adds a[64, ...] * b[mma_n, ...]^T over a stage's whole K to `sum`; the `first` stage overwrites it. Without
+// promotion, WGMMA's accumulators are the tile's. The caller fences and commits.
 template <GemmConfig config, bool first>
 __device__ __forceinline__ void add_products(MmaSum<config> (&sum)[config.mma_n / 2], const Descriptors<config>& descriptors) {
 #pragma unroll
@@ -138,7 +137,7 @@ __device__ __forceinline__ void add_products(MmaSum<config> (&sum)[config.mma_n 
     }
 }
 
-// Waits for all but the `later` stages that were begun after this one.
+// Waits until only the `later` stages, issued after this one, are pending.
 template <GemmConfig config, int later = 0>
 __device__ __forceinline__ void finish_blocks(Blocks<config>& blocks) {
     ptx::wgmma_wait_group<later>();

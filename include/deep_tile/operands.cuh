@@ -1,4 +1,4 @@
-// The way of the operands: boxes that TMA copies into stages, requested by one warp.
+// Operand loads: one producer warp has TMA copy boxes into stages.
 #pragma once
 
 #include "scales.cuh"
@@ -6,25 +6,25 @@
 
 namespace deep_tile {
 
-// The boxes by which TMA fetches a tile's operands, or each half of one that two blocks share. The last tile's hold the
-// rows that there are, none if the tile lies beyond the matrix: what is in shared memory below them only makes rows and
-// columns that are not stored. Boxes that reach beyond the matrix make a K block take up to 1.7 times as long: 128x64 took
-// 94 us at 192x7168x16384, 59 at 256x7168x16384 (H200, 2026-11-22).
+// TMA boxes for a tile's operands, or for each half of one that two CTAs share. The last tile's boxes hold existing
+// rows only, none beyond the matrix: stale shared memory below them yields only rows and columns that are not stored.
+// Boxes that overhang the matrix make a K block take up to 1.7 times as long: 128x64 took 94 us at 192x7168x16384, 59
+// at 256x7168x16384 (H200, 2026-11-22).
 struct OperandBox {
     const TensorMap* map;
     int rows;
 };
 
-// The boxes of an operand that lies along its rows: `span` bytes of them by 64 of K each, and as many as there are rows
-// for; those that reach beyond the matrix get zeros there. Of boxes that two blocks share each requests half of K: then
-// `rows` are half as many as the boxes have.
+// TMA boxes for an MN-major operand, as many as there are rows for. A box covers `span` bytes of rows by 64 elements of
+// K; out-of-bounds rows become zeros. If two CTAs share the operand, each loads half of a box's K: `rows` is then half
+// of the boxes' rows.
 template <int tile_rows, int span, int sharers>
 __device__ __forceinline__ OperandBox span_boxes(const TensorMap& map, int left) {
     constexpr int box_rows = span / sizeof(u16);
     return {&map, min(ceil_div(max(left, 0), box_rows) * box_rows, tile_rows) / sharers};
 }
 
-// Those of `a` of a group's tile, below each other: as many quarters as have rows of the group, or, with all four, one.
+// TMA boxes for `a` in a row group, one below the other: as many quarters as hold the group's rows, or one full box.
 template <GemmConfig config>
 struct QuarterBoxes {
     static constexpr int quarter = config.block_m / 4;
@@ -62,8 +62,8 @@ __device__ __forceinline__ OperandBox b_box(const GemmParams& params, Tile<confi
     }
 }
 
-// Requests one tile's operands, by one thread; each scale block is a box of its own. Of a tile that the two blocks of a
-// cluster share, each requests half and sends it to both, or, without multicast, both halves for itself.
+// Loads one tile's operands, in one thread; each scale block has its own box. If two CTAs share an operand, each loads
+// half and multicasts it to both, or, without multicast, loads both halves for itself.
 template <GemmConfig config, bool multicast = config.multicast()>
 class OperandLoader {
    public:
@@ -75,8 +75,8 @@ class OperandLoader {
           a_(a_box<config>(params, tile)),
           b_(b_box<config>(params, tile)) {}
 
-    // Announces what brings `b`, the stage if it travels with `a`, and requests the tile's K block. `step` counts those of
-    // the whole K.
+    // Loads the tile's K block of `b`, after announcing its bytes: the whole stage's if `b` travels with `a`. `step`
+    // counts K blocks over the whole K.
     __device__ __forceinline__ void load_b(int stage, int step) const {
         constexpr bool shared = config.cluster_m > 1;
         const u32 barrier = StoredB<config>::full(smem_, stage, step);
@@ -88,7 +88,7 @@ class OperandLoader {
         load<config.block_n, config.b_span, shared>(smem_.b[StoredB<config>::slot(stage, step)], b_, barrier, tile_.b_row(), step);
     }
 
-    // Its scales, if TMA copies them, go first: behind the operands in TMA's queue they gain nothing.
+    // Loads the K block of `a`. Scales that TMA copies go first: behind the operands in TMA's queue they gain nothing.
     __device__ __forceinline__ void load_a(int stage, int step) const {
         if constexpr (!StoredB<config>::travels_with_a) announce(stage, 0);
         if (scales_in_bulk<config>(params_, tile_)) {
@@ -109,7 +109,7 @@ class OperandLoader {
         }
     }
 
-    // Requests what another tile needs of `b` into L2: nothing beyond the matrix, for which there may be no map.
+    // Prefetches another tile's `b` into L2: nothing beyond the matrix, for which there may be no map.
     __device__ __forceinline__ void prefetch_b(Tile<config> tile, int step) const {
         static_assert(!config.prefetches_b || config.b_span == 0, "b lies along K");
         const OperandBox operand = b_box<config>(params_, tile);
@@ -123,7 +123,7 @@ class OperandLoader {
 
     __device__ __forceinline__ u32 full(int stage) const { return ptx::smem_address(&smem_.full[stage]); }
 
-    // What a stage will get: rows of both operands, and the scales that TMA copies.
+    // Announces a stage's bytes: rows of both operands, and the scales that TMA copies.
     __device__ __forceinline__ void announce(int stage, int b_rows) const {
         int a_rows;
         if constexpr (config.row_groups()) {
@@ -159,7 +159,7 @@ class OperandLoader {
         }
     }
 
-    // Box by box. Halves of a box lie one behind the other, since each has its own of K.
+    // Loads box by box. Halves of a box lie one behind the other, since each has its own K.
     template <int tile_rows, int span, bool shared>
     __device__ __forceinline__ void load_spans(u8* tile, OperandBox operand, u32 barrier, int row, int step) const {
         constexpr bool multicasts = shared && multicast;
@@ -170,7 +170,7 @@ class OperandLoader {
             for (int first = 0; first < operand.rows * sharers; first += box_rows) {
 #pragma unroll
                 for (int half = 0; half < (multicasts ? 1 : sharers); ++half) {
-                    const int k = (multicasts ? rank_ : half) * box_k;  // in the K block
+                    const int k = (multicasts ? rank_ : half) * box_k;  // within the K block
                     const u32 smem = ptx::smem_address(tile) + (i * tile_rows + first) * k_block_bytes + k * span;
                     const int at = (row + first) * sizeof(u16);  // maps count rows in bytes
                     request<multicasts>(smem, *operand.map, at, map_k(step * config.block_k + i * span_k + k), barrier);
@@ -179,8 +179,8 @@ class OperandLoader {
         }
     }
 
-    // Where a box's K begins in the map of an operand that lies along its rows: behind that of the groups before, whose K
-    // follow each other. A box behind the group's own K lies before all, where TMA finds zeros.
+    // K coordinate of a box in an MN-major operand's map: all groups' K is concatenated. A box past its own group's K
+    // gets a negative coordinate, for which TMA fills in zeros.
     __device__ __forceinline__ int map_k(int k) const {
         if constexpr (config.row_groups()) return k < params_.k ? tile_.first_k + k : -span_k;
         return k;
@@ -224,17 +224,17 @@ class OperandLoader {
     const OperandBox b_;
 };
 
-// The first stages, before anything else: returns how many it has requested. When the caller says that `b` does not
-// depend on the preceding kernel, it is requested before that kernel has ended; that way costs a jump, the other none.
+// Requests the first stages, before anything else; returns how many. If the caller declares `b` independent of the
+// preceding kernel, it is requested before that kernel has ended; this path costs a jump, the other none.
 //
-// Five at most: behind those of 6 to 15 the first comes later, 0.5 to 1 % at m <= 512 (H200, 2026-11-21). Two or three
-// are there before the others are requested, and then the tensor cores wait.
+// Five stages at most: with 6 to 15 the first one arrives later, 0.5 to 1 % at m <= 512 (H200, 2026-11-21). Two or
+// three would arrive before the others are requested, and the tensor cores would wait.
 //
-// Without multicast, which would have to wait until the peer has made its barriers: clusters gain 0.3 to 1 %, 0.1 to 0.4
-// us of every launch (H200, 2026-11-22).
+// Multicast would have to wait for the peer's mbarriers: clusters gain 0.3 to 1 % without it here, 0.1 to 0.4 us per
+// launch (H200, 2026-11-22).
 template <GemmConfig config>
 __device__ __forceinline__ int request_first_stages(const GemmParams& params, SharedStorage<config>& smem) {
-    if constexpr (config.grouped()) ptx::griddepcontrol_wait();  // who may have written the bounds
+    if constexpr (config.grouped()) ptx::griddepcontrol_wait();  // the preceding kernel may have written the bounds
     const Tile<config> tile = TileScheduler<config>(params).first();
     if (config.grouped() && !tile.valid) return 0;
     KRange range = k_range<config>(params);
@@ -261,8 +261,8 @@ __device__ __forceinline__ int request_first_stages(const GemmParams& params, Sh
     return stages;
 }
 
-// One warp; `requested` stages are under way. A block may not exit before its peer is done with what it multicasts: the
-// extra round of empty waits at the end sees to that.
+// Runs the operand warp; `requested` stages are in flight. A CTA may not exit before its peer is done with its
+// multicasts: the extra round of empty waits at the end ensures that.
 template <GemmConfig config>
 __device__ __forceinline__ void produce_operands(const GemmParams& params, SharedStorage<config>& smem, int requested) {
     KRange range = k_range<config>(params);

@@ -1,12 +1,12 @@
-// From accumulators to `out`: registers -> swizzled shared memory -> TMA store.
+// Epilogue: registers -> swizzled shared memory -> TMA store to `out`.
 //
-// A box is 64 rows by store_columns columns; a row is one swizzle span where that is possible. Math warps write boxes
-// and store warps, where there are any, hand them to TMA: GemmConfig.store_warps says why. Every step from one box to the
-// next takes 130 to 200 clocks, so as many are written at once as have a buffer each.
+// An output box has 64 rows and store_columns columns; a row is one swizzle span if possible. Math warps write boxes;
+// store warps, if there are any, issue the TMA stores (GemmConfig.store_warps says why). Every step from one box to the
+// next takes 130 to 200 clocks, so boxes are written together if each has a buffer.
 //
-// Math warps that store themselves do so when the box is written, and wait for that when they need its buffer again:
-// draining at the end of each tile costs 3 to 6 %. Where there are few boxes, each warp stores its own 16 rows and
-// waits for no other: 1 % of decode; where there are four, one store of 64 rows is 1 % better (H200, 2026-11-21).
+// Math warps without a store warp issue the store once a box is written, and await it when they need the buffer again:
+// draining after each tile costs 3 to 6 %. With few boxes, each warp stores its own 16 rows and waits for no other: 1 %
+// of decode; with four, one store of 64 rows is 1 % better (H200, 2026-11-21).
 #pragma once
 
 #include "activation.cuh"
@@ -15,7 +15,7 @@
 
 namespace deep_tile {
 
-// Those of a barrier between one math warpgroup and its store warp.
+// Threads in a named barrier between a math warpgroup and its store warp.
 constexpr int store_barrier_threads = warpgroup_threads + warp_threads;
 
 template <GemmConfig config>
@@ -28,14 +28,14 @@ class Epilogue {
           first_row_(__shfl_sync(0xffffffff, threadIdx.x % warpgroup_threads / warp_threads, 0) * warp_rows),
           rows_(ptx::smem_address(smem.out[warpgroup]) + first_row_ * row_bytes<config>) {}
 
-    // Columns [first, first + out_columns_per_part) of what is stored of the tile; `row` and `column` are of the
-    // warpgroup's first element in the product. No row from `end` on is written.
+    // Stores output columns [first, first + out_columns_per_part) of the tile; `row` and `column` locate the
+    // warpgroup's first element in the product. Rows from `end` on are not written.
     template <int first>
     __device__ __forceinline__ void store(const Accumulators<config>& sums, int row, int column, int end) const {
         store_boxes<first>(sums, row, out_column<config>(column) + first, end, 0, config.boxes);
     }
 
-    // Part `chunk` of store_chunks. Where it belongs is its store warp's business, but for scales.
+    // Stores chunk `chunk` out of store_chunks. The store warp locates it in `out`; only quantised scales need it here.
     template <typename Tile>
     __device__ __forceinline__ void store_chunk(const Accumulators<config>& sums, int chunk, const Tile& tile) const {
         constexpr int boxes = config.boxes / config.store_chunks;
@@ -48,14 +48,14 @@ class Epilogue {
         }
     }
 
-    // Shared memory must outlive the stores that read it.
+    // Waits for stores to read shared memory, which must outlive them.
     __device__ __forceinline__ void drain() const {
         if constexpr (config.store_warps == 0) await_stores<0>();
     }
 
    private:
     static constexpr int warp_rows = mma_m / (warpgroup_threads / warp_threads);
-    // Stores that may still read while the next box is written: of other buffers, if these come round evenly.
+    // Stores that may still read while the next box is written, from other buffers: these must come round evenly.
     static constexpr bool round = config.boxes_at_once == 1 && config.boxes % config.store_buffers == 0;
     static constexpr int pending = round ? config.store_buffers - 1 : 0;
 
@@ -107,7 +107,7 @@ class Epilogue {
         if (stores()) ptx::cp_async_bulk_commit_group();
     }
 
-    // One thread for each store of store_rows rows.
+    // True in one thread per store of store_rows rows.
     __device__ __forceinline__ bool stores() const {
         return config.tma_store && first_row_ % config.store_rows == 0 && ptx::elect_sync();
     }
@@ -117,7 +117,7 @@ class Epilogue {
         if (stores()) ptx::cp_async_bulk_wait_group_read<pending_stores>();
     }
 
-    // Among those whose rows are stored together.
+    // Synchronises the warps whose rows are stored together.
     __device__ __forceinline__ void synchronize() const {
         if constexpr (config.tma_store && config.store_rows > warp_rows) {
             ptx::bar_sync(own_barrier + warpgroup_, warpgroup_threads);
@@ -126,7 +126,7 @@ class Epilogue {
         }
     }
 
-    // This warp's rows of a box that begins at `column` of what is stored of `sums`.
+    // Writes this warp's rows of a box, which begins at output column `column` of `sums`.
     __device__ __forceinline__ void write_box(const float (&sums)[config.chunks_n][config.mma_n / 2], int column,
                                               int box) const {
         const u32 rows = rows_ + box_offset<config>(box);
@@ -144,8 +144,8 @@ class Epilogue {
         }
     }
 
-    // Sixteen columns of this warp's rows, `unit` the first of them in the box. Numbers of 16 bits are turned into rows
-    // on the way; of 32 bits each thread writes its pairs, two and two of which meet in the banks.
+    // Writes sixteen columns of this warp's rows, from column `unit` of the box on. 16-bit numbers are transposed into
+    // rows on the way; 32-bit numbers are written as each thread's pairs, with two-way bank conflicts.
     __device__ __forceinline__ void write_columns(u32 rows, int unit, const float* d) const {
         if constexpr (config.out_bytes == 2) {
             constexpr Format format = config.out_format;
@@ -162,7 +162,7 @@ class Epilogue {
         }
     }
 
-    // For an `out` that TMA cannot address: this warp's rows, clipped at the edges of the matrix.
+    // Copies this warp's rows to an `out` that TMA cannot address, clipped at the edges of the matrix.
     __device__ __forceinline__ void copy_box(int row, int column, int end, int box) const {
         const u32 rows = rows_ + box_offset<config>(box);
         auto* out = static_cast<Stored<config>*>(params_.out);
@@ -178,19 +178,19 @@ class Epilogue {
 
     const GemmParams& params_;
     const u32 warpgroup_, lane_;
-    const int first_row_;  // this warp's in a box; from lane 0, so that the compiler knows it as uniform
-    const u32 rows_;  // this warp's in the first buffer
+    const int first_row_;  // this warp's first row in a box; from lane 0, so that the compiler knows it as uniform
+    const u32 rows_;  // this warp's rows in the first buffer
 };
 
-// One of the store warps: hands TMA the boxes of one math warpgroup, or of both.
+// Store warp: issues the TMA stores for one math warpgroup, or for both.
 template <GemmConfig config>
 class StoreWarp {
    public:
     __device__ __forceinline__ StoreWarp(const GemmParams& params, SharedStorage<config>& smem, int warp)
         : params_(params), smem_(smem), warp_(warp) {}
 
-    // Boxes come as Epilogue writes them; `row` and `column` are of the tile's first element in `out`, and no row from `end` on is
-    // written.
+    // Stores boxes in the order in which Epilogue writes them. `row` and `column` locate the tile's first element in
+    // `out`; rows from `end` on are not written.
     __device__ __forceinline__ void store(int row, int column, int end) const {
 #pragma unroll 1
         for (int box = 0; box < config.boxes; box += config.boxes_at_once) {
@@ -206,7 +206,7 @@ class StoreWarp {
         }
     }
 
-    // Until all stores have read their buffers.
+    // Waits until all stores have read their buffers.
     __device__ __forceinline__ void drain() const {
         if (ptx::elect_sync()) ptx::cp_async_bulk_wait_group_read<0>();
         __syncwarp();
@@ -226,11 +226,11 @@ class StoreWarp {
     const int warp_;
 };
 
-// One of the store warps.
+// Runs one store warp over all tiles.
 template <GemmConfig config>
 __device__ __forceinline__ void store_tiles(const GemmParams& params, SharedStorage<config>& smem, int warp) {
     const StoreWarp<config> boxes(params, smem, warp);
-    if constexpr (config.grouped()) ptx::griddepcontrol_wait();  // who may have written the bounds
+    if constexpr (config.grouped()) ptx::griddepcontrol_wait();  // the preceding kernel may have written the bounds
     TileScheduler<config> tiles(params);
     ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
     while (true) {

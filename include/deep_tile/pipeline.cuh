@@ -1,12 +1,12 @@
-// The position in a ring of shared-memory stages, and waiting on its barriers.
+// Pipeline state for the ring of shared-memory stages, and mbarrier waits.
 #pragma once
 
 #include "watch.cuh"
 
 namespace deep_tile {
 
-// Which stage comes next and the parity of its current round. A consumer waits for `phase`, the producer for
-// `phase ^ 1`: a barrier that was never completed counts as complete for parity 1, so the first round falls through.
+// Stage index and phase, the parity of its current round. A consumer waits for `phase`, the producer for `phase ^ 1`: a
+// fresh mbarrier counts as complete for parity 1, so the first round falls through.
 template <int stages>
 struct PipelineState {
     int stage = 0;
@@ -20,7 +20,7 @@ struct PipelineState {
         }
     }
 
-    // By several stages, a round at most.
+    // Advances by several stages, a round at most.
     __device__ __forceinline__ void advance(int count) {
         stage += count;
         if (stage >= stages) {
@@ -30,13 +30,13 @@ struct PipelineState {
     }
 };
 
-// Progress along columns of tiles, for a resident `b`: whether the present tile begins its column, and whether it ends it.
+// Progress along tile columns, for a resident `b`: whether the current tile begins its column, and whether it ends it.
 struct ColumnState {
-    u32 phase = 0;  // as above, of the column's barriers
+    u32 phase = 0;  // parity for the column's mbarriers
     bool begins = true;
     bool ends = false;
 
-    // To the next tile.
+    // Advances to the next tile.
     __device__ __forceinline__ void advance() {
         phase ^= ends;
         begins = ends;

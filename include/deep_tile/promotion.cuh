@@ -1,4 +1,4 @@
-// What a math thread reads of a stage's scales, and how it adds a K block by them: a type for each kind of scales.
+// FP32 promotion: how a math thread reads a stage's scales and adds a scaled K block. Each kind of scales has a type.
 #pragma once
 
 #include "memory.cuh"
@@ -6,9 +6,9 @@
 
 namespace deep_tile {
 
-// sum += block * row_scale * column_scale. Registers 4j to 4j+3 are columns 8j and 8j+1 (plus 2 * (lane % 4)) of this
-// thread's two rows; `column` is the block's first column in the tile, whose own lies `shift` column groups into its
-// scale block, if that is known.
+// Adds block * row_scale * column_scale to sum. Registers 4j to 4j+3 hold columns 8j and 8j+1 (plus 2 * (lane % 4)) of
+// this thread's two rows. `column` is the block's first column in the tile, whose own first column lies `shift` column
+// groups into its scale block, if known.
 template <GemmConfig config, int shift>
 __device__ __forceinline__ void promote_block(float (&sum)[config.mma_n / 2],
                                               const MmaSum<config> (&block)[config.mma_n / 2],
@@ -22,8 +22,8 @@ __device__ __forceinline__ void promote_block(float (&sum)[config.mma_n / 2],
     }
 }
 
-// The same with a scale for each column, of which `columns` are this thread's pairs in shared memory, four in each eight
-// columns. All of a warp's rows read the same 32 bytes, for four products of each thread.
+// Promotes with a scale per column. `columns` points to this thread's pairs in shared memory, four per eight columns.
+// All rows in a warp read the same 32 bytes, for four products per thread.
 template <GemmConfig config>
 __device__ __forceinline__ void promote_columns(float (&sum)[config.mma_n / 2],
                                                 const MmaSum<config> (&block)[config.mma_n / 2],
@@ -38,7 +38,7 @@ __device__ __forceinline__ void promote_columns(float (&sum)[config.mma_n / 2],
     }
 }
 
-// Those of a thread's two rows in one WGMMA tile, of which the first is at `rows`.
+// Loads the scales of a thread's two rows in one WGMMA tile, the first at `rows`.
 template <GemmConfig config>
 __device__ __forceinline__ void load_rows(float (&row)[2], const float* rows) {
     const float2 pair = config.bulk_scales ? float2{rows[0], rows[8]} : reinterpret_cast<const float2&>(*rows);
@@ -46,18 +46,18 @@ __device__ __forceinline__ void load_rows(float (&row)[2], const float* rows) {
     row[1] = pair.y;
 }
 
-// What one math thread needs of a stage's scales, those of its two rows in each WGMMA tile, and of all columns; and how
-// it adds a block by them.
+// Block scales: one math thread's part of a stage's scales, for its two rows in each WGMMA tile and for all columns,
+// and promotion with them.
 template <GemmConfig config, bool of_blocks = config.has_scales(), bool of_columns = config.column_scales>
 struct Scales {
     float row[config.scale_blocks][config.chunks_m][2];
     float column[config.scale_blocks][config.b_scale_slots];
 
-    // Hides from the compiler that all threads read the same: it would keep that in a uniform register, and wait for it
-    // to be read in the middle of a stage, for which 128x192 took 5 to 12 % longer (H200, 2026-11-21).
+    // Hides from the compiler that all threads read the same value: it would keep it in a uniform register, and await
+    // the read in the middle of a stage, which made 128x192 5 to 12 % slower (H200, 2026-11-21).
     static __device__ __forceinline__ int not_uniform_zero() { return ptx::opaque_zero() * 4; }
 
-    // `slot` is that of the thread's first row.
+    // Loads a stage's scales; `slot` belongs to the thread's first row.
     __device__ __forceinline__ void load(const SharedStorage<config>& smem, int stage, int slot) {
 #pragma unroll
         for (int block = 0; block < config.scale_blocks; ++block) {
@@ -71,7 +71,7 @@ struct Scales {
         }
     }
 
-    // Those of scale block `i`; the tile's first column lies `shift` column groups into its own, if that is known.
+    // Promotes scale block `i`; the tile's first column lies `shift` column groups into its scale block, if known.
     template <int shift>
     __device__ __forceinline__ void promote(float (&sum)[config.mma_n / 2], const MmaSum<config> (&block)[config.mma_n / 2],
                                             int i, int chunk_m, int chunk_n) const {
@@ -79,12 +79,12 @@ struct Scales {
     }
 };
 
-// The same where each column has a scale of its own. Those of a tile would fill a quarter as many registers as its sums:
-// they stay in shared memory until a block is promoted, and only then is the stage given back.
+// Row and column scales. A tile's column scales would fill a quarter as many registers as its accumulators: they stay
+// in shared memory until a block is promoted, and only then is the stage released.
 template <GemmConfig config>
 struct Scales<config, true, true> {
     float row[config.scale_blocks][config.chunks_m][2];
-    const float2* column;  // the scales of this thread's columns in the first eight of the stage's first block
+    const float2* column;  // this thread's column scales, for the first eight columns of the stage's first block
 
     __device__ __forceinline__ void load(const SharedStorage<config>& smem, int stage, int slot) {
 #pragma unroll
@@ -104,7 +104,7 @@ struct Scales<config, true, true> {
     }
 };
 
-// The same where blocks have none, and are added as they are.
+// No scales: blocks are added as they are.
 template <GemmConfig config>
 struct Scales<config, false, false> {
     __device__ __forceinline__ void load(const SharedStorage<config>&, int, int) const {}

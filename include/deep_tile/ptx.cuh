@@ -1,8 +1,8 @@
-// Threads: what tells them apart, how they meet, what they multiply with. One function per PTX instruction, named after
-// its mnemonic.
+// PTX for threads: identity, synchronisation, WGMMA control. One function per PTX instruction, named after its
+// mnemonic.
 //
-// Inline assembly lives here, in memory.cuh for what moves numbers, in arithmetic.cuh for what computes, in the generated
-// wgmma and, for what only casts use, in formats.cuh. Shared-memory addresses are 32-bit (`smem_address`). Sections are of
+// Inline assembly lives here, in memory.cuh (data movement), in arithmetic.cuh (computation), in the generated wgmma
+// and, for casts only, in formats.cuh. Shared-memory addresses are 32-bit (`smem_address`). Quoted sections belong to
 // the PTX ISA 9.0 manual, "Instruction Set".
 #pragma once
 
@@ -14,7 +14,7 @@ __device__ __forceinline__ u32 smem_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// The same value, hidden from NVRTC; no instruction.
+// Returns the same value, hidden from NVRTC; no instruction.
 __device__ __forceinline__ u64 opaque(u64 value) {
     asm("" : "+l"(value));
     return value;
@@ -32,13 +32,13 @@ __device__ __forceinline__ u64 globaltimer() {
     return now;
 }
 
-// Ends the launch, and with it the context, with an error: "trap".
+// Aborts the launch, and with it the context, with an error: "trap".
 __device__ __forceinline__ void trap() { asm volatile("trap;"); }
 
-// Zero, which the compiler does not know: a thread block has no more than 1024 threads.
+// Zero, unknown to the compiler: a CTA has at most 1024 threads.
 __device__ __forceinline__ u32 opaque_zero() { return threadIdx.x / 1024; }
 
-// The address in block `cta_rank` of the cluster that corresponds to `smem` in this one: "mapa".
+// Maps `smem` in this CTA to the same address in CTA `cta_rank` of the cluster: "mapa".
 __device__ __forceinline__ u32 mapa(u32 smem, u32 cta_rank) {
     u32 remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem), "r"(cta_rank));
@@ -61,9 +61,9 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier, bool predicate = tr
         : "memory");
 }
 
-// Without .release.cluster on purpose: that spelling compiles to MEMBAR.ALL.GPU and cost 40 % (H200, 2026-11-21).
-// What it protects, a slot being refilled, was read by wgmma and ld.shared that have completed by then.
-// `predicate` and not a branch, after which the compiler would take the warp for divergent.
+// Arrives without .release.cluster on purpose: that spelling compiles to MEMBAR.ALL.GPU and cost 40 % (H200,
+// 2026-11-21). The protected slot, about to be refilled, was read by wgmma and ld.shared that have completed by then.
+// `predicate` replaces a branch, after which the compiler would take the warp for divergent.
 __device__ __forceinline__ void mbarrier_arrive_cluster(u32 remote_barrier, bool predicate) {
     asm volatile(
         "{\n"
@@ -96,7 +96,7 @@ __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Clusters: "barrier.cluster". Relaxed: the other spellings are MEMBAR.ALL.GPU, and the fence above is enough.
+// Clusters: "barrier.cluster". Relaxed: other spellings are MEMBAR.ALL.GPU, and fence_mbarrier_init is enough.
 
 __device__ __forceinline__ void barrier_cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -112,7 +112,7 @@ __device__ __forceinline__ u32 cluster_ctarank() {
     return rank;
 }
 
-// True in one lane of a converged warp, always the same: "elect.sync". Unlike `lane == 0` it leaves the branch uniform
+// Elects one lane in a converged warp, always the same: "elect.sync". Unlike `lane == 0` it leaves the branch uniform
 // for the compiler.
 __device__ __forceinline__ bool elect_sync() {
     u32 elected;
@@ -126,7 +126,7 @@ __device__ __forceinline__ bool elect_sync() {
     return elected;
 }
 
-// Barrier among the `threads` threads that name the same id: "bar, barrier".
+// Named barrier among the `threads` threads that use the same id: "bar, barrier".
 __device__ __forceinline__ void bar_sync(u32 id, u32 threads, bool predicate = true) {
     asm volatile(
         "{\n"
@@ -137,7 +137,7 @@ __device__ __forceinline__ void bar_sync(u32 id, u32 threads, bool predicate = t
         : "memory");
 }
 
-// Counts as reaching that barrier, without waiting for it.
+// Arrives at a named barrier without waiting for it.
 __device__ __forceinline__ void bar_arrive(u32 id, u32 threads, bool predicate = true) {
     asm volatile(
         "{\n"
@@ -161,7 +161,7 @@ __device__ __forceinline__ void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// Registers per thread of the calling warpgroup: "setmaxnreg".
+// Registers per thread in the calling warpgroup: "setmaxnreg".
 
 template <int registers>
 __device__ __forceinline__ void setmaxnreg_inc() {
@@ -173,7 +173,7 @@ __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-// Programmatic dependent launch: "griddepcontrol". Both do nothing when the kernel was launched without it.
+// Programmatic dependent launch: "griddepcontrol". Both do nothing in a kernel launched without it.
 
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

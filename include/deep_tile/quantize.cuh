@@ -1,22 +1,22 @@
-// The casts to FP8: one scale per 1x128 block (cast_rows) or 128x128 block (cast_tiles), each element read once.
+// Casts to FP8: one scale per 1x128 block (cast_rows) or 128x128 block (cast_tiles); each element is read once.
 //
-// Launched by deep_tile/cast.py; deep_tile/quantize.py holds the definition that every bit agrees with. A row of a block
-// is 128 columns, shared by `lanes` neighbouring threads. Each thread holds vectors of 16 bytes of it in registers from
-// the load until the store, all of them requested before the first is used; threads * vectors keep memory busy.
+// deep_tile/cast.py launches them; deep_tile/quantize.py holds the definition, equal in every bit. A block row is 128
+// columns, shared by `lanes` neighbouring threads. Each thread keeps its 16-byte vectors in registers from load to
+// store, and requests all of them before it uses the first; threads * vectors keep memory busy.
 #pragma once
 
 #include "formats.cuh"
 
 namespace deep_tile {
 
-// One thread's part of a row of 128 columns, shared by `lanes` threads: vectors of so many `elements`. With `vectors` given,
-// of a row of as many columns as these make.
+// Slice: one thread's vectors, `elements` each, in a row of 128 columns that `lanes` threads share. An explicit
+// `vectors` sets another row length.
 template <typename Format, int lanes, int elements = 16 / sizeof(typename Format::Bits),
           int vectors = scale_block / (lanes * elements)>
 class Slice {
    public:
 
-    // `row` is the first of `columns` elements; what lies beyond is taken as zeros, which change no largest magnitude.
+    // Loads from `row`, which has `columns` elements; columns beyond become zeros, which change no largest magnitude.
     __device__ __forceinline__ void load(const typename Format::Bits* row, int columns, int lane, bool aligned) {
 #pragma unroll
         for (int i = 0; i < vectors; ++i) {
@@ -28,7 +28,7 @@ class Slice {
         }
     }
 
-    // Takes what `of(i, j)` gives for element j of vector i. Of FP32.
+    // Fills element j of vector i with `of(i, j)`, for FP32.
     template <typename Function>
     __device__ __forceinline__ void fill(Function of) {
 #pragma unroll
@@ -40,15 +40,15 @@ class Slice {
 
     __device__ __forceinline__ float value(int i, int j) const { return value(words_[i], j); }
 
-    // Of the elements in word `word` of the only vector, each.
+    // Magnitudes of the elements in word `word` of the only vector.
     __device__ __forceinline__ u32 word_magnitude(int word) const { return Format::magnitude(words_[0][word]); }
 
-    // The column of element `slot % elements` of thread `slot / elements`, where each holds one vector.
+    // Column for element `slot % elements` in thread `slot / elements`, if each holds one vector.
     static __device__ __forceinline__ int column(int slot, bool aligned) {
         return aligned ? slot : element_column(0, slot % elements, slot / elements);
     }
 
-    // Bits of a float.
+    // Largest magnitude, as float bits.
     __device__ __forceinline__ u32 magnitude() const {
         u32 larger = 0;
 #pragma unroll
@@ -63,8 +63,8 @@ class Slice {
         u32 words[vectors][elements / 4];
     };
 
-    // `divides`: quotients are rounded as `divide` rounds them; otherwise they are products with the reciprocal. Elements
-    // with a tiny scale are raised, and stay so.
+    // Quantises: quotients are rounded as `divide` rounds them if `divides`; otherwise they are products with the
+    // reciprocal. Elements with a tiny scale are raised, and stay so.
     template <bool divides = true>
     __device__ __forceinline__ Codes quantized(Scale scale) {
         if (divides && scale.is_tiny()) {
@@ -95,9 +95,9 @@ class Slice {
    private:
     using Bits = typename Format::Bits;
     static constexpr int per_word = 4 / sizeof(Bits);
-    static constexpr int words = elements / per_word;  // of a vector
+    static constexpr int words = elements / per_word;  // per vector
 
-    // Neighbouring threads take neighbouring vectors, or, where these cannot be had, neighbouring elements.
+    // Neighbouring threads take neighbouring vectors, or, if unaligned, neighbouring elements.
     static __device__ __forceinline__ int vector_column(int i, int lane) { return (i * lanes + lane) * elements; }
     static __device__ __forceinline__ int element_column(int i, int j, int lane) {
         return (i * elements + j) * lanes + lane;
@@ -164,7 +164,7 @@ class Slice {
     u32 words_[vectors][words];
 };
 
-// Of `lanes` neighbouring threads of a warp, all of which call it.
+// Maximum over `lanes` neighbouring threads of a warp, all of which call it.
 template <int lanes>
 __device__ __forceinline__ u32 largest_of_lanes(u32 value) {
 #pragma unroll
@@ -178,20 +178,20 @@ __device__ __forceinline__ void write_scale(const CastParams& params, u32 row, u
     params.scale[row * params.scale_stride_row + column * params.scale_stride_column] = value;
 }
 
-// Which rows of out are written: all of them.
+// Row set of out: all rows.
 struct AllRows {
     __device__ explicit AllRows(const CastParams& params) : count(params.rows) {}
 
-    // That of number `number`, from 0 to `count`, which are in order.
+    // Returns row `number`, from 0 to `count`, in order.
     __device__ __forceinline__ u32 find(const CastParams&, u32 number) const { return number; }
 
     i64 count;
 };
 
-// Sources: what is cast, how a thread gets its slice of 128 columns of it, and which rows there are. A `Place` is what
-// has to be read before the first of these columns can be.
+// Sources: the input of a cast, how a thread gets its slice of 128 columns, and the row set. A `Place` holds the data
+// read before the first column can be read.
 
-// The rows of x.
+// Source: the rows of x.
 template <typename Format, int lanes>
 struct Plain {
     using Rows = AllRows;
@@ -199,7 +199,7 @@ struct Plain {
     static constexpr bool divides = true;
 
     struct Place {
-        u32 row;  // of out
+        u32 row;  // in out
     };
 
     static __device__ __forceinline__ Place find(const CastParams&, u32 row) { return {row}; }
@@ -211,9 +211,9 @@ struct Plain {
     }
 };
 
-// 1x128 blocks: `lanes` threads take one after the other. Blocks are counted along the columns first, in 32 bits: more
-// of them would be 512 GiB of out. A warp goes on while any of its threads has a block; those without one get zeros, so
-// that all 32 meet. A block's place is found while the one before it is cast.
+// Casts 1x128 blocks: `lanes` threads take one after the other. Blocks are counted along the columns first, in 32 bits:
+// more would be 512 GiB of out. A warp continues while any of its threads has a block; the others get zeros, so that
+// all 32 meet. A block's place is found while the previous one is cast.
 template <typename Source, int lanes>
 __device__ __forceinline__ void cast_blocks(const CastParams& params, const typename Source::Rows& rows, bool aligned) {
     const u32 block_columns = (params.columns + scale_block - 1) / scale_block;
@@ -230,7 +230,7 @@ __device__ __forceinline__ void cast_blocks(const CastParams& params, const type
         return place;
     };
     typename Source::Place next = find();
-    // The block of the warp's first thread.
+    // `block` belongs to the warp's first thread.
     for (u32 block = thread / warp_threads * (warp_threads / lanes); block < blocks; block += teams) {
         const typename Source::Place at = next;
         const u32 column = block_column;
@@ -270,19 +270,19 @@ __device__ __forceinline__ int columns_of(const CastParams& params, u32 block_co
     return left < scale_block ? int(left) : scale_block;
 }
 
-// The largest of the thread block's values, in every thread.
+// Maximum over the CTA's threads, returned to every thread.
 template <int threads>
 __device__ __forceinline__ u32 largest_of_block(u32 value) {
     constexpr int warps = threads / warp_threads;
     __shared__ u32 largest[warps];
     const u32 of_warp = __reduce_max_sync(~0u, value);
-    __syncthreads();  // the last round's values have been read
+    __syncthreads();  // the previous round's values have been read
     if (threadIdx.x % warp_threads == 0) largest[threadIdx.x / warp_threads] = of_warp;
     __syncthreads();
     return __reduce_max_sync(~0u, largest[threadIdx.x % warps]);
 }
 
-// 128x128 blocks: a thread block takes one after the other, a slice of every `threads / lanes`-th row per thread.
+// Casts 128x128 blocks: a CTA takes one after the other; each thread has a slice in every `threads / lanes`-th row.
 template <typename Format, int threads>
 __device__ __forceinline__ void cast_tiles(const CastParams& params) {
     take_turn();

@@ -1,7 +1,7 @@
-// Boxes of `out` in FP8 with a scale for 128 columns of each row: the epilogue of a product that ends in a cast.
+// FP8 epilogue: output boxes with a scale per row and 128 columns, for a GEMM that ends in a cast.
 //
-// Called by output.cuh. A box is one scale's columns wide, so that four lanes, which have a row between them, find its scale
-// by themselves. Every bit is that of the cast by itself (quantize.cuh), of which formats.cuh has the arithmetic.
+// output.cuh calls it. A box is one scale block wide, so the four lanes that share a row find its scale by themselves.
+// Every bit equals that of the separate cast (quantize.cuh); formats.cuh has the arithmetic of both.
 #pragma once
 
 #include "activation.cuh"
@@ -10,14 +10,14 @@
 
 namespace deep_tile {
 
-// Of two numbers of BF16 in a word.
+// Unpack the BF16 numbers in a word.
 __device__ __forceinline__ float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pair & 0xffff0000); }
 
-// The magnitude, as bits, of the largest element of a row, which four lanes have. Of halves as such, two at once, ptxas
-// would take the warps of tiles of 64 rows for apart (NVRTC 13.0.88).
+// Magnitude bits of a row's largest element, from the four lanes that share the row. Comparing halves directly, two at
+// once, makes ptxas take the warps of 64-row tiles for divergent (NVRTC 13.0.88).
 __device__ __forceinline__ u32 largest_of_row(const u32 (&pairs)[scale_block / 16][4], int half) {
-    float sizes[4] = {};  // one after the other they are awaited
+    float sizes[4] = {};  // independent maxima: in a single chain each would wait for the one before
 #pragma unroll
     for (int i = 0; i < scale_block / 8; ++i) {
         const u32 pair = pairs[i / 2][i % 2 * 2 + half];
@@ -28,13 +28,13 @@ __device__ __forceinline__ u32 largest_of_row(const u32 (&pairs)[scale_block / 1
     return __float_as_uint(ptx::max_nan(size, __shfl_xor_sync(0xffffffff, size, 2)));
 }
 
-// Writes this warp's rows of a box into shared memory at `codes`, rounded to BF16 first, as those are that a cast by itself
-// is given, and their scales to where they belong. `row` and `column` are where they begin in `out`.
+// Writes this warp's rows of a box to shared memory at `codes`, and their scales to global memory. Sums are rounded to
+// BF16 first, the input of a separate cast. `row` and `column` locate the box in `out`.
 template <GemmConfig config>
 __device__ __forceinline__ void write_quantized(const GemmParams& params, u32 codes, u32 lane,
                                                 const float (&sums)[config.chunks_n][config.mma_n / 2], int box, int row,
                                                 int column) {
-    u32 pairs[scale_block / 16][4];  // of the upper and the lower eight rows by turns
+    u32 pairs[scale_block / 16][4];  // alternating between the upper and the lower eight rows
     const int columns = out_column<config>(params.n) - column;
 #pragma unroll
     for (int i = 0; i < scale_block / 16; ++i) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void write_quantized(const GemmParams& params, u32 co
             pairs[i][j] = packed<Format::bf16>(from[2 * j + 1], from[2 * j]);
         }
     }
-    if (columns < scale_block) {  // `out` ends here, with a multiple of 16; a bias may have more
+    if (columns < scale_block) {  // `out` ends here, at a multiple of 16; a bias may fill columns beyond
 #pragma unroll
         for (int i = 0; i < scale_block / 4; ++i) pairs[i / 4][i % 4] *= i / 4 * 16 < columns;
     }

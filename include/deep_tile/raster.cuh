@@ -1,18 +1,18 @@
-// Schedulers of one product: its tiles in a raster, or by columns.
+// Dense tile schedulers: a raster over tiles, or column by column.
 #pragma once
 
 #include "tiles.cuh"
 
 namespace deep_tile {
 
-// Persistent: cluster c of C takes cluster tiles c, c + C, c + 2C, ... of a raster that descends a group of rows of
-// cluster tiles before it steps along n, so that blocks running together share operands in L2 (schedule.py says how many
-// rows); in split K another of the first C tiles instead of c. Where the last cluster tile overhangs the matrix, no more
-// is fetched than there is, and stores are clipped. Tile counts fit an int for any output that fits in memory.
+// Persistent raster: cluster c of C takes cluster tiles c, c + C, c + 2C, ...; split K starts at another one of the
+// first C instead of c. The raster descends a group of cluster-tile rows before it steps along n, so that CTAs running
+// together share operands in L2 (schedule.py sets the group height). A cluster tile that overhangs the matrix fetches
+// only existing data, and its stores are clipped. Tile counts fit an int for any output that fits in memory.
 //
-// The position is kept as (group of rows, index within it), and divided by the group's rows by multiplying: a division
-// takes some hundred clocks that nothing hides, and its code comes before the first request. The reciprocal is 2^31 over
-// the rows, rounded up: exact for at most 16 rows and 2^27 tiles of a group.
+// The position is a pair (row group, index within it). Division by the group height is a multiplication: a division
+// takes about a hundred clocks with nothing to hide them, and its code precedes the first request. The reciprocal is
+// 2^31 over the rows, rounded up: exact up to 16 rows and 2^27 tiles per group.
 template <GemmConfig config>
 class RasterScheduler {
    public:
@@ -27,9 +27,9 @@ class RasterScheduler {
           within_(first_cluster_tile() - step_),
           rank_(config.cluster() == 1 ? 0 : uniform_cluster_rank()) {}
 
-    // This block's tiles, before the first. Not the same as counting valid ones: that a loop ends with a count, which it
-    // got before it began, leaves the compiler in no doubt that all warps of the block leave it together. Added up, while
-    // the first stage is awaited: a division is 25 to 50 instructions more, and all code behind them arrives later.
+    // Counts this CTA's tiles, before the first. A loop that ends with a count known beforehand, rather than at an
+    // invalid tile, tells the compiler that all warps leave it together. Summed while the first stage is awaited: a
+    // division takes 25 to 50 more instructions, and all code behind them arrives later.
     __device__ __forceinline__ int count() const {
         int count = 0;
 #pragma unroll 1
@@ -37,13 +37,13 @@ class RasterScheduler {
         return count;
     }
 
-    // Like next(), sooner: every block has a first tile, grid_size of schedule.py sees to it.
+    // Returns the first tile, sooner than next(): every CTA has one (grid_size in schedule.py).
     __device__ __forceinline__ Tile first() {
         within_ += step_;
         return tile(enter_group());
     }
 
-    // Loops over tiles call it in one place, for the first one as well: every call is some 50 instructions.
+    // Returns the next tile. Tile loops call it in one place, for the first tile too: a call is some 50 instructions.
     __device__ __forceinline__ Tile next() {
         within_ += step_;
         const int group_rows = enter_group();
@@ -52,7 +52,7 @@ class RasterScheduler {
     }
 
    private:
-    // Turns to the group of rows that the position is in, or to the last one; how many rows it has.
+    // Moves to the row group at the current position, or to the last one; returns its number of rows.
     __device__ __forceinline__ int enter_group() {
         while (within_ >= columns_ << group_rows_log2_) {
             within_ -= columns_ << group_rows_log2_;
@@ -72,10 +72,9 @@ class RasterScheduler {
         return recorded(tile);
     }
 
-    // Clusters are handed to the GPCs in turn. Yet neighbours in the raster share operands, which reach SMs of one GPC
-    // faster: where there are few rows, so that a GPC would get tiles of one of them only, they are numbered by GPC. Split
-    // K gains up to 9 % at 128 < m <= 512 and would lose as much with more rows; multicast gains nothing (H200,
-    // 2026-11-22).
+    // Clusters go to the GPCs in turn, yet raster neighbours share operands, which reach SMs in one GPC faster. With so
+    // few rows that each GPC would only get tiles from one, clusters are numbered by GPC instead. Split K gains up to 9
+    // % at 128 < m <= 512 and would lose as much with more rows; multicast gains nothing (H200, 2026-11-22).
     __device__ __forceinline__ int first_cluster_tile() const {
         constexpr u32 gpcs = 8;
         constexpr int few_rows = 4;
@@ -85,16 +84,16 @@ class RasterScheduler {
         return gpc * (clusters / gpcs) + min(gpc, clusters % gpcs) + cluster / gpcs;
     }
 
-    int rows_, columns_;  // of cluster tiles
+    int rows_, columns_;  // in cluster tiles
     int group_rows_log2_;
     u32 last_rows_reciprocal_;
-    int step_, within_;  // in the group of rows that begins at first_row_; a step before the first tile to begin with
+    int step_, within_;  // within_: index in the row group at first_row_, initially a step before the first tile
     int first_row_ = 0;
     int rank_;
 };
 
-// For a resident `b`. Whole columns first, one for each block, as far as they go: all blocks then are at the same rows of
-// `a`. Then each block takes its share of the tiles of the other columns.
+// Column order for a resident `b`. Whole columns come first, one per CTA, while there are enough: all CTAs then read
+// the same rows of `a`. The tiles in leftover columns are divided evenly.
 template <GemmConfig config>
 class ColumnScheduler {
    public:
@@ -114,7 +113,7 @@ class ColumnScheduler {
         row_ = (whole_ > 0 ? 0 : share_row_) - 1;
     }
 
-    // This block's tiles that are left.
+    // Tiles left for this CTA.
     __device__ __forceinline__ int count() const { return left_; }
 
     __device__ __forceinline__ Tile first() { return next(); }
@@ -138,14 +137,14 @@ class ColumnScheduler {
         return recorded(Tile{row_ * config.block_m, column_ * config.block_n, left_ >= 0});
     }
 
-    // Whether the next tile is in another column.
+    // Returns whether the next tile is in another column.
     __device__ __forceinline__ bool ends_column() const { return row_ + 1 == rows_; }
 
    private:
-    int rows_, row_, column_;  // row_ is one before the first tile's to begin with
+    int rows_, row_, column_;  // row_ is initially one before the first tile
     int left_;
-    int whole_;  // columns that are this block's alone, the present one included
-    int share_row_, share_column_;  // where its share of the others begins
+    int whole_;  // columns left to this CTA alone, including the current one
+    int share_row_, share_column_;  // start of its share in the leftover columns
 };
 
 }  // namespace deep_tile

@@ -1,12 +1,12 @@
-// Split K: the blocks of a cluster hold partial sums of the same tile; each adds up its share of the columns.
+// Split K: the CTAs of a cluster hold partial sums for the same tile; each adds up its share of the columns.
 //
-// Block r pushes the other blocks' shares straight from registers into their shared memory (distributed shared memory,
-// no workspace), then adds what it received to its own share in the order of the parts, so the result does not depend
-// on timing. Each math warpgroup exchanges with its counterparts only. Sums of integers are added as such.
+// CTA r pushes the other CTAs' shares from registers into their shared memory (distributed shared memory, no
+// workspace), then adds the received sums to its own in the order of the K parts, so that the result does not depend on
+// timing. Each math warpgroup exchanges with its counterparts only. Integer sums are added as integers.
 //
-//   barrier            waited for by             arrivals                                   completes when
-//   partial_full[w]    warpgroup w, receiving    its own thread, and the senders' bytes     all others' sums are here
-//   partial_empty[w]   warpgroup w, sending      1 per warp of w in each other block        they have read the last ones
+//   barrier            waited for by            arrivals                              completes when
+//   partial_full[w]    warpgroup w, receiving   its own thread + senders' bytes       all other CTAs' sums have landed
+//   partial_empty[w]   warpgroup w, sending     1 per warp of w in each other CTA     they have read the previous sums
 #pragma once
 
 #include "output.cuh"
@@ -34,15 +34,15 @@ class SplitReduction {
         }
     }
 
-    // Waits for the others' sums of this block's columns. Not in receive(), which is called in one of several branches:
-    // to the compiler the phase would no longer be uniform, nor any loop here. It then lets warps fall apart, and they
-    // hung before a WGMMA, which wants all of them; tests/test_codegen.py looks for it.
+    // Waits for the sums of the other CTAs. Not part of receive(), which is called in one of several branches: the
+    // compiler would no longer know the phase as uniform, nor any loop here. It then lets warps diverge, and they hung
+    // at a WGMMA, which wants all of them; tests/test_codegen.py looks for it.
     __device__ __forceinline__ void await() {
         wait(smem_.partial_full[warpgroup_], phase_);
         phase_ ^= 1;
     }
 
-    // Completes the columns of part `part`, this block's own. Returns bits of every vector that it has read.
+    // Completes the columns of `part`, this CTA's own. Returns bits from every vector that it has read.
     template <int part>
     __device__ __forceinline__ u32 receive(Accumulators<config>& sums) {
         u32 read = 0;
@@ -63,13 +63,13 @@ class SplitReduction {
         return read;
     }
 
-    // The slots may be overwritten: `read` is what receive() returned in this lane. Not after the last tile: the senders
-    // may have exited.
+    // Allows the slots to be overwritten; `read` is receive()'s result in this lane. Not called after the last tile:
+    // the senders may have exited.
     //
-    // The arrival's address depends on the values that all lanes have read. Without that the arrival overtakes the reads:
-    // it orders them within the block only, and the next tile's sums then land in slots that are still being read (beside
-    // kernels of other streams 13 of 80 products were wrong; H200, 2026-11-23). An arrival that orders them in the
-    // cluster is a MEMBAR.ALL.GPU.
+    // The arrival's address depends on the values read by all lanes. Otherwise the arrival overtakes the reads, which
+    // it orders within the CTA only, and the next tile's sums land in slots still being read (beside kernels in other
+    // streams 13 of 80 products were wrong; H200, 2026-11-23). An arrival with cluster-wide ordering is a
+    // MEMBAR.ALL.GPU.
     __device__ __forceinline__ void release(u32 read) const {
         const int lane = thread_ % warp_threads;
         const u32 zero = __reduce_or_sync(0xffffffff, read) & ptx::opaque_zero();
@@ -82,7 +82,7 @@ class SplitReduction {
    private:
     static constexpr int vectors = Partials<config>::vectors;
 
-    // Four accumulators of this thread: columns 8i and 8i + 1 (plus 2 * (lane % 4)) of its two rows in the part.
+    // Index of four accumulators: columns 8i and 8i + 1 (plus 2 * (lane % 4)) of this thread's two rows in the part.
     static __device__ __forceinline__ int vector(int part, int i) { return part * config.columns_per_part / 2 + i * 4; }
 
     __device__ __forceinline__ float* slot(int sender, int receiver, int i) const {

@@ -1,15 +1,14 @@
-// The way of the scales: from global memory, by scale warps, to the stage from which math threads read them
-// (promotion.cuh).
+// Scale loads: from global memory, by scale warps, to the stage from which math threads read them (promotion.cuh).
 //
 // Scales travel with the stage, because reading them from global memory in the math loop costs 6 to 8 % (H200,
-// 2026-11-21). They go one of three ways:
+// 2026-11-21). There are three ways:
 //
-//   in runs       A lane reads several K blocks' scales of its rows into registers, and writes them to one stage after
-//                 the other: with vectors where those of a row of `a` lie side by side, and in 64-row tiles always.
-//   one by one    cp.async, 4 bytes a copy, takes any stride and any number of K blocks, and no time of the lane.
-//   in bulk       TMA copies those of `a` with the operands, in tiles of several chunks, if a column's lie side by side.
+//   in runs       A lane reads several K blocks' scales for its rows into registers, and writes them stage by stage:
+//                 as vectors if a row's scales in `a` are adjacent, and in 64-row tiles always.
+//   one by one    cp.async, 4 bytes per copy, takes any stride and any number of K blocks, and no time of the lane.
+//   in bulk       TMA copies the scales of `a` with the operands, in tiles of several chunks, if a column's adjoin.
 //
-// One by one from 128 rows, 128 lines of cache for each K block, they take the time of shared memory that WGMMAs need:
+// One by one, tiles from 128 rows on touch 128 cache lines per K block and take shared-memory time that WGMMAs need:
 // row-major scales cost 2.4 % above m = 128, 19 % at worst, and in runs 0 and 2 % (100 shapes; H200, 2026-11-24).
 #pragma once
 
@@ -19,35 +18,34 @@
 
 namespace deep_tile {
 
-// Whether TMA copies the scales of the tile's rows: if they lie side by side, those of a whole tile. The host says
-// whether they do, beside sizes that are read first anyway: the first request waits for whatever must be read before it.
+// True if TMA copies the scales of the tile's rows: a whole tile of adjacent scales. The host states adjacency beside
+// sizes that are read first anyway: the first request waits for everything read before it.
 template <GemmConfig config>
 __device__ __forceinline__ bool scales_in_bulk(const GemmParams& params, Tile<config> tile) {
     return config.bulk_scales && tile.a_row() + config.block_m <= params.bulk_scale_rows && has_k<config>(params, tile);
 }
 
-// The same of the scales of the tile's columns, where each has its own.
+// True if TMA copies the scales of the tile's columns, if each has its own.
 template <GemmConfig config>
 __device__ __forceinline__ bool column_scales_in_bulk(const GemmParams& params, Tile<config> tile) {
     if constexpr (!config.bulk_scales || !config.column_scales) return false;
     return tile.b_row() + config.block_n <= params.bulk_scale_columns && has_k<config>(params, tile);
 }
 
-// Where a row's scale is within a tile's: beside that of the other row of the thread that needs both, 8 rows away, or,
-// where TMA may have copied them, in order.
+// Slot of a row's scale in its tile: beside that of the row 8 rows away, which the same thread needs, or, if TMA may
+// have copied them, in row order.
 template <GemmConfig config>
 __device__ __forceinline__ int a_scale_slot(int row) {
     return config.bulk_scales ? row : row / 16 * 16 + row % 8 * 2 + row / 8 % 2;
 }
 
-// Where a scale warp reads a tile's scales: each lane those of its rows of `a`, unless TMA copies them, and the first
-// lanes those of the slots of columns of `b`. Rows and columns beyond the matrix take the last scale there is: their
-// products are never stored.
+// Reader of a tile's scales in a scale warp: each lane handles its rows of `a`, unless TMA copies them, and the first
+// lanes the column slots of `b`. Rows and columns beyond the matrix take the last scale: their products are never
+// stored.
 //
-// Places are counted in bytes, of 32 bits, so that nothing but additions is left for each stage. As elements, or as
-// pointers with 32-bit strides, ptxas has the multiplier work them out, which FFMAs of math warps then wait for: 128-row
-// tiles took up to 9 % longer. With 64-bit strides the way to the first request was longer, and products took 0.7 % more
-// time up to m = 1024 (H200, 2026-11-22).
+// Offsets are 32-bit byte counts, so each stage needs additions only. With element offsets, or pointers with 32-bit
+// strides, ptxas uses the multiplier, and FFMAs in math warps wait for it: 128-row tiles took up to 9 % longer. 64-bit
+// strides made the path to the first request longer: 0.7 % more time up to m = 1024 (H200, 2026-11-22).
 template <GemmConfig config>
 class ScaleReader {
    public:
@@ -75,7 +73,7 @@ class ScaleReader {
         if constexpr (config.row_groups()) b_[0] += sizeof(float) * tile.group * params.b_scale_group_stride;
     }
 
-    // Requests this step's for a stage, and turns to the warp's next step; blocks beyond the matrix get zeros.
+    // Copies this step's scales to a stage and moves to the warp's next step; blocks beyond the matrix get zeros.
     __device__ __forceinline__ void copy(SharedStorage<config>& smem, int stage) {
         const int k_blocks = ceil_div(params_.k, scale_block);
         constexpr int skipped = (config.scale_warps - 1) * config.scale_blocks;
@@ -106,7 +104,7 @@ class ScaleReader {
    protected:
     static constexpr int rows_per_lane = config.block_m / warp_threads;
     static constexpr int slots_per_lane = (config.b_scale_slots + warp_threads - 1) / warp_threads;
-    static constexpr int b_scale_rows = config.column_scales ? 1 : scale_block;  // of b, that share a scale
+    static constexpr int b_scale_rows = config.column_scales ? 1 : scale_block;  // rows of b per scale
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % warp_threads; }
 
@@ -116,29 +114,29 @@ class ScaleReader {
 
     const GemmParams& params_;
     const bool in_bulk_, columns_in_bulk_;
-    u32 a_[rows_per_lane], b_[slots_per_lane];  // bytes from the first scale to those of this step
+    u32 a_[rows_per_lane], b_[slots_per_lane];  // byte offsets to this step's scales
     int step_;
 };
 
-// GemmParams.scale_runs, where those of a row of `a` can be read as vectors.
+// Value of GemmParams.scale_runs if a row's scales in `a` can be read as vectors.
 constexpr int vector_runs = 2;
 
-// Where a scale warp reads a tile's scales in runs, of which it takes every `warps`-th.
+// Reader of a tile's scales in runs; each warp takes every `warps`-th run.
 template <GemmConfig config>
 class RunReader : public ScaleReader<config> {
    public:
-    static constexpr int steps = config.scales_at_once / config.scale_blocks;  // of a run
+    static constexpr int steps = config.scales_at_once / config.scale_blocks;  // per run
 
-    // Warps that take runs in turn: so few that from one of its steps to its next a warp passes no more than a round of
-    // stages. After two rounds a barrier's parity is the same again, and the warp would not wait for the second.
+    // Warps that take runs in turn: few enough that a warp never skips more than one round of stages between its steps.
+    // After two rounds an mbarrier's parity repeats, and the warp would not wait for the second.
     static constexpr int turns = 1 + (config.stages - 1) / steps;
     static constexpr int warps = config.scale_warps < turns ? config.scale_warps : turns;
 
-    // `step` is the first of the warp's first run.
+    // Constructs the reader at `step`, the first in the warp's first run.
     __device__ __forceinline__ RunReader(const GemmParams& params, Tile<config> tile, int step)
         : ScaleReader<config>(params, tile, step) {}
 
-    // Reads this run's, and turns to the warp's next one.
+    // Reads the current run and moves to the warp's next one.
     __device__ __forceinline__ void load() {
         if (params_.scale_runs == vector_runs) {
             load_vectors();
@@ -153,7 +151,7 @@ class RunReader : public ScaleReader<config> {
         }
     }
 
-    // Writes those of the run's `step` to a stage.
+    // Writes the scales of `step` in the run to a stage.
     __device__ __forceinline__ void store(SharedStorage<config>& smem, int stage, int step) const {
 #pragma unroll
         for (int j = 0; j < config.scale_blocks; ++j) {
@@ -192,8 +190,8 @@ class RunReader : public ScaleReader<config> {
     float rows_[rows_per_lane][config.scales_at_once], columns_[config.scales_at_once];
 };
 
-// A scale warp's first stage is requested early, like its operands, because scales take as long to arrive: 3 to 5 % for
-// n = 7168, k = 2048 (H200, 2026-11-21). False if there is none.
+// Requests a scale warp's first stage early, like the operands, because scales take as long to arrive: 3 to 5 % for n =
+// 7168, k = 2048 (H200, 2026-11-21). Returns false if there is none.
 template <GemmConfig config>
 __device__ __forceinline__ bool request_first_scales(const GemmParams& params, SharedStorage<config>& smem, int warp) {
     KRange range = k_range<config>(params);
@@ -209,7 +207,7 @@ __device__ __forceinline__ bool request_first_scales(const GemmParams& params, S
     return true;
 }
 
-// Writes a run of a tile's scales, from `step` on, and passes the other warps' runs. Early steps are requested already.
+// Writes a run of scales, from `step` on, and skips the other warps' runs. Early steps are requested already.
 template <GemmConfig config>
 __device__ __forceinline__ void produce_run(SharedStorage<config>& smem, RunReader<config>& scales,
                                             PipelineState<config.stages>& state, int step, int requested_steps) {
@@ -227,7 +225,7 @@ __device__ __forceinline__ void produce_run(SharedStorage<config>& smem, RunRead
     state.advance((Runs::warps - 1) * Runs::steps);
 }
 
-// One of the scale warps, which take stages in turn, or runs of them; its first stage's are under way if `requested`.
+// Runs one scale warp. Scale warps take stages, or runs, in turn; the first stage is in flight if `requested`.
 template <GemmConfig config>
 __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedStorage<config>& smem, int warp,
                                                bool requested) {
@@ -237,8 +235,8 @@ __device__ __forceinline__ void produce_scales(const GemmParams& params, SharedS
     if (in_runs && warp >= Runs::warps) return;
     KRange range = k_range<config>(params);
     int steps = range.end - range.begin;
-    int step = in_runs ? warp * Runs::steps : warp;  // of the tile, the next of this warp
-    int requested_steps = config.scale_warps;        // of the first tile, each by its own warp
+    int step = in_runs ? warp * Runs::steps : warp;  // this warp's next step in the tile
+    int requested_steps = config.scale_warps;        // steps in the first tile, one per warp
     PipelineState<config.stages> state;
     state.advance(step);
     if (!in_runs && requested) {

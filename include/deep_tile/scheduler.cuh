@@ -1,10 +1,10 @@
-// Which output tile comes next. Every role of a thread block walks its own copy, so no tile index is ever exchanged.
+// Tile schedulers: which output tile comes next. Every role walks its own copy, so no tile index is ever exchanged.
 //
-//   scheduler        tiles of
-//   RasterScheduler  one product, rows and columns together
-//   ColumnScheduler  one product whose `b` stays, column by column
-//   GroupScheduler   one product for each group of rows, group by group
-//   KGroupScheduler  one product for each group along K, group by group
+//   scheduler        order
+//   RasterScheduler  one GEMM: a raster over rows and columns
+//   ColumnScheduler  one GEMM with a resident `b`: column by column
+//   GroupScheduler   M-grouped GEMM: group by group
+//   KGroupScheduler  K-grouped GEMM: group by group
 #pragma once
 
 #include "grouped.cuh"
@@ -24,7 +24,7 @@ using TileScheduler = typename Conditional<config.grouped(), AnyGroupScheduler<c
 template <GemmConfig config>
 using Tile = typename TileScheduler<config>::Tile;
 
-// Where the rows of `out` of a group's tile end; of other tiles, which end with the matrix, nothing.
+// Row in `out` at which the tile's group ends; 0 without groups, whose tiles end with the matrix.
 template <GemmConfig config>
 __device__ __forceinline__ int group_end(const Tile<config>& tile) {
     if constexpr (config.grouped()) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ int group_end(const Tile<config>& tile) {
     }
 }
 
-// This block's part of every tile's K, in stages.
+// K range that this CTA handles in every tile, in stages.
 struct KRange {
     int begin, end;
 };
@@ -47,12 +47,12 @@ __device__ __forceinline__ KRange k_range(const GemmParams& params) {
     return {stages * part / config.split_k, stages * (part + 1) / config.split_k};
 }
 
-// The same of one tile of a group along K.
+// K range of one K-grouped tile.
 __device__ __forceinline__ KRange tile_range(const KGroupTile& tile) {
     return {tile.first_step, tile.first_step + tile.steps};
 }
 
-// Whether a tile's range lies in K: that of a group without K lies behind it.
+// Returns whether a tile's range lies within K: a group with an empty K has its range past the end.
 template <GemmConfig config>
 __device__ __forceinline__ bool has_k(const GemmParams& params, const Tile<config>& tile) {
     if constexpr (config.by_k) {

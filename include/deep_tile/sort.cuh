@@ -1,9 +1,9 @@
-// A stable counting sort of tokens' choices by expert: the lists of rows that an expert layer multiplies.
+// Stable counting sort of tokens' choices by expert: the row lists that an expert layer multiplies.
 //
-// Launched by deep_tile/cast.py; deep_tile/experts.py holds the definition, whose numbers these are. Choices are numbered
-// along the tokens. A cluster counts all of them, each of its blocks a slice, and its blocks tell each other their counts
-// by `st.async`. Then each block knows where the rows begin of whatever share it has, and places them: every cluster has
-// another share of each slice. So no cluster waits for another, and nothing of a launch is left for the next one.
+// deep_tile/cast.py launches it; deep_tile/experts.py holds the definition, with the same numbers. Choices are numbered
+// along the tokens. A cluster counts all of them, a slice per CTA, and its CTAs exchange counts by `st.async`. Each CTA
+// then knows where rows begin for its share, and places them: every cluster has another share of each slice. So no
+// cluster waits for another, and a launch leaves nothing behind for the next.
 #pragma once
 
 #include "streaming.cuh"
@@ -12,31 +12,31 @@
 
 namespace deep_tile {
 
-// Shared memory of a block. A bucket is an expert, or none of them, which comes behind all; one more is for lanes that
-// have no choice. An odd number of words from one bucket to the next spreads them over banks.
+// Shared memory of a CTA. A bucket is an expert, or, behind all, "no expert"; one more is for lanes without a choice.
+// An odd number of words between buckets spreads them over banks.
 template <int threads>
 struct SortStorage {
     static constexpr int warps = threads / warp_threads;
     static constexpr int buckets = threads + 2;
     static constexpr int pairs = warps / 2 + 1;
 
-    // How many of a warp's choices are in a bucket; then, where its next one goes, from the first of the share's.
+    // Count of a warp's choices in a bucket; later, position of its next one, from the share's first.
     __device__ __forceinline__ u16& of_warp(u32 bucket, u32 warp) {
         return reinterpret_cast<u16*>(&of_pair(bucket, 0))[warp];
     }
 
     __device__ __forceinline__ u32& of_pair(u32 bucket, u32 pair) { return of_pairs[bucket * pairs + pair]; }
 
-    u64 all_counted;                     // an mbarrier: the counts of all slices have come
+    u64 all_counted;                     // mbarrier: the counts for all slices have come
     u32 sums[warp_threads];              // for sum_before
-    u32 begins[buckets];                 // choices before the share in its slice; then, the row of the share's first
-    u32 ends[buckets];                   // choices behind the share in its slice; then, the row behind an expert's last
-    u32 of_slice[sort_blocks][buckets];  // choices of each slice
+    u32 begins[buckets];                 // choices before the share in its slice; later, row of the share's first
+    u32 ends[buckets];                   // choices behind the share in its slice; later, row behind an expert's last
+    u32 of_slice[sort_blocks][buckets];  // choices per slice
     u32 of_pairs[buckets * pairs];       // of_warp, two to a word
 };
 
-// What a block counts, [first, end), and what of it the block places, `size` from `own` on, a part for each warp. Shares
-// and slices are multiples of a block's threads.
+// Ranges of a CTA: it counts [first, end), and places `size` from `own` on, a part per warp. Shares and slices are
+// multiples of a CTA's threads.
 struct SortShare {
     __device__ __forceinline__ SortShare(const SortParams& params, u32 warps)
         : rank(blockIdx.x & ((1u << params.cluster_log2) - 1)), first(rank * params.slice),
@@ -47,7 +47,7 @@ struct SortShare {
     u32 rank, first, end, own, size;
 };
 
-// Some choices of a thread, `step` apart, of which all are requested before the first is looked at.
+// Some choices for a thread, `step` apart; all are requested before the first is used.
 template <typename Choice, u32 count, u32 step>
 struct Choices {
     __device__ __forceinline__ void load(const SortParams& params, u32 first, u32 end) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void clear(const SortParams& params, SortStorage<thre
     for (u32 bucket = threadIdx.x; bucket <= params.experts; bucket += threads) {
         smem.begins[bucket] = smem.ends[bucket] = 0;
     }
-    if (params.cluster_log2 > 0) {  // and until every block of it has its barrier
+    if (params.cluster_log2 > 0) {  // and waits until every CTA of the cluster has its mbarrier
         if (threadIdx.x == 0) {
             const u32 barrier = ptx::smem_address(&smem.all_counted);
             ptx::mbarrier_init(barrier, 1);
@@ -87,13 +87,13 @@ __device__ __forceinline__ void clear(const SortParams& params, SortStorage<thre
     __syncthreads();
 }
 
-// The slice, by bucket: before the share, in it by warp, and behind it.
+// Counts the slice by bucket: before the share, within it by warp, and behind it.
 template <typename Choice, int threads>
 __device__ __forceinline__ void count_slice(const SortParams& params, const SortShare& share,
                                             SortStorage<threads>& smem) {
     constexpr u32 at_once = 16;
     Choices<Choice, at_once, threads> choices;
-    u32 first = share.first;  // of the block
+    u32 first = share.first;  // first for the CTA's threads
     choices.load(params, first + threadIdx.x, share.end);
     clear(params, smem);
 #pragma unroll 1
@@ -115,7 +115,7 @@ __device__ __forceinline__ void count_slice(const SortParams& params, const Sort
     __syncthreads();
 }
 
-// Turns a bucket's counts by warp into those of the warps before; all of them together.
+// Replaces a bucket's counts per warp by their exclusive prefix sums; returns the total.
 template <int threads>
 __device__ __forceinline__ u32 sum_up_warps(SortStorage<threads>& smem, u32 bucket) {
     u32 sum = 0;
@@ -128,7 +128,7 @@ __device__ __forceinline__ u32 sum_up_warps(SortStorage<threads>& smem, u32 buck
     return sum;
 }
 
-// Into `of_slice` of every block of the cluster; alone, a block leaves them to the threads that have them.
+// Sends counts to `of_slice` in every CTA of the cluster; a single CTA keeps them in its own.
 template <int threads>
 __device__ __forceinline__ void share_counts(const SortParams& params, u32 rank, SortStorage<threads>& smem) {
     const u32 barrier = ptx::smem_address(&smem.all_counted);
@@ -155,7 +155,7 @@ __device__ __forceinline__ u32 aligned_up(const SortParams& params, u32 row) {
     return (row + params.alignment - 1) & ~(params.alignment - 1);
 }
 
-// How many choices of a bucket there are; adds those of the slices before to `begins`.
+// Returns a bucket's total; adds the preceding slices' counts to `begins`.
 template <int threads>
 __device__ __forceinline__ u32 sum_up_slices(const SortParams& params, u32 rank, SortStorage<threads>& smem,
                                              u32 bucket) {
@@ -170,7 +170,7 @@ __device__ __forceinline__ u32 sum_up_slices(const SortParams& params, u32 rank,
     return all;
 }
 
-// Where each bucket's rows are. A thread has the buckets that it had before, and no more than one expert.
+// Computes each bucket's rows. A thread has the same buckets as before, and at most one expert.
 template <int threads>
 __device__ __forceinline__ void lay_out(const SortParams& params, u32 rank, SortStorage<threads>& smem) {
     const u32 expert = threadIdx.x;
@@ -186,11 +186,11 @@ __device__ __forceinline__ void lay_out(const SortParams& params, u32 rank, Sort
         smem.ends[expert] = end;
         if (blockIdx.x == 0) params.offs[expert] = end;
     }
-    if (expert == params.experts - 1) smem.begins[params.experts] += end;  // whose rows nobody aligns
+    if (expert == params.experts - 1) smem.begins[params.experts] += end;  // rows without an expert are not aligned
     __syncthreads();
 }
 
-// The lanes of the warp whose bucket is the same: a vote for each of its bits.
+// Mask of the warp's lanes with the same bucket: one vote per bit.
 template <int threads>
 __device__ __forceinline__ u32 lanes_alike(u32 bucket) {
     u32 alike = ~0u;
@@ -203,16 +203,16 @@ __device__ __forceinline__ u32 lanes_alike(u32 bucket) {
     return alike;
 }
 
-// Rows of no expert are at the end, or nowhere where experts are aligned.
+// Writes one choice. Rows without an expert go to the end, or nowhere if experts are aligned.
 __device__ __forceinline__ void write_choice(const SortParams& params, u32 number, u32 bucket, u32 row) {
     const bool lives = bucket < params.experts;
-    const bool is_inside = row < params.rows_size;  // whatever changes choices meanwhile
+    const bool is_inside = row < params.rows_size;  // choices may change meanwhile
     const i64 token = u64(number) * params.top_k_reciprocal >> params.top_k_shift;
     if (is_inside && (lives || params.alignment == 1)) params.rows[row] = token;
     params.index[number] = lives ? i64(row) : -1;
 }
 
-// Each warp its part of the share, in order. Choices are read again, and come from L1.
+// Places the share, a part per warp, in order. Choices are read again, from L1.
 template <typename Choice, int threads>
 __device__ __forceinline__ void place_share(const SortParams& params, const SortShare& share,
                                             SortStorage<threads>& smem) {
@@ -244,7 +244,7 @@ __device__ __forceinline__ void place_share(const SortParams& params, const Sort
     }
 }
 
-// -1 in rows between an expert's last and the next one's first, by warps of all blocks, and behind the last expert.
+// Fills rows between an expert's last and the next one's first with -1, by all CTAs' warps, and behind the last expert.
 template <int threads>
 __device__ __forceinline__ void fill_gaps(const SortParams& params, SortStorage<threads>& smem) {
     const u32 thread = blockIdx.x * threads + threadIdx.x, all = gridDim.x * threads;

@@ -1,5 +1,5 @@
-// Where `b` lies in shared memory: in the ring with `a`, or in slots of its own. The operands' warp (operands.cuh) and the
-// math warpgroups (warpgroup.cuh) each follow it by a copy of their own.
+// Storage of `b` in shared memory: in the ring with `a`, or resident in its own slots. The operand warp (operands.cuh)
+// and the math warpgroups (warpgroup.cuh) each follow it with their own copy.
 #pragma once
 
 #include "pipeline.cuh"
@@ -7,23 +7,23 @@
 
 namespace deep_tile {
 
-// `b` in the ring, beside its K block of `a`.
+// Ring storage: `b` lies in the stage, beside its K block of `a`.
 template <GemmConfig config>
 struct RingB {
     static constexpr bool travels_with_a = true;
 
-    // Where the K block `step` of a tile goes, and the barrier that completes when it is there.
+    // Slot for K block `step` of a tile, and the mbarrier that completes when it has landed.
     static __device__ __forceinline__ int slot(int stage, int) { return stage; }
     static __device__ __forceinline__ u32 full(SharedStorage<config>& smem, int stage, int) {
         return ptx::smem_address(&smem.full[stage]);
     }
 
-    // To the tile that the scheduler gives next.
+    // Moves to the tile that the scheduler returns next.
     template <typename Scheduler>
     __device__ __forceinline__ void turn_to_tile(const Scheduler&) {}
 
-    // The operands' warp: whether it requests the tile's `b`, and whether that of the `next` tile into L2: steps of the
-    // first round, of which each of the blocks that share these columns takes some.
+    // Operand warp: whether it loads the tile's `b`, and whether it prefetches the `next` tile's into L2: steps from
+    // the first round, divided among the CTAs that share these columns.
     __device__ __forceinline__ bool is_requested() const { return true; }
     __device__ __forceinline__ bool prefetches(const GemmParams& params, Tile<config> next, int step) const {
         if (!config.prefetches_b || !next.valid || step >= config.stages) return false;
@@ -32,14 +32,14 @@ struct RingB {
     __device__ __forceinline__ void await_empty(SharedStorage<config>&, int) const {}
     __device__ __forceinline__ void end_tile() {}
 
-    // A math warpgroup, stage by stage.
+    // Math warpgroup, stage by stage.
     __device__ __forceinline__ int slot(int stage) const { return stage; }
     __device__ __forceinline__ void await_full(SharedStorage<config>&) const {}
     __device__ __forceinline__ void advance(int) {}
     __device__ __forceinline__ void release(SharedStorage<config>&, int) const {}
 };
 
-// `b` in slots of its own, one for each K block, where it stays while the block works down a column of tiles.
+// Resident storage: a slot per K block of `b`, which stays while the CTA works down a column of tiles.
 template <GemmConfig config>
 class ResidentB {
    public:
@@ -55,7 +55,7 @@ class ResidentB {
         column_.ends = tiles.ends_column();
     }
 
-    // All of the next column's: 1 to 3 % at k = 512 (H200, 2026-11-21).
+    // Prefetches the whole next column: 1 to 3 % at k = 512 (H200, 2026-11-21).
     __device__ __forceinline__ bool is_requested() const { return column_.begins; }
     __device__ __forceinline__ bool prefetches(const GemmParams&, Tile<config> next, int) const {
         return next.valid && column_.ends;
@@ -80,7 +80,7 @@ class ResidentB {
     }
 
    private:
-    int step_ = 0;  // of the tile, a math warpgroup's present one
+    int step_ = 0;  // current K block of a math warpgroup's tile
     ColumnState column_;
 };
 

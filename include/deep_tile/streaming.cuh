@@ -1,7 +1,7 @@
-// What the kernels share that are bound by memory: the casts (quantize.cuh) and the sum of experts' rows (combine.cuh).
+// Helpers for memory-bound kernels: the casts (quantize.cuh) and the sum of experts' rows (combine.cuh).
 #pragma once
 
-struct TensorMap;  // of which their arguments have none
+struct TensorMap;  // unused in their parameters
 
 #include "ptx.cuh"
 
@@ -9,20 +9,20 @@ namespace deep_tile {
 
 using i64 = long long;
 
-// Before all reads and writes of global memory. Where launches overlap, the kernel before may still write x, or read what
-// this one overwrites. Only then does the next one start: a product that starts may request its weights at once, though
-// an earlier kernel has written them, and that is safe since everything before the cast has ended.
+// Precedes every access to global memory: with overlapping launches, the previous kernel may still write x, or read the
+// memory that this one overwrites. Only then does the next launch start: a GEMM may request its weights at once, even
+// if an earlier kernel wrote them, which is safe because everything before the cast has ended.
 __device__ __forceinline__ void take_turn() {
     ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();
 }
 
-// Number `at` of an index of int64, or of int32.
+// Reads entry `at` of an int64 or int32 index.
 __device__ __forceinline__ i64 read_index(const void* index, bool wide, i64 at) {
     return wide ? static_cast<const i64*>(index)[at] : i64(static_cast<const int*>(index)[at]);
 }
 
-// The sum of `value` over the threads of the block before this one, by `sums`, a number of shared memory for each warp.
+// Sums `value` over the CTA's threads before this one, by `sums`, a number in shared memory per warp.
 __device__ __forceinline__ u32 sum_before(u32 value, u32* sums) {
     const u32 warp = threadIdx.x / warp_threads, lane = threadIdx.x % warp_threads;
     u32 sum = value;

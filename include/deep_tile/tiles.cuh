@@ -1,23 +1,23 @@
-// Output tiles: where one lies, and what all schedulers share.
+// Output tiles: coordinates, and helpers that all schedulers share.
 #pragma once
 
 #include "watch.cuh"
 
 namespace deep_tile {
 
-// Of sizes, which are not negative: unsigned arithmetic takes fewer instructions.
+// Rounds up. Sizes are not negative: unsigned arithmetic takes fewer instructions.
 __device__ __forceinline__ int ceil_div(int value, u32 divisor) {
     return static_cast<int>((static_cast<u32>(value) + divisor - 1) / divisor);
 }
 
-// This block's rank in its cluster, for whole warps. From lane 0, so that the compiler knows it as uniform, and with it
-// the loop over this block's part of K.
+// This CTA's rank in its cluster, for whole warps. Broadcast from lane 0, so that the compiler knows it as uniform, and
+// with it the loop over this CTA's K part.
 __device__ __forceinline__ int uniform_cluster_rank() {
     return __shfl_sync(0xffffffff, ptx::cluster_ctarank(), 0);
 }
 
-// An output block at its coordinates: first row and column. What a role wants to know of a tile it asks by name, since
-// other schedulers' tiles may have their rows of `a` or `b` elsewhere than those of `out`.
+// Dense output tile: first row and column. Roles read coordinates through the accessors, because other schedulers'
+// tiles may have different rows in `a`, `b` and `out`.
 struct DenseTile {
     int m, n;
     bool valid;

@@ -1,49 +1,49 @@
-// The cast to FP8 along tokens: x [tokens, columns] becomes out [columns, tokens], one scale per column and 128 tokens.
+// Cast to FP8 along tokens: x [tokens, columns] becomes out [columns, tokens], one scale per column and 128 tokens.
 //
-// Launched by deep_tile/cast.py; deep_tile/transposed.py holds the definition that every bit agrees with. A thread block
-// takes a tile of 128 tokens and some columns. Each thread holds 16 bytes of some neighbouring tokens in registers and
-// meets the others of its columns in shared memory for the scales; codes go there, too, and from there out by columns.
-// Stores of 16 bytes matter most: by 4 bytes the cast takes a quarter longer (4096 x 7168 of BF16, H200, 2026-11-24).
+// deep_tile/cast.py launches it; deep_tile/transposed.py holds the definition, equal in every bit. A CTA takes a tile
+// of 128 tokens and some columns. Each thread holds 16 bytes from some neighbouring tokens in registers. Threads
+// combine scales for their columns in shared memory; codes go through it too, and leave by columns. 16-byte stores
+// matter most: with 4 bytes the cast takes a quarter longer (4096 x 7168 of BF16, H200, 2026-11-24).
 #pragma once
 
 #include "quantize.cuh"
 
 namespace deep_tile {
 
-// How the threads of a block share a tile of 128 tokens and `columns`. A `slot` is a column, counted as threads hold them.
+// Tile of 128 tokens and `columns`, as a CTA's threads share it. A `slot` is a column, in the threads' order.
 template <typename Format_, int threads, int columns_>
 struct TransposedTile {
     using Format = Format_;
     using Bits = typename Format::Bits;
     static constexpr int columns = columns_;
     static constexpr int warps = threads / warp_threads;
-    static constexpr int elements = 16 / sizeof(Bits);              // slots of a thread
-    static constexpr int lanes = columns / elements;                // threads of a token
-    static constexpr int per_word = 4 / sizeof(Bits);               // slots in a word of x
-    static constexpr int words = elements / per_word;               // of x, of a thread and token
-    static constexpr int tokens = scale_block / (threads / lanes);  // of a thread, neighbours
-    static constexpr int column_words = scale_block / 4;            // of codes
+    static constexpr int elements = 16 / sizeof(Bits);              // slots per thread
+    static constexpr int lanes = columns / elements;                // threads per token
+    static constexpr int per_word = 4 / sizeof(Bits);               // slots per word of x
+    static constexpr int words = elements / per_word;               // words of x per thread and token
+    static constexpr int tokens = scale_block / (threads / lanes);  // neighbours, per thread
+    static constexpr int column_words = scale_block / 4;            // words of codes
     static constexpr int rotation = 4;                              // from one thread's columns to the next one's
     using Part = Slice<Format, lanes, elements, 1>;
     static_assert(tokens % 4 == 0, "a thread holds whole words of each column");
 
-    // Where word `word` of a column's codes is. Rotated by whole vectors, so that threads that write share few banks, and
-    // those that read none.
+    // Position of word `word` in a column's codes, rotated by whole vectors: writing threads share few banks, reading
+    // threads none.
     static __device__ __forceinline__ int place(int slot, int word) {
         return slot * column_words + (word + slot / elements * rotation) % column_words;
     }
 
-    // Where a slot's scale is: those that threads read at once are neighbours.
+    // Position of a slot's scale: scales that threads read at once are neighbours.
     static __device__ __forceinline__ int scale_place(int slot) { return slot % elements * lanes + slot / elements; }
 
-    struct alignas(16) PaddedScale : Scale {};  // which one access reads
+    struct alignas(16) PaddedScale : Scale {};  // read in one access
 
     u32 largest[warps][columns / per_word];  // magnitudes
     PaddedScale scales[columns];
     alignas(16) u32 codes[columns * column_words];
 };
 
-// Which tile of x, and how many of its tokens live; the others are taken as zeros.
+// Tile coordinates in x, and its number of live tokens; the others count as zeros.
 template <typename Tile>
 struct TilePlace {
     __device__ __forceinline__ i64 first_token() const { return i64(row) * scale_block; }
@@ -57,13 +57,13 @@ struct TilePlace {
     int living;
 };
 
-// How many of the 128 tokens from `first` on live: all that exist, or those before the end of their group, whose first
-// token is a multiple of `alignment`. The same in all threads.
+// Number of live tokens among the 128 from `first` on: all existing ones, or those before their group's end. A group's
+// first token is a multiple of `alignment`. All threads get the same result.
 template <int threads>
 __device__ __forceinline__ int living_tokens(const CastParams& params, i64 first) {
     const i64 exist = params.rows - first < scale_block ? params.rows - first : scale_block;
     if (params.ends == nullptr) return exist;
-    u32 before = 0;  // groups that end at `first` or before
+    u32 before = 0;  // groups that end at or before `first`
 #pragma unroll 1
     for (u32 group = threadIdx.x; group - threadIdx.x < params.groups; group += threads) {
         before += __syncthreads_count(group < params.groups && params.ends[group] <= first);
@@ -95,7 +95,7 @@ __device__ __forceinline__ void load_tokens(typename Tile::Part (&parts)[Tile::t
     }
 }
 
-// The largest magnitude of each slot in a warp's tokens, in shared memory.
+// Writes each slot's largest magnitude in the warp's tokens to shared memory.
 template <typename Tile>
 __device__ __forceinline__ void write_largest(Tile& tile, const typename Tile::Part (&parts)[Tile::tokens]) {
     using Format = typename Tile::Format;
@@ -114,7 +114,7 @@ __device__ __forceinline__ void write_largest(Tile& tile, const typename Tile::P
     __syncthreads();
 }
 
-// The scale of each slot, in shared memory and, of columns that exist, in the result. Whether any is tiny.
+// Writes each slot's scale to shared memory and, for existing columns, to the result. Returns whether any is tiny.
 template <typename Tile>
 __device__ __forceinline__ bool write_scales(Tile& tile, const CastParams& params, const TilePlace<Tile>& at) {
     using Format = typename Tile::Format;
@@ -136,7 +136,7 @@ __device__ __forceinline__ bool write_scales(Tile& tile, const CastParams& param
     return __syncthreads_or(is_tiny);
 }
 
-// `any_tiny`: scales are, as `write_scales` says.
+// Writes codes to shared memory. `any_tiny` is the result of `write_scales`.
 template <bool any_tiny, typename Tile>
 __device__ __forceinline__ void write_codes(Tile& tile, const typename Tile::Part (&parts)[Tile::tokens]) {
     const int begin = threadIdx.x / Tile::lanes * (Tile::tokens / 4), lane = threadIdx.x % Tile::lanes;
@@ -160,7 +160,7 @@ __device__ __forceinline__ void write_codes(Tile& tile, const typename Tile::Par
     __syncthreads();
 }
 
-// Sixteen codes, or as many of them as are `left`.
+// Stores sixteen codes, or the `left` that remain.
 __device__ __forceinline__ void store_codes(u8* out, const uint4& codes, i64 left, bool aligned) {
     if (aligned && left >= 16) {
         *reinterpret_cast<uint4*>(out) = codes;
@@ -173,8 +173,8 @@ __device__ __forceinline__ void store_codes(u8* out, const uint4& codes, i64 lef
     }
 }
 
-// All tokens of the tile that exist: a product multiplies 128 at a time, of which those that do not live are zeros. A
-// thread takes 16 of a column.
+// Stores all existing tokens of the tile: a GEMM multiplies 128 at a time, in which tokens that are not live are zeros.
+// Each thread stores 16 tokens of a column.
 template <typename Tile>
 __device__ __forceinline__ void store_columns(const Tile& tile, const CastParams& params, const TilePlace<Tile>& at) {
     constexpr int vectors = scale_block / 16, at_once = Tile::warps * warp_threads / vectors;
@@ -192,7 +192,7 @@ __device__ __forceinline__ void store_columns(const Tile& tile, const CastParams
     }
 }
 
-// Tiles are counted along the tokens first: what is written at a time lies together in rows of out.
+// Tiles are counted along the tokens first: writes at one time are then adjacent in rows of out.
 template <typename Format, int threads, int columns>
 __device__ __forceinline__ void cast_transposed(const CastParams& params) {
     take_turn();

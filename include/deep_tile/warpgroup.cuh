@@ -1,4 +1,4 @@
-// One math warpgroup: the stage that it is at, its WGMMAs, its turns. The main loops are made of its steps.
+// One math warpgroup: its stage, its WGMMAs, its turns. Main loops consist of its steps.
 #pragma once
 
 #include "promotion.cuh"
@@ -7,8 +7,8 @@
 
 namespace deep_tile {
 
-// Gives stages back to those who fill them: this block's producers and the block that shares operands. Every lane says
-// so here, and one for all of them there: racecheck follows a barrier's arrivals but not __syncwarp, and this costs
+// Releases stages to their producers: this CTA's producer warps, and the CTA that shares operands. Every lane arrives
+// locally, one lane per warp in the peer: racecheck follows an mbarrier's arrivals but not __syncwarp, and this costs
 // nothing (H200, 2026-11-21).
 template <GemmConfig config>
 class Releaser {
@@ -17,7 +17,7 @@ class Releaser {
         if constexpr (config.multicast()) peer_empty_ = ptx::mapa(empty_, ptx::cluster_ctarank() ^ 1);
     }
 
-    // The warp has read what it needs of the stage.
+    // Releases a stage that the warp has read.
     __device__ __forceinline__ void release(int stage) const {
         constexpr u32 barrier_bytes = sizeof(u64);
         ptx::mbarrier_arrive(empty_ + stage * barrier_bytes);
@@ -31,7 +31,7 @@ class Releaser {
     u32 peer_empty_;
 };
 
-// One math warpgroup, and the stage that it is at: what the main loops are made of.
+// State of one math warpgroup at its current stage.
 template <GemmConfig config>
 class MathWarpgroup {
    public:
@@ -52,46 +52,46 @@ class MathWarpgroup {
 
     __device__ __forceinline__ int warpgroup() const { return warpgroup_; }
 
-    // Stages of a tile.
+    // Stages per tile.
     __device__ __forceinline__ int steps() const { return range_.end - range_.begin; }
 
-    // The present stage, and where its tile of `b` is.
+    // Current stage, and the slot of its `b`.
     __device__ __forceinline__ int stage() const { return state_.stage; }
     __device__ __forceinline__ int slot() const { return b_.slot(state_.stage); }
 
-    // Before a tile: the schedulers' word on where it ends, and how many stages it has, where tiles differ.
+    // Takes from the scheduler, before a tile, where its column ends and, if tiles differ, how many stages it has.
     template <typename Scheduler>
     __device__ __forceinline__ void turn_to_tile(const Scheduler& tiles) {
         b_.turn_to_tile(tiles);
         if constexpr (config.by_k) range_ = {0, tiles.steps()};
     }
 
-    // Waits for the present stage.
+    // Waits for the current stage.
     __device__ __forceinline__ void acquire() const {
         wait(smem_.full[state_.stage], state_.phase);
         b_.await_full(smem_);
     }
 
-    // The same, and reads its scales.
+    // Waits for the current stage and reads its scales.
     __device__ __forceinline__ void acquire(Scales<config>& scales) const {
         acquire();
         scales.load(smem_, state_.stage, scale_slot_);
     }
 
-    // To the next stage.
+    // Advances to the next stage.
     __device__ __forceinline__ void advance() {
         state_.advance();
         if constexpr (config.hides_addresses()) state_.stage = ptx::opaque(state_.stage);
         b_.advance(steps());
     }
 
-    // A stage has been read.
+    // Releases a stage after reading it.
     __device__ __forceinline__ void release(int stage, int slot) const {
         releaser_.release(stage);
         b_.release(smem_, slot);
     }
 
-    // Begins the products of one chunk of a stage.
+    // Issues the WGMMAs for one chunk of a stage.
     __device__ __forceinline__ void begin(Blocks<config>& blocks, int stage, int slot, int chunk_m, int chunk_n) const {
         await_turn();
         if constexpr (config.carries_descriptors) {
@@ -102,7 +102,7 @@ class MathWarpgroup {
         end_turn();
     }
 
-    // Begins those of the present stage, all of them, added to the tile's sums; the `first` ones begin these.
+    // Issues the current stage's WGMMAs for all chunks, added to the tile's sums; the `first` stage overwrites them.
     template <bool first>
     __device__ __forceinline__ void begin_sums(MmaSum<config> (&sums)[config.chunks_m][config.chunks_n][config.mma_n / 2]) const {
         ptx::wgmma_fence();
@@ -114,15 +114,15 @@ class MathWarpgroup {
         ptx::wgmma_commit_group();
     }
 
-    // Begins those of the present stage's first chunk.
+    // Issues the WGMMAs for the current stage's first chunk.
     __device__ __forceinline__ void begin(Blocks<config>& blocks) const { begin(blocks, stage(), slot(), 0, 0); }
 
-    // To the descriptors of the stage after the one that has been begun: behind promotion, where it costs least.
+    // Moves descriptors one stage past the issued one: after promotion, where it costs least.
     __device__ __forceinline__ void advance_descriptors() {
         if constexpr (config.carries_descriptors) carried_.advance(state_.stage);
     }
 
-    // After the last tile: the other warpgroup has announced a turn that nobody takes.
+    // Takes the turn that the other warpgroup announced last; called after the last tile.
     __device__ __forceinline__ void end() const {
         if (warpgroup_ == 0) await_turn();
     }
@@ -146,7 +146,7 @@ class MathWarpgroup {
     const Releaser<config> releaser_;
     KRange range_;
     const int warpgroup_;
-    const Descriptors<config> first_;  // of the first stage
+    const Descriptors<config> first_;  // for the first stage
     CarriedDescriptors<config> carried_;
     int scale_slot_;
     StoredB<config> b_;

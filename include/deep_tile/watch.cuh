@@ -1,8 +1,8 @@
-// Waits that end: the debug build, in which a hang becomes an error that says who waits for what.
+// Bounded waits: the debug build, in which a hang becomes an error that names every waiting warp and its barrier.
 //
-// deep_tile/watch.py makes the records, in host memory that outlives a failed launch, and reads them. A record belongs to
-// one warp of one thread block. Without DEEP_TILE_WATCH, which codegen.py defines, nothing of this is in a kernel.
-// Named barriers cannot be waited for with an end; a warp that hangs at one shows by what the others wait for.
+// deep_tile/watch.py allocates the records, in host memory that outlives a failed launch, and reads them. A record
+// belongs to one warp of one CTA. Without DEEP_TILE_WATCH, which codegen.py defines, kernels contain none of this.
+// Named barriers have no bounded wait; a warp that hangs at one shows by the waits of the others.
 #pragma once
 
 #include "ptx.cuh"
@@ -10,9 +10,9 @@
 namespace deep_tile {
 
 struct Watch {
-    u64 records;   // where they are; 0: no debug build
-    u64 limit_ns;  // of one wait
-    u32 kernel;    // the kernel's number, from 1
+    u64 records;   // address of the records; 0: no debug build
+    u64 limit_ns;  // per wait
+    u32 kernel;    // kernel number, from 1
 };
 
 #ifndef DEEP_TILE_WATCH
@@ -22,23 +22,23 @@ constexpr Watch watch = DEEP_TILE_WATCH;
 
 struct WatchRecord {
     u32 kernel;       // 0: nothing recorded
-    u32 barriers;     // address of its first barrier in shared memory
-    u32 row, column;  // first element of the tile that the warp turned to last
-    u32 waits;        // 1: for longer than the limit
-    u32 barrier;      // address of what it waits for
-    u32 parity;       // of the phase that is awaited
+    u32 barriers;     // shared-memory address of its first mbarrier
+    u32 row, column;  // first element of the warp's latest tile
+    u32 waits;        // 1: waiting for longer than the limit
+    u32 barrier;      // address of the awaited mbarrier
+    u32 parity;       // parity of the awaited phase
     u32 unused;
 };
 
-constexpr int warps_per_block = 16;  // at most, and the records of a block
-constexpr int watched_blocks = 256;  // of the grid
+constexpr int warps_per_block = 16;  // at most; records per CTA
+constexpr int watched_blocks = 256;  // in the grid
 
 __device__ __forceinline__ volatile WatchRecord& own_record() {
     const u32 block = blockIdx.x % watched_blocks, warp = threadIdx.x / warp_threads;
     return reinterpret_cast<volatile WatchRecord*>(watch.records)[block * warps_per_block + warp];
 }
 
-// Begins a warp's record. `barriers` is the first of its block, SharedStorage.full.
+// Begins a warp's record. `barriers` is the CTA's first mbarrier, SharedStorage.full.
 __device__ __forceinline__ void record_launch(const u64& barriers) {
     if constexpr (watch.records != 0) {
         if (ptx::elect_sync()) {
@@ -51,7 +51,7 @@ __device__ __forceinline__ void record_launch(const u64& barriers) {
     }
 }
 
-// Writes down the tile that a warp turns to.
+// Records the tile that a warp begins.
 __device__ __forceinline__ void record_tile(int row, int column) {
     if constexpr (watch.records != 0) {
         if (ptx::elect_sync()) {
@@ -73,8 +73,8 @@ __device__ __forceinline__ void record_wait(u32 barrier, u32 parity) {
     __syncwarp();
 }
 
-// Ends the launch after twice the limit: by then every warp that hangs has written down what it waits for. Votes keep the
-// warp together, as WGMMA wants it.
+// Waits, but aborts the launch after twice the limit: by then every hanging warp has recorded its wait. Votes keep the
+// warp together, as WGMMA requires.
 __device__ __forceinline__ void bounded_wait(u32 barrier, u32 parity) {
     constexpr u32 all_lanes = 0xffffffff;
     const u64 begin = ptx::globaltimer();
