@@ -72,7 +72,7 @@ class LoopState {
     // Waits for the next stage and reads its scales; called before the first tile.
     __device__ __forceinline__ void acquire() { math.acquire(scales); }
 
-    // Initialises a tile's accumulators.
+    // Zeroes a tile's accumulators.
     __device__ __forceinline__ void clear(Accumulators<config>& sums) const {
 #pragma unroll
         for (int i = 0; i < config.chunks_m * config.chunks_n * (config.mma_n / 2); ++i) (&sums[0][0][0])[i] = 0;

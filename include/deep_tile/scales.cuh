@@ -3,10 +3,10 @@
 // Scales travel with the stage, because reading them from global memory in the math loop costs 6 to 8 % (H200,
 // 2026-11-21). There are three ways:
 //
-//   in runs       A lane reads several K blocks' scales for its rows into registers, and writes them stage by stage:
-//                 as vectors if a row's scales in `a` are adjacent, and in 64-row tiles always.
+//   in runs       A lane reads several K blocks' scales for its rows into registers, and writes them stage by stage: with
+//                 vector loads if a row's scales in `a` are contiguous; 64-row tiles read runs at any stride.
 //   one by one    cp.async, 4 bytes per copy, takes any stride and any number of K blocks, and no time of the lane.
-//   in bulk       TMA copies the scales of `a` with the operands, in tiles of several chunks, if a column's adjoin.
+//   in bulk       TMA copies the scales of `a` with the operands, in tiles of several chunks, if contiguous along m.
 //
 // One by one, tiles from 128 rows on touch 128 cache lines per K block and take shared-memory time that WGMMAs need:
 // row-major scales cost 2.4 % above m = 128, 19 % at worst, and in runs 0 and 2 % (100 shapes; H200, 2026-11-24).
