@@ -83,6 +83,12 @@ TAME_VALUES = ("normal", "normal", "zeros", "ties")
 
 LINEAR_M, LINEAR_N, LINEAR_K = (1, 64, 65, 128, 200, 300), (8, 136, 256), (16, 512, 1000)
 CAST_COLUMNS = (8, 128, 256, 304)
+TRUNCATION = 2.0**-11
+"""Most that WGMMA leaves out of a K block, relative to the sum of its terms' sizes: four times 2^-13."""
+
+SMALLEST_STEP = 2.0**-149
+"""Between denormal FP32 numbers."""
+
 FINISHES = (("bf16", "none"), ("bf16", "bf16"), ("fp32", "fp32"), ("fp32", "none"), ("fp16", "none"), ("fp16", "fp16"))
 """Formats of the result and of the bias of a linear layer."""
 
@@ -811,6 +817,17 @@ def expect_dequantize(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:
     return Expected((result,), lambda out: {"values": numbers_differ(as_matrix(out), wanted)})
 
 
+def exact_linear(operands: Operands) -> Exact:
+    """The product, its spread with room for inputs that are no samples: with strides of 0 all errors have one sign, and
+    with denormals the product of scales is a denormal."""
+    exact = exact_product(operands)
+    a, a_scale, b, b_scale = operands
+    a, b = (bits(codes).bitwise_and(0x7F).view(codes.dtype) for codes in (a, b))
+    of_codes = exact_product(Operands(a, torch.ones_like(a_scale), b, torch.ones_like(b_scale))).value
+    room = TRUNCATION * exact_product(Operands(a, a_scale, b, b_scale)).value + SMALLEST_STEP / 2 * of_codes
+    return Exact(exact.value, exact.spread + room / ACCUMULATION)
+
+
 def expect_linear(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:
     leading = (inputs.get("x", inputs.get("x[0]"))).shape[:-1]
     if "x" in inputs:
@@ -821,8 +838,9 @@ def expect_linear(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:
         b = Cast(bits(inputs["b"]), inputs["b_scale"].float())
     else:
         b = expected_casts.cast(inputs["b"], SCALE_BLOCK, drawn.rounding)
-    operands = (part for codes, scale in (a, b) for part in (codes.view(torch.float8_e4m3fn), scale))
-    exact = exact_product(Operands(*operands))
+    exact = exact_linear(
+        Operands(a.codes.view(torch.float8_e4m3fn), a.scale, b.codes.view(torch.float8_e4m3fn), b.scale)
+    )
     if "bias" in inputs:
         exact = Exact(exact.value + inputs["bias"].double(), exact.spread)
     result = Result("out", (*leading, len(b.codes)), drawn.options["out_dtype"])

@@ -152,7 +152,7 @@ class Pool:
 
     def __init__(self, device: str, seed: int):
         generator = torch.Generator(device).manual_seed(seed)
-        size = MOST_WEIGHTS + (1 << 20) * 8
+        size = MOST_WEIGHTS + (1 << 24)  # k may be rounded up to 64, and rows to 16
         codes = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator, device=device)
         for nan in _NAN_CODES:
             codes[codes == nan] = 0x40
