@@ -15,7 +15,7 @@ import argparse
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
 from random import Random
@@ -83,8 +83,8 @@ TAME_VALUES = ("normal", "normal", "zeros", "ties")
 
 LINEAR_M, LINEAR_N, LINEAR_K = (1, 64, 65, 128, 200, 300), (8, 136, 256), (16, 512, 1000)
 CAST_COLUMNS = (8, 128, 256, 304)
-TRUNCATION = 2.0**-11
-"""Most that WGMMA leaves out of a K block, relative to the sum of its terms' sizes: four times 2^-13."""
+TRUNCATION = 2.0**-7
+"""Most that WGMMA leaves out of a K block of 128 equal terms, relative to their sum: each may lose 2^-13 of it."""
 
 SMALLEST_STEP = 2.0**-149
 """Between denormal FP32 numbers."""
@@ -819,13 +819,23 @@ def expect_dequantize(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:
 
 def exact_linear(operands: Operands) -> Exact:
     """The product, its spread with room for inputs that are no samples: with strides of 0 all errors have one sign, and
-    with denormals the product of scales is a denormal."""
+    denormals are rounded with every K block, as are products of scales that are denormal."""
     exact = exact_product(operands)
+    blocks = [exact_product(block).value.abs() for block in blocks_of(operands)]
     a, a_scale, b, b_scale = operands
     a, b = (bits(codes).bitwise_and(0x7F).view(codes.dtype) for codes in (a, b))
-    of_codes = exact_product(Operands(a, torch.ones_like(a_scale), b, torch.ones_like(b_scale))).value
-    room = TRUNCATION * exact_product(Operands(a, a_scale, b, b_scale)).value + SMALLEST_STEP / 2 * of_codes
+    sizes = exact_product(Operands(a, torch.ones_like(a_scale), b, torch.ones_like(b_scale))).value
+    room = TRUNCATION * sum(blocks) + SMALLEST_STEP / 2 * (sizes + len(blocks))
     return Exact(exact.value, exact.spread + room / ACCUMULATION)
+
+
+def blocks_of(operands: Operands) -> Iterator[Operands]:
+    """K block by K block."""
+    codes, scales = operands[::2], operands[1::2]
+    for block in range(scales[0].shape[1]):
+        k = slice(block * SCALE_BLOCK, (block + 1) * SCALE_BLOCK)
+        (a, b), (a_scale, b_scale) = (x[:, k] for x in codes), (scale[:, block : block + 1] for scale in scales)
+        yield Operands(a, a_scale, b, b_scale)
 
 
 def expect_linear(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:

@@ -297,7 +297,7 @@ def run_casts(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda")
         # Dense: initcheck knows of no byte that another kernel has written, nor of what lies between rows.
         dense = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
         for on_device, expected in zip(cast(x.to(device), out=dense), cast(x), strict=True):
-            got, wanted = (y.cpu().contiguous().view(torch.uint8) for y in (on_device, expected))
+            got, wanted = (y.cpu().contiguous().flatten().view(torch.uint8) for y in (on_device, expected))
             assert torch.equal(got, wanted), cast.__name__
 
 
@@ -379,7 +379,7 @@ def run_casts_of_rows(dtype: torch.dtype, rows: int, columns: int, device: str =
     listed = dense_targets((2 * rows, columns), device)
     per_token_cast_to_fp8(x.to(device), rows=index.to(device), **listed)
     for on_device, expected in zip(listed.values(), per_token_cast_to_fp8(x, rows=index), strict=True):
-        got, wanted = (y.cpu().contiguous().view(torch.uint8) for y in (on_device, expected))
+        got, wanted = (y.cpu().contiguous().flatten().view(torch.uint8) for y in (on_device, expected))
         assert torch.equal(got, wanted), (rows, columns, dtype)
 
 
