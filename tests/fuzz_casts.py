@@ -43,7 +43,7 @@ from campaign import (
     sms_of,
 )
 from expected_casts import Cast, Gating, Rounding, codes_differ, numbers_differ
-from helpers import ACCUMULATION, Exact, Operands, are_off, exact_product
+from helpers import ACCUMULATION, ROUNDING, Exact, Operands, are_off, exact_product
 from strategies import Place
 
 import deep_tile
@@ -852,7 +852,10 @@ def expect_linear(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:
         Operands(a.codes.view(torch.float8_e4m3fn), a.scale, b.codes.view(torch.float8_e4m3fn), b.scale)
     )
     if "bias" in inputs:
-        exact = Exact(exact.value + inputs["bias"].double(), exact.spread)
+        bias = inputs["bias"].double()
+        # Sums may begin with the bias, and are rounded with every K block then.
+        steps = a.scale.shape[1] * ROUNDING[torch.float32] * bias.abs()
+        exact = Exact(exact.value + bias, exact.spread + steps / ACCUMULATION)
     result = Result("out", (*leading, len(b.codes)), drawn.options["out_dtype"])
     return Expected((result,), lambda out: {"values": are_off(as_matrix(out), exact, ACCUMULATION)})
 
