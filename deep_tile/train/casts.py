@@ -1,0 +1,112 @@
+"""Casts of a training step, each made once: of weights, until their optimiser steps; of an input that layers share.
+
+A forward pass casts its weight; a second one before the next step, as gradient accumulation and checkpointing have it,
+finds the cast. Kept are casts of weights that an optimiser of torch has stepped itself: its hook says when they change.
+Weights that change otherwise are cast in every pass: those that FSDP gathers, whose version torch preserves; those that
+a CUDA graph updates; those of a first step. A new version or another memory counts as a change, too.
+"""
+
+import threading
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from deep_tile import quantize, transposed
+from deep_tile.both import CastWeight, cast_both, cast_weight
+from deep_tile.train.recipe import Recipe
+
+
+class _Kept(NamedTuple):
+    key: tuple
+    cast: CastWeight
+
+
+_known = WeakIdKeyDictionary()
+"""Weights that were cast, and whether an optimiser has stepped them; None of one that is never kept."""
+
+_kept = WeakIdKeyDictionary()
+"""Their casts."""
+
+_hook = None
+
+
+def cast_once(weight: torch.Tensor, recipe: Recipe) -> CastWeight:
+    """`cast_weight`, or what it made since the last step."""
+    if not recipe.keep_weights or torch.compiler.is_compiling() or not weight.is_leaf:
+        return cast_weight(weight.detach(), **recipe.cast)
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        _known[weight] = None
+        _kept.pop(weight, None)
+    if not _may_keep(weight):
+        return cast_weight(weight.detach(), **recipe.cast)
+    key = (weight._version, weight.data_ptr(), weight.shape, weight.stride(), tuple(recipe.cast.values()))
+    kept = _kept.get(weight)
+    if kept is None or kept.key != key:
+        kept = _kept[weight] = _Kept(key, cast_weight(weight.detach(), **recipe.cast))
+    return kept.cast
+
+
+def _may_keep(weight: torch.Tensor) -> bool:
+    global _hook
+    if _hook is None:
+        _hook = register_optimizer_step_post_hook(_after_step)
+    return bool(_known.setdefault(weight, False))
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_) -> None:
+    """Forget casts of what has been stepped, which may be kept from here on."""
+    if not _known:
+        return
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if weight in _known and _known[weight] is not None:
+                _known[weight] = True
+                _kept.pop(weight, None)
+
+
+class _Last(threading.local):
+    """What this thread has cast last: layers that share an input are called one after the other."""
+
+    x: weakref.ref | None = None
+    key: tuple = ()
+    codes: tuple[torch.Tensor | None, ...] = ()
+
+    def forget(self, x: weakref.ref) -> None:
+        if self.x is x:
+            self.x, self.codes = None, ()
+
+
+_last = _Last()
+
+
+def cast_shared(x: torch.Tensor, recipe: Recipe, *, along_tokens: bool) -> tuple[torch.Tensor | None, ...]:
+    """`cast` of an input [..., k], or what the call before made of the same tensor."""
+    rows = x.detach().reshape(-1, x.shape[-1])
+    if torch.compiler.is_compiling() or not _may_share(x):
+        return cast(rows, recipe, along_k=True, along_tokens=along_tokens)
+    stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
+    key = (x._version, x.data_ptr(), stream, along_tokens, *recipe.cast.values())
+    if _last.x is None or _last.x() is not x or _last.key != key:
+        codes = cast(rows, recipe, along_k=True, along_tokens=along_tokens)
+        _last.x, _last.key, _last.codes = weakref.ref(x, _last.forget), key, codes
+    return _last.codes
+
+
+def _may_share(x: torch.Tensor) -> bool:
+    """Whether a change of it shows: not while a CUDA graph is captured, whose replays read what lies in x then."""
+    if type(x) is not torch.Tensor or x.is_inference() or x.is_meta:
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def cast(x: torch.Tensor, recipe: Recipe, along_k: bool, along_tokens: bool) -> tuple[torch.Tensor | None, ...]:
+    """A matrix as `cast_both` casts it; None for what is not wanted."""
+    x = x.detach()
+    if along_k and along_tokens:
+        return tuple(cast_both(x, **recipe.cast))
+    first = quantize.per_token_cast_to_fp8(x, **recipe.cast) if along_k else (None, None)
+    second = transposed.transposed_cast_to_fp8(x, **recipe.cast) if along_tokens else (None, None)
+    return *first, *second

@@ -1,0 +1,43 @@
+"""How a linear layer is trained: the format of each of its three products."""
+
+from dataclasses import dataclass
+
+from deep_tile.ops import SMALLEST_AMAX_FLOOR
+
+PRODUCTS = ("fp8", "bf16")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Formats of a layer's products, and how operands are quantised.
+
+    Attributes:
+        dgrad: "fp8", or "bf16": the gradient of the input is the product of dy and the weight, as they are given.
+        wgrad: "fp8", or "bf16": the gradient of the weight is the product of dy and x, as they are given; x is then
+            kept for it instead of its FP8 codes, which take half of the memory.
+        round_scale: "none", or "pow2" for scales that are powers of two, as TransformerEngine's are; see
+            `per_token_cast_to_fp8`.
+        amax_floor: lower bound of a group's largest magnitude, in all casts. The default flushes no normal number.
+        recast: cast a weight again in the backward pass, instead of keeping its transpose, a byte per element, from the
+            forward pass on. The other weights' memory is then free for activations.
+        keep_weights: cast a weight once per step of its optimiser, not in every forward pass: it is kept, in both
+            directions, from one step to the next. For weights alone that a torch.optim.Optimizer of this process steps
+            itself, and outside of torch.compile and of CUDA graphs.
+    """
+
+    dgrad: str = "fp8"
+    wgrad: str = "fp8"
+    round_scale: str = "none"
+    amax_floor: float = SMALLEST_AMAX_FLOOR
+    recast: bool = False
+    keep_weights: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("dgrad", "wgrad"):
+            if getattr(self, name) not in PRODUCTS:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(PRODUCTS)}")
+
+    @property
+    def cast(self) -> dict[str, object]:
+        """Keywords of casts."""
+        return {"amax_floor": self.amax_floor, "round_scale": self.round_scale}
