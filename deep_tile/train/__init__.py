@@ -13,6 +13,7 @@ _MODULES = {
     "Linear": "layers",
     "Recipe": "recipe",
     "convert": "layers",
+    "experts": "experts",
     "linear": "linear",
     "linears": "linear",
 }
