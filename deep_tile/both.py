@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from deep_tile import _launcher, cast, launches, ops, quantize, sources, tensors, transposed
-from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
+from deep_tile.config import SCALE_BLOCK
 from deep_tile.ops import is_traced
 
 _launches: launches.Table = {}
@@ -205,16 +205,8 @@ def _cast_weight(w: torch.Tensor, options: tuple) -> CastWeight:
 
 def _new_weight(w: torch.Tensor) -> CastWeight:
     *leading, n, k = w.shape
-    blocks = ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK)
-    scale = torch.empty(*leading, *blocks, dtype=torch.float32, device=w.device)
-    b, bt = (_empty_bytes(w, (*leading, *shape), quantize.FP8_DTYPE) for shape in ((n, k), (k, n)))
-    return CastWeight(b, scale, bt)
-
-
-def _empty_bytes(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Rows begin at multiples of 16 bytes."""
-    *leading, columns = shape
-    return torch.empty(*leading, round_up(columns, tensors.ALIGNMENT_BYTES), dtype=dtype, device=x.device)[..., :columns]
+    b, bt = (quantize.empty_out(w, (*leading, *shape)) for shape in ((n, k), (k, n)))
+    return CastWeight(b, quantize.empty_block_scale(w), bt)
 
 
 @torch.no_grad()
@@ -250,7 +242,8 @@ def _transpose(x: torch.Tensor) -> torch.Tensor:
 
 def _new_transpose(x: torch.Tensor) -> torch.Tensor:
     *leading, n, k = x.shape
-    return _empty_bytes(x, (*leading, k, n), x.dtype)
+    shape = (*leading, k, n)
+    return tensors.new_empty(x, *quantize.padded_strides(shape), x.dtype)
 
 
 def _enqueue(what: str, options: tuple, x: torch.Tensor, made: tuple, layout, lists: sources.Lists = {}) -> None:  # noqa: B006
@@ -280,9 +273,7 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous() if x.shape[-1] > 1 and x.stride(-1) != 1 else x
 
 
-def _both_layout(
-    made: CastBoth, options: transposed.Options, lists: sources.Lists, x: torch.Tensor
-) -> cast.BothLayout:
+def _both_layout(made: CastBoth, options: transposed.Options, lists: sources.Lists, x: torch.Tensor) -> cast.BothLayout:
     numbers = transposed.layout(x, options, made.at, made.at_scale, lists)._asdict()
     numbers["aligned"] = numbers["aligned"] and tensors.is_aligned(made.a)
     scale_row, scale_column = made.a_scale.stride()
@@ -371,12 +362,15 @@ def _run_weight_op(w: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
 
 def _fake_weight_op(w: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
     _check_weight(w, quantize.Options(SCALE_BLOCK, **options))
-    return tuple(_new_weight(w))
+    *leading, n, k = w.shape
+    b, bt = (quantize.fake_out(w, (*leading, *shape)) for shape in ((n, k), (k, n)))
+    return b, quantize.fake_block_scale(w), bt
 
 
 def _fake_transpose_op(x: torch.Tensor) -> torch.Tensor:
     _check_bytes(x)
-    return _new_transpose(x)
+    *leading, n, k = x.shape
+    return quantize.fake_out(x, (*leading, k, n), x.dtype)
 
 
 _CAST_KEYWORDS = ops.keywords(quantize.OP_OPTIONS)
@@ -387,7 +381,5 @@ ops.register(
     _run_both_op,
     _fake_both_op,
 )
-ops.register(
-    f"cast_weight(Tensor w, *, {_CAST_KEYWORDS}) -> (Tensor, Tensor, Tensor)", _run_weight_op, _fake_weight_op
-)
+ops.register(f"cast_weight(Tensor w, *, {_CAST_KEYWORDS}) -> (Tensor, Tensor, Tensor)", _run_weight_op, _fake_weight_op)
 ops.register("transpose_fp8(Tensor x) -> Tensor", _transpose, _fake_transpose_op)

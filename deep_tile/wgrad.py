@@ -183,7 +183,9 @@ def _layout(given, alignment: int) -> plan.Layout:
     """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal one."""
     dy, dy_scale, x, x_scale, _, out = given
     tokens = round_up(dy.shape[1], tensors.ALIGNMENT_BYTES)
-    out_stride, out_rows = grouped.row_strides(out, round_up(out.shape[2], tensors.ALIGNMENT_BYTES // out.element_size()))
+    out_stride, out_rows = grouped.row_strides(
+        out, round_up(out.shape[2], tensors.ALIGNMENT_BYTES // out.element_size())
+    )
     return plan.Layout(
         *(grouped.row_strides(matrix, tokens)[0] for matrix in (dy, x)),
         *(out_stride, dy_scale.stride(), x_scale.stride()),

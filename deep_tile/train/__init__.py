@@ -16,6 +16,7 @@ _MODULES = {
     "experts": "experts",
     "linear": "linear",
     "linears": "linear",
+    "predict": "predict",
 }
 
 __all__ = list(_MODULES)

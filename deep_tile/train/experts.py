@@ -63,7 +63,7 @@ class _Saved(NamedTuple):
     Attributes:
         x_along_tokens, x_scale, hidden_along_tokens, hidden_scale: of both products' weight gradients.
         gate_up: [r, 2f], what the first product made.
-        share: [r], of each row.
+        share: [r], of each row, rounded to BF16 as activations are.
         up_transposed, up_scale, down_transposed, down_scale: the weights.
         rows, offs, index: the routing.
     """
@@ -95,7 +95,7 @@ class _Experts(torch.autograd.Function):
         gate_up = _product(a, a_scale, up.b, up.b_scale, routing.offs)
         share = _share_of_rows(shares, routing)
         hidden = _swiglu(gate_up) * share[:, None]
-        hidden, hidden_scale, *hidden_along = _cast(hidden.to(x.dtype), recipe, routing.offs)
+        hidden, hidden_scale, *hidden_along = _cast(hidden, recipe, routing.offs)
         rows_out = _product(hidden, hidden_scale, down.b, down.b_scale, routing.offs)
         weights = up.bt, up.b_scale, down.bt, down.b_scale
         ctx.save_for_backward(*_Saved(*x_along, *hidden_along, gate_up, share, *weights, *routing))
@@ -114,7 +114,7 @@ class _Experts(torch.autograd.Function):
         down = _weight_gradient(d_along, hidden_along, offs, ctx.dtypes[2]) if of_down else None
         x_grad = shares = up = None
         if of_shares:
-            of_rows = (of_hidden.float() * _swiglu(saved.gate_up)).sum(1)
+            of_rows = (of_hidden * _swiglu(saved.gate_up)).sum(1, dtype=torch.float32)
             shares = of_rows[index.clamp(min=0)].masked_fill(index < 0, 0).to(ctx.dtypes[0])
         of_gate_up = _swiglu_gradient(of_hidden, share, saved.gate_up)
         d, d_scale, *d_along = _cast(of_gate_up, recipe, offs)
@@ -141,26 +141,24 @@ def _weight_gradient(dy: tuple, x: tuple, offs: torch.Tensor, dtype: torch.dtype
 
 
 def _share_of_rows(shares: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """[r] float32; rows of no token have none, and hold anything."""
+    """[r] bfloat16; rows of no token have none, and hold anything."""
     count = len(routing.rows)
-    share = torch.empty(count + 1, dtype=torch.float32, device=shares.device)
+    share = torch.empty(count + 1, dtype=torch.bfloat16, device=shares.device)
     places = torch.where(routing.index < 0, count, routing.index)  # behind the last: choices of no expert
-    return share.index_put((places.flatten(),), shares.detach().flatten().float())[:count]
+    return share.index_put((places.flatten(),), shares.detach().flatten().to(share.dtype))[:count]
 
 
 def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """[r, f] float32."""
-    gate, up = gate_up.float().chunk(2, 1)
+    """[r, f]."""
+    gate, up = gate_up.chunk(2, 1)
     return F.silu(gate) * up
 
 
 def _swiglu_gradient(dy: torch.Tensor, share: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    """Of `_swiglu(gate_up) * share`: [r, 2f], in the dtype of `gate_up`."""
-    dy = dy.float() * share[:, None]
-    gate, up = gate_up.float().chunk(2, 1)
-    sigmoid = torch.sigmoid(gate)
-    of_gate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
-    return torch.cat([of_gate, dy * gate * sigmoid], 1).to(gate_up.dtype)
+    """Of `_swiglu(gate_up) * share`: [r, 2f]."""
+    dy = dy * share[:, None]
+    gate, up = gate_up.chunk(2, 1)
+    return torch.cat([torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)], 1)
 
 
 def _check(x, chosen, shares, w_gate_up, w_down, recipe: Recipe) -> None:
