@@ -218,7 +218,7 @@ def _cast_blocks(w, options: tuple, out, scale_out) -> tuple[torch.Tensor, torch
         refuse_target_gradients(out, scale_out)
     try:
         out = empty_out(w, w.shape) if out is None else out
-        scale_out = empty_block_scale(w) if scale_out is None else scale_out
+        scale_out = empty_block_scale(w, w.shape) if scale_out is None else scale_out
     except Exception:
         _check_input(w, Options(*options), {})
         raise
@@ -616,8 +616,8 @@ def _weight_scale_strides(shape: tuple[int, ...]) -> _Strided:
     return _Strided.of((*leading, rows, columns), columns, 1)
 
 
-def empty_block_scale(w: torch.Tensor) -> torch.Tensor:
-    return tensors.new_empty(w, *_weight_scale_strides(w.shape), torch.float32)
+def empty_block_scale(w: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return tensors.new_empty(w, *_weight_scale_strides(shape), torch.float32)
 
 
 def empty_scale(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
@@ -716,7 +716,7 @@ def _check_block_op(inputs: tuple, outs: tuple, options: dict) -> None:
 
 def _allocate_block_op(inputs: tuple, _: dict) -> tuple[torch.Tensor, torch.Tensor]:
     (w,) = inputs
-    return fake_out(w, w.shape), fake_block_scale(w)
+    return fake_out(w, w.shape), fake_block_scale(w, w.shape)
 
 
 def check_fake_targets(
@@ -749,8 +749,8 @@ def fake_scale(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Te
     return x.new_empty_strided(*_scale_strides.__wrapped__(_numbers(shape), layout), dtype=torch.float32)
 
 
-def fake_block_scale(w: torch.Tensor) -> torch.Tensor:
-    return w.new_empty_strided(*_weight_scale_strides.__wrapped__(_numbers(w.shape)), dtype=torch.float32)
+def fake_block_scale(w: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return w.new_empty_strided(*_weight_scale_strides.__wrapped__(_numbers(shape)), dtype=torch.float32)
 
 
 def _numbers(shape: tuple) -> tuple:

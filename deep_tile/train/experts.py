@@ -1,6 +1,6 @@
 """A layer of experts whose products are in FP8, with gradients.
 
-Called by users. Tokens are sorted by expert, so that each expert's rows begin at a multiple of 128; rows in between hold
+Called by users. Tokens are sorted by expert; rows of each begin at a multiple of 128, and those in between hold
 arbitrary bytes, which no product and no cast reads. Six grouped products, of any sizes of groups, and no wait for the
 host: two forward, two for gradients of rows, two for those of weights. Each tensor is read by one cast, which makes all
 operands that it is needed for, as linear.py has it.

@@ -43,7 +43,7 @@ def convert(
 
     Args:
         model: a module; one `nn.Linear` is converted itself.
-        wanted: called with each layer's name and the layer; False leaves it. None: every layer that `predict` says gains
+        wanted: called with each layer's name and the layer; False leaves it. None: each layer that `predict` says gains
             at so many `tokens`, but one whose name ends in "lm_head" or "head".
         tokens: of a forward pass.
         recipe: of the layers.
