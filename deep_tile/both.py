@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from deep_tile import _launcher, cast, launches, ops, quantize, sources, tensors, transposed
-from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
+from deep_tile.config import SCALE_BLOCK
 from deep_tile.ops import is_traced
 
 _launches: launches.Table = {}
@@ -22,10 +22,13 @@ BYTE_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8)
 
 _FIELDS = {
     "rows": ("x", "row_out", "row_scale", "out", "scale"),
+    "mixed": ("x", "row_out", "row_scale", "out", "scale"),
     "tiles": ("x", "row_out", "scale", "out"),
     "codes": ("x", "out"),
 }
 """By what a kernel casts: fields of `params.CAST_BOTH` that its tensors are, in a launch's order."""
+
+_CALLS = {"rows": "cast_both", "mixed": "cast_both", "tiles": "cast_weight", "codes": "transpose_fp8"}
 
 _NAMES = {"x": "the input", "row_out": "a", "row_scale": "a_scale", "out": "the transpose", "scale": "its scale"}
 
@@ -35,7 +38,8 @@ class CastBoth(NamedTuple):
 
     Attributes:
         a, a_scale: [s, k] and [s, ceil(k / 128)], as `per_token_cast_to_fp8`.
-        at, at_scale: [k, s] and [k, ceil(s / 128)], as `transposed_cast_to_fp8`.
+        at, at_scale: [k, s] and [k, ceil(s / 128)], as `transposed_cast_to_fp8`; with `blocks` that of
+            `per_block_cast_to_fp8`, transposed, and [ceil(k / 128), ceil(s / 128)].
     """
 
     a: torch.Tensor
@@ -68,19 +72,23 @@ def cast_both(
     rows: torch.Tensor | None = None,
     offs: torch.Tensor | None = None,
     alignment: int = SCALE_BLOCK,
+    blocks: bool = False,
     amax_floor: float = quantize.SMALLEST_AMAX_FLOOR,
     round_scale: str = "none",
     exact: str = "divide",
 ) -> CastBoth:
     """Quantise along k and along tokens, in one read of x: `per_token_cast_to_fp8` and `transposed_cast_to_fp8`.
 
-    Bit for bit what those two make. Runs on x's device and torch's current stream, and has no gradient.
+    Bit for bit what those two make; with `blocks`, `per_block_cast_to_fp8` in the other's place. Runs on x's device and
+    torch's current stream, and has no gradient.
 
     Args:
         x: [s, k] float64, float32, float16 or bfloat16, s tokens. On the GPU fastest where columns are adjacent and
             rows begin and end at multiples of 16 bytes.
         rows, offs, alignment: as for `transposed_cast_to_fp8`. With `offs` only tokens of groups are cast along k; `a`
             and `a_scale` hold arbitrary bytes for the others.
+        blocks: along tokens, one scale for 128 columns and 128 tokens, as `fp8_gemm` takes `b`, instead of one for each
+            column and 128 tokens. Without `offs`.
         amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`, of both casts.
 
     Returns:
@@ -93,8 +101,8 @@ def cast_both(
     lists = quantize.given_lists(rows=rows, offs=offs)
     if is_traced():
         options = {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact, "alignment": alignment}
-        return CastBoth(*torch.ops.deep_tile.cast_both(x, **options, **lists))
-    return _cast_both(x, (amax_floor, round_scale, exact, alignment, (*lists,)), lists)
+        return CastBoth(*torch.ops.deep_tile.cast_both(x, **options, **lists, blocks=blocks))
+    return _cast_both(x, blocks, (amax_floor, round_scale, exact, alignment, (*lists,)), lists)
 
 
 def cast_weight(
@@ -149,39 +157,52 @@ def transpose_fp8(x: torch.Tensor) -> torch.Tensor:
 # Eager calls: what is made, and by which launch.
 
 
-def _cast_both(x: torch.Tensor, options: tuple, lists: sources.Lists) -> CastBoth:
+def _cast_both(x: torch.Tensor, blocks: bool, options: tuple, lists: sources.Lists) -> CastBoth:
     """Outside of tracing; `options` are equal to `transposed.Options`."""
+    what = "mixed" if blocks else "rows"
     try:
         transposed.refuse_gradient(x, "cast_both")
-        made = _new_both(x, lists)
-        known = _launcher.launch_known(_launches, ("rows", *options), x, *made, *lists.values())
+        made = _new_both(x, blocks, lists)
+        known = _launcher.launch_known(_launches, (what, *options), x, *made, *lists.values())
     except Exception:
-        transposed.check_input(x, transposed.Options(*options), lists, "cast_both")
+        _check_both(x, blocks, transposed.Options(*options), lists)
         raise
     if known:
         return made
     wanted = transposed.Options(*options)
+    _check_both(x, blocks, wanted, lists)
     transposed.check_input(x, wanted, lists, "cast_both")
     if quantize.needs_kernel(x, made.a):
-        _enqueue("rows", options, x, made, partial(_both_layout, made, wanted, lists), lists)
+        _enqueue(what, options, x, made, partial(_both_layout, made, wanted, lists), lists)
     else:
-        _both_definition(x, wanted, lists, made)
+        _both_definition(x, blocks, wanted, lists, made)
     return made
 
 
-def _new_both(x: torch.Tensor, lists: sources.Lists) -> CastBoth:
+def _new_both(x: torch.Tensor, blocks: bool, lists: sources.Lists) -> CastBoth:
     tokens, columns = sources.result_shape(x, False, lists)
-    made = []
-    for shape in ((tokens, columns), (columns, tokens)):
-        made += [quantize.empty_out(x, shape), quantize.empty_scale(x, shape, quantize.DEFAULT_SCALE_LAYOUT)]
-    return CastBoth(*made)
+    along, across = (tokens, columns), (columns, tokens)
+    at = quantize.empty_out(x, across)
+    at_scale = (quantize.empty_block_scale if blocks else _empty_scale)(x, across)
+    return CastBoth(quantize.empty_out(x, along), _empty_scale(x, along), at, at_scale)
+
+
+def _empty_scale(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return quantize.empty_scale(x, shape, quantize.DEFAULT_SCALE_LAYOUT)
 
 
 @torch.no_grad()
-def _both_definition(x: torch.Tensor, options: transposed.Options, lists: sources.Lists, made: CastBoth) -> None:
+def _both_definition(
+    x: torch.Tensor, blocks: bool, options: transposed.Options, lists: sources.Lists, made: CastBoth
+) -> None:
     rows = {name: given for name, given in lists.items() if name == "rows"}
     quantize.definition(x, options.of_rows, made.a, made.a_scale, rows)
-    transposed.definition(x, options, made.at, made.at_scale, lists)
+    if not blocks:
+        transposed.definition(x, options, made.at, made.at_scale, lists)
+        return
+    x = sources.gathered(x, lists["rows"]) if rows else x
+    of_blocks = options.of_rows._replace(block_rows=SCALE_BLOCK)
+    quantize.definition(x.t(), of_blocks, made.at, made.at_scale, {})
 
 
 def _cast_weight(w: torch.Tensor, options: tuple) -> CastWeight:
@@ -205,16 +226,8 @@ def _cast_weight(w: torch.Tensor, options: tuple) -> CastWeight:
 
 def _new_weight(w: torch.Tensor) -> CastWeight:
     *leading, n, k = w.shape
-    blocks = ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK)
-    scale = torch.empty(*leading, *blocks, dtype=torch.float32, device=w.device)
-    b, bt = (_empty_bytes(w, (*leading, *shape), quantize.FP8_DTYPE) for shape in ((n, k), (k, n)))
-    return CastWeight(b, scale, bt)
-
-
-def _empty_bytes(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Rows begin at multiples of 16 bytes."""
-    *leading, columns = shape
-    return torch.empty(*leading, round_up(columns, tensors.ALIGNMENT_BYTES), dtype=dtype, device=x.device)[..., :columns]
+    b, bt = (quantize.empty_out(w, (*leading, *shape)) for shape in ((n, k), (k, n)))
+    return CastWeight(b, quantize.empty_block_scale(w, w.shape), bt)
 
 
 @torch.no_grad()
@@ -250,7 +263,8 @@ def _transpose(x: torch.Tensor) -> torch.Tensor:
 
 def _new_transpose(x: torch.Tensor) -> torch.Tensor:
     *leading, n, k = x.shape
-    return _empty_bytes(x, (*leading, k, n), x.dtype)
+    shape = (*leading, k, n)
+    return tensors.new_empty(x, *quantize.padded_strides(shape), x.dtype)
 
 
 def _enqueue(what: str, options: tuple, x: torch.Tensor, made: tuple, layout, lists: sources.Lists = {}) -> None:  # noqa: B006
@@ -266,7 +280,7 @@ def _enqueue(what: str, options: tuple, x: torch.Tensor, made: tuple, layout, li
         source = quantize.KERNEL_SOURCES.get(x.dtype, "e4m3")
         sizes = numbers.rows, numbers.columns, numbers.matrices
         kernel, grid = cast.choose_both(what, source, *sizes, launches.num_sms(device))
-        quantize.check_capture(kernel, device, {"rows": "cast_both", "tiles": "cast_weight"}.get(what, "transpose_fp8"))
+        quantize.check_capture(kernel, device, _CALLS[what])
         fields = (*_FIELDS[what], *({"rows": "index", "offs": "ends"}[name] for name in lists))
         names = (*(_NAMES[field] for field in _FIELDS[what]), *lists)
         return cast.prepare_both(kernel, grid, device, numbers, names, fields)
@@ -280,9 +294,7 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous() if x.shape[-1] > 1 and x.stride(-1) != 1 else x
 
 
-def _both_layout(
-    made: CastBoth, options: transposed.Options, lists: sources.Lists, x: torch.Tensor
-) -> cast.BothLayout:
+def _both_layout(made: CastBoth, options: transposed.Options, lists: sources.Lists, x: torch.Tensor) -> cast.BothLayout:
     numbers = transposed.layout(x, options, made.at, made.at_scale, lists)._asdict()
     numbers["aligned"] = numbers["aligned"] and tensors.is_aligned(made.a)
     scale_row, scale_column = made.a_scale.stride()
@@ -331,6 +343,15 @@ def _step(x: torch.Tensor) -> int:
 # Checks.
 
 
+def _check_both(x: torch.Tensor, blocks: bool, options: transposed.Options, lists: sources.Lists) -> None:
+    """Check what can be checked without memory."""
+    transposed.check_values(x, options, lists, "cast_both")
+    if type(blocks) is not bool:
+        raise TypeError(f"blocks is {blocks!r}; it must be True or False")
+    if blocks and "offs" in lists:
+        raise ValueError("blocks is given together with offs; groups have one scale for each column and 128 tokens")
+
+
 def _check_weight(w: torch.Tensor, options: quantize.Options) -> None:
     quantize.check_source_dtype("w", w)
     _check_matrices("w", w, "[n, k], or [g, n, k] of experts")
@@ -350,19 +371,23 @@ def _check_matrices(name: str, x: torch.Tensor, wanted: str) -> None:
 # The ops, which tracers see.
 
 
-def _run_both_op(x, rows=None, offs=None, alignment=SCALE_BLOCK, **options) -> tuple[torch.Tensor, ...]:
+def _read_options(alignment=SCALE_BLOCK, rows=None, offs=None, **options) -> tuple[transposed.Options, sources.Lists]:
     lists = quantize.given_lists(rows=rows, offs=offs)
-    return tuple(_cast_both(x, transposed.Options(**options, alignment=alignment, lists=(*lists,)), lists))
+    return transposed.Options(**options, alignment=alignment, lists=(*lists,)), lists
 
 
-def _fake_both_op(x, rows=None, offs=None, alignment=SCALE_BLOCK, **options) -> tuple[torch.Tensor, ...]:
-    lists = quantize.given_lists(rows=rows, offs=offs)
-    transposed.check_values(x, transposed.Options(**options, alignment=alignment, lists=(*lists,)), lists, "cast_both")
+def _run_both_op(x: torch.Tensor, blocks: bool = False, **options) -> tuple[torch.Tensor, ...]:
+    return tuple(_cast_both(x, blocks, *_read_options(**options)))
+
+
+def _fake_both_op(x: torch.Tensor, blocks: bool = False, **options) -> tuple[torch.Tensor, ...]:
+    cast_options, lists = _read_options(**options)
+    _check_both(x, blocks, cast_options, lists)
     tokens, columns = sources.result_shape(x, False, lists)
     made = []
     for shape in ((tokens, columns), (columns, tokens)):
         made += [quantize.fake_out(x, shape), quantize.fake_scale(x, shape, quantize.DEFAULT_SCALE_LAYOUT)]
-    return tuple(made)
+    return (*made[:3], quantize.fake_block_scale(x, (columns, tokens)) if blocks else made[3])
 
 
 def _run_weight_op(w: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
@@ -371,23 +396,24 @@ def _run_weight_op(w: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
 
 def _fake_weight_op(w: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
     _check_weight(w, quantize.Options(SCALE_BLOCK, **options))
-    return tuple(_new_weight(w))
+    *leading, n, k = w.shape
+    b, bt = (quantize.fake_out(w, (*leading, *shape)) for shape in ((n, k), (k, n)))
+    return b, quantize.fake_block_scale(w, w.shape), bt
 
 
 def _fake_transpose_op(x: torch.Tensor) -> torch.Tensor:
     _check_bytes(x)
-    return _new_transpose(x)
+    *leading, n, k = x.shape
+    return quantize.fake_out(x, (*leading, k, n), x.dtype)
 
 
 _CAST_KEYWORDS = ops.keywords(quantize.OP_OPTIONS)
 
 ops.register(
-    f"cast_both(Tensor x, *, {ops.keywords('rows offs alignment', {'alignment': SCALE_BLOCK})}, {_CAST_KEYWORDS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    f"cast_both(Tensor x, *, {ops.keywords('rows offs alignment', {'alignment': SCALE_BLOCK})}, bool blocks=False, "
+    f"{_CAST_KEYWORDS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _run_both_op,
     _fake_both_op,
 )
-ops.register(
-    f"cast_weight(Tensor w, *, {_CAST_KEYWORDS}) -> (Tensor, Tensor, Tensor)", _run_weight_op, _fake_weight_op
-)
+ops.register(f"cast_weight(Tensor w, *, {_CAST_KEYWORDS}) -> (Tensor, Tensor, Tensor)", _run_weight_op, _fake_weight_op)
 ops.register("transpose_fp8(Tensor x) -> Tensor", _transpose, _fake_transpose_op)

@@ -196,8 +196,11 @@ Tiles of 128 columns take up to 12 % longer, of 32 up to 28 % (H200, 2026-11-24)
 
 BOTH = {
     ("rows", "bf16"): BothKernel("rows", "bf16", threads=512, blocks_per_sm=2),
-    ("rows", "fp16"): BothKernel("rows", "fp16", threads=512, blocks_per_sm=2),
+    ("rows", "fp16"): BothKernel("rows", "fp16", threads=512, blocks_per_sm=1),
     ("rows", "fp32"): BothKernel("rows", "fp32", threads=512, blocks_per_sm=1),
+    ("mixed", "bf16"): BothKernel("mixed", "bf16", threads=512, blocks_per_sm=2),
+    ("mixed", "fp16"): BothKernel("mixed", "fp16", threads=512, blocks_per_sm=1),
+    ("mixed", "fp32"): BothKernel("mixed", "fp32", threads=512, blocks_per_sm=1),
     ("tiles", "bf16"): BothKernel("tiles", "bf16", threads=256, blocks_per_sm=4),
     ("tiles", "fp16"): BothKernel("tiles", "fp16", threads=256, blocks_per_sm=4),
     ("tiles", "fp32"): BothKernel("tiles", "fp32", threads=512, blocks_per_sm=1),

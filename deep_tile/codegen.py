@@ -210,7 +210,8 @@ class BothKernel(NamedTuple):
     """A cast both ways, or what transposes codes: what its text depends on.
 
     Attributes:
-        what: "rows", each with its scales; "tiles" of 128x128, which share one; or "codes", which are transposed.
+        what: "rows" and columns, each with its scales; "mixed", rows with their scales and tiles of 128x128 with one;
+            "tiles" with one alone; or "codes", which are transposed.
         source: format of the input, a key of `CAST_FORMATS`; of codes "e4m3".
         threads: of a thread block.
         blocks_per_sm: thread blocks that must fit into an SM's registers at once.
@@ -230,7 +231,8 @@ def both_source(kernel: BothKernel) -> str:
     """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
     threads = kernel.threads
     body = {
-        "rows": f"cast_both<deep_tile::{CAST_FORMATS.get(kernel.source)}, {threads}>",
+        "rows": f"cast_both<deep_tile::{CAST_FORMATS.get(kernel.source)}, {threads}, false>",
+        "mixed": f"cast_both<deep_tile::{CAST_FORMATS.get(kernel.source)}, {threads}, true>",
         "tiles": f"cast_weight<deep_tile::{CAST_FORMATS.get(kernel.source)}, {threads}>",
         "codes": f"transpose_codes<{threads}>",
     }[kernel.what]

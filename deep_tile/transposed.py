@@ -119,17 +119,13 @@ def refuse_gradient(x, call: str = "transposed_cast_to_fp8") -> None:
         )
 
 
-def check_input(
-    x: torch.Tensor, options: Options, lists: sources.Lists, call: str = "transposed_cast_to_fp8"
-) -> None:
+def check_input(x: torch.Tensor, options: Options, lists: sources.Lists, call: str = "transposed_cast_to_fp8") -> None:
     check_values(x, options, lists, call)
     tensors.require_plain(x=x)
     sources.check_memory(lists)
 
 
-def check_values(
-    x: torch.Tensor, options: Options, lists: sources.Lists, call: str = "transposed_cast_to_fp8"
-) -> None:
+def check_values(x: torch.Tensor, options: Options, lists: sources.Lists, call: str = "transposed_cast_to_fp8") -> None:
     """Check what can be checked without memory."""
     quantize.check_source_dtype("x", x)
     if x.dim() != 2:
@@ -157,9 +153,7 @@ def _cast_unknown(
 
 
 @torch.no_grad()
-def definition(
-    x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
-) -> None:
+def definition(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists) -> None:
     x = sources.gathered(x, lists["rows"]) if "rows" in lists else x
     if "offs" not in lists:
         quantize.definition(x.t(), options.of_rows, out, scale, {})

@@ -13,8 +13,10 @@ _MODULES = {
     "Linear": "layers",
     "Recipe": "recipe",
     "convert": "layers",
+    "experts": "experts",
     "linear": "linear",
     "linears": "linear",
+    "predict": "predict",
 }
 
 __all__ = list(_MODULES)

@@ -83,14 +83,15 @@ _last = _Last()
 
 
 def cast_shared(x: torch.Tensor, recipe: Recipe, *, along_tokens: bool) -> tuple[torch.Tensor | None, ...]:
-    """`cast` of an input [..., k], or what the call before made of the same tensor."""
+    """An input [..., k] as `cast_both` casts it, or what the call before made of the same tensor; without
+    `along_tokens` the latter two are None."""
     rows = x.detach().reshape(-1, x.shape[-1])
     if torch.compiler.is_compiling() or not _may_share(x):
-        return cast(rows, recipe, along_k=True, along_tokens=along_tokens)
+        return _cast_input(rows, recipe, along_tokens)
     stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
-    key = (x._version, x.data_ptr(), stream, along_tokens, *recipe.cast.values())
+    key = (x._version, x.data_ptr(), stream, along_tokens, recipe)
     if _last.x is None or _last.x() is not x or _last.key != key:
-        codes = cast(rows, recipe, along_k=True, along_tokens=along_tokens)
+        codes = _cast_input(rows, recipe, along_tokens)
         _last.x, _last.key, _last.codes = weakref.ref(x, _last.forget), key, codes
     return _last.codes
 
@@ -102,11 +103,19 @@ def _may_share(x: torch.Tensor) -> bool:
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def cast(x: torch.Tensor, recipe: Recipe, along_k: bool, along_tokens: bool) -> tuple[torch.Tensor | None, ...]:
+def _cast_input(x: torch.Tensor, recipe: Recipe, along_tokens: bool) -> tuple[torch.Tensor | None, ...]:
+    if along_tokens:
+        return tuple(cast_both(x, blocks=recipe.wgrad == "fp8", **recipe.cast))
+    return *quantize.per_token_cast_to_fp8(x, **recipe.cast), None, None
+
+
+def cast_gradient(
+    dy: torch.Tensor, recipe: Recipe, along_n: bool, along_tokens: bool
+) -> tuple[torch.Tensor | None, ...]:
     """A matrix as `cast_both` casts it; None for what is not wanted."""
-    x = x.detach()
-    if along_k and along_tokens:
-        return tuple(cast_both(x, **recipe.cast))
-    first = quantize.per_token_cast_to_fp8(x, **recipe.cast) if along_k else (None, None)
-    second = transposed.transposed_cast_to_fp8(x, **recipe.cast) if along_tokens else (None, None)
+    dy = dy.detach()
+    if along_n and along_tokens:
+        return tuple(cast_both(dy, **recipe.cast))
+    first = quantize.per_token_cast_to_fp8(dy, **recipe.cast) if along_n else (None, None)
+    second = transposed.transposed_cast_to_fp8(dy, **recipe.cast) if along_tokens else (None, None)
     return *first, *second

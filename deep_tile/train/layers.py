@@ -1,11 +1,13 @@
 """Linear layers that train in FP8, as modules, and models whose layers become such."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from deep_tile.train.linear import linear
+from deep_tile.train.predict import predict
 from deep_tile.train.recipe import Recipe
 
 
@@ -31,6 +33,7 @@ def convert(
     model: nn.Module,
     wanted: Callable[[str, nn.Linear], bool] | None = None,
     *,
+    tokens: int = 8192,
     recipe: Recipe = Linear.recipe,
 ) -> nn.Module:
     """Have a model's `nn.Linear` layers train in FP8, in place.
@@ -40,8 +43,9 @@ def convert(
 
     Args:
         model: a module; one `nn.Linear` is converted itself.
-        wanted: called with each layer's name and the layer; False leaves it. None: every layer of at least 1024 x 1024
-            that is not the model's last, whose name ends in "lm_head" or "head".
+        wanted: called with each layer's name and the layer; False leaves it. None: each layer that `predict` says gains
+            at so many `tokens`, but one whose name ends in "lm_head" or "head".
+        tokens: of a forward pass.
         recipe: of the layers.
 
     Returns:
@@ -53,7 +57,7 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
-    wanted = wanted or _pays
+    wanted = wanted or partial(_pays, tokens)
     layers = [each for name, each in model.named_modules() if type(each) is nn.Linear and wanted(name, each)]
     if not layers:
         raise ValueError("model has no torch.nn.Linear that is wanted: see what `wanted` says of each layer")
@@ -63,6 +67,6 @@ def convert(
     return model
 
 
-def _pays(name: str, layer: nn.Linear) -> bool:
+def _pays(tokens: int, name: str, layer: nn.Linear) -> bool:
     is_last = name.rpartition(".")[2] in ("lm_head", "head")
-    return min(layer.weight.shape) >= 1024 and not is_last
+    return not is_last and predict(tokens, *layer.weight.shape).pays

@@ -12,11 +12,16 @@ from typing import NamedTuple
 import torch
 
 from deep_tile import api, both, dense, quantize
-from deep_tile.train.casts import cast, cast_once, cast_shared
+from deep_tile.train.casts import cast_gradient, cast_once, cast_shared
 from deep_tile.train.recipe import Recipe
 
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _FP8 = Recipe()
+
+_checked: set = set()
+"""Arguments that have passed the checks, as `_check_once` sees them: 3 us, where the checks take 20."""
+
+_MOST_CHECKED = 4096
 
 _FIRST = 6
 """Of the parameters among what `_Linears` is given."""
@@ -69,11 +74,14 @@ def linears(
         As `linear`.
     """
     biases = (None,) * len(weights) if biases is None else tuple(biases)
-    _check(x, weights, biases)
+    if torch.compiler.is_compiling():
+        _check(x, weights, biases)
+    else:
+        _check_once(x, weights, biases)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     wants_weights = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    codes = cast_shared(x, recipe, along_tokens=wants_weights and recipe.wgrad == "fp8")
+    codes = cast_shared(x, recipe, along_tokens=wants_weights and recipe.wgrad != "bf16")
     if any(hasattr(weight, "main_grad") for weight in weights):
         return _apply_eagerly(x, recipe, *codes, *weights, *biases)
     return _Linears.apply(x, recipe, *codes, *weights, *biases)
@@ -116,7 +124,7 @@ class _Linears(torch.autograd.Function):
         dx, of_parameters = None, [None] * (2 * count)
         for i, dy in enumerate(gradients):
             dy = dy.reshape(-1, dy.shape[-1])
-            codes = cast(dy, recipe, wants_x and recipe.dgrad == "fp8", wanted[i] and recipe.wgrad == "fp8")
+            codes = cast_gradient(dy, recipe, wants_x and recipe.dgrad == "fp8", wanted[i] and recipe.wgrad != "bf16")
             if wants_x:
                 dx = _dgrad(dy, codes, *_operand(*of_weights[2 * i : 2 * i + 2], recipe), dx)
             if wanted[i]:
@@ -159,11 +167,19 @@ def _wgrad(dy: torch.Tensor, x: torch.Tensor | None, along_tokens: tuple, dtype:
         main_grad.grad.add_(product)
         return main_grad.placeholder(dtype)
     if main_grad is not None:
-        dense.fp8_wgrad(*along_tokens, main_grad.grad, accumulate=True)
+        _product_along_tokens(along_tokens, main_grad.grad, accumulate=True)
         return main_grad.placeholder(dtype)
     written = dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32
     dw = torch.empty(dy.shape[1], along_tokens[2].shape[0], dtype=written, device=dy.device)
-    return dense.fp8_wgrad(*along_tokens, dw, accumulate=False).to(dtype)
+    return _product_along_tokens(along_tokens, dw, accumulate=False).to(dtype)
+
+
+def _product_along_tokens(operands: tuple, out: torch.Tensor, accumulate: bool) -> torch.Tensor:
+    """Of dy and x with their scales along tokens: those of x are of its columns, or of 128 of them."""
+    x, x_scale = operands[2:]
+    if x_scale.shape[0] == x.shape[0] > 1:
+        return dense.fp8_wgrad(*operands, out, accumulate=accumulate)
+    return dense.scaled_gemm(*operands, out=out, accumulate=accumulate)
 
 
 class _MainGrad(NamedTuple):
@@ -190,6 +206,25 @@ def _main_grad(weight: torch.Tensor) -> _MainGrad | None:
     if grad is None:
         return None
     return _MainGrad(grad, weight if hasattr(weight, "grad_added_to_main_grad") else None)
+
+
+def _check_once(x, weights, biases) -> None:
+    """Check arguments unless such have passed before: of all that `_check` reads."""
+    try:
+        layers = zip(weights, biases, strict=True)
+        seen = (x.dtype, x.device, x.dim(), x.shape[-1], *(_numbers(each) for layer in layers for each in layer))
+        if seen in _checked and torch._C._functorch.peek_interpreter_stack() is None:
+            return
+    except Exception:  # something is no tensor: the checks say what
+        seen = None
+    _check(x, weights, biases)
+    if len(_checked) >= _MOST_CHECKED:
+        _checked.clear()
+    _checked.add(seen)
+
+
+def _numbers(x: torch.Tensor | None) -> tuple | None:
+    return None if x is None else (x.dtype, x.device, x.shape)
 
 
 def _check(x, weights, biases) -> None:

@@ -120,8 +120,37 @@ __device__ __forceinline__ void load_tile(typename Tile::Part (&parts)[Tile::tok
     }
 }
 
-// Casts with one scale for 1x128 along the rows, and another for 128x1 along the columns.
-template <typename Format, int threads>
+// Casts the tile's columns, with a scale for each.
+template <typename Tile>
+__device__ __forceinline__ void cast_tile_columns(Tile& tile, const typename Tile::Part (&parts)[Tile::tokens],
+                                                  const CastParams& params, const TilePlace<Tile>& at) {
+    write_largest(tile, parts);
+    if (write_scales(tile, params, at)) {
+        write_codes<true>(tile, parts);
+    } else {
+        write_codes<false>(tile, parts);
+    }
+}
+
+// Makes the scale of all 128x128, and quantises by it. `row` and `column` locate the scale.
+template <int threads, typename Tile>
+__device__ __forceinline__ void cast_tile(typename Tile::Part::Codes (&codes)[Tile::tokens],
+                                          const typename Tile::Part (&parts)[Tile::tokens], const CastParams& params, u32 row,
+                                          u32 column) {
+    u32 magnitude = 0;
+#pragma unroll
+    for (const auto& part : parts) magnitude = max(magnitude, part.magnitude());
+    const Scale scale = make_scale(largest_of_block<threads>(magnitude), params);
+    if (threadIdx.x == 0) write_scale(params, row, column, scale.value);
+#pragma unroll
+    for (int i = 0; i < Tile::tokens; ++i) {
+        auto part = parts[i];  // a tiny scale raises its elements
+        codes[i] = part.quantized(scale);
+    }
+}
+
+// Casts with one scale for 1x128 along the rows, and along the columns another for 128x1, or for 128x128.
+template <typename Format, int threads, bool blocks>
 __device__ __forceinline__ void cast_both(const CastParams& params) {
     take_turn();
     using Tile = TransposedTile<Format, threads, scale_block>;
@@ -133,18 +162,18 @@ __device__ __forceinline__ void cast_both(const CastParams& params) {
         at.living = living_tokens<threads>(params, at.first_token());
         if (at.living == 0) continue;
         typename Tile::Part parts[Tile::tokens];
+        load_tile(parts, params, at);
+        if constexpr (blocks) {
+            typename Tile::Part::Codes codes[Tile::tokens];
+            cast_tile<threads, Tile>(codes, parts, params, at.column, at.row);
+            write_transposed(tile, codes);
+        } else {
+            cast_tile_columns(tile, parts, params, at);
+        }
         if (params.aligned) {
-            load_tokens<Tile>(parts, params, at, true);
             cast_tile_rows<true>(parts, params, at);
         } else {
-            load_tokens<Tile>(parts, params, at, false);
             cast_tile_rows<false>(parts, params, at);
-        }
-        write_largest(tile, parts);
-        if (write_scales(tile, params, at)) {
-            write_codes<true>(tile, parts);
-        } else {
-            write_codes<false>(tile, parts);
         }
         store_columns(tile, params, at);
     }
@@ -162,14 +191,8 @@ __device__ __forceinline__ void cast_weight(const CastParams& params) {
         const TilePlace<Tile> at = walk.find(matrix, number);
         typename Tile::Part parts[Tile::tokens];
         load_tile(parts, matrix, at);
-        u32 magnitude = 0;
-#pragma unroll
-        for (const auto& part : parts) magnitude = max(magnitude, part.magnitude());
-        const Scale scale = make_scale(largest_of_block<threads>(magnitude), matrix);
-        if (threadIdx.x == 0) write_scale(matrix, at.row, at.column, scale.value);
         typename Tile::Part::Codes codes[Tile::tokens];
-#pragma unroll
-        for (int i = 0; i < Tile::tokens; ++i) codes[i] = parts[i].quantized(scale);
+        cast_tile<threads, Tile>(codes, parts, matrix, at.row, at.column);
         store_rows(matrix, at, codes);
         write_transposed(tile, codes);
         store_columns(tile, matrix, at);
