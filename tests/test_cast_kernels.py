@@ -425,8 +425,9 @@ def test_transposed_tokens_by_an_index(launch, kernel, dtype):
 # ---- casts both ways
 
 OF_BOTH = {what: [kernel for key, kernel in kernels.BOTH.items() if key[0] == what] for what in both._FIELDS}
-EACH_BOTH, EACH_TILES = (
-    pytest.mark.parametrize("kernel", OF_BOTH[what], ids=lambda kernel: kernel.name) for what in ("rows", "tiles")
+EACH_ROWS, EACH_BOTH, EACH_TILES = (
+    pytest.mark.parametrize("kernel", of_them, ids=lambda kernel: kernel.name)
+    for of_them in (OF_BOTH["rows"], OF_BOTH["rows"] + OF_BOTH["mixed"], OF_BOTH["tiles"])
 )
 
 
@@ -462,12 +463,12 @@ def odd_matrix(shape, dtype):
 
 
 def both_as_defined(launch, kernel, x, options, lists, grid=2):
-    options = transposed.Options(**options, lists=(*lists,))
-    made = both._new_both(x, lists)
+    options, blocks = transposed.Options(**options, lists=(*lists,)), kernel.what == "mixed"
+    made = both._new_both(x, blocks, lists)
     assert_both_as_defined(
         *(launch, kernel, made, both._both_layout(made, options, lists, x), lists),
         given=lambda inner: (x, *inner),
-        define=lambda inner: both._both_definition(x, options, lists, both.CastBoth(*inner)),
+        define=lambda inner: both._both_definition(x, blocks, options, lists, both.CastBoth(*inner)),
         grid=grid,
     )
 
@@ -480,7 +481,7 @@ def test_both_bits_are_the_definitions(launch, kernel, options):
         both_as_defined(launch, kernel, x, {"amax_floor": floor, **options}, {})
 
 
-@EACH_BOTH
+@EACH_ROWS
 @pytest.mark.parametrize("offs", OFFS.values(), ids=OFFS)
 def test_both_of_groups(launch, kernel, offs):
     for columns, alignment in ((136, 128), (131, 256)):
@@ -493,7 +494,7 @@ def test_both_of_groups(launch, kernel, offs):
 def test_both_of_tokens_by_an_index(launch, kernel, dtype):
     limits = torch.iinfo(dtype)
     rows = torch.cat([torch.randint(0, 9, (280,)), torch.tensor([-1, 9, 0, 8, limits.min, limits.max])]).to(dtype)
-    for lists in ({"rows": rows}, {"rows": rows, **int32(offs=[3, 270])}):
+    for lists in ({"rows": rows}, {"rows": rows, **int32(offs=[3, 270])})[: 1 if kernel.what == "mixed" else 2]:
         both_as_defined(launch, kernel, wide_matrix(9, 131, DTYPES[kernel.source]), {}, lists)
 
 
