@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "dense": CALL | {"api", "finishes", "params"},
     "gemm_cast": CALL | {"api", "finishes", "params", "quantize"},
     "grouped": CALL | {"api", "dense", "finishes"},
-    "wgrad": CALL | {"api", "dense", "grouped", "params"},
+    "wgrad": CALL | {"api", "dense", "finishes", "grouped", "params"},
     "replaceable": {"quantize", "tensors"},
     "train": {"api", "both", "config", "dense", "experts", "grouped", "ops", "problem", "quantize", "select"}
     | {"transposed", "wgrad"},
