@@ -267,21 +267,6 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
     return _from_blocks(blocks * _as_matrix(tensors.as_float32(scale))[:, None, :, None], rows.shape).view(x.shape)
 
 
-def dequantized_weight(b: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `dequantize` makes of a weight with scales of 128x128, rounded to `dtype`: [n, k].
-
-    Of whole blocks by two kernels of torch, which write 4 bytes per element of BF16: FP8 is exact in every such dtype,
-    and a product with FP32 is computed in FP32 and rounded once, as it is stored.
-    """
-    n, k = b.shape
-    if n % SCALE_BLOCK or k % SCALE_BLOCK:
-        return dequantize(b, scale, block=WEIGHT_BLOCK).to(dtype)
-    weight = b.to(dtype)
-    blocks = weight.view(n // SCALE_BLOCK, SCALE_BLOCK, k // SCALE_BLOCK, SCALE_BLOCK)
-    blocks.mul_(tensors.as_float32(scale)[:, None, :, None])
-    return weight
-
-
 def check_layout(scale_layout: str) -> None:
     if scale_layout not in SCALE_LAYOUTS:
         raise ValueError(f"scale_layout is {scale_layout!r}; use one of {', '.join(map(repr, SCALE_LAYOUTS))}")

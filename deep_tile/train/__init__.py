@@ -3,32 +3,13 @@
     import deep_tile.train
 
     deep_tile.train.convert(model)  # nn.Linear becomes deep_tile.train.Linear; parameters stay the same objects
-
-Each name is imported at its first use.
 """
 
-from importlib import import_module
+from deep_tile.train.experts import experts
+from deep_tile.train.layers import Linear, convert
+from deep_tile.train.linear import linear, linears
+from deep_tile.train.predict import predict
+from deep_tile.train.recipe import Recipe
 
-_MODULES = {
-    "Linear": "layers",
-    "Recipe": "recipe",
-    "convert": "layers",
-    "experts": "experts",
-    "linear": "linear",
-    "linears": "linear",
-    "predict": "predict",
-}
-
-__all__ = list(_MODULES)
-
-
-def __getattr__(name: str):
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# Functions come after the modules of their names, which importing these binds here, too.
+__all__ = ["Linear", "Recipe", "convert", "experts", "linear", "linears", "predict"]

@@ -37,12 +37,12 @@ def cast_once(weight: torch.Tensor, recipe: Recipe) -> CastWeight:
     """`cast_weight`, or what it made since the last step."""
     if not recipe.keep_weights or torch.compiler.is_compiling() or not weight.is_leaf:
         return cast_weight(weight.detach(), **recipe.cast)
-    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+    if _is_captured(weight):
         _known[weight] = None
         _kept.pop(weight, None)
     if not _may_keep(weight):
         return cast_weight(weight.detach(), **recipe.cast)
-    key = (weight._version, weight.data_ptr(), weight.shape, weight.stride(), tuple(recipe.cast.values()))
+    key = (weight._version, weight.data_ptr(), weight.shape, weight.stride(), _stream(weight), *recipe.cast.values())
     kept = _kept.get(weight)
     if kept is None or kept.key != key:
         kept = _kept[weight] = _Kept(key, cast_weight(weight.detach(), **recipe.cast))
@@ -63,8 +63,18 @@ def _after_step(optimizer: torch.optim.Optimizer, *_) -> None:
     for group in optimizer.param_groups:
         for weight in group["params"]:
             if weight in _known and _known[weight] is not None:
-                _known[weight] = True
+                _known[weight] = None if _is_captured(weight) else True
                 _kept.pop(weight, None)
+
+
+def _is_captured(x: torch.Tensor) -> bool:
+    """Whether a CUDA graph is captured, whose replays read and write what lies in x then, and tell nobody."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _stream(x: torch.Tensor) -> int:
+    """Of which a cast of x is part: another stream does not wait for it."""
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
 
 
 class _Last(threading.local):
@@ -85,22 +95,25 @@ _last = _Last()
 def cast_shared(x: torch.Tensor, recipe: Recipe, *, along_tokens: bool) -> tuple[torch.Tensor | None, ...]:
     """An input [..., k] as `cast_both` casts it, or what the call before made of the same tensor; without
     `along_tokens` the latter two are None."""
-    rows = x.detach().reshape(-1, x.shape[-1])
+    rows = rows_of(x.detach())
     if torch.compiler.is_compiling() or not _may_share(x):
         return _cast_input(rows, recipe, along_tokens)
-    stream = torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
-    key = (x._version, x.data_ptr(), stream, along_tokens, recipe)
+    key = (x._version, x.data_ptr(), x.shape, _stream(x), along_tokens, recipe)
     if _last.x is None or _last.x() is not x or _last.key != key:
         codes = _cast_input(rows, recipe, along_tokens)
         _last.x, _last.key, _last.codes = weakref.ref(x, _last.forget), key, codes
     return _last.codes
 
 
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """[..., k] as a matrix, of no columns too."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 def _may_share(x: torch.Tensor) -> bool:
-    """Whether a change of it shows: not while a CUDA graph is captured, whose replays read what lies in x then."""
-    if type(x) is not torch.Tensor or x.is_inference() or x.is_meta:
-        return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    """Whether a change of it shows: what autograd has made is written to by operations of torch alone. Others hand
+    their own buffers over, which NumPy, kernels and graphs write to, and tell nobody."""
+    return type(x) is torch.Tensor and x.grad_fn is not None and not _is_captured(x)
 
 
 def _cast_input(x: torch.Tensor, recipe: Recipe, along_tokens: bool) -> tuple[torch.Tensor | None, ...]:

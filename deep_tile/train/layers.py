@@ -8,7 +8,7 @@ from torch import nn
 
 from deep_tile.train.linear import linear
 from deep_tile.train.predict import predict
-from deep_tile.train.recipe import Recipe
+from deep_tile.train.recipe import Recipe, require
 
 
 class Linear(nn.Linear):
@@ -52,11 +52,12 @@ def convert(
         `model`.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is no module, or `recipe` no `Recipe`.
         ValueError: no layer is wanted.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
+    require(recipe)
     wanted = wanted or partial(_pays, tokens)
     layers = [each for name, each in model.named_modules() if type(each) is nn.Linear and wanted(name, each)]
     if not layers:

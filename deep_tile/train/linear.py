@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from deep_tile import api, both, dense, quantize
-from deep_tile.train.casts import cast_gradient, cast_once, cast_shared
-from deep_tile.train.recipe import Recipe
+from deep_tile.train.casts import cast_gradient, cast_once, cast_shared, rows_of
+from deep_tile.train.recipe import Recipe, require
 
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _FP8 = Recipe()
@@ -73,12 +73,13 @@ def linears(
     Raises:
         As `linear`.
     """
+    require(recipe)
     biases = (None,) * len(weights) if biases is None else tuple(biases)
     if torch.compiler.is_compiling():
         _check(x, weights, biases)
     else:
         _check_once(x, weights, biases)
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     wants_weights = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     codes = cast_shared(x, recipe, along_tokens=wants_weights and recipe.wgrad != "bf16")
@@ -101,7 +102,7 @@ class _Linears(torch.autograd.Function):
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
         wants_x, wants_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_FIRST : _FIRST + count])
-        rows = x.reshape(-1, x.shape[-1]) if wants_weights and at is None else None
+        rows = rows_of(x) if wants_weights and at is None else None
         results, saved = [], [rows, at, at_scale]
         for weight, bias in zip(weights, biases, strict=True):
             keeps = wants_x and recipe.dgrad == "fp8" and not recipe.recast
@@ -123,7 +124,7 @@ class _Linears(torch.autograd.Function):
         wants_x, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[_FIRST:]
         dx, of_parameters = None, [None] * (2 * count)
         for i, dy in enumerate(gradients):
-            dy = dy.reshape(-1, dy.shape[-1])
+            dy = rows_of(dy)
             codes = cast_gradient(dy, recipe, wants_x and recipe.dgrad == "fp8", wanted[i] and recipe.wgrad != "bf16")
             if wants_x:
                 dx = _dgrad(dy, codes, *_operand(*of_weights[2 * i : 2 * i + 2], recipe), dx)
@@ -205,6 +206,11 @@ def _main_grad(weight: torch.Tensor) -> _MainGrad | None:
     grad = getattr(weight, "main_grad", None)
     if grad is None:
         return None
+    if grad.shape != weight.shape or grad.dtype not in _WIDE or grad.device != weight.device:
+        raise ValueError(
+            f"weight.main_grad is {list(grad.shape)} of {grad.dtype} on {grad.device}; for a weight of "
+            f"{list(weight.shape)} on {weight.device} it must be as large, float32 or bfloat16, and there"
+        )
     return _MainGrad(grad, weight if hasattr(weight, "grad_added_to_main_grad") else None)
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from deep_tile import quantize
+from deep_tile.config import SCALE_BLOCK
 from deep_tile.ops import SMALLEST_AMAX_FLOOR
 
 DGRADS, WGRADS = ("fp8", "bf16"), ("fp8", "fp8_1x128", "bf16")
@@ -38,8 +40,15 @@ class Recipe:
         for name, known in (("dgrad", DGRADS), ("wgrad", WGRADS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+        quantize.check_options(quantize.Options(SCALE_BLOCK, **self.cast))
 
     @property
     def cast(self) -> dict[str, object]:
         """Keywords of casts."""
         return {"amax_floor": self.amax_floor, "round_scale": self.round_scale}
+
+
+def require(recipe: object) -> None:
+    """Raise TypeError where it is no `Recipe`."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is a {type(recipe).__name__}; it must be a deep_tile.train.Recipe")
