@@ -6,6 +6,7 @@ both.cuh does it, elsewhere the casts that are joined.
 Invariant: every result has the bits of the casts that are joined, and of the transpose that is torch's.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -165,13 +166,13 @@ def _cast_both(x: torch.Tensor, blocks: bool, options: tuple, lists: sources.Lis
         made = _new_both(x, blocks, lists)
         known = _launcher.launch_known(_launches, (what, *options), x, *made, *lists.values())
     except Exception:
-        _check_both(x, blocks, transposed.Options(*options), lists)
+        _check_given(_check_both, x, blocks, transposed.Options(*options), lists)
         raise
     if known:
         return made
     wanted = transposed.Options(*options)
-    _check_both(x, blocks, wanted, lists)
-    transposed.check_input(x, wanted, lists, "cast_both")
+    _check_given(_check_both, x, blocks, wanted, lists)
+    sources.check_memory(lists)
     if quantize.needs_kernel(x, made.a):
         _enqueue(what, options, x, made, partial(_both_layout, made, wanted, lists), lists)
     else:
@@ -211,12 +212,11 @@ def _cast_weight(w: torch.Tensor, options: tuple) -> CastWeight:
         made = _new_weight(w)
         known = _launcher.launch_known(_launches, ("tiles", *options), w, *made)
     except Exception:
-        _check_weight(w, quantize.Options(*options))
+        _check_given(_check_weight, w, quantize.Options(*options))
         raise
     if known:
         return made
-    _check_weight(w, quantize.Options(*options))
-    tensors.require_plain(w=w)
+    _check_given(_check_weight, w, quantize.Options(*options))
     if quantize.needs_kernel(w, made.b):
         _enqueue("tiles", options, w, made, partial(_weight_layout, made, quantize.Options(*options)))
     else:
@@ -248,12 +248,11 @@ def _transpose(x: torch.Tensor) -> torch.Tensor:
         made = _new_transpose(x)
         known = _launcher.launch_known(_launches, ("codes",), x, made)
     except Exception:
-        _check_bytes(x)
+        _check_given(_check_bytes, x)
         raise
     if known:
         return made
-    _check_bytes(x)
-    tensors.require_plain(x=x)
+    _check_given(_check_bytes, x)
     if quantize.needs_kernel(x, made):
         _enqueue("codes", (), x, (made,), partial(_transpose_layout, made))
     else:
@@ -341,6 +340,12 @@ def _step(x: torch.Tensor) -> int:
 
 
 # Checks.
+
+
+def _check_given(check: Callable[..., None], x: torch.Tensor, *arguments) -> None:
+    """`check`, and what needs memory."""
+    check(x, *arguments)
+    tensors.require_plain(**{"w" if check is _check_weight else "x": x})
 
 
 def _check_both(x: torch.Tensor, blocks: bool, options: transposed.Options, lists: sources.Lists) -> None:
