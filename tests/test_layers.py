@@ -46,15 +46,18 @@ MAY_IMPORT = {
     "quantize": {"_launcher", "cast", "config", "launches", "ops", "sources", "tensors"},
     "experts": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors"},
     "transposed": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors"},
+    "both": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors", "transposed"},
     "reference": {"config", "kinds", "quantize"},
     "finishes": {"kinds", "ops", "tensors"},
     "api": CALL | {"cast", "finishes", "params"},
-    "linear": {"_launcher", "api", "config", "finishes", "launches", "ops", "params", "quantize", "tensors"},
+    "linear": {"_launcher", "api", "both", "config", "finishes", "launches", "ops", "params", "quantize", "tensors"},
     "dense": CALL | {"api", "finishes", "params"},
     "gemm_cast": CALL | {"api", "finishes", "params", "quantize"},
     "grouped": CALL | {"api", "dense", "finishes"},
-    "wgrad": CALL | {"api", "dense", "grouped", "params"},
+    "wgrad": CALL | {"api", "dense", "finishes", "grouped", "params"},
     "replaceable": {"quantize", "tensors"},
+    "train": {"api", "both", "config", "dense", "experts", "grouped", "ops", "problem", "quantize", "select"}
+    | {"transposed", "wgrad"},
     "nn": {"api", "cast", "config", "integrations", "jit", "linear", "quantize", "replaceable", "tensors"},
     "distributed": {"config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"config", "discovery", "experts", "grouped", "linear", "quantize", "replaceable", "tensors"},
@@ -74,6 +77,7 @@ PURE = ("select.schedule", "select.defaults", "select.choose")
 
 WITH_TORCH = {
     "api",
+    "both",
     "compat.deep_gemm",
     "dense",
     "distributed",
@@ -95,6 +99,12 @@ WITH_TORCH = {
     "sources",
     "tensors",
     "torch_compat",
+    "train",
+    "train.casts",
+    "train.experts",
+    "train.layers",
+    "train.linear",
+    "train.recipe",
     "transposed",
     "wgrad",
     "tools.energy",
@@ -221,8 +231,8 @@ def test_imports_point_one_way():
 def test_public_names_are_not_the_tools():
     """They are imported by name at their first use, which the sources do not show."""
     assert {row(module) for module in deep_tile._MODULES.values()} == {
-        *("api", "config", "dense", "experts", "finishes", "gemm_cast", "grouped", "jit", "linear", "method", "nn"),
-        *("quantize", "transposed", "wgrad"),
+        *("api", "both", "config", "dense", "experts", "finishes", "gemm_cast", "grouped", "jit", "linear", "method"),
+        *("nn", "quantize", "transposed", "wgrad"),
     }
 
 
