@@ -43,6 +43,7 @@ _MODULES = {
     "silu_mul_cast_to_fp8": "experts",
     "sort_by_expert": "experts",
     "supports": "api",
+    "to_blocks": "blocks",
     "transposed_cast_to_fp8": "transposed",
 }
 

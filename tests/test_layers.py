@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "quantize": {"_launcher", "cast", "config", "launches", "ops", "sources", "tensors"},
     "experts": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors"},
     "transposed": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors"},
+    "blocks": {"config", "quantize", "tensors"},
     "reference": {"config", "kinds", "quantize"},
     "finishes": {"kinds", "ops", "tensors"},
     "api": CALL | {"cast", "finishes", "params"},
@@ -55,9 +56,10 @@ MAY_IMPORT = {
     "grouped": CALL | {"api", "dense", "finishes"},
     "wgrad": CALL | {"api", "dense", "grouped", "params"},
     "replaceable": {"quantize", "tensors"},
-    "nn": {"api", "cast", "config", "integrations", "jit", "linear", "quantize", "replaceable", "tensors"},
-    "distributed": {"config", "nn", "ops", "quantize", "tensors"},
-    "integrations": {"config", "discovery", "experts", "grouped", "linear", "quantize", "replaceable", "tensors"},
+    "nn": {"api", "blocks", "cast", "config", "integrations", "jit", "linear", "quantize", "replaceable", "tensors"},
+    "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
+    "integrations": {"blocks", "config", "discovery", "experts", "grouped", "linear", "quantize"}
+    | {"replaceable", "tensors"},
     "compat": CALL | {"api", "dense", "discovery", "grouped", "quantize", "reference", "transposed"},
     "torch_compat": {"api", "config", "dense", "finishes", "grouped", "tensors"},
     "method": SIZES | {"select"},
@@ -74,6 +76,7 @@ PURE = ("select.schedule", "select.defaults", "select.choose")
 
 WITH_TORCH = {
     "api",
+    "blocks",
     "compat.deep_gemm",
     "dense",
     "distributed",
@@ -222,7 +225,7 @@ def test_public_names_are_not_the_tools():
     """They are imported by name at their first use, which the sources do not show."""
     assert {row(module) for module in deep_tile._MODULES.values()} == {
         *("api", "config", "dense", "experts", "finishes", "gemm_cast", "grouped", "jit", "linear", "method", "nn"),
-        *("quantize", "transposed", "wgrad"),
+        *("blocks", "quantize", "transposed", "wgrad"),
     }
 
 

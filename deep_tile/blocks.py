@@ -1,0 +1,640 @@
+"""Weights of other formats as FP8 with one FP32 scale per 128x128 block, which products take: `to_blocks`.
+
+Called by users, nn.py and the integrations, when a model is loaded. All of it is torch, on the weight's device, some
+rows of blocks at a time.
+Invariant: a block's scale is the smallest that keeps its largest element within e4m3's range, times a power of two of
+the scale that it had; so an element changes only where no such scale would keep it, and that is counted.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from numbers import Real
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from deep_tile import quantize, tensors
+from deep_tile.config import SCALE_BLOCK, as_int, ceil_div
+from deep_tile.quantize import FP8_DTYPE, FP8_MAX, WEIGHT_BLOCK, scale_shape
+
+MAX_ERROR = 2.0**-4
+"""What a row may change by, unless told otherwise: rounding to e4m3 changes no normal number by more than a 17th."""
+
+ELEMENTS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 23}
+"""Of one matrix: a GPU has the time of some 90 launches for them. Each takes 10 to 40 bytes while it is converted."""
+
+E8M0 = torch.float8_e8m0fnu
+_PACKED_DTYPES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
+_PACK_BYTES = 16
+"""gpt-oss stores 32 elements in a dimension of their own."""
+
+_SMALLEST_EXPONENT = -126
+"""Of a normal number of FP32."""
+_SMALLEST_FACTOR = 2.0**-30
+"""By which every e4m3 becomes zero."""
+_LARGEST_GLOBAL_SCALE = 2.0**120
+"""So that no scale of a block is beyond FP32."""
+_FRACTION_BITS = 52
+_E4M3_STEP = 2.0**-9
+
+
+class Format(NamedTuple):
+    """How a weight is quantised.
+
+    Attributes:
+        rows, columns: that share a scale; 0 for all there are.
+        packed: whether elements are e2m1, two in a byte, the first in its low half; else e4m3, one in a byte.
+        inferred: dtypes of scales by which the format is recognised; others must be told its name.
+    """
+
+    rows: int
+    columns: int
+    packed: bool = False
+    inferred: tuple[torch.dtype, ...] = (*tensors.SCALE_DTYPES, torch.uint8)
+
+    @property
+    def step(self) -> float:
+        """What all elements are multiples of."""
+        return 0.5 if self.packed else _E4M3_STEP
+
+
+FORMATS = {
+    "fp8_128x128": Format(SCALE_BLOCK, SCALE_BLOCK),
+    "fp8_32x32": Format(32, 32),
+    "fp8_1x128": Format(1, SCALE_BLOCK),
+    "mxfp8": Format(1, 32),
+    "mxfp4": Format(1, 32, packed=True, inferred=(E8M0, torch.uint8)),
+    "nvfp4": Format(1, 16, packed=True, inferred=(FP8_DTYPE, torch.uint8)),
+    "fp8_channel": Format(1, 0),
+    "fp8_tensor": Format(0, 0),
+}
+
+
+@dataclass(frozen=True)
+class Rebased:
+    """What re-basing has changed.
+
+    Attributes:
+        format: name of the format that the weight had.
+        elements: how many there are.
+        changed: how many have another value than before, scales included.
+        error: Frobenius norm of the change over that of the weight.
+        worst_row_error: the same of the row, an output of the layer, that lost most.
+        exact: [..., ceil(n / 128), ceil(k / 128)] bool, which blocks have every value as it was.
+    """
+
+    format: str
+    elements: int
+    changed: int
+    error: float
+    worst_row_error: float
+    exact: torch.Tensor
+
+    @property
+    def changed_share(self) -> float:
+        return self.changed / self.elements if self.elements else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.format}: {self.changed:,} of {self.elements:,} elements changed ({self.changed_share:.3%}), by "
+            f"{self.error:.1e} of the norm and {self.worst_row_error:.1e} in the worst row; exact are "
+            f"{int(self.exact.sum()):,} of {self.exact.numel():,} blocks"
+        )
+
+
+class Blocks(NamedTuple):
+    """A weight as products take it, and what it has lost.
+
+    Attributes:
+        weight: [..., n, k] float8_e4m3fn.
+        scale: [..., ceil(n / 128), ceil(k / 128)] float32.
+        report: what has changed.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    report: Rebased
+
+
+def to_blocks(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    format: str | None = None,
+    global_scale: torch.Tensor | float | None = None,
+    first_row: int = 0,
+    first_column: int = 0,
+    max_error: float = MAX_ERROR,
+    out: torch.Tensor | None = None,
+    scale_out: torch.Tensor | None = None,
+) -> Blocks:
+    """Re-base a quantised weight to FP8 with one FP32 scale per 128x128 block, as `fp8_gemm` and the like take it.
+
+    For when a model is loaded. Scales that are powers of two, of MXFP4, MXFP8 and 32x32 blocks, keep every element
+    whose exponent fits: of MXFP4 all, unless scales in a block of 128x128 spread beyond 2**14. Others are rounded to
+    e4m3 once more, to nearest even. Runs by torch on the weight's device, some rows at a time, with 100 MB or so
+    beside weight and result, 300 for scales that are no powers of two; it waits for a GPU.
+
+    ======================= =============================== ================================================
+    format                  weight                          scale, which elements are multiplied with
+    ======================= =============================== ================================================
+    fp8_128x128             [..., n, k] float8_e4m3fn       [..., ceil(n / 128), ceil(k / 128)]
+    fp8_32x32               the same                        [..., ceil(n / 32), ceil(k / 32)]
+    fp8_1x128               the same                        [..., n, ceil(k / 128)]
+    mxfp8                   the same                        [..., n, ceil(k / 32)]
+    fp8_channel             the same                        [..., n] or [..., n, 1]
+    fp8_tensor              the same                        one number, or [...] one for each matrix
+    mxfp4                   [..., n, k / 2] packed, or      [..., n, ceil(k / 32)]
+                            [..., n, k / 32, 16]
+    nvfp4                   [..., n, k / 2] packed          [..., n, ceil(k / 16)] float8_e4m3fn
+    ======================= =============================== ================================================
+
+    Args:
+        weight: of any strides and any number of leading dimensions, such as experts. Packed ones are uint8, int8 or
+            float4_e2m1fn_x2 with two e2m1 in a byte, the first in its low half, as gpt-oss and DeepSeek-V4 have them.
+        scale: float32, bfloat16, float16, float8_e8m0fnu, or uint8 for bytes of float8_e8m0fnu; of nvfp4 float8_e4m3fn
+            or its bytes, in row-major order, not in the tiles that Blackwell's kernels read.
+        format: a name of the table. None: what dtypes and shapes say, if they say one thing. MXFP4 whose scales are not
+            float8_e8m0fnu or uint8 must be named, since INT4 looks the same.
+        global_scale: of nvfp4, the second factor of every element: a number, or [...], one for each matrix. It is
+            ModelOpt's weight_scale_2, and 1 / weight_global_scale of compressed-tensors.
+        first_row, first_column: of a shard that begins inside of a block of the whole weight's scales: which of that
+            block's rows and columns is the shard's first. `scale` then begins with that block.
+        max_error: by how much of its Frobenius norm a row may change; 0 for exact results alone, math.inf for any. The
+            default, 1 / 16, is what rounding to e4m3 can cost, and so refuses what loses small numbers.
+        out: [..., n, k] float8_e4m3fn with unit column stride, to write to; an FP8 `weight` itself converts it in
+            place. With it a weight that may be refused is read twice, before anything is written. When None it is
+            allocated, with rows at multiples of 16 bytes; or it is the `weight` itself, if nothing is to be changed.
+        scale_out: [..., ceil(n / 128), ceil(k / 128)] float32 of any strides, to write to.
+
+    Returns:
+        `Blocks`: weight, scale and a report. The scale times the element is what it was, or nearest to that.
+
+    Raises:
+        TypeError: a tensor or number has another type or dtype.
+        ValueError: shapes fit no format, or several; sizes, devices or memory do not fit; `weight` or `scale` holds NaN
+            or infinity; or a row would change by more than `max_error`. Then nothing has been written.
+        RuntimeError: `out` or `scale_out` requires a gradient, in grad mode.
+    """
+    weight, scale = _checked(weight, scale)
+    firsts = _checked_first("first_row", first_row), _checked_first("first_column", first_column)
+    limit = _checked_limit(max_error)
+    source = _source(weight, scale, format, firsts, global_scale)
+    shape = (*source.weight.shape[:-1], source.columns)
+    _check_targets(source, shape, weight, out, scale_out)
+    with torch.no_grad():
+        return _rebased(source, shape, limit, out, scale_out)
+
+
+class _Source(NamedTuple):
+    """A weight to be read: `scale` is [..., rows, columns] in float64, `global_scale` likewise [..., 1, 1]."""
+
+    name: str
+    format: Format
+    weight: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor
+    columns: int
+    firsts: tuple[int, int]
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Rows and columns that share a scale; all of them in the place of 0."""
+        return self.format.rows or self.weight.shape[-2] or 1, self.format.columns or self.columns or 1
+
+    def scales_blocks(self) -> bool:
+        """Whether each block of 128x128 has one scale already."""
+        sizes = self.weight.shape[-2], self.columns
+        covers = (size <= of or of % SCALE_BLOCK == 0 for size, of in zip(sizes, self.group, strict=True))
+        return not self.format.packed and self.firsts == (0, 0) and all(covers)
+
+    def matrices(self) -> Iterator[tuple[int, ...]]:
+        """Indices of leading dimensions."""
+        return itertools.product(*map(range, self.weight.shape[:-2]))
+
+
+# What is given.
+
+
+def _checked(weight: object, scale: object) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors.require_tensors(weight=weight, scale=scale)
+    weight, scale = weight.detach(), scale.detach()
+    if weight.is_meta or scale.is_meta:
+        raise ValueError("weight or scale is on meta, without memory: re-base a weight when it is loaded")
+    if scale.device != weight.device:
+        raise ValueError(f"scale is on {scale.device} but weight is on {weight.device}; move it with .to()")
+    if weight.dim() < 2:
+        raise ValueError(f"weight has shape {list(weight.shape)}; it must be [..., n, k]")
+    if weight.dtype != FP8_DTYPE and weight.dtype not in _PACKED_DTYPES:
+        wide = "quantise a wide one with deep_tile.quantize_weight"
+        remedy = tensors.operand_remedy("weight", weight, (FP8_DTYPE,), {}, wide)
+        raise TypeError(f"weight is {weight.dtype}; it must be {FP8_DTYPE}, or e2m1 packed as uint8. To fix: {remedy}")
+    if scale.dtype not in (*tensors.SCALE_DTYPES, torch.uint8, FP8_DTYPE):
+        remedy = tensors.scale_remedy("scale", scale)
+        raise TypeError(f"scale is {scale.dtype}; it must be {tensors.SCALE_NAMES}, or its bytes. To fix: {remedy}")
+    return weight, scale
+
+
+def _checked_first(name: str, value: object) -> int:
+    first = as_int(value)
+    if first is None:
+        raise TypeError(f"{name} is {value!r}, of type {type(value).__name__}; pass an int")
+    if first < 0:
+        raise ValueError(f"{name} is {first}; pass how many rows or columns of the first block come before the shard")
+    return first
+
+
+def _checked_limit(max_error: object) -> float:
+    if isinstance(max_error, bool) or not isinstance(max_error, Real):
+        raise TypeError(f"max_error is {max_error!r}, a {type(max_error).__name__}; pass a number, such as 0.01")
+    if not max_error >= 0:
+        raise ValueError(f"max_error is {max_error}; pass 0 for exact results alone, up to math.inf for any")
+    return float(max_error)
+
+
+def _source(
+    weight: torch.Tensor, scale: torch.Tensor, name: str | None, firsts: tuple[int, int], global_scale: object
+) -> _Source:
+    if name is not None and name not in FORMATS:
+        raise ValueError(f"format is {name!r}; use one of {', '.join(map(repr, FORMATS))}, or None to infer it")
+    of_experts = _in_packs(weight, scale)
+    matrix = weight.flatten(-2) if of_experts else weight
+    if name is None:
+        name = _inferred(matrix, scale, firsts)
+    format_ = FORMATS[name]
+    _check_format(name, format_, matrix, scale, firsts)
+    if format_.packed:
+        matrix = matrix.view(torch.uint8)
+    columns = _columns(matrix, format_)
+    widened = _widened(name, scale).reshape(_scale_shape(matrix.shape[:-1], columns, format_, firsts))
+    _check_finite("scale", widened)
+    factor = _checked_global_scale(name, global_scale, matrix)
+    return _Source(name, format_, matrix, widened, factor, columns, firsts)
+
+
+def _in_packs(weight: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether the 32 elements of each scale have a dimension of their own."""
+    is_packed = weight.dtype in _PACKED_DTYPES and weight.shape[-1] == _PACK_BYTES
+    return is_packed and weight.dim() > 2 and weight.shape[:-1] == scale.shape
+
+
+def _columns(weight: torch.Tensor, format_: Format) -> int:
+    return weight.shape[-1] * (1 + format_.packed)
+
+
+def _scale_shape(rows: tuple[int, ...], columns: int, format_: Format, firsts: tuple[int, int]) -> tuple[int, ...]:
+    """Of scales of a weight [*rows, columns], with a dimension for rows and one for columns."""
+    *leading, n = rows
+    groups = (
+        ceil_div(first + size, of) if of else 1
+        for size, of, first in zip((n, columns), (format_.rows, format_.columns), firsts, strict=True)
+    )
+    return (*leading, *groups)
+
+
+def _fits(weight: torch.Tensor, scale: torch.Tensor, format_: Format, firsts: tuple[int, int]) -> bool:
+    if format_.packed != (weight.dtype in _PACKED_DTYPES):
+        return False
+    if any(first >= max(of, 1) for first, of in zip(firsts, (format_.rows, format_.columns), strict=True)):
+        return False
+    wanted = _scale_shape(weight.shape[:-1], _columns(weight, format_), format_, firsts)
+    shorter = [wanted[:-1]] if format_.columns == 0 else []
+    if format_.rows == 0:
+        shorter += [wanted[:-2]] + ([(1,)] if not wanted[:-2] else [])
+    return tuple(scale.shape) in (wanted, *shorter)
+
+
+def _inferred(weight: torch.Tensor, scale: torch.Tensor, firsts: tuple[int, int]) -> str:
+    fitting = [name for name, of in FORMATS.items() if _fits(weight, scale, of, firsts)]
+    known = [name for name in fitting if scale.dtype in FORMATS[name].inferred]
+    meanings = {_meaning(weight, FORMATS[name], firsts) for name in known}
+    if len(meanings) == 1:
+        return known[0]
+    seen = _seen(weight, scale)
+    if fitting and not any(_takes(name, scale) for name in fitting):
+        return fitting[0]
+    if known or fitting:
+        names = " or ".join(f"format={name!r}" for name in known or fitting if _takes(name, scale))
+        raise ValueError(f"{seen}: dtypes and shapes do not say which format that is. Pass {names}")
+    raise ValueError(f"{seen}, which fits no format. {_unknown_remedy(weight, scale, firsts)}")
+
+
+def _meaning(weight: torch.Tensor, format_: Format, firsts: tuple[int, int]) -> tuple:
+    """Equal for formats that are the same of so few rows and columns."""
+    sizes = weight.shape[-2] + firsts[0], _columns(weight, format_) + firsts[1]
+    groups = (min(of or size, size) for of, size in zip((format_.rows, format_.columns), sizes, strict=True))
+    return (format_.packed and format_.columns, *groups)
+
+
+def _seen(weight: torch.Tensor, scale: torch.Tensor) -> str:
+    return f"weight is {weight.dtype} {list(weight.shape)} and scale {scale.dtype} {list(scale.shape)}"
+
+
+def _unknown_remedy(weight: torch.Tensor, scale: torch.Tensor, firsts: tuple[int, int]) -> str:
+    as_fp8 = weight if weight.dtype == FP8_DTYPE else weight.view(FP8_DTYPE)
+    if as_fp8 is not weight and any(_fits(as_fp8, scale, of, firsts) for of in FORMATS.values()):
+        int8 = "; INT8 is multiplied by deep_tile.scaled_gemm and int8_gemm" if weight.dtype == torch.int8 else ""
+        return f"Where its bytes are FP8, pass weight.view({FP8_DTYPE}){int8}"
+    wanted = {
+        name: list(_scale_shape(weight.shape[:-1], _columns(weight, of), of, firsts))
+        for name, of in FORMATS.items()
+        if of.packed != (weight.dtype == FP8_DTYPE)
+    }
+    return "Scales would be " + ", ".join(f"{shape} ({name})" for name, shape in wanted.items())
+
+
+def _check_format(
+    name: str, format_: Format, weight: torch.Tensor, scale: torch.Tensor, firsts: tuple[int, int]
+) -> None:
+    if not _fits(weight, scale, format_, firsts):
+        dtype = "e2m1, two in a byte of uint8" if format_.packed else FP8_DTYPE
+        wanted = _scale_shape(weight.shape[:-1], _columns(weight, format_), format_, firsts)
+        block = " x ".join(str(of or "all") for of in (format_.rows, format_.columns))
+        raise ValueError(
+            f"{_seen(weight, scale)}; format {name!r} has a weight of {dtype} and a scale for each {block} elements, "
+            f"here {list(wanted)}, and first_row and first_column within one: they are {firsts}"
+        )
+    if not _takes(name, scale):
+        wanted = FP8_DTYPE if name == "nvfp4" else f"{tensors.SCALE_NAMES}, or uint8"
+        raise TypeError(f"scale is {scale.dtype}; format {name!r} has scales of {wanted}")
+
+
+def _takes(name: str, scale: torch.Tensor) -> bool:
+    return scale.dtype == torch.uint8 or (scale.dtype == FP8_DTYPE) == (name == "nvfp4")
+
+
+def _widened(name: str, scale: torch.Tensor) -> torch.Tensor:
+    if scale.dtype == torch.uint8:
+        scale = scale.view(FP8_DTYPE if name == "nvfp4" else E8M0)
+    return scale.double()
+
+
+def _checked_global_scale(name: str, given: object, weight: torch.Tensor) -> torch.Tensor:
+    leading = weight.shape[:-2]
+    if name != "nvfp4":
+        if given is not None:
+            raise ValueError(f"global_scale is given, and format {name!r} has none; nvfp4 has. Leave it out")
+        return torch.ones((*leading, 1, 1), dtype=torch.float64, device=weight.device)
+    if given is None:
+        raise ValueError(
+            "nvfp4 has a second scale: pass global_scale, which elements are multiplied with: ModelOpt's "
+            "weight_scale_2, or 1 / weight_global_scale of compressed-tensors; 1.0 where there is none"
+        )
+    if isinstance(given, bool) or not isinstance(given, (Real, torch.Tensor)):
+        raise TypeError(f"global_scale is {given!r}, a {type(given).__name__}; pass a number or a tensor of float32")
+    factor = given.detach() if isinstance(given, torch.Tensor) else torch.tensor(float(given), dtype=torch.float32)
+    if factor.dtype not in tensors.SCALE_DTYPES[:-1]:
+        raise TypeError(f"global_scale is {factor.dtype}; pass global_scale.float()")
+    if factor.numel() not in (1, math.prod(leading)):
+        raise ValueError(f"global_scale has shape {list(factor.shape)}; it must be one number, or {list(leading)}")
+    factor = factor.to(weight.device, torch.float64).flatten()
+    if not bool(((factor > 0) & (factor <= _LARGEST_GLOBAL_SCALE)).all()):
+        raise ValueError("global_scale must be positive and at most 2**120; pass what elements are multiplied with")
+    return factor.expand(math.prod(leading)).reshape(*leading, 1, 1)
+
+
+def _check_finite(name: str, x: torch.Tensor) -> None:
+    wrong = ~x.isfinite()
+    if bool(wrong.any()):
+        where = wrong.nonzero()[0].tolist()
+        raise ValueError(f"{name} holds NaN or infinity, first at {where}: the weight has no value there")
+
+
+def _check_targets(source: _Source, shape: tuple[int, ...], weight: torch.Tensor, out: object, scale_out: object):
+    if torch.is_grad_enabled():
+        quantize.refuse_target_gradients(out, scale_out)
+    if scale_out is not None:
+        of_scale = (*shape[:-2], *scale_shape(shape[-2:], WEIGHT_BLOCK))
+        quantize.check_target("scale_out", scale_out, torch.float32, of_scale, weight.device)
+    if out is None:
+        return
+    quantize.check_target("out", out, FP8_DTYPE, shape, weight.device)
+    apart = out.shape[-2] < 2 or out.stride(-2) >= shape[-1]
+    if not apart or (shape[-1] > 1 and out.stride(-1) != 1):
+        raise ValueError(f"rows of out must be dense and apart; its strides are {out.stride()}. Pass a row-major out")
+    same = out.data_ptr() == weight.data_ptr() and out.stride() == weight.stride() and not source.format.packed
+    if not same and out.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() and _overlap(out, weight):
+        raise ValueError("out shares memory with weight, and is not it: pass out=weight, of an FP8 weight, or another")
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    (begin, end), (other_begin, other_end) = map(_extent, (one, other))
+    return begin < other_end and other_begin < end
+
+
+def _extent(x: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+# What becomes of it.
+
+
+class _Tally:
+    """What has changed so far: of each row, and of each block."""
+
+    def __init__(self, source: _Source, shape: tuple[int, ...]):
+        device = source.weight.device
+        self.of_scale = (*shape[:-2], *scale_shape(shape[-2:], WEIGHT_BLOCK))
+        self.squares, self.lost = (torch.zeros(shape[:-1], dtype=torch.float64, device=device) for _ in range(2))
+        self.changed = torch.zeros(self.of_scale, dtype=torch.int64, device=device)
+
+    def report(self, source: _Source, elements: int) -> Rebased:
+        of_rows = torch.where(self.lost > 0, self.lost / self.squares, 0).sqrt()
+        whole = float(self.lost.sum() / self.squares.sum()) ** 0.5 if bool(self.lost.any()) else 0.0
+        worst = float(of_rows.max()) if of_rows.numel() else 0.0
+        return Rebased(source.name, elements, int(self.changed.sum()), whole, worst, self.changed == 0)
+
+
+def _rebased(source: _Source, shape: tuple[int, ...], limit: float, out, scale_out) -> Blocks:
+    tally = _Tally(source, shape)
+    if source.scales_blocks() or not math.prod(shape):
+        result, scale = _as_it_is(source, tally.of_scale, out)
+    else:
+        result = tensors.empty_rows(shape, FP8_DTYPE, source.weight.device) if out is None else out
+        scale = torch.empty(tally.of_scale, dtype=torch.float32, device=source.weight.device)
+        measures_first = out is not None and limit < math.inf
+        if measures_first:
+            _convert(source, None, scale, tally)
+            _check_limit(source, tally, limit)
+        _convert(source, result, scale, None if measures_first else tally)
+    report = tally.report(source, math.prod(shape))
+    _check_limit(source, tally, limit)
+    scale = scale if scale_out is None else scale_out.copy_(scale)
+    return Blocks(result, scale, report)
+
+
+def _as_it_is(source: _Source, of_scale: tuple[int, ...], out: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    scale = source.scale.float()
+    for dim, of in zip((-2, -1), source.group, strict=True):
+        index = torch.arange(of_scale[dim], device=scale.device) * SCALE_BLOCK // of
+        scale = scale.index_select(dim, index)
+    if out is None:
+        return tensors.with_aligned_rows(source.weight), scale
+    return out.copy_(source.weight), scale
+
+
+def _check_limit(source: _Source, tally: _Tally, limit: float) -> None:
+    worst = torch.where(tally.lost > 0, tally.lost / tally.squares, 0).sqrt()
+    if not worst.numel() or float(worst.max()) <= limit:
+        return
+    row = tuple(int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
+    raise ValueError(
+        f"re-basing this weight of {source.name} to blocks of 128x128 would change row {list(row)} by "
+        f"{float(worst.max()):.2g} of its norm, more than max_error={limit:g}: its elements are not numbers of e4m3 "
+        f"beside others of their blocks. {_LIMIT_REMEDIES.get(source.name, '')}Pass a larger max_error, or keep the "
+        "weight in its format or in BF16"
+    )
+
+
+_LIMIT_REMEDIES = {"fp8_channel": "deep_tile.scaled_gemm multiplies with scales of rows as they are. "}
+
+
+def _convert(source: _Source, out: torch.Tensor | None, scale: torch.Tensor, tally: _Tally | None) -> None:
+    """Write elements, unless there is no `out`, and scales; and add up what has changed, if there is a tally."""
+    width = math.gcd(source.group[1], source.firsts[1], SCALE_BLOCK) if source.format.columns else SCALE_BLOCK
+    at_once = ELEMENTS_AT_ONCE[source.weight.device.type] * min(width, 16) // 16
+    rows_at_once = max(1, at_once // source.columns // SCALE_BLOCK) * SCALE_BLOCK
+    for index in source.matrices():
+        for begin in range(0, source.weight.shape[-2], rows_at_once):
+            end = min(begin + rows_at_once, source.weight.shape[-2])
+            rows, blocks = (
+                (*index, slice(begin, end)),
+                (*index, slice(begin // SCALE_BLOCK, ceil_div(end, SCALE_BLOCK))),
+            )
+            part = _Part(source, index, begin, end, width)
+            scale[blocks].copy_(part.scale)
+            codes = part.codes()
+            if out is not None:
+                out[rows].copy_(codes[:, : source.columns])
+            if tally is not None:
+                tally.squares[rows] = part.squares(part.norms(part.products))
+            if tally is not None and not part.is_proven():
+                tally.lost[rows], tally.changed[blocks] = part.changes(codes)
+
+
+class _Part:
+    """Some whole rows of blocks of one matrix, its last ones perhaps not whole; columns are padded to whole blocks.
+
+    Elements are taken as value * factor / divisor, where factors, [rows, groups of `width` columns], and divisors are
+    such that the product is exact in `values`'s dtype.
+    """
+
+    def __init__(self, source: _Source, index: tuple[int, ...], begin: int, end: int, width: int):
+        self.source, self.width = source, width
+        values = _values(source, source.weight[index][begin:end])
+        if source.columns % SCALE_BLOCK:
+            values = F.pad(values, (0, -source.columns % SCALE_BLOCK))
+        groups = values.view(len(values), -1, width)
+        largest = groups.abs().amax(-1).double()
+        if not bool(largest.isfinite().all()):
+            row = int((~largest.isfinite()).any(1).nonzero()[0])
+            raise ValueError(f"weight holds NaN, first in row {[*index, begin + row]}: it has no value there")
+        self.of_group = torch.where(largest > 0, self._group_scales(index, begin, end, groups.shape[1]), 0)
+        factor_of_all = source.global_scale[index]
+        of_block = self._block_scales(largest, factor_of_all)
+        spread = self._spread(of_block)
+        factor = self.of_group / spread
+        self.is_short = not bool(_fraction(factor).bitwise_and((1 << _FRACTION_BITS - 3) - 1).any())
+        if self.is_short:
+            self.factor, self.divisor = _not_below(factor, _SMALLEST_FACTOR), None
+            self.unit = torch.where(factor == 0, 0, self.of_group / self.factor).abs() * factor_of_all
+        else:
+            groups, self.factor, self.divisor = groups.double(), self.of_group, spread[:, :, None]
+            self.unit = factor_of_all
+        self.products = groups * self.factor[:, :, None].to(groups.dtype)
+        self.scale = (of_block * factor_of_all).float()
+
+    def _group_scales(self, index: tuple[int, ...], begin: int, end: int, groups: int) -> torch.Tensor:
+        """[rows, groups] of the scales that elements have."""
+        scale, (rows, columns) = self.source.scale[index], self.source.group
+        first_row, first_column = self.source.firsts
+        row = torch.arange(begin + first_row, end + first_row, device=scale.device) // rows
+        column = (torch.arange(groups, device=scale.device) * self.width + first_column) // columns
+        return scale[row].index_select(1, column.clamp(max=scale.shape[1] - 1))
+
+    def _block_scales(self, largest: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+        """The smallest normal ones, of powers of two times those there are, that keep blocks within e4m3's range; 1 of
+        blocks of zeros. Without the global scale."""
+        reach = self._of_blocks(largest * self.of_group.abs()).amax((1, 3))
+        scale = self._of_blocks(self.of_group.abs()).amax((1, 3))
+        if self.source.name == "nvfp4":
+            scale = _power(_exponent(scale))
+        is_zero = reach == 0
+        scale, reach = scale.masked_fill(is_zero, 1), reach.masked_fill(is_zero, FP8_MAX)
+        scale = scale / _power(_exponent(FP8_MAX * scale / reach))
+        return scale * _power((_SMALLEST_EXPONENT - _exponent(scale * global_scale)).clamp(min=0))
+
+    def _of_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """[blocks, rows in each, blocks, groups in each] of [rows, groups], with zeros behind the last row."""
+        x = F.pad(x, (0, 0, 0, -len(x) % SCALE_BLOCK))
+        return x.view(-1, SCALE_BLOCK, x.shape[1] * self.width // SCALE_BLOCK, SCALE_BLOCK // self.width)
+
+    def _spread(self, of_block: torch.Tensor) -> torch.Tensor:
+        """[rows, groups] of [blocks, blocks]."""
+        rows = torch.arange(len(self.of_group), device=of_block.device) // SCALE_BLOCK
+        return of_block[rows].repeat_interleave(SCALE_BLOCK // self.width, 1)
+
+    def is_proven(self) -> bool:
+        """Whether scales alone say that no element changes."""
+        if not self.is_short or bool(_fraction(self.factor).any()):
+            return False
+        return bool((self.factor.abs() * self.source.format.step >= _E4M3_STEP).logical_or(self.of_group == 0).all())
+
+    def codes(self) -> torch.Tensor:
+        elements = self.products if self.divisor is None else self.products / self.divisor
+        return elements.to(FP8_DTYPE).flatten(1)
+
+    def changes(self, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each row the square of what it has lost, of each block how many elements have changed."""
+        now = codes.view(self.products.shape).to(self.products.dtype)
+        difference = (now if self.divisor is None else now * self.divisor) - self.products
+        lost = self.norms(difference)
+        changed = torch.zeros(lost.shape, dtype=torch.int64, device=lost.device)
+        changed[lost > 0] = difference[lost > 0].count_nonzero(-1)
+        return self.squares(lost), self._of_blocks(changed).sum((1, 3))
+
+    def norms(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, groups], in the unit of the products."""
+        return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32 if self.is_short else torch.float64).double()
+
+    def squares(self, norms: torch.Tensor) -> torch.Tensor:
+        """[rows], in the unit of the weight."""
+        return (norms * self.unit).square().sum(1)
+
+
+def _values(source: _Source, rows: torch.Tensor) -> torch.Tensor:
+    """Elements, exactly, in what a GPU reads fastest and a CPU computes fastest."""
+    dtype = torch.bfloat16 if rows.is_cuda else torch.float32
+    if not source.format.packed:
+        return rows.to(dtype)
+    halves = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=dtype)
+    halves = torch.cat([halves, -halves])
+    byte = torch.arange(256)
+    pairs = torch.stack([halves[byte % 16], halves[byte // 16]], 1).to(rows.device)
+    return F.embedding(rows.int(), pairs).flatten(1)
+
+
+# Numbers of float64, bit by bit: no device rounds them.
+
+
+def _exponent(x: torch.Tensor) -> torch.Tensor:
+    """Of the largest power of two that is no larger than a positive number."""
+    return (x.view(torch.int64) >> _FRACTION_BITS) - 1023
+
+
+def _power(exponent: torch.Tensor) -> torch.Tensor:
+    return ((exponent + 1023) << _FRACTION_BITS).view(torch.float64)
+
+
+def _fraction(x: torch.Tensor) -> torch.Tensor:
+    """Bits behind the leading one: none of powers of two and of zero."""
+    return x.view(torch.int64) & ((1 << _FRACTION_BITS) - 1)
+
+
+def _not_below(x: torch.Tensor, smallest: float) -> torch.Tensor:
+    """Numbers, but for zeros, of at least this magnitude."""
+    return torch.where(x == 0, x, x.abs().clamp(min=smallest).copysign(x))
