@@ -189,6 +189,17 @@ def to_blocks(
         return _rebased(source, shape, limit, out, scale_out)
 
 
+def remedy(weight: torch.Tensor, scale: torch.Tensor) -> str:
+    """What to do with a weight that is not in blocks of 128x128; nothing if its format is not known either."""
+    if weight.dtype != FP8_DTYPE and weight.dtype not in _PACKED_DTYPES:
+        return ""
+    try:
+        name = _inferred(_matrix(weight, scale), scale, (0, 0))
+    except ValueError:
+        return ""
+    return f"it may be {name!r}, which deep_tile.to_blocks re-bases, and from_fp8 with format={name!r}"
+
+
 class _Source(NamedTuple):
     """A weight to be read: `scale` is [..., rows, columns] in float64, `global_scale` likewise [..., 1, 1]."""
 
@@ -260,8 +271,7 @@ def _source(
 ) -> _Source:
     if name is not None and name not in FORMATS:
         raise ValueError(f"format is {name!r}; use one of {', '.join(map(repr, FORMATS))}, or None to infer it")
-    of_experts = _in_packs(weight, scale)
-    matrix = weight.flatten(-2) if of_experts else weight
+    matrix = _matrix(weight, scale)
     if name is None:
         name = _inferred(matrix, scale, firsts)
     format_ = FORMATS[name]
@@ -275,10 +285,10 @@ def _source(
     return _Source(name, format_, matrix, widened, factor, columns, firsts)
 
 
-def _in_packs(weight: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether the 32 elements of each scale have a dimension of their own."""
-    is_packed = weight.dtype in _PACKED_DTYPES and weight.shape[-1] == _PACK_BYTES
-    return is_packed and weight.dim() > 2 and weight.shape[:-1] == scale.shape
+def _matrix(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """[..., n, bytes], also where the 32 elements of each scale have a dimension of their own."""
+    in_packs = weight.dtype in _PACKED_DTYPES and weight.dim() > 2 and weight.shape[-1] == _PACK_BYTES
+    return weight.flatten(-2) if in_packs and weight.shape[:-1] == scale.shape else weight
 
 
 def _columns(weight: torch.Tensor, format_: Format) -> int:
@@ -296,7 +306,7 @@ def _scale_shape(rows: tuple[int, ...], columns: int, format_: Format, firsts: t
 
 
 def _fits(weight: torch.Tensor, scale: torch.Tensor, format_: Format, firsts: tuple[int, int]) -> bool:
-    if format_.packed != (weight.dtype in _PACKED_DTYPES):
+    if weight.dim() < 2 or format_.packed != (weight.dtype in _PACKED_DTYPES):
         return False
     if any(first >= max(of, 1) for first, of in zip(firsts, (format_.rows, format_.columns), strict=True)):
         return False

@@ -85,6 +85,7 @@ WITH_TORCH = {
     "gemm_cast",
     "grouped",
     "integrations.transformers",
+    "integrations.transformers_blocks",
     "integrations.transformers_config",
     "integrations.transformers_experts",
     "integrations.transformers_weights",
