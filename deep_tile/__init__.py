@@ -32,6 +32,7 @@ _MODULES = {
     "int8_gemm": "dense",
     "interleave_gate_up": "finishes",
     "is_available": "api",
+    "pad_shard": "blocks",
     "per_block_cast_to_fp8": "quantize",
     "per_token_cast_to_fp8": "quantize",
     "precompile": "api",

@@ -6,6 +6,7 @@ Invariant: a block's scale is the smallest that keeps its largest element within
 the scale that it had; so an element changes only where no such scale would keep it, and that is counted.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -187,6 +188,97 @@ def to_blocks(
     _check_targets(source, shape, weight, out, scale_out)
     with torch.no_grad():
         return _rebased(source, shape, limit, out, scale_out)
+
+
+def pad_shard(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    first_row: int = 0,
+    first_column: int = 0,
+    rows: int | None = None,
+    columns: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A shard of a weight that begins inside of a 128x128 block, with zeros before it, so that it begins with a block.
+
+    Every element keeps its scale, so that columns [first_row, first_row + n) of a product with it are those of the
+    product with the whole weight. What comes before them, and behind, is 0. Where `first_column` is not 0, the other
+    operand has as many zeros, or anything finite, before its own columns. `to_blocks` needs no zeros, and is exact
+    where scales are equal times powers of two.
+
+    Args:
+        weight: [..., n, k] float8_e4m3fn, rows and columns of a larger one. Any strides.
+        scale: [..., ceil((first_row + n) / 128), ceil((first_column + k) / 128)], of the blocks that it lies in.
+        first_row, first_column: which of its first block's 128 rows and columns is the shard's first.
+        rows, columns: how many the result has; first_row + n and first_column + k when None. Halves that are
+            concatenated, such as gate and up, each take a multiple of 128.
+
+    Returns:
+        [..., rows, columns] float8_e4m3fn, rows at multiples of 16 bytes, and the float32 scale of its blocks.
+
+    Raises:
+        TypeError: a tensor or number has another type or dtype.
+        ValueError: shapes or devices do not fit, or `rows` or `columns` is too small.
+    """
+    for name, x in (("weight", weight), ("scale", scale)):
+        if not isinstance(x, torch.Tensor):
+            raise tensors.no_tensor(name, x, "pass a tensor")
+    firsts = _checked_first("first_row", first_row), _checked_first("first_column", first_column)
+    if weight.dtype != FP8_DTYPE or scale.dtype not in tensors.SCALE_DTYPES:
+        raise TypeError(
+            f"weight is {weight.dtype} and scale {scale.dtype}; a shard is of {FP8_DTYPE} with scales of "
+            f"{tensors.SCALE_NAMES}: re-base another format with deep_tile.to_blocks"
+        )
+    if not _fits(weight, scale, FORMATS["fp8_128x128"], firsts):
+        raise ValueError(
+            f"{_seen(weight, scale)}, first_row and first_column are {firsts}: they must be below {SCALE_BLOCK}, and "
+            "the scale that of each block of the whole weight that the shard lies in"
+        )
+    least = [first + size for first, size in zip(firsts, weight.shape[-2:], strict=True)]
+    sizes = []
+    for name, given, at_least in (("rows", rows, least[0]), ("columns", columns, least[1])):
+        size = at_least if given is None else as_int(given)
+        if size is None or size < at_least:
+            raise ValueError(f"{name} is {given!r}; pass None, or an int of at least {at_least}")
+        sizes.append(size)
+    return _padded(weight.detach(), scale.detach(), firsts, (sizes[0], sizes[1]))
+
+
+def _padded(
+    weight: torch.Tensor, scale: torch.Tensor, firsts: tuple[int, int], sizes: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (top, left), leading = firsts, weight.shape[:-2]
+    padded = tensors.empty_rows((*leading, *sizes), weight.dtype, weight.device).zero_()
+    padded[..., top : top + weight.shape[-2], left : left + weight.shape[-1]].copy_(weight)
+    of_blocks = torch.ones((*leading, *scale_shape(sizes, WEIGHT_BLOCK)), dtype=torch.float32, device=scale.device)
+    of_blocks[..., : scale.shape[-2], : scale.shape[-1]].copy_(scale)
+    return padded, of_blocks
+
+
+def shard(
+    weight: torch.Tensor, scale: torch.Tensor, dim: int, begin: int, end: int, max_error: float
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Rows (`dim` -2) or columns (-1) of a weight in 128x128 blocks: its part, the part's scale, and how many rows or
+    columns of zeros come first. None do where it begins with a block, or is cut into blocks anew within `max_error`.
+
+    Args:
+        weight, scale: [..., n, k] float8_e4m3fn and [..., ceil(n / 128), ceil(k / 128)].
+        max_error: as for `to_blocks`.
+    """
+    first, blocks = begin % SCALE_BLOCK, (begin // SCALE_BLOCK, ceil_div(end, SCALE_BLOCK))
+    part, scales = weight.narrow(dim, begin, end - begin), scale.narrow(dim, blocks[0], max(blocks[1] - blocks[0], 0))
+    if first == 0 or begin == end:
+        return _aligned(part), tensors.as_float32(scales), 0
+    firsts = {"first_row" if dim == -2 else "first_column": first}
+    if not part.is_meta and (max_error > 0 or _are_equal_but_for_powers(scales.double(), dim)):
+        with contextlib.suppress(ValueError):
+            return *to_blocks(part, scales, format="fp8_128x128", **firsts, max_error=max_error)[:2], 0
+    return *pad_shard(part, scales, **firsts), first
+
+
+def _are_equal_but_for_powers(scales: torch.Tensor, dim: int) -> bool:
+    """Whether scales along `dim` are those of its first block times powers of two."""
+    return bool((_fraction(scales) == _fraction(scales.narrow(dim, 0, 1))).all())
 
 
 def remedy(weight: torch.Tensor, scale: torch.Tensor) -> str:
@@ -482,9 +574,17 @@ def _as_it_is(source: _Source, of_scale: tuple[int, ...], out: torch.Tensor | No
     for dim, of in zip((-2, -1), source.group, strict=True):
         index = torch.arange(of_scale[dim], device=scale.device) * SCALE_BLOCK // of
         scale = scale.index_select(dim, index)
-    if out is None:
-        return tensors.with_aligned_rows(source.weight), scale
-    return out.copy_(source.weight), scale
+    return _aligned(source.weight) if out is None else out.copy_(source.weight), scale
+
+
+def _aligned(weight: torch.Tensor) -> torch.Tensor:
+    """The weight, or a copy, such that its rows are dense and begin at multiples of 16 bytes."""
+    steps = (stride for size, stride in zip(weight.shape[:-1], weight.stride()[:-1], strict=True) if size > 1)
+    dense = weight.shape[-1] < 2 or weight.stride(-1) == 1
+    in_step = all(stride >= weight.shape[-1] and stride % tensors.ALIGNMENT_BYTES == 0 for stride in steps)
+    if dense and in_step and (weight.is_meta or tensors.is_aligned(weight)):
+        return weight
+    return tensors.empty_rows(tuple(weight.shape), weight.dtype, weight.device).copy_(weight)
 
 
 def _check_limit(source: _Source, tally: _Tally, limit: float) -> None:
