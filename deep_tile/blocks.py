@@ -293,7 +293,7 @@ def remedy(weight: torch.Tensor, scale: torch.Tensor) -> str:
 
 
 class _Source(NamedTuple):
-    """A weight to be read: `scale` is [..., rows, columns] in float64, `global_scale` likewise [..., 1, 1]."""
+    """A weight to be read: `scale` is [..., rows, columns], `global_scale` [..., 1, 1] in float64."""
 
     name: str
     format: Format
@@ -371,10 +371,11 @@ def _source(
     if format_.packed:
         matrix = matrix.view(torch.uint8)
     columns = _columns(matrix, format_)
-    widened = _widened(name, scale).reshape(_scale_shape(matrix.shape[:-1], columns, format_, firsts))
-    _check_finite("scale", widened)
+    scale = _typed(name, scale).reshape(_scale_shape(matrix.shape[:-1], columns, format_, firsts))
     factor = _checked_global_scale(name, global_scale, matrix)
-    return _Source(name, format_, matrix, widened, factor, columns, firsts)
+    source = _Source(name, format_, matrix, scale, factor, columns, firsts)
+    _check_finite(source)
+    return source
 
 
 def _matrix(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -468,10 +469,11 @@ def _takes(name: str, scale: torch.Tensor) -> bool:
     return scale.dtype == torch.uint8 or (scale.dtype == FP8_DTYPE) == (name == "nvfp4")
 
 
-def _widened(name: str, scale: torch.Tensor) -> torch.Tensor:
+def _typed(name: str, scale: torch.Tensor) -> torch.Tensor:
+    """A scale whose bytes have their dtype."""
     if scale.dtype == torch.uint8:
-        scale = scale.view(FP8_DTYPE if name == "nvfp4" else E8M0)
-    return scale.double()
+        return scale.view(FP8_DTYPE if name == "nvfp4" else E8M0)
+    return scale
 
 
 def _checked_global_scale(name: str, given: object, weight: torch.Tensor) -> torch.Tensor:
@@ -498,11 +500,12 @@ def _checked_global_scale(name: str, given: object, weight: torch.Tensor) -> tor
     return factor.expand(math.prod(leading)).reshape(*leading, 1, 1)
 
 
-def _check_finite(name: str, x: torch.Tensor) -> None:
-    wrong = ~x.isfinite()
-    if bool(wrong.any()):
-        where = wrong.nonzero()[0].tolist()
-        raise ValueError(f"{name} holds NaN or infinity, first at {where}: the weight has no value there")
+def _check_finite(source: _Source) -> None:
+    for index in source.matrices():
+        wrong = ~source.scale[index].float().isfinite()
+        if bool(wrong.any()):
+            where = [*index, *wrong.nonzero()[0].tolist()]
+            raise ValueError(f"scale holds NaN or infinity, first at {where}: the weight has no value there")
 
 
 def _check_targets(source: _Source, shape: tuple[int, ...], weight: torch.Tensor, out: object, scale_out: object):
@@ -662,9 +665,11 @@ class _Part:
         """[rows, groups] of the scales that elements have."""
         scale, (rows, columns) = self.source.scale[index], self.source.group
         first_row, first_column = self.source.firsts
-        row = torch.arange(begin + first_row, end + first_row, device=scale.device) // rows
+        first, last = (begin + first_row) // rows, (end + first_row - 1) // rows
+        row = torch.arange(begin + first_row, end + first_row, device=scale.device) // rows - first
         column = (torch.arange(groups, device=scale.device) * self.width + first_column) // columns
-        return scale[row].index_select(1, column.clamp(max=scale.shape[1] - 1))
+        needed = scale[first : last + 1].double()
+        return needed[row].index_select(1, column.clamp(max=scale.shape[1] - 1))
 
     def _block_scales(self, largest: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
         """The smallest normal ones, of powers of two times those there are, that keep blocks within e4m3's range; 1 of
