@@ -265,8 +265,9 @@ def shard(
         weight, scale: [..., n, k] float8_e4m3fn and [..., ceil(n / 128), ceil(k / 128)].
         max_error: as for `to_blocks`.
     """
-    first, blocks = begin % SCALE_BLOCK, (begin // SCALE_BLOCK, ceil_div(end, SCALE_BLOCK))
-    part, scales = weight.narrow(dim, begin, end - begin), scale.narrow(dim, blocks[0], max(blocks[1] - blocks[0], 0))
+    first, block = begin % SCALE_BLOCK, begin // SCALE_BLOCK
+    held = ceil_div(end, SCALE_BLOCK) - block if begin < end else 0
+    part, scales = weight.narrow(dim, begin, end - begin), scale.narrow(dim, min(block, scale.shape[dim] - held), held)
     if first == 0 or begin == end:
         return _aligned(part), tensors.as_float32(scales), 0
     firsts = {"first_row" if dim == -2 else "first_column": first}

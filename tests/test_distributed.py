@@ -166,6 +166,25 @@ def test_rows_of_a_rank(device, rounding, each, ranks):
 
 
 @DEVICES
+@pytest.mark.parametrize(("n", "ranks"), [(9, 8), (130, 8), (1, 3), (128, 3), (200, 7)])
+def test_ranks_that_have_less(device, n, ranks):
+    """As torch.chunk leaves them, down to none."""
+    b, b_scale = quantize_weight(torch.randn(n, n, device=device))
+    x = torch.randn(5, n, device=device).bfloat16()
+    columns, rows = [], []
+    for rank in range(ranks):
+        shard = shard_weight(b, b_scale, rank, ranks, "column")
+        columns.append(fp8_linear(x, shard.weight, shard.scale, batch_invariant=True)[:, shard.first :])
+        shard = shard_weight(b, b_scale, rank, ranks, "row")
+        each = -(-n // ranks)
+        rows.append(fp8_linear(shard.pad(x[:, each * rank : each * rank + each]), shard.weight, shard.scale))
+    sizes = [len(part) for part in torch.arange(n).chunk(ranks)]
+    assert [part.shape[1] for part in columns] == sizes + [0] * (ranks - len(sizes))
+    assert torch.equal(torch.cat(columns, 1), fp8_linear(x, b, b_scale, batch_invariant=True))
+    assert all(part.shape == (5, n) for part in rows)
+
+
+@DEVICES
 def test_experts_of_a_rank(device):
     """Gate and up of 192 rows each, in halves of whole blocks, and down of 192 columns: no call copies anything."""
     experts, width, ranks, k = 3, 1536, 8, 256

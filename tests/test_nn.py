@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from test_blocks import draw as draw_weight
+from formats import draw as draw_weight
 
 import deep_tile
 from deep_tile import fp8_linear, jit, nn, quantize_weight, tensors
