@@ -24,7 +24,7 @@ from deep_tile.quantize import FP8_DTYPE, FP8_MAX, WEIGHT_BLOCK, scale_shape
 MAX_ERROR = 2.0**-4
 """What a row may change by, unless told otherwise: rounding to e4m3 changes no normal number by more than a 17th."""
 
-ELEMENTS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 23}
+ELEMENTS_AT_ONCE = 1 << 23
 """Of one matrix: a GPU has the time of some 90 launches for them. Each takes 10 to 40 bytes while it is converted."""
 
 E8M0 = torch.float8_e8m0fnu
@@ -136,8 +136,8 @@ def to_blocks(
 
     For when a model is loaded. Scales that are powers of two, of MXFP4, MXFP8 and 32x32 blocks, keep every element
     whose exponent fits: of MXFP4 all, unless scales in a block of 128x128 spread beyond 2**14. Others are rounded to
-    e4m3 once more, to nearest even. Runs by torch on the weight's device, some rows at a time, with 100 MB or so
-    beside weight and result, 300 for scales that are no powers of two; it waits for a GPU.
+    e4m3 once more, to nearest even. Runs by torch on the weight's device, some rows at a time, with some 200 MB
+    beside weight and result, 400 for scales that are no powers of two; it waits for a GPU.
 
     ======================= =============================== ================================================
     format                  weight                          scale, which elements are multiplied with
@@ -167,8 +167,8 @@ def to_blocks(
         max_error: by how much of its Frobenius norm a row may change; 0 for exact results alone, math.inf for any. The
             default, 1 / 16, is what rounding to e4m3 can cost, and so refuses what loses small numbers.
         out: [..., n, k] float8_e4m3fn with unit column stride, to write to; an FP8 `weight` itself converts it in
-            place. With it a weight that may be refused is read twice, before anything is written. When None it is
-            allocated, with rows at multiples of 16 bytes; or it is the `weight` itself, if nothing is to be changed.
+            place. With it a weight is read twice, first to find out whether it is refused. When None it is allocated,
+            with rows at multiples of 16 bytes; or it is the `weight` itself, if nothing is to be changed.
         scale_out: [..., ceil(n / 128), ceil(k / 128)] float32 of any strides, to write to.
 
     Returns:
@@ -176,8 +176,9 @@ def to_blocks(
 
     Raises:
         TypeError: a tensor or number has another type or dtype.
-        ValueError: shapes fit no format, or several; sizes, devices or memory do not fit; `weight` or `scale` holds NaN
-            or infinity; or a row would change by more than `max_error`. Then nothing has been written.
+        ValueError: shapes fit no format, or several; sizes, devices or memory do not fit; `scale`, or a `weight` that
+            is converted, holds NaN or infinity; or a row would change by more than `max_error`. Then nothing has been
+            written.
         RuntimeError: `out` or `scale_out` requires a gradient, in grad mode.
     """
     weight, scale = _checked(weight, scale)
@@ -220,9 +221,7 @@ def pad_shard(
         TypeError: a tensor or number has another type or dtype.
         ValueError: shapes or devices do not fit, or `rows` or `columns` is too small.
     """
-    for name, x in (("weight", weight), ("scale", scale)):
-        if not isinstance(x, torch.Tensor):
-            raise tensors.no_tensor(name, x, "pass a tensor")
+    tensors.require_tensors(weight=weight, scale=scale)
     firsts = _checked_first("first_row", first_row), _checked_first("first_column", first_column)
     if weight.dtype != FP8_DTYPE or scale.dtype not in tensors.SCALE_DTYPES:
         raise TypeError(
@@ -269,7 +268,7 @@ def shard(
     held = ceil_div(end, SCALE_BLOCK) - block if begin < end else 0
     part, scales = weight.narrow(dim, begin, end - begin), scale.narrow(dim, min(block, scale.shape[dim] - held), held)
     if first == 0 or begin == end:
-        return _aligned(part), tensors.as_float32(scales), 0
+        return tensors.with_aligned_rows(part), tensors.as_float32(scales), 0
     firsts = {"first_row" if dim == -2 else "first_column": first}
     if not part.is_meta and (max_error > 0 or _are_equal_but_for_powers(scales.double(), dim)):
         with contextlib.suppress(ValueError):
@@ -548,10 +547,13 @@ class _Tally:
         self.squares, self.lost = (torch.zeros(shape[:-1], dtype=torch.float64, device=device) for _ in range(2))
         self.changed = torch.zeros(self.of_scale, dtype=torch.int64, device=device)
 
+    def errors(self) -> torch.Tensor:
+        """Of each row."""
+        return torch.where(self.lost > 0, self.lost / self.squares, 0).sqrt()
+
     def report(self, source: _Source, elements: int) -> Rebased:
-        of_rows = torch.where(self.lost > 0, self.lost / self.squares, 0).sqrt()
         whole = float(self.lost.sum() / self.squares.sum()) ** 0.5 if bool(self.lost.any()) else 0.0
-        worst = float(of_rows.max()) if of_rows.numel() else 0.0
+        worst = float(self.errors().max()) if self.lost.numel() else 0.0
         return Rebased(source.name, elements, int(self.changed.sum()), whole, worst, self.changed == 0)
 
 
@@ -562,13 +564,12 @@ def _rebased(source: _Source, shape: tuple[int, ...], limit: float, out, scale_o
     else:
         result = tensors.empty_rows(shape, FP8_DTYPE, source.weight.device) if out is None else out
         scale = torch.empty(tally.of_scale, dtype=torch.float32, device=source.weight.device)
-        measures_first = out is not None and limit < math.inf
-        if measures_first:
+        if out is not None:
             _convert(source, None, scale, tally)
             _check_limit(source, tally, limit)
-        _convert(source, result, scale, None if measures_first else tally)
+        _convert(source, result, scale, tally if out is None else None)
+        _check_limit(source, tally, limit)
     report = tally.report(source, math.prod(shape))
-    _check_limit(source, tally, limit)
     scale = scale if scale_out is None else scale_out.copy_(scale)
     return Blocks(result, scale, report)
 
@@ -578,27 +579,17 @@ def _as_it_is(source: _Source, of_scale: tuple[int, ...], out: torch.Tensor | No
     for dim, of in zip((-2, -1), source.group, strict=True):
         index = torch.arange(of_scale[dim], device=scale.device) * SCALE_BLOCK // of
         scale = scale.index_select(dim, index)
-    return _aligned(source.weight) if out is None else out.copy_(source.weight), scale
-
-
-def _aligned(weight: torch.Tensor) -> torch.Tensor:
-    """The weight, or a copy, such that its rows are dense and begin at multiples of 16 bytes."""
-    steps = (stride for size, stride in zip(weight.shape[:-1], weight.stride()[:-1], strict=True) if size > 1)
-    dense = weight.shape[-1] < 2 or weight.stride(-1) == 1
-    in_step = all(stride >= weight.shape[-1] and stride % tensors.ALIGNMENT_BYTES == 0 for stride in steps)
-    if dense and in_step and (weight.is_meta or tensors.is_aligned(weight)):
-        return weight
-    return tensors.empty_rows(tuple(weight.shape), weight.dtype, weight.device).copy_(weight)
+    return tensors.with_aligned_rows(source.weight) if out is None else out.copy_(source.weight), scale
 
 
 def _check_limit(source: _Source, tally: _Tally, limit: float) -> None:
-    worst = torch.where(tally.lost > 0, tally.lost / tally.squares, 0).sqrt()
-    if not worst.numel() or float(worst.max()) <= limit:
+    errors = tally.errors()
+    if float(errors.max()) <= limit:
         return
-    row = tuple(int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
+    row = [int(i) for i in torch.unravel_index(errors.argmax(), errors.shape)]
     raise ValueError(
-        f"re-basing this weight of {source.name} to blocks of 128x128 would change row {list(row)} by "
-        f"{float(worst.max()):.2g} of its norm, more than max_error={limit:g}: its elements are not numbers of e4m3 "
+        f"re-basing this weight of {source.name} to blocks of 128x128 would change row {row} by "
+        f"{float(errors.max()):.2g} of its norm, more than max_error={limit:g}: its elements are not numbers of e4m3 "
         f"beside others of their blocks. {_LIMIT_REMEDIES.get(source.name, '')}Pass a larger max_error, or keep the "
         "weight in its format or in BF16"
     )
@@ -610,7 +601,7 @@ _LIMIT_REMEDIES = {"fp8_channel": "deep_tile.scaled_gemm multiplies with scales 
 def _convert(source: _Source, out: torch.Tensor | None, scale: torch.Tensor, tally: _Tally | None) -> None:
     """Write elements, unless there is no `out`, and scales; and add up what has changed, if there is a tally."""
     width = math.gcd(source.group[1], source.firsts[1], SCALE_BLOCK) if source.format.columns else SCALE_BLOCK
-    at_once = ELEMENTS_AT_ONCE[source.weight.device.type] * min(width, 16) // 16
+    at_once = ELEMENTS_AT_ONCE * min(width, 16) // 16
     rows_at_once = max(1, at_once // source.columns // SCALE_BLOCK) * SCALE_BLOCK
     for index in source.matrices():
         for begin in range(0, source.weight.shape[-2], rows_at_once):

@@ -128,9 +128,7 @@ def shard_weight(
     Raises:
         TypeError, ValueError: as `check_shardable`, or shapes or dtypes do not fit.
     """
-    for name, x in (("weight", weight), ("weight_scale_inv", weight_scale_inv)):
-        if not isinstance(x, torch.Tensor):
-            raise tensors.no_tensor(name, x, "pass a tensor")
+    tensors.require_tensors(weight=weight, weight_scale_inv=weight_scale_inv)
     dim = _split_dim(style) - 2
     wanted = (*weight.shape[:-2], *quantize.scale_shape(weight.shape[-2:], quantize.WEIGHT_BLOCK))
     if weight.dtype != quantize.FP8_DTYPE or tuple(weight_scale_inv.shape) != wanted:

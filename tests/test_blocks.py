@@ -72,7 +72,7 @@ def test_any_size_and_spread(data):
     weight, scale, arguments, exact = draw(name, (n, k), "cpu", data.draw(st.sampled_from([0, 3, 20, 100])), firsts)
     at_once = data.draw(st.sampled_from([1, 1 << 22]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(blocks.ELEMENTS_AT_ONCE, "cpu", at_once)
+        patch.setattr(blocks, "ELEMENTS_AT_ONCE", at_once)
         first_row, first_column = firsts
         result = to_blocks(
             weight, scale, **arguments, first_row=first_row, first_column=first_column, max_error=math.inf
@@ -153,7 +153,7 @@ def test_in_place(device, name, leading):
         with pytest.raises(ValueError, match="more than max_error=0"):
             to_blocks(weight, scale, **arguments, **targets, max_error=0)
         assert torch.equal(weight.view(torch.uint8), before.view(torch.uint8)) and (targets["scale_out"] == 7).all()
-    for limit in (1e9, math.inf):
+    for limit in (1, math.inf):
         weight.copy_(before)
         result = to_blocks(weight, scale, **arguments, **targets, max_error=limit)
         assert result.weight is weight and result.scale is targets["scale_out"]
@@ -169,6 +169,9 @@ def test_what_has_its_scales_stays_as_it_is():
     result = to_blocks(weight, scale)
     assert result.weight.data_ptr() == weight.data_ptr() and result.scale.shape == (2, 4)
     assert to_blocks(weight[:, :200], scale).weight.stride() == (512, 1)
+    weight, scale, *_ = draw("fp8_128x128", (3, 256, 512))
+    assert to_blocks(weight, scale).weight.data_ptr() == weight.data_ptr()
+    assert to_blocks(weight[..., 1:], scale).weight.stride() == (256 * 512, 512, 1)
 
 
 def test_rows_that_would_be_lost_are_refused():
@@ -261,6 +264,17 @@ def test_what_is_refused(call, kind, message):
     weight, scale, arguments = call
     with pytest.raises(kind, match=message):
         to_blocks(weight, scale, **arguments)
+
+
+def test_nothing_is_written_of_what_is_refused(monkeypatch):
+    """Though it is NaN that comes last."""
+    monkeypatch.setattr(blocks, "ELEMENTS_AT_ONCE", 1)
+    weight, scale, *_ = draw("fp8_32x32", (256, 512))
+    weight.view(torch.uint8)[255, 511] = 0xFF
+    before, scale_out = weight.view(torch.uint8).clone(), torch.full((2, 4), 7.0)
+    with pytest.raises(ValueError, match=r"weight holds NaN, first in row \[255\]"):
+        to_blocks(weight, scale, out=weight, scale_out=scale_out, max_error=math.inf)
+    assert torch.equal(weight.view(torch.uint8), before) and (scale_out == 7).all()
 
 
 def test_memory_that_is_shared_in_another_way_is_refused():
