@@ -21,8 +21,8 @@ from rich.progress import track
 from benchmarks import store
 from benchmarks.timing import L2Flush, capture, describe_run, time_alternating
 from deep_tile import fp8_gemm, per_token_cast_to_fp8, quantize_weight, to_blocks
-from deep_tile.blocks import E8M0
 from deep_tile.distributed import shard_weight
+from deep_tile.formats import E8M0
 
 WEIGHTS = {
     "DeepSeek-V4.1, dense": ("fp8_32x32", (25600, 6144)),

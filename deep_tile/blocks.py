@@ -7,9 +7,7 @@ the scale that it had; so an element changes only where no such scale would keep
 """
 
 import contextlib
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Real
 from typing import NamedTuple
@@ -17,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from deep_tile import quantize, tensors
+from deep_tile import formats, quantize, tensors
 from deep_tile.config import SCALE_BLOCK, as_int, ceil_div
 from deep_tile.quantize import FP8_DTYPE, FP8_MAX, WEIGHT_BLOCK, scale_shape
 
@@ -27,51 +25,11 @@ MAX_ERROR = 2.0**-4
 ELEMENTS_AT_ONCE = 1 << 23
 """Of one matrix: a GPU has the time of some 90 launches for them. Each takes 10 to 40 bytes while it is converted."""
 
-E8M0 = torch.float8_e8m0fnu
-_PACKED_DTYPES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
-_PACK_BYTES = 16
-"""gpt-oss stores 32 elements in a dimension of their own."""
-
 _SMALLEST_EXPONENT = -126
 """Of a normal number of FP32."""
 _SMALLEST_FACTOR = 2.0**-30
 """By which every e4m3 becomes zero."""
-_LARGEST_GLOBAL_SCALE = 2.0**120
-"""So that no scale of a block is beyond FP32."""
 _FRACTION_BITS = 52
-_E4M3_STEP = 2.0**-9
-
-
-class Format(NamedTuple):
-    """How a weight is quantised.
-
-    Attributes:
-        rows, columns: that share a scale; 0 for all there are.
-        packed: whether elements are e2m1, two in a byte, the first in its low half; else e4m3, one in a byte.
-        inferred: dtypes of scales by which the format is recognised; others must be told its name.
-    """
-
-    rows: int
-    columns: int
-    packed: bool = False
-    inferred: tuple[torch.dtype, ...] = (*tensors.SCALE_DTYPES, torch.uint8)
-
-    @property
-    def step(self) -> float:
-        """What all elements are multiples of."""
-        return 0.5 if self.packed else _E4M3_STEP
-
-
-FORMATS = {
-    "fp8_128x128": Format(SCALE_BLOCK, SCALE_BLOCK),
-    "fp8_32x32": Format(32, 32),
-    "fp8_1x128": Format(1, SCALE_BLOCK),
-    "mxfp8": Format(1, 32),
-    "mxfp4": Format(1, 32, packed=True, inferred=(E8M0, torch.uint8)),
-    "nvfp4": Format(1, 16, packed=True, inferred=(FP8_DTYPE, torch.uint8)),
-    "fp8_channel": Format(1, 0),
-    "fp8_tensor": Format(0, 0),
-}
 
 
 @dataclass(frozen=True)
@@ -184,7 +142,7 @@ def to_blocks(
     weight, scale = _checked(weight, scale)
     firsts = _checked_first("first_row", first_row), _checked_first("first_column", first_column)
     limit = _checked_limit(max_error)
-    source = _source(weight, scale, format, firsts, global_scale)
+    source = formats.source_of(weight, scale, format, firsts, global_scale)
     shape = (*source.weight.shape[:-1], source.columns)
     _check_targets(source, shape, weight, out, scale_out)
     with torch.no_grad():
@@ -228,10 +186,10 @@ def pad_shard(
             f"weight is {weight.dtype} and scale {scale.dtype}; a shard is of {FP8_DTYPE} with scales of "
             f"{tensors.SCALE_NAMES}: re-base another format with deep_tile.to_blocks"
         )
-    if not _fits(weight, scale, FORMATS["fp8_128x128"], firsts):
+    if not formats.fits(weight, scale, formats.FORMATS["fp8_128x128"], firsts):
         raise ValueError(
-            f"{_seen(weight, scale)}, first_row and first_column are {firsts}: they must be below {SCALE_BLOCK}, and "
-            "the scale that of each block of the whole weight that the shard lies in"
+            f"{formats.seen(weight, scale)}, first_row and first_column are {firsts}: they must be below "
+            f"{SCALE_BLOCK}, and the scale that of each block of the whole weight that the shard lies in"
         )
     least = [first + size for first, size in zip(firsts, weight.shape[-2:], strict=True)]
     sizes = []
@@ -281,44 +239,6 @@ def _are_equal_but_for_powers(scales: torch.Tensor, dim: int) -> bool:
     return bool((_fraction(scales) == _fraction(scales.narrow(dim, 0, 1))).all())
 
 
-def remedy(weight: torch.Tensor, scale: torch.Tensor) -> str:
-    """What to do with a weight that is not in blocks of 128x128; nothing if its format is not known either."""
-    if weight.dtype != FP8_DTYPE and weight.dtype not in _PACKED_DTYPES:
-        return ""
-    try:
-        name = _inferred(_matrix(weight, scale), scale, (0, 0))
-    except ValueError:
-        return ""
-    return f"it may be {name!r}, which deep_tile.to_blocks re-bases, and from_fp8 with format={name!r}"
-
-
-class _Source(NamedTuple):
-    """A weight to be read: `scale` is [..., rows, columns], `global_scale` [..., 1, 1] in float64."""
-
-    name: str
-    format: Format
-    weight: torch.Tensor
-    scale: torch.Tensor
-    global_scale: torch.Tensor
-    columns: int
-    firsts: tuple[int, int]
-
-    @property
-    def group(self) -> tuple[int, int]:
-        """Rows and columns that share a scale; all of them in the place of 0."""
-        return self.format.rows or self.weight.shape[-2] or 1, self.format.columns or self.columns or 1
-
-    def scales_blocks(self) -> bool:
-        """Whether each block of 128x128 has one scale already."""
-        sizes = self.weight.shape[-2], self.columns
-        covers = (size <= of or of % SCALE_BLOCK == 0 for size, of in zip(sizes, self.group, strict=True))
-        return not self.format.packed and self.firsts == (0, 0) and all(covers)
-
-    def matrices(self) -> Iterator[tuple[int, ...]]:
-        """Indices of leading dimensions."""
-        return itertools.product(*map(range, self.weight.shape[:-2]))
-
-
 # What is given.
 
 
@@ -331,7 +251,7 @@ def _checked(weight: object, scale: object) -> tuple[torch.Tensor, torch.Tensor]
         raise ValueError(f"scale is on {scale.device} but weight is on {weight.device}; move it with .to()")
     if weight.dim() < 2:
         raise ValueError(f"weight has shape {list(weight.shape)}; it must be [..., n, k]")
-    if weight.dtype != FP8_DTYPE and weight.dtype not in _PACKED_DTYPES:
+    if weight.dtype != FP8_DTYPE and weight.dtype not in formats.PACKED_DTYPES:
         wide = "quantise a wide one with deep_tile.quantize_weight"
         remedy = tensors.operand_remedy("weight", weight, (FP8_DTYPE,), {}, wide)
         raise TypeError(f"weight is {weight.dtype}; it must be {FP8_DTYPE}, or e2m1 packed as uint8. To fix: {remedy}")
@@ -358,157 +278,9 @@ def _checked_limit(max_error: object) -> float:
     return float(max_error)
 
 
-def _source(
-    weight: torch.Tensor, scale: torch.Tensor, name: str | None, firsts: tuple[int, int], global_scale: object
-) -> _Source:
-    if name is not None and name not in FORMATS:
-        raise ValueError(f"format is {name!r}; use one of {', '.join(map(repr, FORMATS))}, or None to infer it")
-    matrix = _matrix(weight, scale)
-    if name is None:
-        name = _inferred(matrix, scale, firsts)
-    format_ = FORMATS[name]
-    _check_format(name, format_, matrix, scale, firsts)
-    if format_.packed:
-        matrix = matrix.view(torch.uint8)
-    columns = _columns(matrix, format_)
-    scale = _typed(name, scale).reshape(_scale_shape(matrix.shape[:-1], columns, format_, firsts))
-    factor = _checked_global_scale(name, global_scale, matrix)
-    source = _Source(name, format_, matrix, scale, factor, columns, firsts)
-    _check_finite(source)
-    return source
-
-
-def _matrix(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """[..., n, bytes], also where the 32 elements of each scale have a dimension of their own."""
-    in_packs = weight.dtype in _PACKED_DTYPES and weight.dim() > 2 and weight.shape[-1] == _PACK_BYTES
-    return weight.flatten(-2) if in_packs and weight.shape[:-1] == scale.shape else weight
-
-
-def _columns(weight: torch.Tensor, format_: Format) -> int:
-    return weight.shape[-1] * (1 + format_.packed)
-
-
-def _scale_shape(rows: tuple[int, ...], columns: int, format_: Format, firsts: tuple[int, int]) -> tuple[int, ...]:
-    """Of scales of a weight [*rows, columns], with a dimension for rows and one for columns."""
-    *leading, n = rows
-    groups = (
-        ceil_div(first + size, of) if of else 1
-        for size, of, first in zip((n, columns), (format_.rows, format_.columns), firsts, strict=True)
-    )
-    return (*leading, *groups)
-
-
-def _fits(weight: torch.Tensor, scale: torch.Tensor, format_: Format, firsts: tuple[int, int]) -> bool:
-    if weight.dim() < 2 or format_.packed != (weight.dtype in _PACKED_DTYPES):
-        return False
-    if any(first >= max(of, 1) for first, of in zip(firsts, (format_.rows, format_.columns), strict=True)):
-        return False
-    wanted = _scale_shape(weight.shape[:-1], _columns(weight, format_), format_, firsts)
-    shorter = [wanted[:-1]] if format_.columns == 0 else []
-    if format_.rows == 0:
-        shorter += [wanted[:-2]] + ([(1,)] if not wanted[:-2] else [])
-    return tuple(scale.shape) in (wanted, *shorter)
-
-
-def _inferred(weight: torch.Tensor, scale: torch.Tensor, firsts: tuple[int, int]) -> str:
-    fitting = [name for name, of in FORMATS.items() if _fits(weight, scale, of, firsts)]
-    known = [name for name in fitting if scale.dtype in FORMATS[name].inferred]
-    meanings = {_meaning(weight, FORMATS[name], firsts) for name in known}
-    if len(meanings) == 1:
-        return known[0]
-    seen = _seen(weight, scale)
-    if fitting and not any(_takes(name, scale) for name in fitting):
-        return fitting[0]
-    if known or fitting:
-        names = " or ".join(f"format={name!r}" for name in known or fitting if _takes(name, scale))
-        raise ValueError(f"{seen}: dtypes and shapes do not say which format that is. Pass {names}")
-    raise ValueError(f"{seen}, which fits no format. {_unknown_remedy(weight, scale, firsts)}")
-
-
-def _meaning(weight: torch.Tensor, format_: Format, firsts: tuple[int, int]) -> tuple:
-    """Equal for formats that are the same of so few rows and columns."""
-    sizes = weight.shape[-2] + firsts[0], _columns(weight, format_) + firsts[1]
-    groups = (min(of or size, size) for of, size in zip((format_.rows, format_.columns), sizes, strict=True))
-    return (format_.packed and format_.columns, *groups)
-
-
-def _seen(weight: torch.Tensor, scale: torch.Tensor) -> str:
-    return f"weight is {weight.dtype} {list(weight.shape)} and scale {scale.dtype} {list(scale.shape)}"
-
-
-def _unknown_remedy(weight: torch.Tensor, scale: torch.Tensor, firsts: tuple[int, int]) -> str:
-    as_fp8 = weight if weight.dtype == FP8_DTYPE else weight.view(FP8_DTYPE)
-    if as_fp8 is not weight and any(_fits(as_fp8, scale, of, firsts) for of in FORMATS.values()):
-        int8 = "; INT8 is multiplied by deep_tile.scaled_gemm and int8_gemm" if weight.dtype == torch.int8 else ""
-        return f"Where its bytes are FP8, pass weight.view({FP8_DTYPE}){int8}"
-    wanted = {
-        name: list(_scale_shape(weight.shape[:-1], _columns(weight, of), of, firsts))
-        for name, of in FORMATS.items()
-        if of.packed != (weight.dtype == FP8_DTYPE)
-    }
-    return "Scales would be " + ", ".join(f"{shape} ({name})" for name, shape in wanted.items())
-
-
-def _check_format(
-    name: str, format_: Format, weight: torch.Tensor, scale: torch.Tensor, firsts: tuple[int, int]
-) -> None:
-    if not _fits(weight, scale, format_, firsts):
-        dtype = "e2m1, two in a byte of uint8" if format_.packed else FP8_DTYPE
-        wanted = _scale_shape(weight.shape[:-1], _columns(weight, format_), format_, firsts)
-        block = " x ".join(str(of or "all") for of in (format_.rows, format_.columns))
-        raise ValueError(
-            f"{_seen(weight, scale)}; format {name!r} has a weight of {dtype} and a scale for each {block} elements, "
-            f"here {list(wanted)}, and first_row and first_column within one: they are {firsts}"
-        )
-    if not _takes(name, scale):
-        wanted = FP8_DTYPE if name == "nvfp4" else f"{tensors.SCALE_NAMES}, or uint8"
-        raise TypeError(f"scale is {scale.dtype}; format {name!r} has scales of {wanted}")
-
-
-def _takes(name: str, scale: torch.Tensor) -> bool:
-    return scale.dtype == torch.uint8 or (scale.dtype == FP8_DTYPE) == (name == "nvfp4")
-
-
-def _typed(name: str, scale: torch.Tensor) -> torch.Tensor:
-    """A scale whose bytes have their dtype."""
-    if scale.dtype == torch.uint8:
-        return scale.view(FP8_DTYPE if name == "nvfp4" else E8M0)
-    return scale
-
-
-def _checked_global_scale(name: str, given: object, weight: torch.Tensor) -> torch.Tensor:
-    leading = weight.shape[:-2]
-    if name != "nvfp4":
-        if given is not None:
-            raise ValueError(f"global_scale is given, and format {name!r} has none; nvfp4 has. Leave it out")
-        return torch.ones((*leading, 1, 1), dtype=torch.float64, device=weight.device)
-    if given is None:
-        raise ValueError(
-            "nvfp4 has a second scale: pass global_scale, which elements are multiplied with: ModelOpt's "
-            "weight_scale_2, or 1 / weight_global_scale of compressed-tensors; 1.0 where there is none"
-        )
-    if isinstance(given, bool) or not isinstance(given, (Real, torch.Tensor)):
-        raise TypeError(f"global_scale is {given!r}, a {type(given).__name__}; pass a number or a tensor of float32")
-    factor = given.detach() if isinstance(given, torch.Tensor) else torch.tensor(float(given), dtype=torch.float32)
-    if factor.dtype not in tensors.SCALE_DTYPES[:-1]:
-        raise TypeError(f"global_scale is {factor.dtype}; pass global_scale.float()")
-    if factor.numel() not in (1, math.prod(leading)):
-        raise ValueError(f"global_scale has shape {list(factor.shape)}; it must be one number, or {list(leading)}")
-    factor = factor.to(weight.device, torch.float64).flatten()
-    if not bool(((factor > 0) & (factor <= _LARGEST_GLOBAL_SCALE)).all()):
-        raise ValueError("global_scale must be positive and at most 2**120; pass what elements are multiplied with")
-    return factor.expand(math.prod(leading)).reshape(*leading, 1, 1)
-
-
-def _check_finite(source: _Source) -> None:
-    for index in source.matrices():
-        wrong = ~source.scale[index].float().isfinite()
-        if bool(wrong.any()):
-            where = [*index, *wrong.nonzero()[0].tolist()]
-            raise ValueError(f"scale holds NaN or infinity, first at {where}: the weight has no value there")
-
-
-def _check_targets(source: _Source, shape: tuple[int, ...], weight: torch.Tensor, out: object, scale_out: object):
+def _check_targets(
+    source: formats.Source, shape: tuple[int, ...], weight: torch.Tensor, out: object, scale_out: object
+):
     if torch.is_grad_enabled():
         quantize.refuse_target_gradients(out, scale_out)
     if scale_out is not None:
@@ -541,7 +313,7 @@ def _extent(x: torch.Tensor) -> tuple[int, int]:
 class _Tally:
     """What has changed so far: of each row, and of each block."""
 
-    def __init__(self, source: _Source, shape: tuple[int, ...]):
+    def __init__(self, source: formats.Source, shape: tuple[int, ...]):
         device = source.weight.device
         self.of_scale = (*shape[:-2], *scale_shape(shape[-2:], WEIGHT_BLOCK))
         self.squares, self.lost = (torch.zeros(shape[:-1], dtype=torch.float64, device=device) for _ in range(2))
@@ -551,13 +323,13 @@ class _Tally:
         """Of each row."""
         return torch.where(self.lost > 0, self.lost / self.squares, 0).sqrt()
 
-    def report(self, source: _Source, elements: int) -> Rebased:
+    def report(self, source: formats.Source, elements: int) -> Rebased:
         whole = float(self.lost.sum() / self.squares.sum()) ** 0.5 if bool(self.lost.any()) else 0.0
         worst = float(self.errors().max()) if self.lost.numel() else 0.0
         return Rebased(source.name, elements, int(self.changed.sum()), whole, worst, self.changed == 0)
 
 
-def _rebased(source: _Source, shape: tuple[int, ...], limit: float, out, scale_out) -> Blocks:
+def _rebased(source: formats.Source, shape: tuple[int, ...], limit: float, out, scale_out) -> Blocks:
     tally = _Tally(source, shape)
     if source.scales_blocks() or not math.prod(shape):
         result, scale = _as_it_is(source, tally.of_scale, out)
@@ -574,7 +346,7 @@ def _rebased(source: _Source, shape: tuple[int, ...], limit: float, out, scale_o
     return Blocks(result, scale, report)
 
 
-def _as_it_is(source: _Source, of_scale: tuple[int, ...], out: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def _as_it_is(source: formats.Source, of_scale: tuple[int, ...], out: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     scale = source.scale.float()
     for dim, of in zip((-2, -1), source.group, strict=True):
         index = torch.arange(of_scale[dim], device=scale.device) * SCALE_BLOCK // of
@@ -582,7 +354,7 @@ def _as_it_is(source: _Source, of_scale: tuple[int, ...], out: torch.Tensor | No
     return tensors.with_aligned_rows(source.weight) if out is None else out.copy_(source.weight), scale
 
 
-def _check_limit(source: _Source, tally: _Tally, limit: float) -> None:
+def _check_limit(source: formats.Source, tally: _Tally, limit: float) -> None:
     errors = tally.errors()
     if float(errors.max()) <= limit:
         return
@@ -598,7 +370,7 @@ def _check_limit(source: _Source, tally: _Tally, limit: float) -> None:
 _LIMIT_REMEDIES = {"fp8_channel": "deep_tile.scaled_gemm multiplies with scales of rows as they are. "}
 
 
-def _convert(source: _Source, out: torch.Tensor | None, scale: torch.Tensor, tally: _Tally | None) -> None:
+def _convert(source: formats.Source, out: torch.Tensor | None, scale: torch.Tensor, tally: _Tally | None) -> None:
     """Write elements, unless there is no `out`, and scales; and add up what has changed, if there is a tally."""
     width = math.gcd(source.group[1], source.firsts[1], SCALE_BLOCK) if source.format.columns else SCALE_BLOCK
     at_once = ELEMENTS_AT_ONCE * min(width, 16) // 16
@@ -628,7 +400,7 @@ class _Part:
     such that the product is exact in `values`'s dtype.
     """
 
-    def __init__(self, source: _Source, index: tuple[int, ...], begin: int, end: int, width: int):
+    def __init__(self, source: formats.Source, index: tuple[int, ...], begin: int, end: int, width: int):
         self.source, self.width = source, width
         values = _values(source, source.weight[index][begin:end])
         if source.columns % SCALE_BLOCK:
@@ -689,7 +461,9 @@ class _Part:
         """Whether scales alone say that no element changes."""
         if not self.is_short or bool(_fraction(self.factor).any()):
             return False
-        return bool((self.factor.abs() * self.source.format.step >= _E4M3_STEP).logical_or(self.of_group == 0).all())
+        return bool(
+            (self.factor.abs() * self.source.format.step >= formats.E4M3_STEP).logical_or(self.of_group == 0).all()
+        )
 
     def codes(self) -> torch.Tensor:
         elements = self.products if self.divisor is None else self.products / self.divisor
@@ -713,7 +487,7 @@ class _Part:
         return (norms * self.unit).square().sum(1)
 
 
-def _values(source: _Source, rows: torch.Tensor) -> torch.Tensor:
+def _values(source: formats.Source, rows: torch.Tensor) -> torch.Tensor:
     """Elements, exactly, in what a GPU reads fastest and a CPU computes fastest."""
     dtype = torch.bfloat16 if rows.is_cuda else torch.float32
     if not source.format.packed:

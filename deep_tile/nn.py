@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from deep_tile import api, blocks, cast, jit, quantize, replaceable, tensors
+from deep_tile import api, blocks, cast, formats, jit, quantize, replaceable, tensors
 from deep_tile.config import as_int
 from deep_tile.integrations import transformers_config
 from deep_tile.linear import fp8_linear, quantize_weight
@@ -285,16 +285,16 @@ def _check_weight(weight: torch.Tensor, scale: torch.Tensor) -> None:
     if weight.dtype != FP8_DTYPE:
         wide = "make the layer with Linear.from_float, which quantises"
         takers = dict.fromkeys(tensors.QUANTIZED_DTYPES, "scaled_gemm")
-        remedy = blocks.remedy(weight, scale) or tensors.operand_remedy("weight", weight, (FP8_DTYPE,), takers, wide)
+        remedy = formats.remedy(weight, scale) or tensors.operand_remedy("weight", weight, (FP8_DTYPE,), takers, wide)
         raise TypeError(f"weight is {weight.dtype}; it must be {FP8_DTYPE}. To fix: {remedy}")
     if scale.dtype not in tensors.SCALE_DTYPES:
-        remedy = blocks.remedy(weight, scale) or tensors.scale_remedy("weight_scale_inv", scale)
+        remedy = formats.remedy(weight, scale) or tensors.scale_remedy("weight_scale_inv", scale)
         raise TypeError(f"weight_scale_inv is {scale.dtype}; it must be {tensors.SCALE_NAMES}. To fix: {remedy}")
     wanted = scale_shape(weight.shape, WEIGHT_BLOCK) if weight.dim() == 2 else None
     if tuple(scale.shape) != wanted:
         remedies = (
             wanted and api.scale_shape_remedy("weight_scale_inv", scale, wanted, weight),
-            blocks.remedy(weight, scale),
+            formats.remedy(weight, scale),
         )
         remedy = "; ".join(filter(None, remedies))
         raise ValueError(

@@ -2,10 +2,9 @@
 
 import torch
 
-from deep_tile.blocks import FORMATS
+from deep_tile.formats import E8M0, FORMATS
 from deep_tile.quantize import FP8_DTYPE
 
-E8M0 = torch.float8_e8m0fnu
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1 = torch.cat([E2M1, -E2M1]).double()
 BY_POWERS = ["fp8_32x32", "mxfp8", "mxfp4"]

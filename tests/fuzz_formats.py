@@ -22,8 +22,8 @@ from formats import draw, spread
 
 import deep_tile
 from deep_tile import blocks
-from deep_tile.blocks import FORMATS
 from deep_tile.distributed import shard_weight
+from deep_tile.formats import FORMATS
 from deep_tile.quantize import FP8_DTYPE
 
 SIZES = (1, 2, 15, 16, 17, 31, 32, 33, 64, 127, 128, 129, 192, 200, 256, 257, 300, 384)

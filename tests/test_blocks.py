@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_quantize import nearest_e4m3
 
-from deep_tile import blocks, fp8_linear, to_blocks
-from deep_tile.blocks import FORMATS
+from deep_tile import blocks, dequantize, fp8_linear, per_token_cast_to_fp8, to_blocks
+from deep_tile.formats import FORMATS
 from deep_tile.quantize import FP8_DTYPE
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -193,8 +193,8 @@ def test_layers_of_re_based_weights(device):
     b, b_scale, report = to_blocks(weight, scale, **arguments)
     x = torch.randn(5, 512, device=device).bfloat16()
     got = fp8_linear(x, b, b_scale, out_dtype=torch.float32).double()
-    x_values, x_scale = blocks.quantize.per_token_cast_to_fp8(x)
-    wanted = blocks.quantize.dequantize(x_values, x_scale).double() @ exact.to(device).t()
+    x_values, x_scale = per_token_cast_to_fp8(x)
+    wanted = dequantize(x_values, x_scale).double() @ exact.to(device).t()
     assert ((got - wanted).norm() / wanted.norm()).item() < report.error + 1e-5
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import deep_tile
-from deep_tile.blocks import FORMATS
+from deep_tile.formats import FORMATS
 
 RUN = ["--device", "cpu", "--seed", "3", "--rounds", "12"]
 

@@ -46,7 +46,8 @@ MAY_IMPORT = {
     "quantize": {"_launcher", "cast", "config", "launches", "ops", "sources", "tensors"},
     "experts": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors"},
     "transposed": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors"},
-    "blocks": {"config", "quantize", "tensors"},
+    "formats": {"config", "quantize", "tensors"},
+    "blocks": {"config", "formats", "quantize", "tensors"},
     "reference": {"config", "kinds", "quantize"},
     "finishes": {"kinds", "ops", "tensors"},
     "api": CALL | {"cast", "finishes", "params"},
@@ -56,7 +57,8 @@ MAY_IMPORT = {
     "grouped": CALL | {"api", "dense", "finishes"},
     "wgrad": CALL | {"api", "dense", "grouped", "params"},
     "replaceable": {"quantize", "tensors"},
-    "nn": {"api", "blocks", "cast", "config", "integrations", "jit", "linear", "quantize", "replaceable", "tensors"},
+    "nn": {"api", "blocks", "cast", "config", "formats", "integrations", "jit", "linear", "quantize"}
+    | {"replaceable", "tensors"},
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"blocks", "config", "discovery", "experts", "grouped", "linear", "quantize"}
     | {"replaceable", "tensors"},
@@ -82,6 +84,7 @@ WITH_TORCH = {
     "distributed",
     "experts",
     "finishes",
+    "formats",
     "gemm_cast",
     "grouped",
     "integrations.transformers",

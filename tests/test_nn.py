@@ -10,7 +10,7 @@ from formats import draw as draw_weight
 
 import deep_tile
 from deep_tile import fp8_linear, jit, nn, quantize_weight, tensors
-from deep_tile.blocks import FORMATS
+from deep_tile.formats import FORMATS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FEATURES = [(256, 130), (3884, 96), (9, 3)]
