@@ -205,7 +205,8 @@ def _padded(
     weight: torch.Tensor, scale: torch.Tensor, firsts: tuple[int, int], sizes: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (top, left), leading = firsts, weight.shape[:-2]
-    padded = tensors.empty_rows((*leading, *sizes), weight.dtype, weight.device).zero_()
+    padded = tensors.empty_rows((*leading, *sizes), weight.dtype, weight.device)
+    padded.view(torch.uint8).zero_()
     padded[..., top : top + weight.shape[-2], left : left + weight.shape[-1]].copy_(weight)
     of_blocks = torch.ones((*leading, *scale_shape(sizes, WEIGHT_BLOCK)), dtype=torch.float32, device=scale.device)
     of_blocks[..., : scale.shape[-2], : scale.shape[-1]].copy_(scale)
@@ -432,7 +433,7 @@ class _Part:
         first, last = (begin + first_row) // rows, (end + first_row - 1) // rows
         row = torch.arange(begin + first_row, end + first_row, device=scale.device) // rows - first
         column = (torch.arange(groups, device=scale.device) * self.width + first_column) // columns
-        needed = scale[first : last + 1].double()
+        needed = scale[first : last + 1].float().double()
         return needed[row].index_select(1, column.clamp(max=scale.shape[1] - 1))
 
     def _block_scales(self, largest: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:

@@ -118,6 +118,25 @@ def test_packings_of_mxfp4(device, how, dtype):
     assert_re_based(result, exact)
 
 
+STRIDES = {
+    "along rows": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "experts last": lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),
+    "every third column": lambda x: x.repeat_interleave(3, -1)[..., ::3],
+    "misaligned": lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape),
+}
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_strides(device, name, strides):
+    weight, scale, arguments, exact = draw(name, (3, 140, 96), device)
+    given = STRIDES[strides](weight.view(torch.uint8)).view(weight.dtype)
+    scale = STRIDES[strides](scale) if scale.dim() == 3 and scale.dtype.itemsize > 1 else scale
+    result = to_blocks(given, scale, **arguments, max_error=math.inf)
+    assert_re_based(result, exact)
+    assert result.weight.stride(-1) == 1 and result.weight.data_ptr() % 16 == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8], ids=str)
 def test_dtypes_of_powers_of_two(device, dtype):
     weight, *_ = draw("fp8_32x32", (130, 160), device)
@@ -195,7 +214,7 @@ def test_layers_of_re_based_weights(device):
     got = fp8_linear(x, b, b_scale, out_dtype=torch.float32).double()
     x_values, x_scale = per_token_cast_to_fp8(x)
     wanted = dequantize(x_values, x_scale).double() @ exact.to(device).t()
-    assert ((got - wanted).norm() / wanted.norm()).item() < report.error + 1e-5
+    assert ((got - wanted).norm() / wanted.norm()).item() < report.error + (1e-5 if device == "cpu" else 3e-3)
 
 
 def test_empty_weights():

@@ -159,7 +159,8 @@ def test_rows_of_a_rank(device, rounding, each, ranks):
         padded = shard.pad(own)
         values = dequantize(*per_token_cast_to_fp8(padded), block=(1, 128))[:, shard.first :]
         out = fp8_linear(padded, shard.weight, shard.scale, out_dtype=torch.float32).double()
-        assert torch.allclose(out, values.double() @ exact.double().t(), rtol=1e-3, atol=1e-3 * each**0.5)
+        wanted = values.double() @ exact.double().t()
+        assert (out - wanted).norm() <= (1e-5 if device == "cpu" else 3e-3) * wanted.norm()
         total = total + out
     wanted = x.double() @ dequantize(b, b_scale, block=(128, 128)).double().t()
     assert ((total - wanted).norm() / wanted.norm()).item() < 0.04
