@@ -458,6 +458,24 @@ def test_experts_in_fp4_are_re_based(device):
     assert torch.equal(layer.gate_up_proj.float(), layer.down_proj.float())
 
 
+def test_experts_with_scales_of_tensors_are_re_based():
+    """Gate and up have one each; in blocks of whole rows of either, nothing changes."""
+    layer = make_layer()
+    layer.block_size = None
+    scales = {"gate_up_proj": torch.rand(8, 2, 1) + 0.1, "down_proj": torch.rand(8, 1, 1) + 0.1}
+    before = {}
+    for name, scale in scales.items():
+        weight = getattr(layer, name).detach()
+        fill(layer, name, (weight, scale))
+        before[name] = weight.double() * scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
+    reports = integration.rebase(layer, max_error=0)
+    assert all(report.changed == 0 for report in reports.values()) and layer.block_size == (128, 128)
+    for name, value in before.items():
+        n, k = value.shape[1:]
+        each = getattr(layer, f"{name}_scale_inv").double().repeat_interleave(128, 1)[:, :n].repeat_interleave(128, 2)
+        assert torch.equal(getattr(layer, name).double() * each[..., :k], value)
+
+
 def test_what_cannot_be_re_based():
     model = model_in((32, 32), "cpu")
     wide_spread = torch.full((128 // 32, 256 // 32), 2.0**-40)

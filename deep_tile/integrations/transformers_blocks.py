@@ -50,7 +50,7 @@ def rebase(model: torch.nn.Module, *, max_error: float = blocks.MAX_ERROR) -> di
         found = [*_formats(layer, client)]
         if found:
             reports |= _rebase_layer(f"{name}." if name else "", layer, dict(found), max_error)
-        left |= layer.block_size is None or tuple(layer.block_size) != WEIGHT_BLOCK
+        left |= layer.block_size is None or tuple(layer.block_size) != WEIGHT_BLOCK or _is_packed(layer, client)
     if reports and not left:
         _describe(model)
     return reports
@@ -58,15 +58,24 @@ def rebase(model: torch.nn.Module, *, max_error: float = blocks.MAX_ERROR) -> di
 
 def _formats(layer: torch.nn.Module, client) -> Iterator[tuple[str, str]]:
     """Names of a layer's weights that are to be re-based, and their formats: of all of them or of none."""
-    names = _EXPERTS if isinstance(layer, client.FP8Experts) else _LINEAR
-    names = [name for name in names if isinstance(getattr(layer, name, None), torch.Tensor)]
+    names = _names(layer, client)
     size = None if layer.block_size is None else tuple(layer.block_size)
     rows = layer.weight.shape[0] // layer.n_groups if isinstance(layer, client.FP8GroupedLinear) else 0
     if layer.activation_scheme != "dynamic" or rows % SCALE_BLOCK:
         return
-    is_packed = all(getattr(layer, name).dtype == torch.int8 for name in names)
-    if is_packed or (size in _BLOCKS and all(getattr(layer, name).dtype == FP8_DTYPE for name in names)):
-        yield from ((name, "mxfp4" if is_packed else _BLOCKS[size]) for name in names)
+    if _is_packed(layer, client):
+        yield from ((name, "mxfp4") for name in names)
+    elif size in _BLOCKS and all(getattr(layer, name).dtype == FP8_DTYPE for name in names):
+        yield from ((name, _BLOCKS[size]) for name in names)
+
+
+def _names(layer: torch.nn.Module, client) -> list[str]:
+    names = _EXPERTS if isinstance(layer, client.FP8Experts) else _LINEAR
+    return [name for name in names if isinstance(getattr(layer, name, None), torch.Tensor)]
+
+
+def _is_packed(layer: torch.nn.Module, client) -> bool:
+    return all(getattr(layer, name).dtype == torch.int8 for name in _names(layer, client))
 
 
 def _rebase_layer(
@@ -75,6 +84,8 @@ def _rebase_layer(
     done = {}
     for name, format_ in formats.items():
         weight, scale = (getattr(layer, one).detach() for one in (name, f"{name}_scale_inv"))
+        if format_ == "fp8_tensor" and weight.dim() == 3:  # gate and up have one each
+            scale, format_ = scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1), "fp8_channel"
         try:
             done[name] = blocks.to_blocks(weight, scale, format=format_, max_error=max_error)
         except ValueError as error:
