@@ -34,6 +34,7 @@ _MODULES = {
     "int8_gemm": "dense",
     "interleave_gate_up": "finishes",
     "is_available": "api",
+    "pad_shard": "blocks",
     "per_block_cast_to_fp8": "quantize",
     "per_token_cast_to_fp8": "quantize",
     "precompile": "api",
@@ -45,6 +46,7 @@ _MODULES = {
     "silu_mul_cast_to_fp8": "experts",
     "sort_by_expert": "experts",
     "supports": "api",
+    "to_blocks": "blocks",
     "transpose_fp8": "both",
     "transposed_cast_to_fp8": "transposed",
 }

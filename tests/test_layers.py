@@ -47,6 +47,8 @@ MAY_IMPORT = {
     "experts": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors"},
     "transposed": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors"},
     "both": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors", "transposed"},
+    "formats": {"config", "quantize", "tensors"},
+    "blocks": {"config", "formats", "quantize", "tensors"},
     "reference": {"config", "kinds", "quantize"},
     "finishes": {"kinds", "ops", "tensors"},
     "api": CALL | {"cast", "finishes", "params"},
@@ -58,9 +60,11 @@ MAY_IMPORT = {
     "replaceable": {"quantize", "tensors"},
     "train": {"api", "both", "config", "dense", "experts", "grouped", "ops", "problem", "quantize", "select"}
     | {"transposed", "wgrad"},
-    "nn": {"api", "cast", "config", "integrations", "jit", "linear", "quantize", "replaceable", "tensors"},
-    "distributed": {"config", "nn", "ops", "quantize", "tensors"},
-    "integrations": {"config", "discovery", "experts", "grouped", "linear", "quantize", "replaceable", "tensors"},
+    "nn": {"api", "blocks", "cast", "config", "formats", "integrations", "jit", "linear", "quantize"}
+    | {"replaceable", "tensors"},
+    "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
+    "integrations": {"blocks", "config", "discovery", "experts", "grouped", "linear", "quantize"}
+    | {"replaceable", "tensors", "train"},
     "compat": CALL | {"api", "dense", "discovery", "grouped", "quantize", "reference", "transposed"},
     "torch_compat": {"api", "config", "dense", "finishes", "grouped", "tensors"},
     "method": SIZES | {"select"},
@@ -78,14 +82,18 @@ PURE = ("select.schedule", "select.defaults", "select.choose")
 WITH_TORCH = {
     "api",
     "both",
+    "blocks",
     "compat.deep_gemm",
     "dense",
     "distributed",
     "experts",
     "finishes",
+    "formats",
     "gemm_cast",
     "grouped",
+    "integrations.torchtitan",
     "integrations.transformers",
+    "integrations.transformers_blocks",
     "integrations.transformers_config",
     "integrations.transformers_experts",
     "integrations.transformers_weights",
@@ -231,8 +239,8 @@ def test_imports_point_one_way():
 def test_public_names_are_not_the_tools():
     """They are imported by name at their first use, which the sources do not show."""
     assert {row(module) for module in deep_tile._MODULES.values()} == {
-        *("api", "both", "config", "dense", "experts", "finishes", "gemm_cast", "grouped", "jit", "linear", "method"),
-        *("nn", "quantize", "transposed", "wgrad"),
+        *("api", "blocks", "both", "config", "dense", "experts", "finishes", "gemm_cast", "grouped", "jit", "linear"),
+        *("method", "nn", "quantize", "transposed", "wgrad"),
     }
 
 
