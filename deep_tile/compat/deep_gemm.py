@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 
 from deep_tile import api, dense, grouped, quantize, tensors, transposed
+from deep_tile.compat.layouts import group_ends
 from deep_tile.config import SCALE_BLOCK, as_int, ceil_div, check_alignment, round_up
 from deep_tile.ops import is_traced
 from deep_tile.reference import cosine_difference
@@ -142,7 +143,9 @@ def _contiguous_groups(
     if expected is None and not is_traced():  # half of the alignment pads each group, in the mean
         expected = max(1, a.shape[0] // max(1, b.shape[0]) - _alignment // 2)
     expected = as_int(expected)
-    offs = grouped_layout if use_psum_layout else _group_ends(grouped_layout, a.shape[0], b.shape[0])
+    offs = grouped_layout
+    if not use_psum_layout:
+        offs = group_ends(grouped_layout, a.shape[0], b.shape[0], _alignment)
     return offs, {"alignment": _alignment, "expected_rows": expected, **_settings}
 
 
@@ -606,38 +609,6 @@ def _require_dimensions(**given: tuple[object, int]) -> None:
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor of {dimensions} dimensions")
         if x.dim() != dimensions:
             raise ValueError(f"{name} is {list(x.shape)}; it must have {dimensions} dimensions")
-
-
-def _group_ends(m_indices: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
-    """The row behind each group's last, int32 [groups], of each row's group or a negative number; 0 for no rows.
-
-    A kernel that rounds the ends up finds where groups begin, also behind groups without rows.
-    """
-    _require_dimensions(grouped_layout=(m_indices, 1))
-    if m_indices.dtype != torch.int32 or tuple(m_indices.shape) != (rows,):
-        raise ValueError(
-            f"grouped_layout is {list(m_indices.shape)} of {m_indices.dtype}; for a of {rows} rows it must be [{rows}] "
-            "of torch.int32, or pass use_psum_layout=True with the ends of groups"
-        )
-    if m_indices.device.type == "cpu" and not is_traced():
-        _check_order(m_indices, groups)
-    # Whatever is no group counts for one behind the last, which is cut off.
-    index = m_indices.clamp(-1, groups).long().remainder_(groups + 1)
-    ends = torch.zeros(groups + 1, dtype=torch.int32, device=m_indices.device)
-    behind = torch.arange(1, rows + 1, dtype=torch.int32, device=m_indices.device)
-    return ends.scatter_reduce_(0, index, behind, "amax")[:groups]
-
-
-def _check_order(m_indices: torch.Tensor, groups: int) -> None:
-    rows = (m_indices >= 0).nonzero().flatten()
-    steps = m_indices[rows].diff(prepend=m_indices.new_tensor([-1]))
-    wrong = rows[(steps < 0) | (steps > 0) & (rows % _alignment != 0)]
-    if len(wrong) or (m_indices >= groups).any():
-        where = f"row {wrong[0]}" if len(wrong) else f"a group beyond the {groups} of b"
-        raise ValueError(
-            f"grouped_layout is wrong at {where}: groups must stand in the order of b, each in one piece that begins "
-            f"at a multiple of {_alignment}. Sort the rows by group"
-        )
 
 
 def _are_groups(x: torch.Tensor) -> bool:
