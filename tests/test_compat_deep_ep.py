@@ -1,4 +1,4 @@
-"""DeepEP's layouts on deep_tile: the bounds of an expanded dispatch, by its rule, and a layer of experts on its rows."""
+"""DeepEP's layouts on deep_tile: the bounds of an expanded dispatch, by its rule, and experts on its rows."""
 
 from types import SimpleNamespace
 
@@ -18,12 +18,12 @@ LAYOUTS = [
     ((0, 0, 5, 0), 64, (0, 0, 5, 64)),
     ((1, 1, 1, 1), 1, (1, 2, 3, 4)),
 ]
-"""Rows that each expert receives, the alignment, and psum_num_recv_tokens_per_expert: the row behind each expert's last,
-where all experts before it are rounded up."""
+"""Rows that each expert receives, the alignment, and psum_num_recv_tokens_per_expert: the row behind each expert's
+last, where all experts before it are rounded up."""
 
 
 def received(counts, alignment, psum, device):
-    """The handle, rows that nobody has written but for those of experts, which rows live, and each living row's expert."""
+    """The handle, rows of which only experts' are written, and each row's expert, -1 for none."""
     rows = -(-psum[-1] // alignment) * alignment + 3  # of a buffer that has room for more
     x = torch.full((rows, 256), float("nan"), dtype=torch.bfloat16, device=device)
     expert = torch.full((rows,), -1, device=device)

@@ -61,7 +61,8 @@ def sglang(monkeypatch):
             hooks[target] = hook, hook_type
 
     linear = deepgemm_w8a8_block_fp8_linear_with_fallback
-    of_groups = {theirs.__name__: theirs for theirs in (grouped_gemm_nt_f8f8bf16_contig, grouped_gemm_nt_f8f8bf16_masked)}
+    grouped = grouped_gemm_nt_f8f8bf16_contig, grouped_gemm_nt_f8f8bf16_masked
+    of_groups = {theirs.__name__: theirs for theirs in grouped}
     own = SimpleNamespace(get_mk_alignment_for_contiguous_layout=lambda: 128)
     modules = {
         "sglang": {"__version__": "0.5.23"},
@@ -239,7 +240,8 @@ def test_no_rows_are_no_product(sglang):
 def test_loaded_models_are_made_ready(monkeypatch, chunk, most):
     asked = []
     monkeypatch.setattr(plugin.deep_tile, "precompile_model", lambda *given, **options: asked.append((given, options)))
-    runner = SimpleNamespace(model="m", server_args=SimpleNamespace(chunked_prefill_size=chunk, max_prefill_tokens=16384))
+    arguments = SimpleNamespace(chunked_prefill_size=chunk, max_prefill_tokens=16384)
+    runner = SimpleNamespace(model="m", server_args=arguments)
     for capability in ((10, 0), (9, 0)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, seen=capability: seen)

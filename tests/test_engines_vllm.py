@@ -671,4 +671,3 @@ def test_experts_compile_nothing_once_they_are_made(experts):
         ids = torch.randint(0, 4, (tokens, 2), device="cuda").int()
         run_experts(ours, x, w1, w2, torch.rand(tokens, 2, device="cuda"), ids)
     assert deep_tile.compilations() == before
-

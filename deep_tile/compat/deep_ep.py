@@ -1,9 +1,9 @@
 """DeepEP's layouts, which deep_tile's grouped products take as they stand: no row is moved, and nothing is padded.
 
-Called by users, with what `ElasticBuffer.dispatch(..., do_expand=True)` returns: rows sorted by expert, and in its handle
-`psum_num_recv_tokens_per_expert`, the row behind each expert's last, which is `offs`. With `expert_alignment=1`, which
-DeepGEMM cannot take, experts follow each other without a gap. The low latency layout [experts, tokens, k] needs nothing
-from here: its counts are `counts`.
+Called by users, with what `ElasticBuffer.dispatch(..., do_expand=True)` returns: rows sorted by expert, and in its
+handle `psum_num_recv_tokens_per_expert`, the row behind each expert's last, which is `offs`. With `expert_alignment=1`,
+which DeepGEMM cannot take, experts follow each other without a gap. The low latency layout [experts, tokens, k] needs
+nothing from here: its counts are `counts`.
 """
 
 import torch
@@ -26,8 +26,8 @@ def bounds(handle: object, alignment: int = 1) -> dict[str, torch.Tensor | int]:
     if not isinstance(psum, torch.Tensor) or psum.dtype != torch.int32:
         seen = f"of {psum.dtype}" if isinstance(psum, torch.Tensor) else f"a {type(psum).__name__}"
         raise TypeError(
-            f"psum_num_recv_tokens_per_expert is {seen}; it must be a tensor of torch.int32, as the handle of an expanded "
-            "dispatch has: pass that handle"
+            f"psum_num_recv_tokens_per_expert is {seen}; it must be a tensor of torch.int32, as the handle of an "
+            "expanded dispatch has: pass that handle"
         )
     if psum.dim() != 1 or not psum.is_contiguous():
         wanted = "[experts], contiguous"

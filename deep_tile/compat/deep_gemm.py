@@ -316,7 +316,9 @@ def fp8_einsum(
         raise ValueError(f"expr is {expr!r}; on Hopper it is 'bhr,hdr->bhd'")
     _refuse_finish(epilogue=epilogue)
     if isinstance(d, (tuple, list)):
-        raise TypeError("d is a pair; on Hopper it is one tensor of torch.bfloat16, and per_token_cast_to_fp8(d) casts it")
+        raise TypeError(
+            "d is a pair; on Hopper it is one tensor of torch.bfloat16: cast it with per_token_cast_to_fp8"
+        )
     a, a_scale, b, b_scale = _operands(a, b)
     _refuse_sum(c)
     _check_recipes(recipe)
@@ -591,7 +593,7 @@ def _refuse_finish(alpha: float | None = None, epilogue: object = None) -> None:
     if epilogue is not None:
         raise ValueError(f"epilogue is {epilogue!r}; on Hopper it must be None, in DeepGEMM too. Finish d afterwards")
     if alpha not in (None, 1):
-        raise ValueError(f"alpha is {alpha!r}; on Hopper it must be None, in DeepGEMM too. Multiply a's scale by it, or d")
+        raise ValueError(f"alpha is {alpha!r}; on Hopper it is None, in DeepGEMM too. Multiply a's scale by it, or d")
 
 
 def _lengths(ks_cpu: object, ks: object) -> object:
@@ -986,8 +988,8 @@ def _find_name(module: str, name: str) -> object:
         return original.find("deep_gemm" if module == __name__ else module, name)
     except AttributeError as error:
         raise AttributeError(
-            f"module {module!r} has no attribute {name!r}: deep_tile, which takes DeepGEMM's place here, has no {name}, "
-            f"{error}. deep_tile.compat.deep_gemm.uninstall() leaves the name deep_gemm to others"
+            f"module {module!r} has no attribute {name!r}: deep_tile, which takes DeepGEMM's place here, has no {name}"
+            f", {error}. deep_tile.compat.deep_gemm.uninstall() leaves the name deep_gemm to others"
         ) from None
 
 

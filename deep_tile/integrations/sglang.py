@@ -46,7 +46,8 @@ def _hook() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     hooks = {f"{_FP8_UTILS}.deepgemm_w8a8_block_fp8_linear_with_fallback": linear}
-    hooks |= {f"{_DEEP_GEMM}.{hook.__name__}": hook for hook in (grouped_gemm_nt_f8f8bf16_contig, grouped_gemm_nt_f8f8bf16_masked)}
+    of_groups = grouped_gemm_nt_f8f8bf16_contig, grouped_gemm_nt_f8f8bf16_masked
+    hooks |= {f"{_DEEP_GEMM}.{hook.__name__}": hook for hook in of_groups}
     for target, hook in hooks.items():
         _check_signature(target, hook)
     for target, hook in hooks.items():

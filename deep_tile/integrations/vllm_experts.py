@@ -20,6 +20,7 @@ from deep_tile.integrations.vllm_linear import AMAX_FLOOR, is_hopper, make_ready
 _PACKED = MoEActivation.SWIGLUOAI_UNINTERLEAVE
 _Products = dict[str, torch.Tensor | int | None]
 _Shape = tuple[int, ...]
+_Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Experts(mk.FusedMoEExpertsModular):
@@ -85,7 +86,7 @@ class _Experts(mk.FusedMoEExpertsModular):
             half = w1[:, rows], self.w1_scale[:, of_scale]
             deep_tile.fp8_grouped_gemm(a, a_scale, *half, out=out[..., rows], **products)
 
-    def _activate(self, gate_up: torch.Tensor, activation: MoEActivation, **bounds) -> tuple[torch.Tensor, torch.Tensor]:
+    def _activate(self, gate_up: torch.Tensor, activation: MoEActivation, **bounds) -> _Pair:
         limit, alpha, beta = self._gating()
         numbers = {"alpha": alpha, "beta": beta} if activation == _PACKED else {}
         return deep_tile.silu_mul_cast_to_fp8(gate_up, limit=limit, amax_floor=AMAX_FLOOR, **numbers, **bounds)
