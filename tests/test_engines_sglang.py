@@ -2,8 +2,10 @@
 needs. `make test-engines` runs it on SGLang's own modules.
 """
 
+import subprocess
 import sys
 from enum import Enum
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,8 @@ from stand_ins import add_modules, assert_accepts, layer_of, product, relative_e
 
 from deep_tile import fp8_gemm, fp8_linear, per_token_cast_to_fp8
 from deep_tile.integrations import engines
-from deep_tile.integrations import sglang as plugin
+from deep_tile.integrations import sglang_hooks as hooks
+from deep_tile.integrations.sglang import register
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 FLOOR = {"amax_floor": 1e-10}
@@ -52,13 +55,13 @@ class HookType(Enum):
 @pytest.fixture
 def sglang(monkeypatch):
     """Stand-ins for SGLang 0.5.23, the variable set, nothing registered; gives the hooks by their targets."""
-    hooks = {}
+    registered = {}
 
     class HookRegistry:
         @classmethod
         def register(cls, target, hook, hook_type=HookType.AFTER, *, source=None):
-            assert target not in hooks
-            hooks[target] = hook, hook_type
+            assert target not in registered
+            registered[target] = hook, hook_type
 
     linear = deepgemm_w8a8_block_fp8_linear_with_fallback
     grouped = grouped_gemm_nt_f8f8bf16_contig, grouped_gemm_nt_f8f8bf16_masked
@@ -72,34 +75,46 @@ def sglang(monkeypatch):
     }
     monkeypatch.setenv("SGLANG_USE_DEEP_TILE", "1")
     add_modules(monkeypatch, modules)
-    yield hooks
+    yield registered
     engines.leave(engines.SGLANG)
 
 
 def test_hooks_have_sglangs_signatures():
     for hook, theirs in (
-        (plugin.linear, deepgemm_w8a8_block_fp8_linear_with_fallback),
-        (plugin.grouped_gemm_nt_f8f8bf16_contig, grouped_gemm_nt_f8f8bf16_contig),
-        (plugin.grouped_gemm_nt_f8f8bf16_masked, grouped_gemm_nt_f8f8bf16_masked),
+        (hooks.linear, deepgemm_w8a8_block_fp8_linear_with_fallback),
+        (hooks.grouped_gemm_nt_f8f8bf16_contig, grouped_gemm_nt_f8f8bf16_contig),
+        (hooks.grouped_gemm_nt_f8f8bf16_masked, grouped_gemm_nt_f8f8bf16_masked),
     ):
         assert_accepts(hook, theirs, skipped=1)
 
 
 def test_hooks_are_registered_once(sglang):
-    plugin.register()
-    plugin.register()
+    register()
+    register()
     assert sglang == {
-        f"{FP8_UTILS}.deepgemm_w8a8_block_fp8_linear_with_fallback": (plugin.linear, HookType.AROUND),
-        f"{ENTRYPOINT}.grouped_gemm_nt_f8f8bf16_contig": (plugin.grouped_gemm_nt_f8f8bf16_contig, HookType.AROUND),
-        f"{ENTRYPOINT}.grouped_gemm_nt_f8f8bf16_masked": (plugin.grouped_gemm_nt_f8f8bf16_masked, HookType.AROUND),
-        "sglang.srt.model_executor.model_runner.ModelRunner.load_model": (plugin.make_ready, HookType.AFTER),
+        f"{FP8_UTILS}.deepgemm_w8a8_block_fp8_linear_with_fallback": (hooks.linear, HookType.AROUND),
+        f"{ENTRYPOINT}.grouped_gemm_nt_f8f8bf16_contig": (hooks.grouped_gemm_nt_f8f8bf16_contig, HookType.AROUND),
+        f"{ENTRYPOINT}.grouped_gemm_nt_f8f8bf16_masked": (hooks.grouped_gemm_nt_f8f8bf16_masked, HookType.AROUND),
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model": (hooks.make_ready, HookType.AFTER),
     }
 
 
 def test_without_the_variable_nothing_is_hooked_nor_said(sglang, monkeypatch, caplog):
     monkeypatch.delenv("SGLANG_USE_DEEP_TILE")
-    plugin.register()
+    register()
     assert not sglang and not caplog.records
+
+
+@pytest.mark.parametrize("engine", engines.ENGINES, ids=lambda engine: engine.name)
+def test_entry_points_import_little(engine):
+    """Every process of an engine imports them, whatever the variable says."""
+    module = f"deep_tile.integrations.{engine.name}"
+    announced = f'[project.entry-points."{engine.group}"]\ndeep_tile = "{module}:register"\n'
+    assert announced in (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    program = f"import sys, {module} as plugin; print(callable(plugin.register), *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    callable_, *loaded = done.stdout.split()
+    assert callable_ == "True" and not {"torch", "deep_tile._launcher", engine.name} & {*loaded}
 
 
 @pytest.mark.parametrize("changed", ["version", "arguments", "missing"])
@@ -110,8 +125,8 @@ def test_what_is_not_known_is_refused_in_one_line(sglang, monkeypatch, caplog, c
         monkeypatch.setattr(sys.modules[ENTRYPOINT], "grouped_gemm_nt_f8f8bf16_contig", lambda lhs, rhs, new: None)
     else:
         monkeypatch.delattr(sys.modules[FP8_UTILS], "deepgemm_w8a8_block_fp8_linear_with_fallback")
-    plugin.register()
-    plugin.register()
+    register()
+    register()
     assert len(caplog.records) == 1 and "\n" not in caplog.records[0].getMessage() and not sglang
     assert {"version": "0.6.0", "arguments": "lhs, rhs, new", "missing": "with_fallback"}[changed] in caplog.text
 
@@ -128,7 +143,7 @@ def test_linear_multiplies(device, dtype, with_bias, ue8m0):
     x = torch.randn(2, 5, 272, device=device, dtype=dtype)
     bias = torch.randn(136, device=device, dtype=dtype) if with_bias else None
     given = (layer.weight, [128, 128], layer.weight_scale_inv)
-    out = plugin.linear(None, x, *given, bias=bias, act_scale_ue8m0=ue8m0, weight_bf16=layer.weight.bfloat16())
+    out = hooks.linear(None, x, *given, bias=bias, act_scale_ue8m0=ue8m0, weight_bf16=layer.weight.bfloat16())
     assert (out.dtype, out.shape) == (dtype, (2, 5, 136))
     assert relative_error(out, product(x, layer) + (bias.float() if with_bias else 0)) < 0.05
     rounding = {"round_scale": "pow2"} if ue8m0 else {}
@@ -142,7 +157,7 @@ def test_linear_takes_what_is_cast_already(device, layout):
     a, scale = per_token_cast_to_fp8(torch.randn(8, 272, device=device), scale_layout=layout)
     bias = torch.randn(136, device=device, dtype=torch.bfloat16)
     given = (layer.weight, [128, 128], layer.weight_scale_inv, scale, bias)
-    out = plugin.linear(None, a.view(2, 4, 272), *given)
+    out = hooks.linear(None, a.view(2, 4, 272), *given)
     assert (out.dtype, out.shape) == (torch.bfloat16, (2, 4, 136))
     wanted = fp8_gemm(a, scale, layer.weight, layer.weight_scale_inv, bias=bias)
     assert same_bits(out.view(8, 136), wanted)
@@ -168,7 +183,7 @@ def test_what_is_not_taken_goes_to_sglangs_own(changed):
     arguments = {"input": torch.zeros(4, 272, dtype=torch.bfloat16), "weight": layer.weight, "block_size": [128, 128]}
     arguments |= {"weight_scale": layer.weight_scale_inv, "input_scale": None, "bias": None}
     arguments |= {"act_scale_ue8m0": False, "weight_bf16": torch.zeros(1), **changed}
-    who, *seen = plugin.linear(deepgemm_w8a8_block_fp8_linear_with_fallback, **arguments)
+    who, *seen = hooks.linear(deepgemm_w8a8_block_fp8_linear_with_fallback, **arguments)
     assert who == "its own"
     assert all(was is given for was, given in zip(seen, arguments.values(), strict=True))
 
@@ -177,7 +192,7 @@ def test_linear_is_one_graph():
     layer = layer_of(136, 272)
 
     def run(x):
-        return plugin.linear(None, x, layer.weight, [128, 128], layer.weight_scale_inv)
+        return hooks.linear(None, x, layer.weight, [128, 128], layer.weight_scale_inv)
 
     x = torch.randn(3, 272).bfloat16()
     with torch.no_grad():
@@ -197,11 +212,11 @@ def test_experts_multiply(sglang, monkeypatch, device, alignment):
     out = torch.zeros(256, 136, dtype=torch.bfloat16, device=device)
     of_row = torch.arange(2, device=device).int().repeat_interleave(128)
     of_row[100:128] = -1
-    plugin.grouped_gemm_nt_f8f8bf16_contig(None, a, b, out, of_row, recipe_a=(1, 128), recipe_b=(128, 128))
+    hooks.grouped_gemm_nt_f8f8bf16_contig(None, a, b, out, of_row, recipe_a=(1, 128), recipe_b=(128, 128))
     masked = torch.zeros(2, 128, 136, dtype=torch.bfloat16, device=device)
     counts = torch.tensor([128, 5], dtype=torch.int32, device=device)
     of_groups = tuple(x.unflatten(0, (2, 128)) for x in a)
-    plugin.grouped_gemm_nt_f8f8bf16_masked(None, of_groups, b, masked, counts, 64, recipe_b=[128, 128])
+    hooks.grouped_gemm_nt_f8f8bf16_masked(None, of_groups, b, masked, counts, 64, recipe_b=[128, 128])
     for group, rows in enumerate((slice(100), slice(128, 256))):
         wanted = fp8_gemm(a[0][rows], a[1][rows], b[0][group], b[1][group], batch_invariant=True)
         assert same_bits(out[rows], wanted)
@@ -221,29 +236,29 @@ def test_experts_multiply(sglang, monkeypatch, device, alignment):
 def test_other_groups_go_to_sglangs_own(options, seen):
     a, b = per_token_cast_to_fp8(torch.randn(1, 8, 256)), (*stacked(1, 136, 256),)
     given = a, b, torch.zeros(1, 8, 136).bfloat16(), torch.tensor([8]).int(), 8
-    assert plugin.grouped_gemm_nt_f8f8bf16_masked(grouped_gemm_nt_f8f8bf16_masked, *given, **options) == seen
+    assert hooks.grouped_gemm_nt_f8f8bf16_masked(grouped_gemm_nt_f8f8bf16_masked, *given, **options) == seen
     packed = a[0], torch.ones(1, 8, 1, dtype=torch.int32)
-    own = plugin.grouped_gemm_nt_f8f8bf16_masked(grouped_gemm_nt_f8f8bf16_masked, packed, *given[1:])
+    own = hooks.grouped_gemm_nt_f8f8bf16_masked(grouped_gemm_nt_f8f8bf16_masked, packed, *given[1:])
     assert own == ("its own", None, 256, None, None)
     if "overlap_args" not in options:
         flat = [tuple(x[0] for x in a), *given[1:2], given[2][0], torch.zeros(8).int()]
-        own = plugin.grouped_gemm_nt_f8f8bf16_contig(grouped_gemm_nt_f8f8bf16_contig, *flat, **options)
+        own = hooks.grouped_gemm_nt_f8f8bf16_contig(grouped_gemm_nt_f8f8bf16_contig, *flat, **options)
         assert own == ("its own", *seen[-2:])
 
 
 def test_no_rows_are_no_product(sglang):
     a, b = per_token_cast_to_fp8(torch.randn(0, 256)), (*stacked(1, 136, 256),)
-    plugin.grouped_gemm_nt_f8f8bf16_contig(None, a, b, torch.empty(0, 136).bfloat16(), torch.zeros(0).int())
+    hooks.grouped_gemm_nt_f8f8bf16_contig(None, a, b, torch.empty(0, 136).bfloat16(), torch.zeros(0).int())
 
 
 @pytest.mark.parametrize(("chunk", "most"), [(2048, 2048), (-1, 16384), (None, 16384)])
 def test_loaded_models_are_made_ready(monkeypatch, chunk, most):
     asked = []
-    monkeypatch.setattr(plugin.deep_tile, "precompile_model", lambda *given, **options: asked.append((given, options)))
+    monkeypatch.setattr(hooks.deep_tile, "precompile_model", lambda *given, **options: asked.append((given, options)))
     arguments = SimpleNamespace(chunked_prefill_size=chunk, max_prefill_tokens=16384)
     runner = SimpleNamespace(model="m", server_args=arguments)
     for capability in ((10, 0), (9, 0)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, seen=capability: seen)
-        plugin.make_ready(None, runner)
+        hooks.make_ready(None, runner)
     assert asked == [(("m", most), {"grouping": grouping}) for grouping in ("offs", "counts")]

@@ -54,6 +54,11 @@ class FP8ScaledMMLinearLayerConfig:
     out_dtype: torch.dtype
 
 
+class Params(NamedTuple):
+    weight: torch.Tensor
+    weight_scale_inv: torch.Tensor
+
+
 class Fp8BlockScaledMMLinearKernel:
     apply_input_quant: ClassVar[bool] = True
 
@@ -72,7 +77,7 @@ class Fp8BlockScaledMMLinearKernel:
         return None
 
     def _get_layer_params(self, layer: torch.nn.Module, **kwargs):
-        return SimpleNamespace(weight=layer.weight, weight_scale_inv=layer.weight_scale_inv)
+        return Params(layer.weight, layer.weight_scale_inv)
 
     def process_weights_after_loading(self, layer: torch.nn.Module):
         layer.processed = True
@@ -313,6 +318,7 @@ def test_an_unknown_release_is_refused_in_one_line(vllm, monkeypatch, caplog, ve
         (ORACLE, "select_fp8_moe_backend"),
         (ORACLE, "Fp8MoeBackend"),
         ("vllm.platforms", "PlatformEnum"),
+        ("vllm.envs", "environment_variables"),
     ],
 )
 def test_a_registration_point_that_is_missing_is_refused_in_one_line(vllm, monkeypatch, caplog, module, name):
@@ -425,6 +431,15 @@ def test_linear_takes_what_is_cast_already(linear, device):
         cast = per_token_cast_to_fp8(x, scale_layout=layout)
         out = kernel.apply_weights(layer, cast)
         assert same_bits(out, fp8_gemm(*cast, layer.weight, layer.weight_scale_inv))
+
+
+def test_linear_is_one_graph(linear):
+    layer, kernel = layer_of(136, 272), linear.DeepTileFp8BlockScaledMMKernel(config_of())
+    compiled = torch.compile(kernel.apply_weights, backend="eager", fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for m in (3, 8):
+            x = torch.randn(m, 272).bfloat16()
+            assert same_bits(compiled(layer, x), kernel.apply_weights(layer, x))
 
 
 @pytest.mark.gpu

@@ -316,9 +316,7 @@ def fp8_einsum(
         raise ValueError(f"expr is {expr!r}; on Hopper it is 'bhr,hdr->bhd'")
     _refuse_finish(epilogue=epilogue)
     if isinstance(d, (tuple, list)):
-        raise TypeError(
-            "d is a pair; on Hopper it is one tensor of torch.bfloat16: cast it with per_token_cast_to_fp8"
-        )
+        raise TypeError("d is a pair; on Hopper it is one tensor of torch.bfloat16: cast it with per_token_cast_to_fp8")
     a, a_scale, b, b_scale = _operands(a, b)
     _refuse_sum(c)
     _check_recipes(recipe)

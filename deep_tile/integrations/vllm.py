@@ -26,7 +26,7 @@ def register() -> None:
     """
     from vllm import envs
 
-    envs.environment_variables.setdefault(engines.VLLM.variable, _served_version)
+    getattr(envs, "environment_variables", {}).setdefault(engines.VLLM.variable, _served_version)
     engines.enter(engines.VLLM, _version, _hook)
 
 
@@ -48,6 +48,7 @@ def _version() -> str:
 
 
 def _hook() -> None:
+    from vllm.envs import environment_variables
     from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
     from vllm.model_executor.layers.fused_moe.oracle import fp8
     from vllm.platforms import PlatformEnum
@@ -55,6 +56,8 @@ def _hook() -> None:
     from deep_tile.integrations.vllm_experts import EXPERTS
     from deep_tile.integrations.vllm_linear import DeepTileFp8BlockScaledMMKernel
 
+    if engines.VLLM.variable not in environment_variables:
+        raise RuntimeError(f"vllm.envs does not take {engines.VLLM.variable}, so its compile cache would mix up graphs")
     kernels = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA]
     backends = {name: fp8.Fp8MoeBackend[name] for name in EXPERTS}
     original = fp8.select_fp8_moe_backend

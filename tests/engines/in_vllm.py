@@ -18,7 +18,10 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from deep_tile import dequantize, quantize_weight
+from deep_tile.integrations.vllm_experts import DeepTileBatchedExperts, DeepTileExperts
+from deep_tile.integrations.vllm_linear import DeepTileFp8BlockScaledMMKernel
 
+CLASSES = DeepTileBatchedExperts, DeepTileExperts, DeepTileFp8BlockScaledMMKernel
 CONFIG = {
     "attention_bias": False,
     "bos_token_id": 1,
@@ -156,6 +159,7 @@ def main(folder: str, kind: str) -> None:
     found = {"key": envs.compile_factors().get("VLLM_USE_DEEP_TILE")}
     found["linear"] = type(projection.quant_method.fp8_linear).__name__
     serves = found["linear"].startswith("DeepTile")
+    found["abstract"] = {each.__name__: sorted(each.__abstractmethods__) for each in CLASSES}
     with torch.inference_mode(), set_current_vllm_config(config):
         if serves:
             found["error_of_linear"] = of_linear(projection, x)
@@ -168,4 +172,5 @@ def main(folder: str, kind: str) -> None:
     print("FOUND", json.dumps(found))
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])

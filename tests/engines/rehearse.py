@@ -2,8 +2,8 @@
 
 Their wheels come from the index, without what they depend on, and are unpacked without their compiled parts; what of
 the rest is needed to import them is installed beside them, and stand-ins (sitecustomize.py) take the place of the
-driver and of compiled parts. Kernels are not compiled and not launched: layers are made, chosen, loaded and called as vLLM and
-SGLang do it, and results are deep_tile's for CPU tensors. Takes minutes, and 700 MB of downloads once.
+driver and of compiled parts. Kernels are not compiled and not launched: layers are made, chosen, loaded and called as
+vLLM and SGLang do it, and results are deep_tile's for CPU tensors. Takes minutes, and 700 MB of downloads once.
 """
 
 import argparse
@@ -185,6 +185,7 @@ def check_vllm(folder: Path, name: str) -> list[str]:
         classes = [found["linear"], *([found["experts"]] if kind == "experts" else [])]
         if any(each.startswith("DeepTile") is not bool(variable) for each in classes):
             failures.append(f"{kind}, variable {variable!r}: {classes} serve\n{said[-2000:]}")
+        failures += [f"{name} has no {missing}" for name, missing in found["abstract"].items() if missing]
         if bool(found["key"]) is not bool(variable):
             failures.append(f"{kind}, variable {variable!r}: the compile cache's key has {found['key']!r}")
         failures += [
