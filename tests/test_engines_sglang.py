@@ -254,7 +254,7 @@ def test_no_rows_are_no_product(sglang):
 @pytest.mark.parametrize(("chunk", "most"), [(2048, 2048), (-1, 16384), (None, 16384)])
 def test_loaded_models_are_made_ready(monkeypatch, chunk, most):
     asked = []
-    monkeypatch.setattr(hooks.deep_tile, "precompile_model", lambda *given, **options: asked.append((given, options)))
+    monkeypatch.setattr(hooks.nn, "precompile_model", lambda *given, **options: asked.append((given, options)))
     arguments = SimpleNamespace(chunked_prefill_size=chunk, max_prefill_tokens=16384)
     runner = SimpleNamespace(model="m", server_args=arguments)
     for capability in ((10, 0), (9, 0)):

@@ -455,7 +455,7 @@ def test_linear_compiles_nothing_once_it_is_loaded(linear):
 
 def test_what_is_made_ready_is_so_once(linear, monkeypatch):
     asked, casts = [], []
-    monkeypatch.setattr(linear.deep_tile, "precompile", lambda *given, **options: asked.append((given, options)))
+    monkeypatch.setattr(linear.api, "precompile", lambda *given, **options: asked.append((given, options)))
     monkeypatch.setattr(linear.cast, "load_kernels", lambda *given: casts.append(given))
     for shape in ((256, 128, 64), (136, 272, 64), (256, 128, 64)):
         linear.make_ready((shape,), out_dtype=torch.bfloat16)
@@ -466,7 +466,7 @@ def test_what_is_made_ready_is_so_once(linear, monkeypatch):
 def test_batch_invariance_is_asked_for(linear, monkeypatch):
     monkeypatch.setattr(linear.envs, "VLLM_BATCH_INVARIANT", True)
     seen = []
-    monkeypatch.setattr(linear.deep_tile, "fp8_linear", lambda *given, **options: seen.append(options))
+    monkeypatch.setattr(linear.linear, "fp8_linear", lambda *given, **options: seen.append(options))
     kernel = linear.DeepTileFp8BlockScaledMMKernel(config_of())
     kernel.apply_block_scaled_mm(torch.zeros(1, 272).bfloat16(), None, None, None)
     assert seen[0]["batch_invariant"] is True

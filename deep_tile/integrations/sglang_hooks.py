@@ -9,7 +9,8 @@ from importlib import import_module
 
 import torch
 
-import deep_tile
+from deep_tile import grouped, nn
+from deep_tile import linear as products
 from deep_tile.compat.layouts import group_ends
 from deep_tile.integrations import engines
 from deep_tile.integrations.transformers_weights import takes
@@ -56,9 +57,9 @@ def linear(
         )
     rounding = {"amax_floor": _AMAX_FLOOR, "round_scale": "pow2" if act_scale_ue8m0 else "none"}
     if input_scale is None:
-        return deep_tile.fp8_linear(input, weight, weight_scale, bias, **rounding)
+        return products.fp8_linear(input, weight, weight_scale, bias, **rounding)
     pair = input.view(-1, input.shape[-1]), input_scale
-    return deep_tile.fp8_linear(pair, weight, weight_scale, bias).view(*input.shape[:-1], weight.shape[0])
+    return products.fp8_linear(pair, weight, weight_scale, bias).view(*input.shape[:-1], weight.shape[0])
 
 
 def _takes_linear(input, weight, block_size, weight_scale, input_scale) -> bool:
@@ -88,7 +89,7 @@ def grouped_gemm_nt_f8f8bf16_contig(
     alignment = _alignment()
     offs = group_ends(m_indices, rows, groups, alignment)
     expected = max(1, rows // groups - alignment // 2)  # half of the alignment pads each group, in the mean
-    deep_tile.fp8_grouped_gemm(*lhs, *rhs, offs, out, alignment=alignment, expected_rows=expected)
+    grouped.fp8_grouped_gemm(*lhs, *rhs, offs, out, alignment=alignment, expected_rows=expected)
     return None
 
 
@@ -108,7 +109,7 @@ def grouped_gemm_nt_f8f8bf16_masked(
     if overlap_args is not None or not _takes_groups(lhs, rhs, recipe_a, recipe_b):
         options = {"max_block_n": max_block_n, "recipe_a": recipe_a, "recipe_b": recipe_b}
         return original(lhs, rhs, out, masked_m, expected_m, overlap_args=overlap_args, **options)
-    deep_tile.fp8_grouped_gemm(*lhs, *rhs, out=out, counts=masked_m, expected_rows=max(1, int(expected_m)))
+    grouped.fp8_grouped_gemm(*lhs, *rhs, out=out, counts=masked_m, expected_rows=max(1, int(expected_m)))
     return None
 
 
@@ -138,7 +139,7 @@ def make_ready(_: object, runner: object) -> None:
         return
     for grouping in ("offs", "counts"):
         try:
-            deep_tile.precompile_model(runner.model, most, grouping=grouping)
+            nn.precompile_model(runner.model, most, grouping=grouping)
         except ValueError as error:  # no such layers
             engines.logger(engines.SGLANG).info("nothing to make ready: %s", error)
             return

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 
-import deep_tile
+from deep_tile import experts, grouped, quantize
 from deep_tile.config import SCALE_BLOCK
 from deep_tile.integrations.vllm_linear import AMAX_FLOOR, is_hopper, make_ready
 
@@ -79,17 +79,17 @@ class _Experts(mk.FusedMoEExpertsModular):
         """The first product. Each half of a narrow w1 has scales of its own, and is then multiplied by itself."""
         width = w1.shape[1] // 2
         if width % SCALE_BLOCK == 0:
-            deep_tile.fp8_grouped_gemm(a, a_scale, w1, self.w1_scale, out=out, **products)
+            grouped.fp8_grouped_gemm(a, a_scale, w1, self.w1_scale, out=out, **products)
             return
         blocks = self.w1_scale.shape[1] // 2
         for rows, of_scale in ((slice(width), slice(blocks)), (slice(width, None), slice(blocks, None))):
             half = w1[:, rows], self.w1_scale[:, of_scale]
-            deep_tile.fp8_grouped_gemm(a, a_scale, *half, out=out[..., rows], **products)
+            grouped.fp8_grouped_gemm(a, a_scale, *half, out=out[..., rows], **products)
 
     def _activate(self, gate_up: torch.Tensor, activation: MoEActivation, **bounds) -> _Pair:
         limit, alpha, beta = self._gating()
         numbers = {"alpha": alpha, "beta": beta} if activation == _PACKED else {}
-        return deep_tile.silu_mul_cast_to_fp8(gate_up, limit=limit, amax_floor=AMAX_FLOOR, **numbers, **bounds)
+        return experts.silu_mul_cast_to_fp8(gate_up, limit=limit, amax_floor=AMAX_FLOOR, **numbers, **bounds)
 
     def _gating(self) -> tuple[float | None, float, float]:
         """The limit, alpha and beta of the activation; of the quantisation's configuration, else of the model's."""
@@ -163,19 +163,19 @@ class DeepTileExperts(_Experts):
         expert_tokens_meta: mk.ExpertTokensMetadata | None,
         apply_router_weight_on_input: bool,
     ) -> None:
-        rows, offs, index = deep_tile.sort_by_expert(_local(topk_ids, expert_map), w1.shape[0])
-        experts = w1.shape[0] if global_num_experts < 1 else global_num_experts
-        products = {"offs": offs, "expected_rows": _expected_rows(topk_ids.numel(), experts)}
+        rows, offs, index = experts.sort_by_expert(_local(topk_ids, expert_map), w1.shape[0])
+        everyone = w1.shape[0] if global_num_experts < 1 else global_num_experts
+        products = {"offs": offs, "expected_rows": _expected_rows(topk_ids.numel(), everyone)}
         if a1q_scale is None:
-            a = deep_tile.per_token_cast_to_fp8(hidden_states, rows=rows, offs=offs, amax_floor=AMAX_FLOOR)
+            a = quantize.per_token_cast_to_fp8(hidden_states, rows=rows, offs=offs, amax_floor=AMAX_FLOOR)
         else:  # FP8, which torch does not gather
             a = hidden_states.view(torch.uint8)[rows].view(hidden_states.dtype), a1q_scale[rows]
         gate_up = _part(workspace13, (len(rows), w1.shape[1]))
         self._gate_up(*a, w1, gate_up, products)
         h = self._activate(gate_up, activation, offs=offs)
         results = _part(workspace2, (len(rows), w2.shape[1]))
-        deep_tile.fp8_grouped_gemm(*h, w2, self.w2_scale, out=results, **products)
-        deep_tile.combine(results, _shares(topk_weights, apply_router_weight_on_input), index, out=output)
+        grouped.fp8_grouped_gemm(*h, w2, self.w2_scale, out=results, **products)
+        experts.combine(results, _shares(topk_weights, apply_router_weight_on_input), index, out=output)
 
 
 class DeepTileBatchedExperts(_Experts):
@@ -236,7 +236,7 @@ class DeepTileBatchedExperts(_Experts):
         gate_up = _part(workspace13, (*hidden_states.shape[:2], w1.shape[1]))
         self._gate_up(hidden_states, a1q_scale, w1, gate_up, products)
         h = self._activate(gate_up, activation, counts=counts)
-        deep_tile.fp8_grouped_gemm(*h, w2, self.w2_scale, out=output, **products)
+        grouped.fp8_grouped_gemm(*h, w2, self.w2_scale, out=output, **products)
 
 
 EXPERTS = {"TRITON": DeepTileExperts, "BATCHED_TRITON": DeepTileBatchedExperts}
@@ -256,9 +256,10 @@ def _shares(topk_weights: torch.Tensor, are_in_input: bool) -> torch.Tensor:
     return topk_weights if topk_weights.dtype in (torch.float32, torch.bfloat16) else topk_weights.float()
 
 
-def _expected_rows(choices: int, experts: int) -> int:
-    """Of an expert, where all are liked alike; a power of two, so that few numbers of tokens are told apart."""
-    return 1 << max(0, choices // experts - 1).bit_length()
+def _expected_rows(choices: int, count: int) -> int:
+    """Of one expert of `count`, where all are liked alike; a power of two, so that few numbers of tokens are told
+    apart."""
+    return 1 << max(0, choices // count - 1).bit_length()
 
 
 def _part(workspace: torch.Tensor, shape: _Shape) -> torch.Tensor:

@@ -14,8 +14,7 @@ from vllm.model_executor.kernels.linear import Fp8BlockScaledMMLinearKernel, FP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.platforms import current_platform
 
-import deep_tile
-from deep_tile import api, cast
+from deep_tile import api, cast, linear
 
 _HOPPER = 90
 AMAX_FLOOR = 1e-10
@@ -44,7 +43,7 @@ def make_ready(shapes: tuple[tuple[int, int, int], ...], **options) -> None:
     key = (api.current_gpu(), shapes, *options.values())
     if key in _ready:
         return
-    deep_tile.precompile(shapes, **options)
+    api.precompile(shapes, **options)
     cast.load_kernels(api.current_gpu(), os.cpu_count() or 1)
     _ready.add(key)
 
@@ -77,7 +76,7 @@ class DeepTileFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):
             return False, "deep_tile takes weights in blocks of 128x128 only"
         if config.out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return False, f"deep_tile does not write {config.out_dtype}"
-        is_supported, reason = deep_tile.supports(1, *config.weight_shape)
+        is_supported, reason = api.supports(1, *config.weight_shape)
         return is_supported, None if is_supported else reason
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -96,4 +95,4 @@ class DeepTileFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):
     ) -> torch.Tensor:
         x = (A, As) if A.dtype == torch.float8_e4m3fn else A  # a pair where an earlier kernel has cast it
         options = {"out_dtype": self.config.out_dtype, "batch_invariant": self._batch_invariant}
-        return deep_tile.fp8_linear(x, B, Bs, amax_floor=AMAX_FLOOR, **options)
+        return linear.fp8_linear(x, B, Bs, amax_floor=AMAX_FLOOR, **options)
