@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
     report = Report("fuzz of formats", chosen)
     fuzzer = Fuzzer(chosen, report)
     run_rounds(fuzzer, chosen, report)
-    return leave(report.end(weights=fuzzer.rounds.total(), formats=dict(sorted(fuzzer.rounds.items()))))
+    return leave(report.end(calls_that_copy=fuzzer.rounds.total(), formats=dict(sorted(fuzzer.rounds.items()))))
 
 
 if __name__ == "__main__":

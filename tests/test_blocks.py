@@ -137,6 +137,29 @@ def test_any_strides(device, name, strides):
     assert result.weight.stride(-1) == 1 and result.weight.data_ptr() % 16 == 0
 
 
+SCALES = {
+    "negative": lambda x: torch.where(x < 0.5, -x, x),
+    "some zero": lambda x: torch.where(x < 0.5, 0, x),
+    "all zero": lambda x: x * 0,
+    "denormal": lambda x: x * 2.0**-140,
+    "huge": lambda x: x * 3e38,
+    "of every magnitude": lambda x: torch.exp2((x * 276 - 149).floor()),
+}
+
+
+@pytest.mark.parametrize("kind", SCALES)
+@pytest.mark.parametrize("name", ["fp8_channel", "fp8_32x32"])
+def test_odd_scales(device, kind, name):
+    """Those of the result are normal numbers, whatever they were."""
+    weight, scale, arguments, _ = draw(name, (300, 256), device)
+    scale = SCALES[kind](torch.rand(scale.shape, device=device))
+    block = (1, 256) if name == "fp8_channel" else (32, 32)
+    exact = weight.cpu().double() * spread(scale.cpu().view(len(scale), -1), block, (300, 256))
+    result = to_blocks(weight, scale, **arguments, max_error=math.inf)
+    assert_re_based(result, exact)
+    assert result.scale.min() >= 2**-126 and result.scale.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8], ids=str)
 def test_dtypes_of_powers_of_two(device, dtype):
     weight, *_ = draw("fp8_32x32", (130, 160), device)
