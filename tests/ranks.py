@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from deep_tile import fp8_linear, nn, quantize_weight, tensors, train
 from deep_tile.distributed import ColumnParallel, RowParallel, check_shardable
+from deep_tile.train.sharded import sharded_linear
 
 RANKS = 2
 SECONDS = 240
@@ -396,7 +397,7 @@ def compiled_layers(mesh):
 
 def trained_layers(mesh: DeviceMesh) -> torch.nn.Sequential:
     """Whose three products are in FP8; weights in FP32."""
-    layers = torch.nn.Linear(256, 384), torch.nn.ReLU(), torch.nn.Linear(384, 256)
+    layers = torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256)
     return train.convert(torch.nn.Sequential(*layers).to(mesh.device_type), wanted=lambda name, layer: True)
 
 
@@ -439,7 +440,7 @@ def fully_sharded_training(mesh):
 
 @case
 def split_training(mesh):
-    """By torch's own styles: each rank has columns of the first layer and rows of the second."""
+    """By torch's own styles: the first layer by rows of its weight, the second by columns, where blocks of 128 end."""
     model = trained_layers(mesh)
     other = copy.deepcopy(model)
     parallelize_module(other, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -450,7 +451,24 @@ def split_training(mesh):
         each(given).square().mean().backward()
         results.append([given.grad, *(parameter.grad for parameter in each.parameters())])
     for one, wanted in zip(*results[::-1], strict=True):
-        assert_near(one.full_tensor() if isinstance(one, DTensor) else one, wanted, 2**-6)
+        assert_near(one.full_tensor() if isinstance(one, DTensor) else one, wanted, 2**-9)
+
+
+@case
+def training_of_parts_of_a_batch(mesh):
+    """Whole weights and a split input, as between layers of sequence parallelism; and what is refused."""
+    layer = trained_layers(mesh)[0]
+    x, weight, bias = torch.randn(2 * 128, 256, device=mesh.device_type), layer.weight, layer.bias
+    layer(x.requires_grad_()).square().mean().backward()
+    wanted = [each.grad for each in (x, weight, bias)]
+    given = [split(x, mesh, Shard(0)), split(weight, mesh, WHOLE), split(bias, mesh, WHOLE)]
+    given = [each.requires_grad_() for each in given]
+    sharded_linear(*given, layer.recipe).square().mean().backward()
+    for each, gradient in zip(given, wanted, strict=True):
+        assert_near(each.grad.full_tensor(), gradient, 2**-9)
+    columns = split(weight, mesh, Shard(1))
+    assert_refused(TypeError, "x is no DTensor", sharded_linear, x, *given[1:], layer.recipe)
+    assert_refused(ValueError, "x is split as .*ColwiseParallel", sharded_linear, given[0], columns, None, layer.recipe)
 
 
 if __name__ == "__main__":
