@@ -1,7 +1,7 @@
 """Linear layers over DTensors: each rank casts and multiplies its own part, as torch's styles of splitting have it.
 
-Called by layers.py. Scales are of a rank's part: blocks of 128 begin where it begins. What is sent is what DTensor sends
-of a layer in BF16.
+Called by layers.py. Scales are of a rank's part: blocks of 128 begin where it begins. What is sent is what DTensor
+sends of a layer in BF16.
 """
 
 import sys
@@ -44,8 +44,8 @@ def sharded_linear(x, weight, bias, recipe: Recipe):
     way = ways.get((weight.placements[0], x.placements[0])) if weight.device_mesh.ndim == 1 else None
     if way is None:
         raise ValueError(
-            f"x is split as {x.placements} and weight as {weight.placements}; ColwiseParallel splits a weight by rows, of "
-            "a whole x, RowwiseParallel by columns, of an x that is split along k"
+            f"x is split as {x.placements} and weight as {weight.placements}; ColwiseParallel splits a weight by rows, "
+            "of a whole x, RowwiseParallel by columns, of an x that is split along k"
         )
     of_x, of_parameters, of_result = way
     added_later = bias is not None and of_result.is_partial()
