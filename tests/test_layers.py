@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "wgrad": CALL | {"api", "dense", "finishes", "grouped", "params"},
     "replaceable": {"quantize", "tensors"},
     "train": {"api", "both", "config", "dense", "experts", "grouped", "ops", "problem", "quantize", "select"}
-    | {"transposed", "wgrad"},
+    | {"tensors", "transposed", "wgrad"},
     "nn": {"api", "cast", "config", "integrations", "jit", "linear", "quantize", "replaceable", "tensors"},
     "distributed": {"config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"config", "discovery", "experts", "grouped", "linear", "quantize", "replaceable", "tensors"}

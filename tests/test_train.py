@@ -418,6 +418,16 @@ def test_checkpoints_change_no_bit(reentrant):
     assert all(map(same_bits, got, wanted))
 
 
+@EACH_RECIPE
+def test_saved_tensors_that_come_back_dense(recipe):
+    """As hooks that offload them have it: without what lies between rows."""
+    layer = make_layer()
+    hooks = lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        got = trained(linear, *layer, recipe=recipe)
+    assert_all_equal(got, defined(*layer, recipe))
+
+
 def test_batches_are_added_one_by_one():
     model, xs = small_model(), torch.randn(3, 9, 72)
     each = [gradients_of(model, x) for x in xs]
