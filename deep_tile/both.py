@@ -343,9 +343,10 @@ def _step(x: torch.Tensor) -> int:
 
 
 def _check_given(check: Callable[..., None], x: torch.Tensor, *arguments) -> None:
-    """`check`, and what needs memory."""
+    """`check`, and that x is memory."""
+    if isinstance(x, torch.Tensor):
+        tensors.require_plain(**{"w" if check is _check_weight else "x": x})
     check(x, *arguments)
-    tensors.require_plain(**{"w" if check is _check_weight else "x": x})
 
 
 def _check_both(x: torch.Tensor, blocks: bool, options: transposed.Options, lists: sources.Lists) -> None:

@@ -411,9 +411,9 @@ def draw_both(random: Random, sizes: Sizes) -> Drawn:
     """Without targets, and with bounds whose dead rows can be told."""
     inputs, _, options = draw_transposed(random, sizes)
     rows = inputs["rows"].shape[0] if "rows" in inputs else inputs["x"].shape[0]
-    if "offs" in inputs:
-        if expected_casts.living_tokens(inputs["offs"].values, rows, options["alignment"]) is None:
-            del inputs["offs"]
+    bounds = inputs.pop("offs", None)
+    if bounds and expected_casts.living_tokens(bounds.values, rows, options["alignment"]) is not None:
+        inputs["offs"] = bounds
     options["blocks"] = "offs" not in inputs and random.random() < 0.5
     del options["scale_layout"]
     return inputs, {}, options

@@ -20,10 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from deep_tile import fp8_linear, nn, quantize_weight, tensors
+from deep_tile import fp8_linear, nn, quantize_weight, tensors, train
 from deep_tile.distributed import ColumnParallel, RowParallel, check_shardable
+from deep_tile.train.sharded import sharded_linear
 
 RANKS = 2
 SECONDS = 240
@@ -429,6 +430,82 @@ def compiled_layers(mesh):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert_equal(compiled(x) + 0, model(x))
+
+
+def trained_layers(mesh: DeviceMesh) -> torch.nn.Sequential:
+    """Whose three products are in FP8; weights in FP32."""
+    layers = torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256)
+    return train.convert(torch.nn.Sequential(*layers).to(mesh.device_type), wanted=lambda name, layer: True)
+
+
+def assert_trained_alike(mesh: DeviceMesh, model: torch.nn.Module, other: torch.nn.Module, run: Callable) -> None:
+    """Two steps: `other`, of which each rank has its tokens, and one process, whose products add all of them up.
+
+    FP8 makes the gradient of half of the tokens that of the rows alone, since scales along tokens are of 128 of them:
+    each rank has 128.
+    """
+    for _ in range(2):
+        x = torch.randn(2 * 128, 256, device=mesh.device_type)
+        parts = []
+        for each, call, tokens in ((model, model, x), (other, run, split(x, mesh, Shard(0)).to_local())):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
+            each.zero_grad()
+            call(tokens).square().mean().backward()
+            parts.append([parameter.grad for parameter in each.parameters()])
+            optimizer.step()
+        for one, wanted in zip(*parts[::-1], strict=True):
+            assert_near(one.full_tensor() if isinstance(one, DTensor) else one, wanted, 2**-9)
+    for one, wanted in zip(other.parameters(), model.parameters(), strict=True):
+        assert_near(one.full_tensor() if isinstance(one, DTensor) else one.detach(), wanted.detach(), 2**-9)
+
+
+@case
+def replicated_training(mesh):
+    model = trained_layers(mesh)
+    other = copy.deepcopy(model)
+    assert_trained_alike(mesh, model, other, torch.nn.parallel.DistributedDataParallel(other))
+
+
+@case
+def fully_sharded_training(mesh):
+    model = trained_layers(mesh)
+    other = copy.deepcopy(model)
+    for layer in (other[0], other[2], other):
+        fully_shard(layer, mesh=mesh)
+    assert_trained_alike(mesh, model, other, other)
+
+
+@case
+def split_training(mesh):
+    """By torch's own styles: the first layer by rows of its weight, the second by columns, where blocks of 128 end."""
+    model = trained_layers(mesh)
+    other = copy.deepcopy(model)
+    parallelize_module(other, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x = torch.randn(128, 256, device=mesh.device_type)
+    results = []
+    for each in (model, other):
+        given = x.clone().requires_grad_()
+        each(given).square().mean().backward()
+        results.append([given.grad, *(parameter.grad for parameter in each.parameters())])
+    for one, wanted in zip(*results[::-1], strict=True):
+        assert_near(one.full_tensor() if isinstance(one, DTensor) else one, wanted, 2**-9)
+
+
+@case
+def training_of_parts_of_a_batch(mesh):
+    """Whole weights and a split input, as between layers of sequence parallelism; and what is refused."""
+    layer = trained_layers(mesh)[0]
+    x, weight, bias = torch.randn(2 * 128, 256, device=mesh.device_type), layer.weight, layer.bias
+    layer(x.requires_grad_()).square().mean().backward()
+    wanted = [each.grad for each in (x, weight, bias)]
+    given = [split(x, mesh, Shard(0)), split(weight, mesh, WHOLE), split(bias, mesh, WHOLE)]
+    given = [each.requires_grad_() for each in given]
+    sharded_linear(*given, layer.recipe).square().mean().backward()
+    for each, gradient in zip(given, wanted, strict=True):
+        assert_near(each.grad.full_tensor(), gradient, 2**-9)
+    columns = split(weight, mesh, Shard(1))
+    assert_refused(TypeError, "x is no DTensor", sharded_linear, x, *given[1:], layer.recipe)
+    assert_refused(ValueError, "ColwiseParallel splits a weight", sharded_linear, given[0], columns, None, layer.recipe)
 
 
 if __name__ == "__main__":

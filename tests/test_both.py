@@ -9,8 +9,14 @@ from test_quantize import EACH_OPTION, wide_matrix
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from deep_tile import cast_both, cast_weight, per_block_cast_to_fp8, per_token_cast_to_fp8, transpose_fp8
-from deep_tile import transposed_cast_to_fp8
+from deep_tile import (
+    cast_both,
+    cast_weight,
+    per_block_cast_to_fp8,
+    per_token_cast_to_fp8,
+    transpose_fp8,
+    transposed_cast_to_fp8,
+)
 from deep_tile.both import BYTE_DTYPES, CastBoth, CastWeight
 from deep_tile.config import ceil_div, round_up
 from deep_tile.quantize import FP8_DTYPE
@@ -32,7 +38,11 @@ def joined(x, rows=None, offs=None, alignment=128, blocks=False, **options):
     gathered = {} if rows is None else {"rows": rows}
     along_k = per_token_cast_to_fp8(x, **gathered, **options)
     if blocks:
-        x = x if rows is None else torch.where(((rows >= 0) & (rows < len(x)))[:, None], x[rows.clamp(0, len(x) - 1).long()], 0)
+        x = (
+            x
+            if rows is None
+            else torch.where(((rows >= 0) & (rows < len(x)))[:, None], x[rows.clamp(0, len(x) - 1).long()], 0)
+        )
         return *along_k, *per_block_cast_to_fp8(x.t(), **options)
     groups = {} if offs is None else {"offs": offs, "alignment": alignment}
     return *along_k, *transposed_cast_to_fp8(x, **gathered, **groups, **options)
@@ -77,7 +87,10 @@ def test_weights_are_the_cast_and_its_transpose(shape, dtype, experts):
     w = matrix(shape, dtype)
     w = w if experts is None else torch.stack([w * 2**i for i in range(experts)]) if experts else w.new_zeros(0, *shape)
     made = cast_weight(w)
-    assert type(made) is CastWeight and made.bt_scale.shape == (*w.shape[:-2], *(ceil_div(size, 128) for size in shape[::-1]))
+    assert type(made) is CastWeight and made.bt_scale.shape == (
+        *w.shape[:-2],
+        *(ceil_div(size, 128) for size in shape[::-1]),
+    )
     assert made.bt_scale.data_ptr() == made.b_scale.data_ptr()
     if experts != 0:
         assert_same(made, of_weight(w))
@@ -101,7 +114,11 @@ def test_bytes_are_transposed(dtype, leading):
     for shape in SHAPES:
         x = torch.randint(0, 256, (*leading, *shape), dtype=torch.uint8).view(dtype)
         made = transpose_fp8(x)
-        assert made.dtype == dtype and made.shape == x.mT.shape and torch.equal(made.view(torch.uint8), x.view(torch.uint8).mT)
+        assert (
+            made.dtype == dtype
+            and made.shape == x.mT.shape
+            and torch.equal(made.view(torch.uint8), x.view(torch.uint8).mT)
+        )
         assert 0 in shape or made.stride()[-2:] == (round_up(shape[0], 16), 1)
 
 
@@ -121,7 +138,11 @@ def test_any_strides():
         assert_same(cast_weight(source), of_weight(x))
     assert_same(cast_both(x[:1].expand(130, 201)), joined(x[:1].repeat(130, 1)))
     experts = torch.stack([x, -x, 2 * x])
-    for source in (experts.transpose(0, 1).contiguous().transpose(0, 1), experts.mT.contiguous().mT, torch.cat([experts] * 2)[::2]):
+    for source in (
+        experts.transpose(0, 1).contiguous().transpose(0, 1),
+        experts.mT.contiguous().mT,
+        torch.cat([experts] * 2)[::2],
+    ):
         assert_same(cast_weight(source), of_weight(source.contiguous()))
     codes = per_token_cast_to_fp8(x)[0]
     for source in strided(codes.view(torch.uint8)):
@@ -231,8 +252,16 @@ WRONG = {
     "both, offs": (lambda: cast_both(X, offs=OFFS.long()), TypeError, "offs is a tensor of int64"),
     "both, rows": (lambda: cast_both(X, rows=X[0]), TypeError, "rows is a tensor of float32"),
     "both, blocks": (lambda: cast_both(X, blocks=1), TypeError, "blocks is 1; it must be True or False"),
-    "both, blocks of groups": (lambda: cast_both(X, blocks=True, offs=OFFS), ValueError, "blocks is given together with"),
-    "both, gradient": (lambda: cast_both(X.clone().requires_grad_()), RuntimeError, "cast_both has none: cast x.detach"),
+    "both, blocks of groups": (
+        lambda: cast_both(X, blocks=True, offs=OFFS),
+        ValueError,
+        "blocks is given together with",
+    ),
+    "both, gradient": (
+        lambda: cast_both(X.clone().requires_grad_()),
+        RuntimeError,
+        "cast_both has none: cast x.detach",
+    ),
     "weight of FP8": (lambda: cast_weight(CODES), TypeError, "w is a tensor of float8_e4m3fn"),
     "weight of four": (lambda: cast_weight(X[None, None]), ValueError, r"w has shape .*\[g, n, k\].*\.view\(\) it so"),
     "weight of one": (lambda: cast_weight(X[0]), ValueError, r"w has shape \[264\]"),

@@ -3,7 +3,7 @@ around what they write."""
 
 import pytest
 import torch
-from test_both import SHAPES, assert_same, joined, of_weight, strided
+from test_both import SHAPES, joined, of_weight, strided
 from test_quantize import EACH_OPTION, codes, wide_matrix
 
 from deep_tile import both, cast_both, cast_weight, transpose_fp8
@@ -112,7 +112,9 @@ def test_options(options, dtype):
 def test_many_draws(dtype):
     """Sizes, gaps and addresses of any kind, each call twice: the second is remembered."""
     for _ in range(60):
-        rows, columns, gap, first = (int(torch.randint(low, high, ())) for low, high in ((1, 700), (1, 700), (0, 20), (0, 9)))
+        rows, columns, gap, first = (
+            int(torch.randint(low, high, ())) for low, high in ((1, 700), (1, 700), (0, 20), (0, 9))
+        )
         wide = draw((rows, columns + gap + first), dtype)
         x, on_gpu = wide[:, first : first + columns], wide.cuda()[:, first : first + columns]
         for _ in range(2):
@@ -129,14 +131,20 @@ def test_any_strides():
         assert_as_on_cpu(cast_both(source), joined(x))
         assert_as_on_cpu(cast_weight(source), of_weight(x))
     experts = torch.stack([x, -x, 2 * x]).cuda()
-    for source in (experts.transpose(0, 1).contiguous().transpose(0, 1), experts.mT.contiguous().mT, torch.cat([experts] * 2)[::2]):
+    for source in (
+        experts.transpose(0, 1).contiguous().transpose(0, 1),
+        experts.mT.contiguous().mT,
+        torch.cat([experts] * 2)[::2],
+    ):
         assert_as_on_cpu(cast_weight(source), of_weight(source.cpu().contiguous()))
         bytes_ = source.view(torch.uint8)[..., :201] if source.stride(-1) == 1 else source.to(torch.uint8)
         assert torch.equal(transpose_fp8(bytes_), bytes_.mT)
 
 
 @pytest.mark.parametrize("columns", [136, 131])
-@pytest.mark.parametrize("offs", [[300], [5, 130, 300], [0, 128, 128, 300], [2**31 - 1], [0], [100, 50, 300], [-5, 200]], ids=str)
+@pytest.mark.parametrize(
+    "offs", [[300], [5, 130, 300], [0, 128, 128, 300], [2**31 - 1], [0], [100, 50, 300], [-5, 200]], ids=str
+)
 def test_groups(offs, columns):
     """Tokens of no group are left alone; what is along k is written for whole 128 that live."""
     x = wide_matrix(300, columns, torch.bfloat16)
@@ -203,7 +211,9 @@ def test_large():
     made = cast_weight(x)
     for rows in (slice(0, 256), slice(65_536, 65_664)):
         wanted = of_weight(x[rows].cpu())
-        assert_as_on_cpu((made.b[rows], made.b_scale[rows.start // 128 : -(-rows.stop // 128)], made.bt[:, rows]), wanted)
+        assert_as_on_cpu(
+            (made.b[rows], made.b_scale[rows.start // 128 : -(-rows.stop // 128)], made.bt[:, rows]), wanted
+        )
     assert torch.equal(transpose_fp8(made.b).view(torch.uint8), made.bt.view(torch.uint8))
     del made
     both_ways = cast_both(x)

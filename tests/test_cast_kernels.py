@@ -433,7 +433,7 @@ EACH_ROWS, EACH_BOTH, EACH_TILES = (
 
 def guarded_like(made):
     """Tensors of these shapes and strides, poisoned, and all of their memory."""
-    memory = [torch.full(((size := x.untyped_storage().nbytes()) + 64,), POISON, dtype=torch.uint8) for x in made]
+    memory = [torch.full((x.untyped_storage().nbytes() + 64,), POISON, dtype=torch.uint8) for x in made]
     inner = [m[32:-32].view(x.dtype).as_strided(x.shape, x.stride()) for m, x in zip(memory, made, strict=True)]
     return inner, memory
 
@@ -501,9 +501,9 @@ def test_both_of_tokens_by_an_index(launch, kernel, dtype):
 @EACH_TILES
 @EACH_OPTION
 def test_weights_bits_are_the_definitions(launch, kernel, options):
-    for shape, floor, experts in itertools.product([(1, 1), (3, 400), (300, 301), (131, 264)], FLOORS, [0, 3]):
+    for shape, floor, count in itertools.product([(1, 1), (3, 400), (300, 301), (131, 264)], FLOORS, [0, 3]):
         dtype = DTYPES[kernel.source]
-        w = torch.stack([odd_matrix(shape, dtype) for _ in range(experts)]) if experts else odd_matrix(shape, dtype)
+        w = torch.stack([odd_matrix(shape, dtype) for _ in range(count)]) if count else odd_matrix(shape, dtype)
         made, all_options = both._new_weight(w), quantize.Options(128, amax_floor=floor, **options)
         assert_both_as_defined(
             *(launch, kernel, made, both._weight_layout(made, all_options, w), {}),

@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "wgrad": CALL | {"api", "dense", "finishes", "grouped", "params"},
     "replaceable": {"quantize", "tensors"},
     "train": {"api", "both", "config", "dense", "experts", "grouped", "ops", "problem", "quantize", "select"}
-    | {"transposed", "wgrad"},
+    | {"tensors", "transposed", "wgrad"},
     "nn": {"api", "blocks", "cast", "config", "formats", "integrations", "jit", "linear", "quantize"}
     | {"replaceable", "tensors"},
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
@@ -119,6 +119,7 @@ WITH_TORCH = {
     "train.layers",
     "train.linear",
     "train.recipe",
+    "train.sharded",
     "transposed",
     "wgrad",
     "tools.energy",

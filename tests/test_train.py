@@ -32,7 +32,7 @@ RECIPES = [
     Recipe(recast=True, keep_weights=False),
 ]
 EACH_RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=range(len(RECIPES)))
-ALL = dict(wanted=lambda name, layer: True)
+ALL = {"wanted": lambda name, layer: True}
 
 
 def make_layer(shape=(2, 5, 200), n=130, dtype=torch.bfloat16, of_weight=None, device="cpu"):
@@ -71,7 +71,9 @@ def trained(call, x, weight, bias, dy, **options):
     given = [each for each in (x, weight, bias) if each is not None and each.requires_grad]
     y = call(x, weight, bias, **options)
     gradients = iter(torch.autograd.grad(y, given, dy))
-    return y.detach(), *(next(gradients) if each is not None and each.requires_grad else None for each in (x, weight, bias))
+    return y.detach(), *(
+        next(gradients) if each is not None and each.requires_grad else None for each in (x, weight, bias)
+    )
 
 
 def assert_all_equal(got, wanted):
@@ -142,7 +144,11 @@ def test_recipes_are_near_the_exact_product(dtype, recipe):
 
 def test_rows_of_any_strides():
     _, weight, bias, dy = make_layer((4, 6, 200))
-    for x in (torch.randn(6, 4, 200).transpose(0, 1), torch.randn(4, 6, 400)[..., ::2], torch.randn(6, 200).expand(4, 6, 200)):
+    for x in (
+        torch.randn(6, 4, 200).transpose(0, 1),
+        torch.randn(4, 6, 400)[..., ::2],
+        torch.randn(6, 200).expand(4, 6, 200),
+    ):
         x, dys = x.bfloat16().requires_grad_(), dy.transpose(0, 1).contiguous().transpose(0, 1)
         assert_all_equal(trained(linear, x, weight, bias, dys), defined(x, weight, bias, dy))
     x, weight = make_layer()[0], nn.Parameter(torch.randn(200, 130).bfloat16().t())
@@ -412,6 +418,16 @@ def test_checkpoints_change_no_bit(reentrant):
     assert all(map(same_bits, got, wanted))
 
 
+@EACH_RECIPE
+def test_saved_tensors_that_come_back_dense(recipe):
+    """As hooks that offload them have it: without what lies between rows."""
+    layer = make_layer()
+    hooks = lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        got = trained(linear, *layer, recipe=recipe)
+    assert_all_equal(got, defined(*layer, recipe))
+
+
 def test_batches_are_added_one_by_one():
     model, xs = small_model(), torch.randn(3, 9, 72)
     each = [gradients_of(model, x) for x in xs]
@@ -482,12 +498,16 @@ def test_main_grad(recipe, dtype, compiled, is_told):
     run = torch.compile(linear, backend="aot_eager") if compiled else linear
     run(x, weight, bias, recipe=recipe).backward(dy)
     in_float32 = x, nn.Parameter(weight.detach().float()), bias, dy
-    exact = before.double() + (defined(*in_float32, recipe)[2] if recipe.wgrad != "bf16" else defined(x, weight, bias, dy, recipe)[2])
+    exact = before.double() + (
+        defined(*in_float32, recipe)[2] if recipe.wgrad != "bf16" else defined(x, weight, bias, dy, recipe)[2]
+    )
     error = (weight.main_grad.double() - exact).abs().max()
     assert error <= (1e-4 if dtype == torch.float32 and recipe.wgrad != "bf16" else 2**-7) * exact.abs().max()
     assert not torch.equal(weight.main_grad, before)
     assert same_bits(x.grad, defined(x, weight, bias, dy, recipe)[1])
-    assert hooked == ([weight.shape] if is_told else []) and getattr(weight, "grad_added_to_main_grad", False) == is_told
+    assert (
+        hooked == ([weight.shape] if is_told else []) and getattr(weight, "grad_added_to_main_grad", False) == is_told
+    )
     assert is_told or weight.grad is None
 
 
@@ -575,16 +595,32 @@ WRONG = {
     "x of FP64": (lambda g: {"x": g["x"].double()}, TypeError, "x is a tensor of torch.float64; it must be"),
     "x no tensor": (lambda g: {"x": [1.0]}, TypeError, "x is a list; it must be a tensor of bfloat16"),
     "x a number": (lambda g: {"x": torch.ones(())}, ValueError, r"x has shape \[\]; it must be \[..., k\]"),
-    "weight of FP8": (lambda g: {"weight": g["weight"].detach().to(FP8)}, TypeError, "weight is .*deep_tile.fp8_linear"),
-    "weight of integers": (lambda g: {"weight": torch.ones(130, 200).int()}, TypeError, "weight is a tensor of torch.int32"),
+    "weight of FP8": (
+        lambda g: {"weight": g["weight"].detach().to(FP8)},
+        TypeError,
+        "weight is .*deep_tile.fp8_linear",
+    ),
+    "weight of integers": (
+        lambda g: {"weight": torch.ones(130, 200).int()},
+        TypeError,
+        "weight is a tensor of torch.int32",
+    ),
     "no weight": (lambda g: {"weight": None}, TypeError, "weight is a NoneType; it must be a tensor"),
     "weight transposed": (
         lambda g: {"weight": g["weight"].t()},
         ValueError,
         r"weight has shape \[200, 130\]; for x of \[2, 5, 200\] it must be \[n, k\]",
     ),
-    "weight of three": (lambda g: {"weight": g["weight"][None]}, ValueError, r"weight has shape \[1, 130, 200\]; .*\[n, k\]"),
-    "weight elsewhere": (lambda g: {"weight": g["weight"].to("meta")}, ValueError, "weight is on meta but x is on cpu; move"),
+    "weight of three": (
+        lambda g: {"weight": g["weight"][None]},
+        ValueError,
+        r"weight has shape \[1, 130, 200\]; .*\[n, k\]",
+    ),
+    "weight elsewhere": (
+        lambda g: {"weight": g["weight"].to("meta")},
+        ValueError,
+        "weight is on meta but x is on cpu; move",
+    ),
     "bias too short": (lambda g: {"bias": g["bias"][:3]}, ValueError, r"bias has shape \[3\]; .*it must be \[n\]"),
     "bias of FP64": (lambda g: {"bias": g["bias"].double()}, TypeError, "bias is a tensor of torch.float64"),
     "no recipe": (lambda g: {"recipe": "fp8"}, TypeError, "recipe is a str; it must be a deep_tile.train.Recipe"),

@@ -1,4 +1,4 @@
-"""`deep_tile.train` on a GPU: the CPU's definition for odd shapes, whole steps as CUDA graphs, gradients of any scale."""
+"""`deep_tile.train` on a GPU: the CPU's definition for odd shapes, steps as CUDA graphs, gradients of any scale."""
 
 import copy
 
@@ -28,7 +28,9 @@ def assert_near(got, wanted, bound=SUMMED):
 @EACH_RECIPE
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize(
-    ("shape", "n"), [((2, 5, 200), 130), ((300, 136), 257), ((7,), 3), ((2, 1), 1), ((1000, 520), 264), ((129, 4096), 96)], ids=str
+    ("shape", "n"),
+    [((2, 5, 200), 130), ((300, 136), 257), ((7,), 3), ((2, 1), 1), ((1000, 520), 264), ((129, 4096), 96)],
+    ids=str,
 )
 def test_gradients_are_the_cpus(shape, n, dtype, recipe):
     """The casts have the CPU's bits; products are added in another order."""
@@ -64,7 +66,9 @@ def test_any_scale_of_gradients_is_as_good(wgrad):
         scaled = (of_dy * 10.0**-exponent).bfloat16()
         _, dx, dw, _ = trained(linear, x, weight, None, scaled, recipe=Recipe(wgrad=wgrad))
         exact = scaled.double() @ of_w, scaled.double().t() @ of_x
-        errors.append([((got.double() - one).norm() / one.norm()).item() for got, one in zip((dx, dw), exact, strict=True)])
+        errors.append(
+            [((got.double() - one).norm() / one.norm()).item() for got, one in zip((dx, dw), exact, strict=True)]
+        )
     for of_one in errors:
         assert of_one[0] <= 1.02 * errors[0][0] and of_one[1] <= 1.02 * errors[0][1], errors
 

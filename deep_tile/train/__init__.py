@@ -3,6 +3,8 @@
     import deep_tile.train
 
     deep_tile.train.convert(model)  # nn.Linear becomes deep_tile.train.Linear; parameters stay the same objects
+
+Functions are imported here, not at their first use: modules have the names of some, and would stand for them.
 """
 
 from deep_tile.train.experts import experts
@@ -11,5 +13,4 @@ from deep_tile.train.linear import linear, linears
 from deep_tile.train.predict import predict
 from deep_tile.train.recipe import Recipe
 
-# Functions come after the modules of their names, which importing these binds here, too.
 __all__ = ["Linear", "Recipe", "convert", "experts", "linear", "linears", "predict"]

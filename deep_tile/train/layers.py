@@ -9,6 +9,7 @@ from torch import nn
 from deep_tile.train.linear import linear
 from deep_tile.train.predict import predict
 from deep_tile.train.recipe import Recipe, require
+from deep_tile.train.sharded import is_sharded, sharded_linear
 
 
 class Linear(nn.Linear):
@@ -23,6 +24,8 @@ class Linear(nn.Linear):
     recipe: Recipe = Recipe()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if is_sharded(input, self.weight):
+            return sharded_linear(input, self.weight, self.bias, self.recipe)
         return linear(input, self.weight, self.bias, recipe=self.recipe)
 
     def extra_repr(self) -> str:
