@@ -431,6 +431,9 @@ EACH_ROWS, EACH_BOTH, EACH_TILES = (
 )
 
 
+SHAPES_OF_BOTH = [(1, 1), (3, 400), (300, 301), (131, 264)]
+
+
 def guarded_like(made):
     """Tensors of these shapes and strides, poisoned, and all of their memory."""
     memory = [torch.full((x.untyped_storage().nbytes() + 64,), POISON, dtype=torch.uint8) for x in made]
@@ -476,7 +479,7 @@ def both_as_defined(launch, kernel, x, options, lists, grid=2):
 @EACH_BOTH
 @EACH_OPTION
 def test_both_bits_are_the_definitions(launch, kernel, options):
-    for shape, floor in itertools.product([(1, 1), (3, 400), (300, 301), (131, 264)], FLOORS):
+    for shape, floor in zip(SHAPES_OF_BOTH, FLOORS, strict=True):
         x = odd_matrix(shape, DTYPES[kernel.source])
         both_as_defined(launch, kernel, x, {"amax_floor": floor, **options}, {})
 
@@ -501,7 +504,7 @@ def test_both_of_tokens_by_an_index(launch, kernel, dtype):
 @EACH_TILES
 @EACH_OPTION
 def test_weights_bits_are_the_definitions(launch, kernel, options):
-    for shape, floor, count in itertools.product([(1, 1), (3, 400), (300, 301), (131, 264)], FLOORS, [0, 3]):
+    for (shape, floor), count in itertools.product(zip(SHAPES_OF_BOTH, FLOORS, strict=True), [0, 3]):
         dtype = DTYPES[kernel.source]
         w = torch.stack([odd_matrix(shape, dtype) for _ in range(count)]) if count else odd_matrix(shape, dtype)
         made, all_options = both._new_weight(w), quantize.Options(128, amax_floor=floor, **options)
