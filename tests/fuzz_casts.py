@@ -419,18 +419,19 @@ def draw_both(random: Random, sizes: Sizes) -> Drawn:
     return inputs, {}, options
 
 
-def draw_weight_both(random: Random, sizes: Sizes) -> Drawn:
+def draw_weights_shape(random: Random, sizes: Sizes) -> tuple[int, ...]:
     """Of a layer, or of experts."""
-    n, k = draw_matrix(random, sizes)
-    experts = (random.choice((1, 2, 3)),) if random.random() < 0.4 else ()
-    return {"w": draw_source(random, (*experts, n, k))}, {}, draw_options(random, layout=False)
+    n, k = draw_matrix(random, sizes._replace(elements=sizes.elements // 3))
+    return (random.choice((1, 2, 3)), n, k) if random.random() < 0.4 else (n, k)
+
+
+def draw_weight_both(random: Random, sizes: Sizes) -> Drawn:
+    return {"w": draw_source(random, draw_weights_shape(random, sizes))}, {}, draw_options(random, layout=False)
 
 
 def draw_transpose(random: Random, sizes: Sizes) -> Drawn:
-    n, k = draw_matrix(random, sizes)
-    experts = (random.choice((1, 2, 3)),) if random.random() < 0.4 else ()
     dtype = random.choice(("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2", "uint8", "int8"))
-    return {"x": draw_input(random, (*experts, n, k), dtype, "bytes")}, {}, {}
+    return {"x": draw_input(random, draw_weights_shape(random, sizes), dtype, "bytes")}, {}, {}
 
 
 def draw_combine(random: Random, sizes: Sizes) -> Drawn:

@@ -466,12 +466,22 @@ def odd_matrix(shape, dtype):
 
 
 def both_as_defined(launch, kernel, x, options, lists, grid=2):
+    """Tokens of no group are left alone along k, too, where the definition casts them."""
     options, blocks = transposed.Options(**options, lists=(*lists,)), kernel.what == "mixed"
     made = both._new_both(x, blocks, lists)
+
+    def define(inner):
+        both._both_definition(x, blocks, options, lists, both.CastBoth(*inner))
+        if "offs" in lists:
+            tokens = torch.arange(len(inner[0]))
+            dead = tokens % 128 >= transposed._living(lists["offs"], len(tokens), options.alignment)[tokens // 128]
+            inner[0].view(torch.uint8)[dead] = POISON
+            inner[1].view(torch.int32)[dead] = int.from_bytes(bytes([POISON] * 4), "little")
+
     assert_both_as_defined(
         *(launch, kernel, made, both._both_layout(made, options, lists, x), lists),
         given=lambda inner: (x, *inner),
-        define=lambda inner: both._both_definition(x, blocks, options, lists, both.CastBoth(*inner)),
+        define=define,
         grid=grid,
     )
 
