@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from deep_tile import quantize, transposed
+from deep_tile import quantize, tensors, transposed
 from deep_tile.both import CastWeight, cast_both, cast_weight
 from deep_tile.train.recipe import Recipe
 
@@ -132,3 +132,10 @@ def cast_gradient(
     first = quantize.per_token_cast_to_fp8(dy, **recipe.cast) if along_n else (None, None)
     second = transposed.transposed_cast_to_fp8(dy, **recipe.cast) if along_tokens else (None, None)
     return *first, *second
+
+
+def with_aligned_rows(codes: torch.Tensor | None) -> torch.Tensor | None:
+    """Codes that were saved: hooks of saved tensors, such as those that offload them, may give them back dense."""
+    if codes is None or torch.compiler.is_compiling() or codes.stride(-2) % tensors.ALIGNMENT_BYTES == 0:
+        return codes
+    return tensors.with_aligned_rows(codes)

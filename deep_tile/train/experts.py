@@ -15,7 +15,7 @@ from deep_tile.both import cast_both
 from deep_tile.config import SCALE_BLOCK
 from deep_tile.experts import Routing, combine, sort_by_expert
 from deep_tile.grouped import fp8_grouped_gemm
-from deep_tile.train.casts import cast_once
+from deep_tile.train.casts import cast_once, with_aligned_rows
 from deep_tile.train.recipe import Recipe
 from deep_tile.wgrad import fp8_grouped_wgrad
 
@@ -109,7 +109,7 @@ class _Experts(torch.autograd.Function):
         of_x, _, of_shares, of_up, of_down, _ = ctx.needs_input_grad
         offs, index, share = saved.offs, saved.index, saved.share
         d, d_scale, *d_along = _cast(dy, recipe, offs, saved.rows)
-        of_hidden = _product(d, d_scale, saved.down_transposed, saved.down_scale.mT, offs)
+        of_hidden = _product(d, d_scale, with_aligned_rows(saved.down_transposed), saved.down_scale.mT, offs)
         hidden_along = saved.hidden_along_tokens, saved.hidden_scale
         down = _weight_gradient(d_along, hidden_along, offs, ctx.dtypes[2]) if of_down else None
         x_grad = shares = up = None
@@ -121,7 +121,7 @@ class _Experts(torch.autograd.Function):
         if of_up:
             up = _weight_gradient(d_along, (saved.x_along_tokens, saved.x_scale), offs, ctx.dtypes[1])
         if of_x:
-            rows = _product(d, d_scale, saved.up_transposed, saved.up_scale.mT, offs)
+            rows = _product(d, d_scale, with_aligned_rows(saved.up_transposed), saved.up_scale.mT, offs)
             x_grad = combine(rows, torch.ones_like(share[:1]).expand(index.shape), index)
         return x_grad, None, shares, up, down, None
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import api, both, dense, quantize, tensors
-from deep_tile.train.casts import cast_gradient, cast_once, cast_shared, rows_of
+from deep_tile import api, both, dense, quantize
+from deep_tile.train.casts import cast_gradient, cast_once, cast_shared, rows_of, with_aligned_rows
 from deep_tile.train.recipe import Recipe, require
 
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
@@ -120,7 +120,7 @@ class _Linears(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients):
         rows, at, at_scale, *of_weights = ctx.saved_tensors
-        count, recipe, at = len(gradients), ctx.recipe, _with_aligned_rows(at)
+        count, recipe, at = len(gradients), ctx.recipe, with_aligned_rows(at)
         wants_x, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[_FIRST:]
         dx, of_parameters = None, [None] * (2 * count)
         for i, dy in enumerate(gradients):
@@ -145,14 +145,7 @@ def _operand(weight: torch.Tensor, scale: torch.Tensor | None, recipe: Recipe) -
     if scale is None and recipe.dgrad == "fp8":
         made = both.cast_weight(weight.detach(), **recipe.cast)
         return made.bt, made.b_scale
-    return weight if scale is None else _with_aligned_rows(weight), scale
-
-
-def _with_aligned_rows(codes: torch.Tensor | None) -> torch.Tensor | None:
-    """Codes that were saved: hooks of saved tensors, such as those that offload them, may give them back dense."""
-    if codes is None or torch.compiler.is_compiling() or codes.stride(0) % tensors.ALIGNMENT_BYTES == 0:
-        return codes
-    return tensors.with_aligned_rows(codes)
+    return weight if scale is None else with_aligned_rows(weight), scale
 
 
 def _dgrad(dy: torch.Tensor, codes: tuple, weight: torch.Tensor, scale: torch.Tensor | None, dx) -> torch.Tensor:
