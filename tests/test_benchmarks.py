@@ -32,6 +32,7 @@ from benchmarks import (  # noqa: E402
     store,
     timing,
 )
+from benchmarks.bench_kinds import problem_of  # noqa: E402
 from benchmarks.peers import PEERS, Inputs, deep_tile_peer  # noqa: E402
 from benchmarks.shapes import (  # noqa: E402
     BETWEEN,
@@ -438,6 +439,17 @@ def test_choices_are_listed_where_the_model_chooses_another():
     assert calibrate.better_choices({shape: times}, {}) == {}
     assert calibrate.better_choices({shape: times}, {shape: {chosen: 9.0, "other": 8.0}}) == {"64x4096x7168": "other"}
     assert calibrate.better_choices({shape: times}, {shape: {"other": 8.0}}) == {"64x4096x7168": "other"}
+
+
+@pytest.mark.parametrize("kind", [path.stem for path in sorted(cost.TIMES.glob("*.json"))])
+def test_stored_choices_are_candidates_and_every_candidate_has_times(kind):
+    """A tile that is no candidate keeps its times where other results or groups borrow them."""
+    candidates = default_configs(True, kind, problem_of(kind, Shape(1, 1, 1)).output)
+    model, names = cost.calibration(kind), {config.name for config in candidates}
+    assert set(model.choices.values()) <= names
+    assert names | calibrate.borrowed(candidates, kind).keys() == model.configs.keys()
+    searched = {Shape(1, 1, 1): dict.fromkeys([*model.configs, "gone"], 1.0)}
+    assert calibrate.among(searched, candidates) == {Shape(1, 1, 1): dict.fromkeys(sorted(names), 1.0)}
 
 
 def test_a_bucket_is_given_a_config_that_ties_at_one_of_its_m_only():
