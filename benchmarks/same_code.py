@@ -59,7 +59,7 @@ def sources_of(kernels, of_another_tree):
                 raise
 
 what, folder, given = sys.argv[1], Path(sys.argv[2]), json.load(sys.stdin)
-kernels = known() if what == "own" else given
+kernels = known() if what.startswith("own") else given
 sources = dict(sources_of(kernels, of_another_tree=what == "lacking"))
 if what == "compiled":
     for name, source in sources.items():
@@ -67,6 +67,8 @@ if what == "compiled":
 else:
     hints = code_of_hints()
     jit._hints = lambda: hints  # for all of the text of sass.py
+    if what == "own with comments":
+        jit._without_comments = lambda source: source
     made = {name: [kernels[name], jit.identity(source).hex()] for name, source in sources.items()}
     Path(folder, "kernels").write_text(json.dumps(made))
 """
@@ -93,11 +95,9 @@ def compare(base: Path, present: Path) -> int:
     """Print what differs between two trees, and return the exit code."""
     trees = base, present
     with ThreadPoolExecutor(2) as pool:
-        listed = list(pool.map(_listed, trees))
-        lacking = [
-            {name: there[name].made_of for name in there.keys() - here} for here, there in (listed, listed[::-1])
-        ]
-        before, after = (ours | more for ours, more in zip(listed, pool.map(_lacking, trees, lacking), strict=True))
+        own = list(pool.map(listed, trees))
+        lacking = [{name: there[name].made_of for name in there.keys() - here} for here, there in (own, own[::-1])]
+        before, after = (ours | more for ours, more in zip(own, pool.map(_lacking, trees, lacking), strict=True))
         in_both = sorted(before.keys() & after.keys())
         changed = [name for name in in_both if before[name].text != after[name].text]
         made_of = [{name: kernels[name].made_of for name in changed} for kernels in (before, after)]
@@ -116,8 +116,9 @@ def compare(base: Path, present: Path) -> int:
     return 1 if different or alone else 0
 
 
-def _listed(tree: Path) -> Kernels:
-    return _texts(tree, "own", {})
+def listed(tree: Path, comments: bool = False) -> Kernels:
+    """Those that the tests of a tree know; in a third of the time where comments count."""
+    return _texts(tree, "own with comments" if comments else "own", {})
 
 
 def _lacking(tree: Path, made_of: Mapping[str, str]) -> Kernels:
@@ -166,11 +167,33 @@ def _tree(base: str) -> Iterator[Path]:
     if Path(base).is_dir():
         yield Path(base).resolve()
         return
+    with files_of(base) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def files_of(revision: str) -> Iterator[Path]:
+    """A temporary folder with what of a revision makes kernels.
+
+    Raises:
+        SystemExit: git knows no such revision.
+    """
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder, "tree.tar")
-        command = ["git", "-C", str(ROOT), "archive", "--output", str(archive), base, "deep_tile", "include", "tests"]
+        command = [
+            "git",
+            "-C",
+            str(ROOT),
+            "archive",
+            "--output",
+            str(archive),
+            revision,
+            "deep_tile",
+            "include",
+            "tests",
+        ]
         if subprocess.run(command).returncode:
-            raise SystemExit(f"BASE: got {base!r}, wanted a git revision of {ROOT} or a folder")
+            raise SystemExit(f"BASE: got {revision!r}, wanted a git revision of {ROOT} or a folder")
         with tarfile.open(archive) as files:
             files.extractall(folder)
         yield Path(folder)
