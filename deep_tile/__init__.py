@@ -15,6 +15,8 @@ __version__ = "0.1.0"
 _MODULES = {
     "GemmConfig": "config",
     "Plan": "api",
+    "cast_both": "both",
+    "cast_weight": "both",
     "combine": "experts",
     "compilations": "jit",
     "dequantize": "quantize",
@@ -32,6 +34,7 @@ _MODULES = {
     "int8_gemm": "dense",
     "interleave_gate_up": "finishes",
     "is_available": "api",
+    "pad_shard": "blocks",
     "per_block_cast_to_fp8": "quantize",
     "per_token_cast_to_fp8": "quantize",
     "precompile": "api",
@@ -43,10 +46,12 @@ _MODULES = {
     "silu_mul_cast_to_fp8": "experts",
     "sort_by_expert": "experts",
     "supports": "api",
+    "to_blocks": "blocks",
+    "transpose_fp8": "both",
     "transposed_cast_to_fp8": "transposed",
 }
 
-_SUBMODULES = ("compat", "distributed", "integrations", "nn", "torch_compat", "watch")
+_SUBMODULES = ("compat", "distributed", "integrations", "nn", "torch_compat", "train", "watch")
 """Whose names are public by theirs."""
 
 __all__ = [*_MODULES, *_SUBMODULES]

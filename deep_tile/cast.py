@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from deep_tile import _launcher, jit, params
 from deep_tile.codegen import (
+    BothKernel,
     CastKernel,
     CombineKernel,
     SortKernel,
@@ -95,6 +96,41 @@ class TransposedLayout(NamedTuple):
     out_vectors: bool
 
 
+class BothLayout(NamedTuple):
+    """Numbers of one cast both ways, or of codes that are transposed, as `params.CAST_BOTH` has them. Strides and steps
+    in elements; `out` and `scale` are the transpose's.
+
+    Attributes:
+        rows, columns: of x, of which each column becomes a row of out.
+        aligned: x may be read, and `row_out` written, in vectors of 16 bytes of x, and rows are whole vectors long.
+        others: as `TransposedLayout` and `params.CAST_BOTH` have them.
+    """
+
+    rows: int
+    columns: int
+    x_stride: int
+    out_stride: int
+    aligned: bool
+    out_vectors: bool
+    scale_stride_row: int = 0
+    scale_stride_column: int = 0
+    pow2_scale: bool = False
+    amax_floor: float = 0.0
+    correction: int = 0
+    x_rows: int = 0
+    wide_index: bool = False
+    groups: int = 0
+    alignment: int = SCALE_BLOCK
+    row_out_stride: int = 0
+    row_scale_stride_row: int = 0
+    row_scale_stride_column: int = 0
+    matrices: int = 1
+    x_step: int = 0
+    out_step: int = 0
+    scale_step: int = 0
+    row_out_step: int = 0
+
+
 class CombineLayout(NamedTuple):
     """Numbers of one sum of experts' rows, as `params.COMBINE` has them. Strides in elements."""
 
@@ -158,6 +194,21 @@ TRANSPOSED = {
 """By the source's format. A thread holds 4 tokens of 16 bytes, or 8 of FP32: with more blocks registers would spill.
 Tiles of 128 columns take up to 12 % longer, of 32 up to 28 % (H200, 2026-11-24)."""
 
+BOTH = {
+    ("rows", "bf16"): BothKernel("rows", "bf16", threads=512, blocks_per_sm=2),
+    ("rows", "fp16"): BothKernel("rows", "fp16", threads=512, blocks_per_sm=1),
+    ("rows", "fp32"): BothKernel("rows", "fp32", threads=512, blocks_per_sm=1),
+    ("mixed", "bf16"): BothKernel("mixed", "bf16", threads=512, blocks_per_sm=2),
+    ("mixed", "fp16"): BothKernel("mixed", "fp16", threads=512, blocks_per_sm=1),
+    ("mixed", "fp32"): BothKernel("mixed", "fp32", threads=512, blocks_per_sm=1),
+    ("tiles", "bf16"): BothKernel("tiles", "bf16", threads=256, blocks_per_sm=4),
+    ("tiles", "fp16"): BothKernel("tiles", "fp16", threads=256, blocks_per_sm=4),
+    ("tiles", "fp32"): BothKernel("tiles", "fp32", threads=512, blocks_per_sm=1),
+    ("codes", "e4m3"): BothKernel("codes", "e4m3", threads=256, blocks_per_sm=6),
+}
+"""By what is cast and the source's format. A thread holds 4 or 8 rows of 16 bytes; with more blocks registers would
+spill."""
+
 SORT = {choice: SortKernel(choice, threads=512, blocks_per_sm=1) for choice in ("int32", "int64")}
 """By the dtype of a choice. With 512 threads, what a block keeps of each expert fits into 48 KB."""
 
@@ -218,6 +269,13 @@ def choose_transposed(source: str, tokens: int, columns: int, num_sms: int) -> t
     return kernel, min(num_sms * kernel.blocks_per_sm, tiles)
 
 
+def choose_both(what: str, source: str, rows: int, columns: int, matrices: int, num_sms: int) -> tuple[BothKernel, int]:
+    """The kernel for a cast both ways, or that transposes codes, and how many thread blocks to launch."""
+    kernel = BOTH[what, source]
+    tiles = ceil_div(rows, SCALE_BLOCK) * ceil_div(columns, SCALE_BLOCK) * matrices
+    return kernel, min(num_sms * kernel.blocks_per_sm, tiles)
+
+
 def schedule_sort(choices: int, rows_size: int, threads: int) -> SortSchedule:
     """How at most `MOST_CHOICES` are sorted into a list of rows, by blocks of so many threads."""
     warps = threads // WARP
@@ -247,7 +305,7 @@ def sort_layout(
 
 def all_kernels() -> list[StreamingKernel]:
     """Every kernel that a call can need."""
-    return [*cast_kernels(), *TRANSPOSED.values(), COMBINE, *SORT.values()]
+    return [*cast_kernels(), *TRANSPOSED.values(), *BOTH.values(), COMBINE, *SORT.values()]
 
 
 def cast_kernels() -> list[CastKernel]:
@@ -333,6 +391,14 @@ def transposed_places(lists: tuple[str, ...]) -> Mapping[str, params.Place]:
     return params.places((*PLACES, *({"rows": "index", "offs": "ends"}[name] for name in lists)))
 
 
+def prepare_both(
+    kernel: BothKernel, grid: int, device: int, layout: BothLayout, names: tuple[str, ...], fields: tuple[str, ...]
+) -> _launcher.Launch:
+    """The same of a cast both ways, or of codes that are transposed: of tensors of these names, which are these fields
+    of `params.CAST_BOTH`. Errors as for `load`."""
+    return _prepare(kernel, grid, device, params.CAST_BOTH, layout, names, params.places(fields), False)
+
+
 def prepare_combine(kernel: CombineKernel, grid: int, device: int, layout: CombineLayout) -> _launcher.Launch:
     """Everything about a launch on x, weights, index and out, but their addresses. Errors as for `load`."""
     names = ("x", "weights", "index", "out")
@@ -351,7 +417,7 @@ def _prepare(
     grid: int,
     device: int,
     table: params.Params,
-    layout: CastLayout | TransposedLayout | CombineLayout | SortLayout,
+    layout: CastLayout | TransposedLayout | BothLayout | CombineLayout | SortLayout,
     names: tuple[str, ...],
     places: Mapping[str, params.Place],
     pdl: bool,

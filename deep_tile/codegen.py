@@ -206,6 +206,45 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_pe
     return "\n".join([params.TRANSPOSED_CAST.text, _headers("transposed.cuh"), entry])
 
 
+class BothKernel(NamedTuple):
+    """A cast both ways, or what transposes codes: what its text depends on.
+
+    Attributes:
+        what: "rows" and columns, each with its scales; "mixed", rows with their scales and tiles of 128x128 with one;
+            "tiles" with one alone; or "codes", which are transposed.
+        source: format of the input, a key of `CAST_FORMATS`; of codes "e4m3".
+        threads: of a thread block.
+        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
+    """
+
+    what: str
+    source: str
+    threads: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"fp8_cast_both_{self.what}_{self.source}_t{self.threads}"
+
+
+def both_source(kernel: BothKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    threads = kernel.threads
+    body = {
+        "rows": f"cast_both<deep_tile::{CAST_FORMATS.get(kernel.source)}, {threads}, false>",
+        "mixed": f"cast_both<deep_tile::{CAST_FORMATS.get(kernel.source)}, {threads}, true>",
+        "tiles": f"cast_weight<deep_tile::{CAST_FORMATS.get(kernel.source)}, {threads}>",
+        "codes": f"transpose_codes<{threads}>",
+    }[kernel.what]
+    entry = f"""\
+extern "C" __global__ void __launch_bounds__({threads}, {kernel.blocks_per_sm})
+{kernel.name}(const CastParams params) {{
+    deep_tile::{body}(params);
+}}
+"""
+    return "\n".join([params.CAST_BOTH.text, _headers("both.cuh"), entry])
+
+
 class CombineKernel(NamedTuple):
     """The sum of experts' rows: what its text depends on.
 
@@ -266,12 +305,13 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_pe
     return "\n".join([params.SORT.text, blocks, _headers("sort.cuh"), entry])
 
 
-StreamingKernel = CastKernel | TransposedKernel | CombineKernel | SortKernel
+StreamingKernel = CastKernel | TransposedKernel | BothKernel | CombineKernel | SortKernel
 """A kernel that is bound by memory."""
 
 _SOURCES = {
     CastKernel: cast_source,
     TransposedKernel: transposed_source,
+    BothKernel: both_source,
     CombineKernel: combine_source,
     SortKernel: sort_source,
 }

@@ -12,6 +12,8 @@ from functools import partial
 from importlib import import_module
 
 OPS = {
+    "cast_both": "both",
+    "cast_weight": "both",
     "combine": "experts",
     "fp8_gemm": "api",
     "fp8_gemm_cast": "gemm_cast",
@@ -31,6 +33,7 @@ OPS = {
     "scaled_grouped_gemm": "grouped",
     "silu_mul_cast_to_fp8": "experts",
     "sort_by_expert": "experts",
+    "transpose_fp8": "both",
     "transposed_cast_to_fp8": "transposed",
 }
 """Every op, and the module that defines it."""

@@ -3,15 +3,17 @@
 
 Called by users. Importing it registers the shardings and has `fp8_linear` take DTensors; nothing else of deep_tile
 imports torch.distributed. docs/distributed.md shows how models are split.
-Invariant: a weight is split along with its scale, in whole blocks of 128x128, or refused; that is decided by global
-sizes and placements, which every rank knows, before anything is sent or launched.
+Invariant: a weight is split along with its scale, in whole blocks of 128x128: shards that begin or end inside of one
+are padded with zeros, and DTensors of such refused. Sizes and placements decide that, which every rank knows, before
+anything is sent or launched.
 """
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
@@ -19,8 +21,8 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from deep_tile import nn, ops, quantize, tensors
-from deep_tile.config import SCALE_BLOCK, round_up
+from deep_tile import blocks, nn, ops, quantize, tensors
+from deep_tile.config import SCALE_BLOCK, as_int, ceil_div, round_up
 
 STYLES = ("column", "row")
 
@@ -33,8 +35,52 @@ _Axis = tuple[Any, int]
 _WHOLE = Replicate()
 
 
-def check_shardable(n: int, k: int, ranks: int, style: str) -> None:
-    """Check that a weight and its scale can be split alike. Sends nothing; the answer is the same on every rank.
+class Part(NamedTuple):
+    """What a rank of DTensors has of a weight's rows or columns: each rank as many, the last ones perhaps fewer.
+
+    Attributes:
+        begin, length: its first one, and how many.
+        first: zeros before them, so that blocks of 128x128 stay whole.
+        padded: how many each rank has with the zeros, before and behind.
+    """
+
+    begin: int
+    length: int
+    first: int
+    padded: int
+
+    @property
+    def own(self) -> slice:
+        return slice(self.first, self.first + self.length)
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., padded] of this rank's columns [..., length] of an operand."""
+        return F.pad(x, (self.first, self.padded - self.first - self.length))
+
+
+class WeightShard(NamedTuple):
+    """A rank's part of a weight, for products without DTensors.
+
+    Attributes:
+        weight, scale: as products take them.
+        first: how many rows or columns of zeros come before the rank's own.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    first: int
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of the other operand, as a weight that is split by "row" wants them: a copy behind zeros,
+        or what is given where there are none."""
+        return F.pad(x, (self.first, 0)) if self.first else x
+
+
+def check_shardable(n: int, k: int, ranks: int, style: str) -> int:
+    """How many rows or columns of zeros each rank takes beside its own, where blocks would not stay whole otherwise.
+
+    Sends nothing; the answer is the same on every rank: 0 where what is split is a multiple of 128 times `ranks`, and
+    at most 254. The styles below pad shards so; `shard_weight` takes less where it can.
 
     Args:
         n, k: sizes of the whole weight [n, k].
@@ -43,12 +89,75 @@ def check_shardable(n: int, k: int, ranks: int, style: str) -> None:
             computing a part of every sum.
 
     Raises:
-        ValueError: what is split is no multiple of 128 times `ranks`, or `style` is unknown.
+        TypeError: a number is no int.
+        ValueError: a number is not positive, or `style` is unknown.
     """
+    for name, given in (("n", n), ("k", k), ("ranks", ranks)):
+        number = as_int(given)
+        if number is None:
+            raise TypeError(f"{name} is {given!r}, of type {type(given).__name__}; pass an int")
+        if number < 1:
+            raise ValueError(f"{name} is {number}; it must be positive")
+    size = (n, k)[_split_dim(style)]
+    return _part(size, ranks, 0).padded - ceil_div(size, ranks)
+
+
+def shard_weight(
+    weight: torch.Tensor,
+    weight_scale_inv: torch.Tensor,
+    rank: int,
+    ranks: int,
+    style: str,
+    *,
+    max_error: float = 0.0,
+) -> WeightShard:
+    """A rank's rows or columns of a weight with scales of 128x128, wherever they begin and end.
+
+    As torch.chunk cuts it, so that the last ranks may have fewer, or none. A shard that begins inside of a block is cut
+    into blocks anew, which costs nothing per call, if no row changes by more than `max_error`. Else it begins with up
+    to 127 rows or columns of zeros, and is exact; every product reads their bytes. Of "column" drop the result's first
+    columns, `out[..., shard.first:]`, which copies nothing; of "row" pass `shard.pad(x)`, one kernel of torch.
+
+    Args:
+        weight, weight_scale_inv: [..., n, k] float8_e4m3fn, such as [g, n, k] of experts, and its scale
+            [..., ceil(n / 128), ceil(k / 128)].
+        rank, ranks, style: as for `check_shardable`.
+        max_error: as for `to_blocks`. 1e-3 is enough for scales that are powers of two of one another, as those in
+            UE8M0: a few elements of 100,000 change. Others are rounded to e4m3 once more, for which 1 / 16 is enough.
+
+    Raises:
+        TypeError, ValueError: as `check_shardable`, or shapes or dtypes do not fit.
+    """
+    tensors.require_tensors(weight=weight, weight_scale_inv=weight_scale_inv)
+    dim = _split_dim(style) - 2
+    wanted = (*weight.shape[:-2], *quantize.scale_shape(weight.shape[-2:], quantize.WEIGHT_BLOCK))
+    if weight.dtype != quantize.FP8_DTYPE or tuple(weight_scale_inv.shape) != wanted:
+        raise ValueError(
+            f"weight is {weight.dtype} {list(weight.shape)} and weight_scale_inv {list(weight_scale_inv.shape)}; they "
+            f"must be {quantize.FP8_DTYPE} [..., n, k] and {list(wanted)}. deep_tile.to_blocks re-bases other formats"
+        )
+    check_shardable(*weight.shape[-2:], ranks, style)
+    if as_int(rank) is None or not 0 <= rank < ranks:
+        raise ValueError(f"rank is {rank!r}; it must be from 0 to {ranks - 1}")
+    part = _part(weight.shape[dim], ranks, rank)
+    return WeightShard(*blocks.shard(weight, weight_scale_inv, dim, part.begin, part.begin + part.length, max_error))
+
+
+def _split_dim(style: str) -> int:
     if style not in STYLES:
         raise ValueError(f"style is {style!r}; use {' or '.join(map(repr, STYLES))}")
-    name, size = ("n", n) if style == "column" else ("k", k)
-    _check_split(name, size, ranks)
+    return STYLES.index(style)
+
+
+def _part(size: int, ranks: int, rank: int) -> Part:
+    each = ceil_div(size, ranks)
+    begins = [min(other * each, size) for other in range(ranks)]
+    lengths = [min(begin + each, size) - begin for begin in begins]
+    if _fits(size, ranks):
+        return Part(begins[rank], each, 0, each)
+    firsts = [begin % SCALE_BLOCK if length else 0 for begin, length in zip(begins, lengths, strict=True)]
+    padded = max(round_up(first + length, SCALE_BLOCK) for first, length in zip(firsts, lengths, strict=True))
+    return Part(begins[rank], lengths[rank], firsts[rank], padded)
 
 
 class _LinearStyle(ParallelStyle):
@@ -78,24 +187,48 @@ class _LinearStyle(ParallelStyle):
                 f"{type(self).__name__} splits deep_tile.nn.Linear; got {type(module).__name__}. Convert the layer "
                 "with deep_tile.nn.Linear.from_float, or use torch's own styles"
             )
-        check_shardable(module.out_features, module.in_features, device_mesh.size(), self.style)
+        parts = self._parts(module, device_mesh.size())
+        if parts:
+            module.shard_part = parts[device_mesh.get_local_rank()]
         return distribute_module(module, device_mesh, self._partition, self._distribute_input, self._collect_output)
 
+    def _parts(self, module: nn.Linear, ranks: int) -> list[Part]:
+        """Of all ranks, if their shards take zeros."""
+        size = (module.out_features, module.in_features)[_split_dim(self.style)]
+        return [] if _fits(size, ranks) else [_part(size, ranks, rank) for rank in range(ranks)]
+
     def _partition(self, _: str, module: nn.Linear, mesh: DeviceMesh) -> None:
+        parts = self._parts(module, mesh.size())
         for name, parameter in [*module.named_parameters(recurse=False)]:
             placement = self.bias if name == "bias" else self.weight
-            split = _distribute(parameter.detach(), mesh, placement, self.src_data_rank)
+            whole = parameter.detach()
+            if parts and placement.is_shard():
+                whole = _with_zeros(whole, placement.dim, parts, SCALE_BLOCK if name == "weight_scale_inv" else 1)
+            split = _distribute(whole, mesh, placement, self.src_data_rank)
             module.register_parameter(name, torch.nn.Parameter(split, requires_grad=parameter.requires_grad))
 
-    def _distribute_input(self, _: nn.Linear, inputs: tuple, mesh: DeviceMesh) -> DTensor:
+    def _distribute_input(self, module: nn.Linear, inputs: tuple, mesh: DeviceMesh) -> DTensor:
         x = inputs[0]
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x is a {type(x).__name__}; a layer that is split takes a tensor, and casts it itself")
+        part = getattr(module, "shard_part", None) if self.style == "row" else None
+        is_own = not isinstance(x, DTensor) and self.input_layouts[0] in (Shard(-1), Shard(x.dim() - 1))
+        if part is not None and is_own:
+            return DTensor.from_local(part.pad(x), mesh, (self.input_layout,), run_check=False)
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, self.input_layouts, run_check=False)
-        return x.redistribute(placements=(self.input_layout,))
+        x = x.redistribute(placements=(self.input_layout,))
+        if part is None:
+            return x
+        return DTensor.from_local(part.pad(x.to_local()), mesh, (self.input_layout,), run_check=False)
 
-    def _collect_output(self, _: nn.Linear, out: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+    def _collect_output(self, module: nn.Linear, out: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+        part = getattr(module, "shard_part", None) if self.style == "column" else None
+        if part is not None:
+            shape = (*out.shape[:-1], module.out_features)
+            whole = {"shape": torch.Size(shape), "stride": torch._prims_common.make_contiguous_strides_for(shape)}
+            own = out.to_local()[..., part.own]
+            out = DTensor.from_local(own, mesh, (Shard(out.dim() - 1),), run_check=False, **whole)
         out = out.redistribute(placements=self.output_layouts)
         return out.to_local() if self.use_local_output else out
 
@@ -104,7 +237,8 @@ class ColumnParallel(_LinearStyle):
     """Split a `deep_tile.nn.Linear` by columns of its result, as torch's ColwiseParallel does torch.nn.Linear.
 
     Weight, scale and bias are split along n, the input is whole, and each rank computes its columns exactly as one
-    process would with batch_invariant=True.
+    process would with batch_invariant=True. Where blocks of 128x128 would not stay whole, shards have zeros beside
+    their own rows, in `state_dict()`, too: load a layer's weight before it is split. Outputs have none.
 
     Args:
         input_layouts: how the layer's input lies where it is no DTensor; Replicate() when None.
@@ -113,7 +247,6 @@ class ColumnParallel(_LinearStyle):
 
     Raises, when it is applied:
         TypeError: the module is no `deep_tile.nn.Linear`.
-        ValueError: n is no multiple of 128 times the size of the mesh.
     """
 
     style = "column"
@@ -125,7 +258,9 @@ class RowParallel(_LinearStyle):
     """Split a `deep_tile.nn.Linear` along k, as torch's RowwiseParallel does torch.nn.Linear.
 
     Each rank multiplies its columns of the input by its columns of the weight. The products, rounded to the output's
-    dtype, are then summed over the ranks in that dtype: options of the layer may have out_dtype=torch.float32.
+    dtype, are then summed over the ranks in that dtype: options of the layer may have out_dtype=torch.float32. Where
+    blocks of 128x128 would not stay whole, shards have zeros beside their own columns, in `state_dict()`, too, and each
+    call copies the input behind such.
 
     Args:
         input_layouts: how the layer's input lies where it is no DTensor; Shard(-1) when None.
@@ -134,12 +269,24 @@ class RowParallel(_LinearStyle):
 
     Raises, when it is applied:
         TypeError: the module is no `deep_tile.nn.Linear`.
-        ValueError: k is no multiple of 128 times the size of the mesh.
     """
 
     style = "row"
     weight, bias = Shard(1), Replicate()
     input_layout, output_layout = Shard(-1), Replicate()
+
+
+def _with_zeros(x: torch.Tensor, dim: int, parts: list[Part], unit: int) -> torch.Tensor:
+    """A whole parameter with the zeros of all ranks' parts; `unit` rows or columns have one element of it."""
+    shape = list(x.shape)
+    shape[dim] = sum(part.padded for part in parts) // unit
+    padded = x.new_zeros(shape)
+    for rank, part in enumerate(parts):
+        begin, end = part.begin // unit, ceil_div(part.begin + part.length, unit)
+        target = (rank * part.padded + part.first) // unit
+        if part.length:
+            padded.narrow(dim, target, end - begin).copy_(x.narrow(dim, begin, end - begin))
+    return padded
 
 
 def _distribute(x: torch.Tensor, mesh: DeviceMesh, placement: Placement, source: int | None) -> DTensor:
@@ -260,8 +407,8 @@ def _check_split(name: str, size: int, ranks: int) -> None:
         raise ValueError(
             f"{name} of the weight is {size}, split over {ranks} ranks: it must be a multiple of {SCALE_BLOCK} * "
             f"{ranks}, or shards of the weight and of its scale, one for each {SCALE_BLOCK}x{SCALE_BLOCK} block, do "
-            f"not belong together. Pad it to {round_up(size, SCALE_BLOCK * ranks)}, split it over fewer ranks, or keep "
-            "it whole"
+            "not belong together. ColumnParallel and RowParallel split such layers, and shard_weight weights; or pad "
+            f"it to {round_up(size, SCALE_BLOCK * ranks)}, split it over fewer ranks, or keep it whole"
         )
 
 

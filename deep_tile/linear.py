@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, api, launches, ops, quantize, tensors
+from deep_tile import _launcher, api, both, launches, ops, quantize, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 from deep_tile.ops import is_traced
 from deep_tile.params import Place
@@ -85,9 +85,10 @@ def fp8_linear(
     enqueued at once on torch's current stream; what lies between them is in a workspace that is kept, or, for large
     inputs and while a CUDA graph is captured, allocated by torch.
 
-    Differentiable in `x`, in `bias` and in a `b` that is not FP8; once. The gradient of `x` is that of the output
-    multiplied by the weight, in the output's dtype: by `b` as it is given, or dequantised where it is FP8. The gradient
-    of `b` is that of the output, transposed, multiplied by `x` before its quantisation.
+    Differentiable in `x`, in `bias` and in a `b` that is not FP8; once. Where `b` is FP8 the gradient of `x` is a
+    product in FP8: of the output's gradient, quantised with one scale per row and 128 columns, and `b` transposed.
+    Where `b` is not FP8 both gradients are products of torch in the output's dtype, of tensors before their
+    quantisation; `deep_tile.train.linear` has all three products in FP8.
 
     Args:
         x: [..., k] bfloat16, float16 or float32, any k. Fastest where rows are adjacent and begin at multiples of 16
@@ -200,13 +201,20 @@ def _gradients(grad, x, b, b_scale, dtypes, needed) -> tuple:
     rows = grad.reshape(-1, grad.shape[-1])
     of_x = of_b = of_bias = None
     if needed[0]:
-        weight = b.to(grad.dtype) if b_scale is None else quantize.dequantized_weight(b, b_scale, grad.dtype)
-        of_x = (rows @ weight).to(dtypes[0]).reshape(*grad.shape[:-1], b.shape[1])
+        of_x = rows @ b.to(grad.dtype) if b_scale is None else _gradient_by_codes(rows, b, b_scale)
+        of_x = of_x.to(dtypes[0]).reshape(*grad.shape[:-1], b.shape[1])
     if needed[1]:
         of_b = (rows.t() @ x.reshape(-1, b.shape[1]).to(grad.dtype)).to(b.dtype)
     if needed[3]:
         of_bias = rows.sum(0, dtype=torch.float32).to(dtypes[1])
     return of_x, of_b, None, of_bias
+
+
+def _gradient_by_codes(rows: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
+    """`rows @ (b * b_scale)`, rows quantised, too: the weight in FP8 is transposed, which takes less time than to
+    dequantise it, and a third of the product's in BF16."""
+    a, a_scale = quantize.per_token_cast_to_fp8(rows.detach())
+    return api.fp8_gemm(a, a_scale, both.transpose_fp8(b), tensors.as_float32(b_scale).t(), out_dtype=rows.dtype)
 
 
 def _cast_options(options: _Options) -> dict:

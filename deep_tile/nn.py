@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from deep_tile import api, cast, jit, quantize, replaceable, tensors
+from deep_tile import api, blocks, cast, formats, jit, quantize, replaceable, tensors
 from deep_tile.config import as_int
 from deep_tile.integrations import transformers_config
 from deep_tile.linear import fp8_linear, quantize_weight
@@ -88,19 +88,31 @@ class Linear(torch.nn.Module):
         weight: torch.Tensor,
         weight_scale_inv: torch.Tensor,
         bias: torch.Tensor | None = None,
+        *,
+        format: str | None = None,
+        global_scale: torch.Tensor | float | None = None,
+        max_error: float = blocks.MAX_ERROR,
         **options: Any,
     ) -> "Linear":
         """The layer of a weight that is quantised, which it shares where rows begin at multiples of 16 bytes.
 
         Args:
             weight, weight_scale_inv, bias: in the formats of the attributes; the scale may be bfloat16, float16 or
-                float8_e8m0fnu.
+                float8_e8m0fnu. Or weight and scale of another `format`.
+            format: a name that `to_blocks` knows, such as "mxfp4": it re-bases the weight to the attributes' format.
+            global_scale, max_error: as for `to_blocks`, of a `format`.
             options: keywords for `fp8_linear`.
 
         Raises:
             TypeError: another dtype.
             ValueError: a shape or device that does not fit.
+            And, of a `format`, as `to_blocks`.
         """
+        if format is not None:
+            how = {"format": format, "global_scale": global_scale, "max_error": max_error}
+            weight, weight_scale_inv, _ = blocks.to_blocks(weight, weight_scale_inv, **how)
+        elif global_scale is not None:
+            raise ValueError("global_scale is given without a format: pass format='nvfp4'")
         _check_weight(weight, weight_scale_inv)
         layer = cls(weight.shape[1], weight.shape[0], bias=False, device="meta", **options)
         layer.weight = _frozen(tensors.with_aligned_rows(weight.detach()))
@@ -273,14 +285,18 @@ def _check_weight(weight: torch.Tensor, scale: torch.Tensor) -> None:
     if weight.dtype != FP8_DTYPE:
         wide = "make the layer with Linear.from_float, which quantises"
         takers = dict.fromkeys(tensors.QUANTIZED_DTYPES, "scaled_gemm")
-        remedy = tensors.operand_remedy("weight", weight, (FP8_DTYPE,), takers, wide)
+        remedy = formats.remedy(weight, scale) or tensors.operand_remedy("weight", weight, (FP8_DTYPE,), takers, wide)
         raise TypeError(f"weight is {weight.dtype}; it must be {FP8_DTYPE}. To fix: {remedy}")
     if scale.dtype not in tensors.SCALE_DTYPES:
-        remedy = tensors.scale_remedy("weight_scale_inv", scale)
+        remedy = formats.remedy(weight, scale) or tensors.scale_remedy("weight_scale_inv", scale)
         raise TypeError(f"weight_scale_inv is {scale.dtype}; it must be {tensors.SCALE_NAMES}. To fix: {remedy}")
     wanted = scale_shape(weight.shape, WEIGHT_BLOCK) if weight.dim() == 2 else None
     if tuple(scale.shape) != wanted:
-        remedy = wanted and api.scale_shape_remedy("weight_scale_inv", scale, wanted, weight)
+        remedies = (
+            wanted and api.scale_shape_remedy("weight_scale_inv", scale, wanted, weight),
+            formats.remedy(weight, scale),
+        )
+        remedy = "; ".join(filter(None, remedies))
         raise ValueError(
             f"weight is {list(weight.shape)} and weight_scale_inv {list(scale.shape)}; they must be [n, k] and "
             f"[ceil(n / 128), ceil(k / 128)]{f' of {list(wanted)}' if wanted else ''}: one scale for each 128x128 "

@@ -322,6 +322,22 @@ TRANSPOSED_CAST = Params(
 )
 """Of a cast along tokens."""
 
+CAST_BOTH = Params(
+    CAST.name,
+    *TRANSPOSED_CAST.fields,  # out and scale are the transpose's; aligned is of x and row_out
+    Field("row_out", "unsigned char*", "codes along the rows; null where codes are transposed"),
+    Field("row_scale", "float*", "null where 128x128 codes share a scale"),
+    Field("row_out_stride", "long long"),
+    Field("row_scale_stride_row", "long long"),
+    Field("row_scale_stride_column", "long long"),
+    Field("matrices", "unsigned", "of a weight; what follows leads from one to the next", 1),
+    Field("x_step", "long long"),
+    Field("out_step", "long long"),
+    Field("scale_step", "long long"),
+    Field("row_out_step", "long long"),
+)
+"""Of a cast both ways, or of codes that are transposed."""
+
 COMBINE = Params(
     "CombineParams",
     Field("x", "const void*", "strides are in elements; columns of x and out are adjacent"),

@@ -218,7 +218,7 @@ def _cast_blocks(w, options: tuple, out, scale_out) -> tuple[torch.Tensor, torch
         refuse_target_gradients(out, scale_out)
     try:
         out = empty_out(w, w.shape) if out is None else out
-        scale_out = _empty_block_scale(w) if scale_out is None else scale_out
+        scale_out = empty_block_scale(w, w.shape) if scale_out is None else scale_out
     except Exception:
         _check_input(w, Options(*options), {})
         raise
@@ -265,21 +265,6 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
     rows = _as_matrix(x.float())
     blocks = _to_blocks(rows, block[0])
     return _from_blocks(blocks * _as_matrix(tensors.as_float32(scale))[:, None, :, None], rows.shape).view(x.shape)
-
-
-def dequantized_weight(b: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `dequantize` makes of a weight with scales of 128x128, rounded to `dtype`: [n, k].
-
-    Of whole blocks by two kernels of torch, which write 4 bytes per element of BF16: FP8 is exact in every such dtype,
-    and a product with FP32 is computed in FP32 and rounded once, as it is stored.
-    """
-    n, k = b.shape
-    if n % SCALE_BLOCK or k % SCALE_BLOCK:
-        return dequantize(b, scale, block=WEIGHT_BLOCK).to(dtype)
-    weight = b.to(dtype)
-    blocks = weight.view(n // SCALE_BLOCK, SCALE_BLOCK, k // SCALE_BLOCK, SCALE_BLOCK)
-    blocks.mul_(tensors.as_float32(scale)[:, None, :, None])
-    return weight
 
 
 def check_layout(scale_layout: str) -> None:
@@ -592,11 +577,11 @@ class _Strided(NamedTuple):
 
 
 def empty_out(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return tensors.new_empty(x, *_out_strides(shape), FP8_DTYPE)
+    return tensors.new_empty(x, *padded_strides(shape), FP8_DTYPE)
 
 
 @lru_cache(maxsize=4096)
-def _out_strides(shape: tuple[int, ...]) -> _Strided:
+def padded_strides(shape: tuple[int, ...]) -> _Strided:
     """Rows begin at multiples of 16 bytes."""
     return _Strided.of(shape, round_up(shape[-1], tensors.ALIGNMENT_BYTES), 1)
 
@@ -610,13 +595,14 @@ def _scale_strides(shape: tuple[int, ...], layout: str) -> _Strided:
 
 
 @lru_cache(maxsize=4096)
-def _weight_scale_strides(shape: tuple[int, int]) -> _Strided:
-    rows, columns = map(ceil_div, shape, WEIGHT_BLOCK)
-    return _Strided.of((rows, columns), columns, 1)
+def _weight_scale_strides(shape: tuple[int, ...]) -> _Strided:
+    *leading, n, k = shape
+    rows, columns = map(ceil_div, (n, k), WEIGHT_BLOCK)
+    return _Strided.of((*leading, rows, columns), columns, 1)
 
 
-def _empty_block_scale(w: torch.Tensor) -> torch.Tensor:
-    return tensors.new_empty(w, *_weight_scale_strides(w.shape), torch.float32)
+def empty_block_scale(w: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return tensors.new_empty(w, *_weight_scale_strides(shape), torch.float32)
 
 
 def empty_scale(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
@@ -715,7 +701,7 @@ def _check_block_op(inputs: tuple, outs: tuple, options: dict) -> None:
 
 def _allocate_block_op(inputs: tuple, _: dict) -> tuple[torch.Tensor, torch.Tensor]:
     (w,) = inputs
-    return fake_out(w, w.shape), _fake_block_scale(w)
+    return fake_out(w, w.shape), fake_block_scale(w, w.shape)
 
 
 def check_fake_targets(
@@ -739,17 +725,17 @@ def _check_fake(x: torch.Tensor, options: Options, lists: sources.Lists) -> None
         _refuse_gradient(x, options)
 
 
-def fake_out(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def fake_out(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = FP8_DTYPE) -> torch.Tensor:
     """What a cast allocates, where it is traced."""
-    return x.new_empty_strided(*_out_strides.__wrapped__(_numbers(shape)), dtype=FP8_DTYPE)  # symbols have no hash
+    return x.new_empty_strided(*padded_strides.__wrapped__(_numbers(shape)), dtype=dtype)  # symbols have no hash
 
 
 def fake_scale(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
     return x.new_empty_strided(*_scale_strides.__wrapped__(_numbers(shape), layout), dtype=torch.float32)
 
 
-def _fake_block_scale(w: torch.Tensor) -> torch.Tensor:
-    return w.new_empty_strided(*_weight_scale_strides.__wrapped__(_numbers(w.shape)), dtype=torch.float32)
+def fake_block_scale(w: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return w.new_empty_strided(*_weight_scale_strides.__wrapped__(_numbers(shape)), dtype=torch.float32)
 
 
 def _numbers(shape: tuple) -> tuple:

@@ -224,10 +224,10 @@ def empty_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
 
 
 def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """The matrix `x`, or a copy, such that its rows are dense and begin at multiples of 16 bytes."""
-    dense = x.shape[1] < 2 or x.stride(1) == 1
-    apart = x.stride(0) >= x.shape[1] and x.stride(0) * x.element_size() % ALIGNMENT_BYTES == 0
-    in_step = x.shape[0] < 2 or apart
+    """`x` [..., n, k], or a copy, such that its rows are dense and begin at multiples of 16 bytes."""
+    dense = x.shape[-1] < 2 or x.stride(-1) == 1
+    steps = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    in_step = all(step >= x.shape[-1] and step * x.element_size() % ALIGNMENT_BYTES == 0 for step in steps)
     if dense and in_step and (x.is_meta or is_aligned(x)):
         return x
     return empty_rows(tuple(x.shape), x.dtype, x.device).copy_(x)

@@ -93,13 +93,13 @@ def _cast(x, scale_layout: str, options: tuple, out, scale_out, lists: sources.L
     if (out is not None or scale_out is not None) and torch.is_grad_enabled():
         quantize.refuse_target_gradients(out, scale_out)
     try:
-        _refuse_gradient(x)
+        refuse_gradient(x)
         shape = _result_shape(x, lists)
         out = quantize.empty_out(x, shape) if out is None else out
         scale_out = quantize.empty_scale(x, shape, scale_layout) if scale_out is None else scale_out
         known = _launcher.launch_known(_launches, options, x, out, scale_out, *lists.values())
     except Exception:
-        _check_input(x, Options(*options), lists)
+        check_input(x, Options(*options), lists)
         raise
     if not known:
         _cast_unknown(x, Options(*options), out, scale_out, lists)
@@ -111,21 +111,21 @@ def _result_shape(x: torch.Tensor, lists: sources.Lists) -> tuple[int, int]:
     return columns, tokens
 
 
-def _refuse_gradient(x) -> None:
+def refuse_gradient(x, call: str = "transposed_cast_to_fp8") -> None:
     """Raise where torch would record the cast."""
     if torch.is_grad_enabled() and getattr(x, "requires_grad", False):
         raise RuntimeError(
-            "x requires a gradient, and transposed_cast_to_fp8 has none: cast x.detach(), or cast under torch.no_grad()"
+            f"x requires a gradient, and {call} has none: cast x.detach(), or cast under torch.no_grad()"
         )
 
 
-def _check_input(x: torch.Tensor, options: Options, lists: sources.Lists) -> None:
-    _check_values(x, options, lists)
+def check_input(x: torch.Tensor, options: Options, lists: sources.Lists, call: str = "transposed_cast_to_fp8") -> None:
+    check_values(x, options, lists, call)
     tensors.require_plain(x=x)
     sources.check_memory(lists)
 
 
-def _check_values(x: torch.Tensor, options: Options, lists: sources.Lists) -> None:
+def check_values(x: torch.Tensor, options: Options, lists: sources.Lists, call: str = "transposed_cast_to_fp8") -> None:
     """Check what can be checked without memory."""
     quantize.check_source_dtype("x", x)
     if x.dim() != 2:
@@ -133,14 +133,14 @@ def _check_values(x: torch.Tensor, options: Options, lists: sources.Lists) -> No
     sources.check("x", x, None, lists)
     quantize.check_options(options.of_rows)
     check_alignment(options.alignment, SCALE_BLOCK)
-    _refuse_gradient(x)
+    refuse_gradient(x, call)
 
 
 def _cast_unknown(
     x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
 ) -> None:
     """Check a cast that C has not met, or cannot read, and do it. The signature holds all that the checks read."""
-    _check_input(x, options, lists)
+    check_input(x, options, lists)
     shape = _result_shape(x, lists)
     quantize.check_target("out", out, quantize.FP8_DTYPE, shape, x.device)
     of_scale = quantize.scale_shape(shape, quantize.TOKEN_BLOCK)
@@ -149,13 +149,11 @@ def _cast_unknown(
     if quantize.needs_kernel(x, out):
         _cast_by_kernel(x, options, out, scale, lists)
     else:
-        _definition(x, options, out, scale, lists)
+        definition(x, options, out, scale, lists)
 
 
 @torch.no_grad()
-def _definition(
-    x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
-) -> None:
+def definition(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists) -> None:
     x = sources.gathered(x, lists["rows"]) if "rows" in lists else x
     if "offs" not in lists:
         quantize.definition(x.t(), options.of_rows, out, scale, {})
@@ -243,7 +241,7 @@ def _run_op(inputs: tuple, outs: tuple, options: dict) -> tuple[torch.Tensor, to
 def _check_op(inputs: tuple, outs: tuple, options: dict) -> None:
     quantize.check_layout(quantize.layout_of_op(outs, options))
     (x,), (cast_options, lists) = inputs, _read_options(**options)
-    _check_values(x, cast_options, lists)
+    check_values(x, cast_options, lists)
     if outs[0] is not None:
         columns, tokens = shape = _result_shape(x, lists)
         quantize.check_fake_targets(x, *outs, shape, (columns, ceil_div(tokens, SCALE_BLOCK)))

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, api, dense, grouped, launches, ops, params, plan, tensors
+from deep_tile import _launcher, api, dense, finishes, grouped, launches, ops, params, plan, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_alignment, round_up
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import fp8_grouped_wgrad_reference
 
+_OUT_DTYPES = (torch.float32, torch.bfloat16)
 _MAX_TILES = 2**31 - 1
 _NAMES = ("dy", "dy_scale", "x", "x_scale", "offs", "out")
 
@@ -70,8 +71,9 @@ def fp8_grouped_wgrad(
         x: [k, s] float8_e4m3fn, laid out like `dy`.
         x_scale: [k, ceil(s / 128)], likewise.
         offs: [g] int32, contiguous, on the same device: the token behind each group's last.
-        out: [g, n, k] float32, unit stride along k, group stride a multiple of the row stride; multiples of 16 bytes
-            are stored faster. Must not overlap the inputs.
+        out: [g, n, k] float32 or bfloat16, unit stride along k, group stride a multiple of the row stride; multiples of
+            16 bytes are stored faster. Must not overlap the inputs. Of bfloat16, sums are rounded once, and once more
+            where they are added.
         accumulate: add to what `out` holds, rather than write over it.
         alignment: of the tokens that groups begin at: a power of two from 128 to 1024.
         expected_tokens: of a group that has tokens, in the mean: what the kernel is chosen for. None: s / g.
@@ -171,7 +173,7 @@ def _problem(given, options: _Options) -> GemmProblem:
         num_sms=options.num_sms,
         tma_store=grouped.tma_can_store(out),
         kind="fp8_1x128",
-        output="fp32",
+        output=finishes.OUTPUT_NAMES[out.dtype],
         groups=Groups("k_offs", groups, expected),
         accumulate=options.accumulate,
     )
@@ -181,7 +183,9 @@ def _layout(given, alignment: int) -> plan.Layout:
     """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal one."""
     dy, dy_scale, x, x_scale, _, out = given
     tokens = round_up(dy.shape[1], tensors.ALIGNMENT_BYTES)
-    out_stride, out_rows = grouped.row_strides(out, round_up(out.shape[2], tensors.ALIGNMENT_BYTES // 4))
+    out_stride, out_rows = grouped.row_strides(
+        out, round_up(out.shape[2], tensors.ALIGNMENT_BYTES // out.element_size())
+    )
     return plan.Layout(
         *(grouped.row_strides(matrix, tokens)[0] for matrix in (dy, x)),
         *(out_stride, dy_scale.stride(), x_scale.stride()),
@@ -235,12 +239,11 @@ def _check_formats(given) -> None:
     dy, dy_scale, x, x_scale, offs, out = given
     takers = {torch.float8_e5m2: "fp8_wgrad, weight by weight,"}
     api.check_e4m3(_NAMES[:4], given[:4], takers, ("transposed_cast_to_fp8",) * 2)
-    for name, tensor, dtype, remedy in (
-        ("offs", offs, torch.int32, "convert with .int()"),
-        ("out", out, torch.float32, "allocate it as torch.float32"),
-    ):
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} must be {dtype}; got {tensor.dtype}. To fix: {remedy}")
+    if offs.dtype != torch.int32:
+        raise TypeError(f"offs must be torch.int32; got {offs.dtype}. To fix: convert with .int()")
+    if out.dtype not in _OUT_DTYPES:
+        wanted = " or ".join(map(str, _OUT_DTYPES))
+        raise TypeError(f"out must be {wanted}; got {out.dtype}. To fix: allocate it as torch.float32")
     api.check_device("dy", dy, "fp8_grouped_wgrad")
     for name, tensor in zip(_NAMES[1:], given[1:], strict=True):
         if tensor.device != dy.device:

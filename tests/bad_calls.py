@@ -68,6 +68,9 @@ class Good:
                 **{"offs": self.offs.clone().fill_(128), "out": self.gradients},
             },
             "transposed_cast_to_fp8": {"x": self.x},
+            "cast_both": {"x": self.x},
+            "cast_weight": {"w": self.x},
+            "transpose_fp8": {"x": self.quantised},
             "sort_by_expert": {"chosen": self.index, "experts": 4},
             "Linear": {"in_features": 128, "out_features": 64},
             "replace_linears": {"model": torch.nn.Sequential(torch.nn.Linear(128, 64)).eval()},
@@ -108,6 +111,7 @@ CALLS: dict[str, Callable[[Good], Callable]] = {
         for name in (
             *("scaled_gemm", "int8_gemm", "gemm", "fp8_gemm_cast", "fp8_linear", "fp8_grouped_gemm"),
             *("scaled_grouped_gemm", "fp8_grouped_wgrad", "transposed_cast_to_fp8", "sort_by_expert"),
+            *("cast_both", "cast_weight", "transpose_fp8"),
         )
     },
 }
@@ -244,6 +248,8 @@ READ_BY_TORCH = ("a wrapper", "fake", "functional", "batched")
 """Kinds that dequantize, which needs no kernel, takes."""
 DENSE_KINDS = {what: kind for what, kind in KINDS.items() if what not in READ_BY_TORCH}
 
+BOTH_WAYS = {"cast_both": "x", "cast_weight": "w", "transpose_fp8": "x"}
+
 ODD_TENSORS = [
     *(bad for name in ("a", "a_scale", "b", "b_scale", "out") for bad in _kinds("fp8_gemm", name, KINDS)),
     *(bad for name in ("a_scale", "b_scale") for bad in _kinds("fp8_gemm", name, FLOAT_KINDS)),
@@ -256,6 +262,7 @@ ODD_TENSORS = [
     *(bad for name in ("x", "weights", "out") for bad in _kinds("combine", name, KINDS)),
     *_kinds("dequantize", "x", {what: kind for what, kind in DENSE_KINDS.items() if what != "uninitialised"}),
     *_kinds("dequantize", "scale", DENSE_KINDS),
+    *(bad for call, name in BOTH_WAYS.items() for bad in _kinds(call, name, KINDS)),
 ]
 
 
@@ -479,6 +486,24 @@ WRONG_CASTS = [
             ),
         )
     ),
+    *(
+        bad
+        for call, x in (("cast_both", "x"), ("cast_weight", "w"))
+        for bad in (
+            _one(call, x, "is a list", [[1.0]], TypeError, "is a <class 'list'>", FLOATS),
+            _one(call, x, "is FP8 already", lambda x: x.to(FP8), TypeError, "a tensor of float8_e4m3fn", FLOATS),
+            _one(call, x, "is one row", lambda x: x[0], ValueError, r"\[300\]", "must be"),
+            _one(call, "amax_floor", "is negative", -1.0, ValueError, "amax_floor is -1.0", "at least 0 and finite"),
+            _one(call, "amax_floor", "is True", True, TypeError, "amax_floor is True", NUMBER),
+            _one(call, "round_scale", "is True", True, ValueError, "is True", "use 'none' or 'pow2'"),
+        )
+    ),
+    _one("cast_both", "blocks", "is 1", 1, TypeError, "is 1;", "must be True or False"),
+    _one("cast_both", "alignment", "is a float", 128.0, ValueError, "is 128.0", "pass an int, a power of two"),
+    _one("cast_both", "x", "requires a gradient", lambda x: x.clone().requires_grad_(), RuntimeError,
+         "x requires a gradient", r"x\.detach\(\).*torch\.no_grad\(\)"),
+    _one("transpose_fp8", "x", "is BF16", torch.Tensor.bfloat16, TypeError, "a tensor of bfloat16", "int8"),
+    _one("transpose_fp8", "x", "is one row", lambda x: x[0], ValueError, r"\[300\]", "must be"),
     _one(
         PER_TOKEN, "x", "requires a gradient", lambda x: x.clone().requires_grad_(), RuntimeError,
         "x requires a gradient", r"fp8_linear, which has one.*x\.detach\(\).*torch\.no_grad\(\)",

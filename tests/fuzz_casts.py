@@ -43,7 +43,7 @@ from campaign import (
     sms_of,
 )
 from expected_casts import Cast, Gating, Rounding, codes_differ, numbers_differ
-from helpers import ACCUMULATION, Exact, Operands, are_off, exact_product
+from helpers import ACCUMULATION, ROUNDING, Exact, Operands, are_off, exact_product
 from strategies import Place
 
 import deep_tile
@@ -405,6 +405,33 @@ def draw_transposed(random: Random, sizes: Sizes) -> Drawn:
             targets = {"out": draw_rows_of_result(random, (k, tokens), "float8_e4m3fn")}
             targets["scale_out"] = draw_scale_of_result(random, scale_shape((k, tokens)))
     return inputs, targets, options
+
+
+def draw_both(random: Random, sizes: Sizes) -> Drawn:
+    """Without targets, and with bounds whose dead rows can be told."""
+    inputs, _, options = draw_transposed(random, sizes)
+    rows = inputs["rows"].shape[0] if "rows" in inputs else inputs["x"].shape[0]
+    bounds = inputs.pop("offs", None)
+    if bounds and expected_casts.living_tokens(bounds.values, rows, options["alignment"]) is not None:
+        inputs["offs"] = bounds
+    options["blocks"] = "offs" not in inputs and random.random() < 0.5
+    del options["scale_layout"]
+    return inputs, {}, options
+
+
+def draw_weights_shape(random: Random, sizes: Sizes) -> tuple[int, ...]:
+    """Of a layer, or of experts."""
+    n, k = draw_matrix(random, sizes._replace(elements=sizes.elements // 3))
+    return (random.choice((1, 2, 3)), n, k) if random.random() < 0.4 else (n, k)
+
+
+def draw_weight_both(random: Random, sizes: Sizes) -> Drawn:
+    return {"w": draw_source(random, draw_weights_shape(random, sizes))}, {}, draw_options(random, layout=False)
+
+
+def draw_transpose(random: Random, sizes: Sizes) -> Drawn:
+    dtype = random.choice(("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2", "uint8", "int8"))
+    return {"x": draw_input(random, draw_weights_shape(random, sizes), dtype, "bytes")}, {}, {}
 
 
 def draw_combine(random: Random, sizes: Sizes) -> Drawn:
@@ -792,6 +819,57 @@ def expect_transposed(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:
     return Expected(of_cast(drawn, (columns, tokens), living), compared(wanted, living))
 
 
+def expect_both(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:
+    """The cast of rows, and that along tokens: each wrong where it alone would be."""
+    x = expected_casts.rows_of(inputs["x"], inputs["rows"]) if "rows" in inputs else inputs["x"]
+    living, along_k = (None, None), expected_casts.cast(x, 1, drawn.rounding)
+    if "offs" in inputs:
+        found = expected_casts.living_tokens(drawn.inputs["offs"].values, len(x), drawn.options["alignment"])
+        lives = torch.tensor(found[0], dtype=torch.bool, device=x.device)[:, None]
+        living = lives, lives
+    results = of_cast(drawn, tuple(x.shape), living)
+    first = [result._replace(name=name) for result, name in zip(results, ("a", "a_scale"), strict=True)]
+    if drawn.options["blocks"]:
+        wanted = expected_casts.cast(x.t(), SCALE_BLOCK, drawn.rounding)
+        across = Expected(of_cast(drawn, tuple(x.shape[::-1]), block_rows=SCALE_BLOCK), compared(wanted))
+    else:
+        across = expect_transposed(drawn, inputs)
+
+    def faults(a, a_scale, at, at_scale) -> dict[str, torch.Tensor]:
+        of_rows = compared(along_k, living)(a, a_scale)
+        return {f"{name} along k": mask for name, mask in of_rows.items()} | across.faults(at, at_scale)
+
+    return Expected((*first, *across.results), faults)
+
+
+def expect_weight_both(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:
+    w = inputs["w"]
+    shape, across = tuple(w.shape), tuple(w.mT.shape)
+    parts = [expected_casts.cast(each, SCALE_BLOCK, drawn.rounding) for each in (w if w.dim() == 3 else w[None])]
+    of_codes = torch.cat([part.codes for part in parts])
+    of_scale = torch.cat([part.scale for part in parts])
+    of_transpose = torch.cat([part.codes.t() for part in parts])
+    blocks = (*shape[:-2], *scale_shape(shape[-2:], SCALE_BLOCK))
+    results = (
+        Result("b", shape, torch.float8_e4m3fn, None, strides_of(shape, round_up(shape[-1], ALIGNMENT_BYTES), 1)),
+        Result("b_scale", blocks, torch.float32, None, strides_of(blocks, blocks[-1], 1)),
+        Result("bt", across, torch.float8_e4m3fn, None, strides_of(across, round_up(across[-1], ALIGNMENT_BYTES), 1)),
+    )
+
+    def faults(b, scale, bt) -> dict[str, torch.Tensor]:
+        wrong = compared(Cast(of_codes, of_scale))(b, scale)
+        return wrong | {"transpose": codes_differ(as_matrix(bits(bt)), of_transpose)}
+
+    return Expected(results, faults)
+
+
+def expect_transpose(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:
+    x = inputs["x"]
+    shape, wanted = tuple(x.mT.shape), bits(x).mT
+    result = Result("out", shape, x.dtype, None, strides_of(shape, round_up(shape[-1], ALIGNMENT_BYTES), 1))
+    return Expected((result,), lambda out: {"bytes": bits(out) != wanted})
+
+
 def expect_combine(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:
     wanted = expected_casts.combined(**inputs)
     result = Result("out", tuple(wanted.shape), torch.bfloat16)
@@ -852,7 +930,10 @@ def expect_linear(drawn: Draw, inputs: dict[str, torch.Tensor]) -> Expected:
         Operands(a.codes.view(torch.float8_e4m3fn), a.scale, b.codes.view(torch.float8_e4m3fn), b.scale)
     )
     if "bias" in inputs:
-        exact = Exact(exact.value + inputs["bias"].double(), exact.spread)
+        bias = inputs["bias"].double()
+        # Sums may begin with the bias, and are rounded with every K block then.
+        steps = a.scale.shape[1] * ROUNDING[torch.float32] * bias.abs()
+        exact = Exact(exact.value + bias, exact.spread + steps / ACCUMULATION)
     result = Result("out", (*leading, len(b.codes)), drawn.options["out_dtype"])
     return Expected((result,), lambda out: {"values": are_off(as_matrix(out), exact, ACCUMULATION)})
 
@@ -882,6 +963,9 @@ CASES = {
     "per block": Case("per_block_cast_to_fp8", 3, draw_per_block, expect_per_block),
     "weight": Case("quantize_weight", 1, draw_weight, expect_per_block),
     "transposed": Case("transposed_cast_to_fp8", 4, draw_transposed, expect_transposed),
+    "both": Case("cast_both", 4, draw_both, expect_both),
+    "weight both": Case("cast_weight", 3, draw_weight_both, expect_weight_both),
+    "transpose": Case("transpose_fp8", 2, draw_transpose, expect_transpose),
     "combine": Case("combine", 2, draw_combine, expect_combine),
     "sort": Case("sort_by_expert", 2, draw_sort, expect_sort),
     "dequantize": Case("dequantize", 1, draw_dequantize, expect_dequantize),

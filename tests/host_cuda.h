@@ -203,6 +203,14 @@ inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a 
 inline unsigned atomicAdd(unsigned* value, unsigned more) { return std::exchange(*value, *value + more); }
 inline unsigned atomicExch(unsigned* value, unsigned other) { return std::exchange(*value, other); }
 
+// Bytes of y and x, those of x first, by the numbers in `selector`.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const unsigned long long bytes = static_cast<unsigned long long>(y) << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+    return result;
+}
+
 inline unsigned host_max_u16x2(unsigned a, unsigned b) { return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff); }
 
 inline float host_min_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmin(a, b); }

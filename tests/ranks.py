@@ -20,10 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from deep_tile import fp8_linear, nn, quantize_weight, tensors
+from deep_tile import fp8_linear, nn, quantize_weight, tensors, train
 from deep_tile.distributed import ColumnParallel, RowParallel, check_shardable
+from deep_tile.train.sharded import sharded_linear
 
 RANKS = 2
 SECONDS = 240
@@ -154,7 +155,7 @@ SPLITS = {
 def shards_without_dtensor(mesh):
     """As engines do it: local shards, and a sum over the ranks."""
     x, b, b_scale, _ = draw_layer(mesh, (5, 512), 384)
-    check_shardable(384, 512, RANKS, "row")
+    assert check_shardable(384, 512, RANKS, "row") == 0
     x_part, b_part, scale_part = (tensor.chunk(RANKS, 1)[mesh.get_rank()] for tensor in (x, b, b_scale))
     out = fp8_linear(x_part, b_part, scale_part)
     dist.all_reduce(out)
@@ -260,9 +261,6 @@ def what_is_refused(mesh):
         assert_refused(RuntimeError, f"{name} {wanted}", torch.ops.deep_tile.fp8_gemm, *a, *parts)
         w = split(linear.weight, mesh, Shard(dim))
         assert_refused(RuntimeError, f"{name} {wanted}", torch.ops.deep_tile.per_block_cast_to_fp8, w)
-    layer = nn.Linear.from_float(linear)
-    assert_refused(ValueError, "n of the weight is 192", parallelize_module, layer, mesh, ColumnParallel())
-    assert_refused(ValueError, "k of the weight is 384", parallelize_module, layer, mesh, RowParallel())
     assert_refused(TypeError, "splits deep_tile.nn.Linear; got Linear", parallelize_module, linear, mesh, RowParallel())
     whole = [split(y, mesh, WHOLE) for y in (b, b_scale)]
     out = split(torch.zeros(6, 192, device=mesh.device_type).bfloat16(), mesh, WHOLE)
@@ -300,6 +298,46 @@ def layers_that_follow_each_other(mesh):
             assert (one.grad is None) == (wanted.grad is None)
             if one.grad is not None:
                 assert_near(one.grad.full_tensor(), wanted.grad)
+
+
+@case
+def layers_of_partial_blocks(mesh):
+    """Split inside of blocks, and unevenly: columns bit for bit, rows but for the scales of activations; gradients and
+    compiled graphs alike."""
+    for k, width in ((200, 384), (256, 327)):
+        model = torch.nn.Sequential(
+            nn.Linear(k, width, device=mesh.device_type, dtype=torch.bfloat16, **OPTIONS),
+            torch.nn.GELU(),
+            nn.Linear(width, 130, device=mesh.device_type, dtype=torch.bfloat16),
+        )
+        x = torch.randn(5, k, device=mesh.device_type).bfloat16()
+        whole = model[0](x)
+        for output in (Shard(-1), WHOLE):
+            up = parallelize_module(copy.deepcopy(model[0]), mesh, ColumnParallel(output_layouts=output))
+            assert check_shardable(width, k, RANKS, "column") == up.weight.to_local().shape[0] - -(-width // RANKS)
+            assert_equal(up(x), split(whole, mesh, output).to_local())
+        for given in (Shard(-1), WHOLE):
+            down = parallelize_module(copy.deepcopy(model[2]), mesh, RowParallel(input_layouts=given))
+            assert_near(down(split(whole, mesh, given).to_local()), model[2](whole), 0.04)
+        other = parallelize_module(copy.deepcopy(model), mesh, {"0": ColumnParallel(), "2": RowParallel()})
+        ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+        expected, out = model(ours), other(theirs)
+        assert_near(out, expected, 0.04)
+        grad = torch.randn_like(expected)
+        expected.backward(grad)
+        out.backward(grad)
+        assert_near(theirs.grad, ours.grad, 0.04)
+        own = other[0].shard_part
+        assert_near(
+            other[0].bias.grad.to_local()[own.own], model[0].bias.grad[own.begin : own.begin + own.length], 0.04
+        )
+        assert not other[0].bias.grad.to_local()[: own.first].any()
+        compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+        with torch.no_grad():
+            assert_equal(compiled(x) + 0, other(x))
+        state = copy.deepcopy(other).state_dict()
+        other.load_state_dict(state)
+        assert_equal(other(x), out)
 
 
 @case
@@ -392,6 +430,82 @@ def compiled_layers(mesh):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert_equal(compiled(x) + 0, model(x))
+
+
+def trained_layers(mesh: DeviceMesh) -> torch.nn.Sequential:
+    """Whose three products are in FP8; weights in FP32."""
+    layers = torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256)
+    return train.convert(torch.nn.Sequential(*layers).to(mesh.device_type), wanted=lambda name, layer: True)
+
+
+def assert_trained_alike(mesh: DeviceMesh, model: torch.nn.Module, other: torch.nn.Module, run: Callable) -> None:
+    """Two steps: `other`, of which each rank has its tokens, and one process, whose products add all of them up.
+
+    FP8 makes the gradient of half of the tokens that of the rows alone, since scales along tokens are of 128 of them:
+    each rank has 128.
+    """
+    for _ in range(2):
+        x = torch.randn(2 * 128, 256, device=mesh.device_type)
+        parts = []
+        for each, call, tokens in ((model, model, x), (other, run, split(x, mesh, Shard(0)).to_local())):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
+            each.zero_grad()
+            call(tokens).square().mean().backward()
+            parts.append([parameter.grad for parameter in each.parameters()])
+            optimizer.step()
+        for one, wanted in zip(*parts[::-1], strict=True):
+            assert_near(one.full_tensor() if isinstance(one, DTensor) else one, wanted, 2**-9)
+    for one, wanted in zip(other.parameters(), model.parameters(), strict=True):
+        assert_near(one.full_tensor() if isinstance(one, DTensor) else one.detach(), wanted.detach(), 2**-9)
+
+
+@case
+def replicated_training(mesh):
+    model = trained_layers(mesh)
+    other = copy.deepcopy(model)
+    assert_trained_alike(mesh, model, other, torch.nn.parallel.DistributedDataParallel(other))
+
+
+@case
+def fully_sharded_training(mesh):
+    model = trained_layers(mesh)
+    other = copy.deepcopy(model)
+    for layer in (other[0], other[2], other):
+        fully_shard(layer, mesh=mesh)
+    assert_trained_alike(mesh, model, other, other)
+
+
+@case
+def split_training(mesh):
+    """By torch's own styles: the first layer by rows of its weight, the second by columns, where blocks of 128 end."""
+    model = trained_layers(mesh)
+    other = copy.deepcopy(model)
+    parallelize_module(other, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x = torch.randn(128, 256, device=mesh.device_type)
+    results = []
+    for each in (model, other):
+        given = x.clone().requires_grad_()
+        each(given).square().mean().backward()
+        results.append([given.grad, *(parameter.grad for parameter in each.parameters())])
+    for one, wanted in zip(*results[::-1], strict=True):
+        assert_near(one.full_tensor() if isinstance(one, DTensor) else one, wanted, 2**-9)
+
+
+@case
+def training_of_parts_of_a_batch(mesh):
+    """Whole weights and a split input, as between layers of sequence parallelism; and what is refused."""
+    layer = trained_layers(mesh)[0]
+    x, weight, bias = torch.randn(2 * 128, 256, device=mesh.device_type), layer.weight, layer.bias
+    layer(x.requires_grad_()).square().mean().backward()
+    wanted = [each.grad for each in (x, weight, bias)]
+    given = [split(x, mesh, Shard(0)), split(weight, mesh, WHOLE), split(bias, mesh, WHOLE)]
+    given = [each.requires_grad_() for each in given]
+    sharded_linear(*given, layer.recipe).square().mean().backward()
+    for each, gradient in zip(given, wanted, strict=True):
+        assert_near(each.grad.full_tensor(), gradient, 2**-9)
+    columns = split(weight, mesh, Shard(1))
+    assert_refused(TypeError, "x is no DTensor", sharded_linear, x, *given[1:], layer.recipe)
+    assert_refused(ValueError, "ColwiseParallel splits a weight", sharded_linear, given[0], columns, None, layer.recipe)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ from helpers import (
 
 from deep_tile import (
     GemmConfig,
+    cast_both,
+    cast_weight,
     combine,
     dequantize,
     fp8_gemm,
@@ -42,6 +44,7 @@ from deep_tile import (
     per_token_cast_to_fp8,
     silu_mul_cast_to_fp8,
     sort_by_expert,
+    transpose_fp8,
     transposed_cast_to_fp8,
 )
 from deep_tile.config import round_up
@@ -355,6 +358,20 @@ def run_transposed_casts(dtype: torch.dtype, rows: int, columns: int, device: st
         assert torch.equal(from_device(got).float(), wanted.float()), (rows, columns, dtype)
 
 
+def run_casts_both(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda") -> None:
+    """Both ways: of multiples of 16, so that no row of a result has a gap behind it. Raises AssertionError."""
+    rows, columns = (round_up(size, 16) for size in (rows, columns))
+    for first in (0, 1):  # of whole vectors, then of single elements
+        results = []
+        for where in (device, "cpu"):
+            torch.manual_seed(first)
+            x = torch.randn(rows, columns + first).to(dtype).to(where)[:, first:]
+            made = cast_weight(x)
+            results.append([*cast_both(x), *cast_both(x, blocks=True), *made, transpose_fp8(made.b)])
+        for got, wanted in zip(*results, strict=True):
+            assert torch.equal(got.cpu().float(), wanted.float()), (rows, columns, dtype, first)
+
+
 ROWS = ((torch.bfloat16, 70, 304), (torch.float16, 33, 131), (torch.bfloat16, 3, 8))
 """dtype, rows and columns of casts of rows: of whole vectors, then of single elements."""
 
@@ -428,6 +445,7 @@ def main(tool: str = "") -> int:
         print("casts of", *cast, flush=True)
         failures += failed(run_casts, *cast)
         failures += failed(run_transposed_casts, *cast)
+        failures += failed(run_casts_both, *cast)
     for cast in ROWS:
         print("casts of rows of", *cast, flush=True)
         failures += failed(run_casts_of_rows, *cast)

@@ -10,6 +10,7 @@ from helpers import Exact, assert_accurate, exact_product
 
 from deep_tile import (
     api,
+    both,
     dense,
     dequantize,
     experts,
@@ -51,7 +52,7 @@ def check_good_calls(good: Good) -> None:
 def check_refused(bad: BadCall, device: str) -> None:
     """Whether or not calls like it, but right, went before: nothing that they left behind lets it pass."""
     good = Good(device)
-    for module in (api, dense, experts, gemm_cast, grouped, linear, quantize, transposed, wgrad):
+    for module in (api, both, dense, experts, gemm_cast, grouped, linear, quantize, transposed, wgrad):
         module._launches.clear()
     first = refusal(bad, good)
     check_good_calls(good)

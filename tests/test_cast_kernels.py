@@ -17,10 +17,10 @@ import torch
 from helpers import CHOICES, assert_silu_mul_cast, some_choices
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_quantize import EACH_OPTION, assert_same, wide_matrix
+from test_quantize import EACH_OPTION, assert_same, codes, wide_matrix
 
+from deep_tile import both, combine, experts, params, quantize, sources, transposed
 from deep_tile import cast as kernels
-from deep_tile import combine, experts, params, quantize, sources, transposed
 from deep_tile.codegen import SortKernel, streaming_source
 from deep_tile.config import ceil_div, round_up
 from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
@@ -28,9 +28,11 @@ from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_
 pytestmark = pytest.mark.about(
     *("include/deep_tile/*", "tests/host_*.h", "deep_tile/cast.py", "deep_tile/codegen.py", "deep_tile/params.py"),
     *("deep_tile/quantize.py", "deep_tile/transposed.py", "deep_tile/experts.py", "deep_tile/sources.py"),
-    *("deep_tile/reference.py", "deep_tile/select/streaming.py", "tests/test_quantize.py", "tests/helpers.py"),
+    *("deep_tile/reference.py", "deep_tile/both.py", "deep_tile/select/streaming.py", "tests/test_quantize.py"),
+    "tests/helpers.py",
 )
 
+POISON = 0x55
 CASTS = {1: per_token_cast_to_fp8, 128: per_block_cast_to_fp8}
 DTYPES = {source: dtype for dtype, source in quantize.KERNEL_SOURCES.items()}
 ASSEMBLY = {
@@ -114,6 +116,8 @@ def table_of(kernel):
         return params.COMBINE
     if kernel in kernels.TRANSPOSED.values():
         return params.TRANSPOSED_CAST
+    if kernel in kernels.BOTH.values():
+        return params.CAST_BOTH
     return params.CAST if kernel.what == "plain" else params.CAST_OF_ROWS
 
 
@@ -122,7 +126,7 @@ def assembly_of(kernel):
         return ASSEMBLY_OF_SORT
     if kernel == kernels.COMBINE:
         return ASSEMBLY_OF_COMBINE
-    if kernel in kernels.TRANSPOSED.values():
+    if kernel in (*kernels.TRANSPOSED.values(), *kernels.BOTH.values()):
         return ASSEMBLY
     return ASSEMBLY if kernel.what == "plain" else ASSEMBLY | ASSEMBLY_OF_ROWS
 
@@ -383,7 +387,7 @@ def assert_transposed_as_defined(launch, kernel, x, options, lists, grid=2):
     options = transposed.Options(**options, lists=(*lists,))
     shape = x.shape[1], len(lists["rows"]) if "rows" in lists else len(x)
     by_kernel, wanted = (Guarded(torch.empty(shape), quantize.Options(1), {}) for _ in range(2))
-    transposed._definition(x, options, *wanted.matrices, lists)
+    transposed.definition(x, options, *wanted.matrices, lists)
     x = quantize.readable(x)
     layout = transposed.layout(x, options, *by_kernel.matrices, lists)
     given = x, *by_kernel.matrices, *lists.values()
@@ -423,6 +427,124 @@ def test_transposed_tokens_by_an_index(launch, kernel, dtype):
     for lists in ({"rows": rows}, {"rows": rows, **int32(offs=[3, 270])}):
         x = wide_matrix(9, 131, DTYPES[kernel.source])
         assert_transposed_as_defined(launch, kernel, x, {}, lists)
+
+
+# ---- casts both ways
+
+OF_BOTH = {what: [kernel for key, kernel in kernels.BOTH.items() if key[0] == what] for what in both._FIELDS}
+EACH_ROWS, EACH_BOTH, EACH_TILES = (
+    pytest.mark.parametrize("kernel", of_them, ids=lambda kernel: kernel.name)
+    for of_them in (OF_BOTH["rows"], OF_BOTH["rows"] + OF_BOTH["mixed"], OF_BOTH["tiles"])
+)
+
+
+SHAPES_OF_BOTH = [(1, 1), (3, 400), (300, 301), (131, 264)]
+
+
+def guarded_like(made):
+    """Tensors of these shapes and strides, poisoned, and all of their memory."""
+    memory = [torch.full((x.untyped_storage().nbytes() + 64,), POISON, dtype=torch.uint8) for x in made]
+    inner = [m[32:-32].view(x.dtype).as_strided(x.shape, x.stride()) for m, x in zip(memory, made, strict=True)]
+    return inner, memory
+
+
+def assert_both_as_defined(launch, kernel, made, layout, lists, given, define, grid):
+    """Kernel and definition write the same bytes, and leave the same alone; none around them or between rows."""
+    (by_kernel, written), (wanted, expected) = (guarded_like(made) for _ in range(2))
+    define(wanted)
+    fields = (*both._FIELDS[kernel.what], *({"rows": "index", "offs": "ends"}[name] for name in lists))
+    launch(kernel, grid, layout, *given(by_kernel), *lists.values(), places=params.places(fields))
+    for got, own, like in zip(written, expected, made, strict=True):
+        assert torch.equal(bits_of(got, like.dtype), bits_of(own, like.dtype))
+
+
+def bits_of(memory, dtype):
+    """NaN of any kind as one."""
+    if dtype == torch.float32:
+        return torch.where(memory.view(dtype).isnan(), -1, memory.view(torch.int32))
+    return codes(memory.view(dtype)) if dtype == FP8_DTYPE else memory
+
+
+def odd_matrix(shape, dtype):
+    """Columns and rows of other magnitudes, NaN and infinity."""
+    x = wide_matrix(*shape, dtype)
+    x[0, 0], x[shape[0] // 2, shape[1] // 2] = float("nan"), float("inf")
+    return x
+
+
+def both_as_defined(launch, kernel, x, options, lists, grid=2):
+    """Tokens of no group are left alone along k, too, where the definition casts them."""
+    options, blocks = transposed.Options(**options, lists=(*lists,)), kernel.what == "mixed"
+    made = both._new_both(x, blocks, lists)
+
+    def define(inner):
+        both._both_definition(x, blocks, options, lists, both.CastBoth(*inner))
+        if "offs" in lists:
+            tokens = torch.arange(len(inner[0]))
+            dead = tokens % 128 >= transposed._living(lists["offs"], len(tokens), options.alignment)[tokens // 128]
+            inner[0].view(torch.uint8)[dead] = POISON
+            inner[1].view(torch.int32)[dead] = int.from_bytes(bytes([POISON] * 4), "little")
+
+    assert_both_as_defined(
+        *(launch, kernel, made, both._both_layout(made, options, lists, x), lists),
+        given=lambda inner: (x, *inner),
+        define=define,
+        grid=grid,
+    )
+
+
+@EACH_BOTH
+@EACH_OPTION
+def test_both_bits_are_the_definitions(launch, kernel, options):
+    for shape, floor in zip(SHAPES_OF_BOTH, FLOORS, strict=True):
+        x = odd_matrix(shape, DTYPES[kernel.source])
+        both_as_defined(launch, kernel, x, {"amax_floor": floor, **options}, {})
+
+
+@EACH_ROWS
+@pytest.mark.parametrize("offs", OFFS.values(), ids=OFFS)
+def test_both_of_groups(launch, kernel, offs):
+    for columns, alignment in ((136, 128), (131, 256)):
+        x = wide_matrix(610, columns, DTYPES[kernel.source])
+        both_as_defined(launch, kernel, x, {"alignment": alignment}, {} if offs is None else int32(offs=offs), grid=3)
+
+
+@EACH_BOTH
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_both_of_tokens_by_an_index(launch, kernel, dtype):
+    limits = torch.iinfo(dtype)
+    rows = torch.cat([torch.randint(0, 9, (280,)), torch.tensor([-1, 9, 0, 8, limits.min, limits.max])]).to(dtype)
+    for lists in ({"rows": rows}, {"rows": rows, **int32(offs=[3, 270])})[: 1 if kernel.what == "mixed" else 2]:
+        both_as_defined(launch, kernel, wide_matrix(9, 131, DTYPES[kernel.source]), {}, lists)
+
+
+@EACH_TILES
+@EACH_OPTION
+def test_weights_bits_are_the_definitions(launch, kernel, options):
+    for (shape, floor), count in itertools.product(zip(SHAPES_OF_BOTH, FLOORS, strict=True), [0, 3]):
+        dtype = DTYPES[kernel.source]
+        w = torch.stack([odd_matrix(shape, dtype) for _ in range(count)]) if count else odd_matrix(shape, dtype)
+        made, all_options = both._new_weight(w), quantize.Options(128, amax_floor=floor, **options)
+        assert_both_as_defined(
+            *(launch, kernel, made, both._weight_layout(made, all_options, w), {}),
+            given=lambda inner, w=w: (w, *inner),
+            define=lambda inner, w=w, o=all_options: both._weight_definition(w, o, both.CastWeight(*inner)),
+            grid=2,
+        )
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 400), (300, 301), (131, 272), (3, 130, 48), (2, 5, 9)], ids=str)
+@pytest.mark.parametrize("gap", [0, 16, 3])
+def test_bytes_are_transposed(launch, shape, gap):
+    *leading, columns = shape
+    x = torch.randint(0, 256, (*leading, columns + gap), dtype=torch.uint8)[..., :columns]
+    made = both._new_transpose(x)
+    assert_both_as_defined(
+        *(launch, *OF_BOTH["codes"], (made,), both._transpose_layout(made, x), {}),
+        given=lambda inner: (x, *inner),
+        define=lambda inner: inner[0].copy_(x.mT),
+        grid=3,
+    )
 
 
 # ---- combine

@@ -7,7 +7,9 @@ import json
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from cuda.core import Program, ProgramOptions
 
 import deep_tile
 from deep_tile import _launcher, jit, sass, settings
+from deep_tile.integrations import engines
 from deep_tile.kinds import FAMILIES
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import MAX_RELATIVE_ERROR, relative_error
@@ -22,7 +25,7 @@ from deep_tile.select import tuned
 from deep_tile.select.choose import bucketed, choose, choose_bucket, configs_for, measured_choice, suits
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs
-from deep_tile.tools import cli, demo, demo_experts, demo_kinds, products
+from deep_tile.tools import cli, demo, demo_experts, demo_kinds, doctor, products
 from deep_tile.tools.compile import wanted_configs
 from deep_tile.tools.doctor import DOCTORS_KERNELS
 
@@ -250,6 +253,36 @@ def test_doctor_prints_a_table(call):
     assert code == 0
     assert f"deep_tile works here, on CPU tensors only: {NO_GPU}" in out
     assert 'deep_tile[cu13]"' not in out  # no remedy where nothing is wrong
+
+
+@pytest.mark.parametrize("engine", engines.ENGINES, ids=lambda engine: engine.name)
+def test_doctor_says_whether_engines_are_hooked(call, monkeypatch, engine):
+    oldest, version = ".".join(map(str, engine.oldest)), metadata.version
+    installed, announced = {engine.name: f"{oldest}.post1"}, [SimpleNamespace(name="deep_tile")]
+    monkeypatch.setattr(metadata, "version", lambda name: installed[name] if name in installed else version(name))
+    monkeypatch.setattr(metadata, "entry_points", lambda *, group: announced if group == engine.group else ())
+    for name in (engine.variable, engine.chosen_plugins):
+        monkeypatch.delenv(name, raising=False)
+
+    def look() -> tuple[str, str, str]:
+        check = next(check for check in doctor._checks() if check.subject == engine.name)
+        return doctor._examine(check)[0:1] + doctor._examine(check)[2:]
+
+    assert look() == ("ok", f"{oldest}.post1, not hooked: {engine.variable} is not set to 1", "")
+    monkeypatch.setenv(engine.variable, "1")
+    assert look() == ("ok", f"{oldest}.post1, hooked by {engine.variable}", "")
+    monkeypatch.setenv(engine.chosen_plugins, "lora, other")
+    assert look()[0] == "warn" and f"add deep_tile to {engine.chosen_plugins}" in look()[2]
+    monkeypatch.setenv(engine.chosen_plugins, "other,deep_tile")
+    assert look()[0] == "ok"
+    announced.clear()
+    assert look()[0] == "warn" and "with pip" in look()[2]
+    installed[engine.name] = "99.0"
+    assert look()[0] == "warn" and f"{engine.name} is 99.0" in look()[1]
+    monkeypatch.setenv(engine.variable, "perhaps")
+    assert look()[0] == "warn" and "'perhaps'" in look()[1]
+    del installed[engine.name]
+    assert engine.name not in {check.subject for check in doctor._checks()}
 
 
 def test_doctor_fails_without_a_compiler(call, monkeypatch):

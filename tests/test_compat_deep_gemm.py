@@ -315,6 +315,131 @@ LAYOUT_OF_THE_PACKAGE = {
 """Of DeepGEMM 2.6.1, as SGLang and DeepGEMM's own tests import it, and the names that deep_tile has of each."""
 
 
+REAL = """
+from . import utils
+__version__ = "2.8.1"
+loads = LOADS
+def fp8_fp4_mqa_logits(): return "the real one's"
+def fp8_gemm_nt(): return "the real one's"
+"""
+
+
+@pytest.fixture
+def real_on_disk(tmp_path, monkeypatch):
+    """Writes a DeepGEMM of two names, where Python finds it by the name given; gives a list of when it was imported."""
+    loads = []
+    monkeypatch.setattr(sys, "real_loads", loads, raising=False)
+
+    def write(name: str) -> list:
+        folder = tmp_path.joinpath(*name.split("."))
+        (folder / "utils").mkdir(parents=True)
+        text = REAL.replace("LOADS", "__import__('sys').real_loads; loads.append(__name__)")
+        (folder / "__init__.py").write_text(text)
+        (folder / "utils" / "__init__.py").write_text("from . import math\n")
+        (folder / "utils" / "math.py").write_text("def pack_ue8m0_to_int(): return 'packed'\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        return loads
+
+    yield write
+    deep_gemm.uninstall()
+    for name in [name for name in sys.modules if name.split(".")[0] in ("deep_gemm", "vllm")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["deep_gemm", "vllm.third_party.deep_gemm"])
+def test_names_of_the_real_one_alone_are_its(real_on_disk, name):
+    """Imported when such a name is asked for, once, and not in deep_tile's place."""
+    loads = real_on_disk(name)
+    deep_gemm.install(force=name == "deep_gemm")
+    ours = importlib.import_module("deep_gemm")
+    assert ours.fp8_gemm_nt is deep_gemm.fp8_gemm_nt and not hasattr(ours, "__wrapped__") and not loads
+    assert ours.fp8_fp4_mqa_logits() == deep_gemm.fp8_fp4_mqa_logits() == "the real one's"
+    from deep_gemm.utils.math import pack_ue8m0_to_int
+
+    assert pack_ue8m0_to_int() == "packed" and loads == [name]
+    assert sys.modules["deep_gemm"] is ours and sys.modules["deep_gemm.utils"] is ours.utils
+    for module in (ours, ours.utils.layout):
+        with pytest.raises(AttributeError, match=f"has no no_such_name, and DeepGEMM 2.8.1 in {name} has none either"):
+            _ = module.no_such_name
+
+
+def test_what_was_imported_before_is_asked_and_given_back(real_on_disk):
+    loads = real_on_disk("deep_gemm")
+    real = importlib.import_module("deep_gemm")
+    deep_gemm.install(force=True)
+    assert importlib.import_module("deep_gemm").fp8_fp4_mqa_logits is real.fp8_fp4_mqa_logits and len(loads) == 1
+    deep_gemm.uninstall()
+    assert sys.modules["deep_gemm"] is real and sys.modules["deep_gemm.utils"] is real.utils
+
+
+def test_a_real_one_that_cannot_be_imported_is_absent(real_on_disk, tmp_path):
+    real_on_disk("deep_gemm")
+    (tmp_path / "deep_gemm" / "__init__.py").write_text("raise RuntimeError('no CUDA_HOME\\nhere')")
+    deep_gemm.install(force=True)
+    ours = importlib.import_module("deep_gemm")
+    assert getattr(ours, "fp8_fp4_mqa_logits", None) is None and sys.modules["deep_gemm"] is ours
+    with pytest.raises(AttributeError, match="no other DeepGEMM can be imported: deep_gemm: no CUDA_HOME here; vllm"):
+        _ = ours.fp8_fp4_mqa_logits
+
+
+def test_newer_keywords():
+    """Of releases up to 2.8.1, which takes them on Hopper as here: with nothing to do, or not at all."""
+    operands, by_rows = make_operands(5, 128, 256), product_of_rows(8, 16, 256, "cpu")
+    out, wanted = (torch.zeros(5, 128, dtype=torch.bfloat16) for _ in range(2))
+    deep_gemm.fp8_gemm_nt(operands[:2], operands[2:], wanted)
+    deep_gemm.fp8_gemm_nt(operands[:2], operands[2:], out, alpha=1.0, epilogue=None)
+    assert torch.equal(out, wanted)
+    flat = [(x.flatten(), scale) for x, scale in (by_rows[:2], by_rows[2:])]
+    d, same = torch.zeros(1, 8, 16), torch.zeros(1, 8, 16)
+    deep_gemm.k_grouped_fp8_gemm_nt_contiguous(*flat, d, [256])
+    deep_gemm.k_grouped_fp8_gemm_nt_contiguous(*flat, same, ks=[256], use_padded_sf_layout=False)
+    assert torch.equal(d, same) and d.any()
+    narrow = [x.bfloat16() for x in (operands.a, operands.b)]
+    b_groups = operands.b[None], operands.b_scale[None]
+    rows, counts = torch.zeros(5, dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+    pair, empty = (out, operands.a_scale), torch.zeros_like(out)
+    a_groups = tuple(x[None] for x in operands[:2])
+    for call, message in (
+        (lambda: deep_gemm.fp8_gemm_nt(operands[:2], operands[2:], empty, alpha=0.5), "alpha is 0.5.*Multiply a's"),
+        (lambda: deep_gemm.fp8_gemm_nn(operands[:2], operands[2:], empty, alpha=0.5), "alpha is 0.5"),
+        (lambda: deep_gemm.bf16_gemm_nt(*narrow, empty, alpha=2), "alpha is 2"),
+        (lambda: deep_gemm.bf16_gemm_tt(narrow[0].t(), narrow[1], empty, epilogue="cast"), "epilogue is 'cast'"),
+        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(operands[:2], b_groups, empty, rows, epilogue=1), "epil"),
+        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_masked(a_groups, b_groups, empty[None], counts, 5, epilogue=1), "epi"),
+        (lambda: deep_gemm.k_grouped_fp8_gemm_nt_contiguous(*flat, d, [256], ks=[256]), "ks_cpu and ks are given"),
+        (lambda: deep_gemm.k_grouped_fp8_gemm_nt_contiguous(*flat, d), "ks_cpu is None"),
+        (
+            lambda: deep_gemm.k_grouped_fp8_gemm_nt_contiguous(*flat, d, [256], use_padded_sf_layout=True),
+            "use_padded_sf_layout must be False",
+        ),
+        (lambda: deep_gemm.fp8_einsum("bhr,hdr->bhd", operands[:2], b_groups, pair), "d is a pair"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
+    assert not empty.any() and torch.equal(d, same)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["nn", "tn", "tt"])
+def test_operands_that_lie_along_k_whatever_their_names(device, layout):
+    operands = make_operands(7, 136, 256, device=device)
+    a, b = operands[:2], operands[2:]
+    out, wanted = (torch.zeros(7, 136, dtype=torch.bfloat16, device=device) for _ in range(2))
+    deep_gemm.fp8_gemm_nt(a, b, wanted)
+    a, b = (tuple(x.t() for x in a) if layout[0] == "t" else a), (tuple(x.t() for x in b) if layout[1] == "n" else b)
+    getattr(deep_gemm, f"fp8_gemm_{layout}")(a, b, out)
+    assert torch.equal(out, wanted)
+
+
+def test_switches_that_change_nothing(installed):
+    for switch, arguments in (
+        *(("use_deterministic_algorithms", (True,)), ("set_tc_util", (80,)), ("set_ignore_compile_dims", (True,))),
+        *(("set_block_size_multiple_of", ((64, 64),)), ("init", ("/root", "/cuda")), ("shutdown", ())),
+    ):
+        assert getattr(installed, switch)(*arguments) is None
+    assert installed.get_deterministic_algorithms() is True and installed.get_tc_util() == 100
+
+
 @pytest.mark.parametrize("name", LAYOUT_OF_THE_PACKAGE)
 def test_submodules_are_imported_by_every_way(installed, name):
     module = importlib.import_module(f"deep_gemm.{name}")

@@ -224,13 +224,13 @@ def test_wrong_heads_launch_nothing():
 
 
 def test_arguments_are_those_of_deep_gemm():
-    """By name and order, as its bindings of 2.6.1 declare them."""
+    """By name and order, as 2.8.1 declares them: those of 2.6.1, and what came behind them."""
     recipes = ["recipe", "recipe_a", "recipe_b", "compiled_dims", "disable_ue8m0_cast"]
     psum = ["use_psum_layout", "ensure_zero_padding", "expected_m_for_psum_layout"]
     for function, wanted in (
-        (deep_gemm.m_grouped_fp8_gemm_nt_contiguous, ["a", "b", "d", "grouped_layout", *recipes, *psum]),
-        (deep_gemm.m_grouped_fp8_gemm_nt_masked, ["a", "b", "d", "masked_m", "expected_m", *recipes]),
-        (deep_gemm.fp8_einsum, ["expr", "a", "b", "d", "c", "recipe"]),
+        (deep_gemm.m_grouped_fp8_gemm_nt_contiguous, ["a", "b", "d", "grouped_layout", *recipes, *psum, "epilogue"]),
+        (deep_gemm.m_grouped_fp8_gemm_nt_masked, ["a", "b", "d", "masked_m", "expected_m", *recipes, "epilogue"]),
+        (deep_gemm.fp8_einsum, ["expr", "a", "b", "d", "c", "recipe", "epilogue", "use_128x4_sfd_layout"]),
     ):
         assert list(inspect.signature(function).parameters) == wanted
 

@@ -16,10 +16,22 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from deep_tile import distributed, fp8_linear, nn, precompile_model
-from deep_tile.distributed import ColumnParallel, RowParallel, check_shardable
+from deep_tile import (
+    dequantize,
+    distributed,
+    fp8_grouped_gemm,
+    fp8_linear,
+    nn,
+    pad_shard,
+    per_token_cast_to_fp8,
+    precompile_model,
+    quantize_weight,
+    silu_mul_cast_to_fp8,
+)
+from deep_tile.distributed import ColumnParallel, RowParallel, check_shardable, shard_weight
 
 WHOLE = Replicate()
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def test_ranks_agree_with_one_process(tmp_path):
@@ -74,23 +86,167 @@ def test_nothing_imports_it_unasked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "size", "style", "wanted"),
+    ("n", "k", "ranks", "style", "padding"),
     [
-        (384, 256, 3, "column", None),
-        (384, 200, 3, "column", None),
-        (130, 512, 4, "row", None),
-        (7, 9, 1, "row", None),
-        (384, 256, 2, "column", r"n of the weight is 384, split over 2 ranks.*multiple of 128 \* 2.*Pad it to 512"),
-        (192, 256, 2, "column", "n of the weight is 192.*Pad it to 256"),
-        (256, 384, 2, "row", "k of the weight is 384.*keep it whole"),
-        (256, 256, 2, "both", "style is 'both'; use 'column' or 'row'"),
+        (384, 256, 3, "column", 0),
+        (384, 200, 3, "column", 0),
+        (130, 512, 4, "row", 0),
+        (7, 9, 1, "row", 0),
+        (1536, 256, 8, "column", 64),
+        (512, 256, 8, "column", 64),
+        (256, 4608, 8, "row", 64),
+        (100, 9, 3, "column", 94),
+        (128 * 3, 9, 2, "column", 64),
     ],
 )
-def test_what_can_be_shared(n, k, size, style, wanted):
-    if wanted is None:
-        return check_shardable(n, k, size, style)
-    with pytest.raises(ValueError, match=wanted):
-        check_shardable(n, k, size, style)
+def test_what_can_be_shared(n, k, ranks, style, padding):
+    """Anything: blocks that would not stay whole are padded."""
+    assert check_shardable(n, k, ranks, style) == padding
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"style": "both"}, ValueError, "style is 'both'; use 'column' or 'row'"),
+        ({"ranks": 0}, ValueError, "ranks is 0; it must be positive"),
+        ({"ranks": 2.0}, TypeError, "ranks is 2.0, of type float"),
+        ({"n": -1}, ValueError, "n is -1"),
+        ({"k": "9"}, TypeError, "k is '9'"),
+    ],
+)
+def test_splits_that_mean_nothing(change, kind, message):
+    with pytest.raises(kind, match=message):
+        check_shardable(**{"n": 256, "k": 256, "ranks": 2, "style": "row"} | change)
+
+
+SPLIT_SIZES = [(192, 8), (64, 8), (576, 8), (2112, 3), (100, 3), (13, 5), (128, 2), (3, 8)]
+"""Columns of each rank, and ranks."""
+
+
+@DEVICES
+@pytest.mark.parametrize("rounding", ["none", "pow2"])
+@pytest.mark.parametrize(("each", "ranks"), SPLIT_SIZES, ids=str)
+def test_columns_of_a_rank(device, rounding, each, ranks):
+    """Are those of the whole product, bit for bit, wherever they begin; of powers of two nearly so without zeros."""
+    n = each * ranks - (each == 100)
+    b, b_scale = quantize_weight(torch.randn(n, 272, device=device), round_scale=rounding)
+    x = torch.randn(5, 272, device=device).bfloat16()
+    whole = fp8_linear(x, b, b_scale, batch_invariant=True)
+    for rank in range(ranks):
+        shard = shard_weight(b, b_scale, rank, ranks, "column")
+        out = fp8_linear(x, shard.weight, shard.scale, batch_invariant=True)[:, shard.first :]
+        assert torch.equal(out, whole[:, rank * each : (rank + 1) * each])
+        assert len(shard.weight) == shard.first + out.shape[1] and shard.first in (0, rank * each % 128)
+        again = shard_weight(b, b_scale, rank, ranks, "column", max_error=1e-3 if rounding == "pow2" else 1 / 16)
+        near = fp8_linear(x, again.weight, again.scale, batch_invariant=True)
+        assert again.first == 0 and near.shape == out.shape
+        assert (near.float() - out.float()).norm() <= (0.01 if rounding == "pow2" else 0.06) * out.float().norm()
+
+
+@DEVICES
+@pytest.mark.parametrize("rounding", ["none", "pow2"])
+@pytest.mark.parametrize(("each", "ranks"), SPLIT_SIZES, ids=str)
+def test_rows_of_a_rank(device, rounding, each, ranks):
+    """The ranks' products add up to the whole one, but for groups of activations that they share."""
+    k = each * ranks - (each == 100)
+    b, b_scale = quantize_weight(torch.randn(48, k, device=device), round_scale=rounding)
+    x = torch.randn(5, k, device=device).bfloat16()
+    total = 0
+    for rank in range(ranks):
+        shard = shard_weight(b, b_scale, rank, ranks, "row")
+        own = x[:, rank * each : (rank + 1) * each]
+        exact = dequantize(b, b_scale, block=(128, 128))[:, rank * each : (rank + 1) * each]
+        padded = shard.pad(own)
+        values = dequantize(*per_token_cast_to_fp8(padded), block=(1, 128))[:, shard.first :]
+        out = fp8_linear(padded, shard.weight, shard.scale, out_dtype=torch.float32).double()
+        wanted = values.double() @ exact.double().t()
+        assert (out - wanted).norm() <= (1e-5 if device == "cpu" else 3e-3) * wanted.norm()
+        total = total + out
+    wanted = x.double() @ dequantize(b, b_scale, block=(128, 128)).double().t()
+    assert ((total - wanted).norm() / wanted.norm()).item() < 0.04
+
+
+@DEVICES
+@pytest.mark.parametrize(("n", "ranks"), [(9, 8), (130, 8), (1, 3), (128, 3), (200, 7)])
+def test_ranks_that_have_less(device, n, ranks):
+    """As torch.chunk leaves them, down to none."""
+    b, b_scale = quantize_weight(torch.randn(n, n, device=device))
+    x = torch.randn(5, n, device=device).bfloat16()
+    columns, rows = [], []
+    for rank in range(ranks):
+        shard = shard_weight(b, b_scale, rank, ranks, "column")
+        columns.append(fp8_linear(x, shard.weight, shard.scale, batch_invariant=True)[:, shard.first :])
+        shard = shard_weight(b, b_scale, rank, ranks, "row")
+        each = -(-n // ranks)
+        rows.append(fp8_linear(shard.pad(x[:, each * rank : each * rank + each]), shard.weight, shard.scale))
+    sizes = [len(part) for part in torch.arange(n).chunk(ranks)]
+    assert [part.shape[1] for part in columns] == sizes + [0] * (ranks - len(sizes))
+    assert torch.equal(torch.cat(columns, 1), fp8_linear(x, b, b_scale, batch_invariant=True))
+    assert all(part.shape == (5, n) for part in rows)
+
+
+@DEVICES
+def test_experts_of_a_rank(device):
+    """Gate and up of 192 rows each, in halves of whole blocks, and down of 192 columns: no call copies anything."""
+    experts, width, ranks, k = 3, 1536, 8, 256
+    parts = {name: torch.randn(experts, width, k, device=device) for name in ("gate", "up")}
+    (gate, gate_scale), (up, up_scale) = (
+        map(torch.stack, zip(*(quantize_weight(w) for w in parts[name]), strict=True)) for name in parts
+    )
+    x, x_scale = per_token_cast_to_fp8(torch.randn(20, k, device=device))
+    offs = torch.tensor([7, 7, 20], dtype=torch.int32, device=device)
+    whole = [
+        fp8_grouped_gemm(x, x_scale, w, s, offs, batch_invariant=True) for w, s in ((gate, gate_scale), (up, up_scale))
+    ]
+    for rank in range(ranks):
+        begin = 192 * rank
+        first, blocks = begin % 128, slice(begin // 128, -(-(begin + 192) // 128))
+        halves = [
+            pad_shard(w[:, begin : begin + 192], s[:, blocks], first_row=first, rows=256)
+            for w, s in ((gate, gate_scale), (up, up_scale))
+        ]
+        b, b_scale = (torch.cat(tensors, 1) for tensors in zip(*halves, strict=True))
+        out = fp8_grouped_gemm(x, x_scale, b, b_scale, offs, batch_invariant=True)
+        for half, of_whole in zip(out.chunk(2, 1), whole, strict=True):
+            assert torch.equal(half[:, first : first + 192], of_whole[:, begin : begin + 192])
+            assert not half[:, :first].any() and not half[:, first + 192 :].any()
+        shard = shard_weight(gate, gate_scale, rank, ranks, "column")
+        own = fp8_grouped_gemm(x, x_scale, shard.weight, shard.scale, offs, batch_invariant=True)
+        assert torch.equal(own[:, shard.first :], whole[0][:, begin : begin + 192])
+        h, _ = silu_mul_cast_to_fp8(out, offs=offs)
+        assert not h.float()[:, :first].any() and not h.float()[:, first + 192 :].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (
+            {"weight": torch.zeros(64, 256)},
+            TypeError,
+            "weight is torch.float32 .*re-base another format with deep_tile",
+        ),
+        (
+            {"scale": torch.ones(1, 1)},
+            ValueError,
+            r"scale torch.float32 \[1, 1\], first_row and first_column are \(64, 0",
+        ),
+        ({"first_row": 128}, ValueError, "must be below 128"),
+        ({"first_row": -1}, ValueError, "first_row is -1"),
+        ({"first_column": 1.0}, TypeError, "first_column is 1.0"),
+        ({"rows": 191}, ValueError, "rows is 191; pass None, or an int of at least 192"),
+        ({"columns": "256"}, ValueError, "columns is '256'"),
+        ({"weight": None}, TypeError, "weight must be a torch.Tensor"),
+    ],
+)
+def test_shards_that_do_not_fit(change, kind, message):
+    good = {"weight": torch.zeros(128, 256).to(torch.float8_e4m3fn), "scale": torch.ones(2, 2), "first_row": 64}
+    assert pad_shard(**good)[0].shape == (192, 256)
+    with pytest.raises(kind, match=message):
+        pad_shard(**good | change)
+    for wrong in ({"rank": 2}, {"rank": True}, {"weight_scale_inv": torch.ones(2, 2)}, {"style": "none"}):
+        arguments = {"weight": good["weight"], "weight_scale_inv": torch.ones(1, 2), "rank": 1, "ranks": 2}
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            shard_weight(**{**arguments, "style": "row"} | wrong)
 
 
 class Mesh(tuple):

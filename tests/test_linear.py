@@ -12,9 +12,9 @@ from deep_tile import (
     fp8_linear,
     linear,
     per_token_cast_to_fp8,
-    quantize,
     quantize_weight,
     tensors,
+    transpose_fp8,
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -160,14 +160,18 @@ def test_small_magnitudes_and_nan(device):
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize(("shape", "n"), [((2, 5, 208), 130), ((3, 9), 17), ((40,), 24)], ids=str)
 def test_gradients_of_quantised_weights(device, shape, n, dtype):
-    """That of x against FP32 of the dequantised weight."""
+    """That of x is a product in FP8: bit for bit, of the smallest gradients too, and near that of the dequantised."""
     x, b, b_scale, bias = make_layer(shape, n, device, dtype)
     x.requires_grad_(), bias.requires_grad_()
     out = fp8_linear(x, b, b_scale, bias)
     grad = torch.randn_like(out)
     out.backward(grad)
     exact = grad.double() @ dequantize(b, b_scale, block=(128, 128)).double()
-    assert_near(x.grad, exact, dtype)
+    assert (x.grad.double() - exact).norm() <= 0.04 * exact.norm()
+    assert torch.equal(x.grad, in_turn(grad, transpose_fp8(b), b_scale.t(), out_dtype=dtype))
+    if dtype != torch.float16:
+        (small,) = torch.autograd.grad(fp8_linear(x, b, b_scale), x, grad * 2.0**-40)
+        assert torch.equal(small, x.grad * 2.0**-40)
     assert_near(bias.grad, grad.double().reshape(-1, n).sum(0), dtype)
     assert x.grad.dtype == bias.grad.dtype == dtype
 
@@ -184,15 +188,6 @@ def test_gradients_of_wide_weights(device, dtype):
     assert_near(x.grad, grad.double() @ w.detach().double(), dtype)
     assert_near(w.grad, rows.t() @ x.detach().double().view(-1, 208), dtype)
     assert_near(bias.grad, rows.sum(0), dtype)
-
-
-@pytest.mark.parametrize("dtype", WIDE, ids=str)
-@pytest.mark.parametrize(("n", "k"), [(256, 384), (130, 384), (256, 208)])
-def test_a_weight_is_dequantised_to_any_dtype(device, n, k, dtype):
-    b, b_scale = quantize_weight(torch.randn(n, k, device=device) * 10.0 ** torch.randint(-6, 3, (n, 1), device=device))
-    wanted = dequantize(b, b_scale, block=(128, 128)).to(dtype)
-    assert torch.equal(quantize.dequantized_weight(b, b_scale, dtype), wanted)
-    assert torch.equal(quantize.dequantized_weight(b, b_scale.t().contiguous().t(), dtype), wanted)
 
 
 def assert_near(gradient: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:

@@ -6,9 +6,11 @@ import threading
 
 import pytest
 import torch
+from formats import draw as draw_weight
 
 import deep_tile
 from deep_tile import fp8_linear, jit, nn, quantize_weight, tensors
+from deep_tile.formats import FORMATS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FEATURES = [(256, 130), (3884, 96), (9, 3)]
@@ -216,6 +218,14 @@ def test_wrong_checkpoints_are_refused(layer):
         ({"weight": torch.zeros(256, 128).to(torch.float8_e5m2)}, TypeError, "scaled_gemm takes torch.float8_e5m2"),
         ({"weight_scale_inv": torch.ones(())}, ValueError, r"_inv\.reshape\(-1, 1\)\.expand\(2, 1\)"),
         ({"weight_scale_inv": torch.ones(256)}, ValueError, "scaled_gemm takes a scale for each row"),
+        ({"weight_scale_inv": torch.ones(8, 4)}, ValueError, "may be 'fp8_32x32', which deep_tile.to_blocks re-bases"),
+        ({"weight_scale_inv": torch.ones(256, 4).byte()}, TypeError, "from_fp8 with format='mxfp8'"),
+        (
+            {"weight": torch.zeros(256, 64).byte(), "weight_scale_inv": torch.ones(256, 4).byte()},
+            *(TypeError, "weight is torch.uint8; it must be torch.float8_e4m3fn.*format='mxfp4'"),
+        ),
+        ({"global_scale": 2.0}, ValueError, "global_scale is given without a format: pass format='nvfp4'"),
+        ({"format": "mxfp8"}, ValueError, r"format 'mxfp8' has .*here \[256, 4\]"),
     ],
 )
 def test_weights_that_do_not_fit(change, kind, message):
@@ -223,6 +233,21 @@ def test_weights_that_do_not_fit(change, kind, message):
     nn.Linear.from_fp8(**good)
     with pytest.raises(kind, match=message):
         nn.Linear.from_fp8(**good | change)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_layers_of_other_formats(device, name):
+    """Are those of `to_blocks`, and checkpoints of them of this format."""
+    weight, scale, arguments, _ = draw_weight(name, (130, 96), device)
+    layer = nn.Linear.from_fp8(weight, scale, max_error=1, **arguments, batch_invariant=True)
+    b, b_scale, report = deep_tile.to_blocks(weight, scale, max_error=1, **arguments)
+    assert torch.equal(layer.weight.float(), b.float()) and torch.equal(layer.weight_scale_inv, b_scale)
+    x = draw(layer, 5)
+    assert torch.equal(layer(x), fp8_linear(x, b, b_scale, batch_invariant=True))
+    assert layer.options == {"batch_invariant": True}
+    if report.changed:
+        with pytest.raises(ValueError, match="more than max_error=0"):
+            nn.Linear.from_fp8(weight, scale, max_error=0, **arguments)
 
 
 def test_gradients_pass_a_frozen_layer(device):

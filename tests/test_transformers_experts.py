@@ -384,3 +384,106 @@ def test_a_static_cache_is_compiled_without_a_break(model):
     assert generated.shape == (1, 37 + 16)
     assert model._compiled_call is not None
     assert_greedy(model, generated, 16, off=2)
+
+
+# ---- layers in other blocks
+
+
+def quantized_in(block: tuple[int, int], weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 with scales in UE8M0 for blocks of other sizes than 128x128, which divide the weight."""
+    groups = weight.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
+    scale = torch.exp2((groups.abs().amax((-3, -1), keepdim=True) / 448).log2().ceil())
+    codes = (groups / scale).to(torch.float8_e4m3fn)
+    return codes.flatten(-4, -3).flatten(-2), scale[..., 0, :, 0].to(torch.float8_e8m0fnu)
+
+
+def model_in(block: tuple[int, int], device: str) -> torch.nn.Module:
+    """A linear, experts, and what says how they are saved."""
+    layer = make_layer(device)
+    layer.block_size = block
+    linear = finegrained_fp8.FP8Linear(HIDDEN - 16, 128, block_size=block, scale_fmt="ue8m0").to(device)
+    for owner, name, shape in ((layer, "gate_up_proj", (8, 256, 256)), (layer, "down_proj", (8, 256, 128))):
+        fill(owner, name, quantized_in(block, 0.1 * torch.randn(shape, device=device)))
+    fill(linear, "weight", quantized_in(block, 0.1 * torch.randn(linear.weight.shape, device=device)))
+    model = torch.nn.ModuleDict({"experts": layer, "linear": linear})
+    model.config = SimpleNamespace(quantization_config={"weight_block_size": list(block), "scale_fmt": "ue8m0"})
+    return model
+
+
+def fill(owner: torch.nn.Module, name: str, parts: tuple[torch.Tensor, torch.Tensor]) -> None:
+    for one, tensor in zip((name, f"{name}_scale_inv"), parts, strict=True):
+        setattr(owner, one, torch.nn.Parameter(tensor, requires_grad=False))
+
+
+def wide_in(block: tuple[int, int], owner: torch.nn.Module, name: str) -> torch.Tensor:
+    scale = getattr(owner, f"{name}_scale_inv").double()
+    return getattr(owner, name).double() * scale.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+
+
+@DEVICES
+@pytest.mark.parametrize("block", [(32, 32), (1, 32)], ids=str)
+def test_layers_are_re_based(installed, device, block):  # noqa: F811
+    """Their weights stay what they were, and deep_tile multiplies them: transformers' own functions are not asked."""
+    model = model_in(block, device)
+    names = {"experts.gate_up_proj", "experts.down_proj", "linear.weight"}
+    before = {name: wide_in(block, model.get_submodule(name.split(".")[0]), name.split(".")[1]) for name in names}
+    reports = integration.rebase(model)
+    assert {*reports} == names and integration.rebase(model) == {}
+    assert model.config.quantization_config == {
+        **{"weight_block_size": [128, 128], "scale_fmt": "float", "expert_dtype": "fp8"},
+    }
+    for name, value in before.items():
+        owner, own = name.split(".")
+        assert relative_error(wide_in((128, 128), model[owner], own), value) <= reports[name].error + 1e-12
+    x = torch.randn(5, 256, device=device).bfloat16()
+    with torch.no_grad():
+        expected = per_token_cast_to_fp8(x, exact="reciprocal")
+        expected = dequantize(*expected, block=(1, 128)).double() @ before["linear.weight"].t()
+        assert relative_error(model.linear(x), expected) < 3e-3
+        _, chosen, weights = routed(5, device)
+        out = model.experts(x, chosen, weights)
+    assert relative_error(out, in_turn(model.experts, x, chosen, weights)) < 0.02
+
+
+@DEVICES
+def test_experts_in_fp4_are_re_based(device):
+    layer = make_layer(device)
+    packed = torch.randint(0, 256, (8, 256, 128), dtype=torch.uint8, device=device).view(torch.int8)
+    scale = torch.randint(110, 124, (8, 256, 8), dtype=torch.uint8, device=device).view(torch.float8_e8m0fnu)
+    fill(layer, "gate_up_proj", (packed, scale.float()))
+    fill(layer, "down_proj", (packed, scale))
+    reports = integration.rebase(layer, max_error=0)
+    assert {*reports} == {"gate_up_proj", "down_proj"} and all(report.changed == 0 for report in reports.values())
+    assert layer.gate_up_proj.shape == (8, 256, 256) and layer.gate_up_proj_scale_inv.shape == (8, 2, 2)
+    assert torch.equal(layer.gate_up_proj.float(), layer.down_proj.float())
+
+
+def test_experts_with_scales_of_tensors_are_re_based():
+    """Gate and up have one each; in blocks of whole rows of either, nothing changes."""
+    layer = make_layer()
+    layer.block_size = None
+    scales = {"gate_up_proj": torch.rand(8, 2, 1) + 0.1, "down_proj": torch.rand(8, 1, 1) + 0.1}
+    before = {}
+    for name, scale in scales.items():
+        weight = getattr(layer, name).detach()
+        fill(layer, name, (weight, scale))
+        before[name] = weight.double() * scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
+    reports = integration.rebase(layer, max_error=0)
+    assert all(report.changed == 0 for report in reports.values()) and layer.block_size == (128, 128)
+    for name, value in before.items():
+        n, k = value.shape[1:]
+        each = getattr(layer, f"{name}_scale_inv").double().repeat_interleave(128, 1)[:, :n].repeat_interleave(128, 2)
+        assert torch.equal(getattr(layer, name).double() * each[..., :k], value)
+
+
+def test_what_cannot_be_re_based():
+    model = model_in((32, 32), "cpu")
+    wide_spread = torch.full((128 // 32, 256 // 32), 2.0**-40)
+    wide_spread[0] = 1
+    fill(model.linear, "weight", (torch.full((128, 256), 1.5).to(torch.float8_e4m3fn), wide_spread))
+    with pytest.raises(ValueError, match=r"linear.weight: re-basing .* would change row \[32\]"):
+        integration.rebase(model)
+    assert model.linear.block_size == (32, 32) and model.experts.block_size == (128, 128)
+    model.linear.activation_scheme = "static"
+    assert integration.rebase(model) == {}
+    assert model.config.quantization_config["weight_block_size"] == [32, 32]

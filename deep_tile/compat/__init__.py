@@ -2,4 +2,4 @@
 
 from deep_tile import discovery
 
-__getattr__ = discovery.submodules(__name__, "deep_gemm")
+__getattr__ = discovery.submodules(__name__, "deep_ep", "deep_gemm")

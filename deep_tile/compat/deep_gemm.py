@@ -1,9 +1,10 @@
 """DeepGEMM's names for FP8 and BF16 products on Hopper, dense and of experts, as engines look them up, on our kernels.
 
-Called by vLLM and SGLang after `install()`, or imported by name. What deep_tile has no kernel for, such as attention's
-logits, is absent, which an AttributeError says by name: engines take a missing name as "not available".
-Invariant: names, arguments and meaning are those of DeepGEMM 2.6.1 on SM90; wrong calls raise before anything is
-launched.
+Called by engines after `install()`, or imported by name. What deep_tile has no kernel for, such as attention's logits,
+is the real DeepGEMM's (original.py), or absent, which an AttributeError says by name: most engines take a missing name
+as "not available".
+Invariant: names, arguments and meaning are those of DeepGEMM 2.6.1 to 2.8.1 on SM90; wrong calls raise before anything
+is launched.
 """
 
 import importlib.util
@@ -16,6 +17,8 @@ from types import ModuleType
 import torch
 
 from deep_tile import api, dense, grouped, quantize, tensors, transposed
+from deep_tile.compat import original
+from deep_tile.compat.layouts import group_ends
 from deep_tile.config import SCALE_BLOCK, as_int, ceil_div, check_alignment, round_up
 from deep_tile.ops import is_traced
 from deep_tile.reference import cosine_difference
@@ -51,6 +54,8 @@ def fp8_gemm_nt(
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
+    alpha: float | None = None,
+    epilogue: object = None,
 ) -> None:
     """`d = a @ b^T` with 1x128 and 128x128 scales: `deep_tile.fp8_gemm(*a, *b, d)`; with 1x128 ones of both operands
     `d = c + a @ b^T`: `deep_tile.scaled_gemm`.
@@ -64,11 +69,13 @@ def fp8_gemm_nt(
         recipe, recipe_a, recipe_b: blocks of the scales: (1, 128, 128), (1, 128) and (128, 128), or for 1x128 of both
             operands (1, 1, 128), (1, 128) and (1, 128).
         compiled_dims, disable_ue8m0_cast: mean nothing here: kernels know no sizes, and scales are used as they are.
+        alpha, epilogue: only None (alpha also 1), as in DeepGEMM on Hopper.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_gemm`; a pair that is none, another recipe, a `c`, or
             scales that are packed into integers.
     """
+    _refuse_finish(alpha, epilogue)
     operands = _operands(a, b)
     if _is_by_rows(recipe, recipe_b):
         _check_recipes(recipe, recipe_a, recipe_b, quantize.TOKEN_BLOCK)
@@ -90,6 +97,26 @@ def fp8_gemm_nt(
     api.fp8_gemm(*operands, d, **_settings)
 
 
+def fp8_gemm_nn(a: _Pair, b: _Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
+    """`fp8_gemm_nt` of `b` [k, n] and its scale, transposed views, as on Hopper both operands lie along k."""
+    fp8_gemm_nt(a, _transposed_pair("b", b), d, c, **options)
+
+
+def fp8_gemm_tn(a: _Pair, b: _Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
+    """The same of `a` [k, m] and `b` [k, n]."""
+    fp8_gemm_nt(_transposed_pair("a", a), _transposed_pair("b", b), d, c, **options)
+
+
+def fp8_gemm_tt(a: _Pair, b: _Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
+    """The same of `a` [k, m] and `b` [n, k]."""
+    fp8_gemm_nt(_transposed_pair("a", a), b, d, c, **options)
+
+
+def _transposed_pair(name: str, pair: _Pair) -> _Pair:
+    x, scale = _pair(name, pair)
+    return _transposed(name, x), _transposed(f"{name}'s scale", scale)
+
+
 def m_grouped_fp8_gemm_nt_contiguous(
     a: _Pair,
     b: _Pair,
@@ -103,6 +130,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     use_psum_layout: bool = False,
     ensure_zero_padding: bool = True,
     expected_m_for_psum_layout: int | None = None,
+    epilogue: object = None,
 ) -> None:
     """`d[rows] = a[rows] @ b[g]^T` for the rows of each group g, in one launch: `deep_tile.fp8_grouped_gemm` with offs.
 
@@ -120,11 +148,12 @@ def m_grouped_fp8_gemm_nt_contiguous(
             refused on the CPU, and on a GPU, where nothing waits to look at it, gives wrong rows.
         expected_m_for_psum_layout: rows of a group, in the mean: what the kernel is chosen for.
         ensure_zero_padding: means nothing on Hopper, in DeepGEMM either.
-        recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast: as for `fp8_gemm_nt`.
+        recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue: as for `fp8_gemm_nt`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
     """
+    _refuse_finish(epilogue=epilogue)
     a, a_scale, b, b_scale = _operands(a, b)
     _check_recipes(recipe, recipe_a, recipe_b)
     if _compile_mode:
@@ -142,7 +171,9 @@ def _contiguous_groups(
     if expected is None and not is_traced():  # half of the alignment pads each group, in the mean
         expected = max(1, a.shape[0] // max(1, b.shape[0]) - _alignment // 2)
     expected = as_int(expected)
-    offs = grouped_layout if use_psum_layout else _group_ends(grouped_layout, a.shape[0], b.shape[0])
+    offs = grouped_layout
+    if not use_psum_layout:
+        offs = group_ends(grouped_layout, a.shape[0], b.shape[0], _alignment)
     return offs, {"alignment": _alignment, "expected_rows": expected, **_settings}
 
 
@@ -157,6 +188,7 @@ def m_grouped_fp8_gemm_nt_masked(
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
+    epilogue: object = None,
 ) -> None:
     """`d[g, :masked_m[g]] = a[g, :masked_m[g]] @ b[g]^T` for each group: `deep_tile.fp8_grouped_gemm` with counts.
 
@@ -166,11 +198,12 @@ def m_grouped_fp8_gemm_nt_masked(
         d: [g, m, n] bfloat16, written to. Rows behind a group's last are left alone.
         masked_m: int32 [g], on the device: rows of each group.
         expected_m: rows of a group, in the mean: what the kernel is chosen for.
-        recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast: as for `fp8_gemm_nt`.
+        recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue: as for `fp8_gemm_nt`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
     """
+    _refuse_finish(epilogue=epilogue)
     operands = _operands(a, b)
     _check_recipes(recipe, recipe_a, recipe_b)
     if _compile_mode:
@@ -184,12 +217,15 @@ def k_grouped_fp8_gemm_nt_contiguous(
     a: _Pair,
     b: _Pair,
     d: torch.Tensor,
-    ks_cpu: list[int],
+    ks_cpu: list[int] | None = None,
     grouped_layout: torch.Tensor | None = None,
     c: torch.Tensor | None = None,
     recipe: tuple[int, int, int] = (1, 1, SCALE_BLOCK),
     compiled_dims: str = "mn",
     use_psum_layout: bool = False,
+    epilogue: object = None,
+    ks: list[int] | None = None,
+    use_padded_sf_layout: bool = False,
 ) -> None:
     """`d[g] = c[g] + a_g @ b_g^T` for each group g: gradients of experts' weights, by `deep_tile.fp8_wgrad`.
 
@@ -206,11 +242,17 @@ def k_grouped_fp8_gemm_nt_contiguous(
         c: [g, m, n] float32, what is added; it may be `d`. None: zeros.
         recipe: (1, 1, 128).
         compiled_dims: means nothing here.
-        use_psum_layout: only False, as in DeepGEMM on Hopper.
+        use_psum_layout, use_padded_sf_layout: only False, as in DeepGEMM on Hopper.
+        epilogue: only None.
+        ks: `ks_cpu` by its newer name.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_wgrad` and `fp8_gemm_nt`.
     """
+    ks_cpu = _lengths(ks_cpu, ks)
+    _refuse_finish(epilogue=epilogue)
+    if use_padded_sf_layout:
+        raise ValueError("use_padded_sf_layout must be False on Hopper: pass scales of whole blocks, without padding")
     (a, a_scale), (b, b_scale) = _pair("a", a), _pair("b", b)
     _check_no_psum(use_psum_layout)
     _check_recipes(recipe, of_b=quantize.TOKEN_BLOCK)
@@ -249,6 +291,8 @@ def fp8_einsum(
     d: torch.Tensor,
     c: torch.Tensor | None = None,
     recipe: tuple[int, int, int] = (1, SCALE_BLOCK, SCALE_BLOCK),
+    epilogue: object = None,
+    use_128x4_sfd_layout: bool = False,
 ) -> None:
     """`d[:, h] = a[:, h] @ b[h]^T` for each head h: the products of DeepSeek-V4's grouped output projection.
 
@@ -260,15 +304,19 @@ def fp8_einsum(
         expr: "bhr,hdr->bhd".
         a: [rows, heads, k] float8_e4m3fn and its scale [rows, heads, ceil(k / 128)], any strides that products take.
         b: [heads, n, k] float8_e4m3fn and its scale [heads, ceil(n / 128), ceil(k / 128)].
-        d: [rows, heads, n] bfloat16, written to.
-        c: only None.
+        d: [rows, heads, n] bfloat16, written to. A pair of FP8 and its scale is Blackwell's.
+        c, epilogue: only None.
         recipe: (1, 128, 128).
+        use_128x4_sfd_layout: of the scale of such a pair; means nothing here.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`; or another `expr`.
     """
     if expr != "bhr,hdr->bhd":
         raise ValueError(f"expr is {expr!r}; on Hopper it is 'bhr,hdr->bhd'")
+    _refuse_finish(epilogue=epilogue)
+    if isinstance(d, (tuple, list)):
+        raise TypeError("d is a pair; on Hopper it is one tensor of torch.bfloat16: cast it with per_token_cast_to_fp8")
     a, a_scale, b, b_scale = _operands(a, b)
     _refuse_sum(c)
     _check_recipes(recipe)
@@ -298,7 +346,13 @@ def fp8_einsum(
 
 
 def bf16_gemm_nt(
-    a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, c: torch.Tensor | None = None, compiled_dims: str = "nk"
+    a: torch.Tensor,
+    b: torch.Tensor,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    compiled_dims: str = "nk",
+    alpha: float | None = None,
+    epilogue: object = None,
 ) -> None:
     """`d = a @ b^T`, or `d = c + a @ b^T`: `deep_tile.gemm(a, b, d)`.
 
@@ -307,10 +361,12 @@ def bf16_gemm_nt(
         d: [m, n], written to: bfloat16, or float32.
         c: None, or what is added, [m, n] float32, which may be `d`; then `d` is float32, too.
         compiled_dims: means nothing here.
+        alpha, epilogue: only None (alpha also 1), as in DeepGEMM on Hopper.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.gemm`.
     """
+    _refuse_finish(alpha, epilogue)
     if _compile_mode:
         _make_ready("bf16", a, b, d, accumulate=c is not None)
         return
@@ -321,24 +377,42 @@ def bf16_gemm_nt(
 
 
 def bf16_gemm_nn(
-    a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, c: torch.Tensor | None = None, compiled_dims: str = "nk"
+    a: torch.Tensor,
+    b: torch.Tensor,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    compiled_dims: str = "nk",
+    alpha: float | None = None,
+    epilogue: object = None,
 ) -> None:
     """`d = a @ b` of [m, k] and [k, n]: `bf16_gemm_nt` of the transposed `b`."""
-    bf16_gemm_nt(a, _transposed("b", b), d, c)
+    bf16_gemm_nt(a, _transposed("b", b), d, c, alpha=alpha, epilogue=epilogue)
 
 
 def bf16_gemm_tn(
-    a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, c: torch.Tensor | None = None, compiled_dims: str = "mn"
+    a: torch.Tensor,
+    b: torch.Tensor,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    compiled_dims: str = "mn",
+    alpha: float | None = None,
+    epilogue: object = None,
 ) -> None:
     """`d = a^T @ b` of [k, m] and [k, n], likewise."""
-    bf16_gemm_nt(_transposed("a", a), _transposed("b", b), d, c)
+    bf16_gemm_nt(_transposed("a", a), _transposed("b", b), d, c, alpha=alpha, epilogue=epilogue)
 
 
 def bf16_gemm_tt(
-    a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, c: torch.Tensor | None = None, compiled_dims: str = "mn"
+    a: torch.Tensor,
+    b: torch.Tensor,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    compiled_dims: str = "mn",
+    alpha: float | None = None,
+    epilogue: object = None,
 ) -> None:
     """`d = a^T @ b^T` of [k, m] and [n, k], likewise."""
-    bf16_gemm_nt(_transposed("a", a), b, d, c)
+    bf16_gemm_nt(_transposed("a", a), b, d, c, alpha=alpha, epilogue=epilogue)
 
 
 def _transposed(name: str, x: torch.Tensor, dimensions: int = 2) -> torch.Tensor:
@@ -355,17 +429,20 @@ def m_grouped_bf16_gemm_nt_contiguous(
     use_psum_layout: bool = False,
     ensure_zero_padding: bool = True,
     expected_m_for_psum_layout: int | None = None,
+    epilogue: object = None,
 ) -> None:
     """`m_grouped_fp8_gemm_nt_contiguous` of BF16: `deep_tile.grouped_gemm` with offs.
 
     Args:
         a, b: [s, k] and [g, n, k] bfloat16.
         d: [s, n] bfloat16 or float32, written to.
-        grouped_layout, compiled_dims, use_psum_layout, ensure_zero_padding, expected_m_for_psum_layout: as there.
+        grouped_layout, compiled_dims, use_psum_layout, ensure_zero_padding, expected_m_for_psum_layout, epilogue: as
+            there.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.grouped_gemm`.
     """
+    _refuse_finish(epilogue=epilogue)
     if _compile_mode:
         _make_ready("bf16", a, b, d, "offs")
         return
@@ -382,12 +459,14 @@ def m_grouped_bf16_gemm_nn_contiguous(
     use_psum_layout: bool = False,
     ensure_zero_padding: bool = True,
     expected_m_for_psum_layout: int | None = None,
+    epilogue: object = None,
 ) -> None:
     """The same of `b` [g, k, n], with k a multiple of 64 if there are several groups."""
     m_grouped_bf16_gemm_nt_contiguous(
         *(a, _transposed("b", b, 3), d, grouped_layout),
         use_psum_layout=use_psum_layout,
         expected_m_for_psum_layout=expected_m_for_psum_layout,
+        epilogue=epilogue,
     )
 
 
@@ -398,17 +477,19 @@ def m_grouped_bf16_gemm_nt_masked(
     masked_m: torch.Tensor,
     expected_m: int,
     compiled_dims: str = "nk",
+    epilogue: object = None,
 ) -> None:
     """`m_grouped_fp8_gemm_nt_masked` of BF16: `deep_tile.grouped_gemm` with counts.
 
     Args:
         a, b: [g, m, k] and [g, n, k] bfloat16.
         d: [g, m, n] bfloat16 or float32, written to.
-        masked_m, expected_m, compiled_dims: as there.
+        masked_m, expected_m, compiled_dims, epilogue: as there.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.grouped_gemm`.
     """
+    _refuse_finish(epilogue=epilogue)
     if _compile_mode:
         _make_ready("bf16", a, b, d, "counts")
         return
@@ -419,11 +500,13 @@ def k_grouped_bf16_gemm_tn_contiguous(
     a: torch.Tensor,
     b: torch.Tensor,
     d: torch.Tensor,
-    ks_cpu: list[int],
+    ks_cpu: list[int] | None = None,
     grouped_layout: torch.Tensor | None = None,
     c: torch.Tensor | None = None,
     compiled_dims: str = "mn",
     use_psum_layout: bool = False,
+    epilogue: object = None,
+    ks: list[int] | None = None,
 ) -> None:
     """`d[g] = c[g] + a_g^T @ b_g` for each group g of rows: gradients of experts' weights, by `deep_tile.gemm`.
 
@@ -436,10 +519,14 @@ def k_grouped_bf16_gemm_tn_contiguous(
         grouped_layout, compiled_dims: mean nothing here.
         c: [g, m, n] float32, what is added; it may be `d`. None: zeros.
         use_psum_layout: only False, as in DeepGEMM on Hopper.
+        epilogue: only None.
+        ks: `ks_cpu` by its newer name.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.gemm`.
     """
+    ks_cpu = _lengths(ks_cpu, ks)
+    _refuse_finish(epilogue=epilogue)
     _check_no_psum(use_psum_layout)
     _require_dimensions(a=(a, 2), b=(b, 2), d=(d, 3))
     groups, m, n = d.shape
@@ -463,6 +550,7 @@ def k_grouped_bf16_gemm_tn_contiguous(
         dense.gemm(*product, accumulate=True, **_settings)
 
 
+fp8_fp4_gemm_nn, fp8_fp4_gemm_tn, fp8_fp4_gemm_tt = fp8_gemm_nn, fp8_gemm_tn, fp8_gemm_tt
 fp8_fp4_gemm_nt = gemm_fp8_fp8_bf16_nt = fp8_gemm_nt
 m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_gemm_fp8_fp8_bf16_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
 m_grouped_fp8_fp4_gemm_nt_masked = fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
@@ -497,6 +585,20 @@ def set_compile_mode(mode: int) -> None:
     if as_int(mode) not in (0, 1):
         raise ValueError(f"mode is {mode!r}; pass 1 to make products ready without launching them, or 0")
     _compile_mode = as_int(mode)
+
+
+def _refuse_finish(alpha: float | None = None, epilogue: object = None) -> None:
+    if epilogue is not None:
+        raise ValueError(f"epilogue is {epilogue!r}; on Hopper it must be None, in DeepGEMM too. Finish d afterwards")
+    if alpha not in (None, 1):
+        raise ValueError(f"alpha is {alpha!r}; on Hopper it is None, in DeepGEMM too. Multiply a's scale by it, or d")
+
+
+def _lengths(ks_cpu: object, ks: object) -> object:
+    """k of each group, which releases of DeepGEMM call by different names."""
+    if ks is not None and ks_cpu is not None:
+        raise ValueError("ks_cpu and ks are given, which are names of one argument; pass one of them")
+    return ks_cpu if ks is None else ks
 
 
 def _refuse_sum(c: object) -> None:
@@ -606,38 +708,6 @@ def _require_dimensions(**given: tuple[object, int]) -> None:
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor of {dimensions} dimensions")
         if x.dim() != dimensions:
             raise ValueError(f"{name} is {list(x.shape)}; it must have {dimensions} dimensions")
-
-
-def _group_ends(m_indices: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
-    """The row behind each group's last, int32 [groups], of each row's group or a negative number; 0 for no rows.
-
-    A kernel that rounds the ends up finds where groups begin, also behind groups without rows.
-    """
-    _require_dimensions(grouped_layout=(m_indices, 1))
-    if m_indices.dtype != torch.int32 or tuple(m_indices.shape) != (rows,):
-        raise ValueError(
-            f"grouped_layout is {list(m_indices.shape)} of {m_indices.dtype}; for a of {rows} rows it must be [{rows}] "
-            "of torch.int32, or pass use_psum_layout=True with the ends of groups"
-        )
-    if m_indices.device.type == "cpu" and not is_traced():
-        _check_order(m_indices, groups)
-    # Whatever is no group counts for one behind the last, which is cut off.
-    index = m_indices.clamp(-1, groups).long().remainder_(groups + 1)
-    ends = torch.zeros(groups + 1, dtype=torch.int32, device=m_indices.device)
-    behind = torch.arange(1, rows + 1, dtype=torch.int32, device=m_indices.device)
-    return ends.scatter_reduce_(0, index, behind, "amax")[:groups]
-
-
-def _check_order(m_indices: torch.Tensor, groups: int) -> None:
-    rows = (m_indices >= 0).nonzero().flatten()
-    steps = m_indices[rows].diff(prepend=m_indices.new_tensor([-1]))
-    wrong = rows[(steps < 0) | (steps > 0) & (rows % _alignment != 0)]
-    if len(wrong) or (m_indices >= groups).any():
-        where = f"row {wrong[0]}" if len(wrong) else f"a group beyond the {groups} of b"
-        raise ValueError(
-            f"grouped_layout is wrong at {where}: groups must stand in the order of b, each in one piece that begins "
-            f"at a multiple of {_alignment}. Sort the rows by group"
-        )
 
 
 def _are_groups(x: torch.Tensor) -> bool:
@@ -787,6 +857,38 @@ def get_pdl() -> bool:
     return _settings["num_sms"] is None if given is None else given
 
 
+def use_deterministic_algorithms(enabled: bool = True) -> None:
+    """Nothing to do: products give the same bits every time."""
+
+
+def get_deterministic_algorithms() -> bool:
+    return True
+
+
+def set_ignore_compile_dims(*_: object) -> None:
+    """Nothing to do, as for `compiled_dims`: kernels know no sizes."""
+
+
+def set_block_size_multiple_of(*_: object) -> None:
+    """Nothing to do: results do not depend on tiles."""
+
+
+def set_tc_util(percent: int) -> None:
+    """What share of the tensor cores DeepGEMM plans with on Blackwell; 100 here, whatever is set."""
+
+
+def get_tc_util() -> int:
+    return 100
+
+
+def init(*_: object) -> None:
+    """Nothing to do: there is no folder of headers, and no toolkit."""
+
+
+def shutdown() -> None:
+    """Nothing to do: there are no handles."""
+
+
 def align(x: int, alignment: int) -> int:
     return round_up(x, alignment)
 
@@ -823,8 +925,18 @@ _SUBMODULES = {
 """DeepGEMM's, a package before what is in it, and the names that they have here."""
 
 
+_displaced: dict[str, ModuleType] = {}
+"""The real package's modules by their names, while it is installed over."""
+
+
 def install(force: bool = False) -> None:
     """Have `import deep_gemm` find this module, with the submodules that DeepGEMM has, in this process.
+
+    Names that are DeepGEMM's alone, such as attention's logits, are answered by the real one, if it is installed or if
+    vLLM brings it along. It is imported when such a name is first asked for. What has imported it before keeps it.
+
+    Args:
+        force: take the place of a DeepGEMM that is imported or installed.
 
     Raises:
         RuntimeError: the real package is imported or installed, unless `force`.
@@ -834,6 +946,9 @@ def install(force: bool = False) -> None:
         return
     if not force and (present is not None or importlib.util.find_spec("deep_gemm") is not None):
         raise RuntimeError("deep_gemm is installed here: pass force=True to have deep_tile take its place")
+    original.keep(present)
+    for name in [name for name in sys.modules if name.split(".")[0] == "deep_gemm"]:
+        _displaced[name] = sys.modules.pop(name)
     ours = sys.modules[__name__]
     _add_module("deep_gemm", [name for name in vars(ours) if not name.startswith("_")] + ["__version__"])
     for name, members in _SUBMODULES.items():
@@ -845,6 +960,8 @@ def uninstall() -> None:
     if getattr(sys.modules.get("deep_gemm"), "__version__", None) == __version__:
         for name in ("deep_gemm", *(f"deep_gemm.{name}" for name in _SUBMODULES)):
             sys.modules.pop(name, None)
+        sys.modules.update(_displaced)
+        _displaced.clear()
 
 
 def _add_module(name: str, members: Sequence[str]) -> None:
@@ -852,7 +969,7 @@ def _add_module(name: str, members: Sequence[str]) -> None:
     module = ModuleType(name, __doc__)
     module.__spec__ = ModuleSpec(name, None, is_package=name in ("deep_gemm", "deep_gemm.utils", "deep_gemm.testing"))
     module.__path__ = []
-    module.__getattr__ = partial(_refuse_name, name)
+    module.__getattr__ = partial(_find_name, name)
     for member in members:
         setattr(module, member, globals()[member])
     sys.modules[name] = module
@@ -861,12 +978,17 @@ def _add_module(name: str, members: Sequence[str]) -> None:
         setattr(sys.modules[package], own, module)
 
 
-def _refuse_name(module: str, name: str) -> None:
-    """What modules are asked for names that they have not."""
-    raise AttributeError(
-        f"module {module!r} has no attribute {name!r}: deep_tile, which takes DeepGEMM's place here, has no {name}. "
-        "DeepGEMM itself has it, perhaps: deep_tile.compat.deep_gemm.uninstall() leaves the name to it"
-    )
+def _find_name(module: str, name: str) -> object:
+    """What modules are asked for names that they have not: DeepGEMM's own, in the module that `module` stands for."""
+    if name.startswith("_"):
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    try:
+        return original.find("deep_gemm" if module == __name__ else module, name)
+    except AttributeError as error:
+        raise AttributeError(
+            f"module {module!r} has no attribute {name!r}: deep_tile, which takes DeepGEMM's place here, has no {name}"
+            f", {error}. deep_tile.compat.deep_gemm.uninstall() leaves the name deep_gemm to others"
+        ) from None
 
 
-__getattr__ = partial(_refuse_name, __name__)
+__getattr__ = partial(_find_name, __name__)

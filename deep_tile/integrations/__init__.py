@@ -2,4 +2,4 @@
 
 from deep_tile import discovery
 
-__getattr__ = discovery.submodules(__name__, "transformers")
+__getattr__ = discovery.submodules(__name__, "sglang", "transformers", "vllm")

@@ -13,9 +13,12 @@ from types import ModuleType
 import torch
 
 from deep_tile import linear
+from deep_tile.integrations.transformers_blocks import rebase
 from deep_tile.integrations.transformers_experts import experts_forward
 from deep_tile.integrations.transformers_weights import operands, takes
 from deep_tile.quantize import DEEP_GEMM_AMAX_FLOOR, DIVISIONS
+
+__all__ = ["install", "rebase", "uninstall"]
 
 _MODULE = "transformers.integrations.finegrained_fp8"
 
@@ -47,7 +50,8 @@ def install(*, exact: str = "reciprocal") -> None:
     Taken are dynamically quantised inputs of bfloat16, float16 or float32 and weights of float8_e4m3fn in blocks of
     128x128 with scales of any dtype that products take, on a Hopper GPU or, for tests, on the CPU: those of
     `FP8Linear`, and of `FP8Experts` that are gated by SiLU. All else goes on as before: static or per-tensor scales,
-    other blocks, FP4, other GPUs, rows of weights that are no multiple of 16 bytes, and `FP8GroupedLinear`.
+    other blocks and FP4, of which `rebase(model)` makes blocks of 128x128, other GPUs, rows of weights that are no
+    multiple of 16 bytes, and `FP8GroupedLinear`.
 
     Linears go through `deep_tile.fp8_linear`. The result has the input's dtype and is rounded to bfloat16 first. A
     gradient goes to the input, through the dequantised weight; the weight and its scales are frozen, as transformers

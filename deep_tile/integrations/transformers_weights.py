@@ -1,6 +1,6 @@
-"""Which weights of transformers' FP8 layers deep_tile multiplies with, and as what.
+"""Which weights of clients' FP8 layers deep_tile multiplies with, and as what.
 
-Called by transformers.py and transformers_experts.py beside it.
+Called by transformers.py, transformers_experts.py and sglang_hooks.py beside it.
 """
 
 import functools

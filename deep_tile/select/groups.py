@@ -48,12 +48,13 @@ def grouped_configs(
 
     Args:
         layout: one of `kinds.GROUPINGS` but "none". Groups along K are of FP8 with scales of 1x128 for both operands
-            and a result of FP32, and they alone may `accumulate`.
-        kind, output: of groups of rows, as in `GemmConfig`.
+            and a result of FP32 or BF16, and they alone may `accumulate`.
+        kind: of groups of rows, as in `GemmConfig`.
+        output: as in `GemmConfig`; None for a kind's own, and FP32 along K.
         operands: how these lie, a name in `kinds.LAYOUTS`.
     """
     if layout == "k_offs":
-        options = {"kind": "fp8_1x128", "output": "fp32", "grouping": layout, "accumulate": accumulate}
+        options = {"kind": "fp8_1x128", "output": output or "fp32", "grouping": layout, "accumulate": accumulate}
         return tuple(
             deepest_config(*tile, tma_store, cluster_m=cluster_m, cluster_n=cluster_n, **options)
             for tile in _K_TILES

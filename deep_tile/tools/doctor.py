@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from importlib import metadata
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import deep_tile
 from deep_tile import _launcher, jit, packaged, plan, sass, settings
 from deep_tile.codegen import kernel_source
+from deep_tile.integrations import engines
 from deep_tile.method import report
 from deep_tile.problem import GemmProblem
 from deep_tile.select import hardware, tuned
@@ -115,6 +117,7 @@ def _checks() -> list[Check]:
         Check("NVRTC", _to_compile(_look_at_nvrtc), tested),
         Check("packaged kernels", _look_at_packaged, f"unset {settings.PACKAGED_KERNELS.name}"),
         *(Check(variable.name, _look_at(value), variable.meaning) for variable, value in VARIABLE_VALUES),
+        *(Check(engine.name, _look_at_engine(engine), "") for engine in engines.ENGINES if _is_installed(engine)),
         Check("tuned choices", _look_at_tuned, f"remove that file, or set {settings.TUNED.name} to another one"),
         Check("compiler", _to_compile(_look_at_compiler), tested),
         Check("cache", _look_at_cache, "set DEEP_TILE_CACHE_DIR to a directory of your own, on a disk with space"),
@@ -141,6 +144,22 @@ DOCTORS_KERNELS = (DOCTORS_PROBLEM, GemmProblem(512, 2112, 7168))
 
 def _look_at(value: Callable[[], object]) -> Callable[[], tuple[str, str]]:
     return lambda: ("ok", str(value()))
+
+
+def _is_installed(engine: engines.Engine) -> bool:
+    return engines.installed_version(engine) is not None
+
+
+def _look_at_engine(engine: engines.Engine) -> Callable[[], tuple[str, ...]]:
+    """Whether its processes are served: not a fault where nobody asked for it."""
+
+    def look() -> tuple[str, ...]:
+        version = engines.installed_version(engine)
+        is_hooked, said, remedy = engines.state(engine, version)
+        is_wanted = bool(os.environ.get(engine.variable))
+        return ("warn" if is_wanted and not is_hooked else "ok"), f"{version}, {said}", remedy
+
+    return look
 
 
 def _look_at_torch() -> tuple[str, str]:

@@ -82,6 +82,10 @@ struct Float32 {
     static __device__ __forceinline__ u32 raised(u32 word) { return __float_as_uint(value(word) * tiny_factor); }
 };
 
+struct Bytes {
+    using Bits = u8;
+};
+
 // Packs four codes, the first float in bits 0 to 7.
 __device__ __forceinline__ u32 pack_e4m3(const float (&x)[4]) {
     return u32(ptx::cvt_rn_satfinite_e4m3x2(x[3], x[2])) << 16 | ptx::cvt_rn_satfinite_e4m3x2(x[1], x[0]);

@@ -63,6 +63,18 @@ class Slice {
         u32 words[vectors][elements / 4];
     };
 
+    // Elements that are codes already.
+    __device__ __forceinline__ Codes codes() const {
+        static_assert(sizeof(Bits) == 1);
+        Codes codes;
+#pragma unroll
+        for (int i = 0; i < vectors; ++i) {
+#pragma unroll
+            for (int j = 0; j < words; ++j) codes.words[i][j] = words_[i][j];
+        }
+        return codes;
+    }
+
     // Quantises: quotients are rounded as `divide` rounds them if `divides`; otherwise they are products with the
     // reciprocal. Elements with a tiny scale are raised, and stay so.
     template <bool divides = true>
@@ -94,7 +106,7 @@ class Slice {
 
    private:
     using Bits = typename Format::Bits;
-    static constexpr int per_word = 4 / sizeof(Bits);
+    static constexpr int per_word = 4 / sizeof(Bits), bits = 8 * sizeof(Bits);
     static constexpr int words = elements / per_word;  // per vector
 
     // Neighbouring threads take neighbouring vectors, or, if unaligned, neighbouring elements.
@@ -117,13 +129,13 @@ class Slice {
 #pragma unroll
             for (int part = 0; part < per_word; ++part) {
                 const int column = element_column(i, word * per_word + part, lane);
-                if (column < columns) vector[word] |= u32(row[column]) << (16 * part);
+                if (column < columns) vector[word] |= u32(row[column]) << (bits * part);
             }
         }
     }
 
     static __device__ __forceinline__ float value(const u32 (&vector)[words], int j) {
-        return Format::value(Bits(vector[j / per_word] >> (16 * (j % per_word))));
+        return Format::value(Bits(vector[j / per_word] >> (bits * (j % per_word))));
     }
 
     template <bool divides>

@@ -1,0 +1,154 @@
+"""SGLang's block FP8 products through deep_tile: what SGLang's registry puts around its functions.
+
+Registered by sglang.py beside it; called by SGLang, each with the function that it is put around first.
+Invariant: what deep_tile does not multiply as it was meant goes to that function.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+
+import torch
+
+from deep_tile import grouped, nn
+from deep_tile import linear as products
+from deep_tile.compat.layouts import group_ends
+from deep_tile.integrations import engines
+from deep_tile.integrations.transformers_weights import takes
+from deep_tile.quantize import FP8_DTYPE, TOKEN_BLOCK, WEIGHT_BLOCK
+
+_AMAX_FLOOR = 1e-10
+"""Least magnitude that a scale is made of, as in SGLang's own casts."""
+
+_DEEP_GEMM = "sglang.srt.layers.deep_gemm_wrapper.entrypoint"
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def linear(
+    original: Callable[..., torch.Tensor],
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    block_size: list[int],
+    weight_scale: torch.Tensor,
+    input_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    act_scale_ue8m0: bool = False,
+    weight_bf16: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`input @ (weight * weight_scale)^T + bias` with `input` cast in groups of 1x128, unless `input_scale` is given.
+
+    Args:
+        original: SGLang's function, for blocks other than 128x128, packed scales, and inputs of other dtypes.
+        input: [..., k] bfloat16, float16 or float32; or, with `input_scale`, float8_e4m3fn.
+        weight: [n, k] float8_e4m3fn; any n, k in multiples of 16.
+        weight_scale: [ceil(n / 128), ceil(k / 128)] of a dtype that products take.
+        input_scale: [rows, ceil(k / 128)] float32 of any strides, padded to 4 rows or not.
+        bias: [n].
+        act_scale_ue8m0: scales of the input are rounded up to powers of two.
+        weight_bf16: the same weight, which is not read here.
+
+    Returns:
+        [..., n], in the dtype of `input`; bfloat16 where that is FP8.
+    """
+    if not _takes_linear(input, weight, block_size, weight_scale, input_scale):
+        return original(
+            *(input, weight, block_size, weight_scale, input_scale, bias),
+            act_scale_ue8m0=act_scale_ue8m0,
+            weight_bf16=weight_bf16,
+        )
+    rounding = {"amax_floor": _AMAX_FLOOR, "round_scale": "pow2" if act_scale_ue8m0 else "none"}
+    if input_scale is None:
+        return products.fp8_linear(input, weight, weight_scale, bias, **rounding)
+    pair = input.view(-1, input.shape[-1]), input_scale
+    return products.fp8_linear(pair, weight, weight_scale, bias).view(*input.shape[:-1], weight.shape[0])
+
+
+def _takes_linear(input, weight, block_size, weight_scale, input_scale) -> bool:
+    wide = input
+    if input_scale is not None:
+        if input.dtype != FP8_DTYPE or input_scale.dtype != torch.float32:
+            return False
+        wide = input_scale
+    return weight.dim() == 2 and takes(wide, weight, weight_scale, block_size)
+
+
+def grouped_gemm_nt_f8f8bf16_contig(
+    original: Callable[..., None],
+    lhs: _Pair,
+    rhs: _Pair,
+    out: torch.Tensor,
+    m_indices: torch.Tensor,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+) -> None:
+    """Rows of all experts one after the other, each expert's at a multiple of DeepGEMM's alignment at the time."""
+    if not _takes_groups(lhs, rhs, recipe_a, recipe_b):
+        return original(lhs, rhs, out, m_indices, recipe_a=recipe_a, recipe_b=recipe_b)
+    rows, groups = lhs[0].shape[0], rhs[0].shape[0]
+    if rows == 0:
+        return None
+    alignment = _alignment()
+    offs = group_ends(m_indices, rows, groups, alignment)
+    expected = max(1, rows // groups - alignment // 2)  # half of the alignment pads each group, in the mean
+    grouped.fp8_grouped_gemm(*lhs, *rhs, offs, out, alignment=alignment, expected_rows=expected)
+    return None
+
+
+def grouped_gemm_nt_f8f8bf16_masked(
+    original: Callable[..., object],
+    lhs: _Pair,
+    rhs: _Pair,
+    out: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: int,
+    overlap_args: object = None,
+    max_block_n: int = 256,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+) -> object:
+    """Rows of each expert in its own part of `lhs`. With overlap_args, SGLang's own says which tiles are done."""
+    if overlap_args is not None or not _takes_groups(lhs, rhs, recipe_a, recipe_b):
+        options = {"max_block_n": max_block_n, "recipe_a": recipe_a, "recipe_b": recipe_b}
+        return original(lhs, rhs, out, masked_m, expected_m, overlap_args=overlap_args, **options)
+    grouped.fp8_grouped_gemm(*lhs, *rhs, out=out, counts=masked_m, expected_rows=max(1, int(expected_m)))
+    return None
+
+
+def _takes_groups(lhs: _Pair, rhs: _Pair, recipe_a: object, recipe_b: object) -> bool:
+    a, a_scale = lhs
+    return (
+        (recipe_a is None or tuple(recipe_a) == TOKEN_BLOCK)
+        and (recipe_b is None or tuple(recipe_b) == WEIGHT_BLOCK)
+        and a.dtype == FP8_DTYPE
+        and a.device == a_scale.device
+        and takes(a_scale, *rhs, WEIGHT_BLOCK)
+    )
+
+
+def _alignment() -> int:
+    """Of SGLang's DeepGEMM, which sets it around its layers; in some of its releases for m and k."""
+    alignment = import_module(_DEEP_GEMM).deep_gemm.get_mk_alignment_for_contiguous_layout()
+    return alignment[0] if isinstance(alignment, (tuple, list)) else alignment
+
+
+def make_ready(_: object, runner: object) -> None:
+    """Behind the loading of a model: have every kernel ready that its layers can need, so that none compiles later."""
+    arguments = runner.server_args
+    chunk = getattr(arguments, "chunked_prefill_size", None) or 0
+    most = chunk if chunk > 0 else arguments.max_prefill_tokens
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return
+    for grouping in ("offs", "counts"):
+        try:
+            nn.precompile_model(runner.model, most, grouping=grouping)
+        except ValueError as error:  # no such layers
+            engines.logger(engines.SGLANG).info("nothing to make ready: %s", error)
+            return
+
+
+AROUND = {
+    "sglang.srt.layers.quantization.fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback": linear,
+    f"{_DEEP_GEMM}.grouped_gemm_nt_f8f8bf16_contig": grouped_gemm_nt_f8f8bf16_contig,
+    f"{_DEEP_GEMM}.grouped_gemm_nt_f8f8bf16_masked": grouped_gemm_nt_f8f8bf16_masked,
+}
+AFTER = {"sglang.srt.model_executor.model_runner.ModelRunner.load_model": make_ready}
+"""Hooks by the names of what they are put around, or behind."""

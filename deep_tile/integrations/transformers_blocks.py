@@ -1,0 +1,105 @@
+"""FP8 and FP4 layers of transformers models in blocks of 128x128, whatever blocks their checkpoint has: `rebase`.
+
+Called by users, after a model is loaded. Invariant: a layer is changed as a whole, with the size of its blocks, so that
+transformers itself multiplies it rightly, too.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from deep_tile import blocks
+from deep_tile.config import SCALE_BLOCK
+from deep_tile.quantize import FP8_DTYPE, WEIGHT_BLOCK
+
+_LINEAR = ("weight",)
+_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
+
+_BLOCKS = {None: "fp8_tensor", (32, 32): "fp8_32x32", (1, 32): "mxfp8", (1, SCALE_BLOCK): "fp8_1x128"}
+"""Formats by `block_size`; FP4, whose weights are int8, has none that says anything."""
+
+_SAVED_AS = {"weight_block_size": list(WEIGHT_BLOCK), "scale_fmt": "float", "expert_dtype": "fp8"}
+
+
+def rebase(model: torch.nn.Module, *, max_error: float = blocks.MAX_ERROR) -> dict[str, blocks.Rebased]:
+    """Re-base a model's FP8 and FP4 layers to blocks of 128x128, which `install()` has deep_tile multiply.
+
+    Taken are `FP8Linear`, `FP8GroupedLinear` of whole blocks and `FP8Experts`, with scales of 32x32, 1x32, 1x128 or of
+    tensors, and experts in FP4, whose weights take twice the memory then; with dynamically quantised inputs. All else,
+    and what is in blocks of 128x128, stays. One layer after the other. Where all layers are in such blocks in the
+    end, `model.config.quantization_config` says so, for `save_pretrained`.
+
+    Args:
+        model: of transformers, loaded.
+        max_error: as for `to_blocks`.
+
+    Returns:
+        By the names of parameters, what has changed.
+
+    Raises:
+        ValueError: a row of a weight would change by more than `max_error`, or a weight is on meta; the text names the
+            parameter. Layers before it are re-based, it and those behind it are not.
+        ImportError: transformers is missing.
+    """
+    from transformers.integrations import finegrained_fp8 as client
+
+    reports, left = {}, False
+    for name, layer in model.named_modules():
+        if not isinstance(layer, (client.FP8Linear, client.FP8Experts)):
+            continue
+        found = [*_formats(layer, client)]
+        if found:
+            reports |= _rebase_layer(f"{name}." if name else "", layer, dict(found), max_error)
+        left |= layer.block_size is None or tuple(layer.block_size) != WEIGHT_BLOCK or _is_packed(layer, client)
+    if reports and not left:
+        _describe(model)
+    return reports
+
+
+def _formats(layer: torch.nn.Module, client) -> Iterator[tuple[str, str]]:
+    """Names of a layer's weights that are to be re-based, and their formats: of all of them or of none."""
+    names = _names(layer, client)
+    size = None if layer.block_size is None else tuple(layer.block_size)
+    rows = layer.weight.shape[0] // layer.n_groups if isinstance(layer, client.FP8GroupedLinear) else 0
+    if layer.activation_scheme != "dynamic" or rows % SCALE_BLOCK:
+        return
+    if _is_packed(layer, client):
+        yield from ((name, "mxfp4") for name in names)
+    elif size in _BLOCKS and all(getattr(layer, name).dtype == FP8_DTYPE for name in names):
+        yield from ((name, _BLOCKS[size]) for name in names)
+
+
+def _names(layer: torch.nn.Module, client) -> list[str]:
+    names = _EXPERTS if isinstance(layer, client.FP8Experts) else _LINEAR
+    return [name for name in names if isinstance(getattr(layer, name, None), torch.Tensor)]
+
+
+def _is_packed(layer: torch.nn.Module, client) -> bool:
+    return all(getattr(layer, name).dtype == torch.int8 for name in _names(layer, client))
+
+
+def _rebase_layer(
+    prefix: str, layer: torch.nn.Module, formats: dict[str, str], max_error: float
+) -> dict[str, blocks.Rebased]:
+    done = {}
+    for name, format_ in formats.items():
+        weight, scale = (getattr(layer, one).detach() for one in (name, f"{name}_scale_inv"))
+        if format_ == "fp8_tensor" and weight.dim() == 3:  # gate and up have one each
+            scale, format_ = scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1), "fp8_channel"
+        try:
+            done[name] = blocks.to_blocks(weight, scale, format=format_, max_error=max_error)
+        except ValueError as error:
+            raise ValueError(f"{prefix}{name}: {error}") from None
+    for name, result in done.items():
+        for one, tensor in ((name, result.weight), (f"{name}_scale_inv", result.scale)):
+            setattr(layer, one, torch.nn.Parameter(tensor, requires_grad=False))
+    layer.block_size = WEIGHT_BLOCK
+    return {f"{prefix}{name}": result.report for name, result in done.items()}
+
+
+def _describe(model: torch.nn.Module) -> None:
+    known = getattr(getattr(model, "config", None), "quantization_config", None)
+    if isinstance(known, dict):
+        known.update(_SAVED_AS)
+    elif known is not None:
+        vars(known).update(_SAVED_AS)

@@ -1,0 +1,267 @@
+"""vLLM's experts in FP8 with block scales through deep_tile: the classes that vllm.py beside it has chosen first.
+
+Called by vLLM. Between two grouped products stands one kernel, of activation and cast; rows of no expert are neither
+read nor written, and nothing waits for the host.
+"""
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
+
+from deep_tile import experts, grouped, quantize
+from deep_tile.config import SCALE_BLOCK
+from deep_tile.integrations.vllm_linear import AMAX_FLOOR, is_hopper, make_ready
+
+_PACKED = MoEActivation.SWIGLUOAI_UNINTERLEAVE
+_Products = dict[str, torch.Tensor | int | None]
+_Shape = tuple[int, ...]
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Experts(mk.FusedMoEExpertsModular):
+    """What experts of both layouts have."""
+
+    grouping: str
+
+    def __init__(self, moe_config, quant_config, *arguments, **options) -> None:
+        super().__init__(moe_config, quant_config, *arguments, **options)
+        self._make_ready()
+
+    def _make_ready(self) -> None:
+        """Have every kernel that this layer can need."""
+        if self.w1_scale is None or not self.w1_scale.is_cuda:
+            return
+        k, width = self.moe_config.hidden_dim, self.moe_config.intermediate_size_per_partition
+        for shape in ((2 * width, k, 1), (width, k, 1), (k, width, 1)):
+            make_ready((shape,), grouping=self.grouping)
+
+    @staticmethod
+    def is_supported_config(cls, moe_config, weight_key, activation_key, activation_format):
+        if moe_config.in_dtype != torch.bfloat16:
+            return False, f"kernel does not support {moe_config.in_dtype}"
+        if moe_config.has_bias:
+            return False, "kernel does not support biases"
+        if moe_config.intermediate_size_per_partition % 16:
+            return False, f"kernel does not support {moe_config.intermediate_size_per_partition} columns"
+        given = moe_config, weight_key, activation_key, activation_format
+        return mk.FusedMoEExpertsModular.is_supported_config(cls, *given)
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return is_hopper()
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key, activation_key) -> bool:
+        return (weight_key, activation_key) == (kFp8Static128BlockSym, kFp8Dynamic128Sym)
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation in (MoEActivation.SILU, _PACKED)
+
+    @staticmethod
+    def _supports_shape(hidden_dim: int) -> bool:
+        return hidden_dim % 16 == 0
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return True
+
+    def _gate_up(self, a, a_scale, w1: torch.Tensor, out: torch.Tensor, products: _Products) -> None:
+        """The first product. Each half of a narrow w1 has scales of its own, and is then multiplied by itself."""
+        width = w1.shape[1] // 2
+        if width % SCALE_BLOCK == 0:
+            grouped.fp8_grouped_gemm(a, a_scale, w1, self.w1_scale, out=out, **products)
+            return
+        blocks = self.w1_scale.shape[1] // 2
+        for rows, of_scale in ((slice(width), slice(blocks)), (slice(width, None), slice(blocks, None))):
+            half = w1[:, rows], self.w1_scale[:, of_scale]
+            grouped.fp8_grouped_gemm(a, a_scale, *half, out=out[..., rows], **products)
+
+    def _activate(self, gate_up: torch.Tensor, activation: MoEActivation, **bounds) -> _Pair:
+        limit, alpha, beta = self._gating()
+        numbers = {"alpha": alpha, "beta": beta} if activation == _PACKED else {}
+        return experts.silu_mul_cast_to_fp8(gate_up, limit=limit, amax_floor=AMAX_FLOOR, **numbers, **bounds)
+
+    def _gating(self) -> tuple[float | None, float, float]:
+        """The limit, alpha and beta of the activation; of the quantisation's configuration, else of the model's."""
+        found = []
+        for of_quantisation, of_model in (
+            ("gemm1_clamp_limit", "swiglu_limit"),
+            ("gemm1_alpha", "swiglu_alpha"),
+            ("gemm1_beta", "swiglu_beta"),
+        ):
+            number = getattr(self.quant_config, of_quantisation, None)
+            found.append(getattr(self.moe_config, of_model, None) if number is None else number)
+        limit, alpha, beta = found
+        return limit, 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
+
+
+class DeepTileExperts(_Experts):
+    """Of tokens [m, k] and the experts of each: sorted by expert, multiplied without padding, and summed up."""
+
+    grouping = "offs"
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """Where tokens stay on this GPU, their cast sorts them, too; those of others are sent in FP8."""
+        return not self.moe_config.moe_parallel_config.use_all2all_kernels
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config) -> bool:
+        """Ways of sending tokens whose scales are known to come as one row for each token."""
+        sent_plainly = moe_parallel_config.use_ag_rs_all2all_kernels or moe_parallel_config.use_deepep_ht_kernels
+        return sent_plainly or not moe_parallel_config.use_all2all_kernels
+
+    def supports_expert_map(self) -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: mk.ExpertTokensMetadata | None,
+        activation: MoEActivation,
+    ) -> tuple[_Shape, _Shape, _Shape]:
+        """Of gate and up, of the second product, and of the output, which may lie where gate and up did."""
+        return (M * topk, N), (M * topk, K), (M, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: mk.ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        rows, offs, index = experts.sort_by_expert(_local(topk_ids, expert_map), w1.shape[0])
+        everyone = w1.shape[0] if global_num_experts < 1 else global_num_experts
+        products = {"offs": offs, "expected_rows": _expected_rows(topk_ids.numel(), everyone)}
+        if a1q_scale is None:
+            a = quantize.per_token_cast_to_fp8(hidden_states, rows=rows, offs=offs, amax_floor=AMAX_FLOOR)
+        else:  # FP8, which torch does not gather
+            a = hidden_states.view(torch.uint8)[rows].view(hidden_states.dtype), a1q_scale[rows]
+        gate_up = _part(workspace13, (len(rows), w1.shape[1]))
+        self._gate_up(*a, w1, gate_up, products)
+        h = self._activate(gate_up, activation, offs=offs)
+        results = _part(workspace2, (len(rows), w2.shape[1]))
+        grouped.fp8_grouped_gemm(*h, w2, self.w2_scale, out=results, **products)
+        experts.combine(results, _shares(topk_weights, apply_router_weight_on_input), index, out=output)
+
+
+class DeepTileBatchedExperts(_Experts):
+    """Of tokens [experts, tokens, k], as DeepEP's low latency dispatch fills them."""
+
+    grouping = "counts"
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.BatchedExperts
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config) -> bool:
+        return True
+
+    def supports_expert_map(self) -> bool:
+        return False
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return TopKWeightAndReduceDelegate()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: mk.ExpertTokensMetadata | None,
+        activation: MoEActivation,
+    ) -> tuple[_Shape, _Shape, _Shape]:
+        """Of gate and up, of nothing, and of the output, which may lie where gate and up did."""
+        tokens = (M if self.max_num_tokens is None else self.max_num_tokens) * self.num_dispatchers
+        return (local_num_experts, tokens, max(N, K)), (1,), (local_num_experts, tokens, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: mk.ExpertTokensMetadata | None,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        counts = expert_tokens_meta.expert_num_tokens
+        expected = _expected_rows(topk_ids.numel() * self.num_dispatchers, global_num_experts)
+        products = {"counts": counts, "expected_rows": expected}
+        gate_up = _part(workspace13, (*hidden_states.shape[:2], w1.shape[1]))
+        self._gate_up(hidden_states, a1q_scale, w1, gate_up, products)
+        h = self._activate(gate_up, activation, counts=counts)
+        grouped.fp8_grouped_gemm(*h, w2, self.w2_scale, out=output, **products)
+
+
+EXPERTS = {"TRITON": DeepTileExperts, "BATCHED_TRITON": DeepTileBatchedExperts}
+"""By the name of vLLM's backend that leaves weights and scales as they were loaded."""
+
+
+def _local(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """The numbers that this process has for experts, negative for those of others."""
+    if expert_map is None:
+        return topk_ids
+    return torch.where(topk_ids < 0, -1, expert_map[topk_ids.clamp(min=0)])
+
+
+def _shares(topk_weights: torch.Tensor, are_in_input: bool) -> torch.Tensor:
+    if are_in_input:
+        return torch.ones_like(topk_weights, dtype=torch.float32)
+    return topk_weights if topk_weights.dtype in (torch.float32, torch.bfloat16) else topk_weights.float()
+
+
+def _expected_rows(choices: int, count: int) -> int:
+    """Of one expert of `count`, where all are liked alike; a power of two, so that few numbers of tokens are told
+    apart."""
+    return 1 << max(0, choices // count - 1).bit_length()
+
+
+def _part(workspace: torch.Tensor, shape: _Shape) -> torch.Tensor:
+    """The beginning of a workspace, dense."""
+    return workspace.flatten()[: torch.Size(shape).numel()].view(shape)

@@ -1,0 +1,16 @@
+"""Training with FP8 products: linear layers whose three products are in FP8, on weights that stay as they are.
+
+    import deep_tile.train
+
+    deep_tile.train.convert(model)  # nn.Linear becomes deep_tile.train.Linear; parameters stay the same objects
+
+Functions are imported here, not at their first use: modules have the names of some, and would stand for them.
+"""
+
+from deep_tile.train.experts import experts
+from deep_tile.train.layers import Linear, convert
+from deep_tile.train.linear import linear, linears
+from deep_tile.train.predict import predict
+from deep_tile.train.recipe import Recipe
+
+__all__ = ["Linear", "Recipe", "convert", "experts", "linear", "linears", "predict"]

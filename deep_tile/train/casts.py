@@ -1,0 +1,134 @@
+"""Casts of a training step, each made once: of weights, until their optimiser steps; of an input that layers share.
+
+A forward pass casts its weight; a second one before the next step, as gradient accumulation and checkpointing have it,
+finds the cast. Kept are casts of weights that an optimiser of torch has stepped itself: its hook says when they change.
+Weights that change otherwise are cast in every pass: those that FSDP gathers, whose version torch preserves; those that
+a CUDA graph updates; those of a first step. A new version or another memory counts as a change, too.
+"""
+
+import threading
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from deep_tile import quantize, transposed
+from deep_tile.both import CastWeight, cast_both, cast_weight
+from deep_tile.train.recipe import Recipe
+
+
+class _Kept(NamedTuple):
+    key: tuple
+    cast: CastWeight
+
+
+_known = WeakIdKeyDictionary()
+"""Weights that were cast, and whether an optimiser has stepped them; None of one that is never kept."""
+
+_kept = WeakIdKeyDictionary()
+"""Their casts."""
+
+_hook = None
+
+
+def cast_once(weight: torch.Tensor, recipe: Recipe) -> CastWeight:
+    """`cast_weight`, or what it made since the last step."""
+    if not recipe.keep_weights or torch.compiler.is_compiling() or not weight.is_leaf:
+        return cast_weight(weight.detach(), **recipe.cast)
+    if _is_captured(weight):
+        _known[weight] = None
+        _kept.pop(weight, None)
+    if not _may_keep(weight):
+        return cast_weight(weight.detach(), **recipe.cast)
+    key = (weight._version, weight.data_ptr(), weight.shape, weight.stride(), _stream(weight), *recipe.cast.values())
+    kept = _kept.get(weight)
+    if kept is None or kept.key != key:
+        kept = _kept[weight] = _Kept(key, cast_weight(weight.detach(), **recipe.cast))
+    return kept.cast
+
+
+def _may_keep(weight: torch.Tensor) -> bool:
+    global _hook
+    if _hook is None:
+        _hook = register_optimizer_step_post_hook(_after_step)
+    return bool(_known.setdefault(weight, False))
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_) -> None:
+    """Forget casts of what has been stepped, which may be kept from here on."""
+    if not _known:
+        return
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if weight in _known and _known[weight] is not None:
+                _known[weight] = None if _is_captured(weight) else True
+                _kept.pop(weight, None)
+
+
+def _is_captured(x: torch.Tensor) -> bool:
+    """Whether a CUDA graph is captured, whose replays read and write what lies in x then, and tell nobody."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _stream(x: torch.Tensor) -> int:
+    """Of which a cast of x is part: another stream does not wait for it."""
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
+
+
+class _Last(threading.local):
+    """What this thread has cast last: layers that share an input are called one after the other."""
+
+    x: weakref.ref | None = None
+    key: tuple = ()
+    codes: tuple[torch.Tensor | None, ...] = ()
+
+    def forget(self, x: weakref.ref) -> None:
+        if self.x is x:
+            self.x, self.codes = None, ()
+
+
+_last = _Last()
+
+
+def cast_shared(x: torch.Tensor, recipe: Recipe, *, along_tokens: bool) -> tuple[torch.Tensor | None, ...]:
+    """An input [..., k] as `cast_both` casts it, or what the call before made of the same tensor; without
+    `along_tokens` the latter two are None."""
+    rows = rows_of(x.detach())
+    if torch.compiler.is_compiling() or not _may_share(x):
+        return _cast_input(rows, recipe, along_tokens)
+    key = (x._version, x.data_ptr(), x.shape, _stream(x), along_tokens, recipe)
+    if _last.x is None or _last.x() is not x or _last.key != key:
+        codes = _cast_input(rows, recipe, along_tokens)
+        _last.x, _last.key, _last.codes = weakref.ref(x, _last.forget), key, codes
+    return _last.codes
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """[..., k] as a matrix, of no columns too."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _may_share(x: torch.Tensor) -> bool:
+    """Whether a change of it shows: what autograd has made is written to by operations of torch alone. Others hand
+    their own buffers over, which NumPy, kernels and graphs write to, and tell nobody."""
+    return type(x) is torch.Tensor and x.grad_fn is not None and not _is_captured(x)
+
+
+def _cast_input(x: torch.Tensor, recipe: Recipe, along_tokens: bool) -> tuple[torch.Tensor | None, ...]:
+    if along_tokens:
+        return tuple(cast_both(x, blocks=recipe.wgrad == "fp8", **recipe.cast))
+    return *quantize.per_token_cast_to_fp8(x, **recipe.cast), None, None
+
+
+def cast_gradient(
+    dy: torch.Tensor, recipe: Recipe, along_n: bool, along_tokens: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """A matrix as `cast_both` casts it; None for what is not wanted."""
+    dy = dy.detach()
+    if along_n and along_tokens:
+        return tuple(cast_both(dy, **recipe.cast))
+    first = quantize.per_token_cast_to_fp8(dy, **recipe.cast) if along_n else (None, None)
+    second = transposed.transposed_cast_to_fp8(dy, **recipe.cast) if along_tokens else (None, None)
+    return *first, *second

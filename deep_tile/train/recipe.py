@@ -1,0 +1,54 @@
+"""How a linear layer is trained: the format of each of its three products."""
+
+from dataclasses import dataclass
+
+from deep_tile import quantize
+from deep_tile.config import SCALE_BLOCK
+from deep_tile.ops import SMALLEST_AMAX_FLOOR
+
+DGRADS, WGRADS = ("fp8", "bf16"), ("fp8", "fp8_1x128", "bf16")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Formats of a layer's products, and how operands are quantised.
+
+    Attributes:
+        dgrad: "fp8", or "bf16": the gradient of the input is the product of dy and the weight, as they are given.
+        wgrad: "fp8": of dy with one scale for each column and 128 tokens, and of x with one for 128 columns and 128
+            tokens. "fp8_1x128": x has scales as dy has, as the DeepSeek-V3 report has them; the product takes 1.3 times
+            as long, for an error that is smaller by 1 to 7 % (docs/training.md). "bf16": of dy and x, as they are
+            given; x is then kept for it instead of its FP8 codes, which take half of the memory.
+        round_scale: "none", or "pow2" for scales that are powers of two, as TransformerEngine's are; see
+            `per_token_cast_to_fp8`.
+        amax_floor: lower bound of a group's largest magnitude, in all casts. The default flushes no normal number.
+        recast: cast a weight again in the backward pass, instead of keeping its transpose, a byte per element, from the
+            forward pass on. The other weights' memory is then free for activations.
+        keep_weights: cast a weight once per step of its optimiser, not in every forward pass: it is kept, in both
+            directions, from one step to the next. For weights alone that a torch.optim.Optimizer of this process steps
+            itself, and outside of torch.compile and of CUDA graphs.
+    """
+
+    dgrad: str = "fp8"
+    wgrad: str = "fp8"
+    round_scale: str = "none"
+    amax_floor: float = SMALLEST_AMAX_FLOOR
+    recast: bool = False
+    keep_weights: bool = True
+
+    def __post_init__(self) -> None:
+        for name, known in (("dgrad", DGRADS), ("wgrad", WGRADS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+        quantize.check_options(quantize.Options(SCALE_BLOCK, **self.cast))
+
+    @property
+    def cast(self) -> dict[str, object]:
+        """Keywords of casts."""
+        return {"amax_floor": self.amax_floor, "round_scale": self.round_scale}
+
+
+def require(recipe: object) -> None:
+    """Raise TypeError where it is no `Recipe`."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is a {type(recipe).__name__}; it must be a deep_tile.train.Recipe")

@@ -1,0 +1,176 @@
+"""Run within vLLM by rehearse.py: a tiny model, dense or of experts, is made by vLLM's own code on a CPU, and its
+layers are called. Prints a line of JSON: the classes that serve, errors against dequantised weights, the key's part.
+"""
+
+import json
+import os
+import sys
+import zlib
+
+import torch
+import vllm.distributed.parallel_state as parallel
+from vllm import envs, platforms
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.model_loader import get_model, register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.v1.worker.workspace import init_workspace_manager
+
+from deep_tile import dequantize, quantize_weight
+from deep_tile.integrations.vllm_experts import DeepTileBatchedExperts, DeepTileExperts
+from deep_tile.integrations.vllm_linear import DeepTileFp8BlockScaledMMKernel
+
+CLASSES = DeepTileBatchedExperts, DeepTileExperts, DeepTileFp8BlockScaledMMKernel
+CONFIG = {
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "max_position_embeddings": 1024,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 512,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"],
+    },
+}
+MODELS = {
+    "dense": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "experts": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+
+
+class RandomWeights(BaseModelLoader):
+    """FP8 weights with their scales, all else normal."""
+
+    def download_model(self, model_config):
+        pass
+
+    def load_weights(self, model, model_config):
+        parameters = dict(model.named_parameters())
+        for name, parameter in parameters.items():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            if parameter.dtype == torch.float8_e4m3fn:
+                matrices = parameter.data if parameter.dim() == 3 else parameter.data[None]
+                scales = parameters[f"{name}_scale_inv"].data
+                for matrix, scale in zip(matrices, scales if parameter.dim() == 3 else scales[None], strict=True):
+                    weight, of_weight = quantize_weight(torch.randn(matrix.shape, generator=generator) / 50)
+                    matrix.view(torch.uint8).copy_(weight.view(torch.uint8))
+                    scale.copy_(of_weight)
+            elif "scale" not in name:
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 50)
+
+
+def on_a_cpu(cuda: bool) -> None:
+    """vLLM believes in its GPU, but for what would touch one."""
+    type(platforms.current_platform).is_cuda_alike = classmethod(lambda _: cuda)
+
+
+def error(out: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((out.float() - wanted).norm() / wanted.norm()).item()
+
+
+def of_linear(layer, x: torch.Tensor) -> float:
+    weight = dequantize(layer.weight.data, layer.weight_scale_inv.data, block=(128, 128))
+    return error(layer(x)[0], x.float() @ weight.t())
+
+
+def of_experts(kernel, layer, x: torch.Tensor) -> float:
+    weights = (layer.w13_weight, layer.w13_weight_scale_inv), (layer.w2_weight, layer.w2_weight_scale_inv)
+    up, down = (
+        [dequantize(w, s, block=(128, 128)) for w, s in zip(weight.data, scale.data, strict=True)]
+        for weight, scale in weights
+    )
+    ids = torch.stack([torch.randperm(8)[:2] for _ in x]).int()
+    shares = torch.rand(len(x), 2)
+    out = kernel.apply(
+        hidden_states=x,
+        w1=layer.w13_weight,
+        w2=layer.w2_weight,
+        topk_weights=shares,
+        topk_ids=ids,
+        activation=MoEActivation.SILU,
+        global_num_experts=8,
+        expert_map=None,
+        apply_router_weight_on_input=False,
+    )
+    wanted = torch.zeros(x.shape)
+    for token, chosen in enumerate(ids.tolist()):
+        for j, expert in enumerate(chosen):
+            gate, other = (x[token].float() @ up[expert].t()).chunk(2)
+            wanted[token] += shares[token, j] * (torch.nn.functional.silu(gate) * other @ down[expert].t())
+    return error(out, wanted)
+
+
+def make_model(folder: str, kind: str):
+    with open(os.path.join(folder, "config.json"), "w") as file:
+        json.dump(CONFIG | MODELS[kind], file)
+    register_model_loader("random_weights")(RandomWeights)
+    arguments = EngineArgs(
+        model=folder,
+        load_format="random_weights",
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        max_num_batched_tokens=512,
+        max_num_seqs=16,
+        kv_cache_memory_bytes=10**8,
+        enforce_eager=True,
+    )
+    config = arguments.create_engine_config()
+    torch.accelerator.max_memory_allocated = lambda *_: 0
+    torch.accelerator.empty_cache = lambda *_: None
+    with set_current_vllm_config(config):
+        type(platforms.current_platform).device_type = "cpu"
+        on_a_cpu(False)
+        parallel.init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
+        parallel.ensure_model_parallel_initialized(1, 1)
+        on_a_cpu(True)
+        config.load_config.device = "cpu"
+        init_workspace_manager(torch.device("cpu"), 1)
+        return config, get_model(vllm_config=config)
+
+
+def main(folder: str, kind: str) -> None:
+    type(platforms.current_platform).dispatch_key = "CPU"
+    config, model = make_model(folder, kind)
+    layer, x = model.model.layers[0], torch.randn(5, 256, dtype=torch.bfloat16)
+    projection = layer.self_attn.qkv_proj
+    found = {"key": envs.compile_factors().get("VLLM_USE_DEEP_TILE")}
+    found["linear"] = type(projection.quant_method.fp8_linear).__name__
+    serves = found["linear"].startswith("DeepTile")
+    found["abstract"] = {each.__name__: sorted(each.__abstractmethods__) for each in CLASSES}
+    with torch.inference_mode(), set_current_vllm_config(config):
+        if serves:
+            found["error_of_linear"] = of_linear(projection, x)
+        if kind == "experts":
+            runner = layer.mlp.experts
+            kernel = runner._quant_method.moe_kernel
+            found["experts"] = type(kernel.impl.fused_experts).__name__
+            if serves:
+                found["error_of_experts"] = of_experts(kernel, runner.routed_experts, x)
+    print("FOUND", json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,213 @@
+"""The plugins within vLLM's and SGLang's own sources, on a machine without a GPU: `make test-engines`.
+
+Their wheels come from the index, without what they depend on, and are unpacked without their compiled parts; what of
+the rest is needed to import them is installed beside them, and stand-ins (sitecustomize.py) take the place of the
+driver and of compiled parts. Kernels are not compiled and not launched: layers are made, chosen, loaded and called as
+vLLM and SGLang do it, and results are deep_tile's for CPU tensors. Takes minutes, and 700 MB of downloads once.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import tomllib
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+ENGINES = {"vllm-oldest": "vllm==0.26.0", "vllm-newest": "vllm<0.34", "sglang-newest": "sglang<0.6"}
+
+BESIDE = [
+    "aiohappyeyeballs",
+    "aiohttp",
+    "aiosignal",
+    "annotated-types",
+    "anyio",
+    "apache-tvm-ffi",
+    "attrs",
+    "blake3",
+    "cachetools",
+    "cbor2",
+    "certifi",
+    "charset-normalizer",
+    "cloudpickle",
+    "compressed-tensors",
+    "dill",
+    "diskcache",
+    "distro",
+    "einops",
+    "fastapi",
+    "frozenlist",
+    "gguf",
+    "h11",
+    "httpcore",
+    "httpx",
+    "httpx2",
+    "huggingface_hub",
+    "idna",
+    "importlib_metadata",
+    "interegular",
+    "jiter",
+    "lark",
+    "loguru",
+    "msgspec",
+    "multidict",
+    "openai",
+    "openai-harmony",
+    "opentelemetry-api",
+    "orjson",
+    "partial-json-parser",
+    "pillow",
+    "prometheus_client",
+    "propcache",
+    "protobuf",
+    "psutil",
+    "py-cpuinfo",
+    "pybase64",
+    "pydantic",
+    "pydantic-core",
+    "python-multipart",
+    "pyzmq",
+    "regex",
+    "requests",
+    "safetensors",
+    "setproctitle",
+    "six",
+    "sniffio",
+    "starlette",
+    "tokenizers",
+    "tqdm",
+    "transformers",
+    "typing-inspection",
+    "urllib3",
+    "uvicorn",
+    "uvloop",
+    "yarl",
+    "zipp",
+]
+"""What the engines import, besides what deep_tile's own environment has."""
+
+STAND_INS = {
+    "vllm": "xgrammar llguidance outlines_core numba",
+    "sglang": "IPython cutlass deep_gemm flashinfer llguidance nvtx outlines_core quack sentencepiece sgl_kernel "
+    "smg_grpc_servicer torchao torchcodec torchvision triton xgrammar",
+}
+MOST_ERROR = 0.08
+"""Of results of random layers in FP8, against dequantised weights."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="for packages of the index; kept")
+    parser.add_argument("--engine", choices=ENGINES, action="append", help="by default all")
+    options = parser.parse_args()
+    folder = options.folder.resolve()
+    install(folder)
+    write_entry_points(folder / "plugin")
+    failures = []
+    for name in options.engine or ENGINES:
+        unpack(folder, name)
+        checks = check_vllm if name.startswith("vllm") else check_sglang
+        failures += [f"{name}: {failure}" for failure in checks(folder, name)]
+        print(name, "done", flush=True)
+    print("\n".join(failures) or "all engines are served")
+    return 1 if failures else 0
+
+
+def pip(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments], check=True)
+
+
+def install(folder: Path) -> None:
+    beside = folder / "beside"
+    if not beside.exists():
+        pip("install", "--quiet", "--no-deps", "--target", str(beside), *BESIDE)
+
+
+def unpack(folder: Path, name: str) -> None:
+    """Python files of an engine's wheel, at `folder`/`name`."""
+    target = folder / name
+    if target.exists():
+        return
+    with tempfile.TemporaryDirectory(dir=folder) as downloads:
+        pip("download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", downloads, ENGINES[name])
+        (wheel,) = Path(downloads).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(target, [entry for entry in archive.namelist() if not entry.endswith(".so")])
+
+
+def write_entry_points(folder: Path) -> None:
+    """As pip would install deep_tile's, whatever state the environment's own are in."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = folder / "deep_tile-0.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deep_tile\nVersion: 0.0\n")
+    groups = project["entry-points"].items()
+    lines = [f"[{group}]\n" + "".join(f"{name} = {at}\n" for name, at in points.items()) for group, points in groups]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+
+
+def run(folder: Path, name: str, script: str, *arguments: str, **variables: str) -> tuple[dict, str]:
+    """What a script found, and all that was said."""
+    engine = name.partition("-")[0]
+    path = [HERE, folder / name, folder / "beside", folder / "plugin", ROOT]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "ENGINE_REHEARSAL": engine,
+        "ENGINE_STAND_INS": STAND_INS[engine],
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        **variables,
+    }
+    command = [sys.executable, str(HERE / script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    if done.returncode or not lines:
+        raise SystemExit(f"{name}: {script} {arguments} ended with {done.returncode}:\n{said[-4000:]}")
+    return json.loads(lines[-1].removeprefix("FOUND ")), said
+
+
+def check_vllm(folder: Path, name: str) -> list[str]:
+    failures = []
+    for kind, variable in (("dense", "1"), ("experts", "1"), ("dense", "")):
+        with tempfile.TemporaryDirectory(dir=folder) as model:
+            found, said = run(folder, name, "in_vllm.py", model, kind, VLLM_USE_DEEP_TILE=variable)
+        print(name, kind, f"VLLM_USE_DEEP_TILE={variable}", found, flush=True)
+        classes = [found["linear"], *([found["experts"]] if kind == "experts" else [])]
+        if any(each.startswith("DeepTile") is not bool(variable) for each in classes):
+            failures.append(f"{kind}, variable {variable!r}: {classes} serve\n{said[-2000:]}")
+        failures += [f"{name} has no {missing}" for name, missing in found["abstract"].items() if missing]
+        if bool(found["key"]) is not bool(variable):
+            failures.append(f"{kind}, variable {variable!r}: the compile cache's key has {found['key']!r}")
+        failures += [
+            f"{kind}: {what} is {found[what]}" for what in found if what[:5] == "error" and found[what] > MOST_ERROR
+        ]
+    return failures
+
+
+def check_sglang(folder: Path, name: str) -> list[str]:
+    wanted = [
+        *("deepgemm_w8a8_block_fp8_linear_with_fallback", "grouped_gemm_nt_f8f8bf16_contig"),
+        "grouped_gemm_nt_f8f8bf16_masked",
+    ]
+    failures = []
+    for variable in ("1", ""):
+        found, said = run(folder, name, "in_sglang.py", SGLANG_USE_DEEP_TILE=variable)
+        print(name, f"SGLANG_USE_DEEP_TILE={variable}", found, flush=True)
+        if found.pop("hooked") != (wanted if variable else []):
+            failures.append(f"variable {variable!r}: other functions are hooked\n{said[-2000:]}")
+        failures += [f"{what} is false" for what, holds in found.items() if not holds]
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Weights of every format that `to_blocks` takes, drawn at random, and what they stand for; of tests and the fuzzer."""
+
+import torch
+
+from deep_tile.formats import E8M0, FORMATS
+from deep_tile.quantize import FP8_DTYPE
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = torch.cat([E2M1, -E2M1]).double()
+BY_POWERS = ["fp8_32x32", "mxfp8", "mxfp4"]
+
+
+def spread(x: torch.Tensor, block: tuple[int, int], shape: tuple[int, int], firsts=(0, 0)) -> torch.Tensor:
+    """Scales [..., rows, columns], as many times as they count."""
+    n, k = shape
+    x = x.double().repeat_interleave(block[0], -2)[..., firsts[0] : firsts[0] + n, :]
+    return x.repeat_interleave(block[1], -1)[..., firsts[1] : firsts[1] + k]
+
+
+def draw(name: str, shape: tuple[int, ...], device: str = "cpu", spread_of_scales: int = 4, firsts=(0, 0)):
+    """A weight of a format, its scale, other arguments, and in float64 what they stand for. Every code but NaN; scales
+    are powers of two in half of the draws of formats that may have others."""
+    *leading, n, k = shape
+    of = FORMATS[name]
+    block = of.rows or firsts[0] + n, of.columns or firsts[1] + k
+    groups = [*leading, *(-(-(first + size) // b) for first, size, b in zip(firsts, (n, k), block, strict=True))]
+    exponents = torch.randint(-spread_of_scales, 1, groups) + torch.randint(-20, 20, ())
+    arguments, factor = {"format": name}, 1.0
+    if name == "nvfp4":
+        scale = torch.rand(groups).mul(448).to(FP8_DTYPE)
+        factor = torch.rand(leading).add(0.01)
+        arguments["global_scale"] = factor.to(device)
+        factor = factor.double()[..., None, None]
+    elif name in BY_POWERS:
+        scale = torch.exp2(exponents.float()).to(E8M0)
+    else:
+        mantissas = 1 + torch.rand(groups) * (torch.rand(()) < 0.5)
+        scale = torch.exp2(exponents.float()) * mantissas
+    if of.packed:
+        weight = torch.randint(0, 256, (*leading, n, k // 2), dtype=torch.uint8)
+        values = E2M1[torch.stack([weight % 16, weight // 16], -1).flatten(-2).long()]
+    else:
+        weight = torch.randint(0, 255, (*leading, n, k), dtype=torch.uint8)
+        weight[weight % 128 == 127] = 3
+        weight = weight.view(FP8_DTYPE)
+        values = weight.double()
+    exact = values * spread(scale, block, (n, k), firsts) * factor
+    if name == "fp8_channel":
+        scale = scale[..., 0]
+    elif name == "fp8_tensor":
+        scale = scale[..., 0, 0]
+    return weight.to(device), scale.to(device), arguments, exact

@@ -1,0 +1,222 @@
+"""The kernels of casts both ways: the bits that the CPU has, for every shape, dtype, place and alignment, and nothing
+around what they write."""
+
+import pytest
+import torch
+from test_both import SHAPES, joined, of_weight, strided
+from test_quantize import EACH_OPTION, codes, wide_matrix
+
+from deep_tile import both, cast_both, cast_weight, transpose_fp8
+from deep_tile.both import BYTE_DTYPES
+from deep_tile.quantize import FP8_DTYPE
+
+pytestmark = pytest.mark.gpu
+
+POISON, MARGIN = 0x55, 4096
+EACH_DTYPE = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+LARGER = [*SHAPES, (4096, 576), (33, 2049), (1, 16391), (1000, 4104)]
+
+
+@pytest.fixture(autouse=True)
+def guards(monkeypatch):
+    """Results lie in poisoned memory; what is around them, and between their rows, stays as it is."""
+    memory = []
+
+    def guarded(allocate):
+        def place(*arguments):
+            made = allocate(*arguments)
+            tensors = made if isinstance(made, tuple) else (made,)
+            inside = []
+            for x in tensors:
+                # No memory of the result itself: a kernel that is told its strides alone reaches no further.
+                size = x.untyped_storage().nbytes()
+                bytes_ = torch.full((size + 2 * MARGIN,), POISON, dtype=torch.uint8, device=x.device)
+                inner = bytes_[MARGIN : MARGIN + size].view(x.dtype).as_strided(x.shape, x.stride())
+                memory.append((bytes_, inner))
+                inside.append(inner)
+            return type(made)(*inside) if isinstance(made, tuple) else inside[0]
+
+        return place
+
+    for name in ("_new_both", "_new_weight", "_new_transpose"):
+        monkeypatch.setattr(both, name, guarded(getattr(both, name)))
+    yield
+    assert memory
+    for bytes_, inner in memory:
+        if inner.is_cuda:
+            offset = (inner.data_ptr() - bytes_.data_ptr()) // inner.element_size()
+            outside = bytes_.clone()
+            outside.view(inner.dtype).as_strided(inner.shape, inner.stride(), offset).view(
+                torch.uint8 if inner.element_size() == 1 else torch.int32
+            ).fill_(POISON if inner.element_size() == 1 else 0x55555555)
+            assert (outside == POISON).all()
+
+
+def on_cpu(made):
+    """NaN of either sign as one."""
+    made = [x.cpu() for x in made]
+    return [torch.where(x.isnan(), torch.nan, x) if x.dtype == torch.float32 else codes(x) for x in made]
+
+
+def assert_as_on_cpu(got, wanted):
+    for one, other in zip(on_cpu(got), on_cpu(wanted), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def draw(shape, dtype):
+    """Columns and rows of other magnitudes, with NaN and infinity here and there."""
+    if 0 in shape:
+        return torch.zeros(shape, dtype=dtype)
+    x = wide_matrix(*shape, dtype)
+    for value in (float("nan"), float("inf"), -float("inf"), 0.0, -0.0):
+        x[torch.randint(shape[0], ()), torch.randint(shape[1], ())] = value
+    return x
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("shape", LARGER, ids=str)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_both_bits_are_the_definitions(shape, dtype, blocks):
+    x = draw(shape, dtype)
+    assert_as_on_cpu(cast_both(x.cuda(), blocks=blocks), joined(x, blocks=blocks))
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("shape", LARGER, ids=str)
+@pytest.mark.parametrize("experts", [None, 3])
+def test_weights_bits_are_the_definitions(shape, dtype, experts):
+    w = draw(shape, dtype) if experts is None else torch.stack([draw(shape, dtype) for _ in range(experts)])
+    assert_as_on_cpu(cast_weight(w.cuda()), of_weight(w))
+
+
+@pytest.mark.parametrize("dtype", BYTE_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*LARGER, (3, 130, 200), (2, 1, 17), (9, 128, 128)], ids=str)
+def test_bytes_are_transposed(shape, dtype):
+    x = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda").view(dtype)
+    made = transpose_fp8(x)
+    assert made.dtype == dtype and torch.equal(made.view(torch.uint8), x.view(torch.uint8).mT)
+
+
+@EACH_OPTION
+@EACH_DTYPE
+def test_options(options, dtype):
+    x = draw((300, 264), dtype)
+    for floor in (0.0, 1e-4, 30.0):
+        chosen = options | {"amax_floor": floor}
+        assert_as_on_cpu(cast_both(x.cuda(), **chosen), joined(x, **chosen))
+        assert_as_on_cpu(cast_both(x.cuda(), blocks=True, **chosen), joined(x, blocks=True, **chosen))
+        assert_as_on_cpu(cast_weight(x.cuda(), **chosen), of_weight(x, **chosen))
+
+
+@EACH_DTYPE
+def test_many_draws(dtype):
+    """Sizes, gaps and addresses of any kind, each call twice: the second is remembered."""
+    for _ in range(60):
+        rows, columns, gap, first = (
+            int(torch.randint(low, high, ())) for low, high in ((1, 700), (1, 700), (0, 20), (0, 9))
+        )
+        wide = draw((rows, columns + gap + first), dtype)
+        x, on_gpu = wide[:, first : first + columns], wide.cuda()[:, first : first + columns]
+        for _ in range(2):
+            assert_as_on_cpu(cast_both(on_gpu), joined(x))
+            assert_as_on_cpu(cast_both(on_gpu, blocks=True), joined(x, blocks=True))
+            assert_as_on_cpu(cast_weight(on_gpu), of_weight(x))
+        bytes_ = torch.randint(0, 256, wide.shape, dtype=torch.uint8, device="cuda")[:, first : first + columns]
+        assert torch.equal(transpose_fp8(bytes_), bytes_.t())
+
+
+def test_any_strides():
+    x = draw((130, 201), torch.bfloat16)
+    for source in strided(x.cuda()):
+        assert_as_on_cpu(cast_both(source), joined(x))
+        assert_as_on_cpu(cast_weight(source), of_weight(x))
+    experts = torch.stack([x, -x, 2 * x]).cuda()
+    for source in (
+        experts.transpose(0, 1).contiguous().transpose(0, 1),
+        experts.mT.contiguous().mT,
+        torch.cat([experts] * 2)[::2],
+    ):
+        assert_as_on_cpu(cast_weight(source), of_weight(source.cpu().contiguous()))
+        bytes_ = source.view(torch.uint8)[..., :201] if source.stride(-1) == 1 else source.to(torch.uint8)
+        assert torch.equal(transpose_fp8(bytes_), bytes_.mT)
+
+
+@pytest.mark.parametrize("columns", [136, 131])
+@pytest.mark.parametrize(
+    "offs", [[300], [5, 130, 300], [0, 128, 128, 300], [2**31 - 1], [0], [100, 50, 300], [-5, 200]], ids=str
+)
+def test_groups(offs, columns):
+    """Tokens of no group are left alone; what is along k is written for whole 128 that live."""
+    x = wide_matrix(300, columns, torch.bfloat16)
+    offs = torch.tensor(offs, dtype=torch.int32)
+    made, wanted = [cast_both(x.to(device), offs=offs.to(device)) for device in ("cuda", "cpu")]
+    assert_as_on_cpu(made[2:], wanted[2:])  # both lie in memory of one byte
+    written = (made.a.cpu().view(torch.uint8) != POISON).any(1)
+    living = torch.zeros(300, dtype=torch.bool)
+    living[: max(0, min(300, int(offs.max())))] = True
+    assert not written[~living].any()
+    for row in written.nonzero().flatten().tolist():
+        assert_as_on_cpu((made.a[row],), (wanted.a[row],))
+        assert torch.equal(made.a_scale[row].cpu(), wanted.a_scale[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_tokens_by_an_index(dtype, blocks):
+    x, limits = wide_matrix(9, 131, torch.bfloat16), torch.iinfo(dtype)
+    rows = torch.tensor([3, 0, 8, 8, -1, 9, 1, limits.min, limits.max, 5] * 30, dtype=dtype)
+    assert_as_on_cpu(cast_both(x.cuda(), rows=rows.cuda(), blocks=blocks), joined(x, rows=rows, blocks=blocks))
+
+
+CALLS = {
+    "cast_both": cast_both,
+    "cast_both of blocks": lambda x: cast_both(x, blocks=True),
+    "cast_weight": cast_weight,
+    "transpose_fp8": lambda x: (transpose_fp8(x.to(FP8_DTYPE)),),
+}
+EACH_CALL = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+@EACH_CALL
+def test_in_a_graph(call):
+    x = torch.zeros(300, 264, dtype=torch.bfloat16, device="cuda")
+    call(x)  # loads the kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = call(x)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x) * 100)
+        graph.replay()
+        assert_as_on_cpu(made, call(x))
+
+
+@EACH_CALL
+def test_on_another_stream(call):
+    """The input is ready on its own stream alone."""
+    ready, late = torch.randn(300, 264, device="cuda").bfloat16(), torch.zeros(300, 264, device="cuda").bfloat16()
+    wanted = call(ready)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        late.copy_(ready)
+        made = call(late)
+    stream.synchronize()
+    assert_as_on_cpu(made, wanted)
+
+
+def test_large():
+    """More tiles than thread blocks that run at once, and elements beyond 2**31."""
+    x = torch.randn(65_664, 33_000, device="cuda", dtype=torch.bfloat16)
+    made = cast_weight(x)
+    for rows in (slice(0, 256), slice(65_536, 65_664)):
+        wanted = of_weight(x[rows].cpu())
+        assert_as_on_cpu(
+            (made.b[rows], made.b_scale[rows.start // 128 : -(-rows.stop // 128)], made.bt[:, rows]), wanted
+        )
+    assert torch.equal(transpose_fp8(made.b).view(torch.uint8), made.bt.view(torch.uint8))
+    del made
+    both_ways = cast_both(x)
+    wanted = joined(x[65_536:].cpu())
+    got = (both_ways.a[65_536:], both_ways.a_scale[65_536:], both_ways.at[:, 65_536:], both_ways.at_scale[:, 512:])
+    assert_as_on_cpu(got, wanted)
