@@ -25,9 +25,11 @@ test-engines: $(READY)
 	mkdir -p build/engines
 	$(RUN) tests/engines/rehearse.py build/engines
 
-# Every kernel, by every NVRTC that the package is tested with: half an hour of two cores, before a release.
+# Every kernel, by every NVRTC that the package is tested with, and all that `make test` leaves out where nothing changed:
+# half an hour of two cores, before a release.
 test-kernels: $(READY)
-	$(RUN) -m pytest tests/test_codegen.py tests/test_compilers.py tests/test_protocol.py --all-kernels --all-compilers
+	$(RUN) -m pytest tests/test_codegen.py tests/test_compilers.py --all-kernels --all-compilers
+	$(RUN) -m pytest -m about --all-kernels
 
 # On a machine with a Hopper GPU, in whichever Python is given, with the packages that it has.
 test-gpu:

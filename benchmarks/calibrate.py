@@ -15,6 +15,7 @@ of its own. Prints the model's error, and what the choices lose against the fast
 import argparse
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import NamedTuple
@@ -99,6 +100,19 @@ def fit(config: GemmConfig, samples: list[Sample], kind: str = "fp8") -> list[fl
     return np.exp(logs).tolist()
 
 
+def borrowed(candidates: Iterable[GemmConfig], kind: str = "fp8") -> dict[str, list[float]]:
+    """Stored times of tiles that are no candidates: other results, layouts and groups of the kind have the same tile,
+    and no times of their own."""
+    names = {config.name for config in candidates}
+    return {name: list(times) for name, times in cost.calibration(kind).configs.items() if name not in names}
+
+
+def among(searched: Searched, candidates: Iterable[GemmConfig]) -> Searched:
+    """A search without configs that are no candidates."""
+    names = {config.name for config in candidates}
+    return {shape: {name: us for name, us in times.items() if name in names} for shape, times in searched.items()}
+
+
 def write(model: dict, kind: str = "fp8") -> None:
     (cost.TIMES / f"{kind}.json").write_text(json.dumps(model, indent=1) + "\n")
     cost.read_calibration.cache_clear()
@@ -178,9 +192,10 @@ def calibrate_kind(kind: str, paths: list[Path]) -> None:
     before = losses_of_kind(kind, searches)
     source = {name: found[0]["meta"][name] for name in ("gpu", "num_sms", "date")}
     fitted_to = ", ".join(path.name for path in paths)
-    model = {**source, "fitted_to": fitted_to, **SHARED, "configs": {}, "choices": {}}
+    candidates = default_configs(True, kind, problem_of(kind, Shape(1, 1, 1)).output)
+    model = {**source, "fitted_to": fitted_to, **SHARED, "configs": borrowed(candidates, kind), "choices": {}}
     write(model, kind)
-    for config in default_configs(True, kind, problem_of(kind, Shape(1, 1, 1)).output):
+    for config in candidates:
         samples = [sample for search in searches for sample in samples_of(config, *search)]
         if samples:
             model["configs"][config.name] = [round(value, 4) for value in fit(config, samples, kind)]
@@ -224,13 +239,15 @@ def main() -> None:
     searched, chains = load_search(path), load_search(arguments.chains, "us_per_launch")
     run = store.load(path)["run"]
     source = {"gpu": run["gpu"], "num_sms": run["num_sms"], "date": run["date"], "fitted_to": path.name}
-    model = {**source, **SHARED, "configs": {}, "choices": {}}
+    candidates = default_configs()
+    model = {**source, **SHARED, "configs": borrowed(candidates), "choices": {}}
     write(model)
-    for config in default_configs():
+    for config in candidates:
         model["configs"][config.name] = [round(value, 4) for value in fit(config, samples_of(config, searched))]
     write(model)
     print("model alone:", report(searched))
-    write({**model, "choices": better_choices(searched, chains) | alone_choices(arguments.alone)})
+    choices = better_choices(among(searched, candidates), among(chains, candidates)) | alone_choices(arguments.alone)
+    write({**model, "choices": choices})
     print("with choices:", report(searched))
     print("in chains:", report_losses(chains))
 

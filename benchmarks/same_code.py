@@ -1,25 +1,28 @@
-"""Compares the machine code of every default kernel in two trees. No GPU:
+"""Compares every kernel that the tests know in two trees: of all kinds, groups, finishes, layouts and casts. No GPU:
 
-    PYTHONPATH=. python benchmarks/same_code.py BASE [--changed]
+    PYTHONPATH=. python benchmarks/same_code.py BASE
 
 BASE is a git revision or a folder with a checkout; the other tree is the one that this script lies in, as it is on
-disk. Each tree's own selector, generator and compiler options make its kernels, in a process of its own and with the
-same NVRTC; that takes one and a half minutes on two cores. Lists the kernels whose `.text` differs, or that one tree
-lacks; the exit code is 1 if there are any.
+disk. Each tree has a process of its own, with the same NVRTC: its list of kernels (`EVERY_CONFIG` of
+tests/default_kernels.py, and the streaming kernels), its generator and its compiler options. A kernel that one list
+lacks is made by that tree all the same, if it can be. Kernels are equal by text where their sources without comments,
+the options and the code of sass.py are: half a minute. Others are compiled, and their `.text` compared: 0.6 s each on
+two cores. Lists those whose code differs, or that one tree cannot make; the exit code is 1 if there are any.
 """
 
 import argparse
 import contextlib
+import json
 import os
 import subprocess
 import sys
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from deep_tile import sass
 
@@ -27,73 +30,129 @@ ROOT = Path(__file__).resolve().parent.parent
 
 INSTRUCTION_BYTES = 16
 
-MAKE_KERNELS = """
-import sys
+IN_A_TREE = """
+import ast, json, sys
 from pathlib import Path
-from deep_tile import jit
-from deep_tile.codegen import kernel_source
-try:
-    from deep_tile.select.defaults import default_configs
-except ImportError:  # a tree of before select/ was a package
-    from deep_tile.select import default_configs
+sys.path.insert(0, "tests")
+from deep_tile import cast, codegen, config, jit, sass
 
-kind, folder, *names = sys.argv[1:]
-for config in (*default_configs(True), *default_configs(False)):
-    if names and config.name not in names:
-        continue
-    source = kernel_source(config)
-    content = source.encode() if kind == "source" else jit.compile_kernel(source, config.name).cubin
-    Path(folder, config.name).write_bytes(content)
+def code_of_hints():
+    tree = ast.parse(Path(sass.__file__).read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            node.body = [line for line in node.body if not isinstance(getattr(line, "value", None), ast.Constant)
+                         or not isinstance(line, ast.Expr)]
+    return ast.dump(tree)
+
+def known():
+    from default_kernels import EVERY_CONFIG
+    return {kernel.name: repr(kernel) for kernel in (*EVERY_CONFIG, *cast.all_kernels())}
+
+def sources_of(kernels, of_another_tree):
+    for name, text in kernels.items():
+        try:
+            kernel = eval(text, {**vars(config), **vars(codegen), **vars(cast)})
+            is_gemm = isinstance(kernel, config.GemmConfig)
+            yield name, (codegen.kernel_source if is_gemm else codegen.streaming_source)(kernel)
+        except Exception:
+            if not of_another_tree:
+                raise
+
+what, folder, given = sys.argv[1], Path(sys.argv[2]), json.load(sys.stdin)
+kernels = known() if what.startswith("own") else given
+sources = dict(sources_of(kernels, of_another_tree=what == "lacking"))
+if what == "compiled":
+    for name, source in sources.items():
+        Path(folder, name).write_bytes(jit.compile_kernel(source, name).cubin)
+else:
+    hints = code_of_hints()
+    jit._hints = lambda: hints  # for all of the text of sass.py
+    if what == "own with comments":
+        jit._without_comments = lambda source: source
+    made = {name: [kernels[name], jit.identity(source).hex()] for name, source in sources.items()}
+    Path(folder, "kernels").write_text(json.dumps(made))
 """
-"""Writes the source or the cubin of each kernel, or of those named, into a folder; to be run in a tree."""
+"""Writes what kernels are made of and their texts, or their cubins, into a folder; to be run in a tree."""
 
 
-def compare(base: Path, present: Path, changed_only: bool = False) -> int:
+class Kernel(NamedTuple):
+    """One of a tree.
+
+    Attributes:
+        made_of: the config, or the streaming kernel, as Python writes it.
+        text: a hash of what it is compiled from.
+    """
+
+    made_of: str
+    text: str
+
+
+Kernels = dict[str, Kernel]
+"""By name."""
+
+
+def compare(base: Path, present: Path) -> int:
     """Print what differs between two trees, and return the exit code."""
-    alike, names = _by_source(base, present) if changed_only else (0, [])
-    before, after = _of_both(base, present, "cubin", names) if names or not changed_only else ({}, {})
-    before, after = ({name: _text(cubin) for name, cubin in cubins.items()} for cubins in (before, after))
-    compiled = sorted(before.keys() | after.keys())
-    different = [name for name in compiled if before.get(name) != after.get(name)]
-    for name in different:
-        print(f"{name}: {_difference(before.get(name), after.get(name))}")
-    kernels = alike + len(compiled)
-    print(f"{kernels - len(different)} of {kernels} identical")
-    return 1 if different else 0
-
-
-def _by_source(base: Path, present: Path) -> tuple[int, list[str]]:
-    """How many kernels have the same source in both trees, and the names of the others."""
-    before, after = _of_both(base, present, "source")
-    everywhere = before.keys() | after.keys()
-    changed = sorted(name for name in everywhere if before.get(name) != after.get(name))
-    return len(everywhere) - len(changed), changed
-
-
-def _of_both(base: Path, present: Path, kind: str, names: Iterable[str] = ()) -> list[dict[str, bytes]]:
+    trees = base, present
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(partial(_kernels, kind=kind, names=names), (base, present)))
+        own = list(pool.map(listed, trees))
+        lacking = [{name: there[name].made_of for name in there.keys() - here} for here, there in (own, own[::-1])]
+        before, after = (ours | more for ours, more in zip(own, pool.map(_lacking, trees, lacking), strict=True))
+        in_both = sorted(before.keys() & after.keys())
+        changed = [name for name in in_both if before[name].text != after[name].text]
+        made_of = [{name: kernels[name].made_of for name in changed} for kernels in (before, after)]
+        old, new = pool.map(_codes, trees, made_of)
+    different = [name for name in changed if old[name] != new[name]]
+    for name in different:
+        print(f"{name}: {_difference(old[name], new[name])}")
+    for name in sorted(before.keys() ^ after.keys()):
+        print(f"{name}: {'in BASE only' if name in before else 'not in BASE'}")
+    kernels, alone = len(before.keys() | after.keys()), len(before.keys() ^ after.keys())
+    by_text, by_code = len(in_both) - len(changed), len(changed) - len(different)
+    print(
+        f"{kernels} kernels: {by_text} equal by text, {by_code} equal by code, {len(different)} different, "
+        f"{alone} in one tree only"
+    )
+    return 1 if different or alone else 0
 
 
-def _kernels(tree: Path, kind: str, names: Iterable[str]) -> dict[str, bytes]:
-    """Content by kernel, made by the tree's own modules."""
+def listed(tree: Path, comments: bool = False) -> Kernels:
+    """Those that the tests of a tree know; in a third of the time where comments count."""
+    return _texts(tree, "own with comments" if comments else "own", {})
+
+
+def _lacking(tree: Path, made_of: Mapping[str, str]) -> Kernels:
+    """Those of another tree's that this one can make."""
+    return _texts(tree, "lacking", made_of) if made_of else {}
+
+
+def _texts(tree: Path, what: str, made_of: Mapping[str, str]) -> Kernels:
+    with _made(tree, what, made_of) as folder:
+        return {name: Kernel(*one) for name, one in json.loads((folder / "kernels").read_text()).items()}
+
+
+def _codes(tree: Path, made_of: Mapping[str, str]) -> dict[str, bytes]:
+    """Machine code by name."""
+    with _made(tree, "compiled", made_of) as folder:
+        return {path.name: _text(path.read_bytes()) for path in folder.iterdir()}
+
+
+@contextlib.contextmanager
+def _made(tree: Path, what: str, made_of: Mapping[str, str]) -> Iterator[Path]:
+    """A folder with what the tree's own modules write into it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DEEP_TILE_")}
     environment["PYTHONPATH"] = os.pathsep.join([str(tree), *sys.path])
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", MAKE_KERNELS, kind, folder, *names]
-        subprocess.run(command, cwd=tree, env=environment, check=True)
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        command = [sys.executable, "-c", IN_A_TREE, what, folder]
+        subprocess.run(command, cwd=tree, env=environment, check=True, text=True, input=json.dumps(made_of))
+        yield Path(folder)
 
 
 def _text(cubin: bytes) -> bytes:
     return b"".join(cubin[section] for section in sass.code_sections(cubin))
 
 
-def _difference(before: bytes | None, after: bytes | None) -> str:
-    if before is None:
-        return "not in BASE"
-    if after is None:
-        return "in BASE only"
+def _difference(before: bytes, after: bytes) -> str:
     old, new = map(_instructions, (before, after))
     return f"{old.total()} instructions, now {new.total()}: {(old - new).total()} gone, {(new - old).total()} new"
 
@@ -108,27 +167,43 @@ def _tree(base: str) -> Iterator[Path]:
     if Path(base).is_dir():
         yield Path(base).resolve()
         return
+    with files_of(base) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def files_of(revision: str) -> Iterator[Path]:
+    """A temporary folder with what of a revision makes kernels.
+
+    Raises:
+        SystemExit: git knows no such revision.
+    """
     with tempfile.TemporaryDirectory() as folder:
         archive = Path(folder, "tree.tar")
-        command = ["git", "-C", str(ROOT), "archive", "--output", str(archive), base, "deep_tile", "include"]
+        command = [
+            "git",
+            "-C",
+            str(ROOT),
+            "archive",
+            "--output",
+            str(archive),
+            revision,
+            "deep_tile",
+            "include",
+            "tests",
+        ]
         if subprocess.run(command).returncode:
-            raise SystemExit(f"BASE: got {base!r}, wanted a git revision of {ROOT} or a folder")
+            raise SystemExit(f"BASE: got {revision!r}, wanted a git revision of {ROOT} or a folder")
         with tarfile.open(archive) as files:
             files.extractall(folder)
         yield Path(folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Compare the machine code of every default kernel in two trees.")
+    parser = argparse.ArgumentParser(description="Compare the machine code of every kernel in two trees.")
     parser.add_argument("base", metavar="BASE", help="a git revision, or a folder with a checkout")
-    parser.add_argument(
-        "--changed",
-        action="store_true",
-        help="compile only kernels whose text differs: quick, and blind to what jit.py and sass.py do",
-    )
-    options = parser.parse_args(arguments)
-    with _tree(options.base) as base:
-        return compare(base, ROOT, options.changed)
+    with _tree(parser.parse_args(arguments).base) as base:
+        return compare(base, ROOT)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """What tests share: a kernel cache of their own, a command line, and the reason why GPU tests do not run here."""
 
-import datetime
 import functools
 import os
 import pickle
+from collections import Counter
 
+import changes
 import pytest
 import torch
 from filelock import FileLock
@@ -14,6 +15,8 @@ from deep_tile.tools import cli
 HOPPER = (9, 0)
 
 COMPILING = ("test_codegen", "test_compilers")
+
+FEWER = 4
 
 
 @functools.cache
@@ -28,9 +31,9 @@ def missing_hopper() -> str | None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-kernels", action="store_true", help="every default kernel, not the day's alone")
-    parser.addoption("--all-compilers", action="store_true", help="every default kernel with every tested NVRTC")
-    parser.addoption("--nvrtc", action="append", metavar="VERSION", help="every default kernel with this NVRTC")
+    parser.addoption("--all-kernels", action="store_true", help="every kernel, not those alone that a change touches")
+    parser.addoption("--all-compilers", action="store_true", help="every kernel with every tested NVRTC")
+    parser.addoption("--nvrtc", action="append", metavar="VERSION", help="every kernel with this NVRTC")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,13 +42,27 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
         torch.set_num_threads(1)
     every = config.option.all_kernels or config.option.all_compilers or config.option.nvrtc
-    today = "all" if every else str(datetime.datetime.now(datetime.timezone.utc).toordinal())
-    os.environ.setdefault("DEEP_TILE_TEST_DAY", today)  # before default_kernels.py is imported, and for all processes
+    if every:
+        os.environ[changes.VARIABLE] = changes.EVERYTHING
+    elif changes.VARIABLE not in os.environ:  # for all processes
+        os.environ[changes.VARIABLE] = changes.base_commit()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with what keeps all cores busy: short tests are left for the end, when processes run out of work."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begins with what keeps all cores busy: short tests are left for the end, when processes run out of work. Of tests
+    that are `about` files none of which changed, one in FEWER is left."""
     items.sort(key=lambda item: item.path.stem not in COMPILING)
+    seen, unchanged = Counter(), []
+    for item in items:
+        mark = item.get_closest_marker("about")
+        if mark and not changes.may_have_changed(*mark.args, f"tests/{item.path.name}"):
+            if seen[item.function] % FEWER:
+                unchanged.append(item)
+            seen[item.function] += 1
+    if unchanged:
+        left_out = set(unchanged)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=unchanged)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -54,7 +71,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_report_header() -> str:
-    return f"kernels of day {os.environ['DEEP_TILE_TEST_DAY']}, which DEEP_TILE_TEST_DAY repeats; all: --all-kernels"
+    return changes.told()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,20 +1,18 @@
 """Kernels the selector can choose, what must be true of each with any NVRTC, and its machine code."""
 
-import os
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from random import Random
 
 import pytest
 from cuda.pathfinder import find_nvidia_binary_utility
 
 from deep_tile import jit, sass
 from deep_tile.config import GemmConfig
-from deep_tile.kinds import ACTIVATIONS, BIASES, KINDS, QUANTIZED, RAW
-from deep_tile.select.defaults import default_configs
+from deep_tile.kinds import QUANTIZED
+from deep_tile.select.defaults import deepest_config, default_configs
 from deep_tile.select.groups import all_grouped_configs, grouped_configs
 
 FIRST_CONFIGS = (*default_configs(True), *all_grouped_configs())
@@ -90,34 +88,16 @@ FINISHED_CONFIGS = (
 )
 """With a bias or an activation: some of each kind's tiles with some of both."""
 
-EVERY_CONFIG = (*FIRST_CONFIGS, *default_configs(False), *KINDS_CONFIGS, *FINISHED_CONFIGS)
-
-DAY = os.environ.get("DEEP_TILE_TEST_DAY", "all")
-"""Whose kernels are tested: a number, today's where conftest.py sets it, or "all" of them."""
-
-
-def of_day(configs: Sequence[GemmConfig], days: int, day: str = DAY) -> Sequence[GemmConfig]:
-    """Those whose turn it is, when all are to have theirs in so many days."""
-    return configs if day == "all" else configs[int(day) % days :: days]
-
-
-def drawn(count: int, seed: str = DAY) -> Iterator[GemmConfig]:
-    """Of anything that a call can ask for: what no list thinks of has its day, too."""
-    random = Random(seed)
-    for _ in range(count):
-        kind = random.choice([*KINDS.values()])
-        made = {"tma_store": random.random() < 0.6, "kind": kind.name, "output": random.choice(kind.outputs)}
-        if made["output"] != RAW:
-            made |= {"bias": random.choice(BIASES), "activation": random.choice(ACTIVATIONS)}
-        if kind.name == "fp8" and made["tma_store"] and random.random() < 0.5:
-            made["output"] = QUANTIZED
-        yield random.choice(default_configs(**made, layout=random.choice(kind.layouts)))
-
-
-DEFAULT_CONFIGS = tuple(
-    dict.fromkeys((*FIRST_CONFIGS, *of_day(EVERY_CONFIG[len(FIRST_CONFIGS) :], 6), *drawn(100 if DAY == "all" else 12)))
+LEGAL_CONFIGS = (
+    *(deepest_config(64, block_n, scale_blocks=4) for block_n in (16, 32, 64)),
+    *(deepest_config(64, 128, scale_blocks=2, split_k=split_k) for split_k in (2, 8)),
+    *(deepest_config(*tile, cluster_n=2) for tile in ((128, 144), (128, 256), (256, 128))),
+    deepest_config(64, 256),
+    deepest_config(64, 16, kind="bf16"),
 )
-"""The day's: the first always, every other one in six days, and some that the day draws."""
+"""What no selector chooses, and callers may ask for: mechanisms and tiles that the others lack."""
+
+EVERY_CONFIG = (*FIRST_CONFIGS, *default_configs(False), *KINDS_CONFIGS, *FINISHED_CONFIGS, *LEGAL_CONFIGS)
 
 SM_REGISTERS = 64 * 1024
 
@@ -126,11 +106,6 @@ INSTRUCTION_BYTES = 16
 PREFETCHED_CODE_BYTES = 66 * 1024
 """What a launch brings along; of more code, none. 1024x2112x7168 takes 27.3 us with 66.7 KB and 27.2 with 64.5,
 and 19 % more time is known of 86 KB (H200, 2026-11-22 and 24)."""
-
-
-def has_too_much_code(config: GemmConfig) -> bool:
-    """Whether it has more, 77 to 95 KB: K in eight parts, and an `out` that TMA cannot address."""
-    return config.split_k == 8 and not config.tma_store
 
 
 def flaws(config: GemmConfig, compiled: jit.Compiled) -> list[str]:
@@ -142,7 +117,7 @@ def flaws(config: GemmConfig, compiled: jit.Compiled) -> list[str]:
         found.append(f"spills: {usage}")
     if usage.registers * config.threads > SM_REGISTERS:
         found.append(f"{usage.registers} registers for each of {config.threads} threads")
-    if (code_bytes > PREFETCHED_CODE_BYTES) != has_too_much_code(config):
+    if code_bytes > PREFETCHED_CODE_BYTES:
         found.append(f"{code_bytes} bytes of code")
     return found
 

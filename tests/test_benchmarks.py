@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import subprocess
 import sys
 import threading
 import types
@@ -32,6 +33,7 @@ from benchmarks import (  # noqa: E402
     store,
     timing,
 )
+from benchmarks.bench_kinds import problem_of  # noqa: E402
 from benchmarks.peers import PEERS, Inputs, deep_tile_peer  # noqa: E402
 from benchmarks.shapes import (  # noqa: E402
     BETWEEN,
@@ -45,6 +47,7 @@ from benchmarks.shapes import (  # noqa: E402
     m_range,
     select_shapes,
 )
+from deep_tile import cast  # noqa: E402
 from deep_tile.config import GemmConfig  # noqa: E402
 from deep_tile.method import report as report_of_package  # noqa: E402
 from deep_tile.problem import GemmProblem  # noqa: E402
@@ -440,6 +443,17 @@ def test_choices_are_listed_where_the_model_chooses_another():
     assert calibrate.better_choices({shape: times}, {shape: {"other": 8.0}}) == {"64x4096x7168": "other"}
 
 
+@pytest.mark.parametrize("kind", [path.stem for path in sorted(cost.TIMES.glob("*.json"))])
+def test_stored_choices_are_candidates_and_every_candidate_has_times(kind):
+    """A tile that is no candidate keeps its times where other results or groups borrow them."""
+    candidates = default_configs(True, kind, problem_of(kind, Shape(1, 1, 1)).output)
+    model, names = cost.calibration(kind), {config.name for config in candidates}
+    assert set(model.choices.values()) <= names
+    assert names | calibrate.borrowed(candidates, kind).keys() == model.configs.keys()
+    searched = {Shape(1, 1, 1): dict.fromkeys([*model.configs, "gone"], 1.0)}
+    assert calibrate.among(searched, candidates) == {Shape(1, 1, 1): dict.fromkeys(sorted(names), 1.0)}
+
+
 def test_a_bucket_is_given_a_config_that_ties_at_one_of_its_m_only():
     searched = {Shape(1, 4096, 7168): {"a": 10.0, "b": 10.4}, Shape(8, 4096, 7168): {"a": 10.0, "b": 9.6}}
     chains = {shape: {"a": 9.0, "b": 7.0} for shape in searched}
@@ -452,48 +466,72 @@ def test_chains_of_other_configs_are_an_error():
         calibrate.better_choices(searched, {shape: {"c": 9.0} for shape in searched})
 
 
-THREE_KERNELS = """
-default_configs = lambda tma_store=True: [GemmConfig(64, n, 2) for n in {columns}] if tma_store else []
+LIST_OF_KERNELS = """
+from deep_tile.config import GemmConfig
+EVERY_CONFIG = [GemmConfig(64, n, 2) for n in {columns}]
+"""
+
+NOT_48_COLUMNS = """
+_of_any = kernel_source
+kernel_source = lambda config: _of_any(config) if config.block_n != 48 else 1 / 0
 """
 
 
 @pytest.fixture
 def two_trees(tmp_path):
-    """Small trees: one kernel in both, one whose `.text` differs, one in each alone; and a comment more."""
+    """Small trees with all casts and three products each. In the second the code with 32 columns differs, and the
+    text of all products and of `combine`; it cannot make 48 columns; and there are comments more."""
     trees = tmp_path / "base", tmp_path / "present"
     for tree, columns in zip(trees, [(16, 32, 48), (16, 32, 64)], strict=True):
         shutil.copytree(ROOT / "deep_tile", tree / "deep_tile", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copytree(ROOT / "include", tree / "include")
-        with (tree / "deep_tile" / "select" / "defaults.py").open("a") as file:
-            file.write(THREE_KERNELS.format(columns=columns))
-    kernel = trees[1] / "include" / "deep_tile" / "operands.cuh"
+        (tree / "tests").mkdir()
+        (tree / "tests" / "default_kernels.py").write_text(LIST_OF_KERNELS.format(columns=columns))
+    present = trees[1]
+    kernel = present / "include" / "deep_tile" / "operands.cuh"
     early_stages = "min(min(config.stages, 5)"
     text = kernel.read_text()
     assert early_stages in text
     changed = text.replace(early_stages, "min(min(config.stages, config.block_n == 32 ? 1 : 5)")
     kernel.write_text(f"{changed}// And a comment.\n")
+    for path, more in {
+        "include/deep_tile/combine.cuh": "constexpr int for_nothing = 0;\n",
+        "deep_tile/codegen.py": NOT_48_COLUMNS,
+        "deep_tile/sass.py": "# And a comment.\n",
+    }.items():
+        with (present / path).open("a") as file:
+            file.write(more)
     return trees
 
 
-@pytest.mark.parametrize("changed_only", [False, True])
-def test_same_code_lists_kernels_that_differ(two_trees, changed_only, capfd):
-    assert same_code.compare(*two_trees, changed_only) == 1
-    *lines, last = capfd.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == [f"fp8_gemm_64x{n}x128_s2_c1x1" for n in (32, 48, 64)]
-    assert re.search(r"\d+ instructions, now \d+: \d+ gone, \d+ new$", lines[0])
-    assert [line.split(": ")[1] for line in lines[1:]] == ["in BASE only", "not in BASE"]
-    assert last == "1 of 4 identical"
+def test_same_code_lists_kernels_that_differ(two_trees, capfd):
+    assert same_code.compare(*two_trees) == 1
+    different, alone, last = capfd.readouterr().out.splitlines()
+    assert re.fullmatch(r"fp8_gemm_64x32x128_s2_c1x1: \d+ instructions, now \d+: \d+ gone, \d+ new", different)
+    assert alone == "fp8_gemm_64x48x128_s2_c1x1: in BASE only"
+    casts = len(cast.all_kernels())
+    assert last == (f"{casts + 4} kernels: {casts - 1} equal by text, 3 equal by code, 1 different, 1 in one tree only")
 
 
 def test_same_code_finds_a_tree_like_itself(two_trees, capfd):
-    assert same_code.compare(two_trees[0], two_trees[0], changed_only=True) == 0
-    assert capfd.readouterr().out == "3 of 3 identical\n"
+    assert same_code.compare(two_trees[0], two_trees[0]) == 0
+    kernels = len(cast.all_kernels()) + 3
+    assert capfd.readouterr().out == (
+        f"{kernels} kernels: {kernels} equal by text, 0 equal by code, 0 different, 0 in one tree only\n"
+    )
+
+
+def test_same_code_fails_where_a_tree_cannot_make_its_own_kernels(two_trees):
+    (two_trees[1] / "tests" / "default_kernels.py").write_text(LIST_OF_KERNELS.format(columns=(48,)))
+    with pytest.raises(subprocess.CalledProcessError):
+        same_code.compare(*two_trees)
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a git checkout")
 def test_same_code_takes_a_revision_or_a_folder(tmp_path):
     with same_code._tree("HEAD") as tree:
         assert (tree / "include" / "deep_tile" / "gemm.cuh").is_file() and (tree / "deep_tile" / "jit.py").is_file()
+        assert (tree / "tests" / "default_kernels.py").is_file()
     assert not tree.exists()
     with same_code._tree(str(tmp_path)) as tree:
         assert tree == tmp_path

@@ -25,6 +25,13 @@ from deep_tile.codegen import SortKernel, streaming_source
 from deep_tile.config import ceil_div, round_up
 from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
 
+pytestmark = pytest.mark.about(
+    *("include/deep_tile/*", "tests/host_*.h", "deep_tile/cast.py", "deep_tile/codegen.py", "deep_tile/params.py"),
+    *("deep_tile/quantize.py", "deep_tile/transposed.py", "deep_tile/experts.py", "deep_tile/sources.py"),
+    *("deep_tile/reference.py", "deep_tile/both.py", "deep_tile/select/streaming.py", "tests/test_quantize.py"),
+    "tests/helpers.py",
+)
+
 POISON = 0x55
 CASTS = {1: per_token_cast_to_fp8, 128: per_block_cast_to_fp8}
 DTYPES = {source: dtype for dtype, source in quantize.KERNEL_SOURCES.items()}

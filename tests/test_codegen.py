@@ -1,4 +1,7 @@
-"""The generated kernels: complete texts that compile clean, for every config the selector can choose."""
+"""The generated kernels: complete texts that compile clean, for configs that the selector can choose.
+
+Which ones is chosen_kernels.py's business; `--all-kernels` takes all.
+"""
 
 import os
 import re
@@ -10,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from default_kernels import DEFAULT_CONFIGS, EVERY_CONFIG, disassemblies, disassembly, flaws
+from chosen_kernels import chosen
+from default_kernels import EVERY_CONFIG, disassemblies, disassembly, flaws
 
 from deep_tile import jit, sass
 from deep_tile.codegen import kernel_source
@@ -18,16 +22,17 @@ from deep_tile.config import GemmConfig
 from deep_tile.kinds import ACTIVATIONS, BIASES, FAMILIES, GROUPINGS, LAYOUTS, RESULTS
 
 ROOT = Path(__file__).parent.parent
-SPLIT_CONFIGS = tuple(config for config in DEFAULT_CONFIGS if config.split_k > 1)
+CONFIGS = chosen()
+SPLIT_CONFIGS = tuple(config for config in CONFIGS if config.split_k > 1)
 WGMMA = "[QHI]GMMA"
-MULTICAST_CONFIGS = tuple(config for config in DEFAULT_CONFIGS if config.multicast)
+MULTICAST_CONFIGS = tuple(config for config in CONFIGS if config.multicast)
 
-each_default_config = pytest.mark.parametrize("config", DEFAULT_CONFIGS, ids=lambda config: config.name)
+each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 
 
 @pytest.fixture(scope="session")
 def compiled(made_once):
-    """Every default kernel, compiled on all cores: config -> jit.Compiled, or the error."""
+    """Every kernel of the run, compiled on all cores: config -> jit.Compiled, or the error."""
 
     def compile_one(config):
         source = kernel_source(config)
@@ -41,24 +46,24 @@ def compiled(made_once):
 
     def compile_all():
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(compile_one, DEFAULT_CONFIGS))
+            return list(pool.map(compile_one, CONFIGS))
 
-    return dict(zip(DEFAULT_CONFIGS, made_once("default_kernels", compile_all), strict=True))
+    return dict(zip(CONFIGS, made_once("kernels", compile_all), strict=True))
 
 
 @pytest.fixture(scope="session")
 def listings(compiled, made_once, tmp_path_factory):
-    """The machine code of every default kernel, as text: config -> what nvdisasm prints."""
+    """The machine code of every one of them, as text: config -> what nvdisasm prints."""
 
     def disassemble_all():
-        cubins = [compiled[config].cubin for config in DEFAULT_CONFIGS]
+        cubins = [compiled[config].cubin for config in CONFIGS]
         return ["\n".join(lines) for lines in disassemblies(cubins, tmp_path_factory.mktemp("code"))]
 
-    return dict(zip(DEFAULT_CONFIGS, made_once("listings", disassemble_all), strict=True))
+    return dict(zip(CONFIGS, made_once("listings", disassemble_all), strict=True))
 
 
-@each_default_config
-def test_default_kernel_compiles_clean(config, compiled):
+@each_config
+def test_kernel_compiles_clean(config, compiled):
     result = compiled[config]
     assert isinstance(result, jit.Compiled), result
     assert flaws(config, result) == []
@@ -83,7 +88,7 @@ def test_scale_warps_that_read_no_runs_of_one_scale_compile(kind):
     assert made.divergence == jit.resource_usage(made.log).warnings == ()
 
 
-def test_default_kernels_are_uniform(compiled, listings):
+def test_kernels_are_uniform(compiled, listings):
     """As nvdisasm tells it; and sass.py, which knows as many waits, says the same."""
     found = {config.name: re.findall(r"WARPSYNC.*|TRYWAIT P\d, \[R\d.*", text) for config, text in listings.items()}
     assert not {name: lines for name, lines in found.items() if lines}
@@ -99,7 +104,7 @@ def waits(cubin: bytes) -> int:
     return sum(low & sass._OPCODE_MASK == sass._WAIT for low in memoryview(cubin)[code].cast("Q")[::2])
 
 
-@each_default_config
+@each_config
 def test_code_lies_in_the_order_in_which_it_is_wanted(config, listings):
     """A launch brings code along in the order of its addresses."""
 
@@ -181,7 +186,7 @@ def test_multicast_gives_stages_back_when_their_products_are_done(config, listin
     assert all(i > 0 and events[i - 1] == "WARPGROUP.DEPBAR" for i in arrivals)
 
 
-@each_default_config
+@each_config
 def test_source_is_self_contained(config):
     source = kernel_source(config)
     assert "#include" not in source and "#pragma once" not in source
@@ -214,7 +219,7 @@ def test_what_has_no_code_of_its_own_does_not_compile(options, field, value, mes
 
 
 def test_sources_tell_all_configs_apart():
-    assert len({kernel_source(config) for config in DEFAULT_CONFIGS}) == len(DEFAULT_CONFIGS)
+    assert len({kernel_source(config) for config in CONFIGS}) == len(CONFIGS)
 
 
 @pytest.mark.parametrize("name", [path.name for path in sorted((ROOT / "include" / "deep_tile").iterdir())])

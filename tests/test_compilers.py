@@ -1,14 +1,16 @@
 """The compilers that users have: kernels compiled by other NVRTCs than the installed one, each a wheel from pip.
 
-Each compiles some kernels, others every day. `--all-compilers` takes every version that sass.py names, and every
-kernel; `--nvrtc VERSION` any other.
+Each compiles some of the kernels of the run (chosen_kernels.py), no two the same. `--all-compilers` takes every version
+that sass.py names, and every kernel; `--nvrtc VERSION` any other.
 """
 
 import re
 
+import changes
 import other_nvrtc
 import pytest
-from default_kernels import DAY, EVERY_CONFIG, disassembly, flaws, of_day
+from chosen_kernels import chosen
+from default_kernels import EVERY_CONFIG, disassembly, flaws
 
 from deep_tile import cast, jit, sass
 from deep_tile.codegen import kernel_source, streaming_source
@@ -19,6 +21,9 @@ OFTEN_USED = ("12.9.86", "13.0.88", "13.2.86", "13.5.37")
 """The oldest; those that were measured, that PyTorch brings and that pip installs (2026-11)."""
 
 ALL = (*OFTEN_USED, "13.1.115", "13.3.33", "13.4.92")
+
+MOST = 6
+"""Kernels of each version in a run that does not compile all."""
 
 WIDEST = deepest_config(128, 256)
 OF_INTEGERS = deepest_config(256, 128, kind="int8", cluster_n=2)
@@ -36,19 +41,12 @@ def _versions(config: pytest.Config) -> list[str]:
     return [version for version in versions if version != jit.nvrtc_version()]
 
 
-def _kernels_of_the_day(nvrtc: str) -> list[GemmConfig]:
-    """Of those with carried descriptors, which NVRTCs treat most differently, and one of every other kind, an eighth
-    each day; of all others a hundredth. No two versions have the same."""
-    kinds = {}
-    for config in EVERY_CONFIG:
-        clusters, split = config.cluster_m * config.cluster_n > 1, config.split_k > 1
-        kind = (config.math_warpgroups, config.block_sets, config.chunks > 1, config.pairs)
-        kinds.setdefault((*kind, config.b_stages > 0, clusters, split, config.grouping), config)
-    told_apart = {*kinds.values(), *(config for config in EVERY_CONFIG if config.carries_descriptors)}
-    first = [config for config in EVERY_CONFIG if config in told_apart]
-    others = [config for config in EVERY_CONFIG if config not in told_apart]
-    day = DAY if DAY == "all" else str(int(DAY) + ALL.index(nvrtc))
-    return list(dict.fromkeys((WIDEST, OF_INTEGERS, *of_day(first, 8, day), *of_day(others, 100, day))))
+def _kernels_of(nvrtc: str) -> list[GemmConfig]:
+    """A share of the run's kernels, up to MOST; all where all are compiled."""
+    if changes.base() == changes.EVERYTHING:
+        return list(EVERY_CONFIG)
+    share = chosen()[OFTEN_USED.index(nvrtc) :: len(OFTEN_USED)]
+    return list(dict.fromkeys((WIDEST, OF_INTEGERS, *share[:MOST])))
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +60,7 @@ def library(nvrtc, made_once, pytestconfig):
 @pytest.fixture(scope="session")
 def compiled(nvrtc, library, made_once):
     """Kernels by config."""
-    configs = EVERY_CONFIG if DAY == "all" else _kernels_of_the_day(nvrtc)
+    configs = _kernels_of(nvrtc)
     sources = {config.name: kernel_source(config) for config in configs}
     kernels = made_once(f"kernels_of_{nvrtc}", lambda: other_nvrtc.compile_kernels(library, sources))
     return {config: kernels[config.name] for config in configs}
@@ -115,14 +113,6 @@ def test_kernels_are_uniform_with_help_only(nvrtc, library, tmp_path):
     waits = re.findall(r"/\*(\w+)\*/ +SYNCS\S*\.TRYWAIT P\d, \[(R\d+)", "\n".join(disassembly(cubin, tmp_path)))
     assert len(waits) > 5
     assert sass.divergence(cubin) == tuple(f"wait through {register} at 0x{int(at, 16):x}" for at, register in waits)
-
-
-def test_every_kernel_has_its_day():
-    for configs, days in ((EVERY_CONFIG, 4), (EVERY_CONFIG[:7], 100)):
-        turns = [config for day in range(739214, 739214 + days) for config in of_day(configs, days, str(day))]
-        assert sorted(config.name for config in turns) == sorted(config.name for config in configs)
-    for nvrtc in OFTEN_USED:
-        assert 10 < len(_kernels_of_the_day(nvrtc)) < 30 or DAY == "all"
 
 
 def test_every_version_is_tested():

@@ -21,6 +21,11 @@ from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import group_rows
 from deep_tile.select.defaults import deepest_config
 
+pytestmark = pytest.mark.about(
+    *("include/deep_tile/*", "tests/host_*.h", "tests/protocol.py", "tests/machine.py", "deep_tile/select/*.py"),
+    *("deep_tile/codegen.py", "deep_tile/params.py", "deep_tile/plan.py", "deep_tile/config.py"),
+)
+
 SCALARS = ("group", "a", "scale", "b", "out", "end", "column")
 K_SCALARS = ("row", "column", "out", "end", "first_step", "steps")
 PROGRAM = """

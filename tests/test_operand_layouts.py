@@ -23,6 +23,11 @@ from deep_tile.config import MMA_M, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import LAYOUTS
 from deep_tile.problem import GemmProblem
 
+pytestmark = pytest.mark.about(
+    *("include/deep_tile/*", "tests/host_*.h", "deep_tile/codegen.py", "deep_tile/params.py", "deep_tile/plan.py"),
+    *("deep_tile/config.py", "deep_tile/kinds.py", "deep_tile/dense.py", "csrc/*"),
+)
+
 ASSEMBLY = {
     r'asm volatile\(\s*"cp\.async\.bulk\.tensor\.2d\.shared::cluster\.global[^"]*\.multicast::cluster"': (
         "host_request(smem, &map, inner, outer, true);"

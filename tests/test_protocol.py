@@ -18,8 +18,8 @@ from itertools import accumulate, product
 from pathlib import Path
 from typing import NamedTuple
 
+import changes
 import pytest
-from default_kernels import of_day
 from machine import (
     ALIASING,
     ARRIVALS,
@@ -51,6 +51,17 @@ from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import grouped_configs
 from deep_tile.walls import stages_max
+
+MODEL = "tests/protocol.py", "tests/machine.py", "tests/orders.py"
+CONFIGS = (
+    "deep_tile/config.py",
+    "deep_tile/kinds.py",
+    "deep_tile/walls.py",
+    "deep_tile/select/*.py",
+    "tests/sanitize.py",
+)
+
+pytestmark = pytest.mark.about(*MODEL, *CONFIGS, "include/deep_tile/*")
 
 HEADERS = Path(__file__).parent.parent / "include" / "deep_tile"
 
@@ -142,7 +153,7 @@ LARGEST = ("split K", "split K, a part without K", "multicast of b", "multicast 
 def test_every_state_of_small_products(case):
     for bulk_scales in (True, False) if case.config.bulk_scales else (False,):
         machine = launch(case, bulk_scales=bulk_scales).machine(0, together)
-        assert prove(machine) < states(case, machine, in_runs=False)
+        assert prove(machine) < states(case, machine)
 
 
 @pytest.mark.parametrize("launched", GROUP_FAMILIES.values(), ids=GROUP_FAMILIES)
@@ -160,15 +171,18 @@ def test_every_state_where_scales_are_read_in_runs(case):
     config = replace(config, b_stages=b_stages)
     m, n = (config.block_m, config.block_n) if config.cluster > 1 else (case.m, case.n)
     machine = launch(Case(config, m, n, runs_k(config), case.num_sms), in_runs=True).machine(0, together)
-    assert prove(machine) < states(case, machine, in_runs=True)
+    assert prove(machine) < states(case, machine)
 
 
-def states(case: Case, machine: Machine, in_runs: bool) -> float:
-    """How many there are, all of them visited. Of the LARGEST, each has its day (conftest.py); else "very many"."""
-    largest = [(FAMILIES[name], either) for name in LARGEST for either in (False, True)]
-    if (case, in_runs) in largest and (case, in_runs) not in of_day(largest, len(largest)):
-        return math.inf
-    return explore(machine, limit=300_000)
+def states(case: Case, machine: Machine) -> float:
+    """How many there are, all of them visited; of the LARGEST where model or prover changed, else "very many"."""
+    is_large = case in [FAMILIES[name] for name in LARGEST]
+    return math.inf if is_large and not changes.may_have_changed(*MODEL) else explore(machine, limit=300_000)
+
+
+def some(configs: Sequence[GemmConfig]) -> Sequence[GemmConfig]:
+    """All where anything changed that a proof depends on, else every third."""
+    return configs if changes.may_have_changed(*MODEL, *CONFIGS) else configs[::3]
 
 
 @pytest.mark.parametrize("warps", [4, 1], ids=["warpgroups", "warps"])
@@ -221,7 +235,7 @@ def launches(config: GemmConfig, warps: int) -> Iterator[Launch]:
 
 @pytest.mark.parametrize("tma_store", [True, False])
 def test_every_order_of_every_default_config(tma_store):
-    for config in default_configs(tma_store):
+    for config in some(default_configs(tma_store)):
         for launched in launches(config, warps=1 if tma_store else 4):
             assert check(launched) > 30, config.name
 
@@ -231,7 +245,7 @@ def test_every_order_of_every_default_config(tma_store):
     ("layout", "accumulate"), [("offs", False), ("counts", False), ("k_offs", False), ("k_offs", True)]
 )
 def test_every_order_of_every_grouped_config(layout, accumulate, tma_store):
-    for config in grouped_configs(layout, tma_store, accumulate):
+    for config in some(grouped_configs(layout, tma_store, accumulate)):
         for launched in launches(config, warps=1 if tma_store else 4):
             assert check(launched) > 30, config.name
 
@@ -244,7 +258,7 @@ def test_every_order_of_the_sanitizers_groups(layout):
 
 
 def test_orders_at_random_of_groups():
-    for config in (*grouped_configs("offs"), *grouped_configs("k_offs")):
+    for config in some((*grouped_configs("offs"), *grouped_configs("k_offs"))):
         machine = next(launches(config, warps=1)).machine(0)
         assert {walk(machine, seed) for seed in range(2)} == {prove(machine)}
 
@@ -260,7 +274,7 @@ def test_tiles_of_all_blocks_cover_the_matrix_once():
 def test_every_order_of_legal_configs():
     """Of some; `--sweep` takes them all."""
     source = random.Random(25)
-    for config in source.sample(sorted(legal_configs(), key=lambda config: config.name), 100):
+    for config in some(source.sample(sorted(legal_configs(), key=lambda config: config.name), 100)):
         for launched in launches(config, warps=4):
             assert check(launched) > 30, config.name
 

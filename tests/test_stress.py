@@ -125,7 +125,7 @@ def test_cases_are_those_in_which_split_k_was_wrong():
 def test_every_default_split_has_several_tiles_for_each_cluster():
     configs = stress.split_configs(NUM_SMS, "")
     defaults = (*default_configs(True), *default_configs(False))
-    assert set(configs) == {config for config in defaults if config.split_k > 1} and len(configs) == 26
+    assert set(configs) == {config for config in defaults if config.split_k > 1} and len(configs) == 18
     for config in configs:
         specs = split_specs(Random(1), config, NUM_SMS)
         for spec in specs:
@@ -134,7 +134,7 @@ def test_every_default_split_has_several_tiles_for_each_cluster():
             problem = GemmProblem(spec.m, spec.n, spec.k, spec.num_sms, config.tma_store)
             assert grid_size(config, problem) <= spec.num_sms
         assert sum(spec.num_sms for spec in specs) <= NUM_SMS
-    assert {config.split_k for config in stress.split_configs(NUM_SMS, "_k[48]_")} == {4, 8}
+    assert {config.split_k for config in stress.split_configs(NUM_SMS, "_k4_")} == {4}
 
 
 # A product made ready.
@@ -267,7 +267,7 @@ def test_other_products_that_differ_are_counted(kernels, values, codes, spoil):
 
 def test_other_products_that_are_wrong_when_quiet_are_no_yardstick(kernels, values, codes, spoil):
     for job in other_jobs(kernels, values, codes):
-        spoil(lambda out, job=job: job.written(out)[0].fill_(float("inf")))
+        spoil(lambda out, job=job: job.written(out)[0].fill_(float("inf") if out.is_floating_point() else 2**31 - 1))
         with pytest.raises(AssertionError, match="are off"):
             job.prepare(graph=False)
 

@@ -187,7 +187,7 @@ def test_a_result_is_for_every_product_of_its_bucket(change):
     problem = PROBLEM._replace(**change)
     assert bucket_key(problem) == KEY
     taken = [config for own in default_configs() if (config := tuned_choice(problem, {KEY: own}))]
-    assert len(taken) > 5 and {what_is_made(config) for config in taken} == {what_is_made(problem)}
+    assert len(taken) >= 5 and {what_is_made(config) for config in taken} == {what_is_made(problem)}
     assert {config.tma_store for config in taken} == {problem.tma_store}
 
 

@@ -14,6 +14,8 @@ from deep_tile import jit, plan, settings, watch
 from deep_tile.codegen import Watch, kernel_source
 from deep_tile.config import GemmConfig
 
+pytestmark = pytest.mark.about("include/deep_tile/*", "deep_tile/watch.py", "deep_tile/co*.py", "deep_tile/params.py")
+
 FAMILIES = (
     GemmConfig(64, 32, 4, scale_blocks=2),
     GemmConfig(64, 64, 4, split_k=4),
@@ -89,39 +91,29 @@ def test_records_are_those_of_the_device():
     assert members == [name for name, _ in watch.Record._fields_]
 
 
-@pytest.fixture(scope="session")
-def debug_builds(made_once):
-    """Of FAMILIES, compiled."""
-
-    def compile_all():
-        return [jit.compile_kernel(kernel_source(one, Watch(ADDRESS, 10**9, 1)), one.name) for one in FAMILIES]
-
-    return dict(zip(FAMILIES, made_once("debug_builds", compile_all), strict=True))
+@pytest.fixture(params=FAMILIES, ids=lambda config: config.name)
+def config(request):
+    return request.param
 
 
-@pytest.fixture(scope="session")
-def listings(debug_builds, made_once, tmp_path_factory):
-    """Their machine code, as text."""
-
-    def disassemble_all():
-        cubins = [made.cubin for made in debug_builds.values()]
-        return ["\n".join(lines) for lines in disassemblies(cubins, tmp_path_factory.mktemp("code"))]
-
-    return dict(zip(FAMILIES, made_once("debug_listings", disassemble_all), strict=True))
+@pytest.fixture
+def debug_build(config, made_once):
+    source = kernel_source(config, Watch(ADDRESS, 10**9, 1))
+    return made_once(f"debug_{config.name}", lambda: jit.compile_kernel(source, config.name))
 
 
-@pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.name)
-def test_debug_build_compiles_clean(config, debug_builds):
-    usage = jit.resource_usage(debug_builds[config].log)
+def test_debug_build_compiles_clean(config, debug_build):
+    usage = jit.resource_usage(debug_build.log)
     few_registers = config.math_warpgroups == 2 and config.producer_registers == 24  # then the watch makes them spill
     assert max(usage.spill_store_bytes, usage.spill_load_bytes, usage.stack_bytes) <= (64 if few_registers else 0)
     assert usage.warnings == ()
 
 
-@pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.name)
-def test_debug_build_keeps_warps_together(config, listings):
-    assert "WARPSYNC" not in listings[config]
-    assert "BPT.TRAP" in listings[config]
+def test_debug_build_keeps_warps_together(debug_build, tmp_path):
+    (lines,) = disassemblies([debug_build.cubin], tmp_path)
+    code = "\n".join(lines)
+    assert "WARPSYNC" not in code
+    assert "BPT.TRAP" in code
 
 
 def test_kernels_are_of_the_debug_build_when_asked_for(monkeypatch):
