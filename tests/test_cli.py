@@ -586,7 +586,7 @@ def test_readme_examples_run():
     """
     text = README.read_text()
     examples = re.findall(r"```python\n(.*?)```", text.partition("## Several GPUs")[0], re.DOTALL)
-    assert len(examples) == 9
+    assert len(examples) == 10
     weights = [deep_tile.quantize_weight(torch.randn(n, 7168, dtype=torch.bfloat16)) for n in (64, 32)]
     model = torch.nn.Sequential(torch.nn.Linear(256, 128, dtype=torch.bfloat16))
     names = {"weights": weights, "model": model}
@@ -601,6 +601,8 @@ def test_readme_examples_run():
     assert relative_error(names["moved"], expert_layer(**names)) < 0.1
     assert names["dx16"].shape == (128, 2048) and names["y8"].shape == (128, 1536)
     assert names["h"].shape == (64, 1056) and names["h_scale"].shape == (64, 9)
+    assert all(type(names["block"][i]) is deep_tile.train.Linear for i in (0, 2))
+    assert all(weight.grad.isfinite().all() and weight.grad.any() for weight in names["block"].parameters())
     assert relative_error(names["gradient"], names["dy"].double().t() @ names["inputs"].double()) < 0.06
 
 

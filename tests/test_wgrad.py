@@ -184,7 +184,7 @@ REFUSED = [
     (lambda g: {"offs": g["offs"].long()}, TypeError, r"offs must be torch.int32.*\.int\(\)"),
     (lambda g: {"offs": g["offs"][None]}, ValueError, r"offs must be \[g\]"),
     (lambda g: {"offs": g["offs"].repeat(2)[::2]}, ValueError, r"offs has the stride 2.*contiguous"),
-    (lambda g: {"out": g["out"].bfloat16()}, TypeError, "out must be torch.float32"),
+    (lambda g: {"out": g["out"].half()}, TypeError, "out must be torch.float32 or torch.bfloat16; got torch.float16"),
     (lambda g: {"out": g["out"][:, :8]}, ValueError, r"out must be \[g, n, k\] = \[2, 24, 40\]; got \[2, 8, 40\]"),
     (lambda g: {"out": g["out"].mT.contiguous().mT}, ValueError, "unit stride along n"),
     (lambda g: {"out": g["out"][:1].expand(2, -1, -1)}, ValueError, "overlap"),
