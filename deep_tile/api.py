@@ -421,7 +421,7 @@ def precompile(
             `scaled_grouped_gemm`. Those of FP8 end in the formats of a and b, unless both are e4m3, as
             "fp8_rows_e5m2_e4m3". Or the dtype of the operands, for the call that `supports` takes it for.
         out_dtype: of `out`; the call's default when None. float8_e4m3fn for `fp8_gemm_cast`.
-        accumulate: as later passed; of groups, with an `out_dtype` of float32.
+        accumulate: as later passed; of groups, with "k_offs" alone.
         bias: its dtype; None: there is none.
         activation: as later passed to the call; n then counts rows of `b`.
         layouts: of the operands of `gemm`, as `supports` has them. For gradients ("nn", "tn"), of shapes whose n, k and
@@ -509,10 +509,10 @@ def precompile(
 def _check_grouped_kind(grouping: str, kind: Kind, output: str, accumulate: bool, layouts: tuple[str, ...]) -> None:
     """Check that grouped products are of a kind, of such results and operands."""
     if grouping == "k_offs":
-        if (kind.name, output) != ("fp8_1x128", "fp32"):
+        if kind.name != "fp8_1x128" or output not in ("fp32", "bf16"):
             raise ValueError(
                 f"grouping is {grouping!r}, kind {kind.name!r} and out_dtype {RESULTS[output].dtype}; such products "
-                "are of kind 'fp8_1x128', of float32"
+                "are of kind 'fp8_1x128', of float32 or bfloat16"
             )
         return
     if kind.scaling == "row_blocks" or output == QUANTIZED or accumulate or not {"nt", "nn"}.issuperset(layouts):

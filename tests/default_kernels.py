@@ -59,6 +59,8 @@ KINDS_CONFIGS = (
     *grouped_configs("k_offs", True, False)[::3],
     *grouped_configs("k_offs", False, True)[1:],
     *grouped_configs("k_offs", False, False)[::2],
+    *grouped_configs("k_offs", True, False, output="bf16")[1::3],
+    *grouped_configs("k_offs", True, True, output="bf16")[::4],
 )
 """Of other kinds than FP8 with block scales, or other formats than BF16. What is left out differs in a word of an
 instruction, or how it stores."""

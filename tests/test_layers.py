@@ -58,8 +58,8 @@ MAY_IMPORT = {
     "grouped": CALL | {"api", "dense", "finishes"},
     "wgrad": CALL | {"api", "dense", "finishes", "grouped", "params"},
     "replaceable": {"quantize", "tensors"},
-    "train": {"api", "both", "config", "dense", "experts", "grouped", "ops", "problem", "quantize", "select"}
-    | {"tensors", "transposed", "wgrad"},
+    "train": {"api", "both", "cast", "config", "dense", "experts", "grouped", "jit", "ops", "problem", "quantize"}
+    | {"select", "tensors", "transposed", "wgrad"},
     "nn": {"api", "blocks", "cast", "config", "formats", "integrations", "jit", "linear", "quantize"}
     | {"replaceable", "tensors"},
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
@@ -118,6 +118,7 @@ WITH_TORCH = {
     "train.experts",
     "train.layers",
     "train.linear",
+    "train.precompile",
     "train.recipe",
     "train.sharded",
     "transposed",

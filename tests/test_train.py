@@ -20,6 +20,7 @@ from deep_tile import (
     scaled_gemm,
     transposed_cast_to_fp8,
 )
+from deep_tile.problem import GemmProblem
 from deep_tile.train import Linear, Recipe, casts, convert, linear, linears
 
 WIDE = [torch.bfloat16, torch.float16, torch.float32]
@@ -698,5 +699,39 @@ def test_gradients_are_there_once():
 
 def test_names_are_public():
     """Functions, not the modules that they are named as."""
-    names = {"Linear", "Recipe", "convert", "experts", "linear", "linears", "predict"}
+    names = {"Linear", "Recipe", "convert", "experts", "linear", "linears", "precompile", "predict"}
     assert {*deep_tile.train.__all__} == names and all(callable(getattr(deep_tile.train, name)) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "main_grad"),
+    [
+        (Recipe(), torch.bfloat16, None),
+        (Recipe(wgrad="fp8_1x128"), torch.float32, None),
+        (Recipe(), torch.bfloat16, torch.float32),
+        (Recipe(dgrad="bf16", wgrad="bf16"), torch.bfloat16, None),
+    ],
+    ids=["default", "1x128 in fp32", "main_grad", "forward alone"],
+)
+def test_precompile_makes_ready_what_a_step_chooses(monkeypatch, recipe, dtype, main_grad):
+    model, loaded = nn.Sequential(nn.Linear(384, 1152, dtype=dtype)), []
+    convert(model, lambda name, layer: True, recipe=recipe)
+    if main_grad is not None:
+        model[0].weight.main_grad = torch.zeros(1152, 384, dtype=main_grad)
+    monkeypatch.setattr(deep_tile.plan, "load_kernels", lambda configs, *_: None)
+    monkeypatch.setattr(deep_tile.cast, "load_kernels", lambda *_: loaded.append("casts"))
+    made = set(deep_tile.train.precompile(model, 640).configs)
+    x = GemmProblem(640, 1152, 384, bias={torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype])
+    wanted = [x]
+    if recipe.dgrad == "fp8":
+        wanted.append(GemmProblem(640, 384, 1152))
+    if recipe.wgrad != "bf16":
+        output = "fp32" if torch.float32 in (dtype, main_grad) else "bf16"
+        kind = "fp8" if recipe.wgrad == "fp8" else "fp8_1x128"
+        wanted.append(GemmProblem(1152, 384, 640, kind=kind, output=output, accumulate=main_grad is not None))
+    assert loaded == ["casts"] and {deep_tile.plan.config_for(problem) for problem in wanted} <= made
+
+
+def test_precompile_wants_layers_that_train():
+    with pytest.raises(ValueError, match="convert it first"):
+        deep_tile.train.precompile(nn.Linear(256, 256), 64)

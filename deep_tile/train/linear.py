@@ -170,9 +170,14 @@ def _wgrad(dy: torch.Tensor, x: torch.Tensor | None, along_tokens: tuple, dtype:
     if main_grad is not None:
         _product_along_tokens(along_tokens, main_grad.grad, accumulate=True)
         return main_grad.placeholder(dtype)
-    written = dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32
+    written = written_dtype(dtype)
     dw = torch.empty(dy.shape[1], along_tokens[2].shape[0], dtype=written, device=dy.device)
     return _product_along_tokens(along_tokens, dw, accumulate=False).to(dtype)
+
+
+def written_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which the product of a weight's gradient is stored, of a weight of this dtype."""
+    return dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32
 
 
 def _product_along_tokens(operands: tuple, out: torch.Tensor, accumulate: bool) -> torch.Tensor:

@@ -1,0 +1,60 @@
+"""Kernels of a training step, made ready before it: products of both passes, and casts."""
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from deep_tile import api, cast, jit
+from deep_tile.train.layers import Linear
+from deep_tile.train.linear import written_dtype
+
+
+def precompile(
+    model: nn.Module, tokens: int, *, dtype: torch.dtype = torch.bfloat16, workers: int | None = None
+) -> api.Precompiled:
+    """Compile, and on a Hopper GPU load, every kernel that a model's `Linear` layers need for a step, casts included.
+
+    Launches nothing; without a GPU it fills the cache. Of layers that are split, pass the model of one rank.
+
+    Args:
+        model: with layers of `deep_tile.train.Linear`, as `convert` makes them.
+        tokens: of a forward pass, over all leading dimensions. The gradient of a weight is a product along all of them,
+            so call it once for each number that training has; of fewer tokens the other products are ready, too.
+        dtype: of the layers' inputs.
+        workers: threads compiling at once; all cores by default.
+
+    Returns:
+        What `deep_tile.precompile` returns; `compiled` counts the casts' kernels, too.
+
+    Raises:
+        ValueError: the model has no such layer.
+        TypeError, ValueError, jit.CompileError: as `deep_tile.precompile`.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+    if not layers:
+        raise ValueError("model has no deep_tile.train.Linear; convert it first, by deep_tile.train.convert(model)")
+    products = {product for layer in layers for product in _products(layer, tokens, dtype)}
+    before, configs = jit.compilations(), set()
+    for shape, options in sorted(products, key=str):
+        configs.update(api.precompile([shape], workers=workers, **dict(options)).configs)
+    cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1)
+    ordered = tuple(sorted(configs, key=lambda config: config.name))
+    return api.Precompiled(ordered, jit.compilations() - before)
+
+
+def _products(layer: Linear, tokens: int, dtype: torch.dtype) -> list[tuple[tuple[int, int, int], tuple]]:
+    """Shapes and keywords for `api.precompile`."""
+    (n, k), recipe = layer.weight.shape, layer.recipe
+    bias = None if layer.bias is None else layer.bias.dtype
+    products: list[tuple[tuple[int, int, int], dict[str, Any]]] = [((n, k, tokens), {"out_dtype": dtype, "bias": bias})]
+    if recipe.dgrad == "fp8":
+        products.append(((k, n, tokens), {"out_dtype": dtype}))
+    if recipe.wgrad != "bf16":
+        grad = getattr(layer.weight, "main_grad", None)
+        written = written_dtype(layer.weight.dtype) if grad is None else grad.dtype
+        kind = "fp8" if recipe.wgrad == "fp8" else "fp8_1x128"
+        options = {"kind": kind, "out_dtype": written, "accumulate": grad is not None}
+        products.append(((k, tokens, n), options))
+    return [(shape, tuple(options.items())) for shape, options in products]
