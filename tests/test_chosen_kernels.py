@@ -97,7 +97,7 @@ def test_headers_are_in_the_kernels_that_they_are_said_to_be_in(monkeypatch, tmp
     """A comment in every function of a header is in the PTX of its users."""
     headers = {name: (HEADERS / name).read_text() for name, uses in USERS.items() if any(map(uses, EVERY_CONFIG))}
     function = re.compile(r"(__device__ __forceinline__ (?:[^;{}:]|::)*\)(?: const)? \{)")
-    monkeypatch.setenv("DEEP_TILE_DUMP_DIR", str(tmp_path))
+    monkeypatch.setattr(jit.settings, "dump_dir", lambda: tmp_path)  # which remembers what the variable was
     for config in covering(EVERY_CONFIG, 1, 3):
         source = codegen.kernel_source(config)
         for name, text in headers.items():
