@@ -188,6 +188,28 @@ def test_gradients_of_experts(device, ks, adds):
         assert_accurate(d[group], added, ACCUMULATION, MAX_RELATIVE_ERROR)
 
 
+def test_small_groups_are_one_launch(monkeypatch):
+    """Their numbers are those of a launch for each, which larger groups have."""
+    launches, m, n, ks = [], 70, 136, (128, 0, 512, 256)
+    parts = [product_of_rows(m, n, k, "cpu") for k in ks]
+    a, b = (torch.cat([x.flatten().view(torch.uint8) for x in each]) for each in list(zip(*parts, strict=True))[::2])
+    scales = (torch.cat(each, 1) for each in list(zip(*parts, strict=True))[1::2])
+    pairs = tuple(zip((x.view(torch.float8_e4m3fn) for x in (a, b)), scales, strict=True))
+    single = deep_gemm.dense.fp8_wgrad
+    monkeypatch.setattr(deep_gemm.dense, "fp8_wgrad", lambda *a, **k: launches.append(1) or single(*a, **k))
+    c = torch.randn(4, m, n)
+    for given in (None, c):
+        made = [torch.full_like(c, float("nan")) for _ in range(2)]
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(*pairs, made[0], list(ks), None, given)
+        assert not launches
+        monkeypatch.setattr(deep_gemm, "_leaves_sms_idle", lambda *_: False)
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(*pairs, made[1], list(ks), None, given)
+        assert len(launches) == 3 and torch.equal(*made)
+        launches.clear()
+        monkeypatch.undo()
+        monkeypatch.setattr(deep_gemm.dense, "fp8_wgrad", lambda *a, **k: launches.append(1) or single(*a, **k))
+
+
 def test_wrong_gradients_launch_nothing():
     operands = product_of_rows(8, 16, 256, "cpu")
     a, b = (operands.a.flatten(), operands.a_scale), (operands.b.flatten(), operands.b_scale)

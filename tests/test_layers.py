@@ -65,7 +65,8 @@ MAY_IMPORT = {
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"", "api", "blocks", "cast", "compat", "config", "discovery", "experts", "grouped", "linear", "nn"}
     | {"quantize", "replaceable", "tensors", "train"},
-    "compat": CALL | {"api", "dense", "discovery", "experts", "grouped", "quantize", "reference", "transposed"},
+    "compat": CALL
+    | {"api", "dense", "discovery", "experts", "grouped", "quantize", "reference", "transposed", "wgrad"},
     "torch_compat": {"api", "config", "dense", "finishes", "grouped", "tensors"},
     "method": SIZES | {"select"},
     "tools": CALL

@@ -12,16 +12,18 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
+from itertools import accumulate
 from types import ModuleType
 
 import torch
 
-from deep_tile import api, dense, grouped, quantize, tensors, transposed
+from deep_tile import api, dense, grouped, quantize, tensors, transposed, wgrad
 from deep_tile.compat import original
 from deep_tile.compat.layouts import group_ends
 from deep_tile.config import SCALE_BLOCK, as_int, ceil_div, check_alignment, round_up
 from deep_tile.ops import is_traced
 from deep_tile.reference import cosine_difference
+from deep_tile.select.hardware import H200
 
 __version__ = "2.6.1+deep_tile"
 
@@ -229,8 +231,9 @@ def k_grouped_fp8_gemm_nt_contiguous(
 ) -> None:
     """`d[g] = c[g] + a_g @ b_g^T` for each group g: gradients of experts' weights, by `deep_tile.fp8_wgrad`.
 
-    One launch for each group that has any k, since each has rows of its own length. `deep_tile.fp8_grouped_wgrad` takes
-    one for all, of operands that `deep_tile.transposed_cast_to_fp8` makes, and lengths that only the device knows.
+    One launch for each group that has any k, since each has rows of its own length. Groups that would leave SMs idle by
+    themselves are laid side by side first, and multiplied in one launch of `deep_tile.fp8_grouped_wgrad`; not while a
+    CUDA graph is captured. That call takes operands as `deep_tile.transposed_cast_to_fp8` makes them without a copy.
 
     Args:
         a: float8_e4m3fn, dense, of m * sum(ks_cpu) elements: [m, k_g] of each group, one after the other; and its
@@ -273,15 +276,50 @@ def k_grouped_fp8_gemm_nt_contiguous(
             operands += [x.flatten()[begin * rows : end * rows].view(rows, k), scale[:, blocks]]
         products.append((*operands, d[group]))
     if _compile_mode:
-        for x, _, y, _, out in products:
-            _make_ready("fp8_1x128", x, y, out, accumulate=True)
+        _make_gradients_ready(products, d, c is not None)
         return
     if products and not is_traced():  # before d is written to; groups differ in k alone
         dense.check_sum("fp8_wgrad", products[0][:4], d[0], **_settings)
-    if not _begin_sum(d, c):
+    adds = _begin_sum(d, c)
+    if len(products) > 1 and _leaves_sms_idle(m, n) and not _is_watched_or_captured(d):
+        rows = _side_by_side(a, m, ks_cpu), a_scale, _side_by_side(b, n, ks_cpu), b_scale
+        wgrad.fp8_grouped_wgrad(*rows, _ends(ks_cpu, d.device), d, accumulate=adds, **_settings)
+        return
+    if not adds:
         d.zero_()
     for product in products:
         dense.fp8_wgrad(*product, **_settings)
+
+
+def _make_gradients_ready(products: list, d: torch.Tensor, adds: bool) -> None:
+    """What they need one by one, and in one launch."""
+    for x, _, y, _, out in products:
+        _make_ready("fp8_1x128", x, y, out, accumulate=True)
+    m, n = d.shape[1:]
+    if len(products) > 1 and _leaves_sms_idle(m, n):
+        what = {"kind": "fp8_1x128", "out_dtype": d.dtype, "accumulate": adds, "num_sms": _settings["num_sms"]}
+        api.precompile([(m, n, 1)], grouping="k_offs", **what)
+
+
+def _leaves_sms_idle(m: int, n: int) -> bool:
+    """Whether a product of this size has fewer tiles than two for each SM."""
+    return ceil_div(m, SCALE_BLOCK) * ceil_div(n, SCALE_BLOCK) < 2 * H200.num_sms
+
+
+def _is_watched_or_captured(x: torch.Tensor) -> bool:
+    return is_traced() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _side_by_side(x: torch.Tensor, rows: int, lengths: list[int]) -> torch.Tensor:
+    """[rows, k_g] of each group, one after the other, as [rows, sum of k_g]."""
+    parts = x.flatten().view(torch.uint8).split([rows * k for k in lengths])
+    return torch.cat([part.view(rows, k) for part, k in zip(parts, lengths, strict=True)], 1).view(x.dtype)
+
+
+def _ends(lengths: list[int], device: torch.device) -> torch.Tensor:
+    """Of groups, on the device; the host does not wait."""
+    ends = torch.tensor([*accumulate(lengths)], dtype=torch.int32)
+    return ends.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ends
 
 
 def fp8_einsum(
