@@ -1,9 +1,9 @@
 """Linear layers with gradients in FP8: forward, dgrad and wgrad, as functions.
 
 Called by users and layers.py. The three products are those of the DeepSeek-V3 report, 3.3: y = x w^T and dx = dy w with
-scales of 1x128 and 128x128, dw = dy^T x with scales of 1x128 along tokens. Each tensor is read by one cast, which makes
-all operands that it is needed for: x along k and along tokens, the weight as it is and transposed, dy along n and along
-tokens. x is kept for the backward pass as its codes along tokens.
+scales of 1x128 and 128x128, dw = dy^T x with scales of 1x128 along tokens, of x by default of 128x128. Each tensor is
+read by one cast, which makes all operands that it is needed for: x along k and along tokens, the weight as it is and
+transposed, dy along n and along tokens. x is kept for the backward pass as its codes along tokens.
 """
 
 from collections.abc import Sequence
