@@ -110,28 +110,6 @@ struct BothWalk {
     u32 rows, tiles;
 };
 
-template <typename Tile>
-__device__ __forceinline__ void load_tile(typename Tile::Part (&parts)[Tile::tokens], const CastParams& params,
-                                          const TilePlace<Tile>& at) {
-    if (params.aligned) {
-        load_tokens<Tile>(parts, params, at, true);
-    } else {
-        load_tokens<Tile>(parts, params, at, false);
-    }
-}
-
-// Casts the tile's columns, with a scale for each.
-template <typename Tile>
-__device__ __forceinline__ void cast_tile_columns(Tile& tile, const typename Tile::Part (&parts)[Tile::tokens],
-                                                  const CastParams& params, const TilePlace<Tile>& at) {
-    write_largest(tile, parts);
-    if (write_scales(tile, params, at)) {
-        write_codes<true>(tile, parts);
-    } else {
-        write_codes<false>(tile, parts);
-    }
-}
-
 // Makes the scale of all 128x128, and quantises by it. `row` and `column` locate the scale.
 template <int threads, typename Tile>
 __device__ __forceinline__ void cast_tile(typename Tile::Part::Codes (&codes)[Tile::tokens],

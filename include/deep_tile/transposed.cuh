@@ -207,6 +207,28 @@ __device__ __forceinline__ void store_columns(const Tile& tile, const CastParams
     }
 }
 
+template <typename Tile>
+__device__ __forceinline__ void load_tile(typename Tile::Part (&parts)[Tile::tokens], const CastParams& params,
+                                          const TilePlace<Tile>& at) {
+    if (params.aligned) {
+        load_tokens<Tile>(parts, params, at, true);
+    } else {
+        load_tokens<Tile>(parts, params, at, false);
+    }
+}
+
+// Casts the tile's columns, with a scale for each.
+template <typename Tile>
+__device__ __forceinline__ void cast_tile_columns(Tile& tile, const typename Tile::Part (&parts)[Tile::tokens],
+                                                  const CastParams& params, const TilePlace<Tile>& at) {
+    write_largest(tile, parts);
+    if (write_scales(tile, params, at)) {
+        write_codes<true>(tile, parts);
+    } else {
+        write_codes<false>(tile, parts);
+    }
+}
+
 // Tiles are counted along the tokens first: writes at one time are then adjacent in rows of out.
 template <typename Format, int threads, int columns>
 __device__ __forceinline__ void cast_transposed(const CastParams& params) {
@@ -220,17 +242,8 @@ __device__ __forceinline__ void cast_transposed(const CastParams& params) {
         at.living = living_tokens<threads>(params, at.first_token());
         if (at.living == 0) continue;
         typename Tile::Part parts[Tile::tokens];
-        if (params.aligned) {
-            load_tokens<Tile>(parts, params, at, true);
-        } else {
-            load_tokens<Tile>(parts, params, at, false);
-        }
-        write_largest(tile, parts);
-        if (write_scales(tile, params, at)) {
-            write_codes<true>(tile, parts);
-        } else {
-            write_codes<false>(tile, parts);
-        }
+        load_tile(parts, params, at);
+        cast_tile_columns(tile, parts, params, at);
         store_columns(tile, params, at);
     }
 }
