@@ -8,6 +8,7 @@ Invariant: every result has the bits of the casts that are joined, and of the tr
 
 from collections.abc import Callable
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -254,7 +255,7 @@ def _transpose(x: torch.Tensor) -> torch.Tensor:
         return made
     _check_given(_check_bytes, x)
     if quantize.needs_kernel(x, made):
-        _enqueue("codes", (), x, (made,), partial(_transpose_layout, made))
+        _enqueue("codes", (), x, (made,), partial(_matrix_layout, made))
     else:
         made.view(torch.uint8).copy_(x.detach().view(torch.uint8).mT)
     return made
@@ -262,11 +263,12 @@ def _transpose(x: torch.Tensor) -> torch.Tensor:
 
 def _new_transpose(x: torch.Tensor) -> torch.Tensor:
     *leading, n, k = x.shape
-    shape = (*leading, k, n)
-    return tensors.new_empty(x, *quantize.padded_strides(shape), x.dtype)
+    return quantize.empty_out(x, (*leading, k, n), x.dtype)
 
 
-def _enqueue(what: str, options: tuple, x: torch.Tensor, made: tuple, layout, lists: sources.Lists = {}) -> None:  # noqa: B006
+def _enqueue(
+    what: str, options: tuple, x: torch.Tensor, made: tuple, layout, lists: sources.Lists = MappingProxyType({})
+) -> None:
     """Launch the kernel that casts `what`, for a call that has been checked.
 
     Args:
@@ -280,7 +282,7 @@ def _enqueue(what: str, options: tuple, x: torch.Tensor, made: tuple, layout, li
         sizes = numbers.rows, numbers.columns, numbers.matrices
         kernel, grid = cast.choose_both(what, source, *sizes, launches.num_sms(device))
         quantize.check_capture(kernel, device, _CALLS[what])
-        fields = (*_FIELDS[what], *({"rows": "index", "offs": "ends"}[name] for name in lists))
+        fields = (*_FIELDS[what], *(cast.TRANSPOSED_LISTS[name] for name in lists))
         names = (*(_NAMES[field] for field in _FIELDS[what]), *lists)
         return cast.prepare_both(kernel, grid, device, numbers, names, fields)
 
@@ -303,7 +305,7 @@ def _both_layout(made: CastBoth, options: transposed.Options, lists: sources.Lis
 
 
 def _weight_layout(made: CastWeight, options: quantize.Options, w: torch.Tensor) -> cast.BothLayout:
-    return _matrix_layout(w, made.bt)._replace(
+    return _matrix_layout(made.bt, w)._replace(
         **dict(zip(("scale_stride_row", "scale_stride_column"), made.b_scale.stride()[-2:], strict=True)),
         pow2_scale=options.round_scale == "pow2",
         amax_floor=options.floor,
@@ -314,11 +316,7 @@ def _weight_layout(made: CastWeight, options: quantize.Options, w: torch.Tensor)
     )
 
 
-def _transpose_layout(made: torch.Tensor, x: torch.Tensor) -> cast.BothLayout:
-    return _matrix_layout(x, made)
-
-
-def _matrix_layout(x: torch.Tensor, transpose: torch.Tensor) -> cast.BothLayout:
+def _matrix_layout(transpose: torch.Tensor, x: torch.Tensor) -> cast.BothLayout:
     """What every transpose of matrices has; both are as this module allocates them, or any that kernels can read."""
     rows, columns = x.shape[-2:]
     elements = tensors.ALIGNMENT_BYTES // x.element_size()

@@ -38,6 +38,9 @@ _NAMES = ("the input", "out", "scale_out")
 _LIST_FIELDS = {"rows": "index", "offs": "living", "counts": "living"}
 """In `params.CAST_OF_ROWS`, of tensors that say which rows are cast."""
 
+TRANSPOSED_LISTS = {"rows": "index", "offs": "ends"}
+"""The same in `params.TRANSPOSED_CAST` and `params.CAST_BOTH`."""
+
 
 class CastLayout(NamedTuple):
     """Numbers of one cast, as the kernel's table has them. Strides in elements; x and out have unit column strides.
@@ -388,7 +391,7 @@ def prepare_transposed(
 
 
 def transposed_places(lists: tuple[str, ...]) -> Mapping[str, params.Place]:
-    return params.places((*PLACES, *({"rows": "index", "offs": "ends"}[name] for name in lists)))
+    return params.places((*PLACES, *(TRANSPOSED_LISTS[name] for name in lists)))
 
 
 def prepare_both(

@@ -576,12 +576,12 @@ class _Strided(NamedTuple):
         return _Strided(tuple(shape), strides)
 
 
-def empty_out(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return tensors.new_empty(x, *padded_strides(shape), FP8_DTYPE)
+def empty_out(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = FP8_DTYPE) -> torch.Tensor:
+    return tensors.new_empty(x, *_out_strides(shape), dtype)
 
 
 @lru_cache(maxsize=4096)
-def padded_strides(shape: tuple[int, ...]) -> _Strided:
+def _out_strides(shape: tuple[int, ...]) -> _Strided:
     """Rows begin at multiples of 16 bytes."""
     return _Strided.of(shape, round_up(shape[-1], tensors.ALIGNMENT_BYTES), 1)
 
@@ -727,7 +727,7 @@ def _check_fake(x: torch.Tensor, options: Options, lists: sources.Lists) -> None
 
 def fake_out(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = FP8_DTYPE) -> torch.Tensor:
     """What a cast allocates, where it is traced."""
-    return x.new_empty_strided(*padded_strides.__wrapped__(_numbers(shape)), dtype=dtype)  # symbols have no hash
+    return x.new_empty_strided(*_out_strides.__wrapped__(_numbers(shape)), dtype=dtype)  # symbols have no hash
 
 
 def fake_scale(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
