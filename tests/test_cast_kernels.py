@@ -540,7 +540,7 @@ def test_bytes_are_transposed(launch, shape, gap):
     x = torch.randint(0, 256, (*leading, columns + gap), dtype=torch.uint8)[..., :columns]
     made = both._new_transpose(x)
     assert_both_as_defined(
-        *(launch, *OF_BOTH["codes"], (made,), both._transpose_layout(made, x), {}),
+        *(launch, *OF_BOTH["codes"], (made,), both._matrix_layout(made, x), {}),
         given=lambda inner: (x, *inner),
         define=lambda inner: inner[0].copy_(x.mT),
         grid=3,
