@@ -148,26 +148,30 @@ def draw_sizes(random: Random, groups: int) -> list[int]:
 
 
 class Pool:
-    """Codes and scales, made once, of which products get parts."""
+    """Codes and scales, made once, of which products get parts.
+
+    `a` and `b` are cut from different samples: a row of both would be a sum of squares, of which WGMMA cuts off the last
+    bits all in one direction.
+    """
 
     def __init__(self, device: str, seed: int):
         generator = torch.Generator(device).manual_seed(seed)
         size = MOST_WEIGHTS + (1 << 24)  # k may be rounded up to 64, and rows to 16
-        codes = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator, device=device)
+        codes = torch.randint(0, 256, (2, size), dtype=torch.uint8, generator=generator, device=device)
         for nan in _NAN_CODES:
             codes[codes == nan] = 0x40
-        normal = torch.randn(size, dtype=torch.float32, generator=generator, device=device).bfloat16()
+        normal = torch.randn(2, size, dtype=torch.float32, generator=generator, device=device).bfloat16()
         of_fp8 = codes.view(torch.float8_e4m3fn)
         self._codes = {"fp8": of_fp8, "fp8_rows": of_fp8, "int8_rows": codes.view(torch.int8), "bf16": normal}
         self._scales = torch.exp2(torch.rand(1 << 22, generator=generator, device=device) * 4 - 2)
 
-    def codes(self, random: Random, kind: str, *shape: int) -> torch.Tensor:
-        """Rows at multiples of 16 bytes."""
+    def codes(self, random: Random, kind: str, operand: str, *shape: int) -> torch.Tensor:
+        """Of `a` or `b`, with rows at multiples of 16 bytes."""
         *rows, k = shape
         stride, count = round_up(k, 16), 1
         for size in rows:
             count *= size
-        codes = self._codes[kind]
+        codes = self._codes[kind]["ab".index(operand)]
         first = random.randrange(0, len(codes) - count * stride + 1, 16)
         return codes[first : first + count * stride].view(*rows, stride)[..., :k]
 
@@ -197,10 +201,10 @@ class Product(NamedTuple):
 def make(pool: Pool, drawn: Draw, device: str) -> Product:
     random, kind = Random(drawn.seed), KINDS[drawn.kind]
     blocks, b_rows = (ceil_div(drawn.k, 128), ceil_div(drawn.n, 128)) if kind.block_scales else (1, drawn.n)
-    a = pool.codes(random, drawn.kind, drawn.total, drawn.k)
+    a = pool.codes(random, drawn.kind, "a", drawn.total, drawn.k)
     a_scale = _scale_of_rows(pool, random, drawn, blocks)
     stored = (drawn.n, drawn.k) if drawn.operands == "nt" else (drawn.k, drawn.n)
-    b = pool.codes(random, drawn.kind, drawn.groups, *stored)
+    b = pool.codes(random, drawn.kind, "b", drawn.groups, *stored)
     b = b if drawn.operands == "nt" else b.transpose(1, 2)
     b_scale = pool.scales(random, drawn.groups, b_rows, blocks * drawn.scale_step)[..., :: drawn.scale_step]
     if kind.scaling == "none":

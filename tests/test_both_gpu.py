@@ -44,9 +44,8 @@ def guards(monkeypatch):
     assert memory
     for bytes_, inner in memory:
         if inner.is_cuda:
-            offset = (inner.data_ptr() - bytes_.data_ptr()) // inner.element_size()
             outside = bytes_.clone()
-            outside.view(inner.dtype).as_strided(inner.shape, inner.stride(), offset).view(
+            outside.view(inner.dtype).as_strided(inner.shape, inner.stride(), inner.storage_offset()).view(
                 torch.uint8 if inner.element_size() == 1 else torch.int32
             ).fill_(POISON if inner.element_size() == 1 else 0x55555555)
             assert (outside == POISON).all()

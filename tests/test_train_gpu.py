@@ -19,10 +19,10 @@ SUMMED = 5e-3
 """Relative error of sums that are added in another order and then rounded, perhaps to the neighbour."""
 
 
-def assert_near(got, wanted, bound=SUMMED):
-    for name, one, other in zip(("y", "dx", "dw", "dbias"), got, wanted, strict=True):
+def assert_near(got, wanted, names=("y", "dx", "dw", "dbias")):
+    for name, one, other in zip(names, got, wanted, strict=True):
         one, other = one.double().cpu(), other.double().cpu()
-        assert (one - other).norm() <= bound * other.norm(), name
+        assert (one - other).norm() <= SUMMED * other.norm(), name
 
 
 @EACH_RECIPE
@@ -81,7 +81,7 @@ def test_layers_of_one_input():
     dx, *of_weights = torch.autograd.grad(ys, (x, *weights), dys)
     wanted = [defined(x, *layer) for layer in layers]
     for y, dw, of_it in zip(ys, of_weights, wanted, strict=True):
-        assert_near((y.detach(), dw), (of_it[0], of_it[2]))
+        assert_near((y.detach(), dw), (of_it[0], of_it[2]), names=("y", "dw"))
     total = sum(of_it[1].double() for of_it in wanted)
     assert (dx.double() - total).norm() <= 1e-2 * total.norm()
 
