@@ -28,7 +28,8 @@ from benchmarks import store
 from benchmarks.peers import OURS, PEERS, Call, Inputs
 from benchmarks.shapes import Shape
 from benchmarks.timing import describe_run
-from deep_tile import _launcher, api, jit, launches, packaged
+from deep_tile import _launcher, jit, launches, packaged
+from deep_tile.dense import FP8_GEMM
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import choose
 
@@ -107,12 +108,12 @@ def host_parts() -> dict[str, Call]:
     given = (inputs.a, inputs.a_scale, inputs.b, inputs.b_scale, inputs.new_out())
     deep_tile.fp8_gemm(*given)
     signature = launches.signature(*given)
-    options, known = next(entry for entry in api._launches.values() if signature in entry[1])
+    options, known = next(entry for entry in FP8_GEMM.launches.values() if signature in entry[1])
     launch = known[signature]
     addresses, stream = tuple(tensor.data_ptr() for tensor in given), torch.cuda.current_stream().cuda_stream
     return {
         "fp8_gemm": lambda: deep_tile.fp8_gemm(*given),
-        "read, find, launch": lambda: _launcher.launch_known(api._launches, options, *given),
+        "read, find, launch": lambda: _launcher.launch_known(FP8_GEMM.launches, options, *given),
         "launch": lambda: _launcher.launch(launch, addresses, stream),
         "(only read the tensors)": lambda: _launcher.signature(*given),
         "(only call a function)": lambda: None,

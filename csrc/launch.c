@@ -7,7 +7,8 @@
  *
  * and each call copies the parameters to the stack, puts its addresses into them and launches, leaving nothing behind:
  *
- *   launch_known(table, options, tensors) finds the Launch by the call's options and the tensors' signature
+ *   launch_known(table, options, tensors) finds the Launch by the call's options and the signature of the tensors,
+ *                                         which leaves out those that are None
  *   launch(prepared, addresses, stream)   whatever the tensors are
  *
  * It knows no operation: parameters are bytes, tensors are numbers, and where in the bytes which address goes is said
@@ -584,7 +585,7 @@ static PyObject *launch_known(PyObject *Py_UNUSED(module), PyObject *const *args
     if (found == NULL && !PyErr_Occurred())
         Py_RETURN_FALSE;
     Chain chain;
-    if (found == NULL || !as_chain(found, count - 2, "launch_known", &chain))
+    if (found == NULL || !as_chain(found, seen.count, "launch_known", &chain))
         return NULL;
     if (!find_current_stream(args[2], &seen, &stream))
         return NULL;

@@ -76,10 +76,11 @@ typedef struct {
     Py_ssize_t storage_offset, begin_offset, bytes_offset; /* the first 0: storages are not looked at */
 } TensorPlace;
 
-/* Properties of some tensors, as words to compare: the device of all, then of each its head, sizes and strides. The
- * head holds the rank, so that no two lists of tensors are written alike. */
+/* Properties of some tensors, as words to compare: the device of all, then of each its head, sizes and strides, or a
+ * zero for None. The head holds the rank, so that no two lists of tensors are written alike. */
 typedef struct {
     size_t words;
+    int count; /* of the tensors that are there */
     int64_t word[1 + MAX_TENSORS * (1 + 2 * MAX_TENSOR_RANK)];
 } Signature;
 
@@ -91,9 +92,9 @@ int learn_tensor_type(PyObject *type, TensorPlace place);
  * nothing is. */
 bool view_tensor(PyObject *tensor, TensorView *view, uintptr_t *address);
 
-/* Writes the tensors' properties into `signature` and their addresses into `addresses`.
+/* Writes the tensors' properties into `signature` and the addresses of those that are not None into `addresses`.
  *
- * False as view_tensor(), and for a tensor of a higher rank or on another device than the first. */
+ * False as view_tensor(), for a first that is None, and for a tensor of a higher rank or on another device. */
 bool read_tensors(PyObject *const tensors[], Py_ssize_t count, Signature *signature, uintptr_t addresses[]);
 
 PyObject *signature_bytes(const Signature *signature);

@@ -22,7 +22,7 @@ _MODULES = {
     "dequantize": "quantize",
     "explain": "method.report",
     "explain_groups": "method.groups",
-    "fp8_gemm": "api",
+    "fp8_gemm": "dense",
     "fp8_gemm_cast": "gemm_cast",
     "fp8_grouped_gemm": "grouped",
     "fp8_grouped_wgrad": "wgrad",

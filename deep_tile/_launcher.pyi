@@ -104,16 +104,16 @@ def reads(*tensors: object) -> bool:
     """Whether every tensor can be read here: it is of a known type, plain, and has memory."""
 
 def signature(*tensors: object) -> bytes | None:
-    """Device, dtypes, shapes, strides, and of each tensor whether it is aligned to 16 bytes. None where a tensor cannot
-    be read here, which Python then has to look at."""
+    """Device, dtypes, shapes, strides, of each tensor whether it is aligned to 16 bytes, and which are None, as the
+    first cannot be. None where a tensor cannot be read here, which Python then has to look at."""
 
 def launch_known(table: dict[tuple, tuple[tuple, dict[bytes, Prepared]]], options: tuple, /, *tensors: object) -> bool:
     """Launch what is known for a call of these options and tensors, on the current stream of their device.
 
-    `table` holds for every tuple of options (options, launches). False, and nothing has happened, where it holds none,
-    where the options met are equal but of other types, or where a tensor cannot be read here; nor are the launches of a
-    tuple made in a stream that is being captured, since what lies between them may be of other calls, too. Raises as
-    launch() does.
+    `table` holds for every tuple of options (options, launches); launches know nothing of tensors that are None. False,
+    and nothing has happened, where it holds none, where the options met are equal but of other types, or where a tensor
+    cannot be read here; nor are the launches of a tuple made in a stream that is being captured, since what lies
+    between them may be of other calls, too. Raises as launch() does.
     """
 
 def watch_keys(address: int, first: int, second: int, third: int, /) -> None:

@@ -1,120 +1,293 @@
-"""Products of other kinds than `fp8_gemm`'s: BF16 and FP16; INT8 with block scales; FP8 and INT8 with scales of rows;
-FP8 with scales of 1x128 for both operands, as weight gradients have them; e5m2 mixed with e4m3.
+"""Products of two matrices: FP8 with block scales; BF16 and FP16; INT8; FP8 and INT8 with scales of rows; FP8 with
+scales of 1x128 for both operands, as weight gradients have them; e5m2 mixed with e4m3.
 
-Called by users. The warm path is api.py's: one call into C; and so are the checks that every product shares.
-Invariant: a kind is a row of `kinds.KINDS`, and a call is one of `_CALLS`: the kinds that it makes, by scaling and by
-the dtypes of their operands.
+Called by users. Invariant: a kind is a row of `kinds.KINDS`, and a call is a `Dense`: the kinds that it makes, by
+scaling and by the dtypes of their operands.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from math import prod
-from operator import attrgetter
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, api, finishes, launches, ops, params, plan, tensors
+from deep_tile import checks, finishes, launches, ops, params, plan, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import KINDS, LAYOUT_NAMES, Kind, Majors
+from deep_tile.operation import Given, Operation, gradient_error
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import (
     finished,
+    fp8_gemm_reference,
     gemm_reference,
     row_blocks_gemm_reference,
     rows_gemm_reference,
     scaled_gemm_reference,
 )
 
-_is_on_gpu = attrgetter("is_cuda")
-
-_launches: launches.Table = {}
-"""By the `_Options` of a call, or the plain tuple equal to it."""
+Kinds = Mapping[tuple[str, torch.dtype, torch.dtype], Kind]
+"""By scaling and by the dtypes of a and b."""
 
 
-class _Options(NamedTuple):
-    """Which of `_CALLS` it is, and its keywords, described at `gemm`."""
+class Options(NamedTuple):
+    """Keywords of a call; described at `fp8_gemm` and `gemm`."""
 
-    call: str
     out_dtype: torch.dtype | None = None
     config: GemmConfig | None = None
     num_sms: int | None = None
     batch_invariant: bool = False
     pdl: bool | None = None
     constant_weights: bool = False
-    accumulate: bool = False
     activation: str | None = None
+    accumulate: bool = False
     fast_accum: bool = True
 
 
-class Call(NamedTuple):
-    """A function of this module, or of grouped.py.
+class Product(Operation):
+    """A product of `a` and `b`, or of what plays their parts: two matrices, perhaps with a scale behind each.
 
-    Attributes:
-        kinds: that it makes, by the scaling and the dtypes of a and b.
-        names: of its operands, in order.
+    Args:
+        kinds: that it makes.
         out_dtype: of what it allocates; None: that of the operands, of INT8 int32.
-        remedy: for operands of another dtype.
-        to_train: what has gradients instead; None: the call has them itself.
+        remedies: for an `a` and a `b` of a dtype that it does not take.
+        takers: functions that take other dtypes of `tensors.QUANTIZED_DTYPES`, by these.
+        others: as for `Operation`.
     """
 
-    kinds: dict[tuple[str, torch.dtype, torch.dtype], Kind]
-    names: tuple[str, ...]
-    out_dtype: torch.dtype | None
-    remedy: str
-    to_train: str | None
+    def __init__(
+        self,
+        name: str,
+        tensors: str,
+        keywords: str,
+        kinds: Kinds,
+        *,
+        out_dtype: torch.dtype | None,
+        remedies: tuple[str, str],
+        takers: Mapping[torch.dtype, str] = MappingProxyType({}),
+        **others,
+    ) -> None:
+        self.kinds, self.out_dtype, self.remedies, self.takers = kinds, out_dtype, remedies, takers
+        pairs = dict.fromkeys((a, b) for _, a, b in kinds)
+        self.dtypes = {a: tuple(b for with_a, b in pairs if with_a == a) for a, _ in pairs}
+        self.count = 4 if "_scale " in tensors else 2
+        super().__init__(name, tensors, keywords, flops=ops.product_flops(second=self.count // 2), **others)
 
-    @property
-    def dtypes(self) -> dict[torch.dtype, tuple[torch.dtype, ...]]:
-        """Of a, and with each of these of b."""
-        pairs = dict.fromkeys((a, b) for _, a, b in self.kinds)
-        return {a: tuple(b for with_a, b in pairs if with_a == a) for a, _ in pairs}
+    def matrices(self, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
+        """a and b, without scales."""
+        return given[0], given[self.count // 2]
 
-    def kind_of(self, operands, scaling: Callable[..., str], fast_accum: bool) -> Kind:
-        """What it makes of operands of dtypes that it takes; where these have several scalings, `scaling` says which
-        one, of the operands and those scalings."""
-        a, b = matrices(operands)
+    def kind(self, given: Given, options) -> Kind:
+        """What a call makes of operands of dtypes that it takes."""
+        a, b = self.matrices(given)
         known = [each for each, *dtypes in self.kinds if dtypes == [a.dtype, b.dtype]]
-        found = scaling(operands, known) if len(known) > 1 else known[0]
-        if found == "rows" and "promoted_rows" in known and not fast_accum:
+        found = self.scaling(given[: self.count], known) if len(known) > 1 else known[0]
+        if found == "rows" and "promoted_rows" in known and not options.fast_accum:
             found = "promoted_rows"
         return self.kinds[found, a.dtype, b.dtype]
 
+    def scaling(self, operands: Given, known: list[str]) -> str:
+        """Which of several scalings that are known for its dtypes a product has."""
+        raise NotImplementedError
 
-def kinds_of(*families: str) -> dict[tuple[str, torch.dtype, torch.dtype], Kind]:
-    """All kinds of these families, by scaling and dtypes."""
+    def dtype_of_out(self, options, a: torch.Tensor) -> torch.dtype:
+        """Of an `out` that is not given."""
+        return options.out_dtype or self.out_dtype or (torch.int32 if a.dtype == torch.int8 else a.dtype)
+
+    def readable(self, given: Given) -> Given:
+        return *tensors.with_float32_scales(given[: self.count]), *given[self.count :]
+
+    def check_dtypes(self, given: Given) -> None:
+        """Check those of operands and scales."""
+        operands, names = given[: self.count], self.names[: self.count]
+        (a, b), (a_name, b_name) = self.matrices(given), (names[0], names[self.count // 2])
+        if self.count == 4:
+            tensors.check_order(names, operands)
+        if a.dtype not in self.dtypes:
+            remedy = tensors.operand_remedy(a_name, a, self.dtypes, self.takers, self.remedies[0])
+            raise TypeError(f"{a_name} must be {finishes.one_of(self.dtypes)}; got {a.dtype}. To fix: {remedy}")
+        known = self.dtypes[a.dtype]
+        if b.dtype not in known:
+            wanted = " or ".join(map(str, known)) + (f", since {a_name} is {a.dtype}" if len(self.dtypes) > 1 else "")
+            remedy = tensors.operand_remedy(b_name, b, known, self.takers, self.remedies[1])
+            raise TypeError(f"{b_name} must be {wanted}; got {b.dtype}. To fix: {remedy}")
+        if self.count == 4:
+            checks.check_scale_dtypes(names, operands)
+
+    def check_scales(self, given: Given) -> None:
+        """Check how far the last of each scale is from its first."""
+        if self.count == 4:
+            for name, scale in zip(self.names[:4:2], given[1:4:2], strict=True):
+                checks.refuse(checks.scale_problem(name, tuple(scale.shape), scale.stride()))
+
+
+class Dense(Product):
+    """A product [m, k] by [n, k]."""
+
+    Options = Options
+
+    def out_and_bias(self, given: Given) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return given[self.count], given[self.count + 1] if len(given) > self.count + 1 else None
+
+    def result(self, given: Given, options: Options) -> tuple[tuple[int, ...], torch.dtype]:
+        a, b = self.matrices(given)
+        if a.dim() != 2 or b.dim() != 2:
+            raise ValueError(f"a and b must be [m, k] and [n, k]; got shapes {tuple(a.shape)} and {tuple(b.shape)}")
+        self.refuse_sum_of_nothing(options)
+        return (a.shape[0], finishes.out_columns(b.shape[0], options.activation)), self.dtype_of_out(options, a)
+
+    def refuse_sum_of_nothing(self, options: Options) -> None:
+        if options.accumulate:
+            raise ValueError("accumulate is True and out None: pass what the product is added to")
+
+    def scaling(self, operands: Given, known: list[str]) -> str:
+        """By the shapes of scales. Where k has one block and n as well, all mean the same."""
+        a, a_scale, b, b_scale = operands
+        of_a, of_b = _is_of_blocks(a, a_scale), _is_of_blocks(b, b_scale)
+        several = a.dim() == 2 and not 0 < a.shape[1] <= SCALE_BLOCK
+        if of_a and not of_b and _is_of_blocks(b, b_scale, SCALE_BLOCK) and (several or b.shape[0] > SCALE_BLOCK):
+            return "blocks"
+        if several and (of_a or of_b):
+            return "row_blocks" if "row_blocks" in known else "blocks"
+        return "rows"
+
+    def check(self, given: Given, options: Options) -> None:
+        (a, b), (out, bias) = self.matrices(given), self.out_and_bias(given)
+        a_name, b_name = self.names[0], self.names[self.count // 2]
+        self.check_dtypes(given)
+        kind, is_finished = self.kind(given, options), bias is not None or options.activation is not None
+        finishes.check_out_dtype(options.out_dtype, finishes.of_kind(kind))
+        finishes.check_out(out, options.out_dtype, finishes.of_kind(kind))
+        if is_finished and (self.dtype_of_out(options, a) if out is None else out.dtype) == torch.int32:
+            raise ValueError(
+                "the result is torch.int32, and a bias or an activation is given, which are applied in FP32: pass "
+                "out_dtype=torch.float32"
+            )
+        if options.accumulate and is_finished:
+            raise ValueError("accumulate is True, and a bias or an activation is given: add the product alone")
+        if out is None:
+            self.refuse_sum_of_nothing(options)
+        checks.check_device(a_name, a, self.name)
+        checks.check_devices(a, **dict(zip(self.names[1 : self.count + 1], given[1 : self.count + 1], strict=True)))
+        checks.check_product_shapes(a, b, out, options.activation, (a_name, b_name))
+        if kind.scaling == "blocks":
+            checks.check_scale_shapes(*given[:4])
+        elif kind.scaling == "row_blocks":
+            check_row_block_scales(self.names, given)
+        elif kind.row_scales:
+            _check_row_scales(*given[:4])
+        finishes.check_finish(bias, options.activation, b)
+
+    def check_memory(self, given: Given, options: Options) -> Options:
+        (a, b), (out, _) = self.matrices(given), self.out_and_bias(given)
+        checks.check_sizes(a, b)
+        for name, x in ((self.names[0], a), (self.names[self.count // 2], b)):
+            _check_operand(name, x)
+        self.check_scales(given)
+        if out is not None:
+            checks.check_out_strides(out)
+        checks.check_constant_weights(options)
+        return checks.with_defaults(options, a.device)
+
+    def needs_kernel(self, given: Given) -> bool:
+        a, b = self.matrices(given)
+        return self.is_on_gpu(a) and min(*a.shape, *b.shape) > 0
+
+    def problem(self, given: Given, options: Options) -> GemmProblem:
+        (a, b), (out, bias) = self.matrices(given), self.out_and_bias(given)
+        return GemmProblem(
+            *(a.shape[0], b.shape[0], a.shape[1]),
+            num_sms=options.num_sms,
+            tma_store=checks.tma_can_store(out),
+            split_k=not options.batch_invariant,
+            kind=self.kind(given, options).name,
+            output=finishes.RESULT_NAMES[out.dtype],
+            accumulate=options.accumulate,
+            **finishes.for_problem(bias, options.activation),
+            layout=LAYOUT_NAMES[_majors(a, b)],
+        )
+
+    def layout(self, given: Given, kind: Kind) -> plan.Layout:
+        """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal
+        one."""
+
+        def row_stride(x: torch.Tensor) -> int:
+            return x.stride(0) if x.shape[0] > 1 else round_up(x.shape[1], tensors.ALIGNMENT_BYTES // x.element_size())
+
+        out, bias = self.out_and_bias(given)
+        as_stored = (x.t() if _lies_along_rows(x) else x for x in self.matrices(given))
+        strides = [row_stride(x) for x in (*as_stored, out)]
+        scales = {"a_scale_strides": (0, 0), "b_scale_strides": (0, 0), "a_scale_aligned": False}
+        if kind.scaling != "none":
+            _, a_scale, _, b_scale = given[:4]
+            if kind.row_scales:
+                scales |= {"a_scale_strides": (_step(a_scale), 0), "b_scale_strides": (_step(b_scale), 0)}
+            else:
+                scales = {"a_scale_strides": a_scale.stride(), "b_scale_strides": b_scale.stride()}
+                scales |= {"a_scale_aligned": tensors.is_aligned(a_scale)}
+                scales |= {"b_scale_aligned": kind.scaling == "row_blocks" and tensors.is_aligned(b_scale)}
+        return plan.Layout(*strides, **scales, bias_stride=0 if bias is None else bias.stride(0))
+
+    def prepare(self, given: Given, options: Options) -> launches.Prepared:
+        return self.prepare_with_config(given, options)[1]
+
+    def prepare_with_config(self, given: Given, options: Options, **where) -> tuple[GemmConfig, launches.Prepared]:
+        """For a call that has been checked; `where` are keywords of `plan.prepare_launch` in place of the call's."""
+        device, problem = given[0].get_device(), self.problem(given, options)
+        layout = self.layout(given, problem.product)
+        problem = problem.with_strides(layout.a_stride, layout.b_stride)
+        config = checks.kernel_for(problem, options.config, device, self.name)
+        of_bias = ["bias"] * (self.out_and_bias(given)[1] is not None)
+        fields = (*(plan.TENSORS if self.count == 4 else ("a", "b", "out")), *of_bias)
+        where = where or {"names": (*self.names[: self.count + 1], *of_bias), "places": params.places(fields)}
+        launch = plan.prepare_launch(
+            problem, config, layout, device, pdl=options.pdl, constant_weights=options.constant_weights, **where
+        )
+        return config, launch
+
+    def define(self, given: Given, options: Options) -> None:
+        (a, b), (out, bias) = self.matrices(given), self.out_and_bias(given)
+        if out.is_meta or not out.numel():
+            return
+        is_finished = bias is not None or options.activation is not None
+        dtype = torch.float64 if is_finished else out.dtype
+        if a.shape[1]:
+            product = definition_of(self.kind(given, options))(*given[: self.count], dtype)
+        else:
+            product = a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)  # also with scales that are infinite
+        if is_finished:
+            product = finished(product, bias, options.activation)
+        if options.accumulate:
+            out.add_(product)
+        else:
+            out.copy_(product)
+
+
+class Differentiable(Dense):
+    """`gemm`, whose gradients are such products, too."""
+
+    def differentiate(self, given: Given, options: Options) -> torch.Tensor:
+        self.refuse_gradients(given, options)
+        a, b, _, bias = given
+        return _Differentiable.apply(a, b, bias, options)
+
+    def refuse_gradient(self, name: str, given: Given, options: Options) -> None:
+        if given[self.count] is not None:
+            raise gradient_error(name, "what is written to an out has none", "drop out")
+        if options.activation is not None:
+            why = f"{self.name} has none with activation {options.activation!r}"
+            raise gradient_error(name, why, "apply it by torch")
+
+
+def kinds_of(*families: str) -> Kinds:
+    """All kinds of these families."""
     found = (kind for kind in KINDS.values() if kind.family in families)
     return {(kind.scaling, finishes.torch_dtype(kind.a), finishes.torch_dtype(kind.b)): kind for kind in found}
 
 
-_SCALED = ("a", "a_scale", "b", "b_scale")
-_LINEAR = "torch.nn.functional.linear"
-
-_CALLS = {
-    "gemm": Call(kinds_of("bf16", "fp16", "int8_unscaled"), ("a", "b"), None, "a.to(torch.bfloat16)", None),
-    "int8_gemm": Call(
-        kinds_of("int8"),
-        _SCALED,
-        torch.bfloat16,
-        "quantise to torch.int8, with a scale for each 1x128 and 128x128",
-        _LINEAR,
-    ),
-    "scaled_gemm": Call(
-        kinds_of("fp8_rows", "fp8_rows_promoted", "fp8_1x128", "fp8", "int8_rows", "int8"),
-        _SCALED,
-        torch.bfloat16,
-        "quantise to torch.float8_e4m3fn or torch.int8, with a scale for each row, or one",
-        _LINEAR,
-    ),
-    "fp8_wgrad": Call(
-        kinds_of("fp8_1x128"),
-        ("dy", "dy_scale", "x", "x_scale"),
-        torch.float32,
-        "quantise with deep_tile.transposed_cast_to_fp8",
-        _LINEAR,
-    ),
-}
+FP8_KINDS = {key: kind for key, kind in kinds_of("fp8").items() if kind.name == "fp8"}
+"""With scales of blocks, both operands e4m3."""
 
 REFERENCES = {
     "none": gemm_reference,
@@ -124,6 +297,82 @@ REFERENCES = {
     "promoted_rows": rows_gemm_reference,
 }
 """The definition of each scaling, of the operands and the dtype of the result."""
+
+
+def definition_of(kind: Kind) -> Callable[..., torch.Tensor]:
+    return fp8_gemm_reference if kind.name == "fp8" else REFERENCES[kind.scaling]
+
+
+def fp8_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor = tensors.MISSING,
+    b_scale: torch.Tensor = tensors.MISSING,
+    out: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: GemmConfig | None = None,
+    num_sms: int | None = None,
+    batch_invariant: bool = False,
+    pdl: bool | None = None,
+    constant_weights: bool = False,
+) -> torch.Tensor:
+    """FP8 matrix product with block scales: `out = (a * a_scale) @ (b * b_scale)^T`.
+
+    `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n // 128, k // 128]`, accumulated in FP32 and
+    rounded once, after a bias and an activation where they are given. Runs on the tensors' device and torch's current
+    stream; CPU tensors go through the operation's definition in `deep_tile.reference`. Sizes m, n and k are free; m = 0
+    or n = 0 does nothing, k = 0 writes zeros, or what a bias and an activation make of them.
+    Not differentiable: refused where torch records gradients and one of the tensors requires one.
+    Compiled as one op, `torch.ops.deep_tile.fp8_gemm`, by torch.compile and torch.export.
+
+    Args:
+        a: [m, k] float8_e4m3fn, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
+        a_scale: [m, ceil(k / 128)] float32, any strides within 4 GB: row-major, or M-major with stride (1, m) or
+            padded. Some large products are 1 to 2 % faster where its columns begin at multiples of 16 bytes
+            ("m_aligned" casts). Or bfloat16, float16 or float8_e8m0fnu, of which a kernel of torch makes float32 first.
+        b: [n, k] float8_e4m3fn, laid out like `a`.
+        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB, or a dtype that `a_scale` may have.
+        out: [m, n] bfloat16, float16 or float32, unit stride along n; allocated when None. Any alignment and row stride
+            will do, but rows that begin and end at multiples of 16 bytes are stored faster. Must not overlap the
+            inputs.
+        bias: [n] bfloat16, float16 or float32, any stride; added to each row in FP32, before the activation.
+        activation: what becomes of the product in FP32, before it is rounded once: "relu", "gelu" (within 3e-7 of the
+            input; of -infinity 0), "gelu_tanh", "silu"; or "swiglu", for which `b` has gates and what they let through
+            by turns in eights (`interleave_gate_up`), n is a multiple of 16, and `out` is [m, n / 2]. By kernels of its
+            own, as a bias is.
+        out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
+        config: the kernel to use instead of the selector's choice.
+        num_sms: streaming multiprocessors to use, at most and by default all of the device.
+        batch_invariant: a row of `out` is the same, bit for bit, whatever m, num_sms and the other rows are. Gives up
+            split K, which helps where m is small. Without it results still repeat from call to call.
+        pdl: programmatic dependent launch. The kernel may start while its predecessor in the stream still runs, and
+            waits for that one's end before it reads or writes what that one may touch; only then may its own successor
+            start. Results are the same without; the host takes 0.5 to 0.8 us more to launch. None: unless `num_sms` is
+            given, because thread blocks that wait would hold SMs that are left to others.
+        constant_weights: with `pdl`, also request `b` before that wait, where that helps: at small m. Neither `b` nor
+            `b_scale` may then be written by the kernel before this one in the stream, nor, where that is another
+            library's programmatic launch, by any that may still run beside it.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError: an argument is no tensor, or not a plain one (a wrapper, a negated view, sparse, ...), or has the
+            wrong dtype; or an option has the wrong type, even if it equals a right one (num_sms=True).
+        ValueError: a shape, stride, alignment, device, config, num_sms or combination of options that the operation
+            does not take, or a tensor without memory; or `config` under torch.compile.
+        RuntimeError: a tensor requires a gradient while torch records them, the GPU is not a Hopper, NVRTC or the
+            driver is missing, or a kernel would have to be compiled or loaded while the stream is being captured.
+            Nothing has been launched and `out` is untouched.
+
+    The method (1x128 and 128x128 scales, promotion to FP32 every 128 of k) is that of the DeepSeek-V3 report, 3.3.
+    """
+    options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, False, True)
+    call = FP8_GEMM.trace if is_traced() else FP8_GEMM.run
+    return call((a, a_scale, b, b_scale, out, bias), options)
 
 
 def gemm(
@@ -178,10 +427,9 @@ def gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    options = ("gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation, True)
-    if is_traced():
-        return _OPS["gemm"]((a, b, bias), (out,), _Options(*options))
-    return _multiply((a, b), out, options, bias)
+    options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
+    call = GEMM.trace if is_traced() else GEMM.run
+    return call((a, b, out, bias), options)
 
 
 def int8_gemm(
@@ -223,13 +471,9 @@ def int8_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    options = (
-        *("int8_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation),
-        True,
-    )
-    if is_traced():
-        return _OPS[options[0]]((a, a_scale, b, b_scale, bias), (out,), _Options(*options))
-    return _multiply((a, a_scale, b, b_scale), out, options, bias)
+    options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
+    call = INT8_GEMM.trace if is_traced() else INT8_GEMM.run
+    return call((a, a_scale, b, b_scale, out, bias), options)
 
 
 def scaled_gemm(
@@ -283,13 +527,9 @@ def scaled_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    options = (
-        *("scaled_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation),
-        fast_accum,
-    )
-    if is_traced():
-        return _OPS[options[0]]((a, a_scale, b, b_scale, bias), (out,), _Options(*options))
-    return _multiply((a, a_scale, b, b_scale), out, options, bias)
+    options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, fast_accum)
+    call = SCALED_GEMM.trace if is_traced() else SCALED_GEMM.run
+    return call((a, a_scale, b, b_scale, out, bias), options)
 
 
 def fp8_wgrad(
@@ -327,95 +567,16 @@ def fp8_wgrad(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    if out is None:
-        tensors.require_tensors(dy=dy, dy_scale=dy_scale, x=x, x_scale=x_scale)
-        raise tensors.no_tensor("out", out, "pass what the gradient is added to, of [n, k]")
-    options = ("fp8_wgrad", None, config, num_sms, batch_invariant, pdl, False, accumulate, None, True)
-    if is_traced():
-        return _OPS["fp8_wgrad"]((dy, dy_scale, x, x_scale), (out,), _Options(*options))
-    return _multiply((dy, dy_scale, x, x_scale), out, options)
+    options = (None, config, num_sms, batch_invariant, pdl, False, None, accumulate, True)
+    call = FP8_WGRAD.trace if is_traced() else FP8_WGRAD.run
+    return call((dy, dy_scale, x, x_scale, out), options)
 
 
-def _multiply(operands: tuple[torch.Tensor, ...], out: torch.Tensor | None, options: tuple, bias=None) -> torch.Tensor:
-    """A call outside of tracing; `options` are equal to an `_Options`."""
-    try:
-        if torch.is_grad_enabled() and _wants_gradient(*operands, out, bias):
-            _refuse_gradients(_Options(*options), operands, out, bias)
-            return _Differentiable.apply(*operands, bias, options)
-        if out is None:
-            _refuse_sum_of_nothing(_Options(*options))
-            out = _empty_out(operands, _Options(*options))
-        if not _launcher.launch_known(_launches, options, *operands, out, *_given(bias)):
-            _call_unknown(operands, out, _Options(*options), bias)
-    except Exception:
-        check = _check_arguments if out is None else _checked_options
-        reason = api.error_of(check, _Options(*options), operands, out, bias)
-        if reason is None:
-            raise
-        raise reason from None
-    return out
-
-
-def _wants_gradient(*tensors_or_none: torch.Tensor | None) -> bool:
-    """A loop takes 0.8 us less than `any` of a generator."""
-    for x in tensors_or_none:  # noqa: SIM110
-        if x is not None and x.requires_grad:
-            return True
-    return False
-
-
-def _given(bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    return () if bias is None else (bias,)
-
-
-def _empty_out(operands, options: _Options) -> torch.Tensor:
-    a, b = matrices(operands)
-    return api.empty_out(a, b, _result_dtype(options, a), options.activation)
-
-
-def _result_dtype(options: _Options, a: torch.Tensor) -> torch.dtype:
-    return result_dtype(_CALLS[options.call], options.out_dtype, a)
-
-
-def result_dtype(call: Call, out_dtype: torch.dtype | None, a: torch.Tensor) -> torch.dtype:
-    """Of an `out` that is not given."""
-    return out_dtype or call.out_dtype or (torch.int32 if a.dtype == torch.int8 else a.dtype)
-
-
-def _refuse_sum_of_nothing(options: _Options) -> None:
-    if options.accumulate:
-        raise ValueError("accumulate is True and out None: pass what the product is added to")
-
-
-def matrices(operands) -> tuple[torch.Tensor, torch.Tensor]:
-    """a and b, without scales."""
-    return operands[0], operands[len(operands) // 2]
-
-
-def _refuse_gradients(options: _Options, operands, out, bias) -> None:
-    """Raise where torch would record a product of these tensors that has no gradient to give back."""
-    if not torch.is_grad_enabled():
-        return
-    for name, x in zip((*_CALLS[options.call].names, "out", "bias"), (*operands, out, bias), strict=True):
-        if x is not None and x.requires_grad:
-            _refuse_gradient(name, options, out is not None)
-
-
-def _refuse_gradient(name: str, options: _Options, has_out: bool) -> None:
-    """Raise unless the call has a gradient, which the tensor of this name wants."""
-    to_train = _CALLS[options.call].to_train
-    if to_train is not None:
-        why = f"{options.call} has none. To train, call {to_train}"
-    elif has_out:
-        why = "what is written to an out has none. To train, drop out"
-    elif options.activation is not None:
-        why = f"{options.call} has none with activation {options.activation!r}. To train, apply it by torch"
-    else:
-        return
-    raise RuntimeError(
-        f"{name} requires a gradient, and {why}; otherwise call within torch.no_grad(), or pass {name}.detach(), or "
-        f"freeze it with {name}.requires_grad_(False)"
-    )
+def check_sum(call: str, operands: Given, out: torch.Tensor, **options) -> None:
+    """Raise what `call`, a function of this module, would raise where it is to add a product to `out`."""
+    product = {each.name: each for each in (GEMM, INT8_GEMM, SCALED_GEMM, FP8_WGRAD)}[call]
+    given = (*operands, out, None)[: len(product.names)]
+    product.checked(given, Options(accumulate=True, **options))
 
 
 # Gradients of `gemm`.
@@ -424,9 +585,8 @@ def _refuse_gradient(name: str, options: _Options, has_out: bool) -> None:
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b, bias, options):
-        out = _multiply((a, b), None, options, bias)
-        _keep(ctx, ctx.needs_input_grad, a, b, bias, _Options(*options))
-        return out
+        _keep(ctx, ctx.needs_input_grad, a, b, bias, options)
+        return GEMM.run((a, b, None, bias), options)
 
     @staticmethod
     def backward(ctx, grad):
@@ -434,7 +594,7 @@ class _Differentiable(torch.autograd.Function):
         return *_gradients(torch.ops.deep_tile.gemm_gradient if by_op else _multiply_gradient, ctx, grad), None
 
 
-def _keep(ctx, needed, a, b, bias, options: _Options) -> None:
+def _keep(ctx, needed, a, b, bias, options: Options) -> None:
     """What the gradients of a, b and bias are made of, those that are `needed`."""
     ctx.needed = needed
     ctx.save_for_backward(a if needed[1] else None, b if needed[0] else None)
@@ -459,78 +619,7 @@ def _multiply_gradient(grad: torch.Tensor, x: torch.Tensor, transposed: bool, **
     """grad @ x, or grad^T @ x, of matrices of one dtype; a copy of grad, if no kernel can read that."""
     if not _is_readable(grad):
         grad = tensors.with_aligned_rows(grad)
-    return _multiply((grad.t() if transposed else grad, x.t()), None, _Options("gemm", **options))
-
-
-def _call_unknown(operands, out, options: _Options, bias) -> None:
-    """Multiply where C has met no such options and signature, or cannot read the tensors."""
-    _check_arguments(options, operands, out, bias)
-    operands = tensors.with_float32_scales(operands)
-    given = (*operands, out, *_given(bias))
-    launches.enqueue(_launches, options, given, partial(_first_launch, operands, out, options, bias))
-
-
-def _first_launch(operands, out, options: _Options, bias) -> _launcher.Launch | None:
-    """That of a signature not met before, checked; None when the result is in `out`."""
-    checked = _checked_options(options, operands, out, bias)
-    a, b = matrices(operands)
-    if _is_on_gpu(a) and min(*a.shape, *b.shape) > 0:
-        return _prepare_launch(operands, out, checked, bias)
-    _compute_without_kernel(operands, out, options, bias)
-    return None
-
-
-@torch.inference_mode()  # in which any tensor may be written to, whether it requires a gradient or not
-def _compute_without_kernel(operands, out, options: _Options, bias) -> None:
-    if out.is_meta or not out.numel():
-        return
-    is_finished = bias is not None or options.activation is not None
-    dtype = torch.float64 if is_finished else out.dtype
-    a, b = matrices(operands)
-    if a.shape[1]:
-        product = REFERENCES[_kind(options, operands).scaling](*operands, dtype)
-    else:
-        product = a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)  # also with scales that are infinite
-    if is_finished:
-        product = finished(product, bias, options.activation)
-    if options.accumulate:
-        out.add_(product)
-    else:
-        out.copy_(product)
-
-
-def _prepare_launch(operands, out, options: _Options, bias) -> _launcher.Launch:
-    """For a call that has been checked and needs a kernel."""
-    device, problem = out.get_device(), _problem(operands, out, options, bias)
-    layout = _layout(operands, out, problem.product)
-    problem = problem.with_strides(layout.a_stride, layout.b_stride)
-    config = api.kernel_for(problem, options.config, device, options.call)
-    of_bias = ["bias"] * len(_given(bias))
-    return plan.prepare_launch(
-        problem,
-        config,
-        layout._replace(bias_stride=0 if bias is None else bias.stride(0)),
-        device,
-        pdl=options.pdl,
-        constant_weights=options.constant_weights,
-        names=(*_CALLS[options.call].names, "out", *of_bias),
-        places=params.places((*(plan.TENSORS if len(operands) == 4 else ("a", "b", "out")), *of_bias)),
-    )
-
-
-def _problem(operands, out, options: _Options, bias=None) -> GemmProblem:
-    a, b = matrices(operands)
-    return GemmProblem(
-        *(a.shape[0], b.shape[0], a.shape[1]),
-        num_sms=options.num_sms,
-        tma_store=api.tma_can_store(out),
-        split_k=not options.batch_invariant,
-        kind=_kind(options, operands).name,
-        output=finishes.RESULT_NAMES[out.dtype],
-        accumulate=options.accumulate,
-        **finishes.for_problem(bias, options.activation),
-        layout=LAYOUT_NAMES[_majors(a, b)],
-    )
+    return GEMM.run((grad.t() if transposed else grad, x.t(), None, None), Options(**options))
 
 
 def _majors(a: torch.Tensor, b: torch.Tensor) -> Majors:
@@ -539,25 +628,7 @@ def _majors(a: torch.Tensor, b: torch.Tensor) -> Majors:
 
 
 def _lies_along_rows(x: torch.Tensor) -> bool:
-    return x.element_size() == 2 and api.along_k_problem("", x) is not None
-
-
-def _kind(options: _Options, operands) -> Kind:
-    """What a call makes of operands of dtypes that it takes."""
-    return _CALLS[options.call].kind_of(operands, _scaling, options.fast_accum)
-
-
-def _scaling(operands, known: list[str]) -> str:
-    """Which of several scalings that are known for its dtypes a product has, by the shapes of its scales. Where k has
-    one block and n as well, all mean the same."""
-    a, a_scale, b, b_scale = operands
-    of_a, of_b = _is_of_blocks(a, a_scale), _is_of_blocks(b, b_scale)
-    several = a.dim() == 2 and not 0 < a.shape[1] <= SCALE_BLOCK
-    if of_a and not of_b and _is_of_blocks(b, b_scale, SCALE_BLOCK) and (several or b.shape[0] > SCALE_BLOCK):
-        return "blocks"
-    if several and (of_a or of_b):
-        return "row_blocks" if "row_blocks" in known else "blocks"
-    return "rows"
+    return x.element_size() == 2 and checks.along_k_problem("", x) is not None
 
 
 def _is_of_blocks(x: torch.Tensor, scale: torch.Tensor, rows: int = 1) -> bool:
@@ -565,25 +636,6 @@ def _is_of_blocks(x: torch.Tensor, scale: torch.Tensor, rows: int = 1) -> bool:
     if x.dim() != 2 or scale.dim() != 2:
         return False
     return scale.shape[1] == ceil_div(x.shape[1], SCALE_BLOCK) and scale.shape[0] == ceil_div(x.shape[0], rows)
-
-
-def _layout(operands, out, kind: Kind) -> plan.Layout:
-    """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal one."""
-
-    def row_stride(x: torch.Tensor) -> int:
-        return x.stride(0) if x.shape[0] > 1 else round_up(x.shape[1], tensors.ALIGNMENT_BYTES // x.element_size())
-
-    as_stored = (x.t() if _lies_along_rows(x) else x for x in matrices(operands))
-    strides = [row_stride(x) for x in (*as_stored, out)]
-    if kind.scaling == "none":
-        return plan.Layout(*strides, (0, 0), (0, 0), False)
-    _, a_scale, _, b_scale = operands
-    if kind.row_scales:
-        return plan.Layout(*strides, (_step(a_scale), 0), (_step(b_scale), 0), False)
-    aligned = tensors.is_aligned(a_scale), tensors.is_aligned(b_scale)
-    return plan.Layout(
-        *strides, a_scale.stride(), b_scale.stride(), a_scale_aligned=aligned[0], b_scale_aligned=aligned[1]
-    )
 
 
 def _step(scale: torch.Tensor) -> int:
@@ -594,70 +646,29 @@ def _step(scale: torch.Tensor) -> int:
 # Checks.
 
 
-def _check_arguments(options: _Options, operands, out, bias) -> None:
-    """Check of each argument by itself what it is; `out` may be None."""
-    given = dict(zip(_CALLS[options.call].names, operands, strict=True)) | ({} if out is None else {"out": out})
-    tensors.require_tensors(**given)
-    finishes.check_bias_kind(bias)
-    _refuse_gradients(options, operands, out, bias)
-    _check_option_types(options)
-
-
-def _check_option_types(options: _Options) -> None:
-    finishes.check_out_dtype(options.out_dtype, finishes.RESULT_NAMES)
-    finishes.check_activation(options.activation)
-    api.check_config_type(options.config)
-    for name in ("num_sms", "batch_invariant", "pdl", "constant_weights", "accumulate", "fast_accum"):
-        api.check_option(name, getattr(options, name))
-
-
-def check_sum(call: str, operands, out: torch.Tensor, **options) -> None:
-    """Raise what `call`, a function of this module, would raise where it is to add a product to `out`."""
-    _checked_options(_Options(call, accumulate=True, **options), operands, out, None)
-
-
-def _checked_options(options: _Options, operands, out, bias) -> _Options:
-    """Check everything that can be wrong about a call; the options, with num_sms and pdl filled in."""
-    _check_arguments(options, operands, out, bias)
-    _check_formats(options, operands, out, bias)
-    a, b = matrices(operands)
-    a_name, b_name = matrices(_CALLS[options.call].names)
-    api.check_sizes(a, b)
-    for name, x in ((a_name, a), (b_name, b)):
-        _check_operand(name, x)
-    if len(operands) == 4:
-        for name, scale in ((a_name, operands[1]), (b_name, operands[3])):
-            problem = api.scale_problem(name, tuple(scale.shape), scale.stride())
-            if problem:
-                raise ValueError(problem)
-    api.check_out_strides(out)
-    api.check_constant_weights(options)
-    return api.with_defaults(options, a.device)
-
-
 def _check_operand(name: str, x: torch.Tensor) -> None:
     """Check that kernels can read a matrix [rows, k]: along k, or, of 16 bits, along its rows."""
     if x.element_size() != 2:
-        api.check_operand_strides(**{name: x})
+        checks.check_operand_strides(**{name: x})
     else:
         problem = _strides_problem(name, x)
         if problem:
             raise ValueError(problem)
-        api.check_alignment(name, x)
+        checks.check_alignment(name, x)
     size, what = (
         (x.shape[0], f"{name} has {x.shape[0]} rows") if _lies_along_rows(x) else (x.shape[1], f"k is {x.shape[1]}")
     )
-    if size * x.element_size() > api.MAX_SIZE:
-        raise ValueError(f"{what}; of {x.dtype} at most {api.MAX_SIZE // x.element_size()}: split the product")
+    if size * x.element_size() > checks.MAX_SIZE:
+        raise ValueError(f"{what}; of {x.dtype} at most {checks.MAX_SIZE // x.element_size()}: split the product")
 
 
 def _strides_problem(name: str, x: torch.Tensor) -> str | None:
     """Why no kernel can read a matrix of 16 bits, either way; but for its address."""
-    along_k = api.along_k_problem(name, x)
+    along_k = checks.along_k_problem(name, x)
     if along_k is None:
         return None
     rows, k = x.shape
-    along_rows = api.stride_problem(name, k, rows, x.stride(1), x.element_size(), "column")
+    along_rows = checks.stride_problem(name, k, rows, x.stride(1), x.element_size(), "column")
     adjacent = rows < 2 or x.stride(0) == 1
     if adjacent and along_rows is None:
         return None
@@ -676,57 +687,12 @@ def _is_readable(x: torch.Tensor) -> bool:
     return _strides_problem("", x) is None and tensors.is_aligned(x)
 
 
-def _check_formats(options: _Options, operands, out, bias) -> None:
-    """Check dtypes, devices and shapes; `out` may be None."""
-    call, (a, b) = _CALLS[options.call], matrices(operands)
-    a_name, b_name = matrices(call.names)
-    is_narrow = options.call in ("gemm", "int8_gemm")
-    check_dtypes(call, operands, dict.fromkeys(tensors.QUANTIZED_DTYPES, "scaled_gemm") if is_narrow else {})
-    kind, is_finished = _kind(options, operands), bias is not None or options.activation is not None
-    finishes.check_out_dtype(options.out_dtype, finishes.of_kind(kind))
-    finishes.check_out(out, options.out_dtype, finishes.of_kind(kind))
-    if is_finished and (_result_dtype(options, a) if out is None else out.dtype) == torch.int32:
-        raise ValueError(
-            "the result is torch.int32, and a bias or an activation is given, which are applied in FP32: pass "
-            "out_dtype=torch.float32"
-        )
-    if options.accumulate and is_finished:
-        raise ValueError("accumulate is True, and a bias or an activation is given: add the product alone")
-    api.check_device(a_name, a, options.call)
-    api.check_devices(a, **dict(zip(call.names[1:], operands[1:], strict=True)), out=out)
-    api.check_product_shapes(a, b, out, options.activation, (a_name, b_name))
-    finishes.check_finish(bias, options.activation, b)
-    if kind.scaling == "blocks":
-        api.check_scale_shapes(*operands)
-    elif kind.scaling == "row_blocks":
-        check_row_block_scales(call.names, operands)
-    elif kind.row_scales:
-        _check_row_scales(*operands)
-
-
-def check_dtypes(call: Call, operands, takers: Mapping[torch.dtype, str]) -> None:
-    """Check those of operands and scales; `takers` are as for `tensors.operand_remedy`."""
-    (a, b), (a_name, b_name) = matrices(operands), matrices(call.names)
-    if len(operands) == 4:
-        tensors.check_order(call.names, operands)
-    if a.dtype not in call.dtypes:
-        remedy = tensors.operand_remedy(a_name, a, call.dtypes, takers, call.remedy)
-        raise TypeError(f"{a_name} must be {finishes.one_of(call.dtypes)}; got {a.dtype}. To fix: {remedy}")
-    known = call.dtypes[a.dtype]
-    if b.dtype not in known:
-        wanted = " or ".join(map(str, known))
-        remedy = tensors.operand_remedy(b_name, b, known, takers, "make both of one dtype")
-        raise TypeError(f"{b_name} must be {wanted}, since {a_name} is {a.dtype}; got {b.dtype}. To fix: {remedy}")
-    if len(operands) == 4:
-        api.check_scale_dtypes(call.names, operands)
-
-
 def check_row_block_scales(names: tuple[str, ...], operands) -> None:
     for at in (0, 2):
         x, scale, name = operands[at], operands[at + 1], names[at + 1]
         wanted = (x.shape[0], ceil_div(x.shape[1], SCALE_BLOCK))
-        if not api.has_shape(scale, wanted):
-            remedy = api.scale_shape_remedy(name, scale, wanted, x)
+        if not checks.has_shape(scale, wanted):
+            remedy = checks.scale_shape_remedy(name, scale, wanted, x)
             raise ValueError(
                 f"{name} must have shape {wanted}, one for each 128 of a row of {names[at]}; got {tuple(scale.shape)}. "
                 f"{remedy or f'To fix: cast {names[at]} with scales of 1x128'}"
@@ -748,52 +714,12 @@ def _check_row_scales(a, a_scale, b, b_scale) -> None:
 # The ops, which tracers see.
 
 
-def _op(call: str) -> ops.Op:
-    names, is_sum = _CALLS[call].names, call == "fp8_wgrad"
-
-    def parts(inputs: tuple) -> tuple:
-        """The operands and the bias."""
-        return inputs[: len(names)], inputs[-1] if len(inputs) > len(names) else None
-
-    def options_of(options: dict) -> _Options:
-        return _Options(call, **{"accumulate": is_sum} | options)
-
-    def run(inputs: tuple, outs: tuple, options: dict) -> torch.Tensor:
-        operands, bias = parts(inputs)
-        return _multiply(operands, *outs, options_of(options), bias)
-
-    def check(inputs: tuple, outs: tuple, options: dict) -> None:
-        (operands, bias), (out,), options = parts(inputs), outs, options_of(options)
-        _check_option_types(options)
-        if out is None:
-            _refuse_sum_of_nothing(options)
-        _refuse_gradients(options, operands, out, bias)
-        _check_formats(options, operands, out, bias)
-
-    def allocate(inputs: tuple, options: dict) -> torch.Tensor:
-        (a, b), options = matrices(parts(inputs)[0]), options_of(options)
-        return a.new_empty(
-            a.shape[0], finishes.out_columns(b.shape[0], options.activation), dtype=_result_dtype(options, a)
-        )
-
-    return ops.Op(
-        call,
-        " ".join((*names, "out!", *([] if is_sum else ["bias?"]))),
-        _OP_OPTIONS[call],
-        *(run, check, allocate),
-        defaults={"accumulate": is_sum},
-        allocates=not is_sum,
-        flops=ops.product_flops(second=len(names) // 2),
-        **({} if _CALLS[call].to_train else {"backward": _backward, "setup_context": _setup_context}),
-    )
-
-
 def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
     a, b, bias = inputs
-    options = _Options("gemm", **keyword_only_inputs)
+    options = Options(**keyword_only_inputs)
     for name, needed in zip(("a", "b", "bias"), ctx.needs_input_grad, strict=False):
         if needed:
-            _refuse_gradient(name, options, has_out=False)
+            GEMM.refuse_gradient(name, (a, b, None, bias), options)
     _keep(ctx, ctx.needs_input_grad, a, b, bias, options)
 
 
@@ -814,16 +740,51 @@ def _fake_gradient(grad, x, transposed, **_) -> torch.Tensor:
     return grad.new_empty(grad.shape[1] if transposed else grad.shape[0], x.shape[1])
 
 
-_OF_PRODUCTS = "activation out_dtype num_sms batch_invariant pdl constant_weights accumulate"
+_SCALED = "a a_scale b b_scale out! bias?"
+_LINEAR = "call torch.nn.functional.linear"
+_OF_PRODUCTS = "activation out_dtype num_sms batch_invariant pdl constant_weights"
+_OTHERS = dict.fromkeys(tensors.QUANTIZED_DTYPES, "scaled_gemm")
+_ONE_DTYPE = "make both of one dtype"
 
-_OP_OPTIONS = {
-    "gemm": _OF_PRODUCTS,
-    "int8_gemm": _OF_PRODUCTS,
-    "scaled_gemm": f"{_OF_PRODUCTS} fast_accum",
-    "fp8_wgrad": "accumulate num_sms batch_invariant pdl",
-}
-
-_OPS = {call: _op(call) for call in _CALLS}
+FP8_GEMM = Dense(
+    *("fp8_gemm", _SCALED, _OF_PRODUCTS, FP8_KINDS),
+    out_dtype=torch.bfloat16,
+    remedies=("quantise with deep_tile.per_token_cast_to_fp8", "quantise with deep_tile.per_block_cast_to_fp8"),
+    takers=_OTHERS,
+    sources=checks.SOURCES,
+    to_train="call deep_tile.fp8_linear",
+)
+GEMM = Differentiable(
+    *("gemm", "a b out! bias?", f"{_OF_PRODUCTS} accumulate", kinds_of("bf16", "fp16", "int8_unscaled")),
+    out_dtype=None,
+    remedies=("a.to(torch.bfloat16)", _ONE_DTYPE),
+    takers=_OTHERS,
+    backward=_backward,
+    setup_context=_setup_context,
+)
+INT8_GEMM = Dense(
+    *("int8_gemm", _SCALED, f"{_OF_PRODUCTS} accumulate", kinds_of("int8")),
+    out_dtype=torch.bfloat16,
+    remedies=("quantise to torch.int8, with a scale for each 1x128 and 128x128", _ONE_DTYPE),
+    takers=_OTHERS,
+    to_train=_LINEAR,
+)
+SCALED_GEMM = Dense(
+    *("scaled_gemm", _SCALED, f"{_OF_PRODUCTS} accumulate fast_accum"),
+    kinds_of("fp8_rows", "fp8_rows_promoted", "fp8_1x128", "fp8", "int8_rows", "int8"),
+    out_dtype=torch.bfloat16,
+    remedies=("quantise to torch.float8_e4m3fn or torch.int8, with a scale for each row, or one", _ONE_DTYPE),
+    to_train=_LINEAR,
+)
+FP8_WGRAD = Dense(
+    *("fp8_wgrad", "dy dy_scale x x_scale out!", "accumulate num_sms batch_invariant pdl", kinds_of("fp8_1x128")),
+    out_dtype=torch.float32,
+    remedies=("quantise with deep_tile.transposed_cast_to_fp8", _ONE_DTYPE),
+    sources={"out": "pass what the gradient is added to, of [n, k]"},
+    to_train=_LINEAR,
+    defaults={"accumulate": True},
+    allocates=False,
+)
 
 ops.register(
     "gemm_gradient(Tensor grad, Tensor x, bool transposed, *, "

@@ -15,7 +15,7 @@ OPS = {
     "cast_both": "both",
     "cast_weight": "both",
     "combine": "experts",
-    "fp8_gemm": "api",
+    "fp8_gemm": "dense",
     "fp8_gemm_cast": "gemm_cast",
     "fp8_grouped_gemm": "grouped",
     "fp8_grouped_wgrad": "wgrad",

@@ -10,21 +10,16 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, api, finishes, launches, ops, params, plan, quantize, tensors
+from deep_tile import checks, dense, finishes, launches, params, plan, quantize, tensors
 from deep_tile.config import GemmConfig
 from deep_tile.kinds import QUANTIZED
+from deep_tile.operation import Given
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
 
-_launches: launches.Table = {}
-"""By the `_Options` of a call, or the plain tuple equal to it; of calls that take one launch."""
 
-_in_turn: launches.Table = {}
-"""The same of calls that are known to take two, which are no launches of this module's."""
-
-
-class _Options(NamedTuple):
-    """The keywords of a call but for the scale's layout; described at `fp8_gemm_cast`."""
+class Options(NamedTuple):
+    """The keywords of a call; described at `fp8_gemm_cast`."""
 
     config: GemmConfig | None = None
     num_sms: int | None = None
@@ -35,16 +30,17 @@ class _Options(NamedTuple):
     amax_floor: float = quantize.SMALLEST_AMAX_FLOOR
     round_scale: str = "none"
     exact: str = "divide"
+    scale_layout: str = quantize.DEFAULT_SCALE_LAYOUT
 
     @property
-    def product(self) -> api.Options:
+    def product(self) -> dense.Options:
         """Those of the product by itself."""
-        return api.Options(None, *self[:6])
+        return dense.Options(None, *self[:6])
 
     @property
     def cast(self) -> quantize.Options:
         """Those of the cast by itself."""
-        return quantize.Options(quantize.TOKEN_BLOCK[0], *self[6:])
+        return quantize.Options(quantize.TOKEN_BLOCK[0], *self[6:9])
 
 
 def fp8_gemm_cast(
@@ -96,171 +92,115 @@ def fp8_gemm_cast(
     fusion.
     """
     options = (config, num_sms, batch_invariant, pdl, constant_weights, activation, amax_floor, round_scale, exact)
-    if is_traced():
-        ops.refuse_config(config)
-        quantize.check_layout(scale_layout)
-        keywords = dict(zip(_Options._fields[1:], options[1:], strict=True)) | {"scale_layout": scale_layout}
-        return _OP((a, a_scale, b, b_scale, bias), (out, scale_out), keywords)
-    return _multiply(a, a_scale, b, b_scale, out, scale_out, scale_layout, options, bias)
+    call = FP8_GEMM_CAST.trace if is_traced() else FP8_GEMM_CAST.run
+    return call((a, a_scale, b, b_scale, out, scale_out, bias), (*options, scale_layout))
 
 
-def _multiply(a, a_scale, b, b_scale, out, scale_out, scale_layout, options: tuple, bias):
-    """`fp8_gemm_cast` outside of tracing; `options` are equal to `_Options`."""
-    operands = (a, a_scale, b, b_scale)
-    try:
-        quantize.check_layout(scale_layout)
-        if torch.is_grad_enabled():
-            _refuse_gradients(*operands, out, scale_out, bias)
-        shape = (a.shape[0], finishes.out_columns(b.shape[0], options[5]))
-        q = quantize.empty_out(a, shape) if out is None else out
-        scale = quantize.empty_scale(a, shape, scale_layout) if scale_out is None else scale_out
-        given = (*operands, q, scale) if bias is None else (*operands, q, scale, bias)
-        if not _launcher.launch_known(_launches, options, *given):
-            _call_unknown(given, _Options(*options), bias)
-    except launches.NotLoaded as error:
-        raise error.of("fp8_gemm_cast") from None
-    except Exception:
-        reason = api.error_of(_check, operands, out, scale_out, scale_layout, _Options(*options), bias)
-        if reason is None:
-            raise
-        raise reason from None
-    return q, scale
+class ProductCast(dense.Dense):
+    Options = Options
+
+    def __init__(self, *described, **others) -> None:
+        super().__init__(*described, **others)
+        self.in_turn: launches.Table = {}  # of calls that are known to take two launches, no tables of which are here
+
+    def product(self, given: Given) -> Given:
+        """The tensors of `fp8_gemm` in BF16."""
+        return *given[:4], None, given[6]
+
+    def shape(self, given: Given, options: Options) -> tuple[int, int]:
+        return given[0].shape[0], finishes.out_columns(given[2].shape[0], options.activation)
+
+    def allocated(self, given: Given, options: Options) -> Given:
+        quantize.check_layout(options.scale_layout)
+        *operands, out, scale_out, bias = given
+        shape = self.shape(given, options)
+        out = quantize.empty_out(given[0], shape) if out is None else out
+        scale = quantize.empty_scale(given[0], shape, options.scale_layout) if scale_out is None else scale_out
+        return *operands, out, scale, bias
+
+    def fake(self, given: Given, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = self.shape(given, options)
+        return quantize.fake_out(given[0], shape), quantize.fake_scale(given[0], shape, options.scale_layout)
+
+    def check(self, given: Given, options: Options) -> None:
+        dense.FP8_GEMM.check(self.product(given), options.product)
+        quantize.check_targets(given[0], given[4:6], self.shape(given, options))
+
+    def check_memory(self, given: Given, options: Options) -> Options:
+        checked = dense.FP8_GEMM.check_memory(self.product(given), options.product)
+        quantize.check_target_memory(*given[4:6])
+        return options._replace(num_sms=checked.num_sms, pdl=checked.pdl)
+
+    def _run_unknown(self, given: Given, options: tuple) -> None:
+        """Also by two launches."""
+        signature, named = launches.signature(*given), Options(*options)
+        # Whether types are right, and not only equal to right ones, the product says before it launches; the cast does
+        # after.
+        if type(named.amax_floor) is bool or launches.find(self.in_turn, options, signature) is None:
+            self.check_arguments(given, named)
+            given = self.readable(given)
+            signature = launches.signature(*given)
+            launch = launches.find(self.launches, options, signature)
+            if launch is None:
+                launch = self.prepare(given, self.checked(given, named))
+                table = self.in_turn if launch is None else self.launches
+                launches.remember(table, options, signature, () if launch is None else launch)
+            if launch is not None:
+                launches.launch(launch, *given)
+                return
+        self.run_in_turn(given, named)
+
+    def run_in_turn(self, given: Given, options: Options) -> None:
+        """By the calls of the product and of the cast."""
+        with torch.no_grad():
+            *operands, out, scale, bias = given
+            bias = None if bias is None else bias.detach()
+            asked = options.product._replace(config=None)
+            product = dense.FP8_GEMM.run((*operands, None, bias), asked)
+            numbers = {name: getattr(options, name) for name in ("amax_floor", "round_scale", "exact")}
+            quantize.per_token_cast_to_fp8(product, **numbers, out=out, scale_out=scale)
+
+    def prepare(self, given: Given, options: Options) -> launches.Prepared | None:
+        """The one launch of a call that has been checked; None where two are faster, or none is needed."""
+        a, _, b, _, out, scale, bias = given
+        if not self.needs_kernel(given):
+            return None
+        device, product = a.get_device(), (*given[:5], bias)
+        problem = GemmProblem(
+            *(a.shape[0], b.shape[0], a.shape[1], options.num_sms, checks.tma_can_store(out)),
+            split_k=not options.batch_invariant,
+            output=QUANTIZED,
+            **finishes.for_problem(bias, options.activation),
+        )
+        layout = dense.FP8_GEMM.layout(product, problem.product)
+        problem = problem.with_strides(layout.a_stride, layout.b_stride)
+        config = checks.kernel_for(problem, options.config, device, self.name, choose=plan.cast_config_for)
+        if config is None:
+            return None
+        of_scale = plan.ResultScale(
+            *scale.stride(), options.round_scale == "pow2", options.cast.floor, int(options.exact == "divide")
+        )
+        of_bias = () if bias is None else ("bias",)
+        return plan.prepare_launch(
+            problem,
+            config,
+            layout._replace(out_scale=of_scale),
+            device,
+            pdl=options.pdl,
+            constant_weights=options.constant_weights,
+            names=(*plan.TENSORS, "scale_out", *of_bias),
+            places=params.places((*plan.TENSORS, "out_scale", *of_bias)),
+        )
 
 
-def _refuse_gradients(a, a_scale, b, b_scale, out, scale_out, bias) -> None:
-    """Raise where torch would record a product of these tensors, which has no gradient."""
-    given = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "out": out, "scale_out": scale_out, "bias": bias}
-    for name, x in given.items():
-        if isinstance(x, torch.Tensor) and x.requires_grad:
-            raise RuntimeError(
-                f"{name} requires a gradient, and fp8_gemm_cast has none. To train, call deep_tile.fp8_linear; "
-                f"otherwise call within torch.no_grad(), or pass {name}.detach()"
-            )
-
-
-def _call_unknown(given: tuple, options: _Options, bias) -> None:
-    """Multiply where C has met no such options and signature, or cannot read the tensors, or in two launches."""
-    signature = launches.signature(*given)
-    # Whether types are right, and not only equal to right ones, the product says before it launches; the cast, after.
-    if type(options.amax_floor) is not bool and launches.find(_in_turn, options, signature) is not None:
-        _multiply_in_turn(given, options, bias)
-        return
-    operands, out, scale = given[:4], given[4], given[5]
-    checked = _check(operands, out, scale, None, options, bias)
-    given = (*tensors.with_float32_scales(operands), *given[4:])
-    signature = launches.signature(*given)
-    launch = launches.find(_launches, options, signature)
-    if launch is None:
-        launch = _prepare(given, checked, options, bias)
-        remembered = _in_turn if launch is None else _launches
-        launches.remember(remembered, options, signature, () if launch is None else launch)
-    if launch is None:
-        _multiply_in_turn(given, options, bias)
-    else:
-        launches.launch(launch, *given)
-
-
-def _multiply_in_turn(given: tuple, options: _Options, bias) -> None:
-    """By the calls of the product and of the cast."""
-    with torch.no_grad():
-        keywords = dict(zip(_PRODUCT_KEYWORDS, options[1:6], strict=True))
-        bias = None if bias is None else bias.detach()
-        product = api.fp8_gemm(*given[:4], bias=bias, **keywords)
-        keywords = dict(zip(_CAST_KEYWORDS, options[6:], strict=True))
-        quantize.per_token_cast_to_fp8(product, **keywords, out=given[4], scale_out=given[5])
-
-
-_PRODUCT_KEYWORDS = ("num_sms", "batch_invariant", "pdl", "constant_weights", "activation")
-_CAST_KEYWORDS = ("amax_floor", "round_scale", "exact")
-
-
-def _prepare(given: tuple, checked: api.Options, options: _Options, bias) -> _launcher.Launch | None:
-    """The one launch of a call that has been checked; None where two are faster, or none is needed."""
-    a, a_scale, b, b_scale, out, scale = given[:6]
-    if not a.is_cuda or min(*a.shape, *b.shape) == 0:
-        return None
-    device = a.get_device()
-    problem = GemmProblem(
-        *(a.shape[0], b.shape[0], a.shape[1], checked.num_sms, api.tma_can_store(out)),
-        split_k=not options.batch_invariant,
-        output=QUANTIZED,
-        **finishes.for_problem(bias, options.activation),
-    )
-    layout = api.layout_of(a, a_scale, b, b_scale, out)
-    problem = problem.with_strides(layout.a_stride, layout.b_stride)
-    config = api.kernel_for(problem, options.config, device, "fp8_gemm_cast", choose=plan.cast_config_for)
-    if config is None:
-        return None
-    of_scale = plan.ResultScale(
-        *scale.stride(), options.round_scale == "pow2", options.cast.floor, int(options.exact == "divide")
-    )
-    of_bias = () if bias is None else ("bias",)
-    return plan.prepare_launch(
-        problem,
-        config,
-        layout._replace(out_scale=of_scale, bias_stride=0 if bias is None else bias.stride(0)),
-        device,
-        pdl=checked.pdl,
-        constant_weights=options.constant_weights,
-        names=(*plan.TENSORS, "scale_out", *of_bias),
-        places=params.places((*plan.TENSORS, "out_scale", *of_bias)),
-    )
-
-
-def _check(operands, out, scale_out, scale_layout: str | None, options: _Options, bias) -> api.Options:
-    """Check everything that can be wrong about a call, of which `out` and `scale_out` may be None; the product's
-    options, with num_sms and pdl filled in."""
-    if scale_layout is not None:
-        quantize.check_layout(scale_layout)
-    if torch.is_grad_enabled():
-        _refuse_gradients(*operands, out, scale_out, bias)
-    checked = api.checked_options(options.product, *operands, None, bias)
-    quantize.check_options(options.cast)
-    a, b = operands[::2]
-    shape = (a.shape[0], finishes.out_columns(b.shape[0], options.activation))
-    if out is not None:
-        quantize.check_target("out", out, quantize.FP8_DTYPE, shape, a.device)
-        quantize.check_rows(out, out)
-    if scale_out is not None:
-        of_scale = quantize.scale_shape(shape, quantize.TOKEN_BLOCK)
-        quantize.check_target("scale_out", scale_out, torch.float32, of_scale, a.device)
-    return checked
-
-
-# The op, which tracers see.
-
-
-def _run_op(inputs: tuple, outs: tuple, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    *operands, bias = inputs
-    scale_layout = quantize.layout_of_op(outs, options)
-    return _multiply(*operands, *outs, scale_layout, _Options(**options), bias)
-
-
-def _check_op(inputs: tuple, outs: tuple, options: dict) -> None:
-    quantize.check_layout(quantize.layout_of_op(outs, options))
-    (*operands, bias), options = inputs, _Options(**options)
-    api.check_formats(options.product, *operands, None, bias)
-    quantize.check_options(options.cast)
-    if outs[0] is not None:
-        shape = _result_shape(inputs, options.activation)
-        quantize.check_fake_targets(inputs[0], *outs, shape, quantize.scale_shape(shape, quantize.TOKEN_BLOCK))
-
-
-def _allocate_op(inputs: tuple, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = _result_shape(inputs, options.get("activation"))
-    layout = options.get("scale_layout", quantize.DEFAULT_SCALE_LAYOUT)
-    return quantize.fake_out(inputs[0], shape), quantize.fake_scale(inputs[0], shape, layout)
-
-
-def _result_shape(inputs: tuple, activation: str | None) -> tuple[int, int]:
-    return inputs[0].shape[0], finishes.out_columns(inputs[2].shape[0], activation)
-
-
-_OP = ops.Op(
+FP8_GEMM_CAST = ProductCast(
     "fp8_gemm_cast",
     "a a_scale b b_scale out! scale_out! bias?",
     "activation num_sms batch_invariant pdl constant_weights amax_floor round_scale exact",
-    *(_run_op, _check_op, _allocate_op),
+    dense.FP8_KINDS,
+    out_dtype=None,
+    remedies=dense.FP8_GEMM.remedies,
+    sources=checks.SOURCES,
+    to_train="call deep_tile.fp8_linear",
     own="scale_layout",
-    flops=ops.product_flops(second=2),
 )

@@ -1,37 +1,32 @@
-"""Grouped products: each group of rows by a matrix of its own, as the experts of a model are.
+"""Grouped products: each group of rows by a matrix of its own, as the experts of a model are; and gradients of many
+weights, products along K of each group's tokens.
 
 Called by users and by what brings deep_tile into engines. One launch multiplies all groups: which rows belong to which
-is read on the device, so that nothing waits for the host and a CUDA graph holds for every distribution. The warm path
-is api.py's: one call into C.
-Invariant: rows that belong to no group are not written, whatever the bounds say.
+is read on the device, so that nothing waits for the host and a CUDA graph holds for every distribution.
+Invariant: rows that belong to no group are not written, and nothing outside of the tensors is read or written, whatever
+the bounds say.
 """
 
 import math
-from functools import partial
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, api, dense, finishes, launches, ops, plan, tensors
-from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_alignment, round_up
-from deep_tile.kinds import LAYOUT_NAMES, Kind, Majors
+from deep_tile import checks, finishes, launches, ops, plan, tensors
+from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
+from deep_tile.dense import FP8_KINDS, Product, definition_of, kinds_of
+from deep_tile.kinds import LAYOUT_NAMES, Majors
+from deep_tile.operation import Given
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
-from deep_tile.reference import fp8_gemm_reference, grouped_reference
+from deep_tile.reference import grouped_reference
 
-_MAX_TILES = 2**31 - 1
-
-_is_on_gpu = attrgetter("is_cuda")
-
-_launches: launches.Table = {}
-"""By the `_Options` of a call, or the plain tuple equal to it."""
+MAX_TILES = 2**31 - 1
 
 
-class _Options(NamedTuple):
-    """Which of `_CALLS` it is, and its keywords, described at `grouped_gemm`. `layout` is one of `kinds.GROUPINGS`."""
+class Options(NamedTuple):
+    """Keywords of a call, described at `fp8_grouped_gemm`. `layout` is one of `kinds.GROUPINGS`."""
 
-    call: str
     layout: str
     alignment: int = 1
     expected_rows: int | None = None
@@ -43,31 +38,162 @@ class _Options(NamedTuple):
     fast_accum: bool = True
 
 
-_SCALED = ("a", "a_scale", "b", "b_scale")
+class Grouped(Product):
+    """A product of each group of rows of `a` by its `b`. Bounds are offs, or counts where `a` has three dimensions."""
 
-_GROUPED_MM = "torch.nn.functional.grouped_mm"
+    Options = Options
 
-_FP8 = {key: kind for key, kind in dense.kinds_of("fp8").items() if kind.name == "fp8"}
+    def given_and_options(self, operands: Given, offs, counts, out, *options) -> tuple[Given, tuple]:
+        a = operands[0]
+        if not isinstance(a, torch.Tensor):
+            raise tensors.no_tensor("a", a, self.sources.get("a", "pass a tensor on the GPU"))
+        if a.dim() == 3:
+            if offs is not None:
+                raise ValueError("offs is given, and a has three dimensions; pass counts, or neither, or a of [s, k]")
+            return (*operands, counts, out), ("counts", *options)
+        if offs is None or counts is not None:
+            raise ValueError(f"a is {list(a.shape)}; with rows [s, k] pass offs and no counts, or pass a of [g, m, k]")
+        return (*operands, offs, out), ("offs", *options)
 
-_CALLS = {
-    "fp8_grouped_gemm": dense.Call(
-        _FP8, _SCALED, torch.bfloat16, "quantise with deep_tile.per_token_cast_to_fp8", _GROUPED_MM
-    ),
-    "grouped_gemm": dense.Call(
-        dense.kinds_of("bf16", "fp16", "int8_unscaled"),
-        ("a", "b"),
-        None,
-        "a.to(torch.bfloat16)",
-        _GROUPED_MM,
-    ),
-    "scaled_grouped_gemm": dense.Call(
-        dense.kinds_of("fp8_rows", "fp8_rows_promoted", "fp8", "int8_rows", "int8"),
-        _SCALED,
-        torch.bfloat16,
-        "quantise to torch.float8_e4m3fn or torch.int8, with a scale for each row, or one",
-        _GROUPED_MM,
-    ),
-}
+    def options_of(self, given: Given, keywords: dict) -> Options:
+        return Options("counts" if given[0].dim() == 3 else "offs", **keywords)
+
+    def names_in(self, options: Options) -> tuple[str, ...]:
+        return *self.names[: self.count], "counts" if options.layout == "counts" else "offs", "out"
+
+    def result(self, given: Given, options: Options) -> tuple[tuple[int, ...], torch.dtype]:
+        a, b = self.matrices(given)
+        return (*a.shape[:-1], b.shape[1]), self.dtype_of_out(options, a)
+
+    def scaling(self, operands: Given, known: list[str]) -> str:
+        """Scales of blocks need more than one of them in k or n, where they could be of rows as well."""
+        a, a_scale, b, b_scale = operands
+        _, n, k = b.shape
+        if a_scale.dim() != a.dim() or b_scale.dim() != 3 or max(n, k) <= SCALE_BLOCK:
+            return "rows"
+        k_blocks = ceil_div(k, SCALE_BLOCK)
+        of_b = b_scale.shape[1] == ceil_div(n, SCALE_BLOCK) and b_scale.shape[2] == k_blocks
+        return "blocks" if a_scale.shape[-1] == k_blocks and of_b else "rows"
+
+    def check_options(self, options: Options) -> None:
+        super().check_options(options)
+        if options.layout == "counts" and options.alignment != 1:
+            raise ValueError(
+                f"alignment is {options.alignment}; groups of [g, m, k] begin at their own rows: leave it out"
+            )
+
+    def check(self, given: Given, options: Options) -> None:
+        (a, b), (bounds, out) = self.matrices(given), given[self.count :]
+        self.check_dtypes(given)
+        checks.check_device("a", a, self.name)
+        if a.dim() not in (2, 3) or b.dim() != 3 or not ops.holds(a.shape[-1] == b.shape[2]):
+            raise ValueError(
+                f"a must be [s, k] or [g, m, k] and b [g, n, k]; got {list(a.shape)} and {list(b.shape)}. b holds one "
+                "row per output column"
+            )
+        (groups, n, k), rows = b.shape, a.shape[:-1]
+        if not ops.holds(k > 0) or not ops.holds(groups > 0):
+            raise ValueError(f"b is {list(b.shape)}; groups and k must be positive")
+        kind, name_of_bounds = self.kind(given, options), self.names_in(options)[self.count]
+        finishes.check_out_dtype(options.out_dtype, finishes.of_kind(kind))
+        finishes.check_out(out, options.out_dtype, finishes.of_kind(kind))
+        wanted = {name_of_bounds: (bounds, (groups,)), "out": (out, (*rows, n))}
+        if kind.block_scales:
+            k_blocks = ceil_div(k, SCALE_BLOCK)
+            wanted["a_scale"] = (given[1], (*rows, k_blocks))
+            wanted["b_scale"] = (given[3], (groups, ceil_div(n, SCALE_BLOCK), k_blocks))
+        if a.dim() == 3:
+            wanted["a"] = (a, (groups, *a.shape[1:]))
+        for name, (x, shape) in wanted.items():
+            if x is not None:
+                _check_shape(name, x, shape, a, b)
+        if kind.row_scales:
+            _check_row_scales(*given[:4])
+        checks.check_devices(a, **dict(zip(self.names[1 : self.count], given[1 : self.count], strict=True)))
+        if bounds is not None and bounds.dtype != torch.int32:
+            raise TypeError(f"{name_of_bounds} must be torch.int32; got {bounds.dtype}. Convert it with .int()")
+
+    def check_memory(self, given: Given, options: Options) -> Options:
+        (a, b), (bounds, out) = self.matrices(given), given[self.count :]
+        _check_operand("a", a)
+        _check_operand("b", b)
+        kind = self.kind(given, options)
+        if _lies_along_n(b) and b.shape[0] > 1 and b.shape[2] % kind.k_block:
+            raise ValueError(
+                f"b lies along n, with k = {b.shape[2]}; of several groups k must then be a multiple of "
+                f"{kind.k_block}, or a K block would hold what is another group's. Make it K-major: b.contiguous()"
+            )
+        if kind.scaling != "none":
+            for name, x, scale in (("a", *given[:2]), ("b", *given[2:4])):
+                each = _scale_of_rows(x, scale) if kind.row_scales else scale
+                checks.refuse(checks.scale_problem(name, tuple(each.shape), each.stride()))
+        check_bounds_memory("offs or counts", bounds)
+        if out is not None:
+            check_out(out)
+        groups, rows, n = b.shape[0], a.shape[-2], b.shape[1]
+        if groups * (rows // 64 + 1) * ceil_div(n, 16) > MAX_TILES:
+            raise ValueError(
+                f"{groups} groups of rows in {list(a.shape)} by {n} columns are too many tiles: split the product"
+            )
+        return checks.with_defaults(options, a.device)
+
+    def needs_kernel(self, given: Given) -> bool:
+        return self.is_on_gpu(given[-1]) and given[-1].numel() > 0
+
+    def define(self, given: Given, options: Options) -> None:
+        *operands, bounds, out = given
+        if out.is_meta or out.numel() == 0:
+            return
+        kind = self.kind(given, options)
+        if kind.row_scales:
+            operands = tuple(_scale_of_rows(operands[i - 1], x) if i % 2 else x for i, x in enumerate(operands))
+        grouped_reference(definition_of(kind), tuple(operands), out, bounds, options.alignment)
+
+    def prepare(self, given: Given, options: Options) -> launches.Prepared:
+        device, problem = given[-1].get_device(), self.problem(given, options)
+        layout = self.layout(problem, given, options.alignment)
+        problem = problem.with_strides(layout.a_stride, layout.b_stride)
+        config = checks.kernel_for(problem, options.config, device, self.name)
+        names = tuple(name for name, x in zip(self.names, given, strict=True) if x is not None)
+        return plan.prepare_launch(
+            problem, config, layout, device, pdl=options.pdl, constant_weights=False, names=names
+        )
+
+    def problem(self, given: Given, options: Options) -> GemmProblem:
+        (a, b), out = self.matrices(given), given[-1]
+        (rows, k), (groups, n, _) = a.shape[-2:], b.shape
+        expected = options.expected_rows
+        if expected is None:
+            expected = ceil_div(rows, groups) if options.layout == "offs" else rows
+        return GemmProblem(
+            *(rows, n, k, options.num_sms, tma_can_store(out)),
+            kind=self.kind(given, options).name,
+            output=finishes.RESULT_NAMES[out.dtype],
+            groups=Groups(options.layout, groups, expected),
+            layout=LAYOUT_NAMES[Majors("k", "n" if _lies_along_n(b) else "k")],
+        )
+
+    def layout(self, problem: GemmProblem, given: Given, alignment: int) -> plan.Layout:
+        """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal
+        one."""
+        a, b = self.matrices(given)
+        along_n = _lies_along_n(b)
+        (a_stride, a_rows), (b_stride, b_rows), (out_stride, out_rows) = (
+            row_strides(x, round_up(x.shape[-1], tensors.ALIGNMENT_BYTES // x.element_size()))
+            for x in (a, b.transpose(1, 2) if along_n else b, given[-1])
+        )
+        a_scale_strides = b_scale_strides = (0, 0, 0)
+        if problem.product.row_scales:
+            a_scale_strides, b_scale_strides = (
+                (*_scale_of_rows(x, scale).stride(), 0) for x, scale in (given[:2], given[2:4])
+            )
+        elif problem.product.block_scales:
+            a_scale_strides, b_scale_strides = (scale.stride() for scale in given[1:4:2])
+        a_scale_group = a_scale_strides[0] if a.dim() == 3 else 0
+        groups = plan.GroupLayout(alignment, a_rows, out_rows, b_rows, a_scale_group, b_scale_strides[0])
+        scale_strides = a_scale_strides[-2:], b_scale_strides[-2:]
+        aligned = problem.product.block_scales and tensors.is_aligned(given[1])
+        return plan.Layout(a_stride, b_stride, out_stride, *scale_strides, aligned, groups)
 
 
 def fp8_grouped_gemm(
@@ -123,14 +249,12 @@ def fp8_grouped_gemm(
 
     The method is that of `fp8_gemm`; offsets are those of `torch.nn.functional.scaled_grouped_mm`.
     """
-    layout, bounds = _bounds(a, offs, counts)
-    options = (
-        *("fp8_grouped_gemm", layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl),
-        True,
+    given, options = FP8_GROUPED_GEMM.given_and_options(
+        *((a, a_scale, b, b_scale), offs, counts, out, alignment, expected_rows, out_dtype),
+        *(config, num_sms, batch_invariant, pdl, True),
     )
-    if is_traced():
-        return _OPS[options[0]]((a, a_scale, b, b_scale, bounds), (out,), _Options(*options))
-    return _multiply((a, a_scale, b, b_scale), bounds, out, options)
+    call = FP8_GROUPED_GEMM.trace if is_traced() else FP8_GROUPED_GEMM.run
+    return call(given, options)
 
 
 def grouped_gemm(
@@ -168,14 +292,12 @@ def grouped_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    layout, bounds = _bounds(a, offs, counts)
-    options = (
-        *("grouped_gemm", layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl),
-        True,
+    given, options = GROUPED_GEMM.given_and_options(
+        *((a, b), offs, counts, out, alignment, expected_rows, out_dtype),
+        *(config, num_sms, batch_invariant, pdl, True),
     )
-    if is_traced():
-        return _OPS[options[0]]((a, b, bounds), (out,), _Options(*options))
-    return _multiply((a, b), bounds, out, options)
+    call = GROUPED_GEMM.trace if is_traced() else GROUPED_GEMM.run
+    return call(given, options)
 
 
 def scaled_grouped_gemm(
@@ -221,137 +343,12 @@ def scaled_grouped_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    layout, bounds = _bounds(a, offs, counts)
-    options = (
-        *("scaled_grouped_gemm", layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl),
-        fast_accum,
+    given, options = SCALED_GROUPED_GEMM.given_and_options(
+        *((a, a_scale, b, b_scale), offs, counts, out, alignment, expected_rows, out_dtype),
+        *(config, num_sms, batch_invariant, pdl, fast_accum),
     )
-    if is_traced():
-        return _OPS[options[0]]((a, a_scale, b, b_scale, bounds), (out,), _Options(*options))
-    return _multiply((a, a_scale, b, b_scale), bounds, out, options)
-
-
-def _bounds(a, offs, counts) -> tuple[str, torch.Tensor | None]:
-    """The layout that `a` has, and the bounds that go with it."""
-    if not isinstance(a, torch.Tensor):
-        tensors.require_tensors(a=a)
-    if a.dim() == 3:
-        if offs is not None:
-            raise ValueError("offs is given, and a has three dimensions; pass counts, or neither, or a of [s, k]")
-        return "counts", counts
-    if offs is None or counts is not None:
-        raise ValueError(f"a is {list(a.shape)}; with rows [s, k] pass offs and no counts, or pass a of [g, m, k]")
-    return "offs", offs
-
-
-def _multiply(operands, bounds, out, options: tuple) -> torch.Tensor:
-    """Outside of tracing; `options` are equal to an `_Options`."""
-    try:
-        if torch.is_grad_enabled():
-            _refuse_gradients(options[0], operands, out)
-        if out is None:
-            out = _empty_out(operands, _Options(*options))
-        if not _launcher.launch_known(_launches, options, *operands, *_given(bounds), out):
-            _call_unknown(operands, bounds, out, _Options(*options))
-    except Exception:
-        check = check_tensors if out is None else _checked_options
-        reason = api.error_of(check, _Options(*options), operands, bounds, out)
-        if reason is None:
-            raise
-        raise reason from None
-    return out
-
-
-def _given(bounds: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    return () if bounds is None else (bounds,)
-
-
-def _empty_out(operands, options: _Options) -> torch.Tensor:
-    a, b = dense.matrices(operands)
-    dtype = dense.result_dtype(_CALLS[options.call], options.out_dtype, a)
-    return a.new_empty(*a.shape[:-1], b.shape[1], dtype=dtype)
-
-
-def _refuse_gradients(call: str, operands, out) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for name, x in zip((*_CALLS[call].names, "out"), (*operands, out), strict=True):
-        if x is not None and x.requires_grad:
-            raise RuntimeError(
-                f"{name} requires a gradient, and {call} has none. To train, call {_CALLS[call].to_train}; otherwise "
-                f"call within torch.no_grad(), or pass {name}.detach()"
-            )
-
-
-def _call_unknown(operands, bounds, out, options: _Options) -> None:
-    """Multiply where C has met no such options and signature, or cannot read the tensors."""
-    check_tensors(options, operands, bounds, out)
-    _check_option_values(options)
-    operands = tensors.with_float32_scales(operands)
-    given = (*operands, *_given(bounds), out)
-    launches.enqueue(_launches, options, given, partial(_first_launch, operands, bounds, out, options))
-
-
-def _first_launch(operands, bounds, out, options: _Options) -> _launcher.Launch | None:
-    """That of a signature not met before, checked; None when the result is in `out`."""
-    checked = _checked_options(options, operands, bounds, out)
-    if out.numel() == 0:
-        return None
-    if _is_on_gpu(out):
-        return _prepare_launch(operands, bounds, out, checked)
-    _compute_without_kernel(operands, bounds, out, options)
-    return None
-
-
-@torch.inference_mode()
-def _compute_without_kernel(operands, bounds, out, options: _Options) -> None:
-    if out.is_meta:
-        return
-    kind = _kind(options, operands)
-    if kind.row_scales:
-        operands = tuple(_scale_of_rows(operands[i - 1], x) if i % 2 else x for i, x in enumerate(operands))
-    reference = fp8_gemm_reference if kind.name == "fp8" else dense.REFERENCES[kind.scaling]
-    grouped_reference(reference, operands, out, bounds, options.alignment)
-
-
-def _prepare_launch(operands, bounds, out, options: _Options) -> _launcher.Launch:
-    device, problem = out.get_device(), _problem(operands, out, options)
-    layout = _layout(problem, operands, out, options.alignment)
-    problem = problem.with_strides(layout.a_stride, layout.b_stride)
-    config = api.kernel_for(problem, options.config, device, options.call, check=_checked_config)
-    names = (*_CALLS[options.call].names, *(["bounds"] if bounds is not None else []), "out")
-    return plan.prepare_launch(problem, config, layout, device, pdl=options.pdl, constant_weights=False, names=names)
-
-
-def _problem(operands, out, options: _Options) -> GemmProblem:
-    a, b = dense.matrices(operands)
-    (rows, k), (groups, n, _) = a.shape[-2:], b.shape
-    expected = options.expected_rows
-    if expected is None:
-        expected = ceil_div(rows, groups) if options.layout == "offs" else rows
-    return GemmProblem(
-        *(rows, n, k, options.num_sms, tma_can_store(out)),
-        kind=_kind(options, operands).name,
-        output=finishes.RESULT_NAMES[out.dtype],
-        groups=Groups(options.layout, groups, expected),
-        layout=LAYOUT_NAMES[Majors("k", "n" if _lies_along_n(b) else "k")],
-    )
-
-
-def _kind(options: _Options, operands) -> Kind:
-    """What a call makes of operands of dtypes that it takes."""
-    return _CALLS[options.call].kind_of(operands, _scaling, options.fast_accum)
-
-
-def _scaling(operands, _: list[str]) -> str:
-    """Whether scales are of blocks, 1x128 and 128x128, or of rows; of one block of k and of n both mean the same."""
-    a, a_scale, b, b_scale = operands
-    _, n, k = b.shape
-    if a_scale.dim() != a.dim() or b_scale.dim() != 3 or max(n, k) <= SCALE_BLOCK:
-        return "rows"
-    k_blocks = ceil_div(k, SCALE_BLOCK)
-    of_b = b_scale.shape[1] == ceil_div(n, SCALE_BLOCK) and b_scale.shape[2] == k_blocks
-    return "blocks" if a_scale.shape[-1] == k_blocks and of_b else "rows"
+    call = SCALED_GROUPED_GEMM.trace if is_traced() else SCALED_GROUPED_GEMM.run
+    return call(given, options)
 
 
 def _scale_of_rows(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
@@ -372,30 +369,10 @@ def _scale_of_rows(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
 
 
 def _lies_along_n(b: torch.Tensor) -> bool:
-    """Whether kernels read [g, n, k] along n."""
-    return b.element_size() == 2 and b.shape[2] > 1 and b.stride(2) != 1
-
-
-def _layout(problem: GemmProblem, operands, out, alignment: int) -> plan.Layout:
-    """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal one."""
-    a, b = dense.matrices(operands)
-    along_n = _lies_along_n(b)
-    (a_stride, a_rows), (b_stride, b_rows), (out_stride, out_rows) = (
-        row_strides(x, round_up(x.shape[-1], tensors.ALIGNMENT_BYTES // x.element_size()))
-        for x in (a, b.transpose(1, 2) if along_n else b, out)
-    )
-    a_scale_strides = b_scale_strides = (0, 0, 0)
-    if problem.product.row_scales:
-        a_scale_strides, b_scale_strides = (
-            (*_scale_of_rows(x, scale).stride(), 0) for x, scale in (operands[:2], operands[2:])
-        )
-    elif problem.product.block_scales:
-        a_scale_strides, b_scale_strides = (scale.stride() for scale in operands[1::2])
-    a_scale_group = a_scale_strides[0] if a.dim() == 3 else 0
-    groups = plan.GroupLayout(alignment, a_rows, out_rows, b_rows, a_scale_group, b_scale_strides[0])
-    scale_strides = a_scale_strides[-2:], b_scale_strides[-2:]
-    aligned = problem.product.block_scales and tensors.is_aligned(operands[1])
-    return plan.Layout(a_stride, b_stride, out_stride, *scale_strides, aligned, groups)
+    """Whether kernels read [g, n, k] along n: of k = 1 they do where its rows have no room of their own."""
+    if b.element_size() != 2:
+        return False
+    return b.stride(2) != 1 if b.shape[2] > 1 else b.shape[1] > 1 and b.stride(1) * 2 % tensors.ALIGNMENT_BYTES != 0
 
 
 def row_strides(x: torch.Tensor, single: int) -> tuple[int, int]:
@@ -415,98 +392,16 @@ def tma_can_store(out: torch.Tensor) -> bool:
     return all(number % tensors.ALIGNMENT_BYTES == 0 for number in numbers)
 
 
-def _checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
-    if config.grouping != problem.grouping:
-        raise ValueError(f"{config.name} has grouping={config.grouping!r}; here it must be {problem.grouping!r}")
-    return api.checked_config(config, problem)
-
-
 # Checks.
 
 
-def check_tensors(options: _Options, operands, bounds, out) -> None:
-    """Check of each argument by itself what it is; `bounds` and `out` may be None."""
-    optional = {_bounds_name(options): bounds, "out": out}
-    present = {name: x for name, x in optional.items() if x is not None}
-    given = dict(zip(_CALLS[options.call].names, operands, strict=True))
-    if options.call == "fp8_grouped_gemm":
-        api.check_tensors(**given, **present)
-    else:
-        tensors.require_tensors(**given)
-        api.check_tensors(**present)
-    _refuse_gradients(options.call, operands, out)
-
-
-def _bounds_name(options: _Options) -> str:
-    return "counts" if options.layout == "counts" else "offs"
-
-
-def _checked_options(options: _Options, operands, bounds, out) -> _Options:
-    """Check everything that can be wrong about a call; the options, with num_sms and pdl filled in."""
-    check_tensors(options, operands, bounds, out)
-    _check_option_values(options)
-    _check_formats(options, operands, bounds, out)
-    _check_strides(options, operands, bounds, out)
-    a, b = dense.matrices(operands)
-    groups, rows, n = b.shape[0], a.shape[-2], b.shape[1]
-    if groups * (rows // 64 + 1) * ceil_div(n, 16) > _MAX_TILES:
-        raise ValueError(
-            f"{groups} groups of rows in {list(a.shape)} by {n} columns are too many tiles: split the product"
-        )
-    return api.with_defaults(options, a.device)
-
-
-def _check_option_values(options: _Options) -> None:
-    for name in ("num_sms", "batch_invariant", "pdl", "fast_accum"):
-        api.check_option(name, getattr(options, name))
-    finishes.check_out_dtype(options.out_dtype, finishes.RESULT_NAMES)
-    api.check_config_type(options.config)
-    alignment, expected = options.alignment, options.expected_rows
-    check_alignment(alignment)
-    if options.layout == "counts" and alignment != 1:
-        raise ValueError(f"alignment is {alignment}; groups of [g, m, k] begin at their own rows: leave it out")
-    if expected is not None and (type(expected) is not int or expected < 1):
-        raise ValueError(f"expected_rows is {expected!r}; pass a positive int, or None")
-
-
-def _check_formats(options: _Options, operands, bounds, out) -> None:
-    """Check dtypes, devices and shapes; `bounds` and `out` may be None."""
-    call, (a, b) = _CALLS[options.call], dense.matrices(operands)
-    wider = "scaled_grouped_gemm"
-    takers = {} if options.call == wider else dict.fromkeys(tensors.QUANTIZED_DTYPES, wider)
-    dense.check_dtypes(call, operands, takers)
-    api.check_device("a", a, options.call)
-    if a.dim() not in (2, 3) or b.dim() != 3 or not ops.holds(a.shape[-1] == b.shape[2]):
-        raise ValueError(
-            f"a must be [s, k] or [g, m, k] and b [g, n, k]; got {list(a.shape)} and {list(b.shape)}. b holds one row "
-            "per output column"
-        )
-    (groups, n, k), rows = b.shape, a.shape[:-1]
-    if not ops.holds(k > 0) or not ops.holds(groups > 0):
-        raise ValueError(f"b is {list(b.shape)}; groups and k must be positive")
-    kind = _kind(options, operands)
-    finishes.check_out_dtype(options.out_dtype, finishes.of_kind(kind))
-    finishes.check_out(out, options.out_dtype, finishes.of_kind(kind))
-    wanted = {_bounds_name(options): (bounds, (groups,)), "out": (out, (*rows, n))}
-    if kind.block_scales:
-        k_blocks = ceil_div(k, SCALE_BLOCK)
-        wanted["a_scale"] = (operands[1], (*rows, k_blocks))
-        wanted["b_scale"] = (operands[3], (groups, ceil_div(n, SCALE_BLOCK), k_blocks))
-    if a.dim() == 3:
-        wanted["a"] = (a, (groups, *a.shape[1:]))
-    for name, (x, shape) in wanted.items():
-        if x is not None:
-            _check_shape(name, x, shape, a, b)
-    if kind.row_scales:
-        _check_row_scales(*operands)
-    api.check_devices(a, **dict(zip(call.names[1:], operands[1:], strict=True)))
-    if bounds is not None and bounds.dtype != torch.int32:
-        name = _bounds_name(options)
-        raise TypeError(f"{name} must be torch.int32; got {bounds.dtype}. Convert it with .int()")
+def check_bounds_memory(name: str, bounds: torch.Tensor | None) -> None:
+    if bounds is not None and bounds.shape[0] > 1 and bounds.stride(0) != 1:
+        raise ValueError(f"{name} has the stride {bounds.stride(0)}; pass it with .contiguous()")
 
 
 def _check_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], a: torch.Tensor, b: torch.Tensor) -> None:
-    if not api.has_shape(x, shape):
+    if not checks.has_shape(x, shape):
         raise ValueError(
             f"{name} must be {list(shape)} for a of {list(a.shape)} and b of {list(b.shape)}; got {list(x.shape)}. "
             f"{_shape_remedy(name, x, shape, a, b)}"
@@ -557,27 +452,6 @@ def _check_row_scales(a, a_scale, b, b_scale) -> None:
             )
 
 
-def _check_strides(options: _Options, operands, bounds, out) -> None:
-    a, b = dense.matrices(operands)
-    _check_operand("a", a)
-    _check_operand("b", b)
-    kind = _kind(options, operands)
-    if _lies_along_n(b) and b.shape[0] > 1 and b.shape[2] % kind.k_block:
-        raise ValueError(
-            f"b lies along n, with k = {b.shape[2]}; of several groups k must then be a multiple of {kind.k_block}, or "
-            "a K block would hold what is another group's. Make it K-major: b.contiguous()"
-        )
-    if kind.scaling != "none":
-        for name, x, scale in (("a", *operands[:2]), ("b", *operands[2:])):
-            each = _scale_of_rows(x, scale) if kind.row_scales else scale
-            problem = api.scale_problem(name, tuple(each.shape), each.stride())
-            if problem:
-                raise ValueError(problem)
-    if bounds is not None and bounds.shape[0] > 1 and bounds.stride(0) != 1:
-        raise ValueError(f"offs or counts has the stride {bounds.stride(0)}; pass it with .contiguous()")
-    check_out(out)
-
-
 def _check_operand(name: str, x: torch.Tensor) -> None:
     """Check that kernels can read [..., rows, k] along k, or `b` of 16 bits along its rows."""
     what, along = "row", "along k"
@@ -590,16 +464,16 @@ def _check_operand(name: str, x: torch.Tensor) -> None:
         )
     check_groups(name, x)
     rows, stride = math.prod(x.shape[:-1]), row_strides(x, tensors.ALIGNMENT_BYTES)[0]
-    problem = api.stride_problem(name, rows, x.shape[-1], stride, x.element_size(), what)
+    problem = checks.stride_problem(name, rows, x.shape[-1], stride, x.element_size(), what)
     if problem:
         raise ValueError(problem)
-    if x.shape[-1] * x.element_size() > api.MAX_SIZE:
+    if x.shape[-1] * x.element_size() > checks.MAX_SIZE:
         raise ValueError(
-            f"{name} has {x.shape[-1]} adjacent elements; of {x.dtype} at most {api.MAX_SIZE // x.element_size()}: "
+            f"{name} has {x.shape[-1]} adjacent elements; of {x.dtype} at most {checks.MAX_SIZE // x.element_size()}: "
             "split the product"
         )
     if rows and x.data_ptr() % tensors.ALIGNMENT_BYTES:
-        raise ValueError(api.misaligned(name, x))
+        raise ValueError(checks.misaligned(name, x))
 
 
 def check_groups(name: str, x: torch.Tensor) -> None:
@@ -607,10 +481,10 @@ def check_groups(name: str, x: torch.Tensor) -> None:
     if x.dim() == 2 or x.shape[0] <= 1 or x.shape[1] <= 1:
         return
     group, row = x.stride()[:2]
-    if row <= 0 or group % row or group // row * (x.shape[0] - 1) + x.shape[1] > api.MAX_SIZE:
+    if row <= 0 or group % row or group // row * (x.shape[0] - 1) + x.shape[1] > checks.MAX_SIZE:
         raise ValueError(
             f"{name}'s groups lie {group} elements apart, with rows of {row}; that must be a multiple, and all rows at "
-            f"most {api.MAX_SIZE}. Pass {name}.contiguous()"
+            f"most {checks.MAX_SIZE}. Pass {name}.contiguous()"
         )
 
 
@@ -625,36 +499,31 @@ def check_out(out: torch.Tensor) -> None:
         raise ValueError(f"rows of out overlap: it is {list(out.shape)} with strides {out.stride()}. Pass a dense out")
 
 
-# The ops, which tracers see.
+_SCALED = "a a_scale b b_scale bounds? out!"
+_KEYWORDS = "alignment expected_rows out_dtype num_sms batch_invariant pdl"
+_OTHERS = dict.fromkeys(tensors.QUANTIZED_DTYPES, "scaled_grouped_gemm")
+_ONE_DTYPE = "make both of one dtype"
+_GROUPED_MM = "call torch.nn.functional.grouped_mm"
 
-
-def _op(call: str) -> ops.Op:
-    names = _CALLS[call].names
-
-    def options_of(inputs: tuple, options: dict) -> _Options:
-        return _Options(call, "counts" if inputs[0].dim() == 3 else "offs", **options)
-
-    def run(inputs: tuple, outs: tuple, options: dict) -> torch.Tensor:
-        *operands, bounds = inputs
-        return _multiply(tuple(operands), bounds, *outs, options_of(inputs, options))
-
-    def check(inputs: tuple, outs: tuple, options: dict) -> None:
-        (*operands, bounds), options = inputs, options_of(inputs, options)
-        _check_option_values(options)
-        _refuse_gradients(call, operands, *outs)
-        _check_formats(options, tuple(operands), bounds, *outs)
-
-    def allocate(inputs: tuple, options: dict) -> torch.Tensor:
-        return _empty_out(inputs[:-1], options_of(inputs, options))
-
-    own = " fast_accum" if call == "scaled_grouped_gemm" else ""
-    return ops.Op(
-        call,
-        " ".join((*names, "bounds?", "out!")),
-        f"alignment expected_rows out_dtype num_sms batch_invariant pdl{own}",
-        *(run, check, allocate),
-        flops=ops.product_flops(second=len(names) // 2),
-    )
-
-
-_OPS = {call: _op(call) for call in _CALLS}
+FP8_GROUPED_GEMM = Grouped(
+    *("fp8_grouped_gemm", _SCALED, _KEYWORDS, FP8_KINDS),
+    out_dtype=torch.bfloat16,
+    remedies=("quantise with deep_tile.per_token_cast_to_fp8", _ONE_DTYPE),
+    takers=_OTHERS,
+    sources=checks.SOURCES,
+    to_train=_GROUPED_MM,
+)
+GROUPED_GEMM = Grouped(
+    *("grouped_gemm", "a b bounds? out!", _KEYWORDS, kinds_of("bf16", "fp16", "int8_unscaled")),
+    out_dtype=None,
+    remedies=("a.to(torch.bfloat16)", _ONE_DTYPE),
+    takers=_OTHERS,
+    to_train=_GROUPED_MM,
+)
+SCALED_GROUPED_GEMM = Grouped(
+    *("scaled_grouped_gemm", _SCALED, f"{_KEYWORDS} fast_accum"),
+    kinds_of("fp8_rows", "fp8_rows_promoted", "fp8", "int8_rows", "int8"),
+    out_dtype=torch.bfloat16,
+    remedies=("quantise to torch.float8_e4m3fn or torch.int8, with a scale for each row, or one", _ONE_DTYPE),
+    to_train=_GROUPED_MM,
+)

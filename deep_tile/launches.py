@@ -37,10 +37,10 @@ def teach_launcher() -> None:
 teach_launcher()
 
 
-def signature(*given: torch.Tensor) -> bytes | tuple:
+def signature(*given: torch.Tensor | None) -> bytes | tuple:
     """Every property of plain tensors but their addresses, and whether these are aligned: to compare."""
     return _launcher.signature(*given) or tuple(
-        (x.shape, x.stride(), x.dtype, x.get_device(), tensors.is_aligned(x)) for x in given
+        x if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), tensors.is_aligned(x)) for x in given
     )
 
 
@@ -93,19 +93,19 @@ def num_sms(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch(prepared: Prepared, *given: torch.Tensor) -> None:
-    """Launch on the current stream of the first tensor's device.
+def launch(prepared: Prepared, *given: torch.Tensor | None) -> None:
+    """Launch on the current stream of the first tensor's device, with the tensors that are not None.
 
     Raises:
         ValueError: a tensor without memory, or one that TMA cannot use.
         RuntimeError: whatever the driver refuses.
     """
-    addresses = tuple(x.data_ptr() for x in given)
+    addresses = tuple(x.data_ptr() for x in given if x is not None)
     _launcher.launch(prepared, addresses, torch._C._cuda_getCurrentRawStream(given[0].get_device()))
 
 
 def enqueue(
-    table: Table, options: tuple, given: tuple[torch.Tensor, ...], prepare: Callable[[], Prepared | None]
+    table: Table, options: tuple, given: tuple[torch.Tensor | None, ...], prepare: Callable[[], Prepared | None]
 ) -> None:
     """Launch what is remembered for these options and tensors, or else what `prepare` makes, which is remembered then.
     Nothing is launched where it makes None: then it has done the work itself, or there is none."""

@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, api, both, launches, ops, quantize, tensors
+from deep_tile import _launcher, both, checks, dense, launches, ops, quantize, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
+from deep_tile.operation import error_of
 from deep_tile.ops import is_traced
+from deep_tile.options import check_one
 from deep_tile.params import Place
 
 _SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -214,7 +216,7 @@ def _gradient_by_codes(rows: torch.Tensor, b: torch.Tensor, b_scale: torch.Tenso
     """`rows @ (b * b_scale)`, rows quantised, too: the weight in FP8 is transposed, which takes less time than to
     dequantise it, and a third of the product's in BF16."""
     a, a_scale = quantize.per_token_cast_to_fp8(rows.detach())
-    return api.fp8_gemm(a, a_scale, both.transpose_fp8(b), tensors.as_float32(b_scale).t(), out_dtype=rows.dtype)
+    return dense.fp8_gemm(a, a_scale, both.transpose_fp8(b), tensors.as_float32(b_scale).t(), out_dtype=rows.dtype)
 
 
 def _cast_options(options: _Options) -> dict:
@@ -242,7 +244,7 @@ def _forward(x, b, b_scale, bias, out, options: tuple, keeps_workspace: bool = T
     except launches.NotLoaded as error:
         raise error.of("fp8_linear") from None
     except Exception:
-        reason = api.error_of(_check, x, b, b_scale, bias, out, _Options(*options))
+        reason = error_of(_check, x, b, b_scale, bias, out, _Options(*options))
         if reason is None:
             raise
         raise reason from None
@@ -360,7 +362,7 @@ def _multiply_in_turn(x, b, b_scale, bias, out, options: _Options) -> None:
     with torch.no_grad():
         a, a_scale = quantize.per_token_cast_to_fp8(x, **_cast_options(options))
         bias = None if bias is None else bias.detach()
-        api.fp8_gemm(a, a_scale, b, b_scale, out, bias=bias, **_product_options(options))
+        dense.fp8_gemm(a, a_scale, b, b_scale, out, bias=bias, **_product_options(options))
 
 
 def _prepare(given: tuple, bias, options: _Options) -> tuple[_launcher.Launch, _launcher.Launch]:
@@ -371,12 +373,12 @@ def _prepare(given: tuple, bias, options: _Options) -> tuple[_launcher.Launch, _
     of_bias = {} if bias is None else {"bias": Place(4)}
     names = ("x", "b", "b_scale", "out", *of_bias, "the workspace")
     scale_at, a_at = Place(len(given) - 1), Place(len(given) - 1, parts.begin)
-    pdl = api.has_pdl(options)
-    product = api.product_launch(
-        *(a, a_scale, given[1], given[2], out, None if bias is None else bias.detach()),
-        **_product_options(options) | {"pdl": pdl},
-        # The cast lets the product start when all before it has ended, and writes no weights.
-        constant_weights=pdl,
+    pdl = checks.has_pdl(options)
+    product = (a, a_scale, given[1], given[2], out, None if bias is None else bias.detach())
+    # The cast lets the product start when all before it has ended, and writes no weights.
+    asked = dense.Options(**_product_options(options) | {"pdl": pdl, "constant_weights": pdl})
+    _, multiply = dense.FP8_GEMM.prepare_with_config(
+        *(product, dense.FP8_GEMM.checked(product, asked)),
         names=names,
         places={"a": a_at, "a_scale": scale_at, "b": Place(1), "b_scale": Place(2), "out": Place(3), **of_bias},
     )
@@ -386,7 +388,7 @@ def _prepare(given: tuple, bias, options: _Options) -> tuple[_launcher.Launch, _
         places={"x": Place(0), "out": a_at, "scale": scale_at},
         pdl=pdl,
     )
-    return cast, product
+    return cast, multiply
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor | None:
@@ -419,7 +421,7 @@ def _multiply_quantized(x: tuple, b, b_scale, bias, out, out_dtype, product: dic
     added_later = bias is not None and bias.requires_grad and torch.is_grad_enabled()  # by torch, for its gradient
     into, adds = None if out is None else _rows_of_out(out), None if added_later else bias
     try:
-        result = api.fp8_gemm(rows, scales, b, b_scale, into, bias=adds, out_dtype=dtype, **product)
+        result = dense.fp8_gemm(rows, scales, b, b_scale, into, bias=adds, out_dtype=dtype, **product)
     except launches.NotLoaded as error:
         raise error.of("fp8_linear") from None
     if out is not None:
@@ -465,7 +467,7 @@ def _check_kinds(given: dict[str, object], optional: tuple[str, ...]) -> None:
             raise tensors.no_tensor(name, value, "pass a tensor")
     tensors.require_plain(**given)
     (first, x), *others = given.items()
-    api.check_device(first, x, "fp8_linear")
+    checks.check_device(first, x, "fp8_linear")
     for name, value in others:
         if value.device != x.device:
             raise ValueError(f"{name} is on {value.device} but {first} is on {x.device}; move it with .to(x.device)")
@@ -497,11 +499,11 @@ def _check_formats(x, b_scale, options: _Options) -> None:
         remedy = "convert it; where it is quantised already, pass it and its scale as a pair, (x, x_scale)"
         raise TypeError(f"x must be {_WIDE}; got {x.dtype}. To fix: {remedy}")
     if b_scale is not None:
-        api.check_scale_dtypes(("b", "b_scale"), (None, b_scale))
+        checks.check_scale_dtypes(("b", "b_scale"), (None, b_scale))
     _check_out_dtype(options.out_dtype)
     quantize.check_options(quantize.Options(quantize.TOKEN_BLOCK[0], **_cast_options(options)))
     for name, value in _product_options(options).items():
-        api.check_option(name, value)
+        check_one(name, value)
 
 
 def _check_out_dtype(out_dtype) -> None:

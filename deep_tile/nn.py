@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from deep_tile import api, blocks, cast, formats, jit, quantize, replaceable, tensors
+from deep_tile import api, blocks, cast, checks, formats, jit, quantize, replaceable, tensors
 from deep_tile.config import as_int
 from deep_tile.integrations import transformers_config
 from deep_tile.linear import fp8_linear, quantize_weight
@@ -293,7 +293,7 @@ def _check_weight(weight: torch.Tensor, scale: torch.Tensor) -> None:
     wanted = scale_shape(weight.shape, WEIGHT_BLOCK) if weight.dim() == 2 else None
     if tuple(scale.shape) != wanted:
         remedies = (
-            wanted and api.scale_shape_remedy("weight_scale_inv", scale, wanted, weight),
+            wanted and checks.scale_shape_remedy("weight_scale_inv", scale, wanted, weight),
             formats.remedy(weight, scale),
         )
         remedy = "; ".join(filter(None, remedies))

@@ -704,6 +704,28 @@ def _allocate_block_op(inputs: tuple, _: dict) -> tuple[torch.Tensor, torch.Tens
     return fake_out(w, w.shape), fake_block_scale(w, w.shape)
 
 
+def check_targets(x: torch.Tensor, targets: tuple, shape: tuple[int, ...], block: tuple[int, int] = (1, SCALE_BLOCK)):
+    """Check dtypes and shapes of out and scale_out, each of which may be None."""
+    dtypes, shapes = (FP8_DTYPE, torch.float32), (shape, scale_shape(shape, block))
+    for name, target, dtype, wanted in zip(("out", "scale_out"), targets, dtypes, shapes, strict=True):
+        if target is not None:
+            _check_target_dtype(name, target, dtype)
+            _check_target_shape(name, target, wanted, x.device)
+
+
+def check_target_memory(out: torch.Tensor | None, scale: torch.Tensor | None) -> None:
+    """Check that a cast can write to both, each of which may be None."""
+    for name, target in (("out", out), ("scale_out", scale)):
+        if target is None:
+            continue
+        if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride(), strict=True)):
+            strides = target.stride()
+            raise ValueError(f"elements of {name} share memory: its strides are {strides}. Pass one not expanded")
+        rows = _view_as_matrix(name, target)
+        if name == "out":
+            check_rows(out, rows)
+
+
 def check_fake_targets(
     x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, shape: tuple[int, ...], of_scale: tuple[int, ...]
 ) -> None:

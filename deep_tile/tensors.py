@@ -8,6 +8,7 @@ reads passes `require_plain`; of any other that says what is wrong, if anything 
 
 import ctypes
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ def check_order(names: Sequence[str], operands: Sequence[torch.Tensor]) -> None:
         )
 
 
-def no_tensor(name: str, value: object, remedy: str) -> TypeError:
+def no_tensor(name: str, value: object, remedy: str, may_lack: bool = False) -> TypeError:
     """What to raise about an argument that is none; of several tensors with another remedy: of a pair, as DeepGEMM's
     functions take them, and of a list of alike ones."""
     if isinstance(value, (tuple, list)) and value and isinstance(value[0], torch.Tensor):
@@ -153,7 +154,8 @@ def no_tensor(name: str, value: object, remedy: str) -> TypeError:
         remedy = f"pass one tensor, such as torch.stack({name})"
         if is_pair:
             remedy = f"pass its parts one by one, *{name}; functions of deep_tile.compat.deep_gemm take pairs"
-    return TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}. To fix: {remedy}")
+    wanted = "a torch.Tensor or None" if may_lack else "a torch.Tensor"
+    return TypeError(f"{name} must be {wanted}; got {type(value).__name__}. To fix: {remedy}")
 
 
 def require_tensors(**given: object) -> None:
@@ -214,6 +216,15 @@ def new_empty(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...],
     if device != torch._C._cuda_getDevice():
         return x.new_empty_strided(shape, strides, dtype=dtype)
     return _empty_on_current_gpu(shape, strides, dtype)
+
+
+@lru_cache(maxsize=4096)
+def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * max(size, 1))
+    return tuple(strides)
 
 
 def empty_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None) -> torch.Tensor:

@@ -5,29 +5,21 @@ CUDA graph holds for every distribution. The gradient of one weight is `dense.fp
 Invariant: nothing outside of the tensors is read or written, whatever the offsets say.
 """
 
-from functools import partial
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, api, dense, finishes, grouped, launches, ops, params, plan, tensors
+from deep_tile import checks, dense, finishes, grouped, launches, ops, params, plan, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_alignment, round_up
+from deep_tile.operation import Given
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.reference import fp8_grouped_wgrad_reference
 
 _OUT_DTYPES = (torch.float32, torch.bfloat16)
-_MAX_TILES = 2**31 - 1
-_NAMES = ("dy", "dy_scale", "x", "x_scale", "offs", "out")
-
-_is_on_gpu = attrgetter("is_cuda")
-
-_launches: launches.Table = {}
-"""By the `_Options` of a call, or the plain tuple equal to it."""
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """The keywords of a call; described at `fp8_grouped_wgrad`."""
 
     accumulate: bool = True
@@ -87,201 +79,123 @@ def fp8_grouped_wgrad(
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
     options = (accumulate, alignment, expected_tokens, config, num_sms, pdl)
-    given = (dy, dy_scale, x, x_scale, offs, out)
-    if is_traced():
-        return _OP(given[:-1], given[-1:], _Options(*options))
-    return _multiply(given, options)
+    call = FP8_GROUPED_WGRAD.trace if is_traced() else FP8_GROUPED_WGRAD.run
+    return call((dy, dy_scale, x, x_scale, offs, out), options)
 
 
-def _multiply(given: tuple[torch.Tensor, ...], options: tuple) -> torch.Tensor:
-    """Outside of tracing; `options` are equal to an `_Options`."""
-    try:
-        if torch.is_grad_enabled():
-            _refuse_gradients(given)
-        if not _launcher.launch_known(_launches, options, *given):
-            _call_unknown(given, _Options(*options))
-    except Exception:
-        reason = api.error_of(_checked_options, _Options(*options), given)
-        if reason is None:
-            raise
-        raise reason from None
-    return given[-1]
+class GroupedWgrad(dense.Product):
+    Options = Options
 
+    def check_options(self, options: Options) -> None:
+        super().check_options(options)
+        check_alignment(options.alignment, SCALE_BLOCK)
 
-def _refuse_gradients(given) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for name, x in zip(_NAMES, given, strict=True):
-        if getattr(x, "requires_grad", False):
-            raise RuntimeError(
-                f"{name} requires a gradient, and fp8_grouped_wgrad has none: call within torch.no_grad(), or pass "
-                f"{name}.detach()"
+    def check(self, given: Given, options: Options) -> None:
+        dy, _, x, _, offs, out = given
+        self.check_dtypes(given)
+        if offs.dtype != torch.int32:
+            raise TypeError(f"offs must be torch.int32; got {offs.dtype}. To fix: convert with .int()")
+        if out.dtype not in _OUT_DTYPES:
+            wanted = " or ".join(map(str, _OUT_DTYPES))
+            raise TypeError(f"out must be {wanted}; got {out.dtype}. To fix: allocate it as torch.float32")
+        checks.check_device("dy", dy, self.name)
+        for name, tensor in zip(self.names[1:], given[1:], strict=True):
+            if tensor.device != dy.device:
+                raise ValueError(f"{name} is on {tensor.device} but dy is on {dy.device}; move it with .to(dy.device)")
+        if dy.dim() != 2 or x.dim() != 2 or not ops.holds(dy.shape[1] == x.shape[1]):
+            raise ValueError(
+                f"dy must be [n, s] and x [k, s]; got {list(dy.shape)} and {list(x.shape)}. Tokens come last"
             )
+        dense.check_row_block_scales(self.names, given)
+        if offs.dim() != 1 or not ops.holds(offs.shape[0] > 0):
+            raise ValueError(f"offs must be [g], of one group at least; got {list(offs.shape)}")
+        if out.dim() == 3 and not ops.holds(out.shape[0] == offs.shape[0]):
+            remedy = grouped.offs_remedy(offs, out.shape[0], dy.shape[1])
+            seen = f"got {list(offs.shape)}"
+            raise ValueError(f"offs must be [g] = {[out.shape[0]]} for out of {list(out.shape)}; {seen}. {remedy}")
+        wanted = (offs.shape[0], dy.shape[0], x.shape[0])
+        if not checks.has_shape(out, wanted):
+            raise ValueError(f"out must be [g, n, k] = {list(wanted)}; got {list(out.shape)}. Allocate it so")
+
+    def check_memory(self, given: Given, options: Options) -> Options:
+        dy, _, x, _, offs, out = given
+        checks.check_sizes(dy, x)
+        checks.check_operand_strides(dy=dy, x=x)
+        self.check_scales(given)
+        grouped.check_bounds_memory("offs", offs)
+        grouped.check_out(out)
+        groups, n, k = out.shape
+        if groups * ceil_div(n, 64) * ceil_div(k, 16) > grouped.MAX_TILES:
+            raise ValueError(f"out is {list(out.shape)}: too many tiles; split the product")
+        return checks.with_defaults(options, dy.device)
+
+    def needs_kernel(self, given: Given) -> bool:
+        return self.is_on_gpu(given[-1]) and given[-1].numel() > 0 and given[0].shape[1] > 0
+
+    def define(self, given: Given, options: Options) -> None:
+        out = given[-1]
+        if out.is_meta:
+            return
+        if given[0].shape[1] > 0:
+            fp8_grouped_wgrad_reference(*given, options.alignment, options.accumulate)
+        elif not options.accumulate:
+            out.zero_()
+
+    def prepare(self, given: Given, options: Options) -> launches.Prepared:
+        device, problem = given[-1].get_device(), self.problem(given, options)
+        return plan.prepare_launch(
+            problem,
+            checks.kernel_for(problem, options.config, device, self.name),
+            self.layout(given, options.alignment),
+            device,
+            pdl=options.pdl,
+            constant_weights=False,
+            names=self.names,
+            places=params.places(plan.GROUPED_TENSORS),
+        )
+
+    def problem(self, given: Given, options: Options) -> GemmProblem:
+        (n, s), (k, _), out = given[0].shape, given[2].shape, given[-1]
+        groups = len(out)
+        expected = ceil_div(s, groups) if options.expected_tokens is None else options.expected_tokens
+        return GemmProblem(
+            *(n, k, s),
+            num_sms=options.num_sms,
+            tma_store=grouped.tma_can_store(out),
+            kind="fp8_1x128",
+            output=finishes.OUTPUT_NAMES[out.dtype],
+            groups=Groups("k_offs", groups, expected),
+            accumulate=options.accumulate,
+        )
+
+    def layout(self, given: Given, alignment: int) -> plan.Layout:
+        """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal
+        one."""
+        dy, dy_scale, x, x_scale, _, out = given
+        tokens = round_up(dy.shape[1], tensors.ALIGNMENT_BYTES)
+        out_stride, out_rows = grouped.row_strides(
+            out, round_up(out.shape[2], tensors.ALIGNMENT_BYTES // out.element_size())
+        )
+        return plan.Layout(
+            *(grouped.row_strides(matrix, tokens)[0] for matrix in (dy, x)),
+            *(out_stride, dy_scale.stride(), x_scale.stride()),
+            a_scale_aligned=tensors.is_aligned(dy_scale),
+            b_scale_aligned=tensors.is_aligned(x_scale),
+            groups=plan.GroupLayout(alignment=alignment, out_rows=out_rows),
+        )
 
 
-def _call_unknown(given, options: _Options) -> None:
-    """Multiply where C has met no such options and signature, or cannot read the tensors."""
-    _check_tensors(given)
-    _check_option_values(options)
-    *operands, offs, out = given
-    given = (*tensors.with_float32_scales(operands), offs, out)
-    launches.enqueue(_launches, options, given, partial(_first_launch, given, options))
+_E4M3 = {key: kind for key, kind in dense.kinds_of("fp8_1x128").items() if kind.name == "fp8_1x128"}
+_CAST = "quantise with deep_tile.transposed_cast_to_fp8"
 
-
-def _first_launch(given, options: _Options) -> _launcher.Launch | None:
-    """That of a signature not met before, checked; None when the result is in `out`."""
-    checked = _checked_options(options, given)
-    if _is_on_gpu(given[-1]) and given[-1].numel() > 0 and given[0].shape[1] > 0:
-        return _prepare_launch(given, checked)
-    _compute_without_kernel(given, options)
-    return None
-
-
-@torch.inference_mode()  # in which any tensor may be written to, whether it requires a gradient or not
-def _compute_without_kernel(given, options: _Options) -> None:
-    out = given[-1]
-    if out.is_meta:
-        return
-    if given[0].shape[1] > 0:
-        fp8_grouped_wgrad_reference(*given, options.alignment, options.accumulate)
-    elif not options.accumulate:
-        out.zero_()
-
-
-def _prepare_launch(given, options: _Options) -> _launcher.Launch:
-    """For a call that has been checked and needs a kernel."""
-    device, problem = given[-1].get_device(), _problem(given, options)
-    config = api.kernel_for(problem, options.config, device, "fp8_grouped_wgrad")
-    return plan.prepare_launch(
-        problem,
-        config,
-        _layout(given, options.alignment),
-        device,
-        pdl=options.pdl,
-        constant_weights=False,
-        names=_NAMES,
-        places=params.places(plan.GROUPED_TENSORS),
-    )
-
-
-def _problem(given, options: _Options) -> GemmProblem:
-    (n, s), (k, _), out = given[0].shape, given[2].shape, given[-1]
-    groups = len(out)
-    expected = ceil_div(s, groups) if options.expected_tokens is None else options.expected_tokens
-    return GemmProblem(
-        *(n, k, s),
-        num_sms=options.num_sms,
-        tma_store=grouped.tma_can_store(out),
-        kind="fp8_1x128",
-        output=finishes.OUTPUT_NAMES[out.dtype],
-        groups=Groups("k_offs", groups, expected),
-        accumulate=options.accumulate,
-    )
-
-
-def _layout(given, alignment: int) -> plan.Layout:
-    """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal one."""
-    dy, dy_scale, x, x_scale, _, out = given
-    tokens = round_up(dy.shape[1], tensors.ALIGNMENT_BYTES)
-    out_stride, out_rows = grouped.row_strides(
-        out, round_up(out.shape[2], tensors.ALIGNMENT_BYTES // out.element_size())
-    )
-    return plan.Layout(
-        *(grouped.row_strides(matrix, tokens)[0] for matrix in (dy, x)),
-        *(out_stride, dy_scale.stride(), x_scale.stride()),
-        a_scale_aligned=tensors.is_aligned(dy_scale),
-        b_scale_aligned=tensors.is_aligned(x_scale),
-        groups=plan.GroupLayout(alignment=alignment, out_rows=out_rows),
-    )
-
-
-# Checks.
-
-
-def _check_tensors(given) -> None:
-    tensors.require_tensors(**dict(zip(_NAMES, given, strict=True)))
-    _refuse_gradients(given)
-
-
-def _checked_options(options: _Options, given) -> _Options:
-    """Check everything that can be wrong about a call; the options, with num_sms and pdl filled in."""
-    _check_tensors(given)
-    _check_option_values(options)
-    _check_formats(given)
-    dy, dy_scale, x, x_scale, offs, out = given
-    api.check_sizes(dy, x)
-    api.check_operand_strides(dy=dy, x=x)
-    for name, scale in (("dy", dy_scale), ("x", x_scale)):
-        problem = api.scale_problem(name, tuple(scale.shape), scale.stride())
-        if problem:
-            raise ValueError(problem)
-    if offs.shape[0] > 1 and offs.stride(0) != 1:
-        raise ValueError(f"offs has the stride {offs.stride(0)}; pass it with .contiguous()")
-    grouped.check_out(out)
-    groups, n, k = out.shape
-    if groups * ceil_div(n, 64) * ceil_div(k, 16) > _MAX_TILES:
-        raise ValueError(f"out is {list(out.shape)}: too many tiles; split the product")
-    return api.with_defaults(options, dy.device)
-
-
-def _check_option_values(options: _Options) -> None:
-    for name in ("accumulate", "num_sms", "pdl"):
-        api.check_option(name, getattr(options, name))
-    api.check_config_type(options.config)
-    check_alignment(options.alignment, SCALE_BLOCK)
-    expected = options.expected_tokens
-    if expected is not None and (type(expected) is not int or expected < 1):
-        raise ValueError(f"expected_tokens is {expected!r}; pass a positive int, or None")
-
-
-def _check_formats(given) -> None:
-    """Check dtypes, devices and shapes."""
-    dy, dy_scale, x, x_scale, offs, out = given
-    takers = {torch.float8_e5m2: "fp8_wgrad, weight by weight,"}
-    api.check_e4m3(_NAMES[:4], given[:4], takers, ("transposed_cast_to_fp8",) * 2)
-    if offs.dtype != torch.int32:
-        raise TypeError(f"offs must be torch.int32; got {offs.dtype}. To fix: convert with .int()")
-    if out.dtype not in _OUT_DTYPES:
-        wanted = " or ".join(map(str, _OUT_DTYPES))
-        raise TypeError(f"out must be {wanted}; got {out.dtype}. To fix: allocate it as torch.float32")
-    api.check_device("dy", dy, "fp8_grouped_wgrad")
-    for name, tensor in zip(_NAMES[1:], given[1:], strict=True):
-        if tensor.device != dy.device:
-            raise ValueError(f"{name} is on {tensor.device} but dy is on {dy.device}; move it with .to(dy.device)")
-    if dy.dim() != 2 or x.dim() != 2 or not ops.holds(dy.shape[1] == x.shape[1]):
-        raise ValueError(f"dy must be [n, s] and x [k, s]; got {list(dy.shape)} and {list(x.shape)}. Tokens come last")
-    dense.check_row_block_scales(_NAMES[:4], given[:4])
-    if offs.dim() != 1 or not ops.holds(offs.shape[0] > 0):
-        raise ValueError(f"offs must be [g], of one group at least; got {list(offs.shape)}")
-    wanted = (offs.shape[0], dy.shape[0], x.shape[0])
-    if out.dim() == 3 and not ops.holds(out.shape[0] == offs.shape[0]):
-        remedy = grouped.offs_remedy(offs, out.shape[0], dy.shape[1])
-        seen = f"got {list(offs.shape)}"
-        raise ValueError(f"offs must be [g] = {[out.shape[0]]} for out of {list(out.shape)}; {seen}. {remedy}")
-    if not api.has_shape(out, wanted):
-        raise ValueError(f"out must be [g, n, k] = {list(wanted)}; got {list(out.shape)}. Allocate it so")
-
-
-# The op, which tracers see.
-
-
-def _run_op(inputs: tuple, outs: tuple, options: dict) -> None:
-    _multiply((*inputs, *outs), _Options(**options))
-
-
-def _check_op(inputs: tuple, outs: tuple, options: dict) -> None:
-    _check_option_values(_Options(**options))
-    _refuse_gradients((*inputs, *outs))
-    _check_formats((*inputs, *outs))
-
-
-_OP = ops.Op(
+FP8_GROUPED_WGRAD = GroupedWgrad(
     "fp8_grouped_wgrad",
     "dy dy_scale x x_scale offs out!",
-    "accumulate alignment expected_tokens num_sms pdl",
-    *(_run_op, _check_op),
+    *("accumulate alignment expected_tokens num_sms pdl", _E4M3),
+    out_dtype=torch.float32,
+    remedies=(_CAST, _CAST),
+    takers={torch.float8_e5m2: "fp8_wgrad, weight by weight,"},
     defaults={"accumulate": True, "alignment": SCALE_BLOCK},
     allocates=False,
     overload="",
-    flops=ops.product_flops(second=2),
 )

@@ -15,7 +15,20 @@ import torch
 from helpers import SCALE_STRIDES, GuardedOut, check_gemm, make_operands
 
 import deep_tile
-from deep_tile import GemmConfig, api, fp8_gemm, is_available, jit, precompile, prepare, settings, supports, tensors
+from deep_tile import (
+    GemmConfig,
+    checks,
+    fp8_gemm,
+    is_available,
+    jit,
+    launches,
+    precompile,
+    prepare,
+    settings,
+    supports,
+    tensors,
+)
+from deep_tile.dense import FP8_GEMM, Options
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import choose, configs_for
 
@@ -94,9 +107,9 @@ def test_square_scales_are_taken_as_they_are():
 
 @pytest.mark.parametrize("num_sms", [0, -1, 133])
 def test_wrong_num_sms(num_sms, monkeypatch):
-    monkeypatch.setattr(api, "_num_sms", lambda device: 132)  # the only fact that needs a GPU
+    monkeypatch.setattr(launches, "num_sms", lambda device: 132)  # the only fact that needs a GPU
     with pytest.raises(ValueError, match=f"num_sms is {num_sms}; pass an int from 1 to 132, the SMs of cuda:0"):
-        api.checked_num_sms(num_sms, torch.device("cuda", 0))
+        checks.checked_num_sms(num_sms, torch.device("cuda", 0))
 
 
 def test_config_must_suit_the_problem():
@@ -105,20 +118,20 @@ def test_config_must_suit_the_problem():
     with pytest.raises(
         ValueError, match="stores with TMA, but out's address, row length or row stride.*tma_store=False"
     ):
-        api.checked_config(GemmConfig(64, 64, 4), unaligned)
+        checks.checked_config(GemmConfig(64, 64, 4), unaligned)
     with pytest.raises(ValueError, match="needs 2 SMs; num_sms is 1"):
-        api.checked_config(two_blocks, GemmProblem(64, 64, 64, num_sms=1))
+        checks.checked_config(two_blocks, GemmProblem(64, 64, 64, num_sms=1))
     resident = GemmConfig(64, 64, 4, b_stages=2)
     for k in (128, 257):
         with pytest.raises(ValueError, match=f"in shared memory, for k from 129 to 256; k is {k}.*b_stages=0"):
-            api.checked_config(resident, GemmProblem(64, 64, k))
-    assert api.checked_config(resident, GemmProblem(64, 64, 256)) is resident
+            checks.checked_config(resident, GemmProblem(64, 64, k))
+    assert checks.checked_config(resident, GemmProblem(64, 64, 256)) is resident
     split = GemmConfig(128, 64, 4, split_k=2)
     with pytest.raises(ValueError, match="splits K.*batch_invariant=True needs split_k=1"):
-        api.checked_config(split, GemmProblem(64, 64, 64, split_k=False))
-    assert api.checked_config(split, GemmProblem(64, 64, 64)) is split
-    assert api.checked_config(any_store, unaligned) is any_store
-    assert api.checked_config(two_blocks, GemmProblem(64, 64, 64, num_sms=2)) is two_blocks
+        checks.checked_config(split, GemmProblem(64, 64, 64, split_k=False))
+    assert checks.checked_config(split, GemmProblem(64, 64, 64)) is split
+    assert checks.checked_config(any_store, unaligned) is any_store
+    assert checks.checked_config(two_blocks, GemmProblem(64, 64, 64, num_sms=2)) is two_blocks
 
 
 def test_options_change_no_value():
@@ -199,7 +212,7 @@ def test_supports_and_fp8_gemm_agree_on_large_m(k):
         a, b = (torch.empty(rows, 256, dtype=FP8, device="meta")[:, :k] for rows in (m, 8))
         scales = torch.empty(m, k_blocks, device="meta"), torch.empty(1, k_blocks, device="meta")
         try:
-            api._check_strides(a, scales[0], b, scales[1], torch.empty(m, 8, dtype=torch.bfloat16, device="meta"))
+            FP8_GEMM.check_memory((a, scales[0], b, scales[1], None, None), Options())
             taken = True
         except ValueError as error:
             assert "Split the rows of a" in str(error)
@@ -211,7 +224,7 @@ def test_far_scales_are_made_contiguous():
     a = torch.empty(4, 128, dtype=FP8, device="meta")
     far, near = torch.empty(4, 2**29, device="meta")[:, :1], torch.empty(1, 1, device="meta")
     with pytest.raises(ValueError, match=r"a_scale's last element lies \d+ after .*a_scale\.contiguous\(\)"):
-        api._check_strides(a, far, a, near, torch.empty(4, 4, dtype=torch.bfloat16, device="meta"))
+        FP8_GEMM.check_memory((a, far, a, near, None, None), Options())
 
 
 def test_supports_and_fp8_gemm_agree_on_k():

@@ -8,20 +8,8 @@ import torch
 from bad_calls import BAD_CALLS, CALLS, WITHOUT_GOOD_CALLS, BadCall, Good
 from helpers import Exact, assert_accurate, exact_product
 
-from deep_tile import (
-    api,
-    both,
-    dense,
-    dequantize,
-    experts,
-    fp8_gemm,
-    gemm_cast,
-    grouped,
-    linear,
-    quantize,
-    transposed,
-    wgrad,
-)
+from deep_tile import both, dequantize, experts, fp8_gemm, linear, quantize, transposed
+from deep_tile.operation import OPERATIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about its own tensors
 
@@ -52,8 +40,10 @@ def check_good_calls(good: Good) -> None:
 def check_refused(bad: BadCall, device: str) -> None:
     """Whether or not calls like it, but right, went before: nothing that they left behind lets it pass."""
     good = Good(device)
-    for module in (api, both, dense, experts, gemm_cast, grouped, linear, quantize, transposed, wgrad):
+    for module in (both, experts, linear, quantize, transposed):
         module._launches.clear()
+    for operation in OPERATIONS.values():
+        operation.launches.clear()
     first = refusal(bad, good)
     check_good_calls(good)
     if device == "cuda" and bad.call not in WITHOUT_GOOD_CALLS:  # on the CPU nothing is remembered

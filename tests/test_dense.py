@@ -20,7 +20,19 @@ from helpers import (
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import deep_tile
-from deep_tile import GemmConfig, api, dense, finishes, fp8_wgrad, gemm, int8_gemm, params, plan, scaled_gemm, tensors
+from deep_tile import (
+    GemmConfig,
+    checks,
+    dense,
+    finishes,
+    fp8_wgrad,
+    gemm,
+    int8_gemm,
+    params,
+    plan,
+    scaled_gemm,
+    tensors,
+)
 from deep_tile.kinds import KINDS, LAYOUT_NAMES, LAYOUTS, OUTPUTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import bucket_key, bucketed, choose
@@ -178,11 +190,11 @@ def test_scales_of_blocks_are_told_from_scales_of_rows(sizes, shapes, scaling):
     (m, n, k), (a_scale, b_scale) = sizes, map(torch.ones, shapes)
     for kind in (kind for kind in KINDS.values() if kind.scaling == scaling):
         operands = torch.ones(m, k).to(dtype_of(kind.a)), a_scale, torch.ones(n, k).to(dtype_of(kind.b)), b_scale
-        assert dense._kind(dense._Options("scaled_gemm"), operands) == kind
+        assert dense.SCALED_GEMM.kind(operands, dense.Options()) == kind
         promoted = kind.name.replace("fp8_rows", "fp8_rows_promoted")
-        assert dense._kind(dense._Options("scaled_gemm", fast_accum=False), operands) == KINDS[promoted]
+        assert dense.SCALED_GEMM.kind(operands, dense.Options(fast_accum=False)) == KINDS[promoted]
         if kind.family == "fp8_1x128":
-            assert dense._kind(dense._Options("fp8_wgrad"), operands) == kind
+            assert dense.FP8_WGRAD.kind(operands, dense.Options()) == kind
 
 
 def dtype_of(element):
@@ -199,8 +211,8 @@ def test_sums_that_are_promoted_are_asked_for_by_name():
     problem = GemmProblem(256, 512, 1024, kind="fp8_rows_promoted")
     done = deep_tile.precompile([(512, 1024, 1)], kind="fp8_rows_promoted")
     assert {config.kind for config in done.configs} == {"fp8_rows_promoted"}
-    with pytest.raises(ValueError, match="multiplies kind='fp8_rows' to output='bf16', and this call 'fp8_rows_promo"):
-        api.checked_config(GemmConfig(128, 128, 4, kind="fp8_rows"), problem)
+    with pytest.raises(ValueError, match="is for kind='fp8_rows' .* this call for kind='fp8_rows_promo"):
+        checks.checked_config(GemmConfig(128, 128, 4, kind="fp8_rows"), problem)
 
 
 @pytest.mark.parametrize("family", ["fp8", "fp8_1x128", "fp8_rows"])
@@ -396,9 +408,9 @@ def test_configs_that_add_are_told_from_others():
     problem = GemmProblem(256, 256, 256, kind="fp8_1x128", output="fp32", accumulate=True)
     right = choose(problem)
     assert right.accumulate and right.name.endswith("_fp32_add") or "_fp32_add_" in right.name
-    assert api.checked_config(right, problem) is right
-    with pytest.raises(ValueError, match="has accumulate=True, and this call False"):
-        api.checked_config(right, problem._replace(accumulate=False))
+    assert checks.checked_config(right, problem) is right
+    with pytest.raises(ValueError, match="is for accumulate=True, and this call for accumulate=False"):
+        checks.checked_config(right, problem._replace(accumulate=False))
     with pytest.raises(ValueError, match="accumulate is True and output 'e4m3'"):
         GemmConfig(128, 128, 4, output="e4m3", accumulate=True)
     assert bucket_key(problem) == "256x256x256_fp8_1x128_fp32_add"
@@ -414,10 +426,10 @@ def test_configs_that_add_are_told_from_others():
 def test_configs_of_other_kinds_and_formats_are_refused(wanted):
     problem = GemmProblem(256, 256, 256, kind=wanted, output=KINDS[wanted].output)
     right = GemmConfig(128, 128, 4, kind=wanted)
-    assert api.checked_config(right, problem) is right
+    assert checks.checked_config(right, problem) is right
     for wrong in (GemmConfig(128, 128, 4), GemmConfig(128, 128, 4, kind=wanted, output="fp32")):
-        with pytest.raises(ValueError, match=f"{wrong.name} multiplies kind='{wrong.kind}' to output='{wrong.output}'"):
-            api.checked_config(wrong, problem)
+        with pytest.raises(ValueError, match=f"{wrong.name} is for kind='{wrong.kind}' and output='{wrong.output}'"):
+            checks.checked_config(wrong, problem)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8_rows_promoted"])
@@ -455,7 +467,7 @@ def test_operands_lie_as_their_strides_say(layout, dtype):
         assert gemm(*operands, guarded.out) is guarded.out
         guarded.assert_guards_intact()
         assert_accurate(guarded.out, exact_dense_product(*operands), ACCUMULATION_WITHOUT_SCALES)
-        strides = dense._layout(operands, guarded.out, KINDS["bf16"])
+        strides = dense.GEMM.layout((*operands, guarded.out, None), KINDS["bf16"])
         for x, major, stride in zip(operands, LAYOUTS[layout], strides[:2], strict=True):
             rows, step = (x.shape[0], x.stride(0)) if major == "k" else (k, x.stride(1))
             assert stride == step if rows > 1 else stride % 8 == 0
@@ -498,10 +510,10 @@ def test_configs_of_other_layouts_are_refused(layout):
     problem = GemmProblem(256, 256, 256, kind="bf16", layout=layout)
     right = choose(problem)
     assert right.layout == layout and right.name.endswith("" if layout == "nt" else f"_{layout}")
-    assert api.checked_config(right, problem) is right
+    assert checks.checked_config(right, problem) is right
     other = "tn" if layout != "tn" else "nn"
-    with pytest.raises(ValueError, match=f"has layout='{layout}', and the strides of this call's operands are those"):
-        api.checked_config(right, problem._replace(layout=other))
+    with pytest.raises(ValueError, match=f"is for layout='{layout}', and this call for layout='{other}'"):
+        checks.checked_config(right, problem._replace(layout=other))
 
 
 @each_layout
@@ -621,13 +633,13 @@ def test_gradients_of_some():
 
 def test_gradients_are_products_of_other_layouts(monkeypatch):
     """Without a copy of an operand, and with one of a gradient only where no kernel can read that."""
-    seen, original = [], dense._compute_without_kernel
+    seen, original = [], dense.GEMM.define
 
-    def look(operands, out, options, bias):
-        seen.append((LAYOUT_NAMES[dense._majors(*operands)], *(x.data_ptr() for x in operands)))
-        original(operands, out, options, bias)
+    def look(given, options):
+        seen.append((LAYOUT_NAMES[dense._majors(*given[:2])], *(x.data_ptr() for x in given[:2])))
+        original(given, options)
 
-    monkeypatch.setattr(dense, "_compute_without_kernel", look)
+    monkeypatch.setattr(dense.GEMM, "define", look)
     a, b, _ = trained(16, 24, 64, torch.bfloat16)
     out = gemm(a, b)
     grad = torch.randn_like(out)
@@ -728,9 +740,9 @@ def test_maps_count_k_in_bytes(dtype):
     """As the kernel does, which knows no format there."""
     a, b = make_dense_operands(300, 520, 203, dtype, a_padding=8)
     out = torch.empty(300, 520, dtype=torch.float32)
-    options = api.with_defaults(dense._Options("gemm"), a.device)._replace(num_sms=132)
-    problem = dense._problem((a, b), out, options)
-    layout = dense._layout((a, b), out, problem.product)
+    options = checks.with_defaults(dense.Options(), a.device)._replace(num_sms=132)
+    problem = dense.GEMM.problem((a, b, out, None), options)
+    layout = dense.GEMM.layout((a, b, out, None), problem.product)
     assert (problem.m, problem.n, problem.k) == (300, 520, 203) and problem.tma_store
     config = GemmConfig(128, 256, 4, kind=problem.kind, output=problem.output)
     maps = plan.tensor_maps(problem, config, layout)
@@ -748,7 +760,7 @@ def test_maps_count_k_in_bytes(dtype):
 
 def test_single_rows_get_strides_that_tma_takes():
     a, b = torch.ones(1, 3).bfloat16(), torch.ones(1, 3).bfloat16()
-    layout = dense._layout((a.as_strided((1, 3), (1, 1)), b), torch.empty(1, 1), KINDS["bf16"])
+    layout = dense.GEMM.layout((a.as_strided((1, 3), (1, 1)), b, torch.empty(1, 1), None), KINDS["bf16"])
     assert (layout.a_stride, layout.b_stride, layout.out_stride) == (8, 8, 4)
 
 

@@ -606,7 +606,7 @@ def test_on_another_stream_and_beside_fp8():
 def test_configs_of_another_kind_are_refused_and_nothing_is_written():
     a, b = make_dense_operands(64, 64, 128, torch.bfloat16, device=DEVICE)
     guarded = GuardedOut(64, 64, device=DEVICE)
-    with pytest.raises(ValueError, match="fp8_gemm_128x128x128_s4_c1x1 multiplies kind='fp8'"):
+    with pytest.raises(ValueError, match="fp8_gemm_128x128x128_s4_c1x1 is for kind='fp8'"):
         gemm(a, b, guarded.out, config=GemmConfig(128, 128, 4))
     torch.cuda.synchronize()
     guarded.assert_untouched()

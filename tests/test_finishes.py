@@ -7,7 +7,7 @@ from test_host_path import run_pretending  # noqa: F401
 from test_launcher import fake_driver  # noqa: F401
 
 import deep_tile
-from deep_tile import GemmConfig, api, finishes, fp8_gemm, gemm, interleave_gate_up, scaled_gemm
+from deep_tile import GemmConfig, checks, finishes, fp8_gemm, gemm, interleave_gate_up, scaled_gemm
 from deep_tile.kinds import ACTIVATIONS, BIASES, FAMILIES, OUTPUTS
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import finished
@@ -129,10 +129,10 @@ def test_wrong_finishes_are_refused(kind, change, error, text):
 def test_a_config_of_another_finish_is_refused():
     problem = GemmProblem(64, 256, 256, bias="bf16", activation="gelu")
     right = GemmConfig(128, 128, 4, bias="bf16", activation="gelu")
-    assert api.checked_config(right, problem) is right
+    assert checks.checked_config(right, problem) is right
     for wrong in (GemmConfig(128, 128, 4), GemmConfig(128, 128, 4, bias="fp32", activation="gelu")):
-        with pytest.raises(ValueError, match=f"{wrong.name} has bias='{wrong.bias}' and activation="):
-            api.checked_config(wrong, problem)
+        with pytest.raises(ValueError, match=f"{wrong.name} is for bias='{wrong.bias}' and activation="):
+            checks.checked_config(wrong, problem)
 
 
 @pytest.mark.parametrize(

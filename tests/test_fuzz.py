@@ -38,7 +38,7 @@ from test_host_path import run_pretending  # noqa: F401
 from test_launcher import fake_driver  # noqa: F401
 from test_params import unpack
 
-from deep_tile import GemmConfig, api, params, plan
+from deep_tile import GemmConfig, checks, params, plan
 from deep_tile.config import SMEM_LIMIT_BYTES, ceil_div
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import choose
@@ -91,8 +91,8 @@ def test_every_drawn_config_suits_its_call(drawn):
         if use.config is not None:
             out = GuardedOut(m, n, stride=use.out_stride, offset=use.out_offset).out
             sms, may_split = use.num_sms or NUM_SMS, not use.batch_invariant
-            problem = GemmProblem(m, n, k, sms, api.tma_can_store(out), may_split)
-            assert api.checked_config(use.config, problem) is use.config
+            problem = GemmProblem(m, n, k, sms, checks.tma_can_store(out), may_split)
+            assert checks.checked_config(use.config, problem) is use.config
 
 
 def test_draws_are_of_every_kind(drawn):
@@ -205,7 +205,7 @@ def test_launches_cover_the_matrix(drawn, launches):
         sms, may_split = use.num_sms or NUM_SMS, not use.batch_invariant
         problem = GemmProblem(m, n, k, sms, use.config.tma_store if use.config else n % 8 == 0, may_split)
         config = use.config or choose(problem)
-        assert api.checked_config(config, problem) is config
+        assert checks.checked_config(config, problem) is config
         strides = max(k, 16), max(k, 16), use.out_stride, places.a_scale.strides, places.b_scale.strides
         layout = plan.Layout(*strides, a_scale_aligned=True)
         plan.prepare_launch(problem, config, layout, 0, pdl=True, constant_weights=False)

@@ -13,8 +13,9 @@ from strategies import Limits
 from test_host_path import run_pretending  # noqa: F401
 from test_launcher import fake_driver  # noqa: F401
 
-from deep_tile import api, jit, plan
+from deep_tile import checks, jit, plan
 from deep_tile.kinds import FAMILIES, KINDS, LAYOUTS, OUTPUTS, RAW
+from deep_tile.operation import OPERATIONS
 from deep_tile.tensors import SCALE_DTYPES
 
 NUM_SMS = 132
@@ -92,7 +93,7 @@ def test_draws_are_legal(drawn, kernels):
     """A config that its call takes, or one that the selector chooses; an `out` as the draw says."""
     for draw in drawn:
         problem = draw.asked(NUM_SMS)
-        assert api.checked_config(draw.config, problem) is draw.config
+        assert checks.checked_config(draw.config, problem) is draw.config
         if draw.use.config is None:
             assert plan.config_for(problem) == draw.config
         else:
@@ -109,14 +110,16 @@ def test_selectors_problems_are_those_that_are_drawn(drawn, monkeypatch):
         out = fuzz_kinds.guarded_out(draw, "cpu").out
         use = draw.use
         if draw.call == "fp8_grouped_wgrad":
-            options = wgrad._Options(num_sms=NUM_SMS if use.num_sms is None else use.num_sms)
+            options = wgrad.Options(num_sms=NUM_SMS if use.num_sms is None else use.num_sms)
             options = options._replace(expected_tokens=draw.tokens.expected, accumulate=draw.config.accumulate)
-            assert wgrad._problem((*sample.operands, out), options) == draw.asked(NUM_SMS)
+            assert wgrad.FP8_GROUPED_WGRAD.problem((*sample.operands, out), options) == draw.asked(NUM_SMS)
         elif draw.call != "fp8_gemm":
-            options = dense._Options(draw.call, batch_invariant=use.batch_invariant, num_sms=use.num_sms or NUM_SMS)
+            options = dense.Options(batch_invariant=use.batch_invariant, num_sms=use.num_sms or NUM_SMS)
             options = options._replace(accumulate=draw.config.accumulate, fast_accum=not draw.config.product.promotes)
             activation = None if draw.config.activation == "none" else draw.config.activation
-            asked = dense._problem(sample.operands, out, options._replace(activation=activation), sample.bias)
+            operation = OPERATIONS[draw.call]
+            given = (*sample.operands, out, sample.bias)[: len(operation.names)]
+            asked = operation.problem(given, options._replace(activation=activation))
             assert asked == draw.asked(NUM_SMS), draw
 
 
@@ -125,10 +128,8 @@ def test_the_launcher_takes_every_call(run_pretending):  # noqa: F811
     shown, launched = run_pretending("""
 from random import Random
 import fuzz_kinds
-from deep_tile import dense, wgrad
 from strategies import Limits
-dense._is_on_gpu = wgrad._is_on_gpu = lambda x: True
-api.checked_num_sms = lambda num_sms, device: num_sms or 132
+checks.checked_num_sms = lambda num_sms, device: num_sms or 132
 kernels = {config.name: config for config in fuzz_kinds.draw_kernels(Random(3), 24, 132)}
 values = fuzz_kinds.Values("cpu", 1)
 for number in range(200):

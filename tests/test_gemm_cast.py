@@ -9,7 +9,7 @@ from campaign import noise
 from helpers import Operands, make_operands
 
 import deep_tile
-from deep_tile import GemmConfig, api, fp8_gemm, fp8_gemm_cast, gemm_cast, interleave_gate_up, per_token_cast_to_fp8
+from deep_tile import GemmConfig, dense, fp8_gemm, fp8_gemm_cast, gemm_cast, interleave_gate_up, per_token_cast_to_fp8
 from deep_tile.config import ceil_div
 from deep_tile.kinds import ACTIVATIONS, QUANTIZED
 from deep_tile.problem import GemmProblem
@@ -242,8 +242,8 @@ def test_a_floor_that_equals_a_known_one_launches_nothing(monkeypatch):
     """Also where the product would be launched by itself, before the cast."""
     operands = make_operands(4, 256, 128)
     fp8_gemm_cast(*operands, amax_floor=1.0)
-    multiply, products = api.fp8_gemm, []
-    monkeypatch.setattr(api, "fp8_gemm", lambda *given, **keywords: products.append(1) or multiply(*given, **keywords))
+    multiply, products = dense.FP8_GEMM.run, []
+    monkeypatch.setattr(dense.FP8_GEMM, "run", lambda *given: products.append(1) or multiply(*given))
     for _ in range(2):
         with pytest.raises(TypeError, match="amax_floor is True"):
             fp8_gemm_cast(*operands, amax_floor=True)
@@ -323,10 +323,10 @@ def test_it_is_one_op(device):
 
 def test_calls_in_two_are_remembered():
     operands = make_operands(8, 256, 128)
-    gemm_cast._in_turn.clear()
+    gemm_cast.FP8_GEMM_CAST.in_turn.clear()
     for _ in range(3):
         fp8_gemm_cast(*operands)
-    assert sum(len(known) for _, known in gemm_cast._in_turn.values()) == 1
+    assert sum(len(known) for _, known in gemm_cast.FP8_GEMM_CAST.in_turn.values()) == 1
 
 
 @pytest.mark.parametrize("finish", [{}, {"activation": "swiglu", "bias": torch.float32}])

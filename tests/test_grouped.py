@@ -362,12 +362,12 @@ def test_gradients_are_refused():
 
 def test_configs_of_other_groupings_are_refused():
     """By both calls; on the CPU no config is looked at."""
-    from deep_tile.api import checked_config
+    from deep_tile.checks import checked_config
     from deep_tile.problem import GemmProblem, Groups
 
     problem = GemmProblem(64, 128, 256, groups=Groups("offs", 2, 32))
     for config, wanted in ((GemmConfig(64, 128, 4), "offs"), (GemmConfig(64, 128, 4, grouping="counts"), "offs")):
-        with pytest.raises(ValueError, match=f"this call for '{wanted}'"):
+        with pytest.raises(ValueError, match=f"this call for grouping='{wanted}'"):
             checked_config(config, problem)
-    with pytest.raises(ValueError, match="this call for 'none'"):
+    with pytest.raises(ValueError, match="this call for grouping='none'"):
         checked_config(GemmConfig(64, 128, 4, grouping="offs"), problem._replace(groups=None))

@@ -13,10 +13,8 @@ from test_launcher import fake_driver  # noqa: F401
 from deep_tile import params
 
 SETUP = """
-from deep_tile import fp8_grouped_gemm, grouped
+from deep_tile import fp8_grouped_gemm
 
-grouped._is_on_gpu = lambda x: True
-api.check_hopper = api.check_capture = lambda *ignored: None
 b = torch.zeros(3, 130, 272).to(a.dtype)[:, :, :256]
 b_scale = torch.ones(3, 2, 2)
 offs = torch.tensor([1, 2, 5], dtype=torch.int32)
@@ -104,8 +102,6 @@ def test_bad_calls_launch_nothing_though_right_ones_are_known(run, without_dlpac
         without_dlpack
         + """
 from bad_calls import BAD_CALLS, CALLS, Good
-from deep_tile import wgrad
-wgrad._is_on_gpu = lambda x: True
 given = Good()
 for number, bad in enumerate(BAD_CALLS):
     if bad.call in ("fp8_grouped_gemm", "scaled_grouped_gemm", "fp8_grouped_wgrad"):

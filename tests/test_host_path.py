@@ -32,11 +32,13 @@ fake = ctypes.CDLL(os.environ["FAKE_DRIVER"], mode=ctypes.RTLD_GLOBAL)
 torch.set_num_threads(1)  # a child process has none of its parent's threads
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from helpers import make_operands
-from deep_tile import GemmConfig, _launcher, api, cast, fp8_gemm, launches, plan, prepare, quantize
+from deep_tile import GemmConfig, _launcher, cast, checks, fp8_gemm, launches, plan, prepare, quantize
+from deep_tile.dense import FP8_GEMM
+from deep_tile.operation import Operation
 
 # The facts that need a GPU.
-api._needs_kernel = lambda a, b: True
-api.check_hopper = api.check_capture = lambda *ignored: None
+Operation.is_on_gpu = staticmethod(lambda x: True)
+checks.check_hopper = checks.check_capture = lambda *ignored: None
 plan.load_kernel = lambda config, device: _launcher.load({WHOLE_CUBIN!r}, config.name, config.smem_bytes, 0)
 torch._C._cuda_getCurrentRawStream = lambda device: 0x57
 
@@ -315,7 +317,7 @@ def test_signatures_are_forgotten_when_there_are_too_many(run_pretending):
 launches.MAX_SIGNATURES = 2
 for m in (1, 2, 2, 3, 3, 2):
     attempt(fp8_gemm, a[:m], a_scale[:m], b, b_scale, out[:m])
-show(*(len(known) for _, known in api._launches.values()))
+show(*(len(known) for _, known in FP8_GEMM.launches.values()))
 """)
     new, known = "prepare_launch launch", "launch_known"
     assert shown == [new, new, known, new, known, new, "2"]
@@ -329,7 +331,7 @@ for num_sms in (1, 2, 1):
 attempt(fp8_gemm, a[:3], a_scale[:3], b, b_scale, out[:3], num_sms=1)
 for num_sms in (2, 3, 3, 1):
     attempt(fp8_gemm, **good, num_sms=num_sms)
-show(*(options.num_sms for options in api._launches))
+show(*(options[2] for options in FP8_GEMM.launches))
 """)
     new, known = "prepare_launch launch", "launch_known"
     assert shown == [new, new, known, new, known, new, known, new, "3 1"]
@@ -365,7 +367,7 @@ MEMORY = """
 def resident_bytes():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 def entries():
-    return len(api._launches), sum(len(launches) for _, launches in api._launches.values())
+    return len(FP8_GEMM.launches), sum(len(launches) for _, launches in FP8_GEMM.launches.values())
 """
 
 

@@ -25,7 +25,19 @@ from helpers import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deep_tile import GemmConfig, Plan, api, fp8_gemm, fp8_linear, launches, linear, plan, prepare, quantize_weight
+from deep_tile import (
+    GemmConfig,
+    Plan,
+    fp8_gemm,
+    fp8_linear,
+    launches,
+    linear,
+    operation,
+    plan,
+    prepare,
+    quantize_weight,
+)
+from deep_tile.dense import FP8_GEMM
 from deep_tile.select.defaults import default_configs
 
 pytestmark = pytest.mark.gpu
@@ -58,9 +70,9 @@ def paths(monkeypatch) -> list[str]:
 
         monkeypatch.setattr(module, name, noting)
 
-    monkeypatch.setattr(api, "_launches", {})
+    monkeypatch.setattr(FP8_GEMM, "launches", {})
     for name in ("launch", "launch_known"):
-        note(api._launcher, name)
+        note(operation._launcher, name)
     note(plan, "prepare_launch")
     return done
 
@@ -188,7 +200,7 @@ def test_warm_calls_take_no_memory():
 
 def test_many_signatures_take_bounded_memory(monkeypatch):
     """100,200 of them, with 300 different options: as many as are remembered, and then half as many again."""
-    monkeypatch.setattr(api, "_launches", {})
+    monkeypatch.setattr(FP8_GEMM, "launches", {})
     config = GemmConfig(64, 64, 4, tma_store=False)
     operands, out = operands_on_gpu(334, 8, 16), dense_out(334, 8)
     fp8_gemm(*operands, out, config=config)
@@ -201,7 +213,7 @@ def test_many_signatures_take_bounded_memory(monkeypatch):
                 fp8_gemm(*work, out[:m], config=config, num_sms=num_sms, pdl=pdl)
     grown = growth(before)
     assert grown["host"] < 200 << 20 and grown["device"] < 16 << 20 and grown["tensors"] <= 0, grown
-    assert sum(len(launches) for _, launches in api._launches.values()) <= launches.MAX_SIGNATURES
+    assert sum(len(launches) for _, launches in FP8_GEMM.launches.values()) <= launches.MAX_SIGNATURES
     assert_accurate(fp8_gemm(*operands, out), exact_product(operands))
 
 

@@ -51,22 +51,26 @@ MAY_IMPORT = {
     "blocks": {"config", "formats", "quantize", "tensors"},
     "reference": {"config", "kinds", "quantize"},
     "finishes": {"kinds", "ops", "tensors"},
-    "api": CALL | {"cast", "finishes", "params"},
-    "linear": {"_launcher", "api", "both", "config", "finishes", "launches", "ops", "params", "quantize", "tensors"},
-    "dense": CALL | {"api", "finishes", "params"},
-    "gemm_cast": CALL | {"api", "finishes", "params", "quantize"},
-    "grouped": CALL | {"api", "dense", "finishes"},
-    "wgrad": CALL | {"api", "dense", "finishes", "grouped", "params"},
+    "options": {"config", "finishes"},
+    "operation": {"_launcher", "launches", "ops", "options", "tensors"},
+    "checks": CALL | {"finishes"},
+    "dense": CALL | {"checks", "finishes", "operation", "params"},
+    "grouped": CALL | {"checks", "dense", "finishes", "operation"},
+    "wgrad": CALL | {"checks", "dense", "finishes", "grouped", "operation", "params"},
+    "gemm_cast": CALL | {"checks", "dense", "finishes", "operation", "params", "quantize"},
+    "api": CALL | {"cast", "checks", "dense", "finishes", "operation", "options"},
+    "linear": {"_launcher", "both", "checks", "config", "dense", "launches", "operation", "ops", "options", "params"}
+    | {"quantize", "tensors"},
     "replaceable": {"quantize", "tensors"},
     "train": {"api", "both", "cast", "config", "dense", "experts", "grouped", "jit", "ops", "problem", "quantize"}
     | {"select", "tensors", "transposed", "wgrad"},
-    "nn": {"api", "blocks", "cast", "config", "formats", "integrations", "jit", "linear", "quantize"}
+    "nn": {"api", "blocks", "cast", "checks", "config", "formats", "integrations", "jit", "linear", "quantize"}
     | {"replaceable", "tensors"},
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"", "api", "blocks", "cast", "compat", "config", "discovery", "experts", "grouped", "linear", "nn"}
     | {"quantize", "replaceable", "tensors", "train"},
     "compat": CALL
-    | {"api", "dense", "discovery", "experts", "grouped", "quantize", "reference", "transposed", "wgrad"},
+    | {"api", "dense", "discovery", "experts", "grouped", "options", "quantize", "reference", "transposed", "wgrad"},
     "torch_compat": {"api", "config", "dense", "finishes", "grouped", "tensors"},
     "method": SIZES | {"select"},
     "tools": CALL
@@ -85,6 +89,7 @@ WITH_TORCH = {
     "api",
     "both",
     "blocks",
+    "checks",
     "compat.deep_ep",
     "compat.deep_gemm",
     "compat.layouts",
@@ -107,7 +112,9 @@ WITH_TORCH = {
     "launches",
     "linear",
     "nn",
+    "operation",
     "ops",
+    "options",
     "quantize",
     "reference",
     "replaceable",

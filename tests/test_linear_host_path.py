@@ -115,7 +115,7 @@ show(*(type(workspace).__name__ for workspace in linear._kept.workspaces.values(
 def test_kernels_not_loaded_are_told_by_the_call(run):
     shown, launched = run("""
 capturing[0] = True
-api.check_capture = lambda config, device, call: launches.refuse_capture(config.name, device, call)
+checks.check_capture = lambda config, device, call: launches.refuse_capture(config.name, device, call)
 attempt(fp8_linear, **layer)
 attempt(fp8_linear, **layer | {"x": quantize.per_token_cast_to_fp8(x)})
 """)

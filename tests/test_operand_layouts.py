@@ -275,8 +275,9 @@ def multiply_tile(library, config: GemmConfig, given: Given, m: int, n: int, alo
     problem = GemmProblem(
         *(given.a.shape[0], given.b.shape[0], k), kind=config.kind, output=config.output, layout=config.layout
     )
-    layout = dense._layout(given, torch.empty(problem.m, problem.n), problem.product)
-    assert dense._problem(given, torch.empty(problem.m, problem.n), dense._Options("gemm", num_sms=132)) == (
+    tensors = (*given[:2], torch.empty(problem.m, problem.n), None)
+    layout = dense.GEMM.layout(tensors, problem.product)
+    assert dense.GEMM.problem(tensors, dense.Options(num_sms=132)) == (
         problem._replace(output="fp32", tma_store=problem.n % 4 == 0)
     )
     argument = plan.pack_params(problem, config, layout, early_b=False)

@@ -22,6 +22,7 @@ from deep_tile.compat import original
 from deep_tile.compat.layouts import group_ends
 from deep_tile.config import SCALE_BLOCK, as_int, ceil_div, check_alignment, round_up
 from deep_tile.ops import is_traced
+from deep_tile.options import check_one
 from deep_tile.reference import cosine_difference
 from deep_tile.select.hardware import H200
 
@@ -886,7 +887,7 @@ def get_num_sms() -> int:
 
 def set_pdl(enabled: bool) -> None:
     """Whether products are programmatic dependent launches from now on; as `deep_tile.fp8_gemm` chooses before that."""
-    api.check_option("pdl", enabled)
+    check_one("pdl", enabled)
     _settings["pdl"] = enabled
 
 
