@@ -10,6 +10,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from deep_tile import jit, settings
 from deep_tile.tools import cli
 
 HOPPER = (9, 0)
@@ -49,16 +50,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begins with what keeps all cores busy: short tests are left for the end, when processes run out of work. Of tests
-    that are `about` files none of which changed, one in FEWER is left."""
+    """Begins with what keeps all cores busy: short tests are left for the end, when processes run out of work. Of a
+    module's tests that are `about` files none of which changed, one in FEWER is left."""
     items.sort(key=lambda item: item.path.stem not in COMPILING)
     seen, unchanged = Counter(), []
     for item in items:
         mark = item.get_closest_marker("about")
         if mark and not changes.may_have_changed(*mark.args, f"tests/{item.path.name}"):
-            if seen[item.function] % FEWER:
+            seen[item.path] += 1
+            if seen[item.path] % FEWER:
                 unchanged.append(item)
-            seen[item.function] += 1
     if unchanged:
         left_out = set(unchanged)
         items[:] = [item for item in items if item not in left_out]
@@ -109,6 +110,19 @@ def kernel_cache(run_folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DEEP_TILE_CACHE_DIR", str(folder))
         yield
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch, tmp_path):
+    """Kernels are compiled to the code of an empty one, into a cache of the test's own: for tests that count kernels or
+    need them out of the way, and look at no code. Those that are compiled in earnest are test_codegen.py's."""
+    program, options = jit._compiler()
+    empty = 'extern "C" __global__ void empty() {}'
+    monkeypatch.setattr(jit, "_compiler", lambda: (lambda source, *how, **also: program(empty, *how, **also), options))
+    monkeypatch.setattr(settings, "cache_dir", lambda: tmp_path)
+    jit._open_cache.cache_clear()
+    yield
+    jit._open_cache.cache_clear()
 
 
 @pytest.fixture

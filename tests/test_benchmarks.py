@@ -57,6 +57,10 @@ from deep_tile.select.choose import choose, choose_bucket  # noqa: E402
 from deep_tile.select.defaults import default_configs  # noqa: E402
 from deep_tile.tools import energy  # noqa: E402
 
+pytestmark = pytest.mark.about(
+    "benchmarks/*.py", "tests/default_kernels.py", "deep_tile/tools/*", "deep_tile/codegen.py"
+)
+
 SMALL = Shape(32, 160, 272)
 
 

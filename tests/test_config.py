@@ -255,6 +255,7 @@ def fields_of_shared_storage() -> set[str]:
     return cpp_fields().keys() & set(re.findall(r"\w+", read))
 
 
+@pytest.mark.about("include/deep_tile/*", "deep_tile/config.py", "deep_tile/codegen.py", "deep_tile/kinds.py")
 def test_shared_memory_is_as_large_as_cpp_says():
     """Of every legal config, though many share a size in C++: a field that is left out there is zero."""
     headers = (HEADERS / "config.cuh").read_text().replace("#pragma once", "")

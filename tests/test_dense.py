@@ -39,6 +39,8 @@ from deep_tile.select.choose import bucket_key, bucketed, choose
 from deep_tile.select.cost import estimate
 from deep_tile.select.defaults import default_configs
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
 

@@ -31,6 +31,7 @@ def run_program(*arguments):
     return run.stdout
 
 
+@pytest.mark.about("examples/*", "deep_tile/integrations/*", "deep_tile/nn.py", "deep_tile/experts.py")
 @DEVICES
 @pytest.mark.parametrize("kind", [[], ["--experts"]], ids=["dense", "experts"])
 def test_qwen3_generates(device, kind, run_qwen3):

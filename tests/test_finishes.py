@@ -14,6 +14,8 @@ from deep_tile.reference import finished
 from deep_tile.select import choose
 from deep_tile.select.defaults import default_configs
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 FINISHES = [(bias, activation) for bias in BIASES for activation in ACTIVATIONS]
 NAMES = [name for name in ACTIVATIONS if name != "none"]
 

@@ -44,6 +44,16 @@ from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import choose
 from deep_tile.select.defaults import default_configs
 
+pytestmark = pytest.mark.about(
+    "tests/*fuzz*.py",
+    "tests/stress.py",
+    "tests/jobs.py",
+    "tests/campaign.py",
+    "tests/strategies.py",
+    "tests/expected*.py",
+    "tests/helpers.py",
+)
+
 SMALL = Limits(m=24, n=150, k=300, out=1 << 12)
 NUM_SMS = 132
 

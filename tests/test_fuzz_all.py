@@ -6,6 +6,16 @@ import fuzz_all
 import pytest
 from campaign import CLEAN, FAILED, HANG, WRONG
 
+pytestmark = pytest.mark.about(
+    "tests/*fuzz*.py",
+    "tests/stress.py",
+    "tests/jobs.py",
+    "tests/campaign.py",
+    "tests/strategies.py",
+    "tests/expected*.py",
+    "tests/helpers.py",
+)
+
 PROLOGUE = """
 import json, pathlib, sys, time
 option = lambda name: sys.argv[sys.argv.index("--" + name) + 1]

@@ -16,6 +16,16 @@ from deep_tile import experts, linear, quantize, sources, transposed
 from deep_tile.quantize import SOURCE_DTYPES
 from deep_tile.tensors import SCALE_DTYPES
 
+pytestmark = pytest.mark.about(
+    "tests/*fuzz*.py",
+    "tests/stress.py",
+    "tests/jobs.py",
+    "tests/campaign.py",
+    "tests/strategies.py",
+    "tests/expected*.py",
+    "tests/helpers.py",
+)
+
 SMALL = Sizes(40, 300, 1 << 13)
 
 

@@ -9,6 +9,16 @@ import torch
 import deep_tile
 from deep_tile.formats import FORMATS
 
+pytestmark = pytest.mark.about(
+    "tests/*fuzz*.py",
+    "tests/stress.py",
+    "tests/jobs.py",
+    "tests/campaign.py",
+    "tests/strategies.py",
+    "tests/expected*.py",
+    "tests/helpers.py",
+)
+
 RUN = ["--device", "cpu", "--seed", "3", "--rounds", "12"]
 
 

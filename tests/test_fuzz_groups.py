@@ -6,6 +6,16 @@ import fuzz_groups
 import pytest
 import torch
 
+pytestmark = pytest.mark.about(
+    "tests/*fuzz*.py",
+    "tests/stress.py",
+    "tests/jobs.py",
+    "tests/campaign.py",
+    "tests/strategies.py",
+    "tests/expected*.py",
+    "tests/helpers.py",
+)
+
 SEED = ["--device", "cpu", "--seed", "11"]
 
 

@@ -18,6 +18,20 @@ from deep_tile.kinds import FAMILIES, KINDS, LAYOUTS, OUTPUTS, RAW
 from deep_tile.operation import OPERATIONS
 from deep_tile.tensors import SCALE_DTYPES
 
+pytestmark = pytest.mark.about(
+    "tests/*fuzz*.py",
+    "tests/stress.py",
+    "tests/jobs.py",
+    "tests/campaign.py",
+    "tests/strategies.py",
+    "tests/expected*.py",
+    "tests/helpers.py",
+    "deep_tile/dense.py",
+    "deep_tile/wgrad.py",
+    "deep_tile/plan.py",
+    "deep_tile/select/*",
+)
+
 NUM_SMS = 132
 SMALL = Limits(m=100, n=160, k=400, out=1 << 14)
 EACH = 48

@@ -16,6 +16,8 @@ from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import casts_apart, choose, choose_cast, without_cast
 from deep_tile.select.defaults import default_configs
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FINISHES = [(None, None), (torch.bfloat16, None), (None, "swiglu"), (torch.float32, "silu"), (torch.float16, "swiglu")]
 

@@ -17,6 +17,8 @@ from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.choose import choose
 from deep_tile.select.groups import grouped_configs
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GROUPED = [kind.name for kind in KINDS.values() if kind.scaling != "row_blocks"]
 FAMILIES = [name for name in GROUPED if KINDS[name].family == name]

@@ -17,6 +17,14 @@ def device(request) -> str:
     return request.param
 
 
+@pytest.mark.about(
+    "deep_tile/op*.py",
+    "deep_tile/discovery.py",
+    "deep_tile/__init__.py",
+    "deep_tile/linear.py",
+    "deep_tile/dense.py",
+    "deep_tile/quantize.py",
+)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_one_graph_serves_every_m(device, backend):
     """Two layers and what is between them, without a break; a first call fixes no m."""

@@ -352,6 +352,7 @@ def test_every_op_is_listed_with_its_module():
         assert namespace != "deep_tile" or name in discovery.OPS
 
 
+@pytest.mark.about("deep_tile/op*.py", "deep_tile/discovery.py", "deep_tile/__init__.py")
 @pytest.mark.parametrize(
     "first", ["torch", "deep_tile", "torch; torch.ops.deep_tile", "importlib.util; importlib.util.find_spec('torch')"]
 )

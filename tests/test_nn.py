@@ -12,6 +12,8 @@ import deep_tile
 from deep_tile import fp8_linear, jit, nn, quantize_weight, tensors
 from deep_tile.formats import FORMATS
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FEATURES = [(256, 130), (3884, 96), (9, 3)]
 

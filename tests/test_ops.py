@@ -298,6 +298,7 @@ def test_export(strict):
             assert same(loaded.module()(x), module(x))
 
 
+@pytest.mark.about("deep_tile/op*.py", "deep_tile/discovery.py", "deep_tile/__init__.py", "deep_tile/linear.py")
 def test_ahead_of_time_inductor(tmp_path):
     """Takes most of this file's time: a C++ compiler's."""
     module = Layer()

@@ -13,6 +13,18 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.about(
+    "setup.py",
+    "pyproject.toml",
+    "Makefile",
+    "MANIFEST.in",
+    "constraints.txt",
+    "csrc/*",
+    "deep_tile/__init__.py",
+    "deep_tile/packaged.py",
+    "deep_tile/tools/pack.py",
+)
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ["benchmarks", "csrc", "deep_tile", "docs", "examples", "include", "tests"]
 SOURCES = ["LICENSE", "MANIFEST.in", "Makefile", "README.md", "constraints.txt", "pyproject.toml", "setup.py", *FOLDERS]

@@ -353,6 +353,9 @@ def listings(compiled, made_once, tmp_path_factory):
     return made_once("streaming_listings", disassemble_all)
 
 
+@pytest.mark.about(
+    "include/deep_tile/*", "deep_tile/codegen.py", "deep_tile/cast.py", "deep_tile/params.py", "deep_tile/jit.py"
+)
 @EACH_KERNEL
 def test_kernel_compiles_clean(kernel, compiled):
     text = streaming_source(kernel)

@@ -27,6 +27,16 @@ from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.schedule import cluster_slots, cluster_tiles, grid_size
 
+pytestmark = pytest.mark.about(
+    "tests/*fuzz*.py",
+    "tests/stress.py",
+    "tests/jobs.py",
+    "tests/campaign.py",
+    "tests/strategies.py",
+    "tests/expected*.py",
+    "tests/helpers.py",
+)
+
 NUM_SMS = 132
 SMALL = Sizes(side=256, k=300, out=1 << 12)
 SPEC = Spec(config_named("64x64x256_s6_k2_b1"), 20, 24, 200, 8)

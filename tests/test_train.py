@@ -23,6 +23,8 @@ from deep_tile import (
 from deep_tile.problem import GemmProblem
 from deep_tile.train import Linear, Recipe, casts, convert, linear, linears
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 WIDE = [torch.bfloat16, torch.float16, torch.float32]
 RECIPES = [
     Recipe(),
@@ -439,6 +441,14 @@ def test_batches_are_added_one_by_one():
         assert torch.equal(parameter.grad, each[0][i] + each[1][i] + each[2][i])
 
 
+@pytest.mark.about(
+    "deep_tile/op*.py",
+    "deep_tile/discovery.py",
+    "deep_tile/__init__.py",
+    "deep_tile/train/*",
+    "deep_tile/both.py",
+    "deep_tile/dense.py",
+)
 @pytest.mark.parametrize("dynamic", [False, True])
 @EACH_RECIPE
 def test_compiled_as_eager(recipe, dynamic):
@@ -484,6 +494,14 @@ def test_no_memory():
 # ---- Megatron's protocol
 
 
+@pytest.mark.about(
+    "deep_tile/op*.py",
+    "deep_tile/discovery.py",
+    "deep_tile/__init__.py",
+    "deep_tile/train/*",
+    "deep_tile/both.py",
+    "deep_tile/dense.py",
+)
 @EACH_RECIPE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("compiled", [False, True])

@@ -22,6 +22,8 @@ from deep_tile.reference import MAX_RELATIVE_ERROR, group_rows
 from deep_tile.select.choose import choose
 from deep_tile.select.groups import grouped_configs
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
