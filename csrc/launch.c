@@ -568,13 +568,18 @@ static bool is_captured(uintptr_t stream)
 
 static PyObject *launch_known(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
-    if (count < 3 || count > 2 + MAX_TENSORS || !PyDict_Check(args[0]) || !PyTuple_Check(args[1]))
+    PyObject *tensors[MAX_TENSORS];
+    const bool is_tuple = count == 3 && PyTuple_Check(args[2]);
+    const Py_ssize_t tensor_count = is_tuple ? PyTuple_Size(args[2]) : count - 2;
+    if (tensor_count < 1 || tensor_count > MAX_TENSORS || !PyDict_Check(args[0]) || !PyTuple_Check(args[1]))
         return PyErr_Format(PyExc_TypeError,
                             "launch_known: want a dict, a tuple and 1 to %d tensors; got %zd arguments", MAX_TENSORS,
                             count);
+    for (Py_ssize_t i = 0; i < tensor_count; i++)
+        tensors[i] = is_tuple ? PyTuple_GetItem(args[2], i) : args[2 + i];
     Signature seen;
     uintptr_t addresses[MAX_TENSORS], stream;
-    if (!read_tensors(args + 2, count - 2, &seen, addresses))
+    if (!read_tensors(tensors, tensor_count, &seen, addresses))
         Py_RETURN_FALSE;
     PyObject *key = signature_bytes(&seen);
     if (key == NULL)
@@ -587,7 +592,7 @@ static PyObject *launch_known(PyObject *Py_UNUSED(module), PyObject *const *args
     Chain chain;
     if (found == NULL || !as_chain(found, seen.count, "launch_known", &chain))
         return NULL;
-    if (!find_current_stream(args[2], &seen, &stream))
+    if (!find_current_stream(tensors[0], &seen, &stream))
         return NULL;
     if (chain.count > 1 && is_captured(stream))
         Py_RETURN_FALSE;

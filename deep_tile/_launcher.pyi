@@ -108,7 +108,8 @@ def signature(*tensors: object) -> bytes | None:
     first cannot be. None where a tensor cannot be read here, which Python then has to look at."""
 
 def launch_known(table: dict[tuple, tuple[tuple, dict[bytes, Prepared]]], options: tuple, /, *tensors: object) -> bool:
-    """Launch what is known for a call of these options and tensors, on the current stream of their device.
+    """Launch what is known for a call of these options and tensors, or of one tuple of tensors, on the current stream
+    of their device.
 
     `table` holds for every tuple of options (options, launches); launches know nothing of tensors that are None. False,
     and nothing has happened, where it holds none, where the options met are equal but of other types, or where a tensor

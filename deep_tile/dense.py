@@ -45,6 +45,10 @@ class Options(NamedTuple):
     fast_accum: bool = True
 
 
+_OUT_DTYPE, _ACTIVATION, _ACCUMULATE = map(Options._fields.index, ("out_dtype", "activation", "accumulate"))
+"""Of a call's options, which make an `Options` in 0.3 us."""
+
+
 class Product(Operation):
     """A product of `a` and `b`, or of what plays their parts: two matrices, perhaps with a scale behind each.
 
@@ -132,10 +136,22 @@ class Dense(Product):
 
     def result(self, given: Given, options: Options) -> tuple[tuple[int, ...], torch.dtype]:
         a, b = self.matrices(given)
+        return (a.shape[0], finishes.out_columns(b.shape[0], options.activation)), self.dtype_of_out(options, a)
+
+    def allocated(self, given: Given, options: tuple) -> Given:
+        if self.count == 4:
+            a, a_scale, b, b_scale, _, bias = given
+        else:
+            a, b, _, bias = given
         if a.dim() != 2 or b.dim() != 2:
             raise ValueError(f"a and b must be [m, k] and [n, k]; got shapes {tuple(a.shape)} and {tuple(b.shape)}")
-        self.refuse_sum_of_nothing(options)
-        return (a.shape[0], finishes.out_columns(b.shape[0], options.activation)), self.dtype_of_out(options, a)
+        if len(options) > _ACCUMULATE and options[_ACCUMULATE]:
+            self.refuse_sum_of_nothing(Options(*options))
+        n, activation = b.shape[0], options[_ACTIVATION]
+        n = n if activation is None else finishes.out_columns(n, activation)
+        dtype = options[_OUT_DTYPE] or self.out_dtype or self.dtype_of_out(Options(), a)
+        out = tensors.new_empty(a, (a.shape[0], n), (n or 1, 1), dtype)
+        return (a, a_scale, b, b_scale, out, bias) if self.count == 4 else (a, b, out, bias)
 
     def refuse_sum_of_nothing(self, options: Options) -> None:
         if options.accumulate:
@@ -370,9 +386,10 @@ def fp8_gemm(
 
     The method (1x128 and 128x128 scales, promotion to FP32 every 128 of k) is that of the DeepSeek-V3 report, 3.3.
     """
-    options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, False, True)
-    call = FP8_GEMM.trace if is_traced() else FP8_GEMM.run
-    return call((a, a_scale, b, b_scale, out, bias), options)
+    options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation)
+    if is_traced():
+        return FP8_GEMM.trace((a, a_scale, b, b_scale, out, bias), options)
+    return FP8_GEMM.run((a, a_scale, b, b_scale, out, bias), options)
 
 
 def gemm(
@@ -428,8 +445,9 @@ def gemm(
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
-    call = GEMM.trace if is_traced() else GEMM.run
-    return call((a, b, out, bias), options)
+    if is_traced():
+        return GEMM.trace((a, b, out, bias), options)
+    return GEMM.run((a, b, out, bias), options)
 
 
 def int8_gemm(
@@ -472,8 +490,9 @@ def int8_gemm(
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
-    call = INT8_GEMM.trace if is_traced() else INT8_GEMM.run
-    return call((a, a_scale, b, b_scale, out, bias), options)
+    if is_traced():
+        return INT8_GEMM.trace((a, a_scale, b, b_scale, out, bias), options)
+    return INT8_GEMM.run((a, a_scale, b, b_scale, out, bias), options)
 
 
 def scaled_gemm(
@@ -528,8 +547,9 @@ def scaled_gemm(
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, fast_accum)
-    call = SCALED_GEMM.trace if is_traced() else SCALED_GEMM.run
-    return call((a, a_scale, b, b_scale, out, bias), options)
+    if is_traced():
+        return SCALED_GEMM.trace((a, a_scale, b, b_scale, out, bias), options)
+    return SCALED_GEMM.run((a, a_scale, b, b_scale, out, bias), options)
 
 
 def fp8_wgrad(
@@ -568,8 +588,9 @@ def fp8_wgrad(
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
     options = (None, config, num_sms, batch_invariant, pdl, False, None, accumulate, True)
-    call = FP8_WGRAD.trace if is_traced() else FP8_WGRAD.run
-    return call((dy, dy_scale, x, x_scale, out), options)
+    if is_traced():
+        return FP8_WGRAD.trace((dy, dy_scale, x, x_scale, out), options)
+    return FP8_WGRAD.run((dy, dy_scale, x, x_scale, out), options)
 
 
 def check_sum(call: str, operands: Given, out: torch.Tensor, **options) -> None:

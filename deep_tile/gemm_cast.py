@@ -92,8 +92,9 @@ def fp8_gemm_cast(
     fusion.
     """
     options = (config, num_sms, batch_invariant, pdl, constant_weights, activation, amax_floor, round_scale, exact)
-    call = FP8_GEMM_CAST.trace if is_traced() else FP8_GEMM_CAST.run
-    return call((a, a_scale, b, b_scale, out, scale_out, bias), (*options, scale_layout))
+    if is_traced():
+        return FP8_GEMM_CAST.trace((a, a_scale, b, b_scale, out, scale_out, bias), (*options, scale_layout))
+    return FP8_GEMM_CAST.run((a, a_scale, b, b_scale, out, scale_out, bias), (*options, scale_layout))
 
 
 class ProductCast(dense.Dense):
@@ -110,7 +111,8 @@ class ProductCast(dense.Dense):
     def shape(self, given: Given, options: Options) -> tuple[int, int]:
         return given[0].shape[0], finishes.out_columns(given[2].shape[0], options.activation)
 
-    def allocated(self, given: Given, options: Options) -> Given:
+    def allocated(self, given: Given, options: tuple) -> Given:
+        options = Options(*options)
         quantize.check_layout(options.scale_layout)
         *operands, out, scale_out, bias = given
         shape = self.shape(given, options)

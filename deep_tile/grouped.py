@@ -43,18 +43,6 @@ class Grouped(Product):
 
     Options = Options
 
-    def given_and_options(self, operands: Given, offs, counts, out, *options) -> tuple[Given, tuple]:
-        a = operands[0]
-        if not isinstance(a, torch.Tensor):
-            raise tensors.no_tensor("a", a, self.sources.get("a", "pass a tensor on the GPU"))
-        if a.dim() == 3:
-            if offs is not None:
-                raise ValueError("offs is given, and a has three dimensions; pass counts, or neither, or a of [s, k]")
-            return (*operands, counts, out), ("counts", *options)
-        if offs is None or counts is not None:
-            raise ValueError(f"a is {list(a.shape)}; with rows [s, k] pass offs and no counts, or pass a of [g, m, k]")
-        return (*operands, offs, out), ("offs", *options)
-
     def options_of(self, given: Given, keywords: dict) -> Options:
         return Options("counts" if given[0].dim() == 3 else "offs", **keywords)
 
@@ -249,12 +237,12 @@ def fp8_grouped_gemm(
 
     The method is that of `fp8_gemm`; offsets are those of `torch.nn.functional.scaled_grouped_mm`.
     """
-    given, options = FP8_GROUPED_GEMM.given_and_options(
-        *((a, a_scale, b, b_scale), offs, counts, out, alignment, expected_rows, out_dtype),
-        *(config, num_sms, batch_invariant, pdl, True),
-    )
-    call = FP8_GROUPED_GEMM.trace if is_traced() else FP8_GROUPED_GEMM.run
-    return call(given, options)
+    layout, bounds = _bounds(a, offs, counts)
+    given = (a, a_scale, b, b_scale, bounds, out)
+    options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl, True)
+    if is_traced():
+        return FP8_GROUPED_GEMM.trace(given, options)
+    return FP8_GROUPED_GEMM.run(given, options)
 
 
 def grouped_gemm(
@@ -292,12 +280,12 @@ def grouped_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    given, options = GROUPED_GEMM.given_and_options(
-        *((a, b), offs, counts, out, alignment, expected_rows, out_dtype),
-        *(config, num_sms, batch_invariant, pdl, True),
-    )
-    call = GROUPED_GEMM.trace if is_traced() else GROUPED_GEMM.run
-    return call(given, options)
+    layout, bounds = _bounds(a, offs, counts)
+    given = (a, b, bounds, out)
+    options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl, True)
+    if is_traced():
+        return GROUPED_GEMM.trace(given, options)
+    return GROUPED_GEMM.run(given, options)
 
 
 def scaled_grouped_gemm(
@@ -343,12 +331,25 @@ def scaled_grouped_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
-    given, options = SCALED_GROUPED_GEMM.given_and_options(
-        *((a, a_scale, b, b_scale), offs, counts, out, alignment, expected_rows, out_dtype),
-        *(config, num_sms, batch_invariant, pdl, fast_accum),
-    )
-    call = SCALED_GROUPED_GEMM.trace if is_traced() else SCALED_GROUPED_GEMM.run
-    return call(given, options)
+    layout, bounds = _bounds(a, offs, counts)
+    given = (a, a_scale, b, b_scale, bounds, out)
+    options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl, fast_accum)
+    if is_traced():
+        return SCALED_GROUPED_GEMM.trace(given, options)
+    return SCALED_GROUPED_GEMM.run(given, options)
+
+
+def _bounds(a, offs, counts) -> tuple[str, torch.Tensor | None]:
+    """The layout that `a` has, and the bounds that go with it."""
+    if not isinstance(a, torch.Tensor):
+        tensors.require_tensors(a=a)
+    if a.dim() == 3:
+        if offs is not None:
+            raise ValueError("offs is given, and a has three dimensions; pass counts, or neither, or a of [s, k]")
+        return "counts", counts
+    if offs is None or counts is not None:
+        raise ValueError(f"a is {list(a.shape)}; with rows [s, k] pass offs and no counts, or pass a of [g, m, k]")
+    return "offs", offs
 
 
 def _scale_of_rows(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:

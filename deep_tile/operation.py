@@ -9,8 +9,8 @@ of the tensors that a check reads.
 """
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
-from operator import attrgetter, itemgetter
+from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 
 import torch
@@ -61,8 +61,7 @@ class Operation(ops.Op):
         self.sources, self.to_train, self.gradient_of = sources, to_train, gradient_of or self.names
         super().__init__(name, tensors, keywords, self._run_op, self._check_op, self._fake, **how)
         OPERATIONS[name] = self
-        self._results = itemgetter(*self._outs)
-        self._named = lru_cache(maxsize=1024)(lambda options: self.Options(*options))
+        self._first_out, self._last_out, self._has_one_out = self._outs[0], self._outs[-1], len(self._outs) == 1
         self._may_lack = {i for i, tensor in enumerate(self._tensors) if tensor.endswith("?")}
         self._may_lack |= {*self._outs} if self._allocates else set()
 
@@ -90,12 +89,11 @@ class Operation(ops.Op):
         """Shape and dtype of the one tensor that is written to."""
         raise NotImplementedError
 
-    def allocated(self, given: Given, options) -> Given:
-        """`given` with what is written to."""
-        shape, dtype = self.result(given, options)
-        (place,) = self._outs
-        out = tensors.new_empty(given[0], shape, tensors.dense_strides(shape), dtype)
-        return *given[:place], out, *given[place + 1 :]
+    def allocated(self, given: Given, options: tuple) -> Given:
+        """`given` with what is written to; `options` are as `run` has them."""
+        shape, dtype = self.result(given, self.Options(*options))
+        out, place = tensors.new_empty(given[0], shape, tensors.dense_strides(shape), dtype), self._first_out
+        return given[:place] + (out,) + given[place + 1 :]
 
     def fake(self, given: Given, options) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """What is written to, of tensors of which only the layout is known."""
@@ -137,11 +135,9 @@ class Operation(ops.Op):
                         if result is not None:
                             return result
                         break
-            for place in self._outs:
-                if given[place] is None:
-                    given = self.allocated(given, self._named(options))
-                    break
-            if not _launcher.launch_known(self.launches, options, *given):
+            if given[self._first_out] is None or given[self._last_out] is None:
+                given = self.allocated(given, options)
+            if not _launcher.launch_known(self.launches, options, given):
                 self._run_unknown(given, options)
         except launches.NotLoaded as error:
             raise error.of(self.name) from None
@@ -150,7 +146,7 @@ class Operation(ops.Op):
             if reason is None:
                 raise
             raise reason from None
-        return self._results(given)
+        return given[self._first_out] if self._has_one_out else tuple(given[place] for place in self._outs)
 
     def trace(self, given: Given, options: tuple) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """A call that becomes one of the op."""

@@ -79,8 +79,9 @@ def fp8_grouped_wgrad(
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
     options = (accumulate, alignment, expected_tokens, config, num_sms, pdl)
-    call = FP8_GROUPED_WGRAD.trace if is_traced() else FP8_GROUPED_WGRAD.run
-    return call((dy, dy_scale, x, x_scale, offs, out), options)
+    if is_traced():
+        return FP8_GROUPED_WGRAD.trace((dy, dy_scale, x, x_scale, offs, out), options)
+    return FP8_GROUPED_WGRAD.run((dy, dy_scale, x, x_scale, offs, out), options)
 
 
 class GroupedWgrad(dense.Product):
