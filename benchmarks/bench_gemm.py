@@ -36,8 +36,9 @@ from benchmarks.timing import (
 )
 from deep_tile import is_available
 from deep_tile.method.report import picture_path
+from deep_tile.options import SCALE_LAYOUTS
 from deep_tile.problem import GemmProblem
-from deep_tile.quantize import DEFAULT_SCALE_LAYOUT, SCALE_LAYOUTS
+from deep_tile.quantize import DEFAULT_SCALE_LAYOUT
 from deep_tile.reference import MAX_RELATIVE_ERROR, cosine_difference, relative_error
 from deep_tile.select.choose import choose
 from deep_tile.select.defaults import default_configs

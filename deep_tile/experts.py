@@ -13,15 +13,13 @@ import torch
 
 from deep_tile import _launcher, cast, launches, ops, quantize, sources, tensors
 from deep_tile.config import as_int, ceil_div, check_alignment, round_up
+from deep_tile.operation import Given, Operation
 from deep_tile.ops import is_traced
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 _NO_EXPERT = torch.iinfo(torch.int16).max
 """Experts are sorted as int16, which takes a quarter of the passes of int64."""
-
-_launches: launches.Table = {}
-"""Of `combine`, by no options; of x, weights, index and out."""
 
 _sorts: launches.Table = {}
 """Of `sort_by_expert`, by experts and alignment; of chosen, rows, offs and index."""
@@ -212,13 +210,37 @@ def silu_mul_cast_to_fp8(
         ValueError: rows of `gate_up` have no two halves, or one of the numbers is out of range; or as there.
         RuntimeError: as there.
     """
-    lists = quantize.given_lists(offs=offs, counts=counts)
-    if not is_traced():
-        options = (1, amax_floor, round_scale, exact, (*lists,), sources.gating(limit, alpha, beta))
-        return quantize.cast_tokens(gate_up, scale_layout, options, out, scale_out, lists)
-    quantize.check_layout(scale_layout)
-    options = {"scale_layout": scale_layout, "amax_floor": amax_floor, "round_scale": round_scale, "exact": exact}
-    return _SILU_MUL_OP((gate_up,), (out, scale_out), options | lists | {"limit": limit, "alpha": alpha, "beta": beta})
+    options = (amax_floor, round_scale, exact, scale_layout, limit, alpha, beta)
+    if is_traced():
+        return SILU_MUL_CAST.trace((gate_up, out, scale_out, offs, counts), options)
+    return SILU_MUL_CAST.run((gate_up, out, scale_out, offs, counts), options)
+
+
+class GatedOptions(NamedTuple):
+    """The keywords of a call; described at `silu_mul_cast_to_fp8`."""
+
+    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR
+    round_scale: str = "none"
+    exact: str = "divide"
+    scale_layout: str = quantize.DEFAULT_SCALE_LAYOUT
+    limit: float | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+
+    @property
+    def gating(self) -> sources.Gating:
+        return sources.gating(self.limit, self.alpha, self.beta)
+
+
+class GatedCast(quantize.Cast):
+    Options = GatedOptions
+
+    def values(self, options: GatedOptions) -> quantize.Options:
+        return super().values(options)._replace(gating=options.gating)
+
+    def check_options(self, options: GatedOptions) -> None:
+        super().check_options(options)
+        sources.gating(options.limit, options.alpha, options.beta)
 
 
 def combine(
@@ -247,54 +269,62 @@ def combine(
         RuntimeError: `x`, `weights` or `out` requires a gradient, in grad mode; or as `per_token_cast_to_fp8`.
     """
     if is_traced():
-        return _COMBINE_OP((x, weights, index), (out,), {})
-    return _combine(x, weights, index, out)
+        return COMBINE.trace((x, weights, index, out), ())
+    return COMBINE.run((x, weights, index, out), ())
 
 
-def _combine(x, weights, index, out) -> torch.Tensor:
-    """`combine` outside of tracing."""
-    try:
-        if out is None:
-            out = tensors.new_empty(x, (index.shape[0], x.shape[1]), (max(x.shape[1], 1), 1), torch.bfloat16)
-        wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad or out.requires_grad)
-    except Exception:
-        _check_combine(x, weights, index, out)
-        raise
-    if wants_gradient:
-        _check_combine(x, weights, index, out)
-        _refuse_gradient(x=x, weights=weights, out=out)
-    if not _launcher.launch_known(_launches, (), x, weights, index, out):
-        _combine_unknown(x, weights, index, out)
-    return out
+class NoOptions(NamedTuple):
+    pass
 
 
-def _refuse_gradient(**named: torch.Tensor) -> None:
-    for name, given in named.items():
-        if given.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{name} requires a gradient, and combine has none: pass {name}.detach(), or call under torch.no_grad()"
-            )
+class Combine(Operation):
+    Options = NoOptions
 
+    def result(self, given: Given, options) -> tuple[tuple[int, int], torch.dtype]:
+        x, _, index, _ = given
+        return (index.shape[0], x.shape[1]), torch.bfloat16
 
-def _combine_unknown(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
-    """Check a call that C has not met, or cannot read, and do it. The signature holds all that the checks read."""
-    _check_combine(x, weights, index, out)
-    _check_rows("x", x)
-    _check_rows("out", out)
-    if len(out) > 1 and out.stride(0) < out.shape[1] or out.shape[1] > 1 and out.stride(1) == 0:
-        raise ValueError(f"rows of out overlap: its strides are {out.stride()}. Pass a dense out")
-    if _needs_kernel(x, index, out):
-        _combine_by_kernel(x, weights, index, out)
-    else:
-        _combine_definition(x, weights, index, out)
+    def check_arguments(self, given: Given, options) -> None:
+        _check_dtypes(self.present(given))
+        super().check_arguments(given, options)
 
+    def present(self, given: Given) -> dict[str, torch.Tensor]:
+        """Tensors but an `out` that is not given, by name."""
+        return dict(zip(self.names, given if given[3] is not None else given[:3], strict=False))
 
-def _check_combine(x: object, weights: object, index: object, out: object) -> None:
-    """Raise unless all but strides fits; `out` may be None."""
-    named = {"x": x, "weights": weights, "index": index} | ({} if out is None else {"out": out})
-    _check_dtypes(named)
-    tensors.require_plain(**named)
-    _check_sizes(named)
+    def check(self, given: Given, options) -> None:
+        _check_dtypes(self.present(given))
+        _check_sizes(self.present(given))
+
+    def check_memory(self, given: Given, options):
+        x, _, _, out = given
+        _check_rows("x", x)
+        if out is not None:
+            _check_rows("out", out)
+            if len(out) > 1 and out.stride(0) < out.shape[1] or out.shape[1] > 1 and out.stride(1) == 0:
+                raise ValueError(f"rows of out overlap: its strides are {out.stride()}. Pass a dense out")
+        return options
+
+    def needs_kernel(self, given: Given) -> bool:
+        """Tensors without memory, which no kernel is launched with, are left to torch."""
+        x, _, index, out = given
+        return bool(index.numel()) and quantize.needs_kernel(x, out)
+
+    def define(self, given: Given, options) -> None:
+        x, weights, index, out = given
+        sums = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+        exists = (index >= 0) & (index < len(x))
+        for j in range(index.shape[1]):
+            terms = weights[:, j, None].float() * sources.gathered(x, index[:, j]).float()
+            sums = torch.where(exists[:, j, None], sums + terms, sums)
+        out.copy_(sums)
+
+    def prepare(self, given: Given, options) -> launches.Prepared:
+        out, device = given[3], given[0].get_device()
+        kernel, grid = cast.choose_combine(*out.shape, launches.num_sms(device))
+        if not cast.is_loaded(kernel, device):
+            launches.refuse_capture(kernel.name, device, self.name)
+        return cast.prepare_combine(kernel, grid, device, combine_layout(*given))
 
 
 def _check_dtypes(named: dict[str, object]) -> None:
@@ -331,35 +361,6 @@ def _check_rows(name: str, matrix: torch.Tensor) -> None:
         )
 
 
-def _needs_kernel(x: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> bool:
-    """Tensors without memory, which no kernel is launched with, are left to torch."""
-    filled = x.numel() and index.numel() and out.numel()
-    return bool(filled) and x.is_cuda and launches.is_hopper(x.get_device())
-
-
-@torch.no_grad()
-def _combine_definition(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
-    sums = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    exists = (index >= 0) & (index < len(x))
-    for j in range(index.shape[1]):
-        terms = weights[:, j, None].float() * sources.gathered(x, index[:, j]).float()
-        sums = torch.where(exists[:, j, None], sums + terms, sums)
-    out.copy_(sums)
-
-
-def _combine_by_kernel(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
-    given = x, weights, index, out
-    launches.enqueue(_launches, (), given, partial(_prepare_combine, *given))
-
-
-def _prepare_combine(x, weights, index, out) -> _launcher.Launch:
-    device = x.get_device()
-    kernel, grid = cast.choose_combine(*out.shape, launches.num_sms(device))
-    if not cast.is_loaded(kernel, device):
-        launches.refuse_capture(kernel.name, device, "combine")
-    return cast.prepare_combine(kernel, grid, device, combine_layout(x, weights, index, out))
-
-
 def combine_layout(
     x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor
 ) -> cast.CombineLayout:
@@ -378,42 +379,13 @@ def combine_layout(
 # The ops, which tracers see.
 
 
-def _read_options(offs=None, counts=None, limit=None, alpha=1.0, beta=0.0, **options):
-    """Of a cast, from its op's."""
-    lists = quantize.given_lists(offs=offs, counts=counts)
-    return quantize.Options(1, **options, lists=(*lists,), gating=sources.gating(limit, alpha, beta)), lists
-
-
-_SILU_MUL_OP = quantize.token_op(
-    "silu_mul_cast_to_fp8",
-    "gate_up",
-    f"offs counts limit alpha beta {quantize.OP_OPTIONS}",
-    _read_options,
+SILU_MUL_CAST = GatedCast(
+    *("silu_mul_cast_to_fp8", "gate_up", f"offs counts limit alpha beta {quantize.OP_OPTIONS}"),
+    lists="offs counts",
+    own="scale_layout",
     is_gated=True,
 )
-
-
-def _run_combine_op(inputs: tuple, outs: tuple, _: dict) -> torch.Tensor:
-    return _combine(*inputs, *outs)
-
-
-def _check_combine_op(inputs: tuple, outs: tuple, _: dict) -> None:
-    named = dict(zip(("x", "weights", "index", "out"), (*inputs, *outs), strict=True))
-    _check_fake(**{name: tensor for name, tensor in named.items() if tensor is not None})
-
-
-def _allocate_combine_op(inputs: tuple, _: dict) -> torch.Tensor:
-    x, _weights, index = inputs
-    return x.new_empty(index.shape[0], x.shape[1])
-
-
-def _check_fake(**named: torch.Tensor) -> None:
-    _check_dtypes(named)
-    _check_sizes(named)
-    _refuse_gradient(**named)
-
-
-_COMBINE_OP = ops.Op(*("combine", "x weights index out!", ""), _run_combine_op, _check_combine_op, _allocate_combine_op)
+COMBINE = Combine("combine", "x weights index out!", "")
 
 
 def _run_sort_op(chosen: torch.Tensor, experts: int, alignment: int = 1) -> tuple[torch.Tensor, ...]:

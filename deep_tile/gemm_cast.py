@@ -113,7 +113,6 @@ class ProductCast(dense.Dense):
 
     def allocated(self, given: Given, options: tuple) -> Given:
         options = Options(*options)
-        quantize.check_layout(options.scale_layout)
         *operands, out, scale_out, bias = given
         shape = self.shape(given, options)
         out = quantize.empty_out(given[0], shape) if out is None else out

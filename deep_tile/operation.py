@@ -34,6 +34,8 @@ class Operation(ops.Op):
         sources: where the right tensor of a name comes from, for an error.
         to_train: what to do where a gradient is wanted, as a sentence; it has none itself.
         gradient_of: names of the tensors whose gradient is refused; those of others are dropped. None: all.
+        lists: names of further tensors, of one dimension, which may be None; keywords of the op.
+        called: what the function is called, where the op has another name.
         how: as for `ops.Op`.
 
     Attributes:
@@ -54,16 +56,20 @@ class Operation(ops.Op):
         sources: Mapping[str, str] = MappingProxyType({}),
         to_train: str = "",
         gradient_of: tuple[str, ...] | None = None,
+        lists: str = "",
+        called: str = "",
         **how,
     ) -> None:
         self.launches: launches.Table = {}
-        self.names = tuple(tensor.rstrip("!?") for tensor in tensors.split())
+        self.lists, self.called = (*lists.split(),), called or name
+        self.names = (*(tensor.rstrip("!?") for tensor in tensors.split()), *self.lists)
         self.sources, self.to_train, self.gradient_of = sources, to_train, gradient_of or self.names
         super().__init__(name, tensors, keywords, self._run_op, self._check_op, self._fake, **how)
         OPERATIONS[name] = self
         self._first_out, self._last_out, self._has_one_out = self._outs[0], self._outs[-1], len(self._outs) == 1
         self._may_lack = {i for i, tensor in enumerate(self._tensors) if tensor.endswith("?")}
         self._may_lack |= {*self._outs} if self._allocates else set()
+        self._may_lack |= {*range(len(self._tensors), len(self.names))}
 
     # What a description says.
 
@@ -140,7 +146,7 @@ class Operation(ops.Op):
             if not _launcher.launch_known(self.launches, options, given):
                 self._run_unknown(given, options)
         except launches.NotLoaded as error:
-            raise error.of(self.name) from None
+            raise error.of(self.called) from None
         except Exception:
             reason = error_of(self.checked, given, self.Options(*options))
             if reason is None:
@@ -154,7 +160,10 @@ class Operation(ops.Op):
             self._require_outs(given)
         named = self.Options(*options)
         ops.refuse_config(getattr(named, "config", None))
-        return self(*self._parts(given), {name: getattr(named, name) for name in (*self._own, *self._options)})
+        lists = dict(zip(self.lists, given[len(self._tensors) :], strict=True))
+        names = (name for name in (*self._own, *self._options) if name not in lists)
+        inputs, outs = self._parts(given[: len(self._tensors)])
+        return self(inputs, outs, {name: getattr(named, name) for name in names} | lists)
 
     def check_arguments(self, given: Given, options) -> None:
         """Raise for what no signature tells: of each argument by itself what it is."""
@@ -183,7 +192,7 @@ class Operation(ops.Op):
                 self.refuse_gradient(name, given, options)
 
     def refuse_gradient(self, name: str, given: Given, options) -> None:
-        raise gradient_error(name, f"{self.name} has none", self.to_train)
+        raise gradient_error(name, f"{self.called} has none", self.to_train)
 
     def checked(self, given: Given, options):
         """The options, with defaults of the device filled in. Raises for everything that can be wrong about a call,
@@ -214,24 +223,25 @@ class Operation(ops.Op):
                 name = self.names[place]
                 raise tensors.no_tensor(name, None, self.sources.get(name, "pass a tensor"))
 
-    def _given(self, inputs: tuple, outs: tuple) -> Given:
+    def _call_of_op(self, inputs: tuple, outs: tuple, keywords: dict) -> tuple[Given, tuple]:
+        """The tensors and the options of an op's call."""
         by_place = dict(zip((*self._inputs, *self._outs), (*inputs, *outs), strict=True))
-        return tuple(by_place[place] for place in range(len(by_place)))
+        lists = (keywords.get(name) for name in self.lists)
+        given = (*(by_place[place] for place in range(len(by_place))), *lists)
+        keywords = {name: value for name, value in keywords.items() if name not in self.lists}
+        return given, self.options_of(given, keywords)
 
-    def _run_op(self, inputs: tuple, outs: tuple, options: dict):
-        given = self._given(inputs, outs)
-        return self.run(given, self.options_of(given, options))
+    def _run_op(self, inputs: tuple, outs: tuple, keywords: dict):
+        return self.run(*self._call_of_op(inputs, outs, keywords))
 
-    def _check_op(self, inputs: tuple, outs: tuple, options: dict) -> None:
-        given = self._given(inputs, outs)
-        options = self.options_of(given, options)
+    def _check_op(self, inputs: tuple, outs: tuple, keywords: dict) -> None:
+        given, options = self._call_of_op(inputs, outs, keywords)
         self.check_options(options)
         self.refuse_gradients(given, options)
         self.check(given, options)
 
-    def _fake(self, inputs: tuple, options: dict):
-        given = self._given(inputs, (None,) * len(self._outs))
-        return self.fake(given, self.options_of(given, options))
+    def _fake(self, inputs: tuple, keywords: dict):
+        return self.fake(*self._call_of_op(inputs, (None,) * len(self._outs), keywords))
 
 
 def gradient_error(name: str, why: str, to_train: str = "") -> RuntimeError:

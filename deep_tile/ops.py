@@ -71,7 +71,7 @@ SMALLEST_AMAX_FLOOR = torch.finfo(torch.float8_e4m3fn).max * 2.0**-126
 normal, too. No normal number of FP32 is lost by it."""
 
 DEFAULT_SCALE_LAYOUT = "m_aligned"
-"""Of `quantize.SCALE_LAYOUTS`. Products read it fastest, and row-major ones within 2 % of that where K blocks come by
+"""Of `options.SCALE_LAYOUTS`. Products read it fastest, and row-major ones within 2 % of that where K blocks come by
 four; others cost up to 19 % above m = 128 (H200, 2026-11-24)."""
 
 OPTIONS: dict[str, tuple[str, object]] = {

@@ -37,7 +37,9 @@ def _check_type(types: tuple[type, ...], wanted: str, name: str, value: object) 
 
 def _check_choice(known: tuple[str, ...], name: str, value: object) -> None:
     if value not in known:
-        raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(repr, known))}")
+        quoted = [repr(each) for each in known]
+        choices = " or ".join(quoted) if len(known) == 2 else f"one of {', '.join(quoted)}"
+        raise ValueError(f"{name} is {value!r}; use {choices}")
 
 
 def _check_config(_: str, config: object) -> None:

@@ -6,22 +6,21 @@ Invariant: for finite `x`, either cast followed by `dequantize` gives `x` back t
 scale; nothing saturates.
 """
 
-from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
-from numbers import Real
 from operator import eq
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from deep_tile import _launcher, cast, launches, ops, sources, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
+from deep_tile.operation import Given, Operation
 from deep_tile.ops import DEFAULT_SCALE_LAYOUT, SMALLEST_AMAX_FLOOR, is_traced
+from deep_tile.options import check_one
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8_DTYPE).max  # 448
@@ -34,26 +33,26 @@ TOKEN_BLOCK = (1, SCALE_BLOCK)
 WEIGHT_BLOCK = (SCALE_BLOCK, SCALE_BLOCK)
 """Rows and columns that share one scale of `b`."""
 
-SCALE_LAYOUTS = ("row", "m", "m_aligned")
-
-SCALE_ROUNDINGS = ("none", "pow2")
-DIVISIONS = ("divide", "reciprocal")
-
 KERNEL_SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _VECTOR_BYTES = tensors.ALIGNMENT_BYTES
 """What a thread of a kernel loads at once; it stores as many elements."""
 
-_launches: launches.Table = {}
-"""By `Options`; of input, out, scale and the lists that the options name."""
+
+class CastOptions(NamedTuple):
+    """The keywords of a call; described at `per_token_cast_to_fp8`."""
+
+    amax_floor: float = SMALLEST_AMAX_FLOOR
+    round_scale: str = "none"
+    exact: str = "divide"
+    scale_layout: str = DEFAULT_SCALE_LAYOUT
 
 
 class Options(NamedTuple):
-    """What decides about values of a cast. Called functions pass it on as a plain tuple, which is made faster.
+    """What decides about values of a cast.
 
     Attributes:
         block_rows: 1 or 128, rows that share a scale.
         amax_floor, round_scale, exact: as `per_token_cast_to_fp8` has them.
-        lists: the arguments, of `sources.Lists`, that follow the scale.
         gating: where it is there, the cast is of `sources.silu_mul` of the input.
     """
 
@@ -61,17 +60,12 @@ class Options(NamedTuple):
     amax_floor: float = SMALLEST_AMAX_FLOOR
     round_scale: str = "none"
     exact: str = "divide"
-    lists: tuple[str, ...] = ()
     gating: sources.Gating | None = None
 
     @property
     def floor(self) -> float:
         """What the largest magnitude is bounded by."""
         return max(float(self.amax_floor), SMALLEST_AMAX_FLOOR)
-
-
-_ALL_ROWS = ((), None)
-"""The last two of them, where a cast is of all rows as they are."""
 
 
 def per_token_cast_to_fp8(
@@ -146,38 +140,18 @@ def per_token_cast_to_fp8(
         RuntimeError: `x`, `out` or `scale_out` requires a gradient, in grad mode; or, on a Hopper GPU, NVRTC or the
             driver is missing, or the kernel would have to be loaded while the stream is being captured.
     """
-    lists = {} if rows is None and offs is None and counts is None else given_lists(rows=rows, offs=offs, counts=counts)
-    if not is_traced():
-        return cast_tokens(x, scale_layout, (1, amax_floor, round_scale, exact, (*lists,), None), out, scale_out, lists)
-    check_layout(scale_layout)
-    options = {"scale_layout": scale_layout, "amax_floor": amax_floor, "round_scale": round_scale, "exact": exact}
-    return (_ROWS_OP if lists else _TOKEN_OP)((x,), (out, scale_out), options | lists)
+    options = (amax_floor, round_scale, exact, scale_layout)
+    if rows is None and offs is None and counts is None:
+        if is_traced():
+            return TOKEN_CAST.trace((x, out, scale_out), options)
+        return TOKEN_CAST.run((x, out, scale_out), options)
+    if is_traced():
+        return ROWS_CAST.trace((x, out, scale_out, rows, offs, counts), options)
+    return ROWS_CAST.run((x, out, scale_out, rows, offs, counts), options)
 
 
 def given_lists(**lists: torch.Tensor | None) -> sources.Lists:
     return {name: given for name, given in lists.items() if given is not None}
-
-
-def cast_tokens(
-    x, scale_layout: str, options: tuple, out, scale_out, lists: sources.Lists
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cast with a scale per row and 128 columns, outside of tracing; `options` are equal to `Options`."""
-    check_layout(scale_layout)
-    if is_grad_enabled():
-        if getattr(x, "requires_grad", False) is True:
-            _check_input(x, Options(*options), lists)
-            _refuse_gradient(x, Options(*options))
-        if out is not None or scale_out is not None:
-            refuse_target_gradients(out, scale_out)
-    try:
-        shape = x.shape if options[4:] == _ALL_ROWS else sources.result_shape(x, options[5] is not None, lists)
-        out = empty_out(x, shape) if out is None else out
-        scale_out = empty_scale(x, shape, scale_layout) if scale_out is None else scale_out
-    except Exception:
-        _check_input(x, Options(*options), lists)
-        raise
-    _cast(x, options, out, scale_out, lists)
-    return out, scale_out
 
 
 def per_block_cast_to_fp8(
@@ -206,24 +180,9 @@ def per_block_cast_to_fp8(
         ValueError: `w` is not 2-D.
         And as `per_token_cast_to_fp8`, but for a gradient of `w`.
     """
-    if not is_traced():
-        return _cast_blocks(w, (SCALE_BLOCK, amax_floor, round_scale, exact, *_ALL_ROWS), out, scale_out)
-    options = {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact}
-    return _BLOCK_OP((w,), (out, scale_out), options)
-
-
-def _cast_blocks(w, options: tuple, out, scale_out) -> tuple[torch.Tensor, torch.Tensor]:
-    """`per_block_cast_to_fp8` outside of tracing; `options` are equal to `Options`."""
-    if (out is not None or scale_out is not None) and is_grad_enabled():
-        refuse_target_gradients(out, scale_out)
-    try:
-        out = empty_out(w, w.shape) if out is None else out
-        scale_out = empty_block_scale(w, w.shape) if scale_out is None else scale_out
-    except Exception:
-        _check_input(w, Options(*options), {})
-        raise
-    _cast(w, options, out, scale_out, {})
-    return out, scale_out
+    if is_traced():
+        return BLOCK_CAST.trace((w, out, scale_out), (amax_floor, round_scale, exact))
+    return BLOCK_CAST.run((w, out, scale_out), (amax_floor, round_scale, exact))
 
 
 def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] | None = None) -> torch.Tensor:
@@ -267,24 +226,99 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
     return _from_blocks(blocks * _as_matrix(tensors.as_float32(scale))[:, None, :, None], rows.shape).view(x.shape)
 
 
-def check_layout(scale_layout: str) -> None:
-    if scale_layout not in SCALE_LAYOUTS:
-        raise ValueError(f"scale_layout is {scale_layout!r}; use one of {', '.join(map(repr, SCALE_LAYOUTS))}")
+class Cast(Operation):
+    """A cast of the rows of `x`, or of a matrix by blocks.
+
+    Args:
+        x: what the input is called.
+        block_rows: 1 or 128, rows that share a scale.
+        is_gated: the cast is of `sources.silu_mul` of the input.
+        how: as for `Operation`.
+    """
+
+    Options = CastOptions
+
+    def __init__(
+        self,
+        name: str,
+        x: str,
+        keywords: str,
+        *,
+        block_rows: int = 1,
+        is_gated: bool = False,
+        **how,
+    ) -> None:
+        self.block, self.dtypes = (block_rows, SCALE_BLOCK), sources.GATED_DTYPES if is_gated else SOURCE_DTYPES
+        self.is_gated, self.of_blocks = is_gated, block_rows > 1
+        super().__init__(name, f"{x} out! scale_out!", keywords, **how)
+
+    def values(self, options) -> Options:
+        return Options(self.block[0], *options[:3])
+
+    def lists_of(self, given: Given) -> sources.Lists:
+        return {name: x for name, x in zip(self.lists, given[3:], strict=True) if x is not None}
+
+    def shape(self, given: Given) -> tuple[int, ...]:
+        """Of out."""
+        if not self.lists:
+            return given[0].shape
+        return sources.result_shape(given[0], self.is_gated, self.lists_of(given))
+
+    def allocated(self, given: Given, options: tuple) -> Given:
+        x, out, scale = given[:3]
+        shape = self.shape(given) if self.lists else x.shape
+        out = empty_out(x, shape) if out is None else out
+        if scale is None:
+            scale = empty_block_scale(x, shape) if self.of_blocks else empty_scale(x, shape, options[_SCALE_LAYOUT])
+        return (x, out, scale, *given[3:]) if self.lists else (x, out, scale)
+
+    def fake(self, given: Given, options) -> tuple[torch.Tensor, torch.Tensor]:
+        x, shape = given[0], self.shape(given)
+        if self.of_blocks:
+            return fake_out(x, shape), fake_block_scale(x, shape)
+        return fake_out(x, shape), fake_scale(x, shape, options.scale_layout)
+
+    def check_arguments(self, given: Given, options) -> None:
+        self.check_dtypes(given)
+        super().check_arguments(given, options)
+        _require_dimensions(self.names[0], given[0], self.block)
+
+    def check_dtypes(self, given: Given) -> None:
+        x, out, scale, *_ = given
+        check_source_dtype(self.names[0], x, self.dtypes)
+        sources.check_lists(x, self.lists_of(given))
+        for name, target, dtype in (("out", out, FP8_DTYPE), ("scale_out", scale, torch.float32)):
+            if target is not None:
+                _check_target_dtype(name, target, dtype)
+
+    def check(self, given: Given, options) -> None:
+        self.check_dtypes(given)
+        _require_dimensions(self.names[0], given[0], self.block)
+        sources.check(self.names[0], given[0], self.is_gated, self.lists_of(given))
+        check_targets(given[0], given[1:3], self.shape(given), self.block)
+
+    def check_memory(self, given: Given, options):
+        sources.check_memory(self.lists_of(given))
+        check_target_memory(*given[1:3])
+        return options
+
+    def readable(self, given: Given) -> Given:
+        return readable(given[0]), *given[1:]
+
+    def needs_kernel(self, given: Given) -> bool:
+        return needs_kernel(*given[:2])
+
+    def define(self, given: Given, options) -> None:
+        x, out, scale = map(_as_matrix, given[:3])
+        definition(x, self.values(options), out, scale, self.lists_of(given))
+
+    def prepare(self, given: Given, options) -> launches.Prepared:
+        lists = self.lists_of(given)
+        where = cast.operands_of_rows((*lists,))
+        return cast_launch(given[0], self.values(options), *given[1:3], lists, call=self.name, **where)
 
 
-def _refuse_gradient(x: torch.Tensor, options: Options) -> None:
-    """Raise where torch would record the cast."""
-    if not is_grad_enabled() or not x.requires_grad:
-        return
-    if options.gating is not None:
-        raise RuntimeError(
-            "gate_up requires a gradient, and silu_mul_cast_to_fp8 has none: cast gate_up.detach(), or cast under "
-            "torch.no_grad()"
-        )
-    raise RuntimeError(
-        "x requires a gradient, and per_token_cast_to_fp8 has none: call deep_tile.fp8_linear, which has one, or "
-        "cast x.detach(), or cast under torch.no_grad()"
-    )
+_SCALE_LAYOUT = CastOptions._fields.index("scale_layout")
 
 
 def refuse_target_gradients(out: object, scale_out: object) -> None:
@@ -297,31 +331,6 @@ def refuse_target_gradients(out: object, scale_out: object) -> None:
             )
 
 
-def _input_name(options: Options) -> str:
-    if options.gating is not None:
-        return "gate_up"
-    return "x" if options.block_rows == 1 else "w"
-
-
-def _call_name(options: Options) -> str:
-    if options.gating is not None:
-        return "silu_mul_cast_to_fp8"
-    return "per_token_cast_to_fp8" if options.block_rows == 1 else "per_block_cast_to_fp8"
-
-
-def _check_input(x: torch.Tensor, options: Options, lists: sources.Lists) -> None:
-    name = _input_name(options)
-    _check_source_dtype(name, x, options)
-    tensors.require_plain(**{name: x})
-    _require_dimensions(name, x, (options.block_rows, SCALE_BLOCK))
-    sources.check(name, x, options.gating, lists)
-    sources.check_memory(lists)
-
-
-def _check_source_dtype(name: str, x: torch.Tensor, options: Options) -> None:
-    check_source_dtype(name, x, SOURCE_DTYPES if options.gating is None else sources.GATED_DTYPES)
-
-
 def check_source_dtype(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = SOURCE_DTYPES) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -329,47 +338,8 @@ def check_source_dtype(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ..
 
 
 def check_options(options: Options) -> None:
-    floor = options.amax_floor
-    if isinstance(floor, bool) or not isinstance(floor, Real):
-        raise TypeError(f"amax_floor is {floor!r}, a {type(floor).__name__}; pass a number, such as 1e-4")
-    if not 0 <= floor <= torch.finfo(torch.float32).max:
-        raise ValueError(
-            f"amax_floor is {floor}; it must be at least 0 and finite in float32. Leave it out for the smallest, "
-            "448 * 2**-126"
-        )
-    for name, value, known in (
-        ("round_scale", options.round_scale, SCALE_ROUNDINGS),
-        ("exact", options.exact, DIVISIONS),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} is {value!r}; use {' or '.join(map(repr, known))}")
-
-
-def _cast(x: torch.Tensor, options: tuple, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists) -> None:
-    try:
-        known = _launcher.launch_known(_launches, options, x, out, scale, *lists.values())
-    except TypeError:  # an option that cannot be looked up
-        check_options(Options(*options))
-        raise
-    if not known:
-        _cast_unknown(x, Options(*options), out, scale, lists)
-
-
-def _cast_unknown(
-    x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
-) -> None:
-    """Check a cast that C has not met, or cannot read, and do it. The signature holds all that the checks read."""
-    _check_input(x, options, lists)
-    check_options(options)
-    shape = sources.result_shape(x, options.gating is not None, lists)
-    check_target("out", out, FP8_DTYPE, shape, x.device)
-    check_target("scale_out", scale, torch.float32, scale_shape(shape, (options.block_rows, SCALE_BLOCK)), x.device)
-    out_rows, scale_rows = _view_as_matrix("out", out), _view_as_matrix("scale_out", scale)
-    check_rows(out, out_rows)
-    if needs_kernel(x, out):
-        _cast_by_kernel(x, options, out, scale, lists)
-    else:
-        definition(_as_matrix(x), options, out_rows, scale_rows, lists)
+    for name in ("amax_floor", "round_scale", "exact"):
+        check_one(name, getattr(options, name))
 
 
 def check_rows(out: torch.Tensor, rows: torch.Tensor) -> None:
@@ -444,14 +414,6 @@ def _pow2_scale(amax: torch.Tensor) -> torch.Tensor:
     return torch.where(amax.isnan(), amax, scale)
 
 
-def _cast_by_kernel(
-    x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
-) -> None:
-    x = readable(x)
-    prepare = partial(cast_launch, x, options, out, scale, lists, **cast.operands_of_rows(options.lists))
-    launches.enqueue(_launches, tuple(options), (x, out, scale, *lists.values()), prepare)
-
-
 def readable(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a copy where no kernel can read it: of its dtype, or as a matrix whose columns are adjacent.
 
@@ -471,16 +433,18 @@ def cast_launch(
     out: torch.Tensor,
     scale: torch.Tensor,
     lists: sources.Lists = MappingProxyType({}),
+    *,
+    call: str = "per_token_cast_to_fp8",
     **how,
 ) -> _launcher.Launch:
-    """The launch of a cast on a Hopper GPU, for which the tensors are examples; `how` are keywords of
+    """The launch of a cast on a Hopper GPU by a call, for which the tensors are examples; `how` are keywords of
     `cast.prepare_launch`. Nothing is checked but that a CUDA graph under capture need not load the kernel.
     """
     device, numbers = x.get_device(), layout(x, options, out, scale, lists)
-    what = "plain" if options[4:] == _ALL_ROWS else "listed" if options.gating is None else "silu_mul"
+    what = "silu_mul" if options.gating is not None else "listed" if lists else "plain"
     size = numbers.rows, numbers.columns
     kernel, grid = cast.choose(options.block_rows, KERNEL_SOURCES[x.dtype], *size, launches.num_sms(device), what)
-    check_capture(kernel, device, _call_name(options))
+    check_capture(kernel, device, call)
     return cast.prepare_launch(kernel, grid, device, numbers, **how)
 
 
@@ -588,7 +552,9 @@ def _out_strides(shape: tuple[int, ...]) -> _Strided:
 
 @lru_cache(maxsize=4096)
 def _scale_strides(shape: tuple[int, ...], layout: str) -> _Strided:
-    """Of the scale of a tensor of this shape, per row and 128 columns, in the memory order that `layout` names."""
+    """Of the scale of a tensor of this shape, per row and 128 columns, in the memory order that `layout` names.
+    Raises ValueError for another name."""
+    check_one("scale_layout", layout)
     m, groups = prod(shape[:-1]), ceil_div(shape[-1], SCALE_BLOCK)
     row, column = (groups, 1) if layout == "row" else (1, round_up(m, 4) if layout == "m_aligned" else m)
     return _Strided.of((*shape[:-1], groups), row, column)
@@ -642,68 +608,6 @@ def _kind(x: object) -> str:
     return f"a tensor of {str(x.dtype).removeprefix('torch.')}" if isinstance(x, torch.Tensor) else f"a {type(x)}"
 
 
-# The ops, which tracers see.
-
-
-def token_op(
-    name: str, x: str, options: str, read: Callable[..., tuple[Options, sources.Lists]], is_gated: bool = False
-) -> ops.Op:
-    """The op of a cast with a scale per row and 128 columns.
-
-    Args:
-        x: the input's name.
-        options: as for `ops.Op`.
-        read: from these, as keywords, to the cast's own and its lists.
-        is_gated: the cast is of `sources.silu_mul` of the input.
-    """
-
-    def run(inputs: tuple, outs: tuple, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        scale_layout = layout_of_op(outs, options)
-        cast_options, lists = read(**options)
-        return cast_tokens(*inputs, scale_layout, cast_options, *outs, lists)
-
-    def check(inputs: tuple, outs: tuple, options: dict) -> None:
-        check_layout(layout_of_op(outs, options))
-        (x,), (cast_options, lists) = inputs, read(**options)
-        _check_fake(x, cast_options, lists)
-        if outs[0] is not None:
-            shape = sources.result_shape(x, is_gated, lists)
-            check_fake_targets(x, *outs, shape, scale_shape(shape, TOKEN_BLOCK))
-
-    def allocate(inputs: tuple, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        (x,), lists = inputs, given_lists(**{name: options.get(name) for name in sources.LISTS})
-        shape = sources.result_shape(x, is_gated, lists)
-        return fake_out(x, shape), fake_scale(x, shape, layout_of_op((None,), options))
-
-    return ops.Op(name, f"{x} out! scale_out!", options, run, check, allocate, own="scale_layout")
-
-
-def layout_of_op(outs: tuple, options: dict) -> str:
-    """That of an op's scale, which is taken out of its options; of one that is given it means nothing."""
-    return options.pop("scale_layout", DEFAULT_SCALE_LAYOUT if outs[0] is None else "row")
-
-
-def _read_options(rows=None, offs=None, counts=None, **options) -> tuple[Options, sources.Lists]:
-    lists = given_lists(rows=rows, offs=offs, counts=counts)
-    return Options(1, **options, lists=(*lists,)), lists
-
-
-def _run_block_op(inputs: tuple, outs: tuple, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    return _cast_blocks(*inputs, Options(SCALE_BLOCK, **options), *outs)
-
-
-def _check_block_op(inputs: tuple, outs: tuple, options: dict) -> None:
-    (w,) = inputs
-    _check_fake(w, Options(SCALE_BLOCK, **options), {})
-    if outs[0] is not None:
-        check_fake_targets(w, *outs, w.shape, scale_shape(w.shape, WEIGHT_BLOCK))
-
-
-def _allocate_block_op(inputs: tuple, _: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    (w,) = inputs
-    return fake_out(w, w.shape), fake_block_scale(w, w.shape)
-
-
 def check_targets(x: torch.Tensor, targets: tuple, shape: tuple[int, ...], block: tuple[int, int] = (1, SCALE_BLOCK)):
     """Check dtypes and shapes of out and scale_out, each of which may be None."""
     dtypes, shapes = (FP8_DTYPE, torch.float32), (shape, scale_shape(shape, block))
@@ -726,27 +630,6 @@ def check_target_memory(out: torch.Tensor | None, scale: torch.Tensor | None) ->
             check_rows(out, rows)
 
 
-def check_fake_targets(
-    x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, shape: tuple[int, ...], of_scale: tuple[int, ...]
-) -> None:
-    if is_grad_enabled():
-        refuse_target_gradients(out, scale)
-    for name, target, dtype, wanted in (("out", out, FP8_DTYPE, shape), ("scale_out", scale, torch.float32, of_scale)):
-        _check_target_dtype(name, target, dtype)
-        _check_target_shape(name, target, wanted, x.device)
-
-
-def _check_fake(x: torch.Tensor, options: Options, lists: sources.Lists) -> None:
-    """Check what can be checked without memory; strides are left to the run."""
-    name = _input_name(options)
-    _check_source_dtype(name, x, options)
-    _require_dimensions(name, x, (options.block_rows, SCALE_BLOCK))
-    sources.check(name, x, options.gating, lists)
-    check_options(options)
-    if options.block_rows == 1:
-        _refuse_gradient(x, options)
-
-
 def fake_out(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = FP8_DTYPE) -> torch.Tensor:
     """What a cast allocates, where it is traced."""
     return x.new_empty_strided(*_out_strides.__wrapped__(_numbers(shape)), dtype=dtype)  # symbols have no hash
@@ -767,8 +650,12 @@ def _numbers(shape: tuple) -> tuple:
 
 OP_OPTIONS = "amax_floor round_scale exact"
 
-_TOKEN_OP = token_op("per_token_cast_to_fp8", "x", OP_OPTIONS, _read_options)
-_ROWS_OP = token_op("per_token_cast_rows_to_fp8", "x", f"rows offs counts {OP_OPTIONS}", _read_options)
-_BLOCK_OP = ops.Op(
-    *("per_block_cast_to_fp8", "w out! scale_out!", OP_OPTIONS), _run_block_op, _check_block_op, _allocate_block_op
+TOKEN_CAST = Cast(*("per_token_cast_to_fp8", "x", OP_OPTIONS), own="scale_layout", to_train="call deep_tile.fp8_linear")
+ROWS_CAST = Cast(
+    *("per_token_cast_rows_to_fp8", "x", f"rows offs counts {OP_OPTIONS}"),
+    lists="rows offs counts",
+    own="scale_layout",
+    called="per_token_cast_to_fp8",
+    to_train="call deep_tile.fp8_linear",
 )
+BLOCK_CAST = Cast(*("per_block_cast_to_fp8", "w", OP_OPTIONS), block_rows=SCALE_BLOCK, gradient_of=("out", "scale_out"))

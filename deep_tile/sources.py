@@ -94,16 +94,22 @@ def result_shape(x: torch.Tensor, is_gated: bool, lists: Lists) -> tuple[int, ..
     return *(lists["rows"].shape if "rows" in lists else leading), k // 2 if is_gated else k
 
 
-def check(name: str, x: torch.Tensor, numbers: Gating | None, lists: Lists) -> None:
+def check_lists(x: torch.Tensor, lists: Lists) -> None:
+    """Raise unless they are lists of numbers on the device of `x`."""
+    for argument, given in lists.items():
+        _check_list(argument, given, INDEX_DTYPES if argument == "rows" else (torch.int32,), x)
+
+
+def check(name: str, x: torch.Tensor, is_gated: bool, lists: Lists) -> None:
     """Raise unless a cast can be of this; sizes and dtypes alone, so that fakes can be checked. `x` is a tensor of a
     dtype that can be cast, of one dimension at least."""
-    if numbers is not None:
+    if is_gated:
         _check_gate_up(name, x)
     for other, alone in (("rows", "counts"), ("offs", "counts")):
         if {other, alone} <= lists.keys():
             raise ValueError(f"{other} is given together with {alone}; pass one of them")
-    for argument, given in lists.items():
-        _check_list(argument, given, INDEX_DTYPES if argument == "rows" else (torch.int32,), x)
+    check_lists(x, lists)
+    for argument in lists:
         dimensions, shape = (3, "[g, m, k]") if argument == "counts" else (2, "[m, k]")
         if x.dim() != dimensions:
             raise ValueError(f"{name} has shape {list(x.shape)}; with {argument} it must be {shape}, so .view() it so")

@@ -5,17 +5,24 @@ layers have them, token by token, and writes them transposed. `_definition`, in 
 Hopper GPU a kernel (transposed.cuh) writes the same bits.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, cast, launches, ops, quantize, sources, tensors
-from deep_tile.config import SCALE_BLOCK, ceil_div, check_alignment
+from deep_tile import cast, launches, quantize, sources, tensors
+from deep_tile.config import SCALE_BLOCK, check_alignment
+from deep_tile.operation import Given
 from deep_tile.ops import is_traced
 
-_launches: launches.Table = {}
-"""By `Options`; of input, out, scale and the lists that the options name."""
+
+class CastOptions(NamedTuple):
+    """The keywords of a call; described at `transposed_cast_to_fp8`."""
+
+    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR
+    round_scale: str = "none"
+    exact: str = "divide"
+    scale_layout: str = quantize.DEFAULT_SCALE_LAYOUT
+    alignment: int = SCALE_BLOCK
 
 
 class Options(NamedTuple):
@@ -79,36 +86,43 @@ def transposed_cast_to_fp8(
         TypeError, ValueError, RuntimeError: as `per_token_cast_to_fp8`; ValueError also where `x` is no matrix or
             `alignment` out of range.
     """
-    lists = quantize.given_lists(rows=rows, offs=offs)
+    options = (amax_floor, round_scale, exact, scale_layout, alignment)
     if is_traced():
-        quantize.check_layout(scale_layout)
-        options = {"amax_floor": amax_floor, "round_scale": round_scale, "exact": exact, "alignment": alignment}
-        return _OP((x,), (out, scale_out), options | lists | {"scale_layout": scale_layout})
-    return _cast(x, scale_layout, (amax_floor, round_scale, exact, alignment, (*lists,)), out, scale_out, lists)
+        return TRANSPOSED_CAST.trace((x, out, scale_out, rows, offs), options)
+    return TRANSPOSED_CAST.run((x, out, scale_out, rows, offs), options)
 
 
-def _cast(x, scale_layout: str, options: tuple, out, scale_out, lists: sources.Lists) -> tuple:
-    """Outside of tracing; `options` are equal to `Options`."""
-    quantize.check_layout(scale_layout)
-    if (out is not None or scale_out is not None) and torch.is_grad_enabled():
-        quantize.refuse_target_gradients(out, scale_out)
-    try:
-        refuse_gradient(x)
-        shape = _result_shape(x, lists)
-        out = quantize.empty_out(x, shape) if out is None else out
-        scale_out = quantize.empty_scale(x, shape, scale_layout) if scale_out is None else scale_out
-        known = _launcher.launch_known(_launches, options, x, out, scale_out, *lists.values())
-    except Exception:
-        check_input(x, Options(*options), lists)
-        raise
-    if not known:
-        _cast_unknown(x, Options(*options), out, scale_out, lists)
-    return out, scale_out
+class TransposedCast(quantize.Cast):
+    Options = CastOptions
 
+    def asked(self, given: Given, options: CastOptions) -> Options:
+        return Options(*options[:3], options.alignment, (*self.lists_of(given),))
 
-def _result_shape(x: torch.Tensor, lists: sources.Lists) -> tuple[int, int]:
-    tokens, columns = sources.result_shape(x, False, lists)
-    return columns, tokens
+    def shape(self, given: Given) -> tuple[int, int]:
+        (tokens, columns), rows = given[0].shape, given[3]
+        return columns, tokens if rows is None else rows.shape[0]
+
+    def check(self, given: Given, options: CastOptions) -> None:
+        self.check_dtypes(given)
+        check_values(given[0], self.asked(given, options), self.lists_of(given))
+        quantize.check_targets(given[0], given[1:3], self.shape(given))
+
+    def check_options(self, options: CastOptions) -> None:
+        super().check_options(options)
+        check_alignment(options.alignment, SCALE_BLOCK)
+
+    def define(self, given: Given, options: CastOptions) -> None:
+        x, out, scale, *_ = given
+        definition(x, self.asked(given, options), out, scale, self.lists_of(given))
+
+    def prepare(self, given: Given, options: CastOptions) -> launches.Prepared:
+        x, out, scale, *_ = given
+        device, lists = x.get_device(), self.lists_of(given)
+        source, tokens, columns = quantize.KERNEL_SOURCES[x.dtype], out.shape[1], len(out)
+        kernel, grid = cast.choose_transposed(source, tokens, columns, launches.num_sms(device))
+        quantize.check_capture(kernel, device, self.name)
+        numbers = layout(x, self.asked(given, options), out, scale, lists)
+        return cast.prepare_transposed(kernel, grid, device, numbers, (*lists,))
 
 
 def refuse_gradient(x, call: str = "transposed_cast_to_fp8") -> None:
@@ -119,37 +133,15 @@ def refuse_gradient(x, call: str = "transposed_cast_to_fp8") -> None:
         )
 
 
-def check_input(x: torch.Tensor, options: Options, lists: sources.Lists, call: str = "transposed_cast_to_fp8") -> None:
-    check_values(x, options, lists, call)
-    tensors.require_plain(x=x)
-    sources.check_memory(lists)
-
-
 def check_values(x: torch.Tensor, options: Options, lists: sources.Lists, call: str = "transposed_cast_to_fp8") -> None:
     """Check what can be checked without memory."""
     quantize.check_source_dtype("x", x)
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}; it must be [s, k], one row per token, so .view() it so")
-    sources.check("x", x, None, lists)
+    sources.check("x", x, False, lists)
     quantize.check_options(options.of_rows)
     check_alignment(options.alignment, SCALE_BLOCK)
     refuse_gradient(x, call)
-
-
-def _cast_unknown(
-    x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
-) -> None:
-    """Check a cast that C has not met, or cannot read, and do it. The signature holds all that the checks read."""
-    check_input(x, options, lists)
-    shape = _result_shape(x, lists)
-    quantize.check_target("out", out, quantize.FP8_DTYPE, shape, x.device)
-    of_scale = quantize.scale_shape(shape, quantize.TOKEN_BLOCK)
-    quantize.check_target("scale_out", scale, torch.float32, of_scale, x.device)
-    quantize.check_rows(out, out)
-    if quantize.needs_kernel(x, out):
-        _cast_by_kernel(x, options, out, scale, lists)
-    else:
-        definition(x, options, out, scale, lists)
 
 
 @torch.no_grad()
@@ -179,25 +171,6 @@ def _living(offs: torch.Tensor, tokens: int, alignment: int) -> torch.Tensor:
     return living.masked_fill(begin > first, 0)
 
 
-def _cast_by_kernel(
-    x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
-) -> None:
-    x = quantize.readable(x)
-    prepare = partial(_prepare_launch, x, options, out, scale, lists)
-    launches.enqueue(_launches, tuple(options), (x, out, scale, *lists.values()), prepare)
-
-
-def _prepare_launch(
-    x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
-) -> _launcher.Launch:
-    device = x.get_device()
-    source, tokens, columns = quantize.KERNEL_SOURCES[x.dtype], out.shape[1], len(out)
-    kernel, grid = cast.choose_transposed(source, tokens, columns, launches.num_sms(device))
-    quantize.check_capture(kernel, device, "transposed_cast_to_fp8")
-    numbers = layout(x, options, out, scale, lists)
-    return cast.prepare_transposed(kernel, grid, device, numbers, options.lists)
-
-
 def layout(
     x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
 ) -> cast.TransposedLayout:
@@ -224,41 +197,9 @@ def _takes_vectors(x: torch.Tensor) -> bool:
     return tensors.is_aligned(x) and all(step % elements == 0 for step in steps)
 
 
-# The op, which tracers see.
-
-
-def _read_options(rows=None, offs=None, **options) -> tuple[Options, sources.Lists]:
-    lists = quantize.given_lists(rows=rows, offs=offs)
-    return Options(**options, lists=(*lists,)), lists
-
-
-def _run_op(inputs: tuple, outs: tuple, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    scale_layout = quantize.layout_of_op(outs, options)
-    cast_options, lists = _read_options(**options)
-    return _cast(*inputs, scale_layout, cast_options, *outs, lists)
-
-
-def _check_op(inputs: tuple, outs: tuple, options: dict) -> None:
-    quantize.check_layout(quantize.layout_of_op(outs, options))
-    (x,), (cast_options, lists) = inputs, _read_options(**options)
-    check_values(x, cast_options, lists)
-    if outs[0] is not None:
-        columns, tokens = shape = _result_shape(x, lists)
-        quantize.check_fake_targets(x, *outs, shape, (columns, ceil_div(tokens, SCALE_BLOCK)))
-
-
-def _allocate_op(inputs: tuple, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    scale_layout = quantize.layout_of_op((None,), options)
-    (x,), (_, lists) = inputs, _read_options(**options)
-    shape = _result_shape(x, lists)
-    return quantize.fake_out(x, shape), quantize.fake_scale(x, shape, scale_layout)
-
-
-_OP = ops.Op(
-    "transposed_cast_to_fp8",
-    "x out! scale_out!",
-    f"rows offs alignment {quantize.OP_OPTIONS}",
-    *(_run_op, _check_op, _allocate_op),
+TRANSPOSED_CAST = TransposedCast(
+    *("transposed_cast_to_fp8", "x", f"rows offs alignment {quantize.OP_OPTIONS}"),
+    lists="rows offs",
     own="scale_layout",
     defaults={"alignment": SCALE_BLOCK},
 )

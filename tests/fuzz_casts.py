@@ -50,8 +50,9 @@ import deep_tile
 from deep_tile import plan
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import OUTPUTS, QUANTIZED
+from deep_tile.options import DIVISIONS, SCALE_LAYOUTS, SCALE_ROUNDINGS
 from deep_tile.problem import GemmProblem
-from deep_tile.quantize import DIVISIONS, SCALE_LAYOUTS, SCALE_ROUNDINGS, SMALLEST_AMAX_FLOOR, SOURCE_DTYPES
+from deep_tile.quantize import SMALLEST_AMAX_FLOOR, SOURCE_DTYPES
 from deep_tile.select.defaults import default_configs
 from deep_tile.tensors import ALIGNMENT_BYTES, SCALE_DTYPES
 

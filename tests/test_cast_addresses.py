@@ -140,7 +140,7 @@ def test_casts_along_k(dtype, named, gating, first):
 def check_cast(x, gating, lists, first, name):
     shape = sources.result_shape(x, gating is not None, lists)
     out, scale = targets(shape, first, scale_is_transposed=len(name) % 2)
-    read, options = quantize.readable(x), quantize.Options(1, lists=(*lists,), gating=gating)
+    read, options = quantize.readable(x), quantize.Options(1, gating=gating)
     numbers = quantize.layout(read, options, out, scale, lists)
     assert (numbers.rows, numbers.columns) == (math.prod(shape[:-1]), shape[-1])
     rows = living_rows(numbers, lists)

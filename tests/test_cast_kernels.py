@@ -205,7 +205,7 @@ def launch_cast(launch, kernel, x, options, out, scale, lists, grid=2):
     """As a call does on a GPU: of `x`, or of the copy that is made of it, by the numbers that are made of that."""
     x = quantize.readable(x)
     layout = quantize.layout(x, options, out, scale, lists)
-    places = kernels.operands_of_rows(options.lists)["places"]
+    places = kernels.operands_of_rows((*lists,))["places"]
     launch(kernel, grid, layout, x, out, scale, *lists.values(), places=places)
 
 
@@ -255,7 +255,7 @@ class Guarded:
 
 def assert_rows_as_defined(launch, kernel, x, options, lists, grid=2):
     """The kernel writes into poisoned tensors what the definition does; both leave the same rows alone."""
-    options = quantize.Options(1, **options, lists=(*lists,))
+    options = quantize.Options(1, **options)
     by_kernel, by_definition = (Guarded(x, options, lists) for _ in range(2))
     quantize.definition(x.flatten(0, -2), options, *by_definition.matrices, lists)
     launch_cast(launch, kernel, x, options, *by_kernel.targets, lists, grid)
@@ -267,7 +267,7 @@ def assert_silu_mul_in_bounds(launch, kernel, x, options, numbers, lists=None):
     """Of what the kernel writes, and of what the definition does; both leave the same rows alone."""
     lists = lists or {}
     gating = sources.gating(*(numbers[name] for name in ("limit", "alpha", "beta")))
-    options = quantize.Options(1, **options, lists=(*lists,), gating=gating)
+    options = quantize.Options(1, **options, gating=gating)
     matrix = x.flatten(0, -2)
     lives = sources.living(len(matrix), lists)
     lives = torch.ones(len(matrix), dtype=torch.bool) if lives is None else lives

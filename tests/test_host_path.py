@@ -733,7 +733,7 @@ def test_second_sum_of_rows_is_one_call_into_c(run_pretending, setup, path):
         + CAST_SETUP
         + """
 from deep_tile import combine, experts
-experts._needs_kernel = lambda *ignored: True
+quantize.needs_kernel = lambda *ignored: True
 cast.is_loaded = lambda *ignored: True
 note(cast, "prepare_combine")
 weights, index, out = torch.zeros(40, 3).t(), torch.zeros(3, 40, dtype=torch.int64), torch.zeros(3, 264).bfloat16()
@@ -821,7 +821,7 @@ def test_signatures_of_casts_are_forgotten_when_there_are_too_many(run_pretendin
 launches.MAX_SIGNATURES = 2
 for rows, floor in ((1, 1e-4), (2, 1e-4), (2, 1e-4), (2, 1e-5), (2, 1e-5)):
     attempt(per_token_cast_to_fp8, x[:rows], out=codes[:rows], scale_out=scale[:rows], amax_floor=floor)
-show(*(len(known) for _, known in quantize._launches.values()))
+show(*(len(known) for _, known in quantize.TOKEN_CAST.launches.values()))
 """,
         of=params.CAST,
     )

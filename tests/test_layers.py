@@ -43,9 +43,9 @@ MAY_IMPORT = {
     "ops": {"_launcher"},
     "cast": SIZES | {"_launcher", "codegen", "jit", "params", "select"},
     "sources": {"ops", "params", "tensors"},
-    "quantize": {"_launcher", "cast", "config", "launches", "ops", "sources", "tensors"},
-    "experts": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors"},
-    "transposed": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors"},
+    "quantize": {"_launcher", "cast", "config", "launches", "operation", "ops", "options", "sources", "tensors"},
+    "experts": {"_launcher", "cast", "config", "launches", "operation", "ops", "quantize", "sources", "tensors"},
+    "transposed": {"cast", "config", "launches", "operation", "ops", "quantize", "sources", "tensors"},
     "both": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors", "transposed"},
     "formats": {"config", "quantize", "tensors"},
     "blocks": {"config", "formats", "quantize", "tensors"},
@@ -68,7 +68,7 @@ MAY_IMPORT = {
     | {"replaceable", "tensors"},
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"", "api", "blocks", "cast", "compat", "config", "discovery", "experts", "grouped", "linear", "nn"}
-    | {"quantize", "replaceable", "tensors", "train"},
+    | {"options", "quantize", "replaceable", "tensors", "train"},
     "compat": CALL
     | {"api", "dense", "discovery", "experts", "grouped", "options", "quantize", "reference", "transposed", "wgrad"},
     "torch_compat": {"api", "config", "dense", "finishes", "grouped", "tensors"},

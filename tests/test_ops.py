@@ -26,7 +26,7 @@ from deep_tile import (
     silu_mul_cast_to_fp8,
     supports,
 )
-from deep_tile.quantize import SCALE_LAYOUTS
+from deep_tile.options import SCALE_LAYOUTS
 
 N, K = 200, 300
 FP8 = torch.float8_e4m3fn

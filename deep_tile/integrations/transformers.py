@@ -16,7 +16,8 @@ from deep_tile import linear
 from deep_tile.integrations.transformers_blocks import rebase
 from deep_tile.integrations.transformers_experts import experts_forward
 from deep_tile.integrations.transformers_weights import operands, takes
-from deep_tile.quantize import DEEP_GEMM_AMAX_FLOOR, DIVISIONS
+from deep_tile.options import check_one
+from deep_tile.quantize import DEEP_GEMM_AMAX_FLOOR
 
 __all__ = ["install", "rebase", "uninstall"]
 
@@ -74,8 +75,7 @@ def install(*, exact: str = "reciprocal") -> None:
         RuntimeError: one of them takes other arguments than those known here, or somebody else has replaced it since
             `install()`. Nothing has been changed.
     """
-    if exact not in DIVISIONS:
-        raise ValueError(f"exact is {exact!r}; use {' or '.join(map(repr, DIVISIONS))}")
+    check_one("exact", exact)
     client = _client()
     with _lock:
         originals = {name: _original(client, name) for name in _names()}
