@@ -6,17 +6,14 @@ on the device: no call waits for the host, and all can be captured in CUDA graph
 """
 
 from functools import partial
-from operator import eq
 from typing import NamedTuple
 
 import torch
 
 from deep_tile import _launcher, cast, launches, ops, quantize, sources, tensors
 from deep_tile.config import as_int, ceil_div, check_alignment, round_up
-from deep_tile.operation import Given, Operation
+from deep_tile.operation import Arg, Described, Given
 from deep_tile.ops import is_traced
-
-_WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 _NO_EXPERT = torch.iinfo(torch.int16).max
 """Experts are sorted as int16, which takes a quarter of the passes of int64."""
@@ -277,38 +274,8 @@ class NoOptions(NamedTuple):
     pass
 
 
-class Combine(Operation):
+class Combine(Described):
     Options = NoOptions
-
-    def result(self, given: Given, options) -> tuple[tuple[int, int], torch.dtype]:
-        x, _, index, _ = given
-        return (index.shape[0], x.shape[1]), torch.bfloat16
-
-    def check_arguments(self, given: Given, options) -> None:
-        _check_dtypes(self.present(given))
-        super().check_arguments(given, options)
-
-    def present(self, given: Given) -> dict[str, torch.Tensor]:
-        """Tensors but an `out` that is not given, by name."""
-        return dict(zip(self.names, given if given[3] is not None else given[:3], strict=False))
-
-    def check(self, given: Given, options) -> None:
-        _check_dtypes(self.present(given))
-        _check_sizes(self.present(given))
-
-    def check_memory(self, given: Given, options):
-        x, _, _, out = given
-        _check_rows("x", x)
-        if out is not None:
-            _check_rows("out", out)
-            if len(out) > 1 and out.stride(0) < out.shape[1] or out.shape[1] > 1 and out.stride(1) == 0:
-                raise ValueError(f"rows of out overlap: its strides are {out.stride()}. Pass a dense out")
-        return options
-
-    def needs_kernel(self, given: Given) -> bool:
-        """Tensors without memory, which no kernel is launched with, are left to torch."""
-        x, _, index, out = given
-        return bool(index.numel()) and quantize.needs_kernel(x, out)
 
     def define(self, given: Given, options) -> None:
         x, weights, index, out = given
@@ -325,40 +292,6 @@ class Combine(Operation):
         if not cast.is_loaded(kernel, device):
             launches.refuse_capture(kernel.name, device, self.name)
         return cast.prepare_combine(kernel, grid, device, combine_layout(*given))
-
-
-def _check_dtypes(named: dict[str, object]) -> None:
-    for name, given in named.items():
-        dtypes = {"weights": _WEIGHT_DTYPES, "index": sources.INDEX_DTYPES}.get(name, (torch.bfloat16,))
-        if not isinstance(given, torch.Tensor) or given.dtype not in dtypes:
-            seen = f"a tensor of {given.dtype}" if isinstance(given, torch.Tensor) else f"a {type(given)}"
-            wanted = " or ".join(map(str, dtypes))
-            raise TypeError(f"{name} is {seen}; combine takes a tensor of {wanted}. Convert it with .to()")
-
-
-def _check_sizes(named: dict[str, torch.Tensor]) -> None:
-    """And devices: what fakes have, too."""
-    x, weights, index, out = (named.get(name) for name in ("x", "weights", "index", "out"))
-    for name, given in named.items():
-        if given.dim() != 2:
-            raise ValueError(f"{name} has shape {list(given.shape)}; it must have two dimensions, so .view() it so")
-        if given.device != x.device:
-            raise ValueError(f"{name} is on {given.device} but x is on {x.device}; move it with .to(x.device)")
-    if not all(map(ops.holds, map(eq, weights.shape, index.shape))):
-        raise ValueError(
-            f"weights has shape {list(weights.shape)} but index {list(index.shape)}; both are [t, top_k], so pass one "
-            "weight for each number of the index"
-        )
-    wanted = index.shape[0], x.shape[1]
-    if out is not None and not all(map(ops.holds, map(eq, out.shape, wanted))):
-        raise ValueError(f"out has shape {list(out.shape)}; it must be [t, n] = {list(wanted)}, or None")
-
-
-def _check_rows(name: str, matrix: torch.Tensor) -> None:
-    if matrix.shape[1] > 1 and matrix.stride(1) != 1:
-        raise ValueError(
-            f"{name} must have a unit column stride; its strides are {matrix.stride()}. Pass {name}.contiguous()"
-        )
 
 
 def combine_layout(
@@ -385,7 +318,15 @@ SILU_MUL_CAST = GatedCast(
     own="scale_layout",
     is_gated=True,
 )
-COMBINE = Combine("combine", "x weights index out!", "")
+COMBINE = Combine(
+    *("combine", "x weights index out!", ""),
+    args=(
+        Arg("r n", (torch.bfloat16,), is_dense=True),
+        Arg("t top_k", (torch.float32, torch.bfloat16)),
+        Arg("t top_k", sources.INDEX_DTYPES),
+        Arg("t n", (torch.bfloat16,), is_dense=True),
+    ),
+)
 
 
 def _run_sort_op(chosen: torch.Tensor, experts: int, alignment: int = 1) -> tuple[torch.Tensor, ...]:

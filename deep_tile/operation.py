@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import is_grad_enabled
@@ -242,6 +243,108 @@ class Operation(ops.Op):
 
     def _fake(self, inputs: tuple, keywords: dict):
         return self.fake(*self._call_of_op(inputs, (None,) * len(self._outs), keywords))
+
+
+class Arg(NamedTuple):
+    """A tensor of a `Described` operation.
+
+    Attributes:
+        shape: names of its sizes, as "t n", each of which is the same wherever it is named.
+        dtypes: that it may have; of what is allocated the first.
+        is_dense: its last dimension must have a unit stride, and what is written to no rows that overlap.
+    """
+
+    shape: str
+    dtypes: tuple[torch.dtype, ...]
+    is_dense: bool = False
+
+
+class Described(Operation):
+    """An operation whose tensors' shapes and dtypes say all that checks, allocations and fakes need. What is left to
+    say are `prepare` and `define`.
+
+    Args:
+        args: an `Arg` for each tensor, in their order.
+        others: as for `Operation`.
+    """
+
+    def __init__(self, name: str, tensors: str, keywords: str, args: tuple[Arg, ...], **others) -> None:
+        self.args = args
+        super().__init__(name, tensors, keywords, **others)
+
+    def check_arguments(self, given: Given, options) -> None:
+        self._check_dtypes(given)
+        super().check_arguments(given, options)
+
+    def check(self, given: Given, options) -> None:
+        self._check_dtypes(given)
+        self._sizes(given)
+
+    def check_memory(self, given: Given, options):
+        for (place, name, arg), x in self._present(given):
+            if not arg.is_dense:
+                continue
+            rows, columns = x.stride()[:-1], x.stride(-1)
+            if x.shape[-1] > 1 and columns != 1:
+                raise ValueError(
+                    f"{name} must have a unit column stride; its strides are {x.stride()}. Pass {name}.contiguous()"
+                )
+            if place in self._outs and len(x) > 1 and rows and rows[-1] < x.shape[-1]:
+                raise ValueError(f"rows of {name} overlap: its strides are {x.stride()}. Pass a dense {name}")
+        return options
+
+    def result(self, given: Given, options) -> tuple[tuple[int, ...], torch.dtype]:
+        sizes, out = self._sizes(given), self.args[self._first_out]
+        return tuple(sizes[size] for size in out.shape.split()), out.dtypes[0]
+
+    def needs_kernel(self, given: Given) -> bool:
+        """Tensors without memory, which no kernel is launched with, are left to torch."""
+        x = given[0]
+        filled = all(tensor.numel() for _, tensor in self._present(given))
+        return filled and self.is_on_gpu(x) and launches.is_hopper(x.get_device())
+
+    def _present(self, given: Given) -> list[tuple[tuple[int, str, Arg], object]]:
+        """Tensors but those that are None and may be, each with its place, name and `Arg`."""
+        described = zip(range(len(given)), self.names, self.args, strict=True)
+        return [
+            (about, x)
+            for about, x in zip(described, given, strict=True)
+            if x is not None or about[0] not in self._may_lack
+        ]
+
+    def _check_dtypes(self, given: Given) -> None:
+        for (_, name, arg), x in self._present(given):
+            if not isinstance(x, torch.Tensor) or x.dtype not in arg.dtypes:
+                seen = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x)}"
+                wanted = " or ".join(map(str, arg.dtypes))
+                raise TypeError(f"{name} is {seen}; {self.called} takes a tensor of {wanted}. Convert it with .to()")
+
+    def _sizes(self, given: Given) -> dict[str, int]:
+        """By name. Raises ValueError where tensors do not agree, or lie on several devices."""
+        sizes, said_by = {}, {}
+        for (_, name, arg), x in self._present(given):
+            wanted, first = arg.shape.split(), self.names[0]
+            if x.dim() != len(wanted):
+                raise ValueError(
+                    f"{name} has shape {list(x.shape)}; it must have {_COUNTS[len(wanted)]}, so .view() it as "
+                    f"[{', '.join(wanted)}]"
+                )
+            if x.device != given[0].device:
+                raise ValueError(
+                    f"{name} is on {x.device} but {first} is on {given[0].device}; move it with .to({first}.device)"
+                )
+            for size, number in zip(wanted, x.shape, strict=True):
+                if not ops.holds(sizes.setdefault(size, number) == number):
+                    other = said_by[size]
+                    raise ValueError(
+                        f"{name} has shape {list(x.shape)} but {other} {list(given[self.names.index(other)].shape)}; "
+                        f"it must be [{', '.join(wanted)}] = {[sizes.get(each, each) for each in wanted]}"
+                    )
+                said_by.setdefault(size, name)
+        return sizes
+
+
+_COUNTS = {1: "one dimension", 2: "two dimensions", 3: "three dimensions"}
 
 
 def gradient_error(name: str, why: str, to_train: str = "") -> RuntimeError:

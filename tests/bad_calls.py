@@ -646,7 +646,7 @@ WRONG_ROWS = [
     _one("combine", "x", "is column-major", lambda x: x.t().contiguous().t(), ValueError, r"\(1, 7\)", "contiguous"),
     _one("combine", "weights", "are None", None, TypeError, "NoneType", "torch.float32 or torch.bfloat16"),
     _one("combine", "weights", "are float64", torch.Tensor.double, TypeError, "of torch.float64", "torch.bfloat16"),
-    _one("combine", "weights", "are transposed", torch.Tensor.t, ValueError, r"\[2, 5\] but index \[5, 2\]", "top_k"),
+    _one("combine", "weights", "are transposed", torch.Tensor.t, ValueError, r"\[5, 2\] but weights \[2, 5\]", "top_k"),
     _one("combine", "index", "is None", None, TypeError, "NoneType", "torch.int32 or torch.int64"),
     _one("combine", "index", "is int16", torch.Tensor.short, TypeError, "of torch.int16", "torch.int32 or torch.int64"),
     _one("combine", "index", "is a vector", lambda x: x[0], ValueError, r"shape \[2\]", "two dimensions"),
