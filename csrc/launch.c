@@ -1,14 +1,13 @@
 /* deep_tile._launcher: load a cubin, prepare a launch, launch it.
  *
- * Called by plan.py, cast.py, launches.py, quantize.py and api.py. Each step does what the next one need not repeat:
+ * Called by plan.py, cast.py, launches.py, operation.py and api.py. Each step does what the next one need not repeat:
  *
  *   load(cubin, ...)     -> Kernel   once per kernel and device: may take milliseconds
  *   prepare(kernel, ...) -> Launch   once per problem: checks every number, encodes the tensor maps
  *
  * and each call copies the parameters to the stack, puts its addresses into them and launches, leaving nothing behind:
  *
- *   launch_known(table, options, tensors) finds the Launch by the call's options and the signature of the tensors,
- *                                         which leaves out those that are None
+ *   launch_known(table, options, tensors) finds the Launch by the call's options and the signature of its tensors
  *   launch(prepared, addresses, stream)   whatever the tensors are
  *
  * It knows no operation: parameters are bytes, tensors are numbers, and where in the bytes which address goes is said
@@ -590,7 +589,7 @@ static PyObject *launch_known(PyObject *Py_UNUSED(module), PyObject *const *args
     if (found == NULL && !PyErr_Occurred())
         Py_RETURN_FALSE;
     Chain chain;
-    if (found == NULL || !as_chain(found, seen.count, "launch_known", &chain))
+    if (found == NULL || !as_chain(found, (Py_ssize_t)seen.count, "launch_known", &chain))
         return NULL;
     if (!find_current_stream(tensors[0], &seen, &stream))
         return NULL;

@@ -79,8 +79,7 @@ typedef struct {
 /* Properties of some tensors, as words to compare: the device of all, then of each its head, sizes and strides, or a
  * zero for None. The head holds the rank, so that no two lists of tensors are written alike. */
 typedef struct {
-    size_t words;
-    int count; /* of the tensors that are there */
+    size_t words, count; /* count: of the tensors that are there */
     int64_t word[1 + MAX_TENSORS * (1 + 2 * MAX_TENSOR_RANK)];
 } Signature;
 

@@ -140,22 +140,20 @@ static void write_tensor(Signature *signature, const TensorView *view, uintptr_t
 
 bool read_tensors(PyObject *const tensors[], Py_ssize_t count, Signature *signature, uintptr_t addresses[])
 {
-    signature->words = 1;
-    signature->count = 0;
+    signature->words = 1, signature->count = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i > 0 && tensors[i] == Py_None) {
             signature->word[signature->words++] = 0;
             continue;
         }
         TensorView view;
-        uintptr_t *const address = &addresses[signature->count++];
-        if (!view_tensor(tensors[i], &view, address) || view.rank > MAX_TENSOR_RANK)
+        if (!view_tensor(tensors[i], &view, &addresses[signature->count]) || view.rank > MAX_TENSOR_RANK)
             return false;
         if (i == 0)
             memcpy(&signature->word[0], &view.device, sizeof view.device);
         else if (memcmp(&signature->word[0], &view.device, sizeof view.device) != 0)
             return false;
-        write_tensor(signature, &view, *address);
+        write_tensor(signature, &view, addresses[signature->count++]);
     }
     return true;
 }

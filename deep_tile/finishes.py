@@ -1,6 +1,6 @@
 """What becomes of a product before it is rounded: a bias, an activation, a format. Their checks and their layout.
 
-Called by api.py, dense.py and linear.py, and by users who lay out weights for "swiglu". The definition is
+Called by dense.py, options.py and linear.py, and by users who lay out weights for "swiglu". The definition is
 `reference.finished`. Invariant: a finish is a row of kinds.ACTIVATIONS, and a format of kinds.OUTPUTS.
 """
 

@@ -1,6 +1,6 @@
 """Prepared launches, remembered for calls alike: by a call's options and its tensors' signature.
 
-Called by api.py, quantize.py, experts.py and measure.py. C finds a launch by itself (`_launcher.launch_known`) for
+Called by operation.py, both.py, linear.py and measure.py. C finds a launch by itself (`_launcher.launch_known`) for
 plain tensors of torch's own types, which it reads through DLPack. Others (subclasses, and all of them where torch has
 no DLPack C exchange API) take the same way here, in Python, once they are known to be plain.
 """

@@ -1,6 +1,6 @@
 """The definition of `fp8_gemm` in plain torch, and how far an output is from it.
 
-Called by api.py for CPU tensors, and by tests and benchmarks on any device. Invariant: no global precision setting
+Called by the operations for CPU tensors, and by tests and benchmarks on any device. Invariant: no global precision setting
 (TF32, `torch.set_float32_matmul_precision`) changes a result, because every product is taken in float64.
 """
 

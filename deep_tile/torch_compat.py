@@ -1,6 +1,6 @@
 """torch's own names for scaled products, on deep_tile's kernels: one import in place of another.
 
-Calls api.py, dense.py and grouped.py. Invariant: arguments, and what they mean, are those of the function of that name
+Calls dense.py and grouped.py. Invariant: arguments, and what they mean, are those of the function of that name
 in `torch.nn.functional`; what that takes and deep_tile has no kernel for is refused.
 """
 

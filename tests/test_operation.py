@@ -2,6 +2,7 @@
 
 import random
 
+import operations_table
 import pytest
 import torch
 from test_host_path import run_pretending  # noqa: F401
@@ -84,3 +85,8 @@ for given in (x, x, torch.zeros(5, 4), x.half()):
 """
     )
     assert shown[:3] == ["prepare launch", "launch_known", "prepare launch"] and shown[3].startswith("TypeError x is")
+
+
+def test_the_table_of_operations_is_that_of_the_page():
+    page = operations_table.PAGE.read_text()
+    assert operations_table.updated(page) == page, "python tests/operations_table.py --update"

@@ -1,4 +1,4 @@
-"""An operation of two tensors: a description, a definition and a launch, which test_operation.py holds operation.py to."""
+"""An operation of two tensors: a description, a definition and a launch; test_operation.py holds operation.py to it."""
 
 from typing import NamedTuple
 
