@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from deep_tile import formats, quantize, tensors
 from deep_tile.config import SCALE_BLOCK, as_int, ceil_div
+from deep_tile.operation import gradient_error
 from deep_tile.quantize import FP8_DTYPE, FP8_MAX, WEIGHT_BLOCK, scale_shape
 
 MAX_ERROR = 2.0**-4
@@ -283,7 +284,9 @@ def _check_targets(
     source: formats.Source, shape: tuple[int, ...], weight: torch.Tensor, out: object, scale_out: object
 ):
     if torch.is_grad_enabled():
-        quantize.refuse_target_gradients(out, scale_out)
+        for name, target in (("out", out), ("scale_out", scale_out)):
+            if getattr(target, "requires_grad", False) is True:
+                raise gradient_error(name, "to_blocks has none")
     if scale_out is not None:
         of_scale = (*shape[:-2], *scale_shape(shape[-2:], WEIGHT_BLOCK))
         quantize.check_target("scale_out", scale_out, torch.float32, of_scale, weight.device)

@@ -4,7 +4,7 @@ Called by plan.py (`load_cubin`) and by the command line. Knows only text and by
 no GPU. cuda.core is imported by the functions that compile, because its import costs more than a read from the cache.
 
 Invariant: a cubin that comes from the cache was made of this source, give or take comments, with these options, hints
-and NVRTC: its entry is sealed with a checksum over key and content. A cache that cannot be read, written or locked
+and NVRTC: its entry ends with a checksum over key and content. A cache that cannot be read, written or locked
 costs compilations, never an error; the one exception is a directory that somebody else may write to, which is refused.
 """
 
@@ -29,7 +29,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from deep_tile import packaged, sass, seal, settings
+from deep_tile import packaged, sass, settings
 
 if TYPE_CHECKING:
     from cuda.core.utils import FileStreamProgramCache
@@ -533,7 +533,7 @@ class _KernelCache:
     """Cubins by key: files of a directory, and in memory those that the directory does not take.
 
     FileStreamProgramCache writes the files (atomically, for many processes at once) and keeps their total size below
-    the limit. Added here: seals, locks, the owner's check, and reads that need no import of cuda.core.
+    the limit. Added here: checksums, locks, the owner's check, and reads that need no import of cuda.core.
     """
 
     def __init__(self, directory: Path | None, limit_bytes: int) -> None:
@@ -581,7 +581,7 @@ class _KernelCache:
         entry = self._read(key)
         if entry is None:
             return None
-        cubin = seal.opened(key, entry)
+        cubin = packaged.checked(key, entry)
         if cubin is not None:
             return cubin
         with contextlib.suppress(OSError, KeyError):
@@ -591,12 +591,12 @@ class _KernelCache:
     def holds(self, key: bytes) -> bool:
         """Whether the directory has the kernel."""
         entry = self.directory and self._read(key)
-        return bool(entry) and seal.opened(key, entry) is not None
+        return bool(entry) and packaged.checked(key, entry) is not None
 
     def put(self, key: bytes, cubin: bytes) -> None:
         if self.directory is not None:
             try:
-                self._files[key] = seal.sealed(key, cubin)
+                self._files[key] = packaged.with_checksum(key, cubin)
                 return
             except OSError as error:
                 self._warn(str(error))

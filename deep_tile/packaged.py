@@ -6,13 +6,12 @@ Knows only bytes. Invariant: a kernel is found by the text, options and hints th
 damaged or belongs to other sources is no kernel.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
-
-from deep_tile import seal
 
 DIRECTORY = Path(__file__).parent / "kernels"
 
@@ -52,7 +51,7 @@ def get(identity: bytes) -> bytes | None:
         entry = _path(DIRECTORY, identity).read_bytes()
     except OSError:
         return None
-    return seal.opened(identity, entry)
+    return checked(identity, entry)
 
 
 def write(cubins: Mapping[bytes, bytes], nvrtc_version: str, directory: Path) -> Contents:
@@ -63,7 +62,7 @@ def write(cubins: Mapping[bytes, bytes], nvrtc_version: str, directory: Path) ->
     """
     directory.mkdir(parents=True)
     for identity, cubin in cubins.items():
-        _path(directory, identity).write_bytes(seal.sealed(identity, cubin))
+        _path(directory, identity).write_bytes(with_checksum(identity, cubin))
     made = Contents(nvrtc_version, len(cubins), sum(map(len, cubins.values())))
     (directory / _CONTENTS).write_text(json.dumps(made._asdict(), indent=1) + "\n")
     return made
@@ -71,3 +70,21 @@ def write(cubins: Mapping[bytes, bytes], nvrtc_version: str, directory: Path) ->
 
 def _path(directory: Path, identity: bytes) -> Path:
     return directory / f"{identity.hex()}.cubin"
+
+
+CHECKSUM_BYTES = hashlib.sha256().digest_size
+
+
+def with_checksum(key: bytes, cubin: bytes) -> bytes:
+    """An entry of a cache: the cubin, and behind it, where tools that read ELF files do not look, its checksum."""
+    return cubin + _checksum(key, cubin)
+
+
+def checked(key: bytes, entry: bytes) -> bytes | None:
+    """The cubin of an entry; None where it is torn, damaged or of another key."""
+    cubin = entry[:-CHECKSUM_BYTES]
+    return cubin if entry[-CHECKSUM_BYTES:] == _checksum(key, cubin) else None
+
+
+def _checksum(key: bytes, cubin: bytes) -> bytes:
+    return hashlib.sha256(key + cubin).digest()

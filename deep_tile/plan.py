@@ -1,6 +1,6 @@
 """From a problem to a kernel that is loaded and ready to launch.
 
-Called by operations when they meet a new signature, and by the command line. Kernels are compiled (jit.py) and loaded once
+Called by operations that meet a new signature, and by the command line. Kernels are compiled (jit.py) and loaded once
 per device and live as long as the process: they are a finite set, because sizes are run-time values.
 """
 

@@ -321,16 +321,6 @@ class Cast(Operation):
 _SCALE_LAYOUT = CastOptions._fields.index("scale_layout")
 
 
-def refuse_target_gradients(out: object, scale_out: object) -> None:
-    """Raise where torch, which records gradients, would record what a cast writes to."""
-    for name, target in (("out", out), ("scale_out", scale_out)):
-        if getattr(target, "requires_grad", False) is True and not torch.nn.parameter.is_lazy(target):
-            raise RuntimeError(
-                f"{name} requires a gradient, which what a cast writes has none of: pass {name}.detach(), or cast "
-                "under torch.no_grad()"
-            )
-
-
 def check_source_dtype(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = SOURCE_DTYPES) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in dtypes:
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

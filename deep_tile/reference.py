@@ -1,6 +1,6 @@
 """The definition of `fp8_gemm` in plain torch, and how far an output is from it.
 
-Called by the operations for CPU tensors, and by tests and benchmarks on any device. Invariant: no global precision setting
+Called by operations for CPU tensors, by tests and benchmarks on any device. Invariant: no global precision setting
 (TF32, `torch.set_float32_matmul_precision`) changes a result, because every product is taken in float64.
 """
 
@@ -170,19 +170,6 @@ def group_rows(
         end = max(end, min(bound, rows))
         found.append((begin, max(begin, end)))
     return found
-
-
-def fp8_grouped_gemm_reference(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    out: torch.Tensor,
-    bounds: torch.Tensor | None = None,
-    alignment: int = 1,
-) -> None:
-    """`fp8_gemm_reference` of each group's rows, as `grouped_reference` takes them."""
-    grouped_reference(fp8_gemm_reference, (a, a_scale, b, b_scale), out, bounds, alignment)
 
 
 def grouped_reference(

@@ -1,6 +1,6 @@
 """The environment variables of deep_tile: the one place that reads them, and the table that documents them.
 
-Called by checks.py, jit.py and tuned.py, away from the path of a warm call. Each variable is read at its first use, never
+Called by checks.py, jit.py, tuned.py, away from the path of a warm call. Each variable is read at its first use, never
 at import, and then remembered: all calls of a process see the same value.
 """
 

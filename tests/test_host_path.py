@@ -1,4 +1,4 @@
-"""The way of a warm call through operation.py, without a GPU: what is launched, by which path, and what reaches the checks.
+"""A warm call's way through operation.py, without a GPU: what is launched, by which path, and what reaches the checks.
 
 CPU tensors of the real torch pass for GPU tensors, in a process of its own in which fake_driver.c is the driver. That
 covers everything on the host but torch's CUDA streams, which test_host_path_gpu.py does.

@@ -364,7 +364,7 @@ def test_other_compiler_is_a_miss(monkeypatch, change):
         load()
 
 
-def test_entry_is_a_cubin_followed_by_its_seal(directory):
+def test_entry_is_a_cubin_followed_by_its_checksum(directory):
     cubin = load()
     (entry,) = entries(directory)
     assert entry.read_bytes()[: len(cubin)] == cubin
