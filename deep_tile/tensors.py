@@ -1,9 +1,9 @@
 """Which tensors a kernel can be given: plain ones, whose memory holds the values that torch would read from them.
 
-Called by launches.py, operation.py and sources.py. What else a tensor may be (a view that is negated when read, a wrapper
-around others, sparse, ...) torch notes in its dispatch keys, a word of bits that DLPack does not pass on. So C reads
-that word itself, where `find_keys` found it, and leaves to Python what is not plain. Invariant: a tensor that C reads
-passes `require_plain`; of any other that says what is wrong, if anything is.
+Called by launches.py, operation.py and sources.py. What else a tensor may be (a view that is negated when read, a
+wrapper around others, sparse, ...) torch notes in its dispatch keys, a word of bits that DLPack does not pass on. So C
+reads that word itself, where `find_keys` found it, and leaves to Python what is not plain. Invariant: a tensor that C
+reads passes `require_plain`; of any other that says what is wrong, if anything is.
 """
 
 import ctypes
