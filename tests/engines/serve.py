@@ -4,10 +4,10 @@
 
 Engines are processes of vLLM's defaults, with torch.compile and CUDA graphs, that serve the same model of random FP8
 weights: Qwen3-8B's shape, then Qwen3-30B-A3B's. deep_tile's starts in the compile cache that the other has filled.
-A third says what the same weights give with activations in BF16: log-probabilities of a prompt may hardly be further from
-that with deep_tile than with vLLM's own kernels. No kernel may be compiled while deep_tile's engine serves, at whatever
-number of tokens, and a profile must show its kernels, and none of them in the other engine. Both are timed by turns, each
-number of tokens in several rounds; medians are printed, and their ratio.
+A third serves the same weights with activations in BF16: log-probabilities of a prompt may hardly be further from its
+own with deep_tile than with vLLM's kernels. No kernel may be compiled while deep_tile's engine serves, at whatever
+number of tokens, and a profile must show its kernels, and none of them in the other engine. Both are timed by turns,
+each number of tokens in several rounds; medians are printed, and their ratio.
 """
 
 import argparse
