@@ -186,7 +186,6 @@ class Engine:
         command = [sys.executable, __file__, "--engine", kind, str(layers), role]
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))),
             "VLLM_CACHE_ROOT": str(cache),
             "VLLM_USE_DEEP_TILE": str(int(role == "deep_tile")),
         }
