@@ -405,7 +405,8 @@ def prepare_both(
 
 
 def prepare_combine(kernel: CombineKernel, grid: int, device: int, layout: CombineLayout) -> _launcher.Launch:
-    """Everything about a programmatic launch on x, weights, index and out, but their addresses. Errors as for `load`."""
+    """Everything about a programmatic launch on x, weights, index and out, but their addresses. Errors as for
+    `load`."""
     names = ("x", "weights", "index", "out")
     return _prepare(kernel, grid, device, params.COMBINE, layout, names, params.places(names), True)
 
