@@ -368,7 +368,7 @@ def prepare_launch(
     *,
     names: tuple[str, ...] = _NAMES,
     places: Mapping[str, params.Place] = PLACES,
-    pdl: bool | None = None,
+    pdl: bool = False,
 ) -> _launcher.Launch:
     """Everything about a launch but the addresses of its tensors. Errors as for `load`.
 
@@ -376,12 +376,10 @@ def prepare_launch(
         names: of the tensors that the launch will be given.
         places: where in them x, out and scale are.
         pdl: programmatic dependent launch: the kernel may start before the one ahead of it in the stream has ended, and
-            waits for that before it reads or writes anything. None: where rows are listed or gated, since such casts
-            stand between the launches of an expert layer.
+            waits for that before it reads or writes anything.
     """
-    is_plain = kernel.what == "plain"
-    table = params.CAST if is_plain else params.CAST_OF_ROWS
-    return _prepare(kernel, grid, device, table, layout, names, places, not is_plain if pdl is None else pdl)
+    table = params.CAST if kernel.what == "plain" else params.CAST_OF_ROWS
+    return _prepare(kernel, grid, device, table, layout, names, places, pdl)
 
 
 def prepare_transposed(
@@ -405,18 +403,16 @@ def prepare_both(
 
 
 def prepare_combine(kernel: CombineKernel, grid: int, device: int, layout: CombineLayout) -> _launcher.Launch:
-    """Everything about a programmatic launch on x, weights, index and out, but their addresses. Errors as for
-    `load`."""
+    """Everything about a launch on x, weights, index and out, but their addresses. Errors as for `load`."""
     names = ("x", "weights", "index", "out")
-    return _prepare(kernel, grid, device, params.COMBINE, layout, names, params.places(names), True)
+    return _prepare(kernel, grid, device, params.COMBINE, layout, names, params.places(names), False)
 
 
 def prepare_sort(kernel: SortKernel, schedule: SortSchedule, device: int, layout: SortLayout) -> _launcher.Launch:
-    """Everything about a programmatic launch on chosen, rows, offs and index, but their addresses. Errors as for
-    `load`."""
+    """Everything about a launch on chosen, rows, offs and index, but their addresses. Errors as for `load`."""
     names = ("chosen", "rows", "offs", "index")
     places = params.places(names)
-    return _prepare(kernel, schedule.grid, device, params.SORT, layout, names, places, True, schedule.cluster)
+    return _prepare(kernel, schedule.grid, device, params.SORT, layout, names, places, False, schedule.cluster)
 
 
 def _prepare(
