@@ -38,12 +38,12 @@ SIZES = {
         "num_attention_heads": 32,
         "num_experts": 128,
         "num_experts_per_tok": 8,
-        "num_hidden_layers": 24,
+        "num_hidden_layers": 16,
         "num_key_value_heads": 4,
         "vocab_size": 151936,
     },
 }
-"""Of Qwen3-8B, and of Qwen3-30B-A3B's with half of its layers, so that three engines fit into 80 GB."""
+"""Of Qwen3-8B, and of Qwen3-30B-A3B with 16 of its 48 layers, so that three engines fit into 80 GB."""
 
 MOST_TOKENS = 8192
 DECODES, TOKENS, PREFILLS = (1, 32), 48, (2048, 8192)
@@ -221,15 +221,17 @@ class Engine:
 class Trial:
     """Both engines of one kind of model, and a third in BF16."""
 
-    def __init__(self, kind: str, folder: Path, options: argparse.Namespace) -> None:
-        layers = options.layers or SIZES[kind]["num_hidden_layers"]
-        self.found = {"kind": kind, "layers": layers}
+    def __init__(self, kind: str, layers: int | None) -> None:
+        self.found = {"kind": kind, "layers": layers or SIZES[kind]["num_hidden_layers"]}
         self._failures = []
         self._engines = {}
-        for role in ("vllm", "deep_tile", *([] if options.no_bf16 else ["bf16"])):
-            cache = folder / (f"{kind}-{role}" if options.at_once else kind)
+
+    def start(self, folder: Path, at_once: bool, has_bf16: bool) -> None:
+        kind, layers = self.found["kind"], self.found["layers"]
+        for role in ("vllm", "deep_tile", *(["bf16"] if has_bf16 else [])):
+            cache = folder / (f"{kind}-{role}" if at_once else kind)
             self._engines[role] = Engine(kind, layers, role, cache, folder / f"{kind}-{role}.log")
-            if not options.at_once:
+            if not at_once:
                 self.wait()
 
     def wait(self) -> None:
@@ -348,7 +350,8 @@ def run(options: argparse.Namespace, folder: Path) -> list[str]:
     trials, failures = [], []
     try:
         for kind in options.kinds or SIZES:
-            trials.append(Trial(kind, folder, options))
+            trials.append(Trial(kind, options.layers))
+            trials[-1].start(folder, options.at_once, not options.no_bf16)
             if not options.at_once:
                 failures += trials[-1].run(options.rounds)
                 trials[-1].end()
