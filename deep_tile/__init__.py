@@ -33,7 +33,7 @@ _MODULES = {
     "grouped_gemm": "grouped",
     "int8_gemm": "dense",
     "interleave_gate_up": "finishes",
-    "is_available": "api",
+    "is_available": "checks",
     "pad_shard": "blocks",
     "per_block_cast_to_fp8": "quantize",
     "per_token_cast_to_fp8": "quantize",

@@ -10,7 +10,7 @@ import torch
 from torch import is_grad_enabled
 
 from deep_tile import _launcher, cast, checks, finishes, jit, launches, options, plan, tensors
-from deep_tile.checks import MAX_SIZE
+from deep_tile.checks import MAX_SIZE, current_gpu
 from deep_tile.config import SCALE_BLOCK, GemmConfig, as_int, ceil_div, round_up
 from deep_tile.dense import FP8_GEMM, Options, fp8_gemm  # noqa: F401
 from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names, torch_dtype
@@ -238,23 +238,6 @@ def layout_problem(layout: object, kind: Kind) -> str | None:
     return None
 
 
-def is_available() -> tuple[bool, str]:
-    """Whether kernels can run here, and if not, why. Never raises. May initialise CUDA.
-
-    False in a process forked after CUDA had started, and after a kernel of this process failed, whosever it was.
-    """
-    try:
-        if not torch.cuda.is_available():
-            return False, "torch sees no CUDA device; CPU tensors still work, through deep_tile.reference"
-        if torch.cuda._is_in_bad_fork():
-            return False, "CUDA cannot be used in a process forked after CUDA had started: start workers with 'spawn'"
-        checks.check_hopper(torch.cuda.current_device())
-        _check_alive()
-        return True, f"{jit.compiler_text()}, {torch.cuda.get_device_name()}"
-    except Exception as error:  # the promise is an answer, whatever is broken underneath
-        return False, f"{type(error).__name__}: {error}"
-
-
 def precompile(
     shapes: Iterable[tuple[int, int, int]],
     *,
@@ -412,11 +395,6 @@ def _as_read(layouts: Iterable[str], n: int, max_m: int) -> set[tuple[int, str]]
     return read
 
 
-def current_gpu() -> int | None:
-    """The current CUDA device, where kernels can run on it."""
-    return torch.cuda.current_device() if is_available()[0] else None
-
-
 def _as_list(shapes: Iterable) -> list:
     try:
         return list(shapes)
@@ -466,15 +444,3 @@ def _check_float32(**scales: torch.Tensor) -> None:
     for name, scale in scales.items():
         if scale.dtype in tensors.SCALE_DTYPES and scale.dtype != torch.float32:
             raise TypeError(f"{name} of a plan must be torch.float32; got {scale.dtype}. To fix: pass {name}.float()")
-
-
-def _check_alive() -> None:
-    """Raise where an earlier kernel has failed: every call of CUDA then reports it, and this one disturbs nobody."""
-    try:
-        if not torch.cuda.is_current_stream_capturing():  # and a stream that is being captured lives
-            torch.cuda.current_stream().query()
-    except RuntimeError as error:
-        raise RuntimeError(
-            "an earlier kernel of this process failed, and CUDA is of no more use to it: start another process "
-            f"({error})"
-        ) from error

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import finishes, launches, ops, plan, settings, tensors
+from deep_tile import finishes, jit, launches, ops, plan, settings, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.problem import GemmProblem
 
@@ -234,6 +234,40 @@ def check_hopper(device: int) -> None:
             f"cuda:{device} is {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}; deep_tile's "
             "kernels need a Hopper GPU (9.0: H100, H200, H800, H20). CPU tensors compute through the reference"
         )
+
+
+def is_available() -> tuple[bool, str]:
+    """Whether kernels can run here, and if not, why. Never raises. May initialise CUDA.
+
+    False in a process forked after CUDA had started, and after a kernel of this process failed, whosever it was.
+    """
+    try:
+        if not torch.cuda.is_available():
+            return False, "torch sees no CUDA device; CPU tensors still work, through deep_tile.reference"
+        if torch.cuda._is_in_bad_fork():
+            return False, "CUDA cannot be used in a process forked after CUDA had started: start workers with 'spawn'"
+        check_hopper(torch.cuda.current_device())
+        _check_alive()
+        return True, f"{jit.compiler_text()}, {torch.cuda.get_device_name()}"
+    except Exception as error:  # the promise is an answer, whatever is broken underneath
+        return False, f"{type(error).__name__}: {error}"
+
+
+def current_gpu() -> int | None:
+    """The current CUDA device, where kernels can run on it."""
+    return torch.cuda.current_device() if is_available()[0] else None
+
+
+def _check_alive() -> None:
+    """Raise where an earlier kernel has failed: every call of CUDA then reports it, and this one disturbs nobody."""
+    try:
+        if not torch.cuda.is_current_stream_capturing():  # and a stream that is being captured lives
+            torch.cuda.current_stream().query()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "an earlier kernel of this process failed, and CUDA is of no more use to it: start another process "
+            f"({error})"
+        ) from error
 
 
 def checked_num_sms(num_sms: int | None, device: torch.device) -> int:

@@ -432,7 +432,7 @@ def test_demo_fails_on_a_wrong_kind(call, one_layer, monkeypatch):
 
 @pytest.mark.gpu
 def test_demo_on_a_gpu_times_and_checks(call, one_layer, monkeypatch):
-    monkeypatch.setattr(deep_tile, "is_available", deep_tile.api.is_available)
+    monkeypatch.setattr(deep_tile, "is_available", deep_tile.checks.is_available)
     code, out, err = call("demo")
     assert code == 0, err
     assert "TFLOPS" in out
@@ -475,7 +475,7 @@ def test_demo_of_experts_fails_on_a_wrong_step(call, few_experts, monkeypatch, n
 
 @pytest.mark.gpu
 def test_demo_of_experts_on_a_gpu_times_and_checks(call, few_experts, monkeypatch):
-    monkeypatch.setattr(deep_tile, "is_available", deep_tile.api.is_available)
+    monkeypatch.setattr(deep_tile, "is_available", deep_tile.checks.is_available)
     code, out, err = call("demo", "--experts")
     assert code == 0, err
     assert "torch loop" in out and re.search(r"^300 +\d", out, re.MULTILINE)

@@ -259,8 +259,8 @@ def test_imports_point_one_way():
 def test_public_names_are_not_the_tools():
     """They are imported by name at their first use, which the sources do not show."""
     assert {row(module) for module in deep_tile._MODULES.values()} == {
-        *("api", "blocks", "both", "config", "dense", "experts", "finishes", "gemm_cast", "grouped", "jit", "linear"),
-        *("method", "nn", "quantize", "transposed", "wgrad"),
+        *("api", "blocks", "both", "checks", "config", "dense", "experts", "finishes", "gemm_cast", "grouped", "jit"),
+        *("linear", "method", "nn", "quantize", "transposed", "wgrad"),
     }
 
 
