@@ -699,7 +699,7 @@ def test_gradients_are_there_once():
 
 def test_names_are_public():
     """Functions, not the modules that they are named as."""
-    names = {"Linear", "Recipe", "convert", "experts", "linear", "linears", "precompile", "predict"}
+    names = {"Linear", "Recipe", "convert", "experts", "linear", "linears", "mlp", "precompile", "predict"}
     assert {*deep_tile.train.__all__} == names and all(callable(getattr(deep_tile.train, name)) for name in names)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from deep_tile import api, cast, jit
 from deep_tile.train.layers import Linear
-from deep_tile.train.linear import written_dtype
+from deep_tile.train.products import written_dtype
 
 
 def precompile(
