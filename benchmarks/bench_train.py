@@ -7,7 +7,6 @@ A variant is BF16, or a recipe of `deep_tile.train`; with "mlp" the MLP is one f
 """
 
 import argparse
-import contextlib
 import json
 import statistics
 import time
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks import store
 from deep_tile import train
 
 VARIANTS: dict[str, dict | None] = {
@@ -61,14 +61,15 @@ class Block(nn.Module):
         return self.o(mixed.transpose(1, 2).flatten(2))
 
 
-def make_model(variant: str, layers: int, sizes: dict) -> nn.Module:
+def make_model(variant: str, layers: int, tokens: int, sizes: dict) -> nn.Module:
     recipe = train.Recipe(**VARIANTS[variant]) if VARIANTS[variant] is not None else None
     fused = recipe if variant.startswith("mlp") else None
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = nn.Sequential(*(Block(**sizes, recipe=fused) for _ in range(layers))).bfloat16()
     if recipe is not None:
-        return train.convert(model, lambda *_: True, recipe=recipe)
+        train.convert(model, lambda *_: True, recipe=recipe)
+        train.precompile(model, tokens)
     if variant == "torchao":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -77,7 +78,7 @@ def make_model(variant: str, layers: int, sizes: dict) -> nn.Module:
 
 
 def measure(variant: str, compiled: bool, args: argparse.Namespace) -> dict:
-    model = make_model(variant, args.layers, {"width": args.width, "inner": args.inner})
+    model = make_model(variant, args.layers, args.tokens, {"width": args.width, "inner": args.inner})
     if compiled:
         for block in model:
             block.compile(dynamic=False)
@@ -131,7 +132,9 @@ def time_steps(step: Callable[[], None], count: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[name for name in VARIANTS if name != "torchao"])
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=[name for name in VARIANTS if name != "torchao"]
+    )
     parser.add_argument("--modes", nargs="+", choices=("eager", "compile"), default=("eager", "compile"))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=8192, help="a multiple of 4096, the length of a sequence")
@@ -143,16 +146,14 @@ def main() -> None:
     entries = []
     for mode in args.modes:
         for variant in args.variants:
-            with contextlib.suppress(torch.cuda.OutOfMemoryError):
-                entries.append(measure(variant, mode == "compile", args))
+            entries.append(measure(variant, mode == "compile", args))
             torch._dynamo.reset()
             torch.cuda.empty_cache()
             print(json.dumps(entries[-1]), flush=True)
             if args.out:
                 info = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "layers": args.layers}
-                info |= {"tokens": args.tokens, "width": args.width, "inner": args.inner, "entries": entries}
-                with open(args.out, "w") as file:
-                    json.dump(info, file, indent=1)
+                info |= {"tokens": args.tokens, "width": args.width, "inner": args.inner}
+                store.save(args.out, info | {"entries": entries})
 
 
 if __name__ == "__main__":

@@ -266,7 +266,9 @@ def _check_values(dh, gate_up, options: _Options, given: dict) -> None:
         wanted = dtypes.get(name)
         if wanted is not None and (not isinstance(x, torch.Tensor) or x.dtype != wanted):
             seen = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-            scale = "" if name != "gate_up" else " with gate_up_scale" if of_codes else "; of FP8 pass gate_up_scale, too"
+            scale = (
+                "" if name != "gate_up" else " with gate_up_scale" if of_codes else "; of FP8 pass gate_up_scale, too"
+            )
             raise TypeError(f"{name} is {seen}; it must be a tensor of {wanted}{scale}")
         if wanted is not None and x.device != dh.device:
             raise ValueError(f"{name} is on {x.device} but dh is on {dh.device}; move it there")

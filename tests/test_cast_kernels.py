@@ -28,7 +28,13 @@ from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_
 pytestmark = pytest.mark.about(
     *("include/deep_tile/*", "tests/host_*.h", "deep_tile/cast.py", "deep_tile/codegen.py", "deep_tile/params.py"),
     *("deep_tile/quantize.py", "deep_tile/transposed.py", "deep_tile/experts.py", "deep_tile/sources.py"),
-    *("deep_tile/reference.py", "deep_tile/both.py", "deep_tile/gated.py", "deep_tile/select/streaming.py", "tests/test_quantize.py"),
+    *(
+        "deep_tile/reference.py",
+        "deep_tile/both.py",
+        "deep_tile/gated.py",
+        "deep_tile/select/streaming.py",
+        "tests/test_quantize.py",
+    ),
     "tests/helpers.py",
 )
 
@@ -600,11 +606,15 @@ def gated_by_kernel(launch, kernel, dh, gate_up, options, given):
 @EACH_OPTION
 def test_gradients_of_exact_sigmoids_have_the_definitions_bits(launch, kernel, options):
     """Of gates whose sigmoid is 0, a half or 1: nothing is approximate, and all products and casts show."""
-    for (rows, columns), floor, shares in zip([(1, 128), (131, 256), (300, 128)], FLOORS[:3], [False, True, True], strict=True):
+    for (rows, columns), floor, shares in zip(
+        [(1, 128), (131, 256), (300, 128)], FLOORS[:3], [False, True, True], strict=True
+    ):
         gates = torch.tensor([0.0, 200.0, -200.0, 1000.0])[torch.randint(4, (rows, columns))]
         dh, gate_up, given = draw_gated(kernel, rows, columns, gates)
         given |= {"share": torch.rand(rows)} if shares else {}
-        got, wanted = gated_by_kernel(launch, kernel, dh, gate_up, {"amax_floor": floor, "alignment": 128, **options}, given)
+        got, wanted = gated_by_kernel(
+            launch, kernel, dh, gate_up, {"amax_floor": floor, "alignment": 128, **options}, given
+        )
         for name, one, other in zip(got._fields[:6], got[:6], wanted[:6], strict=True):
             if one.dtype == FP8_DTYPE:
                 assert torch.equal(codes(one), codes(other)), name

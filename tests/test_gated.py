@@ -109,7 +109,11 @@ def test_groups(columns, codes, device):
 def test_any_strides(device):
     dh, gate_up, _ = draw(200, 256, device)
     wanted = swiglu_gradient_cast_both(dh, gate_up)
-    for x in (gate_up.t().contiguous().t(), torch.cat([gate_up] * 2, 1)[:, 512:], torch.cat([gate_up[:, :3], gate_up], 1)[:, 3:]):
+    for x in (
+        gate_up.t().contiguous().t(),
+        torch.cat([gate_up] * 2, 1)[:, 512:],
+        torch.cat([gate_up[:, :3], gate_up], 1)[:, 3:],
+    ):
         assert_same(swiglu_gradient_cast_both(dh, x)[:6], wanted[:6])
     assert_same(swiglu_gradient_cast_both(torch.stack([dh] * 2, 1)[:, 0], gate_up)[:6], wanted[:6])
 

@@ -130,7 +130,11 @@ class _Experts(torch.autograd.Function):
         d, d_scale, *d_along = _cast(dy, recipe, offs, saved.rows)
         of_hidden = _product(d, d_scale, with_aligned_rows(saved.down_transposed), saved.down_scale.mT, offs)
         made = swiglu_gradient_cast_both(
-            *(of_hidden, saved.gate_up, saved.gate_up_scale), share=share, offs=offs, alignment=SCALE_BLOCK, **recipe.cast
+            *(of_hidden, saved.gate_up, saved.gate_up_scale),
+            share=share,
+            offs=offs,
+            alignment=SCALE_BLOCK,
+            **recipe.cast,
         )
         x_grad = shares = up = down = None
         if of_down:

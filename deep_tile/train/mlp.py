@@ -124,4 +124,6 @@ def _check(x, first: tuple, w_down) -> None:
     shapes = [list(weight.shape) for weight in first]
     inner = w_down.shape[-1]
     if w_down.dim() != 2 or any(rows * len(first) != 2 * inner for rows, _ in shapes):
-        raise ValueError(f"w_gate_up has shapes {shapes}; for w_down of {list(w_down.shape)} it must be [{2 * inner}, k]")
+        raise ValueError(
+            f"w_gate_up has shapes {shapes}; for w_down of {list(w_down.shape)} it must be [{2 * inner}, k]"
+        )
