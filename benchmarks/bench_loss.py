@@ -7,11 +7,11 @@ its own, all on one GPU. benchmarks/figures.py draws what is stored as benchmark
 """
 
 import argparse
-import glob
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +44,7 @@ class Gpt(nn.Module):
 
 
 def run(name: str, seed: int, steps: int, batch: int = 32) -> dict:
-    files = sorted(glob.glob(os.path.dirname(os.__file__) + "/*.py"))
-    text = b"".join(open(file, "rb").read() for file in files)
+    text = b"".join(file.read_bytes() for file in sorted(Path(os.__file__).parent.glob("*.py")))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).cuda()
     cut = len(data) * 9 // 10
     torch.manual_seed(seed)

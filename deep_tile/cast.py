@@ -224,7 +224,8 @@ GATED = {
     for source in ("bf16", "e4m3")
     for blocks in (False, True)
 }
-"""By the source of gates and ups, and whether h has a scale for 128x128. Two tiles of three wait in shared memory, so that 64 registers are enough."""
+"""By the source of gates and ups, and whether h has a scale for 128x128. Two tiles of three wait in shared memory, so
+that 64 registers are enough."""
 
 SORT = {choice: SortKernel(choice, threads=512, blocks_per_sm=1) for choice in ("int32", "int64")}
 """By the dtype of a choice. With 512 threads, what a block keeps of each expert fits into 48 KB."""

@@ -94,9 +94,9 @@ def swiglu_gradient_cast_both(
     2e-7 for every unit of the gate. Runs on dh's device and torch's current stream, and has no gradient.
 
     Args:
-        dh: [s, f] bfloat16, the gradient of h. On the GPU fastest where f is a multiple of 128, columns are adjacent
-            and rows begin at multiples of 16 bytes, here and in gate_up.
-        gate_up: [s, 2f] bfloat16, gates and then ups in each row; or float8_e4m3fn, as `per_token_cast_to_fp8` makes it.
+        dh: [s, f] bfloat16, the gradient of h. On the GPU fastest where f is a multiple of 128, columns are
+            adjacent and rows begin at multiples of 16 bytes, here and in gate_up.
+        gate_up: [s, 2f] bfloat16, gates and then ups in each row; or float8_e4m3fn, as `per_token_cast_to_fp8` has.
         gate_up_scale: [s, ceil(2f / 128)] float32, of gate_up in FP8.
         share: [s] float32, what each row of h is multiplied by.
         offs, alignment: as for `cast_both`. With `offs` rows that are in no group are neither read nor written; the

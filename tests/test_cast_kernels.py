@@ -585,7 +585,7 @@ def draw_gated(kernel, rows, columns, gates):
 
 def gated_by_kernel(launch, kernel, dh, gate_up, options, given):
     """What the kernel makes, and the definition, of poisoned tensors; nothing around them is written."""
-    options = gated._Options(kernel.blocks, **{**dict(amax_floor=0, round_scale="none", exact="divide"), **options})
+    options = gated._Options(kernel.blocks, **{"amax_floor": 0, "round_scale": "none", "exact": "divide"} | options)
     both_of_them = []
     for by_kernel in (True, False):
         inner, memory = guarded_like(gated._new(dh, options, given))

@@ -7,6 +7,7 @@ transposed, dy along n and along tokens. x is kept for the backward pass as its 
 """
 
 from collections.abc import Sequence
+
 import torch
 
 from deep_tile import api
@@ -86,8 +87,9 @@ def linears(
 
 
 def in_autocast_dtype(x: torch.Tensor) -> torch.Tensor:
+    """`x`, in autocast's dtype where that is on. Compilers trace no other way to ask."""
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
         return x.to(torch.get_autocast_dtype(kind))
     return x
 

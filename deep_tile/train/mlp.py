@@ -72,7 +72,7 @@ def _apply_eagerly(*given) -> torch.Tensor:
 
 
 class _Mlp(torch.autograd.Function):
-    """Of x, a recipe, what `cast_both` makes of x, one or two weights of gates and ups, and that of the last product."""
+    """Of x, a recipe, what `cast_both` makes of x, one or two weights of gates and ups, and the last product's."""
 
     @staticmethod
     def forward(ctx, x, recipe, a, a_scale, at, at_scale, *weights):

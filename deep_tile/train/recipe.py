@@ -25,8 +25,8 @@ class Recipe:
         round_scale: "none", or "pow2" for scales that are powers of two, as TransformerEngine's are; see
             `per_token_cast_to_fp8`.
         amax_floor: lower bound of a group's largest magnitude, in all casts. The default flushes no normal number.
-        activations: "bf16", or "fp8": `mlp` and `experts` keep gates and ups in half of the memory, for the backward pass
-            alone, whose gradients have errors that are larger by a tenth (docs/training.md).
+        activations: "bf16", or "fp8": what `mlp` and `experts` keep of gates and ups, in half of the memory, for the
+            backward pass alone, whose gradients have errors that are larger by a tenth (docs/training.md).
         recast: cast a weight again in the backward pass, instead of keeping its transpose, a byte per element, from the
             forward pass on. The other weights' memory is then free for activations.
         keep_weights: cast a weight once per step of its optimiser, not in every forward pass: it is kept, in both
