@@ -21,7 +21,7 @@ from deep_tile import (
     transposed_cast_to_fp8,
 )
 from deep_tile.problem import GemmProblem
-from deep_tile.train import Linear, Recipe, casts, convert, linear, linears
+from deep_tile.train import Linear, Recipe, casts, convert, linear, linears, predict
 
 WIDE = [torch.bfloat16, torch.float16, torch.float32]
 RECIPES = [
@@ -561,6 +561,8 @@ def test_what_is_converted_unasked():
             **{name: nn.Linear(4096, 4096, device="meta") for name in ("lm_head", "head")},
         }
     )
+    with pytest.raises(ValueError, match="no torch.nn.Linear that is wanted"):
+        convert(model, tokens=64, eager=True)  # of which the host takes longer to enqueue either
     convert(model)
     assert {name for name, layer in model.items() if type(layer) is Linear} == {"large"}
     with pytest.raises(ValueError, match="no torch.nn.Linear that is wanted"):
@@ -668,6 +670,13 @@ def test_lists_that_are_refused():
             linears(x, weights, biases)
     with pytest.raises(TypeError, match=r"bias\[1\] is a int"):
         linears(x, (weight, weight), (bias, 1))
+
+
+def test_predictions_know_the_host():
+    """A small layer gains on the GPU alone, a large one in eager mode, too."""
+    small, large = (8192, 2048, 2048), (8192, 4096, 4096)
+    assert predict(*small).pays and not predict(*small, eager=True).pays
+    assert predict(*large) == predict(*large, eager=True) and predict(*large).pays
 
 
 def test_what_is_no_model_is_refused():

@@ -37,6 +37,7 @@ def convert(
     wanted: Callable[[str, nn.Linear], bool] | None = None,
     *,
     tokens: int = 8192,
+    eager: bool = False,
     recipe: Recipe = Linear.recipe,
 ) -> nn.Module:
     """Have a model's `nn.Linear` layers train in FP8, in place.
@@ -49,6 +50,7 @@ def convert(
         wanted: called with each layer's name and the layer; False leaves it. None: each layer that `predict` says gains
             at so many `tokens`, but one whose name ends in "lm_head" or "head".
         tokens: of a forward pass.
+        eager: as for `predict`, by which small layers are then left.
         recipe: of the layers.
 
     Returns:
@@ -61,7 +63,7 @@ def convert(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
     require(recipe)
-    wanted = wanted or partial(_pays, tokens)
+    wanted = wanted or partial(_pays, tokens, eager)
     layers = [each for name, each in model.named_modules() if type(each) is nn.Linear and wanted(name, each)]
     if not layers:
         raise ValueError("model has no torch.nn.Linear that is wanted: see what `wanted` says of each layer")
@@ -71,6 +73,6 @@ def convert(
     return model
 
 
-def _pays(tokens: int, name: str, layer: nn.Linear) -> bool:
+def _pays(tokens: int, eager: bool, name: str, layer: nn.Linear) -> bool:
     is_last = name.rpartition(".")[2] in ("lm_head", "head")
-    return not is_last and predict(tokens, *layer.weight.shape).pays
+    return not is_last and predict(tokens, *layer.weight.shape, eager=eager).pays
