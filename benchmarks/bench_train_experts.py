@@ -19,7 +19,13 @@ from deep_tile import train
 MODELS = {"qwen3": (128, 2048, 768, 8), "deepseek": (8, 7168, 2048, 2)}
 """Experts, width, width of an expert, and how many a token has: Qwen3-30B-A3B, and a share of DeepSeek-V3."""
 
-RECIPES = {"bf16": None, "fp8": train.Recipe(), "fp8, kept in fp8": train.Recipe(activations="fp8")}
+RECIPES = {
+    "bf16": None,
+    "fp8": train.Recipe(),
+    "fp8, kept in fp8": train.Recipe(activations="fp8"),
+    "fp8, recast": train.Recipe(recast=True),
+    "fp8, kept in fp8, recast": train.Recipe(activations="fp8", recast=True),
+}
 
 
 class Layer(nn.Module):

@@ -172,6 +172,13 @@ def test_gates_and_ups_kept_in_fp8(device, sizes):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_weights_cast_again_change_no_bit(device):
+    arguments, dy = on(device, draw(*SIZES[0])), torch.randn(*SIZES[0][:2], device=device).bfloat16()
+    again = lambda *given: train.experts(*given, recipe=train.Recipe(recast=True))  # noqa: E731
+    assert all(map(torch.equal, step(again, arguments, dy), step(train.experts, arguments, dy)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_main_grads_are_added_to(device):
     arguments, dy = on(device, draw(*SIZES[0])), torch.randn(*SIZES[0][:2], device=device).bfloat16()
     wanted = step(train.experts, arguments, dy)

@@ -15,8 +15,7 @@ from deep_tile.config import SCALE_BLOCK
 from deep_tile.experts import Routing, combine, silu_mul_cast_to_fp8, sort_by_expert
 from deep_tile.gated import swiglu_gradient_cast_both
 from deep_tile.grouped import fp8_grouped_gemm
-from deep_tile.train.casts import cast_once, with_aligned_rows
-from deep_tile.train.products import MainGrad, keep, main_grad_of, written_dtype
+from deep_tile.train.products import MainGrad, cast_backward, cast_forward, keep, main_grad_of, written_dtype
 from deep_tile.train.recipe import Recipe, check_tensors, require
 from deep_tile.wgrad import fp8_grouped_wgrad
 
@@ -82,7 +81,7 @@ class _Saved(NamedTuple):
         x_along_tokens, x_scale: of the gradient of the first product's weight.
         gate_up, gate_up_scale: [r, 2f], what the first product made, in BF16, or its codes and their scale.
         share: [r], of each row.
-        up_transposed, up_scale, down_transposed, down_scale: the weights.
+        up, up_scale, down, down_scale: of the weights, what `cast_forward` keeps.
         rows, offs, index: the routing.
     """
 
@@ -91,10 +90,10 @@ class _Saved(NamedTuple):
     gate_up: torch.Tensor
     gate_up_scale: torch.Tensor | None
     share: torch.Tensor
-    up_transposed: torch.Tensor
-    up_scale: torch.Tensor
-    down_transposed: torch.Tensor
-    down_scale: torch.Tensor
+    up: torch.Tensor | None
+    up_scale: torch.Tensor | None
+    down: torch.Tensor | None
+    down_scale: torch.Tensor | None
     rows: torch.Tensor
     offs: torch.Tensor
     index: torch.Tensor
@@ -107,14 +106,15 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, chosen, shares, w_gate_up, w_down, recipe):
         routing = sort_by_expert(chosen, len(w_gate_up), alignment=SCALE_BLOCK)
-        up, down = cast_once(w_gate_up, recipe), cast_once(w_down, recipe)
+        *up, kept_up = cast_forward(w_gate_up, recipe, ctx.needs_input_grad[0])
+        *down, kept_down = cast_forward(w_down, recipe, any(ctx.needs_input_grad))
         a, a_scale, *x_along = _cast(x, recipe, routing.offs, routing.rows)
-        gate_up = _product(a, a_scale, up.b, up.b_scale, routing.offs)
+        gate_up = _product(a, a_scale, *up, routing.offs)
         share = _share_of_rows(shares, routing)
         hidden, hidden_scale = silu_mul_cast_to_fp8(gate_up, offs=routing.offs, **recipe.cast)
         hidden_scale.mul_(share[:, None])
-        rows_out = _product(hidden, hidden_scale, down.b, down.b_scale, routing.offs)
-        weights = up.bt, up.b_scale, down.bt, down.b_scale
+        rows_out = _product(hidden, hidden_scale, *down, routing.offs)
+        weights = *kept_up, *kept_down
         kept = keep(gate_up, recipe, offs=routing.offs)
         ctx.save_for_backward(*_Saved(*x_along, *kept, share, *weights, *routing))
         ctx.recipe, ctx.dtype = recipe, shares.dtype
@@ -128,7 +128,7 @@ class _Experts(torch.autograd.Function):
         of_x, _, of_shares, of_up, of_down, _ = ctx.needs_input_grad
         offs, index, share = saved.offs, saved.index, saved.share
         d, d_scale, *d_along = _cast(dy, recipe, offs, saved.rows)
-        of_hidden = _product(d, d_scale, with_aligned_rows(saved.down_transposed), saved.down_scale.mT, offs)
+        of_hidden = _product(d, d_scale, *cast_backward([saved.down, saved.down_scale], recipe), offs)
         made = swiglu_gradient_cast_both(
             *(of_hidden, saved.gate_up, saved.gate_up_scale),
             share=share,
@@ -145,7 +145,7 @@ class _Experts(torch.autograd.Function):
         if of_up:
             up = _weight_gradient(d_along, (saved.x_along_tokens, saved.x_scale), offs, *ctx.targets[0])
         if of_x:
-            rows = _product(d, d_scale, with_aligned_rows(saved.up_transposed), saved.up_scale.mT, offs)
+            rows = _product(d, d_scale, *cast_backward([saved.up, saved.up_scale], recipe), offs)
             x_grad = combine(rows, torch.ones_like(share[:1]).expand(index.shape), index)
         return x_grad, None, shares, up, down, None
 

@@ -12,11 +12,12 @@ WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def cast_forward(weight: torch.Tensor, recipe: Recipe, wants_x: bool) -> tuple[torch.Tensor, torch.Tensor, list]:
-    """A weight as a forward product takes it, and what dgrad needs of it: codes and scale, or the weight itself."""
+    """A weight, or those of experts, as a forward product takes it, and what dgrad needs: codes and scale, or itself."""
     if wants_x and recipe.dgrad == "fp8" and not recipe.recast:
         made = cast_once(weight, recipe)
         return made.b, made.b_scale, [made.bt, made.b_scale]
-    b, b_scale = quantize.per_block_cast_to_fp8(weight.detach(), **recipe.cast)
+    cast = both.cast_weight if weight.dim() == 3 else quantize.per_block_cast_to_fp8
+    b, b_scale, *_ = cast(weight.detach(), **recipe.cast)
     return b, b_scale, [weight if wants_x else None, None]
 
 
