@@ -12,7 +12,7 @@ WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def cast_forward(weight: torch.Tensor, recipe: Recipe, wants_x: bool) -> tuple[torch.Tensor, torch.Tensor, list]:
-    """A weight, or those of experts, as a forward product takes it, and what dgrad needs: codes and scale, or itself."""
+    """A weight, or of experts, as a forward product takes it, and what dgrad needs: codes and scale, or the weight."""
     if wants_x and recipe.dgrad == "fp8" and not recipe.recast:
         made = cast_once(weight, recipe)
         return made.b, made.b_scale, [made.bt, made.b_scale]
