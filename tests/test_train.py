@@ -741,6 +741,19 @@ def test_precompile_makes_ready_what_a_step_chooses(monkeypatch, recipe, dtype, 
     assert loaded == ["casts"] and {deep_tile.plan.config_for(problem) for problem in wanted} <= made
 
 
+def test_precompile_knows_gated_mlps(monkeypatch):
+    """The two parts of an input's gradient are added up by a kernel of their own."""
+    model = nn.Module()
+    model.gate_proj, model.up_proj = (nn.Linear(384, 1152, bias=False, dtype=torch.bfloat16) for _ in range(2))
+    model.down_proj, model.act_fn = nn.Linear(1152, 384, bias=False, dtype=torch.bfloat16), nn.SiLU()
+    convert(model, lambda name, layer: True)
+    monkeypatch.setattr(deep_tile.plan, "load_kernels", lambda configs, *_: None)
+    monkeypatch.setattr(deep_tile.cast, "load_kernels", lambda *_: None)
+    made = set(deep_tile.train.precompile(model, 640).configs)
+    problems = [GemmProblem(640, 1152, 384), GemmProblem(640, 384, 1152), GemmProblem(640, 384, 1152, accumulate=True)]
+    assert {deep_tile.plan.config_for(problem) for problem in problems} <= made
+
+
 def test_precompile_wants_layers_that_train():
     with pytest.raises(ValueError, match="convert it first"):
         deep_tile.train.precompile(nn.Linear(256, 256), 64)

@@ -47,13 +47,13 @@ class _Mlp:
     converted. Layers with hooks, adapters in their place and DTensors are called one by one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not _is_gated(self) or is_sharded(x, self.gate_proj.weight):
+        if not is_gated(self) or is_sharded(x, self.gate_proj.weight):
             return super().forward(x)
         weights = self.gate_proj.weight, self.up_proj.weight
         return mlp(x, weights, self.down_proj.weight, recipe=self.down_proj.recipe)
 
 
-def _is_gated(module: nn.Module) -> bool:
+def is_gated(module: nn.Module) -> bool:
     """Whether a module has SiLU and three layers that do nothing but multiply, by one recipe."""
     layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     has_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
@@ -114,7 +114,7 @@ def convert(
     for layer in layers:
         layer.__class__ = Linear
         layer.recipe = recipe
-    for module in filter(_is_gated, model.modules()):
+    for module in filter(is_gated, model.modules()):
         module.__class__ = _with_mlp(type(module))
     return model
 
