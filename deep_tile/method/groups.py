@@ -186,21 +186,25 @@ def show(derived: Derivation, console: Console) -> None:
     problem = derived.problem
     groups, gpu = problem.groups, derived.hardware
     n, k = problem.weight
-    title = f"{groups.count} groups of {groups.expected_rows} rows, n = {n}, k = {k}"
+    title = f"{groups.count} groups of {groups.expected_rows}x{n}x{k}"
     console.print(f"{title} in {problem.product.family} on {problem.num_sms} SMs of {gpu.name}", style="bold")
-    console.print(f"Rows by {groups.layout}; those of groups are taken to be spread around the mean.", "")
+    best_us, best = derived.candidates[0]
+    limit, limit_us, _ = max(limits(derived), key=lambda one: one[1])
+    console.print(f"Kernel:    {best.name}")
+    console.print(f"Predicted: {best_us:.1f} us")
+    console.print(f"Limit:     {limit_us:.1f} us ({limit} alone); predicted is {best_us / limit_us:.2f} times that")
+    console.print(f"Rows by {groups.layout}; those of groups are taken to be spread around the mean.")
+    console.print("", f"Why: {why(derived)}", "", sep="\n")
     walls = table("limit", "us", "arithmetic, without padding", numbers=False)
     for name, us, arithmetic in limits(derived):
         walls.add_row(name, f"{us:.1f}", arithmetic)
     console.print(walls, "")
-    candidates = table(
-        "config", "us", "over best", f"rows of {_what(derived.candidates[0][1])}", "more than asked", "stages", "KiB"
-    )
-    best_us = derived.candidates[0][0]
+    padded = f"rows of {_what(best)}"
+    columns = ("us", "over best", padded, "padding", "stages", "KiB")
+    candidates = table("config", *columns, spare=("stages", "KiB", "padding"))
     for us, config in derived.candidates:
         rows = tile_rows(groups.expected_rows, config)
         more = f"{rows / groups.expected_rows - 1:.0%}"
         sizes = str(config.stages), str(config.smem_bytes >> 10)
         candidates.add_row(config.name, f"{us:.1f}", f"{us / best_us - 1:.1%}", str(rows), more, *sizes)
-    console.print(candidates, "")
-    console.print(why(derived))
+    console.print(candidates)

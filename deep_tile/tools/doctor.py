@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import warnings
 from collections.abc import Callable, Iterable
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
 import deep_tile
@@ -54,9 +56,11 @@ def doctor(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"works": works, "findings": [finding._asdict() for finding in findings]}, indent=2))
         return 0 if works else 1
-    console, table = new_console(), report.table("", "", "seen", "remedy", numbers=False)
+    console, table = new_console(), report.table("", "", "seen", numbers=False)
+    table.columns[1].no_wrap = True
     for status, subject, seen, remedy in findings:
-        table.add_row(status, subject, seen, remedy, style={"ok": None, "warn": "yellow", "fail": "red"}[status])
+        said = f"{seen}\nRemedy: {remedy}" if remedy else seen
+        table.add_row(status, subject, said, style={"ok": None, "warn": "yellow", "fail": "red"}[status])
     console.print(table, "")
     console.print(_where_it_works() if works else "deep_tile cannot work here: see the lines that fail")
     return 0 if works else 1
@@ -110,6 +114,9 @@ def _compiler_remedy() -> str:
 def _checks() -> list[Check]:
     tested = _compiler_remedy()
     return [
+        Check("deep_tile", _look_at(lambda: f"{deep_tile.__version__} in {Path(deep_tile.__file__).parent}"), ""),
+        Check("Python", _look_at(platform.python_version), ""),
+        Check("system", _look_at(platform.platform), ""),
         Check("PyTorch", _look_at_torch, "to use a GPU, install a CUDA build of PyTorch"),
         Check("driver", _look_at_driver, "to use a GPU, install NVIDIA's driver"),
         Check("GPU", _look_at_gpus, "none needed to compile; kernels run on a Hopper GPU: H100, H200, H800, H20"),
