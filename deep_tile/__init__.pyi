@@ -41,7 +41,9 @@ from deep_tile.jit import compilations as compilations
 from deep_tile.jit import forbid_compilation as forbid_compilation
 from deep_tile.linear import fp8_linear as fp8_linear
 from deep_tile.linear import quantize_weight as quantize_weight
+from deep_tile.method.groups import GroupsExplanation as GroupsExplanation
 from deep_tile.method.groups import explain_groups as explain_groups
+from deep_tile.method.report import Explanation as Explanation
 from deep_tile.method.report import explain as explain
 from deep_tile.nn import precompile_model as precompile_model
 from deep_tile.quantize import dequantize as dequantize

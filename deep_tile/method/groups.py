@@ -4,13 +4,13 @@ Called by the command line and, through `deep_tile.explain_groups`, by users. Th
 selector's; what is computed here is arithmetic for readers. No GPU, no torch.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from rich.console import Console
 
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_sizes, round_up
 from deep_tile.kinds import GROUPINGS, KINDS, RESULTS
-from deep_tile.method.report import table
+from deep_tile.method.report import Row, table
 from deep_tile.method.roofline import fitting
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select import tuned
@@ -73,6 +73,17 @@ def grouped_problem(groups: Groups, n: int, k: int, num_sms: int, kind: str = "f
     return GemmProblem(total, n, k, num_sms, tma_store, kind=kind, output=output, groups=groups)
 
 
+class GroupsExplanation(TypedDict):
+    """What `explain_groups` returns; its docstring says what is in there."""
+
+    problem: dict[str, object]
+    hardware: str
+    config: str
+    why: str
+    limits: dict[str, float]
+    candidates: list[Row]
+
+
 def explain_groups(
     groups: int,
     rows: int,
@@ -83,7 +94,7 @@ def explain_groups(
     kind: str = "fp8",
     hardware: str | Hardware = "H200",
     num_sms: int | None = None,
-) -> dict[str, Any]:
+) -> GroupsExplanation:
     """Which kernel `fp8_grouped_gemm`, or another grouped product, takes for groups of so many rows, and why. No GPU is
     needed.
 
@@ -110,7 +121,7 @@ def explain_groups(
     return as_data(derivation(groups, rows, n, k, **given))
 
 
-def as_data(derived: Derivation) -> dict[str, Any]:
+def as_data(derived: Derivation) -> GroupsExplanation:
     problem = derived.problem
     return {
         "problem": problem._asdict() | {"groups": problem.groups._asdict()},

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -43,6 +43,26 @@ class Measured(NamedTuple):
     tflops: float
     source: str
     bf16_us: float | None
+
+
+Row = dict[str, int | float | str | bool | None]
+"""Numbers, names and sentences, as JSON has them."""
+
+
+class Explanation(TypedDict):
+    """What `explain` returns; its docstring says what is in there."""
+
+    problem: dict[str, object]
+    dtype: str
+    hardware: dict[str, object]
+    decided_for_m: int
+    config: str
+    why: str
+    walls: list[Row]
+    predicted: dict[str, float]
+    measured: Row | None
+    candidates: list[Row]
+    rejected: list[Row]
 
 
 def derivation(
@@ -97,7 +117,7 @@ def explain(
     bias: str = "none",
     activation: str = "none",
     layout: str = "nt",
-) -> dict[str, Any]:
+) -> Explanation:
     """Which kernel a product gets on a GPU, and why. No GPU is needed.
 
     Args:
@@ -126,7 +146,7 @@ def explain(
     return as_data(derivation(m, n, k, dtype=dtype, hardware=hardware, num_sms=num_sms, **made))
 
 
-def as_data(derived: Derivation) -> dict[str, Any]:
+def as_data(derived: Derivation) -> Explanation:
     measured = measurement(derived)
     return {
         "problem": derived.problem._asdict(),
@@ -143,13 +163,13 @@ def as_data(derived: Derivation) -> dict[str, Any]:
     }
 
 
-def hardware_data(gpu: Hardware) -> dict[str, Any]:
+def hardware_data(gpu: Hardware) -> dict[str, object]:
     """Its name, and every number with its source."""
     described = gpus.describe(gpu)
     return {"name": gpu.name, **{name: {"value": value, "source": source} for name, value, source in described}}
 
 
-def _candidate_data(derived: Derivation, candidate: Candidate) -> dict[str, Any]:
+def _candidate_data(derived: Derivation, candidate: Candidate) -> Row:
     config, tile, estimate = candidate
     walls = {wall.name: wall for wall in tile.walls}
     return {

@@ -41,9 +41,8 @@ def demo(options: argparse.Namespace) -> int:
         run = _demo_on_gpu if available else _demo_without_gpu
     code, done = run(reason)
     verdict = f"All is well: {done}" if code == 0 else "Something is wrong: see the messages above"
-    new_console().print(
-        "", f"{verdict}. {monotonic() - begin:.0f} s.", sep="\n", style="bold green" if code == 0 else "bold red"
-    )
+    style = "bold green" if code == 0 else "bold red"
+    new_console().print(f"{verdict}. {monotonic() - begin:.0f} s.", style=style)
     return code
 
 

@@ -70,7 +70,7 @@ def demo_without_gpu(reason: str) -> tuple[int, str]:
     table = report.table("step", "relative error", "at most")
     for step, error in errors.items():
         table.add_row(step, f"{error:.2e}", f"{_most_error(step):.2e}")
-    console.print(table)
+    console.print(table, "")
     code = max(report_flaws(built), report_errors({FEW_TOKENS: errors}))
     return code, f"{len(built)} kernels compile without spills, and {len(errors)} steps are right"
 
@@ -107,7 +107,8 @@ def demo_on_gpu(reason: str) -> tuple[int, str]:
     console.print(
         f"us: median of {SAMPLES} samples, a CUDA graph of the whole layer, rows sorted by expert included. The BF16 "
         "loop calls torch expert by expert and waits for the GPU to say which rows are whose, which no graph can hold. "
-        "Errors are relative, of each step, against float64; the cast's is that of e4m3."
+        "Errors are relative, of each step, against float64; the cast's is that of e4m3.",
+        "",
     )
     fast = f"the layer is {min(gains):.1f} to {max(gains):.1f} times as fast as a loop in BF16"
     return report_errors(wrong), f"{len(wrong) * len(_STEPS)} steps are right, and {fast}"

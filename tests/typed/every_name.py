@@ -3,8 +3,6 @@
 `assert_type` fails for Any. A line that must not pass says so: --strict refuses a `type: ignore` that is not needed.
 """
 
-from typing import Any
-
 import torch
 from typing_extensions import assert_type
 
@@ -62,8 +60,10 @@ assert_type(made.configs, tuple[deep_tile.GemmConfig, ...])
 assert_type(deep_tile.is_available(), tuple[bool, str])
 assert_type(deep_tile.supports(64, 256, 512, dtype=torch.bfloat16), tuple[bool, str])
 assert_type(deep_tile.compilations(), int)
-assert_type(deep_tile.explain(64, 256, 512), dict[str, Any])
-assert_type(deep_tile.explain_groups(8, 64, 256, 512), dict[str, Any])
+assert_type(deep_tile.explain(64, 256, 512), deep_tile.Explanation)
+assert_type(deep_tile.explain(64, 256, 512)["predicted"], dict[str, float])
+assert_type(deep_tile.explain_groups(8, 64, 256, 512), deep_tile.GroupsExplanation)
+assert_type(deep_tile.explain_groups(8, 64, 256, 512)["why"], str)
 with deep_tile.forbid_compilation():
     pass
 try:
