@@ -60,7 +60,7 @@ lint: $(TESTED)
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy --config-file tests/typed/mypy.ini tests/typed/every_name.py
-	$(RUN) -m pyright tests/typed/every_name.py
+	$(RUN) -m pyright --pythonpath $(RUN) tests/typed/every_name.py
 
 # The site, in build/site. It fails for links and anchors that lead nowhere.
 docs: constraints.txt

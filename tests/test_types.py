@@ -48,7 +48,7 @@ def test_mypy_strict_passes_the_script():
     run = subprocess.run(
         [*command, "--no-site-packages", SCRIPT],
         cwd=ROOT,
-        env={"MYPYPATH": f"{TYPED}:{Path(deep_tile.__file__).parent.parent}"},
+        env={"MYPYPATH": f"{TYPED / 'stubs'}:{Path(deep_tile.__file__).parent.parent}"},
         capture_output=True,
         text=True,
     )
