@@ -204,7 +204,7 @@ def _to_compile(look: Callable[[], tuple[str, ...]]) -> Callable[[], tuple[str, 
     """The same, and only a warning where packaged kernels do without a compiler."""
 
     def look_again() -> tuple[str, ...]:
-        if not settings.packaged_kernels() or packaged.contents() is None:
+        if jit.serving_contents() is None:
             return look()
         try:
             return look()
@@ -220,6 +220,9 @@ def _look_at_packaged() -> tuple[str, str]:
         return "ok", "none: kernels are compiled here"
     if not settings.packaged_kernels():
         return "warn", f"{settings.PACKAGED_KERNELS.name} is 0: {packaged_text(brought)}, but are not taken"
+    if jit.driver_is_older(brought.nvrtc_version):
+        cuda = brought.nvrtc_version.partition(".")[0]
+        return "ok", f"not taken: the driver is older than CUDA {cuda}, so kernels are compiled here"
     return "ok", packaged_text(brought)
 
 
@@ -227,18 +230,15 @@ def _look_at_bindings() -> tuple[str, str]:
     return "ok", f"{metadata.version('cuda-core')}, cuda-bindings {metadata.version('cuda-bindings')}"
 
 
-def _look_at_nvrtc() -> tuple[str, str]:
+def _look_at_nvrtc() -> tuple[str, ...]:
     version = jit.nvrtc_version()
     if not jit.is_tested(version):
         first, last = sass.TESTED_NVRTC[0], sass.TESTED_NVRTC[-1]
         return "warn", f"{version}; deep_tile is tested with {first} to {last}: `{PROGRAM} compile` checks every kernel"
-    try:
-        driver = _cuda_version(_launcher.driver_version())
-    except RuntimeError:
+    if not jit.driver_is_older(version):
         return "ok", version
-    if int(version.split(".")[0]) > int(driver.split(".")[0]):
-        return "warn", f"{version}; the driver knows CUDA {driver} only and may refuse its kernels"
-    return "ok", version
+    driver = _cuda_version(_launcher.driver_version())
+    return "warn", f"{version}; the driver knows CUDA {driver} only and may refuse its kernels", INSTALL_NVRTC
 
 
 def _look_at_tuned() -> tuple[str, str]:
