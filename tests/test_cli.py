@@ -1,6 +1,7 @@
 """The command line, called in this process. No GPU: where there is one, it is hidden."""
 
 import argparse
+import contextlib
 import functools
 import io
 import json
@@ -12,6 +13,7 @@ from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
+import torch
 from cuda.core import Program, ProgramOptions
 
 import deep_tile
@@ -24,7 +26,7 @@ from deep_tile.select import tuned
 from deep_tile.select.choose import bucketed, choose, choose_bucket, configs_for, measured_choice, suits
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs
-from deep_tile.tools import cli, console, demo, demo_experts, demo_kinds, doctor, products
+from deep_tile.tools import cli, console, demo, demo_experts, demo_kinds, doctor, products, timing
 from deep_tile.tools.compile import wanted_configs
 from deep_tile.tools.doctor import DOCTORS_KERNELS
 
@@ -180,6 +182,58 @@ def test_demo_is_readable_at_80_columns(call, monkeypatch, one_layer):
     rows = [line for line in lines if re.match(r"fp8_gemm_\S+ +\d|fp8 +e4m3, e4m3 +1x128, 128x128 +bf16", line)]
     assert len(rows) == 3 and all(re.search(r" [\d.e-]+$", row) for row in rows)
     assert lines[-1].startswith("All is well: ")
+
+
+@pytest.fixture
+def made_up_gpu(monkeypatch):
+    """What demos ask of a GPU, without one: times and errors that are made up, of real kernels' names."""
+    monkeypatch.setattr(deep_tile, "is_available", lambda: (True, "a made-up H200"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(timing, "L2Flush", lambda: None)
+
+
+def test_demo_on_a_gpu_is_readable_at_80_columns(call, monkeypatch, made_up_gpu):
+    def measure(m, n, k, flush):
+        return demo._Measured(choose(GemmProblem(m, n, k)).name, 1000.0, 1100.0, 2000.0, 1.66e-3)
+
+    monkeypatch.setattr(demo, "_measure", measure)
+    monkeypatch.setattr(demo_kinds, "_error", lambda kind, shape, device: 0.0)
+    monkeypatch.setattr(demo_kinds, "_prepared", lambda kind: None)
+    monkeypatch.setattr(timing, "capture", lambda call: call)
+    times = dict.fromkeys(demo_kinds.SHOWN, SimpleNamespace(us=1234.5))
+    monkeypatch.setattr(timing, "time_alternating", lambda graphs, samples, flush: times)
+    lines = shown_at_80(call, monkeypatch, "demo")
+    assert max(map(len, lines)) <= 80
+    row = next(line for line in lines if line.startswith("4096x7168x16384"))
+    assert row.split() == ["4096x7168x16384", "1000.0", "962", "2000.0", "2.00", "1100.0", "1.10", "1.7e-03"]
+    assert next(line for line in lines if line.startswith("int8_rows ")).split()[-2:] == ["50", "0.00e+00"]
+    verdict = " ".join(lines[-3:])
+    assert "2.00 times as fast as BF16 and 1.10 times as fast as per-tensor cuBLAS" in verdict
+
+
+def test_demo_of_experts_on_a_gpu_is_readable_at_80_columns(call, monkeypatch, made_up_gpu):
+    class Layer:
+        def __init__(self, *given): ...
+
+        def __call__(self, *given): ...
+
+        def checked(self, *given):
+            return dict.fromkeys(demo_experts._STEPS, 1.66e-3)
+
+        def loop(self, *given): ...
+
+    monkeypatch.setattr(demo_experts, "Layer", Layer)
+    monkeypatch.setattr(demo_experts, "routed", lambda *given: ())
+    monkeypatch.setattr(timing, "capture", lambda call: SimpleNamespace(replay=None))
+    times = {"ours": SimpleNamespace(us=1000.0), "loop": SimpleNamespace(us=24000.0)}
+    monkeypatch.setattr(timing, "time_calls", lambda calls, samples, flush: times)
+    lines = shown_at_80(call, monkeypatch, "demo", "--experts")
+    assert max(map(len, lines)) <= 80
+    assert next(line for line in lines if line.startswith("2048 ")).split()[:4] == ["2048", "1000.0", "24000.0", "24.0"]
+    assert "12 steps are right, and the layer is 24.0 to 24.0 times as fast" in " ".join(lines[-2:])
 
 
 def test_demo_shows_what_an_h200_took(call, monkeypatch):
@@ -581,7 +635,6 @@ def test_bench_outside_a_checkout_says_where_it_is(call, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "required: COMMAND"),
         (["polish"], "'polish'"),
         (["explain"], "required: MxNxK"),
         (["explain", "1", "2", "3"], "'1' is not MxNxK, such as 4096x7168x2048"),
@@ -600,6 +653,17 @@ def test_bad_arguments_are_one_line_and_code_2(call, arguments, said):
     assert (code, out) == (2, "")
     assert said in err
     assert err.startswith("deep-tile") and err.count("\n") == 1
+
+
+def test_without_arguments_it_shows_the_help(call):
+    code, out, err = call()
+    assert (code, err) == (2, "") and "explain" in out and "doctor" in out
+
+
+def test_doctor_names_variables_that_nobody_reads(call, monkeypatch):
+    monkeypatch.setenv("DEEP_TILE_CACHE", "/tmp")
+    found = findings(call)[1]["variables"]
+    assert found["status"] == "warn" and "DEEP_TILE_CACHE" in found["seen"]
 
 
 def test_errors_are_one_line_and_code_1(call, monkeypatch):

@@ -52,6 +52,9 @@ TOKENS_TO_TUNE = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad arguments raise SystemExit(2)."""
     parser = _parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help()
+        return 2
     try:
         options, rest = parser.parse_known_args(_joined(list(sys.argv[1:] if arguments is None else arguments)))
         if rest and options.run is not bench:

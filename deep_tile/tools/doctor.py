@@ -124,6 +124,7 @@ def _checks() -> list[Check]:
         Check("NVRTC", _to_compile(_look_at_nvrtc), tested),
         Check("packaged kernels", _look_at_packaged, f"unset {settings.PACKAGED_KERNELS.name}"),
         *(Check(variable.name, _look_at(value), variable.meaning) for variable, value in VARIABLE_VALUES),
+        Check("variables", _look_at_others, f"known are {', '.join(variable.name for variable in settings.VARIABLES)}"),
         *(Check(engine.name, _look_at_engine(engine), "") for engine in engines.ENGINES if _is_installed(engine)),
         Check("tuned choices", _look_at_tuned, f"remove that file, or set {settings.TUNED.name} to another one"),
         Check("compiler", _to_compile(_look_at_compiler), tested),
@@ -151,6 +152,13 @@ DOCTORS_KERNELS = (DOCTORS_PROBLEM, GemmProblem(512, 2112, 7168))
 
 def _look_at(value: Callable[[], object]) -> Callable[[], tuple[str, str]]:
     return lambda: ("ok", str(value()))
+
+
+def _look_at_others() -> tuple[str, str]:
+    known = {variable.name for variable in settings.VARIABLES}
+    ours = (name for name in sorted(os.environ) if name.startswith("DEEP_TILE_"))
+    unread = [name for name in ours if name not in known and not name.startswith("DEEP_TILE_TEST_")]
+    return ("warn", f"nobody reads {', '.join(unread)}") if unread else ("ok", "no others of DEEP_TILE_")
 
 
 def _is_installed(engine: engines.Engine) -> bool:
