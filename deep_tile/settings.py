@@ -44,8 +44,8 @@ PRINT_CONFIG = Variable(
 )
 DUMP_DIR = Variable(
     "DEEP_TILE_DUMP_DIR",
-    "Directory (absolute path) that gets source, PTX, cubin and log of each kernel, and its SASS where nvdisasm is found. "
-    "Kernels are then compiled even if they are cached.",
+    "Directory (absolute path) that gets source, PTX, cubin and log of each kernel, and its SASS where nvdisasm is "
+    "found. Kernels are then compiled even if they are cached.",
     "unset",
 )
 
@@ -58,7 +58,8 @@ TUNED = Variable(
 BOUNDED_WAITS = Variable(
     "DEEP_TILE_BOUNDED_WAITS",
     "Debug: a kernel that has waited for a barrier that many seconds ends with an error, and "
-    "`deep_tile.watch.report()` says which warp waited for what. Kernels are then compiled in each process, and slower.",
+    "`deep_tile.watch.report()` says which warp waited for what. Kernels are then compiled in each process, and "
+    "slower.",
     "unset",
 )
 
