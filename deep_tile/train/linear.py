@@ -71,7 +71,7 @@ def linears(
         The layers' results. The gradient of `x` is the sum of theirs.
 
     Raises:
-        TypeError, ValueError: as `linear`.
+        As `linear`.
     """
     require(recipe)
     biases = (None,) * len(weights) if biases is None else tuple(biases)
@@ -79,7 +79,7 @@ def linears(
         _check(x, weights, biases)
     else:
         _check_once(x, weights, biases)
-    if x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
+    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     wants_weights = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     codes = cast_shared(x, recipe, along_tokens=wants_weights and recipe.wgrad != "bf16")
