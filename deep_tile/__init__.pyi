@@ -1,4 +1,4 @@
-"""The public names, for type checkers and editors; tests/test_types.py holds them to those of `__init__.py`."""
+"""The public names, for type checkers and editors. tests/test_types.py writes it, from those of `__init__.py`."""
 
 from deep_tile import compat as compat
 from deep_tile import distributed as distributed

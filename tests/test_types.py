@@ -1,6 +1,5 @@
 """What a user's type checker sees: every public name, with its types and none of them Any."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -14,27 +13,38 @@ from deep_tile import compat, integrations
 ROOT = Path(__file__).resolve().parent.parent
 TYPED = ROOT / "tests" / "typed"
 SCRIPT = TYPED / "every_name.py"
+STUB = ROOT / "deep_tile" / "__init__.pyi"
+ABOUT_STUB = (
+    "The public names, for type checkers and editors. tests/test_types.py writes it, from those of `__init__.py`."
+)
 
 
-def declared(package) -> dict[str, str]:
-    """The names that a package's stub imports, each with the module that it is from."""
-    (stub,) = Path(package.__file__).parent.glob("__init__.pyi")
-    imports = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)]
-    return {alias.asname: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+def stub_text() -> str:
+    """`deep_tile/__init__.pyi`, sorted as ruff has it."""
+    imports = [("deep_tile", name) for name in deep_tile._SUBMODULES]
+    imports += [(f"deep_tile.{module}", name) for name, module in deep_tile._MODULES.items()]
+    lines = [f"from {module} import {name} as {name}\n" for module, name in sorted(imports, key=in_order)]
+    return f'"""{ABOUT_STUB}"""\n\n{"".join(lines)}\n__version__: str\n'
+
+
+def in_order(imported: tuple[str, str]) -> tuple[str, int, str]:
+    """Constants, classes, all else."""
+    module, name = imported
+    return module, 0 if name.isupper() else 1 if name[0].isupper() else 2, name
 
 
 def test_stub_declares_the_public_names():
-    found = declared(deep_tile)
-    wanted = {name: f"deep_tile.{module}.{name}" for name, module in deep_tile._MODULES.items()}
-    wanted |= {name: f"deep_tile.{name}" for name in deep_tile._SUBMODULES}
-    assert found == wanted
-    assert set(found) == set(deep_tile.__all__)
+    """If this fails: PYTHONPATH=. python tests/test_types.py --update."""
+    assert STUB.read_text() == stub_text()
+    assert set(deep_tile.__all__) == {*deep_tile._MODULES, *deep_tile._SUBMODULES}
 
 
 @pytest.mark.parametrize("package", [compat, integrations], ids=lambda package: package.__name__)
-def test_stub_declares_the_modules_of(package):
-    modules = {path.stem for path in Path(package.__file__).parent.glob("*.py")}
-    assert modules >= set(declared(package)) > set()
+def test_stub_declares_modules_of(package):
+    (stub,) = Path(package.__file__).parent.glob("__init__.pyi")
+    modules = {path.stem for path in stub.parent.glob("*.py")}
+    declared = re.findall(rf"^from {package.__name__} import (\w+) as \1$", stub.read_text(), re.MULTILINE)
+    assert modules >= set(declared) > set()
 
 
 def test_script_calls_every_public_name():
@@ -53,3 +63,9 @@ def test_mypy_strict_passes_the_script():
         text=True,
     )
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--update"]:
+        sys.exit("usage: PYTHONPATH=. python tests/test_types.py --update")
+    STUB.write_text(stub_text())
