@@ -417,6 +417,9 @@ class FittingTable(Table):
                 break
             kept = (column for column in self.columns if column.header != header)
             self.columns = [replace(column, _index=index) for index, column in enumerate(kept)]
+            if isinstance(self.caption, str):  # "column: what it means; another: ..."
+                parts = self.caption.split("; ")
+                self.caption = "; ".join(part for part in parts if not part.startswith(f"{header}:")) or None
         yield from super().__rich_console__(console, options)
 
 
