@@ -196,18 +196,20 @@ def gains(run: Run) -> dict[str, Times]:
 def readme_part(runs: list[Run]) -> str:
     """What stands between the README's markers: speed-ups of each run, and where they are from."""
     rows = [["FP8 GEMM, times as fast as", "GPU", *M_RANGES, "slowest and fastest shape"]]
-    sources = []
+    sources, bridged = [], ""
     for run in runs:
         gpu = run["meta"]["gpu"].removeprefix("NVIDIA ").split()[0]
         sources.append(f"{gpu}, {run['meta']['date'][:10]}, code of {run['meta'].get('commit', MISSING)[:7]}")
         for title, values in gains(run).items():
             means = means_by_range(values)
             cells = [f"{means[name]:.2f}" if name in means else MISSING for name in M_RANGES]
+            if title == DEEP_GEMM:
+                bridged = " DeepGEMM's run is compared through tensor-wise cuBLASLt, which both timed."
             rows.append([title, gpu, *cells, f"{min(values.values()):.2f}, {max(values.values()):.2f}"])
     about = (
         f"Geometric means over {len(runs[0]['shapes'])} shapes, cold L2, GPU time of the GEMM alone: "
         f"{'; '.join(sources)}. "
-        "By `deep-tile bench --shapes all`. *Tensor-wise* cuBLASLt has one scale per tensor, so it does less work."
+        f"By `deep-tile bench --shapes all`. *Tensor-wise* cuBLASLt has one scale per tensor, so it does less work.{bridged}"
     )
     return f"{_markdown(rows)}\n\n{_wrapped(about)}"
 
