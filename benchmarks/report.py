@@ -209,7 +209,8 @@ def readme_part(runs: list[Run]) -> str:
     about = (
         f"Geometric means over {len(runs[0]['shapes'])} shapes, cold L2, GPU time of the GEMM alone: "
         f"{'; '.join(sources)}. "
-        f"By `deep-tile bench --shapes all`. *Tensor-wise* cuBLASLt has one scale per tensor, so it does less work.{bridged}"
+        "By `deep-tile bench --shapes all`. *Tensor-wise* cuBLASLt has one scale per tensor, so it does less work."
+        f"{bridged}"
     )
     return f"{_markdown(rows)}\n\n{_wrapped(about)}"
 
