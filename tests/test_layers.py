@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "codegen": {"config", "params"},
     "seal": set(),
     "packaged": {"seal"},
-    "jit": {"packaged", "sass", "seal", "settings"},
+    "jit": {"_launcher", "packaged", "sass", "seal", "settings"},
     "select": SIZES | {"settings"},
     "watch": {"codegen", "config", "settings"},
     "plan": SIZES | {"_launcher", "codegen", "jit", "params", "select", "watch"},
