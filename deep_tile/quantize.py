@@ -177,8 +177,8 @@ def per_block_cast_to_fp8(
         `per_token_cast_to_fp8`. A block that holds NaN or infinity becomes NaN throughout; no other block changes.
 
     Raises:
-        ValueError: `w` is not 2-D.
-        And as `per_token_cast_to_fp8`, but for a gradient of `w`.
+        TypeError: as `per_token_cast_to_fp8`, but for a gradient of `w`.
+        ValueError: `w` is not 2-D; and as `per_token_cast_to_fp8`.
     """
     if is_traced():
         return BLOCK_CAST.trace((w, out, scale_out), (amax_floor, round_scale, exact))

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
-from deep_tile import api, dense, finishes, grouped, tensors
+from deep_tile import dense, finishes, grouped, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div
 
 _TENSOR, _ROWS = ScalingType.TensorWise, ScalingType.RowWise
@@ -87,7 +87,7 @@ def scaled_mm(
 def _multiply_blocks(a, a_scale, b, b_scale, recipe_of_b: ScalingType, **options) -> torch.Tensor:
     """A product of [m, k] and [n, k] with scales of blocks, of 1x128 for `a`."""
     is_fp8_gemm = recipe_of_b == _WEIGHTS and a.dtype == b.dtype == torch.float8_e4m3fn
-    return (api.fp8_gemm if is_fp8_gemm else dense.scaled_gemm)(a, a_scale, b, b_scale, **options)
+    return (dense.fp8_gemm if is_fp8_gemm else dense.scaled_gemm)(a, a_scale, b, b_scale, **options)
 
 
 def _saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
