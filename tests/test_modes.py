@@ -349,7 +349,7 @@ def test_every_op_is_listed_with_its_module():
     subprocess.run([sys.executable, "-c", code.format(names=names)], check=True)
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
-        assert namespace != "deep_tile" or name in discovery.OPS
+        assert namespace != "deep_tile" or name in discovery.OPS or name.startswith("toy_")  # of toy_operation.py
 
 
 @pytest.mark.about("deep_tile/op*.py", "deep_tile/discovery.py", "deep_tile/__init__.py")
