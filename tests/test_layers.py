@@ -41,7 +41,9 @@ MAY_IMPORT = {
     "tensors": {"_launcher"},
     "launches": {"_launcher", "tensors"},
     "ops": {"_launcher"},
-    "cast": SIZES | {"_launcher", "codegen", "jit", "params", "select"},
+    "cast": SIZES | {"_launcher", "codegen", "jit", "params", "select", "watch"},
+    "logits_launch": {"_launcher", "cast", "codegen", "config", "params"},
+    "logits": {"_launcher", "cast", "codegen", "config", "launches", "logits_launch", "ops", "tensors"},
     "sources": {"ops", "params", "tensors"},
     "quantize": {"_launcher", "cast", "config", "launches", "ops", "sources", "tensors"},
     "experts": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors"},
@@ -68,7 +70,19 @@ MAY_IMPORT = {
     "integrations": {"", "api", "blocks", "cast", "compat", "config", "discovery", "experts", "grouped", "linear", "nn"}
     | {"quantize", "replaceable", "tensors", "train"},
     "compat": CALL
-    | {"api", "dense", "discovery", "experts", "grouped", "quantize", "reference", "transposed", "wgrad"},
+    | {
+        "codegen",
+        "logits",
+        "api",
+        "dense",
+        "discovery",
+        "experts",
+        "grouped",
+        "quantize",
+        "reference",
+        "transposed",
+        "wgrad",
+    },
     "torch_compat": {"api", "config", "dense", "finishes", "grouped", "tensors"},
     "method": SIZES | {"select"},
     "tools": CALL
@@ -89,6 +103,7 @@ WITH_TORCH = {
     "blocks",
     "compat.deep_ep",
     "compat.deep_gemm",
+    "compat.indexer",
     "compat.layouts",
     "dense",
     "distributed",
@@ -109,6 +124,7 @@ WITH_TORCH = {
     "integrations.vllm_linear",
     "launches",
     "linear",
+    "logits",
     "nn",
     "ops",
     "quantize",
@@ -259,7 +275,7 @@ def test_public_names_are_not_the_tools():
     """They are imported by name at their first use, which the sources do not show."""
     assert {row(module) for module in deep_tile._MODULES.values()} == {
         *("api", "blocks", "both", "config", "dense", "experts", "finishes", "gated", "gemm_cast", "grouped", "jit"),
-        *("linear", "method", "nn", "quantize", "transposed", "wgrad"),
+        *("linear", "logits", "method", "nn", "quantize", "transposed", "wgrad"),
     }
 
 
