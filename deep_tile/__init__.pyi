@@ -42,6 +42,9 @@ from deep_tile.jit import compilations as compilations
 from deep_tile.jit import forbid_compilation as forbid_compilation
 from deep_tile.linear import fp8_linear as fp8_linear
 from deep_tile.linear import quantize_weight as quantize_weight
+from deep_tile.logits import mqa_logits as mqa_logits
+from deep_tile.logits import paged_mqa_logits as paged_mqa_logits
+from deep_tile.logits import precompile_logits as precompile_logits
 from deep_tile.method.groups import GroupsExplanation as GroupsExplanation
 from deep_tile.method.groups import explain_groups as explain_groups
 from deep_tile.method.report import Explanation as Explanation

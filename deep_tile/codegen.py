@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deep_tile import params
-from deep_tile.config import SCALE_BLOCK, GemmConfig
+from deep_tile.config import SCALE_BLOCK, SMEM_LIMIT_BYTES, GemmConfig, round_up
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
@@ -49,9 +49,14 @@ def _wgmma(config: GemmConfig) -> str:
     PTX ISA, "wgmma.mma_async". Written before the headers because they call it from templates with arguments of
     built-in types, which are looked up where the template is defined.
     """
-    registers = config.mma_n // 2
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{config.mma_n}k{config.mma_k}.{config.product.mma}"
-    sums, constraint = ("int", "r") if config.integer_sums else ("float", "f")
+    instruction = f"m64n{config.mma_n}k{config.mma_k}.{config.product.mma}"
+    return _wgmma_function(config.mma_n // 2, instruction, _immediates(config), config.integer_sums)
+
+
+def _wgmma_function(registers: int, shape: str, immediates: str, integer_sums: bool = False) -> str:
+    """`wgmma` for so many sums of a thread; `shape` with types, `immediates` at the instruction's end."""
+    instruction = f"wgmma.mma_async.sync.aligned.{shape}"
+    sums, constraint = ("int", "r") if integer_sums else ("float", "f")
     outputs = ", ".join(f'"+{constraint}"(d[{i}])' for i in range(registers))
     names = ", ".join(f"%{i}" for i in range(registers))
     a, b, accumulate = (f"%{registers + i}" for i in range(3))
@@ -62,7 +67,7 @@ __device__ __forceinline__ void wgmma({sums} (&d)[{registers}], unsigned long lo
         "{{\\n"
         ".reg .pred p;\\n"
         "setp.ne.b32 p, {accumulate}, 0;\\n"
-        "{instruction} {{{names}}}, {a}, {b}, p{_immediates(config)};\\n"
+        "{instruction} {{{names}}}, {a}, {b}, p{immediates};\\n"
         "}}\\n"
         : {outputs}
         : "l"(a), "l"(b), "r"(accumulate));
@@ -343,7 +348,107 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_pe
     return "\n".join([params.SORT.text, blocks, _headers("sort.cuh"), entry])
 
 
-StreamingKernel = CastKernel | TransposedKernel | BothKernel | GatedKernel | CombineKernel | SortKernel
+class LogitsKernel(NamedTuple):
+    """The indexer's logits: what its text depends on.
+
+    Attributes:
+        head_dim: 32, 64 or 128, elements of e4m3 of a head.
+        heads: of a query in shared memory: 32, 64 or 128.
+        queries: of a math warpgroup; with their heads at most 256 for two warpgroups, 128 for three.
+        warpgroups: that multiply, 2 or 3.
+        splits_queries: warpgroups have queries of their own; else all have the same and take tiles by turns.
+        paged: keys lie in pages of a cache.
+        output: format of the logits, "fp32" or "bf16".
+    """
+
+    head_dim: int
+    heads: int
+    queries: int
+    warpgroups: int
+    splits_queries: bool
+    paged: bool
+    output: str
+
+    @property
+    def threads(self) -> int:
+        """Of the math warpgroups, and of one that loads and fills."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def math_registers(self) -> int:
+        return {2: 240, 3: 152}[self.warpgroups]
+
+    @property
+    def producer_registers(self) -> int:
+        return {2: 24, 3: 56}[self.warpgroups]
+
+    @property
+    def name(self) -> str:
+        queries = f"q{self.queries}x{self.warpgroups if self.splits_queries else 1}"
+        paged = "paged_" if self.paged else ""
+        return f"{paged}mqa_logits_h{self.heads}_d{self.head_dim}_{queries}_w{self.warpgroups}_{self.output}"
+
+    @property
+    def block_queries(self) -> int:
+        """That share tiles of keys."""
+        return self.queries * (self.warpgroups if self.splits_queries else 1)
+
+    @property
+    def parts(self) -> int:
+        """That a warpgroup's queries are multiplied in: each a WGMMA that is wide enough for shared memory's rate."""
+        return 2 if self.queries % 2 == 0 and self.queries * self.heads >= 192 else 1
+
+    @property
+    def stages(self) -> int:
+        """Tiles of keys that fit beside two blocks of queries; 16 bring what a memory bound kernel needs on its way.
+        Where warpgroups take turns each has stages of its own, so that it sees every phase of their barriers."""
+        fitting = min(16, (SMEM_LIMIT_BYTES - self._tasks_bytes - 512) // (self._tile_bytes + 16))
+        return fitting if self.splits_queries else fitting // self.warpgroups * self.warpgroups
+
+    @property
+    def smem_bytes(self) -> int:
+        """Of `LogitsStorage`: operands, barriers, then a sum of each warp, their total and a share of three numbers."""
+        used = self._tasks_bytes + self.stages * (self._tile_bytes + 16) + 4 * 8 + 4 * (self.threads // 32 + 1 + 3)
+        return round_up(used, 1024)
+
+    @property
+    def _tasks_bytes(self) -> int:
+        """Of two: tiles and row, and of each query its range, and of each head its elements and weight."""
+        return 2 * (16 + self.block_queries * (8 + self.heads * (self.head_dim + 4)))
+
+    @property
+    def _tile_bytes(self) -> int:
+        return LOGITS_TILE * (self.head_dim + 4)
+
+
+LOGITS_TILE = 64
+"""Keys of a tile, and of a page of the cache."""
+
+_LOGITS_FIELDS = (
+    *("head_dim", "heads", "queries", "block_queries", "parts", "stages", "warpgroups", "splits_queries", "paged"),
+    *("output", "threads", "math_registers", "producer_registers", "smem_bytes"),
+)
+"""Of the kernel's LogitsConfig (include/deep_tile/logits_config.cuh), in its order; an output is `out_format` there."""
+
+
+def logits_source(kernel: LogitsKernel, watch: Watch | None = None) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`, with `watch` as there."""
+    columns = kernel.queries * kernel.heads // kernel.parts
+    fields = ", ".join(_literal(name, getattr(kernel, name)) for name in _LOGITS_FIELDS)
+    entry = f"""\
+constexpr deep_tile::LogitsConfig config = {{{fields}}};
+
+extern "C" __global__ void __launch_bounds__(config.threads, 1)
+{kernel.name}(const __grid_constant__ LogitsParams params) {{
+    deep_tile::logits<config>(params);
+}}
+"""
+    wgmma = _wgmma_function(columns // 2, f"m64n{columns}k32.f32.e4m3.e4m3", ", 1, 1")
+    text = [wgmma, params.LOGITS.text, _headers("logits.cuh"), entry]
+    return "\n".join(text if watch is None else [_watch(watch), *text])
+
+
+StreamingKernel = CastKernel | TransposedKernel | BothKernel | GatedKernel | CombineKernel | SortKernel | LogitsKernel
 """A kernel that is bound by memory."""
 
 _SOURCES = {
@@ -353,6 +458,7 @@ _SOURCES = {
     GatedKernel: gated_source,
     CombineKernel: combine_source,
     SortKernel: sort_source,
+    LogitsKernel: logits_source,
 }
 
 

@@ -390,5 +390,32 @@ SORT = Params(
 )
 """Of the lists of an expert layer's rows."""
 
+LOGITS = Params(
+    "LogitsParams",
+    Field("rows", "int", "queries: rows of q, [rows, heads, head_dim]; strides are in elements", 1),
+    Field("heads", "int", "", 1),
+    Field("keys", "int", "that a query can have: all, or what a row of the table and of out has room for", 0),
+    Field("columns", "int", "of out", 1),
+    Field("blocks", "int", "of queries that share tiles of keys", 1),
+    Field("batch_rows", "int", "queries of a sequence; where keys are not in pages all rows", 1),
+    Field("batch_blocks", "int", "blocks of its queries", 1),
+    Field("compressed", "int", "a query's first logit is in column 0, not in that of its key", 0, 1),
+    Field("fills", "int", "-infinity is written outside of the ranges", 0, 1),
+    Field("own_lengths", "int", "there is a length for each query, not for each sequence's last one", 0, 1),
+    Field("table_columns", "int", "pages of a sequence at most", 0),
+    Field("weights", "const float*", "[rows, heads]"),
+    Field("weights_stride", "long long"),
+    Field("begins", "const int*", "[rows]: a query's first key; unused where keys are in pages"),
+    Field("ends", "const int*", "[rows]: the key behind its last; or lengths, where keys are in pages"),
+    Field("table", "const int*", "[sequences, table_columns]: the pages with a sequence's keys"),
+    Field("table_stride", "long long"),
+    Field("out", "void*"),
+    Field("out_stride", "long long"),
+    Field("q_map", TENSOR_MAP, "q in bytes, box [queries of a warpgroup, heads there, head_dim]"),
+    Field("keys_map", TENSOR_MAP, "[pages, keys of a page, head_dim] in bytes, box [1, 64, head_dim]"),
+    Field("scales_map", TENSOR_MAP, "[pages, keys of a page], box [1, 64]"),
+)
+"""Of the indexer's logits. Keys that are not in pages are one page."""
+
 MOST_CAST_GROUPS = 1024
 """Whose counts of living rows a cast holds in shared memory."""

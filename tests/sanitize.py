@@ -40,6 +40,8 @@ from deep_tile import (
     fp8_gemm,
     fp8_gemm_cast,
     fp8_grouped_wgrad,
+    mqa_logits,
+    paged_mqa_logits,
     per_block_cast_to_fp8,
     per_token_cast_to_fp8,
     silu_mul_cast_to_fp8,
@@ -417,6 +419,29 @@ def dense_targets(shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor
     return {"out": out, "scale_out": torch.zeros(*shape[:-1], -(-shape[-1] // 128)).to(device)}
 
 
+LOGITS = ((3, 70, 64, 128), (17, 200, 20, 64), (9, 130, 128, 32))
+"""Queries, keys, heads and elements of a head: of kernels in which warpgroups share queries, and have their own."""
+
+
+def run_logits(rows: int, keys: int, heads: int, head_dim: int, device: str = "cuda") -> None:
+    """Of keys and of pages, whose lists lie. Raises AssertionError."""
+    q, kv = torch.randn(rows, heads, head_dim).to(torch.float8_e4m3fn), torch.randn(keys, head_dim)
+    lists = [torch.randint(-3, keys + 4, (rows,)).int() for _ in range(2)]
+    given = q, kv.to(torch.float8_e4m3fn), torch.rand(keys), torch.randn(rows, heads), *lists
+    got = mqa_logits(*(x.to(device) for x in given), torch.zeros(rows, keys).to(device))
+    torch.testing.assert_close(got.cpu(), mqa_logits(*given), rtol=1e-3, atol=0.1)
+    cache = torch.randint(0, 0x7E, (5, 64, 1, head_dim + 4), dtype=torch.uint8)
+    cache.view(5, -1)[:, 64 * head_dim :] = torch.rand(5, 64).view(torch.uint8)
+    n, batch = min(rows, 6), 2
+    paged = (
+        *(q[:n].expand(batch, n, heads, head_dim).contiguous(), cache, torch.randn(batch * n, heads)),
+        *(torch.tensor([keys, 2**31 - 1]).int(), torch.randint(-1, 6, (batch, 4)).int()),
+    )
+    got = paged_mqa_logits(*(x.to(device) for x in paged), torch.zeros(batch * n, 256).to(device))
+    wanted = paged_mqa_logits(*paged, torch.zeros(batch * n, 256))
+    torch.testing.assert_close(got.cpu(), wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+
+
 def failed(run: Callable[..., None], *arguments: Any) -> bool:
     try:
         run(*arguments)
@@ -460,6 +485,9 @@ def main(tool: str = "") -> int:
     for cast in ROWS:
         print("casts of rows of", *cast, flush=True)
         failures += failed(run_casts_of_rows, *cast)
+    for sizes in LOGITS:
+        print("logits of", *sizes, flush=True)
+        failures += failed(run_logits, *sizes)
     return 1 if failures else 0
 
 

@@ -40,7 +40,9 @@ MAY_IMPORT = {
     "tensors": {"_launcher"},
     "launches": {"_launcher", "tensors"},
     "ops": {"_launcher"},
-    "cast": SIZES | {"_launcher", "codegen", "jit", "params", "select"},
+    "cast": SIZES | {"_launcher", "codegen", "jit", "params", "select", "watch"},
+    "logits_launch": {"_launcher", "cast", "codegen", "config", "params"},
+    "logits": {"_launcher", "cast", "codegen", "config", "launches", "logits_launch", "ops", "tensors"},
     "sources": {"ops", "params", "tensors"},
     "quantize": {"_launcher", "cast", "config", "launches", "operation", "ops", "options", "sources", "tensors"},
     "experts": {"_launcher", "cast", "config", "launches", "operation", "ops", "quantize", "sources", "tensors"},
@@ -71,7 +73,20 @@ MAY_IMPORT = {
     "integrations": {"", "api", "blocks", "cast", "compat", "config", "discovery", "experts", "grouped", "linear", "nn"}
     | {"options", "quantize", "replaceable", "tensors", "train"},
     "compat": CALL
-    | {"api", "dense", "discovery", "experts", "grouped", "options", "quantize", "reference", "transposed", "wgrad"},
+    | {
+        "codegen",
+        "logits",
+        "api",
+        "dense",
+        "discovery",
+        "experts",
+        "grouped",
+        "options",
+        "quantize",
+        "reference",
+        "transposed",
+        "wgrad",
+    },
     "torch_compat": {"api", "config", "dense", "finishes", "grouped", "tensors"},
     "method": SIZES | {"select"},
     "tools": CALL
@@ -93,6 +108,7 @@ WITH_TORCH = {
     "checks",
     "compat.deep_ep",
     "compat.deep_gemm",
+    "compat.indexer",
     "compat.layouts",
     "dense",
     "distributed",
@@ -113,6 +129,7 @@ WITH_TORCH = {
     "integrations.vllm_linear",
     "launches",
     "linear",
+    "logits",
     "nn",
     "operation",
     "ops",
@@ -265,8 +282,7 @@ def test_public_names_are_not_the_tools():
     """They are imported by name at their first use, which the sources do not show."""
     assert {row(module) for module in deep_tile._MODULES.values()} == {
         *("api", "blocks", "both", "checks", "config", "dense", "experts", "finishes", "gated", "gemm_cast", "grouped"),
-        "jit",
-        *("linear", "method", "nn", "quantize", "transposed", "wgrad"),
+        *("jit", "linear", "logits", "method", "nn", "quantize", "transposed", "wgrad"),
     }
 
 

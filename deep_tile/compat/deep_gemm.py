@@ -1,7 +1,7 @@
 """DeepGEMM's names for FP8 and BF16 products on Hopper, dense and of experts, as engines look them up, on our kernels.
 
-Called by engines after `install()`, or imported by name. What deep_tile has no kernel for, such as attention's logits,
-is the real DeepGEMM's (original.py), or absent, which an AttributeError says by name: most engines take a missing name
+Called by engines after `install()`, or imported by name. What deep_tile has no kernel for, such as mega MoE, is
+the real DeepGEMM's (original.py), or absent, which an AttributeError says by name: most engines take a missing name
 as "not available".
 Invariant: names, arguments and meaning are those of DeepGEMM 2.6.1 to 2.8.1 on SM90; wrong calls raise before anything
 is launched.
@@ -18,7 +18,7 @@ from types import ModuleType
 import torch
 
 from deep_tile import api, dense, grouped, quantize, tensors, transposed, wgrad
-from deep_tile.compat import original
+from deep_tile.compat import indexer, original
 from deep_tile.compat.layouts import group_ends
 from deep_tile.config import SCALE_BLOCK, as_int, ceil_div, check_alignment, round_up
 from deep_tile.ops import is_traced
@@ -940,6 +940,10 @@ def count_bytes(*given: torch.Tensor | tuple | list | None) -> int:
 
 cell_div = ceil_div
 
+fp8_mqa_logits, fp8_fp4_mqa_logits = indexer.fp8_mqa_logits, indexer.fp8_fp4_mqa_logits
+fp8_paged_mqa_logits, fp8_fp4_paged_mqa_logits = indexer.fp8_paged_mqa_logits, indexer.fp8_fp4_paged_mqa_logits
+get_paged_mqa_logits_metadata = indexer.get_paged_mqa_logits_metadata
+
 _OF_MATH = (
     *("align", "ceil_div", "cell_div", "per_token_cast_to_fp8", "per_block_cast_to_fp8", "per_channel_cast_to_fp8"),
 )
@@ -971,7 +975,7 @@ _displaced: dict[str, ModuleType] = {}
 def install(force: bool = False) -> None:
     """Have `import deep_gemm` find this module, with the submodules that DeepGEMM has, in this process.
 
-    Names that are DeepGEMM's alone, such as attention's logits, are answered by the real one, if it is installed or if
+    Names that are DeepGEMM's alone, such as mega MoE's, are answered by the real one, if it is installed or if
     vLLM brings it along. It is imported when such a name is first asked for. What has imported it before keeps it.
 
     Args:
