@@ -5,7 +5,7 @@ Called by quantize.py and experts.py. Knows integers and CUDA's ordinals of devi
 compiled (jit.py) and loaded once per device and live as long as the process.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
@@ -18,6 +18,7 @@ from deep_tile.codegen import (
     CombineKernel,
     SortKernel,
     StreamingKernel,
+    ThinKernel,
     TransposedKernel,
     streaming_source,
 )
@@ -337,12 +338,18 @@ def load(kernel: StreamingKernel, device: int) -> _launcher.Kernel:
         cubin = jit.load_cubin(streaming_source(kernel), kernel.name)
         with _loading:
             if not is_loaded(kernel, device):
-                _loaded[kernel, device] = _launcher.load(cubin, kernel.name, 0, device)
+                _loaded[kernel, device] = _launcher.load(cubin, kernel.name, shared_bytes(kernel), device)
     return _loaded[kernel, device]
 
 
-def load_kernels(device: int | None, workers: int) -> None:
-    """Compile, and load unless `device` is None, every kernel, `workers` at a time. Errors as for `load`."""
+def shared_bytes(kernel: StreamingKernel) -> int:
+    """Of shared memory that a launch asks for."""
+    return kernel.smem_bytes if isinstance(kernel, ThinKernel) else 0
+
+
+def load_kernels(device: int | None, workers: int, kernels: Iterable[StreamingKernel] | None = None) -> None:
+    """Compile, and load unless `device` is None, these kernels or all of this module's, `workers` at a time. Errors as
+    for `load`."""
 
     def make_ready(kernel: StreamingKernel) -> None:
         if device is None:
@@ -351,7 +358,7 @@ def load_kernels(device: int | None, workers: int) -> None:
             load(kernel, device)
 
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        list(pool.map(make_ready, all_kernels()))
+        list(pool.map(make_ready, all_kernels() if kernels is None else kernels))
 
 
 def operands_of_rows(lists: tuple[str, ...]) -> dict:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deep_tile import params
-from deep_tile.config import GemmConfig
+from deep_tile.config import GemmConfig, round_up
+from deep_tile.kinds import K_BLOCK_BYTES
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
@@ -44,14 +45,17 @@ def _watch(watch: Watch) -> str:
 
 
 def _wgmma(config: GemmConfig) -> str:
+    instruction = f"m64n{config.mma_n}k{config.mma_k}.{config.product.mma}"
+    return _wgmma_text(instruction, config.mma_n, _immediates(config), "int" if config.integer_sums else "float")
+
+
+def _wgmma_text(instruction: str, mma_n: int, immediates: str, sums: str = "float") -> str:
     """`wgmma(d, a, b, accumulate)`: d[64, mma_n] (+)= a[64, mma_k] * b[mma_n, mma_k]^T, operands in shared memory.
 
     PTX ISA, "wgmma.mma_async". Written before the headers because they call it from templates with arguments of
     built-in types, which are looked up where the template is defined.
     """
-    registers = config.mma_n // 2
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{config.mma_n}k{config.mma_k}.{config.product.mma}"
-    sums, constraint = ("int", "r") if config.integer_sums else ("float", "f")
+    registers, constraint = mma_n // 2, {"int": "r", "float": "f"}[sums]
     outputs = ", ".join(f'"+{constraint}"(d[{i}])' for i in range(registers))
     names = ", ".join(f"%{i}" for i in range(registers))
     a, b, accumulate = (f"%{registers + i}" for i in range(3))
@@ -62,7 +66,7 @@ __device__ __forceinline__ void wgmma({sums} (&d)[{registers}], unsigned long lo
         "{{\\n"
         ".reg .pred p;\\n"
         "setp.ne.b32 p, {accumulate}, 0;\\n"
-        "{instruction} {{{names}}}, {a}, {b}, p{_immediates(config)};\\n"
+        "wgmma.mma_async.sync.aligned.{instruction} {{{names}}}, {a}, {b}, p{immediates};\\n"
         "}}\\n"
         : {outputs}
         : "l"(a), "l"(b), "r"(accumulate));
@@ -305,8 +309,85 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_pe
     return "\n".join([params.SORT.text, blocks, _headers("sort.cuh"), entry])
 
 
-StreamingKernel = CastKernel | TransposedKernel | BothKernel | CombineKernel | SortKernel
-"""A kernel that is bound by memory."""
+class ThinKernel(NamedTuple):
+    """A product by parts of K (thin.cuh): what its text depends on.
+
+    Attributes:
+        block_m, block_n: of a tile; 64 or 128 rows, and a multiple of 8 columns.
+        terms: in BF16 that an FP32 b is split into, 2 or 3; 1 where b is BF16.
+        stages: of the ring.
+        squares: whether it adds up the squares of a's rows, too.
+        blocks_per_sm: thread blocks that must fit into an SM at once.
+    """
+
+    block_m: int
+    block_n: int
+    terms: int
+    stages: int
+    squares: bool
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        squares = "_squares" if self.squares else ""
+        return f"thin_gemm_{self.block_m}x{self.block_n}_b{self.terms}_s{self.stages}{squares}"
+
+    @property
+    def threads(self) -> int:
+        return self.block_m * 2 + 128
+
+    @property
+    def smem_bytes(self) -> int:
+        """Of ThinStorage: K blocks of a and of b's terms, and two mbarriers, in each stage."""
+        stage = (self.block_m + self.terms * self.block_n) * K_BLOCK_BYTES + 2 * 8
+        return round_up(stage * self.stages, 1024)
+
+
+def thin_source(kernel: ThinKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    n, squares = kernel.block_n, str(kernel.squares).lower()
+    entry = f"""\
+constexpr deep_tile::ThinConfig config = {{{kernel.block_m}, {n}, {kernel.terms}, {kernel.stages}, {squares}}};
+static_assert(sizeof(deep_tile::ThinStorage<config>) == {kernel.smem_bytes} && config.threads() == {kernel.threads});
+
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const __grid_constant__ ThinParams params) {{
+    deep_tile::thin<config>(params);
+}}
+"""
+    wgmma = _wgmma_text(f"m64n{n}k16.f32.bf16.bf16", n, ", 1, 1, 0, 0")
+    return "\n".join([wgmma, params.THIN.text, _headers("thin.cuh"), entry])
+
+
+class PartsKernel(NamedTuple):
+    """The sum of the parts of such a product: what its text depends on.
+
+    Attributes:
+        threads: of a thread block.
+        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
+    """
+
+    threads: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"thin_gemm_parts_t{self.threads}"
+
+
+def parts_source(kernel: PartsKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    entry = f"""\
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const PartsParams params) {{
+    deep_tile::add_parts<{kernel.threads}>(params);
+}}
+"""
+    return "\n".join([params.PARTS.text, _headers("parts.cuh"), entry])
+
+
+StreamingKernel = CastKernel | TransposedKernel | BothKernel | CombineKernel | SortKernel | ThinKernel | PartsKernel
+"""A kernel that no GemmConfig describes: most are bound by memory."""
 
 _SOURCES = {
     CastKernel: cast_source,
@@ -314,6 +395,8 @@ _SOURCES = {
     BothKernel: both_source,
     CombineKernel: combine_source,
     SortKernel: sort_source,
+    ThinKernel: thin_source,
+    PartsKernel: parts_source,
 }
 
 

@@ -19,6 +19,15 @@ __device__ __forceinline__ void cp_async_bulk_tensor_load(u32 smem, const Tensor
         : "memory");
 }
 
+// TMA load through a three-dimensional map.
+__device__ __forceinline__ void cp_async_bulk_tensor_load(u32 smem, const TensorMap& map, int inner, int middle, int outer,
+                                                          u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+        ::"r"(smem), "l"(&map), "r"(inner), "r"(middle), "r"(outer), "r"(barrier)
+        : "memory");
+}
+
 // Multicast load: lands, and completes on the mbarrier, at the same offset in each CTA of `cta_mask`.
 __device__ __forceinline__ void cp_async_bulk_tensor_load_multicast(u32 smem, const TensorMap& map, int inner,
                                                                     int outer, u32 barrier, u16 cta_mask) {
@@ -160,6 +169,31 @@ __device__ __forceinline__ void ld_global(const float* address, float (&values)[
                  : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
                  : "l"(address)
                  : "memory");
+}
+
+// Load if `wanted`, and else leave the values alone, without a branch, as st_global does.
+__device__ __forceinline__ void ld_global(const float* address, float& value, bool wanted) {
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.b32 wanted, %2, 0;\n"
+        "@wanted ld.global.f32 %0, [%1];\n"
+        "}"
+        : "+f"(value)
+        : "l"(address), "r"(u32{wanted})
+        : "memory");
+}
+
+__device__ __forceinline__ void ld_global(const float* address, float (&values)[4], bool wanted) {
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.b32 wanted, %5, 0;\n"
+        "@wanted ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+        "}"
+        : "+f"(values[0]), "+f"(values[1]), "+f"(values[2]), "+f"(values[3])
+        : "l"(address), "r"(u32{wanted})
+        : "memory");
 }
 
 // Stores if `wanted`, without a branch, after which ptxas would take a warp's threads for apart.

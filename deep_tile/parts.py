@@ -1,0 +1,213 @@
+"""Kernels of products by parts of K (thin.cuh): which one, how many parts, their launches.
+
+Called by thin.py. Knows integers and CUDA's ordinals of devices, not tensors: no torch. Kernels are compiled and loaded
+as those of casts are (cast.py).
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from deep_tile import _launcher, cast, params
+from deep_tile.codegen import PartsKernel, ThinKernel
+from deep_tile.config import ceil_div
+from deep_tile.kinds import K_BLOCK_BYTES
+from deep_tile.params import MapLayout, Place
+
+STEP = 64
+"""Elements of k in a K block."""
+
+KERNELS = (
+    ThinKernel(64, 24, terms=3, stages=6, squares=True, blocks_per_sm=2),
+    ThinKernel(128, 24, terms=3, stages=8, squares=True, blocks_per_sm=1),
+    ThinKernel(64, 32, terms=3, stages=5, squares=True, blocks_per_sm=2),
+    ThinKernel(128, 32, terms=3, stages=7, squares=True, blocks_per_sm=1),
+    ThinKernel(64, 64, terms=3, stages=3, squares=False, blocks_per_sm=2),
+    ThinKernel(128, 128, terms=3, stages=3, squares=False, blocks_per_sm=1),
+    ThinKernel(64, 64, terms=2, stages=4, squares=False, blocks_per_sm=2),
+    ThinKernel(128, 128, terms=2, stages=4, squares=False, blocks_per_sm=1),
+    ThinKernel(64, 64, terms=1, stages=6, squares=False, blocks_per_sm=2),
+    ThinKernel(128, 128, terms=1, stages=6, squares=False, blocks_per_sm=1),
+)
+"""Each serves every size; as many stages as shared memory holds."""
+
+SUM = PartsKernel(threads=256, blocks_per_sm=4)
+
+MOST_PARTS = 128
+"""That are chosen: about as many as a GPU has SMs."""
+
+INVARIANT_PARTS = 4
+"""Where results may not depend on m: fewer would leave a GPU idle for few rows, more cost many rows time."""
+
+_MOST_LANES = 8
+_FORMATS = {"bf16": 1, "fp16": 2, "fp32": 3}
+"""As the kernel's Format counts them."""
+
+
+class Product(NamedTuple):
+    """What is multiplied.
+
+    Attributes:
+        m, n, k: of each of `matrices`, whose products are added up.
+        terms: in BF16 that b is split into; 1 where it is BF16.
+        squares: whether the squares of a's rows are added up, too.
+    """
+
+    m: int
+    n: int
+    k: int
+    matrices: int
+    terms: int
+    squares: bool
+
+    @property
+    def matrix_steps(self) -> int:
+        return ceil_div(self.k, STEP)
+
+    @property
+    def steps(self) -> int:
+        return self.matrix_steps * self.matrices
+
+
+class Layout(NamedTuple):
+    """Strides in elements: from row to row, and of operands from matrix to matrix.
+
+    Attributes:
+        part_stride: from a part's results to the next one's; 0 where there is one.
+        output: name of the format of what is written to.
+        accumulate: results are added to it.
+    """
+
+    a_strides: tuple[int, int]
+    b_strides: tuple[int, int]
+    out_stride: int
+    part_stride: int
+    output: str
+    accumulate: bool
+
+
+@lru_cache(maxsize=65_536)
+def choose(product: Product, num_sms: int, parts: int | None = None) -> tuple[ThinKernel, int]:
+    """The kernel and the parts of K that are predicted to take the least time; of so many parts, if they are given."""
+    known = [kernel for kernel in KERNELS if (kernel.terms, kernel.squares) == (product.terms, product.squares)]
+    if product.squares:
+        width = 24 if product.n <= 24 else 32
+        known = [kernel for kernel in known if kernel.block_n == width]
+    counts = range(1, min(product.steps, MOST_PARTS) + 1) if parts is None else (parts,)
+    return min(
+        ((kernel, count) for kernel in known for count in counts), key=lambda found: _clocks(product, *found, num_sms)
+    )
+
+
+def units(kernel: ThinKernel, product: Product, parts: int) -> int:
+    """Thread blocks: each has a tile and a part."""
+    return ceil_div(product.m, kernel.block_m) * ceil_div(product.n, kernel.block_n) * parts
+
+
+def _clocks(product: Product, kernel: ThinKernel, parts: int, num_sms: int) -> float:
+    """Predicted, from launch to end. An SM multiplies a row of 64 by 16 of k and a column in half a clock, reads 24 bytes
+    of L2 in one, and splits eight numbers in 20 (H100, 2026-11-26)."""
+    waves = ceil_div(units(kernel, product, parts), num_sms * kernel.blocks_per_sm)
+    tensor = kernel.block_m // 64 * kernel.terms * 4 * max(kernel.block_n // 2, 16)
+    read = (kernel.block_m * 2 + kernel.block_n * (4 if kernel.terms > 1 else 2)) * STEP / 24
+    split = kernel.block_n * 20 if kernel.terms > 1 else 0
+    step = max(kernel.blocks_per_sm * max(tensor, read), split) + 50 * kernel.blocks_per_sm
+    summed = 2500 + parts * product.m * product.n * 8 / 1500 if parts > 1 else 0
+    return waves * (3000 + ceil_div(product.steps, parts) * step) + summed
+
+
+def prepare(
+    product: Product,
+    kernel: ThinKernel,
+    parts: int,
+    layout: Layout,
+    device: int,
+    *,
+    names: tuple[str, ...],
+    places: Mapping[str, Place],
+    pdl: bool,
+) -> _launcher.Launch:
+    """The launch of a product but for the addresses of its tensors. Errors as for `cast.load`.
+
+    Args:
+        names: of the tensors that the launch will be given.
+        places: where in them a, b, out and squares are.
+    """
+    part_steps, longer = divmod(product.steps, parts)
+    maps = [_map("a", product.m, product, layout.a_strides, kernel.block_m, places)]
+    if kernel.terms == 1:
+        maps.append(_map("b", product.n, product, layout.b_strides, kernel.block_n, places))
+    b_stride, b_matrix_stride = layout.b_strides
+    return _launcher.prepare(
+        cast.load(kernel, device),
+        grid=units(kernel, product, parts),
+        cluster=1,
+        threads=kernel.threads,
+        params=params.THIN.pack(
+            **{name: getattr(product, name) for name in ("m", "n", "k", "matrix_steps")},
+            part_steps=part_steps,
+            longer_parts=longer,
+            format=_FORMATS[layout.output],
+            accumulate=layout.accumulate,
+            b_stride=b_stride,
+            b_matrix_stride=b_matrix_stride,
+            out_stride=layout.out_stride,
+            part_stride=layout.part_stride,
+        ),
+        names=names,
+        pointers=params.THIN.pointers(places),
+        maps=tuple(maps),
+        fixed_maps=(),
+        pdl=pdl,
+    )
+
+
+def _map(
+    name: str, rows: int, product: Product, strides: tuple[int, int], box_rows: int, places: Mapping[str, Place]
+) -> tuple:
+    """Of an operand of BF16, [matrices, rows, k]: what lies outside of a matrix is read as zeros."""
+    layout = MapLayout(
+        "uint8",
+        (product.k * 2, rows, product.matrices),
+        tuple(stride * 2 for stride in strides),
+        (K_BLOCK_BYTES, box_rows, 1),
+        K_BLOCK_BYTES,
+        K_BLOCK_BYTES,
+    )
+    return layout.entry(params.THIN.offsets[f"{name}_map"], *places[name])
+
+
+def prepare_sum(
+    product: Product,
+    parts: int,
+    layout: Layout,
+    device: int,
+    *,
+    names: tuple[str, ...],
+    places: Mapping[str, Place],
+    num_sms: int,
+) -> _launcher.Launch:
+    """The launch that adds up a product's parts, of sums and squares, into out and sqr_sum. Its kernel starts while the
+    product ends. Errors as for `cast.load`."""
+    lanes = min(_MOST_LANES, 1 << (parts - 1).bit_length())
+    numbers = product.m * (product.n + product.squares)
+    return _launcher.prepare(
+        cast.load(SUM, device),
+        grid=min(ceil_div(numbers, SUM.threads // lanes), num_sms * SUM.blocks_per_sm * 2),
+        cluster=1,
+        threads=SUM.threads,
+        params=params.PARTS.pack(
+            m=product.m,
+            n=product.n,
+            parts=parts,
+            lanes=lanes,
+            format=_FORMATS[layout.output],
+            accumulate=layout.accumulate,
+            out_stride=layout.out_stride,
+        ),
+        names=names,
+        pointers=params.PARTS.pointers(places),
+        maps=(),
+        fixed_maps=(),
+        pdl=True,
+    )

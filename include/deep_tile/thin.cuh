@@ -1,0 +1,311 @@
+// Products whose tiles are too few for a GPU: few columns, few rows, or a long K. BF16 a times FP32 or BF16 b, by parts.
+//
+// sums[part, m, n] = sum over the part's K blocks of a[m, block] . b[n, block], of all matrices one after the other
+//
+//   role                work                                              per stage
+//   operand warp        TMA loads a, and b where it is BF16               waits empty, expects bytes on full
+//   split warps (3)     split a K block of FP32 b into BF16 terms         wait empty, arrive on full
+//   math warpgroups     WGMMA of all terms, FP32 sums; squares of a       wait full, arrive on empty
+//
+// An FP32 number is three BF16 numbers: its leading 8 bits, the next 8, the last 8. Their products with BF16 are exact,
+// but WGMMA truncates as it accumulates, so temporaries span one K block, smallest terms first, and are then added to
+// FP32 registers, as FP8 is promoted. A CTA has one tile and one part of K: what it computes depends on nothing else,
+// and add_parts() sums the parts in a fixed order.
+#pragma once
+
+#include "memory.cuh"
+#include "mma.cuh"
+#include "parts.cuh"
+
+namespace deep_tile {
+
+constexpr int thin_k = 64;           // elements of K in a K block
+constexpr int split_threads = 96;    // with the operand warp, a warpgroup
+constexpr int piece = 8;             // elements of a row that a thread splits: 16 bytes of each term
+
+struct ThinConfig {
+    int block_m, block_n;
+    int terms;  // of an FP32 b: 2, rounded, or 3, exact; 1: b is BF16
+    int stages;
+    bool squares;  // sums of the squares of a's rows, too
+
+    constexpr bool splits() const { return terms > 1; }
+    constexpr int math_threads() const { return block_m / mma_m * warpgroup_threads; }
+    constexpr int threads() const { return math_threads() + warpgroup_threads; }
+};
+
+template <ThinConfig config>
+struct alignas(1024) ThinStorage {
+    u8 a[config.stages][config.block_m * k_block_bytes];
+    u8 b[config.stages][config.terms][config.block_n * k_block_bytes];
+    u64 full[config.stages];
+    u64 empty[config.stages];
+};
+
+// A CTA's tile and its K blocks, counted through all matrices.
+struct ThinWork {
+    int row, column, part;
+    int begin, end;
+};
+
+// CTAs count columns first, then rows, then parts of K.
+template <ThinConfig config>
+__device__ __forceinline__ ThinWork thin_work(const ThinParams& params) {
+    const u32 columns = (params.n + config.block_n - 1) / config.block_n;
+    const u32 rows = (params.m + config.block_m - 1) / config.block_m;
+    const u32 tile = blockIdx.x % (columns * rows), part = blockIdx.x / (columns * rows);
+    const u32 begin = part * params.part_steps + min(part, params.longer_parts);
+    const u32 end = begin + params.part_steps + (part < params.longer_parts);
+    return {int(tile / columns) * config.block_m, int(tile % columns) * config.block_n, int(part), int(begin), int(end)};
+}
+
+// Position of a K block: which matrix, and where in its K.
+struct ThinStep {
+    int matrix, k;
+
+    __device__ __forceinline__ ThinStep(const ThinParams& params, int step)
+        : matrix(u32(step) / u32(params.matrix_steps)), k(u32(step) % u32(params.matrix_steps) * thin_k) {}
+
+    __device__ __forceinline__ void advance(const ThinParams& params) {
+        k += thin_k;
+        if (k >= params.k) {
+            k = 0;
+            matrix += 1;
+        }
+    }
+};
+
+// TMA loads into the stages, by one lane: out-of-bounds rows and K become zeros, so every box is whole.
+template <ThinConfig config>
+__device__ __forceinline__ void load_thin(const ThinParams& params, ThinStorage<config>& smem, const ThinWork& work) {
+    PipelineState<config.stages> state;
+    constexpr u32 bytes = (config.block_m + (config.splits() ? 0 : config.block_n)) * k_block_bytes;
+    ThinStep at(params, work.begin);
+#pragma unroll 1
+    for (int left = work.end - work.begin; left > 0; --left) {
+        wait(smem.empty[state.stage], state.phase ^ 1);
+        if (ptx::elect_sync()) {
+            const u32 full = ptx::smem_address(&smem.full[state.stage]);
+            ptx::mbarrier_arrive_expect_tx(full, bytes);
+            const int inner = at.k * int(sizeof(u16));
+            ptx::cp_async_bulk_tensor_load(ptx::smem_address(smem.a[state.stage]), params.a_map, inner, work.row, at.matrix, full);
+            if constexpr (!config.splits()) {
+                ptx::cp_async_bulk_tensor_load(ptx::smem_address(smem.b[state.stage]), params.b_map, inner, work.column, at.matrix, full);
+            }
+        }
+        __syncwarp();
+        state.advance();
+        at.advance(params);
+    }
+}
+
+// Splits two numbers into terms, the first in bits 0 to 15. Three terms are truncated, so that each is exact but for bits
+// below 2^-133, the least of BF16; two are rounded. A term that is the number itself leaves 0, also of infinity.
+template <int terms>
+__device__ __forceinline__ void split_pair(float first, float second, u32 (&words)[terms]) {
+#pragma unroll
+    for (int term = 0; term < terms; ++term) {
+        words[term] = terms == 2 ? ptx::cvt_rn_bf16x2(second, first)
+                                 : __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x7632);
+        const float low = __uint_as_float(words[term] << 16), high = __uint_as_float(words[term] & 0xffff0000);
+        first = first == low ? 0.0f : first - low;
+        second = second == high ? 0.0f : second - high;
+    }
+}
+
+// One split thread's share of a K block of b, in registers: pieces of eight numbers of a row.
+template <ThinConfig config>
+class SplitTile {
+   public:
+    __device__ __forceinline__ SplitTile(const ThinParams& params, int thread, int column)
+        : params_(params), thread_(thread), column_(column) {}
+
+    __device__ __forceinline__ void load(const ThinStep& at) {
+        const float* matrix = static_cast<const float*>(params_.b) + at.matrix * params_.b_matrix_stride;
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            const int row = column_ + row_of(i), k = at.k + piece_of(i) * piece;
+            const bool exists = is_whole(i) && row < params_.n;
+            load_piece(matrix + row * params_.b_stride + k, exists ? params_.k - k : 0, values_[i]);
+        }
+    }
+
+    __device__ __forceinline__ void store(u8 (&stage)[config.terms][config.block_n * k_block_bytes]) const {
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            if (!is_whole(i)) continue;
+            u32 words[piece / 2][config.terms];
+#pragma unroll
+            for (int j = 0; j < piece / 2; ++j) split_pair<config.terms>(values_[i][2 * j], values_[i][2 * j + 1], words[j]);
+            const int row = row_of(i), at = row * k_block_bytes + (piece_of(i) ^ row % 8) * 16;  // as TMA swizzles
+#pragma unroll
+            for (int term = 0; term < config.terms; ++term) {
+                *reinterpret_cast<uint4*>(&stage[term][at]) = {words[0][term], words[1][term], words[2][term], words[3][term]};
+            }
+        }
+    }
+
+   private:
+    static constexpr int pieces = config.block_n * (thin_k / piece);
+    static constexpr int count = (pieces + split_threads - 1) / split_threads;
+
+    __device__ __forceinline__ int row_of(int i) const { return (thread_ + i * split_threads) / (thin_k / piece); }
+    __device__ __forceinline__ int piece_of(int i) const { return (thread_ + i * split_threads) % (thin_k / piece); }
+    __device__ __forceinline__ bool is_whole(int i) const { return (i + 1) * split_threads <= pieces || thread_ + i * split_threads < pieces; }
+
+    // Loads `left` numbers, eight at most; the others are zeros.
+    static __device__ __forceinline__ void load_piece(const float* from, int left, float (&to)[piece]) {
+#pragma unroll
+        for (int j = 0; j < piece; j += 4) {
+            float four[4] = {};
+            const bool all = left >= j + 4;
+            ptx::ld_global(from + j, four, all);
+#pragma unroll
+            for (int i = 0; i < 3; ++i) ptx::ld_global(from + j + i, four[i], !all && left > j + i);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[j + i] = four[i];
+        }
+    }
+
+    const ThinParams& params_;
+    const int thread_, column_;
+    float values_[count][piece];
+};
+
+// Fills the stages' terms of b. The next K block is requested before this one's stage is awaited. Where terms are stored
+// is hidden from ptxas and counted by itself: it would otherwise keep the stage in an ordinary register, and wait
+// through it, as in a warp whose threads are apart.
+template <ThinConfig config>
+__device__ __forceinline__ void split_thin(const ThinParams& params, ThinStorage<config>& smem, const ThinWork& work) {
+    const int thread = threadIdx.x - config.math_threads() - warp_threads;
+    PipelineState<config.stages> state;
+    int stored = ptx::opaque(0);
+    ThinStep at(params, work.begin);
+    SplitTile<config> tile(params, thread, work.column);
+    if (work.begin < work.end) tile.load(at);
+#pragma unroll 1
+    for (int left = work.end - work.begin; left > 0; --left) {
+        wait(smem.empty[state.stage], state.phase ^ 1);
+        tile.store(smem.b[stored]);
+        ptx::fence_proxy_async();
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.full[stored]));
+        state.advance();
+        stored = stored + 1 == config.stages ? 0 : stored + 1;
+        at.advance(params);
+        if (left > 1) tile.load(at);
+    }
+}
+
+// Sums of squares of a warp's 16 rows, four at a time: eight lanes share a row, 16 bytes each.
+struct Squares {
+    float sums[4] = {};
+
+    __device__ __forceinline__ void add(const u8* warp_rows) {
+        const int lane = threadIdx.x % warp_threads, chunk = lane % 8;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = i * 4 + lane / 8;
+            const uint4 words = ptx::ld_shared_v4(ptx::smem_address(warp_rows + row * k_block_bytes + (chunk ^ row % 8) * 16));
+            const u32 pairs[4] = {words.x, words.y, words.z, words.w};
+            float sum = 0;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float low = __uint_as_float(pairs[j] << 16), high = __uint_as_float(pairs[j] & 0xffff0000);
+                sum = fmaf(high, high, fmaf(low, low, sum));
+            }
+            sums[i] += sum;
+        }
+    }
+
+    // Stores the rows' sums, of which `rows` exist.
+    __device__ __forceinline__ void store(float* to, int rows) const {
+        const int lane = threadIdx.x % warp_threads;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float sum = sums[i];
+#pragma unroll
+            for (int distance = 4; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+            const int row = i * 4 + lane / 8;
+            if (lane % 8 == 0 && row < rows) to[row] = sum;
+        }
+    }
+};
+
+template <ThinConfig config>
+__device__ __forceinline__ void store_thin(const ThinParams& params, const float (&sums)[config.block_n / 2], const ThinWork& work,
+                                           int warp_row) {
+    const int lane = threadIdx.x % warp_threads;
+#pragma unroll
+    for (int i = 0; i < config.block_n / 2; ++i) {
+        const int row = warp_row + lane / 4 + i / 2 % 2 * 8, column = work.column + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        if (row < params.m && column < params.n) {
+            write_result(params, work.part * params.part_stride + row * params.out_stride + column, sums[i]);
+        }
+    }
+}
+
+// Multiplies a warpgroup's 64 rows of the tile with every K block of the part.
+template <ThinConfig config>
+__device__ __forceinline__ void multiply_thin(const ThinParams& params, ThinStorage<config>& smem, const ThinWork& work, int warp) {
+    constexpr u32 a_stage = config.block_m * k_block_bytes / 16, b_term = config.block_n * k_block_bytes / 16;
+    const int warpgroup = warp / 4;
+    const u32 a_first = __shfl_sync(0xffffffff, descriptor_address(smem.a[0] + warpgroup * mma_m * k_block_bytes), 0);
+    const u32 b_first = __shfl_sync(0xffffffff, descriptor_address(smem.b[0][0]), 0);
+    PipelineState<config.stages> state;
+    float sums[config.block_n / 2] = {}, products[config.block_n / 2];
+    Squares squares;
+#pragma unroll 1
+    for (int left = work.end - work.begin; left > 0; --left) {
+        wait(smem.full[state.stage], state.phase);
+        const u32 a = a_first + state.stage * a_stage, b = b_first + state.stage * config.terms * b_term;
+        pin(products);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < config.terms * (k_block_bytes / mma_k_bytes); ++i) {
+            const u32 term = config.terms - 1 - i / 4, k = i % 4 * mma_k_bytes / 16;
+            wgmma(products, matrix_descriptor(a + k, OperandLayout<0>::high),
+                  matrix_descriptor(b + term * b_term + k, OperandLayout<0>::high), i != 0);
+        }
+        ptx::wgmma_commit_group();
+        if constexpr (config.squares) squares.add(smem.a[state.stage] + warp * 16 * k_block_bytes);
+        ptx::wgmma_wait_group<0>();
+        pin(products);
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.empty[state.stage]));
+#pragma unroll
+        for (int i = 0; i < config.block_n / 2; ++i) sums[i] += products[i];
+        state.advance();
+    }
+    const int warp_row = work.row + warp * 16;
+    store_thin<config>(params, sums, work, warp_row);
+    if constexpr (config.squares) {
+        if (work.column == 0) squares.store(params.squares + i64(work.part) * params.m + warp_row, params.m - warp_row);
+    }
+}
+
+template <ThinConfig config>
+__device__ __forceinline__ void thin(const ThinParams& params) {
+    extern __shared__ __align__(1024) u8 dynamic_smem[];
+    auto& smem = *reinterpret_cast<ThinStorage<config>*>(dynamic_smem);
+    if (threadIdx.x == 0) {
+#pragma unroll 1
+        for (int i = 0; i < config.stages; ++i) {
+            ptx::mbarrier_init(ptx::smem_address(&smem.full[i]), 1 + (config.splits() ? split_threads : 0));
+            ptx::mbarrier_init(ptx::smem_address(&smem.empty[i]), config.math_threads());
+        }
+        ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    take_turn();
+    const ThinWork work = thin_work<config>(params);
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / warp_threads, 0);
+    constexpr int operand_warp = config.math_threads() / warp_threads;
+    if (warp < operand_warp) {
+        multiply_thin<config>(params, smem, work, warp);
+    } else if (warp == operand_warp) {
+        load_thin<config>(params, smem, work);
+    } else if constexpr (config.splits()) {
+        split_thin<config>(params, smem, work);
+    }
+}
+
+}  // namespace deep_tile
