@@ -338,18 +338,18 @@ def load(kernel: StreamingKernel, device: int) -> _launcher.Kernel:
         cubin = jit.load_cubin(streaming_source(kernel), kernel.name)
         with _loading:
             if not is_loaded(kernel, device):
-                _loaded[kernel, device] = _launcher.load(cubin, kernel.name, shared_bytes(kernel), device)
+                _loaded[kernel, device] = _launcher.load(cubin, kernel.name, kernel_smem_bytes(kernel), device)
     return _loaded[kernel, device]
 
 
-def shared_bytes(kernel: StreamingKernel) -> int:
-    """Of shared memory that a launch asks for."""
+def kernel_smem_bytes(kernel: StreamingKernel) -> int:
+    """Dynamic shared memory of a kernel: what casts need, they declare."""
     return kernel.smem_bytes if isinstance(kernel, ThinKernel) else 0
 
 
 def load_kernels(device: int | None, workers: int, kernels: Iterable[StreamingKernel] | None = None) -> None:
-    """Compile, and load unless `device` is None, these kernels or all of this module's, `workers` at a time. Errors as
-    for `load`."""
+    """Compile, and load unless `device` is None, these kernels, by default `all_kernels()`, `workers` at a time. Errors
+    as for `load`."""
 
     def make_ready(kernel: StreamingKernel) -> None:
         if device is None:

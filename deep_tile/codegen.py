@@ -45,17 +45,19 @@ def _watch(watch: Watch) -> str:
 
 
 def _wgmma(config: GemmConfig) -> str:
-    instruction = f"m64n{config.mma_n}k{config.mma_k}.{config.product.mma}"
-    return _wgmma_text(instruction, config.mma_n, _immediates(config), "int" if config.integer_sums else "float")
-
-
-def _wgmma_text(instruction: str, mma_n: int, immediates: str, sums: str = "float") -> str:
     """`wgmma(d, a, b, accumulate)`: d[64, mma_n] (+)= a[64, mma_k] * b[mma_n, mma_k]^T, operands in shared memory.
 
     PTX ISA, "wgmma.mma_async". Written before the headers because they call it from templates with arguments of
     built-in types, which are looked up where the template is defined.
     """
-    registers, constraint = mma_n // 2, {"int": "r", "float": "f"}[sums]
+    instruction = f"m64n{config.mma_n}k{config.mma_k}.{config.product.mma}"
+    return _wgmma_function(config.mma_n // 2, instruction, _immediates(config), config.integer_sums)
+
+
+def _wgmma_function(registers: int, shape: str, immediates: str, integer_sums: bool = False) -> str:
+    """`wgmma` for so many sums of a thread; `shape` with types, `immediates` at the instruction's end."""
+    instruction = f"wgmma.mma_async.sync.aligned.{shape}"
+    sums, constraint = ("int", "r") if integer_sums else ("float", "f")
     outputs = ", ".join(f'"+{constraint}"(d[{i}])' for i in range(registers))
     names = ", ".join(f"%{i}" for i in range(registers))
     a, b, accumulate = (f"%{registers + i}" for i in range(3))
@@ -66,7 +68,7 @@ __device__ __forceinline__ void wgmma({sums} (&d)[{registers}], unsigned long lo
         "{{\\n"
         ".reg .pred p;\\n"
         "setp.ne.b32 p, {accumulate}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.{instruction} {{{names}}}, {a}, {b}, p{immediates};\\n"
+        "{instruction} {{{names}}}, {a}, {b}, p{immediates};\\n"
         "}}\\n"
         : {outputs}
         : "l"(a), "l"(b), "r"(accumulate));
@@ -355,7 +357,7 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_pe
     deep_tile::thin<config>(params);
 }}
 """
-    wgmma = _wgmma_text(f"m64n{n}k16.f32.bf16.bf16", n, ", 1, 1, 0, 0")
+    wgmma = _wgmma_function(n // 2, f"m64n{n}k16.f32.bf16.bf16", ", 1, 1, 0, 0")
     return "\n".join([wgmma, params.THIN.text, _headers("thin.cuh"), entry])
 
 

@@ -19,9 +19,9 @@ __device__ __forceinline__ void cp_async_bulk_tensor_load(u32 smem, const Tensor
         : "memory");
 }
 
-// TMA load through a three-dimensional map.
-__device__ __forceinline__ void cp_async_bulk_tensor_load(u32 smem, const TensorMap& map, int inner, int middle, int outer,
-                                                          u32 barrier) {
+// Load through a three-dimensional map.
+__device__ __forceinline__ void cp_async_bulk_tensor_load(u32 smem, const TensorMap& map, int inner, int middle,
+                                                          int outer, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
         ::"r"(smem), "l"(&map), "r"(inner), "r"(middle), "r"(outer), "r"(barrier)
