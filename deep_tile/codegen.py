@@ -340,8 +340,8 @@ class ThinKernel(NamedTuple):
 
     @property
     def smem_bytes(self) -> int:
-        """Of ThinStorage: K blocks of a and of b's terms, and two mbarriers, in each stage."""
-        stage = (self.block_m + self.terms * self.block_n) * K_BLOCK_BYTES + 2 * 8
+        """Of ThinStorage: K blocks of a and of b's terms, and three mbarriers, in each stage."""
+        stage = (self.block_m + self.terms * self.block_n) * K_BLOCK_BYTES + 3 * 8
         return round_up(stage * self.stages, 1024)
 
 

@@ -381,8 +381,7 @@ SORT = Params(
 THIN = Params(
     "ThinParams",
     Field("a_map", TENSOR_MAP, "a [matrices, m, k] in bytes, box [1, block_m, 128]"),
-    Field("b_map", TENSOR_MAP, "b likewise, where it is BF16"),
-    Field("b", "const void*", "[matrices, n, k] where it is FP32; strides are in elements"),
+    Field("b_map", TENSOR_MAP, "b [matrices, n, k] in bytes, box [1, block_n, 128]"),
     Field("out", "void*"),
     Field("squares", "float*", "[parts, m], of kernels that add them up"),
     Field("m", "int", "", 1),
@@ -393,9 +392,7 @@ THIN = Params(
     Field("longer_parts", "unsigned", "the first so many parts have one more"),
     Field("format", "int", "of out, as Format has it", 1, 3),
     Field("accumulate", "int", "FP32 results are added to out", 0, 1),
-    Field("b_stride", "long long", "of FP32"),
-    Field("b_matrix_stride", "long long"),
-    Field("out_stride", "long long"),
+    Field("out_stride", "long long", "strides are in elements"),
     Field("part_stride", "long long", "from a part's results to the next one's"),
 )
 """Of a product by parts of K."""

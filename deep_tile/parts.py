@@ -134,10 +134,10 @@ def prepare(
         places: where in them a, b, out and squares are.
     """
     part_steps, longer = divmod(product.steps, parts)
-    maps = [_map("a", product.m, product, layout.a_strides, kernel.block_m, places)]
-    if kernel.terms == 1:
-        maps.append(_map("b", product.n, product, layout.b_strides, kernel.block_n, places))
-    b_stride, b_matrix_stride = layout.b_strides
+    maps = (
+        _map("a", product.m, product, layout.a_strides, 2, kernel.block_m, places),
+        _map("b", product.n, product, layout.b_strides, 4 if kernel.terms > 1 else 2, kernel.block_n, places),
+    )
     return _launcher.prepare(
         cast.load(kernel, device),
         grid=units(kernel, product, parts),
@@ -149,27 +149,31 @@ def prepare(
             longer_parts=longer,
             format=_FORMATS[layout.output],
             accumulate=layout.accumulate,
-            b_stride=b_stride,
-            b_matrix_stride=b_matrix_stride,
             out_stride=layout.out_stride,
             part_stride=layout.part_stride,
         ),
         names=names,
         pointers=params.THIN.pointers(places),
-        maps=tuple(maps),
+        maps=maps,
         fixed_maps=(),
         pdl=pdl,
     )
 
 
 def _map(
-    name: str, rows: int, product: Product, strides: tuple[int, int], box_rows: int, places: Mapping[str, Place]
+    name: str,
+    rows: int,
+    product: Product,
+    strides: tuple[int, int],
+    element_bytes: int,
+    box_rows: int,
+    places: Mapping[str, Place],
 ) -> tuple:
-    """Of an operand of BF16, [matrices, rows, k]: what lies outside of a matrix is read as zeros."""
+    """Of an operand [matrices, rows, k]: what lies outside of a matrix is read as zeros."""
     layout = MapLayout(
         "uint8",
-        (product.k * 2, rows, product.matrices),
-        tuple(stride * 2 for stride in strides),
+        (product.k * element_bytes, rows, product.matrices),
+        tuple(stride * element_bytes for stride in strides),
         (K_BLOCK_BYTES, box_rows, 1),
         K_BLOCK_BYTES,
         K_BLOCK_BYTES,

@@ -171,31 +171,6 @@ __device__ __forceinline__ void ld_global(const float* address, float (&values)[
                  : "memory");
 }
 
-// Load if `wanted`, and else leave the values alone, without a branch, as st_global does.
-__device__ __forceinline__ void ld_global(const float* address, float& value, bool wanted) {
-    asm volatile(
-        "{\n"
-        ".reg .pred wanted;\n"
-        "setp.ne.b32 wanted, %2, 0;\n"
-        "@wanted ld.global.f32 %0, [%1];\n"
-        "}"
-        : "+f"(value)
-        : "l"(address), "r"(u32{wanted})
-        : "memory");
-}
-
-__device__ __forceinline__ void ld_global(const float* address, float (&values)[4], bool wanted) {
-    asm volatile(
-        "{\n"
-        ".reg .pred wanted;\n"
-        "setp.ne.b32 wanted, %5, 0;\n"
-        "@wanted ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-        "}"
-        : "+f"(values[0]), "+f"(values[1]), "+f"(values[2]), "+f"(values[3])
-        : "l"(address), "r"(u32{wanted})
-        : "memory");
-}
-
 // Stores if `wanted`, without a branch, after which ptxas would take a warp's threads for apart.
 __device__ __forceinline__ void st_global(float* address, float value, bool wanted) {
     asm volatile(
@@ -210,6 +185,10 @@ __device__ __forceinline__ void st_global(float* address, float value, bool want
 
 __device__ __forceinline__ void st_shared_v2(u32 smem, float first, float second) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem), "f"(first), "f"(second) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_v4(u32 smem, u32 r0, u32 r1, u32 r2, u32 r3) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
 
 __device__ __forceinline__ void st_shared(u32 smem, u16 bits) {

@@ -3,9 +3,9 @@
 // sums[part, m, n] = sum over the part's K blocks of a[m, block] . b[n, block], of all matrices one after the other
 //
 //   role                work                                              per stage
-//   operand warp        TMA loads a, and b where it is BF16               waits empty, expects bytes on full
-//   split warps (3)     split a K block of FP32 b into BF16 terms         wait empty, arrive on full
-//   math warpgroups     WGMMA of all terms, FP32 sums; squares of a       wait full, arrive on empty
+//   operand warp        TMA loads a and b                                 waits empty, expects bytes on landed
+//   split warps (3)     split FP32 b into BF16 terms, in place            wait landed, arrive on full
+//   math warpgroups     WGMMA of all terms, FP32 sums; squares of a       wait full and landed, arrive on empty
 //
 // An FP32 number is three BF16 numbers: its leading 8 bits, the next 8, the last 8. Their products with BF16 are exact,
 // but WGMMA truncates as it accumulates, so temporaries span one K block, smallest terms first, and are then added to
@@ -21,7 +21,7 @@ namespace deep_tile {
 
 constexpr int thin_k = 64;           // elements of K in a K block
 constexpr int split_threads = 96;    // with the operand warp, a warpgroup
-constexpr int piece = 8;             // elements of a row that a thread splits: 16 bytes of each term
+constexpr int split_rows = 4;        // of b, that a warp splits at once: eight numbers a lane
 
 struct ThinConfig {
     int block_m, block_n;
@@ -38,7 +38,8 @@ template <ThinConfig config>
 struct alignas(1024) ThinStorage {
     u8 a[config.stages][config.block_m * k_block_bytes];
     u8 b[config.stages][config.terms][config.block_n * k_block_bytes];
-    u64 full[config.stages];
+    u64 landed[config.stages];
+    u64 full[config.stages];  // used where b is split
     u64 empty[config.stages];
 };
 
@@ -79,18 +80,21 @@ struct ThinStep {
 template <ThinConfig config>
 __device__ __forceinline__ void load_thin(const ThinParams& params, ThinStorage<config>& smem, const ThinWork& work) {
     PipelineState<config.stages> state;
-    constexpr u32 bytes = (config.block_m + (config.splits() ? 0 : config.block_n)) * k_block_bytes;
+    constexpr int boxes = config.splits() ? 2 : 1;  // of b, each 128 bytes of its rows
+    constexpr u32 box_bytes = config.block_n * k_block_bytes, bytes = config.block_m * k_block_bytes + boxes * box_bytes;
     ThinStep at(params, work.begin);
 #pragma unroll 1
     for (int left = work.end - work.begin; left > 0; --left) {
         wait(smem.empty[state.stage], state.phase ^ 1);
         if (ptx::elect_sync()) {
-            const u32 full = ptx::smem_address(&smem.full[state.stage]);
-            ptx::mbarrier_arrive_expect_tx(full, bytes);
-            const int inner = at.k * int(sizeof(u16));
-            ptx::cp_async_bulk_tensor_load(ptx::smem_address(smem.a[state.stage]), params.a_map, inner, work.row, at.matrix, full);
-            if constexpr (!config.splits()) {
-                ptx::cp_async_bulk_tensor_load(ptx::smem_address(smem.b[state.stage]), params.b_map, inner, work.column, at.matrix, full);
+            const u32 landed = ptx::smem_address(&smem.landed[state.stage]), b = ptx::smem_address(smem.b[state.stage]);
+            ptx::mbarrier_arrive_expect_tx(landed, bytes);
+            ptx::cp_async_bulk_tensor_load(ptx::smem_address(smem.a[state.stage]), params.a_map, at.k * int(sizeof(u16)), work.row,
+                                           at.matrix, landed);
+#pragma unroll
+            for (int i = 0; i < boxes; ++i) {
+                const int inner = at.k * 2 * boxes + i * k_block_bytes;
+                ptx::cp_async_bulk_tensor_load(b + i * box_bytes, params.b_map, inner, work.column, at.matrix, landed);
             }
         }
         __syncwarp();
@@ -100,7 +104,7 @@ __device__ __forceinline__ void load_thin(const ThinParams& params, ThinStorage<
 }
 
 // Splits two numbers into terms, the first in bits 0 to 15. Three terms are truncated, so that each is exact but for bits
-// below 2^-133, the least of BF16; two are rounded. A term that is the number itself leaves 0, also of infinity.
+// below 2^-133, the least of BF16; two are rounded. A number that is its first term leaves 0, also infinity.
 template <int terms>
 __device__ __forceinline__ void split_pair(float first, float second, u32 (&words)[terms]) {
 #pragma unroll
@@ -108,91 +112,56 @@ __device__ __forceinline__ void split_pair(float first, float second, u32 (&word
         words[term] = terms == 2 ? ptx::cvt_rn_bf16x2(second, first)
                                  : __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x7632);
         const float low = __uint_as_float(words[term] << 16), high = __uint_as_float(words[term] & 0xffff0000);
-        first = first == low ? 0.0f : first - low;
-        second = second == high ? 0.0f : second - high;
+        first = term == 0 && first == low ? 0.0f : first - low;
+        second = term == 0 && second == high ? 0.0f : second - high;
     }
 }
 
-// One split thread's share of a K block of b, in registers: pieces of eight numbers of a row.
+// Splits `split_rows` rows of a K block: numbers 0 to 31 of a row lie in the first box, the others in the second one, and
+// terms take the boxes' place, row by row. Eight lanes share a row; those of the second box read its 16 bytes in the
+// other order, so that no two read from one bank.
 template <ThinConfig config>
-class SplitTile {
-   public:
-    __device__ __forceinline__ SplitTile(const ThinParams& params, int thread, int column)
-        : params_(params), thread_(thread), column_(column) {}
-
-    __device__ __forceinline__ void load(const ThinStep& at) {
-        const float* matrix = static_cast<const float*>(params_.b) + at.matrix * params_.b_matrix_stride;
+__device__ __forceinline__ void split_rows_of(u32 boxes, int first_row) {
+    constexpr u32 box_bytes = config.block_n * k_block_bytes;
+    const int lane = threadIdx.x % warp_threads, row = first_row + lane / 8, piece = lane % 8, swizzle = row % 8;
+    const u32 row_bytes = boxes + row * k_block_bytes;
+    const int box = piece / 4, even = piece % 4 * 2;
+    const uint4 one = ptx::ld_shared_v4(row_bytes + box * box_bytes + ((even + box) ^ swizzle) * 16);
+    const uint4 other = ptx::ld_shared_v4(row_bytes + box * box_bytes + ((even + 1 - box) ^ swizzle) * 16);
+    const uint4 low = box == 0 ? one : other, high = box == 0 ? other : one;
+    const u32 bits[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    u32 words[4][config.terms];
 #pragma unroll
-        for (int i = 0; i < count; ++i) {
-            const int row = column_ + row_of(i), k = at.k + piece_of(i) * piece;
-            const bool exists = is_whole(i) && row < params_.n;
-            load_piece(matrix + row * params_.b_stride + k, exists ? params_.k - k : 0, values_[i]);
-        }
+    for (int i = 0; i < 4; ++i) {
+        split_pair<config.terms>(__uint_as_float(bits[2 * i]), __uint_as_float(bits[2 * i + 1]), words[i]);
     }
-
-    __device__ __forceinline__ void store(u8 (&stage)[config.terms][config.block_n * k_block_bytes]) const {
+    __syncwarp();  // the row has been read
 #pragma unroll
-        for (int i = 0; i < count; ++i) {
-            if (!is_whole(i)) continue;
-            u32 words[piece / 2][config.terms];
-#pragma unroll
-            for (int j = 0; j < piece / 2; ++j) split_pair<config.terms>(values_[i][2 * j], values_[i][2 * j + 1], words[j]);
-            const int row = row_of(i), at = row * k_block_bytes + (piece_of(i) ^ row % 8) * 16;  // as TMA swizzles
-#pragma unroll
-            for (int term = 0; term < config.terms; ++term) {
-                *reinterpret_cast<uint4*>(&stage[term][at]) = {words[0][term], words[1][term], words[2][term], words[3][term]};
-            }
-        }
+    for (int term = 0; term < config.terms; ++term) {
+        ptx::st_shared_v4(row_bytes + term * box_bytes + (piece ^ swizzle) * 16, words[0][term], words[1][term], words[2][term],
+                          words[3][term]);
     }
+}
 
-   private:
-    static constexpr int pieces = config.block_n * (thin_k / piece);
-    static constexpr int count = (pieces + split_threads - 1) / split_threads;
-
-    __device__ __forceinline__ int row_of(int i) const { return (thread_ + i * split_threads) / (thin_k / piece); }
-    __device__ __forceinline__ int piece_of(int i) const { return (thread_ + i * split_threads) % (thin_k / piece); }
-    __device__ __forceinline__ bool is_whole(int i) const { return (i + 1) * split_threads <= pieces || thread_ + i * split_threads < pieces; }
-
-    // Loads `left` numbers, eight at most; the others are zeros.
-    static __device__ __forceinline__ void load_piece(const float* from, int left, float (&to)[piece]) {
-#pragma unroll
-        for (int j = 0; j < piece; j += 4) {
-            float four[4] = {};
-            const bool all = left >= j + 4;
-            ptx::ld_global(from + j, four, all);
-#pragma unroll
-            for (int i = 0; i < 3; ++i) ptx::ld_global(from + j + i, four[i], !all && left > j + i);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) to[j + i] = four[i];
-        }
-    }
-
-    const ThinParams& params_;
-    const int thread_, column_;
-    float values_[count][piece];
-};
-
-// Fills the stages' terms of b. The next K block is requested before this one's stage is awaited. Where terms are stored
-// is hidden from ptxas and counted by itself: it would otherwise keep the stage in an ordinary register, and wait
-// through it, as in a warp whose threads are apart.
+// Splits every K block of b in its stage. The stage that is split is hidden from ptxas and counted by itself: with two
+// terms it would otherwise wait through an ordinary register, as in a warp whose threads are apart.
 template <ThinConfig config>
-__device__ __forceinline__ void split_thin(const ThinParams& params, ThinStorage<config>& smem, const ThinWork& work) {
-    const int thread = threadIdx.x - config.math_threads() - warp_threads;
+__device__ __forceinline__ void split_thin(ThinStorage<config>& smem, const ThinWork& work, int split_warp) {
+    constexpr int warps = split_threads / warp_threads;
     PipelineState<config.stages> state;
-    int stored = ptx::opaque(0);
-    ThinStep at(params, work.begin);
-    SplitTile<config> tile(params, thread, work.column);
-    if (work.begin < work.end) tile.load(at);
+    int stage = ptx::opaque(0);
 #pragma unroll 1
     for (int left = work.end - work.begin; left > 0; --left) {
-        wait(smem.empty[state.stage], state.phase ^ 1);
-        tile.store(smem.b[stored]);
+        wait(smem.landed[state.stage], state.phase);
+        const u32 boxes = ptx::smem_address(smem.b[stage]);
+#pragma unroll 2
+        for (int row = split_warp * split_rows; row < config.block_n; row += warps * split_rows) {
+            split_rows_of<config>(boxes, row);
+        }
         ptx::fence_proxy_async();
-        ptx::mbarrier_arrive(ptx::smem_address(&smem.full[stored]));
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.full[stage]));
         state.advance();
-        stored = stored + 1 == config.stages ? 0 : stored + 1;
-        at.advance(params);
-        if (left > 1) tile.load(at);
+        stage = stage + 1 == config.stages ? 0 : stage + 1;
     }
 }
 
@@ -256,7 +225,8 @@ __device__ __forceinline__ void multiply_thin(const ThinParams& params, ThinStor
     Squares squares;
 #pragma unroll 1
     for (int left = work.end - work.begin; left > 0; --left) {
-        wait(smem.full[state.stage], state.phase);
+        wait(smem.landed[state.stage], state.phase);
+        if constexpr (config.splits()) wait(smem.full[state.stage], state.phase);
         const u32 a = a_first + state.stage * a_stage, b = b_first + state.stage * config.terms * b_term;
         pin(products);
         ptx::wgmma_fence();
@@ -289,7 +259,8 @@ __device__ __forceinline__ void thin(const ThinParams& params) {
     if (threadIdx.x == 0) {
 #pragma unroll 1
         for (int i = 0; i < config.stages; ++i) {
-            ptx::mbarrier_init(ptx::smem_address(&smem.full[i]), 1 + (config.splits() ? split_threads : 0));
+            ptx::mbarrier_init(ptx::smem_address(&smem.landed[i]), 1);
+            ptx::mbarrier_init(ptx::smem_address(&smem.full[i]), split_threads);
             ptx::mbarrier_init(ptx::smem_address(&smem.empty[i]), config.math_threads());
         }
         ptx::fence_mbarrier_init();
@@ -304,7 +275,7 @@ __device__ __forceinline__ void thin(const ThinParams& params) {
     } else if (warp == operand_warp) {
         load_thin<config>(params, smem, work);
     } else if constexpr (config.splits()) {
-        split_thin<config>(params, smem, work);
+        split_thin<config>(smem, work, warp - operand_warp - 1);
     }
 }
 
