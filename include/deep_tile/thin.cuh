@@ -143,25 +143,23 @@ __device__ __forceinline__ void split_rows_of(u32 boxes, int first_row) {
     }
 }
 
-// Splits every K block of b in its stage. The stage that is split is hidden from ptxas and counted by itself: with two
-// terms it would otherwise wait through an ordinary register, as in a warp whose threads are apart.
+// Splits every K block of b in its stage, which is hidden from ptxas where b is addressed: with two terms it would
+// otherwise wait through an ordinary register, as in a warp whose threads are apart.
 template <ThinConfig config>
 __device__ __forceinline__ void split_thin(ThinStorage<config>& smem, const ThinWork& work, int split_warp) {
     constexpr int warps = split_threads / warp_threads;
     PipelineState<config.stages> state;
-    int stage = ptx::opaque(0);
 #pragma unroll 1
     for (int left = work.end - work.begin; left > 0; --left) {
         wait(smem.landed[state.stage], state.phase);
-        const u32 boxes = ptx::smem_address(smem.b[stage]);
+        const u32 boxes = ptx::smem_address(smem.b[ptx::opaque(state.stage)]);
 #pragma unroll 2
         for (int row = split_warp * split_rows; row < config.block_n; row += warps * split_rows) {
             split_rows_of<config>(boxes, row);
         }
         ptx::fence_proxy_async();
-        ptx::mbarrier_arrive(ptx::smem_address(&smem.full[stage]));
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.full[state.stage]));
         state.advance();
-        stage = stage + 1 == config.stages ? 0 : stage + 1;
     }
 }
 
