@@ -348,16 +348,18 @@ class ThinKernel(NamedTuple):
 def thin_source(kernel: ThinKernel) -> str:
     """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
     n, squares = kernel.block_n, str(kernel.squares).lower()
+    columns = kernel.terms * n if n <= 32 else n
     entry = f"""\
 constexpr deep_tile::ThinConfig config = {{{kernel.block_m}, {n}, {kernel.terms}, {kernel.stages}, {squares}}};
 static_assert(sizeof(deep_tile::ThinStorage<config>) == {kernel.smem_bytes} && config.threads() == {kernel.threads});
+static_assert(config.columns_at_once() == {columns});
 
 extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
 {kernel.name}(const __grid_constant__ ThinParams params) {{
     deep_tile::thin<config>(params);
 }}
 """
-    wgmma = _wgmma_function(n // 2, f"m64n{n}k16.f32.bf16.bf16", ", 1, 1, 0, 0")
+    wgmma = _wgmma_function(columns // 2, f"m64n{columns}k16.f32.bf16.bf16", ", 1, 1, 0, 0")
     return "\n".join([wgmma, params.THIN.text, _headers("thin.cuh"), entry])
 
 

@@ -30,6 +30,9 @@ struct ThinConfig {
     bool squares;  // sums of the squares of a's rows, too
 
     constexpr bool splits() const { return terms > 1; }
+    // Narrow tiles: terms lie side by side in one WGMMA's columns, which then reads a once, and each has sums of its own.
+    constexpr int columns_at_once() const { return splits() && block_n <= 32 ? terms * block_n : block_n; }
+    constexpr int chains() const { return terms * block_n / columns_at_once(); }
     constexpr int math_threads() const { return block_m / mma_m * warpgroup_threads; }
     constexpr int threads() const { return math_threads() + warpgroup_threads; }
 };
@@ -153,7 +156,7 @@ __device__ __forceinline__ void split_thin(ThinStorage<config>& smem, const Thin
     for (int left = work.end - work.begin; left > 0; --left) {
         wait(smem.landed[state.stage], state.phase);
         const u32 boxes = ptx::smem_address(smem.b[ptx::opaque(state.stage)]);
-#pragma unroll 2
+#pragma unroll 4
         for (int row = split_warp * split_rows; row < config.block_n; row += warps * split_rows) {
             split_rows_of<config>(boxes, row);
         }
@@ -211,6 +214,19 @@ __device__ __forceinline__ void store_thin(const ThinParams& params, const float
     }
 }
 
+// Adds a K block's products to the sums, the smallest terms first where each has its own.
+template <ThinConfig config>
+__device__ __forceinline__ void add_terms(float (&sums)[config.block_n / 2], const float (&products)[config.columns_at_once() / 2]) {
+    constexpr int count = config.block_n / 2, terms = config.columns_at_once() / config.block_n;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        float sum = products[(terms - 1) * count + i];
+#pragma unroll
+        for (int term = terms - 2; term >= 0; --term) sum += products[term * count + i];
+        sums[i] += sum;
+    }
+}
+
 // Multiplies a warpgroup's 64 rows of the tile with every K block of the part.
 template <ThinConfig config>
 __device__ __forceinline__ void multiply_thin(const ThinParams& params, ThinStorage<config>& smem, const ThinWork& work, int warp) {
@@ -219,7 +235,7 @@ __device__ __forceinline__ void multiply_thin(const ThinParams& params, ThinStor
     const u32 a_first = __shfl_sync(0xffffffff, descriptor_address(smem.a[0] + warpgroup * mma_m * k_block_bytes), 0);
     const u32 b_first = __shfl_sync(0xffffffff, descriptor_address(smem.b[0][0]), 0);
     PipelineState<config.stages> state;
-    float sums[config.block_n / 2] = {}, products[config.block_n / 2];
+    float sums[config.block_n / 2] = {}, products[config.columns_at_once() / 2];
     Squares squares;
 #pragma unroll 1
     for (int left = work.end - work.begin; left > 0; --left) {
@@ -229,8 +245,8 @@ __device__ __forceinline__ void multiply_thin(const ThinParams& params, ThinStor
         pin(products);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < config.terms * (k_block_bytes / mma_k_bytes); ++i) {
-            const u32 term = config.terms - 1 - i / 4, k = i % 4 * mma_k_bytes / 16;
+        for (int i = 0; i < config.chains() * (k_block_bytes / mma_k_bytes); ++i) {
+            const u32 term = config.chains() - 1 - i / 4, k = i % 4 * mma_k_bytes / 16;
             wgmma(products, matrix_descriptor(a + k, OperandLayout<0>::high),
                   matrix_descriptor(b + term * b_term + k, OperandLayout<0>::high), i != 0);
         }
@@ -239,8 +255,7 @@ __device__ __forceinline__ void multiply_thin(const ThinParams& params, ThinStor
         ptx::wgmma_wait_group<0>();
         pin(products);
         ptx::mbarrier_arrive(ptx::smem_address(&smem.empty[state.stage]));
-#pragma unroll
-        for (int i = 0; i < config.block_n / 2; ++i) sums[i] += products[i];
+        add_terms<config>(sums, products);
         state.advance();
     }
     const int warp_row = work.row + warp * 16;
@@ -255,6 +270,8 @@ __device__ __forceinline__ void thin(const ThinParams& params) {
     extern __shared__ __align__(1024) u8 dynamic_smem[];
     auto& smem = *reinterpret_cast<ThinStorage<config>*>(dynamic_smem);
     if (threadIdx.x == 0) {
+        ptx::prefetch_tensormap(params.a_map);
+        ptx::prefetch_tensormap(params.b_map);
 #pragma unroll 1
         for (int i = 0; i < config.stages; ++i) {
             ptx::mbarrier_init(ptx::smem_address(&smem.landed[i]), 1);
