@@ -318,6 +318,7 @@ class ThinKernel(NamedTuple):
         block_m, block_n: of a tile; 64 or 128 rows, and a multiple of 8 columns.
         terms: in BF16 that an FP32 b is split into, 2 or 3; 1 where b is BF16.
         stages: of the ring.
+        split_warps: that split an FP32 b; with the warp that loads operands, whole warpgroups.
         squares: whether it adds up the squares of a's rows, too.
         blocks_per_sm: thread blocks that must fit into an SM at once.
     """
@@ -326,6 +327,7 @@ class ThinKernel(NamedTuple):
     block_n: int
     terms: int
     stages: int
+    split_warps: int
     squares: bool
     blocks_per_sm: int
 
@@ -336,7 +338,7 @@ class ThinKernel(NamedTuple):
 
     @property
     def threads(self) -> int:
-        return self.block_m * 2 + 128
+        return self.block_m * 2 + 32 * (1 + self.split_warps)
 
     @property
     def smem_bytes(self) -> int:
@@ -350,7 +352,7 @@ def thin_source(kernel: ThinKernel) -> str:
     n, squares = kernel.block_n, str(kernel.squares).lower()
     columns = kernel.terms * n if n <= 32 else n
     entry = f"""\
-constexpr deep_tile::ThinConfig config = {{{kernel.block_m}, {n}, {kernel.terms}, {kernel.stages}, {squares}}};
+constexpr deep_tile::ThinConfig config = {{{kernel.block_m}, {n}, {kernel.terms}, {kernel.stages}, {kernel.split_warps}, {squares}}};
 static_assert(sizeof(deep_tile::ThinStorage<config>) == {kernel.smem_bytes} && config.threads() == {kernel.threads});
 static_assert(config.columns_at_once() == {columns});
 

@@ -18,16 +18,14 @@ STEP = 64
 """Elements of k in a K block."""
 
 KERNELS = (
-    ThinKernel(64, 24, terms=3, stages=6, squares=True, blocks_per_sm=2),
-    ThinKernel(128, 24, terms=3, stages=8, squares=True, blocks_per_sm=1),
-    ThinKernel(64, 32, terms=3, stages=5, squares=True, blocks_per_sm=2),
-    ThinKernel(128, 32, terms=3, stages=7, squares=True, blocks_per_sm=1),
-    ThinKernel(64, 64, terms=3, stages=3, squares=False, blocks_per_sm=2),
-    ThinKernel(128, 128, terms=3, stages=3, squares=False, blocks_per_sm=1),
-    ThinKernel(64, 64, terms=2, stages=4, squares=False, blocks_per_sm=2),
-    ThinKernel(128, 128, terms=2, stages=4, squares=False, blocks_per_sm=1),
-    ThinKernel(64, 64, terms=1, stages=6, squares=False, blocks_per_sm=2),
-    ThinKernel(128, 128, terms=1, stages=6, squares=False, blocks_per_sm=1),
+    ThinKernel(64, 32, terms=3, stages=5, split_warps=3, squares=True, blocks_per_sm=2),
+    ThinKernel(128, 32, terms=3, stages=7, split_warps=3, squares=True, blocks_per_sm=1),
+    ThinKernel(64, 64, terms=3, stages=3, split_warps=7, squares=False, blocks_per_sm=2),
+    ThinKernel(128, 128, terms=3, stages=3, split_warps=3, squares=False, blocks_per_sm=1),
+    ThinKernel(64, 64, terms=2, stages=4, split_warps=7, squares=False, blocks_per_sm=2),
+    ThinKernel(128, 128, terms=2, stages=4, split_warps=3, squares=False, blocks_per_sm=1),
+    ThinKernel(64, 64, terms=1, stages=6, split_warps=3, squares=False, blocks_per_sm=2),
+    ThinKernel(128, 128, terms=1, stages=6, split_warps=3, squares=False, blocks_per_sm=1),
 )
 """Each serves every size; as many stages as shared memory holds."""
 
@@ -90,9 +88,6 @@ class Layout(NamedTuple):
 def choose(product: Product, num_sms: int, parts: int | None = None) -> tuple[ThinKernel, int]:
     """The kernel and the parts of K that are predicted to take the least time; of so many parts, if they are given."""
     known = [kernel for kernel in KERNELS if (kernel.terms, kernel.squares) == (product.terms, product.squares)]
-    if product.squares:
-        width = 24 if product.n <= 24 else 32
-        known = [kernel for kernel in known if kernel.block_n == width]
     counts = range(1, min(product.steps, MOST_PARTS) + 1) if parts is None else (parts,)
     return min(
         ((kernel, count) for kernel in known for count in counts), key=lambda found: _clocks(product, *found, num_sms)

@@ -4,7 +4,7 @@
 //
 //   role                work                                              per stage
 //   operand warp        TMA loads a and b                                 waits empty, expects bytes on landed
-//   split warps (3)     split FP32 b into BF16 terms, in place            wait landed, arrive on full
+//   split warps         split FP32 b into BF16 terms, in place            wait landed, arrive on full
 //   math warpgroups     WGMMA of all terms, FP32 sums; squares of a       wait full and landed, arrive on empty
 //
 // An FP32 number is three BF16 numbers: its leading 8 bits, the next 8, the last 8. Their products with BF16 are exact,
@@ -20,21 +20,23 @@
 namespace deep_tile {
 
 constexpr int thin_k = 64;           // elements of K in a K block
-constexpr int split_threads = 96;    // with the operand warp, a warpgroup
 constexpr int split_rows = 4;        // of b, that a warp splits at once: eight numbers a lane
 
 struct ThinConfig {
     int block_m, block_n;
     int terms;  // of an FP32 b: 2, rounded, or 3, exact; 1: b is BF16
     int stages;
-    bool squares;  // sums of the squares of a's rows, too
+    int split_warps;  // with the operand warp, whole warpgroups
+    bool squares;     // sums of the squares of a's rows, too
 
     constexpr bool splits() const { return terms > 1; }
     // Narrow tiles: terms lie side by side in one WGMMA's columns, which then reads a once, and each has sums of its own.
     constexpr int columns_at_once() const { return splits() && block_n <= 32 ? terms * block_n : block_n; }
     constexpr int chains() const { return terms * block_n / columns_at_once(); }
     constexpr int math_threads() const { return block_m / mma_m * warpgroup_threads; }
-    constexpr int threads() const { return math_threads() + warpgroup_threads; }
+    constexpr int threads() const { return math_threads() + (1 + split_warps) * warp_threads; }
+    // Narrow tiles: a stage is split by one warp, and the next ones meanwhile by the others.
+    constexpr int splitters() const { return block_n <= 32 ? 1 : split_warps; }
 };
 
 template <ThinConfig config>
@@ -120,49 +122,74 @@ __device__ __forceinline__ void split_pair(float first, float second, u32 (&word
     }
 }
 
-// Splits `split_rows` rows of a K block: numbers 0 to 31 of a row lie in the first box, the others in the second one, and
-// terms take the boxes' place, row by row. Eight lanes share a row; those of the second box read its 16 bytes in the
-// other order, so that no two read from one bank.
+// Eight numbers of a row in each lane of a split warp, which has `split_rows` rows of a K block: numbers 0 to 31 of a row
+// lie in b's first box, the others in the second one, and terms take the boxes' place, row by row. Lanes of the second
+// box read their 16 bytes in the other order, so that no two of a row read from one bank.
 template <ThinConfig config>
-__device__ __forceinline__ void split_rows_of(u32 boxes, int first_row) {
-    constexpr u32 box_bytes = config.block_n * k_block_bytes;
-    const int lane = threadIdx.x % warp_threads, row = first_row + lane / 8, piece = lane % 8, swizzle = row % 8;
-    const u32 row_bytes = boxes + row * k_block_bytes;
-    const int box = piece / 4, even = piece % 4 * 2;
-    const uint4 one = ptx::ld_shared_v4(row_bytes + box * box_bytes + ((even + box) ^ swizzle) * 16);
-    const uint4 other = ptx::ld_shared_v4(row_bytes + box * box_bytes + ((even + 1 - box) ^ swizzle) * 16);
-    const uint4 low = box == 0 ? one : other, high = box == 0 ? other : one;
-    const u32 bits[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    u32 words[4][config.terms];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        split_pair<config.terms>(__uint_as_float(bits[2 * i]), __uint_as_float(bits[2 * i + 1]), words[i]);
+struct SplitRows {
+    static constexpr u32 box_bytes = config.block_n * k_block_bytes;
+
+    __device__ __forceinline__ void load(u32 boxes, int first_row) {
+        const int lane = threadIdx.x % warp_threads, row = first_row + lane / 8, box = lane % 8 / 4, even = lane % 4 * 2;
+        const u32 row_bytes = boxes + row * k_block_bytes + box * box_bytes;
+        const uint4 one = ptx::ld_shared_v4(row_bytes + ((even + box) ^ row % 8) * 16);
+        const uint4 other = ptx::ld_shared_v4(row_bytes + ((even + 1 - box) ^ row % 8) * 16);
+        low = box == 0 ? one : other;
+        high = box == 0 ? other : one;
     }
-    __syncwarp();  // the row has been read
+
+    __device__ __forceinline__ void store(u32 boxes, int first_row) const {
+        const int lane = threadIdx.x % warp_threads, row = first_row + lane / 8;
+        const u32 to = boxes + row * k_block_bytes + (lane % 8 ^ row % 8) * 16;
+        const u32 bits[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        u32 words[4][config.terms];
 #pragma unroll
-    for (int term = 0; term < config.terms; ++term) {
-        ptx::st_shared_v4(row_bytes + term * box_bytes + (piece ^ swizzle) * 16, words[0][term], words[1][term], words[2][term],
-                          words[3][term]);
+        for (int i = 0; i < 4; ++i) {
+            split_pair<config.terms>(__uint_as_float(bits[2 * i]), __uint_as_float(bits[2 * i + 1]), words[i]);
+        }
+#pragma unroll
+        for (int term = 0; term < config.terms; ++term) {
+            ptx::st_shared_v4(to + term * box_bytes, words[0][term], words[1][term], words[2][term], words[3][term]);
+        }
+    }
+
+    uint4 low, high;
+};
+
+// Splits a stage's b: one warp's share of it, in batches whose loads precede their stores.
+template <ThinConfig config>
+__device__ __forceinline__ void split_stage(u32 boxes, int first) {
+    constexpr int groups = config.block_n / split_rows, step = config.splitters(), batch = step == 1 ? groups : 6;
+#pragma unroll 1
+    for (int begin = first; begin < groups; begin += batch * step) {
+        SplitRows<config> rows[batch];
+#pragma unroll
+        for (int i = 0; i < batch; ++i) {
+            if (begin + i * step < groups) rows[i].load(boxes, (begin + i * step) * split_rows);
+        }
+        __syncwarp();  // these rows have been read
+#pragma unroll
+        for (int i = 0; i < batch; ++i) {
+            if (begin + i * step < groups) rows[i].store(boxes, (begin + i * step) * split_rows);
+        }
     }
 }
 
-// Splits every K block of b in its stage, which is hidden from ptxas where b is addressed: with two terms it would
-// otherwise wait through an ordinary register, as in a warp whose threads are apart.
+// Splits b in its stages, which are hidden from ptxas where b is addressed: it would otherwise wait through an ordinary
+// register, as in a warp whose threads are apart.
 template <ThinConfig config>
-__device__ __forceinline__ void split_thin(ThinStorage<config>& smem, const ThinWork& work, int split_warp) {
-    constexpr int warps = split_threads / warp_threads;
+__device__ __forceinline__ void split_thin(ThinStorage<config>& smem, const ThinWork& work, int warp) {
+    constexpr int stride = config.split_warps / config.splitters();
+    static_assert(stride <= config.stages, "warps take stages of one round by turns");
     PipelineState<config.stages> state;
+    if (config.splitters() == 1) state.advance(warp);
 #pragma unroll 1
-    for (int left = work.end - work.begin; left > 0; --left) {
+    for (int left = work.end - work.begin - (config.splitters() == 1 ? warp : 0); left > 0; left -= stride) {
         wait(smem.landed[state.stage], state.phase);
-        const u32 boxes = ptx::smem_address(smem.b[ptx::opaque(state.stage)]);
-#pragma unroll 4
-        for (int row = split_warp * split_rows; row < config.block_n; row += warps * split_rows) {
-            split_rows_of<config>(boxes, row);
-        }
+        split_stage<config>(ptx::smem_address(smem.b[ptx::opaque(state.stage)]), config.splitters() == 1 ? 0 : warp);
         ptx::fence_proxy_async();
         ptx::mbarrier_arrive(ptx::smem_address(&smem.full[state.stage]));
-        state.advance();
+        state.advance(stride);
     }
 }
 
@@ -275,7 +302,7 @@ __device__ __forceinline__ void thin(const ThinParams& params) {
 #pragma unroll 1
         for (int i = 0; i < config.stages; ++i) {
             ptx::mbarrier_init(ptx::smem_address(&smem.landed[i]), 1);
-            ptx::mbarrier_init(ptx::smem_address(&smem.full[i]), split_threads);
+            ptx::mbarrier_init(ptx::smem_address(&smem.full[i]), config.splitters() * warp_threads);
             ptx::mbarrier_init(ptx::smem_address(&smem.empty[i]), config.math_threads());
         }
         ptx::fence_mbarrier_init();
