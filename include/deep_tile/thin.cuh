@@ -175,8 +175,10 @@ __device__ __forceinline__ void split_stage(u32 boxes, int first) {
     }
 }
 
-// Splits b in its stages, which are hidden from ptxas where b is addressed: it would otherwise wait through an ordinary
-// register, as in a warp whose threads are apart.
+// Splits b in its stages. Where warps take stages by turns, one sees a stage every third round or so: it waits until the
+// stage is empty, too, without which a phase that is two behind would look like the one that it waits for. Stages are
+// from ptxas where b is addressed: it would otherwise wait through an ordinary register, as in a warp whose threads are
+// apart.
 template <ThinConfig config>
 __device__ __forceinline__ void split_thin(ThinStorage<config>& smem, const ThinWork& work, int warp) {
     constexpr int stride = config.split_warps / config.splitters();
@@ -185,6 +187,7 @@ __device__ __forceinline__ void split_thin(ThinStorage<config>& smem, const Thin
     if (config.splitters() == 1) state.advance(warp);
 #pragma unroll 1
     for (int left = work.end - work.begin - (config.splitters() == 1 ? warp : 0); left > 0; left -= stride) {
+        if constexpr (stride > 1) wait(smem.empty[state.stage], state.phase ^ 1);
         wait(smem.landed[state.stage], state.phase);
         split_stage<config>(ptx::smem_address(smem.b[ptx::opaque(state.stage)]), config.splitters() == 1 ? 0 : warp);
         ptx::fence_proxy_async();
