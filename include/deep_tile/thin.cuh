@@ -159,7 +159,7 @@ struct SplitRows {
 // Splits a stage's b: one warp's share of it, in batches whose loads precede their stores.
 template <ThinConfig config>
 __device__ __forceinline__ void split_stage(u32 boxes, int first) {
-    constexpr int groups = config.block_n / split_rows, step = config.splitters(), batch = step == 1 ? groups : 6;
+    constexpr int groups = config.block_n / split_rows, step = config.splitters(), batch = step == 1 ? groups : 3;
 #pragma unroll 1
     for (int begin = first; begin < groups; begin += batch * step) {
         SplitRows<config> rows[batch];
