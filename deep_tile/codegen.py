@@ -316,9 +316,9 @@ class ThinKernel(NamedTuple):
 
     Attributes:
         block_m, block_n: of a tile; 64 or 128 rows, and a multiple of 8 columns.
-        terms: in BF16 that an FP32 b is split into, 2 or 3; 1 where b is BF16.
+        terms: in BF16 of b.
         stages: of the ring.
-        split_warps: that split an FP32 b; with the warp that loads operands, whole warpgroups.
+        split_warps: that split an FP32 b; 0 where b is given as BF16 terms.
         squares: whether it adds up the squares of a's rows, too.
         blocks_per_sm: thread blocks that must fit into an SM at once.
     """
@@ -349,11 +349,13 @@ class ThinKernel(NamedTuple):
 
 def thin_source(kernel: ThinKernel) -> str:
     """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    n, squares = kernel.block_n, str(kernel.squares).lower()
-    columns = kernel.terms * n if n <= 32 else n
+    columns = kernel.terms * kernel.block_n if kernel.split_warps else kernel.block_n
+    fields = ("block_m", "block_n", "terms", "stages", "split_warps", "squares")
+    values = ", ".join(_literal(name, getattr(kernel, name)) for name in fields)
     entry = f"""\
-constexpr deep_tile::ThinConfig config = {{{kernel.block_m}, {n}, {kernel.terms}, {kernel.stages}, {kernel.split_warps}, {squares}}};
-static_assert(sizeof(deep_tile::ThinStorage<config>) == {kernel.smem_bytes} && config.threads() == {kernel.threads});
+constexpr deep_tile::ThinConfig config = {{{values}}};
+static_assert(sizeof(deep_tile::ThinStorage<config>) == {kernel.smem_bytes}, "codegen.py and thin.cuh disagree");
+static_assert(config.threads() == {kernel.threads});
 static_assert(config.columns_at_once() == {columns});
 
 extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
@@ -392,7 +394,38 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_pe
     return "\n".join([params.PARTS.text, _headers("parts.cuh"), entry])
 
 
-StreamingKernel = CastKernel | TransposedKernel | BothKernel | CombineKernel | SortKernel | ThinKernel | PartsKernel
+class SplitKernel(NamedTuple):
+    """The split of FP32 into BF16 terms: what its text depends on.
+
+    Attributes:
+        terms: 2, rounded, or 3, exact.
+        threads: of a thread block.
+        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
+    """
+
+    terms: int
+    threads: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"thin_gemm_split_b{self.terms}_t{self.threads}"
+
+
+def split_source(kernel: SplitKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    entry = f"""\
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const SplitParams params) {{
+    deep_tile::split_terms<{kernel.terms}>(params);
+}}
+"""
+    return "\n".join([params.SPLIT.text, _headers("terms.cuh"), entry])
+
+
+StreamingKernel = (
+    CastKernel | TransposedKernel | BothKernel | CombineKernel | SortKernel | ThinKernel | PartsKernel | SplitKernel
+)
 """A kernel that no GemmConfig describes: most are bound by memory."""
 
 _SOURCES = {
@@ -403,6 +436,7 @@ _SOURCES = {
     SortKernel: sort_source,
     ThinKernel: thin_source,
     PartsKernel: parts_source,
+    SplitKernel: split_source,
 }
 
 

@@ -381,7 +381,11 @@ SORT = Params(
 THIN = Params(
     "ThinParams",
     Field("a_map", TENSOR_MAP, "a [matrices, m, k] in bytes, box [1, block_m, 128]"),
-    Field("b_map", TENSOR_MAP, "b [matrices, n, k] in bytes, box [1, block_n, 128]"),
+    Field(
+        "b_map",
+        TENSOR_MAP,
+        "b [matrices, n, k] in bytes, or of its terms [matrices * terms, n, k], box [1, block_n, 128]",
+    ),
     Field("out", "void*"),
     Field("squares", "float*", "[parts, m], of kernels that add them up"),
     Field("m", "int", "", 1),
@@ -396,6 +400,19 @@ THIN = Params(
     Field("part_stride", "long long", "from a part's results to the next one's"),
 )
 """Of a product by parts of K."""
+
+SPLIT = Params(
+    "SplitParams",
+    Field("b", "const float*", "[matrices, rows, k], columns adjacent; strides are in elements"),
+    Field("out", "unsigned short*", "[matrices, terms, rows, out_stride], dense"),
+    Field("matrices", "int", "", 1),
+    Field("rows", "int", "", 1),
+    Field("k", "int", "", 1),
+    Field("out_stride", "int", "a multiple of 8", 8),
+    Field("row_stride", "long long"),
+    Field("matrix_stride", "long long"),
+)
+"""Of the split of FP32 into BF16 terms."""
 
 PARTS = Params(
     "PartsParams",

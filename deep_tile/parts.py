@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from deep_tile import _launcher, cast, params
-from deep_tile.codegen import PartsKernel, ThinKernel
-from deep_tile.config import ceil_div
+from deep_tile.codegen import PartsKernel, SplitKernel, StreamingKernel, ThinKernel
+from deep_tile.config import ceil_div, round_up
 from deep_tile.kinds import K_BLOCK_BYTES
 from deep_tile.params import MapLayout, Place
 
@@ -20,16 +20,18 @@ STEP = 64
 KERNELS = (
     ThinKernel(64, 32, terms=3, stages=5, split_warps=3, squares=True, blocks_per_sm=2),
     ThinKernel(128, 32, terms=3, stages=7, split_warps=3, squares=True, blocks_per_sm=1),
-    ThinKernel(64, 64, terms=3, stages=3, split_warps=7, squares=False, blocks_per_sm=2),
-    ThinKernel(128, 128, terms=3, stages=3, split_warps=3, squares=False, blocks_per_sm=1),
-    ThinKernel(64, 64, terms=2, stages=4, split_warps=7, squares=False, blocks_per_sm=2),
-    ThinKernel(128, 128, terms=2, stages=4, split_warps=3, squares=False, blocks_per_sm=1),
-    ThinKernel(64, 64, terms=1, stages=6, split_warps=3, squares=False, blocks_per_sm=2),
-    ThinKernel(128, 128, terms=1, stages=6, split_warps=3, squares=False, blocks_per_sm=1),
+    ThinKernel(64, 64, terms=3, stages=3, split_warps=0, squares=False, blocks_per_sm=2),
+    ThinKernel(128, 128, terms=3, stages=3, split_warps=0, squares=False, blocks_per_sm=1),
+    ThinKernel(64, 64, terms=2, stages=4, split_warps=0, squares=False, blocks_per_sm=2),
+    ThinKernel(128, 128, terms=2, stages=4, split_warps=0, squares=False, blocks_per_sm=1),
+    ThinKernel(64, 64, terms=1, stages=6, split_warps=0, squares=False, blocks_per_sm=2),
+    ThinKernel(128, 128, terms=1, stages=6, split_warps=0, squares=False, blocks_per_sm=1),
 )
 """Each serves every size; as many stages as shared memory holds."""
 
 SUM = PartsKernel(threads=256, blocks_per_sm=4)
+
+SPLIT = {terms: SplitKernel(terms, threads=256, blocks_per_sm=4) for terms in (2, 3)}
 
 MOST_PARTS = 128
 """That are chosen: about as many as a GPU has SMs."""
@@ -47,7 +49,7 @@ class Product(NamedTuple):
 
     Attributes:
         m, n, k: of each of `matrices`, whose products are added up.
-        terms: in BF16 that b is split into; 1 where it is BF16.
+        terms: in BF16 of b.
         squares: whether the squares of a's rows are added up, too.
     """
 
@@ -100,8 +102,8 @@ def units(kernel: ThinKernel, product: Product, parts: int) -> int:
 
 
 def _clocks(product: Product, kernel: ThinKernel, parts: int, num_sms: int) -> float:
-    """Predicted, from launch to end. An SM multiplies a row of 64 by 16 of k and a column in half a clock, reads 24 bytes
-    of L2 in one, and splits eight numbers in 20 (H100, 2026-11-26)."""
+    """Predicted, from launch to end: an SM multiplies 64 rows, 16 of k and a column in half a clock, reads 24 bytes of
+    L2 in one, and splits a row of b in 20 (H100, 2026-11-26)."""
     waves = ceil_div(units(kernel, product, parts), num_sms * kernel.blocks_per_sm)
     tensor = kernel.block_m // 64 * kernel.terms * 4 * max(kernel.block_n // 2, 16)
     read = (kernel.block_m * 2 + kernel.block_n * (4 if kernel.terms > 1 else 2)) * STEP / 24
@@ -129,9 +131,12 @@ def prepare(
         places: where in them a, b, out and squares are.
     """
     part_steps, longer = divmod(product.steps, parts)
+    l2_bytes = 2 * K_BLOCK_BYTES if product.squares or product.terms == 1 else K_BLOCK_BYTES
+    of_b = product.matrices * (1 if kernel.split_warps else kernel.terms)
+    b_bytes = 4 if kernel.split_warps else 2
     maps = (
-        _map("a", product.m, product, layout.a_strides, 2, kernel.block_m, places),
-        _map("b", product.n, product, layout.b_strides, 4 if kernel.terms > 1 else 2, kernel.block_n, places),
+        _map("a", (product.k, product.m, product.matrices), layout.a_strides, 2, kernel.block_m, l2_bytes, places),
+        _map("b", (product.k, product.n, of_b), layout.b_strides, b_bytes, kernel.block_n, K_BLOCK_BYTES, places),
     )
     return _launcher.prepare(
         cast.load(kernel, device),
@@ -157,21 +162,23 @@ def prepare(
 
 def _map(
     name: str,
-    rows: int,
-    product: Product,
+    sizes: tuple[int, int, int],
     strides: tuple[int, int],
     element_bytes: int,
     box_rows: int,
+    l2_bytes: int,
     places: Mapping[str, Place],
 ) -> tuple:
-    """Of an operand [matrices, rows, k]: what lies outside of a matrix is read as zeros."""
+    """Of an operand [matrices, rows, k]: what lies outside of a matrix is read as zeros. Where a is most of what is read,
+    L2 fetches two K blocks of a row at once: 6 % of a pre-norm product's time (H100, 2026-11-26)."""
+    k, rows, matrices = sizes
     layout = MapLayout(
         "uint8",
-        (product.k * element_bytes, rows, product.matrices),
+        (k * element_bytes, rows, matrices),
         tuple(stride * element_bytes for stride in strides),
         (K_BLOCK_BYTES, box_rows, 1),
         K_BLOCK_BYTES,
-        K_BLOCK_BYTES,
+        l2_bytes,
     )
     return layout.entry(params.THIN.offsets[f"{name}_map"], *places[name])
 
@@ -210,3 +217,50 @@ def prepare_sum(
         fixed_maps=(),
         pdl=True,
     )
+
+
+def split_width(k: int) -> int:
+    """Elements of a row of terms, which begin at multiples of 16 bytes."""
+    return round_up(k, 8)
+
+
+def prepare_split(
+    terms: int,
+    rows: int,
+    k: int,
+    matrices: int,
+    strides: tuple[int, int],
+    device: int,
+    *,
+    names: tuple[str, ...],
+    places: Mapping[str, Place],
+    num_sms: int,
+    pdl: bool,
+) -> _launcher.Launch:
+    """The launch that writes the terms of FP32 b [matrices, rows, k] to out, [matrices, terms, rows, split_width(k)].
+    Errors as for `cast.load`."""
+    kernel, width = SPLIT[terms], split_width(k)
+    return _launcher.prepare(
+        cast.load(kernel, device),
+        grid=min(ceil_div(matrices * rows * width // 8, kernel.threads), num_sms * kernel.blocks_per_sm * 2),
+        cluster=1,
+        threads=kernel.threads,
+        params=params.SPLIT.pack(
+            matrices=matrices,
+            rows=rows,
+            k=k,
+            out_stride=width,
+            row_stride=strides[0],
+            matrix_stride=strides[1],
+        ),
+        names=names,
+        pointers=params.SPLIT.pointers(places),
+        maps=(),
+        fixed_maps=(),
+        pdl=pdl,
+    )
+
+
+def all_kernels() -> list[StreamingKernel]:
+    """Every kernel that a product can need."""
+    return [*KERNELS, SUM, *SPLIT.values()]

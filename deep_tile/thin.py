@@ -1,8 +1,8 @@
-"""Products by parts of K, for outputs too few to fill a GPU: of BF16 with FP32 weights, as routers have them, with sums of
-squares, and summed over a batch.
+"""Products by parts of K, for outputs too few to fill a GPU: of BF16 with FP32 weights, as routers have them; with sums
+of squares; and summed over a batch.
 
-Called by users, and by `gemm` where b is FP32. Parts of K are multiplied on all SMs and added up in a fixed order, by two
-kernels in one call (parts.py).
+Called by users, and by `gemm` where b is FP32. Parts of K are multiplied on all SMs and added up in a fixed order, by
+two kernels in one call (parts.py).
 Invariant: results repeat bit for bit; how many parts there are depends on sizes and the GPU's SMs alone.
 """
 
@@ -54,14 +54,18 @@ def thin_gemm(
     """Product of few columns, few rows or a long K: `out[m, n] = sum_k a[m, k] * b[n, k]`, of BF16 and FP32 or BF16.
 
     Of three dimensions it is summed over the first one, too: `out[m, n] = sum over s and k of a[s, m, k] * b[s, n, k]`.
+    With `a` of two dimensions and `b` of three, `a` is multiplied by the sum of b's matrices, as `split_weight` makes
+    them of an FP32 weight, once. An FP32 `b` of two is split in every call, by a kernel of its own.
+
     An FP32 `b` is multiplied as a sum of BF16 numbers, whose products with BF16 are exact: of three, it is the number
     itself but for bits below 2^-133, so that only FP32 sums round; of two, it is rounded within 2^-17. Sums of 64 of k
-    are added in FP32, and then parts of K, in a fixed order. Runs on the tensors' device and torch's current stream; CPU
-    tensors are multiplied in float64. Not differentiable. Compiled as one op by torch.compile and torch.export.
+    are added in FP32, and then parts of K, in a fixed order. Runs on the tensors' device and torch's current stream;
+    CPU tensors are multiplied in float64. Not differentiable. Compiled as one op by torch.compile and torch.export.
 
     Args:
         a: [m, k] or [s, m, k] bfloat16, unit stride along k, other strides multiples of 16 bytes, 16-byte aligned.
-        b: [n, k] or [s, n, k] float32 or bfloat16, laid out like `a`. Where numbers of FP32 are infinite or NaN, so are
+        b: [n, k] or [s, n, k] float32 or bfloat16, laid out like `a`; or [terms, n, k] bfloat16, one to three, for `a`
+            of two dimensions. Where numbers of FP32 are infinite or NaN, so are
             the sums that they are in, or NaN.
         out: [m, n] float32, bfloat16 or float16, unit stride along n; allocated when None. Must not overlap the inputs.
         out_dtype: dtype of `out`: by default that of `out`, or float32.
@@ -76,9 +80,9 @@ def thin_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
 
-    That FP32 is the sum of three BF16 numbers is known from "BF16x9" products; that tensor cores truncate, and sums must be
-    added outside of them, from Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while
-    surpassing the FP32 theoretical peak performance", 2022.
+    That tensor cores truncate, so that terms are of use only if sums are added outside of them, is from Ootomo and
+    Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak
+    performance", 2022.
     """
     options = ("thin_gemm", out_dtype, terms, accumulate, batch_invariant, pdl, None)
     if is_traced():
@@ -121,6 +125,36 @@ def prenorm_gemm(
     return _multiply((a, b), (out, sqr_sum), options)
 
 
+def split_weight(b: torch.Tensor, terms: int = 3) -> torch.Tensor:
+    """An FP32 weight as the sum of BF16 numbers that `thin_gemm` multiplies: the call's share of the work that does not
+    depend on `a`.
+
+    Three terms are truncated and add up to `b` but for bits below 2^-133; two are rounded, and leave at most 2^-17 of a
+    number. Split anew after the weight has changed. By torch, on any device; not differentiable.
+
+    Args:
+        b: [n, k] float32, finite, below 2^127 with two terms.
+        terms: 2 or 3.
+
+    Returns:
+        [terms, n, k] bfloat16, whose rows begin at multiples of 16 bytes.
+
+    Raises:
+        TypeError, ValueError: another dtype, number of dimensions or of terms.
+    """
+    if not isinstance(b, torch.Tensor) or b.dtype != torch.float32 or b.dim() != 2:
+        seen = f"{list(b.shape)} of {b.dtype}" if isinstance(b, torch.Tensor) else type(b).__name__
+        raise TypeError(f"b must be [n, k] of torch.float32; got {seen}. To fix: b.float()")
+    _check_terms(terms)
+    made = tensors.empty_rows((terms, *b.shape), torch.bfloat16, b.device)
+    rest = b.detach()
+    for term in made:
+        whole = rest if terms == 2 else (rest.view(torch.int32) & -65536).view(torch.float32)
+        term.copy_(whole)
+        rest = rest - term.float()
+    return made
+
+
 def precompile_thin(workers: int | None = None) -> int:
     """Compile, and on a Hopper GPU load, every kernel of `thin_gemm` and `prenorm_gemm`: no call compiles afterwards.
 
@@ -131,7 +165,7 @@ def precompile_thin(workers: int | None = None) -> int:
         How many had to be compiled.
     """
     before = compilations()
-    cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1, (*parts.KERNELS, parts.SUM))
+    cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1, parts.all_kernels())
     return compilations() - before
 
 
@@ -144,7 +178,7 @@ def _multiply(operands: tuple, outs: tuple, options: tuple) -> tuple[torch.Tenso
     try:
         _refuse_gradients(wanted, operands, outs)
         made = _allocated(operands, outs, wanted)
-        given = (*operands, *made, *_workspace(operands, made, wanted))
+        given = (*operands, *made, *_workspace(operands, made, wanted), *_terms(operands, wanted))
         if not _launcher.launch_known(_launches, options, *given):
             _call_unknown(operands, made, given, wanted)
     except Exception:
@@ -187,7 +221,7 @@ def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _product(operands: tuple, options: _Options) -> parts.Product:
     a, b = operands
-    terms = options.terms if b.dtype == torch.float32 else 1
+    terms = options.terms if b.dtype == torch.float32 else b.shape[0] if a.dim() < b.dim() else 1
     matrices = a.shape[0] if a.dim() == 3 else 1
     return parts.Product(a.shape[-2], b.shape[-2], a.shape[-1], matrices, terms, options.call == "prenorm_gemm")
 
@@ -219,6 +253,15 @@ def _workspace(operands: tuple, made: tuple, options: _Options) -> tuple[torch.T
     return tuple(out.new_empty((count, *out.shape), dtype=torch.float32) for out in made)
 
 
+def _terms(operands: tuple, options: _Options) -> tuple[torch.Tensor, ...]:
+    """Where a kernel leaves the terms of an FP32 b that products do not split themselves, [matrices * terms, n, k]."""
+    a, b = operands
+    if options.call == "prenorm_gemm" or b.dtype != torch.float32 or not a.is_cuda or _is_empty(operands):
+        return ()
+    matrices = b.shape[0] if b.dim() == 3 else 1
+    return (b.new_empty((matrices * options.terms, b.shape[-2], parts.split_width(b.shape[-1])), dtype=torch.bfloat16),)
+
+
 def _call_unknown(operands: tuple, made: tuple, given: tuple, options: _Options) -> None:
     """Multiply where C has met no such options and signature, or cannot read the tensors."""
     _check(options, operands, made)
@@ -233,48 +276,52 @@ def _first_launch(operands: tuple, made: tuple, given: tuple, options: _Options)
     device, product = operands[0].get_device(), _product(operands, options)
     api.check_hopper(device)
     kernel, count = _chosen(operands, options)
-    has_sum = len(given) > len(operands) + len(made)
-    for needed in (kernel, *([parts.SUM] if has_sum else [])):
-        if not cast.is_loaded(needed, device):
-            launches.refuse_capture(needed.name, device, options.call, ", or deep_tile.precompile_thin,")
-    names = (*options.names, *("the workspace",) * (len(given) - len(options.names)))
-    written = given[-len(made) :]
-    pdl = options.pdl is not False
-    first = parts.prepare(
-        product,
-        kernel,
-        count,
-        _layout(operands, written[0], options, adds=options.accumulate and not has_sum),
-        device,
-        names=names,
-        places=_places({"a": 0, "a_map": 0, "b": 1, "b_map": 1, "out": len(given) - len(made), "squares": len(given) - 1}),
-        pdl=pdl,
-    )
-    if not has_sum:
-        return first
-    fields = {"sums": len(given) - len(made), "squares": len(given) - 1, "out": 2, "sqr_sum": 3}
-    if not product.squares:
-        fields = {name: fields[name] for name in ("sums", "out")}
-    layout = _layout(operands, made[0], options, adds=options.accumulate)
-    sms = _num_sms(operands[0])
-    return first, parts.prepare_sum(
-        product, count, layout, device, names=names, places=_places(fields), num_sms=sms
-    )
+    splits = operands[1].dtype == torch.float32 and not product.squares
+    workspace = given[len(options.names) : len(given) - splits]
+    needed = [kernel, *([parts.SUM] if workspace else []), *([parts.SPLIT[options.terms]] if splits else [])]
+    for each in needed:
+        if not cast.is_loaded(each, device):
+            launches.refuse_capture(each.name, device, options.call, ", or deep_tile.precompile_thin,")
+    extra = len(given) - len(options.names)
+    common = {"names": (*options.names, *("the workspace",) * extra)}
+    fields = {name: at for at, name in enumerate(options.names)}
+    pdl, num_sms, b_at = options.pdl is not False, _num_sms(operands[0]), 1
+    made_launches = []
+    if splits:
+        b_at = len(given) - 1
+        sizes = (options.terms, product.n, product.k, product.matrices, _strides(operands[1]), device)
+        places = _places({"b": 1, "out": b_at})
+        made_launches.append(parts.prepare_split(*sizes, **common, places=places, num_sms=num_sms, pdl=pdl))
+    into = workspace or made
+    at = len(options.names) if workspace else len(operands)
+    layout = _layout(operands[0], given[b_at], into[0], options.accumulate and not workspace)
+    places = _places({"a": 0, "b": b_at, "out": at, "squares": at + len(made) - 1})
+    made_launches.append(parts.prepare(product, kernel, count, layout, device, **common, places=places, pdl=pdl))
+    if workspace:
+        places = _places({"sums": at, "out": fields["out"]})
+        if product.squares:
+            places |= _places({"squares": at + 1, "sqr_sum": fields["sqr_sum"]})
+        layout = _layout(operands[0], given[b_at], made[0], options.accumulate)
+        made_launches.append(
+            parts.prepare_sum(product, count, layout, device, **common, places=places, num_sms=num_sms)
+        )
+    return tuple(made_launches) if len(made_launches) > 1 else made_launches[0]
 
 
 def _places(fields: dict[str, int]) -> dict[str, params.Place]:
     return {name: params.Place(tensor) for name, tensor in fields.items()}
 
 
-def _layout(operands: tuple, out: torch.Tensor, options: _Options, adds: bool) -> parts.Layout:
-    """Strides of the call. Of a single row or matrix torch may report any stride, which TMA would refuse."""
-    strides = []
-    for x in operands:
-        rows, k = x.shape[-2:]
-        row = x.stride(-2) if rows > 1 else round_up(k, tensors.ALIGNMENT_BYTES // x.element_size())
-        strides.append((row, x.stride(0) if x.dim() == 3 and x.shape[0] > 1 else rows * row))
+def _strides(x: torch.Tensor) -> tuple[int, int]:
+    """From row to row and from matrix to matrix. Of one alone torch may report any, which TMA would refuse."""
+    rows, k = x.shape[-2:]
+    row = x.stride(-2) if rows > 1 else round_up(k, tensors.ALIGNMENT_BYTES // x.element_size())
+    return row, x.stride(0) if x.dim() == 3 and x.shape[0] > 1 else rows * row
+
+
+def _layout(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, adds: bool) -> parts.Layout:
     return parts.Layout(
-        *strides,
+        *(_strides(a), _strides(b)),
         out_stride=out.stride(-2),
         part_stride=out.stride(0) if out.dim() == 3 else 0,
         output=finishes.OUTPUT_NAMES[out.dtype],
@@ -292,7 +339,7 @@ def _compute_without_kernel(operands: tuple, made: tuple, options: _Options) -> 
     k, splits = a.shape[-1], options.num_splits
     for part, bounds in enumerate(_bounds(k, splits or 1)):
         x, y = a[..., bounds].double(), b[..., bounds].double()
-        product = (x @ y.mT).sum(0) if a.dim() == 3 else x @ y.mT
+        product = (x @ y.mT).sum(0) if b.dim() == 3 else x @ y.mT
         into, *squares = made if splits is None else [each[part] for each in made]
         into.copy_(into + product.to(into.dtype) if options.accumulate else product)
         for each in squares:
@@ -324,10 +371,8 @@ def _refuse_gradients(options: _Options, operands: tuple, outs: tuple) -> None:
 
 def _check(options: _Options, operands: tuple, outs: tuple) -> None:
     """Check everything that can be wrong about a call; what is written to may be None."""
-    given = {
-        name: x for name, x in zip(options.names, (*operands, *outs), strict=True) if name in ("a", "b") or x is not None
-    }
-    tensors.require_tensors(**given)
+    named = dict(zip(options.names, (*operands, *outs), strict=True))
+    tensors.require_tensors(**{name: x for name, x in named.items() if name in ("a", "b") or x is not None})
     _refuse_gradients(options, operands, outs)
     _check_formats(options, operands, outs)
     for name, x in zip(options.names, operands, strict=False):
@@ -343,11 +388,15 @@ def _check_options(options: _Options) -> None:
     finishes.check_out_dtype(options.out_dtype)
     for name in ("accumulate", "batch_invariant", "pdl"):
         api.check_option(name, getattr(options, name))
-    if type(options.terms) is not int or options.terms not in (2, 3):
-        raise ValueError(f"terms is {options.terms!r}; pass 3, which are exact, or 2")
+    _check_terms(options.terms)
     splits = options.num_splits
     if splits is not None and (type(splits) is not int or not 1 <= splits <= parts.MOST_PARTS):
         raise ValueError(f"num_splits is {splits!r}; pass an int from 1 to {parts.MOST_PARTS}, or None")
+
+
+def _check_terms(terms: object) -> None:
+    if type(terms) is not int or terms not in parts.SPLIT:
+        raise ValueError(f"terms is {terms!r}; pass 3, which are exact, or 2")
 
 
 def _check_formats(options: _Options, operands: tuple, outs: tuple) -> None:
@@ -366,10 +415,14 @@ def _check_formats(options: _Options, operands: tuple, outs: tuple) -> None:
         if not ops.holds(a.shape[0] == b.shape[0]):
             raise ValueError(f"a has {a.shape[0]} matrices and b {b.shape[0]}; pass as many of each")
         a, b = a[:1].flatten(0, 1), b[:1].flatten(0, 1)
+    elif b.dim() == 3 and a.dim() == 2 and not is_norm:
+        if b.dtype != torch.bfloat16 or not 1 <= b.shape[0] <= max(parts.SPLIT):
+            raise ValueError(f"b is {list(b.shape)} of {b.dtype}; for a of 2 dimensions pass 1 to 3 terms in bfloat16")
+        b = b[:1].flatten(0, 1)
     api.check_product_shapes(a, b, None)
     for name, out, shape in zip(options.names[2:], outs, _out_shapes(operands, options), strict=True):
         if out is not None and not api.has_shape(out, shape):
-            raise ValueError(f"{name} must have shape {list(shape)}; got {list(out.shape)}. Allocate it so, or pass None")
+            raise ValueError(f"{name} must be {list(shape)}; got {list(out.shape)}. Allocate it so, or pass None")
 
 
 def _check_out_dtypes(options: _Options, outs: tuple) -> None:
@@ -392,7 +445,7 @@ def _check_strides(name: str, x: torch.Tensor) -> None:
     if x.dim() == 3 and len(x) > 1:
         step = x.stride(0) * x.element_size()
         if step <= 0 or step % tensors.ALIGNMENT_BYTES:
-            raise ValueError(f"{name}'s matrices lie {step} bytes apart; pass a positive multiple of 16, as .contiguous()")
+            raise ValueError(f"{name}'s matrices lie {step} bytes apart, no multiple of 16: pass {name}.contiguous()")
         if ceil_div(x.shape[2], parts.STEP) * len(x) > api.MAX_SIZE:
             raise ValueError(f"{name} is {list(x.shape)}: too many matrices; split the product")
 

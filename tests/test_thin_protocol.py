@@ -6,13 +6,30 @@ A function here has the name of the one there that it stands for; counts come fr
 from collections.abc import Iterator
 
 import pytest
-from machine import ALIASING, Arrive, Complete, Fault, Init, Issue, Join, Machine, Operation, Process, Region, Sync, Use, Wait
+from machine import (
+    ALIASING,
+    Arrive,
+    Complete,
+    Fault,
+    Init,
+    Issue,
+    Join,
+    Machine,
+    Operation,
+    Process,
+    Region,
+    Sync,
+    Use,
+    Wait,
+)
 from orders import prove
 
 from deep_tile import parts
 from deep_tile.codegen import ThinKernel
 
-pytestmark = pytest.mark.about("include/deep_tile/thin.cuh", "tests/machine.py", "tests/orders.py", "deep_tile/parts.py")
+pytestmark = pytest.mark.about(
+    "include/deep_tile/thin.cuh", "tests/machine.py", "tests/orders.py", "deep_tile/parts.py"
+)
 
 WARP, WARPGROUP = 32, 128
 

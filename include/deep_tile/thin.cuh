@@ -4,18 +4,19 @@
 //
 //   role                work                                              per stage
 //   operand warp        TMA loads a and b                                 waits empty, expects bytes on landed
-//   split warps         split FP32 b into BF16 terms, in place            wait landed, arrive on full
-//   math warpgroups     WGMMA of all terms, FP32 sums; squares of a       wait full and landed, arrive on empty
+//   split warps         split FP32 b into BF16 terms, in place            wait empty and landed, arrive on full
+//   math warpgroups     WGMMA of all terms, FP32 sums; squares of a       wait landed and full, arrive on empty
 //
-// An FP32 number is three BF16 numbers: its leading 8 bits, the next 8, the last 8. Their products with BF16 are exact,
-// but WGMMA truncates as it accumulates, so temporaries span one K block, smallest terms first, and are then added to
-// FP32 registers, as FP8 is promoted. A CTA has one tile and one part of K: what it computes depends on nothing else,
-// and add_parts() sums the parts in a fixed order.
+// An FP32 b is a sum of BF16 terms (terms.cuh), whose products with BF16 are exact; but WGMMA truncates as it
+// accumulates, so temporaries span one K block, smallest terms first, and are then added to FP32 registers, as FP8 is
+// promoted. Narrow tiles split b themselves; wide ones, which many CTAs share, find it split. A CTA has one tile and one
+// part of K: what it computes depends on nothing else, and add_parts() sums the parts in a fixed order.
 #pragma once
 
 #include "memory.cuh"
 #include "mma.cuh"
 #include "parts.cuh"
+#include "terms.cuh"
 
 namespace deep_tile {
 
@@ -24,19 +25,17 @@ constexpr int split_rows = 4;        // of b, that a warp splits at once: eight 
 
 struct ThinConfig {
     int block_m, block_n;
-    int terms;  // of an FP32 b: 2, rounded, or 3, exact; 1: b is BF16
+    int terms;        // of b
     int stages;
-    int split_warps;  // with the operand warp, whole warpgroups
+    int split_warps;  // 0: b's terms are operands
     bool squares;     // sums of the squares of a's rows, too
 
-    constexpr bool splits() const { return terms > 1; }
+    constexpr bool splits() const { return split_warps > 0; }
     // Narrow tiles: terms lie side by side in one WGMMA's columns, which then reads a once, and each has sums of its own.
-    constexpr int columns_at_once() const { return splits() && block_n <= 32 ? terms * block_n : block_n; }
+    constexpr int columns_at_once() const { return splits() ? terms * block_n : block_n; }
     constexpr int chains() const { return terms * block_n / columns_at_once(); }
     constexpr int math_threads() const { return block_m / mma_m * warpgroup_threads; }
     constexpr int threads() const { return math_threads() + (1 + split_warps) * warp_threads; }
-    // Narrow tiles: a stage is split by one warp, and the next ones meanwhile by the others.
-    constexpr int splitters() const { return block_n <= 32 ? 1 : split_warps; }
 };
 
 template <ThinConfig config>
@@ -85,7 +84,7 @@ struct ThinStep {
 template <ThinConfig config>
 __device__ __forceinline__ void load_thin(const ThinParams& params, ThinStorage<config>& smem, const ThinWork& work) {
     PipelineState<config.stages> state;
-    constexpr int boxes = config.splits() ? 2 : 1;  // of b, each 128 bytes of its rows
+    constexpr int boxes = config.splits() ? 2 : config.terms;  // of b, each 128 bytes of its rows
     constexpr u32 box_bytes = config.block_n * k_block_bytes, bytes = config.block_m * k_block_bytes + boxes * box_bytes;
     ThinStep at(params, work.begin);
 #pragma unroll 1
@@ -98,27 +97,14 @@ __device__ __forceinline__ void load_thin(const ThinParams& params, ThinStorage<
                                            at.matrix, landed);
 #pragma unroll
             for (int i = 0; i < boxes; ++i) {
-                const int inner = at.k * 2 * boxes + i * k_block_bytes;
-                ptx::cp_async_bulk_tensor_load(b + i * box_bytes, params.b_map, inner, work.column, at.matrix, landed);
+                const int inner = config.splits() ? at.k * int(sizeof(float)) + i * k_block_bytes : at.k * int(sizeof(u16));
+                const int matrix = config.splits() ? at.matrix : at.matrix * config.terms + i;
+                ptx::cp_async_bulk_tensor_load(b + i * box_bytes, params.b_map, inner, work.column, matrix, landed);
             }
         }
         __syncwarp();
         state.advance();
         at.advance(params);
-    }
-}
-
-// Splits two numbers into terms, the first in bits 0 to 15. Three terms are truncated, so that each is exact but for bits
-// below 2^-133, the least of BF16; two are rounded. A number that is its first term leaves 0, also infinity.
-template <int terms>
-__device__ __forceinline__ void split_pair(float first, float second, u32 (&words)[terms]) {
-#pragma unroll
-    for (int term = 0; term < terms; ++term) {
-        words[term] = terms == 2 ? ptx::cvt_rn_bf16x2(second, first)
-                                 : __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x7632);
-        const float low = __uint_as_float(words[term] << 16), high = __uint_as_float(words[term] & 0xffff0000);
-        first = term == 0 && first == low ? 0.0f : first - low;
-        second = term == 0 && second == high ? 0.0f : second - high;
     }
 }
 
@@ -156,43 +142,30 @@ struct SplitRows {
     uint4 low, high;
 };
 
-// Splits a stage's b: one warp's share of it, in batches whose loads precede their stores.
-template <ThinConfig config>
-__device__ __forceinline__ void split_stage(u32 boxes, int first) {
-    constexpr int groups = config.block_n / split_rows, step = config.splitters(), batch = step == 1 ? groups : 3;
-#pragma unroll 1
-    for (int begin = first; begin < groups; begin += batch * step) {
-        SplitRows<config> rows[batch];
-#pragma unroll
-        for (int i = 0; i < batch; ++i) {
-            if (begin + i * step < groups) rows[i].load(boxes, (begin + i * step) * split_rows);
-        }
-        __syncwarp();  // these rows have been read
-#pragma unroll
-        for (int i = 0; i < batch; ++i) {
-            if (begin + i * step < groups) rows[i].store(boxes, (begin + i * step) * split_rows);
-        }
-    }
-}
-
-// Splits b in its stages. Where warps take stages by turns, one sees a stage every third round or so: it waits until the
-// stage is empty, too, without which a phase that is two behind would look like the one that it waits for. Stages are
-// from ptxas where b is addressed: it would otherwise wait through an ordinary register, as in a warp whose threads are
-// apart.
+// Splits b in its stages, which warps take by turns. A warp sees a stage every third round or so: it waits until the
+// stage is empty, too, without which a phase that is two behind would look like the one that it waits for. Loads of a
+// stage precede its stores. The stage is hidden from ptxas where b is addressed: it would otherwise wait through an
+// ordinary register, as in a warp whose threads are apart.
 template <ThinConfig config>
 __device__ __forceinline__ void split_thin(ThinStorage<config>& smem, const ThinWork& work, int warp) {
-    constexpr int stride = config.split_warps / config.splitters();
-    static_assert(stride <= config.stages, "warps take stages of one round by turns");
+    constexpr int groups = config.block_n / split_rows;
+    static_assert(config.split_warps <= config.stages, "a turn is within a round");
     PipelineState<config.stages> state;
-    if (config.splitters() == 1) state.advance(warp);
+    state.advance(warp);
 #pragma unroll 1
-    for (int left = work.end - work.begin - (config.splitters() == 1 ? warp : 0); left > 0; left -= stride) {
-        if constexpr (stride > 1) wait(smem.empty[state.stage], state.phase ^ 1);
+    for (int left = work.end - work.begin - warp; left > 0; left -= config.split_warps) {
+        wait(smem.empty[state.stage], state.phase ^ 1);
         wait(smem.landed[state.stage], state.phase);
-        split_stage<config>(ptx::smem_address(smem.b[ptx::opaque(state.stage)]), config.splitters() == 1 ? 0 : warp);
+        const u32 boxes = ptx::smem_address(smem.b[ptx::opaque(state.stage)]);
+        SplitRows<config> rows[groups];
+#pragma unroll
+        for (int i = 0; i < groups; ++i) rows[i].load(boxes, i * split_rows);
+        __syncwarp();  // all rows have been read
+#pragma unroll
+        for (int i = 0; i < groups; ++i) rows[i].store(boxes, i * split_rows);
         ptx::fence_proxy_async();
         ptx::mbarrier_arrive(ptx::smem_address(&smem.full[state.stage]));
-        state.advance(stride);
+        state.advance(config.split_warps);
     }
 }
 
@@ -305,7 +278,7 @@ __device__ __forceinline__ void thin(const ThinParams& params) {
 #pragma unroll 1
         for (int i = 0; i < config.stages; ++i) {
             ptx::mbarrier_init(ptx::smem_address(&smem.landed[i]), 1);
-            ptx::mbarrier_init(ptx::smem_address(&smem.full[i]), config.splitters() * warp_threads);
+            ptx::mbarrier_init(ptx::smem_address(&smem.full[i]), warp_threads);
             ptx::mbarrier_init(ptx::smem_address(&smem.empty[i]), config.math_threads());
         }
         ptx::fence_mbarrier_init();

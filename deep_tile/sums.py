@@ -1,6 +1,6 @@
 """Products by head and sums over a batch, by the name of what they compute: `einsum`.
 
-Called by users and compat. Nothing here is a kernel: products by head are those of groups (grouped.py), sums over a batch
+Called by users and compat. No kernel is its own: products by head are those of groups (grouped.py), sums over a batch
 those of parts of K (thin.py).
 """
 
@@ -79,8 +79,8 @@ def einsum(
 def multiply_heads(
     operands: tuple[torch.Tensor, ...], out: torch.Tensor, multiply: Callable, multiply_groups: Callable, **options
 ) -> None:
-    """`out[h] = a[h] @ b[h]^T` of operands (a, b) or (a, a_scale, b, b_scale) with heads first, by one launch, with copies
-    where heads do not lie at whole rows of each other, or by one for each head."""
+    """`out[h] = a[h] @ b[h]^T` of operands (a, b) or (a, a_scale, b, b_scale) with heads first: by one launch, with
+    copies where heads do not lie at whole rows of each other, or by one for each head."""
     a, b = dense.matrices(operands)
     fits = _are_groups(a) and _are_groups(out)
     along_n = b.stride(-1) != 1 and b.shape[-1] % _K_BLOCK != 0
