@@ -423,9 +423,9 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_pe
     return "\n".join([params.SPLIT.text, _headers("terms.cuh"), entry])
 
 
-StreamingKernel = (
-    CastKernel | TransposedKernel | BothKernel | CombineKernel | SortKernel | ThinKernel | PartsKernel | SplitKernel
-)
+_ThinKernels = ThinKernel | PartsKernel | SplitKernel
+
+StreamingKernel = CastKernel | TransposedKernel | BothKernel | CombineKernel | SortKernel | _ThinKernels
 """A kernel that no GemmConfig describes: most are bound by memory."""
 
 _SOURCES = {

@@ -169,8 +169,8 @@ def _map(
     l2_bytes: int,
     places: Mapping[str, Place],
 ) -> tuple:
-    """Of an operand [matrices, rows, k]: what lies outside of a matrix is read as zeros. Where a is most of what is read,
-    L2 fetches two K blocks of a row at once: 6 % of a pre-norm product's time (H100, 2026-11-26)."""
+    """Of an operand [matrices, rows, k]: what lies outside of a matrix is read as zeros. Where a is most of what is
+    read, L2 fetches two K blocks of a row at once: 6 % of a pre-norm product's time (H100, 2026-11-26)."""
     k, rows, matrices = sizes
     layout = MapLayout(
         "uint8",

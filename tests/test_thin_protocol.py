@@ -38,15 +38,12 @@ class Model:
     """A thread block of a kernel, with so many K blocks.
 
     Args:
-        forgets_empty: split warps that take stages by turns do not wait until a stage is empty.
+        forgets_empty: split warps do not wait until a stage is empty.
     """
 
     def __init__(self, kernel: ThinKernel, steps: int, forgets_empty: bool = False):
         self.kernel, self.steps, self.forgets_empty = kernel, steps, forgets_empty
-        self.splits = kernel.terms > 1
-        self.by_turns = self.splits and kernel.block_n <= 32
-        self.splitters = 1 if self.by_turns else kernel.split_warps
-        self.threads = kernel.threads if self.splits else kernel.threads - kernel.split_warps * WARP
+        self.splits = kernel.split_warps > 0
 
     def machine(self) -> Machine:
         maths = self.kernel.block_m // 64
@@ -61,13 +58,13 @@ class Model:
         return step % self.kernel.stages, step // self.kernel.stages
 
     def start(self, threads: int) -> Sync:
-        return Sync((0, "start", 0), threads, self.threads)
+        return Sync((0, "start", 0), threads, self.kernel.threads)
 
     def multiply(self, warpgroup: int) -> Iterator[Operation]:
         if warpgroup == 0:
             for stage in range(self.kernel.stages):
                 yield Init((0, "landed", stage), 1)
-                yield Init((0, "full", stage), self.splitters * WARP)
+                yield Init((0, "full", stage), WARP)
                 yield Init((0, "empty", stage), self.kernel.block_m // 64 * WARPGROUP)
         yield self.start(WARPGROUP)
         for step in range(self.steps):
@@ -94,24 +91,22 @@ class Model:
 
     def split(self, warp: int) -> Iterator[Operation]:
         yield self.start(WARP)
-        first, stride = (warp, self.kernel.split_warps) if self.by_turns else (0, 1)
-        for step in range(first, self.steps, stride):
+        for step in range(warp, self.steps, self.kernel.split_warps):
             stage, phase = self.place(step)
-            if self.by_turns and not self.forgets_empty:
+            if not self.forgets_empty:
                 yield Wait((0, "empty", stage), phase - 1)
             yield Wait((0, "landed", stage), phase)
-            if self.splitters == 1 or warp == 0:  # the others read and write rows of their own
-                yield Use(reads=(Region((0, "b", stage), 0, 1, ("b", step)),))
-                yield Issue("write", writes=(Region((0, "b", stage), 0, 1, ("terms", step)),))
-                yield Join("write")
+            yield Use(reads=(Region((0, "b", stage), 0, 1, ("b", step)),))
+            yield Issue("write", writes=(Region((0, "b", stage), 0, 1, ("terms", step)),))
+            yield Join("write")
             yield Arrive((0, "full", stage), WARP)
 
 
 SMALL = [
     ThinKernel(64, 32, terms=3, stages=3, split_warps=2, squares=True, blocks_per_sm=1),
     ThinKernel(128, 32, terms=3, stages=2, split_warps=2, squares=True, blocks_per_sm=1),
-    ThinKernel(64, 64, terms=2, stages=2, split_warps=2, squares=False, blocks_per_sm=1),
-    ThinKernel(128, 64, terms=1, stages=2, split_warps=3, squares=False, blocks_per_sm=1),
+    ThinKernel(64, 64, terms=2, stages=2, split_warps=0, squares=False, blocks_per_sm=1),
+    ThinKernel(128, 64, terms=1, stages=2, split_warps=0, squares=False, blocks_per_sm=1),
 ]
 """Few stages and warps, so that all states can be visited."""
 
