@@ -44,6 +44,7 @@ from deep_tile import (
     per_token_cast_to_fp8,
     silu_mul_cast_to_fp8,
     sort_by_expert,
+    thin_gemm,
     transpose_fp8,
     transposed_cast_to_fp8,
 )
@@ -400,6 +401,24 @@ def run_casts_of_rows(dtype: torch.dtype, rows: int, columns: int, device: str =
         assert torch.equal(got, wanted), (rows, columns, dtype)
 
 
+THIN = ((70, 24, 520), (3, 40, 200), (130, 130, 72))
+"""Rows, columns and K of products by parts of K."""
+
+
+def run_thin(m: int, n: int, k: int, device: str = "cuda") -> None:
+    """With sums of squares, of FP32 and BF16, in parts and without. Raises AssertionError."""
+    a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k)
+    for splits in (None, 2):
+        found, wanted = (
+            deep_tile.prenorm_gemm(*on, num_splits=splits) for on in ((a.to(device), b.to(device)), (a, b))
+        )
+        for x, y in zip(found, wanted, strict=True):
+            assert torch.allclose(x.cpu(), y, rtol=1e-4, atol=1e-3), ("prenorm_gemm", m, n, k, splits)
+    for weight in (b, b.bfloat16()):
+        found, wanted = thin_gemm(a.to(device), weight.to(device)), thin_gemm(a, weight)
+        assert torch.allclose(found.cpu(), wanted, rtol=1e-4, atol=1e-3), ("thin_gemm", m, n, k, weight.dtype)
+
+
 def dense_targets(shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
     """`out` and `scale_out` of a cast. initcheck knows of no byte that another kernel has written."""
     out = torch.zeros(shape, dtype=torch.uint8).to(device).view(torch.float8_e4m3fn)
@@ -449,6 +468,9 @@ def main(tool: str = "") -> int:
     for cast in ROWS:
         print("casts of rows of", *cast, flush=True)
         failures += failed(run_casts_of_rows, *cast)
+    for sizes in THIN:
+        print("thin products of", *sizes, flush=True)
+        failures += failed(run_thin, *sizes)
     return 1 if failures else 0
 
 
