@@ -6,7 +6,7 @@ import torch
 
 import deep_tile
 
-RUN = ["--device", "cpu", "--seed", "3", "--rounds", "12"]
+RUN = ["--device", "cpu", "--seed", "3", "--rounds", "8"]
 
 
 @pytest.fixture(autouse=True)
