@@ -42,6 +42,7 @@ from deep_tile import (
     fp8_grouped_wgrad,
     per_block_cast_to_fp8,
     per_token_cast_to_fp8,
+    prenorm_gemm,
     silu_mul_cast_to_fp8,
     sort_by_expert,
     thin_gemm,
