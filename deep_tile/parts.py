@@ -101,16 +101,30 @@ def units(kernel: ThinKernel, product: Product, parts: int) -> int:
     return ceil_div(product.m, kernel.block_m) * ceil_div(product.n, kernel.block_n) * parts
 
 
+_STEP_CLOCKS = {
+    (64, 3, True): (790, 1390),
+    (128, 3, True): (1270, 1270),
+    (64, 3, False): (900, 1850),
+    (128, 3, False): (1890, 1890),
+    (64, 2, False): (650, 1560),
+    (128, 2, False): (1360, 1360),
+    (64, 1, False): (450, 1150),
+    (128, 1, False): (985, 985),
+}
+"""Of a K block, by rows of a tile, terms and squares: with one thread block on an SM, and two (H100, 2026-11-26)."""
+
+_LAUNCH_CLOCKS, _WIDE_CLOCKS, _SUM_CLOCKS, _SUM_BYTES = 5000, 18000, 2100, 1400
+"""Of a launch; more of it for tiles of 128x128, whose stages fill slowly; of a sum of parts, which reads so much in one."""
+
+
 def _clocks(product: Product, kernel: ThinKernel, parts: int, num_sms: int) -> float:
-    """Predicted, from launch to end: an SM multiplies 64 rows, 16 of k and a column in half a clock, reads 24 bytes of
-    L2 in one, and splits a row of b in 20 (H100, 2026-11-26)."""
-    waves = ceil_div(units(kernel, product, parts), num_sms * kernel.blocks_per_sm)
-    tensor = kernel.block_m // 64 * kernel.terms * 4 * max(kernel.block_n // 2, 16)
-    read = (kernel.block_m * 2 + kernel.block_n * (4 if kernel.terms > 1 else 2)) * STEP / 24
-    split = kernel.block_n * 20 if kernel.terms > 1 else 0
-    step = max(kernel.blocks_per_sm * max(tensor, read), split) + 50 * kernel.blocks_per_sm
-    summed = 2500 + parts * product.m * product.n * 8 / 1500 if parts > 1 else 0
-    return waves * (3000 + ceil_div(product.steps, parts) * step) + summed
+    """Predicted, from launch to end."""
+    blocks = units(kernel, product, parts)
+    step = _STEP_CLOCKS[kernel.block_m, kernel.terms, kernel.squares][blocks > num_sms]
+    waves = ceil_div(blocks, num_sms * kernel.blocks_per_sm)
+    begin = _LAUNCH_CLOCKS + (_WIDE_CLOCKS if kernel.block_n == 128 else 0)
+    summed = _SUM_CLOCKS + parts * product.m * product.n * 8 / _SUM_BYTES if parts > 1 else 0
+    return begin + waves * ceil_div(product.steps, parts) * step + summed
 
 
 def prepare(
