@@ -114,7 +114,7 @@ _STEP_CLOCKS = {
 """Of a K block, by rows of a tile, terms and squares: with one thread block on an SM, and two (H100, 2026-11-26)."""
 
 _LAUNCH_CLOCKS, _WIDE_CLOCKS, _SUM_CLOCKS, _SUM_BYTES = 5000, 18000, 2100, 1400
-"""Of a launch; more of it for tiles of 128x128, whose stages fill slowly; of a sum of parts, which reads so much in one."""
+"""Of a launch, and more of it for tiles of 128x128, whose stages fill slowly; of a sum of parts, and what one reads."""
 
 
 def _clocks(product: Product, kernel: ThinKernel, parts: int, num_sms: int) -> float:

@@ -58,7 +58,9 @@ def beyond(
     got: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, relative: float, k: int, terms: int
 ) -> torch.Tensor:
     """How many numbers are not near enough."""
-    allowed = magnitude * SUM_ERROR[terms] * max(1.0, (k / 4096) ** 0.5) + exact.abs() * relative + 1e-30
+    of_format = torch.finfo(got.dtype)
+    least = of_format.smallest_normal * of_format.eps  # the distance of subnormal numbers
+    allowed = magnitude * SUM_ERROR[terms] * max(1.0, (k / 4096) ** 0.5) + exact.abs() * relative + least
     near = (got.double() - exact).abs() <= allowed
     beyond_range = exact.abs() > torch.finfo(got.dtype).max / 2
     return (~(near | beyond_range)).sum()
