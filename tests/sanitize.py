@@ -298,10 +298,10 @@ GROUPED_KINDS = (
 def run_casts(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda") -> None:
     """Both casts against the definition, which is what the CPU computes. Raises AssertionError on a wrong bit."""
     x = torch.randn(rows, columns).to(dtype)
-    for cast in (per_token_cast_to_fp8, per_block_cast_to_fp8):
-        # Dense: initcheck knows of no byte that another kernel has written, nor of what lies between rows.
-        dense = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
-        for on_device, expected in zip(cast(x.to(device), out=dense), cast(x), strict=True):
+    # Dense: initcheck knows of no byte that another kernel has written, torch's copy of a strided scale among them.
+    dense = dense_targets((rows, columns), device)
+    for cast, targets in ((per_token_cast_to_fp8, dense), (per_block_cast_to_fp8, {"out": dense["out"]})):
+        for on_device, expected in zip(cast(x.to(device), **targets), cast(x), strict=True):
             got, wanted = (y.cpu().contiguous().flatten().view(torch.uint8) for y in (on_device, expected))
             assert torch.equal(got, wanted), cast.__name__
 
