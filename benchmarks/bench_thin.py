@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python benchmarks/bench_thin.py --out thin.json
 
-The method is in timing.py; L2 is flushed before each call. A pre-norm product stands beside a copy of `a`, half of which
-is about a read; a router beside `gemm` in BF16. Every timed result is compared with float64; exits with 1 when one
-is wrong.
+The method is in timing.py; L2 is flushed before each call. A pre-norm product stands beside a copy of `a`, whose half
+is about a read; a router beside `gemm` in BF16. Every timed result is compared with float64; exits with 1 when one is
+wrong.
 """
 
 import argparse

@@ -87,7 +87,7 @@ MAY_IMPORT = {
     "method": SIZES | {"select"},
     "tools": CALL
     | {"packaged", "", "api", "cast", "codegen", "dense", "grouped", "integrations", "method", "params", "quantize"}
-    | {"sass", "wgrad"},
+    | {"parts", "sass", "wgrad"},
     "": {"discovery"},
     "discovery": set(),
     "__main__": {"tools"},
