@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deep_tile import params
-from deep_tile.config import GemmConfig, round_up
+from deep_tile.config import SCALE_BLOCK, SMEM_LIMIT_BYTES, GemmConfig, round_up
 from deep_tile.kinds import K_BLOCK_BYTES
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
@@ -251,6 +251,44 @@ extern "C" __global__ void __launch_bounds__({threads}, {kernel.blocks_per_sm})
     return "\n".join([params.CAST_BOTH.text, _headers("both.cuh"), entry])
 
 
+class GatedKernel(NamedTuple):
+    """The gradient of SwiGLU, cast both ways: what its text depends on.
+
+    Attributes:
+        source: of gates and ups, "bf16", or "e4m3" with a scale for each 128.
+        blocks: h has one scale for 128x128, not one for each of its columns and 128 tokens.
+        threads: of a thread block.
+        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
+    """
+
+    source: str
+    blocks: bool
+    threads: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"fp8_cast_swiglu_gradient_{'mixed' if self.blocks else 'rows'}_{self.source}_t{self.threads}"
+
+    @property
+    def smem_bytes(self) -> int:
+        """Of tiles that wait, of 128x128 in BF16."""
+        return 2 * SCALE_BLOCK * SCALE_BLOCK * 2
+
+
+def gated_source(kernel: GatedKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    source = {"bf16": "GatedWords", "e4m3": "GatedCodes"}[kernel.source]
+    entry = f"""\
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const CastParams params) {{
+    deep_tile::cast_gated_gradient<deep_tile::{source}, {kernel.threads}, {str(kernel.blocks).lower()}>(params);
+}}
+"""
+    waiting = f"constexpr int gated_bytes = {kernel.smem_bytes};\n"
+    return "\n".join([params.GATED.text, waiting, _headers("gated.cuh"), entry])
+
+
 class CombineKernel(NamedTuple):
     """The sum of experts' rows: what its text depends on.
 
@@ -423,20 +461,124 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_pe
     return "\n".join([params.SPLIT.text, _headers("terms.cuh"), entry])
 
 
+class LogitsKernel(NamedTuple):
+    """The indexer's logits: what its text depends on.
+
+    Attributes:
+        head_dim: 32, 64 or 128, elements of e4m3 of a head.
+        heads: of a query in shared memory: 32, 64 or 128.
+        queries: of a math warpgroup; with their heads at most 256 for two warpgroups, 128 for three.
+        warpgroups: that multiply, 2 or 3.
+        splits_queries: warpgroups have queries of their own; else all have the same and take tiles by turns.
+        paged: keys lie in pages of a cache.
+        output: format of the logits, "fp32" or "bf16".
+    """
+
+    head_dim: int
+    heads: int
+    queries: int
+    warpgroups: int
+    splits_queries: bool
+    paged: bool
+    output: str
+
+    @property
+    def threads(self) -> int:
+        """Of the math warpgroups, and of one that loads and fills."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def math_registers(self) -> int:
+        return {2: 240, 3: 152}[self.warpgroups]
+
+    @property
+    def producer_registers(self) -> int:
+        return {2: 24, 3: 56}[self.warpgroups]
+
+    @property
+    def name(self) -> str:
+        queries = f"q{self.queries}x{self.warpgroups if self.splits_queries else 1}"
+        paged = "paged_" if self.paged else ""
+        return f"{paged}mqa_logits_h{self.heads}_d{self.head_dim}_{queries}_w{self.warpgroups}_{self.output}"
+
+    @property
+    def block_queries(self) -> int:
+        """That share tiles of keys."""
+        return self.queries * (self.warpgroups if self.splits_queries else 1)
+
+    @property
+    def parts(self) -> int:
+        """That a warpgroup's queries are multiplied in: each a WGMMA that is wide enough for shared memory's rate."""
+        return 2 if self.queries % 2 == 0 and self.queries * self.heads >= 192 else 1
+
+    @property
+    def stages(self) -> int:
+        """Tiles of keys that fit beside two blocks of queries; 16 bring what a memory bound kernel needs on its way.
+        Where warpgroups take turns each has stages of its own, so that it sees every phase of their barriers."""
+        fitting = min(16, (SMEM_LIMIT_BYTES - self._tasks_bytes - 512) // (self._tile_bytes + 16))
+        return fitting if self.splits_queries else fitting // self.warpgroups * self.warpgroups
+
+    @property
+    def smem_bytes(self) -> int:
+        """Of `LogitsStorage`: operands, barriers, then a sum of each warp, their total and a share of three numbers."""
+        used = self._tasks_bytes + self.stages * (self._tile_bytes + 16) + 4 * 8 + 4 * (self.threads // 32 + 1 + 3)
+        return round_up(used, 1024)
+
+    @property
+    def _tasks_bytes(self) -> int:
+        """Of two: tiles and row, and of each query its range, and of each head its elements and weight."""
+        return 2 * (16 + self.block_queries * (8 + self.heads * (self.head_dim + 4)))
+
+    @property
+    def _tile_bytes(self) -> int:
+        return LOGITS_TILE * (self.head_dim + 4)
+
+
+LOGITS_TILE = 64
+"""Keys of a tile, and of a page of the cache."""
+
+_LOGITS_FIELDS = (
+    *("head_dim", "heads", "queries", "block_queries", "parts", "stages", "warpgroups", "splits_queries", "paged"),
+    *("output", "threads", "math_registers", "producer_registers", "smem_bytes"),
+)
+"""Of the kernel's LogitsConfig (include/deep_tile/logits_config.cuh), in its order; an output is `out_format` there."""
+
+
+def logits_source(kernel: LogitsKernel, watch: Watch | None = None) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`, with `watch` as there."""
+    columns = kernel.queries * kernel.heads // kernel.parts
+    fields = ", ".join(_literal(name, getattr(kernel, name)) for name in _LOGITS_FIELDS)
+    entry = f"""\
+constexpr deep_tile::LogitsConfig config = {{{fields}}};
+
+extern "C" __global__ void __launch_bounds__(config.threads, 1)
+{kernel.name}(const __grid_constant__ LogitsParams params) {{
+    deep_tile::logits<config>(params);
+}}
+"""
+    wgmma = _wgmma_function(columns // 2, f"m64n{columns}k32.f32.e4m3.e4m3", ", 1, 1")
+    text = [wgmma, params.LOGITS.text, _headers("logits.cuh"), entry]
+    return "\n".join(text if watch is None else [_watch(watch), *text])
+
+
 _ThinKernels = ThinKernel | PartsKernel | SplitKernel
 
-StreamingKernel = CastKernel | TransposedKernel | BothKernel | CombineKernel | SortKernel | _ThinKernels
+StreamingKernel = (
+    CastKernel | TransposedKernel | BothKernel | GatedKernel | CombineKernel | SortKernel | LogitsKernel | _ThinKernels
+)
 """A kernel that no GemmConfig describes: most are bound by memory."""
 
 _SOURCES = {
     CastKernel: cast_source,
     TransposedKernel: transposed_source,
     BothKernel: both_source,
+    GatedKernel: gated_source,
     CombineKernel: combine_source,
     SortKernel: sort_source,
     ThinKernel: thin_source,
     PartsKernel: parts_source,
     SplitKernel: split_source,
+    LogitsKernel: logits_source,
 }
 
 

@@ -82,6 +82,8 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "amax_floor": ("float", SMALLEST_AMAX_FLOOR),
     "batch_invariant": ("bool", False),
     "beta": ("float", 0.0),
+    "clean": ("bool", False),
+    "columns": ("SymInt?", None),
     "constant_weights": ("bool", False),
     "counts": ("Tensor?", None),
     "exact": ("str", "divide"),

@@ -338,6 +338,18 @@ CAST_BOTH = Params(
 )
 """Of a cast both ways, or of codes that are transposed."""
 
+GATED = Params(
+    CAST.name,
+    *CAST_BOTH.fields,  # x is gates and ups; out is of their gradient and of h, a third of the columns each
+    Field("dh", "const void*", "as large as h"),
+    Field("x_scale", "const float*", "of codes; null where x has 16 bits"),
+    Field("share", "const float*", "of each row, what h is multiplied by; null: 1"),
+    Field("dh_stride", "long long"),
+    Field("x_scale_stride_row", "long long"),
+    Field("x_scale_stride_column", "long long"),
+)
+"""Of the gradient of SwiGLU, cast both ways."""
+
 COMBINE = Params(
     "CombineParams",
     Field("x", "const void*", "strides are in elements; columns of x and out are adjacent"),
@@ -429,6 +441,32 @@ PARTS = Params(
     Field("out_stride", "long long", "in elements"),
 )
 """Of the sum of such parts."""
+LOGITS = Params(
+    "LogitsParams",
+    Field("rows", "int", "queries: rows of q, [rows, heads, head_dim]; strides are in elements", 1),
+    Field("heads", "int", "", 1),
+    Field("keys", "int", "that a query can have: all, or what a row of the table and of out has room for", 0),
+    Field("columns", "int", "of out", 1),
+    Field("blocks", "int", "of queries that share tiles of keys", 1),
+    Field("batch_rows", "int", "queries of a sequence; where keys are not in pages all rows", 1),
+    Field("batch_blocks", "int", "blocks of its queries", 1),
+    Field("compressed", "int", "a query's first logit is in column 0, not in that of its key", 0, 1),
+    Field("fills", "int", "-infinity is written outside of the ranges", 0, 1),
+    Field("own_lengths", "int", "there is a length for each query, not for each sequence's last one", 0, 1),
+    Field("table_columns", "int", "pages of a sequence at most", 0),
+    Field("weights", "const float*", "[rows, heads]"),
+    Field("weights_stride", "long long"),
+    Field("begins", "const int*", "[rows]: a query's first key; unused where keys are in pages"),
+    Field("ends", "const int*", "[rows]: the key behind its last; or lengths, where keys are in pages"),
+    Field("table", "const int*", "[sequences, table_columns]: the pages with a sequence's keys"),
+    Field("table_stride", "long long"),
+    Field("out", "void*"),
+    Field("out_stride", "long long"),
+    Field("q_map", TENSOR_MAP, "q in bytes, box [queries of a warpgroup, heads there, head_dim]"),
+    Field("keys_map", TENSOR_MAP, "[pages, keys of a page, head_dim] in bytes, box [1, 64, head_dim]"),
+    Field("scales_map", TENSOR_MAP, "[pages, keys of a page], box [1, 64]"),
+)
+"""Of the indexer's logits. Keys that are not in pages are one page."""
 
 MOST_CAST_GROUPS = 1024
 """Whose counts of living rows a cast holds in shared memory."""

@@ -1,7 +1,6 @@
 """Every function of DeepGEMM 2.6.1 and of its release 26/09 that Hopper has: served, nothing to do, or refused by name.
 
-Names as they were read in 2026 in its `__init__.py`, `mega` and `utils`. Those of the indexer are the real one's until
-deep_tile has them.
+Names as they were read in 2026 in its `__init__.py`, `mega` and `utils`.
 """
 
 import pytest
@@ -24,6 +23,8 @@ PRODUCTS = [
     *("m_grouped_bf16_gemm_nt_contiguous", "m_grouped_bf16_gemm_nn_contiguous", "fp8_gemm_nt_skip_head_mid"),
     *("k_grouped_fp8_gemm_nt_contiguous", "k_grouped_bf16_gemm_tn_contiguous"),
     *("einsum", "fp8_einsum", "tf32_hc_prenorm_gemm"),
+    *("fp8_mqa_logits", "fp8_fp4_mqa_logits", "fp8_paged_mqa_logits", "fp8_fp4_paged_mqa_logits"),
+    "get_paged_mqa_logits_metadata",
 ]
 LAYOUTS = [
     *("get_tma_aligned_size", "get_mn_major_tma_aligned_tensor", "get_col_major_tma_aligned_tensor"),

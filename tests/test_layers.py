@@ -34,19 +34,22 @@ MAY_IMPORT = {
     "codegen": {"config", "kinds", "params"},
     "seal": set(),
     "packaged": {"seal"},
-    "jit": {"packaged", "sass", "seal", "settings"},
+    "jit": {"_launcher", "packaged", "sass", "seal", "settings"},
     "select": SIZES | {"settings"},
     "watch": {"codegen", "config", "settings"},
     "plan": SIZES | {"_launcher", "codegen", "jit", "params", "select", "watch"},
     "tensors": {"_launcher"},
     "launches": {"_launcher", "tensors"},
     "ops": {"_launcher"},
-    "cast": SIZES | {"_launcher", "codegen", "jit", "params", "select"},
+    "cast": SIZES | {"_launcher", "codegen", "jit", "params", "select", "watch"},
+    "logits_launch": {"_launcher", "cast", "codegen", "config", "params"},
+    "logits": {"_launcher", "cast", "codegen", "config", "launches", "logits_launch", "ops", "tensors"},
     "sources": {"ops", "params", "tensors"},
     "quantize": {"_launcher", "cast", "config", "launches", "ops", "sources", "tensors"},
     "experts": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors"},
     "transposed": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors"},
     "both": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors", "transposed"},
+    "gated": {"_launcher", "both", "cast", "config", "launches", "ops", "quantize", "sources", "tensors", "transposed"},
     "formats": {"config", "quantize", "tensors"},
     "blocks": {"config", "formats", "quantize", "tensors"},
     "reference": {"config", "kinds", "quantize"},
@@ -62,7 +65,8 @@ MAY_IMPORT = {
     "grouped": CALL | {"api", "dense", "finishes"},
     "wgrad": CALL | {"api", "dense", "finishes", "grouped", "params"},
     "replaceable": {"quantize", "tensors"},
-    "train": {"api", "both", "cast", "config", "dense", "experts", "grouped", "jit", "ops", "problem", "quantize"}
+    "train": {"api", "both", "cast", "config", "dense", "experts", "gated", "grouped", "jit", "ops", "problem"}
+    | {"quantize"}
     | {"select", "tensors", "transposed", "wgrad"},
     "nn": {"api", "blocks", "cast", "config", "formats", "integrations", "jit", "linear", "quantize"}
     | {"replaceable", "tensors"},
@@ -71,6 +75,8 @@ MAY_IMPORT = {
     | {"quantize", "replaceable", "tensors", "train"},
     "compat": CALL
     | {
+        "codegen",
+        "logits",
         "api",
         "dense",
         "discovery",
@@ -104,6 +110,7 @@ WITH_TORCH = {
     "compat.arguments",
     "compat.deep_ep",
     "compat.deep_gemm",
+    "compat.indexer",
     "compat.layouts",
     "compat.scales",
     "dense",
@@ -111,6 +118,7 @@ WITH_TORCH = {
     "experts",
     "finishes",
     "formats",
+    "gated",
     "gemm_cast",
     "grouped",
     "integrations.torchtitan",
@@ -124,6 +132,7 @@ WITH_TORCH = {
     "integrations.vllm_linear",
     "launches",
     "linear",
+    "logits",
     "nn",
     "ops",
     "quantize",
@@ -139,7 +148,9 @@ WITH_TORCH = {
     "train.experts",
     "train.layers",
     "train.linear",
+    "train.mlp",
     "train.precompile",
+    "train.products",
     "train.recipe",
     "train.sharded",
     "transposed",
@@ -273,8 +284,8 @@ def test_imports_point_one_way():
 def test_public_names_are_not_the_tools():
     """They are imported by name at their first use, which the sources do not show."""
     assert {row(module) for module in deep_tile._MODULES.values()} == {
-        *("api", "blocks", "both", "config", "dense", "experts", "finishes", "gemm_cast", "grouped", "jit", "linear"),
-        *("method", "nn", "quantize", "sums", "thin", "transposed", "wgrad"),
+        *("api", "blocks", "both", "config", "dense", "experts", "finishes", "gated", "gemm_cast", "grouped", "jit"),
+        *("linear", "logits", "method", "nn", "quantize", "sums", "thin", "transposed", "wgrad"),
     }
 
 

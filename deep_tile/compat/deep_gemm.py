@@ -1,7 +1,7 @@
 """DeepGEMM's names for FP8 and BF16 products on Hopper, dense and of experts, as engines look them up, on our kernels.
 
-Called by engines after `install()`, or imported by name. What deep_tile has no kernel for, such as attention's logits,
-is the real DeepGEMM's (original.py), or absent, which an AttributeError says by name: most engines take a missing name
+Called by engines after `install()`, or imported by name. What deep_tile has no kernel for, such as mega MoE, is
+the real DeepGEMM's (original.py), or absent, which an AttributeError says by name: most engines take a missing name
 as "not available".
 Invariant: names, arguments and meaning are those of DeepGEMM 2.6.1 to 2.8.1 on SM90; wrong calls raise before anything
 is launched.
@@ -18,10 +18,13 @@ from types import ModuleType
 import torch
 
 from deep_tile import api, dense, grouped, quantize, sums, thin, wgrad
-from deep_tile.compat import arguments, original
+from deep_tile.compat import arguments, indexer, original
 from deep_tile.compat.arguments import Pair
 from deep_tile.compat.layouts import group_ends
+from deep_tile.compat.refused import REFUSED
 from deep_tile.compat.scales import (  # noqa: F401, names that engines look up here
+    align,
+    count_bytes,
     get_col_major_tma_aligned_tensor,
     get_mn_major_tma_aligned_tensor,
     get_tma_aligned_size,
@@ -30,7 +33,7 @@ from deep_tile.compat.scales import (  # noqa: F401, names that engines look up 
     per_token_cast_to_fp8,
     transform_sf_into_required_layout,
 )
-from deep_tile.config import SCALE_BLOCK, as_int, ceil_div, check_alignment, round_up
+from deep_tile.config import SCALE_BLOCK, as_int, ceil_div, check_alignment
 from deep_tile.ops import is_traced
 from deep_tile.reference import cosine_difference
 from deep_tile.select.hardware import H200
@@ -799,17 +802,11 @@ def shutdown() -> None:
     """Nothing to do: there are no handles."""
 
 
-def align(x: int, alignment: int) -> int:
-    return round_up(x, alignment)
-
-
-def count_bytes(*given: torch.Tensor | tuple | list | None) -> int:
-    """Of tensors, and of those in tuples and lists."""
-    parts = (count_bytes(*x) if isinstance(x, (tuple, list)) else x.nbytes for x in given if x is not None)
-    return sum(parts)
-
-
 cell_div = ceil_div
+
+fp8_mqa_logits, fp8_fp4_mqa_logits = indexer.fp8_mqa_logits, indexer.fp8_fp4_mqa_logits
+fp8_paged_mqa_logits, fp8_fp4_paged_mqa_logits = indexer.fp8_paged_mqa_logits, indexer.fp8_fp4_paged_mqa_logits
+get_paged_mqa_logits_metadata = indexer.get_paged_mqa_logits_metadata
 
 _OF_MATH = (
     *("align", "ceil_div", "cell_div", "per_token_cast_to_fp8", "per_block_cast_to_fp8", "per_channel_cast_to_fp8"),
@@ -835,33 +832,6 @@ _SUBMODULES = {
 """DeepGEMM's, a package before what is in it, and the names that they have here."""
 
 
-_OF_BLACKWELL = "a kernel of Blackwell's alone, which DeepGEMM has not on Hopper either"
-_OF_RANKS = "it joins GPUs in one kernel: use fp8_grouped_gemm behind DeepEP's dispatch (deep_tile.compat.deep_ep)"
-
-REFUSED = {
-    **dict.fromkeys(
-        (
-            *("fp8_mega_moe", "get_symm_buffer_for_sm90_mega_moe", "transform_weights_for_mega_moe_sm90"),
-            *("mega_moe_pre_dispatch_sm90", "SM90SymmBuffer", "get_block_m_for_mega_moe", "SymmBuffer"),
-            *("get_symm_buffer_for_mega_moe", "transform_weights_for_mega_moe"),
-        ),
-        _OF_RANKS,
-    ),
-    **dict.fromkeys(
-        (
-            *("fp8_fp4_mega_moe", "fp4_fp4_mega_moe", "bf16_mega_moe", "bf16_mega_gate", "get_bf16_mega_gate_config"),
-            *("mega_mhc", "fp4_gemm_nt", "m_grouped_fp4_gemm_nt_contiguous", "m_grouped_fp4_gemm_nt_masked"),
-            *("k_grouped_fp4_gemm_nt_contiguous", "k_grouped_fp8_gemm_tn_contiguous", "cublaslt_nvfp4_gemm_nt"),
-            *("batched_syrk", "batched_symm", "fp8_fp4_sparse_mqa_logits", "fp8_fp4_paged_sparse_mqa_logits"),
-            *("get_sparse_mqa_logits_metadata", "get_paged_sparse_mqa_logits_metadata", "get_mqa_logits_metadata"),
-            *("get_mn_major_tma_aligned_packed_ue8m0_tensor", "pack_ue8m0_to_int", "per_token_cast_to_fp4"),
-            "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor",
-        ),
-        _OF_BLACKWELL,
-    ),
-}
-"""Why deep_tile has no function of this name. Asking for it is an AttributeError: engines look for what there is."""
-
 _displaced: dict[str, ModuleType] = {}
 """The real package's modules by their names, while it is installed over."""
 
@@ -869,7 +839,7 @@ _displaced: dict[str, ModuleType] = {}
 def install(force: bool = False) -> None:
     """Have `import deep_gemm` find this module, with the submodules that DeepGEMM has, in this process.
 
-    Names that are DeepGEMM's alone, such as attention's logits, are answered by the real one, if it is installed or if
+    Names that are DeepGEMM's alone, such as mega MoE's, are answered by the real one, if it is installed or if
     vLLM brings it along. It is imported when such a name is first asked for. What has imported it before keeps it.
 
     Args:

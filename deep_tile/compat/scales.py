@@ -1,4 +1,4 @@
-"""DeepGEMM's layouts of scales, and its casts to FP8, by its names.
+"""DeepGEMM's layouts of scales, its casts to FP8 and small helpers, by its names.
 
 Called by engines through deep_gemm.py beside it.
 """
@@ -101,3 +101,13 @@ def _cast_options(use_ue8m0: bool, gran_k: int) -> dict[str, str | float]:
         raise ValueError(f"gran_k is {gran_k}; on Hopper it is {SCALE_BLOCK}")
     rounding = "pow2" if use_ue8m0 else "none"
     return {"exact": "reciprocal", "amax_floor": quantize.DEEP_GEMM_AMAX_FLOOR, "round_scale": rounding}
+
+
+def align(x: int, alignment: int) -> int:
+    return round_up(x, alignment)
+
+
+def count_bytes(*given: torch.Tensor | tuple | list | None) -> int:
+    """Of tensors, and of those in tuples and lists."""
+    parts = (count_bytes(*x) if isinstance(x, (tuple, list)) else x.nbytes for x in given if x is not None)
+    return sum(parts)

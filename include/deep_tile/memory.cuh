@@ -183,6 +183,17 @@ __device__ __forceinline__ void st_global(float* address, float value, bool want
         : "memory");
 }
 
+__device__ __forceinline__ void st_global(u16* address, u16 bits, bool wanted) {
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.b32 wanted, %2, 0;\n"
+        "@wanted st.global.u16 [%0], %1;\n"
+        "}" ::"l"(address),
+        "h"(bits), "r"(u32{wanted})
+        : "memory");
+}
+
 __device__ __forceinline__ void st_shared_v2(u32 smem, float first, float second) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem), "f"(first), "f"(second) : "memory");
 }

@@ -1,0 +1,55 @@
+"""The public names, for type checkers and editors. tests/test_types.py writes it, from those of `__init__.py`."""
+
+from deep_tile import compat as compat
+from deep_tile import distributed as distributed
+from deep_tile import integrations as integrations
+from deep_tile import nn as nn
+from deep_tile import torch_compat as torch_compat
+from deep_tile import train as train
+from deep_tile import watch as watch
+from deep_tile.api import Plan as Plan
+from deep_tile.api import Precompiled as Precompiled
+from deep_tile.api import fp8_gemm as fp8_gemm
+from deep_tile.api import is_available as is_available
+from deep_tile.api import precompile as precompile
+from deep_tile.api import prepare as prepare
+from deep_tile.api import supports as supports
+from deep_tile.blocks import Blocks as Blocks
+from deep_tile.blocks import pad_shard as pad_shard
+from deep_tile.blocks import to_blocks as to_blocks
+from deep_tile.both import CastBoth as CastBoth
+from deep_tile.both import CastWeight as CastWeight
+from deep_tile.both import cast_both as cast_both
+from deep_tile.both import cast_weight as cast_weight
+from deep_tile.both import transpose_fp8 as transpose_fp8
+from deep_tile.config import GemmConfig as GemmConfig
+from deep_tile.dense import fp8_wgrad as fp8_wgrad
+from deep_tile.dense import gemm as gemm
+from deep_tile.dense import int8_gemm as int8_gemm
+from deep_tile.dense import scaled_gemm as scaled_gemm
+from deep_tile.experts import Routing as Routing
+from deep_tile.experts import combine as combine
+from deep_tile.experts import silu_mul_cast_to_fp8 as silu_mul_cast_to_fp8
+from deep_tile.experts import sort_by_expert as sort_by_expert
+from deep_tile.finishes import interleave_gate_up as interleave_gate_up
+from deep_tile.gemm_cast import fp8_gemm_cast as fp8_gemm_cast
+from deep_tile.grouped import fp8_grouped_gemm as fp8_grouped_gemm
+from deep_tile.grouped import grouped_gemm as grouped_gemm
+from deep_tile.grouped import scaled_grouped_gemm as scaled_grouped_gemm
+from deep_tile.jit import CompileError as CompileError
+from deep_tile.jit import compilations as compilations
+from deep_tile.jit import forbid_compilation as forbid_compilation
+from deep_tile.linear import fp8_linear as fp8_linear
+from deep_tile.linear import quantize_weight as quantize_weight
+from deep_tile.method.groups import GroupsExplanation as GroupsExplanation
+from deep_tile.method.groups import explain_groups as explain_groups
+from deep_tile.method.report import Explanation as Explanation
+from deep_tile.method.report import explain as explain
+from deep_tile.nn import precompile_model as precompile_model
+from deep_tile.quantize import dequantize as dequantize
+from deep_tile.quantize import per_block_cast_to_fp8 as per_block_cast_to_fp8
+from deep_tile.quantize import per_token_cast_to_fp8 as per_token_cast_to_fp8
+from deep_tile.transposed import transposed_cast_to_fp8 as transposed_cast_to_fp8
+from deep_tile.wgrad import fp8_grouped_wgrad as fp8_grouped_wgrad
+
+__version__: str
