@@ -32,6 +32,7 @@ from deep_tile.experts import combine as combine
 from deep_tile.experts import silu_mul_cast_to_fp8 as silu_mul_cast_to_fp8
 from deep_tile.experts import sort_by_expert as sort_by_expert
 from deep_tile.finishes import interleave_gate_up as interleave_gate_up
+from deep_tile.gated import swiglu_gradient_cast_both as swiglu_gradient_cast_both
 from deep_tile.gemm_cast import fp8_gemm_cast as fp8_gemm_cast
 from deep_tile.grouped import fp8_grouped_gemm as fp8_grouped_gemm
 from deep_tile.grouped import grouped_gemm as grouped_gemm
@@ -41,6 +42,9 @@ from deep_tile.jit import compilations as compilations
 from deep_tile.jit import forbid_compilation as forbid_compilation
 from deep_tile.linear import fp8_linear as fp8_linear
 from deep_tile.linear import quantize_weight as quantize_weight
+from deep_tile.logits import mqa_logits as mqa_logits
+from deep_tile.logits import paged_mqa_logits as paged_mqa_logits
+from deep_tile.logits import precompile_logits as precompile_logits
 from deep_tile.method.groups import GroupsExplanation as GroupsExplanation
 from deep_tile.method.groups import explain_groups as explain_groups
 from deep_tile.method.report import Explanation as Explanation

@@ -52,6 +52,10 @@ assert_type(deep_tile.grouped_gemm(x, w, counts=routing.offs), torch.Tensor)
 assert_type(deep_tile.scaled_grouped_gemm(a, a_scale, b, b_scale, routing.offs), torch.Tensor)
 assert_type(deep_tile.fp8_grouped_wgrad(a, a_scale, b, b_scale, routing.offs, out), torch.Tensor)
 assert_type(deep_tile.combine(gate_up, x, routing.index), torch.Tensor)
+assert_type(deep_tile.mqa_logits(x, x, x, x, x, x), torch.Tensor)
+assert_type(deep_tile.paged_mqa_logits(x, x, x, x, x), torch.Tensor)
+assert_type(deep_tile.precompile_logits(32, 128), int)
+assert_type(deep_tile.swiglu_gradient_cast_both(x, w)[0], torch.Tensor)
 
 # Before the first call, and what is chosen.
 made = assert_type(deep_tile.precompile([(256, 512, 64)], kind="bf16", layouts=["nn"]), deep_tile.Precompiled)
