@@ -188,13 +188,12 @@ def _contiguous_groups(
     return offs, {"alignment": _alignment, "expected_rows": expected, **_settings}
 
 
-def m_grouped_fp8_gemm_nn_contiguous(
-    a: Pair, b: Pair, d: torch.Tensor, grouped_layout: torch.Tensor, **options
-) -> None:
+def m_grouped_fp8_gemm_nn_contiguous(a: Pair, b: Pair, d: torch.Tensor, grouped_layout: torch.Tensor, **given) -> None:
     """The same of `b` [g, k, n] and its scale, transposed views, as on Hopper operands lie along k."""
-    b, scale = arguments.checked_pair("b", b)
-    views = _transposed("b", b, 3), _transposed("b's scale", scale, 3)
-    m_grouped_fp8_gemm_nt_contiguous(a, views, d, grouped_layout, **options)
+    b, scale = (
+        _transposed(name, x, 3) for name, x in zip(("b", "b's scale"), arguments.checked_pair("b", b), strict=True)
+    )
+    m_grouped_fp8_gemm_nt_contiguous(a, (b, scale), d, grouped_layout, **given)
 
 
 def fp8_gemm_nt_skip_head_mid(
@@ -438,8 +437,7 @@ def einsum(
         use_cublaslt: means nothing here.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `deep_tile.einsum`. Sums over a batch are not made ready by compile mode
-            1, but by `deep_tile.precompile_thin`.
+        TypeError, ValueError, RuntimeError: as `deep_tile.einsum`.
     """
     if _compile_mode:
         if expr != "bmk,bnk->mn":
