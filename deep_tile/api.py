@@ -12,7 +12,7 @@ from torch import is_grad_enabled
 from deep_tile import _launcher, cast, checks, finishes, jit, launches, options, plan, tensors
 from deep_tile.checks import MAX_SIZE, current_gpu
 from deep_tile.config import SCALE_BLOCK, GemmConfig, as_int, ceil_div, round_up
-from deep_tile.dense import FP8_GEMM, Options, fp8_gemm  # noqa: F401
+from deep_tile.dense import FP8_GEMM, Options
 from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names, torch_dtype
 from deep_tile.kinds import GROUPINGS, KINDS, LAYOUT_NAMES, LAYOUTS, QUANTIZED, RAW, RESULTS, Kind, Majors
 from deep_tile.operation import error_of

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from deep_tile import params
 from deep_tile.config import SCALE_BLOCK, SMEM_LIMIT_BYTES, GemmConfig, round_up
+from deep_tile.kinds import K_BLOCK_BYTES
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
@@ -348,6 +349,118 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_pe
     return "\n".join([params.SORT.text, blocks, _headers("sort.cuh"), entry])
 
 
+class ThinKernel(NamedTuple):
+    """A product by parts of K (thin.cuh): what its text depends on.
+
+    Attributes:
+        block_m, block_n: of a tile; 64 or 128 rows, and a multiple of 8 columns.
+        terms: in BF16 of b.
+        stages: of the ring.
+        split_warps: that split an FP32 b; 0 where b is given as BF16 terms.
+        squares: whether it adds up the squares of a's rows, too.
+        blocks_per_sm: thread blocks that must fit into an SM at once.
+    """
+
+    block_m: int
+    block_n: int
+    terms: int
+    stages: int
+    split_warps: int
+    squares: bool
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        squares = "_squares" if self.squares else ""
+        return f"thin_gemm_{self.block_m}x{self.block_n}_b{self.terms}_s{self.stages}{squares}"
+
+    @property
+    def threads(self) -> int:
+        return self.block_m * 2 + 32 * (1 + self.split_warps)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Of ThinStorage: K blocks of a and of b's terms, and three mbarriers, in each stage."""
+        stage = (self.block_m + self.terms * self.block_n) * K_BLOCK_BYTES + 3 * 8
+        return round_up(stage * self.stages, 1024)
+
+
+def thin_source(kernel: ThinKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    columns = kernel.terms * kernel.block_n if kernel.split_warps else kernel.block_n
+    fields = ("block_m", "block_n", "terms", "stages", "split_warps", "squares")
+    values = ", ".join(_literal(name, getattr(kernel, name)) for name in fields)
+    entry = f"""\
+constexpr deep_tile::ThinConfig config = {{{values}}};
+static_assert(sizeof(deep_tile::ThinStorage<config>) == {kernel.smem_bytes}, "codegen.py and thin.cuh disagree");
+static_assert(config.threads() == {kernel.threads});
+static_assert(config.columns_at_once() == {columns});
+
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const __grid_constant__ ThinParams params) {{
+    deep_tile::thin<config>(params);
+}}
+"""
+    wgmma = _wgmma_function(columns // 2, f"m64n{columns}k16.f32.bf16.bf16", ", 1, 1, 0, 0")
+    return "\n".join([wgmma, params.THIN.text, _headers("thin.cuh"), entry])
+
+
+class PartsKernel(NamedTuple):
+    """The sum of the parts of such a product: what its text depends on.
+
+    Attributes:
+        threads: of a thread block.
+        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
+    """
+
+    threads: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"thin_gemm_parts_t{self.threads}"
+
+
+def parts_source(kernel: PartsKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    entry = f"""\
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const PartsParams params) {{
+    deep_tile::add_parts<{kernel.threads}>(params);
+}}
+"""
+    return "\n".join([params.PARTS.text, _headers("parts.cuh"), entry])
+
+
+class SplitKernel(NamedTuple):
+    """The split of FP32 into BF16 terms: what its text depends on.
+
+    Attributes:
+        terms: 2, rounded, or 3, exact.
+        threads: of a thread block.
+        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
+    """
+
+    terms: int
+    threads: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"thin_gemm_split_b{self.terms}_t{self.threads}"
+
+
+def split_source(kernel: SplitKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    entry = f"""\
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const SplitParams params) {{
+    deep_tile::split_terms<{kernel.terms}>(params);
+}}
+"""
+    return "\n".join([params.SPLIT.text, _headers("terms.cuh"), entry])
+
+
 class LogitsKernel(NamedTuple):
     """The indexer's logits: what its text depends on.
 
@@ -448,8 +561,12 @@ extern "C" __global__ void __launch_bounds__(config.threads, 1)
     return "\n".join(text if watch is None else [_watch(watch), *text])
 
 
-StreamingKernel = CastKernel | TransposedKernel | BothKernel | GatedKernel | CombineKernel | SortKernel | LogitsKernel
-"""A kernel that is bound by memory."""
+_ThinKernels = ThinKernel | PartsKernel | SplitKernel
+
+StreamingKernel = (
+    CastKernel | TransposedKernel | BothKernel | GatedKernel | CombineKernel | SortKernel | LogitsKernel | _ThinKernels
+)
+"""A kernel that no GemmConfig describes: most are bound by memory."""
 
 _SOURCES = {
     CastKernel: cast_source,
@@ -458,6 +575,9 @@ _SOURCES = {
     GatedKernel: gated_source,
     CombineKernel: combine_source,
     SortKernel: sort_source,
+    ThinKernel: thin_source,
+    PartsKernel: parts_source,
+    SplitKernel: split_source,
     LogitsKernel: logits_source,
 }
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import checks, finishes, launches, ops, params, plan, tensors
+from deep_tile import checks, finishes, launches, ops, params, plan, tensors, thin
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import KINDS, LAYOUT_NAMES, Kind, Majors
 from deep_tile.operation import Given, Operation, gradient_error
@@ -57,6 +57,7 @@ class Product(Operation):
         out_dtype: of what it allocates; None: that of the operands, of INT8 int32.
         remedies: for an `a` and a `b` of a dtype that it does not take.
         takers: functions that take other dtypes of `tensors.QUANTIZED_DTYPES`, by these.
+        definition: of the operands and the dtype of the result; None: that in `REFERENCES` of its scaling.
         others: as for `Operation`.
     """
 
@@ -70,9 +71,11 @@ class Product(Operation):
         out_dtype: torch.dtype | None,
         remedies: tuple[str, str],
         takers: Mapping[torch.dtype, str] = MappingProxyType({}),
+        definition: Callable[..., torch.Tensor] | None = None,
         **others,
     ) -> None:
         self.kinds, self.out_dtype, self.remedies, self.takers = kinds, out_dtype, remedies, takers
+        self.definition = definition
         pairs = dict.fromkeys((a, b) for _, a, b in kinds)
         self.dtypes = {a: tuple(b for with_a, b in pairs if with_a == a) for a, _ in pairs}
         self.count = 4 if "_scale " in tensors else 2
@@ -269,7 +272,8 @@ class Dense(Product):
         is_finished = bias is not None or options.activation is not None
         dtype = torch.float64 if is_finished else out.dtype
         if a.shape[1]:
-            product = definition_of(self.kind(given, options))(*given[: self.count], dtype)
+            definition = self.definition or REFERENCES[self.kind(given, options).scaling]
+            product = definition(*given[: self.count], dtype)
         else:
             product = a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)  # also with scales that are infinite
         if is_finished:
@@ -313,10 +317,6 @@ REFERENCES = {
     "promoted_rows": rows_gemm_reference,
 }
 """The definition of each scaling, of the operands and the dtype of the result."""
-
-
-def definition_of(kind: Kind) -> Callable[..., torch.Tensor]:
-    return fp8_gemm_reference if kind.name == "fp8" else REFERENCES[kind.scaling]
 
 
 def fp8_gemm(
@@ -427,7 +427,8 @@ def gemm(
         a: [m, k] bfloat16, float16 or int8, 16-byte aligned: unit stride along k and a row stride that is a multiple of
             16 bytes, or, of 16 bits, unit stride along m and such a stride along k. A slice of a wider matrix will do.
         b: [n, k] of the same dtype, likewise along k or n: one row per output column, as `torch.nn.Linear` keeps
-            weights.
+            weights. Or, with `a` of bfloat16, float32 along k: then the call is `thin_gemm`'s, and has neither bias,
+            activation, config, num_sms, constant_weights nor gradients.
         out: [m, n] bfloat16, float16 or float32, or of INT8 int32, unit stride along n; allocated when None. Any
             alignment and row stride will do, but rows that begin and end at multiples of 16 bytes are stored faster.
             Must not overlap the inputs.
@@ -445,6 +446,8 @@ def gemm(
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
+    if getattr(b, "dtype", None) is torch.float32 and getattr(a, "dtype", None) is torch.bfloat16:
+        return _multiply_wide(a, b, out, Options(*options), bias)
     if is_traced():
         return GEMM.trace((a, b, out, bias), options)
     return GEMM.run((a, b, out, bias), options)
@@ -591,6 +594,21 @@ def fp8_wgrad(
     if is_traced():
         return FP8_WGRAD.trace((dy, dy_scale, x, x_scale, out), options)
     return FP8_WGRAD.run((dy, dy_scale, x, x_scale, out), options)
+
+
+def _multiply_wide(a: torch.Tensor, b: torch.Tensor, out, options: Options, bias) -> torch.Tensor:
+    """`gemm` of BF16 and FP32."""
+    refused = {"bias": bias, "activation": options.activation, "config": options.config, "num_sms": options.num_sms}
+    for name, given in {**refused, "constant_weights": options.constant_weights or None}.items():
+        if given is not None:
+            raise ValueError(f"{name} is given, and b is torch.float32: leave it out, or pass b.to(torch.bfloat16)")
+    return thin.thin_gemm(
+        *(a, b, out),
+        out_dtype=options.out_dtype or (a.dtype if out is None else None),
+        accumulate=options.accumulate,
+        batch_invariant=options.batch_invariant,
+        pdl=options.pdl,
+    )
 
 
 def check_sum(call: str, operands: Given, out: torch.Tensor, **options) -> None:
@@ -771,6 +789,7 @@ FP8_GEMM = Dense(
     *("fp8_gemm", _SCALED, _OF_PRODUCTS, FP8_KINDS),
     out_dtype=torch.bfloat16,
     remedies=("quantise with deep_tile.per_token_cast_to_fp8", "quantise with deep_tile.per_block_cast_to_fp8"),
+    definition=fp8_gemm_reference,
     takers=_OTHERS,
     sources=checks.SOURCES,
     to_train="call deep_tile.fp8_linear",

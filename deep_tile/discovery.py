@@ -31,11 +31,13 @@ OPS = {
     "per_block_cast_to_fp8": "quantize",
     "per_token_cast_rows_to_fp8": "quantize",
     "per_token_cast_to_fp8": "quantize",
+    "prenorm_gemm": "thin",
     "scaled_gemm": "dense",
     "scaled_grouped_gemm": "grouped",
     "silu_mul_cast_to_fp8": "experts",
     "sort_by_expert": "experts",
     "swiglu_gradient_cast_both": "gated",
+    "thin_gemm": "thin",
     "transpose_fp8": "both",
     "transposed_cast_to_fp8": "transposed",
 }

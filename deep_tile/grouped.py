@@ -14,12 +14,12 @@ import torch
 
 from deep_tile import checks, finishes, launches, ops, plan, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.dense import FP8_KINDS, Product, definition_of, kinds_of
+from deep_tile.dense import FP8_KINDS, REFERENCES, Product, kinds_of
 from deep_tile.kinds import LAYOUT_NAMES, Majors
 from deep_tile.operation import Given
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
-from deep_tile.reference import grouped_reference
+from deep_tile.reference import fp8_gemm_reference, grouped_reference
 
 MAX_TILES = 2**31 - 1
 
@@ -135,7 +135,8 @@ class Grouped(Product):
         kind = self.kind(given, options)
         if kind.row_scales:
             operands = tuple(_scale_of_rows(operands[i - 1], x) if i % 2 else x for i, x in enumerate(operands))
-        grouped_reference(definition_of(kind), tuple(operands), out, bounds, options.alignment)
+        definition = fp8_gemm_reference if kind.name == "fp8" else REFERENCES[kind.scaling]
+        grouped_reference(definition, tuple(operands), out, bounds, options.alignment)
 
     def prepare(self, given: Given, options: Options) -> launches.Prepared:
         device, problem = given[-1].get_device(), self.problem(given, options)

@@ -92,12 +92,14 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "fast_accum": ("bool", True),
     "limit": ("float?", None),
     "num_sms": ("int?", None),
+    "num_splits": ("int?", None),
     "offs": ("Tensor?", None),
     "out_dtype": ("ScalarType?", None),
     "pdl": ("bool?", None),
     "round_scale": ("str", "none"),
     "rows": ("Tensor?", None),
     "scale_layout": ("str", DEFAULT_SCALE_LAYOUT),
+    "terms": ("int", 3),
 }
 """Type and default of every keyword that ops take, as functions do. No schema can name a config."""
 

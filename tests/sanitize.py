@@ -44,9 +44,11 @@ from deep_tile import (
     paged_mqa_logits,
     per_block_cast_to_fp8,
     per_token_cast_to_fp8,
+    prenorm_gemm,
     silu_mul_cast_to_fp8,
     sort_by_expert,
     swiglu_gradient_cast_both,
+    thin_gemm,
     transpose_fp8,
     transposed_cast_to_fp8,
 )
@@ -413,6 +415,22 @@ def run_casts_of_rows(dtype: torch.dtype, rows: int, columns: int, device: str =
         assert torch.equal(got, wanted), (rows, columns, dtype)
 
 
+THIN = ((70, 24, 520), (3, 40, 200), (130, 130, 72))
+"""Rows, columns and K of products by parts of K."""
+
+
+def run_thin(m: int, n: int, k: int, device: str = "cuda") -> None:
+    """With sums of squares, of FP32 and BF16, in parts and without. Raises AssertionError."""
+    a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k)
+    for splits in (None, 2):
+        found = prenorm_gemm(a.to(device), b.to(device), num_splits=splits)
+        for x, y in zip(found, prenorm_gemm(a, b, num_splits=splits), strict=True):
+            assert torch.allclose(x.cpu(), y, rtol=1e-4, atol=1e-3), ("prenorm_gemm", m, n, k, splits)
+    for weight in (b, b.bfloat16()):
+        found = thin_gemm(a.to(device), weight.to(device))
+        assert torch.allclose(found.cpu(), thin_gemm(a, weight), rtol=1e-4, atol=1e-3), ("thin_gemm", m, n, k)
+
+
 def dense_targets(shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
     """`out` and `scale_out` of a cast. initcheck knows of no byte that another kernel has written."""
     out = torch.zeros(shape, dtype=torch.uint8).to(device).view(torch.float8_e4m3fn)
@@ -485,6 +503,9 @@ def main(tool: str = "") -> int:
     for cast in ROWS:
         print("casts of rows of", *cast, flush=True)
         failures += failed(run_casts_of_rows, *cast)
+    for sizes in THIN:
+        print("thin products of", *sizes, flush=True)
+        failures += failed(run_thin, *sizes)
     for sizes in LOGITS:
         print("logits of", *sizes, flush=True)
         failures += failed(run_logits, *sizes)

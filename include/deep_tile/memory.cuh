@@ -198,6 +198,10 @@ __device__ __forceinline__ void st_shared_v2(u32 smem, float first, float second
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem), "f"(first), "f"(second) : "memory");
 }
 
+__device__ __forceinline__ void st_shared_v4(u32 smem, u32 r0, u32 r1, u32 r2, u32 r3) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+
 __device__ __forceinline__ void st_shared(u32 smem, u16 bits) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(smem), "h"(bits) : "memory");
 }
