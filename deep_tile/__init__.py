@@ -34,6 +34,9 @@ _MODULES = {
     "int8_gemm": "dense",
     "interleave_gate_up": "finishes",
     "is_available": "api",
+    "pack_weight": "packed",
+    "packed_gemm": "dense",
+    "packed_grouped_gemm": "grouped",
     "pad_shard": "blocks",
     "per_block_cast_to_fp8": "quantize",
     "per_token_cast_to_fp8": "quantize",
@@ -49,6 +52,7 @@ _MODULES = {
     "to_blocks": "blocks",
     "transpose_fp8": "both",
     "transposed_cast_to_fp8": "transposed",
+    "unpack_weight": "packed",
 }
 
 _SUBMODULES = ("compat", "distributed", "integrations", "nn", "torch_compat", "train", "watch")

@@ -46,6 +46,9 @@ ACCUMULATOR_LIMIT = 192
 PAIRED_ACCUMULATOR_LIMIT = 216
 """The same out of 240 registers, which tiles of PAIRED_TILES may take."""
 
+UNIT_ROWS = 16
+"""Rows of a packed `b` whose K block lies together."""
+
 PAIRED_TILES = (112, 144)
 """block_n of 128-row tiles whose K blocks may be multiplied in pairs: a main loop for each place of their scales then
 makes less than 64 KB of code, beyond which a launch takes 3 us more (docs/performance.md, "Of a launch")."""
@@ -66,7 +69,8 @@ class GemmConfig:
         store_buffers: output boxes per math warpgroup: those of a whole tile, or else filled and drained in turn.
         tma_store: store `out` with TMA; otherwise element by element, for any alignment and row stride.
         b_stages: K blocks of b that stay in shared memory while a thread block works down a column of tiles: as many as
-            there may be, for 128 < k <= 128 * b_stages. 0: b travels with a, through the pipeline.
+            there may be, for 128 < k <= 128 * b_stages. 0: b travels with a, through the pipeline. Of a packed b: slots
+            that stages are converted to.
         pairs: multiply K blocks two by two, of which k must have an even number, with a main loop for each way in which
             a tile's columns may lie across scale blocks.
         kind: of the product, a name in `kinds.KINDS`.
@@ -135,7 +139,9 @@ class GemmConfig:
             return f"split_k is {self.split_k}; it takes tiles of 64 or 128 rows"
         if self.scale_blocks not in (1, 2, 4) or (self.scale_blocks > 1 and self.chunks > 1):
             return f"scale_blocks is {self.scale_blocks}; supported are 1, and 2 and 4 for tiles of one WGMMA"
-        if self.b_stages < 0 or (self.b_stages > 0 and (self.cluster > 1 or self.scale_blocks > 1)):
+        if self.is_packed and self._unpackable_because:
+            return self._unpackable_because
+        if self.b_stages < 0 or (self.resident_b and (self.cluster > 1 or self.scale_blocks > 1)):
             return f"b_stages is {self.b_stages}; b stays without clusters and with one scale block per stage only"
         if self.b_stages == 1:
             return (
@@ -193,6 +199,18 @@ class GemmConfig:
         return next((wall.reason for wall in (self.register_wall, self.capacity_wall) if not wall.holds), None)
 
     @property
+    def _unpackable_because(self) -> str | None:
+        """The first rule of packed operands that this config breaks, or None."""
+        if self.b_stages < 2:
+            return (
+                f"b_stages is {self.b_stages}; a packed b has at least 2 slots, one that is read while one is written"
+            )
+        if self.multicast or self.pairs or self.by_k or self.column_shifts > 1:
+            what = "multicast, pairs, groups along K, and copies of the main loop"
+            return f"kind is {self.kind!r}; a packed b is converted without {what}"
+        return None
+
+    @property
     def register_wall(self) -> Wall:
         return register_wall(self.accumulator_registers, self.block_registers, ACCUMULATOR_LIMIT)
 
@@ -225,7 +243,7 @@ class GemmConfig:
         output = "" if output == self.product.output else f"_{output}"
         split = "" if self.split_k == 1 else f"_k{self.split_k}"
         buffers = "" if self.store_buffers == 2 else f"_b{self.store_buffers}"
-        resident = f"_r{self.b_stages}" if self.resident_b else ""
+        resident = f"_r{self.b_stages}" if self.b_stages else ""
         grouping = f"_{self.grouping}" if self.is_grouped else ""
         special = resident + ("_p" if self.pairs else "") + grouping + output
         special += ("_add" if self.accumulate else "") + finish
@@ -345,7 +363,27 @@ class GemmConfig:
         At k = 512 a tile of 128x192 then takes 64 KB instead of 160: 8192x32768x512 gains 7 %, 2048x32768x512 2 %, and
         1024x32768x512, with eleven tiles per SM, loses 2 % (H200, 2026-11-21).
         """
-        return self.b_stages > 0
+        return self.b_stages > 0 and not self.is_packed
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether `b` has 4 bits in memory, and converter warps make of it what WGMMA reads."""
+        return self.product.packing is not None
+
+    @property
+    def b_group(self) -> int:
+        """Elements of K that share a scale in a packed `b`; 0 of others."""
+        return self.product.packing.group if self.is_packed else 0
+
+    @property
+    def b_unit_bytes(self) -> int:
+        """Of 16 rows of a K block of a packed `b`."""
+        return UNIT_ROWS * self.product.packing.row_bytes if self.is_packed else 0
+
+    @property
+    def b_tables(self) -> int:
+        """By which codes of a packed `b` are converted."""
+        return self.product.packing.tables if self.is_packed else 0
 
     @property
     def b_slots(self) -> int:
@@ -385,8 +423,12 @@ class GemmConfig:
 
     @property
     def threads(self) -> int:
-        """One producer warpgroup and the math warpgroups."""
-        return WARPGROUP_THREADS * (1 + self.math_warpgroups)
+        """One producer warpgroup, the math warpgroups, and one that converts a packed `b`."""
+        return WARPGROUP_THREADS * (1 + self.math_warpgroups + self.is_packed)
+
+    @property
+    def converter_warps(self) -> int:
+        return WARPGROUP_THREADS // WARP_THREADS if self.is_packed else 0
 
     @property
     def scale_warps(self) -> int:
@@ -470,14 +512,20 @@ class GemmConfig:
         activation spills some where half a tile is stored while the other half is multiplied; so do, of several
         chunks, a result that is quantised and sums that are promoted and then scaled."""
         accumulators = self.accumulator_registers + self.block_sets * self.block_registers
+        if self.is_packed and self.math_warpgroups == 2:
+            return 216
         late_work = self.quantizes or (self.row_scales and self.product.promotes)
         crowded = (late_work and self.chunks > 1) or (self.activation != "none" and self.chunks_n > 1)
         return 232 if accumulators <= ACCUMULATOR_LIMIT and not crowded else 240
 
     @property
     def producer_registers(self) -> int:
-        """What is left for a producer thread: at launch each of the three warpgroups' threads has 168."""
-        return 3 * 168 - 2 * self.math_registers
+        """What is left for a producer thread: at launch each of three warpgroups' threads has 168, each of four 128."""
+        if not self.is_packed:
+            return 3 * 168 - 2 * self.math_registers
+        if self.math_warpgroups == 1:
+            return (3 * 168 - self.math_registers) // 2
+        return (4 * 128 - 2 * self.math_registers) // 2
 
     @property
     def carries_descriptors(self) -> bool:
@@ -488,7 +536,7 @@ class GemmConfig:
         128 columns or two scale blocks per stage nothing is gained, with four 2 to 4 % lost, and 128x96 loses 1 %
         (H200, 2026-11-22).
         """
-        return self.block_sets == 2 and self.mma_n <= 64 and self.scale_blocks == 1 and not self.resident_b
+        return self.block_sets == 2 and self.mma_n <= 64 and self.scale_blocks == 1 and self.b_stages == 0
 
     @property
     def queues_blocks(self) -> bool:
@@ -511,7 +559,7 @@ class GemmConfig:
         128x64, which does not queue them, 1 % more (H200, 2026-11-22). And three stages: while one waits, the ring
         holds the K block that it has not given back yet and the two that it is to begin.
         """
-        return self.queues_blocks and self.math_warpgroups == 2 and self.stages >= 3
+        return self.queues_blocks and self.math_warpgroups == 2 and min(self.stages, self.b_slots) >= 3
 
     @property
     def takes_turns(self) -> bool:
@@ -528,7 +576,7 @@ class GemmConfig:
         four stages of 128x192 are a whole tile, this gains 12 %, at 1536 1 %. With more stages, or other kernels, it
         costs 1 to 2 % (H200, 2026-11-21).
         """
-        return self.takes_turns and self.stages <= 4 and not (self.resident_b or self.is_grouped)
+        return self.takes_turns and self.stages <= 4 and not (self.b_stages or self.is_grouped)
 
     @property
     def columns_per_part(self) -> int:
@@ -682,7 +730,9 @@ class GemmConfig:
     def stage_bytes(self) -> int:
         """Shared memory of one stage: operands, scales and its two barriers."""
         a, b = self.product.a, self.product.b
-        operands = (self.block_m * a.bytes + (0 if self.resident_b else self.block_n * b.bytes)) * self.block_k
+        b_bytes = b.bytes * (0 if self.b_stages else self.block_n * self.block_k)
+        b_bytes += self.scale_blocks * self.block_n // UNIT_ROWS * self.b_unit_bytes
+        operands = self.block_m * a.bytes * self.block_k + b_bytes
         return operands + (self.scale_bytes if self.product.block_scales else 0) + 2 * 8
 
     @property
@@ -704,10 +754,10 @@ class GemmConfig:
     @property
     def fixed_bytes(self) -> int:
         """Shared memory that does not depend on the number of stages. Two barriers for each math warpgroup, and for
-        each resident K block of `b`."""
-        resident = self.b_stages * (self.block_n * self.block_k * self.product.b.bytes + 2 * 8)
+        each slot of a `b` outside of the ring. A table has eight bytes."""
+        apart = self.b_stages * (self.block_n * self.block_k * self.product.b.bytes + 2 * 8) + 8 * self.b_tables
         scales = 0 if self.product.block_scales else self.scale_bytes
-        return self.partial_bytes + self.store_bytes + resident + scales + 2 * 8 * self.math_warpgroups
+        return self.partial_bytes + self.store_bytes + apart + scales + 2 * 8 * self.math_warpgroups
 
     @property
     def smem_bytes(self) -> int:

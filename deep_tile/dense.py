@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, api, finishes, launches, ops, params, plan, tensors
+from deep_tile import _launcher, api, finishes, launches, ops, packed, params, plan, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import KINDS, LAYOUT_NAMES, Kind, Majors
 from deep_tile.ops import is_traced
@@ -91,6 +91,9 @@ def kinds_of(*families: str) -> dict[tuple[str, torch.dtype, torch.dtype], Kind]
 _SCALED = ("a", "a_scale", "b", "b_scale")
 _LINEAR = "torch.nn.functional.linear"
 
+PACKED_KINDS = {(kind.name, finishes.torch_dtype(kind.a), torch.uint8): kind for kind in packed.PACKED.values()}
+"""Those with packed weights, of which all have one dtype: their names are in the place of scalings."""
+
 _CALLS = {
     "gemm": Call(kinds_of("bf16", "fp16", "int8_unscaled"), ("a", "b"), None, "a.to(torch.bfloat16)", None),
     "int8_gemm": Call(
@@ -105,6 +108,13 @@ _CALLS = {
         _SCALED,
         torch.bfloat16,
         "quantise to torch.float8_e4m3fn or torch.int8, with a scale for each row, or one",
+        _LINEAR,
+    ),
+    "packed_gemm": Call(
+        PACKED_KINDS,
+        _SCALED,
+        torch.bfloat16,
+        "cast a with deep_tile.per_token_cast_to_fp8, and make b with deep_tile.pack_weight",
         _LINEAR,
     ),
     "fp8_wgrad": Call(
@@ -286,6 +296,51 @@ def scaled_gemm(
     options = (
         *("scaled_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation),
         fast_accum,
+    )
+    if is_traced():
+        return _OPS[options[0]]((a, a_scale, b, b_scale, bias), (out,), _Options(*options))
+    return _multiply((a, a_scale, b, b_scale), out, options, bias)
+
+
+def packed_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor = tensors.MISSING,
+    b_scale: torch.Tensor = tensors.MISSING,
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: GemmConfig | None = None,
+    num_sms: int | None = None,
+    batch_invariant: bool = False,
+    pdl: bool | None = None,
+    constant_weights: bool = False,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    """`fp8_gemm` with a weight of 4 bits, which becomes FP8 between memory and the tensor cores.
+
+    The product is that of `a` and the FP8 weight that `pack_weight` says, bit for bit as by the same tile with that
+    weight; what is read is 17/32 of the bytes, 18/32 of NVFP4. Not differentiable.
+
+    Args:
+        a: [m, k] float8_e4m3fn, as for `fp8_gemm`.
+        a_scale: [m, ceil(k / 128)] float32 or another dtype that `fp8_gemm` takes.
+        b, b_scale: a `Packed`, as `pack_weight` makes it of [n, k]; `b` contiguous, 16-byte aligned.
+        out, bias, activation, out_dtype, accumulate: as for `scaled_gemm`.
+        config: as for `fp8_gemm`; its kind is that of the weight, "mxfp4" or "nvfp4".
+        num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    """
+    options = (
+        *("packed_gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation),
+        True,
     )
     if is_traced():
         return _OPS[options[0]]((a, a_scale, b, b_scale, bias), (out,), _Options(*options))
@@ -488,7 +543,7 @@ def _compute_without_kernel(operands, out, options: _Options, bias) -> None:
     dtype = torch.float64 if is_finished else out.dtype
     a, b = matrices(operands)
     if a.shape[1]:
-        product = REFERENCES[_kind(options, operands).scaling](*operands, dtype)
+        product = REFERENCES[_kind(options, operands).scaling](*unpacked(operands), dtype)
     else:
         product = a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)  # also with scales that are infinite
     if is_finished:
@@ -506,6 +561,7 @@ def _prepare_launch(operands, out, options: _Options, bias) -> _launcher.Launch:
     problem = problem.with_strides(layout.a_stride, layout.b_stride)
     config = api.kernel_for(problem, options.config, device, options.call)
     of_bias = ["bias"] * len(_given(bias))
+    of_kernel = plan.TENSORS if len(operands) == 4 else ("a", "b", "out")
     return plan.prepare_launch(
         problem,
         config,
@@ -514,7 +570,7 @@ def _prepare_launch(operands, out, options: _Options, bias) -> _launcher.Launch:
         pdl=options.pdl,
         constant_weights=options.constant_weights,
         names=(*_CALLS[options.call].names, "out", *of_bias),
-        places=params.places((*(plan.TENSORS if len(operands) == 4 else ("a", "b", "out")), *of_bias)),
+        places=params.places((*plan.as_kernels_name(of_kernel, problem.product), *of_bias)),
     )
 
 
@@ -531,6 +587,14 @@ def _problem(operands, out, options: _Options, bias=None) -> GemmProblem:
         **finishes.for_problem(bias, options.activation),
         layout=LAYOUT_NAMES[_majors(a, b)],
     )
+
+
+def unpacked(operands) -> tuple[torch.Tensor, ...]:
+    """Operands of a product, or of one with groups, whose b is no longer packed, if it was."""
+    if operands[len(operands) // 2].dtype != torch.uint8:
+        return operands
+    a, a_scale, b, b_scale = operands
+    return a, a_scale, packed.as_fp8(b, b_scale, a.shape[-1]), b_scale
 
 
 def _majors(a: torch.Tensor, b: torch.Tensor) -> Majors:
@@ -551,6 +615,8 @@ def _scaling(operands, known: list[str]) -> str:
     """Which of several scalings that are known for its dtypes a product has, by the shapes of its scales. Where k has
     one block and n as well, all mean the same."""
     a, a_scale, b, b_scale = operands
+    if b.dtype == torch.uint8:
+        return packed.name_of(b, a.shape[-1])
     of_a, of_b = _is_of_blocks(a, a_scale), _is_of_blocks(b, b_scale)
     several = a.dim() == 2 and not 0 < a.shape[1] <= SCALE_BLOCK
     if of_a and not of_b and _is_of_blocks(b, b_scale, SCALE_BLOCK) and (several or b.shape[0] > SCALE_BLOCK):
@@ -575,6 +641,8 @@ def _layout(operands, out, kind: Kind) -> plan.Layout:
 
     as_stored = (x.t() if _lies_along_rows(x) else x for x in matrices(operands))
     strides = [row_stride(x) for x in (*as_stored, out)]
+    if kind.packing:
+        strides[1] = operands[0].shape[1]  # as if it were FP8: there is no map
     if kind.scaling == "none":
         return plan.Layout(*strides, (0, 0), (0, 0), False)
     _, a_scale, _, b_scale = operands
@@ -624,7 +692,10 @@ def _checked_options(options: _Options, operands, out, bias) -> _Options:
     a_name, b_name = matrices(_CALLS[options.call].names)
     api.check_sizes(a, b)
     for name, x in ((a_name, a), (b_name, b)):
-        _check_operand(name, x)
+        if x.dtype == torch.uint8:
+            packed.check_memory(name, x)
+        else:
+            _check_operand(name, x)
     if len(operands) == 4:
         for name, scale in ((a_name, operands[1]), (b_name, operands[3])):
             problem = api.scale_problem(name, tuple(scale.shape), scale.stride())
@@ -694,10 +765,11 @@ def _check_formats(options: _Options, operands, out, bias) -> None:
         raise ValueError("accumulate is True, and a bias or an activation is given: add the product alone")
     api.check_device(a_name, a, options.call)
     api.check_devices(a, **dict(zip(call.names[1:], operands[1:], strict=True)), out=out)
-    api.check_product_shapes(a, b, out, options.activation, (a_name, b_name))
+    as_fp8 = b if kind.packing is None else packed.shaped(a, b)
+    api.check_product_shapes(a, as_fp8, out, options.activation, (a_name, b_name))
     finishes.check_finish(bias, options.activation, b)
     if kind.scaling == "blocks":
-        api.check_scale_shapes(*operands)
+        api.check_scale_shapes(a, operands[1], as_fp8, operands[3])
     elif kind.scaling == "row_blocks":
         check_row_block_scales(call.names, operands)
     elif kind.row_scales:
@@ -820,6 +892,7 @@ _OP_OPTIONS = {
     "gemm": _OF_PRODUCTS,
     "int8_gemm": _OF_PRODUCTS,
     "scaled_gemm": f"{_OF_PRODUCTS} fast_accum",
+    "packed_gemm": _OF_PRODUCTS,
     "fp8_wgrad": "accumulate num_sms batch_invariant pdl",
 }
 

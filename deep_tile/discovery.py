@@ -26,6 +26,8 @@ OPS = {
     "gemm_gradient": "dense",
     "grouped_gemm": "grouped",
     "int8_gemm": "dense",
+    "packed_gemm": "dense",
+    "packed_grouped_gemm": "grouped",
     "per_block_cast_to_fp8": "quantize",
     "per_token_cast_rows_to_fp8": "quantize",
     "per_token_cast_to_fp8": "quantize",

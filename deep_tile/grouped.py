@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, api, dense, finishes, launches, ops, plan, tensors
+from deep_tile import _launcher, api, dense, finishes, launches, ops, packed, params, plan, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_alignment, round_up
 from deep_tile.kinds import LAYOUT_NAMES, Kind, Majors
 from deep_tile.ops import is_traced
@@ -58,6 +58,13 @@ _CALLS = {
         ("a", "b"),
         None,
         "a.to(torch.bfloat16)",
+        _GROUPED_MM,
+    ),
+    "packed_grouped_gemm": dense.Call(
+        dense.PACKED_KINDS,
+        _SCALED,
+        torch.bfloat16,
+        "cast a with deep_tile.per_token_cast_to_fp8, and make b with deep_tile.pack_weight",
         _GROUPED_MM,
     ),
     "scaled_grouped_gemm": dense.Call(
@@ -231,6 +238,50 @@ def scaled_grouped_gemm(
     return _multiply((a, a_scale, b, b_scale), bounds, out, options)
 
 
+def packed_grouped_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor = tensors.MISSING,
+    b_scale: torch.Tensor = tensors.MISSING,
+    offs: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *,
+    counts: torch.Tensor | None = None,
+    alignment: int = 1,
+    expected_rows: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: GemmConfig | None = None,
+    num_sms: int | None = None,
+    batch_invariant: bool = False,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """`fp8_grouped_gemm` with weights of 4 bits, which become FP8 between memory and the tensor cores.
+
+    Groups are those of `fp8_grouped_gemm`, and products those of `packed_gemm`. Not differentiable.
+
+    Args:
+        a, a_scale: as for `fp8_grouped_gemm`.
+        b, b_scale: a `Packed`, as `pack_weight` makes it of [g, n, k]; `b` contiguous, 16-byte aligned.
+        offs, out, counts, alignment, expected_rows, out_dtype: as for `fp8_grouped_gemm`.
+        config: as there; its kind is that of the weight, "mxfp4" or "nvfp4".
+        num_sms, batch_invariant, pdl: as for `fp8_gemm`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    """
+    layout, bounds = _bounds(a, offs, counts)
+    options = (
+        *("packed_grouped_gemm", layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl),
+        True,
+    )
+    if is_traced():
+        return _OPS[options[0]]((a, a_scale, b, b_scale, bounds), (out,), _Options(*options))
+    return _multiply((a, a_scale, b, b_scale), bounds, out, options)
+
+
 def _bounds(a, offs, counts) -> tuple[str, torch.Tensor | None]:
     """The layout that `a` has, and the bounds that go with it."""
     if not isinstance(a, torch.Tensor):
@@ -311,7 +362,7 @@ def _compute_without_kernel(operands, bounds, out, options: _Options) -> None:
     if kind.row_scales:
         operands = tuple(_scale_of_rows(operands[i - 1], x) if i % 2 else x for i, x in enumerate(operands))
     reference = fp8_gemm_reference if kind.name == "fp8" else dense.REFERENCES[kind.scaling]
-    grouped_reference(reference, operands, out, bounds, options.alignment)
+    grouped_reference(reference, dense.unpacked(operands), out, bounds, options.alignment)
 
 
 def _prepare_launch(operands, bounds, out, options: _Options) -> _launcher.Launch:
@@ -320,7 +371,10 @@ def _prepare_launch(operands, bounds, out, options: _Options) -> _launcher.Launc
     problem = problem.with_strides(layout.a_stride, layout.b_stride)
     config = api.kernel_for(problem, options.config, device, options.call, check=_checked_config)
     names = (*_CALLS[options.call].names, *(["bounds"] if bounds is not None else []), "out")
-    return plan.prepare_launch(problem, config, layout, device, pdl=options.pdl, constant_weights=False, names=names)
+    places = params.places(plan.as_kernels_name(names, problem.product))
+    return plan.prepare_launch(
+        problem, config, layout, device, pdl=options.pdl, constant_weights=False, names=names, places=places
+    )
 
 
 def _problem(operands, out, options: _Options) -> GemmProblem:
@@ -346,6 +400,8 @@ def _kind(options: _Options, operands) -> Kind:
 def _scaling(operands, _: list[str]) -> str:
     """Whether scales are of blocks, 1x128 and 128x128, or of rows; of one block of k and of n both mean the same."""
     a, a_scale, b, b_scale = operands
+    if b.dtype == torch.uint8:
+        return packed.name_of(b, a.shape[-1])
     _, n, k = b.shape
     if a_scale.dim() != a.dim() or b_scale.dim() != 3 or max(n, k) <= SCALE_BLOCK:
         return "rows"
@@ -384,6 +440,8 @@ def _layout(problem: GemmProblem, operands, out, alignment: int) -> plan.Layout:
         row_strides(x, round_up(x.shape[-1], tensors.ALIGNMENT_BYTES // x.element_size()))
         for x in (a, b.transpose(1, 2) if along_n else b, out)
     )
+    if problem.product.packing:  # as if it were FP8, but for groups: there is no map
+        b_stride, b_rows = a.shape[-1], b.shape[1] * ceil_div(a.shape[-1], SCALE_BLOCK)
     a_scale_strides = b_scale_strides = (0, 0, 0)
     if problem.product.row_scales:
         a_scale_strides, b_scale_strides = (
@@ -476,6 +534,9 @@ def _check_formats(options: _Options, operands, bounds, out) -> None:
     takers = {} if options.call == wider else dict.fromkeys(tensors.QUANTIZED_DTYPES, wider)
     dense.check_dtypes(call, operands, takers)
     api.check_device("a", a, options.call)
+    if b.dtype == torch.uint8:
+        packed.name_of(b, a.shape[-1])
+        b = packed.shaped(a, b)
     if a.dim() not in (2, 3) or b.dim() != 3 or not ops.holds(a.shape[-1] == b.shape[2]):
         raise ValueError(
             f"a must be [s, k] or [g, m, k] and b [g, n, k]; got {list(a.shape)} and {list(b.shape)}. b holds one row "
@@ -560,7 +621,10 @@ def _check_row_scales(a, a_scale, b, b_scale) -> None:
 def _check_strides(options: _Options, operands, bounds, out) -> None:
     a, b = dense.matrices(operands)
     _check_operand("a", a)
-    _check_operand("b", b)
+    if b.dtype == torch.uint8:
+        packed.check_memory("b", b)
+    else:
+        _check_operand("b", b)
     kind = _kind(options, operands)
     if _lies_along_n(b) and b.shape[0] > 1 and b.shape[2] % kind.k_block:
         raise ValueError(

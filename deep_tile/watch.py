@@ -119,8 +119,8 @@ def barrier(config: GemmConfig, offset: int) -> str:
         *(f"empty[{stage}]" for stage in range(config.stages)),
         *(f"partial_full[{warpgroup}]" for warpgroup in range(config.math_warpgroups)),
         *(f"partial_empty[{warpgroup}]" for warpgroup in range(config.math_warpgroups)),
-        *(f"resident.full[{slot}]" for slot in range(config.b_stages)),
-        *(f"resident.empty[{slot}]" for slot in range(config.b_stages)),
+        *(f"slots.full[{slot}]" for slot in range(config.b_stages)),
+        *(f"slots.empty[{slot}]" for slot in range(config.b_stages)),
     ]
     number, rest = divmod(offset, 8)
     return (

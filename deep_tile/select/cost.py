@@ -250,7 +250,7 @@ def chained_cast_us(problem: GemmProblem, hardware: Hardware = H200) -> float:
 
 def compulsory_bytes(problem: GemmProblem) -> int:
     """Through HBM at least: each operand and the result once. The scales, under 3 %, are left out."""
-    operands = (problem.m * problem.product.a.bytes + problem.n * problem.product.b.bytes) * problem.k
+    operands = (problem.m * problem.product.a.bytes + problem.n * problem.product.b_bytes) * problem.k
     return operands + problem.m * problem.out_columns * problem.out.bytes
 
 

@@ -50,6 +50,13 @@ _SPLIT_TILES_OF_KINDS = (64, 128)
 is left out: NVRTC 13.2 and 13.5 spill a register. It took 5 and 7 % less at two of 19 shapes, more at others (H200,
 2026-11-24)."""
 
+_PACKED_TILES = (
+    *((64, 32, 2, 1), (64, 32, 2, 2), (64, 64, 1, 1), (64, 64, 2, 1), (64, 64, 2, 2), (64, 64, 2, 4)),
+    *((64, 128, 1, 1), (64, 128, 1, 2), (64, 128, 1, 4)),
+    *((128, 64, 1, 1), (128, 128, 1, 1), (128, 64, 1, 2), (128, 128, 1, 2), (256, 128, 1, 1), (128, 256, 1, 1)),
+)
+"""Of packed weights, as `packed_configs` takes them."""
+
 _SUMMED_TILES = dict.fromkeys(((128, 176), (128, 224)), _PAIRS_ALONG_M)
 """More of them for kinds without promotion, whose main loop needs no copies for places of scales. BF16 takes 1.6 % less
 at m of 129 to 1024 by the second, up to 9 %, and 0.8 % above by both. 256x160 and 256x192 would gain 0.1 % more (H100,
@@ -126,6 +133,8 @@ def default_configs(
     output = output or KINDS[kind].output
     if output == QUANTIZED:
         return tuple(made for one in default_configs(tma_store, kind) if (made := quantized(one)))
+    if KINDS[kind].packing:
+        return packed_configs(_PACKED_TILES, tma_store=tma_store, kind=kind, output=output, accumulate=accumulate)
     of_16_bits = RESULTS[output].bytes == RESULTS[KINDS[kind].output].bytes
     if KINDS[kind].family == "fp8" and layout == "nt" and of_16_bits and not accumulate:
         return _fp8_configs(tma_store, kind, output)
@@ -199,6 +208,15 @@ def _configs_of_kind(**of_kind: bool | str) -> tuple[GemmConfig, ...]:
     splits = [block_n for block_n in _SPLIT_TILES_OF_KINDS if block_n < 128 or kind.scaling != "row_blocks"]
     every = _tiled(_DECODE_TILES_OF_KINDS, tiles, splits, of_kind)
     return tuple(config for config in every if config.b_boxes <= _MOST_BOXES)
+
+
+def packed_configs(tiles: Iterable[tuple[int, int, int, int]], **options: bool | str) -> tuple[GemmConfig, ...]:
+    """Of packed weights: tiles are (block_m, block_n, scale_blocks, split_k)."""
+    return tuple(
+        deepest_config(block_m, block_n, scale_blocks=blocks, split_k=split_k, b_stages=slots, **options)
+        for block_m, block_n, blocks, split_k in tiles
+        for slots in [2 if block_m * block_n > 128 * 128 else 3]
+    )
 
 
 def _fp8_configs(tma_store: bool, kind: str, output: str) -> tuple[GemmConfig, ...]:

@@ -13,15 +13,16 @@ namespace deep_tile {
 // launch"). One thread runs unrolled loops: with a thread per barrier the warp is walked lane by lane.
 template <GemmConfig config>
 __device__ __forceinline__ void initialize_full_barriers(SharedStorage<config>& smem) {
+    constexpr int converters = config.converter_warps * warp_threads;
     if (ptx::elect_sync()) {
 #pragma unroll
         for (int stage = 0; stage < config.stages; ++stage) {
             ptx::mbarrier_init(ptx::smem_address(&smem.full[stage]), 1 + (config.has_scales() ? warp_threads : 0));
         }
-        if constexpr (config.resident_b()) {
+        if constexpr (config.b_stages > 0) {
 #pragma unroll
             for (int slot = 0; slot < config.b_slots; ++slot) {
-                ptx::mbarrier_init(ptx::smem_address(&smem.resident.full[slot]), 1);
+                ptx::mbarrier_init(ptx::smem_address(&smem.slots.full[slot]), config.packed_b() ? converters : 1);
             }
         }
         ptx::fence_mbarrier_init();
@@ -34,15 +35,16 @@ template <GemmConfig config>
 __device__ __forceinline__ void initialize_other_barriers(SharedStorage<config>& smem) {
     constexpr int math_warps = config.math_warpgroups * warpgroup_threads / warp_threads;
     constexpr int peers = config.multicast() ? 1 : 0;
+    constexpr int converters = config.converter_warps * warp_threads;
     if (ptx::elect_sync()) {
 #pragma unroll
         for (int stage = 0; stage < config.stages; ++stage) {
-            ptx::mbarrier_init(ptx::smem_address(&smem.empty[stage]), math_warps * (warp_threads + peers));
+            ptx::mbarrier_init(ptx::smem_address(&smem.empty[stage]), math_warps * (warp_threads + peers) + converters);
         }
-        if constexpr (config.resident_b()) {
+        if constexpr (config.b_stages > 0) {
 #pragma unroll
             for (int slot = 0; slot < config.b_slots; ++slot) {
-                ptx::mbarrier_init(ptx::smem_address(&smem.resident.empty[slot]), math_warps * warp_threads);
+                ptx::mbarrier_init(ptx::smem_address(&smem.slots.empty[slot]), math_warps * warp_threads);
             }
         }
 #pragma unroll

@@ -33,6 +33,7 @@
 #include "finish.cuh"
 #include "mainloop.cuh"
 #include "operands.cuh"
+#include "packed_b.cuh"
 #include "reduce.cuh"
 
 namespace deep_tile {
@@ -160,7 +161,7 @@ __device__ __forceinline__ int own_warp() { return __shfl_sync(0xffffffff, threa
 template <GemmConfig config>
 __device__ __forceinline__ void prefetch_maps(const GemmParams& params) {
     ptx::prefetch_tensormap(params.a_maps[config.a_has_tail_map() && params.m < config.block_m]);
-    ptx::prefetch_tensormap(params.b_maps[0]);
+    if constexpr (!config.packed_b()) ptx::prefetch_tensormap(params.b_maps[0]);
 }
 
 template <GemmConfig config>
@@ -171,7 +172,9 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     const int warp = own_warp();
     constexpr int first_producer = config.math_warpgroups * warpgroup_threads / warp_threads;
     // setmaxnreg.dec precedes every wait for math warps, which themselves wait for these registers.
-    if (config.math_warpgroups == 2 && warp >= first_producer) ptx::setmaxnreg_dec<config.producer_registers>();
+    constexpr int first_converter = first_producer + warpgroup_threads / warp_threads;
+    const bool converts = config.packed_b() && warp >= first_converter;
+    if (config.moves_registers() && warp >= first_producer) ptx::setmaxnreg_dec<config.producer_registers>();
     if (threadIdx.x == 0) prefetch_maps<config>(params);
     // First requests stay outside the producer loops, so the path from the entry to them is one straight line.
     int requested = 0;
@@ -193,7 +196,7 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     // begins, 20 ns per KB, and the producer loops are needed before the math loops, which wait for them: m <= 128
     // takes 0.35 % less, 128x144 0.6 to 1 %, 128x256 0.4 % (H200, 2026-11-22).
     if (warp < first_producer) {
-        if constexpr (config.math_warpgroups == 2) ptx::setmaxnreg_inc<config.math_registers>();
+        if constexpr (config.moves_registers()) ptx::setmaxnreg_inc<config.math_registers>();
         ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
         const bool lets_start_early = starts_successor_early<config>(params);
         if (lets_start_early) ptx::griddepcontrol_launch_dependents();
@@ -204,13 +207,15 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
             consume_split<config>(params, smem, warpgroup);
         }
         if (!lets_start_early) ptx::griddepcontrol_launch_dependents();
-    } else {
+    } else if (!converts) {
         if (requests_operands) produce_operands<config>(params, smem, requested);
         if constexpr (config.has_scales()) {
             if (copies_scales) produce_scales<config>(params, smem, scale_warp, scales_requested);
         }
         const int store_warp = scale_warp - config.scale_warps;
         if (store_warp >= 0 && store_warp < config.store_warps) store_tiles<config>(params, smem, store_warp);
+    } else if constexpr (config.packed_b()) {
+        convert_stages<config>(params, smem, warp - first_converter);
     }
 }
 
