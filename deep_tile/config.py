@@ -46,8 +46,14 @@ ACCUMULATOR_LIMIT = 192
 PAIRED_ACCUMULATOR_LIMIT = 216
 """The same out of 240 registers, which tiles of PAIRED_TILES may take."""
 
+PACKED_TABLES = 256
+"""By which bytes of scales turn codes of a packed b into FP8."""
+
 UNIT_ROWS = 16
 """Rows of a packed `b` whose K block lies together."""
+
+PACKED_ACCUMULATOR_LIMIT = 136
+"""The same where converter warps have a share as well, for a second set of temporaries."""
 
 PAIRED_TILES = (112, 144)
 """block_n of 128-row tiles whose K blocks may be multiplied in pairs: a main loop for each place of their scales then
@@ -208,6 +214,8 @@ class GemmConfig:
         if self.multicast or self.pairs or self.by_k or self.column_shifts > 1:
             what = "multicast, pairs, groups along K, and copies of the main loop"
             return f"kind is {self.kind!r}; a packed b is converted without {what}"
+        if self.scale_blocks * self.block_n % (UNIT_ROWS * self.converter_warps):
+            return f"block_n is {self.block_n}; each of 4 warps converts a multiple of {UNIT_ROWS} rows of a packed b"
         return None
 
     @property
@@ -381,9 +389,14 @@ class GemmConfig:
         return UNIT_ROWS * self.product.packing.row_bytes if self.is_packed else 0
 
     @property
-    def b_tables(self) -> int:
-        """By which codes of a packed `b` are converted."""
-        return self.product.packing.tables if self.is_packed else 0
+    def unit_stages(self) -> int:
+        """Depth of the ring of a packed `b`: that of `a` where few rows wait for memory, or as many as are converted."""
+        return (self.stages if self.math_warpgroups == 1 else self.b_stages) if self.is_packed else 0
+
+    @property
+    def unit_bytes(self) -> int:
+        """Of one of its stages, with two barriers."""
+        return self.scale_blocks * self.block_n // UNIT_ROWS * self.b_unit_bytes + 2 * 8
 
     @property
     def b_slots(self) -> int:
@@ -423,12 +436,16 @@ class GemmConfig:
 
     @property
     def threads(self) -> int:
-        """One producer warpgroup, the math warpgroups, and one that converts a packed `b`."""
-        return WARPGROUP_THREADS * (1 + self.math_warpgroups + self.is_packed)
+        """One producer warpgroup, the math warpgroups, and those that convert a packed `b`."""
+        return WARPGROUP_THREADS * (1 + self.math_warpgroups) + WARP_THREADS * self.converter_warps
 
     @property
     def converter_warps(self) -> int:
-        return WARPGROUP_THREADS // WARP_THREADS if self.is_packed else 0
+        """Warps that convert a packed `b`: one warpgroup, or two beside a single math warpgroup, which leaves them
+        registers."""
+        if not self.is_packed:
+            return 0
+        return 8 if self.chunks == 1 and self.scale_blocks * self.block_n % (8 * UNIT_ROWS) == 0 else 4
 
     @property
     def scale_warps(self) -> int:
@@ -440,8 +457,8 @@ class GemmConfig:
         if not self.product.block_scales:
             return 0
         if self.math_warpgroups == 1:
-            return min(3, self.stages)
-        return 2 if self.chunks == 1 else 1
+            return min(3, self.stages) - self.unit_warps
+        return 2 if self.chunks == 1 and not self.is_packed else 1
 
     @property
     def store_warps(self) -> int:
@@ -454,7 +471,12 @@ class GemmConfig:
         """
         if self.math_warpgroups == 1 or self.split_k > 1 or not self.tma_store:
             return 0
-        return min(3 - self.scale_warps, self.math_warpgroups)
+        return min(3 - self.scale_warps - self.unit_warps, self.math_warpgroups)
+
+    @property
+    def unit_warps(self) -> int:
+        """Warps of the producer warpgroup that load a packed `b`."""
+        return int(self.is_packed)
 
     # Each math warpgroup covers its rows of the tile by chunks_m x chunks_n WGMMA tiles of 64 x mma_n.
 
@@ -501,8 +523,10 @@ class GemmConfig:
         if not self.product.promotes:
             return 0
         limit = PAIRED_ACCUMULATOR_LIMIT if self.pairs else ACCUMULATOR_LIMIT
-        if self.by_k and self.math_warpgroups == 2:
+        if self.math_warpgroups == 2 and self.by_k:
             limit -= 16
+        if self.math_warpgroups == 2 and self.is_packed:
+            limit = PACKED_ACCUMULATOR_LIMIT
         fits = self.accumulator_registers + 2 * self.block_registers <= limit
         return 2 if fits and self.chunks == 1 else 1
 
@@ -513,19 +537,20 @@ class GemmConfig:
         chunks, a result that is quantised and sums that are promoted and then scaled."""
         accumulators = self.accumulator_registers + self.block_sets * self.block_registers
         if self.is_packed and self.math_warpgroups == 2:
-            return 216
+            return {4: 216, 8: 176}[self.converter_warps]
         late_work = self.quantizes or (self.row_scales and self.product.promotes)
         crowded = (late_work and self.chunks > 1) or (self.activation != "none" and self.chunks_n > 1)
         return 232 if accumulators <= ACCUMULATOR_LIMIT and not crowded else 240
 
     @property
     def producer_registers(self) -> int:
-        """What is left for a producer thread: at launch each of three warpgroups' threads has 168, each of four 128."""
+        """What is left for a producer or converter thread: at launch each of three warpgroups' threads has 168, of four
+        128."""
         if not self.is_packed:
             return 3 * 168 - 2 * self.math_registers
-        if self.math_warpgroups == 1:
-            return (3 * 168 - self.math_registers) // 2
-        return (4 * 128 - 2 * self.math_registers) // 2
+        warpgroups = self.threads // WARPGROUP_THREADS
+        left = {3: 3 * 168, 4: 4 * 128, 5: 5 * 96}[warpgroups] - self.math_warpgroups * self.math_registers
+        return left // (warpgroups - self.math_warpgroups) // 8 * 8
 
     @property
     def carries_descriptors(self) -> bool:
@@ -730,9 +755,10 @@ class GemmConfig:
     def stage_bytes(self) -> int:
         """Shared memory of one stage: operands, scales and its two barriers."""
         a, b = self.product.a, self.product.b
-        b_bytes = b.bytes * (0 if self.b_stages else self.block_n * self.block_k)
-        b_bytes += self.scale_blocks * self.block_n // UNIT_ROWS * self.b_unit_bytes
+        b_bytes = 0 if self.b_stages else self.block_n * b.bytes * self.block_k
         operands = self.block_m * a.bytes * self.block_k + b_bytes
+        if self.is_packed and self.math_warpgroups == 1:
+            operands += self.unit_bytes
         return operands + (self.scale_bytes if self.product.block_scales else 0) + 2 * 8
 
     @property
@@ -754,8 +780,10 @@ class GemmConfig:
     @property
     def fixed_bytes(self) -> int:
         """Shared memory that does not depend on the number of stages. Two barriers for each math warpgroup, and for
-        each slot of a `b` outside of the ring. A table has eight bytes."""
-        apart = self.b_stages * (self.block_n * self.block_k * self.product.b.bytes + 2 * 8) + 8 * self.b_tables
+        each slot of a `b` outside of the ring. A table of a packed one has eight bytes."""
+        apart = self.b_stages * (self.block_n * self.block_k * self.product.b.bytes + 2 * 8)
+        if self.is_packed:
+            apart += 8 * PACKED_TABLES + (self.unit_stages * self.unit_bytes if self.math_warpgroups == 2 else 0)
         scales = 0 if self.product.block_scales else self.scale_bytes
         return self.partial_bytes + self.store_bytes + apart + scales + 2 * 8 * self.math_warpgroups
 

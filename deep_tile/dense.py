@@ -21,6 +21,7 @@ from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import (
     finished,
+    fp8_gemm_reference,
     gemm_reference,
     row_blocks_gemm_reference,
     rows_gemm_reference,
@@ -543,7 +544,9 @@ def _compute_without_kernel(operands, out, options: _Options, bias) -> None:
     dtype = torch.float64 if is_finished else out.dtype
     a, b = matrices(operands)
     if a.shape[1]:
-        product = REFERENCES[_kind(options, operands).scaling](*unpacked(operands), dtype)
+        kind = _kind(options, operands)
+        reference = fp8_gemm_reference if kind.packing else REFERENCES[kind.scaling]
+        product = reference(*unpacked(operands), dtype)
     else:
         product = a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)  # also with scales that are infinite
     if is_finished:

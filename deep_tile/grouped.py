@@ -361,7 +361,7 @@ def _compute_without_kernel(operands, bounds, out, options: _Options) -> None:
     kind = _kind(options, operands)
     if kind.row_scales:
         operands = tuple(_scale_of_rows(operands[i - 1], x) if i % 2 else x for i, x in enumerate(operands))
-    reference = fp8_gemm_reference if kind.name == "fp8" else dense.REFERENCES[kind.scaling]
+    reference = fp8_gemm_reference if kind.name == "fp8" or kind.packing else dense.REFERENCES[kind.scaling]
     grouped_reference(reference, dense.unpacked(operands), out, bounds, options.alignment)
 
 

@@ -34,11 +34,9 @@ class Packing(NamedTuple):
 
     Attributes:
         group: elements of K that share a scale, of a byte.
-        tables: scales that differ in what they make of a code (packed_b.cuh).
     """
 
     group: int
-    tables: int
 
     @property
     def row_bytes(self) -> int:
@@ -147,8 +145,8 @@ FAMILIES = {
         Kind("int8_rows", S8, S8, "rows", "s32"),
         Kind("fp8_rows_promoted", E4M3, E4M3, "promoted_rows", "f32"),
         Kind("int8_unscaled", S8, S8, "none", "s32", "int32"),
-        Kind("mxfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(32, 32)),
-        Kind("nvfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(16, 128)),
+        Kind("mxfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(32)),
+        Kind("nvfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(16)),
     )
 }
 """Kinds, those of FP8 with e4m3 for both operands. WGMMA multiplies any pair of its formats, all else being alike."""

@@ -28,10 +28,6 @@ four are by a shift."""
 _NVFP4_BLOCK = 8.0
 """What scales of NVFP4 are divided by, so that 6 * 448 is within e4m3, and the global scale is multiplied with."""
 
-_POWERS = (-16, 15)
-"""Of two, of a group's scale over its block's: below these nothing is left of an element in e4m3, above them only zeros
-have a place in the block."""
-
 _FRACTION_BITS = 23
 
 
@@ -109,16 +105,16 @@ def pack_weight(
     scale_bytes = _scale_bytes(source)
     with torch.no_grad():
         packed = source.weight.new_empty(*source.weight.shape[:-1], _k_blocks(source.columns) * kind.packing.row_bytes)
-        of_blocks = (
-            _nvfp4_scale(source) if source.name == "nvfp4" else torch.empty(_scale_shape(source), device=scale.device)
-        )
+        of_blocks = source.weight.new_empty(_scale_shape(source), dtype=torch.float32)
         for index in source.matrices():
-            packed[index] = _packed(source.weight[index], scale_bytes[index], kind)
-            if source.name == "mxfp4":
-                rebased = blocks.to_blocks(
-                    source.weight[index], source.scale[index], format="mxfp4", max_error=max_error
-                )
-                of_blocks[index] = rebased.scale
+            if source.name == "nvfp4":
+                of_blocks[index] = (source.global_scale[index] * _NVFP4_BLOCK).float()
+                scales = scale_bytes[index]
+            else:
+                matrix, scale = source.weight[index], source.scale[index]
+                of_blocks[index] = blocks.to_blocks(matrix, scale, format="mxfp4", max_error=max_error).scale
+                scales = _relative(matrix, scale_bytes[index], of_blocks[index], kind)
+            packed[index] = _packed(source.weight[index], scales, kind)
     return Packed(packed, of_blocks)
 
 
@@ -143,7 +139,8 @@ def unpack_weight(weight: torch.Tensor, scale: torch.Tensor, k: int | None = Non
         codes = pairs[..., 0] | pairs[..., 1] << 4
         codes, scales = codes[..., : k // 2], scales[..., : ceil_div(k, kind.packing.group)]
         if kind.name == "mxfp4":
-            return Unpacked(codes.contiguous(), scales.contiguous().view(formats.E8M0), None)
+            exponents = _exponents(scale, weight.shape[-2], kind)[..., : scales.shape[-1]]
+            return Unpacked(codes.contiguous(), (scales + exponents).contiguous().view(formats.E8M0), None)
         return Unpacked(codes.contiguous(), scales.contiguous().view(FP8_DTYPE), scale[..., 0, 0] / _NVFP4_BLOCK)
 
 
@@ -152,9 +149,7 @@ def as_fp8(weight: torch.Tensor, scale: torch.Tensor, k: int) -> torch.Tensor:
     kind = kind_of(weight, k)
     codes, scales = _unpacked(weight, kind)
     if kind.name == "mxfp4":
-        blocks_of = (scale.contiguous().view(torch.int32) >> _FRACTION_BITS).repeat_interleave(SCALE_BLOCK, -2)
-        blocks_of = blocks_of[..., : weight.shape[-2], :].repeat_interleave(SCALE_BLOCK // kind.packing.group, -1)
-        factors = torch.exp2((scales.int() - blocks_of).clamp(*_POWERS).float())
+        factors = torch.exp2(scales.view(torch.int8).float())
     else:
         factors = scales.view(FP8_DTYPE).float() / _NVFP4_BLOCK
     halves = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=weight.device)
@@ -205,10 +200,6 @@ def _scale_shape(source: formats.Source) -> tuple[int, ...]:
     return (*source.weight.shape[:-2], *scale_shape((source.weight.shape[-2], source.columns), WEIGHT_BLOCK))
 
 
-def _nvfp4_scale(source: formats.Source) -> torch.Tensor:
-    return (source.global_scale * _NVFP4_BLOCK).float().expand(_scale_shape(source)).contiguous()
-
-
 def _scale_bytes(source: formats.Source) -> torch.Tensor:
     """Scales of groups as they are packed."""
     if source.name == "nvfp4":
@@ -220,6 +211,28 @@ def _scale_bytes(source: formats.Source) -> torch.Tensor:
     if source.scale.dtype != formats.E8M0 and bool((exact.float() != source.scale.float()).any()):
         raise ValueError("scale holds numbers that are no powers of two, which mxfp4 has alone")
     return exact.view(torch.uint8)
+
+
+def _exponents(scale: torch.Tensor, n: int, kind: Kind) -> torch.Tensor:
+    """Of the scales of blocks, for each group of n rows: as bytes, which are those of E8M0."""
+    exponents = (scale.contiguous().view(torch.int32) >> _FRACTION_BITS).to(torch.uint8)
+    rows = exponents.repeat_interleave(SCALE_BLOCK, -2)[..., :n, :]
+    return rows.repeat_interleave(SCALE_BLOCK // kind.packing.group, -1)
+
+
+def _relative(weight: torch.Tensor, scales: torch.Tensor, of_blocks: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """Exponents less those of their blocks, modulo 256: signed bytes, which are exact where an element is not zero."""
+    exponents = _exponents(of_blocks, len(scales), kind)[:, : scales.shape[1]]
+    too_small = scales.int() - exponents.int() < torch.iinfo(torch.int8).min
+    if bool(too_small.any()):
+        magnitudes = F.pad(weight & 0x77, (0, -weight.shape[1] % (kind.packing.group // 2)))
+        too_small &= magnitudes.view(*scales.shape, -1).ne(0).any(-1)
+    if bool(too_small.any()):
+        raise ValueError(
+            f"scale {too_small.nonzero()[0].tolist()} is more than 2**128 below others of its block of 128x128, and its "
+            "elements are not zero: zero them"
+        )
+    return scales - exponents
 
 
 def _packed(weight: torch.Tensor, scales: torch.Tensor, kind: Kind) -> torch.Tensor:

@@ -53,7 +53,7 @@ is left out: NVRTC 13.2 and 13.5 spill a register. It took 5 and 7 % less at two
 _PACKED_TILES = (
     *((64, 32, 2, 1), (64, 32, 2, 2), (64, 64, 1, 1), (64, 64, 2, 1), (64, 64, 2, 2), (64, 64, 2, 4)),
     *((64, 128, 1, 1), (64, 128, 1, 2), (64, 128, 1, 4)),
-    *((128, 64, 1, 1), (128, 128, 1, 1), (128, 64, 1, 2), (128, 128, 1, 2), (256, 128, 1, 1), (128, 256, 1, 1)),
+    *((128, 64, 1, 1), (128, 128, 1, 1), (128, 64, 1, 2), (128, 128, 1, 2), (256, 128, 1, 1)),
 )
 """Of packed weights, as `packed_configs` takes them."""
 
@@ -215,7 +215,7 @@ def packed_configs(tiles: Iterable[tuple[int, int, int, int]], **options: bool |
     return tuple(
         deepest_config(block_m, block_n, scale_blocks=blocks, split_k=split_k, b_stages=slots, **options)
         for block_m, block_n, blocks, split_k in tiles
-        for slots in [2 if block_m * block_n > 128 * 128 else 3]
+        for slots in [3]
     )
 
 

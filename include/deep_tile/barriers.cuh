@@ -39,7 +39,13 @@ __device__ __forceinline__ void initialize_other_barriers(SharedStorage<config>&
     if (ptx::elect_sync()) {
 #pragma unroll
         for (int stage = 0; stage < config.stages; ++stage) {
-            ptx::mbarrier_init(ptx::smem_address(&smem.empty[stage]), math_warps * (warp_threads + peers) + converters);
+            ptx::mbarrier_init(ptx::smem_address(&smem.empty[stage]), math_warps * (warp_threads + peers));
+        }
+        if constexpr (config.packed_b()) {
+#pragma unroll
+            for (int stage = 0; stage < config.unit_stages; ++stage) {
+                ptx::mbarrier_init(ptx::smem_address(&smem.packed.empty[stage]), converters);
+            }
         }
         if constexpr (config.b_stages > 0) {
 #pragma unroll

@@ -24,13 +24,13 @@ struct GemmConfig {
     int stages;
     int cluster_m, cluster_n, split_k;
     int scale_blocks, scales_at_once;
-    int math_warpgroups, scale_warps, store_warps, converter_warps, threads;
+    int math_warpgroups, scale_warps, store_warps, unit_warps, converter_warps, threads;
     int math_registers, producer_registers;
     int rows_per_warpgroup, chunks_m, chunks_n, chunks, mma_n;
     int block_sets;
     bool pairs, carries_descriptors, queues_blocks, ends_apart, takes_turns, prefetches_b;
     bool bulk_scales, reads_runs, reads_any_runs;
-    int b_stages, b_slots, b_group, b_unit_bytes, b_tables;
+    int b_stages, b_slots, b_group, b_unit_bytes, unit_stages;
     int columns_per_part;
     int column_group, column_shifts, b_scale_columns, b_scale_slots;
     int store_columns, store_rows, store_swizzle, boxes, store_chunks, boxes_at_once, store_buffers;
@@ -84,6 +84,7 @@ constexpr int scale_block = 128;       // columns of b per scale
 constexpr int k_block_bytes = 128;     // bytes per operand row in a K block
 constexpr int span_k = 64;             // MN-major operands, always 16-bit: elements of K in a K block
 constexpr int unit_rows = 16;          // rows of a packed `b` whose K block lies together
+constexpr int packed_tables = 256;     // by a byte
 
 // Named barriers: "all" joins all threads, "others" two warps, "apart" both math warpgroups; the rest, per warpgroup.
 constexpr int all_barrier = 0;
@@ -141,8 +142,10 @@ struct PackedOperand {};
 
 template <GemmConfig config>
 struct PackedOperand<config, true> {
-    alignas(16) u8 units[config.stages][config.scale_blocks * (config.block_n / unit_rows) * config.b_unit_bytes];
-    u64 tables[config.b_tables];
+    alignas(16) u8 units[config.unit_stages][config.scale_blocks * (config.block_n / unit_rows) * config.b_unit_bytes];
+    u64 tables[packed_tables];
+    u64 full[config.unit_stages];
+    u64 empty[config.unit_stages];
 };
 
 // Shared memory. Operand and output buffers begin at multiples of 1024 bytes: the period of the 128-byte swizzle.

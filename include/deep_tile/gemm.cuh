@@ -191,6 +191,11 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     if constexpr (config.has_scales()) {
         if (copies_scales) scales_requested = request_first_scales<config>(params, smem, scale_warp);
     }
+    const int store_warp = scale_warp - config.scale_warps;
+    const bool loads_units = config.unit_warps > 0 && store_warp == config.store_warps;
+    if constexpr (config.packed_b()) {
+        if (loads_units) requested = request_first_units<config>(params, smem);
+    }
     await_barriers<config>(requests_operands);
     // Producers stand in the `else` branch, because ptxas places it first. Code arrives in that order as a launch
     // begins, 20 ns per KB, and the producer loops are needed before the math loops, which wait for them: m <= 128
@@ -212,7 +217,9 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
         if constexpr (config.has_scales()) {
             if (copies_scales) produce_scales<config>(params, smem, scale_warp, scales_requested);
         }
-        const int store_warp = scale_warp - config.scale_warps;
+        if constexpr (config.packed_b()) {
+            if (loads_units) produce_units<config>(params, smem, requested);
+        }
         if (store_warp >= 0 && store_warp < config.store_warps) store_tiles<config>(params, smem, store_warp);
     } else if constexpr (config.packed_b()) {
         convert_stages<config>(params, smem, warp - first_converter);

@@ -51,15 +51,6 @@ __device__ __forceinline__ ABoxes<config> a_box(const GemmParams& params, Tile<c
     }
 }
 
-// Bytes of a K block of a tile's packed `b`, fewer where the matrix ends.
-template <GemmConfig config>
-__device__ __forceinline__ u32 packed_bytes(const GemmParams& params, int column) {
-    return min(config.block_n, params.n - column) / unit_rows * config.b_unit_bytes;
-}
-
-template <GemmConfig config>
-constexpr u32 packed_tile_bytes = config.block_n / unit_rows * config.b_unit_bytes;
-
 template <GemmConfig config>
 __device__ __forceinline__ OperandBox b_box(const GemmParams& params, Tile<config> tile) {
     if constexpr (config.b_span > 0) {
@@ -90,16 +81,11 @@ class OperandLoader {
         constexpr bool shared = config.cluster_m > 1;
         const u32 barrier = StoredB<config>::full(smem_, stage, step);
         if constexpr (StoredB<config>::travels_with_a) {
-            announce(stage, b_bytes());
+            announce(stage, b_.rows * config.cluster_m);
         } else {
             ptx::mbarrier_arrive_expect_tx(barrier, b_.rows * config.k_bytes);
         }
-        if constexpr (config.packed_b()) {
-            load_units(stage, step);
-        } else {
-            u8* slot = smem_.b[StoredB<config>::slot(stage, step)];
-            load<config.block_n, config.b_span, shared>(slot, b_, barrier, tile_.b_row(), step);
-        }
+        load<config.block_n, config.b_span, shared>(smem_.b[StoredB<config>::slot(stage, step)], b_, barrier, tile_.b_row(), step);
     }
 
     // Loads the K block of `a`. Scales that TMA copies go first: behind the operands in TMA's queue they gain nothing.
@@ -137,36 +123,18 @@ class OperandLoader {
 
     __device__ __forceinline__ u32 full(int stage) const { return ptx::smem_address(&smem_.full[stage]); }
 
-    // Bytes of `b` in a stage.
-    __device__ __forceinline__ u32 b_bytes() const {
-        if constexpr (config.packed_b()) return config.scale_blocks * packed_bytes<config>(params_, tile_.out_column());
-        return b_.rows * config.cluster_m * config.k_bytes;
-    }
-
-    // Announces a stage's bytes: `b_bytes` and `a`, and the scales that TMA copies.
-    __device__ __forceinline__ void announce(int stage, u32 b_bytes) const {
+    // Announces a stage's bytes: rows of both operands, and the scales that TMA copies.
+    __device__ __forceinline__ void announce(int stage, int b_rows) const {
         int a_rows;
         if constexpr (config.row_groups()) {
             a_rows = a_.all_rows;
         } else {
             a_rows = a_.rows * config.cluster_n;
         }
-        const u32 operands = a_rows * config.k_bytes + b_bytes;
+        const u32 operands = (a_rows + b_rows) * config.k_bytes;
         const u32 scales = scales_in_bulk<config>(params_, tile_) ? row_scale_bytes : 0;
         const u32 column_scales = column_scales_in_bulk<config>(params_, tile_) ? column_scale_bytes : 0;
         ptx::mbarrier_arrive_expect_tx(full(stage), operands + scales + column_scales);
-    }
-
-    // Loads the units of a packed `b`. Beyond K `a` has zeros, and the last K block will do.
-    __device__ __forceinline__ void load_units(int stage, int step) const {
-        const int last = ceil_div(params_.k, scale_block) - 1, rows = params_.n;
-#pragma unroll
-        for (int i = 0; i < config.scale_blocks; ++i) {
-            const u32 row = tile_.b_row() + min(step * config.scale_blocks + i, last) * rows;
-            ptx::cp_async_bulk_load(ptx::smem_address(smem_.packed.units[stage]) + i * packed_tile_bytes<config>,
-                                    static_cast<const u8*>(params_.units) + u64{row / unit_rows} * config.b_unit_bytes,
-                                    packed_bytes<config>(params_, tile_.out_column()), full(stage));
-        }
     }
 
     __device__ __forceinline__ void load_quarters(u8* tile, u32 barrier, int step) const {
@@ -278,7 +246,7 @@ __device__ __forceinline__ int request_first_stages(const GemmParams& params, Sh
     if (ptx::elect_sync()) {
 #pragma unroll 1
         for (int stage = 0; stage < stages; ++stage) {
-            loader.load_b(stage, range.begin + stage);
+            if constexpr (!config.packed_b()) loader.load_b(stage, range.begin + stage);
             if (!early_b) loader.load_a(stage, range.begin + stage);
         }
     }

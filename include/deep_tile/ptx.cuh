@@ -25,6 +25,9 @@ __device__ __forceinline__ int opaque(int value) {
     return value;
 }
 
+// Returns a value that all lanes of a warp share, in a register that they share, too: "redux.sync".
+__device__ __forceinline__ int uniform(int value) { return __reduce_or_sync(0xffffffff, value); }
+
 // Nanoseconds, the same on all SMs: "Special Registers: %globaltimer".
 __device__ __forceinline__ u64 globaltimer() {
     u64 now;

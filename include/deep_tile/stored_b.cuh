@@ -84,12 +84,15 @@ class ResidentB {
     ColumnState column_;
 };
 
-// Converted storage: packed, `b` travels in the ring; converter warps (packed_b.cuh) write its K blocks of 8 bits to a
-// ring of slots, and only math warpgroups wait for these.
+// Converted storage: converter warps (packed_b.cuh) write K blocks of 8 bits to a ring of slots, for which math
+// warpgroups wait; the operand warp loads `a` alone.
 template <GemmConfig config>
 class ConvertedB : public RingB<config> {
    public:
     using RingB<config>::slot;
+    static constexpr bool travels_with_a = false;
+
+    __device__ __forceinline__ bool is_requested() const { return false; }
 
     __device__ __forceinline__ int slot(int) const { return state_.stage; }
     __device__ __forceinline__ void await_full(SharedStorage<config>& smem) const {
