@@ -16,7 +16,7 @@ import torch
 
 from deep_tile import _launcher, api, finishes, launches, ops, packed, params, plan, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.kinds import KINDS, LAYOUT_NAMES, Kind, Majors
+from deep_tile.kinds import KINDS, LAYOUT_NAMES, PACKED, Kind, Majors
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
 from deep_tile.reference import (
@@ -92,7 +92,7 @@ def kinds_of(*families: str) -> dict[tuple[str, torch.dtype, torch.dtype], Kind]
 _SCALED = ("a", "a_scale", "b", "b_scale")
 _LINEAR = "torch.nn.functional.linear"
 
-PACKED_KINDS = {(kind.name, finishes.torch_dtype(kind.a), torch.uint8): kind for kind in packed.PACKED.values()}
+PACKED_KINDS = {(kind.name, finishes.torch_dtype(kind.a), torch.uint8): kind for kind in PACKED.values()}
 """Those with packed weights, of which all have one dtype: their names are in the place of scalings."""
 
 _CALLS = {

@@ -145,16 +145,20 @@ FAMILIES = {
         Kind("int8_rows", S8, S8, "rows", "s32"),
         Kind("fp8_rows_promoted", E4M3, E4M3, "promoted_rows", "f32"),
         Kind("int8_unscaled", S8, S8, "none", "s32", "int32"),
-        Kind("mxfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(32)),
-        Kind("nvfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(16)),
     )
 }
 """Kinds, those of FP8 with e4m3 for both operands. WGMMA multiplies any pair of its formats, all else being alike."""
 
-KINDS = FAMILIES | {
+PACKED = {
+    "mxfp4": Kind("mxfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(32)),
+    "nvfp4": Kind("nvfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(16)),
+}
+"""Kinds with a packed weight, by the names of its format. All else is FP8's with block scales."""
+
+KINDS = (FAMILIES | PACKED) | {
     kind.name + _formats(a, b): kind._replace(name=kind.name + _formats(a, b), a=a, b=b)
     for kind in FAMILIES.values()
-    if kind.a == E4M3 and kind.packing is None
+    if kind.a == E4M3
     for a, b in ((E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2))
 }
 """All kinds."""

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 from deep_tile import blocks, formats, tensors
 from deep_tile.config import SCALE_BLOCK, UNIT_ROWS, as_int, ceil_div
-from deep_tile.kinds import KINDS, Kind
+from deep_tile.kinds import PACKED, Kind
 from deep_tile.quantize import FP8_DTYPE, FP8_MAX, WEIGHT_BLOCK, scale_shape
 
-PACKED = {kind.packing.row_bytes: kind for kind in KINDS.values() if kind.packing}
-"""Kinds of products with packed weights, by the bytes of a row's K block; each has its format's name."""
+BY_BYTES = {kind.packing.row_bytes: kind for kind in PACKED.values()}
+"""Kinds of products with packed weights, by the bytes of a row's K block."""
 
 _COLUMN = 32
 """Codes of a row that lie together, in 16 bytes."""
@@ -90,8 +90,8 @@ def pack_weight(
     """
     tensors.require_tensors(weight=weight, scale=scale)
     source = formats.source_of(weight.detach(), scale.detach(), format, (0, 0), global_scale)
-    kind = KINDS.get(source.name)
-    if kind is None or kind.packing is None:
+    kind = PACKED.get(source.name)
+    if kind is None:
         raise ValueError(
             f"{formats.seen(weight, scale)}, which is {source.name!r}; packed are {_names()}: re-base it with "
             "deep_tile.to_blocks"
@@ -160,14 +160,14 @@ def as_fp8(weight: torch.Tensor, scale: torch.Tensor, k: int) -> torch.Tensor:
 def kind_of(weight: torch.Tensor, k: int) -> Kind | None:
     """The kind of a product with rows of k elements that a packed weight is for; None where it has other bytes."""
     k_blocks = _k_blocks(k)
-    return next((kind for row_bytes, kind in PACKED.items() if weight.shape[-1] == k_blocks * row_bytes), None)
+    return next((kind for row_bytes, kind in BY_BYTES.items() if weight.shape[-1] == k_blocks * row_bytes), None)
 
 
 def name_of(weight: torch.Tensor, k: int) -> str:
     """The name of that kind. Raises ValueError where there is none."""
     kind = kind_of(weight, k) if weight.dim() > 1 and weight.shape[-2] % UNIT_ROWS == 0 else None
     if kind is None:
-        wanted = " or ".join(f"{_k_blocks(k) * row_bytes} ({kind.name})" for row_bytes, kind in PACKED.items())
+        wanted = " or ".join(f"{_k_blocks(k) * row_bytes} ({kind.name})" for row_bytes, kind in BY_BYTES.items())
         raise ValueError(
             f"b is {list(weight.shape)}; of k = {k} elements a packed row has {wanted} bytes, and rows are a multiple "
             f"of {UNIT_ROWS}. To fix: deep_tile.pack_weight makes b and b_scale"
@@ -189,7 +189,7 @@ def check_memory(name: str, weight: torch.Tensor) -> None:
 
 
 def _names() -> str:
-    return " and ".join(repr(kind.name) for kind in PACKED.values())
+    return " and ".join(map(repr, PACKED))
 
 
 def _k_blocks(k: int) -> int:
@@ -229,7 +229,7 @@ def _relative(weight: torch.Tensor, scales: torch.Tensor, of_blocks: torch.Tenso
         too_small &= magnitudes.view(*scales.shape, -1).ne(0).any(-1)
     if bool(too_small.any()):
         raise ValueError(
-            f"scale {too_small.nonzero()[0].tolist()} is more than 2**128 below others of its block of 128x128, and its "
+            f"scale {too_small.nonzero()[0].tolist()} is more than 2**128 below others of its block, and its "
             "elements are not zero: zero them"
         )
     return scales - exponents
@@ -264,7 +264,7 @@ def _unpacked(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Ten
 
 
 def _checked_packed(weight: torch.Tensor, scale: torch.Tensor, k: object) -> tuple[Kind, int]:
-    found = [kind for row_bytes, kind in PACKED.items() if weight.shape[-1] == scale.shape[-1] * row_bytes]
+    found = [kind for row_bytes, kind in BY_BYTES.items() if weight.shape[-1] == scale.shape[-1] * row_bytes]
     if weight.dtype != torch.uint8 or weight.dim() < 2 or not found or weight.shape[-2] % UNIT_ROWS:
         raise ValueError(f"{formats.seen(weight, scale)}; pass what deep_tile.pack_weight made")
     size = scale.shape[-1] * SCALE_BLOCK if k is None else as_int(k)

@@ -16,7 +16,7 @@ from deep_tile.codegen import Watch, kernel_source
 from deep_tile.config import GemmConfig
 
 WATCHED_BLOCKS = 256
-WARPS_PER_BLOCK = 16
+WARPS_PER_BLOCK = 20
 
 
 class Record(ctypes.Structure):
@@ -109,7 +109,11 @@ def role(config: GemmConfig, warp: int) -> str:
         return "operands' warp"
     if helper < config.scale_warps:
         return f"scale warp {helper}"
-    return f"store warp {helper - config.scale_warps}"
+    helper -= config.scale_warps
+    if not config.is_packed or helper < config.store_warps:
+        return f"store warp {helper}"
+    helper -= config.store_warps
+    return f"converter warp {helper - 1}" if helper else "unit warp"
 
 
 def barrier(config: GemmConfig, offset: int) -> str:
@@ -121,6 +125,8 @@ def barrier(config: GemmConfig, offset: int) -> str:
         *(f"partial_empty[{warpgroup}]" for warpgroup in range(config.math_warpgroups)),
         *(f"slots.full[{slot}]" for slot in range(config.b_stages)),
         *(f"slots.empty[{slot}]" for slot in range(config.b_stages)),
+        *(f"units.full[{stage}]" for stage in range(config.unit_stages)),
+        *(f"units.empty[{stage}]" for stage in range(config.unit_stages)),
     ]
     number, rest = divmod(offset, 8)
     return (

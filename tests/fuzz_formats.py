@@ -107,7 +107,11 @@ def check_shards(random: Random, device: str) -> tuple[str, dict[str, Any]]:
 
 def check_packed(random: Random, device: str) -> tuple[str, dict[str, Any]]:
     name, groups = random.choice(("mxfp4", "nvfp4")), random.choice((0, 0, 1, 3, 40))
-    n, k, m = 16 * random.choice((1, 2, 3, 9, 18, 36)), 2 * random.choice(SIZES[3:]), random.choice((0, 1, 5, 64, 130, 300))
+    n, k, m = (
+        16 * random.choice((1, 2, 3, 9, 18, 36)),
+        2 * random.choice(SIZES[3:]),
+        random.choice((0, 1, 5, 64, 130, 300)),
+    )
     shape = (*([groups] if groups else []), n, k)
     weight, scale, arguments, _ = draw(name, shape, device, random.choice(SPREADS[:5]))
     b = deep_tile.pack_weight(weight, scale, **arguments, max_error=math.inf)

@@ -49,13 +49,14 @@ MAY_IMPORT = {
     "both": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors", "transposed"},
     "formats": {"config", "quantize", "tensors"},
     "blocks": {"config", "formats", "quantize", "tensors"},
+    "packed": {"blocks", "config", "formats", "kinds", "quantize", "tensors"},
     "reference": {"config", "kinds", "quantize"},
     "finishes": {"kinds", "ops", "tensors"},
     "api": CALL | {"cast", "finishes", "params"},
     "linear": {"_launcher", "api", "both", "config", "finishes", "launches", "ops", "params", "quantize", "tensors"},
-    "dense": CALL | {"api", "finishes", "params"},
+    "dense": CALL | {"api", "finishes", "packed", "params"},
     "gemm_cast": CALL | {"api", "finishes", "params", "quantize"},
-    "grouped": CALL | {"api", "dense", "finishes"},
+    "grouped": CALL | {"api", "dense", "finishes", "packed", "params"},
     "wgrad": CALL | {"api", "dense", "finishes", "grouped", "params"},
     "replaceable": {"quantize", "tensors"},
     "train": {"api", "both", "cast", "config", "dense", "experts", "grouped", "jit", "ops", "problem", "quantize"}
@@ -108,6 +109,7 @@ WITH_TORCH = {
     "linear",
     "nn",
     "ops",
+    "packed",
     "quantize",
     "reference",
     "replaceable",
@@ -254,7 +256,7 @@ def test_public_names_are_not_the_tools():
     """They are imported by name at their first use, which the sources do not show."""
     assert {row(module) for module in deep_tile._MODULES.values()} == {
         *("api", "blocks", "both", "config", "dense", "experts", "finishes", "gemm_cast", "grouped", "jit", "linear"),
-        *("method", "nn", "quantize", "transposed", "wgrad"),
+        *("method", "nn", "packed", "quantize", "transposed", "wgrad"),
     }
 
 

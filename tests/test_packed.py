@@ -6,9 +6,9 @@ from formats import draw
 
 import deep_tile
 from deep_tile import pack_weight, packed, packed_gemm, packed_grouped_gemm, to_blocks, unpack_weight
-from deep_tile.kinds import KINDS
+from deep_tile.kinds import KINDS, PACKED
 
-FORMATS = [kind.name for kind in packed.PACKED.values()]
+FORMATS = [*PACKED]
 each_format = pytest.mark.parametrize("name", FORMATS)
 SHAPES = [(16, 32), (48, 352), (3, 144, 256), (2, 1, 16, 2880 // 5)]
 

@@ -134,7 +134,8 @@ def default_configs(
     if output == QUANTIZED:
         return tuple(made for one in default_configs(tma_store, kind) if (made := quantized(one)))
     if KINDS[kind].packing:
-        return packed_configs(_PACKED_TILES, tma_store=tma_store, kind=kind, output=output, accumulate=accumulate)
+        tiles = _PACKED_TILES if tma_store else _PACKED_TILES[:-1]  # of which the last has too few registers to store
+        return packed_configs(tiles, tma_store=tma_store, kind=kind, output=output, accumulate=accumulate)
     of_16_bits = RESULTS[output].bytes == RESULTS[KINDS[kind].output].bytes
     if KINDS[kind].family == "fp8" and layout == "nt" and of_16_bits and not accumulate:
         return _fp8_configs(tma_store, kind, output)

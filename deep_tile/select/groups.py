@@ -83,10 +83,8 @@ def _spills(block_m: int, block_n: int, kind: Kind, output: str, tma_store: bool
 
 
 def _packed_spills(block_m: int, block_n: int, output: str, tma_store: bool) -> bool:
-    """The same beside converter warps, where math warps store, and for 128x128 of FP32."""
-    if (block_m, block_n) == (128, 128):
-        return RESULTS[output].bytes == 4
-    return block_m * block_n > 128 * 128 and not tma_store
+    """The same beside converter warps, of the widest tile."""
+    return block_m * block_n > 128 * 128 and (RESULTS[output].bytes == 4 or not tma_store)
 
 
 def configs_of(problem: GemmProblem) -> tuple[GemmConfig, ...]:

@@ -13,7 +13,6 @@ namespace deep_tile {
 // launch"). One thread runs unrolled loops: with a thread per barrier the warp is walked lane by lane.
 template <GemmConfig config>
 __device__ __forceinline__ void initialize_full_barriers(SharedStorage<config>& smem) {
-    constexpr int converters = config.converter_warps * warp_threads;
     if (ptx::elect_sync()) {
 #pragma unroll
         for (int stage = 0; stage < config.stages; ++stage) {
@@ -22,7 +21,7 @@ __device__ __forceinline__ void initialize_full_barriers(SharedStorage<config>& 
         if constexpr (config.b_stages > 0) {
 #pragma unroll
             for (int slot = 0; slot < config.b_slots; ++slot) {
-                ptx::mbarrier_init(ptx::smem_address(&smem.slots.full[slot]), config.packed_b() ? converters : 1);
+                ptx::mbarrier_init(ptx::smem_address(&smem.slots.full[slot]), config.packed_b() ? config.converter_warps : 1);
             }
         }
         ptx::fence_mbarrier_init();
@@ -35,7 +34,6 @@ template <GemmConfig config>
 __device__ __forceinline__ void initialize_other_barriers(SharedStorage<config>& smem) {
     constexpr int math_warps = config.math_warpgroups * warpgroup_threads / warp_threads;
     constexpr int peers = config.multicast() ? 1 : 0;
-    constexpr int converters = config.converter_warps * warp_threads;
     if (ptx::elect_sync()) {
 #pragma unroll
         for (int stage = 0; stage < config.stages; ++stage) {
@@ -44,13 +42,14 @@ __device__ __forceinline__ void initialize_other_barriers(SharedStorage<config>&
         if constexpr (config.packed_b()) {
 #pragma unroll
             for (int stage = 0; stage < config.unit_stages; ++stage) {
-                ptx::mbarrier_init(ptx::smem_address(&smem.packed.empty[stage]), converters);
+                ptx::mbarrier_init(ptx::smem_address(&smem.units.empty[stage]), config.converter_warps);
             }
         }
         if constexpr (config.b_stages > 0) {
 #pragma unroll
             for (int slot = 0; slot < config.b_slots; ++slot) {
-                ptx::mbarrier_init(ptx::smem_address(&smem.slots.empty[slot]), math_warps * warp_threads);
+                ptx::mbarrier_init(ptx::smem_address(&smem.slots.empty[slot]),
+                                   math_warps * (config.packed_b() ? 1 : warp_threads));
             }
         }
 #pragma unroll

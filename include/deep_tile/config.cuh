@@ -144,6 +144,14 @@ template <GemmConfig config>
 struct PackedOperand<config, true> {
     alignas(16) u8 units[config.unit_stages][config.scale_blocks * (config.block_n / unit_rows) * config.b_unit_bytes];
     u64 tables[packed_tables];
+};
+
+// Its mbarriers: a pair per stage of its ring.
+template <GemmConfig config, bool packed = config.packed_b()>
+struct UnitBarriers {};
+
+template <GemmConfig config>
+struct UnitBarriers<config, true> {
     u64 full[config.unit_stages];
     u64 empty[config.unit_stages];
 };
@@ -162,6 +170,7 @@ struct alignas(1024) SharedStorage : Partials<config> {
     u64 partial_full[config.math_warpgroups];
     u64 partial_empty[config.math_warpgroups];
     [[no_unique_address]] SlotBarriers<config> slots;
+    [[no_unique_address]] UnitBarriers<config> units;
 };
 
 }  // namespace deep_tile

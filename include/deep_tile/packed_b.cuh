@@ -50,7 +50,7 @@ template <GemmConfig config>
 __device__ __forceinline__ void load_units(const GemmParams& params, SharedStorage<config>& smem, Tile<config> tile,
                                            int stage, int step) {
     const u32 bytes = min(config.block_n, params.n - tile.out_column()) / unit_rows * config.b_unit_bytes;
-    const u32 barrier = ptx::smem_address(&smem.packed.full[stage]);
+    const u32 barrier = ptx::smem_address(&smem.units.full[stage]);
     const int last = ceil_div(params.k, scale_block) - 1;
     ptx::mbarrier_arrive_expect_tx(barrier, config.scale_blocks * bytes);
 #pragma unroll
@@ -68,7 +68,7 @@ __device__ __forceinline__ int request_first_units(const GemmParams& params, Sha
     if (ptx::elect_sync()) {
 #pragma unroll
         for (int stage = 0; stage < config.unit_stages; ++stage) {
-            ptx::mbarrier_init(ptx::smem_address(&smem.packed.full[stage]), 1);
+            ptx::mbarrier_init(ptx::smem_address(&smem.units.full[stage]), 1);
         }
         ptx::fence_mbarrier_init();
         ptx::fence_proxy_async();
@@ -96,7 +96,7 @@ __device__ __forceinline__ void produce_units(const GemmParams& params, SharedSt
     for (Tile<config> tile = tiles.first(); tile.valid; tile = tiles.next()) {
         for (int step = range.begin; step < range.end; ++step, --requested, state.advance()) {
             if (requested > 0) continue;
-            wait(smem.packed.empty[state.stage], state.phase ^ 1);
+            wait(smem.units.empty[state.stage], state.phase ^ 1);
             if (ptx::elect_sync()) load_units<config>(params, smem, tile, state.stage, step);
             __syncwarp();
         }
@@ -237,22 +237,24 @@ __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedS
     PipelineState<config.b_slots> slots;
     int left = __shfl_sync(0xffffffff, TileScheduler<config>(params).count() * (range.end - range.begin), 0);
     if (left == 0) return;
-    wait(smem.packed.full[0], 0);
+    wait(smem.units.full[0], 0);
     converter.begin(0);
     while (true) {
         wait(smem.slots.empty[ptx::uniform(slots.stage)], slots.phase ^ 1);
         converter.convert(state.stage);
-        ptx::mbarrier_arrive(ptx::smem_address(&smem.packed.empty[state.stage]));
+        __syncwarp();
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.units.empty[state.stage]), threadIdx.x % warp_threads == 0);
         const int slot = slots.stage;
         state.advance();
         slots.advance();
         converter.advance();
         if (--left > 0) {
-            wait(smem.packed.full[state.stage], state.phase);
+            wait(smem.units.full[state.stage], state.phase);
             converter.begin(state.stage);
         }
         ptx::fence_proxy_async();
-        ptx::mbarrier_arrive(ptx::smem_address(&smem.slots.full[slot]));
+        __syncwarp();
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.slots.full[slot]), threadIdx.x % warp_threads == 0);
         if (left == 0) return;
     }
 }
