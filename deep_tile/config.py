@@ -390,7 +390,7 @@ class GemmConfig:
 
     @property
     def unit_stages(self) -> int:
-        """Depth of the ring of a packed `b`: that of `a` where few rows wait for memory, or as many as are converted."""
+        """Depth of the ring of a packed `b`: that of `a` where few rows wait for memory, or of the converted ones."""
         return (self.stages if self.math_warpgroups == 1 else self.b_stages) if self.is_packed else 0
 
     @property

@@ -38,6 +38,14 @@ CHAINED_CAST_US = 1.7
 """What a cast takes beside its bytes that follows a product in a chain of programmatic launches (H200, 2026-11-24)."""
 
 
+PACKED_BLOCK_US = {
+    **{(64, 32, 2): 0.134, (64, 64, 1): 0.275, (64, 64, 2): 0.205, (64, 128, 1): 0.4},
+    **{(128, 64, 1): 0.406, (128, 128, 1): 0.637, (256, 128, 1): 0.954},
+}
+"""What a K block of a packed weight takes, by tile and scale blocks: the conversion, beside which WGMMA has time. From
+products of 1 to 512 rows by 4096x7168, alone and in 8 groups (H100, 2026-11-26)."""
+
+
 class TileTimes(NamedTuple):
     """What a config takes on one SM, in microseconds.
 
@@ -116,6 +124,9 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
     tensor_us = block_tensor_us(config, H200)
     measured = (calibration(kind).configs.get(name) for kind, name in _names_of_times(config))
     on_h200 = next(filter(None, measured), TileTimes(1.2 * tensor_us, 2.0))
+    if config.is_packed:
+        tile = config.block_m, config.block_n, config.scale_blocks
+        on_h200 = on_h200._replace(block_us=PACKED_BLOCK_US.get(tile, 2 * tensor_us))
     slower_clock = H200.clock_mhz / hardware.clock_mhz
     block_us = max(0.0, block_tensor_us(config, hardware) + (on_h200.block_us - tensor_us) * slower_clock)
     tile_us = on_h200.tile_us + (BOX_CAST_US * config.boxes if config.quantizes else 0)
