@@ -161,7 +161,8 @@ def contestants(
             got = slice(begin, begin + min(size, 64))
             one = (*(x[got] for x in of_rows), *(x[group] for x in of_groups))
             wanted = REFERENCES[kind.scaling](*one, torch.float32)
-            if size and relative_error(out[got], wanted) > most_error(kind, draw.k):
+            most = most_error(kind, draw.k) * (1 + 4 / math.sqrt(max(1, wanted.numel())))  # few elements differ by more
+            if size and relative_error(out[got], wanted) > most:
                 raise RuntimeError(f"{draw}: group {group} is wrong")
 
     return calls, check

@@ -1,4 +1,4 @@
-"""Draws the figures of docs/method.md and docs/experts.md from the model and the stored results. No GPU:
+"""Draws the figures of docs/method.md, docs/experts.md and docs/training.md from the model and stored results. No GPU:
 
     PYTHONPATH=. python benchmarks/figures.py [--figures docs/figures]
 
@@ -25,6 +25,9 @@ EXPERTS = store.FOLDER / "grouped_h200_2026-11-23.json"
 EXPERT_DRAWS, EXPERT_WEIGHTS = "Qwen3-30B 128/128 multinomial", (1536, 2048)
 """Of the figure of experts: tokens routed at random, and n and k."""
 
+LOSSES = store.FOLDER / "loss_h100_2026-11-26.json"
+"""Of the figure of training."""
+
 STAIR_CONFIGS = ("fp8_gemm_64x64x256_s6_c1x1_b1", "fp8_gemm_128x128x128_s5_c1x1", "fp8_gemm_128x192x128_s4_c1x1_b3")
 
 
@@ -38,7 +41,27 @@ def draw(folder: Path) -> list[Path]:
     predict.plot(predict.compare(predict.load_search()), paths[3])
     paths.append(folder / "experts.png")
     plot_experts(paths[-1])
+    paths.append(folder / "training_loss.png")
+    plot_losses(paths[-1])
     return paths
+
+
+def plot_losses(path: Path) -> None:
+    """Losses of a small GPT against steps: BF16 and FP8, a line for each seed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    stored = store.load(LOSSES)
+    recipes = list(dict.fromkeys(run["recipe"] for run in stored["runs"]))
+    for run in stored["runs"]:
+        color = f"C{recipes.index(run['recipe'])}"
+        label = run["recipe"] if run["seed"] == stored["runs"][0]["seed"] else None
+        steps = [stored["every"] * (i + 1) for i in range(len(run["losses"]))]
+        axes.plot(steps, run["losses"], color=color, linewidth=0.9, label=label)
+    axes.set(xlabel="steps", ylabel="loss, nats per byte", ylim=(0.9, 3))
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=100)
 
 
 def plot_experts(path: Path) -> None:

@@ -65,7 +65,7 @@ void leave_context(Failure *failure, bool pushed);
 
 /* --------------------------------------------------------------------------------------------------- tensors.c ---- */
 
-enum { MAX_TENSORS = 8, MAX_TENSOR_RANK = 3, MAX_TENSOR_TYPES = 4, TMA_ALIGNMENT_BYTES = 16 };
+enum { MAX_TENSORS = 9, MAX_TENSOR_RANK = 3, MAX_TENSOR_TYPES = 4, TMA_ALIGNMENT_BYTES = 16 };
 
 /* What a tensor's library knows of it and DLPack does not tell, in the library's own object, whose address the Python
  * object holds: a word of bits that say what it is besides memory, of which a plain tensor has no others than `plain`;

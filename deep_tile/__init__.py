@@ -49,6 +49,7 @@ _MODULES = {
     "silu_mul_cast_to_fp8": "experts",
     "sort_by_expert": "experts",
     "supports": "api",
+    "swiglu_gradient_cast_both": "gated",
     "to_blocks": "blocks",
     "transpose_fp8": "both",
     "transposed_cast_to_fp8": "transposed",

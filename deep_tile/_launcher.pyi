@@ -52,7 +52,7 @@ def prepare(
         grid, cluster: blocks, and blocks per cluster.
         threads: per block.
         params: the kernel's one argument, at most 4096 bytes.
-        names: of 1 to 8 tensors.
+        names: of 1 to 9 tensors.
         pointers: (offset, tensor, skip) for each place in params where the address goes of what lies `skip` bytes into
             a tensor.
         maps: (offset, tensor, element, sizes, strides_bytes, box, swizzle, l2_promotion, skip) for each where a tensor

@@ -16,6 +16,7 @@ from deep_tile.codegen import (
     BothKernel,
     CastKernel,
     CombineKernel,
+    GatedKernel,
     SortKernel,
     StreamingKernel,
     TransposedKernel,
@@ -134,6 +135,12 @@ class BothLayout(NamedTuple):
     row_out_step: int = 0
 
 
+_OF_GATED = {"dh_stride": int, "x_scale_stride_row": int, "x_scale_stride_column": int}
+
+GatedLayout = NamedTuple("GatedLayout", (BothLayout.__annotations__ | _OF_GATED).items())
+"""Numbers of one gradient of SwiGLU, as `params.GATED` has them."""
+
+
 class CombineLayout(NamedTuple):
     """Numbers of one sum of experts' rows, as `params.COMBINE` has them. Strides in elements."""
 
@@ -212,6 +219,14 @@ BOTH = {
 """By what is cast and the source's format. A thread holds 4 or 8 rows of 16 bytes; with more blocks registers would
 spill."""
 
+GATED = {
+    (source, blocks): GatedKernel(source, blocks, threads=512, blocks_per_sm=2)
+    for source in ("bf16", "e4m3")
+    for blocks in (False, True)
+}
+"""By the source of gates and ups, and whether h has a scale for 128x128. Two tiles of three wait in shared memory, so
+that 64 registers are enough."""
+
 SORT = {choice: SortKernel(choice, threads=512, blocks_per_sm=1) for choice in ("int32", "int64")}
 """By the dtype of a choice. With 512 threads, what a block keeps of each expert fits into 48 KB."""
 
@@ -279,6 +294,11 @@ def choose_both(what: str, source: str, rows: int, columns: int, matrices: int, 
     return kernel, min(num_sms * kernel.blocks_per_sm, tiles)
 
 
+def choose_gated(source: str, blocks: bool, rows: int, columns: int) -> tuple[GatedKernel, int]:
+    """The kernel for the gradient of SwiGLU, of h of this size, and how many thread blocks to launch."""
+    return GATED[source, blocks], ceil_div(rows, SCALE_BLOCK) * ceil_div(columns, SCALE_BLOCK)
+
+
 def schedule_sort(choices: int, rows_size: int, threads: int) -> SortSchedule:
     """How at most `MOST_CHOICES` are sorted into a list of rows, by blocks of so many threads."""
     warps = threads // WARP
@@ -308,7 +328,7 @@ def sort_layout(
 
 def all_kernels() -> list[StreamingKernel]:
     """Every kernel that a call can need."""
-    return [*cast_kernels(), *TRANSPOSED.values(), *BOTH.values(), COMBINE, *SORT.values()]
+    return [*cast_kernels(), *TRANSPOSED.values(), *BOTH.values(), *GATED.values(), COMBINE, *SORT.values()]
 
 
 def cast_kernels() -> list[CastKernel]:
@@ -337,7 +357,7 @@ def load(kernel: StreamingKernel, device: int) -> _launcher.Kernel:
         cubin = jit.load_cubin(streaming_source(kernel), kernel.name)
         with _loading:
             if not is_loaded(kernel, device):
-                _loaded[kernel, device] = _launcher.load(cubin, kernel.name, 0, device)
+                _loaded[kernel, device] = _launcher.load(cubin, kernel.name, getattr(kernel, "smem_bytes", 0), device)
     return _loaded[kernel, device]
 
 
@@ -402,6 +422,13 @@ def prepare_both(
     return _prepare(kernel, grid, device, params.CAST_BOTH, layout, names, params.places(fields), False)
 
 
+def prepare_gated(
+    kernel: GatedKernel, grid: int, device: int, layout: GatedLayout, names: tuple[str, ...], fields: tuple[str, ...]
+) -> _launcher.Launch:
+    """The same of the gradient of SwiGLU, of `params.GATED`. Errors as for `load`."""
+    return _prepare(kernel, grid, device, params.GATED, layout, names, params.places(fields), False)
+
+
 def prepare_combine(kernel: CombineKernel, grid: int, device: int, layout: CombineLayout) -> _launcher.Launch:
     """Everything about a launch on x, weights, index and out, but their addresses. Errors as for `load`."""
     names = ("x", "weights", "index", "out")
@@ -420,7 +447,7 @@ def _prepare(
     grid: int,
     device: int,
     table: params.Params,
-    layout: CastLayout | TransposedLayout | BothLayout | CombineLayout | SortLayout,
+    layout: CastLayout | TransposedLayout | BothLayout | GatedLayout | CombineLayout | SortLayout,
     names: tuple[str, ...],
     places: Mapping[str, params.Place],
     pdl: bool,

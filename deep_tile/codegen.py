@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deep_tile import params
-from deep_tile.config import GemmConfig
+from deep_tile.config import SCALE_BLOCK, GemmConfig
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
@@ -246,6 +246,44 @@ extern "C" __global__ void __launch_bounds__({threads}, {kernel.blocks_per_sm})
     return "\n".join([params.CAST_BOTH.text, _headers("both.cuh"), entry])
 
 
+class GatedKernel(NamedTuple):
+    """The gradient of SwiGLU, cast both ways: what its text depends on.
+
+    Attributes:
+        source: of gates and ups, "bf16", or "e4m3" with a scale for each 128.
+        blocks: h has one scale for 128x128, not one for each of its columns and 128 tokens.
+        threads: of a thread block.
+        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
+    """
+
+    source: str
+    blocks: bool
+    threads: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"fp8_cast_swiglu_gradient_{'mixed' if self.blocks else 'rows'}_{self.source}_t{self.threads}"
+
+    @property
+    def smem_bytes(self) -> int:
+        """Of tiles that wait, of 128x128 in BF16."""
+        return 2 * SCALE_BLOCK * SCALE_BLOCK * 2
+
+
+def gated_source(kernel: GatedKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    source = {"bf16": "GatedWords", "e4m3": "GatedCodes"}[kernel.source]
+    entry = f"""\
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const CastParams params) {{
+    deep_tile::cast_gated_gradient<deep_tile::{source}, {kernel.threads}, {str(kernel.blocks).lower()}>(params);
+}}
+"""
+    waiting = f"constexpr int gated_bytes = {kernel.smem_bytes};\n"
+    return "\n".join([params.GATED.text, waiting, _headers("gated.cuh"), entry])
+
+
 class CombineKernel(NamedTuple):
     """The sum of experts' rows: what its text depends on.
 
@@ -306,13 +344,14 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_pe
     return "\n".join([params.SORT.text, blocks, _headers("sort.cuh"), entry])
 
 
-StreamingKernel = CastKernel | TransposedKernel | BothKernel | CombineKernel | SortKernel
+StreamingKernel = CastKernel | TransposedKernel | BothKernel | GatedKernel | CombineKernel | SortKernel
 """A kernel that is bound by memory."""
 
 _SOURCES = {
     CastKernel: cast_source,
     TransposedKernel: transposed_source,
     BothKernel: both_source,
+    GatedKernel: gated_source,
     CombineKernel: combine_source,
     SortKernel: sort_source,
 }

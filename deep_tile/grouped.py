@@ -428,8 +428,10 @@ def _scale_of_rows(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
 
 
 def _lies_along_n(b: torch.Tensor) -> bool:
-    """Whether kernels read [g, n, k] along n."""
-    return b.element_size() == 2 and b.shape[2] > 1 and b.stride(2) != 1
+    """Whether kernels read [g, n, k] along n: of k = 1 they do where its rows have no room of their own."""
+    if b.element_size() != 2:
+        return False
+    return b.stride(2) != 1 if b.shape[2] > 1 else b.shape[1] > 1 and b.stride(1) * 2 % tensors.ALIGNMENT_BYTES != 0
 
 
 def _layout(problem: GemmProblem, operands, out, alignment: int) -> plan.Layout:

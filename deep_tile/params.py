@@ -339,6 +339,18 @@ CAST_BOTH = Params(
 )
 """Of a cast both ways, or of codes that are transposed."""
 
+GATED = Params(
+    CAST.name,
+    *CAST_BOTH.fields,  # x is gates and ups; out is of their gradient and of h, a third of the columns each
+    Field("dh", "const void*", "as large as h"),
+    Field("x_scale", "const float*", "of codes; null where x has 16 bits"),
+    Field("share", "const float*", "of each row, what h is multiplied by; null: 1"),
+    Field("dh_stride", "long long"),
+    Field("x_scale_stride_row", "long long"),
+    Field("x_scale_stride_column", "long long"),
+)
+"""Of the gradient of SwiGLU, cast both ways."""
+
 COMBINE = Params(
     "CombineParams",
     Field("x", "const void*", "strides are in elements; columns of x and out are adjacent"),

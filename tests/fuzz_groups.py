@@ -150,8 +150,8 @@ def draw_sizes(random: Random, groups: int) -> list[int]:
 class Pool:
     """Codes and scales, made once, of which products get parts.
 
-    `a` and `b` are cut from different samples: a row of both would be a sum of squares, of which WGMMA cuts off the last
-    bits all in one direction.
+    `a` and `b` are cut from different samples: a row of both would be a sum of squares, of which WGMMA cuts off the
+    last bits all in one direction.
     """
 
     def __init__(self, device: str, seed: int):

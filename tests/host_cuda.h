@@ -244,6 +244,16 @@ inline unsigned char host_e4m3(float x) {
     return sign | (((exponent + 6) << 3) + eighths);
 }
 
+/* Two codes as FP16: their exponent is moved, of denormals and zeros by a product. */
+inline unsigned host_f16x2_of_e4m3x2(unsigned short codes) {
+    const auto half = [](unsigned code) {
+        if ((code & 0x7f) == 0x7f) return 0x7fffu;
+        const _Float16 shifted = __builtin_bit_cast(_Float16, (unsigned short)((code & 0x7f) << 7)) * (_Float16)256;
+        return unsigned(__builtin_bit_cast(unsigned short, shifted)) | (code & 0x80) << 8;
+    };
+    return half(codes >> 8) << 16 | half(codes & 0xff);
+}
+
 inline unsigned short host_e4m3x2(float high, float low) { return host_e4m3(high) << 8 | host_e4m3(low); }
 
 // An mbarrier that completes once.

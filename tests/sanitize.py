@@ -47,6 +47,7 @@ from deep_tile import (
     per_token_cast_to_fp8,
     silu_mul_cast_to_fp8,
     sort_by_expert,
+    swiglu_gradient_cast_both,
     transpose_fp8,
     transposed_cast_to_fp8,
 )
@@ -334,10 +335,10 @@ GROUPED_KINDS = (
 def run_casts(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda") -> None:
     """Both casts against the definition, which is what the CPU computes. Raises AssertionError on a wrong bit."""
     x = torch.randn(rows, columns).to(dtype)
-    for cast in (per_token_cast_to_fp8, per_block_cast_to_fp8):
-        # Dense: initcheck knows of no byte that another kernel has written, nor of what lies between rows.
-        dense = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
-        for on_device, expected in zip(cast(x.to(device), out=dense), cast(x), strict=True):
+    # Dense: initcheck knows of no byte that another kernel has written, torch's copy of a strided scale among them.
+    dense = dense_targets((rows, columns), device)
+    for cast, targets in ((per_token_cast_to_fp8, dense), (per_block_cast_to_fp8, {"out": dense["out"]})):
+        for on_device, expected in zip(cast(x.to(device), **targets), cast(x), strict=True):
             got, wanted = (y.cpu().contiguous().flatten().view(torch.uint8) for y in (on_device, expected))
             assert torch.equal(got, wanted), cast.__name__
 
@@ -406,8 +407,18 @@ def run_casts_both(dtype: torch.dtype, rows: int, columns: int, device: str = "c
             x = torch.randn(rows, columns + first).to(dtype).to(where)[:, first:]
             made = cast_weight(x)
             results.append([*cast_both(x), *cast_both(x, blocks=True), *made, transpose_fp8(made.b)])
+            results[-1] += gradient_of_swiglu(rows, round_up(columns, 128), where)
         for got, wanted in zip(*results, strict=True):
             assert torch.equal(got.cpu().float(), wanted.float()), (rows, columns, dtype, first)
+
+
+def gradient_of_swiglu(rows: int, columns: int, where: str) -> list[torch.Tensor]:
+    """Of gates whose sigmoids are exact, in BF16 and in FP8, with shares and without: equal on every device."""
+    gates, ups = 200.0 * torch.randint(2, (rows, columns)), torch.randn(rows, columns)
+    dh, gate_up = ups.flip(0).bfloat16().to(where), torch.cat([gates, ups], 1).bfloat16().to(where)
+    share, codes = torch.rand(rows).to(where), per_token_cast_to_fp8(gate_up)
+    in_bf16 = swiglu_gradient_cast_both(dh, gate_up, share=share)
+    return [*in_bf16[:6], *swiglu_gradient_cast_both(dh, *codes, blocks=True)[:6]]
 
 
 ROWS = ((torch.bfloat16, 70, 304), (torch.float16, 33, 131), (torch.bfloat16, 3, 8))

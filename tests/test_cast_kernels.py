@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_quantize import EACH_OPTION, assert_same, codes, wide_matrix
 
-from deep_tile import both, combine, experts, params, quantize, sources, transposed
+from deep_tile import both, combine, experts, gated, params, quantize, sources, transposed
 from deep_tile import cast as kernels
 from deep_tile.codegen import SortKernel, streaming_source
 from deep_tile.config import ceil_div, round_up
@@ -28,7 +28,13 @@ from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_
 pytestmark = pytest.mark.about(
     *("include/deep_tile/*", "tests/host_*.h", "deep_tile/cast.py", "deep_tile/codegen.py", "deep_tile/params.py"),
     *("deep_tile/quantize.py", "deep_tile/transposed.py", "deep_tile/experts.py", "deep_tile/sources.py"),
-    *("deep_tile/reference.py", "deep_tile/both.py", "deep_tile/select/streaming.py", "tests/test_quantize.py"),
+    *(
+        "deep_tile/reference.py",
+        "deep_tile/both.py",
+        "deep_tile/gated.py",
+        "deep_tile/select/streaming.py",
+        "tests/test_quantize.py",
+    ),
     "tests/helpers.py",
 )
 
@@ -60,6 +66,16 @@ ASSEMBLY_OF_COMBINE = {
         "packed = host_bf16x2(high, low);"
     ),
     r'asm volatile\("griddepcontrol\.\w+;" ::: "memory"\);': "",
+}
+
+ASSEMBLY_OF_GATED = {
+    **ASSEMBLY,
+    **ASSEMBLY_OF_ROWS,
+    r'asm\("cvt\.rn\.bf16x2\.f32 .*?;" : "=r"\(packed\) : "f"\(high\), "f"\(low\)\);': (
+        "packed = host_bf16x2(high, low);"
+    ),
+    r'asm\("cvt\.rn\.f16x2\.e4m3x2 .*?;" : "=r"\(packed\) : "h"\(codes\)\);': "packed = host_f16x2_of_e4m3x2(codes);",
+    r"extern __shared__ uint4 dynamic_vectors\[\];": "auto* dynamic_vectors = &host_shared<uint4>();",
 }
 
 ASSEMBLY_OF_SORT = {
@@ -118,6 +134,8 @@ def table_of(kernel):
         return params.TRANSPOSED_CAST
     if kernel in kernels.BOTH.values():
         return params.CAST_BOTH
+    if kernel in kernels.GATED.values():
+        return params.GATED
     return params.CAST if kernel.what == "plain" else params.CAST_OF_ROWS
 
 
@@ -126,6 +144,8 @@ def assembly_of(kernel):
         return ASSEMBLY_OF_SORT
     if kernel == kernels.COMBINE:
         return ASSEMBLY_OF_COMBINE
+    if kernel in kernels.GATED.values():
+        return ASSEMBLY_OF_GATED
     if kernel in (*kernels.TRANSPOSED.values(), *kernels.BOTH.values()):
         return ASSEMBLY
     return ASSEMBLY if kernel.what == "plain" else ASSEMBLY | ASSEMBLY_OF_ROWS
@@ -545,6 +565,99 @@ def test_bytes_are_transposed(launch, shape, gap):
         define=lambda inner: inner[0].copy_(x.mT),
         grid=3,
     )
+
+
+# ---- the gradient of SwiGLU, cast both ways
+
+EACH_GATED = pytest.mark.parametrize("kernel", kernels.GATED.values(), ids=lambda kernel: kernel.name)
+
+
+def draw_gated(kernel, rows, columns, gates):
+    """dh, gates and ups, and their scale where they are codes: of any magnitude, with NaN and infinity."""
+    dh, ups = (wide_matrix(rows, columns, torch.bfloat16) for _ in range(2))
+    dh[0, 0], ups[rows // 2, 1] = float("nan"), float("inf")
+    gate_up = torch.cat([gates, ups], 1).bfloat16()
+    if kernel.source == "bf16":
+        return dh, gate_up, {}
+    gate_up, scale = per_token_cast_to_fp8(gate_up.clamp(-3e4, 3e4), round_scale="pow2")
+    return dh, gate_up, {"gate_up_scale": scale}
+
+
+def gated_by_kernel(launch, kernel, dh, gate_up, options, given):
+    """What the kernel makes, and the definition, of poisoned tensors; nothing around them is written."""
+    options = gated._Options(kernel.blocks, **{"amax_floor": 0, "round_scale": "none", "exact": "divide"} | options)
+    both_of_them = []
+    for by_kernel in (True, False):
+        inner, memory = guarded_like(gated._new(dh, options, given))
+        made = gated._Made(*inner)
+        if by_kernel:
+            layout, fields = gated._layout(dh, gate_up, options, given, made)
+            _, grid = kernels.choose_gated(kernel.source, kernel.blocks, *dh.shape)
+            launch(kernel, grid, layout, dh, gate_up, *given.values(), *made, places=params.places(fields))
+            for m in memory:
+                assert (m[:32] == POISON).all() and (m[-32:] == POISON).all()
+        else:
+            gated._join(dh, gate_up, options, given, made)
+        both_of_them.append(gated._parts(made, kernel.blocks, "share" in given))
+    return both_of_them
+
+
+@EACH_GATED
+@EACH_OPTION
+def test_gradients_of_exact_sigmoids_have_the_definitions_bits(launch, kernel, options):
+    """Of gates whose sigmoid is 0, a half or 1: nothing is approximate, and all products and casts show."""
+    for (rows, columns), floor, shares in zip(
+        [(1, 128), (131, 256), (300, 128)], FLOORS[:3], [False, True, True], strict=True
+    ):
+        gates = torch.tensor([0.0, 200.0, -200.0, 1000.0])[torch.randint(4, (rows, columns))]
+        dh, gate_up, given = draw_gated(kernel, rows, columns, gates)
+        given |= {"share": torch.rand(rows)} if shares else {}
+        got, wanted = gated_by_kernel(
+            launch, kernel, dh, gate_up, {"amax_floor": floor, "alignment": 128, **options}, given
+        )
+        for name, one, other in zip(got._fields[:6], got[:6], wanted[:6], strict=True):
+            if one.dtype == FP8_DTYPE:
+                assert torch.equal(codes(one), codes(other)), name
+            else:
+                torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@EACH_GATED
+def test_gradients_are_near_the_definitions(launch, kernel):
+    """Of gates as they are: a number of BF16 may be the neighbour, and a code with it."""
+    dh, gate_up = (torch.randn(200, n).bfloat16() * 3 for n in (256, 512))
+    given = {"share": torch.rand(200)}
+    if kernel.source == "e4m3":
+        gate_up, given["gate_up_scale"] = per_token_cast_to_fp8(gate_up)
+        given = dict(sorted(given.items()))  # as a call has them
+    got, wanted = gated_by_kernel(launch, kernel, dh, gate_up, {"alignment": 128}, given)
+    for one, other in zip(got[1:6:2], wanted[1:6:2], strict=True):
+        torch.testing.assert_close(one, other, rtol=2.0**-7, atol=0)
+    for one, other in zip(got[:6:2], wanted[:6:2], strict=True):
+        differ = codes(one) != codes(other)
+        assert differ.float().mean() < 0.01
+        torch.testing.assert_close(one.float(), other.float(), rtol=0.13, atol=2.0**-9)
+    torch.testing.assert_close(got.share, wanted.share, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kernel", [kernels.GATED["bf16", False]], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("offs", [[300], [5, 130, 300], [0, 128, 128, 300], [100, 50, 300], [0]], ids=str)
+def test_gradients_of_groups(launch, kernel, offs):
+    """Rows of no group are left alone, and count as zeros along tokens where others of their 128 live."""
+    gates = torch.tensor([0.0, 200.0])[torch.randint(2, (300, 128))]
+    dh, gate_up, _ = draw_gated(kernel, 300, 128, gates)
+    given = {"share": torch.rand(300), **int32(offs=offs)}
+    got, wanted = gated_by_kernel(launch, kernel, dh, gate_up, {"alignment": 128}, given)
+    living = transposed._living(given["offs"].long(), 300, 128)
+    lives = torch.arange(300) % 128 < living[torch.arange(300) // 128]
+    blocks = (living > 0).repeat_interleave(128)[:300]
+    for name in ("a", "a_scale"):
+        one, other = getattr(got, name)[lives], getattr(wanted, name)[lives]
+        torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=0, equal_nan=True)
+    for name in ("at", "ht"):
+        assert torch.equal(codes(getattr(got, name)[:, blocks]), codes(getattr(wanted, name)[:, blocks]))
+    dead = got.a.view(torch.uint8)[~lives]
+    assert (dead == POISON).all()
 
 
 # ---- combine

@@ -5,7 +5,7 @@ What it refuses is in test_bad_calls.py, its kernels' bits without a GPU in test
 
 import pytest
 import torch
-from helpers import BF16_ROUNDING, CHOICES, assert_silu_mul_cast, some_choices
+from helpers import BF16_ROUNDING, CHOICES, assert_silu_mul_cast, same_bits, some_choices
 from test_ops import compiled, fresh_compiler  # noqa: F401
 from test_quantize import OPTIONS, assert_same, random_matrix
 
@@ -14,8 +14,10 @@ from deep_tile import (
     combine,
     dequantize,
     experts,
+    fp8_grouped_gemm,
     per_token_cast_to_fp8,
     quantize,
+    quantize_weight,
     silu_mul_cast_to_fp8,
     sort_by_expert,
     sources,
@@ -755,3 +757,48 @@ def test_capture_refuses_a_sort_whose_kernel_is_not_loaded(monkeypatch):
     chosen = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
     with pytest.raises(RuntimeError, match="not loaded yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         sort_by_expert(chosen, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 32, 700])
+def test_launches_of_layers_overlap_in_order(tokens):
+    """Each launch reads what the one before has written: layers in a graph have the bits of layers whose every launch
+    waits for the host."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+
+    def weights(n, k):
+        matrices = [torch.randn(n, k, device="cuda", generator=generator) / k**0.5 for _ in range(16)]
+        return tuple(map(torch.stack, zip(*map(quantize_weight, matrices), strict=True)))
+
+    up, down = weights(768, 512), weights(512, 384)
+    x = torch.randn(tokens, 512, device="cuda", generator=generator).bfloat16()
+    scores = [torch.rand(tokens, 16, device="cuda", generator=generator) for _ in range(6)]
+
+    def layers(between):
+        y = x
+        for each in scores:
+            shares, chosen = each.topk(4)
+            rows, offs, index = sort_by_expert(chosen, 16)
+            between()
+            given = per_token_cast_to_fp8(y, rows=rows, offs=offs)
+            between()
+            h = fp8_grouped_gemm(*given, *up, offs)
+            between()
+            h = silu_mul_cast_to_fp8(h, offs=offs)
+            between()
+            h = fp8_grouped_gemm(*h, *down, offs)
+            between()
+            y = combine(h, shares, index)
+            between()
+        return y
+
+    wanted = layers(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = layers(lambda: None)
+    assert wanted.isfinite().all()
+    for _ in range(30):
+        found.fill_(float("nan"))
+        graph.replay()
+        assert same_bits(found, wanted)
+        assert same_bits(layers(lambda: None), wanted)

@@ -208,6 +208,16 @@ def test_shapes_of_scales_of_rows(kind, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_one_k_of_columns_that_adjoin(device):
+    """b [1, 5, 1] of the strides (16, 1, 16): nothing but its column stride tells along what it lies."""
+    a, rows = torch.randn(4, 8, device=device).bfloat16()[:, :1], torch.randn(1, 1, 16, device=device).bfloat16()
+    b, offs = rows[..., :5].transpose(1, 2), torch.tensor([4], dtype=torch.int32, device=device)
+    assert torch.equal(grouped_gemm(a, b, offs=offs), a * b[0].t())
+    with pytest.raises(ValueError, match="b lies along n, with k = 1"):
+        grouped_gemm(a, rows.repeat(2, 1, 1)[..., :5].transpose(1, 2), offs=offs.repeat(2))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_traced(device):
     case = make_case("bf16", [10, 20, 0, 3], 64, 256, device=device)
     fast = torch.compile(grouped_gemm, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -49,12 +49,10 @@ def test_an_sm_of_an_h200_multiplies_8192_fp8_a_clock():
     assert H200.peak("fp8") * 1e12 / H200.num_sms / 1.83e9 == pytest.approx(8192, rel=1e-3)
 
 
-def test_only_the_h200_was_measured():
+def test_an_h200_and_an_h100_were_measured():
     assert H200.source("fp8_tflops") == H200.source("hbm_tbps") == "measured"
-    for preset in PRESETS.values():
-        if preset != H200:
-            assert "measured" not in preset.sources.values()
-            assert preset.source("hbm_tbps") == "scaled"
+    measured = {name for name, preset in PRESETS.items() if "measured" in preset.sources.values()}
+    assert measured == {"H200", "H100 SXM"} and PRESETS["H100 SXM"].source("l2_tbps") == "measured"
     assert H20.source("peak_tflops") == "press"
     assert PRESETS["H100 SXM"].source("peak_tflops") == "datasheet"
 

@@ -152,9 +152,9 @@ WRONG_NUMBERS = {
     "cluster is 9, want an int from 1 to 8": {"cluster": 9},
     "threads is 1025, want an int from 1 to 1024": {"threads": 1025},
     f"threads is {2**80}, want an int from 1 to 1024": {"threads": 2**80},
-    "names is (), want 1 to 8 str": {"names": ()},
-    "names is ('a', 7), want 1 to 8 str": {"names": ("a", 7)},
-    "names is ('a', 'a', 'a', 'a', 'a', 'a', 'a', 'a', 'a'), want 1 to 8 str": {"names": ("a",) * 9},
+    "names is (), want 1 to 9 str": {"names": ()},
+    "names is ('a', 7), want 1 to 9 str": {"names": ("a", 7)},
+    "names is ('a', 'a', 'a', 'a', 'a', 'a', 'a', 'a', 'a', 'a'), want 1 to 9 str": {"names": ("a",) * 10},
     "params has 0 bytes, want 1 to 4096": {"params": b""},
     "params has 4097 bytes, want 1 to 4096": {"params": bytes(4097)},
     "got 17 pointers, 3 maps and 0 fixed_maps, want at most 16": {"pointers": ((0, 0, 0),) * 17},
@@ -240,9 +240,9 @@ def test_launch_names_the_wrong_argument(arguments, message):
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("signature", (), "signature: got 0 arguments, want 1 to 8 tensors"),
-        ("signature", range(9), "signature: got 9 arguments, want 1 to 8 tensors"),
-        ("launch_known", ({}, ()), "launch_known: want a dict, a tuple and 1 to 8 tensors; got 2 arguments"),
+        ("signature", (), "signature: got 0 arguments, want 1 to 9 tensors"),
+        ("signature", range(10), "signature: got 10 arguments, want 1 to 9 tensors"),
+        ("launch_known", ({}, ()), "launch_known: want a dict, a tuple and 1 to 9 tensors; got 2 arguments"),
         ("launch_known", ([], (), 1, 2, 3, 4, 5), "launch_known: want a dict"),
         ("launch_known", ({}, [], 1, 2, 3, 4, 5), "launch_known: want a dict, a tuple"),
         ("read_tensors_of", (7,), "read_tensors_of: got 7, want a type"),
@@ -979,20 +979,20 @@ print(hex(head), launcher.signature(line, point) == launcher.signature(point, li
     assert lines == ["0x100000001080a False"]
 
 
-def test_signatures_of_one_to_eight_tensors(run_with_tensors):
-    """None is the beginning of another, ranks 0 to 3 are told apart, and nine are too many."""
+def test_signatures_of_one_to_nine_tensors(run_with_tensors):
+    """None is the beginning of another, ranks 0 to 3 are told apart, and ten are too many."""
     lines = run_with_tensors("""
-tensors = [Typed(0xA00, shape) for shape in ((), (2,), (2, 1), (2, 1, 1))] * 2
-signatures = [launcher.signature(*tensors[:count]) for count in range(1, 9)]
+tensors = ([Typed(0xA00, shape) for shape in ((), (2,), (2, 1), (2, 1, 1))] * 3)[:9]
+signatures = [launcher.signature(*tensors[:count]) for count in range(1, 10)]
 signatures += [launcher.signature(tensor) for tensor in tensors[1:4]]
 print(len(set(signatures)), [len(signature) for signature in signatures[:4]])
-eight = launcher.prepare(load(), **LAUNCH | {"names": tuple("abcdefgh"), "maps": ()})
+nine = launcher.prepare(load(), **LAUNCH | {"names": tuple("abcdefghi"), "maps": ()})
 begin()
-for launch in (eight, prepared):
-    attempt(launcher.launch_known, {(): ((), {signatures[7]: launch})}, (), *tensors)
+for launch in (nine, prepared):
+    attempt(launcher.launch_known, {(): ((), {signatures[8]: launch})}, (), *tensors)
 """)
-    assert lines[0] == "11 [16, 40, 80, 136]"
-    assert lines[-2:] == ["True", f"launch_known: got 8 tensors, want 5: {NAMES}"]
+    assert lines[0] == "12 [16, 40, 80, 136]"
+    assert lines[-2:] == ["True", f"launch_known: got 9 tensors, want 5: {NAMES}"]
 
 
 def test_launches_hold_launches(run_with_tensors):

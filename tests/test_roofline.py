@@ -185,7 +185,7 @@ def test_parts_of_the_time_add_up():
     estimate, parts = cost.estimate(config, problem), cost.compute_parts(config, problem)
     block_us, tile_us, _ = cost.tile_times(config)
     assert estimate.compute_us == pytest.approx(sum(parts))
-    assert parts.blocks_us == pytest.approx(3 * 56 * block_us)
+    assert 3 * 56 * block_us < parts.blocks_us < 1.01 * 3 * 56 * block_us  # loads hold a tile of 128x192 up by little
     assert parts.tiles_us == pytest.approx(3 * tile_us)
     assert parts.idle_us < 0 < parts.throttle_us
     assert estimate.time_us >= cost.launch_time() + max(estimate.compute_us, estimate.memory_us)
@@ -198,7 +198,7 @@ def test_a_gpu_like_the_h200_takes_as_long_and_a_slower_one_longer():
     problem, config = GemmProblem(4096, 4096, 7168), GemmConfig(128, 256, 4)
     assert cost.tile_times(config, replace(H200, name="twin")) == pytest.approx(cost.tile_times(config))
     compute = {name: cost.estimate(config, problem, gpu).compute_us for name, gpu in PRESETS.items()}
-    assert compute["H100 SXM"] == pytest.approx(compute["H200"])
+    assert compute["H100 SXM"] == pytest.approx(compute["H200"], rel=0.01)  # its L2 is slower, which this tile hides
     assert 3 < compute["H20"] / compute["H200"] < 5  # 3.3 per SM, and never slowed by the power limit
     memory = {name: cost.memory_time(problem, gpu) for name, gpu in PRESETS.items()}
     assert memory["H200"] < memory["H20"] == memory["GH200"] < memory["H100 SXM"] < memory["H100 PCIe"]

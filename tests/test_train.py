@@ -21,7 +21,7 @@ from deep_tile import (
     transposed_cast_to_fp8,
 )
 from deep_tile.problem import GemmProblem
-from deep_tile.train import Linear, Recipe, casts, convert, linear, linears
+from deep_tile.train import Linear, Recipe, casts, convert, linear, linears, predict
 
 WIDE = [torch.bfloat16, torch.float16, torch.float32]
 RECIPES = [
@@ -561,6 +561,8 @@ def test_what_is_converted_unasked():
             **{name: nn.Linear(4096, 4096, device="meta") for name in ("lm_head", "head")},
         }
     )
+    with pytest.raises(ValueError, match="no torch.nn.Linear that is wanted"):
+        convert(model, tokens=64, eager=True)  # of which the host takes longer to enqueue either
     convert(model)
     assert {name for name, layer in model.items() if type(layer) is Linear} == {"large"}
     with pytest.raises(ValueError, match="no torch.nn.Linear that is wanted"):
@@ -670,6 +672,13 @@ def test_lists_that_are_refused():
         linears(x, (weight, weight), (bias, 1))
 
 
+def test_predictions_know_the_host():
+    """A small layer gains on the GPU alone, a large one in eager mode, too."""
+    small, large = (8192, 2048, 2048), (8192, 4096, 4096)
+    assert predict(*small).pays and not predict(*small, eager=True).pays
+    assert predict(*large) == predict(*large, eager=True) and predict(*large).pays
+
+
 def test_what_is_no_model_is_refused():
     with pytest.raises(TypeError, match="model is a list; it must be a torch.nn.Module"):
         convert([nn.Linear(8, 8)], **ALL)
@@ -699,7 +708,7 @@ def test_gradients_are_there_once():
 
 def test_names_are_public():
     """Functions, not the modules that they are named as."""
-    names = {"Linear", "Recipe", "convert", "experts", "linear", "linears", "precompile", "predict"}
+    names = {"Linear", "Recipe", "convert", "experts", "linear", "linears", "mlp", "precompile", "predict"}
     assert {*deep_tile.train.__all__} == names and all(callable(getattr(deep_tile.train, name)) for name in names)
 
 
@@ -730,6 +739,19 @@ def test_precompile_makes_ready_what_a_step_chooses(monkeypatch, recipe, dtype, 
         kind = "fp8" if recipe.wgrad == "fp8" else "fp8_1x128"
         wanted.append(GemmProblem(1152, 384, 640, kind=kind, output=output, accumulate=main_grad is not None))
     assert loaded == ["casts"] and {deep_tile.plan.config_for(problem) for problem in wanted} <= made
+
+
+def test_precompile_knows_gated_mlps(monkeypatch):
+    """The two parts of an input's gradient are added up by a kernel of their own."""
+    model = nn.Module()
+    model.gate_proj, model.up_proj = (nn.Linear(384, 1152, bias=False, dtype=torch.bfloat16) for _ in range(2))
+    model.down_proj, model.act_fn = nn.Linear(1152, 384, bias=False, dtype=torch.bfloat16), nn.SiLU()
+    convert(model, lambda name, layer: True)
+    monkeypatch.setattr(deep_tile.plan, "load_kernels", lambda configs, *_: None)
+    monkeypatch.setattr(deep_tile.cast, "load_kernels", lambda *_: None)
+    made = set(deep_tile.train.precompile(model, 640).configs)
+    problems = [GemmProblem(640, 1152, 384), GemmProblem(640, 384, 1152), GemmProblem(640, 384, 1152, accumulate=True)]
+    assert {deep_tile.plan.config_for(problem) for problem in problems} <= made
 
 
 def test_precompile_wants_layers_that_train():

@@ -148,6 +148,47 @@ def test_wrong_arguments(change, error, text):
 def test_recipe_in_bf16_is_refused():
     with pytest.raises(ValueError, match="experts have all their products in FP8"):
         train.experts(*draw(*SIZES[0]), recipe=train.Recipe(wgrad="bf16"))
+    with pytest.raises(TypeError, match="recipe is a dict; it must be a deep_tile.train.Recipe"):
+        train.experts(*draw(*SIZES[0]), recipe={"dgrad": "fp8"})
+
+
+@pytest.mark.parametrize("sizes", [SIZES[0], (300, 256, 128, 5, 2)], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_gates_and_ups_kept_in_fp8(device, sizes):
+    """The output is the same, gradients have a somewhat larger error, and less is kept."""
+    arguments, dy = on(device, draw(*sizes)), torch.randn(*sizes[:2], device=device).bfloat16()
+    narrow = lambda *given: train.experts(*given, recipe=train.Recipe(activations="fp8"))  # noqa: E731
+    made, plain = step(narrow, arguments, dy), step(train.experts, arguments, dy)
+    wanted = step(exact, on(device, arguments, torch.float64), dy.double())
+    assert torch.equal(made[0], plain[0])
+    assert all(relative_error(*pair) < 1.1 * CHAIN_ERROR for pair in zip(made, wanted, strict=True))
+    sizes = []
+    for layer in (narrow, train.experts):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x) or x, lambda x: x):
+            layer(*arguments)
+        sizes.append(sum(x.numel() * x.element_size() for x in kept))
+    assert sizes[0] < sizes[1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_cast_again_change_no_bit(device):
+    arguments, dy = on(device, draw(*SIZES[0])), torch.randn(*SIZES[0][:2], device=device).bfloat16()
+    again = lambda *given: train.experts(*given, recipe=train.Recipe(recast=True))  # noqa: E731
+    assert all(map(torch.equal, step(again, arguments, dy), step(train.experts, arguments, dy)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_main_grads_are_added_to(device):
+    arguments, dy = on(device, draw(*SIZES[0])), torch.randn(*SIZES[0][:2], device=device).bfloat16()
+    wanted = step(train.experts, arguments, dy)
+    for weight in arguments[3:]:
+        weight.main_grad = torch.zeros(weight.shape, device=device)
+        weight.grad_added_to_main_grad = False
+    for _ in range(2):
+        train.experts(*arguments).backward(dy)
+    for weight, one in zip(arguments[3:], wanted[3:], strict=True):
+        assert weight.grad_added_to_main_grad and relative_error(weight.main_grad, 2 * one.double()) < 5e-3
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -183,7 +183,7 @@ def test_narrow_scales_are_taken(installed, device, dtype):
 
 
 @DEVICES
-def test_a_gradient_goes_through_the_dequantised_weight(installed, device):
+def test_a_gradient_goes_through_the_weight(installed, device):
     x, weight, scale, _ = operands(device=device)
     layer = finegrained_fp8.FP8Linear(272, 136, block_size=(128, 128)).to(device)
     layer.weight.data, layer.weight_scale_inv.data = weight, scale
@@ -193,7 +193,7 @@ def test_a_gradient_goes_through_the_dequantised_weight(installed, device):
     grad = torch.randn_like(out)
     out.backward(grad)
     wanted = grad.float() @ dequantize(weight, scale, block=(128, 128))
-    assert (x.grad - wanted).norm() < 0.01 * wanted.norm()
+    assert (x.grad - wanted).norm() < 0.04 * wanted.norm()
     assert layer.weight.grad is None and layer.weight_scale_inv.grad is None
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from deep_tile.config import GemmConfig
 from deep_tile.kinds import K_BLOCK_BYTES, KINDS, QUANTIZED, RESULTS
-from deep_tile.problem import LINE_BYTES, GemmProblem
+from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import deepest_config
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.schedule import blocks_per_tile, busiest, columns_begun
@@ -195,12 +195,13 @@ def operand_loads(config: GemmConfig) -> float:
     return 1 / config.block_m + 1 / config.block_n
 
 
-LINES, LOADS_OVERLAP = {16: 0.82, 32: 1.37, 64: 1.58, 128: 2.3}, 5.0
+LINES, LOADS_OVERLAP = {16: 0.82, 32: 1.37, 64: 1.58, 128: 2.3}, 6.0
 """What TMA takes in from L2 where many SMs read the same rows, as a share of `Hardware.l2_tbps`, by the alignment of
 the rows: a row of a box that begins at 16 modulo 32 bytes lies in two lines and five sectors, others in two and four.
-And the exponent by which loads overlap with products. Fitted to 6 shapes of 6 strides each: by the choice, products
-take 1.01 to 1.05 of the best config's time in the geometric mean, on an H200, and 1.03 to 1.09 on an H100, without that
-1.3 to 1.5 (2026-11-25)."""
+And the exponent by which loads overlap with products. Fitted to 6 shapes of 6 strides each on an H200 and an H100
+(2026-11-25), and, with the exponent, to 95 shapes with rows at lines on an H100, where small tiles wait for L2: above
+m = 128 the choice takes 1.006 of the best config's time, at worst 1.07; without loads 1.021, at worst 1.19
+(2026-11-26)."""
 
 
 def weighed_loads(config: GemmConfig, problem: GemmProblem, most: float = inf) -> float:
@@ -215,14 +216,11 @@ def weighed_loads(config: GemmConfig, problem: GemmProblem, most: float = inf) -
 
 
 def _with_loads(blocks_us, blocks, config: GemmConfig, problem: GemmProblem, hardware: Hardware):
-    """What K blocks take that are loaded from rows which do not begin at lines, in microseconds.
+    """What K blocks take, of which `blocks_us` was measured where loads did not hold them up, in microseconds.
 
     Args:
-        blocks_us: the same of rows that do, as it was measured.
         blocks: K blocks of each SM's tiles, in the mean.
     """
-    if problem.row_alignment == (LINE_BYTES, LINE_BYTES):
-        return blocks_us
     loads_us = blocks * problem.num_sms * weighed_loads(config, problem) / hardware.l2_tbps / 1e6
     return (blocks_us**LOADS_OVERLAP + loads_us**LOADS_OVERLAP) ** (1 / LOADS_OVERLAP)
 

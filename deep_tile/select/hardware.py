@@ -8,7 +8,8 @@ Sources, by grade:
     datasheet   NVIDIA's H100, H200 and GH200 data sheets and the "H100 Tensor Core GPU Architecture" white paper. Dense
                 tensor rates: half of the figures printed with sparsity.
     press       H800 and H20 have no public data sheet; figures as reported when they were announced.
-    measured    NVIDIA H200, 700 W, driver 580, CUDA 13.0, 2026-11-21.
+    measured    NVIDIA H200, 700 W, driver 580, CUDA 13.0, 2026-11-21; rates of the H100 SXM by `doctor --measure` on
+                one of 80 GB, 2026-11-26.
     published   microbenchmarks by others.
     scaled      from the H200's measurement, in proportion to the datasheets of both.
     assumed     a guess, for want of a machine.
@@ -288,9 +289,18 @@ def _scaled(
     )
 
 
-H100_SXM = _scaled("H100 SXM", 132, fp8=1979, hbm=3.35)
+def _measured(preset: Hardware, **rates: float) -> Hardware:
+    return replace(preset, sources={**preset.sources, **dict.fromkeys(rates, "measured")}, **rates)
+
+
+H100_SXM = _measured(_scaled("H100 SXM", 132, fp8=1979, hbm=3.35), launch_us=2.9, hbm_tbps=3.08, l2_tbps=7.5)
 H100_PCIE = _scaled("H100 PCIe", 114, fp8=1513, hbm=2.0, clock_mhz=1620, fp32_tflops=51)
-H800 = _scaled("H800", 132, fp8=1979, hbm=3.35)
+H800 = replace(
+    H100_SXM,
+    name="H800",
+    sources=H100_SXM.sources | dict.fromkeys(("launch_us", "hbm_tbps", "l2_tbps"), "scaled"),
+)
+"""An H100 SXM with slower NVLink."""
 H20 = _scaled("H20", 78, fp8=296, hbm=4.0, sustained=281, l2_bytes=60 << 20, fp32_tflops=44)
 """296 TFLOPS of 78 SMs are a quarter of an H200's rate per SM and clock: far from the power limit, so that 95 % of it
 is taken to be reached."""

@@ -9,17 +9,25 @@ operands that it is needed for, as linear.py has it.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from deep_tile.both import cast_both
 from deep_tile.config import SCALE_BLOCK
-from deep_tile.experts import Routing, combine, sort_by_expert
+from deep_tile.experts import Routing, combine, silu_mul_cast_to_fp8, sort_by_expert
+from deep_tile.gated import swiglu_gradient_cast_both
 from deep_tile.grouped import fp8_grouped_gemm
-from deep_tile.train.casts import cast_once, with_aligned_rows
-from deep_tile.train.recipe import Recipe
+from deep_tile.train.products import MainGrad, cast_backward, cast_forward, keep, main_grad_of, written_dtype
+from deep_tile.train.recipe import Recipe, check_tensors, require
 from deep_tile.wgrad import fp8_grouped_wgrad
 
 _FP8 = Recipe()
+
+_WIDE = (torch.bfloat16, torch.float32)
+
+_DTYPES = {
+    "x": (torch.bfloat16,),
+    "chosen": (torch.int32, torch.int64),
+    **dict.fromkeys(("shares", "w_gate_up", "w_down"), _WIDE),
+}
 
 
 def experts(
@@ -42,42 +50,50 @@ def experts(
         chosen: [t, top_k] int32 or int64, numbers of experts. One that is negative or no expert's counts for nothing.
         shares: [t, top_k] float32 or bfloat16.
         w_gate_up: [e, 2f, h] bfloat16 or float32: f rows of gates, then f of ups.
-        w_down: [e, h, f] likewise.
+        w_down: [e, h, f] likewise. A `main_grad` of a weight, as large and float32 or bfloat16, is added to as `linear`
+            has it.
         recipe: `dgrad` and `wgrad` are "fp8"; see `Recipe`.
 
     Returns:
         [t, h] bfloat16.
 
     Raises:
-        TypeError: an argument has another dtype.
+        TypeError: an argument has another dtype, or `recipe` is no `Recipe`.
         ValueError: shapes or devices do not fit, or the recipe has products in BF16.
         RuntimeError: as for `fp8_grouped_gemm`.
     """
     _check(x, chosen, shares, w_gate_up, w_down, recipe)
+    if hasattr(w_gate_up, "main_grad") or hasattr(w_down, "main_grad"):
+        return _apply_eagerly(x, chosen, shares, w_gate_up, w_down, recipe)
     return _Experts.apply(x, chosen, shares, w_gate_up, w_down, recipe)
+
+
+@torch.compiler.disable
+def _apply_eagerly(*given) -> torch.Tensor:
+    """As linear.py has it, of gradients that are no results."""
+    return _Experts.apply(*given)
 
 
 class _Saved(NamedTuple):
     """Tensors that the backward pass needs.
 
     Attributes:
-        x_along_tokens, x_scale, hidden_along_tokens, hidden_scale: of both products' weight gradients.
-        gate_up: [r, 2f], what the first product made.
-        share: [r], of each row, rounded to BF16 as activations are.
-        up_transposed, up_scale, down_transposed, down_scale: the weights.
+        x_along_tokens, x_scale: of the gradient of the first product's weight.
+        gate_up, gate_up_scale: [r, 2f], what the first product made, in BF16, or its codes and their scale.
+        share: [r], of each row.
+        up, up_scale, down, down_scale: of the weights, what `cast_forward` keeps.
         rows, offs, index: the routing.
     """
 
     x_along_tokens: torch.Tensor
     x_scale: torch.Tensor
-    hidden_along_tokens: torch.Tensor
-    hidden_scale: torch.Tensor
     gate_up: torch.Tensor
+    gate_up_scale: torch.Tensor | None
     share: torch.Tensor
-    up_transposed: torch.Tensor
-    up_scale: torch.Tensor
-    down_transposed: torch.Tensor
-    down_scale: torch.Tensor
+    up: torch.Tensor | None
+    up_scale: torch.Tensor | None
+    down: torch.Tensor | None
+    down_scale: torch.Tensor | None
     rows: torch.Tensor
     offs: torch.Tensor
     index: torch.Tensor
@@ -90,16 +106,19 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, chosen, shares, w_gate_up, w_down, recipe):
         routing = sort_by_expert(chosen, len(w_gate_up), alignment=SCALE_BLOCK)
-        up, down = cast_once(w_gate_up, recipe), cast_once(w_down, recipe)
+        *up, kept_up = cast_forward(w_gate_up, recipe, ctx.needs_input_grad[0])
+        *down, kept_down = cast_forward(w_down, recipe, any(ctx.needs_input_grad))
         a, a_scale, *x_along = _cast(x, recipe, routing.offs, routing.rows)
-        gate_up = _product(a, a_scale, up.b, up.b_scale, routing.offs)
+        gate_up = _product(a, a_scale, *up, routing.offs)
         share = _share_of_rows(shares, routing)
-        hidden = _swiglu(gate_up) * share[:, None]
-        hidden, hidden_scale, *hidden_along = _cast(hidden, recipe, routing.offs)
-        rows_out = _product(hidden, hidden_scale, down.b, down.b_scale, routing.offs)
-        weights = up.bt, up.b_scale, down.bt, down.b_scale
-        ctx.save_for_backward(*_Saved(*x_along, *hidden_along, gate_up, share, *weights, *routing))
-        ctx.recipe, ctx.dtypes = recipe, (shares.dtype, w_gate_up.dtype, w_down.dtype)
+        hidden, hidden_scale = silu_mul_cast_to_fp8(gate_up, offs=routing.offs, **recipe.cast)
+        hidden_scale.mul_(share[:, None])
+        rows_out = _product(hidden, hidden_scale, *down, routing.offs)
+        weights = *kept_up, *kept_down
+        kept = keep(gate_up, recipe, offs=routing.offs)
+        ctx.save_for_backward(*_Saved(*x_along, *kept, share, *weights, *routing))
+        ctx.recipe, ctx.dtype = recipe, shares.dtype
+        ctx.targets = [(weight.dtype, main_grad_of(weight)) for weight in (w_gate_up, w_down)]
         return combine(rows_out, torch.ones_like(share[:1]).expand(chosen.shape), routing.index)
 
     @staticmethod
@@ -109,19 +128,24 @@ class _Experts(torch.autograd.Function):
         of_x, _, of_shares, of_up, of_down, _ = ctx.needs_input_grad
         offs, index, share = saved.offs, saved.index, saved.share
         d, d_scale, *d_along = _cast(dy, recipe, offs, saved.rows)
-        of_hidden = _product(d, d_scale, with_aligned_rows(saved.down_transposed), saved.down_scale.mT, offs)
-        hidden_along = saved.hidden_along_tokens, saved.hidden_scale
-        down = _weight_gradient(d_along, hidden_along, offs, ctx.dtypes[2]) if of_down else None
-        x_grad = shares = up = None
+        of_hidden = _product(d, d_scale, *cast_backward([saved.down, saved.down_scale], recipe), offs)
+        made = swiglu_gradient_cast_both(
+            *(of_hidden, saved.gate_up, saved.gate_up_scale),
+            share=share,
+            offs=offs,
+            alignment=SCALE_BLOCK,
+            **recipe.cast,
+        )
+        x_grad = shares = up = down = None
+        if of_down:
+            down = _weight_gradient(d_along, (made.ht, made.ht_scale), offs, *ctx.targets[1])
         if of_shares:
-            of_rows = (of_hidden * _swiglu(saved.gate_up)).sum(1, dtype=torch.float32)
-            shares = of_rows[index.clamp(min=0)].masked_fill(index < 0, 0).to(ctx.dtypes[0])
-        of_gate_up = _swiglu_gradient(of_hidden, share, saved.gate_up)
-        d, d_scale, *d_along = _cast(of_gate_up, recipe, offs)
+            shares = made.share[index.clamp(min=0)].masked_fill(index < 0, 0).to(ctx.dtype)
+        d, d_scale, *d_along = made[:4]
         if of_up:
-            up = _weight_gradient(d_along, (saved.x_along_tokens, saved.x_scale), offs, ctx.dtypes[1])
+            up = _weight_gradient(d_along, (saved.x_along_tokens, saved.x_scale), offs, *ctx.targets[0])
         if of_x:
-            rows = _product(d, d_scale, with_aligned_rows(saved.up_transposed), saved.up_scale.mT, offs)
+            rows = _product(d, d_scale, *cast_backward([saved.up, saved.up_scale], recipe), offs)
             x_grad = combine(rows, torch.ones_like(share[:1]).expand(index.shape), index)
         return x_grad, None, shares, up, down, None
 
@@ -134,47 +158,28 @@ def _product(a, a_scale, b, b_scale, offs: torch.Tensor) -> torch.Tensor:
     return fp8_grouped_gemm(a, a_scale, b, b_scale, offs, alignment=SCALE_BLOCK)
 
 
-def _weight_gradient(dy: tuple, x: tuple, offs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    shape = (len(offs), dy[0].shape[0], x[0].shape[0])
-    out = torch.empty(shape, dtype=dtype, device=dy[0].device)
+def _weight_gradient(
+    dy: tuple, x: tuple, offs: torch.Tensor, dtype: torch.dtype, main_grad: MainGrad | None
+) -> torch.Tensor | None:
+    if main_grad is not None:
+        fp8_grouped_wgrad(*dy, *x, offs, main_grad.grad, accumulate=True)
+        return main_grad.placeholder(dtype)
+    out = torch.empty(len(offs), dy[0].shape[0], x[0].shape[0], dtype=written_dtype(dtype), device=dy[0].device)
     return fp8_grouped_wgrad(*dy, *x, offs, out, accumulate=False)
 
 
 def _share_of_rows(shares: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """[r] bfloat16; rows of no token have none, and hold anything."""
+    """[r] float32; rows of no token have none, and hold anything."""
     count = len(routing.rows)
-    share = torch.empty(count + 1, dtype=torch.bfloat16, device=shares.device)
+    share = torch.empty(count + 1, dtype=torch.float32, device=shares.device)
     places = torch.where(routing.index < 0, count, routing.index)  # behind the last: choices of no expert
     return share.index_put((places.flatten(),), shares.detach().flatten().to(share.dtype))[:count]
 
 
-def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """[r, f]."""
-    gate, up = gate_up.chunk(2, 1)
-    return F.silu(gate) * up
-
-
-def _swiglu_gradient(dy: torch.Tensor, share: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    """Of `_swiglu(gate_up) * share`: [r, 2f]."""
-    dy = dy * share[:, None]
-    gate, up = gate_up.chunk(2, 1)
-    return torch.cat([torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)], 1)
-
-
 def _check(x, chosen, shares, w_gate_up, w_down, recipe: Recipe) -> None:
-    wide = (torch.bfloat16, torch.float32)
-    for name, given, dtypes in (
-        ("x", x, (torch.bfloat16,)),
-        ("chosen", chosen, (torch.int32, torch.int64)),
-        ("shares", shares, wide),
-        ("w_gate_up", w_gate_up, wide),
-        ("w_down", w_down, wide),
-    ):
-        if not isinstance(given, torch.Tensor) or given.dtype not in dtypes:
-            seen = f"a tensor of {given.dtype}" if isinstance(given, torch.Tensor) else f"a {type(given).__name__}"
-            raise TypeError(f"{name} is {seen}; it must be a tensor of {' or '.join(map(str, dtypes))}")
-        if given.device != x.device:
-            raise ValueError(f"{name} is on {given.device} but x is on {x.device}; move it there")
+    require(recipe)
+    given = {"x": x, "chosen": chosen, "shares": shares, "w_gate_up": w_gate_up, "w_down": w_down}
+    check_tensors(_DTYPES, **given)
     if x.dim() != 2 or w_gate_up.dim() != 3 or w_down.dim() != 3:
         raise ValueError("x must be [t, h], w_gate_up [e, 2f, h] and w_down [e, h, f]; see the shapes given")
     (tokens, hidden), (count, twice, _) = x.shape, w_gate_up.shape

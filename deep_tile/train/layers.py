@@ -1,12 +1,15 @@
 """Linear layers that train in FP8, as modules, and models whose layers become such."""
 
+import inspect
+import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import nn
 
 from deep_tile.train.linear import linear
+from deep_tile.train.mlp import mlp
 from deep_tile.train.predict import predict
 from deep_tile.train.recipe import Recipe, require
 from deep_tile.train.sharded import is_sharded, sharded_linear
@@ -32,23 +35,66 @@ class Linear(nn.Linear):
         return f"{super().extra_repr()}, fprop=fp8, dgrad={self.recipe.dgrad}, wgrad={self.recipe.wgrad}"
 
 
+_GATED = re.compile(
+    r"def forward\(self, x\)[^:]*:\s+(return|down_proj =) "
+    r"self\.down_proj\(self\.act_fn\(self\.gate_proj\(x\)\) \* self\.up_proj\(x\)\)(\s+return down_proj)?"
+)
+"""The forward pass of a gated MLP, as transformers writes it."""
+
+
+class _Mlp:
+    """In front of a class whose forward pass is that of a gated MLP: one function, while its layers are as they were
+    converted. Layers with hooks, adapters in their place and DTensors are called one by one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not is_gated(self) or is_sharded(x, self.gate_proj.weight):
+            return super().forward(x)
+        weights = self.gate_proj.weight, self.up_proj.weight
+        return mlp(x, weights, self.down_proj.weight, recipe=self.down_proj.recipe)
+
+
+def is_gated(module: nn.Module) -> bool:
+    """Whether a module has SiLU and three layers that do nothing but multiply, by one recipe."""
+    layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    has_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    return has_silu and all(map(_is_bare, layers)) and all(layer.recipe == layers[0].recipe for layer in layers)
+
+
+def _is_bare(layer: nn.Module | None) -> bool:
+    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return type(layer) is Linear and layer.bias is None and not any(getattr(layer, name) for name in hooks)
+
+
+@cache
+def _with_mlp(of: type) -> type:
+    """A class of modules that calls `mlp`, or the class itself where its forward pass is another."""
+    try:
+        text = inspect.getsource(of.forward)
+    except (OSError, TypeError):
+        return of
+    return type(of.__name__, (_Mlp, of), {"__module__": of.__module__}) if _GATED.fullmatch(text.strip()) else of
+
+
 def convert(
     model: nn.Module,
     wanted: Callable[[str, nn.Linear], bool] | None = None,
     *,
     tokens: int = 8192,
+    eager: bool = False,
     recipe: Recipe = Linear.recipe,
 ) -> nn.Module:
     """Have a model's `nn.Linear` layers train in FP8, in place.
 
     Layers become `deep_tile.train.Linear` and stay the same objects, with their parameters, hooks and names: an
-    optimiser made before goes on, and state_dicts fit both ways. Subclasses of `nn.Linear` are left as they are.
+    optimiser made before goes on, and state_dicts fit both ways. Subclasses of `nn.Linear` are left as they are. Gated
+    MLPs of transformers whose three layers are converted call `mlp`, as long as these have no hooks.
 
     Args:
         model: a module; one `nn.Linear` is converted itself.
         wanted: called with each layer's name and the layer; False leaves it. None: each layer that `predict` says gains
             at so many `tokens`, but one whose name ends in "lm_head" or "head".
         tokens: of a forward pass.
+        eager: as for `predict`, by which small layers are then left.
         recipe: of the layers.
 
     Returns:
@@ -61,16 +107,18 @@ def convert(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
     require(recipe)
-    wanted = wanted or partial(_pays, tokens)
+    wanted = wanted or partial(_pays, tokens, eager)
     layers = [each for name, each in model.named_modules() if type(each) is nn.Linear and wanted(name, each)]
     if not layers:
         raise ValueError("model has no torch.nn.Linear that is wanted: see what `wanted` says of each layer")
     for layer in layers:
         layer.__class__ = Linear
         layer.recipe = recipe
+    for module in filter(is_gated, model.modules()):
+        module.__class__ = _with_mlp(type(module))
     return model
 
 
-def _pays(tokens: int, name: str, layer: nn.Linear) -> bool:
+def _pays(tokens: int, eager: bool, name: str, layer: nn.Linear) -> bool:
     is_last = name.rpartition(".")[2] in ("lm_head", "head")
-    return not is_last and predict(tokens, *layer.weight.shape).pays
+    return not is_last and predict(tokens, *layer.weight.shape, eager=eager).pays

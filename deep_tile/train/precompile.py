@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from deep_tile import api, cast, jit
-from deep_tile.train.layers import Linear
-from deep_tile.train.linear import written_dtype
+from deep_tile.train.layers import Linear, is_gated
+from deep_tile.train.products import written_dtype
 
 
 def precompile(
@@ -36,12 +36,19 @@ def precompile(
     if not layers:
         raise ValueError("model has no deep_tile.train.Linear; convert it first, by deep_tile.train.convert(model)")
     products = {product for layer in layers for product in _products(layer, tokens, dtype)}
+    products |= {_sum_of_gates_and_ups(module, tokens, dtype) for module in filter(is_gated, model.modules())}
     before, configs = jit.compilations(), set()
     for shape, options in sorted(products, key=str):
         configs.update(api.precompile([shape], workers=workers, **dict(options)).configs)
     cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1)
     ordered = tuple(sorted(configs, key=lambda config: config.name))
     return api.Precompiled(ordered, jit.compilations() - before)
+
+
+def _sum_of_gates_and_ups(module: nn.Module, tokens: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], tuple]:
+    """The gradient of an MLP's input by ups, which is added to that by gates."""
+    n, k = module.up_proj.weight.shape
+    return (k, n, tokens), tuple({"kind": "fp8", "out_dtype": dtype, "accumulate": True}.items())
 
 
 def _products(layer: Linear, tokens: int, dtype: torch.dtype) -> list[tuple[tuple[int, int, int], tuple]]:

@@ -15,8 +15,13 @@ _TORCH_SHARE = 0.9
 2026-11-25)."""
 
 
+_BF16_HOST_US, _FP8_HOST_US = 100, 360
+"""What the host takes to enqueue a layer's two passes in eager mode (H100, 2026-11-26)."""
+
+
 class Prediction(NamedTuple):
-    """Microseconds of a layer's forward and backward pass on the GPU, its products and casts alone."""
+    """Microseconds of a layer's forward and backward pass: of its products and casts on the GPU, or, in eager mode, of
+    the host that enqueues them, where that takes longer."""
 
     bf16_us: float
     fp8_us: float
@@ -26,21 +31,25 @@ class Prediction(NamedTuple):
         return self.fp8_us < self.bf16_us
 
 
-def predict(tokens: int, n: int, k: int) -> Prediction:
+def predict(tokens: int, n: int, k: int, *, eager: bool = False) -> Prediction:
     """How long the three products of a layer take in BF16, and in FP8 with the casts of x, dy and the weight.
 
     Args:
         tokens: of a forward pass.
         n, k: of the weight, [n, k].
+        eager: the layer is called outside of torch.compile and CUDA graphs, among layers of its size: the GPU then
+            waits for the host where it has less to do.
 
     Returns:
-        A `Prediction`. In eager mode a layer of FP8 takes torch some 250 us to enqueue, which small layers wait for.
+        A `Prediction`.
     """
     sizes = ((tokens, n, k), (tokens, k, n), (n, k, tokens))
     bf16 = _TORCH_SHARE * sum(_product_us(*size, "bf16") for size in sizes)
     fp8 = sum(_product_us(*size, "fp8") for size in sizes)
     read_and_written = 4 * (tokens * k + tokens * n + n * k)
     casts = read_and_written / (H200.hbm_tbps * _CAST_SHARE) / 1e6 + 3 * launch_time()
+    if eager:
+        return Prediction(max(bf16, _BF16_HOST_US), max(fp8 + casts, _FP8_HOST_US))
     return Prediction(bf16, fp8 + casts)
 
 

@@ -1,12 +1,15 @@
 """How a linear layer is trained: the format of each of its three products."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import torch
 
 from deep_tile import quantize
 from deep_tile.config import SCALE_BLOCK
 from deep_tile.ops import SMALLEST_AMAX_FLOOR
 
-DGRADS, WGRADS = ("fp8", "bf16"), ("fp8", "fp8_1x128", "bf16")
+DGRADS, WGRADS, ACTIVATIONS = ("fp8", "bf16"), ("fp8", "fp8_1x128", "bf16"), ("bf16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class Recipe:
         round_scale: "none", or "pow2" for scales that are powers of two, as TransformerEngine's are; see
             `per_token_cast_to_fp8`.
         amax_floor: lower bound of a group's largest magnitude, in all casts. The default flushes no normal number.
+        activations: "bf16", or "fp8": what `mlp` and `experts` keep of gates and ups, in half of the memory, for the
+            backward pass alone, whose gradients have errors that are larger by a tenth (docs/training.md).
         recast: cast a weight again in the backward pass, instead of keeping its transpose, a byte per element, from the
             forward pass on. The other weights' memory is then free for activations.
         keep_weights: cast a weight once per step of its optimiser, not in every forward pass: it is kept, in both
@@ -33,11 +38,12 @@ class Recipe:
     wgrad: str = "fp8"
     round_scale: str = "none"
     amax_floor: float = SMALLEST_AMAX_FLOOR
+    activations: str = "bf16"
     recast: bool = False
     keep_weights: bool = True
 
     def __post_init__(self) -> None:
-        for name, known in (("dgrad", DGRADS), ("wgrad", WGRADS)):
+        for name, known in (("dgrad", DGRADS), ("wgrad", WGRADS), ("activations", ACTIVATIONS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
         quantize.check_options(quantize.Options(SCALE_BLOCK, **self.cast))
@@ -52,3 +58,17 @@ def require(recipe: object) -> None:
     """Raise TypeError where it is no `Recipe`."""
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe is a {type(recipe).__name__}; it must be a deep_tile.train.Recipe")
+
+
+def check_tensors(dtypes: Mapping[str, tuple[torch.dtype, ...]], **given: object) -> None:
+    """Raise TypeError for what is no tensor of its dtypes, ValueError for one on another device than the first."""
+    device = None
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor) or x.dtype not in dtypes[name]:
+            seen = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes[name])
+            remedy = "; deep_tile.fp8_linear takes weights that are quantised" if name.startswith("weight") else ""
+            raise TypeError(f"{name} is {seen}; it must be a tensor of {wanted}{remedy}")
+        device = x.device if device is None else device
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device} but {next(iter(given))} is on {device}; move it there")

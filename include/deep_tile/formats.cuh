@@ -61,6 +61,7 @@ struct Halves {
 };
 
 struct BFloat16 : Halves {
+    static __device__ __forceinline__ u32 pack(float high, float low) { return ptx::cvt_rn_bf16x2(high, low); }
     static __device__ __forceinline__ float value(u16 bits) { return __uint_as_float(u32(bits) << 16); }
     static __device__ __forceinline__ u32 raised(u32 word) {
         const u32 factor = __float_as_uint(tiny_factor) >> 16;

@@ -38,6 +38,11 @@ class Slice {
         }
     }
 
+    // Sets word `word` of the only vector to two numbers, rounded to a format of 16 bits.
+    __device__ __forceinline__ void pack(int word, const float (&two)[2]) {
+        words_[0][word] = Format::pack(two[1], two[0]);
+    }
+
     __device__ __forceinline__ float value(int i, int j) const { return value(words_[i], j); }
 
     // Magnitudes of the elements in word `word` of the only vector.

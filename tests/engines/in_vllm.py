@@ -5,81 +5,34 @@ layers are called. Prints a line of JSON: the classes that serve, errors against
 import json
 import os
 import sys
-import zlib
 
+import models
 import torch
 import vllm.distributed.parallel_state as parallel
 from vllm import envs, platforms
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.model_loader import get_model, register_model_loader
-from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader import get_model
 from vllm.v1.worker.workspace import init_workspace_manager
 
-from deep_tile import dequantize, quantize_weight
+from deep_tile import dequantize
 from deep_tile.integrations.vllm_experts import DeepTileBatchedExperts, DeepTileExperts
 from deep_tile.integrations.vllm_linear import DeepTileFp8BlockScaledMMKernel
 
 CLASSES = DeepTileBatchedExperts, DeepTileExperts, DeepTileFp8BlockScaledMMKernel
-CONFIG = {
-    "attention_bias": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "head_dim": 128,
-    "hidden_act": "silu",
+SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "max_position_embeddings": 1024,
+    "moe_intermediate_size": 128,
     "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
     "num_hidden_layers": 1,
     "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000,
-    "torch_dtype": "bfloat16",
     "vocab_size": 512,
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"],
-    },
 }
-MODELS = {
-    "dense": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-    "experts": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 128,
-        "norm_topk_prob": True,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-}
-
-
-class RandomWeights(BaseModelLoader):
-    """FP8 weights with their scales, all else normal."""
-
-    def download_model(self, model_config):
-        pass
-
-    def load_weights(self, model, model_config):
-        parameters = dict(model.named_parameters())
-        for name, parameter in parameters.items():
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            if parameter.dtype == torch.float8_e4m3fn:
-                matrices = parameter.data if parameter.dim() == 3 else parameter.data[None]
-                scales = parameters[f"{name}_scale_inv"].data
-                for matrix, scale in zip(matrices, scales if parameter.dim() == 3 else scales[None], strict=True):
-                    weight, of_weight = quantize_weight(torch.randn(matrix.shape, generator=generator) / 50)
-                    matrix.view(torch.uint8).copy_(weight.view(torch.uint8))
-                    scale.copy_(of_weight)
-            elif "scale" not in name:
-                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 50)
 
 
 def on_a_cpu(cuda: bool) -> None:
@@ -125,11 +78,10 @@ def of_experts(kernel, layer, x: torch.Tensor) -> float:
 
 def make_model(folder: str, kind: str):
     with open(os.path.join(folder, "config.json"), "w") as file:
-        json.dump(CONFIG | MODELS[kind], file)
-    register_model_loader("random_weights")(RandomWeights)
+        json.dump(models.config(kind, SIZES), file)
     arguments = EngineArgs(
         model=folder,
-        load_format="random_weights",
+        load_format=models.LOADER,
         skip_tokenizer_init=True,
         max_model_len=512,
         max_num_batched_tokens=512,

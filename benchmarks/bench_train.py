@@ -1,0 +1,160 @@
+"""Training steps in FP8 and in BF16: time and memory of layers of Llama-8B, forward, backward and fused AdamW.
+
+    PYTHONPATH=. python benchmarks/bench_train.py --out train.json [--variants bf16 fp8 ...] [--modes eager compile]
+
+A variant is BF16, or a recipe of `deep_tile.train`; with "mlp" the MLP is one function, without it linear layers.
+"torchao" is its tensor-wise recipe, where it is installed. Alone on a Hopper GPU; compare within one run.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks import store
+from deep_tile import train
+
+VARIANTS: dict[str, dict | None] = {
+    "bf16": None,
+    "linear": {},
+    "mlp": {},
+    "mlp fp8": {"activations": "fp8"},
+    "mlp recast": {"recast": True},
+    "mlp fp8 recast": {"activations": "fp8", "recast": True},
+    "torchao": None,
+}
+"""By name, keywords of their `Recipe`."""
+
+
+class Block(nn.Module):
+    """A layer of Llama-8B, or of other sizes."""
+
+    def __init__(self, width=4096, heads=32, groups=8, inner=14336, recipe: train.Recipe | None = None):
+        super().__init__()
+        self.heads, self.groups, self.size, self.recipe = heads, groups, width // heads, recipe
+        self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(width, groups * self.size, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+        self.norm, self.norm_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attend(self.norm(x))
+        h = self.norm_mlp(x)
+        if self.recipe is not None:
+            weights = self.gate.weight, self.up.weight
+            return x + train.mlp(h, weights, self.down.weight, recipe=self.recipe)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        counts = (self.heads, self.groups, self.groups)
+        q, k, v = (
+            layer(x).unflatten(-1, (count, self.size)).transpose(1, 2)
+            for layer, count in zip((self.q, self.k, self.v), counts, strict=True)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+def make_model(variant: str, layers: int, tokens: int, sizes: dict) -> nn.Module:
+    recipe = train.Recipe(**VARIANTS[variant]) if VARIANTS[variant] is not None else None
+    fused = recipe if variant.startswith("mlp") else None
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = nn.Sequential(*(Block(**sizes, recipe=fused) for _ in range(layers))).bfloat16()
+    if recipe is not None:
+        train.convert(model, lambda *_: True, recipe=recipe)
+        train.precompile(model, tokens)
+    if variant == "torchao":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("tensorwise"))
+    return model
+
+
+def measure(variant: str, compiled: bool, args: argparse.Namespace) -> dict:
+    model = make_model(variant, args.layers, args.tokens, {"width": args.width, "inner": args.inner})
+    if compiled:
+        for block in model:
+            block.compile(dynamic=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    x = torch.randn(args.tokens // 4096, 4096, args.width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    dy = torch.randn_like(x) * 1e-3
+
+    def step() -> None:
+        model(x).backward(dy)
+        optimizer.step()
+        optimizer.zero_grad()
+        x.grad = None
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    static = torch.cuda.memory_allocated()
+    step()
+    peak = torch.cuda.max_memory_allocated()
+    y = model(x)
+    saved = torch.cuda.memory_allocated() - static - y.nbytes
+    del y
+    ms, host = time_steps(step, args.steps)
+    return {
+        "variant": variant,
+        "mode": "compile" if compiled else "eager",
+        "ms": ms,
+        "host_ms": host,
+        "static_gb": static / 1e9,
+        "peak_gb": peak / 1e9,
+        "saved_gb": saved / 1e9,
+    }
+
+
+def time_steps(step: Callable[[], None], count: int) -> tuple[float, float]:
+    """Medians in ms: of a step on the GPU, and of what the host takes to enqueue one."""
+    on_gpu, on_host = [], []
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    torch.cuda.synchronize()
+    events[0].record()
+    for event in events[1:]:
+        begin = time.perf_counter()
+        step()
+        on_host.append(1e3 * (time.perf_counter() - begin))
+        event.record()
+    torch.cuda.synchronize()
+    on_gpu = [one.elapsed_time(other) for one, other in zip(events, events[1:], strict=False)]
+    return statistics.median(on_gpu), min(on_host)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=[name for name in VARIANTS if name != "torchao"]
+    )
+    parser.add_argument("--modes", nargs="+", choices=("eager", "compile"), default=("eager", "compile"))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=8192, help="a multiple of 4096, the length of a sequence")
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--inner", type=int, default=14336)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    entries = []
+    for mode in args.modes:
+        for variant in args.variants:
+            entries.append(measure(variant, mode == "compile", args))
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+            print(json.dumps(entries[-1]), flush=True)
+            if args.out:
+                info = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "layers": args.layers}
+                info |= {"tokens": args.tokens, "width": args.width, "inner": args.inner}
+                store.save(args.out, info | {"entries": entries})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The MLP of a transformer as one function: both products and SwiGLU between them, in FP8, with gradients.
+
+Called by users. What linear layers and SwiGLU keep one by one, gates, ups, silu(gate), h and its codes, is kept here
+once: gates and ups, in BF16 or in FP8. The backward pass makes all else of them in one read (gated.py).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from deep_tile import api
+from deep_tile.config import SCALE_BLOCK
+from deep_tile.experts import silu_mul_cast_to_fp8
+from deep_tile.gated import swiglu_gradient_cast_both
+from deep_tile.train.casts import cast_gradient, cast_shared, rows_of, with_aligned_rows
+from deep_tile.train.linear import check_once, in_autocast_dtype, linear, linears
+from deep_tile.train.products import WIDE, cast_forward, dgrad, keep, main_grad_of, wgrad
+from deep_tile.train.recipe import Recipe, check_tensors, require
+
+_FP8 = Recipe()
+
+_FIRST = 6
+"""Of the weights among what `_Mlp` is given."""
+
+
+def mlp(
+    x: torch.Tensor,
+    w_gate_up: torch.Tensor | Sequence[torch.Tensor],
+    w_down: torch.Tensor,
+    *,
+    recipe: Recipe = _FP8,
+) -> torch.Tensor:
+    """`(silu(x @ gate^T) * (x @ up^T)) @ down^T` with all products in FP8, which keeps half of what its parts keep.
+
+    Differentiable once in `x` and the weights, whose gradients are those of `linears` and `linear` with SwiGLU between
+    them in FP32. Gates and ups are BF16. Otherwise as `linear`, `weight.main_grad` and autocast included.
+
+    Args:
+        x: [..., k] bfloat16, float16 or float32.
+        w_gate_up: [2f, k] of such a dtype, f rows of gates and then f of ups; or both, [f, k] each.
+        w_down: [n, f] likewise.
+        recipe: formats of the products, and of what is kept; see `Recipe`. With a product in BF16, or two weights for
+            gates and ups of an f that is no multiple of 128, the layers are called one by one and keep what they keep.
+
+    Returns:
+        [..., n] in x's dtype.
+
+    Raises:
+        As `linear`.
+    """
+    require(recipe)
+    first = (w_gate_up,) if isinstance(w_gate_up, torch.Tensor) else tuple(w_gate_up)
+    _check(x, first, w_down)
+    is_fp8 = recipe.dgrad == "fp8" and recipe.wgrad != "bf16"
+    if not is_fp8 or len(first) == 2 and w_down.shape[1] % SCALE_BLOCK:
+        made = linears(x, first, recipe=recipe)
+        gate, up = made if len(made) == 2 else made[0].chunk(2, -1)
+        return linear(F.silu(gate) * up, w_down, recipe=recipe)
+    x, weights = in_autocast_dtype(x), (*first, w_down)
+    along_tokens = torch.is_grad_enabled() and any(weight.requires_grad for weight in first)
+    codes = cast_shared(x, recipe, along_tokens=along_tokens)
+    if any(hasattr(weight, "main_grad") for weight in weights):
+        return _apply_eagerly(x, recipe, *codes, *weights)
+    return _Mlp.apply(x, recipe, *codes, *weights)
+
+
+@torch.compiler.disable
+def _apply_eagerly(*given) -> torch.Tensor:
+    """As linear.py has it, of gradients that are no results."""
+    return _Mlp.apply(*given)
+
+
+class _Mlp(torch.autograd.Function):
+    """Of x, a recipe, what `cast_both` makes of x, one or two weights of gates and ups, and the last product's."""
+
+    @staticmethod
+    def forward(ctx, x, recipe, a, a_scale, at, at_scale, *weights):
+        wants_x, wants_any = ctx.needs_input_grad[0], any(ctx.needs_input_grad)
+        *first, last = weights
+        gate_up = torch.empty(a.shape[0], 2 * last.shape[1], dtype=torch.bfloat16, device=x.device)
+        saved = []
+        for weight, columns in zip(first, gate_up.chunk(len(first), 1), strict=True):
+            b, b_scale, kept = cast_forward(weight, recipe, wants_x)
+            api.fp8_gemm(a, a_scale, b, b_scale, columns)
+            saved += kept
+        h, h_scale = silu_mul_cast_to_fp8(gate_up, **recipe.cast)
+        b, b_scale, kept = cast_forward(last, recipe, wants_any)
+        y = api.fp8_gemm(h, h_scale, b, b_scale, out_dtype=x.dtype)
+        if wants_any:
+            ctx.save_for_backward(at, at_scale, *keep(gate_up, recipe), *saved, *kept)
+        ctx.recipe, ctx.shape, ctx.dtype = recipe, x.shape, x.dtype
+        ctx.targets = [(weight.dtype, main_grad_of(weight)) for weight in weights]
+        return y.view(*x.shape[:-1], last.shape[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        at, at_scale, gate_up, gate_up_scale, *of_weights = ctx.saved_tensors
+        wants_x, wanted, recipe = ctx.needs_input_grad[0], ctx.needs_input_grad[_FIRST:], ctx.recipe
+        *kept, of_last = (of_weights[i : i + 2] for i in range(0, len(of_weights), 2))
+        *codes, dt, dt_scale = cast_gradient(rows_of(dy), recipe, True, wanted[-1])
+        dh = dgrad(codes, of_last, recipe, None, torch.bfloat16)
+        made = swiglu_gradient_cast_both(dh, gate_up, gate_up_scale, blocks=recipe.wgrad == "fp8", **recipe.cast)
+        del dh, gate_up, codes
+        gradients, dx = [None] * len(wanted), None
+        if wanted[-1]:
+            gradients[-1] = wgrad((dt, dt_scale, made.ht, made.ht_scale), *ctx.targets[-1])
+        parts = (x.chunk(len(kept), i) for x, i in zip(made[:4], (1, 1, 0, 0), strict=True))
+        for i, (a, a_scale, along, along_scale) in enumerate(zip(*parts, strict=True)):
+            if wants_x:
+                dx = dgrad((a, a_scale), kept[i], recipe, dx, ctx.dtype)
+            if wanted[i]:
+                operands = along, along_scale, with_aligned_rows(at), at_scale
+                gradients[i] = wgrad(operands, *ctx.targets[i])
+        return None if dx is None else dx.view(ctx.shape), *(None,) * (_FIRST - 1), *gradients
+
+
+def _check(x, first: tuple, w_down) -> None:
+    if len(first) not in (1, 2):
+        raise ValueError(f"w_gate_up holds {len(first)} weights; pass one [2f, k], or those of gates and of ups")
+    check_once(x, first, (None,) * len(first))
+    check_tensors({"w_down": WIDE, "x": WIDE}, x=x, w_down=w_down)
+    shapes = [list(weight.shape) for weight in first]
+    inner = w_down.shape[-1]
+    if w_down.dim() != 2 or any(rows * len(first) != 2 * inner for rows, _ in shapes):
+        raise ValueError(
+            f"w_gate_up has shapes {shapes}; for w_down of {list(w_down.shape)} it must be [{2 * inner}, k]"
+        )

@@ -1,0 +1,110 @@
+"""Products of a training step and the weights that they take: what linear.py, mlp.py and experts.py share."""
+
+from typing import NamedTuple
+
+import torch
+
+from deep_tile import api, both, dense, quantize
+from deep_tile.train.casts import cast_once, with_aligned_rows
+from deep_tile.train.recipe import Recipe
+
+WIDE = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def cast_forward(weight: torch.Tensor, recipe: Recipe, wants_x: bool) -> tuple[torch.Tensor, torch.Tensor, list]:
+    """A weight, or of experts, as a forward product takes it, and what dgrad needs: codes and scale, or the weight."""
+    if wants_x and recipe.dgrad == "fp8" and not recipe.recast:
+        made = cast_once(weight, recipe)
+        return made.b, made.b_scale, [made.bt, made.b_scale]
+    cast = both.cast_weight if weight.dim() == 3 else quantize.per_block_cast_to_fp8
+    b, b_scale, *_ = cast(weight.detach(), **recipe.cast)
+    return b, b_scale, [weight if wants_x else None, None]
+
+
+def cast_backward(kept: list, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """What dgrad multiplies by, of what `cast_forward` keeps."""
+    weight, scale = kept
+    if scale is not None:
+        return with_aligned_rows(weight), scale.mT
+    made = both.cast_weight(weight.detach(), **recipe.cast)
+    return made.bt, made.bt_scale
+
+
+def dgrad(
+    codes: tuple[torch.Tensor, torch.Tensor], kept: list, recipe: Recipe, dx: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The gradient of an input in FP8, from that of the output as it is cast, added to `dx` where there is one."""
+    operands = (*codes, *cast_backward(kept, recipe))
+    if dx is None:
+        return api.fp8_gemm(*operands, out_dtype=dtype)
+    return dense.scaled_gemm(*operands, out=dx, accumulate=True)
+
+
+class MainGrad(NamedTuple):
+    """Where a weight's gradient is added up.
+
+    Attributes:
+        grad: the tensor.
+        weight: whose it is, where it is to be told; else None.
+    """
+
+    grad: torch.Tensor
+    weight: torch.Tensor | None
+
+    def placeholder(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """What autograd gets: hooks of the weight run only where there is something, whose numbers nobody reads."""
+        if self.weight is None:
+            return None
+        self.weight.grad_added_to_main_grad = True
+        return torch.empty_like(self.grad, dtype=dtype)
+
+
+def main_grad_of(weight: torch.Tensor) -> MainGrad | None:
+    grad = getattr(weight, "main_grad", None)
+    if grad is None:
+        return None
+    if grad.shape != weight.shape or grad.dtype not in WIDE or grad.device != weight.device:
+        raise ValueError(
+            f"weight.main_grad is {list(grad.shape)} of {grad.dtype} on {grad.device}; for a weight of "
+            f"{list(weight.shape)} on {weight.device} it must be as large, float32 or bfloat16, and there"
+        )
+    return MainGrad(grad, weight if hasattr(weight, "grad_added_to_main_grad") else None)
+
+
+def wgrad(operands: tuple, dtype: torch.dtype, main_grad: MainGrad | None) -> torch.Tensor | None:
+    """`dy^T @ x` of codes and scales along tokens, or that added to `main_grad`."""
+    if main_grad is not None:
+        _product_along_tokens(operands, main_grad.grad, accumulate=True)
+        return main_grad.placeholder(dtype)
+    dy, _, x, _ = operands
+    dw = torch.empty(dy.shape[0], x.shape[0], dtype=written_dtype(dtype), device=dy.device)
+    return _product_along_tokens(operands, dw, accumulate=False).to(dtype)
+
+
+def added(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, main_grad: MainGrad | None) -> torch.Tensor | None:
+    """The same of `dy @ x` by torch."""
+    product = dy @ x.to(dy.dtype)
+    if main_grad is None:
+        return product.to(dtype)
+    main_grad.grad.add_(product)
+    return main_grad.placeholder(dtype)
+
+
+def written_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which the product of a weight's gradient is stored, of a weight of this dtype."""
+    return dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32
+
+
+def _product_along_tokens(operands: tuple, out: torch.Tensor, accumulate: bool) -> torch.Tensor:
+    """Of dy and x with their scales along tokens: those of x are of its columns, or of 128 of them."""
+    x, x_scale = operands[2:]
+    if x_scale.shape[0] == x.shape[0] > 1:
+        return dense.fp8_wgrad(*operands, out, accumulate=accumulate)
+    return dense.scaled_gemm(*operands, out=out, accumulate=accumulate)
+
+
+def keep(gate_up: torch.Tensor, recipe: Recipe, **lists: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gates and ups as the backward pass gets them: as they are, or codes and their scale."""
+    if recipe.activations == "bf16":
+        return gate_up, None
+    return quantize.per_token_cast_to_fp8(gate_up, **lists, **recipe.cast)
