@@ -20,8 +20,8 @@ from deep_tile import _launcher, cast, finishes, jit, launches, ops, plan, setti
 from deep_tile.config import SCALE_BLOCK, GemmConfig, as_int, ceil_div, round_up
 from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names, torch_dtype
 from deep_tile.kinds import (
+    EVERY_KIND,
     GROUPINGS,
-    KINDS,
     LAYOUT_NAMES,
     LAYOUTS,
     QUANTIZED,
@@ -64,7 +64,7 @@ _PRECOMPILED = {**RESULT_NAMES, torch.float8_e4m3fn: QUANTIZED}
 """Results that `precompile` knows."""
 
 _KINDS_OF_DTYPES = {
-    torch_dtype(KINDS[name].a): KINDS[name] for name in ("fp8", "bf16", "fp16", "int8", "fp8_rows_e5m2_e5m2")
+    torch_dtype(EVERY_KIND[name].a): EVERY_KIND[name] for name in ("fp8", "bf16", "fp16", "int8", "fp8_rows_e5m2_e5m2")
 }
 """What `supports` takes a dtype for."""
 
@@ -359,7 +359,7 @@ def supports(
 
 def _kind_of(dtype: torch.dtype, out_dtype: torch.dtype | None) -> Kind:
     """What operands of a dtype of `_KINDS_OF_DTYPES` are multiplied as."""
-    return KINDS["int8_unscaled"] if (dtype, out_dtype) == (torch.int8, torch.int32) else _KINDS_OF_DTYPES[dtype]
+    return EVERY_KIND["int8_unscaled"] if (dtype, out_dtype) == (torch.int8, torch.int32) else _KINDS_OF_DTYPES[dtype]
 
 
 def layout_problem(layout: object, kind: Kind) -> str | None:
@@ -437,9 +437,9 @@ def precompile(
         if kind not in _KINDS_OF_DTYPES:
             raise ValueError(f"kind is {kind}; operands are {names(_KINDS_OF_DTYPES)}: pass one of these, or a name")
         kind = _kind_of(kind, out_dtype).name
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}; pass a dtype of operands, or one of {', '.join(KINDS)}")
-    product = KINDS[kind]
+    if not isinstance(kind, str) or kind not in EVERY_KIND:
+        raise ValueError(f"kind is {kind!r}; pass a dtype of operands, or one of {', '.join(EVERY_KIND)}")
+    product = EVERY_KIND[kind]
     weights = [_checked_weight(shape, torch_dtype(product.a)) for shape in _as_list(shapes)]
     if out_dtype not in (None, *_PRECOMPILED):
         raise ValueError(f"out_dtype is {out_dtype}; pass one of {names(_PRECOMPILED)}, or nothing")

@@ -12,9 +12,9 @@ from math import gcd
 from deep_tile.kinds import (
     ACTIVATIONS,
     BIASES,
+    EVERY_KIND,
     GROUPINGS,
     K_BLOCK_BYTES,
-    KINDS,
     LAYOUTS,
     MMA_K_BYTES,
     QUANTIZED,
@@ -79,7 +79,7 @@ class GemmConfig:
             that stages are converted to.
         pairs: multiply K blocks two by two, of which k must have an even number, with a main loop for each way in which
             a tile's columns may lie across scale blocks.
-        kind: of the product, a name in `kinds.KINDS`.
+        kind: of the product, a name in `kinds.EVERY_KIND`.
         output: format of `out`, a name in `kinds.RESULTS`; that of the kind when None.
         grouping: how rows belong to matrices of `b`, one of `kinds.GROUPINGS`.
         accumulate: add to what `out` holds, in its format, instead of writing over it.
@@ -108,10 +108,10 @@ class GemmConfig:
     layout: str = "nt"
 
     def __post_init__(self):
-        if self.output is None and self.kind in KINDS:
+        if self.output is None and self.kind in EVERY_KIND:
             object.__setattr__(self, "output", self.product.output)
         for name, value, known in (
-            ("kind", self.kind, KINDS),
+            ("kind", self.kind, EVERY_KIND),
             ("output", self.output, RESULTS),
             ("grouping", self.grouping, GROUPINGS),
             ("bias", self.bias, BIASES),
@@ -260,7 +260,7 @@ class GemmConfig:
     @property
     def product(self) -> Kind:
         """What it multiplies."""
-        return KINDS[self.kind]
+        return EVERY_KIND[self.kind]
 
     @property
     def out(self) -> Element:

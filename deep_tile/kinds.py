@@ -155,13 +155,15 @@ PACKED = {
 }
 """Kinds with a packed weight, by the names of its format. All else is FP8's with block scales."""
 
-KINDS = (FAMILIES | PACKED) | {
+KINDS = FAMILIES | {
     kind.name + _formats(a, b): kind._replace(name=kind.name + _formats(a, b), a=a, b=b)
     for kind in FAMILIES.values()
     if kind.a == E4M3
     for a, b in ((E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2))
 }
-"""All kinds."""
+"""All kinds whose operands lie in memory as WGMMA reads them."""
+
+EVERY_KIND = KINDS | PACKED
 
 
 class Majors(NamedTuple):

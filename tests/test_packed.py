@@ -6,7 +6,7 @@ from formats import draw
 
 import deep_tile
 from deep_tile import pack_weight, packed, packed_gemm, packed_grouped_gemm, to_blocks, unpack_weight
-from deep_tile.kinds import KINDS, PACKED
+from deep_tile.kinds import EVERY_KIND, PACKED
 
 FORMATS = [*PACKED]
 each_format = pytest.mark.parametrize("name", FORMATS)
@@ -180,8 +180,8 @@ def test_gradients_are_refused():
 
 @each_format
 def test_kind_reads_fewer_bytes(name):
-    assert KINDS[name].b_bytes == {"mxfp4": 17 / 32, "nvfp4": 18 / 32}[name]
-    assert KINDS["fp8"].b_bytes == 1
+    assert EVERY_KIND[name].b_bytes == {"mxfp4": 17 / 32, "nvfp4": 18 / 32}[name]
+    assert EVERY_KIND["fp8"].b_bytes == 1
 
 
 def test_ops_are_traced():

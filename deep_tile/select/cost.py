@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from deep_tile.config import GemmConfig
-from deep_tile.kinds import K_BLOCK_BYTES, KINDS, QUANTIZED, RESULTS
+from deep_tile.kinds import EVERY_KIND, K_BLOCK_BYTES, QUANTIZED, RESULTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import deepest_config
 from deep_tile.select.hardware import H200, Hardware
@@ -98,15 +98,15 @@ def is_measured(kind: str) -> bool:
 def times_of(kind: str) -> str:
     """The kind whose times a kind has: its own, if it was measured, else those of its family, of kinds `LIKE` it, or
     FP8's: a K block of 128 bytes takes the tensor cores equally long in every format."""
-    family = KINDS[kind].family
+    family = EVERY_KIND[kind].family
     return next(filter(is_measured, (kind, family, LIKE.get(family, "fp8"))))
 
 
 @cache
 def calibration(kind: str = "fp8") -> Calibration:
-    """That of a kind of product, by its name in `kinds.KINDS`. Measured choices are those of its family alone."""
+    """That of a kind of product, by its name in `kinds.EVERY_KIND`. Measured choices are those of its family alone."""
     measured = read_calibration(TIMES / f"{times_of(kind)}.json")
-    return measured if times_of(kind) == KINDS[kind].family else measured._replace(choices={})
+    return measured if times_of(kind) == EVERY_KIND[kind].family else measured._replace(choices={})
 
 
 @cache
@@ -140,7 +140,7 @@ def _names_of_times(config: GemmConfig) -> tuple[tuple[str, str], ...]:
     fields = ("block_m", "block_n", "cluster_m", "cluster_n", "split_k", "scale_blocks")
     tile = {field: getattr(config, field) for field in fields}
     names, timed = [(config.kind, config.timed_name)], times_of(config.kind)
-    for kind, output in ((timed, KINDS[timed].output), (timed, "fp32"), ("fp8", "bf16")):
+    for kind, output in ((timed, EVERY_KIND[timed].output), (timed, "fp32"), ("fp8", "bf16")):
         try:
             names.append((kind, deepest_config(**tile, kind=kind, output=output).timed_name))
         except ValueError:  # a tile that this kind cannot have

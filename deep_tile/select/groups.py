@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import exp
 
 from deep_tile.config import MMA_M, GemmConfig, ceil_div
-from deep_tile.kinds import GROUPINGS, KINDS, RESULTS, Kind
+from deep_tile.kinds import EVERY_KIND, GROUPINGS, RESULTS, Kind
 from deep_tile.problem import GemmProblem
 from deep_tile.select.cost import calibration, launch_time, tile_times, weighed_loads
 from deep_tile.select.defaults import CLUSTERS, deepest_config, packed_configs
@@ -63,14 +63,14 @@ def grouped_configs(
             for tile in _K_TILES
             for cluster_m, cluster_n in _k_clusters(*tile, tma_store, accumulate)
         )
-    options = {"kind": kind, "output": output or KINDS[kind].output, "grouping": layout, "layout": operands}
-    if KINDS[kind].packing:
+    options = {"kind": kind, "output": output or EVERY_KIND[kind].output, "grouping": layout, "layout": operands}
+    if EVERY_KIND[kind].packing:
         tiles = [tile for tile in _PACKED_TILES if not _packed_spills(*tile[:2], options["output"], tma_store)]
         return packed_configs(tiles, tma_store=tma_store, **options)
     return tuple(
         deepest_config(block_m, block_n, tma_store, scale_blocks=scale_blocks, **options)
         for block_m, block_n, scale_blocks in _TILES
-        if not _spills(block_m, block_n, KINDS[kind], options["output"], tma_store)
+        if not _spills(block_m, block_n, EVERY_KIND[kind], options["output"], tma_store)
     )
 
 
