@@ -198,8 +198,7 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     if constexpr (config.has_scales()) {
         if (copies_scales) scales_requested = request_first_scales<config>(params, smem, scale_warp);
     }
-    const int store_warp = scale_warp - config.scale_warps;
-    const bool loads_units = config.unit_warps > 0 && store_warp == config.store_warps;
+    const bool loads_units = config.packed_b() && scale_warp == config.scale_warps + config.store_warps;
     if constexpr (config.packed_b()) {
         if (loads_units) requested = request_first_units<config>(params, smem);
     }
@@ -227,6 +226,7 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
         if constexpr (config.packed_b()) {
             if (loads_units) produce_units<config>(params, smem, requested);
         }
+        const int store_warp = scale_warp - config.scale_warps;
         if (store_warp >= 0 && store_warp < config.store_warps) store_tiles<config>(params, smem, store_warp);
     } else if constexpr (config.packed_b()) {
         convert_stages<config>(params, smem, warp - first_converter);
