@@ -418,8 +418,9 @@ def precompile(
         kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`; "bf16", "fp16" and "int8_unscaled" for `gemm` and
             `grouped_gemm`; "int8" for `int8_gemm`; "fp8_rows", "fp8_rows_promoted" (without `fast_accum`), "int8_rows"
             and "fp8_1x128" for `scaled_gemm`, the latter for `fp8_wgrad`, too, all others and "int8" for
-            `scaled_grouped_gemm`. Those of FP8 end in the formats of a and b, unless both are e4m3, as
-            "fp8_rows_e5m2_e4m3". Or the dtype of the operands, for the call that `supports` takes it for.
+            `scaled_grouped_gemm`; "mxfp4" and "nvfp4" for `packed_gemm` and `packed_grouped_gemm`. Those of FP8 end in
+            the formats of a and b, unless both are e4m3, as "fp8_rows_e5m2_e4m3". Or the dtype of the operands, for the
+            call that `supports` takes it for.
         out_dtype: of `out`; the call's default when None. float8_e4m3fn for `fp8_gemm_cast`.
         accumulate: as later passed; of groups, with "k_offs" alone.
         bias: its dtype; None: there is none.
