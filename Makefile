@@ -7,27 +7,28 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
+TESTED := $(VENV)/.tested
 PACKAGING := build/packaging
 PINNED_NVRTC = $(shell sed -n s/^nvidia-cuda-nvrtc==//p constraints.txt)
 PLATFORM := manylinux_2_28_$(shell uname -m)
 
-.PHONY: demo test test-engines test-kernels test-gpu dist lint clean
+.PHONY: demo test test-engines test-kernels test-gpu dist lint docs clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
 	$(RUN) -m deep_tile demo
 
-test: $(READY)
+test: $(TESTED)
 	$(RUN) -m pytest --numprocesses auto --dist worksteal
 
 # The plugins within vLLM's and SGLang's own sources, on a CPU: seven minutes of two cores, 700 MB from the index once.
-test-engines: $(READY)
+test-engines: $(TESTED)
 	mkdir -p build/engines
 	$(RUN) tests/engines/rehearse.py build/engines
 
 # Every kernel, by every NVRTC that the package is tested with, and all that `make test` leaves out where nothing changed:
 # half an hour of two cores, before a release.
-test-kernels: $(READY)
+test-kernels: $(TESTED)
 	$(RUN) -m pytest tests/test_codegen.py tests/test_compilers.py --all-kernels --all-compilers
 	$(RUN) -m pytest -m about --all-kernels
 
@@ -53,10 +54,20 @@ dist: $(PACKAGING)/.ready $(READY)
 	$(PACKAGING)/bin/python -m pip install --quiet --no-deps --no-index --target build/installed dist/*.whl
 	cd build/installed && ../../$(PACKAGING)/bin/python -c "$$TRY_WHEEL"
 
-lint: $(READY)
-	$(PIP) install --quiet --constraint constraints.txt ruff
+# pyright comes as a wheel that fetches its own node where there is none.
+lint: $(TESTED)
+	$(PIP) install --quiet --constraint constraints.txt ruff pyright
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
+	$(RUN) -m mypy --config-file tests/typed/mypy.ini tests/typed/every_name.py
+	$(RUN) -m pyright --pythonpath $(RUN) tests/typed/every_name.py
+
+# The site, in build/site. It fails for links and anchors that lead nowhere.
+docs: constraints.txt
+	$(PYTHON) -m venv build/docs
+	build/docs/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
+		mkdocs-material 'mkdocstrings[python]'
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist deep_tile.egg-info deep_tile/_launcher.*.so .pytest_cache .ruff_cache .hypothesis
@@ -96,11 +107,11 @@ endef
 
 # Loads the extension of an installed wheel and writes a kernel from its headers: what needs no other package.
 define TRY_WHEEL
-from deep_tile import _launcher, cast, codegen, jit
+from deep_tile import _launcher, cast, codegen, jit, parts
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs
 sources = [codegen.kernel_source(config) for config in (*default_configs(True), *default_configs(False), *all_grouped_configs())]
-sources += [codegen.streaming_source(kernel) for kernel in cast.all_kernels()]
+sources += [codegen.streaming_source(kernel) for kernel in (*cast.all_kernels(), *parts.all_kernels())]
 missing = [source for source in sources if not jit.is_packaged(source)]
 assert not missing, f"{len(missing)} of {len(sources)} default kernels are not in the wheel"
 print(_launcher.__file__, "loads;", len(sources), "kernels are ready without NVRTC")
@@ -118,14 +129,24 @@ $(PACKAGING)/.ready: constraints.txt
 	@touch $@
 
 # constraints.txt holds one whole set of versions, torch among them; beside another torch it has no meaning.
-$(READY): $(RUN) pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+define INSTALL
 	@set -e; extra=$$($(PYTHON) -c "$$REUSABLE_TORCH"); \
 	if [ -n "$$extra" ]; then \
 		echo "Re-using the torch of $(PYTHON), with the extra $$extra"; \
 		$(PYTHON) -c "$$PACKAGE_FOLDERS" >"$$(echo $(VENV)/lib/python*/site-packages)/reused.pth"; \
-		$(PIP) install --no-deps --editable .; \
-		$(RUN) -c "$$OTHER_DEPENDENCIES" $$extra test bench | xargs $(PIP) install; \
+		$(PIP) install --quiet --no-deps --editable .; \
+		$(RUN) -c "$$OTHER_DEPENDENCIES" $$extra $(1) | xargs $(PIP) install --quiet; \
 	else \
-		$(PIP) install --constraint constraints.txt --editable '.[cu13,test,bench]'; \
+		echo "Installing into $(VENV): up to 2.8 GB to download, where torch is not there yet"; \
+		$(PIP) install --quiet --constraint constraints.txt --editable '.[$(subst $(space),$(comma),$(strip cu13 $(1)))]'; \
 	fi
 	@touch $@
+endef
+comma := ,
+space := $(subst ,, )
+
+$(READY): $(RUN) pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
+	$(call INSTALL,)
+
+$(TESTED): $(READY)
+	$(call INSTALL,test bench)

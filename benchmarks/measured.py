@@ -22,15 +22,17 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Timed(NamedTuple):
-    """One measurement; the greatest is the newest, and of one run the slowest."""
+    """One measurement; the greatest is the newest, and of one run the slowest. BF16's is of the same run, or None."""
 
     date: str
     us: float
     file: str
+    bf16_us: float | None
 
 
 def collect(results: Path = RESULTS) -> dict[str, Any]:
-    """The content of measured.json: the names of `runs`, and by GPU and shape the config, microseconds and its run."""
+    """The content of measured.json: the names of `runs`, and by GPU and shape the config, microseconds, its run, and
+    the microseconds of torch's BF16 in that run."""
     newest: dict[tuple[str, str, str], Timed] = {}
     gpus: dict[str, Hardware] = {}
     for path in sorted(results.glob("*.json")):
@@ -40,9 +42,9 @@ def collect(results: Path = RESULTS) -> dict[str, Any]:
         if gpu is None:
             continue
         gpus[gpu.name] = gpu
-        for shape, config, us in _times(data):
-            key, timed = (gpu.name, shape, config), Timed(run.get("date", ""), us, path.name)
-            newest[key] = max(timed, newest.get(key, timed))
+        for shape, config, us, bf16_us in _times(data):
+            key, timed = (gpu.name, shape, config), Timed(run.get("date", ""), us, path.name, bf16_us)
+            newest[key] = max(timed, newest.get(key, timed), key=lambda one: one[:3])
     chosen = {key: timed for key, timed in newest.items() if key[2] == _choice(gpus[key[0]], key[1])}
     return _as_data(chosen)
 
@@ -54,14 +56,15 @@ def _known_gpu(name: str) -> Hardware | None:
         return None
 
 
-def _times(data: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """(shape, config, us) of a file of search.py or of bench_gemm.py."""
+def _times(data: dict[str, Any]) -> Iterator[tuple[str, str, float, float | None]]:
+    """(shape, config, us, us of BF16) of a file of search.py or of bench_gemm.py."""
     for shape, by_config in data.get("us", {}).items():
         for config, us in by_config.items():
-            yield shape, config, us
+            yield shape, config, us, None
     for row in data.get("shapes", []):
         if "config" in row and "results" in row:  # products of other kinds have none
-            yield str(Shape(row["m"], row["n"], row["k"])), row["config"], row["results"]["deep_tile"]["us"]
+            ours, bf16 = (row["results"].get(name, {}).get("us") for name in ("deep_tile", "torch_bf16"))
+            yield str(Shape(row["m"], row["n"], row["k"])), row["config"], ours, bf16
 
 
 @cache
@@ -72,9 +75,10 @@ def _choice(gpu: Hardware, shape: str) -> str:
 
 def _as_data(chosen: dict[tuple[str, str, str], Timed]) -> dict[str, Any]:
     runs = sorted({f"{timed.file}, {timed.date[:10]}" for timed in chosen.values()})
-    gpus: dict[str, dict[str, tuple[str, float, int]]] = {}
+    gpus: dict[str, dict[str, list[str | float]]] = {}
     for (gpu, shape, config), timed in sorted(chosen.items(), key=lambda item: (item[0][0], Shape.parse(item[0][1]))):
-        gpus.setdefault(gpu, {})[shape] = [config, round(timed.us, 3), runs.index(f"{timed.file}, {timed.date[:10]}")]
+        row = [config, round(timed.us, 3), runs.index(f"{timed.file}, {timed.date[:10]}")]
+        gpus.setdefault(gpu, {})[shape] = row if timed.bf16_us is None else [*row, round(timed.bf16_us, 3)]
     return {"runs": runs, "gpus": gpus}
 
 

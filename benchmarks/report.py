@@ -1,8 +1,9 @@
-"""What is said about results: tables, geometric means, comparisons, the README's table and plot.
+"""What is said about results: tables, geometric means, comparisons, the README's table and chart.
 
-Used by bench_gemm.py for its printout and as a script to refresh the README; reads JSON files, needs no GPU:
+Used by bench_gemm.py for its printout, and as a script to refresh the README, docs/benchmarks.md and the chart; reads
+JSON files, needs no GPU. Of several runs the first is that of docs/benchmarks.md and of the chart:
 
-    PYTHONPATH=. python benchmarks/report.py RESULT.json [--overhead OVERHEAD.json] [--readme README.md]
+    PYTHONPATH=. python benchmarks/report.py RESULT.json [OTHER_GPU.json ...] [--overhead OVERHEAD.json]
 
 Invariant: ratios are times, ours over theirs (below 1: deep_tile is faster), and are taken within one run only, because
 cards of one model differ by up to 10 %. DeepGEMM's published times enter through cuBLASLt tensor-wise fast, which both
@@ -10,6 +11,7 @@ runs measured.
 """
 
 import argparse
+import re
 import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,18 +29,28 @@ OURS = "deep_tile"
 COMMON = "cublaslt_tensor_fast"
 """The contestant through which runs on different cards are compared."""
 
-README_SHOWS = (OURS, "deep_gemm", "cublaslt_block", COMMON, "torch_bf16")
-"""The contestants of the README's table and plot; the results hold the others."""
+BASELINE = "torch_bf16"
+"""The contestant that speed-ups are over."""
+
+SHOWN = (OURS, "deep_gemm", "cublaslt_block", COMMON, BASELINE)
+"""The contestants of tables by shape and of plots; the results hold the others."""
+
+GAINS_OVER = ("torch_bf16", "cublaslt_block", "deep_gemm", COMMON)
+"""The contestants of the README's table, in its order."""
 
 PUBLISHED = store.FOLDER / "peers_h200_2026-11-21.json"
-DEEP_GEMM = "DeepGEMM 2.6.1, published"
+DEEP_GEMM = "DeepGEMM 2.6.1, another run"
 ESTIMATE = "estimate"
 """Title of the time that a shape's FLOP and bytes let expect: `Shape.estimate_us`."""
 
 BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
 MISSING = "–"
+CHART_COLORS = ("#d9822b", "#3f8fd2", "#3aa675")
+"""Of ours, then the others."""
+CHART_GREY = "#8a8f98"
+
 WIDTH = 120
-"""Columns of the README's text."""
+"""Columns of the documents' text."""
 
 EXPLANATION = (
     "- *Tensor-wise* and *row-wise* cuBLASLt apply no block scales. *Slow* promotes its sums as deep_tile does, *fast* "
@@ -170,10 +182,43 @@ def _ratio(ratio: float | None) -> str:
     return MISSING if ratio is None else f"{ratio:.3f}"
 
 
+def gains(run: Run) -> dict[str, Times]:
+    """How many times as fast as others deep_tile is on each shape, by title."""
+    ours, found = times(run, OURS), {}
+    for name in GAINS_OVER:
+        if name in contestants(run):
+            found[label_of(run, name)] = ratios(times(run, name), ours)
+        elif name == "deep_gemm" and "H200" in run["meta"]["gpu"]:
+            found[DEEP_GEMM] = {shape: 1 / ratio for shape, ratio in published_deep_gemm_ratios(run).items()}
+    return found
+
+
+def readme_part(runs: list[Run]) -> str:
+    """What stands between the README's markers: speed-ups of each run, and where they are from."""
+    rows = [["FP8 GEMM, times as fast as", "GPU", *M_RANGES, "slowest and fastest shape"]]
+    sources, bridged = [], ""
+    for run in runs:
+        gpu = run["meta"]["gpu"].removeprefix("NVIDIA ").split()[0]
+        sources.append(f"{gpu}, {run['meta']['date'][:10]}, code of {run['meta'].get('commit', MISSING)[:7]}")
+        for title, values in gains(run).items():
+            means = means_by_range(values)
+            cells = [f"{means[name]:.2f}" if name in means else MISSING for name in M_RANGES]
+            if title == DEEP_GEMM:
+                bridged = " DeepGEMM's run is compared through tensor-wise cuBLASLt, which both timed."
+            rows.append([title, gpu, *cells, f"{min(values.values()):.2f}, {max(values.values()):.2f}"])
+    about = (
+        f"Geometric means over {len(runs[0]['shapes'])} shapes, cold L2, GPU time of the GEMM alone: "
+        f"{'; '.join(sources)}. "
+        "By `deep-tile bench --shapes all`. *Tensor-wise* cuBLASLt has one scale per tensor, so it does less work."
+        f"{bridged}"
+    )
+    return f"{_markdown(rows)}\n\n{_wrapped(about)}"
+
+
 def markdown_tables(run: Run) -> str:
-    """The README's benchmark section: the nine compute-bound shapes, and the means over all shapes measured."""
+    """The nine compute-bound shapes, and the means over all shapes measured."""
     rows = {shape_of(row): row for row in run["shapes"]}
-    names = [name for name in README_SHOWS if name in contestants(run)]
+    names = [name for name in SHOWN if name in contestants(run)]
     nine = [["m x n x k", *(label_of(run, name) for name in names), ESTIMATE, "deep_tile TFLOPS"]]
     for shape in (shape for shape in NINE if shape in rows):
         results = rows[shape]["results"]
@@ -207,8 +252,8 @@ def markdown_overhead(overhead: dict[str, Any], labels: dict[str, str]) -> str:
     return f"{_markdown(rows)}\n\n{_markdown(kernels)}\n\n{_wrapped(once + wheel)}"
 
 
-def readme_part(run: Run, overhead: dict[str, Any] | None = None) -> str:
-    """What stands between the README's markers."""
+def benchmarks_part(run: Run, overhead: dict[str, Any] | None = None) -> str:
+    """What stands between the markers of docs/benchmarks.md."""
     tables = [markdown_tables(run)]
     if overhead is not None:
         tables.append(markdown_overhead(overhead, run["meta"].get("labels", {})))
@@ -233,17 +278,53 @@ def replace_between_markers(path: Path, text: str) -> None:
     path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 
-def plot_layers(run: Run, path: Path) -> None:
-    """The estimate over the time, against m, one panel per DeepSeek-V3 layer."""
-    from matplotlib.figure import Figure  # Measuring needs no plots.
+def plot_speedup(run: Run, path: Path) -> None:
+    """The speed-up over BF16 against m, geometric means over DeepSeek-V3's layers, a line per contestant.
 
-    figure = Figure(figsize=(13, 7), layout="constrained")
-    panels = _plot_panels(figure, run, lambda shape, us: shape.estimate_us() / us)
-    for panel in panels.flat:
-        panel.axhline(1, color="black", linewidth=0.8, linestyle=":")
-    panels[0, 0].set_ylim(0, 1.1)
-    figure.supylabel("estimate / time (dotted: as fast as estimated)")
-    _save(figure, run, path)
+    An SVG without background, in colours that both a bright and a dark page show.
+    """
+    import matplotlib  # Measuring needs no plots.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    layers = {*DEEPSEEK_V3_LAYERS.values()}
+    for (title, values), color in zip(_speedups(run).items(), CHART_COLORS, strict=False):
+        by_m = {m: [value for shape, value in values.items() if shape.m == m and shape[1:] in layers] for m in TOKENS}
+        points = [(m, geometric_mean(found)) for m, found in by_m.items() if found]
+        _plot_line(axes, points, title, bold=title == OURS, color=color)
+    axes.axhline(1, color=CHART_GREY, linewidth=1, linestyle=":", label=label_of(run, BASELINE))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(TOKENS, TOKENS)
+    axes.set(xlabel="m (tokens)", ylabel="times as fast as BF16", ylim=(0, None))
+    axes.set_title(f"FP8 GEMMs of DeepSeek-V3's layers, {run['meta']['gpu']}, {run['meta']['date'][:10]}", fontsize=11)
+    axes.grid(alpha=0.3, color=CHART_GREY)
+    axes.legend(loc="lower center", ncols=2, frameon=False, labelcolor=CHART_GREY)
+    for part in (axes.title, axes.xaxis.label, axes.yaxis.label):
+        part.set_color(CHART_GREY)
+    axes.tick_params(which="both", colors=CHART_GREY)
+    axes.spines[:].set_color(CHART_GREY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"svg.hashsalt": "deep_tile"}):
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+    path.write_text(_without_styles(path.read_text()))
+
+
+def _speedups(run: Run) -> dict[str, Times]:
+    """Over BF16: ours, and that of each library that applies block scales."""
+    ours, baseline = times(run, OURS), times(run, BASELINE)
+    found = {OURS: ratios(baseline, ours)}
+    for title, values in gains(run).items():
+        if title not in (label_of(run, BASELINE), label_of(run, COMMON)):
+            found[title] = {shape: found[OURS][shape] / value for shape, value in values.items()}
+    return found
+
+
+def _without_styles(svg: str) -> str:
+    """With attributes in the place of style sheets, which not every viewer reads."""
+    svg = re.sub(r"\s*<defs>\s*<style.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
+    declarations = re.compile(r"\s*([\w-]+):\s*([^;]+);?")
+    return re.sub(r' style="([^"]*)"', lambda style: declarations.sub(r' \1="\2"', style[1]), svg)
 
 
 def plot_tflops(run: Run, path: Path) -> None:
@@ -265,7 +346,7 @@ def _plot_panels(figure: Any, run: Run, height: Callable[[Shape, float], float])
     """One panel per layer, with a line per contestant of the height that each time has."""
     panels = figure.subplots(2, 3, sharex=True, sharey=True)
     for panel, (layer, (n, k)) in zip(panels.flat, DEEPSEEK_V3_LAYERS.items(), strict=True):
-        for name in (name for name in README_SHOWS if name in contestants(run)):
+        for name in (name for name in SHOWN if name in contestants(run)):
             points = [(s.m, height(s, us)) for s, us in times(run, name).items() if s[1:] == (n, k)]
             _plot_line(panel, points, label_of(run, name), bold=name == OURS)
         panel.set_title(f"{layer}\nn = {n}, k = {k}", fontsize=10)
@@ -285,12 +366,13 @@ def _save(figure: Any, run: Run, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _plot_line(panel: Any, points: list[tuple[int, float]], label: str, bold: bool) -> None:
+def _plot_line(panel: Any, points: list[tuple[int, float]], label: str, bold: bool, color: str | None = None) -> None:
     points = sorted(points)
     panel.plot(
         [m for m, _ in points],
         [height for _, height in points],
         label=label,
+        color=color,
         marker="o",
         markersize=3,
         linewidth=2.5 if bold else 1.2,
@@ -299,16 +381,17 @@ def _plot_line(panel: Any, points: list[tuple[int, float]], label: str, bold: bo
 
 
 def main(arguments: Iterable[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write the README's benchmark table and plot from a results file.")
-    parser.add_argument("result", type=Path, help="JSON written by bench_gemm.py")
+    parser = argparse.ArgumentParser(description="Write the tables and the chart of the documents from results files.")
+    parser.add_argument("results", type=Path, nargs="+", help="JSON written by bench_gemm.py, that of the chart first")
     parser.add_argument("--overhead", type=Path, help="JSON written by bench_overhead.py")
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
-    parser.add_argument("--figures", type=Path, default=Path("docs/figures"))
+    parser.add_argument("--docs", type=Path, default=Path("docs"))
     options = parser.parse_args(arguments)
-    run = store.load(options.result)
+    runs = [store.load(path) for path in options.results]
     overhead = store.load(options.overhead) if options.overhead else None
-    replace_between_markers(options.readme, readme_part(run, overhead))
-    plot_layers(run, options.figures / "deepseek_v3_layers.png")
+    replace_between_markers(options.readme, readme_part(runs))
+    replace_between_markers(options.docs / "benchmarks.md", benchmarks_part(runs[0], overhead))
+    plot_speedup(runs[0], options.docs / "figures" / "speed.svg")
 
 
 if __name__ == "__main__":

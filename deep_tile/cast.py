@@ -5,18 +5,19 @@ Called by quantize.py and experts.py. Knows integers and CUDA's ordinals of devi
 compiled (jit.py) and loaded once per device and live as long as the process.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from deep_tile import _launcher, jit, params
+from deep_tile import _launcher, jit, params, watch
 from deep_tile.codegen import (
     BothKernel,
     CastKernel,
     CombineKernel,
     GatedKernel,
+    LogitsKernel,
     SortKernel,
     StreamingKernel,
     TransposedKernel,
@@ -327,7 +328,7 @@ def sort_layout(
 
 
 def all_kernels() -> list[StreamingKernel]:
-    """Every kernel that a call can need."""
+    """Every kernel that a call can need, but for those of the indexer's logits."""
     return [*cast_kernels(), *TRANSPOSED.values(), *BOTH.values(), *GATED.values(), COMBINE, *SORT.values()]
 
 
@@ -354,24 +355,31 @@ def load(kernel: StreamingKernel, device: int) -> _launcher.Kernel:
         RuntimeError: NVRTC is missing, or the driver refuses the kernel.
     """
     if not is_loaded(kernel, device):
-        cubin = jit.load_cubin(streaming_source(kernel), kernel.name)
+        cubin = _cubin(kernel)
         with _loading:
             if not is_loaded(kernel, device):
                 _loaded[kernel, device] = _launcher.load(cubin, kernel.name, getattr(kernel, "smem_bytes", 0), device)
     return _loaded[kernel, device]
 
 
-def load_kernels(device: int | None, workers: int) -> None:
-    """Compile, and load unless `device` is None, every kernel, `workers` at a time. Errors as for `load`."""
+def _cubin(kernel: StreamingKernel) -> bytes:
+    if isinstance(kernel, LogitsKernel) and watch.is_wanted():  # others wait for no mbarrier
+        return jit.compile_kernel(watch.debug_source(kernel), kernel.name).cubin  # of no use to another process
+    return jit.load_cubin(streaming_source(kernel), kernel.name)
+
+
+def load_kernels(device: int | None, workers: int, kernels: Iterable[StreamingKernel] | None = None) -> None:
+    """Compile, and load unless `device` is None, these kernels, by default `all_kernels()`, `workers` at a time. Errors
+    as for `load`."""
 
     def make_ready(kernel: StreamingKernel) -> None:
         if device is None:
-            jit.load_cubin(streaming_source(kernel), kernel.name)
+            _cubin(kernel)
         else:
             load(kernel, device)
 
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        list(pool.map(make_ready, all_kernels()))
+        list(pool.map(make_ready, all_kernels() if kernels is None else kernels))
 
 
 def operands_of_rows(lists: tuple[str, ...]) -> dict:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deep_tile import params
-from deep_tile.config import SCALE_BLOCK, GemmConfig
+from deep_tile.config import SCALE_BLOCK, SMEM_LIMIT_BYTES, GemmConfig, round_up
+from deep_tile.kinds import K_BLOCK_BYTES
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
@@ -49,9 +50,14 @@ def _wgmma(config: GemmConfig) -> str:
     PTX ISA, "wgmma.mma_async". Written before the headers because they call it from templates with arguments of
     built-in types, which are looked up where the template is defined.
     """
-    registers = config.mma_n // 2
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{config.mma_n}k{config.mma_k}.{config.product.mma}"
-    sums, constraint = ("int", "r") if config.integer_sums else ("float", "f")
+    instruction = f"m64n{config.mma_n}k{config.mma_k}.{config.product.mma}"
+    return _wgmma_function(config.mma_n // 2, instruction, _immediates(config), config.integer_sums)
+
+
+def _wgmma_function(registers: int, shape: str, immediates: str, integer_sums: bool = False) -> str:
+    """`wgmma` for so many sums of a thread; `shape` with types, `immediates` at the instruction's end."""
+    instruction = f"wgmma.mma_async.sync.aligned.{shape}"
+    sums, constraint = ("int", "r") if integer_sums else ("float", "f")
     outputs = ", ".join(f'"+{constraint}"(d[{i}])' for i in range(registers))
     names = ", ".join(f"%{i}" for i in range(registers))
     a, b, accumulate = (f"%{registers + i}" for i in range(3))
@@ -62,7 +68,7 @@ __device__ __forceinline__ void wgmma({sums} (&d)[{registers}], unsigned long lo
         "{{\\n"
         ".reg .pred p;\\n"
         "setp.ne.b32 p, {accumulate}, 0;\\n"
-        "{instruction} {{{names}}}, {a}, {b}, p{_immediates(config)};\\n"
+        "{instruction} {{{names}}}, {a}, {b}, p{immediates};\\n"
         "}}\\n"
         : {outputs}
         : "l"(a), "l"(b), "r"(accumulate));
@@ -344,8 +350,224 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_pe
     return "\n".join([params.SORT.text, blocks, _headers("sort.cuh"), entry])
 
 
-StreamingKernel = CastKernel | TransposedKernel | BothKernel | GatedKernel | CombineKernel | SortKernel
-"""A kernel that is bound by memory."""
+class ThinKernel(NamedTuple):
+    """A product by parts of K (thin.cuh): what its text depends on.
+
+    Attributes:
+        block_m, block_n: of a tile; 64 or 128 rows, and a multiple of 8 columns.
+        terms: in BF16 of b.
+        stages: of the ring.
+        split_warps: that split an FP32 b; 0 where b is given as BF16 terms.
+        squares: whether it adds up the squares of a's rows, too.
+        blocks_per_sm: thread blocks that must fit into an SM at once.
+    """
+
+    block_m: int
+    block_n: int
+    terms: int
+    stages: int
+    split_warps: int
+    squares: bool
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        squares = "_squares" if self.squares else ""
+        return f"thin_gemm_{self.block_m}x{self.block_n}_b{self.terms}_s{self.stages}{squares}"
+
+    @property
+    def threads(self) -> int:
+        return self.block_m * 2 + 32 * (1 + self.split_warps)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Of ThinStorage: K blocks of a and of b's terms, and three mbarriers, in each stage."""
+        stage = (self.block_m + self.terms * self.block_n) * K_BLOCK_BYTES + 3 * 8
+        return round_up(stage * self.stages, 1024)
+
+
+def thin_source(kernel: ThinKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    columns = kernel.terms * kernel.block_n if kernel.split_warps else kernel.block_n
+    fields = ("block_m", "block_n", "terms", "stages", "split_warps", "squares")
+    values = ", ".join(_literal(name, getattr(kernel, name)) for name in fields)
+    entry = f"""\
+constexpr deep_tile::ThinConfig config = {{{values}}};
+static_assert(sizeof(deep_tile::ThinStorage<config>) == {kernel.smem_bytes}, "codegen.py and thin.cuh disagree");
+static_assert(config.threads() == {kernel.threads});
+static_assert(config.columns_at_once() == {columns});
+
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const __grid_constant__ ThinParams params) {{
+    deep_tile::thin<config>(params);
+}}
+"""
+    wgmma = _wgmma_function(columns // 2, f"m64n{columns}k16.f32.bf16.bf16", ", 1, 1, 0, 0")
+    return "\n".join([wgmma, params.THIN.text, _headers("thin.cuh"), entry])
+
+
+class PartsKernel(NamedTuple):
+    """The sum of the parts of such a product: what its text depends on.
+
+    Attributes:
+        threads: of a thread block.
+        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
+    """
+
+    threads: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"thin_gemm_parts_t{self.threads}"
+
+
+def parts_source(kernel: PartsKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    entry = f"""\
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const PartsParams params) {{
+    deep_tile::add_parts<{kernel.threads}>(params);
+}}
+"""
+    return "\n".join([params.PARTS.text, _headers("parts.cuh"), entry])
+
+
+class SplitKernel(NamedTuple):
+    """The split of FP32 into BF16 terms: what its text depends on.
+
+    Attributes:
+        terms: 2, rounded, or 3, exact.
+        threads: of a thread block.
+        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
+    """
+
+    terms: int
+    threads: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"thin_gemm_split_b{self.terms}_t{self.threads}"
+
+
+def split_source(kernel: SplitKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    entry = f"""\
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const SplitParams params) {{
+    deep_tile::split_terms<{kernel.terms}>(params);
+}}
+"""
+    return "\n".join([params.SPLIT.text, _headers("terms.cuh"), entry])
+
+
+class LogitsKernel(NamedTuple):
+    """The indexer's logits: what its text depends on.
+
+    Attributes:
+        head_dim: 32, 64 or 128, elements of e4m3 of a head.
+        heads: of a query in shared memory: 32, 64 or 128.
+        queries: of a math warpgroup; with their heads at most 256 for two warpgroups, 128 for three.
+        warpgroups: that multiply, 2 or 3.
+        splits_queries: warpgroups have queries of their own; else all have the same and take tiles by turns.
+        paged: keys lie in pages of a cache.
+        output: format of the logits, "fp32" or "bf16".
+    """
+
+    head_dim: int
+    heads: int
+    queries: int
+    warpgroups: int
+    splits_queries: bool
+    paged: bool
+    output: str
+
+    @property
+    def threads(self) -> int:
+        """Of the math warpgroups, and of one that loads and fills."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def math_registers(self) -> int:
+        return {2: 240, 3: 152}[self.warpgroups]
+
+    @property
+    def producer_registers(self) -> int:
+        return {2: 24, 3: 56}[self.warpgroups]
+
+    @property
+    def name(self) -> str:
+        queries = f"q{self.queries}x{self.warpgroups if self.splits_queries else 1}"
+        paged = "paged_" if self.paged else ""
+        return f"{paged}mqa_logits_h{self.heads}_d{self.head_dim}_{queries}_w{self.warpgroups}_{self.output}"
+
+    @property
+    def block_queries(self) -> int:
+        """That share tiles of keys."""
+        return self.queries * (self.warpgroups if self.splits_queries else 1)
+
+    @property
+    def parts(self) -> int:
+        """That a warpgroup's queries are multiplied in: each a WGMMA that is wide enough for shared memory's rate."""
+        return 2 if self.queries % 2 == 0 and self.queries * self.heads >= 192 else 1
+
+    @property
+    def stages(self) -> int:
+        """Tiles of keys that fit beside two blocks of queries; 16 bring what a memory bound kernel needs on its way.
+        Where warpgroups take turns each has stages of its own, so that it sees every phase of their barriers."""
+        fitting = min(16, (SMEM_LIMIT_BYTES - self._tasks_bytes - 512) // (self._tile_bytes + 16))
+        return fitting if self.splits_queries else fitting // self.warpgroups * self.warpgroups
+
+    @property
+    def smem_bytes(self) -> int:
+        """Of `LogitsStorage`: operands, barriers, then a sum of each warp, their total and a share of three numbers."""
+        used = self._tasks_bytes + self.stages * (self._tile_bytes + 16) + 4 * 8 + 4 * (self.threads // 32 + 1 + 3)
+        return round_up(used, 1024)
+
+    @property
+    def _tasks_bytes(self) -> int:
+        """Of two: tiles and row, and of each query its range, and of each head its elements and weight."""
+        return 2 * (16 + self.block_queries * (8 + self.heads * (self.head_dim + 4)))
+
+    @property
+    def _tile_bytes(self) -> int:
+        return LOGITS_TILE * (self.head_dim + 4)
+
+
+LOGITS_TILE = 64
+"""Keys of a tile, and of a page of the cache."""
+
+_LOGITS_FIELDS = (
+    *("head_dim", "heads", "queries", "block_queries", "parts", "stages", "warpgroups", "splits_queries", "paged"),
+    *("output", "threads", "math_registers", "producer_registers", "smem_bytes"),
+)
+"""Of the kernel's LogitsConfig (include/deep_tile/logits_config.cuh), in its order; an output is `out_format` there."""
+
+
+def logits_source(kernel: LogitsKernel, watch: Watch | None = None) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`, with `watch` as there."""
+    columns = kernel.queries * kernel.heads // kernel.parts
+    fields = ", ".join(_literal(name, getattr(kernel, name)) for name in _LOGITS_FIELDS)
+    entry = f"""\
+constexpr deep_tile::LogitsConfig config = {{{fields}}};
+
+extern "C" __global__ void __launch_bounds__(config.threads, 1)
+{kernel.name}(const __grid_constant__ LogitsParams params) {{
+    deep_tile::logits<config>(params);
+}}
+"""
+    wgmma = _wgmma_function(columns // 2, f"m64n{columns}k32.f32.e4m3.e4m3", ", 1, 1")
+    text = [wgmma, params.LOGITS.text, _headers("logits.cuh"), entry]
+    return "\n".join(text if watch is None else [_watch(watch), *text])
+
+
+_ThinKernels = ThinKernel | PartsKernel | SplitKernel
+
+StreamingKernel = (
+    CastKernel | TransposedKernel | BothKernel | GatedKernel | CombineKernel | SortKernel | LogitsKernel | _ThinKernels
+)
+"""A kernel that no GemmConfig describes: most are bound by memory."""
 
 _SOURCES = {
     CastKernel: cast_source,
@@ -354,6 +576,10 @@ _SOURCES = {
     GatedKernel: gated_source,
     CombineKernel: combine_source,
     SortKernel: sort_source,
+    ThinKernel: thin_source,
+    PartsKernel: parts_source,
+    SplitKernel: split_source,
+    LogitsKernel: logits_source,
 }
 
 

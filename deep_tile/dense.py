@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, api, finishes, launches, ops, packed, params, plan, tensors
+from deep_tile import _launcher, api, finishes, launches, ops, packed, params, plan, tensors, thin
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import KINDS, LAYOUT_NAMES, PACKED, Kind, Majors
 from deep_tile.ops import is_traced
@@ -172,7 +172,8 @@ def gemm(
         a: [m, k] bfloat16, float16 or int8, 16-byte aligned: unit stride along k and a row stride that is a multiple of
             16 bytes, or, of 16 bits, unit stride along m and such a stride along k. A slice of a wider matrix will do.
         b: [n, k] of the same dtype, likewise along k or n: one row per output column, as `torch.nn.Linear` keeps
-            weights.
+            weights. Or, with `a` of bfloat16, float32 along k: then the call is `thin_gemm`'s, and has neither bias,
+            activation, config, num_sms, constant_weights nor gradients.
         out: [m, n] bfloat16, float16 or float32, or of INT8 int32, unit stride along n; allocated when None. Any
             alignment and row stride will do, but rows that begin and end at multiples of 16 bytes are stored faster.
             Must not overlap the inputs.
@@ -190,6 +191,8 @@ def gemm(
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
     """
     options = ("gemm", out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, accumulate, activation, True)
+    if getattr(b, "dtype", None) is torch.float32 and getattr(a, "dtype", None) is torch.bfloat16:
+        return _multiply_wide(a, b, out, _Options(*options), bias)
     if is_traced():
         return _OPS["gemm"]((a, b, bias), (out,), _Options(*options))
     return _multiply((a, b), out, options, bias)
@@ -410,6 +413,21 @@ def _multiply(operands: tuple[torch.Tensor, ...], out: torch.Tensor | None, opti
             raise
         raise reason from None
     return out
+
+
+def _multiply_wide(a: torch.Tensor, b: torch.Tensor, out, options: _Options, bias) -> torch.Tensor:
+    """`gemm` of BF16 and FP32."""
+    refused = {"bias": bias, "activation": options.activation, "config": options.config, "num_sms": options.num_sms}
+    for name, given in {**refused, "constant_weights": options.constant_weights or None}.items():
+        if given is not None:
+            raise ValueError(f"{name} is given, and b is torch.float32: leave it out, or pass b.to(torch.bfloat16)")
+    return thin.thin_gemm(
+        *(a, b, out),
+        out_dtype=options.out_dtype or (a.dtype if out is None else None),
+        accumulate=options.accumulate,
+        batch_invariant=options.batch_invariant,
+        pdl=options.pdl,
+    )
 
 
 def _wants_gradient(*tensors_or_none: torch.Tensor | None) -> bool:

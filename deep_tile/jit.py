@@ -29,7 +29,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from deep_tile import packaged, sass, seal, settings
+from deep_tile import _launcher, packaged, sass, seal, settings
 
 if TYPE_CHECKING:
     from cuda.core.utils import FileStreamProgramCache
@@ -186,7 +186,23 @@ def is_packaged(source: str) -> bool:
 
 
 def _packaged_cubin(own_identity: bytes) -> bytes | None:
-    return packaged.get(own_identity) if settings.packaged_kernels() else None
+    return None if serving_contents() is None else packaged.get(own_identity)
+
+
+def serving_contents() -> packaged.Contents | None:
+    """Of the packaged kernels, where they are to serve. A driver of an older CUDA than their compiler does not load
+    them: kernels are compiled there, by the NVRTC that goes with it."""
+    brought = packaged.contents() if settings.packaged_kernels() else None
+    return None if brought is None or driver_is_older(brought.nvrtc_version) else brought
+
+
+def driver_is_older(nvrtc_version: str) -> bool:
+    """Whether there is a driver whose CUDA has a lower major version than an NVRTC."""
+    try:
+        driver = _launcher.driver_version()
+    except RuntimeError:
+        return False
+    return driver // 1000 < int(nvrtc_version.split(".")[0])
 
 
 def _compile_once(kernels: _KernelCache, key: bytes, source: str, name: str) -> bytes:
@@ -444,7 +460,7 @@ def _load_wheels_nvrtc() -> None:
 def cache_info() -> CacheInfo:
     """Where the cache is, what it holds, and its limit. Creates nothing."""
     kernels = _cache()
-    sizes, brought = kernels.entry_sizes(), packaged.contents() if settings.packaged_kernels() else None
+    sizes, brought = kernels.entry_sizes(), serving_contents()
     return CacheInfo(kernels.directory, len(sizes), sum(sizes), kernels.limit_bytes, _nvrtc_version_if_any(), brought)
 
 
@@ -456,7 +472,7 @@ def _nvrtc_version_if_any() -> str | None:
 
 def compiler_text() -> str:
     """Who makes the kernels here, in words. Raises RuntimeError where there is neither NVRTC nor a packaged kernel."""
-    brought = packaged.contents() if settings.packaged_kernels() else None
+    brought = serving_contents()
     if brought is None:
         return f"NVRTC {nvrtc_version()}"
     compiler = _nvrtc_version_if_any()

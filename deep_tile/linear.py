@@ -149,7 +149,7 @@ def quantize_weight(
         [ceil(n / 128), ceil(k / 128)] float32.
 
     Raises:
-        As `per_block_cast_to_fp8`.
+        TypeError, ValueError: as `per_block_cast_to_fp8`.
     """
     return quantize.per_block_cast_to_fp8(w, amax_floor=amax_floor, round_scale=round_scale, exact=exact)
 

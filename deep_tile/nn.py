@@ -105,8 +105,7 @@ class Linear(torch.nn.Module):
 
         Raises:
             TypeError: another dtype.
-            ValueError: a shape or device that does not fit.
-            And, of a `format`, as `to_blocks`.
+            ValueError: a shape or device that does not fit; and, of a `format`, as `to_blocks`.
         """
         if format is not None:
             how = {"format": format, "global_scale": global_scale, "max_error": max_error}

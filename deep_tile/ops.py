@@ -82,6 +82,8 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "amax_floor": ("float", SMALLEST_AMAX_FLOOR),
     "batch_invariant": ("bool", False),
     "beta": ("float", 0.0),
+    "clean": ("bool", False),
+    "columns": ("SymInt?", None),
     "constant_weights": ("bool", False),
     "counts": ("Tensor?", None),
     "exact": ("str", "divide"),
@@ -90,12 +92,14 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "fast_accum": ("bool", True),
     "limit": ("float?", None),
     "num_sms": ("int?", None),
+    "num_splits": ("int?", None),
     "offs": ("Tensor?", None),
     "out_dtype": ("ScalarType?", None),
     "pdl": ("bool?", None),
     "round_scale": ("str", "none"),
     "rows": ("Tensor?", None),
     "scale_layout": ("str", DEFAULT_SCALE_LAYOUT),
+    "terms": ("int", 3),
 }
 """Type and default of every keyword that ops take, as functions do. No schema can name a config."""
 

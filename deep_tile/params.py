@@ -391,5 +391,83 @@ SORT = Params(
 )
 """Of the lists of an expert layer's rows."""
 
+THIN = Params(
+    "ThinParams",
+    Field("a_map", TENSOR_MAP, "a [matrices, m, k] in bytes, box [1, block_m, 128]"),
+    Field(
+        "b_map",
+        TENSOR_MAP,
+        "b [matrices, n, k] in bytes, or of its terms [matrices * terms, n, k], box [1, block_n, 128]",
+    ),
+    Field("out", "void*"),
+    Field("squares", "float*", "[parts, m], of kernels that add them up"),
+    Field("m", "int", "", 1),
+    Field("n", "int", "", 1),
+    Field("k", "int", "", 1),
+    Field("matrix_steps", "int", "K blocks of a matrix", 1),
+    Field("part_steps", "unsigned", "of all matrices, that a part has at least"),
+    Field("longer_parts", "unsigned", "the first so many parts have one more"),
+    Field("format", "int", "of out, as Format has it", 1, 3),
+    Field("accumulate", "int", "FP32 results are added to out", 0, 1),
+    Field("out_stride", "long long", "strides are in elements"),
+    Field("part_stride", "long long", "from a part's results to the next one's"),
+)
+"""Of a product by parts of K."""
+
+SPLIT = Params(
+    "SplitParams",
+    Field("b", "const float*", "[matrices, rows, k], columns adjacent; strides are in elements"),
+    Field("out", "unsigned short*", "[matrices, terms, rows, out_stride], dense"),
+    Field("matrices", "int", "", 1),
+    Field("rows", "int", "", 1),
+    Field("k", "int", "", 1),
+    Field("out_stride", "int", "a multiple of 8", 8),
+    Field("row_stride", "long long"),
+    Field("matrix_stride", "long long"),
+)
+"""Of the split of FP32 into BF16 terms."""
+
+PARTS = Params(
+    "PartsParams",
+    Field("sums", "const float*", "[parts, m, n], dense"),
+    Field("squares", "const float*", "[parts, m], dense; null: there are none"),
+    Field("out", "void*"),
+    Field("sqr_sum", "float*", "[m]"),
+    Field("m", "int", "", 1),
+    Field("n", "int", "", 1),
+    Field("parts", "unsigned", "", 1),
+    Field("lanes", "unsigned", "threads that share a number's parts, a power of two", 1, 8),
+    Field("format", "int", "of out, as Format has it", 1, 3),
+    Field("accumulate", "int", "FP32 results are added to out", 0, 1),
+    Field("out_stride", "long long", "in elements"),
+)
+"""Of the sum of such parts."""
+LOGITS = Params(
+    "LogitsParams",
+    Field("rows", "int", "queries: rows of q, [rows, heads, head_dim]; strides are in elements", 1),
+    Field("heads", "int", "", 1),
+    Field("keys", "int", "that a query can have: all, or what a row of the table and of out has room for", 0),
+    Field("columns", "int", "of out", 1),
+    Field("blocks", "int", "of queries that share tiles of keys", 1),
+    Field("batch_rows", "int", "queries of a sequence; where keys are not in pages all rows", 1),
+    Field("batch_blocks", "int", "blocks of its queries", 1),
+    Field("compressed", "int", "a query's first logit is in column 0, not in that of its key", 0, 1),
+    Field("fills", "int", "-infinity is written outside of the ranges", 0, 1),
+    Field("own_lengths", "int", "there is a length for each query, not for each sequence's last one", 0, 1),
+    Field("table_columns", "int", "pages of a sequence at most", 0),
+    Field("weights", "const float*", "[rows, heads]"),
+    Field("weights_stride", "long long"),
+    Field("begins", "const int*", "[rows]: a query's first key; unused where keys are in pages"),
+    Field("ends", "const int*", "[rows]: the key behind its last; or lengths, where keys are in pages"),
+    Field("table", "const int*", "[sequences, table_columns]: the pages with a sequence's keys"),
+    Field("table_stride", "long long"),
+    Field("out", "void*"),
+    Field("out_stride", "long long"),
+    Field("q_map", TENSOR_MAP, "q in bytes, box [queries of a warpgroup, heads there, head_dim]"),
+    Field("keys_map", TENSOR_MAP, "[pages, keys of a page, head_dim] in bytes, box [1, 64, head_dim]"),
+    Field("scales_map", TENSOR_MAP, "[pages, keys of a page], box [1, 64]"),
+)
+"""Of the indexer's logits. Keys that are not in pages are one page."""
+
 MOST_CAST_GROUPS = 1024
 """Whose counts of living rows a cast holds in shared memory."""

@@ -203,8 +203,8 @@ def per_block_cast_to_fp8(
         `per_token_cast_to_fp8`. A block that holds NaN or infinity becomes NaN throughout; no other block changes.
 
     Raises:
-        ValueError: `w` is not 2-D.
-        And as `per_token_cast_to_fp8`, but for a gradient of `w`.
+        TypeError: as `per_token_cast_to_fp8`, but for a gradient of `w`.
+        ValueError: `w` is not 2-D; and as `per_token_cast_to_fp8`.
     """
     if not is_traced():
         return _cast_blocks(w, (SCALE_BLOCK, amax_floor, round_scale, exact, *_ALL_ROWS), out, scale_out)

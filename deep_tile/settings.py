@@ -19,7 +19,7 @@ class BadVariable(ValueError):
 
 
 class Variable(NamedTuple):
-    """One row of the table that the README and `python -m deep_tile doctor` show."""
+    """One row of the table in docs/configuration.md; `deep-tile doctor` shows them, too."""
 
     name: str
     meaning: str
@@ -28,13 +28,13 @@ class Variable(NamedTuple):
 
 CACHE_DIR = Variable(
     "DEEP_TILE_CACHE_DIR",
-    "Directory of compiled kernels, an absolute path. It may be moved, or copied into an image.",
+    "Directory of compiled kernels (absolute path). It can be moved, or copied into an image.",
     "$DG_JIT_CACHE_DIR/deep_tile (DeepGEMM's; of a list, /a:/b, the first that can be written to), else "
     "$XDG_CACHE_HOME/deep_tile, else $HOME/.cache/deep_tile, else memory only",
 )
 CACHE_MAX_MB = Variable(
     "DEEP_TILE_CACHE_MAX_MB",
-    "Size of that directory in MiB; above it, kernels are removed, the longest unread first.",
+    "Limit of that directory in MiB; above it, the least recently used kernels are removed.",
     "512",
 )
 PRINT_CONFIG = Variable(
@@ -44,27 +44,28 @@ PRINT_CONFIG = Variable(
 )
 DUMP_DIR = Variable(
     "DEEP_TILE_DUMP_DIR",
-    "Directory, an absolute path, for source, PTX, cubin and log of each kernel, and its SASS where nvdisasm is found. "
-    "Kernels are then compiled even if they are cached.",
+    "Directory (absolute path) that gets source, PTX, cubin and log of each kernel, and its SASS where nvdisasm is "
+    "found. Kernels are then compiled even if they are cached.",
     "unset",
 )
 
 TUNED = Variable(
     "DEEP_TILE_TUNED",
-    "File, an absolute path, that `tune` adds its results to and choices are taken from.",
+    "File (absolute path) that `tune` adds its results to, and that the selector reads.",
     "tuned/<name of the GPU>.json in the cache directory",
 )
 
 BOUNDED_WAITS = Variable(
     "DEEP_TILE_BOUNDED_WAITS",
-    "Debug: seconds after which a kernel that waits for a barrier writes down what for, and ends the launch with an "
-    "error; `deep_tile.watch.report()` then says who waits. Kernels are compiled anew in each process, and slower.",
+    "Debug: a kernel that has waited for a barrier that many seconds ends with an error, and "
+    "`deep_tile.watch.report()` says which warp waited for what. Kernels are then compiled in each process, and "
+    "slower.",
     "unset",
 )
 
 PACKAGED_KERNELS = Variable(
     "DEEP_TILE_PACKAGED_KERNELS",
-    "0: compile every kernel here, also those that an installed wheel brings.",
+    "0: compile every kernel here, even those that an installed wheel brings.",
     "1",
 )
 

@@ -12,7 +12,7 @@ import threading
 from typing import NamedTuple
 
 from deep_tile import settings
-from deep_tile.codegen import Watch, kernel_source
+from deep_tile.codegen import LogitsKernel, Watch, kernel_source, logits_source
 from deep_tile.config import GemmConfig
 
 WATCHED_BLOCKS = 256
@@ -36,8 +36,11 @@ class _Records(NamedTuple):
 
     memory: object  # keeps the records alive
     address: int
-    kernels: list[GemmConfig]
+    kernels: list["Watched"]
 
+
+Watched = GemmConfig | LogitsKernel
+"""Kernels that have a debug build."""
 
 _records: _Records | None = None
 _lock = threading.Lock()
@@ -48,13 +51,13 @@ def is_wanted() -> bool:
     return settings.bounded_waits_ns() is not None
 
 
-def debug_source(config: GemmConfig) -> str:
-    """CUDA C++ of the debug build of `config`, for this process alone. Allocates the records at its first call."""
+def debug_source(kernel: Watched) -> str:
+    """CUDA C++ of the debug build of a kernel, for this process alone. Allocates the records at its first call."""
     with _lock:
         records = _opened()
-        records.kernels.append(config)
+        records.kernels.append(kernel)
         watch = Watch(records.address, settings.bounded_waits_ns(), len(records.kernels))
-    return kernel_source(config, watch)
+    return logits_source(kernel, watch) if isinstance(kernel, LogitsKernel) else kernel_source(kernel, watch)
 
 
 def _opened() -> _Records:
@@ -78,7 +81,7 @@ def report() -> str:
     return describe(records, _records.kernels)
 
 
-def describe(records, kernels: list[GemmConfig]) -> str:
+def describe(records, kernels: list[Watched]) -> str:
     """The text of `report`, for records and the kernels by their number."""
     waiting = {index // WARPS_PER_BLOCK for index, record in enumerate(records) if record.waits}
     if not waiting:
@@ -92,15 +95,24 @@ def describe(records, kernels: list[GemmConfig]) -> str:
     return "\n".join(lines)
 
 
-def _describe(record: Record, config: GemmConfig, block: int, warp: int) -> str:
+def _describe(record: Record, config: Watched, block: int, warp: int) -> str:
     where = f"{config.name} block {block} {role(config, warp)}, tile at ({record.row}, {record.column})"
     if not record.waits:
         return f"{where}: does not wait for an mbarrier"
     return f"{where}: waits for {barrier(config, record.barrier - record.barriers)}, parity {record.parity}"
 
 
-def role(config: GemmConfig, warp: int) -> str:
-    """What a warp of a kernel does: the table at the top of gemm.cuh."""
+def role(config: Watched, warp: int) -> str:
+    """What a warp of a kernel does: the table at the top of gemm.cuh, or of logits.cuh."""
+    if isinstance(config, LogitsKernel):
+        helper = warp - 4 * config.warpgroups
+        return (
+            f"math warpgroup {warp // 4}, warp {warp % 4}"
+            if helper < 0
+            else "loader"
+            if helper == 0
+            else "warp that fills"
+        )
     math_warps = 4 * config.math_warpgroups
     if warp < math_warps:
         return f"math warpgroup {warp // 4}, warp {warp % 4}"
@@ -116,11 +128,21 @@ def role(config: GemmConfig, warp: int) -> str:
     return f"converter warp {helper - 1}" if helper else "unit warp"
 
 
-def barrier(config: GemmConfig, offset: int) -> str:
-    """Name of the mbarrier that lies `offset` bytes behind the first one; the order is that of SharedStorage."""
-    names = [
-        *(f"full[{stage}]" for stage in range(config.stages)),
-        *(f"empty[{stage}]" for stage in range(config.stages)),
+def barrier(config: Watched, offset: int) -> str:
+    """Name of the mbarrier that lies `offset` bytes behind the first one; the order is that of the kernel's storage."""
+    number, rest = divmod(offset, 8)
+    names = _barriers(config)
+    return (
+        names[number] if rest == 0 and 0 <= number < len(names) else f"no barrier of it, {offset} bytes off the first"
+    )
+
+
+def _barriers(config: Watched) -> list[str]:
+    stages = [f"{state}[{stage}]" for state in ("full", "empty") for stage in range(config.stages)]
+    if isinstance(config, LogitsKernel):
+        return [*stages, *(f"task_{state}[{slot}]" for state in ("full", "empty") for slot in range(2))]
+    return [
+        *stages,
         *(f"partial_full[{warpgroup}]" for warpgroup in range(config.math_warpgroups)),
         *(f"partial_empty[{warpgroup}]" for warpgroup in range(config.math_warpgroups)),
         *(f"slots.full[{slot}]" for slot in range(config.b_stages)),
@@ -128,7 +150,3 @@ def barrier(config: GemmConfig, offset: int) -> str:
         *(f"units.full[{stage}]" for stage in range(config.unit_stages)),
         *(f"units.empty[{stage}]" for stage in range(config.unit_stages)),
     ]
-    number, rest = divmod(offset, 8)
-    return (
-        names[number] if rest == 0 and 0 <= number < len(names) else f"no barrier of it, {offset} bytes off the first"
-    )

@@ -52,7 +52,7 @@ from benchmarks.timing import describe_run  # noqa: E402
 from deep_tile import jit  # noqa: E402
 from deep_tile.kinds import EVERY_KIND  # noqa: E402
 
-PREFIXES = sorted({"sort_by_expert_"} | {f"{kind.split('_')[0]}_" for kind in EVERY_KIND})
+PREFIXES = sorted({"sort_by_expert_", "thin_gemm_"} | {f"{kind.split('_')[0]}_" for kind in EVERY_KIND})
 """Of the names of deep_tile's kernels: sanitizers leave out all others."""
 
 

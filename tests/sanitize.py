@@ -42,12 +42,16 @@ from deep_tile import (
     fp8_gemm,
     fp8_gemm_cast,
     fp8_grouped_wgrad,
+    mqa_logits,
     packed,
+    paged_mqa_logits,
     per_block_cast_to_fp8,
     per_token_cast_to_fp8,
+    prenorm_gemm,
     silu_mul_cast_to_fp8,
     sort_by_expert,
     swiglu_gradient_cast_both,
+    thin_gemm,
     transpose_fp8,
     transposed_cast_to_fp8,
 )
@@ -449,10 +453,49 @@ def run_casts_of_rows(dtype: torch.dtype, rows: int, columns: int, device: str =
         assert torch.equal(got, wanted), (rows, columns, dtype)
 
 
+THIN = ((70, 24, 520), (3, 40, 200), (130, 130, 72))
+"""Rows, columns and K of products by parts of K."""
+
+
+def run_thin(m: int, n: int, k: int, device: str = "cuda") -> None:
+    """With sums of squares, of FP32 and BF16, in parts and without. Raises AssertionError."""
+    a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k)
+    for splits in (None, 2):
+        found = prenorm_gemm(a.to(device), b.to(device), num_splits=splits)
+        for x, y in zip(found, prenorm_gemm(a, b, num_splits=splits), strict=True):
+            assert torch.allclose(x.cpu(), y, rtol=1e-4, atol=1e-3), ("prenorm_gemm", m, n, k, splits)
+    for weight in (b, b.bfloat16()):
+        found = thin_gemm(a.to(device), weight.to(device))
+        assert torch.allclose(found.cpu(), thin_gemm(a, weight), rtol=1e-4, atol=1e-3), ("thin_gemm", m, n, k)
+
+
 def dense_targets(shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
     """`out` and `scale_out` of a cast. initcheck knows of no byte that another kernel has written."""
     out = torch.zeros(shape, dtype=torch.uint8).to(device).view(torch.float8_e4m3fn)
     return {"out": out, "scale_out": torch.zeros(*shape[:-1], -(-shape[-1] // 128)).to(device)}
+
+
+LOGITS = ((3, 70, 64, 128), (17, 200, 20, 64), (9, 130, 128, 32))
+"""Queries, keys, heads and elements of a head: of kernels in which warpgroups share queries, and have their own."""
+
+
+def run_logits(rows: int, keys: int, heads: int, head_dim: int, device: str = "cuda") -> None:
+    """Of keys and of pages, whose lists lie. Raises AssertionError."""
+    q, kv = torch.randn(rows, heads, head_dim).to(torch.float8_e4m3fn), torch.randn(keys, head_dim)
+    lists = [torch.randint(-3, keys + 4, (rows,)).int() for _ in range(2)]
+    given = q, kv.to(torch.float8_e4m3fn), torch.rand(keys), torch.randn(rows, heads), *lists
+    got = mqa_logits(*(x.to(device) for x in given), torch.zeros(rows, keys).to(device))
+    torch.testing.assert_close(got.cpu(), mqa_logits(*given), rtol=1e-3, atol=0.1)
+    cache = torch.randint(0, 0x7E, (5, 64, 1, head_dim + 4), dtype=torch.uint8)
+    cache.view(5, -1)[:, 64 * head_dim :] = torch.rand(5, 64).view(torch.uint8)
+    n, batch = min(rows, 6), 2
+    paged = (
+        *(q[:n].expand(batch, n, heads, head_dim).contiguous(), cache, torch.randn(batch * n, heads)),
+        *(torch.tensor([keys, 2**31 - 1]).int(), torch.randint(-1, 6, (batch, 4)).int()),
+    )
+    got = paged_mqa_logits(*(x.to(device) for x in paged), torch.zeros(batch * n, 256).to(device))
+    wanted = paged_mqa_logits(*paged, torch.zeros(batch * n, 256))
+    torch.testing.assert_close(got.cpu(), wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
 
 
 def failed(run: Callable[..., None], *arguments: Any) -> bool:
@@ -501,6 +544,12 @@ def main(tool: str = "") -> int:
     for cast in ROWS:
         print("casts of rows of", *cast, flush=True)
         failures += failed(run_casts_of_rows, *cast)
+    for sizes in THIN:
+        print("thin products of", *sizes, flush=True)
+        failures += failed(run_thin, *sizes)
+    for sizes in LOGITS:
+        print("logits of", *sizes, flush=True)
+        failures += failed(run_logits, *sizes)
     return 1 if failures else 0
 
 

@@ -251,11 +251,11 @@ def test_published_means_are_those_of_the_design():
     means = report.all_means(made_up_run())
     assert list(means["cuBLASLt tensor-wise, fast"].values()) == pytest.approx([1.10, 1.10, 1.07], abs=0.006)
     assert list(means[report.ESTIMATE].values()) == pytest.approx([1.24, 1.31, 1.19], abs=0.006)
-    assert list(means["DeepGEMM 2.6.1, published"].values()) == pytest.approx([1, 1, 1])
+    assert list(means[report.DEEP_GEMM].values()) == pytest.approx([1, 1, 1])
 
 
 def test_published_deep_gemm_is_left_out_on_other_gpus():
-    assert "DeepGEMM 2.6.1, published" not in report.all_means(made_up_run(gpu="NVIDIA H100"))
+    assert report.DEEP_GEMM not in report.all_means(made_up_run(gpu="NVIDIA H100"))
 
 
 def test_comparison_corrects_for_the_card():
@@ -299,21 +299,37 @@ def test_stored_results_have_the_form_in_which_they_are_written(path, tmp_path):
     assert (tmp_path / path.name).read_text() == path.read_text()
 
 
-def test_report_writes_table_and_plot(tmp_path):
-    result, overhead, readme = (tmp_path / name for name in ("run.json", "overhead.json", "README.md"))
-    store.save(result, made_up_run())
+def test_report_writes_tables_and_chart(tmp_path):
+    result, other, overhead = (tmp_path / name for name in ("run.json", "other.json", "overhead.json"))
+    readme, page = tmp_path / "README.md", tmp_path / "benchmarks.md"
+    store.save(result, with_bf16(made_up_run()))
+    store.save(other, with_bf16(made_up_run(gpu="NVIDIA H100 80GB HBM3")))
     first = [{"config": "fp8_gemm_x", "first_ms": 321.4, "second_ms": 0.1}]
     overhead.write_text(json.dumps({"host_us": {"deep_tile": 3.21}, "first_calls": {"cold": first, "packaged": first}}))
-    readme.write_text(f"before\n{report.BEGIN}\nstale\n{report.END}\nafter\n")
-    arguments = [result, "--overhead", overhead, "--readme", readme, "--figures", tmp_path / "figures"]
+    for path in (readme, page):
+        path.write_text(f"before\n{report.BEGIN}\nstale\n{report.END}\nafter\n")
+    arguments = [result, other, "--overhead", overhead, "--readme", readme, "--docs", tmp_path]
     report.main([str(argument) for argument in arguments])
-    text = readme.read_text()
-    assert text.startswith(f"before\n{report.BEGIN}\n") and text.endswith(f"{report.END}\nafter\n")
-    assert "stale" not in text
-    assert "| 4096x2112x7168 | 97.0 | 114.9 | 83.2 | 86.0 | 1279 |" in text
+    for path in (readme, page):
+        text = path.read_text()
+        assert text.startswith(f"before\n{report.BEGIN}\n") and text.endswith(f"{report.END}\nafter\n")
+        assert "stale" not in text
+    assert "| torch BF16 | H200 | 2.00 | 2.00 | 2.00 | 2.00, 2.00 |" in readme.read_text()
+    assert f"| {report.DEEP_GEMM} | H200 | 1.00 | 1.00 | 1.00 | 1.00, 1.00 |" in readme.read_text()
+    assert "| torch BF16 | H100 | 2.00" in readme.read_text() and f"{report.DEEP_GEMM} | H100" not in readme.read_text()
+    text = page.read_text()
+    assert "| 4096x2112x7168 | 97.0 | 114.9 | 83.2 | 194.0 | 86.0 | 1279 |" in text
     assert "| deep_tile | 3.2 |" in text
     assert "| cold cache | packaged |" in text and "| `fp8_gemm_x` | 321 | 321 |" in text
-    assert (tmp_path / "figures" / "deepseek_v3_layers.png").read_bytes().startswith(b"\x89PNG")
+    chart = (tmp_path / "figures" / "speed.svg").read_text()
+    assert "<svg" in chart and not re.search(r"<style|\sstyle=", chart)
+
+
+def with_bf16(run):
+    """And BF16 at half of deep_tile's speed."""
+    for row in run["shapes"]:
+        row["results"]["torch_bf16"] = {"us": 2 * row["results"]["deep_tile"]["us"]}
+    return run
 
 
 def test_report_refuses_a_readme_without_markers(tmp_path):

@@ -1,14 +1,15 @@
-"""The command line, called in this process, and what the README says. No GPU: where there is one, it is hidden."""
+"""The command line, called in this process. No GPU: where there is one, it is hidden."""
 
 import argparse
+import contextlib
 import functools
 import io
 import json
+import platform
 import re
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,18 +21,17 @@ from deep_tile import _launcher, jit, sass, settings
 from deep_tile.integrations import engines
 from deep_tile.kinds import FAMILIES
 from deep_tile.problem import GemmProblem
-from deep_tile.reference import MAX_RELATIVE_ERROR, relative_error
+from deep_tile.reference import MAX_RELATIVE_ERROR
 from deep_tile.select import tuned
 from deep_tile.select.choose import bucketed, choose, choose_bucket, configs_for, measured_choice, suits
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs
-from deep_tile.tools import cli, demo, demo_experts, demo_kinds, doctor, products
+from deep_tile.tools import cli, console, demo, demo_experts, demo_kinds, doctor, products, timing
 from deep_tile.tools.compile import wanted_configs
 from deep_tile.tools.doctor import DOCTORS_KERNELS
 
 NO_GPU = "this test hides the GPU"
-README = Path(__file__).parent.parent / "README.md"
-FEW_KERNELS = "512,256,8"  # n, k, max_m
+FEW_KERNELS = "8x512x256"
 
 
 def forget():
@@ -88,7 +88,7 @@ def kernels_in(text: str) -> list[str]:
 
 @pytest.mark.parametrize("shape", [(16, 2112, 7168), (100, 576, 7168), (4096, 7168, 2048)])
 def test_explain_puts_the_selectors_choice_first(call, shape):
-    code, out, _ = call("explain", *map(str, shape))
+    code, out, _ = call("explain", "x".join(map(str, shape)))
     problem = GemmProblem(*shape)
     chosen = choose(problem).name
     measured = measured_choice(bucketed(problem))
@@ -99,23 +99,23 @@ def test_explain_puts_the_selectors_choice_first(call, shape):
 
 
 def test_explain_says_which_m_decided(call):
-    assert "Decided for m = 128" in call("explain", "100", "576", "7168")[1]
-    assert "Decided" not in call("explain", "128", "576", "7168")[1]
+    assert "Decided for m = 128" in call("explain", "100x576x7168")[1]
+    assert "Decided" not in call("explain", "128x576x7168")[1]
 
 
 def test_explain_all_shows_every_candidate(call):
-    out = call("explain", "64", "4096", "7168", "--all")[1]
+    out = call("explain", "64x4096x7168", "--all")[1]
     suitable = [config for config in default_configs() if suits(config, GemmProblem(64, 4096, 7168))]
     assert sorted(kernels_in(out)) == sorted(config.name for config in suitable)
 
 
 def test_explain_says_how_many_waves_of_tiles_there_are(call):
-    out = " ".join(call("explain", "2048", "2112", "7168")[1].split())
+    out = " ".join(call("explain", "2048x2112x7168")[1].split())
     assert "240 tiles over 132 slots: 2 waves, 91% full" in out
 
 
 def test_explain_json(call):
-    code, out, _ = call("explain", "100", "576", "7168", "--num-sms", "78", "--json")
+    code, out, _ = call("explain", "100x576x7168", "--num-sms", "78", "--json")
     explained = json.loads(out)
     candidates = explained["candidates"]
     assert code == 0
@@ -129,9 +129,129 @@ def test_explain_json(call):
 
 
 def test_explain_on_one_sm_leaves_clusters_out(call):
-    out = call("explain", "64", "4096", "7168", "--num-sms", "1", "--all")[1]
+    out = call("explain", "64x4096x7168", "--num-sms", "1", "--all")[1]
     assert kernels_in(out)
     assert all("_c1x1" in name for name in kernels_in(out))
+
+
+# ---- 80 columns
+
+
+def shown_at_80(call, monkeypatch, *arguments) -> list[str]:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = call(*arguments)
+    assert code == 0
+    return out.splitlines()
+
+
+NAME = re.compile(r"fp8_gemm_\w+")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "explain 4096x4096x7168 --all",
+        "explain 100x576x7168 --hardware H20",
+        "explain 16x1536x2048 --groups 128",
+        "explain attention --head-dim 128",
+        "explain convolution --height 56 --width 56 --channels 256 --filters 256",
+        "explain elementwise --elements 29360128 --read-bytes 4 --write-bytes 2",
+        "explain reduction --rows 4096 --columns 7168 --read-bytes 2 --write-bytes 1",
+        f"compile --shape {FEW_KERNELS} --jobs 1",
+        "cache info",
+        "doctor",
+    ],
+)
+def test_output_is_readable_at_80_columns(call, monkeypatch, arguments):
+    """No line is wider, none ends in spaces, and tables fold no number and no kernel's name."""
+    lines = shown_at_80(call, monkeypatch, *arguments.split())
+    assert lines and max(map(len, lines)) <= 80
+    assert not [line for line in lines if line.endswith(" ")]
+    names = {name for line in lines for name in NAME.findall(line)}
+    known = {config.name for config in (*default_configs(True), *default_configs(False), *all_grouped_configs())}
+    assert names <= known
+    for number, line in enumerate(lines):
+        if line.startswith("fp8_gemm_") and len(line.split()) > 3:  # a row of a table
+            following = lines[number + 1] if number + 1 < len(lines) else ""
+            assert not following.startswith("   "), line
+
+
+def test_demo_is_readable_at_80_columns(call, monkeypatch, one_layer):
+    lines = shown_at_80(call, monkeypatch, "demo")
+    assert max(map(len, lines)) <= 80
+    rows = [line for line in lines if re.match(r"fp8_gemm_\S+ +\d|fp8 +e4m3, e4m3 +1x128, 128x128 +bf16", line)]
+    assert len(rows) == 3 and all(re.search(r" [\d.e-]+$", row) for row in rows)
+    assert lines[-1].startswith("All is well: ")
+
+
+@pytest.fixture
+def made_up_gpu(monkeypatch):
+    """What demos ask of a GPU, without one: times and errors that are made up, of real kernels' names."""
+    monkeypatch.setattr(deep_tile, "is_available", lambda: (True, "a made-up H200"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(timing, "L2Flush", lambda: None)
+
+
+def test_demo_on_a_gpu_is_readable_at_80_columns(call, monkeypatch, made_up_gpu):
+    def measure(m, n, k, flush):
+        return demo._Measured(choose(GemmProblem(m, n, k)).name, 1000.0, 1100.0, 2000.0, 1.66e-3)
+
+    monkeypatch.setattr(demo, "_measure", measure)
+    monkeypatch.setattr(demo_kinds, "_error", lambda kind, shape, device: 0.0)
+    monkeypatch.setattr(demo_kinds, "_prepared", lambda kind: None)
+    monkeypatch.setattr(timing, "capture", lambda call: call)
+    times = dict.fromkeys(demo_kinds.SHOWN, SimpleNamespace(us=1234.5))
+    monkeypatch.setattr(timing, "time_alternating", lambda graphs, samples, flush: times)
+    lines = shown_at_80(call, monkeypatch, "demo")
+    assert max(map(len, lines)) <= 80
+    row = next(line for line in lines if line.startswith("4096x7168x16384"))
+    assert row.split() == ["4096x7168x16384", "1000.0", "962", "2000.0", "2.00", "1100.0", "1.10", "1.7e-03"]
+    assert next(line for line in lines if line.startswith("int8_rows ")).split()[-2:] == ["50", "0.00e+00"]
+    verdict = " ".join(lines[-3:])
+    assert "2.00 times as fast as BF16 and 1.10 times as fast as per-tensor cuBLAS" in verdict
+
+
+def test_demo_of_experts_on_a_gpu_is_readable_at_80_columns(call, monkeypatch, made_up_gpu):
+    class Layer:
+        def __init__(self, *given): ...
+
+        def __call__(self, *given): ...
+
+        def checked(self, *given):
+            return dict.fromkeys(demo_experts._STEPS, 1.66e-3)
+
+        def loop(self, *given): ...
+
+    monkeypatch.setattr(demo_experts, "Layer", Layer)
+    monkeypatch.setattr(demo_experts, "routed", lambda *given: ())
+    monkeypatch.setattr(timing, "capture", lambda call: SimpleNamespace(replay=None))
+    times = {"ours": SimpleNamespace(us=1000.0), "loop": SimpleNamespace(us=24000.0)}
+    monkeypatch.setattr(timing, "time_calls", lambda calls, samples, flush: times)
+    lines = shown_at_80(call, monkeypatch, "demo", "--experts")
+    assert max(map(len, lines)) <= 80
+    assert next(line for line in lines if line.startswith("2048 ")).split()[:4] == ["2048", "1000.0", "24000.0", "24.0"]
+    assert "12 steps are right, and the layer is 24.0 to 24.0 times as fast" in " ".join(lines[-2:])
+
+
+def test_demo_shows_what_an_h200_took(call, monkeypatch):
+    monkeypatch.setattr(demo, "build_all", lambda configs, jobs: [])
+    monkeypatch.setattr(demo_kinds, "show_without_gpu", lambda: 0)
+    lines = shown_at_80(call, monkeypatch, "demo")
+    (title,) = (number for number, line in enumerate(lines) if line.startswith("Not measured here: stored times"))
+    rows = [line.split() for line in lines[title + 3 : title + 21]]
+    assert [row[0] for row in rows] == ["x".join(map(str, shape)) for shape in demo._demo_shapes()]
+    assert all(float(bf16) / float(us) == pytest.approx(float(gain), abs=0.02) for _, us, _, bf16, gain in rows)
+
+
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch, capsys):
+    now = iter(range(0, 100, 4))
+    monkeypatch.setattr(console, "monotonic", lambda: next(now))
+    assert list(console.track_progress(range(8), "Compiling")) == [*range(8)]
+    err = capsys.readouterr().err
+    assert re.fullmatch(r"(Compiling: \d of 8\n){2}", err), err
 
 
 # ---- compile
@@ -139,7 +259,7 @@ def test_explain_on_one_sm_leaves_clusters_out(call):
 
 def test_compile_fills_the_cache_with_what_a_shape_needs(call, cache):
     code, out, err = call("compile", "--shape", FEW_KERNELS, "--jobs", "2")
-    n, k, max_m = map(int, FEW_KERNELS.split(","))
+    max_m, n, k = map(int, FEW_KERNELS.split("x"))
     wanted = {config for store in (True, False) for config in configs_for(n, k, max_m, 132, store)}
     assert code == 0, err
     assert sorted(kernels_in(out)) == sorted(config.name for config in wanted)
@@ -174,7 +294,7 @@ def test_compile_fails_where_the_limit_evicts_kernels(call, cache, monkeypatch):
     code, out, err = call("compile", "--shape", FEW_KERNELS, "--jobs", "1")
     count = len(kernels_in(out))
     assert code == 1
-    assert f"{cache} holds 1 kernels" in out
+    assert f"{cache} holds 1 kernel," in out
     assert f"serves 1 of these {count} kernels" in err
     assert "set DEEP_TILE_CACHE_MAX_MB to 1 or more" in err
 
@@ -222,9 +342,9 @@ def test_cache_info_and_clear(call, cache):
     assert f"{cache} holds 0 kernels" in call("cache", "info")[1]
     assert not cache.exists()
     jit.load_cubin('extern "C" __global__ void nothing() {}', "nothing")
-    assert f"{cache} holds 1 kernels" in call("cache", "info")[1]
+    assert f"{cache} holds 1 kernel," in call("cache", "info")[1]
     code, out, _ = call("cache", "clear")
-    assert (code, "Removed 1 kernels" in out, str(cache) in out) == (0, True, True)
+    assert (code, "Removed 1 kernel," in out, str(cache) in out) == (0, True, True)
     assert jit.cache_info().entries == 0
 
 
@@ -246,6 +366,8 @@ def test_doctor_without_a_gpu_warns_and_passes(call, cache):
     assert all(finding["remedy"] for finding in found.values() if finding["status"] != "ok")
     assert found["DEEP_TILE_CACHE_DIR"]["seen"] == str(cache)
     assert {variable.name for variable in settings.VARIABLES} <= set(found)
+    assert found["deep_tile"]["seen"].startswith(deep_tile.__version__)
+    assert found["Python"]["seen"] == platform.python_version() and "Linux" in found["system"]["seen"]
 
 
 def test_doctor_prints_a_table(call):
@@ -401,15 +523,18 @@ def test_demo_without_a_gpu_compiles_and_computes(call, one_layer):
         name = choose(demo_kinds._problem(kind, demo_kinds.SHAPE)).name
         assert re.search(rf"^{kind.name} .*{kind.output} +{name} ", out, re.MULTILINE)
     assert float(re.search(r"against float64: relative error (\S+)", out)[1]) <= MAX_RELATIVE_ERROR
+    assert re.search(r"^4096x4096x7168 .*\d\.\d\d$", out, re.MULTILINE) is None  # of the layers asked for alone
+    assert re.search(r"\nAll is well: 4 kernels compile without spills, and 3 products are right. \d+ s.\n$", out)
 
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
 def test_demo_fails_on_a_wrong_product(call, one_layer, monkeypatch, factor):
     right = deep_tile.fp8_gemm
     monkeypatch.setattr(deep_tile, "fp8_gemm", lambda *operands: right(*operands) * factor)
-    code, _, err = call("demo")
+    code, out, err = call("demo")
     assert code == 1
     assert "exceeds" in err
+    assert "All is well" not in out and "\nSomething is wrong: see the messages above" in out
 
 
 def test_every_kind_is_shown_and_as_exact_as_it_is_to_be():
@@ -452,7 +577,8 @@ def test_demo_of_experts_without_a_gpu_compiles_and_computes(call, few_experts):
     assert NO_GPU in out
     asked = [(16, -(-tokens * 3 // 16), n, k) for tokens in (40, 300) for n, k in ((256, 256), (256, 128))]
     assert set(kernels_in(out)) == {deep_tile.explain_groups(*groups)["config"] for groups in asked}
-    errors = [float(error) for error in re.findall(r"relative error (\d\S+?)[;\s]", out)]
+    steps = re.findall(r"^(?:gate and up|activation and cast|down|sum) +(\S+e-\d+) +\S+e-\d+$", out, re.MULTILINE)
+    errors = [float(error) for error in steps]
     assert len(errors) == 4 and sorted(errors)[2] <= MAX_RELATIVE_ERROR < max(errors)
 
 
@@ -509,14 +635,14 @@ def test_bench_outside_a_checkout_says_where_it_is(call, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "required: COMMAND"),
         (["polish"], "'polish'"),
-        (["explain", "1", "2"], "give M, N and K"),
-        (["explain", "1", "2", "-3"], "-3"),
-        (["explain", "1", "0", "3"], "'0' is not a positive integer"),
-        (["explain", "1", "2", "3", "--num-sms", "many"], "'many' is not a positive integer"),
-        (["compile", "--shape", "7168,2048"], "not N,K,MAX_M"),
-        (["compile", "--shape", "7168,100,64"], "multiple of 16 bytes"),
+        (["explain"], "required: MxNxK"),
+        (["explain", "1", "2", "3"], "'1' is not MxNxK, such as 4096x7168x2048"),
+        (["explain", "1x2x-3"], "'1x2x-3' is not MxNxK"),
+        (["explain", "1x0x3"], "'0' is not a positive integer"),
+        (["explain", "1x2x3", "--num-sms", "many"], "'many' is not a positive integer"),
+        (["compile", "--shape", "7168x2048"], "'7168x2048' is not MxNxK"),
+        (["compile", "--shape", "64x7168x100"], "multiple of 16 bytes"),
         (["compile", "--jobs", "0"], "'0' is not a positive integer"),
         (["cache"], "required: ACTION"),
         (["doctor", "--shapes", "nine"], "unrecognized arguments: --shapes nine"),
@@ -527,6 +653,17 @@ def test_bad_arguments_are_one_line_and_code_2(call, arguments, said):
     assert (code, out) == (2, "")
     assert said in err
     assert err.startswith("deep-tile") and err.count("\n") == 1
+
+
+def test_without_arguments_it_shows_the_help(call):
+    code, out, err = call()
+    assert (code, err) == (2, "") and "explain" in out and "doctor" in out
+
+
+def test_doctor_names_variables_that_nobody_reads(call, monkeypatch):
+    monkeypatch.setenv("DEEP_TILE_CACHE", "/tmp")
+    found = findings(call)[1]["variables"]
+    assert found["status"] == "warn" and "DEEP_TILE_CACHE" in found["seen"]
 
 
 def test_errors_are_one_line_and_code_1(call, monkeypatch):
@@ -548,8 +685,8 @@ def run_without(package: str, *arguments: str) -> subprocess.CompletedProcess:
     [
         ("torch", ("demo",), "pip install torch"),
         ("torch", ("compile", "--shape", FEW_KERNELS), "pip install torch"),
-        ("torch", ("tune", "512", "256"), "pip install torch"),
-        ("matplotlib", ("explain", "16", "512", "256", "--plot", "/dev/null/roof"), 'pip install "deep_tile[bench]"'),
+        ("torch", ("tune", "512x256"), "pip install torch"),
+        ("matplotlib", ("explain", "16x512x256", "--plot", "/dev/null/roof"), 'pip install "deep_tile[bench]"'),
     ],
 )
 def test_missing_package_is_one_line_with_its_remedy(package, arguments, remedy):
@@ -574,67 +711,3 @@ def test_bug_in_an_import_is_not_taken_for_a_missing_package():
 def test_module_runs_as_a_program():
     finished = subprocess.run([sys.executable, "-m", "deep_tile", "--version"], capture_output=True, text=True)
     assert (finished.returncode, finished.stdout) == (0, f"deep_tile {deep_tile.__version__}\n")
-
-
-# ---- the README
-
-
-def test_readme_examples_run():
-    """One after the other, on the CPU: each goes on with the tensors of those before it.
-
-    The reader's own part is made here: `weights`, which share an input, and the `model` that is converted.
-    """
-    text = README.read_text()
-    examples = re.findall(r"```python\n(.*?)```", text.partition("## Several GPUs")[0], re.DOTALL)
-    assert len(examples) == 10
-    weights = [deep_tile.quantize_weight(torch.randn(n, 7168, dtype=torch.bfloat16)) for n in (64, 32)]
-    model = torch.nn.Sequential(torch.nn.Linear(256, 128, dtype=torch.bfloat16))
-    names = {"weights": weights, "model": model}
-    with deep_tile.forbid_compilation(False):
-        exec("".join(examples).replace('"cuda"', '"cpu"'), names)
-    exact = names["x"].double() @ names["w"].double().t()
-    for result in (names["out"], names["y"]):
-        assert result.shape == (64, 2112)
-        assert relative_error(result, exact) < 0.05
-    assert (names["q"].shape, names["k"].shape) == ((64, 64), (64, 32))
-    assert isinstance(model[0], deep_tile.nn.Linear)
-    assert relative_error(names["moved"], expert_layer(**names)) < 0.1
-    assert names["dx16"].shape == (128, 2048) and names["y8"].shape == (128, 1536)
-    assert names["h"].shape == (64, 1056) and names["h_scale"].shape == (64, 9)
-    assert all(type(names["block"][i]) is deep_tile.train.Linear for i in (0, 2))
-    assert all(weight.grad.isfinite().all() and weight.grad.any() for weight in names["block"].parameters())
-    assert relative_error(names["gradient"], names["dy"].double().t() @ names["inputs"].double()) < 0.06
-
-
-def expert_layer(tokens, chosen, up, down, shares, **others):
-    """What README's experts make of each token, in float64."""
-    up, down = ([deep_tile.dequantize(*weight).double() for weight in weights] for weights in (up, down))
-    moved = torch.zeros(tokens.shape, dtype=torch.float64)
-    for at, expert in enumerate(chosen.flatten().tolist()):
-        gate, other = (tokens[at // 2].double() @ up[expert].t()).chunk(2)
-        moved[at // 2] += shares.flatten()[at] * (torch.nn.functional.silu(gate) * other) @ down[expert].t()
-    return moved
-
-
-def test_readme_examples_of_other_packages_import():
-    """Of several GPUs and of engines: what they import is there; tests of their own run what they show."""
-    text = README.read_text()
-    examples = re.findall(r"```python\n(.*?)```", text.partition("## Several GPUs")[2], re.DOTALL)
-    assert len(examples) == 2
-    for example in examples:
-        compile(example, "README.md", "exec")
-        exec("\n".join(re.findall(r"^(?:from|import) .*", example, re.MULTILINE)), {})
-
-
-def test_readme_documents_every_variable():
-    text = README.read_text()
-    for variable in settings.VARIABLES:
-        assert f"| `{variable.name}` | {variable.meaning} | `{variable.default}` |" in text
-
-
-def test_readme_documents_every_command(call):
-    documented = set(re.findall(r"^\| .*", README.read_text().partition("## Command line")[2], re.MULTILINE))
-    commands = re.findall(r"^    (\w+(?: \w+)?)(?:  |$)", call("--help")[1], re.MULTILINE)
-    assert len(commands) == 11
-    for command in commands:
-        assert any(f"`{command}" in row.split("|")[1] for row in documented), command

@@ -31,8 +31,8 @@ BF16 = [
     *("m_grouped_bf16_gemm_nn_contiguous", "m_grouped_bf16_gemm_nt_masked", "k_grouped_bf16_gemm_tn_contiguous"),
 ]
 ABSENT = [
-    *("k_grouped_fp8_gemm_tn_contiguous", "cublaslt_gemm_nt", "fp8_fp4_mqa_logits", "einsum"),
-    *("get_mn_major_tma_aligned_packed_ue8m0_tensor", "tf32_hc_prenorm_gemm", "pack_ue8m0_to_int"),
+    *("k_grouped_fp8_gemm_tn_contiguous", "fp8_mega_moe"),
+    *("get_mn_major_tma_aligned_packed_ue8m0_tensor", "pack_ue8m0_to_int"),
 ]
 SMALL = [(1, 128, 256), (7, 512, 3884), (83, 130, 512)]
 PEERS = [
@@ -341,7 +341,7 @@ REAL = """
 from . import utils
 __version__ = "2.8.1"
 loads = LOADS
-def fp8_fp4_mqa_logits(): return "the real one's"
+def fp8_fp4_mega_moe(): return "the real one's"
 def fp8_gemm_nt(): return "the real one's"
 """
 
@@ -375,7 +375,7 @@ def test_names_of_the_real_one_alone_are_its(real_on_disk, name):
     deep_gemm.install(force=name == "deep_gemm")
     ours = importlib.import_module("deep_gemm")
     assert ours.fp8_gemm_nt is deep_gemm.fp8_gemm_nt and not hasattr(ours, "__wrapped__") and not loads
-    assert ours.fp8_fp4_mqa_logits() == deep_gemm.fp8_fp4_mqa_logits() == "the real one's"
+    assert ours.fp8_fp4_mega_moe() == deep_gemm.fp8_fp4_mega_moe() == "the real one's"
     from deep_gemm.utils.math import pack_ue8m0_to_int
 
     assert pack_ue8m0_to_int() == "packed" and loads == [name]
@@ -389,7 +389,7 @@ def test_what_was_imported_before_is_asked_and_given_back(real_on_disk):
     loads = real_on_disk("deep_gemm")
     real = importlib.import_module("deep_gemm")
     deep_gemm.install(force=True)
-    assert importlib.import_module("deep_gemm").fp8_fp4_mqa_logits is real.fp8_fp4_mqa_logits and len(loads) == 1
+    assert importlib.import_module("deep_gemm").fp8_fp4_mega_moe is real.fp8_fp4_mega_moe and len(loads) == 1
     deep_gemm.uninstall()
     assert sys.modules["deep_gemm"] is real and sys.modules["deep_gemm.utils"] is real.utils
 
@@ -399,9 +399,9 @@ def test_a_real_one_that_cannot_be_imported_is_absent(real_on_disk, tmp_path):
     (tmp_path / "deep_gemm" / "__init__.py").write_text("raise RuntimeError('no CUDA_HOME\\nhere')")
     deep_gemm.install(force=True)
     ours = importlib.import_module("deep_gemm")
-    assert getattr(ours, "fp8_fp4_mqa_logits", None) is None and sys.modules["deep_gemm"] is ours
+    assert getattr(ours, "fp8_fp4_mega_moe", None) is None and sys.modules["deep_gemm"] is ours
     with pytest.raises(AttributeError, match="no other DeepGEMM can be imported: deep_gemm: no CUDA_HOME here; vllm"):
-        _ = ours.fp8_fp4_mqa_logits
+        _ = ours.fp8_fp4_mega_moe
 
 
 def test_newer_keywords():
@@ -478,10 +478,10 @@ def test_submodules_are_imported_by_every_way(installed, name):
 @pytest.mark.parametrize("name", ["", *LAYOUT_OF_THE_PACKAGE])
 def test_absent_names_say_so(installed, name):
     module = importlib.import_module(f"deep_gemm.{name}".rstrip("."))
-    assert getattr(module, "fp8_mqa_logits", None) is None
+    assert getattr(module, "fp8_mega_moe", None) is None
     for of in (module, deep_gemm):
-        with pytest.raises(AttributeError, match=r"deep_tile, which takes .* has no fp8_mqa_logits.*uninstall\(\)"):
-            _ = of.fp8_mqa_logits
+        with pytest.raises(AttributeError, match=r"deep_tile, which takes .* has no fp8_mega_moe.*uninstall\(\)"):
+            _ = of.fp8_mega_moe
     deep_gemm.uninstall()
     assert not [loaded for loaded in sys.modules if loaded.split(".")[0] == "deep_gemm"]
 

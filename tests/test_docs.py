@@ -1,10 +1,17 @@
-"""The documents: what they link to and name exists, they stay short, and tables are those of the stored results."""
+"""The documents: what they link to and name exists, their code runs, and tables are those of the stored results."""
 
 import re
 import sys
+from itertools import permutations
 from pathlib import Path
 
 import pytest
+import torch
+
+import deep_tile
+from deep_tile import jit, settings
+from deep_tile.reference import relative_error
+from deep_tile.tools import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # Appended: an installed deep_tile still comes first.
@@ -12,7 +19,7 @@ sys.path.append(str(ROOT))  # Appended: an installed deep_tile still comes first
 from benchmarks import report, store  # noqa: E402
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-FOLDERS = ("benchmarks", "csrc", "deep_tile", "docs", "examples", "include", "tests")
+FOLDERS = (".github", "benchmarks", "csrc", "deep_tile", "docs", "examples", "include", "tests")
 SOURCES = sorted(
     path
     for folder in FOLDERS
@@ -87,9 +94,102 @@ def test_figures_need_no_style_sheet():
         assert not re.search(r"<style|\s(?:class|style)=", path.read_text()), path
 
 
-def test_readme_has_the_tables_of_a_stored_run():
-    _, _, rest = (ROOT / "README.md").read_text().partition(f"{report.BEGIN}\n")
+def between_markers(path: Path) -> str:
+    _, _, rest = path.read_text().partition(f"{report.BEGIN}\n")
     part, end, _ = rest.partition(f"\n{report.END}")
-    runs, overheads = (map(store.load, sorted(store.FOLDER.glob(f"{kind}_*.json"))) for kind in ("bench", "overhead"))
-    overheads = list(overheads)
-    assert end and part in [report.readme_part(run, overhead) for run in runs for overhead in overheads]
+    assert end
+    return part
+
+
+def stored(kind: str) -> list[report.Run]:
+    return [store.load(path) for path in sorted(store.FOLDER.glob(f"{kind}_*.json"))]
+
+
+def test_readme_and_benchmarks_have_the_tables_of_a_stored_run():
+    runs = stored("bench")
+    parts = {report.readme_part([*chosen]) for count in (1, 2, 3) for chosen in permutations(runs, count)}
+    assert between_markers(ROOT / "README.md") in parts
+    tables = [report.benchmarks_part(run, overhead) for run in runs for overhead in stored("overhead")]
+    assert between_markers(ROOT / "docs" / "benchmarks.md") in tables
+
+
+def test_readme_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    first = " ".join(lines[2 : lines.index("", 2)])
+    assert len(lines) <= 200
+    assert len(first.split()) <= 50
+
+
+# ---- code
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Kernels are not compiled for blocks that only make them ready; whether they compile is asked elsewhere."""
+    monkeypatch.setattr(jit, "load_cubin", lambda source, name: b"")
+    yield
+    deep_tile.forbid_compilation(False)
+
+
+def run_blocks(path: Path) -> None:
+    """Those marked `python`, on the CPU: README's each by itself, a page's one after the other."""
+    names = {}
+    for block in blocks(path, "python"):
+        names = {} if path.name == "README.md" else names
+        exec(compile(block.replace('"cuda"', '"cpu"'), path.name, "exec"), names)
+        if "chosen" in names and path.name == "README.md":
+            check_layer_of_experts(**names)
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "python")], ids=lambda path: path.name)
+def test_code_runs(path, no_compiler):
+    run_blocks(path)
+
+
+def check_layer_of_experts(tokens, chosen, shares, w_gate_up, w_down, y, **others):
+    """README's, against BF16 weights in float64."""
+    exact = torch.zeros(tokens.shape, dtype=torch.float64)
+    for at, expert in enumerate(chosen.flatten().tolist()):
+        gate, up = (tokens[at // 2].double() @ w_gate_up[expert].double().t()).chunk(2)
+        hidden = torch.nn.functional.silu(gate) * up
+        exact[at // 2] += shares.flatten()[at] * hidden @ w_down[expert].double().t()
+    assert relative_error(y, exact) < 0.1
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_code_for_other_machines_compiles(path):
+    """What is marked `py` needs a GPU, other packages or other processes; of deep_tile it imports what there is."""
+    for block in blocks(path, "py"):
+        compile(block, path.name, "exec", dont_inherit=True)
+        exec("\n".join(re.findall(r"^(?:from deep_tile|import deep_tile).*", block, re.MULTILINE)), {})
+
+
+def test_api_has_every_public_name_with_an_example():
+    text = (ROOT / "docs" / "api.md").read_text()
+    code = "".join(blocks(ROOT / "docs" / "api.md", "python"))
+    for name in deep_tile._MODULES:
+        assert text.count(f"\n::: deep_tile.{name}\n") == 1, name
+        is_type = name[0].isupper() and name not in ("GemmConfig", "Plan")
+        assert is_type or f"deep_tile.{name}(" in code or name == "Plan", name
+    for name in deep_tile._SUBMODULES:
+        assert re.search(rf"^::: deep_tile\.{name}\.", text, re.MULTILINE), name
+
+
+def test_configuration_has_every_variable():
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    for variable in settings.VARIABLES:
+        assert f"| `{variable.name}` | {variable.meaning} | `{variable.default}` |" in text
+
+
+def test_cli_has_every_command(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    commands = re.findall(r"^    (\w+(?: \w+)?)(?:  |$)", capsys.readouterr().out, re.MULTILINE)
+    headings = re.findall(r"^## .*", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
+    assert len(commands) == 11
+    for command in commands:
+        assert any(f"`{command.removesuffix(' info')}`" in heading for heading in headings), command

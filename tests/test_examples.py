@@ -1,14 +1,50 @@
 """The examples, as a user would run them."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 from helpers import EXAMPLES, load_example
 
+import deep_tile
 from deep_tile.integrations import transformers as integration
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@pytest.fixture
+def run_example(monkeypatch, capfd):
+    """Runs an example on a device in this process; returns the numbers that it prints."""
+
+    def run(name: str, device: str) -> list[float]:
+        if device == "cpu":
+            monkeypatch.setattr(deep_tile, "is_available", lambda: (False, "this test hides the GPU"))
+        load_example(name).main()
+        out = capfd.readouterr().out
+        assert device in out
+        return [float(number) for number in re.findall(r"\d+\.\d+", out)]
+
+    yield run
+    deep_tile.forbid_compilation(False)
+
+
+@DEVICES
+def test_linear(device, run_example):
+    error, bf16_ms, fp8_ms = run_example("linear", device)
+    assert 0 < error < 0.08 and bf16_ms > 0 and fp8_ms > 0
+
+
+@DEVICES
+def test_experts(device, run_example):
+    errors = run_example("experts", device)
+    assert len(errors) == (2 if device == "cuda" else 1) and all(0 < error < 0.1 for error in errors)
+
+
+@DEVICES
+def test_training(device, run_example):
+    before, after, before_lora, after_lora = run_example("training", device)
+    assert after < 0.8 * before and after_lora < before_lora
 
 
 @pytest.fixture

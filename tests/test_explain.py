@@ -32,8 +32,23 @@ def test_data_is_the_selectors_choice(shape):
     json.dumps(data, allow_nan=False)
 
 
+def test_the_kernel_its_time_and_the_limit_come_first(call):
+    title, kernel, predicted, measured, limit, *rest = call("explain", "4096x4096x7168")[1].splitlines()
+    data = deep_tile.explain(4096, 4096, 7168)
+    us = data["candidates"][0]["time_us"]
+    assert title == "4096x4096x7168 in fp8 on 132 SMs of H200"
+    assert kernel.split() == ["Kernel:", data["config"]]
+    assert predicted.startswith(f"Predicted: {us:.1f} us, ") and predicted.endswith(" TFLOPS")
+    assert measured.startswith(f"Measured:  {data['measured']['us']:.1f} us, ")
+    limit_us = 2 * 4096 * 4096 * 7168 / H200.fp8_tflops / 1e6
+    assert limit == f"Limit:     {limit_us:.1f} us (tensor cores alone); predicted is {us / limit_us:.2f} times that"
+    assert " ".join(rest).index("Why: ") < " ".join(rest).index("arithmetic")
+    assert "us (HBM alone)" in call("explain", "16x4096x7168")[1]
+    assert "No call takes dense operands of that k: rows of 7169 bytes" in call("explain", "64x2112x7169")[1]
+
+
 def test_walls_are_told_with_their_arithmetic(call):
-    code, out, _ = call("explain", "4096", "4096", "7168")
+    code, out, _ = call("explain", "4096x4096x7168")
     text = " ".join(out.split())
     assert code == 0
     for said in (
@@ -50,14 +65,14 @@ def test_walls_are_told_with_their_arithmetic(call):
 
 @pytest.mark.parametrize("gpu", PRESETS)
 def test_every_preset(call, gpu):
-    code, out, err = call("explain", "64", "4096", "7168", "--hardware", gpu)
+    code, out, err = call("explain", "64x4096x7168", "--hardware", gpu)
     assert (code, err) == (0, "")
     assert f"on {PRESETS[gpu].num_sms} SMs of {gpu}" in out
     assert ("scaled to" in out) == (gpu != "H200")
 
 
 def test_where_the_choice_for_another_gpu_differs_it_is_said(call):
-    out = " ".join(call("explain", "64", "24576", "1536", "--hardware", "H100 SXM")[1].split())
+    out = " ".join(call("explain", "64x24576x1536", "--hardware", "H100 SXM")[1].split())
     derived = report.derivation(64, 24576, 1536, hardware="H100 SXM")
     used = choose(derived.problem)
     assert used != derived.choice.config
@@ -65,7 +80,7 @@ def test_where_the_choice_for_another_gpu_differs_it_is_said(call):
 
 
 def test_other_dtypes_are_tiles_without_kernels(call):
-    code, out, _ = call("explain", "4096", "4096", "7168", "--dtype", "tf32")
+    code, out, _ = call("explain", "4096x4096x7168", "--dtype", "tf32")
     assert code == 0
     assert "tf32_128x256x32_s4" in out
     assert "There is no tf32 kernel" in out
@@ -78,13 +93,13 @@ NOT_MEASURED = [kind for kind in KINDS.values() if not is_measured(kind.name)]
 
 
 def test_measured_kinds_do_not_say_that_they_were_not(call):
-    assert "was not measured" not in call("explain", "4096", "4096", "7168", "--dtype", "fp8_rows")[1]
+    assert "was not measured" not in call("explain", "4096x4096x7168", "--dtype", "fp8_rows")[1]
 
 
 @pytest.mark.parametrize("kind", NOT_MEASURED, ids=lambda kind: kind.name)
 def test_kinds_without_times_of_their_own_say_whose_they_have(call, kind):
     problem = GemmProblem(4096, 4096, 7168, kind=kind.name, output=kind.output)
-    code, out, _ = call("explain", "4096", "4096", "7168", "--dtype", kind.name)
+    code, out, _ = call("explain", "4096x4096x7168", "--dtype", kind.name)
     assert code == 0
     assert choose(problem).name in out and "fp8_gemm" not in out
     assert f"{kind.name} was not measured" in out
@@ -92,7 +107,7 @@ def test_kinds_without_times_of_their_own_say_whose_they_have(call, kind):
 
 
 def test_a_stored_measurement_is_shown(call):
-    out = call("explain", "4096", "4096", "7168")[1]
+    out = call("explain", "4096x4096x7168")[1]
     assert "Measured: " in out and "the prediction is" in out
     measured = deep_tile.explain(4096, 4096, 7168)["measured"]
     assert measured["tflops"] == pytest.approx(2 * 4096 * 4096 * 7168 / measured["us"] / 1e6)
@@ -114,20 +129,20 @@ def test_measurements_of_another_config_are_not_shown(monkeypatch):
 
 def test_plot(call, tmp_path):
     picture = tmp_path / "roofline.png"
-    code, _, err = call("explain", "64", "4096", "7168", "--plot", str(picture))
+    code, _, err = call("explain", "64x4096x7168", "--plot", str(picture))
     assert code == 0
     assert str(picture) in err
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_plot_says_which_file_it_wrote(call, tmp_path):
-    code, _, err = call("explain", "64", "4096", "7168", "--plot", str(tmp_path / "roof"))
+    code, _, err = call("explain", "64x4096x7168", "--plot", str(tmp_path / "roof"))
     assert code == 0
     assert [str(path) for path in tmp_path.iterdir()] == [str(tmp_path / "roof.png")]
     assert err == f"deep-tile: wrote {tmp_path / 'roof.png'}\n"
 
 
-@pytest.mark.parametrize("command", [("explain", "64", "4096", "7168"), ("bench", "--results", "any.json")])
+@pytest.mark.parametrize("command", [("explain", "64x4096x7168"), ("bench", "--results", "any.json")])
 @pytest.mark.parametrize("folder", ["", "missing/"])
 def test_plot_wants_a_file_and_no_folder(call, tmp_path, command, folder):
     code, out, err = call(*command, "--plot", f"{tmp_path}/{folder}")
@@ -146,7 +161,7 @@ def test_plot_wants_a_file_and_no_folder(call, tmp_path, command, folder):
     ],
 )
 def test_bad_arguments(call, arguments, said, code):
-    seen, out, err = call("explain", "1", "2", "3", *arguments)
+    seen, out, err = call("explain", "1x2x3", *arguments)
     assert (seen, out) == (code, "")
     assert said in err and err.count("\n") == 1
 
@@ -180,7 +195,7 @@ def test_types_are_checked(changed, said):
 def test_it_imports_nothing_heavy():
     program = (
         "import sys\nfrom deep_tile.tools.cli import main\n"
-        "assert main(['explain', '4096', '4096', '7168']) == 0\n"
+        "assert main(['explain', '4096x4096x7168']) == 0\n"
         "heavy = {'torch', 'numpy', 'matplotlib', 'cuda'} & set(sys.modules)\nassert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -275,16 +290,16 @@ def test_groups_of_kinds(call, kind, bytes_):
     scales = 4 * 16 * (1536 + 200) if kind == "fp8_rows" else 0
     moved = 16 * ((1536 + 200) * 2048 * bytes_ + 200 * 1536 * out_bytes) + scales
     assert data["limits"]["HBM"] == pytest.approx(moved / H200.hbm_tbps / 1e6)
-    code, out, _ = call("explain", "--groups", "16", "--rows", "200", "1536", "2048", "--dtype", kind)
+    code, out, _ = call("explain", "200x1536x2048", "--groups", "16", "--dtype", kind)
     assert code == 0 and data["config"] in out and f"in {kind} on 132 SMs" in out
 
 
 def test_groups_on_the_command_line(call):
-    asked = ["--groups", "128", "--rows", "64", "1536", "2048"]
+    asked = ["64x1536x2048", "--groups", "128"]
     code, out, _ = call("explain", *asked)
     data = deep_tile.explain_groups(128, 64, 1536, 2048)
     text = " ".join(out.split())
-    assert code == 0 and data["why"] in text and "128 groups of 64 rows, n = 1536, k = 2048" in text
+    assert code == 0 and data["why"] in text and "128 groups of 64x1536x2048 in fp8" in text
     assert all(row["name"] in text for row in data["candidates"])
     code, out, _ = call("explain", *asked, "--grouping", "counts", "--num-sms", "78", "--hardware", "H20", "--json")
     options = {"grouping": "counts", "num_sms": 78, "hardware": "H20"}
@@ -296,14 +311,12 @@ def test_groups_on_the_command_line(call):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--groups 4 256 512", "give --groups G and --rows R"),
-        ("--rows 4 256 512", "give --groups G and --rows R"),
-        ("--groups 4 --rows 2 64 256 512", "N, K alone"),
-        ("--groups 4 --rows 2 256 512 --all", "--plot, --all"),
-        ("--groups 4 --rows 2 256 512 --bias bf16", "--activation and --layout are not for groups"),
-        ("--groups 4 --rows 2 256 512 --layout nn", "--activation and --layout are not for groups"),
-        ("64 256 512 --tflops 1e200", "'1e200' is not a positive number from 1e-06 to 1e+09"),
-        ("256 512", "give M, N and K, or --groups G"),
+        ("--groups 4 256x512", "'256x512' is not MxNxK"),
+        ("2x256x512 --groups 4 --all", "--plot, --all"),
+        ("2x256x512 --groups 4 --bias bf16", "--activation and --layout are not for groups"),
+        ("2x256x512 --groups 4 --layout nn", "--activation and --layout are not for groups"),
+        ("64x256x512 --tflops 1e200", "'1e200' is not a positive number from 1e-06 to 1e+09"),
+        ("256x512", "'256x512' is not MxNxK"),
     ],
 )
 def test_commands_that_make_no_sense(call, arguments, said):
@@ -314,8 +327,8 @@ def test_commands_that_make_no_sense(call, arguments, said):
 @pytest.mark.parametrize("number", ["1e-6", "1e9"])
 @pytest.mark.parametrize("option", ["--tflops", "--bandwidth", "--latency"])
 def test_any_number_is_explained(call, option, number):
-    assert call("explain", "1", "1", "1", option, number)[0] == 0
-    assert call("explain", "100000", "100000", "100000", option, number)[0] == 0
+    assert call("explain", "1x1x1", option, number)[0] == 0
+    assert call("explain", "100000x100000x100000", option, number)[0] == 0
 
 
 @pytest.mark.parametrize("layout", ["nn", "tn", "tt"])
@@ -323,7 +336,7 @@ def test_a_layout_is_explained(call, layout):
     explained, plain = (deep_tile.explain(4096, 7168, 2048, dtype="bf16", layout=name) for name in (layout, "nt"))
     assert explained["config"].replace(f"_{layout}", "") == plain["config"] != explained["config"]
     assert explained["predicted"] == plain["predicted"] and explained["problem"]["layout"] == layout
-    code, out, _ = call("explain", "4096", "7168", "2048", "--dtype", "bf16", "--layout", layout)
+    code, out, _ = call("explain", "4096x7168x2048", "--dtype", "bf16", "--layout", layout)
     assert code == 0 and explained["config"] in out
     with pytest.raises(ValueError, match=f"layout is '{layout}'; operands of fp8 lie along k, as 'nt' says"):
         deep_tile.explain(4096, 7168, 2048, layout=layout)
@@ -355,7 +368,7 @@ def test_a_finish_is_explained():
 
 def test_numbers_of_the_command_line_are_those_that_are_used(call):
     numbers = "--tflops 50 --bandwidth 1 --latency 600 --sms 100 --registers 60000 --smem 100"
-    code, out, err = call("explain", "4096", "4096", "4096", "--dtype", "fp16", *numbers.split(), "--json")
+    code, out, err = call("explain", "4096x4096x4096", "--dtype", "fp16", *numbers.split(), "--json")
     assert (code, err) == (0, "")
     data = json.loads(out)
     used = {name: entry["value"] for name, entry in data["hardware"].items() if name != "name"}
@@ -371,14 +384,14 @@ def test_numbers_of_the_command_line_are_those_that_are_used(call):
 
 
 def test_numbers_replace_those_of_the_hardware_that_is_named(call):
-    out = call("explain", "64", "4096", "7168", "--hardware", "H20", "--bandwidth", "2", "--json")[1]
+    out = call("explain", "64x4096x7168", "--hardware", "H20", "--bandwidth", "2", "--json")[1]
     used = json.loads(out)["hardware"]
     assert used["name"] == "H20 with bandwidth = 2"
     assert used["hbm_tbps"] == {"value": 2, "source": "given"} and used["num_sms"]["value"] == 78
 
 
 def test_the_report_says_whose_times_are_scaled_and_which_tiles_do_not_fit(call):
-    text = " ".join(call("explain", "4096", "4096", "7168", "--smem", "60")[1].split())
+    text = " ".join(call("explain", "4096x4096x7168", "--smem", "60")[1].split())
     assert "on 132 SMs of H200 with smem_bytes = 61440" in text
     assert "scaled to H200 with smem_bytes = 61440 by tensor rate, clock and bandwidth. Kernels" in text
     assert "are shown with fewer, and with the times that they take with all" in text
@@ -387,7 +400,7 @@ def test_the_report_says_whose_times_are_scaled_and_which_tiles_do_not_fit(call)
 
 
 def test_groups_drop_tiles_too(call):
-    asked = ("explain", "--groups", "8", "--rows", "64", "4096", "4096", "--smem")
+    asked = ("explain", "64x4096x4096", "--groups", "8", "--smem")
     code, out, _ = call(*asked, "60", "--json")
     candidates = json.loads(out)["candidates"]
     assert code == 0 and candidates and all(row["smem_bytes"] <= 61440 for row in candidates)
@@ -401,7 +414,7 @@ def test_one_group_candidate_is_enough(call):
     sizes = [row["smem_bytes"] for row in deep_tile.explain_groups(8, 64, 4096, 4096)["candidates"]]
     assert len(sizes) > 2
     for kilobytes in range(20, 70):
-        code, out, _ = call("explain", "--groups", "8", "--rows", "64", "4096", "4096", "--smem", str(kilobytes))
+        code, out, _ = call("explain", "64x4096x4096", "--groups", "8", "--smem", str(kilobytes))
         if code == 0:
             assert "has the shortest predicted time" in out
             break
@@ -411,18 +424,18 @@ def test_one_group_candidate_is_enough(call):
 @pytest.mark.parametrize("option", ["--tflops", "--bandwidth", "--latency", "--sms", "--registers", "--smem"])
 @pytest.mark.parametrize("number", ["0", "-3", "nan", "inf", "many", "1e400", ""])
 def test_numbers_that_make_no_sense_are_named(call, option, number):
-    code, out, err = call("explain", "64", "4096", "7168", option, number)
+    code, out, err = call("explain", "64x4096x7168", option, number)
     assert (code, out) == (2, "")
     assert f"argument {option}: {number!r} is not a positive" in err and err.count("\n") == 1
 
 
 def test_shared_memory_is_in_kb(call):
-    code, _, err = call("explain", "64", "4096", "7168", "--smem", "232448")
+    code, _, err = call("explain", "64x4096x7168", "--smem", "232448")
     assert code == 2 and "'232448' is no size in KB of 1024 bytes; Hopper has 227" in err
 
 
 def test_hardware_without_room_for_a_tile_is_one_line_and_code_1(call):
-    code, out, err = call("explain", "64", "4096", "7168", "--smem", "8")
+    code, out, err = call("explain", "64x4096x7168", "--smem", "8")
     assert (code, out) == (1, "")
     assert err.startswith("deep-tile: no tile passes the walls of H200 with smem_bytes = 8192")
     assert err.count("\n") == 1

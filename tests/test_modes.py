@@ -313,6 +313,7 @@ ONLY_FUNCTION = {
     "config": "which no schema can name",
     "out": "an overload of its own",
     "scale_out": "likewise",
+    "sqr_sum": "likewise",
     "offs": "bounds, of whichever kind `a` has",
     "counts": "likewise",
     "rows": "of per_token_cast_to_fp8, an op of its own",

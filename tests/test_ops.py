@@ -25,6 +25,7 @@ from deep_tile import (
     prepare,
     silu_mul_cast_to_fp8,
     supports,
+    train,
 )
 from deep_tile.quantize import SCALE_LAYOUTS
 
@@ -576,6 +577,16 @@ def test_tags(name):
     tags = overload(name).tags
     assert {torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides} <= set(tags)
     assert torch.Tag.cudagraph_unsafe not in tags
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_compiling_warns_of_nothing():
+    """By dynamo, of casts, products and layers that train: it warned of cached functions, and of autocast's query."""
+    layer = train.Linear(128, 128)
+    compiled = torch.compile(
+        lambda x: layer(dequantize(*per_token_cast_to_fp8(x)) * x), fullgraph=True, backend="eager"
+    )
+    compiled(torch.randn(8, 128)).sum()
 
 
 def test_eager_calls_pass_no_op():

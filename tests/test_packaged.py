@@ -10,7 +10,7 @@ import other_nvrtc
 import pack_other_nvrtc
 import pytest
 
-from deep_tile import cast, jit, packaged, sass, settings
+from deep_tile import _launcher, cast, jit, packaged, sass, settings
 from deep_tile.codegen import cast_source, kernel_source
 from deep_tile.config import GemmConfig
 from deep_tile.problem import GemmProblem
@@ -64,6 +64,16 @@ def test_a_variable_ignores_them(folder, monkeypatch):
     assert not jit.is_packaged(SOURCE)
     assert jit.cache_info().packaged is None
     assert jit.load_cubin(SOURCE, "answer") != CUBIN
+
+
+@pytest.mark.parametrize(("driver", "serve"), [(12080, False), (13000, True), (14000, True)])
+def test_drivers_of_an_older_cuda_get_kernels_of_their_own_compiler(folder, monkeypatch, call, driver, serve):
+    packaged.write({jit.identity(SOURCE): CUBIN}, "13.0.88", folder)
+    monkeypatch.setattr(_launcher, "driver_version", lambda: driver)
+    assert jit.is_packaged(SOURCE) == serve
+    assert (jit.load_cubin(SOURCE, "answer") == CUBIN) == serve
+    seen = call("doctor", "--json")[1]
+    assert ("the driver is older than CUDA 13, so kernels are compiled here" in seen) != serve
 
 
 def test_cache_and_doctor_say_who_serves(folder, call):

@@ -15,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ["benchmarks", "csrc", "deep_tile", "docs", "examples", "include", "tests"]
-SOURCES = ["LICENSE", "MANIFEST.in", "Makefile", "README.md", "constraints.txt", "pyproject.toml", "setup.py", *FOLDERS]
+FILES = ["CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "constraints.txt"]
+SOURCES = [*FILES, "mkdocs.yml", "pyproject.toml", "setup.py", *FOLDERS]
 OLDEST_GLIBC = (2, 28)
 """What torch's own wheels ask for, since 2.7."""
 
@@ -150,8 +151,18 @@ def test_content(wheel):
     headers = {f"deep_tile/include/deep_tile/{path.name}" for path in (ROOT / "include/deep_tile").iterdir()}
     times = {f"deep_tile/select/times/{kind}.json" for kind in ("bf16", "fp8", "fp8_1x128", "fp8_rows", "int8")}
     data = times | {"deep_tile/method/measured.json"}
-    launcher = {"deep_tile/_launcher.abi3.so", "deep_tile/_launcher.pyi"}
-    assert set(names) == modules | headers | data | launcher
+    stubs = {f"deep_tile/{path.relative_to(ROOT / 'deep_tile')}" for path in (ROOT / "deep_tile").rglob("*.pyi")}
+    assert set(names) == modules | headers | data | stubs | {"deep_tile/_launcher.abi3.so", "deep_tile/py.typed"}
+
+
+def test_index_can_follow_every_link(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    repository = re.search("^Project-URL: Repository, (.*)$", metadata, re.MULTILINE)[1]
+    links = re.findall(r"\]\(([^)\s]+)\)", metadata)
+    assert f"{repository}/raw/main/docs/figures/speed.svg" in links and f"{repository}/blob/main/docs/api.md" in links
+    assert all(link.startswith("https://") for link in links)
 
 
 def test_extension_loads_where_pytorch_does(installed):

@@ -408,32 +408,36 @@ def test_present_choice_stays_unless_clearly_beaten():
     assert tune.choose({other: 9.8, third: 9.7}, before) == third
 
 
-def test_tokens_are_of_a_weight(tmp_path, capsys):
+def test_shapes_of_every_form(tmp_path):
     file = tmp_path / "shapes"
-    file.write_text("64x2112x7168")
-    with pytest.raises(SystemExit):
-        cli.main(["tune", "--m", "8", "--shapes", str(file)])
-    assert "give N and K of a weight, which --m is for" in capsys.readouterr().err
+    file.write_text("64x2112x7168\n\n# decode\n8x512x256  # the least\n")
+    options = cli._parser().parse_args(["tune", "7168x2048", "96x512x256", "--shapes", str(file)])
+    of_weight = [(m, 7168, 2048) for m in cli.TOKENS_TO_TUNE]
+    assert cli._shapes_to_tune(options) == [*of_weight, (96, 512, 256), (64, 2112, 7168), (8, 512, 256)]
+
+
+def test_groups_are_collected_by_weight():
+    given = ["8x512x256", "16x256x512", "64x512x256"]
+    options = cli._parser().parse_args(["tune", "--groups", "4", "--grouping", "counts", *given])
+    assert cli._groups_to_tune(options) == [("counts", 4, [8, 64], 512, 256), ("counts", 4, [16], 256, 512)]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "N and K of a weight, which --m is for, or --shapes FILE"),
-        (["7168"], "give N and K"),
-        (["7168", "0"], "'0' is not a positive integer"),
-        (["7168", "2048", "--m", "8,-1"], "'-1' is not a positive integer"),
+        ([], "give shapes MxNxK, weights NxK, or --shapes FILE"),
+        (["7168"], "'7168' is not MxNxK"),
+        (["7168x0"], "'0' is not a positive integer"),
+        (["8x7168x-1"], "'8x7168x-1' is not MxNxK"),
         (["--shapes", "/nowhere"], "'/nowhere' cannot be read"),
-        (["7168", "2048", "--repeats", "1"], "give 2 or more"),
-        (["7168", "2048", "--groups", "8"], "give --groups G, --rows R of each, in the mean, and N, K"),
-        (["7168", "2048", "--rows", "8"], "give --groups G"),
-        (["7168", "2048", "--grouping", "counts"], "give --groups G"),
-        (["7168", "--groups", "8", "--rows", "8"], "and N, K of their weights"),
-        (["7168", "2048", "--groups", "8", "--rows", "8,0"], "'0' is not a positive integer"),
-        (["7168", "2048", "--groups", "8", "--rows", "8", "--wide"], "--wide and --output are not for groups"),
-        (["7168", "2048", "--groups", "8", "--rows", "8", "--kind", "fp8_1x128"], "kind is 'fp8_1x128'; with grouping"),
-        (["7168", "2048", "--output", "int32"], "results of fp8 are bf16, fp16, fp32; --output is int32"),
-        (["7168", "2048", "--groups", "8", "--rows", "8", "--m", "8"], "--m, --shapes, --wide"),
+        (["7168x2048", "--repeats", "1"], "give 2 or more"),
+        (["7168x2048", "--groups", "8"], "give RxNxK beside --groups"),
+        (["--groups", "8"], "give RxNxK beside --groups"),
+        (["7168x2048", "--grouping", "counts"], "give --groups G, too"),
+        (["8x7168x2048", "--groups", "8", "--wide"], "--wide and --output are not for groups"),
+        (["8x7168x2048", "--groups", "8", "--kind", "fp8_1x128"], "kind is 'fp8_1x128'; with grouping"),
+        (["7168x2048", "--output", "int32"], "results of fp8 are bf16, fp16, fp32; --output is int32"),
+        (["8x7168x2048", "--groups", "8", "--shapes", "/dev/null"], "has no line MxNxK"),
     ],
 )
 def test_bad_arguments(capsys, arguments, message):
@@ -445,7 +449,7 @@ def test_bad_arguments(capsys, arguments, message):
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(cli.deep_tile, "is_available", lambda: (False, "no GPU"), raising=False)
-    assert cli.main(["tune", "7168", "2048"]) == 1
+    assert cli.main(["tune", "7168x2048"]) == 1
     assert "needs a Hopper GPU: no GPU" in capsys.readouterr().err
 
 
@@ -463,7 +467,7 @@ def test_command_keeps_what_it_finds(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(tune, "tune", search)
     monkeypatch.setattr(tune, "_properties", properties_of(132))
     expected = another_config()
-    assert cli.main(["tune", "576", "7168", "--m", "1,2", "--shapes", str(file), "--wide", "--kind", "bf16"]) == 1
+    assert cli.main(["tune", "1x576x7168", "2x576x7168", "--shapes", str(file), "--wide", "--kind", "bf16"]) == 1
     shapes = [(1, 576, 7168), (2, 576, 7168), (8, 7168, 2048), (4096, 576, 7168)]
     assert asked == [(shapes, "bf16", None, True, 20)]
     printed = capsys.readouterr()
@@ -486,12 +490,10 @@ def test_command_keeps_what_it_finds_of_groups(monkeypatch, capsys, layout):
     monkeypatch.setattr(tune, "tune_groups", search)
     monkeypatch.setattr(tune, "_properties", properties_of(132))
     arguments = [
-        "4096",
-        "7168",
+        "60x4096x7168",
+        "512x4096x7168",
         "--groups",
         "8",
-        "--rows",
-        "60,512",
         *(["--grouping", layout] if layout != "offs" else []),
     ]
     expected = [another_grouped_config(tune._group_bucket(layout, 8, rows, 4096, 7168)) for rows in (60, 512)]

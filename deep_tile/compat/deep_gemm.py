@@ -1,7 +1,7 @@
 """DeepGEMM's names for FP8 and BF16 products on Hopper, dense and of experts, as engines look them up, on our kernels.
 
-Called by engines after `install()`, or imported by name. What deep_tile has no kernel for, such as attention's logits,
-is the real DeepGEMM's (original.py), or absent, which an AttributeError says by name: most engines take a missing name
+Called by engines after `install()`, or imported by name. What deep_tile has no kernel for, such as mega MoE, is
+the real DeepGEMM's (original.py), or absent, which an AttributeError says by name: most engines take a missing name
 as "not available".
 Invariant: names, arguments and meaning are those of DeepGEMM 2.6.1 to 2.8.1 on SM90; wrong calls raise before anything
 is launched.
@@ -17,19 +17,29 @@ from types import ModuleType
 
 import torch
 
-from deep_tile import api, dense, grouped, quantize, tensors, transposed, wgrad
-from deep_tile.compat import original
+from deep_tile import api, dense, grouped, quantize, sums, thin, wgrad
+from deep_tile.compat import arguments, indexer, original
+from deep_tile.compat.arguments import Pair
 from deep_tile.compat.layouts import group_ends
-from deep_tile.config import SCALE_BLOCK, as_int, ceil_div, check_alignment, round_up
+from deep_tile.compat.refused import REFUSED
+from deep_tile.compat.scales import (  # noqa: F401, names that engines look up here
+    align,
+    count_bytes,
+    get_col_major_tma_aligned_tensor,
+    get_mn_major_tma_aligned_tensor,
+    get_tma_aligned_size,
+    per_block_cast_to_fp8,
+    per_channel_cast_to_fp8,
+    per_token_cast_to_fp8,
+    transform_sf_into_required_layout,
+)
+from deep_tile.config import SCALE_BLOCK, as_int, ceil_div, check_alignment
 from deep_tile.ops import is_traced
 from deep_tile.reference import cosine_difference
 from deep_tile.select.hardware import H200
 
 __version__ = "2.6.1+deep_tile"
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
-
-_TMA_BYTES = tensors.ALIGNMENT_BYTES
 _settings: dict[str, int | bool | None] = {"num_sms": None, "pdl": None}
 """Of the process, as DeepGEMM has them; passed along with every call."""
 
@@ -42,13 +52,10 @@ _compile_mode = 0
 _ready: dict[tuple, int] = {}
 """What `_make_ready` has done, and up to how many rows."""
 
-_MANY_ROWS = 256
-"""From here on, a dense product for each head takes less than copies into a layout that one launch takes."""
-
 
 def fp8_gemm_nt(
-    a: _Pair,
-    b: _Pair,
+    a: Pair,
+    b: Pair,
     d: torch.Tensor,
     c: torch.Tensor | None = None,
     recipe: tuple[int, int, int] | None = None,
@@ -77,51 +84,53 @@ def fp8_gemm_nt(
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_gemm`; a pair that is none, another recipe, a `c`, or
             scales that are packed into integers.
     """
-    _refuse_finish(alpha, epilogue)
-    operands = _operands(a, b)
-    if _is_by_rows(recipe, recipe_b):
-        _check_recipes(recipe, recipe_a, recipe_b, quantize.TOKEN_BLOCK)
-        _require_dimensions(a=(operands[0], 2), a_scale=(operands[1], 2), b=(operands[2], 2), b_scale=(operands[3], 2))
+    arguments.refuse_finish(alpha, epilogue)
+    operands = arguments.operands(a, b)
+    if arguments.is_by_rows(recipe, recipe_b):
+        arguments.check_recipes(recipe, recipe_a, recipe_b, quantize.TOKEN_BLOCK)
+        arguments.require_dimensions(
+            a=(operands[0], 2), a_scale=(operands[1], 2), b=(operands[2], 2), b_scale=(operands[3], 2)
+        )
         dense.check_row_block_scales(("a", "a_scale", "b", "b_scale"), operands)
         if _compile_mode:
             _make_ready("fp8_1x128", operands[0], operands[2], d, accumulate=c is not None)
             return
         if c is not None and c is not d and not is_traced():  # before d is written to
             dense.check_sum("scaled_gemm", operands, d, **_settings)
-        accumulate = _begin_sum(d, c)
+        accumulate = arguments.begin_sum(d, c)
         dense.scaled_gemm(*operands, d, accumulate=accumulate, **_settings)
         return
-    _refuse_sum(c)
-    _check_recipes(recipe, recipe_a, recipe_b)
+    arguments.refuse_sum(c)
+    arguments.check_recipes(recipe, recipe_a, recipe_b)
     if _compile_mode:
         _make_ready("fp8", operands[0], operands[2], d)
         return
     api.fp8_gemm(*operands, d, **_settings)
 
 
-def fp8_gemm_nn(a: _Pair, b: _Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
+def fp8_gemm_nn(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
     """`fp8_gemm_nt` of `b` [k, n] and its scale, transposed views, as on Hopper both operands lie along k."""
     fp8_gemm_nt(a, _transposed_pair("b", b), d, c, **options)
 
 
-def fp8_gemm_tn(a: _Pair, b: _Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
+def fp8_gemm_tn(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
     """The same of `a` [k, m] and `b` [k, n]."""
     fp8_gemm_nt(_transposed_pair("a", a), _transposed_pair("b", b), d, c, **options)
 
 
-def fp8_gemm_tt(a: _Pair, b: _Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
+def fp8_gemm_tt(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
     """The same of `a` [k, m] and `b` [n, k]."""
     fp8_gemm_nt(_transposed_pair("a", a), b, d, c, **options)
 
 
-def _transposed_pair(name: str, pair: _Pair) -> _Pair:
-    x, scale = _pair(name, pair)
+def _transposed_pair(name: str, pair: Pair) -> Pair:
+    x, scale = arguments.checked_pair(name, pair)
     return _transposed(name, x), _transposed(f"{name}'s scale", scale)
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
-    a: _Pair,
-    b: _Pair,
+    a: Pair,
+    b: Pair,
     d: torch.Tensor,
     grouped_layout: torch.Tensor,
     recipe: tuple[int, int, int] | None = None,
@@ -155,9 +164,9 @@ def m_grouped_fp8_gemm_nt_contiguous(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
     """
-    _refuse_finish(epilogue=epilogue)
-    a, a_scale, b, b_scale = _operands(a, b)
-    _check_recipes(recipe, recipe_a, recipe_b)
+    arguments.refuse_finish(epilogue=epilogue)
+    a, a_scale, b, b_scale = arguments.operands(a, b)
+    arguments.check_recipes(recipe, recipe_a, recipe_b)
     if _compile_mode:
         _make_ready("fp8", a, b, d, "offs")
         return
@@ -169,7 +178,7 @@ def _contiguous_groups(
     a: torch.Tensor, b: torch.Tensor, grouped_layout: torch.Tensor, use_psum_layout: bool, expected: int | None
 ) -> tuple[torch.Tensor, dict]:
     """Ends of groups, and keywords of a grouped product."""
-    _require_dimensions(a=(a, 2), b=(b, 3))
+    arguments.require_dimensions(a=(a, 2), b=(b, 3))
     if expected is None and not is_traced():  # half of the alignment pads each group, in the mean
         expected = max(1, a.shape[0] // max(1, b.shape[0]) - _alignment // 2)
     expected = as_int(expected)
@@ -179,9 +188,45 @@ def _contiguous_groups(
     return offs, {"alignment": _alignment, "expected_rows": expected, **_settings}
 
 
+def m_grouped_fp8_gemm_nn_contiguous(a: Pair, b: Pair, d: torch.Tensor, grouped_layout: torch.Tensor, **given) -> None:
+    """The same of `b` [g, k, n] and its scale, transposed views, as on Hopper operands lie along k."""
+    b, scale = (
+        _transposed(name, x, 3) for name, x in zip(("b", "b's scale"), arguments.checked_pair("b", b), strict=True)
+    )
+    m_grouped_fp8_gemm_nt_contiguous(a, (b, scale), d, grouped_layout, **given)
+
+
+def fp8_gemm_nt_skip_head_mid(
+    a: Pair,
+    b: Pair,
+    d: torch.Tensor,
+    head_splits: tuple[int, int, int],
+    recipe: tuple[int, int, int] | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """`fp8_gemm_nt` whose columns leave a gap in each head of `d`: two copies, of a product made in one piece.
+
+    Args:
+        head_splits: columns of a head of `d` before the gap, of the gap, and behind it.
+        d: [m, heads * (left + gap + right)] bfloat16; gaps are left alone.
+        a, b, recipe, compiled_dims, disable_ue8m0_cast: as there, with `b` of heads * (left + right) rows.
+    """
+    left, gap, right = map(as_int, head_splits)
+    b, _ = pair = arguments.checked_pair("b", b)
+    arguments.require_dimensions(b=(b, 2), d=(d, 2))
+    if b.shape[0] % (left + right) or d.shape[1] != b.shape[0] // (left + right) * (left + gap + right):
+        raise ValueError(f"head_splits is {head_splits}; b has {b.shape[0]} rows and d {d.shape[1]} columns: misfit")
+    product = d.new_empty(d.shape[0], b.shape[0])
+    fp8_gemm_nt(a, pair, product, recipe=recipe)
+    made, heads = product.unflatten(1, (-1, left + right)), d.unflatten(1, (-1, left + gap + right))
+    heads[..., :left].copy_(made[..., :left])
+    heads[..., left + gap :].copy_(made[..., left:])
+
+
 def m_grouped_fp8_gemm_nt_masked(
-    a: _Pair,
-    b: _Pair,
+    a: Pair,
+    b: Pair,
     d: torch.Tensor,
     masked_m: torch.Tensor,
     expected_m: int,
@@ -205,9 +250,9 @@ def m_grouped_fp8_gemm_nt_masked(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`.
     """
-    _refuse_finish(epilogue=epilogue)
-    operands = _operands(a, b)
-    _check_recipes(recipe, recipe_a, recipe_b)
+    arguments.refuse_finish(epilogue=epilogue)
+    operands = arguments.operands(a, b)
+    arguments.check_recipes(recipe, recipe_a, recipe_b)
     if _compile_mode:
         _make_ready("fp8", operands[0], operands[2], d, "counts")
         return
@@ -216,8 +261,8 @@ def m_grouped_fp8_gemm_nt_masked(
 
 
 def k_grouped_fp8_gemm_nt_contiguous(
-    a: _Pair,
-    b: _Pair,
+    a: Pair,
+    b: Pair,
     d: torch.Tensor,
     ks_cpu: list[int] | None = None,
     grouped_layout: torch.Tensor | None = None,
@@ -252,19 +297,19 @@ def k_grouped_fp8_gemm_nt_contiguous(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_wgrad` and `fp8_gemm_nt`.
     """
-    ks_cpu = _lengths(ks_cpu, ks)
-    _refuse_finish(epilogue=epilogue)
+    ks_cpu = arguments.lengths(ks_cpu, ks)
+    arguments.refuse_finish(epilogue=epilogue)
     if use_padded_sf_layout:
         raise ValueError("use_padded_sf_layout must be False on Hopper: pass scales of whole blocks, without padding")
-    (a, a_scale), (b, b_scale) = _pair("a", a), _pair("b", b)
-    _check_no_psum(use_psum_layout)
-    _check_recipes(recipe, of_b=quantize.TOKEN_BLOCK)
-    _require_dimensions(d=(d, 3), a_scale=(a_scale, 2), b_scale=(b_scale, 2))
+    (a, a_scale), (b, b_scale) = arguments.checked_pair("a", a), arguments.checked_pair("b", b)
+    arguments.check_no_psum(use_psum_layout)
+    arguments.check_recipes(recipe, of_b=quantize.TOKEN_BLOCK)
+    arguments.require_dimensions(d=(d, 3), a_scale=(a_scale, 2), b_scale=(b_scale, 2))
     groups, m, n = d.shape
-    _check_lengths(ks_cpu, groups)
-    _check_flat("a", a, a_scale, m, sum(ks_cpu))
-    _check_flat("b", b, b_scale, n, sum(ks_cpu))
-    _check_gradients(d)
+    arguments.check_lengths(ks_cpu, groups)
+    arguments.check_flat("a", a, a_scale, m, sum(ks_cpu))
+    arguments.check_flat("b", b, b_scale, n, sum(ks_cpu))
+    arguments.check_gradients(d)
     products, end = [], 0
     for group, k in enumerate(ks_cpu):
         begin, end = end, end + k
@@ -280,7 +325,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
         return
     if products and not is_traced():  # before d is written to; groups differ in k alone
         dense.check_sum("fp8_wgrad", products[0][:4], d[0], **_settings)
-    adds = _begin_sum(d, c)
+    adds = arguments.begin_sum(d, c)
     if len(products) > 1 and _leaves_sms_idle(m, n) and not _is_watched_or_captured(d):
         rows = _side_by_side(a, m, ks_cpu), a_scale, _side_by_side(b, n, ks_cpu), b_scale
         wgrad.fp8_grouped_wgrad(*rows, _ends(ks_cpu, d.device), d, accumulate=adds, **_settings)
@@ -324,8 +369,8 @@ def _ends(lengths: list[int], device: torch.device) -> torch.Tensor:
 
 def fp8_einsum(
     expr: str,
-    a: _Pair,
-    b: _Pair,
+    a: Pair,
+    b: Pair,
     d: torch.Tensor,
     c: torch.Tensor | None = None,
     recipe: tuple[int, int, int] = (1, SCALE_BLOCK, SCALE_BLOCK),
@@ -352,35 +397,81 @@ def fp8_einsum(
     """
     if expr != "bhr,hdr->bhd":
         raise ValueError(f"expr is {expr!r}; on Hopper it is 'bhr,hdr->bhd'")
-    _refuse_finish(epilogue=epilogue)
+    arguments.refuse_finish(epilogue=epilogue)
     if isinstance(d, (tuple, list)):
         raise TypeError("d is a pair; on Hopper it is one tensor of torch.bfloat16: cast it with per_token_cast_to_fp8")
-    a, a_scale, b, b_scale = _operands(a, b)
-    _refuse_sum(c)
-    _check_recipes(recipe)
-    _require_dimensions(a=(a, 3), a_scale=(a_scale, 3), b=(b, 3), d=(d, 3))
+    a, a_scale, b, b_scale = arguments.operands(a, b)
+    arguments.refuse_sum(c)
+    arguments.check_recipes(recipe)
+    arguments.require_dimensions(a=(a, 3), a_scale=(a_scale, 3), b=(b, 3), d=(d, 3))
     for name, x in (("a's scale", a_scale), ("d", d)):
         if x.shape[:2] != a.shape[:2]:
             raise ValueError(f"{name} is {list(x.shape)}; it must be [rows, heads, ...] as a is, {list(a.shape)}")
     if b.shape[0] != a.shape[1]:
         raise ValueError(f"b is {list(b.shape)}; it must be [heads, n, k] for a of {list(a.shape)}, [rows, heads, k]")
     a, a_scale, out = a.transpose(0, 1), a_scale.transpose(0, 1), d.transpose(0, 1)
-    fits = _are_groups(a) and _are_groups(out)
-    by_head = not fits and a.shape[1] >= _MANY_ROWS
     if _compile_mode:
-        _make_ready("fp8", a, b, d, "none" if by_head else "counts")
+        _make_ready("fp8", a, b, d, "none" if sums.goes_by_head(a, out) else "counts")
         return
-    if by_head:
-        for head in range(a.shape[0]):
-            api.fp8_gemm(a[head], a_scale[head], b[head], b_scale[head], out[head], **_settings)
-        return
-    into = out if _are_groups(out) else out.new_empty(out.shape)
-    grouped.fp8_grouped_gemm(a if fits else a.contiguous(), a_scale, b, b_scale, out=into, **_settings)
-    if into is not out:
-        out.copy_(into)
+    sums.multiply_heads((a, a_scale, b, b_scale), out, api.fp8_gemm, grouped.fp8_grouped_gemm, **_settings)
 
 
 # BF16.
+
+
+def einsum(
+    expr: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    use_cublaslt: bool = False,
+) -> None:
+    """`deep_tile.einsum(expr, a, b, d)`: sums of products of BF16.
+
+    Args:
+        expr: "bmk,bnk->mn", "bhr,hdr->bhd", "bhd,hdr->bhr" or "bhd,bhr->hdr".
+        a, b: bfloat16, of three dimensions.
+        d: written to: bfloat16 or float32.
+        c: what is added, where there is a sum over b: float32, which may be `d`. None: nothing.
+        use_cublaslt: means nothing here.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `deep_tile.einsum`.
+    """
+    if _compile_mode:
+        if expr != "bmk,bnk->mn":
+            raise ValueError(f"set_compile_mode(1) knows no {expr!r}: call it once instead")
+        thin.precompile_thin()
+        return
+    accumulate = arguments.begin_sum(d, c)
+    options = {"pdl": _settings["pdl"]} | ({} if expr == "bmk,bnk->mn" else {"num_sms": _settings["num_sms"]})
+    sums.einsum(expr, a, b, d, accumulate=accumulate, **options)
+
+
+def tf32_hc_prenorm_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    d: torch.Tensor,
+    sqr_sum: torch.Tensor,
+    num_splits: int | None = None,
+) -> None:
+    """`d = a @ b^T` and the sums of the squares of a's rows: `deep_tile.prenorm_gemm`, in the precision of FP32.
+
+    Args:
+        a: [m, k] bfloat16.
+        b: [n, k] float32.
+        d: [m, n] float32, or [num_splits, m, n], written to.
+        sqr_sum: [m] float32, or [num_splits, m], written to.
+        num_splits: parts of K, which the caller adds up; None: they are added up.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `deep_tile.prenorm_gemm`.
+    """
+    if _compile_mode:
+        thin.precompile_thin()
+        return
+    thin.prenorm_gemm(a, b, d, sqr_sum, num_splits=num_splits, pdl=_settings["pdl"])
 
 
 def bf16_gemm_nt(
@@ -404,13 +495,13 @@ def bf16_gemm_nt(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.gemm`.
     """
-    _refuse_finish(alpha, epilogue)
+    arguments.refuse_finish(alpha, epilogue)
     if _compile_mode:
         _make_ready("bf16", a, b, d, accumulate=c is not None)
         return
     if c is not None and c is not d and not is_traced():  # before d is written to
         dense.check_sum("gemm", (a, b), d, **_settings)
-    accumulate = _begin_sum(d, c)
+    accumulate = arguments.begin_sum(d, c)
     dense.gemm(a, b, d, accumulate=accumulate, **_settings)
 
 
@@ -454,7 +545,7 @@ def bf16_gemm_tt(
 
 
 def _transposed(name: str, x: torch.Tensor, dimensions: int = 2) -> torch.Tensor:
-    _require_dimensions(**{name: (x, dimensions)})
+    arguments.require_dimensions(**{name: (x, dimensions)})
     return x.transpose(-1, -2)
 
 
@@ -480,7 +571,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.grouped_gemm`.
     """
-    _refuse_finish(epilogue=epilogue)
+    arguments.refuse_finish(epilogue=epilogue)
     if _compile_mode:
         _make_ready("bf16", a, b, d, "offs")
         return
@@ -527,7 +618,7 @@ def m_grouped_bf16_gemm_nt_masked(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.grouped_gemm`.
     """
-    _refuse_finish(epilogue=epilogue)
+    arguments.refuse_finish(epilogue=epilogue)
     if _compile_mode:
         _make_ready("bf16", a, b, d, "counts")
         return
@@ -563,17 +654,17 @@ def k_grouped_bf16_gemm_tn_contiguous(
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.gemm`.
     """
-    ks_cpu = _lengths(ks_cpu, ks)
-    _refuse_finish(epilogue=epilogue)
-    _check_no_psum(use_psum_layout)
-    _require_dimensions(a=(a, 2), b=(b, 2), d=(d, 3))
+    ks_cpu = arguments.lengths(ks_cpu, ks)
+    arguments.refuse_finish(epilogue=epilogue)
+    arguments.check_no_psum(use_psum_layout)
+    arguments.require_dimensions(a=(a, 2), b=(b, 2), d=(d, 3))
     groups, m, n = d.shape
-    _check_lengths(ks_cpu, groups, multiple=1)
+    arguments.check_lengths(ks_cpu, groups, multiple=1)
     rows = sum(ks_cpu)
     for name, x, columns in (("a", a, m), ("b", b, n)):
         if tuple(x.shape) != (rows, columns):
             raise ValueError(f"{name} is {list(x.shape)}; for ks_cpu and d it must be {[rows, columns]}")
-    _check_gradients(d)
+    arguments.check_gradients(d)
     of_groups = zip(a.split(ks_cpu), b.split(ks_cpu), d, strict=True)
     products = [(x.t(), y.t(), out) for x, y, out in of_groups if len(x)]
     if _compile_mode:
@@ -582,7 +673,7 @@ def k_grouped_bf16_gemm_tn_contiguous(
         return
     if products and not is_traced():  # before d is written to; groups differ in rows alone
         dense.check_sum("gemm", products[0][:2], products[0][2], **_settings)
-    if not _begin_sum(d, c):
+    if not arguments.begin_sum(d, c):
         d.zero_()
     for product in products:
         dense.gemm(*product, accumulate=True, **_settings)
@@ -593,6 +684,10 @@ fp8_fp4_gemm_nt = gemm_fp8_fp8_bf16_nt = fp8_gemm_nt
 m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_gemm_fp8_fp8_bf16_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
 m_grouped_fp8_fp4_gemm_nt_masked = fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
 m_grouped_gemm_fp8_fp8_bf16_nt_masked = m_grouped_fp8_gemm_nt_masked
+m_grouped_fp8_fp4_gemm_nn_contiguous = m_grouped_fp8_gemm_nn_contiguous
+bf16_m_grouped_gemm_nt_masked = m_grouped_bf16_gemm_nt_masked
+cublaslt_gemm_nt, cublaslt_gemm_nn = bf16_gemm_nt, bf16_gemm_nn
+cublaslt_gemm_tn, cublaslt_gemm_tt = bf16_gemm_tn, bf16_gemm_tt
 calc_diff = cosine_difference
 
 
@@ -625,135 +720,6 @@ def set_compile_mode(mode: int) -> None:
     _compile_mode = as_int(mode)
 
 
-def _refuse_finish(alpha: float | None = None, epilogue: object = None) -> None:
-    if epilogue is not None:
-        raise ValueError(f"epilogue is {epilogue!r}; on Hopper it must be None, in DeepGEMM too. Finish d afterwards")
-    if alpha not in (None, 1):
-        raise ValueError(f"alpha is {alpha!r}; on Hopper it is None, in DeepGEMM too. Multiply a's scale by it, or d")
-
-
-def _lengths(ks_cpu: object, ks: object) -> object:
-    """k of each group, which releases of DeepGEMM call by different names."""
-    if ks is not None and ks_cpu is not None:
-        raise ValueError("ks_cpu and ks are given, which are names of one argument; pass one of them")
-    return ks_cpu if ks is None else ks
-
-
-def _refuse_sum(c: object) -> None:
-    if c is not None:
-        raise ValueError("c must be None: products with 1x128 and 128x128 scales add nothing on Hopper. Add c to d")
-
-
-def _is_by_rows(recipe: object, recipe_b: object) -> bool:
-    """Whether a call names scales of 1x128 for both operands."""
-    if recipe is not None:
-        return _blocks("recipe", recipe) == (1, 1, SCALE_BLOCK)
-    return recipe_b is not None and _blocks("recipe_b", recipe_b) == quantize.TOKEN_BLOCK
-
-
-def _blocks(name: str, recipe: object) -> tuple:
-    if not isinstance(recipe, (tuple, list)):
-        raise TypeError(f"{name} is {_kind(recipe)}; it must be a tuple of ints, or None")
-    return tuple(recipe)
-
-
-def _begin_sum(d: torch.Tensor, c: torch.Tensor | None) -> bool:
-    """Put into `d` what a product is added to; False where that is nothing."""
-    if c is None:
-        return False
-    for name, x in (("c", c), ("d", d)):
-        if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
-            raise TypeError(f"{name} is {_kind(x)}; with c, both must be tensors of torch.float32")
-    if c.shape != d.shape or c.device != d.device:
-        raise ValueError(f"c is {list(c.shape)} on {c.device}; it must be as d is, {list(d.shape)} on {d.device}")
-    if c is not d and (is_traced() or c.data_ptr() != d.data_ptr() or c.stride() != d.stride()):
-        d.copy_(c)
-    return True
-
-
-def _kind(x: object) -> str:
-    return f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-
-
-def _check_no_psum(use_psum_layout: bool) -> None:
-    if use_psum_layout:
-        raise ValueError("use_psum_layout must be False on Hopper: pass groups one after the other, and ks_cpu")
-
-
-def _check_gradients(d: torch.Tensor) -> None:
-    if d.dtype != torch.float32 or not d.is_contiguous():
-        raise ValueError(f"d is {list(d.shape)} of {d.dtype}, strides {d.stride()}; it must be dense, of torch.float32")
-
-
-def _check_lengths(ks: object, groups: int, multiple: int = SCALE_BLOCK) -> None:
-    lengths = [as_int(k) for k in ks] if isinstance(ks, (list, tuple)) else [None]
-    if not all(k is not None and k >= 0 and k % multiple == 0 for k in lengths):
-        raise ValueError(f"ks_cpu is {ks!r}; it must be a list of multiples of {multiple}: pad groups with zeros")
-    if len(ks) != groups:
-        raise ValueError(f"ks_cpu has {len(ks)} numbers; d has {groups} groups. Pass the k of each")
-
-
-def _check_flat(name: str, x: torch.Tensor, scale: torch.Tensor, rows: int, k: int) -> None:
-    if not isinstance(x, torch.Tensor) or x.numel() != rows * k or not x.is_contiguous():
-        seen = f"{list(x.shape)}, strides {x.stride()}" if isinstance(x, torch.Tensor) else _kind(x)
-        raise ValueError(
-            f"{name} is {seen}; it must be dense, of {rows} x {k} elements, each group's [{rows}, k] whole"
-        )
-    if tuple(scale.shape) != (rows, k // SCALE_BLOCK):
-        wanted = [rows, k // SCALE_BLOCK]
-        raise ValueError(f"{name}'s scale is {list(scale.shape)}; it must be {wanted}, so transpose it with .t()")
-
-
-def _check_recipes(
-    recipe: object,
-    recipe_a: object = None,
-    recipe_b: object = None,
-    of_b: tuple[int, int] = quantize.WEIGHT_BLOCK,
-) -> None:
-    for name, given, wanted in (
-        ("recipe", recipe, (1, *of_b)),
-        ("recipe_a", recipe_a, quantize.TOKEN_BLOCK),
-        ("recipe_b", recipe_b, of_b),
-    ):
-        if given is not None and _blocks(name, given) != wanted:
-            raise ValueError(f"{name} is {given}; on Hopper it is {wanted} or None. Quantise with such blocks")
-
-
-def _operands(a: _Pair, b: _Pair) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return *_operand("a", a), *_operand("b", b)
-
-
-def _pair(name: str, pair: _Pair) -> _Pair:
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise TypeError(f"{name} is a {type(pair).__name__}; it must be a pair of an FP8 tensor and its scale")
-    x, scale = pair
-    if isinstance(scale, torch.Tensor) and scale.dtype == torch.int32:
-        remedy = tensors.scale_remedy(f"{name}[1]", scale)
-        raise TypeError(f"{name}'s scale is of int32, packed for Blackwell; Hopper takes float32. To fix: {remedy}")
-    return x, scale
-
-
-def _operand(name: str, pair: _Pair) -> _Pair:
-    x, scale = _pair(name, pair)
-    if isinstance(x, torch.Tensor) and x.dim() == 2 and not is_traced():
-        x = tensors.with_aligned_rows(x)
-    return x, scale
-
-
-def _require_dimensions(**given: tuple[object, int]) -> None:
-    for name, (x, dimensions) in given.items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor of {dimensions} dimensions")
-        if x.dim() != dimensions:
-            raise ValueError(f"{name} is {list(x.shape)}; it must have {dimensions} dimensions")
-
-
-def _are_groups(x: torch.Tensor) -> bool:
-    """Whether groups [g, m, k] lie at whole rows of each other, as grouped products take them."""
-    groups, rows = x.shape[:2]
-    return groups <= 1 or rows <= 1 or (x.stride(1) > 0 and x.stride(0) % x.stride(1) == 0)
-
-
 def get_mk_alignment_for_contiguous_layout() -> int:
     """What groups of the contiguous layouts begin at multiples of, in rows."""
     return _alignment
@@ -775,99 +741,6 @@ def get_theoretical_mk_alignment_for_contiguous_layout(
 
 
 get_m_alignment_for_contiguous_layout = get_k_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
-
-
-def get_tma_aligned_size(x: int, element_size: int) -> int:
-    """`x` elements, rounded up to a multiple of 16 bytes."""
-    return round_up(x, _TMA_BYTES // element_size)
-
-
-def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
-    """A scale [..., mn, k] of float32 with strides (1, mn rounded up to 4), itself if it has them.
-
-    deep_tile's products take any strides, so they need no such copy.
-    """
-    if sf.dtype != torch.float32 or sf.dim() not in (2, 3):
-        remedy = "" if sf.dtype in tensors.SCALE_DTYPES else f". To fix: {tensors.scale_remedy('sf', sf)}"
-        wanted = "[mn, k] or [g, mn, k] of torch.float32"
-        raise ValueError(f"sf is {list(sf.shape)} of {sf.dtype}; it must be {wanted}{remedy}")
-    *groups, mn, k = sf.shape
-    rows = get_tma_aligned_size(mn, sf.element_size())
-    if sf.stride()[-2:] == (1, rows) and (not groups or sf.stride(0) == rows * k):
-        return sf
-    padded = torch.zeros(*groups, k, rows, dtype=sf.dtype, device=sf.device)
-    return padded.transpose(-1, -2)[..., :mn, :].copy_(sf)
-
-
-get_col_major_tma_aligned_tensor = get_mn_major_tma_aligned_tensor
-
-
-def transform_sf_into_required_layout(
-    sf: torch.Tensor,
-    mn: int,
-    k: int,
-    recipe: tuple[int, ...],
-    num_groups: int | None = None,
-    is_sfa: bool | None = None,
-    disable_ue8m0_cast: bool = False,
-    psum_layout: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The scale as Hopper's kernels of DeepGEMM want it: of 1x128 blocks MN-major and aligned, of 128x128 as it is.
-
-    Args:
-        sf: [mn / rows of a block, k / 128], with a dimension of `num_groups` in front where that is given, of float32.
-        recipe: (rows, 128) of a block, or (rows of a's, rows of b's, 128) with `is_sfa` to say which.
-
-    Raises:
-        ValueError: another recipe, or a shape that does not fit.
-    """
-    if len(recipe) == 3 and is_sfa is None:
-        raise ValueError(f"recipe is {recipe}; with three numbers, is_sfa must say whose scale this is")
-    block = (recipe[0 if is_sfa else 1], recipe[2]) if len(recipe) == 3 else tuple(recipe)
-    if block not in (quantize.TOKEN_BLOCK, quantize.WEIGHT_BLOCK):
-        raise ValueError(f"recipe is {recipe}: blocks of {block}; on Hopper they are 1x128 or 128x128")
-    shape = (*([] if num_groups is None else [num_groups]), ceil_div(mn, block[0]), ceil_div(k, block[1]))
-    if tuple(sf.shape) != shape or sf.dtype != torch.float32:
-        wanted = f"for mn = {mn}, k = {k} it must be {list(shape)} of float32"
-        raise ValueError(f"sf is {list(sf.shape)} of {sf.dtype}; {wanted}")
-    return get_mn_major_tma_aligned_tensor(sf) if block == quantize.TOKEN_BLOCK else sf
-
-
-def per_token_cast_to_fp8(
-    x: torch.Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK, use_packed_ue8m0: bool = False
-) -> _Pair:
-    """DeepGEMM's cast of activations, bit for bit what it computes on a GPU; scales of powers of two by `use_ue8m0`.
-
-    Magnitudes count as 1e-4 at least: of smaller gradients much becomes zeros. `deep_tile.per_token_cast_to_fp8` keeps
-    them.
-    """
-    if use_packed_ue8m0:
-        raise ValueError("use_packed_ue8m0 must be False: Hopper takes scales of float32")
-    return quantize.per_token_cast_to_fp8(x, **_cast_options(use_ue8m0, gran_k))
-
-
-def per_block_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> _Pair:
-    """DeepGEMM's cast of weights, likewise."""
-    return quantize.per_block_cast_to_fp8(x, **_cast_options(use_ue8m0, gran_k))
-
-
-def per_channel_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> _Pair:
-    """DeepGEMM's cast along rows, likewise: `x` [m, n], m a multiple of 128, as [m, n] with scales [m / 128, n].
-
-    For products `deep_tile.transposed_cast_to_fp8` writes both transposed, as they take them, without a copy.
-    """
-    options = _cast_options(use_ue8m0, gran_k)
-    if isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[0] % SCALE_BLOCK:
-        raise ValueError(f"x is {list(x.shape)}; it must have a multiple of {SCALE_BLOCK} rows: pad it with zeros")
-    out, scale = transposed.transposed_cast_to_fp8(x, **options)
-    return out.t().contiguous(), scale.t().contiguous()
-
-
-def _cast_options(use_ue8m0: bool, gran_k: int) -> dict[str, str | float]:
-    if gran_k != SCALE_BLOCK:
-        raise ValueError(f"gran_k is {gran_k}; on Hopper it is {SCALE_BLOCK}")
-    rounding = "pow2" if use_ue8m0 else "none"
-    return {"exact": "reciprocal", "amax_floor": quantize.DEEP_GEMM_AMAX_FLOOR, "round_scale": rounding}
 
 
 def set_num_sms(num_sms: int) -> None:
@@ -927,17 +800,11 @@ def shutdown() -> None:
     """Nothing to do: there are no handles."""
 
 
-def align(x: int, alignment: int) -> int:
-    return round_up(x, alignment)
-
-
-def count_bytes(*given: torch.Tensor | tuple | list | None) -> int:
-    """Of tensors, and of those in tuples and lists."""
-    parts = (count_bytes(*x) if isinstance(x, (tuple, list)) else x.nbytes for x in given if x is not None)
-    return sum(parts)
-
-
 cell_div = ceil_div
+
+fp8_mqa_logits, fp8_fp4_mqa_logits = indexer.fp8_mqa_logits, indexer.fp8_fp4_mqa_logits
+fp8_paged_mqa_logits, fp8_fp4_paged_mqa_logits = indexer.fp8_paged_mqa_logits, indexer.fp8_fp4_paged_mqa_logits
+get_paged_mqa_logits_metadata = indexer.get_paged_mqa_logits_metadata
 
 _OF_MATH = (
     *("align", "ceil_div", "cell_div", "per_token_cast_to_fp8", "per_block_cast_to_fp8", "per_channel_cast_to_fp8"),
@@ -970,7 +837,7 @@ _displaced: dict[str, ModuleType] = {}
 def install(force: bool = False) -> None:
     """Have `import deep_gemm` find this module, with the submodules that DeepGEMM has, in this process.
 
-    Names that are DeepGEMM's alone, such as attention's logits, are answered by the real one, if it is installed or if
+    Names that are DeepGEMM's alone, such as mega MoE's, are answered by the real one, if it is installed or if
     vLLM brings it along. It is imported when such a name is first asked for. What has imported it before keeps it.
 
     Args:
@@ -1023,9 +890,10 @@ def _find_name(module: str, name: str) -> object:
     try:
         return original.find("deep_gemm" if module == __name__ else module, name)
     except AttributeError as error:
+        reason = f" ({REFUSED[name]})" if name in REFUSED else ""
         raise AttributeError(
             f"module {module!r} has no attribute {name!r}: deep_tile, which takes DeepGEMM's place here, has no {name}"
-            f", {error}. deep_tile.compat.deep_gemm.uninstall() leaves the name deep_gemm to others"
+            f"{reason}, {error}. deep_tile.compat.deep_gemm.uninstall() leaves the name deep_gemm to others"
         ) from None
 
 

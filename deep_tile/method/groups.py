@@ -4,13 +4,13 @@ Called by the command line and, through `deep_tile.explain_groups`, by users. Th
 selector's; what is computed here is arithmetic for readers. No GPU, no torch.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from rich.console import Console
 
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_sizes, round_up
 from deep_tile.kinds import GROUPINGS, KINDS, RESULTS
-from deep_tile.method.report import table
+from deep_tile.method.report import Row, table
 from deep_tile.method.roofline import fitting
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select import tuned
@@ -73,6 +73,17 @@ def grouped_problem(groups: Groups, n: int, k: int, num_sms: int, kind: str = "f
     return GemmProblem(total, n, k, num_sms, tma_store, kind=kind, output=output, groups=groups)
 
 
+class GroupsExplanation(TypedDict):
+    """What `explain_groups` returns; its docstring says what is in there."""
+
+    problem: dict[str, object]
+    hardware: str
+    config: str
+    why: str
+    limits: dict[str, float]
+    candidates: list[Row]
+
+
 def explain_groups(
     groups: int,
     rows: int,
@@ -83,7 +94,7 @@ def explain_groups(
     kind: str = "fp8",
     hardware: str | Hardware = "H200",
     num_sms: int | None = None,
-) -> dict[str, Any]:
+) -> GroupsExplanation:
     """Which kernel `fp8_grouped_gemm`, or another grouped product, takes for groups of so many rows, and why. No GPU is
     needed.
 
@@ -110,7 +121,7 @@ def explain_groups(
     return as_data(derivation(groups, rows, n, k, **given))
 
 
-def as_data(derived: Derivation) -> dict[str, Any]:
+def as_data(derived: Derivation) -> GroupsExplanation:
     problem = derived.problem
     return {
         "problem": problem._asdict() | {"groups": problem.groups._asdict()},
@@ -186,21 +197,25 @@ def show(derived: Derivation, console: Console) -> None:
     problem = derived.problem
     groups, gpu = problem.groups, derived.hardware
     n, k = problem.weight
-    title = f"{groups.count} groups of {groups.expected_rows} rows, n = {n}, k = {k}"
+    title = f"{groups.count} groups of {groups.expected_rows}x{n}x{k}"
     console.print(f"{title} in {problem.product.family} on {problem.num_sms} SMs of {gpu.name}", style="bold")
-    console.print(f"Rows by {groups.layout}; those of groups are taken to be spread around the mean.", "")
+    best_us, best = derived.candidates[0]
+    limit, limit_us, _ = max(limits(derived), key=lambda one: one[1])
+    console.print(f"Kernel:    {best.name}")
+    console.print(f"Predicted: {best_us:.1f} us")
+    console.print(f"Limit:     {limit_us:.1f} us ({limit} alone); predicted is {best_us / limit_us:.2f} times that")
+    console.print(f"Rows by {groups.layout}; those of groups are taken to be spread around the mean.")
+    console.print("", f"Why: {why(derived)}", "", sep="\n")
     walls = table("limit", "us", "arithmetic, without padding", numbers=False)
     for name, us, arithmetic in limits(derived):
         walls.add_row(name, f"{us:.1f}", arithmetic)
     console.print(walls, "")
-    candidates = table(
-        "config", "us", "over best", f"rows of {_what(derived.candidates[0][1])}", "more than asked", "stages", "KiB"
-    )
-    best_us = derived.candidates[0][0]
+    padded = f"rows of {_what(best)}"
+    columns = ("us", "over best", padded, "padding", "stages", "KiB")
+    candidates = table("config", *columns, spare=("stages", "KiB", "padding"))
     for us, config in derived.candidates:
         rows = tile_rows(groups.expected_rows, config)
         more = f"{rows / groups.expected_rows - 1:.0%}"
         sizes = str(config.stages), str(config.smem_bytes >> 10)
         candidates.add_row(config.name, f"{us:.1f}", f"{us / best_us - 1:.1%}", str(rows), more, *sizes)
-    console.print(candidates, "")
-    console.print(why(derived))
+    console.print(candidates)

@@ -7,13 +7,14 @@ roofline.py's derivation, which is the selector's. No GPU, no torch; matplotlib 
 import json
 from argparse import ArgumentTypeError
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 
 from deep_tile.config import check_sizes
@@ -31,12 +32,37 @@ MEASURED = Path(__file__).parent / "measured.json"
 """Measurements of the configs that are chosen, written by benchmarks/measured.py."""
 
 
+ALIGNMENT = 16
+"""Bytes whose multiples rows of operands begin at, as tensors.py has it, which imports torch."""
+
+
 class Measured(NamedTuple):
-    """One stored measurement of a config on a problem."""
+    """One stored measurement of a config on a problem, and torch's BF16 in the same run, if it took part."""
 
     us: float
     tflops: float
     source: str
+    bf16_us: float | None
+
+
+Row = dict[str, int | float | str | bool | None]
+"""Numbers, names and sentences, as JSON has them."""
+
+
+class Explanation(TypedDict):
+    """What `explain` returns; its docstring says what is in there."""
+
+    problem: dict[str, object]
+    dtype: str
+    hardware: dict[str, object]
+    decided_for_m: int
+    config: str
+    why: str
+    walls: list[Row]
+    predicted: dict[str, float]
+    measured: Row | None
+    candidates: list[Row]
+    rejected: list[Row]
 
 
 def derivation(
@@ -91,7 +117,7 @@ def explain(
     bias: str = "none",
     activation: str = "none",
     layout: str = "nt",
-) -> dict[str, Any]:
+) -> Explanation:
     """Which kernel a product gets on a GPU, and why. No GPU is needed.
 
     Args:
@@ -120,7 +146,7 @@ def explain(
     return as_data(derivation(m, n, k, dtype=dtype, hardware=hardware, num_sms=num_sms, **made))
 
 
-def as_data(derived: Derivation) -> dict[str, Any]:
+def as_data(derived: Derivation) -> Explanation:
     measured = measurement(derived)
     return {
         "problem": derived.problem._asdict(),
@@ -137,13 +163,13 @@ def as_data(derived: Derivation) -> dict[str, Any]:
     }
 
 
-def hardware_data(gpu: Hardware) -> dict[str, Any]:
+def hardware_data(gpu: Hardware) -> dict[str, object]:
     """Its name, and every number with its source."""
     described = gpus.describe(gpu)
     return {"name": gpu.name, **{name: {"value": value, "source": source} for name, value, source in described}}
 
 
-def _candidate_data(derived: Derivation, candidate: Candidate) -> dict[str, Any]:
+def _candidate_data(derived: Derivation, candidate: Candidate) -> Row:
     config, tile, estimate = candidate
     walls = {wall.name: wall for wall in tile.walls}
     return {
@@ -216,11 +242,12 @@ def measurement(derived: Derivation) -> Measured | None:
     if derived.dtype not in KINDS or problem.num_sms != gpu.num_sms:
         return None
     stored = _stored()
-    name, us, run = stored["gpus"].get(gpu.name, {}).get(bucket_key(judged(problem, derived.dtype)), (None, 0.0, 0))
+    key = bucket_key(judged(problem, derived.dtype))
+    name, us, run, *bf16_us = stored["gpus"].get(gpu.name, {}).get(key, (None, 0.0, 0))
     if name != config.name:
         return None
     flops = product_flops(problem.m, problem.n, problem.k)
-    return Measured(us, flops / us / 1e6, stored["runs"][run])
+    return Measured(us, flops / us / 1e6, stored["runs"][run], bf16_us[0] if bf16_us else None)
 
 
 @lru_cache(maxsize=1)
@@ -235,28 +262,41 @@ def show(derived: Derivation, console: Console, most: int | None) -> None:
     """Print the derivation; `most` candidates at most, None: all."""
     problem, choice, gpu = derived.problem, derived.choice, derived.hardware
     m, n, k, num_sms, *_ = problem
-    console.print(f"m = {m}, n = {n}, k = {k} in {derived.dtype} on {num_sms} SMs of {gpu.name}", style="bold")
-    if derived.bucket.m != m:
-        console.print(f"Decided for m = {derived.bucket.m}, as for every m that rounds up to it.")
-    console.print()
-    console.print(_wall_table(derived), "")
-    shown = derived.candidates[:most]
-    console.print(_candidate_table(derived, shown), "")
-    console.print(why(derived), "")
-    console.print(_component_table(derived))
+    console.print(f"{m}x{n}x{k} in {derived.dtype} on {num_sms} SMs of {gpu.name}", style="bold")
+    console.print(f"Kernel:    {_name(derived, choice)}")
+    us, limit_us = choice.estimate.time_us, _limit_us(derived)
+    console.print(f"Predicted: {us:.1f} us, {product_flops(m, n, k) / us / 1e6:.0f} TFLOPS")
     measured = measurement(derived)
     if measured:
-        error = choice.estimate.time_us / measured.us - 1
+        off = us / measured.us - 1
         console.print(
-            f"Measured: {measured.us:.1f} us, {measured.tflops:.0f} TFLOPS ({measured.source}); "
-            f"the prediction is {error:+.1%} off."
+            f"Measured:  {measured.us:.1f} us, {measured.tflops:.0f} TFLOPS ({measured.source}); the prediction is "
+            f"{off:+.1%} off"
         )
+    limit = "HBM" if derived.walls[0].value < derived.walls[0].limit else "tensor cores"
+    console.print(f"Limit:     {limit_us:.1f} us ({limit} alone); predicted is {us / limit_us:.2f} times that")
+    if derived.bucket.m != m:
+        console.print(f"Decided for m = {derived.bucket.m}, as for every m that rounds up to it.")
     for line in _notes(derived):
         console.print(line)
+    console.print("", f"Why: {why(derived)}", "", sep="\n")
+    console.print(_wall_table(derived), "")
+    console.print(_candidate_table(derived, derived.candidates[:most]), "")
+    console.print(_component_table(derived))
+
+
+def _limit_us(derived: Derivation) -> float:
+    """Of the FLOP at the rate that tensor cores keep up, or of HBM's bytes, whichever takes longer."""
+    problem, gpu = derived.problem, derived.hardware
+    flops = product_flops(problem.m, problem.n, problem.k)
+    return max(flops / gpu.tflops(derived.dtype), flops / derived.walls[0].value / gpu.hbm_tbps) / 1e6
 
 
 def _notes(derived: Derivation) -> Iterable[str]:
     gpu, assumed = derived.hardware, ("scaled", "assumed")
+    row_bytes = derived.problem.k * operand_bytes_of(derived.dtype)
+    if row_bytes % ALIGNMENT:
+        yield f"No call takes dense operands of that k: rows of {row_bytes} bytes are no multiple of {ALIGNMENT}."
     unmeasured = [name for name, _, source in gpus.describe(gpu) if source in assumed]
     if "given" in gpu.sources.values():
         yield f"Times are those of an H200, scaled to {gpu.name} by tensor rate, clock and bandwidth."
@@ -335,7 +375,8 @@ def _excess(reason: str) -> str:
 def _candidate_table(derived: Derivation, shown: list[Candidate]) -> Table:
     title = f"{len(shown)} of {len(derived.candidates)} candidates, by predicted time"
     columns = ("us", "over best", "bound by", "waves", "full", "registers", "KiB/stage", "stages", "FLOP/byte L2")
-    made = table("config" if derived.dtype in KINDS else "tile", *columns, title=title)
+    spare = ("FLOP/byte L2", "KiB/stage", "stages", "registers", "full")
+    made = table("config" if derived.dtype in KINDS else "tile", *columns, title=title, spare=spare)
     best_us = shown[0].estimate.time_us
     for candidate in shown:
         _, tile, estimate = candidate
@@ -351,7 +392,7 @@ def _candidate_table(derived: Derivation, shown: list[Candidate]) -> Table:
             f"{tile.stages_min}..{tile.stages}..{tile.stages_max}",
             f"{tile.wall('intensity (L2)').value:.0f}",
         )
-    made.caption = "registers: accumulators + one K block's; stages: least by latency, used, most by capacity"
+    made.caption = "registers: accumulators + one K block's; stages: fewest by latency, used, most by capacity"
     return made
 
 
@@ -365,13 +406,33 @@ def _component_table(derived: Derivation) -> Table:
     return made
 
 
-def table(first: str, *others: str, title: str | None = None, numbers: bool = True) -> Table:
-    """Columns after the first hold numbers and are set to the right, unless told otherwise."""
+class FittingTable(Table):
+    """Leaves out columns that it can spare where there is no room for all, the first of `spare` first."""
+
+    spare: tuple[str, ...] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for header in self.spare:
+            if Measurement.get(console, options.update(max_width=10**6), self).maximum <= options.max_width:
+                break
+            kept = (column for column in self.columns if column.header != header)
+            self.columns = [replace(column, _index=index) for index, column in enumerate(kept)]
+            if isinstance(self.caption, str):  # "column: what it means; another: ..."
+                parts = self.caption.split("; ")
+                self.caption = "; ".join(part for part in parts if not part.startswith(f"{header}:")) or None
+        yield from super().__rich_console__(console, options)
+
+
+def table(
+    first: str, *others: str, title: str | None = None, numbers: bool = True, spare: tuple[str, ...] = ()
+) -> FittingTable:
+    """Columns after the first hold numbers, set to the right and never folded, unless told otherwise."""
     style = {"box": box.SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)}
-    made = Table(title=title, title_justify="left", title_style="bold", caption_justify="left", **style)
+    made = FittingTable(title=title, title_justify="left", title_style="bold", caption_justify="left", **style)
+    made.spare = spare
     made.add_column(first, no_wrap=True)
     for header in others:
-        made.add_column(header, justify="right" if numbers else "left", overflow="fold")
+        made.add_column(header, justify="right" if numbers else "left", overflow="fold", no_wrap=numbers)
     return made
 
 
@@ -426,4 +487,8 @@ def plot(derived: Derivation, path: str | Path) -> None:
     axes.set_title(f"{problem.m} x {problem.n} x {problem.k}, {derived.dtype}, {gpu.name}")
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8, loc="lower right")
+    caption = (
+        "Across: FLOP per byte, of the star through HBM, of tiles through L2. Up: predicted TFLOPS of the whole GEMM."
+    )
+    figure.supxlabel(caption, fontsize=8)
     figure.savefig(path, dpi=150)

@@ -34,6 +34,19 @@ def count(text: str) -> int:
     return int(text)
 
 
+def sizes(text: str, names: str = "MxNxK", example: str = "4096x7168x2048") -> tuple[int, ...]:
+    """Positive sizes with an x between them, as many as are named: how every command writes shapes."""
+    parts = text.split("x")
+    if len(parts) != len(names.split("x")) or not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {names}, such as {example}")
+    return tuple(map(positive, parts))
+
+
+def weight_or_sizes(text: str) -> tuple[int, ...]:
+    """NxK of a weight, or MxNxK."""
+    return sizes(text, "NxK", "7168x2048") if text.count("x") == 1 else sizes(text)
+
+
 def positive_number(text: str) -> float:
     number = _number(text)
     smallest, largest = NUMBERS

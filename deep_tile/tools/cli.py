@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,15 @@ from deep_tile.method import groups, report
 from deep_tile.select.choose import bucket_key
 from deep_tile.select.hardware import DTYPE_BYTES, H200
 from deep_tile.tools import kernel_classes
-from deep_tile.tools.arguments import FIRST_CANDIDATES, add_all, add_hardware, hardware_of, positive
+from deep_tile.tools.arguments import (
+    FIRST_CANDIDATES,
+    add_all,
+    add_hardware,
+    hardware_of,
+    positive,
+    sizes,
+    weight_or_sizes,
+)
 from deep_tile.tools.compile import clear_cache, compile_kernels, show_cache
 from deep_tile.tools.console import PROGRAM, new_console, remedy_for_missing, tflops_text, track_progress
 from deep_tile.tools.demo import demo
@@ -38,13 +45,16 @@ if TYPE_CHECKING:
 
 _GROUPINGS = tuple(grouping for grouping in GROUPINGS if grouping != "none")
 
-TOKENS_TO_TUNE = "8,16,32,64,128,256,512,1024,2048,4096"
-"""m of each product that `tune` tries of a weight, unless told."""
+TOKENS_TO_TUNE = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""m of each product that `tune` tries of a weight."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bad arguments raise SystemExit(2)."""
     parser = _parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help()
+        return 2
     try:
         options, rest = parser.parse_known_args(_joined(list(sys.argv[1:] if arguments is None else arguments)))
         if rest and options.run is not bench:
@@ -80,13 +90,11 @@ def _joined(arguments: list[str]) -> list[str]:
 
 
 def explain(options: argparse.Namespace) -> int:
-    if options.groups is not None or options.rows is not None:
+    if options.groups is not None:
         return _explain_groups(options)
-    if options.m is None:
-        options.refuse("give M, N and K, or --groups G --rows R and N, K")
     names = ("dtype", "num_sms", "output", "bias", "activation", "layout")
     asked = {name: getattr(options, name) for name in names} | {"hardware": hardware_of(options, options.dtype)}
-    derived = report.derivation(options.m, options.n, options.k, **asked)
+    derived = report.derivation(*options.shape, **asked)
     if options.json:
         print(json.dumps(report.as_data(derived), indent=2))
     else:
@@ -98,14 +106,12 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def _explain_groups(options: argparse.Namespace) -> int:
-    if options.m is not None or None in (options.groups, options.rows):
-        options.refuse("give --groups G and --rows R of each, in the mean, and N, K alone")
     of_products = (options.plot, options.all), (options.output, options.bias, options.activation)
     if (*of_products, options.layout) != ((None, False), (None, "none", "none"), "nt"):
         options.refuse("--plot, --all, --output, --bias, --activation and --layout are not for groups")
     gpu = hardware_of(options, options.dtype)
     asked = {"grouping": options.grouping, "kind": options.dtype, "hardware": gpu, "num_sms": options.num_sms}
-    derived = groups.derivation(options.groups, options.rows, options.n, options.k, **asked)
+    derived = groups.derivation(options.groups, *options.shape, **asked)
     if options.json:
         print(json.dumps(groups.as_data(derived), indent=2))
     else:
@@ -117,17 +123,17 @@ def _explain_groups(options: argparse.Namespace) -> int:
 
 
 def tune(options: argparse.Namespace) -> int:
-    of_groups = (options.groups, options.rows, options.grouping) != (None, None, None)
-    asked = _groups_to_tune(options) if of_groups else _shapes_to_tune(options)
+    asked = _shapes_to_tune(options) if options.groups is None else _groups_to_tune(options)
     available, reason = deep_tile.is_available()
     if not available:
         raise RuntimeError(f"tune times kernels, so it needs a Hopper GPU: {reason}")
     from deep_tile.tools import tune as search
 
-    how = {"repeats": options.repeats, "track": track_progress}
-    what = {"kind": options.kind, "output": options.output, "wide": options.wide}
-    tune_groups = partial(search.tune_groups, kind=options.kind)
-    results = tune_groups(*asked, **how) if of_groups else search.tune(asked, **what, **how)
+    how = {"kind": options.kind, "repeats": options.repeats, "track": track_progress}
+    if options.groups is None:
+        results = search.tune(asked, output=options.output, wide=options.wide, **how)
+    else:
+        results = [found for groups in asked for found in search.tune_groups(*groups, **how)]
     place = search.store(results)
     console = new_console()
     console.print(_tuned_table(results), "", f"Kept in {place}; the selector takes them from there from now on.")
@@ -137,36 +143,39 @@ def tune(options: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _shapes_to_tune(options: argparse.Namespace) -> list[tuple[int, int, int]]:
-    """(m, n, k) of the weight on the command line and of the file's lines."""
-    weight = (options.n, options.k)
+def _shapes_to_tune(options: argparse.Namespace) -> list[tuple[int, ...]]:
+    """(m, n, k) of the command line and of the file's lines; of a weight [n, k], for some m each."""
     outputs = KINDS[options.kind].outputs
     if options.output not in (None, *outputs):
         options.refuse(f"results of {options.kind} are {', '.join(outputs)}; --output is {options.output}")
-    if weight == (None, None) and options.shapes and not options.m:
-        return options.shapes
-    if None in weight:
-        options.refuse("give N and K of a weight, which --m is for, or --shapes FILE")
-    return [(m, *weight) for m in options.m or _positives(TOKENS_TO_TUNE)] + options.shapes
+    if options.grouping is not None:
+        options.refuse("--grouping is for groups; give --groups G, too")
+    given = [*options.shape, *options.shapes]
+    if not given:
+        options.refuse("give shapes MxNxK, weights NxK, or --shapes FILE")
+    return [shape for one in given for shape in ([(m, *one) for m in TOKENS_TO_TUNE] if len(one) == 2 else [one])]
 
 
-def _groups_to_tune(options: argparse.Namespace) -> tuple[str, int, list[int], int, int]:
-    """Layout, how many groups, rows of each of every product, n and k."""
-    asked = options.grouping or _GROUPINGS[0], options.groups, options.rows, options.n, options.k
-    if None in asked:
-        options.refuse("give --groups G, --rows R of each, in the mean, and N, K of their weights")
-    if options.m or options.shapes or options.wide or options.output:
-        options.refuse("--m, --shapes, --wide and --output are not for groups")
+def _groups_to_tune(options: argparse.Namespace) -> list[tuple[str, int, list[int], int, int]]:
+    """Layout, how many groups, rows of each of every product, n and k: an entry for each weight."""
+    if options.shapes or options.wide or options.output:
+        options.refuse("--shapes, --wide and --output are not for groups")
+    if not options.shape or any(len(shape) == 2 for shape in options.shape):
+        options.refuse("give RxNxK beside --groups, R being the rows of a group, in the mean")
+    layout, rows = options.grouping or _GROUPINGS[0], {}
+    for mean, *weight in options.shape:
+        rows.setdefault(tuple(weight), []).append(mean)
     try:
-        groups.checked_kind(asked[0], options.kind)
+        groups.checked_kind(layout, options.kind)
     except ValueError as error:
         options.refuse(str(error))
-    return asked
+    return [(layout, options.groups, means, *weight) for weight, means in rows.items()]
 
 
 def _tuned_table(results: Sequence[Tuned]) -> Table:
-    sizes = ("m up to", "n", "k") if results[0].problem.groups is None else ("groups", "rows up to", "n", "k")
-    table = report.table("config", *sizes, "us", "TFLOPS", "chosen before", "us", "gain", "tried")
+    names = ("m up to", "n", "k") if results[0].problem.groups is None else ("groups", "rows up to", "n", "k")
+    columns = (*names, "us", "TFLOPS", "chosen before", "us before", "gain", "tried")
+    table = report.table("config", *columns, spare=("tried", "chosen before", "TFLOPS"))
     for problem, (config, us), before, before_us, tried, _ in results:
         was = "the same" if config == before else before.name
         many = [problem.m] if problem.groups is None else problem.groups[1:]
@@ -219,11 +228,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--experts", action="store_true", help="Qwen3-30B-A3B's experts instead")
 
     command = add("explain", explain, "which kernel a product of [M, K] and [N, K] gets, and why")
-    command.add_argument("m", type=positive, nargs="?", metavar="M", help="left out with --groups")
-    for name in ("n", "k"):
-        command.add_argument(name, type=positive, metavar=name.upper())
+    command.add_argument("shape", type=sizes, metavar="MxNxK", help="with --groups, M is the mean rows of a group")
     command.add_argument("--groups", type=positive, metavar="G", help="of a grouped product: how many groups")
-    command.add_argument("--rows", type=positive, metavar="R", help="of a group, in the mean")
     _add_grouping(command, default=_GROUPINGS[0])
     command.add_argument(
         "--dtype", choices=dict.fromkeys((*DTYPE_BYTES, *KINDS)), default="fp8", help="or kind; default: %(default)s"
@@ -251,8 +257,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_weight_shape,
         action="append",
         default=[],
-        metavar="N,K,MAX_M",
-        help="only the kernels that a weight [N, K] needs for any m up to MAX_M; may be repeated",
+        metavar="MxNxK",
+        help="only the kernels that a weight [N, K] needs for up to M tokens; may be repeated",
     )
     text = "only the kernels of grouped products whose groups lie so, which are the same for all shapes"
     command.add_argument("--grouping", choices=_GROUPINGS, help=text)
@@ -269,9 +275,9 @@ def _parser() -> argparse.ArgumentParser:
     actions.add_parser("clear", help="remove every kernel from it").set_defaults(run=clear_cache)
 
     command = add("tune", tune, "time configs on this GPU and keep the fastest for each shape")
-    for name, text in (("n", "rows of the weight [N, K]"), ("k", "its columns")):
-        command.add_argument(name, type=positive, nargs="?", metavar=name.upper(), help=text)
-    command.add_argument("--m", type=_positives, metavar="M,M,...", help=f"default: {TOKENS_TO_TUNE}")
+    tokens = ", ".join(map(str, TOKENS_TO_TUNE))
+    text = f"a product, or NxK for a weight with M of {tokens}; with --groups, M is the mean rows of a group"
+    command.add_argument("shape", type=weight_or_sizes, nargs="*", metavar="MxNxK", help=text)
     text = "with a line MxNxK for each product"
     command.add_argument("--shapes", type=_shapes_file, default=[], metavar="FILE", help=text)
     text = "of the product; those of other FP8 formats share its results; default: %(default)s"
@@ -279,8 +285,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--output", choices=(*OUTPUTS, RAW), help="format of the result; default: the kind's")
     command.add_argument("--wide", action="store_true", help="also other numbers of stages and store buffers")
     command.add_argument("--groups", type=positive, metavar="G", help="of grouped products: how many groups")
-    text = "of a group, in the mean; one product for each"
-    command.add_argument("--rows", type=_positives, metavar="R,R,...", help=text)
     _add_grouping(command, default=None)
     command.add_argument(
         "--repeats",
@@ -311,35 +315,21 @@ def _samples(text: str) -> int:
     return int(text)
 
 
-def _positives(text: str) -> list[int]:
-    return [positive(number) for number in text.split(",")]
-
-
 def _shapes_file(path: str) -> list[tuple[int, int, int]]:
     """(m, n, k) of each line that is neither empty nor a comment."""
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise argparse.ArgumentTypeError(f"{path!r} cannot be read: {error}") from None
-    shapes = [_product_shape(path, text) for line in lines if (text := line.split("#")[0].strip())]
+    shapes = [sizes(text) for line in lines if (text := line.split("#")[0].strip())]
     if not shapes:
         raise argparse.ArgumentTypeError(f"{path!r} has no line MxNxK, such as 4096x7168x2048")
     return shapes
 
 
-def _product_shape(path: str, text: str) -> tuple[int, int, int]:
-    sizes = text.split("x")
-    if len(sizes) != 3:
-        raise argparse.ArgumentTypeError(f"{text!r} in {path!r} is not MxNxK, such as 4096x7168x2048")
-    m, n, k = map(positive, sizes)
-    return m, n, k
-
-
 def _weight_shape(text: str) -> tuple[int, int, int]:
-    sizes = text.split(",")
-    if len(sizes) != 3:
-        raise argparse.ArgumentTypeError(f"{text!r} is not N,K,MAX_M, such as 7168,2048,4096")
-    n, k, max_m = map(positive, sizes)
+    """(n, k, most m)."""
+    max_m, n, k = sizes(text)
     supported, reason = deep_tile.supports(max_m, n, k)
     if not supported:
         raise argparse.ArgumentTypeError(f"{text!r}: {reason}")

@@ -42,7 +42,7 @@ def compile_kernels(options: argparse.Namespace) -> int:
     built = build_all(configs, options.jobs, store=dump_dir is None)
     console = new_console()
     console.print(kernel_table(built), "")
-    console.print(f"{len(built)} kernels for sm_90a, {sum(kernel.seconds for kernel in built):.1f} s of compiling.")
+    console.print(f"{len(built)} kernels for sm_90a, {sum(kernel.seconds for kernel in built):.1f} s of compiling")
     if dump_dir:
         console.print(f"Written to {dump_dir}; the cache was left alone.")
         return report_flaws(built)
@@ -83,8 +83,8 @@ def build_all(configs: Sequence[GemmConfig], jobs: int, store: bool = False) -> 
 
 
 def kernel_table(built: list[Built], uses: dict[GemmConfig, int] | None = None) -> Table:
-    columns = ("seconds", "registers", "spilled bytes", "smem KiB")
-    table = report.table("kernel", *columns, *(["shapes"] if uses else []))
+    columns = ("compile s", "registers", "spilled bytes", "smem KiB")
+    table = report.table("kernel", *columns, *(["shapes"] if uses else []), spare=("smem KiB", "compile s"))
     for config, seconds, usage, *_ in built:
         spilled = usage.spill_store_bytes + usage.spill_load_bytes
         row = (config.name, f"{seconds:.2f}", str(usage.registers), str(spilled), _kib(config.smem_bytes))
@@ -150,16 +150,20 @@ def show_cache(options: argparse.Namespace) -> int:
 def clear_cache(options: argparse.Namespace) -> int:
     before = jit.cache_info()
     jit.clear_cache()
-    new_console().print(f"Removed {before.entries} kernels, {mib(before.size_bytes)}, from {_place(before)}.")
+    new_console().print(f"Removed {_kernels(before.entries)}, {mib(before.size_bytes)}, from {_place(before)}.")
     return 0
 
 
 def cache_text() -> str:
     info = jit.cache_info()
-    held = f"{info.entries} kernels, {mib(info.size_bytes)} of {mib(info.limit_bytes)}"
+    held = f"{_kernels(info.entries)}, {mib(info.size_bytes)} of {mib(info.limit_bytes)}"
     served = "there is no NVRTC" if info.nvrtc_version is None else f"serves NVRTC {info.nvrtc_version}"
     before = "" if info.packaged is None else f"; before it, {packaged_text(info.packaged)}"
     return f"{_place(info)} holds {held}, and {served}{before}"
+
+
+def _kernels(count: int) -> str:
+    return f"{count} {'kernel' if count == 1 else 'kernels'}"
 
 
 def packaged_text(brought: packaged.Contents) -> str:

@@ -1,7 +1,11 @@
 """How the commands print: results to stdout, progress and errors to stderr."""
 
+import os
+import re
 import sys
 from collections.abc import Iterable
+from time import monotonic
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import track
@@ -20,7 +24,10 @@ MISSING = {
 """What to do about an import that fails, by package."""
 
 WIDE = 200
-"""Columns to print in where there is no terminal to ask."""
+"""Columns to print in where neither a terminal nor COLUMNS says how many."""
+
+TOLD_EVERY = 10
+"""Seconds between the lines about progress where there is no terminal to draw a bar on."""
 
 
 def remedy_for_missing(error: ModuleNotFoundError) -> str | None:
@@ -30,12 +37,41 @@ def remedy_for_missing(error: ModuleNotFoundError) -> str | None:
 
 def new_console(stderr: bool = False) -> Console:
     """Text is printed as it is: brackets in a message are no markup."""
-    wide = None if (sys.stderr if stderr else sys.stdout).isatty() else WIDE
-    return Console(stderr=stderr, width=wide, markup=False, highlight=False, emoji=False)
+    file = sys.stderr if stderr else sys.stdout
+    if file.isatty():
+        return Console(file=file, markup=False, highlight=False, emoji=False)
+    wide = None if "COLUMNS" in os.environ else WIDE
+    return Console(file=_Stripped(file), width=wide, markup=False, highlight=False, emoji=False)
+
+
+class _Stripped:
+    """A file that is no terminal, which gets no spaces at the ends of lines."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        return self._file.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def track_progress(items: Iterable, description: str, total: int | None = None) -> Iterable:
-    return track(items, description, total=total, console=new_console(stderr=True))
+    """Passes items on: with a bar and the time left on a terminal, else with a line now and then."""
+    console = new_console(stderr=True)
+    if console.is_terminal:
+        return track(items, description, total=total, console=console)
+    return _told(items, description, len(items) if total is None else total)
+
+
+def _told(items: Iterable, description: str, total: int) -> Iterable:
+    told = monotonic()
+    for done, item in enumerate(items):
+        if monotonic() - told >= TOLD_EVERY:
+            print(f"{description}: {done} of {total}", file=sys.stderr, flush=True)
+            told = monotonic()
+        yield item
 
 
 def tflops_text(m: int, n: int, k: int, us: float) -> str:

@@ -13,7 +13,10 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from statistics import geometric_mean
+from time import monotonic
 from typing import NamedTuple
+
+from rich.table import Table
 
 import deep_tile
 from deep_tile import plan
@@ -30,32 +33,58 @@ DEMO_SAMPLES = 20
 
 
 def demo(options: argparse.Namespace) -> int:
-    available, reason = deep_tile.is_available()
+    """Ends with a verdict in one sentence."""
+    begin, (available, reason) = monotonic(), deep_tile.is_available()
     if options.experts:
-        return demo_experts.demo_on_gpu(reason) if available else demo_experts.demo_without_gpu(reason)
-    return _demo_on_gpu(reason) if available else _demo_without_gpu(reason)
+        run = demo_experts.demo_on_gpu if available else demo_experts.demo_without_gpu
+    else:
+        run = _demo_on_gpu if available else _demo_without_gpu
+    code, done = run(reason)
+    verdict = f"All is well: {done}" if code == 0 else "Something is wrong: see the messages above"
+    style = "bold green" if code == 0 else "bold red"
+    new_console().print(f"{verdict}. {monotonic() - begin:.0f} s.", style=style)
+    return code
 
 
 def _demo_shapes() -> list[tuple[int, int, int]]:
     return [(m, n, k) for n, k in DEEPSEEK_V3_LAYERS.values() for m in TOKENS]
 
 
-def _demo_without_gpu(reason: str) -> int:
+def _demo_without_gpu(reason: str) -> tuple[int, str]:
+    """The exit code, and what was done."""
     console, shapes = new_console(), _demo_shapes()
     console.print(f"No Hopper GPU to run on ({reason}).")
     console.print(
-        "So: choose kernels for DeepSeek-V3's layers as on an H200, compile them for sm_90a, multiply on the CPU."
+        "So this chooses and compiles the kernels of DeepSeek-V3's layers as on an H200, and multiplies on the CPU.", ""
     )
+    console.print(_stored_times(shapes), "")
     uses = Counter(plan.config_for(GemmProblem(*shape)) for shape in shapes)
     built = build_all(list(uses), os.cpu_count() or 1)
     console.print(kernel_table(built, uses), "")
     m, n, k = 96, 400, 1040
     error = checked_error(m, n, k, "cpu")
     console.print(f"fp8_gemm of {m}x{n}x{k} on the CPU, against float64: relative error {error:.2e}", "")
-    return max(report_flaws(built), _report_errors({(m, n, k): error}), demo_kinds.show_without_gpu())
+    code = max(report_flaws(built), _report_errors({(m, n, k): error}), demo_kinds.show_without_gpu())
+    count = len(demo_kinds.SHOWN)
+    return code, f"{len(built) + count} kernels compile without spills, and {count + 1} products are right"
 
 
-def _demo_on_gpu(reason: str) -> int:
+def _stored_times(shapes: list[tuple[int, int, int]]) -> Table:
+    """What an H200 took, from the package's stored measurements."""
+    columns = ("us", "TFLOPS", "BF16 us", "times as fast")
+    table = report.table("m x n x k", *columns, title="Not measured here: stored times of an H200")
+    for m, n, k in shapes:
+        measured = report.measurement(report.derivation(m, n, k))
+        if measured is not None and measured.bf16_us is not None:
+            gain = f"{measured.bf16_us / measured.us:.2f}"
+            times = f"{measured.us:.1f}", f"{measured.tflops:.0f}", f"{measured.bf16_us:.1f}", gain
+            table.add_row(f"{m}x{n}x{k}", *times)
+            table.caption = f"{measured.source}; BF16 is torch.mm"
+    return table
+
+
+def _demo_on_gpu(reason: str) -> tuple[int, str]:
+    """The exit code, and what was done."""
     import torch
 
     from deep_tile.tools import timing
@@ -65,22 +94,23 @@ def _demo_on_gpu(reason: str) -> int:
     flush = timing.L2Flush()
     with torch.cuda.stream(torch.cuda.Stream()):  # graphs cannot be captured on the default stream
         measured = {shape: _measure(*shape, flush) for shape in track_progress(_demo_shapes(), "Multiplying")}
-    columns = ("us", "TFLOPS", "cuBLAS us", "ratio", "BF16 us", "relative error")
-    table = report.table("config", "m", "n", "k", *columns)
+    columns = ("us", "TFLOPS", "BF16 us", "gain", "cuBLAS us", "gain ", "error", "kernel")
+    table = report.table("m x n x k", *columns, spare=("kernel", "TFLOPS"))
     for (m, n, k), (config, us, cublas_us, bf16_us, error) in measured.items():
-        tflops = tflops_text(m, n, k, us)
-        times = (f"{us:.1f}", tflops, f"{cublas_us:.1f}", f"{us / cublas_us:.2f}", f"{bf16_us:.1f}", f"{error:.2e}")
-        table.add_row(config, str(m), str(n), str(k), *times)
+        over_bf16, over_cublas = f"{bf16_us / us:.2f}", f"{cublas_us / us:.2f}"
+        times = f"{us:.1f}", tflops_text(m, n, k, us), f"{bf16_us:.1f}", over_bf16, f"{cublas_us:.1f}", over_cublas
+        table.add_row(f"{m}x{n}x{k}", *times, f"{error:.1e}", config)
     console.print(table, "")
-    mean = geometric_mean(row.us / row.cublas_us for row in measured.values())
+    bf16, cublas = (geometric_mean(row[at] / row.us for row in measured.values()) for at in (3, 2))
     console.print(f"us: median of {DEMO_SAMPLES} samples. {timing.METHOD}")
     console.print(
-        f"ratio: deep_tile's time over cuBLAS's, geometric mean {mean:.3f}; below 1, deep_tile is faster. cuBLAS is "
-        "torch._scaled_mm on the same FP8 values with one scale per tensor and fast accumulation: it does less work, "
-        "having no block scales to apply. BF16 is torch.mm. Errors are against float64.",
+        "gain: times as fast as BF16 (torch.mm), then as cuBLAS (torch._scaled_mm of the same FP8 values with one "
+        "scale per tensor and fast accumulation, so it does less work). error: relative, against float64.",
         "",
     )
-    return max(_report_errors({shape: row.error for shape, row in measured.items()}), demo_kinds.show_on_gpu())
+    code = max(_report_errors({shape: row.error for shape, row in measured.items()}), demo_kinds.show_on_gpu())
+    gains = f"{bf16:.2f} times as fast as BF16 and {cublas:.2f} times as fast as per-tensor cuBLAS"
+    return code, f"{len(measured) + len(demo_kinds.SHOWN)} products are right, those of FP8 with block scales {gains}"
 
 
 class _Measured(NamedTuple):

@@ -50,10 +50,12 @@ def show_without_gpu() -> int:
     m, n, k = SHAPE
     built = build_all([plan.config_for(_problem(kind, SHAPE)) for kind in SHOWN], os.cpu_count() or 1)
     errors = {kind: _error(kind, SMALL, "cpu") for kind in SHOWN}
-    table = report.table("kind", "a, b", "scales", "result", "kernel", "seconds", "registers", "relative error")
+    columns = ("a, b", "scales", "result", "kernel", "compile s", "registers", "error")
+    table = report.table("kind", *columns, spare=("kernel", "registers"))
     for (kind, error), (config, seconds, usage, *_) in zip(errors.items(), built, strict=True):
         table.add_row(*_titles(kind), config.name, f"{seconds:.2f}", str(usage.registers), f"{error:.2e}")
-    console.print(f"Each kind of product, its kernel for {m}x{n}x{k}, and its error at {'x'.join(map(str, SMALL))}:")
+    small = "x".join(map(str, SMALL))
+    console.print(f"Each kind of product: its kernel for {m}x{n}x{k}, and its relative error at {small}")
     console.print(table, "")
     return max(report_flaws(built), _report_errors(errors, SMALL))
 
@@ -70,11 +72,12 @@ def show_on_gpu() -> int:
     with torch.cuda.stream(torch.cuda.Stream()):  # none is captured on the default stream
         graphs = {kind: capture(_prepared(kind)) for kind in SHOWN}
         times = time_alternating(graphs, SAMPLES, L2Flush())
-    table = report.table("kind", "a, b", "scales", "result", "kernel", "us", "TFLOPS", "relative error")
+    columns = ("a, b", "scales", "result", "kernel", "us", "TFLOPS", "error")
+    table = report.table("kind", *columns, spare=("kernel",))
     for kind, error in errors.items():
         us, config = times[kind].us, plan.config_for(_problem(kind, SHAPE, num_sms))
         table.add_row(*_titles(kind), config.name, f"{us:.1f}", tflops_text(*SHAPE, us), f"{error:.2e}")
-    console.print(f"Each kind of product, at {'x'.join(map(str, SHAPE))}:")
+    console.print(f"Each kind of product, at {'x'.join(map(str, SHAPE))}, and its relative error")
     console.print(table, "")
     return _report_errors(errors, SHAPE)
 

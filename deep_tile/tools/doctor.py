@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import warnings
 from collections.abc import Callable, Iterable
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
 import deep_tile
@@ -54,9 +56,11 @@ def doctor(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"works": works, "findings": [finding._asdict() for finding in findings]}, indent=2))
         return 0 if works else 1
-    console, table = new_console(), report.table("", "", "seen", "remedy", numbers=False)
+    console, table = new_console(), report.table("", "", "seen", numbers=False)
+    table.columns[1].no_wrap = True
     for status, subject, seen, remedy in findings:
-        table.add_row(status, subject, seen, remedy, style={"ok": None, "warn": "yellow", "fail": "red"}[status])
+        said = f"{seen}\nRemedy: {remedy}" if remedy else seen
+        table.add_row(status, subject, said, style={"ok": None, "warn": "yellow", "fail": "red"}[status])
     console.print(table, "")
     console.print(_where_it_works() if works else "deep_tile cannot work here: see the lines that fail")
     return 0 if works else 1
@@ -110,6 +114,9 @@ def _compiler_remedy() -> str:
 def _checks() -> list[Check]:
     tested = _compiler_remedy()
     return [
+        Check("deep_tile", _look_at(lambda: f"{deep_tile.__version__} in {Path(deep_tile.__file__).parent}"), ""),
+        Check("Python", _look_at(platform.python_version), ""),
+        Check("system", _look_at(platform.platform), ""),
         Check("PyTorch", _look_at_torch, "to use a GPU, install a CUDA build of PyTorch"),
         Check("driver", _look_at_driver, "to use a GPU, install NVIDIA's driver"),
         Check("GPU", _look_at_gpus, "none needed to compile; kernels run on a Hopper GPU: H100, H200, H800, H20"),
@@ -117,6 +124,7 @@ def _checks() -> list[Check]:
         Check("NVRTC", _to_compile(_look_at_nvrtc), tested),
         Check("packaged kernels", _look_at_packaged, f"unset {settings.PACKAGED_KERNELS.name}"),
         *(Check(variable.name, _look_at(value), variable.meaning) for variable, value in VARIABLE_VALUES),
+        Check("variables", _look_at_others, f"known are {', '.join(variable.name for variable in settings.VARIABLES)}"),
         *(Check(engine.name, _look_at_engine(engine), "") for engine in engines.ENGINES if _is_installed(engine)),
         Check("tuned choices", _look_at_tuned, f"remove that file, or set {settings.TUNED.name} to another one"),
         Check("compiler", _to_compile(_look_at_compiler), tested),
@@ -144,6 +152,13 @@ DOCTORS_KERNELS = (DOCTORS_PROBLEM, GemmProblem(512, 2112, 7168))
 
 def _look_at(value: Callable[[], object]) -> Callable[[], tuple[str, str]]:
     return lambda: ("ok", str(value()))
+
+
+def _look_at_others() -> tuple[str, str]:
+    known = {variable.name for variable in settings.VARIABLES}
+    ours = (name for name in sorted(os.environ) if name.startswith("DEEP_TILE_"))
+    unread = [name for name in ours if name not in known and not name.startswith("DEEP_TILE_TEST_")]
+    return ("warn", f"nobody reads {', '.join(unread)}") if unread else ("ok", "no others of DEEP_TILE_")
 
 
 def _is_installed(engine: engines.Engine) -> bool:
@@ -197,7 +212,7 @@ def _to_compile(look: Callable[[], tuple[str, ...]]) -> Callable[[], tuple[str, 
     """The same, and only a warning where packaged kernels do without a compiler."""
 
     def look_again() -> tuple[str, ...]:
-        if not settings.packaged_kernels() or packaged.contents() is None:
+        if jit.serving_contents() is None:
             return look()
         try:
             return look()
@@ -213,6 +228,9 @@ def _look_at_packaged() -> tuple[str, str]:
         return "ok", "none: kernels are compiled here"
     if not settings.packaged_kernels():
         return "warn", f"{settings.PACKAGED_KERNELS.name} is 0: {packaged_text(brought)}, but are not taken"
+    if jit.driver_is_older(brought.nvrtc_version):
+        cuda = brought.nvrtc_version.partition(".")[0]
+        return "ok", f"not taken: the driver is older than CUDA {cuda}, so kernels are compiled here"
     return "ok", packaged_text(brought)
 
 
@@ -220,18 +238,15 @@ def _look_at_bindings() -> tuple[str, str]:
     return "ok", f"{metadata.version('cuda-core')}, cuda-bindings {metadata.version('cuda-bindings')}"
 
 
-def _look_at_nvrtc() -> tuple[str, str]:
+def _look_at_nvrtc() -> tuple[str, ...]:
     version = jit.nvrtc_version()
     if not jit.is_tested(version):
         first, last = sass.TESTED_NVRTC[0], sass.TESTED_NVRTC[-1]
         return "warn", f"{version}; deep_tile is tested with {first} to {last}: `{PROGRAM} compile` checks every kernel"
-    try:
-        driver = _cuda_version(_launcher.driver_version())
-    except RuntimeError:
+    if not jit.driver_is_older(version):
         return "ok", version
-    if int(version.split(".")[0]) > int(driver.split(".")[0]):
-        return "warn", f"{version}; the driver knows CUDA {driver} only and may refuse its kernels"
-    return "ok", version
+    driver = _cuda_version(_launcher.driver_version())
+    return "warn", f"{version}; the driver knows CUDA {driver} only and may refuse its kernels", INSTALL_NVRTC
 
 
 def _look_at_tuned() -> tuple[str, str]:

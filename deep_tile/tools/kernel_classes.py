@@ -308,8 +308,9 @@ def _wall_table(explained: Explained) -> Table:
 def _candidate_table(explained: Explained, shown: list[Tile]) -> Table:
     kernel = explained.kernel
     title = f"{len(shown)} of {len(explained.candidates)} candidates"
-    common = ("FLOP/byte", "KiB", "registers", "stages_min", "stages", "stages_max", "bound by", "")
-    made = report.table(kernel.unit, *kernel.columns, *common, title=title)
+    common = ("FLOP/byte", "KiB", "registers", "stages", "bound by", "")
+    spare = ("bound by", "FLOP/byte", *reversed(kernel.columns), "KiB")
+    made = report.table(kernel.unit, *kernel.columns, *common, title=title, spare=spare)
     for tile in shown:
         made.add_row(
             kernel.name(tile),
@@ -317,7 +318,7 @@ def _candidate_table(explained: Explained, shown: list[Tile]) -> Table:
             f"{tile.intensity:.3g}",
             f"{tile.smem_bytes / 1024:.1f}",
             str(tile.registers),
-            *(str(stages) for stages in (tile.stages_min, tile.stages, tile.stages_max)),
+            f"{tile.stages_min}..{tile.stages}..{tile.stages_max}",
             tile.bound,
             _verdict(tile, explained.choice),
         )

@@ -19,6 +19,15 @@ __device__ __forceinline__ void cp_async_bulk_tensor_load(u32 smem, const Tensor
         : "memory");
 }
 
+// Load through a three-dimensional map.
+__device__ __forceinline__ void cp_async_bulk_tensor_load(u32 smem, const TensorMap& map, int inner, int middle,
+                                                          int outer, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+        ::"r"(smem), "l"(&map), "r"(inner), "r"(middle), "r"(outer), "r"(barrier)
+        : "memory");
+}
+
 // Multicast load: lands, and completes on the mbarrier, at the same offset in each CTA of `cta_mask`.
 __device__ __forceinline__ void cp_async_bulk_tensor_load_multicast(u32 smem, const TensorMap& map, int inner,
                                                                     int outer, u32 barrier, u16 cta_mask) {
@@ -184,8 +193,23 @@ __device__ __forceinline__ void st_global(float* address, float value, bool want
         : "memory");
 }
 
+__device__ __forceinline__ void st_global(u16* address, u16 bits, bool wanted) {
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.b32 wanted, %2, 0;\n"
+        "@wanted st.global.u16 [%0], %1;\n"
+        "}" ::"l"(address),
+        "h"(bits), "r"(u32{wanted})
+        : "memory");
+}
+
 __device__ __forceinline__ void st_shared_v2(u32 smem, float first, float second) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem), "f"(first), "f"(second) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_v4(u32 smem, u32 r0, u32 r1, u32 r2, u32 r3) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
 
 __device__ __forceinline__ void st_shared(u32 smem, u16 bits) {

@@ -1,0 +1,135 @@
+"""Arguments as DeepGEMM's functions take them: pairs, recipes, lengths of groups, sums; what is wrong about them.
+
+Called by deep_gemm.py beside it. Nothing is launched here, but for the copy of what a product is added to.
+"""
+
+import torch
+
+from deep_tile import quantize, tensors
+from deep_tile.config import SCALE_BLOCK, as_int
+from deep_tile.ops import is_traced
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def refuse_finish(alpha: float | None = None, epilogue: object = None) -> None:
+    if epilogue is not None:
+        raise ValueError(f"epilogue is {epilogue!r}; on Hopper it must be None, in DeepGEMM too. Finish d afterwards")
+    if alpha not in (None, 1):
+        raise ValueError(f"alpha is {alpha!r}; on Hopper it is None, in DeepGEMM too. Multiply a's scale by it, or d")
+
+
+def lengths(ks_cpu: object, ks: object) -> object:
+    """k of each group, which releases of DeepGEMM call by different names."""
+    if ks is not None and ks_cpu is not None:
+        raise ValueError("ks_cpu and ks are given, which are names of one argument; pass one of them")
+    return ks_cpu if ks is None else ks
+
+
+def refuse_sum(c: object) -> None:
+    if c is not None:
+        raise ValueError("c must be None: products with 1x128 and 128x128 scales add nothing on Hopper. Add c to d")
+
+
+def is_by_rows(recipe: object, recipe_b: object) -> bool:
+    """Whether a call names scales of 1x128 for both operands."""
+    if recipe is not None:
+        return _blocks("recipe", recipe) == (1, 1, SCALE_BLOCK)
+    return recipe_b is not None and _blocks("recipe_b", recipe_b) == quantize.TOKEN_BLOCK
+
+
+def _blocks(name: str, recipe: object) -> tuple:
+    if not isinstance(recipe, (tuple, list)):
+        raise TypeError(f"{name} is {_kind(recipe)}; it must be a tuple of ints, or None")
+    return tuple(recipe)
+
+
+def begin_sum(d: torch.Tensor, c: torch.Tensor | None) -> bool:
+    """Put into `d` what a product is added to; False where that is nothing."""
+    if c is None:
+        return False
+    for name, x in (("c", c), ("d", d)):
+        if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
+            raise TypeError(f"{name} is {_kind(x)}; with c, both must be tensors of torch.float32")
+    if c.shape != d.shape or c.device != d.device:
+        raise ValueError(f"c is {list(c.shape)} on {c.device}; it must be as d is, {list(d.shape)} on {d.device}")
+    if c is not d and (is_traced() or c.data_ptr() != d.data_ptr() or c.stride() != d.stride()):
+        d.copy_(c)
+    return True
+
+
+def _kind(x: object) -> str:
+    return f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+
+
+def check_no_psum(use_psum_layout: bool) -> None:
+    if use_psum_layout:
+        raise ValueError("use_psum_layout must be False on Hopper: pass groups one after the other, and ks_cpu")
+
+
+def check_gradients(d: torch.Tensor) -> None:
+    if d.dtype != torch.float32 or not d.is_contiguous():
+        raise ValueError(f"d is {list(d.shape)} of {d.dtype}, strides {d.stride()}; it must be dense, of torch.float32")
+
+
+def check_lengths(ks: object, groups: int, multiple: int = SCALE_BLOCK) -> None:
+    lengths = [as_int(k) for k in ks] if isinstance(ks, (list, tuple)) else [None]
+    if not all(k is not None and k >= 0 and k % multiple == 0 for k in lengths):
+        raise ValueError(f"ks_cpu is {ks!r}; it must be a list of multiples of {multiple}: pad groups with zeros")
+    if len(ks) != groups:
+        raise ValueError(f"ks_cpu has {len(ks)} numbers; d has {groups} groups. Pass the k of each")
+
+
+def check_flat(name: str, x: torch.Tensor, scale: torch.Tensor, rows: int, k: int) -> None:
+    if not isinstance(x, torch.Tensor) or x.numel() != rows * k or not x.is_contiguous():
+        seen = f"{list(x.shape)}, strides {x.stride()}" if isinstance(x, torch.Tensor) else _kind(x)
+        raise ValueError(
+            f"{name} is {seen}; it must be dense, of {rows} x {k} elements, each group's [{rows}, k] whole"
+        )
+    if tuple(scale.shape) != (rows, k // SCALE_BLOCK):
+        wanted = [rows, k // SCALE_BLOCK]
+        raise ValueError(f"{name}'s scale is {list(scale.shape)}; it must be {wanted}, so transpose it with .t()")
+
+
+def check_recipes(
+    recipe: object,
+    recipe_a: object = None,
+    recipe_b: object = None,
+    of_b: tuple[int, int] = quantize.WEIGHT_BLOCK,
+) -> None:
+    for name, given, wanted in (
+        ("recipe", recipe, (1, *of_b)),
+        ("recipe_a", recipe_a, quantize.TOKEN_BLOCK),
+        ("recipe_b", recipe_b, of_b),
+    ):
+        if given is not None and _blocks(name, given) != wanted:
+            raise ValueError(f"{name} is {given}; on Hopper it is {wanted} or None. Quantise with such blocks")
+
+
+def operands(a: Pair, b: Pair) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return *_operand("a", a), *_operand("b", b)
+
+
+def checked_pair(name: str, pair: Pair) -> Pair:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"{name} is a {type(pair).__name__}; it must be a pair of an FP8 tensor and its scale")
+    x, scale = pair
+    if isinstance(scale, torch.Tensor) and scale.dtype == torch.int32:
+        remedy = tensors.scale_remedy(f"{name}[1]", scale)
+        raise TypeError(f"{name}'s scale is of int32, packed for Blackwell; Hopper takes float32. To fix: {remedy}")
+    return x, scale
+
+
+def _operand(name: str, pair: Pair) -> Pair:
+    x, scale = checked_pair(name, pair)
+    if isinstance(x, torch.Tensor) and x.dim() == 2 and not is_traced():
+        x = tensors.with_aligned_rows(x)
+    return x, scale
+
+
+def require_dimensions(**given: tuple[object, int]) -> None:
+    for name, (x, dimensions) in given.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor of {dimensions} dimensions")
+        if x.dim() != dimensions:
+            raise ValueError(f"{name} is {list(x.shape)}; it must have {dimensions} dimensions")

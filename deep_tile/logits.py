@@ -1,0 +1,559 @@
+"""The logits of an indexer: how much each query wants each key, over a tensor of keys or over a paged cache.
+
+Called by users and compat/deep_gemm.py. out[i, j] = scale[j] * sum over h of weights[i, h] * relu(q[i, h] . key[j]), as
+DeepSeek-V3.2's indexer has it. Which keys count for a query is read on the device: no call waits for the host, and all
+can be captured in CUDA graphs. Work is shared out evenly whatever the lists say, within the kernel.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from operator import eq
+
+import torch
+
+from deep_tile import _launcher, cast, launches, logits_launch, ops, tensors
+from deep_tile.codegen import LOGITS_TILE
+from deep_tile.config import as_int, check_sizes, round_up
+from deep_tile.logits_launch import HEAD_DIMS, HEADS, MOST_BATCH_QUERIES, SCALE_BYTES, Keys, LogitsLayout
+from deep_tile.ops import is_traced
+
+_OUTPUTS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+_DTYPES = {
+    "q": (torch.float8_e4m3fn,),
+    "kv": (torch.float8_e4m3fn,),
+    "kv_scale": (torch.float32,),
+    "cache": (torch.uint8,),
+    "weights": (torch.float32,),
+    "starts": (torch.int32,),
+    "ends": (torch.int32,),
+    "lengths": (torch.int32,),
+    "block_table": (torch.int32,),
+    "out": tuple(_OUTPUTS),
+}
+
+_SHAPES = {
+    "q": ("rows", "heads", "head_dim"),
+    "kv": ("keys", "head_dim"),
+    "kv_scale": ("keys",),
+    "weights": ("rows", "heads"),
+    "starts": ("rows",),
+    "ends": ("rows",),
+    "out": ("rows", "columns"),
+}
+
+_PAGED_SHAPES = {
+    "q": ("batch", "n", "heads", "head_dim"),
+    "cache": ("pages", "64", "1", "head_dim + 4"),
+    "weights": ("batch * n", "heads"),
+    "block_table": ("batch", "table_columns"),
+    "out": ("batch * n", "columns"),
+}
+
+_ROW_BYTES = 128
+"""That rows of what is allocated begin at multiples of: a line of the cache."""
+
+_DEFINITION_PRODUCTS = 2**24
+"""That the definition holds at once."""
+
+_launches: launches.Table = {}
+"""Of `mqa_logits`, by its options; of q, kv, kv_scale, weights, starts, ends and out."""
+
+_paged_launches: launches.Table = {}
+"""Of `paged_mqa_logits`, by its options and the queries of a sequence; of q, cache, weights, lengths,
+block_table, out."""
+
+
+def mqa_logits(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    kv_scale: torch.Tensor,
+    weights: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    clean: bool = True,
+    columns: int | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """An indexer's logits: out[i, j] = kv_scale[j] * sum over h of weights[i, h] * relu(q[i, h] . kv[j]).
+
+    For each query i of the keys j with starts[i] <= j < ends[i]. Runs on `q`'s device and torch's current stream: on a
+    Hopper GPU by one kernel, in FP32 but for the products of 32 to 128 elements, of which WGMMA keeps about 14 bits;
+    elsewhere by the definition, in float64. A call gives the same bits every time on one GPU. It has no gradient.
+
+    Args:
+        q: [s, heads, d] float8_e4m3fn, unit stride along d, which is 32, 64 or 128; 1 to 128 heads, fastest with 32, 64
+            or 128. Begins at a multiple of 16 bytes, as its rows and heads do.
+        kv: [s_k, d] float8_e4m3fn, laid out like `q`.
+        kv_scale: [s_k] float32, contiguous, beginning at a multiple of 16 bytes.
+        weights: [s, heads] float32, unit stride along heads. Scales of `q` are multiplied into them.
+        starts, ends: [s] int32, contiguous. What lies outside of [0, s_k] is cut off; a range that ends before it
+            begins is empty.
+        out: to write to, [s, s_k] or with `columns` [s, columns], float32 or bfloat16, unit stride along columns;
+            allocated when None, with rows that begin at multiples of 128 bytes.
+        clean: write -infinity wherever no key counts. Else memory there is left as it was, arbitrary bytes where it was
+            allocated.
+        columns: of compressed logits: column c of row i is that of key starts[i] + c. Keys beyond are left out.
+        out_dtype: dtype of what is allocated, float32 by default.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError: a tensor has the wrong dtype or is not a plain one, or `columns` is no int.
+        ValueError: shapes, strides or devices do not fit, a tensor has no memory, or is not aligned.
+        RuntimeError: `weights` or another tensor requires a gradient, in grad mode; the kernel is not loaded yet while
+            a CUDA graph is captured; or the driver refuses the launch.
+    """
+    if is_traced():
+        options = {"clean": clean, "columns": columns, "out_dtype": out_dtype}
+        return _OP((q, kv, kv_scale, weights, starts, ends), (out,), options)
+    return _mqa_logits(q, kv, kv_scale, weights, starts, ends, out, clean, columns, out_dtype)
+
+
+def _mqa_logits(q, kv, kv_scale, weights, starts, ends, out, clean, columns, out_dtype) -> torch.Tensor:
+    """`mqa_logits` outside of tracing."""
+    given = q, kv, kv_scale, weights, starts, ends
+    check = partial(_check, _SHAPES, columns=columns, out_dtype=out_dtype)
+    try:
+        wanted = columns if columns is not None else kv.shape[0]
+        made = out if out is not None else _allocated(q, q.shape[0], wanted, out_dtype)
+        options = clean, columns, out_dtype
+        if not _requires_gradient(*given, made) and _launcher.launch_known(_launches, options, *given, made):
+            return made
+    except Exception:
+        check(dict(zip(_SHAPES, (*given, out), strict=True)))
+        raise
+    check(dict(zip(_SHAPES, (*given, made), strict=True)))
+    _check_strides(dict(zip(_SHAPES, (*given, made), strict=True)))
+    _call(_launches, options, (*given, made), _prepare, _define)
+    return made
+
+
+def paged_mqa_logits(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    clean: bool = False,
+    columns: int | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`mqa_logits` of keys in a paged cache: each sequence has n queries, and pages by a block table.
+
+    Key j of sequence b is row j % 64 of page block_table[b, j // 64]. A page that the cache has not counts as zeros.
+    Bound by the cache's bytes up to about four queries of 64 heads.
+
+    Args:
+        q: [batch, n, heads, d] float8_e4m3fn, as for `mqa_logits`; n from 1 to 8.
+        cache: [pages, 64, 1, d + 4] uint8: of each page 64 rows of d bytes, float8_e4m3fn, and then 64 scales, float32.
+            Dense within a page; pages begin at multiples of 16 bytes.
+        weights: [batch * n, heads] float32, unit stride along heads.
+        lengths: int32, contiguous; [batch]: keys of each sequence, its last query included, so that query i of n has
+            n - 1 - i fewer; or [batch, n]: keys of each query. Those beyond the table or `columns` are cut off.
+        block_table: [batch, pages of a sequence at most] int32, unit stride along pages.
+        out, clean, out_dtype: as for `mqa_logits`; `out` is [batch * n, columns].
+        columns: of `out`: the longest context, by default all that a row of the table has room for.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `mqa_logits`.
+    """
+    if is_traced():
+        options = {"clean": clean, "columns": columns, "out_dtype": out_dtype}
+        return _PAGED_OP((q, cache, weights, lengths, block_table), (out,), options)
+    return _paged_mqa_logits(q, cache, weights, lengths, block_table, out, clean, columns, out_dtype)
+
+
+def _paged_mqa_logits(q, cache, weights, lengths, block_table, out, clean, columns, out_dtype) -> torch.Tensor:
+    """`paged_mqa_logits` outside of tracing. Kernels are told of q and the cache as tensors of three dimensions and of
+    two, which C can read."""
+    check = partial(_check_paged, columns=columns, out_dtype=out_dtype)
+    named = {"q": q, "cache": cache, "weights": weights, "lengths": lengths, "block_table": block_table}
+    try:
+        batch, n, heads, head_dim = q.shape
+        wanted = columns if columns is not None else LOGITS_TILE * block_table.shape[1]
+        made = out if out is not None else _allocated(q, batch * n, wanted, out_dtype)
+        flat_q, flat_cache = q.view(batch * n, heads, head_dim), cache.view(cache.shape[0], -1)
+        given = flat_q, flat_cache, weights, lengths, block_table, made
+        options = clean, columns, out_dtype, n
+        if not _requires_gradient(*given) and _launcher.launch_known(_paged_launches, options, *given):
+            return made
+    except Exception:
+        check(named | {"out": out})
+        _check_paged_strides(named)
+        raise
+    check(named | {"out": made})
+    _check_paged_strides(named | {"out": made})
+    _call(_paged_launches, options, given, _prepare_paged, _define_paged)
+    return made
+
+
+def _call(table, options: tuple, given: tuple, prepare: Callable, define: Callable) -> None:
+    """What has been checked. `options` begin with whether the rest is cleaned; without keys that is all there is."""
+    q, out = given[0], given[-1]
+    if not out.numel():
+        return
+    if not all(x.numel() for x in given):
+        if options[0]:
+            out.fill_(float("-inf"))
+    elif q.is_cuda and launches.is_hopper(q.get_device()):
+        launches.enqueue(table, options, given, partial(prepare, options, *given))
+    else:
+        define(options, *given)
+
+
+def _allocated(q: torch.Tensor, rows: int, columns: int, out_dtype: torch.dtype | None) -> torch.Tensor:
+    dtype = torch.float32 if out_dtype is None else out_dtype
+    return tensors.new_empty(q, (rows, columns), (round_up(max(columns, 1), _ROW_BYTES // dtype.itemsize), 1), dtype)
+
+
+def _requires_gradient(*given: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
+
+
+# Launches.
+
+
+def _prepare(options, q, kv, kv_scale, weights, starts, ends, out) -> _launcher.Launch:
+    clean, columns, _ = options
+    rows, heads, head_dim = q.shape
+    kernel = logits_launch.choose(head_dim, heads, rows, False, _OUTPUTS[out.dtype])
+    blocks, batch_blocks = logits_launch.blocks_of(kernel, rows, rows)
+    layout = LogitsLayout(
+        *(rows, heads, len(kv), out.shape[1], blocks, rows, batch_blocks, columns is not None, clean, False, 0),
+        weights_stride=weights.stride(0),
+        table_stride=0,
+        out_stride=out.stride(0),
+    )
+    keys = Keys(1, len(kv), kv.stride(0) if len(kv) > 1 else head_dim, 0, 0)
+    names = ("q", "kv", "kv_scale", "weights", "starts", "ends", "out")
+    return _launch(kernel, layout, q, keys, names, "mqa_logits")
+
+
+def _prepare_paged(options, q, cache, weights, lengths, block_table, out) -> _launcher.Launch:
+    clean, *_, n = options
+    rows, heads, head_dim = q.shape
+    kernel = logits_launch.choose(head_dim, heads, n, True, _OUTPUTS[out.dtype])
+    blocks, batch_blocks = logits_launch.blocks_of(kernel, rows, n)
+    pages = block_table.shape[1]
+    layout = LogitsLayout(
+        *(rows, heads, min(LOGITS_TILE * pages, out.shape[1]), out.shape[1], blocks, n, batch_blocks, False, clean),
+        own_lengths=lengths.dim() == 2,
+        table_columns=pages,
+        weights_stride=weights.stride(0),
+        table_stride=block_table.stride(0),
+        out_stride=out.stride(0),
+    )
+    page_stride = cache.stride(0) if len(cache) > 1 else cache.shape[1]
+    keys = Keys(len(cache), LOGITS_TILE, head_dim, page_stride, LOGITS_TILE * head_dim)
+    return _launch(
+        kernel, layout, q, keys, ("q", "cache", "weights", "lengths", "block_table", "out"), "paged_mqa_logits"
+    )
+
+
+def _launch(kernel, layout: LogitsLayout, q: torch.Tensor, keys: Keys, names: tuple, call: str) -> _launcher.Launch:
+    device = q.get_device()
+    if not cast.is_loaded(kernel, device):
+        launches.refuse_capture(kernel.name, device, call)
+    _rows, heads, head_dim = q.shape
+    head_stride = q.stride(1) if heads > 1 else head_dim
+    row_stride = q.stride(0) if len(q) > 1 else heads * head_stride
+    return logits_launch.prepare(
+        kernel, device, launches.num_sms(device), layout, (row_stride, head_stride), keys, names
+    )
+
+
+# Definitions.
+
+
+@torch.no_grad()
+def _define(options, q, kv, kv_scale, weights, starts, ends, out) -> None:
+    clean, columns, _ = options
+    rows_at_once = max(_DEFINITION_PRODUCTS // max(q.shape[1] * len(kv), 1), 1)
+    key = torch.arange(len(kv), device=q.device)
+    starts, ends = starts.clamp(0, len(kv)), ends.clamp(0, len(kv))
+    for first in range(0, len(q), rows_at_once):
+        part = slice(first, first + rows_at_once)
+        logits = _defined(q[part], kv, kv_scale, weights[part])
+        inside = (key >= starts[part, None]) & (key < ends[part, None])
+        if columns is not None:
+            at = starts[part, None] + torch.arange(columns, device=q.device)
+            held = at < len(kv)
+            at = at.clamp(max=len(kv) - 1)
+            logits, inside = logits.gather(1, at), inside.gather(1, at) & held
+        _write(out[part], logits, inside, clean)
+
+
+@torch.no_grad()
+def _define_paged(options, q, cache, weights, lengths, block_table, out) -> None:
+    clean, *_, n = options
+    head_dim = q.shape[2]
+    values, scales = cache.split((LOGITS_TILE * head_dim, LOGITS_TILE * SCALE_BYTES), dim=1)
+    values = values.view(torch.float8_e4m3fn).unflatten(1, (LOGITS_TILE, head_dim))
+    scales = scales.contiguous().view(torch.float32)
+    length = lengths if lengths.dim() == 2 else lengths.clamp(min=0)[:, None] - torch.arange(n, device=q.device).flip(0)
+    width = min(LOGITS_TILE * block_table.shape[1], out.shape[1])
+    key = torch.arange(out.shape[1], device=q.device)
+    for b, pages in enumerate(block_table):
+        exists = (pages >= 0) & (pages < len(cache))
+        page = torch.where(exists, pages, 0).long()
+        kv = values[page].view(torch.uint8) * exists[:, None, None]
+        kv_scale = (scales[page] * exists[:, None]).flatten()
+        part = slice(b * n, (b + 1) * n)
+        logits = _defined(q[part], kv.view(torch.float8_e4m3fn).flatten(0, 1), kv_scale, weights[part])
+        inside = key < length[b, :, None].clamp(max=width)
+        logits = torch.nn.functional.pad(logits[:, :width], (0, out.shape[1] - width))
+        _write(out[part], logits, inside, clean)
+
+
+def _defined(q: torch.Tensor, kv: torch.Tensor, kv_scale: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """[rows, keys] float64."""
+    products = torch.einsum("shd,kd->shk", q.double(), kv.double()).relu_()
+    return torch.einsum("shk,sh->sk", products, weights.double()) * kv_scale.double()
+
+
+def _write(out: torch.Tensor, logits: torch.Tensor, inside: torch.Tensor, clean: bool) -> None:
+    outside = float("-inf") if clean else out.to(logits.dtype)
+    out.copy_(torch.where(inside, logits, outside))
+
+
+# Checks.
+
+
+def _check(shapes: dict, named: dict, columns, out_dtype) -> None:
+    """Raise unless all but strides fits; `out` may be None. `shapes` has names of each tensor's sizes."""
+    _check_layouts(shapes, named, columns, out_dtype)
+    tensors.require_plain(**{name: x for name, x in named.items() if x is not None})
+
+
+def _check_layouts(shapes: dict, named: dict, columns, out_dtype) -> None:
+    """The same without memory: what fakes have, too."""
+    if out_dtype not in (None, *_OUTPUTS):
+        raise ValueError(f"out_dtype is {out_dtype}; pass {' or '.join(map(str, _OUTPUTS))}, or nothing")
+    named = {name: x for name, x in named.items() if x is not None or name != "out"}
+    for name, x in named.items():
+        if not isinstance(x, torch.Tensor) or x.dtype not in _DTYPES[name]:
+            seen = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x)}"
+            wanted = " or ".join(map(str, _DTYPES[name]))
+            raise TypeError(f"{name} is {seen}; logits take a tensor of {wanted}. Convert it with .to()")
+    if "out" in named and out_dtype not in (None, named["out"].dtype):
+        raise TypeError(f"out is {named['out'].dtype} and out_dtype {out_dtype}; pass one of them alone")
+    if columns is not None:
+        if as_int(columns) is None and not isinstance(columns, torch.SymInt):
+            raise TypeError(f"columns is {columns!r}; pass how many columns out has, an int")
+        if not isinstance(columns, torch.SymInt) and columns < 1:
+            raise ValueError(f"columns is {columns}; pass a positive number, or None")
+    _check_shapes(shapes, named, {} if columns is None else {"columns": columns})
+    for name, x in named.items():
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} requires a gradient, and logits have none: pass {name}.detach(), or call under torch.no_grad()"
+            )
+
+
+def _check_shapes(shapes: dict, named: dict, sizes: dict) -> None:
+    sizes = {"64": LOGITS_TILE, "1": 1} | sizes
+    q = named["q"]
+    for name, x in named.items():
+        wanted = shapes[name]
+        if len(x.shape) == len(wanted):
+            for dimension, size in zip(wanted, x.shape, strict=True):
+                sizes.setdefault(dimension, size)
+            if name == "q":
+                sizes |= {"head_dim + 4": x.shape[-1] + SCALE_BYTES, "batch * n": x.shape[0] * x.shape[1]}
+            if "columns" not in sizes and ("keys" in sizes or "table_columns" in sizes):
+                sizes["columns"] = sizes["keys"] if "keys" in sizes else LOGITS_TILE * sizes["table_columns"]
+        fits = len(x.shape) == len(wanted) and all(map(ops.holds, map(eq, x.shape, (sizes[d] for d in wanted))))
+        if not fits:
+            known = [sizes.get(dimension, dimension) for dimension in wanted]
+            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [{', '.join(wanted)}] = {known}")
+        if name == "q":
+            _check_heads(q)
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} but q is on {q.device}; move it with .to(q.device)")
+
+
+def _check_heads(q: torch.Tensor) -> None:
+    heads, head_dim = q.shape[-2:]
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"q has shape {list(q.shape)}; heads of {', '.join(map(str, HEAD_DIMS))} elements are known")
+    if not 1 <= heads <= HEADS[-1]:
+        raise ValueError(f"q has shape {list(q.shape)}, {heads} heads; a query has 1 to {HEADS[-1]}")
+    if len(q.shape) == 4 and not 1 <= q.shape[1] <= MOST_BATCH_QUERIES:
+        raise ValueError(
+            f"q has shape {list(q.shape)}, {q.shape[1]} queries of a sequence; 1 to {MOST_BATCH_QUERIES} are known"
+        )
+
+
+def _check_paged(named: dict, columns, out_dtype, memory: bool = True) -> None:
+    """`_check` of a paged cache."""
+    lengths = named["lengths"]
+    dimensions = ("batch", "n")[: 2 if getattr(lengths, "ndim", 1) == 2 else 1]
+    (_check if memory else _check_layouts)(_PAGED_SHAPES | {"lengths": dimensions}, named, columns, out_dtype)
+
+
+def _check_strides(named: dict) -> None:
+    """Raise unless rows lie as TMA and the kernel read them."""
+    for name in ("q", "kv"):
+        x = named[name]
+        steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
+        if x.stride(-1) != 1 or any(step % tensors.ALIGNMENT_BYTES or step < x.shape[-1] for step in steps):
+            raise ValueError(
+                f"{name} has strides {x.stride()}; wanted is a unit stride along d and multiples of 16 bytes else. "
+                f"Pass {name}.contiguous()"
+            )
+    _check_rows(named, ("weights", "out"), ("kv_scale", "starts", "ends"))
+    _check_aligned(named, "q", "kv", "kv_scale")
+
+
+def _check_paged_strides(named: dict) -> None:
+    q, cache = named["q"], named["cache"]
+    if not q.is_contiguous():
+        raise ValueError(f"q must be contiguous; its strides are {q.stride()}. Pass q.contiguous()")
+    pages, _, _, row_bytes = cache.shape
+    dense = cache.stride(1) == row_bytes and cache.stride(3) == 1
+    step = cache.stride(0) if pages > 1 else LOGITS_TILE * row_bytes
+    if not dense or step < LOGITS_TILE * row_bytes or step % tensors.ALIGNMENT_BYTES:
+        raise ValueError(
+            f"cache has strides {cache.stride()}; wanted are dense pages, strides (any, {row_bytes}, any, 1), that "
+            "begin at multiples of 16 bytes"
+        )
+    _check_rows(named, ("weights", "out", "block_table"), ("lengths",))
+    _check_aligned(named, "q", "cache")
+
+
+def _check_rows(named: dict, with_unit_stride: tuple[str, ...], dense: tuple[str, ...]) -> None:
+    for name in with_unit_stride:
+        x = named.get(name)
+        if x is not None and x.shape[1] > 1 and x.stride(1) != 1:
+            raise ValueError(
+                f"{name} must have a unit column stride; its strides are {x.stride()}. Pass {name}.contiguous()"
+            )
+    for name in dense:
+        if not named[name].is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous; its strides are {named[name].stride()}. Pass {name}.contiguous()"
+            )
+    out = named.get("out")
+    if out is not None and len(out) > 1 and out.stride(0) < out.shape[1]:
+        raise ValueError(f"rows of out overlap: its strides are {out.stride()}. Pass a dense out")
+
+
+def _check_aligned(named: dict, *names: str) -> None:
+    for name in names:
+        if named[name].numel() and not tensors.is_aligned(named[name]):
+            raise ValueError(
+                f"{name} must begin at a multiple of {tensors.ALIGNMENT_BYTES} bytes, for TMA. Pass {name}.clone()"
+            )
+
+
+def precompile_logits(
+    heads: int,
+    head_dim: int,
+    *,
+    paged: bool = False,
+    queries: int | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    workers: int | None = None,
+) -> int:
+    """Compile, and on a Hopper GPU load, every kernel that calls with up to `queries` queries of the same keys need.
+
+    Args:
+        heads, head_dim: of `q`.
+        paged: for `paged_mqa_logits`, else for `mqa_logits`.
+        queries: at most, by default any number; with `paged`, of a sequence.
+        out_dtype: of the logits.
+        workers: threads compiling at once; all cores by default.
+
+    Returns:
+        How many kernels there are.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: an argument is out of range.
+        jit.CompileError: a kernel does not compile.
+    """
+    check_sizes(heads=heads, head_dim=head_dim, **({} if queries is None else {"queries": queries}))
+    if head_dim not in HEAD_DIMS or heads > HEADS[-1]:
+        raise ValueError(f"heads is {heads} and head_dim {head_dim}; 1 to {HEADS[-1]} heads of {HEAD_DIMS} are known")
+    if out_dtype not in _OUTPUTS:
+        raise ValueError(f"out_dtype is {out_dtype}; pass {' or '.join(map(str, _OUTPUTS))}")
+    kernels = logits_launch.all_kernels(head_dim, heads, paged, _OUTPUTS[out_dtype], queries)
+    hopper = torch.cuda.is_available() and launches.is_hopper(torch.cuda.current_device())
+    cast.load_kernels(torch.cuda.current_device() if hopper else None, workers or os.cpu_count() or 1, kernels)
+    return len(kernels)
+
+
+# The ops, which tracers see.
+
+
+def _run_op(inputs: tuple, outs: tuple, options: dict) -> torch.Tensor:
+    return _mqa_logits(*inputs, *outs, **_with_defaults(options, clean=True))
+
+
+def _run_paged_op(inputs: tuple, outs: tuple, options: dict) -> torch.Tensor:
+    return _paged_mqa_logits(*inputs, *outs, **_with_defaults(options, clean=False))
+
+
+def _with_defaults(options: dict, clean: bool) -> dict:
+    return {"clean": clean, "columns": None, "out_dtype": None} | options
+
+
+def _check_op(inputs: tuple, outs: tuple, options: dict) -> None:
+    options = _with_defaults(options, True)
+    named = dict(zip(_SHAPES, (*inputs, *outs), strict=True))
+    _check_layouts(_SHAPES, named, options["columns"], options["out_dtype"])
+
+
+def _check_paged_op(inputs: tuple, outs: tuple, options: dict) -> None:
+    options = _with_defaults(options, False)
+    named = dict(zip(("q", "cache", "weights", "lengths", "block_table", "out"), (*inputs, *outs), strict=True))
+    _check_paged(named, options["columns"], options["out_dtype"], memory=False)
+
+
+def _allocate_op(inputs: tuple, options: dict) -> torch.Tensor:
+    q, kv = inputs[:2]
+    columns = options.get("columns")
+    return _padded(q, q.shape[0], kv.shape[0] if columns is None else columns, options.get("out_dtype"))
+
+
+def _allocate_paged_op(inputs: tuple, options: dict) -> torch.Tensor:
+    q, block_table, columns = inputs[0], inputs[4], options.get("columns")
+    columns = LOGITS_TILE * block_table.shape[1] if columns is None else columns
+    return _padded(q, q.shape[0] * q.shape[1], columns, options.get("out_dtype"))
+
+
+def _padded(q: torch.Tensor, rows: int, columns: int, out_dtype: torch.dtype | None) -> torch.Tensor:
+    dtype = torch.float32 if out_dtype is None else out_dtype
+    stride = round_up(torch.sym_max(columns, 1), _ROW_BYTES // dtype.itemsize)
+    return q.new_empty_strided((rows, columns), (stride, 1), dtype=dtype)
+
+
+def _flops(q: tuple, keys: tuple, *_, **__) -> int:
+    rows, (heads, head_dim) = q[:-2], q[-2:]
+    return 2 * torch.Size(rows).numel() * heads * head_dim * keys[0]
+
+
+_OPTIONS = "clean columns out_dtype"
+
+_OP = ops.Op(
+    *("mqa_logits", "q kv kv_scale weights starts ends out!", _OPTIONS),
+    *(_run_op, _check_op, _allocate_op),
+    defaults={"clean": True},
+    flops=_flops,
+)
+
+_PAGED_OP = ops.Op(
+    *("paged_mqa_logits", "q cache weights lengths block_table out!", _OPTIONS),
+    *(_run_paged_op, _check_paged_op, _allocate_paged_op),
+    defaults={"clean": False},
+)

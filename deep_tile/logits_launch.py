@@ -1,0 +1,188 @@
+"""Kernels of the indexer's logits: which one a call takes, its parameters and tensor maps, its launch.
+
+Called by logits.py. Knows integers and CUDA's ordinals of devices, not tensors: no torch. `cast.py` loads the kernels.
+"""
+
+from typing import NamedTuple
+
+from deep_tile import _launcher, cast, params
+from deep_tile.codegen import LOGITS_TILE, LogitsKernel
+from deep_tile.config import ceil_div, round_up
+from deep_tile.params import MapLayout, Place
+
+HEAD_DIMS = (32, 64, 128)
+"""Elements of a head that kernels take: the spans of TMA's swizzles."""
+
+HEADS = (32, 64, 128)
+"""Of a query in shared memory: a query has zeros for those that it lacks."""
+
+MOST_BATCH_QUERIES = 8
+"""Of a sequence in pages."""
+
+OUTPUTS = ("fp32", "bf16")
+
+SCALE_BYTES = 4
+
+_MMA_COLUMNS = {3: 128, 2: 256}
+"""Of a WGMMA, queries times heads, at most: by math warpgroups, of which three leave each half the registers."""
+
+_MOST_TILES = 2**31 - 1
+"""Of all blocks of queries, which the kernel counts in 32 bits."""
+
+PLACES = {
+    "q_map": Place(0),
+    "keys_map": Place(1),
+    "scales_map": Place(2),
+    "weights": Place(3),
+    "begins": Place(4),
+    "ends": Place(5),
+    "out": Place(6),
+}
+"""Of a launch that is given q, kv, kv_scale, weights, starts, ends and out."""
+
+PAGED_PLACES = {
+    "q_map": Place(0),
+    "keys_map": Place(1),
+    "scales_map": Place(1),
+    "weights": Place(2),
+    "ends": Place(3),
+    "table": Place(4),
+    "out": Place(5),
+}
+"""Of a launch that is given q, cache, weights, lengths, block_table and out."""
+
+
+class Keys(NamedTuple):
+    """Where keys lie, in bytes.
+
+    Attributes:
+        pages, page_keys: keys that are not in pages are one page.
+        stride: from key to key.
+        page_stride: from page to page; of one page unused.
+        scales_begin: of a page's scales, from its first key; 0 where they are a tensor of their own.
+    """
+
+    pages: int
+    page_keys: int
+    stride: int
+    page_stride: int
+    scales_begin: int
+
+
+class LogitsLayout(NamedTuple):
+    """Numbers of one call, as `params.LOGITS` has them. Strides in elements."""
+
+    rows: int
+    heads: int
+    keys: int
+    columns: int
+    blocks: int
+    batch_rows: int
+    batch_blocks: int
+    compressed: bool
+    fills: bool
+    own_lengths: bool
+    table_columns: int
+    weights_stride: int
+    table_stride: int
+    out_stride: int
+
+
+def choose(head_dim: int, heads: int, batch_rows: int, paged: bool, output: str) -> LogitsKernel:
+    """The kernel for queries of which `batch_rows` have the same keys.
+
+    Three warpgroups hide what follows WGMMAs better than two: up to 16 % less time with 128 heads, 5 to 8 % with 32,
+    nothing with 64 (2,048 queries), and 7 % with 6 queries in pages. But they have room for fewer queries at once: 4 in
+    pages take a third longer than by two (H100, 2026-11-26). Without pages, numbers of queries between are rounded up,
+    since they are rare.
+    """
+    three, two = (_kernel(head_dim, heads, batch_rows, paged, output, warpgroups) for warpgroups in (3, 2))
+    is_tight = paged and _multiplied(two, batch_rows) < _multiplied(three, batch_rows)
+    return two if is_tight else three
+
+
+def _multiplied(kernel: LogitsKernel, batch_rows: int) -> int:
+    """Queries that are multiplied for so many."""
+    return round_up(batch_rows, kernel.block_queries)
+
+
+def _kernel(head_dim: int, heads: int, batch_rows: int, paged: bool, output: str, warpgroups: int) -> LogitsKernel:
+    """Warpgroups share queries where a WGMMA takes all of them; tiles of keys then go by turns. Else each has its own,
+    and all read every tile."""
+    slots = next(slots for slots in HEADS if heads <= slots)
+    most = _MMA_COLUMNS[warpgroups] // slots
+    splits = batch_rows > most
+    queries = min(most, ceil_div(batch_rows, warpgroups) if splits else batch_rows)
+    if not paged:
+        queries = most if splits else 1 << (queries - 1).bit_length()
+    return LogitsKernel(head_dim, slots, queries, warpgroups, splits, paged, output)
+
+
+def all_kernels(
+    head_dim: int, heads: int, paged: bool, output: str, most_rows: int | None = None
+) -> list[LogitsKernel]:
+    """Every kernel that calls with up to so many queries of the same keys can need."""
+    limit = MOST_BATCH_QUERIES if paged else _MMA_COLUMNS[3] // HEADS[0] + 1  # more need no other kernel
+    rows = range(1, min(most_rows or limit, limit) + 1)
+    return [*dict.fromkeys(choose(head_dim, heads, row, paged, output) for row in rows)]
+
+
+def blocks_of(kernel: LogitsKernel, rows: int, batch_rows: int) -> tuple[int, int]:
+    """How many blocks of queries there are, and how many of them a sequence has."""
+    batch_blocks = ceil_div(batch_rows, kernel.block_queries)
+    return rows // batch_rows * batch_blocks, batch_blocks
+
+
+def prepare(
+    kernel: LogitsKernel,
+    device: int,
+    num_sms: int,
+    layout: LogitsLayout,
+    q_strides: tuple[int, int],
+    keys: Keys,
+    names: tuple[str, ...],
+) -> _launcher.Launch:
+    """Everything about a launch but the addresses of its tensors; `q_strides` in bytes, of rows and of heads.
+
+    Raises:
+        ValueError: a size or stride that the launch cannot express.
+        jit.CompileError: the kernel does not compile.
+        RuntimeError: the driver refuses the kernel.
+    """
+    tiles = layout.blocks * ceil_div(layout.keys, LOGITS_TILE)
+    if tiles > _MOST_TILES:
+        raise ValueError(
+            f"{layout.rows} queries and {layout.keys} keys are {tiles} tiles, of which a launch takes {_MOST_TILES}: "
+            "call for some of the queries at a time"
+        )
+    places = PAGED_PLACES if kernel.paged else PLACES
+    maps = tensor_maps(kernel, layout, q_strides, keys)
+    return _launcher.prepare(
+        cast.load(kernel, device),
+        grid=num_sms,
+        cluster=1,
+        threads=kernel.threads,
+        params=params.LOGITS.pack(**layout._asdict()),
+        names=names,
+        pointers=params.LOGITS.pointers(places),
+        maps=tuple(map_.entry(params.LOGITS.offsets[name], places[name].tensor, skip) for name, map_, skip in maps),
+        fixed_maps=(),
+        pdl=False,
+    )
+
+
+def tensor_maps(
+    kernel: LogitsKernel, layout: LogitsLayout, q_strides: tuple[int, int], keys: Keys
+) -> list[tuple[str, MapLayout, int]]:
+    """(field, layout, bytes to skip in its tensor) of each map. What lies outside of a tensor is loaded as zeros."""
+    row, head = q_strides
+    span = kernel.head_dim
+    page_stride = round_up(keys.page_stride or keys.page_keys * max(keys.stride, SCALE_BYTES), 16)
+    queries = MapLayout(
+        "uint8", (span, layout.heads, layout.rows), (head, row), (span, kernel.heads, kernel.queries), span, 128
+    )
+    of_keys = MapLayout(
+        "uint8", (span, keys.page_keys, keys.pages), (keys.stride, page_stride), (span, LOGITS_TILE, 1), span, 128
+    )
+    scales = MapLayout("float32", (keys.page_keys, keys.pages), (page_stride,), (LOGITS_TILE, 1), 0, 128)
+    return [("q_map", queries, 0), ("keys_map", of_keys, 0), ("scales_map", scales, keys.scales_begin)]

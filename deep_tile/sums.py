@@ -1,0 +1,136 @@
+"""Products by head and sums over a batch, by the name of what they compute: `einsum`.
+
+Called by users and compat. No kernel is its own: products by head are those of groups (grouped.py), sums over a batch
+those of parts of K (thin.py).
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from deep_tile import dense, grouped, thin
+from deep_tile.ops import is_traced
+from deep_tile.tensors import require_tensors
+
+EXPRESSIONS = ("bmk,bnk->mn", "bhr,hdr->bhd", "bhd,hdr->bhr", "bhd,bhr->hdr")
+
+_MANY_ROWS = 256
+"""From here on, a product for each head takes less than copies into a layout that one launch takes."""
+
+_K_BLOCK = 64
+"""Elements of k that products of groups along n come in multiples of."""
+
+
+def einsum(
+    expr: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    accumulate: bool = False,
+    num_sms: int | None = None,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """One of four sums of BF16 products, as `torch.einsum` writes them.
+
+    - "bmk,bnk->mn": `sum_b a[b] @ b[b].T`, added up over the batch in FP32, in a fixed order: `thin_gemm`, in place.
+    - "bhr,hdr->bhd": `a[:, h] @ b[h].T` by head, and "bhd,hdr->bhr": `a[:, h] @ b[h]`, as latent attention absorbs its
+      projections: `grouped_gemm` with a group for each head. Heads that alternate row by row are copied into that order
+      where rows are few, and results back; from 256 rows on each head is a launch of its own, without copies.
+    - "bhd,bhr->hdr": `a[:, h].T @ b[:, h]` by head, their gradient: a launch for each head.
+
+    Runs on the tensors' device and torch's current stream. Not differentiable. `torch.compile` sees the products.
+
+    Args:
+        expr: one of these four, spelled so.
+        a, b: bfloat16, unit stride along the last dimension, other strides multiples of 16 bytes, 16-byte aligned.
+        out: as `expr` says, float32 or bfloat16, likewise; allocated when None.
+        out_dtype: dtype of `out`: by default that of `out`, or float32 where there is a sum over b, else bfloat16.
+        accumulate: add to what `out` holds, float32; where there is a sum over b.
+        num_sms: as for `grouped_gemm`; a sum over a batch takes all SMs.
+        pdl: as for `fp8_gemm`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as the products; or another `expr`. Nothing has been launched and `out` is
+            untouched.
+    """
+    if expr not in EXPRESSIONS:
+        raise ValueError(f"expr is {expr!r}; it must be one of {', '.join(EXPRESSIONS)}, spelled so")
+    _check(expr, a, b, out, accumulate)
+    if expr == "bmk,bnk->mn":
+        return thin.thin_gemm(a, b, out, out_dtype=out_dtype, accumulate=accumulate, pdl=pdl)
+    is_gradient = expr == "bhd,bhr->hdr"
+    if out is None:
+        out = a.new_empty(_shape(expr, a, b), dtype=out_dtype or (torch.float32 if is_gradient else torch.bfloat16))
+    options = {"num_sms": num_sms, "pdl": pdl}
+    if is_gradient:
+        for head in range(len(out)):
+            dense.gemm(a[:, head].t(), b[:, head].t(), out[head], accumulate=accumulate, **options)
+        return out
+    weights = b.transpose(1, 2) if expr == "bhd,hdr->bhr" else b
+    multiply_heads((a.transpose(0, 1), weights), out.transpose(0, 1), dense.gemm, grouped.grouped_gemm, **options)
+    return out
+
+
+def multiply_heads(
+    operands: tuple[torch.Tensor, ...], out: torch.Tensor, multiply: Callable, multiply_groups: Callable, **options
+) -> None:
+    """`out[h] = a[h] @ b[h]^T` of operands (a, b) or (a, a_scale, b, b_scale) with heads first: by one launch, with
+    copies where heads do not lie at whole rows of each other, or by one for each head."""
+    a, b = dense.matrices(operands)
+    fits = _are_groups(a) and _are_groups(out)
+    along_n = b.stride(-1) != 1 and b.shape[-1] % _K_BLOCK != 0
+    if (not fits and a.shape[1] >= _MANY_ROWS and not is_traced()) or along_n:
+        for head in range(a.shape[0]):
+            multiply(*(x[head] for x in operands), out[head], **options)
+        return
+    into = out if _are_groups(out) else out.new_empty(out.shape)
+    multiply_groups(a if _are_groups(a) else a.contiguous(), *operands[1:], out=into, **options)
+    if into is not out:
+        out.copy_(into)
+
+
+def goes_by_head(a: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether `multiply_heads` launches a product for each head of operands along k."""
+    return not (_are_groups(a) and _are_groups(out)) and a.shape[1] >= _MANY_ROWS
+
+
+def _are_groups(x: torch.Tensor) -> bool:
+    """Whether groups [g, m, k] lie at whole rows of each other, as grouped products take them."""
+    groups, rows = x.shape[:2]
+    return groups <= 1 or rows <= 1 or (x.stride(1) > 0 and x.stride(0) % x.stride(1) == 0)
+
+
+def _shape(expr: str, a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
+    """Of the result."""
+    operands, result = expr.split("->")
+    sizes = {}
+    for letters, x in zip(operands.split(","), (a, b), strict=True):
+        sizes |= dict(zip(letters, x.shape, strict=True))
+    return tuple(sizes[letter] for letter in result)
+
+
+def _check(expr: str, a, b, out, accumulate: bool) -> None:
+    """Check what the products, which see a head at a time, do not see."""
+    require_tensors(a=a, b=b, **({} if out is None else {"out": out}))
+    operands, result = expr.split("->")
+    for name, letters, x in zip(("a", "b"), operands.split(","), (a, b), strict=True):
+        if x.dtype != torch.bfloat16:
+            raise TypeError(f"{name} must be torch.bfloat16; got {x.dtype}. To fix: {name}.to(torch.bfloat16)")
+        if x.dim() != 3:
+            raise ValueError(f"{name} is {list(x.shape)}; it must have 3 dimensions, {letters}")
+    a_letters, b_letters = operands.split(",")
+    for letter in sorted(set(a_letters) & set(b_letters)):
+        of_a, of_b = a.shape[a_letters.index(letter)], b.shape[b_letters.index(letter)]
+        if of_a != of_b:
+            raise ValueError(f"{letter} of {expr!r} is {of_a} in a, {list(a.shape)}, and {of_b} in b, {list(b.shape)}")
+    if out is not None and tuple(out.shape) != _shape(expr, a, b):
+        raise ValueError(f"out is {list(out.shape)}; for {expr!r} it must be {list(_shape(expr, a, b))}")
+    if accumulate and "b" in result:
+        raise ValueError(f"accumulate is True, and {expr!r} has no sum over b: add to out afterwards")
+    if accumulate and out is None:
+        raise ValueError("accumulate is True and out None: pass what the product is added to")

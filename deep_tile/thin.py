@@ -1,0 +1,483 @@
+"""Products by parts of K, for outputs too few to fill a GPU: of BF16 with FP32 weights, as routers have them; with sums
+of squares; and summed over a batch.
+
+Called by users, and by `gemm` where b is FP32. Parts of K are multiplied on all SMs and added up in a fixed order, by
+two kernels in one call (parts.py).
+Invariant: results repeat bit for bit; how many parts there are depends on sizes and the GPU's SMs alone.
+"""
+
+import os
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from deep_tile import _launcher, api, cast, finishes, launches, ops, params, parts, tensors
+from deep_tile.config import ceil_div, round_up
+from deep_tile.jit import compilations
+from deep_tile.ops import is_traced
+from deep_tile.select.hardware import H200
+
+_launches: launches.Table = {}
+"""By the `_Options` of a call, or the plain tuple equal to it."""
+
+_LINEAR = "torch.nn.functional.linear"
+
+
+class _Options(NamedTuple):
+    """Which call it is, and its keywords, described at `thin_gemm` and `prenorm_gemm`."""
+
+    call: str
+    out_dtype: torch.dtype | None = None
+    terms: int = 3
+    accumulate: bool = False
+    batch_invariant: bool = False
+    pdl: bool | None = None
+    num_splits: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("a", "b", "out", "sqr_sum") if self.call == "prenorm_gemm" else ("a", "b", "out")
+
+
+def thin_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    terms: int = 3,
+    accumulate: bool = False,
+    batch_invariant: bool = False,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """Product of few columns, few rows or a long K: `out[m, n] = sum_k a[m, k] * b[n, k]`, of BF16 and FP32 or BF16.
+
+    Of three dimensions it is summed over the first one, too: `out[m, n] = sum over s and k of a[s, m, k] * b[s, n, k]`.
+    With `a` of two dimensions and `b` of three, `a` is multiplied by the sum of b's matrices, as `split_weight` makes
+    them of an FP32 weight, once. An FP32 `b` of two is split in every call, by a kernel of its own.
+
+    An FP32 `b` is multiplied as a sum of BF16 numbers, whose products with BF16 are exact: of three, it is the number
+    itself but for bits below 2^-133, so that only FP32 sums round; of two, it is rounded within 2^-17. Sums of 64 of k
+    are added in FP32, and then parts of K, in a fixed order. Runs on the tensors' device and torch's current stream;
+    CPU tensors are multiplied in float64. Not differentiable. Compiled as one op by torch.compile and torch.export.
+
+    Args:
+        a: [m, k] or [s, m, k] bfloat16, unit stride along k, other strides multiples of 16 bytes, 16-byte aligned.
+        b: [n, k] or [s, n, k] float32 or bfloat16, laid out like `a`; or [terms, n, k] bfloat16, one to three, for `a`
+            of two dimensions. Where numbers of FP32 are infinite or NaN, so are
+            the sums that they are in, or NaN.
+        out: [m, n] float32, bfloat16 or float16, unit stride along n; allocated when None. Must not overlap the inputs.
+        out_dtype: dtype of `out`: by default that of `out`, or float32.
+        terms: of an FP32 `b`: 3, or 2, which takes two thirds of the operations and numbers below 2^127 alone.
+        accumulate: add the product to what `out` holds, which must be given, of float32.
+        batch_invariant: a row of `out` is the same, bit for bit, whatever m is; slower.
+        pdl: programmatic dependent launch, as for `fp8_gemm`; None: yes.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+
+    That tensor cores truncate, so that terms are of use only if sums are added outside of them, is from Ootomo and
+    Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak
+    performance", 2022.
+    """
+    options = ("thin_gemm", out_dtype, terms, accumulate, batch_invariant, pdl, None)
+    if is_traced():
+        return _THIN_OP((a, b), (out,), _Options(*options))
+    return _multiply((a, b), (out,), options)[0]
+
+
+def prenorm_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None = None,
+    sqr_sum: torch.Tensor | None = None,
+    *,
+    num_splits: int | None = None,
+    pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A thin product and the sums of its rows' squares, in one read of `a`: what hyper-connections need before a norm.
+
+    `out[m, n] = sum_k a[m, k] * b[n, k]` as `thin_gemm` has it of FP32 `b`, and `sqr_sum[m] = sum_k a[m, k]^2`. With
+    `num_splits` both are left in parts of K, for the caller to add up: blocks of 64 of k are dealt out in order, to the
+    first parts one more where they do not come out even; a row's bits then do not depend on m.
+
+    Args:
+        a: [m, k] bfloat16, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
+        b: [n, k] float32, laid out like `a`; fast up to n = 32.
+        out: [m, n] float32, or [num_splits, m, n], unit stride along n; allocated when None.
+        sqr_sum: [m] float32, or [num_splits, m], contiguous; allocated when None.
+        num_splits: parts of K; None: they are added up.
+        pdl: as for `thin_gemm`.
+
+    Returns:
+        `out` and `sqr_sum`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched, and both are untouched.
+    """
+    options = ("prenorm_gemm", None, 3, False, False, pdl, num_splits)
+    if is_traced():
+        return _PRENORM_OP((a, b), (out, sqr_sum), _Options(*options))
+    return _multiply((a, b), (out, sqr_sum), options)
+
+
+def split_weight(b: torch.Tensor, terms: int = 3) -> torch.Tensor:
+    """An FP32 weight as the sum of BF16 numbers that `thin_gemm` multiplies: the call's share of the work that does not
+    depend on `a`.
+
+    Three terms are truncated and add up to `b` but for bits below 2^-133; two are rounded, and leave at most 2^-17 of a
+    number. Split anew after the weight has changed. By torch, on any device; not differentiable.
+
+    Args:
+        b: [n, k] float32, finite, below 2^127 with two terms.
+        terms: 2 or 3.
+
+    Returns:
+        [terms, n, k] bfloat16, whose rows begin at multiples of 16 bytes.
+
+    Raises:
+        TypeError, ValueError: another dtype, number of dimensions or of terms.
+    """
+    if not isinstance(b, torch.Tensor) or b.dtype != torch.float32 or b.dim() != 2:
+        seen = f"{list(b.shape)} of {b.dtype}" if isinstance(b, torch.Tensor) else type(b).__name__
+        raise TypeError(f"b must be [n, k] of torch.float32; got {seen}. To fix: b.float()")
+    _check_terms(terms)
+    made = tensors.empty_rows((terms, *b.shape), torch.bfloat16, b.device)
+    rest = b.detach()
+    for term in made:
+        whole = rest if terms == 2 else (rest.view(torch.int32) & -65536).view(torch.float32)
+        term.copy_(whole)
+        rest = rest - term.float()
+    return made
+
+
+def precompile_thin(workers: int | None = None) -> int:
+    """Compile, and on a Hopper GPU load, every kernel of `thin_gemm` and `prenorm_gemm`: no call compiles afterwards.
+
+    Args:
+        workers: threads compiling at once; all cores by default.
+
+    Returns:
+        How many had to be compiled.
+    """
+    before = compilations()
+    cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1, parts.all_kernels())
+    return compilations() - before
+
+
+# Eager calls.
+
+
+def _multiply(operands: tuple, outs: tuple, options: tuple) -> tuple[torch.Tensor, ...]:
+    """Outside of tracing; `options` are equal to an `_Options`."""
+    wanted = _Options(*options)
+    try:
+        _refuse_gradients(wanted, operands, outs)
+        made = _allocated(operands, outs, wanted)
+        given = (*operands, *made, *_workspace(operands, made, wanted), *_terms(operands, wanted))
+        if not _launcher.launch_known(_launches, options, *given):
+            _call_unknown(operands, made, given, wanted)
+    except Exception:
+        reason = api.error_of(_check, wanted, operands, outs)
+        if reason is None:
+            raise
+        raise reason from None
+    return made
+
+
+def _allocated(operands: tuple, outs: tuple, options: _Options) -> tuple[torch.Tensor, ...]:
+    """What is written to, where it is not given."""
+    if all(out is not None for out in outs):
+        return outs
+    if options.accumulate:
+        raise ValueError("accumulate is True and out None: pass what the product is added to")
+    shapes, dtype = _out_shapes(operands, options), _out_dtype(options)
+    return tuple(
+        tensors.new_empty(operands[0], shape, _dense(shape), dtype) if out is None else out
+        for out, shape in zip(outs, shapes, strict=True)
+    )
+
+
+def _out_dtype(options: _Options) -> torch.dtype:
+    return options.out_dtype or torch.float32
+
+
+def _out_shapes(operands: tuple, options: _Options) -> list[tuple[int, ...]]:
+    m, n = (x.shape[-2] for x in operands)
+    every = () if options.num_splits is None else (options.num_splits,)
+    return [(*every, m, n), *([(*every, m)] if options.call == "prenorm_gemm" else [])]
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * max(size, 1))
+    return tuple(strides)
+
+
+def _product(operands: tuple, options: _Options) -> parts.Product:
+    a, b = operands
+    terms = options.terms if b.dtype == torch.float32 else b.shape[0] if a.dim() < b.dim() else 1
+    matrices = a.shape[0] if a.dim() == 3 else 1
+    return parts.Product(a.shape[-2], b.shape[-2], a.shape[-1], matrices, terms, options.call == "prenorm_gemm")
+
+
+def _num_sms(x: torch.Tensor) -> int:
+    return launches.num_sms(x.get_device()) if x.is_cuda else H200.num_sms
+
+
+def _chosen(operands: tuple, options: _Options):
+    """The kernel and the parts."""
+    product = _product(operands, options)
+    fixed = options.num_splits
+    if options.batch_invariant:
+        fixed = min(parts.INVARIANT_PARTS, product.steps)
+    return parts.choose(product, _num_sms(operands[0]), fixed)
+
+
+def _is_empty(operands: tuple) -> bool:
+    return not all(x.numel() for x in operands)
+
+
+def _workspace(operands: tuple, made: tuple, options: _Options) -> tuple[torch.Tensor, ...]:
+    """Where a kernel leaves parts that another one adds up: of each result."""
+    if options.num_splits is not None or not operands[0].is_cuda or _is_empty(operands):
+        return ()
+    _, count = _chosen(operands, options)
+    if count == 1:
+        return ()
+    return tuple(out.new_empty((count, *out.shape), dtype=torch.float32) for out in made)
+
+
+def _terms(operands: tuple, options: _Options) -> tuple[torch.Tensor, ...]:
+    """Where a kernel leaves the terms of an FP32 b that products do not split themselves, [matrices * terms, n, k]."""
+    a, b = operands
+    if options.call == "prenorm_gemm" or b.dtype != torch.float32 or not a.is_cuda or _is_empty(operands):
+        return ()
+    matrices = b.shape[0] if b.dim() == 3 else 1
+    return (b.new_empty((matrices * options.terms, b.shape[-2], parts.split_width(b.shape[-1])), dtype=torch.bfloat16),)
+
+
+def _call_unknown(operands: tuple, made: tuple, given: tuple, options: _Options) -> None:
+    """Multiply where C has met no such options and signature, or cannot read the tensors."""
+    _check(options, operands, made)
+    launches.enqueue(_launches, tuple(options), given, partial(_first_launch, operands, made, given, options))
+
+
+def _first_launch(operands: tuple, made: tuple, given: tuple, options: _Options) -> launches.Prepared | None:
+    """That of a signature not met before, checked; None when the result is there."""
+    if not operands[0].is_cuda or _is_empty(operands):
+        _compute_without_kernel(operands, made, options)
+        return None
+    device, product = operands[0].get_device(), _product(operands, options)
+    api.check_hopper(device)
+    kernel, count = _chosen(operands, options)
+    splits = operands[1].dtype == torch.float32 and not product.squares
+    workspace = given[len(options.names) : len(given) - splits]
+    needed = [kernel, *([parts.SUM] if workspace else []), *([parts.SPLIT[options.terms]] if splits else [])]
+    for each in needed:
+        if not cast.is_loaded(each, device):
+            launches.refuse_capture(each.name, device, options.call, ", or deep_tile.precompile_thin,")
+    extra = len(given) - len(options.names)
+    common = {"names": (*options.names, *("the workspace",) * extra)}
+    fields = {name: at for at, name in enumerate(options.names)}
+    pdl, num_sms, b_at = options.pdl is not False, _num_sms(operands[0]), 1
+    made_launches = []
+    if splits:
+        b_at = len(given) - 1
+        sizes = (options.terms, product.n, product.k, product.matrices, _strides(operands[1]), device)
+        places = _places({"b": 1, "out": b_at})
+        made_launches.append(parts.prepare_split(*sizes, **common, places=places, num_sms=num_sms, pdl=pdl))
+    into = workspace or made
+    at = len(options.names) if workspace else len(operands)
+    layout = _layout(operands[0], given[b_at], into[0], options.accumulate and not workspace)
+    places = _places({"a": 0, "b": b_at, "out": at, "squares": at + len(made) - 1})
+    made_launches.append(parts.prepare(product, kernel, count, layout, device, **common, places=places, pdl=pdl))
+    if workspace:
+        places = _places({"sums": at, "out": fields["out"]})
+        if product.squares:
+            places |= _places({"squares": at + 1, "sqr_sum": fields["sqr_sum"]})
+        layout = _layout(operands[0], given[b_at], made[0], options.accumulate)
+        made_launches.append(
+            parts.prepare_sum(product, count, layout, device, **common, places=places, num_sms=num_sms)
+        )
+    return tuple(made_launches) if len(made_launches) > 1 else made_launches[0]
+
+
+def _places(fields: dict[str, int]) -> dict[str, params.Place]:
+    return {name: params.Place(tensor) for name, tensor in fields.items()}
+
+
+def _strides(x: torch.Tensor) -> tuple[int, int]:
+    """From row to row and from matrix to matrix. Of one alone torch may report any, which TMA would refuse."""
+    rows, k = x.shape[-2:]
+    row = x.stride(-2) if rows > 1 else round_up(k, tensors.ALIGNMENT_BYTES // x.element_size())
+    return row, x.stride(0) if x.dim() == 3 and x.shape[0] > 1 else rows * row
+
+
+def _layout(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, adds: bool) -> parts.Layout:
+    return parts.Layout(
+        *(_strides(a), _strides(b)),
+        out_stride=out.stride(-2),
+        part_stride=out.stride(0) if out.dim() == 3 else 0,
+        output=finishes.OUTPUT_NAMES[out.dtype],
+        accumulate=adds,
+    )
+
+
+@torch.inference_mode()  # in which any tensor may be written to, whether it requires a gradient or not
+def _compute_without_kernel(operands: tuple, made: tuple, options: _Options) -> None:
+    """The definition, in float64."""
+    out = made[0]
+    if out.is_meta:
+        return
+    a, b = operands
+    k, splits = a.shape[-1], options.num_splits
+    for part, bounds in enumerate(_bounds(k, splits or 1)):
+        x, y = a[..., bounds].double(), b[..., bounds].double()
+        product = (x @ y.mT).sum(0) if b.dim() == 3 else x @ y.mT
+        into, *squares = made if splits is None else [each[part] for each in made]
+        into.copy_(into + product.to(into.dtype) if options.accumulate else product)
+        for each in squares:
+            each.copy_(x.square().sum(1))
+
+
+def _bounds(k: int, splits: int) -> list[slice]:
+    """Of the parts of K, as the kernel deals them out."""
+    steps, longer = divmod(ceil_div(k, parts.STEP), splits)
+    ends = [0]
+    for part in range(splits):
+        ends.append(ends[-1] + (steps + (part < longer)) * parts.STEP)
+    return [slice(min(begin, k), min(end, k)) for begin, end in zip(ends, ends[1:], strict=False)]
+
+
+# Checks.
+
+
+def _refuse_gradients(options: _Options, operands: tuple, outs: tuple) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, x in zip(options.names, (*operands, *outs), strict=True):
+        if x is not None and x.requires_grad:
+            raise RuntimeError(
+                f"{name} requires a gradient, and {options.call} has none. To train, call {_LINEAR}; otherwise call "
+                f"within torch.no_grad(), or pass {name}.detach(), or freeze it with {name}.requires_grad_(False)"
+            )
+
+
+def _check(options: _Options, operands: tuple, outs: tuple) -> None:
+    """Check everything that can be wrong about a call; what is written to may be None."""
+    named = dict(zip(options.names, (*operands, *outs), strict=True))
+    tensors.require_tensors(**{name: x for name, x in named.items() if name in ("a", "b") or x is not None})
+    _refuse_gradients(options, operands, outs)
+    _check_formats(options, operands, outs)
+    for name, x in zip(options.names, operands, strict=False):
+        _check_strides(name, x)
+    out, *squares = outs
+    if out is not None:
+        _check_out_strides(out)
+    if squares and squares[0] is not None and not squares[0].is_contiguous():
+        raise ValueError(f"sqr_sum has strides {squares[0].stride()}; pass a contiguous one")
+
+
+def _check_options(options: _Options) -> None:
+    finishes.check_out_dtype(options.out_dtype)
+    for name in ("accumulate", "batch_invariant", "pdl"):
+        api.check_option(name, getattr(options, name))
+    _check_terms(options.terms)
+    splits = options.num_splits
+    if splits is not None and (type(splits) is not int or not 1 <= splits <= parts.MOST_PARTS):
+        raise ValueError(f"num_splits is {splits!r}; pass an int from 1 to {parts.MOST_PARTS}, or None")
+
+
+def _check_terms(terms: object) -> None:
+    if type(terms) is not int or terms not in parts.SPLIT:
+        raise ValueError(f"terms is {terms!r}; pass 3, which are exact, or 2")
+
+
+def _check_formats(options: _Options, operands: tuple, outs: tuple) -> None:
+    """Check options, dtypes, devices and shapes; what is written to may be None."""
+    _check_options(options)
+    a, b = operands
+    is_norm = options.call == "prenorm_gemm"
+    of_b = (torch.float32,) if is_norm else (torch.float32, torch.bfloat16)
+    for name, x, known in (("a", a, (torch.bfloat16,)), ("b", b, of_b)):
+        if x.dtype not in known:
+            raise TypeError(f"{name} must be {finishes.one_of(known)}; got {x.dtype}. To fix: {name}.to({known[0]})")
+    _check_out_dtypes(options, outs)
+    api.check_device("a", a, options.call)
+    api.check_devices(a, **dict(zip(options.names[1:], (b, *outs), strict=True)))
+    if a.dim() == 3 and b.dim() == 3 and not is_norm:
+        if not ops.holds(a.shape[0] == b.shape[0]):
+            raise ValueError(f"a has {a.shape[0]} matrices and b {b.shape[0]}; pass as many of each")
+        a, b = a[:1].flatten(0, 1), b[:1].flatten(0, 1)
+    elif b.dim() == 3 and a.dim() == 2 and not is_norm:
+        if b.dtype != torch.bfloat16 or not 1 <= b.shape[0] <= max(parts.SPLIT):
+            raise ValueError(f"b is {list(b.shape)} of {b.dtype}; for a of 2 dimensions pass 1 to 3 terms in bfloat16")
+        b = b[:1].flatten(0, 1)
+    api.check_product_shapes(a, b, None)
+    for name, out, shape in zip(options.names[2:], outs, _out_shapes(operands, options), strict=True):
+        if out is not None and not api.has_shape(out, shape):
+            raise ValueError(f"{name} must be {list(shape)}; got {list(out.shape)}. Allocate it so, or pass None")
+
+
+def _check_out_dtypes(options: _Options, outs: tuple) -> None:
+    is_norm = options.call == "prenorm_gemm"
+    known = (torch.float32,) if is_norm or options.accumulate else tuple(finishes.OUTPUT_NAMES)
+    for name, out in zip(options.names[2:], outs, strict=True):
+        if out is not None and out.dtype not in known:
+            raise TypeError(f"{name} must be {finishes.one_of(known)}; got {out.dtype}. Pass such a tensor, or None")
+    if outs[0] is not None and options.out_dtype not in (None, outs[0].dtype):
+        raise TypeError(f"out_dtype is {options.out_dtype} and out is {outs[0].dtype}; leave out_dtype out")
+    if options.accumulate and outs[0] is None:
+        raise ValueError("accumulate is True and out None: pass what the product is added to")
+
+
+def _check_strides(name: str, x: torch.Tensor) -> None:
+    """Check that TMA, or loads of 16 bytes, can read [rows, k], or [s, rows, k], along k."""
+    matrix = x if x.dim() == 2 else x[0] if len(x) else x.flatten(0, 1)
+    api.check_operand_strides(**{name: matrix})
+    api.check_sizes(matrix, matrix)
+    if x.dim() == 3 and len(x) > 1:
+        step = x.stride(0) * x.element_size()
+        if step <= 0 or step % tensors.ALIGNMENT_BYTES:
+            raise ValueError(f"{name}'s matrices lie {step} bytes apart, no multiple of 16: pass {name}.contiguous()")
+        if ceil_div(x.shape[2], parts.STEP) * len(x) > api.MAX_SIZE:
+            raise ValueError(f"{name} is {list(x.shape)}: too many matrices; split the product")
+
+
+def _check_out_strides(out: torch.Tensor) -> None:
+    api.check_out_strides(out if out.dim() == 2 else out[0])
+    if out.dim() == 3 and len(out) > 1 and out.stride(0) < out.shape[1] * out.stride(1):
+        raise ValueError(f"parts of out overlap: its strides are {out.stride()}. Pass a dense out")
+
+
+# The ops, which tracers see.
+
+
+def _op(call: str, written: str, options: str) -> ops.Op:
+    single = " " not in written
+
+    def run(inputs: tuple, outs: tuple, options: dict):
+        made = _multiply(inputs, outs, tuple(_Options(call, **options)))
+        return made[0] if single else made
+
+    def check(inputs: tuple, outs: tuple, options: dict) -> None:
+        wanted = _Options(call, **options)
+        _refuse_gradients(wanted, inputs, outs)
+        _check_formats(wanted, inputs, outs)
+
+    def allocate(inputs: tuple, options: dict):
+        wanted = _Options(call, **options)
+        made = tuple(inputs[0].new_empty(shape, dtype=_out_dtype(wanted)) for shape in _out_shapes(inputs, wanted))
+        return made[0] if single else made
+
+    return ops.Op(call, f"a b {written}", options, run, check, allocate, flops=ops.product_flops(second=1))
+
+
+_THIN_OP = _op("thin_gemm", "out!", "out_dtype terms accumulate batch_invariant pdl")
+_PRENORM_OP = _op("prenorm_gemm", "out! sqr_sum!", "num_splits pdl")

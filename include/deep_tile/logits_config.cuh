@@ -1,0 +1,72 @@
+// LogitsConfig, the template argument of the indexer's kernels, and their shared memory. Python derives every number
+// (deep_tile/codegen.py, LogitsKernel), as for GemmConfig.
+#pragma once
+
+#include "mma.cuh"
+
+namespace deep_tile {
+
+constexpr int key_tile = 64;  // keys per tile: the rows of a WGMMA, and of a page
+
+struct LogitsConfig {
+    int head_dim;       // bytes of a row of q and of the keys, and the span of their swizzle
+    int heads;          // of a query in shared memory: those that q has, then zeros
+    int queries;        // of a math warpgroup
+    int block_queries;  // that share tiles of keys
+    int parts;            // that a warpgroup's queries are multiplied in, one while the other is added up
+    int stages;
+    int warpgroups;
+    bool splits_queries;  // each math warpgroup has queries of its own and takes every tile; else tiles go by turns
+    bool paged;           // keys lie in pages of a cache
+    Format out_format;
+    int threads, math_registers, producer_registers;
+    int smem_bytes;
+
+    constexpr int mma_n() const { return queries * heads / parts; }
+    constexpr int part_queries() const { return queries / parts; }
+    constexpr int query_groups() const { return splits_queries ? warpgroups : 1; }
+    constexpr int query_bytes() const { return queries * heads * head_dim; }  // of a warpgroup
+    constexpr int tile_bytes() const { return key_tile * head_dim; }
+};
+
+// What a CTA works on: `tiles` of keys in all, from number `skipped` of query block `block` on.
+struct Share {
+    int block, skipped, tiles;
+};
+
+// Keys or tiles [begin, end).
+struct Span {
+    int begin, end;
+
+    __device__ __forceinline__ int size() const { return end > begin ? end - begin : 0; }
+};
+
+// What math warpgroups do next: some tiles for a block of queries, or nothing more if there are none.
+template <LogitsConfig config>
+struct alignas(16) Task {
+    Span tiles;
+    int row;  // in q, of the block's first query
+    int unused;
+    Span keys[config.block_queries];  // none for queries beyond the block's end
+    float weights[config.block_queries][config.heads];
+};
+
+constexpr int task_slots = 2;
+
+// Shared memory. Operand tiles begin at multiples of 1024 bytes, the period of the 128-byte swizzle.
+template <LogitsConfig config>
+struct alignas(1024) LogitsStorage {
+    alignas(1024) u8 queries[task_slots][config.query_groups()][config.query_bytes()];
+    alignas(1024) u8 keys[config.stages][config.tile_bytes()];
+    alignas(128) float scales[config.stages][key_tile];
+    Task<config> tasks[task_slots];
+    u64 full[config.stages];
+    u64 empty[config.stages];
+    u64 task_full[task_slots];
+    u64 task_empty[task_slots];
+    u32 sums[config.threads / warp_threads];
+    u32 all_tiles;
+    Share share;
+};
+
+}  // namespace deep_tile

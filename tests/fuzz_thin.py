@@ -1,0 +1,160 @@
+"""Products by parts of K of any size, layout and magnitude, checked element by element: `thin_gemm`, `prenorm_gemm`.
+
+    PYTHONPATH=. python tests/fuzz_thin.py --seconds 120 --out thin.json [--seed N] [--first-round R --rounds 1]
+
+A round is a product in FP32 weights, in their terms, in BF16 or of a batch, or one with sums of squares; in parts that
+are given or chosen. Each number must be float64's within what FP32 sums allow, a second call must give the same bits,
+and no byte may change around what is written. A round depends on the seed and its number alone.
+
+Ends with status 0, or 1 when something was wrong, 3 when a call did not end within 20 s, 4 when the GPU failed.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from math import prod
+from random import Random
+from typing import Any
+
+import torch
+from campaign import UNUSABLE, Ledger, Report, Watch, add_rounds, begin, leave, parser, run_rounds
+
+import deep_tile
+
+SIZES = (1, 2, 7, 24, 31, 32, 33, 64, 65, 127, 128, 129, 200, 256, 300, 1000)
+LENGTHS = (1, 8, 40, 63, 64, 65, 128, 520, 1000, 4096, 7168, 16384)
+MOST_OPERATIONS = 2**31
+GUARD = 64
+DTYPES = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""And what rounding to them may change, of a number."""
+
+SUM_ERROR = {3: 4e-7, 2: 8e-6}
+"""Of the sum of magnitudes: what is left of FP32 sums, which grows with their length, and of two terms."""
+
+
+def matrix(random: Random, *shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Rows that begin at multiples of 16 bytes, some with a gap behind them, of magnitudes that differ."""
+    padded = -(-shape[-1] // 8) * 8 + random.choice((0, 0, 8, 64))
+    x = torch.randn(*shape[:-1], padded, device=device)
+    if random.random() < 0.5:
+        x *= 2.0 ** torch.randint(-20, 20, (*shape[:-1], 1), device=device)
+    if random.random() < 0.2:
+        x[torch.rand(x.shape, device=device) < 0.5] = 0
+    return x.to(dtype)[..., : shape[-1]]
+
+
+class Guarded:
+    """What is written to, between bytes that nobody may touch."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype, device: str):
+        self.memory = torch.full((prod(shape) + 2 * GUARD,), float("nan"), dtype=dtype, device=device)
+        self.out = self.memory[GUARD : GUARD + prod(shape)].view(shape)
+
+    def faults(self) -> torch.Tensor:
+        return (~self.memory[:GUARD].isnan()).sum() + (~self.memory[-GUARD:].isnan()).sum()
+
+
+def beyond(
+    got: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, relative: float, k: int, terms: int
+) -> torch.Tensor:
+    """How many numbers are not near enough."""
+    of_format = torch.finfo(got.dtype)
+    least = of_format.smallest_normal * of_format.eps  # the distance of subnormal numbers
+    allowed = magnitude * SUM_ERROR[terms] * max(1.0, (k / 4096) ** 0.5) + exact.abs() * relative + least
+    near = (got.double() - exact).abs() <= allowed
+    beyond_range = exact.abs() > torch.finfo(got.dtype).max / 2
+    return (~(near | beyond_range)).sum()
+
+
+def check_thin(random: Random, sizes: tuple[int, int, int], device: str) -> tuple[str, dict[str, Any]]:
+    m, n, k = sizes
+    kind, terms = random.choice(("fp32", "terms", "bf16", "batch")), random.choice((3, 3, 2))
+    out_dtype = random.choice([*DTYPES])
+    every = (random.choice((1, 2, 5)),) if kind == "batch" else ()
+    a = matrix(random, *every, m, k, dtype=torch.bfloat16, device=device)
+    b = matrix(
+        random, *every, n, k, dtype=torch.bfloat16 if kind in ("bf16", "batch") else torch.float32, device=device
+    )
+    options = {"batch_invariant": random.random() < 0.3, "terms": terms}
+    given = deep_tile.split_weight(b, terms) if kind == "terms" else b
+    x, y = (a.double(), b.double()) if every else (a.double()[None], b.double()[None])
+    exact, magnitude = (x @ y.mT).sum(0), (x.abs() @ y.abs().mT).sum(0)
+    guarded = Guarded(m, n, dtype=out_dtype, device=device)
+    deep_tile.thin_gemm(a, given, guarded.out, **options)
+    again = deep_tile.thin_gemm(a, given, out_dtype=out_dtype, **options)
+    found = {
+        "values": beyond(guarded.out, exact, magnitude, DTYPES[out_dtype], k * len(x), terms),
+        "bits": (guarded.out != again).sum() - (guarded.out.isnan() & again.isnan()).sum(),
+        "guards": guarded.faults(),
+    }
+    return f"{kind} {[*every, m, n, k]} {out_dtype} {options}", found
+
+
+def check_prenorm(random: Random, sizes: tuple[int, int, int], device: str) -> tuple[str, dict[str, Any]]:
+    m, n, k = sizes
+    splits = random.choice((None, None, 1, 2, 7, 16, 128))
+    a = matrix(random, m, k, dtype=torch.bfloat16, device=device)
+    b = matrix(random, n, k, dtype=torch.float32, device=device)
+    every = () if splits is None else (splits,)
+    made = [Guarded(*every, *shape, dtype=torch.float32, device=device) for shape in ((m, n), (m,))]
+    got = deep_tile.prenorm_gemm(a, b, made[0].out, made[1].out, num_splits=splits)
+    again = deep_tile.prenorm_gemm(a, b, num_splits=splits)
+    total, squares = (x if splits is None else x.double().sum(0) for x in got)
+    exact, magnitude, square = (
+        a.double() @ b.double().T,
+        a.double().abs() @ b.double().abs().T,
+        a.double().square().sum(1),
+    )
+    found = {
+        "values": beyond(total, exact, magnitude, 0.0, k, 3),
+        "squares": beyond(squares, square, square, 0.0, k, 3),
+        "bits": sum((x != y).sum() for x, y in zip(got, again, strict=True)),
+        "guards": sum(each.faults() for each in made),
+    }
+    return f"prenorm {[m, n, k]} {splits}", found
+
+
+class Fuzzer:
+    """Rounds of a seed: see the module's description."""
+
+    def __init__(self, arguments: argparse.Namespace, report: Report):
+        self._seed, self._device, self._report = arguments.seed, arguments.device, report
+        self.ledger = Ledger(Watch(self._device), report, under_way=2, unsettled=64)
+        self.rounds: Counter[str] = Counter()
+
+    def load(self) -> None:
+        deep_tile.precompile_thin()
+
+    def run_round(self, number: int) -> None:
+        random = Random(f"{self._seed}:{number}")
+        torch.manual_seed(random.randrange(2**31))
+        sizes = random.choice(SIZES), random.choice(SIZES), random.choice(LENGTHS)
+        while prod(sizes) > MOST_OPERATIONS:
+            sizes = random.choice(SIZES), random.choice(SIZES), random.choice(LENGTHS)
+        check = random.choice((check_thin, check_thin, check_prenorm))
+        try:
+            drawn, found = check(random, sizes, self._device)
+        except (TypeError, ValueError) as error:
+            self._report.find("refused", round=number, error=str(error))
+            return
+        self.ledger.add(number, drawn, {kind: count.long() for kind, count in found.items()})
+        self.rounds[drawn.split()[0]] += 1
+        self.ledger.end_round()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser(__doc__.splitlines()[0], seconds=60)
+    add_rounds(options)
+    chosen = options.parse_args(arguments)
+    reason = begin(chosen)
+    if reason:
+        print(f"fuzz_thin.py: {reason}", file=sys.stderr)
+        return UNUSABLE
+    report = Report("fuzz of thin products", chosen)
+    fuzzer = Fuzzer(chosen, report)
+    run_rounds(fuzzer, chosen, report)
+    return leave(report.end(products=2 * fuzzer.rounds.total(), kinds=dict(sorted(fuzzer.rounds.items()))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
