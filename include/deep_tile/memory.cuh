@@ -143,10 +143,6 @@ __device__ __forceinline__ uint2 ld_shared_v2(u32 smem) {
     return value;
 }
 
-__device__ __forceinline__ void st_shared_v4(u32 smem, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-
 // Loads in place: the compiler may not move the load to the use of its value.
 __device__ __forceinline__ float ld_global(const float* address) {
     float value;
