@@ -53,6 +53,11 @@ from deep_tile.nn import precompile_model as precompile_model
 from deep_tile.quantize import dequantize as dequantize
 from deep_tile.quantize import per_block_cast_to_fp8 as per_block_cast_to_fp8
 from deep_tile.quantize import per_token_cast_to_fp8 as per_token_cast_to_fp8
+from deep_tile.sums import einsum as einsum
+from deep_tile.thin import precompile_thin as precompile_thin
+from deep_tile.thin import prenorm_gemm as prenorm_gemm
+from deep_tile.thin import split_weight as split_weight
+from deep_tile.thin import thin_gemm as thin_gemm
 from deep_tile.transposed import transposed_cast_to_fp8 as transposed_cast_to_fp8
 from deep_tile.wgrad import fp8_grouped_wgrad as fp8_grouped_wgrad
 

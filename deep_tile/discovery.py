@@ -38,6 +38,7 @@ OPS = {
     "scaled_grouped_gemm": "grouped",
     "silu_mul_cast_to_fp8": "experts",
     "sort_by_expert": "experts",
+    "swiglu_gradient_cast_both": "gated",
     "thin_gemm": "thin",
     "transpose_fp8": "both",
     "transposed_cast_to_fp8": "transposed",

@@ -22,17 +22,15 @@ from deep_tile.compat import arguments, indexer, original
 from deep_tile.compat.arguments import Pair
 from deep_tile.compat.layouts import group_ends
 from deep_tile.compat.refused import REFUSED
-from deep_tile.compat.scales import (  # noqa: F401, names that engines look up here
-    align,
-    count_bytes,
-    get_col_major_tma_aligned_tensor,
-    get_mn_major_tma_aligned_tensor,
-    get_tma_aligned_size,
-    per_block_cast_to_fp8,
-    per_channel_cast_to_fp8,
-    per_token_cast_to_fp8,
-    transform_sf_into_required_layout,
-)
+from deep_tile.compat.scales import align as align
+from deep_tile.compat.scales import count_bytes as count_bytes
+from deep_tile.compat.scales import get_col_major_tma_aligned_tensor as get_col_major_tma_aligned_tensor
+from deep_tile.compat.scales import get_mn_major_tma_aligned_tensor as get_mn_major_tma_aligned_tensor
+from deep_tile.compat.scales import get_tma_aligned_size as get_tma_aligned_size
+from deep_tile.compat.scales import per_block_cast_to_fp8 as per_block_cast_to_fp8
+from deep_tile.compat.scales import per_channel_cast_to_fp8 as per_channel_cast_to_fp8
+from deep_tile.compat.scales import per_token_cast_to_fp8 as per_token_cast_to_fp8
+from deep_tile.compat.scales import transform_sf_into_required_layout as transform_sf_into_required_layout
 from deep_tile.config import SCALE_BLOCK, as_int, ceil_div, check_alignment
 from deep_tile.ops import is_traced
 from deep_tile.reference import cosine_difference

@@ -56,6 +56,11 @@ assert_type(deep_tile.mqa_logits(x, x, x, x, x, x), torch.Tensor)
 assert_type(deep_tile.paged_mqa_logits(x, x, x, x, x), torch.Tensor)
 assert_type(deep_tile.precompile_logits(32, 128), int)
 assert_type(deep_tile.swiglu_gradient_cast_both(x, w)[0], torch.Tensor)
+assert_type(deep_tile.thin_gemm(x, w), torch.Tensor)
+assert_type(deep_tile.split_weight(w), torch.Tensor)
+assert_type(deep_tile.prenorm_gemm(x, w), Pair)
+assert_type(deep_tile.einsum("bmk,bnk->mn", x, w), torch.Tensor)
+assert_type(deep_tile.precompile_thin(), int)
 
 # Before the first call, and what is chosen.
 made = assert_type(deep_tile.precompile([(256, 512, 64)], kind="bf16", layouts=["nn"]), deep_tile.Precompiled)
