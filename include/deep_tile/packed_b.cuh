@@ -240,7 +240,7 @@ __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedS
     wait(smem.units.full[0], 0);
     converter.begin(0);
     while (true) {
-        wait(smem.slots.empty[ptx::uniform(slots.stage)], slots.phase ^ 1);
+        wait(smem.slots.empty[ptx::redux_sync_or(slots.stage)], slots.phase ^ 1);
         converter.convert(state.stage);
         __syncwarp();
         ptx::mbarrier_arrive(ptx::smem_address(&smem.units.empty[state.stage]), threadIdx.x % warp_threads == 0);
