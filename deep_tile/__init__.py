@@ -44,6 +44,9 @@ _MODULES = {
     "interleave_gate_up": "finishes",
     "is_available": "checks",
     "mqa_logits": "logits",
+    "pack_weight": "packed",
+    "packed_gemm": "dense",
+    "packed_grouped_gemm": "grouped",
     "pad_shard": "blocks",
     "paged_mqa_logits": "logits",
     "per_block_cast_to_fp8": "quantize",
@@ -66,6 +69,7 @@ _MODULES = {
     "to_blocks": "blocks",
     "transpose_fp8": "both",
     "transposed_cast_to_fp8": "transposed",
+    "unpack_weight": "packed",
 }
 
 _SUBMODULES = ("compat", "distributed", "integrations", "nn", "torch_compat", "train", "watch")

@@ -14,7 +14,7 @@ from deep_tile.checks import MAX_SIZE, current_gpu
 from deep_tile.config import SCALE_BLOCK, GemmConfig, as_int, ceil_div, round_up
 from deep_tile.dense import FP8_GEMM, Options
 from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names, torch_dtype
-from deep_tile.kinds import GROUPINGS, KINDS, LAYOUT_NAMES, LAYOUTS, QUANTIZED, RAW, RESULTS, Kind, Majors
+from deep_tile.kinds import EVERY_KIND, GROUPINGS, LAYOUT_NAMES, LAYOUTS, QUANTIZED, RAW, RESULTS, Kind, Majors
 from deep_tile.operation import error_of
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
@@ -27,7 +27,7 @@ _PRECOMPILED = {**RESULT_NAMES, torch.float8_e4m3fn: QUANTIZED}
 """Results that `precompile` knows."""
 
 _KINDS_OF_DTYPES = {
-    torch_dtype(KINDS[name].a): KINDS[name] for name in ("fp8", "bf16", "fp16", "int8", "fp8_rows_e5m2_e5m2")
+    torch_dtype(EVERY_KIND[name].a): EVERY_KIND[name] for name in ("fp8", "bf16", "fp16", "int8", "fp8_rows_e5m2_e5m2")
 }
 """What `supports` takes a dtype for."""
 
@@ -226,7 +226,7 @@ def supports(
 
 def _kind_of(dtype: torch.dtype, out_dtype: torch.dtype | None) -> Kind:
     """What operands of a dtype of `_KINDS_OF_DTYPES` are multiplied as."""
-    return KINDS["int8_unscaled"] if (dtype, out_dtype) == (torch.int8, torch.int32) else _KINDS_OF_DTYPES[dtype]
+    return EVERY_KIND["int8_unscaled"] if (dtype, out_dtype) == (torch.int8, torch.int32) else _KINDS_OF_DTYPES[dtype]
 
 
 def layout_problem(layout: object, kind: Kind) -> str | None:
@@ -268,8 +268,9 @@ def precompile(
         kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`; "bf16", "fp16" and "int8_unscaled" for `gemm` and
             `grouped_gemm`; "int8" for `int8_gemm`; "fp8_rows", "fp8_rows_promoted" (without `fast_accum`), "int8_rows"
             and "fp8_1x128" for `scaled_gemm`, the latter for `fp8_wgrad`, too, all others and "int8" for
-            `scaled_grouped_gemm`. Those of FP8 end in the formats of a and b, unless both are e4m3, as
-            "fp8_rows_e5m2_e4m3". Or the dtype of the operands, for the call that `supports` takes it for.
+            `scaled_grouped_gemm`; "mxfp4" and "nvfp4" for `packed_gemm` and `packed_grouped_gemm`. Those of FP8 end in
+            the formats of a and b, unless both are e4m3, as "fp8_rows_e5m2_e4m3". Or the dtype of the operands, for the
+            call that `supports` takes it for.
         out_dtype: of `out`; the call's default when None. float8_e4m3fn for `fp8_gemm_cast`.
         accumulate: as later passed; of groups, with "k_offs" alone.
         bias: its dtype; None: there is none.
@@ -287,9 +288,9 @@ def precompile(
         if kind not in _KINDS_OF_DTYPES:
             raise ValueError(f"kind is {kind}; operands are {names(_KINDS_OF_DTYPES)}: pass one of these, or a name")
         kind = _kind_of(kind, out_dtype).name
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}; pass a dtype of operands, or one of {', '.join(KINDS)}")
-    product = KINDS[kind]
+    if not isinstance(kind, str) or kind not in EVERY_KIND:
+        raise ValueError(f"kind is {kind!r}; pass a dtype of operands, or one of {', '.join(EVERY_KIND)}")
+    product = EVERY_KIND[kind]
     weights = [_checked_weight(shape, torch_dtype(product.a)) for shape in _as_list(shapes)]
     if out_dtype not in (None, *_PRECOMPILED):
         raise ValueError(f"out_dtype is {out_dtype}; pass one of {names(_PRECOMPILED)}, or nothing")

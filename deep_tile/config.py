@@ -12,9 +12,9 @@ from math import gcd
 from deep_tile.kinds import (
     ACTIVATIONS,
     BIASES,
+    EVERY_KIND,
     GROUPINGS,
     K_BLOCK_BYTES,
-    KINDS,
     LAYOUTS,
     MMA_K_BYTES,
     QUANTIZED,
@@ -46,6 +46,15 @@ ACCUMULATOR_LIMIT = 192
 PAIRED_ACCUMULATOR_LIMIT = 216
 """The same out of 240 registers, which tiles of PAIRED_TILES may take."""
 
+PACKED_TABLES = 256
+"""By which bytes of scales turn codes of a packed b into FP8."""
+
+UNIT_ROWS = 16
+"""Rows of a packed `b` whose K block lies together."""
+
+PACKED_ACCUMULATOR_LIMIT = 136
+"""The same where converter warps have a share as well, for a second set of temporaries."""
+
 PAIRED_TILES = (112, 144)
 """block_n of 128-row tiles whose K blocks may be multiplied in pairs: a main loop for each place of their scales then
 makes less than 64 KB of code, beyond which a launch takes 3 us more (docs/performance.md, "Of a launch")."""
@@ -66,10 +75,11 @@ class GemmConfig:
         store_buffers: output boxes per math warpgroup: those of a whole tile, or else filled and drained in turn.
         tma_store: store `out` with TMA; otherwise element by element, for any alignment and row stride.
         b_stages: K blocks of b that stay in shared memory while a thread block works down a column of tiles: as many as
-            there may be, for 128 < k <= 128 * b_stages. 0: b travels with a, through the pipeline.
+            there may be, for 128 < k <= 128 * b_stages. 0: b travels with a, through the pipeline. Of a packed b: slots
+            that stages are converted to.
         pairs: multiply K blocks two by two, of which k must have an even number, with a main loop for each way in which
             a tile's columns may lie across scale blocks.
-        kind: of the product, a name in `kinds.KINDS`.
+        kind: of the product, a name in `kinds.EVERY_KIND`.
         output: format of `out`, a name in `kinds.RESULTS`; that of the kind when None.
         grouping: how rows belong to matrices of `b`, one of `kinds.GROUPINGS`.
         accumulate: add to what `out` holds, in its format, instead of writing over it.
@@ -98,10 +108,10 @@ class GemmConfig:
     layout: str = "nt"
 
     def __post_init__(self):
-        if self.output is None and self.kind in KINDS:
+        if self.output is None and self.kind in EVERY_KIND:
             object.__setattr__(self, "output", self.product.output)
         for name, value, known in (
-            ("kind", self.kind, KINDS),
+            ("kind", self.kind, EVERY_KIND),
             ("output", self.output, RESULTS),
             ("grouping", self.grouping, GROUPINGS),
             ("bias", self.bias, BIASES),
@@ -135,7 +145,9 @@ class GemmConfig:
             return f"split_k is {self.split_k}; it takes tiles of 64 or 128 rows"
         if self.scale_blocks not in (1, 2, 4) or (self.scale_blocks > 1 and self.chunks > 1):
             return f"scale_blocks is {self.scale_blocks}; supported are 1, and 2 and 4 for tiles of one WGMMA"
-        if self.b_stages < 0 or (self.b_stages > 0 and (self.cluster > 1 or self.scale_blocks > 1)):
+        if self.is_packed and self._unpackable_because:
+            return self._unpackable_because
+        if self.b_stages < 0 or (self.resident_b and (self.cluster > 1 or self.scale_blocks > 1)):
             return f"b_stages is {self.b_stages}; b stays without clusters and with one scale block per stage only"
         if self.b_stages == 1:
             return (
@@ -193,6 +205,20 @@ class GemmConfig:
         return next((wall.reason for wall in (self.register_wall, self.capacity_wall) if not wall.holds), None)
 
     @property
+    def _unpackable_because(self) -> str | None:
+        """The first rule of packed operands that this config breaks, or None."""
+        if self.b_stages < 2:
+            return (
+                f"b_stages is {self.b_stages}; a packed b has at least 2 slots, one that is read while one is written"
+            )
+        if self.multicast or self.pairs or self.by_k or self.column_shifts > 1:
+            what = "multicast, pairs, groups along K, and copies of the main loop"
+            return f"kind is {self.kind!r}; a packed b is converted without {what}"
+        if self.scale_blocks * self.block_n % (UNIT_ROWS * self.converter_warps):
+            return f"block_n is {self.block_n}; each of 4 warps converts a multiple of {UNIT_ROWS} rows of a packed b"
+        return None
+
+    @property
     def register_wall(self) -> Wall:
         return register_wall(self.accumulator_registers, self.block_registers, ACCUMULATOR_LIMIT)
 
@@ -225,7 +251,7 @@ class GemmConfig:
         output = "" if output == self.product.output else f"_{output}"
         split = "" if self.split_k == 1 else f"_k{self.split_k}"
         buffers = "" if self.store_buffers == 2 else f"_b{self.store_buffers}"
-        resident = f"_r{self.b_stages}" if self.resident_b else ""
+        resident = f"_r{self.b_stages}" if self.b_stages else ""
         grouping = f"_{self.grouping}" if self.is_grouped else ""
         special = resident + ("_p" if self.pairs else "") + grouping + output
         special += ("_add" if self.accumulate else "") + finish
@@ -234,7 +260,7 @@ class GemmConfig:
     @property
     def product(self) -> Kind:
         """What it multiplies."""
-        return KINDS[self.kind]
+        return EVERY_KIND[self.kind]
 
     @property
     def out(self) -> Element:
@@ -345,7 +371,32 @@ class GemmConfig:
         At k = 512 a tile of 128x192 then takes 64 KB instead of 160: 8192x32768x512 gains 7 %, 2048x32768x512 2 %, and
         1024x32768x512, with eleven tiles per SM, loses 2 % (H200, 2026-11-21).
         """
-        return self.b_stages > 0
+        return self.b_stages > 0 and not self.is_packed
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether `b` has 4 bits in memory, and converter warps make of it what WGMMA reads."""
+        return self.product.packing is not None
+
+    @property
+    def b_group(self) -> int:
+        """Elements of K that share a scale in a packed `b`; 0 of others."""
+        return self.product.packing.group if self.is_packed else 0
+
+    @property
+    def b_unit_bytes(self) -> int:
+        """Of 16 rows of a K block of a packed `b`."""
+        return UNIT_ROWS * self.product.packing.row_bytes if self.is_packed else 0
+
+    @property
+    def unit_stages(self) -> int:
+        """Depth of the ring of a packed `b`: that of `a` where few rows wait for memory, or of the converted ones."""
+        return (self.stages if self.math_warpgroups == 1 else self.b_stages) if self.is_packed else 0
+
+    @property
+    def unit_bytes(self) -> int:
+        """Of one of its stages, with two barriers."""
+        return self.scale_blocks * self.block_n // UNIT_ROWS * self.b_unit_bytes + 2 * 8
 
     @property
     def b_slots(self) -> int:
@@ -385,8 +436,16 @@ class GemmConfig:
 
     @property
     def threads(self) -> int:
-        """One producer warpgroup and the math warpgroups."""
-        return WARPGROUP_THREADS * (1 + self.math_warpgroups)
+        """One producer warpgroup, the math warpgroups, and those that convert a packed `b`."""
+        return WARPGROUP_THREADS * (1 + self.math_warpgroups) + WARP_THREADS * self.converter_warps
+
+    @property
+    def converter_warps(self) -> int:
+        """Warps that convert a packed `b`: one warpgroup, or two beside a single math warpgroup, which leaves them
+        registers."""
+        if not self.is_packed:
+            return 0
+        return 8 if self.chunks == 1 and self.scale_blocks * self.block_n % (8 * UNIT_ROWS) == 0 else 4
 
     @property
     def scale_warps(self) -> int:
@@ -398,8 +457,8 @@ class GemmConfig:
         if not self.product.block_scales:
             return 0
         if self.math_warpgroups == 1:
-            return min(3, self.stages)
-        return 2 if self.chunks == 1 else 1
+            return min(3, self.stages) - self.unit_warps
+        return 2 if self.chunks == 1 and not self.is_packed else 1
 
     @property
     def store_warps(self) -> int:
@@ -412,7 +471,12 @@ class GemmConfig:
         """
         if self.math_warpgroups == 1 or self.split_k > 1 or not self.tma_store:
             return 0
-        return min(3 - self.scale_warps, self.math_warpgroups)
+        return min(3 - self.scale_warps - self.unit_warps, self.math_warpgroups)
+
+    @property
+    def unit_warps(self) -> int:
+        """Warps of the producer warpgroup that load a packed `b`."""
+        return int(self.is_packed)
 
     # Each math warpgroup covers its rows of the tile by chunks_m x chunks_n WGMMA tiles of 64 x mma_n.
 
@@ -459,8 +523,10 @@ class GemmConfig:
         if not self.product.promotes:
             return 0
         limit = PAIRED_ACCUMULATOR_LIMIT if self.pairs else ACCUMULATOR_LIMIT
-        if self.by_k and self.math_warpgroups == 2:
+        if self.math_warpgroups == 2 and self.by_k:
             limit -= 16
+        if self.math_warpgroups == 2 and self.is_packed:
+            limit = PACKED_ACCUMULATOR_LIMIT
         fits = self.accumulator_registers + 2 * self.block_registers <= limit
         return 2 if fits and self.chunks == 1 else 1
 
@@ -470,14 +536,21 @@ class GemmConfig:
         activation spills some where half a tile is stored while the other half is multiplied; so do, of several
         chunks, a result that is quantised and sums that are promoted and then scaled."""
         accumulators = self.accumulator_registers + self.block_sets * self.block_registers
+        if self.is_packed and self.math_warpgroups == 2:
+            return {4: 216, 8: 176}[self.converter_warps]
         late_work = self.quantizes or (self.row_scales and self.product.promotes)
         crowded = (late_work and self.chunks > 1) or (self.activation != "none" and self.chunks_n > 1)
         return 232 if accumulators <= ACCUMULATOR_LIMIT and not crowded else 240
 
     @property
     def producer_registers(self) -> int:
-        """What is left for a producer thread: at launch each of the three warpgroups' threads has 168."""
-        return 3 * 168 - 2 * self.math_registers
+        """What is left for a producer or converter thread: at launch each of three warpgroups' threads has 168, of four
+        128."""
+        if not self.is_packed:
+            return 3 * 168 - 2 * self.math_registers
+        warpgroups = self.threads // WARPGROUP_THREADS
+        left = {3: 3 * 168, 4: 4 * 128, 5: 5 * 96}[warpgroups] - self.math_warpgroups * self.math_registers
+        return left // (warpgroups - self.math_warpgroups) // 8 * 8
 
     @property
     def carries_descriptors(self) -> bool:
@@ -488,7 +561,7 @@ class GemmConfig:
         128 columns or two scale blocks per stage nothing is gained, with four 2 to 4 % lost, and 128x96 loses 1 %
         (H200, 2026-11-22).
         """
-        return self.block_sets == 2 and self.mma_n <= 64 and self.scale_blocks == 1 and not self.resident_b
+        return self.block_sets == 2 and self.mma_n <= 64 and self.scale_blocks == 1 and self.b_stages == 0
 
     @property
     def queues_blocks(self) -> bool:
@@ -511,7 +584,7 @@ class GemmConfig:
         128x64, which does not queue them, 1 % more (H200, 2026-11-22). And three stages: while one waits, the ring
         holds the K block that it has not given back yet and the two that it is to begin.
         """
-        return self.queues_blocks and self.math_warpgroups == 2 and self.stages >= 3
+        return self.queues_blocks and self.math_warpgroups == 2 and min(self.stages, self.b_slots) >= 3
 
     @property
     def takes_turns(self) -> bool:
@@ -528,7 +601,7 @@ class GemmConfig:
         four stages of 128x192 are a whole tile, this gains 12 %, at 1536 1 %. With more stages, or other kernels, it
         costs 1 to 2 % (H200, 2026-11-21).
         """
-        return self.takes_turns and self.stages <= 4 and not (self.resident_b or self.is_grouped)
+        return self.takes_turns and self.stages <= 4 and not (self.b_stages or self.is_grouped)
 
     @property
     def columns_per_part(self) -> int:
@@ -682,7 +755,10 @@ class GemmConfig:
     def stage_bytes(self) -> int:
         """Shared memory of one stage: operands, scales and its two barriers."""
         a, b = self.product.a, self.product.b
-        operands = (self.block_m * a.bytes + (0 if self.resident_b else self.block_n * b.bytes)) * self.block_k
+        b_bytes = 0 if self.b_stages else self.block_n * b.bytes * self.block_k
+        operands = self.block_m * a.bytes * self.block_k + b_bytes
+        if self.is_packed and self.math_warpgroups == 1:
+            operands += self.unit_bytes
         return operands + (self.scale_bytes if self.product.block_scales else 0) + 2 * 8
 
     @property
@@ -704,10 +780,12 @@ class GemmConfig:
     @property
     def fixed_bytes(self) -> int:
         """Shared memory that does not depend on the number of stages. Two barriers for each math warpgroup, and for
-        each resident K block of `b`."""
-        resident = self.b_stages * (self.block_n * self.block_k * self.product.b.bytes + 2 * 8)
+        each slot of a `b` outside of the ring. A table of a packed one has eight bytes."""
+        apart = self.b_stages * (self.block_n * self.block_k * self.product.b.bytes + 2 * 8)
+        if self.is_packed:
+            apart += 8 * PACKED_TABLES + (self.unit_stages * self.unit_bytes if self.math_warpgroups == 2 else 0)
         scales = 0 if self.product.block_scales else self.scale_bytes
-        return self.partial_bytes + self.store_bytes + resident + scales + 2 * 8 * self.math_warpgroups
+        return self.partial_bytes + self.store_bytes + apart + scales + 2 * 8 * self.math_warpgroups
 
     @property
     def smem_bytes(self) -> int:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import checks, finishes, launches, ops, params, plan, tensors, thin
+from deep_tile import checks, finishes, launches, ops, packed, params, plan, tensors, thin
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.kinds import KINDS, LAYOUT_NAMES, Kind, Majors
+from deep_tile.kinds import KINDS, LAYOUT_NAMES, PACKED, Kind, Majors
 from deep_tile.operation import Given, Operation, gradient_error
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
@@ -88,6 +88,8 @@ class Product(Operation):
     def kind(self, given: Given, options) -> Kind:
         """What a call makes of operands of dtypes that it takes."""
         a, b = self.matrices(given)
+        if b.dtype == torch.uint8:
+            return self.kinds[packed.name_of(b, a.shape[-1]), a.dtype, b.dtype]
         known = [each for each, *dtypes in self.kinds if dtypes == [a.dtype, b.dtype]]
         found = self.scaling(given[: self.count], known) if len(known) > 1 else known[0]
         if found == "rows" and "promoted_rows" in known and not options.fast_accum:
@@ -189,9 +191,10 @@ class Dense(Product):
             self.refuse_sum_of_nothing(options)
         checks.check_device(a_name, a, self.name)
         checks.check_devices(a, **dict(zip(self.names[1 : self.count + 1], given[1 : self.count + 1], strict=True)))
-        checks.check_product_shapes(a, b, out, options.activation, (a_name, b_name))
+        as_fp8 = packed.shaped(a, b) if kind.packing else b
+        checks.check_product_shapes(a, as_fp8, out, options.activation, (a_name, b_name))
         if kind.scaling == "blocks":
-            checks.check_scale_shapes(*given[:4])
+            checks.check_scale_shapes(a, given[1], as_fp8, given[3])
         elif kind.scaling == "row_blocks":
             check_row_block_scales(self.names, given)
         elif kind.row_scales:
@@ -202,7 +205,10 @@ class Dense(Product):
         (a, b), (out, _) = self.matrices(given), self.out_and_bias(given)
         checks.check_sizes(a, b)
         for name, x in ((self.names[0], a), (self.names[self.count // 2], b)):
-            _check_operand(name, x)
+            if x.dtype == torch.uint8:
+                packed.check_memory(name, x)
+            else:
+                _check_operand(name, x)
         self.check_scales(given)
         if out is not None:
             checks.check_out_strides(out)
@@ -237,6 +243,8 @@ class Dense(Product):
         out, bias = self.out_and_bias(given)
         as_stored = (x.t() if _lies_along_rows(x) else x for x in self.matrices(given))
         strides = [row_stride(x) for x in (*as_stored, out)]
+        if kind.packing:
+            strides[1] = given[0].shape[1]  # as if it were FP8: there is no map
         scales = {"a_scale_strides": (0, 0), "b_scale_strides": (0, 0), "a_scale_aligned": False}
         if kind.scaling != "none":
             _, a_scale, _, b_scale = given[:4]
@@ -258,7 +266,8 @@ class Dense(Product):
         problem = problem.with_strides(layout.a_stride, layout.b_stride)
         config = checks.kernel_for(problem, options.config, device, self.name)
         of_bias = ["bias"] * (self.out_and_bias(given)[1] is not None)
-        fields = (*(plan.TENSORS if self.count == 4 else ("a", "b", "out")), *of_bias)
+        of_kernel = plan.TENSORS if self.count == 4 else ("a", "b", "out")
+        fields = (*plan.as_kernels_name(of_kernel, problem.product), *of_bias)
         where = where or {"names": (*self.names[: self.count + 1], *of_bias), "places": params.places(fields)}
         launch = plan.prepare_launch(
             problem, config, layout, device, pdl=options.pdl, constant_weights=options.constant_weights, **where
@@ -273,7 +282,7 @@ class Dense(Product):
         dtype = torch.float64 if is_finished else out.dtype
         if a.shape[1]:
             definition = self.definition or REFERENCES[self.kind(given, options).scaling]
-            product = definition(*given[: self.count], dtype)
+            product = definition(*unpacked(given[: self.count]), dtype)
         else:
             product = a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)  # also with scales that are infinite
         if is_finished:
@@ -309,6 +318,9 @@ def kinds_of(*families: str) -> Kinds:
 FP8_KINDS = {key: kind for key, kind in kinds_of("fp8").items() if kind.name == "fp8"}
 """With scales of blocks, both operands e4m3."""
 
+PACKED_KINDS = {(kind.name, finishes.torch_dtype(kind.a), torch.uint8): kind for kind in PACKED.values()}
+"""Those with packed weights, of which all have one dtype: their names are in the place of scalings."""
+
 REFERENCES = {
     "none": gemm_reference,
     "blocks": scaled_gemm_reference,
@@ -317,6 +329,14 @@ REFERENCES = {
     "promoted_rows": rows_gemm_reference,
 }
 """The definition of each scaling, of the operands and the dtype of the result."""
+
+
+def unpacked(operands: Given) -> Given:
+    """Operands of a product, or of one with groups, whose b is no longer packed, if it was."""
+    if operands[len(operands) // 2].dtype != torch.uint8:
+        return operands
+    a, a_scale, b, b_scale = operands
+    return a, a_scale, packed.as_fp8(b, b_scale, a.shape[-1]), b_scale
 
 
 def fp8_gemm(
@@ -553,6 +573,48 @@ def scaled_gemm(
     if is_traced():
         return SCALED_GEMM.trace((a, a_scale, b, b_scale, out, bias), options)
     return SCALED_GEMM.run((a, a_scale, b, b_scale, out, bias), options)
+
+
+def packed_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor = tensors.MISSING,
+    b_scale: torch.Tensor = tensors.MISSING,
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: GemmConfig | None = None,
+    num_sms: int | None = None,
+    batch_invariant: bool = False,
+    pdl: bool | None = None,
+    constant_weights: bool = False,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    """`fp8_gemm` with a weight of 4 bits, which becomes FP8 between memory and the tensor cores.
+
+    The product is that of `a` and the FP8 weight that `pack_weight` says, bit for bit as by the same tile with that
+    weight; what is read is 17/32 of the bytes, 18/32 of NVFP4. Not differentiable.
+
+    Args:
+        a: [m, k] float8_e4m3fn, as for `fp8_gemm`.
+        a_scale: [m, ceil(k / 128)] float32 or another dtype that `fp8_gemm` takes.
+        b, b_scale: a `Packed`, as `pack_weight` makes it of [n, k]; `b` contiguous, 16-byte aligned.
+        out, bias, activation, out_dtype, accumulate: as for `scaled_gemm`.
+        config: as for `fp8_gemm`; its kind is that of the weight, "mxfp4" or "nvfp4".
+        num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    """
+    options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation, accumulate, True)
+    if is_traced():
+        return PACKED_GEMM.trace((a, a_scale, b, b_scale, out, bias), options)
+    return PACKED_GEMM.run((a, a_scale, b, b_scale, out, bias), options)
 
 
 def fp8_wgrad(
@@ -814,6 +876,13 @@ SCALED_GEMM = Dense(
     kinds_of("fp8_rows", "fp8_rows_promoted", "fp8_1x128", "fp8", "int8_rows", "int8"),
     out_dtype=torch.bfloat16,
     remedies=("quantise to torch.float8_e4m3fn or torch.int8, with a scale for each row, or one", _ONE_DTYPE),
+    to_train=_LINEAR,
+)
+PACKED_GEMM = Dense(
+    *("packed_gemm", _SCALED, f"{_OF_PRODUCTS} accumulate", PACKED_KINDS),
+    out_dtype=torch.bfloat16,
+    remedies=("cast a with deep_tile.per_token_cast_to_fp8, and make b with deep_tile.pack_weight", _ONE_DTYPE),
+    definition=fp8_gemm_reference,
     to_train=_LINEAR,
 )
 FP8_WGRAD = Dense(

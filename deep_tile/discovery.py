@@ -27,6 +27,8 @@ OPS = {
     "grouped_gemm": "grouped",
     "int8_gemm": "dense",
     "mqa_logits": "logits",
+    "packed_gemm": "dense",
+    "packed_grouped_gemm": "grouped",
     "paged_mqa_logits": "logits",
     "per_block_cast_to_fp8": "quantize",
     "per_token_cast_rows_to_fp8": "quantize",

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import checks, finishes, launches, ops, plan, tensors
+from deep_tile import checks, finishes, launches, ops, packed, params, plan, tensors
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.dense import FP8_KINDS, REFERENCES, Product, kinds_of
+from deep_tile.dense import FP8_KINDS, PACKED_KINDS, REFERENCES, Product, kinds_of, unpacked
 from deep_tile.kinds import LAYOUT_NAMES, Majors
 from deep_tile.operation import Given
 from deep_tile.ops import is_traced
@@ -74,6 +74,9 @@ class Grouped(Product):
         (a, b), (bounds, out) = self.matrices(given), given[self.count :]
         self.check_dtypes(given)
         checks.check_device("a", a, self.name)
+        if b.dtype == torch.uint8:
+            packed.name_of(b, a.shape[-1])
+            b = packed.shaped(a, b)
         if a.dim() not in (2, 3) or b.dim() != 3 or not ops.holds(a.shape[-1] == b.shape[2]):
             raise ValueError(
                 f"a must be [s, k] or [g, m, k] and b [g, n, k]; got {list(a.shape)} and {list(b.shape)}. b holds one "
@@ -104,7 +107,10 @@ class Grouped(Product):
     def check_memory(self, given: Given, options: Options) -> Options:
         (a, b), (bounds, out) = self.matrices(given), given[self.count :]
         _check_operand("a", a)
-        _check_operand("b", b)
+        if b.dtype == torch.uint8:
+            packed.check_memory("b", b)
+        else:
+            _check_operand("b", b)
         kind = self.kind(given, options)
         if _lies_along_n(b) and b.shape[0] > 1 and b.shape[2] % kind.k_block:
             raise ValueError(
@@ -135,8 +141,8 @@ class Grouped(Product):
         kind = self.kind(given, options)
         if kind.row_scales:
             operands = tuple(_scale_of_rows(operands[i - 1], x) if i % 2 else x for i, x in enumerate(operands))
-        definition = fp8_gemm_reference if kind.name == "fp8" else REFERENCES[kind.scaling]
-        grouped_reference(definition, tuple(operands), out, bounds, options.alignment)
+        definition = fp8_gemm_reference if kind.name == "fp8" or kind.packing else REFERENCES[kind.scaling]
+        grouped_reference(definition, unpacked(tuple(operands)), out, bounds, options.alignment)
 
     def prepare(self, given: Given, options: Options) -> launches.Prepared:
         device, problem = given[-1].get_device(), self.problem(given, options)
@@ -144,8 +150,9 @@ class Grouped(Product):
         problem = problem.with_strides(layout.a_stride, layout.b_stride)
         config = checks.kernel_for(problem, options.config, device, self.name)
         names = tuple(name for name, x in zip(self.names, given, strict=True) if x is not None)
+        places = params.places(plan.as_kernels_name(names, problem.product))
         return plan.prepare_launch(
-            problem, config, layout, device, pdl=options.pdl, constant_weights=False, names=names
+            problem, config, layout, device, pdl=options.pdl, constant_weights=False, names=names, places=places
         )
 
     def problem(self, given: Given, options: Options) -> GemmProblem:
@@ -171,6 +178,8 @@ class Grouped(Product):
             row_strides(x, round_up(x.shape[-1], tensors.ALIGNMENT_BYTES // x.element_size()))
             for x in (a, b.transpose(1, 2) if along_n else b, given[-1])
         )
+        if problem.product.packing:  # as if it were FP8, but for groups: there is no map
+            b_stride, b_rows = a.shape[-1], b.shape[1] * ceil_div(a.shape[-1], SCALE_BLOCK)
         a_scale_strides = b_scale_strides = (0, 0, 0)
         if problem.product.row_scales:
             a_scale_strides, b_scale_strides = (
@@ -338,6 +347,48 @@ def scaled_grouped_gemm(
     if is_traced():
         return SCALED_GROUPED_GEMM.trace(given, options)
     return SCALED_GROUPED_GEMM.run(given, options)
+
+
+def packed_grouped_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor = tensors.MISSING,
+    b_scale: torch.Tensor = tensors.MISSING,
+    offs: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *,
+    counts: torch.Tensor | None = None,
+    alignment: int = 1,
+    expected_rows: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: GemmConfig | None = None,
+    num_sms: int | None = None,
+    batch_invariant: bool = False,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """`fp8_grouped_gemm` with weights of 4 bits, which become FP8 between memory and the tensor cores.
+
+    Groups are those of `fp8_grouped_gemm`, and products those of `packed_gemm`. Not differentiable.
+
+    Args:
+        a, a_scale: as for `fp8_grouped_gemm`.
+        b, b_scale: a `Packed`, as `pack_weight` makes it of [g, n, k]; `b` contiguous, 16-byte aligned.
+        offs, out, counts, alignment, expected_rows, out_dtype: as for `fp8_grouped_gemm`.
+        config: as there; its kind is that of the weight, "mxfp4" or "nvfp4".
+        num_sms, batch_invariant, pdl: as for `fp8_gemm`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
+    """
+    layout, bounds = _bounds(a, offs, counts)
+    given = (a, a_scale, b, b_scale, bounds, out)
+    options = (layout, alignment, expected_rows, out_dtype, config, num_sms, batch_invariant, pdl, True)
+    if is_traced():
+        return PACKED_GROUPED_GEMM.trace(given, options)
+    return PACKED_GROUPED_GEMM.run(given, options)
 
 
 def _bounds(a, offs, counts) -> tuple[str, torch.Tensor | None]:
@@ -519,6 +570,13 @@ GROUPED_GEMM = Grouped(
     *("grouped_gemm", "a b bounds? out!", _KEYWORDS, kinds_of("bf16", "fp16", "int8_unscaled")),
     out_dtype=None,
     remedies=("a.to(torch.bfloat16)", _ONE_DTYPE),
+    takers=_OTHERS,
+    to_train=_GROUPED_MM,
+)
+PACKED_GROUPED_GEMM = Grouped(
+    *("packed_grouped_gemm", _SCALED, _KEYWORDS, PACKED_KINDS),
+    out_dtype=torch.bfloat16,
+    remedies=("cast a with deep_tile.per_token_cast_to_fp8, and make b with deep_tile.pack_weight", _ONE_DTYPE),
     takers=_OTHERS,
     to_train=_GROUPED_MM,
 )

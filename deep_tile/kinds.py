@@ -29,6 +29,21 @@ class Element(NamedTuple):
     dtype: str
 
 
+class Packing(NamedTuple):
+    """How an operand of 4 bits lies in memory: in units of 16 rows by a K block, which hold scales, too.
+
+    Attributes:
+        group: elements of K that share a scale, of a byte.
+    """
+
+    group: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row's K block: codes, two in a byte, and scales."""
+        return K_BLOCK_BYTES // 2 + K_BLOCK_BYTES // self.group
+
+
 class Kind(NamedTuple):
     """A kind of product.
 
@@ -41,6 +56,7 @@ class Kind(NamedTuple):
             of sums of K blocks that are added in FP32. "none": there are none. With the others WGMMA adds up all of K.
         sums: format in which WGMMA adds up, as PTX calls it.
         output: format of the result unless another is asked for, one of `outputs`.
+        packing: of `b` in memory, where that has 4 bits and becomes what WGMMA reads on the way; else None.
     """
 
     name: str
@@ -49,6 +65,7 @@ class Kind(NamedTuple):
     scaling: str
     sums: str
     output: str = "bf16"
+    packing: Packing | None = None
 
     @property
     def mma(self) -> str:
@@ -84,6 +101,11 @@ class Kind(NamedTuple):
     def outputs(self) -> tuple[str, ...]:
         """Formats that its result may have, but for `QUANTIZED`."""
         return (*OUTPUTS, *([RAW] if self.output == RAW else []))
+
+    @property
+    def b_bytes(self) -> float:
+        """Of an element of `b` in memory."""
+        return self.packing.row_bytes / self.k_block if self.packing else self.b.bytes
 
     @property
     def k_block(self) -> int:
@@ -127,13 +149,21 @@ FAMILIES = {
 }
 """Kinds, those of FP8 with e4m3 for both operands. WGMMA multiplies any pair of its formats, all else being alike."""
 
+PACKED = {
+    "mxfp4": Kind("mxfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(32)),
+    "nvfp4": Kind("nvfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(16)),
+}
+"""Kinds with a packed weight, by the names of its format. All else is FP8's with block scales."""
+
 KINDS = FAMILIES | {
     kind.name + _formats(a, b): kind._replace(name=kind.name + _formats(a, b), a=a, b=b)
     for kind in FAMILIES.values()
     if kind.a == E4M3
     for a, b in ((E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2))
 }
-"""All kinds."""
+"""All kinds whose operands lie in memory as WGMMA reads them."""
+
+EVERY_KIND = KINDS | PACKED
 
 
 class Majors(NamedTuple):

@@ -273,6 +273,7 @@ GEMM = Params(
     Field("pow2_scale", "int", "as in CastParams", 0, 1),
     Field("amax_floor", "float"),
     Field("correction", "float"),
+    Field("units", "const void*", "of a packed b, which has no maps: [k / 128, n / 16] for each group"),
 )
 """Of a product."""
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from deep_tile import _launcher, jit, params, watch
 from deep_tile.codegen import kernel_source
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.kinds import K_BLOCK_BYTES
+from deep_tile.kinds import K_BLOCK_BYTES, Kind
 from deep_tile.params import MapLayout, Place
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose, tuned
@@ -61,6 +61,12 @@ TENSORS = ("a", "a_scale", "b", "b_scale", "out")
 
 GROUPED_TENSORS = ("a", "a_scale", "b", "b_scale", "bounds", "out")
 """Of a launch of groups whose rows the device knows."""
+
+
+def as_kernels_name(tensors: tuple[str, ...], product: Kind) -> tuple[str, ...]:
+    """Tensors of a launch by the kernel's names for them: a packed `b`, which has no maps, is "units"."""
+    return tuple("units" if name == "b" and product.packing else name for name in tensors)
+
 
 OPERAND_L2_BYTES = 128
 """What L2 fetches of an operand when a part of it is missing: a row of a K block. Twice that, the next K block's row as
@@ -359,11 +365,12 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
     a_maps, b_maps, out_maps = (params.GEMM.offsets[f"{name}_maps"] for name in ("a", "b", "out"))
     maps = [
         (a_maps, "a", a(a_rows, layout.a_stride, config.block_m, config.cluster_n)),
-        (b_maps, "b", b(b_rows, layout.b_stride, config.block_n, config.cluster_m)),
     ]
+    if not config.is_packed:
+        maps.append((b_maps, "b", b(b_rows, layout.b_stride, config.block_n, config.cluster_m)))
     if a_tail_rows:
         maps.append((a_maps + params.MAP_BYTES, "a", a(a_rows, layout.a_stride, a_tail_rows)))
-    if b_tail_rows:
+    if b_tail_rows and not config.is_packed:
         maps.append((b_maps + params.MAP_BYTES, "b", b(b_rows, layout.b_stride, b_tail_rows)))
     if config.tma_store:
         out = MapLayout(

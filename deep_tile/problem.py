@@ -7,7 +7,7 @@ the kernel; pointers and strides belong to the launch.
 from math import gcd
 from typing import NamedTuple
 
-from deep_tile.kinds import KINDS, LAYOUTS, RESULTS, Element, Kind
+from deep_tile.kinds import EVERY_KIND, LAYOUTS, RESULTS, Element, Kind
 
 LINE_BYTES = 128
 """Of L2, in four sectors: what TMA requests for a row of an operand's box, where rows begin at multiples of it."""
@@ -36,7 +36,7 @@ class GemmProblem(NamedTuple):
         tma_store: whether `out` meets TMA's rules: address, row length and row stride are multiples of 16 bytes.
         split_k: whether thread blocks may share the K of a tile. Without that every kernel adds up a row's products in
             the same order, so that its result does not depend on m.
-        kind: of the product, a name in `kinds.KINDS`.
+        kind: of the product, a name in `kinds.EVERY_KIND`.
         output: format of `out`, a name in `kinds.RESULTS`.
         groups: of rows, or None. With "offs" m is the rows of all of them, with "counts" what each has room for. With
             "k_offs" k is that of all of them.
@@ -95,7 +95,7 @@ class GemmProblem(NamedTuple):
 
     @property
     def product(self) -> Kind:
-        return KINDS[self.kind]
+        return EVERY_KIND[self.kind]
 
     @property
     def out(self) -> Element:

@@ -16,7 +16,7 @@ from deep_tile.codegen import LogitsKernel, Watch, kernel_source, logits_source
 from deep_tile.config import GemmConfig
 
 WATCHED_BLOCKS = 256
-WARPS_PER_BLOCK = 16
+WARPS_PER_BLOCK = 20
 
 
 class Record(ctypes.Structure):
@@ -121,7 +121,11 @@ def role(config: Watched, warp: int) -> str:
         return "operands' warp"
     if helper < config.scale_warps:
         return f"scale warp {helper}"
-    return f"store warp {helper - config.scale_warps}"
+    helper -= config.scale_warps
+    if not config.is_packed or helper < config.store_warps:
+        return f"store warp {helper}"
+    helper -= config.store_warps
+    return f"converter warp {helper - 1}" if helper else "unit warp"
 
 
 def barrier(config: Watched, offset: int) -> str:
@@ -141,6 +145,8 @@ def _barriers(config: Watched) -> list[str]:
         *stages,
         *(f"partial_full[{warpgroup}]" for warpgroup in range(config.math_warpgroups)),
         *(f"partial_empty[{warpgroup}]" for warpgroup in range(config.math_warpgroups)),
-        *(f"resident.full[{slot}]" for slot in range(config.b_stages)),
-        *(f"resident.empty[{slot}]" for slot in range(config.b_stages)),
+        *(f"slots.full[{slot}]" for slot in range(config.b_stages)),
+        *(f"slots.empty[{slot}]" for slot in range(config.b_stages)),
+        *(f"units.full[{stage}]" for stage in range(config.unit_stages)),
+        *(f"units.empty[{stage}]" for stage in range(config.unit_stages)),
     ]

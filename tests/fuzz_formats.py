@@ -1,10 +1,13 @@
-"""Weights of any format as blocks of 128x128, and shards that begin anywhere in a block, checked element by element.
+"""Weights of any format as blocks of 128x128, shards that begin anywhere in a block, and weights of 4 bits that are
+multiplied as they are, checked element by element.
 
     PYTHONPATH=. python tests/fuzz_formats.py --seconds 120 --out formats.json [--seed N] [--first-round R --rounds 1]
 
 A round is a weight, drawn by formats.py, through `to_blocks`: its elements must be the nearest for their scales, the
 scales the smallest, and the report that of float64. Or it is a weight in blocks through `shard_weight`: the product of
-each rank's columns must be the whole product's, bit for bit. A round depends on the seed and its number alone.
+each rank's columns must be the whole product's, bit for bit. Or it is packed: it must come back as it was, and its
+product, dense or of groups, be that of the FP8 weight that it stands for, bit for bit. A round depends on the seed and
+its number alone.
 
 Ends with status 0, or 1 when something was wrong, 3 when a call did not end within 20 s, 4 when the GPU failed.
 """
@@ -21,7 +24,7 @@ from campaign import UNUSABLE, Ledger, Report, Watch, add_rounds, begin, leave, 
 from formats import draw, spread
 
 import deep_tile
-from deep_tile import blocks
+from deep_tile import blocks, packed
 from deep_tile.distributed import shard_weight
 from deep_tile.formats import FORMATS
 from deep_tile.quantize import FP8_DTYPE
@@ -31,7 +34,9 @@ LEADING = ((), (), (), (2,), (1, 3))
 SPREADS = (0, 1, 3, 14, 15, 20, 60, 100)
 """Powers of two that scales differ by."""
 
-SHARDS_SHARE = 0.1
+SHARDS_SHARE, PACKED_SHARE = 0.1, 0.5
+"""To one weight that is re-based."""
+
 SHARES = (1, 13, 64, 100, 192, 264)
 """Columns of a rank."""
 
@@ -100,6 +105,36 @@ def check_shards(random: Random, device: str) -> tuple[str, dict[str, Any]]:
     return f"shards of {n}x{k} over {ranks} {how}", {"columns": wrong}
 
 
+def check_packed(random: Random, device: str) -> tuple[str, dict[str, Any]]:
+    name, groups = random.choice(("mxfp4", "nvfp4")), random.choice((0, 0, 1, 3, 40))
+    n, k, m = (
+        16 * random.choice((1, 2, 3, 9, 18, 36)),
+        2 * random.choice(SIZES[3:]),
+        random.choice((0, 1, 5, 64, 130, 300)),
+    )
+    shape = (*([groups] if groups else []), n, k)
+    weight, scale, arguments, _ = draw(name, shape, device, random.choice(SPREADS[:5]))
+    b = deep_tile.pack_weight(weight, scale, **arguments, max_error=math.inf)
+    back, wide = deep_tile.unpack_weight(*b, k=k), packed.as_fp8(*b, k=k)
+    wide = torch.empty(*shape[:-1], -(-k // 16) * 16, dtype=FP8_DTYPE, device=device)[..., :k].copy_(wide)
+    a, a_scale = deep_tile.per_token_cast_to_fp8(torch.randn(m, k, device=device))
+    dtype = random.choice((torch.bfloat16, torch.bfloat16, torch.float32))
+    if groups:
+        ends = torch.randint(0, m + 1, (groups,), device=device).sort().values.int()
+        own, whole = (torch.full((m, n), math.nan, dtype=dtype, device=device) for _ in range(2))
+        deep_tile.packed_grouped_gemm(a, a_scale, *b, ends, own)
+        deep_tile.fp8_grouped_gemm(a, a_scale, wide, b.scale, ends, whole)
+    else:
+        own = deep_tile.packed_gemm(a, a_scale, *b, out_dtype=dtype, batch_invariant=True)
+        whole = deep_tile.fp8_gemm(a, a_scale, wide, b.scale, out_dtype=dtype, batch_invariant=True)
+    size = torch.int16 if dtype == torch.bfloat16 else torch.int32
+    return f"packed {name} {shape} x {m} {dtype}", {
+        "codes": (back.weight != weight).sum(),
+        "scales": (back.scale.view(torch.uint8) != scale.view(torch.uint8)).sum(),
+        "product": (own.view(size) != whole.view(size)).sum(),
+    }
+
+
 class Fuzzer:
     """Rounds of a seed: see the module's description."""
 
@@ -114,7 +149,7 @@ class Fuzzer:
     def run_round(self, number: int) -> None:
         random = Random(f"{self._seed}:{number}")
         torch.manual_seed(random.randrange(2**31))
-        check = check_shards if random.random() < SHARDS_SHARE else check_format
+        check = random.choices((check_shards, check_packed, check_format), (SHARDS_SHARE, PACKED_SHARE, 1))[0]
         try:
             drawn, found = check(random, self._device)
         except (TypeError, ValueError) as error:

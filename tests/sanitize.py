@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from formats import draw
 from helpers import (
     ACCUMULATION,
     Exact,
@@ -31,6 +32,7 @@ from helpers import (
     with_finish,
 )
 
+import deep_tile
 from deep_tile import (
     GemmConfig,
     cast_both,
@@ -41,6 +43,7 @@ from deep_tile import (
     fp8_gemm_cast,
     fp8_grouped_wgrad,
     mqa_logits,
+    packed,
     paged_mqa_logits,
     per_block_cast_to_fp8,
     per_token_cast_to_fp8,
@@ -246,6 +249,41 @@ def run_quantized(case: Case, device: str = "cuda") -> None:
     fp8_gemm_cast(*on_device, *targets.values(), **options, config=config, num_sms=case.num_sms)
     result = dequantize(*(x.cpu() for x in targets.values()))
     assert relative_error(result, product.exact.value) < 0.04, config.name
+
+
+PACKED_CASES = (
+    Case(GemmConfig(64, 64, 3, scale_blocks=2, b_stages=2, kind="mxfp4"), 70, 144, 1100, 2),
+    Case(GemmConfig(64, 128, 4, split_k=2, b_stages=3, kind="nvfp4"), 65, 272, 700, 4),
+    Case(GemmConfig(128, 128, 3, b_stages=2, kind="mxfp4"), 130, 272, 656, 2),
+    Case(GemmConfig(256, 128, 2, store_buffers=1, b_stages=2, kind="nvfp4"), 257, 144, 400, 2),
+    Case(GemmConfig(128, 64, 3, b_stages=3, grouping="offs", kind="mxfp4"), 215, 144, 400, 3),
+    Case(GemmConfig(64, 128, 3, b_stages=2, grouping="counts", kind="nvfp4"), 133, 144, 352, 3),
+)
+"""Of weights of 4 bits; of groups m is the rows of all of GROUPS, or of each."""
+
+
+def run_packed(case: Case, device: str = "cuda") -> None:
+    """Raises AssertionError unless the result is that of the FP8 weight, bit for bit but where K is split."""
+    config, groups = case.config, len(GROUPS) if case.config.is_grouped else 1
+    weight, scale, arguments, _ = draw(config.kind, (groups, case.n, case.k))
+    b = deep_tile.pack_weight(weight, scale, **arguments)
+    a, a_scale = per_token_cast_to_fp8(torch.randn(groups if config.by_counts else 1, case.m, case.k))
+    bounds = torch.tensor(list(accumulate(GROUPS)) if config.by_offs else GROUPS, dtype=torch.int32)
+    keywords = {"counts": bounds} if config.by_counts else {"offs": bounds} if config.by_offs else {}
+    if not config.by_counts:
+        a, a_scale = a[0], a_scale[0]
+    wide = tight(packed.as_fp8(*b, k=case.k), device, 16)
+    operands = [tight(a, device, 16), tight(a_scale, device), *(x.to(device) for x in b)]
+    call, as_fp8 = deep_tile.packed_grouped_gemm, deep_tile.fp8_grouped_gemm
+    if not config.is_grouped:
+        call, as_fp8, operands, wide = deep_tile.packed_gemm, fp8_gemm, [*operands[:2], *(x[0] for x in b)], wide[0]
+        operands = [x.to(device) for x in operands]
+    keywords = {name: x.to(device) for name, x in keywords.items()}
+    out, wanted = (torch.zeros(*a.shape[:-1], case.n, dtype=torch.bfloat16, device=device) for _ in range(2))
+    call(*operands, out=out, **keywords, config=config, num_sms=case.num_sms)
+    as_fp8(*operands[:2], wide, operands[3], out=wanted, **keywords, batch_invariant=True)
+    error = relative_error(out, wanted)
+    assert error <= (4e-3 if config.split_k > 1 else 0), f"{config.name}: {error}"
 
 
 def run_groups(config: GemmConfig, device: str = "cuda") -> None:
@@ -489,6 +527,9 @@ def main(tool: str = "") -> int:
     for case in QUANTIZED_CASES:
         print(case.config.name, *case[1:], flush=True)
         failures += failed(run_quantized, case)
+    for case in PACKED_CASES:
+        print(case.config.name, *case[1:], flush=True)
+        failures += failed(run_packed, case)
     for config in (*all_grouped_configs(), *GROUPED_KINDS):
         print(config.name, *GROUPS, flush=True)
         failures += failed(run_groups, config)

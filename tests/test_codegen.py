@@ -19,7 +19,7 @@ from default_kernels import EVERY_CONFIG, disassemblies, disassembly, flaws
 from deep_tile import jit, sass
 from deep_tile.codegen import kernel_source
 from deep_tile.config import GemmConfig
-from deep_tile.kinds import ACTIVATIONS, BIASES, FAMILIES, GROUPINGS, LAYOUTS, RESULTS
+from deep_tile.kinds import ACTIVATIONS, BIASES, FAMILIES, GROUPINGS, LAYOUTS, PACKED, RESULTS
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = chosen()
@@ -76,7 +76,7 @@ def test_kernel_compiles_clean(config, compiled):
 )
 def test_kernels_of_everything_that_there_is_are_among_those_tested(field, known):
     assert {getattr(config, field) for config in EVERY_CONFIG} == set(known)
-    assert {config.product.family for config in EVERY_CONFIG} == set(FAMILIES)
+    assert {config.product.family for config in EVERY_CONFIG} == {*FAMILIES, *PACKED}
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_1x128"])

@@ -10,7 +10,7 @@ import pytest
 from deep_tile import jit
 from deep_tile.codegen import kernel_source
 from deep_tile.config import PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig
-from deep_tile.kinds import KINDS, OUTPUTS
+from deep_tile.kinds import EVERY_KIND, OUTPUTS
 from deep_tile.select.defaults import default_configs
 
 HEADERS = Path(__file__).parent.parent / "include" / "deep_tile"
@@ -260,7 +260,7 @@ def test_shared_memory_is_as_large_as_cpp_says():
     """Of every legal config, though many share a size in C++: a field that is left out there is zero."""
     headers = (HEADERS / "config.cuh").read_text().replace("#pragma once", "")
     names, asserts = fields_of_shared_storage(), set()
-    of_kinds = [config for kind in KINDS for output in OUTPUTS for config in default_configs(True, kind, output)]
+    of_kinds = [config for kind in EVERY_KIND for output in OUTPUTS for config in default_configs(True, kind, output)]
     for config in (*legal_configs(), *of_kinds):
         given = initializers(config)
         fields = ", ".join(f".{name} = {given[name]}" for name in given if name in names)
@@ -279,14 +279,14 @@ def test_a_wrong_shared_memory_size_does_not_compile():
         jit.compile_kernel(wrong, config.name)
 
 
-@pytest.mark.parametrize(("field", "known"), [("kind", KINDS), ("output", OUTPUTS)])
+@pytest.mark.parametrize(("field", "known"), [("kind", EVERY_KIND), ("output", OUTPUTS)])
 def test_kinds_and_outputs_are_those_of_their_tables(field, known):
     with pytest.raises(ValueError, match=f"{field} is 'fp4'; supported are {', '.join(known)}"):
         GemmConfig(64, 64, 4, **{field: "fp4"})
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", EVERY_KIND.values(), ids=lambda kind: kind.name)
 def test_a_kind_names_its_kernels_and_their_instruction(kind):
-    config = GemmConfig(64, 64, 4, kind=kind.name)
+    config = GemmConfig(64, 64, 4, b_stages=2 if kind.packing else 0, kind=kind.name)
     assert config.name.startswith(f"{kind.name}_gemm_64x64x")
     assert f"wgmma.mma_async.sync.aligned.m64n64k{32 // kind.a.bytes}.{kind.mma} " in kernel_source(config)

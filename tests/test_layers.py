@@ -51,6 +51,7 @@ MAY_IMPORT = {
     "gated": {"_launcher", "both", "cast", "config", "launches", "ops", "quantize", "sources", "tensors", "transposed"},
     "formats": {"config", "quantize", "tensors"},
     "blocks": {"config", "formats", "operation", "quantize", "tensors"},
+    "packed": {"blocks", "config", "formats", "kinds", "quantize", "tensors"},
     "reference": {"config", "kinds", "quantize"},
     "finishes": {"kinds", "ops", "tensors"},
     "options": {"config", "finishes"},
@@ -59,8 +60,8 @@ MAY_IMPORT = {
     "parts": {"_launcher", "cast", "codegen", "config", "kinds", "params"},
     "thin": {"_launcher", "cast", "checks", "config", "finishes", "jit", "launches", "operation", "ops", "options"}
     | {"params", "parts", "select", "tensors"},
-    "dense": CALL | {"checks", "finishes", "operation", "params", "thin"},
-    "grouped": CALL | {"checks", "dense", "finishes", "operation"},
+    "dense": CALL | {"checks", "finishes", "operation", "packed", "params", "thin"},
+    "grouped": CALL | {"checks", "dense", "finishes", "operation", "packed", "params"},
     "wgrad": CALL | {"checks", "dense", "finishes", "grouped", "operation", "params"},
     "gemm_cast": CALL | {"checks", "dense", "finishes", "operation", "params", "quantize"},
     "api": CALL | {"cast", "checks", "dense", "finishes", "operation", "options"},
@@ -142,6 +143,7 @@ WITH_TORCH = {
     "operation",
     "ops",
     "options",
+    "packed",
     "quantize",
     "reference",
     "replaceable",
@@ -292,7 +294,7 @@ def test_public_names_are_not_the_tools():
     """They are imported by name at their first use, which the sources do not show."""
     assert {row(module) for module in deep_tile._MODULES.values()} == {
         *("api", "blocks", "both", "checks", "config", "dense", "experts", "finishes", "gated", "gemm_cast", "grouped"),
-        *("jit", "linear", "logits", "method", "nn", "quantize", "sums", "thin", "transposed", "wgrad"),
+        *("jit", "linear", "logits", "method", "nn", "packed", "quantize", "sums", "thin", "transposed", "wgrad"),
     }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from deep_tile.config import GemmConfig
-from deep_tile.kinds import K_BLOCK_BYTES, KINDS, QUANTIZED, RESULTS
+from deep_tile.kinds import EVERY_KIND, K_BLOCK_BYTES, QUANTIZED, RESULTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import deepest_config
 from deep_tile.select.hardware import H200, Hardware
@@ -36,6 +36,14 @@ BOX_CAST_US = 0.8
 
 CHAINED_CAST_US = 1.7
 """What a cast takes beside its bytes that follows a product in a chain of programmatic launches (H200, 2026-11-24)."""
+
+
+PACKED_BLOCK_US = {
+    **{(64, 32, 2): 0.134, (64, 64, 1): 0.275, (64, 64, 2): 0.205, (64, 128, 1): 0.4},
+    **{(128, 64, 1): 0.406, (128, 128, 1): 0.637, (256, 128, 1): 0.954},
+}
+"""What a K block of a packed weight takes, by tile and scale blocks: the conversion, beside which WGMMA has time. From
+products of 1 to 512 rows by 4096x7168, alone and in 8 groups (H100, 2026-11-26)."""
 
 
 class TileTimes(NamedTuple):
@@ -90,15 +98,15 @@ def is_measured(kind: str) -> bool:
 def times_of(kind: str) -> str:
     """The kind whose times a kind has: its own, if it was measured, else those of its family, of kinds `LIKE` it, or
     FP8's: a K block of 128 bytes takes the tensor cores equally long in every format."""
-    family = KINDS[kind].family
+    family = EVERY_KIND[kind].family
     return next(filter(is_measured, (kind, family, LIKE.get(family, "fp8"))))
 
 
 @cache
 def calibration(kind: str = "fp8") -> Calibration:
-    """That of a kind of product, by its name in `kinds.KINDS`. Measured choices are those of its family alone."""
+    """That of a kind of product, by its name in `kinds.EVERY_KIND`. Measured choices are those of its family alone."""
     measured = read_calibration(TIMES / f"{times_of(kind)}.json")
-    return measured if times_of(kind) == KINDS[kind].family else measured._replace(choices={})
+    return measured if times_of(kind) == EVERY_KIND[kind].family else measured._replace(choices={})
 
 
 @cache
@@ -116,6 +124,9 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
     tensor_us = block_tensor_us(config, H200)
     measured = (calibration(kind).configs.get(name) for kind, name in _names_of_times(config))
     on_h200 = next(filter(None, measured), TileTimes(1.2 * tensor_us, 2.0))
+    if config.is_packed:
+        tile = config.block_m, config.block_n, config.scale_blocks
+        on_h200 = on_h200._replace(block_us=PACKED_BLOCK_US.get(tile, 2 * tensor_us))
     slower_clock = H200.clock_mhz / hardware.clock_mhz
     block_us = max(0.0, block_tensor_us(config, hardware) + (on_h200.block_us - tensor_us) * slower_clock)
     tile_us = on_h200.tile_us + (BOX_CAST_US * config.boxes if config.quantizes else 0)
@@ -129,7 +140,7 @@ def _names_of_times(config: GemmConfig) -> tuple[tuple[str, str], ...]:
     fields = ("block_m", "block_n", "cluster_m", "cluster_n", "split_k", "scale_blocks")
     tile = {field: getattr(config, field) for field in fields}
     names, timed = [(config.kind, config.timed_name)], times_of(config.kind)
-    for kind, output in ((timed, KINDS[timed].output), (timed, "fp32"), ("fp8", "bf16")):
+    for kind, output in ((timed, EVERY_KIND[timed].output), (timed, "fp32"), ("fp8", "bf16")):
         try:
             names.append((kind, deepest_config(**tile, kind=kind, output=output).timed_name))
         except ValueError:  # a tile that this kind cannot have
@@ -248,7 +259,7 @@ def chained_cast_us(problem: GemmProblem, hardware: Hardware = H200) -> float:
 
 def compulsory_bytes(problem: GemmProblem) -> int:
     """Through HBM at least: each operand and the result once. The scales, under 3 %, are left out."""
-    operands = (problem.m * problem.product.a.bytes + problem.n * problem.product.b.bytes) * problem.k
+    operands = (problem.m * problem.product.a.bytes + problem.n * problem.product.b_bytes) * problem.k
     return operands + problem.m * problem.out_columns * problem.out.bytes
 
 

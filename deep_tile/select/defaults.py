@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from deep_tile.config import PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig
-from deep_tile.kinds import KINDS, QUANTIZED, RESULTS
+from deep_tile.kinds import EVERY_KIND, QUANTIZED, RESULTS
 from deep_tile.walls import stages_max
 
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
@@ -49,6 +49,13 @@ _SPLIT_TILES_OF_KINDS = (64, 128)
 """The same of other kinds than FP8 with results of 16 bits, by their own searches. With a scale for each column 128x128
 is left out: NVRTC 13.2 and 13.5 spill a register. It took 5 and 7 % less at two of 19 shapes, more at others (H200,
 2026-11-24)."""
+
+_PACKED_TILES = (
+    *((64, 32, 2, 1), (64, 32, 2, 2), (64, 64, 1, 1), (64, 64, 2, 1), (64, 64, 2, 2), (64, 64, 2, 4)),
+    *((64, 128, 1, 1), (64, 128, 1, 2), (64, 128, 1, 4)),
+    *((128, 64, 1, 1), (128, 128, 1, 1), (128, 64, 1, 2), (128, 128, 1, 2), (256, 128, 1, 1)),
+)
+"""Of packed weights, as `packed_configs` takes them."""
 
 _SUMMED_TILES = dict.fromkeys(((128, 176), (128, 224)), _PAIRS_ALONG_M)
 """More of them for kinds without promotion, whose main loop needs no copies for places of scales. BF16 takes 1.6 % less
@@ -113,7 +120,7 @@ def default_configs(
     """Every config the selector can choose, for an `out` that TMA can store to or for any other.
 
     Args:
-        kind: of the product, a name in `kinds.KINDS`.
+        kind: of the product, a name in `kinds.EVERY_KIND`.
         output: format of `out`, a name in `kinds.RESULTS`; that of the kind when None.
         accumulate: add to what `out` holds.
         bias, activation: names in `kinds.BIASES` and `kinds.ACTIVATIONS`. Configs are those of sums as they are, where
@@ -123,11 +130,14 @@ def default_configs(
     if (bias, activation) != ("none", "none"):
         plain = default_configs(tma_store, kind, output, accumulate, layout=layout)
         return tuple(config for one in plain if (config := finished(one, bias, activation)))
-    output = output or KINDS[kind].output
+    output = output or EVERY_KIND[kind].output
     if output == QUANTIZED:
         return tuple(made for one in default_configs(tma_store, kind) if (made := quantized(one)))
-    of_16_bits = RESULTS[output].bytes == RESULTS[KINDS[kind].output].bytes
-    if KINDS[kind].family == "fp8" and layout == "nt" and of_16_bits and not accumulate:
+    if EVERY_KIND[kind].packing:
+        tiles = _PACKED_TILES if tma_store else _PACKED_TILES[:-1]  # of which the last has too few registers to store
+        return packed_configs(tiles, tma_store=tma_store, kind=kind, output=output, accumulate=accumulate)
+    of_16_bits = RESULTS[output].bytes == RESULTS[EVERY_KIND[kind].output].bytes
+    if EVERY_KIND[kind].family == "fp8" and layout == "nt" and of_16_bits and not accumulate:
         return _fp8_configs(tma_store, kind, output)
     return _configs_of_kind(tma_store=tma_store, kind=kind, output=output, accumulate=accumulate, layout=layout)
 
@@ -194,11 +204,20 @@ def quantized(config: GemmConfig) -> GemmConfig | None:
 def _configs_of_kind(**of_kind: bool | str) -> tuple[GemmConfig, ...]:
     """For others than FP8 with results of 16 bits: tiles that FP8 has been measured with, by the mechanisms that every
     kind has."""
-    kind = KINDS[of_kind["kind"]]
+    kind = EVERY_KIND[of_kind["kind"]]
     tiles = _TILES_OF_KINDS if kind.promotes else _TILES_OF_KINDS | _SUMMED_TILES
     splits = [block_n for block_n in _SPLIT_TILES_OF_KINDS if block_n < 128 or kind.scaling != "row_blocks"]
     every = _tiled(_DECODE_TILES_OF_KINDS, tiles, splits, of_kind)
     return tuple(config for config in every if config.b_boxes <= _MOST_BOXES)
+
+
+def packed_configs(tiles: Iterable[tuple[int, int, int, int]], **options: bool | str) -> tuple[GemmConfig, ...]:
+    """Of packed weights: tiles are (block_m, block_n, scale_blocks, split_k)."""
+    return tuple(
+        deepest_config(block_m, block_n, scale_blocks=blocks, split_k=split_k, b_stages=slots, **options)
+        for block_m, block_n, blocks, split_k in tiles
+        for slots in [3]
+    )
 
 
 def _fp8_configs(tma_store: bool, kind: str, output: str) -> tuple[GemmConfig, ...]:

@@ -11,15 +11,18 @@ from functools import lru_cache
 from math import exp
 
 from deep_tile.config import MMA_M, GemmConfig, ceil_div
-from deep_tile.kinds import GROUPINGS, KINDS, RESULTS, Kind
+from deep_tile.kinds import EVERY_KIND, GROUPINGS, RESULTS, Kind
 from deep_tile.problem import GemmProblem
 from deep_tile.select.cost import calibration, launch_time, tile_times, weighed_loads
-from deep_tile.select.defaults import CLUSTERS, deepest_config
+from deep_tile.select.defaults import CLUSTERS, deepest_config, packed_configs
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.schedule import blocks_per_tile, cluster_slots
 
 _TILES = ((64, 32, 2), (64, 64, 2), (64, 128, 1), (128, 128, 1), (128, 192, 1), (128, 256, 1))
 """(block_m, block_n, scale_blocks)."""
+
+_PACKED_TILES = ((64, 32, 2, 1), (64, 64, 2, 1), (64, 128, 1, 1), (128, 64, 1, 1), (128, 128, 1, 1), (256, 128, 1, 1))
+"""The same of packed weights, as `packed_configs` takes them."""
 
 _K_TILES = ((64, 128), (128, 128), (128, 192), (128, 256), (256, 128))
 """(block_m, block_n) for groups along K; those of two math warpgroups are built alone and, where
@@ -60,11 +63,14 @@ def grouped_configs(
             for tile in _K_TILES
             for cluster_m, cluster_n in _k_clusters(*tile, tma_store, accumulate)
         )
-    options = {"kind": kind, "output": output or KINDS[kind].output, "grouping": layout, "layout": operands}
+    options = {"kind": kind, "output": output or EVERY_KIND[kind].output, "grouping": layout, "layout": operands}
+    if EVERY_KIND[kind].packing:
+        tiles = [tile for tile in _PACKED_TILES if not _packed_spills(*tile[:2], options["output"], tma_store)]
+        return packed_configs(tiles, tma_store=tma_store, **options)
     return tuple(
         deepest_config(block_m, block_n, tma_store, scale_blocks=scale_blocks, **options)
         for block_m, block_n, scale_blocks in _TILES
-        if not _spills(block_m, block_n, KINDS[kind], options["output"], tma_store)
+        if not _spills(block_m, block_n, EVERY_KIND[kind], options["output"], tma_store)
     )
 
 
@@ -74,6 +80,11 @@ def _spills(block_m: int, block_n: int, kind: Kind, output: str, tma_store: bool
     late = kind.promotes and kind.row_scales
     wide = kind.block_scales and RESULTS[output].bytes == 4 and not tma_store
     return (late and (block_m, block_n) == (128, 256)) or (wide and (block_m, block_n) == (128, 192))
+
+
+def _packed_spills(block_m: int, block_n: int, output: str, tma_store: bool) -> bool:
+    """The same beside converter warps, of the widest tile."""
+    return block_m * block_n > 128 * 128 and (RESULTS[output].bytes == 4 or not tma_store)
 
 
 def configs_of(problem: GemmProblem) -> tuple[GemmConfig, ...]:
@@ -148,7 +159,7 @@ def _bytes(problem: GemmProblem) -> float:
     if problem.groups.layout == "k_offs":
         operands = (problem.m + problem.n) * problem.groups.expected_rows * problem.product.a.bytes
         return active * (operands + problem.m * problem.n * problem.out.bytes * (2 if problem.accumulate else 1))
-    weights = active * problem.n * problem.k * problem.product.b.bytes
+    weights = active * problem.n * problem.k * problem.product.b_bytes
     rows = active * problem.groups.expected_rows
     return weights + rows * (problem.k * problem.product.a.bytes + problem.n * problem.out.bytes)
 

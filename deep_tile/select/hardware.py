@@ -25,6 +25,7 @@ from typing import Any
 
 from deep_tile import settings
 from deep_tile.config import ACCUMULATOR_LIMIT
+from deep_tile.kinds import PACKED
 from deep_tile.walls import SMEM_LIMIT_BYTES, WARPGROUP_THREADS
 
 DTYPE_BYTES = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4}
@@ -51,10 +52,11 @@ WHOLE = ("sms", "registers", "smem_bytes")
 
 
 def operand_dtype(dtype: str) -> str:
-    """Of the operands of a kind of product, whose name begins with it (`kinds.KINDS`); of another dtype itself."""
+    """Of the operands of a kind of product, whose name begins with it (`kinds.KINDS`), or which has packed ones that
+    tensor cores read as FP8; of another dtype itself."""
     if not isinstance(dtype, str):
         raise TypeError(f"dtype is {dtype!r}, of type {type(dtype).__name__}; pass a name, such as 'bf16'")
-    return dtype.partition("_")[0]
+    return "fp8" if dtype in PACKED else dtype.partition("_")[0]
 
 
 def operand_bytes_of(dtype: str) -> int:

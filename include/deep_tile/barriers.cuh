@@ -18,10 +18,10 @@ __device__ __forceinline__ void initialize_full_barriers(SharedStorage<config>& 
         for (int stage = 0; stage < config.stages; ++stage) {
             ptx::mbarrier_init(ptx::smem_address(&smem.full[stage]), 1 + (config.has_scales() ? warp_threads : 0));
         }
-        if constexpr (config.resident_b()) {
+        if constexpr (config.b_stages > 0) {
 #pragma unroll
             for (int slot = 0; slot < config.b_slots; ++slot) {
-                ptx::mbarrier_init(ptx::smem_address(&smem.resident.full[slot]), 1);
+                ptx::mbarrier_init(ptx::smem_address(&smem.slots.full[slot]), config.packed_b() ? config.converter_warps : 1);
             }
         }
         ptx::fence_mbarrier_init();
@@ -39,10 +39,17 @@ __device__ __forceinline__ void initialize_other_barriers(SharedStorage<config>&
         for (int stage = 0; stage < config.stages; ++stage) {
             ptx::mbarrier_init(ptx::smem_address(&smem.empty[stage]), math_warps * (warp_threads + peers));
         }
-        if constexpr (config.resident_b()) {
+        if constexpr (config.packed_b()) {
+#pragma unroll
+            for (int stage = 0; stage < config.unit_stages; ++stage) {
+                ptx::mbarrier_init(ptx::smem_address(&smem.units.empty[stage]), config.converter_warps);
+            }
+        }
+        if constexpr (config.b_stages > 0) {
 #pragma unroll
             for (int slot = 0; slot < config.b_slots; ++slot) {
-                ptx::mbarrier_init(ptx::smem_address(&smem.resident.empty[slot]), math_warps * warp_threads);
+                ptx::mbarrier_init(ptx::smem_address(&smem.slots.empty[slot]),
+                                   math_warps * (config.packed_b() ? 1 : warp_threads));
             }
         }
 #pragma unroll

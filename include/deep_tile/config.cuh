@@ -24,12 +24,13 @@ struct GemmConfig {
     int stages;
     int cluster_m, cluster_n, split_k;
     int scale_blocks, scales_at_once;
-    int math_warpgroups, scale_warps, store_warps, threads, math_registers, producer_registers;
+    int math_warpgroups, scale_warps, store_warps, unit_warps, converter_warps, threads;
+    int math_registers, producer_registers;
     int rows_per_warpgroup, chunks_m, chunks_n, chunks, mma_n;
     int block_sets;
     bool pairs, carries_descriptors, queues_blocks, ends_apart, takes_turns, prefetches_b;
     bool bulk_scales, reads_runs, reads_any_runs;
-    int b_stages, b_slots;
+    int b_stages, b_slots, b_group, b_unit_bytes, unit_stages;
     int columns_per_part;
     int column_group, column_shifts, b_scale_columns, b_scale_slots;
     int store_columns, store_rows, store_swizzle, boxes, store_chunks, boxes_at_once, store_buffers;
@@ -63,7 +64,9 @@ struct GemmConfig {
     constexpr bool row_groups() const { return by_offs || by_counts; }
     constexpr bool grouped() const { return row_groups() || by_k; }
     constexpr bool a_has_tail_map() const { return a_span == 0 && !row_groups(); }
-    constexpr bool resident_b() const { return b_stages > 0; }
+    constexpr bool packed_b() const { return b_group > 0; }  // `b` has 4 bits in memory, and 8 where WGMMA reads it
+    constexpr bool resident_b() const { return b_stages > 0 && !packed_b(); }
+    constexpr bool moves_registers() const { return math_warpgroups == 2 || packed_b(); }  // by setmaxnreg
     constexpr bool multicast() const { return cluster_m * cluster_n > 1; }
     constexpr int cluster() const { return cluster_m * cluster_n * split_k; }
 
@@ -80,11 +83,14 @@ constexpr int warpgroup_threads = 128;
 constexpr int scale_block = 128;       // columns of b per scale
 constexpr int k_block_bytes = 128;     // bytes per operand row in a K block
 constexpr int span_k = 64;             // MN-major operands, always 16-bit: elements of K in a K block
+constexpr int unit_rows = 16;          // rows of a packed `b` whose K block lies together
+constexpr int packed_tables = 256;     // by a byte
 
 // Named barriers: "all" joins all threads, "others" two warps, "apart" both math warpgroups; the rest, per warpgroup.
 constexpr int all_barrier = 0;
 constexpr int others_barrier = 9;        // math warp 0 has made its mbarriers; the operand warp may use them
 constexpr int apart_barrier = 10;        // math warpgroup 0 has multiplied its tile; 1 may issue its last WGMMAs
+constexpr int tables_barrier = 11;       // the converter warps have written the tables
 constexpr int own_barrier = 1;           // the warpgroup by itself
 constexpr int turn_barrier = 3;          // its turn to issue WGMMAs
 constexpr int boxes_full_barrier = 5;    // its output boxes are written
@@ -120,14 +126,34 @@ struct Partials<config, true> {
     alignas(1024) float partial[config.math_warpgroups][config.split_k - 1][vectors][warpgroup_threads][4];
 };
 
-// Mbarriers for a resident `b`, a pair per K block.
-template <GemmConfig config, bool resident = config.resident_b()>
-struct ResidentBarriers {};
+// Mbarriers for a `b` outside of the ring, resident or converted: a pair per slot.
+template <GemmConfig config, bool apart = (config.b_stages > 0)>
+struct SlotBarriers {};
 
 template <GemmConfig config>
-struct ResidentBarriers<config, true> {
+struct SlotBarriers<config, true> {
     u64 full[config.b_slots];
     u64 empty[config.b_slots];
+};
+
+// A packed `b`: the ring's part of it, and for each scale of a group the e4m3 of eight magnitudes (packed_b.cuh).
+template <GemmConfig config, bool packed = config.packed_b()>
+struct PackedOperand {};
+
+template <GemmConfig config>
+struct PackedOperand<config, true> {
+    alignas(16) u8 units[config.unit_stages][config.scale_blocks * (config.block_n / unit_rows) * config.b_unit_bytes];
+    u64 tables[packed_tables];
+};
+
+// Its mbarriers: a pair per stage of its ring.
+template <GemmConfig config, bool packed = config.packed_b()>
+struct UnitBarriers {};
+
+template <GemmConfig config>
+struct UnitBarriers<config, true> {
+    u64 full[config.unit_stages];
+    u64 empty[config.unit_stages];
 };
 
 // Shared memory. Operand and output buffers begin at multiples of 1024 bytes: the period of the 128-byte swizzle.
@@ -136,13 +162,15 @@ struct alignas(1024) SharedStorage : Partials<config> {
     alignas(1024) u8 a[config.stages][config.block_m * config.k_bytes];
     u8 b[config.b_slots][config.block_n * config.k_bytes];
     u8 out[config.math_warpgroups][config.store_buffers][mma_m * config.store_columns * config.out_bytes];
+    [[no_unique_address]] PackedOperand<config> packed;
     alignas(16) float a_scale[config.scale_stages()][config.scale_blocks][config.has_scales() ? config.block_m : 4];
     alignas(16) float b_scale[config.scale_stages()][config.scale_blocks][(config.b_scale_slots + 3) / 4 * 4];
     u64 full[config.stages];
     u64 empty[config.stages];
     u64 partial_full[config.math_warpgroups];
     u64 partial_empty[config.math_warpgroups];
-    [[no_unique_address]] ResidentBarriers<config> resident;
+    [[no_unique_address]] SlotBarriers<config> slots;
+    [[no_unique_address]] UnitBarriers<config> units;
 };
 
 }  // namespace deep_tile

@@ -7,6 +7,9 @@
 //   scale warps, up to 3          cp.async copies a, b scales, a stage each      wait empty, arrive on full
 //   store warps, if any are left  TMA-store output boxes                         wait boxes full, arrive boxes empty
 //   math warpgroups 0 (and 1)     WGMMA, FP32 promotion; epilogue, own rows      wait full, arrive on empty
+//   unit warp, of a packed b      bulk copies of 4-bit b, in a ring of its own   waits units empty, expects bytes on full
+//   converter warps, likewise     8-bit b from it, in a slot                     wait units full, slot empty; arrive on
+//                                                                                slot full, units empty
 //
 //   barrier       waited for by         arrivals                                 completes when
 //   full[s]       math warpgroups       1 operand lane + 32 lanes of a scale     stage s holds a, b and their scales
@@ -16,6 +19,10 @@
 //   column full   math warpgroups       1 operand lane + TMA bytes               a K block of a resident b has landed
 //   column empty  operand warp          every math thread, in a column's last    no reader needs that K block any more
 //                                       tile
+//   units full    converter warps       1 unit lane + bytes of bulk copies       a K block of a packed b has landed
+//   units empty   unit warp             every converter thread                   it has been read
+//   slot full     math warpgroups       every converter thread                   a K block of b has been converted
+//   slot empty    converter warps       every math thread                        no reader needs it any more
 //   boxes full    a store warp          a math warpgroup's threads               its output boxes are written
 //   boxes empty   a math warpgroup      its store warp's threads                 their buffers have been read
 //   own           a math warpgroup      its threads, if they store boxes         a box is written; a buffer is free
@@ -33,6 +40,7 @@
 #include "finish.cuh"
 #include "mainloop.cuh"
 #include "operands.cuh"
+#include "packed_b.cuh"
 #include "reduce.cuh"
 
 namespace deep_tile {
@@ -160,7 +168,7 @@ __device__ __forceinline__ int own_warp() { return __shfl_sync(0xffffffff, threa
 template <GemmConfig config>
 __device__ __forceinline__ void prefetch_maps(const GemmParams& params) {
     ptx::prefetch_tensormap(params.a_maps[config.a_has_tail_map() && params.m < config.block_m]);
-    ptx::prefetch_tensormap(params.b_maps[0]);
+    if constexpr (!config.packed_b()) ptx::prefetch_tensormap(params.b_maps[0]);
 }
 
 template <GemmConfig config>
@@ -171,7 +179,9 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     const int warp = own_warp();
     constexpr int first_producer = config.math_warpgroups * warpgroup_threads / warp_threads;
     // setmaxnreg.dec precedes every wait for math warps, which themselves wait for these registers.
-    if (config.math_warpgroups == 2 && warp >= first_producer) ptx::setmaxnreg_dec<config.producer_registers>();
+    constexpr int first_converter = first_producer + warpgroup_threads / warp_threads;
+    const bool converts = config.packed_b() && warp >= first_converter;
+    if (config.moves_registers() && warp >= first_producer) ptx::setmaxnreg_dec<config.producer_registers>();
     if (threadIdx.x == 0) prefetch_maps<config>(params);
     // First requests stay outside the producer loops, so the path from the entry to them is one straight line.
     int requested = 0;
@@ -188,12 +198,16 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     if constexpr (config.has_scales()) {
         if (copies_scales) scales_requested = request_first_scales<config>(params, smem, scale_warp);
     }
+    const bool loads_units = config.packed_b() && scale_warp == config.scale_warps + config.store_warps;
+    if constexpr (config.packed_b()) {
+        if (loads_units) requested = request_first_units<config>(params, smem);
+    }
     await_barriers<config>(requests_operands);
     // Producers stand in the `else` branch, because ptxas places it first. Code arrives in that order as a launch
     // begins, 20 ns per KB, and the producer loops are needed before the math loops, which wait for them: m <= 128
     // takes 0.35 % less, 128x144 0.6 to 1 %, 128x256 0.4 % (H200, 2026-11-22).
     if (warp < first_producer) {
-        if constexpr (config.math_warpgroups == 2) ptx::setmaxnreg_inc<config.math_registers>();
+        if constexpr (config.moves_registers()) ptx::setmaxnreg_inc<config.math_registers>();
         ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
         const bool lets_start_early = starts_successor_early<config>(params);
         if (lets_start_early) ptx::griddepcontrol_launch_dependents();
@@ -204,13 +218,18 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
             consume_split<config>(params, smem, warpgroup);
         }
         if (!lets_start_early) ptx::griddepcontrol_launch_dependents();
-    } else {
+    } else if (!converts) {
         if (requests_operands) produce_operands<config>(params, smem, requested);
         if constexpr (config.has_scales()) {
             if (copies_scales) produce_scales<config>(params, smem, scale_warp, scales_requested);
         }
+        if constexpr (config.packed_b()) {
+            if (loads_units) produce_units<config>(params, smem, requested);
+        }
         const int store_warp = scale_warp - config.scale_warps;
         if (store_warp >= 0 && store_warp < config.store_warps) store_tiles<config>(params, smem, store_warp);
+    } else if constexpr (config.packed_b()) {
+        convert_stages<config>(params, smem, warp - first_converter);
     }
 }
 

@@ -137,6 +137,12 @@ __device__ __forceinline__ uint4 ld_shared_v4(u32 smem) {
     return value;
 }
 
+__device__ __forceinline__ uint2 ld_shared_v2(u32 smem) {
+    uint2 value;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(smem) : "memory");
+    return value;
+}
+
 // Loads in place: the compiler may not move the load to the use of its value.
 __device__ __forceinline__ float ld_global(const float* address) {
     float value;

@@ -246,7 +246,7 @@ __device__ __forceinline__ int request_first_stages(const GemmParams& params, Sh
     if (ptx::elect_sync()) {
 #pragma unroll 1
         for (int stage = 0; stage < stages; ++stage) {
-            loader.load_b(stage, range.begin + stage);
+            if constexpr (!config.packed_b()) loader.load_b(stage, range.begin + stage);
             if (!early_b) loader.load_a(stage, range.begin + stage);
         }
     }

@@ -1,5 +1,5 @@
-// Storage of `b` in shared memory: in the ring with `a`, or resident in its own slots. The operand warp (operands.cuh)
-// and the math warpgroups (warpgroup.cuh) each follow it with their own copy.
+// Storage of `b` in shared memory: in the ring with `a`, or in its own slots, resident or converted. The operand warp
+// (operands.cuh) and the math warpgroups (warpgroup.cuh) each follow it with their own copy.
 #pragma once
 
 #include "pipeline.cuh"
@@ -47,7 +47,7 @@ class ResidentB {
 
     static __device__ __forceinline__ int slot(int, int step) { return step; }
     static __device__ __forceinline__ u32 full(SharedStorage<config>& smem, int, int step) {
-        return ptx::smem_address(&smem.resident.full[step]);
+        return ptx::smem_address(&smem.slots.full[step]);
     }
 
     template <typename Scheduler>
@@ -61,13 +61,13 @@ class ResidentB {
         return next.valid && column_.ends;
     }
     __device__ __forceinline__ void await_empty(SharedStorage<config>& smem, int step) const {
-        if (column_.begins) wait(smem.resident.empty[step], column_.phase ^ 1);
+        if (column_.begins) wait(smem.slots.empty[step], column_.phase ^ 1);
     }
     __device__ __forceinline__ void end_tile() { column_.advance(); }
 
     __device__ __forceinline__ int slot(int) const { return step_; }
     __device__ __forceinline__ void await_full(SharedStorage<config>& smem) const {
-        if (column_.begins) wait(smem.resident.full[step_], column_.phase);
+        if (column_.begins) wait(smem.slots.full[step_], column_.phase);
     }
     __device__ __forceinline__ void advance(int steps) {
         step_ += 1;
@@ -76,7 +76,7 @@ class ResidentB {
         column_.advance();
     }
     __device__ __forceinline__ void release(SharedStorage<config>& smem, int slot) const {
-        ptx::mbarrier_arrive(ptx::smem_address(&smem.resident.empty[slot]), column_.ends);
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.slots.empty[slot]), column_.ends);
     }
 
    private:
@@ -84,7 +84,33 @@ class ResidentB {
     ColumnState column_;
 };
 
+// Converted storage: converter warps (packed_b.cuh) write K blocks of 8 bits to a ring of slots, for which math
+// warpgroups wait; the operand warp loads `a` alone.
 template <GemmConfig config>
-using StoredB = typename Conditional<config.resident_b(), ResidentB<config>, RingB<config>>::type;
+class ConvertedB : public RingB<config> {
+   public:
+    using RingB<config>::slot;
+    static constexpr bool travels_with_a = false;
+
+    __device__ __forceinline__ bool is_requested() const { return false; }
+
+    __device__ __forceinline__ int slot(int) const { return state_.stage; }
+    __device__ __forceinline__ void await_full(SharedStorage<config>& smem) const {
+        wait(smem.slots.full[state_.stage], state_.phase);
+    }
+    __device__ __forceinline__ void advance(int) { state_.advance(); }
+    __device__ __forceinline__ void release(SharedStorage<config>& smem, int slot) const {
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.slots.empty[slot]), threadIdx.x % warp_threads == 0);
+    }
+
+   private:
+    PipelineState<config.b_slots> state_;
+};
+
+template <GemmConfig config>
+using SlottedB = typename Conditional<config.packed_b(), ConvertedB<config>, ResidentB<config>>::type;
+
+template <GemmConfig config>
+using StoredB = typename Conditional<(config.b_stages > 0), SlottedB<config>, RingB<config>>::type;
 
 }  // namespace deep_tile

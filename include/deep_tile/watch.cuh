@@ -30,7 +30,7 @@ struct WatchRecord {
     u32 unused;
 };
 
-constexpr int warps_per_block = 16;  // at most; records per CTA
+constexpr int warps_per_block = 20;  // at most; records per CTA
 constexpr int watched_blocks = 256;  // in the grid
 
 __device__ __forceinline__ volatile WatchRecord& own_record() {

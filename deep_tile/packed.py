@@ -1,0 +1,273 @@
+"""Weights of 4 bits, packed as kernels read them: `pack_weight`, its inverse, and what a packed weight means in FP8.
+
+Called by users when a model is loaded, and by dense.py and grouped.py, whose calls `packed_gemm` and
+`packed_grouped_gemm` multiply with them. All of it is torch, on the weight's device.
+Invariant: packing moves bits and changes none; the kernel makes FP8 of them (packed_b.cuh), by `as_fp8`'s definition.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from deep_tile import blocks, formats, tensors
+from deep_tile.config import SCALE_BLOCK, UNIT_ROWS, as_int, ceil_div
+from deep_tile.kinds import PACKED, Kind
+from deep_tile.quantize import FP8_DTYPE, FP8_MAX, WEIGHT_BLOCK, scale_shape
+
+BY_BYTES = {kind.packing.row_bytes: kind for kind in PACKED.values()}
+"""Kinds of products with packed weights, by the bytes of a row's K block."""
+
+_COLUMN = 32
+"""Codes of a row that lie together, in 16 bytes."""
+
+_SIGNS = (4, 0, 5, 1, 6, 2, 7, 3)
+"""Whose sign each nibble of eight codes has: four signs are then where the top bits of four bytes are, and the other
+four are by a shift."""
+
+_NVFP4_BLOCK = 8.0
+"""What scales of NVFP4 are divided by, so that 6 * 448 is within e4m3, and the global scale is multiplied with."""
+
+_FRACTION_BITS = 23
+
+
+class Packed(NamedTuple):
+    """A weight of 4 bits as `packed_gemm` takes it.
+
+    Attributes:
+        weight: [..., n, ceil(k / 128) * 68] uint8 of MXFP4, 72 of NVFP4. Only whole matrices mean anything: bytes are
+            not those of the row that they are counted for.
+        scale: [..., ceil(n / 128), ceil(k / 128)] float32, of 128x128 elements in FP8.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+
+class Unpacked(NamedTuple):
+    """A packed weight as it was.
+
+    Attributes:
+        weight: [..., n, k / 2] uint8, two e2m1 in a byte, the first in its low half.
+        scale: [..., n, k / 32] float8_e8m0fnu of MXFP4, [..., n, k / 16] float8_e4m3fn of NVFP4.
+        global_scale: [...] float32 of NVFP4; else None.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None
+
+
+def pack_weight(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    format: str | None = None,
+    global_scale: torch.Tensor | float | None = None,
+    max_error: float = blocks.MAX_ERROR,
+) -> Packed:
+    """A weight of 4 bits in the order in which `packed_gemm` and `packed_grouped_gemm` read it.
+
+    For when a model is loaded. All bits stay: `unpack_weight` is the inverse. Products are those of the FP8 weight that
+    it becomes on the way: of MXFP4 what `to_blocks` makes of it, exact unless scales in a block of 128x128 spread
+    beyond 2**14; of NVFP4 elements times the scales of their groups, rounded to e4m3.
+
+    Args:
+        weight: [..., n, k / 2] packed, or of MXFP4 [..., n, k / 32, 16], as for `to_blocks`; n a multiple of 16.
+        scale: of MXFP4 [..., n, k / 32] float8_e8m0fnu, its bytes, or powers of two of a wider dtype; of NVFP4
+            [..., n, k / 16] float8_e4m3fn or its bytes, none of them negative.
+        format: "mxfp4" or "nvfp4". None: what dtypes and shapes say, if they say one thing.
+        global_scale: of NVFP4, as for `to_blocks`.
+        max_error: of MXFP4, as for `to_blocks`.
+
+    Returns:
+        `Packed`: weight and scale.
+
+    Raises:
+        TypeError: a tensor or number has another type or dtype.
+        ValueError: shapes fit no such format; n is no multiple of 16; a scale is NaN, infinite, negative, or of MXFP4
+            no power of two; or a row would change by more than `max_error`.
+    """
+    tensors.require_tensors(weight=weight, scale=scale)
+    source = formats.source_of(weight.detach(), scale.detach(), format, (0, 0), global_scale)
+    kind = PACKED.get(source.name)
+    if kind is None:
+        raise ValueError(
+            f"{formats.seen(weight, scale)}, which is {source.name!r}; packed are {_names()}: re-base it with "
+            "deep_tile.to_blocks"
+        )
+    n = source.weight.shape[-2]
+    if n % UNIT_ROWS:
+        raise ValueError(
+            f"weight has {n} rows; they are packed by {UNIT_ROWS}: add rows of zeros, or re-base it with "
+            "deep_tile.to_blocks"
+        )
+    scale_bytes = _scale_bytes(source)
+    with torch.no_grad():
+        packed = source.weight.new_empty(*source.weight.shape[:-1], _k_blocks(source.columns) * kind.packing.row_bytes)
+        of_blocks = source.weight.new_empty(_scale_shape(source), dtype=torch.float32)
+        for index in source.matrices():
+            if source.name == "nvfp4":
+                of_blocks[index] = (source.global_scale[index] * _NVFP4_BLOCK).float()
+                scales = scale_bytes[index]
+            else:
+                matrix, scale = source.weight[index], source.scale[index]
+                of_blocks[index] = blocks.to_blocks(matrix, scale, format="mxfp4", max_error=max_error).scale
+                scales = _relative(matrix, scale_bytes[index], of_blocks[index], kind)
+            packed[index] = _packed(source.weight[index], scales, kind)
+    return Packed(packed, of_blocks)
+
+
+def unpack_weight(weight: torch.Tensor, scale: torch.Tensor, k: int | None = None) -> Unpacked:
+    """The inverse of `pack_weight`, bit for bit.
+
+    Args:
+        weight, scale: a `Packed`.
+        k: elements of a row; None: all of their K blocks.
+
+    Returns:
+        `Unpacked`: weight, scale and, of NVFP4, the global scale.
+
+    Raises:
+        TypeError, ValueError: they are no packed weight of rows of k elements.
+    """
+    tensors.require_tensors(weight=weight, scale=scale)
+    kind, k = _checked_packed(weight, scale, k)
+    with torch.no_grad():
+        codes, scales = _unpacked(weight, kind)
+        pairs = codes.unflatten(-1, (-1, 2))
+        codes = pairs[..., 0] | pairs[..., 1] << 4
+        codes, scales = codes[..., : k // 2], scales[..., : ceil_div(k, kind.packing.group)]
+        if kind.name == "mxfp4":
+            exponents = _exponents(scale, weight.shape[-2], kind)[..., : scales.shape[-1]]
+            return Unpacked(codes.contiguous(), (scales + exponents).contiguous().view(formats.E8M0), None)
+        return Unpacked(codes.contiguous(), scales.contiguous().view(FP8_DTYPE), scale[..., 0, 0] / _NVFP4_BLOCK)
+
+
+def as_fp8(weight: torch.Tensor, scale: torch.Tensor, k: int) -> torch.Tensor:
+    """The FP8 weight [..., n, k] that a packed one becomes on the way to the tensor cores, where `scale` is of it."""
+    kind = kind_of(weight, k)
+    codes, scales = _unpacked(weight, kind)
+    if kind.name == "mxfp4":
+        factors = torch.exp2(scales.view(torch.int8).float())
+    else:
+        factors = scales.view(FP8_DTYPE).float() / _NVFP4_BLOCK
+    halves = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=weight.device)
+    values = torch.cat([halves, -halves])[codes.int()] * factors.repeat_interleave(kind.packing.group, -1)
+    return values.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)[..., :k]
+
+
+def kind_of(weight: torch.Tensor, k: int) -> Kind | None:
+    """The kind of a product with rows of k elements that a packed weight is for; None where it has other bytes."""
+    k_blocks = _k_blocks(k)
+    return next((kind for row_bytes, kind in BY_BYTES.items() if weight.shape[-1] == k_blocks * row_bytes), None)
+
+
+def name_of(weight: torch.Tensor, k: int) -> str:
+    """The name of that kind. Raises ValueError where there is none."""
+    kind = kind_of(weight, k) if weight.dim() > 1 and weight.shape[-2] % UNIT_ROWS == 0 else None
+    if kind is None:
+        wanted = " or ".join(f"{_k_blocks(k) * row_bytes} ({kind.name})" for row_bytes, kind in BY_BYTES.items())
+        raise ValueError(
+            f"b is {list(weight.shape)}; of k = {k} elements a packed row has {wanted} bytes, and rows are a multiple "
+            f"of {UNIT_ROWS}. To fix: deep_tile.pack_weight makes b and b_scale"
+        )
+    return kind.name
+
+
+def shaped(a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory in the shape of what a packed weight becomes, for rows as `a` has them."""
+    return torch.empty(*weight.shape[:-1], a.shape[-1], dtype=FP8_DTYPE, device="meta")
+
+
+def check_memory(name: str, weight: torch.Tensor) -> None:
+    """Raise ValueError unless kernels can read a packed weight."""
+    if not weight.is_contiguous() or not tensors.is_aligned(weight):
+        raise ValueError(
+            f"{name} is packed, and must be contiguous and begin at a multiple of 16 bytes: {name}.clone()"
+        )
+
+
+def _names() -> str:
+    return " and ".join(map(repr, PACKED))
+
+
+def _k_blocks(k: int) -> int:
+    return ceil_div(k, SCALE_BLOCK)
+
+
+def _scale_shape(source: formats.Source) -> tuple[int, ...]:
+    return (*source.weight.shape[:-2], *scale_shape((source.weight.shape[-2], source.columns), WEIGHT_BLOCK))
+
+
+def _scale_bytes(source: formats.Source) -> torch.Tensor:
+    """Scales of groups as they are packed."""
+    if source.name == "nvfp4":
+        found = source.scale.view(torch.uint8)
+        if bool((found > 127).any()):
+            raise ValueError("scale holds negative numbers; of nvfp4 give their signs to the elements")
+        return found
+    exact = source.scale.to(formats.E8M0)
+    if source.scale.dtype != formats.E8M0 and bool((exact.float() != source.scale.float()).any()):
+        raise ValueError("scale holds numbers that are no powers of two, which mxfp4 has alone")
+    return exact.view(torch.uint8)
+
+
+def _exponents(scale: torch.Tensor, n: int, kind: Kind) -> torch.Tensor:
+    """Of the scales of blocks, for each group of n rows: as bytes, which are those of E8M0."""
+    exponents = (scale.contiguous().view(torch.int32) >> _FRACTION_BITS).to(torch.uint8)
+    rows = exponents.repeat_interleave(SCALE_BLOCK, -2)[..., :n, :]
+    return rows.repeat_interleave(SCALE_BLOCK // kind.packing.group, -1)
+
+
+def _relative(weight: torch.Tensor, scales: torch.Tensor, of_blocks: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """Exponents less those of their blocks, modulo 256: signed bytes, which are exact where an element is not zero."""
+    exponents = _exponents(of_blocks, len(scales), kind)[:, : scales.shape[1]]
+    too_small = scales.int() - exponents.int() < torch.iinfo(torch.int8).min
+    if bool(too_small.any()):
+        magnitudes = F.pad(weight & 0x77, (0, -weight.shape[1] % (kind.packing.group // 2)))
+        too_small &= magnitudes.view(*scales.shape, -1).ne(0).any(-1)
+    if bool(too_small.any()):
+        raise ValueError(
+            f"scale {too_small.nonzero()[0].tolist()} is more than 2**128 below others of its block, and its "
+            "elements are not zero: zero them"
+        )
+    return scales - exponents
+
+
+def _packed(weight: torch.Tensor, scales: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """[n, bytes] of a matrix's codes, two in a byte, and the bytes of its scales."""
+    n, per_block = len(weight), SCALE_BLOCK // kind.packing.group
+    weight = F.pad(weight, (0, -weight.shape[1] % (SCALE_BLOCK // 2)))
+    scales = F.pad(scales, (0, -scales.shape[1] % per_block))
+    codes = torch.stack([weight & 15, weight >> 4], -1).view(-1, 8)
+    nibbles = (codes & 7) | (codes >> 3)[:, _SIGNS] << 3
+    words = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+    words = words.reshape(n // UNIT_ROWS, UNIT_ROWS, -1, SCALE_BLOCK // _COLUMN, _COLUMN // 2).permute(2, 0, 3, 1, 4)
+    scales = scales.reshape(n // UNIT_ROWS, UNIT_ROWS, -1, per_block).permute(2, 0, 1, 3)
+    return torch.cat([words.flatten(2), scales.flatten(2)], 2).reshape(n, -1)
+
+
+def _unpacked(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [..., n, k], one in a byte, and the bytes of scales, of whole K blocks."""
+    *leading, n, row_bytes = weight.shape
+    per_block = SCALE_BLOCK // kind.packing.group
+    units = weight.reshape(-1, row_bytes // kind.packing.row_bytes, n // UNIT_ROWS, UNIT_ROWS * kind.packing.row_bytes)
+    words, scales = units.split([UNIT_ROWS * SCALE_BLOCK // 2, UNIT_ROWS * per_block], -1)
+    words = words.unflatten(-1, (SCALE_BLOCK // _COLUMN, UNIT_ROWS, _COLUMN // 8, 4)).permute(0, 2, 4, 1, 3, 5, 6)
+    nibbles = torch.stack([words & 15, words >> 4], -1).flatten(-2)
+    signs = torch.empty_like(nibbles)
+    signs[..., _SIGNS] = nibbles & 8
+    codes = (nibbles & 7 | signs).reshape(*leading, n, -1)
+    scales = scales.unflatten(-1, (UNIT_ROWS, per_block)).permute(0, 2, 3, 1, 4)
+    return codes, scales.reshape(*leading, n, -1)
+
+
+def _checked_packed(weight: torch.Tensor, scale: torch.Tensor, k: object) -> tuple[Kind, int]:
+    found = [kind for row_bytes, kind in BY_BYTES.items() if weight.shape[-1] == scale.shape[-1] * row_bytes]
+    if weight.dtype != torch.uint8 or weight.dim() < 2 or not found or weight.shape[-2] % UNIT_ROWS:
+        raise ValueError(f"{formats.seen(weight, scale)}; pass what deep_tile.pack_weight made")
+    size = scale.shape[-1] * SCALE_BLOCK if k is None else as_int(k)
+    if size is None or _k_blocks(size) != scale.shape[-1]:
+        raise ValueError(f"k is {k!r}; rows have {scale.shape[-1]} K blocks of {SCALE_BLOCK}")
+    return found[0], size

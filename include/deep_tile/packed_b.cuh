@@ -1,0 +1,262 @@
+// Packed `b`: how the 4 bits of a weight become the e4m3 that WGMMA reads, between TMA and the math warpgroups.
+//
+// Memory holds `b` as units of 16 rows by one K block: the codes of 32 elements of a row in 16 bytes, row behind row,
+// for four such columns one behind the other; then the scales of each row's groups, a byte each (fourbit.py packs). A
+// tile's units of a K block are adjacent, so that one bulk copy brings them to the ring.
+//
+// A table has the e4m3 of a code's eight magnitudes times a group's scale. A code's three bits select a byte of it, four
+// codes per PRMT; signs are ORed in. In a word of eight codes, nibble i has the magnitude of code i in its low bits; the
+// top bits have the signs of codes 4, 0, 5, 1, 6, 2, 7, 3, so that a shift aligns four of them with four bytes.
+#pragma once
+
+#include "formats.cuh"
+#include "scheduler.cuh"
+
+namespace deep_tile {
+
+// Magnitudes of e2m1, by their three bits.
+__device__ __forceinline__ float magnitude(int code) {
+    return code < 2 ? code * 0.5f : (1 << (code / 2 - 1)) * (1.0f + code % 2 * 0.5f);
+}
+
+__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
+
+// Tables of e2m1 in groups of 32: of a power of two for each byte, a signed exponent relative to the block's scale. What
+// is too large for e4m3 has no place in the block but as zeros, and what is too small is zero.
+struct PowerTables {
+    static __device__ __forceinline__ float scale(int byte) {
+        return power_of_two(min(max(static_cast<signed char>(byte), -100), 100));
+    }
+};
+
+// Tables of e2m1 in groups of 16: of an eighth of each e4m3, so that all products are within e4m3.
+struct E4M3Tables {
+    static __device__ __forceinline__ float scale(int byte) {
+        const int exponent = byte / 8 % 16, fraction = byte % 8;
+        return exponent == 0 ? fraction * power_of_two(-12) : (8 + fraction) * power_of_two(exponent - 13);
+    }
+};
+
+template <GemmConfig config>
+using Tables = typename Conditional<config.b_group == 32, PowerTables, E4M3Tables>::type;
+
+// Units of one K block of a tile.
+template <GemmConfig config>
+constexpr int tile_units = config.block_n / unit_rows;
+
+// Loads the units of a stage, in one thread, after announcing their bytes: fewer where the matrix ends. Beyond K `a` has
+// zeros, and the last K block will do.
+template <GemmConfig config>
+__device__ __forceinline__ void load_units(const GemmParams& params, SharedStorage<config>& smem, Tile<config> tile,
+                                           int stage, int step) {
+    const u32 bytes = min(config.block_n, params.n - tile.out_column()) / unit_rows * config.b_unit_bytes;
+    const u32 barrier = ptx::smem_address(&smem.units.full[stage]);
+    const int last = ceil_div(params.k, scale_block) - 1;
+    ptx::mbarrier_arrive_expect_tx(barrier, config.scale_blocks * bytes);
+#pragma unroll
+    for (int i = 0; i < config.scale_blocks; ++i) {
+        const u32 row = tile.b_row() + min(step * config.scale_blocks + i, last) * params.n;
+        ptx::cp_async_bulk_load(
+            ptx::smem_address(smem.packed.units[stage]) + i * tile_units<config> * config.b_unit_bytes,
+            static_cast<const u8*>(params.units) + u64{row / unit_rows} * config.b_unit_bytes, bytes, barrier);
+    }
+}
+
+// Begins the unit warp: makes the barriers that its loads complete, and issues the first of these. Returns how many.
+template <GemmConfig config>
+__device__ __forceinline__ int request_first_units(const GemmParams& params, SharedStorage<config>& smem) {
+    if (ptx::elect_sync()) {
+#pragma unroll
+        for (int stage = 0; stage < config.unit_stages; ++stage) {
+            ptx::mbarrier_init(ptx::smem_address(&smem.units.full[stage]), 1);
+        }
+        ptx::fence_mbarrier_init();
+        ptx::fence_proxy_async();
+    }
+    __syncwarp();
+    if (config.grouped() || !params.early_b) ptx::griddepcontrol_wait();
+    const Tile<config> tile = TileScheduler<config>(params).first();
+    if (config.grouped() && !tile.valid) return 0;
+    const KRange range = k_range<config>(params);
+    const int stages = min(config.unit_stages, range.end - range.begin);
+    if (ptx::elect_sync()) {
+#pragma unroll 1
+        for (int stage = 0; stage < stages; ++stage) load_units<config>(params, smem, tile, stage, range.begin + stage);
+    }
+    __syncwarp();
+    return stages;
+}
+
+// Runs the unit warp; `requested` stages are in flight.
+template <GemmConfig config>
+__device__ __forceinline__ void produce_units(const GemmParams& params, SharedStorage<config>& smem, int requested) {
+    const KRange range = k_range<config>(params);
+    PipelineState<config.unit_stages> state;
+    TileScheduler<config> tiles(params);
+    for (Tile<config> tile = tiles.first(); tile.valid; tile = tiles.next()) {
+        for (int step = range.begin; step < range.end; ++step, --requested, state.advance()) {
+            if (requested > 0) continue;
+            wait(smem.units.empty[state.stage], state.phase ^ 1);
+            if (ptx::elect_sync()) load_units<config>(params, smem, tile, state.stage, step);
+            __syncwarp();
+        }
+    }
+}
+
+// Converter warps: each takes a quarter of a stage's units, two at a time. A lane has a row of a unit, and two of its four
+// columns of 32 codes: eight lanes read and write eight rows of the same column, which lie in different banks on both
+// sides. All that a stage's first batch needs is read before the stage behind it is published, so that the latencies of
+// shared memory and of the fence run together.
+template <GemmConfig config>
+class Converter {
+   public:
+    __device__ __forceinline__ Converter(SharedStorage<config>& smem, int warp)
+        : smem_(smem), warp_(warp), to_(ptx::smem_address(&smem.b[0][warp * unit_rows * k_block_bytes]) + piece_offset()) {
+        for (int table = warp * warp_threads + threadIdx.x % warp_threads; table < packed_tables; table += threads) {
+            const float scale = Tables<config>::scale(table);
+            float products[8];
+#pragma unroll
+            for (int code = 0; code < 8; ++code) products[code] = magnitude(code) * scale;
+            const u32 low = pack_e4m3({products[0], products[1], products[2], products[3]});
+            const u32 high = pack_e4m3({products[4], products[5], products[6], products[7]});
+            smem_.packed.tables[table] = static_cast<u64>(high) << 32 | low;
+        }
+        ptx::bar_sync(tables_barrier, threads);
+    }
+
+    // Reads a stage's first batch.
+    __device__ __forceinline__ void begin(int stage) { read<0>(stage); }
+
+    // Writes a stage, whose first batch has been read, to the current slot.
+    __device__ __forceinline__ void convert(int stage) { convert_from<0>(stage); }
+
+    // Advances to the next slot.
+    __device__ __forceinline__ void advance() {
+        to_ += slot_bytes;
+        if (to_ >= ptx::smem_address(smem_.b[0]) + config.b_slots * slot_bytes) to_ -= config.b_slots * slot_bytes;
+    }
+
+   private:
+    static constexpr int threads = config.converter_warps * warp_threads;
+    static constexpr int units = config.block_n / unit_rows;  // of a K block
+    static constexpr int all_units = config.scale_blocks * units;
+    static constexpr bool has_room = config.math_warpgroups == 1 || config.b_group == 32;  // in registers
+    static constexpr int batch_units = all_units > config.converter_warps && has_room ? 2 : 1;
+    static constexpr int slot_bytes = config.block_n * config.k_bytes;
+    static constexpr int batch_step = batch_units * config.converter_warps;
+    static constexpr int columns = 4;                   // of 32 codes, in a K block
+    static constexpr int column_bytes = 16;             // of a row
+    static constexpr int groups = 32 / config.b_group;  // per column
+    static constexpr u32 magnitudes = 0x77777777, signs = 0x80808080;
+
+    static __device__ __forceinline__ int row() { return threadIdx.x % unit_rows; }
+    static __device__ __forceinline__ int first_column() { return threadIdx.x % warp_threads / unit_rows * 2; }
+
+    // Offsets of this lane's codes and scales in a unit, and of its first piece of 16 bytes in a swizzled tile.
+    static __device__ __forceinline__ u32 codes_offset() { return (first_column() * unit_rows + row()) * column_bytes; }
+    static __device__ __forceinline__ u32 scales_offset() {
+        return columns * unit_rows * column_bytes + (row() * columns + first_column()) * groups;
+    }
+    static __device__ __forceinline__ u32 piece_offset() {
+        return row() * k_block_bytes + ((2 * first_column() ^ row() % 8) << 4);
+    }
+
+    template <int first>
+    __device__ __forceinline__ void convert_from(int stage) {
+        write<first>();
+        if constexpr (first + batch_step < all_units) {
+            read<first + batch_step>(stage);
+            convert_from<first + batch_step>(stage);
+        }
+    }
+
+    template <int first>
+    __device__ __forceinline__ void read(int stage) {
+        using Bits = typename Conditional<groups == 1, u16, u32>::type;
+        u32 scales[batch_units];
+        const u32 from = ptx::smem_address(&smem_.packed.units[stage][(first + warp_) * config.b_unit_bytes]);
+#pragma unroll
+        for (int i = 0; i < batch_units; ++i) {
+            const u32 unit = from + i * config.converter_warps * config.b_unit_bytes;
+            scales[i] = ptx::ld_shared<Bits>(unit + scales_offset());
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                codes_[i][j] = ptx::ld_shared_v4(unit + codes_offset() + j * unit_rows * column_bytes);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < batch_units; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2 * groups; ++j) {
+                const u32 table = scales[i] >> 8 * j & 255;
+                tables_[i][j] = ptx::ld_shared_v2(ptx::smem_address(smem_.packed.tables) + table * sizeof(u64));
+            }
+        }
+    }
+
+    template <int first>
+    __device__ __forceinline__ void write() const {
+#pragma unroll
+        for (int i = 0; i < batch_units; ++i) {
+            const u32 to = to_ + (first + i * config.converter_warps) * unit_rows * k_block_bytes;
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const uint4 codes = codes_[i][j];
+                write_piece(to ^ 2 * j << 4, codes.x, codes.y, tables_[i][j * groups]);
+                write_piece(to ^ 2 * j + 1 << 4, codes.z, codes.w, tables_[i][j * groups + groups - 1]);
+            }
+        }
+    }
+
+    // Writes 16 elements of a row, which are a piece of the 128-byte swizzle.
+    __device__ __forceinline__ void write_piece(u32 to, u32 low, u32 high, uint2 table) const {
+        const uint2 first = eight(low, table), last = eight(high, table);
+        ptx::st_shared_v4(to, first.x, first.y, last.x, last.y);
+    }
+
+    // Eight elements. Hidden from the compiler, both selectors take one mask.
+    static __device__ __forceinline__ uint2 eight(u32 codes, uint2 table) {
+        const u32 selectors = ptx::opaque(static_cast<int>(codes & magnitudes));
+        return {__byte_perm(table.x, table.y, selectors) | (codes & signs),
+                __byte_perm(table.x, table.y, selectors >> 16) | (codes << 4 & signs)};
+    }
+
+    SharedStorage<config>& smem_;
+    const int warp_;
+    u32 to_;                                // this lane's first piece in the current slot
+    uint4 codes_[batch_units][2];           // of the batch that has been read: of each unit, two columns
+    uint2 tables_[batch_units][2 * groups];
+};
+
+// Runs one converter warp over every stage of this CTA's tiles.
+template <GemmConfig config>
+__device__ __forceinline__ void convert_stages(const GemmParams& params, SharedStorage<config>& smem, int warp) {
+    Converter<config> converter(smem, warp);
+    const KRange range = k_range<config>(params);
+    PipelineState<config.unit_stages> state;
+    PipelineState<config.b_slots> slots;
+    int left = __shfl_sync(0xffffffff, TileScheduler<config>(params).count() * (range.end - range.begin), 0);
+    if (left == 0) return;
+    wait(smem.units.full[0], 0);
+    converter.begin(0);
+    while (true) {
+        wait(smem.slots.empty[ptx::redux_sync_or(slots.stage)], slots.phase ^ 1);
+        converter.convert(state.stage);
+        __syncwarp();
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.units.empty[state.stage]), threadIdx.x % warp_threads == 0);
+        const int slot = slots.stage;
+        state.advance();
+        slots.advance();
+        converter.advance();
+        if (--left > 0) {
+            wait(smem.units.full[state.stage], state.phase);
+            converter.begin(state.stage);
+        }
+        ptx::fence_proxy_async();
+        __syncwarp();
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.slots.full[slot]), threadIdx.x % warp_threads == 0);
+        if (left == 0) return;
+    }
+}
+
+}  // namespace deep_tile

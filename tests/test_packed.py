@@ -1,0 +1,193 @@
+"""Weights of 4 bits: packed and back, what they become in FP8, and products with them on the CPU."""
+
+import pytest
+import torch
+from formats import draw
+
+import deep_tile
+from deep_tile import pack_weight, packed, packed_gemm, packed_grouped_gemm, to_blocks, unpack_weight
+from deep_tile.kinds import EVERY_KIND, PACKED
+
+FORMATS = [*PACKED]
+each_format = pytest.mark.parametrize("name", FORMATS)
+SHAPES = [(16, 32), (48, 352), (3, 144, 256), (2, 1, 16, 2880 // 5)]
+
+
+def drawn(name, shape, spread=4):
+    """A weight, its scale and keywords; no scale of NVFP4 is negative."""
+    weight, scale, arguments, _ = draw(name, shape, spread_of_scales=spread)
+    return weight, scale, arguments
+
+
+def bits(x):
+    return x.contiguous().view(torch.uint8)
+
+
+def cast(m, k):
+    return deep_tile.per_token_cast_to_fp8(torch.randn(m, k))
+
+
+@each_format
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packing_moves_bits_and_changes_none(name, shape):
+    weight, scale, arguments = drawn(name, shape, spread=100)
+    packed_one = pack_weight(weight, scale, **arguments, max_error=float("inf"))
+    back = unpack_weight(*packed_one, k=shape[-1])
+    assert torch.equal(back.weight, weight)
+    assert back.scale.dtype == scale.dtype and torch.equal(bits(back.scale), bits(scale))
+    if name == "nvfp4":
+        assert torch.equal(back.global_scale, arguments["global_scale"])
+
+
+@pytest.mark.parametrize("spread", [0, 3, 14, 20, 100])
+def test_mxfp4_becomes_what_to_blocks_makes_of_it(spread):
+    weight, scale, _ = drawn("mxfp4", (2, 144, 352), spread)
+    b = pack_weight(weight, scale, format="mxfp4", max_error=float("inf"))
+    wanted = to_blocks(weight, scale, format="mxfp4", max_error=float("inf"))
+    assert torch.equal(b.scale, wanted.scale)
+    assert torch.equal(bits(packed.as_fp8(*b, k=352)), bits(wanted.weight))
+
+
+def test_nvfp4_becomes_elements_times_their_scales_rounded_once():
+    weight, scale, _, exact = draw("nvfp4", (32, 288))
+    b = pack_weight(weight, scale, format="nvfp4", global_scale=1.0)
+    assert bool((b.scale == 8).all())
+    weight = unpack_weight(*b, k=288).weight
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat([values, -values])[torch.stack([weight & 15, weight >> 4], -1).flatten(1).int()]
+    products = values * scale.float().repeat_interleave(16, 1) / 8
+    assert torch.equal(bits(packed.as_fp8(*b, k=288)), bits(products.to(torch.float8_e4m3fn)))
+
+
+@each_format
+@pytest.mark.parametrize("k", [128, 352])
+def test_product_is_that_of_the_fp8_weight(name, k):
+    weight, scale, arguments = drawn(name, (48, k))
+    b, (a, a_scale) = pack_weight(weight, scale, **arguments), cast(5, k)
+    wide = packed.as_fp8(*b, k=k)
+    assert torch.equal(packed_gemm(a, a_scale, *b), deep_tile.fp8_gemm(a, a_scale, wide, b.scale))
+    bias = torch.randn(48).bfloat16()
+    finished = deep_tile.fp8_gemm(a, a_scale, wide, b.scale, bias=bias, activation="silu")
+    assert torch.equal(packed_gemm(a, a_scale, *b, bias=bias, activation="silu"), finished)
+
+
+@each_format
+def test_grouped_product_is_that_of_the_fp8_weights(name):
+    weight, scale, arguments = drawn(name, (3, 32, 160))
+    b, (a, a_scale) = pack_weight(weight, scale, **arguments), cast(12, 160)
+    offs = torch.tensor([4, 4, 11], dtype=torch.int32)
+    out, wanted = torch.zeros(2, 12, 32, dtype=torch.bfloat16)
+    packed_grouped_gemm(a, a_scale, *b, offs, out)
+    deep_tile.fp8_grouped_gemm(a, a_scale, packed.as_fp8(*b, k=160), b.scale, offs, wanted)
+    assert torch.equal(out, wanted)
+    a, a_scale, counts = a.view(3, 4, 160), a_scale.reshape(3, 4, 2), torch.tensor([4, 0, 2], dtype=torch.int32)
+    out, wanted = torch.zeros(2, 3, 4, 32, dtype=torch.bfloat16)
+    packed_grouped_gemm(a, a_scale, *b, out=out, counts=counts)
+    deep_tile.fp8_grouped_gemm(a, a_scale, packed.as_fp8(*b, k=160), b.scale, out=wanted, counts=counts)
+    assert torch.equal(out, wanted)
+
+
+def test_scales_of_wider_dtypes_are_taken_where_they_are_powers_of_two():
+    weight, scale, _ = drawn("mxfp4", (16, 64))
+    wanted = pack_weight(weight, scale)
+    assert torch.equal(pack_weight(weight, scale.float(), format="mxfp4").weight, wanted.weight)
+    assert torch.equal(pack_weight(weight, bits(scale)).weight, wanted.weight)
+    with pytest.raises(ValueError, match="no powers of two"):
+        pack_weight(weight, scale.float() * 1.5, format="mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (
+            {"weight": torch.zeros(24, 32, dtype=torch.uint8), "scale": torch.zeros(24, 2, dtype=torch.uint8)},
+            ValueError,
+            "24 rows",
+        ),
+        ({"weight": torch.zeros(16, 64).to(torch.float8_e4m3fn), "scale": torch.ones(1, 1)}, ValueError, "to_blocks"),
+        ({"weight": [1], "scale": torch.ones(1, 1)}, TypeError, "weight"),
+        ({"format": "int4"}, ValueError, "format"),
+        (
+            {"format": "nvfp4", "scale": torch.full((16, 4), 0x80, dtype=torch.uint8) + 9, "global_scale": 1.0},
+            ValueError,
+            "negative",
+        ),
+        ({"format": "nvfp4", "scale": torch.ones(16, 4).to(torch.float8_e4m3fn)}, ValueError, "global_scale"),
+    ],
+    ids=["rows", "format", "no tensor", "name", "negative", "no global scale"],
+)
+def test_what_cannot_be_packed_is_refused(change, error, match):
+    weight, scale, _ = drawn("mxfp4", (16, 64))
+    with pytest.raises(error, match=match):
+        pack_weight(**{"weight": weight, "scale": scale} | change)
+
+
+def test_scales_that_no_byte_tells_are_refused_unless_their_elements_are_zero():
+    weight, scale = torch.full((16, 32), 0x12, dtype=torch.uint8), torch.full((16, 2), 200, dtype=torch.uint8)
+    scale[3, 1] = 60
+    with pytest.raises(ValueError, match=r"scale \[3, 1\]"):
+        pack_weight(weight, scale)
+    weight[3, 16:] = 0x80
+    back = unpack_weight(*pack_weight(weight, scale), k=64)
+    assert torch.equal(back.weight, weight) and torch.equal(bits(back.scale), scale)
+
+
+def test_what_is_not_packed_is_not_unpacked():
+    weight, scale, _ = drawn("mxfp4", (16, 64))
+    b = pack_weight(weight, scale)
+    with pytest.raises(ValueError, match="pack_weight"):
+        unpack_weight(weight, scale.float())
+    with pytest.raises(ValueError, match="K blocks"):
+        unpack_weight(*b, k=129)
+
+
+def operands(m=5, n=48, k=352):
+    weight, scale, _ = drawn("mxfp4", (n, k))
+    return [*cast(m, k), *pack_weight(weight, scale)]
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "error", "match"),
+    [
+        (2, lambda b: b[:, :-4], ValueError, "pack_weight"),
+        (2, lambda b: b[:40], ValueError, "multiple of 16"),
+        (2, lambda b: b.repeat(1, 2)[:, : b.shape[1]], ValueError, "contiguous"),
+        (2, lambda b: b.float(), TypeError, "uint8"),
+        (3, lambda scale: scale[:, :-1], ValueError, "b_scale"),
+        (1, lambda scale: scale.int(), TypeError, "a_scale"),
+        (0, lambda a: a[:, :256], ValueError, "pack_weight"),
+        (0, lambda a: a.float(), TypeError, "float8_e4m3fn"),
+    ],
+    ids=["bytes", "rows", "strides", "dtype", "scale", "scale dtype", "k", "a"],
+)
+def test_bad_operands_are_refused(place, change, error, match):
+    given = operands()
+    given[place] = change(given[place])
+    with pytest.raises(error, match=match):
+        packed_gemm(*given)
+    groups = [given[0], given[1], given[2][None], given[3][None], torch.tensor([5], dtype=torch.int32)]
+    with pytest.raises(error, match=match):
+        packed_grouped_gemm(*groups)
+
+
+def test_gradients_are_refused():
+    a, a_scale, b, b_scale = operands()
+    with pytest.raises(RuntimeError, match="packed_gemm has none"):
+        packed_gemm(a, a_scale.requires_grad_(), b, b_scale)
+    with torch.no_grad():
+        packed_gemm(a, a_scale, b, b_scale)
+
+
+@each_format
+def test_kind_reads_fewer_bytes(name):
+    assert EVERY_KIND[name].b_bytes == {"mxfp4": 17 / 32, "nvfp4": 18 / 32}[name]
+    assert EVERY_KIND["fp8"].b_bytes == 1
+
+
+def test_ops_are_traced():
+    a, a_scale, b, b_scale = operands()
+    traced = torch.compile(packed_gemm, backend="eager", fullgraph=True, dynamic=True)
+    assert torch.equal(traced(a, a_scale, b, b_scale), packed_gemm(a, a_scale, b, b_scale))
+    groups = (a, a_scale, b[None], b_scale[None], torch.tensor([3], dtype=torch.int32))
+    traced = torch.compile(packed_grouped_gemm, backend="eager", fullgraph=True, dynamic=True)
+    assert torch.equal(traced(*groups)[:3], packed_grouped_gemm(*groups)[:3])
