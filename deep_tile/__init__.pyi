@@ -26,6 +26,7 @@ from deep_tile.config import GemmConfig as GemmConfig
 from deep_tile.dense import fp8_wgrad as fp8_wgrad
 from deep_tile.dense import gemm as gemm
 from deep_tile.dense import int8_gemm as int8_gemm
+from deep_tile.dense import packed_gemm as packed_gemm
 from deep_tile.dense import scaled_gemm as scaled_gemm
 from deep_tile.experts import Routing as Routing
 from deep_tile.experts import combine as combine
@@ -36,6 +37,7 @@ from deep_tile.gated import swiglu_gradient_cast_both as swiglu_gradient_cast_bo
 from deep_tile.gemm_cast import fp8_gemm_cast as fp8_gemm_cast
 from deep_tile.grouped import fp8_grouped_gemm as fp8_grouped_gemm
 from deep_tile.grouped import grouped_gemm as grouped_gemm
+from deep_tile.grouped import packed_grouped_gemm as packed_grouped_gemm
 from deep_tile.grouped import scaled_grouped_gemm as scaled_grouped_gemm
 from deep_tile.jit import CompileError as CompileError
 from deep_tile.jit import compilations as compilations
@@ -50,6 +52,8 @@ from deep_tile.method.groups import explain_groups as explain_groups
 from deep_tile.method.report import Explanation as Explanation
 from deep_tile.method.report import explain as explain
 from deep_tile.nn import precompile_model as precompile_model
+from deep_tile.packed import pack_weight as pack_weight
+from deep_tile.packed import unpack_weight as unpack_weight
 from deep_tile.quantize import dequantize as dequantize
 from deep_tile.quantize import per_block_cast_to_fp8 as per_block_cast_to_fp8
 from deep_tile.quantize import per_token_cast_to_fp8 as per_token_cast_to_fp8
