@@ -61,6 +61,11 @@ assert_type(deep_tile.split_weight(w), torch.Tensor)
 assert_type(deep_tile.prenorm_gemm(x, w), Pair)
 assert_type(deep_tile.einsum("bmk,bnk->mn", x, w), torch.Tensor)
 assert_type(deep_tile.precompile_thin(), int)
+packed = deep_tile.pack_weight(b, b_scale)
+assert_type(packed[0], torch.Tensor)
+assert_type(deep_tile.unpack_weight(b, b_scale)[0], torch.Tensor)
+assert_type(deep_tile.packed_gemm(a, a_scale, b, b_scale), torch.Tensor)
+assert_type(deep_tile.packed_grouped_gemm(a, a_scale, b, b_scale, routing.offs), torch.Tensor)
 
 # Before the first call, and what is chosen.
 made = assert_type(deep_tile.precompile([(256, 512, 64)], kind="bf16", layouts=["nn"]), deep_tile.Precompiled)
