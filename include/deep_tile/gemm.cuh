@@ -171,6 +171,21 @@ __device__ __forceinline__ void prefetch_maps(const GemmParams& params) {
     if constexpr (!config.packed_b()) ptx::prefetch_tensormap(params.b_maps[0]);
 }
 
+// The roles of math warpgroups.
+template <GemmConfig config>
+__device__ __forceinline__ void run_math(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
+    if constexpr (config.moves_registers()) ptx::setmaxnreg_inc<config.math_registers>();
+    ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
+    const bool lets_start_early = starts_successor_early<config>(params);
+    if (lets_start_early) ptx::griddepcontrol_launch_dependents();
+    if constexpr (config.split_k == 1) {
+        consume<config>(params, smem, warpgroup);
+    } else {
+        consume_split<config>(params, smem, warpgroup);
+    }
+    if (!lets_start_early) ptx::griddepcontrol_launch_dependents();
+}
+
 template <GemmConfig config>
 __device__ __forceinline__ void gemm(const GemmParams& params) {
     auto& smem = shared_storage<config>();
@@ -207,17 +222,7 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
     // begins, 20 ns per KB, and the producer loops are needed before the math loops, which wait for them: m <= 128
     // takes 0.35 % less, 128x144 0.6 to 1 %, 128x256 0.4 % (H200, 2026-11-22).
     if (warp < first_producer) {
-        if constexpr (config.moves_registers()) ptx::setmaxnreg_inc<config.math_registers>();
-        ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
-        const bool lets_start_early = starts_successor_early<config>(params);
-        if (lets_start_early) ptx::griddepcontrol_launch_dependents();
-        const int warpgroup = warp / (warpgroup_threads / warp_threads);
-        if constexpr (config.split_k == 1) {
-            consume<config>(params, smem, warpgroup);
-        } else {
-            consume_split<config>(params, smem, warpgroup);
-        }
-        if (!lets_start_early) ptx::griddepcontrol_launch_dependents();
+        run_math<config>(params, smem, warp / (warpgroup_threads / warp_threads));
     } else if (!converts) {
         if (requests_operands) produce_operands<config>(params, smem, requested);
         if constexpr (config.has_scales()) {
