@@ -38,7 +38,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One of several processes of a run takes one core: threads that wait for theirs are as busy as those that work."""
+    """Has tests print as to a file. One of several processes of a run takes one core: threads that wait for theirs are
+    as busy as those that work."""
+    for size in ("COLUMNS", "LINES"):  # xdist's, of a terminal that tests do not have
+        os.environ.pop(size, None)
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
         torch.set_num_threads(1)

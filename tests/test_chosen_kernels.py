@@ -15,7 +15,7 @@ from default_kernels import EVERY_CONFIG
 from benchmarks import same_code
 from deep_tile import codegen, jit
 from deep_tile.config import GemmConfig
-from deep_tile.kinds import FAMILIES
+from deep_tile.kinds import EVERY_KIND
 
 HEADERS = Path(codegen.__file__).parent.parent / "include" / "deep_tile"
 
@@ -33,7 +33,7 @@ def test_every_run_has_every_feature(monkeypatch):
     assert len(grouped) == MOST and sum(config.is_grouped for config in grouped) > 20
     every = {feature for config in EVERY_CONFIG for feature in features(config)}
     for kernels in (always, grouped):
-        assert {config.product.family for config in kernels} == set(FAMILIES)
+        assert {config.product.family for config in kernels} == {kind.family for kind in EVERY_KIND.values()}
         assert {feature for config in kernels for feature in features(config)} == every
 
 

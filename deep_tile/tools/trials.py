@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile.api import fp8_gemm
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.dense import REFERENCES
+from deep_tile.dense import REFERENCES, fp8_gemm
 from deep_tile.kinds import RESULTS
 from deep_tile.problem import GemmProblem
 from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
