@@ -239,23 +239,24 @@ __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedS
     if (left == 0) return;
     wait(smem.units.full[0], 0);
     converter.begin(0);
-    while (true) {
-        wait(smem.slots.empty[ptx::redux_sync_or(slots.stage)], slots.phase ^ 1);
+    // Slots advance last in a step: ptxas keeps a copy of the number, made before that, in a register of each lane, and
+    // lets the warp fall apart at the wait.
+#pragma unroll 1
+    for (; left > 0; --left) {
+        wait(smem.slots.empty[slots.stage], slots.phase ^ 1);
         converter.convert(state.stage);
         __syncwarp();
         ptx::mbarrier_arrive(ptx::smem_address(&smem.units.empty[state.stage]), threadIdx.x % warp_threads == 0);
-        const int slot = slots.stage;
         state.advance();
-        slots.advance();
-        converter.advance();
-        if (--left > 0) {
+        if (left > 1) {
             wait(smem.units.full[state.stage], state.phase);
             converter.begin(state.stage);
         }
         ptx::fence_proxy_async();
         __syncwarp();
-        ptx::mbarrier_arrive(ptx::smem_address(&smem.slots.full[slot]), threadIdx.x % warp_threads == 0);
-        if (left == 0) return;
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.slots.full[slots.stage]), threadIdx.x % warp_threads == 0);
+        slots.advance();
+        converter.advance();
     }
 }
 

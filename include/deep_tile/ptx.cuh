@@ -25,13 +25,6 @@ __device__ __forceinline__ int opaque(int value) {
     return value;
 }
 
-// Returns a value that all lanes share, in a register that they share, too: "redux.sync".
-__device__ __forceinline__ int redux_sync_or(int value) {
-    int combined;
-    asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(combined) : "r"(value));
-    return combined;
-}
-
 // Nanoseconds, the same on all SMs: "Special Registers: %globaltimer".
 __device__ __forceinline__ u64 globaltimer() {
     u64 now;
