@@ -171,21 +171,21 @@ __device__ __forceinline__ void prefetch_maps(const GemmParams& params) {
     if constexpr (!config.packed_b()) ptx::prefetch_tensormap(params.b_maps[0]);
 }
 
-// The roles of math warpgroups.
+// Runs a math warpgroup over its tiles, or its parts of them.
 template <GemmConfig config>
-__device__ __forceinline__ void run_math(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
-    if constexpr (config.moves_registers()) ptx::setmaxnreg_inc<config.math_registers>();
-    ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
-    const bool lets_start_early = starts_successor_early<config>(params);
-    if (lets_start_early) ptx::griddepcontrol_launch_dependents();
+__device__ __forceinline__ void consume_parts(const GemmParams& params, SharedStorage<config>& smem, int warpgroup) {
     if constexpr (config.split_k == 1) {
         consume<config>(params, smem, warpgroup);
     } else {
         consume_split<config>(params, smem, warpgroup);
     }
-    if (!lets_start_early) ptx::griddepcontrol_launch_dependents();
 }
 
+// Gives every warp its role. setmaxnreg.dec precedes every wait for math warps, which themselves wait for these registers.
+// First requests stay outside the producer loops, so the path from the entry to them is one straight line. Producers
+// stand in the `else` branch, because ptxas places it first: code arrives in that order as a launch begins, 20 ns per KB,
+// and the producer loops are needed before the math loops, which wait for them: m <= 128 takes 0.35 % less, 128x144 0.6
+// to 1 %, 128x256 0.4 % (H200, 2026-11-22).
 template <GemmConfig config>
 __device__ __forceinline__ void gemm(const GemmParams& params) {
     auto& smem = shared_storage<config>();
@@ -193,12 +193,10 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
 
     const int warp = own_warp();
     constexpr int first_producer = config.math_warpgroups * warpgroup_threads / warp_threads;
-    // setmaxnreg.dec precedes every wait for math warps, which themselves wait for these registers.
     constexpr int first_converter = first_producer + warpgroup_threads / warp_threads;
     const bool converts = config.packed_b() && warp >= first_converter;
     if (config.moves_registers() && warp >= first_producer) ptx::setmaxnreg_dec<config.producer_registers>();
     if (threadIdx.x == 0) prefetch_maps<config>(params);
-    // First requests stay outside the producer loops, so the path from the entry to them is one straight line.
     int requested = 0;
     const bool requests_operands = warp == first_producer;
     if (requests_operands) {
@@ -218,11 +216,13 @@ __device__ __forceinline__ void gemm(const GemmParams& params) {
         if (loads_units) requested = request_first_units<config>(params, smem);
     }
     await_barriers<config>(requests_operands);
-    // Producers stand in the `else` branch, because ptxas places it first. Code arrives in that order as a launch
-    // begins, 20 ns per KB, and the producer loops are needed before the math loops, which wait for them: m <= 128
-    // takes 0.35 % less, 128x144 0.6 to 1 %, 128x256 0.4 % (H200, 2026-11-22).
     if (warp < first_producer) {
-        run_math<config>(params, smem, warp / (warpgroup_threads / warp_threads));
+        if constexpr (config.moves_registers()) ptx::setmaxnreg_inc<config.math_registers>();
+        ptx::griddepcontrol_wait();  // the preceding kernel may still read `out`
+        const bool lets_start_early = starts_successor_early<config>(params);
+        if (lets_start_early) ptx::griddepcontrol_launch_dependents();
+        consume_parts<config>(params, smem, warp / (warpgroup_threads / warp_threads));
+        if (!lets_start_early) ptx::griddepcontrol_launch_dependents();
     } else if (!converts) {
         if (requests_operands) produce_operands<config>(params, smem, requested);
         if constexpr (config.has_scales()) {
