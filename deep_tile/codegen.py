@@ -158,17 +158,22 @@ CAST_SOURCES = {"plain": "Plain", "listed": "Listed", "silu_mul": "SiluMul"}
 """What can be cast: all rows, rows by an index or of groups, a product of a row's halves; likewise."""
 
 
+def _caller(kernel: "StreamingKernel", struct: str, function: str) -> str:
+    """The kernel itself, which hands its parameters to a function of a header."""
+    return f"""\
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const {struct} params) {{
+    deep_tile::{function}(params);
+}}
+"""
+
+
 def cast_source(kernel: CastKernel) -> str:
     """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`.
 
     Its argument is no __grid_constant__: read in place, it makes the cast of FP32 in tiles spill (NVRTC 13.0.88).
     """
-    entry = f"""\
-extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
-{kernel.name}(const CastParams params) {{
-    deep_tile::{_cast_function(kernel)}(params);
-}}
-"""
+    entry = _caller(kernel, "CastParams", _cast_function(kernel))
     if kernel.what == "plain":
         return "\n".join([params.CAST.text, _headers("quantize.cuh"), entry])
     groups = f"constexpr unsigned cast_groups = {params.MOST_CAST_GROUPS};\n"
@@ -204,12 +209,8 @@ class TransposedKernel(NamedTuple):
 
 def transposed_source(kernel: TransposedKernel) -> str:
     """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    entry = f"""\
-extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
-{kernel.name}(const CastParams params) {{
-    deep_tile::cast_transposed<deep_tile::{CAST_FORMATS[kernel.source]}, {kernel.threads}, {kernel.columns}>(params);
-}}
-"""
+    source = CAST_FORMATS[kernel.source]
+    entry = _caller(kernel, "CastParams", f"cast_transposed<deep_tile::{source}, {kernel.threads}, {kernel.columns}>")
     return "\n".join([params.TRANSPOSED_CAST.text, _headers("transposed.cuh"), entry])
 
 
@@ -243,12 +244,7 @@ def both_source(kernel: BothKernel) -> str:
         "tiles": f"cast_weight<deep_tile::{CAST_FORMATS.get(kernel.source)}, {threads}>",
         "codes": f"transpose_codes<{threads}>",
     }[kernel.what]
-    entry = f"""\
-extern "C" __global__ void __launch_bounds__({threads}, {kernel.blocks_per_sm})
-{kernel.name}(const CastParams params) {{
-    deep_tile::{body}(params);
-}}
-"""
+    entry = _caller(kernel, "CastParams", body)
     return "\n".join([params.CAST_BOTH.text, _headers("both.cuh"), entry])
 
 
@@ -280,12 +276,8 @@ class GatedKernel(NamedTuple):
 def gated_source(kernel: GatedKernel) -> str:
     """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
     source = {"bf16": "GatedWords", "e4m3": "GatedCodes"}[kernel.source]
-    entry = f"""\
-extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
-{kernel.name}(const CastParams params) {{
-    deep_tile::cast_gated_gradient<deep_tile::{source}, {kernel.threads}, {str(kernel.blocks).lower()}>(params);
-}}
-"""
+    blocks = str(kernel.blocks).lower()
+    entry = _caller(kernel, "CastParams", f"cast_gated_gradient<deep_tile::{source}, {kernel.threads}, {blocks}>")
     waiting = f"constexpr int gated_bytes = {kernel.smem_bytes};\n"
     return "\n".join([params.GATED.text, waiting, _headers("gated.cuh"), entry])
 
@@ -310,12 +302,7 @@ class CombineKernel(NamedTuple):
 
 def combine_source(kernel: CombineKernel) -> str:
     """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    entry = f"""\
-extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
-{kernel.name}(const CombineParams params) {{
-    deep_tile::combine<{kernel.rows_at_once}>(params);
-}}
-"""
+    entry = _caller(kernel, "CombineParams", f"combine<{kernel.rows_at_once}>")
     return "\n".join([params.COMBINE.text, _headers("combine.cuh"), entry])
 
 
@@ -341,12 +328,7 @@ def sort_source(kernel: SortKernel) -> str:
     """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
     choice = {"int32": "int", "int64": "long long"}[kernel.choice]
     blocks = f"constexpr unsigned sort_blocks = {params.SORT_BLOCKS};\n"
-    entry = f"""\
-extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
-{kernel.name}(const SortParams params) {{
-    deep_tile::sort_by_expert<{choice}, {kernel.threads}>(params);
-}}
-"""
+    entry = _caller(kernel, "SortParams", f"sort_by_expert<{choice}, {kernel.threads}>")
     return "\n".join([params.SORT.text, blocks, _headers("sort.cuh"), entry])
 
 
@@ -424,12 +406,7 @@ class PartsKernel(NamedTuple):
 
 def parts_source(kernel: PartsKernel) -> str:
     """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    entry = f"""\
-extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
-{kernel.name}(const PartsParams params) {{
-    deep_tile::add_parts<{kernel.threads}>(params);
-}}
-"""
+    entry = _caller(kernel, "PartsParams", f"add_parts<{kernel.threads}>")
     return "\n".join([params.PARTS.text, _headers("parts.cuh"), entry])
 
 
@@ -453,12 +430,7 @@ class SplitKernel(NamedTuple):
 
 def split_source(kernel: SplitKernel) -> str:
     """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    entry = f"""\
-extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
-{kernel.name}(const SplitParams params) {{
-    deep_tile::split_terms<{kernel.terms}>(params);
-}}
-"""
+    entry = _caller(kernel, "SplitParams", f"split_terms<{kernel.terms}>")
     return "\n".join([params.SPLIT.text, _headers("terms.cuh"), entry])
 
 
