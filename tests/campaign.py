@@ -7,6 +7,7 @@ taken back, so a run that finds some writes its report and leaves at once.
 import argparse
 import contextlib
 import faulthandler
+import inspect
 import io
 import json
 import os
@@ -345,6 +346,9 @@ class Rounds(Protocol):
 
     def run_round(self, number: int) -> None: ...
 
+    def counts(self) -> dict[str, Any]:
+        """What the report says of all rounds."""
+
 
 def run_rounds(rounds: Rounds, arguments: argparse.Namespace, report: "Report") -> None:
     """In a stream of their own, until time or their number is over."""
@@ -432,6 +436,25 @@ def leave(status: int) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def fuzz(
+    fuzzer: Callable[[argparse.Namespace, Report], Rounds],
+    name: str,
+    options: argparse.ArgumentParser,
+    arguments: list[str] | None,
+) -> int:
+    """The `main` of a fuzzer, whose report has this name."""
+    add_rounds(options)
+    chosen = options.parse_args(arguments)
+    reason = begin(chosen)
+    if reason:
+        print(f"{Path(inspect.getfile(fuzzer)).name}: {reason}", file=sys.stderr)
+        return UNUSABLE
+    report = Report(name, chosen)
+    rounds = fuzzer(chosen, report)
+    run_rounds(rounds, chosen, report)
+    return leave(report.end(**rounds.counts()))
 
 
 def _machine() -> dict[str, Any]:

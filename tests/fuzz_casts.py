@@ -25,21 +25,17 @@ import expected_casts
 import torch
 from campaign import (
     NAN_BYTE,
-    UNUSABLE,
     Ledger,
     Report,
     Room,
     Watch,
-    add_rounds,
-    begin,
+    fuzz,
     lay_out,
-    leave,
     load_kernels,
     noise,
     on_gpu,
     parser,
     reserve,
-    run_rounds,
     sms_of,
 )
 from expected_casts import Cast, Gating, Rounding, codes_differ, numbers_differ
@@ -1059,6 +1055,9 @@ class Fuzzer:
     def _examine(self, drawn: Draw) -> dict[str, Any]:
         return examine(check(self._pool, drawn, self._device, lambda: None))
 
+    def counts(self) -> dict[str, Any]:
+        return {"calls_that_copy": self.calls.total(), "calls": dict(sorted(self.calls.items()))}
+
 
 def kernels_of_products(num_sms: int) -> list[GemmConfig]:
     """What linear layers of those that are drawn take, what casts its result by itself, and such products without the
@@ -1078,17 +1077,8 @@ def kernels_of_products(num_sms: int) -> list[GemmConfig]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0], seconds=60)
-    add_rounds(options)
     options.set_defaults(sizes=USUAL)
-    chosen = options.parse_args(arguments)
-    reason = begin(chosen)
-    if reason:
-        print(f"fuzz_casts.py: {reason}", file=sys.stderr)
-        return UNUSABLE
-    report = Report("fuzz of casts", chosen)
-    fuzzer = Fuzzer(chosen, report)
-    run_rounds(fuzzer, chosen, report)
-    return leave(report.end(calls_that_copy=fuzzer.calls.total(), calls=dict(sorted(fuzzer.calls.items()))))
+    return fuzz(Fuzzer, "fuzz of casts", options, arguments)
 
 
 if __name__ == "__main__":

@@ -16,17 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 from campaign import (
-    UNUSABLE,
     Ledger,
     Report,
     Watch,
-    add_rounds,
-    begin,
-    leave,
+    fuzz,
     load_kernels,
     noise,
     parser,
-    run_rounds,
     sms_of,
 )
 from helpers import ACCUMULATION, BF16_ROUNDING
@@ -341,20 +337,13 @@ class Fuzzer:
             self.configs.add(drawn.config)
         self.ledger.end_round()
 
+    def counts(self) -> dict[str, Any]:
+        return {"products": self.products, "calls_that_copy": self.narrow, "configs": len(self.configs)}
+
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0], seconds=60)
-    add_rounds(options)
-    chosen = options.parse_args(arguments)
-    reason = begin(chosen)
-    if reason:
-        print(f"fuzz_groups.py: {reason}", file=sys.stderr)
-        return UNUSABLE
-    report = Report("fuzz of groups", chosen)
-    fuzzer = Fuzzer(chosen, report)
-    run_rounds(fuzzer, chosen, report)
-    counts = {"products": fuzzer.products, "calls_that_copy": fuzzer.narrow, "configs": len(fuzzer.configs)}
-    return leave(report.end(**counts))
+    return fuzz(Fuzzer, "fuzz of groups", options, arguments)
 
 
 if __name__ == "__main__":

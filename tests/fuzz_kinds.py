@@ -23,19 +23,15 @@ from typing import Any, NamedTuple
 
 import torch
 from campaign import (
-    UNUSABLE,
     Ledger,
     Report,
     Watch,
-    add_rounds,
-    begin,
+    fuzz,
     lay_out,
-    leave,
     load_kernels,
     noise,
     on_gpu,
     parser,
-    run_rounds,
     sms_of,
 )
 from fuzz_groups import draw_scale_dtype, draw_sizes
@@ -598,22 +594,16 @@ class Fuzzer:
     def _examine(self, drawn: Draw) -> dict[str, Any]:
         return examine(make(self._values, drawn, self._device), drawn)
 
+    def counts(self) -> dict[str, Any]:
+        counts = {"products": self.products, "calls_that_copy": self.narrow, "configs": len(self.configs)}
+        return counts | {"calls": dict(sorted(self.calls.items()))}
+
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0], seconds=60)
     options.add_argument("--configs", type=int, default=64, help="of each family of kinds (default: %(default)s)")
-    add_rounds(options)
     options.set_defaults(limits=USUAL)
-    chosen = options.parse_args(arguments)
-    reason = begin(chosen)
-    if reason:
-        print(f"fuzz_kinds.py: {reason}", file=sys.stderr)
-        return UNUSABLE
-    report = Report("fuzz of kinds", chosen)
-    fuzzer = Fuzzer(chosen, report)
-    run_rounds(fuzzer, chosen, report)
-    counts = {"products": fuzzer.products, "calls_that_copy": fuzzer.narrow, "configs": len(fuzzer.configs)}
-    return leave(report.end(**counts, calls=dict(sorted(fuzzer.calls.items()))))
+    return fuzz(Fuzzer, "fuzz of kinds", options, arguments)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ import argparse
 import sys
 from collections import Counter
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from campaign import UNUSABLE, Ledger, Report, Watch, add_rounds, begin, leave, parser, run_rounds
+from campaign import Ledger, Report, Watch, fuzz, parser
 
 from deep_tile import logits, mqa_logits, paged_mqa_logits
 
@@ -172,19 +172,13 @@ class Fuzzer:
         self.rounds["paged" if case.paged else "keys"] += 1
         self.ledger.end_round()
 
+    def counts(self) -> dict[str, Any]:
+        return {"calls_that_copy": 2 * self.rounds.total(), "calls": dict(sorted(self.rounds.items()))}
+
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0], seconds=60)
-    add_rounds(options)
-    chosen = options.parse_args(arguments)
-    reason = begin(chosen)
-    if reason:
-        print(f"fuzz_logits.py: {reason}", file=sys.stderr)
-        return UNUSABLE
-    report = Report("fuzz of logits", chosen)
-    fuzzer = Fuzzer(chosen, report)
-    run_rounds(fuzzer, chosen, report)
-    return leave(report.end(calls_that_copy=2 * fuzzer.rounds.total(), calls=dict(sorted(fuzzer.rounds.items()))))
+    return fuzz(Fuzzer, "fuzz of logits", options, arguments)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 import torch
-from campaign import UNUSABLE, Ledger, Report, Watch, add_rounds, begin, leave, parser, run_rounds
+from campaign import Ledger, Report, Watch, fuzz, parser
 
 import deep_tile
 
@@ -141,19 +141,13 @@ class Fuzzer:
         self.rounds[drawn.split()[0]] += 1
         self.ledger.end_round()
 
+    def counts(self) -> dict[str, Any]:
+        return {"products": 2 * self.rounds.total(), "kinds": dict(sorted(self.rounds.items()))}
+
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0], seconds=60)
-    add_rounds(options)
-    chosen = options.parse_args(arguments)
-    reason = begin(chosen)
-    if reason:
-        print(f"fuzz_thin.py: {reason}", file=sys.stderr)
-        return UNUSABLE
-    report = Report("fuzz of thin products", chosen)
-    fuzzer = Fuzzer(chosen, report)
-    run_rounds(fuzzer, chosen, report)
-    return leave(report.end(products=2 * fuzzer.rounds.total(), kinds=dict(sorted(fuzzer.rounds.items()))))
+    return fuzz(Fuzzer, "fuzz of thin products", options, arguments)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 from math import prod
 from random import Random
 
+import campaign
 import expected_casts
 import fuzz_casts
 import pytest
@@ -150,7 +151,7 @@ def run(tmp_path, capsys, monkeypatch):
     """Run the driver on the CPU; its status and report."""
     monkeypatch.setattr(fuzz_casts, "USUAL", SMALL)
     monkeypatch.setattr(fuzz_casts, "_POOL", 1 << 18)
-    monkeypatch.setattr(fuzz_casts, "leave", lambda status: status)
+    monkeypatch.setattr(campaign, "leave", lambda status: status)
 
     def start(*arguments: str) -> tuple[int, dict]:
         path = tmp_path / "report.json"
