@@ -107,13 +107,14 @@ def host_parts() -> dict[str, Call]:
     inputs = Inputs(HOST_SHAPE)
     given = (inputs.a, inputs.a_scale, inputs.b, inputs.b_scale, inputs.new_out())
     deep_tile.fp8_gemm(*given)
-    signature = launches.signature(*given)
+    bound = (*given, None)  # no bias
+    signature = launches.signature(*bound)
     options, known = next(entry for entry in FP8_GEMM.launches.values() if signature in entry[1])
     launch = known[signature]
     addresses, stream = tuple(tensor.data_ptr() for tensor in given), torch.cuda.current_stream().cuda_stream
     return {
         "fp8_gemm": lambda: deep_tile.fp8_gemm(*given),
-        "read, find, launch": lambda: _launcher.launch_known(FP8_GEMM.launches, options, *given),
+        "read, find, launch": lambda: _launcher.launch_known(FP8_GEMM.launches, options, bound),
         "launch": lambda: _launcher.launch(launch, addresses, stream),
         "(only read the tensors)": lambda: _launcher.signature(*given),
         "(only call a function)": lambda: None,

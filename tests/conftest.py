@@ -116,9 +116,13 @@ def kernel_cache(run_folder):
 
 
 @pytest.fixture
-def quick_compiler(monkeypatch, tmp_path):
+def quick_compiler(request, monkeypatch, tmp_path):
     """Kernels are compiled to the code of an empty one, into a cache of the test's own: for tests that count kernels or
-    need them out of the way, and look at no code. Those that are compiled in earnest are test_codegen.py's."""
+    need them out of the way, and look at no code. Those that are compiled in earnest are test_codegen.py's, and those
+    of GPU tests, which launch them."""
+    if request.node.get_closest_marker("gpu"):
+        yield
+        return
     program, options = jit._compiler()
     empty = 'extern "C" __global__ void empty() {}'
     monkeypatch.setattr(jit, "_compiler", lambda: (lambda source, *how, **also: program(empty, *how, **also), options))

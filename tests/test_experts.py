@@ -433,7 +433,7 @@ def test_captured_sums_follow_the_index():
 @pytest.mark.gpu
 def test_capture_refuses_a_sum_whose_kernel_is_not_loaded(monkeypatch):
     monkeypatch.setattr(kernels, "_loaded", {})
-    monkeypatch.setattr(experts, "_launches", {})
+    monkeypatch.setattr(experts.COMBINE, "launches", {})
     x, index = torch.ones(4, 8, device="cuda").bfloat16(), torch.zeros(2, 2, dtype=torch.int32, device="cuda")
     weights = torch.ones(2, 2, device="cuda")
     with pytest.raises(RuntimeError, match="not loaded yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -539,7 +539,7 @@ def test_large_groups_with_few_rows():
 @pytest.mark.gpu
 def test_capture_refuses_a_kernel_that_is_not_loaded(monkeypatch):
     monkeypatch.setattr(kernels, "_loaded", {})
-    monkeypatch.setattr(quantize, "_launches", {})
+    monkeypatch.setattr(experts.SILU_MUL_CAST, "launches", {})
     with pytest.raises(RuntimeError, match="not loaded yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         silu_mul_cast_to_fp8(torch.zeros(4, 256, device="cuda", dtype=torch.bfloat16))
 

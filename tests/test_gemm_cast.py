@@ -258,7 +258,7 @@ def test_a_floor_that_equals_a_known_one_launches_nothing(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (GemmConfig(128, 128, 4), "to output='bf16', and this call 'fp8' to 'e4m3'"),
+        (GemmConfig(128, 128, 4), "output='bf16', and this call for kind='fp8' and output='e4m3'"),
         (GemmConfig(128, 256, 4, output=QUANTIZED, activation="swiglu"), "activation='swiglu', and this call"),
     ],
 )

@@ -23,7 +23,7 @@ from helpers import (
     same_bits,
 )
 
-from deep_tile import GemmConfig, api, fp8_gemm, is_available, jit, plan, precompile
+from deep_tile import GemmConfig, dense, fp8_gemm, is_available, jit, plan, precompile
 from deep_tile.config import round_up
 from deep_tile.select.defaults import default_configs
 
@@ -76,7 +76,7 @@ def every_kernel():
 def nothing_loaded(monkeypatch):
     """As in a new process, but with a full disk cache."""
     monkeypatch.setattr(plan, "_kernels", {})
-    monkeypatch.setattr(api, "_launches", {})
+    monkeypatch.setattr(dense.FP8_GEMM, "launches", {})
 
 
 def operands_on_gpu(m: int, n: int, k: int, **layout) -> Operands:

@@ -38,6 +38,12 @@ def random_matrix(m, k, dtype=torch.bfloat16, seed=0):
     return x.to(dtype)
 
 
+def forget(monkeypatch) -> None:
+    """As if no cast had been launched."""
+    for operation in (quantize.TOKEN_CAST, quantize.BLOCK_CAST):
+        monkeypatch.setattr(operation, "launches", {})
+
+
 def codes(x):
     """Bits, NaN of either sign as one."""
     return torch.where(x.float().isnan(), 0x7F, x.contiguous().view(torch.uint8))
@@ -141,7 +147,7 @@ def test_padding_of_out_is_not_written(cast):
 def test_overlapping_launches_read_what_was_written(cast, monkeypatch):
     """Casts launched to overlap wait for each other, and for the kernel ahead: a chain of them in one buffer."""
     prepare = kernels.prepare_launch
-    monkeypatch.setattr(quantize, "_launches", {})
+    forget(monkeypatch)
     monkeypatch.setattr(kernels, "prepare_launch", lambda *a, **how: prepare(*a, **{**how, "pdl": True}))
     sources = [random_matrix(512, 4096, seed=seed) for seed in range(8)]
     wanted = [cast(x.cpu()) for x in sources]
@@ -261,7 +267,7 @@ def test_graph_replays_what_was_captured(cast):
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_capture_refuses_a_kernel_that_is_not_loaded(monkeypatch):
     monkeypatch.setattr(kernels, "_loaded", {})
-    monkeypatch.setattr(quantize, "_launches", {})
+    forget(monkeypatch)
     x = random_matrix(4, 128)
     with pytest.raises(RuntimeError, match="not loaded yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         per_token_cast_to_fp8(x)
@@ -276,7 +282,7 @@ def test_warm_cast_finds_its_launch(cast, monkeypatch):
     cast(x, out=out, scale_out=scale)
     if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         monkeypatch.setattr(kernels, "prepare_launch", lambda *ignored: pytest.fail("prepared anew"))
-        monkeypatch.setattr(quantize, "_cast_unknown", lambda *ignored: pytest.fail("went through Python"))
+        monkeypatch.setattr(quantize.Cast, "_run_unknown", lambda *ignored: pytest.fail("went through Python"))
     cast(y, out=out, scale_out=scale)
     assert torch.equal(codes(out.cpu()), codes(wanted)) and torch.equal(scale.cpu(), wanted_scale)
 
