@@ -1,7 +1,7 @@
-"""Kernels of the casts, of `combine` and of `sort_by_expert`: launch parameters, those of casts from the roofline,
-loading, launches.
+"""Kernels for casts, `combine` and `sort_by_expert`: launch parameters (casts take theirs from the roofline), loading,
+launches.
 
-Called by quantize.py and experts.py. Knows integers and CUDA's ordinals of devices, not tensors: no torch. Kernels are
+Called by quantize.py and experts.py. Knows integers and CUDA device ordinals, not tensors: no torch. Kernels are
 compiled (jit.py) and loaded once per device and live as long as the process.
 """
 

@@ -1,7 +1,7 @@
-"""torch's own names for scaled products, on deep_tile's kernels: one import in place of another.
+"""torch's scaled GEMM functions on deep_tile's kernels: change one import.
 
-Calls dense.py and grouped.py. Invariant: arguments, and what they mean, are those of the function of that name
-in `torch.nn.functional`; what that takes and deep_tile has no kernel for is refused.
+Calls dense.py and grouped.py. Invariant: arguments mean what they mean in the function with this name in
+`torch.nn.functional`; arguments without a kernel are refused.
 """
 
 from collections.abc import Collection, Sequence
