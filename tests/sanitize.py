@@ -141,10 +141,10 @@ CASTS = (
 
 def tight(x: torch.Tensor, device: str, multiple: int = 1) -> torch.Tensor:
     """A copy with nothing beyond its last row; rows are a multiple of `multiple` elements apart."""
-    columns = round_up(x.shape[1], multiple)
-    copy = torch.zeros(x.shape[0], columns, dtype=x.dtype)
-    copy[:, : x.shape[1]] = x
-    return copy.to(device)[:, : x.shape[1]]
+    columns = x.shape[-1]
+    copy = torch.zeros(*x.shape[:-1], round_up(columns, multiple), dtype=x.dtype)
+    copy[..., :columns] = x
+    return copy.to(device)[..., :columns]
 
 
 def tight_operand(x: torch.Tensor, k: int, device: str) -> torch.Tensor:
