@@ -389,8 +389,8 @@ def transposed_targets(x: torch.Tensor, device: str) -> dict[str, torch.Tensor]:
 
 def from_device(x: torch.Tensor) -> torch.Tensor:
     """A copy of what lies between rows, too: one of the rows alone is made by a kernel of torch."""
-    whole = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
-    return whole.cpu().as_strided(x.shape, x.stride(), x.storage_offset())
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((extent,), (1,)).to("cpu", copy=True).as_strided(x.shape, x.stride())
 
 
 def run_transposed_casts(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda") -> None:
