@@ -1,9 +1,9 @@
-"""Casts to FP8 both ways, in one read, and the transpose of FP8: what gradients of linear layers multiply.
+"""Casts to FP8 along both dimensions in one read, and FP8 transposes: operands for a linear layer's gradients.
 
 Called by users and train. A layer multiplies its input along k and, for the weight's gradient, along tokens; the weight
-along k and, for the input's gradient, along n. Each cast here makes both operands at once. On a Hopper GPU a kernel of
-both.cuh does it, elsewhere the casts that are joined.
-Invariant: every result has the bits of the casts that are joined, and of the transpose that is torch's.
+along k and, for the input's gradient, along n. Each cast here makes both operands at once. On a Hopper GPU a kernel in
+both.cuh does it, elsewhere two separate casts. Invariant: every result equals the separate casts, and torch's
+transpose, bit for bit.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from deep_tile.config import SCALE_BLOCK
 from deep_tile.ops import is_traced
 
 _launches: launches.Table = {}
-"""By the options of a call, the first of which says of which."""
+"""By a call's options, the first of which names the function."""
 
 BYTE_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8)
 
@@ -28,7 +28,7 @@ _FIELDS = {
     "tiles": ("x", "row_out", "scale", "out"),
     "codes": ("x", "out"),
 }
-"""By what a kernel casts: fields of `params.CAST_BOTH` that its tensors are, in a launch's order."""
+"""By `codegen.BothKernel.what`: fields in `params.CAST_BOTH` for the tensors, in launch order."""
 
 _CALLS = {"rows": "cast_both", "mixed": "cast_both", "tiles": "cast_weight", "codes": "transpose_fp8"}
 
@@ -36,12 +36,12 @@ _NAMES = {"x": "the input", "row_out": "a", "row_scale": "a_scale", "out": "the 
 
 
 class CastBoth(NamedTuple):
-    """What `cast_both` makes of x [s, k].
+    """Result of `cast_both` for x [s, k].
 
     Attributes:
         a, a_scale: [s, k] and [s, ceil(k / 128)], as `per_token_cast_to_fp8`.
-        at, at_scale: [k, s] and [k, ceil(s / 128)], as `transposed_cast_to_fp8`; with `blocks` that of
-            `per_block_cast_to_fp8`, transposed, and [ceil(k / 128), ceil(s / 128)].
+        at, at_scale: [k, s] and [k, ceil(s / 128)], as from `transposed_cast_to_fp8`; with `blocks`
+            `per_block_cast_to_fp8`'s transpose, and [ceil(k / 128), ceil(s / 128)].
     """
 
     a: torch.Tensor
@@ -51,11 +51,11 @@ class CastBoth(NamedTuple):
 
 
 class CastWeight(NamedTuple):
-    """What `cast_weight` makes of w [..., n, k].
+    """Result of `cast_weight` for w [..., n, k].
 
     Attributes:
         b, b_scale: [..., n, k] and [..., ceil(n / 128), ceil(k / 128)], as `per_block_cast_to_fp8`.
-        bt: [..., k, n], the transpose of b.
+        bt: [..., k, n], b's transpose.
     """
 
     b: torch.Tensor
@@ -64,7 +64,7 @@ class CastWeight(NamedTuple):
 
     @property
     def bt_scale(self) -> torch.Tensor:
-        """Of `bt`: [..., ceil(k / 128), ceil(n / 128)], a view."""
+        """Scale for `bt`: [..., ceil(k / 128), ceil(n / 128)], a view."""
         return self.b_scale.mT
 
 
@@ -81,20 +81,20 @@ def cast_both(
 ) -> CastBoth:
     """Quantise along k and along tokens, in one read of x: `per_token_cast_to_fp8` and `transposed_cast_to_fp8`.
 
-    Bit for bit what those two make; with `blocks`, `per_block_cast_to_fp8` in the other's place. Runs on x's device and
+    Bit for bit as those two; with `blocks` as `per_block_cast_to_fp8` in place of the second. Runs on x's device and
     torch's current stream, and has no gradient.
 
     Args:
-        x: [s, k] float64, float32, float16 or bfloat16, s tokens. On the GPU fastest where columns are adjacent and
-            rows begin and end at multiples of 16 bytes.
-        rows, offs, alignment: as for `transposed_cast_to_fp8`. With `offs` only tokens of groups are cast along k; `a`
-            and `a_scale` hold arbitrary bytes for the others.
-        blocks: along tokens, one scale for 128 columns and 128 tokens, as `fp8_gemm` takes `b`, instead of one for each
-            column and 128 tokens. Without `offs`.
-        amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`, of both casts.
+        x: [s, k] float64, float32, float16 or bfloat16, s tokens. Fastest on the GPU if columns are contiguous and rows
+            start and end at multiples of 16 bytes.
+        rows, offs, alignment: as for `transposed_cast_to_fp8`. With `offs` only tokens in groups are cast along k; for
+            others `a` and `a_scale` hold arbitrary bytes.
+        blocks: along tokens, 128x128 scales, as `fp8_gemm` takes for `b`, instead of one per column and 128 tokens.
+            Without `offs`.
+        amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`, for both casts.
 
     Returns:
-        `CastBoth(a, a_scale, at, at_scale)`. Scales are "m_aligned"; rows of `a` and `at` begin at multiples of 16
+        `CastBoth(a, a_scale, at, at_scale)`. Scales are "m_aligned"; rows in `a` and `at` start at multiples of 16
         bytes.
 
     Raises:
@@ -116,16 +116,16 @@ def cast_weight(
 ) -> CastWeight:
     """Quantise a weight with one scale per 128x128, and transpose it, in one read of w.
 
-    Bit for bit what `per_block_cast_to_fp8` makes, and its transpose. Runs on w's device and torch's current stream,
+    Bit for bit `per_block_cast_to_fp8` and its transpose. Runs on w's device and torch's current stream,
     and has no gradient.
 
     Args:
-        w: [n, k], or [g, n, k] for experts, each with blocks of its own; float64, float32, float16 or bfloat16. On the
-            GPU fastest where columns are adjacent and rows begin and end at multiples of 16 bytes.
+        w: [n, k], or [g, n, k] for experts, each with its own blocks; float64, float32, float16 or bfloat16. Fastest
+            on the GPU if columns are contiguous and rows start and end at multiples of 16 bytes.
         amax_floor, round_scale, exact: as for `per_block_cast_to_fp8`.
 
     Returns:
-        `CastWeight(b, b_scale, bt)`. Rows of `b` and `bt` begin at multiples of 16 bytes.
+        `CastWeight(b, b_scale, bt)`. Rows in `b` and `bt` start at multiples of 16 bytes.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `per_block_cast_to_fp8`.
@@ -137,16 +137,16 @@ def cast_weight(
 
 
 def transpose_fp8(x: torch.Tensor) -> torch.Tensor:
-    """The transpose of FP8, or of other single bytes, written out: [..., n, k] becomes [..., k, n].
+    """Transpose FP8 or other one-byte elements in memory: [..., n, k] becomes [..., k, n].
 
     Runs on x's device and torch's current stream, and has no gradient.
 
     Args:
-        x: [n, k] or [g, n, k] float8_e4m3fn, float8_e5m2, uint8 or int8. On the GPU fastest where columns are adjacent
-            and rows begin and end at multiples of 16 bytes.
+        x: [n, k] or [g, n, k] float8_e4m3fn, float8_e5m2, uint8 or int8. Fastest on the GPU if columns are contiguous
+            and rows start and end at multiples of 16 bytes.
 
     Returns:
-        [..., k, n] of x's dtype, whose rows begin at multiples of 16 bytes.
+        [..., k, n] in x's dtype, rows at multiples of 16 bytes.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `per_block_cast_to_fp8`.
@@ -156,11 +156,11 @@ def transpose_fp8(x: torch.Tensor) -> torch.Tensor:
     return _transpose(x)
 
 
-# Eager calls: what is made, and by which launch.
+# Eager calls: allocations and launches.
 
 
 def _cast_both(x: torch.Tensor, blocks: bool, options: tuple, lists: sources.Lists) -> CastBoth:
-    """Outside of tracing; `options` are equal to `transposed.Options`."""
+    """The call outside tracing; `options` equal a `transposed.Options`."""
     what = "mixed" if blocks else "rows"
     try:
         transposed.refuse_gradient(x, "cast_both")
@@ -208,7 +208,7 @@ def _both_definition(
 
 
 def _cast_weight(w: torch.Tensor, options: tuple) -> CastWeight:
-    """Outside of tracing; `options` are equal to `quantize.Options`."""
+    """The call outside tracing; `options` equal a `quantize.Options`."""
     try:
         made = _new_weight(w)
         known = _launcher.launch_known(_launches, ("tiles", *options), w, *made)
@@ -244,7 +244,7 @@ def _matrices(x: torch.Tensor) -> torch.Tensor:
 
 
 def _transpose(x: torch.Tensor) -> torch.Tensor:
-    """Outside of tracing."""
+    """The call outside tracing."""
     try:
         made = _new_transpose(x)
         known = _launcher.launch_known(_launches, ("codes",), x, made)
@@ -269,10 +269,10 @@ def _new_transpose(x: torch.Tensor) -> torch.Tensor:
 def _enqueue(
     what: str, options: tuple, x: torch.Tensor, made: tuple, layout, lists: sources.Lists = MappingProxyType({})
 ) -> None:
-    """Launch the kernel that casts `what`, for a call that has been checked.
+    """Launch the kernel for `what` in a checked call.
 
     Args:
-        layout: makes the numbers of the launch from the input that the kernel can read.
+        layout: builds the launch's parameters from a readable input.
     """
     x = _readable(x)
 
@@ -317,7 +317,7 @@ def _weight_layout(made: CastWeight, options: quantize.Options, w: torch.Tensor)
 
 
 def _matrix_layout(transpose: torch.Tensor, x: torch.Tensor) -> cast.BothLayout:
-    """What every transpose of matrices has; both are as this module allocates them, or any that kernels can read."""
+    """A matrix transpose's parameters; both tensors as allocated here, or any that kernels can read."""
     rows, columns = x.shape[-2:]
     elements = tensors.ALIGNMENT_BYTES // x.element_size()
     strides = (x.stride(-2), _step(x), columns)
@@ -348,7 +348,7 @@ def _check_given(check: Callable[..., None], x: torch.Tensor, *arguments) -> Non
 
 
 def _check_both(x: torch.Tensor, blocks: bool, options: transposed.Options, lists: sources.Lists) -> None:
-    """Check what can be checked without memory."""
+    """The checks that need no memory."""
     transposed.check_values(x, options, lists, "cast_both")
     if type(blocks) is not bool:
         raise TypeError(f"blocks is {blocks!r}; it must be True or False")
@@ -372,7 +372,7 @@ def _check_matrices(name: str, x: torch.Tensor, wanted: str) -> None:
         raise ValueError(f"{name} has shape {list(x.shape)}; it must be {wanted}, so .view() it so")
 
 
-# The ops, which tracers see.
+# The ops that tracers see.
 
 
 def _read_options(alignment=SCALE_BLOCK, rows=None, offs=None, **options) -> tuple[transposed.Options, sources.Lists]:
