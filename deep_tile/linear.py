@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, both, checks, dense, launches, ops, quantize, tensors
+from deep_tile import _launcher, both, cast, checks, dense, launches, ops, quantize, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 from deep_tile.operation import error_of
 from deep_tile.ops import is_traced
@@ -382,13 +382,11 @@ def _prepare(given: tuple, bias, options: _Options) -> tuple[_launcher.Launch, _
         names=names,
         places={"a": a_at, "a_scale": scale_at, "b": Place(1), "b_scale": Place(2), "out": Place(3), **of_bias},
     )
-    cast = quantize.cast_launch(
-        *(x, quantize.Options(quantize.TOKEN_BLOCK[0], **_cast_options(options)), a, a_scale),
-        names=names,
-        places={"x": Place(0), "out": a_at, "scale": scale_at},
-        pdl=pdl,
-    )
-    return cast, multiply
+    device = x.get_device()
+    kernel, grid, numbers = quantize.chosen(x, a, a_scale, quantize.values_of(options), {})
+    quantize.check_capture(kernel, device, "fp8_linear")
+    places = {"x": Place(0), "out": a_at, "scale": scale_at}
+    return cast.prepare_launch(kernel, grid, device, numbers, names, places, pdl=pdl), multiply
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor | None:
@@ -501,7 +499,7 @@ def _check_formats(x, b_scale, options: _Options) -> None:
     if b_scale is not None:
         checks.check_scale_dtypes(("b", "b_scale"), (None, b_scale))
     _check_out_dtype(options.out_dtype)
-    quantize.check_options(quantize.Options(quantize.TOKEN_BLOCK[0], **_cast_options(options)))
+    quantize.check_options(quantize.values_of(options))
     for name, value in _product_options(options).items():
         check_one(name, value)
 

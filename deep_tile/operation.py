@@ -31,7 +31,8 @@ class Operation(ops.Op):
     """A function of the package and its op.
 
     Args:
-        name, tensors, keywords: as for `ops.Op`. `tensors` are those of a launch, too, in this order.
+        name, tensors, keywords: as for `ops.Op`. `tensors` are those of a launch, too, in this order; what is written
+            to lies side by side.
         sources: where the right tensor of a name comes from, for an error.
         to_train: what to do where a gradient is wanted, as a sentence; it has none itself.
         gradient_of: names of the tensors whose gradient is refused; those of others are dropped. None: all.
@@ -68,6 +69,7 @@ class Operation(ops.Op):
         super().__init__(name, tensors, keywords, self._run_op, self._check_op, self._fake, **how)
         OPERATIONS[name] = self
         self._first_out, self._last_out, self._has_one_out = self._outs[0], self._outs[-1], len(self._outs) == 1
+        self._written_to = slice(self._first_out, self._last_out + 1)
         self._may_lack = {i for i, tensor in enumerate(self._tensors) if tensor.endswith("?")}
         self._may_lack |= {*self._outs} if self._allocates else set()
         self._may_lack |= {*range(len(self._tensors), len(self.names))}
@@ -95,6 +97,11 @@ class Operation(ops.Op):
     def result(self, given: Given, options) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of the one tensor that is written to."""
         raise NotImplementedError
+
+    def lists_of(self, given: Given) -> dict[str, torch.Tensor]:
+        """Those that a call was given, by name."""
+        lists = zip(self.lists, given[len(self._tensors) :], strict=True)
+        return {name: x for name, x in lists if x is not None}
 
     def allocated(self, given: Given, options: tuple) -> Given:
         """`given` with what is written to; `options` are as `run` has them."""
@@ -153,7 +160,7 @@ class Operation(ops.Op):
             if reason is None:
                 raise
             raise reason from None
-        return given[self._first_out] if self._has_one_out else tuple(given[place] for place in self._outs)
+        return given[self._first_out] if self._has_one_out else given[self._written_to]
 
     def trace(self, given: Given, options: tuple) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """A call that becomes one of the op."""
