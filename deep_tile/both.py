@@ -189,8 +189,8 @@ class Both(transposed.AlongTokens):
         x = sources.gathered(x, lists["rows"]) if rows else x
         quantize.definition(x.t(), quantize.values_of(options, SCALE_BLOCK), at, at_scale, {})
 
-    def prepare(self, given: Given, options: BothOptions) -> launches.Prepared:
-        return _prepare(self, "mixed" if options.blocks else "rows", given, self.numbers(given, options))
+    def prepare(self, given: Given, options: BothOptions, **where) -> launches.Prepared:
+        return _prepare(self, "mixed" if options.blocks else "rows", given, self.numbers(given, options), **where)
 
     def numbers(self, given: Given, options: BothOptions) -> dict[str, float]:
         x, a, a_scale, at, at_scale, *_ = given
@@ -242,8 +242,8 @@ class Weight(Matrices):
             quantize.definition(w, values, b, scale, {})
             bt.view(torch.uint8).copy_(b.view(torch.uint8).t())
 
-    def prepare(self, given: Given, options: Options) -> launches.Prepared:
-        return _prepare(self, "tiles", given, self.numbers(given, options))
+    def prepare(self, given: Given, options: Options, **where) -> launches.Prepared:
+        return _prepare(self, "tiles", given, self.numbers(given, options), **where)
 
     def numbers(self, given: Given, options: Options) -> dict[str, float]:
         w, b, b_scale, bt = given
@@ -278,13 +278,14 @@ class Transpose(Matrices):
         return _of_matrices(*given)
 
 
-def _prepare(operation: Operation, what: str, given: Given, numbers: dict[str, float]) -> launches.Prepared:
+def _prepare(operation: Operation, what: str, given: Given, numbers: dict[str, float], **where) -> launches.Prepared:
+    """`where` are keywords of `quantize.launch_of`."""
     x, lists = given[0], operation.lists_of(given)
     sizes = (int(numbers[name]) for name in ("rows", "columns", "matrices"))
     source = quantize.KERNEL_SOURCES.get(x.dtype, "e4m3")
     kernel, grid = cast.choose_both(what, source, *sizes, launches.num_sms(x.get_device()))
     fields = (*_FIELDS[what], *cast.fields_of_tokens((*lists,))[len(cast.PLACES) :])
-    return quantize.launch_of(operation, kernel, grid, given, numbers, fields)
+    return quantize.launch_of(operation, kernel, grid, given, numbers, fields, **where)
 
 
 def empty_scale(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -6,7 +6,7 @@ Invariant: for finite `x`, either cast followed by `dequantize` gives `x` back t
 scale; nothing saturates.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import prod
 from operator import eq
@@ -21,7 +21,7 @@ from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 from deep_tile.operation import Given, Operation
 from deep_tile.ops import DEFAULT_SCALE_LAYOUT, SMALLEST_AMAX_FLOOR, is_traced
 from deep_tile.options import check_one
-from deep_tile.params import places
+from deep_tile.params import Place, places
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8_DTYPE).max  # 448
@@ -282,6 +282,9 @@ def launch_of(
     given: Given,
     numbers: Mapping[str, float],
     fields: tuple[str, ...],
+    *,
+    names: tuple[str, ...] | None = None,
+    find: Callable[[torch.Tensor], Place] | None = None,
     **how,
 ) -> _launcher.Launch:
     """The launch of an operation's one kernel.
@@ -289,12 +292,15 @@ def launch_of(
     Args:
         numbers: of the kernel's table.
         fields: of that table, which the tensors are, those that are not None.
+        names, find: where the launch is part of another call: names of that one's tensors, and where in them a tensor
+            lies.
         how: keywords of `cast.prepare_launch`.
     """
     device = given[0].get_device()
     check_capture(kernel, device, operation.called)
-    names = tuple(name for name, x in zip(operation.names, given, strict=True) if x is not None)
-    return cast.prepare_launch(kernel, grid, device, numbers, names, places(fields), **how)
+    present = {name: x for name, x in zip(operation.names, given, strict=True) if x is not None}
+    found = {field: find(x) for field, x in zip(fields, present.values(), strict=True)} if find else places(fields)
+    return cast.prepare_launch(kernel, grid, device, numbers, names or (*present,), found, **how)
 
 
 class Cast(Casting):
