@@ -37,6 +37,7 @@ class Operation(ops.Op):
         to_train: what to do where a gradient is wanted, as a sentence; it has none itself.
         gradient_of: names of the tensors whose gradient is refused; those of others are dropped. None: all.
         lists: names of further tensors, of one dimension, which may be None; keywords of the op.
+        scratch: names of tensors behind these that `allocated` makes for kernels alone; a call has None there.
         called: what the function is called, where the op has another name.
         how: as for `ops.Op`.
 
@@ -59,12 +60,13 @@ class Operation(ops.Op):
         to_train: str = "",
         gradient_of: tuple[str, ...] | None = None,
         lists: str = "",
+        scratch: str = "",
         called: str = "",
         **how,
     ) -> None:
         self.launches: launches.Table = {}
-        self.lists, self.called = (*lists.split(),), called or name
-        self.names = (*(tensor.rstrip("!?") for tensor in tensors.split()), *self.lists)
+        self.lists, self.scratch, self.called = (*lists.split(),), (*scratch.split(),), called or name
+        self.names = (*(tensor.rstrip("!?") for tensor in tensors.split()), *self.lists, *self.scratch)
         self.sources, self.to_train, self.gradient_of = sources, to_train, gradient_of or self.names
         super().__init__(name, tensors, keywords, self._run_op, self._check_op, self._fake, **how)
         OPERATIONS[name] = self
@@ -100,7 +102,7 @@ class Operation(ops.Op):
 
     def lists_of(self, given: Given) -> dict[str, torch.Tensor]:
         """Those that a call was given, by name."""
-        lists = zip(self.lists, given[len(self._tensors) :], strict=True)
+        lists = zip(self.lists, given[len(self._tensors) :], strict=False)
         return {name: x for name, x in lists if x is not None}
 
     def allocated(self, given: Given, options: tuple) -> Given:
@@ -149,7 +151,7 @@ class Operation(ops.Op):
                         if result is not None:
                             return result
                         break
-            if given[self._first_out] is None or given[self._last_out] is None:
+            if given[self._first_out] is None or given[self._last_out] is None or self.scratch:
                 given = self.allocated(given, options)
             if not _launcher.launch_known(self.launches, options, given):
                 self._run_unknown(given, options)
@@ -168,7 +170,7 @@ class Operation(ops.Op):
             self._require_outs(given)
         named = self.Options(*options)
         ops.refuse_config(getattr(named, "config", None))
-        lists = dict(zip(self.lists, given[len(self._tensors) :], strict=True))
+        lists = dict(zip(self.lists, given[len(self._tensors) :], strict=False))
         names = (name for name in (*self._own, *self._options) if name not in lists)
         inputs, outs = self._parts(given[: len(self._tensors)])
         return self(inputs, outs, {name: getattr(named, name) for name in names} | lists)
@@ -235,7 +237,7 @@ class Operation(ops.Op):
         """The tensors and the options of an op's call."""
         by_place = dict(zip((*self._inputs, *self._outs), (*inputs, *outs), strict=True))
         lists = (keywords.get(name) for name in self.lists)
-        given = (*(by_place[place] for place in range(len(by_place))), *lists)
+        given = (*(by_place[place] for place in range(len(by_place))), *lists, *(None,) * len(self.scratch))
         keywords = {name: value for name, value in keywords.items() if name not in self.lists}
         return given, self.options_of(given, keywords)
 

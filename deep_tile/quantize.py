@@ -243,12 +243,15 @@ class Fake:
     shortest way and remember strides by sizes, which may be symbols here and have no hash."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        # torch.jit.trace makes tensors of sizes; its graph then keeps them.
-        self.shape = tuple(int(size) if isinstance(size, torch.Tensor) else size for size in x.shape)
-        self.dtype, self.new_empty_strided = x.dtype, x.new_empty_strided
+        self.shape, self.dtype, self.new_empty_strided = x.shape, x.dtype, x.new_empty_strided
 
     def get_device(self) -> int:
         return -1
+
+    def strides(self, function: Callable, shape: tuple, *layout: str) -> "_Strided":
+        """What a function says that remembers others; of sizes that torch.jit.trace makes tensors of, too, which its
+        graph then keeps."""
+        return function.__wrapped__(tuple(int(x) if isinstance(x, torch.Tensor) else x for x in shape), *layout)
 
 
 class Casting(Operation):
@@ -591,8 +594,8 @@ class _Strided(NamedTuple):
 
 
 def empty_out(x: torch.Tensor | Fake, shape: tuple[int, ...], dtype: torch.dtype = FP8_DTYPE) -> torch.Tensor:
-    strides = _out_strides.__wrapped__ if type(x) is Fake else _out_strides
-    return tensors.new_empty(x, *strides(shape), dtype)
+    found = _out_strides(shape) if type(x) is not Fake else x.strides(_out_strides, shape)
+    return tensors.new_empty(x, *found, dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -619,13 +622,13 @@ def _weight_scale_strides(shape: tuple[int, ...]) -> _Strided:
 
 
 def empty_block_scale(w: torch.Tensor | Fake, shape: tuple[int, ...]) -> torch.Tensor:
-    strides = _weight_scale_strides.__wrapped__ if type(w) is Fake else _weight_scale_strides
-    return tensors.new_empty(w, *strides(shape), torch.float32)
+    found = _weight_scale_strides(shape) if type(w) is not Fake else w.strides(_weight_scale_strides, shape)
+    return tensors.new_empty(w, *found, torch.float32)
 
 
 def empty_scale(x: torch.Tensor | Fake, shape: tuple[int, ...], layout: str) -> torch.Tensor:
-    strides = _scale_strides.__wrapped__ if type(x) is Fake else _scale_strides
-    return tensors.new_empty(x, *strides(shape, layout), torch.float32)
+    found = _scale_strides(shape, layout) if type(x) is not Fake else x.strides(_scale_strides, shape, layout)
+    return tensors.new_empty(x, *found, torch.float32)
 
 
 def _find_block(x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None) -> tuple[int, int]:
