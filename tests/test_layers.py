@@ -77,7 +77,7 @@ MAY_IMPORT = {
     "grouped": CALL | {"checks", "dense", "finishes", "operation", "packed", "params"},
     "wgrad": CALL | {"checks", "dense", "finishes", "grouped", "operation", "params"},
     "gemm_cast": CALL | {"checks", "dense", "finishes", "operation", "params", "quantize"},
-    "api": CALL | {"cast", "checks", "dense", "finishes", "operation", "options"},
+    "api": CALL | {"cast", "checks", "dense", "finishes", "grouped", "operation", "options", "wgrad"},
     "linear": {
         "_launcher",
         "both",
