@@ -396,7 +396,7 @@ def prepare_launch(
     *,
     names: tuple[str, ...] = _NAMES,
     places: Mapping[str, params.Place] = PLACES,
-    pdl: bool = False,
+    pdl: bool | None = None,
 ) -> _launcher.Launch:
     """Everything about a launch but the addresses of its tensors. Errors as for `load`.
 
@@ -404,10 +404,12 @@ def prepare_launch(
         names: of the tensors that the launch will be given.
         places: where in them x, out and scale are.
         pdl: programmatic dependent launch: the kernel may start before the one ahead of it in the stream has ended, and
-            waits for that before it reads or writes anything.
+            waits for that before it reads or writes anything. None: where rows are listed or gated, since such casts
+            stand between the launches of an expert layer.
     """
-    table = params.CAST if kernel.what == "plain" else params.CAST_OF_ROWS
-    return _prepare(kernel, grid, device, table, layout, names, places, pdl)
+    is_plain = kernel.what == "plain"
+    table = params.CAST if is_plain else params.CAST_OF_ROWS
+    return _prepare(kernel, grid, device, table, layout, names, places, not is_plain if pdl is None else pdl)
 
 
 def prepare_transposed(
@@ -438,16 +440,18 @@ def prepare_gated(
 
 
 def prepare_combine(kernel: CombineKernel, grid: int, device: int, layout: CombineLayout) -> _launcher.Launch:
-    """Everything about a launch on x, weights, index and out, but their addresses. Errors as for `load`."""
+    """Everything about a programmatic launch on x, weights, index and out, but their addresses. Errors as for
+    `load`."""
     names = ("x", "weights", "index", "out")
-    return _prepare(kernel, grid, device, params.COMBINE, layout, names, params.places(names), False)
+    return _prepare(kernel, grid, device, params.COMBINE, layout, names, params.places(names), True)
 
 
 def prepare_sort(kernel: SortKernel, schedule: SortSchedule, device: int, layout: SortLayout) -> _launcher.Launch:
-    """Everything about a launch on chosen, rows, offs and index, but their addresses. Errors as for `load`."""
+    """Everything about a programmatic launch on chosen, rows, offs and index, but their addresses. Errors as for
+    `load`."""
     names = ("chosen", "rows", "offs", "index")
     places = params.places(names)
-    return _prepare(kernel, schedule.grid, device, params.SORT, layout, names, places, False, schedule.cluster)
+    return _prepare(kernel, schedule.grid, device, params.SORT, layout, names, places, True, schedule.cluster)
 
 
 def _prepare(
