@@ -191,8 +191,8 @@ def supports(
         a_stride, b_stride: row strides in elements (k strides for M- and N-major operands); None: contiguous.
         layout: "nt": both operands K-major. For BF16 and FP16 also "nn": b N-major (the transpose of a contiguous [k,
             n]); "tt": a M-major; "tn": a M-major and b N-major.
-        grouping: "offs" or "counts" for `fp8_grouped_gemm`, `grouped_gemm` and `scaled_grouped_gemm`: m counts all rows,
-            or those of each group; "k_offs" for `fp8_grouped_wgrad`: weights [n, k], m tokens.
+        grouping: "offs" or "counts" for `fp8_grouped_gemm`, `grouped_gemm` and `scaled_grouped_gemm`: m counts all
+            rows, or those of each group; "k_offs" for `fp8_grouped_wgrad`: weights [n, k], m tokens.
         groups: number of groups.
     """
     asked = m, n, k, dtype, out_dtype, (a_stride, b_stride), layout, grouping, groups
