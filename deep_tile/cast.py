@@ -275,7 +275,7 @@ def prepare_launch(
     places: Mapping[str, params.Place],
     *,
     cluster: int = 1,
-    pdl: bool = False,
+    pdl: bool | None = None,
 ) -> _launcher.Launch:
     """Everything about a launch except tensor addresses. Errors as for `load`.
 
@@ -284,7 +284,7 @@ def prepare_launch(
         names: the tensors that the launch will be given.
         places: where in them what `kernel.table` points to is.
         pdl: programmatic dependent launch: the kernel may start before its predecessor in the stream ends, and waits
-            for that end before it reads or writes anything.
+            for that end before it reads or writes anything. None: for kernels between the products of an expert layer.
     """
     return _launcher.prepare(
         load(kernel, device),
@@ -296,5 +296,9 @@ def prepare_launch(
         pointers=kernel.table.pointers(places),
         maps=(),
         fixed_maps=(),
-        pdl=pdl,
+        pdl=_is_of_experts(kernel) if pdl is None else pdl,
     )
+
+
+def _is_of_experts(kernel: StreamingKernel) -> bool:
+    return isinstance(kernel, SortKernel | CombineKernel) or getattr(kernel, "what", "") in ("listed", "silu_mul")

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.platforms import current_platform
 
 from deep_tile import api, cast, linear
+from deep_tile.integrations import vllm_passes
 
 _HOPPER = 90
 AMAX_FLOOR = 1e-10
@@ -57,6 +58,8 @@ class DeepTileFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):
         super().__init__(config)
         self._max_tokens = max_tokens()
         self._batch_invariant = is_batch_invariant()
+        gated_casts = vllm_passes.GatedCasts(AMAX_FLOOR, self._batch_invariant)
+        vllm_passes.add(get_current_vllm_config().compilation_config, gated_casts)
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
