@@ -268,9 +268,9 @@ def precompile(
         kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`; "bf16", "fp16" and "int8_unscaled" for `gemm` and
             `grouped_gemm`; "int8" for `int8_gemm`; "fp8_rows", "fp8_rows_promoted" (without `fast_accum`), "int8_rows"
             and "fp8_1x128" for `scaled_gemm`, the latter for `fp8_wgrad`, too, all others and "int8" for
-            `scaled_grouped_gemm`; "mxfp4" and "nvfp4" for `packed_gemm` and `packed_grouped_gemm`. Those of FP8 end in
-            the formats of a and b, unless both are e4m3, as "fp8_rows_e5m2_e4m3". Or the dtype of the operands, for the
-            call that `supports` takes it for.
+            `scaled_grouped_gemm`; "mxfp4", "nvfp4" and "int4" for `packed_gemm` and `packed_grouped_gemm`. Those of FP8
+            end in the formats of a and b, unless both are e4m3, as "fp8_rows_e5m2_e4m3". Or the dtype of the operands,
+            for the call that `supports` takes it for.
         out_dtype: of `out`; the call's default when None. float8_e4m3fn for `fp8_gemm_cast`.
         accumulate: as later passed; of groups, with "k_offs" alone.
         bias: its dtype; None: there is none.
@@ -368,7 +368,8 @@ def _check_grouped_kind(grouping: str, kind: Kind, output: str, accumulate: bool
                 "are of kind 'fp8_1x128', of float32 or bfloat16"
             )
         return
-    if kind.scaling == "row_blocks" or output == QUANTIZED or accumulate or not {"nt", "nn"}.issuperset(layouts):
+    by_columns = kind.scaling == "row_blocks" and not kind.packing
+    if by_columns or output == QUANTIZED or accumulate or not {"nt", "nn"}.issuperset(layouts):
         raise ValueError(
             f"grouping is {grouping!r}, kind {kind.name!r}, out_dtype {RESULTS[output].dtype}, accumulate {accumulate} "
             f"and layouts {list(layouts)}; products of groups of rows are of all kinds but 'fp8_1x128', written and "

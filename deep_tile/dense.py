@@ -196,7 +196,7 @@ class Dense(Product):
         if kind.scaling == "blocks":
             checks.check_scale_shapes(a, given[1], as_fp8, given[3])
         elif kind.scaling == "row_blocks":
-            check_row_block_scales(self.names, given)
+            check_row_block_scales(self.names, (a, given[1], as_fp8, given[3]))
         elif kind.row_scales:
             _check_row_scales(*given[:4])
         finishes.check_finish(bias, options.activation, b)
@@ -281,7 +281,8 @@ class Dense(Product):
         is_finished = bias is not None or options.activation is not None
         dtype = torch.float64 if is_finished else out.dtype
         if a.shape[1]:
-            definition = self.definition or REFERENCES[self.kind(given, options).scaling]
+            scaling = self.kind(given, options).scaling
+            definition = self.definition if self.definition and scaling == "blocks" else REFERENCES[scaling]
             product = definition(*unpacked(given[: self.count]), dtype)
         else:
             product = a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)  # also with scales that are infinite
@@ -595,14 +596,14 @@ def packed_gemm(
     """`fp8_gemm` with a weight of 4 bits, which becomes FP8 between memory and the tensor cores.
 
     The product is that of `a` and the FP8 weight that `pack_weight` says, bit for bit as by the same tile with that
-    weight; what is read is 17/32 of the bytes, 18/32 of NVFP4. Not differentiable.
+    weight; what is read is 17/32 of the bytes, 18/32 of NVFP4 and, with scales of rows, of INT4. Not differentiable.
 
     Args:
         a: [m, k] float8_e4m3fn, as for `fp8_gemm`.
         a_scale: [m, ceil(k / 128)] float32 or another dtype that `fp8_gemm` takes.
         b, b_scale: a `Packed`, as `pack_weight` makes it of [n, k]; `b` contiguous, 16-byte aligned.
         out, bias, activation, out_dtype, accumulate: as for `scaled_gemm`.
-        config: as for `fp8_gemm`; its kind is that of the weight, "mxfp4" or "nvfp4".
+        config: as for `fp8_gemm`; its kind is that of the weight, "mxfp4", "nvfp4" or "int4".
         num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
 
     Returns:

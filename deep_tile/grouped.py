@@ -92,7 +92,8 @@ class Grouped(Product):
         if kind.block_scales:
             k_blocks = ceil_div(k, SCALE_BLOCK)
             wanted["a_scale"] = (given[1], (*rows, k_blocks))
-            wanted["b_scale"] = (given[3], (groups, ceil_div(n, SCALE_BLOCK), k_blocks))
+            b_rows = n if kind.scaling == "row_blocks" else ceil_div(n, SCALE_BLOCK)
+            wanted["b_scale"] = (given[3], (groups, b_rows, k_blocks))
         if a.dim() == 3:
             wanted["a"] = (a, (groups, *a.shape[1:]))
         for name, (x, shape) in wanted.items():
@@ -141,7 +142,8 @@ class Grouped(Product):
         kind = self.kind(given, options)
         if kind.row_scales:
             operands = tuple(_scale_of_rows(operands[i - 1], x) if i % 2 else x for i, x in enumerate(operands))
-        definition = fp8_gemm_reference if kind.name == "fp8" or kind.packing else REFERENCES[kind.scaling]
+        by_blocks = kind.packing and kind.scaling == "blocks"
+        definition = fp8_gemm_reference if kind.name == "fp8" or by_blocks else REFERENCES[kind.scaling]
         grouped_reference(definition, unpacked(tuple(operands)), out, bounds, options.alignment)
 
     def prepare(self, given: Given, options: Options) -> launches.Prepared:
@@ -374,7 +376,7 @@ def packed_grouped_gemm(
         a, a_scale: as for `fp8_grouped_gemm`.
         b, b_scale: a `Packed`, as `pack_weight` makes it of [g, n, k]; `b` contiguous, 16-byte aligned.
         offs, out, counts, alignment, expected_rows, out_dtype: as for `fp8_grouped_gemm`.
-        config: as there; its kind is that of the weight, "mxfp4" or "nvfp4".
+        config: as there; its kind is that of the weight, "mxfp4", "nvfp4" or "int4".
         num_sms, batch_invariant, pdl: as for `fp8_gemm`.
 
     Returns:

@@ -30,10 +30,10 @@ class Element(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """How an operand of 4 bits lies in memory: in units of 16 rows by a K block, which hold scales, too.
+    """How an operand of 4 bits lies in memory: in units of 16 rows by a K block, which hold scales of smaller groups.
 
     Attributes:
-        group: elements of K that share a scale, of a byte.
+        group: elements of K that share a scale: of a byte, in the unit; or a K block, whose scale is the product's.
     """
 
     group: int
@@ -41,7 +41,7 @@ class Packing(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """Of a row's K block: codes, two in a byte, and scales."""
-        return K_BLOCK_BYTES // 2 + K_BLOCK_BYTES // self.group
+        return K_BLOCK_BYTES // 2 + (K_BLOCK_BYTES // self.group if self.group < K_BLOCK_BYTES else 0)
 
 
 class Kind(NamedTuple):
@@ -152,8 +152,9 @@ FAMILIES = {
 PACKED = {
     "mxfp4": Kind("mxfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(32)),
     "nvfp4": Kind("nvfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(16)),
+    "int4": Kind("int4", E4M3, E4M3, "row_blocks", "f32", packing=Packing(K_BLOCK_BYTES)),
 }
-"""Kinds with a packed weight, by the names of its format. All else is FP8's with block scales."""
+"""Kinds with a packed weight, by the first word of its format's name. All else is FP8's with block scales."""
 
 KINDS = FAMILIES | {
     kind.name + _formats(a, b): kind._replace(name=kind.name + _formats(a, b), a=a, b=b)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from formats import draw
+from formats import NAMES_OF_PACKED, draw
 
 import deep_tile
 from deep_tile import packed
@@ -20,9 +20,15 @@ GROUPS = (1, 0, 5, 130, 64)
 
 def weights(name, shape):
     """Packed, and in FP8."""
-    weight, scale, arguments, _ = draw(name, shape, "cuda", spread_of_scales=12)
+    weight, scale, arguments, _ = draw(NAMES_OF_PACKED[name], shape, "cuda", spread_of_scales=12)
     b = deep_tile.pack_weight(weight, scale, **arguments)
     return b, (packed.as_fp8(*b, k=shape[-1]).contiguous(), b.scale)
+
+
+def fp8_product(name, a, a_scale, b, b_scale, **options):
+    """Of an FP8 weight, by the scales that it has."""
+    call = deep_tile.scaled_gemm if name == "int4" else deep_tile.fp8_gemm
+    return call(a, a_scale, b, b_scale, batch_invariant=True, **options)
 
 
 def poisoned(*shape):
@@ -41,7 +47,7 @@ def test_every_tile_multiplies_as_fp8_does(name, shape):
     m, n, k = shape
     b, wide = weights(name, (n, k))
     a, a_scale = deep_tile.per_token_cast_to_fp8(torch.randn(m, k, device="cuda"))
-    wanted = deep_tile.fp8_gemm(a, a_scale, *wide, batch_invariant=True)
+    wanted = fp8_product(name, a, a_scale, *wide)
     for config in default_configs(True, name):
         whole, out = poisoned(m, n)
         deep_tile.packed_gemm(a, a_scale, *b, out, config=config)
@@ -61,7 +67,10 @@ def test_every_tile_multiplies_groups_as_fp8_does(name, layout):
     a, a_scale = deep_tile.per_token_cast_to_fp8(torch.randn(*rows, k, device="cuda"))
     bounds = {"offs": sizes.cumsum(0).int()} if layout == "offs" else {"counts": sizes.int()}
     wanted = torch.full((*rows, n), math.nan, dtype=torch.bfloat16, device="cuda")
-    deep_tile.fp8_grouped_gemm(a, a_scale, *wide, out=wanted, **bounds)
+    ends = torch.tensor(GROUPS).cumsum(0).tolist()
+    for group, (end, size) in enumerate(zip(ends, GROUPS, strict=True)):
+        own = slice(end - size, end) if layout == "offs" else (group, slice(size))
+        wanted[own] = fp8_product(name, a[own], a_scale[own], *(x[group] for x in wide))
     for config in grouped_configs(layout, True, kind=name):
         out = torch.full_like(wanted, math.nan)
         deep_tile.packed_grouped_gemm(a, a_scale, *b, out=out, **bounds, config=config)

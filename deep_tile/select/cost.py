@@ -27,7 +27,7 @@ TIMES = Path(__file__).parent / "times"
 """Written by benchmarks/calibrate.py."""
 
 
-LIKE = {"int8_rows": "fp8_rows", "int8_unscaled": "fp8_rows", "fp16": "bf16"}
+LIKE = {"int8_rows": "fp8_rows", "int8_unscaled": "fp8_rows", "fp16": "bf16", "int4": "fp8_1x128"}
 """Families of kinds that were not measured, by those of as many bytes whose sums are treated alike."""
 
 

@@ -135,6 +135,8 @@ def default_configs(
         return tuple(made for one in default_configs(tma_store, kind) if (made := quantized(one)))
     if EVERY_KIND[kind].packing:
         tiles = _PACKED_TILES if tma_store else _PACKED_TILES[:-1]  # of which the last has too few registers to store
+        if EVERY_KIND[kind].scaling == "row_blocks":  # with which one has more code than a launch brings along
+            tiles = [tile for tile in tiles if tile != (64, 64, 2, 4)]
         return packed_configs(tiles, tma_store=tma_store, kind=kind, output=output, accumulate=accumulate)
     of_16_bits = RESULTS[output].bytes == RESULTS[EVERY_KIND[kind].output].bytes
     if EVERY_KIND[kind].family == "fp8" and layout == "nt" and of_16_bits and not accumulate:

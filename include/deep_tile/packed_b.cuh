@@ -7,6 +7,10 @@
 // A table has the e4m3 of a code's eight magnitudes times a group's scale. A code's three bits select a byte of it, four
 // codes per PRMT; signs are ORed in. In a word of eight codes, nibble i has the magnitude of code i in its low bits; the
 // top bits have the signs of codes 4, 0, 5, 1, 6, 2, 7, 3, so that a shift aligns four of them with four bytes.
+//
+// Integers need no table, since each row of a K block has one scale, by which sums are promoted. Up to 2^-5 the bytes of
+// e4m3 count in steps of 2^-9, so that 2^-8 times an integer's magnitude is twice that magnitude as a byte. A nibble is
+// this byte, or two less with bit 0 set where the integer is negative. Byte i of a word has integers i and i + 4.
 #pragma once
 
 #include "formats.cuh"
@@ -112,16 +116,7 @@ class Converter {
    public:
     __device__ __forceinline__ Converter(SharedStorage<config>& smem, int warp)
         : smem_(smem), warp_(warp), to_(ptx::smem_address(&smem.b[0][warp * unit_rows * k_block_bytes]) + piece_offset()) {
-        for (int table = warp * warp_threads + threadIdx.x % warp_threads; table < packed_tables; table += threads) {
-            const float scale = Tables<config>::scale(table);
-            float products[8];
-#pragma unroll
-            for (int code = 0; code < 8; ++code) products[code] = magnitude(code) * scale;
-            const u32 low = pack_e4m3({products[0], products[1], products[2], products[3]});
-            const u32 high = pack_e4m3({products[4], products[5], products[6], products[7]});
-            smem_.packed.tables[table] = static_cast<u64>(high) << 32 | low;
-        }
-        ptx::bar_sync(tables_barrier, threads);
+        if constexpr (has_tables) write_tables();
     }
 
     // Reads a stage's first batch.
@@ -140,13 +135,14 @@ class Converter {
     static constexpr int threads = config.converter_warps * warp_threads;
     static constexpr int units = config.block_n / unit_rows;  // of a K block
     static constexpr int all_units = config.scale_blocks * units;
-    static constexpr bool has_room = config.math_warpgroups == 1 || config.b_group == 32;  // in registers
+    static constexpr bool has_room = config.math_warpgroups == 1 || config.b_group >= 32;  // in registers
     static constexpr int batch_units = all_units > config.converter_warps && has_room ? 2 : 1;
     static constexpr int slot_bytes = config.block_n * config.k_bytes;
     static constexpr int batch_step = batch_units * config.converter_warps;
     static constexpr int columns = 4;                   // of 32 codes, in a K block
     static constexpr int column_bytes = 16;             // of a row
-    static constexpr int groups = 32 / config.b_group;  // per column
+    static constexpr bool has_tables = config.b_group < scale_block;
+    static constexpr int groups = has_tables ? 32 / config.b_group : 0;  // per column
     static constexpr u32 magnitudes = 0x77777777, signs = 0x80808080;
 
     static __device__ __forceinline__ int row() { return threadIdx.x % unit_rows; }
@@ -159,6 +155,19 @@ class Converter {
     }
     static __device__ __forceinline__ u32 piece_offset() {
         return row() * k_block_bytes + ((2 * first_column() ^ row() % 8) << 4);
+    }
+
+    __device__ __forceinline__ void write_tables() {
+        for (int table = warp_ * warp_threads + threadIdx.x % warp_threads; table < packed_tables; table += threads) {
+            const float scale = Tables<config>::scale(table);
+            float products[8];
+#pragma unroll
+            for (int code = 0; code < 8; ++code) products[code] = magnitude(code) * scale;
+            const u32 low = pack_e4m3({products[0], products[1], products[2], products[3]});
+            const u32 high = pack_e4m3({products[4], products[5], products[6], products[7]});
+            smem_.packed.tables[table] = static_cast<u64>(high) << 32 | low;
+        }
+        ptx::bar_sync(tables_barrier, threads);
     }
 
     template <int first>
@@ -178,7 +187,7 @@ class Converter {
 #pragma unroll
         for (int i = 0; i < batch_units; ++i) {
             const u32 unit = from + i * config.converter_warps * config.b_unit_bytes;
-            scales[i] = ptx::ld_shared<Bits>(unit + scales_offset());
+            if constexpr (has_tables) scales[i] = ptx::ld_shared<Bits>(unit + scales_offset());
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 codes_[i][j] = ptx::ld_shared_v4(unit + codes_offset() + j * unit_rows * column_bytes);
@@ -202,16 +211,25 @@ class Converter {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const uint4 codes = codes_[i][j];
+                const int last = has_tables ? groups - 1 : 0;
                 write_piece(to ^ 2 * j << 4, codes.x, codes.y, tables_[i][j * groups]);
-                write_piece(to ^ 2 * j + 1 << 4, codes.z, codes.w, tables_[i][j * groups + groups - 1]);
+                write_piece(to ^ 2 * j + 1 << 4, codes.z, codes.w, tables_[i][j * groups + last]);
             }
         }
     }
 
     // Writes 16 elements of a row, which are a piece of the 128-byte swizzle.
     __device__ __forceinline__ void write_piece(u32 to, u32 low, u32 high, uint2 table) const {
-        const uint2 first = eight(low, table), last = eight(high, table);
+        const uint2 first = has_tables ? eight(low, table) : eight(low);
+        const uint2 last = has_tables ? eight(high, table) : eight(high);
         ptx::st_shared_v4(to, first.x, first.y, last.x, last.y);
+    }
+
+    // Eight integers. Multiplied, a sign goes to bit 7, and adds the two that a negative one's nibble lacks less its bit 0.
+    static __device__ __forceinline__ uint2 eight(u32 codes) {
+        constexpr u32 nibbles = 0x0f0f0f0f, bits = 0x01010101;
+        const u32 low = codes & nibbles, high = codes >> 4 & nibbles;
+        return {low + (low & bits) * 0x81, high + (high & bits) * 0x81};
     }
 
     // Eight elements. Hidden from the compiler, both selectors take one mask.
@@ -225,7 +243,7 @@ class Converter {
     const int warp_;
     u32 to_;                                // this lane's first piece in the current slot
     uint4 codes_[batch_units][2];           // of the batch that has been read: of each unit, two columns
-    uint2 tables_[batch_units][2 * groups];
+    uint2 tables_[batch_units][has_tables ? 2 * groups : 1];
 };
 
 // Runs one converter warp over every stage of this CTA's tiles.
