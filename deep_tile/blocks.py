@@ -95,8 +95,8 @@ def to_blocks(
 
     For when a model is loaded. Scales that are powers of two, of MXFP4, MXFP8 and 32x32 blocks, keep every element
     whose exponent fits: of MXFP4 all, unless scales in a block of 128x128 spread beyond 2**14. Others are rounded to
-    e4m3 once more, to nearest even: INT4 by 2 % of the norm. Runs by torch on the weight's device, some rows at a time,
-    with some 200 MB beside weight and result, 400 for scales that are no powers of two; it waits for a GPU.
+    e4m3 once more, to nearest even: INT4 by 2.6 % of the norm. Runs by torch on the weight's device, some rows at a
+    time, with some 200 MB beside weight and result, 400 for scales that are no powers of two; it waits for a GPU.
 
     ======================= =============================== ================================================
     format                  weight                          scale, which elements are multiplied with

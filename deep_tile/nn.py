@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 
-from deep_tile import api, blocks, cast, checks, formats, jit, quantize, replaceable, tensors
+from deep_tile import api, blocks, cast, checks, formats, jit, packed_layers, quantize, replaceable, tensors
 from deep_tile.config import as_int
 from deep_tile.integrations import transformers_config
 from deep_tile.linear import fp8_linear, quantize_weight
+from deep_tile.packed_layers import PackedExperts, PackedLinear
 from deep_tile.quantize import FP8_DTYPE, WEIGHT_BLOCK, scale_shape
+
+__all__ = ["Linear", "PackedExperts", "PackedLinear", "precompile_model", "replace_linears"]
 
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 """What checkpoints call the scale that a weight is multiplied with; the first is ours."""
@@ -398,7 +401,7 @@ def precompile_model(
         model: with layers that have a 2-D `weight` of float8_e4m3fn and its scale, as `weight_scale_inv` or
             `weight_scale`, with one value for each 128x128 block: `Linear`, transformers' FP8Linear, and the like. Or
             with experts: parameters or buffers [g, n, k] of any name, and their scales by that name with `_scale_inv`
-            or `_scale` behind it, as transformers' FP8Experts has them.
+            or `_scale` behind it, as transformers' FP8Experts has them. Or with `PackedLinear` and `PackedExperts`.
         max_tokens: most rows of an input, over all of its leading dimensions.
         workers, num_sms, batch_invariant: as for `precompile`. A `Linear` that has other options has kernels for those.
         grouping: of experts' products, as for `precompile`: "offs" for rows one group after the other, "counts" for
@@ -424,13 +427,17 @@ def precompile_model(
         wanted["bias"] = bias.dtype if isinstance(bias, torch.Tensor) else None
         shapes_of.setdefault(tuple(wanted.items()), set()).add((*_run_shape(weight, gathered), max_tokens))
     of_experts = sorted({(*_run_shape(weight, gathered)[1:], max_tokens) for weight in _expert_weights(model)})
-    if not shapes_of and not of_experts:
+    of_packed: dict[tuple[tuple[str, Any], ...], set[tuple[int, int, int]]] = {}
+    for shape, keywords in packed_layers.products(model, out_dtype):
+        wanted = {"num_sms": num_sms, "batch_invariant": batch_invariant} | keywords
+        of_packed.setdefault(tuple(wanted.items()), set()).add((*shape, max_tokens))
+    if not shapes_of and not of_experts and not of_packed:
         raise ValueError(
             f"{type(model).__name__} has no layer with a weight of {FP8_DTYPE} and its scale of 128x128 blocks, "
             f"{' or '.join(_SCALE_NAMES)}. Quantise it first, with deep_tile.nn.replace_linears(model) for instance"
         )
     before, configs = jit.compilations(), ()
-    for wanted, shapes in shapes_of.items():
+    for wanted, shapes in (*shapes_of.items(), *of_packed.items()):
         configs += api.precompile(sorted(shapes), workers=workers, **dict(wanted)).configs
     given.pop("out_dtype")
     configs += api.precompile(of_experts, workers=workers, **given, grouping=grouping).configs

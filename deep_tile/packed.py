@@ -230,7 +230,7 @@ def _packed_integers(source: formats.Source, kind: Kind) -> Packed:
         raise ValueError(
             f"format is {source.name!r}, and scales of a row's K block of {SCALE_BLOCK} differ, first at "
             f"{differ.any(-1).nonzero()[0].tolist()}: a product has one for each. Re-base it with "
-            "deep_tile.to_blocks, which rounds it to e4m3, by some 2 % of its norm"
+            "deep_tile.to_blocks, which rounds it to e4m3, by some 2.6 % of its norm"
         )
     of_blocks = groups[..., 0] / _INTEGER_STEP
     if not bool(of_blocks.isfinite().all()):

@@ -72,8 +72,9 @@ MAY_IMPORT = {
     "train": {"api", "both", "cast", "config", "dense", "experts", "gated", "grouped", "jit", "ops", "problem"}
     | {"quantize"}
     | {"select", "tensors", "transposed", "wgrad"},
-    "nn": {"api", "blocks", "cast", "checks", "config", "formats", "integrations", "jit", "linear", "quantize"}
-    | {"replaceable", "tensors"},
+    "packed_layers": {"blocks", "config", "dense", "experts", "grouped", "kinds", "packed", "quantize"},
+    "nn": {"api", "blocks", "cast", "checks", "config", "formats", "integrations", "jit", "linear", "packed_layers"}
+    | {"quantize", "replaceable", "tensors"},
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"", "api", "blocks", "cast", "compat", "config", "discovery", "experts", "grouped", "linear", "nn"}
     | {"options", "quantize", "replaceable", "tensors", "train"},
@@ -144,6 +145,7 @@ WITH_TORCH = {
     "ops",
     "options",
     "packed",
+    "packed_layers",
     "quantize",
     "reference",
     "replaceable",
