@@ -134,6 +134,7 @@ WITH_TORCH = {
     "integrations.transformers_blocks",
     "integrations.transformers_config",
     "integrations.transformers_experts",
+    "integrations.transformers_packed",
     "integrations.transformers_weights",
     "integrations.vllm_experts",
     "integrations.vllm_linear",
