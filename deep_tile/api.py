@@ -18,6 +18,7 @@ from deep_tile.kinds import EVERY_KIND, GROUPINGS, LAYOUT_NAMES, LAYOUTS, QUANTI
 from deep_tile.operation import error_of
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
+from deep_tile.select.choose import LEAST_UNPACKED
 from deep_tile.select.groups import grouped_configs
 from deep_tile.select.hardware import H200
 
@@ -348,14 +349,22 @@ def precompile(
             what = (kind, output, accumulate, *finish)
             for most, layout in _as_read(layouts, n, max_m):
                 configs.update(plan.configs_for(n, k, most, num_sms, tma_store, not batch_invariant, *what, layout))
+            if product.packing:
+                of_all = GemmProblem(1, n, k, num_sms, tma_store, not batch_invariant, kind, output, None, accumulate)
+                of_all = of_all._replace(bias=finish[0], activation=finish[1])
+                configs.update(plan.unpacked_configs_for(of_all, max_m))
         else:
             for layout in layouts:
                 configs.update(grouped_configs(grouping, tma_store, accumulate, kind, output, layout))
+            if product.packing and product.scaling == "blocks" and max_m >= LEAST_UNPACKED:
+                configs.update(grouped_configs(grouping, tma_store, accumulate, "fp8", output))
     ordered = tuple(sorted(configs, key=lambda config: config.name))
     before = jit.compilations()
     plan.load_kernels(ordered, device, workers or os.cpu_count() or 1)
     if output == QUANTIZED:
         cast.load_kernels(device, workers or os.cpu_count() or 1)
+    if product.packing:
+        cast.load_kernels(device, workers or os.cpu_count() or 1, [cast.UNPACK[kind]])
     return Precompiled(ordered, jit.compilations() - before)
 
 

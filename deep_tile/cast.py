@@ -21,9 +21,11 @@ from deep_tile.codegen import (
     SortKernel,
     StreamingKernel,
     TransposedKernel,
+    UnpackKernel,
     streaming_source,
 )
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
+from deep_tile.kinds import PACKED
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.streaming import WARP, Reduction, derive_reduction
 
@@ -160,6 +162,14 @@ class CombineLayout(NamedTuple):
     narrow_weights: bool
 
 
+class UnpackLayout(NamedTuple):
+    """Numbers of one packed weight, as `params.UNPACK` has them."""
+
+    units: int
+    row_units: int
+    k_blocks: int
+
+
 class SortLayout(NamedTuple):
     """Numbers of one sort of tokens' choices, as `params.SORT` has them."""
 
@@ -196,6 +206,9 @@ COMBINE_COLUMNS = 8
 COMBINE = CombineKernel(threads=256, rows_at_once=4, blocks_per_sm=4)
 """64 KB of reads under way on each SM, twice of what `streaming.bytes_in_flight_needed` says, since each waits for its
 index before. More blocks would leave too few registers: 16 hold what is read, 8 the sums."""
+
+UNPACK = {name: UnpackKernel(name, threads=256, blocks_per_sm=4) for name in PACKED}
+"""By the kind of products. A warp has a kilobyte of reads under way, 32 of an SM's as much as the roofline asks for."""
 
 TRANSPOSED = {
     "bf16": TransposedKernel("bf16", columns=64, threads=256, blocks_per_sm=6),
@@ -329,7 +342,8 @@ def sort_layout(
 
 def all_kernels() -> list[StreamingKernel]:
     """Every kernel that a call can need, but for those of the indexer's logits."""
-    return [*cast_kernels(), *TRANSPOSED.values(), *BOTH.values(), *GATED.values(), COMBINE, *SORT.values()]
+    of_casts = [*cast_kernels(), *TRANSPOSED.values(), *BOTH.values(), *GATED.values()]
+    return [*of_casts, COMBINE, *UNPACK.values(), *SORT.values()]
 
 
 def cast_kernels() -> list[CastKernel]:
@@ -443,6 +457,13 @@ def prepare_combine(kernel: CombineKernel, grid: int, device: int, layout: Combi
     return _prepare(kernel, grid, device, params.COMBINE, layout, names, params.places(names), False)
 
 
+def prepare_unpack(kernel: UnpackKernel, device: int, layout: UnpackLayout, num_sms: int) -> _launcher.Launch:
+    """The same of a packed weight and of out. Errors as for `load`."""
+    names = ("weight", "out")
+    grid = min(num_sms * kernel.blocks_per_sm, ceil_div(layout.units, kernel.threads // WARP))
+    return _prepare(kernel, grid, device, params.UNPACK, layout, names, params.places(names), False)
+
+
 def prepare_sort(kernel: SortKernel, schedule: SortSchedule, device: int, layout: SortLayout) -> _launcher.Launch:
     """Everything about a launch on chosen, rows, offs and index, but their addresses. Errors as for `load`."""
     names = ("chosen", "rows", "offs", "index")
@@ -455,7 +476,7 @@ def _prepare(
     grid: int,
     device: int,
     table: params.Params,
-    layout: CastLayout | TransposedLayout | BothLayout | GatedLayout | CombineLayout | SortLayout,
+    layout: CastLayout | TransposedLayout | BothLayout | GatedLayout | CombineLayout | UnpackLayout | SortLayout,
     names: tuple[str, ...],
     places: Mapping[str, params.Place],
     pdl: bool,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from deep_tile import params
 from deep_tile.config import SCALE_BLOCK, SMEM_LIMIT_BYTES, GemmConfig, round_up
-from deep_tile.kinds import K_BLOCK_BYTES
+from deep_tile.kinds import K_BLOCK_BYTES, PACKED
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
@@ -306,6 +306,30 @@ def combine_source(kernel: CombineKernel) -> str:
     return "\n".join([params.COMBINE.text, _headers("combine.cuh"), entry])
 
 
+class UnpackKernel(NamedTuple):
+    """A packed weight that becomes FP8: what its text depends on.
+
+    Attributes:
+        kind: name of its products, one of `kinds.PACKED`.
+        threads: of a thread block.
+        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
+    """
+
+    kind: str
+    threads: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"fp8_unpack_{self.kind}_t{self.threads}"
+
+
+def unpack_source(kernel: UnpackKernel) -> str:
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    entry = _caller(kernel, "UnpackParams", f"unpack<{PACKED[kernel.kind].packing.group}>")
+    return "\n".join([params.UNPACK.text, _headers("unpack.cuh"), entry])
+
+
 class SortKernel(NamedTuple):
     """The sort of tokens' choices by expert: what its text depends on.
 
@@ -537,7 +561,15 @@ extern "C" __global__ void __launch_bounds__(config.threads, 1)
 _ThinKernels = ThinKernel | PartsKernel | SplitKernel
 
 StreamingKernel = (
-    CastKernel | TransposedKernel | BothKernel | GatedKernel | CombineKernel | SortKernel | LogitsKernel | _ThinKernels
+    CastKernel
+    | TransposedKernel
+    | BothKernel
+    | GatedKernel
+    | CombineKernel
+    | UnpackKernel
+    | SortKernel
+    | LogitsKernel
+    | _ThinKernels
 )
 """A kernel that no GemmConfig describes: most are bound by memory."""
 
@@ -547,6 +579,7 @@ _SOURCES = {
     BothKernel: both_source,
     GatedKernel: gated_source,
     CombineKernel: combine_source,
+    UnpackKernel: unpack_source,
     SortKernel: sort_source,
     ThinKernel: thin_source,
     PartsKernel: parts_source,

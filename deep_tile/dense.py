@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import checks, finishes, launches, ops, packed, params, plan, tensors, thin
+from deep_tile import checks, finishes, launches, ops, packed, params, plan, tensors, thin, unpack
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import KINDS, LAYOUT_NAMES, PACKED, Kind, Majors
 from deep_tile.operation import Given, Operation, gradient_error
@@ -292,6 +292,13 @@ class Dense(Product):
             out.add_(product)
         else:
             out.copy_(product)
+
+
+class PackedDense(unpack.Unpacking, Dense):
+    """`packed_gemm`."""
+
+    def in_fp8(self, kind: Kind) -> Dense:
+        return SCALED_GEMM if kind.scaling == "row_blocks" else FP8_GEMM
 
 
 class Differentiable(Dense):
@@ -879,7 +886,7 @@ SCALED_GEMM = Dense(
     remedies=("quantise to torch.float8_e4m3fn or torch.int8, with a scale for each row, or one", _ONE_DTYPE),
     to_train=_LINEAR,
 )
-PACKED_GEMM = Dense(
+PACKED_GEMM = PackedDense(
     *("packed_gemm", _SCALED, f"{_OF_PRODUCTS} accumulate", PACKED_KINDS),
     out_dtype=torch.bfloat16,
     remedies=("cast a with deep_tile.per_token_cast_to_fp8, and make b with deep_tile.pack_weight", _ONE_DTYPE),

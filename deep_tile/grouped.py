@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import checks, finishes, launches, ops, packed, params, plan, tensors
+from deep_tile import checks, finishes, launches, ops, packed, params, plan, tensors, unpack
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.dense import FP8_KINDS, PACKED_KINDS, REFERENCES, Product, kinds_of, unpacked
-from deep_tile.kinds import LAYOUT_NAMES, Majors
+from deep_tile.kinds import LAYOUT_NAMES, Kind, Majors
 from deep_tile.operation import Given
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
@@ -194,6 +194,13 @@ class Grouped(Product):
         scale_strides = a_scale_strides[-2:], b_scale_strides[-2:]
         aligned = problem.product.block_scales and tensors.is_aligned(given[1])
         return plan.Layout(a_stride, b_stride, out_stride, *scale_strides, aligned, groups)
+
+
+class PackedGrouped(unpack.Unpacking, Grouped):
+    """`packed_grouped_gemm`."""
+
+    def in_fp8(self, kind: Kind) -> Grouped:
+        return FP8_GROUPED_GEMM
 
 
 def fp8_grouped_gemm(
@@ -575,7 +582,7 @@ GROUPED_GEMM = Grouped(
     takers=_OTHERS,
     to_train=_GROUPED_MM,
 )
-PACKED_GROUPED_GEMM = Grouped(
+PACKED_GROUPED_GEMM = PackedGrouped(
     *("packed_grouped_gemm", _SCALED, _KEYWORDS, PACKED_KINDS),
     out_dtype=torch.bfloat16,
     remedies=("cast a with deep_tile.per_token_cast_to_fp8, and make b with deep_tile.pack_weight", _ONE_DTYPE),

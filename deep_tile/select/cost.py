@@ -46,6 +46,14 @@ PACKED_BLOCK_US = {
 products of 1 to 512 rows by 4096x7168, alone and in 8 groups (H100, 2026-11-26)."""
 
 
+UNPACK_US, UNPACK_TBPS = 2.5, 2.4
+"""What a kernel takes that makes FP8 of a packed weight, and the bytes that it reads and writes."""
+
+
+def unpack_us(elements: int, b_bytes: float) -> float:
+    return UNPACK_US + elements * (1 + b_bytes) / UNPACK_TBPS / 1e6
+
+
 class TileTimes(NamedTuple):
     """What a config takes on one SM, in microseconds.
 
@@ -126,7 +134,7 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
     on_h200 = next(filter(None, measured), TileTimes(1.2 * tensor_us, 2.0))
     if config.is_packed:
         tile = config.block_m, config.block_n, config.scale_blocks
-        on_h200 = on_h200._replace(block_us=PACKED_BLOCK_US.get(tile, 2 * tensor_us))
+        on_h200 = on_h200._replace(block_us=max(PACKED_BLOCK_US.get(tile, 2 * tensor_us), on_h200.block_us))
     slower_clock = H200.clock_mhz / hardware.clock_mhz
     block_us = max(0.0, block_tensor_us(config, hardware) + (on_h200.block_us - tensor_us) * slower_clock)
     tile_us = on_h200.tile_us + (BOX_CAST_US * config.boxes if config.quantizes else 0)

@@ -3,46 +3,12 @@
 // Memory holds `b` as units of 16 rows by one K block: the codes of 32 elements of a row in 16 bytes, row behind row,
 // for four such columns one behind the other; then the scales of each row's groups, a byte each (fourbit.py packs). A
 // tile's units of a K block are adjacent, so that one bulk copy brings them to the ring.
-//
-// A table has the e4m3 of a code's eight magnitudes times a group's scale. A code's three bits select a byte of it, four
-// codes per PRMT; signs are ORed in. In a word of eight codes, nibble i has the magnitude of code i in its low bits; the
-// top bits have the signs of codes 4, 0, 5, 1, 6, 2, 7, 3, so that a shift aligns four of them with four bytes.
-//
-// Integers need no table, since each row of a K block has one scale, by which sums are promoted. Up to 2^-5 the bytes of
-// e4m3 count in steps of 2^-9, so that 2^-8 times an integer's magnitude is twice that magnitude as a byte. A nibble is
-// this byte, or two less with bit 0 set where the integer is negative. Byte i of a word has integers i and i + 4.
 #pragma once
 
-#include "formats.cuh"
+#include "fourbit.cuh"
 #include "scheduler.cuh"
 
 namespace deep_tile {
-
-// Magnitudes of e2m1, by their three bits.
-__device__ __forceinline__ float magnitude(int code) {
-    return code < 2 ? code * 0.5f : (1 << (code / 2 - 1)) * (1.0f + code % 2 * 0.5f);
-}
-
-__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
-
-// Tables of e2m1 in groups of 32: of a power of two for each byte, a signed exponent relative to the block's scale. What
-// is too large for e4m3 has no place in the block but as zeros, and what is too small is zero.
-struct PowerTables {
-    static __device__ __forceinline__ float scale(int byte) {
-        return power_of_two(min(max(static_cast<signed char>(byte), -100), 100));
-    }
-};
-
-// Tables of e2m1 in groups of 16: of an eighth of each e4m3, so that all products are within e4m3.
-struct E4M3Tables {
-    static __device__ __forceinline__ float scale(int byte) {
-        const int exponent = byte / 8 % 16, fraction = byte % 8;
-        return exponent == 0 ? fraction * power_of_two(-12) : (8 + fraction) * power_of_two(exponent - 13);
-    }
-};
-
-template <GemmConfig config>
-using Tables = typename Conditional<config.b_group == 32, PowerTables, E4M3Tables>::type;
 
 // Units of one K block of a tile.
 template <GemmConfig config>
@@ -143,7 +109,6 @@ class Converter {
     static constexpr int column_bytes = 16;             // of a row
     static constexpr bool has_tables = config.b_group < scale_block;
     static constexpr int groups = has_tables ? 32 / config.b_group : 0;  // per column
-    static constexpr u32 magnitudes = 0x77777777, signs = 0x80808080;
 
     static __device__ __forceinline__ int row() { return threadIdx.x % unit_rows; }
     static __device__ __forceinline__ int first_column() { return threadIdx.x % warp_threads / unit_rows * 2; }
@@ -159,13 +124,7 @@ class Converter {
 
     __device__ __forceinline__ void write_tables() {
         for (int table = warp_ * warp_threads + threadIdx.x % warp_threads; table < packed_tables; table += threads) {
-            const float scale = Tables<config>::scale(table);
-            float products[8];
-#pragma unroll
-            for (int code = 0; code < 8; ++code) products[code] = magnitude(code) * scale;
-            const u32 low = pack_e4m3({products[0], products[1], products[2], products[3]});
-            const u32 high = pack_e4m3({products[4], products[5], products[6], products[7]});
-            smem_.packed.tables[table] = static_cast<u64>(high) << 32 | low;
+            smem_.packed.tables[table] = table_of<config.b_group>(table);
         }
         ptx::bar_sync(tables_barrier, threads);
     }
@@ -220,23 +179,8 @@ class Converter {
 
     // Writes 16 elements of a row, which are a piece of the 128-byte swizzle.
     __device__ __forceinline__ void write_piece(u32 to, u32 low, u32 high, uint2 table) const {
-        const uint2 first = has_tables ? eight(low, table) : eight(low);
-        const uint2 last = has_tables ? eight(high, table) : eight(high);
+        const uint2 first = eight_elements<config.b_group>(low, table), last = eight_elements<config.b_group>(high, table);
         ptx::st_shared_v4(to, first.x, first.y, last.x, last.y);
-    }
-
-    // Eight integers. Multiplied, a sign goes to bit 7, and adds the two that a negative one's nibble lacks less its bit 0.
-    static __device__ __forceinline__ uint2 eight(u32 codes) {
-        constexpr u32 nibbles = 0x0f0f0f0f, bits = 0x01010101;
-        const u32 low = codes & nibbles, high = codes >> 4 & nibbles;
-        return {low + (low & bits) * 0x81, high + (high & bits) * 0x81};
-    }
-
-    // Eight elements. Hidden from the compiler, both selectors take one mask.
-    static __device__ __forceinline__ uint2 eight(u32 codes, uint2 table) {
-        const u32 selectors = ptx::opaque(static_cast<int>(codes & magnitudes));
-        return {__byte_perm(table.x, table.y, selectors) | (codes & signs),
-                __byte_perm(table.x, table.y, selectors >> 16) | (codes << 4 & signs)};
     }
 
     SharedStorage<config>& smem_;
