@@ -31,7 +31,8 @@ class Unpacking(Operation):
 
     def run(self, given: Given, options: tuple) -> torch.Tensor:
         a, b = given[0], given[2]
-        if not _is_large(a) or self.Options(*options).config is not None:
+        records = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
+        if not _is_large(a) or records or self.Options(*options).config is not None:
             return super().run(given, options)
         if given[self._first_out] is None:
             given = self._with_out(given, options)

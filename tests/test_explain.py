@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import deep_tile
-from deep_tile.kinds import KINDS
+from deep_tile.kinds import EVERY_KIND
 from deep_tile.method import report
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.choose import choose, suits
@@ -98,7 +98,7 @@ def test_other_dtypes_are_tiles_without_kernels(call):
     assert deep_tile.explain(4096, 4096, 7168, dtype="tf32")["config"] == "tf32_128x256x32_s4"
 
 
-NOT_MEASURED = [kind for kind in KINDS.values() if not is_measured(kind.name)]
+NOT_MEASURED = [kind for kind in EVERY_KIND.values() if not is_measured(kind.name)]
 
 
 def test_measured_kinds_do_not_say_that_they_were_not(call):

@@ -100,7 +100,7 @@ MAY_IMPORT = {
     "method": SIZES | {"select"},
     "tools": CALL
     | {"packaged", "", "api", "cast", "codegen", "dense", "grouped", "integrations", "method", "params", "quantize"}
-    | {"parts", "sass", "wgrad"},
+    | {"packed", "parts", "sass", "wgrad"},
     "": {"discovery"},
     "discovery": set(),
     "__main__": {"tools"},

@@ -5,8 +5,11 @@ import torch
 from formats import NAMES_OF_PACKED, draw
 
 import deep_tile
-from deep_tile import pack_weight, packed, packed_gemm, packed_grouped_gemm, to_blocks, unpack_weight
+from deep_tile import cast as kernels
+from deep_tile import pack_weight, packed, packed_gemm, packed_grouped_gemm, plan, to_blocks, unpack_weight
 from deep_tile.kinds import EVERY_KIND, PACKED
+from deep_tile.problem import GemmProblem, Groups
+from deep_tile.select import choose
 
 FORMATS = [*PACKED]
 each_format = pytest.mark.parametrize("name", FORMATS)
@@ -225,6 +228,29 @@ def test_gradients_are_refused():
 def test_kind_reads_fewer_bytes(name):
     assert EVERY_KIND[name].b_bytes == {"mxfp4": 17 / 32, "nvfp4": 18 / 32, "int4": 1 / 2}[name]
     assert EVERY_KIND["fp8"].b_bytes == 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_weight_is_unpacked_for_many_rows_alone(name):
+    problem = GemmProblem(4096, 2112, 7168, kind=name)
+    assert choose.unpacks(problem) and not choose.unpacks(problem._replace(m=256))
+    assert not choose.unpacks(problem._replace(n=50_000)) and not choose.unpacks(problem._replace(m=512))
+    groups = problem._replace(m=16_384, groups=Groups("offs", 8, 2048))
+    assert choose.unpacks(groups) == (name != "int4")
+    assert not choose.unpacks(groups._replace(groups=Groups("offs", 64, 256)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_kernels_of_large_products_are_made_ready_too(monkeypatch, name):
+    loaded, unpacking = [], []
+    monkeypatch.setattr(plan, "load_kernels", lambda configs, *_: loaded.extend(configs))
+    monkeypatch.setattr(kernels, "load_kernels", lambda device, workers, kernels: unpacking.extend(kernels))
+    deep_tile.precompile([(2112, 7168, 4096)], kind=name)
+    assert {config.kind for config in loaded} == {name, choose.in_fp8(GemmProblem(1, 16, 16, kind=name)).kind}
+    assert unpacking == [kernels.UNPACK[name]]
+    loaded.clear()
+    deep_tile.precompile([(2112, 7168, 4096)], kind=name, grouping="offs")
+    assert {config.kind for config in loaded} == {name, *(() if name == "int4" else ("fp8",))}
 
 
 def test_ops_are_traced():

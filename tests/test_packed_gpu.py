@@ -7,8 +7,9 @@ import torch
 from formats import NAMES_OF_PACKED, draw
 
 import deep_tile
-from deep_tile import packed
+from deep_tile import dense, grouped, nn, packed, unpack
 from deep_tile.kinds import PACKED
+from deep_tile.select import choose
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import grouped_configs
 
@@ -95,3 +96,76 @@ def test_a_graph_holds_for_other_weights_and_activations():
     b.scale.copy_(other.scale)
     graph.replay()
     assert torch.equal(out, deep_tile.fp8_gemm(a, a_scale, *wide, batch_invariant=True))
+
+
+@pytest.fixture
+def unpacking(monkeypatch):
+    """Every product is made of the weight unpacked."""
+    monkeypatch.setattr(choose, "LEAST_UNPACKED", 1)
+    monkeypatch.setattr(choose, "unpacks", lambda problem: True)
+    for operation in (dense.PACKED_GEMM, grouped.PACKED_GROUPED_GEMM):
+        monkeypatch.setattr(operation, "_decided", {})
+        monkeypatch.setattr(operation, "launches", {})
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+def test_products_of_the_unpacked_weight_are_fp8s(unpacking, name, shape):
+    """By FP8's kernels, in a graph, too; those of a config are not."""
+    m, n, k = shape
+    b, wide = weights(name, (n, k))
+    a, a_scale = deep_tile.per_token_cast_to_fp8(torch.randn(m, k, device="cuda"))
+    wanted, (whole, out) = fp8_product(name, a, a_scale, *wide), poisoned(m, n)
+    for _ in range(2):
+        deep_tile.packed_gemm(a, a_scale, *b, out, batch_invariant=True)
+        assert torch.equal(out, wanted) and is_untouched(whole)
+    assert not dense.PACKED_GEMM.launches
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        deep_tile.packed_gemm(a, a_scale, *b, out, batch_invariant=True)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, wanted)
+    config = next(config for config in default_configs(True, name) if config.split_k == 1)
+    deep_tile.packed_gemm(a, a_scale, *b, out, config=config)
+    assert torch.equal(out, wanted) and dense.PACKED_GEMM.launches
+    with pytest.raises(ValueError, match="b_scale"):
+        deep_tile.packed_gemm(a, a_scale, b.weight, b.scale[:, :-1])
+    with pytest.raises(RuntimeError, match="packed_gemm has none"):
+        deep_tile.packed_gemm(a, a_scale.requires_grad_(), *b)
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("shape", [(16, 128), (3, 144, 352), (5, 16, 1504)], ids=str)
+def test_weights_are_unpacked_as_defined(name, shape):
+    b, (wide, _) = weights(name, shape)
+    assert torch.equal(unpack.to_fp8(b.weight, shape[-1]).view(torch.uint8), wide.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_groups_of_unpacked_weights_are_fp8s(unpacking, name):
+    rows, n, k = 150, 272, 1504
+    b, wide = weights(name, (2, n, k))
+    a, a_scale = deep_tile.per_token_cast_to_fp8(torch.randn(2 * rows, k, device="cuda"))
+    offs = torch.tensor([rows - 5, 2 * rows - 7], device="cuda", dtype=torch.int32)
+    out = deep_tile.packed_grouped_gemm(a, a_scale, *b, offs)
+    wanted = deep_tile.fp8_grouped_gemm(a, a_scale, *wide, offs)
+    assert torch.equal(out[: 2 * rows - 7], wanted[: 2 * rows - 7]) and not grouped.PACKED_GROUPED_GEMM.launches
+
+
+def test_layers_give_a_gpu_what_they_give_a_cpu():
+    torch.manual_seed(5)
+    weight, scale, arguments, _ = draw("mxfp4", (272, 352))
+    layer, x = (
+        nn.PackedLinear.from_codes(weight, scale, torch.randn(272).bfloat16(), **arguments),
+        torch.randn(2, 9, 352),
+    )
+    wanted = layer(x.bfloat16())
+    assert deep_tile.reference.relative_error(layer.cuda()(x.cuda().bfloat16()).cpu(), wanted) < 4e-3
+    of = [draw("mxfp4", shape)[:2] for shape in ((4, 96, 160), (4, 160, 48))]
+    experts = nn.PackedExperts.from_codes(
+        *of[0], *of[1], torch.randn(4, 96).bfloat16(), limit=7.0, alpha=1.702, beta=1.0
+    )
+    given = torch.randn(33, 160).bfloat16(), torch.randint(-1, 4, (33, 2)), torch.rand(33, 2)
+    wanted = experts(*given)
+    assert deep_tile.reference.relative_error(experts.cuda()(*(x.cuda() for x in given)).cpu(), wanted) < 0.02
