@@ -207,7 +207,7 @@ COMBINE = CombineKernel(threads=256, rows_at_once=4, blocks_per_sm=4)
 """64 KB of reads under way on each SM, twice of what `streaming.bytes_in_flight_needed` says, since each waits for its
 index before. More blocks would leave too few registers: 16 hold what is read, 8 the sums."""
 
-UNPACK = {name: UnpackKernel(name, threads=256, blocks_per_sm=4) for name in PACKED}
+UNPACK = {name: UnpackKernel(name, threads=256, blocks_per_sm=6) for name in PACKED}
 """By the kind of products. A warp has a kilobyte of reads under way, 32 of an SM's as much as the roofline asks for."""
 
 TRANSPOSED = {

@@ -1,32 +1,34 @@
 // A packed weight as FP8: what large products multiply with, which would wait for the converter warps (packed_b.cuh).
 //
-// deep_tile/cast.py launches it; packed.as_fp8 is the definition, equal in every bit. A warp takes a unit: a lane has a row
-// of it, and two of its four columns of 32 codes, of which it writes 64 adjacent bytes.
+// deep_tile/cast.py launches it; packed.as_fp8 is the definition, equal in every bit. A warp takes a unit: eight lanes have
+// the pieces of 16 codes of a row, and write a line of it.
 #pragma once
 
 #include "fourbit.cuh"
 
 namespace deep_tile {
 
-// Unpacks a unit at `from` to the rows at `to`, with tables of its groups.
+// Unpacks a unit at `from` to the rows at `to`, with tables of its groups. All is read before the first is written.
 template <int group>
-__device__ __forceinline__ void unpack_unit(const u8* from, u8* to, const uint2* tables) {
-    constexpr int columns = 4, per_column = group < scale_block ? 32 / group : 1;
-    const int row = threadIdx.x % unit_rows, first = threadIdx.x % warp_threads / unit_rows * 2;
-    const u8* scales = from + columns * unit_rows * 16 + (row * columns + first) * per_column;
+__device__ __forceinline__ void unpack_unit(const u8* from, u8* to, i64 row_bytes, const uint2* tables) {
+    constexpr int rows_at_once = warp_threads / 8, passes = unit_rows / rows_at_once;
+    constexpr int columns = 4, column_bytes = 16, scales_at = columns * unit_rows * column_bytes;
+    const int lane = threadIdx.x % warp_threads, piece = lane % 8, column = piece / 2, half = piece % 2;
+    uint2 codes[passes], table[passes] = {};
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        const uint4 codes = reinterpret_cast<const uint4*>(from)[(first + j) * unit_rows + row];
-        uint2 low = {}, high = {};
+    for (int i = 0; i < passes; ++i) {
+        const int row = i * rows_at_once + lane / 8;
+        codes[i] = reinterpret_cast<const uint2*>(from)[(column * unit_rows + row) * 2 + half];
         if constexpr (group < scale_block) {
-            low = tables[scales[j * per_column]];
-            high = tables[scales[j * per_column + per_column - 1]];
+            constexpr int groups = scale_block / group;
+            table[i] = tables[from[scales_at + row * groups + piece * groups / 8]];
         }
-        const uint2 a = eight_elements<group>(codes.x, low), b = eight_elements<group>(codes.y, low);
-        const uint2 c = eight_elements<group>(codes.z, high), d = eight_elements<group>(codes.w, high);
-        auto* elements = reinterpret_cast<uint4*>(to + (first + j) * 32);
-        elements[0] = {a.x, a.y, b.x, b.y};
-        elements[1] = {c.x, c.y, d.x, d.y};
+    }
+#pragma unroll
+    for (int i = 0; i < passes; ++i) {
+        const int row = i * rows_at_once + lane / 8;
+        const uint2 a = eight_elements<group>(codes[i].x, table[i]), b = eight_elements<group>(codes[i].y, table[i]);
+        reinterpret_cast<uint4*>(to + row * row_bytes)[piece] = {a.x, a.y, b.x, b.y};
     }
 }
 
@@ -40,13 +42,14 @@ __device__ __forceinline__ void unpack(const UnpackParams& params) {
         __syncthreads();
     }
     ptx::griddepcontrol_wait();
-    const u32 warps = blockDim.x / warp_threads, row = threadIdx.x % unit_rows;
+    const u32 warps = blockDim.x / warp_threads;
+    const i64 row_bytes = i64{params.k_blocks} * scale_block;
     for (u32 unit = blockIdx.x * warps + threadIdx.x / warp_threads; unit < params.units; unit += gridDim.x * warps) {
         const u32 block = unit / params.row_units, row_unit = unit % params.row_units;
         const u32 matrix = block / params.k_blocks, k_block = block % params.k_blocks;
-        const i64 out_row = (i64{matrix} * params.row_units + row_unit) * unit_rows + row;
+        const i64 first_row = (i64{matrix} * params.row_units + row_unit) * unit_rows;
         unpack_unit<group>(static_cast<const u8*>(params.weight) + i64{unit} * unit_bytes,
-                           static_cast<u8*>(params.out) + (out_row * params.k_blocks + k_block) * scale_block,
+                           static_cast<u8*>(params.out) + first_row * row_bytes + k_block * scale_block, row_bytes,
                            reinterpret_cast<const uint2*>(tables));
     }
 }
