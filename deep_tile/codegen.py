@@ -88,7 +88,7 @@ def _immediates(config: GemmConfig) -> str:
 _FIELDS = (
     *("block_m", "block_n", "block_k", "k_bytes", "a_span", "b_span", "stages"),
     *("cluster_m", "cluster_n", "split_k", "scale_blocks", "scales_at_once"),
-    *("math_warpgroups", "scale_warps", "store_warps", "unit_warps", "converter_warps", "converter_teams", "threads"),
+    *("math_warpgroups", "scale_warps", "store_warps", "unit_warps", "converter_warps", "threads"),
     *("math_registers", "producer_registers"),
     *("rows_per_warpgroup", "chunks_m", "chunks_n", "chunks", "mma_n", "block_sets"),
     *("pairs", "carries_descriptors", "queues_blocks", "ends_apart", "takes_turns", "prefetches_b"),

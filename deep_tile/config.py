@@ -214,9 +214,8 @@ class GemmConfig:
         if self.multicast or self.pairs or self.by_k or self.column_shifts > 1:
             what = "multicast, pairs, groups along K, and copies of the main loop"
             return f"kind is {self.kind!r}; a packed b is converted without {what}"
-        of_team = self.converter_warps // self.converter_teams
-        if self.scale_blocks * self.block_n % (UNIT_ROWS * of_team):
-            return f"block_n is {self.block_n}; {of_team} warps convert a multiple of {UNIT_ROWS} rows of a packed b each"
+        if self.scale_blocks * self.block_n % (UNIT_ROWS * self.converter_warps):
+            return f"block_n is {self.block_n}; each of 4 warps converts a multiple of {UNIT_ROWS} rows of a packed b"
         return None
 
     @property
@@ -442,18 +441,11 @@ class GemmConfig:
 
     @property
     def converter_warps(self) -> int:
-        """Warps that convert a packed `b`: one warpgroup, or two beside tiles of one chunk, which leave them
+        """Warps that convert a packed `b`: one warpgroup, or two beside a single math warpgroup, which leaves them
         registers."""
         if not self.is_packed:
             return 0
-        of_team = 8 * UNIT_ROWS // self.converter_teams
-        return 8 if self.chunks == 1 and self.scale_blocks * self.block_n % of_team == 0 else 4
-
-    @property
-    def converter_teams(self) -> int:
-        """Parts of the converter warps that take stages in turn: two, where both rings of a packed `b` have an even
-        depth. In others a team would come to each mbarrier every other time, when its parity is the same again."""
-        return 2 if self.is_packed and self.b_stages % 2 == self.unit_stages % 2 == 0 else 1
+        return 8 if self.chunks == 1 and self.scale_blocks * self.block_n % (8 * UNIT_ROWS) == 0 else 4
 
     @property
     def scale_warps(self) -> int:

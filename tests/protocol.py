@@ -322,9 +322,9 @@ class Block:
             yield self._process("units", UnitWarp(self).run())
         for warp in range(3 - config.scale_warps - config.store_warps - config.unit_warps):
             yield self._process(f"idle {warp}", self.start_producer())
-        alike = 1 if self.launch.warps == 1 else max(1, config.converter_warps // config.converter_teams)
-        for first in range(0, config.converter_warps, alike):
-            yield self._process(f"converter {first}", ConverterWarps(self, range(first, first + alike)).run())
+        for first in range(0, config.converter_warps, 1 if self.launch.warps == 1 else WARP):
+            warps = range(first, first + 1) if self.launch.warps == 1 else range(config.converter_warps)
+            yield self._process(f"converter {first}", ConverterWarps(self, warps).run())
 
     def _process(self, name: str, program: Program) -> Process:
         operations = list(islice(program, LONGEST_PROGRAM))
@@ -380,7 +380,7 @@ class OperandsWarp:
         for stage in range(self.config.stages):
             yield Init(self.block.own("full", stage), 1 + WARP * self.config.product.block_scales)
         for slot in range(self.config.b_stages):
-            converters = self.config.converter_warps // self.config.converter_teams
+            converters = self.config.converter_warps
             yield Init(self.block.own("slot full" if converters else "column full", slot), converters or 1)
 
     def announce_full_barriers(self) -> Program:
@@ -663,29 +663,27 @@ class UnitWarp:
 
 
 class ConverterWarps:
-    """One of them, or a team, which act alike: of every stage, or every other, each takes units to make a slot's FP8."""
+    """One of them, or all, which act alike: each makes a slot's FP8 of every `converter_warps`-th unit of a stage."""
 
     def __init__(self, block: Block, warps: range):
         self.block, self.config, self.warps = block, block.config, warps
-        self.teams, self.of_team = block.config.converter_teams, block.config.converter_warps // block.config.converter_teams
 
     def run(self) -> Program:
         yield from self.block.give_registers(len(self.warps))
         yield from self.block.await_barriers(WARP * len(self.warps))
         yield from self.write_tables()
         places = [(tile, step) for tile in self.block.tiles for step in self.block.steps(tile)]
-        own = range(self.warps.start // self.of_team, len(places), self.teams)
-        for position in own:
-            place, stage, slot = places[position], position % self.config.unit_stages, position % self.config.b_slots
-            if position == own.start:
+        for position, place in enumerate(places):
+            stage, slot = position % self.config.unit_stages, position % self.config.b_slots
+            if position == 0:
                 yield from self.begin(position, *place)
             yield Wait(self.block.own("slot empty", slot), position // self.config.b_slots - 1)
             yield Join("unit read")
             yield Use(reads=self.regions("units", stage, *place, first=False))
             yield Issue("slot write", writes=self.regions("b", slot, *place))
             yield Arrive(self.block.own("units empty", stage), len(self.warps))
-            if position + self.teams < len(places):
-                yield from self.begin(position + self.teams, *places[position + self.teams])
+            if position + 1 < len(places):
+                yield from self.begin(position + 1, *places[position + 1])
             yield Join("slot write")  # fence.proxy.async
             yield Arrive(self.block.own("slot full", slot), len(self.warps))
 
@@ -705,9 +703,8 @@ class ConverterWarps:
     def regions(self, what: str, index: int, tile: Tile, step: int, first: bool | None = None) -> tuple[Region, ...]:
         """Rows of these warps' units, or of their `first` ones or the others, but for those beyond the matrix."""
         of_block, rows = self.config.block_n // UNIT_ROWS, 1 if what == "units" else UNIT_ROWS
-        warps = {warp % self.of_team for warp in self.warps}
-        units = [unit for unit in range(self.config.scale_blocks * of_block) if unit % self.of_team in warps]
-        own = [unit for unit in units if first in (None, unit < self.of_team)]
+        units, converters = range(self.config.scale_blocks * of_block), self.config.converter_warps
+        own = [unit for unit in units if unit % converters in self.warps and first in (None, unit < converters)]
         held, present = held_of_b(self.config, tile, step), units_of(self.block.launch, tile)
         return tuple(
             Region(self.block.own(what, index), unit * rows, (unit + 1) * rows, (*held, unit // of_block))
@@ -800,7 +797,7 @@ class MathWarps:
         for stage in range(config.stages):
             yield Init(own("empty", stage), math_warps * (WARP + config.multicast))
         for stage in range(config.unit_stages):
-            yield Init(own("units empty", stage), config.converter_warps // config.converter_teams)
+            yield Init(own("units empty", stage), config.converter_warps)
         for slot in range(config.b_stages):
             of_slot = ("slot empty", math_warps) if config.is_packed else ("column empty", math_warps * WARP)
             yield Init(own(of_slot[0], slot), of_slot[1])

@@ -46,8 +46,9 @@ PACKED_BLOCK_US = {
 products of 1 to 512 rows by 4096x7168, alone and in 8 groups (H100, 2026-11-26)."""
 
 
-UNPACK_US, UNPACK_TBPS = 2.5, 2.4
-"""What a kernel takes that makes FP8 of a packed weight, and the bytes that it reads and writes."""
+UNPACK_US, UNPACK_TBPS = 2.7, 1.86
+"""What a kernel takes that makes FP8 of a packed weight, and the bytes that it reads and writes: of weights of 15 to 235
+million elements, by a kernel that wrote half lines (H100, 2026-11-26)."""
 
 
 def unpack_us(elements: int, b_bytes: float) -> float:

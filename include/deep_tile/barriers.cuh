@@ -21,7 +21,7 @@ __device__ __forceinline__ void initialize_full_barriers(SharedStorage<config>& 
         if constexpr (config.b_stages > 0) {
 #pragma unroll
             for (int slot = 0; slot < config.b_slots; ++slot) {
-                ptx::mbarrier_init(ptx::smem_address(&smem.slots.full[slot]), config.packed_b() ? config.team_warps() : 1);
+                ptx::mbarrier_init(ptx::smem_address(&smem.slots.full[slot]), config.packed_b() ? config.converter_warps : 1);
             }
         }
         ptx::fence_mbarrier_init();
@@ -42,7 +42,7 @@ __device__ __forceinline__ void initialize_other_barriers(SharedStorage<config>&
         if constexpr (config.packed_b()) {
 #pragma unroll
             for (int stage = 0; stage < config.unit_stages; ++stage) {
-                ptx::mbarrier_init(ptx::smem_address(&smem.units.empty[stage]), config.team_warps());
+                ptx::mbarrier_init(ptx::smem_address(&smem.units.empty[stage]), config.converter_warps);
             }
         }
         if constexpr (config.b_stages > 0) {

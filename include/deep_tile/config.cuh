@@ -24,7 +24,7 @@ struct GemmConfig {
     int stages;
     int cluster_m, cluster_n, split_k;
     int scale_blocks, scales_at_once;
-    int math_warpgroups, scale_warps, store_warps, unit_warps, converter_warps, converter_teams, threads;
+    int math_warpgroups, scale_warps, store_warps, unit_warps, converter_warps, threads;
     int math_registers, producer_registers;
     int rows_per_warpgroup, chunks_m, chunks_n, chunks, mma_n;
     int block_sets;
@@ -65,7 +65,6 @@ struct GemmConfig {
     constexpr bool grouped() const { return row_groups() || by_k; }
     constexpr bool a_has_tail_map() const { return a_span == 0 && !row_groups(); }
     constexpr bool packed_b() const { return b_group > 0; }  // `b` has 4 bits in memory, and 8 where WGMMA reads it
-    constexpr int team_warps() const { return converter_warps / converter_teams; }  // that convert a stage
     constexpr bool resident_b() const { return b_stages > 0 && !packed_b(); }
     constexpr bool moves_registers() const { return math_warpgroups == 2 || packed_b(); }  // by setmaxnreg
     constexpr bool multicast() const { return cluster_m * cluster_n > 1; }

@@ -73,8 +73,7 @@ __device__ __forceinline__ void produce_units(const GemmParams& params, SharedSt
     }
 }
 
-// Converter warps, of two teams that take stages in turn if the rings' depths are even: each takes as many of a stage's
-// units as the others of its team, two at a time. A lane has a row of a unit, and two of its four
+// Converter warps: each takes a quarter of a stage's units, two at a time. A lane has a row of a unit, and two of its four
 // columns of 32 codes: eight lanes read and write eight rows of the same column, which lie in different banks on both
 // sides. All that a stage's first batch needs is read before the stage behind it is published, so that the latencies of
 // shared memory and of the fence run together.
@@ -82,15 +81,8 @@ template <GemmConfig config>
 class Converter {
    public:
     __device__ __forceinline__ Converter(SharedStorage<config>& smem, int warp)
-        : smem_(smem),
-          warp_(warp % config.team_warps()),
-          to_(ptx::smem_address(&smem.b[team(warp)][warp_ * unit_rows * k_block_bytes]) + piece_offset()) {
-        if constexpr (has_tables) write_tables(warp);
-    }
-
-    // The team of a converter warp, which takes every stage, or every other.
-    static __device__ __forceinline__ int team(int warp) {
-        return config.converter_teams == 1 ? 0 : warp / config.team_warps();
+        : smem_(smem), warp_(warp), to_(ptx::smem_address(&smem.b[0][warp * unit_rows * k_block_bytes]) + piece_offset()) {
+        if constexpr (has_tables) write_tables();
     }
 
     // Reads a stage's first batch.
@@ -101,7 +93,7 @@ class Converter {
 
     // Advances to the next slot.
     __device__ __forceinline__ void advance() {
-        to_ += config.converter_teams * slot_bytes;
+        to_ += slot_bytes;
         if (to_ >= ptx::smem_address(smem_.b[0]) + config.b_slots * slot_bytes) to_ -= config.b_slots * slot_bytes;
     }
 
@@ -110,9 +102,9 @@ class Converter {
     static constexpr int units = config.block_n / unit_rows;  // of a K block
     static constexpr int all_units = config.scale_blocks * units;
     static constexpr bool has_room = config.math_warpgroups == 1 || config.b_group >= 32;  // in registers
-    static constexpr int batch_units = all_units > config.team_warps() && has_room ? 2 : 1;
+    static constexpr int batch_units = all_units > config.converter_warps && has_room ? 2 : 1;
     static constexpr int slot_bytes = config.block_n * config.k_bytes;
-    static constexpr int batch_step = batch_units * config.team_warps();
+    static constexpr int batch_step = batch_units * config.converter_warps;
     static constexpr int columns = 4;                   // of 32 codes, in a K block
     static constexpr int column_bytes = 16;             // of a row
     static constexpr bool has_tables = config.b_group < scale_block;
@@ -130,8 +122,8 @@ class Converter {
         return row() * k_block_bytes + ((2 * first_column() ^ row() % 8) << 4);
     }
 
-    __device__ __forceinline__ void write_tables(int warp) {
-        for (int table = warp * warp_threads + threadIdx.x % warp_threads; table < packed_tables; table += threads) {
+    __device__ __forceinline__ void write_tables() {
+        for (int table = warp_ * warp_threads + threadIdx.x % warp_threads; table < packed_tables; table += threads) {
             smem_.packed.tables[table] = table_of<config.b_group>(table);
         }
         ptx::bar_sync(tables_barrier, threads);
@@ -153,7 +145,7 @@ class Converter {
         const u32 from = ptx::smem_address(&smem_.packed.units[stage][(first + warp_) * config.b_unit_bytes]);
 #pragma unroll
         for (int i = 0; i < batch_units; ++i) {
-            const u32 unit = from + i * config.team_warps() * config.b_unit_bytes;
+            const u32 unit = from + i * config.converter_warps * config.b_unit_bytes;
             if constexpr (has_tables) scales[i] = ptx::ld_shared<Bits>(unit + scales_offset());
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
@@ -174,7 +166,7 @@ class Converter {
     __device__ __forceinline__ void write() const {
 #pragma unroll
         for (int i = 0; i < batch_units; ++i) {
-            const u32 to = to_ + (first + i * config.team_warps()) * unit_rows * k_block_bytes;
+            const u32 to = to_ + (first + i * config.converter_warps) * unit_rows * k_block_bytes;
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const uint4 codes = codes_[i][j];
@@ -198,22 +190,17 @@ class Converter {
     uint2 tables_[batch_units][has_tables ? 2 * groups : 1];
 };
 
-// Runs one converter warp over its team's stages of this CTA's tiles.
+// Runs one converter warp over every stage of this CTA's tiles.
 template <GemmConfig config>
 __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedStorage<config>& smem, int warp) {
     Converter<config> converter(smem, warp);
     const KRange range = k_range<config>(params);
     PipelineState<config.unit_stages> state;
     PipelineState<config.b_slots> slots;
-    constexpr int teams = config.converter_teams;
-    const int team = Converter<config>::team(warp);
-    const int stages = TileScheduler<config>(params).count() * (range.end - range.begin);
-    int left = __shfl_sync(0xffffffff, (stages - team + teams - 1) / teams, 0);
+    int left = __shfl_sync(0xffffffff, TileScheduler<config>(params).count() * (range.end - range.begin), 0);
     if (left == 0) return;
-    state.advance(team);
-    slots.advance(team);
-    wait(smem.units.full[state.stage], 0);
-    converter.begin(state.stage);
+    wait(smem.units.full[0], 0);
+    converter.begin(0);
     // Slots advance last in a step: ptxas keeps a copy of the number, made before that, in a register of each lane, and
     // lets the warp fall apart at the wait.
 #pragma unroll 1
@@ -222,7 +209,7 @@ __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedS
         converter.convert(state.stage);
         __syncwarp();
         ptx::mbarrier_arrive(ptx::smem_address(&smem.units.empty[state.stage]), threadIdx.x % warp_threads == 0);
-        state.advance(teams);
+        state.advance();
         if (left > 1) {
             wait(smem.units.full[state.stage], state.phase);
             converter.begin(state.stage);
@@ -230,7 +217,7 @@ __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedS
         ptx::fence_proxy_async();
         __syncwarp();
         ptx::mbarrier_arrive(ptx::smem_address(&smem.slots.full[slots.stage]), threadIdx.x % warp_threads == 0);
-        slots.advance(teams);
+        slots.advance();
         converter.advance();
     }
 }
