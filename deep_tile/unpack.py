@@ -12,6 +12,7 @@ from deep_tile import _launcher, cast, launches, packed
 from deep_tile.config import SCALE_BLOCK, UNIT_ROWS, ceil_div
 from deep_tile.kinds import PACKED, Kind
 from deep_tile.operation import Given, Operation
+from deep_tile.params import places
 from deep_tile.quantize import FP8_DTYPE
 from deep_tile.select import choose
 
@@ -64,10 +65,10 @@ def _is_large(a: object) -> bool:
 
 
 def to_fp8(weight: torch.Tensor, k: int) -> torch.Tensor:
-    """[..., n, k] float8_e4m3fn of a packed weight on a Hopper GPU, rows at multiples of 128 bytes.
+    """[..., n, k] float8_e4m3fn from a packed weight on a Hopper GPU, rows at multiples of 128 bytes.
 
     Raises:
-        ValueError: it is no packed weight of rows of k elements, or not as kernels read it.
+        ValueError: it is no packed weight with k elements per row, or kernels cannot read it.
         RuntimeError: the kernel is not loaded yet while a CUDA graph is captured; or as `per_token_cast_to_fp8`.
     """
     kind, k_blocks = PACKED[packed.name_of(weight, k)], ceil_div(k, SCALE_BLOCK)
@@ -82,5 +83,6 @@ def _prepare(kind: Kind, k_blocks: int, weight: torch.Tensor) -> _launcher.Launc
     if not cast.is_loaded(kernel, device):
         launches.refuse_capture(kernel.name, device, "packed_gemm")
     units = weight.numel() // (UNIT_ROWS * kind.packing.row_bytes)
-    layout = cast.UnpackLayout(units, weight.shape[-2] // UNIT_ROWS, k_blocks)
-    return cast.prepare_unpack(kernel, device, layout, launches.num_sms(device))
+    numbers = {"units": units, "row_units": weight.shape[-2] // UNIT_ROWS, "k_blocks": k_blocks}
+    names, grid = ("weight", "out"), cast.unpack_grid(kernel, units, launches.num_sms(device))
+    return cast.prepare_launch(kernel, grid, device, numbers, names, places(names), pdl=False)

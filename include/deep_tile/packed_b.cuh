@@ -1,8 +1,8 @@
-// Packed `b`: how the 4 bits of a weight become the e4m3 that WGMMA reads, between TMA and the math warpgroups.
+// Packed `b`: converts 4-bit weights to e4m3 for WGMMA, between TMA and the math warpgroups.
 //
-// Memory holds `b` as units of 16 rows by one K block: the codes of 32 elements of a row in 16 bytes, row behind row,
-// for four such columns one behind the other; then the scales of each row's groups, a byte each (fourbit.py packs). A
-// tile's units of a K block are adjacent, so that one bulk copy brings them to the ring.
+// Memory holds `b` in units, 16 rows by one K block: four columns, each with 16 bytes per row (32 codes); then one byte
+// per group scale, row by row (packed.py packs). A tile's units for one K block are contiguous, so one bulk copy
+// fetches them.
 #pragma once
 
 #include "fourbit.cuh"
@@ -10,12 +10,12 @@
 
 namespace deep_tile {
 
-// Units of one K block of a tile.
+// Units per tile and K block.
 template <GemmConfig config>
 constexpr int tile_units = config.block_n / unit_rows;
 
-// Loads the units of a stage, in one thread, after announcing their bytes: fewer where the matrix ends. Beyond K `a` has
-// zeros, and the last K block will do.
+// Loads a stage's units, in one thread, after announcing their bytes: fewer at the matrix's end. Past K, where `a` is
+// zero, the last K block is loaded again.
 template <GemmConfig config>
 __device__ __forceinline__ void load_units(const GemmParams& params, SharedStorage<config>& smem, Tile<config> tile,
                                            int stage, int step) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ void load_units(const GemmParams& params, SharedStora
     }
 }
 
-// Begins the unit warp: makes the barriers that its loads complete, and issues the first of these. Returns how many.
+// Starts the unit warp: initialises its full mbarriers and issues the first loads. Returns how many.
 template <GemmConfig config>
 __device__ __forceinline__ int request_first_units(const GemmParams& params, SharedStorage<config>& smem) {
     if (ptx::elect_sync()) {
@@ -73,10 +73,9 @@ __device__ __forceinline__ void produce_units(const GemmParams& params, SharedSt
     }
 }
 
-// Converter warps: each takes a quarter of a stage's units, two at a time. A lane has a row of a unit, and two of its four
-// columns of 32 codes: eight lanes read and write eight rows of the same column, which lie in different banks on both
-// sides. All that a stage's first batch needs is read before the stage behind it is published, so that the latencies of
-// shared memory and of the fence run together.
+// Converter warps: each takes a quarter of a stage's units, two at a time. A lane has one unit row and two of its four
+// 32-code columns: eight lanes read and write eight rows of one column, in different banks on both sides. A stage's
+// first batch is read before the previous stage is published, so that shared-memory and fence latencies overlap.
 template <GemmConfig config>
 class Converter {
    public:
@@ -88,7 +87,7 @@ class Converter {
     // Reads a stage's first batch.
     __device__ __forceinline__ void begin(int stage) { read<0>(stage); }
 
-    // Writes a stage, whose first batch has been read, to the current slot.
+    // Writes a stage, whose first batch is in registers, to the current slot.
     __device__ __forceinline__ void convert(int stage) { convert_from<0>(stage); }
 
     // Advances to the next slot.
@@ -99,21 +98,21 @@ class Converter {
 
    private:
     static constexpr int threads = config.converter_warps * warp_threads;
-    static constexpr int units = config.block_n / unit_rows;  // of a K block
+    static constexpr int units = config.block_n / unit_rows;  // per K block
     static constexpr int all_units = config.scale_blocks * units;
     static constexpr bool has_room = config.math_warpgroups == 1 || config.b_group >= 32;  // in registers
     static constexpr int batch_units = all_units > config.converter_warps && has_room ? 2 : 1;
     static constexpr int slot_bytes = config.block_n * config.k_bytes;
     static constexpr int batch_step = batch_units * config.converter_warps;
-    static constexpr int columns = 4;                   // of 32 codes, in a K block
-    static constexpr int column_bytes = 16;             // of a row
+    static constexpr int columns = 4;                   // with 32 codes each, per K block
+    static constexpr int column_bytes = 16;             // per row
     static constexpr bool has_tables = config.b_group < scale_block;
     static constexpr int groups = has_tables ? 32 / config.b_group : 0;  // per column
 
     static __device__ __forceinline__ int row() { return threadIdx.x % unit_rows; }
     static __device__ __forceinline__ int first_column() { return threadIdx.x % warp_threads / unit_rows * 2; }
 
-    // Offsets of this lane's codes and scales in a unit, and of its first piece of 16 bytes in a swizzled tile.
+    // Offsets for this lane: codes and scales in a unit, and its first 16-byte piece in a swizzled tile.
     static __device__ __forceinline__ u32 codes_offset() { return (first_column() * unit_rows + row()) * column_bytes; }
     static __device__ __forceinline__ u32 scales_offset() {
         return columns * unit_rows * column_bytes + (row() * columns + first_column()) * groups;
@@ -177,7 +176,7 @@ class Converter {
         }
     }
 
-    // Writes 16 elements of a row, which are a piece of the 128-byte swizzle.
+    // Writes 16 row elements, one piece of the 128-byte swizzle.
     __device__ __forceinline__ void write_piece(u32 to, u32 low, u32 high, uint2 table) const {
         const uint2 first = eight_elements<config.b_group>(low, table), last = eight_elements<config.b_group>(high, table);
         ptx::st_shared_v4(to, first.x, first.y, last.x, last.y);
@@ -186,11 +185,11 @@ class Converter {
     SharedStorage<config>& smem_;
     const int warp_;
     u32 to_;                                // this lane's first piece in the current slot
-    uint4 codes_[batch_units][2];           // of the batch that has been read: of each unit, two columns
+    uint4 codes_[batch_units][2];           // the batch in registers: two columns per unit
     uint2 tables_[batch_units][has_tables ? 2 * groups : 1];
 };
 
-// Runs one converter warp over every stage of this CTA's tiles.
+// Runs one converter warp over all stages of this CTA's tiles.
 template <GemmConfig config>
 __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedStorage<config>& smem, int warp) {
     Converter<config> converter(smem, warp);
@@ -208,7 +207,7 @@ __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedS
         wait(smem.slots.empty[slots.stage], slots.phase ^ 1);
         converter.convert(state.stage);
         __syncwarp();
-        ptx::mbarrier_arrive(ptx::smem_address(&smem.units.empty[state.stage]), threadIdx.x % warp_threads == 0);
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.units.empty[state.stage]));
         state.advance();
         if (left > 1) {
             wait(smem.units.full[state.stage], state.phase);
