@@ -32,16 +32,16 @@ __device__ __forceinline__ void unpack_unit(const u8* from, u8* to, i64 row_byte
     }
 }
 
-// The next launch reads what this one writes, and does not start before its end.
+// The next launch reads what this one writes, and is no programmatic one: it starts at the end of this.
 template <int group>
 __device__ __forceinline__ void unpack(const UnpackParams& params) {
     constexpr int unit_bytes = unit_rows * (scale_block / 2 + (group < scale_block ? scale_block / group : 0));
+    take_turn();
     __shared__ u64 tables[group < scale_block ? packed_tables : 1];
     if constexpr (group < scale_block) {
         for (int table = threadIdx.x; table < packed_tables; table += blockDim.x) tables[table] = table_of<group>(table);
         __syncthreads();
     }
-    ptx::griddepcontrol_wait();
     const u32 warps = blockDim.x / warp_threads;
     const i64 row_bytes = i64{params.k_blocks} * scale_block;
     for (u32 unit = blockIdx.x * warps + threadIdx.x / warp_threads; unit < params.units; unit += gridDim.x * warps) {
