@@ -696,7 +696,13 @@ def test_the_kernel_synchronizes_where_the_model_does():
     barriers = re.findall(r"mbarrier_init\([^;]*?\),\s+([^;]+)\);", text)
     scales = "(config.has_scales() ? warp_threads : 0)"
     slots = "config.packed_b() ? config.converter_warps : 1", "math_warps * (config.packed_b() ? 1 : warp_threads)"
-    counts = [f"1 + {scales}", slots[0], "math_warps * (warp_threads + peers)", "config.converter_warps", slots[1]]
+    counts = [
+        f"1 + {scales}",
+        slots[0],
+        "math_warps * (warp_threads + peers)",
+        "config.converter_warps * warp_threads",
+        slots[1],
+    ]
     assert barriers == [*counts, "1", "4 * (config.split_k - 1)", "1"]  # the last is that of units, full
 
 
