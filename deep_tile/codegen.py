@@ -339,7 +339,7 @@ class ThinKernel(NamedTuple):
         block_m, block_n: of a tile; 64 or 128 rows, and a multiple of 8 columns.
         terms: in BF16 of b.
         stages: of the ring.
-        split_warps: that split an FP32 b; 0 where b is given as BF16 terms.
+        splits: whether b is FP32, and its tiles are split; otherwise its terms are given.
         squares: whether it adds up the squares of a's rows, too.
         blocks_per_sm: thread blocks that must fit into an SM at once.
     """
@@ -348,7 +348,7 @@ class ThinKernel(NamedTuple):
     block_n: int
     terms: int
     stages: int
-    split_warps: int
+    splits: bool
     squares: bool
     blocks_per_sm: int
 
@@ -359,19 +359,20 @@ class ThinKernel(NamedTuple):
 
     @property
     def threads(self) -> int:
-        return self.block_m * 2 + 32 * (1 + self.split_warps)
+        return self.block_m * 2 + 32
 
     @property
     def smem_bytes(self) -> int:
-        """Of ThinStorage: K blocks of a and of b's terms, and three mbarriers, in each stage."""
-        stage = (self.block_m + self.terms * self.block_n) * K_BLOCK_BYTES + 3 * 8
-        return round_up(stage * self.stages, 1024)
+        """Of ThinStorage: K blocks of a and b, and two mbarriers, in each stage; terms of two K blocks where b is split."""
+        boxes = 2 if self.splits else self.terms
+        stage = (self.block_m + boxes * self.block_n) * K_BLOCK_BYTES + 2 * 8
+        return round_up(stage * self.stages + self.splits * 2 * self.terms * self.block_n * K_BLOCK_BYTES, 1024)
 
 
 def thin_source(kernel: ThinKernel) -> str:
     """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    columns = kernel.terms * kernel.block_n if kernel.split_warps else kernel.block_n
-    fields = ("block_m", "block_n", "terms", "stages", "split_warps", "squares")
+    columns = kernel.terms * kernel.block_n if kernel.splits else kernel.block_n
+    fields = ("block_m", "block_n", "terms", "stages", "splits", "squares")
     values = ", ".join(_literal(name, getattr(kernel, name)) for name in fields)
     entry = f"""\
 constexpr deep_tile::ThinConfig config = {{{values}}};

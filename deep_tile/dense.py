@@ -448,7 +448,7 @@ def gemm(
             16 bytes, or, of 16 bits, unit stride along m and such a stride along k. A slice of a wider matrix will do.
         b: [n, k] of the same dtype, likewise along k or n: one row per output column, as `torch.nn.Linear` keeps
             weights. Or, with `a` of bfloat16, float32 along k: then the call is `thin_gemm`'s, and has neither bias,
-            activation, config, num_sms, constant_weights nor gradients.
+            activation, config, constant_weights nor gradients.
         out: [m, n] bfloat16, float16 or float32, or of INT8 int32, unit stride along n; allocated when None. Any
             alignment and row stride will do, but rows that begin and end at multiples of 16 bytes are stored faster.
             Must not overlap the inputs.
@@ -660,7 +660,7 @@ def fp8_wgrad(
 
 def _multiply_wide(a: torch.Tensor, b: torch.Tensor, out, options: Options, bias) -> torch.Tensor:
     """`gemm` of BF16 and FP32."""
-    refused = {"bias": bias, "activation": options.activation, "config": options.config, "num_sms": options.num_sms}
+    refused = {"bias": bias, "activation": options.activation, "config": options.config}
     for name, given in {**refused, "constant_weights": options.constant_weights or None}.items():
         if given is not None:
             raise ValueError(f"{name} is given, and b is torch.float32: leave it out, or pass b.to(torch.bfloat16)")
@@ -669,6 +669,7 @@ def _multiply_wide(a: torch.Tensor, b: torch.Tensor, out, options: Options, bias
         out_dtype=options.out_dtype or (a.dtype if out is None else None),
         accumulate=options.accumulate,
         batch_invariant=options.batch_invariant,
+        num_sms=options.num_sms,
         pdl=options.pdl,
     )
 

@@ -18,14 +18,14 @@ STEP = 64
 """Elements of k in a K block."""
 
 KERNELS = (
-    ThinKernel(64, 32, terms=3, stages=5, split_warps=3, squares=True, blocks_per_sm=2),
-    ThinKernel(128, 32, terms=3, stages=7, split_warps=3, squares=True, blocks_per_sm=1),
-    ThinKernel(64, 64, terms=3, stages=3, split_warps=0, squares=False, blocks_per_sm=2),
-    ThinKernel(128, 128, terms=3, stages=3, split_warps=0, squares=False, blocks_per_sm=1),
-    ThinKernel(64, 64, terms=2, stages=4, split_warps=0, squares=False, blocks_per_sm=2),
-    ThinKernel(128, 128, terms=2, stages=4, split_warps=0, squares=False, blocks_per_sm=1),
-    ThinKernel(64, 64, terms=1, stages=6, split_warps=0, squares=False, blocks_per_sm=2),
-    ThinKernel(128, 128, terms=1, stages=6, split_warps=0, squares=False, blocks_per_sm=1),
+    ThinKernel(64, 24, terms=3, stages=6, splits=True, squares=True, blocks_per_sm=2),
+    ThinKernel(128, 24, terms=3, stages=4, splits=True, squares=True, blocks_per_sm=2),
+    ThinKernel(64, 64, terms=3, stages=3, splits=False, squares=False, blocks_per_sm=2),
+    ThinKernel(128, 128, terms=3, stages=3, splits=False, squares=False, blocks_per_sm=1),
+    ThinKernel(64, 64, terms=2, stages=4, splits=False, squares=False, blocks_per_sm=2),
+    ThinKernel(128, 128, terms=2, stages=4, splits=False, squares=False, blocks_per_sm=1),
+    ThinKernel(64, 64, terms=1, stages=6, splits=False, squares=False, blocks_per_sm=2),
+    ThinKernel(128, 128, terms=1, stages=6, splits=False, squares=False, blocks_per_sm=1),
 )
 """Each serves every size; as many stages as shared memory holds."""
 
@@ -69,6 +69,22 @@ class Product(NamedTuple):
         return self.matrix_steps * self.matrices
 
 
+class Room(NamedTuple):
+    """For thread blocks.
+
+    Attributes:
+        num_sms: SMs that they have.
+        most: thread blocks on an SM at once; None: as many as fit.
+    """
+
+    num_sms: int
+    most: int | None = None
+
+    def blocks(self, kernel: StreamingKernel, waves: int = 1) -> int:
+        """Thread blocks that there should be at most."""
+        return self.num_sms * (self.most or kernel.blocks_per_sm * waves)
+
+
 class Layout(NamedTuple):
     """Strides in elements: from row to row, and of operands from matrix to matrix.
 
@@ -87,17 +103,17 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=65_536)
-def choose(product: Product, num_sms: int, parts: int | None = None) -> tuple[ThinKernel, int]:
+def choose(product: Product, room: Room, parts: int | None = None) -> tuple[ThinKernel, int]:
     """The kernel and the parts of K that are predicted to take the least time; of so many parts, if they are given."""
     known = [kernel for kernel in KERNELS if (kernel.terms, kernel.squares) == (product.terms, product.squares)]
     counts = range(1, min(product.steps, MOST_PARTS) + 1) if parts is None else (parts,)
     return min(
-        ((kernel, count) for kernel in known for count in counts), key=lambda found: _clocks(product, *found, num_sms)
+        ((kernel, count) for kernel in known for count in counts), key=lambda found: _clocks(product, *found, room)
     )
 
 
 def units(kernel: ThinKernel, product: Product, parts: int) -> int:
-    """Thread blocks: each has a tile and a part."""
+    """What thread blocks take by turns: a part of a tile."""
     return ceil_div(product.m, kernel.block_m) * ceil_div(product.n, kernel.block_n) * parts
 
 
@@ -117,11 +133,11 @@ _LAUNCH_CLOCKS, _WIDE_CLOCKS, _SUM_CLOCKS, _SUM_BYTES = 5000, 18000, 2100, 1400
 """Of a launch, and more of it for tiles of 128x128, whose stages fill slowly; of a sum of parts, and what one reads."""
 
 
-def _clocks(product: Product, kernel: ThinKernel, parts: int, num_sms: int) -> float:
+def _clocks(product: Product, kernel: ThinKernel, parts: int, room: Room) -> float:
     """Predicted, from launch to end."""
     blocks = units(kernel, product, parts)
-    step = _STEP_CLOCKS[kernel.block_m, kernel.terms, kernel.squares][blocks > num_sms]
-    waves = ceil_div(blocks, num_sms * kernel.blocks_per_sm)
+    step = _STEP_CLOCKS[kernel.block_m, kernel.terms, kernel.squares][room.most is None and blocks > room.num_sms]
+    waves = ceil_div(blocks, room.blocks(kernel))
     begin = _LAUNCH_CLOCKS + (_WIDE_CLOCKS if kernel.block_n == 128 else 0)
     summed = _SUM_CLOCKS + parts * product.m * product.n * 8 / _SUM_BYTES if parts > 1 else 0
     return begin + waves * ceil_div(product.steps, parts) * step + summed
@@ -136,6 +152,7 @@ def prepare(
     *,
     names: tuple[str, ...],
     places: Mapping[str, Place],
+    room: Room,
     pdl: bool,
 ) -> _launcher.Launch:
     """The launch of a product but for the addresses of its tensors. Errors as for `cast.load`.
@@ -144,23 +161,25 @@ def prepare(
         names: of the tensors that the launch will be given.
         places: where in them a, b, out and squares are.
     """
+    count = units(kernel, product, parts)
     part_steps, longer = divmod(product.steps, parts)
     l2_bytes = 2 * K_BLOCK_BYTES if product.squares or product.terms == 1 else K_BLOCK_BYTES
-    of_b = product.matrices * (1 if kernel.split_warps else kernel.terms)
-    b_bytes = 4 if kernel.split_warps else 2
+    of_b = product.matrices * (1 if kernel.splits else kernel.terms)
+    b_bytes = 4 if kernel.splits else 2
     maps = (
         _map("a", (product.k, product.m, product.matrices), layout.a_strides, 2, kernel.block_m, l2_bytes, places),
         _map("b", (product.k, product.n, of_b), layout.b_strides, b_bytes, kernel.block_n, K_BLOCK_BYTES, places),
     )
     return _launcher.prepare(
         cast.load(kernel, device),
-        grid=units(kernel, product, parts),
+        grid=min(count, room.blocks(kernel)),
         cluster=1,
         threads=kernel.threads,
         params=params.THIN.pack(
             **{name: getattr(product, name) for name in ("m", "n", "k", "matrix_steps")},
             part_steps=part_steps,
             longer_parts=longer,
+            units=count,
             format=_FORMATS[layout.output],
             accumulate=layout.accumulate,
             out_stride=layout.out_stride,
@@ -205,7 +224,7 @@ def prepare_sum(
     *,
     names: tuple[str, ...],
     places: Mapping[str, Place],
-    num_sms: int,
+    room: Room,
 ) -> _launcher.Launch:
     """The launch that adds up a product's parts, of sums and squares, into out and sqr_sum. Its kernel starts while the
     product ends. Errors as for `cast.load`."""
@@ -213,7 +232,7 @@ def prepare_sum(
     numbers = product.m * (product.n + product.squares)
     return _launcher.prepare(
         cast.load(SUM, device),
-        grid=min(ceil_div(numbers, SUM.threads // lanes), num_sms * SUM.blocks_per_sm * 2),
+        grid=min(ceil_div(numbers, SUM.threads // lanes), room.blocks(SUM, waves=2)),
         cluster=1,
         threads=SUM.threads,
         params=params.PARTS.pack(
@@ -248,7 +267,7 @@ def prepare_split(
     *,
     names: tuple[str, ...],
     places: Mapping[str, Place],
-    num_sms: int,
+    room: Room,
     pdl: bool,
 ) -> _launcher.Launch:
     """The launch that writes the terms of FP32 b [matrices, rows, k] to out, [matrices, terms, rows, split_width(k)].
@@ -256,7 +275,7 @@ def prepare_split(
     kernel, width = SPLIT[terms], split_width(k)
     return _launcher.prepare(
         cast.load(kernel, device),
-        grid=min(ceil_div(matrices * rows * width // 8, kernel.threads), num_sms * kernel.blocks_per_sm * 2),
+        grid=min(ceil_div(matrices * rows * width // 8, kernel.threads), room.blocks(kernel, waves=2)),
         cluster=1,
         threads=kernel.threads,
         params=params.SPLIT.pack(

@@ -444,8 +444,7 @@ def einsum(
         thin.precompile_thin()
         return
     accumulate = arguments.begin_sum(d, c)
-    options = {"pdl": _settings["pdl"]} | ({} if expr == "bmk,bnk->mn" else {"num_sms": _settings["num_sms"]})
-    sums.einsum(expr, a, b, d, accumulate=accumulate, **options)
+    sums.einsum(expr, a, b, d, accumulate=accumulate, **_settings)
 
 
 def tf32_hc_prenorm_gemm(
@@ -470,7 +469,7 @@ def tf32_hc_prenorm_gemm(
     if _compile_mode:
         thin.precompile_thin()
         return
-    thin.prenorm_gemm(a, b, d, sqr_sum, num_splits=num_splits, pdl=_settings["pdl"])
+    thin.prenorm_gemm(a, b, d, sqr_sum, num_splits=num_splits, **_settings)
 
 
 def bf16_gemm_nt(
