@@ -354,8 +354,8 @@ class ThinKernel(NamedTuple):
 
     @property
     def name(self) -> str:
-        squares = "_squares" if self.squares else ""
-        return f"thin_gemm_{self.block_m}x{self.block_n}_b{self.terms}_s{self.stages}{squares}"
+        more = "_fp32" * self.splits + "_squares" * self.squares
+        return f"thin_gemm_{self.block_m}x{self.block_n}_b{self.terms}_s{self.stages}{more}"
 
     @property
     def threads(self) -> int:
@@ -369,9 +369,13 @@ class ThinKernel(NamedTuple):
         return round_up(stage * self.stages + self.splits * 2 * self.terms * self.block_n * K_BLOCK_BYTES, 1024)
 
 
+_MOST_COLUMNS = 192
+"""Of a WGMMA, as thin.cuh has it."""
+
+
 def thin_source(kernel: ThinKernel) -> str:
     """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    columns = kernel.terms * kernel.block_n if kernel.splits else kernel.block_n
+    columns = kernel.block_n * (kernel.terms if kernel.terms * kernel.block_n <= _MOST_COLUMNS else 1)
     fields = ("block_m", "block_n", "terms", "stages", "splits", "squares")
     values = ", ".join(_literal(name, getattr(kernel, name)) for name in fields)
     entry = f"""\

@@ -265,7 +265,7 @@ def _workspace(operands: tuple, made: tuple, options: _Options) -> tuple[torch.T
 def _terms(operands: tuple, options: _Options) -> tuple[torch.Tensor, ...]:
     """Where a kernel leaves the terms of an FP32 b that products do not split themselves, [matrices * terms, n, k]."""
     a, b = operands
-    if options.call == "prenorm_gemm" or b.dtype != torch.float32 or not a.is_cuda or _is_empty(operands):
+    if b.dtype != torch.float32 or not a.is_cuda or _is_empty(operands) or _chosen(operands, options)[0].splits:
         return ()
     matrices = b.shape[0] if b.dim() == 3 else 1
     return (b.new_empty((matrices * options.terms, b.shape[-2], parts.split_width(b.shape[-1])), dtype=torch.bfloat16),)
@@ -285,7 +285,7 @@ def _first_launch(operands: tuple, made: tuple, given: tuple, options: _Options)
     device, product = operands[0].get_device(), _product(operands, options)
     checks.check_hopper(device)
     kernel, count = _chosen(operands, options)
-    splits = operands[1].dtype == torch.float32 and not product.squares
+    splits = operands[1].dtype == torch.float32 and not kernel.splits
     workspace = given[len(options.names) : len(given) - splits]
     needed = [kernel, *([parts.SUM] if workspace else []), *([parts.SPLIT[options.terms]] if splits else [])]
     for each in needed:

@@ -22,6 +22,7 @@
 namespace deep_tile {
 
 constexpr int thin_k = 64;       // elements of K in a K block
+constexpr int most_columns = 192;  // of a WGMMA, as there are registers for
 constexpr int split_rows = 2;    // of b, that a warp splits at once: four numbers a lane
 constexpr int split_slots = 2;   // for terms: of the K block that is multiplied, and of the next one
 constexpr u32 split_barrier = 1; // at which math warps meet
@@ -34,7 +35,7 @@ struct ThinConfig {
     bool squares;  // sums of the squares of a's rows, too
 
     // Narrow tiles: terms lie side by side in one WGMMA's columns, which then reads a once, and each has sums of its own.
-    constexpr int columns_at_once() const { return splits ? terms * block_n : block_n; }
+    constexpr int columns_at_once() const { return terms * block_n <= most_columns ? terms * block_n : block_n; }
     constexpr int chains() const { return terms * block_n / columns_at_once(); }
     constexpr int math_threads() const { return block_m / mma_m * warpgroup_threads; }
     constexpr int threads() const { return math_threads() + warp_threads; }
