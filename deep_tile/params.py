@@ -408,6 +408,7 @@ THIN = Params(
     Field("part_steps", "unsigned", "of all matrices, that a part has at least"),
     Field("longer_parts", "unsigned", "the first so many parts have one more"),
     Field("units", "unsigned", "tiles in parts, which thread blocks take by turns", 1),
+    Field("cluster", "unsigned", "thread blocks, a power of two, that sum up the parts of a tile; or 1", 1, 8),
     Field("format", "int", "of out, as Format has it", 1, 3),
     Field("accumulate", "int", "FP32 results are added to out", 0, 1),
     Field("out_stride", "long long", "strides are in elements"),

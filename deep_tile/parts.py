@@ -5,7 +5,7 @@ as those of casts are (cast.py).
 """
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from deep_tile import _launcher, cast, params
@@ -17,15 +17,19 @@ from deep_tile.params import MapLayout, Place
 STEP = 64
 """Elements of k in a K block."""
 
+_kernel = partial(ThinKernel, splits=False, squares=False, most_cluster=1, blocks_per_sm=1)
+
 KERNELS = (
-    ThinKernel(64, 24, terms=3, stages=6, splits=True, squares=True, blocks_per_sm=2),
-    ThinKernel(128, 24, terms=3, stages=4, splits=True, squares=True, blocks_per_sm=2),
-    ThinKernel(64, 64, terms=3, stages=3, splits=False, squares=False, blocks_per_sm=2),
-    ThinKernel(128, 128, terms=3, stages=3, splits=False, squares=False, blocks_per_sm=1),
-    ThinKernel(64, 64, terms=2, stages=4, splits=False, squares=False, blocks_per_sm=2),
-    ThinKernel(128, 128, terms=2, stages=4, splits=False, squares=False, blocks_per_sm=1),
-    ThinKernel(64, 64, terms=1, stages=6, splits=False, squares=False, blocks_per_sm=2),
-    ThinKernel(128, 128, terms=1, stages=6, splits=False, squares=False, blocks_per_sm=1),
+    _kernel(64, 24, terms=3, stages=5, splits=True, squares=True, most_cluster=8, blocks_per_sm=2),
+    _kernel(64, 32, terms=3, stages=4, most_cluster=8, blocks_per_sm=2),
+    _kernel(64, 32, terms=3, stages=4, splits=True, most_cluster=8, blocks_per_sm=2),
+    _kernel(128, 64, terms=3, stages=5),
+    _kernel(256, 64, terms=3, stages=4),
+    _kernel(64, 32, terms=2, stages=6, most_cluster=8, blocks_per_sm=2),
+    _kernel(128, 64, terms=2, stages=7),
+    _kernel(256, 64, terms=2, stages=4),
+    _kernel(64, 64, terms=1, stages=6, most_cluster=8, blocks_per_sm=2),
+    _kernel(128, 128, terms=1, stages=6),
 )
 """Each serves every size; as many stages as shared memory holds."""
 
@@ -51,6 +55,7 @@ class Product(NamedTuple):
         m, n, k: of each of `matrices`, whose products are added up.
         terms: in BF16 of b.
         squares: whether the squares of a's rows are added up, too.
+        fp32: whether b is given in FP32, not as terms.
     """
 
     m: int
@@ -59,6 +64,7 @@ class Product(NamedTuple):
     matrices: int
     terms: int
     squares: bool
+    fp32: bool = False
 
     @property
     def matrix_steps(self) -> int:
@@ -102,14 +108,50 @@ class Layout(NamedTuple):
     accumulate: bool
 
 
+class Choice(NamedTuple):
+    """What multiplies.
+
+    Attributes:
+        clustered: whether the thread blocks of a cluster sum up a tile's parts, and no other kernel has to.
+    """
+
+    kernel: ThinKernel
+    parts: int
+    clustered: bool
+
+
 @lru_cache(maxsize=65_536)
-def choose(product: Product, room: Room, parts: int | None = None) -> tuple[ThinKernel, int]:
-    """The kernel and the parts of K that are predicted to take the least time; of so many parts, if they are given."""
-    known = [kernel for kernel in KERNELS if (kernel.terms, kernel.squares) == (product.terms, product.squares)]
+def choose(
+    product: Product, room: Room, parts: int | None = None, *, stay: bool = False, invariant: bool = False
+) -> Choice:
+    """The kernel and the parts of K that are predicted to take the least time.
+
+    Args:
+        parts: where they are given.
+        stay: whether parts are the result, and nobody sums them up.
+        invariant: whether results may not depend on the kernel.
+    """
     counts = range(1, min(product.steps, MOST_PARTS) + 1) if parts is None else (parts,)
-    return min(
-        ((kernel, count) for kernel in known for count in counts), key=lambda found: _clocks(product, *found, room)
+    known = [kernel for kernel in KERNELS if _suits(kernel, product, invariant)]
+    choices = (
+        Choice(kernel, count, not stay and _clusters(kernel, product, count, room))
+        for kernel in known
+        for count in counts
     )
+    return min(choices, key=lambda choice: _clocks(product, choice, room))
+
+
+def _suits(kernel: ThinKernel, product: Product, invariant: bool) -> bool:
+    """Kernels with terms side by side, or with one, compute the same bits."""
+    if invariant and not kernel.side_by_side and kernel.terms > 1:
+        return False
+    return (kernel.terms, kernel.squares) == (product.terms, product.squares) and kernel.splits <= product.fp32
+
+
+def _clusters(kernel: ThinKernel, product: Product, parts: int, room: Room) -> bool:
+    """Whether parts are as many as a cluster takes, and thread blocks can all be there at once."""
+    fits = room.most is None and units(kernel, product, parts) <= room.blocks(kernel)
+    return fits and 1 < parts <= kernel.most_cluster and parts.bit_count() == 1
 
 
 def units(kernel: ThinKernel, product: Product, parts: int) -> int:
@@ -119,34 +161,49 @@ def units(kernel: ThinKernel, product: Product, parts: int) -> int:
 
 _STEP_CLOCKS = {
     (64, 3, True): (790, 1390),
-    (128, 3, True): (1270, 1270),
-    (64, 3, False): (900, 1850),
-    (128, 3, False): (1890, 1890),
-    (64, 2, False): (650, 1560),
-    (128, 2, False): (1360, 1360),
+    (64, 3, False): (430, 1000),
+    (128, 3, False): (1130, 1130),
+    (256, 3, False): (1740, 1740),
+    (64, 2, False): (350, 800),
+    (128, 2, False): (850, 850),
+    (256, 2, False): (1250, 1250),
     (64, 1, False): (450, 1150),
     (128, 1, False): (985, 985),
 }
-"""Of a K block, by rows of a tile, terms and squares: with one thread block on an SM, and two (H100, 2026-11-26)."""
+"""Of a K block, by rows of a tile, terms, and whether it splits b: with one thread block on an SM, and with two."""
 
-_LAUNCH_CLOCKS, _WIDE_CLOCKS, _SUM_CLOCKS, _SUM_BYTES = 5000, 18000, 2100, 1400
-"""Of a launch, and more of it for tiles of 128x128, whose stages fill slowly; of a sum of parts, and what one reads."""
+_LAUNCH_CLOCKS, _WIDE_CLOCKS = 5000, 5000
+"""Of a launch, and more of it for tiles of more rows, whose stages fill slowly."""
+
+_CLUSTER_CLOCKS, _SUM_CLOCKS, _SUM_BYTES = 1200, 4000, 1400
+"""Of a sum of parts by clusters, and by a kernel, with what that reads in a clock."""
+
+_SPLIT_CLOCKS, _SPLIT_BYTES = 4000, 2000
+"""Of a kernel that splits b, and what it reads and writes in a clock."""
 
 
-def _clocks(product: Product, kernel: ThinKernel, parts: int, room: Room) -> float:
+def _clocks(product: Product, choice: Choice, room: Room) -> float:
     """Predicted, from launch to end."""
+    kernel, parts, clustered = choice
     blocks = units(kernel, product, parts)
-    step = _STEP_CLOCKS[kernel.block_m, kernel.terms, kernel.squares][room.most is None and blocks > room.num_sms]
+    step = _STEP_CLOCKS[kernel.block_m, kernel.terms, kernel.splits][room.most is None and blocks > room.num_sms]
     waves = ceil_div(blocks, room.blocks(kernel))
-    begin = _LAUNCH_CLOCKS + (_WIDE_CLOCKS if kernel.block_n == 128 else 0)
-    summed = _SUM_CLOCKS + parts * product.m * product.n * 8 / _SUM_BYTES if parts > 1 else 0
+    begin = _LAUNCH_CLOCKS + (_WIDE_CLOCKS if kernel.block_m > 64 else 0)
+    if product.fp32 and not kernel.splits:
+        begin += _SPLIT_CLOCKS + product.n * product.k * product.matrices * (4 + 2 * product.terms) / _SPLIT_BYTES
+    summed = (
+        0
+        if parts == 1
+        else _CLUSTER_CLOCKS
+        if clustered
+        else _SUM_CLOCKS + parts * product.m * product.n * 8 / _SUM_BYTES
+    )
     return begin + waves * ceil_div(product.steps, parts) * step + summed
 
 
 def prepare(
     product: Product,
-    kernel: ThinKernel,
-    parts: int,
+    choice: Choice,
     layout: Layout,
     device: int,
     *,
@@ -161,7 +218,8 @@ def prepare(
         names: of the tensors that the launch will be given.
         places: where in them a, b, out and squares are.
     """
-    count = units(kernel, product, parts)
+    kernel, parts, clustered = choice
+    count, cluster = units(kernel, product, parts), parts if clustered else 1
     part_steps, longer = divmod(product.steps, parts)
     l2_bytes = 2 * K_BLOCK_BYTES if product.squares or product.terms == 1 else K_BLOCK_BYTES
     of_b = product.matrices * (1 if kernel.splits else kernel.terms)
@@ -173,13 +231,14 @@ def prepare(
     return _launcher.prepare(
         cast.load(kernel, device),
         grid=min(count, room.blocks(kernel)),
-        cluster=1,
+        cluster=cluster,
         threads=kernel.threads,
         params=params.THIN.pack(
             **{name: getattr(product, name) for name in ("m", "n", "k", "matrix_steps")},
             part_steps=part_steps,
             longer_parts=longer,
             units=count,
+            cluster=cluster,
             format=_FORMATS[layout.output],
             accumulate=layout.accumulate,
             out_stride=layout.out_stride,

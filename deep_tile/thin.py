@@ -229,7 +229,8 @@ def _product(operands: tuple, options: _Options) -> parts.Product:
     a, b = operands
     terms = options.terms if b.dtype == torch.float32 else b.shape[0] if a.dim() < b.dim() else 1
     matrices = a.shape[0] if a.dim() == 3 else 1
-    return parts.Product(a.shape[-2], b.shape[-2], a.shape[-1], matrices, terms, options.call == "prenorm_gemm")
+    squares = options.call == "prenorm_gemm"
+    return parts.Product(a.shape[-2], b.shape[-2], a.shape[-1], matrices, terms, squares, b.dtype == torch.float32)
 
 
 def _room(x: torch.Tensor, options: _Options) -> parts.Room:
@@ -239,13 +240,12 @@ def _room(x: torch.Tensor, options: _Options) -> parts.Room:
     return parts.Room(launches.num_sms(x.get_device()) if x.is_cuda else H200.num_sms)
 
 
-def _chosen(operands: tuple, options: _Options):
-    """The kernel and the parts."""
-    product = _product(operands, options)
-    fixed = options.num_splits
+def _chosen(operands: tuple, options: _Options) -> parts.Choice:
+    product, fixed = _product(operands, options), options.num_splits
     if options.batch_invariant:
         fixed = min(parts.INVARIANT_PARTS, product.steps)
-    return parts.choose(product, _room(operands[0], options), fixed)
+    stay = options.num_splits is not None
+    return parts.choose(product, _room(operands[0], options), fixed, stay=stay, invariant=options.batch_invariant)
 
 
 def _is_empty(operands: tuple) -> bool:
@@ -256,16 +256,16 @@ def _workspace(operands: tuple, made: tuple, options: _Options) -> tuple[torch.T
     """Where a kernel leaves parts that another one adds up: of each result."""
     if options.num_splits is not None or not operands[0].is_cuda or _is_empty(operands):
         return ()
-    _, count = _chosen(operands, options)
-    if count == 1:
+    choice = _chosen(operands, options)
+    if choice.parts == 1 or choice.clustered:
         return ()
-    return tuple(out.new_empty((count, *out.shape), dtype=torch.float32) for out in made)
+    return tuple(out.new_empty((choice.parts, *out.shape), dtype=torch.float32) for out in made)
 
 
 def _terms(operands: tuple, options: _Options) -> tuple[torch.Tensor, ...]:
     """Where a kernel leaves the terms of an FP32 b that products do not split themselves, [matrices * terms, n, k]."""
     a, b = operands
-    if b.dtype != torch.float32 or not a.is_cuda or _is_empty(operands) or _chosen(operands, options)[0].splits:
+    if b.dtype != torch.float32 or not a.is_cuda or _is_empty(operands) or _chosen(operands, options).kernel.splits:
         return ()
     matrices = b.shape[0] if b.dim() == 3 else 1
     return (b.new_empty((matrices * options.terms, b.shape[-2], parts.split_width(b.shape[-1])), dtype=torch.bfloat16),)
@@ -284,10 +284,10 @@ def _first_launch(operands: tuple, made: tuple, given: tuple, options: _Options)
         return None
     device, product = operands[0].get_device(), _product(operands, options)
     checks.check_hopper(device)
-    kernel, count = _chosen(operands, options)
-    splits = operands[1].dtype == torch.float32 and not kernel.splits
+    choice = _chosen(operands, options)
+    splits = product.fp32 and not choice.kernel.splits
     workspace = given[len(options.names) : len(given) - splits]
-    needed = [kernel, *([parts.SUM] if workspace else []), *([parts.SPLIT[options.terms]] if splits else [])]
+    needed = [choice.kernel, *([parts.SUM] if workspace else []), *([parts.SPLIT[options.terms]] if splits else [])]
     for each in needed:
         if not cast.is_loaded(each, device):
             launches.refuse_capture(each.name, device, options.call, ", or deep_tile.precompile_thin,")
@@ -305,14 +305,14 @@ def _first_launch(operands: tuple, made: tuple, given: tuple, options: _Options)
     at = len(options.names) if workspace else len(operands)
     layout = _layout(operands[0], given[b_at], into[0], options.accumulate and not workspace)
     places = _places({"a": 0, "b": b_at, "out": at, "squares": at + len(made) - 1})
-    made_launches.append(parts.prepare(product, kernel, count, layout, device, **common, places=places, room=room, pdl=pdl))
+    made_launches.append(parts.prepare(product, choice, layout, device, **common, places=places, room=room, pdl=pdl))
     if workspace:
         places = _places({"sums": at, "out": fields["out"]})
         if product.squares:
             places |= _places({"squares": at + 1, "sqr_sum": fields["sqr_sum"]})
         layout = _layout(operands[0], given[b_at], made[0], options.accumulate)
         made_launches.append(
-            parts.prepare_sum(product, count, layout, device, **common, places=places, room=room)
+            parts.prepare_sum(product, choice.parts, layout, device, **common, places=places, room=room)
         )
     return tuple(made_launches) if len(made_launches) > 1 else made_launches[0]
 

@@ -295,9 +295,9 @@ def test_kernel_compiles_clean(kernel, compiled):
 @pytest.mark.parametrize(("n", "k", "matrices"), [(24, 28672, 1), (256, 7168, 1), (5000, 64, 1), (384, 128, 8192)])
 def test_choices_fill_the_gpu_and_waste_none(m, n, k, matrices):
     for terms, squares in ((3, True), (3, False), (2, False), (1, False)):
-        product = parts.Product(m, n, k, matrices, terms, squares)
-        kernel, count = parts.choose(product, parts.Room(132))
-        assert (kernel.terms, kernel.squares) == (terms, squares)
+        product = parts.Product(m, n, k, matrices, terms, squares, fp32=squares)
+        kernel, count, _ = parts.choose(product, parts.Room(132))
+        assert (kernel.terms, kernel.squares, kernel.splits) == (terms, squares, squares)
         assert 1 <= count <= min(product.steps, parts.MOST_PARTS)
         if product.steps >= 132:
             assert parts.units(kernel, product, count) >= 60
