@@ -341,7 +341,6 @@ class ThinKernel(NamedTuple):
         stages: of the ring.
         splits: whether b is FP32, and its tiles are split; otherwise its terms are given.
         squares: whether it adds up the squares of a's rows, too.
-        most_cluster: thread blocks of a cluster that sums up parts of K, at most; a power of two, 1: there is none.
         blocks_per_sm: thread blocks that must fit into an SM at once.
     """
 
@@ -351,7 +350,6 @@ class ThinKernel(NamedTuple):
     stages: int
     splits: bool
     squares: bool
-    most_cluster: int
     blocks_per_sm: int
 
     @property
@@ -366,12 +364,10 @@ class ThinKernel(NamedTuple):
     @property
     def smem_bytes(self) -> int:
         """Of ThinStorage: K blocks of a and b, and two mbarriers, in each stage; terms of two K blocks where b is
-        split; what other thread blocks of a cluster send, and its mbarrier."""
+        split."""
         boxes = 2 if self.splits else self.terms
         stage = (self.block_m + boxes * self.block_n) * K_BLOCK_BYTES + 2 * 8
-        terms = self.splits * 2 * self.terms * self.block_n * K_BLOCK_BYTES
-        received = self.most_cluster * (self.block_m * 2 if self.most_cluster > 1 else 1) * 16
-        return round_up(stage * self.stages + terms + received + 8, 1024)
+        return round_up(stage * self.stages + self.splits * 2 * self.terms * self.block_n * K_BLOCK_BYTES, 1024)
 
     @property
     def side_by_side(self) -> bool:
@@ -386,7 +382,7 @@ _MOST_COLUMNS = 192
 def thin_source(kernel: ThinKernel) -> str:
     """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
     columns = kernel.block_n * (kernel.terms if kernel.side_by_side else 1)
-    fields = ("block_m", "block_n", "terms", "stages", "splits", "squares", "most_cluster")
+    fields = ("block_m", "block_n", "terms", "stages", "splits", "squares")
     values = ", ".join(_literal(name, getattr(kernel, name)) for name in fields)
     entry = f"""\
 constexpr deep_tile::ThinConfig config = {{{values}}};

@@ -17,18 +17,18 @@ from deep_tile.params import MapLayout, Place
 STEP = 64
 """Elements of k in a K block."""
 
-_kernel = partial(ThinKernel, splits=False, squares=False, most_cluster=1, blocks_per_sm=1)
+_kernel = partial(ThinKernel, splits=False, squares=False, blocks_per_sm=1)
 
 KERNELS = (
-    _kernel(64, 24, terms=3, stages=5, splits=True, squares=True, most_cluster=8, blocks_per_sm=2),
-    _kernel(64, 32, terms=3, stages=4, most_cluster=8, blocks_per_sm=2),
-    _kernel(64, 32, terms=3, stages=4, splits=True, most_cluster=8, blocks_per_sm=2),
+    _kernel(64, 24, terms=3, stages=6, splits=True, squares=True, blocks_per_sm=2),
+    _kernel(64, 16, terms=3, stages=8, splits=True, blocks_per_sm=2),
+    _kernel(64, 32, terms=3, stages=5, blocks_per_sm=2),
     _kernel(128, 64, terms=3, stages=5),
     _kernel(256, 64, terms=3, stages=4),
-    _kernel(64, 32, terms=2, stages=6, most_cluster=8, blocks_per_sm=2),
+    _kernel(64, 32, terms=2, stages=7, blocks_per_sm=2),
     _kernel(128, 64, terms=2, stages=7),
     _kernel(256, 64, terms=2, stages=4),
-    _kernel(64, 64, terms=1, stages=6, most_cluster=8, blocks_per_sm=2),
+    _kernel(64, 64, terms=1, stages=6, blocks_per_sm=2),
     _kernel(128, 128, terms=1, stages=6),
 )
 """Each serves every size; as many stages as shared memory holds."""
@@ -109,36 +109,20 @@ class Layout(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What multiplies.
-
-    Attributes:
-        clustered: whether the thread blocks of a cluster sum up a tile's parts, and no other kernel has to.
-    """
+    """What multiplies."""
 
     kernel: ThinKernel
     parts: int
-    clustered: bool
 
 
 @lru_cache(maxsize=65_536)
-def choose(
-    product: Product, room: Room, parts: int | None = None, *, stay: bool = False, invariant: bool = False
-) -> Choice:
-    """The kernel and the parts of K that are predicted to take the least time.
-
-    Args:
-        parts: where they are given.
-        stay: whether parts are the result, and nobody sums them up.
-        invariant: whether results may not depend on the kernel.
-    """
+def choose(product: Product, room: Room, parts: int | None = None, invariant: bool = False) -> Choice:
+    """The kernel and the parts of K that are predicted to take the least time; of so many parts, if they are given.
+    Where results are `invariant`, they may not depend on the kernel."""
     counts = range(1, min(product.steps, MOST_PARTS) + 1) if parts is None else (parts,)
     known = [kernel for kernel in KERNELS if _suits(kernel, product, invariant)]
-    choices = (
-        Choice(kernel, count, not stay and _clusters(kernel, product, count, room))
-        for kernel in known
-        for count in counts
-    )
-    return min(choices, key=lambda choice: _clocks(product, choice, room))
+    choices = (Choice(kernel, count) for kernel in known for count in counts)
+    return min(choices, key=lambda choice: _clocks(product, *choice, room))
 
 
 def _suits(kernel: ThinKernel, product: Product, invariant: bool) -> bool:
@@ -148,57 +132,52 @@ def _suits(kernel: ThinKernel, product: Product, invariant: bool) -> bool:
     return (kernel.terms, kernel.squares) == (product.terms, product.squares) and kernel.splits <= product.fp32
 
 
-def _clusters(kernel: ThinKernel, product: Product, parts: int, room: Room) -> bool:
-    """Whether parts are as many as a cluster takes, and thread blocks can all be there at once."""
-    fits = room.most is None and units(kernel, product, parts) <= room.blocks(kernel)
-    return fits and 1 < parts <= kernel.most_cluster and parts.bit_count() == 1
-
-
 def units(kernel: ThinKernel, product: Product, parts: int) -> int:
     """What thread blocks take by turns: a part of a tile."""
     return ceil_div(product.m, kernel.block_m) * ceil_div(product.n, kernel.block_n) * parts
 
 
-_STEP_CLOCKS = {
-    (64, 3, True): (790, 1390),
-    (64, 3, False): (430, 1000),
-    (128, 3, False): (1130, 1130),
-    (256, 3, False): (1740, 1740),
-    (64, 2, False): (350, 800),
-    (128, 2, False): (850, 850),
-    (256, 2, False): (1250, 1250),
-    (64, 1, False): (450, 1150),
-    (128, 1, False): (985, 985),
+_KERNEL_CLOCKS = {
+    (64, 24, 3): (1190, 776, 1300),
+    (64, 16, 3): (0, 490, 699),
+    (64, 32, 3): (990, 405, 936),
+    (128, 64, 3): (3160, 1070, 1070),
+    (256, 64, 3): (3910, 1701, 1701),
+    (64, 32, 2): (780, 301, 704),
+    (128, 64, 2): (2975, 735, 735),
+    (256, 64, 2): (4730, 1096, 1096),
+    (64, 64, 1): (990, 450, 1150),
+    (128, 128, 1): (3160, 985, 985),
 }
-"""Of a K block, by rows of a tile, terms, and whether it splits b: with one thread block on an SM, and with two."""
+"""By tile and terms: what it takes to begin, and of a K block, with one thread block on an SM, and with two. Fitted to
+455 products on an H100, 2026-11-26; what is chosen takes 1.01 of the least in the mean."""
 
-_LAUNCH_CLOCKS, _WIDE_CLOCKS = 5000, 5000
-"""Of a launch, and more of it for tiles of more rows, whose stages fill slowly."""
+_LAUNCH_CLOCKS = 2805
 
-_CLUSTER_CLOCKS, _SUM_CLOCKS, _SUM_BYTES = 1200, 4000, 1400
-"""Of a sum of parts by clusters, and by a kernel, with what that reads in a clock."""
+_SUM_CLOCKS, _PART_CLOCKS, _SUM_BYTES = 3670, 31, 864
+"""Of a sum of parts, of each of them, and what is written and read in a clock."""
 
-_SPLIT_CLOCKS, _SPLIT_BYTES = 4000, 2000
+_SPLIT_CLOCKS, _SPLIT_BYTES = 4250, 2600
 """Of a kernel that splits b, and what it reads and writes in a clock."""
 
+_ROWS_AT_ONCE, _MORE_ROWS = 8448, 1.14
+"""Rows of a that memory brings at full speed while they are read side by side, and how much longer more of them take:
+16,384 of 28,672 took 1,460 clocks a K block, 8,192 in two parts 1,280."""
 
-def _clocks(product: Product, choice: Choice, room: Room) -> float:
+
+def _clocks(product: Product, kernel: ThinKernel, parts: int, room: Room) -> float:
     """Predicted, from launch to end."""
-    kernel, parts, clustered = choice
-    blocks = units(kernel, product, parts)
-    step = _STEP_CLOCKS[kernel.block_m, kernel.terms, kernel.splits][room.most is None and blocks > room.num_sms]
-    waves = ceil_div(blocks, room.blocks(kernel))
-    begin = _LAUNCH_CLOCKS + (_WIDE_CLOCKS if kernel.block_m > 64 else 0)
+    blocks, most = units(kernel, product, parts), room.blocks(kernel)
+    begin, *steps = _KERNEL_CLOCKS[kernel.block_m, kernel.block_n, kernel.terms]
+    step = steps[room.most is None and blocks > room.num_sms]
+    if kernel.squares and min(product.m, ceil_div(most, parts) * kernel.block_m) > _ROWS_AT_ONCE:
+        step *= _MORE_ROWS
     if product.fp32 and not kernel.splits:
-        begin += _SPLIT_CLOCKS + product.n * product.k * product.matrices * (4 + 2 * product.terms) / _SPLIT_BYTES
-    summed = (
-        0
-        if parts == 1
-        else _CLUSTER_CLOCKS
-        if clustered
-        else _SUM_CLOCKS + parts * product.m * product.n * 8 / _SUM_BYTES
-    )
-    return begin + waves * ceil_div(product.steps, parts) * step + summed
+        split_bytes = product.matrices * product.n * product.k * (4 + 2 * product.terms)
+        begin += _SPLIT_CLOCKS + split_bytes / _SPLIT_BYTES
+    bytes_of_part = product.m * (product.n + product.squares) * 8
+    summed = _SUM_CLOCKS + parts * (_PART_CLOCKS + bytes_of_part / _SUM_BYTES) if parts > 1 else 0
+    return _LAUNCH_CLOCKS + begin + ceil_div(blocks, most) * ceil_div(product.steps, parts) * step + summed
 
 
 def prepare(
@@ -218,8 +197,8 @@ def prepare(
         names: of the tensors that the launch will be given.
         places: where in them a, b, out and squares are.
     """
-    kernel, parts, clustered = choice
-    count, cluster = units(kernel, product, parts), parts if clustered else 1
+    kernel, parts = choice
+    count = units(kernel, product, parts)
     part_steps, longer = divmod(product.steps, parts)
     l2_bytes = 2 * K_BLOCK_BYTES if product.squares or product.terms == 1 else K_BLOCK_BYTES
     of_b = product.matrices * (1 if kernel.splits else kernel.terms)
@@ -231,14 +210,14 @@ def prepare(
     return _launcher.prepare(
         cast.load(kernel, device),
         grid=min(count, room.blocks(kernel)),
-        cluster=cluster,
+        cluster=1,
         threads=kernel.threads,
         params=params.THIN.pack(
             **{name: getattr(product, name) for name in ("m", "n", "k", "matrix_steps")},
             part_steps=part_steps,
             longer_parts=longer,
+            parts=parts,
             units=count,
-            cluster=cluster,
             format=_FORMATS[layout.output],
             accumulate=layout.accumulate,
             out_stride=layout.out_stride,

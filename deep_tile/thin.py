@@ -59,7 +59,7 @@ def thin_gemm(
 
     Of three dimensions it is summed over the first one, too: `out[m, n] = sum over s and k of a[s, m, k] * b[s, n, k]`.
     With `a` of two dimensions and `b` of three, `a` is multiplied by the sum of b's matrices, as `split_weight` makes
-    them of an FP32 weight, once. An FP32 `b` of two is split in every call, by a kernel of its own.
+    them of an FP32 weight, once. An FP32 `b` of two is split in every call: few rows' kernel does so itself.
 
     An FP32 `b` is multiplied as a sum of BF16 numbers, whose products with BF16 are exact: of three, it is the number
     itself but for bits below 2^-133, so that only FP32 sums round; of two, it is rounded within 2^-17. Sums of 64 of k
@@ -244,8 +244,7 @@ def _chosen(operands: tuple, options: _Options) -> parts.Choice:
     product, fixed = _product(operands, options), options.num_splits
     if options.batch_invariant:
         fixed = min(parts.INVARIANT_PARTS, product.steps)
-    stay = options.num_splits is not None
-    return parts.choose(product, _room(operands[0], options), fixed, stay=stay, invariant=options.batch_invariant)
+    return parts.choose(product, _room(operands[0], options), fixed, options.batch_invariant)
 
 
 def _is_empty(operands: tuple) -> bool:
@@ -256,14 +255,14 @@ def _workspace(operands: tuple, made: tuple, options: _Options) -> tuple[torch.T
     """Where a kernel leaves parts that another one adds up: of each result."""
     if options.num_splits is not None or not operands[0].is_cuda or _is_empty(operands):
         return ()
-    choice = _chosen(operands, options)
-    if choice.parts == 1 or choice.clustered:
+    _, count = _chosen(operands, options)
+    if count == 1:
         return ()
-    return tuple(out.new_empty((choice.parts, *out.shape), dtype=torch.float32) for out in made)
+    return tuple(out.new_empty((count, *out.shape), dtype=torch.float32) for out in made)
 
 
 def _terms(operands: tuple, options: _Options) -> tuple[torch.Tensor, ...]:
-    """Where a kernel leaves the terms of an FP32 b that products do not split themselves, [matrices * terms, n, k]."""
+    """Where a kernel leaves the terms of an FP32 b that the product does not split itself, [matrices * terms, n, k]."""
     a, b = operands
     if b.dtype != torch.float32 or not a.is_cuda or _is_empty(operands) or _chosen(operands, options).kernel.splits:
         return ()

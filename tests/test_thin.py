@@ -17,7 +17,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FP32_ERROR = 1e-6
 """Of a product of FP32 weights as three terms, of its norm: 3e-7 at most in what was measured (H100, 2026-11-26)."""
 
-TWO_TERMS_ERROR = 4e-6
+TWO_TERMS_ERROR = 1.2e-5
+"""Of two: 2.5e-6 of many numbers; of 10 by 15 in 3,000 draws up to 7.8e-6, 5 % of them beyond 4e-6."""
 
 EACH_KERNEL = pytest.mark.parametrize("kernel", parts.all_kernels(), ids=lambda kernel: kernel.name)
 
@@ -296,7 +297,7 @@ def test_kernel_compiles_clean(kernel, compiled):
 def test_choices_fill_the_gpu_and_waste_none(m, n, k, matrices):
     for terms, squares in ((3, True), (3, False), (2, False), (1, False)):
         product = parts.Product(m, n, k, matrices, terms, squares, fp32=squares)
-        kernel, count, _ = parts.choose(product, parts.Room(132))
+        kernel, count = parts.choose(product, parts.Room(132))
         assert (kernel.terms, kernel.squares, kernel.splits) == (terms, squares, squares)
         assert 1 <= count <= min(product.steps, parts.MOST_PARTS)
         if product.steps >= 132:

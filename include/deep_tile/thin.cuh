@@ -10,8 +10,8 @@
 // An FP32 b is a sum of BF16 terms (terms.cuh), whose products with BF16 are exact; but WGMMA truncates as it
 // accumulates, so temporaries span one K block, smallest terms first, and are then added to FP32 registers, as FP8 is
 // promoted. Narrow tiles split b themselves, the next K block's while WGMMA multiplies this one's; wide ones, which many
-// CTAs share, find it split. A unit is one tile and one part of K: what is computed of it depends on nothing else. Parts are
-// summed in a fixed order: by the CTAs of a cluster, where one has all parts of a tile (ClusterSum), else by add_parts().
+// CTAs share, find it split. A unit is one tile and one part of K: what is computed of it depends on nothing else, and
+// add_parts() sums the parts in a fixed order.
 #pragma once
 
 #include "memory.cuh"
@@ -33,7 +33,6 @@ struct ThinConfig {
     int stages;
     bool splits;   // b is FP32; otherwise its terms are operands
     bool squares;  // sums of the squares of a's rows, too
-    int most_cluster;  // CTAs of a cluster that sums parts, a power of two
 
     // Terms lie side by side in one WGMMA's columns where there are registers: it reads a once, and each has its own sums.
     constexpr bool side_by_side() const { return block_m <= 128 && terms * block_n <= most_columns; }
@@ -44,20 +43,14 @@ struct ThinConfig {
     constexpr int boxes() const { return splits ? 2 : terms; }  // of b in a stage, each 128 bytes of its rows
     constexpr int box_bytes() const { return block_n * k_block_bytes; }
     constexpr int split_boxes() const { return splits ? split_slots * terms : 0; }
-    // A thread's results in fours: two adjacent columns of two rows; then its sums of squares.
-    constexpr int column_fours() const { return block_n / 8; }
-    constexpr int fours() const { return column_fours() + squares; }
-    constexpr bool clusters() const { return most_cluster > 1; }
 };
 
 template <ThinConfig config>
 struct alignas(1024) ThinStorage {
     u8 a[config.stages][config.block_m * k_block_bytes];
     u8 b[config.stages * config.boxes() + config.split_boxes()][config.box_bytes()];  // of stages, then terms of slots
-    float received[config.most_cluster][config.clusters() ? config.math_threads() : 1][4];  // fours of other CTAs
     u64 landed[config.stages];
     u64 empty[config.stages];
-    u64 all_received;
 };
 
 // A unit: a tile and its K blocks, counted through all matrices.
@@ -66,20 +59,11 @@ struct ThinWork {
     int begin, end;
 };
 
-// Whether a cluster sums the parts of a tile.
-template <ThinConfig config>
-__device__ __forceinline__ bool is_clustered(const ThinParams& params) {
-    return config.clusters() && params.cluster > 1;
-}
-
-// Units count columns first, then rows, then parts of K; in clusters parts first. A CTA has every gridDim.x-th one.
+// Units count parts of K first, then columns, then rows, so that few rows are read at once. A CTA has every gridDim.x-th.
 template <ThinConfig config>
 __device__ __forceinline__ ThinWork thin_work(const ThinParams& params, u32 unit) {
     const u32 columns = (params.n + config.block_n - 1) / config.block_n;
-    const u32 rows = (params.m + config.block_m - 1) / config.block_m;
-    const bool clustered = is_clustered<config>(params);
-    const u32 tile = clustered ? unit / params.cluster : unit % (columns * rows);
-    const u32 part = clustered ? unit % params.cluster : unit / (columns * rows);
+    const u32 tile = unit / params.parts, part = unit % params.parts;
     const u32 begin = part * params.part_steps + min(part, params.longer_parts);
     const u32 end = begin + params.part_steps + (part < params.longer_parts);
     return {int(tile / columns) * config.block_m, int(tile % columns) * config.block_n, int(part), int(begin), int(end)};
@@ -192,85 +176,15 @@ struct Squares {
     }
 };
 
-// What a math thread has of a unit.
 template <ThinConfig config>
-struct ThinResults {
-    float sums[config.block_n / 2] = {};
-    Squares squares;
-
-    __device__ __forceinline__ float* four(int i) { return i < config.column_fours() ? sums + 4 * i : squares.sums; }
-};
-
-// The sum of a tile's parts by a cluster, once: CTA r completes every size-th four from r on. CTAs push what others
-// complete into their shared memory, and add up what they have and received in the order of the parts.
-template <ThinConfig config>
-class ClusterSum {
-   public:
-    __device__ __forceinline__ ClusterSum(const ThinParams& params, ThinStorage<config>& smem)
-        : smem_(smem), size_(params.cluster), rank_(__shfl_sync(0xffffffff, ptx::cluster_ctarank(), 0)) {}
-
-    // Whether this CTA completes four `i`; all of them where there is no cluster.
-    __device__ __forceinline__ bool completes(int i) const { return !config.clusters() || (i & size_ - 1) == rank_; }
-
-    __device__ __forceinline__ void add_up(ThinResults<config>& results) {
-        static_assert(config.fours() <= config.most_cluster || !config.clusters(), "there are as many slots");
-        u32 own = 0;
-#pragma unroll
-        for (int i = 0; i < config.fours(); ++i) own += completes(i);
-        const u32 bytes = own * (size_ - 1) * config.math_threads() * 4 * sizeof(float);
-        if (threadIdx.x == 0) ptx::mbarrier_arrive_expect_tx(ptx::smem_address(&smem_.all_received), bytes);
-        ptx::barrier_cluster_wait();
-#pragma unroll
-        for (int i = 0; i < config.fours(); ++i) {
-            if (!completes(i)) push(results.four(i), i);
-        }
-        wait(smem_.all_received, 0);
-#pragma unroll
-        for (int i = 0; i < config.fours(); ++i) {
-            if (completes(i)) add_four(results.four(i), i);
-        }
-    }
-
-   private:
-    // Of four `i` from CTA `sender` at the one that completes it.
-    __device__ __forceinline__ float* slot(u32 sender, int i) const { return smem_.received[(i & -size_) + sender][threadIdx.x]; }
-
-    __device__ __forceinline__ void push(const float* four, int i) const {
-        const u32 to = i & size_ - 1;
-        ptx::st_async(ptx::mapa(ptx::smem_address(slot(rank_, i)), to), four, ptx::mapa(ptx::smem_address(&smem_.all_received), to));
-    }
-
-    __device__ __forceinline__ void add_four(float* four, int i) const {
-        float total[4] = {};
-#pragma unroll 1
-        for (u32 sender = 0; sender < size_; ++sender) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) total[j] += sender == rank_ ? four[j] : slot(sender, i)[j];
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) four[j] = total[j];
-    }
-
-    ThinStorage<config>& smem_;
-    const u32 size_, rank_;
-};
-
-// Stores what this CTA has, or has completed, of a unit.
-template <ThinConfig config>
-__device__ __forceinline__ void store_thin(const ThinParams& params, ThinResults<config>& results, const ClusterSum<config>& cluster,
-                                           const ThinWork& work, int warp) {
-    const int lane = threadIdx.x % warp_threads, warp_row = work.row + warp * 16;
-    const i64 part = is_clustered<config>(params) ? 0 : work.part;
+__device__ __forceinline__ void store_thin(const ThinParams& params, const float (&sums)[config.block_n / 2], const ThinWork& work,
+                                           int warp_row) {
+    const int lane = threadIdx.x % warp_threads;
 #pragma unroll
     for (int i = 0; i < config.block_n / 2; ++i) {
         const int row = warp_row + lane / 4 + i / 2 % 2 * 8, column = work.column + i / 4 * 8 + lane % 4 * 2 + i % 2;
-        if (cluster.completes(i / 4) && row < params.m && column < params.n) {
-            write_result(params, part * params.part_stride + row * params.out_stride + column, results.sums[i]);
-        }
-    }
-    if constexpr (config.squares) {
-        if (cluster.completes(config.column_fours()) && work.column == 0) {
-            results.squares.store(params.squares + part * params.m + warp_row, params.m - warp_row);
+        if (row < params.m && column < params.n) {
+            write_result(params, work.part * params.part_stride + row * params.out_stride + column, sums[i]);
         }
     }
 }
@@ -301,8 +215,8 @@ class ThinMath {
     // Multiplies every K block of a unit. Math warps that split meet after each one: then all terms of the next K block
     // are there, and WGMMA has read those of this one.
     __device__ __forceinline__ void multiply(const ThinParams& params, const ThinWork& work) {
-        float products[config.columns_at_once() / 2];
-        ThinResults<config> results;
+        float sums[config.block_n / 2] = {}, products[config.columns_at_once() / 2];
+        Squares squares;
         int left = work.end - work.begin;
         if constexpr (config.splits) {
             if (left > 0) split();
@@ -313,7 +227,7 @@ class ThinMath {
             if constexpr (!config.splits) wait(smem_.landed[state_.stage], state_.phase);
             const int stage = state_.stage;
             begin(products, stage);
-            if constexpr (config.squares) results.squares.add(smem_.a[stage] + warp_ * 16 * k_block_bytes);
+            if constexpr (config.squares) squares.add(smem_.a[stage] + warp_ * 16 * k_block_bytes);
             state_.advance();
             if constexpr (config.splits) {
                 slot_ ^= 1;
@@ -322,12 +236,14 @@ class ThinMath {
             ptx::wgmma_wait_group<0>();
             pin(products);
             ptx::mbarrier_arrive(ptx::smem_address(&smem_.empty[stage]));
-            add_terms<config>(results.sums, products);
+            add_terms<config>(sums, products);
             if constexpr (config.splits) meet();
         }
-        ClusterSum<config> cluster(params, smem_);
-        if (is_clustered<config>(params)) cluster.add_up(results);
-        store_thin<config>(params, results, cluster, work, warp_);
+        const int warp_row = work.row + warp_ * 16;
+        store_thin<config>(params, sums, work, warp_row);
+        if constexpr (config.squares) {
+            if (work.column == 0) squares.store(params.squares + i64(work.part) * params.m + warp_row, params.m - warp_row);
+        }
     }
 
    private:
@@ -374,11 +290,9 @@ __device__ __forceinline__ void thin(const ThinParams& params) {
             ptx::mbarrier_init(ptx::smem_address(&smem.landed[i]), 1);
             ptx::mbarrier_init(ptx::smem_address(&smem.empty[i]), config.math_threads());
         }
-        ptx::mbarrier_init(ptx::smem_address(&smem.all_received), 1);
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
-    if (is_clustered<config>(params)) ptx::barrier_cluster_arrive_relaxed();
     take_turn();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / warp_threads, 0);
     constexpr int operand_warp = config.math_threads() / warp_threads;
@@ -388,7 +302,6 @@ __device__ __forceinline__ void thin(const ThinParams& params) {
         for (u32 unit = blockIdx.x; unit < params.units; unit += gridDim.x) math.multiply(params, thin_work<config>(params, unit));
     } else {
         load_thin<config>(params, smem);
-        if (is_clustered<config>(params)) ptx::barrier_cluster_wait();
     }
 }
 
