@@ -1,7 +1,7 @@
-"""Kernels of products by parts of K (thin.cuh): which one, how many parts, their launches.
+"""Thin GEMM kernels (thin.cuh): choice, number of K parts, launches.
 
-Called by thin.py. Knows integers and CUDA's ordinals of devices, not tensors: no torch. Kernels are compiled and loaded
-as those of casts are (cast.py).
+Called by thin.py. Knows integers and CUDA device ordinals, not tensors: no torch. Kernels are compiled and loaded like
+casts (cast.py).
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from deep_tile.kinds import K_BLOCK_BYTES
 from deep_tile.params import MapLayout, Place
 
 STEP = 64
-"""Elements of k in a K block."""
+"""K elements per K block."""
 
 _kernel = partial(ThinKernel, splits=False, squares=False, blocks_per_sm=1)
 
@@ -49,12 +49,12 @@ _FORMATS = {"bf16": 1, "fp16": 2, "fp32": 3}
 
 
 class Product(NamedTuple):
-    """What is multiplied.
+    """The GEMM's sizes.
 
     Attributes:
-        m, n, k: of each of `matrices`, whose products are added up.
-        terms: in BF16 of b.
-        squares: whether the squares of a's rows are added up, too.
+        m, n, k: for each of `matrices`, whose results are summed.
+        terms: BF16 terms that represent b.
+        squares: whether a's row squares are summed too.
         fp32: whether b is given in FP32, not as terms.
     """
 
@@ -92,11 +92,11 @@ class Room(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Strides in elements: from row to row, and of operands from matrix to matrix.
+    """Strides in elements: per row, and per matrix for operands.
 
     Attributes:
         part_stride: from a part's results to the next one's; 0 where there is one.
-        output: name of the format of what is written to.
+        output: the output format's name.
         accumulate: results are added to it.
     """
 
@@ -117,8 +117,8 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=65_536)
 def choose(product: Product, room: Room, parts: int | None = None, invariant: bool = False) -> Choice:
-    """The kernel and the parts of K that are predicted to take the least time; of so many parts, if they are given.
-    Where results are `invariant`, they may not depend on the kernel."""
+    """The kernel and K part count with the least predicted time; with `parts` given, the kernel for that count. An
+    `invariant` result does not depend on the kernel."""
     counts = range(1, min(product.steps, MOST_PARTS) + 1) if parts is None else (parts,)
     known = [kernel for kernel in KERNELS if _suits(kernel, product, invariant)]
     choices = (Choice(kernel, count) for kernel in known for count in counts)
@@ -149,20 +149,20 @@ _KERNEL_CLOCKS = {
     (64, 64, 1): (990, 450, 1150),
     (128, 128, 1): (3160, 985, 985),
 }
-"""By tile and terms: what it takes to begin, and of a K block, with one thread block on an SM, and with two. Fitted to
-455 products on an H100, 2026-11-26; what is chosen takes 1.01 of the least in the mean."""
+"""Clocks by tile and terms: to start, and per K block with one thread block per SM, and two. Fitted to 455 GEMMs on an
+H100, 2026-11-26; the chosen kernels take 1.01 times the least on average."""
 
 _LAUNCH_CLOCKS = 2805
 
 _SUM_CLOCKS, _PART_CLOCKS, _SUM_BYTES = 3670, 31, 864
-"""Of a sum of parts, of each of them, and what is written and read in a clock."""
+"""Clocks per reduction and per K part, and bytes written and read per clock."""
 
 _SPLIT_CLOCKS, _SPLIT_BYTES = 4250, 2600
-"""Of a kernel that splits b, and what it reads and writes in a clock."""
+"""Clocks per launch that splits b, and bytes read and written per clock."""
 
 _ROWS_AT_ONCE, _MORE_ROWS = 8448, 1.14
-"""Rows of a that memory brings at full speed while they are read side by side, and how much longer more of them take:
-16,384 of 28,672 took 1,460 clocks a K block, 8,192 in two parts 1,280."""
+"""Rows of a that memory delivers at full speed when read side by side, and the slowdown beyond: 16,384 rows of 28,672
+took 1,460 clocks per K block, 8,192 in two parts 1,280."""
 
 
 def _clocks(product: Product, kernel: ThinKernel, parts: int, room: Room) -> float:
@@ -191,10 +191,10 @@ def prepare(
     room: Room,
     pdl: bool,
 ) -> _launcher.Launch:
-    """The launch of a product but for the addresses of its tensors. Errors as for `cast.load`.
+    """A GEMM's launch except tensor addresses. Errors as for `cast.load`.
 
     Args:
-        names: of the tensors that the launch will be given.
+        names: the tensors that the launch will be given.
         places: where in them a, b, out and squares are.
     """
     kernel, parts = choice
@@ -240,8 +240,8 @@ def _map(
     l2_bytes: int,
     places: Mapping[str, Place],
 ) -> tuple:
-    """Of an operand [matrices, rows, k]: what lies outside of a matrix is read as zeros. Where a is most of what is
-    read, L2 fetches two K blocks of a row at once: 6 % of a pre-norm product's time (H100, 2026-11-26)."""
+    """An operand's map, [matrices, rows, k]; out-of-bounds elements are zero-filled. If a dominates the reads, L2
+    fetches two K blocks per row at once, which saves 6 % in prenorm_gemm (H100, 2026-11-26)."""
     k, rows, matrices = sizes
     layout = MapLayout(
         "uint8",
@@ -264,34 +264,25 @@ def prepare_sum(
     places: Mapping[str, Place],
     room: Room,
 ) -> _launcher.Launch:
-    """The launch that adds up a product's parts, of sums and squares, into out and sqr_sum. Its kernel starts while the
+    """The launch that reduces K parts and squares into out and sqr_sum. Its kernel starts while the
     product ends. Errors as for `cast.load`."""
     lanes = min(_MOST_LANES, 1 << (parts - 1).bit_length())
     numbers = product.m * (product.n + product.squares)
-    return _launcher.prepare(
-        cast.load(SUM, device),
-        grid=min(ceil_div(numbers, SUM.threads // lanes), room.blocks(SUM, waves=2)),
-        cluster=1,
-        threads=SUM.threads,
-        params=params.PARTS.pack(
-            m=product.m,
-            n=product.n,
-            parts=parts,
-            lanes=lanes,
-            format=_FORMATS[layout.output],
-            accumulate=layout.accumulate,
-            out_stride=layout.out_stride,
-        ),
-        names=names,
-        pointers=params.PARTS.pointers(places),
-        maps=(),
-        fixed_maps=(),
-        pdl=True,
-    )
+    grid = min(ceil_div(numbers, SUM.threads // lanes), room.blocks(SUM, waves=2))
+    told = {
+        "m": product.m,
+        "n": product.n,
+        "parts": parts,
+        "lanes": lanes,
+        "format": _FORMATS[layout.output],
+        "accumulate": layout.accumulate,
+        "out_stride": layout.out_stride,
+    }
+    return cast.prepare_launch(SUM, grid, device, told, names, places, pdl=True)
 
 
 def split_width(k: int) -> int:
-    """Elements of a row of terms, which begin at multiples of 16 bytes."""
+    """Elements per terms row; rows start at multiples of 16 bytes."""
     return round_up(k, 8)
 
 
@@ -308,28 +299,13 @@ def prepare_split(
     room: Room,
     pdl: bool,
 ) -> _launcher.Launch:
-    """The launch that writes the terms of FP32 b [matrices, rows, k] to out, [matrices, terms, rows, split_width(k)].
+    """The launch that splits FP32 b [matrices, rows, k] into out, [matrices, terms, rows, split_width(k)].
     Errors as for `cast.load`."""
     kernel, width = SPLIT[terms], split_width(k)
-    return _launcher.prepare(
-        cast.load(kernel, device),
-        grid=min(ceil_div(matrices * rows * width // 8, kernel.threads), room.blocks(kernel, waves=2)),
-        cluster=1,
-        threads=kernel.threads,
-        params=params.SPLIT.pack(
-            matrices=matrices,
-            rows=rows,
-            k=k,
-            out_stride=width,
-            row_stride=strides[0],
-            matrix_stride=strides[1],
-        ),
-        names=names,
-        pointers=params.SPLIT.pointers(places),
-        maps=(),
-        fixed_maps=(),
-        pdl=pdl,
-    )
+    grid = min(ceil_div(matrices * rows * width // 8, kernel.threads), room.blocks(kernel, waves=2))
+    row, matrix = strides
+    told = {"matrices": matrices, "rows": rows, "k": k, "out_stride": width, "row_stride": row, "matrix_stride": matrix}
+    return cast.prepare_launch(kernel, grid, device, told, names, places, pdl=pdl)
 
 
 def all_kernels() -> list[StreamingKernel]:

@@ -1,4 +1,4 @@
-// Products whose tiles are too few for a GPU: few columns, few rows, or a long K. BF16 a times FP32 or BF16 b, by parts.
+// Thin GEMM: few columns, few rows, or a long K. BF16 a by FP32 or BF16 b, split along K.
 //
 // sums[part, m, n] = sum over the part's K blocks of a[m, block] . b[n, block], of all matrices one after the other
 //
@@ -141,7 +141,7 @@ __device__ __forceinline__ void split_stage(const u8* numbers, const u8* terms, 
     ptx::fence_proxy_async();
 }
 
-// Sums of squares of a warp's 16 rows, four at a time: eight lanes share a row, 16 bytes each.
+// Square sums for a warp's 16 rows, four at a time: eight lanes share a row, 16 bytes each.
 struct Squares {
     float sums[4] = {};
 
