@@ -33,14 +33,15 @@ MAY_IMPORT = {
     "params": set(),
     "codegen": {"config", "kinds", "params"},
     "packaged": set(),
+    "progress": set(),
     "jit": {"_launcher", "packaged", "sass", "settings"},
     "select": SIZES | {"settings"},
     "watch": {"codegen", "config", "settings"},
-    "plan": SIZES | {"_launcher", "codegen", "jit", "params", "select", "watch"},
+    "plan": SIZES | {"_launcher", "codegen", "jit", "params", "progress", "select", "watch"},
     "tensors": {"_launcher"},
     "launches": {"_launcher", "tensors"},
     "ops": {"_launcher"},
-    "cast": SIZES | {"_launcher", "codegen", "jit", "params", "select", "watch"},
+    "cast": SIZES | {"_launcher", "codegen", "jit", "params", "progress", "select", "watch"},
     "logits_launch": {"_launcher", "cast", "codegen", "config", "params"},
     "logits": {
         "_launcher",
@@ -88,7 +89,7 @@ MAY_IMPORT = {
     "grouped": CALL | {"checks", "dense", "finishes", "operation", "packed", "params"},
     "wgrad": CALL | {"checks", "dense", "finishes", "grouped", "operation", "params"},
     "gemm_cast": CALL | {"checks", "dense", "finishes", "operation", "params", "quantize"},
-    "api": CALL | {"cast", "checks", "dense", "finishes", "operation", "options"},
+    "api": CALL | {"cast", "checks", "dense", "finishes", "grouped", "operation", "options", "wgrad"},
     "linear": {
         "_launcher",
         "both",
@@ -134,7 +135,7 @@ MAY_IMPORT = {
     "method": SIZES | {"select"},
     "tools": CALL
     | {"packaged", "", "api", "cast", "codegen", "dense", "grouped", "integrations", "method", "params", "quantize"}
-    | {"logits_launch", "parts", "sass", "wgrad"},
+    | {"logits_launch", "parts", "progress", "sass", "wgrad"},
     "": {"discovery"},
     "discovery": set(),
     "__main__": {"tools"},
