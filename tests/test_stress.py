@@ -327,16 +327,6 @@ def test_groups_and_kinds_alone(run):
     assert any(":" in name for name in report["families"])
 
 
-def test_products_of_all_sorts_take_turns(monkeypatch, run):
-    sorts = []
-    monkeypatch.setattr(stress.Stress, "job", lambda self, drawn, graph: sorts.append(type(drawn)))
-    monkeypatch.setattr(stress.Stress, "run", lambda self, scenario: sorts.append(None))
-    monkeypatch.setattr(stress, "run_cases", lambda *arguments: None)
-    run("--products", "fp8", "groups", "kinds")
-    drawn = [sort for sort in sorts if sort]
-    assert drawn[:6] == [Spec, fuzz_groups.Draw, fuzz_kinds.Draw] * 2 and len(drawn) > 100
-
-
 def test_products_that_differ_beside_noise_are_found(run, damage):
     damage(lambda out, number: out.view(torch.int16)[0, 0].add_(1) if number > 100 and number % 8 == 0 else None)
     status, report = run()
@@ -474,11 +464,3 @@ def test_graphs_are_captured_and_replayed(run, pretended_gpu):
     assert status == CLEAN and report["products"] > 0
     assert re.fullmatch(r"(?:begin end |replay )*", " ".join(pretended_gpu) + " ")
     assert pretended_gpu.count("begin") >= 4 and pretended_gpu.count("replay") > 0
-
-
-def test_a_job_that_is_a_graph_is_replayed(pool, pretended_gpu):
-    job = GemmJob(SPEC, pool, Random(1), "cpu")
-    job.prepare(graph=True)
-    for _ in range(3):
-        job.repeat()
-    assert pretended_gpu == ["begin", "end", "replay", "replay", "replay"] and job.calls == 3 * REPEATS
