@@ -36,142 +36,11 @@ READ_ELEMENTS = {"plain": 1, "listed": 1, "silu_mul": 2}
 PLACES = params.places(("x", "out", "scale"))
 """Of a launch that is given these three tensors."""
 
-_NAMES = ("the input", "out", "scale_out")
 _LIST_FIELDS = {"rows": "index", "offs": "living", "counts": "living"}
 """In `params.CAST_OF_ROWS`, of tensors that say which rows are cast."""
 
-TRANSPOSED_LISTS = {"rows": "index", "offs": "ends"}
+_TOKEN_FIELDS = {"rows": "index", "offs": "ends"}
 """The same in `params.TRANSPOSED_CAST` and `params.CAST_BOTH`."""
-
-
-class CastLayout(NamedTuple):
-    """Numbers of one cast, as the kernel's table has them. Strides in elements; x and out have unit column strides.
-
-    Attributes:
-        rows, columns: of x and of out.
-        aligned: both may be accessed in vectors of 16 bytes of x, and their rows are whole vectors long.
-        pow2_scale: a scale is the next power of two that is no smaller.
-        amax_floor: lower bound of a block's largest magnitude.
-        correction: 1 where quotients are rounded as by division, 0 where they are products with a rounded reciprocal.
-        x_rows, wide_index, groups, group_rows, limit, sigmoid_factor, beta: as `params.CAST_OF_ROWS` has them.
-    """
-
-    rows: int
-    columns: int
-    x_stride: int
-    out_stride: int
-    scale_stride_row: int
-    scale_stride_column: int
-    aligned: bool
-    pow2_scale: bool
-    amax_floor: float
-    correction: int
-    x_rows: int = 0
-    wide_index: bool = False
-    groups: int = 0
-    group_rows: int = 0
-    limit: float = 0.0
-    sigmoid_factor: float = 0.0
-    beta: float = 0.0
-
-
-class TransposedLayout(NamedTuple):
-    """Numbers of one cast along tokens, as `params.TRANSPOSED_CAST` has them. Strides in elements.
-
-    Attributes:
-        rows: tokens, of which each column of x becomes a row of out.
-        aligned: x may be read in vectors of 16 bytes, and its rows are whole vectors long.
-        others: as `CastLayout` and `params.TRANSPOSED_CAST` have them.
-    """
-
-    rows: int
-    columns: int
-    x_stride: int
-    out_stride: int
-    scale_stride_row: int
-    scale_stride_column: int
-    aligned: bool
-    pow2_scale: bool
-    amax_floor: float
-    correction: int
-    x_rows: int
-    wide_index: bool
-    groups: int
-    alignment: int
-    out_vectors: bool
-
-
-class BothLayout(NamedTuple):
-    """Numbers of one cast both ways, or of codes that are transposed, as `params.CAST_BOTH` has them. Strides and steps
-    in elements; `out` and `scale` are the transpose's.
-
-    Attributes:
-        rows, columns: of x, of which each column becomes a row of out.
-        aligned: x may be read, and `row_out` written, in vectors of 16 bytes of x, and rows are whole vectors long.
-        others: as `TransposedLayout` and `params.CAST_BOTH` have them.
-    """
-
-    rows: int
-    columns: int
-    x_stride: int
-    out_stride: int
-    aligned: bool
-    out_vectors: bool
-    scale_stride_row: int = 0
-    scale_stride_column: int = 0
-    pow2_scale: bool = False
-    amax_floor: float = 0.0
-    correction: int = 0
-    x_rows: int = 0
-    wide_index: bool = False
-    groups: int = 0
-    alignment: int = SCALE_BLOCK
-    row_out_stride: int = 0
-    row_scale_stride_row: int = 0
-    row_scale_stride_column: int = 0
-    matrices: int = 1
-    x_step: int = 0
-    out_step: int = 0
-    scale_step: int = 0
-    row_out_step: int = 0
-
-
-_OF_GATED = {"dh_stride": int, "x_scale_stride_row": int, "x_scale_stride_column": int}
-
-GatedLayout = NamedTuple("GatedLayout", (BothLayout.__annotations__ | _OF_GATED).items())
-"""Numbers of one gradient of SwiGLU, as `params.GATED` has them."""
-
-
-class CombineLayout(NamedTuple):
-    """Numbers of one sum of experts' rows, as `params.COMBINE` has them. Strides in elements."""
-
-    tokens: int
-    columns: int
-    x_rows: int
-    x_stride: int
-    out_stride: int
-    weights_stride_row: int
-    weights_stride_column: int
-    index_stride_row: int
-    index_stride_column: int
-    top_k: int
-    aligned: bool
-    wide_index: bool
-    narrow_weights: bool
-
-
-class SortLayout(NamedTuple):
-    """Numbers of one sort of tokens' choices, as `params.SORT` has them."""
-
-    choices: int
-    rows_size: int
-    experts: int
-    alignment: int
-    top_k_reciprocal: int
-    top_k_shift: int
-    cluster_log2: int
-    slice: int
-    warp_choices_log2: int
 
 
 class SortSchedule(NamedTuple):
@@ -313,18 +182,23 @@ def schedule_sort(choices: int, rows_size: int, threads: int) -> SortSchedule:
     return SortSchedule(cluster * max(counted // share, filling), cluster, counted, warp_choices)
 
 
-def sort_layout(
+def sort_numbers(
     schedule: SortSchedule, tokens: int, top_k: int, rows_size: int, experts: int, alignment: int
-) -> SortLayout:
+) -> dict[str, int]:
     """What the kernel is told: a choice's token is its number times a reciprocal, rounded up, which is exact below
     2**31."""
     shift = 31 + (top_k - 1).bit_length()
-    return SortLayout(
-        *(tokens * top_k, rows_size, experts, alignment, ceil_div(1 << shift, top_k), shift),
-        cluster_log2=schedule.cluster.bit_length() - 1,
-        slice=schedule.slice,
-        warp_choices_log2=schedule.warp_choices.bit_length() - 1,
-    )
+    return {
+        "choices": tokens * top_k,
+        "rows_size": rows_size,
+        "experts": experts,
+        "alignment": alignment,
+        "top_k_reciprocal": ceil_div(1 << shift, top_k),
+        "top_k_shift": shift,
+        "cluster_log2": schedule.cluster.bit_length() - 1,
+        "slice": schedule.slice,
+        "warp_choices_log2": schedule.warp_choices.bit_length() - 1,
+    }
 
 
 def all_kernels() -> list[StreamingKernel]:
@@ -382,93 +256,44 @@ def load_kernels(device: int | None, workers: int, kernels: Iterable[StreamingKe
         list(pool.map(make_ready, all_kernels() if kernels is None else kernels))
 
 
-def operands_of_rows(lists: tuple[str, ...]) -> dict:
-    """Keywords of `prepare_launch` for a launch that is given x, out, scale and the lists of these names."""
-    fields = (*PLACES, *(_LIST_FIELDS[name] for name in lists))
-    return {"names": _NAMES + lists, "places": params.places(fields)}
+def fields_of_rows(lists: tuple[str, ...]) -> tuple[str, ...]:
+    """Fields of `params.CAST_OF_ROWS` that x, out, scale and the lists of these names are."""
+    return *PLACES, *(_LIST_FIELDS[name] for name in lists)
+
+
+def fields_of_tokens(lists: tuple[str, ...]) -> tuple[str, ...]:
+    """The same of `params.TRANSPOSED_CAST`."""
+    return *PLACES, *(_TOKEN_FIELDS[name] for name in lists)
 
 
 def prepare_launch(
-    kernel: CastKernel,
+    kernel: StreamingKernel,
     grid: int,
     device: int,
-    layout: CastLayout,
+    numbers: Mapping[str, float],
+    names: tuple[str, ...],
+    places: Mapping[str, params.Place],
     *,
-    names: tuple[str, ...] = _NAMES,
-    places: Mapping[str, params.Place] = PLACES,
+    cluster: int = 1,
     pdl: bool = False,
 ) -> _launcher.Launch:
     """Everything about a launch but the addresses of its tensors. Errors as for `load`.
 
     Args:
+        numbers: of `kernel.table`, by name.
         names: of the tensors that the launch will be given.
-        places: where in them x, out and scale are.
+        places: where in them what `kernel.table` points to is.
         pdl: programmatic dependent launch: the kernel may start before the one ahead of it in the stream has ended, and
             waits for that before it reads or writes anything.
     """
-    table = params.CAST if kernel.what == "plain" else params.CAST_OF_ROWS
-    return _prepare(kernel, grid, device, table, layout, names, places, pdl)
-
-
-def prepare_transposed(
-    kernel: TransposedKernel, grid: int, device: int, layout: TransposedLayout, lists: tuple[str, ...]
-) -> _launcher.Launch:
-    """The same of a cast along tokens, of x, out, scale and the lists of these names. Errors as for `load`."""
-    places = transposed_places(lists)
-    return _prepare(kernel, grid, device, params.TRANSPOSED_CAST, layout, _NAMES + lists, places, False)
-
-
-def transposed_places(lists: tuple[str, ...]) -> Mapping[str, params.Place]:
-    return params.places((*PLACES, *(TRANSPOSED_LISTS[name] for name in lists)))
-
-
-def prepare_both(
-    kernel: BothKernel, grid: int, device: int, layout: BothLayout, names: tuple[str, ...], fields: tuple[str, ...]
-) -> _launcher.Launch:
-    """The same of a cast both ways, or of codes that are transposed: of tensors of these names, which are these fields
-    of `params.CAST_BOTH`. Errors as for `load`."""
-    return _prepare(kernel, grid, device, params.CAST_BOTH, layout, names, params.places(fields), False)
-
-
-def prepare_gated(
-    kernel: GatedKernel, grid: int, device: int, layout: GatedLayout, names: tuple[str, ...], fields: tuple[str, ...]
-) -> _launcher.Launch:
-    """The same of the gradient of SwiGLU, of `params.GATED`. Errors as for `load`."""
-    return _prepare(kernel, grid, device, params.GATED, layout, names, params.places(fields), False)
-
-
-def prepare_combine(kernel: CombineKernel, grid: int, device: int, layout: CombineLayout) -> _launcher.Launch:
-    """Everything about a launch on x, weights, index and out, but their addresses. Errors as for `load`."""
-    names = ("x", "weights", "index", "out")
-    return _prepare(kernel, grid, device, params.COMBINE, layout, names, params.places(names), False)
-
-
-def prepare_sort(kernel: SortKernel, schedule: SortSchedule, device: int, layout: SortLayout) -> _launcher.Launch:
-    """Everything about a launch on chosen, rows, offs and index, but their addresses. Errors as for `load`."""
-    names = ("chosen", "rows", "offs", "index")
-    places = params.places(names)
-    return _prepare(kernel, schedule.grid, device, params.SORT, layout, names, places, False, schedule.cluster)
-
-
-def _prepare(
-    kernel: StreamingKernel,
-    grid: int,
-    device: int,
-    table: params.Params,
-    layout: CastLayout | TransposedLayout | BothLayout | GatedLayout | CombineLayout | SortLayout,
-    names: tuple[str, ...],
-    places: Mapping[str, params.Place],
-    pdl: bool,
-    cluster: int = 1,
-) -> _launcher.Launch:
     return _launcher.prepare(
         load(kernel, device),
         grid=grid,
         cluster=cluster,
         threads=kernel.threads,
-        params=table.pack(**layout._asdict()),
+        params=kernel.table.pack(**numbers),
         names=names,
-        pointers=table.pointers(places),
+        pointers=kernel.table.pointers(places),
         maps=(),
         fixed_maps=(),
         pdl=pdl,

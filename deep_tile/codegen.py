@@ -150,41 +150,31 @@ class CastKernel(NamedTuple):
         source = self.source if self.what == "plain" else f"{self.what}_{self.source}"
         return f"fp8_cast_{self.block_rows}x128_{source}_t{self.threads}_s{self.threads_per_scale}"
 
+    @property
+    def table(self) -> params.Params:
+        return params.CAST if self.what == "plain" else params.CAST_OF_ROWS
+
+    @property
+    def header(self) -> str:
+        return "quantize.cuh" if self.what == "plain" else "experts.cuh"
+
+    @property
+    def constants(self) -> str:
+        return "" if self.what == "plain" else f"constexpr unsigned cast_groups = {params.MOST_CAST_GROUPS};\n"
+
+    @property
+    def function(self) -> str:
+        arguments = f"deep_tile::{CAST_FORMATS[self.source]}, {self.threads_per_scale}"
+        if self.block_rows > 1:
+            return f"cast_tiles<{arguments}>"
+        return f"cast_rows<deep_tile::{CAST_SOURCES[self.what]}, {arguments}>"
+
 
 CAST_FORMATS = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32"}
 """Formats that can be cast to FP8, by the names they have in formats.cuh."""
 
 CAST_SOURCES = {"plain": "Plain", "listed": "Listed", "silu_mul": "SiluMul"}
 """What can be cast: all rows, rows by an index or of groups, a product of a row's halves; likewise."""
-
-
-def _caller(kernel: "StreamingKernel", struct: str, function: str) -> str:
-    """The kernel itself, which hands its parameters to a function of a header."""
-    return f"""\
-extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
-{kernel.name}(const {struct} params) {{
-    deep_tile::{function}(params);
-}}
-"""
-
-
-def cast_source(kernel: CastKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`.
-
-    Its argument is no __grid_constant__: read in place, it makes the cast of FP32 in tiles spill (NVRTC 13.0.88).
-    """
-    entry = _caller(kernel, "CastParams", _cast_function(kernel))
-    if kernel.what == "plain":
-        return "\n".join([params.CAST.text, _headers("quantize.cuh"), entry])
-    groups = f"constexpr unsigned cast_groups = {params.MOST_CAST_GROUPS};\n"
-    return "\n".join([params.CAST_OF_ROWS.text, groups, _headers("experts.cuh"), entry])
-
-
-def _cast_function(kernel: CastKernel) -> str:
-    arguments = f"deep_tile::{CAST_FORMATS[kernel.source]}, {kernel.threads_per_scale}"
-    if kernel.block_rows > 1:
-        return f"cast_tiles<{arguments}>"
-    return f"cast_rows<deep_tile::{CAST_SOURCES[kernel.what]}, {arguments}>"
 
 
 class TransposedKernel(NamedTuple):
@@ -202,16 +192,15 @@ class TransposedKernel(NamedTuple):
     threads: int
     blocks_per_sm: int
 
+    table, header, constants = params.TRANSPOSED_CAST, "transposed.cuh", ""
+
     @property
     def name(self) -> str:
         return f"fp8_cast_transposed_128x{self.columns}_{self.source}_t{self.threads}"
 
-
-def transposed_source(kernel: TransposedKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    source = CAST_FORMATS[kernel.source]
-    entry = _caller(kernel, "CastParams", f"cast_transposed<deep_tile::{source}, {kernel.threads}, {kernel.columns}>")
-    return "\n".join([params.TRANSPOSED_CAST.text, _headers("transposed.cuh"), entry])
+    @property
+    def function(self) -> str:
+        return f"cast_transposed<deep_tile::{CAST_FORMATS[self.source]}, {self.threads}, {self.columns}>"
 
 
 class BothKernel(NamedTuple):
@@ -230,22 +219,21 @@ class BothKernel(NamedTuple):
     threads: int
     blocks_per_sm: int
 
+    table, header, constants = params.CAST_BOTH, "both.cuh", ""
+
     @property
     def name(self) -> str:
         return f"fp8_cast_both_{self.what}_{self.source}_t{self.threads}"
 
-
-def both_source(kernel: BothKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    threads = kernel.threads
-    body = {
-        "rows": f"cast_both<deep_tile::{CAST_FORMATS.get(kernel.source)}, {threads}, false>",
-        "mixed": f"cast_both<deep_tile::{CAST_FORMATS.get(kernel.source)}, {threads}, true>",
-        "tiles": f"cast_weight<deep_tile::{CAST_FORMATS.get(kernel.source)}, {threads}>",
-        "codes": f"transpose_codes<{threads}>",
-    }[kernel.what]
-    entry = _caller(kernel, "CastParams", body)
-    return "\n".join([params.CAST_BOTH.text, _headers("both.cuh"), entry])
+    @property
+    def function(self) -> str:
+        source = f"deep_tile::{CAST_FORMATS.get(self.source)}, {self.threads}"
+        return {
+            "rows": f"cast_both<{source}, false>",
+            "mixed": f"cast_both<{source}, true>",
+            "tiles": f"cast_weight<{source}>",
+            "codes": f"transpose_codes<{self.threads}>",
+        }[self.what]
 
 
 class GatedKernel(NamedTuple):
@@ -263,6 +251,8 @@ class GatedKernel(NamedTuple):
     threads: int
     blocks_per_sm: int
 
+    table, header = params.GATED, "gated.cuh"
+
     @property
     def name(self) -> str:
         return f"fp8_cast_swiglu_gradient_{'mixed' if self.blocks else 'rows'}_{self.source}_t{self.threads}"
@@ -272,14 +262,14 @@ class GatedKernel(NamedTuple):
         """Of tiles that wait, of 128x128 in BF16."""
         return 2 * SCALE_BLOCK * SCALE_BLOCK * 2
 
+    @property
+    def constants(self) -> str:
+        return f"constexpr int gated_bytes = {self.smem_bytes};\n"
 
-def gated_source(kernel: GatedKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    source = {"bf16": "GatedWords", "e4m3": "GatedCodes"}[kernel.source]
-    blocks = str(kernel.blocks).lower()
-    entry = _caller(kernel, "CastParams", f"cast_gated_gradient<deep_tile::{source}, {kernel.threads}, {blocks}>")
-    waiting = f"constexpr int gated_bytes = {kernel.smem_bytes};\n"
-    return "\n".join([params.GATED.text, waiting, _headers("gated.cuh"), entry])
+    @property
+    def function(self) -> str:
+        source = {"bf16": "GatedWords", "e4m3": "GatedCodes"}[self.source]
+        return f"cast_gated_gradient<deep_tile::{source}, {self.threads}, {str(self.blocks).lower()}>"
 
 
 class CombineKernel(NamedTuple):
@@ -295,15 +285,15 @@ class CombineKernel(NamedTuple):
     rows_at_once: int
     blocks_per_sm: int
 
+    table, header, constants = params.COMBINE, "combine.cuh", ""
+
     @property
     def name(self) -> str:
         return f"fp8_combine_t{self.threads}_r{self.rows_at_once}"
 
-
-def combine_source(kernel: CombineKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    entry = _caller(kernel, "CombineParams", f"combine<{kernel.rows_at_once}>")
-    return "\n".join([params.COMBINE.text, _headers("combine.cuh"), entry])
+    @property
+    def function(self) -> str:
+        return f"combine<{self.rows_at_once}>"
 
 
 class SortKernel(NamedTuple):
@@ -319,17 +309,15 @@ class SortKernel(NamedTuple):
     threads: int
     blocks_per_sm: int
 
+    table, header, constants = params.SORT, "sort.cuh", f"constexpr unsigned sort_blocks = {params.SORT_BLOCKS};\n"
+
     @property
     def name(self) -> str:
         return f"sort_by_expert_{self.choice}_t{self.threads}"
 
-
-def sort_source(kernel: SortKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    choice = {"int32": "int", "int64": "long long"}[kernel.choice]
-    blocks = f"constexpr unsigned sort_blocks = {params.SORT_BLOCKS};\n"
-    entry = _caller(kernel, "SortParams", f"sort_by_expert<{choice}, {kernel.threads}>")
-    return "\n".join([params.SORT.text, blocks, _headers("sort.cuh"), entry])
+    @property
+    def function(self) -> str:
+        return f"sort_by_expert<{ {'int32': 'int', 'int64': 'long long'}[self.choice] }, {self.threads}>"
 
 
 class ThinKernel(NamedTuple):
@@ -399,15 +387,15 @@ class PartsKernel(NamedTuple):
     threads: int
     blocks_per_sm: int
 
+    table, header, constants = params.PARTS, "parts.cuh", ""
+
     @property
     def name(self) -> str:
         return f"thin_gemm_parts_t{self.threads}"
 
-
-def parts_source(kernel: PartsKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    entry = _caller(kernel, "PartsParams", f"add_parts<{kernel.threads}>")
-    return "\n".join([params.PARTS.text, _headers("parts.cuh"), entry])
+    @property
+    def function(self) -> str:
+        return f"add_parts<{self.threads}>"
 
 
 class SplitKernel(NamedTuple):
@@ -423,15 +411,15 @@ class SplitKernel(NamedTuple):
     threads: int
     blocks_per_sm: int
 
+    table, header, constants = params.SPLIT, "terms.cuh", ""
+
     @property
     def name(self) -> str:
         return f"thin_gemm_split_b{self.terms}_t{self.threads}"
 
-
-def split_source(kernel: SplitKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    entry = _caller(kernel, "SplitParams", f"split_terms<{kernel.terms}>")
-    return "\n".join([params.SPLIT.text, _headers("terms.cuh"), entry])
+    @property
+    def function(self) -> str:
+        return f"split_terms<{self.terms}>"
 
 
 class LogitsKernel(NamedTuple):
@@ -541,23 +529,22 @@ StreamingKernel = (
 )
 """A kernel that no GemmConfig describes: most are bound by memory."""
 
-_SOURCES = {
-    CastKernel: cast_source,
-    TransposedKernel: transposed_source,
-    BothKernel: both_source,
-    GatedKernel: gated_source,
-    CombineKernel: combine_source,
-    SortKernel: sort_source,
-    ThinKernel: thin_source,
-    PartsKernel: parts_source,
-    SplitKernel: split_source,
-    LogitsKernel: logits_source,
-}
-
 
 def streaming_source(kernel: StreamingKernel) -> str:
-    """Of any of them."""
-    return _SOURCES[type(kernel)](kernel)
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`: of most the struct `kernel.table`, the
+    headers behind `kernel.header`, and a kernel that hands its parameters to the function `kernel.function`.
+
+    Their argument is no __grid_constant__: read in place, it makes the cast of FP32 in tiles spill (NVRTC 13.0.88).
+    """
+    if isinstance(kernel, (LogitsKernel, ThinKernel)):
+        return logits_source(kernel) if isinstance(kernel, LogitsKernel) else thin_source(kernel)
+    entry = f"""\
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const {kernel.table.name} params) {{
+    deep_tile::{kernel.function}(params);
+}}
+"""
+    return "\n".join(filter(None, [kernel.table.text, kernel.constants, _headers(kernel.header), entry]))
 
 
 @lru_cache(maxsize=4)

@@ -5,21 +5,17 @@ element is read once and nothing wide is written between two products. Which row
 on the device: no call waits for the host, and all can be captured in CUDA graphs.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, cast, launches, ops, quantize, sources, tensors
-from deep_tile.config import as_int, ceil_div, check_alignment, round_up
+from deep_tile import cast, launches, quantize, sources, tensors
+from deep_tile.config import as_int, ceil_div, round_up
 from deep_tile.operation import Arg, Described, Given
 from deep_tile.ops import is_traced
 
 _NO_EXPERT = torch.iinfo(torch.int16).max
 """Experts are sorted as int16, which takes a quarter of the passes of int64."""
-
-_sorts: launches.Table = {}
-"""Of `sort_by_expert`, by experts and alignment; of chosen, rows, offs and index."""
 
 
 class Routing(NamedTuple):
@@ -59,60 +55,80 @@ def sort_by_expert(chosen: torch.Tensor, experts: int, *, alignment: int = 1) ->
         ValueError: `chosen` is no matrix or has no memory, or `experts` or `alignment` is out of range.
         RuntimeError: the kernel is not loaded yet while a CUDA graph is captured; or as `per_token_cast_to_fp8`.
     """
-    experts = _checked_experts(chosen, experts)
-    check_alignment(alignment)
-    if is_traced():
-        return Routing(*torch.ops.deep_tile.sort_by_expert(chosen, experts, alignment))
-    return _sort(chosen, experts, alignment)
+    call = SORT_BY_EXPERT.trace if is_traced() else SORT_BY_EXPERT.run
+    return Routing(*call((chosen, None, None, None), (experts, alignment)))
 
 
-def _sort(chosen: torch.Tensor, experts: int, alignment: int) -> Routing:
-    """`sort_by_expert` outside of tracing, of what has been checked."""
-    if not _has_sort_kernel(chosen, experts):
-        tensors.require_plain(chosen=chosen)
-        return _sort_definition(chosen, experts, alignment)
-    if not chosen.is_contiguous():
-        tensors.require_dense(chosen=chosen)
-        chosen = chosen.contiguous()
-    tokens, top_k = chosen.shape
-    size = _rows_size(tokens * top_k, experts, alignment)
-    found = Routing(
-        tensors.new_empty(chosen, (size,), (1,), torch.int64),
-        tensors.new_empty(chosen, (experts,), (1,), torch.int32),
-        tensors.new_empty(chosen, (tokens, top_k), (top_k, 1), torch.int64),
-    )
-    options = experts, alignment
-    if not _launcher.launch_known(_sorts, options, chosen, *found):
-        _sort_by_kernel(options, chosen, *found)
-    return found
+class SortOptions(NamedTuple):
+    """Described at `sort_by_expert`."""
+
+    experts: int
+    alignment: int = 1
 
 
-def _sort_by_kernel(options: tuple[int, int], *given: torch.Tensor) -> None:
-    """Of chosen, rows, offs and index; `options` are experts and alignment."""
-    tensors.require_dense(chosen=given[0])
-    launches.enqueue(_sorts, options, given, partial(_prepare_sort, options, *given[:2]))
+class Sort(quantize.Casting):
+    """Of chosen, rows, offs and index."""
 
+    Options, dtypes = SortOptions, sources.INDEX_DTYPES
 
-def _prepare_sort(options: tuple[int, int], chosen: torch.Tensor, rows: torch.Tensor) -> _launcher.Launch:
-    kernel, device = cast.SORT[str(chosen.dtype).removeprefix("torch.")], chosen.get_device()
-    if not cast.is_loaded(kernel, device):
-        launches.refuse_capture(kernel.name, device, "sort_by_expert")
-    schedule = cast.schedule_sort(chosen.numel(), len(rows), kernel.threads)
-    layout = cast.sort_layout(schedule, *chosen.shape, len(rows), *options)
-    return cast.prepare_sort(kernel, schedule, device, layout)
+    def allocated(self, given: Given, options: tuple) -> Given:
+        chosen, (tokens, top_k), (experts, alignment) = given[0], given[0].shape, options
+        size = _rows_size(tokens * top_k, experts, alignment)
+        return (
+            chosen,
+            tensors.new_empty(chosen, (size,), (1,), torch.int64),
+            tensors.new_empty(chosen, (experts,), (1,), torch.int32),
+            tensors.new_empty(chosen, (tokens, top_k), (top_k, 1), torch.int64),
+        )
 
+    def check_arguments(self, given: Given, options: SortOptions) -> None:
+        self.check(given, options)
+        super().check_arguments(given, options)
 
-def _has_sort_kernel(chosen: torch.Tensor, experts: int) -> bool:
-    """Whether a kernel sorts these, which are plain."""
-    fits = experts <= cast.MOST_EXPERTS and 0 < chosen.numel() <= cast.MOST_CHOICES
-    return fits and chosen.is_cuda and launches.is_hopper(chosen.get_device()) and tensors.is_plain(chosen)
+    def check(self, given: Given, options: SortOptions) -> None:
+        chosen = given[0]
+        if not isinstance(chosen, torch.Tensor) or chosen.dtype not in sources.INDEX_DTYPES:
+            seen = f"a tensor of {chosen.dtype}" if isinstance(chosen, torch.Tensor) else f"a {type(chosen)}"
+            raise TypeError(f"chosen is {seen}; it must be one of int32 or int64, such as topk's indices")
+        if chosen.dim() != 2:
+            raise ValueError(f"chosen has shape {list(chosen.shape)}; it must be [t, top_k], so .view() it so")
+
+    def check_options(self, options: SortOptions) -> None:
+        experts, number = options.experts, as_int(options.experts)
+        if number is None:
+            raise TypeError(f"experts is {experts!r}, of type {type(experts).__name__}; pass how many there are")
+        if not 0 < number < _NO_EXPERT:
+            raise ValueError(f"experts is {experts}; pass a number from 1 to {_NO_EXPERT - 1}")
+        super().check_options(options)
+
+    def readable(self, given: Given) -> Given:
+        return given[0].contiguous(), *given[1:]
+
+    def needs_kernel(self, given: Given) -> bool:
+        """What is no kernel's is sorted by torch, on a GPU, too."""
+        chosen, _, offs, _ = given
+        fits = len(offs) <= cast.MOST_EXPERTS and chosen.numel() <= cast.MOST_CHOICES
+        return fits and chosen.numel() > 0 and self.is_on_gpu(chosen) and launches.is_hopper(chosen.get_device())
+
+    def define(self, given: Given, options: SortOptions) -> None:
+        chosen, *made = given
+        for target, found in zip(made, sorted_by_torch(chosen, *options), strict=True):
+            target.copy_(found)
+
+    def prepare(self, given: Given, options: SortOptions) -> launches.Prepared:
+        chosen, rows, *_ = given
+        kernel = cast.SORT[str(chosen.dtype).removeprefix("torch.")]
+        schedule = cast.schedule_sort(chosen.numel(), len(rows), kernel.threads)
+        numbers = cast.sort_numbers(schedule, *chosen.shape, len(rows), *options)
+        return quantize.launch_of(self, kernel, schedule.grid, given, numbers, self.names, cluster=schedule.cluster)
 
 
 def _rows_size(choices: int, experts: int, alignment: int) -> int:
     return round_up(choices + experts * (alignment - 1), alignment)
 
 
-def _sort_definition(chosen: torch.Tensor, experts: int, alignment: int) -> Routing:
+def sorted_by_torch(chosen: torch.Tensor, experts: int, alignment: int) -> Routing:
+    """The definition."""
     top_k, device = chosen.shape[1], chosen.device
     numbers = chosen.flatten().clamp(-1, experts).short().remainder_(experts + 1)
     of_row, order = numbers.sort(stable=True)
@@ -140,21 +156,6 @@ def _spread(packed: Routing, of_row: torch.Tensor, alignment: int) -> Routing:
     spread.scatter_(0, torch.where(lives, at, size), torch.where(lives, rows, -1))
     places = torch.cat([torch.where(lives, at, -1), at.new_full((1,), -1)])
     return Routing(spread[:size], (begins + counts).int(), places[index])
-
-
-def _checked_experts(chosen: object, experts: object) -> int:
-    """How many experts there are; raises unless choices can be sorted by them."""
-    if not isinstance(chosen, torch.Tensor) or chosen.dtype not in sources.INDEX_DTYPES:
-        seen = f"a tensor of {chosen.dtype}" if isinstance(chosen, torch.Tensor) else f"a {type(chosen)}"
-        raise TypeError(f"chosen is {seen}; it must be one of int32 or int64, such as topk's indices")
-    if chosen.dim() != 2:
-        raise ValueError(f"chosen has shape {list(chosen.shape)}; it must be [t, top_k], so .view() it so")
-    number = as_int(experts)
-    if number is None:
-        raise TypeError(f"experts is {experts!r}, of type {type(experts).__name__}; pass how many there are")
-    if not 0 < number < _NO_EXPERT:
-        raise ValueError(f"experts is {experts}; pass a number from 1 to {_NO_EXPERT - 1}")
-    return number
 
 
 def silu_mul_cast_to_fp8(
@@ -287,26 +288,30 @@ class Combine(Described):
         out.copy_(sums)
 
     def prepare(self, given: Given, options) -> launches.Prepared:
-        out, device = given[3], given[0].get_device()
-        kernel, grid = cast.choose_combine(*out.shape, launches.num_sms(device))
-        if not cast.is_loaded(kernel, device):
-            launches.refuse_capture(kernel.name, device, self.name)
-        return cast.prepare_combine(kernel, grid, device, combine_layout(*given))
+        kernel, grid = cast.choose_combine(*given[3].shape, launches.num_sms(given[0].get_device()))
+        return quantize.launch_of(self, kernel, grid, given, combine_numbers(*given), self.names)
 
 
-def combine_layout(
-    x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor
-) -> cast.CombineLayout:
+def combine_numbers(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> dict[str, int]:
     """What the kernel is told of these tensors."""
     strides = [matrix.stride(0) for matrix in (x, out) if len(matrix) > 1]
     in_vectors = all(number % cast.COMBINE_COLUMNS == 0 for number in (out.shape[1], *strides))
-    return cast.CombineLayout(
-        *(*out.shape, len(x), x.stride(0), out.stride(0), *weights.stride(), *index.stride()),
-        top_k=index.shape[1],
-        aligned=in_vectors and tensors.is_aligned(x) and tensors.is_aligned(out),
-        wide_index=index.dtype == torch.int64,
-        narrow_weights=weights.dtype == torch.bfloat16,
-    )
+    (weights_row, weights_column), (index_row, index_column) = weights.stride(), index.stride()
+    return {
+        "tokens": out.shape[0],
+        "columns": out.shape[1],
+        "x_rows": len(x),
+        "x_stride": x.stride(0),
+        "out_stride": out.stride(0),
+        "weights_stride_row": weights_row,
+        "weights_stride_column": weights_column,
+        "index_stride_row": index_row,
+        "index_stride_column": index_column,
+        "top_k": index.shape[1],
+        "aligned": in_vectors and tensors.is_aligned(x) and tensors.is_aligned(out),
+        "wide_index": index.dtype == torch.int64,
+        "narrow_weights": weights.dtype == torch.bfloat16,
+    }
 
 
 # The ops, which tracers see.
@@ -329,26 +334,6 @@ COMBINE = Combine(
 )
 
 
-def _run_sort_op(chosen: torch.Tensor, experts: int, alignment: int = 1) -> tuple[torch.Tensor, ...]:
-    _checked_experts(chosen, experts)
-    check_alignment(alignment)
-    return tuple(_sort(chosen, experts, alignment))
-
-
-def _fake_sort_op(chosen: torch.Tensor, experts: int, alignment: int = 1) -> tuple[torch.Tensor, ...]:
-    _checked_experts(chosen, experts)
-    check_alignment(alignment)
-    (tokens, top_k), new_empty = chosen.shape, chosen.new_empty
-    size = _rows_size(tokens * top_k, experts, alignment)
-    return (
-        new_empty(size, dtype=torch.int64),
-        new_empty(experts, dtype=torch.int32),
-        new_empty(tokens, top_k, dtype=torch.int64),
-    )
-
-
-ops.register(
-    "sort_by_expert(Tensor chosen, int experts, int alignment=1) -> (Tensor, Tensor, Tensor)",
-    _run_sort_op,
-    _fake_sort_op,
+SORT_BY_EXPERT = Sort(
+    *("sort_by_expert", "chosen rows! offs! index!", "experts alignment"), overload=None, by_position=True
 )

@@ -121,7 +121,8 @@ class ProductCast(dense.Dense):
 
     def fake(self, given: Given, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
         shape = self.shape(given, options)
-        return quantize.fake_out(given[0], shape), quantize.fake_scale(given[0], shape, options.scale_layout)
+        a = quantize.Fake(given[0])
+        return quantize.empty_out(a, shape), quantize.empty_scale(a, shape, options.scale_layout)
 
     def check(self, given: Given, options: Options) -> None:
         dense.FP8_GEMM.check(self.product(given), options.product)

@@ -8,17 +8,15 @@ Invariant: the result is that of `per_token_cast_to_fp8` and `fp8_gemm`, bit for
 
 import math
 import threading
-from functools import lru_cache, partial
-from operator import attrgetter
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, both, checks, dense, launches, ops, quantize, tensors
+from deep_tile import _launcher, both, cast, checks, dense, launches, ops, params, quantize, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
-from deep_tile.operation import error_of
+from deep_tile.operation import Given, Operation
 from deep_tile.ops import is_traced
-from deep_tile.options import check_one
 from deep_tile.params import Place
 
 _SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,14 +31,8 @@ torch takes to allocate one."""
 _MOST_KEPT = 64
 """Workspaces of one thread; one more, and all are dropped."""
 
-_is_on_gpu = attrgetter("is_cuda")
 
-_launches: launches.Table = {}
-"""By the `_Options` of a call, or the plain tuple equal to it; each is a cast's and a product's, of the tensors of
-`_names`."""
-
-
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """The keywords of a call; described at `fp8_linear`."""
 
     out_dtype: torch.dtype | None = None
@@ -60,6 +52,7 @@ class _Kept(threading.local):
     """
 
     def __init__(self):
+        self.by_op = False  # of a call that may keep none
         self.workspaces: dict[tuple[int, int], torch.Tensor] = {}
 
 
@@ -127,11 +120,8 @@ def fp8_linear(
         return _multiply_quantized(x, b, b_scale, bias, out, out_dtype, product)
     options = (out_dtype, amax_floor, round_scale, exact, num_sms, batch_invariant, pdl)
     if is_traced() or type(x) in ops.wrappers:
-        return _OP((x, b, b_scale, bias), (out,), _Options(*options))
-    if torch.is_grad_enabled() and _wants_gradient(x, b, b_scale, bias, out):
-        _refuse_gradient(b, b_scale, out)
-        return _Differentiable.apply(x, b, b_scale, bias, options)
-    return _forward(x, b, b_scale, bias, out, options)
+        return FP8_LINEAR.trace((x, b, b_scale, bias, out, None), options)
+    return FP8_LINEAR.run((x, b, b_scale, bias, out, None), options)
 
 
 def quantize_weight(
@@ -156,17 +146,8 @@ def quantize_weight(
     return quantize.per_block_cast_to_fp8(w, amax_floor=amax_floor, round_scale=round_scale, exact=exact)
 
 
-def _wants_gradient(x, b, b_scale, bias, out) -> bool:
-    try:  # a loop would take 0.7 us longer
-        return (
-            x.requires_grad
-            or b.requires_grad
-            or (b_scale is not None and b_scale.requires_grad)
-            or (bias is not None and bias.requires_grad)
-            or (out is not None and out.requires_grad)
-        )
-    except Exception:  # something is no tensor, such as a Proxy of torch.fx, which the checks say
-        return False
+def _wants_gradient(*given: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
 
 def _refuse_gradient(b, b_scale, out) -> None:
@@ -187,7 +168,7 @@ def _refuse_gradient(b, b_scale, out) -> None:
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, b, b_scale, bias, options):
-        out = _forward(x, b, b_scale, bias, None, options)
+        out = FP8_LINEAR.run((x, b, b_scale, bias, None, None), options)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, b, b_scale)
         ctx.dtypes = (x.dtype, None if bias is None else bias.dtype)
         return out
@@ -219,36 +200,129 @@ def _gradient_by_codes(rows: torch.Tensor, b: torch.Tensor, b_scale: torch.Tenso
     return dense.fp8_gemm(a, a_scale, both.transpose_fp8(b), tensors.as_float32(b_scale).t(), out_dtype=rows.dtype)
 
 
-def _cast_options(options: _Options) -> dict:
+def _cast_options(options: Options) -> dict:
     return {"amax_floor": options.amax_floor, "round_scale": options.round_scale, "exact": options.exact}
 
 
-def _product_options(options: _Options) -> dict:
+def _product_options(options: Options) -> dict:
     return {"num_sms": options.num_sms, "batch_invariant": options.batch_invariant, "pdl": options.pdl}
 
 
-def _forward(x, b, b_scale, bias, out, options: tuple, keeps_workspace: bool = True) -> torch.Tensor:
-    """`fp8_linear` outside of tracing, of a tensor, without gradients; `options` are equal to an `_Options`."""
-    try:
+class Linear(Operation):
+    """Of x, b, b_scale, bias, out and the workspace: a launch of the cast, and one of the product."""
+
+    Options = Options
+
+    def differentiate(self, given: Given, options: Options) -> torch.Tensor:
+        x, b, b_scale, bias, out, _ = given
+        _refuse_gradient(b, b_scale, out)
+        return _Differentiable.apply(x, b, b_scale, bias, tuple(options))
+
+    def allocated(self, given: Given, options: tuple) -> Given:
+        x, b, b_scale, bias, out, _ = given
         if b_scale is None:
             _check_wide_weight(b)
-            b, b_scale = quantize_weight(b, **_cast_options(_Options(*options)))
+            b, b_scale = quantize_weight(b, **_cast_options(Options(*options)))
         if out is None:
-            result = tensors.new_empty(x, *_product_layout(x.shape, b.shape[0]), options[0] or x.dtype)
-        else:
-            result = out
-        given = (x, b, b_scale, result) if bias is None else (x, b, b_scale, result, bias)
-        kept = _kept_workspace(x)
-        if kept is None or not _launcher.launch_known(_launches, options, *given, kept):
-            _call_with_workspace(given, bias, out, options, keeps_workspace)
-    except launches.NotLoaded as error:
-        raise error.of("fp8_linear") from None
-    except Exception:
-        reason = error_of(_check, x, b, b_scale, bias, out, _Options(*options))
-        if reason is None:
-            raise
-        raise reason from None
-    return result
+            out = tensors.new_empty(x, *_product_layout(x.shape, b.shape[0]), options[0] or x.dtype)
+        return x, b, b_scale, bias, out, _kept_workspace(x)
+
+    def fake(self, given: Given, options: Options) -> torch.Tensor:
+        x, b, *_ = given
+        return x.new_empty(*x.shape[:-1], b.shape[0], dtype=options.out_dtype or x.dtype)
+
+    def check_arguments(self, given: Given, options: Options) -> None:
+        x, b, b_scale, bias, out, _ = given
+        if b_scale is None:
+            _check_wide_weight(b)
+        _check_kinds({"x": x, "b": b, "b_scale": b_scale, "bias": bias, "out": out}, ("b_scale", "bias", "out"))
+        self.refuse_gradients(given, options)
+        self.check_options(options)
+
+    def refuse_gradients(self, given: Given, options: Options) -> None:
+        _, b, b_scale, *_ = given
+        if torch.is_grad_enabled() and b_scale is not None:
+            _refuse_gradient(b, b_scale, None)
+
+    def check_options(self, options: Options) -> None:
+        _check_out_dtype(options.out_dtype)
+        super().check_options(options)
+
+    def check(self, given: Given, options: Options) -> None:
+        x, b, b_scale, bias, out, _ = given
+        if b_scale is None:
+            _check_wide_weight(b)
+        if x.dtype not in _SOURCE_DTYPES:
+            remedy = "convert it; where it is quantised already, pass it and its scale as a pair, (x, x_scale)"
+            raise TypeError(f"x must be {_WIDE}; got {x.dtype}. To fix: {remedy}")
+        if b_scale is not None:
+            checks.check_scale_dtypes(("b", "b_scale"), (None, b_scale))
+        _check_fit(x, b, bias, out, options.out_dtype or x.dtype)
+
+    def check_memory(self, given: Given, options: Options) -> Options:
+        if given[4] is not None:
+            _rows_of_out(given[4])
+        return options
+
+    def readable(self, given: Given) -> Given:
+        x, b, b_scale, *others = given
+        return x if _rows(x) is not None else x.contiguous(), b, tensors.as_float32(b_scale), *others
+
+    def needs_kernel(self, given: Given) -> bool:
+        return given[-1] is not None and min(*_rows(given[0]).shape, *given[1].shape) > 0
+
+    def define(self, given: Given, options: Options) -> None:
+        """By the calls of the cast and of the product."""
+        x, b, b_scale, bias, out, _ = given
+        a, a_scale = quantize.per_token_cast_to_fp8(_rows(x), **_cast_options(options))
+        dense.fp8_gemm(a, a_scale, b, b_scale, _rows_of_out(out), bias=bias, **_product_options(options))
+
+    def prepare(self, given: Given, options: Options) -> launches.Prepared:
+        """Nothing is launched if one of the two cannot be."""
+        *_, bias, out, workspace = given
+        x, out, parts = _rows(given[0]), _rows(out), _Parts(*_rows(given[0]).shape)
+        a, a_scale = parts.views(workspace)
+        present = [name for name, tensor in zip(self.names, given, strict=True) if tensor is not None]
+        at = params.places(present)
+        at |= {"a": Place(at["workspace"].tensor, parts.begin), "a_scale": at["workspace"]}
+        names = (*present[:-1], "the workspace")
+        pdl = checks.has_pdl(options)
+        product = (a, a_scale, given[1], given[2], out, None if bias is None else bias.detach())
+        # The cast lets the product start when all before it has ended, and writes no weights.
+        asked = dense.Options(**_product_options(options) | {"pdl": pdl, "constant_weights": pdl})
+        _, multiply = dense.FP8_GEMM.prepare_with_config(
+            *(product, dense.FP8_GEMM.checked(product, asked)),
+            names=names,
+            places={name: at[name] for name in ("a", "a_scale", "b", "b_scale", "out", "bias") if name in at},
+        )
+        device = x.get_device()
+        kernel, grid, numbers = quantize.chosen(x, a, a_scale, quantize.values_of(options), {})
+        quantize.check_capture(kernel, device, self.name)
+        places = {"x": at["x"], "out": at["a"], "scale": at["a_scale"]}
+        return cast.prepare_launch(kernel, grid, device, numbers, names, places, pdl=pdl), multiply
+
+    def _run_unknown(self, given: Given, options: tuple) -> None:
+        """Multiply where no workspace is kept that does for this call, or nothing is known of the call. What has raised
+        keeps no workspace."""
+        x = given[0]
+        workspace, can_be_kept = _workspace(x) if self.is_on_gpu(x) and x.numel() else (None, False)
+        given = (*given[:-1], workspace)
+        if workspace is None or not _launcher.launch_known(self.launches, options, given):
+            super()._run_unknown(given, options)
+        if can_be_kept and not _kept.by_op:
+            _keep(workspace)
+
+    def _run_op(self, inputs: tuple, outs: tuple, keywords: dict):
+        """No workspace is kept: the op may run while its memory is taken for a graph. Its gradient is registered."""
+        given, options = self._call_of_op(inputs, outs, keywords)
+        if given[4] is not None and _wants_gradient(*given):
+            _refuse_gradient(*given[1:3], given[4])
+        before, _kept.by_op = _kept.by_op, True
+        try:
+            with torch.no_grad():
+                return self.run(given, options)
+        finally:
+            _kept.by_op = before
 
 
 @lru_cache(maxsize=4096)
@@ -306,17 +380,6 @@ def _kept_workspace(x: torch.Tensor) -> torch.Tensor | None:
     return _kept.workspaces.get((device, torch._C._cuda_getCurrentRawStream(device)))
 
 
-def _call_with_workspace(given: tuple, bias, out, options: tuple, keeps_workspace: bool) -> None:
-    """Multiply where no workspace is kept that does for this call, or nothing is known of the call. What has raised
-    keeps no workspace."""
-    x = given[0]
-    workspace, can_be_kept = _workspace(x) if _is_on_gpu(x) and x.numel() else (None, False)
-    if workspace is None or not _launcher.launch_known(_launches, options, *given, workspace):
-        _call_unknown(given, workspace, bias, out, _Options(*options))
-    if can_be_kept and keeps_workspace:
-        _keep(workspace)
-
-
 def _keep(workspace: torch.Tensor) -> None:
     """For the current stream's next calls."""
     if len(_kept.workspaces) >= _MOST_KEPT:
@@ -341,54 +404,6 @@ def _workspace(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
         return torch.empty(size, dtype=torch.uint8, device=x.device), False
     kept = _kept_workspace(x)
     return torch.empty(_KEPT_BYTES, dtype=torch.uint8, device=x.device) if kept is None else kept, True
-
-
-def _call_unknown(given: tuple, workspace: torch.Tensor | None, bias, out, options: _Options) -> None:
-    """Multiply where C has met no such options and signature, cannot read the tensors, or leaves a stream under capture
-    to Python; on the CPU always."""
-    x, b, b_scale, result = given[:4]
-    _check(x, b, b_scale, bias, out, options)
-    out_rows = _rows_of_out(result)
-    x, b_scale = x if _rows(x) is not None else x.contiguous(), tensors.as_float32(b_scale)
-    if workspace is None or min(*_rows(x).shape, *b.shape) == 0:
-        _multiply_in_turn(_rows(x), b, b_scale, bias, out_rows, options)
-        return
-    given = (x, b, b_scale, *given[3:], workspace)
-    launches.enqueue(_launches, options, given, partial(_prepare, given, bias, options))
-
-
-def _multiply_in_turn(x, b, b_scale, bias, out, options: _Options) -> None:
-    """By the calls of the cast and of the product."""
-    with torch.no_grad():
-        a, a_scale = quantize.per_token_cast_to_fp8(x, **_cast_options(options))
-        bias = None if bias is None else bias.detach()
-        dense.fp8_gemm(a, a_scale, b, b_scale, out, bias=bias, **_product_options(options))
-
-
-def _prepare(given: tuple, bias, options: _Options) -> tuple[_launcher.Launch, _launcher.Launch]:
-    """The launches of the cast and of the product. Nothing is launched if one of them cannot be."""
-    x, out, workspace = _rows(given[0]), _rows(given[3]), given[-1]
-    parts = _Parts(*x.shape)
-    a, a_scale = parts.views(workspace)
-    of_bias = {} if bias is None else {"bias": Place(4)}
-    names = ("x", "b", "b_scale", "out", *of_bias, "the workspace")
-    scale_at, a_at = Place(len(given) - 1), Place(len(given) - 1, parts.begin)
-    pdl = checks.has_pdl(options)
-    product = (a, a_scale, given[1], given[2], out, None if bias is None else bias.detach())
-    # The cast lets the product start when all before it has ended, and writes no weights.
-    asked = dense.Options(**_product_options(options) | {"pdl": pdl, "constant_weights": pdl})
-    _, multiply = dense.FP8_GEMM.prepare_with_config(
-        *(product, dense.FP8_GEMM.checked(product, asked)),
-        names=names,
-        places={"a": a_at, "a_scale": scale_at, "b": Place(1), "b_scale": Place(2), "out": Place(3), **of_bias},
-    )
-    cast = quantize.cast_launch(
-        *(x, quantize.Options(quantize.TOKEN_BLOCK[0], **_cast_options(options)), a, a_scale),
-        names=names,
-        places={"x": Place(0), "out": a_at, "scale": scale_at},
-        pdl=pdl,
-    )
-    return cast, multiply
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor | None:
@@ -449,16 +464,6 @@ def _check_wide_weight(b) -> None:
     raise TypeError(f"b must be {_WIDE}, or {quantize.FP8_DTYPE} with b_scale; got {b.dtype}. To fix: {remedy}")
 
 
-def _check(x, b, b_scale, bias, out, options: _Options) -> None:
-    """Check of each argument what the product's own checks do not see: they see a matrix instead of x and out."""
-    if b_scale is None:
-        _check_wide_weight(b)
-    given = {"x": x, "b": b, "b_scale": b_scale, "bias": bias, "out": out}
-    _check_kinds(given, optional=("b_scale", "bias", "out"))
-    _check_formats(x, b_scale, options)
-    _check_fit(x, b, bias, out, options.out_dtype or x.dtype)
-
-
 def _check_kinds(given: dict[str, object], optional: tuple[str, ...]) -> None:
     """Check that arguments, by name, are plain tensors of one device."""
     given = {name: value for name, value in given.items() if value is not None or name not in optional}
@@ -494,60 +499,12 @@ def _check_fit(x, b, bias, out, out_dtype: torch.dtype) -> None:
         )
 
 
-def _check_formats(x, b_scale, options: _Options) -> None:
-    if x.dtype not in _SOURCE_DTYPES:
-        remedy = "convert it; where it is quantised already, pass it and its scale as a pair, (x, x_scale)"
-        raise TypeError(f"x must be {_WIDE}; got {x.dtype}. To fix: {remedy}")
-    if b_scale is not None:
-        checks.check_scale_dtypes(("b", "b_scale"), (None, b_scale))
-    _check_out_dtype(options.out_dtype)
-    quantize.check_options(quantize.Options(quantize.TOKEN_BLOCK[0], **_cast_options(options)))
-    for name, value in _product_options(options).items():
-        check_one(name, value)
-
-
 def _check_out_dtype(out_dtype) -> None:
     if out_dtype not in (None, *_SOURCE_DTYPES):
         raise TypeError(f"out_dtype must be {_WIDE}, or None for that of x; got {out_dtype!r}")
 
 
 # ---- as an op
-
-
-_DEFAULTS = _Options()
-
-
-def _options_of(keywords: dict) -> _Options:
-    """Those of an op's call; torch leaves defaults out, and then making them anew would take 0.4 us."""
-    return _Options(**keywords) if keywords else _DEFAULTS
-
-
-def _run_op(inputs: tuple, outs: tuple, options: dict) -> torch.Tensor:
-    """No workspace is kept: the op may run while its memory is taken for a graph."""
-    x, b, b_scale, bias = inputs
-    (out,) = outs
-    if out is not None and torch.is_grad_enabled() and _wants_gradient(x, b, b_scale, bias, out):
-        _refuse_gradient(b, b_scale, out)
-    return _forward(x, b, b_scale, bias, out, _options_of(options), keeps_workspace=False)
-
-
-def _check_op(inputs: tuple, outs: tuple, options: dict) -> None:
-    _check_fake(*inputs, *outs, _Options(**options))
-
-
-def _allocate_op(inputs: tuple, options: dict) -> torch.Tensor:
-    x, b, *_ = inputs
-    return x.new_empty(*x.shape[:-1], b.shape[0], dtype=options.get("out_dtype") or x.dtype)
-
-
-def _check_fake(x, b, b_scale, bias, out, options: _Options) -> None:
-    """The checks that need no memory."""
-    if b_scale is None:
-        _check_wide_weight(b)
-    elif torch.is_grad_enabled():
-        _refuse_gradient(b, b_scale, None)
-    _check_formats(x, b_scale, options)
-    _check_fit(x, b, bias, out, options.out_dtype or x.dtype)
 
 
 def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
@@ -594,11 +551,11 @@ def _backward_flops(grad, x, b, b_scale=None, *, x_dtype=None, **_) -> int:
     return ((x_dtype is not None) + (x is not None)) * 2 * math.prod(grad) * b[1]
 
 
-_OP = ops.Op(
+FP8_LINEAR = Linear(
     "fp8_linear",
     "x b b_scale? bias? out!",
     f"out_dtype {quantize.OP_OPTIONS} num_sms batch_invariant pdl",
-    *(_run_op, _check_op, _allocate_op),
+    scratch="workspace",
     backward=_backward,
     setup_context=_setup_context,
     flops=ops.product_flops(second=1),

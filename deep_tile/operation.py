@@ -31,11 +31,13 @@ class Operation(ops.Op):
     """A function of the package and its op.
 
     Args:
-        name, tensors, keywords: as for `ops.Op`. `tensors` are those of a launch, too, in this order.
+        name, tensors, keywords: as for `ops.Op`. `tensors` are those of a launch, too, in this order; what is written
+            to lies side by side.
         sources: where the right tensor of a name comes from, for an error.
         to_train: what to do where a gradient is wanted, as a sentence; it has none itself.
         gradient_of: names of the tensors whose gradient is refused; those of others are dropped. None: all.
         lists: names of further tensors, of one dimension, which may be None; keywords of the op.
+        scratch: names of tensors behind these that `allocated` makes for kernels alone; a call has None there.
         called: what the function is called, where the op has another name.
         how: as for `ops.Op`.
 
@@ -58,16 +60,18 @@ class Operation(ops.Op):
         to_train: str = "",
         gradient_of: tuple[str, ...] | None = None,
         lists: str = "",
+        scratch: str = "",
         called: str = "",
         **how,
     ) -> None:
         self.launches: launches.Table = {}
-        self.lists, self.called = (*lists.split(),), called or name
-        self.names = (*(tensor.rstrip("!?") for tensor in tensors.split()), *self.lists)
+        self.lists, self.scratch, self.called = (*lists.split(),), (*scratch.split(),), called or name
+        self.names = (*(tensor.rstrip("!?") for tensor in tensors.split()), *self.lists, *self.scratch)
         self.sources, self.to_train, self.gradient_of = sources, to_train, gradient_of or self.names
         super().__init__(name, tensors, keywords, self._run_op, self._check_op, self._fake, **how)
         OPERATIONS[name] = self
         self._first_out, self._last_out, self._has_one_out = self._outs[0], self._outs[-1], len(self._outs) == 1
+        self._written_to = slice(self._first_out, self._last_out + 1)
         self._may_lack = {i for i, tensor in enumerate(self._tensors) if tensor.endswith("?")}
         self._may_lack |= {*self._outs} if self._allocates else set()
         self._may_lack |= {*range(len(self._tensors), len(self.names))}
@@ -95,6 +99,11 @@ class Operation(ops.Op):
     def result(self, given: Given, options) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of the one tensor that is written to."""
         raise NotImplementedError
+
+    def lists_of(self, given: Given) -> dict[str, torch.Tensor]:
+        """Those that a call was given, by name."""
+        lists = zip(self.lists, given[len(self._tensors) :], strict=False)
+        return {name: x for name, x in lists if x is not None}
 
     def allocated(self, given: Given, options: tuple) -> Given:
         """`given` with what is written to; `options` are as `run` has them."""
@@ -142,7 +151,7 @@ class Operation(ops.Op):
                         if result is not None:
                             return result
                         break
-            if given[self._first_out] is None or given[self._last_out] is None:
+            if given[self._first_out] is None or given[self._last_out] is None or self.scratch:
                 given = self.allocated(given, options)
             if not _launcher.launch_known(self.launches, options, given):
                 self._run_unknown(given, options)
@@ -153,7 +162,7 @@ class Operation(ops.Op):
             if reason is None:
                 raise
             raise reason from None
-        return given[self._first_out] if self._has_one_out else tuple(given[place] for place in self._outs)
+        return given[self._first_out] if self._has_one_out else given[self._written_to]
 
     def trace(self, given: Given, options: tuple) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """A call that becomes one of the op."""
@@ -161,7 +170,7 @@ class Operation(ops.Op):
             self._require_outs(given)
         named = self.Options(*options)
         ops.refuse_config(getattr(named, "config", None))
-        lists = dict(zip(self.lists, given[len(self._tensors) :], strict=True))
+        lists = dict(zip(self.lists, given[len(self._tensors) :], strict=False))
         names = (name for name in (*self._own, *self._options) if name not in lists)
         inputs, outs = self._parts(given[: len(self._tensors)])
         return self(inputs, outs, {name: getattr(named, name) for name in names} | lists)
@@ -228,7 +237,7 @@ class Operation(ops.Op):
         """The tensors and the options of an op's call."""
         by_place = dict(zip((*self._inputs, *self._outs), (*inputs, *outs), strict=True))
         lists = (keywords.get(name) for name in self.lists)
-        given = (*(by_place[place] for place in range(len(by_place))), *lists)
+        given = (*(by_place[place] for place in range(len(by_place))), *lists, *(None,) * len(self.scratch))
         keywords = {name: value for name, value in keywords.items() if name not in self.lists}
         return given, self.options_of(given, keywords)
 

@@ -81,6 +81,7 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "alpha": ("float", 1.0),
     "amax_floor": ("float", SMALLEST_AMAX_FLOOR),
     "batch_invariant": ("bool", False),
+    "blocks": ("bool", False),
     "beta": ("float", 0.0),
     "clean": ("bool", False),
     "columns": ("SymInt?", None),
@@ -89,7 +90,9 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "exact": ("str", "divide"),
     "expected_rows": ("int?", None),
     "expected_tokens": ("int?", None),
+    "experts": ("int", ...),
     "fast_accum": ("bool", True),
+    "gate_up_scale": ("Tensor?", None),
     "limit": ("float?", None),
     "num_sms": ("int?", None),
     "num_splits": ("int?", None),
@@ -99,9 +102,11 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "round_scale": ("str", "none"),
     "rows": ("Tensor?", None),
     "scale_layout": ("str", DEFAULT_SCALE_LAYOUT),
+    "share": ("Tensor?", None),
     "terms": ("int", 3),
 }
-"""Type and default of every keyword that ops take, as functions do. No schema can name a config."""
+"""Type and default of every keyword that ops take, as functions do; without a default `...`. No schema can name a
+config."""
 
 
 class Op:
@@ -120,7 +125,8 @@ class Op:
         own: options that the overload has not.
         defaults: of options, where they differ from those in `OPTIONS`.
         allocates: whether there is an op that allocates.
-        overload: the name of the one that writes; "" where the op itself does.
+        overload: the name of the one that writes; "" where the op itself does, None where none does.
+        by_position: options may be given so, too.
         flops, gradient: as for `register`; a gradient is that of the op without overload.
     """
 
@@ -136,18 +142,21 @@ class Op:
         own: str = "",
         defaults: Mapping[str, object] = MappingProxyType({}),
         allocates: bool = True,
-        overload: str = "out",
+        overload: str | None = "out",
+        by_position: bool = False,
         flops: Callable[..., int] | None = None,
         **gradient: Callable,
     ) -> None:
         self.name, self._tensors, self._allocates, self._overload = name, tuple(tensors.split()), allocates, overload
+        self._by_position = by_position
         self._outs = tuple(i for i, tensor in enumerate(self._tensors) if tensor.endswith("!"))
         self._inputs = tuple(i for i in range(len(self._tensors)) if i not in self._outs)
         self._options, self._own, self._defaults = (*options.split(),), (*own.split(),), defaults
         self._run, self._check, self._allocate = run, check, allocate
         if allocates:
             register(self._schema(False), self._made, self._fake_made, flops=flops, **gradient)
-        register(self._schema(True), self._written, self._fake_written, flops=flops)
+        if overload is not None:
+            register(self._schema(True), self._written, self._fake_written, flops=flops)
 
     def __call__(self, inputs: tuple, outs: tuple, options: tuple | dict) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """The op's call under tracing, of the overload where there is something to write to.
@@ -170,12 +179,17 @@ class Op:
         return outs[0] if len(outs) == 1 else outs
 
     def _made(self, *given, **options):
-        return self._run(_filled(given, self._inputs), (None,) * len(self._outs), options)
+        return self._run(*self._own_parts(given, options), options)
 
     def _fake_made(self, *given, **options):
-        inputs = _filled(given, self._inputs)
+        inputs, _ = self._own_parts(given, options)
         self._check(inputs, (None,) * len(self._outs), {**options})
         return self._allocate(inputs, options)
+
+    def _own_parts(self, given: tuple, options: dict) -> tuple[tuple, tuple]:
+        """Inputs, and what is not there yet; options that are given by position join the others."""
+        options.update(zip(self._options, given[len(self._inputs) :], strict=False))
+        return _filled(given[: len(self._inputs)], self._inputs), (None,) * len(self._outs)
 
     def _written(self, *given, **options) -> None:
         self._run(*self._parts(given), options)
@@ -193,9 +207,12 @@ class Op:
         places = range(len(self._tensors)) if writes else self._inputs
         tensors = [self._tensor(place, is_followed=place < last_out) for place in places]
         options = keywords(" ".join((*(() if writes else self._own), *self._options)), self._defaults)
-        results = "()" if writes else "Tensor" if len(self._outs) == 1 else "(Tensor, Tensor)"
+        results = "()" if writes else "Tensor"
+        if len(self._outs) > 1 and not writes:
+            results = f"({', '.join(['Tensor'] * len(self._outs))})"
+        options = [*(() if self._by_position else ["*"]), options] if options else []
         name = f"{self.name}.{self._overload}" if writes and self._overload else self.name
-        return f"{name}({', '.join([*tensors, *(['*', options] if options else [])])}) -> {results}"
+        return f"{name}({', '.join([*tensors, *options])}) -> {results}"
 
     def _tensor(self, place: int, is_followed: bool) -> str:
         """One argument; `is_followed` by one that must be given."""
@@ -218,7 +235,8 @@ def keywords(options: str, defaults: Mapping[str, object] = MappingProxyType({})
     for name in options.split():
         kind, default = OPTIONS[name]
         default = defaults.get(name, default)
-        described.append(f'{kind} {name}="{default}"' if isinstance(default, str) else f"{kind} {name}={default}")
+        quoted = f'"{default}"' if isinstance(default, str) else default
+        described.append(f"{kind} {name}" + ("" if default is ... else f"={quoted}"))
     return ", ".join(described)
 
 

@@ -74,6 +74,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "alignment": lambda _, value: check_alignment(value),
     "amax_floor": _check_floor,
     "batch_invariant": _FLAG,
+    "blocks": _FLAG,
     "config": _check_config,
     "constant_weights": _FLAG,
     "exact": partial(_check_choice, DIVISIONS),

@@ -132,6 +132,11 @@ class Params:
                 data[at : at + field.size] = field.pack(values[field.name])
         return bytes(data)
 
+    @property
+    def least(self) -> dict[str, int]:
+        """The least value of each number, 0 where it has no limit: for what a launch leaves unused."""
+        return {field.name: field.least or 0 for field in self.fields if not (field.is_pointer or field.is_map)}
+
     def pointers(self, places: Mapping[str, Place]) -> tuple[tuple[int, int, int], ...]:
         """(offset, tensor, skip) of each place that a pointer is named after, as `_launcher.prepare` takes them."""
         pointers = {field.name for field in self.fields if field.is_pointer}

@@ -211,26 +211,17 @@ def prepare_sum(
     product ends. Errors as for `cast.load`."""
     lanes = min(_MOST_LANES, 1 << (parts - 1).bit_length())
     numbers = product.m * (product.n + product.squares)
-    return _launcher.prepare(
-        cast.load(SUM, device),
-        grid=min(ceil_div(numbers, SUM.threads // lanes), num_sms * SUM.blocks_per_sm * 2),
-        cluster=1,
-        threads=SUM.threads,
-        params=params.PARTS.pack(
-            m=product.m,
-            n=product.n,
-            parts=parts,
-            lanes=lanes,
-            format=_FORMATS[layout.output],
-            accumulate=layout.accumulate,
-            out_stride=layout.out_stride,
-        ),
-        names=names,
-        pointers=params.PARTS.pointers(places),
-        maps=(),
-        fixed_maps=(),
-        pdl=True,
-    )
+    grid = min(ceil_div(numbers, SUM.threads // lanes), num_sms * SUM.blocks_per_sm * 2)
+    told = {
+        "m": product.m,
+        "n": product.n,
+        "parts": parts,
+        "lanes": lanes,
+        "format": _FORMATS[layout.output],
+        "accumulate": layout.accumulate,
+        "out_stride": layout.out_stride,
+    }
+    return cast.prepare_launch(SUM, grid, device, told, names, places, pdl=True)
 
 
 def split_width(k: int) -> int:
@@ -254,25 +245,10 @@ def prepare_split(
     """The launch that writes the terms of FP32 b [matrices, rows, k] to out, [matrices, terms, rows, split_width(k)].
     Errors as for `cast.load`."""
     kernel, width = SPLIT[terms], split_width(k)
-    return _launcher.prepare(
-        cast.load(kernel, device),
-        grid=min(ceil_div(matrices * rows * width // 8, kernel.threads), num_sms * kernel.blocks_per_sm * 2),
-        cluster=1,
-        threads=kernel.threads,
-        params=params.SPLIT.pack(
-            matrices=matrices,
-            rows=rows,
-            k=k,
-            out_stride=width,
-            row_stride=strides[0],
-            matrix_stride=strides[1],
-        ),
-        names=names,
-        pointers=params.SPLIT.pointers(places),
-        maps=(),
-        fixed_maps=(),
-        pdl=pdl,
-    )
+    grid = min(ceil_div(matrices * rows * width // 8, kernel.threads), num_sms * kernel.blocks_per_sm * 2)
+    row, matrix = strides
+    told = {"matrices": matrices, "rows": rows, "k": k, "out_stride": width, "row_stride": row, "matrix_stride": matrix}
+    return cast.prepare_launch(kernel, grid, device, told, names, places, pdl=pdl)
 
 
 def all_kernels() -> list[StreamingKernel]:

@@ -6,10 +6,10 @@ Invariant: for finite `x`, either cast followed by `dequantize` gives `x` back t
 scale; nothing saturates.
 """
 
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import prod
 from operator import eq
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 from deep_tile.operation import Given, Operation
 from deep_tile.ops import DEFAULT_SCALE_LAYOUT, SMALLEST_AMAX_FLOOR, is_traced
 from deep_tile.options import check_one
+from deep_tile.params import Place, places
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8_DTYPE).max  # 448
@@ -66,6 +67,17 @@ class Options(NamedTuple):
     def floor(self) -> float:
         """What the largest magnitude is bounded by."""
         return max(float(self.amax_floor), SMALLEST_AMAX_FLOOR)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What every kernel that casts is told of them."""
+        divides = int(self.exact == "divide")
+        return {"pow2_scale": self.round_scale == "pow2", "amax_floor": self.floor, "correction": divides}
+
+
+def values_of(options: NamedTuple, block_rows: int = 1) -> Options:
+    """Of a call whose options have these among them."""
+    return Options(block_rows, options.amax_floor, options.round_scale, options.exact)
 
 
 def per_token_cast_to_fp8(
@@ -226,7 +238,75 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
     return _from_blocks(blocks * _as_matrix(tensors.as_float32(scale))[:, None, :, None], rows.shape).view(x.shape)
 
 
-class Cast(Operation):
+class Fake:
+    """What allocates like a tensor of which only the layout is known, for functions that allocate on a GPU by the
+    shortest way and remember strides by sizes, which may be symbols here and have no hash."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.shape, self.dtype, self.new_empty_strided = x.shape, x.dtype, x.new_empty_strided
+
+    def get_device(self) -> int:
+        return -1
+
+    def strides(self, function: Callable, shape: tuple, *layout: str) -> "_Strided":
+        """What a function says that remembers others; of sizes that torch.jit.trace makes tensors of, too, which its
+        graph then keeps."""
+        return function.__wrapped__(tuple(int(x) if isinstance(x, torch.Tensor) else x for x in shape), *layout)
+
+
+class Casting(Operation):
+    """What allocates results of several layouts, and has one kernel; `dtypes` are those of its first tensor."""
+
+    dtypes = SOURCE_DTYPES
+
+    def check_arguments(self, given: Given, options) -> None:
+        check_source_dtype(self.names[0], given[0], self.dtypes)
+        super().check_arguments(given, options)
+
+    def fake(self, given: Given, options) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        made = self.allocated((Fake(given[0]), *given[1:]), options)
+        return made[self._first_out] if self._has_one_out else made[self._written_to]
+
+    def check_memory(self, given: Given, options):
+        sources.check_memory(self.lists_of(given))
+        return options
+
+    def readable(self, given: Given) -> Given:
+        return readable(given[0]), *given[1:]
+
+    def needs_kernel(self, given: Given) -> bool:
+        return needs_kernel(given[0], given[self._first_out])
+
+
+def launch_of(
+    operation: Operation,
+    kernel: cast.StreamingKernel,
+    grid: int,
+    given: Given,
+    numbers: Mapping[str, float],
+    fields: tuple[str, ...],
+    *,
+    names: tuple[str, ...] | None = None,
+    find: Callable[[torch.Tensor], Place] | None = None,
+    **how,
+) -> _launcher.Launch:
+    """The launch of an operation's one kernel.
+
+    Args:
+        numbers: of the kernel's table.
+        fields: of that table, which the tensors are, those that are not None.
+        names, find: where the launch is part of another call: names of that one's tensors, and where in them a tensor
+            lies.
+        how: keywords of `cast.prepare_launch`.
+    """
+    device = given[0].get_device()
+    check_capture(kernel, device, operation.called)
+    present = {name: x for name, x in zip(operation.names, given, strict=True) if x is not None}
+    found = {field: find(x) for field, x in zip(fields, present.values(), strict=True)} if find else places(fields)
+    return cast.prepare_launch(kernel, grid, device, numbers, names or (*present,), found, **how)
+
+
+class Cast(Casting):
     """A cast of the rows of `x`, or of a matrix by blocks.
 
     Args:
@@ -255,9 +335,6 @@ class Cast(Operation):
     def values(self, options) -> Options:
         return Options(self.block[0], *options[:3])
 
-    def lists_of(self, given: Given) -> sources.Lists:
-        return {name: x for name, x in zip(self.lists, given[3:], strict=True) if x is not None}
-
     def shape(self, given: Given) -> tuple[int, ...]:
         """Of out."""
         if not self.lists:
@@ -271,12 +348,6 @@ class Cast(Operation):
         if scale is None:
             scale = empty_block_scale(x, shape) if self.of_blocks else empty_scale(x, shape, options[_SCALE_LAYOUT])
         return (x, out, scale, *given[3:]) if self.lists else (x, out, scale)
-
-    def fake(self, given: Given, options) -> tuple[torch.Tensor, torch.Tensor]:
-        x, shape = given[0], self.shape(given)
-        if self.of_blocks:
-            return fake_out(x, shape), fake_block_scale(x, shape)
-        return fake_out(x, shape), fake_scale(x, shape, options.scale_layout)
 
     def check_arguments(self, given: Given, options) -> None:
         self.check_dtypes(given)
@@ -298,24 +369,17 @@ class Cast(Operation):
         check_targets(given[0], given[1:3], self.shape(given), self.block)
 
     def check_memory(self, given: Given, options):
-        sources.check_memory(self.lists_of(given))
         check_target_memory(*given[1:3])
-        return options
-
-    def readable(self, given: Given) -> Given:
-        return readable(given[0]), *given[1:]
-
-    def needs_kernel(self, given: Given) -> bool:
-        return needs_kernel(*given[:2])
+        return super().check_memory(given, options)
 
     def define(self, given: Given, options) -> None:
         x, out, scale = map(_as_matrix, given[:3])
         definition(x, self.values(options), out, scale, self.lists_of(given))
 
     def prepare(self, given: Given, options) -> launches.Prepared:
-        lists = self.lists_of(given)
-        where = cast.operands_of_rows((*lists,))
-        return cast_launch(given[0], self.values(options), *given[1:3], lists, call=self.name, **where)
+        lists, values = self.lists_of(given), self.values(options)
+        kernel, grid, numbers = chosen(*given[:3], values, lists)
+        return launch_of(self, kernel, grid, given, numbers, cast.fields_of_rows((*lists,)))
 
 
 _SCALE_LAYOUT = CastOptions._fields.index("scale_layout")
@@ -417,47 +481,46 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous() if rows.shape[1] > 1 and rows.stride(1) != 1 else x
 
 
-def cast_launch(
-    x: torch.Tensor,
-    options: Options,
-    out: torch.Tensor,
-    scale: torch.Tensor,
-    lists: sources.Lists = MappingProxyType({}),
-    *,
-    call: str = "per_token_cast_to_fp8",
-    **how,
-) -> _launcher.Launch:
-    """The launch of a cast on a Hopper GPU by a call, for which the tensors are examples; `how` are keywords of
-    `cast.prepare_launch`. Nothing is checked but that a CUDA graph under capture need not load the kernel.
-    """
-    device, numbers = x.get_device(), layout(x, options, out, scale, lists)
+def chosen(
+    x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, options: Options, lists: sources.Lists
+) -> tuple[cast.CastKernel, int, dict[str, float]]:
+    """The kernel of a cast of these tensors, how many thread blocks to launch, and the numbers of the launch."""
+    numbers = numbers_of(x, options, out, scale, lists)
     what = "silu_mul" if options.gating is not None else "listed" if lists else "plain"
-    size = numbers.rows, numbers.columns
-    kernel, grid = cast.choose(options.block_rows, KERNEL_SOURCES[x.dtype], *size, launches.num_sms(device), what)
-    check_capture(kernel, device, call)
-    return cast.prepare_launch(kernel, grid, device, numbers, **how)
+    num_sms, size = launches.num_sms(x.get_device()), (numbers["rows"], numbers["columns"])
+    return *cast.choose(options.block_rows, KERNEL_SOURCES[x.dtype], *size, num_sms, what), numbers
 
 
-def layout(
+def numbers_of(
     x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
-) -> cast.CastLayout:
-    """The numbers of a cast of these tensors, of the call's shapes: `x` is the input, or what `readable` made of it."""
+) -> dict[str, float]:
+    """Those of `params.CAST_OF_ROWS` for tensors of the call's shapes: `x` is the input, or what `readable` made of
+    it."""
     group_rows = out.shape[1] if "counts" in lists else 0
     groups = lists.get("counts", lists.get("offs"))
-    gating = options.gating
+    gating = options.gating or sources.Gating(0.0, 0.0, 0.0)
     x, out, scale = map(_matrix_of, (x, out, scale))
-    return cast.CastLayout(
-        *(*out.shape, x.stride(0), out.stride(0), *scale.stride()),
-        aligned=_takes_vectors(x, out),
-        pow2_scale=options.round_scale == "pow2",
-        amax_floor=options.floor,
-        correction=int(options.exact == "divide"),
-        x_rows=len(x),
-        wide_index="rows" in lists and lists["rows"].dtype == torch.int64,
-        groups=0 if groups is None else len(groups),
-        group_rows=group_rows,
-        **{} if gating is None else {name: getattr(gating, name) for name in ("limit", "sigmoid_factor", "beta")},
-    )
+    return {
+        **matrix_numbers(*out.shape, x, out, scale),
+        **options.numbers,
+        "aligned": _takes_vectors(x, out),
+        "x_rows": len(x),
+        "wide_index": "rows" in lists and lists["rows"].dtype == torch.int64,
+        "groups": 0 if groups is None else len(groups),
+        "group_rows": group_rows,
+        "limit": gating.limit,
+        "sigmoid_factor": gating.sigmoid_factor,
+        "beta": gating.beta,
+    }
+
+
+def matrix_numbers(
+    rows: int, columns: int, x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None
+) -> dict[str, float]:
+    """Sizes and strides, as all tables of casts have them."""
+    row, column = (0, 0) if scale is None else scale.stride()[-2:]
+    strides = {"x_stride": x.stride(-2), "out_stride": out.stride(-2)}
+    return {"rows": rows, "columns": columns, **strides, "scale_stride_row": row, "scale_stride_column": column}
 
 
 def _takes_vectors(x: torch.Tensor, out: torch.Tensor) -> bool:
@@ -530,8 +593,9 @@ class _Strided(NamedTuple):
         return _Strided(tuple(shape), strides)
 
 
-def empty_out(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = FP8_DTYPE) -> torch.Tensor:
-    return tensors.new_empty(x, *_out_strides(shape), dtype)
+def empty_out(x: torch.Tensor | Fake, shape: tuple[int, ...], dtype: torch.dtype = FP8_DTYPE) -> torch.Tensor:
+    found = _out_strides(shape) if type(x) is not Fake else x.strides(_out_strides, shape)
+    return tensors.new_empty(x, *found, dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -557,12 +621,14 @@ def _weight_scale_strides(shape: tuple[int, ...]) -> _Strided:
     return _Strided.of((*leading, rows, columns), columns, 1)
 
 
-def empty_block_scale(w: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return tensors.new_empty(w, *_weight_scale_strides(shape), torch.float32)
+def empty_block_scale(w: torch.Tensor | Fake, shape: tuple[int, ...]) -> torch.Tensor:
+    found = _weight_scale_strides(shape) if type(w) is not Fake else w.strides(_weight_scale_strides, shape)
+    return tensors.new_empty(w, *found, torch.float32)
 
 
-def empty_scale(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
-    return tensors.new_empty(x, *_scale_strides(shape, layout), torch.float32)
+def empty_scale(x: torch.Tensor | Fake, shape: tuple[int, ...], layout: str) -> torch.Tensor:
+    found = _scale_strides(shape, layout) if type(x) is not Fake else x.strides(_scale_strides, shape, layout)
+    return tensors.new_empty(x, *found, torch.float32)
 
 
 def _find_block(x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None) -> tuple[int, int]:
@@ -618,24 +684,6 @@ def check_target_memory(out: torch.Tensor | None, scale: torch.Tensor | None) ->
         rows = _view_as_matrix(name, target)
         if name == "out":
             check_rows(out, rows)
-
-
-def fake_out(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = FP8_DTYPE) -> torch.Tensor:
-    """What a cast allocates, where it is traced."""
-    return x.new_empty_strided(*_out_strides.__wrapped__(_numbers(shape)), dtype=dtype)  # symbols have no hash
-
-
-def fake_scale(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
-    return x.new_empty_strided(*_scale_strides.__wrapped__(_numbers(shape), layout), dtype=torch.float32)
-
-
-def fake_block_scale(w: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return w.new_empty_strided(*_weight_scale_strides.__wrapped__(_numbers(shape)), dtype=torch.float32)
-
-
-def _numbers(shape: tuple) -> tuple:
-    """Sizes, which torch.jit.trace makes tensors of; its graph then keeps them."""
-    return tuple(int(size) if isinstance(size, torch.Tensor) else size for size in shape)
 
 
 OP_OPTIONS = "amax_floor round_scale exact"

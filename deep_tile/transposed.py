@@ -25,21 +25,6 @@ class CastOptions(NamedTuple):
     alignment: int = SCALE_BLOCK
 
 
-class Options(NamedTuple):
-    """What decides about values of a cast; `lists` names the arguments that follow the scale."""
-
-    amax_floor: float = quantize.SMALLEST_AMAX_FLOOR
-    round_scale: str = "none"
-    exact: str = "divide"
-    alignment: int = SCALE_BLOCK
-    lists: tuple[str, ...] = ()
-
-    @property
-    def of_rows(self) -> quantize.Options:
-        """Of a cast with the same numbers of what is transposed already."""
-        return quantize.Options(1, self.amax_floor, self.round_scale, self.exact)
-
-
 def transposed_cast_to_fp8(
     x: torch.Tensor,
     *,
@@ -92,11 +77,27 @@ def transposed_cast_to_fp8(
     return TRANSPOSED_CAST.run((x, out, scale_out, rows, offs), options)
 
 
-class TransposedCast(quantize.Cast):
-    Options = CastOptions
+class AlongTokens(quantize.Casting):
+    """A cast of tokens x [s, k], perhaps those of groups."""
 
-    def asked(self, given: Given, options: CastOptions) -> Options:
-        return Options(*options[:3], options.alignment, (*self.lists_of(given),))
+    def check_options(self, options) -> None:
+        super().check_options(options)
+        check_alignment(options.alignment, SCALE_BLOCK)
+
+    def check_source(self, given: Given) -> None:
+        name, x = self.names[0], given[0]
+        quantize.check_source_dtype(name, x)
+        if x.dim() != 2:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}; it must be [s, k], one row per token, so .view() it so"
+            )
+        sources.check(
+            name, x, False, {key: given for key, given in self.lists_of(given).items() if key in sources.LISTS}
+        )
+
+
+class TransposedCast(AlongTokens, quantize.Cast):
+    Options = CastOptions
 
     def shape(self, given: Given) -> tuple[int, int]:
         (tokens, columns), rows = given[0].shape, given[3]
@@ -104,57 +105,37 @@ class TransposedCast(quantize.Cast):
 
     def check(self, given: Given, options: CastOptions) -> None:
         self.check_dtypes(given)
-        check_values(given[0], self.asked(given, options), self.lists_of(given))
+        self.check_source(given)
         quantize.check_targets(given[0], given[1:3], self.shape(given))
-
-    def check_options(self, options: CastOptions) -> None:
-        super().check_options(options)
-        check_alignment(options.alignment, SCALE_BLOCK)
 
     def define(self, given: Given, options: CastOptions) -> None:
         x, out, scale, *_ = given
-        definition(x, self.asked(given, options), out, scale, self.lists_of(given))
+        definition(x, options, out, scale, self.lists_of(given))
 
     def prepare(self, given: Given, options: CastOptions) -> launches.Prepared:
         x, out, scale, *_ = given
-        device, lists = x.get_device(), self.lists_of(given)
-        source, tokens, columns = quantize.KERNEL_SOURCES[x.dtype], out.shape[1], len(out)
-        kernel, grid = cast.choose_transposed(source, tokens, columns, launches.num_sms(device))
-        quantize.check_capture(kernel, device, self.name)
-        numbers = layout(x, self.asked(given, options), out, scale, lists)
-        return cast.prepare_transposed(kernel, grid, device, numbers, (*lists,))
-
-
-def refuse_gradient(x, call: str = "transposed_cast_to_fp8") -> None:
-    """Raise where torch would record the cast."""
-    if torch.is_grad_enabled() and getattr(x, "requires_grad", False):
-        raise RuntimeError(
-            f"x requires a gradient, and {call} has none: cast x.detach(), or cast under torch.no_grad()"
+        lists = self.lists_of(given)
+        kernel, grid = cast.choose_transposed(
+            quantize.KERNEL_SOURCES[x.dtype], out.shape[1], len(out), launches.num_sms(x.get_device())
         )
-
-
-def check_values(x: torch.Tensor, options: Options, lists: sources.Lists, call: str = "transposed_cast_to_fp8") -> None:
-    """Check what can be checked without memory."""
-    quantize.check_source_dtype("x", x)
-    if x.dim() != 2:
-        raise ValueError(f"x has shape {list(x.shape)}; it must be [s, k], one row per token, so .view() it so")
-    sources.check("x", x, False, lists)
-    quantize.check_options(options.of_rows)
-    check_alignment(options.alignment, SCALE_BLOCK)
-    refuse_gradient(x, call)
+        numbers = numbers_of(x, options, out, scale, lists)
+        return quantize.launch_of(self, kernel, grid, given, numbers, cast.fields_of_tokens((*lists,)))
 
 
 @torch.no_grad()
-def definition(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists) -> None:
+def definition(
+    x: torch.Tensor, options: NamedTuple, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
+) -> None:
     x = sources.gathered(x, lists["rows"]) if "rows" in lists else x
+    values = quantize.values_of(options)
     if "offs" not in lists:
-        quantize.definition(x.t(), options.of_rows, out, scale, {})
+        quantize.definition(x.t(), values, out, scale, {})
         return
     tokens = torch.arange(len(x), device=x.device)
     living = _living(lists["offs"].long(), len(x), options.alignment)
     lives = tokens % SCALE_BLOCK < living[tokens // SCALE_BLOCK]
     all_out, all_scale = torch.empty_like(out), torch.empty_like(scale)
-    quantize.definition(torch.where(lives[:, None], x, 0).t(), options.of_rows, all_out, all_scale, {})
+    quantize.definition(torch.where(lives[:, None], x, 0).t(), values, all_out, all_scale, {})
     blocks = living > 0
     scale.copy_(torch.where(blocks, all_scale, scale))
     codes = out.view(torch.uint8)  # which torch selects among everywhere
@@ -171,23 +152,21 @@ def _living(offs: torch.Tensor, tokens: int, alignment: int) -> torch.Tensor:
     return living.masked_fill(begin > first, 0)
 
 
-def layout(
-    x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
-) -> cast.TransposedLayout:
-    """The numbers of a cast of these tensors."""
+def numbers_of(
+    x: torch.Tensor, options: NamedTuple, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
+) -> dict[str, float]:
+    """Those of `params.TRANSPOSED_CAST` for these tensors."""
     columns, tokens = out.shape
-    return cast.TransposedLayout(
-        *(tokens, columns, x.stride(0), out.stride(0), *scale.stride()),
-        aligned=_takes_vectors(x),
-        pow2_scale=options.round_scale == "pow2",
-        amax_floor=options.of_rows.floor,
-        correction=int(options.exact == "divide"),
-        x_rows=len(x),
-        wide_index="rows" in lists and lists["rows"].dtype == torch.int64,
-        groups=len(lists["offs"]) if "offs" in lists else 0,
-        alignment=options.alignment,
-        out_vectors=tensors.is_aligned(out) and (columns == 1 or out.stride(0) % tensors.ALIGNMENT_BYTES == 0),
-    )
+    return {
+        **quantize.matrix_numbers(tokens, columns, x, out, scale),
+        **quantize.values_of(options).numbers,
+        "aligned": _takes_vectors(x),
+        "x_rows": len(x),
+        "wide_index": "rows" in lists and lists["rows"].dtype == torch.int64,
+        "groups": len(lists["offs"]) if "offs" in lists else 0,
+        "alignment": options.alignment,
+        "out_vectors": tensors.is_aligned(out) and (columns == 1 or out.stride(0) % tensors.ALIGNMENT_BYTES == 0),
+    }
 
 
 def _takes_vectors(x: torch.Tensor) -> bool:

@@ -576,7 +576,7 @@ def test_sorting_can_be_captured():
 @pytest.fixture
 def sorts_by_kernel(monkeypatch):
     """Whoever sorts by torch on a GPU fails; the definition for the CPU."""
-    definition = experts._sort_definition
+    definition = experts.sorted_by_torch
 
     def of_cpu(chosen, *options):
         assert not chosen.is_cuda
@@ -586,7 +586,7 @@ def sorts_by_kernel(monkeypatch):
 
 
 def assert_sorted(found, chosen, number_of_experts, alignment=1):
-    wanted = experts._sort_definition(chosen.cpu(), number_of_experts, alignment)
+    wanted = experts.sorted_by_torch(chosen.cpu(), number_of_experts, alignment)
     for one, right in zip(found, wanted, strict=True):
         assert one.dtype == right.dtype and one.stride() == right.stride() and torch.equal(one.cpu(), right)
 
@@ -670,7 +670,7 @@ def test_streams_sort_at_once(sorts_by_kernel):
 @pytest.mark.gpu
 def test_capture_refuses_a_sort_whose_kernel_is_not_loaded(monkeypatch):
     monkeypatch.setattr(kernels, "_loaded", {})
-    monkeypatch.setattr(experts, "_sorts", {})
+    monkeypatch.setattr(experts.SORT_BY_EXPERT, "launches", {})
     chosen = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
     with pytest.raises(RuntimeError, match="not loaded yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         sort_by_expert(chosen, 4)

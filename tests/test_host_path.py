@@ -710,7 +710,6 @@ def test_second_sum_of_rows_is_one_call_into_c(run_pretending, setup, path):
 from deep_tile import combine, experts
 quantize.needs_kernel = lambda *ignored: True
 cast.is_loaded = lambda *ignored: True
-note(cast, "prepare_combine")
 weights, index, out = torch.zeros(40, 3).t(), torch.zeros(3, 40, dtype=torch.int64), torch.zeros(3, 264).bfloat16()
 for given in ((x, weights, index, out), (x[:, 1:], weights.bfloat16(), index.int(), out[:, 1:])):
     for _ in range(2):
@@ -720,7 +719,7 @@ show(x.data_ptr(), weights.data_ptr(), index.data_ptr(), out.data_ptr())
 """,
         of=params.COMBINE,
     )
-    new = "prepare_combine launch"
+    new = "prepare_launch launch"
     assert shown[:5] == [new, path, new, path, path]
     addresses = map(int, shown[5].split())
     wanted = dict(zip(("x", "weights", "index", "out"), addresses, strict=True))
@@ -741,9 +740,8 @@ def test_second_sort_is_one_call_into_c(run_pretending, setup, path):
         + """
 from bad_calls import freed
 from deep_tile import experts, sort_by_expert
-experts._has_sort_kernel = lambda *ignored: True
+experts.Sort.needs_kernel = lambda *ignored: True
 cast.is_loaded = lambda *ignored: True
-note(cast, "prepare_sort")
 chosen = torch.zeros(1000, 6, dtype=torch.int64)
 for options in ({}, {"alignment": 128}):
     for _ in range(2):
@@ -758,7 +756,7 @@ for gone in (freed(chosen), freed(chosen, left=0.5), freed(chosen[:, ::2])):
 """,
         of=params.SORT,
     )
-    new = "prepare_sort launch"
+    new = "prepare_launch launch"
     assert shown[:8] == [new, path, new, path, *[new] * 4]
     assert [said[:31] for said in shown[9:]] == ["ValueError chosen has no memory"] * 3
     wanted = {"choices": 6000, "rows_size": 6000, "experts": 60, "alignment": 1, "cluster_log2": 3, "slice": 1024}

@@ -246,7 +246,7 @@ __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedS
         wait(smem.slots.empty[slots.stage], slots.phase ^ 1);
         converter.convert(state.stage);
         __syncwarp();
-        ptx::mbarrier_arrive(ptx::smem_address(&smem.units.empty[state.stage]), threadIdx.x % warp_threads == 0);
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.units.empty[state.stage]));
         state.advance();
         if (left > 1) {
             wait(smem.units.full[state.stage], state.phase);
