@@ -11,6 +11,7 @@ from random import Random
 from types import SimpleNamespace
 
 import campaign
+import changes
 import fuzz_all
 import fuzz_casts
 import fuzz_formats
@@ -49,11 +50,7 @@ from deep_tile import (
 )
 from deep_tile.kinds import FAMILIES
 
-pytestmark = pytest.mark.about(
-    *("tests/*fuzz*.py", "tests/stress.py", "tests/jobs.py", "tests/campaign.py", "tests/strategies.py"),
-    *("tests/expected*.py", "tests/helpers.py", "deep_tile/dense.py", "deep_tile/wgrad.py", "deep_tile/plan.py"),
-    "deep_tile/select/*",
-)
+pytestmark = pytest.mark.about(*changes.OF_FUZZERS)
 
 SMALL = Limits(m=24, n=150, k=300, out=1 << 12)
 SMALL_KINDS = Limits(m=100, n=160, k=400, out=1 << 14)

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from math import prod
 from random import Random
 
+import changes
 import expected_casts
 import fuzz_casts
 import fuzz_formats
@@ -53,11 +54,7 @@ from deep_tile.select.choose import choose
 from deep_tile.select.defaults import default_configs
 from deep_tile.tensors import SCALE_DTYPES
 
-pytestmark = pytest.mark.about(
-    *("tests/*fuzz*.py", "tests/stress.py", "tests/jobs.py", "tests/campaign.py", "tests/strategies.py"),
-    *("tests/expected*.py", "tests/helpers.py", "deep_tile/dense.py", "deep_tile/wgrad.py", "deep_tile/plan.py"),
-    "deep_tile/select/*",
-)
+pytestmark = pytest.mark.about(*changes.OF_FUZZERS)
 
 SMALL = Limits(m=24, n=150, k=300, out=1 << 12)
 SMALL_KINDS = Limits(m=100, n=160, k=400, out=1 << 14)
@@ -141,9 +138,9 @@ NUMBERS = {
 @st.composite
 def numbers(draw):
     """Those of a legal config, one or two of them changed."""
-    changes = draw(st.lists(st.sampled_from(sorted(NUMBERS)), min_size=1, max_size=2))
+    changed = draw(st.lists(st.sampled_from(sorted(NUMBERS)), min_size=1, max_size=2))
     config = draw_config(draw(st.randoms(use_true_random=False)))
-    return asdict(config) | {name: draw(st.sampled_from(NUMBERS[name])) for name in changes}
+    return asdict(config) | {name: draw(st.sampled_from(NUMBERS[name])) for name in changed}
 
 
 @given(numbers())

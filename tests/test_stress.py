@@ -7,8 +7,10 @@ import threading
 from collections.abc import Iterator
 from itertools import count
 from random import Random
+from types import SimpleNamespace
 
 import campaign
+import changes
 import fuzz_groups
 import fuzz_kinds
 import jobs
@@ -19,6 +21,7 @@ from campaign import CLEAN, FAILED, HANG, WRONG, OperandPool
 from jobs import REPEATS, GemmJob, GroupJob, KindJob, Spec
 from strategies import USUAL, Limits, draw_configs, family
 from stress import CASES, Sizes, config_named, draw_groups, draw_kind, draw_spec, split_specs
+from test_fuzz import Left, exits  # noqa: F401
 
 from deep_tile import jit, plan
 from deep_tile.config import ceil_div
@@ -27,15 +30,7 @@ from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.schedule import cluster_slots, cluster_tiles, grid_size
 
-pytestmark = pytest.mark.about(
-    "tests/*fuzz*.py",
-    "tests/stress.py",
-    "tests/jobs.py",
-    "tests/campaign.py",
-    "tests/strategies.py",
-    "tests/expected*.py",
-    "tests/helpers.py",
-)
+pytestmark = pytest.mark.about(*changes.OF_FUZZERS)
 
 NUM_SMS = 132
 SMALL = Sizes(side=256, k=300, out=1 << 12)
@@ -357,10 +352,6 @@ def test_too_few_calls_are_a_finding(run, short_splits):
     assert (status, report["ok"], report["found"]) == (WRONG, False, {"too few calls": 2})
 
 
-class Left(Exception):
-    """Instead of the end of the process."""
-
-
 @pytest.mark.parametrize(
     ("error", "status", "kind"),
     [
@@ -369,14 +360,10 @@ class Left(Exception):
     ],
     ids=["hang", "failure"],
 )
-def test_what_a_thread_meets_ends_the_run(error, status, kind, run, monkeypatch, tmp_path):
-    def leave(status):
-        raise Left(status)
-
+def test_what_a_thread_meets_ends_the_run(error, status, kind, run, exits, monkeypatch, tmp_path):  # noqa: F811
     def meet(self):
         raise error
 
-    monkeypatch.setattr(campaign.os, "_exit", leave)
     monkeypatch.setattr(jobs.Job, "repeat", meet)
     with pytest.raises(Left, match=f"^{status}$"):
         run()
@@ -409,23 +396,8 @@ class PretendedGraph:
         self._log.append("replay")
 
 
-class PretendedStream:
-    def __init__(self, priority=0):
-        pass
-
-    def wait_stream(self, other):
-        pass
-
-    def synchronize(self):
-        pass
-
-
-class PretendedEvent:
-    def record(self):
-        pass
-
-    def query(self):
-        return True
+def pretended_stream(priority=0):
+    return SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
 
 
 class PretendedSpin(stress.Memory):
@@ -446,11 +418,11 @@ def pretended_gpu(monkeypatch) -> list[str]:
     monkeypatch.setattr(stress, "MEMORY_BYTES", 1 << 10)
     monkeypatch.setattr(plan, "load_kernel", lambda config, device: None)
     cuda = {
-        "Stream": PretendedStream,
-        "Event": PretendedEvent,
+        "Stream": pretended_stream,
+        "Event": lambda: SimpleNamespace(record=lambda: None, query=lambda: True),
         "CUDAGraph": lambda: PretendedGraph(log),
         "stream": lambda stream: contextlib.nullcontext(),
-        "current_stream": PretendedStream,
+        "current_stream": pretended_stream,
         "current_device": lambda: 0,
         "synchronize": lambda: None,
     }
