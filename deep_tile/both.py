@@ -1,9 +1,9 @@
-"""Casts to FP8 both ways, in one read, and the transpose of FP8: what gradients of linear layers multiply.
+"""Casts to FP8 along both dimensions in one read, and FP8 transposes: operands for a linear layer's gradients.
 
 Called by users and train. A layer multiplies its input along k and, for the weight's gradient, along tokens; the weight
-along k and, for the input's gradient, along n. Each cast here makes both operands at once. On a Hopper GPU a kernel of
-both.cuh does it, elsewhere the casts that are joined.
-Invariant: every result has the bits of the casts that are joined, and of the transpose that is torch's.
+along k and, for the input's gradient, along n. Each cast here makes both operands at once. On a Hopper GPU a kernel in
+both.cuh does it, elsewhere two separate casts. Invariant: every result equals the separate casts, and torch's
+transpose, bit for bit.
 """
 
 from typing import NamedTuple
@@ -23,16 +23,16 @@ _FIELDS = {
     "tiles": ("x", "row_out", "scale", "out"),
     "codes": ("x", "out"),
 }
-"""By what a kernel casts: fields of `params.CAST_BOTH` that its tensors are, in a launch's order."""
+"""By `codegen.BothKernel.what`: fields in `params.CAST_BOTH` for the tensors, in launch order."""
 
 
 class CastBoth(NamedTuple):
-    """What `cast_both` makes of x [s, k].
+    """Result of `cast_both` for x [s, k].
 
     Attributes:
         a, a_scale: [s, k] and [s, ceil(k / 128)], as `per_token_cast_to_fp8`.
-        at, at_scale: [k, s] and [k, ceil(s / 128)], as `transposed_cast_to_fp8`; with `blocks` that of
-            `per_block_cast_to_fp8`, transposed, and [ceil(k / 128), ceil(s / 128)].
+        at, at_scale: [k, s] and [k, ceil(s / 128)], as from `transposed_cast_to_fp8`; with `blocks`
+            `per_block_cast_to_fp8`'s transpose, and [ceil(k / 128), ceil(s / 128)].
     """
 
     a: torch.Tensor
@@ -42,11 +42,11 @@ class CastBoth(NamedTuple):
 
 
 class CastWeight(NamedTuple):
-    """What `cast_weight` makes of w [..., n, k].
+    """Result of `cast_weight` for w [..., n, k].
 
     Attributes:
         b, b_scale: [..., n, k] and [..., ceil(n / 128), ceil(k / 128)], as `per_block_cast_to_fp8`.
-        bt: [..., k, n], the transpose of b.
+        bt: [..., k, n], b's transpose.
     """
 
     b: torch.Tensor
@@ -55,7 +55,7 @@ class CastWeight(NamedTuple):
 
     @property
     def bt_scale(self) -> torch.Tensor:
-        """Of `bt`: [..., ceil(k / 128), ceil(n / 128)], a view."""
+        """Scale for `bt`: [..., ceil(k / 128), ceil(n / 128)], a view."""
         return self.b_scale.mT
 
 
@@ -72,20 +72,20 @@ def cast_both(
 ) -> CastBoth:
     """Quantise along k and along tokens, in one read of x: `per_token_cast_to_fp8` and `transposed_cast_to_fp8`.
 
-    Bit for bit what those two make; with `blocks`, `per_block_cast_to_fp8` in the other's place. Runs on x's device and
+    Bit for bit as those two; with `blocks` as `per_block_cast_to_fp8` in place of the second. Runs on x's device and
     torch's current stream, and has no gradient.
 
     Args:
-        x: [s, k] float64, float32, float16 or bfloat16, s tokens. On the GPU fastest where columns are adjacent and
-            rows begin and end at multiples of 16 bytes.
-        rows, offs, alignment: as for `transposed_cast_to_fp8`. With `offs` only tokens of groups are cast along k; `a`
-            and `a_scale` hold arbitrary bytes for the others.
-        blocks: along tokens, one scale for 128 columns and 128 tokens, as `fp8_gemm` takes `b`, instead of one for each
-            column and 128 tokens. Without `offs`.
-        amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`, of both casts.
+        x: [s, k] float64, float32, float16 or bfloat16, s tokens. Fastest on the GPU if columns are contiguous and rows
+            start and end at multiples of 16 bytes.
+        rows, offs, alignment: as for `transposed_cast_to_fp8`. With `offs` only tokens in groups are cast along k; for
+            others `a` and `a_scale` hold arbitrary bytes.
+        blocks: along tokens, 128x128 scales, as `fp8_gemm` takes for `b`, instead of one per column and 128 tokens.
+            Without `offs`.
+        amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`, for both casts.
 
     Returns:
-        `CastBoth(a, a_scale, at, at_scale)`. Scales are "m_aligned"; rows of `a` and `at` begin at multiples of 16
+        `CastBoth(a, a_scale, at, at_scale)`. Scales are "m_aligned"; rows in `a` and `at` start at multiples of 16
         bytes.
 
     Raises:
@@ -105,16 +105,16 @@ def cast_weight(
 ) -> CastWeight:
     """Quantise a weight with one scale per 128x128, and transpose it, in one read of w.
 
-    Bit for bit what `per_block_cast_to_fp8` makes, and its transpose. Runs on w's device and torch's current stream,
+    Bit for bit `per_block_cast_to_fp8` and its transpose. Runs on w's device and torch's current stream,
     and has no gradient.
 
     Args:
-        w: [n, k], or [g, n, k] for experts, each with blocks of its own; float64, float32, float16 or bfloat16. On the
-            GPU fastest where columns are adjacent and rows begin and end at multiples of 16 bytes.
+        w: [n, k], or [g, n, k] for experts, each with its own blocks; float64, float32, float16 or bfloat16. Fastest
+            on the GPU if columns are contiguous and rows start and end at multiples of 16 bytes.
         amax_floor, round_scale, exact: as for `per_block_cast_to_fp8`.
 
     Returns:
-        `CastWeight(b, b_scale, bt)`. Rows of `b` and `bt` begin at multiples of 16 bytes.
+        `CastWeight(b, b_scale, bt)`. Rows in `b` and `bt` start at multiples of 16 bytes.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `per_block_cast_to_fp8`.
@@ -124,16 +124,16 @@ def cast_weight(
 
 
 def transpose_fp8(x: torch.Tensor) -> torch.Tensor:
-    """The transpose of FP8, or of other single bytes, written out: [..., n, k] becomes [..., k, n].
+    """Transpose FP8 or other one-byte elements in memory: [..., n, k] becomes [..., k, n].
 
     Runs on x's device and torch's current stream, and has no gradient.
 
     Args:
-        x: [n, k] or [g, n, k] float8_e4m3fn, float8_e5m2, uint8 or int8. On the GPU fastest where columns are adjacent
-            and rows begin and end at multiples of 16 bytes.
+        x: [n, k] or [g, n, k] float8_e4m3fn, float8_e5m2, uint8 or int8. Fastest on the GPU if columns are contiguous
+            and rows start and end at multiples of 16 bytes.
 
     Returns:
-        [..., k, n] of x's dtype, whose rows begin at multiples of 16 bytes.
+        [..., k, n] in x's dtype, rows at multiples of 16 bytes.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `per_block_cast_to_fp8`.

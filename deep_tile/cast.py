@@ -1,7 +1,7 @@
-"""Kernels of the casts, of `combine` and of `sort_by_expert`: launch parameters, those of casts from the roofline,
-loading, launches.
+"""Kernels for casts, `combine` and `sort_by_expert`: launch parameters (casts take theirs from the roofline), loading,
+launches.
 
-Called by quantize.py and experts.py. Knows integers and CUDA's ordinals of devices, not tensors: no torch. Kernels are
+Called by quantize.py and experts.py. Knows integers and CUDA device ordinals, not tensors: no torch. Kernels are
 compiled (jit.py) and loaded once per device and live as long as the process.
 """
 
@@ -28,16 +28,16 @@ from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.streaming import WARP, Reduction, derive_reduction
 
 SOURCE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of an element, by the names of `codegen.CAST_FORMATS`."""
+"""Bytes per element, by the names in `codegen.CAST_FORMATS`."""
 
 READ_ELEMENTS = {"plain": 1, "listed": 1, "silu_mul": 2}
-"""Of x for one of out at most, by what is cast, as `codegen.CastKernel` has it."""
+"""x elements read per out element, at most, by `codegen.CastKernel.what`."""
 
 PLACES = params.places(("x", "out", "scale"))
-"""Of a launch that is given these three tensors."""
+"""Places for a launch with these three tensors."""
 
 _LIST_FIELDS = {"rows": "index", "offs": "living", "counts": "living"}
-"""In `params.CAST_OF_ROWS`, of tensors that say which rows are cast."""
+"""Fields in `params.CAST_OF_ROWS` for the tensors that select rows."""
 
 _TOKEN_FIELDS = {"rows": "index", "offs": "ends"}
 """The same in `params.TRANSPOSED_CAST` and `params.CAST_BOTH`."""
@@ -48,8 +48,8 @@ class SortSchedule(NamedTuple):
 
     Attributes:
         grid: thread blocks.
-        cluster: of them that count all choices together; every cluster does so.
-        slice: choices that a block counts, of which it places as many as its warps take.
+        cluster: blocks that count all choices together; every cluster does so.
+        slice: choices that a block counts; it places as many as its warps take.
         warp_choices: choices that a warp places.
     """
 
@@ -60,19 +60,19 @@ class SortSchedule(NamedTuple):
 
 
 COMBINE_COLUMNS = 8
-"""Of a thread, as combine.cuh has them: 16 bytes."""
+"""Columns per thread, as in combine.cuh: 16 bytes."""
 
 COMBINE = CombineKernel(threads=256, rows_at_once=4, blocks_per_sm=4)
-"""64 KB of reads under way on each SM, twice of what `streaming.bytes_in_flight_needed` says, since each waits for its
-index before. More blocks would leave too few registers: 16 hold what is read, 8 the sums."""
+"""64 KB of reads in flight per SM, twice what `streaming.bytes_in_flight_needed` says, since each read waits for its
+index. More blocks would leave too few registers: 16 hold loaded values, 8 the sums."""
 
 TRANSPOSED = {
     "bf16": TransposedKernel("bf16", columns=64, threads=256, blocks_per_sm=6),
     "fp16": TransposedKernel("fp16", columns=64, threads=256, blocks_per_sm=6),
     "fp32": TransposedKernel("fp32", columns=64, threads=256, blocks_per_sm=4),
 }
-"""By the source's format. A thread holds 4 tokens of 16 bytes, or 8 of FP32: with more blocks registers would spill.
-Tiles of 128 columns take up to 12 % longer, of 32 up to 28 % (H200, 2026-11-24)."""
+"""By the source's format. A thread holds 4 tokens x 16 bytes, or 8 in FP32: with more blocks registers would spill.
+Tiles with 128 columns take up to 12 % longer, with 32 up to 28 % (H200, 2026-11-24)."""
 
 BOTH = {
     ("rows", "bf16"): BothKernel("rows", "bf16", threads=512, blocks_per_sm=2),
@@ -86,19 +86,18 @@ BOTH = {
     ("tiles", "fp32"): BothKernel("tiles", "fp32", threads=512, blocks_per_sm=1),
     ("codes", "e4m3"): BothKernel("codes", "e4m3", threads=256, blocks_per_sm=6),
 }
-"""By what is cast and the source's format. A thread holds 4 or 8 rows of 16 bytes; with more blocks registers would
-spill."""
+"""By `what` and source format. A thread holds 4 or 8 rows x 16 bytes; with more blocks registers would spill."""
 
 GATED = {
     (source, blocks): GatedKernel(source, blocks, threads=512, blocks_per_sm=2)
     for source in ("bf16", "e4m3")
     for blocks in (False, True)
 }
-"""By the source of gates and ups, and whether h has a scale for 128x128. Two tiles of three wait in shared memory, so
-that 64 registers are enough."""
+"""By the format of gate and up, and whether h has 128x128 scales. Two of three tiles wait in shared memory, so 64
+registers suffice."""
 
 SORT = {choice: SortKernel(choice, threads=512, blocks_per_sm=1) for choice in ("int32", "int64")}
-"""By the dtype of a choice. With 512 threads, what a block keeps of each expert fits into 48 KB."""
+"""By a choice's dtype. With 512 threads a block's per-expert data fits into 48 KB."""
 
 MOST_EXPERTS = 512
 """That choices are sorted by: one for each thread."""
@@ -107,10 +106,10 @@ _SORT_BLOCKS = 64
 """At most: more would wait for others, where clusters do not fill a GPU's parts evenly."""
 
 _COUNTED_ALONE = 4096
-"""Choices that a block counts by itself in less time than blocks of a cluster need to meet."""
+"""Choices that one block counts faster than a cluster's blocks can synchronise."""
 
 _PLACED_BY_WARP = 64
-"""Choices, if there are blocks enough: two for a lane, which are read at once."""
+"""Choices per warp, if there are enough blocks: two per lane, read at once."""
 
 _MOST_PLACED_BY_WARP = 2048
 """A block's are told by 16 bits."""
@@ -119,7 +118,7 @@ MOST_CHOICES = _SORT_BLOCKS * _MOST_PLACED_BY_WARP * SORT["int64"].threads // WA
 """That the kernels sort; torch takes a fraction longer for more."""
 
 _FILLED_BY_BLOCK = 8192
-"""Rows, if there are blocks enough: of no token, where experts are aligned."""
+"""Padding rows per block, if there are enough blocks."""
 
 _loaded: dict[tuple[StreamingKernel, int], _launcher.Kernel] = {}
 _loading = jit.fork_safe_lock()
@@ -128,7 +127,7 @@ _loading = jit.fork_safe_lock()
 def roofline(
     block_rows: int, source: str, rows: int, columns: int, hardware: Hardware = H200, what: str = "plain"
 ) -> Reduction:
-    """The walls of a cast to FP8 of [rows, columns] with scales of `block_rows` x 128: a reduction of each block."""
+    """The roofline for a cast of [rows, columns] to FP8 with `block_rows` x 128 scales: one reduction per block."""
     blocks = ceil_div(rows, block_rows) * ceil_div(columns, SCALE_BLOCK)
     read_bytes = READ_ELEMENTS[what] * SOURCE_BYTES[source]
     return derive_reduction(blocks, block_rows * SCALE_BLOCK, read_bytes, 1, hardware)
@@ -165,12 +164,12 @@ def choose_both(what: str, source: str, rows: int, columns: int, matrices: int, 
 
 
 def choose_gated(source: str, blocks: bool, rows: int, columns: int) -> tuple[GatedKernel, int]:
-    """The kernel for the gradient of SwiGLU, of h of this size, and how many thread blocks to launch."""
+    """The kernel for SwiGLU's gradient with h this large, and its grid size."""
     return GATED[source, blocks], ceil_div(rows, SCALE_BLOCK) * ceil_div(columns, SCALE_BLOCK)
 
 
 def schedule_sort(choices: int, rows_size: int, threads: int) -> SortSchedule:
-    """How at most `MOST_CHOICES` are sorted into a list of rows, by blocks of so many threads."""
+    """The schedule that sorts at most `MOST_CHOICES` choices, by blocks with this many threads."""
     warps = threads // WARP
     cluster = 1 if choices <= _COUNTED_ALONE else params.SORT_BLOCKS
     warp_choices = WARP if choices <= threads else _PLACED_BY_WARP
@@ -185,8 +184,7 @@ def schedule_sort(choices: int, rows_size: int, threads: int) -> SortSchedule:
 def sort_numbers(
     schedule: SortSchedule, tokens: int, top_k: int, rows_size: int, experts: int, alignment: int
 ) -> dict[str, int]:
-    """What the kernel is told: a choice's token is its number times a reciprocal, rounded up, which is exact below
-    2**31."""
+    """Kernel parameters. A choice's token is its number times a rounded-up reciprocal, exact below 2**31."""
     shift = 31 + (top_k - 1).bit_length()
     return {
         "choices": tokens * top_k,
@@ -202,12 +200,12 @@ def sort_numbers(
 
 
 def all_kernels() -> list[StreamingKernel]:
-    """Every kernel that a call can need, but for those of the indexer's logits."""
+    """Every kernel that a call can need, except the indexer's logits."""
     return [*cast_kernels(), *TRANSPOSED.values(), *BOTH.values(), *GATED.values(), COMBINE, *SORT.values()]
 
 
 def cast_kernels() -> list[CastKernel]:
-    """Those of casts along k."""
+    """The kernels for casts along k."""
     kinds = [
         *((block_rows, source, "plain") for block_rows in (1, SCALE_BLOCK) for source in SOURCE_BYTES),
         *((1, source, "listed") for source in SOURCE_BYTES),
@@ -238,7 +236,7 @@ def load(kernel: StreamingKernel, device: int) -> _launcher.Kernel:
 
 def _cubin(kernel: StreamingKernel) -> bytes:
     if isinstance(kernel, LogitsKernel) and watch.is_wanted():  # others wait for no mbarrier
-        return jit.compile_kernel(watch.debug_source(kernel), kernel.name).cubin  # of no use to another process
+        return jit.compile_kernel(watch.debug_source(kernel), kernel.name).cubin  # useless to another process
     return jit.load_cubin(streaming_source(kernel), kernel.name)
 
 
@@ -275,16 +273,16 @@ def prepare_launch(
     places: Mapping[str, params.Place],
     *,
     cluster: int = 1,
-    pdl: bool = False,
+    pdl: bool | None = None,
 ) -> _launcher.Launch:
-    """Everything about a launch but the addresses of its tensors. Errors as for `load`.
+    """Everything about a launch except tensor addresses. Errors as for `load`.
 
     Args:
         numbers: of `kernel.table`, by name.
-        names: of the tensors that the launch will be given.
+        names: the tensors that the launch will be given.
         places: where in them what `kernel.table` points to is.
-        pdl: programmatic dependent launch: the kernel may start before the one ahead of it in the stream has ended, and
-            waits for that before it reads or writes anything.
+        pdl: programmatic dependent launch: the kernel may start before its predecessor in the stream ends, and waits
+            for that end before it reads or writes anything. None: for kernels between the products of an expert layer.
     """
     return _launcher.prepare(
         load(kernel, device),
@@ -296,5 +294,9 @@ def prepare_launch(
         pointers=kernel.table.pointers(places),
         maps=(),
         fixed_maps=(),
-        pdl=pdl,
+        pdl=_is_of_experts(kernel) if pdl is None else pdl,
     )
+
+
+def _is_of_experts(kernel: StreamingKernel) -> bool:
+    return isinstance(kernel, SortKernel | CombineKernel) or getattr(kernel, "what", "") in ("listed", "silu_mul")

@@ -1,8 +1,8 @@
-"""What an expert layer has around its two products: lists of rows, what stands between them, the sum of their results.
+"""MoE kernels around the two grouped GEMMs: sorting tokens by expert, the gated activation, combining results.
 
-Called by users. The activation and its cast to FP8 are one kernel, of the casts' own code (quantize.py), so each
-element is read once and nothing wide is written between two products. Which rows live, and which are summed up, is read
-on the device: no call waits for the host, and all can be captured in CUDA graphs.
+Called by users. Activation and FP8 cast are one kernel on the casts' code (quantize.py), so each element is read once
+and nothing wide is written between the GEMMs. Live rows and indices are read on the device: no call waits for the host,
+and CUDA graphs can capture all.
 """
 
 from typing import NamedTuple
@@ -15,11 +15,11 @@ from deep_tile.operation import Arg, Described, Given
 from deep_tile.ops import is_traced
 
 _NO_EXPERT = torch.iinfo(torch.int16).max
-"""Experts are sorted as int16, which takes a quarter of the passes of int64."""
+"""Experts are sorted as int16, which takes a quarter of int64's passes."""
 
 
 class Routing(NamedTuple):
-    """What `sort_by_expert` returns; described there."""
+    """Result of `sort_by_expert`, described there."""
 
     rows: torch.Tensor
     offs: torch.Tensor
@@ -27,32 +27,31 @@ class Routing(NamedTuple):
 
 
 def sort_by_expert(chosen: torch.Tensor, experts: int, *, alignment: int = 1) -> Routing:
-    """Lists of the rows that an expert layer multiplies, one for each choice of a token, sorted by expert.
+    """Row lists for an expert layer: one row per token and choice, sorted by expert.
 
-    An expert's rows are in the order of their tokens, and of a token's choices. Made on `chosen`'s device and torch's
+    An expert's rows are in token order, then choice order. Made on `chosen`'s device and torch's
     current stream, without waiting for it, so that a CUDA graph holds for every choice: on a Hopper GPU by one kernel,
     elsewhere by torch, with the same numbers. More than 512 experts, or 2**21 choices, torch sorts there, too, by a
     dozen kernels.
 
     Args:
-        chosen: [t, top_k] int32 or int64, any strides: the experts of each token. A number that is negative, or no
-            expert, stands for none: for one of another process, say. Its rows are behind those of all experts. On the
-            GPU fastest where it is contiguous; else it is copied first.
+        chosen: [t, top_k] int32 or int64, any strides: each token's experts. A negative or too large number means no
+            local expert, e.g. one on another rank; its rows come after all experts' rows. On the GPU fastest where it
+            is contiguous; else it is copied first.
         experts: how many there are.
-        alignment: of the rows that experts begin at: a power of two up to 1024. 128 is what gradients of weights need
-            (`fp8_grouped_wgrad`, whose operands `transposed_cast_to_fp8` then casts by the same lists).
+        alignment: the multiple of rows at which experts start: a power of two up to 1024. Weight gradients need 128
+            (`fp8_grouped_wgrad`; `transposed_cast_to_fp8` casts its operands by the same lists).
 
     Returns:
-        rows: [t * top_k] int64, of which token each row is: for `per_token_cast_to_fp8`. With an alignment
-            t * top_k + experts * (alignment - 1) of them, rounded up to it, and -1 for those of no expert, which casts
-            take for zeros.
+        rows: [t * top_k] int64, each row's token: for `per_token_cast_to_fp8`. With an alignment [t * top_k + experts *
+            (alignment - 1)], rounded up to it, and -1 for padding rows, which casts take for zeros.
         offs: [experts] int32, the row behind each expert's last: for all casts and `fp8_grouped_gemm`, with the same
             alignment.
-        index: [t, top_k] int64, which row each choice has become, -1 for one of no expert: for `combine`.
+        index: [t, top_k] int64, each choice's row, -1 for no expert: for `combine`.
 
     Raises:
-        TypeError: `chosen` is no plain tensor of int32 or int64, or `experts` no int.
-        ValueError: `chosen` is no matrix or has no memory, or `experts` or `alignment` is out of range.
+        TypeError: `chosen` is not a plain int32 or int64 tensor, or `experts` is not an int.
+        ValueError: `chosen` is not a matrix or has no memory, or `experts` or `alignment` is out of range.
         RuntimeError: the kernel is not loaded yet while a CUDA graph is captured; or as `per_token_cast_to_fp8`.
     """
     call = SORT_BY_EXPERT.trace if is_traced() else SORT_BY_EXPERT.run
@@ -142,7 +141,7 @@ def sorted_by_torch(chosen: torch.Tensor, experts: int, alignment: int) -> Routi
 
 
 def _spread(packed: Routing, of_row: torch.Tensor, alignment: int) -> Routing:
-    """The same with experts that begin at multiples of `alignment`; `of_row` is each packed row's expert."""
+    """The same with experts starting at multiples of `alignment`; `of_row` is each packed row's expert."""
     rows, offs, index = packed
     counts = offs.diff(prepend=offs.new_zeros(1))
     taken = ceil_div(counts, alignment) * alignment
@@ -152,7 +151,7 @@ def _spread(packed: Routing, of_row: torch.Tensor, alignment: int) -> Routing:
     at = torch.arange(len(rows), device=rows.device)
     lives = at < offs[-1]
     at = at + moved[of_row.clamp(max=len(offs) - 1).long()]
-    spread = rows.new_full((size + 1,), -1)  # the last one for rows of no expert
+    spread = rows.new_full((size + 1,), -1)  # the last one for rows without an expert
     spread.scatter_(0, torch.where(lives, at, size), torch.where(lives, rows, -1))
     places = torch.cat([torch.where(lives, at, -1), at.new_full((1,), -1)])
     return Routing(spread[:size], (begins + counts).int(), places[index])
@@ -173,39 +172,39 @@ def silu_mul_cast_to_fp8(
     out: torch.Tensor | None = None,
     scale_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gated activation of an expert layer, quantised: the input of its second product.
+    """SwiGLU of an expert layer, quantised: the input for its second GEMM.
 
-    h = gate * sigmoid(alpha * gate) * (up + beta), in FP32, then the cast of `per_token_cast_to_fp8`; h is not rounded
-    to a narrower type in between. Each operation is rounded to FP32, from left to right, and h is within 1e-6 of the
-    formula, relatively, plus 2e-7 for every unit of alpha * gate; a sigmoid below 2**-126 is 0.
+    h = gate * sigmoid(alpha * gate) * (up + beta), in FP32, then cast as by `per_token_cast_to_fp8`, without rounding h
+    to a narrower type in between. Each operation is rounded to FP32, from left to right, and h is within a relative
+    1e-6 of the formula, plus 2e-7 per unit of alpha * gate; a sigmoid below 2**-126 is 0.
 
-    Runs on `gate_up`'s device and torch's current stream: on a Hopper GPU by one kernel, elsewhere by torch. Each gives
-    the same bits every time, but not those of the other: the GPU's own exponential, reciprocal and product with the
-    reciprocal of a scale are used. A scale differs by the error of h at most, an element by one step of e4m3. With
-    "pow2" a scale may be the next power of two, where h's largest magnitude is that close to where one ends. It has no
-    gradient.
+    Runs on `gate_up`'s device and torch's current stream: on a Hopper GPU by one kernel, elsewhere by torch. Each
+    repeats its own bits, but they differ between the two: the GPU uses its own exponential and reciprocal. A scale
+    differs at most by h's error, an element by one e4m3 step. With "pow2" a scale may be the next power of two if h's
+    largest magnitude is that close to the boundary. It has no gradient.
 
     Args:
-        gate_up: [..., 2k] bfloat16 or float16, any strides: k gates, then k values of up, in each row. On the GPU
-            fastest where k is a multiple of 8, columns are adjacent and rows begin at multiples of 16 bytes; other
+        gate_up: [..., 2k] bfloat16 or float16, any strides: each row holds k gate values, then k up values. Fastest on
+            the GPU if k is a multiple of 8, columns are contiguous and rows start at multiples of 16 bytes; other
             column strides are copied first.
-        offs, counts: as for `per_token_cast_to_fp8`: of gate_up [s, 2k] the END row of each group, or of gate_up
-            [g, m, 2k] how many rows of each group live. Dead rows are neither read nor written.
+        offs, counts: as for `per_token_cast_to_fp8`: each group's END row in gate_up [s, 2k], or live rows per group in
+            gate_up [g, m, 2k]. Dead rows are neither read nor written.
         limit: gate is bounded by it from above, up to both sides, before all else; a positive number. gpt-oss and
             DeepSeek-V4 do so.
         alpha, beta: finite numbers, rounded to FP32; 1.702 and 1 in gpt-oss.
-        scale_layout, amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`; on the GPU `exact` is of scales.
+        scale_layout, amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`; on the GPU `exact` affects scales
+            only.
         out: [..., k] float8_e4m3fn, otherwise as there.
         scale_out: [..., ceil(k / 128)] float32, otherwise as there.
 
     Returns:
-        `out` and `scale_out`: [..., k] float8_e4m3fn and its scale. Of dead rows they have whatever was there before;
-        arbitrary bytes where they were allocated.
+        `out` and `scale_out`: [..., k] float8_e4m3fn and its scale. Dead rows are not written; in allocated tensors
+        they hold arbitrary bytes.
 
     Raises:
         TypeError: `gate_up` is neither bfloat16 nor float16, or `limit`, `alpha` or `beta` is no number; or as
             `per_token_cast_to_fp8`.
-        ValueError: rows of `gate_up` have no two halves, or one of the numbers is out of range; or as there.
+        ValueError: rows in `gate_up` do not have an even length, or a number is out of range; or as there.
         RuntimeError: as there.
     """
     options = (amax_floor, round_scale, exact, scale_layout, limit, alpha, beta)
@@ -215,7 +214,7 @@ def silu_mul_cast_to_fp8(
 
 
 class GatedOptions(NamedTuple):
-    """The keywords of a call; described at `silu_mul_cast_to_fp8`."""
+    """A call's keywords, described at `silu_mul_cast_to_fp8`."""
 
     amax_floor: float = quantize.SMALLEST_AMAX_FLOOR
     round_scale: str = "none"
@@ -244,18 +243,18 @@ class GatedCast(quantize.Cast):
 def combine(
     x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sum up what experts made of each token: out[t] = sum over j of weights[t, j] * x[index[t, j]].
+    """Weighted sum over each token's expert results: out[t] = sum over j of weights[t, j] * x[index[t, j]].
 
-    In FP32 and in the order of j: each product and each sum is rounded to FP32, and the last sum once more, to BF16.
-    Runs on `x`'s device and torch's current stream: on a Hopper GPU by one kernel, elsewhere by torch, with the same
-    result bit for bit, but for the bits of NaN. It has no gradient.
+    In FP32, in the order of j: each product and each sum is rounded to FP32, and the last sum to BF16.
+    Runs on `x`'s device and torch's current stream: one kernel on a Hopper GPU, elsewhere torch, bit for bit the same
+    except for NaN's bits. It has no gradient.
 
     Args:
-        x: [r, n] bfloat16, unit stride along n: results of an expert layer's second product. On the GPU fastest where
-            n is a multiple of 8 and rows begin at multiples of 16 bytes, here and in `out`.
+        x: [r, n] bfloat16, unit stride along n: results of the second GEMM. Fastest on the GPU if n is a multiple of 8
+            and rows start at multiples of 16 bytes, here and in `out`.
         weights: [t, top_k] float32 or bfloat16, any strides.
-        index: [t, top_k] int32 or int64, any strides: which rows of `x` are each token's. A number that is negative, or
-            no row of `x`, stands for none: nothing is read and nothing added.
+        index: [t, top_k] int32 or int64, any strides: each token's rows in `x`. For a negative or too large number
+            nothing is read or added.
         out: [t, n] bfloat16, unit stride along n, that shares no memory with `x`, to write to; allocated when None.
 
     Returns:
@@ -293,7 +292,7 @@ class Combine(Described):
 
 
 def combine_numbers(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> dict[str, int]:
-    """What the kernel is told of these tensors."""
+    """Kernel parameters for these tensors."""
     strides = [matrix.stride(0) for matrix in (x, out) if len(matrix) > 1]
     in_vectors = all(number % cast.COMBINE_COLUMNS == 0 for number in (out.shape[1], *strides))
     (weights_row, weights_column), (index_row, index_column) = weights.stride(), index.stride()
@@ -314,7 +313,7 @@ def combine_numbers(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor,
     }
 
 
-# The ops, which tracers see.
+# The ops that tracers see.
 
 
 SILU_MUL_CAST = GatedCast(

@@ -1,9 +1,9 @@
-"""The gradient of SwiGLU, cast to FP8 both ways, and what the forward pass multiplied, cast along tokens.
+"""SwiGLU's gradient, cast to FP8 along both dimensions, and the forward activation, cast along tokens.
 
-Called by users and train. Between the products of an MLP lies h = silu(gate) * up. Its forward pass needs h along f,
-which `silu_mul_cast_to_fp8` makes; its backward pass needs the gradients of gates and ups along f and along tokens, and
-h along tokens. All of these are made here, of one read: on a Hopper GPU by the kernel of gated.cuh, where f is a
-multiple of 128, elsewhere by torch and the casts that are joined.
+Called by users and train. Between an MLP's GEMMs stands h = silu(gate) * up. The forward pass needs h cast along f,
+which `silu_mul_cast_to_fp8` makes; the backward pass needs the gradients of gate and up cast along f and along tokens,
+and h cast along tokens. This module makes all in one read: on a Hopper GPU by gated.cuh's kernel if f is a multiple of
+128, else by torch and separate casts.
 """
 
 from typing import NamedTuple
@@ -16,20 +16,20 @@ from deep_tile.operation import Given
 from deep_tile.ops import is_traced
 
 _FIELDS = {"gate_up_scale": "x_scale", "share": "share", "offs": "ends"}
-"""In `params.GATED`, of tensors that a call may be given."""
+"""Fields in `params.GATED` for optional tensors."""
 
 _NUMBERS = sources.gating(None, 1.0, 0.0)
 
 
 class SwigluGradient(NamedTuple):
-    """What `swiglu_gradient_cast_both` makes of dh [s, f] and gate_up [s, 2f].
+    """Result of `swiglu_gradient_cast_both` for dh [s, f] and gate_up [s, 2f].
 
     Attributes:
-        a, a_scale: the gradient of gate_up, [s, 2f] and [s, ceil(2f / 128)], as `per_token_cast_to_fp8` casts it.
+        a, a_scale: gate_up's gradient, [s, 2f] and [s, ceil(2f / 128)], cast as by `per_token_cast_to_fp8`.
         at, at_scale: the same along tokens, [2f, s] and [2f, ceil(s / 128)], as `transposed_cast_to_fp8`.
-        ht, ht_scale: h along tokens, [f, s] and [f, ceil(s / 128)]; with `blocks` as `per_block_cast_to_fp8` of its
-            transpose, and [ceil(f / 128), ceil(s / 128)].
-        share: the gradient of `share`, [s] float32; None where there is none.
+        ht, ht_scale: h along tokens, [f, s] and [f, ceil(s / 128)]; with `blocks` as by `per_block_cast_to_fp8` on its
+            transpose, scale [ceil(f / 128), ceil(s / 128)].
+        share: gradient for `share`, [s] float32; None without `share`.
     """
 
     a: torch.Tensor
@@ -56,13 +56,14 @@ class GatedOptions(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What a kernel writes, and an op returns.
+    """A kernel's outputs and an op's results.
 
     Attributes:
         a: as `SwigluGradient` has it.
-        a_scale: with shares [s, ceil(3f / 128)]: behind the scales what each 128 columns add to a share's gradient.
+        a_scale: with shares [s, ceil(3f / 128)]: after the scales, each 128 columns' contribution to the share's
+            gradient.
         out: [3f, s]: at, then ht.
-        scale: [3f, ceil(s / 128)], likewise; with `blocks` that of ht has fewer rows than there are.
+        scale: [3f, ceil(s / 128)], likewise; with `blocks` ht's part fills fewer rows.
     """
 
     a: torch.Tensor
@@ -84,25 +85,26 @@ def swiglu_gradient_cast_both(
     round_scale: str = "none",
     exact: str = "divide",
 ) -> SwigluGradient:
-    """The gradient of h = silu(gate) * up * share, cast along f and along tokens, and h along tokens, in one read.
+    """Gradient through h = silu(gate) * up * share, cast along f and along tokens, and h cast along tokens, in one
+    read.
 
-    Gradients and h are computed in FP32 and rounded to BF16, of which the casts are those of `cast_both` and
-    `transposed_cast_to_fp8`, bit for bit. Before that rounding they are within 1e-6 of the formula, relatively, plus
-    2e-7 for every unit of the gate. Runs on dh's device and torch's current stream, and has no gradient.
+    Gradients and h are computed in FP32 and rounded to BF16, then cast bit for bit as by `cast_both` and
+    `transposed_cast_to_fp8`. Before that rounding they are within a relative 1e-6 of the formula, plus 2e-7 per unit of
+    gate. Runs on dh's device and torch's current stream, and has no gradient.
 
     Args:
-        dh: [s, f] bfloat16, the gradient of h. On the GPU fastest where f is a multiple of 128, columns are
-            adjacent and rows begin at multiples of 16 bytes, here and in gate_up.
+        dh: [s, f] bfloat16, h's gradient. Fastest on the GPU if f is a multiple of 128, columns are contiguous and rows
+            start at multiples of 16 bytes, here and in gate_up.
         gate_up: [s, 2f] bfloat16, gates and then ups in each row; or float8_e4m3fn, as `per_token_cast_to_fp8` has.
-        gate_up_scale: [s, ceil(2f / 128)] float32, of gate_up in FP8.
-        share: [s] float32, what each row of h is multiplied by.
-        offs, alignment: as for `cast_both`. With `offs` rows that are in no group are neither read nor written; the
-            results hold arbitrary bytes there, the gradient of `share`, too.
+        gate_up_scale: [s, ceil(2f / 128)] float32, for gate_up in FP8.
+        share: [s] float32, a factor per row of h.
+        offs, alignment: as for `cast_both`. With `offs`, rows outside all groups are neither read nor written; results,
+            including share's gradient, hold arbitrary bytes there.
         blocks: h has one scale for 128 columns and 128 tokens. Without `offs`.
-        amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`, of all casts.
+        amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`, for all casts.
 
     Returns:
-        `SwigluGradient(a, a_scale, at, at_scale, ht, ht_scale, share)`. Scales are "m_aligned"; rows of codes begin at
+        `SwigluGradient(a, a_scale, at, at_scale, ht, ht_scale, share)`. Scales are "m_aligned"; FP8 rows start at
         multiples of 16 bytes.
 
     Raises:
@@ -227,7 +229,7 @@ class SwigluCast(transposed.AlongTokens):
 
 
 def _scale_columns(columns: int, shares: bool) -> int:
-    """Columns of codes that have as many scales as are there along the rows, with the sums of shares."""
+    """FP8 columns whose row scales, with the shares' sums, have this count."""
     return SCALE_BLOCK * (ceil_div(2 * columns, SCALE_BLOCK) + shares * ceil_div(columns, SCALE_BLOCK))
 
 
@@ -242,7 +244,7 @@ def _parts(made: Made, blocks: bool, shares: bool) -> SwigluGradient:
 
 
 def _values(dh, gate_up, gate_up_scale, share) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradient of gate_up, and h, in BF16; that of shares in FP32."""
+    """Gradient for gate_up, and h, in BF16; gradient for shares in FP32."""
     wide = gate_up.float() if gate_up_scale is None else quantize.dequantize(gate_up, gate_up_scale)
     (gate, up), dh = wide.chunk(2, 1), dh.float()
     share = 1.0 if share is None else share[:, None]

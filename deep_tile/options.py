@@ -1,7 +1,7 @@
-"""Keywords of calls: what each may be, whichever operation has it.
+"""Checks for call keywords, shared by all operations.
 
-Called by operation.py for every field of a call's options, and by what takes single ones. Types are exact: what only
-equals a right value, as 1 equals True, would find the launches remembered for that.
+Called by operation.py for every option, and by functions that take single ones. Types are exact: 1 equals
+True and would find the launches cached for True.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
 """Casts to FP8 with one FP32 scale per 1x128 (activations) or 128x128 (weights) block, and back.
 
-Called by users, tests and benchmarks. `definition`, in plain torch, says what a cast is; on a Hopper GPU a kernel
-(cast.py) writes the same bits. A warm call is one call into C, which finds the launch by the tensors' signature.
-Invariant: for finite `x`, either cast followed by `dequantize` gives `x` back to within e4m3's rounding at its block's
-scale; nothing saturates.
+Called by users, tests and benchmarks. `definition` defines a cast in plain torch; on a Hopper GPU a kernel (cast.py)
+writes the same bits. A warm call is one C call that finds the launch by the tensors' signature. Invariant: for
+finite `x`, either cast followed by `dequantize` gives `x` back to within e4m3's rounding at its block's scale; nothing
+saturates.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,21 +26,21 @@ from deep_tile.params import Place, places
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8_DTYPE).max  # 448
 DEEP_GEMM_AMAX_FLOOR = 1e-4
-"""Of DeepGEMM's casts, and so of transformers'."""
+"""`amax_floor` in DeepGEMM's casts, hence in transformers'."""
 SOURCE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 TOKEN_BLOCK = (1, SCALE_BLOCK)
-"""Rows and columns that share one scale of `a`."""
+"""Rows and columns that share a scale in `a`."""
 WEIGHT_BLOCK = (SCALE_BLOCK, SCALE_BLOCK)
-"""Rows and columns that share one scale of `b`."""
+"""Rows and columns that share a scale in `b`."""
 
 KERNEL_SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _VECTOR_BYTES = tensors.ALIGNMENT_BYTES
-"""What a thread of a kernel loads at once; it stores as many elements."""
+"""Bytes that a kernel thread loads at once; it stores as many elements."""
 
 
 class CastOptions(NamedTuple):
-    """The keywords of a call; described at `per_token_cast_to_fp8`."""
+    """A call's keywords, described at `per_token_cast_to_fp8`."""
 
     amax_floor: float = SMALLEST_AMAX_FLOOR
     round_scale: str = "none"
@@ -49,12 +49,12 @@ class CastOptions(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What decides about values of a cast.
+    """The options that affect a cast's values.
 
     Attributes:
         block_rows: 1 or 128, rows that share a scale.
         amax_floor, round_scale, exact: as `per_token_cast_to_fp8` has them.
-        gating: where it is there, the cast is of `sources.silu_mul` of the input.
+        gating: if set, `sources.silu_mul` is applied to the input first.
     """
 
     block_rows: int
@@ -65,7 +65,7 @@ class Options(NamedTuple):
 
     @property
     def floor(self) -> float:
-        """What the largest magnitude is bounded by."""
+        """The lower bound for a group's largest magnitude."""
         return max(float(self.amax_floor), SMALLEST_AMAX_FLOOR)
 
     @property
@@ -95,59 +95,55 @@ def per_token_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise activations: one scale per row and 128 columns.
 
-    Runs on `x`'s device and torch's current stream: on a Hopper GPU by one kernel, elsewhere by torch, with the same
-    result bit for bit, but for the sign of NaN.
+    Runs on `x`'s device and torch's current stream: one kernel on a Hopper GPU, elsewhere torch, bit for bit the same
+    except for NaN's sign.
 
-    The cast has no gradient. `deep_tile.fp8_linear` has one, which casts and multiplies.
+    The cast has no gradient. `deep_tile.fp8_linear`, which casts and multiplies, has one.
 
     Args:
         x: [..., k], float64, float32, float16 or bfloat16, any strides and any k (the last group may be short). Leading
-            dimensions count as one of m rows. float64 is converted to FP32 first. On the GPU fastest where columns are
-            adjacent and rows begin and end at multiples of 16 bytes, and `out` begins at one; other column strides, and
-            leading dimensions that are no view of one, are copied first.
+            dimensions are flattened to m rows. float64 is converted to FP32 first. Fastest on the GPU with contiguous
+            columns, rows that start and end at multiples of 16 bytes, and a 16-byte aligned `out`. Other column
+            strides, and leading dimensions that cannot be flattened as a view, are copied first.
         scale_layout: memory order of the scale as [m, k_groups]. "row": stride (k_groups, 1). "m": stride (1, m).
-            "m_aligned": stride (1, m rounded up to 4), which products read fastest; the padding is left as it is. For
-            an `x` of other than two dimensions the scale is a view of that: for [i, j, k] its strides are
-            (j * k_groups, k_groups, 1), (j, 1, m) or (j, 1, m rounded up to 4), with m = i * j, and
-            `scale.flatten(0, -2)` copies nothing.
-        amax_floor: lower bound of a group's largest magnitude, so that an all-zero group keeps a usable scale. The
-            default, 448 * 2**-126, is the least there is, and what smaller numbers, such as 0, count as: every normal
-            number of FP32 keeps e4m3's precision. DeepGEMM has 1e-4, vLLM and SGLang 1e-10: pass these for their bits,
-            but not for gradients, of which whole groups may be smaller and would become zeros.
-        round_scale: "none", or "pow2" for the smallest power of two that is no smaller than
-            max(largest magnitude, amax_floor) / 448, which decides exactly; at most 2**120. vLLM does so on Hopper by
-            default (FLOAT32_CEIL_UE8M0); its kernel then bounds the scale, not the magnitude, by 1e-10, which is
-            amax_floor=4.48e-8.
+            "m_aligned": stride (1, m rounded up to 4), which GEMMs read fastest; padding is not written. If `x` is not
+            2-D, the scale is a view of it: for [i, j, k] its strides are (j * k_groups, k_groups, 1), (j, 1, m) or (j,
+            1, m rounded up to 4), with m = i * j, and `scale.flatten(0, -2)` copies nothing.
+        amax_floor: lower bound for a group's largest magnitude, so that an all-zero group has a usable scale. The
+            default and minimum is 448 * 2**-126, for which every normal FP32 number keeps e4m3's precision; smaller
+            values, such as 0, count as that. DeepGEMM has 1e-4, vLLM and SGLang 1e-10: pass these to match their bits,
+            but not for gradients: whole groups may be smaller and would become zeros.
+        round_scale: "none", or "pow2" for the smallest power of two >= max(largest magnitude, amax_floor) / 448,
+            decided exactly; at most 2**120. vLLM does so on Hopper by default (FLOAT32_CEIL_UE8M0); its kernel then
+            bounds the scale instead of the magnitude by 1e-10, i.e. amax_floor=4.48e-8.
         exact: how is divided by 448 and by the scale. "divide": rounded once, as vLLM's kernel does. "reciprocal":
-            multiplied with the reciprocal, which is rounded to FP32 before; bit for bit what DeepGEMM's
-            per_token_cast_to_fp8 and per_block_cast_to_fp8, which transformers uses, compute in torch on a GPU from
-            finite float32, float16 or bfloat16. With "pow2" both give the same scales and elements, always: the
-            reciprocal of a power of two is exact.
-        rows: [r] int32 or int64, dense: of a 2-D `x`, the rows to cast, in this order; the result is that of
-            x[rows], [r, k]. A number that is negative, or no row of `x`, reads nothing: it counts as a row of zeros.
-        offs: [g] int32, dense, not empty: the END row of each group of a 2-D `x`, or of `rows`. Rows from offs[-1] on
+            multiplied by the FP32-rounded reciprocal; for finite float32, float16 or bfloat16 bit for bit as DeepGEMM's
+            per_token_cast_to_fp8 and per_block_cast_to_fp8, which transformers uses, in torch on a GPU. With "pow2"
+            both always agree: a power of two has an exact reciprocal.
+        rows: [r] int32 or int64, dense: rows of a 2-D `x` to cast, in this order; the result equals that for x[rows],
+            [r, k]. A negative or too large number reads nothing and counts as a row of zeros.
+        offs: [g] int32, dense, not empty: each group's END row in a 2-D `x`, or in `rows`. Rows from offs[-1] on
             are dead: neither read nor written, so that an allocated result has arbitrary bytes there. Read on the
-            device: nothing waits for the host. Whatever it holds, nothing outside of the tensors is touched.
-        counts: [g] int32, dense, of an `x` [g, m, k], at most 1024 groups: how many rows of each group live. Otherwise
+            device: nothing waits for the host. Invalid offsets never cause out-of-bounds access.
+        counts: [g] int32, dense, for `x` [g, m, k] with at most 1024 groups: live rows per group. Otherwise
             as `offs`.
-        out: [..., k] float8_e4m3fn with unit column stride, to write to; allocated when None: contiguous, but for a k
-            that is no multiple of 16, where rows begin at multiples of 16 bytes, as products need it, and what lies
-            between them is not written.
-        scale_out: [..., k_groups] float32, to write to; `scale_layout` then means nothing. Any strides, where leading
-            dimensions are a view of one.
+        out: [..., k] float8_e4m3fn with unit column stride, to write to; allocated when None: contiguous, or, if k is
+            not a multiple of 16, with rows at multiples of 16 bytes as GEMMs need; padding is not written.
+        scale_out: [..., k_groups] float32, to write to; `scale_layout` then means nothing. Any strides, if leading
+            dimensions can be flattened as a view.
 
     Returns:
-        The [..., k] float8_e4m3fn tensor and its FP32 scale [..., k_groups], `k_groups = ceil(k / 128)`, where
-        scale = max(largest magnitude of the group, amax_floor) / 448 and element = x / scale, each rounded to FP32 and
-        the element once more, to nearest even, to e4m3.
+        The [..., k] float8_e4m3fn tensor and its FP32 scale [..., k_groups], `k_groups = ceil(k / 128)`, with scale =
+        max(group's largest magnitude, amax_floor) / 448 and element = x / scale, both rounded to FP32, then the element
+        to e4m3, to nearest even.
 
     In a group that holds NaN or infinity the scale and every element become NaN; no other group changes.
 
     Raises:
-        TypeError: `x` is not a tensor of a listed dtype, another tensor has the wrong one, one of them is not a plain
-            tensor (a wrapper, a negated view, sparse, ...), or `amax_floor` is no number.
+        TypeError: `x` is not a tensor with a listed dtype, another tensor has the wrong dtype, a tensor is not a plain
+            one (a wrapper, a negated view, sparse, ...), or `amax_floor` is no number.
         ValueError: `x` has no dimension, `scale_layout`, `round_scale` or `exact` is unknown, `amax_floor` out of
-            range, or shape, strides or device of another tensor do not fit, or a tensor has no memory; `counts` is
+            range, another tensor's shape, strides or device do not fit, or a tensor has no memory; `counts` is
             given together with `rows` or `offs`.
         RuntimeError: `x`, `out` or `scale_out` requires a gradient, in grad mode; or, on a Hopper GPU, NVRTC or the
             driver is missing, or the kernel would have to be loaded while the stream is being captured.
@@ -182,14 +178,14 @@ def per_block_cast_to_fp8(
     Args:
         w: [n, k], any n and k (edge blocks may be short), otherwise as `x` of `per_token_cast_to_fp8`.
         amax_floor, round_scale, exact, out: as for `per_token_cast_to_fp8`.
-        scale_out: [ceil(n / 128), ceil(k / 128)] float32 of any strides, to write to; allocated, contiguous, when None.
+        scale_out: [ceil(n / 128), ceil(k / 128)] float32, any strides, to write to; allocated contiguous when None.
 
     Returns:
         The [n, k] float8_e4m3fn tensor and its FP32 scale [ceil(n / 128), ceil(k / 128)], computed as by
         `per_token_cast_to_fp8`. A block that holds NaN or infinity becomes NaN throughout; no other block changes.
 
     Raises:
-        TypeError: as `per_token_cast_to_fp8`, but for a gradient of `w`.
+        TypeError: as `per_token_cast_to_fp8`, except that `w` may require a gradient.
         ValueError: `w` is not 2-D; and as `per_token_cast_to_fp8`.
     """
     if is_traced():
@@ -204,15 +200,14 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
         x: [..., k] float8_e4m3fn, any strides; 2-D for 128x128 blocks.
         scale: float32, or bfloat16, float16 or float8_e8m0fnu, which are exact in FP32, any strides:
             [..., ceil(k / 128)] for 1x128 blocks, [ceil(rows / 128), ceil(k / 128)] for 128x128 blocks.
-        block: (1, 128) or (128, 128) to insist on one kind of scale. Left out, the scale's shape decides; it fits both
+        block: (1, 128) or (128, 128) to require that scale block. Left out, the scale's shape decides; it fits both
             kinds only when `x` has one row or none, where both mean the same.
 
     Returns:
         A contiguous FP32 tensor [..., k].
 
     Raises:
-        TypeError: `x` is not float8_e4m3fn or `scale` not of a listed dtype, or one of them is not dense, or a negated
-            view.
+        TypeError: `x` is not float8_e4m3fn, `scale` has an unlisted dtype, or one is not dense or is a negated view.
         ValueError: `x` has no dimension, or not two for 128x128 blocks, `block` is unknown, the scale's shape or device
             does not fit, or a tensor has no memory.
     """
@@ -228,7 +223,7 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
         raise TypeError(
             f"scale is {_kind(scale)}; dequantize takes a tensor of {tensors.SCALE_NAMES}. To fix: {remedy}"
         )
-    if not is_dynamo_compiling():  # which knows its tensors, and would have to trace how others are known
+    if not is_dynamo_compiling():  # dynamo knows its tensors and would have to trace the check
         tensors.require_dense(x=x, scale=scale)
     if scale.device != x.device:
         raise ValueError(f"scale is on {scale.device} but x is on {x.device}; move it with .to(x.device)")
@@ -307,12 +302,12 @@ def launch_of(
 
 
 class Cast(Casting):
-    """A cast of the rows of `x`, or of a matrix by blocks.
+    """A cast to FP8 with 1x128 scales (rows) or 128x128 scales (blocks).
 
     Args:
-        x: what the input is called.
+        x: the input's name.
         block_rows: 1 or 128, rows that share a scale.
-        is_gated: the cast is of `sources.silu_mul` of the input.
+        is_gated: `sources.silu_mul` is applied to the input first.
         how: as for `Operation`.
     """
 
@@ -336,7 +331,7 @@ class Cast(Casting):
         return Options(self.block[0], *options[:3])
 
     def shape(self, given: Given) -> tuple[int, ...]:
-        """Of out."""
+        """Shape of `out`."""
         if not self.lists:
             return given[0].shape
         return sources.result_shape(given[0], self.is_gated, self.lists_of(given))
@@ -397,7 +392,7 @@ def check_options(options: Options) -> None:
 
 
 def check_rows(out: torch.Tensor, rows: torch.Tensor) -> None:
-    """Raise unless a cast can write to `out`, which `rows` is a view of as a matrix."""
+    """Raise unless a cast can write to `out`; `rows` is its view as a matrix."""
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         raise ValueError(f"out must have a unit column stride; its strides are {out.stride()}. Pass a row-major out")
     if rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
@@ -406,7 +401,7 @@ def check_rows(out: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def needs_kernel(x: torch.Tensor, out: torch.Tensor) -> bool:
-    """Tensors without memory, which no kernel is launched with, are left to torch."""
+    """Tensors without memory are left to torch, since no kernel can be launched with them."""
     return bool(x.numel() and out.numel()) and x.is_cuda and launches.is_hopper(x.get_device())
 
 
@@ -432,12 +427,12 @@ def _check_target_shape(name: str, target: torch.Tensor, shape: tuple, device: t
 
 @torch.no_grad()
 def definition(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists) -> None:
-    """The cast of a matrix."""
+    """A matrix's cast."""
     if "rows" in lists:
         x = sources.gathered(x, lists["rows"])
     x = x.float() if options.gating is None else sources.silu_mul(x.float(), options.gating)
     # By tensors, since on a GPU torch divides by a number by multiplying with its reciprocal, one rounding off. With
-    # "divide" the largest element of a block then lands on 448 within one FP32 rounding.
+    # "divide" a block's largest element is then 448 within one FP32 rounding.
     divide = torch.div if options.exact == "divide" else _multiply_with_reciprocal
     blocks = _to_blocks(x, options.block_rows)
     amax = blocks.abs().amax((1, 3)).clamp(min=options.floor)
@@ -450,7 +445,7 @@ def definition(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torc
         out.copy_(elements)
         return
     scale.copy_(torch.where(lives[:, None], of_blocks, scale))
-    codes = out.view(torch.uint8)  # which torch selects among everywhere
+    codes = out.view(torch.uint8)  # torch.where supports uint8 everywhere
     codes.copy_(torch.where(lives[:, None], elements.view(torch.uint8), codes))
 
 
@@ -459,19 +454,19 @@ def _multiply_with_reciprocal(x: torch.Tensor, divisor: torch.Tensor) -> torch.T
 
 
 def _pow2_scale(amax: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two that is at least `amax` / 448, of normal floats; NaN of NaN.
+    """The smallest power of two >= `amax` / 448, for normal floats; NaN for NaN.
 
-    448 is 1.75 * 2**8. So it is the power of two in `amax`, less 2**8, and twice that where the mantissa is beyond that
-    of 1.75, which is 0x600000: what is added then carries into the exponent.
+    448 is 1.75 * 2**8. The result is amax's power of two divided by 2**8, doubled if the mantissa exceeds 1.75's
+    (0x600000): the addition then carries into the exponent.
     """
     scale = (((amax.view(torch.int32) + 0x1FFFFF) & 0x7F800000) - (8 << 23)).view(torch.float32)
     return torch.where(amax.isnan(), amax, scale)
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy where no kernel can read it: of its dtype, or as a matrix whose columns are adjacent.
+    """`x`, or a copy if no kernel reads its dtype or layout.
 
-    A copy has the shape of `x`, so that a launch of it is one of a call with a contiguous input.
+    A copy keeps the shape of `x`, so its launch also serves contiguous inputs.
     """
     x = x.float() if x.dtype == torch.float64 else x
     try:
@@ -537,7 +532,7 @@ def check_capture(kernel: cast.StreamingKernel, device: int, call: str) -> None:
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """Of the scale of a tensor of this shape."""
+    """Scale shape for a tensor of this shape."""
     if block == TOKEN_BLOCK:
         return *shape[:-1], ceil_div(shape[-1], SCALE_BLOCK)
     return tuple(map(ceil_div, shape, block))
@@ -554,7 +549,7 @@ def _matrix_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def _view_as_matrix(name: str, target: torch.Tensor) -> torch.Tensor:
-    """The same of what is written to, which cannot be a copy."""
+    """The same for a destination, which cannot be a copy."""
     try:
         return _matrix_of(target)
     except RuntimeError:
@@ -585,7 +580,7 @@ class _Strided(NamedTuple):
 
     @staticmethod
     def of(shape: tuple[int, ...], row: int, column: int) -> "_Strided":
-        """Rows, which all leading dimensions count, are `row` elements apart."""
+        """Strides of flattened rows that are `row` elements apart."""
         strides, step = (torch.sym_max(column, 1),), torch.sym_max(row, 1)
         for size in shape[-2::-1]:
             strides = step, *strides
@@ -600,13 +595,13 @@ def empty_out(x: torch.Tensor | Fake, shape: tuple[int, ...], dtype: torch.dtype
 
 @lru_cache(maxsize=4096)
 def _out_strides(shape: tuple[int, ...]) -> _Strided:
-    """Rows begin at multiples of 16 bytes."""
+    """Strides with rows at multiples of 16 bytes."""
     return _Strided.of(shape, round_up(shape[-1], tensors.ALIGNMENT_BYTES), 1)
 
 
 @lru_cache(maxsize=4096)
 def _scale_strides(shape: tuple[int, ...], layout: str) -> _Strided:
-    """Of the scale of a tensor of this shape, per row and 128 columns, in the memory order that `layout` names.
+    """Strides of the 1x128 scales for this shape, in the memory order `layout`.
     Raises ValueError for another name."""
     check_one("scale_layout", layout)
     m, groups = prod(shape[:-1]), ceil_div(shape[-1], SCALE_BLOCK)
@@ -665,7 +660,7 @@ def _kind(x: object) -> str:
 
 
 def check_targets(x: torch.Tensor, targets: tuple, shape: tuple[int, ...], block: tuple[int, int] = (1, SCALE_BLOCK)):
-    """Check dtypes and shapes of out and scale_out, each of which may be None."""
+    """Check dtypes and shapes of out and scale_out; either may be None."""
     dtypes, shapes = (FP8_DTYPE, torch.float32), (shape, scale_shape(shape, block))
     for name, target, dtype, wanted in zip(("out", "scale_out"), targets, dtypes, shapes, strict=True):
         if target is not None:
@@ -674,7 +669,7 @@ def check_targets(x: torch.Tensor, targets: tuple, shape: tuple[int, ...], block
 
 
 def check_target_memory(out: torch.Tensor | None, scale: torch.Tensor | None) -> None:
-    """Check that a cast can write to both, each of which may be None."""
+    """Check that a cast can write to both; either may be None."""
     for name, target in (("out", out), ("scale_out", scale)):
         if target is None:
             continue

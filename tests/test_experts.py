@@ -582,7 +582,7 @@ def sorts_by_kernel(monkeypatch):
         assert not chosen.is_cuda
         return definition(chosen, *options)
 
-    monkeypatch.setattr(experts, "_sort_definition", of_cpu)
+    monkeypatch.setattr(experts, "sorted_by_torch", of_cpu)
 
 
 def assert_sorted(found, chosen, number_of_experts, alignment=1):
