@@ -388,7 +388,6 @@ BROKEN = {
     "tokens die early": ("transposed", transposed, "_living", lambda *a: right_tokens(*a).clamp(max=3), "codes"),
     "silu_mul is off": ("silu_mul", sources, "silu_mul", lambda x, n: 1.0001 * right_silu_mul(x, n), "scales"),
     "rows are missed": ("combine", sources, "gathered", lambda x, index: right_gathered(x, index + 1), "values"),
-    "a sort has no room": ("sort", experts, "_spread", lambda packed, *_: packed, "rows: "),
     "a sort mixes tokens": ("sort", experts, "ceil_div", lambda x, y: x // y, "index"),
     "elements move": ("dequantize", quantize, "_from_blocks", lambda x, s: right_elements(x, s).roll(1), "values"),
     "weights are others": ("linear", linear, "quantize_weight", weight_of_another_size, "values"),

@@ -481,7 +481,7 @@ OF_WEIGHTS = ("per_block_cast_to_fp8", "quantize_weight", "cast_weight")
     "name", [name for name in ONE_OP if not name.startswith(("gemm", "fp8_linear", "transpose", *OF_WEIGHTS))]
 )
 def test_no_gradient_is_dropped(name):
-    """Of whichever tensor, targets among them, by the function, by its op and under a mode."""
+    """Of whichever tensor, targets among them, by the function, by its op, under a mode and of fakes."""
     op, arguments, keywords = op_of(name, "cpu")
     given = {argument.name: x for argument, x in zip(op._schema.arguments, arguments, strict=False)} | keywords
     for key, x in given.items():
@@ -491,6 +491,8 @@ def test_no_gradient_is_dropped(name):
                 op(**given)
             with Watching(), pytest.raises(RuntimeError, match=f"^{key} requires a gradient"):
                 op(**given)
+            with FakeTensorMode() as mode, pytest.raises(RuntimeError, match=f"^{key} requires a gradient"):
+                op(**pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
             with torch.no_grad():
                 op(**given)
             x.requires_grad_(False)
