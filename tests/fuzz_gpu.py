@@ -8,7 +8,7 @@ and then, so that products follow each other closely. A round depends on the see
 repeated by itself; with --serial each call is awaited, and the one that fails is certain.
 
 Ends with status 0, or 1 when something was wrong, 3 when a product did not end within 20 s, 4 when the GPU failed.
-test_fuzz.py and test_gemm_property_gpu.py use the checks with Hypothesis.
+test_fuzz_draws.py and test_gemm_property_gpu.py use the checks with Hypothesis.
 """
 
 import argparse

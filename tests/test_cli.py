@@ -440,6 +440,10 @@ def damage_tuned_choices(patch):
     patch.setenv("DEEP_TILE_TUNED", str(damaged))
 
 
+def dump(patch):
+    patch.setenv("DEEP_TILE_DUMP_DIR", str(settings.cache_dir().parent / "dump"))
+
+
 def set_to(name, value):
     return lambda patch: patch.setenv(name, value)
 
@@ -448,9 +452,9 @@ ODDITIES = {
     "a kernel may hang": (let_warps_diverge, "compiler", "fail", "may hang: NVRTC", jit.TESTED_WHEELS["13"]),
     "an untested NVRTC": (
         lambda patch: patch.setattr(jit, "nvrtc_version", lambda: "13.99.1"),
-        *("NVRTC", "warn", "tested with 12.9 to 13.5; `deep-tile compile` checks every kernel", ""),
+        *("NVRTC", "warn", "tested with 12.9 to 13.5: `deep-tile compile` checks every kernel", ""),
     ),
-    "no cache while dumping": (set_to("DEEP_TILE_DUMP_DIR", "/tmp"), "cache", "warn", "", "unset DEEP_TILE_DUMP_DIR"),
+    "no cache while dumping": (dump, "cache", "warn", "", "unset DEEP_TILE_DUMP_DIR"),
     "damaged choices": (damage_tuned_choices, "tuned choices", "warn", "tuned.json", "remove that file"),
     "no room": (set_to("DEEP_TILE_CACHE_DIR", "/dev/null/cache"), "cache", "warn", "/dev/null/cache", ""),
     "wrong products": (off_by_a_percent, "product", "fail", "", ""),
