@@ -216,14 +216,6 @@ def test_bad_operands_are_refused(place, change, error, match):
         packed_grouped_gemm(*groups)
 
 
-def test_gradients_are_refused():
-    a, a_scale, b, b_scale = operands()
-    with pytest.raises(RuntimeError, match="packed_gemm has none"):
-        packed_gemm(a, a_scale.requires_grad_(), b, b_scale)
-    with torch.no_grad():
-        packed_gemm(a, a_scale, b, b_scale)
-
-
 @each_format
 def test_kind_reads_fewer_bytes(name):
     assert EVERY_KIND[name].b_bytes == {"mxfp4": 17 / 32, "nvfp4": 18 / 32, "int4": 1 / 2}[name]
@@ -251,12 +243,3 @@ def test_kernels_of_large_products_are_made_ready_too(monkeypatch, name):
     loaded.clear()
     deep_tile.precompile([(2112, 7168, 4096)], kind=name, grouping="offs")
     assert {config.kind for config in loaded} == {name, *(() if name == "int4" else ("fp8",))}
-
-
-def test_ops_are_traced():
-    a, a_scale, b, b_scale = operands()
-    traced = torch.compile(packed_gemm, backend="eager", fullgraph=True, dynamic=True)
-    assert torch.equal(traced(a, a_scale, b, b_scale), packed_gemm(a, a_scale, b, b_scale))
-    groups = (a, a_scale, b[None], b_scale[None], torch.tensor([3], dtype=torch.int32))
-    traced = torch.compile(packed_grouped_gemm, backend="eager", fullgraph=True, dynamic=True)
-    assert torch.equal(traced(*groups)[:3], packed_grouped_gemm(*groups)[:3])
