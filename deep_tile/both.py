@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, cast, launches, ops, quantize, sources, tensors, transposed
+from deep_tile import _launcher, cast, launches, ops, params, quantize, sources, tensors, transposed
 from deep_tile.config import SCALE_BLOCK
 from deep_tile.ops import is_traced
 
@@ -277,16 +277,38 @@ def _enqueue(
     x = _readable(x)
 
     def prepare() -> _launcher.Launch:
-        numbers, device = layout(x), x.get_device()
-        source = quantize.KERNEL_SOURCES.get(x.dtype, "e4m3")
-        sizes = numbers.rows, numbers.columns, numbers.matrices
-        kernel, grid = cast.choose_both(what, source, *sizes, launches.num_sms(device))
-        quantize.check_capture(kernel, device, _CALLS[what])
         fields = (*_FIELDS[what], *(cast.TRANSPOSED_LISTS[name] for name in lists))
         names = (*(_NAMES[field] for field in _FIELDS[what]), *lists)
-        return cast.prepare_both(kernel, grid, device, numbers, names, fields)
+        return _prepare(what, x, layout(x), names, params.places(fields))
 
     launches.enqueue(_launches, (what, *options), (x, *made, *lists.values()), prepare)
+
+
+def _prepare(what: str, x: torch.Tensor, numbers: cast.BothLayout, names: tuple, places: dict) -> _launcher.Launch:
+    """A launch on tensors of these names, among which `places` says where the kernel's are."""
+    device, source = x.get_device(), quantize.KERNEL_SOURCES.get(x.dtype, "e4m3")
+    sizes = numbers.rows, numbers.columns, numbers.matrices
+    kernel, grid = cast.choose_both(what, source, *sizes, launches.num_sms(device))
+    quantize.check_capture(kernel, device, _CALLS[what])
+    return cast.prepare_both(kernel, grid, device, numbers, names, places)
+
+
+def prepare_both(
+    x: torch.Tensor, made: CastBoth, blocks: bool, options: transposed.Options, names: tuple, find: Callable
+) -> _launcher.Launch:
+    """The launch of `cast_both` of a dense matrix, as part of another call on tensors of these names; `find` says where
+    in them a tensor lies."""
+    what = "mixed" if blocks else "rows"
+    places = {field: find(each) for field, each in zip(_FIELDS[what], (x, *made), strict=True)}
+    return _prepare(what, x, _both_layout(made, options, {}, x), names, places)
+
+
+def prepare_weight(
+    w: torch.Tensor, made: CastWeight, options: quantize.Options, names: tuple, find: Callable
+) -> _launcher.Launch:
+    """The same of `cast_weight`."""
+    places = {field: find(each) for field, each in zip(_FIELDS["tiles"], (w, *made), strict=True)}
+    return _prepare("tiles", w, _weight_layout(made, options, w), names, places)
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:

@@ -423,11 +423,16 @@ def transposed_places(lists: tuple[str, ...]) -> Mapping[str, params.Place]:
 
 
 def prepare_both(
-    kernel: BothKernel, grid: int, device: int, layout: BothLayout, names: tuple[str, ...], fields: tuple[str, ...]
+    kernel: BothKernel,
+    grid: int,
+    device: int,
+    layout: BothLayout,
+    names: tuple[str, ...],
+    places: Mapping[str, params.Place],
 ) -> _launcher.Launch:
-    """The same of a cast both ways, or of codes that are transposed: of tensors of these names, which are these fields
-    of `params.CAST_BOTH`. Errors as for `load`."""
-    return _prepare(kernel, grid, device, params.CAST_BOTH, layout, names, params.places(fields), False)
+    """The same of a cast both ways, or of codes that are transposed: of tensors of these names, in which fields of
+    `params.CAST_BOTH` lie at these places. Errors as for `load`."""
+    return _prepare(kernel, grid, device, params.CAST_BOTH, layout, names, places, False)
 
 
 def prepare_gated(

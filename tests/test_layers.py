@@ -47,7 +47,18 @@ MAY_IMPORT = {
     "quantize": {"_launcher", "cast", "config", "launches", "operation", "ops", "options", "sources", "tensors"},
     "experts": {"_launcher", "cast", "config", "launches", "operation", "ops", "quantize", "sources", "tensors"},
     "transposed": {"cast", "config", "launches", "operation", "ops", "quantize", "sources", "tensors"},
-    "both": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors", "transposed"},
+    "both": {
+        "_launcher",
+        "cast",
+        "config",
+        "launches",
+        "ops",
+        "params",
+        "quantize",
+        "sources",
+        "tensors",
+        "transposed",
+    },
     "gated": {"_launcher", "both", "cast", "config", "launches", "ops", "quantize", "sources", "tensors", "transposed"},
     "formats": {"config", "quantize", "tensors"},
     "blocks": {"config", "formats", "operation", "quantize", "tensors"},
@@ -69,8 +80,8 @@ MAY_IMPORT = {
     | {"quantize", "tensors"},
     "sums": {"dense", "grouped", "ops", "tensors", "thin"},
     "replaceable": {"quantize", "tensors"},
-    "train": {"api", "both", "cast", "config", "dense", "experts", "gated", "grouped", "jit", "ops", "problem"}
-    | {"quantize"}
+    "train": {"_launcher", "api", "both", "cast", "config", "dense", "experts", "gated", "grouped", "jit", "launches"}
+    | {"ops", "params", "problem", "quantize"}
     | {"select", "tensors", "transposed", "wgrad"},
     "nn": {"api", "blocks", "cast", "checks", "config", "formats", "integrations", "jit", "linear", "quantize"}
     | {"replaceable", "tensors"},
@@ -155,6 +166,7 @@ WITH_TORCH = {
     "train",
     "train.casts",
     "train.experts",
+    "train.joined",
     "train.layers",
     "train.linear",
     "train.mlp",

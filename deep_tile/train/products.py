@@ -74,11 +74,11 @@ def main_grad_of(weight: torch.Tensor) -> MainGrad | None:
 def wgrad(operands: tuple, dtype: torch.dtype, main_grad: MainGrad | None) -> torch.Tensor | None:
     """`dy^T @ x` of codes and scales along tokens, or that added to `main_grad`."""
     if main_grad is not None:
-        _product_along_tokens(operands, main_grad.grad, accumulate=True)
+        _multiply_along_tokens(operands, main_grad.grad, accumulate=True)
         return main_grad.placeholder(dtype)
     dy, _, x, _ = operands
     dw = torch.empty(dy.shape[0], x.shape[0], dtype=written_dtype(dtype), device=dy.device)
-    return _product_along_tokens(operands, dw, accumulate=False).to(dtype)
+    return _multiply_along_tokens(operands, dw, accumulate=False).to(dtype)
 
 
 def added(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, main_grad: MainGrad | None) -> torch.Tensor | None:
@@ -95,10 +95,14 @@ def written_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32
 
 
-def _product_along_tokens(operands: tuple, out: torch.Tensor, accumulate: bool) -> torch.Tensor:
-    """Of dy and x with their scales along tokens: those of x are of its columns, or of 128 of them."""
-    x, x_scale = operands[2:]
-    if x_scale.shape[0] == x.shape[0] > 1:
+def product_along_tokens(x: torch.Tensor, x_scale: torch.Tensor) -> dense.Dense:
+    """The call that multiplies dy along tokens by x: scales of x are of its columns, or of 128 of them."""
+    return dense.FP8_WGRAD if x_scale.shape[0] == x.shape[0] > 1 else dense.SCALED_GEMM
+
+
+def _multiply_along_tokens(operands: tuple, out: torch.Tensor, accumulate: bool) -> torch.Tensor:
+    """Of dy and x with their scales."""
+    if product_along_tokens(*operands[2:]) is dense.FP8_WGRAD:
         return dense.fp8_wgrad(*operands, out, accumulate=accumulate)
     return dense.scaled_gemm(*operands, out=out, accumulate=accumulate)
 

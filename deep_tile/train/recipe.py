@@ -31,7 +31,8 @@ class Recipe:
             forward pass on. The other weights' memory is then free for activations.
         keep_weights: cast a weight once per step of its optimiser, not in every forward pass: it is kept, in both
             directions, from one step to the next. For weights alone that a torch.optim.Optimizer of this process steps
-            itself, and outside of torch.compile and of CUDA graphs.
+            itself, and outside of torch.compile and of CUDA graphs. Small layers, whose casts take less time than the
+            host needs to look for them, cast in every pass.
     """
 
     dgrad: str = "fp8"
@@ -47,6 +48,8 @@ class Recipe:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
         quantize.check_options(quantize.Options(SCALE_BLOCK, **self.cast))
+        # To look up what is known of a recipe: fields are hashed by Python.
+        object.__setattr__(self, "options", (self.dgrad, self.wgrad, self.recast, self.amax_floor, self.round_scale))
 
     @property
     def cast(self) -> dict[str, object]:
