@@ -341,9 +341,9 @@ def _mlp(drawn: Drawn, x, dy, share, parameters) -> list[torch.Tensor]:
     a = fake(x, 1, 128, recipe)
     halves = [fake(half, 128, 128, recipe) for half in (parameters[:-1] if len(parameters) == 3 else (first,))]
     gate_up = torch.cat([a @ half.t() for half in halves], 1).to(wide)
-    hidden = _swiglu(gate_up).to(wide) if in_bf16 else _swiglu(gate_up)
+    hidden = _swiglu(gate_up).to(wide if in_bf16 else torch.float32)
     q_last, share_of_rows = fake(last, 128, 128, recipe), 1.0 if share is None else share.double()[:, None]
-    y = (fake(hidden.to(wide) if in_bf16 else hidden.to(torch.bfloat16), 1, 128, recipe) * share_of_rows) @ q_last.t()
+    y = (fake(hidden, 1, 128, recipe) * share_of_rows) @ q_last.t()
     kept = fake(gate_up, 1, 128, recipe) if recipe.activations == "fp8" and not in_bf16 else gate_up
     dh = _dgrad(dy, last, recipe)[0].to(wide)
     leaf = kept.double().requires_grad_()
