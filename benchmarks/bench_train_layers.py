@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import store
-from deep_tile.train import joined, linear
+from deep_tile.train import linear, sizes
 
 SIZES = (
     *("256x512x512", "2048x1024x1024", "8192x1024x1024", "8192x2048x2048", "4096x2048x2048", "8192x1024x4096"),
@@ -48,10 +48,10 @@ def measure(tokens: int, n: int, k: int) -> dict:
         nn.Parameter(torch.randn(n, k, device="cuda").bfloat16()),
         torch.randn(tokens, n, device="cuda").bfloat16(),
     )
-    of_linear, most = sys.modules["deep_tile.train.linear"], joined.MOST_PRODUCTS
+    of_linear, most = sys.modules["deep_tile.train.linear"], sizes.MOST_PRODUCTS
     entry = {"tokens": tokens, "n": n, "k": k}
     for way, call in (("bf16", F.linear), ("joined", linear), ("in turn", linear)):
-        joined.MOST_PRODUCTS = 0 if way == "in turn" else most
+        sizes.MOST_PRODUCTS = 0 if way == "in turn" else most
         of_linear._checked.clear()
 
         def forward(call=call) -> torch.Tensor:
@@ -72,7 +72,7 @@ def measure(tokens: int, n: int, k: int) -> dict:
                 torch.autograd.grad(forward(), (x, weight), dy)
         graph.replay()
         entry[f"{way}, graph"] = min(_timed(graph.replay, torch.cuda.synchronize, 10) / 4 for _ in range(REPEATS))
-    joined.MOST_PRODUCTS = most
+    sizes.MOST_PRODUCTS = most
     return entry
 
 

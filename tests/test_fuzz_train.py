@@ -28,8 +28,8 @@ def found(one):
 
 
 def test_nothing_is_found(capsys):
-    assert main(["--device", "cpu", "--seed", "5", "--rounds", "12", "--seconds", "60"]) == 0
-    assert '"rounds": 12' in capsys.readouterr().out
+    assert main(["--device", "cpu", "--seed", "5", "--rounds", "6", "--seconds", "60"]) == 0
+    assert '"rounds": 6' in capsys.readouterr().out
 
 
 @pytest.mark.gpu

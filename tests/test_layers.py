@@ -166,6 +166,7 @@ WITH_TORCH = {
     "train",
     "train.casts",
     "train.experts",
+    "train.gathered",
     "train.joined",
     "train.layers",
     "train.linear",

@@ -607,6 +607,31 @@ def test_a_model_learns_as_in_full_precision():
     assert full < 0.5 * losses["full"][0] and fp8 == pytest.approx(full, rel=0.05)
 
 
+def test_weights_that_fsdp_shall_gather_train_before_it():
+    """They are parameters over the same memory, and what they are copied to, and loaded from, too; weights that layers
+    share stay shared."""
+    torch.manual_seed(0)
+    model, x = small_model(), torch.randn(9, 72)
+    model.append(copy.copy(model[0]))
+    wanted = gradients_of(model[:3], x)
+    other = deep_tile.train.gather_fp8(copy.deepcopy(model))
+    assert other[3].weight is other[0].weight and type(other[0].weight) is not nn.Parameter
+    assert all(map(same_bits, gradients_of(other[:3], x), wanted))
+    copied = copy.deepcopy(other)
+    copied.load_state_dict(model.state_dict())
+    assert type(copied[0].weight) is type(other[0].weight)
+    optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
+    optimizer.step()
+    assert not torch.equal(other[0].weight, model[0].weight)
+
+
+def test_what_fsdp_cannot_gather_in_fp8():
+    with pytest.raises(ValueError, match="model has no deep_tile.train.Linear; convert it first"):
+        deep_tile.train.gather_fp8(nn.Linear(8, 8))
+    with pytest.raises(ValueError, match="a weight is a Shard; call gather_fp8 before the model is sharded"):
+        deep_tile.train.gather_fp8(deep_tile.train.gather_fp8(small_model()))
+
+
 # ---- what is refused
 
 
@@ -692,8 +717,9 @@ def test_lists_that_are_refused():
 
 def test_predictions_know_the_host():
     """A small layer gains on the GPU alone, a large one in eager mode, too."""
-    small, large = (8192, 2048, 2048), (8192, 4096, 4096)
+    small, middle, large = (4096, 2048, 2048), (8192, 2048, 2048), (8192, 4096, 4096)
     assert predict(*small).pays and not predict(*small, eager=True).pays
+    assert predict(*middle, eager=True).pays  # its passes are a call each
     assert predict(*large) == predict(*large, eager=True) and predict(*large).pays
 
 
@@ -726,7 +752,18 @@ def test_gradients_are_there_once():
 
 def test_names_are_public():
     """Functions, not the modules that they are named as."""
-    names = {"Linear", "Recipe", "convert", "experts", "linear", "linears", "mlp", "precompile", "predict"}
+    names = {
+        "Linear",
+        "Recipe",
+        "convert",
+        "experts",
+        "gather_fp8",
+        "linear",
+        "linears",
+        "mlp",
+        "precompile",
+        "predict",
+    }
     assert {*deep_tile.train.__all__} == names and all(callable(getattr(deep_tile.train, name)) for name in names)
 
 

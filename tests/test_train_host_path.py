@@ -13,7 +13,7 @@ from deep_tile import params
 SETUP = """
 import importlib
 from deep_tile import train
-from deep_tile.train import Recipe, joined
+from deep_tile.train import Recipe, joined, sizes
 linear = importlib.import_module("deep_tile.train.linear")
 
 joined._is_on_gpu = lambda x: small
@@ -104,8 +104,8 @@ NOT_JOINED = {
     "recast": "recipe = Recipe(recast=True)",
     "dgrad in BF16": "recipe = Recipe(dgrad='bf16')",
     "wgrad in BF16": "recipe = Recipe(wgrad='bf16')",
-    "much work": "joined.MOST_PRODUCTS = 150 * 200 * 72 - 1",
-    "many elements": "joined.MOST_ELEMENTS = 150 * 200 - 1",
+    "much work": "sizes.MOST_PRODUCTS = 150 * 200 * 72 - 1",
+    "many elements": "sizes.MOST_ELEMENTS = 150 * 200 - 1",
 }
 
 
@@ -114,9 +114,9 @@ def test_what_goes_call_by_call(run):
     shown, launched = run(f"""
 def step(): linear.linear(x, weight, bias).backward(dy)
 for _ in range(3): attempt(step)
-given = x, weight, Recipe(), joined.MOST_PRODUCTS, joined.MOST_ELEMENTS
+given = x, weight, Recipe(), sizes.MOST_PRODUCTS, sizes.MOST_ELEMENTS
 for change in {[*NOT_JOINED.values()]}:
-    x, weight, recipe, joined.MOST_PRODUCTS, joined.MOST_ELEMENTS = given
+    x, weight, recipe, sizes.MOST_PRODUCTS, sizes.MOST_ELEMENTS = given
     x, weight = x.detach().clone().requires_grad_(), torch.nn.Parameter(weight.detach().clone())
     exec(change)
     linear._checked.clear()

@@ -14,13 +14,9 @@ import torch
 
 from deep_tile import _launcher, both, dense, launches, params, quantize, tensors, transposed
 from deep_tile.config import SCALE_BLOCK, round_up
-from deep_tile.train import casts
+from deep_tile.train import casts, sizes
 from deep_tile.train.products import product_along_tokens, written_dtype
 from deep_tile.train.recipe import Recipe
-
-MOST_ELEMENTS, MOST_PRODUCTS = 2**24, 2**35
-"""Of x, the weight and the result, and of a product: a cast of 2**24 elements takes 27 us of an H100, a product of as
-many sums 60, less than the host needs for it."""
 
 _launches: launches.Table = {}
 
@@ -109,11 +105,9 @@ def layer_of(shape: tuple[int, ...], n: int, options: tuple) -> Layer:
 
 def takes(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> bool:
     """Whether arguments of these shapes and dtypes, which have passed the checks, are of a small layer on a GPU."""
-    m, n, k = x.shape[:-1].numel(), *weight.shape
     return (
         _is_on_gpu(x)
-        and 0 < m * n * k <= MOST_PRODUCTS
-        and max(m * k, m * n, n * k) <= MOST_ELEMENTS
+        and sizes.is_small(x.shape[:-1].numel(), *weight.shape)
         and x.dim() <= 3  # which C reads
         and weight.dtype == written_dtype(weight.dtype)
         and (recipe.dgrad, recipe.recast) == ("fp8", False)

@@ -122,7 +122,9 @@ class _Linears(torch.autograd.Function):
         for weight, bias in zip(weights, biases, strict=True):
             b, b_scale, kept = cast_forward(weight, recipe, wants_x)
             y = dense.fp8_gemm(a, a_scale, b, b_scale, out_dtype=x.dtype, bias=bias)
-            results.append(y.view(*x.shape[:-1], weight.shape[0]))
+            results.append(
+                torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
+            )  # which FSDP2 does not warn of
             saved += kept
         ctx.save_for_backward(*saved)
         ctx.recipe, ctx.shape, ctx.dtype = recipe, x.shape, x.dtype

@@ -91,7 +91,7 @@ class _Mlp(torch.autograd.Function):
             ctx.save_for_backward(at, at_scale, *keep(gate_up, recipe), *saved, *kept)
         ctx.recipe, ctx.shape, ctx.dtype = recipe, x.shape, x.dtype
         ctx.targets = [(weight.dtype, main_grad_of(weight)) for weight in weights]
-        return y.view(*x.shape[:-1], last.shape[0])
+        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], last.shape[0]))  # as linear.py has it
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -6,6 +6,7 @@ import torch
 
 from deep_tile import both, dense, quantize
 from deep_tile.train.casts import cast_once, with_aligned_rows
+from deep_tile.train.gathered import Gathered, Shard
 from deep_tile.train.recipe import Recipe
 
 WIDE = (torch.bfloat16, torch.float16, torch.float32)
@@ -13,6 +14,10 @@ WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
 def cast_forward(weight: torch.Tensor, recipe: Recipe, wants_x: bool) -> tuple[torch.Tensor, torch.Tensor, list]:
     """A weight, or of experts, as a forward product takes it, and what dgrad needs: codes and scale, or the weight."""
+    if isinstance(weight, Gathered):
+        return weight.b, weight.b_scale, [weight if wants_x else None, None]
+    if isinstance(weight, Shard):
+        weight = weight.plain()
     if wants_x and recipe.dgrad == "fp8" and not recipe.recast:
         made = cast_once(weight, recipe)
         return made.b, made.b_scale, [made.bt, made.b_scale]
@@ -26,6 +31,8 @@ def cast_backward(kept: list, recipe: Recipe) -> tuple[torch.Tensor, torch.Tenso
     weight, scale = kept
     if scale is not None:
         return with_aligned_rows(weight), scale.mT
+    if isinstance(weight, Gathered):
+        return weight.transposed()
     made = both.cast_weight(weight.detach(), **recipe.cast)
     return made.bt, made.bt_scale
 
