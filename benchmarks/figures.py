@@ -25,7 +25,7 @@ EXPERTS = store.FOLDER / "grouped_h200_2026-11-23.json"
 EXPERT_DRAWS, EXPERT_WEIGHTS = "Qwen3-30B 128/128 multinomial", (1536, 2048)
 """Of the figure of experts: tokens routed at random, and n and k."""
 
-LOSSES = store.FOLDER / "loss_h100_2026-11-26.json"
+LOSSES = store.FOLDER / "loss_100M_h100_2026-11-26.json"
 """Of the figure of training."""
 
 STAIR_CONFIGS = ("fp8_gemm_64x64x256_s6_c1x1_b1", "fp8_gemm_128x128x128_s5_c1x1", "fp8_gemm_128x192x128_s4_c1x1_b3")
@@ -47,7 +47,7 @@ def draw(folder: Path) -> list[Path]:
 
 
 def plot_losses(path: Path) -> None:
-    """Losses of a small GPT against steps: BF16 and FP8, a line for each seed."""
+    """Losses of a GPT against steps: BF16 and FP8, a line for each seed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

@@ -138,6 +138,7 @@ WITH_TORCH = {
     "gated",
     "gemm_cast",
     "grouped",
+    "integrations.peft",
     "integrations.torchtitan",
     "integrations.sglang_hooks",
     "integrations.transformers",
