@@ -33,25 +33,27 @@ MAY_IMPORT = {
     "params": set(),
     "codegen": {"config", "kinds", "params"},
     "packaged": set(),
+    "progress": set(),
     "jit": {"_launcher", "packaged", "sass", "settings"},
     "select": SIZES | {"settings"},
     "watch": {"codegen", "config", "settings"},
-    "plan": SIZES | {"_launcher", "codegen", "jit", "params", "select", "watch"},
+    "plan": SIZES | {"_launcher", "codegen", "jit", "params", "progress", "select", "watch"},
     "tensors": {"_launcher"},
     "launches": {"_launcher", "tensors"},
     "ops": {"_launcher"},
-    "cast": SIZES | {"_launcher", "codegen", "jit", "params", "select", "watch"},
+    "cast": SIZES | {"_launcher", "codegen", "jit", "params", "progress", "select", "watch"},
     "logits_launch": {"_launcher", "cast", "codegen", "config", "params"},
     "logits": {"_launcher", "cast", "codegen", "config", "launches", "logits_launch", "ops", "tensors"},
     "sources": {"ops", "params", "tensors"},
-    "quantize": {"_launcher", "cast", "config", "launches", "operation", "ops", "options", "sources", "tensors"},
-    "experts": {"_launcher", "cast", "config", "launches", "operation", "ops", "quantize", "sources", "tensors"},
+    "quantize": {"_launcher", "cast", "config", "launches", "operation", "ops", "options", "params", "sources"}
+    | {"tensors"},
+    "experts": {"cast", "config", "launches", "operation", "ops", "quantize", "sources", "tensors"},
     "transposed": {"cast", "config", "launches", "operation", "ops", "quantize", "sources", "tensors"},
     "both": {
-        "_launcher",
         "cast",
         "config",
         "launches",
+        "operation",
         "ops",
         "params",
         "quantize",
@@ -59,7 +61,8 @@ MAY_IMPORT = {
         "tensors",
         "transposed",
     },
-    "gated": {"_launcher", "both", "cast", "config", "launches", "ops", "quantize", "sources", "tensors", "transposed"},
+    "gated": {"both", "cast", "config", "launches", "operation", "ops", "params", "quantize", "sources", "tensors"}
+    | {"transposed"},
     "formats": {"config", "quantize", "tensors"},
     "blocks": {"config", "formats", "operation", "quantize", "tensors"},
     "packed": {"blocks", "config", "formats", "kinds", "quantize", "tensors"},
@@ -75,8 +78,20 @@ MAY_IMPORT = {
     "grouped": CALL | {"checks", "dense", "finishes", "operation", "packed", "params"},
     "wgrad": CALL | {"checks", "dense", "finishes", "grouped", "operation", "params"},
     "gemm_cast": CALL | {"checks", "dense", "finishes", "operation", "params", "quantize"},
-    "api": CALL | {"cast", "checks", "dense", "finishes", "operation", "options"},
-    "linear": {"_launcher", "both", "checks", "config", "dense", "launches", "operation", "ops", "options", "params"}
+    "api": CALL | {"cast", "checks", "dense", "finishes", "grouped", "operation", "options", "wgrad"},
+    "linear": {
+        "_launcher",
+        "both",
+        "cast",
+        "checks",
+        "config",
+        "dense",
+        "launches",
+        "operation",
+        "ops",
+        "options",
+        "params",
+    }
     | {"quantize", "tensors"},
     "sums": {"dense", "grouped", "ops", "tensors", "thin"},
     "replaceable": {"quantize", "tensors"},
@@ -109,7 +124,7 @@ MAY_IMPORT = {
     "method": SIZES | {"select"},
     "tools": CALL
     | {"packaged", "", "api", "cast", "codegen", "dense", "grouped", "integrations", "method", "params", "quantize"}
-    | {"parts", "sass", "wgrad"},
+    | {"parts", "progress", "sass", "wgrad"},
     "": {"discovery"},
     "discovery": set(),
     "__main__": {"tools"},
@@ -148,6 +163,7 @@ WITH_TORCH = {
     "integrations.transformers_weights",
     "integrations.vllm_experts",
     "integrations.vllm_linear",
+    "integrations.vllm_passes",
     "launches",
     "linear",
     "logits",
@@ -206,7 +222,7 @@ ON_IMPORT_OR_LATER = WITH_TORCH | LATER_WITH_TORCH
 OTHERS_PACKAGES = {"sglang", "transformers", "vllm"}
 """Imported by the functions that need them alone: deep_tile does without."""
 
-WITHIN_VLLM = {"integrations.vllm_experts", "integrations.vllm_linear"}
+WITHIN_VLLM = {"integrations.vllm_experts", "integrations.vllm_linear", "integrations.vllm_passes"}
 """Of classes that derive from vLLM's: imported once its plugin has been called."""
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, both, dense, launches, params, quantize, tensors, transposed
-from deep_tile.config import SCALE_BLOCK, round_up
+from deep_tile import _launcher, both, dense, launches, params, tensors
+from deep_tile.config import round_up
 from deep_tile.train import casts, sizes
 from deep_tile.train.products import product_along_tokens, written_dtype
 from deep_tile.train.recipe import Recipe
@@ -190,6 +190,11 @@ class _Names:
         self.names = tuple(names.split())[: len(given)]
         self._given = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in given]
 
+    @property
+    def where(self) -> dict[str, object]:
+        """Keywords of a cast's launch."""
+        return {"names": self.names, "find": self.place}
+
     def place(self, x: torch.Tensor) -> params.Place:
         address = x.data_ptr()
         for number, (begin, end) in enumerate(self._given):
@@ -202,12 +207,11 @@ def _prepare_forward(given: tuple, layer: Layer) -> launches.Prepared:
     x, weight, y, kept, spare, *bias = given
     names = _Names("x weight out kept spare bias", given)
     (at, at_scale, bt, b_scale), (a, a_scale, b) = layer.kept.views(kept), layer.spare.views(spare)
-    made = both.CastBoth(a, a_scale, at, at_scale)
+    of_weight = (weight, b, b_scale, bt), both.CAST_WEIGHT.Options(*layer.cast)
     operands = (a, a_scale, b, b_scale, casts.rows_of(y), *(bias or [None]))
-    of_weight = both.CastWeight(b, b_scale, bt), quantize.Options(SCALE_BLOCK, *layer.cast)
     return (
-        _cast(x, made, layer, layer.blocks, names),
-        both.prepare_weight(weight, *of_weight, names.names, names.place),
+        _cast((x, a, a_scale, at, at_scale), layer, layer.blocks, names),
+        both.CAST_WEIGHT.prepare(*of_weight, **names.where),
         _product(dense.FP8_GEMM, operands, names),
     )
 
@@ -215,19 +219,18 @@ def _prepare_forward(given: tuple, layer: Layer) -> launches.Prepared:
 def _prepare_backward(given: tuple, layer: Layer) -> launches.Prepared:
     dy, kept, dx, dw, spare = given
     names = _Names("dy kept dx dw spare", given)
-    (at, at_scale, bt, b_scale), made = layer.kept.views(kept), both.CastBoth(*layer.gradient.views(spare))
-    along_tokens = made.at, made.at_scale, at, at_scale, dw
-    wgrad = product_along_tokens(at, at_scale)
+    (at, at_scale, bt, b_scale), (d, d_scale, dt, dt_scale) = layer.kept.views(kept), layer.gradient.views(spare)
+    wgrad, along_tokens = product_along_tokens(at, at_scale), (dt, dt_scale, at, at_scale, dw)
     return (
-        _cast(dy, made, layer, False, names),
-        _product(dense.FP8_GEMM, (made.a, made.a_scale, bt, b_scale.mT, casts.rows_of(dx), None), names),
+        _cast((dy, d, d_scale, dt, dt_scale), layer, False, names),
+        _product(dense.FP8_GEMM, (d, d_scale, bt, b_scale.mT, casts.rows_of(dx), None), names),
         _product(wgrad, along_tokens if wgrad is dense.FP8_WGRAD else (*along_tokens, None), names),
     )
 
 
-def _cast(x: torch.Tensor, made: both.CastBoth, layer: Layer, blocks: bool, names: _Names) -> _launcher.Launch:
-    options = transposed.Options(*layer.cast)
-    return both.prepare_both(casts.rows_of(x), made, blocks, options, names.names, names.place)
+def _cast(given: tuple, layer: Layer, blocks: bool, names: _Names) -> launches.Prepared:
+    options = both.BothOptions(*layer.cast, blocks=blocks)
+    return both.CAST_BOTH.prepare((casts.rows_of(given[0]), *given[1:], None, None), options, **names.where)
 
 
 def _product(call: dense.Dense, operands: tuple, names: _Names) -> launches.Prepared:

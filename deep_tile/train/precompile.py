@@ -1,4 +1,4 @@
-"""Kernels of a training step, made ready before it: products of both passes, and casts."""
+"""Precompiles a training step's kernels: both passes' GEMMs, and casts."""
 
 import os
 from typing import Any
@@ -12,21 +12,26 @@ from deep_tile.train.products import written_dtype
 
 
 def precompile(
-    model: nn.Module, tokens: int, *, dtype: torch.dtype = torch.bfloat16, workers: int | None = None
+    model: nn.Module,
+    tokens: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    workers: int | None = None,
+    progress: bool = False,
 ) -> api.Precompiled:
     """Compile, and on a Hopper GPU load, every kernel that a model's `Linear` layers need for a step, casts included.
 
-    Launches nothing; without a GPU it fills the cache. Of layers that are split, pass the model of one rank.
+    Launches nothing; without a GPU it fills the cache. For split layers pass one rank's model.
 
     Args:
-        model: with layers of `deep_tile.train.Linear`, as `convert` makes them.
-        tokens: of a forward pass, over all leading dimensions. The gradient of a weight is a product along all of them,
-            so call it once for each number that training has; of fewer tokens the other products are ready, too.
-        dtype: of the layers' inputs.
-        workers: threads compiling at once; all cores by default.
+        model: with `deep_tile.train.Linear` layers, as from `convert`.
+        tokens: per forward pass, over all leading dimensions. A weight's gradient has tokens as K, so call this once
+            per token count in training; for fewer tokens the other GEMMs are ready too.
+        dtype: the layers' inputs'.
+        workers, progress: as for `deep_tile.precompile`.
 
     Returns:
-        What `deep_tile.precompile` returns; `compiled` counts the casts' kernels, too.
+        As `deep_tile.precompile`; `compiled` also counts cast kernels.
 
     Raises:
         ValueError: the model has no such layer.
@@ -39,14 +44,14 @@ def precompile(
     products |= {_sum_of_gates_and_ups(module, tokens, dtype) for module in filter(is_gated, model.modules())}
     before, configs = jit.compilations(), set()
     for shape, options in sorted(products, key=str):
-        configs.update(api.precompile([shape], workers=workers, **dict(options)).configs)
-    cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1)
+        configs.update(api.precompile([shape], workers=workers, progress=progress, **dict(options)).configs)
+    cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1, progress=progress)
     ordered = tuple(sorted(configs, key=lambda config: config.name))
     return api.Precompiled(ordered, jit.compilations() - before)
 
 
 def _sum_of_gates_and_ups(module: nn.Module, tokens: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], tuple]:
-    """The gradient of an MLP's input by ups, which is added to that by gates."""
+    """The kernel that adds the up part of an MLP's input gradient to the gate part."""
     n, k = module.up_proj.weight.shape
     return (k, n, tokens), tuple({"kind": "fp8", "out_dtype": dtype, "accumulate": True}.items())
 
