@@ -782,8 +782,8 @@ def test_precompile_makes_ready_what_a_step_chooses(monkeypatch, recipe, dtype, 
     convert(model, lambda name, layer: True, recipe=recipe)
     if main_grad is not None:
         model[0].weight.main_grad = torch.zeros(1152, 384, dtype=main_grad)
-    monkeypatch.setattr(deep_tile.plan, "load_kernels", lambda configs, *_: None)
-    monkeypatch.setattr(deep_tile.cast, "load_kernels", lambda *_: loaded.append("casts"))
+    monkeypatch.setattr(deep_tile.plan, "load_kernels", lambda *_, **__: None)
+    monkeypatch.setattr(deep_tile.cast, "load_kernels", lambda *_, **__: loaded.append("casts"))
     made = set(deep_tile.train.precompile(model, 640).configs)
     x = GemmProblem(640, 1152, 384, bias={torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype])
     wanted = [x]
@@ -802,8 +802,8 @@ def test_precompile_knows_gated_mlps(monkeypatch):
     model.gate_proj, model.up_proj = (nn.Linear(384, 1152, bias=False, dtype=torch.bfloat16) for _ in range(2))
     model.down_proj, model.act_fn = nn.Linear(1152, 384, bias=False, dtype=torch.bfloat16), nn.SiLU()
     convert(model, lambda name, layer: True)
-    monkeypatch.setattr(deep_tile.plan, "load_kernels", lambda configs, *_: None)
-    monkeypatch.setattr(deep_tile.cast, "load_kernels", lambda *_: None)
+    monkeypatch.setattr(deep_tile.plan, "load_kernels", lambda *_, **__: None)
+    monkeypatch.setattr(deep_tile.cast, "load_kernels", lambda *_, **__: None)
     made = set(deep_tile.train.precompile(model, 640).configs)
     problems = [GemmProblem(640, 1152, 384), GemmProblem(640, 384, 1152), GemmProblem(640, 384, 1152, accumulate=True)]
     assert {deep_tile.plan.config_for(problem) for problem in problems} <= made

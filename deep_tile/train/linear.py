@@ -80,11 +80,7 @@ def linears(
 
 def _linears(x, weights: tuple, biases: tuple, recipe: Recipe) -> tuple[torch.Tensor, ...]:
     require(recipe)
-    layer = None
-    if torch.compiler.is_compiling():
-        check(x, weights, biases)
-    else:
-        layer = check_once(x, weights, biases, recipe)
+    layer = check_once(x, weights, biases, recipe)
     x = in_autocast_dtype(x)
     if layer is not None and joined.trains(x, weights[0]):
         return (joined.Joined.apply(x, weights[0], biases[0], layer),)
@@ -166,6 +162,9 @@ def check_once(x, weights, biases, recipe: Recipe) -> joined.Layer | None:
     Returns:
         What calls of a small layer have in common, or None.
     """
+    if torch.compiler.is_compiling():
+        check(x, weights, biases)
+        return None
     try:
         seen = (x.dtype, x.shape, x.get_device(), x.is_cpu, recipe.options)
         for each in (*weights, *biases):
