@@ -228,13 +228,15 @@ def _check_supported(m, n, k, dtype, out_dtype, strides, layout, grouping, group
     bounds = torch.empty(groups, dtype=torch.int32, device="meta")
     if is_gradient:
         out = torch.empty(groups, n, k, dtype=out_dtype or torch.float32, device="meta")
-        FP8_GROUPED_WGRAD.checked((*a, *b, bounds, out), wgrad.Options())
+        operation, given, asked = FP8_GROUPED_WGRAD, (*a, *b, bounds, out), wgrad.Options()
     elif grouping != "none":
         operation = next(each for each in _OF_GROUPS if kind in each.kinds.values())
-        operation.checked((*a, *b, bounds, None), grouped.Options(grouping, out_dtype=out_dtype))
+        given, asked = (*a, *b, bounds, None), grouped.Options(grouping, out_dtype=out_dtype)
     else:
         operation = next(each for each in _OF_MATRICES if kind in each.kinds.values())
-        operation.checked((*a, *b, None, None), Options(out_dtype=out_dtype))
+        given, asked = (*a, *b, None, None), Options(out_dtype=out_dtype)
+    operation.check(given, asked)
+    operation.check_memory(given, asked)
 
 
 _OF_MATRICES = FP8_GEMM, GEMM, INT8_GEMM, SCALED_GEMM
@@ -279,6 +281,7 @@ def precompile(
     shapes: Iterable[tuple[int, int, int]],
     *,
     workers: int | None = None,
+    progress: bool = False,
     num_sms: int | None = None,
     batch_invariant: bool = False,
     grouping: str = "none",
@@ -298,6 +301,7 @@ def precompile(
     Args:
         shapes: (n, k, max_m) for each weight matrix: every m from 1 to max_m is covered.
         workers: threads compiling at once; all cores by default.
+        progress: show a bar with the time left on stderr, or, without a terminal, a line every 10 seconds.
         num_sms, batch_invariant: as later passed to `fp8_gemm`. By default num_sms is the current device's count, or an
             H200's without a GPU.
         grouping: "offs" or "counts" for grouped GEMMs, by the argument they will get, or "k_offs" for
@@ -345,6 +349,7 @@ def precompile(
         raise ValueError("results are INT32, and a bias or an activation is given; pass out_dtype=torch.float32")
     for name, value in (("num_sms", num_sms), ("batch_invariant", batch_invariant), ("accumulate", accumulate)):
         options.check_one(name, value)
+    options.check_one("progress", progress)
     if accumulate and (output == QUANTIZED or finish != ("none", "none")):
         raise ValueError(
             f"accumulate is True, out_dtype {out_dtype}, bias {bias} and activation {activation!r}; a product is added "
@@ -390,9 +395,9 @@ def precompile(
                 configs.update(grouped_configs(grouping, tma_store, accumulate, kind, output, layout))
     ordered = tuple(sorted(configs, key=lambda config: config.name))
     before = jit.compilations()
-    plan.load_kernels(ordered, device, workers or os.cpu_count() or 1)
+    plan.load_kernels(ordered, device, workers or os.cpu_count() or 1, progress)
     if output == QUANTIZED:
-        cast.load_kernels(device, workers or os.cpu_count() or 1)
+        cast.load_kernels(device, workers or os.cpu_count() or 1, progress=progress)
     return Precompiled(ordered, jit.compilations() - before)
 
 

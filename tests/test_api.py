@@ -24,6 +24,7 @@ from deep_tile import (
     launches,
     precompile,
     prepare,
+    progress,
     settings,
     supports,
     tensors,
@@ -362,6 +363,22 @@ def test_precompile_compiles_what_can_be_needed_and_only_once(shape, quick_compi
     assert set(result.configs) == needed_configs(*shape)
     assert result.compiled == len(result.configs) == jit.cache_info().entries
     assert precompile([shape]) == (result.configs, 0)
+
+
+def test_precompile_is_quiet_unless_asked_and_then_draws_a_bar_or_says_lines(quick_compiler, monkeypatch, capsys):
+    now = iter(range(0, 10_000, 20))
+    monkeypatch.setattr(progress, "monotonic", lambda: next(now))
+    count = len(precompile([(576, 7168, 128)], num_sms=132).configs)
+    assert capsys.readouterr() == ("", "")
+    precompile([(576, 7168, 128)], num_sms=132, progress=True)
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "".join(f"Compiling GEMMs: {done} of {count}\n" for done in range(count)))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    precompile([(576, 7168, 128)], num_sms=132, progress=True)
+    err = capsys.readouterr().err
+    assert "Compiling GEMMs" in err and "100%" in err
+    with pytest.raises(TypeError, match="progress is 1, of type int; pass True or False"):
+        precompile([(576, 7168, 128)], progress=1)
 
 
 def test_precompile_of_several_shapes_is_their_union(quick_compiler):
