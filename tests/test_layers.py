@@ -74,8 +74,20 @@ MAY_IMPORT = {
     "parts": {"_launcher", "cast", "codegen", "config", "kinds", "params"},
     "thin": {"_launcher", "cast", "checks", "config", "finishes", "jit", "launches", "operation", "ops", "options"}
     | {"params", "parts", "select", "tensors"},
-    "dense": CALL | {"checks", "finishes", "operation", "packed", "params", "thin"},
-    "grouped": CALL | {"checks", "dense", "finishes", "operation", "packed", "params"},
+    "unpack": {
+        "_launcher",
+        "cast",
+        "config",
+        "kinds",
+        "launches",
+        "operation",
+        "packed",
+        "params",
+        "quantize",
+        "select",
+    },
+    "dense": CALL | {"checks", "finishes", "operation", "packed", "params", "thin", "unpack"},
+    "grouped": CALL | {"checks", "dense", "finishes", "operation", "packed", "params", "unpack"},
     "wgrad": CALL | {"checks", "dense", "finishes", "grouped", "operation", "params"},
     "gemm_cast": CALL | {"checks", "dense", "finishes", "operation", "params", "quantize"},
     "api": CALL | {"cast", "checks", "dense", "finishes", "grouped", "operation", "options", "wgrad"},
@@ -98,8 +110,9 @@ MAY_IMPORT = {
     "train": {"api", "both", "cast", "config", "dense", "experts", "gated", "grouped", "jit", "ops", "problem"}
     | {"quantize"}
     | {"select", "tensors", "transposed", "wgrad"},
-    "nn": {"api", "blocks", "cast", "checks", "config", "formats", "integrations", "jit", "linear", "quantize"}
-    | {"replaceable", "tensors"},
+    "packed_layers": {"blocks", "config", "dense", "experts", "grouped", "kinds", "packed", "quantize"},
+    "nn": {"api", "blocks", "cast", "checks", "config", "formats", "integrations", "jit", "linear", "packed_layers"}
+    | {"quantize", "replaceable", "tensors"},
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"", "api", "blocks", "cast", "compat", "config", "discovery", "experts", "grouped", "linear", "nn"}
     | {"options", "quantize", "replaceable", "tensors", "train"},
@@ -124,7 +137,7 @@ MAY_IMPORT = {
     "method": SIZES | {"select"},
     "tools": CALL
     | {"packaged", "", "api", "cast", "codegen", "dense", "grouped", "integrations", "method", "params", "quantize"}
-    | {"logits_launch", "parts", "progress", "sass", "wgrad"},
+    | {"logits_launch", "packed", "parts", "progress", "sass", "wgrad"},
     "": {"discovery"},
     "discovery": set(),
     "__main__": {"tools"},
@@ -159,6 +172,7 @@ WITH_TORCH = {
     "integrations.transformers_blocks",
     "integrations.transformers_config",
     "integrations.transformers_experts",
+    "integrations.transformers_packed",
     "integrations.transformers_weights",
     "integrations.vllm_experts",
     "integrations.vllm_linear",
@@ -171,6 +185,8 @@ WITH_TORCH = {
     "ops",
     "options",
     "packed",
+    "packed_layers",
+    "unpack",
     "quantize",
     "reference",
     "replaceable",
