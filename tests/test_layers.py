@@ -43,18 +43,7 @@ MAY_IMPORT = {
     "ops": {"_launcher"},
     "cast": SIZES | {"_launcher", "codegen", "jit", "params", "progress", "select", "watch"},
     "logits_launch": {"_launcher", "cast", "codegen", "config", "params"},
-    "logits": {
-        "_launcher",
-        "cast",
-        "checks",
-        "codegen",
-        "config",
-        "launches",
-        "logits_launch",
-        "ops",
-        "options",
-        "tensors",
-    },
+    "logits": {"cast", "checks", "codegen", "config", "launches", "logits_launch", "operation", "ops", "tensors"},
     "sources": {"ops", "params", "tensors"},
     "quantize": {"_launcher", "cast", "config", "launches", "operation", "ops", "options", "params", "sources"}
     | {"tensors"},
@@ -118,8 +107,8 @@ MAY_IMPORT = {
     | {"quantize", "tensors"},
     "sums": {"dense", "grouped", "ops", "tensors", "thin"},
     "replaceable": {"quantize", "tensors"},
-    "train": {"api", "both", "cast", "config", "dense", "experts", "gated", "grouped", "jit", "ops", "problem"}
-    | {"quantize"}
+    "train": {"_launcher", "api", "both", "cast", "config", "dense", "experts", "gated", "grouped", "jit", "launches"}
+    | {"ops", "params", "problem", "quantize"}
     | {"select", "tensors", "transposed", "wgrad"},
     "packed_layers": {"blocks", "config", "dense", "experts", "grouped", "kinds", "packed", "quantize"},
     "nn": {"api", "blocks", "cast", "checks", "config", "formats", "integrations", "jit", "linear", "packed_layers"}
@@ -177,6 +166,7 @@ WITH_TORCH = {
     "gated",
     "gemm_cast",
     "grouped",
+    "integrations.peft",
     "integrations.torchtitan",
     "integrations.sglang_hooks",
     "integrations.transformers",
@@ -209,6 +199,8 @@ WITH_TORCH = {
     "train",
     "train.casts",
     "train.experts",
+    "train.gathered",
+    "train.joined",
     "train.layers",
     "train.linear",
     "train.mlp",
