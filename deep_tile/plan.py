@@ -108,7 +108,7 @@ class GroupLayout(NamedTuple):
 
 
 class ResultScale(NamedTuple):
-    """Quantisation options and scale strides for the result, as in `cast.CastLayout`."""
+    """Quantisation options and scale strides for the result, as in `params.GEMM`."""
 
     stride_m: int = 0
     stride_n: int = 0

@@ -597,21 +597,21 @@ attempt(per_token_cast_to_fp8, [1.0], out=codes, scale_out=scale)
 
 
 def test_casts_of_three_dimensions_are_one_call_into_c(run_pretending):
-    """Those of four go through Python, as do those that are copied first."""
+    """Those of four, too; those of five go through Python, as do those that are copied first."""
     shown, launched = run_pretending(
         CAST_SETUP
         + """
-for source in (x.view(13, 10, 264), x.view(13, 5, 2, 264), x.view(13, 10, 264)[:, :5]):
+for source in (x.view(13, 10, 264), x.view(13, 5, 2, 264), x.view(13, 5, 2, 1, 264), x.view(13, 10, 264)[:, :5]):
     for _ in range(2):
         attempt(per_token_cast_to_fp8, source, scale_layout="m_aligned")
 """,
         of=params.CAST,
     )
     new = "prepare_launch launch"
-    assert shown == [new, "launch_known", new, "launch", new, "launch"]
+    assert shown == [*[new, "launch_known"] * 2, *[new, "launch"] * 2]
     fields = "rows", "x_stride", "scale_stride_column"
     strides = [tuple(launch.params[field] for field in fields) for launch in launched]
-    assert strides == [(130, 264, 132)] * 4 + [(65, 264, 68)] * 2
+    assert strides == [(130, 264, 132)] * 6 + [(65, 264, 68)] * 2
     assert all("pdl 0" in launch.line for launch in launched)  # no part of an expert layer
 
 

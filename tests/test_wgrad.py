@@ -233,7 +233,7 @@ def test_choices(accumulate, tma_store):
 def test_precompile(monkeypatch):
     """Which kernels; test_codegen.py compiles them."""
     asked = []
-    monkeypatch.setattr(plan, "load_kernels", lambda configs, device, workers: asked.extend(configs))
+    monkeypatch.setattr(plan, "load_kernels", lambda configs, *_: asked.extend(configs))
     done = precompile([(24, 40, 1)], grouping="k_offs", kind="fp8_1x128", out_dtype=torch.float32, accumulate=True)
     assert set(done.configs) == set(asked) == set(grouped_configs("k_offs", True, True))
     with pytest.raises(ValueError, match="such products are of kind 'fp8_1x128', of float32"):
