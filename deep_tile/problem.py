@@ -66,18 +66,20 @@ class GemmProblem(NamedTuple):
     def row_alignment(self) -> tuple[int, int]:
         """Of `a` and of `b`: the bytes, a power of two up to `LINE_BYTES`, that divide the distance from row to row.
 
-        Rows that follow each other begin at multiples of 16 bytes, as TMA asks. An `a` that lies along m has none: its
-        distance is m, and kernels are chosen for many m at once.
+        Rows that follow each other begin at multiples of 16 bytes, as TMA asks.
         """
         if self.strided is not None:
             return self.strided
-        along, (a, b) = {"m": 0, "n": self.n, "k": self.k}, LAYOUTS[self.layout]
+        along, (a, b) = {"m": self.m, "n": self.n, "k": self.k}, LAYOUTS[self.layout]
         return _alignment(along[a] * self.product.a.bytes), _alignment(along[b] * self.product.b.bytes)
 
     def with_strides(self, a_stride: int, b_stride: int) -> "GemmProblem":
         """The same of operands whose rows are so many elements apart, along m and n where they lie along these."""
-        a_bytes = 0 if LAYOUTS[self.layout].a == "m" else a_stride * self.product.a.bytes
-        strided = _alignment(a_bytes), _alignment(b_stride * self.product.b.bytes)
+        strided = _alignment(a_stride * self.product.a.bytes), _alignment(b_stride * self.product.b.bytes)
+        return self.with_alignment(strided)
+
+    def with_alignment(self, strided: tuple[int, int]) -> "GemmProblem":
+        """The same with such a `row_alignment`."""
         return self if strided == self.row_alignment else self._replace(strided=strided)
 
     @property

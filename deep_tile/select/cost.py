@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from deep_tile.config import GemmConfig
-from deep_tile.kinds import EVERY_KIND, K_BLOCK_BYTES, QUANTIZED, RESULTS
+from deep_tile.kinds import EVERY_KIND, K_BLOCK_BYTES, LAYOUTS, QUANTIZED, RESULTS
 from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import deepest_config
 from deep_tile.select.hardware import H200, Hardware
@@ -29,6 +29,10 @@ TIMES = Path(__file__).parent / "times"
 
 LIKE = {"int8_rows": "fp8_rows", "int8_unscaled": "fp8_rows", "fp16": "bf16"}
 """Families of kinds that were not measured, by those of as many bytes whose sums are treated alike."""
+
+
+ALONG_ROWS = "nn"
+"""The layout whose kernels' names the times of all but "nt" are stored by."""
 
 
 BOX_CAST_US = 0.8
@@ -103,6 +107,13 @@ def times_of(kind: str) -> str:
 
 
 @cache
+def along_rows(kind: str) -> Calibration:
+    """That of products of which an operand lies along its rows: boxes of `b` are then of 64 of K by 64 of n, and tiles
+    take other times."""
+    return read_calibration(TIMES / f"{times_of(kind)}_{ALONG_ROWS}.json")
+
+
+@cache
 def calibration(kind: str = "fp8") -> Calibration:
     """That of a kind of product, by its name in `kinds.EVERY_KIND`. Measured choices are those of its family alone."""
     measured = read_calibration(TIMES / f"{times_of(kind)}.json")
@@ -122,7 +133,10 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
     On another GPU, what the tensor cores need takes as long as their rate says, and the rest scales with the clock.
     """
     tensor_us = block_tensor_us(config, H200)
-    measured = (calibration(kind).configs.get(name) for kind, name in _names_of_times(config))
+    measured = (
+        (along_rows if is_along_rows else calibration)(kind).configs.get(name)
+        for is_along_rows, kind, name in _names_of_times(config)
+    )
     on_h200 = next(filter(None, measured), TileTimes(1.2 * tensor_us, 2.0))
     if config.is_packed:
         tile = config.block_m, config.block_n, config.scale_blocks
@@ -134,17 +148,24 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
 
 
 @lru_cache(maxsize=1_024)
-def _names_of_times(config: GemmConfig) -> tuple[tuple[str, str], ...]:
-    """Kinds, and kernels of theirs, whose times a config's may be: its own, then those of other results with the same
-    tile, of the kind that it has the times of and of FP8."""
+def _names_of_times(config: GemmConfig) -> tuple[tuple[bool, str, str], ...]:
+    """Kernels whose times a config's may be, whether `along_rows` has them, and of which kind: its own, then those of
+    other results with the same tile, of the kind that it has the times of and of FP8. With an operand along its rows
+    those of such a tile come first, and its own are none."""
     fields = ("block_m", "block_n", "cluster_m", "cluster_n", "split_k", "scale_blocks")
     tile = {field: getattr(config, field) for field in fields}
-    names, timed = [(config.kind, config.timed_name)], times_of(config.kind)
-    for kind, output in ((timed, EVERY_KIND[timed].output), (timed, "fp32"), ("fp8", "bf16")):
+    timed = times_of(config.kind)
+    alike = [(timed, EVERY_KIND[timed].output, "nt"), (timed, "fp32", "nt"), ("fp8", "bf16", "nt")]
+    names = [(False, config.kind, config.timed_name)]
+    if config.layout != "nt":
+        alike.insert(0, (timed, EVERY_KIND[timed].output, ALONG_ROWS))
+        names = []
+    for kind, output, layout in alike:
         try:
-            names.append((kind, deepest_config(**tile, kind=kind, output=output).timed_name))
+            name = deepest_config(**tile, kind=kind, output=output, layout=layout).timed_name
         except ValueError:  # a tile that this kind cannot have
             continue
+        names.append((layout != "nt", kind, name))
     return tuple(names)
 
 
@@ -215,12 +236,26 @@ def weighed_loads(config: GemmConfig, problem: GemmProblem, most: float = inf) -
     return sum(each * K_BLOCK_BYTES / share for each, share in zip(rows, shares, strict=True))
 
 
+CROWDED_US = {16: 0.31, 32: 0.16, 64: 0.16, 128: 0.04}
+"""What a K block takes longer by 64 columns of an `a` along m, while every SM loads some, times 1 + m / 64, by the
+alignment of its rows: of a small m all ask for the same few lines at once. Fitted together with times/bf16_nn.json."""
+
+
+def _crowded_us(config: GemmConfig, problem: GemmProblem):
+    """What such an `a` adds to a K block, in microseconds, where every SM of an H200 loads one."""
+    if LAYOUTS[problem.layout].a != "m":
+        return 0.0
+    columns = config.block_m / config.cluster_n / 64
+    return columns * CROWDED_US[problem.row_alignment[0]] / (1 + problem.m / 64) * problem.num_sms / H200.num_sms
+
+
 def _with_loads(blocks_us, blocks, config: GemmConfig, problem: GemmProblem, hardware: Hardware):
     """What K blocks take, of which `blocks_us` was measured where loads did not hold them up, in microseconds.
 
     Args:
         blocks: K blocks of each SM's tiles, in the mean.
     """
+    blocks_us = blocks_us + blocks * _crowded_us(config, problem)
     loads_us = blocks * problem.num_sms * weighed_loads(config, problem) / hardware.l2_tbps / 1e6
     return (blocks_us**LOADS_OVERLAP + loads_us**LOADS_OVERLAP) ** (1 / LOADS_OVERLAP)
 
