@@ -50,7 +50,7 @@ def measure(tokens: int, number_of_experts: int, repeats: int, flush: L2Flush) -
         name: capture(partial(experts.sort_by_expert, given, number_of_experts, alignment=alignment))
         for name, (given, alignment) in variants.items()
     }
-    graphs["torch"] = capture(lambda: experts._sort_definition(chosen, number_of_experts, 1))
+    graphs["torch"] = capture(lambda: experts.sorted_by_torch(chosen, number_of_experts, 1))
     graphs["empty"] = capture_empty()
     times = {
         state: {name: asdict(one) for name, one in time_alternating(graphs, repeats, work).items()}
@@ -60,7 +60,7 @@ def measure(tokens: int, number_of_experts: int, repeats: int, flush: L2Flush) -
         torch.equal(found.cpu(), wanted)
         for name, (given, alignment) in variants.items()
         for found, wanted in zip(
-            graphs[name].output, experts._sort_definition(given.cpu(), number_of_experts, alignment), strict=True
+            graphs[name].output, experts.sorted_by_torch(given.cpu(), number_of_experts, alignment), strict=True
         )
     )
     return {"tokens": tokens, "experts": number_of_experts, "top_k": TOP_K, "correct": correct, **times}

@@ -1,8 +1,8 @@
 /* The part of DLPack's C exchange API that the launcher calls, declared by hand.
  *
  * Included by launcher.h. It is the standard way to read a tensor's address, sizes and strides and its library's
- * current stream from C, without knowing the library. Every layout and signature below is that of DLPack 1.x, to which
- * tests/test_launcher.py holds it through the header that torch ships.
+ * current stream from C, without knowing the library. Every layout and signature below is DLPack 1.x's;
+ * tests/test_launcher.py compares them with the header in torch.
  */
 #ifndef DEEP_TILE_DLPACK_H
 #define DEEP_TILE_DLPACK_H
@@ -11,7 +11,7 @@
 
 enum { EXCHANGE_MAJOR_VERSION = 1 }; /* minor versions only add values */
 
-#define EXCHANGE_ATTRIBUTE "__dlpack_c_exchange_api__" /* of the tensor's type; holds a capsule */
+#define EXCHANGE_ATTRIBUTE "__dlpack_c_exchange_api__" /* an attribute on the tensor's type; holds a capsule */
 #define EXCHANGE_CAPSULE "dlpack_exchange_api"
 
 enum { DEVICE_CUDA = 2 };
@@ -45,7 +45,7 @@ typedef struct { /* DLPackExchangeAPI. Both calls return 0, or -1 with a Python 
     ExchangeHeader header;
     void (*unused[3])(void);
     int (*view)(void *tensor, TensorView *view);                  /* NULL where the library has none */
-    int (*current_stream)(int type, int32_t index, void **stream); /* of the device (type, index) */
+    int (*current_stream)(int type, int32_t index, void **stream); /* for device (type, index) */
 } Exchange;
 
 #endif

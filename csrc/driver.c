@@ -1,4 +1,4 @@
-/* The CUDA driver: where its functions are, what its errors mean, which of its contexts is current.
+/* The CUDA driver: its entry points, its errors, and the current context.
  *
  * Called by launch.c. Invariant: libcuda is opened by the first require_driver(), never by the import, so that
  * importing works without a driver and survives fork.
@@ -57,7 +57,7 @@ bool require_driver(void)
     return driver_problem[0] == '\0' || FAIL(PyExc_RuntimeError, "%s", driver_problem);
 }
 
-/* What to do about an error, "" where nobody knows, or STICKY. */
+/* The remedy for an error, "" if unknown, or STICKY. */
 static const char *find_remedy(DriverResult result)
 {
 #define STICKY NULL
@@ -72,7 +72,7 @@ static const char *find_remedy(DriverResult result)
 
 void raise_failure(const Failure *failure, PyObject *kernel_name)
 {
-    const char *name = NULL, *text = NULL; /* and so they stay for a code that the driver does not know */
+    const char *name = NULL, *text = NULL; /* stay NULL for a code that the driver does not know */
     driver.cuGetErrorName(failure->result, &name);
     driver.cuGetErrorString(failure->result, &text);
     name = name ? name : "unknown error";

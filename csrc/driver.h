@@ -41,8 +41,8 @@ enum {
 
 #define REQUIRED_DRIVER "the NVIDIA driver: 525 or newer for CUDA 12, 580 or newer for CUDA 13"
 
-/* ERROR(name, CUresult, remedy) for every error of which more can be said than the driver says. STICKY are those that
- * every call reports once a kernel of this process, or the GPU under it, has failed. */
+/* ERROR(name, CUresult, remedy) for every error with more to say than the driver does. STICKY errors are reported by
+ * every call after a kernel in this process, or the GPU, has failed. */
 #define DRIVER_ERRORS(ERROR)                                                                                          \
     ERROR(NOT_INITIALIZED, 3,                                                                                         \
           "CUDA cannot be used in a process forked after CUDA had started: start workers with 'spawn'")               \

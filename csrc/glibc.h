@@ -1,8 +1,8 @@
-/* The versions of glibc's functions that the extension asks for: the oldest, so that one built on a new system loads on
- * an old one too. glibc 2.34 gave these a new version when it moved them into libc; they are what they were.
+/* Selects the oldest versions of glibc functions, so that an extension built on a new system loads on an old one too.
+ * glibc 2.34 gave these functions a new version when it moved them into libc, without changing them.
  *
- * Included before everything else, by an option of the compiler (setup.py). It includes nothing itself: a header of the
- * system, read before Python's, would settle what the system's headers declare.
+ * Included before everything else by a compiler option (setup.py). It includes nothing itself: a system header read
+ * before Python.h would fix the feature macros.
  */
 #if __has_include(<gnu/libc-version.h>) && defined(__x86_64__)
 #define OLDEST_GLIBC "GLIBC_2.2.5"

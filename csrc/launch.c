@@ -7,11 +7,11 @@
  *
  * and each call copies the parameters to the stack, puts its addresses into them and launches, leaving nothing behind:
  *
- *   launch_known(table, options, tensors) finds the Launch by the call's options and the signature of its tensors
+ *   launch_known(table, options, tensors) finds the Launch by the call's options and its tensors' signature
  *   launch(prepared, addresses, stream)   whatever the tensors are
  *
- * It knows no operation: parameters are bytes, tensors are numbers, and where in the bytes which address goes is said
- * by whoever prepares (deep_tile/params.py). What each function takes, returns and raises: deep_tile/_launcher.pyi.
+ * It knows no operation: parameters are bytes, tensors are numbers, and the caller of prepare() says where addresses go
+ * in the bytes (deep_tile/params.py). deep_tile/_launcher.pyi documents arguments, results and errors.
  */
 #include "launcher.h"
 
@@ -36,8 +36,8 @@ typedef struct {
     int smem_bytes;
 } Kernel;
 
-/* Where in the parameters the address of which tensor goes, or of what lies `skip` bytes into it; of a map also before
- * it, where the box's place says how far into the tensor. */
+/* Where a tensor's address plus `skip` bytes goes in the parameters. For a map `skip` may be negative; box coordinates
+ * then point into the tensor. */
 typedef struct {
     int64_t skip;
     uint16_t offset;
@@ -45,11 +45,11 @@ typedef struct {
     bool is_map; /* the address goes into a map there, and else is a pointer */
 } Patch;
 
-/* All of a launch but the addresses and the stream. */
+/* A launch without addresses and stream. */
 typedef struct {
     PyObject_VAR_HEAD
     Kernel *kernel;
-    PyObject *names; /* of the tensors, for messages: a tuple of str */
+    PyObject *names; /* tensor names for messages: a tuple of str */
     LaunchConfig config;
     LaunchAttribute attributes[2];
     bool needs_alignment[MAX_TENSORS]; /* a map has the tensor's address */
@@ -59,13 +59,13 @@ typedef struct {
     unsigned char params[]; /* with maps encoded, and all addresses yet to come */
 } Launch;
 
-/* Launches of the same tensors, which follow each other on the stream. */
+/* Consecutive launches on the same tensors and stream. */
 typedef struct {
     const Launch *launches[MAX_CHAIN];
     int count;
 } Chain;
 
-/* Those of this process, which keeps them. */
+/* Type objects, kept for the process's lifetime. */
 static PyTypeObject *kernel_type, *launch_type;
 
 static void free_object(PyObject *self)
@@ -91,7 +91,7 @@ static void launch_dealloc(PyObject *self)
 
 /* -------------------------------------------------------------------------------------------------------- load ---- */
 
-/* Whether `size` bytes hold all that the ELF header speaks of. The driver is told no size and would read on. */
+/* Whether `size` bytes hold everything in the ELF header. The driver gets no size and would read past the end. */
 static bool is_whole_cubin(const char *cubin, Py_ssize_t size)
 {
     Elf64_Ehdr header;
@@ -164,13 +164,13 @@ static PyObject *load(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwa
 
 /* ----------------------------------------------------------------------------------------------------- prepare ---- */
 
-/* What a number must be: within limits, and a multiple of `step`. */
+/* Limits for a number; it must also be a multiple of `step`. */
 typedef struct {
     const char *name;
     long long low, high, step;
 } Field;
 
-/* Reads `value`; ValueError or TypeError names the field, after the entry that it is of, "maps[0].", or nothing. */
+/* Reads `value`; ValueError or TypeError names the field, after its entry's name, "maps[0].", or nothing. */
 static bool read_number(PyObject *value, Field field, const char *entry, long long *number)
 {
     int overflow = 0;
@@ -185,7 +185,7 @@ static bool read_number(PyObject *value, Field field, const char *entry, long lo
                 entry, field.name, value, field.low, field.high, step);
 }
 
-/* Reads a map's tuple of a number for each of `count` dimensions. */
+/* Reads a map's tuple with one number per dimension. */
 static bool read_dimensions(PyObject *given, Py_ssize_t count, Field field, const char *entry, uint64_t numbers[])
 {
     if (PyTuple_Size(given) != count)
@@ -197,8 +197,8 @@ static bool read_dimensions(PyObject *given, Py_ssize_t count, Field field, cons
     return true;
 }
 
-/* A tensor map, in the driver's numbers. Those of dimensions begin with the inner one, which has no stride. `owner` is
- * whose address it has: the number of a tensor, or of a fixed map that address; it begins `skip` bytes beyond. */
+/* A tensor map in the driver's terms. The innermost dimension comes first and has no stride. `owner` is a tensor's
+ * number, or a fixed map's address; the map starts `skip` bytes beyond. */
 typedef struct {
     long long offset, owner, skip, element, swizzle, l2_promotion;
     Py_ssize_t rank;
@@ -383,8 +383,8 @@ static PyObject *prepare(PyObject *Py_UNUSED(module), PyObject *args, PyObject *
 
 /* ------------------------------------------------------------------------------------------------------ launch ---- */
 
-/* Whether a kernel can use the address of tensor number `tensor`; ValueError if not. Null is the address of a tensor
- * without memory: a kernel that touches it kills the context. */
+/* Whether a kernel can use tensor number `tensor`'s address; ValueError if not. A tensor without memory has the address
+ * null: a kernel that touches it kills the context. */
 static bool check_address(const Launch *launch, int tensor, uintptr_t address)
 {
     const int remainder = (int)(address % TMA_ALIGNMENT_BYTES);
@@ -427,8 +427,8 @@ static bool launch_here(Failure *failure, const Launch *launch, const uintptr_t 
                 arguments, NULL);
 }
 
-/* What every way to launch ends in. The caller owns the launches meanwhile, which are on one device: that of their
- * tensors. False with an exception set if it fails: before the first launch, but for what the driver says of one. */
+/* The common end of all launch functions. The caller keeps the launches alive; they are on their tensors' device. False
+ * with an exception set if it fails: before the first launch, unless the driver rejects one. */
 static bool launch_at(const Chain *chain, const uintptr_t addresses[], uintptr_t stream)
 {
     const Launch *first = chain->launches[0];
@@ -451,7 +451,7 @@ static bool launch_at(const Chain *chain, const uintptr_t addresses[], uintptr_t
     return none_failed(&failure, chain->launches[launched < chain->count ? launched : 0]->kernel->name);
 }
 
-/* Reads a 64-bit address: that of a tensor, or of the stream where `name` is NULL. */
+/* Reads a 64-bit address: a tensor's, or the stream's if `name` is NULL. */
 static bool read_address(PyObject *given, PyObject *name, uintptr_t *address)
 {
     *address = (uintptr_t)PyLong_AsUnsignedLongLong(given);
@@ -460,7 +460,7 @@ static bool read_address(PyObject *given, PyObject *name, uintptr_t *address)
                 given);
 }
 
-/* Reads a Launch of `count` tensors, or a tuple of such. False with TypeError set when it is none. Borrowed. */
+/* Reads a Launch with `count` tensors, or a tuple of these. False with TypeError set otherwise. Borrowed. */
 static bool as_chain(PyObject *prepared, Py_ssize_t count, const char *call, Chain *chain)
 {
     const Py_ssize_t size = PyTuple_Check(prepared) ? PyTuple_Size(prepared) : 0;
@@ -531,7 +531,7 @@ static PyObject *signature(PyObject *Py_UNUSED(module), PyObject *const *args, P
     return signature_bytes(&seen);
 }
 
-/* Of equal tuples. */
+/* Whether equal tuples also have equal types. */
 static bool same_types(PyObject *items, PyObject *others)
 {
     const Py_ssize_t count = PyTuple_Size(items);
@@ -541,8 +541,8 @@ static bool same_types(PyObject *items, PyObject *others)
     return true;
 }
 
-/* The launches that `table` holds for `options`: NULL where it holds none, and then perhaps with an exception set.
- * Options that are equal and of other types, like True for 1, have not been checked. Borrowed. */
+/* The launches in `table` for `options`; NULL, perhaps with an exception set, if there are none. Options that are equal
+ * but have other types, like True for 1, have not been checked. Borrowed. */
 static PyObject *find_launches(PyObject *table, PyObject *options)
 {
     PyObject *entry = PyDict_GetItemWithError(table, options);
@@ -557,7 +557,7 @@ static PyObject *find_launches(PyObject *table, PyObject *options)
     return same_types(known, options) ? launches : NULL;
 }
 
-/* False, too, where the driver does not say: the launch then meets the reason. Stream 0 cannot be captured. */
+/* Also false if the driver's query fails: the launch then reports the error. Stream 0 cannot be captured. */
 static bool is_captured(uintptr_t stream)
 {
     unsigned status = STREAM_CAPTURE_NONE;
@@ -603,7 +603,7 @@ static PyObject *launch_known(PyObject *Py_UNUSED(module), PyObject *const *args
     Py_RETURN_TRUE;
 }
 
-/* Torch's answer whether this thread's calls pass a dispatch key, and the keys that are asked about. */
+/* torch's query whether this thread's calls pass a dispatch key, and the keys to query. */
 static bool (*passes_key)(uint16_t key);
 static uint16_t watched_keys[3];
 
@@ -662,7 +662,7 @@ static PyType_Slot launch_slots[] = {
 static PyType_Spec kernel_spec = HANDLE("Kernel", sizeof(Kernel), 0, kernel_slots);
 static PyType_Spec launch_spec = HANDLE("Launch", offsetof(Launch, params), 1, launch_slots);
 
-/* Makes the type unless this process has it, from an import under another name. */
+/* Creates the type unless an import under another name has. */
 static bool add_type(PyObject *module, PyTypeObject **type, PyType_Spec *spec)
 {
     if (*type == NULL)
@@ -695,7 +695,7 @@ static struct PyModuleDef module_definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "deep_tile._launcher",
     .m_doc = "Loads cubins and launches them through the CUDA driver.",
-    .m_size = -1, /* one for the process, as the driver is, and not one for each interpreter */
+    .m_size = -1, /* one per process, as with the driver, not per interpreter */
     .m_methods = module_methods,
 };
 

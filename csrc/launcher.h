@@ -1,7 +1,7 @@
-/* What the three files of deep_tile._launcher share. Included first by each: it brings Python.h, of which setup.py asks
- * for the limited API where that is there.
+/* Shared declarations for deep_tile._launcher. Every file includes it first: it brings Python.h, with the limited API
+ * where setup.py asks for it.
  *
- * driver.c opens the driver and says what its errors mean; tensors.c reads tensors; launch.c is the module.
+ * driver.c opens the driver and explains its errors; tensors.c reads tensors; launch.c is the module.
  */
 #ifndef DEEP_TILE_LAUNCHER_H
 #define DEEP_TILE_LAUNCHER_H
@@ -58,8 +58,8 @@ static inline bool none_failed(const Failure *failure, PyObject *kernel_name)
     return failure->call == NULL;
 }
 
-/* Makes `context` current unless it is, for the calls that work in whichever context is current: a thread that has not
- * used the GPU yet has none, and one that uses another GPU another. False, with nothing to leave, if that fails. */
+/* Makes `context` current unless it is, for driver calls that use the current context: a thread that has not used the
+ * GPU yet has none, and one on another GPU has another. False, with nothing to leave, if that fails. */
 bool enter_context(Failure *failure, DriverContext context, bool *pushed);
 void leave_context(Failure *failure, bool pushed);
 
@@ -67,38 +67,37 @@ void leave_context(Failure *failure, bool pushed);
 
 enum { MAX_TENSORS = 9, MAX_TENSOR_RANK = 3, MAX_TENSOR_TYPES = 4, TMA_ALIGNMENT_BYTES = 16 };
 
-/* What a tensor's library knows of it and DLPack does not tell, in the library's own object, whose address the Python
- * object holds: a word of bits that say what it is besides memory, of which a plain tensor has no others than `plain`;
- * and the address of its storage, which holds where its memory begins and how many bytes there are. */
+/* Facts that DLPack does not export, read from the library's own object, to which the Python object points: a bit set
+ * that describes the tensor (a plain one has only bits in `plain`), and its storage's address, which holds the memory's
+ * start and size. */
 typedef struct {
     Py_ssize_t object_offset, keys_offset;
-    uint64_t plain; /* 0: of this type every tensor is plain */
-    Py_ssize_t storage_offset, begin_offset, bytes_offset; /* the first 0: storages are not looked at */
+    uint64_t plain; /* 0: every tensor with this type is plain */
+    Py_ssize_t storage_offset, begin_offset, bytes_offset; /* if the first is 0, storages are not read */
 } TensorPlace;
 
-/* Properties of some tensors, as words to compare: the device of all, then of each its head, sizes and strides, or a
- * zero for None. The head holds the rank, so that no two lists of tensors are written alike. */
+/* Tensor properties as comparable words: the common device, then per tensor a head, sizes and strides, or a zero for
+ * None. The head holds the rank, so different tensor lists have different words. */
 typedef struct {
-    size_t words, count; /* count: of the tensors that are there */
+    size_t words, count; /* count: non-None tensors */
     int64_t word[1 + MAX_TENSORS * (1 + 2 * MAX_TENSOR_RANK)];
 } Signature;
 
-/* Reads tensors of the type from now on. 1, or 0 for a type that cannot be read, or -1 with an exception set. */
+/* Accepts tensors with this type from now on. 1; 0 for a type that cannot be read; -1 with an exception set. */
 int learn_tensor_type(PyObject *type, TensorPlace place);
 
-/* Looks at a tensor. False, without an exception, for what no kernel can be launched with: no tensor of a known type,
- * one that is not plain, and one without memory, or with too little. Python's checks then say what is wrong, or that
- * nothing is. */
+/* Views a tensor. False, without an exception, if no kernel can be launched with it: not a known tensor type, not
+ * plain, without memory, or with too little. Python's checks then report the fault, if any. */
 bool view_tensor(PyObject *tensor, TensorView *view, uintptr_t *address);
 
-/* Writes the tensors' properties into `signature` and the addresses of those that are not None into `addresses`.
+/* Writes tensor properties into `signature` and the addresses of non-None tensors into `addresses`.
  *
- * False as view_tensor(), for a first that is None, and for a tensor of a higher rank or on another device. */
+ * False as view_tensor(); also if the first is None, or a tensor has a higher rank or another device. */
 bool read_tensors(PyObject *const tensors[], Py_ssize_t count, Signature *signature, uintptr_t addresses[]);
 
 PyObject *signature_bytes(const Signature *signature);
 
-/* The stream that is current for `tensor`, the first one of `signature`. False with an exception set if that fails. */
+/* The current stream for `tensor`, the first in `signature`. False with an exception set if that fails. */
 bool find_current_stream(PyObject *tensor, const Signature *signature, uintptr_t *stream);
 
 #endif

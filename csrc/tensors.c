@@ -1,8 +1,7 @@
 /* Tensors, read through DLPack: their properties, as a signature to compare, and their addresses.
  *
- * Called by launch.c. Knows what DLPack says of a tensor, and by a word of the tensor's own that it is plain; judges
- * none of it: which signatures are right is decided in Python, once for each, and what cannot be read here is left to
- * Python.
+ * Called by launch.c. Reads what DLPack exports, and a word in the tensor object that tells whether it is plain. It
+ * judges nothing: Python decides once per signature whether it is valid, and handles tensors that C cannot read.
  */
 #include "launcher.h"
 
@@ -15,11 +14,11 @@ typedef struct {
     TensorPlace place;
 } TensorType;
 
-/* Those of this process, which keeps them. */
+/* Known types, kept for the process's lifetime. */
 static TensorType types[MAX_TENSOR_TYPES];
 static int type_count;
 
-/* The first word of a tensor in a signature. */
+/* A tensor's first word in a signature. */
 typedef struct {
     TensorDtype dtype;
     uint16_t rank;
@@ -101,8 +100,8 @@ static bool fits_storage(const TensorPlace *place, const void *object, const Ten
     return begin != 0 && address >= begin && end - begin <= bytes;
 }
 
-/* The address of a view into freed storage is its offset alone. A GPU's memory does not lie as low as that; where some
- * did, Python, which can look at the storage, would launch with it. */
+/* A view into freed storage has only its offset as address. GPU memory is never that low; if it were, Python, which can
+ * read the storage, would launch with it. */
 static bool is_in_memory(TensorDevice device, uintptr_t address)
 {
     return device.type == DEVICE_CUDA ? address >= (uintptr_t)1 << 32 : address != 0;

@@ -1,6 +1,4 @@
-"""Products made ready before they are called: `prepare`, `precompile`, and what is known without calling: `supports`,
-`is_available`.
-"""
+"""`prepare` and `precompile` make GEMMs ready before the first call; `supports` answers without a call."""
 
 import os
 from collections.abc import Iterable
@@ -29,15 +27,15 @@ _PRECOMPILED = {**RESULT_NAMES, torch.float8_e4m3fn: QUANTIZED}
 _KINDS_OF_DTYPES = {
     torch_dtype(EVERY_KIND[name].a): EVERY_KIND[name] for name in ("fp8", "bf16", "fp16", "int8", "fp8_rows_e5m2_e5m2")
 }
-"""What `supports` takes a dtype for."""
+"""Kinds by operand dtype, for `supports`."""
 
 
 class Precompiled(NamedTuple):
-    """What `precompile` did.
+    """Result of `precompile`.
 
     Attributes:
         configs: kernels that the shapes can need.
-        compiled: how many of them had to be compiled; the others came from the cache.
+        compiled: how many were compiled; the others came from the cache.
     """
 
     configs: tuple[GemmConfig, ...]
@@ -69,13 +67,13 @@ class Plan:
         """`fp8_gemm(a, a_scale, self.b, self.b_scale, out)` with the options given to `prepare`; returns `out`.
 
         Args:
-            a, a_scale, out: as at preparation in shape, strides, dtype, device and, for `out`, in whether it is
-                aligned to 16 bytes; all of that is checked. `out` is allocated, dense, when None.
+            a, a_scale, out: with the shape, strides, dtype and device of preparation and, for `out`, the same 16-byte
+                alignment; all checked. `out` is allocated, dense, when None.
 
         Raises:
             TypeError: an argument is no tensor, or not a plain one.
-            ValueError: a tensor that is not like the one at preparation, an `a` not aligned to 16 bytes, or a tensor
-                without memory.
+            ValueError: a tensor differs from the one at preparation, `a` is not 16-byte aligned, or a tensor has no
+                memory.
             RuntimeError: a tensor requires a gradient while torch records them, or whatever the driver refuses. Nothing
                 has been launched and `out` is untouched.
         """
@@ -96,7 +94,7 @@ class Plan:
         return out
 
     def _call_op(self, a, a_scale, out) -> torch.Tensor:
-        """Under tracing, where a plan is `fp8_gemm` of its shapes and weights."""
+        """The call under tracing, where a plan is `fp8_gemm` with its shapes and weights."""
         for name, x in (("a", a), ("a_scale", a_scale)):
             seen, wanted = tuple(x.shape), self._wanted[name].shape
             if seen != wanted:
@@ -107,7 +105,7 @@ class Plan:
         return a, a_scale, self.b, self.b_scale, out, None
 
     def _check(self, a, a_scale, out) -> None:
-        """Check that tensors are plain and like those at preparation; `out` may be None."""
+        """Check that tensors are plain and match preparation; `out` may be None."""
         FP8_GEMM.check_arguments(self._given(a, a_scale, out), self._options)
         for name, x in {"a": a, "a_scale": a_scale, **({} if out is None else {"out": out})}.items():
             seen, wanted = _call_layout(name, x), self._wanted[name]
@@ -115,7 +113,7 @@ class Plan:
                 raise ValueError(f"{name} is {seen}; this plan is for {wanted}. Pass the like, or prepare another plan")
 
     def _call_unknown(self, a, a_scale, out) -> None:
-        """Multiply where C cannot read the tensors or the scale begins elsewhere, or say how they differ from those at
+        """Slow path: C cannot read the tensors or the scale is aligned differently; or raise if they do not match
         preparation."""
         self._check(a, a_scale, out)
         if self._launch is None or (self._scale_aligned and not tensors.is_aligned(a_scale)):  # as TMA may count on
@@ -144,11 +142,11 @@ def prepare(
 ) -> Plan:
     """Make one product ready for many calls: `plan = prepare(a, a_scale, b, b_scale)`, then `plan(a, a_scale, out)`.
 
-    For engines that fix their shapes: a call of the plan takes less host time than `fp8_gemm`, and never compiles.
-    Arguments and errors are those of `fp8_gemm`, but a plan has neither a bias nor an activation, and scales are
-    float32; `a`, `a_scale` and `out` serve as examples, and nothing is computed. A call checks all that it is given,
-    but not that `b` and `b_scale` are still where they were: write new weights into them with `copy_`, and prepare
-    again after replacing their memory (`b.data = ...`, `b.set_(...)`).
+    For engines with fixed shapes: a plan's call takes less host time than `fp8_gemm` and never compiles.
+    Arguments and errors are as for `fp8_gemm`, but without bias and activation and with float32 scales; `a`, `a_scale`
+    and `out` serve as examples, and nothing is computed. A call checks all that it is given, but not that `b` and
+    `b_scale` are still where they were: write new weights into them with `copy_`, and prepare again after replacing
+    their memory (`b.data = ...`, `b.set_(...)`).
     """
     asked = Options(out_dtype, config, num_sms, batch_invariant, pdl, constant_weights)
     given = (a, a_scale, b, b_scale, out, None)
@@ -157,7 +155,7 @@ def prepare(
     if out is None:
         try:
             given = FP8_GEMM.allocated(given, asked)
-        except AssertionError as error:  # of FakeTensorMode, which makes no real tensors
+        except AssertionError as error:  # FakeTensorMode makes no real tensors
             raise RuntimeError(f"out cannot be allocated: prepare outside of FakeTensorMode ({error})") from None
     checked = FP8_GEMM.checked(given, asked)
     prepared = None
@@ -183,13 +181,12 @@ def supports(
 
     Args:
         m, n, k: sizes in elements; scales are taken to be dense.
-        dtype: of the operands: float8_e4m3fn, float8_e5m2, bfloat16, float16 or int8.
-        out_dtype: of `out`: bfloat16, float16 or float32, or of INT8 without scales, in `gemm`, int32; the call's
-            default when None.
-        a_stride, b_stride: row strides in elements, or from one k to the next of an operand that lies along its rows;
-            those of a contiguous operand when None.
-        layout: "nt" where both operands lie along k. Of BF16 and FP16 also "nn", where b lies along n (it is the
-            transpose of a contiguous [k, n]), "tt", where a lies along m, and "tn", where both do.
+        dtype: the operands': float8_e4m3fn, float8_e5m2, bfloat16, float16 or int8.
+        out_dtype: the result's: bfloat16, float16 or float32, or int32 for INT8 in `gemm`; the call's default when
+            None.
+        a_stride, b_stride: row strides in elements (k strides for M- and N-major operands); None: contiguous.
+        layout: "nt": both operands K-major. For BF16 and FP16 also "nn": b N-major (the transpose of a contiguous [k,
+            n]); "tt": a M-major; "tn": a M-major and b N-major.
     """
     for name, size in (("m", m), ("n", n), ("k", k)):
         if as_int(size) is None:
@@ -225,12 +222,12 @@ def supports(
 
 
 def _kind_of(dtype: torch.dtype, out_dtype: torch.dtype | None) -> Kind:
-    """What operands of a dtype of `_KINDS_OF_DTYPES` are multiplied as."""
+    """The kind for operands in a dtype of `_KINDS_OF_DTYPES`."""
     return EVERY_KIND["int8_unscaled"] if (dtype, out_dtype) == (torch.int8, torch.int32) else _KINDS_OF_DTYPES[dtype]
 
 
 def layout_problem(layout: object, kind: Kind) -> str | None:
-    """Why a kind's operands cannot lie so; None where they can."""
+    """Why a kind does not support this layout; None if it does."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         return f"layout is {layout!r}; layouts are {', '.join(LAYOUTS)}"
     if layout not in kind.layouts:
@@ -252,34 +249,34 @@ def precompile(
     activation: str | None = None,
     layouts: Iterable[str] = ("nt",),
 ) -> Precompiled:
-    """Compile, and on a Hopper GPU load, every kernel that a product can need for the shapes.
+    """Compile, and on a Hopper GPU load, every kernel that a GEMM with these shapes can need.
 
     Launches nothing and allocates no GPU memory beyond the CUDA context; afterwards no call with such a shape, the
-    default config and rows of `a`, `b` and `out` that follow each other, or as well aligned ones, compiles or loads
-    anything. With a warm disk cache it takes milliseconds.
+    default config and contiguous (or equally aligned) rows in `a`, `b` and `out` compiles or loads anything. With a
+    warm disk cache it takes milliseconds.
 
     Args:
         shapes: (n, k, max_m) for each weight matrix: every m from 1 to max_m is covered.
         workers: threads compiling at once; all cores by default.
-        num_sms, batch_invariant: as later passed to `fp8_gemm`. By default num_sms is all of the current device, or of
-            an H200 if there is none.
-        grouping: "offs" or "counts" for grouped products, by what they are given, or "k_offs" for
-            `fp8_grouped_wgrad`, of weights [n, k]; kernels of all numbers of groups.
+        num_sms, batch_invariant: as later passed to `fp8_gemm`. By default num_sms is the current device's count, or an
+            H200's without a GPU.
+        grouping: "offs" or "counts" for grouped GEMMs, by the argument they will get, or "k_offs" for
+            `fp8_grouped_wgrad` with weights [n, k]; covers any number of groups.
         kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`; "bf16", "fp16" and "int8_unscaled" for `gemm` and
             `grouped_gemm`; "int8" for `int8_gemm`; "fp8_rows", "fp8_rows_promoted" (without `fast_accum`), "int8_rows"
             and "fp8_1x128" for `scaled_gemm`, the latter for `fp8_wgrad`, too, all others and "int8" for
-            `scaled_grouped_gemm`; "mxfp4" and "nvfp4" for `packed_gemm` and `packed_grouped_gemm`. Those of FP8 end in
-            the formats of a and b, unless both are e4m3, as "fp8_rows_e5m2_e4m3". Or the dtype of the operands, for the
-            call that `supports` takes it for.
-        out_dtype: of `out`; the call's default when None. float8_e4m3fn for `fp8_gemm_cast`.
-        accumulate: as later passed; of groups, with "k_offs" alone.
+            `scaled_grouped_gemm`; "mxfp4" and "nvfp4" for `packed_gemm` and `packed_grouped_gemm`. FP8 kinds end in the
+            formats of a and b unless both are e4m3, e.g. "fp8_rows_e5m2_e4m3". Or the operands' dtype, as for
+            `supports`.
+        out_dtype: dtype of `out`; the call's default when None. float8_e4m3fn for `fp8_gemm_cast`.
+        accumulate: as later passed; for groups only with "k_offs".
         bias: its dtype; None: there is none.
         activation: as later passed to the call; n then counts rows of `b`.
-        layouts: of the operands of `gemm`, as `supports` has them. For gradients ("nn", "tn"), of shapes whose n, k and
-            max_m are those of their products.
+        layouts: operand layouts for `gemm`, as for `supports`. For gradients ("nn", "tn") pass the n, k and max_m of
+            the gradients' GEMMs.
 
     Raises:
-        TypeError: an argument of the wrong type.
+        TypeError: an argument has the wrong type.
         ValueError: a shape or `out_dtype` that the call does not take, `num_sms` or `workers` out of range, or another
             grouping, kind or layout.
         jit.CompileError: a kernel does not compile.
@@ -360,7 +357,7 @@ def precompile(
 
 
 def _check_grouped_kind(grouping: str, kind: Kind, output: str, accumulate: bool, layouts: tuple[str, ...]) -> None:
-    """Check that grouped products are of a kind, of such results and operands."""
+    """Check that grouped GEMMs support kind, output, accumulation and layouts."""
     if grouping == "k_offs":
         if kind.name != "fp8_1x128" or output not in ("fp32", "bf16"):
             raise ValueError(
@@ -388,7 +385,7 @@ def _checked_layouts(layouts: object, product: Kind) -> tuple[str, ...]:
 
 
 def _as_read(layouts: Iterable[str], n: int, max_m: int) -> set[tuple[int, str]]:
-    """Up to which m calls have which layouts: an operand of one row may be read along k, however it lies."""
+    """(max m, layout) pairs that calls use: a one-row operand may be read as K-major in any layout."""
     read = set()
     for a, b in map(LAYOUTS.get, layouts):
         for of_b in {b, "k"} if n == 1 else {b}:
@@ -404,7 +401,7 @@ def _as_list(shapes: Iterable) -> list:
 
 
 def _checked_weight(shape: object, dtype: torch.dtype) -> tuple[int, int, int]:
-    """One of the shapes of `precompile`."""
+    """One (n, k, max_m) of `precompile`, checked."""
     sizes = tuple(map(as_int, shape)) if isinstance(shape, (tuple, list)) else ()
     if len(sizes) != 3 or None in sizes:
         raise TypeError(
@@ -421,7 +418,7 @@ def _checked_weight(shape: object, dtype: torch.dtype) -> tuple[int, int, int]:
 
 
 class _TensorLayout(NamedTuple):
-    """What a plan expects of a tensor; reads well in an error."""
+    """The layout that a plan expects; its text appears in errors."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -435,13 +432,13 @@ class _TensorLayout(NamedTuple):
 
 
 def _call_layout(name: str, x: torch.Tensor) -> _TensorLayout:
-    """Of a tensor that a plan is called with. A scale may begin anywhere."""
+    """The layout of a plan's argument. A scale may begin anywhere."""
     aligned = name == "a_scale" or x.data_ptr() % _TMA_BYTES == 0
     return _TensorLayout(tuple(x.shape), x.stride(), x.dtype, x.device, aligned)
 
 
 def _check_float32(**scales: torch.Tensor) -> None:
-    """Of a plan, whose calls convert nothing; what no call takes, other checks refuse."""
+    """Check a plan's scales, which its calls do not convert; other checks refuse other dtypes."""
     for name, scale in scales.items():
         if scale.dtype in tensors.SCALE_DTYPES and scale.dtype != torch.float32:
             raise TypeError(f"{name} of a plan must be torch.float32; got {scale.dtype}. To fix: pass {name}.float()")

@@ -1,9 +1,9 @@
-"""Weights of other formats as FP8 with one FP32 scale per 128x128 block, which products take: `to_blocks`.
+"""`to_blocks`: converts other weight formats to FP8 with one FP32 scale per 128x128 block.
 
-Called by users, nn.py and the integrations, when a model is loaded. All of it is torch, on the weight's device, some
-rows of blocks at a time.
-Invariant: a block's scale is the smallest that keeps its largest element within e4m3's range, times a power of two of
-the scale that it had; so an element changes only where no such scale would keep it, and that is counted.
+Called by users, nn.py and the integrations, when a model is loaded. Written in torch; runs on the weight's device, some
+block rows at a time. Invariant: a block's scale is an original scale times the smallest power of two that keeps the
+block's largest element within e4m3's range. So an element changes only if no such scale keeps it, and changes are
+counted.
 """
 
 import contextlib
@@ -21,29 +21,30 @@ from deep_tile.operation import gradient_error
 from deep_tile.quantize import FP8_DTYPE, FP8_MAX, WEIGHT_BLOCK, scale_shape
 
 MAX_ERROR = 2.0**-4
-"""What a row may change by, unless told otherwise: rounding to e4m3 changes no normal number by more than a 17th."""
+"""Default bound for a row's relative change: rounding to e4m3 changes a normal number by at most 1/17."""
 
 ELEMENTS_AT_ONCE = 1 << 23
-"""Of one matrix: a GPU has the time of some 90 launches for them. Each takes 10 to 40 bytes while it is converted."""
+"""Elements per step within a matrix: enough to hide some 90 launches on a GPU. Each takes 10 to 40 bytes while it is
+converted."""
 
 _SMALLEST_EXPONENT = -126
-"""Of a normal number of FP32."""
+"""The smallest exponent of a normal FP32 number."""
 _SMALLEST_FACTOR = 2.0**-30
-"""By which every e4m3 becomes zero."""
+"""A factor that turns every e4m3 number into zero."""
 _FRACTION_BITS = 52
 
 
 @dataclass(frozen=True)
 class Rebased:
-    """What re-basing has changed.
+    """What `to_blocks` changed.
 
     Attributes:
-        format: name of the format that the weight had.
+        format: the weight's original format.
         elements: how many there are.
         changed: how many have another value than before, scales included.
-        error: Frobenius norm of the change over that of the weight.
-        worst_row_error: the same of the row, an output of the layer, that lost most.
-        exact: [..., ceil(n / 128), ceil(k / 128)] bool, which blocks have every value as it was.
+        error: Frobenius norm of the change, divided by the weight's.
+        worst_row_error: the same for the row (layer output) that changed most.
+        exact: [..., ceil(n / 128), ceil(k / 128)] bool: blocks in which no value changed.
     """
 
     format: str
@@ -66,12 +67,12 @@ class Rebased:
 
 
 class Blocks(NamedTuple):
-    """A weight as products take it, and what it has lost.
+    """A converted weight and its conversion report.
 
     Attributes:
         weight: [..., n, k] float8_e4m3fn.
         scale: [..., ceil(n / 128), ceil(k / 128)] float32.
-        report: what has changed.
+        report: what changed.
     """
 
     weight: torch.Tensor
@@ -93,10 +94,10 @@ def to_blocks(
 ) -> Blocks:
     """Re-base a quantised weight to FP8 with one FP32 scale per 128x128 block, as `fp8_gemm` and the like take it.
 
-    For when a model is loaded. Scales that are powers of two, of MXFP4, MXFP8 and 32x32 blocks, keep every element
-    whose exponent fits: of MXFP4 all, unless scales in a block of 128x128 spread beyond 2**14. Others are rounded to
-    e4m3 once more, to nearest even. Runs by torch on the weight's device, some rows at a time, with some 200 MB
-    beside weight and result, 400 for scales that are no powers of two; it waits for a GPU.
+    For when a model is loaded. Power-of-two scales (MXFP4, MXFP8, 32x32 blocks) keep every element whose exponent fits;
+    for MXFP4 that is all, unless scales within a 128x128 block differ by more than 2**14. Others are rounded to e4m3
+    once more, to nearest even. Runs in torch on the weight's device, some rows at a time, with about 200 MB beside
+    weight and result, 400 if scales are not powers of two. Synchronises with a GPU.
 
     ======================= =============================== ================================================
     format                  weight                          scale, which elements are multiplied with
@@ -113,25 +114,26 @@ def to_blocks(
     ======================= =============================== ================================================
 
     Args:
-        weight: of any strides and any number of leading dimensions, such as experts. Packed ones are uint8, int8 or
+        weight: any strides, any leading dimensions, such as experts. Packed ones are uint8, int8 or
             float4_e2m1fn_x2 with two e2m1 in a byte, the first in its low half, as gpt-oss and DeepSeek-V4 have them.
-        scale: float32, bfloat16, float16, float8_e8m0fnu, or uint8 for bytes of float8_e8m0fnu; of nvfp4 float8_e4m3fn
-            or its bytes, in row-major order, not in the tiles that Blackwell's kernels read.
-        format: a name of the table. None: what dtypes and shapes say, if they say one thing. MXFP4 whose scales are not
+        scale: float32, bfloat16, float16, float8_e8m0fnu, or uint8 with float8_e8m0fnu bytes; for nvfp4 float8_e4m3fn
+            or its bytes, row-major, not in the tiles that Blackwell kernels read.
+        format: a name in the table. None: derived from dtypes and shapes, if unambiguous. MXFP4 whose scales are not
             float8_e8m0fnu or uint8 must be named, since INT4 looks the same.
-        global_scale: of nvfp4, the second factor of every element: a number, or [...], one for each matrix. It is
-            ModelOpt's weight_scale_2, and 1 / weight_global_scale of compressed-tensors.
-        first_row, first_column: of a shard that begins inside of a block of the whole weight's scales: which of that
-            block's rows and columns is the shard's first. `scale` then begins with that block.
-        max_error: by how much of its Frobenius norm a row may change; 0 for exact results alone, math.inf for any. The
-            default, 1 / 16, is what rounding to e4m3 can cost, and so refuses what loses small numbers.
+        global_scale: nvfp4's second factor for every element: a number, or [...], one per matrix. It is weight_scale_2
+            in ModelOpt and 1 / weight_global_scale in compressed-tensors.
+        first_row, first_column: for a shard that starts inside a scale block of the whole weight: the block's row and
+            column where the shard starts. `scale` then begins with that block.
+        max_error: largest relative change (Frobenius norm) allowed in a row; 0: exact results only, math.inf: any. The
+            default, 1 / 16, is the largest error that rounding to e4m3 causes, so weights that lose small numbers are
+            refused.
         out: [..., n, k] float8_e4m3fn with unit column stride, to write to; an FP8 `weight` itself converts it in
             place. With it a weight is read twice, first to find out whether it is refused. When None it is allocated,
-            with rows at multiples of 16 bytes; or it is the `weight` itself, if nothing is to be changed.
-        scale_out: [..., ceil(n / 128), ceil(k / 128)] float32 of any strides, to write to.
+            with rows at multiples of 16 bytes, or is the `weight` itself if nothing changes.
+        scale_out: [..., ceil(n / 128), ceil(k / 128)] float32, any strides, to write to.
 
     Returns:
-        `Blocks`: weight, scale and a report. The scale times the element is what it was, or nearest to that.
+        `Blocks`: weight, scale and a report. Scale times element is the original value or nearest to it.
 
     Raises:
         TypeError: a tensor or number has another type or dtype.
@@ -159,22 +161,22 @@ def pad_shard(
     rows: int | None = None,
     columns: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A shard of a weight that begins inside of a 128x128 block, with zeros before it, so that it begins with a block.
+    """Pad a weight shard that starts inside a 128x128 block with leading zeros, so that it starts with a block.
 
-    Every element keeps its scale, so that columns [first_row, first_row + n) of a product with it are those of the
-    product with the whole weight. What comes before them, and behind, is 0. Where `first_column` is not 0, the other
-    operand has as many zeros, or anything finite, before its own columns. `to_blocks` needs no zeros, and is exact
-    where scales are equal times powers of two.
+    Every element keeps its scale, so output columns [first_row, first_row + n) equal those computed with the whole
+    weight. All other columns are 0. Where `first_column` is not 0, the other operand has as many zeros, or anything
+    finite, before its own columns. `to_blocks` needs no padding and is exact where scales differ by powers of two.
 
     Args:
-        weight: [..., n, k] float8_e4m3fn, rows and columns of a larger one. Any strides.
-        scale: [..., ceil((first_row + n) / 128), ceil((first_column + k) / 128)], of the blocks that it lies in.
-        first_row, first_column: which of its first block's 128 rows and columns is the shard's first.
+        weight: [..., n, k] float8_e4m3fn, rows and columns of a larger weight. Any strides.
+        scale: [..., ceil((first_row + n) / 128), ceil((first_column + k) / 128)], the scales of the blocks that contain
+            it.
+        first_row, first_column: the row and column within the first 128x128 block where the shard starts.
         rows, columns: how many the result has; first_row + n and first_column + k when None. Halves that are
             concatenated, such as gate and up, each take a multiple of 128.
 
     Returns:
-        [..., rows, columns] float8_e4m3fn, rows at multiples of 16 bytes, and the float32 scale of its blocks.
+        [..., rows, columns] float8_e4m3fn, rows at multiples of 16 bytes, and its float32 block scales.
 
     Raises:
         TypeError: a tensor or number has another type or dtype.
@@ -217,8 +219,9 @@ def _padded(
 def shard(
     weight: torch.Tensor, scale: torch.Tensor, dim: int, begin: int, end: int, max_error: float
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Rows (`dim` -2) or columns (-1) of a weight in 128x128 blocks: its part, the part's scale, and how many rows or
-    columns of zeros come first. None do where it begins with a block, or is cut into blocks anew within `max_error`.
+    """A slice along rows (`dim` -2) or columns (-1) of a weight in 128x128 blocks: the part, its scale, and the count
+    of leading zero rows or columns. None do where it begins with a block, or is cut into blocks anew within
+    `max_error`.
 
     Args:
         weight, scale: [..., n, k] float8_e4m3fn and [..., ceil(n / 128), ceil(k / 128)].
@@ -237,11 +240,11 @@ def shard(
 
 
 def _are_equal_but_for_powers(scales: torch.Tensor, dim: int) -> bool:
-    """Whether scales along `dim` are those of its first block times powers of two."""
+    """Whether scales along `dim` equal the first block's times powers of two."""
     return bool((_fraction(scales) == _fraction(scales.narrow(dim, 0, 1))).all())
 
 
-# What is given.
+# Inputs: formats and checks.
 
 
 def _checked(weight: object, scale: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -311,11 +314,11 @@ def _extent(x: torch.Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
-# What becomes of it.
+# Results and conversion.
 
 
 class _Tally:
-    """What has changed so far: of each row, and of each block."""
+    """Changes so far, per row and per block."""
 
     def __init__(self, source: formats.Source, shape: tuple[int, ...]):
         device = source.weight.device
@@ -375,7 +378,7 @@ _LIMIT_REMEDIES = {"fp8_channel": "deep_tile.scaled_gemm multiplies with scales 
 
 
 def _convert(source: formats.Source, out: torch.Tensor | None, scale: torch.Tensor, tally: _Tally | None) -> None:
-    """Write elements, unless there is no `out`, and scales; and add up what has changed, if there is a tally."""
+    """Write elements (unless `out` is None) and scales, and add changes to the tally if there is one."""
     width = math.gcd(source.group[1], source.firsts[1], SCALE_BLOCK) if source.format.columns else SCALE_BLOCK
     at_once = ELEMENTS_AT_ONCE * min(width, 16) // 16
     rows_at_once = max(1, at_once // source.columns // SCALE_BLOCK) * SCALE_BLOCK
@@ -398,10 +401,10 @@ def _convert(source: formats.Source, out: torch.Tensor | None, scale: torch.Tens
 
 
 class _Part:
-    """Some whole rows of blocks of one matrix, its last ones perhaps not whole; columns are padded to whole blocks.
+    """Some block rows of one matrix, the last perhaps partial; columns are padded to whole blocks.
 
-    Elements are taken as value * factor / divisor, where factors, [rows, groups of `width` columns], and divisors are
-    such that the product is exact in `values`'s dtype.
+    An element is value * factor / divisor. Factors are [rows, groups of `width` columns]; value * factor is exact in
+    the dtype of `values`.
     """
 
     def __init__(self, source: formats.Source, index: tuple[int, ...], begin: int, end: int, width: int):
@@ -430,7 +433,7 @@ class _Part:
         self.scale = (of_block * factor_of_all).float()
 
     def _group_scales(self, index: tuple[int, ...], begin: int, end: int, groups: int) -> torch.Tensor:
-        """[rows, groups] of the scales that elements have."""
+        """Element scales as [rows, groups]."""
         scale, (rows, columns) = self.source.scale[index], self.source.group
         first_row, first_column = self.source.firsts
         first, last = (begin + first_row) // rows, (end + first_row - 1) // rows
@@ -440,8 +443,8 @@ class _Part:
         return needed[row].index_select(1, column.clamp(max=scale.shape[1] - 1))
 
     def _block_scales(self, largest: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
-        """The smallest normal ones, of powers of two times those there are, that keep blocks within e4m3's range; 1 of
-        blocks of zeros. Without the global scale."""
+        """New block scales without the global scale: old scale times the smallest power of two that keeps the block
+        within e4m3's range and the scale normal; 1 for all-zero blocks."""
         reach = self._of_blocks(largest * self.of_group.abs()).amax((1, 3))
         scale = self._of_blocks(self.of_group.abs()).amax((1, 3))
         if self.source.name == "nvfp4":
@@ -452,12 +455,12 @@ class _Part:
         return scale * _power((_SMALLEST_EXPONENT - _exponent(scale * global_scale)).clamp(min=0))
 
     def _of_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """[blocks, rows in each, blocks, groups in each] of [rows, groups], with zeros behind the last row."""
+        """[rows, groups] as [blocks, rows per block, blocks, groups per block], zero-padded after the last row."""
         x = F.pad(x, (0, 0, 0, -len(x) % SCALE_BLOCK))
         return x.view(-1, SCALE_BLOCK, x.shape[1] * self.width // SCALE_BLOCK, SCALE_BLOCK // self.width)
 
     def _spread(self, of_block: torch.Tensor) -> torch.Tensor:
-        """[rows, groups] of [blocks, blocks]."""
+        """Block scales [blocks, blocks] expanded to [rows, groups]."""
         rows = torch.arange(len(self.of_group), device=of_block.device) // SCALE_BLOCK
         return of_block[rows].repeat_interleave(SCALE_BLOCK // self.width, 1)
 
@@ -474,7 +477,7 @@ class _Part:
         return elements.to(FP8_DTYPE).flatten(1)
 
     def changes(self, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each row the square of what it has lost, of each block how many elements have changed."""
+        """Squared change per row, and count of changed elements per block."""
         now = codes.view(self.products.shape).to(self.products.dtype)
         difference = (now if self.divisor is None else now * self.divisor) - self.products
         lost = self.norms(difference)
@@ -483,16 +486,16 @@ class _Part:
         return self.squares(lost), self._of_blocks(changed).sum((1, 3))
 
     def norms(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, groups], in the unit of the products."""
+        """Norms [rows, groups], in units of value * factor."""
         return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32 if self.is_short else torch.float64).double()
 
     def squares(self, norms: torch.Tensor) -> torch.Tensor:
-        """[rows], in the unit of the weight."""
+        """Squared norms [rows], in the weight's units."""
         return (norms * self.unit).square().sum(1)
 
 
 def _values(source: formats.Source, rows: torch.Tensor) -> torch.Tensor:
-    """Elements, exactly, in what a GPU reads fastest and a CPU computes fastest."""
+    """Elements, exact, in the dtype that is fastest: to read on a GPU, to compute with on a CPU."""
     dtype = torch.bfloat16 if rows.is_cuda else torch.float32
     if not source.format.packed:
         return rows.to(dtype)
@@ -503,11 +506,11 @@ def _values(source: formats.Source, rows: torch.Tensor) -> torch.Tensor:
     return F.embedding(rows.int(), pairs).flatten(1)
 
 
-# Numbers of float64, bit by bit: no device rounds them.
+# float64 numbers bit by bit: no device rounds them.
 
 
 def _exponent(x: torch.Tensor) -> torch.Tensor:
-    """Of the largest power of two that is no larger than a positive number."""
+    """Exponent of the largest power of two <= a positive number."""
     return (x.view(torch.int64) >> _FRACTION_BITS) - 1023
 
 
@@ -516,10 +519,10 @@ def _power(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def _fraction(x: torch.Tensor) -> torch.Tensor:
-    """Bits behind the leading one: none of powers of two and of zero."""
+    """Bits after the leading one; 0 for powers of two and zero."""
     return x.view(torch.int64) & ((1 << _FRACTION_BITS) - 1)
 
 
 def _not_below(x: torch.Tensor, smallest: float) -> torch.Tensor:
-    """Numbers, but for zeros, of at least this magnitude."""
+    """Numbers with nonzero magnitudes raised to at least this."""
     return torch.where(x == 0, x, x.abs().clamp(min=smallest).copysign(x))

@@ -1,6 +1,6 @@
 """Checks that products share: operands, scales, strides, the GPU, a config that is forced.
 
-Called by the operations. Each error says what was seen and what to do; what a call must be is said by its operation.
+Called by the operations. Each error says what was seen and what to do; the operation describes what a call must be.
 """
 
 import math
@@ -16,7 +16,7 @@ from deep_tile.problem import GemmProblem
 
 _TMA_BYTES = tensors.ALIGNMENT_BYTES
 MAX_SIZE = 2**31 - 1024
-"""Rounded up to the largest cluster tile, a size must still be an int of the kernel."""
+"""Rounded up to the largest cluster tile, a size must fit the kernel's int."""
 
 SOURCES = {
     "a": "deep_tile.per_token_cast_to_fp8 makes a and a_scale",
@@ -31,7 +31,7 @@ SOURCES = {
 
 
 def with_defaults(options: NamedTuple, device: torch.device) -> NamedTuple:
-    """The options of a product, with num_sms and pdl filled in.
+    """A GEMM's options with num_sms and pdl filled in.
 
     Raises:
         ValueError: num_sms is out of range.
@@ -40,7 +40,7 @@ def with_defaults(options: NamedTuple, device: torch.device) -> NamedTuple:
 
 
 def has_pdl(options: NamedTuple) -> bool:
-    """Whether options of a product, which say so or leave it to their num_sms, mean programmatic launches."""
+    """Whether a GEMM's options mean programmatic launch, explicitly or by their num_sms."""
     return options.num_sms is None if options.pdl is None else options.pdl
 
 
@@ -74,7 +74,7 @@ def check_devices(a, **others: torch.Tensor | None) -> None:
 
 
 def check_scale_shapes(a, a_scale, b, b_scale) -> None:
-    """Check scales of blocks."""
+    """Check block scale shapes."""
     (m, k), n = a.shape, b.shape[0]
     k_blocks, n_blocks = ceil_div(k, SCALE_BLOCK), ceil_div(n, SCALE_BLOCK)
     for name, x, scale, wanted, meaning in (
@@ -100,8 +100,8 @@ def has_shape(x: torch.Tensor, wanted: tuple[int, ...]) -> bool:
 
 
 def scale_shape_remedy(name: str, scale: torch.Tensor, wanted: tuple[int, int], x: torch.Tensor) -> str | None:
-    """What to do about a scale of another shape than is `wanted` of the operand `x`; None if its own shape does not
-    say what it is. Sizes not known yet can be compared as text alone."""
+    """The remedy for a scale whose shape is not `wanted` for operand `x`; None if its shape gives no hint. Sizes not
+    known yet can be compared as text alone."""
     rows, seen = x.shape[0], tuple(scale.shape)
     more_than_one = [str(size) for size in scale.shape if str(size) != "1"]
     if str(seen) == str(wanted[::-1]):
@@ -118,8 +118,7 @@ def scale_shape_remedy(name: str, scale: torch.Tensor, wanted: tuple[int, int], 
 
 
 def check_product_shapes(a, b, out, activation: str | None = None, names: tuple[str, str] = ("a", "b")) -> None:
-    """Check a [m, k], b [n, k], called by these names, and out [m, n], which may be None; an activation may leave n / 2
-    columns."""
+    """Check a [m, k], b [n, k], under these names, and out [m, n] or None; an activation may halve the columns."""
     for name, tensor, shape in ((names[0], a, "[m, k]"), (names[1], b, "[n, k]")):
         if tensor.dim() != 2:
             raise ValueError(
@@ -144,7 +143,7 @@ def check_product_shapes(a, b, out, activation: str | None = None, names: tuple[
 
 
 def transpose_of(name: str, x: torch.Tensor) -> str:
-    """The transpose of a matrix as products take it."""
+    """A matrix's transpose in a layout that GEMMs take."""
     if x.element_size() == 2 or x.stride(0) == 1:
         return f"{name}.t(), which copies nothing"
     return f"{name}.t().contiguous()"
@@ -208,8 +207,8 @@ def scale_problem(operand: str, shape: tuple[int, ...], strides: tuple[int, ...]
 def stride_problem(
     name: str, rows: int, columns: int, stride: int, element_bytes: int = 1, what: str = "row"
 ) -> str | None:
-    """What is wrong about the stride from row to row of a matrix [rows, columns] whose columns are adjacent: an operand
-    [rows, k], or, of one whose own rows are adjacent, its transpose [k, rows]; then `what` is "column"."""
+    """What is wrong with the row stride of a matrix [rows, columns] with contiguous columns: a K-major operand [rows,
+    k], or an M- or N-major operand's transpose [k, rows]; then `what` is "column"."""
     if rows <= 1 or columns == 0:
         return None
     of_what = f"k = {columns}" if what == "row" else f"{columns} rows"
@@ -239,7 +238,7 @@ def check_hopper(device: int) -> None:
 def is_available() -> tuple[bool, str]:
     """Whether kernels can run here, and if not, why. Never raises. May initialise CUDA.
 
-    False in a process forked after CUDA had started, and after a kernel of this process failed, whosever it was.
+    False in a process forked after CUDA had started, and after any kernel in this process failed.
     """
     try:
         if not torch.cuda.is_available():
@@ -259,7 +258,7 @@ def current_gpu() -> int | None:
 
 
 def _check_alive() -> None:
-    """Raise where an earlier kernel has failed: every call of CUDA then reports it, and this one disturbs nobody."""
+    """Raise if an earlier kernel failed: every CUDA call then reports it, and this one has no side effects."""
     try:
         if not torch.cuda.is_current_stream_capturing():  # and a stream that is being captured lives
             torch.cuda.current_stream().query()
@@ -314,7 +313,7 @@ def checked_config(config: GemmConfig, problem: GemmProblem) -> GemmConfig:
 
 
 def tma_can_store(out: torch.Tensor) -> bool:
-    """TMA addresses rows, and clips them, in steps of 16 bytes: at n = 261 it overwrites columns 261 to 263."""
+    """TMA addresses and clips rows in 16-byte steps: at n = 261 it would overwrite columns 261 to 263."""
     m, n = out.shape
     row_bytes = (size * out.element_size() for size in (n, *([] if m == 1 else [out.stride(0)])))
     return all(number % _TMA_BYTES == 0 for number in (out.data_ptr(), *row_bytes))
@@ -333,7 +332,7 @@ def kernel_for(
     *,
     choose: Callable[[GemmProblem], GemmConfig | None] | None = None,
 ) -> GemmConfig | None:
-    """The config of a call that has been checked: the one that it forces, or what `choose` says, `plan.config_for`.
+    """The config for a checked call: the forced one, or `choose`'s, `plan.config_for`.
 
     Raises:
         ValueError, RuntimeError: it does not suit the problem; the GPU is not a Hopper; or the kernel would have to be

@@ -1,8 +1,8 @@
-"""From a config to the text of its kernel.
+"""Generates a kernel's CUDA C++ from its config.
 
-The text is complete: the struct of the kernel's argument stands in it (params.py) and our own headers are pasted in, so
-NVRTC needs no include path, and one hash of the text is the identity of the kernel wherever the package is installed. A
-product's text holds the WGMMA instruction that its config uses.
+The text is self-contained: it holds the parameter struct (params.py) and all our headers, so NVRTC needs no include
+path, and a hash of the text identifies the kernel on every machine. A product's text holds the WGMMA instruction that
+its config uses.
 """
 
 import re
@@ -18,12 +18,12 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 
 class Watch(NamedTuple):
-    """The debug build of a kernel: how it ends waits, and where it says so (watch.cuh).
+    """A kernel's debug build: how its waits end, and where it reports that (watch.cuh).
 
     Attributes:
-        records: address of the records, which the host and the GPU share.
+        records: address of the records that host and GPU share.
         limit_ns: how long a wait may take.
-        kernel: number of the kernel in its records, from 1.
+        kernel: the kernel's number in its records, from 1.
     """
 
     records: int
@@ -32,9 +32,9 @@ class Watch(NamedTuple):
 
 
 def kernel_source(config: GemmConfig, watch: Watch | None = None) -> str:
-    """CUDA C++ of the kernel `config.name`, one self-contained translation unit for NVRTC or nvcc.
+    """CUDA C++ for kernel `config.name`, one self-contained translation unit for NVRTC or nvcc.
 
-    With `watch`, of its debug build, whose text serves one process.
+    With `watch`, its debug build, which serves one process only.
     """
     text = [_wgmma(config), params.GEMM.text, _headers("gemm.cuh"), _entry(config)]
     return "\n".join(text if watch is None else [_watch(watch), *text])
@@ -47,15 +47,16 @@ def _watch(watch: Watch) -> str:
 def _wgmma(config: GemmConfig) -> str:
     """`wgmma(d, a, b, accumulate)`: d[64, mma_n] (+)= a[64, mma_k] * b[mma_n, mma_k]^T, operands in shared memory.
 
-    PTX ISA, "wgmma.mma_async". Written before the headers because they call it from templates with arguments of
-    built-in types, which are looked up where the template is defined.
+    PTX ISA, "wgmma.mma_async". Written before the headers because they call it in templates with built-in argument
+    types, and name lookup then happens at the template's definition.
     """
     instruction = f"m64n{config.mma_n}k{config.mma_k}.{config.product.mma}"
     return _wgmma_function(config.mma_n // 2, instruction, _immediates(config), config.integer_sums)
 
 
 def _wgmma_function(registers: int, shape: str, immediates: str, integer_sums: bool = False) -> str:
-    """`wgmma` for so many sums of a thread; `shape` with types, `immediates` at the instruction's end."""
+    """The `wgmma` wrapper with this many accumulators per thread; `shape` includes types, `immediates` end the
+    instruction."""
     instruction = f"wgmma.mma_async.sync.aligned.{shape}"
     sums, constraint = ("int", "r") if integer_sums else ("float", "f")
     outputs = ", ".join(f'"+{constraint}"(d[{i}])' for i in range(registers))
@@ -77,8 +78,8 @@ __device__ __forceinline__ void wgmma({sums} (&d)[{registers}], unsigned long lo
 
 
 def _immediates(config: GemmConfig) -> str:
-    """What the instruction has at its end: neither operand is negated, which integers cannot be; of 16 bits, whether
-    each is read along its rows."""
+    """The instruction's immediates: negation flags (0; integers have none) and, for 16-bit operands, the major of
+    each."""
     if config.integer_sums:
         return ""
     along_rows = f", {int(config.a_span > 0)}, {int(config.b_span > 0)}"
@@ -100,7 +101,7 @@ _FIELDS = (
     *("accumulate", "quantizes", "out_format", "out_bytes"),
     *("bias_format", "activation", "columns_per_output", "out_columns_per_part", "smem_bytes"),
 )
-"""Those of the kernel's GemmConfig (include/deep_tile/config.cuh), in its order: properties of ours."""
+"""Fields of the CUDA GemmConfig (include/deep_tile/config.cuh), in order; each is a property of the Python one."""
 
 
 def _entry(config: GemmConfig) -> str:
@@ -127,14 +128,15 @@ def _literal(field: str, value: int | bool | str) -> str:
 
 
 class CastKernel(NamedTuple):
-    """A cast to FP8: what its text depends on.
+    """A cast to FP8: the facts its text depends on.
 
     Attributes:
         block_rows: 1 or 128, rows that share a scale with each other and with 128 columns.
-        source: format of the input, a key of `CAST_FORMATS`.
-        what: is cast, a key of `CAST_SOURCES`; of 128 rows "plain".
-        threads: of a thread block.
-        threads_per_scale: threads that meet in one scale: part of a warp for 1x128, the thread block for 128x128.
+        source: input format, a key of `CAST_FORMATS`.
+        what: input rows, a key of `CAST_SOURCES`; "plain" for 128x128 blocks.
+        threads: per thread block.
+        threads_per_scale: threads that compute one scale together: part of a warp for 1x128, the thread block for
+            128x128.
         blocks_per_sm: thread blocks that must fit into an SM's registers at once.
     """
 
@@ -150,50 +152,40 @@ class CastKernel(NamedTuple):
         source = self.source if self.what == "plain" else f"{self.what}_{self.source}"
         return f"fp8_cast_{self.block_rows}x128_{source}_t{self.threads}_s{self.threads_per_scale}"
 
+    @property
+    def table(self) -> params.Params:
+        return params.CAST if self.what == "plain" else params.CAST_OF_ROWS
+
+    @property
+    def header(self) -> str:
+        return "quantize.cuh" if self.what == "plain" else "experts.cuh"
+
+    @property
+    def constants(self) -> str:
+        return "" if self.what == "plain" else f"constexpr unsigned cast_groups = {params.MOST_CAST_GROUPS};\n"
+
+    @property
+    def function(self) -> str:
+        arguments = f"deep_tile::{CAST_FORMATS[self.source]}, {self.threads_per_scale}"
+        if self.block_rows > 1:
+            return f"cast_tiles<{arguments}>"
+        return f"cast_rows<deep_tile::{CAST_SOURCES[self.what]}, {arguments}>"
+
 
 CAST_FORMATS = {"bf16": "BFloat16", "fp16": "Float16", "fp32": "Float32"}
 """Formats that can be cast to FP8, by the names they have in formats.cuh."""
 
 CAST_SOURCES = {"plain": "Plain", "listed": "Listed", "silu_mul": "SiluMul"}
-"""What can be cast: all rows, rows by an index or of groups, a product of a row's halves; likewise."""
-
-
-def _caller(kernel: "StreamingKernel", struct: str, function: str) -> str:
-    """The kernel itself, which hands its parameters to a function of a header."""
-    return f"""\
-extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
-{kernel.name}(const {struct} params) {{
-    deep_tile::{function}(params);
-}}
-"""
-
-
-def cast_source(kernel: CastKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`.
-
-    Its argument is no __grid_constant__: read in place, it makes the cast of FP32 in tiles spill (NVRTC 13.0.88).
-    """
-    entry = _caller(kernel, "CastParams", _cast_function(kernel))
-    if kernel.what == "plain":
-        return "\n".join([params.CAST.text, _headers("quantize.cuh"), entry])
-    groups = f"constexpr unsigned cast_groups = {params.MOST_CAST_GROUPS};\n"
-    return "\n".join([params.CAST_OF_ROWS.text, groups, _headers("experts.cuh"), entry])
-
-
-def _cast_function(kernel: CastKernel) -> str:
-    arguments = f"deep_tile::{CAST_FORMATS[kernel.source]}, {kernel.threads_per_scale}"
-    if kernel.block_rows > 1:
-        return f"cast_tiles<{arguments}>"
-    return f"cast_rows<deep_tile::{CAST_SOURCES[kernel.what]}, {arguments}>"
+"""Row sources of a cast, by name in CUDA: all rows, rows by index or group, `silu_mul` of a row's halves."""
 
 
 class TransposedKernel(NamedTuple):
-    """A cast to FP8 along tokens: what its text depends on.
+    """A cast to FP8 along tokens: the facts its text depends on.
 
     Attributes:
-        source: format of the input, a key of `CAST_FORMATS`.
-        columns: of a tile, which has 128 tokens.
-        threads: of a thread block.
+        source: input format, a key of `CAST_FORMATS`.
+        columns: per tile of 128 tokens.
+        threads: per thread block.
         blocks_per_sm: thread blocks that must fit into an SM's registers at once.
     """
 
@@ -202,26 +194,25 @@ class TransposedKernel(NamedTuple):
     threads: int
     blocks_per_sm: int
 
+    table, header, constants = params.TRANSPOSED_CAST, "transposed.cuh", ""
+
     @property
     def name(self) -> str:
         return f"fp8_cast_transposed_128x{self.columns}_{self.source}_t{self.threads}"
 
-
-def transposed_source(kernel: TransposedKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    source = CAST_FORMATS[kernel.source]
-    entry = _caller(kernel, "CastParams", f"cast_transposed<deep_tile::{source}, {kernel.threads}, {kernel.columns}>")
-    return "\n".join([params.TRANSPOSED_CAST.text, _headers("transposed.cuh"), entry])
+    @property
+    def function(self) -> str:
+        return f"cast_transposed<deep_tile::{CAST_FORMATS[self.source]}, {self.threads}, {self.columns}>"
 
 
 class BothKernel(NamedTuple):
-    """A cast both ways, or what transposes codes: what its text depends on.
+    """A cast in both directions, or a transposition of FP8 codes: the facts its text depends on.
 
     Attributes:
-        what: "rows" and columns, each with its scales; "mixed", rows with their scales and tiles of 128x128 with one;
-            "tiles" with one alone; or "codes", which are transposed.
-        source: format of the input, a key of `CAST_FORMATS`; of codes "e4m3".
-        threads: of a thread block.
+        what: "rows": 1x128 scales in both directions; "mixed": 1x128 along rows and 128x128 for the transpose; "tiles":
+            128x128 for both; "codes": FP8 codes are transposed.
+        source: input format, a key of `CAST_FORMATS`; "e4m3" for codes.
+        threads: per thread block.
         blocks_per_sm: thread blocks that must fit into an SM's registers at once.
     """
 
@@ -230,31 +221,30 @@ class BothKernel(NamedTuple):
     threads: int
     blocks_per_sm: int
 
+    table, header, constants = params.CAST_BOTH, "both.cuh", ""
+
     @property
     def name(self) -> str:
         return f"fp8_cast_both_{self.what}_{self.source}_t{self.threads}"
 
-
-def both_source(kernel: BothKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    threads = kernel.threads
-    body = {
-        "rows": f"cast_both<deep_tile::{CAST_FORMATS.get(kernel.source)}, {threads}, false>",
-        "mixed": f"cast_both<deep_tile::{CAST_FORMATS.get(kernel.source)}, {threads}, true>",
-        "tiles": f"cast_weight<deep_tile::{CAST_FORMATS.get(kernel.source)}, {threads}>",
-        "codes": f"transpose_codes<{threads}>",
-    }[kernel.what]
-    entry = _caller(kernel, "CastParams", body)
-    return "\n".join([params.CAST_BOTH.text, _headers("both.cuh"), entry])
+    @property
+    def function(self) -> str:
+        source = f"deep_tile::{CAST_FORMATS.get(self.source)}, {self.threads}"
+        return {
+            "rows": f"cast_both<{source}, false>",
+            "mixed": f"cast_both<{source}, true>",
+            "tiles": f"cast_weight<{source}>",
+            "codes": f"transpose_codes<{self.threads}>",
+        }[self.what]
 
 
 class GatedKernel(NamedTuple):
-    """The gradient of SwiGLU, cast both ways: what its text depends on.
+    """The gradient of SwiGLU, cast both ways: the facts its text depends on.
 
     Attributes:
-        source: of gates and ups, "bf16", or "e4m3" with a scale for each 128.
-        blocks: h has one scale for 128x128, not one for each of its columns and 128 tokens.
-        threads: of a thread block.
+        source: format of gate and up: "bf16", or "e4m3" with 1x128 scales.
+        blocks: h has 128x128 scales instead of one per column and 128 tokens.
+        threads: per thread block.
         blocks_per_sm: thread blocks that must fit into an SM's registers at once.
     """
 
@@ -263,30 +253,32 @@ class GatedKernel(NamedTuple):
     threads: int
     blocks_per_sm: int
 
+    table, header = params.GATED, "gated.cuh"
+
     @property
     def name(self) -> str:
         return f"fp8_cast_swiglu_gradient_{'mixed' if self.blocks else 'rows'}_{self.source}_t{self.threads}"
 
     @property
     def smem_bytes(self) -> int:
-        """Of tiles that wait, of 128x128 in BF16."""
+        """Shared memory for two waiting 128x128 BF16 tiles."""
         return 2 * SCALE_BLOCK * SCALE_BLOCK * 2
 
+    @property
+    def constants(self) -> str:
+        return f"constexpr int gated_bytes = {self.smem_bytes};\n"
 
-def gated_source(kernel: GatedKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    source = {"bf16": "GatedWords", "e4m3": "GatedCodes"}[kernel.source]
-    blocks = str(kernel.blocks).lower()
-    entry = _caller(kernel, "CastParams", f"cast_gated_gradient<deep_tile::{source}, {kernel.threads}, {blocks}>")
-    waiting = f"constexpr int gated_bytes = {kernel.smem_bytes};\n"
-    return "\n".join([params.GATED.text, waiting, _headers("gated.cuh"), entry])
+    @property
+    def function(self) -> str:
+        source = {"bf16": "GatedWords", "e4m3": "GatedCodes"}[self.source]
+        return f"cast_gated_gradient<deep_tile::{source}, {self.threads}, {str(self.blocks).lower()}>"
 
 
 class CombineKernel(NamedTuple):
-    """The sum of experts' rows: what its text depends on.
+    """The weighted sum over experts' rows: the facts its text depends on.
 
     Attributes:
-        threads: of a thread block.
+        threads: per thread block.
         rows_at_once: rows that a thread requests before it adds up the first.
         blocks_per_sm: thread blocks that must fit into an SM's registers at once.
     """
@@ -295,23 +287,23 @@ class CombineKernel(NamedTuple):
     rows_at_once: int
     blocks_per_sm: int
 
+    table, header, constants = params.COMBINE, "combine.cuh", ""
+
     @property
     def name(self) -> str:
         return f"fp8_combine_t{self.threads}_r{self.rows_at_once}"
 
-
-def combine_source(kernel: CombineKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    entry = _caller(kernel, "CombineParams", f"combine<{kernel.rows_at_once}>")
-    return "\n".join([params.COMBINE.text, _headers("combine.cuh"), entry])
+    @property
+    def function(self) -> str:
+        return f"combine<{self.rows_at_once}>"
 
 
 class SortKernel(NamedTuple):
-    """The sort of tokens' choices by expert: what its text depends on.
+    """The sort by expert: the facts its text depends on.
 
     Attributes:
-        choice: "int32" or "int64", the dtype of a choice.
-        threads: of a thread block, one for each expert.
+        choice: dtype of a choice, "int32" or "int64".
+        threads: per thread block, one for each expert.
         blocks_per_sm: thread blocks that must fit into an SM's registers at once.
     """
 
@@ -319,28 +311,26 @@ class SortKernel(NamedTuple):
     threads: int
     blocks_per_sm: int
 
+    table, header, constants = params.SORT, "sort.cuh", f"constexpr unsigned sort_blocks = {params.SORT_BLOCKS};\n"
+
     @property
     def name(self) -> str:
         return f"sort_by_expert_{self.choice}_t{self.threads}"
 
-
-def sort_source(kernel: SortKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    choice = {"int32": "int", "int64": "long long"}[kernel.choice]
-    blocks = f"constexpr unsigned sort_blocks = {params.SORT_BLOCKS};\n"
-    entry = _caller(kernel, "SortParams", f"sort_by_expert<{choice}, {kernel.threads}>")
-    return "\n".join([params.SORT.text, blocks, _headers("sort.cuh"), entry])
+    @property
+    def function(self) -> str:
+        return f"sort_by_expert<{ {'int32': 'int', 'int64': 'long long'}[self.choice] }, {self.threads}>"
 
 
 class ThinKernel(NamedTuple):
-    """A product by parts of K (thin.cuh): what its text depends on.
+    """A thin GEMM's main kernel (thin.cuh): the facts its text depends on.
 
     Attributes:
-        block_m, block_n: of a tile; 64 or 128 rows, and a multiple of 8 columns.
-        terms: in BF16 of b.
-        stages: of the ring.
+        block_m, block_n: tile size; 64 or 128 rows and a multiple of 8 columns.
+        terms: BF16 terms that represent b.
+        stages: ring depth.
         split_warps: that split an FP32 b; 0 where b is given as BF16 terms.
-        squares: whether it adds up the squares of a's rows, too.
+        squares: whether it also sums squares along a's rows.
         blocks_per_sm: thread blocks that must fit into an SM at once.
     """
 
@@ -363,13 +353,13 @@ class ThinKernel(NamedTuple):
 
     @property
     def smem_bytes(self) -> int:
-        """Of ThinStorage: K blocks of a and of b's terms, and three mbarriers, in each stage."""
+        """Size of ThinStorage. A stage holds a K block of a, one per term of b, and three mbarriers."""
         stage = (self.block_m + self.terms * self.block_n) * K_BLOCK_BYTES + 3 * 8
         return round_up(stage * self.stages, 1024)
 
 
 def thin_source(kernel: ThinKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
+    """CUDA C++ for kernel `kernel.name`, self-contained."""
     columns = kernel.terms * kernel.block_n if kernel.split_warps else kernel.block_n
     fields = ("block_m", "block_n", "terms", "stages", "split_warps", "squares")
     values = ", ".join(_literal(name, getattr(kernel, name)) for name in fields)
@@ -389,33 +379,33 @@ extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_pe
 
 
 class PartsKernel(NamedTuple):
-    """The sum of the parts of such a product: what its text depends on.
+    """The reduction over a thin GEMM's K parts: the facts its text depends on.
 
     Attributes:
-        threads: of a thread block.
+        threads: per thread block.
         blocks_per_sm: thread blocks that must fit into an SM's registers at once.
     """
 
     threads: int
     blocks_per_sm: int
 
+    table, header, constants = params.PARTS, "parts.cuh", ""
+
     @property
     def name(self) -> str:
         return f"thin_gemm_parts_t{self.threads}"
 
-
-def parts_source(kernel: PartsKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    entry = _caller(kernel, "PartsParams", f"add_parts<{kernel.threads}>")
-    return "\n".join([params.PARTS.text, _headers("parts.cuh"), entry])
+    @property
+    def function(self) -> str:
+        return f"add_parts<{self.threads}>"
 
 
 class SplitKernel(NamedTuple):
-    """The split of FP32 into BF16 terms: what its text depends on.
+    """The split from FP32 into BF16 terms: the facts its text depends on.
 
     Attributes:
         terms: 2, rounded, or 3, exact.
-        threads: of a thread block.
+        threads: per thread block.
         blocks_per_sm: thread blocks that must fit into an SM's registers at once.
     """
 
@@ -423,28 +413,28 @@ class SplitKernel(NamedTuple):
     threads: int
     blocks_per_sm: int
 
+    table, header, constants = params.SPLIT, "terms.cuh", ""
+
     @property
     def name(self) -> str:
         return f"thin_gemm_split_b{self.terms}_t{self.threads}"
 
-
-def split_source(kernel: SplitKernel) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`."""
-    entry = _caller(kernel, "SplitParams", f"split_terms<{kernel.terms}>")
-    return "\n".join([params.SPLIT.text, _headers("terms.cuh"), entry])
+    @property
+    def function(self) -> str:
+        return f"split_terms<{self.terms}>"
 
 
 class LogitsKernel(NamedTuple):
-    """The indexer's logits: what its text depends on.
+    """The indexer's logits: the facts its text depends on.
 
     Attributes:
-        head_dim: 32, 64 or 128, elements of e4m3 of a head.
-        heads: of a query in shared memory: 32, 64 or 128.
-        queries: of a math warpgroup; with their heads at most 256 for two warpgroups, 128 for three.
+        head_dim: e4m3 elements per head: 32, 64 or 128.
+        heads: per query, in shared memory: 32, 64 or 128.
+        queries: per math warpgroup; queries x heads is at most 256 with two warpgroups, 128 with three.
         warpgroups: that multiply, 2 or 3.
-        splits_queries: warpgroups have queries of their own; else all have the same and take tiles by turns.
-        paged: keys lie in pages of a cache.
-        output: format of the logits, "fp32" or "bf16".
+        splits_queries: each warpgroup has its own queries; else all share them and alternate in tiles.
+        paged: keys are in cache pages.
+        output: logit format, "fp32" or "bf16".
     """
 
     head_dim: int
@@ -457,7 +447,7 @@ class LogitsKernel(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Of the math warpgroups, and of one that loads and fills."""
+        """The math warpgroups' threads and one producer warpgroup's."""
         return 128 * (self.warpgroups + 1)
 
     @property
@@ -476,7 +466,7 @@ class LogitsKernel(NamedTuple):
 
     @property
     def block_queries(self) -> int:
-        """That share tiles of keys."""
+        """Queries per thread block, which share key tiles."""
         return self.queries * (self.warpgroups if self.splits_queries else 1)
 
     @property
@@ -486,20 +476,20 @@ class LogitsKernel(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Tiles of keys that fit beside two blocks of queries; 16 bring what a memory bound kernel needs on its way.
-        Where warpgroups take turns each has stages of its own, so that it sees every phase of their barriers."""
+        """Key tiles that fit beside two query blocks. 16 keep enough bytes in flight for a memory-bound kernel.
+        Warpgroups that alternate in tiles each have their own stages, so that each sees every barrier phase."""
         fitting = min(16, (SMEM_LIMIT_BYTES - self._tasks_bytes - 512) // (self._tile_bytes + 16))
         return fitting if self.splits_queries else fitting // self.warpgroups * self.warpgroups
 
     @property
     def smem_bytes(self) -> int:
-        """Of `LogitsStorage`: operands, barriers, then a sum of each warp, their total and a share of three numbers."""
+        """Size of `LogitsStorage`: operands, barriers, per-warp sums, their total, and a three-number share."""
         used = self._tasks_bytes + self.stages * (self._tile_bytes + 16) + 4 * 8 + 4 * (self.threads // 32 + 1 + 3)
         return round_up(used, 1024)
 
     @property
     def _tasks_bytes(self) -> int:
-        """Of two: tiles and row, and of each query its range, and of each head its elements and weight."""
+        """Two tasks: tiles and row; a range per query; elements and a weight per head."""
         return 2 * (16 + self.block_queries * (8 + self.heads * (self.head_dim + 4)))
 
     @property
@@ -508,17 +498,17 @@ class LogitsKernel(NamedTuple):
 
 
 LOGITS_TILE = 64
-"""Keys of a tile, and of a page of the cache."""
+"""Keys per tile and per cache page."""
 
 _LOGITS_FIELDS = (
     *("head_dim", "heads", "queries", "block_queries", "parts", "stages", "warpgroups", "splits_queries", "paged"),
     *("output", "threads", "math_registers", "producer_registers", "smem_bytes"),
 )
-"""Of the kernel's LogitsConfig (include/deep_tile/logits_config.cuh), in its order; an output is `out_format` there."""
+"""Fields of the CUDA LogitsConfig (include/deep_tile/logits_config.cuh), in order; `output` is `out_format` there."""
 
 
 def logits_source(kernel: LogitsKernel, watch: Watch | None = None) -> str:
-    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`, with `watch` as there."""
+    """CUDA C++ for kernel `kernel.name`, self-contained; `watch` as for `kernel_source`."""
     columns = kernel.queries * kernel.heads // kernel.parts
     fields = ", ".join(_literal(name, getattr(kernel, name)) for name in _LOGITS_FIELDS)
     entry = f"""\
@@ -541,28 +531,27 @@ StreamingKernel = (
 )
 """A kernel that no GemmConfig describes: most are bound by memory."""
 
-_SOURCES = {
-    CastKernel: cast_source,
-    TransposedKernel: transposed_source,
-    BothKernel: both_source,
-    GatedKernel: gated_source,
-    CombineKernel: combine_source,
-    SortKernel: sort_source,
-    ThinKernel: thin_source,
-    PartsKernel: parts_source,
-    SplitKernel: split_source,
-    LogitsKernel: logits_source,
-}
-
 
 def streaming_source(kernel: StreamingKernel) -> str:
-    """Of any of them."""
-    return _SOURCES[type(kernel)](kernel)
+    """CUDA C++ of the kernel `kernel.name`, complete as that of `kernel_source`: of most the struct `kernel.table`, the
+    headers behind `kernel.header`, and a kernel that hands its parameters to the function `kernel.function`.
+
+    Their argument is no __grid_constant__: read in place, it makes the tiled FP32 cast spill (NVRTC 13.0.88).
+    """
+    if isinstance(kernel, (LogitsKernel, ThinKernel)):
+        return logits_source(kernel) if isinstance(kernel, LogitsKernel) else thin_source(kernel)
+    entry = f"""\
+extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.blocks_per_sm})
+{kernel.name}(const {kernel.table.name} params) {{
+    deep_tile::{kernel.function}(params);
+}}
+"""
+    return "\n".join(filter(None, [kernel.table.text, kernel.constants, _headers(kernel.header), entry]))
 
 
 @lru_cache(maxsize=4)
 def _headers(*first: str) -> str:
-    """Headers of ours, with every other pasted in at its first include."""
+    """Our headers with every include pasted in at its first use."""
     directory = _header_directory()
     seen = set()
 

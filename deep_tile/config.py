@@ -1,4 +1,4 @@
-"""How it is done: one point in the space of kernels.
+"""`GemmConfig`: every compile-time choice that defines one GEMM kernel.
 
 `GemmConfig` is handed to the CUDA kernel as its one template argument (see codegen.py), so every size that host and
 device must agree on is derived here, once; the kernel asserts the shared-memory size against its own struct.
@@ -33,63 +33,64 @@ from deep_tile.walls import (
 )
 
 SCALE_BLOCK = 128
-"""Elements of K (and of N) that share a scale: also one 128-byte swizzle span of FP8."""
+"""Elements along K (and N) that share a scale; in FP8 also one 128-byte swizzle span."""
 
 WARP_THREADS = 32
 
 MMA_M = 64
-"""Rows of one WGMMA instruction, and of one output box."""
+"""Rows per WGMMA instruction and per output box."""
 
 ACCUMULATOR_LIMIT = 192
-"""Accumulators a math thread can hold beside addresses and scales, out of 232 registers."""
+"""Accumulators that a math thread with 232 registers can hold beside addresses and scales."""
 
 PAIRED_ACCUMULATOR_LIMIT = 216
-"""The same out of 240 registers, which tiles of PAIRED_TILES may take."""
+"""The same with 240 registers, which PAIRED_TILES may use."""
 
 _MOST_BOXES = 4
-"""Of `b` in a stage, where they divide a tile. One thread requests two in 180 clocks: 128x176 along n takes 11 to 33 %
-less with three boxes, of which the last has 16 columns of the next tile, than with eleven; 128x96 with three of 64
-bytes 10 to 18 % less than with two of 128; 128x224 with seven as long as with four (H100, 2026-11-26)."""
+"""Most boxes per K block of an N-major `b` that divide a tile; with more, boxes of 128 bytes overlap the next tile. One
+thread requests two boxes in 180 clocks: 128x176 takes 11 to 33 % less with three overlapping boxes than with eleven.
+128x96 takes 10 to 18 % less with three boxes of 64 bytes than with two of 128 (H100, 2026-11-26)."""
 
 PACKED_TABLES = 256
-"""By which bytes of scales turn codes of a packed b into FP8."""
+"""Entries in the table that turns a scale byte and a packed code of `b` into FP8."""
 
 UNIT_ROWS = 16
-"""Rows of a packed `b` whose K block lies together."""
+"""Rows of a packed `b` whose K blocks are stored contiguously."""
 
 PACKED_ACCUMULATOR_LIMIT = 136
-"""The same where converter warps have a share as well, for a second set of temporaries."""
+"""The same beside converter warps, for kernels with a second set of temporaries."""
 
 PAIRED_TILES = (112, 144)
-"""block_n of 128-row tiles whose K blocks may be multiplied in pairs: a main loop for each place of their scales then
-makes less than 64 KB of code, beyond which a launch takes 3 us more (docs/performance.md, "Of a launch")."""
+"""block_n for 128-row tiles that may process K blocks in pairs. Their main-loop copies, one per scale alignment, stay
+below 64 KB of code; larger kernels launch 3 us slower (docs/performance.md, "Of a launch")."""
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Tile, pipeline depth and cluster of one kernel.
+    """Tile, pipeline depth, cluster and epilogue that define one kernel.
 
     Attributes:
-        block_m, block_n: output tile of one thread block, in elements.
-        stages: depth of the shared-memory ring; one stage holds one K block of a, b and their scales, if they have any.
+        block_m, block_n: output tile per thread block, in elements.
+        stages: depth of the shared-memory ring. A stage holds one K block each from a and b, and its scales if any.
         cluster_m, cluster_n: thread blocks per cluster along M and N. Blocks along M share their b tile and blocks
             along N their a tile, by TMA multicast.
-        split_k: thread blocks per cluster along K. Each takes its part of the K blocks; then each adds up, in the
-            order of the parts, its share of the tile's columns.
+        split_k: thread blocks per cluster along K. Each multiplies its range of K blocks, then reduces its share of the
+            tile's columns, in K order.
         scale_blocks: K blocks per stage. More than one keeps several short WGMMA chains in flight.
-        store_buffers: output boxes per math warpgroup: those of a whole tile, or else filled and drained in turn.
+        store_buffers: output boxes per math warpgroup. With fewer than a tile needs, boxes are filled and drained in
+            turn.
         tma_store: store `out` with TMA; otherwise element by element, for any alignment and row stride.
-        b_stages: K blocks of b that stay in shared memory while a thread block works down a column of tiles: as many as
-            there may be, for 128 < k <= 128 * b_stages. 0: b travels with a, through the pipeline. Of a packed b: slots
-            that stages are converted to.
-        pairs: multiply K blocks two by two, of which k must have an even number, with a main loop for each way in which
-            a tile's columns may lie across scale blocks.
-        kind: of the product, a name in `kinds.EVERY_KIND`.
-        output: format of `out`, a name in `kinds.RESULTS`; that of the kind when None.
-        grouping: how rows belong to matrices of `b`, one of `kinds.GROUPINGS`.
+        b_stages: K blocks of a resident b, which stays in shared memory while a thread block works down a column of
+            tiles; for 128 < k <= 128 * b_stages. 0: b goes through the pipeline like a. For a packed b: slots for
+            converted stages.
+        pairs: multiply K blocks in pairs (k must hold an even number), with one main-loop copy for each alignment
+            between tile columns and scale blocks.
+        kind: operand dtypes and scaling, a name in `kinds.EVERY_KIND`.
+        output: dtype of `out`, a name in `kinds.RESULTS`; None: the kind's default.
+        grouping: how rows map to the matrices in `b`, one of `kinds.GROUPINGS`.
         accumulate: add to what `out` holds, in its format, instead of writing over it.
-        bias: format of what is added to each column, one of `kinds.BIASES`.
-        activation: what becomes of the sums, one of `kinds.ACTIVATIONS`.
+        bias: the bias's dtype, one of `kinds.BIASES`.
+        activation: applied to the sums, one of `kinds.ACTIVATIONS`.
         layout: how the operands lie in memory, a name in `kinds.LAYOUTS`.
     """
 
@@ -211,7 +212,7 @@ class GemmConfig:
 
     @property
     def _unpackable_because(self) -> str | None:
-        """The first rule of packed operands that this config breaks, or None."""
+        """The first rule for packed operands that this config breaks, or None."""
         if self.b_stages < 2:
             return (
                 f"b_stages is {self.b_stages}; a packed b has at least 2 slots, one that is read while one is written"
@@ -240,18 +241,18 @@ class GemmConfig:
 
     @cached_property
     def timed_name(self) -> str:
-        """Name of the kernel whose times and measured choices are this one's: of its family, with operands along k, it
-        stores sums as they are, by TMA, in `timed_output`."""
+        """Name of the kernel whose measured times and choices stand for this one: same family, K-major operands, TMA
+        store, no epilogue, output in `timed_output`."""
         return self._named(self.product.family, self.product.timed_output(self.output))
 
     @property
     def finish_name(self) -> str:
-        """What it does to sums, as a part of its name."""
+        """The epilogue's part of the kernel name."""
         bias = "" if self.bias == "none" else f"_bias_{self.bias}"
         return bias + ("" if self.activation == "none" else f"_{self.activation}")
 
     def _named(self, kind: str, output: str, finish: str = "") -> str:
-        """Without how operands lie and where it stores."""
+        """The kernel name without layout and store."""
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         output = "" if output == self.product.output else f"_{output}"
         split = "" if self.split_k == 1 else f"_k{self.split_k}"
@@ -264,12 +265,12 @@ class GemmConfig:
 
     @property
     def product(self) -> Kind:
-        """What it multiplies."""
+        """The kind's row in `kinds.EVERY_KIND`."""
         return EVERY_KIND[self.kind]
 
     @property
     def out(self) -> Element:
-        """What it stores."""
+        """The output element type."""
         return RESULTS[self.output or self.product.output]
 
     @property
@@ -282,7 +283,7 @@ class GemmConfig:
 
     @property
     def column_scales(self) -> bool:
-        """Whether each row of `b`, which is a column of `out`, has scales of its own in every K block."""
+        """Whether each row in `b` (a column in `out`) has its own scale per K block."""
         return self.product.scaling == "row_blocks"
 
     @property
@@ -291,7 +292,7 @@ class GemmConfig:
 
     @property
     def out_bytes(self) -> int:
-        """Of one element of `out`."""
+        """Bytes per `out` element."""
         return self.out.bytes
 
     @property
@@ -305,7 +306,7 @@ class GemmConfig:
 
     @property
     def quantizes(self) -> bool:
-        """Whether the result is cast to FP8, with scales of its own."""
+        """Whether the epilogue casts the result to FP8 and writes its scales."""
         return self.output == QUANTIZED
 
     @property
@@ -314,7 +315,7 @@ class GemmConfig:
 
     @property
     def columns_per_output(self) -> int:
-        """Columns of the product that one of `out` is made of."""
+        """GEMM columns per `out` column: 2 for gated activations, else 1."""
         return 2 if self.activation == "swiglu" else 1
 
     @property
@@ -331,76 +332,74 @@ class GemmConfig:
 
     @property
     def row_groups(self) -> bool:
-        """Whether groups are of rows of `a` and `out`, and not of K."""
+        """Whether groups partition the rows (M), not K."""
         return self.is_grouped and not self.by_k
 
     @property
     def block_k(self) -> int:
-        """Elements of K per stage."""
+        """K elements per stage."""
         return self.scale_blocks * self.product.k_block
 
     @property
     def k_bytes(self) -> int:
-        """Bytes of K per stage, of one row of an operand."""
+        """K bytes per stage and operand row."""
         return self.scale_blocks * K_BLOCK_BYTES
 
     @property
     def mma_k(self) -> int:
-        """Elements of K per WGMMA."""
+        """K elements per WGMMA."""
         return MMA_K_BYTES // self.product.a.bytes
 
     @property
     def a_span(self) -> int:
-        """Bytes of adjacent rows that a box of `a` has for each element of K, where it lies along m; 0 where along k.
-
-        A box is as wide as a swizzle: see `_span`.
-        """
+        """For an M-major `a`: bytes along m that a TMA box covers, a swizzle span (`_span`). 0 for a K-major `a`."""
         return 0 if LAYOUTS[self.layout].a == "k" else _span(self.block_m * self.product.a.bytes)
 
     @property
     def b_span(self) -> int:
-        """The same of `b`, where it lies along n. The last box may have columns of the next tile as well."""
+        """The same for an N-major `b`, whose last box may overlap the next tile."""
         return 0 if LAYOUTS[self.layout].b == "k" else _span(self.block_n * self.product.b.bytes)
 
     @property
     def b_rows(self) -> int:
-        """Rows of `b` that a stage has room for: those of whole boxes."""
+        """Rows of `b` that a stage holds: those of whole boxes."""
         return round_up(self.block_n, self.b_span // self.product.b.bytes) if self.b_span else self.block_n
 
     # Where b is.
 
     @property
     def resident_b(self) -> bool:
-        """Whether a tile of `b` stays in shared memory while a thread block works down a column of tiles.
+        """Whether a `b` tile stays in shared memory while a thread block works down a column of tiles.
 
-        At k = 512 a tile of 128x192 then takes 64 KB instead of 160: 8192x32768x512 gains 7 %, 2048x32768x512 2 %, and
+        At k = 512 a 128x192 tile then loads 64 KB instead of 160: 8192x32768x512 gains 7 %, 2048x32768x512 2 %;
         1024x32768x512, with eleven tiles per SM, loses 2 % (H200, 2026-11-21).
         """
         return self.b_stages > 0 and not self.is_packed
 
     @property
     def is_packed(self) -> bool:
-        """Whether `b` has 4 bits in memory, and converter warps make of it what WGMMA reads."""
+        """Whether `b` is stored in 4 bits and converter warps unpack it for WGMMA."""
         return self.product.packing is not None
 
     @property
     def b_group(self) -> int:
-        """Elements of K that share a scale in a packed `b`; 0 of others."""
+        """K elements that share a scale in a packed `b`; otherwise 0."""
         return self.product.packing.group if self.is_packed else 0
 
     @property
     def b_unit_bytes(self) -> int:
-        """Of 16 rows of a K block of a packed `b`."""
+        """Bytes in 16 rows of a packed K block."""
         return UNIT_ROWS * self.product.packing.row_bytes if self.is_packed else 0
 
     @property
     def unit_stages(self) -> int:
-        """Depth of the ring of a packed `b`: that of `a` where few rows wait for memory, or of the converted ones."""
+        """Stages in the packed `b` ring: as many as `a` has for small m, which waits for memory, else as many as
+        converted slots."""
         return (self.stages if self.math_warpgroups == 1 else self.b_stages) if self.is_packed else 0
 
     @property
     def unit_bytes(self) -> int:
-        """Of one of its stages, with two barriers."""
+        """Bytes per packed stage, with its two barriers."""
         return self.scale_blocks * self.block_n // UNIT_ROWS * self.b_unit_bytes + 2 * 8
 
     @property
@@ -432,7 +431,7 @@ class GemmConfig:
 
     @property
     def multicast(self) -> bool:
-        """Whether thread blocks of a cluster share operands."""
+        """Whether the cluster's thread blocks share operands by multicast."""
         return self.cluster_m * self.cluster_n > 1
 
     @property
@@ -454,10 +453,9 @@ class GemmConfig:
 
     @property
     def scale_warps(self) -> int:
-        """Warps of the producer warpgroup that copy scales, in turn.
-
-        As measured: one alone holds up narrow tiles, three cost wide ones 4 to 15 % (H200, 2026-11-21). No more than
-        stages: a warp that is a round ahead of the others takes a phase long past for the one that it awaits.
+        """Producer warps that copy scales, in turn. One alone holds up narrow tiles, three cost wide ones 4 to 15 %
+        (H200, 2026-11-21). Never more than stages: a warp one round ahead would mistake an old barrier phase for its
+        own.
         """
         if not self.product.block_scales:
             return 0
@@ -467,12 +465,9 @@ class GemmConfig:
 
     @property
     def store_warps(self) -> int:
-        """Warps of the producer warpgroup that hand output boxes to TMA: all that are left, one for each math warpgroup
-        at most. None where there are none, or where a math warp stores what it has just received: it then does that
-        itself.
-
-        A math warp that stores is held up by TMA, which is busy with loads: 400 to 750 clocks of the 1100 that a tile
-        of 128x192 takes from its last K block to the next (H200, 2026-11-21).
+        """Producer warps that issue TMA stores: those without another role, at most one per math warpgroup. With 0,
+        math warps store their own boxes. A storing math warp waits for TMA, which is busy with loads: 400 to 750 clocks
+        out of the 1100 between a 128x192 tile's last K block and the next tile (H200, 2026-11-21).
         """
         if self.math_warpgroups == 1 or self.split_k > 1 or not self.tma_store:
             return 0
@@ -480,10 +475,10 @@ class GemmConfig:
 
     @property
     def unit_warps(self) -> int:
-        """Warps of the producer warpgroup that load a packed `b`."""
+        """Producer warps that load a packed `b`."""
         return int(self.is_packed)
 
-    # Each math warpgroup covers its rows of the tile by chunks_m x chunks_n WGMMA tiles of 64 x mma_n.
+    # Each math warpgroup covers its tile rows by chunks_m x chunks_n WGMMA tiles of 64 x mma_n.
 
     @property
     def rows_per_warpgroup(self) -> int:
@@ -516,15 +511,15 @@ class GemmConfig:
 
     @property
     def block_registers(self) -> int:
-        """Temporary accumulators of one K block, before promotion."""
+        """Temporary accumulators for one K block, before promotion."""
         if not self.product.promotes:
             return 0
         return self.scale_blocks * MMA_M * self.mma_n // WARPGROUP_THREADS
 
     @property
     def block_sets(self) -> int:
-        """Sets of temporaries: with two, the next K block is multiplied while this one is promoted; without promotion
-        there are none. Where groups are along K, the schedule of groups takes registers of its own."""
+        """Sets of temporaries. With two, the next K block is multiplied while this one is promoted; 0 without
+        promotion. K-grouped kernels have one, since their scheduler needs registers."""
         if not self.product.promotes:
             return 0
         limit = PAIRED_ACCUMULATOR_LIMIT if self.pairs else ACCUMULATOR_LIMIT
@@ -537,9 +532,9 @@ class GemmConfig:
 
     @property
     def math_registers(self) -> int:
-        """Registers of a math thread, where two math warpgroups share the SM's 64 K with the producers. With 232 an
-        activation spills some where half a tile is stored while the other half is multiplied; so do, of several
-        chunks, a result that is quantised and sums that are promoted and then scaled."""
+        """Registers per math thread when two math warpgroups share the SM's 64 K with the producers. 232 spill in three
+        cases: an activation while half the tile is still multiplied, and with several chunks a quantised result or
+        promoted sums that are then scaled."""
         accumulators = self.accumulator_registers + self.block_sets * self.block_registers
         if self.is_packed and self.math_warpgroups == 2:
             return {4: 216, 8: 176}[self.converter_warps]
@@ -549,8 +544,8 @@ class GemmConfig:
 
     @property
     def producer_registers(self) -> int:
-        """What is left for a producer or converter thread: at launch each of three warpgroups' threads has 168, of four
-        128."""
+        """Registers left for a producer or converter thread. At launch a thread has 168 with three warpgroups, 128 with
+        four."""
         if not self.is_packed:
             return 3 * 168 - 2 * self.math_registers
         warpgroups = self.threads // WARPGROUP_THREADS
@@ -559,12 +554,10 @@ class GemmConfig:
 
     @property
     def carries_descriptors(self) -> bool:
-        """Whether a math warpgroup carries the descriptors of its WGMMAs along from stage to stage, so that these are
-        begun 4 clocks apart and not 12 (mma.cuh says how).
-
-        Narrow tiles wait for that: 128x64 takes 0.7 to 2.3 % less at k = 7168, 64x48 2 to 4 %, 64x64 up to 5 %. With
-        128 columns or two scale blocks per stage nothing is gained, with four 2 to 4 % lost, and 128x96 loses 1 %
-        (H200, 2026-11-22).
+        """Whether a math warpgroup keeps its WGMMA descriptors across stages, so that WGMMAs issue 4 clocks apart
+        instead of 12 (see mma.cuh). Issue rate limits narrow tiles: 128x64 takes 0.7 to 2.3 % less at k = 7168, 64x48 2
+        to 4 %, 64x64 up to 5 %. With 128 columns or two scale blocks per stage nothing is gained, with four 2 to 4 %
+        lost, and 128x96 loses 1 % (H200, 2026-11-22).
         """
         return self.block_sets == 2 and self.mma_n <= 64 and self.scale_blocks == 1 and self.b_stages == 0
 
@@ -582,12 +575,10 @@ class GemmConfig:
 
     @property
     def ends_apart(self) -> bool:
-        """Whether a math warpgroup begins its last K blocks of a tile when the other has multiplied all of its own, so
-        that each stores while the other multiplies.
-
-        That takes queued blocks, for either to keep the tensor cores busy alone: 128x128 takes 0.5 to 2.5 % less and
-        128x64, which does not queue them, 1 % more (H200, 2026-11-22). And three stages: while one waits, the ring
-        holds the K block that it has not given back yet and the two that it is to begin.
+        """Whether a math warpgroup starts a tile's last K blocks only when the other has finished its own, so that one
+        stores while the other multiplies. Needs queued blocks, so that one warpgroup alone keeps the tensor cores busy:
+        128x128 takes 0.5 to 2.5 % less time; 128x64, which does not queue, 1 % more (H200, 2026-11-22). Needs three
+        stages: a waiting warpgroup holds one K block that it has not released and the next two.
         """
         return self.queues_blocks and self.math_warpgroups == 2 and min(self.stages, self.b_slots) >= 3
 
@@ -599,38 +590,39 @@ class GemmConfig:
 
     @property
     def prefetches_b(self) -> bool:
-        """Whether `b` of the next tile is requested into L2 while this one is worked on. (Where `b` stays, the next
-        column's always is.)
+        """Whether the next tile's `b` is prefetched into L2 during this tile. (A resident `b` always prefetches the
+        next column.)
 
-        Math warpgroups that take turns end a tile together, and then want all stages of the next: at k = 512, where the
-        four stages of 128x192 are a whole tile, this gains 12 %, at 1536 1 %. With more stages, or other kernels, it
-        costs 1 to 2 % (H200, 2026-11-21).
+        Math warpgroups that take turns end a tile together and then need all stages at once. 128x192 with four stages
+        gains 12 % at k = 512, where these are the whole tile, and 1 % at k = 1536. With more stages, or other kernels,
+        it costs 1 to 2 % (H200, 2026-11-21).
         """
         return self.takes_turns and self.stages <= 4 and not (self.b_stages or self.is_grouped)
 
     @property
     def columns_per_part(self) -> int:
-        """Columns of the tile that each block of the cluster adds up."""
+        """Tile columns that each block in the cluster reduces."""
         return self.block_n // self.split_k
 
     @property
     def out_columns_per_part(self) -> int:
-        """Columns of `out` that each block of the cluster stores of a tile."""
+        """`out` columns per tile that each block in the cluster stores."""
         return self.columns_per_part // self.columns_per_output
 
     @property
     def out_chunk_columns(self) -> int:
-        """Columns of `out` that one WGMMA's are."""
+        """`out` columns per WGMMA."""
         return self.mma_n // self.columns_per_output
 
     # Scales and output boxes.
 
     @property
     def bulk_scales(self) -> bool:
-        """Whether TMA may copy the scales of a tile's rows, all at once instead of by 4 bytes, where they are adjacent.
+        """Whether one bulk TMA copy may load a tile's row scales when they are contiguous, instead of 4-byte copies.
 
         128x256 gains 1 to 2.5 %, 128x224 0.5 to 1 %; with two sets of temporaries nothing is gained, and kernels that
-        take turns lose up to 3 % (H200, 2026-11-21). Groups may begin anywhere, and TMA wants multiples of 16 bytes.
+        take turns lose up to 3 % (H200, 2026-11-21). Row groups cannot use it: they start anywhere, and TMA needs
+        multiples of 16 bytes.
         Where columns have scales too, a stage has two to three times as many: TMA then copies both.
         """
         many = self.chunks > 1 or (self.column_scales and self.scale_blocks == 1)
@@ -638,39 +630,39 @@ class GemmConfig:
 
     @property
     def scales_at_once(self) -> int:
-        """Scales of a row of `a` in a run, which a lane of a scale warp reads at once: of K blocks, a whole number of
-        stages. A lane has every 32nd row of the tile, and registers for 16 scales, or for 8 where it has 24 in all."""
+        """Consecutive K scales that a scale-warp lane reads at once for one `a` row. A lane owns every 32nd tile row
+        and has registers for 16 scales, or 8 when a producer thread has only 24 registers."""
         scales = 8 if self.math_warpgroups == 2 and self.producer_registers == 24 else 16
         return min(4, scales * WARP_THREADS // self.block_m)
 
     @property
     def reads_runs(self) -> bool:
-        """Whether scale warps may read the scales of several K blocks at once. Beside the scheduler of groups they have
-        no registers for them, nor where columns have scales too, nor lanes of 24 registers with 8 rows each."""
+        """Whether scale warps may read scales for several K blocks at once. Registers do not suffice beside a grouped
+        scheduler, with column scales, or when lanes have 24 registers and 8 rows each."""
         return self.product.scaling == "blocks" and not self.is_grouped and self.scales_at_once > 1
 
     @property
     def reads_any_runs(self) -> bool:
-        """Whether scale warps read runs whatever the scales' strides, and not only of those that lie side by side.
+        """Whether scale warps read runs for any scale strides, not only contiguous ones.
 
-        Against copies one by one, m <= 128 takes 0.7 % less with scales that lie M-major, 64x48 in wide stages 3 %
-        (184 shapes, H200, 2026-11-24). Lanes of other tiles have no registers for so many addresses.
+        Against copies one by one, m <= 128 takes 0.7 % less with M-major scales, 64x48 in wide stages 3 %
+        (184 shapes, H200, 2026-11-24). In other tiles lanes lack registers for that many addresses.
         """
         return self.reads_runs and self.math_warpgroups == 1
 
     @property
     def column_group(self) -> int:
-        """A scale block of 128 columns may begin at any multiple of this in a tile."""
+        """A 128-column scale block may start at any multiple of this within a tile."""
         return gcd(self.block_n, SCALE_BLOCK)
 
     @property
     def column_shifts(self) -> int:
-        """Copies of the main loop, one for each way in which a tile's columns may lie across scale blocks, or 1.
+        """Main-loop copies: one for each alignment between tile columns and scale blocks, or 1.
 
-        With copies, a thread multiplies by one scale for each scale block that the tile touches, otherwise by one for
-        each column group: 11 for 128x176, of which at most three differ. 128x176 gains 9 %, 128x144 6 %, 128x160 and
-        128x224 1 %. With two sets of temporaries the main loop is so long that its copies have room in pairs only,
-        before which 128x112 lost 5 %; now it gains 2 to 3.5 % (H200, 2026-11-22).
+        With copies, a thread multiplies by one scale per scale block that the tile touches; without, by one per column
+        group (11 for 128x176, at most three distinct). 128x176 gains 9 %, 128x144 6 %, 128x160 and 128x224 1 %. With
+        two sets of temporaries the main loop is long, and its copies fit only when K blocks are paired: 128x112 gains 2
+        to 3.5 % with pairs and lost 5 % without (H200, 2026-11-22).
         """
         if self.math_warpgroups == 1 or self.column_group >= 64 or (self.block_sets != 1 and not self.pairs):
             return 1
@@ -680,14 +672,14 @@ class GemmConfig:
 
     @property
     def b_scale_columns(self) -> int:
-        """Columns from one slot of b scales to the next."""
+        """Columns per b-scale slot."""
         if self.column_scales:
             return 1
         return self.column_group if self.column_shifts == 1 else SCALE_BLOCK
 
     @property
     def b_scale_slots(self) -> int:
-        """Slots of b scales that a tile needs, wherever it begins."""
+        """b-scale slots that a tile needs at any alignment."""
         if self.column_scales:
             return self.block_n
         return ceil_div(self.b_scale_columns - self.column_group + self.block_n, self.b_scale_columns)
@@ -696,19 +688,18 @@ class GemmConfig:
     def store_columns(self) -> int:
         """Width of one output box.
 
-        128 or 64 bytes, 64 or 32 columns of 16 bits, where such boxes cover the part of the tile and overlap by less
-        than a sixth of it: rows of 128 or 64 bytes have a swizzle, with which a warp writes them without bank
-        conflicts. Rows of 160 or 288 bytes meet in the banks two by two: with boxes of 32 columns instead of 80 or 144,
-        128x160 takes 1.5 % less at k = 2048 and 7 % at 576, 128x144 5 % less at 512. Rows of an odd multiple of 16
-        bytes meet where TMA reads them: with boxes of 88 columns instead of 64, 128x176 takes 4 % longer at k = 2048,
-        17 % at 512 (H200, 2026-11-22).
+        128 or 64 bytes (64 or 32 columns of 16 bits) if such boxes cover the tile's part and overlap by less than a
+        sixth: rows of 128 or 64 bytes are swizzled, so a warp writes them without bank conflicts. 160- or 288-byte rows
+        conflict two-way: with 32-column boxes instead of 80 or 144, 128x160 takes 1.5 % less at k = 2048 and 7 % at
+        576, 128x144 5 % less at 512. Rows with an odd multiple of 16 bytes conflict when TMA reads them: with 88-column
+        boxes instead of 64, 128x176 takes 4 % longer at k = 2048, 17 % at 512 (H200, 2026-11-22).
 
-        Boxes that add to `out` do not overlap: it would be added to twice there.
+        Boxes that accumulate into `out` must not overlap: the overlap would be added twice.
 
-        A chunk that can be stored by itself, and that such boxes do not divide, is a box: with overlapping ones 128x224
-        in clusters takes 1 to 3 % longer, whose first chunk is stored while the second is multiplied.
+        A chunk that is stored separately and that such boxes do not divide becomes one box: overlapping boxes cost
+            128x224 in clusters, which stores its first chunk while the second is multiplied, 1 to 3 %.
 
-        Where the result is quantised, a box is what shares scales.
+        A quantised result's box is one scale block wide.
         """
         if self.quantizes:
             return SCALE_BLOCK
@@ -722,33 +713,32 @@ class GemmConfig:
 
     @property
     def store_rows(self) -> int:
-        """Rows of an output box that one TMA store takes: those of a warp, if it stores them itself and there are few
-        boxes, or of its warpgroup."""
+        """Output-box rows per TMA store: a warp's rows if math warps store and boxes are few, else a warpgroup's."""
         return MMA_M // 4 if self.store_warps == 0 and self.boxes < 4 else MMA_M
 
     @property
     def store_swizzle(self) -> int:
-        """Bytes of an output box's swizzle span, which must hold a whole row: 32, 64 or 128, or 0 for none."""
+        """Swizzle span of an output box in bytes: 32, 64 or 128, exactly one row; 0: no swizzle."""
         row_bytes = self.store_columns * self.out.bytes
         return row_bytes if row_bytes in (32, 64, 128) else 0
 
     @property
     def boxes(self) -> int:
-        """Output boxes that a math warpgroup stores of one tile."""
+        """Output boxes per math warpgroup and tile."""
         return self.chunks_m * ceil_div(self.out_columns_per_part, self.store_columns)
 
     @property
     def store_chunks(self) -> int:
-        """Parts of a tile that are stored one by one, all but the last while the last K block is still multiplied. Not
-        where each copy of the main loop would hold the code of an activation, nor where that comes before a cast, nor
-        where rows are scaled, all chunks at once."""
+        """Parts in which a tile is stored; all but the last overlap the last K block's WGMMAs. 1 when each main-loop
+        copy would hold activation code, when an activation precedes a cast, or when rows are scaled, which takes all
+        chunks at once."""
         apart = self.store_warps > 0 and self.out_chunk_columns % self.store_columns == 0 and self.product.block_scales
         long = self.activation != "none" and (self.column_shifts > 1 or self.quantizes)
         return self.chunks if apart and not long else 1
 
     @property
     def boxes_at_once(self) -> int:
-        """Output boxes that are written before they are stored: of a part of the tile, those with a buffer each."""
+        """Output boxes that are written before any is stored: a tile part's boxes, if each has a buffer."""
         boxes = self.boxes // self.store_chunks
         if boxes <= self.store_buffers:
             return boxes
@@ -758,7 +748,7 @@ class GemmConfig:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one stage: operands, scales and its two barriers."""
+        """Shared memory per stage: operands, scales and two barriers."""
         a, b = self.product.a, self.product.b
         b_bytes = 0 if self.b_stages else self.b_rows * b.bytes * self.block_k
         operands = self.block_m * a.bytes * self.block_k + b_bytes
@@ -768,8 +758,8 @@ class GemmConfig:
 
     @property
     def scale_bytes(self) -> int:
-        """Scales of one stage, slots padded to 16 bytes. Without scales there is room for a few, once: no array of C++
-        has none."""
+        """Scale bytes per stage, slots padded to 16 bytes. Kernels without scales keep a few once, since a C++ array
+        cannot be empty."""
         rows = self.block_m if self.product.block_scales else 4
         return 4 * self.scale_blocks * (rows + round_up(self.b_scale_slots, 4))
 
@@ -784,8 +774,8 @@ class GemmConfig:
 
     @property
     def fixed_bytes(self) -> int:
-        """Shared memory that does not depend on the number of stages. Two barriers for each math warpgroup, and for
-        each slot of a `b` outside of the ring. A table of a packed one has eight bytes."""
+        """Shared memory that does not depend on the stage count. Each math warpgroup, and each `b` slot outside the
+        ring, has two barriers. A packed `b` has a table with 8-byte entries."""
         apart = self.b_stages * (self.block_n * self.block_k * self.product.b.bytes + 2 * 8)
         if self.is_packed:
             apart += 8 * PACKED_TABLES + (self.unit_stages * self.unit_bytes if self.math_warpgroups == 2 else 0)
@@ -818,11 +808,11 @@ def check_sizes(**sizes: object) -> None:
 
 
 MAX_ALIGNMENT = 1024
-"""Of what groups begin at multiples of."""
+"""Largest alignment for group starts, in rows."""
 
 
 def check_alignment(alignment: object, least: int = 1) -> None:
-    """Raise ValueError unless groups may begin at multiples of this."""
+    """Raise ValueError unless this is a valid alignment for group starts."""
     if type(alignment) is not int or not least <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
         reason = "" if least == 1 else f"groups begin at multiples of {least}, so that no two share a scale. "
         wanted = f"an int, a power of two from {least} to {MAX_ALIGNMENT}"
@@ -830,7 +820,7 @@ def check_alignment(alignment: object, least: int = 1) -> None:
 
 
 def _span(tile_bytes: int) -> int:
-    """The widest of 32, 64 and 128 bytes that divides a tile's row, or 128, if that would take many boxes."""
+    """The widest swizzle span (128, 64 or 32 bytes) that divides the tile, or 128 if that makes too many boxes."""
     widest = gcd(tile_bytes, 128)
     return widest if tile_bytes <= _MOST_BOXES * widest else 128
 

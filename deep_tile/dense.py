@@ -1,8 +1,8 @@
-"""Products of two matrices: FP8 with block scales; BF16 and FP16; INT8; FP8 and INT8 with scales of rows; FP8 with
-scales of 1x128 for both operands, as weight gradients have them; e5m2 mixed with e4m3.
+"""Dense GEMMs: block-scaled FP8; BF16 and FP16; INT8; FP8 and INT8 with per-row scales; FP8 with 1x128 scales on both
+operands (weight gradients); any mix of e5m2 and e4m3.
 
-Called by users. Invariant: a kind is a row of `kinds.KINDS`, and a call is a `Dense`: the kinds that it makes, by
-scaling and by the dtypes of their operands.
+Called by users. Invariant: a kind is a row in `kinds.KINDS`, and a function is a `Dense`, which maps (scaling, operand
+dtypes) to kinds.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,11 +28,11 @@ from deep_tile.reference import (
 )
 
 Kinds = Mapping[tuple[str, torch.dtype, torch.dtype], Kind]
-"""By scaling and by the dtypes of a and b."""
+"""Kinds by scaling and the dtypes of a and b."""
 
 
 class Options(NamedTuple):
-    """Keywords of a call; described at `fp8_gemm` and `gemm`."""
+    """A call's keywords, described at `fp8_gemm` and `gemm`."""
 
     out_dtype: torch.dtype | None = None
     config: GemmConfig | None = None
@@ -46,18 +46,18 @@ class Options(NamedTuple):
 
 
 _OUT_DTYPE, _ACTIVATION, _ACCUMULATE = map(Options._fields.index, ("out_dtype", "activation", "accumulate"))
-"""Of a call's options, which make an `Options` in 0.3 us."""
+"""Places in a call's options; building an `Options` takes 0.3 us."""
 
 
 class Product(Operation):
-    """A product of `a` and `b`, or of what plays their parts: two matrices, perhaps with a scale behind each.
+    """A GEMM of `a` and `b` (names may differ), each perhaps followed by a scale.
 
     Args:
-        kinds: that it makes.
-        out_dtype: of what it allocates; None: that of the operands, of INT8 int32.
-        remedies: for an `a` and a `b` of a dtype that it does not take.
-        takers: functions that take other dtypes of `tensors.QUANTIZED_DTYPES`, by these.
-        definition: of the operands and the dtype of the result; None: that in `REFERENCES` of its scaling.
+        kinds: supported kinds.
+        out_dtype: default result dtype; None: the operands', int32 for INT8.
+        remedies: texts for unsupported dtypes of `a` and `b`.
+        takers: functions for the other dtypes in `tensors.QUANTIZED_DTYPES`.
+        definition: function of operands and result dtype; None: the scaling's entry in `REFERENCES`.
         others: as for `Operation`.
     """
 
@@ -86,7 +86,7 @@ class Product(Operation):
         return given[0], given[self.count // 2]
 
     def kind(self, given: Given, options) -> Kind:
-        """What a call makes of operands of dtypes that it takes."""
+        """The kind for supported operand dtypes."""
         a, b = self.matrices(given)
         if b.dtype == torch.uint8:
             return self.kinds[packed.name_of(b, a.shape[-1]), a.dtype, b.dtype]
@@ -97,18 +97,18 @@ class Product(Operation):
         return self.kinds[found, a.dtype, b.dtype]
 
     def scaling(self, operands: Given, known: list[str]) -> str:
-        """Which of several scalings that are known for its dtypes a product has."""
+        """The scaling, if its dtypes have several."""
         raise NotImplementedError
 
     def dtype_of_out(self, options, a: torch.Tensor) -> torch.dtype:
-        """Of an `out` that is not given."""
+        """Dtype of an allocated `out`."""
         return options.out_dtype or self.out_dtype or (torch.int32 if a.dtype == torch.int8 else a.dtype)
 
     def readable(self, given: Given) -> Given:
         return *tensors.with_float32_scales(given[: self.count]), *given[self.count :]
 
     def check_dtypes(self, given: Given) -> None:
-        """Check those of operands and scales."""
+        """Check dtypes of operands and scales."""
         operands, names = given[: self.count], self.names[: self.count]
         (a, b), (a_name, b_name) = self.matrices(given), (names[0], names[self.count // 2])
         if self.count == 4:
@@ -125,7 +125,7 @@ class Product(Operation):
             checks.check_scale_dtypes(names, operands)
 
     def check_scales(self, given: Given) -> None:
-        """Check how far the last of each scale is from its first."""
+        """Check each scale's extent in memory."""
         if self.count == 4:
             for name, scale in zip(self.names[:4:2], given[1:4:2], strict=True):
                 checks.refuse(checks.scale_problem(name, tuple(scale.shape), scale.stride()))
@@ -163,7 +163,7 @@ class Dense(Product):
             raise ValueError("accumulate is True and out None: pass what the product is added to")
 
     def scaling(self, operands: Given, known: list[str]) -> str:
-        """By the shapes of scales. Where k has one block and n as well, all mean the same."""
+        """The scaling, by scale shapes. With one block in both k and n all scalings are equal."""
         a, a_scale, b, b_scale = operands
         of_a, of_b = _is_of_blocks(a, a_scale), _is_of_blocks(b, b_scale)
         several = a.dim() == 2 and not 0 < a.shape[1] <= SCALE_BLOCK
@@ -234,8 +234,7 @@ class Dense(Product):
         )
 
     def layout(self, given: Given, kind: Kind) -> plan.Layout:
-        """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal
-        one."""
+        """The call's strides. For a single row torch may report any stride; TMA gets a legal one."""
 
         def row_stride(x: torch.Tensor) -> int:
             return x.stride(0) if x.shape[0] > 1 else round_up(x.shape[1], tensors.ALIGNMENT_BYTES // x.element_size())
@@ -260,7 +259,7 @@ class Dense(Product):
         return self.prepare_with_config(given, options)[1]
 
     def prepare_with_config(self, given: Given, options: Options, **where) -> tuple[GemmConfig, launches.Prepared]:
-        """For a call that has been checked; `where` are keywords of `plan.prepare_launch` in place of the call's."""
+        """Config and launch for a checked call; `where` overrides keywords of `plan.prepare_launch`."""
         device, problem = given[0].get_device(), self.problem(given, options)
         layout = self.layout(given, problem.product)
         problem = problem.with_strides(layout.a_stride, layout.b_stride)
@@ -294,7 +293,7 @@ class Dense(Product):
 
 
 class Differentiable(Dense):
-    """`gemm`, whose gradients are such products, too."""
+    """`gemm`, whose gradients are also `gemm` calls."""
 
     def differentiate(self, given: Given, options: Options) -> torch.Tensor:
         self.refuse_gradients(given, options)
@@ -310,16 +309,16 @@ class Differentiable(Dense):
 
 
 def kinds_of(*families: str) -> Kinds:
-    """All kinds of these families."""
+    """All kinds in these families."""
     found = (kind for kind in KINDS.values() if kind.family in families)
     return {(kind.scaling, finishes.torch_dtype(kind.a), finishes.torch_dtype(kind.b)): kind for kind in found}
 
 
 FP8_KINDS = {key: kind for key, kind in kinds_of("fp8").items() if kind.name == "fp8"}
-"""With scales of blocks, both operands e4m3."""
+"""Block scales, both operands e4m3."""
 
 PACKED_KINDS = {(kind.name, finishes.torch_dtype(kind.a), torch.uint8): kind for kind in PACKED.values()}
-"""Those with packed weights, of which all have one dtype: their names are in the place of scalings."""
+"""Kinds with packed weights. All share one dtype, so their names stand in for scalings."""
 
 REFERENCES = {
     "none": gemm_reference,
@@ -328,11 +327,11 @@ REFERENCES = {
     "rows": rows_gemm_reference,
     "promoted_rows": rows_gemm_reference,
 }
-"""The definition of each scaling, of the operands and the dtype of the result."""
+"""Each scaling's definition, a function of operands and result dtype."""
 
 
 def unpacked(operands: Given) -> Given:
-    """Operands of a product, or of one with groups, whose b is no longer packed, if it was."""
+    """GEMM operands with `b` unpacked, if it was packed."""
     if operands[len(operands) // 2].dtype != torch.uint8:
         return operands
     a, a_scale, b, b_scale = operands
@@ -360,37 +359,36 @@ def fp8_gemm(
     `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n // 128, k // 128]`, accumulated in FP32 and
     rounded once, after a bias and an activation where they are given. Runs on the tensors' device and torch's current
     stream; CPU tensors go through the operation's definition in `deep_tile.reference`. Sizes m, n and k are free; m = 0
-    or n = 0 does nothing, k = 0 writes zeros, or what a bias and an activation make of them.
-    Not differentiable: refused where torch records gradients and one of the tensors requires one.
-    Compiled as one op, `torch.ops.deep_tile.fp8_gemm`, by torch.compile and torch.export.
+    or n = 0 does nothing, k = 0 writes zeros, to which bias and activation apply. Not differentiable: raises if torch
+    records gradients and a tensor requires one. Compiled as one op, `torch.ops.deep_tile.fp8_gemm`, by torch.compile
+    and torch.export.
 
     Args:
         a: [m, k] float8_e4m3fn, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
         a_scale: [m, ceil(k / 128)] float32, any strides within 4 GB: row-major, or M-major with stride (1, m) or
-            padded. Some large products are 1 to 2 % faster where its columns begin at multiples of 16 bytes
-            ("m_aligned" casts). Or bfloat16, float16 or float8_e8m0fnu, of which a kernel of torch makes float32 first.
+            padded. Some large GEMMs are 1 to 2 % faster if columns start at multiples of 16 bytes ("m_aligned" casts).
+            Or bfloat16, float16 or float8_e8m0fnu, which a torch kernel converts to float32 first.
         b: [n, k] float8_e4m3fn, laid out like `a`.
         b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB, or a dtype that `a_scale` may have.
-        out: [m, n] bfloat16, float16 or float32, unit stride along n; allocated when None. Any alignment and row stride
-            will do, but rows that begin and end at multiples of 16 bytes are stored faster. Must not overlap the
-            inputs.
+        out: [m, n] bfloat16, float16 or float32, unit stride along n; allocated when None. Any alignment and row
+            stride; rows that start and end at multiples of 16 bytes are stored faster. Must not overlap the inputs.
         bias: [n] bfloat16, float16 or float32, any stride; added to each row in FP32, before the activation.
-        activation: what becomes of the product in FP32, before it is rounded once: "relu", "gelu" (within 3e-7 of the
-            input; of -infinity 0), "gelu_tanh", "silu"; or "swiglu", for which `b` has gates and what they let through
-            by turns in eights (`interleave_gate_up`), n is a multiple of 16, and `out` is [m, n / 2]. By kernels of its
-            own, as a bias is.
-        out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
+        activation: applied in FP32 before rounding: "relu", "gelu" (within 3e-7 of the input; 0 for -infinity),
+            "gelu_tanh", "silu"; or "swiglu", for which gate and up rows of `b` alternate in blocks of eight
+            (`interleave_gate_up`), n is a multiple of 16, and `out` is [m, n / 2]. Each bias dtype and activation has
+            its own kernels.
+        out_dtype: dtype of `out`: by default `out`'s, or bfloat16.
         config: the kernel to use instead of the selector's choice.
-        num_sms: streaming multiprocessors to use, at most and by default all of the device.
-        batch_invariant: a row of `out` is the same, bit for bit, whatever m, num_sms and the other rows are. Gives up
-            split K, which helps where m is small. Without it results still repeat from call to call.
-        pdl: programmatic dependent launch. The kernel may start while its predecessor in the stream still runs, and
-            waits for that one's end before it reads or writes what that one may touch; only then may its own successor
-            start. Results are the same without; the host takes 0.5 to 0.8 us more to launch. None: unless `num_sms` is
-            given, because thread blocks that wait would hold SMs that are left to others.
-        constant_weights: with `pdl`, also request `b` before that wait, where that helps: at small m. Neither `b` nor
-            `b_scale` may then be written by the kernel before this one in the stream, nor, where that is another
-            library's programmatic launch, by any that may still run beside it.
+        num_sms: streaming multiprocessors to use; by default, and at most, all on the device.
+        batch_invariant: a row's bits do not depend on m, num_sms or other rows. Gives up split K, which helps for small
+            m. Without it results still repeat from call to call.
+        pdl: programmatic dependent launch. The kernel may start while its predecessor in the stream still runs; it
+            waits for the predecessor's end before touching memory that both use, and only then lets its own successor
+            start. Results do not change; the host takes 0.5 to 0.8 us more to launch. None: unless `num_sms` is
+            given, since waiting thread blocks would hold SMs that are reserved for others.
+        constant_weights: with `pdl`, also request `b` before that wait if it helps: for small m. Then the preceding
+            kernel in the stream must not write `b` or `b_scale`; if that is another library's programmatic launch, no
+            kernel that may still run beside it either.
 
     Returns:
         `out`.
@@ -398,13 +396,13 @@ def fp8_gemm(
     Raises:
         TypeError: an argument is no tensor, or not a plain one (a wrapper, a negated view, sparse, ...), or has the
             wrong dtype; or an option has the wrong type, even if it equals a right one (num_sms=True).
-        ValueError: a shape, stride, alignment, device, config, num_sms or combination of options that the operation
-            does not take, or a tensor without memory; or `config` under torch.compile.
+        ValueError: an unsupported shape, stride, alignment, device, config, num_sms or combination of options, or a
+            tensor without memory; or `config` under torch.compile.
         RuntimeError: a tensor requires a gradient while torch records them, the GPU is not a Hopper, NVRTC or the
             driver is missing, or a kernel would have to be compiled or loaded while the stream is being captured.
             Nothing has been launched and `out` is untouched.
 
-    The method (1x128 and 128x128 scales, promotion to FP32 every 128 of k) is that of the DeepSeek-V3 report, 3.3.
+    The method (1x128 and 128x128 scales, promotion to FP32 every 128 k) is from the DeepSeek-V3 report, 3.3.
     """
     options = (out_dtype, config, num_sms, batch_invariant, pdl, constant_weights, activation)
     if is_traced():
@@ -429,35 +427,35 @@ def gemm(
 ) -> torch.Tensor:
     """BF16, FP16 or INT8 matrix product: `out[m, n] = sum_k a[m, k] * b[n, k]`, that is `a @ b.T`.
 
-    Accumulated over all of k, in FP32 and rounded once, where FP16 results beyond 65504 are infinite; or of INT8 in
-    INT32, exactly where sums fit, as they do for k up to 131071, and modulo 2^32; for another dtype the sum over all of
-    k is converted to FP32, and rounded. Runs on the tensors' device and torch's current stream; CPU tensors go through
-    the operation's definition in `deep_tile.reference`. Sizes m, n and k are free; m = 0 or n = 0 does nothing, k = 0
-    writes zeros. Compiled as one op, `torch.ops.deep_tile.gemm`, by torch.compile and torch.export.
+    Accumulated over all k in FP32 and rounded once; FP16 results beyond 65504 become infinite. INT8 accumulates in
+    INT32, modulo 2^32 and hence exactly for k up to 131071; for another result dtype the sum is converted to FP32 and
+    rounded. Runs on the tensors' device and torch's current stream; CPU tensors go through the operation's definition
+    in `deep_tile.reference`. Sizes m, n and k are free; m = 0 or n = 0 does nothing, k = 0 writes zeros. Compiled as
+    one op, `torch.ops.deep_tile.gemm`, by torch.compile and torch.export.
 
-    Each operand may lie along k or along its rows, as its strides say: `gemm(x, w)` is x @ w.T, `gemm(x, w.t())` x @ w
-    and `gemm(dy.t(), x.t())` dy.T @ x of contiguous matrices, without a copy. Strides that say either, of a single row
-    or a single k, mean along k.
+    Strides decide each operand's major: for contiguous matrices `gemm(x, w)` is x @ w.T, `gemm(x, w.t())` x @ w and
+    `gemm(dy.t(), x.t())` dy.T @ x, without a copy. Ambiguous strides (a single row or a single k) mean K-major.
 
-    Differentiable in `a`, `b` and `bias`, without `out` and `activation`. Gradients of `a` and `b` are such products
-    too, in the operands' dtype, to which the gradient of another result is rounded first; they are differentiable as
-    well, but not those of the op.
+    Differentiable in `a`, `b` and `bias`, without `out` and `activation`. Gradients for `a` and `b` are GEMMs in the
+    operands' dtype, to which an output gradient in another dtype is rounded first. They are differentiable too, except
+    through the op.
 
     Args:
-        a: [m, k] bfloat16, float16 or int8, 16-byte aligned: unit stride along k and a row stride that is a multiple of
-            16 bytes, or, of 16 bits, unit stride along m and such a stride along k. A slice of a wider matrix will do.
-        b: [n, k] of the same dtype, likewise along k or n: one row per output column, as `torch.nn.Linear` keeps
-            weights. Or, with `a` of bfloat16, float32 along k: then the call is `thin_gemm`'s, and has neither bias,
-            activation, config, num_sms, constant_weights nor gradients.
-        out: [m, n] bfloat16, float16 or float32, or of INT8 int32, unit stride along n; allocated when None. Any
-            alignment and row stride will do, but rows that begin and end at multiples of 16 bytes are stored faster.
-            Must not overlap the inputs.
-        bias, activation: as for `fp8_gemm`; not of int32.
-        out_dtype: dtype of `out`: by default that of `out`, or of `a`, or int32 of INT8.
-        config: the kernel to use instead of the selector's choice; its `layout` is that of the operands.
+        a: [m, k] bfloat16, float16 or int8, 16-byte aligned: unit stride along k and a row stride in multiples of 16
+            bytes; or, for 16-bit dtypes, unit stride along m and such a stride along k. A slice of a wider matrix
+            works.
+        b: [n, k] in the same dtype, likewise K-major or N-major: one row per output column, as in `torch.nn.Linear`.
+            Or, with a bfloat16 `a`, K-major float32: then the call is `thin_gemm`'s and takes no bias, activation,
+            config, num_sms or constant_weights and has no gradients.
+        out: [m, n] bfloat16, float16 or float32, or int32 for INT8, unit stride along n; allocated when None. Any
+            alignment and row stride; rows that start and end at multiples of 16 bytes are stored faster. Must not
+            overlap the inputs.
+        bias, activation: as for `fp8_gemm`; not with int32.
+        out_dtype: dtype of `out`: by default `out`'s, or `a`'s, or int32 for INT8.
+        config: the kernel to use instead of the selector's choice; its `layout` must match the operands.
         num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`; the first three for gradients, too.
-        accumulate: add the product to what `out` holds, which must be given; without bias and activation. It is rounded
-            to the dtype of `out` first, and so is the sum: of bfloat16 and float16 both roundings count.
+        accumulate: add the result to `out`, which must be given; without bias and activation. The result is rounded to
+            `out`'s dtype first, then the sum: for bfloat16 and float16 both roundings count.
 
     Returns:
         `out`.
@@ -492,7 +490,7 @@ def int8_gemm(
 ) -> torch.Tensor:
     """INT8 matrix product with block scales: `out = (a * a_scale) @ (b * b_scale)^T`.
 
-    `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n // 128, k // 128]`: sums over 128 of k are
+    `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n // 128, k // 128]`: sums over 128 k are
     exact in INT32, scaled and added in FP32, and rounded once. All else is as for `fp8_gemm`.
 
     Args:
@@ -502,7 +500,7 @@ def int8_gemm(
         b_scale: [ceil(n / 128), ceil(k / 128)] float32 or another dtype that `fp8_gemm` takes, any strides within 4 GB.
         out: [m, n] bfloat16, float16 or float32, as for `gemm`; allocated when None.
         bias, activation: as for `fp8_gemm`.
-        out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
+        out_dtype: dtype of `out`: by default `out`'s, or bfloat16.
         config, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
         accumulate: as for `gemm`.
 
@@ -536,32 +534,30 @@ def scaled_gemm(
     accumulate: bool = False,
     fast_accum: bool = True,
 ) -> torch.Tensor:
-    """FP8 or INT8 matrix product with scales of rows, or of blocks: `out = (a * a_scale) @ (b * b_scale)^T`.
+    """FP8 or INT8 GEMM with per-row or block scales: `out = (a * a_scale) @ (b * b_scale)^T`.
 
-    With a scale for each row, or one for all, `out[m, n] = a_scale[m] * b_scale[n] * sum_k a[m, k] * b[n, k]`. The
-    tensor cores add up all of k: exactly in INT32 of INT8, for k up to 131071, and the sum is then converted to FP32
-    and multiplied by the product of its scales; of FP8 with the 14 bits or so that they keep of a sum, which is torch's
-    `use_fast_accum=True`. Without `fast_accum`, sums over 128 of k are added in FP32.
+    With one scale per row, or one per tensor, `out[m, n] = a_scale[m] * b_scale[n] * sum_k a[m, k] * b[n, k]`. Tensor
+    cores accumulate all k: INT8 exactly in INT32 for k up to 131071, then converted to FP32 and scaled; FP8 with about
+    14 bits, as torch does with `use_fast_accum=True`. Without `fast_accum`, FP8 sums over 128 k are promoted to FP32.
 
-    With a scale for each 128 of a row of FP8 (1x128, of both operands),
-    `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n, k // 128]`: sums over 128 of k are scaled
-    and added in FP32, as by `fp8_gemm`. With scales of 1x128 and of 128x128 for b, it is `fp8_gemm` or `int8_gemm`, of
-    FP8 in either format. All else is as for these.
+    With 1x128 scales for both FP8 operands, `out[m, n] = sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n, k
+    // 128]`: sums over 128 k are scaled and added in FP32, as by `fp8_gemm`. With 1x128 scales for a and 128x128 for b
+    // it is `fp8_gemm` or `int8_gemm`, with either FP8 format. Otherwise as for these.
 
     Args:
         a: [m, k] float8_e4m3fn, float8_e5m2 or int8, unit stride along k, row stride a multiple of 16 bytes, 16-byte
             aligned.
-        a_scale: float32, bfloat16, float16 or float8_e8m0fnu: [m] or [m, 1], or one number of any shape; or
-            [m, ceil(k / 128)], any strides within 4 GB, fastest as `per_token_cast_to_fp8` makes them.
-        b: [n, k] laid out like `a`: of FP8 too, in either format, or int8.
-        b_scale: likewise: [n], [n, 1] or [1, n], or one number; torch's scales of tensors and of rows are these. With
-            blocks in a_scale [n, ceil(k / 128)] of FP8, or [ceil(n / 128), ceil(k / 128)].
+        a_scale: float32, bfloat16, float16 or float8_e8m0fnu: [m] or [m, 1], or one number in any shape; or [m, ceil(k
+            / 128)], any strides within 4 GB, fastest "m_aligned" as from `per_token_cast_to_fp8`.
+        b: [n, k] laid out like `a`, in either FP8 format, or int8.
+        b_scale: likewise: [n], [n, 1] or [1, n], or one number, as torch's per-tensor and per-row scales. With 1x128
+            a_scale: [n, ceil(k / 128)] for FP8, or [ceil(n / 128), ceil(k / 128)].
         out: [m, n] bfloat16, float16 or float32, as for `gemm`; allocated when None.
         bias, activation: as for `fp8_gemm`.
-        out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
+        out_dtype: dtype of `out`: by default `out`'s, or bfloat16.
         config, num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
         accumulate: as for `gemm`.
-        fast_accum: of FP8 with scales of rows, as said above; means nothing to others.
+        fast_accum: for FP8 with per-row or per-tensor scales, as above; otherwise ignored.
 
     Returns:
         `out`.
@@ -592,17 +588,17 @@ def packed_gemm(
     constant_weights: bool = False,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """`fp8_gemm` with a weight of 4 bits, which becomes FP8 between memory and the tensor cores.
+    """`fp8_gemm` with a 4-bit weight, which the kernel converts to FP8.
 
-    The product is that of `a` and the FP8 weight that `pack_weight` says, bit for bit as by the same tile with that
-    weight; what is read is 17/32 of the bytes, 18/32 of NVFP4. Not differentiable.
+    The result is bit for bit that of the same tile with the FP8 weight defined by `pack_weight`; reads 17/32 of FP8's
+    weight bytes, 18/32 for NVFP4. Not differentiable.
 
     Args:
         a: [m, k] float8_e4m3fn, as for `fp8_gemm`.
         a_scale: [m, ceil(k / 128)] float32 or another dtype that `fp8_gemm` takes.
-        b, b_scale: a `Packed`, as `pack_weight` makes it of [n, k]; `b` contiguous, 16-byte aligned.
+        b, b_scale: a `Packed` that `pack_weight` made from [n, k]; `b` contiguous, 16-byte aligned.
         out, bias, activation, out_dtype, accumulate: as for `scaled_gemm`.
-        config: as for `fp8_gemm`; its kind is that of the weight, "mxfp4" or "nvfp4".
+        config: as for `fp8_gemm`; its kind is the weight's, "mxfp4" or "nvfp4".
         num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
 
     Returns:
@@ -630,20 +626,20 @@ def fp8_wgrad(
     batch_invariant: bool = False,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Gradient of a linear layer's weight, `out += dy^T @ x` over tokens, of operands that were cast along tokens.
+    """A linear layer's weight gradient, `out += dy^T @ x` over tokens, with operands that were cast along tokens.
 
-    `out[n, k] += sum_s dy[n, s] * dy_scale[n, s // 128] * x[k, s] * x_scale[k, s // 128]`, for s tokens: the product of
-    `scaled_gemm` with scales of 1x128, named for what it is used for. s, n and k are free; without tokens nothing is
-    added. `transposed_cast_to_fp8` makes such operands of dy [s, n] and x [s, k].
+    `out[n, k] += sum_s dy[n, s] * dy_scale[n, s // 128] * x[k, s] * x_scale[k, s // 128]`, for s tokens: `scaled_gemm`
+    with 1x128 scales for both operands, named for its use. s, n and k are free; without tokens nothing is added.
+    `transposed_cast_to_fp8` makes the operands from dy [s, n] and x [s, k].
 
     Args:
         dy: [n, s] float8_e4m3fn or float8_e5m2, unit stride along tokens, row stride a multiple of 16 bytes, 16-byte
             aligned.
         dy_scale: [n, ceil(s / 128)] float32, bfloat16, float16 or float8_e8m0fnu, any strides within 4 GB.
-        x: [k, s] of either dtype, laid out like `dy`.
+        x: [k, s] in either dtype, laid out like `dy`.
         x_scale: [k, ceil(s / 128)], likewise.
         out: [n, k] float32, bfloat16 or float16; unit stride along k, otherwise as for `gemm`.
-        accumulate: add to what `out` holds, as `gemm` does, rather than write over it.
+        accumulate: add to `out`, as `gemm` does, instead of overwriting it.
         config, num_sms, batch_invariant, pdl: as for `fp8_gemm`.
 
     Returns:
@@ -659,7 +655,7 @@ def fp8_wgrad(
 
 
 def _multiply_wide(a: torch.Tensor, b: torch.Tensor, out, options: Options, bias) -> torch.Tensor:
-    """`gemm` of BF16 and FP32."""
+    """`gemm` with BF16 `a` and FP32 `b`."""
     refused = {"bias": bias, "activation": options.activation, "config": options.config, "num_sms": options.num_sms}
     for name, given in {**refused, "constant_weights": options.constant_weights or None}.items():
         if given is not None:
@@ -674,7 +670,7 @@ def _multiply_wide(a: torch.Tensor, b: torch.Tensor, out, options: Options, bias
 
 
 def check_sum(call: str, operands: Given, out: torch.Tensor, **options) -> None:
-    """Raise what `call`, a function of this module, would raise where it is to add a product to `out`."""
+    """Raise what `call`, a function in this module, would raise with accumulate=True."""
     product = {each.name: each for each in (GEMM, INT8_GEMM, SCALED_GEMM, FP8_WGRAD)}[call]
     given = (*operands, out, None)[: len(product.names)]
     product.checked(given, Options(accumulate=True, **options))
@@ -696,7 +692,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _keep(ctx, needed, a, b, bias, options: Options) -> None:
-    """What the gradients of a, b and bias are made of, those that are `needed`."""
+    """Inputs that the `needed` gradients use."""
     ctx.needed = needed
     ctx.save_for_backward(a if needed[1] else None, b if needed[0] else None)
     ctx.dtypes = (a.dtype, None if bias is None else bias.dtype)
@@ -704,8 +700,8 @@ def _keep(ctx, needed, a, b, bias, options: Options) -> None:
 
 
 def _gradients(multiply, ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Of a, b and bias: grad @ b, grad^T @ a, and the sum of grad's rows. `multiply` is `_multiply_gradient` or its op,
-    since backward may be traced."""
+    """Gradients for a, b and bias: grad @ b, grad^T @ a, and the sum over grad's rows. `multiply` is
+    `_multiply_gradient` or its op, since backward may be traced."""
     a, b = ctx.saved_tensors
     dtype, bias_dtype = ctx.dtypes
     options = {name: getattr(ctx.options, name) for name in ("num_sms", "batch_invariant", "pdl")}
@@ -717,14 +713,14 @@ def _gradients(multiply, ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, 
 
 
 def _multiply_gradient(grad: torch.Tensor, x: torch.Tensor, transposed: bool, **options) -> torch.Tensor:
-    """grad @ x, or grad^T @ x, of matrices of one dtype; a copy of grad, if no kernel can read that."""
+    """grad @ x, or grad^T @ x, for matrices with one dtype; copies grad if no kernel can read it."""
     if not _is_readable(grad):
         grad = tensors.with_aligned_rows(grad)
     return GEMM.run((grad.t() if transposed else grad, x.t(), None, None), Options(**options))
 
 
 def _majors(a: torch.Tensor, b: torch.Tensor) -> Majors:
-    """Along what operands that kernels can read lie."""
+    """The majors of readable operands."""
     return Majors(*(along if _lies_along_rows(x) else "k" for x, along in ((a, "m"), (b, "n"))))
 
 
@@ -733,14 +729,14 @@ def _lies_along_rows(x: torch.Tensor) -> bool:
 
 
 def _is_of_blocks(x: torch.Tensor, scale: torch.Tensor, rows: int = 1) -> bool:
-    """Whether a scale has one number for each 128 of k in so many rows."""
+    """Whether a scale is [rows, ceil(k / 128)]."""
     if x.dim() != 2 or scale.dim() != 2:
         return False
     return scale.shape[1] == ceil_div(x.shape[1], SCALE_BLOCK) and scale.shape[0] == ceil_div(x.shape[0], rows)
 
 
 def _step(scale: torch.Tensor) -> int:
-    """From one row's scale to the next one's; 0 where there is one of all."""
+    """Stride between row scales; 0 for a single scale."""
     return sum(stride for size, stride in zip(scale.shape, scale.stride(), strict=True) if size > 1)
 
 
@@ -748,7 +744,7 @@ def _step(scale: torch.Tensor) -> int:
 
 
 def _check_operand(name: str, x: torch.Tensor) -> None:
-    """Check that kernels can read a matrix [rows, k]: along k, or, of 16 bits, along its rows."""
+    """Check that kernels can read a matrix [rows, k]: K-major, or M- or N-major for 16-bit dtypes."""
     if x.element_size() != 2:
         checks.check_operand_strides(**{name: x})
     else:
@@ -764,7 +760,7 @@ def _check_operand(name: str, x: torch.Tensor) -> None:
 
 
 def _strides_problem(name: str, x: torch.Tensor) -> str | None:
-    """Why no kernel can read a matrix of 16 bits, either way; but for its address."""
+    """Why no kernel can read a 16-bit matrix in either major; the address is not checked."""
     along_k = checks.along_k_problem(name, x)
     if along_k is None:
         return None
@@ -784,7 +780,7 @@ def _strides_problem(name: str, x: torch.Tensor) -> str | None:
 
 
 def _is_readable(x: torch.Tensor) -> bool:
-    """Whether kernels can read a matrix of 16 bits, or its transpose."""
+    """Whether kernels can read a 16-bit matrix or its transpose."""
     return _strides_problem("", x) is None and tensors.is_aligned(x)
 
 
@@ -812,7 +808,7 @@ def _check_row_scales(a, a_scale, b, b_scale) -> None:
             )
 
 
-# The ops, which tracers see.
+# The ops that tracers see.
 
 
 def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:

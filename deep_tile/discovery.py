@@ -1,9 +1,9 @@
-"""What is found by name without having been imported: submodules of packages; by torch, in whichever order it and
-deep_tile are imported, the ops in `torch.ops.deep_tile` and their formulas for `FlopCounterMode`.
+"""Lazy lookup by name: submodules of packages, and, for torch, the ops in `torch.ops.deep_tile` and their
+`FlopCounterMode` formulas, in either import order.
 
-Called by the `__init__.py` of packages. Nothing is imported before it is asked for: an op's module is when the op is
-looked up in the namespace and not there yet; all of them are with the module of torch's that counts, since nobody looks
-up a formula. What looks ops up in C++, as torch.jit.load does, finds those that have been asked for by name.
+Called by the `__init__.py` of packages. Nothing is imported early: an op's module is imported when its name is looked
+up in the namespace; all are imported together with torch's FLOP counter, which looks up no formula. C++ lookups, e.g.
+torch.jit.load, find only ops that were looked up by name before.
 """
 
 import sys
@@ -49,7 +49,7 @@ _COUNTER = "torch.utils.flop_counter"
 
 
 def submodules(package: str, *names: str) -> Callable[[str], object]:
-    """A package's `__getattr__`, by which these of its modules are imported at their first use."""
+    """A package's `__getattr__` that imports these submodules at first use."""
 
     def find(name: str) -> object:
         if name not in names:
@@ -69,7 +69,7 @@ def _offer_ops() -> None:
     ops = sys.modules["torch._ops"]
 
     class Namespace(ops._OpNamespace):
-        __module__ = ops._OpNamespace.__module__  # which ops are serialised by
+        __module__ = ops._OpNamespace.__module__  # the name under which ops are serialised
 
         def __getattr__(self, name: str):
             if name in OPS:
@@ -79,7 +79,7 @@ def _offer_ops() -> None:
         def __dir__(self) -> list[str]:
             return sorted({*super().__dir__(), *OPS})
 
-    ops.ops.deep_tile.__class__ = Namespace  # of the one object that there is, which somebody may hold already
+    ops.ops.deep_tile.__class__ = Namespace  # on the existing object, to which others may hold a reference
 
 
 def _offer_formulas() -> None:
@@ -104,7 +104,7 @@ _waiting: dict[str, Callable[[], None]] = {}
 
 
 class _Watcher:
-    """Finds no module itself: has those that are waited for say when they have been executed."""
+    """Finds no module itself: runs callbacks after awaited modules are executed."""
 
     @staticmethod
     def find_spec(name: str, path=None, target=None):

@@ -1,11 +1,11 @@
-"""Layers over several GPUs: which shardings the ops take, as torch's DTensor asks for them, and styles for
+"""Tensor parallelism: the ops' shardings for torch's DTensor, and styles for
 `torch.distributed.tensor.parallel.parallelize_module`.
 
-Called by users. Importing it registers the shardings and has `fp8_linear` take DTensors; nothing else of deep_tile
-imports torch.distributed. docs/distributed.md shows how models are split.
-Invariant: a weight is split along with its scale, in whole blocks of 128x128: shards that begin or end inside of one
-are padded with zeros, and DTensors of such refused. Sizes and placements decide that, which every rank knows, before
-anything is sent or launched.
+Called by users. Importing it registers the shardings and has `fp8_linear` take DTensors; nothing else in deep_tile
+imports torch.distributed. docs/distributed.md shows how models are split. Invariant: a weight is split along with its
+scale, in whole 128x128 blocks: shards that start or end inside a block are padded with zeros, and DTensors with such
+shards are refused. The decision depends only on sizes and placements, which every rank knows, and falls before anything
+is sent or launched.
 """
 
 from collections.abc import Sequence
@@ -27,20 +27,20 @@ from deep_tile.config import SCALE_BLOCK, as_int, ceil_div, round_up
 STYLES = ("column", "row")
 
 _Sharding = tuple[list[Placement], list[Placement]]
-"""Of the results and of the tensors given, along one dimension of a mesh."""
+"""Placements of results and inputs, along one mesh dimension."""
 
 _Axis = tuple[Any, int]
-"""A DTensorSpec and one of its tensor's dimensions."""
+"""A DTensorSpec and a tensor dimension."""
 
 _WHOLE = Replicate()
 
 
 class Part(NamedTuple):
-    """What a rank of DTensors has of a weight's rows or columns: each rank as many, the last ones perhaps fewer.
+    """A rank's range of a weight's rows or columns, as DTensor splits: equal parts, the last ones perhaps smaller.
 
     Attributes:
         begin, length: its first one, and how many.
-        first: zeros before them, so that blocks of 128x128 stay whole.
+        first: leading zeros, so that 128x128 blocks stay whole.
         padded: how many each rank has with the zeros, before and behind.
     """
 
@@ -54,16 +54,16 @@ class Part(NamedTuple):
         return slice(self.first, self.first + self.length)
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., padded] of this rank's columns [..., length] of an operand."""
+        """This rank's operand columns [..., length], padded to [..., padded]."""
         return F.pad(x, (self.first, self.padded - self.first - self.length))
 
 
 class WeightShard(NamedTuple):
-    """A rank's part of a weight, for products without DTensors.
+    """A rank's part of a weight, for GEMMs without DTensors.
 
     Attributes:
         weight, scale: as products take them.
-        first: how many rows or columns of zeros come before the rank's own.
+        first: count of leading zero rows or columns.
     """
 
     weight: torch.Tensor
@@ -71,22 +71,22 @@ class WeightShard(NamedTuple):
     first: int
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of the other operand, as a weight that is split by "row" wants them: a copy behind zeros,
-        or what is given where there are none."""
+        """This rank's columns of the other operand, for a weight split by "row": a zero-padded copy, or the input
+        itself without padding."""
         return F.pad(x, (self.first, 0)) if self.first else x
 
 
 def check_shardable(n: int, k: int, ranks: int, style: str) -> int:
-    """How many rows or columns of zeros each rank takes beside its own, where blocks would not stay whole otherwise.
+    """Zero rows or columns that each rank adds to keep blocks whole.
 
-    Sends nothing; the answer is the same on every rank: 0 where what is split is a multiple of 128 times `ranks`, and
-    at most 254. The styles below pad shards so; `shard_weight` takes less where it can.
+    Sends nothing; equal on every rank: 0 if the split size is a multiple of 128 * `ranks`, at most 254. The styles
+    below pad shards so; `shard_weight` takes less where it can.
 
     Args:
-        n, k: sizes of the whole weight [n, k].
+        n, k: the whole weight's sizes.
         ranks: how many share it.
-        style: "column" to split n, each rank computing some columns of the result; "row" to split k, each rank
-            computing a part of every sum.
+        style: "column" splits n: each rank computes some result columns. "row" splits k: each rank computes partial
+            sums.
 
     Raises:
         TypeError: a number is no int.
@@ -111,19 +111,19 @@ def shard_weight(
     *,
     max_error: float = 0.0,
 ) -> WeightShard:
-    """A rank's rows or columns of a weight with scales of 128x128, wherever they begin and end.
+    """A rank's rows or columns of a weight with 128x128 scales, at any boundaries.
 
-    As torch.chunk cuts it, so that the last ranks may have fewer, or none. A shard that begins inside of a block is cut
-    into blocks anew, which costs nothing per call, if no row changes by more than `max_error`. Else it begins with up
-    to 127 rows or columns of zeros, and is exact; every product reads their bytes. Of "column" drop the result's first
-    columns, `out[..., shard.first:]`, which copies nothing; of "row" pass `shard.pad(x)`, one kernel of torch.
+    As torch.chunk cuts it, so that the last ranks may have fewer, or none. A shard that starts inside a block is
+    re-blocked if no row changes by more than `max_error`; calls then cost nothing extra. Otherwise it is exact and
+    starts with up to 127 zero rows or columns, which every GEMM reads. For "column" drop the result's first columns,
+    `out[..., shard.first:]`, a view; for "row" pass `shard.pad(x)`, one torch kernel.
 
     Args:
-        weight, weight_scale_inv: [..., n, k] float8_e4m3fn, such as [g, n, k] of experts, and its scale
+        weight, weight_scale_inv: [..., n, k] float8_e4m3fn, such as [g, n, k] for experts, and its scale
             [..., ceil(n / 128), ceil(k / 128)].
         rank, ranks, style: as for `check_shardable`.
-        max_error: as for `to_blocks`. 1e-3 is enough for scales that are powers of two of one another, as those in
-            UE8M0: a few elements of 100,000 change. Others are rounded to e4m3 once more, for which 1 / 16 is enough.
+        max_error: as for `to_blocks`. 1e-3 suffices for scales that differ by powers of two, as in UE8M0: a few in
+            100,000 elements change. Other scales round elements to e4m3 again, for which 1 / 16 suffices.
 
     Raises:
         TypeError, ValueError: as `check_shardable`, or shapes or dtypes do not fit.
@@ -161,7 +161,7 @@ def _part(size: int, ranks: int, rank: int) -> Part:
 
 
 class _LinearStyle(ParallelStyle):
-    """Of a `deep_tile.nn.Linear`; subclasses say how its tensors lie."""
+    """A style for `deep_tile.nn.Linear`; subclasses give the placements."""
 
     style: str
     weight: Placement
@@ -193,7 +193,7 @@ class _LinearStyle(ParallelStyle):
         return distribute_module(module, device_mesh, self._partition, self._distribute_input, self._collect_output)
 
     def _parts(self, module: nn.Linear, ranks: int) -> list[Part]:
-        """Of all ranks, if their shards take zeros."""
+        """Every rank's part, if shards need padding."""
         size = (module.out_features, module.in_features)[_split_dim(self.style)]
         return [] if _fits(size, ranks) else [_part(size, ranks, rank) for rank in range(ranks)]
 
@@ -234,14 +234,14 @@ class _LinearStyle(ParallelStyle):
 
 
 class ColumnParallel(_LinearStyle):
-    """Split a `deep_tile.nn.Linear` by columns of its result, as torch's ColwiseParallel does torch.nn.Linear.
+    """Split a `deep_tile.nn.Linear` by result columns, as torch's ColwiseParallel does for torch.nn.Linear.
 
     Weight, scale and bias are split along n, the input is whole, and each rank computes its columns exactly as one
-    process would with batch_invariant=True. Where blocks of 128x128 would not stay whole, shards have zeros beside
-    their own rows, in `state_dict()`, too: load a layer's weight before it is split. Outputs have none.
+    process would with batch_invariant=True. If 128x128 blocks would not stay whole, shards are zero-padded, also in
+    `state_dict()`: load a layer's weight before splitting it. Outputs have none.
 
     Args:
-        input_layouts: how the layer's input lies where it is no DTensor; Replicate() when None.
+        input_layouts: placement of an input that is not a DTensor; None: Replicate().
         output_layouts: how the output is wanted; Shard(-1) when None.
         use_local_output: return the local tensor, not the DTensor.
 
@@ -257,13 +257,12 @@ class ColumnParallel(_LinearStyle):
 class RowParallel(_LinearStyle):
     """Split a `deep_tile.nn.Linear` along k, as torch's RowwiseParallel does torch.nn.Linear.
 
-    Each rank multiplies its columns of the input by its columns of the weight. The products, rounded to the output's
-    dtype, are then summed over the ranks in that dtype: options of the layer may have out_dtype=torch.float32. Where
-    blocks of 128x128 would not stay whole, shards have zeros beside their own columns, in `state_dict()`, too, and each
-    call copies the input behind such.
+    Each rank multiplies its input columns by its weight columns. Partial results, rounded to the output's dtype, are
+    then summed over ranks in that dtype; for FP32 give the layer out_dtype=torch.float32. If 128x128 blocks would not
+    stay whole, shards are zero-padded, also in `state_dict()`, and each call copies the input with padding.
 
     Args:
-        input_layouts: how the layer's input lies where it is no DTensor; Shard(-1) when None.
+        input_layouts: placement of an input that is not a DTensor; None: Shard(-1).
         output_layouts: how the output is wanted; Replicate(), an all-reduce, when None.
         use_local_output: return the local tensor, not the DTensor.
 
@@ -277,7 +276,7 @@ class RowParallel(_LinearStyle):
 
 
 def _with_zeros(x: torch.Tensor, dim: int, parts: list[Part], unit: int) -> torch.Tensor:
-    """A whole parameter with the zeros of all ranks' parts; `unit` rows or columns have one element of it."""
+    """A whole parameter with all ranks' padding; it has one element per `unit` rows or columns."""
     shape = list(x.shape)
     shape[dim] = sum(part.padded for part in parts) // unit
     padded = x.new_zeros(shape)
@@ -290,7 +289,7 @@ def _with_zeros(x: torch.Tensor, dim: int, parts: list[Part], unit: int) -> torc
 
 
 def _distribute(x: torch.Tensor, mesh: DeviceMesh, placement: Placement, source: int | None) -> DTensor:
-    """Like distribute_tensor; FP8 travels as bytes, which every backend sends, and its rows stay aligned."""
+    """Like distribute_tensor, but FP8 is sent as bytes, which every backend supports, and rows stay aligned."""
     if x.dtype != quantize.FP8_DTYPE:
         return distribute_tensor(x, mesh, [placement], src_data_rank=source)
     shard = distribute_tensor(x.view(torch.uint8), mesh, [placement], src_data_rank=source).to_local()
@@ -298,9 +297,9 @@ def _distribute(x: torch.Tensor, mesh: DeviceMesh, placement: Placement, source:
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=x.shape, stride=x.stride())
 
 
-# Shardings of the ops. A rule sees a DTensorSpec for each tensor. It names combinations of placements along one
-# dimension of a mesh; DTensor takes the one that moves least and, of equals, the first. So whole tensors come first,
-# and a weight's split is offered only where something is split that way: no dimension of the mesh gets it unasked.
+# The ops' shardings. A rule sees a DTensorSpec for each tensor. It lists placement combinations along one mesh
+# dimension; DTensor takes the one that moves the least data, the first among equals. So whole tensors come first, and a
+# weight's split is offered only if an input is split that way: no mesh dimension gets it unasked.
 
 
 def _linear_rule(x, b, b_scale=None, bias=None, **_: Any) -> list[_Sharding]:
@@ -312,7 +311,7 @@ def _gemm_rule(a, a_scale, b, b_scale, bias=None, *, activation: str | None = No
 
 
 def _product_shardings(inputs: list, b, b_scale, bias, is_sum: bool = True) -> list[_Sharding]:
-    """What is no sum over k, for an activation, is not split along k."""
+    """An activation needs complete sums, so k is not split."""
     last = len(inputs[0].shape) - 1
     weights, biases = _given(b, b_scale), _given(bias)
 
@@ -374,10 +373,9 @@ def _axes(specs: list, dim: int) -> list[_Axis]:
 
 
 def _is_split(name: str, size: int, of_weights: list[_Axis], of_others: Sequence[_Axis] = ()) -> bool:
-    """Whether one of these axes, all of one size, is split, and all can be.
+    """Whether one of these equally long axes is split and all can be.
 
-    Weights that are split where no block ends are refused. Others are then gathered, as DTensor does with what an op
-    takes otherwise.
+    Weights that are split where no block ends are refused. DTensor gathers the others.
     """
     ranks = _ranks([*of_weights, *of_others])
     if _ranks(of_weights):
@@ -386,7 +384,7 @@ def _is_split(name: str, size: int, of_weights: list[_Axis], of_others: Sequence
 
 
 def _ranks(axes: list[_Axis]) -> int:
-    """Over how many ranks one of these axes is split, which may be one; 0 where none is."""
+    """Ranks over which one of these axes is split, perhaps 1; 0 if none is."""
     if not axes:
         return 0
     mesh = axes[0][0].mesh

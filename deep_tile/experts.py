@@ -1,29 +1,25 @@
-"""What an expert layer has around its two products: lists of rows, what stands between them, the sum of their results.
+"""MoE kernels around the two grouped GEMMs: sorting tokens by expert, the gated activation, combining results.
 
-Called by users. The activation and its cast to FP8 are one kernel, of the casts' own code (quantize.py), so each
-element is read once and nothing wide is written between two products. Which rows live, and which are summed up, is read
-on the device: no call waits for the host, and all can be captured in CUDA graphs.
+Called by users. Activation and FP8 cast are one kernel on the casts' code (quantize.py), so each element is read once
+and nothing wide is written between the GEMMs. Live rows and indices are read on the device: no call waits for the host,
+and CUDA graphs can capture all.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, cast, launches, ops, quantize, sources, tensors
-from deep_tile.config import as_int, ceil_div, check_alignment, round_up
+from deep_tile import cast, launches, quantize, sources, tensors
+from deep_tile.config import as_int, ceil_div, round_up
 from deep_tile.operation import Arg, Described, Given
 from deep_tile.ops import is_traced
 
 _NO_EXPERT = torch.iinfo(torch.int16).max
-"""Experts are sorted as int16, which takes a quarter of the passes of int64."""
-
-_sorts: launches.Table = {}
-"""Of `sort_by_expert`, by experts and alignment; of chosen, rows, offs and index."""
+"""Experts are sorted as int16, which takes a quarter of int64's passes."""
 
 
 class Routing(NamedTuple):
-    """What `sort_by_expert` returns; described there."""
+    """Result of `sort_by_expert`, described there."""
 
     rows: torch.Tensor
     offs: torch.Tensor
@@ -31,88 +27,107 @@ class Routing(NamedTuple):
 
 
 def sort_by_expert(chosen: torch.Tensor, experts: int, *, alignment: int = 1) -> Routing:
-    """Lists of the rows that an expert layer multiplies, one for each choice of a token, sorted by expert.
+    """Row lists for an expert layer: one row per token and choice, sorted by expert.
 
-    An expert's rows are in the order of their tokens, and of a token's choices. Made on `chosen`'s device and torch's
+    An expert's rows are in token order, then choice order. Made on `chosen`'s device and torch's
     current stream, without waiting for it, so that a CUDA graph holds for every choice: on a Hopper GPU by one kernel,
     elsewhere by torch, with the same numbers. More than 512 experts, or 2**21 choices, torch sorts there, too, by a
     dozen kernels.
 
     Args:
-        chosen: [t, top_k] int32 or int64, any strides: the experts of each token. A number that is negative, or no
-            expert, stands for none: for one of another process, say. Its rows are behind those of all experts. On the
-            GPU fastest where it is contiguous; else it is copied first.
+        chosen: [t, top_k] int32 or int64, any strides: each token's experts. A negative or too large number means no
+            local expert, e.g. one on another rank; its rows come after all experts' rows. On the GPU fastest where it
+            is contiguous; else it is copied first.
         experts: how many there are.
-        alignment: of the rows that experts begin at: a power of two up to 1024. 128 is what gradients of weights need
-            (`fp8_grouped_wgrad`, whose operands `transposed_cast_to_fp8` then casts by the same lists).
+        alignment: the multiple of rows at which experts start: a power of two up to 1024. Weight gradients need 128
+            (`fp8_grouped_wgrad`; `transposed_cast_to_fp8` casts its operands by the same lists).
 
     Returns:
-        rows: [t * top_k] int64, of which token each row is: for `per_token_cast_to_fp8`. With an alignment
-            t * top_k + experts * (alignment - 1) of them, rounded up to it, and -1 for those of no expert, which casts
-            take for zeros.
+        rows: [t * top_k] int64, each row's token: for `per_token_cast_to_fp8`. With an alignment [t * top_k + experts *
+            (alignment - 1)], rounded up to it, and -1 for padding rows, which casts take for zeros.
         offs: [experts] int32, the row behind each expert's last: for all casts and `fp8_grouped_gemm`, with the same
             alignment.
-        index: [t, top_k] int64, which row each choice has become, -1 for one of no expert: for `combine`.
+        index: [t, top_k] int64, each choice's row, -1 for no expert: for `combine`.
 
     Raises:
-        TypeError: `chosen` is no plain tensor of int32 or int64, or `experts` no int.
-        ValueError: `chosen` is no matrix or has no memory, or `experts` or `alignment` is out of range.
+        TypeError: `chosen` is not a plain int32 or int64 tensor, or `experts` is not an int.
+        ValueError: `chosen` is not a matrix or has no memory, or `experts` or `alignment` is out of range.
         RuntimeError: the kernel is not loaded yet while a CUDA graph is captured; or as `per_token_cast_to_fp8`.
     """
-    experts = _checked_experts(chosen, experts)
-    check_alignment(alignment)
-    if is_traced():
-        return Routing(*torch.ops.deep_tile.sort_by_expert(chosen, experts, alignment))
-    return _sort(chosen, experts, alignment)
+    call = SORT_BY_EXPERT.trace if is_traced() else SORT_BY_EXPERT.run
+    return Routing(*call((chosen, None, None, None), (experts, alignment)))
 
 
-def _sort(chosen: torch.Tensor, experts: int, alignment: int) -> Routing:
-    """`sort_by_expert` outside of tracing, of what has been checked."""
-    if not _has_sort_kernel(chosen, experts):
-        tensors.require_plain(chosen=chosen)
-        return _sort_definition(chosen, experts, alignment)
-    if not chosen.is_contiguous():
-        tensors.require_dense(chosen=chosen)
-        chosen = chosen.contiguous()
-    tokens, top_k = chosen.shape
-    size = _rows_size(tokens * top_k, experts, alignment)
-    found = Routing(
-        tensors.new_empty(chosen, (size,), (1,), torch.int64),
-        tensors.new_empty(chosen, (experts,), (1,), torch.int32),
-        tensors.new_empty(chosen, (tokens, top_k), (top_k, 1), torch.int64),
-    )
-    options = experts, alignment
-    if not _launcher.launch_known(_sorts, options, chosen, *found):
-        _sort_by_kernel(options, chosen, *found)
-    return found
+class SortOptions(NamedTuple):
+    """Described at `sort_by_expert`."""
+
+    experts: int
+    alignment: int = 1
 
 
-def _sort_by_kernel(options: tuple[int, int], *given: torch.Tensor) -> None:
-    """Of chosen, rows, offs and index; `options` are experts and alignment."""
-    tensors.require_dense(chosen=given[0])
-    launches.enqueue(_sorts, options, given, partial(_prepare_sort, options, *given[:2]))
+class Sort(quantize.Casting):
+    """Of chosen, rows, offs and index."""
 
+    Options, dtypes = SortOptions, sources.INDEX_DTYPES
 
-def _prepare_sort(options: tuple[int, int], chosen: torch.Tensor, rows: torch.Tensor) -> _launcher.Launch:
-    kernel, device = cast.SORT[str(chosen.dtype).removeprefix("torch.")], chosen.get_device()
-    if not cast.is_loaded(kernel, device):
-        launches.refuse_capture(kernel.name, device, "sort_by_expert")
-    schedule = cast.schedule_sort(chosen.numel(), len(rows), kernel.threads)
-    layout = cast.sort_layout(schedule, *chosen.shape, len(rows), *options)
-    return cast.prepare_sort(kernel, schedule, device, layout)
+    def allocated(self, given: Given, options: tuple) -> Given:
+        chosen, (tokens, top_k), (experts, alignment) = given[0], given[0].shape, options
+        size = _rows_size(tokens * top_k, experts, alignment)
+        return (
+            chosen,
+            tensors.new_empty(chosen, (size,), (1,), torch.int64),
+            tensors.new_empty(chosen, (experts,), (1,), torch.int32),
+            tensors.new_empty(chosen, (tokens, top_k), (top_k, 1), torch.int64),
+        )
 
+    def check_arguments(self, given: Given, options: SortOptions) -> None:
+        self.check(given, options)
+        super().check_arguments(given, options)
 
-def _has_sort_kernel(chosen: torch.Tensor, experts: int) -> bool:
-    """Whether a kernel sorts these, which are plain."""
-    fits = experts <= cast.MOST_EXPERTS and 0 < chosen.numel() <= cast.MOST_CHOICES
-    return fits and chosen.is_cuda and launches.is_hopper(chosen.get_device()) and tensors.is_plain(chosen)
+    def check(self, given: Given, options: SortOptions) -> None:
+        chosen = given[0]
+        if not isinstance(chosen, torch.Tensor) or chosen.dtype not in sources.INDEX_DTYPES:
+            seen = f"a tensor of {chosen.dtype}" if isinstance(chosen, torch.Tensor) else f"a {type(chosen)}"
+            raise TypeError(f"chosen is {seen}; it must be one of int32 or int64, such as topk's indices")
+        if chosen.dim() != 2:
+            raise ValueError(f"chosen has shape {list(chosen.shape)}; it must be [t, top_k], so .view() it so")
+
+    def check_options(self, options: SortOptions) -> None:
+        experts, number = options.experts, as_int(options.experts)
+        if number is None:
+            raise TypeError(f"experts is {experts!r}, of type {type(experts).__name__}; pass how many there are")
+        if not 0 < number < _NO_EXPERT:
+            raise ValueError(f"experts is {experts}; pass a number from 1 to {_NO_EXPERT - 1}")
+        super().check_options(options)
+
+    def readable(self, given: Given) -> Given:
+        return given[0].contiguous(), *given[1:]
+
+    def needs_kernel(self, given: Given) -> bool:
+        """What is no kernel's is sorted by torch, on a GPU, too."""
+        chosen, _, offs, _ = given
+        fits = len(offs) <= cast.MOST_EXPERTS and chosen.numel() <= cast.MOST_CHOICES
+        return fits and chosen.numel() > 0 and self.is_on_gpu(chosen) and launches.is_hopper(chosen.get_device())
+
+    def define(self, given: Given, options: SortOptions) -> None:
+        chosen, *made = given
+        for target, found in zip(made, sorted_by_torch(chosen, *options), strict=True):
+            target.copy_(found)
+
+    def prepare(self, given: Given, options: SortOptions) -> launches.Prepared:
+        chosen, rows, *_ = given
+        kernel = cast.SORT[str(chosen.dtype).removeprefix("torch.")]
+        schedule = cast.schedule_sort(chosen.numel(), len(rows), kernel.threads)
+        numbers = cast.sort_numbers(schedule, *chosen.shape, len(rows), *options)
+        return quantize.launch_of(self, kernel, schedule.grid, given, numbers, self.names, cluster=schedule.cluster)
 
 
 def _rows_size(choices: int, experts: int, alignment: int) -> int:
     return round_up(choices + experts * (alignment - 1), alignment)
 
 
-def _sort_definition(chosen: torch.Tensor, experts: int, alignment: int) -> Routing:
+def sorted_by_torch(chosen: torch.Tensor, experts: int, alignment: int) -> Routing:
+    """The definition."""
     top_k, device = chosen.shape[1], chosen.device
     numbers = chosen.flatten().clamp(-1, experts).short().remainder_(experts + 1)
     of_row, order = numbers.sort(stable=True)
@@ -126,7 +141,7 @@ def _sort_definition(chosen: torch.Tensor, experts: int, alignment: int) -> Rout
 
 
 def _spread(packed: Routing, of_row: torch.Tensor, alignment: int) -> Routing:
-    """The same with experts that begin at multiples of `alignment`; `of_row` is each packed row's expert."""
+    """The same with experts starting at multiples of `alignment`; `of_row` is each packed row's expert."""
     rows, offs, index = packed
     counts = offs.diff(prepend=offs.new_zeros(1))
     taken = ceil_div(counts, alignment) * alignment
@@ -136,25 +151,10 @@ def _spread(packed: Routing, of_row: torch.Tensor, alignment: int) -> Routing:
     at = torch.arange(len(rows), device=rows.device)
     lives = at < offs[-1]
     at = at + moved[of_row.clamp(max=len(offs) - 1).long()]
-    spread = rows.new_full((size + 1,), -1)  # the last one for rows of no expert
+    spread = rows.new_full((size + 1,), -1)  # the last one for rows without an expert
     spread.scatter_(0, torch.where(lives, at, size), torch.where(lives, rows, -1))
     places = torch.cat([torch.where(lives, at, -1), at.new_full((1,), -1)])
     return Routing(spread[:size], (begins + counts).int(), places[index])
-
-
-def _checked_experts(chosen: object, experts: object) -> int:
-    """How many experts there are; raises unless choices can be sorted by them."""
-    if not isinstance(chosen, torch.Tensor) or chosen.dtype not in sources.INDEX_DTYPES:
-        seen = f"a tensor of {chosen.dtype}" if isinstance(chosen, torch.Tensor) else f"a {type(chosen)}"
-        raise TypeError(f"chosen is {seen}; it must be one of int32 or int64, such as topk's indices")
-    if chosen.dim() != 2:
-        raise ValueError(f"chosen has shape {list(chosen.shape)}; it must be [t, top_k], so .view() it so")
-    number = as_int(experts)
-    if number is None:
-        raise TypeError(f"experts is {experts!r}, of type {type(experts).__name__}; pass how many there are")
-    if not 0 < number < _NO_EXPERT:
-        raise ValueError(f"experts is {experts}; pass a number from 1 to {_NO_EXPERT - 1}")
-    return number
 
 
 def silu_mul_cast_to_fp8(
@@ -172,39 +172,39 @@ def silu_mul_cast_to_fp8(
     out: torch.Tensor | None = None,
     scale_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gated activation of an expert layer, quantised: the input of its second product.
+    """SwiGLU of an expert layer, quantised: the input for its second GEMM.
 
-    h = gate * sigmoid(alpha * gate) * (up + beta), in FP32, then the cast of `per_token_cast_to_fp8`; h is not rounded
-    to a narrower type in between. Each operation is rounded to FP32, from left to right, and h is within 1e-6 of the
-    formula, relatively, plus 2e-7 for every unit of alpha * gate; a sigmoid below 2**-126 is 0.
+    h = gate * sigmoid(alpha * gate) * (up + beta), in FP32, then cast as by `per_token_cast_to_fp8`, without rounding h
+    to a narrower type in between. Each operation is rounded to FP32, from left to right, and h is within a relative
+    1e-6 of the formula, plus 2e-7 per unit of alpha * gate; a sigmoid below 2**-126 is 0.
 
-    Runs on `gate_up`'s device and torch's current stream: on a Hopper GPU by one kernel, elsewhere by torch. Each gives
-    the same bits every time, but not those of the other: the GPU's own exponential, reciprocal and product with the
-    reciprocal of a scale are used. A scale differs by the error of h at most, an element by one step of e4m3. With
-    "pow2" a scale may be the next power of two, where h's largest magnitude is that close to where one ends. It has no
-    gradient.
+    Runs on `gate_up`'s device and torch's current stream: on a Hopper GPU by one kernel, elsewhere by torch. Each
+    repeats its own bits, but they differ between the two: the GPU uses its own exponential and reciprocal. A scale
+    differs at most by h's error, an element by one e4m3 step. With "pow2" a scale may be the next power of two if h's
+    largest magnitude is that close to the boundary. It has no gradient.
 
     Args:
-        gate_up: [..., 2k] bfloat16 or float16, any strides: k gates, then k values of up, in each row. On the GPU
-            fastest where k is a multiple of 8, columns are adjacent and rows begin at multiples of 16 bytes; other
+        gate_up: [..., 2k] bfloat16 or float16, any strides: each row holds k gate values, then k up values. Fastest on
+            the GPU if k is a multiple of 8, columns are contiguous and rows start at multiples of 16 bytes; other
             column strides are copied first.
-        offs, counts: as for `per_token_cast_to_fp8`: of gate_up [s, 2k] the END row of each group, or of gate_up
-            [g, m, 2k] how many rows of each group live. Dead rows are neither read nor written.
+        offs, counts: as for `per_token_cast_to_fp8`: each group's END row in gate_up [s, 2k], or live rows per group in
+            gate_up [g, m, 2k]. Dead rows are neither read nor written.
         limit: gate is bounded by it from above, up to both sides, before all else; a positive number. gpt-oss and
             DeepSeek-V4 do so.
         alpha, beta: finite numbers, rounded to FP32; 1.702 and 1 in gpt-oss.
-        scale_layout, amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`; on the GPU `exact` is of scales.
+        scale_layout, amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`; on the GPU `exact` affects scales
+            only.
         out: [..., k] float8_e4m3fn, otherwise as there.
         scale_out: [..., ceil(k / 128)] float32, otherwise as there.
 
     Returns:
-        `out` and `scale_out`: [..., k] float8_e4m3fn and its scale. Of dead rows they have whatever was there before;
-        arbitrary bytes where they were allocated.
+        `out` and `scale_out`: [..., k] float8_e4m3fn and its scale. Dead rows are not written; in allocated tensors
+        they hold arbitrary bytes.
 
     Raises:
         TypeError: `gate_up` is neither bfloat16 nor float16, or `limit`, `alpha` or `beta` is no number; or as
             `per_token_cast_to_fp8`.
-        ValueError: rows of `gate_up` have no two halves, or one of the numbers is out of range; or as there.
+        ValueError: rows in `gate_up` do not have an even length, or a number is out of range; or as there.
         RuntimeError: as there.
     """
     options = (amax_floor, round_scale, exact, scale_layout, limit, alpha, beta)
@@ -214,7 +214,7 @@ def silu_mul_cast_to_fp8(
 
 
 class GatedOptions(NamedTuple):
-    """The keywords of a call; described at `silu_mul_cast_to_fp8`."""
+    """A call's keywords, described at `silu_mul_cast_to_fp8`."""
 
     amax_floor: float = quantize.SMALLEST_AMAX_FLOOR
     round_scale: str = "none"
@@ -243,18 +243,18 @@ class GatedCast(quantize.Cast):
 def combine(
     x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sum up what experts made of each token: out[t] = sum over j of weights[t, j] * x[index[t, j]].
+    """Weighted sum over each token's expert results: out[t] = sum over j of weights[t, j] * x[index[t, j]].
 
-    In FP32 and in the order of j: each product and each sum is rounded to FP32, and the last sum once more, to BF16.
-    Runs on `x`'s device and torch's current stream: on a Hopper GPU by one kernel, elsewhere by torch, with the same
-    result bit for bit, but for the bits of NaN. It has no gradient.
+    In FP32, in the order of j: each product and each sum is rounded to FP32, and the last sum to BF16.
+    Runs on `x`'s device and torch's current stream: one kernel on a Hopper GPU, elsewhere torch, bit for bit the same
+    except for NaN's bits. It has no gradient.
 
     Args:
-        x: [r, n] bfloat16, unit stride along n: results of an expert layer's second product. On the GPU fastest where
-            n is a multiple of 8 and rows begin at multiples of 16 bytes, here and in `out`.
+        x: [r, n] bfloat16, unit stride along n: results of the second GEMM. Fastest on the GPU if n is a multiple of 8
+            and rows start at multiples of 16 bytes, here and in `out`.
         weights: [t, top_k] float32 or bfloat16, any strides.
-        index: [t, top_k] int32 or int64, any strides: which rows of `x` are each token's. A number that is negative, or
-            no row of `x`, stands for none: nothing is read and nothing added.
+        index: [t, top_k] int32 or int64, any strides: each token's rows in `x`. For a negative or too large number
+            nothing is read or added.
         out: [t, n] bfloat16, unit stride along n, that shares no memory with `x`, to write to; allocated when None.
 
     Returns:
@@ -287,29 +287,33 @@ class Combine(Described):
         out.copy_(sums)
 
     def prepare(self, given: Given, options) -> launches.Prepared:
-        out, device = given[3], given[0].get_device()
-        kernel, grid = cast.choose_combine(*out.shape, launches.num_sms(device))
-        if not cast.is_loaded(kernel, device):
-            launches.refuse_capture(kernel.name, device, self.name)
-        return cast.prepare_combine(kernel, grid, device, combine_layout(*given))
+        kernel, grid = cast.choose_combine(*given[3].shape, launches.num_sms(given[0].get_device()))
+        return quantize.launch_of(self, kernel, grid, given, combine_numbers(*given), self.names)
 
 
-def combine_layout(
-    x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor
-) -> cast.CombineLayout:
-    """What the kernel is told of these tensors."""
+def combine_numbers(x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> dict[str, int]:
+    """Kernel parameters for these tensors."""
     strides = [matrix.stride(0) for matrix in (x, out) if len(matrix) > 1]
     in_vectors = all(number % cast.COMBINE_COLUMNS == 0 for number in (out.shape[1], *strides))
-    return cast.CombineLayout(
-        *(*out.shape, len(x), x.stride(0), out.stride(0), *weights.stride(), *index.stride()),
-        top_k=index.shape[1],
-        aligned=in_vectors and tensors.is_aligned(x) and tensors.is_aligned(out),
-        wide_index=index.dtype == torch.int64,
-        narrow_weights=weights.dtype == torch.bfloat16,
-    )
+    (weights_row, weights_column), (index_row, index_column) = weights.stride(), index.stride()
+    return {
+        "tokens": out.shape[0],
+        "columns": out.shape[1],
+        "x_rows": len(x),
+        "x_stride": x.stride(0),
+        "out_stride": out.stride(0),
+        "weights_stride_row": weights_row,
+        "weights_stride_column": weights_column,
+        "index_stride_row": index_row,
+        "index_stride_column": index_column,
+        "top_k": index.shape[1],
+        "aligned": in_vectors and tensors.is_aligned(x) and tensors.is_aligned(out),
+        "wide_index": index.dtype == torch.int64,
+        "narrow_weights": weights.dtype == torch.bfloat16,
+    }
 
 
-# The ops, which tracers see.
+# The ops that tracers see.
 
 
 SILU_MUL_CAST = GatedCast(
@@ -329,26 +333,6 @@ COMBINE = Combine(
 )
 
 
-def _run_sort_op(chosen: torch.Tensor, experts: int, alignment: int = 1) -> tuple[torch.Tensor, ...]:
-    _checked_experts(chosen, experts)
-    check_alignment(alignment)
-    return tuple(_sort(chosen, experts, alignment))
-
-
-def _fake_sort_op(chosen: torch.Tensor, experts: int, alignment: int = 1) -> tuple[torch.Tensor, ...]:
-    _checked_experts(chosen, experts)
-    check_alignment(alignment)
-    (tokens, top_k), new_empty = chosen.shape, chosen.new_empty
-    size = _rows_size(tokens * top_k, experts, alignment)
-    return (
-        new_empty(size, dtype=torch.int64),
-        new_empty(experts, dtype=torch.int32),
-        new_empty(tokens, top_k, dtype=torch.int64),
-    )
-
-
-ops.register(
-    "sort_by_expert(Tensor chosen, int experts, int alignment=1) -> (Tensor, Tensor, Tensor)",
-    _run_sort_op,
-    _fake_sort_op,
+SORT_BY_EXPERT = Sort(
+    *("sort_by_expert", "chosen rows! offs! index!", "experts alignment"), overload=None, by_position=True
 )

@@ -1,7 +1,7 @@
-"""What becomes of a product before it is rounded: a bias, an activation, a format. Their checks and their layout.
+"""Epilogue options: bias, activation, output format. Their checks and weight layout. Their checks and their layout.
 
 Called by dense.py, options.py and linear.py, and by users who lay out weights for "swiglu". The definition is
-`reference.finished`. Invariant: a finish is a row of kinds.ACTIVATIONS, and a format of kinds.OUTPUTS.
+`reference.finished`. Invariant: an activation is a row in kinds.ACTIVATIONS, a format in kinds.OUTPUTS.
 """
 
 from collections.abc import Iterable
@@ -13,15 +13,15 @@ from deep_tile.kinds import ACTIVATIONS, GATE_COLUMNS, OUTPUTS, RAW, RESULTS, El
 
 
 def torch_dtype(element: Element) -> torch.dtype:
-    """What torch calls a format."""
+    """torch's dtype for a format."""
     return getattr(torch, element.dtype)
 
 
 OUTPUT_NAMES = {torch_dtype(element): name for name, element in OUTPUTS.items()}
-"""Names in `kinds.OUTPUTS`, by dtype; also of a bias."""
+"""Names in `kinds.OUTPUTS`, by dtype; also for a bias."""
 
 RESULT_NAMES = {**OUTPUT_NAMES, torch_dtype(RESULTS[RAW]): RAW}
-"""Names of what a kind of product may have, by dtype."""
+"""Result names over all kinds, by dtype."""
 
 _PAIRS = 2 * GATE_COLUMNS
 
@@ -31,37 +31,37 @@ def names(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def one_of(dtypes: Iterable[torch.dtype]) -> str:
-    """For an error that says what a tensor must be."""
+    """The dtypes as text, for errors."""
     known = tuple(dtypes)
     return names(known) if len(known) == 1 else f"one of {names(known)}"
 
 
 def out_columns(n: int, activation: str | None) -> int:
-    """Columns of `out`, of a product of n."""
+    """Columns of `out` for a GEMM with n columns."""
     return n // 2 if activation == "swiglu" else n
 
 
 def for_problem(bias: torch.Tensor | None, activation: str | None) -> dict[str, str]:
-    """What a `GemmProblem` says of a finish that has been checked."""
+    """`GemmProblem` fields for a checked epilogue."""
     return {"bias": "none" if bias is None else OUTPUT_NAMES[bias.dtype], "activation": activation or "none"}
 
 
 def interleave_gate_up(x: torch.Tensor) -> torch.Tensor:
-    """Rows of gates and of what they let through, by turns in eights: the layout of `activation="swiglu"`.
+    """Interleave gate and up rows in blocks of eight: the layout for `activation="swiglu"`.
 
-    Row 16 i + j of the result is gate row 8 i + j for j < 8, and up row 8 i + j - 8 for the others; so column j of
-    `fp8_gemm(..., activation="swiglu")` is `silu(gate_j) * up_j`. Lay out a weight before it is quantised in blocks of
-    128x128, which then hold 64 rows of each; scales of rows, and a bias, are laid out like the rows they belong to.
+    Row 16 i + j in the result is gate row 8 i + j for j < 8, else up row 8 i + j - 8; so column j of `fp8_gemm(...,
+    activation="swiglu")` is `silu(gate_j) * up_j`. Interleave a weight before quantising it in 128x128 blocks, which
+    then hold 64 rows of each; interleave per-row scales and a bias like their rows.
 
     Args:
-        x: [2 f, ...] of any dtype: f rows of gates, then f of what they let through, f a multiple of 8. A weight
-            [2 f, k], as checkpoints keep `gate_up_proj`, or a bias or scale [2 f].
+        x: [2 f, ...], any dtype: f gate rows, then f up rows, f a multiple of 8. A weight [2 f, k], as checkpoints keep
+            `gate_up_proj`, or a bias or scale [2 f].
 
     Returns:
         A contiguous tensor like `x`.
 
     Raises:
-        ValueError: the rows of `x` are no multiple of 16.
+        ValueError: x's row count is not a multiple of 16.
     """
     if x.dim() < 1 or x.shape[0] % _PAIRS:
         raise ValueError(
@@ -73,7 +73,7 @@ def interleave_gate_up(x: torch.Tensor) -> torch.Tensor:
 
 
 def of_kind(kind: Kind) -> tuple[torch.dtype, ...]:
-    """dtypes of its results."""
+    """Result dtypes of a kind."""
     return tuple(dtype for dtype, name in RESULT_NAMES.items() if name in kind.outputs)
 
 
@@ -93,7 +93,7 @@ def check_activation(activation: object) -> None:
 def check_out(
     out: torch.Tensor | None, out_dtype: torch.dtype | None, known: Iterable[torch.dtype] = OUTPUT_NAMES
 ) -> None:
-    """Check that `out`, if it is given, has a dtype that kernels write, and the one asked for."""
+    """Check that `out`, if given, has a dtype that kernels write and that was asked for."""
     if out is None:
         return
     if out.dtype not in tuple(known):
@@ -112,7 +112,7 @@ def check_bias_kind(bias: object) -> None:
 
 
 def check_pairs(n: int, activation: str | None) -> None:
-    """Check that an activation takes a product of n columns."""
+    """Check that an activation supports n columns."""
     if activation == "swiglu" and not ops.holds(n % _PAIRS == 0):
         raise ValueError(
             f"activation is 'swiglu' and n is {n}; it takes a multiple of {_PAIRS} rows of b. Lay them out by "
@@ -121,7 +121,7 @@ def check_pairs(n: int, activation: str | None) -> None:
 
 
 def check_finish(bias: torch.Tensor | None, activation: str | None, b: torch.Tensor) -> None:
-    """Check that both suit a product of `b` [n, k]."""
+    """Check bias and activation for `b` [n, k]."""
     n = b.shape[0]
     check_pairs(n, activation)
     if bias is None:

@@ -1,6 +1,6 @@
-"""Which formats weights are quantised in, and which one a weight and its scale have.
+"""Quantised weight formats, and detection of a weight's format.
 
-Called by blocks.py, and by nn.py for what an error says. Invariant: nothing is guessed: where dtypes and shapes fit two
+Called by blocks.py, and by nn.py for error texts. Invariant: nothing is guessed: where dtypes and shapes fit two
 formats that differ, or bytes could mean something else, the format must be named.
 """
 
@@ -19,13 +19,13 @@ from deep_tile.quantize import FP8_DTYPE
 E8M0 = torch.float8_e8m0fnu
 PACKED_DTYPES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 _PACK_BYTES = 16
-"""gpt-oss stores 32 elements in a dimension of their own."""
+"""gpt-oss stores 32 elements (16 bytes) in a separate dimension."""
 
 E4M3_STEP = 2.0**-9
-"""Between the smallest numbers of e4m3."""
+"""Spacing of e4m3's subnormals."""
 
 _LARGEST_GLOBAL_SCALE = 2.0**120
-"""So that no scale of a block is beyond FP32."""
+"""Limit that keeps block scales within FP32."""
 
 
 class Format(NamedTuple):
@@ -34,7 +34,7 @@ class Format(NamedTuple):
     Attributes:
         rows, columns: that share a scale; 0 for all there are.
         packed: whether elements are e2m1, two in a byte, the first in its low half; else e4m3, one in a byte.
-        inferred: dtypes of scales by which the format is recognised; others must be told its name.
+        inferred: scale dtypes by which the format is recognised; with others it must be named.
     """
 
     rows: int
@@ -44,7 +44,7 @@ class Format(NamedTuple):
 
     @property
     def step(self) -> float:
-        """What all elements are multiples of."""
+        """The quantum of all elements."""
         return 0.5 if self.packed else E4M3_STEP
 
 
@@ -73,27 +73,27 @@ class Source(NamedTuple):
 
     @property
     def group(self) -> tuple[int, int]:
-        """Rows and columns that share a scale; all of them in the place of 0."""
+        """Rows and columns that share a scale; 0 means all."""
         return self.format.rows or self.weight.shape[-2] or 1, self.format.columns or self.columns or 1
 
     def scales_blocks(self) -> bool:
-        """Whether each block of 128x128 has one scale already."""
+        """Whether each 128x128 block already has one scale."""
         sizes = self.weight.shape[-2], self.columns
         covers = (size <= of or of % SCALE_BLOCK == 0 for size, of in zip(sizes, self.group, strict=True))
         return not self.format.packed and self.firsts == (0, 0) and all(covers)
 
     def matrices(self) -> Iterator[tuple[int, ...]]:
-        """Indices of leading dimensions."""
+        """Leading-dimension indices, one per matrix."""
         return itertools.product(*map(range, self.weight.shape[:-2]))
 
 
 def source_of(
     weight: torch.Tensor, scale: torch.Tensor, name: str | None, firsts: tuple[int, int], global_scale: object
 ) -> Source:
-    """A weight in the format of this name, or of the one that it seems to have.
+    """A weight in the named format, or the detected one.
 
     Raises:
-        TypeError, ValueError: as `blocks.to_blocks` has them, of formats.
+        TypeError, ValueError: as `blocks.to_blocks`, for formats.
     """
     if name is not None and name not in FORMATS:
         raise ValueError(f"format is {name!r}; use one of {', '.join(map(repr, FORMATS))}, or None to infer it")
@@ -113,7 +113,7 @@ def source_of(
 
 
 def _matrix(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """[..., n, bytes], also where the 32 elements of each scale have a dimension of their own."""
+    """[..., n, bytes], also for weights with a separate dimension per scale."""
     in_packs = weight.dtype in PACKED_DTYPES and weight.dim() > 2 and weight.shape[-1] == _PACK_BYTES
     return weight.flatten(-2) if in_packs and weight.shape[:-1] == scale.shape else weight
 
@@ -123,7 +123,7 @@ def _columns(weight: torch.Tensor, format_: Format) -> int:
 
 
 def _scale_shape(rows: tuple[int, ...], columns: int, format_: Format, firsts: tuple[int, int]) -> tuple[int, ...]:
-    """Of scales of a weight [*rows, columns], with a dimension for rows and one for columns."""
+    """Scale shape for a weight [*rows, columns], with a row and a column dimension."""
     *leading, n = rows
     groups = (
         ceil_div(first + size, of) if of else 1
@@ -133,7 +133,7 @@ def _scale_shape(rows: tuple[int, ...], columns: int, format_: Format, firsts: t
 
 
 def fits(weight: torch.Tensor, scale: torch.Tensor, format_: Format, firsts: tuple[int, int]) -> bool:
-    """Whether shapes, and the weight's dtype, are those of a format."""
+    """Whether shapes and weight dtype fit a format."""
     if weight.dim() < 2 or format_.packed != (weight.dtype in PACKED_DTYPES):
         return False
     if any(first >= max(of, 1) for first, of in zip(firsts, (format_.rows, format_.columns), strict=True)):
@@ -162,7 +162,7 @@ def inferred(weight: torch.Tensor, scale: torch.Tensor, firsts: tuple[int, int])
 
 
 def _meaning(weight: torch.Tensor, format_: Format, firsts: tuple[int, int]) -> tuple:
-    """Equal for formats that are the same of so few rows and columns."""
+    """A key, equal for formats that coincide at these few rows and columns."""
     sizes = weight.shape[-2] + firsts[0], _columns(weight, format_) + firsts[1]
     groups = (min(of or size, size) for of, size in zip((format_.rows, format_.columns), sizes, strict=True))
     return (format_.packed and format_.columns, *groups)
@@ -207,7 +207,7 @@ def _takes(name: str, scale: torch.Tensor) -> bool:
 
 
 def _typed(name: str, scale: torch.Tensor) -> torch.Tensor:
-    """A scale whose bytes have their dtype."""
+    """The scale with its bytes viewed in their dtype."""
     if scale.dtype == torch.uint8:
         return scale.view(FP8_DTYPE if name == "nvfp4" else E8M0)
     return scale
@@ -246,7 +246,7 @@ def _check_finite(source: Source) -> None:
 
 
 def remedy(weight: torch.Tensor, scale: torch.Tensor) -> str:
-    """What to do with a weight that is not in blocks of 128x128; nothing if its format is not known either."""
+    """The remedy for a weight without 128x128 blocks; empty if its format is unknown too."""
     if weight.dtype != FP8_DTYPE and weight.dtype not in PACKED_DTYPES:
         return ""
     try:

@@ -1,9 +1,9 @@
-"""A product and the cast of its result to FP8, as the next product takes it: by one kernel, or two if these are faster.
+"""GEMM with an FP8 result for the next GEMM: one fused kernel, or two if they are faster.
 
-Called by users. In one launch the sums of a tile are finished, scaled by their own largest magnitudes and rounded while
-they are in registers: no other result is written. That takes tiles that hold all 128 columns of a scale, which
-small m cannot fill; the selector knows when a product in BF16 and a cast of it take less time.
-Invariant: the result is that of `fp8_gemm` and `per_token_cast_to_fp8`, bit for bit where both are batch invariant.
+Called by users. The fused kernel applies the epilogue, scales by the tile's own maxima and rounds in registers: no
+other result is written. Its tiles must hold all 128 columns of a scale, too wide for small m; the selector predicts
+when a BF16 GEMM plus a cast is faster. Invariant: the result equals `fp8_gemm` then `per_token_cast_to_fp8`, bit for
+bit if both are batch invariant.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from deep_tile.problem import GemmProblem
 
 
 class Options(NamedTuple):
-    """The keywords of a call; described at `fp8_gemm_cast`."""
+    """A call's keywords, described at `fp8_gemm_cast`."""
 
     config: GemmConfig | None = None
     num_sms: int | None = None
@@ -34,12 +34,12 @@ class Options(NamedTuple):
 
     @property
     def product(self) -> dense.Options:
-        """Those of the product by itself."""
+        """Options for the GEMM alone."""
         return dense.Options(None, *self[:6])
 
     @property
     def cast(self) -> quantize.Options:
-        """Those of the cast by itself."""
+        """Options for the cast alone."""
         return quantize.Options(quantize.TOKEN_BLOCK[0], *self[6:9])
 
 
@@ -63,13 +63,13 @@ def fp8_gemm_cast(
     pdl: bool | None = None,
     constant_weights: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 matrix product whose result is FP8 with a scale per row and 128 columns: what the next product takes as `a`.
+    """FP8 GEMM with an FP8 result and 1x128 scales, as the next GEMM takes for `a`.
 
-    What `per_token_cast_to_fp8` makes of `fp8_gemm(a, a_scale, b, b_scale, bias=bias, activation=activation)`, which is
-    BF16: bit for bit with `batch_invariant`, without which the product may add up in another order. With
-    `activation="swiglu"` it is all that lies between the two products of a gated layer. By one kernel where that is
-    predicted to be faster, which is at large m; else by two.
-    Not differentiable. Compiled as one op, `torch.ops.deep_tile.fp8_gemm_cast`, by torch.compile and torch.export.
+    Equals `per_token_cast_to_fp8(fp8_gemm(a, a_scale, b, b_scale, bias=bias, activation=activation))` with its BF16
+    intermediate, bit for bit with `batch_invariant`; without it the GEMM may sum in another order. With
+    `activation="swiglu"` it covers everything between a gated layer's two GEMMs. Uses one kernel if predicted to be
+    faster (large m), else two. Not differentiable. Compiled as one op, `torch.ops.deep_tile.fp8_gemm_cast`, by
+    torch.compile and torch.export.
 
     Args:
         a, a_scale, b, b_scale, bias, activation: as for `fp8_gemm`.
@@ -78,7 +78,7 @@ def fp8_gemm_cast(
             written by one kernel.
         scale_out: [m, ceil(n / 128)] float32, or [m, ceil(n / 256)], any strides, to write to; allocated when None.
         scale_layout, amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`.
-        config: the one kernel to use, with `output="e4m3"`; when None the selector's choice, or two kernels.
+        config: the fused kernel to use, with `output="e4m3"`; None: the selector decides.
         num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
 
     Returns:
@@ -88,8 +88,7 @@ def fp8_gemm_cast(
         TypeError, ValueError, RuntimeError: as `fp8_gemm` and `per_token_cast_to_fp8`. Nothing has been launched, and
             `out` and `scale_out` are untouched.
 
-    The method (scales of 1x128 where the result is made) is that of the DeepSeek-V3 report, 3.3, which asks for such
-    fusion.
+    The method (1x128 scales in the epilogue) is from the DeepSeek-V3 report, 3.3, which asks for such fusion.
     """
     options = (config, num_sms, batch_invariant, pdl, constant_weights, activation, amax_floor, round_scale, exact)
     if is_traced():
@@ -102,10 +101,10 @@ class ProductCast(dense.Dense):
 
     def __init__(self, *described, **others) -> None:
         super().__init__(*described, **others)
-        self.in_turn: launches.Table = {}  # of calls that are known to take two launches, no tables of which are here
+        self.in_turn: launches.Table = {}  # calls known to take two launches, which have no tables here
 
     def product(self, given: Given) -> Given:
-        """The tensors of `fp8_gemm` in BF16."""
+        """Tensors for the BF16 `fp8_gemm`."""
         return *given[:4], None, given[6]
 
     def shape(self, given: Given, options: Options) -> tuple[int, int]:
@@ -121,7 +120,8 @@ class ProductCast(dense.Dense):
 
     def fake(self, given: Given, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
         shape = self.shape(given, options)
-        return quantize.fake_out(given[0], shape), quantize.fake_scale(given[0], shape, options.scale_layout)
+        a = quantize.Fake(given[0])
+        return quantize.empty_out(a, shape), quantize.empty_scale(a, shape, options.scale_layout)
 
     def check(self, given: Given, options: Options) -> None:
         dense.FP8_GEMM.check(self.product(given), options.product)
@@ -152,7 +152,7 @@ class ProductCast(dense.Dense):
         self.run_in_turn(given, named)
 
     def run_in_turn(self, given: Given, options: Options) -> None:
-        """By the calls of the product and of the cast."""
+        """Two calls: GEMM, then cast."""
         with torch.no_grad():
             *operands, out, scale, bias = given
             bias = None if bias is None else bias.detach()
@@ -162,7 +162,7 @@ class ProductCast(dense.Dense):
             quantize.per_token_cast_to_fp8(product, **numbers, out=out, scale_out=scale)
 
     def prepare(self, given: Given, options: Options) -> launches.Prepared | None:
-        """The one launch of a call that has been checked; None where two are faster, or none is needed."""
+        """The fused launch for a checked call; None if two are faster or none is needed."""
         a, _, b, _, out, scale, bias = given
         if not self.needs_kernel(given):
             return None

@@ -1,10 +1,8 @@
-"""Grouped products: each group of rows by a matrix of its own, as the experts of a model are; and gradients of many
-weights, products along K of each group's tokens.
+"""Grouped GEMMs (MoE): each row group is multiplied by its own matrix.
 
-Called by users and by what brings deep_tile into engines. One launch multiplies all groups: which rows belong to which
-is read on the device, so that nothing waits for the host and a CUDA graph holds for every distribution.
-Invariant: rows that belong to no group are not written, and nothing outside of the tensors is read or written, whatever
-the bounds say.
+Called by users and integrations. One launch multiplies all groups. Group bounds are read on the device, so nothing
+waits for the host and one CUDA graph serves every distribution. Invariant: rows outside all groups are not written, and
+invalid bounds never cause out-of-bounds access.
 """
 
 import math
@@ -25,7 +23,7 @@ MAX_TILES = 2**31 - 1
 
 
 class Options(NamedTuple):
-    """Keywords of a call, described at `fp8_grouped_gemm`. `layout` is one of `kinds.GROUPINGS`."""
+    """A call's keywords, described at `fp8_grouped_gemm`. `layout` is one of `kinds.GROUPINGS`."""
 
     layout: str
     alignment: int = 1
@@ -39,7 +37,8 @@ class Options(NamedTuple):
 
 
 class Grouped(Product):
-    """A product of each group of rows of `a` by its `b`. Bounds are offs, or counts where `a` has three dimensions."""
+    """A GEMM that multiplies each row group of `a` by its matrix in `b`. Bounds are offs, or counts where `a` has three
+    dimensions."""
 
     Options = Options
 
@@ -54,7 +53,7 @@ class Grouped(Product):
         return (*a.shape[:-1], b.shape[1]), self.dtype_of_out(options, a)
 
     def scaling(self, operands: Given, known: list[str]) -> str:
-        """Scales of blocks need more than one of them in k or n, where they could be of rows as well."""
+        """The scaling, by scale shapes. Shapes that fit both blocks and rows count as rows."""
         a, a_scale, b, b_scale = operands
         _, n, k = b.shape
         if a_scale.dim() != a.dim() or b_scale.dim() != 3 or max(n, k) <= SCALE_BLOCK:
@@ -170,8 +169,7 @@ class Grouped(Product):
         )
 
     def layout(self, problem: GemmProblem, given: Given, alignment: int) -> plan.Layout:
-        """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal
-        one."""
+        """The call's strides. For a single row torch may report any stride; TMA gets a legal one."""
         a, b = self.matrices(given)
         along_n = _lies_along_n(b)
         (a_stride, a_rows), (b_stride, b_rows), (out_stride, out_rows) = (
@@ -213,11 +211,10 @@ def fp8_grouped_gemm(
 ) -> torch.Tensor:
     """`out[rows] = (a[rows] * a_scale[rows]) @ (b[g] * b_scale[g])^T` for the rows of each group g, in one launch.
 
-    Rows of `a` of two dimensions lie group by group, as torch's grouped products have them: group g ends before row
-    `offs[g]`, and begins where group g - 1 ends, rounded up to `alignment`. Of three dimensions, group g has
-    `a[g, :counts[g]]`, or all of `a[g]` without counts. Bounds are read on the device; those that do not fit (negative,
-    falling, beyond the rows that there are) are cut, and lead to no memory that is not the tensors'. Not
-    differentiable.
+    A 2-D `a` holds the groups one after another, as in torch's grouped GEMMs: group g ends before row
+    `offs[g]`, and begins where group g - 1 ends, rounded up to `alignment`. With a 3-D `a` (masked layout), group g is
+    `a[g, :counts[g]]`, or all of `a[g]` without counts. Bounds are read on the device. Invalid ones (negative, falling,
+    too large) are clamped and never cause out-of-bounds access. Not differentiable.
 
     Every warp reads the bounds by itself: nothing may write them while the product runs, as nothing may write `a`.
 
@@ -228,16 +225,16 @@ def fp8_grouped_gemm(
             within 4 GB.
         b: [g, n, k] float8_e4m3fn, laid out like `a`.
         b_scale: [g, ceil(n / 128), ceil(k / 128)] float32, any strides within 4 GB.
-        offs: [g] int32, contiguous, on the same device: the row behind each group's last. With `a` of two dimensions.
+        offs: [g] int32, contiguous, on the same device: the row behind each group's last. For a 2-D `a`.
         out: [s, n] or [g, m, n] bfloat16, float16 or float32, unit stride along n, group stride a multiple of the row
-            stride; allocated when None, and then rows of no group hold anything. Must not overlap the inputs.
-        counts: [g] int32, contiguous, on the same device: rows of each group. With `a` of three dimensions.
-        alignment: of the rows that groups begin at, with `offs`: a power of two up to 1024.
-        expected_rows: of a group that has rows, in the mean: what the kernel is chosen for. None: s / g, or m.
-        out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
+            stride; allocated when None, where rows outside all groups are undefined. Must not overlap the inputs.
+        counts: [g] int32, contiguous, on the same device: rows per group. For a 3-D `a`.
+        alignment: with `offs`, the multiple of rows at which groups start: a power of two up to 1024.
+        expected_rows: mean rows per non-empty group, for which the kernel is chosen. None: s / g, or m.
+        out_dtype: dtype of `out`: by default `out`'s, or bfloat16.
         config: the kernel to use instead of the selector's choice; its `grouping` is "offs" or "counts".
         num_sms, pdl: as for `fp8_gemm`.
-        batch_invariant: as for `fp8_gemm`. Results of groups never depend on other rows, so it changes nothing.
+        batch_invariant: as for `fp8_gemm`. Grouped results never depend on other rows, so it changes nothing.
 
     Returns:
         `out`.
@@ -245,7 +242,7 @@ def fp8_grouped_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
 
-    The method is that of `fp8_gemm`; offsets are those of `torch.nn.functional.scaled_grouped_mm`.
+    The method is `fp8_gemm`'s; offsets follow `torch.nn.functional.scaled_grouped_mm`.
     """
     layout, bounds = _bounds(a, offs, counts)
     given = (a, a_scale, b, b_scale, bounds, out)
@@ -270,18 +267,18 @@ def grouped_gemm(
     batch_invariant: bool = False,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """BF16, FP16 or INT8: `out[rows] = a[rows] @ b[g]^T` for the rows of each group g, in one launch.
+    """BF16, FP16 or INT8 grouped GEMM: `out[rows] = a[rows] @ b[g]^T` for each group g's rows, in one launch.
 
-    Groups are those of `fp8_grouped_gemm`, and sums those of `gemm`. Not differentiable, but its gradient of `a` is
-    `grouped_gemm(dy, b.transpose(1, 2), offs)`: `b` may lie along k or along n, as its strides say.
+    Groups are as for `fp8_grouped_gemm`, sums as for `gemm`. Not differentiable, but the gradient for `a` is
+    `grouped_gemm(dy, b.transpose(1, 2), offs)`: `b` may be K-major or N-major, by its strides.
 
     Args:
         a: [s, k] or [g, m, k] bfloat16, float16 or int8, 16-byte aligned, unit stride along k; row stride a multiple of
             16 bytes, group stride of the row stride.
-        b: [g, n, k] of the same dtype: likewise, or, of 16 bits, with unit stride along n and such a stride along k,
-            where k must be a multiple of 64 if there are several groups.
-        out: [s, n] or [g, m, n] bfloat16, float16 or float32, or of INT8 int32; otherwise as for `fp8_grouped_gemm`.
-        out_dtype: dtype of `out`: by default that of `out`, or of `a`, or int32 of INT8.
+        b: [g, n, k] of the same dtype: likewise; or N-major for 16-bit dtypes, where k must be a multiple of 64 if
+            there are several groups.
+        out: [s, n] or [g, m, n] bfloat16, float16 or float32, or int32 for INT8; otherwise as for `fp8_grouped_gemm`.
+        out_dtype: dtype of `out`: by default `out`'s, or `a`'s, or int32 for INT8.
         offs, counts, alignment, expected_rows, config, num_sms, batch_invariant, pdl: as for `fp8_grouped_gemm`.
 
     Returns:
@@ -316,22 +313,23 @@ def scaled_grouped_gemm(
     pdl: bool | None = None,
     fast_accum: bool = True,
 ) -> torch.Tensor:
-    """FP8 or INT8 with scales of rows, or of blocks: `out[rows] = (a[rows] * a_scale[rows]) @ (b[g] * b_scale[g])^T`.
+    """FP8 or INT8 grouped GEMM with per-row or block scales.
 
-    Groups are those of `fp8_grouped_gemm`, sums and scales those of `scaled_gemm`: each row of `a` and of each `b[g]`
-    has a scale, or all of a group share one; or scales are of blocks, as `fp8_grouped_gemm` has them, of FP8 in either
-    format and of INT8. Not differentiable.
+    `out[rows] = (a[rows] * a_scale[rows]) @ (b[g] * b_scale[g])^T` for each group g's rows, in one launch.
+
+    Groups are as for `fp8_grouped_gemm`, sums and scales as for `scaled_gemm`: one scale per row in `a` and `b[g]`, or
+    one per group; or block scales as for `fp8_grouped_gemm`, for both FP8 formats and INT8. Not differentiable.
 
     Args:
         a: [s, k] or [g, m, k] float8_e4m3fn, float8_e5m2 or int8, laid out as for `fp8_grouped_gemm`.
         a_scale: float32, bfloat16, float16 or float8_e8m0fnu, any strides within 4 GB: [s] or [g, m], also with a
-            dimension of 1 behind, or one number of any shape, or with rows of their own one for each group, [g]; or
-            [s, ceil(k / 128)] or [g, m, ceil(k / 128)].
-        b: [g, n, k] laid out like `a`: of FP8 too, in either format, or int8.
+            trailing dimension of 1; or one number in any shape; or, for a 3-D `a`, one per group, [g]; or [s, ceil(k /
+            128)] or [g, m, ceil(k / 128)].
+        b: [g, n, k] laid out like `a`, in either FP8 format, or int8.
         b_scale: likewise: [g, n], [g, n, 1] or [g, 1, n], or one number for each group, or for all; or with blocks in
             a_scale [g, ceil(n / 128), ceil(k / 128)].
         out: [s, n] or [g, m, n] bfloat16, float16 or float32, as for `fp8_grouped_gemm`.
-        out_dtype: dtype of `out`: by default that of `out`, or bfloat16.
+        out_dtype: dtype of `out`: by default `out`'s, or bfloat16.
         offs, counts, alignment, expected_rows, config, num_sms, batch_invariant, pdl: as for `fp8_grouped_gemm`.
         fast_accum: as for `scaled_gemm`.
 
@@ -366,15 +364,15 @@ def packed_grouped_gemm(
     batch_invariant: bool = False,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """`fp8_grouped_gemm` with weights of 4 bits, which become FP8 between memory and the tensor cores.
+    """`fp8_grouped_gemm` with 4-bit weights, which the kernel converts to FP8.
 
-    Groups are those of `fp8_grouped_gemm`, and products those of `packed_gemm`. Not differentiable.
+    Groups are as for `fp8_grouped_gemm`, results as for `packed_gemm`. Not differentiable.
 
     Args:
         a, a_scale: as for `fp8_grouped_gemm`.
-        b, b_scale: a `Packed`, as `pack_weight` makes it of [g, n, k]; `b` contiguous, 16-byte aligned.
+        b, b_scale: a `Packed` that `pack_weight` made from [g, n, k]; `b` contiguous, 16-byte aligned.
         offs, out, counts, alignment, expected_rows, out_dtype: as for `fp8_grouped_gemm`.
-        config: as there; its kind is that of the weight, "mxfp4" or "nvfp4".
+        config: as there; its kind is the weight's, "mxfp4" or "nvfp4".
         num_sms, batch_invariant, pdl: as for `fp8_gemm`.
 
     Returns:
@@ -405,7 +403,7 @@ def _bounds(a, offs, counts) -> tuple[str, torch.Tensor | None]:
 
 
 def _scale_of_rows(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
-    """A scale for each row of [..., rows, k], as a view of those that there are; None where they do not fit."""
+    """One scale per row of [..., rows, k], as a view; None if the shape does not fit."""
     rows = x.shape[:-1]
     if scale.numel() == 1:
         return scale.reshape(()).expand(rows)
@@ -422,7 +420,7 @@ def _scale_of_rows(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
 
 
 def _lies_along_n(b: torch.Tensor) -> bool:
-    """Whether kernels read [g, n, k] along n: of k = 1 they do where its rows have no room of their own."""
+    """Whether kernels read [g, n, k] as N-major. For k = 1 they do unless rows are at least 16 bytes apart."""
     if b.element_size() != 2:
         return False
     return b.stride(2) != 1 if b.shape[2] > 1 else b.shape[1] > 1 and b.stride(1) * 2 % tensors.ALIGNMENT_BYTES != 0
@@ -439,7 +437,7 @@ def row_strides(x: torch.Tensor, single: int) -> tuple[int, int]:
 
 
 def tma_can_store(out: torch.Tensor) -> bool:
-    """TMA, and the vectors that the rows at a group's end are stored by, take steps of 16 bytes."""
+    """TMA, and the vector stores for a group's last rows, need multiples of 16 bytes."""
     strides = [stride for stride, size in zip(out.stride()[:-1], out.shape[:-1], strict=True) if size > 1]
     numbers = (out.data_ptr(), *(out.element_size() * number for number in (out.shape[-1], *strides)))
     return all(number % tensors.ALIGNMENT_BYTES == 0 for number in numbers)
@@ -464,7 +462,7 @@ def _check_shape(name: str, x: torch.Tensor, shape: tuple[int, ...], a: torch.Te
 
 
 def _shape_remedy(name: str, x: torch.Tensor, shape: tuple[int, ...], a: torch.Tensor, b: torch.Tensor) -> str:
-    """What to do about another shape."""
+    """The remedy for a wrong shape."""
     if name == "offs":
         return offs_remedy(x, b.shape[0], a.shape[0])
     if name == "counts":
@@ -482,7 +480,7 @@ def _shape_remedy(name: str, x: torch.Tensor, shape: tuple[int, ...], a: torch.T
 
 
 def offs_remedy(offs: torch.Tensor, groups: int, rows: int) -> str:
-    """What to do about offsets of another shape than [groups], of so many rows."""
+    """The remedy for offsets whose shape is not [groups]."""
     seen = str(list(offs.shape))
     if seen == str([groups + 1]):
         return "offs holds the row behind each group's last, and no 0 before: pass offs[1:]"
@@ -506,7 +504,7 @@ def _check_row_scales(a, a_scale, b, b_scale) -> None:
 
 
 def _check_operand(name: str, x: torch.Tensor) -> None:
-    """Check that kernels can read [..., rows, k] along k, or `b` of 16 bits along its rows."""
+    """Check that kernels can read [..., rows, k] as K-major, or a 16-bit `b` as N-major."""
     what, along = "row", "along k"
     if name == "b" and _lies_along_n(x):
         x, what, along = x.transpose(1, 2), "column", "along k or along n"
@@ -530,7 +528,7 @@ def _check_operand(name: str, x: torch.Tensor) -> None:
 
 
 def check_groups(name: str, x: torch.Tensor) -> None:
-    """Check that groups of three dimensions lie at whole rows of each other."""
+    """Check that a 3-D tensor's group stride is a multiple of its row stride."""
     if x.dim() == 2 or x.shape[0] <= 1 or x.shape[1] <= 1:
         return
     group, row = x.stride()[:2]

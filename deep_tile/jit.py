@@ -3,9 +3,9 @@
 Called by plan.py (`load_cubin`) and by the command line. Knows only text and bytes: no config, no torch, no driver and
 no GPU. cuda.core is imported by the functions that compile, because its import costs more than a read from the cache.
 
-Invariant: a cubin that comes from the cache was made of this source, give or take comments, with these options, hints
-and NVRTC: its entry ends with a checksum over key and content. A cache that cannot be read, written or locked
-costs compilations, never an error; the one exception is a directory that somebody else may write to, which is refused.
+Invariant: a cubin from the cache was compiled from this source (up to comments), with these options, hints and NVRTC:
+its entry ends with a checksum over key and content. A cache that cannot be read, written or locked costs compilations,
+never an error, with one exception: a directory that others may write to is refused.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _OPTIONS = {
     "device_as_default_execution_space": True,
     "ptxas_options": "-v",
 }
-"""Keyword arguments of `cuda.core.ProgramOptions`. No path, hence a cache that can be moved; -v logs the registers."""
+"""Keyword arguments for `cuda.core.ProgramOptions`. No path, hence a cache that can be moved; -v logs the registers."""
 
 _NO_CACHE_SINCE = (12, 9)
-"""The NVRTC that began to cache by itself. Its cache would answer with an empty log, so it is off; those before do not
-know the option for that."""
+"""The NVRTC that began to cache by itself. NVRTC's own cache would return an empty log, so it is off; earlier versions
+do not know the option."""
 
 _LOG_PADDING = "\0 \n"
-"""What NVRTC leaves around its logs."""
+"""Padding that NVRTC leaves around logs."""
 
 
 def fork_safe_lock() -> AbstractContextManager:
@@ -62,11 +62,12 @@ import_lock = fork_safe_lock()
 during an import would wait for its end for ever."""
 
 _LOCK_TIMEOUT_SECONDS = 60
-"""How long to wait for whoever compiles the same kernel, before compiling it again: a hundred times what it takes."""
+"""How long to wait for another process that compiles the same kernel, before compiling it again: a hundred times its
+usual duration."""
 
 
 class Compiled(NamedTuple):
-    """One run of the compiler: the cubin, the log of NVRTC and ptxas, and the seconds it took.
+    """One compiler run: the cubin, the log from NVRTC and ptxas, and the seconds it took.
 
     The cubin has our hints where these are known to help: with `sass.TESTED_NVRTC`.
     """
@@ -77,12 +78,13 @@ class Compiled(NamedTuple):
 
     @property
     def divergence(self) -> tuple[str, ...]:
-        """Instructions for warps that fall apart: with any of them the kernel may hang, and `load_cubin` refuses it."""
+        """Instructions that handle divergent warps: with any of them the kernel may hang, and `load_cubin` refuses
+        it."""
         return sass.divergence(self.cubin)
 
 
 class ResourceUsage(NamedTuple):
-    """What ptxas reports of a kernel, per thread.
+    """What ptxas reports about a kernel, per thread.
 
     `warnings` are its remarks C75xx and C76xx, whole lines: it serialised WGMMAs, or changed the synchronisation
     around them.
@@ -101,13 +103,13 @@ class ResourceUsage(NamedTuple):
 
 
 class CacheInfo(NamedTuple):
-    """State of the cache.
+    """The cache's state.
 
     Attributes:
         directory: None when the kernels are kept in memory.
         entries, size_bytes: kernels that it holds.
         limit_bytes: above that size, kernels are removed.
-        nvrtc_version: of the compiler whose kernels it serves; None where there is none.
+        nvrtc_version: the compiler whose kernels it serves; None without one.
         packaged: kernels that come with the package, before all others; None where there are none, or they are not
             wanted.
     """
@@ -132,8 +134,8 @@ class DivergenceError(CompileError):
 
 
 def load_cubin(source: str, name: str) -> bytes:
-    """The cubin of `source`, from the package, else from the cache, else compiled and stored; threads and processes may
-    call it at once.
+    """The cubin for `source`: from the package, else the cache, else compiled and stored. Safe for concurrent threads
+    and processes.
 
     Args:
         source: CUDA C++ text with one `extern "C"` kernel and no includes.
@@ -159,7 +161,7 @@ def load_cubin(source: str, name: str) -> bytes:
 
 
 def store_cubin(source: str, cubin: bytes) -> None:
-    """Give the cache a cubin that `compile_kernel` made of `source`, without divergence. `is_stored` says whether it
+    """Store a cubin that `compile_kernel` made from `source`, without divergence. `is_stored` says whether it
     stays there.
 
     Raises:
@@ -171,7 +173,7 @@ def store_cubin(source: str, cubin: bytes) -> None:
 
 
 def is_stored(source: str) -> bool:
-    """Whether the cache directory holds the cubin of `source`, for other processes too, or the package brings it.
+    """Whether the cache directory, which other processes share, or the package holds the cubin for `source`.
 
     Raises:
         PermissionError: somebody else may write to the cache directory.
@@ -181,7 +183,7 @@ def is_stored(source: str) -> bool:
 
 
 def is_packaged(source: str) -> bool:
-    """Whether the package brings the cubin of `source`, and may serve it."""
+    """Whether the package holds a usable cubin for `source`."""
     return _packaged_cubin(identity(source)) is not None
 
 
@@ -190,14 +192,14 @@ def _packaged_cubin(own_identity: bytes) -> bytes | None:
 
 
 def serving_contents() -> packaged.Contents | None:
-    """Of the packaged kernels, where they are to serve. A driver of an older CUDA than their compiler does not load
-    them: kernels are compiled there, by the NVRTC that goes with it."""
+    """Contents of the packaged kernels, if usable. A driver with an older CUDA major version than their compiler cannot
+    load them: kernels are then compiled by the matching NVRTC."""
     brought = packaged.contents() if settings.packaged_kernels() else None
     return None if brought is None or driver_is_older(brought.nvrtc_version) else brought
 
 
 def driver_is_older(nvrtc_version: str) -> bool:
-    """Whether there is a driver whose CUDA has a lower major version than an NVRTC."""
+    """Whether the driver's CUDA major version is lower than an NVRTC's."""
     try:
         driver = _launcher.driver_version()
     except RuntimeError:
@@ -215,7 +217,7 @@ def _compile_once(kernels: _KernelCache, key: bytes, source: str, name: str) -> 
 
 
 def _compile_uniform(source: str, name: str) -> bytes:
-    """The cubin of `source`; an error rather than a kernel that may hang."""
+    """The cubin for `source`; raises instead of returning a kernel that may hang."""
     compiled = compile_kernel(source, name)
     if compiled.divergence:
         raise DivergenceError(f"{divergence_text(name, compiled.divergence)}. Remedy: {divergence_remedy()}")
@@ -223,18 +225,18 @@ def _compile_uniform(source: str, name: str) -> bytes:
 
 
 def divergence_text(name: str, divergence: tuple[str, ...]) -> str:
-    """What is wrong with a kernel that has `Compiled.divergence`."""
+    """Error text for a kernel with `Compiled.divergence`."""
     more = f" and {len(divergence) - 1} more" if len(divergence) > 1 else ""
     return f"{name} may hang: NVRTC {nvrtc_version()} lets its warps fall apart ({divergence[0]}{more})"
 
 
 TESTED_WHEELS = {"12": "nvidia-cuda-nvrtc-cu12==12.9.86", "13": "nvidia-cuda-nvrtc==13.0.88"}
-"""By CUDA's major version, those that all measurements were made with, or that give nearly the same code."""
+"""NVRTC wheels by CUDA major version: the measured one, or one with nearly the same code."""
 
 
 def divergence_remedy() -> str:
-    """What helps where a kernel has `Compiled.divergence`: an NVRTC that deep_tile is measured with, unless this is the
-    one, and a kernel that is known to be good."""
+    """The remedy for a kernel with `Compiled.divergence`: a tested NVRTC, unless this is one, and a kernel known to be
+    good."""
     version = nvrtc_version()
     wheel = TESTED_WHEELS.get(version.split(".")[0], TESTED_WHEELS["13"])
     if wheel.partition("==")[2].startswith(version):
@@ -243,7 +245,7 @@ def divergence_remedy() -> str:
 
 
 def is_tested(version: str) -> bool:
-    """Whether deep_tile is tested with an NVRTC of that version, such as '13.0.88' or '13.0'."""
+    """Whether deep_tile is tested with this NVRTC version, such as '13.0.88' or '13.0'."""
     return ".".join(version.split(".")[:2]) in sass.TESTED_NVRTC
 
 
@@ -251,8 +253,8 @@ def compile_kernel(source: str, name: str) -> Compiled:
     """Compile `source` with NVRTC, whatever the cache holds. Arguments and errors as for `load_cubin`, except that a
     kernel with `divergence` is returned, for the caller to refuse.
 
-    NVRTC holds neither the GIL nor a lock of its own: on 2 cores eight kernels take one thread 1.2 s and two threads
-    0.7 s (NVRTC 13.0.88).
+    NVRTC holds neither the GIL nor its own lock: on 2 cores eight kernels take 1.2 s with one thread and 0.7 s with two
+    (NVRTC 13.0.88).
     """
     _refuse_forbidden(name)
     version, (Program, ProgramOptions) = _loaded_nvrtc_version(), _compiler()  # a missing one is not a compile error
@@ -262,7 +264,7 @@ def compile_kernel(source: str, name: str) -> Compiled:
     try:
         program = Program(source, "c++", options=options)
         cubin = bytes(program.compile("cubin", logs=log).code)
-    except Exception as error:  # the class of cuda.core's compile errors is not public
+    except Exception as error:  # cuda.core's compile error class is not public
         flags = b" ".join(options.as_bytes("nvrtc", "cubin")).decode()
         raise CompileError(_compile_error_text(source, name, flags, str(error))) from None
     if is_tested(version):
@@ -300,9 +302,9 @@ class forbid_compilation:  # noqa: N801, as torch.set_grad_enabled
     """Let no kernel be compiled in this process from now on: for serving, once everything is ready.
 
     A call whose kernel is neither loaded, nor in the cache directory, nor in the wheel then raises RuntimeError instead
-    of compiling it; nothing is launched. Loading what is compiled stays allowed; it takes about a millisecond.
+    of compiling it; nothing is launched. Loading compiled kernels stays allowed; it takes about a millisecond.
 
-    To be called as a function, or as a context manager, which brings back what was before. Holds for all threads.
+    Call it as a function, or use it as a context manager, which restores the previous state. Holds for all threads.
 
     Args:
         forbid: False to allow compilations again.
@@ -343,7 +345,7 @@ def compilations() -> int:
 
 
 def resource_usage(log: str) -> ResourceUsage:
-    """Read the log of `compile_kernel`. Functions that were not inlined count: their spills are added up.
+    """Parse the log from `compile_kernel`. Functions that were not inlined count: their spills are added up.
 
     Raises:
         ValueError: the log says nothing about registers, so it does not come from `compile_kernel`.
@@ -358,7 +360,7 @@ def resource_usage(log: str) -> ResourceUsage:
 
 
 def _ptx(program) -> bytes:
-    """PTX of a compiled cuda.core.Program. Its own `compile("ptx")` would compile again, and ask the driver."""
+    """PTX from a compiled cuda.core.Program. Its own `compile("ptx")` would compile again, and ask the driver."""
     from cuda.bindings import nvrtc
 
     _, size = nvrtc.nvrtcGetPTXSize(program.handle)
@@ -384,7 +386,7 @@ def _dump(stem: Path, source: str, ptx: bytes, compiled: Compiled) -> None:
 
 
 def disassemble(cubin: Path) -> bytes | None:
-    """SASS of a compiled kernel; None where there is no nvdisasm."""
+    """SASS of a compiled kernel; None without nvdisasm."""
     from cuda.pathfinder import find_nvidia_binary_utility
 
     disassembler = find_nvidia_binary_utility("nvdisasm")
@@ -395,7 +397,7 @@ def disassemble(cubin: Path) -> bytes | None:
 
 @cache
 def nvrtc_version() -> str:
-    """Version of the NVRTC that compiles: '13.0.88', or '13.0' when it does not come from a wheel.
+    """The compiling NVRTC's version: '13.0.88', or '13.0' if it does not come from a wheel.
 
     The wheel is asked first: it knows the patch level, and loading the library takes 6 ms, 50 ms when not in memory.
 
@@ -408,7 +410,7 @@ def nvrtc_version() -> str:
 
 @cache
 def _nvrtc_wheel() -> metadata.Distribution | None:
-    """The installed wheel of NVRTC that goes with the installed bindings."""
+    """The installed NVRTC wheel that matches the installed bindings."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         major = metadata.version("cuda-bindings").split(".")[0]
         return metadata.distribution("nvidia-cuda-nvrtc-cu12" if major == "12" else "nvidia-cuda-nvrtc")
@@ -445,10 +447,10 @@ def _missing_compiler() -> RuntimeError:
 
 @cache
 def _load_wheels_nvrtc() -> None:
-    """Load the libraries of the wheel that `nvrtc_version` names, if there is one.
+    """Load the libraries in the NVRTC wheel, if there is one.
 
-    The bindings and NVRTC itself, which wants its builtins, take what is loaded. By themselves they look for wheels in
-    site-packages alone, and not in the other folders that Python imports from: those of PYTHONPATH and of .pth files.
+    The bindings, and NVRTC for its builtins, then use the loaded libraries. By themselves they search only
+    site-packages, not PYTHONPATH or .pth folders.
     """
     wheel = _nvrtc_wheel()
     for file in (wheel and wheel.files) or ():
@@ -458,7 +460,7 @@ def _load_wheels_nvrtc() -> None:
 
 
 def cache_info() -> CacheInfo:
-    """Where the cache is, what it holds, and its limit. Creates nothing."""
+    """The cache's location, contents and limit. Creates nothing."""
     kernels = _cache()
     sizes, brought = kernels.entry_sizes(), serving_contents()
     return CacheInfo(kernels.directory, len(sizes), sum(sizes), kernels.limit_bytes, _nvrtc_version_if_any(), brought)
@@ -471,7 +473,7 @@ def _nvrtc_version_if_any() -> str | None:
 
 
 def compiler_text() -> str:
-    """Who makes the kernels here, in words. Raises RuntimeError where there is neither NVRTC nor a packaged kernel."""
+    """The kernels' compiler, in words. Raises RuntimeError where there is neither NVRTC nor a packaged kernel."""
     brought = serving_contents()
     if brought is None:
         return f"NVRTC {nvrtc_version()}"
@@ -490,7 +492,7 @@ def clear_cache() -> None:
 
 
 def identity(source: str) -> bytes:
-    """All that a kernel is made of but the compiler: text, options and hints."""
+    """A kernel's identity without the compiler: text, options and hints."""
     digest = hashlib.sha256()
     for part in (repr(sorted(_OPTIONS.items())), _hints(), _without_comments(source)):
         text = part.encode()
@@ -505,15 +507,15 @@ def _key(own_identity: bytes) -> bytes:
 
 @cache
 def _hints() -> str:
-    """What gives kernels their hints and judges them: the text of sass.py, comments included."""
+    """The text of sass.py, comments included, which sets and checks hints."""
     return Path(sass.__file__).read_text()
 
 
 _COMMENTS = re.compile(r"/(?:/[^\n]*(?:\n\s*//[^\n]*)*|\*(?s:.*?)\*/)")
-"""Comments to a line's end, those of following lines included, and comments with two ends."""
+"""// comments, including those on following lines, and /* */ comments."""
 
 _LINES_MATTER = tuple(map(re.compile, ('R"', r"\\\s", "__LINE__")))
-"""Where a raw string or a continued line may be, a line by itself does not say what is a comment."""
+"""With raw strings or line continuations a line alone does not show which part is a comment."""
 
 
 def _without_comments(source: str) -> str:
@@ -532,7 +534,7 @@ def _without_comments(source: str) -> str:
 
 
 _ENTRIES, _TEMPORARY = "entries", "tmp"
-"""Subdirectories in which FileStreamProgramCache keeps its entries, and writes them before."""
+"""FileStreamProgramCache's subdirectories: for entries, and for temporary files."""
 
 
 def _cache() -> _KernelCache:
@@ -546,7 +548,7 @@ def _open_cache() -> _KernelCache:
 
 
 class _KernelCache:
-    """Cubins by key: files of a directory, and in memory those that the directory does not take.
+    """Cubins by key: files in a directory, and in memory those that the directory rejects.
 
     FileStreamProgramCache writes the files (atomically, for many processes at once) and keeps their total size below
     the limit. Added here: checksums, locks, the owner's check, and reads that need no import of cuda.core.
@@ -563,7 +565,7 @@ class _KernelCache:
             self._warn("none of DEEP_TILE_CACHE_DIR, XDG_CACHE_HOME and HOME names a directory")
 
     def prepare(self) -> None:
-        """Create the directory, and refuse one that somebody else may write to; so are those inside it.
+        """Create the directory; refuse it, or a directory inside, if others may write to it.
 
         Done before every use, since a directory under /tmp may be swept away and made again by anybody. Root is
         trusted: it can do anything anyway, and it makes the images that caches are baked into (an image that runs as
@@ -622,7 +624,7 @@ class _KernelCache:
     def lock(self, key: bytes) -> Iterator[None]:
         """Keep others from compiling the same kernel meanwhile. Where that fails, it is compiled twice.
 
-        Threads have a lock for each process: one that is forked does not wait for threads of its parent.
+        Thread locks are per process: a forked child does not wait for its parent's threads.
         """
         thread_lock = self._thread_locks.setdefault((os.getpid(), key), threading.Lock())
         acquired = thread_lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS)
@@ -634,7 +636,7 @@ class _KernelCache:
                 thread_lock.release()
 
     def entry_sizes(self) -> list[int]:
-        """Bytes of each entry in the directory, or in memory where there is none."""
+        """Bytes per entry in the directory, or in memory without one."""
         if self.directory is None:
             return [len(cubin) for cubin in self._memory.values()]
         sizes = []
@@ -651,7 +653,7 @@ class _KernelCache:
 
     @property
     def _files(self) -> FileStreamProgramCache:
-        """The directory's keeper, of this process: it has a lock inside. Raises OSError for an unusable directory."""
+        """This process's cache object for the directory; it holds a lock. Raises OSError for an unusable directory."""
         with import_lock:
             from cuda.core.utils import FileStreamProgramCache
 
@@ -663,7 +665,7 @@ class _KernelCache:
         self._check_writers(_entry_path(self.directory, key).parent)
         with contextlib.suppress(OSError):
             return _entry_path(self.directory, key).read_bytes()
-        with contextlib.suppress(OSError, ImportError):  # without cuda.core nothing can be compiled, which says so
+        with contextlib.suppress(OSError, ImportError):  # without cuda.core compilation raises a clear error
             return self._files.get(key)
         return None
 
@@ -704,7 +706,7 @@ class _KernelCache:
 def _entry_path(directory: Path, key: bytes) -> Path:
     """Where FileStreamProgramCache keeps an entry, since cuda-core 1.1.
 
-    Read here, a hit takes 0.7 ms; through cuda.core, 45 ms, most of it the import. With a release that keeps entries
+    Read here, a hit takes 0.7 ms; through cuda.core 45 ms, mostly the import. With a release that keeps entries
     elsewhere the file is not found here, and cuda.core is asked: slower, and as right.
     """
     digest = hashlib.sha256(key).hexdigest()

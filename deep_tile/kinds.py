@@ -1,27 +1,26 @@
-"""What can be multiplied: one row for each kind of product, and the formats of its operands and its result.
+"""Kinds: one row per supported GEMM type, with its operand and result dtypes.
 
-Read by config.py, codegen.py, select/, method/ and api.py, which hold no fact about a format themselves. No torch:
-dtypes are torch's names. Invariant: a kind's name is the first word of its kernels' names, and that of its times in
-select/times/.
+Read by config.py, codegen.py, select/, method/ and api.py, which hold no facts about formats themselves. No torch:
+dtypes are torch's names. Invariant: a kind's name starts its kernels' names and names its times in select/times/.
 """
 
 from typing import NamedTuple
 
 K_BLOCK_BYTES = 128
-"""Of one row of an operand that a stage holds for each K block: the span of TMA's and WGMMA's 128-byte swizzle. Such a
-K block takes the tensor cores equally long in every format."""
+"""Bytes per operand row and K block in a stage: one 128-byte swizzle span. In every format such a K block keeps the
+tensor cores busy equally long."""
 
 MMA_K_BYTES = 32
-"""Of one row of an operand that one WGMMA reads."""
+"""Bytes per operand row that one WGMMA reads."""
 
 
 class Element(NamedTuple):
-    """A format of numbers.
+    """A number format.
 
     Attributes:
-        name: what PTX calls it.
-        bytes: of one number.
-        dtype: what torch calls it.
+        name: PTX's name.
+        bytes: per number.
+        dtype: torch's name.
     """
 
     name: str
@@ -30,33 +29,33 @@ class Element(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """How an operand of 4 bits lies in memory: in units of 16 rows by a K block, which hold scales, too.
+    """Memory layout of a 4-bit operand: units with 16 rows by one K block, codes and scales together.
 
     Attributes:
-        group: elements of K that share a scale, of a byte.
+        group: K elements that share a one-byte scale.
     """
 
     group: int
 
     @property
     def row_bytes(self) -> int:
-        """Of a row's K block: codes, two in a byte, and scales."""
+        """Bytes per row and K block: codes, two per byte, and scales."""
         return K_BLOCK_BYTES // 2 + K_BLOCK_BYTES // self.group
 
 
 class Kind(NamedTuple):
-    """A kind of product.
+    """A GEMM type: operand dtypes, scaling, accumulator.
 
     Attributes:
-        name: of the kind.
-        a, b: formats of the operands, of equal size.
-        scaling: "blocks": FP32 scales of 1x128 for a and of 128x128 for b, by which the sum of each K block is
-            multiplied before it is added. "row_blocks": the same with scales of 1x128 for both. "rows": FP32 scales of
-            the rows of a and of those of b, by which the sum over all of K is multiplied. "promoted_rows": the same,
-            of sums of K blocks that are added in FP32. "none": there are none. With the others WGMMA adds up all of K.
-        sums: format in which WGMMA adds up, as PTX calls it.
-        output: format of the result unless another is asked for, one of `outputs`.
-        packing: of `b` in memory, where that has 4 bits and becomes what WGMMA reads on the way; else None.
+        name: as `kind=` takes it.
+        a, b: operand formats, equally large.
+        scaling: "blocks": 1x128 FP32 scales for a and 128x128 for b; each K block's sum is scaled, then added in FP32.
+            "row_blocks": the same with 1x128 scales for both. "rows": one FP32 scale per row in a and per row in b,
+            applied to the sum over all K. "promoted_rows": the same, with K-block sums promoted to FP32.
+            "none": no scales. Except where promoted, WGMMA accumulates all K.
+        sums: WGMMA's accumulator type, by PTX's name.
+        output: the default result format, one of `outputs`.
+        packing: memory layout of a 4-bit `b`, which the kernel converts for WGMMA; else None.
     """
 
     name: str
@@ -69,12 +68,12 @@ class Kind(NamedTuple):
 
     @property
     def mma(self) -> str:
-        """What the name of its WGMMA instruction has behind the shape."""
+        """The type suffix of its WGMMA instruction, after the shape."""
         return f"{self.sums}.{self.a.name}.{self.b.name}"
 
     @property
     def family(self) -> str:
-        """Name of the kind that this one differs from in a word of its instruction, if at all; one of `FAMILIES`."""
+        """The kind in `FAMILIES` that this one equals except for the instruction's types."""
         return self.name.removesuffix(_formats(self.a, self.b))
 
     @property
@@ -84,17 +83,17 @@ class Kind(NamedTuple):
 
     @property
     def row_scales(self) -> bool:
-        """Whether each row has one for all of K."""
+        """Whether each row has one scale for all K."""
         return self.scaling in ("rows", "promoted_rows")
 
     @property
     def promotes(self) -> bool:
-        """Whether the sum of each K block is added to FP32 sums by math warps, scaled first if it has scales."""
+        """Whether math warps promote each K block's sum to FP32, scaled first if it has scales."""
         return self.scaling in ("blocks", "row_blocks", "promoted_rows")
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """How its operands may lie, of `LAYOUTS`: along k, and of 16 bits along their rows as well."""
+        """Supported names in `LAYOUTS`: all for 16-bit operands, only "nt" for 8-bit ones."""
         return tuple(LAYOUTS) if self.a.bytes == 2 else ("nt",)
 
     @property
@@ -104,17 +103,17 @@ class Kind(NamedTuple):
 
     @property
     def b_bytes(self) -> float:
-        """Of an element of `b` in memory."""
+        """Bytes per `b` element in memory."""
         return self.packing.row_bytes / self.k_block if self.packing else self.b.bytes
 
     @property
     def k_block(self) -> int:
-        """Elements of K in a K block."""
+        """K elements per K block."""
         return K_BLOCK_BYTES // self.a.bytes
 
     def timed_output(self, output: str) -> str:
-        """The format of a result whose times and measured choices are those of `output`: the kind's own, where numbers
-        of both have as many bytes, and of a quantised result, which has the same tiles."""
+        """The output format whose measured times stand for `output`: the kind's default for equally wide formats and
+        for quantised results, which use the same tiles."""
         alike = output == QUANTIZED or RESULTS[output].bytes == RESULTS[self.output].bytes
         return self.output if alike else output
 
@@ -129,7 +128,7 @@ S32 = Element("s32", 4, "int32")
 
 
 def _formats(a: Element, b: Element) -> str:
-    """What the name of a kind of FP8 has at its end, unless both operands are e4m3."""
+    """The suffix in an FP8 kind's name: its operand formats, unless both are e4m3."""
     return f"_{a.name}_{b.name}"
 
 
@@ -147,13 +146,13 @@ FAMILIES = {
         Kind("int8_unscaled", S8, S8, "none", "s32", "int32"),
     )
 }
-"""Kinds, those of FP8 with e4m3 for both operands. WGMMA multiplies any pair of its formats, all else being alike."""
+"""Kinds, with e4m3 for both operands in FP8. WGMMA takes any pair of FP8 formats otherwise alike."""
 
 PACKED = {
     "mxfp4": Kind("mxfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(32)),
     "nvfp4": Kind("nvfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(16)),
 }
-"""Kinds with a packed weight, by the names of its format. All else is FP8's with block scales."""
+"""Kinds with a packed 4-bit weight, by format name. All else equals block-scaled FP8."""
 
 KINDS = FAMILIES | {
     kind.name + _formats(a, b): kind._replace(name=kind.name + _formats(a, b), a=a, b=b)
@@ -161,47 +160,46 @@ KINDS = FAMILIES | {
     if kind.a == E4M3
     for a, b in ((E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2))
 }
-"""All kinds whose operands lie in memory as WGMMA reads them."""
+"""All kinds whose operands WGMMA reads as stored."""
 
 EVERY_KIND = KINDS | PACKED
 
 
 class Majors(NamedTuple):
-    """Along what the elements of each operand are adjacent in memory: "k", or its rows, "m" of a and "n" of b."""
+    """Each operand's contiguous dimension: "k", or "m" for a and "n" for b."""
 
     a: str
     b: str
 
 
 LAYOUTS = {"nt": Majors("k", "k"), "nn": Majors("k", "n"), "tn": Majors("m", "n"), "tt": Majors("m", "k")}
-"""How operands lie, by the names of BLAS for row-major ones [m, k] and [k, n]: "t" is one that is transposed. What a
-call takes as `b` is [n, k], so that "nt" is what it has along k. Of 8 bits an element tensor cores take that alone."""
+"""Operand layouts by BLAS names for row-major [m, k] and [k, n]; "t" marks a transposed operand. Calls take `b` as [n,
+k], so "nt" means both are K-major, the only layout that tensor cores take for 8-bit elements."""
 
 LAYOUT_NAMES = {majors: name for name, majors in LAYOUTS.items()}
 
 GROUPINGS = ("none", "offs", "counts", "k_offs")
-"""How the rows of `a` and `out` belong to matrices of `b`. "none": all to the one that there is. "offs": group by
-group, where each begins behind the one before. "counts": each group in rows of its own, of which it may use some. Or
-how K belongs to matrices of `out`. "k_offs": group by group, as rows by "offs"."""
+"""How rows in `a` and `out` map to matrices in `b`. "none": one matrix. "offs": contiguous groups, each starting where
+the one before ends. "counts": masked groups with fixed space, of which `counts` rows are used. "k_offs" groups K
+instead, contiguously, one `out` matrix per group."""
 
 OUTPUTS = {"bf16": BF16, "fp16": F16, "fp32": F32}
-"""Formats of any kind's result, and of a bias."""
+"""Formats for results of any kind, and for a bias."""
 
 RAW = "int32"
-"""The format of sums of integers as WGMMA leaves them."""
+"""The format for unscaled integer sums, as WGMMA leaves them."""
 
 QUANTIZED = "e4m3"
-"""The format of a result that is cast to FP8 where it is made, with a scale for each row and 128 columns."""
+"""The format for a result that the epilogue casts to FP8, with 1x128 scales."""
 
 RESULTS = {**OUTPUTS, RAW: S32, QUANTIZED: E4M3}
-"""All formats of a result."""
+"""All result formats."""
 
 BIASES = ("none", *OUTPUTS)
-"""Formats of what is added to each column of a product, in FP32."""
+"""Bias formats; the bias is added per column, in FP32."""
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "swiglu")
-"""What becomes of a product, in FP32 and after the bias; of "swiglu" half as many columns, see `GATE_COLUMNS`."""
+"""Applied in FP32 after the bias. "swiglu" halves the columns, see `GATE_COLUMNS`."""
 
 GATE_COLUMNS = 8
-"""Columns of gates, then as many of what they let through, by turns: the narrowest that one thread of WGMMA holds both
-of."""
+"""Gate columns and up columns alternate in runs this wide: the narrowest with which one WGMMA thread holds both."""

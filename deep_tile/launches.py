@@ -1,8 +1,8 @@
 """Prepared launches, remembered for calls alike: by a call's options and its tensors' signature.
 
 Called by operation.py, both.py, linear.py and measure.py. C finds a launch by itself (`_launcher.launch_known`) for
-plain tensors of torch's own types, which it reads through DLPack. Others (subclasses, and all of them where torch has
-no DLPack C exchange API) take the same way here, in Python, once they are known to be plain.
+plain tensors in torch's own types, which it reads through DLPack. Others (subclasses, or all if torch has no DLPack C
+exchange API) take the same path here, in Python, once they are known to be plain.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,13 @@ import torch
 from deep_tile import _launcher, tensors
 
 Prepared = _launcher.Launch | tuple[_launcher.Launch, ...]
-"""One launch, or several of the same tensors, which follow each other."""
+"""One launch, or several in a row on the same tensors."""
 
 Launches = dict[bytes | tuple, Prepared]
 """By the tensors' signature: bytes where C reads it, a tuple where Python does."""
 
 Table = dict[tuple, tuple[tuple, Launches]]
-"""By the call's options, which are kept to tell True from 1 and 1.0."""
+"""Launches by options, which are kept to tell True from 1 and 1.0."""
 
 MAX_OPTIONS = 1_024
 MAX_SIGNATURES = 65_536
@@ -38,14 +38,14 @@ teach_launcher()
 
 
 def signature(*given: torch.Tensor | None) -> bytes | tuple:
-    """Every property of plain tensors but their addresses, and whether these are aligned: to compare."""
+    """A comparable key: every property of plain tensors except addresses, plus whether these are aligned."""
     return _launcher.signature(*given) or tuple(
         x if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), tensors.is_aligned(x)) for x in given
     )
 
 
 def find(table: Table, options: tuple, signature: bytes | tuple) -> Prepared | None:
-    """What is remembered for options that have been checked, of whatever types they are."""
+    """The entry for checked options of any type."""
     _, launches = table.get(options, (options, {}))
     return launches.get(signature)
 
@@ -60,8 +60,8 @@ def remember(table: Table, options: tuple, signature: bytes | tuple, launch: Pre
 
 
 class NotLoaded(RuntimeError):
-    """A kernel would have to be loaded while a CUDA graph is captured. `call` is what to call before, `or_else` what
-    would do, too."""
+    """A kernel would have to be loaded while a CUDA graph is captured. `call` is the call to make before capture,
+    `or_else` an alternative."""
 
     def __init__(self, kernel_name: str, call: str, or_else: str = ""):
         super().__init__(
@@ -71,7 +71,7 @@ class NotLoaded(RuntimeError):
         self._kernel_name, self._or_else = kernel_name, or_else
 
     def of(self, call: str) -> "NotLoaded":
-        """The same of the function that was called, and calls another."""
+        """The same error for the function that the user called."""
         return NotLoaded(self._kernel_name, call, self._or_else)
 
 
@@ -94,7 +94,7 @@ def num_sms(device: int) -> int:
 
 
 def launch(prepared: Prepared, *given: torch.Tensor | None) -> None:
-    """Launch on the current stream of the first tensor's device, with the tensors that are not None.
+    """Launch on the current stream of the first tensor's device, with the non-None tensors.
 
     Raises:
         ValueError: a tensor without memory, or one that TMA cannot use.
@@ -107,8 +107,8 @@ def launch(prepared: Prepared, *given: torch.Tensor | None) -> None:
 def enqueue(
     table: Table, options: tuple, given: tuple[torch.Tensor | None, ...], prepare: Callable[[], Prepared | None]
 ) -> None:
-    """Launch what is remembered for these options and tensors, or else what `prepare` makes, which is remembered then.
-    Nothing is launched where it makes None: then it has done the work itself, or there is none."""
+    """Launch the cached entry for these options and tensors, else `prepare`'s result, which is then cached. If that is
+    None nothing is launched: the work is done or empty."""
     known = signature(*given)
     prepared = find(table, options, known)
     if prepared is None:

@@ -1,24 +1,21 @@
 """A linear layer in one call: the input is cast to FP8 and multiplied by weights in FP8.
 
-Called by users, nn.py and what brings deep_tile into engines. On a Hopper GPU one call of C enqueues both kernels, the
-cast's and the product's, as programmatic dependent launches: the product's blocks start while the cast still runs, and
-request their weights meanwhile. What lies between the two is kept in a workspace.
-Invariant: the result is that of `per_token_cast_to_fp8` and `fp8_gemm`, bit for bit, a bias and its dtype included.
+Called by users, nn.py and integrations. On a Hopper GPU one C call enqueues cast and GEMM as programmatic dependent
+launches: the GEMM's blocks start and prefetch weights while the cast still runs. A workspace holds the quantised input.
+Invariant: the result equals `per_token_cast_to_fp8` then `fp8_gemm` bit for bit, including bias and dtype.
 """
 
 import math
 import threading
-from functools import lru_cache, partial
-from operator import attrgetter
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, both, checks, dense, launches, ops, quantize, tensors
+from deep_tile import _launcher, both, cast, checks, dense, launches, ops, params, quantize, tensors
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
-from deep_tile.operation import error_of
+from deep_tile.operation import Given, Operation
 from deep_tile.ops import is_traced
-from deep_tile.options import check_one
 from deep_tile.params import Place
 
 _SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -27,21 +24,15 @@ _WIDE = "torch.bfloat16, torch.float16 or torch.float32"
 _WORKSPACE_ALIGNMENT = 256
 
 _KEPT_BYTES = 3 << 20
-"""Of the workspace that a thread keeps for each stream. An input that needs more keeps the GPU busy for longer than
+"""Largest workspace that a thread keeps per stream. An input that needs more keeps the GPU busy for longer than
 torch takes to allocate one."""
 
 _MOST_KEPT = 64
-"""Workspaces of one thread; one more, and all are dropped."""
-
-_is_on_gpu = attrgetter("is_cuda")
-
-_launches: launches.Table = {}
-"""By the `_Options` of a call, or the plain tuple equal to it; each is a cast's and a product's, of the tensors of
-`_names`."""
+"""Workspaces per thread; one more, and all are dropped."""
 
 
-class _Options(NamedTuple):
-    """The keywords of a call; described at `fp8_linear`."""
+class Options(NamedTuple):
+    """A call's keywords, described at `fp8_linear`."""
 
     out_dtype: torch.dtype | None = None
     amax_floor: float = quantize.SMALLEST_AMAX_FLOOR
@@ -53,13 +44,14 @@ class _Options(NamedTuple):
 
 
 class _Kept(threading.local):
-    """Workspaces of this thread, by device and stream.
+    """This thread's workspaces, by device and stream.
 
-    Kernels of one stream run one after the other, and a thread enqueues its two kernels before anything else: so one
-    workspace does for all that a thread does on a stream. Two threads of one stream may mix their kernels.
+    Kernels on one stream run in order, and a thread enqueues its two kernels before anything else, so one workspace per
+    thread and stream suffices. Two threads may interleave kernels on one stream.
     """
 
     def __init__(self):
+        self.by_op = False  # of a call that may keep none
         self.workspaces: dict[tuple[int, int], torch.Tensor] = {}
 
 
@@ -83,32 +75,32 @@ def fp8_linear(
 ) -> torch.Tensor:
     """`x @ (b * b_scale)^T + bias`, with `x` quantised to FP8 on the way: a linear layer.
 
-    The result is that of `per_token_cast_to_fp8(x)` and `fp8_gemm`, bit for bit. On a Hopper GPU both kernels are
-    enqueued at once on torch's current stream; what lies between them is in a workspace that is kept, or, for large
-    inputs and while a CUDA graph is captured, allocated by torch.
+    The result equals `per_token_cast_to_fp8(x)` then `fp8_gemm`, bit for bit. On a Hopper GPU both kernels are
+    enqueued at once on torch's current stream; the quantised input is in a cached workspace, or, for large inputs and
+    under CUDA graph capture, allocated by torch.
 
-    Differentiable in `x`, in `bias` and in a `b` that is not FP8; once. Where `b` is FP8 the gradient of `x` is a
-    product in FP8: of the output's gradient, quantised with one scale per row and 128 columns, and `b` transposed.
-    Where `b` is not FP8 both gradients are products of torch in the output's dtype, of tensors before their
-    quantisation; `deep_tile.train.linear` has all three products in FP8.
+    Differentiable in `x`, in `bias` and in a `b` that is not FP8; once. If `b` is FP8, the gradient for `x` is an FP8
+    GEMM: the output's gradient, quantised with 1x128 scales, by the transpose of `b`. If `b` is not FP8, both gradients
+    are torch GEMMs in the output's dtype on the unquantised tensors; `deep_tile.train.linear` runs all three GEMMs in
+    FP8.
 
     Args:
-        x: [..., k] bfloat16, float16 or float32, any k. Fastest where rows are adjacent and begin at multiples of 16
-            bytes; leading dimensions that are no rows at one stride, and other column strides, are copied first. Or
-            the pair that `per_token_cast_to_fp8` returned, for layers that share one cast; it has no gradient, and the
+        x: [..., k] bfloat16, float16 or float32, any k. Fastest if contiguous with rows at multiples of 16 bytes.
+            Leading dimensions that do not flatten to one stride, and other column strides, are copied first. Or the
+            pair that `per_token_cast_to_fp8` returned, for layers that share one cast; it has no gradient, and the
             product alone is launched. After `import deep_tile.distributed` also a DTensor, as all tensors then are.
-        b: [n, k] float8_e4m3fn as `fp8_gemm` takes it, as `quantize_weight` makes it; or, without `b_scale`, a weight
-            of bfloat16, float16 or float32, which is then quantised on every call.
-        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides; or bfloat16, float16 or float8_e8m0fnu, of which a
-            kernel of torch makes float32 first.
+        b: [n, k] float8_e4m3fn for `fp8_gemm`, e.g. from `quantize_weight`; or, without `b_scale`, a bfloat16, float16
+            or float32 weight, which every call quantises.
+        b_scale: [ceil(n / 128), ceil(k / 128)] float32, any strides; or bfloat16, float16 or float8_e8m0fnu, which a
+            torch kernel converts to float32 first.
         bias: [n] bfloat16, float16 or float32, added in FP32 before the product is rounded, as by `fp8_gemm`.
         out: [..., n] in the result's dtype with a unit stride along n, to write to; allocated when None.
-        out_dtype: dtype of the result, to which it is rounded once: bfloat16, float16 or float32; when None that of
-            `x`, and bfloat16 of a pair.
-        amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`; of the cast of `x`, and of a weight that is not
-            FP8. Of a pair they mean nothing.
-        num_sms, batch_invariant: as for `fp8_gemm`; of the product.
-        pdl: programmatic dependent launches, as for `fp8_gemm`; of both kernels. The weights are requested before the
+        out_dtype: dtype of the result, to which it is rounded once: bfloat16, float16 or float32; when None `x`'s, or
+            bfloat16 for a pair.
+        amax_floor, round_scale, exact: as for `per_token_cast_to_fp8`; for `x`, and for a weight that is not FP8.
+            Ignored for a pair.
+        num_sms, batch_invariant: as for `fp8_gemm`; for the GEMM.
+        pdl: programmatic dependent launches, as for `fp8_gemm`; for both kernels. The weights are requested before the
             cast has ended, after all that came before it.
 
     Returns:
@@ -120,18 +112,15 @@ def fp8_linear(
         RuntimeError: `out` is given where a gradient is wanted; or as for `fp8_gemm`. Nothing has been launched and
             `out` is untouched.
 
-    The method (1x128 and 128x128 scales, promotion to FP32 every 128 of k) is that of the DeepSeek-V3 report, 3.3.
+    The method (1x128 and 128x128 scales, promotion to FP32 every 128 k) is from the DeepSeek-V3 report, 3.3.
     """
     if isinstance(x, tuple):
         product = {"num_sms": num_sms, "batch_invariant": batch_invariant, "pdl": pdl}
         return _multiply_quantized(x, b, b_scale, bias, out, out_dtype, product)
     options = (out_dtype, amax_floor, round_scale, exact, num_sms, batch_invariant, pdl)
     if is_traced() or type(x) in ops.wrappers:
-        return _OP((x, b, b_scale, bias), (out,), _Options(*options))
-    if torch.is_grad_enabled() and _wants_gradient(x, b, b_scale, bias, out):
-        _refuse_gradient(b, b_scale, out)
-        return _Differentiable.apply(x, b, b_scale, bias, options)
-    return _forward(x, b, b_scale, bias, out, options)
+        return FP8_LINEAR.trace((x, b, b_scale, bias, out, None), options)
+    return FP8_LINEAR.run((x, b, b_scale, bias, out, None), options)
 
 
 def quantize_weight(
@@ -147,8 +136,8 @@ def quantize_weight(
         w: [n, k], and `amax_floor`, `round_scale`, `exact`: as for `per_block_cast_to_fp8`.
 
     Returns:
-        `b` [n, k] float8_e4m3fn, whose rows begin at multiples of 16 bytes whatever k is, and `b_scale`
-        [ceil(n / 128), ceil(k / 128)] float32.
+        `b` [n, k] float8_e4m3fn, with rows at multiples of 16 bytes for any k, and `b_scale` [ceil(n / 128), ceil(k /
+        128)] float32.
 
     Raises:
         TypeError, ValueError: as `per_block_cast_to_fp8`.
@@ -156,17 +145,8 @@ def quantize_weight(
     return quantize.per_block_cast_to_fp8(w, amax_floor=amax_floor, round_scale=round_scale, exact=exact)
 
 
-def _wants_gradient(x, b, b_scale, bias, out) -> bool:
-    try:  # a loop would take 0.7 us longer
-        return (
-            x.requires_grad
-            or b.requires_grad
-            or (b_scale is not None and b_scale.requires_grad)
-            or (bias is not None and bias.requires_grad)
-            or (out is not None and out.requires_grad)
-        )
-    except Exception:  # something is no tensor, such as a Proxy of torch.fx, which the checks say
-        return False
+def _wants_gradient(*given: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
 
 def _refuse_gradient(b, b_scale, out) -> None:
@@ -187,7 +167,7 @@ def _refuse_gradient(b, b_scale, out) -> None:
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, b, b_scale, bias, options):
-        out = _forward(x, b, b_scale, bias, None, options)
+        out = FP8_LINEAR.run((x, b, b_scale, bias, None, None), options)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, b, b_scale)
         ctx.dtypes = (x.dtype, None if bias is None else bias.dtype)
         return out
@@ -199,7 +179,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _gradients(grad, x, b, b_scale, dtypes, needed) -> tuple:
-    """Of x, b, b_scale and bias; None where it is not `needed`. `dtypes` are those of x and bias."""
+    """Gradients for x, b, b_scale and bias; None if not `needed`. `dtypes` are x's and bias's."""
     rows = grad.reshape(-1, grad.shape[-1])
     of_x = of_b = of_bias = None
     if needed[0]:
@@ -213,47 +193,140 @@ def _gradients(grad, x, b, b_scale, dtypes, needed) -> tuple:
 
 
 def _gradient_by_codes(rows: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
-    """`rows @ (b * b_scale)`, rows quantised, too: the weight in FP8 is transposed, which takes less time than to
-    dequantise it, and a third of the product's in BF16."""
+    """`rows @ (b * b_scale)` with quantised rows. The FP8 weight is transposed, which is faster than dequantising it
+    and takes a third of a BF16 GEMM's time."""
     a, a_scale = quantize.per_token_cast_to_fp8(rows.detach())
     return dense.fp8_gemm(a, a_scale, both.transpose_fp8(b), tensors.as_float32(b_scale).t(), out_dtype=rows.dtype)
 
 
-def _cast_options(options: _Options) -> dict:
+def _cast_options(options: Options) -> dict:
     return {"amax_floor": options.amax_floor, "round_scale": options.round_scale, "exact": options.exact}
 
 
-def _product_options(options: _Options) -> dict:
+def _product_options(options: Options) -> dict:
     return {"num_sms": options.num_sms, "batch_invariant": options.batch_invariant, "pdl": options.pdl}
 
 
-def _forward(x, b, b_scale, bias, out, options: tuple, keeps_workspace: bool = True) -> torch.Tensor:
-    """`fp8_linear` outside of tracing, of a tensor, without gradients; `options` are equal to an `_Options`."""
-    try:
+class Linear(Operation):
+    """Of x, b, b_scale, bias, out and the workspace: a launch of the cast, and one of the product."""
+
+    Options = Options
+
+    def differentiate(self, given: Given, options: Options) -> torch.Tensor:
+        x, b, b_scale, bias, out, _ = given
+        _refuse_gradient(b, b_scale, out)
+        return _Differentiable.apply(x, b, b_scale, bias, tuple(options))
+
+    def allocated(self, given: Given, options: tuple) -> Given:
+        x, b, b_scale, bias, out, _ = given
         if b_scale is None:
             _check_wide_weight(b)
-            b, b_scale = quantize_weight(b, **_cast_options(_Options(*options)))
+            b, b_scale = quantize_weight(b, **_cast_options(Options(*options)))
         if out is None:
-            result = tensors.new_empty(x, *_product_layout(x.shape, b.shape[0]), options[0] or x.dtype)
-        else:
-            result = out
-        given = (x, b, b_scale, result) if bias is None else (x, b, b_scale, result, bias)
-        kept = _kept_workspace(x)
-        if kept is None or not _launcher.launch_known(_launches, options, *given, kept):
-            _call_with_workspace(given, bias, out, options, keeps_workspace)
-    except launches.NotLoaded as error:
-        raise error.of("fp8_linear") from None
-    except Exception:
-        reason = error_of(_check, x, b, b_scale, bias, out, _Options(*options))
-        if reason is None:
-            raise
-        raise reason from None
-    return result
+            out = tensors.new_empty(x, *_product_layout(x.shape, b.shape[0]), options[0] or x.dtype)
+        return x, b, b_scale, bias, out, _kept_workspace(x)
+
+    def fake(self, given: Given, options: Options) -> torch.Tensor:
+        x, b, *_ = given
+        return x.new_empty(*x.shape[:-1], b.shape[0], dtype=options.out_dtype or x.dtype)
+
+    def check_arguments(self, given: Given, options: Options) -> None:
+        x, b, b_scale, bias, out, _ = given
+        if b_scale is None:
+            _check_wide_weight(b)
+        _check_kinds({"x": x, "b": b, "b_scale": b_scale, "bias": bias, "out": out}, ("b_scale", "bias", "out"))
+        self.refuse_gradients(given, options)
+        self.check_options(options)
+
+    def refuse_gradients(self, given: Given, options: Options) -> None:
+        _, b, b_scale, *_ = given
+        if torch.is_grad_enabled() and b_scale is not None:
+            _refuse_gradient(b, b_scale, None)
+
+    def check_options(self, options: Options) -> None:
+        _check_out_dtype(options.out_dtype)
+        super().check_options(options)
+
+    def check(self, given: Given, options: Options) -> None:
+        x, b, b_scale, bias, out, _ = given
+        if b_scale is None:
+            _check_wide_weight(b)
+        if x.dtype not in _SOURCE_DTYPES:
+            remedy = "convert it; where it is quantised already, pass it and its scale as a pair, (x, x_scale)"
+            raise TypeError(f"x must be {_WIDE}; got {x.dtype}. To fix: {remedy}")
+        if b_scale is not None:
+            checks.check_scale_dtypes(("b", "b_scale"), (None, b_scale))
+        _check_fit(x, b, bias, out, options.out_dtype or x.dtype)
+
+    def check_memory(self, given: Given, options: Options) -> Options:
+        if given[4] is not None:
+            _rows_of_out(given[4])
+        return options
+
+    def readable(self, given: Given) -> Given:
+        x, b, b_scale, *others = given
+        return x if _rows(x) is not None else x.contiguous(), b, tensors.as_float32(b_scale), *others
+
+    def needs_kernel(self, given: Given) -> bool:
+        return given[-1] is not None and min(*_rows(given[0]).shape, *given[1].shape) > 0
+
+    def define(self, given: Given, options: Options) -> None:
+        """The layer as two calls, cast and GEMM."""
+        x, b, b_scale, bias, out, _ = given
+        a, a_scale = quantize.per_token_cast_to_fp8(_rows(x), **_cast_options(options))
+        dense.fp8_gemm(a, a_scale, b, b_scale, _rows_of_out(out), bias=bias, **_product_options(options))
+
+    def prepare(self, given: Given, options: Options) -> launches.Prepared:
+        """Nothing is launched if one of the two cannot be."""
+        *_, bias, out, workspace = given
+        x, out, parts = _rows(given[0]), _rows(out), _Parts(*_rows(given[0]).shape)
+        a, a_scale = parts.views(workspace)
+        present = [name for name, tensor in zip(self.names, given, strict=True) if tensor is not None]
+        at = params.places(present)
+        at |= {"a": Place(at["workspace"].tensor, parts.begin), "a_scale": at["workspace"]}
+        names = (*present[:-1], "the workspace")
+        pdl = checks.has_pdl(options)
+        product = (a, a_scale, given[1], given[2], out, None if bias is None else bias.detach())
+        # The cast lets the product start when all before it has ended, and writes no weights.
+        asked = dense.Options(**_product_options(options) | {"pdl": pdl, "constant_weights": pdl})
+        _, multiply = dense.FP8_GEMM.prepare_with_config(
+            *(product, dense.FP8_GEMM.checked(product, asked)),
+            names=names,
+            places={name: at[name] for name in ("a", "a_scale", "b", "b_scale", "out", "bias") if name in at},
+        )
+        device = x.get_device()
+        kernel, grid, numbers = quantize.chosen(x, a, a_scale, quantize.values_of(options), {})
+        quantize.check_capture(kernel, device, self.name)
+        places = {"x": at["x"], "out": at["a"], "scale": at["a_scale"]}
+        return cast.prepare_launch(kernel, grid, device, numbers, names, places, pdl=pdl), multiply
+
+    def _run_unknown(self, given: Given, options: tuple) -> None:
+        """Multiply when no cached workspace is large enough or the call is new. A call that raises caches no
+        workspace."""
+        x = given[0]
+        workspace, can_be_kept = _workspace(x) if self.is_on_gpu(x) and x.numel() else (None, False)
+        given = (*given[:-1], workspace)
+        if workspace is None or not _launcher.launch_known(self.launches, options, given):
+            super()._run_unknown(given, options)
+        if can_be_kept and not _kept.by_op:
+            _keep(workspace)
+
+    def _run_op(self, inputs: tuple, outs: tuple, keywords: dict):
+        """No workspace is kept: the op may run while its memory is taken for a graph. Its gradient is registered."""
+        given, options = self._call_of_op(inputs, outs, keywords)
+        if given[4] is not None and _wants_gradient(*given):
+            _refuse_gradient(*given[1:3], given[4])
+        before, _kept.by_op = _kept.by_op, True
+        try:
+            with torch.no_grad():
+                return self.run(given, options)
+        finally:
+            _kept.by_op = before
 
 
 @lru_cache(maxsize=4096)
 def _product_layout(x_shape: tuple[int, ...], n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides, dense, of the product of an input of this shape."""
+    """Dense shape and strides of the result for this input shape."""
     shape, strides = (*x_shape[:-1], n), [1]
     for size in shape[:0:-1]:
         strides.insert(0, strides[0] * max(size, 1))
@@ -261,7 +334,7 @@ def _product_layout(x_shape: tuple[int, ...], n: int) -> tuple[tuple[int, ...], 
 
 
 class _Parts(NamedTuple):
-    """Where the quantised input, a matrix, lies in a workspace.
+    """The quantised input's place in a workspace.
 
     The scale comes first, because a `Place` has 32 bits to skip.
     """
@@ -271,12 +344,12 @@ class _Parts(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """Of the quantised input's rows, in bytes: for TMA a multiple of 16."""
+        """Row stride of the quantised input in bytes; a multiple of 16 for TMA."""
         return round_up(self.k, tensors.ALIGNMENT_BYTES)
 
     @property
     def scale_stride(self) -> int:
-        """Of the scale's columns, in elements: "m_aligned"."""
+        """Column stride of the scale, in elements: "m_aligned"."""
         return round_up(self.rows, 4)
 
     @property
@@ -285,7 +358,7 @@ class _Parts(NamedTuple):
 
     @property
     def begin(self) -> int:
-        """Of the quantised input, in bytes."""
+        """Start of the quantised input, in bytes."""
         return round_up(self.scale_bytes, _WORKSPACE_ALIGNMENT)
 
     @property
@@ -306,17 +379,6 @@ def _kept_workspace(x: torch.Tensor) -> torch.Tensor | None:
     return _kept.workspaces.get((device, torch._C._cuda_getCurrentRawStream(device)))
 
 
-def _call_with_workspace(given: tuple, bias, out, options: tuple, keeps_workspace: bool) -> None:
-    """Multiply where no workspace is kept that does for this call, or nothing is known of the call. What has raised
-    keeps no workspace."""
-    x = given[0]
-    workspace, can_be_kept = _workspace(x) if _is_on_gpu(x) and x.numel() else (None, False)
-    if workspace is None or not _launcher.launch_known(_launches, options, *given, workspace):
-        _call_unknown(given, workspace, bias, out, _Options(*options))
-    if can_be_kept and keeps_workspace:
-        _keep(workspace)
-
-
 def _keep(workspace: torch.Tensor) -> None:
     """For the current stream's next calls."""
     if len(_kept.workspaces) >= _MOST_KEPT:
@@ -326,12 +388,12 @@ def _keep(workspace: torch.Tensor) -> None:
 
 
 def _workspace(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Memory for the quantised `x`, which nothing but this call's kernels touches until they have ended: a plain tensor
-    whatever `x` is. And whether it can be kept.
+    """Memory for the quantised `x`, untouched by other kernels until this call's have ended: a plain tensor for any
+    `x`. Also whether it can be cached.
 
-    What torch allocates and is dropped after the call is met again by later kernels of the same stream alone, also
-    within a CUDA graph. What is kept must not be in a graph, whose replays know no order with later calls, nor come
-    from memory that torch sets aside for graphs: an op that torch.compile has put into one keeps nothing.
+    torch reuses memory that is freed after the call only for later kernels on the same stream, also within a CUDA
+    graph. A cached workspace must not be used in a graph, whose replays are unordered with later calls, nor come from
+    torch's graph memory pool: an op that torch.compile captured caches nothing.
     """
     k = x.shape[-1]
     size = _Parts(x.numel() // k, k).end
@@ -343,56 +405,8 @@ def _workspace(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return torch.empty(_KEPT_BYTES, dtype=torch.uint8, device=x.device) if kept is None else kept, True
 
 
-def _call_unknown(given: tuple, workspace: torch.Tensor | None, bias, out, options: _Options) -> None:
-    """Multiply where C has met no such options and signature, cannot read the tensors, or leaves a stream under capture
-    to Python; on the CPU always."""
-    x, b, b_scale, result = given[:4]
-    _check(x, b, b_scale, bias, out, options)
-    out_rows = _rows_of_out(result)
-    x, b_scale = x if _rows(x) is not None else x.contiguous(), tensors.as_float32(b_scale)
-    if workspace is None or min(*_rows(x).shape, *b.shape) == 0:
-        _multiply_in_turn(_rows(x), b, b_scale, bias, out_rows, options)
-        return
-    given = (x, b, b_scale, *given[3:], workspace)
-    launches.enqueue(_launches, options, given, partial(_prepare, given, bias, options))
-
-
-def _multiply_in_turn(x, b, b_scale, bias, out, options: _Options) -> None:
-    """By the calls of the cast and of the product."""
-    with torch.no_grad():
-        a, a_scale = quantize.per_token_cast_to_fp8(x, **_cast_options(options))
-        bias = None if bias is None else bias.detach()
-        dense.fp8_gemm(a, a_scale, b, b_scale, out, bias=bias, **_product_options(options))
-
-
-def _prepare(given: tuple, bias, options: _Options) -> tuple[_launcher.Launch, _launcher.Launch]:
-    """The launches of the cast and of the product. Nothing is launched if one of them cannot be."""
-    x, out, workspace = _rows(given[0]), _rows(given[3]), given[-1]
-    parts = _Parts(*x.shape)
-    a, a_scale = parts.views(workspace)
-    of_bias = {} if bias is None else {"bias": Place(4)}
-    names = ("x", "b", "b_scale", "out", *of_bias, "the workspace")
-    scale_at, a_at = Place(len(given) - 1), Place(len(given) - 1, parts.begin)
-    pdl = checks.has_pdl(options)
-    product = (a, a_scale, given[1], given[2], out, None if bias is None else bias.detach())
-    # The cast lets the product start when all before it has ended, and writes no weights.
-    asked = dense.Options(**_product_options(options) | {"pdl": pdl, "constant_weights": pdl})
-    _, multiply = dense.FP8_GEMM.prepare_with_config(
-        *(product, dense.FP8_GEMM.checked(product, asked)),
-        names=names,
-        places={"a": a_at, "a_scale": scale_at, "b": Place(1), "b_scale": Place(2), "out": Place(3), **of_bias},
-    )
-    cast = quantize.cast_launch(
-        *(x, quantize.Options(quantize.TOKEN_BLOCK[0], **_cast_options(options)), a, a_scale),
-        names=names,
-        places={"x": Place(0), "out": a_at, "scale": scale_at},
-        pdl=pdl,
-    )
-    return cast, multiply
-
-
 def _rows(x: torch.Tensor) -> torch.Tensor | None:
-    """`x` as a matrix of its rows; None where they are not dense, or not at one stride."""
+    """`x` flattened to a matrix; None if rows are not dense or not at one stride."""
     if x.numel() and x.shape[-1] > 1 and x.stride(-1) != 1:
         return None
     try:
@@ -402,7 +416,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def _multiply_quantized(x: tuple, b, b_scale, bias, out, out_dtype, product: dict) -> torch.Tensor:
-    """The layer of an input that is quantised already."""
+    """The layer for a quantised input."""
     if len(x) != 2:
         raise ValueError(f"x is a tuple of {len(x)}; pass the pair that per_token_cast_to_fp8 returned, or a tensor")
     (a, a_scale), dtype = x, out_dtype or torch.bfloat16
@@ -449,18 +463,8 @@ def _check_wide_weight(b) -> None:
     raise TypeError(f"b must be {_WIDE}, or {quantize.FP8_DTYPE} with b_scale; got {b.dtype}. To fix: {remedy}")
 
 
-def _check(x, b, b_scale, bias, out, options: _Options) -> None:
-    """Check of each argument what the product's own checks do not see: they see a matrix instead of x and out."""
-    if b_scale is None:
-        _check_wide_weight(b)
-    given = {"x": x, "b": b, "b_scale": b_scale, "bias": bias, "out": out}
-    _check_kinds(given, optional=("b_scale", "bias", "out"))
-    _check_formats(x, b_scale, options)
-    _check_fit(x, b, bias, out, options.out_dtype or x.dtype)
-
-
 def _check_kinds(given: dict[str, object], optional: tuple[str, ...]) -> None:
-    """Check that arguments, by name, are plain tensors of one device."""
+    """Check that arguments, by name, are plain tensors on one device."""
     given = {name: value for name, value in given.items() if value is not None or name not in optional}
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
@@ -494,18 +498,6 @@ def _check_fit(x, b, bias, out, out_dtype: torch.dtype) -> None:
         )
 
 
-def _check_formats(x, b_scale, options: _Options) -> None:
-    if x.dtype not in _SOURCE_DTYPES:
-        remedy = "convert it; where it is quantised already, pass it and its scale as a pair, (x, x_scale)"
-        raise TypeError(f"x must be {_WIDE}; got {x.dtype}. To fix: {remedy}")
-    if b_scale is not None:
-        checks.check_scale_dtypes(("b", "b_scale"), (None, b_scale))
-    _check_out_dtype(options.out_dtype)
-    quantize.check_options(quantize.Options(quantize.TOKEN_BLOCK[0], **_cast_options(options)))
-    for name, value in _product_options(options).items():
-        check_one(name, value)
-
-
 def _check_out_dtype(out_dtype) -> None:
     if out_dtype not in (None, *_SOURCE_DTYPES):
         raise TypeError(f"out_dtype must be {_WIDE}, or None for that of x; got {out_dtype!r}")
@@ -514,45 +506,9 @@ def _check_out_dtype(out_dtype) -> None:
 # ---- as an op
 
 
-_DEFAULTS = _Options()
-
-
-def _options_of(keywords: dict) -> _Options:
-    """Those of an op's call; torch leaves defaults out, and then making them anew would take 0.4 us."""
-    return _Options(**keywords) if keywords else _DEFAULTS
-
-
-def _run_op(inputs: tuple, outs: tuple, options: dict) -> torch.Tensor:
-    """No workspace is kept: the op may run while its memory is taken for a graph."""
-    x, b, b_scale, bias = inputs
-    (out,) = outs
-    if out is not None and torch.is_grad_enabled() and _wants_gradient(x, b, b_scale, bias, out):
-        _refuse_gradient(b, b_scale, out)
-    return _forward(x, b, b_scale, bias, out, _options_of(options), keeps_workspace=False)
-
-
-def _check_op(inputs: tuple, outs: tuple, options: dict) -> None:
-    _check_fake(*inputs, *outs, _Options(**options))
-
-
-def _allocate_op(inputs: tuple, options: dict) -> torch.Tensor:
-    x, b, *_ = inputs
-    return x.new_empty(*x.shape[:-1], b.shape[0], dtype=options.get("out_dtype") or x.dtype)
-
-
-def _check_fake(x, b, b_scale, bias, out, options: _Options) -> None:
-    """The checks that need no memory."""
-    if b_scale is None:
-        _check_wide_weight(b)
-    elif torch.is_grad_enabled():
-        _refuse_gradient(b, b_scale, None)
-    _check_formats(x, b_scale, options)
-    _check_fit(x, b, bias, out, options.out_dtype or x.dtype)
-
-
 def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
     x, b, b_scale, bias = inputs
-    ctx.needed = (*ctx.needs_input_grad, False, False, False)  # of the arguments that were given, first of all
+    ctx.needed = (*ctx.needs_input_grad, False, False, False)  # first, among the given arguments
     if b_scale is not None and (ctx.needed[1] or ctx.needed[2]):
         _refuse_gradient(b, b_scale, None)
     ctx.save_for_backward(x if ctx.needed[1] else None, b, b_scale)
@@ -566,7 +522,7 @@ def _backward(ctx, grad):
 
 
 def _call_backward_op(ctx, grad) -> tuple:
-    """The gradients by one op, of what torch knows to take apart for an op."""
+    """The gradients by one op, from arguments that torch can flatten for an op."""
     x_dtype, bias_dtype = (dtype if ctx.needed[i] else None for i, dtype in zip((0, 3), ctx.dtypes, strict=True))
     op = torch.ops.deep_tile.fp8_linear_backward
     of_x, of_b, of_bias = op(grad, *ctx.saved_tensors, x_dtype=x_dtype, bias_dtype=bias_dtype)
@@ -575,7 +531,7 @@ def _call_backward_op(ctx, grad) -> tuple:
 
 
 def _run_backward_op(grad, x, b, b_scale=None, *, x_dtype=None, bias_dtype=None) -> tuple[torch.Tensor, ...]:
-    """The gradients of x and bias in these dtypes, and that of b where x is given; empty ones where not."""
+    """Gradients for x and bias in these dtypes, and for b if x is given; else empty tensors."""
     needed = (x_dtype is not None, x is not None, False, bias_dtype is not None)
     of_x, of_b, _, of_bias = _gradients(grad, x, b, b_scale, (x_dtype, bias_dtype), needed)
     return tuple(grad.new_empty(0) if gradient is None else gradient for gradient in (of_x, of_b, of_bias))
@@ -590,15 +546,15 @@ def _fake_backward_op(grad, x, b, b_scale=None, *, x_dtype=None, bias_dtype=None
 
 
 def _backward_flops(grad, x, b, b_scale=None, *, x_dtype=None, **_) -> int:
-    """Of grad @ b and of grad^T @ x, as far as they are computed."""
+    """Operations in grad @ b and grad^T @ x, if computed."""
     return ((x_dtype is not None) + (x is not None)) * 2 * math.prod(grad) * b[1]
 
 
-_OP = ops.Op(
+FP8_LINEAR = Linear(
     "fp8_linear",
     "x b b_scale? bias? out!",
     f"out_dtype {quantize.OP_OPTIONS} num_sms batch_invariant pdl",
-    *(_run_op, _check_op, _allocate_op),
+    scratch="workspace",
     backward=_backward,
     setup_context=_setup_context,
     flops=ops.product_flops(second=1),

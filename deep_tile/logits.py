@@ -1,4 +1,4 @@
-"""The logits of an indexer: how much each query wants each key, over a tensor of keys or over a paged cache.
+"""An indexer's logits: each query's score for each key, over a key tensor or a paged cache.
 
 Called by users and compat/deep_gemm.py. out[i, j] = scale[j] * sum over h of weights[i, h] * relu(q[i, h] . key[j]), as
 DeepSeek-V3.2's indexer has it. Which keys count for a query is read on the device: no call waits for the host, and all
@@ -52,17 +52,17 @@ _PAGED_SHAPES = {
 }
 
 _ROW_BYTES = 128
-"""That rows of what is allocated begin at multiples of: a line of the cache."""
+"""Row alignment of allocated outputs: one cache line."""
 
 _DEFINITION_PRODUCTS = 2**24
 """That the definition holds at once."""
 
 _launches: launches.Table = {}
-"""Of `mqa_logits`, by its options; of q, kv, kv_scale, weights, starts, ends and out."""
+"""Launches of `mqa_logits` by options, for q, kv, kv_scale, weights, starts, ends and out."""
 
 _paged_launches: launches.Table = {}
-"""Of `paged_mqa_logits`, by its options and the queries of a sequence; of q, cache, weights, lengths,
-block_table, out."""
+"""Launches of `paged_mqa_logits` by options and queries per sequence, for q, cache, weights, lengths, block_table,
+out."""
 
 
 def mqa_logits(
@@ -80,24 +80,23 @@ def mqa_logits(
 ) -> torch.Tensor:
     """An indexer's logits: out[i, j] = kv_scale[j] * sum over h of weights[i, h] * relu(q[i, h] . kv[j]).
 
-    For each query i of the keys j with starts[i] <= j < ends[i]. Runs on `q`'s device and torch's current stream: on a
-    Hopper GPU by one kernel, in FP32 but for the products of 32 to 128 elements, of which WGMMA keeps about 14 bits;
-    elsewhere by the definition, in float64. A call gives the same bits every time on one GPU. It has no gradient.
+    For each query i and the keys j with starts[i] <= j < ends[i]. Runs on `q`'s device and torch's current stream: on a
+    Hopper GPU by one kernel, in FP32 except the dot products over 32 to 128 elements, for which WGMMA keeps about 14
+    bits; elsewhere by the definition, in float64. A call gives the same bits every time on one GPU. It has no gradient.
 
     Args:
         q: [s, heads, d] float8_e4m3fn, unit stride along d, which is 32, 64 or 128; 1 to 128 heads, fastest with 32, 64
-            or 128. Begins at a multiple of 16 bytes, as its rows and heads do.
+            or 128. 16-byte aligned, as are its rows and heads.
         kv: [s_k, d] float8_e4m3fn, laid out like `q`.
-        kv_scale: [s_k] float32, contiguous, beginning at a multiple of 16 bytes.
-        weights: [s, heads] float32, unit stride along heads. Scales of `q` are multiplied into them.
-        starts, ends: [s] int32, contiguous. What lies outside of [0, s_k] is cut off; a range that ends before it
-            begins is empty.
+        kv_scale: [s_k] float32, contiguous, 16-byte aligned.
+        weights: [s, heads] float32, unit stride along heads. Multiply q's scales into them.
+        starts, ends: [s] int32, contiguous. Ranges are clamped to [0, s_k]; one that ends before it starts is empty.
         out: to write to, [s, s_k] or with `columns` [s, columns], float32 or bfloat16, unit stride along columns;
-            allocated when None, with rows that begin at multiples of 128 bytes.
+            allocated when None, with rows at multiples of 128 bytes.
         clean: write -infinity wherever no key counts. Else memory there is left as it was, arbitrary bytes where it was
             allocated.
-        columns: of compressed logits: column c of row i is that of key starts[i] + c. Keys beyond are left out.
-        out_dtype: dtype of what is allocated, float32 by default.
+        columns: width of compressed logits: column c in row i is for key starts[i] + c. Keys beyond are left out.
+        out_dtype: dtype of an allocated `out`, float32 by default.
 
     Returns:
         `out`.
@@ -115,7 +114,7 @@ def mqa_logits(
 
 
 def _mqa_logits(q, kv, kv_scale, weights, starts, ends, out, clean, columns, out_dtype) -> torch.Tensor:
-    """`mqa_logits` outside of tracing."""
+    """`mqa_logits` outside tracing."""
     given = q, kv, kv_scale, weights, starts, ends
     check = partial(_check, _SHAPES, columns=columns, out_dtype=out_dtype)
     try:
@@ -145,21 +144,21 @@ def paged_mqa_logits(
     columns: int | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`mqa_logits` of keys in a paged cache: each sequence has n queries, and pages by a block table.
+    """`mqa_logits` over a paged cache: each sequence has n queries, and pages by a block table.
 
-    Key j of sequence b is row j % 64 of page block_table[b, j // 64]. A page that the cache has not counts as zeros.
-    Bound by the cache's bytes up to about four queries of 64 heads.
+    Key j of sequence b is row j % 64 in page block_table[b, j // 64]. A page that the cache has not counts as zeros.
+    Bound by the cache's bytes up to about four queries with 64 heads.
 
     Args:
         q: [batch, n, heads, d] float8_e4m3fn, as for `mqa_logits`; n from 1 to 8.
-        cache: [pages, 64, 1, d + 4] uint8: of each page 64 rows of d bytes, float8_e4m3fn, and then 64 scales, float32.
-            Dense within a page; pages begin at multiples of 16 bytes.
+        cache: [pages, 64, 1, d + 4] uint8: a page holds 64 rows of d float8_e4m3fn, then 64 float32 scales. Dense
+            within a page; pages are 16-byte aligned.
         weights: [batch * n, heads] float32, unit stride along heads.
-        lengths: int32, contiguous; [batch]: keys of each sequence, its last query included, so that query i of n has
-            n - 1 - i fewer; or [batch, n]: keys of each query. Those beyond the table or `columns` are cut off.
-        block_table: [batch, pages of a sequence at most] int32, unit stride along pages.
+        lengths: int32, contiguous; [batch]: keys per sequence, including the last query's, so query i of n has n - 1 -
+            i fewer; or [batch, n]: keys per query. Keys beyond the table or `columns` are ignored.
+        block_table: [batch, most pages per sequence] int32, unit stride along pages.
         out, clean, out_dtype: as for `mqa_logits`; `out` is [batch * n, columns].
-        columns: of `out`: the longest context, by default all that a row of the table has room for.
+        columns: `out`'s width: the longest context, by default a table row's capacity.
 
     Returns:
         `out`.
@@ -174,8 +173,7 @@ def paged_mqa_logits(
 
 
 def _paged_mqa_logits(q, cache, weights, lengths, block_table, out, clean, columns, out_dtype) -> torch.Tensor:
-    """`paged_mqa_logits` outside of tracing. Kernels are told of q and the cache as tensors of three dimensions and of
-    two, which C can read."""
+    """`paged_mqa_logits` outside of tracing. Kernels get q as 3-D and the cache as 2-D tensors, which C can read."""
     check = partial(_check_paged, columns=columns, out_dtype=out_dtype)
     named = {"q": q, "cache": cache, "weights": weights, "lengths": lengths, "block_table": block_table}
     try:
@@ -198,7 +196,8 @@ def _paged_mqa_logits(q, cache, weights, lengths, block_table, out, clean, colum
 
 
 def _call(table, options: tuple, given: tuple, prepare: Callable, define: Callable) -> None:
-    """What has been checked. `options` begin with whether the rest is cleaned; without keys that is all there is."""
+    """A call with checked arguments. `options` begin with whether the rest is cleaned; without keys that is all there
+    is."""
     q, out = given[0], given[-1]
     if not out.numel():
         return
@@ -330,13 +329,13 @@ def _write(out: torch.Tensor, logits: torch.Tensor, inside: torch.Tensor, clean:
 
 
 def _check(shapes: dict, named: dict, columns, out_dtype) -> None:
-    """Raise unless all but strides fits; `out` may be None. `shapes` has names of each tensor's sizes."""
+    """Raise unless all but strides fits; `out` may be None. `shapes` names each tensor's sizes."""
     _check_layouts(shapes, named, columns, out_dtype)
     tensors.require_plain(**{name: x for name, x in named.items() if x is not None})
 
 
 def _check_layouts(shapes: dict, named: dict, columns, out_dtype) -> None:
-    """The same without memory: what fakes have, too."""
+    """The checks that need no memory; fakes run them too."""
     if out_dtype not in (None, *_OUTPUTS):
         raise ValueError(f"out_dtype is {out_dtype}; pass {' or '.join(map(str, _OUTPUTS))}, or nothing")
     named = {name: x for name, x in named.items() if x is not None or name != "out"}
@@ -395,14 +394,14 @@ def _check_heads(q: torch.Tensor) -> None:
 
 
 def _check_paged(named: dict, columns, out_dtype, memory: bool = True) -> None:
-    """`_check` of a paged cache."""
+    """`_check` for a paged cache."""
     lengths = named["lengths"]
     dimensions = ("batch", "n")[: 2 if getattr(lengths, "ndim", 1) == 2 else 1]
     (_check if memory else _check_layouts)(_PAGED_SHAPES | {"lengths": dimensions}, named, columns, out_dtype)
 
 
 def _check_strides(named: dict) -> None:
-    """Raise unless rows lie as TMA and the kernel read them."""
+    """Raise unless TMA and the kernel can read the rows."""
     for name in ("q", "kv"):
         x = named[name]
         steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
@@ -465,20 +464,20 @@ def precompile_logits(
     out_dtype: torch.dtype = torch.float32,
     workers: int | None = None,
 ) -> int:
-    """Compile, and on a Hopper GPU load, every kernel that calls with up to `queries` queries of the same keys need.
+    """Compile, and on a Hopper GPU load, every kernel that calls with up to `queries` queries on the same keys need.
 
     Args:
-        heads, head_dim: of `q`.
+        heads, head_dim: q's.
         paged: for `paged_mqa_logits`, else for `mqa_logits`.
-        queries: at most, by default any number; with `paged`, of a sequence.
-        out_dtype: of the logits.
+        queries: the maximum, by default any number; with `paged`, per sequence.
+        out_dtype: the logits'.
         workers: threads compiling at once; all cores by default.
 
     Returns:
         How many kernels there are.
 
     Raises:
-        TypeError: an argument is of the wrong type.
+        TypeError: an argument has the wrong type.
         ValueError: an argument is out of range.
         jit.CompileError: a kernel does not compile.
     """
@@ -493,7 +492,7 @@ def precompile_logits(
     return len(kernels)
 
 
-# The ops, which tracers see.
+# The ops that tracers see.
 
 
 def _run_op(inputs: tuple, outs: tuple, options: dict) -> torch.Tensor:

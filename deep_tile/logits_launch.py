@@ -1,6 +1,6 @@
-"""Kernels of the indexer's logits: which one a call takes, its parameters and tensor maps, its launch.
+"""Indexer logits kernels: choice, parameters, tensor maps, launches.
 
-Called by logits.py. Knows integers and CUDA's ordinals of devices, not tensors: no torch. `cast.py` loads the kernels.
+Called by logits.py. Knows integers and CUDA device ordinals, not tensors: no torch. `cast.py` loads the kernels.
 """
 
 from typing import NamedTuple
@@ -11,23 +11,23 @@ from deep_tile.config import ceil_div, round_up
 from deep_tile.params import MapLayout, Place
 
 HEAD_DIMS = (32, 64, 128)
-"""Elements of a head that kernels take: the spans of TMA's swizzles."""
+"""Supported elements per head: TMA's swizzle spans."""
 
 HEADS = (32, 64, 128)
-"""Of a query in shared memory: a query has zeros for those that it lacks."""
+"""Heads per query in shared memory; missing heads are zeros."""
 
 MOST_BATCH_QUERIES = 8
-"""Of a sequence in pages."""
+"""Most queries per paged sequence."""
 
 OUTPUTS = ("fp32", "bf16")
 
 SCALE_BYTES = 4
 
 _MMA_COLUMNS = {3: 128, 2: 256}
-"""Of a WGMMA, queries times heads, at most: by math warpgroups, of which three leave each half the registers."""
+"""Most WGMMA columns (queries x heads), by math warpgroups: with three each has half the registers."""
 
 _MOST_TILES = 2**31 - 1
-"""Of all blocks of queries, which the kernel counts in 32 bits."""
+"""Most tiles over all query blocks; the kernel counts in 32 bits."""
 
 PLACES = {
     "q_map": Place(0),
@@ -38,7 +38,7 @@ PLACES = {
     "ends": Place(5),
     "out": Place(6),
 }
-"""Of a launch that is given q, kv, kv_scale, weights, starts, ends and out."""
+"""Places for a launch with q, kv, kv_scale, weights, starts, ends and out."""
 
 PAGED_PLACES = {
     "q_map": Place(0),
@@ -49,17 +49,17 @@ PAGED_PLACES = {
     "table": Place(4),
     "out": Place(5),
 }
-"""Of a launch that is given q, cache, weights, lengths, block_table and out."""
+"""Places for a launch with q, cache, weights, lengths, block_table and out."""
 
 
 class Keys(NamedTuple):
-    """Where keys lie, in bytes.
+    """Key strides, in bytes.
 
     Attributes:
         pages, page_keys: keys that are not in pages are one page.
         stride: from key to key.
-        page_stride: from page to page; of one page unused.
-        scales_begin: of a page's scales, from its first key; 0 where they are a tensor of their own.
+        page_stride: between pages; unused for a single page.
+        scales_begin: offset from a page's first key to its scales; 0 for a separate scale tensor.
     """
 
     pages: int
@@ -70,7 +70,7 @@ class Keys(NamedTuple):
 
 
 class LogitsLayout(NamedTuple):
-    """Numbers of one call, as `params.LOGITS` has them. Strides in elements."""
+    """One call's parameters, by the names in `params.LOGITS`. Strides in elements."""
 
     rows: int
     heads: int
@@ -89,12 +89,12 @@ class LogitsLayout(NamedTuple):
 
 
 def choose(head_dim: int, heads: int, batch_rows: int, paged: bool, output: str) -> LogitsKernel:
-    """The kernel for queries of which `batch_rows` have the same keys.
+    """The kernel for queries, `batch_rows` of which share keys.
 
-    Three warpgroups hide what follows WGMMAs better than two: up to 16 % less time with 128 heads, 5 to 8 % with 32,
-    nothing with 64 (2,048 queries), and 7 % with 6 queries in pages. But they have room for fewer queries at once: 4 in
-    pages take a third longer than by two (H100, 2026-11-26). Without pages, numbers of queries between are rounded up,
-    since they are rare.
+    Three warpgroups hide the work after WGMMAs better than two: up to 16 % less time with 128 heads, 5 to 8 % with 32,
+    equal with 64 (2,048 queries), and 7 % with 6 paged queries. But they have room for fewer queries at once: 4 in
+    pages take a third longer than by two (H100, 2026-11-26). Without pages, intermediate query counts are rare and
+    rounded up.
     """
     three, two = (_kernel(head_dim, heads, batch_rows, paged, output, warpgroups) for warpgroups in (3, 2))
     is_tight = paged and _multiplied(two, batch_rows) < _multiplied(three, batch_rows)
@@ -107,7 +107,7 @@ def _multiplied(kernel: LogitsKernel, batch_rows: int) -> int:
 
 
 def _kernel(head_dim: int, heads: int, batch_rows: int, paged: bool, output: str, warpgroups: int) -> LogitsKernel:
-    """Warpgroups share queries where a WGMMA takes all of them; tiles of keys then go by turns. Else each has its own,
+    """Warpgroups share queries if one WGMMA takes all of them; they then alternate in key tiles. Else each has its own,
     and all read every tile."""
     slots = next(slots for slots in HEADS if heads <= slots)
     most = _MMA_COLUMNS[warpgroups] // slots
@@ -121,14 +121,14 @@ def _kernel(head_dim: int, heads: int, batch_rows: int, paged: bool, output: str
 def all_kernels(
     head_dim: int, heads: int, paged: bool, output: str, most_rows: int | None = None
 ) -> list[LogitsKernel]:
-    """Every kernel that calls with up to so many queries of the same keys can need."""
+    """Every kernel that calls with up to this many queries on the same keys can need."""
     limit = MOST_BATCH_QUERIES if paged else _MMA_COLUMNS[3] // HEADS[0] + 1  # more need no other kernel
     rows = range(1, min(most_rows or limit, limit) + 1)
     return [*dict.fromkeys(choose(head_dim, heads, row, paged, output) for row in rows)]
 
 
 def blocks_of(kernel: LogitsKernel, rows: int, batch_rows: int) -> tuple[int, int]:
-    """How many blocks of queries there are, and how many of them a sequence has."""
+    """The number of query blocks, in total and per sequence."""
     batch_blocks = ceil_div(batch_rows, kernel.block_queries)
     return rows // batch_rows * batch_blocks, batch_blocks
 
@@ -142,7 +142,7 @@ def prepare(
     keys: Keys,
     names: tuple[str, ...],
 ) -> _launcher.Launch:
-    """Everything about a launch but the addresses of its tensors; `q_strides` in bytes, of rows and of heads.
+    """Everything about a launch except tensor addresses; `q_strides` in bytes, per row and per head.
 
     Raises:
         ValueError: a size or stride that the launch cannot express.
@@ -174,7 +174,7 @@ def prepare(
 def tensor_maps(
     kernel: LogitsKernel, layout: LogitsLayout, q_strides: tuple[int, int], keys: Keys
 ) -> list[tuple[str, MapLayout, int]]:
-    """(field, layout, bytes to skip in its tensor) of each map. What lies outside of a tensor is loaded as zeros."""
+    """(field, layout, bytes to skip in its tensor) for each map. Out-of-bounds elements are zero-filled."""
     row, head = q_strides
     span = kernel.head_dim
     page_stride = round_up(keys.page_stride or keys.page_keys * max(keys.stride, SCALE_BYTES), 16)

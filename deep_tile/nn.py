@@ -1,9 +1,8 @@
-"""Layers for models: `Linear` with an FP8 weight, models whose layers are replaced by it, and their kernels made ready.
+"""`Linear` with an FP8 weight, replacement of a model's layers, and precompilation of their kernels.
 
-Called by users and by what brings deep_tile into engines.
-Invariant: a Linear's weight stays float8_e4m3fn and its scale float32, whatever a model is converted to; and its rows
-begin at multiples of 16 bytes, whatever it is loaded from, copied or moved to. Whoever sets its parameters past all
-that has copies made, call by call, that are as they must be.
+Called by users and integrations. Invariant: a Linear's weight stays float8_e4m3fn and its scale float32 through any
+model conversion, and its rows start at multiples of 16 bytes after any load, copy or move. Whoever sets its parameters
+past all that has copies made, call by call, that are as they must be.
 """
 
 import os
@@ -21,23 +20,23 @@ from deep_tile.linear import fp8_linear, quantize_weight
 from deep_tile.quantize import FP8_DTYPE, WEIGHT_BLOCK, scale_shape
 
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
-"""What checkpoints call the scale that a weight is multiplied with; the first is ours."""
+"""Names of a weight's scale in checkpoints; the first is ours."""
 
 
 class Linear(torch.nn.Module):
-    """`torch.nn.Linear` with a weight in FP8: `fp8_linear` of its input.
+    """`torch.nn.Linear` with an FP8 weight: calls `fp8_linear`.
 
     The weight is frozen; gradients reach the input and the bias. `.to(dtype)`, `.half()` and the like convert the bias
-    alone. `state_dict()` has a dense copy of a weight whose rows are padded. Parameters that are set in other ways, by
-    `_parameters`, `.data` or the hooks of who moves layers between devices, are taken as well, and copied at every call
-    where their rows begin elsewhere or their dtype is another, in which the same numbers are; `.to()` mends those for
-    good. Under torch.compile, which sees no addresses, such parameters are refused.
+    alone. `state_dict()` holds a dense copy of a weight with padded rows. Parameters set by other means (`_parameters`,
+    `.data`, offloading hooks) also work; each call copies them if rows are misaligned or the dtype is a wider one with
+    the same numbers. `.to()` fixes them for good. torch.compile sees no addresses, so such parameters are refused
+    there.
 
     Attributes:
-        weight: [out_features, in_features] float8_e4m3fn, whose rows begin at multiples of 16 bytes.
-        weight_scale_inv: [ceil(out_features / 128), ceil(in_features / 128)] float32, which the weight is multiplied
-            with. Both have the names and formats of checkpoints in DeepSeek-V3's format, and are loaded from them;
-            "weight_scale" and scales in bfloat16, float16 and float8_e8m0fnu are understood, too.
+        weight: [out_features, in_features] float8_e4m3fn, rows at multiples of 16 bytes.
+        weight_scale_inv: [ceil(out_features / 128), ceil(in_features / 128)] float32, the weight's multiplier. Both
+            load from checkpoints in DeepSeek-V3's format, with its names; "weight_scale" and scales in bfloat16,
+            float16 and float8_e8m0fnu also load.
         bias: [out_features], or None.
         options: keywords for `fp8_linear`.
     """
@@ -51,7 +50,7 @@ class Linear(torch.nn.Module):
         dtype: torch.dtype | None = None,
         **options: Any,
     ):
-        """Args are those of `torch.nn.Linear`; `dtype` is the bias's. `options` are keywords for `fp8_linear`, such as
+        """Args as for `torch.nn.Linear`; `dtype` is the bias's. `options` are keywords for `fp8_linear`, such as
         batch_invariant=True. The weight is drawn as `torch.nn.Linear` draws it.
         """
         super().__init__()
@@ -69,7 +68,7 @@ class Linear(torch.nn.Module):
 
     @classmethod
     def from_float(cls, linear: torch.nn.Linear, **options: Any) -> "Linear":
-        """The layer with its weight quantised and its bias as it is, on the same device and in the same mode.
+        """The layer with its weight quantised and its bias unchanged, on the same device and in the same mode.
 
         `options` are keywords for `fp8_linear`; round_scale, exact and amax_floor are the weight's, too.
 
@@ -94,18 +93,18 @@ class Linear(torch.nn.Module):
         max_error: float = blocks.MAX_ERROR,
         **options: Any,
     ) -> "Linear":
-        """The layer of a weight that is quantised, which it shares where rows begin at multiples of 16 bytes.
+        """A layer from a quantised weight, which it shares if rows start at multiples of 16 bytes.
 
         Args:
-            weight, weight_scale_inv, bias: in the formats of the attributes; the scale may be bfloat16, float16 or
-                float8_e8m0fnu. Or weight and scale of another `format`.
+            weight, weight_scale_inv, bias: as the attributes; the scale may be bfloat16, float16 or float8_e8m0fnu. Or
+                weight and scale in another `format`.
             format: a name that `to_blocks` knows, such as "mxfp4": it re-bases the weight to the attributes' format.
-            global_scale, max_error: as for `to_blocks`, of a `format`.
+            global_scale, max_error: as for `to_blocks`, with a `format`.
             options: keywords for `fp8_linear`.
 
         Raises:
             TypeError: another dtype.
-            ValueError: a shape or device that does not fit; and, of a `format`, as `to_blocks`.
+            ValueError: a shape or device that does not fit; and, with a `format`, as `to_blocks`.
         """
         if format is not None:
             how = {"format": format, "global_scale": global_scale, "max_error": max_error}
@@ -121,7 +120,7 @@ class Linear(torch.nn.Module):
         return layer
 
     _was_trainable = False
-    """Whether the weight was made of one that required a gradient."""
+    """Whether the original weight required a gradient."""
 
     def train(self, mode: bool = True) -> "Linear":
         """As any module; says so where a weight that could be trained has become one that cannot."""
@@ -162,7 +161,7 @@ class Linear(torch.nn.Module):
         return f"{sizes}, bias={self.bias is not None}{options}, weight=FP8 (float8_e4m3fn)"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Linear":
-        """Every conversion and move of torch.nn.Module ends here."""
+        """torch.nn.Module routes every conversion and move through here."""
         quantized = (self.weight, self.weight_scale_inv)
 
         def keep_format(x: torch.Tensor) -> torch.Tensor:
@@ -179,12 +178,12 @@ class Linear(torch.nn.Module):
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of copies and pickles, whose rows torch makes dense."""
+        """Realigns rows, which torch makes dense in copies and pickles."""
         super().__setstate__(state)
         self._mend()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Dense, as files of tensors want them; `keep_vars` asks for the parameters themselves."""
+        """Saves dense tensors, as files need; `keep_vars` asks for the parameters themselves."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         name = prefix + "weight"
         if not keep_vars and name in destination:
@@ -208,14 +207,13 @@ class Linear(torch.nn.Module):
         self._mend()
 
     def _mend(self) -> None:
-        """Give the parameters what `_mended` makes of them, but for those that are DTensors' matter."""
+        """Replace the parameters by `_mended` ones, except DTensors'."""
         mended = None if self.weight.is_meta or _is_dtensor(self.weight) else self._mended()
         if mended is not None:
             self.weight.data, self.weight_scale_inv.data = (x.detach() for x in mended)
 
     def _mended(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Weight and scale as products take them, of such as somebody else has set; None where there is nothing to
-        mend, or nothing that can be."""
+        """Weight and scale, as set by others, in the form that GEMMs take; None if nothing needs or allows a fix."""
         weight, scale = _as_codes(self.weight), self.weight_scale_inv
         if weight is None or not isinstance(scale, torch.Tensor):
             return None
@@ -228,7 +226,7 @@ def _frozen(x: torch.Tensor) -> torch.nn.Parameter:
 
 
 def _as_codes(weight: object) -> torch.Tensor | None:
-    """A weight in float8_e4m3fn, of a matrix of another dtype that holds the same numbers; None of any other."""
+    """The weight in float8_e4m3fn, if a matrix in another dtype holds the same numbers; else None."""
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         return None
     if weight.dtype == FP8_DTYPE:
@@ -247,12 +245,12 @@ def _is_dtensor(x: torch.Tensor) -> bool:
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
+    """This rank's part of a tensor."""
     return x.to_local() if _is_dtensor(x) else x
 
 
 def _with_aligned_rows(weight: torch.Tensor) -> torch.Tensor:
-    """`tensors.with_aligned_rows`, also of a DTensor: of each rank's part."""
+    """`tensors.with_aligned_rows`, also for each rank's part of a DTensor."""
     local = _local(weight)
     aligned = tensors.with_aligned_rows(local)
     if aligned is local:
@@ -264,8 +262,8 @@ def _with_aligned_rows(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_foreign(x: object, weight: object) -> None:
-    """Raise where a model has cast a layer's input as its weight is, which it takes for wide, or has given the layer a
-    wide weight."""
+    """Raise if a model cast a layer's input to the weight's dtype, which it took for a wide one, or set a wide
+    weight."""
     if isinstance(x, torch.Tensor) and x.dtype == FP8_DTYPE:
         raise TypeError(
             f"x is {FP8_DTYPE}, as this layer's weight is: a model that casts to layer.weight.dtype needs a wide "
@@ -308,23 +306,23 @@ def _check_weight(weight: torch.Tensor, scale: torch.Tensor) -> None:
 def replace_linears(
     model: torch.nn.Module, wanted: Callable[[str, torch.nn.Linear], bool] | None = None, **options: Any
 ) -> int:
-    """Replace the `torch.nn.Linear` layers of a model by `Linear`, in place; how many.
+    """Replace a model's `torch.nn.Linear` layers by `Linear`, in place; returns how many.
 
     Hooks around a layer's calls, and attributes that it was given, go to the layer in its place; layers that share a
-    weight share it in FP8. Of a transformers model, `config.quantization_config` then says what it is, so that what
-    `save_pretrained` writes is an FP8 checkpoint, which `from_pretrained` and engines load as such.
+    weight share it in FP8. For a transformers model `config.quantization_config` is set, so `save_pretrained` writes an
+    FP8 checkpoint that `from_pretrained` and engines load.
 
     Args:
-        model: not itself a torch.nn.Linear. Subclasses of torch.nn.Linear are left alone, and so are adapters of peft.
+        model: not itself a torch.nn.Linear. Subclasses of torch.nn.Linear and peft adapters are left unchanged.
         wanted: given a layer's name in the model and the layer, whether to replace it; all when None. Heads and routers
             are often left: lambda name, layer: "lm_head" not in name.
         options: keywords for `fp8_linear`.
 
     Raises:
-        TypeError, ValueError: as `Linear.from_float` and, of options, as `fp8_linear`; or an FP8 layer would not do
-            where a layer is: it trains; it shares its weight with what stays wide, such as an embedding; its model
-            reads the weight itself; hooks have wrapped its forward, or its weight is computed or split; or
-            transformers could not load it. The text names the layers, and what to do. Nothing has been replaced.
+        TypeError, ValueError: as `Linear.from_float`, and as `fp8_linear` for options; or a layer cannot be replaced:
+            it trains; it shares its weight with a module that stays wide, such as an embedding; the model reads the
+            weight itself; hooks wrap its forward; its weight is computed or split; or transformers could not load it.
+            The text names the layers and the remedy. Nothing has been replaced.
     """
     _check_model(model)
     if wanted is not None and not callable(wanted):
@@ -357,7 +355,7 @@ def _check_model(model: object) -> None:
 
 
 def _replacement(layer: torch.nn.Linear, shared: dict[object, Linear], options: dict[str, Any]) -> Linear:
-    """What takes a layer's place; `shared` has those made so far, by their wide weights."""
+    """A layer's replacement; `shared` holds those made so far, by their wide weights."""
     first = shared.get(replaceable.weight_key(layer.weight))
     if first is None:
         replacement = shared[replaceable.weight_key(layer.weight)] = Linear.from_float(layer, **options)
@@ -371,7 +369,7 @@ def _replacement(layer: torch.nn.Linear, shared: dict[object, Linear], options: 
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Raise what a layer with these options would raise; draws no random numbers."""
+    """Raise as a layer with these options would; draws no random numbers."""
     on_cpu = {"device": "cpu", "dtype": torch.bfloat16}
     layer = torch.nn.utils.skip_init(torch.nn.Linear, 16, 1, bias=False, **on_cpu)
     Linear.from_float(layer, **options)(torch.zeros(1, 16, **on_cpu))
@@ -387,23 +385,21 @@ def precompile_model(
     grouping: str = "offs",
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> api.Precompiled:
-    """Make ready every kernel that the FP8 layers of a model can need, casts included: `precompile` for all of them.
+    """Compile every kernel that a model's FP8 layers can need, casts included: `precompile` for all of them.
 
-    After it no call of such a layer with at most `max_tokens` rows compiles or loads anything, on the device that is
-    current now. Of layers and experts that are split, as by `parallelize_module`, the kernels are those of this rank's
-    shards; of layers under FSDP2 those of whole ones. Launches nothing, and needs neither a GPU nor the memory of the
-    weights: without a GPU it fills the cache.
+    Afterwards no call of such a layer with at most `max_tokens` rows compiles or loads anything on the current device.
+    Split layers and experts (`parallelize_module`) get kernels for this rank's shards, layers under FSDP2 for whole
+    weights. Launches nothing and needs neither a GPU nor memory for the weights: without a GPU it fills the cache.
 
     Args:
-        model: with layers that have a 2-D `weight` of float8_e4m3fn and its scale, as `weight_scale_inv` or
-            `weight_scale`, with one value for each 128x128 block: `Linear`, transformers' FP8Linear, and the like. Or
-            with experts: parameters or buffers [g, n, k] of any name, and their scales by that name with `_scale_inv`
-            or `_scale` behind it, as transformers' FP8Experts has them.
-        max_tokens: most rows of an input, over all of its leading dimensions.
-        workers, num_sms, batch_invariant: as for `precompile`. A `Linear` that has other options has kernels for those.
-        grouping: of experts' products, as for `precompile`: "offs" for rows one group after the other, "counts" for
-            rows of each group's own.
-        out_dtype: of the linear layers' results: that of their inputs, unless a layer has another. Biases are taken in
+        model: with layers that have a 2-D float8_e4m3fn `weight` and its scale, `weight_scale_inv` or `weight_scale`,
+            with one value per 128x128 block: `Linear`, transformers' FP8Linear, and the like. Or with experts:
+            parameters or buffers [g, n, k] under any name, with their scales under that name plus `_scale_inv` or
+            `_scale`, as in transformers' FP8Experts.
+        max_tokens: most rows in an input, over all leading dimensions.
+        workers, num_sms, batch_invariant: as for `precompile`. A `Linear` with other options gets kernels for those.
+        grouping: for experts' GEMMs, as for `precompile`: "offs" for contiguous groups, "counts" for the masked layout.
+        out_dtype: dtype of linear layers' results: their inputs', unless a layer has another. Biases are taken in
             the dtypes that they have now.
 
     Returns:
@@ -443,9 +439,9 @@ def _options_of(layer: torch.nn.Module) -> dict[str, Any]:
 
 
 def _gathered_shapes(model: torch.nn.Module) -> dict[int, torch.Size]:
-    """By the ids of parameters that FSDP2 has split, the shapes in which each rank has them while it computes.
+    """Shapes that each rank gathers to compute, by the id of the FSDP2 parameter.
 
-    FSDP2 knows them in attributes that are not public, which differ from release to release.
+    FSDP2 has them in private attributes, which differ between releases.
     """
     shapes = {}
     for module in model.modules():
@@ -457,7 +453,7 @@ def _gathered_shapes(model: torch.nn.Module) -> dict[int, torch.Size]:
 
 
 def _run_shape(weight: torch.Tensor, gathered: dict[int, torch.Size]) -> tuple[int, ...]:
-    """Of what a rank multiplies with: its part of a weight that is split, or all of it where FSDP2 gathers it."""
+    """Shape of the weight that a rank multiplies with: its shard, or the whole weight if FSDP2 gathers it."""
     if id(weight) in gathered:
         return tuple(gathered[id(weight)])
     return tuple(_local(weight).shape)

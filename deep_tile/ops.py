@@ -1,10 +1,8 @@
-"""`torch.ops.deep_tile`: what torch.compile, torch.export, other tracers and modes see of the package's functions.
+"""`torch.ops.deep_tile`: the package's functions as torch.compile, torch.export, other tracers and modes see them.
 
-A function's module registers its op at the bottom, so importing the function is what makes the op exist. An eager call
-never passes through an op, which would cost 3 us; where torch's calls are watched the function calls its op instead of
-doing its work.
-Invariant: an op's fake reads sizes, dtypes and devices only, and no size decides a branch of it, so that a graph holds
-for every m.
+A function's module registers its op at the bottom, so importing the function creates the op. An eager call bypasses the
+op, which would cost 3 us; under tracers and modes the function calls its op instead of doing its work. Invariant: an
+op's fake reads sizes, dtypes and devices only and branches on no size, so one graph serves every m.
 """
 
 import ctypes
@@ -20,13 +18,13 @@ from deep_tile import _launcher
 _LIBRARY = torch.library.Library("deep_tile", "FRAGMENT")
 
 wrappers: frozenset[type] = frozenset()
-"""Classes of tensors that ops take, because torch knows what is inside, and functions do not."""
+"""Tensor classes that ops accept, because torch unwraps them, and functions do not."""
 
 flop_formulas: dict[str, Callable[..., int]] = {}
-"""Of ops that multiply, by name: from the shapes of their arguments to operations, as torch's FlopCounterMode asks."""
+"""FLOP formulas of GEMM ops, by name: functions of argument shapes, for torch's FlopCounterMode."""
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-"""Compilers keep the strides of the inputs: kernels read operands by TMA, which takes few others."""
+"""Compilers must keep input strides: TMA takes few others."""
 
 
 def register(
@@ -42,16 +40,15 @@ def register(
 
     Args:
         schema: `NAME(...) -> ...` or `NAME.OVERLOAD(...) -> ...`. An overload that writes to an argument returns
-            nothing, because functionalisation refuses ops that return what they were given; and such an argument may
-            be passed by position, because torch.compile traces no keyword `out` that is a slice. It is defined after
-            the op without overload, since torch takes the first that fits.
-        implementation: what the op does; it is called with the caller's grad mode, and defaults may be left out.
-        fake: the same without data, for tensors of which only the layout is known: allocates what the op returns, in
-            its shapes and strides. Compared sizes go through `holds`.
+            nothing, because functionalisation refuses ops that return an input; and such an argument may be passed by
+            position, because torch.compile traces no keyword `out` that is a slice. It is defined after the op without
+            overload, since torch takes the first that fits.
+        implementation: the op's function; called with the caller's grad mode, and defaults may be left out.
+        fake: the same without data: allocates results with the right shapes and strides. Compared sizes go through
+            `holds`.
         backward, setup_context: as for torch.library.register_autograd. Without them no result requires a gradient: an
             op that must not drop one refuses it, in its implementation and in its fake.
-        flops: of an op that multiplies, and the same of its overloads: how many operations it takes, counted from its
-            arguments with shapes for tensors.
+        flops: for GEMM ops and their overloads: operation count, from the arguments with shapes in place of tensors.
     """
     name = schema.partition("(")[0]
     if flops is not None:
@@ -67,12 +64,12 @@ def register(
 
 
 SMALLEST_AMAX_FLOOR = torch.finfo(torch.float8_e4m3fn).max * 2.0**-126
-"""About 5.3e-36: of a group of zeros it makes the scale 2**-126, FP32's smallest normal number, whose reciprocal is
-normal, too. No normal number of FP32 is lost by it."""
+"""About 5.3e-36: it gives an all-zero group the scale 2**-126, FP32's smallest normal number, whose reciprocal is also
+normal. No normal FP32 number is lost."""
 
 DEFAULT_SCALE_LAYOUT = "m_aligned"
-"""Of `options.SCALE_LAYOUTS`. Products read it fastest, and row-major ones within 2 % of that where K blocks come by
-four; others cost up to 19 % above m = 128 (H200, 2026-11-24)."""
+"""The default in `options.SCALE_LAYOUTS`. GEMMs read it fastest; row-major is within 2 % if the K block count is a
+multiple of four; other layouts cost up to 19 % above m = 128 (H200, 2026-11-24)."""
 
 OPTIONS: dict[str, tuple[str, object]] = {
     "accumulate": ("bool", False),
@@ -81,6 +78,7 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "alpha": ("float", 1.0),
     "amax_floor": ("float", SMALLEST_AMAX_FLOOR),
     "batch_invariant": ("bool", False),
+    "blocks": ("bool", False),
     "beta": ("float", 0.0),
     "clean": ("bool", False),
     "columns": ("SymInt?", None),
@@ -89,7 +87,9 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "exact": ("str", "divide"),
     "expected_rows": ("int?", None),
     "expected_tokens": ("int?", None),
+    "experts": ("int", ...),
     "fast_accum": ("bool", True),
+    "gate_up_scale": ("Tensor?", None),
     "limit": ("float?", None),
     "num_sms": ("int?", None),
     "num_splits": ("int?", None),
@@ -99,29 +99,30 @@ OPTIONS: dict[str, tuple[str, object]] = {
     "round_scale": ("str", "none"),
     "rows": ("Tensor?", None),
     "scale_layout": ("str", DEFAULT_SCALE_LAYOUT),
+    "share": ("Tensor?", None),
     "terms": ("int", 3),
 }
-"""Type and default of every keyword that ops take, as functions do. No schema can name a config."""
+"""Type and default of every keyword that ops take, as functions do; without a default `...`. No schema can name a
+config."""
 
 
 class Op:
-    """An op and its overload `out`, both of which follow from one description.
+    """An op and its overload `out`, both from one description.
 
     Args:
-        name: that of its function.
+        name: its function's.
         tensors: their names, in the overload's order. One with "!" is written to, and allocated by the op without
             overload; one with "?" may be None.
         options: names in `OPTIONS`.
-        run: `run(inputs, outs, options)` does the work. Tensors that are not given are None; options are those that are
-            not as by default.
-        check: the same without data, for tensors of which only the layout is known: checks what needs no memory.
-            Compared sizes go through `holds`.
-        allocate: `allocate(inputs, options)` makes what is written to, in its shapes and strides.
+        run: `run(inputs, outs, options)` does the work. Missing tensors are None; options are the non-default ones.
+        check: the checks that need no memory, for fake tensors. Compared sizes go through `holds`.
+        allocate: `allocate(inputs, options)` makes outputs with their shapes and strides.
         own: options that the overload has not.
-        defaults: of options, where they differ from those in `OPTIONS`.
+        defaults: option defaults that differ from `OPTIONS`.
         allocates: whether there is an op that allocates.
-        overload: the name of the one that writes; "" where the op itself does.
-        flops, gradient: as for `register`; a gradient is that of the op without overload.
+        overload: the name of the one that writes; "" where the op itself does, None where none does.
+        by_position: options may be given so, too.
+        flops, gradient: as for `register`; the gradient belongs to the op without overload.
     """
 
     def __init__(
@@ -136,24 +137,27 @@ class Op:
         own: str = "",
         defaults: Mapping[str, object] = MappingProxyType({}),
         allocates: bool = True,
-        overload: str = "out",
+        overload: str | None = "out",
+        by_position: bool = False,
         flops: Callable[..., int] | None = None,
         **gradient: Callable,
     ) -> None:
         self.name, self._tensors, self._allocates, self._overload = name, tuple(tensors.split()), allocates, overload
+        self._by_position = by_position
         self._outs = tuple(i for i, tensor in enumerate(self._tensors) if tensor.endswith("!"))
         self._inputs = tuple(i for i in range(len(self._tensors)) if i not in self._outs)
         self._options, self._own, self._defaults = (*options.split(),), (*own.split(),), defaults
         self._run, self._check, self._allocate = run, check, allocate
         if allocates:
             register(self._schema(False), self._made, self._fake_made, flops=flops, **gradient)
-        register(self._schema(True), self._written, self._fake_written, flops=flops)
+        if overload is not None:
+            register(self._schema(True), self._written, self._fake_written, flops=flops)
 
     def __call__(self, inputs: tuple, outs: tuple, options: tuple | dict) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """The op's call under tracing, of the overload where there is something to write to.
+        """The op's call under tracing; the overload's if outputs are given.
 
         Args:
-            options: a NamedTuple that has all of them, and perhaps a config, or a dict of keywords.
+            options: a NamedTuple with all options, perhaps a config, or a dict of keywords.
         """
         if not isinstance(options, dict):
             refuse_config(getattr(options, "config", None))
@@ -170,12 +174,17 @@ class Op:
         return outs[0] if len(outs) == 1 else outs
 
     def _made(self, *given, **options):
-        return self._run(_filled(given, self._inputs), (None,) * len(self._outs), options)
+        return self._run(*self._own_parts(given, options), options)
 
     def _fake_made(self, *given, **options):
-        inputs = _filled(given, self._inputs)
+        inputs, _ = self._own_parts(given, options)
         self._check(inputs, (None,) * len(self._outs), {**options})
         return self._allocate(inputs, options)
+
+    def _own_parts(self, given: tuple, options: dict) -> tuple[tuple, tuple]:
+        """Inputs, and what is not there yet; options that are given by position join the others."""
+        options.update(zip(self._options, given[len(self._inputs) :], strict=False))
+        return _filled(given[: len(self._inputs)], self._inputs), (None,) * len(self._outs)
 
     def _written(self, *given, **options) -> None:
         self._run(*self._parts(given), options)
@@ -184,7 +193,7 @@ class Op:
         self._check(*self._parts(given), options)
 
     def _parts(self, given: tuple) -> tuple[tuple, tuple]:
-        """Inputs and what is written to."""
+        """Inputs and outputs."""
         given = _filled(given, self._tensors)
         return tuple(given[i] for i in self._inputs), tuple(given[i] for i in self._outs)
 
@@ -193,9 +202,12 @@ class Op:
         places = range(len(self._tensors)) if writes else self._inputs
         tensors = [self._tensor(place, is_followed=place < last_out) for place in places]
         options = keywords(" ".join((*(() if writes else self._own), *self._options)), self._defaults)
-        results = "()" if writes else "Tensor" if len(self._outs) == 1 else "(Tensor, Tensor)"
+        results = "()" if writes else "Tensor"
+        if len(self._outs) > 1 and not writes:
+            results = f"({', '.join(['Tensor'] * len(self._outs))})"
+        options = [*(() if self._by_position else ["*"]), options] if options else []
         name = f"{self.name}.{self._overload}" if writes and self._overload else self.name
-        return f"{name}({', '.join([*tensors, *(['*', options] if options else [])])}) -> {results}"
+        return f"{name}({', '.join([*tensors, *options])}) -> {results}"
 
     def _tensor(self, place: int, is_followed: bool) -> str:
         """One argument; `is_followed` by one that must be given."""
@@ -208,38 +220,39 @@ class Op:
 
 
 def _filled(given: tuple, places: tuple) -> tuple:
-    """What is None at the end may have been left out."""
+    """Restores trailing None arguments that were left out."""
     return (*given, *(None,) * (len(places) - len(given)))
 
 
 def keywords(options: str, defaults: Mapping[str, object] = MappingProxyType({})) -> str:
-    """Of a schema, from names in `OPTIONS`."""
+    """A schema's keywords, from names in `OPTIONS`."""
     described = []
     for name in options.split():
         kind, default = OPTIONS[name]
         default = defaults.get(name, default)
-        described.append(f'{kind} {name}="{default}"' if isinstance(default, str) else f"{kind} {name}={default}")
+        quoted = f'"{default}"' if isinstance(default, str) else default
+        described.append(f"{kind} {name}" + ("" if default is ... else f"={quoted}"))
     return ", ".join(described)
 
 
 def call_for(*classes: type) -> None:
-    """Have `fp8_linear` call its op for inputs of these classes, also outside of tracing."""
+    """Have `fp8_linear` call its op for inputs in these classes, also outside tracing."""
     global wrappers
     wrappers |= {*classes}
 
 
 def holds(condition: "bool | torch.SymBool | torch.Tensor") -> bool:
-    """Whether sizes are as they must be; where only the values of a later run decide, that run is made to check."""
-    if isinstance(condition, (bool, torch.Tensor)):  # of tensors by torch.jit.trace, whose sizes are
+    """Whether a condition on sizes holds; a condition on later values becomes a check in the traced graph."""
+    if isinstance(condition, (bool, torch.Tensor)):  # torch.jit.trace has tensors as sizes
         return bool(condition)
-    from torch.fx.experimental.symbolic_shapes import expect_true  # imports sympy, which tracers have anyway
+    from torch.fx.experimental.symbolic_shapes import expect_true  # imports sympy, which tracers have loaded anyway
 
     return expect_true(condition)
 
 
 def product_flops(second: int) -> Callable[..., int]:
-    """The formula of a product along the last dimension of an op's first argument, and of the argument `second` with
-    one row per output column; of groups of rows with one such matrix each, of which a row meets one."""
+    """FLOP formula for a GEMM over the last dimension of the op's first argument; argument `second` has one row per
+    output column, or one such matrix per row group, of which a row meets one."""
 
     def count(*shapes, **_) -> int:
         return 2 * prod(shapes[0]) * shapes[second][-2]
@@ -248,7 +261,7 @@ def product_flops(second: int) -> Callable[..., int]:
 
 
 def refuse_config(config: object) -> None:
-    """Raise where a config is given to a call that becomes an op's, which no schema can name."""
+    """Raise if a traced call has a config, which no schema can express."""
     if config is not None:
         raise ValueError(
             "config cannot be given under torch.compile or torch.export, another tracer or a dispatch mode: leave it "
@@ -259,17 +272,17 @@ def refuse_config(config: object) -> None:
 # Who watches.
 
 _WATCHING_KEYS = ("Python", "PreDispatch", "Tracer")
-"""Dispatch keys that torch's calls pass under dispatch modes, those of export before dispatch, and torch.jit.trace."""
+"""Dispatch keys active under dispatch modes, pre-dispatch export and torch.jit.trace."""
 
 
 def _is_watched() -> bool:
-    """What `_launcher.is_watched` answers, asked of torch one by one."""
+    """`_launcher.is_watched` in Python, key by key."""
     included = torch._C._dispatch_tls_is_dispatch_key_included
     return any(included(torch._C._parse_dispatch_key(key)) for key in _WATCHING_KEYS)
 
 
 def _find_watch() -> Callable[[], bool]:
-    """The fastest way to ask torch: one call of C, by the function of torch's that `_is_watched` ends in. Its name is
+    """The fastest check: one C call to the torch function that `_is_watched` ends in. Its name is
     torch's private matter, so it is tried, and done without where it is not as expected."""
     try:
         ask = ctypes.CDLL(torch._C.__file__)._ZN3c104impl28tls_is_dispatch_key_includedENS_11DispatchKeyE
@@ -288,19 +301,19 @@ _watches = _find_watch()
 
 
 def is_traced() -> bool:
-    """Whether a call of a function is to become one of its op: under torch.compile and torch.export, make_fx and
-    torch.jit.trace, and under every dispatch mode, as FakeTensorMode, FlopCounterMode and selective checkpointing are.
+    """Whether a function must call its op: under torch.compile, torch.export, make_fx and torch.jit.trace, and under
+    every dispatch mode (FakeTensorMode, FlopCounterMode, selective checkpointing).
 
-    Inside of an op nobody watches. Takes as long as torch.compiler.is_compiling does, within 10 ns.
+    False inside an op. Takes as long as torch.compiler.is_compiling does, within 10 ns.
 
     Raises:
-        RuntimeError: inside of torch.func.grad or its like, under a mode: an op would leave out a gradient.
+        RuntimeError: inside torch.func.grad or similar, under a mode: an op would drop a gradient.
     """
     return is_dynamo_compiling() or (_watches() and _passes_gradients())
 
 
 def _passes_gradients() -> bool:
-    """Raises where a transform of torch.func differentiates, which passes by what an op knows of gradients."""
+    """Raises under a differentiating torch.func transform, which bypasses an op's gradient."""
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is not None and transform.key().name in ("Grad", "Jvp"):
         raise RuntimeError(

@@ -1,7 +1,7 @@
-"""Keywords of calls: what each may be, whichever operation has it.
+"""Checks for call keywords, shared by all operations.
 
-Called by operation.py for every field of a call's options, and by what takes single ones. Types are exact: what only
-equals a right value, as 1 equals True, would find the launches remembered for that.
+Called by operation.py for every option, and by functions that take single ones. Types are exact: 1 equals
+True and would find the launches cached for True.
 """
 
 from collections.abc import Callable
@@ -74,6 +74,7 @@ _CHECKS: dict[str, Callable[[str, object], None]] = {
     "alignment": lambda _, value: check_alignment(value),
     "amax_floor": _check_floor,
     "batch_invariant": _FLAG,
+    "blocks": _FLAG,
     "config": _check_config,
     "constant_weights": _FLAG,
     "exact": partial(_check_choice, DIVISIONS),

@@ -1,9 +1,9 @@
-"""Kernels that travel with the package: those it can choose by itself, compiled by the NVRTC that the tests ran with.
+"""Packaged kernels: the default ones, compiled by the NVRTC that the tests ran with.
 
 Read by jit.py before its cache, written by tools/pack.py when a wheel is made; a checkout has none. So a fresh machine
 compiles nothing for them and needs no NVRTC, and no other compiler stands between a user and a kernel that was tested.
-Knows only bytes. Invariant: a kernel is found by the text, options and hints that it was made of; a file that was
-damaged or belongs to other sources is no kernel.
+Knows only bytes. Invariant: a kernel is found by its text, options and hints; damaged files and files from other
+sources are ignored.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ _CONTENTS = "contents.json"
 
 
 class Contents(NamedTuple):
-    """What the package brings.
+    """The packaged kernels' contents.
 
     Attributes:
-        nvrtc_version: of the compiler that made the kernels.
+        nvrtc_version: the compiler's.
         kernels: how many.
-        size_bytes: of all.
+        size_bytes: in total.
     """
 
     nvrtc_version: str
@@ -46,7 +46,7 @@ def _read_contents(directory: Path) -> Contents | None:
 
 
 def get(identity: bytes) -> bytes | None:
-    """The cubin of the kernel of that identity, `jit.identity`, if the package brings it."""
+    """The packaged cubin with this `jit.identity`, or None."""
     try:
         entry = _path(DIRECTORY, identity).read_bytes()
     except OSError:
@@ -55,7 +55,7 @@ def get(identity: bytes) -> bytes | None:
 
 
 def write(cubins: Mapping[bytes, bytes], nvrtc_version: str, directory: Path) -> Contents:
-    """Fill `directory`, which must not exist, with cubins by their identity.
+    """Fill `directory`, which must not exist, with cubins by identity.
 
     Raises:
         FileExistsError: there is such a directory.
@@ -76,12 +76,12 @@ CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 def with_checksum(key: bytes, cubin: bytes) -> bytes:
-    """An entry of a cache: the cubin, and behind it, where tools that read ELF files do not look, its checksum."""
+    """A cache entry: the cubin followed by its checksum, which ELF tools ignore."""
     return cubin + _checksum(key, cubin)
 
 
 def checked(key: bytes, entry: bytes) -> bytes | None:
-    """The cubin of an entry; None where it is torn, damaged or of another key."""
+    """The cubin in an entry; None if truncated, damaged or stored under another key."""
     cubin = entry[:-CHECKSUM_BYTES]
     return cubin if entry[-CHECKSUM_BYTES:] == _checksum(key, cubin) else None
 

@@ -1,8 +1,8 @@
-"""Weights of 4 bits, packed as kernels read them: `pack_weight`, its inverse, and what a packed weight means in FP8.
+"""4-bit weights in the kernels' memory order: `pack_weight`, its inverse, and a packed weight's value in FP8.
 
-Called by users when a model is loaded, and by dense.py and grouped.py, whose calls `packed_gemm` and
-`packed_grouped_gemm` multiply with them. All of it is torch, on the weight's device.
-Invariant: packing moves bits and changes none; the kernel makes FP8 of them (packed_b.cuh), by `as_fp8`'s definition.
+Called by users at load time, and by dense.py and grouped.py for `packed_gemm` and `packed_grouped_gemm`. Written in
+torch; runs on the weight's device. Invariant: packing moves bits and changes none; the kernel converts them to FP8
+(packed_b.cuh) as `as_fp8` defines.
 """
 
 from typing import NamedTuple
@@ -16,28 +16,28 @@ from deep_tile.kinds import PACKED, Kind
 from deep_tile.quantize import FP8_DTYPE, FP8_MAX, WEIGHT_BLOCK, scale_shape
 
 BY_BYTES = {kind.packing.row_bytes: kind for kind in PACKED.values()}
-"""Kinds of products with packed weights, by the bytes of a row's K block."""
+"""Kinds with packed weights, by bytes per row and K block."""
 
 _COLUMN = 32
-"""Codes of a row that lie together, in 16 bytes."""
+"""Contiguous codes per row: 16 bytes."""
 
 _SIGNS = (4, 0, 5, 1, 6, 2, 7, 3)
-"""Whose sign each nibble of eight codes has: four signs are then where the top bits of four bytes are, and the other
-four are by a shift."""
+"""Which code's sign each nibble holds, in a group of eight: four signs are then the top bits of four bytes, the other
+four are one shift away."""
 
 _NVFP4_BLOCK = 8.0
-"""What scales of NVFP4 are divided by, so that 6 * 448 is within e4m3, and the global scale is multiplied with."""
+"""NVFP4 group scales are divided by this, so that 6 * 448 fits e4m3, and the global scale is multiplied by it."""
 
 _FRACTION_BITS = 23
 
 
 class Packed(NamedTuple):
-    """A weight of 4 bits as `packed_gemm` takes it.
+    """A 4-bit weight for `packed_gemm`.
 
     Attributes:
-        weight: [..., n, ceil(k / 128) * 68] uint8 of MXFP4, 72 of NVFP4. Only whole matrices mean anything: bytes are
-            not those of the row that they are counted for.
-        scale: [..., ceil(n / 128), ceil(k / 128)] float32, of 128x128 elements in FP8.
+        weight: [..., n, ceil(k / 128) * 68] uint8 for MXFP4, 72 for NVFP4. Only whole matrices are meaningful, since a
+            row's bytes are spread over its 16-row unit.
+        scale: [..., ceil(n / 128), ceil(k / 128)] float32, one per 128x128 FP8 elements.
     """
 
     weight: torch.Tensor
@@ -49,8 +49,8 @@ class Unpacked(NamedTuple):
 
     Attributes:
         weight: [..., n, k / 2] uint8, two e2m1 in a byte, the first in its low half.
-        scale: [..., n, k / 32] float8_e8m0fnu of MXFP4, [..., n, k / 16] float8_e4m3fn of NVFP4.
-        global_scale: [...] float32 of NVFP4; else None.
+        scale: [..., n, k / 32] float8_e8m0fnu for MXFP4, [..., n, k / 16] float8_e4m3fn for NVFP4.
+        global_scale: [...] float32 for NVFP4; else None.
     """
 
     weight: torch.Tensor
@@ -66,27 +66,27 @@ def pack_weight(
     global_scale: torch.Tensor | float | None = None,
     max_error: float = blocks.MAX_ERROR,
 ) -> Packed:
-    """A weight of 4 bits in the order in which `packed_gemm` and `packed_grouped_gemm` read it.
+    """Pack a 4-bit weight for `packed_gemm` and `packed_grouped_gemm`.
 
-    For when a model is loaded. All bits stay: `unpack_weight` is the inverse. Products are those of the FP8 weight that
-    it becomes on the way: of MXFP4 what `to_blocks` makes of it, exact unless scales in a block of 128x128 spread
-    beyond 2**14; of NVFP4 elements times the scales of their groups, rounded to e4m3.
+    For when a model is loaded. All bits stay: `unpack_weight` is the inverse. GEMMs use the FP8 weight that it converts
+    to. MXFP4: the result of `to_blocks`, exact unless scales within a 128x128 block differ by more than 2**14. NVFP4:
+    elements times their group scales, rounded to e4m3.
 
     Args:
-        weight: [..., n, k / 2] packed, or of MXFP4 [..., n, k / 32, 16], as for `to_blocks`; n a multiple of 16.
-        scale: of MXFP4 [..., n, k / 32] float8_e8m0fnu, its bytes, or powers of two of a wider dtype; of NVFP4
-            [..., n, k / 16] float8_e4m3fn or its bytes, none of them negative.
-        format: "mxfp4" or "nvfp4". None: what dtypes and shapes say, if they say one thing.
-        global_scale: of NVFP4, as for `to_blocks`.
-        max_error: of MXFP4, as for `to_blocks`.
+        weight: [..., n, k / 2] packed, or for MXFP4 [..., n, k / 32, 16], as for `to_blocks`; n a multiple of 16.
+        scale: for MXFP4 [..., n, k / 32] float8_e8m0fnu, its bytes, or powers of two in a wider dtype; for NVFP4 [...,
+            n, k / 16] float8_e4m3fn or its bytes, not negative.
+        format: "mxfp4" or "nvfp4". None: derived from dtypes and shapes, if unambiguous.
+        global_scale: for NVFP4, as for `to_blocks`.
+        max_error: for MXFP4, as for `to_blocks`.
 
     Returns:
         `Packed`: weight and scale.
 
     Raises:
         TypeError: a tensor or number has another type or dtype.
-        ValueError: shapes fit no such format; n is no multiple of 16; a scale is NaN, infinite, negative, or of MXFP4
-            no power of two; or a row would change by more than `max_error`.
+        ValueError: shapes fit no such format; n is not a multiple of 16; a scale is NaN, infinite, negative, or, for
+            MXFP4, not a power of two; or a row would change by more than `max_error`.
     """
     tensors.require_tensors(weight=weight, scale=scale)
     source = formats.source_of(weight.detach(), scale.detach(), format, (0, 0), global_scale)
@@ -123,13 +123,13 @@ def unpack_weight(weight: torch.Tensor, scale: torch.Tensor, k: int | None = Non
 
     Args:
         weight, scale: a `Packed`.
-        k: elements of a row; None: all of their K blocks.
+        k: elements per row; None: all in its K blocks.
 
     Returns:
-        `Unpacked`: weight, scale and, of NVFP4, the global scale.
+        `Unpacked`: weight, scale and, for NVFP4, the global scale.
 
     Raises:
-        TypeError, ValueError: they are no packed weight of rows of k elements.
+        TypeError, ValueError: not a packed weight with k elements per row.
     """
     tensors.require_tensors(weight=weight, scale=scale)
     kind, k = _checked_packed(weight, scale, k)
@@ -145,7 +145,7 @@ def unpack_weight(weight: torch.Tensor, scale: torch.Tensor, k: int | None = Non
 
 
 def as_fp8(weight: torch.Tensor, scale: torch.Tensor, k: int) -> torch.Tensor:
-    """The FP8 weight [..., n, k] that a packed one becomes on the way to the tensor cores, where `scale` is of it."""
+    """The FP8 weight [..., n, k] to which the kernel converts a packed one; `scale` applies to it."""
     kind = kind_of(weight, k)
     codes, scales = _unpacked(weight, kind)
     if kind.name == "mxfp4":
@@ -158,7 +158,7 @@ def as_fp8(weight: torch.Tensor, scale: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def kind_of(weight: torch.Tensor, k: int) -> Kind | None:
-    """The kind of a product with rows of k elements that a packed weight is for; None where it has other bytes."""
+    """The kind for a packed weight with k elements per row; None if the byte count does not fit."""
     k_blocks = _k_blocks(k)
     return next((kind for row_bytes, kind in BY_BYTES.items() if weight.shape[-1] == k_blocks * row_bytes), None)
 
@@ -176,7 +176,7 @@ def name_of(weight: torch.Tensor, k: int) -> str:
 
 
 def shaped(a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory in the shape of what a packed weight becomes, for rows as `a` has them."""
+    """A meta tensor with the unpacked weight's shape, for the k of `a`."""
     return torch.empty(*weight.shape[:-1], a.shape[-1], dtype=FP8_DTYPE, device="meta")
 
 
@@ -201,7 +201,7 @@ def _scale_shape(source: formats.Source) -> tuple[int, ...]:
 
 
 def _scale_bytes(source: formats.Source) -> torch.Tensor:
-    """Scales of groups as they are packed."""
+    """Group scales as they are packed."""
     if source.name == "nvfp4":
         found = source.scale.view(torch.uint8)
         if bool((found > 127).any()):
@@ -214,14 +214,14 @@ def _scale_bytes(source: formats.Source) -> torch.Tensor:
 
 
 def _exponents(scale: torch.Tensor, n: int, kind: Kind) -> torch.Tensor:
-    """Of the scales of blocks, for each group of n rows: as bytes, which are those of E8M0."""
+    """Block scale exponents per group and row, as E8M0 bytes."""
     exponents = (scale.contiguous().view(torch.int32) >> _FRACTION_BITS).to(torch.uint8)
     rows = exponents.repeat_interleave(SCALE_BLOCK, -2)[..., :n, :]
     return rows.repeat_interleave(SCALE_BLOCK // kind.packing.group, -1)
 
 
 def _relative(weight: torch.Tensor, scales: torch.Tensor, of_blocks: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Exponents less those of their blocks, modulo 256: signed bytes, which are exact where an element is not zero."""
+    """Exponents minus their block's, modulo 256: signed bytes, exact for nonzero elements."""
     exponents = _exponents(of_blocks, len(scales), kind)[:, : scales.shape[1]]
     too_small = scales.int() - exponents.int() < torch.iinfo(torch.int8).min
     if bool(too_small.any()):
@@ -236,7 +236,7 @@ def _relative(weight: torch.Tensor, scales: torch.Tensor, of_blocks: torch.Tenso
 
 
 def _packed(weight: torch.Tensor, scales: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """[n, bytes] of a matrix's codes, two in a byte, and the bytes of its scales."""
+    """[n, bytes] from a matrix's codes, two per byte, and its scale bytes."""
     n, per_block = len(weight), SCALE_BLOCK // kind.packing.group
     weight = F.pad(weight, (0, -weight.shape[1] % (SCALE_BLOCK // 2)))
     scales = F.pad(scales, (0, -scales.shape[1] % per_block))
@@ -249,7 +249,7 @@ def _packed(weight: torch.Tensor, scales: torch.Tensor, kind: Kind) -> torch.Ten
 
 
 def _unpacked(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [..., n, k], one in a byte, and the bytes of scales, of whole K blocks."""
+    """Codes [..., n, k], one per byte, and scale bytes, for whole K blocks."""
     *leading, n, row_bytes = weight.shape
     per_block = SCALE_BLOCK // kind.packing.group
     units = weight.reshape(-1, row_bytes // kind.packing.row_bytes, n // UNIT_ROWS, UNIT_ROWS * kind.packing.row_bytes)

@@ -1,11 +1,7 @@
-"""A kernel's one argument, as a table: what each field means, where it lies, its bytes, and the struct in C++.
-
-Used by plan.py and cast.py, which fill it in, and by codegen.py, which writes the struct into the kernel's text. The
-launcher gets bytes and offsets: it puts the addresses of a call's tensors where pointers and tensor maps lie. So an
-operand more is a row here, and what the kernel does with it.
-
-Invariant: a struct has no padding but what its text spells out. So its size, which the text asserts, proves the offset
-of every field.
+"""Kernel parameter structs as tables: each field's meaning, offset, bytes and C++ declaration. plan.py and cast.py fill
+them in, codegen.py writes the struct into the kernel text. The launcher gets bytes and offsets and patches tensor
+addresses into pointers and tensor maps, so a new operand is one row here. Invariant: a struct has no implicit padding,
+so its asserted size proves every field's offset.
 """
 
 import ctypes
@@ -25,32 +21,32 @@ struct alignas(64) TensorMap {
 MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
 _LETTERS = {"int": "i", "unsigned": "I", "long long": "q", "float": "f"}
-"""Of C's types for `struct`; pointers are "Q"."""
+"""`struct` letters for C types; pointers are "Q"."""
 
 _LIMITS = {"i": (-(2**31), 2**31 - 1), "I": (0, 2**32 - 1), "q": (-(2**63), 2**63 - 1), "Q": (0, 2**64 - 1)}
 
 
 class Place(NamedTuple):
-    """Where an operand of a kernel begins: `skip` bytes into the call's tensor number `tensor`."""
+    """Where a kernel operand starts: `skip` bytes into the call's tensor number `tensor`."""
 
     tensor: int
     skip: int = 0
 
 
 def places(tensors: Iterable[str]) -> dict[str, Place]:
-    """Of operands that are tensors of their own, in order."""
+    """Places for operands that are whole tensors, in order."""
     return {name: Place(number) for number, name in enumerate(tensors)}
 
 
 class Field(NamedTuple):
-    """One row of a table.
+    """One table row.
 
     Attributes:
-        name: as the kernel calls it.
-        type: in C: a number's, a pointer's, or `TENSOR_MAP`.
-        meaning: stands beside the field in the kernel's text.
-        least, most: limits, where they are narrower than the type's.
-        count: of tensor maps, which then are an array.
+        name: in the kernel.
+        type: C type: a number, a pointer, or `TENSOR_MAP`.
+        meaning: comment beside the field in the kernel text.
+        least, most: limits, if narrower than the type's.
+        count: array length, for tensor maps.
     """
 
     name: str
@@ -81,9 +77,9 @@ class Field(NamedTuple):
         return "Q" if self.is_pointer else _LETTERS[self.type]
 
     def pack(self, value: float) -> bytes:
-        """The bytes of a number or an address. Raises ValueError for an integer beyond its limits."""
+        """A number or an address as bytes. Raises ValueError for an integer beyond its limits."""
         if self._letter == "f":
-            return bytes(ctypes.c_float(value))  # what is too large becomes infinity, as in C
+            return bytes(ctypes.c_float(value))  # too large a value becomes infinity, as in C
         low, high = _LIMITS[self._letter]
         low, high = low if self.least is None else self.least, high if self.most is None else self.most
         if not low <= value <= high:
@@ -97,13 +93,13 @@ class Field(NamedTuple):
 
 
 class Params:
-    """The table of one struct.
+    """One struct's table.
 
     Attributes:
-        name: of the struct.
+        name: the struct's.
         fields: in order.
-        offsets: of each field, in bytes, by name.
-        size, alignment: of the struct, in bytes.
+        offsets: bytes, by field name.
+        size, alignment: the struct's, in bytes.
     """
 
     def __init__(self, name: str, *fields: Field):
@@ -132,14 +128,19 @@ class Params:
                 data[at : at + field.size] = field.pack(values[field.name])
         return bytes(data)
 
+    @property
+    def least(self) -> dict[str, int]:
+        """The least value of each number, 0 where it has no limit: for what a launch leaves unused."""
+        return {field.name: field.least or 0 for field in self.fields if not (field.is_pointer or field.is_map)}
+
     def pointers(self, places: Mapping[str, Place]) -> tuple[tuple[int, int, int], ...]:
-        """(offset, tensor, skip) of each place that a pointer is named after, as `_launcher.prepare` takes them."""
+        """(offset, tensor, skip) for each pointer, as `_launcher.prepare` takes them."""
         pointers = {field.name for field in self.fields if field.is_pointer}
         return tuple((self.offsets[name], *place) for name, place in places.items() if name in pointers)
 
     @property
     def text(self) -> str:
-        """The struct in C++, which asserts its layout."""
+        """The struct as C++ text with an assertion on its layout."""
         types = _MAP_STRUCT if any(field.is_map for field in self.fields) else ""
         lines, at = [], 0
         for field, offset in zip(self.fields, self.offsets.values(), strict=True):
@@ -166,15 +167,15 @@ _L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
 
 
 class MapLayout(NamedTuple):
-    """What a tensor map says beside an address. Dimensions begin with the inner one, which has no stride.
+    """A TMA tensor map without its address. The innermost dimension comes first and has no stride.
 
     Attributes:
         element: "uint8", "int32", "float16", "float32" or "bfloat16".
-        sizes, box: of the tensor and of what is copied at once, in elements.
-        strides_bytes: of each dimension but the inner one.
-        swizzle_bytes: span within which 16-byte pieces are mixed; 0, 32, 64 or 128.
-        l2_bytes: what L2 fetches where a part of it is missing; 0, 64, 128 or 256.
-        begin_bytes: where the map's place of zeros lies, from the tensor's first element; before it where negative.
+        sizes, box: tensor and box sizes, in elements.
+        strides_bytes: for each dimension but the innermost.
+        swizzle_bytes: swizzle span; 0, 32, 64 or 128.
+        l2_bytes: L2 promotion size; 0, 64, 128 or 256.
+        begin_bytes: offset from the tensor's first element to the map's origin; may be negative.
     """
 
     element: str
@@ -186,8 +187,8 @@ class MapLayout(NamedTuple):
     begin_bytes: int = 0
 
     def entry(self, offset: int, owner: int, skip: int = 0) -> tuple:
-        """As `_launcher.prepare` takes it: `owner` is the number of a tensor, or, of a fixed map, an address; `skip`
-        bytes beyond its beginning is what the map is of."""
+        """The map as `_launcher.prepare` takes it. `owner` is a tensor number, or an address for a fixed map; the map
+        starts `skip` bytes beyond."""
         return (
             offset,
             owner,
@@ -202,11 +203,11 @@ class MapLayout(NamedTuple):
 
 
 SORT_BLOCKS = 8
-"""Of a cluster, each of which keeps the counts of all: the most that every GPU with clusters takes."""
+"""Blocks per cluster, each with all counts: the largest portable cluster size."""
 
 GEMM = Params(
     "GemmParams",
-    # Sizes first: what the first request waits for is read from one line of constant memory.
+    # Sizes first: the first load needs them, and one constant-memory line then holds them all.
     Field("m", "int", "sizes and strides are in elements", 1),
     Field("n", "int", "", 1),
     Field("k", "int", "", 1),

@@ -1,7 +1,7 @@
-"""Kernels of products by parts of K (thin.cuh): which one, how many parts, their launches.
+"""Thin GEMM kernels (thin.cuh): choice, number of K parts, launches.
 
-Called by thin.py. Knows integers and CUDA's ordinals of devices, not tensors: no torch. Kernels are compiled and loaded
-as those of casts are (cast.py).
+Called by thin.py. Knows integers and CUDA device ordinals, not tensors: no torch. Kernels are compiled and loaded like
+casts (cast.py).
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from deep_tile.kinds import K_BLOCK_BYTES
 from deep_tile.params import MapLayout, Place
 
 STEP = 64
-"""Elements of k in a K block."""
+"""K elements per K block."""
 
 KERNELS = (
     ThinKernel(64, 32, terms=3, stages=5, split_warps=3, squares=True, blocks_per_sm=2),
@@ -45,12 +45,12 @@ _FORMATS = {"bf16": 1, "fp16": 2, "fp32": 3}
 
 
 class Product(NamedTuple):
-    """What is multiplied.
+    """The GEMM's sizes.
 
     Attributes:
-        m, n, k: of each of `matrices`, whose products are added up.
-        terms: in BF16 of b.
-        squares: whether the squares of a's rows are added up, too.
+        m, n, k: for each of `matrices`, whose results are summed.
+        terms: BF16 terms that represent b.
+        squares: whether a's row squares are summed too.
     """
 
     m: int
@@ -70,11 +70,11 @@ class Product(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Strides in elements: from row to row, and of operands from matrix to matrix.
+    """Strides in elements: per row, and per matrix for operands.
 
     Attributes:
         part_stride: from a part's results to the next one's; 0 where there is one.
-        output: name of the format of what is written to.
+        output: the output format's name.
         accumulate: results are added to it.
     """
 
@@ -88,7 +88,7 @@ class Layout(NamedTuple):
 
 @lru_cache(maxsize=65_536)
 def choose(product: Product, num_sms: int, parts: int | None = None) -> tuple[ThinKernel, int]:
-    """The kernel and the parts of K that are predicted to take the least time; of so many parts, if they are given."""
+    """The kernel and K part count with the least predicted time; with `parts` given, the kernel for that count."""
     known = [kernel for kernel in KERNELS if (kernel.terms, kernel.squares) == (product.terms, product.squares)]
     counts = range(1, min(product.steps, MOST_PARTS) + 1) if parts is None else (parts,)
     return min(
@@ -111,10 +111,11 @@ _STEP_CLOCKS = {
     (64, 1, False): (450, 1150),
     (128, 1, False): (985, 985),
 }
-"""Of a K block, by rows of a tile, terms and squares: with one thread block on an SM, and two (H100, 2026-11-26)."""
+"""Clocks per K block, by tile rows, terms and squares: with one thread block per SM, and two (H100, 2026-11-26)."""
 
 _LAUNCH_CLOCKS, _WIDE_CLOCKS, _SUM_CLOCKS, _SUM_BYTES = 5000, 18000, 2100, 1400
-"""Of a launch, and more of it for tiles of 128x128, whose stages fill slowly; of a sum of parts, and what one reads."""
+"""Clocks per launch; extra for 128x128 tiles, whose stages fill slowly; clocks per reduction launch, and bytes that it
+reads."""
 
 
 def _clocks(product: Product, kernel: ThinKernel, parts: int, num_sms: int) -> float:
@@ -138,10 +139,10 @@ def prepare(
     places: Mapping[str, Place],
     pdl: bool,
 ) -> _launcher.Launch:
-    """The launch of a product but for the addresses of its tensors. Errors as for `cast.load`.
+    """A GEMM's launch except tensor addresses. Errors as for `cast.load`.
 
     Args:
-        names: of the tensors that the launch will be given.
+        names: the tensors that the launch will be given.
         places: where in them a, b, out and squares are.
     """
     part_steps, longer = divmod(product.steps, parts)
@@ -183,8 +184,8 @@ def _map(
     l2_bytes: int,
     places: Mapping[str, Place],
 ) -> tuple:
-    """Of an operand [matrices, rows, k]: what lies outside of a matrix is read as zeros. Where a is most of what is
-    read, L2 fetches two K blocks of a row at once: 6 % of a pre-norm product's time (H100, 2026-11-26)."""
+    """An operand's map, [matrices, rows, k]; out-of-bounds elements are zero-filled. If a dominates the reads, L2
+    fetches two K blocks per row at once, which saves 6 % in prenorm_gemm (H100, 2026-11-26)."""
     k, rows, matrices = sizes
     layout = MapLayout(
         "uint8",
@@ -207,34 +208,25 @@ def prepare_sum(
     places: Mapping[str, Place],
     num_sms: int,
 ) -> _launcher.Launch:
-    """The launch that adds up a product's parts, of sums and squares, into out and sqr_sum. Its kernel starts while the
+    """The launch that reduces K parts and squares into out and sqr_sum. Its kernel starts while the
     product ends. Errors as for `cast.load`."""
     lanes = min(_MOST_LANES, 1 << (parts - 1).bit_length())
     numbers = product.m * (product.n + product.squares)
-    return _launcher.prepare(
-        cast.load(SUM, device),
-        grid=min(ceil_div(numbers, SUM.threads // lanes), num_sms * SUM.blocks_per_sm * 2),
-        cluster=1,
-        threads=SUM.threads,
-        params=params.PARTS.pack(
-            m=product.m,
-            n=product.n,
-            parts=parts,
-            lanes=lanes,
-            format=_FORMATS[layout.output],
-            accumulate=layout.accumulate,
-            out_stride=layout.out_stride,
-        ),
-        names=names,
-        pointers=params.PARTS.pointers(places),
-        maps=(),
-        fixed_maps=(),
-        pdl=True,
-    )
+    grid = min(ceil_div(numbers, SUM.threads // lanes), num_sms * SUM.blocks_per_sm * 2)
+    told = {
+        "m": product.m,
+        "n": product.n,
+        "parts": parts,
+        "lanes": lanes,
+        "format": _FORMATS[layout.output],
+        "accumulate": layout.accumulate,
+        "out_stride": layout.out_stride,
+    }
+    return cast.prepare_launch(SUM, grid, device, told, names, places, pdl=True)
 
 
 def split_width(k: int) -> int:
-    """Elements of a row of terms, which begin at multiples of 16 bytes."""
+    """Elements per terms row; rows start at multiples of 16 bytes."""
     return round_up(k, 8)
 
 
@@ -251,28 +243,13 @@ def prepare_split(
     num_sms: int,
     pdl: bool,
 ) -> _launcher.Launch:
-    """The launch that writes the terms of FP32 b [matrices, rows, k] to out, [matrices, terms, rows, split_width(k)].
+    """The launch that splits FP32 b [matrices, rows, k] into out, [matrices, terms, rows, split_width(k)].
     Errors as for `cast.load`."""
     kernel, width = SPLIT[terms], split_width(k)
-    return _launcher.prepare(
-        cast.load(kernel, device),
-        grid=min(ceil_div(matrices * rows * width // 8, kernel.threads), num_sms * kernel.blocks_per_sm * 2),
-        cluster=1,
-        threads=kernel.threads,
-        params=params.SPLIT.pack(
-            matrices=matrices,
-            rows=rows,
-            k=k,
-            out_stride=width,
-            row_stride=strides[0],
-            matrix_stride=strides[1],
-        ),
-        names=names,
-        pointers=params.SPLIT.pointers(places),
-        maps=(),
-        fixed_maps=(),
-        pdl=pdl,
-    )
+    grid = min(ceil_div(matrices * rows * width // 8, kernel.threads), num_sms * kernel.blocks_per_sm * 2)
+    row, matrix = strides
+    told = {"matrices": matrices, "rows": rows, "k": k, "out_stride": width, "row_stride": row, "matrix_stride": matrix}
+    return cast.prepare_launch(kernel, grid, device, told, names, places, pdl=pdl)
 
 
 def all_kernels() -> list[StreamingKernel]:

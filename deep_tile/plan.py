@@ -20,13 +20,13 @@ from deep_tile.select.schedule import cluster_tiles, grid_size, last_rows_recipr
 
 
 def config_for(problem: GemmProblem) -> GemmConfig:
-    """The config that `fp8_gemm` gives a problem by itself: what `tune` found on this machine, else the selector's."""
+    """The default config for a problem: the one `tune` found on this machine, else the selector's."""
     return choose.choose(problem, tuned.configs(problem.num_sms))
 
 
 def cast_config_for(problem: GemmProblem) -> GemmConfig | None:
-    """The config of a product that casts its result to FP8, its `output`; None where a product in BF16 and a cast of it
-    are predicted to take less time, or there is no such config."""
+    """The config for a GEMM with an FP8 result; None if a BF16 GEMM followed by a cast is predicted to be faster, or no
+    such config exists."""
     if not problem.tma_store:
         return None
     return choose.choose_cast(problem, tuned.configs(problem.num_sms))
@@ -57,38 +57,38 @@ def cast_configs_for(of_all: GemmProblem, max_m: int) -> list[GemmConfig]:
 
 
 TENSORS = ("a", "a_scale", "b", "b_scale", "out")
-"""Of a launch, in order."""
+"""A launch's tensors, in order."""
 
 GROUPED_TENSORS = ("a", "a_scale", "b", "b_scale", "bounds", "out")
-"""Of a launch of groups whose rows the device knows."""
+"""A grouped launch's tensors; `bounds` is read on the device."""
 
 
 def as_kernels_name(tensors: tuple[str, ...], product: Kind) -> tuple[str, ...]:
-    """Tensors of a launch by the kernel's names for them: a packed `b`, which has no maps, is "units"."""
+    """A launch's tensors by the kernel's names: a packed `b`, which has no tensor map, is "units"."""
     return tuple("units" if name == "b" and product.packing else name for name in tensors)
 
 
 OPERAND_L2_BYTES = 128
-"""What L2 fetches of an operand when a part of it is missing: a row of a K block. Twice that, the next K block's row as
-well, makes decode 1.5 % slower in the mean, up to 6 %; at m > 128 the two are even (H200, 2026-11-22)."""
+"""L2 promotion size for operands: one row of a K block. 256 bytes, i.e. the next K block too, makes decode 1.5 % slower
+on average, up to 6 %; at m > 128 both are equal (H200, 2026-11-22)."""
 
 MAX_TILES = 2**31 - 2**16
-"""Of a launch: kernels count them in an int, and step by as many as there are blocks."""
+"""Most tiles per launch: kernels count them in an int and step by the grid size."""
 
 MAX_GROUP_COLUMNS = 339_538
-"""Of tiles, where there are groups: GroupWalk::divide is exact up to here."""
+"""Most tile columns in a grouped launch: GroupWalk::divide is exact up to here."""
 
 MAX_SCALE_REACH = (2**32 - 1) // 4
 """Elements from a scale's first to its last: kernels count their bytes in 32 bits."""
 
 
 class GroupLayout(NamedTuple):
-    """Where groups lie, beside `Layout`: of rows in rows, of scales in elements.
+    """Group strides, beside `Layout`: in rows for operands, in elements for scales.
 
     Attributes:
-        alignment: of the rows that groups begin at, a power of two; for "offs".
+        alignment: rows to whose multiples group starts are rounded up, a power of two; for "offs".
         a_rows, out_rows: from a group's first row to the next one's; for "counts".
-        b_rows: of `b`, likewise; where it lies along n, from a group's first k to the next one's.
+        b_rows: likewise for `b`; if N-major, from a group's first k to the next one's.
         a_scale_stride, b_scale_stride: from a group's first scale to the next one's; 0 for `a_scale` with "offs".
     """
 
@@ -101,7 +101,7 @@ class GroupLayout(NamedTuple):
 
 
 class ResultScale(NamedTuple):
-    """How a result is quantised, and where its scales lie; as in `cast.CastLayout`."""
+    """Quantisation options and scale strides for the result, as in `cast.CastLayout`."""
 
     stride_m: int = 0
     stride_n: int = 0
@@ -111,14 +111,14 @@ class ResultScale(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Strides of one call's tensors, in elements: from row to row of operands and `out`, whose elements are adjacent
-    along k and n, or of an operand that lies along its rows from one k to the next.
+    """One call's strides, in elements: row strides for K-major operands and `out`, k strides for M- and N-major
+    operands.
 
     Attributes:
-        a_scale_aligned, b_scale_aligned: the scale begins at a multiple of 16 bytes.
-        bias_stride: from one column's number to the next one's.
-        out_scale: of a result that is quantised.
-        groups: where groups of rows lie, if there are any.
+        a_scale_aligned, b_scale_aligned: the scale is 16-byte aligned.
+        bias_stride: from one column's bias to the next one's.
+        out_scale: for a quantised result.
+        groups: for a grouped GEMM.
     """
 
     a_stride: int
@@ -134,7 +134,7 @@ class Layout(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Addresses of weights that stay where they are."""
+    """Addresses of weights that do not move."""
 
     b: int
     b_scale: int
@@ -145,12 +145,12 @@ _kernels_lock = jit.fork_safe_lock()
 
 
 def is_loaded(config: GemmConfig, device: int) -> bool:
-    """Whether a launch of `config` on CUDA device `device` needs neither compiler, disk nor driver loading."""
+    """Whether launching `config` on CUDA device `device` needs no compiler, disk or module loading."""
     return (config, device) in _kernels
 
 
 def load_kernel(config: GemmConfig, device: int) -> _launcher.Kernel:
-    """The kernel of `config` on CUDA device `device`: remembered, else from the disk cache, else compiled."""
+    """The kernel for `config` on CUDA device `device`: from memory, else the disk cache, else compiled."""
     kernel = _kernels.get((config, device))
     if kernel is not None:
         return kernel
@@ -163,7 +163,7 @@ def load_kernel(config: GemmConfig, device: int) -> _launcher.Kernel:
 
 def _cubin(config: GemmConfig) -> bytes:
     if watch.is_wanted():
-        return jit.compile_kernel(watch.debug_source(config), config.name).cubin  # of no use to another process
+        return jit.compile_kernel(watch.debug_source(config), config.name).cubin  # useless to another process
     return jit.load_cubin(kernel_source(config), config.name)
 
 
@@ -192,15 +192,15 @@ def prepare_launch(
     names: tuple[str, ...] = TENSORS,
     places: Mapping[str, Place] | None = None,
 ) -> _launcher.Launch:
-    """Everything about a launch but the addresses of its tensors.
+    """Everything about a launch except tensor addresses.
 
     Args:
         pdl: programmatic dependent launch: the kernel may start while its predecessor in the stream still runs.
-        constant_weights: with `pdl`, b is requested before that predecessor is waited for, unless several rows of tiles
-            share it: then that costs 0 to 6 % of a chain (ten shapes of 128 <= m <= 1024; H200, 2026-11-22).
-        weights: where b and b_scale stay; the launch is then one of the other tensors alone.
-        names: of the tensors that the launch will be given.
-        places: where in them the `TENSORS` are, and the bias, if they are not tensors of their own.
+        constant_weights: with `pdl`, b is requested before waiting for the predecessor, unless several tile rows share
+            it: then a chain would be 0 to 6 % slower (ten shapes with 128 <= m <= 1024; H200, 2026-11-22).
+        weights: fixed addresses for b and b_scale; the launch then takes the other tensors only.
+        names: the tensors that the launch will be given.
+        places: places of the `TENSORS` and the bias within these, if they are not separate tensors.
 
     Raises:
         ValueError: a size or stride that the launch cannot express.
@@ -229,7 +229,7 @@ def prepare_launch(
 
 
 def _kernel_for(problem: GemmProblem, config: GemmConfig, device: int) -> _launcher.Kernel:
-    """The kernel of `config`; where that may hang, the error names another one, the selector's choice."""
+    """The kernel for `config`; if it may hang, the error names the selector's choice instead."""
     try:
         return load_kernel(config, device)
     except jit.DivergenceError as error:
@@ -240,7 +240,7 @@ def _kernel_for(problem: GemmProblem, config: GemmConfig, device: int) -> _launc
 
 
 def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_b: bool, b_scale: int = 0) -> bytes:
-    """The kernel's argument but for its maps and the addresses of tensors.
+    """The kernel's parameters except tensor maps and addresses.
 
     Raises:
         ValueError: a size or stride that the kernel cannot express.
@@ -253,7 +253,7 @@ def pack_params(problem: GemmProblem, config: GemmConfig, layout: Layout, early_
     _check_scale("a_scale", (*every, *a_scales), (groups.a_scale_stride, *layout.a_scale_strides))
     _check_scale("b_scale", (*every, *b_scales), (groups.b_scale_stride, *layout.b_scale_strides))
     _check_scale("bias", (problem.n,), (layout.bias_stride,))
-    # A stride that takes more bits is of a single row, column or group: nothing is ever added to it.
+    # A stride that takes more bits belongs to a single row, column or group and is never used.
     strides = [stride % 2**32 for stride in (*layout.a_scale_strides, *layout.b_scale_strides)]
     group_rows = raster_rows(config, problem)
     a_tail_rows, b_tail_rows = operand_tails(problem, config)
@@ -304,7 +304,7 @@ def _check_tiles(problem: GemmProblem, config: GemmConfig) -> None:
 
 
 def _scale_shapes(problem: GemmProblem) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of a_scale and b_scale: rows, and blocks along k."""
+    """Shapes of a_scale and b_scale: rows, and blocks along k."""
     if problem.product.row_scales:
         return (problem.m, 1), (problem.n, 1)
     k_blocks = ceil_div(problem.k, SCALE_BLOCK)
@@ -319,7 +319,7 @@ def scale_reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def _check_scale(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    """Check what kernels reach: of dimensions as many as `shape` has, whose strides are the last."""
+    """Check the offsets that kernels reach, over the last `len(shape)` dimensions."""
     strides = strides[-len(shape) :]
     if min(strides) < 0 or scale_reach(shape, strides) > MAX_SCALE_REACH:
         raise ValueError(
@@ -329,21 +329,20 @@ def _check_scale(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) ->
 
 
 def bulk_scale_rows(rows: int, strides: tuple[int, int], aligned: bool) -> int:
-    """How many rows' scales TMA can copy: all, where they lie side by side in columns that begin at multiples of 16
-    bytes, or none.
+    """Rows whose scales a bulk copy can take: all if M-major with columns at multiples of 16 bytes, else 0.
 
     Args:
-        strides: of the scale, from row to row and from block to block.
-        aligned: it begins at a multiple of 16 bytes.
+        strides: the scale's, per row and per block.
+        aligned: whether it is 16-byte aligned.
     """
     stride_row, stride_k = strides
     return rows if aligned and stride_row == 1 and stride_k % 4 == 0 else 0
 
 
 def scale_runs(problem: GemmProblem, config: GemmConfig, layout: Layout) -> int:
-    """How scale warps read the scales of `a`: one by one (0), or in runs, by strides (1) or in vectors (2).
+    """How scale warps read a's scales: one by one (0), in strided runs (1), or in vectors (2).
 
-    Each block's part of K must be whole runs, and vectors must be aligned.
+    Runs must divide each block's K range, and vectors must be aligned.
     """
     k_blocks, run = ceil_div(problem.k, SCALE_BLOCK), config.scales_at_once
     if not config.reads_runs or k_blocks % (run * config.split_k):
@@ -355,7 +354,7 @@ def scale_runs(problem: GemmProblem, config: GemmConfig, layout: Layout) -> int:
 
 
 def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> list[tuple[int, str, MapLayout]]:
-    """Of each map that the launch needs: its offset in `params.GEMM`, whose it is, and the map."""
+    """The launch's tensor maps: offset in `params.GEMM`, owner, and map."""
     m, n, k = problem.m, problem.n, problem.k
     others, groups = problem.groups.count - 1 if problem.groups else 0, layout.groups
     a_rows, out_rows = m + others * groups.a_rows, m + others * groups.out_rows
@@ -387,12 +386,12 @@ def tensor_maps(problem: GemmProblem, config: GemmConfig, layout: Layout) -> lis
 
 
 def out_tail_map(out: MapLayout) -> MapLayout:
-    """The map by which TMA stores boxes in which a group ends, within rows of its neighbour's, or adds them to these.
+    """The TMA map for output boxes that contain a group's end and must not touch the next group's rows.
 
-    It has the rows twice, at the same stride: (column, i, end) is the row that lies b - i rows before row `end`, for i
-    below b, the rows of a box. A box at i = b - r has its first r rows within that dimension, and TMA clips the others.
-    The idea is that of Triton's descriptors for ragged tensors. Whole boxes are stored by the other map: of three
-    dimensions they take 1 to 4 % longer (H200, 2026-11-25).
+    It has two row dimensions with equal strides: for box height b, (column, i, end) is the row b - i rows before row
+    `end`, i < b. A box at i = b - r has its first r rows in bounds; TMA clips the rest. The idea is from Triton's
+    ragged tensor descriptors. Whole boxes use the 2-D map: with three dimensions they take 1 to 4 % longer (H200,
+    2026-11-25).
     """
     (columns, rows), (stride_bytes,), (_, box_rows) = out.sizes, out.strides_bytes, out.box
     return out._replace(
@@ -406,8 +405,8 @@ def out_tail_map(out: MapLayout) -> MapLayout:
 def _operand_map(
     config: GemmConfig, span: int, k: int, rows: int, stride: int, tile_rows: int, sharers: int = 1
 ) -> MapLayout:
-    """Of tiles that `sharers` blocks fetch a part of each: of the rows, or of K where boxes have `span` bytes of rows.
-    In bytes along what is adjacent, whatever the format: kernels count K blocks."""
+    """An operand's map. Each of `sharers` blocks fetches part of a tile: rows, or K when boxes have `span` bytes of
+    rows. The contiguous dimension is in bytes for every format, since kernels count K blocks."""
     element_bytes = config.product.a.bytes
     if span:
         sizes, box, swizzle = (rows * element_bytes, k), (span, config.product.k_block // sharers), span
@@ -417,12 +416,11 @@ def _operand_map(
 
 
 def operand_tails(problem: GemmProblem, config: GemmConfig) -> tuple[int, int]:
-    """Rows of `a` and of `b` in the boxes of their last tiles, 0 where all tiles are full.
+    """Box rows in the last tile of `a` and `b`; 0 if all tiles are full.
 
-    A last tile of fewer rows than the others has a map of its own, which the kernel takes for granted: without one it
-    stops, and with rows that do not fit it waits for ever. Of groups of rows, which the host does not know, a tile's
-    box of `a` is whole or a quarter of that. An operand that lies along its rows has no tails: a kernel fetches as many
-    of its boxes as there are rows for.
+    A shorter last tile has its own map, which the kernel relies on: without it the kernel traps, with wrong rows it
+    hangs. For row groups, whose sizes the host does not know, an `a` box is a whole tile or a quarter. M- and N-major
+    operands have no tails: the kernel fetches only boxes that contain rows.
 
     Raises:
         ValueError: rows that do not fit.
@@ -445,9 +443,9 @@ def _checked_tail(operand: str, rows: int, tile_rows: int, sharers: int) -> int:
 
 
 def tail_rows(rows: int, tile_rows: int, sharers: int) -> int:
-    """Rows of TMA's box in the last tile of `rows`, where it has fewer than the others, or 0.
+    """TMA box rows in the last tile, or 0 if it is full.
 
-    Blocks that share it fetch a part each, which begins at a multiple of 8 rows: the period of the swizzle.
+    Blocks that share it each fetch a part that starts at a multiple of 8 rows, the swizzle's period.
     """
     left = rows % tile_rows
     return left if sharers == 1 else round_up(ceil_div(left, sharers), 8)

@@ -1,7 +1,5 @@
-"""What is asked: one matrix product, without tensors.
-
-A `GemmProblem` is what the selector reads and the plan is remembered by. It holds only what can change the choice of
-the kernel; pointers and strides belong to the launch.
+"""`GemmProblem`: one GEMM as the selector sees it, without tensors. It is also the key under which plans are cached, so
+it holds only what can change the kernel choice; pointers and strides belong to the launch.
 """
 
 from math import gcd
@@ -10,16 +8,16 @@ from typing import NamedTuple
 from deep_tile.kinds import EVERY_KIND, LAYOUTS, RESULTS, Element, Kind
 
 LINE_BYTES = 128
-"""Of L2, in four sectors: what TMA requests for a row of an operand's box, where rows begin at multiples of it."""
+"""An L2 line has four sectors. TMA requests one line per box row when rows start at multiples of it."""
 
 
 class Groups(NamedTuple):
-    """Groups of rows, each of which has a `b` of its own, or of K, each of which has an `out`.
+    """Row groups, each with its own matrix in `b`, or K groups, each with its own `out`.
 
     Attributes:
-        layout: of the rows, or of K, one of `kinds.GROUPINGS` but "none".
-        count: of the groups.
-        expected_rows: of a group that has any, in the mean, as far as the host knows; along K its columns.
+        layout: one of `kinds.GROUPINGS` except "none".
+        count: how many groups.
+        expected_rows: mean rows per non-empty group as far as the host knows; for K groups their mean k.
     """
 
     layout: str
@@ -34,17 +32,17 @@ class GemmProblem(NamedTuple):
         m, n, k: sizes in elements, all positive.
         num_sms: streaming multiprocessors that the kernel may use.
         tma_store: whether `out` meets TMA's rules: address, row length and row stride are multiples of 16 bytes.
-        split_k: whether thread blocks may share the K of a tile. Without that every kernel adds up a row's products in
-            the same order, so that its result does not depend on m.
-        kind: of the product, a name in `kinds.EVERY_KIND`.
-        output: format of `out`, a name in `kinds.RESULTS`.
-        groups: of rows, or None. With "offs" m is the rows of all of them, with "counts" what each has room for. With
-            "k_offs" k is that of all of them.
+        split_k: whether split K is allowed. Without it every kernel sums a row in the same order, so results do not
+            depend on m.
+        kind: a name in `kinds.EVERY_KIND`.
+        output: dtype of `out`, a name in `kinds.RESULTS`.
+        groups: None for a dense GEMM. With "offs" m is the total over all groups, with "counts" the space per group;
+            with "k_offs" k is the total.
         accumulate: whether the product is added to what `out` holds.
-        bias: format of what is added to each column, one of `kinds.BIASES`.
-        activation: what becomes of the product, one of `kinds.ACTIVATIONS`; of "swiglu" `out` has n / 2 columns.
+        bias: the bias's dtype, one of `kinds.BIASES`.
+        activation: one of `kinds.ACTIVATIONS`; with "swiglu" `out` has n / 2 columns.
         layout: how the operands lie, a name in `kinds.LAYOUTS`.
-        strided: `row_alignment`, of operands whose rows do not follow each other; None of others.
+        strided: `row_alignment` for operands whose rows are not contiguous; else None.
     """
 
     m: int
@@ -64,9 +62,8 @@ class GemmProblem(NamedTuple):
 
     @property
     def row_alignment(self) -> tuple[int, int]:
-        """Of `a` and of `b`: the bytes, a power of two up to `LINE_BYTES`, that divide the distance from row to row.
-
-        Rows that follow each other begin at multiples of 16 bytes, as TMA asks.
+        """Row alignments of `a` and `b`: the largest power of two up to `LINE_BYTES` that divides the row stride in
+        bytes, at least TMA's 16.
         """
         if self.strided is not None:
             return self.strided
@@ -74,17 +71,17 @@ class GemmProblem(NamedTuple):
         return _alignment(along[a] * self.product.a.bytes), _alignment(along[b] * self.product.b.bytes)
 
     def with_strides(self, a_stride: int, b_stride: int) -> "GemmProblem":
-        """The same of operands whose rows are so many elements apart, along m and n where they lie along these."""
+        """This problem for operands with these row strides, in elements; column strides for M- and N-major operands."""
         strided = _alignment(a_stride * self.product.a.bytes), _alignment(b_stride * self.product.b.bytes)
         return self.with_alignment(strided)
 
     def with_alignment(self, strided: tuple[int, int]) -> "GemmProblem":
-        """The same with such a `row_alignment`."""
+        """This problem with such a `row_alignment`."""
         return self if strided == self.row_alignment else self._replace(strided=strided)
 
     @property
     def weight(self) -> tuple[int, int]:
-        """Rows and columns of `b`, or of the gradients that groups along K have."""
+        """Rows and columns of `b`, or of each K group's gradient."""
         return (self.m, self.n) if self.grouping == "k_offs" else (self.n, self.k)
 
     @property
@@ -105,5 +102,5 @@ class GemmProblem(NamedTuple):
 
 
 def _alignment(row_bytes: int) -> int:
-    """Of rows so far apart, or as far as TMA asks: 16 bytes, or a multiple."""
+    """Alignment in bytes for a row stride, at least 16 as TMA requires."""
     return 16 * gcd(-(-row_bytes // 16), LINE_BYTES // 16)

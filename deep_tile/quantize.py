@@ -1,15 +1,15 @@
 """Casts to FP8 with one FP32 scale per 1x128 (activations) or 128x128 (weights) block, and back.
 
-Called by users, tests and benchmarks. `definition`, in plain torch, says what a cast is; on a Hopper GPU a kernel
-(cast.py) writes the same bits. A warm call is one call into C, which finds the launch by the tensors' signature.
-Invariant: for finite `x`, either cast followed by `dequantize` gives `x` back to within e4m3's rounding at its block's
-scale; nothing saturates.
+Called by users, tests and benchmarks. `definition` defines a cast in plain torch; on a Hopper GPU a kernel (cast.py)
+writes the same bits. A warm call is one C call that finds the launch by the tensors' signature. Invariant: for
+finite `x`, either cast followed by `dequantize` gives `x` back to within e4m3's rounding at its block's scale; nothing
+saturates.
 """
 
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import prod
 from operator import eq
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -21,25 +21,26 @@ from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
 from deep_tile.operation import Given, Operation
 from deep_tile.ops import DEFAULT_SCALE_LAYOUT, SMALLEST_AMAX_FLOOR, is_traced
 from deep_tile.options import check_one
+from deep_tile.params import Place, places
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8_DTYPE).max  # 448
 DEEP_GEMM_AMAX_FLOOR = 1e-4
-"""Of DeepGEMM's casts, and so of transformers'."""
+"""`amax_floor` in DeepGEMM's casts, hence in transformers'."""
 SOURCE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 TOKEN_BLOCK = (1, SCALE_BLOCK)
-"""Rows and columns that share one scale of `a`."""
+"""Rows and columns that share a scale in `a`."""
 WEIGHT_BLOCK = (SCALE_BLOCK, SCALE_BLOCK)
-"""Rows and columns that share one scale of `b`."""
+"""Rows and columns that share a scale in `b`."""
 
 KERNEL_SOURCES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _VECTOR_BYTES = tensors.ALIGNMENT_BYTES
-"""What a thread of a kernel loads at once; it stores as many elements."""
+"""Bytes that a kernel thread loads at once; it stores as many elements."""
 
 
 class CastOptions(NamedTuple):
-    """The keywords of a call; described at `per_token_cast_to_fp8`."""
+    """A call's keywords, described at `per_token_cast_to_fp8`."""
 
     amax_floor: float = SMALLEST_AMAX_FLOOR
     round_scale: str = "none"
@@ -48,12 +49,12 @@ class CastOptions(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What decides about values of a cast.
+    """The options that affect a cast's values.
 
     Attributes:
         block_rows: 1 or 128, rows that share a scale.
         amax_floor, round_scale, exact: as `per_token_cast_to_fp8` has them.
-        gating: where it is there, the cast is of `sources.silu_mul` of the input.
+        gating: if set, `sources.silu_mul` is applied to the input first.
     """
 
     block_rows: int
@@ -64,8 +65,19 @@ class Options(NamedTuple):
 
     @property
     def floor(self) -> float:
-        """What the largest magnitude is bounded by."""
+        """The lower bound for a group's largest magnitude."""
         return max(float(self.amax_floor), SMALLEST_AMAX_FLOOR)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What every kernel that casts is told of them."""
+        divides = int(self.exact == "divide")
+        return {"pow2_scale": self.round_scale == "pow2", "amax_floor": self.floor, "correction": divides}
+
+
+def values_of(options: NamedTuple, block_rows: int = 1) -> Options:
+    """Of a call whose options have these among them."""
+    return Options(block_rows, options.amax_floor, options.round_scale, options.exact)
 
 
 def per_token_cast_to_fp8(
@@ -83,59 +95,55 @@ def per_token_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise activations: one scale per row and 128 columns.
 
-    Runs on `x`'s device and torch's current stream: on a Hopper GPU by one kernel, elsewhere by torch, with the same
-    result bit for bit, but for the sign of NaN.
+    Runs on `x`'s device and torch's current stream: one kernel on a Hopper GPU, elsewhere torch, bit for bit the same
+    except for NaN's sign.
 
-    The cast has no gradient. `deep_tile.fp8_linear` has one, which casts and multiplies.
+    The cast has no gradient. `deep_tile.fp8_linear`, which casts and multiplies, has one.
 
     Args:
         x: [..., k], float64, float32, float16 or bfloat16, any strides and any k (the last group may be short). Leading
-            dimensions count as one of m rows. float64 is converted to FP32 first. On the GPU fastest where columns are
-            adjacent and rows begin and end at multiples of 16 bytes, and `out` begins at one; other column strides, and
-            leading dimensions that are no view of one, are copied first.
+            dimensions are flattened to m rows. float64 is converted to FP32 first. Fastest on the GPU with contiguous
+            columns, rows that start and end at multiples of 16 bytes, and a 16-byte aligned `out`. Other column
+            strides, and leading dimensions that cannot be flattened as a view, are copied first.
         scale_layout: memory order of the scale as [m, k_groups]. "row": stride (k_groups, 1). "m": stride (1, m).
-            "m_aligned": stride (1, m rounded up to 4), which products read fastest; the padding is left as it is. For
-            an `x` of other than two dimensions the scale is a view of that: for [i, j, k] its strides are
-            (j * k_groups, k_groups, 1), (j, 1, m) or (j, 1, m rounded up to 4), with m = i * j, and
-            `scale.flatten(0, -2)` copies nothing.
-        amax_floor: lower bound of a group's largest magnitude, so that an all-zero group keeps a usable scale. The
-            default, 448 * 2**-126, is the least there is, and what smaller numbers, such as 0, count as: every normal
-            number of FP32 keeps e4m3's precision. DeepGEMM has 1e-4, vLLM and SGLang 1e-10: pass these for their bits,
-            but not for gradients, of which whole groups may be smaller and would become zeros.
-        round_scale: "none", or "pow2" for the smallest power of two that is no smaller than
-            max(largest magnitude, amax_floor) / 448, which decides exactly; at most 2**120. vLLM does so on Hopper by
-            default (FLOAT32_CEIL_UE8M0); its kernel then bounds the scale, not the magnitude, by 1e-10, which is
-            amax_floor=4.48e-8.
+            "m_aligned": stride (1, m rounded up to 4), which GEMMs read fastest; padding is not written. If `x` is not
+            2-D, the scale is a view of it: for [i, j, k] its strides are (j * k_groups, k_groups, 1), (j, 1, m) or (j,
+            1, m rounded up to 4), with m = i * j, and `scale.flatten(0, -2)` copies nothing.
+        amax_floor: lower bound for a group's largest magnitude, so that an all-zero group has a usable scale. The
+            default and minimum is 448 * 2**-126, for which every normal FP32 number keeps e4m3's precision; smaller
+            values, such as 0, count as that. DeepGEMM has 1e-4, vLLM and SGLang 1e-10: pass these to match their bits,
+            but not for gradients: whole groups may be smaller and would become zeros.
+        round_scale: "none", or "pow2" for the smallest power of two >= max(largest magnitude, amax_floor) / 448,
+            decided exactly; at most 2**120. vLLM does so on Hopper by default (FLOAT32_CEIL_UE8M0); its kernel then
+            bounds the scale instead of the magnitude by 1e-10, i.e. amax_floor=4.48e-8.
         exact: how is divided by 448 and by the scale. "divide": rounded once, as vLLM's kernel does. "reciprocal":
-            multiplied with the reciprocal, which is rounded to FP32 before; bit for bit what DeepGEMM's
-            per_token_cast_to_fp8 and per_block_cast_to_fp8, which transformers uses, compute in torch on a GPU from
-            finite float32, float16 or bfloat16. With "pow2" both give the same scales and elements, always: the
-            reciprocal of a power of two is exact.
-        rows: [r] int32 or int64, dense: of a 2-D `x`, the rows to cast, in this order; the result is that of
-            x[rows], [r, k]. A number that is negative, or no row of `x`, reads nothing: it counts as a row of zeros.
-        offs: [g] int32, dense, not empty: the END row of each group of a 2-D `x`, or of `rows`. Rows from offs[-1] on
+            multiplied by the FP32-rounded reciprocal; for finite float32, float16 or bfloat16 bit for bit as DeepGEMM's
+            per_token_cast_to_fp8 and per_block_cast_to_fp8, which transformers uses, in torch on a GPU. With "pow2"
+            both always agree: a power of two has an exact reciprocal.
+        rows: [r] int32 or int64, dense: rows of a 2-D `x` to cast, in this order; the result equals that for x[rows],
+            [r, k]. A negative or too large number reads nothing and counts as a row of zeros.
+        offs: [g] int32, dense, not empty: each group's END row in a 2-D `x`, or in `rows`. Rows from offs[-1] on
             are dead: neither read nor written, so that an allocated result has arbitrary bytes there. Read on the
-            device: nothing waits for the host. Whatever it holds, nothing outside of the tensors is touched.
-        counts: [g] int32, dense, of an `x` [g, m, k], at most 1024 groups: how many rows of each group live. Otherwise
+            device: nothing waits for the host. Invalid offsets never cause out-of-bounds access.
+        counts: [g] int32, dense, for `x` [g, m, k] with at most 1024 groups: live rows per group. Otherwise
             as `offs`.
-        out: [..., k] float8_e4m3fn with unit column stride, to write to; allocated when None: contiguous, but for a k
-            that is no multiple of 16, where rows begin at multiples of 16 bytes, as products need it, and what lies
-            between them is not written.
-        scale_out: [..., k_groups] float32, to write to; `scale_layout` then means nothing. Any strides, where leading
-            dimensions are a view of one.
+        out: [..., k] float8_e4m3fn with unit column stride, to write to; allocated when None: contiguous, or, if k is
+            not a multiple of 16, with rows at multiples of 16 bytes as GEMMs need; padding is not written.
+        scale_out: [..., k_groups] float32, to write to; `scale_layout` then means nothing. Any strides, if leading
+            dimensions can be flattened as a view.
 
     Returns:
-        The [..., k] float8_e4m3fn tensor and its FP32 scale [..., k_groups], `k_groups = ceil(k / 128)`, where
-        scale = max(largest magnitude of the group, amax_floor) / 448 and element = x / scale, each rounded to FP32 and
-        the element once more, to nearest even, to e4m3.
+        The [..., k] float8_e4m3fn tensor and its FP32 scale [..., k_groups], `k_groups = ceil(k / 128)`, with scale =
+        max(group's largest magnitude, amax_floor) / 448 and element = x / scale, both rounded to FP32, then the element
+        to e4m3, to nearest even.
 
     In a group that holds NaN or infinity the scale and every element become NaN; no other group changes.
 
     Raises:
-        TypeError: `x` is not a tensor of a listed dtype, another tensor has the wrong one, one of them is not a plain
-            tensor (a wrapper, a negated view, sparse, ...), or `amax_floor` is no number.
+        TypeError: `x` is not a tensor with a listed dtype, another tensor has the wrong dtype, a tensor is not a plain
+            one (a wrapper, a negated view, sparse, ...), or `amax_floor` is no number.
         ValueError: `x` has no dimension, `scale_layout`, `round_scale` or `exact` is unknown, `amax_floor` out of
-            range, or shape, strides or device of another tensor do not fit, or a tensor has no memory; `counts` is
+            range, another tensor's shape, strides or device do not fit, or a tensor has no memory; `counts` is
             given together with `rows` or `offs`.
         RuntimeError: `x`, `out` or `scale_out` requires a gradient, in grad mode; or, on a Hopper GPU, NVRTC or the
             driver is missing, or the kernel would have to be loaded while the stream is being captured.
@@ -170,14 +178,14 @@ def per_block_cast_to_fp8(
     Args:
         w: [n, k], any n and k (edge blocks may be short), otherwise as `x` of `per_token_cast_to_fp8`.
         amax_floor, round_scale, exact, out: as for `per_token_cast_to_fp8`.
-        scale_out: [ceil(n / 128), ceil(k / 128)] float32 of any strides, to write to; allocated, contiguous, when None.
+        scale_out: [ceil(n / 128), ceil(k / 128)] float32, any strides, to write to; allocated contiguous when None.
 
     Returns:
         The [n, k] float8_e4m3fn tensor and its FP32 scale [ceil(n / 128), ceil(k / 128)], computed as by
         `per_token_cast_to_fp8`. A block that holds NaN or infinity becomes NaN throughout; no other block changes.
 
     Raises:
-        TypeError: as `per_token_cast_to_fp8`, but for a gradient of `w`.
+        TypeError: as `per_token_cast_to_fp8`, except that `w` may require a gradient.
         ValueError: `w` is not 2-D; and as `per_token_cast_to_fp8`.
     """
     if is_traced():
@@ -192,15 +200,14 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
         x: [..., k] float8_e4m3fn, any strides; 2-D for 128x128 blocks.
         scale: float32, or bfloat16, float16 or float8_e8m0fnu, which are exact in FP32, any strides:
             [..., ceil(k / 128)] for 1x128 blocks, [ceil(rows / 128), ceil(k / 128)] for 128x128 blocks.
-        block: (1, 128) or (128, 128) to insist on one kind of scale. Left out, the scale's shape decides; it fits both
+        block: (1, 128) or (128, 128) to require that scale block. Left out, the scale's shape decides; it fits both
             kinds only when `x` has one row or none, where both mean the same.
 
     Returns:
         A contiguous FP32 tensor [..., k].
 
     Raises:
-        TypeError: `x` is not float8_e4m3fn or `scale` not of a listed dtype, or one of them is not dense, or a negated
-            view.
+        TypeError: `x` is not float8_e4m3fn, `scale` has an unlisted dtype, or one is not dense or is a negated view.
         ValueError: `x` has no dimension, or not two for 128x128 blocks, `block` is unknown, the scale's shape or device
             does not fit, or a tensor has no memory.
     """
@@ -216,7 +223,7 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
         raise TypeError(
             f"scale is {_kind(scale)}; dequantize takes a tensor of {tensors.SCALE_NAMES}. To fix: {remedy}"
         )
-    if not is_dynamo_compiling():  # which knows its tensors, and would have to trace how others are known
+    if not is_dynamo_compiling():  # dynamo knows its tensors and would have to trace the check
         tensors.require_dense(x=x, scale=scale)
     if scale.device != x.device:
         raise ValueError(f"scale is on {scale.device} but x is on {x.device}; move it with .to(x.device)")
@@ -226,13 +233,81 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] |
     return _from_blocks(blocks * _as_matrix(tensors.as_float32(scale))[:, None, :, None], rows.shape).view(x.shape)
 
 
-class Cast(Operation):
-    """A cast of the rows of `x`, or of a matrix by blocks.
+class Fake:
+    """What allocates like a tensor of which only the layout is known, for functions that allocate on a GPU by the
+    shortest way and remember strides by sizes, which may be symbols here and have no hash."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.shape, self.dtype, self.new_empty_strided = x.shape, x.dtype, x.new_empty_strided
+
+    def get_device(self) -> int:
+        return -1
+
+    def strides(self, function: Callable, shape: tuple, *layout: str) -> "_Strided":
+        """What a function says that remembers others; of sizes that torch.jit.trace makes tensors of, too, which its
+        graph then keeps."""
+        return function.__wrapped__(tuple(int(x) if isinstance(x, torch.Tensor) else x for x in shape), *layout)
+
+
+class Casting(Operation):
+    """What allocates results of several layouts, and has one kernel; `dtypes` are those of its first tensor."""
+
+    dtypes = SOURCE_DTYPES
+
+    def check_arguments(self, given: Given, options) -> None:
+        check_source_dtype(self.names[0], given[0], self.dtypes)
+        super().check_arguments(given, options)
+
+    def fake(self, given: Given, options) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        made = self.allocated((Fake(given[0]), *given[1:]), options)
+        return made[self._first_out] if self._has_one_out else made[self._written_to]
+
+    def check_memory(self, given: Given, options):
+        sources.check_memory(self.lists_of(given))
+        return options
+
+    def readable(self, given: Given) -> Given:
+        return readable(given[0]), *given[1:]
+
+    def needs_kernel(self, given: Given) -> bool:
+        return needs_kernel(given[0], given[self._first_out])
+
+
+def launch_of(
+    operation: Operation,
+    kernel: cast.StreamingKernel,
+    grid: int,
+    given: Given,
+    numbers: Mapping[str, float],
+    fields: tuple[str, ...],
+    *,
+    names: tuple[str, ...] | None = None,
+    find: Callable[[torch.Tensor], Place] | None = None,
+    **how,
+) -> _launcher.Launch:
+    """The launch of an operation's one kernel.
 
     Args:
-        x: what the input is called.
+        numbers: of the kernel's table.
+        fields: of that table, which the tensors are, those that are not None.
+        names, find: where the launch is part of another call: names of that one's tensors, and where in them a tensor
+            lies.
+        how: keywords of `cast.prepare_launch`.
+    """
+    device = given[0].get_device()
+    check_capture(kernel, device, operation.called)
+    present = {name: x for name, x in zip(operation.names, given, strict=True) if x is not None}
+    found = {field: find(x) for field, x in zip(fields, present.values(), strict=True)} if find else places(fields)
+    return cast.prepare_launch(kernel, grid, device, numbers, names or (*present,), found, **how)
+
+
+class Cast(Casting):
+    """A cast to FP8 with 1x128 scales (rows) or 128x128 scales (blocks).
+
+    Args:
+        x: the input's name.
         block_rows: 1 or 128, rows that share a scale.
-        is_gated: the cast is of `sources.silu_mul` of the input.
+        is_gated: `sources.silu_mul` is applied to the input first.
         how: as for `Operation`.
     """
 
@@ -255,11 +330,8 @@ class Cast(Operation):
     def values(self, options) -> Options:
         return Options(self.block[0], *options[:3])
 
-    def lists_of(self, given: Given) -> sources.Lists:
-        return {name: x for name, x in zip(self.lists, given[3:], strict=True) if x is not None}
-
     def shape(self, given: Given) -> tuple[int, ...]:
-        """Of out."""
+        """Shape of `out`."""
         if not self.lists:
             return given[0].shape
         return sources.result_shape(given[0], self.is_gated, self.lists_of(given))
@@ -271,12 +343,6 @@ class Cast(Operation):
         if scale is None:
             scale = empty_block_scale(x, shape) if self.of_blocks else empty_scale(x, shape, options[_SCALE_LAYOUT])
         return (x, out, scale, *given[3:]) if self.lists else (x, out, scale)
-
-    def fake(self, given: Given, options) -> tuple[torch.Tensor, torch.Tensor]:
-        x, shape = given[0], self.shape(given)
-        if self.of_blocks:
-            return fake_out(x, shape), fake_block_scale(x, shape)
-        return fake_out(x, shape), fake_scale(x, shape, options.scale_layout)
 
     def check_arguments(self, given: Given, options) -> None:
         self.check_dtypes(given)
@@ -298,24 +364,17 @@ class Cast(Operation):
         check_targets(given[0], given[1:3], self.shape(given), self.block)
 
     def check_memory(self, given: Given, options):
-        sources.check_memory(self.lists_of(given))
         check_target_memory(*given[1:3])
-        return options
-
-    def readable(self, given: Given) -> Given:
-        return readable(given[0]), *given[1:]
-
-    def needs_kernel(self, given: Given) -> bool:
-        return needs_kernel(*given[:2])
+        return super().check_memory(given, options)
 
     def define(self, given: Given, options) -> None:
         x, out, scale = map(_as_matrix, given[:3])
         definition(x, self.values(options), out, scale, self.lists_of(given))
 
     def prepare(self, given: Given, options) -> launches.Prepared:
-        lists = self.lists_of(given)
-        where = cast.operands_of_rows((*lists,))
-        return cast_launch(given[0], self.values(options), *given[1:3], lists, call=self.name, **where)
+        lists, values = self.lists_of(given), self.values(options)
+        kernel, grid, numbers = chosen(*given[:3], values, lists)
+        return launch_of(self, kernel, grid, given, numbers, cast.fields_of_rows((*lists,)))
 
 
 _SCALE_LAYOUT = CastOptions._fields.index("scale_layout")
@@ -333,7 +392,7 @@ def check_options(options: Options) -> None:
 
 
 def check_rows(out: torch.Tensor, rows: torch.Tensor) -> None:
-    """Raise unless a cast can write to `out`, which `rows` is a view of as a matrix."""
+    """Raise unless a cast can write to `out`; `rows` is its view as a matrix."""
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         raise ValueError(f"out must have a unit column stride; its strides are {out.stride()}. Pass a row-major out")
     if rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
@@ -342,7 +401,7 @@ def check_rows(out: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def needs_kernel(x: torch.Tensor, out: torch.Tensor) -> bool:
-    """Tensors without memory, which no kernel is launched with, are left to torch."""
+    """Tensors without memory are left to torch, since no kernel can be launched with them."""
     return bool(x.numel() and out.numel()) and x.is_cuda and launches.is_hopper(x.get_device())
 
 
@@ -368,12 +427,12 @@ def _check_target_shape(name: str, target: torch.Tensor, shape: tuple, device: t
 
 @torch.no_grad()
 def definition(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists) -> None:
-    """The cast of a matrix."""
+    """A matrix's cast."""
     if "rows" in lists:
         x = sources.gathered(x, lists["rows"])
     x = x.float() if options.gating is None else sources.silu_mul(x.float(), options.gating)
     # By tensors, since on a GPU torch divides by a number by multiplying with its reciprocal, one rounding off. With
-    # "divide" the largest element of a block then lands on 448 within one FP32 rounding.
+    # "divide" a block's largest element is then 448 within one FP32 rounding.
     divide = torch.div if options.exact == "divide" else _multiply_with_reciprocal
     blocks = _to_blocks(x, options.block_rows)
     amax = blocks.abs().amax((1, 3)).clamp(min=options.floor)
@@ -386,7 +445,7 @@ def definition(x: torch.Tensor, options: Options, out: torch.Tensor, scale: torc
         out.copy_(elements)
         return
     scale.copy_(torch.where(lives[:, None], of_blocks, scale))
-    codes = out.view(torch.uint8)  # which torch selects among everywhere
+    codes = out.view(torch.uint8)  # torch.where supports uint8 everywhere
     codes.copy_(torch.where(lives[:, None], elements.view(torch.uint8), codes))
 
 
@@ -395,19 +454,19 @@ def _multiply_with_reciprocal(x: torch.Tensor, divisor: torch.Tensor) -> torch.T
 
 
 def _pow2_scale(amax: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two that is at least `amax` / 448, of normal floats; NaN of NaN.
+    """The smallest power of two >= `amax` / 448, for normal floats; NaN for NaN.
 
-    448 is 1.75 * 2**8. So it is the power of two in `amax`, less 2**8, and twice that where the mantissa is beyond that
-    of 1.75, which is 0x600000: what is added then carries into the exponent.
+    448 is 1.75 * 2**8. The result is amax's power of two divided by 2**8, doubled if the mantissa exceeds 1.75's
+    (0x600000): the addition then carries into the exponent.
     """
     scale = (((amax.view(torch.int32) + 0x1FFFFF) & 0x7F800000) - (8 << 23)).view(torch.float32)
     return torch.where(amax.isnan(), amax, scale)
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy where no kernel can read it: of its dtype, or as a matrix whose columns are adjacent.
+    """`x`, or a copy if no kernel reads its dtype or layout.
 
-    A copy has the shape of `x`, so that a launch of it is one of a call with a contiguous input.
+    A copy keeps the shape of `x`, so its launch also serves contiguous inputs.
     """
     x = x.float() if x.dtype == torch.float64 else x
     try:
@@ -417,47 +476,46 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous() if rows.shape[1] > 1 and rows.stride(1) != 1 else x
 
 
-def cast_launch(
-    x: torch.Tensor,
-    options: Options,
-    out: torch.Tensor,
-    scale: torch.Tensor,
-    lists: sources.Lists = MappingProxyType({}),
-    *,
-    call: str = "per_token_cast_to_fp8",
-    **how,
-) -> _launcher.Launch:
-    """The launch of a cast on a Hopper GPU by a call, for which the tensors are examples; `how` are keywords of
-    `cast.prepare_launch`. Nothing is checked but that a CUDA graph under capture need not load the kernel.
-    """
-    device, numbers = x.get_device(), layout(x, options, out, scale, lists)
+def chosen(
+    x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, options: Options, lists: sources.Lists
+) -> tuple[cast.CastKernel, int, dict[str, float]]:
+    """The kernel of a cast of these tensors, how many thread blocks to launch, and the numbers of the launch."""
+    numbers = numbers_of(x, options, out, scale, lists)
     what = "silu_mul" if options.gating is not None else "listed" if lists else "plain"
-    size = numbers.rows, numbers.columns
-    kernel, grid = cast.choose(options.block_rows, KERNEL_SOURCES[x.dtype], *size, launches.num_sms(device), what)
-    check_capture(kernel, device, call)
-    return cast.prepare_launch(kernel, grid, device, numbers, **how)
+    num_sms, size = launches.num_sms(x.get_device()), (numbers["rows"], numbers["columns"])
+    return *cast.choose(options.block_rows, KERNEL_SOURCES[x.dtype], *size, num_sms, what), numbers
 
 
-def layout(
+def numbers_of(
     x: torch.Tensor, options: Options, out: torch.Tensor, scale: torch.Tensor, lists: sources.Lists
-) -> cast.CastLayout:
-    """The numbers of a cast of these tensors, of the call's shapes: `x` is the input, or what `readable` made of it."""
+) -> dict[str, float]:
+    """Those of `params.CAST_OF_ROWS` for tensors of the call's shapes: `x` is the input, or what `readable` made of
+    it."""
     group_rows = out.shape[1] if "counts" in lists else 0
     groups = lists.get("counts", lists.get("offs"))
-    gating = options.gating
+    gating = options.gating or sources.Gating(0.0, 0.0, 0.0)
     x, out, scale = map(_matrix_of, (x, out, scale))
-    return cast.CastLayout(
-        *(*out.shape, x.stride(0), out.stride(0), *scale.stride()),
-        aligned=_takes_vectors(x, out),
-        pow2_scale=options.round_scale == "pow2",
-        amax_floor=options.floor,
-        correction=int(options.exact == "divide"),
-        x_rows=len(x),
-        wide_index="rows" in lists and lists["rows"].dtype == torch.int64,
-        groups=0 if groups is None else len(groups),
-        group_rows=group_rows,
-        **{} if gating is None else {name: getattr(gating, name) for name in ("limit", "sigmoid_factor", "beta")},
-    )
+    return {
+        **matrix_numbers(*out.shape, x, out, scale),
+        **options.numbers,
+        "aligned": _takes_vectors(x, out),
+        "x_rows": len(x),
+        "wide_index": "rows" in lists and lists["rows"].dtype == torch.int64,
+        "groups": 0 if groups is None else len(groups),
+        "group_rows": group_rows,
+        "limit": gating.limit,
+        "sigmoid_factor": gating.sigmoid_factor,
+        "beta": gating.beta,
+    }
+
+
+def matrix_numbers(
+    rows: int, columns: int, x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None
+) -> dict[str, float]:
+    """Sizes and strides, as all tables of casts have them."""
+    row, column = (0, 0) if scale is None else scale.stride()[-2:]
+    strides = {"x_stride": x.stride(-2), "out_stride": out.stride(-2)}
+    return {"rows": rows, "columns": columns, **strides, "scale_stride_row": row, "scale_stride_column": column}
 
 
 def _takes_vectors(x: torch.Tensor, out: torch.Tensor) -> bool:
@@ -474,7 +532,7 @@ def check_capture(kernel: cast.StreamingKernel, device: int, call: str) -> None:
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """Of the scale of a tensor of this shape."""
+    """Scale shape for a tensor of this shape."""
     if block == TOKEN_BLOCK:
         return *shape[:-1], ceil_div(shape[-1], SCALE_BLOCK)
     return tuple(map(ceil_div, shape, block))
@@ -491,7 +549,7 @@ def _matrix_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def _view_as_matrix(name: str, target: torch.Tensor) -> torch.Tensor:
-    """The same of what is written to, which cannot be a copy."""
+    """The same for a destination, which cannot be a copy."""
     try:
         return _matrix_of(target)
     except RuntimeError:
@@ -522,7 +580,7 @@ class _Strided(NamedTuple):
 
     @staticmethod
     def of(shape: tuple[int, ...], row: int, column: int) -> "_Strided":
-        """Rows, which all leading dimensions count, are `row` elements apart."""
+        """Strides of flattened rows that are `row` elements apart."""
         strides, step = (torch.sym_max(column, 1),), torch.sym_max(row, 1)
         for size in shape[-2::-1]:
             strides = step, *strides
@@ -530,19 +588,20 @@ class _Strided(NamedTuple):
         return _Strided(tuple(shape), strides)
 
 
-def empty_out(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = FP8_DTYPE) -> torch.Tensor:
-    return tensors.new_empty(x, *_out_strides(shape), dtype)
+def empty_out(x: torch.Tensor | Fake, shape: tuple[int, ...], dtype: torch.dtype = FP8_DTYPE) -> torch.Tensor:
+    found = _out_strides(shape) if type(x) is not Fake else x.strides(_out_strides, shape)
+    return tensors.new_empty(x, *found, dtype)
 
 
 @lru_cache(maxsize=4096)
 def _out_strides(shape: tuple[int, ...]) -> _Strided:
-    """Rows begin at multiples of 16 bytes."""
+    """Strides with rows at multiples of 16 bytes."""
     return _Strided.of(shape, round_up(shape[-1], tensors.ALIGNMENT_BYTES), 1)
 
 
 @lru_cache(maxsize=4096)
 def _scale_strides(shape: tuple[int, ...], layout: str) -> _Strided:
-    """Of the scale of a tensor of this shape, per row and 128 columns, in the memory order that `layout` names.
+    """Strides of the 1x128 scales for this shape, in the memory order `layout`.
     Raises ValueError for another name."""
     check_one("scale_layout", layout)
     m, groups = prod(shape[:-1]), ceil_div(shape[-1], SCALE_BLOCK)
@@ -557,12 +616,14 @@ def _weight_scale_strides(shape: tuple[int, ...]) -> _Strided:
     return _Strided.of((*leading, rows, columns), columns, 1)
 
 
-def empty_block_scale(w: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return tensors.new_empty(w, *_weight_scale_strides(shape), torch.float32)
+def empty_block_scale(w: torch.Tensor | Fake, shape: tuple[int, ...]) -> torch.Tensor:
+    found = _weight_scale_strides(shape) if type(w) is not Fake else w.strides(_weight_scale_strides, shape)
+    return tensors.new_empty(w, *found, torch.float32)
 
 
-def empty_scale(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
-    return tensors.new_empty(x, *_scale_strides(shape, layout), torch.float32)
+def empty_scale(x: torch.Tensor | Fake, shape: tuple[int, ...], layout: str) -> torch.Tensor:
+    found = _scale_strides(shape, layout) if type(x) is not Fake else x.strides(_scale_strides, shape, layout)
+    return tensors.new_empty(x, *found, torch.float32)
 
 
 def _find_block(x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None) -> tuple[int, int]:
@@ -599,7 +660,7 @@ def _kind(x: object) -> str:
 
 
 def check_targets(x: torch.Tensor, targets: tuple, shape: tuple[int, ...], block: tuple[int, int] = (1, SCALE_BLOCK)):
-    """Check dtypes and shapes of out and scale_out, each of which may be None."""
+    """Check dtypes and shapes of out and scale_out; either may be None."""
     dtypes, shapes = (FP8_DTYPE, torch.float32), (shape, scale_shape(shape, block))
     for name, target, dtype, wanted in zip(("out", "scale_out"), targets, dtypes, shapes, strict=True):
         if target is not None:
@@ -608,7 +669,7 @@ def check_targets(x: torch.Tensor, targets: tuple, shape: tuple[int, ...], block
 
 
 def check_target_memory(out: torch.Tensor | None, scale: torch.Tensor | None) -> None:
-    """Check that a cast can write to both, each of which may be None."""
+    """Check that a cast can write to both; either may be None."""
     for name, target in (("out", out), ("scale_out", scale)):
         if target is None:
             continue
@@ -618,24 +679,6 @@ def check_target_memory(out: torch.Tensor | None, scale: torch.Tensor | None) ->
         rows = _view_as_matrix(name, target)
         if name == "out":
             check_rows(out, rows)
-
-
-def fake_out(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = FP8_DTYPE) -> torch.Tensor:
-    """What a cast allocates, where it is traced."""
-    return x.new_empty_strided(*_out_strides.__wrapped__(_numbers(shape)), dtype=dtype)  # symbols have no hash
-
-
-def fake_scale(x: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
-    return x.new_empty_strided(*_scale_strides.__wrapped__(_numbers(shape), layout), dtype=torch.float32)
-
-
-def fake_block_scale(w: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return w.new_empty_strided(*_weight_scale_strides.__wrapped__(_numbers(shape)), dtype=torch.float32)
-
-
-def _numbers(shape: tuple) -> tuple:
-    """Sizes, which torch.jit.trace makes tensors of; its graph then keeps them."""
-    return tuple(int(size) if isinstance(size, torch.Tensor) else size for size in shape)
 
 
 OP_OPTIONS = "amax_floor round_scale exact"

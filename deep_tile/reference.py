@@ -1,4 +1,4 @@
-"""The definition of `fp8_gemm` in plain torch, and how far an output is from it.
+"""GEMM definitions in plain torch, and the distance of an output from them.
 
 Called by operations for CPU tensors, by tests and benchmarks on any device. Invariant: no global precision setting
 (TF32, `torch.set_float32_matmul_precision`) changes a result, because every product is taken in float64.
@@ -16,10 +16,10 @@ from deep_tile.kinds import GATE_COLUMNS
 from deep_tile.quantize import TOKEN_BLOCK, WEIGHT_BLOCK, dequantize
 
 ROWS_AT_ONCE = 4096
-"""Rows of `a` held in float64 at a time: 8192 x 7168 x 16384 peaks near 3 GB, most of it `b`."""
+"""Rows of `a` held in float64 at a time: 8192x16384x7168 peaks near 3 GB, mostly for `b`."""
 
 MAX_RELATIVE_ERROR = 1.8e-3
-"""How far from the exact product, by `relative_error`, a product of normal samples may be. Rounding it to BF16 explains
+"""Largest `relative_error` of a GEMM on normal samples against the exact result. Rounding it to BF16 explains
 1.66e-3."""
 
 ELEMENTS_AT_ONCE = 1 << 24
@@ -35,13 +35,13 @@ def fp8_gemm_reference(
 ) -> torch.Tensor:
     """`out[m, n] = sum over k of a[m, k] a_scale[m, k // 128] b[n, k] b_scale[n // 128, k // 128]`.
 
-    The operands are dequantised to FP32, multiplied and summed in float64 (at least as exact as the FP32 accumulation
-    of the kernels) and rounded once to `out_dtype`.
+    The operands are dequantised to FP32, multiplied and summed in float64 (at least as exact as the kernels' FP32
+    accumulation) and rounded once to `out_dtype`.
 
     Args:
         a: [m, k] float8_e4m3fn; a_scale: [m, ceil(k / 128)] float32. Any strides.
         b: [n, k] float8_e4m3fn; b_scale: [ceil(n / 128), ceil(k / 128)] float32. Any strides.
-        out_dtype: dtype of the result.
+        out_dtype: result dtype.
 
     Returns:
         A contiguous tensor [m, n] on the operands' device.
@@ -62,8 +62,8 @@ def fp8_gemm_reference(
 
 
 def gemm_reference(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """`out[m, n] = sum over k of a[m, k] b[n, k]`, summed in float64 and rounded once to `out_dtype`; sums of integers
-    are those of int32, modulo 2^32.
+    """`out[m, n] = sum over k of a[m, k] b[n, k]`, summed in float64 and rounded once to `out_dtype`; integer sums wrap
+    like int32, modulo 2^32.
 
     Args:
         a: [m, k]; b: [n, k]. Any dtypes and strides.
@@ -86,7 +86,7 @@ def rows_gemm_reference(
 
     Args:
         a, b: [m, k] and [n, k]. Any dtypes and strides.
-        a_scale, b_scale: of as many elements as there are rows, or of one.
+        a_scale, b_scale: one element per row, or one in all.
     """
     exact = gemm_reference(a, b, torch.float64)
     return (exact * a_scale.double().reshape(-1, 1) * b_scale.double().reshape(1, -1)).to(out_dtype)
@@ -100,12 +100,12 @@ def scaled_gemm_reference(
     out_dtype: torch.dtype,
     b_block: tuple[int, int] = WEIGHT_BLOCK,
 ) -> torch.Tensor:
-    """The product with block scales of `fp8_gemm_reference`, of operands of any dtype, in float64.
+    """The block-scaled GEMM of `fp8_gemm_reference` for operands in any dtype, in float64.
 
     Args:
         a, b: [m, k] and [n, k]. Any strides.
         a_scale, b_scale: [m, ceil(k / 128)] and [ceil(n / b_block[0]), ceil(k / 128)].
-        b_block: rows and columns that share one scale of `b`.
+        b_block: rows and columns that share a scale in `b`.
     """
 
     def wide(x: torch.Tensor, scale: torch.Tensor, rows: int) -> torch.Tensor:
@@ -118,22 +118,22 @@ def scaled_gemm_reference(
 def row_blocks_gemm_reference(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """The same with scales of 1x128 for both: `b_scale` is [n, ceil(k / 128)]."""
+    """The same with 1x128 scales for both: `b_scale` is [n, ceil(k / 128)]."""
     return scaled_gemm_reference(a, a_scale, b, b_scale, out_dtype, b_block=TOKEN_BLOCK)
 
 
 def finished(product: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
-    """What becomes of a product before it is rounded: the bias is added, then the activation taken, in float64.
+    """The epilogue before rounding: bias, then activation, in float64.
 
     Args:
         product: [m, n] float64.
-        bias: [n] of any dtype and stride, or None.
-        activation: a name in `kinds.ACTIVATIONS`, or None. "gelu" is x times the normal distribution of x, "gelu_tanh"
-            its approximation by tanh, "silu" x times the logistic function of x; "swiglu" the silu of eight columns
-            times the next eight, by turns.
+        bias: [n], any dtype and stride, or None.
+        activation: a name in `kinds.ACTIVATIONS`, or None. "gelu" is x times the normal CDF at x, "gelu_tanh" its tanh
+            approximation, "silu" x times the logistic function; "swiglu" multiplies silu of eight columns by the next
+            eight, alternating.
 
     Returns:
-        [m, n] float64, of "swiglu" [m, n / 2].
+        [m, n] float64, [m, n / 2] for "swiglu".
     """
     if bias is not None:
         product = product + bias.double()
@@ -154,12 +154,12 @@ _ACTIVATIONS = {
 def group_rows(
     layout: str, bounds: torch.Tensor | None, groups: int, rows: int, alignment: int = 1
 ) -> list[tuple[int, int]]:
-    """First row, and the one behind the last, of each group: as kernels read them from bounds that may hold anything.
+    """Each group's first row and end row, as kernels derive them from arbitrary bounds.
 
     Args:
-        layout: "offs": `bounds` are the rows behind each group's last, and groups begin behind the one before, at a
-            multiple of `alignment`; "counts": how many rows each has, None: all.
-        rows: of all groups together, or of each.
+        layout: "offs": `bounds` are end rows, and a group starts at the previous end, rounded up to `alignment`;
+            "counts": rows per group, None: all.
+        rows: total ("offs") or per group ("counts").
     """
     if layout == "counts":
         counts = [rows] * groups if bounds is None else bounds.tolist()
@@ -179,14 +179,14 @@ def grouped_reference(
     bounds: torch.Tensor | None = None,
     alignment: int = 1,
 ) -> None:
-    """A product of each group's rows, written to those of `out`; no other row is touched.
+    """Multiply each group's rows and write them to `out`; other rows are untouched.
 
     Args:
-        product: of one group's operands, and the dtype of its result.
-        operands: a and b, or with a scale behind each: `a` [s, k] and its scale [s, ...], or both with a dimension of
-            groups in front; `b` [g, n, k] and its scale [g, ...].
+        product: function of one group's operands and result dtype.
+        operands: a and b, or each followed by a scale: `a` [s, k] and scale [s, ...], or both with a leading group
+            dimension; `b` [g, n, k] and scale [g, ...].
         out: [s, n], or [g, m, n].
-        bounds, alignment: as for `group_rows`, which takes `a` of three dimensions for "counts".
+        bounds, alignment: as for `group_rows`; a 3-D `a` means "counts".
     """
     of_rows, of_groups = operands[: len(operands) // 2], operands[len(operands) // 2 :]
     a, b = of_rows[0], of_groups[0]
@@ -208,11 +208,11 @@ def fp8_grouped_wgrad_reference(
     alignment: int,
     accumulate: bool,
 ) -> None:
-    """`row_blocks_gemm_reference` of each group's tokens, written or added to `out[g]`.
+    """`row_blocks_gemm_reference` for each group's tokens, written or added to `out[g]`.
 
     Args:
         dy, dy_scale, x, x_scale: [n, s], [n, ceil(s / 128)], [k, s], [k, ceil(s / 128)].
-        offs, alignment: as for `group_rows`, of tokens; a multiple of 128.
+        offs, alignment: as for `group_rows`, in tokens; alignment is a multiple of 128.
         out: [g, n, k].
     """
     for group, (begin, end) in enumerate(group_rows("offs", offs, len(out), dy.shape[1], alignment)):
@@ -225,7 +225,7 @@ def fp8_grouped_wgrad_reference(
 
 
 def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:
-    """Frobenius norm of `x - reference` over that of `reference`, in float64.
+    """Frobenius norm of `x - reference` divided by reference's, in float64.
 
     0.0 when both are zero, infinity when only `reference` is, NaN when either holds NaN.
     """

@@ -1,7 +1,7 @@
-"""Which linear layers of a model can be replaced by FP8 ones, and what stands against the others.
+"""Which linear layers in a model can be replaced by FP8 ones, and the obstacles in others.
 
 Called by nn.py before it replaces anything. A model may do more with a layer than call it: share its weight, read it,
-train it, hang hooks on it. What an FP8 layer would drop or break is refused, by the layer's name and with the remedy.
+train it, hang hooks on it. A layer where FP8 would drop or break something is refused, by name and with the remedy.
 Invariant: nothing is changed here.
 """
 
@@ -17,28 +17,28 @@ from deep_tile import tensors
 from deep_tile.quantize import SOURCE_DTYPES
 
 Layers = Mapping[str, torch.nn.Linear]
-"""By each of their names in the model, of which a layer that is shared has several."""
+"""Layers by name; a shared layer has several names."""
 
 _Obstacle = tuple[str, str]
-"""What stands against replacing a layer, and what to do about it."""
+"""Why a layer cannot be replaced, and the remedy."""
 
 _OF_MODULE = frozenset(vars(torch.nn.Module()))
 
 CARRIED_HOOKS = tuple(name for name in _OF_MODULE if name.startswith(("_forward", "_backward", "_is_full_backward")))
-"""Attributes that hold a module's hooks around its calls, which know the layer by what they are called with."""
+"""Attributes with hooks around a module's calls, which get the layer as an argument."""
 
 _HOOKS_OF_STATE = tuple(name for name in _OF_MODULE if "state_dict" in name and name.endswith("_hooks"))
-"""Attributes that hold hooks around loading and saving, which know how a layer's own weight is stored."""
+"""Attributes with hooks around loading and saving, which depend on how the weight is stored."""
 
 REPLACED_BY_ADAPTER = "original_module"
-"""What peft calls a layer in whose place it trains a copy."""
+"""peft's name for a layer that it replaced by a trained copy."""
 
 _HARMLESS = frozenset(("device", "shape", "size", "ndim", "dim", "numel", "is_cuda", "is_meta", "requires_grad"))
-"""What a model may ask a weight for that is the same in FP8."""
+"""Weight attributes that are the same in FP8."""
 
 
 def linears(model: torch.nn.Module, wanted: Callable[[str, torch.nn.Linear], bool] | None) -> Layers:
-    """Those that are wanted, of type torch.nn.Linear itself, but for adapters, which peft trains and merges."""
+    """Wanted layers, exactly of type torch.nn.Linear, without adapters, which peft trains and merges."""
     modules = dict(model.named_modules(remove_duplicate=False))
     return {
         name: layer
@@ -48,8 +48,8 @@ def linears(model: torch.nn.Module, wanted: Callable[[str, torch.nn.Linear], boo
 
 
 def is_adapter(name: str, modules: Mapping[str, torch.nn.Module]) -> bool:
-    """Whether a module belongs to an adapter, or is what one has taken the place of: peft's layers say by
-    `adapter_layer_names` what does."""
+    """Whether a module belongs to an adapter or was replaced by one; peft's layers list these in
+    `adapter_layer_names`."""
     for above, below in _ancestors(name):
         names = getattr(modules[above], "adapter_layer_names", None)
         if isinstance(names, (tuple, list)) and below.partition(".")[0] in (*names, REPLACED_BY_ADAPTER):
@@ -58,7 +58,7 @@ def is_adapter(name: str, modules: Mapping[str, torch.nn.Module]) -> bool:
 
 
 def check(model: torch.nn.Module, layers: Layers) -> None:
-    """Raise unless all of these layers can be replaced.
+    """Raise unless all these layers can be replaced.
 
     Raises:
         TypeError: the model is such a layer itself, or a weight has a dtype that cannot be quantised.
@@ -78,7 +78,7 @@ def check(model: torch.nn.Module, layers: Layers) -> None:
 
 
 def refuse(found: Iterable[tuple[str, _Obstacle]]) -> None:
-    """Raise ValueError if layers, by name, have obstacles: each once, with all of its layers."""
+    """Raise ValueError if layers have obstacles: each obstacle once, with its layers' names."""
     names: dict[_Obstacle, list[str]] = {}
     for name, obstacle in found:
         names.setdefault(obstacle, []).append(name)
@@ -106,14 +106,14 @@ def _left_out(names: Iterable[str], most: int = 3) -> str:
 
 
 def _ancestors(name: str) -> Iterator[tuple[str, str]]:
-    """Names of the modules around one, the nearest first, and its own within each."""
+    """Enclosing modules' names, the nearest first, and the module's name within each."""
     parts = name.split(".")
     for i in reversed(range(len(parts))):
         yield ".".join(parts[:i]), ".".join(parts[i:])
 
 
 def _in_itself(_: str, layer: torch.nn.Linear) -> _Obstacle | None:
-    """What the layer carries beside weight, bias and hooks around its calls."""
+    """Obstacles in the layer itself: anything beside weight, bias and call hooks."""
     wrapped = [name for name in ("_hf_hook", "forward", "_compiled_call_impl") if vars(layer).get(name) is not None]
     if wrapped:
         return (
@@ -171,7 +171,7 @@ class _Sharing:
 
 
 def weight_key(weight: torch.Tensor) -> object:
-    """Equal for weights of the same memory."""
+    """A key, equal for weights that share memory."""
     has_memory = tensors.is_plain(weight) and not weight.is_meta and weight.numel() > 0
     return (weight.device, weight.data_ptr(), weight.numel()) if has_memory else id(weight)
 
@@ -206,7 +206,7 @@ class _Reading:
 
 
 def _codes_of_forward(kind: type) -> Iterator[CodeType]:
-    """Code of a module's `forward` and of those of its methods that it may come to."""
+    """Code of a module's `forward` and of methods that it may call."""
     met, names = set(), ["forward"]
     while names:
         name = names.pop()
@@ -221,7 +221,7 @@ def _codes_of_forward(kind: type) -> Iterator[CodeType]:
 
 
 def _nested(code: CodeType | None) -> Iterator[CodeType]:
-    """A function's code, and that of functions inside."""
+    """Code of a function and its nested functions."""
     if code is not None:
         yield code
         for constant in code.co_consts:
@@ -230,7 +230,7 @@ def _nested(code: CodeType | None) -> Iterator[CodeType]:
 
 
 def _weights_read(code: CodeType) -> Iterator[tuple[str, ...]]:
-    """Names of attributes that code loads right before each `weight` that is not harmless."""
+    """Attribute names that code loads right before each `weight` use that is not harmless."""
     loads = ("LOAD_ATTR", "LOAD_METHOD")
     names = tuple(step.argval for step in dis.get_instructions(code) if step.opname in loads)
     for i, name in enumerate(names):

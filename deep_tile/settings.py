@@ -1,7 +1,7 @@
-"""The environment variables of deep_tile: the one place that reads them, and the table that documents them.
+"""deep_tile's environment variables: the only place that reads them, and the table that documents them.
 
-Called by checks.py, jit.py, tuned.py, away from the path of a warm call. Each variable is read at its first use, never
-at import, and then remembered: all calls of a process see the same value.
+Called by checks.py, jit.py and tuned.py, never on a warm call. Each variable is read at its first use, never
+at import, and then remembered: all calls in a process see the same value.
 """
 
 import os
@@ -19,7 +19,7 @@ class BadVariable(ValueError):
 
 
 class Variable(NamedTuple):
-    """One row of the table in docs/configuration.md; `deep-tile doctor` shows them, too."""
+    """One row in docs/configuration.md's table; `deep-tile doctor` shows them too."""
 
     name: str
     meaning: str
@@ -74,7 +74,7 @@ VARIABLES = (CACHE_DIR, CACHE_MAX_MB, PRINT_CONFIG, DUMP_DIR, TUNED, BOUNDED_WAI
 
 @cache
 def cache_dir() -> Path | None:
-    """Directory of compiled kernels; None: keep them in memory."""
+    """Directory for compiled kernels; None: keep them in memory."""
     return _absolute_path(CACHE_DIR) or _user_cache_dir()
 
 
@@ -101,19 +101,19 @@ def packaged_kernels() -> bool:
 
 @cache
 def dump_dir() -> Path | None:
-    """Directory for the input and the outputs of the compiler; None: they are not written."""
+    """Directory for compiler input and output; None: not written."""
     return _absolute_path(DUMP_DIR)
 
 
 @cache
 def tuned_file() -> Path | None:
-    """File of tuned choices; None: one for each model of GPU, in the cache directory."""
+    """File with tuned choices; None: one per GPU model, in the cache directory."""
     return _absolute_path(TUNED)
 
 
 @cache
 def bounded_waits_ns() -> int | None:
-    """Nanoseconds that a kernel of the debug build waits for a barrier; None: kernels are built to run."""
+    """Nanoseconds that a debug kernel waits for a barrier; None: normal builds."""
     text = os.environ.get(BOUNDED_WAITS.name)
     if not text:
         return None
@@ -147,7 +147,8 @@ def _absolute_path(variable: Variable) -> Path | None:
 
 
 def _user_cache_dir() -> Path | None:
-    """By the rules of XDG: a relative path counts as unset. A missing HOME is not looked up elsewhere.
+    """The user's cache directory by XDG rules: a relative path counts as unset. A missing HOME is not looked up
+    elsewhere.
 
     DeepGEMM's variable comes first: whoever set it for an engine wants kernels kept there.
     """

@@ -1,7 +1,7 @@
-"""What a cast by rows is of, where that is not every row of a tensor: rows by an index, living rows, `silu_mul`.
+"""Row sources for casts: rows by index, live rows of groups, `silu_mul`.
 
-Called by quantize.py and experts.py. Checks the tensors that say so, and defines in plain torch what the kernels of
-include/deep_tile/experts.cuh compute: rows bit for bit, `silu_mul` within the error that it states.
+Called by quantize.py and experts.py. Checks these arguments and defines in plain torch what the kernels in
+include/deep_tile/experts.cuh compute: rows bit for bit, `silu_mul` within its stated error.
 """
 
 from collections.abc import Mapping
@@ -18,17 +18,16 @@ from deep_tile.params import MOST_CAST_GROUPS
 LISTS = ("rows", "offs", "counts")
 
 Lists = Mapping[str, torch.Tensor]
-"""By argument, those of `LISTS` that a call was given, in this order; described at
-`per_token_cast_to_fp8`."""
+"""The `LISTS` that a call has, by argument, in this order; described at `per_token_cast_to_fp8`."""
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 GATED_DTYPES = (torch.bfloat16, torch.float16)
-"""Of what `silu_mul` is cast of."""
+"""Input dtypes for `silu_mul`."""
 
 
 class Gating(NamedTuple):
-    """The numbers of `silu_mul`, of FP32; `limit` is infinite where there is none."""
+    """Parameters of `silu_mul` in FP32; `limit` is infinite if unset."""
 
     limit: float
     alpha: float
@@ -41,7 +40,7 @@ class Gating(NamedTuple):
 
 
 def gating(limit: float | None, alpha: float, beta: float) -> Gating:
-    """Raises TypeError for what is no number, ValueError for one that is out of range."""
+    """Raises TypeError for a non-number, ValueError for one out of range."""
     for name, value in (("limit", 1.0 if limit is None else limit), ("alpha", alpha), ("beta", beta)):
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; pass a number")
@@ -56,10 +55,10 @@ def gating(limit: float | None, alpha: float, beta: float) -> Gating:
 
 
 def silu_mul(x: torch.Tensor, numbers: Gating) -> torch.Tensor:
-    """gate * sigmoid(alpha * gate) * (up + beta) of FP32 [..., 2k], whose first half is gate; [..., k].
+    """gate * sigmoid(alpha * gate) * (up + beta) for FP32 [..., 2k], gate first; returns [..., k].
 
-    A kernel and each of torch's devices have their own exponential. Each result is within 1e-6 of the formula's,
-    relatively, plus 2e-7 for every unit of alpha * gate; a sigmoid below 2**-126 is 0, though not at once everywhere.
+    A kernel and each of torch's devices have their own exponential. Each result is within a relative 1e-6 of the
+    formula, plus 2e-7 per unit of alpha * gate; a sigmoid below about 2**-126 is 0.
     """
     gate, up = x.chunk(2, -1)
     gate, up = gate.clamp(max=numbers.limit), up.clamp(-numbers.limit, numbers.limit)
@@ -68,7 +67,7 @@ def silu_mul(x: torch.Tensor, numbers: Gating) -> torch.Tensor:
 
 
 def gathered(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows of the matrix `x` by an index; zeros where there is no such row."""
+    """Rows of matrix `x` by index; zeros for invalid ones."""
     if not len(x):
         return x.new_zeros(len(index), x.shape[1])
     exists = (index >= 0) & (index < len(x))
@@ -77,7 +76,7 @@ def gathered(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def living(rows: int, lists: Lists) -> torch.Tensor | None:
-    """Which of this many rows live, as bool; None where all do."""
+    """Live rows as bool; None if all live."""
     if "offs" in lists:
         offs = lists["offs"]
         return torch.arange(rows, device=offs.device) < offs[-1]
@@ -89,20 +88,20 @@ def living(rows: int, lists: Lists) -> torch.Tensor | None:
 
 
 def result_shape(x: torch.Tensor, is_gated: bool, lists: Lists) -> tuple[int, ...]:
-    """Of what is cast: `x`, or `silu_mul` of it."""
+    """Shape of the cast's input: `x`, or its `silu_mul`."""
     *leading, k = x.shape
     return *(lists["rows"].shape if "rows" in lists else leading), k // 2 if is_gated else k
 
 
 def check_lists(x: torch.Tensor, lists: Lists) -> None:
-    """Raise unless they are lists of numbers on the device of `x`."""
+    """Raise unless they are integer lists on x's device."""
     for argument, given in lists.items():
         _check_list(argument, given, INDEX_DTYPES if argument == "rows" else (torch.int32,), x)
 
 
 def check(name: str, x: torch.Tensor, is_gated: bool, lists: Lists) -> None:
-    """Raise unless a cast can be of this; sizes and dtypes alone, so that fakes can be checked. `x` is a tensor of a
-    dtype that can be cast, of one dimension at least."""
+    """Raise unless a cast supports these, by sizes and dtypes only, so that fakes can be checked. `x` has a castable
+    dtype and at least one dimension."""
     if is_gated:
         _check_gate_up(name, x)
     for other, alone in (("rows", "counts"), ("offs", "counts")):

@@ -1,7 +1,7 @@
-"""Products by head and sums over a batch, by the name of what they compute: `einsum`.
+"""`einsum`: per-head GEMMs and batch-summed GEMMs.
 
-Called by users and compat. No kernel is its own: products by head are those of groups (grouped.py), sums over a batch
-those of parts of K (thin.py).
+Called by users and compat. It has no kernels: per-head GEMMs are grouped GEMMs (grouped.py), batch sums are thin GEMMs
+(thin.py).
 """
 
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from deep_tile.tensors import require_tensors
 EXPRESSIONS = ("bmk,bnk->mn", "bhr,hdr->bhd", "bhd,hdr->bhr", "bhd,bhr->hdr")
 
 _MANY_ROWS = 256
-"""From here on, a product for each head takes less than copies into a layout that one launch takes."""
+"""From this many rows on, one GEMM per head is faster than copies into a layout for one launch."""
 
 _K_BLOCK = 64
-"""Elements of k that products of groups along n come in multiples of."""
+"""Multiple that k must be for N-major grouped GEMMs."""
 
 
 def einsum(
@@ -32,22 +32,22 @@ def einsum(
     num_sms: int | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """One of four sums of BF16 products, as `torch.einsum` writes them.
+    """One of four BF16 contractions, in `torch.einsum`'s notation.
 
     - "bmk,bnk->mn": `sum_b a[b] @ b[b].T`, added up over the batch in FP32, in a fixed order: `thin_gemm`, in place.
     - "bhr,hdr->bhd": `a[:, h] @ b[h].T` by head, and "bhd,hdr->bhr": `a[:, h] @ b[h]`, as latent attention absorbs its
-      projections: `grouped_gemm` with a group for each head. Heads that alternate row by row are copied into that order
-      where rows are few, and results back; from 256 rows on each head is a launch of its own, without copies.
+      projections: `grouped_gemm` with a group for each head. Heads interleaved row by row are copied to contiguous ones
+          for few rows, and results back; from 256 rows on each head is its own launch, without copies.
     - "bhd,bhr->hdr": `a[:, h].T @ b[:, h]` by head, their gradient: a launch for each head.
 
     Runs on the tensors' device and torch's current stream. Not differentiable. `torch.compile` sees the products.
 
     Args:
-        expr: one of these four, spelled so.
+        expr: one of these four strings.
         a, b: bfloat16, unit stride along the last dimension, other strides multiples of 16 bytes, 16-byte aligned.
         out: as `expr` says, float32 or bfloat16, likewise; allocated when None.
-        out_dtype: dtype of `out`: by default that of `out`, or float32 where there is a sum over b, else bfloat16.
-        accumulate: add to what `out` holds, float32; where there is a sum over b.
+        out_dtype: dtype of `out`: by default `out`'s, or float32 for a sum over b, else bfloat16.
+        accumulate: add to a float32 `out`; only for a sum over b.
         num_sms: as for `grouped_gemm`; a sum over a batch takes all SMs.
         pdl: as for `fp8_gemm`.
 
@@ -79,8 +79,8 @@ def einsum(
 def multiply_heads(
     operands: tuple[torch.Tensor, ...], out: torch.Tensor, multiply: Callable, multiply_groups: Callable, **options
 ) -> None:
-    """`out[h] = a[h] @ b[h]^T` of operands (a, b) or (a, a_scale, b, b_scale) with heads first: by one launch, with
-    copies where heads do not lie at whole rows of each other, or by one for each head."""
+    """`out[h] = a[h] @ b[h]^T` for operands (a, b) or (a, a_scale, b, b_scale), heads first: one launch, with copies
+    unless the head stride is a multiple of the row stride, or one launch per head."""
     a, b = operands[0], operands[len(operands) // 2]
     fits = _are_groups(a) and _are_groups(out)
     along_n = b.stride(-1) != 1 and b.shape[-1] % _K_BLOCK != 0
@@ -95,18 +95,18 @@ def multiply_heads(
 
 
 def goes_by_head(a: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether `multiply_heads` launches a product for each head of operands along k."""
+    """Whether `multiply_heads` launches one GEMM per head for K-major operands."""
     return not (_are_groups(a) and _are_groups(out)) and a.shape[1] >= _MANY_ROWS
 
 
 def _are_groups(x: torch.Tensor) -> bool:
-    """Whether groups [g, m, k] lie at whole rows of each other, as grouped products take them."""
+    """Whether the group stride of [g, m, k] is a multiple of the row stride, as grouped GEMMs need."""
     groups, rows = x.shape[:2]
     return groups <= 1 or rows <= 1 or (x.stride(1) > 0 and x.stride(0) % x.stride(1) == 0)
 
 
 def _shape(expr: str, a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
-    """Of the result."""
+    """Result shape."""
     operands, result = expr.split("->")
     sizes = {}
     for letters, x in zip(operands.split(","), (a, b), strict=True):
@@ -115,7 +115,7 @@ def _shape(expr: str, a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
 
 
 def _check(expr: str, a, b, out, accumulate: bool) -> None:
-    """Check what the products, which see a head at a time, do not see."""
+    """Checks that the GEMMs, which see one head, do not make."""
     require_tensors(a=a, b=b, **({} if out is None else {"out": out}))
     operands, result = expr.split("->")
     for name, letters, x in zip(("a", "b"), operands.split(","), (a, b), strict=True):

@@ -1,9 +1,8 @@
-"""Which tensors a kernel can be given: plain ones, whose memory holds the values that torch would read from them.
+"""Which tensors kernels accept: plain ones, whose memory holds the values that torch reads.
 
-Called by launches.py, operation.py and sources.py. What else a tensor may be (a view that is negated when read, a
-wrapper around others, sparse, ...) torch notes in its dispatch keys, a word of bits that DLPack does not pass on. So C
-reads that word itself, where `find_keys` found it, and leaves to Python what is not plain. Invariant: a tensor that C
-reads passes `require_plain`; of any other that says what is wrong, if anything is.
+Called by launches.py, operation.py and sources.py. torch marks others (lazily negated views, wrappers, sparse, ...) in
+dispatch keys, a bit set that DLPack does not export. C reads that word at the offset from `find_keys` and leaves other
+tensors to Python. Invariant: a tensor that C reads passes `require_plain`, which names the fault of any other.
 """
 
 import ctypes
@@ -16,28 +15,28 @@ import torch
 from deep_tile import _launcher
 
 ALIGNMENT_BYTES = 16
-"""Of addresses that TMA and vector accesses take."""
+"""Address alignment for TMA and vector accesses."""
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-"""What calls take. Kernels read float32, which holds the values of all others exactly."""
+"""Scale dtypes that calls take. Kernels read float32, which holds all others exactly."""
 
 SCALE_NAMES = ", ".join(map(str, SCALE_DTYPES[:-1])) + f" or {SCALE_DTYPES[-1]}"
-"""For an error that says what a scale must be."""
+"""Scale dtypes as text, for errors."""
 
 QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-"""Of operands that scales belong to."""
+"""Operand dtypes that have scales."""
 
 _OTHER_BIAS = {torch.float8_e4m3fnuz: torch.float8_e4m3fn, torch.float8_e5m2fnuz: torch.float8_e5m2}
-"""Formats of AMD's by the one that is nearest: half of what the same bits mean there."""
+"""AMD's formats and the nearest supported one, in which the same bits mean twice as much."""
 
 MISSING: Any = None
-"""Default of an argument that must be given: a call without it, as one of pairs is, says by name what it wants."""
+"""Default for a required argument: without it, e.g. in a call with pairs, the error names what is missing."""
 
 _KEYS = torch._C.DispatchKey.__members__
 
 
 def _bits(*names: str) -> int:
-    """Of dispatch keys by name; of those that this torch knows."""
+    """Bits for dispatch keys by name, as far as this torch knows them."""
     bits = 0
     for name in names:
         if name in _KEYS:
@@ -48,16 +47,16 @@ def _bits(*names: str) -> int:
 PLAIN_KEYS = _bits(
     "ADInplaceOrView",
     "Named",
-    *(name for name in _KEYS if _bits(name) & _bits("Dense")),  # which device it is on, others check
+    *(name for name in _KEYS if _bits(name) & _bits("Dense")),  # the device is checked elsewhere
     *(name for name in _KEYS if name.startswith(("Autograd", "Autocast"))),
 )
-"""What plain tensors have, and no other tensor has more of."""
+"""Keys that plain tensors may have; any other key means not plain."""
 
 _IMPLEMENTATION_BYTES = 208
-"""Of torch's own object behind a tensor: as far as its keys are looked for."""
+"""Bytes of torch's tensor object in which keys are searched."""
 
 _STORAGE_BYTES = 64
-"""Of torch's own object behind a storage, likewise."""
+"""Bytes of torch's storage object, likewise."""
 
 _TRANSFORMED = _bits("FuncTorchBatched", "FuncTorchGradWrapper", "Functionalize")
 _IN_PYTHON = _bits("Python", "PythonTLSSnapshot")
@@ -80,16 +79,16 @@ _KINDS = (
     (_bits("Conjugate"), "a view that torch conjugates as it reads it", "Pass {name}.resolve_conj()"),
     (_bits("ZeroTensor"), "a tensor of zeros that has no memory", "Pass {name}.clone()"),
 )
-"""Keys, what a tensor with one of them is, and what to do."""
+"""Keys, the tensor type they mark, and the remedy."""
 
 
 def as_float32(scale: torch.Tensor) -> torch.Tensor:
-    """A scale as kernels read it; of a dtype that no call takes, as it is."""
+    """The scale in float32; unsupported dtypes are returned unchanged."""
     return scale.float() if scale.dtype in SCALE_DTYPES else scale
 
 
 def with_float32_scales(operands: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Operands of a product, (a, b) or (a, a_scale, b, b_scale), with their scales as kernels read them."""
+    """GEMM operands, (a, b) or (a, a_scale, b, b_scale), with scales in float32."""
     if len(operands) == 2:
         return operands
     a, a_scale, b, b_scale = operands
@@ -97,7 +96,7 @@ def with_float32_scales(operands: tuple[torch.Tensor, ...]) -> tuple[torch.Tenso
 
 
 def scale_remedy(name: str, scale: torch.Tensor) -> str:
-    """What to do about a scale of a dtype that no call takes. Integers are exponents, if they are scales at all."""
+    """The remedy for a scale with an unsupported dtype. Integers are exponents, if they are scales at all."""
     if scale.dtype in (torch.uint8, torch.int8):
         return f"where its bytes are exponents (UE8M0), pass {name}.view(torch.float8_e8m0fnu)"
     if scale.dtype in (torch.int32, torch.uint32):
@@ -114,10 +113,10 @@ def scale_remedy(name: str, scale: torch.Tensor) -> str:
 def operand_remedy(
     name: str, x: torch.Tensor, known: Collection[torch.dtype], takers: Mapping[torch.dtype, str], if_wide: str
 ) -> str:
-    """What to do about an operand of another dtype than those `known` to a call.
+    """The remedy for an operand whose dtype is not among those `known` to a call.
 
     Args:
-        takers: functions of deep_tile that take others of `QUANTIZED_DTYPES`, by these.
+        takers: deep_tile functions for other dtypes in `QUANTIZED_DTYPES`.
         if_wide: for an operand that is not quantised.
     """
     nearest = _OTHER_BIAS.get(x.dtype)
@@ -147,8 +146,8 @@ def check_order(names: Sequence[str], operands: Sequence[torch.Tensor]) -> None:
 
 
 def no_tensor(name: str, value: object, remedy: str, may_lack: bool = False) -> TypeError:
-    """What to raise about an argument that is none; of several tensors with another remedy: of a pair, as DeepGEMM's
-    functions take them, and of a list of alike ones."""
+    """The error for an argument that is not a tensor, with special remedies for a pair, as DeepGEMM's functions take,
+    and a list of similar tensors."""
     if isinstance(value, (tuple, list)) and value and isinstance(value[0], torch.Tensor):
         is_pair = len(value) == 2 and getattr(value[1], "dtype", None) != value[0].dtype
         remedy = f"pass one tensor, such as torch.stack({name})"
@@ -177,7 +176,7 @@ def require_plain(**tensors: torch.Tensor) -> None:
     Raises:
         TypeError: a tensor is more than memory.
         ValueError: a tensor has no memory.
-        RuntimeError: a tensor is on a GPU, which this process cannot use because it was forked.
+        RuntimeError: a tensor is on a GPU, which this forked process cannot use.
     """
     _require_gpu(tensors)
     if next(iter(tensors.values())).is_cuda and _launcher.reads(*tensors.values()):
@@ -189,7 +188,7 @@ def require_plain(**tensors: torch.Tensor) -> None:
 
 
 def require_dense(**tensors: torch.Tensor) -> None:
-    """`require_plain` for what torch's own operations read, which know their way inside its transforms and wrappers."""
+    """`require_plain` for tensors that only torch operations read, which handle transforms and wrappers."""
     _require_gpu(tensors)
     for name, x in tensors.items():
         odd = _odd_keys(x)
@@ -204,12 +203,12 @@ def is_aligned(x: torch.Tensor) -> bool:
 
 
 _empty_on_current_gpu = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
-"""What code compiled by torch allocates by; not public, so perhaps None."""
+"""The allocator used by torch-compiled code; private, so perhaps None."""
 
 
 def new_empty(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor on the device of `x`, by the shortest way: 1.0 us where `x.new_empty` takes 1.9 (H200,
-    2026-11-23). Dispatch modes do not see it: under them functions call ops instead."""
+    """An uninitialised tensor on x's device, in 1.0 us; `x.new_empty` takes 1.9 us (H200, 2026-11-23). Dispatch modes
+    do not see it: under them functions call ops instead."""
     device = x.get_device()
     if device < 0 or _empty_on_current_gpu is None:
         return x.new_empty_strided(shape, strides, dtype=dtype)
@@ -220,7 +219,7 @@ def new_empty(x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...],
 
 @lru_cache(maxsize=4096)
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """Strides of a contiguous tensor."""
     strides = [1]
     for size in shape[:0:-1]:
         strides.insert(0, strides[0] * max(size, 1))
@@ -228,14 +227,14 @@ def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def empty_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None) -> torch.Tensor:
-    """An uninitialised tensor whose rows begin at multiples of 16 bytes, for TMA; dense where that makes them so."""
+    """An uninitialised tensor with rows at multiples of 16 bytes, for TMA; dense if possible."""
     elements = ALIGNMENT_BYTES // dtype.itemsize
     padded = -(-shape[-1] // elements) * elements
     return torch.empty(*shape[:-1], padded, dtype=dtype, device=device).narrow(-1, 0, shape[-1])
 
 
 def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """`x` [..., n, k], or a copy, such that its rows are dense and begin at multiples of 16 bytes."""
+    """`x` [..., n, k], or a copy, with dense rows at multiples of 16 bytes."""
     dense = x.shape[-1] < 2 or x.stride(-1) == 1
     steps = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     in_step = all(step >= x.shape[-1] and step * x.element_size() % ALIGNMENT_BYTES == 0 for step in steps)
@@ -247,8 +246,8 @@ def with_aligned_rows(x: torch.Tensor) -> torch.Tensor:
 def find_keys() -> tuple[int, int] | None:
     """Where C finds a tensor's dispatch keys, as `_launcher.read_tensors_of` wants it: two offsets in bytes.
 
-    The place is torch's private matter, so it is found by example: None where no place holds the keys of a plain tensor
-    and of a negated one. C then reads no tensors, and every call goes through Python.
+    The offset is private to torch, so it is found by example: None if no offset holds the keys for a plain and a
+    negated tensor. C then reads no tensors, and every call goes through Python.
     """
     plain = torch.empty(1, device="cpu", dtype=torch.float32)
     examples = (plain, torch._neg_view(plain))
@@ -261,8 +260,7 @@ def find_keys() -> tuple[int, int] | None:
 def find_storage() -> tuple[int, int, int] | None:
     """Where C finds how much memory a tensor has, as `_launcher.read_tensors_of` wants it: three offsets in bytes.
 
-    By example, as `find_keys`: None where no place holds it. C then takes a tensor for whole whose storage has been cut
-    short.
+    By example, as `find_keys`: None where no place holds it. C then misses a tensor with a shrunken storage.
     """
     examples = [torch.empty(size, device="cpu", dtype=torch.uint8) for size in (1031, 2063)]
     storages = [x.untyped_storage() for x in examples]
@@ -276,7 +274,7 @@ def find_storage() -> tuple[int, int, int] | None:
 
 
 def _find(words: list[int], addresses: list[int], size_bytes: int) -> int | None:
-    """The offset at which all of these objects hold their word of 64 bits."""
+    """The offset at which all these objects hold their 64-bit word."""
 
     def holds(address: int, word: int) -> bool:
         return ctypes.c_uint64.from_address(address).value == word
@@ -307,7 +305,7 @@ def _not_plain(name: str, x: torch.Tensor) -> TypeError:
 
 
 def _kind(x: torch.Tensor) -> tuple[str, str]:
-    """What a tensor that is not plain is, and what to do."""
+    """A non-plain tensor's type and the remedy."""
     if x.is_nested:
         return "a nested tensor", "Pass its parts, {name}.unbind(), one by one"
     if x.layout is not torch.strided:

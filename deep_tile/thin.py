@@ -1,9 +1,9 @@
-"""Products by parts of K, for outputs too few to fill a GPU: of BF16 with FP32 weights, as routers have them; with sums
-of squares; and summed over a batch.
+"""Thin GEMMs: split-K for outputs too small to fill a GPU. BF16 with FP32 weights (routers), with row sums of squares,
+or summed over a batch.
 
-Called by users, and by `gemm` where b is FP32. Parts of K are multiplied on all SMs and added up in a fixed order, by
-two kernels in one call (parts.py).
-Invariant: results repeat bit for bit; how many parts there are depends on sizes and the GPU's SMs alone.
+Called by users, and by `gemm` where b is FP32. One kernel multiplies K parts on all SMs, another adds them in a fixed
+order (parts.py). Invariant: results repeat bit for bit; how many parts there are depends on sizes and the GPU's SMs
+alone.
 """
 
 import os
@@ -21,7 +21,7 @@ from deep_tile.options import check_one
 from deep_tile.select.hardware import H200
 
 _launches: launches.Table = {}
-"""By the `_Options` of a call, or the plain tuple equal to it."""
+"""By a call's `_Options`, or the plain tuple equal to it."""
 
 _LINEAR = "torch.nn.functional.linear"
 
@@ -53,26 +53,25 @@ def thin_gemm(
     batch_invariant: bool = False,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Product of few columns, few rows or a long K: `out[m, n] = sum_k a[m, k] * b[n, k]`, of BF16 and FP32 or BF16.
+    """GEMM with few rows or columns or a long K: `out[m, n] = sum_k a[m, k] * b[n, k]`, BF16 by FP32 or BF16.
 
-    Of three dimensions it is summed over the first one, too: `out[m, n] = sum over s and k of a[s, m, k] * b[s, n, k]`.
-    With `a` of two dimensions and `b` of three, `a` is multiplied by the sum of b's matrices, as `split_weight` makes
-    them of an FP32 weight, once. An FP32 `b` of two is split in every call, by a kernel of its own.
+    With 3-D operands it also sums over the first dimension: `out[m, n] = sum over s and k of a[s, m, k] * b[s, n, k]`.
+    With a 2-D `a` and 3-D `b`, `a` is multiplied by the sum of b's matrices, the terms into which `split_weight` splits
+    an FP32 weight once. A 2-D FP32 `b` is split in every call, by its own kernel.
 
-    An FP32 `b` is multiplied as a sum of BF16 numbers, whose products with BF16 are exact: of three, it is the number
-    itself but for bits below 2^-133, so that only FP32 sums round; of two, it is rounded within 2^-17. Sums of 64 of k
-    are added in FP32, and then parts of K, in a fixed order. Runs on the tensors' device and torch's current stream;
-    CPU tensors are multiplied in float64. Not differentiable. Compiled as one op by torch.compile and torch.export.
+    An FP32 `b` is multiplied as a sum of BF16 terms, whose products with BF16 are exact. Three terms are exact except
+    for bits below 2^-133, so only FP32 sums round; two terms are within 2^-17. Sums over 64 k are added in FP32, then K
+    parts, in a fixed order. Runs on the tensors' device and torch's current stream; CPU tensors are multiplied in
+    float64. Not differentiable. Compiled as one op by torch.compile and torch.export.
 
     Args:
         a: [m, k] or [s, m, k] bfloat16, unit stride along k, other strides multiples of 16 bytes, 16-byte aligned.
-        b: [n, k] or [s, n, k] float32 or bfloat16, laid out like `a`; or [terms, n, k] bfloat16, one to three, for `a`
-            of two dimensions. Where numbers of FP32 are infinite or NaN, so are
-            the sums that they are in, or NaN.
+        b: [n, k] or [s, n, k] float32 or bfloat16, laid out like `a`; or [terms, n, k] bfloat16, one to three terms,
+            for a 2-D `a`. Infinite or NaN inputs make their sums infinite or NaN.
         out: [m, n] float32, bfloat16 or float16, unit stride along n; allocated when None. Must not overlap the inputs.
-        out_dtype: dtype of `out`: by default that of `out`, or float32.
-        terms: of an FP32 `b`: 3, or 2, which takes two thirds of the operations and numbers below 2^127 alone.
-        accumulate: add the product to what `out` holds, which must be given, of float32.
+        out_dtype: dtype of `out`: by default `out`'s, or float32.
+        terms: for an FP32 `b`: 3, or 2, which takes two thirds of the operations and only numbers below 2^127.
+        accumulate: add the result to `out`, which must be given and float32.
         batch_invariant: a row of `out` is the same, bit for bit, whatever m is; slower.
         pdl: programmatic dependent launch, as for `fp8_gemm`; None: yes.
 
@@ -82,7 +81,7 @@ def thin_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched and `out` is untouched.
 
-    That tensor cores truncate, so that terms are of use only if sums are added outside of them, is from Ootomo and
+    The finding that tensor cores truncate, so that terms help only if sums are added outside them, is from Ootomo and
     Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak
     performance", 2022.
     """
@@ -101,18 +100,18 @@ def prenorm_gemm(
     num_splits: int | None = None,
     pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A thin product and the sums of its rows' squares, in one read of `a`: what hyper-connections need before a norm.
+    """A thin GEMM and the rows' sums of squares in one read of `a`, as hyper-connections need before a norm.
 
-    `out[m, n] = sum_k a[m, k] * b[n, k]` as `thin_gemm` has it of FP32 `b`, and `sqr_sum[m] = sum_k a[m, k]^2`. With
-    `num_splits` both are left in parts of K, for the caller to add up: blocks of 64 of k are dealt out in order, to the
-    first parts one more where they do not come out even; a row's bits then do not depend on m.
+    `out[m, n] = sum_k a[m, k] * b[n, k]` as by `thin_gemm` with FP32 `b`, and `sqr_sum[m] = sum_k a[m, k]^2`. With
+    `num_splits` both stay in K parts for the caller to add: blocks of 64 k are assigned in order, the first parts
+    taking one more if uneven. A row's bits then do not depend on m.
 
     Args:
         a: [m, k] bfloat16, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
         b: [n, k] float32, laid out like `a`; fast up to n = 32.
         out: [m, n] float32, or [num_splits, m, n], unit stride along n; allocated when None.
         sqr_sum: [m] float32, or [num_splits, m], contiguous; allocated when None.
-        num_splits: parts of K; None: they are added up.
+        num_splits: K parts to return; None: they are added.
         pdl: as for `thin_gemm`.
 
     Returns:
@@ -128,11 +127,10 @@ def prenorm_gemm(
 
 
 def split_weight(b: torch.Tensor, terms: int = 3) -> torch.Tensor:
-    """An FP32 weight as the sum of BF16 numbers that `thin_gemm` multiplies: the call's share of the work that does not
-    depend on `a`.
+    """Split an FP32 weight into the BF16 terms that `thin_gemm` multiplies: the work that does not depend on `a`.
 
-    Three terms are truncated and add up to `b` but for bits below 2^-133; two are rounded, and leave at most 2^-17 of a
-    number. Split anew after the weight has changed. By torch, on any device; not differentiable.
+    Three terms are truncated and sum to `b` except for bits below 2^-133; two are rounded, with a relative error up to
+    2^-17. Split anew after the weight has changed. By torch, on any device; not differentiable.
 
     Args:
         b: [n, k] float32, finite, below 2^127 with two terms.
@@ -142,7 +140,7 @@ def split_weight(b: torch.Tensor, terms: int = 3) -> torch.Tensor:
         [terms, n, k] bfloat16, whose rows begin at multiples of 16 bytes.
 
     Raises:
-        TypeError, ValueError: another dtype, number of dimensions or of terms.
+        TypeError, ValueError: another dtype, dimension count or term count.
     """
     if not isinstance(b, torch.Tensor) or b.dtype != torch.float32 or b.dim() != 2:
         seen = f"{list(b.shape)} of {b.dtype}" if isinstance(b, torch.Tensor) else type(b).__name__
@@ -158,7 +156,7 @@ def split_weight(b: torch.Tensor, terms: int = 3) -> torch.Tensor:
 
 
 def precompile_thin(workers: int | None = None) -> int:
-    """Compile, and on a Hopper GPU load, every kernel of `thin_gemm` and `prenorm_gemm`: no call compiles afterwards.
+    """Compile, and on a Hopper GPU load, every kernel for `thin_gemm` and `prenorm_gemm`: no later call compiles.
 
     Args:
         workers: threads compiling at once; all cores by default.
@@ -175,7 +173,7 @@ def precompile_thin(workers: int | None = None) -> int:
 
 
 def _multiply(operands: tuple, outs: tuple, options: tuple) -> tuple[torch.Tensor, ...]:
-    """Outside of tracing; `options` are equal to an `_Options`."""
+    """The call outside tracing; `options` equal an `_Options`."""
     wanted = _Options(*options)
     try:
         _refuse_gradients(wanted, operands, outs)
@@ -192,7 +190,7 @@ def _multiply(operands: tuple, outs: tuple, options: tuple) -> tuple[torch.Tenso
 
 
 def _allocated(operands: tuple, outs: tuple, options: _Options) -> tuple[torch.Tensor, ...]:
-    """What is written to, where it is not given."""
+    """Outputs, allocated if not given."""
     if all(out is not None for out in outs):
         return outs
     if options.accumulate:
@@ -246,7 +244,7 @@ def _is_empty(operands: tuple) -> bool:
 
 
 def _workspace(operands: tuple, made: tuple, options: _Options) -> tuple[torch.Tensor, ...]:
-    """Where a kernel leaves parts that another one adds up: of each result."""
+    """Memory for each result's K parts, written by one kernel and added by the next."""
     if options.num_splits is not None or not operands[0].is_cuda or _is_empty(operands):
         return ()
     _, count = _chosen(operands, options)
@@ -256,7 +254,7 @@ def _workspace(operands: tuple, made: tuple, options: _Options) -> tuple[torch.T
 
 
 def _terms(operands: tuple, options: _Options) -> tuple[torch.Tensor, ...]:
-    """Where a kernel leaves the terms of an FP32 b that products do not split themselves, [matrices * terms, n, k]."""
+    """Memory for the terms of an FP32 b that GEMM kernels do not split themselves, [matrices * terms, n, k]."""
     a, b = operands
     if options.call == "prenorm_gemm" or b.dtype != torch.float32 or not a.is_cuda or _is_empty(operands):
         return ()
@@ -271,7 +269,7 @@ def _call_unknown(operands: tuple, made: tuple, given: tuple, options: _Options)
 
 
 def _first_launch(operands: tuple, made: tuple, given: tuple, options: _Options) -> launches.Prepared | None:
-    """That of a signature not met before, checked; None when the result is there."""
+    """Launch for a new signature, checked; None if the result is already computed."""
     if not operands[0].is_cuda or _is_empty(operands):
         _compute_without_kernel(operands, made, options)
         return None
@@ -315,7 +313,8 @@ def _places(fields: dict[str, int]) -> dict[str, params.Place]:
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int]:
-    """From row to row and from matrix to matrix. Of one alone torch may report any, which TMA would refuse."""
+    """From row to row and from matrix to matrix. For a size of 1 torch may report any stride, which TMA would
+    refuse."""
     rows, k = x.shape[-2:]
     row = x.stride(-2) if rows > 1 else round_up(k, tensors.ALIGNMENT_BYTES // x.element_size())
     return row, x.stride(0) if x.dim() == 3 and x.shape[0] > 1 else rows * row
@@ -331,7 +330,7 @@ def _layout(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, adds: bool) -> 
     )
 
 
-@torch.inference_mode()  # in which any tensor may be written to, whether it requires a gradient or not
+@torch.inference_mode()  # inference mode allows writes to tensors that require a gradient
 def _compute_without_kernel(operands: tuple, made: tuple, options: _Options) -> None:
     """The definition, in float64."""
     out = made[0]
@@ -349,7 +348,7 @@ def _compute_without_kernel(operands: tuple, made: tuple, options: _Options) -> 
 
 
 def _bounds(k: int, splits: int) -> list[slice]:
-    """Of the parts of K, as the kernel deals them out."""
+    """Bounds of the K parts, as the kernel assigns them."""
     steps, longer = divmod(ceil_div(k, parts.STEP), splits)
     ends = [0]
     for part in range(splits):
@@ -372,7 +371,7 @@ def _refuse_gradients(options: _Options, operands: tuple, outs: tuple) -> None:
 
 
 def _check(options: _Options, operands: tuple, outs: tuple) -> None:
-    """Check everything that can be wrong about a call; what is written to may be None."""
+    """Check everything about a call; outputs may be None."""
     named = dict(zip(options.names, (*operands, *outs), strict=True))
     tensors.require_tensors(**{name: x for name, x in named.items() if name in ("a", "b") or x is not None})
     _refuse_gradients(options, operands, outs)
@@ -402,7 +401,7 @@ def _check_terms(terms: object) -> None:
 
 
 def _check_formats(options: _Options, operands: tuple, outs: tuple) -> None:
-    """Check options, dtypes, devices and shapes; what is written to may be None."""
+    """Check options, dtypes, devices and shapes; outputs may be None."""
     _check_options(options)
     a, b = operands
     is_norm = options.call == "prenorm_gemm"
@@ -440,7 +439,7 @@ def _check_out_dtypes(options: _Options, outs: tuple) -> None:
 
 
 def _check_strides(name: str, x: torch.Tensor) -> None:
-    """Check that TMA, or loads of 16 bytes, can read [rows, k], or [s, rows, k], along k."""
+    """Check that TMA, or 16-byte loads, can read a K-major [rows, k] or [s, rows, k]."""
     matrix = x if x.dim() == 2 else x[0] if len(x) else x.flatten(0, 1)
     checks.check_operand_strides(**{name: matrix})
     checks.check_sizes(matrix, matrix)
@@ -458,7 +457,7 @@ def _check_out_strides(out: torch.Tensor) -> None:
         raise ValueError(f"parts of out overlap: its strides are {out.stride()}. Pass a dense out")
 
 
-# The ops, which tracers see.
+# The ops that tracers see.
 
 
 def _op(call: str, written: str, options: str) -> ops.Op:

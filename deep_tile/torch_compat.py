@@ -1,7 +1,7 @@
-"""torch's own names for scaled products, on deep_tile's kernels: one import in place of another.
+"""torch's scaled GEMM functions on deep_tile's kernels: change one import.
 
-Calls dense.py and grouped.py. Invariant: arguments, and what they mean, are those of the function of that name
-in `torch.nn.functional`; what that takes and deep_tile has no kernel for is refused.
+Calls dense.py and grouped.py. Invariant: arguments mean what they mean in the function with this name in
+`torch.nn.functional`; arguments without a kernel are refused.
 """
 
 from collections.abc import Collection, Sequence
@@ -32,34 +32,34 @@ def scaled_mm(
     contraction_dim: Sequence[int] = (),
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """`torch.nn.functional.scaled_mm` of every recipe that torch has on Hopper: `(mat_a scaled) @ (mat_b scaled)`.
+    """`torch.nn.functional.scaled_mm` for every recipe that torch has on Hopper: `(mat_a scaled) @ (mat_b scaled)`.
 
-    Scales are those of tensors, of rows, of blocks of 1x128, or of these for one operand and of 128x128 for the other.
-    A scale is taken as torch takes it, and with any strides and no padding, too. Where `mat_a` has blocks of 128x128,
-    the transposed product is computed, and a kernel of torch transposes it. Any m and n, and k in multiples of 16.
+    Scales are per tensor, per row, 1x128 blocks, or 1x128 for one operand and 128x128 for the other.
+    A scale is taken as torch takes it, and with any strides and no padding, too. If `mat_a` has 128x128 blocks, the
+    transposed GEMM is computed and a torch kernel transposes the result. Any m and n, and k in multiples of 16.
 
     Args:
         mat_a: [m, k] float8_e4m3fn or float8_e5m2, unit stride along k.
-        mat_b: [k, n] of either dtype, unit stride along k: `w.t()` of a weight [n, k].
-        scale_a, scale_b: float32, bfloat16, float16 or float8_e8m0fnu. Of a tensor one number; of rows one for each,
-            [m, 1] and [1, n] or without the 1; for 1x128 blocks [m or n, ceil(k / 128)]; for 128x128 blocks
-            [ceil(k / 128), ceil(m or n / 128)], where the first may be rounded up to a multiple of 4.
+        mat_b: [k, n] in either dtype, unit stride along k: `w.t()` for a weight [n, k].
+        scale_a, scale_b: float32, bfloat16, float16 or float8_e8m0fnu. Per tensor one number; per row [m, 1] and [1,
+            n], or without the 1; for 1x128 blocks [m or n, ceil(k / 128)]; for 128x128 blocks [ceil(k / 128), ceil(m or
+            n / 128)], where the first may be rounded up to a multiple of 4.
         scale_recipe_a, scale_recipe_b: TensorWise both, RowWise both, BlockWise1x128 both, or BlockWise1x128 and
             BlockWise128x128, either way round.
         swizzle_a, swizzle_b: None or NO_SWIZZLE.
-        bias: [n] bfloat16, float16 or float32, added in FP32 before the product is rounded; where `mat_a` has blocks of
-            128x128, to the rounded product by a kernel of torch.
-        output_dtype: bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; that of `mat_a` when None. An FP8 result
-            is made of FP32 by kernels of torch, and what is beyond its range becomes its largest number.
+        bias: [n] bfloat16, float16 or float32, added in FP32 before rounding; if `mat_a` has 128x128 blocks, a torch
+            kernel adds it to the rounded result.
+        output_dtype: bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; `mat_a`'s when None. torch kernels
+            convert an FP8 result from FP32 with saturation.
         contraction_dim: nothing, or (1, 0).
-        use_fast_accum: with scales of tensors or rows, the tensor cores add up all of k, with the 14 bits or so that
-            they keep; without it, and with blocks always, sums over 128 of k are added in FP32.
+        use_fast_accum: with per-tensor or per-row scales, tensor cores accumulate all k with about 14 bits. Without it,
+            and always with blocks, sums over 128 k are promoted to FP32.
 
     Returns:
         A contiguous tensor [m, n].
 
     Raises:
-        TypeError, ValueError: an argument that is none of these.
+        TypeError, ValueError: an argument that is not as listed.
         RuntimeError: as `deep_tile.fp8_gemm`.
     """
     recipes = (_single("scale_recipe_a", scale_recipe_a), _single("scale_recipe_b", scale_recipe_b))
@@ -85,13 +85,13 @@ def scaled_mm(
 
 
 def _multiply_blocks(a, a_scale, b, b_scale, recipe_of_b: ScalingType, **options) -> torch.Tensor:
-    """A product of [m, k] and [n, k] with scales of blocks, of 1x128 for `a`."""
+    """A block-scaled GEMM of [m, k] and [n, k], with 1x128 scales for `a`."""
     is_fp8_gemm = recipe_of_b == _WEIGHTS and a.dtype == b.dtype == torch.float8_e4m3fn
     return (dense.fp8_gemm if is_fp8_gemm else dense.scaled_gemm)(a, a_scale, b, b_scale, **options)
 
 
 def _saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In FP8, whose conversion makes NaN of what is too large."""
+    """Converted to FP8 with saturation; torch's own conversion turns overflow into NaN."""
     largest = torch.finfo(dtype).max
     return x.clamp(-largest, largest).to(dtype)
 
@@ -111,14 +111,14 @@ def scaled_grouped_mm(
     contraction_dim: Sequence[int] = (),
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """`torch.nn.functional.scaled_grouped_mm` of groups of rows, with scales of rows; or of blocks, which torch has not
+    """`torch.nn.functional.scaled_grouped_mm` for row groups, with per-row scales, or block scales, which torch lacks
     on Hopper.
 
-    Each group of rows of `mat_a` by a matrix of its own. Scales lie as those of `scaled_mm` do, group by group.
+    Each row group of `mat_a` is multiplied by its own matrix. Scales are laid out as for `scaled_mm`, per group.
 
     Args:
         mat_a: [s, k] with `offs`, or [g, m, k] without, float8_e4m3fn or float8_e5m2, unit stride along k.
-        mat_b: [g, k, n] of either dtype, unit stride along k: `w.transpose(1, 2)` of weights [g, n, k].
+        mat_b: [g, k, n] in either dtype, unit stride along k: `w.transpose(1, 2)` for weights [g, n, k].
         scale_a: float32, bfloat16, float16 or float8_e8m0fnu: [s] or [g, m] for each row, or [s, ceil(k / 128)] or
             [g, m, ceil(k / 128)].
         scale_b: likewise: [g, n], or [g, ceil(k / 128), ceil(n / 128)], where ceil(k / 128) may be rounded up to a
@@ -134,7 +134,7 @@ def scaled_grouped_mm(
         A contiguous tensor [s, n] or [g, m, n].
 
     Raises:
-        TypeError, ValueError: an argument that is none of these, two-dimensional `mat_b` among them.
+        TypeError, ValueError: an argument that is not as listed, such as a 2-D `mat_b`.
         RuntimeError: as `deep_tile.scaled_grouped_gemm`.
     """
     recipes = (_single("scale_recipe_a", scale_recipe_a), _single("scale_recipe_b", scale_recipe_b))
@@ -158,21 +158,21 @@ def grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.functional.grouped_mm` of groups of rows: each group of rows of `mat_a` by a matrix of its own.
+    """`torch.nn.functional.grouped_mm` for row groups: each group of `mat_a` is multiplied by its own matrix.
 
     Args:
         mat_a: [s, k] with `offs`, or [g, m, k] without, bfloat16 or float16, unit stride along k.
-        mat_b: [g, k, n] of the same dtype, unit stride along k or along n: `w.transpose(1, 2)` of weights [g, n, k], or
-            weights [g, k, n], of several groups with k a multiple of 64.
+        mat_b: [g, k, n] in the same dtype, unit stride along k or n: `w.transpose(1, 2)` for weights [g, n, k], or
+            weights [g, k, n], where several groups need k to be a multiple of 64.
         offs: int32 [g] on the device: the row behind each group's last. Rows behind the last group hold anything.
         bias: only None.
-        out_dtype: bfloat16, float16 or float32; that of `mat_a` when None.
+        out_dtype: bfloat16, float16 or float32; `mat_a`'s when None.
 
     Returns:
         A contiguous tensor [s, n] or [g, m, n].
 
     Raises:
-        TypeError, ValueError: an argument that is none of these, two-dimensional `mat_b` among them.
+        TypeError, ValueError: an argument that is not as listed, such as a 2-D `mat_b`.
         RuntimeError: as `deep_tile.grouped_gemm`, an operand that requires a gradient among them.
     """
     _check_no_bias(bias)
@@ -196,7 +196,7 @@ def _check_options(swizzle_a: object, swizzle_b: object, output_dtype: object, k
 
 
 def _single(name: str, value: object) -> object:
-    """torch takes lists of one, for recipes of several levels."""
+    """The element of a one-element list, which torch takes for multi-level recipes."""
     if not isinstance(value, (list, tuple)):
         return value
     if len(value) != 1:
@@ -273,7 +273,7 @@ def _check_bias(bias: object, rows_b: torch.Tensor) -> None:
 
 
 def _scale(letter: str, scale: object, recipe: ScalingType, rows: torch.Tensor) -> torch.Tensor:
-    """The scale of [..., rows, k], by torch's layout for its recipe, as our products take it."""
+    """The scale for [..., rows, k], from torch's layout for its recipe to ours."""
     if not isinstance(scale, torch.Tensor) or scale.dtype not in tensors.SCALE_DTYPES:
         is_tensor = isinstance(scale, torch.Tensor)
         seen = scale.dtype if is_tensor else repr(scale)
@@ -299,7 +299,7 @@ def _scale(letter: str, scale: object, recipe: ScalingType, rows: torch.Tensor) 
 
 
 def _is_one_of(shape: Sequence[int], known: Sequence[tuple[int, ...]]) -> bool:
-    """Size by size, since a tracer has symbols for sizes, which it compares, but not tuples of them."""
+    """Compared size by size, since tracers compare symbolic sizes but not tuples."""
     return any(
         len(shape) == len(one) and all(size == wanted for size, wanted in zip(shape, one, strict=True)) for one in known
     )

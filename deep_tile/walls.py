@@ -1,8 +1,8 @@
-"""The four walls that a tile runs into: registers, capacity, intensity, latency. Each a pure function with units.
+"""The four limits on a tile: registers, shared-memory capacity, arithmetic intensity, latency. Pure functions, in the
+named units.
 
-Called by config.py (what is legal), select/ and method/ (what is good); it imports nothing of the package, so that all
-of them share one set of formulas. Invariant: a wall is the number, the limit it is held against, and the
-arithmetic in words; it decides nothing else.
+Called by config.py (what is legal), select/ and method/ (what is good); it imports nothing from the package. Invariant:
+a wall is a number, its limit, and the arithmetic in words; it decides nothing else.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ class Wall(NamedTuple):
     Attributes:
         name: `register`, `capacity`, `intensity (LEVEL)`, `latency` or `Little's law`.
         value, limit: in `unit`; the tile is on the good side while `holds`.
-        unit: of both.
+        unit: shared by both.
         holds: register and capacity: the tile is possible. Intensity: the tensor cores are the bound, not this level;
             for L2, where SMs share what they read. Latency: the stages hide it.
         reason: the arithmetic.
@@ -36,12 +36,12 @@ class Wall(NamedTuple):
 
 
 def walls_hit(walls: Iterable[Wall]) -> list[Wall]:
-    """Those that make a tile impossible."""
+    """The walls that make a tile impossible."""
     return [wall for wall in walls if wall.name in ("register", "capacity") and not wall.holds]
 
 
 def accumulator_registers(block_m: int, block_n: int, math_warpgroups: int) -> int:
-    """32-bit accumulators of each math thread: the tile, spread over all of them."""
+    """32-bit accumulators per math thread: the tile spread over all math threads."""
     return ceil(block_m * block_n / (WARPGROUP_THREADS * math_warpgroups))
 
 
@@ -49,8 +49,8 @@ def register_wall(accumulators: int, temporaries: int, limit: int) -> Wall:
     """What a math thread holds against what it can spare.
 
     Args:
-        accumulators: registers of the output tile, see `accumulator_registers`.
-        temporaries: registers of one K block's product, where it is scaled before it is added (two levels); else 0.
+        accumulators: registers for the output tile, see `accumulator_registers`.
+        temporaries: registers for one K block's sums with promotion; else 0.
         limit: registers that addresses, scales and loop variables leave.
     """
     needed = accumulators + temporaries
@@ -66,12 +66,12 @@ def register_wall(accumulators: int, temporaries: int, limit: int) -> Wall:
 
 
 def operand_bytes(block_m: int, block_n: int, block_k: int, element_bytes: float) -> float:
-    """Both operands of one K block of a tile."""
+    """Bytes of both operands per tile and K block."""
     return (block_m + block_n) * block_k * element_bytes
 
 
 def capacity_wall(smem_bytes: int, limit_bytes: int) -> Wall:
-    """Stages, output tile, scales and barriers against the shared memory of a block."""
+    """Stages, output tile, scales and barriers against a block's shared memory."""
     owner = "Hopper's" if limit_bytes == SMEM_LIMIT_BYTES else "the"
     if smem_bytes > limit_bytes:
         reason = (
@@ -94,7 +94,7 @@ def product_flops(m: int, n: int, k: int) -> int:
 
 
 def intensity_wall(level: str, flops: float, bytes_moved: float, tflops: float, tbps: float) -> Wall:
-    """FLOP per byte through one level of the memory against the FLOP per byte at which that level keeps up.
+    """FLOP per byte through one memory level against the FLOP per byte at which it keeps up.
 
     Judge the whole problem (each operand once) against HBM, one instruction against shared memory; for a tile against
     L2 there is `l2_wall`.
@@ -109,13 +109,13 @@ def intensity_wall(level: str, flops: float, bytes_moved: float, tflops: float, 
 
 
 def l2_wall(flops: float, bytes_moved: float, tflops: float, own_tbps: float, shared_tbps: float) -> Wall:
-    """FLOP per byte of one tile against what SMs take in from L2, which depends on how many of them ask for a byte.
+    """A tile's FLOP per byte against L2 bandwidth, which depends on how many SMs request the same byte.
 
-    The wall is where L2 does not keep up though all SMs ask for the same bytes. From there to where it keeps up though
-    no two of them do, it is an estimate: neighbours among the tiles share a part of their operands.
+    Below the wall L2 does not keep up even when all SMs request the same bytes. Between there and the point where it
+    keeps up with no sharing, the result is an estimate: neighbouring tiles share part of their operands.
 
     Args:
-        own_tbps, shared_tbps: of all SMs together, no byte asked for by two, and every byte by all.
+        own_tbps, shared_tbps: L2 to all SMs, without sharing and with every byte requested by all.
     """
     intensity, shared, own = flops / bytes_moved, tflops / shared_tbps, tflops / own_tbps
     bound = l2_bound(intensity, tflops, own_tbps, shared_tbps)
@@ -128,21 +128,18 @@ def l2_wall(flops: float, bytes_moved: float, tflops: float, own_tbps: float, sh
 
 
 def l2_bound(intensity: float, tflops: float, own_tbps: float, shared_tbps: float) -> str:
-    """What a tile of so many FLOP per byte of L2 waits for, in words; the rates as in `l2_wall`."""
+    """What a tile with this L2 intensity waits for, in words; rates as in `l2_wall`."""
     if intensity < tflops / shared_tbps:
         return "L2"
     return "compute if neighbours share enough" if intensity < tflops / own_tbps else "compute"
 
 
 def latency_wall(stages: int, flops: float, sm_tflops: float, latency_us: float) -> Wall:
-    """Stages against those that keep the tensor cores of an SM busy while the next loads are under way.
-
-    `stages_min = ceil(latency / t_stage) + 1`: one that is multiplied, and as many loading as the latency lasts stages.
+    """Stages against the count that keeps an SM's tensor cores busy during loads. `stages_min = ceil(latency / t_stage)
+    + 1`: one being multiplied, the others loading for one latency.
 
     Args:
-        flops: of one stage.
-        sm_tflops: rate of one SM.
-        latency_us: from asking for a stage to having it.
+        flops: per stage. sm_tflops: per SM. latency_us: from a stage's request to its arrival.
     """
     stage_us = flops / sm_tflops / 1e6
     least = ceil(latency_us / stage_us) + 1
@@ -153,7 +150,7 @@ def latency_wall(stages: int, flops: float, sm_tflops: float, latency_us: float)
 
 
 def littles_law(bytes_in_flight: float, sm_gbps: float, latency_us: float) -> Wall:
-    """Bytes that an SM has asked for against bandwidth x latency: what it must have asked for, to get its share."""
+    """Bytes that an SM has in flight against bandwidth x latency, the bytes it needs in flight for its share."""
     needed = sm_gbps * 1e3 * latency_us
     reason = f"{bytes_in_flight:.0f} bytes in flight per SM; {sm_gbps:.4g} GB/s x {latency_us:.3g} us need {needed:.0f}"
     return Wall("Little's law", bytes_in_flight, needed, "bytes in flight", bytes_in_flight >= needed, reason)

@@ -1,10 +1,10 @@
-"""Hangs made readable: kernels of the debug build, and the records in which they say what they wait for.
+"""Debug builds for hangs: kernels that record what each warp waits for.
 
 Called by plan.py where DEEP_TILE_BOUNDED_WAITS is set, and by whoever wants to know why a launch failed (`report`). The
-device half is include/deep_tile/watch.cuh. The records lie in pinned host memory, which both sides address alike and
-which can be read when a failed launch has ended the context.
+device half is include/deep_tile/watch.cuh. Records are in pinned host memory, at the same address for host and GPU and
+readable after a failed launch has ended the context.
 
-Invariant: records are read by the numbers of kernels that this process has built, and by nothing else.
+Invariant: records are read only by the numbers of kernels that this process built.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ WARPS_PER_BLOCK = 20
 
 
 class Record(ctypes.Structure):
-    """What one warp has written: WatchRecord of watch.cuh."""
+    """One warp's record: WatchRecord in watch.cuh."""
 
     _fields_ = tuple(
         (name, ctypes.c_uint32)
@@ -47,12 +47,12 @@ _lock = threading.Lock()
 
 
 def is_wanted() -> bool:
-    """Whether kernels are to be of the debug build."""
+    """Whether to build debug kernels."""
     return settings.bounded_waits_ns() is not None
 
 
 def debug_source(kernel: Watched) -> str:
-    """CUDA C++ of the debug build of a kernel, for this process alone. Allocates the records at its first call."""
+    """CUDA C++ for a kernel's debug build, for this process only. Allocates the records at its first call."""
     with _lock:
         records = _opened()
         records.kernels.append(kernel)
@@ -71,7 +71,7 @@ def _opened() -> _Records:
 
 
 def report() -> str:
-    """Who waited for what when a kernel of the debug build gave up; says so where none did.
+    """Which warp waited for what when a debug kernel gave up; says so if none did.
 
     May be called when the context is dead. Warps with a tile and no wait were working, at a named barrier, or done.
     """
@@ -82,7 +82,7 @@ def report() -> str:
 
 
 def describe(records, kernels: list[Watched]) -> str:
-    """The text of `report`, for records and the kernels by their number."""
+    """The text of `report`, from records and kernels by number."""
     waiting = {index // WARPS_PER_BLOCK for index, record in enumerate(records) if record.waits}
     if not waiting:
         return "no wait has taken longer than DEEP_TILE_BOUNDED_WAITS allows"
@@ -103,7 +103,7 @@ def _describe(record: Record, config: Watched, block: int, warp: int) -> str:
 
 
 def role(config: Watched, warp: int) -> str:
-    """What a warp of a kernel does: the table at the top of gemm.cuh, or of logits.cuh."""
+    """A warp's role: the table at the top of gemm.cuh, or of logits.cuh."""
     if isinstance(config, LogitsKernel):
         helper = warp - 4 * config.warpgroups
         return (
@@ -129,7 +129,7 @@ def role(config: Watched, warp: int) -> str:
 
 
 def barrier(config: Watched, offset: int) -> str:
-    """Name of the mbarrier that lies `offset` bytes behind the first one; the order is that of the kernel's storage."""
+    """Name of the mbarrier at `offset` bytes after the first one, in the order of the kernel's storage."""
     number, rest = divmod(offset, 8)
     names = _barriers(config)
     return (

@@ -1,8 +1,8 @@
-"""Grouped products along K: the gradients of many weights, as the experts of a model have them, in one launch.
+"""K-grouped GEMMs: weight gradients for all experts in one launch.
 
-Called by users. Which tokens belong to which group is read on the device, so that nothing waits for the host and a
-CUDA graph holds for every distribution. The gradient of one weight is `dense.fp8_wgrad`.
-Invariant: nothing outside of the tensors is read or written, whatever the offsets say.
+Called by users. Group bounds are read on the device, so nothing waits for the host and one CUDA graph serves every
+distribution. `dense.fp8_wgrad` is the gradient for one weight. Invariant: invalid offsets never cause out-of-bounds
+access.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ _OUT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Options(NamedTuple):
-    """The keywords of a call; described at `fp8_grouped_wgrad`."""
+    """A call's keywords, described at `fp8_grouped_wgrad`."""
 
     accumulate: bool = True
     alignment: int = SCALE_BLOCK
@@ -45,17 +45,17 @@ def fp8_grouped_wgrad(
     num_sms: int | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Gradients of the weights of experts, `out[g] += dy[g]^T @ x[g]` over each group's tokens, in one launch.
+    """Experts' weight gradients, `out[g] += dy[g]^T @ x[g]` over each group's tokens, in one launch.
 
-    `out[g, n, k] += sum_s dy[n, s] * dy_scale[n, s // 128] * x[k, s] * x_scale[k, s // 128]` for the tokens s of group
-    g, which end before token `offs[g]` and begin where group g - 1 ends, rounded up to `alignment`, so that scales
-    belong to one group. Groups have any length. What lies between a group's end and the next multiple of 128 must be
-    zeros, as `transposed_cast_to_fp8` writes them: those 128 tokens are multiplied as a whole. A group without tokens
-    leaves its `out` alone, or writes zeros without `accumulate`.
+    `out[g, n, k] += sum_s dy[n, s] * dy_scale[n, s // 128] * x[k, s] * x_scale[k, s // 128]` for group g's tokens s,
+    which end before token `offs[g]` and start where group g - 1 ends, rounded up to `alignment`, so that no two groups
+    share a scale. Groups have any length. Tokens between a group's end and the next multiple of 128 must be zeros, as
+    `transposed_cast_to_fp8` writes: the 128 tokens are multiplied as a whole. A group without tokens leaves its `out`
+    alone, or writes zeros without `accumulate`.
 
-    Offsets are read on the device. Those that do not fit (negative, falling, beyond s) are cut, and lead to no memory
-    that is not the tensors'. Every warp reads them by itself: nothing may write them while the product runs. Not
-    differentiable. In whatever order groups are worked on, each number of `out` is added to once: results repeat.
+    Offsets are read on the device. Invalid ones (negative, falling, beyond s) are clamped and never cause out-of-bounds
+    access. Every warp reads them by itself: nothing may write them while the product runs. Not differentiable. Each
+    `out` element is added to once, in any group order: results repeat.
 
     Args:
         dy: [n, s] float8_e4m3fn, unit stride along tokens, row stride a multiple of 16 bytes, 16-byte aligned.
@@ -64,11 +64,11 @@ def fp8_grouped_wgrad(
         x_scale: [k, ceil(s / 128)], likewise.
         offs: [g] int32, contiguous, on the same device: the token behind each group's last.
         out: [g, n, k] float32 or bfloat16, unit stride along k, group stride a multiple of the row stride; multiples of
-            16 bytes are stored faster. Must not overlap the inputs. Of bfloat16, sums are rounded once, and once more
-            where they are added.
-        accumulate: add to what `out` holds, rather than write over it.
-        alignment: of the tokens that groups begin at: a power of two from 128 to 1024.
-        expected_tokens: of a group that has tokens, in the mean: what the kernel is chosen for. None: s / g.
+            16 bytes are stored faster. Must not overlap the inputs. bfloat16 results are rounded once, and again when
+            accumulated.
+        accumulate: add to `out` instead of overwriting it.
+        alignment: the multiple of tokens at which groups start: a power of two from 128 to 1024.
+        expected_tokens: mean tokens per non-empty group, for which the kernel is chosen. None: s / g.
         config: the kernel to use instead of the selector's choice; its `grouping` is "k_offs".
         num_sms, pdl: as for `fp8_gemm`.
 
@@ -170,8 +170,7 @@ class GroupedWgrad(dense.Product):
         )
 
     def layout(self, given: Given, alignment: int) -> plan.Layout:
-        """Strides of the call. Of a single row torch may report any stride, which TMA would refuse: it gets a legal
-        one."""
+        """The call's strides. For a single row torch may report any stride; TMA gets a legal one."""
         dy, dy_scale, x, x_scale, _, out = given
         tokens = round_up(dy.shape[1], tensors.ALIGNMENT_BYTES)
         out_stride, out_rows = grouped.row_strides(

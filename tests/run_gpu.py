@@ -52,8 +52,8 @@ from benchmarks.timing import describe_run  # noqa: E402
 from deep_tile import jit  # noqa: E402
 from deep_tile.kinds import EVERY_KIND  # noqa: E402
 
-PREFIXES = sorted({"sort_by_expert_", "thin_gemm_"} | {f"{kind.split('_')[0]}_" for kind in EVERY_KIND})
-"""Of the names of deep_tile's kernels: sanitizers leave out all others."""
+PREFIXES = sorted({"mqa_logits_", "sort_by_expert_", "thin_gemm_"} | {f"{kind.split('_')[0]}_" for kind in EVERY_KIND})
+"""In the names of deep_tile's kernels: sanitizers leave out all others."""
 
 
 class Tally:

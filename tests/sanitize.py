@@ -141,10 +141,10 @@ CASTS = (
 
 def tight(x: torch.Tensor, device: str, multiple: int = 1) -> torch.Tensor:
     """A copy with nothing beyond its last row; rows are a multiple of `multiple` elements apart."""
-    columns = round_up(x.shape[1], multiple)
-    copy = torch.zeros(x.shape[0], columns, dtype=x.dtype)
-    copy[:, : x.shape[1]] = x
-    return copy.to(device)[:, : x.shape[1]]
+    columns = x.shape[-1]
+    copy = torch.zeros(*x.shape[:-1], round_up(columns, multiple), dtype=x.dtype)
+    copy[..., :columns] = x
+    return copy.to(device)[..., :columns]
 
 
 def tight_operand(x: torch.Tensor, k: int, device: str) -> torch.Tensor:
@@ -389,7 +389,8 @@ def transposed_targets(x: torch.Tensor, device: str) -> dict[str, torch.Tensor]:
 
 def from_device(x: torch.Tensor) -> torch.Tensor:
     """A copy of what lies between rows, too: one of the rows alone is made by a kernel of torch."""
-    return (x if x._base is None else x._base).cpu().view(x.dtype)[:, : x.shape[1]]
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((extent,), (1,)).to("cpu", copy=True).as_strided(x.shape, x.stride())
 
 
 def run_transposed_casts(dtype: torch.dtype, rows: int, columns: int, device: str = "cuda") -> None:
@@ -413,7 +414,7 @@ def run_casts_both(dtype: torch.dtype, rows: int, columns: int, device: str = "c
             results.append([*cast_both(x), *cast_both(x, blocks=True), *made, transpose_fp8(made.b)])
             results[-1] += gradient_of_swiglu(rows, round_up(columns, 128), where)
         for got, wanted in zip(*results, strict=True):
-            assert torch.equal(got.cpu().float(), wanted.float()), (rows, columns, dtype, first)
+            assert torch.equal(from_device(got).float(), wanted.float()), (rows, columns, dtype, first)
 
 
 def gradient_of_swiglu(rows: int, columns: int, where: str) -> list[torch.Tensor]:

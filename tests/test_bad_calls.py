@@ -8,7 +8,7 @@ import torch
 from bad_calls import BAD_CALLS, CALLS, WITHOUT_GOOD_CALLS, BadCall, Good
 from helpers import Exact, assert_accurate, exact_product
 
-from deep_tile import both, dequantize, fp8_gemm, linear
+from deep_tile import dequantize, fp8_gemm
 from deep_tile.operation import OPERATIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about its own tensors
@@ -40,8 +40,7 @@ def check_good_calls(good: Good) -> None:
 def check_refused(bad: BadCall, device: str) -> None:
     """Whether or not calls like it, but right, went before: nothing that they left behind lets it pass."""
     good = Good(device)
-    for module in (both, linear):
-        module._launches.clear()
+
     for operation in OPERATIONS.values():
         operation.launches.clear()
     first = refusal(bad, good)

@@ -251,7 +251,7 @@ WRONG = {
     "both, floor": (lambda: cast_both(X, amax_floor=-1), ValueError, "amax_floor is -1"),
     "both, offs": (lambda: cast_both(X, offs=OFFS.long()), TypeError, "offs is a tensor of int64"),
     "both, rows": (lambda: cast_both(X, rows=X[0]), TypeError, "rows is a tensor of float32"),
-    "both, blocks": (lambda: cast_both(X, blocks=1), TypeError, "blocks is 1; it must be True or False"),
+    "both, blocks": (lambda: cast_both(X, blocks=1), TypeError, "blocks is 1, of type int; pass True or False"),
     "both, blocks of groups": (
         lambda: cast_both(X, blocks=True, offs=OFFS),
         ValueError,
@@ -260,7 +260,7 @@ WRONG = {
     "both, gradient": (
         lambda: cast_both(X.clone().requires_grad_()),
         RuntimeError,
-        "cast_both has none: cast x.detach",
+        "cast_both has none: .*pass x.detach",
     ),
     "weight of FP8": (lambda: cast_weight(CODES), TypeError, "w is a tensor of float8_e4m3fn"),
     "weight of four": (lambda: cast_weight(X[None, None]), ValueError, r"w has shape .*\[g, n, k\].*\.view\(\) it so"),

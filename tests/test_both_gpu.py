@@ -22,24 +22,27 @@ def guards(monkeypatch):
     """Results lie in poisoned memory; what is around them, and between their rows, stays as it is."""
     memory = []
 
-    def guarded(allocate):
-        def place(*arguments):
-            made = allocate(*arguments)
-            tensors = made if isinstance(made, tuple) else (made,)
-            inside = []
-            for x in tensors:
-                # No memory of the result itself: a kernel that is told its strides alone reaches no further.
-                size = x.untyped_storage().nbytes()
-                bytes_ = torch.full((size + 2 * MARGIN,), POISON, dtype=torch.uint8, device=x.device)
-                inner = bytes_[MARGIN : MARGIN + size].view(x.dtype).as_strided(x.shape, x.stride())
-                memory.append((bytes_, inner))
-                inside.append(inner)
-            return type(made)(*inside) if isinstance(made, tuple) else inside[0]
+    def inside(x):
+        # No memory of the result itself: a kernel that is told its strides alone reaches no further.
+        size = x.untyped_storage().nbytes()
+        bytes_ = torch.full((size + 2 * MARGIN,), POISON, dtype=torch.uint8, device=x.device)
+        inner = bytes_[MARGIN : MARGIN + size].view(x.dtype).as_strided(x.shape, x.stride())
+        memory.append((bytes_, inner))
+        return inner
+
+    def guarded(operation):
+        allocate = operation.allocated
+
+        def place(given, options):
+            made = list(allocate(given, options))
+            for at in operation._outs:
+                made[at] = inside(made[at])
+            return tuple(made)
 
         return place
 
-    for name in ("_new_both", "_new_weight", "_new_transpose"):
-        monkeypatch.setattr(both, name, guarded(getattr(both, name)))
+    for operation in (both.CAST_BOTH, both.CAST_WEIGHT, both.TRANSPOSE_FP8):
+        monkeypatch.setattr(operation, "allocated", guarded(operation))
     yield
     assert memory
     for bytes_, inner in memory:

@@ -6,6 +6,7 @@ there.
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def check_cast(x, gating, lists, first, name):
     shape = sources.result_shape(x, gating is not None, lists)
     out, scale = targets(shape, first, scale_is_transposed=len(name) % 2)
     read, options = quantize.readable(x), quantize.Options(1, gating=gating)
-    numbers = quantize.layout(read, options, out, scale, lists)
+    numbers = SimpleNamespace(**quantize.numbers_of(read, options, out, scale, lists))
     assert (numbers.rows, numbers.columns) == (math.prod(shape[:-1]), shape[-1])
     rows = living_rows(numbers, lists)
     assert_writes(numbers, rows, out, scale)
@@ -163,7 +164,7 @@ def test_vectors_are_used(dtype, shape):
     """Where all is aligned: or the tests above would show nothing of them."""
     out, scale = targets(shape, 16, False)
     read = quantize.readable(laid_out(shape, layouts(shape)["transposed"], dtype, 16))
-    numbers = quantize.layout(read, quantize.Options(1), out, scale, {})
+    numbers = SimpleNamespace(**quantize.numbers_of(read, quantize.Options(1), out, scale, {}))
     assert numbers.aligned == (shape[1] % (16 // read.element_size()) == 0)
 
 
@@ -178,7 +179,7 @@ def test_casts_along_tokens(dtype, index, first):
             tokens = torch.arange(shape[0]) if index is None else lists["rows"]
             out, scale = targets((shape[1], len(tokens)), first, scale_is_transposed=len(name) % 2)
             read = quantize.readable(x)
-            numbers = transposed.layout(read, transposed.Options(lists=(*lists,)), out, scale, lists)
+            numbers = SimpleNamespace(**transposed.numbers_of(read, transposed.CastOptions(), out, scale, lists))
             assert_writes(numbers, torch.arange(shape[1]), out, scale)
             tokens = tokens[(tokens >= 0) & (tokens < numbers.x_rows)]
             at = places(read, tokens, numbers.x_stride, torch.arange(numbers.columns))
@@ -199,7 +200,7 @@ def test_sums_of_rows(columns, first):
         for strides in layouts((tokens, top_k)).values():
             weights = laid_out((tokens, top_k), strides, torch.float32, first)
             index = laid_out((tokens, top_k), strides[::-1], torch.int64, first)
-            numbers = experts.combine_layout(x, weights, index, out)
+            numbers = SimpleNamespace(**experts.combine_numbers(x, weights, index, out))
             rows, chosen, width = torch.arange(tokens), torch.arange(top_k), torch.arange(columns)
             for given, name in ((weights, "weights"), (index, "index")):
                 by_row, by_column = (getattr(numbers, f"{name}_stride_{of}") for of in ("row", "column"))

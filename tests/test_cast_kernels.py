@@ -116,27 +116,12 @@ def launch(tmp_path_factory):
     def run(kernel, grid, layout, *tensors, places=kernels.PLACES, cluster=1):
         if kernel not in libraries:
             libraries[kernel] = compile_for_host(kernel, directory)
-        table = table_of(kernel)
-        argument = bytearray(table.pack(**layout._asdict()))
-        for offset, number, _ in table.pointers(places):
+        argument = bytearray(kernel.table.pack(**layout))
+        for offset, number, _ in kernel.table.pointers(places):
             argument[offset : offset + 8] = tensors[number].data_ptr().to_bytes(8, "little")
         libraries[kernel].run(bytes(argument), grid, cluster)
 
     return run
-
-
-def table_of(kernel):
-    if isinstance(kernel, SortKernel):
-        return params.SORT
-    if kernel == kernels.COMBINE:
-        return params.COMBINE
-    if kernel in kernels.TRANSPOSED.values():
-        return params.TRANSPOSED_CAST
-    if kernel in kernels.BOTH.values():
-        return params.CAST_BOTH
-    if kernel in kernels.GATED.values():
-        return params.GATED
-    return params.CAST if kernel.what == "plain" else params.CAST_OF_ROWS
 
 
 def assembly_of(kernel):
@@ -161,7 +146,7 @@ def compile_for_host(kernel, directory):
     source.write_text(f"""\
 #include "host_cuda.h"
 {text}
-extern "C" void run(const {table_of(kernel).name}* params, unsigned grid, unsigned cluster) {{
+extern "C" void run(const {kernel.table.name}* params, unsigned grid, unsigned cluster) {{
     host_launch({kernel.name}, *params, grid, {kernel.threads}, cluster);
 }}
 """)
@@ -224,8 +209,8 @@ def assert_as_defined(launch, kernel, x, options):
 def launch_cast(launch, kernel, x, options, out, scale, lists, grid=2):
     """As a call does on a GPU: of `x`, or of the copy that is made of it, by the numbers that are made of that."""
     x = quantize.readable(x)
-    layout = quantize.layout(x, options, out, scale, lists)
-    places = kernels.operands_of_rows((*lists,))["places"]
+    layout = quantize.numbers_of(x, options, out, scale, lists)
+    places = params.places(kernels.fields_of_rows((*lists,)))
     launch(kernel, grid, layout, x, out, scale, *lists.values(), places=places)
 
 
@@ -404,14 +389,14 @@ OFFS = {
 
 def assert_transposed_as_defined(launch, kernel, x, options, lists, grid=2):
     """The kernel writes into poisoned tensors what the definition does; both leave the same tokens alone."""
-    options = transposed.Options(**options, lists=(*lists,))
+    options = transposed.CastOptions(**options)
     shape = x.shape[1], len(lists["rows"]) if "rows" in lists else len(x)
     by_kernel, wanted = (Guarded(torch.empty(shape), quantize.Options(1), {}) for _ in range(2))
     transposed.definition(x, options, *wanted.matrices, lists)
     x = quantize.readable(x)
-    layout = transposed.layout(x, options, *by_kernel.matrices, lists)
+    layout = transposed.numbers_of(x, options, *by_kernel.matrices, lists)
     given = x, *by_kernel.matrices, *lists.values()
-    launch(kernel, grid, layout, *given, places=kernels.transposed_places(options.lists))
+    launch(kernel, grid, layout, *given, places=params.places(kernels.fields_of_tokens((*lists,))))
     by_kernel.assert_guards_intact()
     assert_same(by_kernel.matrices, wanted.matrices)
 
@@ -494,11 +479,12 @@ def odd_matrix(shape, dtype):
 
 def both_as_defined(launch, kernel, x, options, lists, grid=2):
     """Tokens of no group are left alone along k, too, where the definition casts them."""
-    options, blocks = transposed.Options(**options, lists=(*lists,)), kernel.what == "mixed"
-    made = both._new_both(x, blocks, lists)
+    options = both.BothOptions(**options, blocks=kernel.what == "mixed")
+    of_lists = lists.get("rows"), lists.get("offs")
+    _, *made, _, _ = given = both.CAST_BOTH.allocated((x, *[None] * 4, *of_lists), options)
 
     def define(inner):
-        both._both_definition(x, blocks, options, lists, both.CastBoth(*inner))
+        both.CAST_BOTH.define((x, *inner, *of_lists), options)
         if "offs" in lists:
             tokens = torch.arange(len(inner[0]))
             dead = tokens % 128 >= transposed._living(lists["offs"], len(tokens), options.alignment)[tokens // 128]
@@ -506,7 +492,7 @@ def both_as_defined(launch, kernel, x, options, lists, grid=2):
             inner[1].view(torch.int32)[dead] = int.from_bytes(bytes([POISON] * 4), "little")
 
     assert_both_as_defined(
-        *(launch, kernel, made, both._both_layout(made, options, lists, x), lists),
+        *(launch, kernel, made, both.CAST_BOTH.numbers(given, options), lists),
         given=lambda inner: (x, *inner),
         define=define,
         grid=grid,
@@ -544,11 +530,12 @@ def test_weights_bits_are_the_definitions(launch, kernel, options):
     for (shape, floor), count in itertools.product(zip(SHAPES_OF_BOTH, FLOORS, strict=True), [0, 3]):
         dtype = DTYPES[kernel.source]
         w = torch.stack([odd_matrix(shape, dtype) for _ in range(count)]) if count else odd_matrix(shape, dtype)
-        made, all_options = both._new_weight(w), quantize.Options(128, amax_floor=floor, **options)
+        all_options = both.CAST_WEIGHT.Options(amax_floor=floor, **options)
+        _, *made = given = both.CAST_WEIGHT.allocated((w, None, None, None), all_options)
         assert_both_as_defined(
-            *(launch, kernel, made, both._weight_layout(made, all_options, w), {}),
+            *(launch, kernel, made, both.CAST_WEIGHT.numbers(given, all_options), {}),
             given=lambda inner, w=w: (w, *inner),
-            define=lambda inner, w=w, o=all_options: both._weight_definition(w, o, both.CastWeight(*inner)),
+            define=lambda inner, w=w, o=all_options: both.CAST_WEIGHT.define((w, *inner), o),
             grid=2,
         )
 
@@ -558,9 +545,9 @@ def test_weights_bits_are_the_definitions(launch, kernel, options):
 def test_bytes_are_transposed(launch, shape, gap):
     *leading, columns = shape
     x = torch.randint(0, 256, (*leading, columns + gap), dtype=torch.uint8)[..., :columns]
-    made = both._new_transpose(x)
+    _, made = given = both.TRANSPOSE_FP8.allocated((x, None), ())
     assert_both_as_defined(
-        *(launch, *OF_BOTH["codes"], (made,), both._matrix_layout(made, x), {}),
+        *(launch, *OF_BOTH["codes"], (made,), both.TRANSPOSE_FP8.numbers(given, ()), {}),
         given=lambda inner: (x, *inner),
         define=lambda inner: inner[0].copy_(x.mT),
         grid=3,
@@ -585,20 +572,23 @@ def draw_gated(kernel, rows, columns, gates):
 
 def gated_by_kernel(launch, kernel, dh, gate_up, options, given):
     """What the kernel makes, and the definition, of poisoned tensors; nothing around them is written."""
-    options = gated._Options(kernel.blocks, **{"amax_floor": 0, "round_scale": "none", "exact": "divide"} | options)
+    options = gated.GatedOptions(**{"amax_floor": 0} | options, blocks=kernel.blocks)
+    lists = [given.get(name) for name in gated.SWIGLU_GRADIENT.lists]
     both_of_them = []
     for by_kernel in (True, False):
-        inner, memory = guarded_like(gated._new(dh, options, given))
-        made = gated._Made(*inner)
+        _, _, *made, _, _, _ = gated.SWIGLU_GRADIENT.allocated((dh, gate_up, *[None] * 4, *lists), options)
+        inner, memory = guarded_like(made)
+        call = dh, gate_up, *inner, *lists
         if by_kernel:
-            layout, fields = gated._layout(dh, gate_up, options, given, made)
+            layout = gated.SWIGLU_GRADIENT.numbers(call, options)
+            fields = "dh", "x", "row_out", "row_scale", "out", "scale", *(gated._FIELDS[name] for name in given)
             _, grid = kernels.choose_gated(kernel.source, kernel.blocks, *dh.shape)
-            launch(kernel, grid, layout, dh, gate_up, *given.values(), *made, places=params.places(fields))
+            launch(kernel, grid, layout, dh, gate_up, *inner, *given.values(), places=params.places(fields))
             for m in memory:
                 assert (m[:32] == POISON).all() and (m[-32:] == POISON).all()
         else:
-            gated._join(dh, gate_up, options, given, made)
-        both_of_them.append(gated._parts(made, kernel.blocks, "share" in given))
+            gated.SWIGLU_GRADIENT.define(call, options)
+        both_of_them.append(gated._parts(gated.Made(*inner), kernel.blocks, "share" in given))
     return both_of_them
 
 
@@ -679,7 +669,7 @@ def test_combine_is_the_definitions(launch, index_dtype, weight_dtype, top_k):
         out = torch.full_like(wanted, 7.0)
         places = params.places(("x", "weights", "index", "out"))
         given = x, weights, index, out
-        launch(kernels.COMBINE, 3, experts.combine_layout(*given), *given, places=places)
+        launch(kernels.COMBINE, 3, experts.combine_numbers(*given), *given, places=places)
         bits = (torch.where(y.isnan(), 0x7FFF, y.view(torch.int16)) for y in (out, wanted))
         assert torch.equal(*bits)
 
@@ -689,9 +679,9 @@ def test_combine_is_the_definitions(launch, index_dtype, weight_dtype, top_k):
 
 def assert_sorted_as_defined(launch, kernel, schedule, chosen, number_of_experts, alignment):
     """The kernel writes over poison what the definition gives."""
-    wanted = experts._sort_definition(chosen, number_of_experts, alignment)
+    wanted = experts.sorted_by_torch(chosen, number_of_experts, alignment)
     found = [torch.full_like(x, -7) for x in wanted]
-    layout = kernels.sort_layout(schedule, *chosen.shape, len(wanted.rows), number_of_experts, alignment)
+    layout = kernels.sort_numbers(schedule, *chosen.shape, len(wanted.rows), number_of_experts, alignment)
     places = params.places(("chosen", "rows", "offs", "index"))
     launch(kernel, schedule.grid, layout, chosen, *found, places=places, cluster=schedule.cluster)
     assert all(map(torch.equal, found, wanted))
@@ -741,8 +731,8 @@ def test_every_choice_is_counted_and_placed(choices, number_of_experts, alignmen
 def test_tokens_of_choices_are_exact(top_k, data):
     tokens = kernels.MOST_CHOICES // top_k
     schedule = kernels.schedule_sort(tokens * top_k, tokens * top_k, 512)
-    layout = kernels.sort_layout(schedule, tokens, top_k, tokens * top_k, 1, 1)
-    params.SORT.pack(**layout._asdict())
+    numbers = kernels.sort_numbers(schedule, tokens, top_k, tokens * top_k, 1, 1)
+    params.SORT.pack(**numbers)
     token = data.draw(st.integers(0, tokens - 1))
     for number in (token * top_k, token * top_k + top_k - 1):
-        assert number * layout.top_k_reciprocal >> layout.top_k_shift == token
+        assert number * numbers["top_k_reciprocal"] >> numbers["top_k_shift"] == token

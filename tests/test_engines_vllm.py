@@ -2,9 +2,11 @@
 needs. `make test-engines` runs it within vLLM itself.
 """
 
+import copy
 import importlib
 import inspect
 import logging
+import pickle
 import sys
 from dataclasses import dataclass
 from enum import Enum
@@ -15,6 +17,8 @@ import pytest
 import torch
 from helpers import same_bits
 from stand_ins import add_modules, assert_accepts, forget_modules, layer_of, product, relative_error, stacked
+from torch._inductor.pattern_matcher import fwd_only
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deep_tile
 from deep_tile import dequantize, fp8_gemm, fp8_linear, per_token_cast_to_fp8
@@ -22,7 +26,7 @@ from deep_tile.integrations import vllm as plugin
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 FLOOR = {"amax_floor": 1e-10}
-LINEAR, EXPERTS = (f"deep_tile.integrations.{name}" for name in ("vllm_linear", "vllm_experts"))
+LINEAR, EXPERTS, PASSES = (f"deep_tile.integrations.vllm_{name}" for name in ("linear", "experts", "passes"))
 ORACLE = "vllm.model_executor.layers.fused_moe.oracle.fp8"
 BLOCK_KEYS = ("128x128", "1x128")
 
@@ -182,6 +186,22 @@ class FusedMoEExpertsModular:
     ) -> None: ...
 
 
+# ---- vllm/model_executor/layers/activation.py and vllm/compilation/passes/inductor_pass.py
+
+
+class SiluAndMul:
+    @staticmethod
+    def forward_native(x: torch.Tensor) -> torch.Tensor:
+        d = x.shape[-1] // 2
+        return torch.nn.functional.silu(x[..., :d]) * x[..., d:]
+
+
+class InductorPass:
+    @staticmethod
+    def hash_source(*sources: str) -> str:
+        return "".join(sources)
+
+
 class Fp8MoeBackend(Enum):
     TRITON = "TRITON"
     BATCHED_TRITON = "BATCHED_TRITON"
@@ -190,6 +210,8 @@ class Fp8MoeBackend(Enum):
 
 class Platform:
     """Of one GPU with a compute capability, or of none."""
+
+    device_type, pass_key = "cpu", "post_grad_custom_post_pass"
 
     def __init__(self, capability: int | None):
         self._capability = capability
@@ -212,7 +234,8 @@ def vllm(monkeypatch):
     forms = SimpleNamespace(BatchedExperts="batched", Standard="standard")
     modular = {"FusedMoEExpertsModular": FusedMoEExpertsModular, "FusedMoEActivationFormat": forms}
     modular |= {"TopKWeightAndReduce": object, "ExpertTokensMetadata": SimpleNamespace}
-    steps = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64))
+    compilation = SimpleNamespace(inductor_compile_config={})
+    steps = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64), compilation_config=compilation)
     modules = {
         "vllm": {"__version__": "0.30.1"},
         "vllm.envs": {"environment_variables": {"VLLM_OTHER": lambda: "x"}, "VLLM_BATCH_INVARIANT": False},
@@ -228,6 +251,8 @@ def vllm(monkeypatch):
             "kFp8Dynamic128Sym": BLOCK_KEYS[1],
         },
         f"{layers}.quantization.fp8": {"select_fp8_moe_backend": select_fp8_moe_backend},
+        f"{layers}.activation": {"SiluAndMul": SiluAndMul},
+        "vllm.compilation.passes.inductor_pass": {"InductorPass": InductorPass},
         "vllm.platforms": {"current_platform": Platform(90), "PlatformEnum": SimpleNamespace(CUDA="cuda")},
         f"{fused_moe}.modular_kernel": modular,
         f"{fused_moe}.activation": {"MoEActivation": MoEActivation},
@@ -238,17 +263,18 @@ def vllm(monkeypatch):
         ORACLE: {"select_fp8_moe_backend": select_fp8_moe_backend, "Fp8MoeBackend": Fp8MoeBackend},
     }
     monkeypatch.setenv("VLLM_USE_DEEP_TILE", "1")
-    forget_modules(monkeypatch, LINEAR, EXPERTS)
+    forget_modules(monkeypatch, LINEAR, EXPERTS, PASSES)
     add_modules(monkeypatch, modules)
     engine = SimpleNamespace(
         variables=sys.modules["vllm.envs"].environment_variables,
         kernels=sys.modules["vllm.model_executor.kernels.linear"]._POSSIBLE_FP8_BLOCK_KERNELS,
         own_select=select_fp8_moe_backend,
+        inductor=compilation.inductor_compile_config,
         selects=lambda: [sys.modules[name].select_fp8_moe_backend for name in (ORACLE, f"{layers}.quantization.fp8")],
     )
     yield engine
     plugin.unregister()
-    forget_modules(monkeypatch, LINEAR, EXPERTS)
+    forget_modules(monkeypatch, LINEAR, EXPERTS, PASSES)
 
 
 @pytest.fixture
@@ -297,7 +323,7 @@ def test_without_the_variable_nothing_is_touched_nor_said(vllm, monkeypatch, cap
     else:
         monkeypatch.setenv("VLLM_USE_DEEP_TILE", value)
     plugin.register()
-    assert is_untouched(vllm) and not caplog.records and not {LINEAR, EXPERTS} & {*sys.modules}
+    assert is_untouched(vllm) and not caplog.records and not {LINEAR, EXPERTS, PASSES} & {*sys.modules}
 
 
 @pytest.mark.parametrize("version", ["0.25.9", "0.34.0", "0.34.0rc1", "1.0", "dev", "0.1.dev7+gabc"])
@@ -470,6 +496,90 @@ def test_batch_invariance_is_asked_for(linear, monkeypatch):
     kernel = linear.DeepTileFp8BlockScaledMMKernel(config_of())
     kernel.apply_block_scaled_mm(torch.zeros(1, 272).bfloat16(), None, None, None)
     assert seen[0]["batch_invariant"] is True
+
+
+# ---- gates before linear layers, in compiled graphs
+
+
+def layer_of_gated(h, weight, scale):
+    return torch.ops.deep_tile.fp8_linear(h, weight, scale, out_dtype=h.dtype, **FLOOR)
+
+
+def gated_layer(gate_up, weight, scale):
+    return layer_of_gated(SiluAndMul.forward_native(gate_up), weight, scale)
+
+
+def passed(linear, function, *given, **options):
+    """A function's graph after the pass, and how many gates have joined a cast."""
+    gated_casts = linear.vllm_passes.GatedCasts(**{**FLOOR, "batch_invariant": False, **options})
+    with FakeTensorMode() as mode:
+        graph = fwd_only(function, [mode.from_tensor(x) for x in given])
+        count = gated_casts(graph.graph)
+    graph.recompile()
+    return graph, count
+
+
+def gate_of(tokens=5, dtype=torch.bfloat16, device="cpu"):
+    layer = layer_of(136, 272, device)
+    gate_up = torch.randn(tokens, 544, dtype=dtype, device=device)
+    return gate_up, layer.weight, layer.weight_scale_inv
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_gate_joins_the_cast_that_follows(linear, dtype):
+    given = gate_of(dtype=dtype)
+    graph, count = passed(linear, gated_layer, *given)
+    called = [
+        node.target for node in graph.graph.nodes if node.op == "call_function" and "deep_tile" in str(node.target)
+    ]
+    ops = torch.ops.deep_tile
+    assert count == 1 and called == [ops.silu_mul_cast_to_fp8.default, ops.fp8_gemm.default]
+    out = graph(*given)
+    a = deep_tile.silu_mul_cast_to_fp8(given[0], **FLOOR)
+    assert same_bits(out, fp8_gemm(*a, *given[1:], out_dtype=dtype))
+    assert relative_error(out, gated_layer(*given).float()) < 0.05
+
+
+def test_a_gate_that_something_else_reads_stays(linear):
+    def twice(gate_up, weight, scale):
+        h = SiluAndMul.forward_native(gate_up)
+        return h, layer_of_gated(h, weight, scale)
+
+    assert passed(linear, twice, *gate_of())[1] == 0
+
+
+def test_other_gates_layers_and_scales_stay(linear):
+    def other(gate_up, weight, scale):
+        gate, up = gate_up.chunk(2, -1)
+        return layer_of_gated(torch.nn.functional.gelu(gate) * up, weight, scale)
+
+    gate_up, weight, scale = gate_of()
+    for function, given, options in (
+        (other, (gate_up, weight, scale), {}),
+        (gated_layer, gate_of(dtype=torch.float32), {}),
+        (gated_layer, (gate_up, weight, scale.bfloat16()), {}),
+        (gated_layer, (gate_up, weight, scale), {"batch_invariant": True}),
+        (gated_layer, (gate_up, weight, scale), {"amax_floor": 1e-6}),
+    ):
+        assert passed(linear, function, *given, **options)[1] == 0
+
+
+def test_layers_have_the_pass_run_unless_there_is_another(linear, vllm):
+    linear.DeepTileFp8BlockScaledMMKernel(config_of())
+    (given,) = vllm.inductor.items()
+    linear.DeepTileFp8BlockScaledMMKernel(config_of())
+    assert [given] == [*vllm.inductor.items()] and given[0] == "post_grad_custom_post_pass"
+    assert isinstance(given[1], linear.vllm_passes.GatedCasts)
+    vllm.inductor["post_grad_custom_post_pass"] = "the user's"
+    linear.DeepTileFp8BlockScaledMMKernel(config_of())
+    assert vllm.inductor == {"post_grad_custom_post_pass": "the user's"}
+
+
+def test_the_pass_can_be_copied_and_its_key_tells_options(linear):
+    gated_casts = linear.vllm_passes.GatedCasts
+    given = gated_casts(1e-10, False)
+    assert copy.deepcopy(given).uuid() == given.uuid() == pickle.loads(pickle.dumps(given)).uuid()
+    assert len({given.uuid(), gated_casts(1e-10, True).uuid(), gated_casts(1e-6, False).uuid()}) == 3
 
 
 # ---- experts

@@ -659,17 +659,17 @@ def test_sorting_is_one_graph_for_every_number_of_tokens():
 @pytest.fixture
 def sorts_by_kernel(monkeypatch):
     """Whoever sorts by torch on a GPU fails; the definition for the CPU."""
-    definition = experts._sort_definition
+    definition = experts.sorted_by_torch
 
     def of_cpu(chosen, *options):
         assert not chosen.is_cuda
         return definition(chosen, *options)
 
-    monkeypatch.setattr(experts, "_sort_definition", of_cpu)
+    monkeypatch.setattr(experts, "sorted_by_torch", of_cpu)
 
 
 def assert_sorted(found, chosen, number_of_experts, alignment=1):
-    wanted = experts._sort_definition(chosen.cpu(), number_of_experts, alignment)
+    wanted = experts.sorted_by_torch(chosen.cpu(), number_of_experts, alignment)
     for one, right in zip(found, wanted, strict=True):
         assert one.dtype == right.dtype and one.stride() == right.stride() and torch.equal(one.cpu(), right)
 
@@ -753,7 +753,7 @@ def test_streams_sort_at_once(sorts_by_kernel):
 @pytest.mark.gpu
 def test_capture_refuses_a_sort_whose_kernel_is_not_loaded(monkeypatch):
     monkeypatch.setattr(kernels, "_loaded", {})
-    monkeypatch.setattr(experts, "_sorts", {})
+    monkeypatch.setattr(experts.SORT_BY_EXPERT, "launches", {})
     chosen = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
     with pytest.raises(RuntimeError, match="not loaded yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         sort_by_expert(chosen, 4)

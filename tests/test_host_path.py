@@ -634,6 +634,7 @@ for source in (x.view(13, 10, 264), x.view(13, 5, 2, 264), x.view(13, 10, 264)[:
     fields = "rows", "x_stride", "scale_stride_column"
     strides = [tuple(launch.params[field] for field in fields) for launch in launched]
     assert strides == [(130, 264, 132)] * 4 + [(65, 264, 68)] * 2
+    assert all("pdl 0" in launch.line for launch in launched)  # no part of an expert layer
 
 
 def test_casts_of_groups_that_are_copied_first(run_pretending):
@@ -717,7 +718,7 @@ show(rows.data_ptr(), offs.data_ptr(), counts.data_ptr())
         (130, 264, 528, 130, 0, 0, offs, 3, 0),
         (130, 264, 528, 130, 0, 0, counts, 13, 10),
     ]
-    assert seen[::2] == seen[1::2]
+    assert seen[::2] == seen[1::2] and all("pdl 1" in launch.line for launch in launched)
     numbers = [tuple(launch.params[field] for field in ("limit", "sigmoid_factor", "beta")) for launch in launched]
     assert numbers[6:8] == [(0.0, 0.0, 0.0)] * 2
     log2_e = 1.4426950408889634
@@ -736,7 +737,6 @@ def test_second_sum_of_rows_is_one_call_into_c(run_pretending, setup, path):
 from deep_tile import combine, experts
 quantize.needs_kernel = lambda *ignored: True
 cast.is_loaded = lambda *ignored: True
-note(cast, "prepare_combine")
 weights, index, out = torch.zeros(40, 3).t(), torch.zeros(3, 40, dtype=torch.int64), torch.zeros(3, 264).bfloat16()
 for given in ((x, weights, index, out), (x[:, 1:], weights.bfloat16(), index.int(), out[:, 1:])):
     for _ in range(2):
@@ -746,14 +746,14 @@ show(x.data_ptr(), weights.data_ptr(), index.data_ptr(), out.data_ptr())
 """,
         of=params.COMBINE,
     )
-    new = "prepare_combine launch"
+    new = "prepare_launch launch"
     assert shown[:5] == [new, path, new, path, path]
     addresses = map(int, shown[5].split())
     wanted = dict(zip(("x", "weights", "index", "out"), addresses, strict=True))
     wanted |= {"tokens": 3, "columns": 264, "x_rows": 130, "x_stride": 264, "out_stride": 264, "top_k": 40}
     wanted |= {"weights_stride_row": 1, "weights_stride_column": 3, "index_stride_row": 40, "index_stride_column": 1}
     wanted |= {"aligned": 1, "wide_index": 1, "narrow_weights": 0}
-    assert [launch.params for launch in launched[:2]] == [wanted] * 2
+    assert [launch.params for launch in launched[:2]] == [wanted] * 2 and "pdl 1" in launched[0].line
     moved = launched[2].params
     assert (moved["x"], moved["out"], moved["columns"]) == (wanted["x"] + 2, wanted["out"] + 2, 263)
     assert (moved["aligned"], moved["wide_index"], moved["narrow_weights"]) == (0, 0, 1)
@@ -769,9 +769,8 @@ def test_second_sort_is_one_call_into_c(run_pretending, setup, path):
         + """
 from bad_calls import freed
 from deep_tile import experts, sort_by_expert
-experts._has_sort_kernel = lambda *ignored: True
+experts.Sort.needs_kernel = lambda *ignored: True
 cast.is_loaded = lambda *ignored: True
-note(cast, "prepare_sort")
 chosen = torch.zeros(1000, 6, dtype=torch.int64)
 for options in ({}, {"alignment": 128}):
     for _ in range(2):
@@ -786,13 +785,13 @@ for gone in (freed(chosen), freed(chosen, left=0.5), freed(chosen[:, ::2])):
 """,
         of=params.SORT,
     )
-    new = "prepare_sort launch"
+    new = "prepare_launch launch"
     assert shown[:8] == [new, path, new, path, *[new] * 4]
     assert [said[:31] for said in shown[9:]] == ["ValueError chosen has no memory"] * 3
     wanted = {"choices": 6000, "rows_size": 6000, "experts": 60, "alignment": 1, "cluster_log2": 3, "slice": 1024}
     wanted |= {"warp_choices_log2": 6, "chosen": int(shown[8])}
     first, _, aligned, _, few, *_, strided = launched
-    assert wanted.items() <= first.params.items() and "cluster 8" in first.line
+    assert wanted.items() <= first.params.items() and "cluster 8 pdl 1" in first.line
     assert aligned.params["rows_size"] == 13_696 and aligned.params["alignment"] == 128
     assert (few.params["cluster_log2"], few.params["slice"], few.params["warp_choices_log2"]) == (0, 512, 5)
     assert strided.params["choices"] == 3000 and strided.params["chosen"] != wanted["chosen"]

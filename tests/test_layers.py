@@ -44,11 +44,24 @@ MAY_IMPORT = {
     "logits_launch": {"_launcher", "cast", "codegen", "config", "params"},
     "logits": {"_launcher", "cast", "codegen", "config", "launches", "logits_launch", "ops", "tensors"},
     "sources": {"ops", "params", "tensors"},
-    "quantize": {"_launcher", "cast", "config", "launches", "operation", "ops", "options", "sources", "tensors"},
-    "experts": {"_launcher", "cast", "config", "launches", "operation", "ops", "quantize", "sources", "tensors"},
+    "quantize": {"_launcher", "cast", "config", "launches", "operation", "ops", "options", "params", "sources"}
+    | {"tensors"},
+    "experts": {"cast", "config", "launches", "operation", "ops", "quantize", "sources", "tensors"},
     "transposed": {"cast", "config", "launches", "operation", "ops", "quantize", "sources", "tensors"},
-    "both": {"_launcher", "cast", "config", "launches", "ops", "quantize", "sources", "tensors", "transposed"},
-    "gated": {"_launcher", "both", "cast", "config", "launches", "ops", "quantize", "sources", "tensors", "transposed"},
+    "both": {
+        "cast",
+        "config",
+        "launches",
+        "operation",
+        "ops",
+        "params",
+        "quantize",
+        "sources",
+        "tensors",
+        "transposed",
+    },
+    "gated": {"both", "cast", "config", "launches", "operation", "ops", "params", "quantize", "sources", "tensors"}
+    | {"transposed"},
     "formats": {"config", "quantize", "tensors"},
     "blocks": {"config", "formats", "operation", "quantize", "tensors"},
     "packed": {"blocks", "config", "formats", "kinds", "quantize", "tensors"},
@@ -65,7 +78,19 @@ MAY_IMPORT = {
     "wgrad": CALL | {"checks", "dense", "finishes", "grouped", "operation", "params"},
     "gemm_cast": CALL | {"checks", "dense", "finishes", "operation", "params", "quantize"},
     "api": CALL | {"cast", "checks", "dense", "finishes", "operation", "options"},
-    "linear": {"_launcher", "both", "checks", "config", "dense", "launches", "operation", "ops", "options", "params"}
+    "linear": {
+        "_launcher",
+        "both",
+        "cast",
+        "checks",
+        "config",
+        "dense",
+        "launches",
+        "operation",
+        "ops",
+        "options",
+        "params",
+    }
     | {"quantize", "tensors"},
     "sums": {"dense", "grouped", "ops", "tensors", "thin"},
     "replaceable": {"quantize", "tensors"},
@@ -136,6 +161,7 @@ WITH_TORCH = {
     "integrations.transformers_weights",
     "integrations.vllm_experts",
     "integrations.vllm_linear",
+    "integrations.vllm_passes",
     "launches",
     "linear",
     "logits",
@@ -192,7 +218,7 @@ ON_IMPORT_OR_LATER = WITH_TORCH | LATER_WITH_TORCH
 OTHERS_PACKAGES = {"sglang", "transformers", "vllm"}
 """Imported by the functions that need them alone: deep_tile does without."""
 
-WITHIN_VLLM = {"integrations.vllm_experts", "integrations.vllm_linear"}
+WITHIN_VLLM = {"integrations.vllm_experts", "integrations.vllm_linear", "integrations.vllm_passes"}
 """Of classes that derive from vLLM's: imported once its plugin has been called."""
 
 

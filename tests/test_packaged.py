@@ -11,7 +11,7 @@ import pack_other_nvrtc
 import pytest
 
 from deep_tile import _launcher, cast, jit, packaged, sass, settings
-from deep_tile.codegen import cast_source, kernel_source
+from deep_tile.codegen import kernel_source, streaming_source
 from deep_tile.config import GemmConfig
 from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import choose
@@ -93,7 +93,7 @@ def test_a_folder_is_written_once(folder):
 
 def test_packed_kernels_serve_where_there_is_no_nvrtc(folder, monkeypatch, capsys):
     config, kernel = GemmConfig(64, 64, 4), cast.all_kernels()[0]
-    sources = {config.name: kernel_source(config), kernel.name: cast_source(kernel)}
+    sources = {config.name: kernel_source(config), kernel.name: streaming_source(kernel)}
     monkeypatch.setattr(pack, "default_sources", lambda: sources)
     assert pack.main([str(folder)]) == 0
     assert "2 kernels of NVRTC" in capsys.readouterr().out
@@ -102,10 +102,10 @@ import sys
 sys.modules["cuda"] = None  # neither NVRTC nor cuda.core
 from pathlib import Path
 from deep_tile import cast, jit, packaged
-from deep_tile.codegen import cast_source, kernel_source
+from deep_tile.codegen import streaming_source, kernel_source
 from deep_tile.config import GemmConfig
 packaged.DIRECTORY = Path({str(folder)!r})
-for source in (kernel_source({config!r}), cast_source(cast.all_kernels()[0])):
+for source in (kernel_source({config!r}), streaming_source(cast.all_kernels()[0])):
     assert jit.load_cubin(source, "any name")[:4] == b"\\x7fELF"
 assert jit.compilations() == 0 and "torch" not in sys.modules
 """

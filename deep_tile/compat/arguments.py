@@ -1,6 +1,6 @@
-"""Arguments as DeepGEMM's functions take them: pairs, recipes, lengths of groups, sums; what is wrong about them.
+"""DeepGEMM's argument conventions: pairs, recipes, group lengths, accumulation; and their checks.
 
-Called by deep_gemm.py beside it. Nothing is launched here, but for the copy of what a product is added to.
+Called by deep_gemm.py beside it. Launches nothing except the copy of an accumulation operand.
 """
 
 import torch
@@ -20,7 +20,7 @@ def refuse_finish(alpha: float | None = None, epilogue: object = None) -> None:
 
 
 def lengths(ks_cpu: object, ks: object) -> object:
-    """k of each group, which releases of DeepGEMM call by different names."""
+    """k per group, which DeepGEMM's releases name differently."""
     if ks is not None and ks_cpu is not None:
         raise ValueError("ks_cpu and ks are given, which are names of one argument; pass one of them")
     return ks_cpu if ks is None else ks
@@ -32,7 +32,7 @@ def refuse_sum(c: object) -> None:
 
 
 def is_by_rows(recipe: object, recipe_b: object) -> bool:
-    """Whether a call names scales of 1x128 for both operands."""
+    """Whether a call asks for 1x128 scales on both operands."""
     if recipe is not None:
         return _blocks("recipe", recipe) == (1, 1, SCALE_BLOCK)
     return recipe_b is not None and _blocks("recipe_b", recipe_b) == quantize.TOKEN_BLOCK
@@ -45,7 +45,7 @@ def _blocks(name: str, recipe: object) -> tuple:
 
 
 def begin_sum(d: torch.Tensor, c: torch.Tensor | None) -> bool:
-    """Put into `d` what a product is added to; False where that is nothing."""
+    """Copy the accumulation operand into `d`; False if there is none."""
     if c is None:
         return False
     for name, x in (("c", c), ("d", d)):

@@ -1,9 +1,9 @@
-"""DeepEP's layouts, which deep_tile's grouped products take as they stand: no row is moved, and nothing is padded.
+"""DeepEP's layouts, which deep_tile's grouped GEMMs take directly: no row is moved, nothing is padded.
 
-Called by users, with what `ElasticBuffer.dispatch(..., do_expand=True)` returns: rows sorted by expert, and in its
-handle `psum_num_recv_tokens_per_expert`, the row behind each expert's last, which is `offs`. With `expert_alignment=1`,
-which DeepGEMM cannot take, experts follow each other without a gap. The low latency layout [experts, tokens, k] needs
-nothing from here: its counts are `counts`.
+Called by users with the results of `ElasticBuffer.dispatch(..., do_expand=True)`: rows sorted by expert, and the
+handle's `psum_num_recv_tokens_per_expert`, each expert's end row, i.e. `offs`. With `expert_alignment=1`, which
+DeepGEMM cannot take, experts follow each other without a gap. The low latency layout [experts, tokens, k] needs nothing
+from here: its counts are `counts`.
 """
 
 import torch
@@ -15,11 +15,11 @@ def bounds(handle: object, alignment: int = 1) -> dict[str, torch.Tensor | int]:
     """Keywords for `deep_tile.fp8_grouped_gemm`, `grouped_gemm` and `scaled_grouped_gemm`: `offs` and `alignment`.
 
     Args:
-        handle: of a dispatch, or its `psum_num_recv_tokens_per_expert` itself, int32 [experts] on the device.
+        handle: a dispatch's handle, or its `psum_num_recv_tokens_per_expert`, int32 [experts] on the device.
         alignment: the dispatch's `expert_alignment`.
 
     Raises:
-        TypeError: no such tensor, or it is not of int32.
+        TypeError: no such tensor, or it is not int32.
         ValueError: it is not [experts], contiguous.
     """
     psum = handle if isinstance(handle, torch.Tensor) else getattr(handle, "psum_num_recv_tokens_per_expert", None)
@@ -49,27 +49,27 @@ def expanded_experts(
     beta: float = 0.0,
     amax_floor: float = quantize.SMALLEST_AMAX_FLOOR,
 ) -> torch.Tensor:
-    """A layer of experts on the rows of an expanded dispatch, for `ElasticBuffer.combine` to send back and sum up.
+    """An expert layer on an expanded dispatch's rows, for `ElasticBuffer.combine` to send back and sum.
 
     Nothing waits for the host, so that a CUDA graph holds for every distribution.
 
     Args:
-        x: [rows, k] bfloat16 or float16, or the pair of float8_e4m3fn and float32 [rows, k / 128], any strides, that a
-            dispatch of FP8 returns.
+        x: [rows, k] bfloat16 or float16, or an FP8 dispatch's pair, float8_e4m3fn and float32 [rows, k / 128], any
+            strides.
         handle, alignment: as for `bounds`.
-        gate_up: [experts, 2 n, k] float8_e4m3fn and its scale of 128x128 blocks; k gates, then as many of up.
+        gate_up: [experts, 2 n, k] float8_e4m3fn and its 128x128 block scale; n gate rows, then n up rows.
         down: [experts, k, n] and its scale.
-        weights: [rows] float32, what each row counts for, as the dispatch returns it: they scale the second product's
-            input. None: `combine` does so.
-        expected_rows: of an expert, in the mean: what kernels are chosen for.
+        weights: [rows] float32, row weights as the dispatch returns them: they scale the second GEMM's input. None:
+            `combine` does so.
+        expected_rows: mean rows per expert, for which kernels are chosen.
         limit, alpha, beta, amax_floor: as for `deep_tile.silu_mul_cast_to_fp8`.
 
     Returns:
-        [rows, k] bfloat16. Rows of no expert hold anything.
+        [rows, k] bfloat16. Rows without an expert are undefined.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `bounds`, `deep_tile.fp8_grouped_gemm` and
-            `deep_tile.silu_mul_cast_to_fp8`; or `weights` is not [rows] of float32.
+            `deep_tile.silu_mul_cast_to_fp8`; or `weights` is not float32 [rows].
     """
     of_groups = bounds(handle, alignment)
     products = of_groups | {"expected_rows": expected_rows}

@@ -1,10 +1,8 @@
-"""DeepGEMM's names for FP8 and BF16 products on Hopper, dense and of experts, as engines look them up, on our kernels.
+"""DeepGEMM's functions for FP8 and BF16 GEMMs on Hopper, dense and grouped, on our kernels.
 
-Called by engines after `install()`, or imported by name. What deep_tile has no kernel for, such as mega MoE, is
-the real DeepGEMM's (original.py), or absent, which an AttributeError says by name: most engines take a missing name
-as "not available".
-Invariant: names, arguments and meaning are those of DeepGEMM 2.6.1 to 2.8.1 on SM90; wrong calls raise before anything
-is launched.
+Called by engines after `install()`, or imported by name. Functions without a deep_tile kernel, such as mega MoE, come
+from the real DeepGEMM (original.py) or raise an AttributeError: most engines take a missing name as "not available".
+Invariant: names, arguments and meaning follow DeepGEMM 2.6.1 to 2.8.1 on SM90; wrong calls raise before any launch.
 """
 
 import importlib.util
@@ -40,16 +38,16 @@ from deep_tile.select.hardware import H200
 __version__ = "2.6.1+deep_tile"
 
 _settings: dict[str, int | bool | None] = {"num_sms": None, "pdl": None}
-"""Of the process, as DeepGEMM has them; passed along with every call."""
+"""Process-wide settings, as in DeepGEMM; passed along with every call."""
 
 _alignment = SCALE_BLOCK
-"""Of the rows that groups of the contiguous layouts begin at; of the process, too."""
+"""Row alignment of groups in contiguous layouts; process-wide."""
 
 _compile_mode = 0
-"""Of the process, too: 1 where products are made ready and not launched."""
+"""Process-wide: 1 means GEMMs are compiled and not launched."""
 
 _ready: dict[tuple, int] = {}
-"""What `_make_ready` has done, and up to how many rows."""
+"""Finished `_make_ready` calls, with their row limits."""
 
 
 def fp8_gemm_nt(
@@ -65,17 +63,17 @@ def fp8_gemm_nt(
     alpha: float | None = None,
     epilogue: object = None,
 ) -> None:
-    """`d = a @ b^T` with 1x128 and 128x128 scales: `deep_tile.fp8_gemm(*a, *b, d)`; with 1x128 ones of both operands
+    """`d = a @ b^T` with 1x128 and 128x128 scales: `deep_tile.fp8_gemm(*a, *b, d)`; with 1x128 scales on both operands
     `d = c + a @ b^T`: `deep_tile.scaled_gemm`.
 
     Args:
         a: [m, k] float8_e4m3fn and its scale [m, ceil(k / 128)]: row-major, or M-major with or without padding.
-        b: [n, k] float8_e4m3fn and its scale [ceil(n / 128), ceil(k / 128)], or [n, ceil(k / 128)]. Operands whose rows
-            do not begin at multiples of 16 bytes are copied first.
-        d: [m, n], written to: bfloat16, or with 1x128 scales of both float32.
-        c: None; with 1x128 scales of both also what is added, [m, n] float32, which may be `d`.
-        recipe, recipe_a, recipe_b: blocks of the scales: (1, 128, 128), (1, 128) and (128, 128), or for 1x128 of both
-            operands (1, 1, 128), (1, 128) and (1, 128).
+        b: [n, k] float8_e4m3fn and its scale [ceil(n / 128), ceil(k / 128)], or [n, ceil(k / 128)]. Operands with rows
+            not at multiples of 16 bytes are copied first.
+        d: [m, n], written to: bfloat16, or float32 with 1x128 scales on both.
+        c: None; with 1x128 scales on both also a float32 [m, n] to add, which may be `d`.
+        recipe, recipe_a, recipe_b: scale blocks: (1, 128, 128), (1, 128) and (128, 128), or for 1x128 on both operands
+            (1, 1, 128), (1, 128) and (1, 128).
         compiled_dims, disable_ue8m0_cast: mean nothing here: kernels know no sizes, and scales are used as they are.
         alpha, epilogue: only None (alpha also 1), as in DeepGEMM on Hopper.
 
@@ -108,17 +106,17 @@ def fp8_gemm_nt(
 
 
 def fp8_gemm_nn(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
-    """`fp8_gemm_nt` of `b` [k, n] and its scale, transposed views, as on Hopper both operands lie along k."""
+    """`fp8_gemm_nt` for `b` [k, n] and its scale as transposed views, since on Hopper both operands are K-major."""
     fp8_gemm_nt(a, _transposed_pair("b", b), d, c, **options)
 
 
 def fp8_gemm_tn(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
-    """The same of `a` [k, m] and `b` [k, n]."""
+    """The same for `a` [k, m] and `b` [k, n]."""
     fp8_gemm_nt(_transposed_pair("a", a), _transposed_pair("b", b), d, c, **options)
 
 
 def fp8_gemm_tt(a: Pair, b: Pair, d: torch.Tensor, c: torch.Tensor | None = None, **options) -> None:
-    """The same of `a` [k, m] and `b` [n, k]."""
+    """The same for `a` [k, m] and `b` [n, k]."""
     fp8_gemm_nt(_transposed_pair("a", a), b, d, c, **options)
 
 
@@ -142,21 +140,21 @@ def m_grouped_fp8_gemm_nt_contiguous(
     expected_m_for_psum_layout: int | None = None,
     epilogue: object = None,
 ) -> None:
-    """`d[rows] = a[rows] @ b[g]^T` for the rows of each group g, in one launch: `deep_tile.fp8_grouped_gemm` with offs.
+    """`d[rows] = a[rows] @ b[g]^T` for each group g's rows, in one launch: `deep_tile.fp8_grouped_gemm` with offs.
 
-    Groups begin at multiples of `get_mk_alignment_for_contiguous_layout()`. Nothing waits for the host, and a CUDA
+    Groups start at multiples of `get_mk_alignment_for_contiguous_layout()`. Nothing waits for the host, and a CUDA
     graph holds for every layout.
 
     Args:
         a: [s, k] float8_e4m3fn and its scale [s, ceil(k / 128)], any strides.
         b: [g, n, k] float8_e4m3fn and its scale [g, ceil(n / 128), ceil(k / 128)].
-        d: [s, n] bfloat16, written to. Rows of no group are left alone, but for those between two groups, which may
-            hold anything afterwards.
+        d: [s, n] bfloat16, written to. Rows outside all groups are not written, except those between two groups, which
+            are undefined afterwards.
         grouped_layout: with `use_psum_layout` int32 [g], the row behind each group's last. Otherwise int32 [s], each
-            row's group, or a negative number; a group is one piece, which ends behind its last such row, and groups
-            stand in the order of `b`. DeepGEMM reads one row of 128 and takes them in any order; another order is
-            refused on the CPU, and on a GPU, where nothing waits to look at it, gives wrong rows.
-        expected_m_for_psum_layout: rows of a group, in the mean: what the kernel is chosen for.
+            row's group, or a negative number; a group is contiguous and ends after its last such row, and groups are in
+            the order of `b`. DeepGEMM reads one row in 128 and takes any order; here another order is refused on the
+            CPU, and on a GPU, which does not wait to check it, gives wrong rows.
+        expected_m_for_psum_layout: mean rows per group, for which the kernel is chosen.
         ensure_zero_padding: means nothing on Hopper, in DeepGEMM either.
         recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue: as for `fp8_gemm_nt`.
 
@@ -176,9 +174,9 @@ def m_grouped_fp8_gemm_nt_contiguous(
 def _contiguous_groups(
     a: torch.Tensor, b: torch.Tensor, grouped_layout: torch.Tensor, use_psum_layout: bool, expected: int | None
 ) -> tuple[torch.Tensor, dict]:
-    """Ends of groups, and keywords of a grouped product."""
+    """Group ends, and keywords for a grouped GEMM."""
     arguments.require_dimensions(a=(a, 2), b=(b, 3))
-    if expected is None and not is_traced():  # half of the alignment pads each group, in the mean
+    if expected is None and not is_traced():  # on average half the alignment pads each group
         expected = max(1, a.shape[0] // max(1, b.shape[0]) - _alignment // 2)
     expected = as_int(expected)
     offs = grouped_layout
@@ -188,7 +186,7 @@ def _contiguous_groups(
 
 
 def m_grouped_fp8_gemm_nn_contiguous(a: Pair, b: Pair, d: torch.Tensor, grouped_layout: torch.Tensor, **given) -> None:
-    """The same of `b` [g, k, n] and its scale, transposed views, as on Hopper operands lie along k."""
+    """The same for `b` [g, k, n] and its scale as transposed views, since on Hopper operands are K-major."""
     b, scale = (
         _transposed(name, x, 3) for name, x in zip(("b", "b's scale"), arguments.checked_pair("b", b), strict=True)
     )
@@ -204,12 +202,12 @@ def fp8_gemm_nt_skip_head_mid(
     compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
 ) -> None:
-    """`fp8_gemm_nt` whose columns leave a gap in each head of `d`: two copies, of a product made in one piece.
+    """`fp8_gemm_nt` whose columns leave a gap in each head of `d`: one GEMM and two copies.
 
     Args:
-        head_splits: columns of a head of `d` before the gap, of the gap, and behind it.
+        head_splits: columns per head of `d` before the gap, in it, and after it.
         d: [m, heads * (left + gap + right)] bfloat16; gaps are left alone.
-        a, b, recipe, compiled_dims, disable_ue8m0_cast: as there, with `b` of heads * (left + right) rows.
+        a, b, recipe, compiled_dims, disable_ue8m0_cast: as there, with heads * (left + right) rows in `b`.
     """
     left, gap, right = map(as_int, head_splits)
     b, _ = pair = arguments.checked_pair("b", b)
@@ -242,8 +240,8 @@ def m_grouped_fp8_gemm_nt_masked(
         a: [g, m, k] float8_e4m3fn and its scale [g, m, ceil(k / 128)], any strides, padded to 4 rows or not.
         b: [g, n, k] float8_e4m3fn and its scale [g, ceil(n / 128), ceil(k / 128)].
         d: [g, m, n] bfloat16, written to. Rows behind a group's last are left alone.
-        masked_m: int32 [g], on the device: rows of each group.
-        expected_m: rows of a group, in the mean: what the kernel is chosen for.
+        masked_m: int32 [g], on the device: rows per group.
+        expected_m: mean rows per group, for which the kernel is chosen.
         recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue: as for `fp8_gemm_nt`.
 
     Raises:
@@ -273,20 +271,20 @@ def k_grouped_fp8_gemm_nt_contiguous(
     ks: list[int] | None = None,
     use_padded_sf_layout: bool = False,
 ) -> None:
-    """`d[g] = c[g] + a_g @ b_g^T` for each group g: gradients of experts' weights, by `deep_tile.fp8_wgrad`.
+    """`d[g] = c[g] + a_g @ b_g^T` for each group g: experts' weight gradients, by `deep_tile.fp8_wgrad`.
 
-    One launch for each group that has any k, since each has rows of its own length. Groups that would leave SMs idle by
-    themselves are laid side by side first, and multiplied in one launch of `deep_tile.fp8_grouped_wgrad`; not while a
-    CUDA graph is captured. That call takes operands as `deep_tile.transposed_cast_to_fp8` makes them without a copy.
+    One launch per non-empty group, since row lengths differ. Groups too small to fill the SMs are first concatenated
+    and multiplied in one `deep_tile.fp8_grouped_wgrad` launch, except under CUDA graph capture. That function takes
+    operands from `deep_tile.transposed_cast_to_fp8` without a copy.
 
     Args:
-        a: float8_e4m3fn, dense, of m * sum(ks_cpu) elements: [m, k_g] of each group, one after the other; and its
-            scale [m, sum(ks_cpu) / 128], any strides.
-        b: likewise of n.
+        a: float8_e4m3fn, dense, m * sum(ks_cpu) elements: every group's [m, k_g] in order; and its scale [m,
+            sum(ks_cpu) / 128], any strides.
+        b: likewise with n.
         d: [g, m, n] float32, dense, written to.
-        ks_cpu: k of each group, on the host; multiples of 128, or 0.
+        ks_cpu: k per group, on the host; multiples of 128, or 0.
         grouped_layout: means nothing here: the same numbers on the device.
-        c: [g, m, n] float32, what is added; it may be `d`. None: zeros.
+        c: [g, m, n] float32 to add; it may be `d`. None: zeros.
         recipe: (1, 1, 128).
         compiled_dims: means nothing here.
         use_psum_layout, use_padded_sf_layout: only False, as in DeepGEMM on Hopper.
@@ -336,7 +334,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
 
 
 def _make_gradients_ready(products: list, d: torch.Tensor, adds: bool) -> None:
-    """What they need one by one, and in one launch."""
+    """Compile kernels for separate launches and for one launch."""
     for x, _, y, _, out in products:
         _make_ready("fp8_1x128", x, y, out, accumulate=True)
     m, n = d.shape[1:]
@@ -346,7 +344,7 @@ def _make_gradients_ready(products: list, d: torch.Tensor, adds: bool) -> None:
 
 
 def _leaves_sms_idle(m: int, n: int) -> bool:
-    """Whether a product of this size has fewer tiles than two for each SM."""
+    """Whether a GEMM of this size has fewer than two tiles per SM."""
     return ceil_div(m, SCALE_BLOCK) * ceil_div(n, SCALE_BLOCK) < 2 * H200.num_sms
 
 
@@ -355,13 +353,13 @@ def _is_watched_or_captured(x: torch.Tensor) -> bool:
 
 
 def _side_by_side(x: torch.Tensor, rows: int, lengths: list[int]) -> torch.Tensor:
-    """[rows, k_g] of each group, one after the other, as [rows, sum of k_g]."""
+    """Every group's [rows, k_g] concatenated to [rows, sum k_g]."""
     parts = x.flatten().view(torch.uint8).split([rows * k for k in lengths])
     return torch.cat([part.view(rows, k) for part, k in zip(parts, lengths, strict=True)], 1).view(x.dtype)
 
 
 def _ends(lengths: list[int], device: torch.device) -> torch.Tensor:
-    """Of groups, on the device; the host does not wait."""
+    """Group ends on the device; the host does not wait."""
     ends = torch.tensor([*accumulate(lengths)], dtype=torch.int32)
     return ends.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ends
 
@@ -376,9 +374,9 @@ def fp8_einsum(
     epilogue: object = None,
     use_128x4_sfd_layout: bool = False,
 ) -> None:
-    """`d[:, h] = a[:, h] @ b[h]^T` for each head h: the products of DeepSeek-V4's grouped output projection.
+    """`d[:, h] = a[:, h] @ b[h]^T` for each head h: DeepSeek-V4's grouped output projection.
 
-    One launch where heads of `a` and of `d` lie one after the other (`x.transpose(0, 1)` of a dense [heads, rows, k]).
+    One launch if heads are contiguous in `a` and `d` (`x.transpose(0, 1)` for a dense [heads, rows, k]).
     Where they alternate, row by row, few rows are copied into that order, and the results back, in two more launches;
     many rows are multiplied head by head, without copies.
 
@@ -389,7 +387,7 @@ def fp8_einsum(
         d: [rows, heads, n] bfloat16, written to. A pair of FP8 and its scale is Blackwell's.
         c, epilogue: only None.
         recipe: (1, 128, 128).
-        use_128x4_sfd_layout: of the scale of such a pair; means nothing here.
+        use_128x4_sfd_layout: the layout of such a pair's scale; ignored here.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`; or another `expr`.
@@ -426,13 +424,13 @@ def einsum(
     c: torch.Tensor | None = None,
     use_cublaslt: bool = False,
 ) -> None:
-    """`deep_tile.einsum(expr, a, b, d)`: sums of products of BF16.
+    """`deep_tile.einsum(expr, a, b, d)`: BF16 contractions.
 
     Args:
         expr: "bmk,bnk->mn", "bhr,hdr->bhd", "bhd,hdr->bhr" or "bhd,bhr->hdr".
-        a, b: bfloat16, of three dimensions.
+        a, b: 3-D bfloat16.
         d: written to: bfloat16 or float32.
-        c: what is added, where there is a sum over b: float32, which may be `d`. None: nothing.
+        c: float32 to add, for a sum over b; it may be `d`. None: nothing.
         use_cublaslt: means nothing here.
 
     Raises:
@@ -455,14 +453,14 @@ def tf32_hc_prenorm_gemm(
     sqr_sum: torch.Tensor,
     num_splits: int | None = None,
 ) -> None:
-    """`d = a @ b^T` and the sums of the squares of a's rows: `deep_tile.prenorm_gemm`, in the precision of FP32.
+    """`d = a @ b^T` and the rows' sums of squares: `deep_tile.prenorm_gemm`, in FP32 precision.
 
     Args:
         a: [m, k] bfloat16.
         b: [n, k] float32.
         d: [m, n] float32, or [num_splits, m, n], written to.
         sqr_sum: [m] float32, or [num_splits, m], written to.
-        num_splits: parts of K, which the caller adds up; None: they are added up.
+        num_splits: K parts to return; None: they are added.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.prenorm_gemm`.
@@ -487,7 +485,7 @@ def bf16_gemm_nt(
     Args:
         a, b: [m, k] and [n, k] bfloat16, each along k or along its rows, as `deep_tile.gemm` takes them.
         d: [m, n], written to: bfloat16, or float32.
-        c: None, or what is added, [m, n] float32, which may be `d`; then `d` is float32, too.
+        c: None, or a float32 [m, n] to add, which may be `d`; then `d` is float32 too.
         compiled_dims: means nothing here.
         alpha, epilogue: only None (alpha also 1), as in DeepGEMM on Hopper.
 
@@ -513,7 +511,7 @@ def bf16_gemm_nn(
     alpha: float | None = None,
     epilogue: object = None,
 ) -> None:
-    """`d = a @ b` of [m, k] and [k, n]: `bf16_gemm_nt` of the transposed `b`."""
+    """`d = a @ b` for [m, k] and [k, n]: `bf16_gemm_nt` with the transposed `b`."""
     bf16_gemm_nt(a, _transposed("b", b), d, c, alpha=alpha, epilogue=epilogue)
 
 
@@ -526,7 +524,7 @@ def bf16_gemm_tn(
     alpha: float | None = None,
     epilogue: object = None,
 ) -> None:
-    """`d = a^T @ b` of [k, m] and [k, n], likewise."""
+    """`d = a^T @ b` for [k, m] and [k, n], likewise."""
     bf16_gemm_nt(_transposed("a", a), _transposed("b", b), d, c, alpha=alpha, epilogue=epilogue)
 
 
@@ -539,7 +537,7 @@ def bf16_gemm_tt(
     alpha: float | None = None,
     epilogue: object = None,
 ) -> None:
-    """`d = a^T @ b^T` of [k, m] and [n, k], likewise."""
+    """`d = a^T @ b^T` for [k, m] and [n, k], likewise."""
     bf16_gemm_nt(_transposed("a", a), b, d, c, alpha=alpha, epilogue=epilogue)
 
 
@@ -559,7 +557,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     expected_m_for_psum_layout: int | None = None,
     epilogue: object = None,
 ) -> None:
-    """`m_grouped_fp8_gemm_nt_contiguous` of BF16: `deep_tile.grouped_gemm` with offs.
+    """`m_grouped_fp8_gemm_nt_contiguous` in BF16: `deep_tile.grouped_gemm` with offs.
 
     Args:
         a, b: [s, k] and [g, n, k] bfloat16.
@@ -589,7 +587,7 @@ def m_grouped_bf16_gemm_nn_contiguous(
     expected_m_for_psum_layout: int | None = None,
     epilogue: object = None,
 ) -> None:
-    """The same of `b` [g, k, n], with k a multiple of 64 if there are several groups."""
+    """The same for `b` [g, k, n], with k a multiple of 64 if there are several groups."""
     m_grouped_bf16_gemm_nt_contiguous(
         *(a, _transposed("b", b, 3), d, grouped_layout),
         use_psum_layout=use_psum_layout,
@@ -607,7 +605,7 @@ def m_grouped_bf16_gemm_nt_masked(
     compiled_dims: str = "nk",
     epilogue: object = None,
 ) -> None:
-    """`m_grouped_fp8_gemm_nt_masked` of BF16: `deep_tile.grouped_gemm` with counts.
+    """`m_grouped_fp8_gemm_nt_masked` in BF16: `deep_tile.grouped_gemm` with counts.
 
     Args:
         a, b: [g, m, k] and [g, n, k] bfloat16.
@@ -636,16 +634,16 @@ def k_grouped_bf16_gemm_tn_contiguous(
     epilogue: object = None,
     ks: list[int] | None = None,
 ) -> None:
-    """`d[g] = c[g] + a_g^T @ b_g` for each group g of rows: gradients of experts' weights, by `deep_tile.gemm`.
+    """`d[g] = c[g] + a_g^T @ b_g` for each row group g: experts' weight gradients, by `deep_tile.gemm`.
 
     One launch for each group that has any rows, as many as `ks_cpu` says.
 
     Args:
-        a, b: [sum(ks_cpu), m] and [sum(ks_cpu), n] bfloat16, rows of each group after those of the one before.
+        a, b: [sum(ks_cpu), m] and [sum(ks_cpu), n] bfloat16, groups in order.
         d: [g, m, n] float32, dense, written to.
-        ks_cpu: rows of each group, on the host; any numbers that are not negative.
+        ks_cpu: rows per group, on the host; any non-negative numbers.
         grouped_layout, compiled_dims: mean nothing here.
-        c: [g, m, n] float32, what is added; it may be `d`. None: zeros.
+        c: [g, m, n] float32 to add; it may be `d`. None: zeros.
         use_psum_layout: only False, as in DeepGEMM on Hopper.
         epilogue: only None.
         ks: `ks_cpu` by its newer name.
@@ -693,8 +691,8 @@ calc_diff = cosine_difference
 def _make_ready(
     kind: str, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, grouping: str = "none", accumulate: bool = False
 ) -> None:
-    """Compile and load, without a launch, what products need that differ from this one in fewer rows, or in more up to
-    the next power of two."""
+    """Compile and load, without a launch, kernels for this GEMM with fewer rows, or more up to the next power of
+    two."""
     (n, k), num_sms = b.shape[-2:], _settings["num_sms"]
     lies_along_k = [x.shape[-1] < 2 or x.stride(-1) == 1 for x in (a, b)]
     layout = ("n" if lies_along_k[0] else "t") + ("t" if lies_along_k[1] else "n")
@@ -706,7 +704,7 @@ def _make_ready(
 
 
 def get_compile_mode() -> int:
-    """What `set_compile_mode` has set; 0 before."""
+    """The value from `set_compile_mode`; 0 before."""
     return _compile_mode
 
 
@@ -720,7 +718,7 @@ def set_compile_mode(mode: int) -> None:
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
-    """What groups of the contiguous layouts begin at multiples of, in rows."""
+    """Row alignment of groups in contiguous layouts."""
     return _alignment
 
 
@@ -735,7 +733,7 @@ def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
 def get_theoretical_mk_alignment_for_contiguous_layout(
     expected_m: int | None = None, num_groups: int | None = None
 ) -> int:
-    """128, as on every Hopper GPU: what engines lay groups out for."""
+    """128, as on every Hopper GPU: the alignment for which engines lay out groups."""
     return SCALE_BLOCK
 
 
@@ -751,7 +749,7 @@ def set_num_sms(num_sms: int) -> None:
 
 
 def get_num_sms() -> int:
-    """What was set, else all of the current device."""
+    """The set value, else the current device's count."""
     given = _settings["num_sms"]
     return torch.cuda.get_device_properties().multi_processor_count if given is None else given
 
@@ -784,7 +782,7 @@ def set_block_size_multiple_of(*_: object) -> None:
 
 
 def set_tc_util(percent: int) -> None:
-    """What share of the tensor cores DeepGEMM plans with on Blackwell; 100 here, whatever is set."""
+    """Tensor core share for DeepGEMM on Blackwell; always 100 here."""
 
 
 def get_tc_util() -> int:
@@ -792,7 +790,7 @@ def get_tc_util() -> int:
 
 
 def init(*_: object) -> None:
-    """Nothing to do: there is no folder of headers, and no toolkit."""
+    """Nothing to do: no header folder or toolkit is needed."""
 
 
 def shutdown() -> None:
@@ -826,7 +824,7 @@ _SUBMODULES = {
     "testing.bench": (),
     "testing.utils": (),
 }
-"""DeepGEMM's, a package before what is in it, and the names that they have here."""
+"""DeepGEMM's submodules, packages before their contents, and the names that they have here."""
 
 
 _displaced: dict[str, ModuleType] = {}
@@ -837,10 +835,10 @@ def install(force: bool = False) -> None:
     """Have `import deep_gemm` find this module, with the submodules that DeepGEMM has, in this process.
 
     Names that are DeepGEMM's alone, such as mega MoE's, are answered by the real one, if it is installed or if
-    vLLM brings it along. It is imported when such a name is first asked for. What has imported it before keeps it.
+    vLLM brings it along. It is imported when such a name is first asked for. Earlier imports keep the module they have.
 
     Args:
-        force: take the place of a DeepGEMM that is imported or installed.
+        force: also replace an imported or installed DeepGEMM.
 
     Raises:
         RuntimeError: the real package is imported or installed, unless `force`.
@@ -860,7 +858,7 @@ def install(force: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install()`; what was imported of it meanwhile keeps working."""
+    """Undo `install()`; names imported meanwhile keep working."""
     if getattr(sys.modules.get("deep_gemm"), "__version__", None) == __version__:
         for name in ("deep_gemm", *(f"deep_gemm.{name}" for name in _SUBMODULES)):
             sys.modules.pop(name, None)
@@ -869,7 +867,7 @@ def uninstall() -> None:
 
 
 def _add_module(name: str, members: Sequence[str]) -> None:
-    """Add a module of that name with these members of ours, which importlib finds, to its package."""
+    """Add a module with these members, which importlib finds, to its package."""
     module = ModuleType(name, __doc__)
     module.__spec__ = ModuleSpec(name, None, is_package=name in ("deep_gemm", "deep_gemm.utils", "deep_gemm.testing"))
     module.__path__ = []
@@ -883,7 +881,7 @@ def _add_module(name: str, members: Sequence[str]) -> None:
 
 
 def _find_name(module: str, name: str) -> object:
-    """What modules are asked for names that they have not: DeepGEMM's own, in the module that `module` stands for."""
+    """Fallback for missing names: DeepGEMM's own, from the module that `module` stands for."""
     if name.startswith("_"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     try:

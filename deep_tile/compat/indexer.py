@@ -1,6 +1,6 @@
 """DeepGEMM's names for an indexer's logits on Hopper, on our kernels; deep_gemm.py hands them on.
 
-Called by engines that serve DeepSeek-V3.2, V4 and GLM-5. `fp8_fp4_*` are the newer names, whose queries are pairs: on
+Called by engines that serve DeepSeek-V3.2, V4 and GLM-5. `fp8_fp4_*` are the newer names; their queries are pairs, on
 Hopper (q, None).
 """
 
@@ -28,7 +28,7 @@ def fp8_mqa_logits(
         q: [s, heads, d] float8_e4m3fn; DeepGEMM takes 32 or 64 heads, here 1 to 128 will do.
         kv: [s_k, d] float8_e4m3fn and its scale [s_k] float32.
         clean_logits: write -infinity where no key counts.
-        max_seqlen_k: 0, or the columns of compressed logits, which begin with each query's first key.
+        max_seqlen_k: 0, or the columns of compressed logits, which start with each query's first key.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.mqa_logits`, or a pair that is none.
@@ -47,7 +47,7 @@ def fp8_fp4_mqa_logits(
     logits_dtype: torch.dtype = torch.float32,
     schedule_meta: None = None,
 ) -> torch.Tensor:
-    """`fp8_mqa_logits` of (q, None), with logits in float32 or bfloat16. `schedule_meta` is Blackwell's: only None."""
+    """`fp8_mqa_logits` for (q, None), with logits in float32 or bfloat16. `schedule_meta` is Blackwell's: only None."""
     _refuse(schedule_meta=schedule_meta)
     keys, scale = _pair("kv", kv)
     return logits.mqa_logits(
@@ -73,9 +73,9 @@ def fp8_paged_mqa_logits(
 
     Args:
         q: [batch, next_n, heads, d] float8_e4m3fn, any next_n from 1 to 8.
-        context_lens: [batch] int32, of each sequence with all of its queries; or [batch, next_n], of each query.
+        context_lens: [batch] int32 per sequence, including all its queries; or [batch, next_n] per query.
         schedule_meta: not read: the kernel shares out the work by `context_lens` itself.
-        clean_logits: write -infinity behind each context, which newer versions of DeepGEMM refuse.
+        clean_logits: write -infinity after each context, which newer DeepGEMM versions refuse.
         indices: Blackwell's: only None.
 
     Raises:
@@ -97,7 +97,7 @@ def fp8_fp4_paged_mqa_logits(
     logits_dtype: torch.dtype = torch.float32,
     indices: None = None,
 ) -> torch.Tensor:
-    """`fp8_paged_mqa_logits` of (q, None), with logits in float32 or bfloat16."""
+    """`fp8_paged_mqa_logits` for (q, None), with logits in float32 or bfloat16."""
     _refuse(indices=indices)
     return logits.paged_mqa_logits(
         *(_queries(q), kv_cache, weights, context_lens, block_table),
@@ -110,11 +110,11 @@ def fp8_fp4_paged_mqa_logits(
 def get_paged_mqa_logits_metadata(
     context_lens: torch.Tensor, block_kv: int, num_sms: int, indices: None = None
 ) -> torch.Tensor:
-    """Zeros in DeepGEMM's shape, [num_sms + 1, 2] int32, which engines keep and hand on, and nobody reads: the kernel
-    of `fp8_paged_mqa_logits` finds its schedule itself.
+    """Zeros in DeepGEMM's shape, [num_sms + 1, 2] int32, for engines to pass on; unused, since `fp8_paged_mqa_logits`
+    schedules itself.
 
     Raises:
-        TypeError: `context_lens` is no tensor of int32, or `num_sms` no int.
+        TypeError: `context_lens` is not an int32 tensor, or `num_sms` not an int.
         ValueError: pages do not have 64 keys, or `indices` are given.
     """
     _refuse(indices=indices)

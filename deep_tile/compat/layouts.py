@@ -1,6 +1,6 @@
-"""Layouts of groups that DeepGEMM's clients write down, as bounds that deep_tile's grouped products read.
+"""DeepGEMM's group layouts as bounds for deep_tile's grouped GEMMs.
 
-Called by deep_gemm.py and deep_ep.py beside it and by integrations of engines. Nothing waits for the device.
+Called by deep_gemm.py, deep_ep.py and engine integrations. Nothing waits for the device.
 """
 
 import torch
@@ -9,12 +9,12 @@ from deep_tile.ops import is_traced
 
 
 def group_ends(m_indices: torch.Tensor, rows: int, groups: int, alignment: int) -> torch.Tensor:
-    """The row behind each group's last, int32 [groups], of each row's group or a negative number; 0 for no rows.
+    """Each group's end row, int32 [groups], from each row's group or a negative number; 0 for no rows.
 
     A kernel that rounds the ends up to `alignment` finds where groups begin, also behind groups without rows.
 
     Raises:
-        TypeError, ValueError: `m_indices` is not [rows] of int32; or, on the CPU, groups are not in order.
+        TypeError, ValueError: `m_indices` is not int32 [rows]; or, on the CPU, groups are not in order.
     """
     if not isinstance(m_indices, torch.Tensor):
         raise TypeError(f"grouped_layout is a {type(m_indices).__name__}; it must be a tensor of 1 dimensions")
@@ -27,7 +27,7 @@ def group_ends(m_indices: torch.Tensor, rows: int, groups: int, alignment: int) 
         )
     if m_indices.device.type == "cpu" and not is_traced():
         _check_order(m_indices, groups, alignment)
-    # Whatever is no group counts for one behind the last, which is cut off.
+    # Invalid numbers count for an extra last group, which is dropped.
     index = m_indices.clamp(-1, groups).long().remainder_(groups + 1)
     ends = torch.zeros(groups + 1, dtype=torch.int32, device=m_indices.device)
     behind = torch.arange(1, rows + 1, dtype=torch.int32, device=m_indices.device)

@@ -1,7 +1,7 @@
-"""The DeepGEMM that deep_tile stands in front of: whoever asks for a name that deep_tile has not gets that one's.
+"""The original DeepGEMM, which serves names that deep_tile lacks.
 
-Called by deep_gemm.py beside it. It is the package that is installed as `deep_gemm`, or else the one that vLLM brings
-along, and it is imported when such a name is first asked for.
+Called by deep_gemm.py beside it. It is the installed `deep_gemm`, else the one inside vLLM, and is imported at the
+first such name.
 """
 
 import importlib
@@ -22,16 +22,16 @@ _reasons: list[str] = []
 
 
 def keep(module: ModuleType | None) -> None:
-    """Remember what was imported as `deep_gemm` before; None: look for it when it is needed."""
+    """Remember the previously imported `deep_gemm`; None: look for it when needed."""
     _modules[:] = [] if module is None else [module]
     _reasons.clear()
 
 
 def find(path: str, name: str) -> object:
-    """What DeepGEMM has by this name in the module `path`, "deep_gemm.utils" for instance.
+    """DeepGEMM's object with this name in module `path`, e.g. "deep_gemm.utils".
 
     Raises:
-        AttributeError: it has none, or there is no DeepGEMM; its text is that part of a sentence.
+        AttributeError: it has none, or there is no DeepGEMM; the text is part of a sentence.
     """
     root = _load()
     if root is None:
@@ -53,7 +53,7 @@ def _load() -> ModuleType | None:
 
 
 def _import_installed() -> ModuleType | None:
-    """By its own name, which deep_tile's modules have meanwhile: they are put aside and back."""
+    """Import it under its own name: deep_tile's modules with that name are set aside and restored."""
     ours = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == _NAME}
     try:
         return _imported(_NAME)
@@ -71,6 +71,6 @@ def _import_bundled() -> ModuleType | None:
 def _imported(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)
-    except Exception as error:  # what a library does where it finds no GPU, driver or compiler
+    except Exception as error:  # libraries raise anything without a GPU, driver or compiler
         _reasons.append(" ".join(f"{name}: {error}".split()))
         return None

@@ -1,4 +1,4 @@
-"""Names of DeepGEMM's that deep_tile has no function for, and why. Called by deep_gemm.py beside it."""
+"""DeepGEMM names without a deep_tile function, and why. Called by deep_gemm.py beside it."""
 
 _OF_BLACKWELL = "a kernel of Blackwell's alone, which DeepGEMM has not on Hopper either"
 _OF_RANKS = "it joins GPUs in one kernel: use fp8_grouped_gemm behind DeepEP's dispatch (deep_tile.compat.deep_ep)"
@@ -25,4 +25,4 @@ REFUSED = {
         _OF_BLACKWELL,
     ),
 }
-"""Why deep_tile has no function of this name. Asking for it is an AttributeError: engines look for what there is."""
+"""Why deep_tile has no function with this name. Access raises AttributeError: engines probe for names."""

@@ -1,4 +1,4 @@
-"""DeepGEMM's layouts of scales, its casts to FP8 and small helpers, by its names.
+"""DeepGEMM's scale layouts, FP8 casts and small helpers, by its names.
 
 Called by engines through deep_gemm.py beside it.
 """
@@ -16,7 +16,7 @@ def get_tma_aligned_size(x: int, element_size: int) -> int:
 
 
 def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
-    """A scale [..., mn, k] of float32 with strides (1, mn rounded up to 4), itself if it has them.
+    """A float32 scale [..., mn, k] with strides (1, mn rounded up to 4); unchanged if it has them.
 
     deep_tile's products take any strides, so they need no such copy.
     """
@@ -45,11 +45,11 @@ def transform_sf_into_required_layout(
     disable_ue8m0_cast: bool = False,
     psum_layout: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The scale as Hopper's kernels of DeepGEMM want it: of 1x128 blocks MN-major and aligned, of 128x128 as it is.
+    """The scale in the layout of DeepGEMM's Hopper kernels: 1x128 blocks MN-major and aligned, 128x128 unchanged.
 
     Args:
-        sf: [mn / rows of a block, k / 128], with a dimension of `num_groups` in front where that is given, of float32.
-        recipe: (rows, 128) of a block, or (rows of a's, rows of b's, 128) with `is_sfa` to say which.
+        sf: float32 [mn / block rows, k / 128], with a leading dimension `num_groups` if given.
+        recipe: a block's (rows, 128), or (rows in a, rows in b, 128) with `is_sfa` to select.
 
     Raises:
         ValueError: another recipe, or a shape that does not fit.
@@ -69,9 +69,9 @@ def transform_sf_into_required_layout(
 def per_token_cast_to_fp8(
     x: torch.Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK, use_packed_ue8m0: bool = False
 ) -> Pair:
-    """DeepGEMM's cast of activations, bit for bit what it computes on a GPU; scales of powers of two by `use_ue8m0`.
+    """DeepGEMM's activation cast, bit for bit as on a GPU; power-of-two scales by `use_ue8m0`.
 
-    Magnitudes count as 1e-4 at least: of smaller gradients much becomes zeros. `deep_tile.per_token_cast_to_fp8` keeps
+    Magnitudes count as at least 1e-4: much of smaller gradients becomes zeros. `deep_tile.per_token_cast_to_fp8` keeps
     them.
     """
     if use_packed_ue8m0:
@@ -80,12 +80,12 @@ def per_token_cast_to_fp8(
 
 
 def per_block_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> Pair:
-    """DeepGEMM's cast of weights, likewise."""
+    """DeepGEMM's weight cast, likewise."""
     return quantize.per_block_cast_to_fp8(x, **_cast_options(use_ue8m0, gran_k))
 
 
 def per_channel_cast_to_fp8(x: torch.Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> Pair:
-    """DeepGEMM's cast along rows, likewise: `x` [m, n], m a multiple of 128, as [m, n] with scales [m / 128, n].
+    """DeepGEMM's cast along rows, likewise: `x` [m, n], m a multiple of 128, to [m, n] with scales [m / 128, n].
 
     For products `deep_tile.transposed_cast_to_fp8` writes both transposed, as they take them, without a copy.
     """
@@ -108,6 +108,6 @@ def align(x: int, alignment: int) -> int:
 
 
 def count_bytes(*given: torch.Tensor | tuple | list | None) -> int:
-    """Of tensors, and of those in tuples and lists."""
+    """Bytes of tensors, including those in tuples and lists."""
     parts = (count_bytes(*x) if isinstance(x, (tuple, list)) else x.nbytes for x in given if x is not None)
     return sum(parts)

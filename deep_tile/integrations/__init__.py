@@ -1,4 +1,4 @@
-"""deep_tile inside of packages that people run, a module for each."""
+"""deep_tile inside other packages, one module each."""
 
 from deep_tile import discovery
 

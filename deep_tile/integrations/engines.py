@@ -1,7 +1,7 @@
-"""The engines that deep_tile enters as a plugin: by which variable, which releases, and what is seen of them here.
+"""Engines that load deep_tile as a plugin: their variable, releases, and state on this machine.
 
 Called by vllm.py and sglang.py beside it, and by `deep-tile doctor`. Imports no engine.
-Invariant: `enter` never raises: an exception of a plugin ends the engine's process.
+Invariant: `enter` never raises: an exception in a plugin would end the engine's process.
 """
 
 import logging
@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import NamedTuple
 
 _PLUGIN = "deep_tile"
-"""Of the entry points, as engines call it."""
+"""Name of the entry points."""
 
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
@@ -22,14 +22,14 @@ class Engine(NamedTuple):
 
     name: str
     group: str
-    """Of entry points that it calls."""
+    """Entry point group that it calls."""
     variable: str
     """1: deep_tile serves."""
     chosen_plugins: str
     """The engine's variable that names, separated by commas, the only plugins to load; unset: all."""
     oldest: tuple[int, ...]
     newer: tuple[int, ...]
-    """The releases whose registration points are known are from `oldest` on and before `newer`."""
+    """Supported releases: from `oldest`, before `newer`."""
 
 
 VLLM = Engine("vllm", "vllm.general_plugins", "VLLM_USE_DEEP_TILE", "VLLM_PLUGINS", (0, 26), (0, 34))
@@ -38,11 +38,11 @@ ENGINES = (VLLM, SGLANG)
 
 _entered: set[str] = set()
 _refused: set[str] = set()
-"""Names of engines, of this process."""
+"""Engines refused in this process."""
 
 
 def is_on(engine: Engine) -> bool:
-    """What the variable says.
+    """The variable's value.
 
     Raises:
         ValueError: neither yes nor no.
@@ -61,7 +61,7 @@ def has_entered(engine: Engine) -> bool:
 def enter(engine: Engine, version: Callable[[], str], hook: Callable[[], None]) -> None:
     """Call `hook`, once in a process, where the variable and the release allow it.
 
-    What speaks against it, or what `hook` raises, is one line of the engine's log, and the engine goes on by itself.
+    An obstacle, or an exception in `hook`, becomes one line in the engine's log, and the engine runs without deep_tile.
     """
     if engine.name in _entered | _refused:
         return
@@ -90,7 +90,7 @@ def leave(engine: Engine) -> bool:
 
 
 def logger(engine: Engine) -> logging.Logger:
-    """Below the engine's own, whose handlers and format it has."""
+    """A child of the engine's logger, with its handlers and format."""
     return logging.getLogger(f"{engine.name}.deep_tile")
 
 
@@ -109,7 +109,7 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def installed_version(engine: Engine) -> str | None:
-    """Of the engine's package, without importing it; None where it is not installed."""
+    """Version of the engine's package, without importing it; None if not installed."""
     try:
         return metadata.version(engine.name)
     except metadata.PackageNotFoundError:
@@ -117,8 +117,7 @@ def installed_version(engine: Engine) -> str | None:
 
 
 def state(engine: Engine, version: str) -> tuple[bool, str, str]:
-    """Whether processes of the engine that start with this environment are served, what speaks for or against it, and
-    what to do about that."""
+    """Whether engine processes with this environment use deep_tile, why, and the remedy."""
     found = next(filter(None, (look(engine, version) for look in _OBSTACLES)), None)
     return (True, f"hooked by {engine.variable}", "") if found is None else (False, f"not hooked: {found[0]}", found[1])
 
@@ -144,7 +143,7 @@ def _not_announced(engine: Engine, _: str) -> tuple[str, str] | None:
 
 def _not_chosen(engine: Engine, _: str) -> tuple[str, str] | None:
     chosen = os.environ.get(engine.chosen_plugins)
-    is_unset = chosen is None or (not chosen and engine is SGLANG)  # an empty list is one of none in vLLM
+    is_unset = chosen is None or (not chosen and engine is SGLANG)  # in vLLM an empty list means none
     if is_unset or _PLUGIN in [name.strip() for name in chosen.split(",")]:
         return None
     return f"{engine.chosen_plugins} is {chosen!r}", f"add {_PLUGIN} to {engine.chosen_plugins}, or unset it"

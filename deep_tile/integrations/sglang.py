@@ -1,9 +1,8 @@
-"""deep_tile inside SGLang: `register()`, which SGLang calls in each of its processes, by the entry point
-sglang.srt.plugins, and which hooks block FP8 products where SGLANG_USE_DEEP_TILE is 1.
+"""deep_tile inside SGLang: `register()`, which SGLang calls in each process by the entry point sglang.srt.plugins,
+hooks block FP8 GEMMs if SGLANG_USE_DEEP_TILE is 1.
 
-SGLang's registry of hooks wraps the functions that its layers multiply by on Hopper: those of DeepGEMM, which it
-chooses unless told otherwise.
-Invariant: without the variable nothing is imported and nothing changed.
+SGLang's hook registry wraps its Hopper GEMM functions: DeepGEMM's, its default. Invariant: without the variable nothing
+is imported and nothing changed.
 """
 
 import inspect
@@ -16,8 +15,8 @@ from deep_tile.integrations import engines
 def register() -> None:
     """Have SGLang's block FP8 layers served by deep_tile where SGLANG_USE_DEEP_TILE is 1. A second call does nothing.
 
-    Never raises: for a release that is not known, or functions with other arguments, one line of SGLang's log says so,
-    and its own kernels serve.
+    Never raises: for an unknown release, or functions with other arguments, one log line says so and SGLang's own
+    kernels run.
     """
     engines.enter(engines.SGLANG, _version, _hook)
 

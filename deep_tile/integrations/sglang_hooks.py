@@ -1,7 +1,7 @@
-"""SGLang's block FP8 products through deep_tile: what SGLang's registry puts around its functions.
+"""SGLang's block FP8 GEMMs through deep_tile: hooks for SGLang's registry.
 
 Registered by sglang.py beside it; called by SGLang, each with the function that it is put around first.
-Invariant: what deep_tile does not multiply as it was meant goes to that function.
+Invariant: calls that deep_tile cannot compute as intended go to the original function.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from deep_tile.integrations.transformers_weights import takes
 from deep_tile.quantize import FP8_DTYPE, TOKEN_BLOCK, WEIGHT_BLOCK
 
 _AMAX_FLOOR = 1e-10
-"""Least magnitude that a scale is made of, as in SGLang's own casts."""
+"""Lower bound for a scale's magnitude, as in SGLang's own casts."""
 
 _DEEP_GEMM = "sglang.srt.layers.deep_gemm_wrapper.entrypoint"
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -34,20 +34,20 @@ def linear(
     act_scale_ue8m0: bool = False,
     weight_bf16: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`input @ (weight * weight_scale)^T + bias` with `input` cast in groups of 1x128, unless `input_scale` is given.
+    """`input @ (weight * weight_scale)^T + bias` with `input` cast with 1x128 scales, unless `input_scale` is given.
 
     Args:
-        original: SGLang's function, for blocks other than 128x128, packed scales, and inputs of other dtypes.
+        original: SGLang's function, for blocks other than 128x128, packed scales, and other input dtypes.
         input: [..., k] bfloat16, float16 or float32; or, with `input_scale`, float8_e4m3fn.
         weight: [n, k] float8_e4m3fn; any n, k in multiples of 16.
-        weight_scale: [ceil(n / 128), ceil(k / 128)] of a dtype that products take.
-        input_scale: [rows, ceil(k / 128)] float32 of any strides, padded to 4 rows or not.
+        weight_scale: [ceil(n / 128), ceil(k / 128)] in a dtype that GEMMs take.
+        input_scale: [rows, ceil(k / 128)] float32, any strides, perhaps padded to 4 rows.
         bias: [n].
-        act_scale_ue8m0: scales of the input are rounded up to powers of two.
-        weight_bf16: the same weight, which is not read here.
+        act_scale_ue8m0: input scales are rounded up to powers of two.
+        weight_bf16: the same weight in BF16; not read.
 
     Returns:
-        [..., n], in the dtype of `input`; bfloat16 where that is FP8.
+        [..., n], in input's dtype; bfloat16 for FP8.
     """
     if not _takes_linear(input, weight, block_size, weight_scale, input_scale):
         return original(
@@ -80,7 +80,7 @@ def grouped_gemm_nt_f8f8bf16_contig(
     recipe_a: tuple[int, int] | None = None,
     recipe_b: tuple[int, int] | None = None,
 ) -> None:
-    """Rows of all experts one after the other, each expert's at a multiple of DeepGEMM's alignment at the time."""
+    """All experts' rows in order, each expert's at a multiple of DeepGEMM's current alignment."""
     if not _takes_groups(lhs, rhs, recipe_a, recipe_b):
         return original(lhs, rhs, out, m_indices, recipe_a=recipe_a, recipe_b=recipe_b)
     rows, groups = lhs[0].shape[0], rhs[0].shape[0]
@@ -88,7 +88,7 @@ def grouped_gemm_nt_f8f8bf16_contig(
         return None
     alignment = _alignment()
     offs = group_ends(m_indices, rows, groups, alignment)
-    expected = max(1, rows // groups - alignment // 2)  # half of the alignment pads each group, in the mean
+    expected = max(1, rows // groups - alignment // 2)  # on average half the alignment pads each group
     grouped.fp8_grouped_gemm(*lhs, *rhs, offs, out, alignment=alignment, expected_rows=expected)
     return None
 
@@ -105,7 +105,8 @@ def grouped_gemm_nt_f8f8bf16_masked(
     recipe_a: tuple[int, int] | None = None,
     recipe_b: tuple[int, int] | None = None,
 ) -> object:
-    """Rows of each expert in its own part of `lhs`. With overlap_args, SGLang's own says which tiles are done."""
+    """Each expert's rows in its own part of `lhs`. With overlap_args SGLang's function runs, which signals finished
+    tiles."""
     if overlap_args is not None or not _takes_groups(lhs, rhs, recipe_a, recipe_b):
         options = {"max_block_n": max_block_n, "recipe_a": recipe_a, "recipe_b": recipe_b}
         return original(lhs, rhs, out, masked_m, expected_m, overlap_args=overlap_args, **options)
@@ -125,13 +126,13 @@ def _takes_groups(lhs: _Pair, rhs: _Pair, recipe_a: object, recipe_b: object) ->
 
 
 def _alignment() -> int:
-    """Of SGLang's DeepGEMM, which sets it around its layers; in some of its releases for m and k."""
+    """The alignment of SGLang's DeepGEMM, which SGLang sets around its layers; in some releases for m and k."""
     alignment = import_module(_DEEP_GEMM).deep_gemm.get_mk_alignment_for_contiguous_layout()
     return alignment[0] if isinstance(alignment, (tuple, list)) else alignment
 
 
 def make_ready(_: object, runner: object) -> None:
-    """Behind the loading of a model: have every kernel ready that its layers can need, so that none compiles later."""
+    """After model load: compile every kernel that its layers can need, so that none compiles later."""
     arguments = runner.server_args
     chunk = getattr(arguments, "chunked_prefill_size", None) or 0
     most = chunk if chunk > 0 else arguments.max_prefill_tokens
@@ -151,4 +152,4 @@ AROUND = {
     f"{_DEEP_GEMM}.grouped_gemm_nt_f8f8bf16_masked": grouped_gemm_nt_f8f8bf16_masked,
 }
 AFTER = {"sglang.srt.model_executor.model_runner.ModelRunner.load_model": make_ready}
-"""Hooks by the names of what they are put around, or behind."""
+"""Hooks by the names of the functions that they wrap or follow."""

@@ -1,10 +1,10 @@
-"""deep_tile.train in torchtitan: a converter of model configs, whose linear layers then train in FP8.
+"""deep_tile.train in torchtitan: a model config converter that makes linear layers train in FP8.
 
     from deep_tile.integrations.torchtitan import DeepTileConverter
 
     DeepTileConverter.Config(filter_fqns=["output"])  # in a config's list of converters
 
-Imports torchtitan, of 0.3.
+Imports torchtitan 0.3.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from deep_tile.train.recipe import Recipe
 
 
 class DeepTileLinear(Linear):
-    """torchtitan's Linear whose products are in FP8."""
+    """torchtitan's Linear with FP8 GEMMs."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -40,10 +40,10 @@ class DeepTileConverter(ModelConfigConverter):
     class Config(ModelConfigConverter.Config):
         recipe: Recipe = Recipe()
         filter_fqns: list[str] = field(default_factory=lambda: ["output", "lm_head"])
-        """Parts of names of layers that stay as they are."""
+        """Name parts of layers that are not converted."""
 
         tokens: int = 8192
-        """Of a forward pass on one GPU: a layer is converted where `deep_tile.train.predict` says that it gains."""
+        """Tokens per forward pass and GPU: a layer is converted if it gains by `deep_tile.train.predict`."""
 
     def __init__(self, config: Config):
         self.config = config

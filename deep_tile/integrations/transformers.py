@@ -1,8 +1,8 @@
 """transformers' FP8 linears and experts through deep_tile: `install()`, and `uninstall()` to undo it.
 
 Called by users. transformers has no registry for linears: its modules look up one global function at every call, and
-that function is replaced. For experts it has one, of functions by name; those that it takes by itself are replaced.
-Invariant: what deep_tile does not multiply as it was meant goes to the function that was there before.
+that function is replaced. For experts it has one, functions by name; its default ones are replaced.
+Invariant: calls that deep_tile cannot compute as intended go to the previous function.
 """
 
 import inspect
@@ -38,42 +38,42 @@ _PARAMETERS = {
     }
 }
 _EXPERTS_PARAMETERS = dict.fromkeys(("self", "hidden_states", "top_k_index", "top_k_weights"), inspect.Parameter.empty)
-"""Defaults of the functions' parameters by their names, in order, as of transformers 5.23."""
+"""The functions' parameter defaults by name, in order, as in transformers 5.23."""
 
 _lock = threading.Lock()
 _replaced: dict[str, tuple[Callable, Callable]] = {}
-"""By name what was replaced and by what, while installed; guarded by `_lock`."""
+"""Replaced functions and their replacements, by name, while installed; guarded by `_lock`."""
 
 
 def install(*, exact: str = "reciprocal") -> None:
     """Let transformers' FP8 linears and experts multiply through deep_tile, in this process, until `uninstall()`.
 
-    Taken are dynamically quantised inputs of bfloat16, float16 or float32 and weights of float8_e4m3fn in blocks of
-    128x128 with scales of any dtype that products take, on a Hopper GPU or, for tests, on the CPU: those of
-    `FP8Linear`, and of `FP8Experts` that are gated by SiLU. All else goes on as before: static or per-tensor scales,
-    other blocks and FP4, of which `rebase(model)` makes blocks of 128x128, other GPUs, rows of weights that are no
-    multiple of 16 bytes, and `FP8GroupedLinear`.
+    Covers `FP8Linear`, and `FP8Experts` gated by SiLU, with dynamically quantised bfloat16, float16 or float32 inputs
+    and float8_e4m3fn weights in 128x128 blocks, with scales in any dtype that GEMMs take; on a Hopper GPU or, for
+    tests, on the CPU. Everything else runs as before: static or per-tensor scales, other blocks and FP4
+    (`rebase(model)` converts these to 128x128 blocks), other GPUs, weight rows that are not a multiple of 16 bytes, and
+    `FP8GroupedLinear`.
 
     Linears go through `deep_tile.fp8_linear`. The result has the input's dtype and is rounded to bfloat16 first. A
     gradient goes to the input, through the dequantised weight; the weight and its scales are frozen, as transformers
     has them.
 
-    Layers of experts go through `deep_tile.fp8_grouped_gemm` and the calls around it, where their implementation is
-    "grouped_mm" or "batched_mm", one of which it is by default; the activation between the products is not rounded
-    to bfloat16, and the sum over experts is taken in FP32. What would record a gradient goes on as before.
+    Expert layers with implementation "grouped_mm" or "batched_mm" (the defaults) go through
+    `deep_tile.fp8_grouped_gemm` and its companions; the activation between the GEMMs is not rounded to bfloat16, and
+    experts are summed in FP32. Calls that record gradients run as before.
 
     Models that are loaded already are served, too. Calling it again changes `exact` alone. On the CPU transformers
     itself dequantises FP8 models when it loads them, and then nothing is left to multiply.
 
     Args:
-        exact: how inputs are quantised, as for `per_token_cast_to_fp8`. The default is the arithmetic of the cast that
-            transformers does for DeepGEMM, so that a model answers as it did there; "divide" rounds once less.
+        exact: how inputs are quantised, as for `per_token_cast_to_fp8`. The default is the arithmetic of transformers'
+            cast for DeepGEMM, so a model answers as with DeepGEMM; "divide" rounds once less.
 
     Raises:
         ValueError: `exact` is unknown.
         ImportError: transformers is missing, or its `finegrained_fp8` has no such functions.
-        RuntimeError: one of them takes other arguments than those known here, or somebody else has replaced it since
-            `install()`. Nothing has been changed.
+        RuntimeError: a function has unknown arguments, or was replaced by others since `install()`. Nothing has been
+            changed.
     """
     check_one("exact", exact)
     client = _client()
@@ -91,7 +91,7 @@ def uninstall() -> None:
     """Give transformers its own functions back; nothing happens where nothing is installed.
 
     Raises:
-        RuntimeError: somebody else has replaced one of them since `install()`. Nothing has been changed.
+        RuntimeError: a function was replaced by others since `install()`. Nothing has been changed.
     """
     with _lock:
         if _replaced:
@@ -106,7 +106,7 @@ def _names() -> tuple[str, ...]:
 
 
 def _client() -> ModuleType:
-    """The module of transformers that has the functions."""
+    """transformers' module with the functions."""
     try:
         from transformers.integrations import finegrained_fp8
     except ImportError as error:
@@ -166,7 +166,7 @@ def _check_signature(name: str, function: Callable) -> None:
 
 
 def _replacement(name: str, original: Callable, exact: str, client: ModuleType) -> Callable:
-    """What hands on to `original` whatever it does not take."""
+    """A replacement that passes unsupported calls to `original`."""
     if name == "fp8_linear":
         return _linear(original, exact)
     return experts_forward(original, exact, client)

@@ -1,7 +1,7 @@
-"""FP8 and FP4 layers of transformers models in blocks of 128x128, whatever blocks their checkpoint has: `rebase`.
+"""`rebase`: converts FP8 and FP4 layers in transformers models from any checkpoint blocks to 128x128 blocks.
 
-Called by users, after a model is loaded. Invariant: a layer is changed as a whole, with the size of its blocks, so that
-transformers itself multiplies it rightly, too.
+Called by users, after a model is loaded. Invariant: a layer changes as a whole, including its block size, so
+transformers' own code also computes it correctly.
 """
 
 from collections.abc import Iterator
@@ -16,29 +16,29 @@ _LINEAR = ("weight",)
 _EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 
 _BLOCKS = {None: "fp8_tensor", (32, 32): "fp8_32x32", (1, 32): "mxfp8", (1, SCALE_BLOCK): "fp8_1x128"}
-"""Formats by `block_size`; FP4, whose weights are int8, has none that says anything."""
+"""Formats by `block_size`; FP4, with int8 weights, has no meaningful one."""
 
 _SAVED_AS = {"weight_block_size": list(WEIGHT_BLOCK), "scale_fmt": "float", "expert_dtype": "fp8"}
 
 
 def rebase(model: torch.nn.Module, *, max_error: float = blocks.MAX_ERROR) -> dict[str, blocks.Rebased]:
-    """Re-base a model's FP8 and FP4 layers to blocks of 128x128, which `install()` has deep_tile multiply.
+    """Convert a model's FP8 and FP4 layers to 128x128 blocks, which deep_tile multiplies after `install()`.
 
-    Taken are `FP8Linear`, `FP8GroupedLinear` of whole blocks and `FP8Experts`, with scales of 32x32, 1x32, 1x128 or of
-    tensors, and experts in FP4, whose weights take twice the memory then; with dynamically quantised inputs. All else,
-    and what is in blocks of 128x128, stays. One layer after the other. Where all layers are in such blocks in the
-    end, `model.config.quantization_config` says so, for `save_pretrained`.
+    Covers `FP8Linear`, `FP8GroupedLinear` with whole blocks and `FP8Experts`, with 32x32, 1x32, 1x128 or per-tensor
+    scales, and FP4 experts, whose weights then take twice the memory; with dynamically quantised inputs. Other layers,
+    and 128x128 blocks, stay unchanged. One layer after the other. Where all layers are in such blocks in the end,
+    `model.config.quantization_config` says so, for `save_pretrained`.
 
     Args:
-        model: of transformers, loaded.
+        model: a loaded transformers model.
         max_error: as for `to_blocks`.
 
     Returns:
-        By the names of parameters, what has changed.
+        Changes by parameter name.
 
     Raises:
         ValueError: a row of a weight would change by more than `max_error`, or a weight is on meta; the text names the
-            parameter. Layers before it are re-based, it and those behind it are not.
+            parameter. Layers before it are converted, it and later ones are not.
         ImportError: transformers is missing.
     """
     from transformers.integrations import finegrained_fp8 as client
@@ -57,7 +57,7 @@ def rebase(model: torch.nn.Module, *, max_error: float = blocks.MAX_ERROR) -> di
 
 
 def _formats(layer: torch.nn.Module, client) -> Iterator[tuple[str, str]]:
-    """Names of a layer's weights that are to be re-based, and their formats: of all of them or of none."""
+    """Names and formats of a layer's weights to convert: all or none."""
     names = _names(layer, client)
     size = None if layer.block_size is None else tuple(layer.block_size)
     rows = layer.weight.shape[0] // layer.n_groups if isinstance(layer, client.FP8GroupedLinear) else 0

@@ -1,8 +1,8 @@
-"""What a transformers model's config says of linears that are FP8, so that the model is loaded again as it was saved.
+"""transformers configs for models with FP8 linears, so that a saved model loads unchanged.
 
-Called by nn.py. transformers makes FP8 layers of all linears and experts when it loads such a checkpoint, but for those
-that `modules_to_not_convert` names, by how their names begin or end. Invariant: what is loaded as FP8 is what was
-replaced, or nothing is.
+Called by nn.py. When transformers loads such a checkpoint, all linears and experts become FP8 layers except those in
+`modules_to_not_convert`, matched by prefix or suffix. Invariant: either exactly the replaced layers load as FP8, or no
+config is written.
 """
 
 import copy
@@ -21,14 +21,14 @@ _FORMAT = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_
 """As DeepSeek-V3's and Qwen3's checkpoints have it."""
 
 _OF_PEFT = re.compile(rf"\.(base_layer|{replaceable.REPLACED_BY_ADAPTER})(?=\.|$)")
-"""Where peft keeps what an adapter stands around: the checkpoint has no such part in its names."""
+"""peft's name parts for wrapped layers, which checkpoints lack."""
 
 
 def description(model: torch.nn.Module, layers: Collection[str]) -> Callable[[], None]:
-    """What has the configs of a model say that these of its layers are FP8, once they are.
+    """A function that marks these layers as FP8 in the model's configs.
 
     Raises:
-        ValueError: transformers could not load such a model; the text says why, and what to do.
+        ValueError: transformers could not load such a model; the text gives reason and remedy.
     """
     told = [(module, _config_of(name, module, layers)) for name, module in _pretrained(model)]
 
@@ -41,7 +41,7 @@ def description(model: torch.nn.Module, layers: Collection[str]) -> Callable[[],
 
 
 def _pretrained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Models of transformers that are no part of another one, by name."""
+    """Outermost transformers models, by name."""
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     if base is None:
         return
@@ -54,7 +54,7 @@ def _pretrained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]
 
 
 def _config_of(prefix: str, model: torch.nn.Module, layers: Collection[str]) -> dict[str, Any] | None:
-    """`quantization_config` of a model by that name, once these layers of what it is in are FP8; None where none is."""
+    """`quantization_config` for the named model once these layers are FP8; None if it has none of them."""
     start = f"{prefix}." if prefix else ""
     own = {name.removeprefix(start): name for name in layers if name.startswith(start)}
     if not own:
@@ -96,7 +96,7 @@ def _would_be_converted(name: str, modules: Mapping[str, torch.nn.Module]) -> bo
 
 
 def _known(model: torch.nn.Module) -> dict[str, Any]:
-    """What the config says already, of FP8 layers that the model was loaded with.
+    """Existing config entries for FP8 layers that the model was loaded with.
 
     Raises:
         ValueError: it says that the model is quantised otherwise.
@@ -116,7 +116,7 @@ def _known(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _give(model: torch.nn.Module, quantization: dict[str, Any]) -> None:
-    """A config of its own, since other models may have been made with this one."""
+    """Gives the model its own config copy, since others may share it."""
     shared, model_config = model.config, copy.copy(model.config)
     model_config.quantization_config = quantization
     for module in model.modules():

@@ -1,8 +1,8 @@
-"""transformers' FP8 experts through deep_tile: what takes the place of its functions for them.
+"""transformers' FP8 experts through deep_tile:
 
-Called by transformers.py beside it, which puts it there. A layer is six calls and the sorting of rows by expert, all of
-it enqueued without waiting for the device, so that a CUDA graph holds for every routing.
-Invariant: what deep_tile does not multiply as it was meant goes to the function that was there before.
+replacements for its functions, installed by transformers.py. A layer is a sort and six calls, enqueued without waiting
+for the device, so one CUDA graph serves every routing. Invariant: what deep_tile does not multiply as it was meant goes
+to the function that was there before.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from deep_tile.integrations.transformers_weights import operands, takes
 
 
 def experts_forward(original: Callable, exact: str, client: ModuleType) -> Callable[..., torch.Tensor]:
-    """The replacement of `original`, one of the functions for layers of FP8 experts in transformers' module `client`.
+    """The replacement for `original`, one of the FP8 expert functions in transformers' module `client`.
 
     Args:
         exact: as for `per_token_cast_to_fp8`.
@@ -44,13 +44,14 @@ def experts_forward(original: Callable, exact: str, client: ModuleType) -> Calla
 
 
 def _is_gated_by(silu: tuple[type, ...], layer: torch.nn.Module) -> bool:
-    """By what `silu_mul_cast_to_fp8` computes. An activation with an alpha is a SiLU, whatever `act_fn` is."""
+    """Whether the gate is the function in `silu_mul_cast_to_fp8`. An activation with an alpha is a SiLU, whatever
+    `act_fn` is."""
     is_silu = layer.swiglu_alpha is not None or isinstance(layer.act_fn, silu)
     return getattr(layer, "gate_softcap", None) is None and is_silu  # which some releases do not have
 
 
 def _gating(layer: torch.nn.Module) -> dict[str, float]:
-    """Numbers of `silu_mul_cast_to_fp8`: gpt-oss's activation has an alpha, and one is added to up."""
+    """Parameters for `silu_mul_cast_to_fp8`: gpt-oss's activation has an alpha and adds 1 to up."""
     limit = {} if layer.limit is None else {"limit": float(layer.limit)}
     return limit if layer.swiglu_alpha is None else {**limit, "alpha": float(layer.swiglu_alpha), "beta": 1.0}
 
@@ -70,6 +71,6 @@ def _takes_layer(layer: torch.nn.Module, hidden_states: torch.Tensor) -> bool:
 
 
 def _scale_fits(weight: torch.Tensor, scale: torch.Tensor) -> bool:
-    """transformers gives each half of a narrow gate_up a scale of its own."""
+    """transformers gives each half of a narrow gate_up its own scale."""
     groups, n, k = weight.shape
     return tuple(scale.shape) == (groups, ceil_div(n, SCALE_BLOCK), ceil_div(k, SCALE_BLOCK))

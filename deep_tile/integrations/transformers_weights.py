@@ -1,4 +1,4 @@
-"""Which weights of clients' FP8 layers deep_tile multiplies with, and as what.
+"""Which FP8 weights in client layers deep_tile can multiply, and in which form.
 
 Called by transformers.py, transformers_experts.py and sglang_hooks.py beside it.
 """
@@ -14,7 +14,7 @@ from deep_tile.quantize import FP8_DTYPE
 _BLOCK_SIZE = (SCALE_BLOCK, SCALE_BLOCK)
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ROW_BYTES = 16
-"""Weights begin their rows at multiples of it, for TMA."""
+"""Row alignment of weights, for TMA."""
 
 
 def takes(input, weight, weight_scale_inv, block_size) -> bool:

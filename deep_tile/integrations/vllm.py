@@ -1,10 +1,9 @@
-"""deep_tile inside vLLM: `register()`, which vLLM calls in each of its processes, by the entry point
-vllm.general_plugins, and which hooks linear layers and experts of block FP8 where VLLM_USE_DEEP_TILE is 1.
+"""deep_tile inside vLLM: `register()`, which vLLM calls in each process by the entry point vllm.general_plugins, hooks
+block FP8 linear layers and experts if VLLM_USE_DEEP_TILE is 1.
 
-vLLM has no place for such classes of others in front of its own: the list that it chooses linear kernels from is added
-to, and the function that chooses experts is wrapped.
-Invariant: without the variable nothing is changed but vLLM's table of variables; nothing here calls CUDA, so that
-vLLM may still fork.
+vLLM offers no registration ahead of its own classes: the plugin extends its list of linear kernels and wraps the
+function that chooses experts. Invariant: without the variable only vLLM's table of variables changes; nothing here
+calls CUDA, so vLLM may still fork.
 """
 
 import functools
@@ -15,14 +14,14 @@ from deep_tile import __version__
 from deep_tile.integrations import engines
 
 _originals: dict[str, Callable] = {}
-"""What has been wrapped, by name, while registered."""
+"""Wrapped functions, by name, while registered."""
 
 
 def register() -> None:
     """Have vLLM's block FP8 layers served by deep_tile where VLLM_USE_DEEP_TILE is 1. A second call does nothing.
 
-    The variable becomes one of vLLM's: with it the keys of the compile cache tell graphs of deep_tile from others.
-    Never raises: for a release that is not known, one line of vLLM's log says so, and its own kernels serve.
+    The variable joins vLLM's, so compile cache keys separate deep_tile's graphs from others. Never raises: for an
+    unknown release one log line says so and vLLM's own kernels run.
     """
     from vllm import envs
 
@@ -77,7 +76,7 @@ def _hook() -> None:
 
 
 def _activation_format(config):
-    """Of the experts that a configuration asks for, as vLLM finds it."""
+    """The activation format of the configured experts, as vLLM derives it."""
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
 
     is_batched = config.moe_parallel_config.use_batched_activation_format
@@ -96,7 +95,7 @@ def _unhook() -> None:
 
 
 def _put(old: Callable, new: Callable) -> None:
-    """Replace a function wherever modules of vLLM have it by its name."""
+    """Replace a function in every vLLM module that imported it by name."""
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.") and vars(module).get(old.__name__) is old:
             setattr(module, old.__name__, new)

@@ -1,6 +1,6 @@
 """vLLM's experts in FP8 with block scales through deep_tile: the classes that vllm.py beside it has chosen first.
 
-Called by vLLM. Between two grouped products stands one kernel, of activation and cast; rows of no expert are neither
+Called by vLLM. Two grouped GEMMs with one activation-and-cast kernel between them; rows without an expert are neither
 read nor written, and nothing waits for the host.
 """
 
@@ -24,7 +24,7 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Experts(mk.FusedMoEExpertsModular):
-    """What experts of both layouts have."""
+    """The base class for both layouts."""
 
     grouping: str
 
@@ -76,7 +76,7 @@ class _Experts(mk.FusedMoEExpertsModular):
         return True
 
     def _gate_up(self, a, a_scale, w1: torch.Tensor, out: torch.Tensor, products: _Products) -> None:
-        """The first product. Each half of a narrow w1 has scales of its own, and is then multiplied by itself."""
+        """The first product. Each half of a narrow w1 has its own scales and is then multiplied separately."""
         width = w1.shape[1] // 2
         if width % SCALE_BLOCK == 0:
             grouped.fp8_grouped_gemm(a, a_scale, w1, self.w1_scale, out=out, **products)
@@ -92,7 +92,7 @@ class _Experts(mk.FusedMoEExpertsModular):
         return experts.silu_mul_cast_to_fp8(gate_up, limit=limit, amax_floor=AMAX_FLOOR, **numbers, **bounds)
 
     def _gating(self) -> tuple[float | None, float, float]:
-        """The limit, alpha and beta of the activation; of the quantisation's configuration, else of the model's."""
+        """The activation's limit, alpha and beta, from the quantisation config, else from the model's."""
         found = []
         for of_quantisation, of_model in (
             ("gemm1_clamp_limit", "swiglu_limit"),
@@ -106,13 +106,13 @@ class _Experts(mk.FusedMoEExpertsModular):
 
 
 class DeepTileExperts(_Experts):
-    """Of tokens [m, k] and the experts of each: sorted by expert, multiplied without padding, and summed up."""
+    """Experts for tokens [m, k] with expert ids: sorted by expert, multiplied without padding, and summed."""
 
     grouping = "offs"
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """Where tokens stay on this GPU, their cast sorts them, too; those of others are sent in FP8."""
+        """Tokens that stay on this GPU are gathered by their cast; tokens for other GPUs are sent in FP8."""
         return not self.moe_config.moe_parallel_config.use_all2all_kernels
 
     @staticmethod
@@ -121,7 +121,7 @@ class DeepTileExperts(_Experts):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config) -> bool:
-        """Ways of sending tokens whose scales are known to come as one row for each token."""
+        """Dispatch methods whose scales are known to arrive as one row per token."""
         sent_plainly = moe_parallel_config.use_ag_rs_all2all_kernels or moe_parallel_config.use_deepep_ht_kernels
         return sent_plainly or not moe_parallel_config.use_all2all_kernels
 
@@ -142,7 +142,7 @@ class DeepTileExperts(_Experts):
         expert_tokens_meta: mk.ExpertTokensMetadata | None,
         activation: MoEActivation,
     ) -> tuple[_Shape, _Shape, _Shape]:
-        """Of gate and up, of the second product, and of the output, which may lie where gate and up did."""
+        """Shapes for gate and up, the second GEMM, and the output, which may reuse gate and up's memory."""
         return (M * topk, N), (M * topk, K), (M, K)
 
     def apply(
@@ -168,7 +168,7 @@ class DeepTileExperts(_Experts):
         products = {"offs": offs, "expected_rows": _expected_rows(topk_ids.numel(), everyone)}
         if a1q_scale is None:
             a = quantize.per_token_cast_to_fp8(hidden_states, rows=rows, offs=offs, amax_floor=AMAX_FLOOR)
-        else:  # FP8, which torch does not gather
+        else:  # torch does not gather FP8
             a = hidden_states.view(torch.uint8)[rows].view(hidden_states.dtype), a1q_scale[rows]
         gate_up = _part(workspace13, (len(rows), w1.shape[1]))
         self._gate_up(*a, w1, gate_up, products)
@@ -179,7 +179,7 @@ class DeepTileExperts(_Experts):
 
 
 class DeepTileBatchedExperts(_Experts):
-    """Of tokens [experts, tokens, k], as DeepEP's low latency dispatch fills them."""
+    """Experts for tokens [experts, tokens, k], as DeepEP's low-latency dispatch fills them."""
 
     grouping = "counts"
 
@@ -208,7 +208,7 @@ class DeepTileBatchedExperts(_Experts):
         expert_tokens_meta: mk.ExpertTokensMetadata | None,
         activation: MoEActivation,
     ) -> tuple[_Shape, _Shape, _Shape]:
-        """Of gate and up, of nothing, and of the output, which may lie where gate and up did."""
+        """Shapes for gate and up, nothing, and the output, which may reuse gate and up's memory."""
         tokens = (M if self.max_num_tokens is None else self.max_num_tokens) * self.num_dispatchers
         return (local_num_experts, tokens, max(N, K)), (1,), (local_num_experts, tokens, K)
 
@@ -240,11 +240,11 @@ class DeepTileBatchedExperts(_Experts):
 
 
 EXPERTS = {"TRITON": DeepTileExperts, "BATCHED_TRITON": DeepTileBatchedExperts}
-"""By the name of vLLM's backend that leaves weights and scales as they were loaded."""
+"""Classes by the vLLM backend that leaves weights and scales unchanged."""
 
 
 def _local(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """The numbers that this process has for experts, negative for those of others."""
+    """This process's expert numbers; negative for experts elsewhere."""
     if expert_map is None:
         return topk_ids
     return torch.where(topk_ids < 0, -1, expert_map[topk_ids.clamp(min=0)])
@@ -257,11 +257,11 @@ def _shares(topk_weights: torch.Tensor, are_in_input: bool) -> torch.Tensor:
 
 
 def _expected_rows(choices: int, count: int) -> int:
-    """Of one expert of `count`, where all are liked alike; a power of two, so that few numbers of tokens are told
-    apart."""
+    """Rows per expert under even routing over `count` experts; a power of two, so that few token counts are
+    distinguished."""
     return 1 << max(0, choices // count - 1).bit_length()
 
 
 def _part(workspace: torch.Tensor, shape: _Shape) -> torch.Tensor:
-    """The beginning of a workspace, dense."""
+    """A dense tensor at a workspace's start."""
     return workspace.flatten()[: torch.Size(shape).numel()].view(shape)

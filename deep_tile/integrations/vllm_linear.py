@@ -15,13 +15,14 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.platforms import current_platform
 
 from deep_tile import api, cast, linear
+from deep_tile.integrations import vllm_passes
 
 _HOPPER = 90
 AMAX_FLOOR = 1e-10
-"""Least magnitude that a scale is made of, as in vLLM's own casts."""
+"""Lower bound for a scale's magnitude, as in vLLM's own casts."""
 
 _ready: set[tuple] = set()
-"""What `make_ready` has done in this process."""
+"""Finished `make_ready` calls in this process."""
 
 
 def is_hopper() -> bool:
@@ -29,17 +30,17 @@ def is_hopper() -> bool:
 
 
 def is_batch_invariant() -> bool:
-    """Whether results must not depend on the other rows of a batch."""
+    """Whether results must not depend on other rows in a batch."""
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 
 def max_tokens() -> int:
-    """Most rows of a step, by the configuration that a layer is made under."""
+    """Most rows per step, by the configuration when the layer is made."""
     return get_current_vllm_config().scheduler_config.max_num_batched_tokens
 
 
 def make_ready(shapes: tuple[tuple[int, int, int], ...], **options) -> None:
-    """Compile and load, once, every kernel that products of these (n, k, max_m) need, and all casts."""
+    """Compile and load, once, every kernel that GEMMs with these (n, k, max_m) need, and all casts."""
     key = (api.current_gpu(), shapes, *options.values())
     if key in _ready:
         return
@@ -49,7 +50,7 @@ def make_ready(shapes: tuple[tuple[int, int, int], ...], **options) -> None:
 
 
 class DeepTileFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):
-    """The call that multiplies casts activations in groups of 1x128, which costs less than vLLM's cast before it."""
+    """The GEMM call also casts activations with 1x128 scales, which is cheaper than vLLM's separate cast."""
 
     apply_input_quant: ClassVar[bool] = False
 
@@ -57,6 +58,8 @@ class DeepTileFp8BlockScaledMMKernel(Fp8BlockScaledMMLinearKernel):
         super().__init__(config)
         self._max_tokens = max_tokens()
         self._batch_invariant = is_batch_invariant()
+        gated_casts = vllm_passes.GatedCasts(AMAX_FLOOR, self._batch_invariant)
+        vllm_passes.add(get_current_vllm_config().compilation_config, gated_casts)
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:

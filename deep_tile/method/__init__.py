@@ -1,1 +1,1 @@
-"""Why a kernel is the right one: the walls of the hardware, and `explain`. Not needed to multiply; no GPU, no torch."""
+"""Why a kernel is the right one: hardware walls and `explain`. Not needed to multiply; no GPU, no torch."""

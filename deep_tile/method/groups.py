@@ -1,7 +1,7 @@
-"""`explain` for grouped products: which kernel groups of so many rows get, and why, as data or as text for a terminal.
+"""`explain` for grouped GEMMs: which kernel groups with this many rows get, and why, as data or terminal text.
 
-Called by the command line and, through `deep_tile.explain_groups`, by users. The order and the predicted times are the
-selector's; what is computed here is arithmetic for readers. No GPU, no torch.
+Called by the command line and, through `deep_tile.explain_groups`, by users. Order and predicted times are the
+selector's; this module only adds arithmetic for readers. No GPU, no torch.
 """
 
 from typing import NamedTuple, TypedDict
@@ -22,7 +22,7 @@ _LAYOUTS = tuple(layout for layout in GROUPINGS if layout != "none")
 
 
 class Derivation(NamedTuple):
-    """What was asked, and the selector's candidates with their predicted microseconds, the choice first."""
+    """The question, and the selector's candidates with predicted microseconds, the choice first."""
 
     problem: GemmProblem
     hardware: Hardware
@@ -40,7 +40,7 @@ def derivation(
     hardware: str | Hardware = "H200",
     num_sms: int | None = None,
 ) -> Derivation:
-    """What `explain_groups` explains; arguments and errors as there."""
+    """The facts behind `explain_groups`; arguments and errors as there."""
     gpu = named(hardware)
     num_sms = gpu.num_sms if num_sms is None else num_sms
     check_sizes(groups=groups, rows=rows, n=n, k=k, num_sms=num_sms)
@@ -54,7 +54,7 @@ def derivation(
 
 
 def checked_kind(grouping: str, kind: str) -> str:
-    """The kind, if groups that lie so can be multiplied as it; of gradients "fp8" stands for theirs."""
+    """The kind, if supported for this grouping; for gradients "fp8" means fp8_1x128."""
     known = ["fp8"] if grouping == "k_offs" else [name for name, one in KINDS.items() if one.scaling != "row_blocks"]
     if kind not in known:
         raise ValueError(f"kind is {kind!r}; with grouping {grouping!r} pass one of {', '.join(known)}")
@@ -62,7 +62,7 @@ def checked_kind(grouping: str, kind: str) -> str:
 
 
 def grouped_problem(groups: Groups, n: int, k: int, num_sms: int, kind: str = "fp8") -> GemmProblem:
-    """Of weights [n, k]: their products with rows, or, along K, their gradients, which are added to what there is."""
+    """The problem for weights [n, k]: a row-grouped GEMM, or with "k_offs" accumulated gradients."""
     every = groups.count * groups.expected_rows
     if groups.layout == "k_offs":
         added = {"kind": "fp8_1x128", "output": "fp32", "accumulate": True}
@@ -74,7 +74,7 @@ def grouped_problem(groups: Groups, n: int, k: int, num_sms: int, kind: str = "f
 
 
 class GroupsExplanation(TypedDict):
-    """What `explain_groups` returns; its docstring says what is in there."""
+    """Result of `explain_groups`, described there."""
 
     problem: dict[str, object]
     hardware: str
@@ -95,22 +95,22 @@ def explain_groups(
     hardware: str | Hardware = "H200",
     num_sms: int | None = None,
 ) -> GroupsExplanation:
-    """Which kernel `fp8_grouped_gemm`, or another grouped product, takes for groups of so many rows, and why. No GPU is
-    needed.
+    """Which kernel `fp8_grouped_gemm`, or another grouped GEMM, takes for groups with this many rows, and why. No GPU
+    is needed.
 
     Args:
         groups: how many there are.
-        rows: of a group in the mean, `expected_rows` of the call.
-        n, k: of each group's `b[n, k]`, or of its gradient, elements.
-        grouping: "offs" for rows one group after the other, "counts" for rows of each group's own; "k_offs" for
-            gradients, which add up over rows.
-        kind: of the product, a name as `precompile` takes it; of gradients "fp8", which stands for theirs.
+        rows: mean rows per group, `expected_rows` in the call.
+        n, k: sizes of each group's `b[n, k]`, or of its gradient, in elements.
+        grouping: "offs" for contiguous groups, "counts" for the masked layout, "k_offs" for gradients, which sum over
+            rows.
+        kind: a name as for `precompile`; "fp8" for gradients.
         hardware, num_sms: as for `explain`.
 
     Returns:
-        JSON-ready data. `config` is the name of the kernel, `why` a sentence; `limits` what HBM and tensor cores would
-        take in us, with all rows and no padding; `candidates` all kernels in the selector's order, each {name, time_us,
-        rows, stages, smem_bytes}, where `rows` are those that tiles of a group have, or its K blocks.
+        JSON-ready data. `config` is the kernel's name, `why` a sentence; `limits` the us that HBM and tensor cores need
+        without padding; `candidates` all kernels in the selector's order, each {name, time_us, rows, stages,
+        smem_bytes}, where `rows` are tile rows per group, or K blocks.
 
     Raises:
         TypeError: a size is no int, or hardware no name.
@@ -143,7 +143,7 @@ def as_data(derived: Derivation) -> GroupsExplanation:
 
 
 def limits(derived: Derivation) -> list[tuple[str, float, str]]:
-    """(what, us, arithmetic) of all rows without padding, the weights of every group read once."""
+    """(what, us, arithmetic) for all rows without padding, every group's weights read once."""
     problem, gpu = derived.problem, derived.hardware
     count, rows = problem.groups.count, problem.groups.count * problem.groups.expected_rows
     if problem.groups.layout == "k_offs":
@@ -160,7 +160,7 @@ def limits(derived: Derivation) -> list[tuple[str, float, str]]:
 
 
 def _limits_along_k(problem: GemmProblem, rows: int, gpu: Hardware) -> list[tuple[str, float, str]]:
-    """Of gradients, which are read and written."""
+    """The same for gradients, which are read and written."""
     operands = (problem.m + problem.n) * (rows + 4 * ceil_div(rows, SCALE_BLOCK))
     added = 2 * problem.groups.count * problem.m * problem.n * problem.out.bytes
     flops, tflops = product_flops(rows, problem.m, problem.n), gpu.tflops("fp8")
@@ -170,12 +170,12 @@ def _limits_along_k(problem: GemmProblem, rows: int, gpu: Hardware) -> list[tupl
 
 
 def tile_rows(rows: int, config: GemmConfig) -> int:
-    """Rows of the tiles of a group, or of its K blocks."""
+    """Tile rows per group, or rows in its K blocks."""
     return round_up(rows, config.block_k if config.by_k else config.block_m)
 
 
 def why(derived: Derivation) -> str:
-    """What the first of the candidates has over the second."""
+    """Why the first candidate beats the second."""
     (us, best), *others = derived.candidates
     rows = derived.problem.groups.expected_rows
     tiles = f"{us:.1f} us, with {_what(best)} of {tile_rows(rows, best)} rows for a group of {rows}"

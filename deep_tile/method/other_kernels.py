@@ -1,8 +1,8 @@
-"""The walls of the roofline for products whose operands have other shapes: attention and convolution.
+"""The roofline's walls for attention and convolution.
 
-Called by users through `deep_tile.method.roofline`, and by docs/method.md. Pure functions of sizes and a `Hardware`: no
-GPU, no torch. Invariant: what a derivation returns fits registers and shared memory, or ValueError says which wall is
-hit and by how much; it is the first of its candidates.
+Called by users through `deep_tile.method.roofline`, and by docs/method.md. Pure functions on sizes and a `Hardware`: no
+GPU, no torch. Invariant: a derivation returns its first candidate, which fits registers and shared memory, or raises
+ValueError with the wall that is hit and by how much.
 
     derive_attention(head_dim, dtype="bf16", hardware=H200, ...) -> Attention
     derive_convolution(batch, height, width, channels, filters, kernel_size, ...) -> Convolution
@@ -30,35 +30,35 @@ from deep_tile.walls import (
 )
 
 ATTENTION_REGISTERS = 24
-"""Of a math thread in attention, beside its accumulators: running maxima and sums, addresses."""
+"""Registers per attention math thread beside accumulators: running maxima and sums, addresses."""
 
 BLOCK_Q = (64, 128, 192)
 BLOCK_KV = tuple(range(16, 177, 16))
-"""Queries and keys of the tiles that attention is given."""
+"""Candidate key block sizes for attention."""
 
 BLOCK_M = (64, 128, 256)
 BLOCK_N = (32, 64, 128, 192, 256)
-"""Pixels and filters of the tiles that a convolution is given."""
+"""Candidate tile sizes for convolution: pixels and filters."""
 
 TILE_WIDTH = 16
-"""Most output pixels of one row of a convolution's tile."""
+"""Most output pixels per row in a convolution tile."""
 
 
 class Attention(NamedTuple):
-    """Tile of a fused attention kernel: a block of queries against a stream of blocks of keys and values.
+    """A fused attention tile: one query block against a stream of key and value blocks.
 
     Attributes:
-        block_q, block_kv: rows of Q, and of K and V, that are multiplied at a time (Br and Bc).
-        head_dim: elements of one head.
+        block_q, block_kv: rows of Q, and of K and V, multiplied at a time (Br and Bc).
+        head_dim: elements per head.
         math_warpgroups: that share the queries, 64 rows or more each.
-        output_registers, score_registers: per math thread, the output and one block of scores, both FP32.
-        stages: blocks of K and V in shared memory.
-        smem_bytes: Q, and the stages of K and V.
-        intensity: FLOP per byte of K and V that come from L2.
-        walls, reasons: the walls of this tile, and one sentence per decision.
-        registers: per math thread, of output, scores, and scores as operands.
+        output_registers, score_registers: per math thread, output and one score block, both FP32.
+        stages: K and V blocks in shared memory.
+        smem_bytes: Q plus K and V stages.
+        intensity: FLOP per byte of K and V from L2.
+        walls, reasons: this tile's walls, and one sentence per decision.
+        registers: per math thread, for output, scores, and scores as operands.
         stages_min, stages_max: by latency and by capacity.
-        bound: what it waits for, `compute`, `L2` or, in between, `compute if neighbours share enough`.
+        bound: `compute`, `L2` or, in between, `compute if neighbours share enough`.
     """
 
     block_q: int
@@ -79,27 +79,27 @@ class Attention(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """Tile of a convolution as an implicit GEMM: m = batch x output pixels, n = filters, k = window x channels.
+    """A convolution tile as an implicit GEMM: m = batch x output pixels, n = filters, k = window x channels.
 
     Attributes:
-        m, n, k: of the GEMM.
-        block_m, block_n, block_k: its tile; block_k elements are channels of one position of the window.
-        tile_height, tile_width: the block_m output pixels, at most, of each of `images`.
+        m, n, k: the GEMM's sizes.
+        block_m, block_n, block_k: its tile; block_k elements are channels at one window position.
+        tile_height, tile_width: output pixels per image, at most block_m over all `images`.
         input_height, input_width: input pixels that they read, the halo included.
-        halo: share of these that a neighbouring tile reads too.
+        halo: share of input pixels that a neighbouring tile also reads.
         reuse: how often a tile uses an input pixel that it loads once.
-        intensity_gathered, intensity_halo: FLOP per byte of a tile that loads the input anew for every position of the
-            window, and of one that keeps it with its halo.
-        smem_bytes: of that input for block_k channels, and the stages of filters.
-        walls, reasons: the walls of this tile, and one sentence per decision.
+        intensity_gathered, intensity_halo: FLOP per byte if the tile reloads the input for every window position, and
+            if it keeps the input with its halo.
+        smem_bytes: that input for block_k channels, plus filter stages.
+        walls, reasons: this tile's walls, and one sentence per decision.
         registers: accumulators per math thread.
-        images: that a tile has pixels of: several where they are small.
-        stages: of filters, block_n x block_k for one position of the window; two at least, or as many as latency asks.
+        images: images per tile; several if they are small.
+        stages: filter stages, block_n x block_k for one window position; at least two, or as many as latency needs.
         stages_min, stages_max: by latency and by capacity.
         tiles, waves: in all, and that the busiest SM works through.
-        time_us: estimated. Input is kept with its halo; tiles get from L2 what it gives SMs that share nothing, so that
-            large tiles are preferred.
-        bound: what takes as long, `compute`, `shared memory`, which narrow instructions wait for, `L2` or `HBM`.
+        time_us: estimated. The input is kept with its halo. L2 bandwidth is taken without sharing between SMs, which
+            favours large tiles.
+        bound: the longest of `compute`, `shared memory` (limits narrow instructions), `L2` and `HBM`.
     """
 
     m: int
@@ -131,28 +131,28 @@ class Convolution(NamedTuple):
 
     @property
     def intensity(self) -> float:
-        """FLOP per byte of L2 with the input kept."""
+        """FLOP per L2 byte with the input kept."""
         return self.intensity_halo
 
 
 def derive_attention(
     head_dim: int, dtype: str = "bf16", hardware: Hardware = H200, *, block_q: int | None = None
 ) -> Attention:
-    """Which blocks of queries and of keys to multiply at a time.
+    """Choose query and key block sizes.
 
-    The output of a query stays in registers while the scores of a block of keys come and go, so that both share the
-    register file; what is left of shared memory beside Q decides how many keys a stage holds.
+    A query's output stays in registers while score blocks come and go, so both share the register file; shared memory
+    beside Q decides how many keys a stage holds.
 
     Args:
-        head_dim: elements of one head, a multiple of 16.
-        dtype: of Q, K and V.
-        hardware: of which GPU.
-        block_q: rows of queries, a multiple of 64; by default the one of 64, 128 and 192 that allows the largest block
-            of scores, since every block costs a softmax's reductions and barriers.
+        head_dim: elements per head, a multiple of 16.
+        dtype: Q's, K's and V's.
+        hardware: the GPU.
+        block_q: query rows, a multiple of 64; by default whichever of 64, 128 and 192 allows the largest score block,
+            since every block costs a softmax's reductions and barriers.
 
     Raises:
-        ValueError: head_dim is no positive multiple of 16, block_q none of 64, or no tile passes the walls: which one
-            is hit, by how much.
+        ValueError: head_dim is not a positive multiple of 16, block_q not a multiple of 64, or no tile passes the
+            walls: which one is hit, by how much.
     """
     tiles = attention_candidates(head_dim, dtype, hardware, block_q=block_q)
     if not walls_hit(tiles[0].walls):
@@ -167,11 +167,12 @@ def derive_attention(
 def attention_candidates(
     head_dim: int, dtype: str = "bf16", hardware: Hardware = H200, *, block_q: int | None = None
 ) -> list[Attention]:
-    """What `derive_attention`, whose arguments these are, chooses from: first the tiles that pass the register and the
-    capacity wall, the largest block of scores before others, then those that hit one.
+    """Candidates for `derive_attention`, with its arguments: first tiles that pass the register and capacity walls,
+    largest score block first, then tiles that hit one.
 
     Raises:
-        ValueError: head_dim is no positive multiple of 16, block_q none of 64, or the dtype has no tensor rate.
+        ValueError: head_dim is not a positive multiple of 16, block_q not a multiple of 64, or the dtype has no tensor
+            rate.
     """
     if head_dim <= 0 or head_dim % 16:
         raise ValueError(f"head_dim is {head_dim}; WGMMA needs a positive multiple of 16")
@@ -227,18 +228,18 @@ def derive_convolution(
     dtype: str = "bf16",
     hardware: Hardware = H200,
 ) -> Convolution:
-    """How to tile a convolution as an implicit GEMM, and what the halo costs.
+    """Choose a convolution's tile as an implicit GEMM, and the halo's cost.
 
     Args:
-        batch, height, width, channels: of the input, channels innermost; padded so that stride 1 keeps its size.
+        batch, height, width, channels: the input's, channels innermost; padded so that stride 1 keeps its size.
         filters: output channels.
-        kernel_size: rows and columns of the window.
-        stride: of the window.
-        dtype: of input and filters.
-        hardware: of which GPU.
+        kernel_size: the window's rows and columns.
+        stride: the window's.
+        dtype: input's and filters'.
+        hardware: the GPU.
 
     Raises:
-        ValueError: a size is not positive, or every tile hits a wall: which one the smallest, by how much.
+        ValueError: a size is not positive, or every tile hits a wall: which one the smallest hits, by how much.
     """
     sizes = (batch, height, width, channels, filters, kernel_size, stride)
     tiles = convolution_candidates(*sizes, dtype, hardware)
@@ -261,9 +262,8 @@ def convolution_candidates(
     dtype: str = "bf16",
     hardware: Hardware = H200,
 ) -> list[Convolution]:
-    """What `derive_convolution`, whose arguments these are, chooses from: first the tiles that pass the register and
-    the capacity wall, in the order of their estimated times, of equal ones the most FLOP per byte of L2; then those
-    that hit one.
+    """Candidates for `derive_convolution`, with its arguments: first tiles that pass the register and capacity walls,
+    by estimated time, then by FLOP per L2 byte; then tiles that hit one.
 
     Raises:
         ValueError: a size is not positive, or the dtype has no tensor rate.
@@ -292,11 +292,11 @@ class _Layer(NamedTuple):
 
     @property
     def window(self) -> int:
-        """Positions of it."""
+        """Window positions."""
         return self.kernel_size**2
 
     def elements(self) -> int:
-        """Of input, filters and output, each once."""
+        """Elements of input, filters and output, each once."""
         out_height, out_width = self.output_size
         pixels = self.height * self.width * self.channels + out_height * out_width * self.filters
         return self.batch * pixels + self.window * self.channels * self.filters

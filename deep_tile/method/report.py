@@ -1,7 +1,7 @@
 """`explain`: from m, n, k to a kernel, step by step, as data, as text for a terminal, or as a picture.
 
-Called by the command line and, through `deep_tile.explain`, by users. It computes nothing: what it shows is
-roofline.py's derivation, which is the selector's. No GPU, no torch; matplotlib only for the picture.
+Called by the command line and, through `deep_tile.explain`, by users. It computes nothing: it shows roofline.py's
+derivation, which is the selector's. No GPU, no torch; matplotlib only for the picture.
 """
 
 import json
@@ -29,15 +29,15 @@ from deep_tile.select.hardware import Hardware, operand_bytes_of
 from deep_tile.walls import Wall, product_flops
 
 MEASURED = Path(__file__).parent / "measured.json"
-"""Measurements of the configs that are chosen, written by benchmarks/measured.py."""
+"""Measurements of the chosen configs, written by benchmarks/measured.py."""
 
 
 ALIGNMENT = 16
-"""Bytes whose multiples rows of operands begin at, as tensors.py has it, which imports torch."""
+"""Operand row alignment in bytes, as in tensors.py, which imports torch."""
 
 
 class Measured(NamedTuple):
-    """One stored measurement of a config on a problem, and torch's BF16 in the same run, if it took part."""
+    """One stored measurement of a config on a problem, and torch's BF16 in the same run, if measured."""
 
     us: float
     tflops: float
@@ -50,7 +50,7 @@ Row = dict[str, int | float | str | bool | None]
 
 
 class Explanation(TypedDict):
-    """What `explain` returns; its docstring says what is in there."""
+    """Result of `explain`, described there."""
 
     problem: dict[str, object]
     dtype: str
@@ -78,7 +78,7 @@ def derivation(
     activation: str = "none",
     layout: str = "nt",
 ) -> Derivation:
-    """What `explain` explains; arguments and errors as there."""
+    """The facts behind `explain`; arguments and errors as there."""
     check_sizes(m=m, n=n, k=k)
     gpu = gpus.named(hardware)
     problem = GemmProblem(m, n, k, num_sms if num_sms is not None else gpu.num_sms)
@@ -89,7 +89,7 @@ def derivation(
 
 
 def _made(problem: GemmProblem, kind: str, output: str | None, bias: str, activation: str, layout: str) -> GemmProblem:
-    """A problem of a kind with kernels, its format and its finish, and how its operands lie."""
+    """Kind, output, epilogue and layout of a problem that has kernels."""
     known = {"dtype": KINDS, "output": (None, *OUTPUTS), "bias": BIASES, "activation": ACTIVATIONS, "layout": LAYOUTS}
     for (name, names), value in zip(known.items(), (kind, output, bias, activation, layout), strict=True):
         if value not in names:
@@ -121,21 +121,21 @@ def explain(
     """Which kernel a product gets on a GPU, and why. No GPU is needed.
 
     Args:
-        m, n, k: of `out[m, n] = a[m, k] @ b[n, k].T`, elements.
-        dtype: of the operands: fp8, bf16, fp16, or int8, tf32, for which tiles are derived though there is no kernel.
-        hardware: a preset's name (H100 SXM, H100 PCIe, H200, H800, H20, GH200), the driver's name of such a GPU, or a
-            `deep_tile.select.hardware.Hardware`, whose `with_numbers` makes others of the presets.
+        m, n, k: sizes in `out[m, n] = a[m, k] @ b[n, k].T`, in elements.
+        dtype: the operands': fp8, bf16, fp16, or int8, tf32, for which tiles are derived though there is no kernel.
+        hardware: a preset's name (H100 SXM, H100 PCIe, H200, H800, H20, GH200), the driver's name for such a GPU, or a
+            `deep_tile.select.hardware.Hardware`, e.g. a preset changed by `with_numbers`.
         num_sms: SMs to use; by default all.
-        output, bias: formats of the result and of a bias: "bf16", "fp16", "fp32"; by default the kind's, and no bias.
-        activation: of the product, as `fp8_gemm` takes it. Times are those without it and without a bias.
-        layout: of operands of 16 bits, as `supports` has it. Times are those of "nt".
+        output, bias: formats of result and bias: "bf16", "fp16", "fp32"; by default the kind's, and no bias.
+        activation: as for `fp8_gemm`. Times are without activation and bias.
+        layout: for 16-bit operands, as for `supports`. Times are for "nt".
 
     Returns:
-        JSON-ready data. `config` is the name of the kernel, `why` a sentence; `walls` are those of the problem and of
-        the choice, each {name, value, limit, unit, holds, reason}; `candidates` all kernels in the selector's order,
-        with predicted times in us, waves, registers, shared memory and stages_min, stages_max; `rejected` the tiles
-        that hit a wall; `predicted` the components of the choice's time in us; `measured` a stored measurement of it
-        or None; `hardware` every number used, with its source.
+        JSON-ready data. `config` is the kernel's name, `why` a sentence; `walls` the problem's and the choice's, each
+        {name, value, limit, unit, holds, reason}; `candidates` all kernels in the selector's order, with predicted
+        times in us, waves, registers, shared memory and stages_min, stages_max; `rejected` the tiles that hit a wall;
+        `predicted` the choice's time by components in us; `measured` a stored measurement or None; `hardware` every
+        number used, with its source.
 
     Raises:
         TypeError: a size is no int, or hardware or dtype no name.
@@ -190,7 +190,7 @@ def _candidate_data(derived: Derivation, candidate: Candidate) -> Row:
 
 
 def components(derived: Derivation) -> list[tuple[str, float]]:
-    """(what, us) of the choice's predicted time; they add up to it."""
+    """The components (what, us) that add up to the choice's predicted time."""
     config, _, estimate = derived.choice
     parts = cost.compute_parts(config, judged(derived.bucket, derived.dtype), derived.hardware)
     launch_us = cost.launch_time(derived.hardware)
@@ -213,7 +213,7 @@ def _name(derived: Derivation, candidate: Candidate) -> str:
 
 
 def why(derived: Derivation) -> str:
-    """What the first of the candidates has over the second."""
+    """Why the first candidate beats the second."""
     first, *others = derived.candidates
     best, name = first.estimate, _name(derived, first)
     if others and best.time_us > min(other.estimate.time_us for other in others):
@@ -237,7 +237,7 @@ def _estimate_text(estimate: Estimate) -> str:
 
 
 def measurement(derived: Derivation) -> Measured | None:
-    """The newest stored measurement of the choice on this very problem and GPU, if there is one."""
+    """The newest stored measurement of the choice on this problem and GPU, if any."""
     config, problem, gpu = derived.choice.config, derived.problem, derived.hardware
     if derived.dtype not in KINDS or problem.num_sms != gpu.num_sms:
         return None
@@ -286,7 +286,7 @@ def show(derived: Derivation, console: Console, most: int | None) -> None:
 
 
 def _limit_us(derived: Derivation) -> float:
-    """Of the FLOP at the rate that tensor cores keep up, or of HBM's bytes, whichever takes longer."""
+    """The longer of FLOP at the sustained tensor rate and bytes at HBM's rate."""
     problem, gpu = derived.problem, derived.hardware
     flops = product_flops(problem.m, problem.n, problem.k)
     return max(flops / gpu.tflops(derived.dtype), flops / derived.walls[0].value / gpu.hbm_tbps) / 1e6
@@ -320,7 +320,7 @@ def _notes(derived: Derivation) -> Iterable[str]:
 
 
 def _wall_table(derived: Derivation) -> Table:
-    """The walls one after the other; the choice's arithmetic for those that belong to a tile."""
+    """The walls in order, with the choice's arithmetic for tile walls."""
     choice, gpu = derived.choice.tile, derived.hardware
     walls = {wall.name: wall for wall in choice.walls}
     size = f"{choice.block_m}x{choice.block_n}x{choice.block_k}"
@@ -357,14 +357,14 @@ def _wall_table(derived: Derivation) -> Table:
 
 
 def _hit_by(derived: Derivation, wall: str) -> str:
-    """Which tiles of the grid hit this wall, as the end of a sentence."""
+    """The grid's tiles that hit this wall, as a sentence's end."""
     rejected = [one for one in derived.rejected if one.wall == wall]
     hit = "; ".join(f"{one.block_m}x{one.block_n} by {_excess(one.reason)}" for one in rejected)
     return f". {len(rejected)} {'tile hits' if len(rejected) == 1 else 'tiles hit'} it: {hit}" if rejected else ""
 
 
 def mark(wall: Wall) -> str:
-    """Of a wall, in one word."""
+    """A wall's state in one word."""
     return "holds" if wall.holds else "bound" if wall.name.startswith("intensity") else "hit"
 
 
@@ -407,7 +407,7 @@ def _component_table(derived: Derivation) -> Table:
 
 
 class FittingTable(Table):
-    """Leaves out columns that it can spare where there is no room for all, the first of `spare` first."""
+    """A table that drops `spare` columns, in that order, if the terminal is too narrow."""
 
     spare: tuple[str, ...] = ()
 
@@ -440,7 +440,7 @@ def table(
 
 
 def picture_path(text: str) -> Path:
-    """The argument of --plot: a file to draw into, a PNG unless its name says otherwise. A folder is refused."""
+    """--plot's argument: the file to draw, a PNG unless its name says otherwise. A folder is refused."""
     path = Path(text)
     if path.is_dir() or text.endswith("/"):
         raise ArgumentTypeError(f"{text!r} is a folder; name a file in it, such as {path / 'roofline.png'}")
@@ -450,9 +450,9 @@ def picture_path(text: str) -> Path:
 def plot(derived: Derivation, path: str | Path) -> None:
     """Write the roofline as an image: bandwidths and the tensor rate, the problem, the candidates' tiles.
 
-    Each point stands at the intensity that counts for its roof: the problem at FLOP per byte of HBM, a tile at FLOP per
-    byte of L2. Heights are predicted TFLOPS of the whole product, and the measured one where it is stored. L2 has two
-    lines: its roof, and, dashed, the estimate for tiles that share nothing, which those of a product pass.
+    A point's x is the intensity for its roof: FLOP per HBM byte for the problem, FLOP per L2 byte for a tile. Its
+    height is the GEMM's predicted TFLOPS, and the measured value if stored. L2 has two lines: its roof, and, dashed,
+    the estimate without sharing between tiles, which real tiles exceed.
     """
     from matplotlib.figure import Figure  # explain without a picture does not wait for it
 

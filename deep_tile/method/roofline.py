@@ -1,10 +1,10 @@
 """The roofline with its resources: which tiles are possible on a GPU, which are good for a problem, and why.
 
-Called by report.py (`explain`) and by users. The formulas are walls.py's, the legal tiles config.py's, and times and
-choice those of select/, which this only explains. Pure functions: no GPU, no torch. Invariant: the first candidate of
-`derive` is the config that `choose.choose` gives the problem.
+Called by report.py (`explain`) and by users. Formulas come from walls.py, legal tiles from config.py, times and choice
+from select/; this module only explains them. Pure functions: no GPU, no torch. Invariant: `derive`'s first candidate is
+the config that `choose.choose` gives the problem.
 
-Kernels that are no GEMM have functions of the same kind: `derive_elementwise`, `derive_reduction`, `derive_attention`,
+Kernels other than GEMM have similar functions: `derive_elementwise`, `derive_reduction`, `derive_attention`,
 `derive_convolution`.
 """
 
@@ -67,7 +67,7 @@ BLOCK_N = (16, 32, 64, 96, 128, 160, 192, 224, 256)
 """Sizes that `derive` walks through the walls."""
 
 Predicted = TypeVar("Predicted")
-"""Of a config: its time, or that with its components."""
+"""A config's time, or its time with components."""
 
 STORE_BUFFERS = 2
 BARRIER_BYTES = 2 * 8
@@ -77,11 +77,10 @@ class Tile(NamedTuple):
     """One tile before the walls, whatever the problem.
 
     Attributes:
-        block_m, block_n, block_k: elements; block_k of them per stage.
-        dtype: of the operands.
-        stages: of the pipeline.
-        accumulators, temporaries: registers per math thread, of the tile and of a K block that is not yet added.
-        stage_bytes, smem_bytes: shared memory of one stage and of all.
+        block_m, block_n, block_k: elements; block_k per stage.
+        dtype: the operands'. stages: pipeline depth.
+        accumulators, temporaries: registers per math thread, for the tile and for a K block before promotion.
+        stage_bytes, smem_bytes: shared memory per stage and in total.
         stages_min, stages_max: by latency and by capacity.
         walls: register, capacity, latency, intensity against L2 and against shared memory, Little's law.
     """
@@ -104,7 +103,7 @@ class Tile(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A tile that passes the walls, with what it takes on a problem; `config` is the kernel that has it."""
+    """A tile that passes the walls, with its time on a problem; `config` is its kernel."""
 
     config: GemmConfig
     tile: Tile
@@ -125,12 +124,12 @@ class Derivation(NamedTuple):
     """From a problem and a GPU to a config.
 
     Attributes:
-        problem, hardware, dtype: what was asked.
+        problem, hardware, dtype: the question.
         bucket: the problem that decides for it.
-        walls: intensity of the whole problem against HBM, and what a whole wave asks of L2.
-        candidates: the selector's that pass the walls, in its order; the first is the choice. Those that share no
-            memory for all of their stages have fewer, and the times of all.
-        rejected: tiles of the grid `BLOCK_M` x `BLOCK_N` that hit the register or the capacity wall.
+        walls: the whole problem's intensity against HBM, and a whole wave's demand on L2.
+        candidates: the selector's that pass the walls, in its order; the first is the choice. Candidates whose stages
+            do not all fit have fewer stages, but the times of the full ones.
+        rejected: tiles in the grid `BLOCK_M` x `BLOCK_N` that hit the register or the capacity wall.
     """
 
     problem: GemmProblem
@@ -151,14 +150,14 @@ def derive(
 ) -> Derivation:
     """Walk the tiles through the walls and rank the kernels that are left by their predicted time.
 
-    Dtypes that are no kind of `kinds.KINDS` have no kernels here. They are judged by the FP8 kernel whose stages have
-    as many bytes: a K block of 128 bytes takes the tensor cores equally long in every dtype.
+    Dtypes without a kind in `kinds.KINDS` have no kernels here. They are judged by the FP8 kernel with equally large
+    stages: a 128-byte K block keeps the tensor cores busy equally long in every dtype.
 
     Args:
         problem: m, n, k and the SMs to use, at most the hardware's.
         hardware: see `hardware.for_device`.
-        dtype: of the operands, in place of the problem's kind.
-        tuned: what `tune` found on this machine for as many SMs, `select.tuned.configs`.
+        dtype: the operands', in place of the problem's kind.
+        tuned: `tune`'s results on this machine for this SM count, `select.tuned.configs`.
 
     Raises:
         ValueError: a size is not positive, there are more SMs than the hardware has, it has no rate for the dtype, or
@@ -181,10 +180,10 @@ def derive(
 def fitting(
     ranked: list[tuple[Predicted, GemmConfig]], dtype: str, hardware: Hardware
 ) -> list[tuple[Predicted, GemmConfig, Tile]]:
-    """Those of ranked configs that pass the walls, each with as many of its stages as shared memory has room for.
+    """Ranked configs that pass the walls, each with as many stages as fit.
 
     Raises:
-        ValueError: none does; by how much the one with the smallest stages fails.
+        ValueError: none does; the text says by how much the one with the smallest stages fails.
     """
     possible, refused = [], []
     for predicted, config in ranked:
@@ -209,7 +208,7 @@ def _passing(made: Tile) -> Tile:
 
 
 def judged(problem: GemmProblem, dtype: str) -> GemmProblem:
-    """The problem whose kernels stand for those of `dtype`: of that kind, or FP8's with as many bytes of K."""
+    """The problem whose kernels stand for `dtype`: that kind's, or FP8's with equally many K bytes."""
     if dtype not in KINDS:
         return problem._replace(k=problem.k * operand_bytes_of(dtype))
     return problem if dtype == problem.kind else problem._replace(kind=dtype, output=KINDS[dtype].output)
@@ -241,8 +240,8 @@ def tile(
         block_m, block_n, block_k: elements.
         dtype: of the operands.
         math_warpgroups: that share the tile; by default one for 64 rows, else two.
-        temporaries: registers per thread of a product that is scaled before it is added.
-        scale_bytes: of one stage.
+        temporaries: registers per thread for sums that are scaled before they are added.
+        scale_bytes: per stage.
         stages: by default as many as fit.
 
     Raises:
@@ -267,7 +266,7 @@ def _plain_tile(
     scale_bytes: int = 0,
     stages: int | None = None,
 ) -> Tile:
-    """As `tile`, which says what the arguments are, whether it passes the walls or not."""
+    """As `tile`, with its arguments, even if it hits a wall."""
     warpgroups = math_warpgroups or (1 if block_m <= MMA_M else 2)
     stage_bytes = round(operand_bytes(block_m, block_n, block_k, operand_bytes_of(dtype))) + scale_bytes + BARRIER_BYTES
     fixed_bytes = warpgroups * STORE_BUFFERS * MMA_M * gcd(block_n, 64) * 2
@@ -286,7 +285,7 @@ def _plain_tile(
 
 
 def tile_of(config: GemmConfig, hardware: Hardware = H200) -> Tile:
-    """The tile of a kernel, with the kernel's own registers and shared memory."""
+    """A kernel's tile, with the kernel's own registers and shared memory."""
     return _config_tile(config, config.kind, hardware)
 
 

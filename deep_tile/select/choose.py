@@ -1,8 +1,8 @@
 """Which config a problem gets: candidates -> predicted time -> choice. Pure functions; no GPU, no torch, no files.
 
-Called by plan.py, which brings what `tune` found on this machine (tuned.py), and by method/. The choice is the same for
-all m of one bucket (`bucketed`), so that the configs any m <= max_m can need are found by trying each bucket once, and
-a server that compiled them never compiles again.
+Called by plan.py, which passes this machine's `tune` results (tuned.py), and by method/. All m in one bucket
+(`bucketed`) get the same choice, so the configs for all m <= max_m follow from one try per bucket, and a server that
+compiled them never compiles again.
 """
 
 from collections.abc import Mapping
@@ -19,39 +19,38 @@ from deep_tile.select.groups import configs_of, ranked
 from deep_tile.select.hardware import H200, Hardware
 
 Tuned = Mapping[str, GemmConfig]
-"""Configs that `tune` found to be the fastest, by `bucket_key`; those of other stores than the problem's will do."""
+"""The fastest configs by `tune`, by `bucket_key`; their store may differ from the problem's."""
 
 UNTUNED: Tuned = MappingProxyType({})
 
 
 def bucketed(problem: GemmProblem) -> GemmProblem:
-    """The problem whose choice this one shares: the largest of its bucket of m, whose operands' rows are aligned alike:
-    of an `a` along m that depends on m."""
+    """The problem whose choice this one shares: with the largest m in its bucket, and its own row alignment, which
+    depends on m for an M-major `a`."""
     return problem._replace(m=_bucket_end(problem.m)).with_alignment(problem.row_alignment)
 
 
 def _bucket_end(m: int) -> int:
     """m rounded up to 8 up to 64, to 32 up to 128, and to 64 above.
 
-    One choice for 96x2112x7168 and 128x2112x7168 would cost one of them 6 % (H200, 2026-11-22).
+    A common choice for 96x2112x7168 and 128x2112x7168 would cost one of them 6 % (H200, 2026-11-22).
     """
     return round_up(m, 8 if m <= 64 else 32 if m <= 128 else 64)
 
 
 def _buckets(of_all: GemmProblem, max_m: int) -> list[GemmProblem]:
-    """Problems like `of_all` whose choices those with all m from 1 to max_m share. Each m is a multiple of 8."""
+    """Buckets of problems like `of_all` for m from 1 to max_m. Each m is a multiple of 8."""
     return list(dict.fromkeys(bucketed(of_all._replace(m=m)) for m in range(8, max_m + 8, 8)))
 
 
 def candidates(
     problem: GemmProblem, hardware: Hardware = H200, own: GemmConfig | None = None
 ) -> list[tuple[Estimate, GemmConfig]]:
-    """Every default config that the problem's K and SMs allow, and `own`: the one measured best where that is known,
-    then the fastest predicted.
+    """Every default config that the problem's K and SMs allow, and `own`: the measured best first, if known, then by
+    predicted time.
 
     Args:
-        own: what `tune` found for the bucket, `tuned_choice`. Like the package's own measured choices, it is none of
-            other hardware than the H200's.
+        own: the bucket's `tuned_choice`. Ignored, like the package's measured choices, on hardware unlike the H200.
     """
     if hardware.name != H200.name:
         own = None
@@ -61,7 +60,7 @@ def candidates(
 
 
 def _runnable(problem: GemmProblem, own: GemmConfig | None = None) -> list[GemmConfig]:
-    """What `candidates` has, whatever the problem's m."""
+    """The m-independent part of `candidates`."""
     default = default_configs(problem.tma_store, *what_is_made(problem))
     known = dict.fromkeys((*default, *([own] if own else [])))
     configs = (c for c in known if suits(c, problem) and (problem.split_k or c.split_k == 1))
@@ -69,18 +68,18 @@ def _runnable(problem: GemmProblem, own: GemmConfig | None = None) -> list[GemmC
 
 
 def suits(config: GemmConfig, problem: GemmProblem) -> bool:
-    """Whether a config makes such products and takes the problem's k."""
+    """Whether a config computes this problem and takes its k."""
     return what_is_made(config) == what_is_made(problem) and config.takes_k(problem.k)
 
 
 def what_is_made(of: GemmConfig | GemmProblem) -> tuple[str, str, bool, str, str, str]:
-    """Kind, format and finish, and of what layout."""
+    """Kind, output, epilogue and layout."""
     return of.kind, of.output, of.accumulate, of.bias, of.activation, of.layout
 
 
 def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str | None:
-    """Name of the config that was measured best for this bucket: by the user's own search, else by ours, which knows
-    those buckets where the model is wrong. Both were made for rows that follow each other."""
+    """Name of the config measured best for this bucket: by the user's search, else by ours, which covers buckets where
+    the model is wrong. Both were made for rows that follow each other."""
     if problem.strided is not None:
         return None
     if own is not None:
@@ -90,8 +89,8 @@ def measured_choice(problem: GemmProblem, own: GemmConfig | None = None) -> str 
 
 
 def tuned_choice(problem: GemmProblem, tuned: Tuned) -> GemmConfig | None:
-    """The config that `tune` found to be fastest for this bucket, to read and store as the problem's tensors need; with
-    groups the one of its tile. None where there is none such."""
+    """The tuned config for this bucket, adapted to the problem's operand layout and store; for grouped problems, the
+    candidate with the same tile. None where there is none such."""
     own = tuned.get(bucket_key(problem)) if tuned else None
     if own is None:
         return None
@@ -122,24 +121,24 @@ def bucket_key(problem: GemmProblem) -> str:
 
 @lru_cache(maxsize=65_536)
 def choose_bucket(problem: GemmProblem, own: GemmConfig | None = None) -> GemmConfig:
-    """The config of a whole bucket, which `problem` must be; remembered."""
+    """The config for a whole bucket, given as `problem`; cached."""
     return _foreseen.pop((problem, own), None) or candidates(problem, own=own)[0][1]
 
 
 _foreseen: dict[tuple[GemmProblem, None], GemmConfig] = {}
-"""What `_foresee` has for `choose_bucket`, while `configs_for` asks that."""
+"""Choices that `_foresee` computed for `choose_bucket` during `configs_for`."""
 
 _CLEARLY = 1 + 1e-9
-"""By which factor a predicted time must be the smallest for its config to be the choice, whoever computed it: NumPy's
-powers differ from Python's in their last bits."""
+"""A predicted time must be the smallest by this factor for `_foresee` to decide: NumPy's powers differ from Python's in
+their last bits."""
 
 _FEW = 4
 """Problems that are chosen for as fast one by one."""
 
 
 def _foresee(buckets: list[GemmProblem], tuned: Tuned) -> dict[tuple[GemmProblem, None], GemmConfig]:
-    """What `choose_bucket` would say of each, in a twentieth of the time; not of those whose choice was measured, or is
-    a close one. They differ in m and in their rows' alignment."""
+    """The results of `choose_bucket` for buckets that differ in m and row alignment, in a twentieth of the time;
+    without those that are measured or close."""
     unmeasured = [bucket for bucket in buckets if not _is_measured(bucket, tuned)]
     alike: dict[tuple[int, int], list[GemmProblem]] = {}
     for bucket in unmeasured:
@@ -148,7 +147,7 @@ def _foresee(buckets: list[GemmProblem], tuned: Tuned) -> dict[tuple[GemmProblem
 
 
 def _foresee_alike(problems: list[GemmProblem]) -> dict[tuple[GemmProblem, None], GemmConfig]:
-    """The same of problems that differ in m alone."""
+    """The same for buckets that differ in m alone, none of them measured."""
     import numpy
 
     configs = _runnable(problems[0])
@@ -167,8 +166,8 @@ def _is_measured(bucket: GemmProblem, tuned: Tuned) -> bool:
 
 
 def choose(problem: GemmProblem, tuned: Tuned = UNTUNED) -> GemmConfig:
-    """The config for a problem: that of its bucket. With groups, what `tune` found for theirs, else the fastest
-    predicted for the rows that they are expected to have."""
+    """The config for a problem: its bucket's. For groups: `tune`'s, else the fastest predicted for the expected
+    rows."""
     if problem.groups is not None:
         return _choose_grouped(_bucketed_groups(problem), tuned_choice(group_bucket(problem), tuned))
     bucket = bucketed(problem)
@@ -176,8 +175,8 @@ def choose(problem: GemmProblem, tuned: Tuned = UNTUNED) -> GemmConfig:
 
 
 def choose_cast(problem: GemmProblem, tuned: Tuned = UNTUNED) -> GemmConfig | None:
-    """The config of a product whose result is cast to FP8 by the same kernel; None where two launches are predicted to
-    take less time, for all m of a bucket."""
+    """The config for a GEMM with fused FP8 cast; None if two launches are predicted to be faster. One answer per
+    bucket."""
     bucket = bucketed(problem)
     if casts_apart(bucket):
         return None
@@ -185,13 +184,13 @@ def choose_cast(problem: GemmProblem, tuned: Tuned = UNTUNED) -> GemmConfig | No
 
 
 def without_cast(problem: GemmProblem) -> GemmProblem:
-    """The product whose result, dense and in BF16, is cast apart."""
+    """The same GEMM with a dense BF16 result, to be cast separately."""
     return problem._replace(output="bf16", tma_store=problem.out_columns % 8 == 0)
 
 
 @lru_cache(maxsize=65_536)
 def casts_apart(bucket: GemmProblem) -> bool:
-    """Whether a product in BF16 and a cast of it take less time than one that casts its result."""
+    """Whether a BF16 GEMM plus a cast is faster than the fused kernel."""
     together = candidates(bucket)
     if not together:
         return True
@@ -208,18 +207,18 @@ def _choose_grouped(problem: GemmProblem, own: GemmConfig | None = None) -> Gemm
 def grouped_candidates(
     problem: GemmProblem, hardware: Hardware = H200, tuned: Tuned = UNTUNED
 ) -> list[tuple[float, GemmConfig]]:
-    """Every config that a problem with groups can be given, with its predicted time: what `tune` found on such hardware
-    as the H200, then the fastest predicted."""
+    """Every config for a grouped problem with its predicted time: first `tune`'s on H200-like hardware, then by
+    predicted time."""
     own = tuned_choice(group_bucket(problem), tuned) if hardware.name == H200.name else None
     return ranked(_bucketed_groups(problem), hardware, own)
 
 
 def group_bucket(problem: GemmProblem) -> GemmProblem:
-    """The problem whose measured choice one with groups shares: it has the groups that all rows, or K, leave room for,
-    and of each the most rows of their bucket, one or one and a half times a power of two.
+    """The problem whose measured choice a grouped problem shares: as many groups as all rows, or K, allow, each with
+    the most rows in its bucket (2^i or 1.5 * 2^i).
 
-    By the time model the choice for those rows takes 0.1 % longer than each one's own in the geometric mean of 1,500
-    draws, 18 % at worst; powers of two alone 0.4 and 37 %.
+    By the time model this costs 0.1 % in the geometric mean over 1,500 draws, 18 % at worst; with powers of two only
+    0.4 and 37 %.
     """
     layout, count, rows = problem.groups
     most_rows = _rows_end(rows)
@@ -235,7 +234,7 @@ def _rows_end(rows: int) -> int:
 
 
 def _bucketed_groups(problem: GemmProblem) -> GemmProblem:
-    """With a power of two for the rows of all groups, or their K, which tells how many groups can have any."""
+    """Bucketed groups; total rows, or K, are rounded to a power of two, which bounds how many groups are non-empty."""
     if problem.groups.layout == "k_offs":
         return problem._replace(k=_power_of_two(problem.k))
     return problem._replace(m=_power_of_two(problem.m))
@@ -268,13 +267,13 @@ def configs_for(
     foreseen = _foresee(buckets, tuned)
     _foreseen.update(foreseen)
     chosen = {choose(bucket, tuned) for bucket in buckets}
-    for bucket in foreseen:  # which choose_bucket has not taken if it remembered them
+    for bucket in foreseen:  # unused entries, if choose_bucket had them cached
         _foreseen.pop(bucket, None)
     return sorted(chosen, key=lambda config: config.name)
 
 
 def cast_configs_for(of_all: GemmProblem, max_m: int, tuned: Tuned = UNTUNED) -> list[GemmConfig]:
-    """Every config that some m in [1, max_m] is given, of products whose result is cast to FP8, together or apart."""
+    """Every config that some m in [1, max_m] gets for a GEMM with an FP8 result, fused or not."""
     problems = _buckets(of_all, max_m)
     together = [choose_cast(problem, tuned) if problem.tma_store else None for problem in problems]
     chosen = {

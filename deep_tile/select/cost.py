@@ -1,9 +1,9 @@
-"""What a config takes on a problem, predicted. Pure functions of sizes and rates; no GPU, no torch.
+"""A config's predicted time on a problem. Pure functions on sizes and rates; no GPU, no torch.
 
-Called by choose.py, and by method/, which shows the same estimates and adds the walls that explain them. The model has
-two terms that overlap: waves of tiles, and bytes through HBM. What a K block and a tile of each config take was
-measured on an H200 and fitted (benchmarks/search.py and calibrate.py); the numbers are in times/, by kind, and for
-another GPU they are scaled by its tensor rate, clock and bandwidth.
+Called by choose.py, and by method/, which shows the same estimates with the walls that explain them. Two overlapping
+terms: tile waves and HBM bytes. Times per K block and per tile for each config were measured on an H200 and fitted
+(benchmarks/search.py and calibrate.py); they are in times/, by kind. For other GPUs they are scaled by tensor rate,
+clock and bandwidth.
 """
 
 import json
@@ -28,35 +28,34 @@ TIMES = Path(__file__).parent / "times"
 
 
 LIKE = {"int8_rows": "fp8_rows", "int8_unscaled": "fp8_rows", "fp16": "bf16"}
-"""Families of kinds that were not measured, by those of as many bytes whose sums are treated alike."""
+"""Unmeasured families and the measured ones with equal element size and accumulation that stand for them."""
 
 
 ALONG_ROWS = "nn"
-"""The layout whose kernels' names the times of all but "nt" are stored by."""
+"""The layout whose kernel names key the stored times for all layouts but "nt"."""
 
 
 BOX_CAST_US = 0.8
-"""What a tile takes longer for each 64x128 of a math warpgroup's result that it casts to FP8 (H200, 2026-11-24)."""
+"""Extra tile time per 64x128 result box that a math warpgroup casts to FP8 (H200, 2026-11-24)."""
 
 CHAINED_CAST_US = 1.7
-"""What a cast takes beside its bytes that follows a product in a chain of programmatic launches (H200, 2026-11-24)."""
+"""A cast's time beyond its bytes when it follows a GEMM by programmatic launch (H200, 2026-11-24)."""
 
 
 PACKED_BLOCK_US = {
     **{(64, 32, 2): 0.134, (64, 64, 1): 0.275, (64, 64, 2): 0.205, (64, 128, 1): 0.4},
     **{(128, 64, 1): 0.406, (128, 128, 1): 0.637, (256, 128, 1): 0.954},
 }
-"""What a K block of a packed weight takes, by tile and scale blocks: the conversion, beside which WGMMA has time. From
-products of 1 to 512 rows by 4096x7168, alone and in 8 groups (H100, 2026-11-26)."""
+"""Time per K block of a packed weight, by tile and scale blocks: the conversion, which hides WGMMA. Measured with 1 to
+512 rows by 4096x7168, alone and in 8 groups (H100, 2026-11-26)."""
 
 
 class TileTimes(NamedTuple):
-    """What a config takes on one SM, in microseconds.
+    """A config's times on one SM, in microseconds.
 
     Attributes:
         block_us: one K block.
-        tile_us: the rest of a tile.
-        column_us: to begin a column of tiles, where `b` stays in shared memory meanwhile.
+        tile_us: per tile, beside K blocks. column_us: to start a tile column with resident `b`.
     """
 
     block_us: float
@@ -65,20 +64,19 @@ class TileTimes(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """Measured coefficients of the time model, in microseconds.
+    """The time model's measured coefficients, in microseconds.
 
     Attributes:
-        launch_us: what every call costs.
-        memory_us: what the bytes cost beside their bandwidth.
+        launch_us: cost per call. memory_us: cost of memory beyond bandwidth.
         overlap: exponent p of (compute**p + memory**p)**(1/p): 1 adds the two, infinity takes the larger.
         idle_gain: how much faster tiles run, beside idle SMs that leave them power and L2.
-        throttle, throttle_us: by which share a long kernel is slowed by the power limit, and the length at which half
-            of that is reached.
-        load_heat: exponent by which tiles that load more operands per FLOP are slowed more.
+        throttle, throttle_us: share by which the power limit slows a long kernel, and the duration at which half of
+            that is reached.
+        load_heat: exponent that slows tiles with more operand loads per FLOP.
         configs: by kernel name.
-        num_sms: of the GPU it was measured on.
-        choices: by "MxNxK" of a bucket, the name of a config that was measured to be better than the model's choice:
-            alone, or for m <= 128 alone and in chains of launches.
+        num_sms: the measured GPU's.
+        choices: by a bucket's "MxNxK", the config that measured better than the model's choice: alone, or for m <= 128
+            alone and in launch chains.
     """
 
     launch_us: float
@@ -94,28 +92,27 @@ class Calibration(NamedTuple):
 
 
 def is_measured(kind: str) -> bool:
-    """Whether a kind has times of its own."""
+    """Whether a kind has its own times."""
     return (TIMES / f"{kind}.json").exists()
 
 
 @cache
 def times_of(kind: str) -> str:
-    """The kind whose times a kind has: its own, if it was measured, else those of its family, of kinds `LIKE` it, or
-    FP8's: a K block of 128 bytes takes the tensor cores equally long in every format."""
+    """The kind whose times apply: itself if measured, else its family, a kind `LIKE` it, or FP8: a 128-byte K block
+    keeps the tensor cores busy equally long in every format."""
     family = EVERY_KIND[kind].family
     return next(filter(is_measured, (kind, family, LIKE.get(family, "fp8"))))
 
 
 @cache
 def along_rows(kind: str) -> Calibration:
-    """That of products of which an operand lies along its rows: boxes of `b` are then of 64 of K by 64 of n, and tiles
-    take other times."""
+    """A kind's calibration for M- or N-major operands, whose boxes differ and so do their tiles' times."""
     return read_calibration(TIMES / f"{times_of(kind)}_{ALONG_ROWS}.json")
 
 
 @cache
 def calibration(kind: str = "fp8") -> Calibration:
-    """That of a kind of product, by its name in `kinds.EVERY_KIND`. Measured choices are those of its family alone."""
+    """The calibration for a kind, by its name in `kinds.EVERY_KIND`. Measured choices come from its family only."""
     measured = read_calibration(TIMES / f"{times_of(kind)}.json")
     return measured if times_of(kind) == EVERY_KIND[kind].family else measured._replace(choices={})
 
@@ -130,7 +127,7 @@ def read_calibration(path: Path) -> Calibration:
 def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
     """Measured on an H200, or typical for a config that was not.
 
-    On another GPU, what the tensor cores need takes as long as their rate says, and the rest scales with the clock.
+    On another GPU the tensor core part scales with tensor rate, the rest with the clock.
     """
     tensor_us = block_tensor_us(config, H200)
     measured = (
@@ -170,21 +167,21 @@ def _names_of_times(config: GemmConfig) -> tuple[tuple[bool, str, str], ...]:
 
 
 def block_tensor_us(config: GemmConfig, hardware: Hardware) -> float:
-    """What the tensor cores of one SM need for one K block of 128 bytes, at their rate under load."""
+    """Tensor core time on one SM for one 128-byte K block, at the rate under load."""
     flops = product_flops(config.block_m, config.block_n, K_BLOCK_BYTES // config.product.a.bytes)
     return flops / (hardware.tflops(config.kind) / hardware.num_sms) / 1e6
 
 
 class Estimate(NamedTuple):
-    """Predicted time of one config on one problem.
+    """One config's predicted time on one problem.
 
     Attributes:
         time_us: from launch to the last store.
-        compute_us: waves of tiles, as if memory were free.
+        compute_us: tile waves, as if memory were free.
         memory_us: bytes through HBM, each operand once, as if the tiles were free.
         bound: `compute` or `memory`, whichever is longer.
         waves: tiles that the busiest SM works through.
-        utilization: share of the waves' tile slots that have a tile.
+        utilization: share of occupied tile slots in the waves.
     """
 
     time_us: float
@@ -196,11 +193,11 @@ class Estimate(NamedTuple):
 
 
 class ComputeParts(NamedTuple):
-    """What the waves of tiles consist of, in microseconds.
+    """Components of the tile waves, in microseconds.
 
     Attributes:
         blocks_us: multiplying, promoting and waiting for K blocks.
-        tiles_us: the rest of every tile: filling the pipeline, scaling, storing; and beginning columns of them.
+        tiles_us: the rest of every tile: pipeline fill, scaling, storing; and starting tile columns.
         idle_us: gained beside idle SMs, negative.
         throttle_us: lost to the power limit.
     """
@@ -212,21 +209,20 @@ class ComputeParts(NamedTuple):
 
 
 def operand_loads(config: GemmConfig) -> float:
-    """Elements of both operands that a tile loads for each element of it and of K. They cost energy, not clocks."""
+    """Operand elements that a tile loads per tile element and k. They cost energy, not clocks."""
     return 1 / config.block_m + 1 / config.block_n
 
 
 LINES, LOADS_OVERLAP = {16: 0.82, 32: 1.37, 64: 1.58, 128: 2.3}, 6.0
-"""What TMA takes in from L2 where many SMs read the same rows, as a share of `Hardware.l2_tbps`, by the alignment of
-the rows: a row of a box that begins at 16 modulo 32 bytes lies in two lines and five sectors, others in two and four.
-And the exponent by which loads overlap with products. Fitted to 6 shapes of 6 strides each on an H200 and an H100
-(2026-11-25), and, with the exponent, to 95 shapes with rows at lines on an H100, where small tiles wait for L2: above
-m = 128 the choice takes 1.006 of the best config's time, at worst 1.07; without loads 1.021, at worst 1.19
-(2026-11-26)."""
+"""TMA's rate from L2 when many SMs read the same rows, as a share of `Hardware.l2_tbps`, by row alignment: a box row
+that starts at 16 modulo 32 bytes touches two lines and five sectors, others two and four. Also the exponent with which
+loads overlap MMA. Fitted to 6 shapes x 6 strides on an H200 and an H100 (2026-11-25), and, with the exponent, to 95
+shapes with line-aligned rows on an H100, where small tiles wait for L2: above m = 128 the choice takes 1.006 times the
+best config's time, at worst 1.07; without this term 1.021, at worst 1.19 (2026-11-26)."""
 
 
 def weighed_loads(config: GemmConfig, problem: GemmProblem, most: float = inf) -> float:
-    """Bytes that a block loads for each K block of a tile, over the share of L2's rate that their rows allow.
+    """Bytes that a block loads per K block, divided by the L2 rate share for its row alignment.
 
     Args:
         most: such a share that other walls allow.
@@ -237,12 +233,12 @@ def weighed_loads(config: GemmConfig, problem: GemmProblem, most: float = inf) -
 
 
 CROWDED_US = {16: 0.31, 32: 0.16, 64: 0.16, 128: 0.04}
-"""What a K block takes longer by 64 columns of an `a` along m, while every SM loads some, times 1 + m / 64, by the
-alignment of its rows: of a small m all ask for the same few lines at once. Fitted together with times/bf16_nn.json."""
+"""Extra time per K block and 64 rows of an M-major `a` if every SM loads one, times 1 + m / 64, by row alignment: with
+a small m all SMs read the same few lines at once. Fitted together with times/bf16_nn.json."""
 
 
 def _crowded_us(config: GemmConfig, problem: GemmProblem):
-    """What such an `a` adds to a K block, in microseconds, where every SM of an H200 loads one."""
+    """Extra microseconds per K block for an M-major `a`, if every SM loads one."""
     if LAYOUTS[problem.layout].a != "m":
         return 0.0
     columns = config.block_m / config.cluster_n / 64
@@ -250,10 +246,10 @@ def _crowded_us(config: GemmConfig, problem: GemmProblem):
 
 
 def _with_loads(blocks_us, blocks, config: GemmConfig, problem: GemmProblem, hardware: Hardware):
-    """What K blocks take, of which `blocks_us` was measured where loads did not hold them up, in microseconds.
+    """Time for K blocks in microseconds, from `blocks_us`, which was measured without load stalls.
 
     Args:
-        blocks: K blocks of each SM's tiles, in the mean.
+        blocks: mean K blocks per SM.
     """
     blocks_us = blocks_us + blocks * _crowded_us(config, problem)
     loads_us = blocks * problem.num_sms * weighed_loads(config, problem) / hardware.l2_tbps / 1e6
@@ -261,7 +257,7 @@ def _with_loads(blocks_us, blocks, config: GemmConfig, problem: GemmProblem, har
 
 
 TYPICAL_OPERAND_LOADS = 1 / 128 + 1 / 176
-"""Of a tile in the middle of those that large products are given."""
+"""Operand loads of a typical tile for large GEMMs."""
 
 
 def compute_parts(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> ComputeParts:
@@ -271,7 +267,7 @@ def compute_parts(config: GemmConfig, problem: GemmProblem, hardware: Hardware =
 def _compute_parts(
     config: GemmConfig, problem: GemmProblem, hardware: Hardware, most: int, utilization: float
 ) -> ComputeParts:
-    """Of a cluster that has `most` tiles, while all have as much of that as `utilization` says: see `busiest`."""
+    """Components for a cluster with `most` tiles, at mean occupation `utilization`: see `busiest`."""
     model, times = calibration(config.kind), tile_times(config, hardware)
     blocks = most * blocks_per_tile(config, problem.k)
     blocks_us = _with_loads(blocks * times.block_us, blocks * utilization, config, problem, hardware)
@@ -287,7 +283,7 @@ def _compute_parts(
 
 
 def chained_cast_us(problem: GemmProblem, hardware: Hardware = H200) -> float:
-    """What a cast to FP8 takes that follows a product in BF16: it reads the result and writes half of that."""
+    """Time of an FP8 cast after a BF16 GEMM: it reads the result and writes half as many bytes."""
     elements = problem.m * problem.out_columns
     return CHAINED_CAST_US + elements * (RESULTS["bf16"].bytes + RESULTS[QUANTIZED].bytes) / hardware.hbm_tbps / 1e6
 
@@ -299,13 +295,13 @@ def compulsory_bytes(problem: GemmProblem) -> int:
 
 
 def memory_time(problem: GemmProblem, hardware: Hardware = H200) -> float:
-    """Microseconds of the compulsory bytes; few SMs cannot ask for all that HBM gives."""
+    """Microseconds for the compulsory bytes; few SMs cannot use all of HBM's bandwidth."""
     tbps = min(hardware.hbm_tbps, hardware.l2_tbps * problem.num_sms / hardware.num_sms)
     return calibration(problem.kind).memory_us + compulsory_bytes(problem) / tbps / 1e6
 
 
 def launch_time(hardware: Hardware = H200, kind: str = "fp8") -> float:
-    """Microseconds that every call costs: fitted on an H200, and what another GPU's empty kernel takes more."""
+    """Microseconds per call: fitted on an H200, plus the extra time of another GPU's empty kernel."""
     return calibration(kind).launch_us + hardware.launch_us - H200.launch_us
 
 
@@ -326,7 +322,6 @@ def _overlapped(compute_us, memory_us, kind: str, hardware: Hardware):
 
 
 def times_us(config: GemmConfig, problem: GemmProblem) -> "numpy.ndarray":
-    """What `estimate` predicts on an H200 for each of many problems, but for its last bits: `m` of the problem is an
-    array of all of theirs."""
+    """`estimate` on an H200 for many problems at once, equal except in the last bits: the problem's `m` is an array."""
     compute_us = sum(_compute_parts(config, problem, H200, *busiest(config, problem)))
     return _overlapped(compute_us, memory_time(problem), problem.kind, H200)

@@ -1,4 +1,4 @@
-"""The configs that a problem's kernel is chosen from: tables of tiles, each with as deep a ring as fits.
+"""The default configs: tables of tiles, each with as deep a ring as fits.
 
 Called by choose.py, by the commands that compile or measure every kernel, and by the tests. No GPU, no torch.
 """
@@ -19,23 +19,24 @@ _DECODE_TILES = (
     *((32, 2, 1), (32, 2, 2), (48, 2, 1), (64, 1, 1), (64, 2, 1), (64, 1, 2), (64, 2, 2), (64, 2, 4)),
     *((96, 2, 1), (112, 1, 1), (128, 1, 1), (128, 2, 4), (192, 1, 1)),
 )
-"""(block_n, scale_blocks, split_k) of 64-row tiles. Several scale blocks per stage hide a short WGMMA chain's latency,
-stages of one arrive sooner; split K spreads few, wide tiles over all SMs, which read less of `a` than many narrow."""
+"""(block_n, scale_blocks, split_k) for 64-row tiles. Several scale blocks per stage hide a short WGMMA chain's latency;
+single-block stages arrive sooner. Split K spreads few wide tiles over all SMs and reads less of `a` than many narrow
+tiles."""
 
 _TILES = {
     **{(128, 64): ((1, 1), (1, 2)), (128, 96): ((1, 1), (1, 2)), (128, 112): _ALONE, (128, 144): _ALONE},
     **dict.fromkeys(((128, 128), (128, 160), (128, 176), (128, 192), (128, 224), (128, 256)), _PAIRS_ALONG_M),
     (256, 128): ((2, 1),),
 }
-"""Clusters by (block_m, block_n). Clusters along n share `a`, which pays where rows begin at 16 modulo 32 bytes. Over
-499 measured problems the best of these, split and decode tiles takes 1.0001 of the best of 61, at most 1.006 (H100 and
-H200, 2026-11-25)."""
+"""Clusters by (block_m, block_n). Clusters along n share `a`, which pays if rows start at 16 modulo 32 bytes. Over 499
+measured problems the best among these, split and decode tiles takes 1.0001 times the best among 61, at most 1.006 (H100
+and H200, 2026-11-25)."""
 
 _SPLIT_TILES = ((64, 2), (96, 2), (128, 2), (192, 2))
-"""(block_n, split_k) of 128-row tiles."""
+"""(block_n, split_k) for 128-row tiles."""
 
 _RESIDENT_TILES = ((128, 128, 5), (128, 192, 4))
-"""(block_m, block_n, b_stages) of tiles whose `b` stays in shared memory: the wider, the shorter K must be. 128x256
+"""(block_m, block_n, b_stages) for tiles with resident `b`: the wider, the shorter K must be. 128x256
 with three K blocks was never the fastest (H200, 2026-11-21)."""
 
 _DECODE_TILES_OF_KINDS = (
@@ -46,21 +47,21 @@ _TILES_OF_KINDS = {
     **{(128, 256): _PAIRS_ALONG_M, (256, 128): CLUSTERS},
 }
 _SPLIT_TILES_OF_KINDS = ((64, 2), (128, 2))
-"""The same of other kinds than FP8 with results of 16 bits, by their own searches. With a scale for each column 128x128
-is left out: NVRTC 13.2 and 13.5 spill a register. It took 5 and 7 % less at two of 19 shapes, more at others (H200,
-2026-11-24)."""
+"""The same for kinds other than FP8 with 16-bit results, by their own searches. With a scale for each column 128x128
+is left out: NVRTC 13.2 and 13.5 spill a register. It took 5 and 7 % less time at two of 19 shapes, more at others
+(H200, 2026-11-24)."""
 
 _PACKED_TILES = (
     *((64, 32, 2, 1), (64, 32, 2, 2), (64, 64, 1, 1), (64, 64, 2, 1), (64, 64, 2, 2), (64, 64, 2, 4)),
     *((64, 128, 1, 1), (64, 128, 1, 2), (64, 128, 1, 4)),
     *((128, 64, 1, 1), (128, 128, 1, 1), (128, 64, 1, 2), (128, 128, 1, 2), (256, 128, 1, 1)),
 )
-"""Of packed weights, as `packed_configs` takes them."""
+"""Tiles for packed weights, as `packed_configs` takes them."""
 
 _SUMMED_TILES = dict.fromkeys(((128, 176), (128, 224)), _PAIRS_ALONG_M)
-"""More of them for kinds without promotion, whose main loop needs no copies for places of scales. BF16 takes 1.6 % less
-at m of 129 to 1024 by the second, up to 9 %, and 0.8 % above by both. 256x160 and 256x192 would gain 0.1 % more (H100,
-70 shapes, 2026-11-24)."""
+"""More tiles for kinds without promotion, whose main loop needs no copies per scale alignment. With the second, BF16
+takes 1.6 % less (up to 9 %) at m from 129 to 1024, and with both 0.8 % less above. 256x160 and 256x192 would gain 0.1 %
+more (H100, 70 shapes, 2026-11-24)."""
 
 _DECODE_TILES_ALONG_ROWS = (
     *((32, 2, 1), (64, 1, 1), (64, 2, 1), (64, 2, 2), (64, 2, 4), (128, 1, 1), (128, 2, 1), (128, 1, 2), (128, 1, 4)),
@@ -71,25 +72,26 @@ _TILES_ALONG_ROWS = {
     **{(128, 256): _PAIRS_ALONG_M, (256, 128): CLUSTERS, (256, 160): _ALONE},
 }
 _SPLIT_TILES_ALONG_ROWS = ((64, 2), (128, 2), (128, 4), (192, 2))
-"""The same where an operand of 16 bits lies along its rows: the best of these takes 1.0002 of the best of 47 at 150
-products "nn" and "tn", 1.02 at worst (H100, 2026-11-26)."""
+"""The same for M- and N-major operands: over 150 products "nn" and "tn" the best among these takes 1.0002 times the
+best among 47, at most 1.02 (H100, 2026-11-26)."""
 
 _MOST_COPIED = 600
-"""Accumulators times the promotions of each in the main loop's copies, beside which an activation's code has room."""
+"""Most accumulators x promotions over the main loop's copies beside which an activation's code fits."""
 
 _MOST_BESIDE_SCALES = 96
-"""Accumulators beside which scales of rows leave a finish enough registers. Of 256 rows a tile has half as many scales
-as of 256 columns: a bias has room there, where results have 16 bits."""
+"""Most accumulators beside which per-row scales leave an epilogue enough registers. A 256-row tile has half as many
+scales as a 256-column one: with 16-bit results a bias fits."""
 
 
 @lru_cache(maxsize=512)
 def deepest_config(block_m: int, block_n: int, tma_store: bool = True, **options: int | bool | str) -> GemmConfig:
-    """The tile with as many stages as fit beside all of its output boxes, or beside fewer where those leave too few.
+    """The tile with as many stages as fit beside all its output boxes, or beside fewer boxes if too few stages would
+    remain.
 
     Too few are less than four, or less than three that hold several scale blocks.
 
     Raises:
-        ValueError: the tile is illegal with any number of stages.
+        ValueError: the tile is illegal with any stage count.
     """
     smallest = GemmConfig(block_m, block_n, 2, store_buffers=1, tma_store=tma_store, **options)
     return _deepest(smallest, smallest.boxes, _MAX_STAGES, SMEM_LIMIT_BYTES)
@@ -128,12 +130,12 @@ def default_configs(
     """Every config the selector can choose, for an `out` that TMA can store to or for any other.
 
     Args:
-        kind: of the product, a name in `kinds.EVERY_KIND`.
-        output: format of `out`, a name in `kinds.RESULTS`; that of the kind when None.
-        accumulate: add to what `out` holds.
-        bias, activation: names in `kinds.BIASES` and `kinds.ACTIVATIONS`. Configs are those of sums as they are, where
-            these may have both.
-        layout: of the operands, a name in `kinds.LAYOUTS`.
+        kind: a name in `kinds.EVERY_KIND`.
+        output: dtype of `out`, a name in `kinds.RESULTS`; None: the kind's default.
+        accumulate: add to `out`.
+        bias, activation: names in `kinds.BIASES` and `kinds.ACTIVATIONS`. Configs are the plain ones that also support
+            these.
+        layout: the operands', a name in `kinds.LAYOUTS`.
     """
     if (bias, activation) != ("none", "none"):
         plain = default_configs(tma_store, kind, output, accumulate, layout=layout)
@@ -142,7 +144,7 @@ def default_configs(
     if output == QUANTIZED:
         return tuple(made for one in default_configs(tma_store, kind) if (made := quantized(one)))
     if EVERY_KIND[kind].packing:
-        tiles = _PACKED_TILES if tma_store else _PACKED_TILES[:-1]  # of which the last has too few registers to store
+        tiles = _PACKED_TILES if tma_store else _PACKED_TILES[:-1]  # the last lacks registers for math-warp stores
         return packed_configs(tiles, tma_store=tma_store, kind=kind, output=output, accumulate=accumulate)
     of_16_bits = RESULTS[output].bytes == RESULTS[EVERY_KIND[kind].output].bytes
     if EVERY_KIND[kind].family == "fp8" and layout == "nt" and of_16_bits and not accumulate:
@@ -151,14 +153,14 @@ def default_configs(
 
 
 def finished(config: GemmConfig, bias: str, activation: str) -> GemmConfig | None:
-    """The config with a finish; None where there is none such, or its kernel is longer than what a launch brings along.
+    """The config with an epilogue; None if that is illegal or its code is too long.
 
-    That is 66 KB, which kernels pass that have code for pairs of K blocks; with an activation, those whose main loop
-    has many copies; of exact gelu, of which each sum takes 14 instructions, whose tiles have 256 rows, where they are
-    quantised also of gelu by tanh behind a bias; and of 256 columns that are quantised either gelu, and silu behind a
-    bias. Tiles of 64x256 leave an activation too few registers, and a finish those whose rows are scaled: tiles of two
-    chunks, where they are promoted before, of exact gelu also 128x192 then, and the widest, which hold scales as well.
-    Output boxes are fewer where `out` has fewer columns.
+    Code must stay below 66 KB, which a launch loads without extra time. An epilogue rules out paired K blocks. An
+    activation rules out main loops with many copies. Exact GELU (14 instructions per sum) rules out 256-row tiles; if
+    quantised, so does tanh GELU after a bias. Quantised 256-column tiles rule out both GELUs, and SiLU after a bias.
+    Registers rule out: an activation on 64x256; with per-row scales, an epilogue on promoted two-chunk tiles (exact
+    GELU also on 128x192) and on the widest tiles, which also hold scales. Output boxes are fewer where `out` has fewer
+    columns.
     """
     if (bias, activation) == ("none", "none"):
         return config
@@ -210,8 +212,7 @@ def quantized(config: GemmConfig) -> GemmConfig | None:
 
 
 def _configs_of_kind(**of_kind: bool | str) -> tuple[GemmConfig, ...]:
-    """For others than FP8 with results of 16 bits: tiles that FP8 has been measured with, by the mechanisms that every
-    kind has."""
+    """For kinds other than FP8 with 16-bit results: tiles measured with FP8, with mechanisms that every kind has."""
     if of_kind["layout"] != "nt":
         return tuple(_tiled(_DECODE_TILES_ALONG_ROWS, _TILES_ALONG_ROWS, _SPLIT_TILES_ALONG_ROWS, of_kind))
     kind = EVERY_KIND[of_kind["kind"]]
@@ -221,7 +222,7 @@ def _configs_of_kind(**of_kind: bool | str) -> tuple[GemmConfig, ...]:
 
 
 def packed_configs(tiles: Iterable[tuple[int, int, int, int]], **options: bool | str) -> tuple[GemmConfig, ...]:
-    """Of packed weights: tiles are (block_m, block_n, scale_blocks, split_k)."""
+    """Configs for packed weights: tiles are (block_m, block_n, scale_blocks, split_k)."""
     return tuple(
         deepest_config(block_m, block_n, scale_blocks=blocks, split_k=split_k, b_stages=slots, **options)
         for block_m, block_n, blocks, split_k in tiles
@@ -242,7 +243,7 @@ def _tiled(
     splits: Iterable[tuple[int, int]],
     options: Mapping[str, bool | str],
 ) -> list[GemmConfig]:
-    """Configs of tables like those above."""
+    """Configs from tables like the above."""
     return [
         *(deepest_config(64, n, scale_blocks=blocks, split_k=split_k, **options) for n, blocks, split_k in decode),
         *(

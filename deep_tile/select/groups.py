@@ -1,9 +1,8 @@
-"""Which config a grouped product gets. Pure functions, as choose.py, which asks here for problems with groups.
+"""Which config a grouped product gets. Pure functions, called by choose.py for grouped problems.
 
-A tile takes what it takes in a dense product, whose kernel differs in the schedule, or longer: its neighbours are of
-other groups, and share less of their operands in L2. How many tiles there are depends on rows that the host does not
-know: those of groups are taken to be spread around the mean. Groups along K have all tiles of their `out`, each with as
-many K blocks as the group has.
+A tile takes as long as in a dense GEMM, whose kernel differs only in the scheduler, or longer: neighbouring tiles
+belong to other groups and share fewer operands in L2. The tile count depends on rows that the host does not know: group
+sizes are assumed to spread around the mean. A K group has all tiles of its `out`, each with the group's K blocks.
 """
 
 from dataclasses import replace
@@ -22,20 +21,20 @@ _TILES = ((64, 32, 2), (64, 64, 2), (64, 128, 1), (128, 128, 1), (128, 192, 1), 
 """(block_m, block_n, scale_blocks)."""
 
 _PACKED_TILES = ((64, 32, 2, 1), (64, 64, 2, 1), (64, 128, 1, 1), (128, 64, 1, 1), (128, 128, 1, 1), (256, 128, 1, 1))
-"""The same of packed weights, as `packed_configs` takes them."""
+"""The same for packed weights, as `packed_configs` takes them."""
 
 _K_TILES = ((64, 128), (128, 128), (128, 192), (128, 256), (256, 128))
-"""(block_m, block_n) for groups along K; those of two math warpgroups are built alone and, where
-TMA stores, as clusters of two: math warps that store themselves hold tiles' places in registers, too."""
+"""(block_m, block_n) for K groups. Tiles with two math warpgroups exist without clusters and, with TMA stores, as
+clusters of two; math warps that store themselves also hold tile positions in registers."""
 
 SPREAD = (0.7, 1.0, 1.3)
-"""Rows of groups over their mean."""
+"""Assumed group sizes relative to the mean."""
 
 _OVERLAP = 2
-"""Exponent p of (compute**p + memory**p)**(1/p): tiles of groups wait for HBM more than those of one product."""
+"""Exponent p in (compute**p + memory**p)**(1/p): grouped tiles wait for HBM more than dense ones."""
 
 _LAST_WAVE = 0.5
-"""Of a wave, what the busiest SM works longer than all do in the mean."""
+"""How much longer the busiest SM works than the mean, in waves."""
 
 
 @lru_cache(maxsize=256)
@@ -50,11 +49,11 @@ def grouped_configs(
     """Every config that a grouped product can be given.
 
     Args:
-        layout: one of `kinds.GROUPINGS` but "none". Groups along K are of FP8 with scales of 1x128 for both operands
-            and a result of FP32 or BF16, and they alone may `accumulate`.
-        kind: of groups of rows, as in `GemmConfig`.
+        layout: one of `kinds.GROUPINGS` except "none". K groups are FP8 with 1x128 scales for both operands and an FP32
+            or BF16 result; only they may `accumulate`.
+        kind: for row groups, as in `GemmConfig`.
         output: as in `GemmConfig`; None for a kind's own, and FP32 along K.
-        operands: how these lie, a name in `kinds.LAYOUTS`.
+        operands: their layout, a name in `kinds.LAYOUTS`.
     """
     if layout == "k_offs":
         options = {"kind": "fp8_1x128", "output": output or "fp32", "grouping": layout, "accumulate": accumulate}
@@ -75,15 +74,15 @@ def grouped_configs(
 
 
 def _spills(block_m: int, block_n: int, kind: Kind, output: str, tma_store: bool) -> bool:
-    """Beside the schedule of groups two tiles have too few registers: where sums are promoted and then scaled, and
-    where math warps store FP32 of sums that are scaled block by block (NVRTC 13.0.88)."""
+    """Two tiles lack registers beside the grouped scheduler: with promoted sums that are then scaled, and when math
+    warps store block-scaled FP32 results (NVRTC 13.0.88)."""
     late = kind.promotes and kind.row_scales
     wide = kind.block_scales and RESULTS[output].bytes == 4 and not tma_store
     return (late and (block_m, block_n) == (128, 256)) or (wide and (block_m, block_n) == (128, 192))
 
 
 def _packed_spills(block_m: int, block_n: int, output: str, tma_store: bool) -> bool:
-    """The same beside converter warps, of the widest tile."""
+    """The same beside converter warps, for the widest tile."""
     return block_m * block_n > 128 * 128 and (RESULTS[output].bytes == 4 or not tma_store)
 
 
@@ -94,7 +93,7 @@ def configs_of(problem: GemmProblem) -> tuple[GemmConfig, ...]:
 
 
 def _k_clusters(block_m: int, block_n: int, tma_store: bool, accumulate: bool) -> tuple[tuple[int, int], ...]:
-    """Clusters of a tile for groups along K. The widest that add, as clusters of two along m, spill 4 bytes with NVRTC
+    """A tile's clusters for K groups. The widest accumulating tiles in clusters of two along m spill 4 bytes with NVRTC
     13.5.37."""
     if block_m == MMA_M or not tma_store:
         return CLUSTERS[:1]
@@ -103,7 +102,7 @@ def _k_clusters(block_m: int, block_n: int, tma_store: bool, accumulate: bool) -
 
 
 def all_grouped_configs() -> tuple[GemmConfig, ...]:
-    """For groups of rows in all layouts, to store by TMA and to store anywhere."""
+    """Configs for row groups in all layouts, with TMA store and without."""
     layouts = [layout for layout in GROUPINGS if layout not in ("none", "k_offs")]
     return tuple(
         config for layout in layouts for tma_store in (True, False) for config in grouped_configs(layout, tma_store)
@@ -111,7 +110,7 @@ def all_grouped_configs() -> tuple[GemmConfig, ...]:
 
 
 def expected_tiles(rows: int, block_m: int) -> float:
-    """Rows of tiles of a group that has `rows` in the mean."""
+    """Expected tile rows in a group with `rows` rows on average."""
     return sum(ceil_div(max(1, round(rows * spread)), block_m) for spread in SPREAD) / len(SPREAD)
 
 
@@ -126,10 +125,10 @@ def active_groups(problem: GemmProblem) -> float:
 
 
 def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200) -> float:
-    """Predicted microseconds. Of counts, one group alone may have rows: a config then counts as slower by as much as
-    that one takes longer than its bytes, weighed by how likely a group has none.
+    """Predicted microseconds. With counts, one group alone may have rows: the time then grows by what that group takes
+    over its bytes, weighted by how likely a group is empty.
 
-    By 64x64 instead of 64x128, counts of which one or two are 1 take up to 25 % less, all others no more than 3 % more
+    With 64x64 instead of 64x128 tiles, counts with one or two rows in all take up to 25 % less, others at most 3 % more
     (seven weights, H100, 2026-11-26).
     """
     likely_us = _active_us(config, problem, hardware, active_groups(problem))
@@ -141,7 +140,7 @@ def estimate(config: GemmConfig, problem: GemmProblem, hardware: Hardware = H200
 
 
 def _active_us(config: GemmConfig, problem: GemmProblem, hardware: Hardware, active: float) -> float:
-    """Microseconds of so many groups that have rows: waves of tiles and bytes through HBM, which overlap."""
+    """Microseconds for so many non-empty groups: tile waves and HBM bytes, which overlap."""
     waves = active * _tiles_of_group(config, problem) / cluster_slots(config, problem.num_sms)
     compute_us = _tile_us(config, problem, hardware) * (waves + _LAST_WAVE if waves > 1 else 1)
     memory_us = _memory_us(problem, hardware, active)
@@ -153,7 +152,7 @@ def _memory_us(problem: GemmProblem, hardware: Hardware, active: float) -> float
 
 
 def _tiles_of_group(config: GemmConfig, problem: GemmProblem) -> float:
-    """Cluster tiles of a group that has any."""
+    """Cluster tiles in a non-empty group."""
     columns = ceil_div(problem.n, config.block_n * config.cluster_n)
     if config.by_k:
         return ceil_div(problem.m, config.block_m * config.cluster_m) * columns
@@ -161,8 +160,8 @@ def _tiles_of_group(config: GemmConfig, problem: GemmProblem) -> float:
 
 
 def _tile_us(config: GemmConfig, problem: GemmProblem, hardware: Hardware) -> float:
-    """One tile: its K blocks take what their products take, or their operands on the way from L2, which tiles of one
-    group along K share as those of one product do."""
+    """Time per tile: K blocks are bound by MMA or by operand loads from L2, which tiles in one K group share like a
+    dense GEMM's."""
     times = tile_times(replace(config, grouping="none", layout="nt"), hardware)
     if config.by_k:
         return blocks_per_tile(config, problem.groups.expected_rows) * times.block_us + times.tile_us
@@ -172,8 +171,8 @@ def _tile_us(config: GemmConfig, problem: GemmProblem, hardware: Hardware) -> fl
 
 
 def _group_bytes(problem: GemmProblem) -> float:
-    """Through HBM at least, of a group: its weight and the rows that are expected; or operands along K, and what they
-    are added to."""
+    """Least HBM bytes per non-empty group: its weight and expected rows; or K-grouped operands and the accumulated
+    output."""
     rows = problem.groups.expected_rows
     if problem.groups.layout == "k_offs":
         operands = (problem.m + problem.n) * rows * problem.product.a.bytes
@@ -185,7 +184,7 @@ def _group_bytes(problem: GemmProblem) -> float:
 def ranked(
     problem: GemmProblem, hardware: Hardware = H200, own: GemmConfig | None = None
 ) -> list[tuple[float, GemmConfig]]:
-    """Every config that the SMs allow with its predicted time: `own` if it is one of them, then the fastest."""
+    """Every config that the SMs allow with its predicted time: `own` first if it is among them, then by time."""
     configs = configs_of(problem)
     runnable = (config for config in configs if config.cluster <= problem.num_sms)
     estimated = ((estimate(config, problem, hardware), config) for config in runnable)

@@ -1,19 +1,18 @@
-"""What is known of a GPU: limits, rates and latencies, each with its unit and where it comes from.
+"""GPU limits, rates and latencies, each with its unit and source.
 
 Read by the selector, the roofline, the benchmarks and the command line. No GPU, no torch. Invariant: a preset is a
-constant, so that a choice made from it is the same on every machine; only `for_device` looks at what
-`python -m deep_tile doctor --measure` has stored.
+constant, so choices from it are equal on every machine; only `for_device` reads results stored by `python -m deep_tile
+doctor --measure`.
 
 Sources, by grade:
-    datasheet   NVIDIA's H100, H200 and GH200 data sheets and the "H100 Tensor Core GPU Architecture" white paper. Dense
-                tensor rates: half of the figures printed with sparsity.
+    datasheet NVIDIA's H100, H200 and GH200 data sheets and the "H100 Tensor Core GPU Architecture" white paper. Dense
+                tensor rates: half the figures printed with sparsity.
     press       H800 and H20 have no public data sheet; figures as reported when they were announced.
-    measured    NVIDIA H200, 700 W, driver 580, CUDA 13.0, 2026-11-21; rates of the H100 SXM by `doctor --measure` on
-                one of 80 GB, 2026-11-26.
+    measured NVIDIA H200, 700 W, driver 580, CUDA 13.0, 2026-11-21; H100 SXM rates by `doctor --measure` on an 80 GB
+                card, 2026-11-26.
     published   microbenchmarks by others.
-    scaled      from the H200's measurement, in proportion to the datasheets of both.
-    assumed     a guess, for want of a machine.
-    given       `Hardware.with_numbers`: whoever asked.
+    scaled from the H200's measurement by the ratio of datasheets. assumed a guess, for want of a machine. given
+    `Hardware.with_numbers`: whoever asked.
 """
 
 import json
@@ -29,14 +28,14 @@ from deep_tile.kinds import PACKED
 from deep_tile.walls import SMEM_LIMIT_BYTES, WARPGROUP_THREADS
 
 DTYPE_BYTES = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4}
-"""Element types of the tensor cores, and the bytes of one operand's element."""
+"""Tensor core element types and bytes per operand element."""
 
 
 PRODUCER_REGISTERS = 24
-"""What a thread of the warpgroup that loads keeps; the math warpgroups share the rest, in steps of eight."""
+"""Registers that a producer thread keeps; math warpgroups share the rest, in steps of eight."""
 
 MATH_REGISTERS = 232 - ACCUMULATOR_LIMIT
-"""Of a math thread beside its accumulators: addresses, scales, loop variables."""
+"""A math thread's registers beside accumulators: addresses, scales, loop variables."""
 
 UNITS = {
     "tflops": "TFLOPS",
@@ -46,21 +45,21 @@ UNITS = {
     "registers": "registers per SM",
     "smem_bytes": "bytes of shared memory per block",
 }
-"""Of what `Hardware.with_numbers` takes."""
+"""Units for the arguments of `Hardware.with_numbers`."""
 
 WHOLE = ("sms", "registers", "smem_bytes")
 
 
 def operand_dtype(dtype: str) -> str:
-    """Of the operands of a kind of product, whose name begins with it (`kinds.KINDS`), or which has packed ones that
-    tensor cores read as FP8; of another dtype itself."""
+    """The operand dtype for a kind (the start of its name in `kinds.KINDS`; FP8 for packed kinds) or for a dtype
+    (itself)."""
     if not isinstance(dtype, str):
         raise TypeError(f"dtype is {dtype!r}, of type {type(dtype).__name__}; pass a name, such as 'bf16'")
     return "fp8" if dtype in PACKED else dtype.partition("_")[0]
 
 
 def operand_bytes_of(dtype: str) -> int:
-    """Of one operand's element of a dtype or a kind of product. Raises KeyError for another."""
+    """Bytes per operand element for a dtype or kind. Raises KeyError for another."""
     return DTYPE_BYTES[operand_dtype(dtype)]
 
 
@@ -70,30 +69,29 @@ MEASURABLE = ("hbm_tbps", "l2_tbps", "hbm_latency_ns", "l2_latency_ns", "launch_
 
 @dataclass(frozen=True)
 class Hardware:
-    """Limits, rates and latencies of one GPU, in the units of its field names.
+    """One GPU's limits, rates and latencies, in the units of the field names.
 
     Attributes:
-        name: what it is called here, and in `--hardware`.
+        name: its name here and in `--hardware`.
         num_sms: streaming multiprocessors (SMs).
-        clock_mhz: of the SMs under tensor load; turns cycles into time.
-        peak_tflops: dense tensor rate of each dtype, as the datasheet has it.
-        fp32_tflops: of FP32 outside of the tensor cores, as the datasheet has it.
+        clock_mhz: SM clock under tensor load; turns cycles into time.
+        peak_tflops: dense tensor rate per dtype, by datasheet.
+        fp32_tflops: FP32 rate outside tensor cores, by datasheet.
         fp8_tflops: FP8 WGMMA under real loads on random data, where the power limit already acts.
-        hbm_peak_tbps: memory bandwidth of the datasheet, TB/s.
-        hbm_tbps: what a plain streaming-read kernel reaches, TB/s.
-        l2_tbps: L2 to all SMs together by TMA, no two of them reading the same, TB/s.
-        l2_multicast_tbps: the same where pairs of SMs share every read, bytes delivered, TB/s.
-        hbm_latency_ns, l2_latency_ns: one read of an idle memory.
+        hbm_peak_tbps: memory bandwidth by datasheet, TB/s. hbm_tbps: bandwidth of a plain streaming-read kernel, TB/s.
+        l2_tbps: L2 to all SMs together by TMA, all reading distinct data, TB/s.
+        l2_multicast_tbps: the same with every read shared by a pair of SMs, bytes delivered, TB/s.
+        hbm_latency_ns, l2_latency_ns: one read from idle memory.
         launch_us: an empty kernel, from event to event.
-        stream_us: what a streaming-read kernel takes beyond its bytes at `hbm_tbps`: launch and ramp.
-        l2_bytes: size of the L2 cache.
+        stream_us: a streaming-read kernel's time beyond its bytes at `hbm_tbps`: launch and ramp.
+        l2_bytes: L2 cache size.
         smem_bytes: shared memory that one block may use.
-        smem_bytes_per_clock: shared-memory bandwidth of one SM.
-        l2_shared_bytes_per_clock: what one SM takes in from L2 while all of them read the same.
-        registers: 32-bit registers of one SM.
+        smem_bytes_per_clock: shared-memory bandwidth per SM.
+        l2_shared_bytes_per_clock: L2 bytes per SM while all SMs read the same data.
+        registers: 32-bit registers per SM.
         registers_per_thread: the most that an instruction can name.
-        threads: the most that one SM holds.
-        blocks: the most thread blocks that one SM holds.
+        threads: maximum per SM.
+        blocks: maximum thread blocks per SM.
         sources: by field, its grade where it is not `datasheet`.
     """
 
@@ -122,8 +120,7 @@ class Hardware:
     sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     def tflops(self, dtype: str) -> float:
-        """Tensor rate under real loads, of a dtype or a kind of product: the share of the datasheet's rate that FP8 was
-        measured to keep.
+        """Tensor rate under real load for a dtype or kind: the datasheet's rate times FP8's measured share.
 
         Raises:
             ValueError: the tensor cores do not multiply this dtype, or the rate is not known here.
@@ -131,7 +128,7 @@ class Hardware:
         return self.peak(dtype) * self.fp8_tflops / self.peak_tflops["fp8"]
 
     def peak(self, dtype: str) -> float:
-        """Dense tensor rate of the datasheet, TFLOPS. Raises ValueError like `tflops`."""
+        """Dense tensor rate by datasheet, TFLOPS. Raises ValueError like `tflops`."""
         dtype = operand_dtype(dtype)
         if dtype not in self.peak_tflops:
             known = ", ".join(self.peak_tflops)
@@ -139,12 +136,13 @@ class Hardware:
         return self.peak_tflops[dtype]
 
     def math_registers(self, math_warpgroups: int) -> int:
-        """What a math thread can have, where a block of such warpgroups and one that loads has an SM to itself."""
+        """Registers per math thread when a block with these warpgroups and one producer warpgroup has the SM to
+        itself."""
         shared = self.registers // WARPGROUP_THREADS - PRODUCER_REGISTERS
         return max(0, min(self.registers_per_thread, shared // math_warpgroups // 8 * 8))
 
     def accumulator_limit(self, math_warpgroups: int) -> int:
-        """Accumulators that a math thread can hold; on Hopper those of the package's kernels."""
+        """Accumulators that a math thread can hold; on Hopper the package's limit."""
         return max(0, min(ACCUMULATOR_LIMIT, self.math_registers(math_warpgroups) - MATH_REGISTERS))
 
     def with_numbers(
@@ -158,16 +156,15 @@ class Hardware:
         registers: int | None = None,
         smem_bytes: int | None = None,
     ) -> "Hardware":
-        """The same GPU with other numbers, for one that has no preset. What is left out stays as it is.
+        """The same GPU with other numbers, for one that has no preset. Omitted numbers stay unchanged.
 
         Args:
-            dtype: whose rate `tflops` is: of the tensor cores, whose other rates keep their proportion to it, or
-                "fp32", the rate of kernels without them.
-            tflops: TFLOPS, dense. Rates and `bandwidth` are taken as they are: what is reached, not a datasheet's.
-            bandwidth: of HBM, TB/s.
-            latency: of one read of an idle HBM, ns.
+            dtype: the dtype of `tflops`: a tensor core dtype (other rates scale along), or "fp32" for kernels without
+                tensor cores.
+            tflops: TFLOPS, dense. Rates and `bandwidth` are achieved values, not a datasheet's.
+            bandwidth: HBM's, TB/s. latency: one read from idle HBM, ns.
             sms: streaming multiprocessors. L2's bandwidth, and rates that are not given, are in proportion to them.
-            registers: 32-bit registers of one SM.
+            registers: 32-bit registers per SM.
             smem_bytes: shared memory that one block may use.
 
         Raises:
@@ -179,17 +176,17 @@ class Hardware:
         return _with_numbers(self, dtype, given) if given else self
 
     def source(self, name: str) -> str:
-        """Grade of one field: see the top of this module."""
+        """A field's grade: see this module's docstring."""
         return self.sources.get(name, "datasheet")
 
     @property
     def smem_tbps(self) -> float:
-        """Shared memory of all SMs together, TB/s."""
+        """Shared-memory bandwidth over all SMs, TB/s."""
         return self.num_sms * self.smem_bytes_per_clock * self.clock_mhz / 1e6
 
     @property
     def l2_shared_tbps(self) -> float:
-        """L2 to all SMs together where all of them read the same, TB/s."""
+        """L2 to all SMs together when all read the same data, TB/s."""
         return self.num_sms * self.l2_shared_bytes_per_clock * self.clock_mhz / 1e6
 
 
@@ -221,7 +218,7 @@ def _with_numbers(gpu: Hardware, dtype: str, given: dict[str, float]) -> Hardwar
 
 
 def _rates_of_sms(gpu: Hardware, sms: int) -> dict[str, Any]:
-    """Rates that are those of all SMs together, for another number of them."""
+    """Whole-GPU rates scaled to another SM count."""
     share = sms / gpu.num_sms
     names = ("fp8_tflops", "fp32_tflops", "l2_tbps", "l2_multicast_tbps")
     tensor = {name: rate * share for name, rate in gpu.peak_tflops.items()}
@@ -257,7 +254,8 @@ H200 = Hardware(
         "l2_bytes": "assumed",
     },
 )
-"""L2: 72 GB/s per SM, 93 delivered with multicast. Latencies: the upper half of 480 to 660 and of 270 to 500 clocks."""
+"""L2: 72 GB/s per SM, 93 delivered with multicast. Latencies: the upper half of 480 to 660 (HBM) and 270 to 500 (L2)
+clocks."""
 
 
 def _scaled(
@@ -302,10 +300,10 @@ H800 = replace(
 )
 """An H100 SXM with slower NVLink."""
 H20 = _scaled("H20", 78, fp8=296, hbm=4.0, sustained=281, l2_bytes=60 << 20, fp32_tflops=44)
-"""296 TFLOPS of 78 SMs are a quarter of an H200's rate per SM and clock: far from the power limit, so that 95 % of it
-is taken to be reached."""
+"""296 TFLOPS on 78 SMs are a quarter of an H200's rate per SM and clock: far from the power limit, so 95 % is assumed
+to be reached."""
 GH200 = _scaled("GH200", 132, fp8=1979, hbm=4.0)
-"""The 96 GB model. That of 144 GB has HBM3e with 4.9 TB/s."""
+"""The 96 GB model. The 144 GB model has HBM3e with 4.9 TB/s."""
 
 for _press in (H800, H20):
     _press.sources.update(
@@ -322,11 +320,11 @@ _DEVICE_NAMES = (
     (r"H800( SXM5?)?( 80GB)?( HBM3)?", "H800"),
     (r"H20", "H20"),
 )
-"""Patterns of the whole name that the driver reports, less `NVIDIA` and what follows the memory's size."""
+"""Patterns for the driver's GPU name without `NVIDIA` and without the part after the memory size."""
 
 
 def for_device(device: Any = "H200") -> Hardware:
-    """The preset of a GPU, with the number of SMs and the L2 size that the driver tells and what was measured on it.
+    """A GPU's preset, with the driver's SM count and L2 size and stored measurements.
 
     Args:
         device: a name (`H20`, `h100-sxm`, `NVIDIA H100 80GB HBM3`), or torch's device properties: anything with
@@ -344,7 +342,7 @@ def for_device(device: Any = "H200") -> Hardware:
 
 
 def named(hardware: str | Hardware) -> Hardware:
-    """Hardware itself, or what `for_device` makes of a name. Raises TypeError for anything else."""
+    """The Hardware itself, or `for_device` on a name. Raises TypeError for anything else."""
     if isinstance(hardware, Hardware):
         return hardware
     if not isinstance(hardware, str):
@@ -367,20 +365,20 @@ def _from_name(name: str) -> Hardware:
     raise ValueError(f"hardware is {name!r}; known are {', '.join(PRESETS)}")
 
 
-# ---- what `doctor --measure` stores
+# ---- results of `doctor --measure`
 
 
 def measured_path():
-    """JSON file of measurements by the driver's name of the GPU, beside the compiled kernels; None: memory only."""
+    """JSON file with measurements by GPU name, beside the compiled kernels; None: memory only."""
     directory = settings.cache_dir()
     return directory and directory / "hardware.json"
 
 
 def store_measured(device_name: str, values: dict[str, float]) -> None:
-    """Remember measured fields, so that `for_device` of this GPU uses them in every later process.
+    """Store measured fields, so that `for_device` uses them for this GPU in later processes.
 
     Raises:
-        ValueError: a name is none of `MEASURABLE`, or a value is not positive.
+        ValueError: a name is not in `MEASURABLE`, or a value is not positive.
         OSError: there is no directory, or it cannot be written.
     """
     for name, value in values.items():
@@ -418,6 +416,6 @@ def _stored(path) -> dict[str, dict[str, float]]:
 
 
 def describe(hardware: Hardware) -> list[tuple[str, Any, str]]:
-    """(field, value, grade) of everything known, in the order of the fields."""
+    """(field, value, grade) for all fields, in order."""
     shown = (entry.name for entry in fields(hardware) if entry.name not in ("name", "sources"))
     return [(name, getattr(hardware, name), hardware.source(name)) for name in shown]

@@ -1,12 +1,12 @@
 """How to launch a kernel that is bound by memory: vectors, loads under way, threads and blocks, each with its reason.
 
-Called by cast.py for the package's own casts, by measure.py, by users, and by docs/method.md. Pure functions of sizes
-and a `Hardware`: no GPU, no torch. Invariant: what a derivation returns can be launched, since threads, registers and
-shared memory are within the hardware's limits; candidates say by their walls whether they can.
+Called by cast.py for the package's own casts, by measure.py, by users, and by docs/method.md. Pure functions on sizes
+and a `Hardware`: no GPU, no torch. Invariant: a derivation's result can be launched: threads, registers and shared
+memory are within limits; candidates tell by their walls.
 
     derive_elementwise(elements, read_bytes, write_bytes, hardware=H200) -> Elementwise
     derive_reduction(rows, columns, read_bytes, write_bytes, hardware=H200) -> Reduction
-    elementwise_candidates(...), reduction_candidates(...): what these choose from
+    elementwise_candidates(...), reduction_candidates(...): their candidates
 """
 
 from collections.abc import Iterator
@@ -18,20 +18,20 @@ from deep_tile.walls import Wall, capacity_wall, intensity_wall, littles_law, wa
 
 WARP = 32
 VECTOR_BYTES = 16
-"""The widest load or store of one thread."""
+"""The widest load or store per thread."""
 
 OTHER_REGISTERS = 32
-"""Registers of a streaming kernel beside its data: addresses, counters, scales, converted values."""
+"""A streaming kernel's registers beside its data: addresses, counters, scales, converted values."""
 
 LOAD_FACTOR = 3.0
 """How much longer a read takes at full bandwidth than in an idle memory: queues. A rule of thumb, about 32 KB in flight
-per SM on Hopper; too much costs registers only."""
+per SM on Hopper; too much only costs registers."""
 
 SUM_BYTES = 4
-"""Of what a warp hands to the others of its block."""
+"""Bytes that a warp passes to its block's other warps."""
 
 LINE_BYTES = 128
-"""Neighbouring threads cover at least one cache line of a row with every load."""
+"""Neighbouring threads cover at least one cache line per row and load."""
 
 UNROLLS = (1, 2, 4, 8)
 
@@ -39,24 +39,24 @@ THREADS_PER_ROW = tuple(2**power for power in range(11))
 
 
 class Elementwise(NamedTuple):
-    """Launch parameters of a kernel that reads, computes and writes element by element, as a grid-stride loop.
+    """Launch parameters for an elementwise kernel, as a grid-stride loop.
 
     Attributes:
-        vector_elements: elements of one load of one thread; their widest operand takes 16 bytes.
+        vector_elements: elements per load and thread; the widest operand's take 16 bytes.
         unroll: such loads that a thread issues before it uses the first.
         items_per_thread: elements per thread and turn, `vector_elements * unroll`.
         warps: per block; the block has `32 * warps` threads.
         blocks_per_sm: that run at once.
         grid: thread blocks to launch.
-        bytes_in_flight, bytes_needed: reads under way per SM, and what Little's law asks for.
+        bytes_in_flight, bytes_needed: reads in flight per SM, and the demand by Little's law.
         time_us: predicted, from launch to the last store.
         bound: `memory`, or `latency` where too little is under way to fill the memory's pipeline.
         reasons: one sentence per decision.
-        registers: of a thread, in steps of eight.
-        smem_bytes: of a block.
-        stages_min, stages_max: loads under way of a thread, in place of a product's stages: those that keep the memory
-            busy with as many threads, and those that its registers have room for.
-        intensity: FLOP per byte of HBM, a FLOP for every element.
+        registers: per thread, in steps of eight.
+        smem_bytes: per block.
+        stages_min, stages_max: loads in flight per thread, in place of a GEMM's stages: the least that keep memory busy
+            with this many threads, and the most that fit in registers.
+        intensity: FLOP per HBM byte, one FLOP per element.
         walls: register, capacity, intensity against HBM, Little's law.
     """
 
@@ -80,25 +80,25 @@ class Elementwise(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Loads of a thread that are under way."""
+        """Loads in flight per thread."""
         return self.unroll
 
 
 class Reduction(NamedTuple):
-    """Launch parameters of a kernel that reduces each row, and may then write the row anew (softmax, norm, cast).
+    """Launch parameters for a kernel that reduces each row and may rewrite it (softmax, norm, cast).
 
     Attributes:
-        vector_elements: elements of one load of one thread.
-        threads_per_row: threads that share one row; up to 32 are lanes of one warp and reduce by shuffles, more
-            are the whole block and meet in shared memory.
-        items_per_thread: elements of its row that a thread holds, or passes by, in all.
+        vector_elements: elements per load and thread.
+        threads_per_row: threads that share a row; up to 32 lanes of one warp reduce by shuffles, more are the whole
+            block and reduce in shared memory.
+        items_per_thread: row elements that a thread holds, or streams, in total.
         unroll: loads that a thread issues before it uses the first.
         resident: whether the row stays in registers between reduction and writing; otherwise it is read twice.
-        passes: reads of every row, 1 or 2.
+        passes: reads per row, 1 or 2.
         rows_per_block, warps, blocks_per_sm, grid: the block has `32 * warps` threads and walks over
             `rows_per_block` rows at a time.
         bytes_in_flight, bytes_needed, time_us, bound, reasons, registers, smem_bytes, stages_min, stages_max,
-            intensity, walls: as in `Elementwise`; shared memory has the sums of the warps that share a row.
+            intensity, walls: as in `Elementwise`; shared memory holds the sums of warps that share a row.
     """
 
     vector_elements: int
@@ -125,7 +125,7 @@ class Reduction(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Loads of a thread that are under way."""
+        """Loads in flight per thread."""
         return self.unroll
 
 
@@ -135,9 +135,9 @@ def derive_elementwise(
     """How to launch an element-wise kernel.
 
     Args:
-        elements: of the output.
+        elements: output elements.
         read_bytes, write_bytes: per element, all inputs and all outputs; 2 and 1 for a cast from BF16 to FP8.
-        hardware: of which GPU.
+        hardware: the GPU.
         warps: per block.
 
     Raises:
@@ -156,7 +156,7 @@ def derive_elementwise(
 def elementwise_candidates(
     elements: int, read_bytes: float, write_bytes: float, hardware: Hardware = H200, *, warps: int = 8
 ) -> list[Elementwise]:
-    """What `derive_elementwise`, whose arguments these are, chooses from: one for each of `UNROLLS`.
+    """Candidates for `derive_elementwise`, with its arguments: one per entry in `UNROLLS`.
 
     The first is chosen that has enough bytes in flight, or with twice as many loads would leave SMs idle.
 
@@ -169,7 +169,7 @@ def elementwise_candidates(
 
 
 def _is_small(elements: int, launch: Elementwise, hardware: Hardware) -> bool:
-    """Whether twice as many loads of each thread would leave some without work."""
+    """Whether doubling loads per thread would leave some threads idle."""
     threads = WARP * launch.warps * launch.blocks_per_sm * hardware.num_sms
     return elements < 2 * launch.items_per_thread * threads
 
@@ -207,13 +207,13 @@ def derive_reduction(
 ) -> Reduction:
     """How to launch a kernel that reduces rows and writes each anew: a cast with scales, softmax, LayerNorm.
 
-    A "row" is what shares one result: 128 columns for a 1x128 cast (`rows = m * k / 128, columns = 128`), a whole block
-    of 16384 for a 128x128 cast.
+    A "row" is a set of elements with one result: 128 columns for a 1x128 cast (`rows = m * k / 128, columns = 128`), a
+    block of 16384 for a 128x128 cast.
 
     Args:
-        rows, columns: how many reductions, of how many elements each.
+        rows, columns: number of reductions, elements in each.
         read_bytes, write_bytes: per element, stored types; 2 and 1 for a cast from BF16 to FP8. write_bytes may be 0.
-        hardware: of which GPU.
+        hardware: the GPU.
 
     Raises:
         ValueError: a size is not positive, or no such kernel can be launched: which wall it hits, and by how much.
@@ -232,10 +232,10 @@ def derive_reduction(
 def reduction_candidates(
     rows: int, columns: int, read_bytes: float, write_bytes: float, hardware: Hardware = H200
 ) -> list[Reduction]:
-    """What `derive_reduction`, whose arguments these are, chooses from: a row shared by ever more threads, until each
-    has one load.
+    """Candidates for `derive_reduction`, with its arguments: a row shared by ever more threads, until each has one
+    load.
 
-    The first is chosen that keeps its row in registers, else the last, which reads it twice.
+    The choice is the first that keeps its row in registers, else the last, which reads it twice.
 
     Raises:
         ValueError: a size is not positive.
@@ -331,7 +331,7 @@ def _row_in_registers(loads: int, load_bytes: float, threads: int, hardware: Har
 def _resources(
     threads: int, registers: int, smem_bytes: int, load_bytes: float, blocks_per_sm: int, hardware: Hardware
 ) -> tuple[int, int, int, int]:
-    """Registers and shared memory as they are handed out, and the least and the most loads of a thread."""
+    """Registers and shared memory in allocation units, and the least and most loads per thread."""
     needed, _ = bytes_in_flight_needed(hardware)
     most_registers = min(hardware.registers_per_thread, hardware.registers // threads // 8 * 8)
     most = max(0, int((most_registers - OTHER_REGISTERS) * 4 // load_bytes))
@@ -357,7 +357,7 @@ def _walls(
 
 
 def _register_wall(threads: int, registers: int, hardware: Hardware) -> Wall:
-    """What a thread holds against what each of a block's threads can have."""
+    """A thread's registers against the limit for its block size."""
     needed = _handed_out(registers)
     limit = min(hardware.registers_per_thread, hardware.registers // threads)
     verb = "exceed" if needed > limit else "fit"
@@ -372,7 +372,7 @@ def _handed_out(registers: int) -> int:
 
 
 def _vector_elements(bytes_per_element: float) -> int:
-    """The largest power of two whose elements fit the widest access."""
+    """The largest power of two of elements that fit the widest access."""
     elements = 1
     while 2 * elements * bytes_per_element <= VECTOR_BYTES:
         elements *= 2
@@ -385,7 +385,7 @@ def _blocks_per_sm(threads: int, registers: int, hardware: Hardware) -> int:
 
 
 def _resident_threads(grid: int, blocks_per_sm: int, threads: int, hardware: Hardware) -> float:
-    """Threads of an SM that have work, on the average."""
+    """Mean threads with work per SM."""
     return min(blocks_per_sm, grid / hardware.num_sms) * threads
 
 

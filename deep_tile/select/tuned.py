@@ -1,9 +1,9 @@
-"""What `tune` found to be fastest, kept from process to process.
+"""Persistent results of `tune`.
 
-Written by tools/tune.py; read by plan.py and method/, which hand it to choose.py: no torch, no CUDA. A file holds the
-choices of one model of GPU, by `choose.bucket_key`:
-`{"gpu": ..., "num_sms": ..., "choices": {"MxNxK": {"us": ..., "config": {fields of GemmConfig}}}}`. Invariant: it is
-read once per process, and one that cannot be used costs a warning, never an error: the selector does without.
+Written by tools/tune.py; read by plan.py and method/, which hand it to choose.py: no torch, no CUDA. A file holds one
+GPU model's choices, by `choose.bucket_key`: `{"gpu": ..., "num_sms": ..., "choices": {"MxNxK": {"us": ..., "config":
+{GemmConfig fields}}}}`. Invariant: it is read once per process, and one that cannot be used costs a warning, never an
+error: the selector does without.
 """
 
 import json
@@ -24,19 +24,19 @@ _DRIVER_FILES = Path("/proc/driver/nvidia/gpus")
 
 
 class Choice(NamedTuple):
-    """The fastest config of a bucket, and the microseconds it took when it was tuned."""
+    """A bucket's fastest config, and its microseconds when tuned."""
 
     config: GemmConfig
     us: float
 
 
 def configs(num_sms: int) -> Mapping[str, GemmConfig]:
-    """The configs of `choices`, as choose.py takes them."""
+    """The configs in `choices`, as choose.py takes them."""
     return {key: choice.config for key, choice in choices(num_sms).items()}
 
 
 def choices(num_sms: int) -> Mapping[str, Choice]:
-    """Tuned choices by `choose.bucket_key`, for products on `num_sms` SMs: all of the GPU that was tuned on."""
+    """Tuned choices by `choose.bucket_key`, for `num_sms` SMs, all SMs of the tuned GPU."""
     return _all_choices().get(num_sms, {})
 
 
@@ -59,7 +59,7 @@ def _all_choices() -> dict[int, dict[str, Choice]]:
 
 
 def _files() -> Iterator[Path]:
-    """The file that the user names, if it exists; else those of this machine's GPUs."""
+    """The user's file, if it exists; else the files for this machine's GPUs."""
     named = settings.tuned_file()
     if named is not None:
         yield from [named] if named.exists() else []
@@ -74,9 +74,9 @@ def _files() -> Iterator[Path]:
 
 
 def _gpus_of_machine() -> set[str]:
-    """Models of GPU, as the driver's files say without initialising it; none where it does not show them.
+    """GPU models from the driver's files, without initialising it; empty if it does not show them.
 
-    Then a file of another GPU with as many SMs may be taken: its choices are right, and perhaps not the fastest.
+    A file for another GPU with equally many SMs may then be used: correct, perhaps not the fastest.
     """
     models = set()
     for path in _DRIVER_FILES.glob("*/information"):
@@ -95,7 +95,7 @@ def _read(path: Path) -> tuple[int, dict[str, Choice]]:
 
 
 def path_for(gpu: str) -> Path | None:
-    """Where choices for a model of GPU are kept; None: nowhere, since there is no cache directory."""
+    """File for a GPU model's choices; None without a cache directory."""
     directory = _directory()
     return settings.tuned_file() or (directory and directory / _file_name(gpu))
 
@@ -110,9 +110,9 @@ def _file_name(gpu: str) -> str:
 
 
 def store(gpu: str, num_sms: int, found: Mapping[str, Choice]) -> Path:
-    """Add choices to the file of a GPU, in place of older ones of the same buckets; this process uses them too.
+    """Add choices to a GPU's file, replacing older ones for the same buckets; this process uses them too.
 
-    Results of a GPU of the same model with another number of SMs are replaced, and a damaged file is.
+    A file for another SM count of the same model, or a damaged one, is replaced.
 
     Raises:
         OSError: there is nowhere to keep them, or the file cannot be written.

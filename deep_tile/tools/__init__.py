@@ -1,1 +1,1 @@
-"""What is run by hand: the command line and what it calls. Nothing that multiplies imports this package."""
+"""The command line and its commands. Nothing that multiplies imports this package."""

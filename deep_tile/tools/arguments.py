@@ -1,4 +1,4 @@
-"""Arguments that several commands take: types that say what is wrong, and the hardware that `explain` is asked about.
+"""Arguments that several commands share: types with clear errors, and `explain`'s hardware.
 
 Called by cli.py and kernel_classes.py. No GPU, no torch.
 """
@@ -10,12 +10,12 @@ from deep_tile.select import hardware
 from deep_tile.select.hardware import PRESETS, Hardware
 
 FIRST_CANDIDATES = 10
-"""What `explain` shows without --all."""
+"""Candidates that `explain` shows without --all."""
 
 KB = 1024
 
 NUMBERS = (1e-6, 1e9)
-"""What rates, times and bytes are between; products and quotients of them are numbers, too."""
+"""Limits for rates, times and bytes, so that products and quotients stay finite."""
 
 MOST_SMEM_KB = 4096
 """More shared memory than that is bytes, taken for KB."""
@@ -28,7 +28,7 @@ def positive(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """Of elements, which may be more than an INT32 holds."""
+    """An element count, perhaps beyond INT32."""
     if not text.isdecimal() or not 0 < int(text) < 2**63:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer below 2**63")
     return int(text)
@@ -43,7 +43,7 @@ def sizes(text: str, names: str = "MxNxK", example: str = "4096x7168x2048") -> t
 
 
 def weight_or_sizes(text: str) -> tuple[int, ...]:
-    """NxK of a weight, or MxNxK."""
+    """A weight's NxK, or MxNxK."""
     return sizes(text, "NxK", "7168x2048") if text.count("x") == 1 else sizes(text)
 
 
@@ -70,7 +70,7 @@ def _number(text: str) -> float:
 
 
 def smem_bytes(text: str) -> int:
-    """Of KB."""
+    """Bytes from KB."""
     kilobytes = positive_number(text)
     if kilobytes > MOST_SMEM_KB or kilobytes * KB < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size in KB of {KB} bytes; Hopper has 227")
@@ -82,7 +82,7 @@ def add_all(command: argparse.ArgumentParser) -> None:
 
 
 def add_hardware(command: argparse.ArgumentParser, rate: str) -> None:
-    """--hardware, and what replaces its numbers; `rate`: what --tflops is."""
+    """Add --hardware and options that replace its numbers; `rate` describes --tflops."""
     text = f"one of {', '.join(PRESETS)}, or the driver's name; default: %(default)s"
     command.add_argument("--hardware", default="H200", help=text)
     group = command.add_argument_group("numbers of a GPU that has no preset", "in place of those of --hardware")
@@ -98,7 +98,7 @@ def add_hardware(command: argparse.ArgumentParser, rate: str) -> None:
 
 
 def hardware_of(options: argparse.Namespace, dtype: str) -> Hardware:
-    """What `add_hardware` was given; --tflops is the rate of `dtype`. Raises ValueError for unknown hardware."""
+    """The Hardware for `add_hardware`'s options; --tflops is dtype's rate. Raises ValueError for unknown hardware."""
     return hardware.for_device(options.hardware).with_numbers(
         dtype=dtype,
         tflops=options.tflops,

@@ -1,9 +1,8 @@
 """The command line: `python -m deep_tile`, or `deep-tile` where the package is installed.
 
-Called by users and by `make demo`. It adds tables and exit codes to what the other modules do, and decides nothing
-about kernels. Invariant: results go to stdout, progress and errors to stderr; the exit code is 0 when all is well, 1
-when a check fails or something is missing, 2 for arguments that make no sense. torch, which takes a second to import,
-is imported by the commands that multiply.
+Called by users and by `make demo`. It adds tables and exit codes and decides nothing about kernels. Invariant: results
+go to stdout, progress and errors to stderr; the exit code is 0 when all is well, 1 when a check fails or something is
+missing, 2 for arguments that make no sense. Only commands that multiply import torch, which takes a second.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 _GROUPINGS = tuple(grouping for grouping in GROUPINGS if grouping != "none")
 
 TOKENS_TO_TUNE = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""m of each product that `tune` tries of a weight."""
+"""m values that `tune` tries for a weight."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,12 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _of_class(name: str) -> str:
-    """The command that explains a class of kernels, in place of a product of M, N and K."""
+    """The command that explains a kernel class instead of a GEMM MxNxK."""
     return f"explain {name}"
 
 
 def _joined(arguments: list[str]) -> list[str]:
-    """`explain` and a class of kernels as the one command that they are."""
+    """Joins `explain` and a kernel class into one command."""
     if arguments[:1] == ["explain"] and arguments[1:2] and arguments[1] in kernel_classes.CLASSES:
         return [_of_class(arguments[1]), *arguments[2:]]
     return arguments
@@ -144,7 +143,7 @@ def tune(options: argparse.Namespace) -> int:
 
 
 def _shapes_to_tune(options: argparse.Namespace) -> list[tuple[int, ...]]:
-    """(m, n, k) of the command line and of the file's lines; of a weight [n, k], for some m each."""
+    """(m, n, k) from the command line and the file; for a weight [n, k], several m."""
     outputs = KINDS[options.kind].outputs
     if options.output not in (None, *outputs):
         options.refuse(f"results of {options.kind} are {', '.join(outputs)}; --output is {options.output}")
@@ -157,7 +156,7 @@ def _shapes_to_tune(options: argparse.Namespace) -> list[tuple[int, ...]]:
 
 
 def _groups_to_tune(options: argparse.Namespace) -> list[tuple[str, int, list[int], int, int]]:
-    """Layout, how many groups, rows of each of every product, n and k: an entry for each weight."""
+    """Layout, group count, rows per group, n and k: one entry per weight."""
     if options.shapes or options.wide or options.output:
         options.refuse("--shapes, --wide and --output are not for groups")
     if not options.shape or any(len(shape) == 2 for shape in options.shape):
@@ -185,13 +184,13 @@ def _tuned_table(results: Sequence[Tuned]) -> Table:
     return table
 
 
-# ---- bench: the scripts of a checkout
+# ---- bench: the checkout's scripts
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def bench(options: argparse.Namespace) -> int:
-    """In a process of its own: the package imports nothing of the checkout."""
+    """Runs in its own process: the package imports nothing from the checkout."""
     script = CHECKOUT / "benchmarks" / "bench_gemm.py"
     if not script.is_file():
         raise RuntimeError(
@@ -207,7 +206,7 @@ def bench(options: argparse.Namespace) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
+    """Reports errors in one line, without the usage."""
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -316,7 +315,7 @@ def _samples(text: str) -> int:
 
 
 def _shapes_file(path: str) -> list[tuple[int, int, int]]:
-    """(m, n, k) of each line that is neither empty nor a comment."""
+    """(m, n, k) from each line that is neither empty nor a comment."""
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""`compile` and `cache`: every kernel, with what ptxas says of it, and the directory that holds them.
+"""`compile` and `cache`: kernels with ptxas's report, and the cache directory.
 
 Called by cli.py; demo.py and doctor.py build and report kernels by the same functions. No GPU, no torch.
 """
@@ -23,7 +23,7 @@ from deep_tile.select.groups import all_grouped_configs, grouped_configs
 from deep_tile.tools.console import PROGRAM, new_console, track_progress
 
 NEARLY_FULL = 0.9
-"""Of the cache's limit: kernels of that size may not all stay, since seals and files under way count too."""
+"""Share of the cache's limit beyond which kernels may not all stay, since checksums and temporary files count too."""
 
 
 class Built(NamedTuple):
@@ -51,8 +51,8 @@ def compile_kernels(options: argparse.Namespace) -> int:
 
 
 def wanted_configs(options: argparse.Namespace) -> list[GemmConfig]:
-    """The default configs, those of groups too, or those alone, or those that the shapes need; each to store by TMA and
-    anywhere."""
+    """The configs to compile: defaults, with or only grouped ones, or those for given shapes; each with TMA store and
+    without."""
     if options.grouping and options.shape:
         options.refuse("give --shape or --grouping; kernels of groups are the same for all shapes")
     if options.grouping:
@@ -68,7 +68,7 @@ def wanted_configs(options: argparse.Namespace) -> list[GemmConfig]:
 
 
 def build(config: GemmConfig, store: bool = False) -> Built:
-    """Compile, cached or not, for the log, which no cache holds; `store` gives the kernel to the cache."""
+    """Compile, cached or not, to get the log, which is not cached; `store` adds the kernel to the cache."""
     source = kernel_source(config)
     compiled = jit.compile_kernel(source, config.name)
     divergence = compiled.divergence
@@ -107,7 +107,7 @@ def report_flaws(built: list[Built]) -> int:
 
 
 def _report_lost(built: list[Built]) -> int:
-    """Exit code 1, and what to do, where the cache directory does not hold every kernel."""
+    """Exit code 1 and a remedy if the cache directory lacks a kernel."""
     kept = sum(jit.is_stored(kernel_source(kernel.config)) for kernel in built)
     if kept == len(built):
         return 0
@@ -120,7 +120,7 @@ def _report_lost(built: list[Built]) -> int:
 
 
 def _storing_remedy(size_bytes: int) -> str:
-    """Why the cache does not keep kernels of that size in all, and what to do."""
+    """Why the cache cannot keep kernels of this total size, and the remedy."""
     info = jit.cache_info()
     if info.directory is None:
         return f"set {settings.CACHE_DIR.name} to a directory; without one, kernels are kept in memory"

@@ -21,7 +21,7 @@ MISSING = {
     "matplotlib": 'pip install "deep_tile[bench]"',
     "cuda": INSTALL_NVRTC,
 }
-"""What to do about an import that fails, by package."""
+"""The remedy for a failed import, by package."""
 
 WIDE = 200
 """Columns to print in where neither a terminal nor COLUMNS says how many."""
@@ -36,7 +36,7 @@ def remedy_for_missing(error: ModuleNotFoundError) -> str | None:
 
 
 def new_console(stderr: bool = False) -> Console:
-    """Text is printed as it is: brackets in a message are no markup."""
+    """Text is printed literally: brackets are not markup."""
     file = sys.stderr if stderr else sys.stdout
     if file.isatty():
         return Console(file=file, markup=False, highlight=False, emoji=False)
@@ -45,7 +45,7 @@ def new_console(stderr: bool = False) -> Console:
 
 
 class _Stripped:
-    """A file that is no terminal, which gets no spaces at the ends of lines."""
+    """A non-terminal file that gets no trailing spaces."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file

@@ -1,5 +1,5 @@
-"""`demo`: DeepSeek-V3's layers, multiplied, checked and timed, or compiled where there is no Hopper GPU; then one
-product of each kind.
+"""`demo`: DeepSeek-V3's layers, multiplied, checked and timed, or compiled without a Hopper GPU; then one GEMM per
+kind.
 
 Called by cli.py and so by `make demo`. Imports torch only when it multiplies.
 """
@@ -29,7 +29,7 @@ from deep_tile.tools.products import checked_error, exact_product, random_operan
 from deep_tile.tools.shapes import DEEPSEEK_V3_LAYERS, TOKENS
 
 DEMO_SAMPLES = 20
-"""Of each product that is timed."""
+"""Timing samples per GEMM."""
 
 
 def demo(options: argparse.Namespace) -> int:
@@ -51,7 +51,7 @@ def _demo_shapes() -> list[tuple[int, int, int]]:
 
 
 def _demo_without_gpu(reason: str) -> tuple[int, str]:
-    """The exit code, and what was done."""
+    """Returns the exit code and a summary."""
     console, shapes = new_console(), _demo_shapes()
     console.print(f"No Hopper GPU to run on ({reason}).")
     console.print(
@@ -70,7 +70,7 @@ def _demo_without_gpu(reason: str) -> tuple[int, str]:
 
 
 def _stored_times(shapes: list[tuple[int, int, int]]) -> Table:
-    """What an H200 took, from the package's stored measurements."""
+    """An H200's times, from the package's stored measurements."""
     columns = ("us", "TFLOPS", "BF16 us", "times as fast")
     table = report.table("m x n x k", *columns, title="Not measured here: stored times of an H200")
     for m, n, k in shapes:
@@ -84,7 +84,7 @@ def _stored_times(shapes: list[tuple[int, int, int]]) -> Table:
 
 
 def _demo_on_gpu(reason: str) -> tuple[int, str]:
-    """The exit code, and what was done."""
+    """Returns the exit code and a summary."""
     import torch
 
     from deep_tile.tools import timing

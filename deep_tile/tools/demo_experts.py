@@ -1,4 +1,4 @@
-"""`demo --experts`: a layer of experts, checked step by step and timed beside a loop over experts in torch.
+"""`demo --experts`: an expert layer, checked step by step and timed against a torch loop over experts.
 
 Called by demo.py. Where there is no Hopper GPU, its kernels are compiled, and a small layer is computed on the CPU.
 Imports torch only when it multiplies.
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     import torch
 
 SAMPLES = 10
-"""Of each layer that is timed."""
+"""Timing samples per layer."""
 
 MOST_OF_A_CAST = 0.04
-"""Relative error of values that are rounded to e4m3, whose last bit is 1/8 of a value: 0.026 of normal ones."""
+"""Bound for the relative error of rounding to e4m3 (3 mantissa bits): 0.026 on normal samples."""
 
 
 class Sizes(NamedTuple):
-    """Of a layer: `experts`, of which each token has `top_k`, that map `hidden` values to `width` and back."""
+    """A layer's sizes: `experts`, `top_k` per token, mapping `hidden` values to `width` and back."""
 
     experts: int
     top_k: int
@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
     @property
     def weights(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(n, k) of both products."""
+        """(n, k) for both GEMMs."""
         return (2 * self.width, self.hidden), (self.hidden, self.width)
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ SMALL, FEW_TOKENS = Sizes(8, 2, 256, 128), 40
 
 
 def demo_without_gpu(reason: str) -> tuple[int, str]:
-    """The exit code, and what was done."""
+    """Returns the exit code and a summary."""
     console = new_console()
     console.print(f"No Hopper GPU to run on ({reason}).")
     console.print(
@@ -76,14 +76,14 @@ def demo_without_gpu(reason: str) -> tuple[int, str]:
 
 
 def _config(tokens: int, n: int, k: int) -> plan.GemmConfig:
-    """Of a product on an H200."""
+    """The config for a GEMM on an H200."""
     rows = tokens * QWEN3_30B.top_k
     groups = Groups("offs", QWEN3_30B.experts, ceil_div(rows, QWEN3_30B.experts))
     return plan.config_for(GemmProblem(rows, n, k, groups=groups))
 
 
 def demo_on_gpu(reason: str) -> tuple[int, str]:
-    """The exit code, and what was done."""
+    """Returns the exit code and a summary."""
     import torch
 
     from deep_tile.tools import timing
@@ -115,7 +115,7 @@ def demo_on_gpu(reason: str) -> tuple[int, str]:
 
 
 def routed(sizes: Sizes, tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random tokens, the experts of each, and the experts' weights."""
+    """Random tokens, each token's experts, and the experts' weights."""
     import torch
 
     generator = torch.Generator(device).manual_seed(tokens)
@@ -128,7 +128,7 @@ _STEPS = ("gate and up", "activation and cast", "down", "sum")
 
 
 class Layer:
-    """Experts of random weights, in BF16 and in FP8."""
+    """Experts with random weights, in BF16 and FP8."""
 
     def __init__(self, sizes: Sizes, device: str):
         import torch
@@ -145,7 +145,7 @@ class Layer:
         return self._steps(x, chosen, weights)[-1]
 
     def _steps(self, x, chosen, weights) -> tuple:
-        """The lists of rows, then what each step makes."""
+        """The row lists, then each step's result."""
         lists = deep_tile.sort_by_expert(chosen, self._sizes.experts)
         tokens = deep_tile.per_token_cast_to_fp8(x, rows=lists.rows)
         gate_up = deep_tile.fp8_grouped_gemm(*tokens, *self._up, lists.offs)
@@ -167,7 +167,7 @@ class Layer:
         return out
 
     def checked(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> dict[str, float]:
-        """Relative error of each step's result, of what the step before has made."""
+        """Each step's relative error, given the previous step's result."""
         from deep_tile.reference import relative_error
 
         lists, tokens, gate_up, hidden, results, out = self._steps(x, chosen, weights)
@@ -183,7 +183,7 @@ class Layer:
 
 
 def _quantized(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of experts whose rows are whole blocks."""
+    """Quantised expert weights with whole blocks of rows."""
     values, scale = deep_tile.per_block_cast_to_fp8(weights.flatten(0, 1))
     return values.view(weights.shape), scale.unflatten(0, (len(weights), -1))
 

@@ -1,4 +1,4 @@
-"""The end of `demo`: one product of each kind, checked, and timed, or its kernel compiled where there is no Hopper GPU.
+"""The end of `demo`: one GEMM per kind, checked and timed, or its kernel compiled without a Hopper GPU.
 
 Called by demo.py. Imports torch only when it multiplies.
 """
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     import torch
 
 SHAPE = (2048, 2112, 7168)
-"""m, n and k, of a layer of DeepSeek-V3."""
+"""m, n and k from a DeepSeek-V3 layer."""
 
 SMALL = (96, 400, 1040)
-"""What the CPU multiplies."""
+"""The shape that the CPU multiplies."""
 
 SHOWN = tuple(KINDS[name] for name in (*FAMILIES, "fp8_rows_e5m2_e4m3"))
-"""Every family, and one of the mixed formats."""
+"""Every family and one mixed format."""
 
 SAMPLES = 20
-"""Of each product that is timed."""
+"""Timing samples per GEMM."""
 
 _SCALES = {
     "blocks": "1x128, 128x128",
@@ -41,11 +41,11 @@ _SCALES = {
     "promoted_rows": "rows, promoted",
     "none": "none",
 }
-"""What a scaling is called here."""
+"""Display names of scalings."""
 
 
 def show_without_gpu() -> int:
-    """Compile what the selector takes for `SHAPE`, multiply `SMALL` ones on the CPU; the exit code."""
+    """Compile the selector's kernels for `SHAPE`, multiply `SMALL` on the CPU; returns the exit code."""
     console = new_console()
     m, n, k = SHAPE
     built = build_all([plan.config_for(_problem(kind, SHAPE)) for kind in SHOWN], os.cpu_count() or 1)
@@ -83,7 +83,7 @@ def show_on_gpu() -> int:
 
 
 def _error(kind: Kind, shape: tuple[int, int, int], device: str) -> float:
-    """Relative, of one product of random operands, against float64."""
+    """Relative error of one GEMM on random operands, against float64."""
     from deep_tile.reference import relative_error
 
     operands = operands_of(kind, shape, device)

@@ -1,4 +1,4 @@
-"""`doctor`: can the package work here, and what to do about what is missing.
+"""`doctor`: whether the package works here, and remedies for what is missing.
 
 Called by cli.py. Imports torch only to look at it, so that it also reports where there is none.
 """
@@ -28,7 +28,7 @@ from deep_tile.tools.products import checked_error
 
 
 class Finding(NamedTuple):
-    """One line of the doctor's report; `status` is ok, warn or fail."""
+    """One report line; `status` is ok, warn or fail."""
 
     status: str
     subject: str
@@ -37,10 +37,9 @@ class Finding(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One thing to look at: `look` returns a status and what it saw; raising means that the check failed.
+    """One check: `look` returns a status and a finding, perhaps a remedy as third; raising means failure.
 
-    `remedy` is the usual one. `look` may return another as its third; a missing package and a variable that makes no
-    sense have their own.
+    `remedy` is the usual one. Missing packages and invalid variables have their own remedies.
     """
 
     subject: str
@@ -98,7 +97,7 @@ def _examine(check: Check) -> Finding:
     try:
         status, seen, *others = check.look()
         remedy = others[0] if others else remedy
-    except Exception as error:  # whatever is broken is what was to be found
+    except Exception as error:  # any error is a finding
         status, seen = "fail", f"{type(error).__name__}: {error}"
         if isinstance(error, settings.BadVariable):
             remedy = error.remedy
@@ -142,12 +141,12 @@ VARIABLE_VALUES: tuple[tuple[settings.Variable, Callable[[], object]], ...] = (
     (settings.PACKAGED_KERNELS, lambda: int(settings.packaged_kernels())),
     (settings.BOUNDED_WAITS, lambda: (settings.bounded_waits_ns() or 0) * 1e-9 or "unset"),
 )
-"""Each environment variable and how to say what it means to this process."""
+"""Each environment variable and a function that describes its effect here."""
 
 DOCTORS_PROBLEM = GemmProblem(128, 512, 1024)
 
 DOCTORS_KERNELS = (DOCTORS_PROBLEM, GemmProblem(512, 2112, 7168))
-"""Problems whose kernels the doctor compiles: the second's is one that NVRTC 13.1 does not keep uniform by itself."""
+"""Problems whose kernels the doctor compiles; NVRTC 13.1 alone does not keep the second's uniform."""
 
 
 def _look_at(value: Callable[[], object]) -> Callable[[], tuple[str, str]]:

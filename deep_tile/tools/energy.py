@@ -1,4 +1,4 @@
-"""What power the GPU draws, by NVML's count of energy.
+"""The GPU's power, from NVML's energy counter.
 
 Used by timing.py. Where NVML or its count is missing, there is no figure, and nothing else is lost.
 """
@@ -14,7 +14,7 @@ _POLL_SECONDS = 0.004
 
 
 class PowerMeter:
-    """Power of the current CUDA device while a `with` block runs, which the GPU is to keep busy.
+    """Power of the current CUDA device during a `with` block that keeps it busy.
 
     The count moves on about ten times a second; power is taken from its first step within the block to its last.
 
@@ -54,7 +54,7 @@ class PowerMeter:
 
 @cache
 def _reader(device: int) -> Callable[[], int] | None:
-    """Reads the millijoules of a CUDA device since its driver was loaded; None where nothing counts them."""
+    """A reader for a CUDA device's millijoules since driver load; None without a counter."""
     try:
         from cuda.bindings import nvml
 

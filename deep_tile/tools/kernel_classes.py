@@ -1,6 +1,6 @@
 """`explain` for kernels that are no matrix product: attention, convolution, element-wise kernels and reductions.
 
-Called by cli.py. Tiles, walls and choice are those of method/other_kernels.py and select/streaming.py; here are their
+Called by cli.py. Tiles, walls and choices come from method/other_kernels.py and select/streaming.py; this module has
 arguments and tables. No GPU, no torch.
 """
 
@@ -47,19 +47,19 @@ Tile = Attention | Convolution | Elementwise | Reduction
 
 
 class KernelClass(NamedTuple):
-    """What follows `explain` in place of M N K.
+    """A kernel class that `explain` takes instead of MxNxK.
 
     Attributes:
         text: for --help.
-        arguments: by name, the options of argparse; names are those of the parameters of `derive`.
+        arguments: argparse options by parameter name of `derive`.
         derive, candidates: the choice, and everything it is chosen from.
-        unit, name: what a candidate is, as the table's head; and one of them.
-        columns: of the table, beside those that all classes have.
-        walls: what those of a candidate are called, in their order.
-        caption: of the table.
-        why: after the name of the choice, the rule that it follows.
+        unit, name: what a candidate is, for the table's head, and a candidate's name.
+        columns: table columns beside the common ones.
+        walls: names of a candidate's walls, in order.
+        caption: the table's.
+        why: the rule behind the choice, printed after its name.
         ranked: whether the best candidates come first; otherwise all are shown.
-        rate: of what --tflops is the rate; None: of --dtype.
+        rate: the dtype of --tflops; None: --dtype.
     """
 
     text: str
@@ -208,7 +208,7 @@ CLASSES = {
 
 
 def add_arguments(command: argparse.ArgumentParser, name: str) -> None:
-    """Those of one class to its parser, which then runs `explain_class`."""
+    """Add one class's arguments to its parser, which then runs `explain_class`."""
     kernel = CLASSES[name]
     for argument, options in kernel.arguments.items():
         command.add_argument(f"--{argument.replace('_', '-')}", **options)
@@ -234,7 +234,7 @@ def explain_class(options: argparse.Namespace) -> int:
 
 
 class Explained(NamedTuple):
-    """What was asked of which class and hardware, and the answer."""
+    """Class, hardware, arguments and answer."""
 
     name: str
     asked: dict[str, Any]

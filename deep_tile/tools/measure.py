@@ -1,7 +1,7 @@
-"""What `doctor --measure` measures of the GPU at hand: bandwidths, latencies, tensor rate, launch floor.
+"""`doctor --measure`: the current GPU's bandwidths, latencies, tensor rate and launch floor.
 
-Called by doctor.py; the figures are those of `hardware.MEASURABLE`, in the same units and meant the same way, so that
-they can take a preset's place. Needs a Hopper GPU and imports torch. A few seconds; nothing else should run on the GPU.
+Called by doctor.py; results are the fields in `hardware.MEASURABLE`, with the same units and meaning, so they can
+replace a preset's. Needs a Hopper GPU and imports torch. A few seconds; nothing else should run on the GPU.
 """
 
 import random
@@ -63,7 +63,7 @@ extern "C" __global__ void chase(const __grid_constant__ ChaseParams params)
 }
 """
 )
-"""L1 is passed by. A chased address depends on the one before, so that one read is under way at a time."""
+"""L1 is passed by. A chased address depends on the previous one, so one read is in flight at a time."""
 
 REPEATS = 10
 HBM_BYTES = 4 << 30
@@ -77,7 +77,7 @@ GEMM_SIZE = 8192
 
 
 def measure(device: torch.device | int | None = None) -> tuple[Hardware, dict[str, float]]:
-    """What is known of the GPU without measuring, and the measured fields by name.
+    """The GPU's preset, and the measured fields by name.
 
     Args:
         device: a CUDA device, by default the current one.
@@ -94,7 +94,7 @@ def measure(device: torch.device | int | None = None) -> tuple[Hardware, dict[st
 
 
 class _Measurements:
-    """All measurements of the current device, on the current stream, as (field, value)."""
+    """All measurements on the current device and stream, as (field, value)."""
 
     def __init__(self, known: Hardware):
         self.known = known
@@ -108,12 +108,12 @@ class _Measurements:
         yield "fp8_tflops", round(self.fp8_tflops(), 1)
 
     def launch_us(self) -> float:
-        """A replayed graph of one small kernel, from event to event."""
+        """Time of a replayed graph with one small kernel, between events."""
         graph = timing.capture(torch.zeros(1, device="cuda").zero_)
         return self._median_us(graph.replay, repeats=10 * REPEATS)
 
     def read_tbps(self, size_bytes: int, passes: int) -> float:
-        """All SMs read `size_bytes`, `passes` times; a difference of two lengths leaves launch and ramp out."""
+        """All SMs read `size_bytes`, `passes` times; the difference between two lengths cancels launch and ramp."""
         data, out = self._zeros(size_bytes), self._zeros(16)
         walls = derive_elementwise(size_bytes // 16, 16, 0, self.known)
         threads, count = walls.warps * WARP, size_bytes // 16
@@ -127,7 +127,7 @@ class _Measurements:
         return size_bytes * passes / 2 / longer_us / 1e6
 
     def latency_ns(self, size_bytes: int) -> float:
-        """One thread follows a random cycle through the lines of a buffer."""
+        """One thread follows a random cycle through a buffer's lines."""
         lines, words = size_bytes // LINE_BYTES, LINE_BYTES // 8
         order = torch.randperm(lines, device="cuda") * words
         following = torch.zeros(lines * words, dtype=torch.int64, device="cuda")
@@ -135,14 +135,14 @@ class _Measurements:
         out = self._zeros(16)
 
         def chase_us(steps: int) -> float:
-            def call() -> None:  # each begins elsewhere: the lines of the last one are in L2
+            def call() -> None:  # each starts elsewhere: the last one's lines are in L2
                 first = random.randrange(lines) * words
                 launch = self._prepare("chase", CHASE, 1, 1, first=first, steps=steps)
                 launches.launch(launch, following, out)
 
             return self._median_us(call)
 
-        chase_us(lines if size_bytes == L2_CHASED_BYTES else 1)  # what fits L2 is brought there
+        chase_us(lines if size_bytes == L2_CHASED_BYTES else 1)  # warms L2 if the buffer fits
         return (chase_us(2 * CHASED_STEPS) - chase_us(CHASED_STEPS)) / CHASED_STEPS * 1e3
 
     def fp8_tflops(self) -> float:
@@ -162,7 +162,7 @@ class _Measurements:
         return {name: _launcher.load(cubin, name, 0, device) for name in ("read_all", "chase")}
 
     def _prepare(self, kernel: str, table: Params, grid: int, threads: int, **numbers: int) -> _launcher.Launch:
-        """A launch of the kernel's two tensors: its first pointer's, and `out`."""
+        """A launch with the kernel's two tensors: its first pointer's, and `out`."""
         names = tuple(field.name for field in table.fields if field.is_pointer)
         return _launcher.prepare(
             self._kernels[kernel],

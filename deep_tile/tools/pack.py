@@ -1,7 +1,7 @@
-"""Fills the folder of kernels that a wheel brings: `python -m deep_tile.tools.pack FOLDER`, called by `make dist`.
+"""Compiles the kernels that a wheel contains: `python -m deep_tile.tools.pack FOLDER`, called by `make dist`.
 
-Every kernel that the selector and the casts can choose by themselves, compiled by the NVRTC at hand. Ends with 1 where
-that is another NVRTC than the one named, or where a kernel spills, draws a remark or may hang. No GPU, no torch.
+Every kernel that the selector and the casts can choose by themselves, compiled by the NVRTC at hand. Exits with 1 if
+NVRTC is not the named version, or if a kernel spills, draws a ptxas remark or may hang. No GPU, no torch.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from deep_tile.tools.console import track_progress
 
 
 def default_sources() -> dict[str, str]:
-    """Sources of all kernels that are chosen by default, by name."""
+    """Sources of all default kernels, by name."""
     configs = (*default_configs(True), *default_configs(False), *all_grouped_configs())
     gemms = {config.name: kernel_source(config) for config in configs}
     others = (*cast.all_kernels(), *parts.all_kernels())

@@ -1,4 +1,4 @@
-"""Products that are checked: random operands and the exact result, of `fp8_gemm` and of each kind.
+"""Checked GEMMs: random operands and exact results, for `fp8_gemm` and each kind.
 
 Called by demo.py, demo_kinds.py, doctor.py and trials.py. Imports torch only when it multiplies.
 """
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     import torch
 
 INT8_SIZE = 40
-"""Standard deviation of integers with scales; of those without a quarter of it, whose sums FP16 holds."""
+"""Standard deviation of scaled integers; unscaled ones have a quarter, so that FP16 holds their sums."""
 
 
 def checked_error(m: int, n: int, k: int, device: str) -> float:
-    """Relative error of one product of random operands."""
+    """Relative error of one GEMM on random operands."""
     from deep_tile.reference import relative_error
 
     x, w = random_operands(m, n, k, device)
@@ -37,23 +37,23 @@ def random_operands(m: int, n: int, k: int, device: str) -> list[torch.Tensor]:
 def exact_product(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, b_rows: int = SCALE_BLOCK
 ) -> torch.Tensor:
-    """The product in float64, on purpose by another way than reference.py: every element gets its scale, which `b_rows`
-    of b share."""
+    """The GEMM in float64, deliberately different from reference.py: every element gets its scale, which `b_rows` rows
+    in b share."""
     return _wide(a, a_scale, 1) @ _wide(b, b_scale, b_rows).t()
 
 
 def _wide(x: torch.Tensor, scale: torch.Tensor, rows: int) -> torch.Tensor:
-    """In float64, with every element's scale, of which one may be of several rows, and of 128 columns or of all."""
+    """Scaled elements in float64; a scale may cover several rows, and 128 or all columns."""
     columns = SCALE_BLOCK if scale.shape[1] > 1 else x.shape[1]
     each = scale.double().repeat_interleave(rows, 0)[: x.shape[0]].repeat_interleave(columns, 1)
     return x.double() * each[:, : x.shape[1]]
 
 
-# Of each kind.
+# For each kind.
 
 
 def operands_of(kind: Kind, shape: tuple[int, int, int], device: str, seed: int = 0) -> list[torch.Tensor]:
-    """Normal samples, and scales between 0.5 and 1.5 of such."""
+    """Normal samples with scales between 0.5 and 1.5."""
     import torch
 
     generator = torch.Generator(device).manual_seed(seed)
@@ -77,7 +77,7 @@ def operands_of(kind: Kind, shape: tuple[int, int, int], device: str, seed: int 
 
 
 def empty_out(kind: Kind, operands: list[torch.Tensor], output: str | None = None) -> torch.Tensor:
-    """In a format of `kinds.RESULTS`, or the kind's own."""
+    """An output in a format from `kinds.RESULTS`, or the kind's default."""
     import torch
 
     a, b = operands[0], operands[len(operands) // 2]
@@ -95,7 +95,7 @@ def multiply(
 
 
 def multiply_groups(kind: Kind, operands: tuple[torch.Tensor, ...], **keywords: object) -> torch.Tensor:
-    """Groups of rows; bounds and all else by keyword."""
+    """A row-grouped GEMM; bounds and the rest by keyword."""
     if kind.name == "fp8":
         return deep_tile.fp8_grouped_gemm(*operands, **keywords)
     if kind.scaling == "none":
@@ -111,8 +111,8 @@ def exact_product_of(kind: Kind, operands: list[torch.Tensor]) -> torch.Tensor:
 
 
 def most_error(kind: Kind, k: int, output: str | None = None) -> float:
-    """Relative error that a kind may have: none of integers; of FP8 more where the tensor cores add up all of k, in 14
-    bits or so, 32 at a time."""
+    """A kind's allowed relative error: 0 for integers; for FP8 larger if tensor cores accumulate all k with about 14
+    bits."""
     from deep_tile.reference import MAX_RELATIVE_ERROR
 
     if (output or kind.output) == RAW:

@@ -8,7 +8,7 @@ DEEPSEEK_V3_LAYERS = {
     "q up-projection": (24576, 1536),
     "kv up-projection": (32768, 512),
 }
-"""(n, k) of DeepSeek-V3's linear layers, which `demo` multiplies and the benchmarks measure."""
+"""(n, k) for DeepSeek-V3's linear layers, used by `demo` and benchmarks."""
 
 TOKENS = (16, 128, 4096)
-"""m of each: decoding, a larger batch, prefill."""
+"""m values: decoding, a larger batch, prefill."""

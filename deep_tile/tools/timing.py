@@ -1,10 +1,10 @@
 """How GPU work is timed: as CUDA graphs, in turns, L2 flushed before each.
 
-Used by cli.py, tune.py, measure.py and by the benchmark scripts. Invariant: between the two events of a sample lies one
-graph replay, or one call, and nothing else, and the GPU is still busy flushing L2 while the host enqueues them, so no
-host time is measured. The host waits for each sample before it enqueues the next: queued behind each other, samples
-take longer, whatever they time, and not evenly (an empty graph 3.5 to 4.3 us, not 3.0 to 3.5; H200, 2026-11-22).
-Meanwhile the GPU does the next flush, so that it is never idle.
+Used by cli.py, tune.py, measure.py and by the benchmark scripts. Invariant: a sample's two events enclose one graph
+replay, or one call, and nothing else, and the GPU still flushes L2 while the host enqueues them, so no host time is
+measured. The host waits for each sample before it enqueues the next: queued behind each other, samples take longer,
+whatever they time, and not evenly (an empty graph 3.5 to 4.3 us, not 3.0 to 3.5; H200, 2026-11-22). Meanwhile the GPU
+does the next flush, so that it is never idle.
 """
 
 import random
@@ -19,20 +19,20 @@ import torch
 from deep_tile.tools.energy import PowerMeter
 
 _FLUSH_BYTES = 256 << 20
-"""Several times the L2 cache, and some 130 us of work: ample time to enqueue an event, a graph and an event."""
+"""Several times the L2 cache, and about 130 us: ample time to enqueue event, graph, event."""
 
 _BUSY_CYCLES = 400_000
-"""Some 200 us of a GPU at 2 GHz: ample time to wait for a sample and to enqueue two events and a call."""
+"""About 200 us at 2 GHz: ample time to wait for a sample and enqueue two events and a call."""
 
 METHOD = (
     f"Each sample: write {_FLUSH_BYTES >> 20} MiB and read another {_FLUSH_BYTES >> 20} MiB, which leaves L2 cold and "
     "clean; then event, graph replay, event; then, while the GPU does the next sample's writing and reading, the host "
     "waits for this one. Contestants alternate in an order shuffled for every round."
 )
-"""What `time_alternating` does with an L2Flush, for readers of its figures."""
+"""The method of `time_alternating` with an L2Flush, for readers."""
 
 _HEATS = 5
-"""Samples of each contestant by which finalists are chosen."""
+"""Samples per contestant for choosing finalists."""
 
 _FINALIST = 1.06
 """At most this many times the fastest contestant's time."""
@@ -41,10 +41,10 @@ _PAUSE_SECONDS = 0.1
 """Before the final, for the power limit to recover."""
 
 LARGE_US = 60.0
-"""Products that take longer are bound by power, in which contestants that take turns share: each is judged alone."""
+"""Longer GEMMs are power-bound, and alternating contestants share the power budget: each is timed alone."""
 
 _FINAL_SECONDS = 0.3
-"""Of each finalist's replays, where it is alone."""
+"""Seconds of replays per finalist timed alone."""
 
 _REST_SECONDS = 0.005
 """Before each cool sample."""
@@ -52,7 +52,7 @@ _REST_SECONDS = 0.005
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one contestant: median, tenth and ninetieth percentile."""
+    """One contestant's microseconds: median, tenth and ninetieth percentile."""
 
     us: float
     p10_us: float
@@ -85,7 +85,7 @@ class L2Flush:
 
 
 def keep_busy() -> None:
-    """Instead of flushing L2: time for the host to enqueue what is timed."""
+    """Busy work instead of an L2 flush, while the host enqueues."""
     torch.cuda._sleep(_BUSY_CYCLES)
 
 
@@ -96,7 +96,7 @@ class Captured:
     Attributes:
         graph: knows nothing but addresses, so the two others live as long as it does.
         output: the tensor that every replay writes.
-        call: owner of whatever else the graph reads, such as scales in a layout of its own.
+        call: keeps alive other tensors that the graph reads, such as scales in another layout.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -108,11 +108,10 @@ class Captured:
 
 
 def capture(call: Callable[[], torch.Tensor]) -> Captured:
-    """Run a call once, so that it compiles and allocates what it needs, and capture the second time.
+    """Run a call once to compile and allocate, then capture the second run.
 
-    On the current stream, which must not be the default one.
-    `torch.cuda.graph` does the same but empties the allocator's cache each time, which would take longer than all
-    measurements together.
+    Uses the current stream, which must not be the default one. `torch.cuda.graph` also empties the allocator's cache
+    each time, which would take longer than all measurements together.
     """
     call()
     graph = torch.cuda.CUDAGraph()
@@ -125,17 +124,17 @@ def capture(call: Callable[[], torch.Tensor]) -> Captured:
 
 
 def capture_empty() -> Captured:
-    """The least a graph can do: fill one element. Its time is part of every figure."""
+    """The least a graph can do: fill one element. Its time is included in every figure."""
     return capture(lambda: torch.ones(1, device="cuda"))
 
 
 def time_alternating(graphs: dict[Any, Captured], repeats: int, flush: Callable[[], None]) -> dict[Any, Timing]:
-    """Time every graph `repeats` times, taking turns, each after work of `flush`: an L2Flush for a cold L2."""
+    """Time every graph `repeats` times, alternating, each after `flush`: an L2Flush for a cold L2."""
     return time_calls({name: graph.replay for name, graph in graphs.items()}, repeats, flush)
 
 
 def time_calls(calls: dict[Any, Callable[[], object]], repeats: int, flush: Callable[[], None]) -> dict[Any, Timing]:
-    """The same for whatever a call enqueues on the current stream, while the GPU does the work of `flush`."""
+    """The same for the work that a call enqueues on the current stream while the GPU runs `flush`."""
     samples = {name: [] for name in calls}
     shuffled = random.Random(0)
     for call in calls.values():
@@ -150,7 +149,7 @@ def time_calls(calls: dict[Any, Callable[[], object]], repeats: int, flush: Call
 
 
 def time_cool(graphs: dict[Any, Captured], repeats: int, flush: Callable[[], None]) -> dict[Any, float]:
-    """Median microseconds of every graph on a GPU that has rested, L2 flushed: no power limit binds."""
+    """Median microseconds per graph on a rested GPU with flushed L2: the power limit does not bind."""
 
     def rest() -> None:
         flush()
@@ -162,12 +161,12 @@ def time_cool(graphs: dict[Any, Captured], repeats: int, flush: Callable[[], Non
 
 
 def time_to_choose(graphs: dict[Any, Captured], repeats: int, flush: L2Flush) -> dict[Any, float]:
-    """Microseconds of every graph, `repeats` samples of those that may be the fastest.
+    """Microseconds per graph, with `repeats` samples for finalists.
 
     Dozens that take turns keep the GPU at its power limit, and there all good tiles take equally long: at
     8192x4096x7168, 128x256 in clusters and 128x192 took 366 and 365 us among forty, 323 and 342 among four (H200,
-    2026-11-21). So few are timed after a pause, and above LARGE_US one by one, each in a power state of its own; the
-    others keep what they took among all, corrected by what the finalists took then.
+    2026-11-21). Finalists are timed after a pause, and above LARGE_US one by one, each in its own power state; others
+    keep their first time, corrected by the finalists' change.
     """
     heats = {name: timing.us for name, timing in time_alternating(graphs, min(_HEATS, repeats), flush).items()}
     fastest = min(heats.values())
@@ -182,7 +181,7 @@ def time_to_choose(graphs: dict[Any, Captured], repeats: int, flush: L2Flush) ->
 
 
 def time_sustained(graph: Captured, once_us: float, seconds: float = 1.0) -> Sustained:
-    """A replay among those that run back to back, so that clocks settle where the power limit puts them."""
+    """Time per replay, back to back, so that clocks settle at the power limit."""
     replays = max(1, round(seconds * 1e6 / once_us))
     for _ in range(replays // 3):
         graph.replay()

@@ -1,6 +1,6 @@
-"""What `tune` times: the product of a bucket on random operands, by any config, and how far its result is off.
+"""Trials for `tune`: a bucket's GEMM on random operands, with any config, and its error.
 
-Called by tune.py. Invariant: what `spoil` leaves is off, so that an earlier result never passes for a later one.
+Called by tune.py. Invariant: after `spoil` the result is wrong, so an earlier result never passes for a later one.
 """
 
 import random
@@ -36,12 +36,12 @@ from deep_tile.wgrad import fp8_grouped_wgrad
 
 
 class Trial(NamedTuple):
-    """A product that any config of its bucket can be tried with.
+    """A GEMM on which any config of its bucket can be tried.
 
     Attributes:
         multiply: by this config.
         spoil: takes an earlier result away.
-        error: of the result, relative; NaN where some of it is missing.
+        error: the result's relative error; NaN if part is missing.
         most_error: that a right one may have.
     """
 
@@ -52,15 +52,14 @@ class Trial(NamedTuple):
 
 
 def trial_of(problem: GemmProblem, device: str = "cuda") -> Trial:
-    """Of a bucket, with or without groups."""
+    """The trial for a bucket, grouped or not."""
     of_groups = {"offs": _rows, "counts": _rows, "k_offs": _gradients}
     make = of_groups.get(problem.grouping, _dense if problem.kind == "fp8" else _of_kind)
     return make(problem, torch.Generator(device).manual_seed(0))
 
 
 def sizes_of(problem: GemmProblem) -> list[int]:
-    """Rows of each group: evenly spread around their mean, as far as the selector takes them to be, in an order that is
-    always the same."""
+    """Rows per group: spread evenly around the mean, as the selector assumes, in a fixed order."""
     (least, *_, most), (_, count, rows) = SPREAD, problem.groups
     shares = [least + (most - least) * (group + 0.5) / count for group in range(count)]
     random.Random(0).shuffle(shares)
@@ -80,7 +79,7 @@ def _dense(problem: GemmProblem, generator: torch.Generator) -> Trial:
 
 
 def _of_kind(problem: GemmProblem, generator: torch.Generator) -> Trial:
-    """Of another kind than "fp8", without groups."""
+    """A dense trial for kinds other than "fp8"."""
     kind, device = problem.product, str(generator.device)
     operands = operands_of(kind, (problem.m, problem.n, problem.k), device)
     out, exact = empty_out(kind, operands, problem.output), exact_product_of(kind, operands)
@@ -93,7 +92,7 @@ def _of_kind(problem: GemmProblem, generator: torch.Generator) -> Trial:
 
 
 def _rows(problem: GemmProblem, generator: torch.Generator) -> Trial:
-    """Groups of rows, each of which has a weight."""
+    """A row-grouped trial."""
     kind, sizes, by_counts = problem.product, sizes_of(problem), problem.groups.layout == "counts"
     rows = len(sizes) * max(sizes) if by_counts else sum(sizes)
     of_rows, of_groups = _grouped_operands(problem, rows, generator)
@@ -114,7 +113,7 @@ def _rows(problem: GemmProblem, generator: torch.Generator) -> Trial:
 
 
 def _grouped_operands(problem: GemmProblem, rows: int, generator: torch.Generator) -> tuple[list, list]:
-    """What belongs to rows, and what to groups: a matrix each, and its scale, if it has one."""
+    """Row and group operands: each a matrix with its scale, if any."""
     kind, n, k, groups = problem.product, problem.n, problem.k, problem.groups.count
     if kind.name == "fp8":
         return list(_cast_rows(_normal(rows, k, generator))), list(_weights(groups, n, k, generator))
@@ -125,7 +124,7 @@ def _grouped_operands(problem: GemmProblem, rows: int, generator: torch.Generato
 
 
 def _gradients(problem: GemmProblem, generator: torch.Generator) -> Trial:
-    """Groups of tokens, whose gradients of weights [m, n] are added to what `out` holds."""
+    """A K-grouped trial, whose weight gradients [m, n] are added to `out`."""
     sizes = sizes_of(problem)
     begins = list(accumulate((round_up(size, SCALE_BLOCK) for size in sizes), initial=0))
     ends = [begin + size for begin, size in zip(begins, sizes, strict=False)]
@@ -165,6 +164,6 @@ def _weights(count: int, n: int, k: int, generator: torch.Generator) -> tuple[to
 
 
 def _padded(*shape: int, device: torch.device) -> torch.Tensor:
-    """FP8 in rows at multiples of 16 bytes."""
+    """FP8 with rows at multiples of 16 bytes."""
     *rows, k = shape
     return torch.empty(*rows, round_up(k, 16), dtype=FP8_DTYPE, device=device)[..., :k]

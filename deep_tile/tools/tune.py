@@ -1,8 +1,7 @@
-"""The search for the fastest config of given shapes on the GPU at hand: `python -m deep_tile tune`.
+"""The search for the fastest configs on the current GPU: `python -m deep_tile tune`.
 
-Called by cli.py. Compiles the candidates, checks what each of them computes (trials.py), times them in turns
-(timing.py), and keeps the winners (tuned.py), which the selector then prefers. Invariant: a config whose result was
-wrong is never kept.
+Called by cli.py. Compiles candidates, checks their results (trials.py), times them alternately (timing.py), and stores
+the winners (tuned.py), which the selector then prefers. Invariant: a config with a wrong result is never kept.
 """
 
 import os
@@ -37,21 +36,21 @@ PREDICTED_WITHIN = 2.0
 """Configs predicted to take more than this many times the best are not tried."""
 
 CLEARLY = 0.99
-"""A config takes the place of the selector's choice only below this share of its time: two runs differ as much."""
+"""A config replaces the selector's choice only below this share of its time, since two runs differ as much."""
 
 Track = Callable[[Iterable, str, int], Iterable]
-"""Passes items on and shows progress: items, what is being done, how many there are."""
+"""Passes items on and shows progress: (items, description, total)."""
 
 
 class Tuned(NamedTuple):
-    """What became of one bucket.
+    """One bucket's result.
 
     Attributes:
         problem: the bucket, with its largest m, or with groups its most rows.
         choice: the config to use from now on, and its time.
-        before, before_us: what the selector chose so far, and its time; NaN when its result was wrong.
+        before, before_us: the selector's choice so far, and its time; NaN if its result was wrong.
         tried: configs that were timed.
-        wrong: configs whose result was off, with its relative error.
+        wrong: configs with wrong results, and their relative error.
     """
 
     problem: GemmProblem
@@ -75,9 +74,9 @@ def tune(
 
     Args:
         shapes: (m, n, k).
-        kind, output: of the product, a name in `kinds.FAMILIES`, and of its result's format; the kind's own when None.
-        wide: also try numbers of stages and store buffers other than the default.
-        repeats: samples of each config that may be the fastest.
+        kind, output: a name in `kinds.FAMILIES`, and the result format; None: the kind's default.
+        wide: also try other stage and store buffer counts.
+        repeats: samples per config that may be the fastest.
 
     Raises:
         ValueError: a shape that the kind's call does not take.
@@ -89,14 +88,14 @@ def tune(
 def tune_groups(
     layout: str, count: int, rows: Iterable[int], n: int, k: int, *, kind: str = "fp8", repeats: int, track: Track
 ) -> list[Tuned]:
-    """Search the buckets of grouped products on the current device; nothing is stored.
+    """Search grouped buckets on the current device; nothing is stored.
 
     Args:
-        layout: of the groups, one of `kinds.GROUPINGS` but "none"; of "k_offs" gradients are added to `out`.
-        count, rows: groups, and rows of each in the mean, of every product.
-        n, k: of each group's weight.
-        kind: of the product, a name in `kinds.FAMILIES`; of gradients "fp8", which stands for theirs.
-        repeats: samples of each config that may be the fastest.
+        layout: one of `kinds.GROUPINGS` except "none"; with "k_offs" gradients are added to `out`.
+        count, rows: group count, and mean rows per group.
+        n, k: each group's weight sizes.
+        kind: a name in `kinds.FAMILIES`; "fp8" for gradients.
+        repeats: samples per config that may be the fastest.
 
     Raises:
         ValueError: sizes that grouped products do not take.
@@ -115,7 +114,7 @@ def _search(problems: Sequence[GemmProblem], wide: bool, repeats: int, track: Tr
 
 
 def store(results: Sequence[Tuned]) -> str:
-    """Keep the choices for this model of GPU; where, in words. Raises OSError as `tuned.store` does."""
+    """Store the choices for this GPU model; returns where, in words. Raises OSError as `tuned.store` does."""
     properties = _properties()
     found = {bucket_key(result.problem): result.choice for result in results}
     path = tuned.store(properties.name, properties.multi_processor_count, found)
@@ -136,7 +135,7 @@ def search_space(problem: GemmProblem, wide: bool) -> list[GemmConfig]:
 
 
 def variants(config: GemmConfig) -> list[GemmConfig]:
-    """The same tile with other depths of its rings, as far as they fit."""
+    """The same tile with other ring depths that fit."""
     found = []
     for store_buffers in range(1, config.boxes + 1):
         for stages in range(max(2, config.stages - 2), config.stages + 3):
@@ -161,7 +160,7 @@ def _group_bucket(layout: str, count: int, rows: int, n: int, k: int, kind: str 
 
 
 def _check(what: str, m: int, n: int, k: int, kind: str = "fp8") -> None:
-    """Raises ValueError for sizes of which there is no product. Rows of FP8 are padded, as its casts do that."""
+    """Raises ValueError for unsupported sizes. FP8 rows are padded, as casts do."""
     row = round_up(k, ALIGNMENT_BYTES) if kind == "fp8" else k
     dtype = getattr(torch, KINDS[kind].a.dtype)
     supported, reason = supports(m, n, k, dtype=dtype, a_stride=row, b_stride=row)

@@ -1,10 +1,10 @@
-"""Training with FP8 products: linear layers whose three products are in FP8, on weights that stay as they are.
+"""FP8 training: linear layers with all three GEMMs in FP8, on unchanged weights.
 
     import deep_tile.train
 
     deep_tile.train.convert(model)  # nn.Linear becomes deep_tile.train.Linear; parameters stay the same objects
 
-Functions are imported here, not at their first use: modules have the names of some, and would stand for them.
+Functions are imported eagerly, since some share their name with a module.
 """
 
 from deep_tile.train.experts import experts

@@ -1,9 +1,9 @@
-"""Casts of a training step, each made once: of weights, until their optimiser steps; of an input that layers share.
+"""Casts in a training step, each made once: for weights until their optimiser steps, for an input that layers share.
 
 A forward pass casts its weight; a second one before the next step, as gradient accumulation and checkpointing have it,
-finds the cast. Kept are casts of weights that an optimiser of torch has stepped itself: its hook says when they change.
-Weights that change otherwise are cast in every pass: those that FSDP gathers, whose version torch preserves; those that
-a CUDA graph updates; those of a first step. A new version or another memory counts as a change, too.
+finds the cast. Casts are kept for weights that a torch optimiser steps itself: its hook tells when they change. Other
+weights are cast in every pass: weights gathered by FSDP, whose version counter does not change; weights updated by a
+CUDA graph; all in the first step. A new version or another memory counts as a change, too.
 """
 
 import threading
@@ -25,7 +25,7 @@ class _Kept(NamedTuple):
 
 
 _known = WeakIdKeyDictionary()
-"""Weights that were cast, and whether an optimiser has stepped them; None of one that is never kept."""
+"""Weights that were cast, and whether an optimiser has stepped them; None for one that is never kept."""
 
 _kept = WeakIdKeyDictionary()
 """Their casts."""
@@ -34,7 +34,7 @@ _hook = None
 
 
 def cast_once(weight: torch.Tensor, recipe: Recipe) -> CastWeight:
-    """`cast_weight`, or what it made since the last step."""
+    """`cast_weight`, or its result since the last step."""
     if not recipe.keep_weights or torch.compiler.is_compiling() or not weight.is_leaf:
         return cast_weight(weight.detach(), **recipe.cast)
     if _is_captured(weight):
@@ -57,7 +57,7 @@ def _may_keep(weight: torch.Tensor) -> bool:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Forget casts of what has been stepped, which may be kept from here on."""
+    """Drop casts of stepped weights, which may be kept from now on."""
     if not _known:
         return
     for group in optimizer.param_groups:
@@ -68,17 +68,17 @@ def _after_step(optimizer: torch.optim.Optimizer, *_) -> None:
 
 
 def _is_captured(x: torch.Tensor) -> bool:
-    """Whether a CUDA graph is captured, whose replays read and write what lies in x then, and tell nobody."""
+    """Whether a CUDA graph is being captured, whose replays change x unnoticed."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _stream(x: torch.Tensor) -> int:
-    """Of which a cast of x is part: another stream does not wait for it."""
+    """The stream for a cast of x; other streams do not wait for it."""
     return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
 
 
 class _Last(threading.local):
-    """What this thread has cast last: layers that share an input are called one after the other."""
+    """This thread's last cast: layers that share an input are called in a row."""
 
     x: weakref.ref | None = None
     key: tuple = ()
@@ -93,8 +93,8 @@ _last = _Last()
 
 
 def cast_shared(x: torch.Tensor, recipe: Recipe, *, along_tokens: bool) -> tuple[torch.Tensor | None, ...]:
-    """An input [..., k] as `cast_both` casts it, or what the call before made of the same tensor; without
-    `along_tokens` the latter two are None."""
+    """`cast_both` for an input [..., k], or the previous call's result for the same tensor; without `along_tokens` the
+    last two are None."""
     rows = rows_of(x.detach())
     if torch.compiler.is_compiling() or not _may_share(x):
         return _cast_input(rows, recipe, along_tokens)
@@ -106,13 +106,13 @@ def cast_shared(x: torch.Tensor, recipe: Recipe, *, along_tokens: bool) -> tuple
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """[..., k] as a matrix, of no columns too."""
+    """[..., k] as a matrix, also for k = 0."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _may_share(x: torch.Tensor) -> bool:
-    """Whether a change of it shows: what autograd has made is written to by operations of torch alone. Others hand
-    their own buffers over, which NumPy, kernels and graphs write to, and tell nobody."""
+    """Whether changes are detectable: only torch operations write to autograd's results, while NumPy, kernels and
+    graphs may change other buffers unnoticed."""
     return type(x) is torch.Tensor and x.grad_fn is not None and not _is_captured(x)
 
 
@@ -125,7 +125,7 @@ def _cast_input(x: torch.Tensor, recipe: Recipe, along_tokens: bool) -> tuple[to
 def cast_gradient(
     dy: torch.Tensor, recipe: Recipe, along_n: bool, along_tokens: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    """A matrix as `cast_both` casts it; None for what is not wanted."""
+    """`cast_both` for a matrix; None for unwanted results."""
     dy = dy.detach()
     if along_n and along_tokens:
         return tuple(cast_both(dy, **recipe.cast))
@@ -135,7 +135,7 @@ def cast_gradient(
 
 
 def with_aligned_rows(codes: torch.Tensor | None) -> torch.Tensor | None:
-    """Codes that were saved: hooks of saved tensors, such as those that offload them, may give them back dense."""
+    """Saved FP8 codes with aligned rows: saved-tensor hooks, e.g. for offloading, may return them dense."""
     if codes is None or torch.compiler.is_compiling() or codes.stride(-2) % tensors.ALIGNMENT_BYTES == 0:
         return codes
     return tensors.with_aligned_rows(codes)

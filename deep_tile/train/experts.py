@@ -1,9 +1,8 @@
-"""A layer of experts whose products are in FP8, with gradients.
+"""An expert layer in FP8, with gradients.
 
-Called by users. Tokens are sorted by expert; rows of each begin at a multiple of 128, and those in between hold
-arbitrary bytes, which no product and no cast reads. Six grouped products, of any sizes of groups, and no wait for the
-host: two forward, two for gradients of rows, two for those of weights. Each tensor is read by one cast, which makes all
-operands that it is needed for, as linear.py has it.
+Called by users. Tokens are sorted by expert; each expert's rows start at a multiple of 128, and padding rows hold
+arbitrary bytes that no GEMM or cast reads. Six grouped GEMMs for any group sizes, without host synchronisation: two
+forward, two dgrad, two wgrad. Each tensor is read by one cast, which makes all its operands, as in linear.py.
 """
 
 from typing import NamedTuple
@@ -39,19 +38,19 @@ def experts(
     *,
     recipe: Recipe = _FP8,
 ) -> torch.Tensor:
-    """What the chosen experts make of each token: the sum over j of shares[t, j] * expert(chosen[t, j])(x[t]).
+    """MoE layer: the sum over j of shares[t, j] * expert(chosen[t, j])(x[t]) for each token t.
 
-    An expert is `silu(x @ gate^T) * (x @ up^T) @ down^T`, all of its products in FP8. Differentiable once in `x`,
-    `shares` and both weights. Experts may get any number of tokens, none too; nothing waits for the host, so a CUDA
-    graph holds for every routing.
+    An expert is `silu(x @ gate^T) * (x @ up^T) @ down^T`, with all GEMMs in FP8. Differentiable once in `x`,
+    `shares` and both weights. Experts may get any number of tokens, also none; nothing waits for the host, so one CUDA
+    graph serves every routing.
 
     Args:
         x: [t, h] bfloat16.
-        chosen: [t, top_k] int32 or int64, numbers of experts. One that is negative or no expert's counts for nothing.
+        chosen: [t, top_k] int32 or int64, expert numbers. One that is negative or no expert's counts for nothing.
         shares: [t, top_k] float32 or bfloat16.
-        w_gate_up: [e, 2f, h] bfloat16 or float32: f rows of gates, then f of ups.
-        w_down: [e, h, f] likewise. A `main_grad` of a weight, as large and float32 or bfloat16, is added to as `linear`
-            has it.
+        w_gate_up: [e, 2f, h] bfloat16 or float32: f gate rows, then f up rows.
+        w_down: [e, h, f] likewise. A weight's `main_grad` (same shape, float32 or bfloat16) is accumulated as by
+            `linear`.
         recipe: `dgrad` and `wgrad` are "fp8"; see `Recipe`.
 
     Returns:
@@ -70,7 +69,7 @@ def experts(
 
 @torch.compiler.disable
 def _apply_eagerly(*given) -> torch.Tensor:
-    """As linear.py has it, of gradients that are no results."""
+    """As in linear.py, for gradients that are not returned."""
     return _Experts.apply(*given)
 
 
@@ -78,10 +77,10 @@ class _Saved(NamedTuple):
     """Tensors that the backward pass needs.
 
     Attributes:
-        x_along_tokens, x_scale: of the gradient of the first product's weight.
-        gate_up, gate_up_scale: [r, 2f], what the first product made, in BF16, or its codes and their scale.
-        share: [r], of each row.
-        up, up_scale, down, down_scale: of the weights, what `cast_forward` keeps.
+        x_along_tokens, x_scale: operands for the first weight's gradient.
+        gate_up, gate_up_scale: [r, 2f], the first GEMM's result in BF16, or its FP8 codes and scale.
+        share: [r], per row.
+        up, up_scale, down, down_scale: the weights as kept by `cast_forward`.
         rows, offs, index: the routing.
     """
 
@@ -100,8 +99,8 @@ class _Saved(NamedTuple):
 
 
 class _Experts(torch.autograd.Function):
-    """Shares multiply what goes into the second product, not what comes out of it: so the gradient of the output is
-    cast as it is, by the rows' tokens, and the gradient of a share is a sum over f, not h."""
+    """Shares multiply the second GEMM's input, not its output: so the output's gradient is cast unchanged, by the rows'
+    tokens, and a share's gradient is a sum over f, not h."""
 
     @staticmethod
     def forward(ctx, x, chosen, shares, w_gate_up, w_down, recipe):
@@ -169,10 +168,10 @@ def _weight_gradient(
 
 
 def _share_of_rows(shares: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """[r] float32; rows of no token have none, and hold anything."""
+    """[r] float32; padding rows are undefined."""
     count = len(routing.rows)
     share = torch.empty(count + 1, dtype=torch.float32, device=shares.device)
-    places = torch.where(routing.index < 0, count, routing.index)  # behind the last: choices of no expert
+    places = torch.where(routing.index < 0, count, routing.index)  # after the last: choices without an expert
     return share.index_put((places.flatten(),), shares.detach().flatten().to(share.dtype))[:count]
 
 

@@ -1,4 +1,4 @@
-"""Linear layers that train in FP8, as modules, and models whose layers become such."""
+"""`Linear`, which trains in FP8, and `convert` for models."""
 
 import inspect
 import re
@@ -16,12 +16,12 @@ from deep_tile.train.sharded import is_sharded, sharded_linear
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` whose three products are in FP8; its parameters are those of `nn.Linear`, in any wide dtype.
+    """`torch.nn.Linear` with all three GEMMs in FP8; parameters as in `nn.Linear`, in any wide dtype.
 
     Everything that keeps, shards or optimises an `nn.Linear` takes it: state_dict, optimisers, DDP, FSDP2, peft.
 
     Attributes:
-        recipe: formats of the products; see `Recipe`.
+        recipe: the GEMMs' formats; see `Recipe`.
     """
 
     recipe: Recipe = Recipe()
@@ -39,12 +39,12 @@ _GATED = re.compile(
     r"def forward\(self, x\)[^:]*:\s+(return|down_proj =) "
     r"self\.down_proj\(self\.act_fn\(self\.gate_proj\(x\)\) \* self\.up_proj\(x\)\)(\s+return down_proj)?"
 )
-"""The forward pass of a gated MLP, as transformers writes it."""
+"""A gated MLP's forward pass, as transformers writes it."""
 
 
 class _Mlp:
-    """In front of a class whose forward pass is that of a gated MLP: one function, while its layers are as they were
-    converted. Layers with hooks, adapters in their place and DTensors are called one by one."""
+    """Mixin for a gated MLP class: the forward pass is one function while its layers are as converted. Layers with
+    hooks, adapters in their place and DTensors are called one by one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not is_gated(self) or is_sharded(x, self.gate_proj.weight):
@@ -67,7 +67,7 @@ def _is_bare(layer: nn.Module | None) -> bool:
 
 @cache
 def _with_mlp(of: type) -> type:
-    """A class of modules that calls `mlp`, or the class itself where its forward pass is another."""
+    """A subclass that calls `mlp`, or the class itself if its forward pass differs."""
     try:
         text = inspect.getsource(of.forward)
     except (OSError, TypeError):
@@ -86,16 +86,15 @@ def convert(
     """Have a model's `nn.Linear` layers train in FP8, in place.
 
     Layers become `deep_tile.train.Linear` and stay the same objects, with their parameters, hooks and names: an
-    optimiser made before goes on, and state_dicts fit both ways. Subclasses of `nn.Linear` are left as they are. Gated
-    MLPs of transformers whose three layers are converted call `mlp`, as long as these have no hooks.
+    optimiser made before goes on, and state_dicts fit both ways. Subclasses of `nn.Linear` are left unchanged.
+    transformers' gated MLPs with three converted layers call `mlp` unless these have hooks.
 
     Args:
         model: a module; one `nn.Linear` is converted itself.
-        wanted: called with each layer's name and the layer; False leaves it. None: each layer that `predict` says gains
-            at so many `tokens`, but one whose name ends in "lm_head" or "head".
-        tokens: of a forward pass.
-        eager: as for `predict`, by which small layers are then left.
-        recipe: of the layers.
+        wanted: called with each layer's name and the layer; False leaves it. None: each layer that gains by `predict`
+            at this many `tokens`, except names ending in "lm_head" or "head".
+        tokens: per forward pass. eager: as for `predict`, which then leaves out small layers.
+        recipe: the layers' recipe.
 
     Returns:
         `model`.

@@ -1,9 +1,9 @@
 """Linear layers with gradients in FP8: forward, dgrad and wgrad, as functions.
 
-Called by users and layers.py. The three products are those of the DeepSeek-V3 report, 3.3: y = x w^T and dx = dy w with
-scales of 1x128 and 128x128, dw = dy^T x with scales of 1x128 along tokens, of x by default of 128x128. Each tensor is
-read by one cast, which makes all operands that it is needed for: x along k and along tokens, the weight as it is and
-transposed, dy along n and along tokens. x is kept for the backward pass as its codes along tokens.
+Called by users and layers.py. The three GEMMs follow the DeepSeek-V3 report, 3.3: y = x w^T and dx = dy w with 1x128
+and 128x128 scales, dw = dy^T x with 1x128 scales along tokens, by default 128x128 for x. Each tensor is read by one
+cast, which makes all its operands: x along k and along tokens, the weight and its transpose, dy along n and along
+tokens. x is kept for the backward pass as its codes along tokens.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _checked: set = set()
 _MOST_CHECKED = 4096
 
 _FIRST = 6
-"""Of the parameters among what `_Linears` is given."""
+"""Position of the first parameter among `_Linears`'s arguments."""
 
 
 def linear(
@@ -32,15 +32,15 @@ def linear(
     """`x @ weight^T + bias` with all three products in FP8: a linear layer that trains.
 
     Differentiable once in `x`, `weight` and `bias`. Under autocast x becomes its dtype first, as
-    `torch.nn.functional.linear` has it. Runs on CPU tensors too, by the definitions of casts and products.
+    `torch.nn.functional.linear` has it. Runs on CPU tensors too, by the operations' definitions.
 
     Args:
         x: [..., k] bfloat16, float16 or float32.
-        weight: [n, k] of such a dtype; its gradient has its dtype. A `weight.main_grad`, [n, k] float32 or bfloat16, is
+        weight: [n, k] in such a dtype; its gradient has its dtype. A `weight.main_grad`, [n, k] float32 or bfloat16, is
             added to instead, in the product itself, as Megatron has it: `weight.grad` is then not computed, and
             `weight.grad_added_to_main_grad` set where there is one.
-        bias: [n] of such a dtype, added in FP32.
-        recipe: formats of the products; see `Recipe`.
+        bias: [n] in such a dtype, added in FP32.
+        recipe: the GEMMs' formats; see `Recipe`.
 
     Returns:
         [..., n] in x's dtype.
@@ -60,11 +60,11 @@ def linears(
     *,
     recipe: Recipe = _FP8,
 ) -> tuple[torch.Tensor, ...]:
-    """Several `linear` of one input, which is cast once, as query, key and value are, or gate and up.
+    """Several `linear` layers on one input (query, key and value; gate and up), which is cast once.
 
     Args:
         x: as for `linear`.
-        weights, biases: of each layer, as for `linear`; no biases when None.
+        weights, biases: per layer, as for `linear`; None: no biases.
 
     Returns:
         The layers' results. The gradient of `x` is the sum of theirs.
@@ -96,12 +96,12 @@ def in_autocast_dtype(x: torch.Tensor) -> torch.Tensor:
 
 @torch.compiler.disable
 def _apply_eagerly(*given) -> tuple[torch.Tensor, ...]:
-    """Gradients that are added to a tensor of the user's are no results, which compilers could order."""
+    """Gradients accumulated into a user's tensor are not results that a compiler could order."""
     return _Linears.apply(*given)
 
 
 class _Linears(torch.autograd.Function):
-    """Of x, a recipe, what `cast_both` makes of x, weights and as many biases."""
+    """Takes x, a recipe, `cast_both`'s results for x, weights and as many biases."""
 
     @staticmethod
     def forward(ctx, x, recipe, a, a_scale, at, at_scale, *parameters):
@@ -150,13 +150,13 @@ def _wide(dy: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor | None) -> to
 
 
 def check_once(x, weights, biases) -> None:
-    """Check arguments unless such have passed before: of all that `check` reads."""
+    """Check arguments unless equal ones have passed before, by all properties that `check` reads."""
     try:
         layers = zip(weights, biases, strict=True)
         seen = (x.dtype, x.device, x.dim(), x.shape[-1], *(_numbers(each) for layer in layers for each in layer))
         if seen in _checked and torch._C._functorch.peek_interpreter_stack() is None:
             return
-    except Exception:  # something is no tensor: the checks say what
+    except Exception:  # not a tensor: the checks name it
         seen = None
     check(x, weights, biases)
     if len(_checked) >= _MOST_CHECKED:

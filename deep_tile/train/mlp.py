@@ -1,7 +1,7 @@
-"""The MLP of a transformer as one function: both products and SwiGLU between them, in FP8, with gradients.
+"""A transformer's MLP as one function: both GEMMs and SwiGLU between them, in FP8, with gradients.
 
-Called by users. What linear layers and SwiGLU keep one by one, gates, ups, silu(gate), h and its codes, is kept here
-once: gates and ups, in BF16 or in FP8. The backward pass makes all else of them in one read (gated.py).
+Called by users. Separate layers would keep gate, up, silu(gate), h and its codes; this function keeps only gate and up,
+in BF16 or FP8. The backward pass recomputes the rest in one read (gated.py).
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from deep_tile.train.recipe import Recipe, check_tensors, require
 _FP8 = Recipe()
 
 _FIRST = 6
-"""Of the weights among what `_Mlp` is given."""
+"""Position of the first weight among `_Mlp`'s arguments."""
 
 
 def mlp(
@@ -31,17 +31,18 @@ def mlp(
     *,
     recipe: Recipe = _FP8,
 ) -> torch.Tensor:
-    """`(silu(x @ gate^T) * (x @ up^T)) @ down^T` with all products in FP8, which keeps half of what its parts keep.
+    """`(silu(x @ gate^T) * (x @ up^T)) @ down^T` with all GEMMs in FP8; keeps half the activations that separate layers
+    keep.
 
-    Differentiable once in `x` and the weights, whose gradients are those of `linears` and `linear` with SwiGLU between
-    them in FP32. Gates and ups are BF16. Otherwise as `linear`, `weight.main_grad` and autocast included.
+    Differentiable once in `x` and the weights, with the gradients of `linears` and `linear` around SwiGLU in FP32.
+    Gates and ups are BF16. Otherwise as `linear`, `weight.main_grad` and autocast included.
 
     Args:
         x: [..., k] bfloat16, float16 or float32.
-        w_gate_up: [2f, k] of such a dtype, f rows of gates and then f of ups; or both, [f, k] each.
+        w_gate_up: [2f, k] in such a dtype, f gate rows, then f up rows; or both, [f, k] each.
         w_down: [n, f] likewise.
-        recipe: formats of the products, and of what is kept; see `Recipe`. With a product in BF16, or two weights for
-            gates and ups of an f that is no multiple of 128, the layers are called one by one and keep what they keep.
+        recipe: formats for GEMMs and kept activations; see `Recipe`. With a BF16 GEMM, or separate gate and up weights
+            with f not a multiple of 128, the layers are called one by one and keep their own activations.
 
     Returns:
         [..., n] in x's dtype.
@@ -67,12 +68,12 @@ def mlp(
 
 @torch.compiler.disable
 def _apply_eagerly(*given) -> torch.Tensor:
-    """As linear.py has it, of gradients that are no results."""
+    """As in linear.py, for gradients that are not returned."""
     return _Mlp.apply(*given)
 
 
 class _Mlp(torch.autograd.Function):
-    """Of x, a recipe, what `cast_both` makes of x, one or two weights of gates and ups, and the last product's."""
+    """Takes x, a recipe, `cast_both`'s results for x, one or two gate and up weights, and the down weight."""
 
     @staticmethod
     def forward(ctx, x, recipe, a, a_scale, at, at_scale, *weights):

@@ -1,4 +1,4 @@
-"""Kernels of a training step, made ready before it: products of both passes, and casts."""
+"""Precompiles a training step's kernels: both passes' GEMMs, and casts."""
 
 import os
 from typing import Any
@@ -16,17 +16,17 @@ def precompile(
 ) -> api.Precompiled:
     """Compile, and on a Hopper GPU load, every kernel that a model's `Linear` layers need for a step, casts included.
 
-    Launches nothing; without a GPU it fills the cache. Of layers that are split, pass the model of one rank.
+    Launches nothing; without a GPU it fills the cache. For split layers pass one rank's model.
 
     Args:
-        model: with layers of `deep_tile.train.Linear`, as `convert` makes them.
-        tokens: of a forward pass, over all leading dimensions. The gradient of a weight is a product along all of them,
-            so call it once for each number that training has; of fewer tokens the other products are ready, too.
-        dtype: of the layers' inputs.
+        model: with `deep_tile.train.Linear` layers, as from `convert`.
+        tokens: per forward pass, over all leading dimensions. A weight's gradient has tokens as K, so call this once
+            per token count in training; for fewer tokens the other GEMMs are ready too.
+        dtype: the layers' inputs'.
         workers: threads compiling at once; all cores by default.
 
     Returns:
-        What `deep_tile.precompile` returns; `compiled` counts the casts' kernels, too.
+        As `deep_tile.precompile`; `compiled` also counts cast kernels.
 
     Raises:
         ValueError: the model has no such layer.
@@ -46,7 +46,7 @@ def precompile(
 
 
 def _sum_of_gates_and_ups(module: nn.Module, tokens: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], tuple]:
-    """The gradient of an MLP's input by ups, which is added to that by gates."""
+    """The kernel that adds the up part of an MLP's input gradient to the gate part."""
     n, k = module.up_proj.weight.shape
     return (k, n, tokens), tuple({"kind": "fp8", "out_dtype": dtype, "accumulate": True}.items())
 

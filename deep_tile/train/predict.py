@@ -1,4 +1,4 @@
-"""What a layer gains by training in FP8, by the selector's model of an H200's times: no GPU is asked."""
+"""A layer's predicted gain from FP8 training, by the selector's H200 time model: needs no GPU."""
 
 from typing import NamedTuple
 
@@ -8,20 +8,19 @@ from deep_tile.select.cost import estimate, launch_time
 from deep_tile.select.hardware import H200
 
 _CAST_SHARE = 0.8
-"""Of the bandwidth that a copy has, what `cast_both` and `cast_weight` reach: 0.77 to 0.87 (H100, 2026-11-25)."""
+"""Share of a copy's bandwidth that `cast_both` and `cast_weight` reach: 0.77 to 0.87 (H100, 2026-11-25)."""
 
 _TORCH_SHARE = 0.9
-"""Of the time that the model has for a product in BF16, what torch takes: 0.88 to 0.95 in six layers (H100,
-2026-11-25)."""
+"""torch's time for a BF16 GEMM as a share of the model's: 0.88 to 0.95 in six layers (H100, 2026-11-25)."""
 
 
 _BF16_HOST_US, _FP8_HOST_US = 100, 360
-"""What the host takes to enqueue a layer's two passes in eager mode (H100, 2026-11-26)."""
+"""Host time to enqueue a layer's two passes in eager mode (H100, 2026-11-26)."""
 
 
 class Prediction(NamedTuple):
-    """Microseconds of a layer's forward and backward pass: of its products and casts on the GPU, or, in eager mode, of
-    the host that enqueues them, where that takes longer."""
+    """Microseconds for a layer's forward and backward pass: GEMMs and casts on the GPU, or, in eager mode, the host's
+    enqueueing if longer."""
 
     bf16_us: float
     fp8_us: float
@@ -32,13 +31,12 @@ class Prediction(NamedTuple):
 
 
 def predict(tokens: int, n: int, k: int, *, eager: bool = False) -> Prediction:
-    """How long the three products of a layer take in BF16, and in FP8 with the casts of x, dy and the weight.
+    """Predicted time of a layer's three GEMMs in BF16, and in FP8 with casts of x, dy and the weight.
 
     Args:
-        tokens: of a forward pass.
-        n, k: of the weight, [n, k].
-        eager: the layer is called outside of torch.compile and CUDA graphs, among layers of its size: the GPU then
-            waits for the host where it has less to do.
+        tokens: per forward pass. n, k: the weight's sizes.
+        eager: the layer is called without torch.compile and CUDA graphs, among similar layers: a GPU with little work
+            then waits for the host.
 
     Returns:
         A `Prediction`.

@@ -1,4 +1,4 @@
-"""Products of a training step and the weights that they take: what linear.py, mlp.py and experts.py share."""
+"""A training step's GEMMs and weight operands, shared by linear.py, mlp.py and experts.py."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def cast_forward(weight: torch.Tensor, recipe: Recipe, wants_x: bool) -> tuple[torch.Tensor, torch.Tensor, list]:
-    """A weight, or of experts, as a forward product takes it, and what dgrad needs: codes and scale, or the weight."""
+    """A weight (or experts' weights) for the forward GEMM, and for dgrad: codes and scale, or the weight itself."""
     if wants_x and recipe.dgrad == "fp8" and not recipe.recast:
         made = cast_once(weight, recipe)
         return made.b, made.b_scale, [made.bt, made.b_scale]
@@ -22,7 +22,7 @@ def cast_forward(weight: torch.Tensor, recipe: Recipe, wants_x: bool) -> tuple[t
 
 
 def cast_backward(kept: list, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """What dgrad multiplies by, of what `cast_forward` keeps."""
+    """dgrad's operand, from the results of `cast_forward`."""
     weight, scale = kept
     if scale is not None:
         return with_aligned_rows(weight), scale.mT
@@ -33,7 +33,7 @@ def cast_backward(kept: list, recipe: Recipe) -> tuple[torch.Tensor, torch.Tenso
 def dgrad(
     codes: tuple[torch.Tensor, torch.Tensor], kept: list, recipe: Recipe, dx: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The gradient of an input in FP8, from that of the output as it is cast, added to `dx` where there is one."""
+    """An input's gradient in FP8 from the cast output gradient, added to `dx` if given."""
     operands = (*codes, *cast_backward(kept, recipe))
     if dx is None:
         return dense.fp8_gemm(*operands, out_dtype=dtype)
@@ -45,14 +45,14 @@ class MainGrad(NamedTuple):
 
     Attributes:
         grad: the tensor.
-        weight: whose it is, where it is to be told; else None.
+        weight: its owner, if hooks must run; else None.
     """
 
     grad: torch.Tensor
     weight: torch.Tensor | None
 
     def placeholder(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """What autograd gets: hooks of the weight run only where there is something, whose numbers nobody reads."""
+        """A dummy gradient for autograd: the weight's hooks run only with one; its values are never read."""
         if self.weight is None:
             return None
         self.weight.grad_added_to_main_grad = True
@@ -72,7 +72,7 @@ def main_grad_of(weight: torch.Tensor) -> MainGrad | None:
 
 
 def wgrad(operands: tuple, dtype: torch.dtype, main_grad: MainGrad | None) -> torch.Tensor | None:
-    """`dy^T @ x` of codes and scales along tokens, or that added to `main_grad`."""
+    """`dy^T @ x` from codes and scales along tokens, perhaps added to `main_grad`."""
     if main_grad is not None:
         _product_along_tokens(operands, main_grad.grad, accumulate=True)
         return main_grad.placeholder(dtype)
@@ -82,7 +82,7 @@ def wgrad(operands: tuple, dtype: torch.dtype, main_grad: MainGrad | None) -> to
 
 
 def added(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, main_grad: MainGrad | None) -> torch.Tensor | None:
-    """The same of `dy @ x` by torch."""
+    """The same for `dy @ x` by torch."""
     product = dy @ x.to(dy.dtype)
     if main_grad is None:
         return product.to(dtype)
@@ -91,12 +91,12 @@ def added(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, main_grad: Main
 
 
 def written_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which the product of a weight's gradient is stored, of a weight of this dtype."""
+    """The dtype in which wgrad is stored for a weight in this dtype."""
     return dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32
 
 
 def _product_along_tokens(operands: tuple, out: torch.Tensor, accumulate: bool) -> torch.Tensor:
-    """Of dy and x with their scales along tokens: those of x are of its columns, or of 128 of them."""
+    """wgrad for dy and x with scales along tokens; x has scales per column or per 128 columns."""
     x, x_scale = operands[2:]
     if x_scale.shape[0] == x.shape[0] > 1:
         return dense.fp8_wgrad(*operands, out, accumulate=accumulate)

@@ -1,4 +1,4 @@
-"""How a linear layer is trained: the format of each of its three products."""
+"""How a linear layer is trained: the format of each GEMM."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,24 +14,23 @@ DGRADS, WGRADS, ACTIVATIONS = ("fp8", "bf16"), ("fp8", "fp8_1x128", "bf16"), ("b
 
 @dataclass(frozen=True)
 class Recipe:
-    """Formats of a layer's products, and how operands are quantised.
+    """Formats for a layer's GEMMs, and quantisation options.
 
     Attributes:
-        dgrad: "fp8", or "bf16": the gradient of the input is the product of dy and the weight, as they are given.
-        wgrad: "fp8": of dy with one scale for each column and 128 tokens, and of x with one for 128 columns and 128
-            tokens. "fp8_1x128": x has scales as dy has, as the DeepSeek-V3 report has them; the product takes 1.3 times
-            as long, for an error that is smaller by 1 to 7 % (docs/training.md). "bf16": of dy and x, as they are
-            given; x is then kept for it instead of its FP8 codes, which take half of the memory.
-        round_scale: "none", or "pow2" for scales that are powers of two, as TransformerEngine's are; see
-            `per_token_cast_to_fp8`.
-        amax_floor: lower bound of a group's largest magnitude, in all casts. The default flushes no normal number.
-        activations: "bf16", or "fp8": what `mlp` and `experts` keep of gates and ups, in half of the memory, for the
-            backward pass alone, whose gradients have errors that are larger by a tenth (docs/training.md).
-        recast: cast a weight again in the backward pass, instead of keeping its transpose, a byte per element, from the
-            forward pass on. The other weights' memory is then free for activations.
-        keep_weights: cast a weight once per step of its optimiser, not in every forward pass: it is kept, in both
-            directions, from one step to the next. For weights alone that a torch.optim.Optimizer of this process steps
-            itself, and outside of torch.compile and of CUDA graphs.
+        dgrad: "fp8", or "bf16" for the input's gradient from unquantised dy and weight.
+        wgrad: "fp8": dy with one scale per column and 128 tokens, x with 128x128 scales. "fp8_1x128": x has scales as
+            dy has, as the DeepSeek-V3 report has them; the product takes 1.3 times as long, for an error that is
+            smaller by 1 to 7 % (docs/training.md). "bf16": unquantised dy and x; x is then kept instead of its FP8
+            codes, which take half the memory.
+        round_scale: "none", or "pow2" for power-of-two scales, as in TransformerEngine; see `per_token_cast_to_fp8`.
+        amax_floor: lower bound for a group's largest magnitude, in all casts. The default flushes no normal number.
+        activations: format in which `mlp` and `experts` keep gate and up for the backward pass: "bf16", or "fp8" in
+            half the memory, with gradient errors larger by a tenth (docs/training.md).
+        recast: cast a weight again in the backward pass instead of keeping its transpose, one byte per element. The
+            other weights' memory is then free for activations.
+        keep_weights: cast a weight once per optimiser step instead of in every forward pass; both directions are kept
+            between steps. Only for weights that a torch.optim.Optimizer in this process steps itself, outside
+            torch.compile and CUDA graphs.
     """
 
     dgrad: str = "fp8"
@@ -50,7 +49,7 @@ class Recipe:
 
     @property
     def cast(self) -> dict[str, object]:
-        """Keywords of casts."""
+        """Keywords for casts."""
         return {"amax_floor": self.amax_floor, "round_scale": self.round_scale}
 
 
@@ -61,7 +60,7 @@ def require(recipe: object) -> None:
 
 
 def check_tensors(dtypes: Mapping[str, tuple[torch.dtype, ...]], **given: object) -> None:
-    """Raise TypeError for what is no tensor of its dtypes, ValueError for one on another device than the first."""
+    """Raise TypeError for a non-tensor or a wrong dtype, ValueError for a device that differs from the first's."""
     device = None
     for name, x in given.items():
         if not isinstance(x, torch.Tensor) or x.dtype not in dtypes[name]:

@@ -1,7 +1,7 @@
-"""Linear layers over DTensors: each rank casts and multiplies its own part, as torch's styles of splitting have it.
+"""Linear layers over DTensors: each rank casts and multiplies its own part, as in torch's tensor-parallel styles.
 
-Called by layers.py. Scales are of a rank's part: blocks of 128 begin where it begins. What is sent is what DTensor
-sends of a layer in BF16.
+Called by layers.py. Scales are of a rank's part: blocks of 128 begin where it begins. Communication equals a BF16
+layer's under DTensor.
 """
 
 import sys
@@ -13,19 +13,19 @@ from deep_tile.train.recipe import Recipe
 
 
 def is_sharded(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether one is a DTensor, which none is where nobody has imported them."""
+    """Whether one is a DTensor; False if DTensor is not imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(weight, module.DTensor) | isinstance(x, module.DTensor)
 
 
 def sharded_linear(x, weight, bias, recipe: Recipe):
-    """`linear` of DTensors on one mesh of one dimension.
+    """`linear` for DTensors on one 1-D mesh.
 
-    Weights may be split by rows (of a whole x, into columns of the result), by columns (of an x that is split along k,
-    into a sum over the ranks), or not at all.
+    Weights may be split by rows (whole x, result split by columns), by columns (x split along k, result summed over
+    ranks), or not at all.
 
     Raises:
-        TypeError: one of x, weight and bias is a DTensor, and another is not.
+        TypeError: only some of x, weight and bias are DTensors.
         ValueError: they are split in another way.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard

@@ -42,7 +42,7 @@ __device__ __forceinline__ void initialize_other_barriers(SharedStorage<config>&
         if constexpr (config.packed_b()) {
 #pragma unroll
             for (int stage = 0; stage < config.unit_stages; ++stage) {
-                ptx::mbarrier_init(ptx::smem_address(&smem.units.empty[stage]), config.converter_warps);
+                ptx::mbarrier_init(ptx::smem_address(&smem.units.empty[stage]), config.converter_warps * warp_threads);
             }
         }
         if constexpr (config.b_stages > 0) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void announce_full_barriers() {
     }
 }
 
-// Waits until the mbarriers of this CTA, and of the whole cluster if there is one, are ready. The operand warp, which
+// Waits until the mbarriers in this CTA, and in its cluster if any, are ready. The operand warp, which
 // has announced its own, waits for math warp 0 alone, not for warps that only use mbarriers.
 template <GemmConfig config>
 __device__ __forceinline__ void await_barriers(bool announced) {

@@ -1,16 +1,16 @@
-// Casts to FP8 both ways, and transposes codes: one read of x [rows, columns] writes codes [rows, columns] and their
-// transpose [columns, rows].
+// Casts to FP8 along both dimensions, or transposes FP8 codes: one read of x [rows, columns] writes codes [rows,
+// columns] and their transpose [columns, rows].
 //
-// deep_tile/cast.py launches them; deep_tile/both.py holds the definitions, equal in every bit. A CTA takes a tile of
-// 128x128, in registers as transposed.cuh has it. Codes along the rows are stored from registers; the others go through
-// shared memory and leave by columns.
+// deep_tile/cast.py launches them; deep_tile/both.py holds the definitions, equal in every bit. A CTA holds a 128x128
+// tile in registers, as in transposed.cuh. Codes along the rows are stored from registers; the transpose goes through
+// shared memory and is stored by columns.
 #pragma once
 
 #include "transposed.cuh"
 
 namespace deep_tile {
 
-// Stores one row of the tile along the rows, from each thread's codes.
+// Stores one tile row from each thread's codes.
 template <bool aligned, typename Tile>
 __device__ __forceinline__ void store_row(const CastParams& params, const TilePlace<Tile>& at, i64 row,
                                           const typename Tile::Part::Codes& codes) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void cast_tile_rows(const typename Tile::Part (&parts
     }
 }
 
-// Stores all rows of the tile. A branch per row keeps fewer registers alive than one around all rows.
+// Stores all tile rows. A branch per row keeps fewer registers alive than one around all rows.
 template <typename Tile>
 __device__ __forceinline__ void store_rows(const CastParams& params, const TilePlace<Tile>& at,
                                            const typename Tile::Part::Codes (&codes)[Tile::tokens]) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void store_rows(const CastParams& params, const TileP
     }
 }
 
-// Transposes the bytes of four words: bytes `j` become word `j`.
+// Transposes the bytes in four words: bytes `j` become word `j`.
 __device__ __forceinline__ void transpose_bytes(u32 (&words)[4]) {
     const u32 low[] = {__byte_perm(words[0], words[1], 0x5140), __byte_perm(words[2], words[3], 0x5140)};
     const u32 high[] = {__byte_perm(words[0], words[1], 0x7362), __byte_perm(words[2], words[3], 0x7362)};
@@ -87,7 +87,8 @@ __device__ __forceinline__ void write_transposed(Tile& tile, const typename Tile
     __syncthreads();
 }
 
-// Tiles of all matrices, counted along the rows first: writes at one time are then adjacent in rows of the transpose.
+// Tile count over all matrices. Tiles are numbered along the rows first, so concurrent writes are adjacent in the
+// transpose's rows.
 template <typename Tile>
 struct BothWalk {
     __device__ explicit BothWalk(const CastParams& params)
@@ -96,7 +97,7 @@ struct BothWalk {
 
     __device__ __forceinline__ u32 count(const CastParams& params) const { return tiles * params.matrices; }
 
-    // Finds tile `number`, and moves the pointers of `params` to its matrix.
+    // Locates tile `number`, and moves the pointers in `params` to its matrix.
     __device__ __forceinline__ TilePlace<Tile> find(CastParams& params, u32 number) const {
         const u32 matrix = number / tiles, tile = number % tiles;
         params.x = static_cast<const typename Tile::Bits*>(params.x) + matrix * params.x_step;
@@ -110,7 +111,7 @@ struct BothWalk {
     u32 rows, tiles;
 };
 
-// Makes the scale of all 128x128, and quantises by it. `row` and `column` locate the scale.
+// Computes the 128x128 block's scale and quantises with it. `row` and `column` locate the scale.
 template <int threads, typename Tile>
 __device__ __forceinline__ void cast_tile(typename Tile::Part::Codes (&codes)[Tile::tokens],
                                           const typename Tile::Part (&parts)[Tile::tokens], const CastParams& params, u32 row,
@@ -157,7 +158,7 @@ __device__ __forceinline__ void cast_both(const CastParams& params) {
     }
 }
 
-// Casts with one scale for 128x128, of the codes and of their transpose.
+// Casts with 128x128 scales, which serve the codes and their transpose.
 template <typename Format, int threads>
 __device__ __forceinline__ void cast_weight(const CastParams& params) {
     take_turn();

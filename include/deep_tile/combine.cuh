@@ -1,7 +1,7 @@
 // Weighted sum of experts' rows for each token: out[t] = sum over j of weights[t, j] * x[index[t, j]], in BF16.
 //
 // deep_tile/cast.py launches it; deep_tile/experts.py holds the definition, equal in every bit. A thread has some
-// neighbouring columns of a token, and requests them from `rows_at_once` rows before it adds up the first.
+// neighbouring columns of a token and requests them from `rows_at_once` rows before it adds the first.
 #pragma once
 
 #include "arithmetic.cuh"

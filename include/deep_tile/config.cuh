@@ -82,8 +82,8 @@ constexpr int warp_threads = 32;
 constexpr int warpgroup_threads = 128;
 constexpr int scale_block = 128;       // columns of b per scale
 constexpr int k_block_bytes = 128;     // bytes per operand row in a K block
-constexpr int span_k = 64;             // MN-major operands, always 16-bit: elements of K in a K block
-constexpr int unit_rows = 16;          // rows of a packed `b` whose K block lies together
+constexpr int span_k = 64;             // MN-major operands, always 16-bit: K elements per K block
+constexpr int unit_rows = 16;          // rows per unit of a packed `b`
 constexpr int packed_tables = 256;     // by a byte
 
 // Named barriers: "all" joins all threads, "others" two warps, "apart" both math warpgroups; the rest, per warpgroup.
@@ -126,7 +126,7 @@ struct Partials<config, true> {
     alignas(1024) float partial[config.math_warpgroups][config.split_k - 1][vectors][warpgroup_threads][4];
 };
 
-// Mbarriers for a `b` outside of the ring, resident or converted: a pair per slot.
+// Mbarriers for a `b` outside the ring, resident or converted: a pair per slot.
 template <GemmConfig config, bool apart = (config.b_stages > 0)>
 struct SlotBarriers {};
 
@@ -136,7 +136,7 @@ struct SlotBarriers<config, true> {
     u64 empty[config.b_slots];
 };
 
-// A packed `b`: the ring's part of it, and for each scale of a group the e4m3 of eight magnitudes (packed_b.cuh).
+// A packed `b`: its ring, and per group scale the e4m3 values for eight magnitudes (packed_b.cuh).
 template <GemmConfig config, bool packed = config.packed_b()>
 struct PackedOperand {};
 
@@ -146,7 +146,7 @@ struct PackedOperand<config, true> {
     u64 tables[packed_tables];
 };
 
-// Its mbarriers: a pair per stage of its ring.
+// Its mbarriers: a pair per ring stage.
 template <GemmConfig config, bool packed = config.packed_b()>
 struct UnitBarriers {};
 
@@ -156,7 +156,7 @@ struct UnitBarriers<config, true> {
     u64 empty[config.unit_stages];
 };
 
-// Shared memory. Operand and output buffers begin at multiples of 1024 bytes: the period of the 128-byte swizzle.
+// Shared memory. Operand and output buffers start at multiples of 1024 bytes, the 128-byte swizzle's period.
 template <GemmConfig config>
 struct alignas(1024) SharedStorage : Partials<config> {
     alignas(1024) u8 a[config.stages][config.block_m * config.k_bytes];

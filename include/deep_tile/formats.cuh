@@ -6,7 +6,7 @@
 
 namespace deep_tile::ptx {
 
-// Maximum of two pairs of unsigned halves: "max".
+// Maximum over two pairs of unsigned halves: "max".
 __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
     u32 larger;
     asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
@@ -116,9 +116,9 @@ __device__ __forceinline__ float divide(float x, const Scale& scale) {
     return divide(x, scale.value, scale.reciprocal, scale.correction);
 }
 
-// Makes a block's scale from the bits of its largest magnitude. Infinity counts as NaN. `params` belong to a cast or a
-// GEMM, whose floor is 448 * 2^-126 at least: no scale is below 2^-126, and amax less 448 times a quotient near that is
-// a multiple of 2^-143, so that nothing is lost.
+// Computes a block's scale from its largest magnitude's bits. Infinity counts as NaN. `params` belong to a cast or a
+// GEMM with a floor of at least 448 * 2^-126: no scale is below 2^-126, and the remainder amax - 448 * quotient is a
+// multiple of 2^-143, so nothing is lost.
 template <typename Params>
 __device__ __forceinline__ Scale make_scale(u32 magnitude, const Params& params) {
     constexpr float fp8_max = 448.0f, one_448th = 1.0f / fp8_max;  // 448 is 1.75 * 2^8

@@ -1,9 +1,9 @@
-// The gradient of SwiGLU, cast to FP8 both ways, with what the forward pass multiplied, cast along tokens: one read of
-// dh [rows, columns] and of the gates and ups [rows, 2 columns], as 16 bits or as codes with a scale for each 128.
+// SwiGLU's gradient, cast to FP8 along both dimensions, and h, cast along tokens, in one read of dh [rows, columns] and
+// gate_up [rows, 2 columns], in 16 bits or FP8 codes with 1x128 scales.
 //
-// deep_tile/cast.py launches it; deep_tile/gated.py holds the definition. A CTA makes three tiles of 128x128 as both.cuh
-// has them: of the gradients of gates, of those of ups, and of h. Two of them wait in shared memory, in which every
-// thread finds its own: in registers they would leave room for half of the threads.
+// deep_tile/cast.py launches it; deep_tile/gated.py holds the definition. A CTA makes three 128x128 tiles as in
+// both.cuh: the gradients for gate and for up, and h. Two wait in shared memory, each thread's part in its own place:
+// registers would only suffice for half the threads.
 #pragma once
 
 #include "both.cuh"
@@ -21,7 +21,7 @@ __device__ __forceinline__ u32 cvt_f16x2_e4m3x2(u16 codes) {
 
 namespace deep_tile {
 
-// Eight neighbouring elements of a row, from 16 bits each.
+// Eight neighbouring row elements, from 16 bits each.
 struct GatedWords {
     static constexpr int bytes = 2;
 
@@ -54,7 +54,7 @@ struct GatedCodes {
     float scale = 0;
 };
 
-// Tiles that wait; a thread's eight elements of a row leave by one store.
+// The waiting tiles; a thread writes its eight elements per row with one store.
 template <typename Tile>
 struct Waiting {
     struct alignas(16) Eight {
@@ -69,7 +69,7 @@ struct Waiting {
     Eight eights[2][Tile::tokens][Tile::warps * warp_threads];
 };
 
-// Tiles along the columns of h, which are a third of what is written along the columns.
+// Tiles along h's columns, a third of the columns written.
 __device__ __forceinline__ u32 gated_tiles(const CastParams& params) { return params.columns / (3 * scale_block); }
 
 template <typename T>
@@ -78,7 +78,7 @@ __device__ __forceinline__ T& dynamic_shared() {
     return *reinterpret_cast<T*>(dynamic_vectors);
 }
 
-// Sum over the threads of a row, in a fixed order.
+// Sum over a row's threads, in a fixed order.
 template <int lanes>
 __device__ __forceinline__ float sum_of_lanes(float value) {
 #pragma unroll
@@ -88,8 +88,8 @@ __device__ __forceinline__ float sum_of_lanes(float value) {
     return value;
 }
 
-// Makes one row of h, in `part`, and of the gradients of gates and of ups, which wait. Rows that are not live become
-// zeros. What the tile adds to the gradient of a row's share is stored behind the row's scales.
+// Computes one row: h, in `part`, and the gradients for gate and up, which wait. Dead rows become zeros. The tile's
+// contribution to the row's share gradient is stored after the row's scales.
 template <typename Source, typename Tile>
 __device__ __forceinline__ void make_row(typename Tile::Part& part, Waiting<Tile>& waiting, const CastParams& params,
                                          const TilePlace<Tile>& at, int i) {
@@ -137,8 +137,8 @@ __device__ __forceinline__ void make_row(typename Tile::Part& part, Waiting<Tile
     }
 }
 
-// Casts h along tokens, with a scale for 128 of them and each column, or for 128 columns: these lie where those of the
-// first columns would.
+// Casts h along tokens, with one scale per column and 128 tokens, or per 128x128 block: these are stored where the
+// first columns' scales would be.
 template <int threads, bool blocks, typename Tile>
 __device__ __forceinline__ void cast_hidden(Tile& tile, const typename Tile::Part (&parts)[Tile::tokens],
                                             const CastParams& params, const TilePlace<Tile>& at, u32 block_column) {
@@ -154,8 +154,8 @@ __device__ __forceinline__ void cast_hidden(Tile& tile, const typename Tile::Par
     store_columns(tile, params, at);
 }
 
-// Casts the gradient of SwiGLU, one tile by each CTA: a loop over tiles would need a register more than there are. x, dh
-// and row_out may be accessed in vectors.
+// Casts SwiGLU's gradient, one tile per CTA: a loop over tiles would need one register too many. x, dh and row_out
+// allow vector accesses.
 template <typename Source, int threads, bool blocks>
 __device__ __forceinline__ void cast_gated_gradient(const CastParams& params) {
     take_turn();

@@ -14,7 +14,7 @@
 
 namespace deep_tile {
 
-// Tile of a row group. Rows of `out` from `end` on are not the group's. Its rows of `b` begin at `b`, or, for an
+// Tile of a row group. Rows in `out` from `end` on are not the group's. Its rows of `b` begin at `b`, or, for an
 // MN-major `b`, at `column`, and its K begins at `first_k`.
 struct GroupTile {
     int group, a, scale, b, first_k, out, end, column;
@@ -63,7 +63,7 @@ class GroupWalk {
     }
 
    protected:
-    // Tile number `within` of a group with `length` rows, or columns of K, from `begin` on.
+    // Tile number `within` in a group with `length` rows, or K columns, from `begin` on.
     struct Found {
         int group, begin, length, within;
     };
@@ -86,8 +86,8 @@ class GroupWalk {
         int row, column;
     };
 
-    // Locates tile `within` of a group with `height` rows of cluster tiles: the raster descends a panel of rows before
-    // it steps along n.
+    // Locates tile `within` in a group with `height` cluster tile rows: the raster descends a row panel before it steps
+    // along n.
     __device__ __forceinline__ Place place(int height, int within) const {
         const int panel_rows = 1 << (params_.raster_rows_log2 - config.cluster_m / 2);
         int first_row = 0;
@@ -150,7 +150,7 @@ class GroupWalk {
     // Groups per lane in a survey.
     __device__ __forceinline__ int groups_per_lane() const { return ceil_div(params_.groups, warp_threads); }
 
-    // End of a group that begins at `last_end` or later. A smaller bound counts as `last_end`, so that groups do not
+    // End of a group that starts at `last_end` or later. A smaller bound counts as `last_end`, so that groups do not
     // overlap.
     __device__ __forceinline__ int end_of(int group, int last_end) const {
         const int most = config.by_k ? params_.k : params_.m;
@@ -167,7 +167,7 @@ class GroupWalk {
         return max(end - begin_behind(last_end), 0);
     }
 
-    // Row count of a group with its own buffer (layout counts).
+    // A group's row count (layout counts).
     __device__ __forceinline__ int counted(int group) const {
         if (group >= params_.groups) return 0;
         return params_.bounds == nullptr ? params_.m : min(max(params_.bounds[group], 0), params_.m);
@@ -246,10 +246,10 @@ class GroupWalk {
     int position_;                     // among all cluster tiles; initially a step before the first
     int first_group_ = -warp_threads;  // first group inspected
     int tiles_ = 0;                    // tiles in these groups and all before
-    int end_ = 0;                      // end of the last group inspected
+    int end_ = 0;                      // end of the last inspected group
     int begin_, length_;               // this lane's group
     int last_;                         // one past this lane's last tile, among all
-    int survey_end_ = 0;               // survey: end of this lane's groups
+    int survey_end_ = 0;               // survey: this lane's groups end here
     int survey_last_;                  // survey: one past their last tile, among all
 };
 

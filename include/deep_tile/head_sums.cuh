@@ -1,4 +1,4 @@
-// How a math thread of a logits kernel adds up products over heads, and in which format logits are stored.
+// A logits kernel's sums over heads in a math thread, and its output formats.
 #pragma once
 
 #include "arithmetic.cuh"
@@ -31,14 +31,14 @@ __device__ __forceinline__ typename Logit<config.out_format>::Bits* out_row(cons
     return static_cast<typename Logit<config.out_format>::Bits*>(params.out) + row * params.out_stride;
 }
 
-// Sums over heads in FP32, by FMA: a thread adds up its heads of each query, [query][row and row + 8], and meets the
-// three others that share its rows, each time with half of the numbers.
+// Sums over heads in FP32, by FMA: a thread sums its heads per query, [query][row and row + 8], then reduces with the
+// three threads that share its rows, halving the values in each step.
 template <LogitsConfig config>
 class HeadSums {
     static constexpr int in = config.part_queries();
     static constexpr int slots = in > 4 ? 8 : in > 2 ? 4 : in;  // powers of two
     static constexpr int count = 2 * slots;
-    static constexpr int kept = count > 4 ? count / 4 : 1;  // by each of the four threads
+    static constexpr int kept = count > 4 ? count / 4 : 1;  // per each of the four threads
 
    public:
     static constexpr int queries = kept > 1 ? kept / 2 : 1;

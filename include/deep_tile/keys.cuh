@@ -1,4 +1,4 @@
-// The loader of a logits kernel, which brings tasks and keys, and the warps that write -infinity elsewhere.
+// A logits kernel's loader, which fetches tasks and keys, and the warps that write -infinity elsewhere.
 #pragma once
 
 #include "head_sums.cuh"
@@ -8,7 +8,7 @@ namespace deep_tile {
 constexpr int fill_warps = 3;
 constexpr int fill_columns = 4096;  // that a warp fills at once
 
-// Writes a task, the last one without tiles, and requests what it needs.
+// Writes a task (without tiles: the last one) and requests its data.
 template <LogitsConfig config>
 __device__ __forceinline__ void write_task(const LogitsParams& params, LogitsStorage<config>& smem, int slot,
                                            const ShareWalk<config>& walk, bool is_last) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void write_task(const LogitsParams& params, LogitsSto
     __syncwarp();
 }
 
-// Pages of a sequence's tiles: a lane has one of 32, and of the next 32, which arrive meanwhile.
+// Page numbers of a sequence's tiles: each lane holds one of 32, and one of the next 32, in flight.
 template <LogitsConfig config>
 class Pages {
    public:
@@ -46,7 +46,7 @@ class Pages {
         next_ = read(first);
     }
 
-    // The page of a tile, which is the first one or follows the one before.
+    // A tile's page; calls step from the first tile on, one by one.
     __device__ __forceinline__ int page(int tile) {
         const int lane = (tile - first_) % warp_threads;
         if (lane == 0) {
@@ -67,7 +67,7 @@ class Pages {
     int pages_ = 0, next_;
 };
 
-// Keys lie one behind the other.
+// Contiguous keys.
 template <LogitsConfig config>
 struct NoPages {
     __device__ __forceinline__ NoPages(const LogitsParams&, const QueryBlock&, int) {}
@@ -103,7 +103,7 @@ __device__ __forceinline__ void load(const LogitsParams& params, LogitsStorage<c
     }
 }
 
-// Fills columns [begin, end) of a row, by a warp, in vectors of 16 bytes where they fit.
+// Fills columns [begin, end) in a row, by a warp, in 16-byte vectors where possible.
 template <typename Out>
 __device__ __forceinline__ void fill(typename Out::Bits* row, int begin, int end) {
     constexpr int per_vector = 16 / sizeof(typename Out::Bits);

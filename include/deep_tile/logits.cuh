@@ -1,8 +1,8 @@
 // The indexer's logits: out[i, j] = scale[j] * sum over heads of weights[i, h] * relu(q[i, h] . key[j]).
 //
-// Keys are the rows of each WGMMA, and (query, head) its columns: a thread then has some heads of every query, adds them
-// up in registers with weights that stay there, and meets three others once per tile. That takes two instructions per
-// product of 128 numbers, maximum and FMA, half of the time that the tensor cores need for it.
+// Keys are WGMMA rows, (query, head) pairs its columns: a thread has some heads of every query, sums them in registers
+// with resident weights, and reduces with three others once per tile. This costs two instructions per dot product of
+// 128 numbers, max and FMA, half the tensor cores' time for it.
 //
 //   role                      work                                               per tile of 64 keys
 //   2 or 3 math warpgroups    WGMMA, sum over heads, stores                      wait full, arrive on empty
@@ -17,10 +17,10 @@
 //                                       twice: written, and weights copied       are there, or that there is no more
 //   task empty    loader                every math thread                        no reader needs the task any more
 //
-// Where warpgroups have queries of their own, all take every tile; otherwise they take tiles by turns. While one waits for
-// its WGMMAs the others add up; with many queries it multiplies them in two parts, and adds up one meanwhile. Beside
-// WGMMA, which has the registers' ports, a warp issues an FMA in 3 to 4 clocks. Sums by MMA of products rounded to BF16,
-// and other hints to ptxas, took as long or longer (H100, 2026-11-26).
+// Warpgroups with their own queries each take every tile; otherwise they alternate in tiles. While one waits for its
+// WGMMAs the others sum; with many queries it multiplies in two parts and sums one during the other. Beside WGMMA,
+// which uses the register ports, a warp issues an FMA in 3 to 4 clocks. Sums by MMA after rounding to BF16, and other
+// ptxas hints, were not faster (H100, 2026-11-26).
 #pragma once
 
 #include "head_sums.cuh"
@@ -46,7 +46,7 @@ __device__ __forceinline__ void initialize_barriers(LogitsStorage<config>& smem)
     ptx::fence_proxy_async();
 }
 
-// A math warpgroup's part of a block of queries: weights, and where the logits that a thread keeps go.
+// A math warpgroup's part of a query block: weights, and each thread's output positions.
 template <LogitsConfig config>
 class Part {
     using Sums = HeadSums<config>;
@@ -66,7 +66,7 @@ class Part {
         }
     }
 
-    // Stores a tile's logits; `key` is the thread's first, `scales` are those of its keys.
+    // Stores a tile's logits; `key` is the thread's first key, `scales` its keys' scales.
     __device__ __forceinline__ void store(const Products& products, const float (&scales)[2], int key, int lane) const {
         float sums[Sums::queries * Sums::rows];
         sums_.add_up(products, lane, sums);
@@ -87,7 +87,7 @@ class Part {
     typename Out::Bits* out_[Sums::queries];
 };
 
-// Multiplies a tile of keys with a part of the queries; returns before the products are there.
+// Issues WGMMAs for a key tile and part of the queries; returns before they complete.
 template <LogitsConfig config>
 __device__ __forceinline__ void multiply(typename Part<config>::Products& products, u32 keys, u32 queries) {
     constexpr u32 high = OperandLayout<config.head_dim>::high;
@@ -131,7 +131,7 @@ class Scorer {
 
    private:
     using Products = typename Part<config>::Products[config.parts];
-    static constexpr int step = config.splits_queries ? 1 : config.warpgroups;  // from a tile to the next of this warpgroup
+    static constexpr int step = config.splits_queries ? 1 : config.warpgroups;  // this warpgroup's step between tiles
     static_assert(config.stages % step == 0, "a warpgroup would miss a phase of a stage's barriers");
 
     // Works on one tile at least.
@@ -145,7 +145,7 @@ class Scorer {
         next_ += step;
     }
 
-    // Issues the WGMMAs for a part and the current stage, for which the first part waits.
+    // Issues WGMMAs for a part and the current stage; the first part waits for the stage.
     __device__ __forceinline__ void begin(typename Part<config>::Products& products, int part) const {
         constexpr int part_bytes = config.query_bytes() / config.parts;
         if (part == 0) wait(smem_.full[state_.stage], state_.phase);
@@ -157,8 +157,8 @@ class Scorer {
         scales[1] = smem_.scales[state_.stage][Sums::rows == 1 ? row_ : row_ + 8];
     }
 
-    // Multiplies the current stage, whose first key for this thread is `key`, and stores its logits. In two parts the
-    // first has begun, and that of the next stage begins, if there are `more`.
+    // Multiplies the current stage, whose first key for this thread is `key`, and stores its logits. With two parts,
+    // the first is already issued, and the next stage's is issued if there are `more`.
     template <bool more>
     __device__ __forceinline__ void add_up(Products& products, int key) {
         constexpr int last = config.parts - 1;
@@ -184,7 +184,7 @@ class Scorer {
     const int lane_, group_;
     const u32 keys_;
     u32 queries_;
-    int row_, next_;  // the thread's first row of a tile; the warpgroup's next tile, from the task's first
+    int row_, next_;  // the thread's first row in a tile; the warpgroup's next tile in the task
     PipelineState<config.stages> state_;
     Part<config> parts_[config.parts];
 };

@@ -1,4 +1,4 @@
-// LogitsConfig, the template argument of the indexer's kernels, and their shared memory. Python derives every number
+// LogitsConfig, the indexer kernels' template argument, and their shared memory. Python derives every number
 // (deep_tile/codegen.py, LogitsKernel), as for GemmConfig.
 #pragma once
 
@@ -6,18 +6,18 @@
 
 namespace deep_tile {
 
-constexpr int key_tile = 64;  // keys per tile: the rows of a WGMMA, and of a page
+constexpr int key_tile = 64;  // keys per tile: WGMMA rows, and keys per page
 
 struct LogitsConfig {
-    int head_dim;       // bytes of a row of q and of the keys, and the span of their swizzle
-    int heads;          // of a query in shared memory: those that q has, then zeros
-    int queries;        // of a math warpgroup
-    int block_queries;  // that share tiles of keys
+    int head_dim;       // bytes per row in q and keys, and their swizzle span
+    int heads;          // per query in shared memory: q's heads, then zeros
+    int queries;        // per math warpgroup
+    int block_queries;  // queries that share key tiles
     int parts;            // that a warpgroup's queries are multiplied in, one while the other is added up
     int stages;
     int warpgroups;
-    bool splits_queries;  // each math warpgroup has queries of its own and takes every tile; else tiles go by turns
-    bool paged;           // keys lie in pages of a cache
+    bool splits_queries;  // warpgroups have their own queries; else they alternate in tiles
+    bool paged;           // keys are in cache pages
     Format out_format;
     int threads, math_registers, producer_registers;
     int smem_bytes;
@@ -25,11 +25,11 @@ struct LogitsConfig {
     constexpr int mma_n() const { return queries * heads / parts; }
     constexpr int part_queries() const { return queries / parts; }
     constexpr int query_groups() const { return splits_queries ? warpgroups : 1; }
-    constexpr int query_bytes() const { return queries * heads * head_dim; }  // of a warpgroup
+    constexpr int query_bytes() const { return queries * heads * head_dim; }  // per warpgroup
     constexpr int tile_bytes() const { return key_tile * head_dim; }
 };
 
-// What a CTA works on: `tiles` of keys in all, from number `skipped` of query block `block` on.
+// A CTA's work: `tiles` key tiles in total, from tile `skipped` of query block `block` on.
 struct Share {
     int block, skipped, tiles;
 };
@@ -41,11 +41,11 @@ struct Span {
     __device__ __forceinline__ int size() const { return end > begin ? end - begin : 0; }
 };
 
-// What math warpgroups do next: some tiles for a block of queries, or nothing more if there are none.
+// The math warpgroups' next task: key tiles for a query block; none means no more tasks.
 template <LogitsConfig config>
 struct alignas(16) Task {
     Span tiles;
-    int row;  // in q, of the block's first query
+    int row;  // the block's first query in q
     int unused;
     Span keys[config.block_queries];  // none for queries beyond the block's end
     float weights[config.block_queries][config.heads];
@@ -53,7 +53,7 @@ struct alignas(16) Task {
 
 constexpr int task_slots = 2;
 
-// Shared memory. Operand tiles begin at multiples of 1024 bytes, the period of the 128-byte swizzle.
+// Shared memory. Operand tiles start at multiples of 1024 bytes, the 128-byte swizzle's period.
 template <LogitsConfig config>
 struct alignas(1024) LogitsStorage {
     alignas(1024) u8 queries[task_slots][config.query_groups()][config.query_bytes()];

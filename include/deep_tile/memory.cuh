@@ -104,7 +104,7 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Stores sixteen bytes in another CTA of the cluster, counted by the mbarrier beside them: "st.async".
+// Stores sixteen bytes in another CTA in the cluster, counted by its mbarrier: "st.async".
 __device__ __forceinline__ void st_async(u32 remote, const float* values, u32 remote_barrier) {
     asm volatile(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
@@ -112,7 +112,7 @@ __device__ __forceinline__ void st_async(u32 remote, const float* values, u32 re
         : "memory");
 }
 
-// Stores four bytes in another CTA of the cluster, counted by the mbarrier beside them.
+// Stores four bytes in another CTA in the cluster, counted by its mbarrier.
 __device__ __forceinline__ void st_async(u32 remote, u32 value, u32 remote_barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
                  ::"r"(remote), "r"(value), "r"(remote_barrier)

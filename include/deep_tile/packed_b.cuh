@@ -1,12 +1,13 @@
-// Packed `b`: how the 4 bits of a weight become the e4m3 that WGMMA reads, between TMA and the math warpgroups.
+// Packed `b`: converts 4-bit weights to e4m3 for WGMMA, between TMA and the math warpgroups.
 //
-// Memory holds `b` as units of 16 rows by one K block: the codes of 32 elements of a row in 16 bytes, row behind row,
-// for four such columns one behind the other; then the scales of each row's groups, a byte each (fourbit.py packs). A
-// tile's units of a K block are adjacent, so that one bulk copy brings them to the ring.
+// Memory holds `b` in units, 16 rows by one K block: four columns, each with 16 bytes per row (32 codes); then one byte
+// per group scale, row by row (packed.py packs). A tile's units for one K block are contiguous, so one bulk copy
+// fetches them.
 //
-// A table has the e4m3 of a code's eight magnitudes times a group's scale. A code's three bits select a byte of it, four
-// codes per PRMT; signs are ORed in. In a word of eight codes, nibble i has the magnitude of code i in its low bits; the
-// top bits have the signs of codes 4, 0, 5, 1, 6, 2, 7, 3, so that a shift aligns four of them with four bytes.
+// A table entry holds e4m3(magnitude * group scale) for a code's eight magnitudes. A code's three bits select a byte,
+// four codes per PRMT; signs are ORed in. In a word with eight codes, nibble i holds code i's magnitude in its low
+// bits; the nibbles' top bits hold the signs for codes 4, 0, 5, 1, 6, 2, 7, 3, so that a shift aligns four signs with
+// four bytes.
 #pragma once
 
 #include "formats.cuh"
@@ -14,22 +15,22 @@
 
 namespace deep_tile {
 
-// Magnitudes of e2m1, by their three bits.
+// e2m1 magnitudes, by their three bits.
 __device__ __forceinline__ float magnitude(int code) {
     return code < 2 ? code * 0.5f : (1 << (code / 2 - 1)) * (1.0f + code % 2 * 0.5f);
 }
 
 __device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
 
-// Tables of e2m1 in groups of 32: of a power of two for each byte, a signed exponent relative to the block's scale. What
-// is too large for e4m3 has no place in the block but as zeros, and what is too small is zero.
+// Tables for e2m1 in groups of 32: an entry per scale byte, a signed exponent relative to the block's scale. Products
+// too large for e4m3 occur only for zero elements; too small ones become zero.
 struct PowerTables {
     static __device__ __forceinline__ float scale(int byte) {
         return power_of_two(min(max(static_cast<signed char>(byte), -100), 100));
     }
 };
 
-// Tables of e2m1 in groups of 16: of an eighth of each e4m3, so that all products are within e4m3.
+// Tables for e2m1 in groups of 16: with an eighth of each e4m3 scale, so that all products fit e4m3.
 struct E4M3Tables {
     static __device__ __forceinline__ float scale(int byte) {
         const int exponent = byte / 8 % 16, fraction = byte % 8;
@@ -40,12 +41,12 @@ struct E4M3Tables {
 template <GemmConfig config>
 using Tables = typename Conditional<config.b_group == 32, PowerTables, E4M3Tables>::type;
 
-// Units of one K block of a tile.
+// Units per tile and K block.
 template <GemmConfig config>
 constexpr int tile_units = config.block_n / unit_rows;
 
-// Loads the units of a stage, in one thread, after announcing their bytes: fewer where the matrix ends. Beyond K `a` has
-// zeros, and the last K block will do.
+// Loads a stage's units, in one thread, after announcing their bytes: fewer at the matrix's end. Past K, where `a` is
+// zero, the last K block is loaded again.
 template <GemmConfig config>
 __device__ __forceinline__ void load_units(const GemmParams& params, SharedStorage<config>& smem, Tile<config> tile,
                                            int stage, int step) {
@@ -62,7 +63,7 @@ __device__ __forceinline__ void load_units(const GemmParams& params, SharedStora
     }
 }
 
-// Begins the unit warp: makes the barriers that its loads complete, and issues the first of these. Returns how many.
+// Starts the unit warp: initialises its full mbarriers and issues the first loads. Returns how many.
 template <GemmConfig config>
 __device__ __forceinline__ int request_first_units(const GemmParams& params, SharedStorage<config>& smem) {
     if (ptx::elect_sync()) {
@@ -103,10 +104,9 @@ __device__ __forceinline__ void produce_units(const GemmParams& params, SharedSt
     }
 }
 
-// Converter warps: each takes a quarter of a stage's units, two at a time. A lane has a row of a unit, and two of its four
-// columns of 32 codes: eight lanes read and write eight rows of the same column, which lie in different banks on both
-// sides. All that a stage's first batch needs is read before the stage behind it is published, so that the latencies of
-// shared memory and of the fence run together.
+// Converter warps: each takes a quarter of a stage's units, two at a time. A lane has one unit row and two of its four
+// 32-code columns: eight lanes read and write eight rows of one column, in different banks on both sides. A stage's
+// first batch is read before the previous stage is published, so that shared-memory and fence latencies overlap.
 template <GemmConfig config>
 class Converter {
    public:
@@ -127,7 +127,7 @@ class Converter {
     // Reads a stage's first batch.
     __device__ __forceinline__ void begin(int stage) { read<0>(stage); }
 
-    // Writes a stage, whose first batch has been read, to the current slot.
+    // Writes a stage, whose first batch is in registers, to the current slot.
     __device__ __forceinline__ void convert(int stage) { convert_from<0>(stage); }
 
     // Advances to the next slot.
@@ -138,21 +138,21 @@ class Converter {
 
    private:
     static constexpr int threads = config.converter_warps * warp_threads;
-    static constexpr int units = config.block_n / unit_rows;  // of a K block
+    static constexpr int units = config.block_n / unit_rows;  // per K block
     static constexpr int all_units = config.scale_blocks * units;
     static constexpr bool has_room = config.math_warpgroups == 1 || config.b_group == 32;  // in registers
     static constexpr int batch_units = all_units > config.converter_warps && has_room ? 2 : 1;
     static constexpr int slot_bytes = config.block_n * config.k_bytes;
     static constexpr int batch_step = batch_units * config.converter_warps;
-    static constexpr int columns = 4;                   // of 32 codes, in a K block
-    static constexpr int column_bytes = 16;             // of a row
+    static constexpr int columns = 4;                   // with 32 codes each, per K block
+    static constexpr int column_bytes = 16;             // per row
     static constexpr int groups = 32 / config.b_group;  // per column
     static constexpr u32 magnitudes = 0x77777777, signs = 0x80808080;
 
     static __device__ __forceinline__ int row() { return threadIdx.x % unit_rows; }
     static __device__ __forceinline__ int first_column() { return threadIdx.x % warp_threads / unit_rows * 2; }
 
-    // Offsets of this lane's codes and scales in a unit, and of its first piece of 16 bytes in a swizzled tile.
+    // Offsets for this lane: codes and scales in a unit, and its first 16-byte piece in a swizzled tile.
     static __device__ __forceinline__ u32 codes_offset() { return (first_column() * unit_rows + row()) * column_bytes; }
     static __device__ __forceinline__ u32 scales_offset() {
         return columns * unit_rows * column_bytes + (row() * columns + first_column()) * groups;
@@ -208,7 +208,7 @@ class Converter {
         }
     }
 
-    // Writes 16 elements of a row, which are a piece of the 128-byte swizzle.
+    // Writes 16 row elements, one piece of the 128-byte swizzle.
     __device__ __forceinline__ void write_piece(u32 to, u32 low, u32 high, uint2 table) const {
         const uint2 first = eight(low, table), last = eight(high, table);
         ptx::st_shared_v4(to, first.x, first.y, last.x, last.y);
@@ -224,11 +224,11 @@ class Converter {
     SharedStorage<config>& smem_;
     const int warp_;
     u32 to_;                                // this lane's first piece in the current slot
-    uint4 codes_[batch_units][2];           // of the batch that has been read: of each unit, two columns
+    uint4 codes_[batch_units][2];           // the batch in registers: two columns per unit
     uint2 tables_[batch_units][2 * groups];
 };
 
-// Runs one converter warp over every stage of this CTA's tiles.
+// Runs one converter warp over all stages of this CTA's tiles.
 template <GemmConfig config>
 __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedStorage<config>& smem, int warp) {
     Converter<config> converter(smem, warp);
@@ -246,7 +246,7 @@ __device__ __forceinline__ void convert_stages(const GemmParams& params, SharedS
         wait(smem.slots.empty[slots.stage], slots.phase ^ 1);
         converter.convert(state.stage);
         __syncwarp();
-        ptx::mbarrier_arrive(ptx::smem_address(&smem.units.empty[state.stage]), threadIdx.x % warp_threads == 0);
+        ptx::mbarrier_arrive(ptx::smem_address(&smem.units.empty[state.stage]));
         state.advance();
         if (left > 1) {
             wait(smem.units.full[state.stage], state.phase);

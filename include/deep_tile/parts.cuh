@@ -1,4 +1,4 @@
-// Results of products by parts of K (thin.cuh): how they are written, and the sum of the parts.
+// Thin GEMM results (thin.cuh): output formats, and the reduction over K parts.
 #pragma once
 
 #include "arithmetic.cuh"
@@ -6,7 +6,7 @@
 
 namespace deep_tile {
 
-// Writes a result in its format; in FP32 it may be added to what is there.
+// Writes a result in its format; FP32 may accumulate.
 template <typename Params>
 __device__ __forceinline__ void write_result(const Params& params, i64 at, float value) {
     if (params.format == int(Format::fp32)) {
@@ -18,8 +18,8 @@ __device__ __forceinline__ void write_result(const Params& params, i64 at, float
     }
 }
 
-// Adds up the parts of each number of out, and of the squares behind them: `lanes` threads take every so many parts, and
-// the first one adds up theirs.
+// Reduces the K parts for each output, and for the squares after them: `lanes` threads each take every lanes-th part,
+// and the first one adds their sums.
 template <int threads, typename Params>
 __device__ __forceinline__ void add_parts(const Params& params) {
     __shared__ float shares[threads];

@@ -53,8 +53,8 @@ struct Scales {
     float row[config.scale_blocks][config.chunks_m][2];
     float column[config.scale_blocks][config.b_scale_slots];
 
-    // Hides from the compiler that all threads read the same value: it would keep it in a uniform register, and await
-    // the read in the middle of a stage, which made 128x192 5 to 12 % slower (H200, 2026-11-21).
+    // Hides from the compiler that all threads read the same value: it would keep it in a uniform register and await
+    // the read mid-stage, which made 128x192 5 to 12 % slower (H200, 2026-11-21).
     static __device__ __forceinline__ int not_uniform_zero() { return ptx::opaque_zero() * 4; }
 
     // Loads a stage's scales; `slot` belongs to the thread's first row.

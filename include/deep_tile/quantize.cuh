@@ -1,15 +1,15 @@
 // Casts to FP8: one scale per 1x128 block (cast_rows) or 128x128 block (cast_tiles); each element is read once.
 //
-// deep_tile/cast.py launches them; deep_tile/quantize.py holds the definition, equal in every bit. A block row is 128
+// deep_tile/cast.py launches them; deep_tile/quantize.py holds the definition, equal in every bit. A block row has 128
 // columns, shared by `lanes` neighbouring threads. Each thread keeps its 16-byte vectors in registers from load to
-// store, and requests all of them before it uses the first; threads * vectors keep memory busy.
+// store and requests all before it uses the first; threads * vectors keep memory busy.
 #pragma once
 
 #include "formats.cuh"
 
 namespace deep_tile {
 
-// Slice: one thread's vectors, `elements` each, in a row of 128 columns that `lanes` threads share. An explicit
+// Slice: one thread's vectors, `elements` each, in a 128-column row that `lanes` threads share. An explicit
 // `vectors` sets another row length.
 template <typename Format, int lanes, int elements = 16 / sizeof(typename Format::Bits),
           int vectors = scale_block / (lanes * elements)>
@@ -28,7 +28,7 @@ class Slice {
         }
     }
 
-    // Fills element j of vector i with `of(i, j)`, for FP32.
+    // Fills element j in vector i with `of(i, j)`, for FP32.
     template <typename Function>
     __device__ __forceinline__ void fill(Function of) {
 #pragma unroll
@@ -38,14 +38,14 @@ class Slice {
         }
     }
 
-    // Sets word `word` of the only vector to two numbers, rounded to a format of 16 bits.
+    // Sets word `word` in the only vector to two numbers, rounded to a 16-bit format.
     __device__ __forceinline__ void pack(int word, const float (&two)[2]) {
         words_[0][word] = Format::pack(two[1], two[0]);
     }
 
     __device__ __forceinline__ float value(int i, int j) const { return value(words_[i], j); }
 
-    // Magnitudes of the elements in word `word` of the only vector.
+    // Magnitudes in word `word` of the only vector.
     __device__ __forceinline__ u32 word_magnitude(int word) const { return Format::magnitude(words_[0][word]); }
 
     // Column for element `slot % elements` in thread `slot / elements`, if each holds one vector.
@@ -181,7 +181,7 @@ class Slice {
     u32 words_[vectors][words];
 };
 
-// Maximum over `lanes` neighbouring threads of a warp, all of which call it.
+// Maximum over `lanes` neighbouring threads; the whole warp calls it.
 template <int lanes>
 __device__ __forceinline__ u32 largest_of_lanes(u32 value) {
 #pragma unroll
@@ -195,7 +195,7 @@ __device__ __forceinline__ void write_scale(const CastParams& params, u32 row, u
     params.scale[row * params.scale_stride_row + column * params.scale_stride_column] = value;
 }
 
-// Row set of out: all rows.
+// Row set: all rows.
 struct AllRows {
     __device__ explicit AllRows(const CastParams& params) : count(params.rows) {}
 
@@ -208,7 +208,7 @@ struct AllRows {
 // Sources: the input of a cast, how a thread gets its slice of 128 columns, and the row set. A `Place` holds the data
 // read before the first column can be read.
 
-// Source: the rows of x.
+// Source: x's rows.
 template <typename Format, int lanes>
 struct Plain {
     using Rows = AllRows;

@@ -1,4 +1,4 @@
-// FP8 epilogue: output boxes with a scale per row and 128 columns, for a GEMM that ends in a cast.
+// FP8 epilogue: output boxes with 1x128 scales, for a GEMM that ends in a cast.
 //
 // output.cuh calls it. A box is one scale block wide, so the four lanes that share a row find its scale by themselves.
 // Every bit equals that of the separate cast (quantize.cuh); formats.cuh has the arithmetic of both.
@@ -14,7 +14,7 @@ namespace deep_tile {
 __device__ __forceinline__ float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pair & 0xffff0000); }
 
-// Magnitude bits of a row's largest element, from the four lanes that share the row. Comparing halves directly, two at
+// Magnitude bits of a row's largest element, over the four lanes that share the row. Comparing halves directly, two at
 // once, makes ptxas take the warps of 64-row tiles for divergent (NVRTC 13.0.88).
 __device__ __forceinline__ u32 largest_of_row(const u32 (&pairs)[scale_block / 16][4], int half) {
     float sizes[4] = {};  // independent maxima: in a single chain each would wait for the one before

@@ -1,8 +1,8 @@
-// Which keys count for which query of the indexer's logits, and how a grid shares out the work (logits.cuh).
+// Key ranges per query for the indexer's logits, and work distribution over the grid (logits.cuh).
 //
-// A block of queries needs the tiles of keys from the least begin to the greatest end of its queries' ranges. All blocks'
-// tiles, one block after the other, are cut into shares of the same length, one for each CTA. So long and short contexts
-// balance, whatever the lists on the device say, and no list is written before.
+// A query block needs the key tiles from the least start to the greatest end in its queries' ranges. All blocks' tiles,
+// concatenated, are cut into equal shares, one per CTA. So long and short contexts balance for any device-side lists,
+// without a scheduling kernel.
 #pragma once
 
 #include "logits_config.cuh"
@@ -19,7 +19,7 @@ __device__ __forceinline__ Span keys_of(const LogitsParams& params, int row) {
     if constexpr (config.paged) {
         if (params.own_lengths) return {0, clamped(params.ends[row], 0, params.keys)};
         const int batch = row / params.batch_rows;
-        const int later = (batch + 1) * params.batch_rows - 1 - row;  // queries of the sequence behind this one
+        const int later = (batch + 1) * params.batch_rows - 1 - row;  // later queries in the sequence
         return {0, clamped(max(params.ends[batch], 0) - later, 0, params.keys)};
     } else {
         const int begin = clamped(params.begins[row], 0, params.keys);
@@ -28,7 +28,7 @@ __device__ __forceinline__ Span keys_of(const LogitsParams& params, int row) {
     }
 }
 
-// A block of queries, which share tiles of keys: rows of q, and the sequence that they belong to.
+// A query block, which shares key tiles: rows in q, and their sequence.
 struct QueryBlock {
     int row, end, batch;
 };
@@ -63,7 +63,7 @@ __device__ __forceinline__ int count_tiles(const LogitsParams& params, int block
     return tiles_of(first, end).size();
 }
 
-// Cuts all blocks' tiles into shares, by all threads of the CTA.
+// Cuts all blocks' tiles into shares, with all threads in the CTA.
 template <LogitsConfig config>
 __device__ __forceinline__ void find_share(const LogitsParams& params, LogitsStorage<config>& smem) {
     const int blocks_per_thread = ceil_div(params.blocks, config.threads);
@@ -91,7 +91,7 @@ __device__ __forceinline__ void find_share(const LogitsParams& params, LogitsSto
     __syncthreads();
 }
 
-// Walk of a warp over a share, block by block.
+// A warp's walk over a share, block by block.
 template <LogitsConfig config>
 class ShareWalk {
    public:
@@ -116,11 +116,11 @@ class ShareWalk {
     }
 
     QueryBlock queries;
-    Span keys;   // of the lane's query
-    Span tiles;  // of this block, in this share
+    Span keys;   // the lane's query's
+    Span tiles;  // this block's, in this share
 
    private:
-    // Tiles that the block needs, which the warp then knows as uniform.
+    // Tiles that the block needs, as a warp-uniform value.
     __device__ __forceinline__ Span block_tiles() {
         static_assert(config.block_queries <= warp_threads, "a lane for each query");
         const int row = queries.row + static_cast<int>(threadIdx.x % warp_threads);

@@ -11,8 +11,8 @@ namespace deep_tile {
 // only existing data, and its stores are clipped. Tile counts fit an int for any output that fits in memory.
 //
 // The position is a pair (row group, index within it). Division by the group height is a multiplication: a division
-// takes about a hundred clocks with nothing to hide them, and its code precedes the first request. The reciprocal is
-// 2^31 over the rows, rounded up: exact up to 16 rows and 2^27 tiles per group.
+// takes about a hundred exposed clocks, and its code precedes the first request. The reciprocal is 2^31 over the rows,
+// rounded up: exact up to 16 rows and 2^27 tiles per group.
 template <GemmConfig config>
 class RasterScheduler {
    public:

@@ -1,4 +1,4 @@
-// Split K: the CTAs of a cluster hold partial sums for the same tile; each adds up its share of the columns.
+// Split K: a cluster's CTAs hold partial sums for the same tile; each reduces its share of the columns.
 //
 // CTA r pushes the other CTAs' shares from registers into their shared memory (distributed shared memory, no
 // workspace), then adds the received sums to its own in the order of the K parts, so that the result does not depend on
@@ -34,7 +34,7 @@ class SplitReduction {
         }
     }
 
-    // Waits for the sums of the other CTAs. Not part of receive(), which is called in one of several branches: the
+    // Waits for the other CTAs' sums. Not part of receive(), which is called in one of several branches: the
     // compiler would no longer know the phase as uniform, nor any loop here. It then lets warps diverge, and they hung
     // at a WGMMA, which wants all of them; tests/test_codegen.py looks for it.
     __device__ __forceinline__ void await() {
@@ -42,7 +42,7 @@ class SplitReduction {
         phase_ ^= 1;
     }
 
-    // Completes the columns of `part`, this CTA's own. Returns bits from every vector that it has read.
+    // Completes `part`, this CTA's columns. Returns bits from every vector that it has read.
     template <int part>
     __device__ __forceinline__ u32 receive(Accumulators<config>& sums) {
         u32 read = 0;

@@ -18,14 +18,14 @@
 
 namespace deep_tile {
 
-// True if TMA copies the scales of the tile's rows: a whole tile of adjacent scales. The host states adjacency beside
+// True if TMA copies the tile's row scales: a whole tile of contiguous scales. The host states adjacency beside
 // sizes that are read first anyway: the first request waits for everything read before it.
 template <GemmConfig config>
 __device__ __forceinline__ bool scales_in_bulk(const GemmParams& params, Tile<config> tile) {
     return config.bulk_scales && tile.a_row() + config.block_m <= params.bulk_scale_rows && has_k<config>(params, tile);
 }
 
-// True if TMA copies the scales of the tile's columns, if each has its own.
+// True if TMA copies the tile's column scales, if each column has its own.
 template <GemmConfig config>
 __device__ __forceinline__ bool column_scales_in_bulk(const GemmParams& params, Tile<config> tile) {
     if constexpr (!config.bulk_scales || !config.column_scales) return false;
@@ -39,9 +39,8 @@ __device__ __forceinline__ int a_scale_slot(int row) {
     return config.bulk_scales ? row : row / 16 * 16 + row % 8 * 2 + row / 8 % 2;
 }
 
-// Reader of a tile's scales in a scale warp: each lane handles its rows of `a`, unless TMA copies them, and the first
-// lanes the column slots of `b`. Rows and columns beyond the matrix take the last scale: their products are never
-// stored.
+// Reader for a tile's scales in a scale warp: each lane handles its `a` rows, unless TMA copies them, and the first
+// lanes b's column slots. Rows and columns beyond the matrix take the last scale: their products are never stored.
 //
 // Offsets are 32-bit byte counts, so each stage needs additions only. With element offsets, or pointers with 32-bit
 // strides, ptxas uses the multiplier, and FFMAs in math warps wait for it: 128-row tiles took up to 9 % longer. 64-bit
@@ -121,13 +120,13 @@ class ScaleReader {
 // Value of GemmParams.scale_runs if a row's scales in `a` can be read as vectors.
 constexpr int vector_runs = 2;
 
-// Reader of a tile's scales in runs; each warp takes every `warps`-th run.
+// Reader for a tile's scales in runs; each warp takes every `warps`-th run.
 template <GemmConfig config>
 class RunReader : public ScaleReader<config> {
    public:
     static constexpr int steps = config.scales_at_once / config.scale_blocks;  // per run
 
-    // Warps that take runs in turn: few enough that a warp never skips more than one round of stages between its steps.
+    // Warps that take runs in turn: few enough that a warp never skips more than one round of stages.
     // After two rounds an mbarrier's parity repeats, and the warp would not wait for the second.
     static constexpr int turns = 1 + (config.stages - 1) / steps;
     static constexpr int warps = config.scale_warps < turns ? config.scale_warps : turns;
@@ -151,7 +150,7 @@ class RunReader : public ScaleReader<config> {
         }
     }
 
-    // Writes the scales of `step` in the run to a stage.
+    // Writes the run's scales for `step` to a stage.
     __device__ __forceinline__ void store(SharedStorage<config>& smem, int stage, int step) const {
 #pragma unroll
         for (int j = 0; j < config.scale_blocks; ++j) {

@@ -1,9 +1,9 @@
-// Stable counting sort of tokens' choices by expert: the row lists that an expert layer multiplies.
+// Stable counting sort of choices by expert, for an expert layer's row lists.
 //
 // deep_tile/cast.py launches it; deep_tile/experts.py holds the definition, with the same numbers. Choices are numbered
-// along the tokens. A cluster counts all of them, a slice per CTA, and its CTAs exchange counts by `st.async`. Each CTA
-// then knows where rows begin for its share, and places them: every cluster has another share of each slice. So no
-// cluster waits for another, and a launch leaves nothing behind for the next.
+// along the tokens. A cluster counts all choices, a slice per CTA, and its CTAs exchange counts by `st.async`. Each CTA
+// then knows its share's first rows and places the share; clusters have disjoint shares. So no cluster waits for
+// another, and no state outlives the launch.
 #pragma once
 
 #include "streaming.cuh"
@@ -12,7 +12,7 @@
 
 namespace deep_tile {
 
-// Shared memory of a CTA. A bucket is an expert, or, behind all, "no expert"; one more is for lanes without a choice.
+// A CTA's shared memory. A bucket is an expert; the last two are "no expert" and lanes without a choice.
 // An odd number of words between buckets spreads them over banks.
 template <int threads>
 struct SortStorage {
@@ -20,7 +20,7 @@ struct SortStorage {
     static constexpr int buckets = threads + 2;
     static constexpr int pairs = warps / 2 + 1;
 
-    // Count of a warp's choices in a bucket; later, position of its next one, from the share's first.
+    // A warp's choice count in a bucket; later its next position, relative to the share's first.
     __device__ __forceinline__ u16& of_warp(u32 bucket, u32 warp) {
         return reinterpret_cast<u16*>(&of_pair(bucket, 0))[warp];
     }
@@ -29,14 +29,14 @@ struct SortStorage {
 
     u64 all_counted;                     // mbarrier: the counts for all slices have come
     u32 sums[warp_threads];              // for sum_before
-    u32 begins[buckets];                 // choices before the share in its slice; later, row of the share's first
+    u32 begins[buckets];                 // choices before the share in its slice; later the share's first row
     u32 ends[buckets];                   // choices behind the share in its slice; later, row behind an expert's last
     u32 of_slice[sort_blocks][buckets];  // choices per slice
     u32 of_pairs[buckets * pairs];       // of_warp, two to a word
 };
 
-// Ranges of a CTA: it counts [first, end), and places `size` from `own` on, a part per warp. Shares and slices are
-// multiples of a CTA's threads.
+// A CTA's ranges: it counts [first, end) and places `size` choices from `own` on, a part per warp. Shares and slices
+// are multiples of the thread count.
 struct SortShare {
     __device__ __forceinline__ SortShare(const SortParams& params, u32 warps)
         : rank(blockIdx.x & ((1u << params.cluster_log2) - 1)), first(rank * params.slice),
@@ -73,7 +73,7 @@ __device__ __forceinline__ void clear(const SortParams& params, SortStorage<thre
     for (u32 bucket = threadIdx.x; bucket <= params.experts; bucket += threads) {
         smem.begins[bucket] = smem.ends[bucket] = 0;
     }
-    if (params.cluster_log2 > 0) {  // and waits until every CTA of the cluster has its mbarrier
+    if (params.cluster_log2 > 0) {  // and waits until every CTA in the cluster has its mbarrier
         if (threadIdx.x == 0) {
             const u32 barrier = ptx::smem_address(&smem.all_counted);
             ptx::mbarrier_init(barrier, 1);
@@ -128,7 +128,7 @@ __device__ __forceinline__ u32 sum_up_warps(SortStorage<threads>& smem, u32 buck
     return sum;
 }
 
-// Sends counts to `of_slice` in every CTA of the cluster; a single CTA keeps them in its own.
+// Sends counts to `of_slice` in every CTA in the cluster; a single CTA keeps its own.
 template <int threads>
 __device__ __forceinline__ void share_counts(const SortParams& params, u32 rank, SortStorage<threads>& smem) {
     const u32 barrier = ptx::smem_address(&smem.all_counted);

@@ -12,7 +12,7 @@ template <GemmConfig config>
 struct RingB {
     static constexpr bool travels_with_a = true;
 
-    // Slot for K block `step` of a tile, and the mbarrier that completes when it has landed.
+    // Slot for a tile's K block `step`, and the mbarrier that completes when it has landed.
     static __device__ __forceinline__ int slot(int stage, int) { return stage; }
     static __device__ __forceinline__ u32 full(SharedStorage<config>& smem, int stage, int) {
         return ptx::smem_address(&smem.full[stage]);
@@ -39,7 +39,7 @@ struct RingB {
     __device__ __forceinline__ void release(SharedStorage<config>&, int) const {}
 };
 
-// Resident storage: a slot per K block of `b`, which stays while the CTA works down a column of tiles.
+// Resident storage: a slot per `b` K block, kept while the CTA works down a column of tiles.
 template <GemmConfig config>
 class ResidentB {
    public:
@@ -80,12 +80,12 @@ class ResidentB {
     }
 
    private:
-    int step_ = 0;  // current K block of a math warpgroup's tile
+    int step_ = 0;  // a math warpgroup's current K block
     ColumnState column_;
 };
 
-// Converted storage: converter warps (packed_b.cuh) write K blocks of 8 bits to a ring of slots, for which math
-// warpgroups wait; the operand warp loads `a` alone.
+// Converted storage: converter warps (packed_b.cuh) write 8-bit K blocks to a ring of slots, for which math warpgroups
+// wait; the operand warp loads `a` alone.
 template <GemmConfig config>
 class ConvertedB : public RingB<config> {
    public:

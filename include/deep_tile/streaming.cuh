@@ -1,4 +1,4 @@
-// Helpers for memory-bound kernels: the casts (quantize.cuh) and the sum of experts' rows (combine.cuh).
+// Helpers for memory-bound kernels, e.g. casts (quantize.cuh) and combine (combine.cuh).
 #pragma once
 
 struct TensorMap;  // unused in their parameters

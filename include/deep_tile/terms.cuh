@@ -1,4 +1,4 @@
-// FP32 numbers as sums of BF16 terms: their leading 8 bits, the next 8, the last 8.
+// FP32 numbers as sums of BF16 terms: the leading 8 bits, the next 8, the last 8.
 #pragma once
 
 #include "arithmetic.cuh"
@@ -6,8 +6,9 @@
 
 namespace deep_tile {
 
-// Splits two numbers into terms, the first in bits 0 to 15. Three terms are truncated, so that each is exact but for bits
-// below 2^-133, the least of BF16; two are rounded. A number that is its first term leaves 0, also infinity.
+// Splits two numbers into terms, the first in bits 0 to 15. Three terms are truncated, each exact except for bits below
+// 2^-133, BF16's smallest number; two are rounded. If the first term equals the number, also infinity, the others are
+// 0.
 template <int terms>
 __device__ __forceinline__ void split_pair(float first, float second, u32 (&words)[terms]) {
 #pragma unroll
@@ -20,8 +21,8 @@ __device__ __forceinline__ void split_pair(float first, float second, u32 (&word
     }
 }
 
-// Writes the terms of FP32 b [rows, k] to out [terms, rows, out_stride], whose rows are padded with zeros to whole threads'
-// shares of eight. Rows of b begin at multiples of 16 bytes.
+// Splits FP32 b [rows, k] into out [terms, rows, out_stride], rows zero-padded to multiples of eight. Rows in b start
+// at multiples of 16 bytes.
 template <int terms, typename Params>
 __device__ __forceinline__ void split_terms(const Params& params) {
     take_turn();

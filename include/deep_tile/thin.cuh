@@ -1,4 +1,4 @@
-// Products whose tiles are too few for a GPU: few columns, few rows, or a long K. BF16 a times FP32 or BF16 b, by parts.
+// Thin GEMM: few columns, few rows, or a long K. BF16 a by FP32 or BF16 b, split along K.
 //
 // sums[part, m, n] = sum over the part's K blocks of a[m, block] . b[n, block], of all matrices one after the other
 //
@@ -7,10 +7,10 @@
 //   split warps         split FP32 b into BF16 terms, in place            wait empty and landed, arrive on full
 //   math warpgroups     WGMMA of all terms, FP32 sums; squares of a       wait landed and full, arrive on empty
 //
-// An FP32 b is a sum of BF16 terms (terms.cuh), whose products with BF16 are exact; but WGMMA truncates as it
-// accumulates, so temporaries span one K block, smallest terms first, and are then added to FP32 registers, as FP8 is
-// promoted. Narrow tiles split b themselves; wide ones, which many CTAs share, find it split. A CTA has one tile and one
-// part of K: what it computes depends on nothing else, and add_parts() sums the parts in a fixed order.
+// An FP32 b is a sum of BF16 terms (terms.cuh), whose products with BF16 are exact. WGMMA truncates as it accumulates,
+// so temporaries span one K block, smallest terms first, and are then promoted to FP32 registers, as with FP8. Narrow
+// tiles split b themselves; wide tiles, whose b many CTAs share, read a split b. A CTA has one tile and one K part: its
+// result depends on nothing else, and add_parts() sums the parts in a fixed order.
 #pragma once
 
 #include "memory.cuh"
@@ -20,18 +20,18 @@
 
 namespace deep_tile {
 
-constexpr int thin_k = 64;           // elements of K in a K block
-constexpr int split_rows = 4;        // of b, that a warp splits at once: eight numbers a lane
+constexpr int thin_k = 64;           // K elements per K block
+constexpr int split_rows = 4;        // b rows that a warp splits at once: eight numbers per lane
 
 struct ThinConfig {
     int block_m, block_n;
-    int terms;        // of b
+    int terms;        // BF16 terms for b
     int stages;
     int split_warps;  // 0: b's terms are operands
-    bool squares;     // sums of the squares of a's rows, too
+    bool squares;     // also sum squares along a's rows
 
     constexpr bool splits() const { return split_warps > 0; }
-    // Narrow tiles: terms lie side by side in one WGMMA's columns, which then reads a once, and each has sums of its own.
+    // Narrow tiles: terms are adjacent columns of one WGMMA, which reads a once; each term has its own sums.
     constexpr int columns_at_once() const { return splits() ? terms * block_n : block_n; }
     constexpr int chains() const { return terms * block_n / columns_at_once(); }
     constexpr int math_threads() const { return block_m / mma_m * warpgroup_threads; }
@@ -53,7 +53,7 @@ struct ThinWork {
     int begin, end;
 };
 
-// CTAs count columns first, then rows, then parts of K.
+// CTAs are numbered by columns first, then rows, then K parts.
 template <ThinConfig config>
 __device__ __forceinline__ ThinWork thin_work(const ThinParams& params) {
     const u32 columns = (params.n + config.block_n - 1) / config.block_n;
@@ -84,7 +84,7 @@ struct ThinStep {
 template <ThinConfig config>
 __device__ __forceinline__ void load_thin(const ThinParams& params, ThinStorage<config>& smem, const ThinWork& work) {
     PipelineState<config.stages> state;
-    constexpr int boxes = config.splits() ? 2 : config.terms;  // of b, each 128 bytes of its rows
+    constexpr int boxes = config.splits() ? 2 : config.terms;  // b boxes, each 128 bytes wide
     constexpr u32 box_bytes = config.block_n * k_block_bytes, bytes = config.block_m * k_block_bytes + boxes * box_bytes;
     ThinStep at(params, work.begin);
 #pragma unroll 1
@@ -108,9 +108,9 @@ __device__ __forceinline__ void load_thin(const ThinParams& params, ThinStorage<
     }
 }
 
-// Eight numbers of a row in each lane of a split warp, which has `split_rows` rows of a K block: numbers 0 to 31 of a row
-// lie in b's first box, the others in the second one, and terms take the boxes' place, row by row. Lanes of the second
-// box read their 16 bytes in the other order, so that no two of a row read from one bank.
+// A split warp takes `split_rows` rows of a K block, eight numbers per lane. A row's numbers 0 to 31 are in b's first
+// box, the others in the second; terms overwrite the boxes row by row. Lanes on the second box read their two 16-byte
+// halves in reverse order, so that no two lanes on a row hit one bank.
 template <ThinConfig config>
 struct SplitRows {
     static constexpr u32 box_bytes = config.block_n * k_block_bytes;
@@ -142,10 +142,10 @@ struct SplitRows {
     uint4 low, high;
 };
 
-// Splits b in its stages, which warps take by turns. A warp sees a stage every third round or so: it waits until the
-// stage is empty, too, without which a phase that is two behind would look like the one that it waits for. Loads of a
-// stage precede its stores. The stage is hidden from ptxas where b is addressed: it would otherwise wait through an
-// ordinary register, as in a warp whose threads are apart.
+// Splits b in its stages; warps alternate in stages. A warp sees a stage about every third round, so it also waits for
+// "empty": otherwise a phase two rounds old would look like the awaited one. A stage's loads precede its stores. The
+// stage index is hidden from ptxas in b's addresses: otherwise the barrier wait uses an ordinary register, as in a
+// divergent warp.
 template <ThinConfig config>
 __device__ __forceinline__ void split_thin(ThinStorage<config>& smem, const ThinWork& work, int warp) {
     constexpr int groups = config.block_n / split_rows;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void split_thin(ThinStorage<config>& smem, const Thin
     }
 }
 
-// Sums of squares of a warp's 16 rows, four at a time: eight lanes share a row, 16 bytes each.
+// Square sums for a warp's 16 rows, four at a time: eight lanes share a row, 16 bytes each.
 struct Squares {
     float sums[4] = {};
 
@@ -230,7 +230,7 @@ __device__ __forceinline__ void add_terms(float (&sums)[config.block_n / 2], con
     }
 }
 
-// Multiplies a warpgroup's 64 rows of the tile with every K block of the part.
+// Multiplies a warpgroup's 64 tile rows with every K block in the part.
 template <ThinConfig config>
 __device__ __forceinline__ void multiply_thin(const ThinParams& params, ThinStorage<config>& smem, const ThinWork& work, int warp) {
     constexpr u32 a_stage = config.block_m * k_block_bytes / 16, b_term = config.block_n * k_block_bytes / 16;

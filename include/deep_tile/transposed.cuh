@@ -3,14 +3,15 @@
 // deep_tile/cast.py launches it; deep_tile/transposed.py holds the definition, equal in every bit. A CTA takes a tile
 // of 128 tokens and some columns. Each thread holds 16 bytes from some neighbouring tokens in registers. Threads
 // combine scales for their columns in shared memory; codes go through it too, and leave by columns. 16-byte stores
-// matter most: with 4 bytes the cast takes a quarter longer (4096 x 7168 of BF16, H200, 2026-11-24).
+// matter most: with 4 bytes the cast takes a quarter longer (4096x7168 in BF16, H200, 2026-11-24).
 #pragma once
 
 #include "quantize.cuh"
 
 namespace deep_tile {
 
-// Tile of 128 tokens and `columns`, as a CTA's threads share it. A `slot` is a column, in the threads' order.
+// A tile with 128 tokens and `columns` columns, as a CTA's threads share it. A `slot` is a column, in the threads'
+// order.
 template <typename Format_, int threads, int columns_>
 struct TransposedTile {
     using Format = Format_;
@@ -19,10 +20,10 @@ struct TransposedTile {
     static constexpr int warps = threads / warp_threads;
     static constexpr int elements = 16 / sizeof(Bits);              // slots per thread
     static constexpr int lanes = columns / elements;                // threads per token
-    static constexpr int per_word = 4 / sizeof(Bits);               // slots per word of x
-    static constexpr int words = elements / per_word;               // words of x per thread and token
+    static constexpr int per_word = 4 / sizeof(Bits);               // slots per x word
+    static constexpr int words = elements / per_word;               // x words per thread and token
     static constexpr int tokens = scale_block / (threads / lanes);  // neighbours, per thread
-    static constexpr int column_words = scale_block / 4;            // words of codes
+    static constexpr int column_words = scale_block / 4;            // code words
     static constexpr int rotation = 4;                              // from one thread's columns to the next one's
     using Part = Slice<Format, lanes, elements, 1>;
     static_assert(tokens % 4 == 0, "a thread holds whole words of each column");
@@ -57,7 +58,7 @@ struct TilePlace {
     int living;
 };
 
-// Number of live tokens among the 128 from `first` on: all existing ones, or those before their group's end. A group's
+// Live tokens among the 128 from `first` on: all existing ones, or those before their group's end. A group's
 // first token is a multiple of `alignment`. All threads get the same result.
 template <int threads>
 __device__ __forceinline__ int living_tokens(const CastParams& params, i64 first) {

@@ -1,7 +1,7 @@
 // Bounded waits: the debug build, in which a hang becomes an error that names every waiting warp and its barrier.
 //
 // deep_tile/watch.py allocates the records, in host memory that outlives a failed launch, and reads them. A record
-// belongs to one warp of one CTA. Without DEEP_TILE_WATCH, which codegen.py defines, kernels contain none of this.
+// belongs to one warp of one CTA. Kernels contain this only with DEEP_TILE_WATCH, which codegen.py defines.
 // Named barriers have no bounded wait; a warp that hangs at one shows by the waits of the others.
 #pragma once
 
@@ -10,7 +10,7 @@
 namespace deep_tile {
 
 struct Watch {
-    u64 records;   // address of the records; 0: no debug build
+    u64 records;   // the records' address; 0: no debug build
     u64 limit_ns;  // per wait
     u32 kernel;    // kernel number, from 1
 };
@@ -22,11 +22,11 @@ constexpr Watch watch = DEEP_TILE_WATCH;
 
 struct WatchRecord {
     u32 kernel;       // 0: nothing recorded
-    u32 barriers;     // shared-memory address of its first mbarrier
-    u32 row, column;  // first element of the warp's latest tile
+    u32 barriers;     // its first mbarrier's shared-memory address
+    u32 row, column;  // the warp's latest tile's first element
     u32 waits;        // 1: waiting for longer than the limit
-    u32 barrier;      // address of the awaited mbarrier
-    u32 parity;       // parity of the awaited phase
+    u32 barrier;      // the awaited mbarrier's address
+    u32 parity;       // the awaited phase's parity
     u32 unused;
 };
 

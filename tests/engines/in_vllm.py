@@ -76,6 +76,15 @@ def of_experts(kernel, layer, x: torch.Tensor) -> float:
     return error(out, wanted)
 
 
+def of_compiled(config, layer, x: torch.Tensor) -> tuple[float, int]:
+    """Against the same layer not compiled, and how many gates have joined a cast: a pass of vLLM's configuration is one
+    that inductor takes by the same name."""
+    name, found = platforms.current_platform.pass_key, []
+    gated_casts = config.compilation_config.inductor_compile_config[name]
+    compiled = torch.compile(layer, fullgraph=True, options={name: lambda graph: found.append(gated_casts(graph))})
+    return error(compiled(x), layer(x).float()), sum(found)
+
+
 def make_model(folder: str, kind: str):
     with open(os.path.join(folder, "config.json"), "w") as file:
         json.dump(models.config(kind, SIZES), file)
@@ -88,6 +97,7 @@ def make_model(folder: str, kind: str):
         max_num_seqs=16,
         kv_cache_memory_bytes=10**8,
         enforce_eager=True,
+        compilation_config={"custom_ops": ["none"]},  # as where graphs are compiled
     )
     config = arguments.create_engine_config()
     torch.accelerator.max_memory_allocated = lambda *_: 0
@@ -115,6 +125,8 @@ def main(folder: str, kind: str) -> None:
     with torch.inference_mode(), set_current_vllm_config(config):
         if serves:
             found["error_of_linear"] = of_linear(projection, x)
+        if serves and kind == "dense":
+            found["error_of_compiled"], found["gates"] = of_compiled(config, layer.mlp, x)
         if kind == "experts":
             runner = layer.mlp.experts
             kernel = runner._quant_method.moe_kernel

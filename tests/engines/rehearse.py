@@ -186,6 +186,8 @@ def check_vllm(folder: Path, name: str) -> list[str]:
         if any(each.startswith("DeepTile") is not bool(variable) for each in classes):
             failures.append(f"{kind}, variable {variable!r}: {classes} serve\n{said[-2000:]}")
         failures += [f"{name} has no {missing}" for name, missing in found["abstract"].items() if missing]
+        if found.get("gates", 1) != 1:
+            failures.append(f"{kind}: {found['gates']} gates of a layer have joined a cast")
         if bool(found["key"]) is not bool(variable):
             failures.append(f"{kind}, variable {variable!r}: the compile cache's key has {found['key']!r}")
         failures += [
