@@ -279,12 +279,8 @@ def replace_between_markers(path: Path, text: str) -> None:
 
 
 def plot_speedup(run: Run, path: Path) -> None:
-    """The speed-up over BF16 against m, geometric means over DeepSeek-V3's layers, a line per contestant.
-
-    An SVG without background, in colours that both a bright and a dark page show.
-    """
-    import matplotlib  # Measuring needs no plots.
-    from matplotlib.figure import Figure
+    """The speed-up over BF16 against m, geometric means over DeepSeek-V3's layers, a line per contestant."""
+    from matplotlib.figure import Figure  # Measuring needs no plots.
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
@@ -300,6 +296,13 @@ def plot_speedup(run: Run, path: Path) -> None:
     axes.set_title(f"FP8 GEMMs of DeepSeek-V3's layers, {run['meta']['gpu']}, {run['meta']['date'][:10]}", fontsize=11)
     axes.grid(alpha=0.3, color=CHART_GREY)
     axes.legend(loc="lower center", ncols=2, frameon=False, labelcolor=CHART_GREY)
+    save_svg(figure, axes, path)
+
+
+def save_svg(figure: Any, axes: Any, path: Path) -> None:
+    """An SVG without background, in colours that both bright and dark pages show."""
+    import matplotlib
+
     for part in (axes.title, axes.xaxis.label, axes.yaxis.label):
         part.set_color(CHART_GREY)
     axes.tick_params(which="both", colors=CHART_GREY)

@@ -7,17 +7,19 @@ from typing import NamedTuple
 import torch
 from torch import is_grad_enabled
 
-from deep_tile import _launcher, cast, checks, finishes, jit, launches, options, plan, tensors
+from deep_tile import _launcher, cast, checks, finishes, grouped, jit, launches, options, plan, tensors, wgrad
 from deep_tile.checks import MAX_SIZE, current_gpu
 from deep_tile.config import SCALE_BLOCK, GemmConfig, as_int, ceil_div, round_up
-from deep_tile.dense import FP8_GEMM, Options
+from deep_tile.dense import FP8_GEMM, GEMM, INT8_GEMM, SCALED_GEMM, Options
 from deep_tile.finishes import OUTPUT_NAMES, RESULT_NAMES, names, torch_dtype
+from deep_tile.grouped import FP8_GROUPED_GEMM, GROUPED_GEMM, SCALED_GROUPED_GEMM
 from deep_tile.kinds import EVERY_KIND, GROUPINGS, LAYOUT_NAMES, LAYOUTS, QUANTIZED, RAW, RESULTS, Kind, Majors
 from deep_tile.operation import error_of
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
 from deep_tile.select.groups import grouped_configs
 from deep_tile.select.hardware import H200
+from deep_tile.wgrad import FP8_GROUPED_WGRAD
 
 _TMA_BYTES = tensors.ALIGNMENT_BYTES
 
@@ -175,9 +177,11 @@ def supports(
     a_stride: int | None = None,
     b_stride: int | None = None,
     layout: str = "nt",
+    grouping: str = "none",
+    groups: int = 1,
 ) -> tuple[bool, str]:
     """Whether `fp8_gemm`, or `gemm` for BF16 and FP16, `int8_gemm` for INT8 and `scaled_gemm` for e5m2, takes such a
-    problem, and if not, why; for dispatchers, without tensors or a GPU.
+    problem, and if not, why; for dispatchers, without tensors or a GPU. Asks the checks of the call itself.
 
     Args:
         m, n, k: sizes in elements; scales are taken to be dense.
@@ -187,38 +191,74 @@ def supports(
         a_stride, b_stride: row strides in elements (k strides for M- and N-major operands); None: contiguous.
         layout: "nt": both operands K-major. For BF16 and FP16 also "nn": b N-major (the transpose of a contiguous [k,
             n]); "tt": a M-major; "tn": a M-major and b N-major.
+        grouping: "offs" or "counts" for `fp8_grouped_gemm`, `grouped_gemm` and `scaled_grouped_gemm`: m counts all
+            rows, or those of each group; "k_offs" for `fp8_grouped_wgrad`: weights [n, k], m tokens.
+        groups: number of groups.
     """
-    for name, size in (("m", m), ("n", n), ("k", k)):
+    asked = m, n, k, dtype, out_dtype, (a_stride, b_stride), layout, grouping, groups
+    error = error_of(_check_supported, *asked)
+    return error is None, "supported" if error is None else str(error)
+
+
+def _check_supported(m, n, k, dtype, out_dtype, strides, layout, grouping, groups) -> None:
+    """Raise what is wrong about such a problem."""
+    for name, size in (("m", m), ("n", n), ("k", k), ("groups", groups)):
         if as_int(size) is None:
-            return False, f"{name} is {size!r}; sizes are ints"
+            raise ValueError(f"{name} is {size!r}; sizes are ints")
         if not 0 <= size <= MAX_SIZE:
-            return False, f"{name} is {size}; sizes run from 0 to {MAX_SIZE}"
+            raise ValueError(f"{name} is {size}; sizes run from 0 to {MAX_SIZE}")
+    for name, stride in zip("ab", strides, strict=True):
+        if stride is not None and (as_int(stride) is None or not 0 <= stride <= MAX_SIZE):
+            raise ValueError(f"{name}_stride is {stride!r}; strides are ints, in elements, up to {MAX_SIZE}")
     if dtype not in _KINDS_OF_DTYPES:
-        return False, f"operands are {dtype}; supported is {' or '.join(map(str, _KINDS_OF_DTYPES))}"
-    kind = _kind_of(dtype, out_dtype)
-    problem = layout_problem(layout, kind)
-    if problem:
-        return False, problem
+        raise ValueError(f"operands are {dtype}; supported is {' or '.join(map(str, _KINDS_OF_DTYPES))}")
+    if grouping not in GROUPINGS:
+        raise ValueError(f"grouping is {grouping!r}; groupings are {', '.join(GROUPINGS)}")
+    kind, is_gradient = _kind_of(dtype, out_dtype), grouping == "k_offs"
+    checks.refuse(layout_problem(layout, kind))
+    if is_gradient and kind.name != "fp8":
+        raise ValueError(f"operands are {dtype}; fp8_grouped_wgrad takes torch.float8_e4m3fn")
     if out_dtype not in (None, *finishes.of_kind(kind)):
-        return False, f"out is {out_dtype}; supported is {' or '.join(map(str, OUTPUT_NAMES))}"
-    k_blocks = ceil_div(k, SCALE_BLOCK)
-    majors = LAYOUTS[layout]
-    for name, rows, scales, stride, major in (
-        ("a", m, m, a_stride, majors.a),
-        ("b", n, ceil_div(n, SCALE_BLOCK), b_stride, majors.b),
-    ):
-        sizes = (rows, k) if major == "k" else (k, rows)
-        if sizes[1] * kind.a.bytes > MAX_SIZE:
-            return False, f"{name} is {rows} by {k}; of {dtype} at most {MAX_SIZE // kind.a.bytes} lie in a row"
-        stride = sizes[1] if stride is None else stride
-        if as_int(stride) is None:
-            return False, f"{name}_stride is {stride!r}; strides are ints, in elements"
-        problem = checks.stride_problem(name, *sizes, stride, kind.a.bytes, "row" if major == "k" else "column")
-        if kind.scaling == "blocks":
-            problem = problem or checks.scale_problem(name, (scales, k_blocks), (k_blocks, 1))
-        if problem:
-            return False, problem
-    return True, "supported"
+        raise ValueError(f"out is {out_dtype}; supported is {' or '.join(map(str, OUTPUT_NAMES))}")
+    rows, columns, inner = (n, k, m) if is_gradient else (m, n, k)
+    of_a, of_b = {"counts": ((groups,), (groups,)), "offs": ((), (groups,))}.get(grouping, ((), ()))
+    (along_a, along_b), (a_stride, b_stride) = LAYOUTS[layout], strides
+    a = _without_memory("a", kind, (*of_a, rows, inner), a_stride, along_a, 1)
+    b = _without_memory("b", kind, (*of_b, columns, inner), b_stride, along_b, 1 if is_gradient else SCALE_BLOCK)
+    bounds = torch.empty(groups, dtype=torch.int32, device="meta")
+    if is_gradient:
+        out = torch.empty(groups, n, k, dtype=out_dtype or torch.float32, device="meta")
+        FP8_GROUPED_WGRAD.checked((*a, *b, bounds, out), wgrad.Options())
+    elif grouping != "none":
+        operation = next(each for each in _OF_GROUPS if kind in each.kinds.values())
+        operation.checked((*a, *b, bounds, None), grouped.Options(grouping, out_dtype=out_dtype))
+    else:
+        operation = next(each for each in _OF_MATRICES if kind in each.kinds.values())
+        operation.checked((*a, *b, None, None), Options(out_dtype=out_dtype))
+
+
+_OF_MATRICES = FP8_GEMM, GEMM, INT8_GEMM, SCALED_GEMM
+_OF_GROUPS = FP8_GROUPED_GEMM, GROUPED_GEMM, SCALED_GROUPED_GEMM
+"""What `supports` asks, the first that knows a kind."""
+
+
+def _without_memory(
+    name: str, kind: Kind, shape: tuple[int, ...], stride: int | None, major: str, scale_rows: int
+) -> tuple[torch.Tensor, ...]:
+    """An operand [..., rows, k] on meta, and its scale, if it has one; a block's is of so many rows."""
+    *lead, rows, k = shape
+    outer, inner = (rows, k) if major == "k" else (k, rows)
+    if inner * kind.a.bytes > MAX_SIZE:
+        most = f"of {torch_dtype(kind.a)} at most {MAX_SIZE // kind.a.bytes} lie in a row"
+        raise ValueError(f"{name} is {rows} by {k}; {most}")
+    stride = inner if stride is None else stride
+    steps = (outer * stride,) * len(lead)
+    x = torch.empty_strided((*lead, outer, inner), (*steps, stride, 1), dtype=torch_dtype(kind.a), device="meta")
+    x = x if major == "k" else x.mT
+    if kind.scaling == "none":
+        return (x,)
+    scales = (rows, 1) if kind.row_scales else (ceil_div(rows, scale_rows), ceil_div(k, SCALE_BLOCK))
+    return x, torch.empty(*lead, *scales, device="meta")
 
 
 def _kind_of(dtype: torch.dtype, out_dtype: torch.dtype | None) -> Kind:
@@ -239,6 +279,7 @@ def precompile(
     shapes: Iterable[tuple[int, int, int]],
     *,
     workers: int | None = None,
+    progress: bool = False,
     num_sms: int | None = None,
     batch_invariant: bool = False,
     grouping: str = "none",
@@ -258,6 +299,7 @@ def precompile(
     Args:
         shapes: (n, k, max_m) for each weight matrix: every m from 1 to max_m is covered.
         workers: threads compiling at once; all cores by default.
+        progress: show a bar with the time left on stderr, or, without a terminal, a line every 10 seconds.
         num_sms, batch_invariant: as later passed to `fp8_gemm`. By default num_sms is the current device's count, or an
             H200's without a GPU.
         grouping: "offs" or "counts" for grouped GEMMs, by the argument they will get, or "k_offs" for
@@ -305,6 +347,7 @@ def precompile(
         raise ValueError("results are INT32, and a bias or an activation is given; pass out_dtype=torch.float32")
     for name, value in (("num_sms", num_sms), ("batch_invariant", batch_invariant), ("accumulate", accumulate)):
         options.check_one(name, value)
+    options.check_one("progress", progress)
     if accumulate and (output == QUANTIZED or finish != ("none", "none")):
         raise ValueError(
             f"accumulate is True, out_dtype {out_dtype}, bias {bias} and activation {activation!r}; a product is added "
@@ -350,9 +393,9 @@ def precompile(
                 configs.update(grouped_configs(grouping, tma_store, accumulate, kind, output, layout))
     ordered = tuple(sorted(configs, key=lambda config: config.name))
     before = jit.compilations()
-    plan.load_kernels(ordered, device, workers or os.cpu_count() or 1)
+    plan.load_kernels(ordered, device, workers or os.cpu_count() or 1, progress)
     if output == QUANTIZED:
-        cast.load_kernels(device, workers or os.cpu_count() or 1)
+        cast.load_kernels(device, workers or os.cpu_count() or 1, progress=progress)
     return Precompiled(ordered, jit.compilations() - before)
 
 

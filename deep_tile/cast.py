@@ -6,7 +6,6 @@ compiled (jit.py) and loaded once per device and live as long as the process.
 """
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from deep_tile.codegen import (
     streaming_source,
 )
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
+from deep_tile.progress import for_each
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.streaming import WARP, Reduction, derive_reduction
 
@@ -239,7 +239,9 @@ def _cubin(kernel: StreamingKernel) -> bytes:
     return jit.load_cubin(streaming_source(kernel), kernel.name)
 
 
-def load_kernels(device: int | None, workers: int, kernels: Iterable[StreamingKernel] | None = None) -> None:
+def load_kernels(
+    device: int | None, workers: int, kernels: Iterable[StreamingKernel] | None = None, progress: bool = False
+) -> None:
     """Compile, and load unless `device` is None, these kernels, by default `all_kernels()`, `workers` at a time. Errors
     as for `load`."""
 
@@ -249,8 +251,8 @@ def load_kernels(device: int | None, workers: int, kernels: Iterable[StreamingKe
         else:
             load(kernel, device)
 
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        list(pool.map(make_ready, all_kernels() if kernels is None else kernels))
+    kernels, what = (all_kernels(), "casts") if kernels is None else (kernels, "kernels")
+    for_each(make_ready, kernels, workers, progress, f"Compiling {what}")
 
 
 def fields_of_rows(lists: tuple[str, ...]) -> tuple[str, ...]:

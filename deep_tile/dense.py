@@ -144,10 +144,7 @@ class Dense(Product):
         return (a.shape[0], finishes.out_columns(b.shape[0], options.activation)), self.dtype_of_out(options, a)
 
     def allocated(self, given: Given, options: tuple) -> Given:
-        if self.count == 4:
-            a, a_scale, b, b_scale, _, bias = given
-        else:
-            a, b, _, bias = given
+        a, b = given[0], given[self.count // 2]
         if a.dim() != 2 or b.dim() != 2:
             raise ValueError(f"a and b must be [m, k] and [n, k]; got shapes {tuple(a.shape)} and {tuple(b.shape)}")
         if len(options) > _ACCUMULATE and options[_ACCUMULATE]:
@@ -156,7 +153,7 @@ class Dense(Product):
         n = n if activation is None else finishes.out_columns(n, activation)
         dtype = options[_OUT_DTYPE] or self.out_dtype or self.dtype_of_out(Options(), a)
         out = tensors.new_empty(a, (a.shape[0], n), (n or 1, 1), dtype)
-        return (a, a_scale, b, b_scale, out, bias) if self.count == 4 else (a, b, out, bias)
+        return given[: self.count] + (out, given[-1])
 
     def refuse_sum_of_nothing(self, options: Options) -> None:
         if options.accumulate:
@@ -714,7 +711,7 @@ def _gradients(multiply, ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, 
 
 def _multiply_gradient(grad: torch.Tensor, x: torch.Tensor, transposed: bool, **options) -> torch.Tensor:
     """grad @ x, or grad^T @ x, for matrices with one dtype; copies grad if no kernel can read it."""
-    if not _is_readable(grad):
+    if _strides_problem("", grad) is not None or not tensors.is_aligned(grad):
         grad = tensors.with_aligned_rows(grad)
     return GEMM.run((grad.t() if transposed else grad, x.t(), None, None), Options(**options))
 
@@ -777,11 +774,6 @@ def _strides_problem(name: str, x: torch.Tensor) -> str | None:
         f"{name} must have a unit stride along k or along its rows; its strides are {x.stride()}. Make it K-major: "
         f"{name}.contiguous()"
     )
-
-
-def _is_readable(x: torch.Tensor) -> bool:
-    """Whether kernels can read a 16-bit matrix or its transpose."""
-    return _strides_problem("", x) is None and tensors.is_aligned(x)
 
 
 def check_row_block_scales(names: tuple[str, ...], operands) -> None:

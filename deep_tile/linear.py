@@ -314,12 +314,17 @@ class Linear(Operation):
     def _run_op(self, inputs: tuple, outs: tuple, keywords: dict):
         """No workspace is kept: the op may run while its memory is taken for a graph. Its gradient is registered."""
         given, options = self._call_of_op(inputs, outs, keywords)
-        if given[4] is not None and _wants_gradient(*given):
+        if not _wants_gradient(*given):
+            return self._run_keeping_nothing(given, options)
+        if given[4] is not None:
             _refuse_gradient(*given[1:3], given[4])
+        with torch.no_grad():
+            return self._run_keeping_nothing(given, options)
+
+    def _run_keeping_nothing(self, given: Given, options: Options) -> torch.Tensor:
         before, _kept.by_op = _kept.by_op, True
         try:
-            with torch.no_grad():
-                return self.run(given, options)
+            return self.run(given, options)
         finally:
             _kept.by_op = before
 

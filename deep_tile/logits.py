@@ -463,6 +463,7 @@ def precompile_logits(
     queries: int | None = None,
     out_dtype: torch.dtype = torch.float32,
     workers: int | None = None,
+    progress: bool = False,
 ) -> int:
     """Compile, and on a Hopper GPU load, every kernel that calls with up to `queries` queries on the same keys need.
 
@@ -471,7 +472,7 @@ def precompile_logits(
         paged: for `paged_mqa_logits`, else for `mqa_logits`.
         queries: the maximum, by default any number; with `paged`, per sequence.
         out_dtype: the logits'.
-        workers: threads compiling at once; all cores by default.
+        workers, progress: as for `precompile`.
 
     Returns:
         How many kernels there are.
@@ -488,7 +489,8 @@ def precompile_logits(
         raise ValueError(f"out_dtype is {out_dtype}; pass {' or '.join(map(str, _OUTPUTS))}")
     kernels = logits_launch.all_kernels(head_dim, heads, paged, _OUTPUTS[out_dtype], queries)
     hopper = torch.cuda.is_available() and launches.is_hopper(torch.cuda.current_device())
-    cast.load_kernels(torch.cuda.current_device() if hopper else None, workers or os.cpu_count() or 1, kernels)
+    device = torch.cuda.current_device() if hopper else None
+    cast.load_kernels(device, workers or os.cpu_count() or 1, kernels, progress)
     return len(kernels)
 
 

@@ -380,6 +380,7 @@ def precompile_model(
     max_tokens: int,
     *,
     workers: int | None = None,
+    progress: bool = False,
     num_sms: int | None = None,
     batch_invariant: bool = False,
     grouping: str = "offs",
@@ -397,7 +398,8 @@ def precompile_model(
             parameters or buffers [g, n, k] under any name, with their scales under that name plus `_scale_inv` or
             `_scale`, as in transformers' FP8Experts.
         max_tokens: most rows in an input, over all leading dimensions.
-        workers, num_sms, batch_invariant: as for `precompile`. A `Linear` with other options gets kernels for those.
+        workers, progress, num_sms, batch_invariant: as for `precompile`. A `Linear` with other options gets kernels
+            for those.
         grouping: for experts' GEMMs, as for `precompile`: "offs" for contiguous groups, "counts" for the masked layout.
         out_dtype: dtype of linear layers' results: their inputs', unless a layer has another. Biases are taken in
             the dtypes that they have now.
@@ -427,10 +429,10 @@ def precompile_model(
         )
     before, configs = jit.compilations(), ()
     for wanted, shapes in shapes_of.items():
-        configs += api.precompile(sorted(shapes), workers=workers, **dict(wanted)).configs
+        configs += api.precompile(sorted(shapes), workers=workers, progress=progress, **dict(wanted)).configs
     given.pop("out_dtype")
-    configs += api.precompile(of_experts, workers=workers, **given, grouping=grouping).configs
-    cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1)
+    configs += api.precompile(of_experts, workers=workers, progress=progress, **given, grouping=grouping).configs
+    cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1, progress=progress)
     return api.Precompiled(configs, jit.compilations() - before)
 
 

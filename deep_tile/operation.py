@@ -70,6 +70,9 @@ class Operation(ops.Op):
         OPERATIONS[name] = self
         self._first_out, self._last_out, self._has_one_out = self._outs[0], self._outs[-1], len(self._outs) == 1
         self._written_to = slice(self._first_out, self._last_out + 1)
+        of_op = (*self._inputs, *self._outs)
+        self._order = sorted(range(len(of_op)), key=of_op.__getitem__)
+        self._no_scratch = (None,) * len(self.scratch)
         self._may_lack = {i for i, tensor in enumerate(self._tensors) if tensor.endswith("?")}
         self._may_lack |= {*self._outs} if self._allocates else set()
         self._may_lack |= {*range(len(self._tensors), len(self.names))}
@@ -233,11 +236,12 @@ class Operation(ops.Op):
 
     def _call_of_op(self, inputs: tuple, outs: tuple, keywords: dict) -> tuple[Given, tuple]:
         """Tensors and options from an op's call."""
-        by_place = dict(zip((*self._inputs, *self._outs), (*inputs, *outs), strict=True))
-        lists = (keywords.get(name) for name in self.lists)
-        given = (*(by_place[place] for place in range(len(by_place))), *lists, *(None,) * len(self.scratch))
-        keywords = {name: value for name, value in keywords.items() if name not in self.lists}
-        return given, self.options_of(given, keywords)
+        all_tensors = (*inputs, *outs)
+        given = tuple([all_tensors[i] for i in self._order])
+        if self.lists:
+            given = (*given, *(keywords.get(name) for name in self.lists))
+            keywords = {name: value for name, value in keywords.items() if name not in self.lists}
+        return given + self._no_scratch, self.options_of(given, keywords)
 
     def _run_op(self, inputs: tuple, outs: tuple, keywords: dict):
         return self.run(*self._call_of_op(inputs, outs, keywords))

@@ -5,7 +5,6 @@ per device and live as long as the process: they are a finite set, because sizes
 """
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import K_BLOCK_BYTES, Kind
 from deep_tile.params import MapLayout, Place
 from deep_tile.problem import GemmProblem
+from deep_tile.progress import for_each
 from deep_tile.select import choose, tuned
 from deep_tile.select.schedule import cluster_tiles, grid_size, last_rows_reciprocal, raster_rows
 
@@ -167,7 +167,7 @@ def _cubin(config: GemmConfig) -> bytes:
     return jit.load_cubin(kernel_source(config), config.name)
 
 
-def load_kernels(configs: Iterable[GemmConfig], device: int | None, workers: int) -> None:
+def load_kernels(configs: Iterable[GemmConfig], device: int | None, workers: int, progress: bool = False) -> None:
     """Compile, and load unless `device` is None, every config, `workers` at a time."""
 
     def load(config: GemmConfig) -> None:
@@ -176,8 +176,7 @@ def load_kernels(configs: Iterable[GemmConfig], device: int | None, workers: int
         else:
             load_kernel(config, device)
 
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        list(pool.map(load, configs))
+    for_each(load, configs, workers, progress, "Compiling GEMMs")
 
 
 def prepare_launch(

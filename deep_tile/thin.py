@@ -155,17 +155,17 @@ def split_weight(b: torch.Tensor, terms: int = 3) -> torch.Tensor:
     return made
 
 
-def precompile_thin(workers: int | None = None) -> int:
+def precompile_thin(workers: int | None = None, *, progress: bool = False) -> int:
     """Compile, and on a Hopper GPU load, every kernel for `thin_gemm` and `prenorm_gemm`: no later call compiles.
 
     Args:
-        workers: threads compiling at once; all cores by default.
+        workers, progress: as for `precompile`.
 
     Returns:
         How many had to be compiled.
     """
     before = compilations()
-    cast.load_kernels(checks.current_gpu(), workers or os.cpu_count() or 1, parts.all_kernels())
+    cast.load_kernels(checks.current_gpu(), workers or os.cpu_count() or 1, parts.all_kernels(), progress)
     return compilations() - before
 
 

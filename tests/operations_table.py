@@ -32,7 +32,7 @@ FUNCTIONS = (
 WITHOUT_SIZES = {
     "prepare": ("fp8_gemm",),
     "precompile": (*FUNCTIONS[:11],),
-    "supports": ("fp8_gemm", "gemm", "scaled_gemm", "int8_gemm"),
+    "supports": (*FUNCTIONS[:4], *FUNCTIONS[7:11]),
     "explain": (*FUNCTIONS[:5], *FUNCTIONS[7:11]),
     "tune": (*FUNCTIONS[:5], *FUNCTIONS[7:11]),
 }

@@ -24,6 +24,7 @@ from deep_tile import (
     launches,
     precompile,
     prepare,
+    progress,
     settings,
     supports,
     tensors,
@@ -195,6 +196,22 @@ def test_plan_sees_weights_written_in_place():
         ((5, 7, 128), {"dtype": torch.float64}, "operands are torch.float64"),
         ((5, 7, 128), {"dtype": torch.float8_e5m2}, None),
         ((5, 7, 128), {"out_dtype": torch.float64}, "out is torch.float64"),
+        ((5, 7, 128), {"b_stride": -1}, "b_stride is -1"),
+        ((99, 7, 128), {"grouping": "offs", "groups": 3}, None),
+        ((99, 7, 128), {"grouping": "offs", "groups": 3, "dtype": torch.int8}, None),
+        ((99, 7, 128), {"grouping": "counts", "groups": 3, "dtype": torch.float8_e5m2}, None),
+        ((99, 8, 128), {"grouping": "counts", "groups": 3, "dtype": torch.bfloat16, "layout": "nn"}, None),
+        ((99, 8, 72), {"grouping": "offs", "groups": 3, "dtype": torch.bfloat16, "layout": "nn"}, "b lies along n"),
+        ((96, 8, 72), {"grouping": "offs", "groups": 3, "dtype": torch.bfloat16, "layout": "tn"}, "a must have a unit"),
+        ((96, 8, 100), {"grouping": "counts", "groups": 3}, "a's row stride must be a multiple of 16 bytes"),
+        ((96, 8, 128), {"grouping": "offs", "groups": 0}, r"b is [0, 8, 128]; groups and k must be positive"),
+        ((9, 2**30, 16), {"grouping": "offs", "groups": 2**10}, "b's groups lie"),
+        ((2**31 - 2048,) * 3, {"grouping": "counts", "groups": 2**31 - 2048}, "numel: integer multiplication overflow"),
+        ((256, 7, 5), {"grouping": "k_offs", "groups": 3}, None),
+        ((250, 7, 5), {"grouping": "k_offs", "groups": 3}, "dy's row stride must be a multiple of 16 bytes"),
+        ((256, 7, 5), {"grouping": "k_offs", "groups": 3, "out_dtype": torch.float16}, "out must be torch.float32"),
+        ((256, 7, 5), {"grouping": "k_offs", "dtype": torch.bfloat16}, "operands are torch.bfloat16"),
+        ((256, 7, 5), {"grouping": "rows"}, "grouping is 'rows'"),
     ],
 )
 def test_supports(sizes, keywords, reason):
@@ -346,6 +363,22 @@ def test_precompile_compiles_what_can_be_needed_and_only_once(shape, quick_compi
     assert set(result.configs) == needed_configs(*shape)
     assert result.compiled == len(result.configs) == jit.cache_info().entries
     assert precompile([shape]) == (result.configs, 0)
+
+
+def test_precompile_is_quiet_unless_asked_and_then_draws_a_bar_or_says_lines(quick_compiler, monkeypatch, capsys):
+    now = iter(range(0, 10_000, 20))
+    monkeypatch.setattr(progress, "monotonic", lambda: next(now))
+    count = len(precompile([(576, 7168, 128)], num_sms=132).configs)
+    assert capsys.readouterr() == ("", "")
+    precompile([(576, 7168, 128)], num_sms=132, progress=True)
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "".join(f"Compiling GEMMs: {done} of {count}\n" for done in range(count)))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    precompile([(576, 7168, 128)], num_sms=132, progress=True)
+    err = capsys.readouterr().err
+    assert "Compiling GEMMs" in err and "100%" in err
+    with pytest.raises(TypeError, match="progress is 1, of type int; pass True or False"):
+        precompile([(576, 7168, 128)], progress=1)
 
 
 def test_precompile_of_several_shapes_is_their_union(quick_compiler):

@@ -17,7 +17,7 @@ import torch
 from cuda.core import Program, ProgramOptions
 
 import deep_tile
-from deep_tile import _launcher, jit, sass, settings
+from deep_tile import _launcher, jit, progress, sass, settings
 from deep_tile.integrations import engines
 from deep_tile.kinds import FAMILIES
 from deep_tile.problem import GemmProblem
@@ -26,7 +26,7 @@ from deep_tile.select import tuned
 from deep_tile.select.choose import bucketed, choose, choose_bucket, configs_for, measured_choice, suits
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs
-from deep_tile.tools import cli, console, demo, demo_experts, demo_kinds, doctor, products, timing
+from deep_tile.tools import cli, demo, demo_experts, demo_kinds, doctor, products, timing
 from deep_tile.tools.compile import wanted_configs
 from deep_tile.tools.doctor import DOCTORS_KERNELS
 
@@ -248,8 +248,8 @@ def test_demo_shows_what_an_h200_took(call, monkeypatch):
 
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch, capsys):
     now = iter(range(0, 100, 4))
-    monkeypatch.setattr(console, "monotonic", lambda: next(now))
-    assert list(console.track_progress(range(8), "Compiling")) == [*range(8)]
+    monkeypatch.setattr(progress, "monotonic", lambda: next(now))
+    assert list(progress.track_progress(range(8), "Compiling")) == [*range(8)]
     err = capsys.readouterr().err
     assert re.fullmatch(r"(Compiling: \d of 8\n){2}", err), err
 

@@ -1,6 +1,8 @@
 """What follows from the description of an operation, shown by toy_operation.py."""
 
 import random
+import re
+from pathlib import Path
 
 import operations_table
 import pytest
@@ -9,6 +11,7 @@ from test_host_path import run_pretending  # noqa: F401
 from test_launcher import fake_driver  # noqa: F401
 from toy_operation import ROW_SUMS, row_sums
 
+from deep_tile import operation
 from deep_tile.operation import OPERATIONS, Described
 
 
@@ -85,6 +88,26 @@ for given in (x, x, torch.zeros(5, 4), x.half()):
 """
     )
     assert shown[:3] == ["prepare launch", "launch_known", "prepare launch"] and shown[3].startswith("TypeError x is")
+
+
+STEPS = {
+    "warm call": (r"_launcher\.launch_known", {"api", "linear", "logits", "thin"}),
+    "first call": (r"launches\.(enqueue|remember|find)\(", {"gemm_cast", "logits", "thin"}),
+    "reason": (r"= error_of\(", {"api", "thin"}),
+    "not loaded": (r"except launches\.NotLoaded", {"linear"}),
+    "op": (r"ops\.Op\(|ops\.register\(", {"dense", "linear", "logits", "thin"}),
+}
+"""Of a call's life, what a module's text has that does one by itself, and which do beside operation.py: a plan of `api`
+is one launch; `fp8_linear` has a workspace, and calls products of pairs; `fp8_gemm_cast` may be two calls; ops of
+gradients are of two operations. Thin products and logits are yet to follow."""
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_each_step_of_a_call_is_written_once(step):
+    pattern, others = STEPS[step]
+    package = Path(operation.__file__).parent
+    found = {path.stem for path in package.glob("*.py") if re.search(pattern, path.read_text())}
+    assert found - {"operation", "launches", "ops"} == others
 
 
 def test_the_table_of_operations_is_that_of_the_page():

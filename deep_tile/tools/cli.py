@@ -22,6 +22,7 @@ from rich.table import Table
 import deep_tile
 from deep_tile.kinds import ACTIVATIONS, BIASES, FAMILIES, GROUPINGS, KINDS, LAYOUTS, OUTPUTS, RAW
 from deep_tile.method import groups, report
+from deep_tile.progress import track_progress
 from deep_tile.select.choose import bucket_key
 from deep_tile.select.hardware import DTYPE_BYTES, H200
 from deep_tile.tools import kernel_classes
@@ -35,7 +36,7 @@ from deep_tile.tools.arguments import (
     weight_or_sizes,
 )
 from deep_tile.tools.compile import clear_cache, compile_kernels, show_cache
-from deep_tile.tools.console import PROGRAM, new_console, remedy_for_missing, tflops_text, track_progress
+from deep_tile.tools.console import PROGRAM, new_console, remedy_for_missing, tflops_text
 from deep_tile.tools.demo import demo
 from deep_tile.tools.doctor import doctor
 

@@ -18,9 +18,10 @@ from deep_tile import jit, packaged, plan, settings
 from deep_tile.codegen import kernel_source
 from deep_tile.config import GemmConfig
 from deep_tile.method import report
+from deep_tile.progress import track_progress
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs, grouped_configs
-from deep_tile.tools.console import PROGRAM, new_console, track_progress
+from deep_tile.tools.console import PROGRAM, new_console
 
 NEARLY_FULL = 0.9
 """Share of the cache's limit beyond which kernels may not all stay, since checksums and temporary files count too."""

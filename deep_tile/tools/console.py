@@ -1,14 +1,11 @@
-"""How the commands print: results to stdout, progress and errors to stderr."""
+"""How the commands print: results to stdout, errors to stderr; progress.py adds progress."""
 
 import os
 import re
 import sys
-from collections.abc import Iterable
-from time import monotonic
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import track
 
 from deep_tile.walls import product_flops
 
@@ -25,9 +22,6 @@ MISSING = {
 
 WIDE = 200
 """Columns to print in where neither a terminal nor COLUMNS says how many."""
-
-TOLD_EVERY = 10
-"""Seconds between the lines about progress where there is no terminal to draw a bar on."""
 
 
 def remedy_for_missing(error: ModuleNotFoundError) -> str | None:
@@ -55,23 +49,6 @@ class _Stripped:
 
     def flush(self) -> None:
         self._file.flush()
-
-
-def track_progress(items: Iterable, description: str, total: int | None = None) -> Iterable:
-    """Passes items on: with a bar and the time left on a terminal, else with a line now and then."""
-    console = new_console(stderr=True)
-    if console.is_terminal:
-        return track(items, description, total=total, console=console)
-    return _told(items, description, len(items) if total is None else total)
-
-
-def _told(items: Iterable, description: str, total: int) -> Iterable:
-    told = monotonic()
-    for done, item in enumerate(items):
-        if monotonic() - told >= TOLD_EVERY:
-            print(f"{description}: {done} of {total}", file=sys.stderr, flush=True)
-            told = monotonic()
-        yield item
 
 
 def tflops_text(m: int, n: int, k: int, us: float) -> str:

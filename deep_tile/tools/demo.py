@@ -22,9 +22,10 @@ import deep_tile
 from deep_tile import plan
 from deep_tile.method import report
 from deep_tile.problem import GemmProblem
+from deep_tile.progress import track_progress
 from deep_tile.tools import demo_experts, demo_kinds
 from deep_tile.tools.compile import build_all, kernel_table, report_flaws
-from deep_tile.tools.console import PROGRAM, new_console, tflops_text, track_progress
+from deep_tile.tools.console import PROGRAM, new_console, tflops_text
 from deep_tile.tools.products import checked_error, exact_product, random_operands
 from deep_tile.tools.shapes import DEEPSEEK_V3_LAYERS, TOKENS
 

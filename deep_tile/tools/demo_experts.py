@@ -17,8 +17,9 @@ from deep_tile import plan
 from deep_tile.config import ceil_div
 from deep_tile.method import report
 from deep_tile.problem import GemmProblem, Groups
+from deep_tile.progress import track_progress
 from deep_tile.tools.compile import build_all, kernel_table, report_flaws
-from deep_tile.tools.console import PROGRAM, new_console, track_progress
+from deep_tile.tools.console import PROGRAM, new_console
 from deep_tile.tools.products import exact_product
 
 if TYPE_CHECKING:

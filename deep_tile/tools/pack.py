@@ -13,10 +13,10 @@ from pathlib import Path
 
 from deep_tile import cast, jit, packaged, parts
 from deep_tile.codegen import kernel_source, streaming_source
+from deep_tile.progress import track_progress
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs
 from deep_tile.tools.compile import mib
-from deep_tile.tools.console import track_progress
 
 
 def default_sources() -> dict[str, str]:

@@ -12,7 +12,12 @@ from deep_tile.train.products import written_dtype
 
 
 def precompile(
-    model: nn.Module, tokens: int, *, dtype: torch.dtype = torch.bfloat16, workers: int | None = None
+    model: nn.Module,
+    tokens: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    workers: int | None = None,
+    progress: bool = False,
 ) -> api.Precompiled:
     """Compile, and on a Hopper GPU load, every kernel that a model's `Linear` layers need for a step, casts included.
 
@@ -23,7 +28,7 @@ def precompile(
         tokens: per forward pass, over all leading dimensions. A weight's gradient has tokens as K, so call this once
             per token count in training; for fewer tokens the other GEMMs are ready too.
         dtype: the layers' inputs'.
-        workers: threads compiling at once; all cores by default.
+        workers, progress: as for `deep_tile.precompile`.
 
     Returns:
         As `deep_tile.precompile`; `compiled` also counts cast kernels.
@@ -39,8 +44,8 @@ def precompile(
     products |= {_sum_of_gates_and_ups(module, tokens, dtype) for module in filter(is_gated, model.modules())}
     before, configs = jit.compilations(), set()
     for shape, options in sorted(products, key=str):
-        configs.update(api.precompile([shape], workers=workers, **dict(options)).configs)
-    cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1)
+        configs.update(api.precompile([shape], workers=workers, progress=progress, **dict(options)).configs)
+    cast.load_kernels(api.current_gpu(), workers or os.cpu_count() or 1, progress=progress)
     ordered = tuple(sorted(configs, key=lambda config: config.name))
     return api.Precompiled(ordered, jit.compilations() - before)
 
