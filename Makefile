@@ -107,11 +107,11 @@ endef
 
 # Loads the extension of an installed wheel and writes a kernel from its headers: what needs no other package.
 define TRY_WHEEL
-from deep_tile import _launcher, cast, codegen, jit, parts
+from deep_tile import _launcher, cast, codegen, jit, logits_launch, parts
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import all_grouped_configs
 sources = [codegen.kernel_source(config) for config in (*default_configs(True), *default_configs(False), *all_grouped_configs())]
-sources += [codegen.streaming_source(kernel) for kernel in (*cast.all_kernels(), *parts.all_kernels())]
+sources += [codegen.streaming_source(kernel) for kernel in (*cast.all_kernels(), *parts.all_kernels(), *logits_launch.default_kernels())]
 missing = [source for source in sources if not jit.is_packaged(source)]
 assert not missing, f"{len(missing)} of {len(sources)} default kernels are not in the wheel"
 print(_launcher.__file__, "loads;", len(sources), "kernels are ready without NVRTC")

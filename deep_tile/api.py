@@ -228,13 +228,15 @@ def _check_supported(m, n, k, dtype, out_dtype, strides, layout, grouping, group
     bounds = torch.empty(groups, dtype=torch.int32, device="meta")
     if is_gradient:
         out = torch.empty(groups, n, k, dtype=out_dtype or torch.float32, device="meta")
-        FP8_GROUPED_WGRAD.checked((*a, *b, bounds, out), wgrad.Options())
+        operation, given, asked = FP8_GROUPED_WGRAD, (*a, *b, bounds, out), wgrad.Options()
     elif grouping != "none":
         operation = next(each for each in _OF_GROUPS if kind in each.kinds.values())
-        operation.checked((*a, *b, bounds, None), grouped.Options(grouping, out_dtype=out_dtype))
+        given, asked = (*a, *b, bounds, None), grouped.Options(grouping, out_dtype=out_dtype)
     else:
         operation = next(each for each in _OF_MATRICES if kind in each.kinds.values())
-        operation.checked((*a, *b, None, None), Options(out_dtype=out_dtype))
+        given, asked = (*a, *b, None, None), Options(out_dtype=out_dtype)
+    operation.check(given, asked)
+    operation.check_memory(given, asked)
 
 
 _OF_MATRICES = FP8_GEMM, GEMM, INT8_GEMM, SCALED_GEMM

@@ -174,7 +174,7 @@ def along_k_problem(name: str, x: torch.Tensor) -> str | None:
 
 
 def check_alignment(name: str, x: torch.Tensor) -> None:
-    if x.numel() and x.data_ptr() % _TMA_BYTES:
+    if not x.is_meta and x.numel() and x.data_ptr() % _TMA_BYTES:
         raise ValueError(misaligned(name, x))
 
 

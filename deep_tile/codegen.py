@@ -329,7 +329,7 @@ class ThinKernel(NamedTuple):
         block_m, block_n: tile size; 64 or 128 rows and a multiple of 8 columns.
         terms: BF16 terms that represent b.
         stages: ring depth.
-        split_warps: that split an FP32 b; 0 where b is given as BF16 terms.
+        splits: whether b is FP32 and the kernel splits it; otherwise b is its BF16 terms.
         squares: whether it also sums squares along a's rows.
         blocks_per_sm: thread blocks that must fit into an SM at once.
     """
@@ -338,30 +338,41 @@ class ThinKernel(NamedTuple):
     block_n: int
     terms: int
     stages: int
-    split_warps: int
+    splits: bool
     squares: bool
     blocks_per_sm: int
 
     @property
     def name(self) -> str:
-        squares = "_squares" if self.squares else ""
-        return f"thin_gemm_{self.block_m}x{self.block_n}_b{self.terms}_s{self.stages}{squares}"
+        more = "_fp32" * self.splits + "_squares" * self.squares
+        return f"thin_gemm_{self.block_m}x{self.block_n}_b{self.terms}_s{self.stages}{more}"
 
     @property
     def threads(self) -> int:
-        return self.block_m * 2 + 32 * (1 + self.split_warps)
+        return self.block_m * 2 + 32
 
     @property
     def smem_bytes(self) -> int:
-        """Size of ThinStorage. A stage holds a K block of a, one per term of b, and three mbarriers."""
-        stage = (self.block_m + self.terms * self.block_n) * K_BLOCK_BYTES + 3 * 8
-        return round_up(stage * self.stages, 1024)
+        """Size of ThinStorage. A stage holds a K block of a and of b and two mbarriers; a kernel that splits also holds
+        the terms of two K blocks."""
+        boxes = 2 if self.splits else self.terms
+        stage = (self.block_m + boxes * self.block_n) * K_BLOCK_BYTES + 2 * 8
+        return round_up(stage * self.stages + self.splits * 2 * self.terms * self.block_n * K_BLOCK_BYTES, 1024)
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether one WGMMA has all terms as adjacent columns, each with its own sums."""
+        return self.block_m <= 128 and self.terms * self.block_n <= _MOST_COLUMNS
+
+
+_MOST_COLUMNS = 192
+"""Columns of a WGMMA, as in thin.cuh."""
 
 
 def thin_source(kernel: ThinKernel) -> str:
     """CUDA C++ for kernel `kernel.name`, self-contained."""
-    columns = kernel.terms * kernel.block_n if kernel.split_warps else kernel.block_n
-    fields = ("block_m", "block_n", "terms", "stages", "split_warps", "squares")
+    columns = kernel.block_n * (kernel.terms if kernel.side_by_side else 1)
+    fields = ("block_m", "block_n", "terms", "stages", "splits", "squares")
     values = ", ".join(_literal(name, getattr(kernel, name)) for name in fields)
     entry = f"""\
 constexpr deep_tile::ThinConfig config = {{{values}}};

@@ -443,7 +443,7 @@ def gemm(
             works.
         b: [n, k] in the same dtype, likewise K-major or N-major: one row per output column, as in `torch.nn.Linear`.
             Or, with a bfloat16 `a`, K-major float32: then the call is `thin_gemm`'s and takes no bias, activation,
-            config, num_sms or constant_weights and has no gradients.
+            config or constant_weights and has no gradients.
         out: [m, n] bfloat16, float16 or float32, or int32 for INT8, unit stride along n; allocated when None. Any
             alignment and row stride; rows that start and end at multiples of 16 bytes are stored faster. Must not
             overlap the inputs.
@@ -653,7 +653,7 @@ def fp8_wgrad(
 
 def _multiply_wide(a: torch.Tensor, b: torch.Tensor, out, options: Options, bias) -> torch.Tensor:
     """`gemm` with BF16 `a` and FP32 `b`."""
-    refused = {"bias": bias, "activation": options.activation, "config": options.config, "num_sms": options.num_sms}
+    refused = {"bias": bias, "activation": options.activation, "config": options.config}
     for name, given in {**refused, "constant_weights": options.constant_weights or None}.items():
         if given is not None:
             raise ValueError(f"{name} is given, and b is torch.float32: leave it out, or pass b.to(torch.bfloat16)")
@@ -662,6 +662,7 @@ def _multiply_wide(a: torch.Tensor, b: torch.Tensor, out, options: Options, bias
         out_dtype=options.out_dtype or (a.dtype if out is None else None),
         accumulate=options.accumulate,
         batch_invariant=options.batch_invariant,
+        num_sms=options.num_sms,
         pdl=options.pdl,
     )
 

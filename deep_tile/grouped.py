@@ -523,7 +523,7 @@ def _check_operand(name: str, x: torch.Tensor) -> None:
             f"{name} has {x.shape[-1]} adjacent elements; of {x.dtype} at most {checks.MAX_SIZE // x.element_size()}: "
             "split the product"
         )
-    if rows and x.data_ptr() % tensors.ALIGNMENT_BYTES:
+    if not x.is_meta and rows and x.data_ptr() % tensors.ALIGNMENT_BYTES:
         raise ValueError(checks.misaligned(name, x))
 
 

@@ -12,11 +12,12 @@ from operator import eq
 
 import torch
 
-from deep_tile import _launcher, cast, launches, logits_launch, ops, tensors
+from deep_tile import _launcher, cast, checks, launches, logits_launch, ops, tensors
 from deep_tile.codegen import LOGITS_TILE
 from deep_tile.config import as_int, check_sizes, round_up
 from deep_tile.logits_launch import HEAD_DIMS, HEADS, MOST_BATCH_QUERIES, SCALE_BYTES, Keys, LogitsLayout
 from deep_tile.ops import is_traced
+from deep_tile.options import check_one
 
 _OUTPUTS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -57,6 +58,8 @@ _ROW_BYTES = 128
 _DEFINITION_PRODUCTS = 2**24
 """That the definition holds at once."""
 
+_OPTIONS = ("clean", "columns", "out_dtype", "num_sms", "pdl")
+
 _launches: launches.Table = {}
 """Launches of `mqa_logits` by options, for q, kv, kv_scale, weights, starts, ends and out."""
 
@@ -77,6 +80,8 @@ def mqa_logits(
     clean: bool = True,
     columns: int | None = None,
     out_dtype: torch.dtype | None = None,
+    num_sms: int | None = None,
+    pdl: bool | None = None,
 ) -> torch.Tensor:
     """An indexer's logits: out[i, j] = kv_scale[j] * sum over h of weights[i, h] * relu(q[i, h] . kv[j]).
 
@@ -97,30 +102,32 @@ def mqa_logits(
             allocated.
         columns: width of compressed logits: column c in row i is for key starts[i] + c. Keys beyond are left out.
         out_dtype: dtype of an allocated `out`, float32 by default.
+        num_sms, pdl: as for `fp8_gemm`.
 
     Returns:
         `out`.
 
     Raises:
-        TypeError: a tensor has the wrong dtype or is not a plain one, or `columns` is no int.
-        ValueError: shapes, strides or devices do not fit, a tensor has no memory, or is not aligned.
+        TypeError: a tensor has the wrong dtype or is not a plain one, or an option the wrong type.
+        ValueError: shapes, strides or devices do not fit, a tensor has no memory or is not aligned, or an option is out
+            of range.
         RuntimeError: `weights` or another tensor requires a gradient, in grad mode; the kernel is not loaded yet while
             a CUDA graph is captured; or the driver refuses the launch.
     """
     if is_traced():
-        options = {"clean": clean, "columns": columns, "out_dtype": out_dtype}
+        options = dict(zip(_OPTIONS, (clean, columns, out_dtype, num_sms, pdl), strict=True))
         return _OP((q, kv, kv_scale, weights, starts, ends), (out,), options)
-    return _mqa_logits(q, kv, kv_scale, weights, starts, ends, out, clean, columns, out_dtype)
+    return _mqa_logits(q, kv, kv_scale, weights, starts, ends, out, clean, columns, out_dtype, num_sms, pdl)
 
 
-def _mqa_logits(q, kv, kv_scale, weights, starts, ends, out, clean, columns, out_dtype) -> torch.Tensor:
+def _mqa_logits(q, kv, kv_scale, weights, starts, ends, out, *options) -> torch.Tensor:
     """`mqa_logits` outside tracing."""
     given = q, kv, kv_scale, weights, starts, ends
-    check = partial(_check, _SHAPES, columns=columns, out_dtype=out_dtype)
+    _, columns, out_dtype, *_ = options
+    check = partial(_check, _SHAPES, options=options)
     try:
         wanted = columns if columns is not None else kv.shape[0]
         made = out if out is not None else _allocated(q, q.shape[0], wanted, out_dtype)
-        options = clean, columns, out_dtype
         if not _requires_gradient(*given, made) and _launcher.launch_known(_launches, options, *given, made):
             return made
     except Exception:
@@ -143,6 +150,8 @@ def paged_mqa_logits(
     clean: bool = False,
     columns: int | None = None,
     out_dtype: torch.dtype | None = None,
+    num_sms: int | None = None,
+    pdl: bool | None = None,
 ) -> torch.Tensor:
     """`mqa_logits` over a paged cache: each sequence has n queries, and pages by a block table.
 
@@ -157,7 +166,7 @@ def paged_mqa_logits(
         lengths: int32, contiguous; [batch]: keys per sequence, including the last query's, so query i of n has n - 1 -
             i fewer; or [batch, n]: keys per query. Keys beyond the table or `columns` are ignored.
         block_table: [batch, most pages per sequence] int32, unit stride along pages.
-        out, clean, out_dtype: as for `mqa_logits`; `out` is [batch * n, columns].
+        out, clean, out_dtype, num_sms, pdl: as for `mqa_logits`; `out` is [batch * n, columns].
         columns: `out`'s width: the longest context, by default a table row's capacity.
 
     Returns:
@@ -167,14 +176,15 @@ def paged_mqa_logits(
         TypeError, ValueError, RuntimeError: as `mqa_logits`.
     """
     if is_traced():
-        options = {"clean": clean, "columns": columns, "out_dtype": out_dtype}
+        options = dict(zip(_OPTIONS, (clean, columns, out_dtype, num_sms, pdl), strict=True))
         return _PAGED_OP((q, cache, weights, lengths, block_table), (out,), options)
-    return _paged_mqa_logits(q, cache, weights, lengths, block_table, out, clean, columns, out_dtype)
+    return _paged_mqa_logits(q, cache, weights, lengths, block_table, out, clean, columns, out_dtype, num_sms, pdl)
 
 
-def _paged_mqa_logits(q, cache, weights, lengths, block_table, out, clean, columns, out_dtype) -> torch.Tensor:
+def _paged_mqa_logits(q, cache, weights, lengths, block_table, out, *options) -> torch.Tensor:
     """`paged_mqa_logits` outside of tracing. Kernels get q as 3-D and the cache as 2-D tensors, which C can read."""
-    check = partial(_check_paged, columns=columns, out_dtype=out_dtype)
+    _, columns, out_dtype, *_ = options
+    check = partial(_check_paged, options=options)
     named = {"q": q, "cache": cache, "weights": weights, "lengths": lengths, "block_table": block_table}
     try:
         batch, n, heads, head_dim = q.shape
@@ -182,7 +192,7 @@ def _paged_mqa_logits(q, cache, weights, lengths, block_table, out, clean, colum
         made = out if out is not None else _allocated(q, batch * n, wanted, out_dtype)
         flat_q, flat_cache = q.view(batch * n, heads, head_dim), cache.view(cache.shape[0], -1)
         given = flat_q, flat_cache, weights, lengths, block_table, made
-        options = clean, columns, out_dtype, n
+        options = *options, n
         if not _requires_gradient(*given) and _launcher.launch_known(_paged_launches, options, *given):
             return made
     except Exception:
@@ -223,7 +233,7 @@ def _requires_gradient(*given: torch.Tensor) -> bool:
 
 
 def _prepare(options, q, kv, kv_scale, weights, starts, ends, out) -> _launcher.Launch:
-    clean, columns, _ = options
+    clean, columns, _, num_sms, pdl = options
     rows, heads, head_dim = q.shape
     kernel = logits_launch.choose(head_dim, heads, rows, False, _OUTPUTS[out.dtype])
     blocks, batch_blocks = logits_launch.blocks_of(kernel, rows, rows)
@@ -235,11 +245,11 @@ def _prepare(options, q, kv, kv_scale, weights, starts, ends, out) -> _launcher.
     )
     keys = Keys(1, len(kv), kv.stride(0) if len(kv) > 1 else head_dim, 0, 0)
     names = ("q", "kv", "kv_scale", "weights", "starts", "ends", "out")
-    return _launch(kernel, layout, q, keys, names, "mqa_logits")
+    return _launch(kernel, layout, q, keys, names, "mqa_logits", num_sms, pdl)
 
 
 def _prepare_paged(options, q, cache, weights, lengths, block_table, out) -> _launcher.Launch:
-    clean, *_, n = options
+    clean, _, _, num_sms, pdl, n = options
     rows, heads, head_dim = q.shape
     kernel = logits_launch.choose(head_dim, heads, n, True, _OUTPUTS[out.dtype])
     blocks, batch_blocks = logits_launch.blocks_of(kernel, rows, n)
@@ -254,20 +264,22 @@ def _prepare_paged(options, q, cache, weights, lengths, block_table, out) -> _la
     )
     page_stride = cache.stride(0) if len(cache) > 1 else cache.shape[1]
     keys = Keys(len(cache), LOGITS_TILE, head_dim, page_stride, LOGITS_TILE * head_dim)
-    return _launch(
-        kernel, layout, q, keys, ("q", "cache", "weights", "lengths", "block_table", "out"), "paged_mqa_logits"
-    )
+    names = ("q", "cache", "weights", "lengths", "block_table", "out")
+    return _launch(kernel, layout, q, keys, names, "paged_mqa_logits", num_sms, pdl)
 
 
-def _launch(kernel, layout: LogitsLayout, q: torch.Tensor, keys: Keys, names: tuple, call: str) -> _launcher.Launch:
+def _launch(
+    kernel, layout: LogitsLayout, q: torch.Tensor, keys: Keys, names: tuple, call: str, num_sms, pdl
+) -> _launcher.Launch:
     device = q.get_device()
     if not cast.is_loaded(kernel, device):
         launches.refuse_capture(kernel.name, device, call)
     _rows, heads, head_dim = q.shape
     head_stride = q.stride(1) if heads > 1 else head_dim
     row_stride = q.stride(0) if len(q) > 1 else heads * head_stride
+    strides, pdl = (row_stride, head_stride), num_sms is None if pdl is None else pdl
     return logits_launch.prepare(
-        kernel, device, launches.num_sms(device), layout, (row_stride, head_stride), keys, names
+        kernel, device, checks.checked_num_sms(num_sms, q.device), layout, strides, keys, names, pdl
     )
 
 
@@ -276,7 +288,7 @@ def _launch(kernel, layout: LogitsLayout, q: torch.Tensor, keys: Keys, names: tu
 
 @torch.no_grad()
 def _define(options, q, kv, kv_scale, weights, starts, ends, out) -> None:
-    clean, columns, _ = options
+    clean, columns, *_ = options
     rows_at_once = max(_DEFINITION_PRODUCTS // max(q.shape[1] * len(kv), 1), 1)
     key = torch.arange(len(kv), device=q.device)
     starts, ends = starts.clamp(0, len(kv)), ends.clamp(0, len(kv))
@@ -328,14 +340,15 @@ def _write(out: torch.Tensor, logits: torch.Tensor, inside: torch.Tensor, clean:
 # Checks.
 
 
-def _check(shapes: dict, named: dict, columns, out_dtype) -> None:
+def _check(shapes: dict, named: dict, options: tuple) -> None:
     """Raise unless all but strides fits; `out` may be None. `shapes` names each tensor's sizes."""
-    _check_layouts(shapes, named, columns, out_dtype)
+    _check_layouts(shapes, named, options)
     tensors.require_plain(**{name: x for name, x in named.items() if x is not None})
 
 
-def _check_layouts(shapes: dict, named: dict, columns, out_dtype) -> None:
+def _check_layouts(shapes: dict, named: dict, options: tuple) -> None:
     """The checks that need no memory; fakes run them too."""
+    _, columns, out_dtype, num_sms, pdl = options[: len(_OPTIONS)]
     if out_dtype not in (None, *_OUTPUTS):
         raise ValueError(f"out_dtype is {out_dtype}; pass {' or '.join(map(str, _OUTPUTS))}, or nothing")
     named = {name: x for name, x in named.items() if x is not None or name != "out"}
@@ -352,6 +365,9 @@ def _check_layouts(shapes: dict, named: dict, columns, out_dtype) -> None:
         if not isinstance(columns, torch.SymInt) and columns < 1:
             raise ValueError(f"columns is {columns}; pass a positive number, or None")
     _check_shapes(shapes, named, {} if columns is None else {"columns": columns})
+    check_one("num_sms", num_sms)
+    check_one("pdl", pdl)
+    checks.checked_num_sms(num_sms, named["q"].device)
     for name, x in named.items():
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
@@ -393,11 +409,11 @@ def _check_heads(q: torch.Tensor) -> None:
         )
 
 
-def _check_paged(named: dict, columns, out_dtype, memory: bool = True) -> None:
+def _check_paged(named: dict, options: tuple, memory: bool = True) -> None:
     """`_check` for a paged cache."""
     lengths = named["lengths"]
     dimensions = ("batch", "n")[: 2 if getattr(lengths, "ndim", 1) == 2 else 1]
-    (_check if memory else _check_layouts)(_PAGED_SHAPES | {"lengths": dimensions}, named, columns, out_dtype)
+    (_check if memory else _check_layouts)(_PAGED_SHAPES | {"lengths": dimensions}, named, options)
 
 
 def _check_strides(named: dict) -> None:
@@ -498,27 +514,25 @@ def precompile_logits(
 
 
 def _run_op(inputs: tuple, outs: tuple, options: dict) -> torch.Tensor:
-    return _mqa_logits(*inputs, *outs, **_with_defaults(options, clean=True))
+    return _mqa_logits(*inputs, *outs, *_in_order(options, clean=True))
 
 
 def _run_paged_op(inputs: tuple, outs: tuple, options: dict) -> torch.Tensor:
-    return _paged_mqa_logits(*inputs, *outs, **_with_defaults(options, clean=False))
+    return _paged_mqa_logits(*inputs, *outs, *_in_order(options, clean=False))
 
 
-def _with_defaults(options: dict, clean: bool) -> dict:
-    return {"clean": clean, "columns": None, "out_dtype": None} | options
+def _in_order(options: dict, clean: bool) -> tuple:
+    return tuple(options.get(name, clean if name == "clean" else None) for name in _OPTIONS)
 
 
 def _check_op(inputs: tuple, outs: tuple, options: dict) -> None:
-    options = _with_defaults(options, True)
     named = dict(zip(_SHAPES, (*inputs, *outs), strict=True))
-    _check_layouts(_SHAPES, named, options["columns"], options["out_dtype"])
+    _check_layouts(_SHAPES, named, _in_order(options, clean=True))
 
 
 def _check_paged_op(inputs: tuple, outs: tuple, options: dict) -> None:
-    options = _with_defaults(options, False)
     named = dict(zip(("q", "cache", "weights", "lengths", "block_table", "out"), (*inputs, *outs), strict=True))
-    _check_paged(named, options["columns"], options["out_dtype"], memory=False)
+    _check_paged(named, _in_order(options, clean=False), memory=False)
 
 
 def _allocate_op(inputs: tuple, options: dict) -> torch.Tensor:
@@ -544,17 +558,15 @@ def _flops(q: tuple, keys: tuple, *_, **__) -> int:
     return 2 * torch.Size(rows).numel() * heads * head_dim * keys[0]
 
 
-_OPTIONS = "clean columns out_dtype"
-
 _OP = ops.Op(
-    *("mqa_logits", "q kv kv_scale weights starts ends out!", _OPTIONS),
+    *("mqa_logits", "q kv kv_scale weights starts ends out!", " ".join(_OPTIONS)),
     *(_run_op, _check_op, _allocate_op),
     defaults={"clean": True},
     flops=_flops,
 )
 
 _PAGED_OP = ops.Op(
-    *("paged_mqa_logits", "q cache weights lengths block_table out!", _OPTIONS),
+    *("paged_mqa_logits", "q cache weights lengths block_table out!", " ".join(_OPTIONS)),
     *(_run_paged_op, _check_paged_op, _allocate_paged_op),
     defaults={"clean": False},
 )

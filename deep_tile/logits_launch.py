@@ -127,6 +127,13 @@ def all_kernels(
     return [*dict.fromkeys(choose(head_dim, heads, row, paged, output) for row in rows)]
 
 
+def default_kernels() -> list[LogitsKernel]:
+    """Those of the indexers that models have: 32 or 64 heads of 128 elements, and logits in FP32."""
+    return [
+        kernel for heads in (32, 64) for paged in (False, True) for kernel in all_kernels(128, heads, paged, "fp32")
+    ]
+
+
 def blocks_of(kernel: LogitsKernel, rows: int, batch_rows: int) -> tuple[int, int]:
     """The number of query blocks, in total and per sequence."""
     batch_blocks = ceil_div(batch_rows, kernel.block_queries)
@@ -141,6 +148,7 @@ def prepare(
     q_strides: tuple[int, int],
     keys: Keys,
     names: tuple[str, ...],
+    pdl: bool,
 ) -> _launcher.Launch:
     """Everything about a launch except tensor addresses; `q_strides` in bytes, per row and per head.
 
@@ -167,7 +175,7 @@ def prepare(
         pointers=params.LOGITS.pointers(places),
         maps=tuple(map_.entry(params.LOGITS.offsets[name], places[name].tensor, skip) for name, map_, skip in maps),
         fixed_maps=(),
-        pdl=False,
+        pdl=pdl,
     )
 
 

@@ -408,6 +408,8 @@ THIN = Params(
     Field("matrix_steps", "int", "K blocks of a matrix", 1),
     Field("part_steps", "unsigned", "of all matrices, that a part has at least"),
     Field("longer_parts", "unsigned", "the first so many parts have one more"),
+    Field("parts", "unsigned", "of K", 1),
+    Field("units", "unsigned", "parts of tiles, which thread blocks take by turns", 1),
     Field("format", "int", "of out, as Format has it", 1, 3),
     Field("accumulate", "int", "FP32 results are added to out", 0, 1),
     Field("out_stride", "long long", "strides are in elements"),

@@ -5,7 +5,7 @@ casts (cast.py).
 """
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from deep_tile import _launcher, cast, params
@@ -17,15 +17,19 @@ from deep_tile.params import MapLayout, Place
 STEP = 64
 """K elements per K block."""
 
+_kernel = partial(ThinKernel, splits=False, squares=False, blocks_per_sm=1)
+
 KERNELS = (
-    ThinKernel(64, 32, terms=3, stages=5, split_warps=3, squares=True, blocks_per_sm=2),
-    ThinKernel(128, 32, terms=3, stages=7, split_warps=3, squares=True, blocks_per_sm=1),
-    ThinKernel(64, 64, terms=3, stages=3, split_warps=0, squares=False, blocks_per_sm=2),
-    ThinKernel(128, 128, terms=3, stages=3, split_warps=0, squares=False, blocks_per_sm=1),
-    ThinKernel(64, 64, terms=2, stages=4, split_warps=0, squares=False, blocks_per_sm=2),
-    ThinKernel(128, 128, terms=2, stages=4, split_warps=0, squares=False, blocks_per_sm=1),
-    ThinKernel(64, 64, terms=1, stages=6, split_warps=0, squares=False, blocks_per_sm=2),
-    ThinKernel(128, 128, terms=1, stages=6, split_warps=0, squares=False, blocks_per_sm=1),
+    _kernel(64, 24, terms=3, stages=6, splits=True, squares=True, blocks_per_sm=2),
+    _kernel(64, 16, terms=3, stages=8, splits=True, blocks_per_sm=2),
+    _kernel(64, 32, terms=3, stages=5, blocks_per_sm=2),
+    _kernel(128, 64, terms=3, stages=5),
+    _kernel(256, 64, terms=3, stages=4),
+    _kernel(64, 32, terms=2, stages=7, blocks_per_sm=2),
+    _kernel(128, 64, terms=2, stages=7),
+    _kernel(256, 64, terms=2, stages=4),
+    _kernel(64, 64, terms=1, stages=6, blocks_per_sm=2),
+    _kernel(128, 128, terms=1, stages=6),
 )
 """Each serves every size; as many stages as shared memory holds."""
 
@@ -51,6 +55,7 @@ class Product(NamedTuple):
         m, n, k: for each of `matrices`, whose results are summed.
         terms: BF16 terms that represent b.
         squares: whether a's row squares are summed too.
+        fp32: whether b is given in FP32, not as terms.
     """
 
     m: int
@@ -59,6 +64,7 @@ class Product(NamedTuple):
     matrices: int
     terms: int
     squares: bool
+    fp32: bool = False
 
     @property
     def matrix_steps(self) -> int:
@@ -67,6 +73,22 @@ class Product(NamedTuple):
     @property
     def steps(self) -> int:
         return self.matrix_steps * self.matrices
+
+
+class Room(NamedTuple):
+    """For thread blocks.
+
+    Attributes:
+        num_sms: SMs that they have.
+        most: thread blocks on an SM at once; None: as many as fit.
+    """
+
+    num_sms: int
+    most: int | None = None
+
+    def blocks(self, kernel: StreamingKernel, waves: int = 1) -> int:
+        """Thread blocks that there should be at most."""
+        return self.num_sms * (self.most or kernel.blocks_per_sm * waves)
 
 
 class Layout(NamedTuple):
@@ -86,57 +108,87 @@ class Layout(NamedTuple):
     accumulate: bool
 
 
+class Choice(NamedTuple):
+    """What multiplies."""
+
+    kernel: ThinKernel
+    parts: int
+
+
 @lru_cache(maxsize=65_536)
-def choose(product: Product, num_sms: int, parts: int | None = None) -> tuple[ThinKernel, int]:
-    """The kernel and K part count with the least predicted time; with `parts` given, the kernel for that count."""
-    known = [kernel for kernel in KERNELS if (kernel.terms, kernel.squares) == (product.terms, product.squares)]
+def choose(product: Product, room: Room, parts: int | None = None, invariant: bool = False) -> Choice:
+    """The kernel and K part count with the least predicted time; with `parts` given, the kernel for that count. An
+    `invariant` result does not depend on the kernel."""
     counts = range(1, min(product.steps, MOST_PARTS) + 1) if parts is None else (parts,)
-    return min(
-        ((kernel, count) for kernel in known for count in counts), key=lambda found: _clocks(product, *found, num_sms)
-    )
+    known = [kernel for kernel in KERNELS if _suits(kernel, product, invariant)]
+    choices = (Choice(kernel, count) for kernel in known for count in counts)
+    return min(choices, key=lambda choice: _clocks(product, *choice, room))
+
+
+def _suits(kernel: ThinKernel, product: Product, invariant: bool) -> bool:
+    """Kernels with terms side by side, or with one, compute the same bits."""
+    if invariant and not kernel.side_by_side and kernel.terms > 1:
+        return False
+    return (kernel.terms, kernel.squares) == (product.terms, product.squares) and kernel.splits <= product.fp32
 
 
 def units(kernel: ThinKernel, product: Product, parts: int) -> int:
-    """Thread blocks: each has a tile and a part."""
+    """What thread blocks take by turns: a part of a tile."""
     return ceil_div(product.m, kernel.block_m) * ceil_div(product.n, kernel.block_n) * parts
 
 
-_STEP_CLOCKS = {
-    (64, 3, True): (790, 1390),
-    (128, 3, True): (1270, 1270),
-    (64, 3, False): (900, 1850),
-    (128, 3, False): (1890, 1890),
-    (64, 2, False): (650, 1560),
-    (128, 2, False): (1360, 1360),
-    (64, 1, False): (450, 1150),
-    (128, 1, False): (985, 985),
+_KERNEL_CLOCKS = {
+    (64, 24, 3): (1190, 776, 1300),
+    (64, 16, 3): (0, 490, 699),
+    (64, 32, 3): (990, 405, 936),
+    (128, 64, 3): (3160, 1070, 1070),
+    (256, 64, 3): (3910, 1701, 1701),
+    (64, 32, 2): (780, 301, 704),
+    (128, 64, 2): (2975, 735, 735),
+    (256, 64, 2): (4730, 1096, 1096),
+    (64, 64, 1): (990, 450, 1150),
+    (128, 128, 1): (3160, 985, 985),
 }
-"""Clocks per K block, by tile rows, terms and squares: with one thread block per SM, and two (H100, 2026-11-26)."""
+"""Clocks by tile and terms: to start, and per K block with one thread block per SM, and two. Fitted to 455 GEMMs on an
+H100, 2026-11-26; the chosen kernels take 1.01 times the least on average."""
 
-_LAUNCH_CLOCKS, _WIDE_CLOCKS, _SUM_CLOCKS, _SUM_BYTES = 5000, 18000, 2100, 1400
-"""Clocks per launch; extra for 128x128 tiles, whose stages fill slowly; clocks per reduction launch, and bytes that it
-reads."""
+_LAUNCH_CLOCKS = 2805
+
+_SUM_CLOCKS, _PART_CLOCKS, _SUM_BYTES = 3670, 31, 864
+"""Clocks per reduction and per K part, and bytes written and read per clock."""
+
+_SPLIT_CLOCKS, _SPLIT_BYTES = 4250, 2600
+"""Clocks per launch that splits b, and bytes read and written per clock."""
+
+_ROWS_AT_ONCE, _MORE_ROWS = 8448, 1.14
+"""Rows of a that memory delivers at full speed when read side by side, and the slowdown beyond: 16,384 rows of 28,672
+took 1,460 clocks per K block, 8,192 in two parts 1,280."""
 
 
-def _clocks(product: Product, kernel: ThinKernel, parts: int, num_sms: int) -> float:
+def _clocks(product: Product, kernel: ThinKernel, parts: int, room: Room) -> float:
     """Predicted, from launch to end."""
-    blocks = units(kernel, product, parts)
-    step = _STEP_CLOCKS[kernel.block_m, kernel.terms, kernel.squares][blocks > num_sms]
-    waves = ceil_div(blocks, num_sms * kernel.blocks_per_sm)
-    begin = _LAUNCH_CLOCKS + (_WIDE_CLOCKS if kernel.block_n == 128 else 0)
-    summed = _SUM_CLOCKS + parts * product.m * product.n * 8 / _SUM_BYTES if parts > 1 else 0
-    return begin + waves * ceil_div(product.steps, parts) * step + summed
+    blocks, most = units(kernel, product, parts), room.blocks(kernel)
+    begin, *steps = _KERNEL_CLOCKS[kernel.block_m, kernel.block_n, kernel.terms]
+    step = steps[room.most is None and blocks > room.num_sms]
+    if kernel.squares and min(product.m, ceil_div(most, parts) * kernel.block_m) > _ROWS_AT_ONCE:
+        step *= _MORE_ROWS
+    if product.fp32 and not kernel.splits:
+        split_bytes = product.matrices * product.n * product.k * (4 + 2 * product.terms)
+        begin += _SPLIT_CLOCKS + split_bytes / _SPLIT_BYTES
+    bytes_of_part = product.m * (product.n + product.squares) * 8
+    summed = _SUM_CLOCKS + parts * (_PART_CLOCKS + bytes_of_part / _SUM_BYTES) if parts > 1 else 0
+    return _LAUNCH_CLOCKS + begin + ceil_div(blocks, most) * ceil_div(product.steps, parts) * step + summed
 
 
 def prepare(
     product: Product,
-    kernel: ThinKernel,
-    parts: int,
+    choice: Choice,
     layout: Layout,
     device: int,
     *,
     names: tuple[str, ...],
     places: Mapping[str, Place],
+    room: Room,
     pdl: bool,
 ) -> _launcher.Launch:
     """A GEMM's launch except tensor addresses. Errors as for `cast.load`.
@@ -145,23 +197,27 @@ def prepare(
         names: the tensors that the launch will be given.
         places: where in them a, b, out and squares are.
     """
+    kernel, parts = choice
+    count = units(kernel, product, parts)
     part_steps, longer = divmod(product.steps, parts)
     l2_bytes = 2 * K_BLOCK_BYTES if product.squares or product.terms == 1 else K_BLOCK_BYTES
-    of_b = product.matrices * (1 if kernel.split_warps else kernel.terms)
-    b_bytes = 4 if kernel.split_warps else 2
+    of_b = product.matrices * (1 if kernel.splits else kernel.terms)
+    b_bytes = 4 if kernel.splits else 2
     maps = (
         _map("a", (product.k, product.m, product.matrices), layout.a_strides, 2, kernel.block_m, l2_bytes, places),
         _map("b", (product.k, product.n, of_b), layout.b_strides, b_bytes, kernel.block_n, K_BLOCK_BYTES, places),
     )
     return _launcher.prepare(
         cast.load(kernel, device),
-        grid=units(kernel, product, parts),
+        grid=min(count, room.blocks(kernel)),
         cluster=1,
         threads=kernel.threads,
         params=params.THIN.pack(
             **{name: getattr(product, name) for name in ("m", "n", "k", "matrix_steps")},
             part_steps=part_steps,
             longer_parts=longer,
+            parts=parts,
+            units=count,
             format=_FORMATS[layout.output],
             accumulate=layout.accumulate,
             out_stride=layout.out_stride,
@@ -206,13 +262,13 @@ def prepare_sum(
     *,
     names: tuple[str, ...],
     places: Mapping[str, Place],
-    num_sms: int,
+    room: Room,
 ) -> _launcher.Launch:
     """The launch that reduces K parts and squares into out and sqr_sum. Its kernel starts while the
     product ends. Errors as for `cast.load`."""
     lanes = min(_MOST_LANES, 1 << (parts - 1).bit_length())
     numbers = product.m * (product.n + product.squares)
-    grid = min(ceil_div(numbers, SUM.threads // lanes), num_sms * SUM.blocks_per_sm * 2)
+    grid = min(ceil_div(numbers, SUM.threads // lanes), room.blocks(SUM, waves=2))
     told = {
         "m": product.m,
         "n": product.n,
@@ -240,13 +296,13 @@ def prepare_split(
     *,
     names: tuple[str, ...],
     places: Mapping[str, Place],
-    num_sms: int,
+    room: Room,
     pdl: bool,
 ) -> _launcher.Launch:
     """The launch that splits FP32 b [matrices, rows, k] into out, [matrices, terms, rows, split_width(k)].
     Errors as for `cast.load`."""
     kernel, width = SPLIT[terms], split_width(k)
-    grid = min(ceil_div(matrices * rows * width // 8, kernel.threads), num_sms * kernel.blocks_per_sm * 2)
+    grid = min(ceil_div(matrices * rows * width // 8, kernel.threads), room.blocks(kernel, waves=2))
     row, matrix = strides
     told = {"matrices": matrices, "rows": rows, "k": k, "out_stride": width, "row_stride": row, "matrix_stride": matrix}
     return cast.prepare_launch(kernel, grid, device, told, names, places, pdl=pdl)

@@ -48,7 +48,7 @@ def einsum(
         out: as `expr` says, float32 or bfloat16, likewise; allocated when None.
         out_dtype: dtype of `out`: by default `out`'s, or float32 for a sum over b, else bfloat16.
         accumulate: add to a float32 `out`; only for a sum over b.
-        num_sms: as for `grouped_gemm`; a sum over a batch takes all SMs.
+        num_sms: as for `grouped_gemm`.
         pdl: as for `fp8_gemm`.
 
     Returns:
@@ -62,7 +62,7 @@ def einsum(
         raise ValueError(f"expr is {expr!r}; it must be one of {', '.join(EXPRESSIONS)}, spelled so")
     _check(expr, a, b, out, accumulate)
     if expr == "bmk,bnk->mn":
-        return thin.thin_gemm(a, b, out, out_dtype=out_dtype, accumulate=accumulate, pdl=pdl)
+        return thin.thin_gemm(a, b, out, out_dtype=out_dtype, accumulate=accumulate, num_sms=num_sms, pdl=pdl)
     is_gradient = expr == "bhd,bhr->hdr"
     if out is None:
         out = a.new_empty(_shape(expr, a, b), dtype=out_dtype or (torch.float32 if is_gradient else torch.bfloat16))

@@ -36,6 +36,7 @@ class _Options(NamedTuple):
     batch_invariant: bool = False
     pdl: bool | None = None
     num_splits: int | None = None
+    num_sms: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,13 +52,14 @@ def thin_gemm(
     terms: int = 3,
     accumulate: bool = False,
     batch_invariant: bool = False,
+    num_sms: int | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
     """GEMM with few rows or columns or a long K: `out[m, n] = sum_k a[m, k] * b[n, k]`, BF16 by FP32 or BF16.
 
     With 3-D operands it also sums over the first dimension: `out[m, n] = sum over s and k of a[s, m, k] * b[s, n, k]`.
     With a 2-D `a` and 3-D `b`, `a` is multiplied by the sum of b's matrices, the terms into which `split_weight` splits
-    an FP32 weight once. A 2-D FP32 `b` is split in every call, by its own kernel.
+    an FP32 weight once. A 2-D FP32 `b` is split in every call: by the GEMM kernel for few rows, else by its own.
 
     An FP32 `b` is multiplied as a sum of BF16 terms, whose products with BF16 are exact. Three terms are exact except
     for bits below 2^-133, so only FP32 sums round; two terms are within 2^-17. Sums over 64 k are added in FP32, then K
@@ -72,8 +74,10 @@ def thin_gemm(
         out_dtype: dtype of `out`: by default `out`'s, or float32.
         terms: for an FP32 `b`: 3, or 2, which takes two thirds of the operations and only numbers below 2^127.
         accumulate: add the result to `out`, which must be given and float32.
-        batch_invariant: a row of `out` is the same, bit for bit, whatever m is; slower.
-        pdl: programmatic dependent launch, as for `fp8_gemm`; None: yes.
+        batch_invariant: a row of `out` is the same, bit for bit, whatever m and num_sms are; slower.
+        num_sms: streaming multiprocessors to use, at most and by default all.
+        pdl: programmatic dependent launch, as for `fp8_gemm`; None: unless
+            `num_sms` is given.
 
     Returns:
         `out`.
@@ -85,7 +89,7 @@ def thin_gemm(
     Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak
     performance", 2022.
     """
-    options = ("thin_gemm", out_dtype, terms, accumulate, batch_invariant, pdl, None)
+    options = ("thin_gemm", out_dtype, terms, accumulate, batch_invariant, pdl, None, num_sms)
     if is_traced():
         return _THIN_OP((a, b), (out,), _Options(*options))
     return _multiply((a, b), (out,), options)[0]
@@ -98,6 +102,7 @@ def prenorm_gemm(
     sqr_sum: torch.Tensor | None = None,
     *,
     num_splits: int | None = None,
+    num_sms: int | None = None,
     pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A thin GEMM and the rows' sums of squares in one read of `a`, as hyper-connections need before a norm.
@@ -108,11 +113,11 @@ def prenorm_gemm(
 
     Args:
         a: [m, k] bfloat16, unit stride along k, row stride a multiple of 16 bytes, 16-byte aligned.
-        b: [n, k] float32, laid out like `a`; fast up to n = 32.
+        b: [n, k] float32, laid out like `a`; fast up to n = 24: more columns read `a` again.
         out: [m, n] float32, or [num_splits, m, n], unit stride along n; allocated when None.
         sqr_sum: [m] float32, or [num_splits, m], contiguous; allocated when None.
         num_splits: K parts to return; None: they are added.
-        pdl: as for `thin_gemm`.
+        num_sms, pdl: as for `thin_gemm`.
 
     Returns:
         `out` and `sqr_sum`.
@@ -120,7 +125,7 @@ def prenorm_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched, and both are untouched.
     """
-    options = ("prenorm_gemm", None, 3, False, False, pdl, num_splits)
+    options = ("prenorm_gemm", None, 3, False, False, pdl, num_splits, num_sms)
     if is_traced():
         return _PRENORM_OP((a, b), (out, sqr_sum), _Options(*options))
     return _multiply((a, b), (out, sqr_sum), options)
@@ -223,20 +228,22 @@ def _product(operands: tuple, options: _Options) -> parts.Product:
     a, b = operands
     terms = options.terms if b.dtype == torch.float32 else b.shape[0] if a.dim() < b.dim() else 1
     matrices = a.shape[0] if a.dim() == 3 else 1
-    return parts.Product(a.shape[-2], b.shape[-2], a.shape[-1], matrices, terms, options.call == "prenorm_gemm")
+    squares = options.call == "prenorm_gemm"
+    return parts.Product(a.shape[-2], b.shape[-2], a.shape[-1], matrices, terms, squares, b.dtype == torch.float32)
 
 
-def _num_sms(x: torch.Tensor) -> int:
-    return launches.num_sms(x.get_device()) if x.is_cuda else H200.num_sms
+def _room(x: torch.Tensor, options: _Options) -> parts.Room:
+    """For thread blocks. Those that are given SMs have one on each, since the GPU would spread more over others."""
+    if options.num_sms is not None:
+        return parts.Room(checks.checked_num_sms(options.num_sms, x.device), 1)
+    return parts.Room(launches.num_sms(x.get_device()) if x.is_cuda else H200.num_sms)
 
 
-def _chosen(operands: tuple, options: _Options):
-    """The kernel and the parts."""
-    product = _product(operands, options)
-    fixed = options.num_splits
+def _chosen(operands: tuple, options: _Options) -> parts.Choice:
+    product, fixed = _product(operands, options), options.num_splits
     if options.batch_invariant:
         fixed = min(parts.INVARIANT_PARTS, product.steps)
-    return parts.choose(product, _num_sms(operands[0]), fixed)
+    return parts.choose(product, _room(operands[0], options), fixed, options.batch_invariant)
 
 
 def _is_empty(operands: tuple) -> bool:
@@ -254,9 +261,9 @@ def _workspace(operands: tuple, made: tuple, options: _Options) -> tuple[torch.T
 
 
 def _terms(operands: tuple, options: _Options) -> tuple[torch.Tensor, ...]:
-    """Memory for the terms of an FP32 b that GEMM kernels do not split themselves, [matrices * terms, n, k]."""
+    """Memory for the terms of an FP32 b that the GEMM kernel does not split itself, [matrices * terms, n, k]."""
     a, b = operands
-    if options.call == "prenorm_gemm" or b.dtype != torch.float32 or not a.is_cuda or _is_empty(operands):
+    if b.dtype != torch.float32 or not a.is_cuda or _is_empty(operands) or _chosen(operands, options).kernel.splits:
         return ()
     matrices = b.shape[0] if b.dim() == 3 else 1
     return (b.new_empty((matrices * options.terms, b.shape[-2], parts.split_width(b.shape[-1])), dtype=torch.bfloat16),)
@@ -275,35 +282,35 @@ def _first_launch(operands: tuple, made: tuple, given: tuple, options: _Options)
         return None
     device, product = operands[0].get_device(), _product(operands, options)
     checks.check_hopper(device)
-    kernel, count = _chosen(operands, options)
-    splits = operands[1].dtype == torch.float32 and not product.squares
+    choice = _chosen(operands, options)
+    splits = product.fp32 and not choice.kernel.splits
     workspace = given[len(options.names) : len(given) - splits]
-    needed = [kernel, *([parts.SUM] if workspace else []), *([parts.SPLIT[options.terms]] if splits else [])]
+    needed = [choice.kernel, *([parts.SUM] if workspace else []), *([parts.SPLIT[options.terms]] if splits else [])]
     for each in needed:
         if not cast.is_loaded(each, device):
             launches.refuse_capture(each.name, device, options.call, ", or deep_tile.precompile_thin,")
     extra = len(given) - len(options.names)
     common = {"names": (*options.names, *("the workspace",) * extra)}
     fields = {name: at for at, name in enumerate(options.names)}
-    pdl, num_sms, b_at = options.pdl is not False, _num_sms(operands[0]), 1
+    pdl, room, b_at = checks.has_pdl(options), _room(operands[0], options), 1
     made_launches = []
     if splits:
         b_at = len(given) - 1
         sizes = (options.terms, product.n, product.k, product.matrices, _strides(operands[1]), device)
         places = _places({"b": 1, "out": b_at})
-        made_launches.append(parts.prepare_split(*sizes, **common, places=places, num_sms=num_sms, pdl=pdl))
+        made_launches.append(parts.prepare_split(*sizes, **common, places=places, room=room, pdl=pdl))
     into = workspace or made
     at = len(options.names) if workspace else len(operands)
     layout = _layout(operands[0], given[b_at], into[0], options.accumulate and not workspace)
     places = _places({"a": 0, "b": b_at, "out": at, "squares": at + len(made) - 1})
-    made_launches.append(parts.prepare(product, kernel, count, layout, device, **common, places=places, pdl=pdl))
+    made_launches.append(parts.prepare(product, choice, layout, device, **common, places=places, room=room, pdl=pdl))
     if workspace:
         places = _places({"sums": at, "out": fields["out"]})
         if product.squares:
             places |= _places({"squares": at + 1, "sqr_sum": fields["sqr_sum"]})
         layout = _layout(operands[0], given[b_at], made[0], options.accumulate)
         made_launches.append(
-            parts.prepare_sum(product, count, layout, device, **common, places=places, num_sms=num_sms)
+            parts.prepare_sum(product, choice.parts, layout, device, **common, places=places, room=room)
         )
     return tuple(made_launches) if len(made_launches) > 1 else made_launches[0]
 
@@ -387,7 +394,7 @@ def _check(options: _Options, operands: tuple, outs: tuple) -> None:
 
 def _check_options(options: _Options) -> None:
     finishes.check_out_dtype(options.out_dtype)
-    for name in ("accumulate", "batch_invariant", "pdl"):
+    for name in ("accumulate", "batch_invariant", "num_sms", "pdl"):
         check_one(name, getattr(options, name))
     _check_terms(options.terms)
     splits = options.num_splits
@@ -412,6 +419,7 @@ def _check_formats(options: _Options, operands: tuple, outs: tuple) -> None:
     _check_out_dtypes(options, outs)
     checks.check_device("a", a, options.call)
     checks.check_devices(a, **dict(zip(options.names[1:], (b, *outs), strict=True)))
+    checks.checked_num_sms(options.num_sms, a.device)
     if a.dim() == 3 and b.dim() == 3 and not is_norm:
         if not ops.holds(a.shape[0] == b.shape[0]):
             raise ValueError(f"a has {a.shape[0]} matrices and b {b.shape[0]}; pass as many of each")
@@ -480,5 +488,5 @@ def _op(call: str, written: str, options: str) -> ops.Op:
     return ops.Op(call, f"a b {written}", options, run, check, allocate, flops=ops.product_flops(second=1))
 
 
-_THIN_OP = _op("thin_gemm", "out!", "out_dtype terms accumulate batch_invariant pdl")
-_PRENORM_OP = _op("prenorm_gemm", "out! sqr_sum!", "num_splits pdl")
+_THIN_OP = _op("thin_gemm", "out!", "out_dtype terms accumulate batch_invariant num_sms pdl")
+_PRENORM_OP = _op("prenorm_gemm", "out! sqr_sum!", "num_splits num_sms pdl")

@@ -419,7 +419,7 @@ def test_newer_keywords():
     narrow = [x.bfloat16() for x in (operands.a, operands.b)]
     b_groups = operands.b[None], operands.b_scale[None]
     rows, counts = torch.zeros(5, dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
-    pair, empty = (out, operands.a_scale), torch.zeros_like(out)
+    empty = torch.zeros_like(out)
     a_groups = tuple(x[None] for x in operands[:2])
     for call, message in (
         (lambda: deep_gemm.fp8_gemm_nt(operands[:2], operands[2:], empty, alpha=0.5), "alpha is 0.5.*Multiply a's"),
@@ -434,7 +434,14 @@ def test_newer_keywords():
             lambda: deep_gemm.k_grouped_fp8_gemm_nt_contiguous(*flat, d, [256], use_padded_sf_layout=True),
             "use_padded_sf_layout must be False",
         ),
-        (lambda: deep_gemm.fp8_einsum("bhr,hdr->bhd", operands[:2], b_groups, pair), "d is a pair"),
+        (
+            lambda: deep_gemm.fp8_einsum("bhr,hdr->bhd", a_groups, b_groups, (d, d)),
+            "d is .* it must be .* of torch.float8_e4m3fn",
+        ),
+        (
+            lambda: deep_gemm.fp8_einsum("bhr,hdr->bhd", a_groups, b_groups, empty, use_128x4_sfd_layout=True),
+            "use_128x4_sfd_layout",
+        ),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             call()

@@ -158,6 +158,12 @@ def test_heads(device, heads, stacked, rows):
     guarded.assert_guards_intact()
     for head, operands in enumerate(each):
         assert_accurate(d[:, head], exact_product(operands))
+    values = torch.empty(rows, heads, n, dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.empty(rows, heads, 2, device=device)
+    deep_gemm.fp8_einsum("bhr,hdr->bhd", (a, a_scale), (b, b_scale), (values, scale))
+    wanted = deep_gemm.per_token_cast_to_fp8(d.reshape(rows * heads, n), use_ue8m0=False)
+    assert torch.equal(values.view(torch.uint8).flatten(0, 1), wanted[0].view(torch.uint8))
+    assert torch.equal(scale.flatten(0, 1), wanted[1])
 
 
 # ---- wrong calls

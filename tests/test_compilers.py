@@ -12,7 +12,7 @@ import pytest
 from chosen_kernels import chosen
 from default_kernels import EVERY_CONFIG, disassembly, flaws
 
-from deep_tile import cast, jit, sass
+from deep_tile import cast, jit, parts, sass
 from deep_tile.codegen import kernel_source, streaming_source
 from deep_tile.config import GemmConfig
 from deep_tile.select.defaults import deepest_config
@@ -71,9 +71,9 @@ def test_default_kernels_compile_clean_and_uniform(compiled):
     assert not {name: wrong for name, wrong in found.items() if wrong}
 
 
-def test_sorts_compile_clean_and_uniform(library):
-    """Of kernels that are bound by memory, those that wait at a barrier."""
-    sources = {kernel.name: streaming_source(kernel) for kernel in cast.SORT.values()}
+def test_others_compile_clean_and_uniform(library):
+    """Of kernels without a GemmConfig, some that wait at a barrier."""
+    sources = {kernel.name: streaming_source(kernel) for kernel in (*cast.SORT.values(), *parts.KERNELS)}
     for kernel in other_nvrtc.compile_kernels(library, sources).values():
         assert not kernel.divergence and not jit.resource_usage(kernel.log).flawed
 

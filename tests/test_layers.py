@@ -43,7 +43,18 @@ MAY_IMPORT = {
     "ops": {"_launcher"},
     "cast": SIZES | {"_launcher", "codegen", "jit", "params", "progress", "select", "watch"},
     "logits_launch": {"_launcher", "cast", "codegen", "config", "params"},
-    "logits": {"_launcher", "cast", "codegen", "config", "launches", "logits_launch", "ops", "tensors"},
+    "logits": {
+        "_launcher",
+        "cast",
+        "checks",
+        "codegen",
+        "config",
+        "launches",
+        "logits_launch",
+        "ops",
+        "options",
+        "tensors",
+    },
     "sources": {"ops", "params", "tensors"},
     "quantize": {"_launcher", "cast", "config", "launches", "operation", "ops", "options", "params", "sources"}
     | {"tensors"},
@@ -124,7 +135,7 @@ MAY_IMPORT = {
     "method": SIZES | {"select"},
     "tools": CALL
     | {"packaged", "", "api", "cast", "codegen", "dense", "grouped", "integrations", "method", "params", "quantize"}
-    | {"parts", "progress", "sass", "wgrad"},
+    | {"logits_launch", "parts", "progress", "sass", "wgrad"},
     "": {"discovery"},
     "discovery": set(),
     "__main__": {"tools"},

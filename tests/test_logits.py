@@ -137,6 +137,9 @@ def bad(position, change, error, match, **options):
         bad(0, lambda x: x, ValueError, "columns is 0; pass a positive number", columns=0),
         bad(0, lambda x: x, TypeError, "columns is 'all'; pass how many", columns="all"),
         bad(0, lambda x: x, ValueError, "out_dtype is torch.float16; pass torch.float32 or", out_dtype=torch.float16),
+        bad(0, lambda x: x, ValueError, "num_sms is 0; pass an int from 1", num_sms=0),
+        bad(0, lambda x: x, TypeError, "num_sms is 2.0, of type float", num_sms=2.0),
+        bad(0, lambda x: x, TypeError, "pdl is 'yes', of type str", pdl="yes"),
     ],
 )
 def test_bad_calls(device, position, change, error, match, options):
@@ -449,7 +452,7 @@ def test_sanitizer_case_is_right(sizes):
 @pytest.mark.parametrize("seed", range(12))
 def test_drawn_calls(device, seed):
     case: Drawn = draw_case(Random(seed), device, most_products=2**30 if device == "cuda" else 2**20)
-    assert not check(case)
+    assert not any(check(case).values())
 
 
 RUN = ["--device", "cpu", "--seed", "3", "--rounds", "10"]

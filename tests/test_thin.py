@@ -17,7 +17,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FP32_ERROR = 1e-6
 """Of a product of FP32 weights as three terms, of its norm: 3e-7 at most in what was measured (H100, 2026-11-26)."""
 
-TWO_TERMS_ERROR = 4e-6
+TWO_TERMS_ERROR = 1.2e-5
+"""Of two: 2.5e-6 of many numbers; of 10 by 15 in 3,000 draws up to 7.8e-6, 5 % of them beyond 4e-6."""
 
 EACH_KERNEL = pytest.mark.parametrize("kernel", parts.all_kernels(), ids=lambda kernel: kernel.name)
 
@@ -108,6 +109,21 @@ def test_long_sums_repeat_beside_another_stream():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_sms", [1, 7, None])
+def test_thread_blocks_take_units_by_turns(num_sms):
+    """Of 1,000 rows, 129 K blocks, more columns than a tile has; then all rows by few SMs, in parts that are given."""
+    a, b = matrix(1000, 8200, dtype=torch.bfloat16, device="cuda"), matrix(50, 8200, device="cuda")
+    wanted = a.double() @ b.double().T
+    for splits in (1, 2, 128):
+        out, squares = deep_tile.prenorm_gemm(a, b, num_splits=splits, num_sms=num_sms)
+        assert_near(out.double().sum(0), wanted)
+        assert_near(squares.double().sum(0), a.double().square().sum(1))
+    assert_near(deep_tile.thin_gemm(a, b, num_sms=num_sms), wanted)
+    invariant = [deep_tile.thin_gemm(a, b, num_sms=count, batch_invariant=True) for count in (num_sms, None)]
+    assert torch.equal(*invariant)
+
+
+@pytest.mark.gpu
 def test_graphs():
     a, b = matrix(9, 4096, dtype=torch.bfloat16, device="cuda"), matrix(24, 4096, device="cuda")
     wanted = deep_tile.prenorm_gemm(a, b), deep_tile.thin_gemm(a, b)
@@ -195,6 +211,8 @@ A, B = matrix(5, 64, dtype=torch.bfloat16), matrix(24, 64)
         (lambda: deep_tile.thin_gemm(A, B.clone().requires_grad_()), RuntimeError, "thin_gemm has none"),
         (lambda: deep_tile.prenorm_gemm(A, B.bfloat16()), TypeError, "b must be torch.float32"),
         (lambda: deep_tile.prenorm_gemm(A, B, num_splits=0), ValueError, "num_splits is 0"),
+        (lambda: deep_tile.thin_gemm(A, B, num_sms=0), ValueError, "num_sms is 0"),
+        (lambda: deep_tile.prenorm_gemm(A, B, num_sms=True), TypeError, "num_sms"),
         (lambda: deep_tile.prenorm_gemm(A, B, num_splits=129), ValueError, "num_splits is 129"),
         (lambda: deep_tile.prenorm_gemm(A, B, torch.empty(5, 24), num_splits=2), ValueError, r"\[2, 5, 24\]"),
         (lambda: deep_tile.prenorm_gemm(A, B, None, torch.empty(10)[::2]), ValueError, "contiguous"),
@@ -278,12 +296,12 @@ def test_kernel_compiles_clean(kernel, compiled):
 @pytest.mark.parametrize(("n", "k", "matrices"), [(24, 28672, 1), (256, 7168, 1), (5000, 64, 1), (384, 128, 8192)])
 def test_choices_fill_the_gpu_and_waste_none(m, n, k, matrices):
     for terms, squares in ((3, True), (3, False), (2, False), (1, False)):
-        product = parts.Product(m, n, k, matrices, terms, squares)
-        kernel, count = parts.choose(product, 132)
-        assert (kernel.terms, kernel.squares) == (terms, squares)
+        product = parts.Product(m, n, k, matrices, terms, squares, fp32=squares)
+        kernel, count = parts.choose(product, parts.Room(132))
+        assert (kernel.terms, kernel.squares, kernel.splits) == (terms, squares, squares)
         assert 1 <= count <= min(product.steps, parts.MOST_PARTS)
         if product.steps >= 132:
-            assert parts.units(kernel, product, count) >= 60
+            assert parts.units(kernel, product, count) >= 50
 
 
 def test_precompile(compiled):

@@ -368,7 +368,7 @@ def fp8_einsum(
     expr: str,
     a: Pair,
     b: Pair,
-    d: torch.Tensor,
+    d: torch.Tensor | Pair,
     c: torch.Tensor | None = None,
     recipe: tuple[int, int, int] = (1, SCALE_BLOCK, SCALE_BLOCK),
     epilogue: object = None,
@@ -384,10 +384,11 @@ def fp8_einsum(
         expr: "bhr,hdr->bhd".
         a: [rows, heads, k] float8_e4m3fn and its scale [rows, heads, ceil(k / 128)], any strides that products take.
         b: [heads, n, k] float8_e4m3fn and its scale [heads, ceil(n / 128), ceil(k / 128)].
-        d: [rows, heads, n] bfloat16, written to. A pair of FP8 and its scale is Blackwell's.
+        d: [rows, heads, n] bfloat16, written to. Or, dense, the same in float8_e4m3fn and a scale [rows, heads,
+            ceil(n / 128)] float32: then the product, in bfloat16, is cast as `per_token_cast_to_fp8` does.
         c, epilogue: only None.
         recipe: (1, 128, 128).
-        use_128x4_sfd_layout: the layout of such a pair's scale; ignored here.
+        use_128x4_sfd_layout: only False; the other scale layout is Blackwell's.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `deep_tile.fp8_grouped_gemm` and `fp8_gemm_nt`; or another `expr`.
@@ -395,9 +396,13 @@ def fp8_einsum(
     if expr != "bhr,hdr->bhd":
         raise ValueError(f"expr is {expr!r}; on Hopper it is 'bhr,hdr->bhd'")
     arguments.refuse_finish(epilogue=epilogue)
-    if isinstance(d, (tuple, list)):
-        raise TypeError("d is a pair; on Hopper it is one tensor of torch.bfloat16: cast it with per_token_cast_to_fp8")
+    if use_128x4_sfd_layout:
+        raise ValueError("use_128x4_sfd_layout is Blackwell's; on Hopper scales are dense: leave it out")
     a, a_scale, b, b_scale = arguments.operands(a, b)
+    pair = d if isinstance(d, (tuple, list)) else None
+    if pair is not None:
+        _check_cast_result(*arguments.checked_pair("d", pair))
+        d = pair[0].new_empty(pair[0].shape, dtype=torch.bfloat16)
     arguments.refuse_sum(c)
     arguments.check_recipes(recipe)
     arguments.require_dimensions(a=(a, 3), a_scale=(a_scale, 3), b=(b, 3), d=(d, 3))
@@ -411,6 +416,22 @@ def fp8_einsum(
         _make_ready("fp8", a, b, d, "none" if sums.goes_by_head(a, out) else "counts")
         return
     sums.multiply_heads((a, a_scale, b, b_scale), out, dense.fp8_gemm, grouped.fp8_grouped_gemm, **_settings)
+    if pair is not None:
+        rounding = {"exact": "reciprocal", "amax_floor": quantize.DEEP_GEMM_AMAX_FLOOR}
+        quantize.per_token_cast_to_fp8(d, out=pair[0], scale_out=pair[1], **rounding)
+
+
+def _check_cast_result(values: torch.Tensor, scale: torch.Tensor) -> None:
+    """Check the pair that a product by heads is cast to."""
+    arguments.require_dimensions(d=(values, 3), **{"d's scale": (scale, 3)})
+    wanted = (*values.shape[:2], ceil_div(values.shape[2], SCALE_BLOCK))
+    for name, x, dtype, shape in (
+        ("d", values, torch.float8_e4m3fn, values.shape),
+        ("d's scale", scale, torch.float32, wanted),
+    ):
+        if x.dtype != dtype or tuple(x.shape) != tuple(shape) or not x.is_contiguous() or x.device != values.device:
+            seen = f"{list(x.shape)} of {x.dtype} with strides {x.stride()} on {x.device}"
+            raise ValueError(f"{name} is {seen}; it must be {list(shape)} of {dtype}, dense, on {values.device}")
 
 
 # BF16.
@@ -442,8 +463,7 @@ def einsum(
         thin.precompile_thin()
         return
     accumulate = arguments.begin_sum(d, c)
-    options = {"pdl": _settings["pdl"]} | ({} if expr == "bmk,bnk->mn" else {"num_sms": _settings["num_sms"]})
-    sums.einsum(expr, a, b, d, accumulate=accumulate, **options)
+    sums.einsum(expr, a, b, d, accumulate=accumulate, **_settings)
 
 
 def tf32_hc_prenorm_gemm(
@@ -468,7 +488,7 @@ def tf32_hc_prenorm_gemm(
     if _compile_mode:
         thin.precompile_thin()
         return
-    thin.prenorm_gemm(a, b, d, sqr_sum, num_splits=num_splits, pdl=_settings["pdl"])
+    thin.prenorm_gemm(a, b, d, sqr_sum, num_splits=num_splits, **_settings)
 
 
 def bf16_gemm_nt(

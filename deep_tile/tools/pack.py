@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from deep_tile import cast, jit, packaged, parts
+from deep_tile import cast, jit, logits_launch, packaged, parts
 from deep_tile.codegen import kernel_source, streaming_source
 from deep_tile.progress import track_progress
 from deep_tile.select.defaults import default_configs
@@ -23,7 +23,7 @@ def default_sources() -> dict[str, str]:
     """Sources of all default kernels, by name."""
     configs = (*default_configs(True), *default_configs(False), *all_grouped_configs())
     gemms = {config.name: kernel_source(config) for config in configs}
-    others = (*cast.all_kernels(), *parts.all_kernels())
+    others = (*cast.all_kernels(), *parts.all_kernels(), *logits_launch.default_kernels())
     return gemms | {kernel.name: streaming_source(kernel) for kernel in others}
 
 

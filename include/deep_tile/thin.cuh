@@ -4,13 +4,14 @@
 //
 //   role                work                                              per stage
 //   operand warp        TMA loads a and b                                 waits empty, expects bytes on landed
-//   split warps         split FP32 b into BF16 terms, in place            wait empty and landed, arrive on full
-//   math warpgroups     WGMMA of all terms, FP32 sums; squares of a       wait landed and full, arrive on empty
+//   math warpgroups     split FP32 b into BF16 terms; WGMMA of all        wait landed, arrive on empty; meet each other
+//                       terms, FP32 sums; squares of a                    once a K block where they split
 //
-// An FP32 b is a sum of BF16 terms (terms.cuh), whose products with BF16 are exact. WGMMA truncates as it accumulates,
-// so temporaries span one K block, smallest terms first, and are then promoted to FP32 registers, as with FP8. Narrow
-// tiles split b themselves; wide tiles, whose b many CTAs share, read a split b. A CTA has one tile and one K part: its
-// result depends on nothing else, and add_parts() sums the parts in a fixed order.
+// An FP32 b is a sum of BF16 terms (terms.cuh), whose products with BF16 are exact; but WGMMA truncates as it
+// accumulates, so temporaries span one K block, smallest terms first, and are then added to FP32 registers, as FP8 is
+// promoted. Narrow tiles split b themselves, the next K block's while WGMMA multiplies this one's; wide ones, which many
+// CTAs share, find it split. A unit is one tile and one part of K: what is computed of it depends on nothing else, and
+// add_parts() sums the parts in a fixed order.
 #pragma once
 
 #include "memory.cuh"
@@ -20,45 +21,49 @@
 
 namespace deep_tile {
 
-constexpr int thin_k = 64;           // K elements per K block
-constexpr int split_rows = 4;        // b rows that a warp splits at once: eight numbers per lane
+constexpr int thin_k = 64;       // elements of K in a K block
+constexpr int most_columns = 192;  // of a WGMMA, as there are registers for
+constexpr int split_rows = 2;    // of b, that a warp splits at once: four numbers a lane
+constexpr int split_slots = 2;   // for terms: of the K block that is multiplied, and of the next one
+constexpr u32 split_barrier = 1; // at which math warps meet
 
 struct ThinConfig {
     int block_m, block_n;
-    int terms;        // BF16 terms for b
+    int terms;     // of b
     int stages;
-    int split_warps;  // 0: b's terms are operands
-    bool squares;     // also sum squares along a's rows
+    bool splits;   // b is FP32; otherwise its terms are operands
+    bool squares;  // sums of the squares of a's rows, too
 
-    constexpr bool splits() const { return split_warps > 0; }
-    // Narrow tiles: terms are adjacent columns of one WGMMA, which reads a once; each term has its own sums.
-    constexpr int columns_at_once() const { return splits() ? terms * block_n : block_n; }
+    // Terms lie side by side in one WGMMA's columns where there are registers: it reads a once, and each has its own sums.
+    constexpr bool side_by_side() const { return block_m <= 128 && terms * block_n <= most_columns; }
+    constexpr int columns_at_once() const { return side_by_side() ? terms * block_n : block_n; }
     constexpr int chains() const { return terms * block_n / columns_at_once(); }
     constexpr int math_threads() const { return block_m / mma_m * warpgroup_threads; }
-    constexpr int threads() const { return math_threads() + (1 + split_warps) * warp_threads; }
+    constexpr int threads() const { return math_threads() + warp_threads; }
+    constexpr int boxes() const { return splits ? 2 : terms; }  // of b in a stage, each 128 bytes of its rows
+    constexpr int box_bytes() const { return block_n * k_block_bytes; }
+    constexpr int split_boxes() const { return splits ? split_slots * terms : 0; }
 };
 
 template <ThinConfig config>
 struct alignas(1024) ThinStorage {
     u8 a[config.stages][config.block_m * k_block_bytes];
-    u8 b[config.stages][config.terms][config.block_n * k_block_bytes];
+    u8 b[config.stages * config.boxes() + config.split_boxes()][config.box_bytes()];  // of stages, then terms of slots
     u64 landed[config.stages];
-    u64 full[config.stages];  // used where b is split
     u64 empty[config.stages];
 };
 
-// A CTA's tile and its K blocks, counted through all matrices.
+// A unit: a tile and its K blocks, counted through all matrices.
 struct ThinWork {
     int row, column, part;
     int begin, end;
 };
 
-// CTAs are numbered by columns first, then rows, then K parts.
+// Units count parts of K first, then columns, then rows, so that few rows are read at once. A CTA has every gridDim.x-th.
 template <ThinConfig config>
-__device__ __forceinline__ ThinWork thin_work(const ThinParams& params) {
+__device__ __forceinline__ ThinWork thin_work(const ThinParams& params, u32 unit) {
     const u32 columns = (params.n + config.block_n - 1) / config.block_n;
-    const u32 rows = (params.m + config.block_m - 1) / config.block_m;
-    const u32 tile = blockIdx.x % (columns * rows), part = blockIdx.x / (columns * rows);
+    const u32 tile = unit / params.parts, part = unit % params.parts;
     const u32 begin = part * params.part_steps + min(part, params.longer_parts);
     const u32 end = begin + params.part_steps + (part < params.longer_parts);
     return {int(tile / columns) * config.block_m, int(tile % columns) * config.block_n, int(part), int(begin), int(end)};
@@ -82,91 +87,58 @@ struct ThinStep {
 
 // TMA loads into the stages, by one lane: out-of-bounds rows and K become zeros, so every box is whole.
 template <ThinConfig config>
-__device__ __forceinline__ void load_thin(const ThinParams& params, ThinStorage<config>& smem, const ThinWork& work) {
+__device__ __forceinline__ void load_thin(const ThinParams& params, ThinStorage<config>& smem) {
     PipelineState<config.stages> state;
-    constexpr int boxes = config.splits() ? 2 : config.terms;  // b boxes, each 128 bytes wide
-    constexpr u32 box_bytes = config.block_n * k_block_bytes, bytes = config.block_m * k_block_bytes + boxes * box_bytes;
-    ThinStep at(params, work.begin);
+    constexpr u32 bytes = config.block_m * k_block_bytes + config.boxes() * config.box_bytes();
 #pragma unroll 1
-    for (int left = work.end - work.begin; left > 0; --left) {
-        wait(smem.empty[state.stage], state.phase ^ 1);
-        if (ptx::elect_sync()) {
-            const u32 landed = ptx::smem_address(&smem.landed[state.stage]), b = ptx::smem_address(smem.b[state.stage]);
-            ptx::mbarrier_arrive_expect_tx(landed, bytes);
-            ptx::cp_async_bulk_tensor_load(ptx::smem_address(smem.a[state.stage]), params.a_map, at.k * int(sizeof(u16)), work.row,
-                                           at.matrix, landed);
+    for (u32 unit = blockIdx.x; unit < params.units; unit += gridDim.x) {
+        const ThinWork work = thin_work<config>(params, unit);
+        ThinStep at(params, work.begin);
+#pragma unroll 1
+        for (int left = work.end - work.begin; left > 0; --left) {
+            wait(smem.empty[state.stage], state.phase ^ 1);
+            if (ptx::elect_sync()) {
+                const u32 landed = ptx::smem_address(&smem.landed[state.stage]);
+                const u32 a = ptx::smem_address(smem.a[state.stage]), b = ptx::smem_address(smem.b[state.stage * config.boxes()]);
+                ptx::mbarrier_arrive_expect_tx(landed, bytes);
+                ptx::cp_async_bulk_tensor_load(a, params.a_map, at.k * int(sizeof(u16)), work.row, at.matrix, landed);
 #pragma unroll
-            for (int i = 0; i < boxes; ++i) {
-                const int inner = config.splits() ? at.k * int(sizeof(float)) + i * k_block_bytes : at.k * int(sizeof(u16));
-                const int matrix = config.splits() ? at.matrix : at.matrix * config.terms + i;
-                ptx::cp_async_bulk_tensor_load(b + i * box_bytes, params.b_map, inner, work.column, matrix, landed);
+                for (int i = 0; i < config.boxes(); ++i) {
+                    const int inner = config.splits ? at.k * int(sizeof(float)) + i * k_block_bytes : at.k * int(sizeof(u16));
+                    const int matrix = config.splits ? at.matrix : at.matrix * config.terms + i;
+                    ptx::cp_async_bulk_tensor_load(b + i * config.box_bytes(), params.b_map, inner, work.column, matrix, landed);
+                }
             }
+            __syncwarp();
+            state.advance();
+            at.advance(params);
         }
-        __syncwarp();
-        state.advance();
-        at.advance(params);
     }
 }
 
-// A split warp takes `split_rows` rows of a K block, eight numbers per lane. A row's numbers 0 to 31 are in b's first
-// box, the others in the second; terms overwrite the boxes row by row. Lanes on the second box read their two 16-byte
-// halves in reverse order, so that no two lanes on a row hit one bank.
+// Splits the numbers in a stage's two boxes into the boxes of terms; all math warps share the rows. Numbers 0 to 31 of a
+// row lie in the first box, the others in the second one: a lane has four of a row, and half a warp reads and writes whole
+// rows of 128 bytes.
 template <ThinConfig config>
-struct SplitRows {
-    static constexpr u32 box_bytes = config.block_n * k_block_bytes;
-
-    __device__ __forceinline__ void load(u32 boxes, int first_row) {
-        const int lane = threadIdx.x % warp_threads, row = first_row + lane / 8, box = lane % 8 / 4, even = lane % 4 * 2;
-        const u32 row_bytes = boxes + row * k_block_bytes + box * box_bytes;
-        const uint4 one = ptx::ld_shared_v4(row_bytes + ((even + box) ^ row % 8) * 16);
-        const uint4 other = ptx::ld_shared_v4(row_bytes + ((even + 1 - box) ^ row % 8) * 16);
-        low = box == 0 ? one : other;
-        high = box == 0 ? other : one;
-    }
-
-    __device__ __forceinline__ void store(u32 boxes, int first_row) const {
-        const int lane = threadIdx.x % warp_threads, row = first_row + lane / 8;
-        const u32 to = boxes + row * k_block_bytes + (lane % 8 ^ row % 8) * 16;
-        const u32 bits[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        u32 words[4][config.terms];
+__device__ __forceinline__ void split_stage(const u8* numbers, const u8* terms, int warp) {
+    constexpr int rows_at_once = config.math_threads() / warp_threads * split_rows;
+    const int lane = threadIdx.x % warp_threads, four = lane % 16;
+    const u32 from = ptx::smem_address(numbers + four / 8 * config.box_bytes()), to = ptx::smem_address(terms);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            split_pair<config.terms>(__uint_as_float(bits[2 * i]), __uint_as_float(bits[2 * i + 1]), words[i]);
-        }
+    for (int first = 0; first < config.block_n; first += rows_at_once) {
+        const int row = first + warp * split_rows + lane / 16;
+        if (config.block_n % rows_at_once != 0 && row >= config.block_n) break;
+        const uint4 bits = ptx::ld_shared_v4(from + row * k_block_bytes + (four % 8 ^ row % 8) * 16);
+        u32 low[config.terms], high[config.terms];
+        split_pair<config.terms>(__uint_as_float(bits.x), __uint_as_float(bits.y), low);
+        split_pair<config.terms>(__uint_as_float(bits.z), __uint_as_float(bits.w), high);
+        const u32 at = to + row * k_block_bytes + (four / 2 ^ row % 8) * 16 + four % 2 * 8;
 #pragma unroll
         for (int term = 0; term < config.terms; ++term) {
-            ptx::st_shared_v4(to + term * box_bytes, words[0][term], words[1][term], words[2][term], words[3][term]);
+            ptx::st_shared_v2(at + term * config.box_bytes(), __uint_as_float(low[term]), __uint_as_float(high[term]));
         }
     }
-
-    uint4 low, high;
-};
-
-// Splits b in its stages; warps alternate in stages. A warp sees a stage about every third round, so it also waits for
-// "empty": otherwise a phase two rounds old would look like the awaited one. A stage's loads precede its stores. The
-// stage index is hidden from ptxas in b's addresses: otherwise the barrier wait uses an ordinary register, as in a
-// divergent warp.
-template <ThinConfig config>
-__device__ __forceinline__ void split_thin(ThinStorage<config>& smem, const ThinWork& work, int warp) {
-    constexpr int groups = config.block_n / split_rows;
-    static_assert(config.split_warps <= config.stages, "a turn is within a round");
-    PipelineState<config.stages> state;
-    state.advance(warp);
-#pragma unroll 1
-    for (int left = work.end - work.begin - warp; left > 0; left -= config.split_warps) {
-        wait(smem.empty[state.stage], state.phase ^ 1);
-        wait(smem.landed[state.stage], state.phase);
-        const u32 boxes = ptx::smem_address(smem.b[ptx::opaque(state.stage)]);
-        SplitRows<config> rows[groups];
-#pragma unroll
-        for (int i = 0; i < groups; ++i) rows[i].load(boxes, i * split_rows);
-        __syncwarp();  // all rows have been read
-#pragma unroll
-        for (int i = 0; i < groups; ++i) rows[i].store(boxes, i * split_rows);
-        ptx::fence_proxy_async();
-        ptx::mbarrier_arrive(ptx::smem_address(&smem.full[state.stage]));
-        state.advance(config.split_warps);
-    }
+    ptx::fence_proxy_async();
 }
 
 // Square sums for a warp's 16 rows, four at a time: eight lanes share a row, 16 bytes each.
@@ -230,43 +202,81 @@ __device__ __forceinline__ void add_terms(float (&sums)[config.block_n / 2], con
     }
 }
 
-// Multiplies a warpgroup's 64 tile rows with every K block in the part.
+// A math warp: its warpgroup multiplies 64 rows of each unit.
 template <ThinConfig config>
-__device__ __forceinline__ void multiply_thin(const ThinParams& params, ThinStorage<config>& smem, const ThinWork& work, int warp) {
-    constexpr u32 a_stage = config.block_m * k_block_bytes / 16, b_term = config.block_n * k_block_bytes / 16;
-    const int warpgroup = warp / 4;
-    const u32 a_first = __shfl_sync(0xffffffff, descriptor_address(smem.a[0] + warpgroup * mma_m * k_block_bytes), 0);
-    const u32 b_first = __shfl_sync(0xffffffff, descriptor_address(smem.b[0][0]), 0);
-    PipelineState<config.stages> state;
-    float sums[config.block_n / 2] = {}, products[config.columns_at_once() / 2];
-    Squares squares;
+class ThinMath {
+   public:
+    __device__ __forceinline__ ThinMath(ThinStorage<config>& smem, int warp)
+        : smem_(smem),
+          warp_(warp),
+          a_(__shfl_sync(0xffffffff, descriptor_address(smem.a[0] + warp / 4 * mma_m * k_block_bytes), 0)),
+          b_(__shfl_sync(0xffffffff, descriptor_address(smem.b[0]), 0)) {}
+
+    // Multiplies every K block of a unit. Math warps that split meet after each one: then all terms of the next K block
+    // are there, and WGMMA has read those of this one.
+    __device__ __forceinline__ void multiply(const ThinParams& params, const ThinWork& work) {
+        float sums[config.block_n / 2] = {}, products[config.columns_at_once() / 2];
+        Squares squares;
+        int left = work.end - work.begin;
+        if constexpr (config.splits) {
+            if (left > 0) split();
+            meet();
+        }
 #pragma unroll 1
-    for (int left = work.end - work.begin; left > 0; --left) {
-        wait(smem.landed[state.stage], state.phase);
-        if constexpr (config.splits()) wait(smem.full[state.stage], state.phase);
-        const u32 a = a_first + state.stage * a_stage, b = b_first + state.stage * config.terms * b_term;
+        for (; left > 0; --left) {
+            if constexpr (!config.splits) wait(smem_.landed[state_.stage], state_.phase);
+            const int stage = state_.stage;
+            begin(products, stage);
+            if constexpr (config.squares) squares.add(smem_.a[stage] + warp_ * 16 * k_block_bytes);
+            state_.advance();
+            if constexpr (config.splits) {
+                slot_ ^= 1;
+                if (left > 1) split();
+            }
+            ptx::wgmma_wait_group<0>();
+            pin(products);
+            ptx::mbarrier_arrive(ptx::smem_address(&smem_.empty[stage]));
+            add_terms<config>(sums, products);
+            if constexpr (config.splits) meet();
+        }
+        const int warp_row = work.row + warp_ * 16;
+        store_thin<config>(params, sums, work, warp_row);
+        if constexpr (config.squares) {
+            if (work.column == 0) squares.store(params.squares + i64(work.part) * params.m + warp_row, params.m - warp_row);
+        }
+    }
+
+   private:
+    // Issues the products of a K block's terms.
+    __device__ __forceinline__ void begin(float (&products)[config.columns_at_once() / 2], int stage) const {
+        constexpr u32 a_stage = config.block_m * k_block_bytes / 16, box = config.box_bytes() / 16;
+        const u32 a = a_ + stage * a_stage, b = b_ + (config.splits ? first_box(slot_) : stage * config.boxes()) * box;
         pin(products);
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < config.chains() * (k_block_bytes / mma_k_bytes); ++i) {
             const u32 term = config.chains() - 1 - i / 4, k = i % 4 * mma_k_bytes / 16;
             wgmma(products, matrix_descriptor(a + k, OperandLayout<0>::high),
-                  matrix_descriptor(b + term * b_term + k, OperandLayout<0>::high), i != 0);
+                  matrix_descriptor(b + term * box + k, OperandLayout<0>::high), i != 0);
         }
         ptx::wgmma_commit_group();
-        if constexpr (config.squares) squares.add(smem.a[state.stage] + warp * 16 * k_block_bytes);
-        ptx::wgmma_wait_group<0>();
-        pin(products);
-        ptx::mbarrier_arrive(ptx::smem_address(&smem.empty[state.stage]));
-        add_terms<config>(sums, products);
-        state.advance();
     }
-    const int warp_row = work.row + warp * 16;
-    store_thin<config>(params, sums, work, warp_row);
-    if constexpr (config.squares) {
-        if (work.column == 0) squares.store(params.squares + i64(work.part) * params.m + warp_row, params.m - warp_row);
+
+    // Splits the stage that comes next.
+    __device__ __forceinline__ void split() const {
+        wait(smem_.landed[state_.stage], state_.phase);
+        split_stage<config>(smem_.b[state_.stage * config.boxes()], smem_.b[first_box(slot_)], warp_);
     }
-}
+
+    static __device__ __forceinline__ int first_box(int slot) { return config.stages * config.boxes() + slot * config.terms; }
+    static __device__ __forceinline__ void meet() { ptx::bar_sync(split_barrier, config.math_threads()); }
+
+    ThinStorage<config>& smem_;
+    const int warp_;
+    const u32 a_, b_;
+    PipelineState<config.stages> state_;
+    int slot_ = 0;
+};
 
 template <ThinConfig config>
 __device__ __forceinline__ void thin(const ThinParams& params) {
@@ -278,22 +288,20 @@ __device__ __forceinline__ void thin(const ThinParams& params) {
 #pragma unroll 1
         for (int i = 0; i < config.stages; ++i) {
             ptx::mbarrier_init(ptx::smem_address(&smem.landed[i]), 1);
-            ptx::mbarrier_init(ptx::smem_address(&smem.full[i]), warp_threads);
             ptx::mbarrier_init(ptx::smem_address(&smem.empty[i]), config.math_threads());
         }
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
     take_turn();
-    const ThinWork work = thin_work<config>(params);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / warp_threads, 0);
     constexpr int operand_warp = config.math_threads() / warp_threads;
     if (warp < operand_warp) {
-        multiply_thin<config>(params, smem, work, warp);
-    } else if (warp == operand_warp) {
-        load_thin<config>(params, smem, work);
-    } else if constexpr (config.splits()) {
-        split_thin<config>(smem, work, warp - operand_warp - 1);
+        ThinMath<config> math(smem, warp);
+#pragma unroll 1
+        for (u32 unit = blockIdx.x; unit < params.units; unit += gridDim.x) math.multiply(params, thin_work<config>(params, unit));
+    } else {
+        load_thin<config>(params, smem);
     }
 }
 
