@@ -1,10 +1,10 @@
 """Products with weights of 4 bits beside those with the same weights in FP8, dense and of groups.
 
-    PYTHONPATH=. python benchmarks/bench_fourbit.py --out fourbit.json [--every-config]
+    PYTHONPATH=. python benchmarks/bench_fourbit.py --out fourbit.json [--kinds int4] [--every-config]
 
 Weights take turns, as many as make 200 MB in 4 bits, so that none is in L2; the method is timing.py's, and a time is
-that of one product. `read` is what half of a copy takes of the packed bytes. Exits with 1 if a result is not that of
-the FP8 weight, bit for bit, where K is not split.
+that of one product. `read` is what half of a copy takes of the packed bytes. FP8 has scales of 128x128. Exits with 1 if
+a result is not that of the FP8 weight, bit for bit, where K is not split.
 """
 
 import argparse
@@ -24,41 +24,70 @@ from deep_tile import (
     fp8_gemm,
     fp8_grouped_gemm,
     pack_weight,
+    packed,
     packed_gemm,
     packed_grouped_gemm,
     per_token_cast_to_fp8,
-    to_blocks,
+    scaled_gemm,
 )
+from deep_tile.kinds import PACKED
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import grouped_configs
 
 WEIGHTS = ((7168, 2048), (4096, 7168), (24576, 1536), (7168, 16384), (2112, 7168))
-ROWS = (1, 16, 64, 256, 1024, 4096)
-GROUPED_WEIGHT, GROUPED_ROWS = (8, 4096, 7168), (1, 4, 16, 64, 128, 512)
+ROWS = (1, 16, 64, 128, 256, 512, 1024, 4096)
+GROUPED_WEIGHT, GROUPED_ROWS = (8, 4096, 7168), (1, 4, 16, 64, 128, 256, 512, 1024)
 PACKED_BYTES = 2e8
 
 
-def make_weights(shape: tuple[int, ...]) -> list[tuple]:
-    """Pairs of a weight in MXFP4, packed, and in FP8."""
+def make_weights(kind: str, shape: tuple[int, ...]) -> list[tuple]:
+    """Pairs of a packed weight, and of the same in FP8 with scales of 128x128, as many as take turns."""
     *leading, n, k = shape
     made = []
-    for _ in range(max(2, round(PACKED_BYTES / (torch.Size(shape).numel() * 17 / 32)))):
+    for _ in range(max(2, round(PACKED_BYTES / (torch.Size(shape).numel() * PACKED[kind].b_bytes)))):
         codes = torch.randint(0, 256, (*leading, n, k // 2), dtype=torch.uint8, device="cuda")
-        scale = torch.randint(118, 122, (*leading, n, k // 32), dtype=torch.uint8, device="cuda")
-        made.append((pack_weight(codes, scale), to_blocks(codes, scale)[:2]))
+        scale, keywords = scales(kind, (*leading, n), k)
+        weight = pack_weight(codes, scale, **keywords)
+        of_blocks = torch.ones(*leading, -(-n // 128), -(-k // 128), device="cuda")
+        made.append((weight, (packed.as_fp8(*weight, k=k).contiguous(), of_blocks if kind == "int4" else weight.scale)))
     return made
 
 
-def measure(m: int, shape: tuple[int, ...], weights: list[tuple], options: argparse.Namespace) -> dict[str, Any]:
+def scales(kind: str, rows: tuple[int, ...], k: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Of groups, and keywords of `pack_weight`."""
+    if kind == "int4":
+        return torch.rand(*rows, k // 128, device="cuda"), {"format": "int4_128"}
+    if kind == "nvfp4":
+        scale = torch.rand(*rows, k // 16, device="cuda").mul(448).to(torch.float8_e4m3fn)
+        return scale, {"format": "nvfp4", "global_scale": 1.0}
+    return torch.randint(118, 122, (*rows, k // 32), dtype=torch.uint8, device="cuda"), {"format": "mxfp4"}
+
+
+def is_correct(kind: str, a, a_scale, weight: packed.Packed, wide: torch.Tensor, grouped: bool) -> bool:
+    """Against the product of the weight in FP8, group by group."""
+    call = scaled_gemm if kind == "int4" else fp8_gemm
+    if not grouped:
+        own = packed_gemm(a, a_scale, *weight, batch_invariant=True)
+        return torch.equal(own, call(a, a_scale, wide, weight.scale, batch_invariant=True))
+    rows = len(a) // len(wide)
+    offs = (torch.arange(len(wide), device="cuda") + 1).mul(rows).int()
+    own = packed_grouped_gemm(a, a_scale, *weight, offs, expected_rows=rows).split(rows)
+    each = zip(own, a.split(rows), a_scale.split(rows), wide, weight.scale, strict=True)
+    return all(torch.equal(out, call(*given, batch_invariant=True)) for out, *given in each)
+
+
+def measure(
+    kind: str, m: int, shape: tuple[int, ...], weights: list[tuple], options: argparse.Namespace
+) -> dict[str, Any]:
     """Microseconds of a product of m rows, or of m in each group, by contestant."""
     groups, k = (shape[0] if len(shape) == 3 else 1), shape[-1]
     a, a_scale = per_token_cast_to_fp8(torch.randn(groups * m, k, device="cuda", dtype=torch.bfloat16))
     calls: tuple[Callable, Callable] = packed_gemm, fp8_gemm
-    configs = default_configs(True, "mxfp4")
+    configs = default_configs(True, kind)
     if len(shape) == 3:
         offs = (torch.arange(groups, device="cuda") + 1).mul(m).int()
         calls = tuple(partial(call, offs=offs, expected_rows=m) for call in (packed_grouped_gemm, fp8_grouped_gemm))
-        configs = grouped_configs("offs", True, kind="mxfp4")
+        configs = grouped_configs("offs", True, kind=kind)
     fourbit, fp8 = calls
     contestants = {"packed": (fourbit, 0), "fp8": (fp8, 1)}
     if options.every_config:
@@ -73,32 +102,29 @@ def measure(m: int, shape: tuple[int, ...], weights: list[tuple], options: argpa
     graphs["read"] = capture(lambda: [target.copy_(pair[0].weight) for pair in weights])
     times = time_alternating(graphs, options.repeats, options.flush)
     us = {name: took.us / len(weights) / (2 if name == "read" else 1) for name, took in times.items()}
-    invariant = {"batch_invariant": True}
-    own, whole = fourbit(a, a_scale, *weights[0][0], **invariant), fp8(a, a_scale, *weights[0][1], **invariant)
-    row = {
-        "m": m,
-        "shape": list(shape),
-        "us": us,
-        "of_fp8": us["packed"] / us["fp8"],
-        "of_read": us["packed"] / us["read"],
-    }
-    return row | {"bytes": read.numel(), "correct": torch.equal(own, whole)}
+    weight, (wide, _) = weights[0]
+    row = {"kind": kind, "m": m, "shape": list(shape), "us": us}
+    row |= {"of_fp8": us["packed"] / us["fp8"], "of_read": us["packed"] / us["read"]}
+    return row | {"bytes": read.numel(), "correct": is_correct(kind, a, a_scale, weight, wide, len(shape) == 3)}
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time products with weights of 4 bits.")
     parser.add_argument("--repeats", type=int, default=20, help="samples per product (default: %(default)s)")
+    parser.add_argument("--kinds", nargs="+", choices=[*PACKED], default=[*PACKED], help="of weights (default: all)")
+    parser.add_argument("--weights", type=int, default=1 + len(WEIGHTS), help="how many shapes (default: all)")
     parser.add_argument("--every-config", action="store_true", help="time each tile, too")
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     options = parser.parse_args(arguments)
-    options.flush = L2Flush()
-    rows = []
+    options.flush, rows = L2Flush(), []
+    shapes = [(kind, shape) for shape in (GROUPED_WEIGHT, *WEIGHTS)[: options.weights] for kind in options.kinds]
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):  # Graphs are not captured on the default one.
-        for shape in track((GROUPED_WEIGHT, *WEIGHTS), "Weights"):
-            weights = make_weights(shape)
-            rows += [measure(m, shape, weights, options) for m in (GROUPED_ROWS if len(shape) == 3 else ROWS)]
-    if options.out:
-        store.save(options.out, {"meta": describe_run(), "products": rows})
+        for kind, shape in track(shapes, "Weights"):
+            weights = make_weights(kind, shape)
+            of_shape = GROUPED_ROWS if len(shape) == 3 else ROWS
+            rows += [measure(kind, m, shape, weights, options) for m in of_shape]
+            if options.out:
+                store.save(options.out, {"meta": describe_run(), "products": rows})
     for row in rows:
         Console().print(row)
     return 0 if all(row["correct"] for row in rows) else 1

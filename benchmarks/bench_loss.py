@@ -1,17 +1,17 @@
-"""Loss curves of a small GPT on bytes of Python's own library, in BF16 and in FP8, of several seeds at once.
+"""Loss curves of a GPT on bytes of Python's own library, in BF16 and in FP8, of several seeds.
 
-    PYTHONPATH=. python benchmarks/bench_loss.py --out loss.json [--recipes bf16 fp8] [--seeds 0 1 2] [--steps 1000]
+    PYTHONPATH=. python benchmarks/bench_loss.py --out loss.json [--size 14M 100M] [--recipes bf16 fp8] [--seeds 0 1 2]
 
-Linear layers, MLPs included, are FP8, the last one is not; weights are FP32, activations BF16. Each run is a process of
-its own, all on one GPU. benchmarks/figures.py draws what is stored as benchmarks/results/loss_*.json.
+Linear layers, MLPs included, are FP8, the last one is not; weights are FP32, activations BF16. A step is a CUDA graph;
+runs follow each other, all recipes of a seed before the next, and what has ended by --seconds is stored.
+benchmarks/figures.py draws what is stored as benchmarks/results/loss_*.json.
 """
 
 import argparse
-import json
 import os
-import subprocess
-import sys
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +26,30 @@ CONTEXT, EVERY = 256, 10
 """Bytes of a sequence; steps of which the mean loss is stored."""
 
 
+WARM_STEPS = 3
+"""In front of the capture; they count as steps."""
+
+
+class Size(NamedTuple):
+    """Of a model, and how it is trained: `batch` sequences a step, the highest rate, reached after `warm_up` steps."""
+
+    width: int
+    layers: int
+    inner: int
+    batch: int
+    rate: float
+    warm_up: int
+
+
+SIZES = {"14M": Size(512, 4, 1536, 32, 1e-3, 40), "100M": Size(768, 12, 2560, 16, 5e-4, 100)}
+
+
 class Gpt(nn.Module):
-    def __init__(self, recipe: train.Recipe | None, width: int = 512, layers: int = 4):
+    def __init__(self, recipe: train.Recipe | None, size: Size):
         super().__init__()
+        width, heads = size.width, size.width // 64
         self.embed, self.place = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
-        blocks = (Block(width, width // 64, width // 64, 3 * width, recipe) for _ in range(layers))
-        self.blocks = nn.Sequential(*blocks)
+        self.blocks = nn.Sequential(*(Block(width, heads, heads, size.inner, recipe) for _ in range(size.layers)))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, 256, bias=False)
         for weight in self.parameters():
             if weight.dim() == 2:
@@ -43,61 +61,82 @@ class Gpt(nn.Module):
         return self.head(self.norm(self.blocks(self.embed(tokens) + self.place.weight)))
 
 
-def run(name: str, seed: int, steps: int, batch: int = 32) -> dict:
+def loss_of(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+        return F.cross_entropy(model(window[:, :-1]).float().flatten(0, 1), window[:, 1:].flatten())
+
+
+def run(size: Size, name: str, seed: int, steps: int) -> dict:
     text = b"".join(file.read_bytes() for file in sorted(Path(os.__file__).parent.glob("*.py")))
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).cuda()
-    cut = len(data) * 9 // 10
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).cuda().long()
+    cut, places = len(data) * 9 // 10, torch.arange(CONTEXT + 1, device="cuda")
     torch.manual_seed(seed)
-    model = Gpt(RECIPES[name]).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    draws = torch.Generator().manual_seed(seed)
-    places = torch.arange(CONTEXT + 1)
+    model = Gpt(RECIPES[name], size).cuda()
+    rate = torch.zeros((), device="cuda")
+    options = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True, "capturable": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, **options)
+    shape = (steps, size.batch, 1)
+    begins = torch.randint(0, cut - CONTEXT - 1, shape, generator=torch.Generator().manual_seed(seed)).cuda()
+    numbers = torch.arange(steps)
+    rates = (size.rate * ((numbers + 1) / size.warm_up).clamp(max=1) * (1 - 0.9 * numbers / steps)).cuda()
+    window, losses = data[begins[0] + places].clone(), torch.zeros(steps, device="cuda")
 
-    def loss_of(first: int, last: int) -> torch.Tensor:
-        begins = torch.randint(first, last - CONTEXT - 1, (batch, 1), generator=draws)
-        window = data[(begins + places).cuda()].long()
-        with torch.autocast("cuda", torch.bfloat16):
-            return F.cross_entropy(model(window[:, :-1]).float().flatten(0, 1), window[:, 1:].flatten())
-
-    losses = []
-    for i in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * min(1, (i + 1) / 40) * (1 - 0.9 * i / steps)
-        loss = loss_of(0, cut)
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, window)
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    draws.manual_seed(9)  # the same samples for all
-    with torch.no_grad():
-        validation = torch.stack([loss_of(cut, len(data)) for _ in range(40)]).mean().item()
-    means = torch.stack(losses).unflatten(0, (-1, EVERY)).mean(1).tolist()
-    return {"recipe": name, "seed": seed, "validation": validation, "losses": means}
+        return loss.detach()
+
+    graph, loss, begin = torch.cuda.CUDAGraph(), None, 0.0
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    for i in range(steps):
+        window.copy_(data[begins[i] + places])
+        rate.copy_(rates[i])
+        if i < WARM_STEPS:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                loss = step()
+            torch.cuda.current_stream().wait_stream(stream)
+        elif i == WARM_STEPS:
+            with torch.cuda.graph(graph):
+                loss = step()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+        if i >= WARM_STEPS:
+            graph.replay()
+        losses[i] = loss
+    torch.cuda.synchronize()
+    ms = 1e3 * (time.perf_counter() - begin) / max(steps - WARM_STEPS, 1)
+    sampled = torch.randint(
+        cut, len(data) - CONTEXT - 1, (40, 32, 1), generator=torch.Generator().manual_seed(9)
+    ).cuda()
+    with torch.no_grad():  # the same samples for all
+        validation = torch.stack([loss_of(model, data[each + places]) for each in sampled]).mean().item()
+    means = losses.unflatten(0, (-1, EVERY)).mean(1).tolist()
+    return {"recipe": name, "seed": seed, "validation": validation, "ms": ms, "losses": means}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="100M")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=1000, help=f"a multiple of {EVERY}")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no run begins")
     parser.add_argument("--out")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.one:
-        print(json.dumps(run(args.recipes[0], args.seeds[0], args.steps)))
-        return
-    pairs = [(recipe, seed) for recipe in args.recipes for seed in args.seeds]
-    command = [sys.executable, __file__, "--one", "--steps", str(args.steps)]
-    started = [
-        subprocess.Popen([*command, "--recipes", recipe, "--seeds", str(seed)], stdout=subprocess.PIPE, text=True)
-        for recipe, seed in pairs
-    ]
-    runs = [json.loads(process.communicate()[0].splitlines()[-1]) for process in started]
-    for each in runs:
-        print(each["recipe"], each["seed"], f"{each['validation']:.4f}")
-    if args.out:
-        info = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "steps": args.steps, "every": EVERY}
-        store.save(args.out, info | {"runs": runs})
+    info = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "steps": args.steps, "every": EVERY}
+    runs, begin = [], time.monotonic()
+    for seed, recipe in ((seed, recipe) for seed in args.seeds for recipe in args.recipes):
+        if time.monotonic() - begin > args.seconds:
+            break
+        runs.append(run(SIZES[args.size], recipe, seed, args.steps))
+        torch.cuda.empty_cache()
+        print(recipe, seed, f"{runs[-1]['validation']:.4f}, {runs[-1]['ms']:.1f} ms a step", flush=True)
+        if args.out:
+            store.save(args.out, info | {"size": args.size, "runs": runs})
 
 
 if __name__ == "__main__":

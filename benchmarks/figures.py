@@ -27,7 +27,7 @@ EXPERTS = store.FOLDER / "grouped_h200_2026-11-23.json"
 EXPERT_DRAWS, EXPERT_WEIGHTS = "Qwen3-30B 128/128 multinomial", (1536, 2048)
 """Of the figure of experts: tokens routed at random, and n and k."""
 
-LOSSES = store.FOLDER / "loss_h100_2026-11-26.json"
+LOSSES = store.FOLDER / "loss_100M_h100_2026-11-26.json"
 """Of the figure of training."""
 
 STEP = store.FOLDER / "train_h100_2026-11-26.json"
@@ -89,7 +89,7 @@ def _fp8_gemms_us(tokens: int, n: int, k: int) -> float:
 
 
 def plot_losses(path: Path) -> None:
-    """Losses of a small GPT against steps: BF16 and FP8, a line for each seed."""
+    """Losses of a GPT against steps: BF16 and FP8, a line for each seed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

@@ -65,7 +65,7 @@ void leave_context(Failure *failure, bool pushed);
 
 /* --------------------------------------------------------------------------------------------------- tensors.c ---- */
 
-enum { MAX_TENSORS = 9, MAX_TENSOR_RANK = 3, MAX_TENSOR_TYPES = 4, TMA_ALIGNMENT_BYTES = 16 };
+enum { MAX_TENSORS = 9, MAX_TENSOR_RANK = 4, MAX_TENSOR_TYPES = 4, TMA_ALIGNMENT_BYTES = 16 };
 
 /* Facts that DLPack does not export, read from the library's own object, to which the Python object points: a bit set
  * that describes the tensor (a plain one has only bits in `plain`), and its storage's address, which holds the memory's

@@ -17,6 +17,7 @@ from deep_tile.kinds import EVERY_KIND, GROUPINGS, LAYOUT_NAMES, LAYOUTS, QUANTI
 from deep_tile.operation import error_of
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem
+from deep_tile.select.choose import LEAST_UNPACKED
 from deep_tile.select.groups import grouped_configs
 from deep_tile.select.hardware import H200
 from deep_tile.wgrad import FP8_GROUPED_WGRAD
@@ -309,9 +310,9 @@ def precompile(
         kind: "fp8" for `fp8_gemm` and `fp8_grouped_gemm`; "bf16", "fp16" and "int8_unscaled" for `gemm` and
             `grouped_gemm`; "int8" for `int8_gemm`; "fp8_rows", "fp8_rows_promoted" (without `fast_accum`), "int8_rows"
             and "fp8_1x128" for `scaled_gemm`, the latter for `fp8_wgrad`, too, all others and "int8" for
-            `scaled_grouped_gemm`; "mxfp4" and "nvfp4" for `packed_gemm` and `packed_grouped_gemm`. FP8 kinds end in the
-            formats of a and b unless both are e4m3, e.g. "fp8_rows_e5m2_e4m3". Or the operands' dtype, as for
-            `supports`.
+            `scaled_grouped_gemm`; "mxfp4", "nvfp4" and "int4" for `packed_gemm` and `packed_grouped_gemm`. FP8 kinds
+            end in the formats of a and b unless both are e4m3, e.g. "fp8_rows_e5m2_e4m3". Or the operands' dtype, as
+            for `supports`.
         out_dtype: dtype of `out`; the call's default when None. float8_e4m3fn for `fp8_gemm_cast`.
         accumulate: as later passed; for groups only with "k_offs".
         bias: its dtype; None: there is none.
@@ -390,14 +391,22 @@ def precompile(
             what = (kind, output, accumulate, *finish)
             for most, layout in _as_read(layouts, n, max_m):
                 configs.update(plan.configs_for(n, k, most, num_sms, tma_store, not batch_invariant, *what, layout))
+            if product.packing:
+                of_all = GemmProblem(1, n, k, num_sms, tma_store, not batch_invariant, kind, output, None, accumulate)
+                of_all = of_all._replace(bias=finish[0], activation=finish[1])
+                configs.update(plan.unpacked_configs_for(of_all, max_m))
         else:
             for layout in layouts:
                 configs.update(grouped_configs(grouping, tma_store, accumulate, kind, output, layout))
+            if product.packing and product.scaling == "blocks" and max_m >= LEAST_UNPACKED:
+                configs.update(grouped_configs(grouping, tma_store, accumulate, "fp8", output))
     ordered = tuple(sorted(configs, key=lambda config: config.name))
     before = jit.compilations()
     plan.load_kernels(ordered, device, workers or os.cpu_count() or 1, progress)
     if output == QUANTIZED:
         cast.load_kernels(device, workers or os.cpu_count() or 1, progress=progress)
+    if product.packing:
+        cast.load_kernels(device, workers or os.cpu_count() or 1, [cast.UNPACK[kind]])
     return Precompiled(ordered, jit.compilations() - before)
 
 
@@ -410,7 +419,8 @@ def _check_grouped_kind(grouping: str, kind: Kind, output: str, accumulate: bool
                 "are of kind 'fp8_1x128', of float32 or bfloat16"
             )
         return
-    if kind.scaling == "row_blocks" or output == QUANTIZED or accumulate or not {"nt", "nn"}.issuperset(layouts):
+    by_columns = kind.scaling == "row_blocks" and not kind.packing
+    if by_columns or output == QUANTIZED or accumulate or not {"nt", "nn"}.issuperset(layouts):
         raise ValueError(
             f"grouping is {grouping!r}, kind {kind.name!r}, out_dtype {RESULTS[output].dtype}, accumulate {accumulate} "
             f"and layouts {list(layouts)}; products of groups of rows are of all kinds but 'fp8_1x128', written and "

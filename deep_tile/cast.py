@@ -20,9 +20,11 @@ from deep_tile.codegen import (
     SortKernel,
     StreamingKernel,
     TransposedKernel,
+    UnpackKernel,
     streaming_source,
 )
 from deep_tile.config import SCALE_BLOCK, ceil_div, round_up
+from deep_tile.kinds import PACKED
 from deep_tile.progress import for_each
 from deep_tile.select.hardware import H200, Hardware
 from deep_tile.select.streaming import WARP, Reduction, derive_reduction
@@ -65,6 +67,9 @@ COMBINE_COLUMNS = 8
 COMBINE = CombineKernel(threads=256, rows_at_once=4, blocks_per_sm=4)
 """64 KB of reads in flight per SM, twice what `streaming.bytes_in_flight_needed` says, since each read waits for its
 index. More blocks would leave too few registers: 16 hold loaded values, 8 the sums."""
+
+UNPACK = {name: UnpackKernel(name, threads=256, blocks_per_sm=6) for name in PACKED}
+"""By the kind of products. A warp has a kilobyte of reads under way, 32 of an SM's as much as the roofline asks for."""
 
 TRANSPOSED = {
     "bf16": TransposedKernel("bf16", columns=64, threads=256, blocks_per_sm=6),
@@ -167,6 +172,11 @@ def choose_gated(source: str, blocks: bool, rows: int, columns: int) -> tuple[Ga
     return GATED[source, blocks], ceil_div(rows, SCALE_BLOCK) * ceil_div(columns, SCALE_BLOCK)
 
 
+def unpack_grid(kernel: UnpackKernel, units: int, num_sms: int) -> int:
+    """Thread blocks that unpack so many units, a warp each at a time."""
+    return min(num_sms * kernel.blocks_per_sm, ceil_div(units, kernel.threads // WARP))
+
+
 def schedule_sort(choices: int, rows_size: int, threads: int) -> SortSchedule:
     """The schedule that sorts at most `MOST_CHOICES` choices, by blocks with this many threads."""
     warps = threads // WARP
@@ -200,7 +210,8 @@ def sort_numbers(
 
 def all_kernels() -> list[StreamingKernel]:
     """Every kernel that a call can need, except the indexer's logits."""
-    return [*cast_kernels(), *TRANSPOSED.values(), *BOTH.values(), *GATED.values(), COMBINE, *SORT.values()]
+    of_casts = [*cast_kernels(), *TRANSPOSED.values(), *BOTH.values(), *GATED.values()]
+    return [*of_casts, COMBINE, *UNPACK.values(), *SORT.values()]
 
 
 def cast_kernels() -> list[CastKernel]:

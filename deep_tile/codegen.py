@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from deep_tile import params
 from deep_tile.config import SCALE_BLOCK, SMEM_LIMIT_BYTES, GemmConfig, round_up
-from deep_tile.kinds import K_BLOCK_BYTES
+from deep_tile.kinds import K_BLOCK_BYTES, PACKED
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
@@ -298,6 +298,30 @@ class CombineKernel(NamedTuple):
         return f"combine<{self.rows_at_once}>"
 
 
+class UnpackKernel(NamedTuple):
+    """The conversion of a packed weight to FP8: the facts its text depends on.
+
+    Attributes:
+        kind: name of the GEMM's kind, in `kinds.PACKED`.
+        threads: per thread block.
+        blocks_per_sm: thread blocks that must fit into an SM's registers at once.
+    """
+
+    kind: str
+    threads: int
+    blocks_per_sm: int
+
+    table, header, constants = params.UNPACK, "unpack.cuh", ""
+
+    @property
+    def name(self) -> str:
+        return f"fp8_unpack_{self.kind}_t{self.threads}"
+
+    @property
+    def function(self) -> str:
+        return f"unpack<{PACKED[self.kind].packing.group}>"
+
+
 class SortKernel(NamedTuple):
     """The sort by expert: the facts its text depends on.
 
@@ -538,7 +562,15 @@ extern "C" __global__ void __launch_bounds__(config.threads, 1)
 _ThinKernels = ThinKernel | PartsKernel | SplitKernel
 
 StreamingKernel = (
-    CastKernel | TransposedKernel | BothKernel | GatedKernel | CombineKernel | SortKernel | LogitsKernel | _ThinKernels
+    CastKernel
+    | TransposedKernel
+    | BothKernel
+    | GatedKernel
+    | CombineKernel
+    | UnpackKernel
+    | SortKernel
+    | LogitsKernel
+    | _ThinKernels
 )
 """A kernel that no GemmConfig describes: most are bound by memory."""
 

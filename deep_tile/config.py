@@ -165,7 +165,7 @@ class GemmConfig:
         if self.pairs and not (pairable and alone):
             tiles = " and ".join(f"128x{block_n}" for block_n in PAIRED_TILES)
             return f"pairs is True; supported for tiles of {tiles}, without clusters and resident b"
-        if self.column_scales and (self.resident_b or self.pairs or self.row_groups):
+        if self.column_scales and (self.resident_b or self.pairs or (self.row_groups and not self.is_packed)):
             what = "groups of rows, resident b and pairs"
             return f"kind is {self.kind!r}; such products are made without {what}"
         if self.by_k and not (self.column_scales and self.split_k == 1 and self.scale_blocks == 1):
@@ -383,7 +383,7 @@ class GemmConfig:
 
     @property
     def b_group(self) -> int:
-        """K elements that share a scale in a packed `b`; otherwise 0."""
+        """K elements that share a scale in a packed `b`: a K block if its units hold no scales; otherwise 0."""
         return self.product.packing.group if self.is_packed else 0
 
     @property
@@ -537,7 +537,7 @@ class GemmConfig:
         promoted sums that are then scaled."""
         accumulators = self.accumulator_registers + self.block_sets * self.block_registers
         if self.is_packed and self.math_warpgroups == 2:
-            return {4: 216, 8: 176}[self.converter_warps]
+            return 176 if self.converter_warps == 8 else 224 if self.column_scales else 216
         late_work = self.quantizes or (self.row_scales and self.product.promotes)
         crowded = (late_work and self.chunks > 1) or (self.activation != "none" and self.chunks_n > 1)
         return 232 if accumulators <= ACCUMULATOR_LIMIT and not crowded else 240

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import checks, finishes, launches, ops, packed, params, plan, tensors, thin
+from deep_tile import checks, finishes, launches, ops, packed, params, plan, tensors, thin, unpack
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import KINDS, LAYOUT_NAMES, PACKED, Kind, Majors
 from deep_tile.operation import Given, Operation, gradient_error
@@ -193,7 +193,7 @@ class Dense(Product):
         if kind.scaling == "blocks":
             checks.check_scale_shapes(a, given[1], as_fp8, given[3])
         elif kind.scaling == "row_blocks":
-            check_row_block_scales(self.names, given)
+            check_row_block_scales(self.names, (a, given[1], as_fp8, given[3]))
         elif kind.row_scales:
             _check_row_scales(*given[:4])
         finishes.check_finish(bias, options.activation, b)
@@ -277,7 +277,8 @@ class Dense(Product):
         is_finished = bias is not None or options.activation is not None
         dtype = torch.float64 if is_finished else out.dtype
         if a.shape[1]:
-            definition = self.definition or REFERENCES[self.kind(given, options).scaling]
+            scaling = self.kind(given, options).scaling
+            definition = self.definition if self.definition and scaling == "blocks" else REFERENCES[scaling]
             product = definition(*unpacked(given[: self.count]), dtype)
         else:
             product = a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)  # also with scales that are infinite
@@ -287,6 +288,13 @@ class Dense(Product):
             out.add_(product)
         else:
             out.copy_(product)
+
+
+class PackedDense(unpack.Unpacking, Dense):
+    """`packed_gemm`."""
+
+    def in_fp8(self, kind: Kind) -> Dense:
+        return SCALED_GEMM if kind.scaling == "row_blocks" else FP8_GEMM
 
 
 class Differentiable(Dense):
@@ -588,14 +596,15 @@ def packed_gemm(
     """`fp8_gemm` with a 4-bit weight, which the kernel converts to FP8.
 
     The result is bit for bit that of the same tile with the FP8 weight defined by `pack_weight`; reads 17/32 of FP8's
-    weight bytes, 18/32 for NVFP4. Not differentiable.
+    weight bytes, 18/32 for NVFP4 and, with its row scales, for INT4. Many rows are multiplied by the weight unpacked to
+    temporary FP8 memory, where that is predicted to take less time. Not differentiable.
 
     Args:
         a: [m, k] float8_e4m3fn, as for `fp8_gemm`.
         a_scale: [m, ceil(k / 128)] float32 or another dtype that `fp8_gemm` takes.
         b, b_scale: a `Packed` that `pack_weight` made from [n, k]; `b` contiguous, 16-byte aligned.
         out, bias, activation, out_dtype, accumulate: as for `scaled_gemm`.
-        config: as for `fp8_gemm`; its kind is the weight's, "mxfp4" or "nvfp4".
+        config: as for `fp8_gemm`; its kind is the weight's, "mxfp4", "nvfp4" or "int4".
         num_sms, batch_invariant, pdl, constant_weights: as for `fp8_gemm`.
 
     Returns:
@@ -867,7 +876,7 @@ SCALED_GEMM = Dense(
     remedies=("quantise to torch.float8_e4m3fn or torch.int8, with a scale for each row, or one", _ONE_DTYPE),
     to_train=_LINEAR,
 )
-PACKED_GEMM = Dense(
+PACKED_GEMM = PackedDense(
     *("packed_gemm", _SCALED, f"{_OF_PRODUCTS} accumulate", PACKED_KINDS),
     out_dtype=torch.bfloat16,
     remedies=("cast a with deep_tile.per_token_cast_to_fp8, and make b with deep_tile.pack_weight", _ONE_DTYPE),

@@ -28,24 +28,32 @@ _LARGEST_GLOBAL_SCALE = 2.0**120
 """Limit that keeps block scales within FP32."""
 
 
+_HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_HALVES, *(-x for x in _HALVES))
+INT4 = (*map(float, range(8)), *map(float, range(-8, 0)))
+"""What codes of 4 bits stand for."""
+
+
 class Format(NamedTuple):
     """How a weight is quantised.
 
     Attributes:
         rows, columns: that share a scale; 0 for all there are.
-        packed: whether elements are e2m1, two in a byte, the first in its low half; else e4m3, one in a byte.
+        packed: whether elements have 4 bits, two per byte, the first in its low half; else e4m3, one per byte.
         inferred: scale dtypes by which the format is recognised; with others it must be named.
+        codes: the values of the 16 codes, if packed.
     """
 
     rows: int
     columns: int
     packed: bool = False
     inferred: tuple[torch.dtype, ...] = (*tensors.SCALE_DTYPES, torch.uint8)
+    codes: tuple[float, ...] = E2M1
 
     @property
     def step(self) -> float:
         """The quantum of all elements."""
-        return 0.5 if self.packed else E4M3_STEP
+        return min(filter(None, map(abs, self.codes))) if self.packed else E4M3_STEP
 
 
 FORMATS = {
@@ -55,6 +63,7 @@ FORMATS = {
     "mxfp8": Format(1, 32),
     "mxfp4": Format(1, 32, packed=True, inferred=(E8M0, torch.uint8)),
     "nvfp4": Format(1, 16, packed=True, inferred=(FP8_DTYPE, torch.uint8)),
+    **{f"int4_{group}": Format(1, group, packed=True, inferred=(), codes=INT4) for group in (32, 64, 128)},
     "fp8_channel": Format(1, 0),
     "fp8_tensor": Format(0, 0),
 }
@@ -190,7 +199,8 @@ def _check_format(
     name: str, format_: Format, weight: torch.Tensor, scale: torch.Tensor, firsts: tuple[int, int]
 ) -> None:
     if not fits(weight, scale, format_, firsts):
-        dtype = "e2m1, two in a byte of uint8" if format_.packed else FP8_DTYPE
+        elements = "e2m1" if format_.codes == E2M1 else "INT4"
+        dtype = f"{elements}, two in a byte of uint8" if format_.packed else FP8_DTYPE
         wanted = _scale_shape(weight.shape[:-1], _columns(weight, format_), format_, firsts)
         block = " x ".join(str(of or "all") for of in (format_.rows, format_.columns))
         raise ValueError(

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from deep_tile import checks, finishes, launches, ops, packed, params, plan, tensors
+from deep_tile import checks, finishes, launches, ops, packed, params, plan, tensors, unpack
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.dense import FP8_KINDS, PACKED_KINDS, REFERENCES, Product, kinds_of, unpacked
-from deep_tile.kinds import LAYOUT_NAMES, Majors
+from deep_tile.kinds import LAYOUT_NAMES, Kind, Majors
 from deep_tile.operation import Given
 from deep_tile.ops import is_traced
 from deep_tile.problem import GemmProblem, Groups
@@ -91,7 +91,8 @@ class Grouped(Product):
         if kind.block_scales:
             k_blocks = ceil_div(k, SCALE_BLOCK)
             wanted["a_scale"] = (given[1], (*rows, k_blocks))
-            wanted["b_scale"] = (given[3], (groups, ceil_div(n, SCALE_BLOCK), k_blocks))
+            b_rows = n if kind.scaling == "row_blocks" else ceil_div(n, SCALE_BLOCK)
+            wanted["b_scale"] = (given[3], (groups, b_rows, k_blocks))
         if a.dim() == 3:
             wanted["a"] = (a, (groups, *a.shape[1:]))
         for name, (x, shape) in wanted.items():
@@ -140,7 +141,8 @@ class Grouped(Product):
         kind = self.kind(given, options)
         if kind.row_scales:
             operands = tuple(_scale_of_rows(operands[i - 1], x) if i % 2 else x for i, x in enumerate(operands))
-        definition = fp8_gemm_reference if kind.name == "fp8" or kind.packing else REFERENCES[kind.scaling]
+        by_blocks = kind.packing and kind.scaling == "blocks"
+        definition = fp8_gemm_reference if kind.name == "fp8" or by_blocks else REFERENCES[kind.scaling]
         grouped_reference(definition, unpacked(tuple(operands)), out, bounds, options.alignment)
 
     def prepare(self, given: Given, options: Options) -> launches.Prepared:
@@ -190,6 +192,13 @@ class Grouped(Product):
         scale_strides = a_scale_strides[-2:], b_scale_strides[-2:]
         aligned = problem.product.block_scales and tensors.is_aligned(given[1])
         return plan.Layout(a_stride, b_stride, out_stride, *scale_strides, aligned, groups)
+
+
+class PackedGrouped(unpack.Unpacking, Grouped):
+    """`packed_grouped_gemm`."""
+
+    def in_fp8(self, kind: Kind) -> Grouped:
+        return FP8_GROUPED_GEMM
 
 
 def fp8_grouped_gemm(
@@ -372,7 +381,7 @@ def packed_grouped_gemm(
         a, a_scale: as for `fp8_grouped_gemm`.
         b, b_scale: a `Packed` that `pack_weight` made from [g, n, k]; `b` contiguous, 16-byte aligned.
         offs, out, counts, alignment, expected_rows, out_dtype: as for `fp8_grouped_gemm`.
-        config: as there; its kind is the weight's, "mxfp4" or "nvfp4".
+        config: as there; its kind is the weight's, "mxfp4", "nvfp4" or "int4".
         num_sms, batch_invariant, pdl: as for `fp8_gemm`.
 
     Returns:
@@ -571,7 +580,7 @@ GROUPED_GEMM = Grouped(
     takers=_OTHERS,
     to_train=_GROUPED_MM,
 )
-PACKED_GROUPED_GEMM = Grouped(
+PACKED_GROUPED_GEMM = PackedGrouped(
     *("packed_grouped_gemm", _SCALED, _KEYWORDS, PACKED_KINDS),
     out_dtype=torch.bfloat16,
     remedies=("cast a with deep_tile.per_token_cast_to_fp8, and make b with deep_tile.pack_weight", _ONE_DTYPE),

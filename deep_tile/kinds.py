@@ -29,10 +29,10 @@ class Element(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Memory layout of a 4-bit operand: units with 16 rows by one K block, codes and scales together.
+    """Memory layout of a 4-bit operand: units with 16 rows by one K block, codes and smaller groups' scales together.
 
     Attributes:
-        group: K elements that share a one-byte scale.
+        group: K elements that share a one-byte scale; or a K block, whose scale is not in the unit.
     """
 
     group: int
@@ -40,7 +40,7 @@ class Packing(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """Bytes per row and K block: codes, two per byte, and scales."""
-        return K_BLOCK_BYTES // 2 + K_BLOCK_BYTES // self.group
+        return K_BLOCK_BYTES // 2 + (K_BLOCK_BYTES // self.group if self.group < K_BLOCK_BYTES else 0)
 
 
 class Kind(NamedTuple):
@@ -151,8 +151,9 @@ FAMILIES = {
 PACKED = {
     "mxfp4": Kind("mxfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(32)),
     "nvfp4": Kind("nvfp4", E4M3, E4M3, "blocks", "f32", packing=Packing(16)),
+    "int4": Kind("int4", E4M3, E4M3, "row_blocks", "f32", packing=Packing(K_BLOCK_BYTES)),
 }
-"""Kinds with a packed 4-bit weight, by format name. All else equals block-scaled FP8."""
+"""Kinds with a packed 4-bit weight, by the first word of the format's name. All else equals block-scaled FP8."""
 
 KINDS = FAMILIES | {
     kind.name + _formats(a, b): kind._replace(name=kind.name + _formats(a, b), a=a, b=b)

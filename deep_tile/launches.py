@@ -1,7 +1,7 @@
 """Prepared launches, remembered for calls alike: by a call's options and its tensors' signature.
 
-Called by operation.py, thin.py, logits.py and measure.py. C finds a launch by itself (`_launcher.launch_known`) for
-plain tensors in torch's own types, which it reads through DLPack. Others (subclasses, or all if torch has no DLPack C
+Called by operation.py. C finds a launch by itself (`_launcher.launch_known`) for plain tensors in torch's own types,
+which it reads through DLPack. Others (subclasses, or all if torch has no DLPack C
 exchange API) take the same path here, in Python, once they are known to be plain.
 """
 

@@ -6,18 +6,17 @@ can be captured in CUDA graphs. Work is shared out evenly whatever the lists say
 """
 
 import os
-from collections.abc import Callable
-from functools import partial
 from operator import eq
+from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, cast, checks, launches, logits_launch, ops, tensors
+from deep_tile import cast, checks, launches, logits_launch, ops, tensors
 from deep_tile.codegen import LOGITS_TILE
 from deep_tile.config import as_int, check_sizes, round_up
 from deep_tile.logits_launch import HEAD_DIMS, HEADS, MOST_BATCH_QUERIES, SCALE_BYTES, Keys, LogitsLayout
+from deep_tile.operation import Given, Operation
 from deep_tile.ops import is_traced
-from deep_tile.options import check_one
 
 _OUTPUTS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -58,14 +57,15 @@ _ROW_BYTES = 128
 _DEFINITION_PRODUCTS = 2**24
 """That the definition holds at once."""
 
-_OPTIONS = ("clean", "columns", "out_dtype", "num_sms", "pdl")
 
-_launches: launches.Table = {}
-"""Launches of `mqa_logits` by options, for q, kv, kv_scale, weights, starts, ends and out."""
+class Options(NamedTuple):
+    """Keywords, described at `mqa_logits`."""
 
-_paged_launches: launches.Table = {}
-"""Launches of `paged_mqa_logits` by options and queries per sequence, for q, cache, weights, lengths, block_table,
-out."""
+    clean: bool
+    columns: int | None = None
+    out_dtype: torch.dtype | None = None
+    num_sms: int | None = None
+    pdl: bool | None = None
 
 
 def mqa_logits(
@@ -114,29 +114,8 @@ def mqa_logits(
         RuntimeError: `weights` or another tensor requires a gradient, in grad mode; the kernel is not loaded yet while
             a CUDA graph is captured; or the driver refuses the launch.
     """
-    if is_traced():
-        options = dict(zip(_OPTIONS, (clean, columns, out_dtype, num_sms, pdl), strict=True))
-        return _OP((q, kv, kv_scale, weights, starts, ends), (out,), options)
-    return _mqa_logits(q, kv, kv_scale, weights, starts, ends, out, clean, columns, out_dtype, num_sms, pdl)
-
-
-def _mqa_logits(q, kv, kv_scale, weights, starts, ends, out, *options) -> torch.Tensor:
-    """`mqa_logits` outside tracing."""
-    given = q, kv, kv_scale, weights, starts, ends
-    _, columns, out_dtype, *_ = options
-    check = partial(_check, _SHAPES, options=options)
-    try:
-        wanted = columns if columns is not None else kv.shape[0]
-        made = out if out is not None else _allocated(q, q.shape[0], wanted, out_dtype)
-        if not _requires_gradient(*given, made) and _launcher.launch_known(_launches, options, *given, made):
-            return made
-    except Exception:
-        check(dict(zip(_SHAPES, (*given, out), strict=True)))
-        raise
-    check(dict(zip(_SHAPES, (*given, made), strict=True)))
-    _check_strides(dict(zip(_SHAPES, (*given, made), strict=True)))
-    _call(_launches, options, (*given, made), _prepare, _define)
-    return made
+    call = MQA_LOGITS.trace if is_traced() else MQA_LOGITS.run
+    return call((q, kv, kv_scale, weights, starts, ends, out), (clean, columns, out_dtype, num_sms, pdl))
 
 
 def paged_mqa_logits(
@@ -175,112 +154,173 @@ def paged_mqa_logits(
     Raises:
         TypeError, ValueError, RuntimeError: as `mqa_logits`.
     """
-    if is_traced():
-        options = dict(zip(_OPTIONS, (clean, columns, out_dtype, num_sms, pdl), strict=True))
-        return _PAGED_OP((q, cache, weights, lengths, block_table), (out,), options)
-    return _paged_mqa_logits(q, cache, weights, lengths, block_table, out, clean, columns, out_dtype, num_sms, pdl)
+    call = PAGED_MQA_LOGITS.trace if is_traced() else PAGED_MQA_LOGITS.run
+    return call((q, cache, weights, lengths, block_table, out), (clean, columns, out_dtype, num_sms, pdl))
 
 
-def _paged_mqa_logits(q, cache, weights, lengths, block_table, out, *options) -> torch.Tensor:
-    """`paged_mqa_logits` outside of tracing. Kernels get q as 3-D and the cache as 2-D tensors, which C can read."""
-    _, columns, out_dtype, *_ = options
-    check = partial(_check_paged, options=options)
-    named = {"q": q, "cache": cache, "weights": weights, "lengths": lengths, "block_table": block_table}
-    try:
-        batch, n, heads, head_dim = q.shape
-        wanted = columns if columns is not None else LOGITS_TILE * block_table.shape[1]
-        made = out if out is not None else _allocated(q, batch * n, wanted, out_dtype)
-        flat_q, flat_cache = q.view(batch * n, heads, head_dim), cache.view(cache.shape[0], -1)
-        given = flat_q, flat_cache, weights, lengths, block_table, made
-        options = *options, n
-        if not _requires_gradient(*given) and _launcher.launch_known(_paged_launches, options, *given):
-            return made
-    except Exception:
-        check(named | {"out": out})
-        _check_paged_strides(named)
-        raise
-    check(named | {"out": made})
-    _check_paged_strides(named | {"out": made})
-    _call(_paged_launches, options, given, _prepare_paged, _define_paged)
-    return made
+class Logits(Operation):
+    """`mqa_logits`: on q, kv, kv_scale, weights, starts, ends and out."""
+
+    Options = Options
+
+    def shapes_of(self, given: Given) -> dict[str, tuple[str, ...]]:
+        """The names of each tensor's sizes."""
+        return _SHAPES
+
+    def size(self, given: Given) -> tuple[int, int]:
+        """Rows of the result, and its columns where the call does not say."""
+        return given[0].shape[0], given[1].shape[0]
+
+    def allocated(self, given: Given, options: tuple) -> Given:
+        *inputs, _ = given
+        (rows, wanted), (_, columns, dtype, *_) = self.size(given), options
+        columns, dtype = wanted if columns is None else columns, dtype or torch.float32
+        stride = round_up(max(columns, 1), _ROW_BYTES // dtype.itemsize)
+        return *inputs, tensors.new_empty(given[0], (rows, columns), (stride, 1), dtype)
+
+    def fake(self, given: Given, options: Options) -> torch.Tensor:
+        rows, wanted = self.size(given)
+        columns, dtype = wanted if options.columns is None else options.columns, options.out_dtype or torch.float32
+        stride = round_up(torch.sym_max(columns, 1), _ROW_BYTES // dtype.itemsize)
+        return given[0].new_empty_strided((rows, columns), (stride, 1), dtype=dtype)
+
+    def check_arguments(self, given: Given, options: Options) -> None:
+        self.check_dtypes(given)
+        super().check_arguments(given, options)
+
+    def check_options(self, options: Options) -> None:
+        if options.out_dtype not in (None, *_OUTPUTS):
+            raise ValueError(f"out_dtype is {options.out_dtype}; pass {' or '.join(map(str, _OUTPUTS))}, or nothing")
+        columns = options.columns
+        if columns is not None and not isinstance(columns, torch.SymInt):
+            if as_int(columns) is None:
+                raise TypeError(f"columns is {columns!r}; pass how many columns out has, an int")
+            if columns < 1:
+                raise ValueError(f"columns is {columns}; pass a positive number, or None")
+        super().check_options(options)
+
+    def check_dtypes(self, given: Given) -> None:
+        for name, x in zip(self.names, given, strict=True):
+            if x is None and name == "out":
+                continue
+            if not isinstance(x, torch.Tensor) or x.dtype not in _DTYPES[name]:
+                seen = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x)}"
+                wanted = " or ".join(map(str, _DTYPES[name]))
+                raise TypeError(f"{name} is {seen}; logits take a tensor of {wanted}. Convert it with .to()")
+
+    def check(self, given: Given, options: Options) -> None:
+        self.check_dtypes(given)
+        named = self.named(given)
+        if "out" in named and options.out_dtype not in (None, named["out"].dtype):
+            raise TypeError(f"out is {named['out'].dtype} and out_dtype {options.out_dtype}; pass one of them alone")
+        _check_shapes(self.shapes_of(given), named, {} if options.columns is None else {"columns": options.columns})
+        checks.checked_num_sms(options.num_sms, given[0].device)
+
+    def check_memory(self, given: Given, options: Options) -> Options:
+        self.check_strides(self.named(given))
+        return checks.with_defaults(options, given[0].device)
+
+    def named(self, given: Given) -> dict[str, torch.Tensor]:
+        return {name: x for name, x in zip(self.names, given, strict=True) if x is not None}
+
+    def check_strides(self, named: dict) -> None:
+        """Raise unless TMA and the kernel can read the rows."""
+        for name in ("q", "kv"):
+            x = named[name]
+            steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
+            if x.stride(-1) != 1 or any(step % tensors.ALIGNMENT_BYTES or step < x.shape[-1] for step in steps):
+                raise ValueError(
+                    f"{name} has strides {x.stride()}; wanted is a unit stride along d and multiples of 16 bytes else. "
+                    f"Pass {name}.contiguous()"
+                )
+        _check_rows(named, ("weights", "out"), ("kv_scale", "starts", "ends"))
+        _check_aligned(named, "q", "kv", "kv_scale")
+
+    def needs_kernel(self, given: Given) -> bool:
+        q = given[0]
+        return all(x.numel() for x in given) and self.is_on_gpu(q) and launches.is_hopper(q.get_device())
+
+    def define(self, given: Given, options: Options) -> None:
+        if all(x.numel() for x in given):
+            self.define_all(given, options)
+        elif options.clean:
+            given[-1].fill_(float("-inf"))
+
+    def define_all(self, given: Given, options: Options) -> None:
+        _define(options, *given)
+
+    def prepare(self, given: Given, options: Options) -> launches.Prepared:
+        q, kv, _, weights, _, _, out = given
+        rows, heads, head_dim = q.shape
+        kernel = logits_launch.choose(head_dim, heads, rows, False, _OUTPUTS[out.dtype])
+        blocks, batch_blocks = logits_launch.blocks_of(kernel, rows, rows)
+        layout = LogitsLayout(
+            *(rows, heads, len(kv), out.shape[1], blocks, rows, batch_blocks, options.columns is not None),
+            *(options.clean, False, 0),
+            weights_stride=weights.stride(0),
+            table_stride=0,
+            out_stride=out.stride(0),
+        )
+        keys = Keys(1, len(kv), kv.stride(0) if len(kv) > 1 else head_dim, 0, 0)
+        return self.launch(kernel, layout, q, keys, options)
+
+    def launch(self, kernel, layout: LogitsLayout, q: torch.Tensor, keys: Keys, options: Options) -> launches.Prepared:
+        """The launch for q as a 3-D tensor."""
+        (rows, heads, head_dim), device = q.shape, q.get_device()
+        if not cast.is_loaded(kernel, device):
+            launches.refuse_capture(kernel.name, device, self.name)
+        head_stride = q.stride(1) if heads > 1 else head_dim
+        strides = q.stride(0) if rows > 1 else heads * head_stride, head_stride
+        return logits_launch.prepare(kernel, device, options.num_sms, layout, strides, keys, self.names, options.pdl)
 
 
-def _call(table, options: tuple, given: tuple, prepare: Callable, define: Callable) -> None:
-    """A call with checked arguments. `options` begin with whether the rest is cleaned; without keys that is all there
-    is."""
-    q, out = given[0], given[-1]
-    if not out.numel():
-        return
-    if not all(x.numel() for x in given):
-        if options[0]:
-            out.fill_(float("-inf"))
-    elif q.is_cuda and launches.is_hopper(q.get_device()):
-        launches.enqueue(table, options, given, partial(prepare, options, *given))
-    else:
-        define(options, *given)
+class PagedLogits(Logits):
+    """`paged_mqa_logits`: on q, cache, weights, lengths, block_table and out."""
 
+    def size(self, given: Given) -> tuple[int, int]:
+        batch, n, _, _ = given[0].shape
+        return batch * n, LOGITS_TILE * given[4].shape[1]
 
-def _allocated(q: torch.Tensor, rows: int, columns: int, out_dtype: torch.dtype | None) -> torch.Tensor:
-    dtype = torch.float32 if out_dtype is None else out_dtype
-    return tensors.new_empty(q, (rows, columns), (round_up(max(columns, 1), _ROW_BYTES // dtype.itemsize), 1), dtype)
+    def shapes_of(self, given: Given) -> dict[str, tuple[str, ...]]:
+        return _PAGED_SHAPES | {"lengths": ("batch", "n") if given[3].dim() == 2 else ("batch",)}
 
+    def check_strides(self, named: dict) -> None:
+        q, cache = named["q"], named["cache"]
+        if not q.is_contiguous():
+            raise ValueError(f"q must be contiguous; its strides are {q.stride()}. Pass q.contiguous()")
+        pages, _, _, row_bytes = cache.shape
+        dense = cache.stride(1) == row_bytes and cache.stride(3) == 1
+        step = cache.stride(0) if pages > 1 else LOGITS_TILE * row_bytes
+        if not dense or step < LOGITS_TILE * row_bytes or step % tensors.ALIGNMENT_BYTES:
+            raise ValueError(
+                f"cache has strides {cache.stride()}; wanted are dense pages, strides (any, {row_bytes}, any, 1), that "
+                "begin at multiples of 16 bytes"
+            )
+        _check_rows(named, ("weights", "out", "block_table"), ("lengths",))
+        _check_aligned(named, "q", "cache")
 
-def _requires_gradient(*given: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    def define_all(self, given: Given, options: Options) -> None:
+        q, cache, *others = given
+        _define_paged((*options, q.shape[1]), q.flatten(0, 1), cache.flatten(1), *others)
 
-
-# Launches.
-
-
-def _prepare(options, q, kv, kv_scale, weights, starts, ends, out) -> _launcher.Launch:
-    clean, columns, _, num_sms, pdl = options
-    rows, heads, head_dim = q.shape
-    kernel = logits_launch.choose(head_dim, heads, rows, False, _OUTPUTS[out.dtype])
-    blocks, batch_blocks = logits_launch.blocks_of(kernel, rows, rows)
-    layout = LogitsLayout(
-        *(rows, heads, len(kv), out.shape[1], blocks, rows, batch_blocks, columns is not None, clean, False, 0),
-        weights_stride=weights.stride(0),
-        table_stride=0,
-        out_stride=out.stride(0),
-    )
-    keys = Keys(1, len(kv), kv.stride(0) if len(kv) > 1 else head_dim, 0, 0)
-    names = ("q", "kv", "kv_scale", "weights", "starts", "ends", "out")
-    return _launch(kernel, layout, q, keys, names, "mqa_logits", num_sms, pdl)
-
-
-def _prepare_paged(options, q, cache, weights, lengths, block_table, out) -> _launcher.Launch:
-    clean, _, _, num_sms, pdl, n = options
-    rows, heads, head_dim = q.shape
-    kernel = logits_launch.choose(head_dim, heads, n, True, _OUTPUTS[out.dtype])
-    blocks, batch_blocks = logits_launch.blocks_of(kernel, rows, n)
-    pages = block_table.shape[1]
-    layout = LogitsLayout(
-        *(rows, heads, min(LOGITS_TILE * pages, out.shape[1]), out.shape[1], blocks, n, batch_blocks, False, clean),
-        own_lengths=lengths.dim() == 2,
-        table_columns=pages,
-        weights_stride=weights.stride(0),
-        table_stride=block_table.stride(0),
-        out_stride=out.stride(0),
-    )
-    page_stride = cache.stride(0) if len(cache) > 1 else cache.shape[1]
-    keys = Keys(len(cache), LOGITS_TILE, head_dim, page_stride, LOGITS_TILE * head_dim)
-    names = ("q", "cache", "weights", "lengths", "block_table", "out")
-    return _launch(kernel, layout, q, keys, names, "paged_mqa_logits", num_sms, pdl)
-
-
-def _launch(
-    kernel, layout: LogitsLayout, q: torch.Tensor, keys: Keys, names: tuple, call: str, num_sms, pdl
-) -> _launcher.Launch:
-    device = q.get_device()
-    if not cast.is_loaded(kernel, device):
-        launches.refuse_capture(kernel.name, device, call)
-    _rows, heads, head_dim = q.shape
-    head_stride = q.stride(1) if heads > 1 else head_dim
-    row_stride = q.stride(0) if len(q) > 1 else heads * head_stride
-    strides, pdl = (row_stride, head_stride), num_sms is None if pdl is None else pdl
-    return logits_launch.prepare(
-        kernel, device, checks.checked_num_sms(num_sms, q.device), layout, strides, keys, names, pdl
-    )
+    def prepare(self, given: Given, options: Options) -> launches.Prepared:
+        q, cache, weights, lengths, block_table, out = given
+        n, (rows, heads, head_dim) = q.shape[1], q.flatten(0, 1).shape
+        kernel = logits_launch.choose(head_dim, heads, n, True, _OUTPUTS[out.dtype])
+        blocks, batch_blocks = logits_launch.blocks_of(kernel, rows, n)
+        pages = block_table.shape[1]
+        layout = LogitsLayout(
+            *(rows, heads, min(LOGITS_TILE * pages, out.shape[1]), out.shape[1], blocks, n, batch_blocks, False),
+            options.clean,
+            own_lengths=lengths.dim() == 2,
+            table_columns=pages,
+            weights_stride=weights.stride(0),
+            table_stride=block_table.stride(0),
+            out_stride=out.stride(0),
+        )
+        page_stride = cache.stride(0) if len(cache) > 1 else cache[0].numel()
+        keys = Keys(len(cache), LOGITS_TILE, head_dim, page_stride, LOGITS_TILE * head_dim)
+        return self.launch(kernel, layout, q.flatten(0, 1), keys, options)
 
 
 # Definitions.
@@ -340,41 +380,6 @@ def _write(out: torch.Tensor, logits: torch.Tensor, inside: torch.Tensor, clean:
 # Checks.
 
 
-def _check(shapes: dict, named: dict, options: tuple) -> None:
-    """Raise unless all but strides fits; `out` may be None. `shapes` names each tensor's sizes."""
-    _check_layouts(shapes, named, options)
-    tensors.require_plain(**{name: x for name, x in named.items() if x is not None})
-
-
-def _check_layouts(shapes: dict, named: dict, options: tuple) -> None:
-    """The checks that need no memory; fakes run them too."""
-    _, columns, out_dtype, num_sms, pdl = options[: len(_OPTIONS)]
-    if out_dtype not in (None, *_OUTPUTS):
-        raise ValueError(f"out_dtype is {out_dtype}; pass {' or '.join(map(str, _OUTPUTS))}, or nothing")
-    named = {name: x for name, x in named.items() if x is not None or name != "out"}
-    for name, x in named.items():
-        if not isinstance(x, torch.Tensor) or x.dtype not in _DTYPES[name]:
-            seen = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else f"a {type(x)}"
-            wanted = " or ".join(map(str, _DTYPES[name]))
-            raise TypeError(f"{name} is {seen}; logits take a tensor of {wanted}. Convert it with .to()")
-    if "out" in named and out_dtype not in (None, named["out"].dtype):
-        raise TypeError(f"out is {named['out'].dtype} and out_dtype {out_dtype}; pass one of them alone")
-    if columns is not None:
-        if as_int(columns) is None and not isinstance(columns, torch.SymInt):
-            raise TypeError(f"columns is {columns!r}; pass how many columns out has, an int")
-        if not isinstance(columns, torch.SymInt) and columns < 1:
-            raise ValueError(f"columns is {columns}; pass a positive number, or None")
-    _check_shapes(shapes, named, {} if columns is None else {"columns": columns})
-    check_one("num_sms", num_sms)
-    check_one("pdl", pdl)
-    checks.checked_num_sms(num_sms, named["q"].device)
-    for name, x in named.items():
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{name} requires a gradient, and logits have none: pass {name}.detach(), or call under torch.no_grad()"
-            )
-
-
 def _check_shapes(shapes: dict, named: dict, sizes: dict) -> None:
     sizes = {"64": LOGITS_TILE, "1": 1} | sizes
     q = named["q"]
@@ -407,43 +412,6 @@ def _check_heads(q: torch.Tensor) -> None:
         raise ValueError(
             f"q has shape {list(q.shape)}, {q.shape[1]} queries of a sequence; 1 to {MOST_BATCH_QUERIES} are known"
         )
-
-
-def _check_paged(named: dict, options: tuple, memory: bool = True) -> None:
-    """`_check` for a paged cache."""
-    lengths = named["lengths"]
-    dimensions = ("batch", "n")[: 2 if getattr(lengths, "ndim", 1) == 2 else 1]
-    (_check if memory else _check_layouts)(_PAGED_SHAPES | {"lengths": dimensions}, named, options)
-
-
-def _check_strides(named: dict) -> None:
-    """Raise unless TMA and the kernel can read the rows."""
-    for name in ("q", "kv"):
-        x = named[name]
-        steps = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
-        if x.stride(-1) != 1 or any(step % tensors.ALIGNMENT_BYTES or step < x.shape[-1] for step in steps):
-            raise ValueError(
-                f"{name} has strides {x.stride()}; wanted is a unit stride along d and multiples of 16 bytes else. "
-                f"Pass {name}.contiguous()"
-            )
-    _check_rows(named, ("weights", "out"), ("kv_scale", "starts", "ends"))
-    _check_aligned(named, "q", "kv", "kv_scale")
-
-
-def _check_paged_strides(named: dict) -> None:
-    q, cache = named["q"], named["cache"]
-    if not q.is_contiguous():
-        raise ValueError(f"q must be contiguous; its strides are {q.stride()}. Pass q.contiguous()")
-    pages, _, _, row_bytes = cache.shape
-    dense = cache.stride(1) == row_bytes and cache.stride(3) == 1
-    step = cache.stride(0) if pages > 1 else LOGITS_TILE * row_bytes
-    if not dense or step < LOGITS_TILE * row_bytes or step % tensors.ALIGNMENT_BYTES:
-        raise ValueError(
-            f"cache has strides {cache.stride()}; wanted are dense pages, strides (any, {row_bytes}, any, 1), that "
-            "begin at multiples of 16 bytes"
-        )
-    _check_rows(named, ("weights", "out", "block_table"), ("lengths",))
-    _check_aligned(named, "q", "cache")
 
 
 def _check_rows(named: dict, with_unit_stride: tuple[str, ...], dense: tuple[str, ...]) -> None:
@@ -510,63 +478,16 @@ def precompile_logits(
     return len(kernels)
 
 
-# The ops that tracers see.
-
-
-def _run_op(inputs: tuple, outs: tuple, options: dict) -> torch.Tensor:
-    return _mqa_logits(*inputs, *outs, *_in_order(options, clean=True))
-
-
-def _run_paged_op(inputs: tuple, outs: tuple, options: dict) -> torch.Tensor:
-    return _paged_mqa_logits(*inputs, *outs, *_in_order(options, clean=False))
-
-
-def _in_order(options: dict, clean: bool) -> tuple:
-    return tuple(options.get(name, clean if name == "clean" else None) for name in _OPTIONS)
-
-
-def _check_op(inputs: tuple, outs: tuple, options: dict) -> None:
-    named = dict(zip(_SHAPES, (*inputs, *outs), strict=True))
-    _check_layouts(_SHAPES, named, _in_order(options, clean=True))
-
-
-def _check_paged_op(inputs: tuple, outs: tuple, options: dict) -> None:
-    named = dict(zip(("q", "cache", "weights", "lengths", "block_table", "out"), (*inputs, *outs), strict=True))
-    _check_paged(named, _in_order(options, clean=False), memory=False)
-
-
-def _allocate_op(inputs: tuple, options: dict) -> torch.Tensor:
-    q, kv = inputs[:2]
-    columns = options.get("columns")
-    return _padded(q, q.shape[0], kv.shape[0] if columns is None else columns, options.get("out_dtype"))
-
-
-def _allocate_paged_op(inputs: tuple, options: dict) -> torch.Tensor:
-    q, block_table, columns = inputs[0], inputs[4], options.get("columns")
-    columns = LOGITS_TILE * block_table.shape[1] if columns is None else columns
-    return _padded(q, q.shape[0] * q.shape[1], columns, options.get("out_dtype"))
-
-
-def _padded(q: torch.Tensor, rows: int, columns: int, out_dtype: torch.dtype | None) -> torch.Tensor:
-    dtype = torch.float32 if out_dtype is None else out_dtype
-    stride = round_up(torch.sym_max(columns, 1), _ROW_BYTES // dtype.itemsize)
-    return q.new_empty_strided((rows, columns), (stride, 1), dtype=dtype)
-
-
 def _flops(q: tuple, keys: tuple, *_, **__) -> int:
     rows, (heads, head_dim) = q[:-2], q[-2:]
     return 2 * torch.Size(rows).numel() * heads * head_dim * keys[0]
 
 
-_OP = ops.Op(
-    *("mqa_logits", "q kv kv_scale weights starts ends out!", " ".join(_OPTIONS)),
-    *(_run_op, _check_op, _allocate_op),
-    defaults={"clean": True},
-    flops=_flops,
-)
+_KEYWORDS = "clean columns out_dtype num_sms pdl"
 
-_PAGED_OP = ops.Op(
-    *("paged_mqa_logits", "q cache weights lengths block_table out!", " ".join(_OPTIONS)),
-    *(_run_paged_op, _check_paged_op, _allocate_paged_op),
-    defaults={"clean": False},
+MQA_LOGITS = Logits(
+    *("mqa_logits", "q kv kv_scale weights starts ends out!", _KEYWORDS), defaults={"clean": True}, flops=_flops
+)
+PAGED_MQA_LOGITS = PagedLogits(
+    *("paged_mqa_logits", "q cache weights lengths block_table out!", _KEYWORDS), defaults={"clean": False}
 )

@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 
-from deep_tile import api, blocks, cast, checks, formats, jit, quantize, replaceable, tensors
+from deep_tile import api, blocks, cast, checks, formats, jit, packed_layers, quantize, replaceable, tensors
 from deep_tile.config import as_int
 from deep_tile.integrations import transformers_config
 from deep_tile.linear import fp8_linear, quantize_weight
+from deep_tile.packed_layers import PackedExperts, PackedLinear
 from deep_tile.quantize import FP8_DTYPE, WEIGHT_BLOCK, scale_shape
+
+__all__ = ["Linear", "PackedExperts", "PackedLinear", "precompile_model", "replace_linears"]
 
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 """Names of a weight's scale in checkpoints; the first is ours."""
@@ -396,7 +399,7 @@ def precompile_model(
         model: with layers that have a 2-D float8_e4m3fn `weight` and its scale, `weight_scale_inv` or `weight_scale`,
             with one value per 128x128 block: `Linear`, transformers' FP8Linear, and the like. Or with experts:
             parameters or buffers [g, n, k] under any name, with their scales under that name plus `_scale_inv` or
-            `_scale`, as in transformers' FP8Experts.
+            `_scale`, as in transformers' FP8Experts. Or with `PackedLinear` and `PackedExperts`.
         max_tokens: most rows in an input, over all leading dimensions.
         workers, progress, num_sms, batch_invariant: as for `precompile`. A `Linear` with other options gets kernels
             for those.
@@ -422,13 +425,17 @@ def precompile_model(
         wanted["bias"] = bias.dtype if isinstance(bias, torch.Tensor) else None
         shapes_of.setdefault(tuple(wanted.items()), set()).add((*_run_shape(weight, gathered), max_tokens))
     of_experts = sorted({(*_run_shape(weight, gathered)[1:], max_tokens) for weight in _expert_weights(model)})
-    if not shapes_of and not of_experts:
+    of_packed: dict[tuple[tuple[str, Any], ...], set[tuple[int, int, int]]] = {}
+    for shape, keywords in packed_layers.products(model, out_dtype):
+        wanted = {"num_sms": num_sms, "batch_invariant": batch_invariant} | keywords
+        of_packed.setdefault(tuple(wanted.items()), set()).add((*shape, max_tokens))
+    if not shapes_of and not of_experts and not of_packed:
         raise ValueError(
             f"{type(model).__name__} has no layer with a weight of {FP8_DTYPE} and its scale of 128x128 blocks, "
             f"{' or '.join(_SCALE_NAMES)}. Quantise it first, with deep_tile.nn.replace_linears(model) for instance"
         )
     before, configs = jit.compilations(), ()
-    for wanted, shapes in shapes_of.items():
+    for wanted, shapes in (*shapes_of.items(), *of_packed.items()):
         configs += api.precompile(sorted(shapes), workers=workers, progress=progress, **dict(wanted)).configs
     given.pop("out_dtype")
     configs += api.precompile(of_experts, workers=workers, progress=progress, **given, grouping=grouping).configs

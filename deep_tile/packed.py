@@ -25,6 +25,12 @@ _SIGNS = (4, 0, 5, 1, 6, 2, 7, 3)
 """Which code's sign each nibble holds, in a group of eight: four signs are then the top bits of four bytes, the other
 four are one shift away."""
 
+_INTEGERS = torch.tensor([*range(0, 16, 2), *range(15, 0, -2)], dtype=torch.uint8)
+"""Nibbles of integers in two's complement (packed_b.cuh), by which they are told apart without a table."""
+
+_INTEGER_STEP = 2.0**-8
+"""What an integer is multiplied with to be e4m3's, and its scale divided by."""
+
 _NVFP4_BLOCK = 8.0
 """NVFP4 group scales are divided by this, so that 6 * 448 fits e4m3, and the global scale is multiplied by it."""
 
@@ -35,9 +41,10 @@ class Packed(NamedTuple):
     """A 4-bit weight for `packed_gemm`.
 
     Attributes:
-        weight: [..., n, ceil(k / 128) * 68] uint8 for MXFP4, 72 for NVFP4. Only whole matrices are meaningful, since a
-            row's bytes are spread over its 16-row unit.
-        scale: [..., ceil(n / 128), ceil(k / 128)] float32, one per 128x128 FP8 elements.
+        weight: [..., n, ceil(k / 128) * 68] uint8 for MXFP4, 72 for NVFP4, 64 for INT4. Only whole matrices are
+            meaningful, since a row's bytes are spread over its 16-row unit.
+        scale: [..., ceil(n / 128), ceil(k / 128)] float32, one per 128x128 FP8 elements; for INT4 [..., n, ceil(k /
+            128)], one per 1x128, with unit stride along n.
     """
 
     weight: torch.Tensor
@@ -48,8 +55,9 @@ class Unpacked(NamedTuple):
     """A packed weight as it was.
 
     Attributes:
-        weight: [..., n, k / 2] uint8, two e2m1 in a byte, the first in its low half.
-        scale: [..., n, k / 32] float8_e8m0fnu for MXFP4, [..., n, k / 16] float8_e4m3fn for NVFP4.
+        weight: [..., n, k / 2] uint8, two codes in a byte, the first in its low half.
+        scale: [..., n, k / 32] float8_e8m0fnu for MXFP4, [..., n, k / 16] float8_e4m3fn for NVFP4, [..., n, k / 128]
+            float32 for INT4.
         global_scale: [...] float32 for NVFP4; else None.
     """
 
@@ -70,13 +78,15 @@ def pack_weight(
 
     For when a model is loaded. All bits stay: `unpack_weight` is the inverse. GEMMs use the FP8 weight that it converts
     to. MXFP4: the result of `to_blocks`, exact unless scales within a 128x128 block differ by more than 2**14. NVFP4:
-    elements times their group scales, rounded to e4m3.
+    elements times their group scales, rounded to e4m3. INT4: the integers, exactly.
 
     Args:
         weight: [..., n, k / 2] packed, or for MXFP4 [..., n, k / 32, 16], as for `to_blocks`; n a multiple of 16.
         scale: for MXFP4 [..., n, k / 32] float8_e8m0fnu, its bytes, or powers of two in a wider dtype; for NVFP4 [...,
-            n, k / 16] float8_e4m3fn or its bytes, not negative.
-        format: "mxfp4" or "nvfp4". None: derived from dtypes and shapes, if unambiguous.
+            n, k / 16] float8_e4m3fn or its bytes, not negative; for INT4 [..., n, k / 128] float32, bfloat16 or
+            float16, or one per 32 or 64 elements, equal within each K block of 128.
+        format: "mxfp4", "nvfp4", "int4_32", "int4_64" or "int4_128". None: derived from dtypes and shapes, if
+            unambiguous; INT4 must be named.
         global_scale: for NVFP4, as for `to_blocks`.
         max_error: for MXFP4, as for `to_blocks`.
 
@@ -86,11 +96,12 @@ def pack_weight(
     Raises:
         TypeError: a tensor or number has another type or dtype.
         ValueError: shapes fit no such format; n is not a multiple of 16; a scale is NaN, infinite, negative, or, for
-            MXFP4, not a power of two; or a row would change by more than `max_error`.
+            MXFP4, not a power of two; a row would change by more than `max_error`; or INT4 scales differ within 128
+            elements of a row.
     """
     tensors.require_tensors(weight=weight, scale=scale)
     source = formats.source_of(weight.detach(), scale.detach(), format, (0, 0), global_scale)
-    kind = PACKED.get(source.name)
+    kind = PACKED.get(source.name.partition("_")[0])
     if kind is None:
         raise ValueError(
             f"{formats.seen(weight, scale)}, which is {source.name!r}; packed are {_names()}: re-base it with "
@@ -102,9 +113,11 @@ def pack_weight(
             f"weight has {n} rows; they are packed by {UNIT_ROWS}: add rows of zeros, or re-base it with "
             "deep_tile.to_blocks"
         )
+    if kind.name == "int4":
+        return _packed_integers(source, kind)
     scale_bytes = _scale_bytes(source)
     with torch.no_grad():
-        packed = source.weight.new_empty(*source.weight.shape[:-1], _k_blocks(source.columns) * kind.packing.row_bytes)
+        packed = _empty(source, kind)
         of_blocks = source.weight.new_empty(_scale_shape(source), dtype=torch.float32)
         for index in source.matrices():
             if source.name == "nvfp4":
@@ -138,6 +151,8 @@ def unpack_weight(weight: torch.Tensor, scale: torch.Tensor, k: int | None = Non
         pairs = codes.unflatten(-1, (-1, 2))
         codes = pairs[..., 0] | pairs[..., 1] << 4
         codes, scales = codes[..., : k // 2], scales[..., : ceil_div(k, kind.packing.group)]
+        if kind.name == "int4":
+            return Unpacked(codes.contiguous(), scale.contiguous() * _INTEGER_STEP, None)
         if kind.name == "mxfp4":
             exponents = _exponents(scale, weight.shape[-2], kind)[..., : scales.shape[-1]]
             return Unpacked(codes.contiguous(), (scales + exponents).contiguous().view(formats.E8M0), None)
@@ -148,12 +163,13 @@ def as_fp8(weight: torch.Tensor, scale: torch.Tensor, k: int) -> torch.Tensor:
     """The FP8 weight [..., n, k] to which the kernel converts a packed one; `scale` applies to it."""
     kind = kind_of(weight, k)
     codes, scales = _unpacked(weight, kind)
-    if kind.name == "mxfp4":
-        factors = torch.exp2(scales.view(torch.int8).float())
+    values = torch.tensor(formats.INT4 if kind.name == "int4" else formats.E2M1, device=weight.device)[codes.int()]
+    if kind.name == "int4":
+        values = values * _INTEGER_STEP
+    elif kind.name == "mxfp4":
+        values = values * torch.exp2(scales.view(torch.int8).float()).repeat_interleave(kind.packing.group, -1)
     else:
-        factors = scales.view(FP8_DTYPE).float() / _NVFP4_BLOCK
-    halves = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=weight.device)
-    values = torch.cat([halves, -halves])[codes.int()] * factors.repeat_interleave(kind.packing.group, -1)
+        values = values * (scales.view(FP8_DTYPE).float() / _NVFP4_BLOCK).repeat_interleave(kind.packing.group, -1)
     return values.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)[..., :k]
 
 
@@ -189,7 +205,7 @@ def check_memory(name: str, weight: torch.Tensor) -> None:
 
 
 def _names() -> str:
-    return " and ".join(map(repr, PACKED))
+    return " and ".join(repr(name) for name in formats.FORMATS if name.partition("_")[0] in PACKED)
 
 
 def _k_blocks(k: int) -> int:
@@ -198,6 +214,33 @@ def _k_blocks(k: int) -> int:
 
 def _scale_shape(source: formats.Source) -> tuple[int, ...]:
     return (*source.weight.shape[:-2], *scale_shape((source.weight.shape[-2], source.columns), WEIGHT_BLOCK))
+
+
+def _empty(source: formats.Source, kind: Kind) -> torch.Tensor:
+    return source.weight.new_empty(*source.weight.shape[:-1], _k_blocks(source.columns) * kind.packing.row_bytes)
+
+
+def _packed_integers(source: formats.Source, kind: Kind) -> Packed:
+    """Of INT4, whose rows have a scale for each K block; they lie side by side along n, where TMA copies them."""
+    per_block = SCALE_BLOCK // source.format.columns
+    scale = source.scale.float()
+    groups = F.pad(scale, (0, -scale.shape[-1] % per_block)).unflatten(-1, (-1, per_block))
+    differ = groups != groups[..., :1]
+    differ[..., -1, (scale.shape[-1] - 1) % per_block + 1 :] = False
+    if bool(differ.any()):
+        raise ValueError(
+            f"format is {source.name!r}, and scales of a row's K block of {SCALE_BLOCK} differ, first at "
+            f"{differ.any(-1).nonzero()[0].tolist()}: a product has one for each. Re-base it with "
+            "deep_tile.to_blocks, which rounds it to e4m3, by some 2.6 % of its norm"
+        )
+    of_blocks = groups[..., 0] / _INTEGER_STEP
+    if not bool(of_blocks.isfinite().all()):
+        raise ValueError("scale has numbers beyond 2**120, which are no scales of a weight")
+    with torch.no_grad():
+        packed = _empty(source, kind)
+        for index in source.matrices():
+            packed[index] = _packed(source.weight[index], None, kind)
+        return Packed(packed, of_blocks.transpose(-1, -2).contiguous().transpose(-1, -2))
 
 
 def _scale_bytes(source: formats.Source) -> torch.Tensor:
@@ -235,30 +278,41 @@ def _relative(weight: torch.Tensor, scales: torch.Tensor, of_blocks: torch.Tenso
     return scales - exponents
 
 
-def _packed(weight: torch.Tensor, scales: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """[n, bytes] from a matrix's codes, two per byte, and its scale bytes."""
+def _packed(weight: torch.Tensor, scales: torch.Tensor | None, kind: Kind) -> torch.Tensor:
+    """[n, bytes] from a matrix's codes, two per byte, and its scale bytes, if units have any."""
     n, per_block = len(weight), SCALE_BLOCK // kind.packing.group
     weight = F.pad(weight, (0, -weight.shape[1] % (SCALE_BLOCK // 2)))
-    scales = F.pad(scales, (0, -scales.shape[1] % per_block))
     codes = torch.stack([weight & 15, weight >> 4], -1).view(-1, 8)
-    nibbles = (codes & 7) | (codes >> 3)[:, _SIGNS] << 3
-    words = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+    if kind.name == "int4":
+        nibbles = _INTEGERS.to(weight.device)[codes.int()]
+        words = nibbles[:, :4] | nibbles[:, 4:] << 4
+    else:
+        nibbles = (codes & 7) | (codes >> 3)[:, _SIGNS] << 3
+        words = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
     words = words.reshape(n // UNIT_ROWS, UNIT_ROWS, -1, SCALE_BLOCK // _COLUMN, _COLUMN // 2).permute(2, 0, 3, 1, 4)
+    if scales is None:
+        return words.reshape(n, -1)
+    scales = F.pad(scales, (0, -scales.shape[1] % per_block))
     scales = scales.reshape(n // UNIT_ROWS, UNIT_ROWS, -1, per_block).permute(2, 0, 1, 3)
     return torch.cat([words.flatten(2), scales.flatten(2)], 2).reshape(n, -1)
 
 
 def _unpacked(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [..., n, k], one per byte, and scale bytes, for whole K blocks."""
+    """Codes [..., n, k], one per byte, and scale bytes, if there are any, for whole K blocks."""
     *leading, n, row_bytes = weight.shape
-    per_block = SCALE_BLOCK // kind.packing.group
+    per_block = kind.packing.row_bytes - SCALE_BLOCK // 2
     units = weight.reshape(-1, row_bytes // kind.packing.row_bytes, n // UNIT_ROWS, UNIT_ROWS * kind.packing.row_bytes)
     words, scales = units.split([UNIT_ROWS * SCALE_BLOCK // 2, UNIT_ROWS * per_block], -1)
     words = words.unflatten(-1, (SCALE_BLOCK // _COLUMN, UNIT_ROWS, _COLUMN // 8, 4)).permute(0, 2, 4, 1, 3, 5, 6)
-    nibbles = torch.stack([words & 15, words >> 4], -1).flatten(-2)
-    signs = torch.empty_like(nibbles)
-    signs[..., _SIGNS] = nibbles & 8
-    codes = (nibbles & 7 | signs).reshape(*leading, n, -1)
+    if kind.name == "int4":
+        nibbles = torch.cat([words & 15, words >> 4], -1)
+        codes = _INTEGERS.argsort().to(torch.uint8).to(weight.device)[nibbles.int()]
+    else:
+        nibbles = torch.stack([words & 15, words >> 4], -1).flatten(-2)
+        signs = torch.empty_like(nibbles)
+        signs[..., _SIGNS] = nibbles & 8
+        codes = nibbles & 7 | signs
+    codes = codes.reshape(*leading, n, -1)
     scales = scales.unflatten(-1, (UNIT_ROWS, per_block)).permute(0, 2, 3, 1, 4)
     return codes, scales.reshape(*leading, n, -1)
 

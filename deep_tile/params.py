@@ -374,6 +374,18 @@ COMBINE = Params(
 )
 """Of the sum of what experts made of each token."""
 
+UNPACK = Params(
+    "UnpackParams",
+    Field(
+        "weight", "const void*", "[matrices, k_blocks, row_units] units of 16 rows by 128 of k, as packed.py makes them"
+    ),
+    Field("out", "void*", "[matrices, 16 * row_units, 128 * k_blocks] e4m3"),
+    Field("units", "unsigned", "of all matrices", 1, 2**31 - 1),
+    Field("row_units", "unsigned", "", 1),
+    Field("k_blocks", "unsigned", "", 1),
+)
+"""Of a packed weight that becomes FP8."""
+
 SORT = Params(
     "SortParams",
     Field("chosen", "const void*", "[t, top_k], dense, as index"),

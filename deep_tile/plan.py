@@ -56,6 +56,13 @@ def cast_configs_for(of_all: GemmProblem, max_m: int) -> list[GemmConfig]:
     return choose.cast_configs_for(of_all, max_m, tuned.configs(of_all.num_sms))
 
 
+def unpacked_configs_for(of_all: GemmProblem, max_m: int) -> set[GemmConfig]:
+    """Every config that products of a packed weight, of some m in [1, max_m], are given where it is unpacked first."""
+    rows = range(choose.LEAST_UNPACKED, max_m + 64, 64)
+    problems = (choose.bucketed(of_all._replace(m=m)) for m in rows)
+    return {config_for(choose.in_fp8(problem)) for problem in problems if choose.unpacks(problem)}
+
+
 TENSORS = ("a", "a_scale", "b", "b_scale", "out")
 """A launch's tensors, in order."""
 
@@ -101,7 +108,7 @@ class GroupLayout(NamedTuple):
 
 
 class ResultScale(NamedTuple):
-    """Quantisation options and scale strides for the result, as in `cast.CastLayout`."""
+    """Quantisation options and scale strides for the result, as in `params.GEMM`."""
 
     stride_m: int = 0
     stride_n: int = 0

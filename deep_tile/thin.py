@@ -7,29 +7,21 @@ alone.
 """
 
 import os
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from deep_tile import _launcher, cast, checks, finishes, launches, ops, params, parts, tensors
+from deep_tile import cast, checks, finishes, launches, ops, params, parts, tensors
 from deep_tile.config import ceil_div, round_up
 from deep_tile.jit import compilations
-from deep_tile.operation import error_of
+from deep_tile.operation import Given, Operation
 from deep_tile.ops import is_traced
-from deep_tile.options import check_one
 from deep_tile.select.hardware import H200
 
-_launches: launches.Table = {}
-"""By a call's `_Options`, or the plain tuple equal to it."""
 
-_LINEAR = "torch.nn.functional.linear"
+class Options(NamedTuple):
+    """Keywords of `thin_gemm` and `prenorm_gemm`, described there."""
 
-
-class _Options(NamedTuple):
-    """Which call it is, and its keywords, described at `thin_gemm` and `prenorm_gemm`."""
-
-    call: str
     out_dtype: torch.dtype | None = None
     terms: int = 3
     accumulate: bool = False
@@ -37,10 +29,6 @@ class _Options(NamedTuple):
     pdl: bool | None = None
     num_splits: int | None = None
     num_sms: int | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("a", "b", "out", "sqr_sum") if self.call == "prenorm_gemm" else ("a", "b", "out")
 
 
 def thin_gemm(
@@ -89,10 +77,9 @@ def thin_gemm(
     Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak
     performance", 2022.
     """
-    options = ("thin_gemm", out_dtype, terms, accumulate, batch_invariant, pdl, None, num_sms)
-    if is_traced():
-        return _THIN_OP((a, b), (out,), _Options(*options))
-    return _multiply((a, b), (out,), options)[0]
+    options = (out_dtype, terms, accumulate, batch_invariant, pdl, None, num_sms)
+    call = THIN_GEMM.trace if is_traced() else THIN_GEMM.run
+    return call((a, b, out, None, None), options)
 
 
 def prenorm_gemm(
@@ -125,10 +112,9 @@ def prenorm_gemm(
     Raises:
         TypeError, ValueError, RuntimeError: as `fp8_gemm`. Nothing has been launched, and both are untouched.
     """
-    options = ("prenorm_gemm", None, 3, False, False, pdl, num_splits, num_sms)
-    if is_traced():
-        return _PRENORM_OP((a, b), (out, sqr_sum), _Options(*options))
-    return _multiply((a, b), (out, sqr_sum), options)
+    options = (None, 3, False, False, pdl, num_splits, num_sms)
+    call = PRENORM_GEMM.trace if is_traced() else PRENORM_GEMM.run
+    return call((a, b, out, sqr_sum, None, None, None), options)
 
 
 def split_weight(b: torch.Tensor, terms: int = 3) -> torch.Tensor:
@@ -174,149 +160,181 @@ def precompile_thin(workers: int | None = None, *, progress: bool = False) -> in
     return compilations() - before
 
 
-# Eager calls.
+class ByParts(Operation):
+    """On a, b, the results, memory for the K parts of each result, and memory for the terms of b. `prenorm_gemm` has
+    two results."""
+
+    Options = Options
+
+    def __init__(self, name: str, tensors: str, keywords: str) -> None:
+        self.squares = "sqr_sum" in tensors
+        super().__init__(
+            *(name, tensors, keywords),
+            scratch="out_parts sqr_sum_parts terms" if self.squares else "out_parts terms",
+            to_train="call torch.nn.functional.linear",
+            flops=ops.product_flops(second=1),
+        )
+
+    def allocated(self, given: Given, options: tuple) -> Given:
+        named, operands, outs = Options(*options), given[:2], given[self._written_to]
+        if any(out is None for out in outs):
+            if named.accumulate:
+                raise ValueError("accumulate is True and out None: pass what the product is added to")
+            dtype = _out_dtype(named)
+            outs = tuple(
+                tensors.new_empty(operands[0], shape, tensors.dense_strides(shape), dtype) if out is None else out
+                for out, shape in zip(outs, self.out_shapes(operands, named), strict=True)
+            )
+        return *operands, *outs, *self.workspace(operands, outs, named), self.terms(operands, named)
+
+    def fake(self, given: Given, options: Options) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        shapes, dtype = self.out_shapes(given[:2], options), _out_dtype(options)
+        made = tuple(given[0].new_empty(shape, dtype=dtype) for shape in shapes)
+        return made[0] if self._has_one_out else made
+
+    def out_shapes(self, operands: Given, options: Options) -> list[tuple[int, ...]]:
+        m, n = (x.shape[-2] for x in operands)
+        every = () if options.num_splits is None else (options.num_splits,)
+        return [(*every, m, n), *([(*every, m)] if self.squares else [])]
+
+    def product(self, operands: Given, options: Options) -> parts.Product:
+        a, b = operands
+        terms = options.terms if b.dtype == torch.float32 else b.shape[0] if a.dim() < b.dim() else 1
+        matrices, is_fp32 = a.shape[0] if a.dim() == 3 else 1, b.dtype == torch.float32
+        return parts.Product(a.shape[-2], b.shape[-2], a.shape[-1], matrices, terms, self.squares, is_fp32)
+
+    def chosen(self, operands: Given, options: Options) -> parts.Choice:
+        product, fixed = self.product(operands, options), options.num_splits
+        if options.batch_invariant:
+            fixed = min(parts.INVARIANT_PARTS, product.steps)
+        return parts.choose(product, _room(operands[0], options), fixed, options.batch_invariant)
+
+    def needs_kernel(self, given: Given) -> bool:
+        return self.is_on_gpu(given[0]) and all(x.numel() for x in given[:2])
+
+    def workspace(self, operands: Given, outs: Given, options: Options) -> tuple[torch.Tensor | None, ...]:
+        """Memory for each result's K parts, written by one kernel and added by the next."""
+        count = 1
+        if options.num_splits is None and self.needs_kernel(operands):
+            count = self.chosen(operands, options).parts
+        return tuple(None if count == 1 else out.new_empty((count, *out.shape), dtype=torch.float32) for out in outs)
+
+    def terms(self, operands: Given, options: Options) -> torch.Tensor | None:
+        """Memory for the terms of an FP32 b that the GEMM kernel does not split itself, [matrices * terms, n, k]."""
+        b = operands[1]
+        if b.dtype != torch.float32 or not self.needs_kernel(operands) or self.chosen(operands, options).kernel.splits:
+            return None
+        matrices = b.shape[0] if b.dim() == 3 else 1
+        shape = (matrices * options.terms, b.shape[-2], parts.split_width(b.shape[-1]))
+        return b.new_empty(shape, dtype=torch.bfloat16)
+
+    def prepare(self, given: Given, options: Options) -> launches.Prepared:
+        (a, b), device, product = given[:2], given[0].get_device(), self.product(given[:2], options)
+        checks.check_hopper(device)
+        choice = self.chosen(given[:2], options)
+        named = {name: x for name, x in zip(self.names, given, strict=True) if x is not None}
+        at, names = params.places(named), (*named,)
+        splits, is_summed = "terms" in named, "out_parts" in named
+        for each in (choice.kernel, *[parts.SUM] * is_summed, *([parts.SPLIT[options.terms]] if splits else [])):
+            if not cast.is_loaded(each, device):
+                launches.refuse_capture(each.name, device, self.name, ", or deep_tile.precompile_thin,")
+        pdl, room, made = checks.has_pdl(options), _room(a, options), []
+        if splits:
+            sizes, places = (options.terms, product.n, product.k, product.matrices), {"b": at["b"], "out": at["terms"]}
+            made.append(
+                parts.prepare_split(*sizes, _strides(b), device, names=names, places=places, room=room, pdl=pdl)
+            )
+        b, written = named.get("terms", b), "_parts" if is_summed else ""
+        layout = _layout(a, b, named[f"out{written}"], options.accumulate and not is_summed)
+        places = {"a": at["a"], "b": at["terms" if splits else "b"], "out": at[f"out{written}"]}
+        places |= {"squares": at[f"sqr_sum{written}"]} if self.squares else {}
+        made.append(parts.prepare(product, choice, layout, device, names=names, places=places, room=room, pdl=pdl))
+        if is_summed:
+            places = {"sums": at["out_parts"], "out": at["out"]}
+            places |= {"squares": at["sqr_sum_parts"], "sqr_sum": at["sqr_sum"]} if self.squares else {}
+            layout = _layout(a, b, named["out"], options.accumulate)
+            made.append(parts.prepare_sum(product, choice.parts, layout, device, names=names, places=places, room=room))
+        return tuple(made) if len(made) > 1 else made[0]
+
+    def define(self, given: Given, options: Options) -> None:
+        """The definition, in float64."""
+        (a, b), outs = given[:2], given[self._written_to]
+        if outs[0].is_meta:
+            return
+        k, splits = a.shape[-1], options.num_splits
+        for part, bounds in enumerate(_bounds(k, splits or 1)):
+            x, y = a[..., bounds].double(), b[..., bounds].double()
+            product = (x @ y.mT).sum(0) if b.dim() == 3 else x @ y.mT
+            into, *squares = outs if splits is None else [each[part] for each in outs]
+            into.copy_(into + product.to(into.dtype) if options.accumulate else product)
+            for each in squares:
+                each.copy_(x.square().sum(1))
+
+    def check_options(self, options: Options) -> None:
+        finishes.check_out_dtype(options.out_dtype)
+        super().check_options(options)
+        _check_terms(options.terms)
+        splits = options.num_splits
+        if splits is not None and (type(splits) is not int or not 1 <= splits <= parts.MOST_PARTS):
+            raise ValueError(f"num_splits is {splits!r}; pass an int from 1 to {parts.MOST_PARTS}, or None")
+
+    def check(self, given: Given, options: Options) -> None:
+        a, b = operands = given[:2]
+        outs = given[self._written_to]
+        of_b = (torch.float32,) if self.squares else (torch.float32, torch.bfloat16)
+        for name, x, known in (("a", a, (torch.bfloat16,)), ("b", b, of_b)):
+            if x.dtype not in known:
+                wanted = finishes.one_of(known)
+                raise TypeError(f"{name} must be {wanted}; got {x.dtype}. To fix: {name}.to({known[0]})")
+        self.check_out_dtypes(outs, options)
+        checks.check_device("a", a, self.name)
+        checks.check_devices(a, **dict(zip(self.names[1:], (b, *outs), strict=False)))
+        checks.checked_num_sms(options.num_sms, a.device)
+        if a.dim() == 3 and b.dim() == 3 and not self.squares:
+            if not ops.holds(a.shape[0] == b.shape[0]):
+                raise ValueError(f"a has {a.shape[0]} matrices and b {b.shape[0]}; pass as many of each")
+            a, b = a[:1].flatten(0, 1), b[:1].flatten(0, 1)
+        elif b.dim() == 3 and a.dim() == 2 and not self.squares:
+            if b.dtype != torch.bfloat16 or not 1 <= b.shape[0] <= max(parts.SPLIT):
+                seen = f"b is {list(b.shape)} of {b.dtype}"
+                raise ValueError(f"{seen}; for a of 2 dimensions pass 1 to 3 terms in bfloat16")
+            b = b[:1].flatten(0, 1)
+        checks.check_product_shapes(a, b, None)
+        for name, out, shape in zip(self.names[2:], outs, self.out_shapes(operands, options), strict=False):
+            if out is not None and not checks.has_shape(out, shape):
+                raise ValueError(f"{name} must be {list(shape)}; got {list(out.shape)}. Allocate it so, or pass None")
+
+    def check_out_dtypes(self, outs: Given, options: Options) -> None:
+        known = (torch.float32,) if self.squares or options.accumulate else tuple(finishes.OUTPUT_NAMES)
+        for name, out in zip(self.names[2:], outs, strict=False):
+            if out is not None and out.dtype not in known:
+                wanted = finishes.one_of(known)
+                raise TypeError(f"{name} must be {wanted}; got {out.dtype}. Pass such a tensor, or None")
+        if outs[0] is not None and options.out_dtype not in (None, outs[0].dtype):
+            raise TypeError(f"out_dtype is {options.out_dtype} and out is {outs[0].dtype}; leave out_dtype out")
+        if options.accumulate and outs[0] is None:
+            raise ValueError("accumulate is True and out None: pass what the product is added to")
+
+    def check_memory(self, given: Given, options: Options) -> Options:
+        for name, x in zip("ab", given, strict=False):
+            _check_strides(name, x)
+        out, *squares = given[self._written_to]
+        if out is not None:
+            _check_out_strides(out)
+        if squares and squares[0] is not None and not squares[0].is_contiguous():
+            raise ValueError(f"sqr_sum has strides {squares[0].stride()}; pass a contiguous one")
+        return options
 
 
-def _multiply(operands: tuple, outs: tuple, options: tuple) -> tuple[torch.Tensor, ...]:
-    """The call outside tracing; `options` equal an `_Options`."""
-    wanted = _Options(*options)
-    try:
-        _refuse_gradients(wanted, operands, outs)
-        made = _allocated(operands, outs, wanted)
-        given = (*operands, *made, *_workspace(operands, made, wanted), *_terms(operands, wanted))
-        if not _launcher.launch_known(_launches, options, *given):
-            _call_unknown(operands, made, given, wanted)
-    except Exception:
-        reason = error_of(_check, wanted, operands, outs)
-        if reason is None:
-            raise
-        raise reason from None
-    return made
-
-
-def _allocated(operands: tuple, outs: tuple, options: _Options) -> tuple[torch.Tensor, ...]:
-    """Outputs, allocated if not given."""
-    if all(out is not None for out in outs):
-        return outs
-    if options.accumulate:
-        raise ValueError("accumulate is True and out None: pass what the product is added to")
-    shapes, dtype = _out_shapes(operands, options), _out_dtype(options)
-    return tuple(
-        tensors.new_empty(operands[0], shape, _dense(shape), dtype) if out is None else out
-        for out, shape in zip(outs, shapes, strict=True)
-    )
-
-
-def _out_dtype(options: _Options) -> torch.dtype:
+def _out_dtype(options: Options) -> torch.dtype:
     return options.out_dtype or torch.float32
 
 
-def _out_shapes(operands: tuple, options: _Options) -> list[tuple[int, ...]]:
-    m, n = (x.shape[-2] for x in operands)
-    every = () if options.num_splits is None else (options.num_splits,)
-    return [(*every, m, n), *([(*every, m)] if options.call == "prenorm_gemm" else [])]
-
-
-def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in shape[:0:-1]:
-        strides.insert(0, strides[0] * max(size, 1))
-    return tuple(strides)
-
-
-def _product(operands: tuple, options: _Options) -> parts.Product:
-    a, b = operands
-    terms = options.terms if b.dtype == torch.float32 else b.shape[0] if a.dim() < b.dim() else 1
-    matrices = a.shape[0] if a.dim() == 3 else 1
-    squares = options.call == "prenorm_gemm"
-    return parts.Product(a.shape[-2], b.shape[-2], a.shape[-1], matrices, terms, squares, b.dtype == torch.float32)
-
-
-def _room(x: torch.Tensor, options: _Options) -> parts.Room:
+def _room(x: torch.Tensor, options: Options) -> parts.Room:
     """For thread blocks. Those that are given SMs have one on each, since the GPU would spread more over others."""
     if options.num_sms is not None:
         return parts.Room(checks.checked_num_sms(options.num_sms, x.device), 1)
     return parts.Room(launches.num_sms(x.get_device()) if x.is_cuda else H200.num_sms)
-
-
-def _chosen(operands: tuple, options: _Options) -> parts.Choice:
-    product, fixed = _product(operands, options), options.num_splits
-    if options.batch_invariant:
-        fixed = min(parts.INVARIANT_PARTS, product.steps)
-    return parts.choose(product, _room(operands[0], options), fixed, options.batch_invariant)
-
-
-def _is_empty(operands: tuple) -> bool:
-    return not all(x.numel() for x in operands)
-
-
-def _workspace(operands: tuple, made: tuple, options: _Options) -> tuple[torch.Tensor, ...]:
-    """Memory for each result's K parts, written by one kernel and added by the next."""
-    if options.num_splits is not None or not operands[0].is_cuda or _is_empty(operands):
-        return ()
-    _, count = _chosen(operands, options)
-    if count == 1:
-        return ()
-    return tuple(out.new_empty((count, *out.shape), dtype=torch.float32) for out in made)
-
-
-def _terms(operands: tuple, options: _Options) -> tuple[torch.Tensor, ...]:
-    """Memory for the terms of an FP32 b that the GEMM kernel does not split itself, [matrices * terms, n, k]."""
-    a, b = operands
-    if b.dtype != torch.float32 or not a.is_cuda or _is_empty(operands) or _chosen(operands, options).kernel.splits:
-        return ()
-    matrices = b.shape[0] if b.dim() == 3 else 1
-    return (b.new_empty((matrices * options.terms, b.shape[-2], parts.split_width(b.shape[-1])), dtype=torch.bfloat16),)
-
-
-def _call_unknown(operands: tuple, made: tuple, given: tuple, options: _Options) -> None:
-    """Multiply where C has met no such options and signature, or cannot read the tensors."""
-    _check(options, operands, made)
-    launches.enqueue(_launches, tuple(options), given, partial(_first_launch, operands, made, given, options))
-
-
-def _first_launch(operands: tuple, made: tuple, given: tuple, options: _Options) -> launches.Prepared | None:
-    """Launch for a new signature, checked; None if the result is already computed."""
-    if not operands[0].is_cuda or _is_empty(operands):
-        _compute_without_kernel(operands, made, options)
-        return None
-    device, product = operands[0].get_device(), _product(operands, options)
-    checks.check_hopper(device)
-    choice = _chosen(operands, options)
-    splits = product.fp32 and not choice.kernel.splits
-    workspace = given[len(options.names) : len(given) - splits]
-    needed = [choice.kernel, *([parts.SUM] if workspace else []), *([parts.SPLIT[options.terms]] if splits else [])]
-    for each in needed:
-        if not cast.is_loaded(each, device):
-            launches.refuse_capture(each.name, device, options.call, ", or deep_tile.precompile_thin,")
-    extra = len(given) - len(options.names)
-    common = {"names": (*options.names, *("the workspace",) * extra)}
-    fields = {name: at for at, name in enumerate(options.names)}
-    pdl, room, b_at = checks.has_pdl(options), _room(operands[0], options), 1
-    made_launches = []
-    if splits:
-        b_at = len(given) - 1
-        sizes = (options.terms, product.n, product.k, product.matrices, _strides(operands[1]), device)
-        places = _places({"b": 1, "out": b_at})
-        made_launches.append(parts.prepare_split(*sizes, **common, places=places, room=room, pdl=pdl))
-    into = workspace or made
-    at = len(options.names) if workspace else len(operands)
-    layout = _layout(operands[0], given[b_at], into[0], options.accumulate and not workspace)
-    places = _places({"a": 0, "b": b_at, "out": at, "squares": at + len(made) - 1})
-    made_launches.append(parts.prepare(product, choice, layout, device, **common, places=places, room=room, pdl=pdl))
-    if workspace:
-        places = _places({"sums": at, "out": fields["out"]})
-        if product.squares:
-            places |= _places({"squares": at + 1, "sqr_sum": fields["sqr_sum"]})
-        layout = _layout(operands[0], given[b_at], made[0], options.accumulate)
-        made_launches.append(
-            parts.prepare_sum(product, choice.parts, layout, device, **common, places=places, room=room)
-        )
-    return tuple(made_launches) if len(made_launches) > 1 else made_launches[0]
-
-
-def _places(fields: dict[str, int]) -> dict[str, params.Place]:
-    return {name: params.Place(tensor) for name, tensor in fields.items()}
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int]:
@@ -337,23 +355,6 @@ def _layout(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, adds: bool) -> 
     )
 
 
-@torch.inference_mode()  # inference mode allows writes to tensors that require a gradient
-def _compute_without_kernel(operands: tuple, made: tuple, options: _Options) -> None:
-    """The definition, in float64."""
-    out = made[0]
-    if out.is_meta:
-        return
-    a, b = operands
-    k, splits = a.shape[-1], options.num_splits
-    for part, bounds in enumerate(_bounds(k, splits or 1)):
-        x, y = a[..., bounds].double(), b[..., bounds].double()
-        product = (x @ y.mT).sum(0) if b.dim() == 3 else x @ y.mT
-        into, *squares = made if splits is None else [each[part] for each in made]
-        into.copy_(into + product.to(into.dtype) if options.accumulate else product)
-        for each in squares:
-            each.copy_(x.square().sum(1))
-
-
 def _bounds(k: int, splits: int) -> list[slice]:
     """Bounds of the K parts, as the kernel assigns them."""
     steps, longer = divmod(ceil_div(k, parts.STEP), splits)
@@ -366,84 +367,9 @@ def _bounds(k: int, splits: int) -> list[slice]:
 # Checks.
 
 
-def _refuse_gradients(options: _Options, operands: tuple, outs: tuple) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for name, x in zip(options.names, (*operands, *outs), strict=True):
-        if x is not None and x.requires_grad:
-            raise RuntimeError(
-                f"{name} requires a gradient, and {options.call} has none. To train, call {_LINEAR}; otherwise call "
-                f"within torch.no_grad(), or pass {name}.detach(), or freeze it with {name}.requires_grad_(False)"
-            )
-
-
-def _check(options: _Options, operands: tuple, outs: tuple) -> None:
-    """Check everything about a call; outputs may be None."""
-    named = dict(zip(options.names, (*operands, *outs), strict=True))
-    tensors.require_tensors(**{name: x for name, x in named.items() if name in ("a", "b") or x is not None})
-    _refuse_gradients(options, operands, outs)
-    _check_formats(options, operands, outs)
-    for name, x in zip(options.names, operands, strict=False):
-        _check_strides(name, x)
-    out, *squares = outs
-    if out is not None:
-        _check_out_strides(out)
-    if squares and squares[0] is not None and not squares[0].is_contiguous():
-        raise ValueError(f"sqr_sum has strides {squares[0].stride()}; pass a contiguous one")
-
-
-def _check_options(options: _Options) -> None:
-    finishes.check_out_dtype(options.out_dtype)
-    for name in ("accumulate", "batch_invariant", "num_sms", "pdl"):
-        check_one(name, getattr(options, name))
-    _check_terms(options.terms)
-    splits = options.num_splits
-    if splits is not None and (type(splits) is not int or not 1 <= splits <= parts.MOST_PARTS):
-        raise ValueError(f"num_splits is {splits!r}; pass an int from 1 to {parts.MOST_PARTS}, or None")
-
-
 def _check_terms(terms: object) -> None:
     if type(terms) is not int or terms not in parts.SPLIT:
         raise ValueError(f"terms is {terms!r}; pass 3, which are exact, or 2")
-
-
-def _check_formats(options: _Options, operands: tuple, outs: tuple) -> None:
-    """Check options, dtypes, devices and shapes; outputs may be None."""
-    _check_options(options)
-    a, b = operands
-    is_norm = options.call == "prenorm_gemm"
-    of_b = (torch.float32,) if is_norm else (torch.float32, torch.bfloat16)
-    for name, x, known in (("a", a, (torch.bfloat16,)), ("b", b, of_b)):
-        if x.dtype not in known:
-            raise TypeError(f"{name} must be {finishes.one_of(known)}; got {x.dtype}. To fix: {name}.to({known[0]})")
-    _check_out_dtypes(options, outs)
-    checks.check_device("a", a, options.call)
-    checks.check_devices(a, **dict(zip(options.names[1:], (b, *outs), strict=True)))
-    checks.checked_num_sms(options.num_sms, a.device)
-    if a.dim() == 3 and b.dim() == 3 and not is_norm:
-        if not ops.holds(a.shape[0] == b.shape[0]):
-            raise ValueError(f"a has {a.shape[0]} matrices and b {b.shape[0]}; pass as many of each")
-        a, b = a[:1].flatten(0, 1), b[:1].flatten(0, 1)
-    elif b.dim() == 3 and a.dim() == 2 and not is_norm:
-        if b.dtype != torch.bfloat16 or not 1 <= b.shape[0] <= max(parts.SPLIT):
-            raise ValueError(f"b is {list(b.shape)} of {b.dtype}; for a of 2 dimensions pass 1 to 3 terms in bfloat16")
-        b = b[:1].flatten(0, 1)
-    checks.check_product_shapes(a, b, None)
-    for name, out, shape in zip(options.names[2:], outs, _out_shapes(operands, options), strict=True):
-        if out is not None and not checks.has_shape(out, shape):
-            raise ValueError(f"{name} must be {list(shape)}; got {list(out.shape)}. Allocate it so, or pass None")
-
-
-def _check_out_dtypes(options: _Options, outs: tuple) -> None:
-    is_norm = options.call == "prenorm_gemm"
-    known = (torch.float32,) if is_norm or options.accumulate else tuple(finishes.OUTPUT_NAMES)
-    for name, out in zip(options.names[2:], outs, strict=True):
-        if out is not None and out.dtype not in known:
-            raise TypeError(f"{name} must be {finishes.one_of(known)}; got {out.dtype}. Pass such a tensor, or None")
-    if outs[0] is not None and options.out_dtype not in (None, outs[0].dtype):
-        raise TypeError(f"out_dtype is {options.out_dtype} and out is {outs[0].dtype}; leave out_dtype out")
-    if options.accumulate and outs[0] is None:
-        raise ValueError("accumulate is True and out None: pass what the product is added to")
 
 
 def _check_strides(name: str, x: torch.Tensor) -> None:
@@ -465,28 +391,5 @@ def _check_out_strides(out: torch.Tensor) -> None:
         raise ValueError(f"parts of out overlap: its strides are {out.stride()}. Pass a dense out")
 
 
-# The ops that tracers see.
-
-
-def _op(call: str, written: str, options: str) -> ops.Op:
-    single = " " not in written
-
-    def run(inputs: tuple, outs: tuple, options: dict):
-        made = _multiply(inputs, outs, tuple(_Options(call, **options)))
-        return made[0] if single else made
-
-    def check(inputs: tuple, outs: tuple, options: dict) -> None:
-        wanted = _Options(call, **options)
-        _refuse_gradients(wanted, inputs, outs)
-        _check_formats(wanted, inputs, outs)
-
-    def allocate(inputs: tuple, options: dict):
-        wanted = _Options(call, **options)
-        made = tuple(inputs[0].new_empty(shape, dtype=_out_dtype(wanted)) for shape in _out_shapes(inputs, wanted))
-        return made[0] if single else made
-
-    return ops.Op(call, f"a b {written}", options, run, check, allocate, flops=ops.product_flops(second=1))
-
-
-_THIN_OP = _op("thin_gemm", "out!", "out_dtype terms accumulate batch_invariant num_sms pdl")
-_PRENORM_OP = _op("prenorm_gemm", "out! sqr_sum!", "num_splits num_sms pdl")
+THIN_GEMM = ByParts("thin_gemm", "a b out!", "out_dtype terms accumulate batch_invariant num_sms pdl")
+PRENORM_GEMM = ByParts("prenorm_gemm", "a b out! sqr_sum!", "num_splits num_sms pdl")

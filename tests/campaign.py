@@ -353,6 +353,8 @@ class Rounds(Protocol):
 def run_rounds(rounds: Rounds, arguments: argparse.Namespace, report: "Report") -> None:
     """In a stream of their own, until time or their number is over."""
     rounds.load()
+    if on_gpu(arguments.device):
+        torch.cuda.synchronize()
     end, number = time.monotonic() + seconds_left(arguments), arguments.first_round
     try:
         with torch.cuda.stream(torch.cuda.Stream()) if on_gpu(arguments.device) else contextlib.nullcontext():

@@ -16,6 +16,13 @@ VARIABLE = "DEEP_TILE_TEST_BASE"
 
 EVERYTHING = "all"
 
+OF_FUZZERS = (
+    *("tests/*fuzz*.py", "tests/stress.py", "tests/jobs.py", "tests/campaign.py", "tests/strategies.py"),
+    *("tests/expected*.py", "tests/helpers.py", "deep_tile/dense.py", "deep_tile/wgrad.py", "deep_tile/plan.py"),
+    "deep_tile/select/*",
+)
+"""Files, as patterns, that tests of the fuzzers and of the stress run are about."""
+
 
 def base() -> str:
     """A commit; "all" where everything is to be looked at; nothing where git cannot say what differs."""

@@ -7,7 +7,12 @@ from deep_tile.quantize import FP8_DTYPE
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1 = torch.cat([E2M1, -E2M1]).double()
+INT4 = torch.tensor([0.0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1]).double()
 BY_POWERS = ["fp8_32x32", "mxfp8", "mxfp4"]
+
+
+NAMES_OF_PACKED = {"mxfp4": "mxfp4", "nvfp4": "nvfp4", "int4": "int4_128"}
+"""By the names of kinds of products."""
 
 
 def spread(x: torch.Tensor, block: tuple[int, int], shape: tuple[int, int], firsts=(0, 0)) -> torch.Tensor:
@@ -38,7 +43,8 @@ def draw(name: str, shape: tuple[int, ...], device: str = "cpu", spread_of_scale
         scale = torch.exp2(exponents.float()) * mantissas
     if of.packed:
         weight = torch.randint(0, 256, (*leading, n, k // 2), dtype=torch.uint8)
-        values = E2M1[torch.stack([weight % 16, weight // 16], -1).flatten(-2).long()]
+        of_codes = INT4 if name.startswith("int4") else E2M1
+        values = of_codes[torch.stack([weight % 16, weight // 16], -1).flatten(-2).long()]
     else:
         weight = torch.randint(0, 255, (*leading, n, k), dtype=torch.uint8)
         weight[weight % 128 == 127] = 3

@@ -106,7 +106,7 @@ def check_shards(random: Random, device: str) -> tuple[str, dict[str, Any]]:
 
 
 def check_packed(random: Random, device: str) -> tuple[str, dict[str, Any]]:
-    name, groups = random.choice(("mxfp4", "nvfp4")), random.choice((0, 0, 1, 3, 40))
+    name, groups = random.choice(("mxfp4", "nvfp4", "int4_128")), random.choice((0, 0, 1, 3, 40))
     n, k, m = (
         16 * random.choice((1, 2, 3, 9, 18, 36)),
         2 * random.choice(SIZES[3:]),
@@ -119,18 +119,23 @@ def check_packed(random: Random, device: str) -> tuple[str, dict[str, Any]]:
     wide = torch.empty(*shape[:-1], -(-k // 16) * 16, dtype=FP8_DTYPE, device=device)[..., :k].copy_(wide)
     a, a_scale = deep_tile.per_token_cast_to_fp8(torch.randn(m, k, device=device))
     dtype = random.choice((torch.bfloat16, torch.bfloat16, torch.float32))
+    product = deep_tile.scaled_gemm if name == "int4_128" else deep_tile.fp8_gemm
+    options = {"out_dtype": dtype, "batch_invariant": True}
     if groups:
-        ends = torch.randint(0, m + 1, (groups,), device=device).sort().values.int()
+        ends = torch.randint(0, m + 1, (groups,)).sort().values.int()
         own, whole = (torch.full((m, n), math.nan, dtype=dtype, device=device) for _ in range(2))
-        deep_tile.packed_grouped_gemm(a, a_scale, *b, ends, own)
-        deep_tile.fp8_grouped_gemm(a, a_scale, wide, b.scale, ends, whole)
+        deep_tile.packed_grouped_gemm(a, a_scale, *b, ends.to(device), own)
+        begins = [0, *ends.tolist()]
+        for group, (begin, end) in enumerate(zip(begins[:-1], begins[1:], strict=True)):
+            rows = slice(begin, end)
+            whole[rows] = product(a[rows], a_scale[rows], wide[group], b.scale[group], **options)
     else:
-        own = deep_tile.packed_gemm(a, a_scale, *b, out_dtype=dtype, batch_invariant=True)
-        whole = deep_tile.fp8_gemm(a, a_scale, wide, b.scale, out_dtype=dtype, batch_invariant=True)
+        own = deep_tile.packed_gemm(a, a_scale, *b, **options)
+        whole = product(a, a_scale, wide, b.scale, **options)
     size = torch.int16 if dtype == torch.bfloat16 else torch.int32
     return f"packed {name} {shape} x {m} {dtype}", {
         "codes": (back.weight != weight).sum(),
-        "scales": (back.scale.view(torch.uint8) != scale.view(torch.uint8)).sum(),
+        "scales": (back.scale.float() != scale.float()).sum(),
         "product": (own.view(size) != whole.view(size)).sum(),
     }
 

@@ -8,7 +8,7 @@ and then, so that products follow each other closely. A round depends on the see
 repeated by itself; with --serial each call is awaited, and the one that fails is certain.
 
 Ends with status 0, or 1 when something was wrong, 3 when a product did not end within 20 s, 4 when the GPU failed.
-test_fuzz.py and test_gemm_property_gpu.py use the checks with Hypothesis.
+test_fuzz_draws.py and test_gemm_property_gpu.py use the checks with Hypothesis.
 """
 
 import argparse
@@ -21,26 +21,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
-from campaign import (
-    HANG_SECONDS,
-    UNUSABLE,
-    Hang,
-    Ledger,
-    OperandPool,
-    Report,
-    Watch,
-    add_rounds,
-    arm_backstop,
-    begin,
-    disarm_backstop,
-    lay_out,
-    leave,
-    load_kernels,
-    on_gpu,
-    parser,
-    seconds_left,
-    sms_of,
-)
+from campaign import Ledger, OperandPool, Report, Watch, fuzz, lay_out, load_kernels, on_gpu, parser, sms_of
 from expected import Expected, expected_product
 from helpers import GuardedOut, Operands, exact_product
 from strategies import (
@@ -278,55 +259,18 @@ class Fuzzer:
             self.configs.add(call.use.config.name)
             self.families[family(call.use.config)] += 1
 
-
-def run(arguments: argparse.Namespace, report: Report) -> Fuzzer:
-    """All rounds, until time or their number is over."""
-    fuzzer = Fuzzer(arguments, report)
-    fuzzer.load()
-    end, said = time.monotonic() + seconds_left(arguments), time.monotonic()
-    number = arguments.first_round
-    try:
-        while number < arguments.first_round + arguments.rounds and time.monotonic() < end:
-            arm_backstop()
-            fuzzer.run_round(number)
-            number += 1
-            if time.monotonic() - said > 30:
-                said = time.monotonic()
-                print(f"round {number}: {fuzzer.products} products, found {report.found}", file=sys.stderr, flush=True)
-        fuzzer.ledger.settle()
-    except Hang as hang:
-        report.find("hang", round=number, call=str(hang), seconds=HANG_SECONDS)
-    except RuntimeError as error:  # the context is lost, and with it what was not read yet
-        report.find("failure", round=number, error=str(error), suspects=fuzzer.ledger.watch.suspects())
-    finally:
-        disarm_backstop()
-    report.fields |= {"first_round": arguments.first_round, "rounds": number - arguments.first_round}
-    return fuzzer
+    def counts(self) -> dict[str, Any]:
+        found = {"wrong": self._report.found.get("wrong", 0), "hangs": self._report.found.get("hang", 0)}
+        counts = {"products": self.products, "calls": self.calls, "configs": len(self.configs)}
+        return counts | found | {"families": dict(sorted(self.families.items()))}
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser(__doc__.splitlines()[0], seconds=60)
     options.add_argument("--configs", type=int, default=640, help="how many, default ones included")
-    add_rounds(options)
     options.add_argument("--serial", action="store_true", help="await each call")
     options.set_defaults(limits=USUAL)
-    chosen = options.parse_args(arguments)
-    reason = begin(chosen)
-    if reason:
-        print(f"fuzz_gpu.py: {reason}", file=sys.stderr)
-        return UNUSABLE
-    report = Report("fuzz", chosen)
-    fuzzer = run(chosen, report)
-    return leave(
-        report.end(
-            products=fuzzer.products,
-            calls=fuzzer.calls,
-            configs=len(fuzzer.configs),
-            families=dict(sorted(fuzzer.families.items())),
-            wrong=report.found.get("wrong", 0),
-            hangs=report.found.get("hang", 0),
-        )
-    )
+    return fuzz(Fuzzer, "fuzz", options, arguments)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from machine import (
     Wait,
 )
 
-from deep_tile.config import MMA_M, SCALE_BLOCK, GemmConfig, ceil_div
+from deep_tile.config import MMA_M, SCALE_BLOCK, UNIT_ROWS, GemmConfig, ceil_div
 from deep_tile.plan import tail_rows
 from deep_tile.problem import GemmProblem
 from deep_tile.select.schedule import grid_size, raster_rows
@@ -289,7 +289,8 @@ class Block:
         return [rank for rank in range(self.config.cluster) if rank != self.rank]
 
     def buffers(self) -> dict[Name, int]:
-        """SharedStorage, in rows: of 128 bytes in `a` and `b`; the scales of one row or column; a thread's sums."""
+        """SharedStorage, in rows: of 128 bytes in `a` and `b`; the scales of one row or column; a thread's sums; a unit
+        of a packed `b`, and of its tables what one warp writes."""
         config = self.config
         stages = range(config.stages)
         rows = {self.own("a", stage): config.scale_blocks * config.block_m for stage in stages}
@@ -299,7 +300,9 @@ class Block:
         for warpgroup in range(config.math_warpgroups):
             rows |= {self.own("out", warpgroup, buffer): MMA_M for buffer in range(config.store_buffers)}
             rows |= {self.own("partial", warpgroup, sender): WARPGROUP for sender in range(config.split_k - 1)}
-        return rows
+        units = config.scale_blocks * config.block_n // UNIT_ROWS
+        rows |= {self.own("units", stage): units for stage in range(config.unit_stages)}
+        return rows | ({self.own("tables"): config.converter_warps} if config.is_packed else {})
 
     # gemm(): the roles.
 
@@ -315,8 +318,13 @@ class Block:
             yield self._process(f"scales {warp}", ScaleWarp(self, warp).run())
         for warp in range(config.store_warps):
             yield self._process(f"stores {warp}", StoreWarp(self, warp).run())
-        for warp in range(3 - config.scale_warps - config.store_warps):
+        for _ in range(config.unit_warps):
+            yield self._process("units", UnitWarp(self).run())
+        for warp in range(3 - config.scale_warps - config.store_warps - config.unit_warps):
             yield self._process(f"idle {warp}", self.start_producer())
+        for first in range(0, config.converter_warps, 1 if self.launch.warps == 1 else WARP):
+            warps = range(first, first + 1) if self.launch.warps == 1 else range(config.converter_warps)
+            yield self._process(f"converter {first}", ConverterWarps(self, warps).run())
 
     def _process(self, name: str, program: Program) -> Process:
         operations = list(islice(program, LONGEST_PROGRAM))
@@ -330,14 +338,14 @@ class Block:
         yield from self.give_registers()
         yield from self.await_barriers(WARP)
 
-    def give_registers(self) -> Program:
+    def give_registers(self, warps: int = 1) -> Program:
         """setmaxnreg.dec"""
-        if self.config.math_warpgroups == 2:
-            yield Reach(self.own("registers"), WARP, WARPGROUP)
+        if self.config.math_warpgroups == 2 or self.config.is_packed:
+            yield Reach(self.own("registers"), WARP * warps, WARPGROUP + WARP * self.config.converter_warps)
 
     def take_registers(self) -> Program:
-        """setmaxnreg.inc: until the producer warpgroup has given them."""
-        if self.config.math_warpgroups == 2:
+        """setmaxnreg.inc: until the producer warpgroup has given them, and converter warps."""
+        if self.config.math_warpgroups == 2 or self.config.is_packed:
             yield Wait(self.own("registers"), 0)
 
     def await_barriers(self, threads: int) -> Program:
@@ -372,7 +380,8 @@ class OperandsWarp:
         for stage in range(self.config.stages):
             yield Init(self.block.own("full", stage), 1 + WARP * self.config.product.block_scales)
         for slot in range(self.config.b_stages):
-            yield Init(self.block.own("column full", slot), 1)
+            converters = self.config.converter_warps
+            yield Init(self.block.own("slot full" if converters else "column full", slot), converters or 1)
 
     def announce_full_barriers(self) -> Program:
         if self.config.cluster > 1:
@@ -432,6 +441,8 @@ class OperandsWarp:
         return self.launch.b_tail_rows if last else self.config.block_n // self.config.cluster_m
 
     def load_b(self, tile: Tile, stage: int, step: int, multicast: bool) -> Program:
+        if self.config.is_packed:
+            return
         rows = self.b_rows(tile)
         if self.config.resident_b:
             barrier, slot, announced = "column full", step, rows * self.config.block_k
@@ -442,7 +453,7 @@ class OperandsWarp:
         yield from self.load("b", slot, barrier, rows, held_of_b(self.config, tile, step), shared, multicast)
 
     def load_a(self, tile: Tile, stage: int, step: int, multicast: bool) -> Program:
-        if self.config.resident_b:
+        if self.config.b_stages:
             yield Arrive(self.block.own("full", stage), 1, self.announced_bytes(tile, 0))
         full = self.block.own("full", stage)
         if scales_in_bulk(self.launch, tile):
@@ -601,6 +612,107 @@ def held_of_scales(tile: Tile, step: int) -> tuple:
     return (f"tile {tile.index}", f"n {tile.n} of group {tile.group}", f"step {step}")
 
 
+# packed_b.cuh
+
+
+def units_of(launch: Launch, tile: Tile) -> int:
+    """Units of a K block of the tile that the matrix has."""
+    return min(launch.config.block_n, launch.n - tile.n) // UNIT_ROWS
+
+
+class UnitWarp:
+    """Copies units of a packed `b` to a ring of their own."""
+
+    def __init__(self, block: Block):
+        self.block, self.config = block, block.config
+
+    def run(self) -> Program:
+        yield from self.block.give_registers()
+        requested = yield from self.request_first_units()
+        yield from self.block.await_barriers(WARP)
+        position = 0
+        for tile in self.block.tiles:
+            for step in self.block.steps(tile):
+                stage, turn = position % self.config.unit_stages, position // self.config.unit_stages
+                position += 1
+                if position > requested:
+                    yield Wait(self.block.own("units empty", stage), turn - 1)
+                    yield from self.load_units(tile, stage, step)
+
+    def request_first_units(self) -> Program:
+        """Returns how many stages."""
+        for stage in range(self.config.unit_stages):
+            yield Init(self.block.own("units full", stage), 1)
+        if not self.block.tiles:
+            return 0
+        steps = self.block.steps(self.block.tiles[0])
+        stages = min(self.config.unit_stages, len(steps))
+        for stage in range(stages):
+            yield from self.load_units(self.block.tiles[0], stage, steps[stage])
+        return stages
+
+    def load_units(self, tile: Tile, stage: int, step: int) -> Program:
+        units, full = units_of(self.block.launch, tile), self.block.own("units full", stage)
+        of_block = units * self.config.b_unit_bytes
+        yield Arrive(full, 1, self.config.scale_blocks * of_block)
+        for i in range(self.config.scale_blocks):
+            first = i * self.config.block_n // UNIT_ROWS
+            held = (*held_of_b(self.config, tile, step), i)
+            region = Region(self.block.own("units", stage), first, first + units, held)
+            yield Issue("load", writes=(region,), then=Complete(full, of_block))
+
+
+class ConverterWarps:
+    """One of them, or all, which act alike: each makes a slot's FP8 of every `converter_warps`-th unit of a stage."""
+
+    def __init__(self, block: Block, warps: range):
+        self.block, self.config, self.warps = block, block.config, warps
+
+    def run(self) -> Program:
+        yield from self.block.give_registers(len(self.warps))
+        yield from self.block.await_barriers(WARP * len(self.warps))
+        yield from self.write_tables()
+        places = [(tile, step) for tile in self.block.tiles for step in self.block.steps(tile)]
+        for position, place in enumerate(places):
+            stage, slot = position % self.config.unit_stages, position % self.config.b_slots
+            if position == 0:
+                yield from self.begin(position, *place)
+            yield Wait(self.block.own("slot empty", slot), position // self.config.b_slots - 1)
+            yield Join("unit read")
+            yield Use(reads=self.regions("units", stage, *place, first=False))
+            yield Issue("slot write", writes=self.regions("b", slot, *place))
+            yield Arrive(self.block.own("units empty", stage), WARP * len(self.warps))
+            if position + 1 < len(places):
+                yield from self.begin(position + 1, *places[position + 1])
+            yield Join("slot write")  # fence.proxy.async
+            yield Arrive(self.block.own("slot full", slot), len(self.warps))
+
+    def write_tables(self) -> Program:
+        if self.config.b_group == SCALE_BLOCK:
+            return
+        yield Use(writes=(Region(self.block.own("tables"), self.warps.start, self.warps.stop, ("e4m3",)),))
+        yield Sync(self.block.own("tables"), WARP * len(self.warps), self.config.converter_warps * WARP)
+        yield Use(reads=(Region(self.block.own("tables"), 0, self.config.converter_warps, ("e4m3",)),))
+
+    def begin(self, position: int, tile: Tile, step: int) -> Program:
+        """Reads a stage's first batch: of each warp one unit, as the others are then read as late as can be."""
+        stage = position % self.config.unit_stages
+        yield Wait(self.block.own("units full", stage), position // self.config.unit_stages)
+        yield Issue("unit read", reads=self.regions("units", stage, tile, step, first=True))
+
+    def regions(self, what: str, index: int, tile: Tile, step: int, first: bool | None = None) -> tuple[Region, ...]:
+        """Rows of these warps' units, or of their `first` ones or the others, but for those beyond the matrix."""
+        of_block, rows = self.config.block_n // UNIT_ROWS, 1 if what == "units" else UNIT_ROWS
+        units, converters = range(self.config.scale_blocks * of_block), self.config.converter_warps
+        own = [unit for unit in units if unit % converters in self.warps and first in (None, unit < converters)]
+        held, present = held_of_b(self.config, tile, step), units_of(self.block.launch, tile)
+        return tuple(
+            Region(self.block.own(what, index), unit * rows, (unit + 1) * rows, (*held, unit // of_block))
+            for unit in own
+            if unit % of_block < present
+        )
+
+
 # output.cuh
 
 
@@ -684,8 +796,11 @@ class MathWarps:
         math_warps = 4 * config.math_warpgroups
         for stage in range(config.stages):
             yield Init(own("empty", stage), math_warps * (WARP + config.multicast))
+        for stage in range(config.unit_stages):
+            yield Init(own("units empty", stage), config.converter_warps * WARP)
         for slot in range(config.b_stages):
-            yield Init(own("column empty", slot), math_warps * WARP)
+            of_slot = ("slot empty", math_warps) if config.is_packed else ("column empty", math_warps * WARP)
+            yield Init(own(of_slot[0], slot), of_slot[1])
         for warpgroup in range(config.math_warpgroups if config.split_k > 1 else 0):
             yield Init(own("partial full", warpgroup), 1)
             yield Init(own("partial empty", warpgroup), 4 * (config.split_k - 1))
@@ -743,6 +858,9 @@ class MathWarps:
         yield Wait(self.block.own("full", stage), turn)
         if self.config.resident_b and tile.begins_column:
             yield Wait(self.block.own("column full", step), tile.column)
+        if self.config.is_packed:
+            slots = self.config.b_slots
+            yield Wait(self.block.own("slot full", self.position % slots), self.position // slots)
         if not self.config.product.block_scales:
             return
         first = self.warpgroup * self.config.rows_per_warpgroup
@@ -762,6 +880,8 @@ class MathWarps:
             yield Arrive((1 - self.block.rank, "empty", stage), len(self.warps))
         if self.config.resident_b and tile.ends_column:
             yield Arrive(self.block.own("column empty", step), self.threads)
+        if self.config.is_packed:
+            yield Arrive(self.block.own("slot empty", position % self.config.b_slots), len(self.warps))
 
     def begin_turns(self) -> Program:
         if self.warpgroup == 1:
@@ -794,7 +914,7 @@ class MathWarps:
         first_n = chunk % config.chunks_n * config.mma_n
         rows = min(MMA_M, self.launch.row_end(tile) - tile.m - first_m)
         columns = min(config.mma_n, self.launch.n - tile.n - first_n)
-        slot = step if config.resident_b else stage
+        slot = step if config.resident_b else position % config.b_slots if config.is_packed else stage
         for i in range(config.scale_blocks):
             if rows > 0:
                 first = i * config.block_m + first_m

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -392,6 +392,44 @@ def fully_sharded_layers(mesh):
     assert_near(part.grad, split(whole.grad, mesh, Shard(0)).to_local())
     for one, wanted in zip(other, model, strict=True):
         assert_near(one.bias.grad.full_tensor() * RANKS, wanted.bias.grad)  # a mean over the ranks
+
+
+@case
+def weights_gathered_in_fp8(mesh):
+    """Layers that train give what one process does, step by step, with FP32 weights; whose gathered bytes are FP8. One
+    whose blocks of 128 rows lie in two ranks is gathered as it is."""
+    device = mesh.device_type
+    sizes = (256, 512, False), (512, 256, False), (256, 130, True)
+    model = torch.nn.Sequential(*(torch.nn.Linear(k, n, has_bias, device=device) for k, n, has_bias in sizes))
+    train.convert(model, lambda *_: True)
+    other, seen = train.gather_fp8(copy.deepcopy(model)), []
+    for layer, dtype in zip(other, (torch.bfloat16, torch.bfloat16, None), strict=True):
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+    fully_shard(other, mesh=mesh)
+    for layer in other:
+        layer.register_forward_pre_hook(lambda layer, *_: seen.append(layer.weight))
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, other)]
+    for _ in range(3):
+        x = torch.randn(6, 256, device=device).bfloat16()
+        grad = torch.randn(6, 130, device=device).bfloat16()
+        whole, part = x.clone().requires_grad_(), split(x, mesh, Shard(0)).to_local().requires_grad_()
+        expected, out = model(whole), other(part)
+        assert_near(out, split(expected, mesh, Shard(0)).to_local())
+        expected.backward(grad)
+        out.backward(split(grad, mesh, Shard(0)).to_local())
+        assert_near(part.grad, split(whole.grad, mesh, Shard(0)).to_local())
+        for one, wanted in zip(other.parameters(), model.parameters(), strict=True):
+            assert_near(one.grad.full_tensor() * RANKS, wanted.grad, 0.05)  # dy has scales of a rank's tokens
+            wanted.grad.copy_(one.grad.full_tensor())
+        for optimizer in optimizers:
+            optimizer.step(), optimizer.zero_grad()
+        for one, wanted in zip(other.parameters(), model.parameters(), strict=True):
+            assert_near(one.full_tensor(), wanted, 1e-6)
+    kinds = [type(weight).__name__ for weight in seen]
+    assert kinds == ["Gathered", "Gathered", "Parameter"] * 3, kinds
+    assert {name: each.shape for name, each in other.state_dict().items()} == {
+        name: each.shape for name, each in model.state_dict().items()
+    }
 
 
 @case

@@ -1,8 +1,9 @@
 """Which calls a fuzzer makes: configs, sizes, layouts, values and options, drawn from a `random.Random`.
 
-Hypothesis draws through a Random of its own, which it shrinks (test_fuzz.py, test_gemm_property_gpu.py); fuzz_gpu.py,
-fuzz_kinds.py and stress.py take a seeded one. Everything drawn is plain data that reads well in a report. Invariant:
-whatever is drawn is a call that `fp8_gemm` promises to take, or with a config of another kind that kind's call.
+Hypothesis draws through a Random of its own, which it shrinks (test_fuzz_draws.py, test_gemm_property_gpu.py);
+fuzz_gpu.py, fuzz_kinds.py and stress.py take a seeded one. Everything drawn is plain data that reads well in a report.
+Invariant: whatever is drawn is a call that `fp8_gemm` promises to take, or with a config of another kind that kind's
+call.
 """
 
 import math

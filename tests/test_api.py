@@ -54,13 +54,6 @@ def test_every_scale_layout(a_scale, b_scale):
     check_gemm(make_operands(7, 140, 260, a_scale=a_scale, b_scale=b_scale, a_padding=32, b_padding=16))
 
 
-def test_out_is_allocated_when_none():
-    operands = make_operands(5, 20, 64)
-    out = fp8_gemm(*operands)
-    assert (out.dtype, out.shape, out.is_contiguous()) == (torch.bfloat16, (5, 20), True)
-    assert torch.equal(out, check_gemm(operands))
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("names", [("a_scale",), ("b_scale",), ("a_scale", "b_scale")], ids="-".join)
 @pytest.mark.parametrize("dtype", tensors.SCALE_DTYPES[1:], ids=str)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from test_quantize import EACH_OPTION, wide_matrix
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from deep_tile import (
     cast_both,
@@ -25,7 +24,6 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(0, 0), (0, 5), (5, 0), (1, 1), (1, 131), (127, 129), (128, 128), (130, 264), (300, 17), (257, 513)]
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 EACH_SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=str)
-OPS = torch.ops.deep_tile
 
 
 @pytest.fixture(autouse=True)
@@ -195,16 +193,6 @@ def strides_of(made):
 
 
 @EACH_CALL
-def test_compiled_as_eager(call):
-    compiled = torch.compile(lambda x: tuple(call(x)), fullgraph=True, dynamic=True, backend="aot_eager")
-    for shape in ((130, 264), (7, 33), (300, 16)):
-        x = torch.randn(shape).bfloat16()
-        got, wanted = compiled(x), call(x)
-        assert_same(got, wanted)
-        assert strides_of(got) == strides_of(wanted)
-
-
-@EACH_CALL
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (5, 0), (130, 264), (7, 33)], ids=str)
 def test_fakes_are_laid_out_as_real_ones(call, shape):
     x = torch.randn(shape).bfloat16()
@@ -214,27 +202,6 @@ def test_fakes_are_laid_out_as_real_ones(call, shape):
     with FakeTensorMode() as mode:
         assert strides_of(call(mode.from_tensor(x))) == wanted
     assert strides_of(call(x.to("meta"))) == wanted
-
-
-@EACH_CALL
-def test_graphs_hold_ops(call):
-    x = torch.randn(130, 264).bfloat16()
-    graph = make_fx(lambda x: tuple(call(x)))(x)
-    assert any("deep_tile." in str(node.target) for node in graph.graph.nodes)
-    assert_same(graph(x), call(x))
-
-
-def test_ops_are_right():
-    x = torch.randn(130, 264).bfloat16()
-    for op, given, options in (
-        (OPS.cast_both, x, {}),
-        (OPS.cast_both, x, {"blocks": True}),
-        (OPS.cast_both, x, {"offs": torch.tensor([100, 130], dtype=torch.int32), "alignment": 256}),
-        (OPS.cast_weight, x, {"round_scale": "pow2"}),
-        (OPS.cast_weight, x[None], {}),
-        (OPS.transpose_fp8, x.to(FP8_DTYPE), {}),
-    ):
-        torch.library.opcheck(op.default, (given,), options, test_utils="test_faketensor")
 
 
 # ---- refused

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from formats import NAMES_OF_PACKED, draw
 from helpers import CHOICES, assert_silu_mul_cast, some_choices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_quantize import EACH_OPTION, assert_same, codes, wide_matrix
 
-from deep_tile import both, combine, experts, gated, params, quantize, sources, transposed
+from deep_tile import both, combine, experts, gated, pack_weight, packed, params, quantize, sources, transposed
 from deep_tile import cast as kernels
 from deep_tile.codegen import SortKernel, streaming_source
 from deep_tile.config import ceil_div, round_up
@@ -66,6 +67,10 @@ ASSEMBLY_OF_COMBINE = {
         "packed = host_bf16x2(high, low);"
     ),
     r'asm volatile\("griddepcontrol\.\w+;" ::: "memory"\);': "",
+}
+
+ASSEMBLY_OF_UNPACK = {
+    pattern: ASSEMBLY[pattern] for pattern in ASSEMBLY if "satfinite" in pattern or "griddepcontrol" in pattern
 }
 
 ASSEMBLY_OF_GATED = {
@@ -129,6 +134,8 @@ def assembly_of(kernel):
         return ASSEMBLY_OF_SORT
     if kernel == kernels.COMBINE:
         return ASSEMBLY_OF_COMBINE
+    if kernel in kernels.UNPACK.values():
+        return ASSEMBLY_OF_UNPACK
     if kernel in kernels.GATED.values():
         return ASSEMBLY_OF_GATED
     if kernel in (*kernels.TRANSPOSED.values(), *kernels.BOTH.values()):
@@ -672,6 +679,24 @@ def test_combine_is_the_definitions(launch, index_dtype, weight_dtype, top_k):
         launch(kernels.COMBINE, 3, experts.combine_numbers(*given), *given, places=places)
         bits = (torch.where(y.isnan(), 0x7FFF, y.view(torch.int16)) for y in (out, wanted))
         assert torch.equal(*bits)
+
+
+# ---- weights of 4 bits
+
+
+@pytest.mark.parametrize("kernel", kernels.UNPACK.values(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("shape", [(16, 128), (3, 144, 352)], ids=str)
+def test_packed_weights_become_fp8_as_defined(launch, kernel, shape):
+    """Also the converter warps' arithmetic, which is the same code. Every code and scale of any distance."""
+    weight, scale, arguments, _ = draw(NAMES_OF_PACKED[kernel.kind], shape, spread_of_scales=40)
+    made = pack_weight(weight, scale, **arguments, max_error=math.inf)
+    k_blocks = -(-shape[-1] // 128)
+    wanted = packed.as_fp8(*made, k=128 * k_blocks).view(torch.uint8)
+    out = torch.full_like(wanted, POISON)
+    units = math.prod(shape[:-1]) // 16 * k_blocks
+    numbers = {"units": units, "row_units": shape[-2] // 16, "k_blocks": k_blocks}
+    launch(kernel, 2, numbers, made.weight, out, places=params.places(("weight", "out")))
+    assert torch.equal(out, wanted)
 
 
 # ---- sort_by_expert

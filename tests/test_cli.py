@@ -423,28 +423,52 @@ def test_doctor_fails_without_a_compiler(call, monkeypatch):
     assert "cannot work here" in printed and "deep_tile[cu13]" in printed  # brackets reach the reader
 
 
-def test_doctor_fails_where_a_kernel_may_hang(call, monkeypatch):
-    name = choose(DOCTORS_KERNELS[-1]).name
-    monkeypatch.setattr(sass, "divergence", lambda cubin: ("WARPSYNC at 0x10",) if name.encode() in cubin else ())
+def off_by_a_percent(patch):
+    right = deep_tile.fp8_gemm
+    patch.setattr(deep_tile, "fp8_gemm", lambda *operands: right(*operands) * 1.01)
+
+
+def let_warps_diverge(patch):
+    name = choose(DOCTORS_KERNELS[-1]).name.encode()
+    patch.setattr(sass, "divergence", lambda cubin: ("WARPSYNC at 0x10",) if name in cubin else ())
+
+
+def damage_tuned_choices(patch):
+    damaged = settings.cache_dir() / "tuned.json"
+    damaged.parent.mkdir(mode=0o700)
+    damaged.write_text("{")
+    patch.setenv("DEEP_TILE_TUNED", str(damaged))
+
+
+def dump(patch):
+    patch.setenv("DEEP_TILE_DUMP_DIR", str(settings.cache_dir().parent / "dump"))
+
+
+def set_to(name, value):
+    return lambda patch: patch.setenv(name, value)
+
+
+ODDITIES = {
+    "a kernel may hang": (let_warps_diverge, "compiler", "fail", "may hang: NVRTC", jit.TESTED_WHEELS["13"]),
+    "an untested NVRTC": (
+        lambda patch: patch.setattr(jit, "nvrtc_version", lambda: "13.99.1"),
+        *("NVRTC", "warn", "tested with 12.9 to 13.5: `deep-tile compile` checks every kernel", ""),
+    ),
+    "no cache while dumping": (dump, "cache", "warn", "", "unset DEEP_TILE_DUMP_DIR"),
+    "damaged choices": (damage_tuned_choices, "tuned choices", "warn", "tuned.json", "remove that file"),
+    "no room": (set_to("DEEP_TILE_CACHE_DIR", "/dev/null/cache"), "cache", "warn", "/dev/null/cache", ""),
+    "wrong products": (off_by_a_percent, "product", "fail", "", ""),
+    "a variable of nobody": (set_to("DEEP_TILE_CACHE", "/tmp"), "variables", "warn", "DEEP_TILE_CACHE", ""),
+}
+
+
+@pytest.mark.parametrize("odd", ODDITIES)
+def test_doctor_names_what_is_odd(call, monkeypatch, odd):
+    make, subject, status, seen, remedy = ODDITIES[odd]
+    make(monkeypatch)
     code, found = findings(call)
-    assert (code, found["compiler"]["status"]) == (1, "fail")
-    assert found["compiler"]["seen"].startswith(f"{name} may hang: NVRTC {jit.nvrtc_version()} ")
-    assert jit.TESTED_WHEELS["13"] in found["compiler"]["remedy"]
-
-
-def test_doctor_warns_of_an_untested_nvrtc(call, monkeypatch):
-    monkeypatch.setattr(jit, "nvrtc_version", lambda: "13.99.1")
-    found = findings(call)[1]["NVRTC"]
-    assert found["status"] == "warn"
-    assert "tested with 12.9 to 13.5" in found["seen"] and "`deep-tile compile` checks every kernel" in found["seen"]
-
-
-def test_doctor_reports_a_variable_that_makes_no_sense(call, monkeypatch):
-    monkeypatch.setenv("DEEP_TILE_CACHE_MAX_MB", "lots")
-    code, found = findings(call)
-    assert code == 1
-    assert found["DEEP_TILE_CACHE_MAX_MB"]["status"] == "fail"
-    assert "'lots'" in found["DEEP_TILE_CACHE_MAX_MB"]["seen"]
+    assert (code, found[subject]["status"]) == (status == "fail", status)
+    assert seen in found[subject]["seen"] and remedy in found[subject]["remedy"]
 
 
 @pytest.mark.parametrize(
@@ -462,38 +486,6 @@ def test_doctor_blames_the_variable_wherever_it_is_in_the_way(call, monkeypatch,
     assert code == 1
     assert {subject for subject, finding in found.items() if finding["status"] == "fail"} == failing
     assert {found[subject]["remedy"] for subject in failing} == {f"set {variable.name} to {remedy}, or unset it"}
-
-
-def test_doctor_says_how_to_have_kernels_cached_again(call, monkeypatch, tmp_path):
-    monkeypatch.setenv("DEEP_TILE_DUMP_DIR", str(tmp_path / "dump"))
-    code, found = findings(call)
-    assert (code, found["cache"]["status"]) == (0, "warn")
-    assert found["cache"]["remedy"] == "unset DEEP_TILE_DUMP_DIR"
-
-
-def test_doctor_warns_of_a_damaged_file_of_tuned_choices(call, monkeypatch, tmp_path):
-    damaged = tmp_path / "tuned.json"
-    damaged.write_text("{")
-    monkeypatch.setenv("DEEP_TILE_TUNED", str(damaged))
-    code, found = findings(call)
-    assert (code, found["tuned choices"]["status"]) == (0, "warn")
-    assert str(damaged) in found["tuned choices"]["seen"]
-    assert "remove that file" in found["tuned choices"]["remedy"]
-
-
-def test_doctor_warns_of_a_cache_that_cannot_be_written(call, monkeypatch):
-    monkeypatch.setenv("DEEP_TILE_CACHE_DIR", "/dev/null/cache")
-    code, found = findings(call)
-    assert code == 0
-    assert found["cache"]["status"] == "warn"
-    assert "/dev/null/cache" in found["cache"]["seen"]
-
-
-def test_doctor_fails_on_a_wrong_product(call, monkeypatch):
-    right = deep_tile.fp8_gemm
-    monkeypatch.setattr(deep_tile, "fp8_gemm", lambda *operands: right(*operands) * 1.01)
-    code, found = findings(call)
-    assert (code, found["product"]["status"]) == (1, "fail")
 
 
 def test_doctor_warns_of_a_driver_older_than_nvrtc(call, monkeypatch):
@@ -658,12 +650,6 @@ def test_bad_arguments_are_one_line_and_code_2(call, arguments, said):
 def test_without_arguments_it_shows_the_help(call):
     code, out, err = call()
     assert (code, err) == (2, "") and "explain" in out and "doctor" in out
-
-
-def test_doctor_names_variables_that_nobody_reads(call, monkeypatch):
-    monkeypatch.setenv("DEEP_TILE_CACHE", "/tmp")
-    found = findings(call)[1]["variables"]
-    assert found["status"] == "warn" and "DEEP_TILE_CACHE" in found["seen"]
 
 
 def test_errors_are_one_line_and_code_1(call, monkeypatch):

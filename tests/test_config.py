@@ -59,12 +59,6 @@ def test_each_rule_refuses_and_says_why(arguments, message):
         GemmConfig(**{"block_m": 128, "block_n": 128, "stages": 4, **arguments})
 
 
-def test_deepest_rings_that_fit():
-    assert GemmConfig(128, 256, 4).smem_bytes == SMEM_LIMIT_BYTES
-    with pytest.raises(ValueError, match="240640 bytes"):
-        GemmConfig(128, 192, 5)
-
-
 DERIVED = (
     *("name", "cluster", "math_warpgroups", "threads", "rows_per_warpgroup"),
     *("accumulator_registers", "block_registers", "chunks_m", "chunks_n", "mma_n"),

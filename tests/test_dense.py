@@ -34,7 +34,7 @@ from deep_tile import (
     tensors,
 )
 from deep_tile.kinds import KINDS, LAYOUT_NAMES, LAYOUTS, OUTPUTS
-from deep_tile.problem import GemmProblem
+from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.choose import bucket_key, bucketed, choose
 from deep_tile.select.defaults import default_configs
 
@@ -53,14 +53,6 @@ def test_it_is_its_definition(dtype, out_dtype):
     out = gemm(a, b, out_dtype=out_dtype)
     assert out.dtype == (out_dtype or dtype) and out.is_contiguous()
     assert_accurate(out, exact_dense_product(a, b), ACCUMULATION_WITHOUT_SCALES)
-
-
-def test_out_decides_the_format_and_nothing_around_it_is_written():
-    a, b = make_dense_operands(9, 21, 40, torch.float16)
-    guarded = GuardedOut(9, 21, stride=30, offset=1, dtype=torch.float32)
-    assert gemm(a, b, guarded.out) is guarded.out
-    guarded.assert_guards_intact()
-    assert_accurate(guarded.out, exact_dense_product(a, b), ACCUMULATION_WITHOUT_SCALES)
 
 
 @pytest.mark.parametrize("out_dtype", [None, *OUT_DTYPES], ids=str)
@@ -299,18 +291,6 @@ def test_wrong_gradients_are_refused(change, error, text):
     guarded.assert_untouched()
 
 
-def test_the_op_that_adds():
-    product = make_product("fp8_1x128", 6, 16, 160)
-    operands = tuple(x.contiguous() for x in product.operands)
-    out = torch.randn(6, 16)
-    wanted = fp8_wgrad(*operands, out.clone())
-    traced = torch.compile(lambda *given: fp8_wgrad(*given) + 1, backend="aot_eager", fullgraph=True)
-    assert torch.equal(traced(*operands, out), wanted + 1) and torch.equal(out, wanted)
-    for test in ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"):
-        op = torch.ops.deep_tile.fp8_wgrad.out
-        torch.library.opcheck(op, (*operands, out), {"accumulate": True}, test_utils=test)
-
-
 def test_scales_of_rows_in_torchs_shapes():
     a, b = (torch.randint(-9, 9, (rows, 32), dtype=torch.int8) for rows in (6, 10))
     row, column = torch.rand(6) + 1, torch.rand(10) + 1
@@ -423,14 +403,33 @@ def test_configs_that_add_are_told_from_others():
         deep_tile.precompile([(256, 256, 1)], out_dtype=torch.float8_e4m3fn, accumulate=True)
 
 
-@pytest.mark.parametrize("wanted", ["bf16", "fp16"])
-def test_configs_of_other_kinds_and_formats_are_refused(wanted):
-    problem = GemmProblem(256, 256, 256, kind=wanted, output=KINDS[wanted].output)
-    right = GemmConfig(128, 128, 4, kind=wanted)
-    assert checks.checked_config(right, problem) is right
-    for wrong in (GemmConfig(128, 128, 4), GemmConfig(128, 128, 4, kind=wanted, output="fp32")):
-        with pytest.raises(ValueError, match=f"{wrong.name} is for kind='{wrong.kind}' and output='{wrong.output}'"):
-            checks.checked_config(wrong, problem)
+GROUPED = {"kind": "fp8", "output": "bf16", "groups": Groups("offs", 2, 32)}
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong", "said"),
+    [
+        ({}, {"kind": "fp8"}, "is for kind='fp8' and output='bf16'"),
+        ({}, {"output": "fp32"}, "is for kind='bf16' and output='fp32'"),
+        ({"kind": "fp16", "output": "fp16"}, {"kind": "bf16", "output": "bf16"}, "is for kind='bf16'"),
+        ({"layout": "nn"}, {"layout": "tn"}, "is for layout='tn', and this call for layout='nn'"),
+        ({"layout": "tt"}, {"layout": "nt"}, "is for layout='nt', and this call for layout='tt'"),
+        (GROUPED, {"grouping": "none"}, "this call for grouping='offs'"),
+        (GROUPED, {"grouping": "counts"}, "this call for grouping='offs'"),
+        (GROUPED | {"groups": None}, {"grouping": "offs"}, "this call for grouping='none'"),
+    ],
+)
+def test_configs_of_other_products_are_refused(change, wrong, said):
+    problem = GemmProblem(256, 256, 256, kind="bf16")._replace(**change)
+    right = choose(problem)
+    assert checks.checked_config(right, problem) is right and right.layout == problem.layout
+    with pytest.raises(ValueError, match=said):
+        checks.checked_config(replace(GemmConfig(128, 128, 3, **own_of(problem)), **wrong), problem)
+
+
+def own_of(problem):
+    grouping = problem.groups.layout if problem.groups else "none"
+    return {"kind": problem.kind, "output": problem.output, "layout": problem.layout, "grouping": grouping}
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8_rows_promoted"])
@@ -440,19 +439,6 @@ def test_what_kinds_without_scales_of_blocks_do_not_have(options, kind):
     GemmConfig(**arguments)
     with pytest.raises(ValueError, match=f"kind is '{kind}'; such products are made without"):
         GemmConfig(**arguments, kind=kind)
-
-
-def test_the_op_is_traced_and_checks():
-    a, b = make_dense_operands(6, 16, 32, torch.bfloat16)
-    traced = torch.compile(lambda a, b: gemm(a, b, out_dtype=torch.float32) + 1, backend="aot_eager", fullgraph=True)
-    assert torch.equal(traced(a, b), gemm(a, b, out_dtype=torch.float32) + 1)
-    integers = make_product("int8_unscaled", 6, 16, 32).operands
-    assert torch.equal(torch.compile(gemm, backend="aot_eager", fullgraph=True)(*integers), gemm(*integers))
-    torch.library.opcheck(torch.ops.deep_tile.gemm.default, (a, b), {"out_dtype": torch.float16})
-    out = torch.empty(6, 16)
-    torch.library.opcheck(torch.ops.deep_tile.gemm.out, (a, b, out))
-    with pytest.raises(Exception, match="requires a gradient"):
-        torch.ops.deep_tile.gemm.out(a.clone().requires_grad_(), b, out)
 
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -507,17 +493,6 @@ def test_operands_of_8_bits_lie_along_k():
 
 
 @each_layout
-def test_configs_of_other_layouts_are_refused(layout):
-    problem = GemmProblem(256, 256, 256, kind="bf16", layout=layout)
-    right = choose(problem)
-    assert right.layout == layout and right.name.endswith("" if layout == "nt" else f"_{layout}")
-    assert checks.checked_config(right, problem) is right
-    other = "tn" if layout != "tn" else "nn"
-    with pytest.raises(ValueError, match=f"is for layout='{layout}', and this call for layout='{other}'"):
-        checks.checked_config(right, problem._replace(layout=other))
-
-
-@each_layout
 def test_layouts_have_choices_of_their_own_which_fp16_shares_with_bf16(layout):
     for m, n, k in ((1, 7168, 2048), (60, 2112, 7168), (512, 576, 128), (8192, 8192, 8192)):
         for tma_store, output in product_of_ways((True, False), ("fp16", "fp32")):
@@ -556,13 +531,6 @@ def test_precompile_and_supports_know_layouts(layout):
     wrong = {"nt": ask(8, 16, 60), "nn": ask(8, 20, 64), "tn": ask(12, 16, 64), "tt": ask(12, 16, 64)}[layout]
     assert not wrong[0] and "must be a multiple of 16 bytes" in wrong[1]
     assert ("column stride" in wrong[1]) == (layout != "nt")
-
-
-@pytest.mark.parametrize("n", [64, 200])
-def test_no_k_with_scales_of_blocks(n):
-    for dtype, of_b in ((torch.float8_e4m3fn, n), (torch.float8_e4m3fn, -(-n // 128)), (torch.int8, -(-n // 128))):
-        a, b = torch.zeros(8, 0).to(dtype), torch.zeros(n, 0).to(dtype)
-        assert torch.equal(scaled_gemm(a, torch.zeros(8, 0), b, torch.zeros(of_b, 0)), torch.zeros(8, n).bfloat16())
 
 
 def test_rows_of_16_bits_are_shorter():
@@ -671,17 +639,6 @@ def test_gradients_are_products_of_other_layouts(monkeypatch):
         assert wrong.data_ptr() not in (seen[2][1], seen[3][1])
 
 
-def test_gradients_of_sums_of_rows():
-    """Whose own gradients are rows of stride 0."""
-    for along in (0, 1):
-        a, b, _ = trained(16, 24, 64, torch.bfloat16)
-        weights = torch.randn((24, 16)[along], dtype=torch.bfloat16)
-        (gemm(a, b).sum(along) * weights).sum().backward()
-        grad = weights.expand(16, 24) if along == 0 else weights[:, None].expand(16, 24)
-        assert_accurate(a.grad, exact_dense_product(grad, b.detach().t()), ACCUMULATION_WITHOUT_SCALES)
-        assert_accurate(b.grad, exact_dense_product(grad.t(), a.detach().t()), ACCUMULATION_WITHOUT_SCALES)
-
-
 def test_gradients_in_batches_and_under_compiled_autograd():
     a, b, _ = trained(16, 24, 32, torch.bfloat16)
     grads = torch.randn(3, 16, 24, dtype=torch.bfloat16)
@@ -736,18 +693,6 @@ def test_ops_of_gradients():
             call(a, b, activation="relu")
 
 
-@each_scaled_kind
-def test_the_ops_of_scaled_kinds(kind):
-    torch._dynamo.reset()  # it counts the kinds before this one as compilations of the same function
-    product = make_product(kind.name, 6, 16, 160)
-    traced = torch.compile(lambda *operands: product.call(*operands) + 1, backend="aot_eager", fullgraph=True)
-    assert torch.equal(traced(*product.operands), product.call(*product.operands) + 1)
-    op, keywords = product.op
-    for test in ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"):
-        operands = tuple(x.contiguous() for x in product.operands)
-        torch.library.opcheck(op.default, operands, keywords | {"out_dtype": torch.float32}, test_utils=test)
-
-
 @each_dtype
 def test_maps_count_k_in_bytes(dtype):
     """As the kernel does, which knows no format there."""
@@ -797,15 +742,6 @@ def test_what_was_tuned_for_fp8_is_not_taken():
     assert choose(bf16, {bucket_key(bucketed(bf16)): own}) == own
 
 
-@each_dtype
-def test_supports(dtype):
-    assert deep_tile.supports(5, 6, 64, dtype=dtype) == (True, "supported")
-    assert deep_tile.supports(5, 6, 64, dtype=dtype, out_dtype=torch.float32)[0]
-    refused, reason = deep_tile.supports(5, 6, 60, dtype=dtype)
-    assert not refused and "multiple of 16 bytes; it is 120" in reason
-    assert "out is torch.int8" in deep_tile.supports(5, 6, 64, dtype=dtype, out_dtype=torch.int8)[1]
-
-
 def test_precompile_compiles_what_the_selector_gives():
     done = deep_tile.precompile([(96, 64, 3)], kind="bf16", out_dtype=torch.float32)
     problem = GemmProblem(3, 96, 64, kind="bf16", output="fp32")
@@ -819,13 +755,3 @@ def test_precompile_compiles_what_the_selector_gives():
     ):
         with pytest.raises(ValueError, match=text):
             deep_tile.precompile([(96, 64, 3)], **wrong)
-
-
-def test_global_precision_changes_nothing():
-    a, b = make_dense_operands(20, 24, 160, torch.bfloat16)
-    before = gemm(a, b)
-    torch.set_float32_matmul_precision("medium")
-    try:
-        assert same_bits(gemm(a, b), before)
-    finally:
-        torch.set_float32_matmul_precision("highest")

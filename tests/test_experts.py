@@ -184,15 +184,6 @@ def test_empty(device, shape):
         silu_mul_cast_to_fp8(torch.zeros(*shape[:-1], 2 * shape[-1], device=device).half(), counts=counts)
 
 
-def test_no_gradient_is_dropped():
-    gate_up = gates_and_ups(4, 8).requires_grad_()
-    for call in (silu_mul_cast_to_fp8, torch.ops.deep_tile.silu_mul_cast_to_fp8, compiled(silu_mul_cast_to_fp8)[0]):
-        with pytest.raises(Exception, match=r"gate_up requires a gradient.*gate_up\.detach\(\)"):
-            call(gate_up)
-        with torch.no_grad():
-            assert not call(gate_up)[0].requires_grad
-
-
 # ---- dead rows
 
 OFFS = [([130], 130), ([3, 40, 40], 40), ([0], 0), ([9, -1], 0), ([7, 2**31 - 1], 130), ([200, 5], 5)]
@@ -388,33 +379,6 @@ def test_empty_sums(device, rows, tokens, top_k, n):
     assert out.shape == (tokens, n) and not out.any()
 
 
-def test_no_gradient_of_combine_is_dropped():
-    x, weights, index = torch.randn(4, 8).bfloat16(), torch.rand(2, 2), torch.zeros(2, 2, dtype=torch.int64)
-    for name in ("x", "weights"):
-        given = {"x": x, "weights": weights, "index": index}
-        given[name] = given[name].clone().requires_grad_()
-        for call in (combine, torch.ops.deep_tile.combine, compiled(combine)[0]):
-            with pytest.raises(Exception, match=rf"{name} requires a gradient.*{name}\.detach\(\)"):
-                call(**given)
-            with torch.no_grad():
-                assert torch.equal(call(**given), combine(x, weights, index))
-
-
-def test_combine_is_one_graph_for_every_number_of_tokens():
-    fast, counter = compiled(lambda x, weights, index: combine(x, weights, index) + 1)
-    for rows, tokens in ((9, 4), (12, 7), (100, 33)):
-        x, weights, index = torch.randn(rows, 24).bfloat16(), torch.rand(tokens, 3), torch.randint(0, rows, (tokens, 3))
-        for given in (x, weights, index):
-            torch._dynamo.mark_dynamic(given, 0)
-        assert torch.equal(fast(x, weights, index), combine(x, weights, index) + 1)
-    assert counter.frame_count == 1
-    x, weights, index = x.clone(), weights.clone(), index.clone()  # which are not marked
-    into, _ = compiled(combine)
-    out = torch.zeros(33, 24, dtype=torch.bfloat16)
-    assert into(x, weights, index, out) is out
-    assert torch.equal(out, combine(x, weights, index))
-
-
 @pytest.mark.gpu
 def test_captured_sums_follow_the_index():
     x, weights = torch.randn(50, 264, device="cuda").bfloat16(), torch.rand(20, 4, device="cuda")
@@ -449,42 +413,6 @@ def test_enough_reads_are_under_way():
 
 
 # ---- compilers and graphs
-
-
-@pytest.mark.parametrize("targets", [(), ("out",), ("scale_out",), ("out", "scale_out")], ids=str)
-@pytest.mark.parametrize("lists", [{}, {"offs": int32(3, 5)}, {"counts": int32(2, 1, 0)}], ids=lambda x: "-".join(x))
-def test_silu_mul_is_traced(targets, lists):
-    shape = (3, 2) if "counts" in lists else (6,)
-    gate_up = gates_and_ups(*shape, 300)
-    given = {name: x for name, x in poisoned(*shape, 300).items() if name in targets}
-    options = {"limit": 7.0, "alpha": 1.702, "beta": 1.0, "scale_layout": "m_aligned", "round_scale": "pow2"}
-    fast, counter = compiled(lambda x, lists, given: silu_mul_cast_to_fp8(x, **lists, **given, **options))
-    written = fast(gate_up, lists, given)
-    plain = {name: x.clone() for name, x in poisoned(*shape, 300).items() if name in targets}
-    wanted = silu_mul_cast_to_fp8(gate_up, **lists, **plain, **options)
-    lives = torch.arange(6) % 2 < lists["counts"].repeat_interleave(2) if "counts" in lists else torch.arange(6) < 5
-    for got, right, name in zip(written, wanted, ("out", "scale_out"), strict=True):
-        chosen = slice(None) if name in targets or not lists else lives
-        assert torch.equal(got.float().flatten(0, -2)[chosen], right.float().flatten(0, -2)[chosen])
-        assert got.stride() == right.stride() and (name not in given or got is given[name])
-    assert counter.frame_count == 1
-
-
-def test_one_graph_for_every_number_of_rows():
-    def step(x, rows, offs):
-        a, a_scale = per_token_cast_to_fp8(x, rows=rows, offs=offs, scale_layout="m_aligned")
-        h, h_scale = silu_mul_cast_to_fp8(x[rows], offs=offs)
-        return a, a_scale, h, h_scale
-
-    fast, counter = compiled(step)
-    for tokens, r, groups in ((4, 7, 3), (5, 9, 4), (9, 33, 2)):
-        x, rows = gates_and_ups(tokens, 130), torch.randint(0, tokens, (r,))
-        offs = int32(*[r] * groups)
-        for given in (x, rows, offs):
-            torch._dynamo.mark_dynamic(given, 0)
-        for got, wanted in zip(fast(x, rows, offs), step(x, rows, offs), strict=True):
-            assert torch.equal(got.float(), wanted.float()) and got.stride() == wanted.stride()
-    assert counter.frame_count == 1
 
 
 @pytest.mark.gpu
@@ -643,17 +571,6 @@ def test_sorting_can_be_captured():
         assert torch.equal(found.offs.cpu().long(), torch.bincount(chosen[alive].cpu(), minlength=16).cumsum(0))
         token = torch.arange(300, device="cuda")[:, None].expand(-1, 4)
         assert torch.equal(found.rows[found.index[alive]], token[alive])
-
-
-def test_sorting_is_one_graph_for_every_number_of_tokens():
-    fast, counter = compiled(lambda chosen: sort_by_expert(chosen, 7, alignment=16))
-    for tokens in (4, 9, 100):
-        chosen = torch.randint(-1, 9, (tokens, 3))
-        torch._dynamo.mark_dynamic(chosen, 0)
-        found = fast(chosen)
-        assert isinstance(found, experts.Routing)
-        assert all(map(torch.equal, found, sort_by_expert(chosen, 7, alignment=16)))
-    assert counter.frame_count == 1
 
 
 @pytest.fixture

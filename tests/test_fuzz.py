@@ -1,24 +1,30 @@
-"""The fuzzer without a GPU: calls of the reference, what it draws and expects, and that it notices what is wrong."""
+"""The fuzzers without a GPU: what they draw and expect, that each notices what is wrong, and how their runs end."""
 
+import itertools
 import json
 import math
 import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict
 from random import Random
+from types import SimpleNamespace
 
 import campaign
+import changes
+import fuzz_all
+import fuzz_casts
+import fuzz_formats
 import fuzz_gpu
+import fuzz_groups
+import fuzz_kinds
+import fuzz_thin
 import pytest
 import torch
 from campaign import CLEAN, FAILED, HANG, UNUSABLE, WRONG, OperandPool
 from conftest import missing_hopper
-from expected import expected_product
-from helpers import GuardedOut, Operands
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from fuzz_casts import CASES, bits
+from fuzz_kinds import Values, selectable
 from strategies import (
     Call,
     Limits,
@@ -27,447 +33,42 @@ from strategies import (
     Problem,
     Special,
     Use,
-    config_named,
-    draw_call,
-    draw_config,
     draw_configs,
-    family,
-    legal_configs,
 )
 from test_host_path import run_pretending  # noqa: F401
 from test_launcher import fake_driver  # noqa: F401
-from test_params import unpack
 
-from deep_tile import GemmConfig, checks, params, plan
-from deep_tile.config import SMEM_LIMIT_BYTES, ceil_div
-from deep_tile.problem import GemmProblem
-from deep_tile.select.choose import choose
-from deep_tile.select.defaults import default_configs
-
-pytestmark = pytest.mark.about(
-    "tests/*fuzz*.py",
-    "tests/stress.py",
-    "tests/jobs.py",
-    "tests/campaign.py",
-    "tests/strategies.py",
-    "tests/expected*.py",
-    "tests/helpers.py",
+import deep_tile
+from deep_tile import (
+    experts,
+    jit,
+    linear,
+    plan,
+    quantize,
+    sources,
+    transposed,
 )
+from deep_tile.kinds import FAMILIES
+
+pytestmark = pytest.mark.about(*changes.OF_FUZZERS)
 
 SMALL = Limits(m=24, n=150, k=300, out=1 << 12)
+SMALL_KINDS = Limits(m=100, n=160, k=400, out=1 << 14)
 NUM_SMS = 132
 
 
-@st.composite
-def calls(draw, **limits):
-    return draw_call(draw(st.randoms(use_true_random=False)), num_sms=NUM_SMS, **limits)
+# Runs, of each fuzzer.
 
 
-def fast(examples: int):
-    return settings(max_examples=examples, deadline=None, derandomize=True, database=None)
-
-
-@pytest.fixture(scope="module")
-def pool() -> OperandPool:
-    return OperandPool(200, 400, "cpu", seed=1)
-
-
-# Calls on the reference.
-
-
-@given(calls(limits=SMALL, empty=True), st.integers(0, 2**31 - 1))
-@fast(50)
-def test_any_call_is_right(pool, call, seed):
-    fuzz_gpu.assert_right(call, pool, seed)
-
-
-@given(calls(limits=SMALL, special=True), st.integers(0, 2**31 - 1))
-@fast(50)
-def test_any_value_of_a_scale_reaches_what_it_must(pool, call, seed):
-    fuzz_gpu.assert_right(call, pool, seed)
-
-
-# What is drawn.
-
-
-@pytest.fixture(scope="module")
-def drawn() -> list[Call]:
-    random = Random(7)
-    return [draw_call(random, num_sms=NUM_SMS, special=i % 4 == 0) for i in range(400)]
-
-
-def test_every_drawn_config_suits_its_call(drawn):
-    for (m, n, k, *_), use in drawn:
-        if use.config is not None:
-            out = GuardedOut(m, n, stride=use.out_stride, offset=use.out_offset).out
-            sms, may_split = use.num_sms or NUM_SMS, not use.batch_invariant
-            problem = GemmProblem(m, n, k, sms, checks.tma_can_store(out), may_split)
-            assert checks.checked_config(use.config, problem) is use.config
-
-
-def test_draws_are_of_every_kind(drawn):
-    """Sizes around tiles, every scale layout, chosen configs and forced ones, all options."""
-    uses = [call.use for call in drawn]
-    assert {use.config is None for use in uses} == {True, False}
-    assert {use.pdl for use in uses} == {None, True, False}
-    assert any(use.constant_weights for use in uses) and any(use.batch_invariant for use in uses)
-    assert any(use.out_offset % 8 for use in uses) and any(use.num_sms for use in uses)
-    ks = [call.problem.k for call in drawn]
-    assert {k % 128 for k in ks} >= {0, 1, 127} and min(ks) < 16
-    kinds = [(call.problem.places.a_scale.strides, call.problem.m) for call in drawn]
-    assert {0, 1} <= {strides[0] for strides, _ in kinds} and {0, 1} <= {strides[1] for strides, _ in kinds}
-    values = [special.value for call in drawn for special in call.problem.specials]
-    assert {0.0, math.inf, -math.inf} < set(values) and any(math.isnan(value) for value in values)
-
-
-def test_the_same_seed_draws_the_same():
-    first, second, third = (draw_call(Random(seed), num_sms=NUM_SMS, special=True) for seed in (3, 3, 4))
-    assert repr(first) == repr(second) != repr(third)
-    assert draw_configs(Random(5), 90) == draw_configs(Random(5), 90)
-
-
-def test_random_configs_are_of_every_family():
-    random = Random(1)
-    assert {family(draw_config(random)) for _ in range(3000)} == {family(config) for config in legal_configs()}
-
-
-NUMBERS = {
-    "block_m": (0, 32, 64, 128, 192, 256, 512),
-    "block_n": (-16, 0, 8, 16, 48, 64, 100, 128, 144, 192, 256, 272),
-    **dict.fromkeys(("stages", "store_buffers", "b_stages"), range(-1, 30)),
-    **dict.fromkeys(("cluster_m", "cluster_n"), range(-1, 4)),
-    **dict.fromkeys(("split_k", "scale_blocks"), range(-1, 17)),
-    "pairs": (False, True),
+FUZZERS = {
+    "gpu": (fuzz_gpu, "9", 3, ("--configs", "70"), {"USUAL": SMALL}),
+    "kinds": (fuzz_kinds, "11", 12, ("--configs", "4"), {"USUAL": SMALL_KINDS}),
+    "casts": (fuzz_casts, "5", 12, (), {"USUAL": fuzz_casts.Sizes(40, 300, 1 << 13), "_POOL": 1 << 18}),
+    "groups": (fuzz_groups, "11", 2, (), {}),
+    "formats": (fuzz_formats, "3", 12, (), {"SIZES": (1, 32, 129, 200)}),
+    "thin": (fuzz_thin, "3", 8, (), {"SIZES": (1, 24, 33), "LENGTHS": (8, 65, 520)}),
 }
-
-
-@st.composite
-def numbers(draw):
-    """Those of a legal config, one or two of them changed."""
-    changes = draw(st.lists(st.sampled_from(sorted(NUMBERS)), min_size=1, max_size=2))
-    config = draw_config(draw(st.randoms(use_true_random=False)))
-    return asdict(config) | {name: draw(st.sampled_from(NUMBERS[name])) for name in changes}
-
-
-@given(numbers())
-@fast(300)
-def test_any_numbers_make_a_config_or_are_refused_by_its_name(fields):
-    try:
-        config = GemmConfig(**fields)
-    except ValueError as error:
-        assert re.match(r"fp8_gemm_\S+: \w+", str(error))
-        return
-    assert config.smem_bytes <= SMEM_LIMIT_BYTES
-    assert config.accumulator_registers + config.block_sets * config.block_registers <= config.math_registers - 24
-    assert config.stages >= 2 and config.boxes % config.store_chunks == 0
-
-
-def test_names_come_back():
-    random = Random(2)
-    configs = {*default_configs(True), *default_configs(False), *(draw_config(random) for _ in range(500))}
-    assert all(config_named(config.name) == config for config in configs)
-    assert config_named("64x64x256_s6_k2_b1") == config_named("fp8_gemm_64x64x256_s6_c1x1_k2_b1")
-    with pytest.raises(ValueError, match="'fast' is no name of a kernel"):
-        config_named("fast")
-
-
-# What a plan makes of it.
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """What would be launched: the numbers of the launch and of the kernel's argument, and its maps by offset."""
-    made = []
-
-    def prepare(kernel, **asked):
-        maps = {offset: entry for offset, *entry in asked["maps"]}
-        made.append(asked | unpack(params.GEMM, asked["params"]) | {"maps": maps})
-
-    monkeypatch.setattr(plan, "load_kernel", lambda config, device: None)
-    monkeypatch.setattr(plan._launcher, "prepare", prepare)
-    return made
-
-
-def test_the_launcher_takes_every_call(run_pretending):  # noqa: F811
-    """Sizes, strides and maps, on a pretended driver: each call is prepared once, and then known."""
-    shown, launched = run_pretending("""
-from random import Random
-from campaign import OperandPool
-from fuzz_gpu import arrange
-from helpers import GuardedOut
-from strategies import Limits, draw_call
-random, pool = Random(4), OperandPool(208, 400, "cpu", seed=1)
-for _ in range(120):
-    (m, n, k, places, _), use = draw_call(random, num_sms=132, limits=Limits(60, 200, 400))
-    _, operands = arrange(pool.cut(random, m, n, k), places)
-    guarded = GuardedOut(m, n, stride=use.out_stride, offset=use.out_offset)
-    for _ in range(2):
-        attempt(fp8_gemm, *operands, guarded.out, **use.keywords)
-    guarded.assert_untouched()  # nothing computes
-""")
-    assert shown == ["prepare_launch launch", "launch_known"] * 120
-    assert len(launched) == 240
-
-
-def test_launches_cover_the_matrix(drawn, launches):
-    """Boxes that TMA takes, and a grid whose clusters take every tile once, the first ones at once."""
-    for (m, n, k, places, _), use in drawn:
-        sms, may_split = use.num_sms or NUM_SMS, not use.batch_invariant
-        problem = GemmProblem(m, n, k, sms, use.config.tma_store if use.config else n % 8 == 0, may_split)
-        config = use.config or choose(problem)
-        assert checks.checked_config(config, problem) is config
-        strides = max(k, 16), max(k, 16), use.out_stride, places.a_scale.strides, places.b_scale.strides
-        layout = plan.Layout(*strides, a_scale_aligned=True)
-        plan.prepare_launch(problem, config, layout, 0, pdl=True, constant_weights=False)
-        assert_covers(launches.pop(), config, problem)
-
-
-def assert_covers(launch: dict, config: GemmConfig, problem: GemmProblem) -> None:
-    assert launch["cluster"] == config.cluster and launch["grid"] % config.cluster == 0
-    assert config.cluster <= launch["grid"] <= problem.num_sms
-    swizzle_128 = params._SWIZZLES[128]
-    for name in ("a_maps", "b_maps"):
-        _, _, (width, height), _, (box_width, box_height), swizzle, *_ = launch["maps"][params.GEMM.offsets[name]]
-        assert (width, box_width, swizzle) == (problem.k, 128, swizzle_128) and 1 <= box_height <= 256 and height > 0
-    for name, rows, tile, sharers in (
-        ("a_tail_rows", problem.m, config.block_m, config.cluster_n),
-        ("b_tail_rows", problem.n, config.block_n, config.cluster_m),
-    ):
-        left, box = rows % tile, launch[name]
-        assert (box == 0) == (left == 0) and left <= box * sharers <= tile and (sharers == 1 or box % 8 == 0)
-    if not config.resident_b:
-        assert_tiles_are_taken_once(launch, config, problem)
-
-
-def assert_tiles_are_taken_once(launch: dict, config: GemmConfig, problem: GemmProblem) -> None:
-    """As RasterScheduler of raster.cuh walks, dividing by multiplication."""
-    rows = ceil_div(problem.m, config.block_m * config.cluster_m)
-    columns = ceil_div(problem.n, config.block_n * config.cluster_n)
-    assert launch["grid"] // config.cluster <= rows * columns
-    group_rows = (1 << launch["raster_rows_log2"]) // config.cluster_m
-    taken = [tile_at(position, rows, columns, group_rows, launch) for position in range(rows * columns)]
-    assert sorted(taken) == [(row, column) for row in range(rows) for column in range(columns)]
-
-
-def tile_at(position: int, rows: int, columns: int, group_rows: int, launch: dict) -> tuple[int, int]:
-    group, within = divmod(position, group_rows * columns)
-    height = min(group_rows, rows - group * group_rows)
-    reciprocal = (1 << 31) // group_rows if height == group_rows else launch["last_rows_reciprocal"]
-    column = 2 * within * reciprocal >> 32
-    return group * group_rows + within - column * height, column
-
-
-# What is expected: by hand, of the reference, of the kernels' arithmetic.
-
-
-def one_element(a_scale: float, b_scale: float, *, a: float = 1.0, b: float = 1.0, k: int = 128) -> Operands:
-    """1 x 1 x k; both operands are 0 but for their first elements."""
-
-    def operand(value: float) -> torch.Tensor:
-        x = torch.zeros(1, k)
-        x[0, 0] = value
-        return x.to(torch.float8_e4m3fn)
-
-    groups = ceil_div(k, 128)
-    return Operands(operand(a), torch.full((1, groups), a_scale), operand(b), torch.full((1, groups), b_scale))
-
-
-FINITE, UP, DOWN, NAN = "finite", "positive", "negative", "nan"
-
-
-@pytest.mark.parametrize(
-    ("operands", "kinds"),
-    [
-        (one_element(2.0, -3.0), {FINITE}),
-        (one_element(math.inf, 1.0), {UP}),
-        (one_element(math.inf, -1.0), {DOWN}),
-        (one_element(-math.inf, 1.0, a=-2.0), {UP}),
-        (one_element(math.inf, 0.0), {NAN}),
-        (one_element(math.inf, 1.0, a=0.0), {NAN}),
-        (one_element(math.nan, 0.0, a=0.0), {NAN}),
-        (one_element(0.0, 1.0, b=math.nan), {NAN}),
-        (one_element(3e38, 3e38), {UP}),  # the product of the scales overflows
-        (one_element(3e38, 3e38, a=0.0), {NAN}),
-        (one_element(3e38, 1.0), {FINITE}),
-        (one_element(1e38, 1.0, a=448.0, b=-448.0), {UP, DOWN, NAN}),
-        (one_element(1e-30, 1e-30), {FINITE}),
-    ],
-)
-def test_expected_by_hand(operands, kinds):
-    expected = expected_product(operands)
-    assert {kind for kind in (FINITE, UP, DOWN, NAN) if getattr(expected, kind).item()} == kinds
-    assert not expected.wrong(promoted(operands)).any()
-
-
-def test_infinities_of_two_blocks_meet():
-    ones = torch.ones(1, 256).to(torch.float8_e4m3fn)
-    operands = Operands(ones, torch.tensor([[math.inf, -math.inf]]), ones, torch.ones(1, 2))
-    expected = expected_product(operands)
-    assert expected.nan.item() and not (expected.finite | expected.positive | expected.negative).item()
-    assert promoted(operands).isnan().item()
-
-
-def promoted(operands: Operands) -> torch.Tensor:
-    """The product as the kernels compute it, but for the sums within a K block of 128."""
-    m, n, k = operands.sizes
-    total = torch.zeros(m, n)
-    for group in range(ceil_div(k, 128)):
-        columns = slice(group * 128, (group + 1) * 128)
-        block = (operands.a.float()[:, columns].double() @ operands.b.float()[:, columns].double().t()).float()
-        scale = operands.a_scale[:, group, None] * operands.b_scale[torch.arange(n) // 128, group][None]
-        total = (total.double() + scale.double() * block.double()).float()  # rounded once, as by a fused multiply-add
-    return total.to(torch.bfloat16)
-
-
-@given(calls(limits=SMALL, special=True), st.integers(0, 2**31 - 1))
-@fast(50)
-def test_expected_of_the_kernels_arithmetic(pool, call, seed):
-    problem = call.problem
-    values = pool.cut(Random(seed), problem.m, problem.n, problem.k)
-    _, operands = fuzz_gpu.arrange(fuzz_gpu.with_specials(values, problem.specials), problem.places)
-    assert not expected_product(operands).wrong(promoted(operands)).any()
-
-
-# That it notices what is wrong.
-
-
-@pytest.fixture
-def plain() -> Call:
-    places = Places(Place((304, 1)), Place((3, 1)), Place((304, 1)), Place((1, 2)))
-    return Call(Problem(30, 140, 300, places), Use(out_stride=150, out_offset=3))
-
-
-@pytest.fixture
-def special(plain) -> Call:
-    values = (Special("a_scale", 4, 1, math.inf), Special("b_scale", 1, 0, math.nan), Special("a", 7, 9, math.nan))
-    return plain._replace(problem=plain.problem._replace(specials=values))
-
-
-WRONG_RESULTS = {
-    "an element off": (lambda out, inputs: out[29, 139].mul_(1.5), "values"),
-    "NaN for a number": (lambda out, inputs: out[0, 0].fill_(math.nan), "values"),
-    "infinity for a number": (lambda out, inputs: out[0, 0].fill_(math.inf), "values"),
-    "unwritten": (lambda out, inputs: out[12, :8].fill_(math.nan), "values"),
-    "off in all": (lambda out, inputs: out.copy_(out.float() * 1.0 + 1e3), "values"),
-    "beside out": (lambda out, inputs: out.as_strided((1,), (1,), out.storage_offset() + 145).fill_(0), "guards"),
-    "before out": (lambda out, inputs: out.as_strided((1,), (1,), out.storage_offset() - 1).fill_(0), "guards"),
-    "a written": (lambda out, inputs: inputs[0].view(torch.uint8)[3, 5].add_(1), "inputs"),
-    "beyond a": (lambda out, inputs: inputs[0].view(torch.uint8).as_strided((1,), (1,), 300 + 256).fill_(0), "inputs"),
-    "a scale written": (lambda out, inputs: inputs[3][1, 1].add_(1), "inputs"),
-}
-
-
-@pytest.fixture
-def damage(monkeypatch):
-    """Have each product damaged, or those whose number is given."""
-    right = fuzz_gpu.fp8_gemm
-
-    def install(change, only=None):
-        count = iter(range(1000))
-
-        def multiply(*tensors, **keywords):
-            out = right(*tensors, **keywords)
-            if next(count) == only or only is None:
-                change(out, tensors[:4])
-            return out
-
-        monkeypatch.setattr(fuzz_gpu, "fp8_gemm", multiply)
-
-    return install
-
-
-@pytest.mark.parametrize(("change", "kind"), WRONG_RESULTS.values(), ids=WRONG_RESULTS)
-def test_what_is_wrong_is_noticed(change, kind, plain, pool, damage):
-    fuzz_gpu.assert_right(plain, pool, 1)
-    damage(change)
-    with pytest.raises(AssertionError, match=f"'{kind}': "):
-        fuzz_gpu.assert_right(plain, pool, 1)
-
-
-def test_other_bits_the_second_time_are_noticed(plain, pool, damage):
-    """However small the difference."""
-    damage(lambda out, _: out.view(torch.int16)[3, 3].add_(1), only=1)
-    with pytest.raises(AssertionError, match="^{'repeat': 1};"):
-        fuzz_gpu.assert_right(plain, pool, 1)
-
-
-@pytest.mark.parametrize(
-    ("index", "value", "kind"),
-    [
-        ((4, 5), 1.0, "values"),  # a scale of infinity
-        ((7, 5), 1.0, "values"),  # NaN in a
-        ((2, 130), math.inf, "values"),  # a scale of NaN
-        ((2, 5), math.nan, "reach"),  # none
-        ((3, 127), math.inf, "reach"),
-    ],
-)
-def test_special_values_that_reach_too_far_or_not_far_enough_are_noticed(index, value, kind, special, pool, damage):
-    fuzz_gpu.assert_right(special, pool, 1)
-    damage(lambda out, inputs: out[index].fill_(value) if inputs[0][7].float().isnan().any() else None)
-    with pytest.raises(AssertionError, match=f"'{kind}': "):
-        fuzz_gpu.assert_right(special, pool, 1)
-
-
-def test_a_systematic_error_is_noticed(pool, damage):
-    places = Places(Place((304, 1)), Place((3, 1)), Place((304, 1)), Place((3, 1)))
-    call = Call(Problem(150, 150, 300, places), Use(out_stride=150, out_offset=0))
-    damage(lambda out, _: out.copy_((out.double() * 1.003).to(out.dtype)))
-    with pytest.raises(AssertionError, match="'accuracy': 1"):
-        fuzz_gpu.assert_right(call, pool, 1)
-
-
-# The driver.
-
-
-@pytest.fixture
-def run(tmp_path, capsys, monkeypatch):
-    """Run the driver on the CPU; its status and report."""
-    monkeypatch.setattr(fuzz_gpu, "USUAL", SMALL)
-
-    def start(*arguments: str) -> tuple[int, dict]:
-        path = tmp_path / "report.json"
-        defaults = ["--device", "cpu", "--seed", "9", "--configs", "70", "--rounds", "6", "--out", str(path)]
-        status = fuzz_gpu.main([*defaults, *arguments])
-        report = json.loads(path.read_text())
-        assert json.loads(capsys.readouterr().out) == report
-        return status, report
-
-    return start
-
-
-def test_a_clean_run_counts_what_it_did(run):
-    status, report = run()
-    assert (status, report["ok"], report["wrong"], report["hangs"]) == (CLEAN, True, 0, 0)
-    assert (report["seed"], report["rounds"], report["found"]) == (9, 6, {})
-    assert report["calls"] == 6 * fuzz_gpu.USES and report["products"] >= 2 * report["calls"]
-    assert 6 <= report["configs"] <= report["configs_loaded"]
-    assert sum(report["families"].values()) == report["calls"] - 6  # one of each round is the selector's choice
-
-
-def test_rounds_repeat_by_themselves(run, damage):
-    damage(lambda out, _: out[0, 0].fill_(1e30))
-    status, report = run()
-    assert (status, report["ok"]) == (WRONG, False)
-    assert report["wrong"] == report["calls"] == len({finding["call"] for finding in report["findings"]})
-    _, again = run("--first-round", "4", "--rounds", "1", "--serial")
-    assert again["findings"] == [finding for finding in report["findings"] if finding["round"] == 4]
-
-
-def test_a_written_input_is_found_once_for_its_round(run, damage):
-    damage(lambda out, inputs: inputs[1][0, 0].copy_(torch.tensor(5.0)))
-    status, report = run("--rounds", "1", "--first-round", "1")
-    assert status == WRONG
-    assert any("inputs" in finding["elements"] for finding in report["findings"])
-
-
-def test_a_refused_call_is_found(run, monkeypatch):
-    def refuse(*_, **__):
-        raise ValueError("not today")
-
-    monkeypatch.setattr(fuzz_gpu, "fp8_gemm", refuse)
-    status, report = run("--rounds", "1")
-    assert (status, report["found"], report["products"]) == (WRONG, {"refused": fuzz_gpu.USES}, 0)
-    assert report["findings"][0]["error"] == "not today"
+"""Of each: the module, a seed, rounds, options, and what makes its products small."""
 
 
 class Left(Exception):
@@ -482,12 +83,400 @@ def exits(monkeypatch):
     monkeypatch.setattr(campaign.os, "_exit", leave)
 
 
-class StuckEvent:
-    def record(self):
-        pass
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch, exits):
+    """Run a fuzzer on the CPU, which prints its report; its status and report."""
+    monkeypatch.setattr(deep_tile, "precompile_thin", lambda: 0)
 
-    def query(self):
-        return False
+    def start(name: str, *arguments: str) -> tuple[int, dict]:
+        module, seed, rounds, options, smaller = FUZZERS[name]
+        for what, value in smaller.items():
+            monkeypatch.setattr(module, what, value)
+        path = tmp_path / "report.json"
+        defaults = ["--device", "cpu", "--seed", seed, "--rounds", str(rounds), *options, "--out", str(path)]
+        capsys.readouterr()
+        status = module.main([*defaults, *arguments])
+        report = json.loads(path.read_text())
+        assert json.loads(capsys.readouterr().out) == report
+        return status, report
+
+    return start
+
+
+@pytest.fixture
+def follow(monkeypatch):
+    """Let each call of a function be followed by fault(result, arguments)."""
+
+    def install(module, name, fault):
+        right = getattr(module, name)
+
+        def call(*arguments, **keywords):
+            result = right(*arguments, **keywords)
+            fault(result, arguments)
+            return result
+
+        monkeypatch.setattr(module, name, call)
+
+    return install
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """Casts of these cases alone, not empty, and with results given, or none."""
+
+    def choose(*names: str, given: bool = True) -> None:
+        monkeypatch.setattr(fuzz_casts, "CASES", {name: CASES[name] for name in names})
+        monkeypatch.setattr(fuzz_casts, "GIVEN_SHARE", float(given))
+        monkeypatch.setattr(fuzz_casts, "EMPTY_SHARE", 0.0)
+
+    return choose
+
+
+@pytest.mark.parametrize("name", FUZZERS)
+def test_a_clean_run_counts_what_it_did(run, name):
+    status, report = run(name)
+    rounds = FUZZERS[name][2]
+    assert (status, report["ok"], report["found"], report["rounds"]) == (CLEAN, True, {}, rounds)
+    assert report.get("products", 0) + report.get("calls_that_copy", 0) >= rounds
+    if name == "gpu":
+        assert (report["seed"], report["wrong"], report["hangs"]) == (9, 0, 0)
+        assert report["calls"] == 3 * fuzz_gpu.USES and report["products"] >= 2 * report["calls"]
+        assert 3 <= report["configs"] <= report["configs_loaded"]
+        assert sum(report["families"].values()) == report["calls"] - 3  # one of each round is the selector's choice
+    if name == "kinds":
+        assert (report["products"], sum(report["calls"].values())) == (2 * rounds, rounds)
+        assert report["configs_loaded"] == 4 * (len(FAMILIES) + 1) and 6 < report["configs"] <= rounds
+    if name == "casts":
+        assert report["calls_that_copy"] == sum(report["calls"].values()) == 2 * rounds and len(report["calls"]) > 5
+
+
+def first(x):
+    return x[(slice(0, 1),) * x.dim()]
+
+
+def nan_or_least(out):
+    first(out).fill_(fuzz_kinds.unwritten(out.dtype))
+
+
+def beside(x, elements, value=3):
+    bits(x).as_strided((1,), (1,), x.storage_offset() + elements).fill_(value)
+
+
+def extent(x):
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def unwritten(given):
+    sample, _, out = given
+    missing = torch.full_like(out, fuzz_kinds.unwritten(out.dtype)) if sample.before is None else sample.before + 1e-3
+    first(out).copy_(first(missing))
+
+
+def to_living(given, value):
+    for _, at, _ in fuzz_groups.living_rows(given[1]):
+        given[2][at, :1].fill_(value)
+
+
+def roll(weight):
+    weight.copy_(weight.roll(1, 0))
+
+
+def last(out):
+    return out.view(-1)[-1:]
+
+
+TURNS = itertools.cycle((1, 2))
+"""One for a call and one for its repetition."""
+
+FOUND = {
+    "gpu: an element off": (fuzz_gpu, "fp8_gemm", "values", lambda out, _: out[-1, -1].add_(1).mul_(1e4)),
+    "gpu: NaN for a number": (fuzz_gpu, "fp8_gemm", "values", lambda out, _: out[0, 0].fill_(math.nan)),
+    "gpu: infinity for a number": (fuzz_gpu, "fp8_gemm", "values", lambda out, _: out[0, 0].fill_(math.inf)),
+    "gpu: off in all": (fuzz_gpu, "fp8_gemm", "values", lambda out, _: out.add_(1e3)),
+    "gpu: changing": (fuzz_gpu, "fp8_gemm", "repeat", lambda out, _: out[0, 0].fill_(next(TURNS))),
+    "gpu: behind out": (fuzz_gpu, "fp8_gemm", "guards", lambda out, _: beside(out, 1 + extent(out))),
+    "gpu: before out": (fuzz_gpu, "fp8_gemm", "guards", lambda out, _: beside(out, -1)),
+    "gpu: an input": (fuzz_gpu, "fp8_gemm", "inputs", lambda _, given: bits(given[0])[-1, -1].add_(1)),
+    "gpu: behind an input": (fuzz_gpu, "fp8_gemm", "inputs", lambda _, given: beside(given[0], 1 + extent(given[0]))),
+    "gpu: a scale": (fuzz_gpu, "fp8_gemm", "inputs", lambda _, given: given[3][-1, -1].add_(1)),
+    "kinds: an element off": (fuzz_kinds, "multiply", "values", lambda _, given: first(given[2]).add_(1000)),
+    "kinds: the last element off": (fuzz_kinds, "multiply", "values", lambda _, given: given[2][..., -1:].add_(1000)),
+    "kinds: NaN for a number": (fuzz_kinds, "multiply", "values", lambda _, given: nan_or_least(given[2])),
+    "kinds: unwritten": (fuzz_kinds, "multiply", "values", lambda _, given: unwritten(given)),
+    "kinds: changing": (fuzz_kinds, "multiply", "repeat", lambda _, given: first(given[2]).fill_(next(TURNS))),
+    "kinds: before out": (fuzz_kinds, "multiply", "guards", lambda _, given: beside(given[2], -1)),
+    "kinds: behind out": (fuzz_kinds, "multiply", "guards", lambda _, given: beside(given[2], 1 + extent(given[2]))),
+    "kinds: an input": (fuzz_kinds, "multiply", "inputs", lambda _, given: first(bits(given[0].operands[0])).add_(1)),
+    "kinds: beside an input": (fuzz_kinds, "multiply", "inputs", lambda _, given: given[0].buffer[:1].fill_(0)),
+    "casts: an element": (fuzz_casts, "call", "codes", lambda made, _: bits(made[0])[..., -1:].bitwise_xor_(1)),
+    "casts: a scale": (fuzz_casts, "call", "scales", lambda made, _: bits(made[1])[..., -1:].bitwise_xor_(1)),
+    "casts: NaN for a scale": (fuzz_casts, "call", "scales", lambda made, _: made[1][..., :1].fill_(7).div_(0)),
+    "casts: changing": (fuzz_casts, "call", "repeat", lambda made, _: made[1][..., :1].fill_(next(TURNS))),
+    "casts: before out": (fuzz_casts, "call", "guards", lambda made, _: beside(made[0], -1)),
+    "casts: behind out": (fuzz_casts, "call", "guards", lambda made, _: beside(made[0], 1 + extent(made[0]))),
+    "casts: far behind": (fuzz_casts, "call", "guards", lambda made, _: beside(made[1], 2000 + extent(made[1]))),
+    "casts: an input": (fuzz_casts, "call", "inputs", lambda _, given: first(bits(given[1]["x"])).fill_(3)),
+    "casts: before an input": (fuzz_casts, "call", "inputs", lambda _, given: beside(given[1]["x"], -1)),
+    "groups: an element": (fuzz_groups, "multiply", "values", lambda _, given: to_living(given, math.inf)),
+    "groups: changing": (fuzz_groups, "multiply", "repeated", lambda _, given: to_living(given, next(TURNS))),
+    "groups: before out": (fuzz_groups, "multiply", "stray", lambda _, given: beside(given[2], -1)),
+    "formats: an element": (
+        deep_tile,
+        "to_blocks",
+        "element",
+        lambda made, _: first(bits(made.weight)).bitwise_xor_(1),
+    ),
+    "formats: a scale": (deep_tile, "to_blocks", "element", lambda made, _: made.scale.mul_(2)),
+    "formats: other rows": (fuzz_formats, "shard_weight", "columns", lambda made, _: roll(made.weight)),
+    **{
+        f"thin: {what} of {name}": (deep_tile, name, kind, fault)
+        for name in ("thin_gemm", "prenorm_gemm")
+        for what, kind, fault in (
+            ("a number", "values", lambda _, given: [last(out).add_(out.abs().max() + 1) for out in given[2:3]]),
+            ("a byte behind", "guards", lambda _, given: [beside(out, out.numel(), 0) for out in given[2:3]]),
+        )
+    },
+}
+"""Where a fault follows, what it is found as, and the fault."""
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_faults_are_found(run, follow, only, monkeypatch, fault):
+    """In every round of casts and kinds."""
+    module, function, kind, cause = FOUND[fault]
+    name = fault.partition(":")[0]
+    only("per token")
+    follow(module, function, cause)
+    monkeypatch.setattr(fuzz_formats, "SHARDS_SHARE", float(function == "shard_weight") * 1000)
+    status, report = run(name)
+    assert (status, set(report["found"])) == (WRONG, {"wrong"})
+    elements = [finding["elements"] for finding in report["findings"]]
+    assert any(kind in found for found in elements)
+    if name in ("kinds", "casts"):
+        assert len(elements) == FUZZERS[name][2] and all(kind in found for found in elements)
+    if name == "kinds" and kind == "values":
+        assert all("exact" in finding["again"]["first"][0] for finding in report["findings"])
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "function", "fault"),
+    [
+        ("gpu", fuzz_gpu, "fp8_gemm", lambda out, _: out[0, 0].fill_(1e30)),
+        ("kinds", fuzz_kinds, "multiply", lambda _, given: nan_or_least(given[2])),
+        ("casts", fuzz_casts, "call", lambda made, _: bits(made[0])[..., -1:].bitwise_xor_(1)),
+    ],
+)
+def test_rounds_repeat_by_themselves(run, follow, only, name, module, function, fault):
+    only("per token", "per block")
+    follow(module, function, fault)
+    _, report = run(name, "--rounds", "6")
+    assert report["found"] == {"wrong": 6 * (fuzz_gpu.USES if name == "gpu" else 1)}
+    _, again = run(name, "--first-round", "4", "--rounds", "1", *["--serial"] * (name == "gpu"))
+    assert again["findings"] == [finding for finding in report["findings"] if finding["round"] == 4] != []
+
+
+REFUSED = {
+    "gpu": (fuzz_gpu, "fp8_gemm"),
+    "kinds": (fuzz_kinds, "multiply"),
+    "casts": (fuzz_casts, "call"),
+    "formats": (fuzz_formats, "check_format"),
+    "thin": (fuzz_thin, "check_thin"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_calls_that_are_refused_are_found(run, monkeypatch, name):
+    def refuse(*_, **__):
+        raise ValueError("not today")
+
+    monkeypatch.setattr(*REFUSED[name], refuse)
+    monkeypatch.setattr(fuzz_formats, "PACKED_SHARE", 0)
+    status, report = run(name, "--rounds", "3")
+    assert (status, set(report["found"]), report["findings"][0]["error"]) == (WRONG, {"refused"}, "not today")
+    if name in ("gpu", "kinds", "casts"):
+        assert report["found"] == {"refused": 3 * (fuzz_gpu.USES if name == "gpu" else 1)}
+        assert not report.get("products") and not report.get("calls_that_copy")
+
+
+# Of `fp8_gemm`.
+
+
+@pytest.fixture(scope="module")
+def pool() -> OperandPool:
+    return OperandPool(200, 400, "cpu", seed=1)
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "kind"),
+    [
+        ((4, 5), 1.0, "values"),  # a scale of infinity
+        ((7, 5), 1.0, "values"),  # NaN in a
+        ((2, 130), math.inf, "values"),  # a scale of NaN
+        ((2, 5), math.nan, "reach"),  # none
+        ((3, 127), math.inf, "reach"),
+    ],
+)
+def test_special_values_that_reach_too_far_or_not_far_enough_are_noticed(index, value, kind, pool, follow):
+    places = Places(Place((304, 1)), Place((3, 1)), Place((304, 1)), Place((1, 2)))
+    values = (Special("a_scale", 4, 1, math.inf), Special("b_scale", 1, 0, math.nan), Special("a", 7, 9, math.nan))
+    call = Call(Problem(30, 140, 300, places, values), Use(out_stride=150, out_offset=3))
+    fuzz_gpu.assert_right(call, pool, 1)
+    change = lambda out, given: out[index].fill_(value) if given[0][7].float().isnan().any() else None  # noqa: E731
+    follow(fuzz_gpu, "fp8_gemm", change)
+    with pytest.raises(AssertionError, match=f"'{kind}': "):
+        fuzz_gpu.assert_right(call, pool, 1)
+
+
+def test_a_systematic_error_is_noticed(pool, follow):
+    places = Places(Place((304, 1)), Place((3, 1)), Place((304, 1)), Place((3, 1)))
+    call = Call(Problem(150, 150, 300, places), Use(out_stride=150, out_offset=0))
+    follow(fuzz_gpu, "fp8_gemm", lambda out, _: out.copy_((out.double() * 1.003).to(out.dtype)))
+    with pytest.raises(AssertionError, match="'accuracy': 1"):
+        fuzz_gpu.assert_right(call, pool, 1)
+
+
+# Of casts.
+
+
+def kinds(report) -> set[str]:
+    assert set(report["found"]) == {"wrong"}, report["findings"]
+    return {kind for finding in report["findings"] for kind in finding["elements"]}
+
+
+def test_gaps_between_rows_are_guarded(run, follow, only):
+    only("per token")
+
+    def write(made, _):
+        out = made[0]
+        if out.dim() > 1 and len(out) > 1 and out.stride(-2) > out.shape[-1]:
+            beside(out, out.shape[-1])
+
+    follow(fuzz_casts, "call", write)
+    status, report = run("casts", "--rounds", "60")
+    assert status == WRONG and kinds(report) == {"guards"} and len(report["findings"]) > 10
+
+
+def one_more_lives(rows, lists):
+    lives = right_living(rows, lists)
+    return lives if lives is None else lives | lives.roll(1)
+
+
+def misread(x):
+    """As a matrix that lies where the tensor does, if that has room for it."""
+    columns = x.shape[-1]
+    room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    return x.as_strided((x.numel() // columns, columns), (columns, 1)) if x.numel() <= room else right_matrix(x)
+
+
+def weight_of_another_size(*arguments, **options):
+    b, b_scale = quantize_weight(*arguments, **options)
+    return b, 2 * b_scale
+
+
+right_living, right_silu_mul, right_gathered = sources.living, sources.silu_mul, sources.gathered
+right_matrix, right_elements, right_tokens = quantize._as_matrix, quantize._from_blocks, transposed._living
+quantize_weight = linear.quantize_weight
+
+BROKEN = {
+    "a dead row is cast": ("listed", sources, "living", one_more_lives, "guards"),
+    "a dead row of a group is cast": ("counted", sources, "living", one_more_lives, "guards"),
+    "strides are forgotten": ("counted", quantize, "_as_matrix", misread, "codes"),
+    "a scale is too large": ("per block", quantize, "FP8_MAX", 447.0, "scales"),
+    "a power of two is none": ("per token", quantize, "_pow2_scale", lambda amax: amax / 448, "scales"),
+    "a division is a product": ("weight", torch, "div", quantize._multiply_with_reciprocal, "scales"),
+    "rows are others": ("listed", sources, "gathered", lambda x, index: right_gathered(x, index).roll(1, 0), "codes"),
+    "tokens die early": ("transposed", transposed, "_living", lambda *a: right_tokens(*a).clamp(max=3), "codes"),
+    "silu_mul is off": ("silu_mul", sources, "silu_mul", lambda x, n: 1.0001 * right_silu_mul(x, n), "scales"),
+    "rows are missed": ("combine", sources, "gathered", lambda x, index: right_gathered(x, index + 1), "values"),
+    "a sort mixes tokens": ("sort", experts, "ceil_div", lambda x, y: x // y, "index"),
+    "elements move": ("dequantize", quantize, "_from_blocks", lambda x, s: right_elements(x, s).roll(1), "values"),
+    "weights are others": ("linear", linear, "quantize_weight", weight_of_another_size, "values"),
+}
+"""What is broken, in calls of which case, where, by what, and what that is found as."""
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_library_is_found(run, only, monkeypatch, broken):
+    case, module, name, wrong, expected = BROKEN[broken]
+    only(case)
+    monkeypatch.setattr(module, name, wrong)
+    status, report = run("casts", "--rounds", "30")
+    assert status == WRONG and any(kind.startswith(expected) for kind in kinds(report)), report["findings"]
+
+
+def test_results_that_are_not_as_documented_are_found(run, only, monkeypatch):
+    only("per token", given=False)
+    right = fuzz_casts.call
+
+    def call(*arguments):
+        out, scale = right(*arguments)
+        return out.new_empty(*out.shape[:-1], out.shape[-1] + 16)[..., :-16].copy_(out), scale
+
+    monkeypatch.setattr(fuzz_casts, "call", call)
+    status, report = run("casts", "--rounds", "30")
+    assert status == WRONG and all(kind.startswith("out: strides") for kind in kinds(report))
+
+
+# Of kinds.
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return fuzz_kinds.draw_kernels(Random("4:kernels"), 48, NUM_SMS)
+
+
+def test_a_wrong_whole_is_found(kernels):
+    """Of elements that are each near enough: all by 0.3 % too small, where BF16 may be off by 0.4 %."""
+    plain = [config for config in kernels if config.kind in ("bf16", "fp16") and config.output == "bf16"]
+    values, found = Values("cpu", 3), 0
+    for number in range(200):
+        drawn = fuzz_kinds.draw_for(Random(number), plain[number % len(plain)], NUM_SMS, Limits(300, 400, 400))
+        (m, n, k, *_), columns = drawn.problem, drawn.out_shape[1]
+        if min(m, n) < 16 or k < 64 or m * columns < fuzz_kinds.MANY:
+            continue
+        sample = fuzz_kinds.make(values, drawn, "cpu")
+        value = sample.exact.value * 1.003
+        off = sample._replace(exact=sample.exact._replace(value=value))
+        faults = fuzz_kinds.check(off, drawn, lambda: None)
+        assert faults["accuracy"] and not fuzz_kinds.check(sample, drawn, lambda: None)["accuracy"]
+        found += 1
+    assert found >= 3
+
+
+def test_rows_between_groups_are_guarded(kernels):
+    config = next(config for config in kernels if config.by_k)
+    drawn = next(
+        draw
+        for draw in (fuzz_kinds.draw_for(Random(seed), config, NUM_SMS, SMALL_KINDS) for seed in range(100))
+        if draw.tokens.spare_rows and len(draw.tokens.bounds) > 1
+    )
+    guarded = fuzz_kinds.guarded_out(drawn, "cpu")
+    rows = guarded.out.shape[1]
+    guarded.out.as_strided((1,), (1,), guarded.out.storage_offset() + rows * guarded.out.stride(1)).fill_(0)
+    assert guarded.count_written_outside() == 1
+
+
+@pytest.mark.parametrize(
+    ("chosen", "divergent", "found"),
+    [(False, True, {}), (True, True, {"not compiled": 1}), (False, False, {"not compiled": 1})],
+)
+def test_kernels_that_do_not_compile_are_found(run, monkeypatch, chosen, divergent, found):
+    """But for random ones whose warps would fall apart: such are refused for good."""
+    without = []
+
+    def load(configs, device, workers):
+        config = next(config for config in configs if (config in selectable(config)) == chosen)
+        without.append(config.name)
+        return {config.name: jit.divergence_text(config.name, ("a wait",)) if divergent else "no room"}
+
+    monkeypatch.setattr(fuzz_kinds, "load_kernels", load)
+    status, report = run("kinds", "--rounds", "2")
+    assert (status, report["found"]) == (WRONG if found else CLEAN, found)
+    assert report["configs_loaded"] == 4 * (len(FAMILIES) + 1) - 1
+    assert report["configs_refused"] == ([] if found else without)
+
+
+# How runs end.
 
 
 class StuckWatch(campaign.Watch):
@@ -498,7 +487,7 @@ class StuckWatch(campaign.Watch):
 
 
 def test_a_hang_ends_the_run_and_says_which_call(monkeypatch, tmp_path, exits):
-    monkeypatch.setattr(torch.cuda, "Event", StuckEvent)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: False))
     monkeypatch.setattr(fuzz_gpu, "Watch", StuckWatch)
     monkeypatch.setattr(fuzz_gpu, "USUAL", SMALL)
     path = tmp_path / "report.json"
@@ -506,16 +495,16 @@ def test_a_hang_ends_the_run_and_says_which_call(monkeypatch, tmp_path, exits):
         fuzz_gpu.main(["--device", "cpu", "--configs", "70", "--serial", "--out", str(path)])
     report = json.loads(path.read_text())
     assert (report["hangs"], report["ok"], report["rounds"]) == (1, False, 0)
-    assert re.fullmatch(r"round 0: \d+x\d+x\d+ Use\(.*config=.*\) Places\(.*\) \[.*\]", report["findings"][0]["call"])
+    assert re.fullmatch(r"round 0: \d+x\d+x\d+ Use\(.*config=.*\) Places\(.*\) \[.*\]", report["findings"][0]["draw"])
 
 
-def test_a_broken_context_ends_the_run(run, monkeypatch, exits, tmp_path):
+def test_a_broken_context_ends_the_run(run, monkeypatch, tmp_path):
     def fail(*_, **__):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(fuzz_gpu, "fp8_gemm", fail)
     with pytest.raises(Left, match=f"^{FAILED}$"):
-        run()
+        run("gpu")
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["found"] == {"failure": 1} and "illegal memory access" in report["findings"][0]["error"]
 
@@ -554,3 +543,104 @@ def test_without_a_gpu_nothing_is_claimed(driver, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == UNUSABLE and "needs a Hopper GPU" in done.stderr
     assert not path.exists()
+
+
+# All fuzzers.
+
+
+PROLOGUE = """
+import json, pathlib, sys, time
+option = lambda name: sys.argv[sys.argv.index("--" + name) + 1]
+seed, out = int(option("seed")), pathlib.Path(option("out"))
+def end(status=0, leaves=None, **fields):
+    counted = {"ok": status == 0, "products": 10, "calls_that_copy": seed, "found": {}, "findings": [], "rounds": 1}
+    out.write_text(json.dumps({**counted, **fields}))
+    sys.exit(status if leaves is None else leaves)
+"""
+
+WRONG_ONE = {"kind": "wrong", "round": 7, "draw": "of it"}
+
+
+@pytest.fixture
+def run_all(tmp_path, monkeypatch, capsys):
+    """Run stand-ins of these texts; the status and the report."""
+
+    def start(*arguments: str, **texts: str) -> tuple[int, dict]:
+        monkeypatch.setattr(fuzz_all, "TESTS", tmp_path)
+        monkeypatch.setattr(fuzz_all, "COMMANDS", {name: (f"{name}.py", "--configs", "9") for name in texts})
+        for name, text in texts.items():
+            (tmp_path / f"{name}.py").write_text(PROLOGUE + text)
+        path = tmp_path / "all.json"
+        defaults = ["--device", "cpu", "--seed", "5", "--seconds", "20", "--out", str(path)]
+        status = fuzz_all.main([*defaults, *arguments])
+        report = json.loads(path.read_text())
+        assert json.loads(capsys.readouterr().out) == report
+        return status, report
+
+    return start
+
+
+def test_counts_are_summed_up(run_all):
+    status, report = run_all("--processes", "casts=2", "stress=1", casts="end()", stress="end(products=5000)")
+    assert (status, report["ok"]) == (CLEAN, True)
+    assert (report["products"], report["calls_that_copy"], report["rounds"]) == (20, 5 + 6, 2)
+    assert (report["wrong"], report["hangs"]) == (0, 0)
+    assert report["fuzzers"]["casts"] == {
+        "processes": 2,
+        "products": 20,
+        "calls_that_copy": 11,
+        "rounds": 2,
+        "configs": 0,
+    }
+    assert report["fuzzers"]["stress"]["products"] == 5000
+
+
+def test_a_finding_says_what_repeats_it(run_all):
+    text = f"end(1, found={{'wrong': 3}}, findings=[{WRONG_ONE}]) if seed == 6 else end()"
+    status, report = run_all("--processes", "casts=3", casts=text)
+    assert (status, report["found"], report["wrong"]) == (WRONG, {"wrong": 3}, 3)
+    repeat = "tests/casts.py --configs 9 --seed 6 --first-round 7 --rounds 1"
+    assert report["findings"] == [{"process": "casts-1", "seed": 6, "repeat": repeat, **WRONG_ONE}]
+
+
+def test_a_hang_is_the_worst(run_all):
+    text = "end(3, found={'hang': 1}) if seed == 6 else end(1, found={'wrong': 1})"
+    status, report = run_all("--processes", "casts=2", casts=text)
+    assert (status, report["hangs"], report["wrong"]) == (HANG, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "said"),
+    [
+        ("print('Segmentation'); import os; os.abort()", "failure", "status -6 and no report: Segmentation"),
+        ("import os; os._exit(0)", "failure", "status 0 and no report"),
+        ("end(leaves=9)", "failure", "status 9 after a clean report"),
+        ("end(products=0, calls_that_copy=0)", "idle", "called nothing"),
+        ("time.sleep(60)", "failure", "has no end"),
+    ],
+    ids=["crash", "no report", "bad end", "idle", "no end"],
+)
+def test_a_process_that_fails_is_found(run_all, monkeypatch, text, kind, said):
+    monkeypatch.setattr(fuzz_all, "GRACE_SECONDS", 0.5)
+    status, report = run_all("--processes", "bad=1", "good=1", "--seconds", "3", bad=text, good="end()")
+    assert (status, report["found"]) == (FAILED if kind == "failure" else WRONG, {kind: 1})
+    assert report["findings"][0]["process"] == "bad-0" and said in report["findings"][0]["error"]
+    assert report["fuzzers"]["good"]["products"] == 10
+
+
+def test_limits_are_shared(run_all):
+    text = "end(1, found={'seen': 1}, findings=[dict(share=option('memory-share'), until=option('until'))])"
+    _, report = run_all("--processes", "casts=3", casts=text)
+    assert {finding["share"] for finding in report["findings"]} == {"0.25"}
+    assert len({finding["until"] for finding in report["findings"]}) == 1
+
+
+@pytest.mark.parametrize("text", ["cast=2", "casts", "casts=-1", "casts=x"])
+def test_processes_are_named_and_counted(text):
+    with pytest.raises(ValueError, match="write casts=2"):
+        fuzz_all.counts_of([text])
+
+
+def test_every_fuzzer_is_there():
+    assert set(fuzz_all.PROCESSES) | {"stress"} == set(fuzz_all.COMMANDS)
+    assert all((fuzz_all.TESTS / script).exists() for script, *_ in fuzz_all.COMMANDS.values())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import Exact, GuardedOut, Operands, assert_accurate, exact_product, make_operands
 
-from deep_tile import GemmConfig, fp8_grouped_gemm, tensors
+from deep_tile import fp8_grouped_gemm, tensors
 from deep_tile.config import round_up
 from deep_tile.reference import group_rows
 from deep_tile.select.groups import grouped_configs
@@ -271,18 +271,6 @@ def test_graphs_hold_for_every_distribution():
         assert (out.view(torch.int16)[ends.tolist()[-1] :] == -1).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_traced(device):
-    case = make_case([10, 20, 0, 3], 64, 256, device=device)
-    compiled = torch.compile(fp8_grouped_gemm, fullgraph=True, backend="aot_eager", dynamic=True)
-    operands = (case.a, case.a_scale, case.b, case.b_scale, case.bounds)
-    assert torch.equal(compiled(*operands)[:33], case.call()[:33])
-    out = torch.empty_like(case.out)
-    assert compiled(*operands, out) is out and torch.equal(out[:33], case.call()[:33])
-    with pytest.raises(Exception, match="config cannot be given under torch.compile"):
-        compiled(*operands, config=GemmConfig(64, 128, 4, grouping="offs"))
-
-
 def good(**changes) -> dict:
     case = make_case([10, 20], 64, 256)
     operands = {"a": case.a, "a_scale": case.a_scale, "b": case.b, "b_scale": case.b_scale}
@@ -349,25 +337,3 @@ def test_refusals_of_three_dimensions():
     overlapping = torch.zeros(24, 64, dtype=torch.bfloat16).expand(2, -1, -1)
     with pytest.raises(ValueError, match="rows of out overlap"):
         fp8_grouped_gemm(a, a_scale, b, b_scale, out=overlapping)
-
-
-def test_gradients_are_refused():
-    arguments = good()
-    arguments["b_scale"].requires_grad_()
-    with pytest.raises(RuntimeError, match="b_scale requires a gradient, and fp8_grouped_gemm has none"):
-        fp8_grouped_gemm(**arguments)
-    with torch.no_grad():
-        fp8_grouped_gemm(**arguments)
-
-
-def test_configs_of_other_groupings_are_refused():
-    """By both calls; on the CPU no config is looked at."""
-    from deep_tile.checks import checked_config
-    from deep_tile.problem import GemmProblem, Groups
-
-    problem = GemmProblem(64, 128, 256, groups=Groups("offs", 2, 32))
-    for config, wanted in ((GemmConfig(64, 128, 4), "offs"), (GemmConfig(64, 128, 4, grouping="counts"), "offs")):
-        with pytest.raises(ValueError, match=f"this call for grouping='{wanted}'"):
-            checked_config(config, problem)
-    with pytest.raises(ValueError, match="this call for grouping='none'"):
-        checked_config(GemmConfig(64, 128, 4, grouping="offs"), problem._replace(groups=None))

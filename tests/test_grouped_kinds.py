@@ -219,18 +219,6 @@ def test_one_k_of_columns_that_adjoin(device):
         grouped_gemm(a, rows.repeat(2, 1, 1)[..., :5].transpose(1, 2), offs=offs.repeat(2))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_traced(device):
-    case = make_case("bf16", [10, 20, 0, 3], 64, 256, device=device)
-    fast = torch.compile(grouped_gemm, fullgraph=True, backend="aot_eager", dynamic=True)
-    out = torch.empty_like(case.out)
-    assert torch.equal(fast(*case.operands, **case.bounds)[:33], case.check()[:33])
-    assert fast(*case.operands, out=out, **case.bounds) is out and torch.equal(out[:33], case.guarded.out[:33])
-    case = make_case("fp8_rows", [10, 20, 0, 3], 64, 256, device=device)
-    fast = torch.compile(scaled_grouped_gemm, fullgraph=True, backend="aot_eager", dynamic=True)
-    assert torch.equal(fast(*case.operands, **case.bounds)[:33], case.check()[:33])
-
-
 @pytest.mark.gpu
 def test_a_graph_holds_for_every_distribution():
     case = make_case("bf16", [10, 20, 0, 3], 64, 256, device="cuda")

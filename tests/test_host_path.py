@@ -140,6 +140,11 @@ _launcher.launch_known, _launcher.signature = lambda *ignored: False, lambda *ig
 """
 """As with a torch that has no DLPack C exchange API."""
 
+EITHER_WAY = pytest.mark.parametrize(
+    ("setup", "path"), [("", "launch_known"), (WITHOUT_DLPACK, "launch")], ids=["dlpack", "without dlpack"]
+)
+EITHER_SETUP = pytest.mark.parametrize("setup", ["", WITHOUT_DLPACK], ids=["dlpack", "without dlpack"])
+
 
 def test_second_call_is_one_call_into_c(run_pretending):
     shown, launched = run_pretending("""
@@ -170,11 +175,14 @@ def test_parameters_are_tensors(run_pretending):
 attempt(fp8_gemm, **good)
 frozen = torch.nn.Parameter(b, requires_grad=False)
 trained = torch.nn.Parameter(b_scale)
+with torch.inference_mode():
+    inference = a_scale.clone()
+attempt(fp8_gemm, **good | {"a_scale": inference})
 with torch.no_grad():
     attempt(fp8_gemm, **good | {"b": frozen, "b_scale": trained})
 attempt(fp8_gemm, **good | {"a": a.clone(), "b": b.clone()})
 """)
-    assert shown == ["prepare_launch launch", "launch_known", "launch_known"]
+    assert shown == ["prepare_launch launch", *["launch_known"] * 3]
 
 
 def test_other_subclasses_go_through_python(run_pretending):
@@ -194,66 +202,53 @@ def needs_a_gpu(bad: BadCall, dlpack: bool) -> bool:
     return bad.needs == "gpu" or on_meta or (bad.what == "is in freed storage" and dlpack)
 
 
-@pytest.mark.parametrize("dlpack", [True, False], ids=["dlpack", "without dlpack"])
-def test_bad_calls_launch_nothing(run_pretending, dlpack):
+def assert_refused(bad: BadCall, outcome: str, dlpack: bool) -> None:
+    """And launched nothing."""
+    if not needs_a_gpu(bad, dlpack):
+        assert outcome.startswith(bad.error.__name__), (bad.name, outcome)
+        assert re.search(bad.seen, outcome) and re.search(bad.remedy, outcome), (bad.name, outcome)
+        assert not outcome.endswith(("launch", "launch_known")), (bad.name, outcome)
+
+
+PRODUCTS = "fp8_gemm", "prepare", "plan"
+CASTS = "per_token_cast_to_fp8", "per_block_cast_to_fp8", "silu_mul_cast_to_fp8"
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("calls", [PRODUCTS, CASTS], ids=["products", "casts"])
+def test_bad_calls_launch_nothing(run_pretending, setup, path, calls):
     """Though calls that are right, and like them, are known: of GPU tensors, C would launch those at once."""
-    shown, _ = run_pretending(
-        ("" if dlpack else WITHOUT_DLPACK)
-        + """
+    code = f"""
 from bad_calls import BAD_CALLS, CALLS, Good
 given = Good()
 for number, bad in enumerate(BAD_CALLS):
-    if bad.call in ("fp8_gemm", "prepare", "plan"):
-        fp8_gemm(**given.arguments("fp8_gemm"))
-        function, arguments = CALLS[bad.call](given), bad.arguments(given)
+    if bad.call in {calls}:
+        right = bad.call if bad.call in {CASTS} else "fp8_gemm"
+        attempt(CALLS[right](given), **given.arguments(right))
         show(number)
+        function, arguments = CALLS[bad.call](given), bad.arguments(given)
         attempt(function, **arguments)
 """
-    )
-    assert len(shown) > 120
-    for number, outcome in zip(shown[::2], shown[1::2], strict=True):
+    of = params.CAST if calls is CASTS else params.GEMM
+    shown, _ = run_pretending(setup + CAST_SETUP * (calls is CASTS) + code, of=of)
+    assert len(shown) > 180
+    for known, number, outcome in zip(shown[::3], shown[1::3], shown[2::3], strict=True):
         bad = BAD_CALLS[int(number)]
-        if not needs_a_gpu(bad, dlpack):
-            assert outcome.startswith(bad.error.__name__), (bad.name, outcome)
-            assert re.search(bad.seen, outcome) and re.search(bad.remedy, outcome), (bad.name, outcome)
-            assert not outcome.endswith(("launch", "launch_known")), (bad.name, outcome)
+        assert known.split()[-1] == path or "prepare" in known, (bad.name, known)
+        assert_refused(bad, outcome, path == "launch_known")
 
 
-@pytest.mark.parametrize("dlpack", [True, False], ids=["dlpack", "without dlpack"])
-def test_bad_casts_launch_nothing(run_pretending, dlpack):
-    """Though casts that are right, and like them, are known."""
-    shown, _ = run_pretending(
-        ("" if dlpack else WITHOUT_DLPACK)
-        + """
-from bad_calls import BAD_CALLS, CALLS, Good
-given = Good()
+@EITHER_SETUP
+def test_floors_that_equal_a_known_one_are_refused(run_pretending, setup):
+    code = """
+given = {"x": x, "out": codes, "scale_out": scale}
+for floor in (True, 1, 1.0, True, np.float32(1), [1.0]):
+    attempt(per_token_cast_to_fp8, **given, amax_floor=floor)
 """
-        + CAST_SETUP
-        + """
-for number, bad in enumerate(BAD_CALLS):
-    if bad.call in ("per_token_cast_to_fp8", "per_block_cast_to_fp8", "silu_mul_cast_to_fp8"):
-        attempt(CALLS[bad.call](given), **given.arguments(bad.call))
-        show(number)
-        attempt(CALLS[bad.call](given), **bad.arguments(given))
-given.arguments("per_token_cast_to_fp8")["x"].zero_()
-floors = (True, 1, 1.0, True, np.float32(1), [1.0])
-for floor in floors:
-    attempt(CALLS["per_token_cast_to_fp8"](given), **given.arguments("per_token_cast_to_fp8") | {"amax_floor": floor})
-""",
-        of=params.CAST,
-    )
-    *table, first, second, third, fourth, fifth, last = shown
-    assert len(table) > 120
-    for known, number, outcome in zip(table[::3], table[1::3], table[2::3], strict=True):
-        bad = BAD_CALLS[int(number)]
-        assert known.split()[-1] == ("launch_known" if dlpack else "launch") or "prepare" in known, (bad.name, known)
-        if not needs_a_gpu(bad, dlpack):
-            assert outcome.startswith(bad.error.__name__), (bad.name, outcome)
-            assert re.search(bad.seen, outcome) and re.search(bad.remedy, outcome), (bad.name, outcome)
-            assert not outcome.endswith(("launch", "launch_known")), (bad.name, outcome)
-    assert [first, fourth] == ["TypeError amax_floor is True, a bool; pass a number, such as 1e-4"] * 2
-    assert second == "prepare_launch launch" and third == "launch" == fifth
-    assert last == "TypeError amax_floor is [1.0], a list; pass a number, such as 1e-4"
+    shown, _ = run_pretending(setup + CAST_SETUP + code, of=params.CAST)
+    true = "TypeError amax_floor is True, a bool; pass a number, such as 1e-4"
+    assert shown == [true, "prepare_launch launch", "launch", true, "launch", shown[5]]
+    assert shown[5] == "TypeError amax_floor is [1.0], a list; pass a number, such as 1e-4"
 
 
 def test_legal_changes_are_prepared_anew(run_pretending):
@@ -351,19 +346,6 @@ for value in (0, False, 0.0):
     assert len(launched) == 2
 
 
-def test_whatever_is_plain_shares_a_launch(run_pretending):
-    """That a tensor was made in inference mode or requires a gradient is nothing that a kernel could notice."""
-    shown, _ = run_pretending("""
-attempt(fp8_gemm, **good)
-with torch.inference_mode():
-    inference = a_scale.clone()
-attempt(fp8_gemm, **good | {"a_scale": inference})
-with torch.no_grad():
-    attempt(fp8_gemm, **good | {"b_scale": b_scale.clone().requires_grad_()})
-""")
-    assert shown == ["prepare_launch launch", "launch_known", "launch_known"]
-
-
 MEMORY = """
 def resident_bytes():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -434,9 +416,7 @@ show(*entries())
 # Plans.
 
 
-@pytest.mark.parametrize(
-    ("setup", "path"), [("", "launch_known"), (WITHOUT_DLPACK, "launch")], ids=["dlpack", "without dlpack"]
-)
+@EITHER_WAY
 def test_plan(run_pretending, setup, path):
     """It prepares once, launches nothing by itself, and binds the weights."""
     shown, launched = run_pretending(
@@ -488,7 +468,7 @@ PLAN_CHANGES = {
 }
 
 
-@pytest.mark.parametrize("setup", ["", WITHOUT_DLPACK], ids=["dlpack", "without dlpack"])
+@EITHER_SETUP
 def test_plan_takes_the_like_only(run_pretending, setup):
     calls = "\n".join(f"attempt(plan_, {arguments})" for arguments in PLAN_CHANGES)
     shown, launched = run_pretending(setup + "plan_ = prepare(a, a_scale, b, b_scale, out)\n" + calls)
@@ -506,7 +486,7 @@ show(aligned.data_ptr() % 16, moved.data_ptr() % 16, aligned.stride() == moved.s
 """
 
 
-@pytest.mark.parametrize("setup", ["", WITHOUT_DLPACK], ids=["dlpack", "without dlpack"])
+@EITHER_SETUP
 def test_scales_are_copied_in_bulk_where_they_are_aligned(run_pretending, setup):
     """Which is another signature."""
     shown, launched = run_pretending(
@@ -521,7 +501,7 @@ for scale in (aligned, moved, aligned, moved, a_scale):
     assert [launch.params["bulk_scale_rows"] for launch in launched] == [5, 0, 5, 0, 0]
 
 
-@pytest.mark.parametrize("setup", ["", WITHOUT_DLPACK], ids=["dlpack", "without dlpack"])
+@EITHER_SETUP
 @pytest.mark.parametrize(("example", "rows"), [("aligned", [5, 0, 5, 0]), ("moved", [0] * 4)])
 def test_plan_takes_scales_that_begin_anywhere(run_pretending, setup, example, rows):
     shown, launched = run_pretending(
@@ -551,9 +531,7 @@ codes, scale = torch.zeros(130, 264).to(torch.float8_e4m3fn), torch.zeros(130, 3
 """
 
 
-@pytest.mark.parametrize(
-    ("setup", "path"), [("", "launch_known"), (WITHOUT_DLPACK, "launch")], ids=["dlpack", "without dlpack"]
-)
+@EITHER_WAY
 @pytest.mark.parametrize(("cast", "rows"), [("per_token_cast_to_fp8", 130), ("per_block_cast_to_fp8", 2)])
 def test_second_cast_is_one_call_into_c(run_pretending, setup, path, cast, rows):
     shown, launched = run_pretending(
@@ -619,21 +597,21 @@ attempt(per_token_cast_to_fp8, [1.0], out=codes, scale_out=scale)
 
 
 def test_casts_of_three_dimensions_are_one_call_into_c(run_pretending):
-    """Those of four go through Python, as do those that are copied first."""
+    """Those of four, too; those of five go through Python, as do those that are copied first."""
     shown, launched = run_pretending(
         CAST_SETUP
         + """
-for source in (x.view(13, 10, 264), x.view(13, 5, 2, 264), x.view(13, 10, 264)[:, :5]):
+for source in (x.view(13, 10, 264), x.view(13, 5, 2, 264), x.view(13, 5, 2, 1, 264), x.view(13, 10, 264)[:, :5]):
     for _ in range(2):
         attempt(per_token_cast_to_fp8, source, scale_layout="m_aligned")
 """,
         of=params.CAST,
     )
     new = "prepare_launch launch"
-    assert shown == [new, "launch_known", new, "launch", new, "launch"]
+    assert shown == [*[new, "launch_known"] * 2, *[new, "launch"] * 2]
     fields = "rows", "x_stride", "scale_stride_column"
     strides = [tuple(launch.params[field] for field in fields) for launch in launched]
-    assert strides == [(130, 264, 132)] * 4 + [(65, 264, 68)] * 2
+    assert strides == [(130, 264, 132)] * 6 + [(65, 264, 68)] * 2
     assert all("pdl 0" in launch.line for launch in launched)  # no part of an expert layer
 
 
@@ -680,9 +658,7 @@ many = {"out": codes.view(13, 10, 264), "scale_out": scale.view(13, 10, 3)}
 """
 
 
-@pytest.mark.parametrize(
-    ("setup", "path"), [("", "launch_known"), (WITHOUT_DLPACK, "launch")], ids=["dlpack", "without dlpack"]
-)
+@EITHER_WAY
 def test_second_cast_of_rows_is_one_call_into_c(run_pretending, setup, path):
     """Calls that differ in nothing but their lists, the index's type, or their numbers, are told apart."""
     shown, launched = run_pretending(
@@ -726,9 +702,7 @@ show(rows.data_ptr(), offs.data_ptr(), counts.data_ptr())
     assert numbers[10:12] == [pytest.approx((7, -2 * log2_e, 1))] * 2
 
 
-@pytest.mark.parametrize(
-    ("setup", "path"), [("", "launch_known"), (WITHOUT_DLPACK, "launch")], ids=["dlpack", "without dlpack"]
-)
+@EITHER_WAY
 def test_second_sum_of_rows_is_one_call_into_c(run_pretending, setup, path):
     shown, launched = run_pretending(
         setup
@@ -759,9 +733,7 @@ show(x.data_ptr(), weights.data_ptr(), index.data_ptr(), out.data_ptr())
     assert (moved["aligned"], moved["wide_index"], moved["narrow_weights"]) == (0, 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("setup", "path"), [("", "launch_known"), (WITHOUT_DLPACK, "launch")], ids=["dlpack", "without dlpack"]
-)
+@EITHER_WAY
 def test_second_sort_is_one_call_into_c(run_pretending, setup, path):
     shown, launched = run_pretending(
         setup
@@ -812,18 +784,3 @@ per_token_cast_to_fp8(x[:100], out=out.as_strided((100, 264), (264, 1)), scale_o
         of=params.CAST,
     )
     assert [launch.params["aligned"] for launch in launched] == [aligned]
-
-
-def test_signatures_of_casts_are_forgotten_when_there_are_too_many(run_pretending):
-    shown, _ = run_pretending(
-        CAST_SETUP
-        + """
-launches.MAX_SIGNATURES = 2
-for rows, floor in ((1, 1e-4), (2, 1e-4), (2, 1e-4), (2, 1e-5), (2, 1e-5)):
-    attempt(per_token_cast_to_fp8, x[:rows], out=codes[:rows], scale_out=scale[:rows], amax_floor=floor)
-show(*(len(known) for _, known in quantize.TOKEN_CAST.launches.values()))
-""",
-        of=params.CAST,
-    )
-    new, known = "prepare_launch launch", "launch_known"
-    assert shown == [new, new, known, new, known, "1"]

@@ -868,7 +868,7 @@ DIFFERENT = {
     "kind of device": '{name: {"device": (1, 0)} for name in GOOD}',
 }
 UNREADABLE = {
-    "rank": '{"a": {"shape": (4096, 8, 7, 128), "strides": (7168, 896, 128, 1)}}',
+    "rank": '{"a": {"shape": (4096, 8, 7, 2, 64), "strides": (7168, 896, 128, 64, 1)}}',
     "other device": '{"b": {"device": (2, 1)}}',
     "unknown to DLPack": '{"out": {"memory": False}}',
     **{f"no memory, {name}": f'{{"{name}": {{"address": 0, "base": 0}}}}' for name in ("a", "a_scale", "b", "out")},

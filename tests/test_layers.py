@@ -43,18 +43,7 @@ MAY_IMPORT = {
     "ops": {"_launcher"},
     "cast": SIZES | {"_launcher", "codegen", "jit", "params", "progress", "select", "watch"},
     "logits_launch": {"_launcher", "cast", "codegen", "config", "params"},
-    "logits": {
-        "_launcher",
-        "cast",
-        "checks",
-        "codegen",
-        "config",
-        "launches",
-        "logits_launch",
-        "ops",
-        "options",
-        "tensors",
-    },
+    "logits": {"cast", "checks", "codegen", "config", "launches", "logits_launch", "operation", "ops", "tensors"},
     "sources": {"ops", "params", "tensors"},
     "quantize": {"_launcher", "cast", "config", "launches", "operation", "ops", "options", "params", "sources"}
     | {"tensors"},
@@ -85,8 +74,20 @@ MAY_IMPORT = {
     "parts": {"_launcher", "cast", "codegen", "config", "kinds", "params"},
     "thin": {"_launcher", "cast", "checks", "config", "finishes", "jit", "launches", "operation", "ops", "options"}
     | {"params", "parts", "select", "tensors"},
-    "dense": CALL | {"checks", "finishes", "operation", "packed", "params", "thin"},
-    "grouped": CALL | {"checks", "dense", "finishes", "operation", "packed", "params"},
+    "unpack": {
+        "_launcher",
+        "cast",
+        "config",
+        "kinds",
+        "launches",
+        "operation",
+        "packed",
+        "params",
+        "quantize",
+        "select",
+    },
+    "dense": CALL | {"checks", "finishes", "operation", "packed", "params", "thin", "unpack"},
+    "grouped": CALL | {"checks", "dense", "finishes", "operation", "packed", "params", "unpack"},
     "wgrad": CALL | {"checks", "dense", "finishes", "grouped", "operation", "params"},
     "gemm_cast": CALL | {"checks", "dense", "finishes", "operation", "params", "quantize"},
     "api": CALL | {"cast", "checks", "dense", "finishes", "grouped", "operation", "options", "wgrad"},
@@ -106,11 +107,12 @@ MAY_IMPORT = {
     | {"quantize", "tensors"},
     "sums": {"dense", "grouped", "ops", "tensors", "thin"},
     "replaceable": {"quantize", "tensors"},
-    "train": {"api", "both", "cast", "config", "dense", "experts", "gated", "grouped", "jit", "ops", "problem"}
-    | {"quantize"}
+    "train": {"_launcher", "api", "both", "cast", "config", "dense", "experts", "gated", "grouped", "jit", "launches"}
+    | {"ops", "params", "problem", "quantize"}
     | {"select", "tensors", "transposed", "wgrad"},
-    "nn": {"api", "blocks", "cast", "checks", "config", "formats", "integrations", "jit", "linear", "quantize"}
-    | {"replaceable", "tensors"},
+    "packed_layers": {"blocks", "config", "dense", "experts", "grouped", "kinds", "packed", "quantize"},
+    "nn": {"api", "blocks", "cast", "checks", "config", "formats", "integrations", "jit", "linear", "packed_layers"}
+    | {"quantize", "replaceable", "tensors"},
     "distributed": {"blocks", "config", "nn", "ops", "quantize", "tensors"},
     "integrations": {"", "api", "blocks", "cast", "compat", "config", "discovery", "experts", "grouped", "linear", "nn"}
     | {"options", "quantize", "replaceable", "tensors", "train"},
@@ -135,7 +137,7 @@ MAY_IMPORT = {
     "method": SIZES | {"select"},
     "tools": CALL
     | {"packaged", "", "api", "cast", "codegen", "dense", "grouped", "integrations", "method", "params", "quantize"}
-    | {"logits_launch", "parts", "progress", "sass", "wgrad"},
+    | {"logits_launch", "packed", "parts", "progress", "sass", "wgrad"},
     "": {"discovery"},
     "discovery": set(),
     "__main__": {"tools"},
@@ -164,12 +166,14 @@ WITH_TORCH = {
     "gated",
     "gemm_cast",
     "grouped",
+    "integrations.peft",
     "integrations.torchtitan",
     "integrations.sglang_hooks",
     "integrations.transformers",
     "integrations.transformers_blocks",
     "integrations.transformers_config",
     "integrations.transformers_experts",
+    "integrations.transformers_packed",
     "integrations.transformers_weights",
     "integrations.vllm_experts",
     "integrations.vllm_linear",
@@ -182,6 +186,8 @@ WITH_TORCH = {
     "ops",
     "options",
     "packed",
+    "packed_layers",
+    "unpack",
     "quantize",
     "reference",
     "replaceable",
@@ -193,6 +199,8 @@ WITH_TORCH = {
     "train",
     "train.casts",
     "train.experts",
+    "train.gathered",
+    "train.joined",
     "train.layers",
     "train.linear",
     "train.mlp",

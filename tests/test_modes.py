@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,52 +77,77 @@ def tensors_in(tree: object) -> list[torch.Tensor]:
 
 
 @cache
-def calls() -> dict[str, Call]:
-    """By what they are. Drawn once, and on the CPU; calls write to clones."""
+def calls(m: int = M) -> dict[str, Call]:
+    """Of m rows, an even number, by what they are. Drawn once, and on the CPU; calls write to clones."""
     of, into = Call.of, Call.into
-    x, w, wide = torch.randn(M, K).bfloat16(), torch.randn(N, K), torch.randn(N, K).bfloat16()
+    x, w, wide = torch.randn(m, K).bfloat16(), torch.randn(N, K), torch.randn(N, K).bfloat16()
     (a, a_scale), (b, b_scale) = deep_tile.per_token_cast_to_fp8(x), deep_tile.per_block_cast_to_fp8(w)
     fp8, groups = (a, a_scale, b, b_scale), (a, a_scale, torch.stack([b, b]), torch.stack([b_scale, b_scale]))
-    batch = (a.view(2, 3, K), a_scale.contiguous().view(2, 3, -1), *groups[2:])
-    integers = torch.randint(-9, 9, (M, K), dtype=torch.int8), torch.randint(-9, 9, (N, K), dtype=torch.int8)
-    rows, columns = torch.rand(M, 1), torch.rand(N, 1)
+    batch = (a.view(2, m // 2, K), a_scale.contiguous().view(2, m // 2, -1), *groups[2:])
+    integers = torch.randint(-9, 9, (m, K), dtype=torch.int8), torch.randint(-9, 9, (N, K), dtype=torch.int8)
+    rows, columns = torch.rand(m, 1), torch.rand(N, 1)
     gradients = *deep_tile.transposed_cast_to_fp8(torch.randn(K, N)), *deep_tile.transposed_cast_to_fp8(w.t()[:, :32])
-    offs, tokens = torch.tensor([2, M], dtype=torch.int32), torch.tensor([128, K], dtype=torch.int32)
-    chosen, weights, index = torch.randint(0, 4, (M, 2)), torch.rand(4, 2), torch.randint(0, M, (4, 2))
-    product, total, added = torch.zeros(M, N).bfloat16(), torch.zeros(M, N), torch.ones(M, N)
+    offs, tokens = torch.tensor([2, m], dtype=torch.int32), torch.tensor([128, K], dtype=torch.int32)
+    chosen, weights, index = torch.randint(0, 4, (m, 2)), torch.rand(4, 2), torch.randint(0, m, (4, 2))
+    product, total, added = torch.zeros(m, N).bfloat16(), torch.zeros(m, N), torch.ones(m, N)
     padded, ends = deep_tile.per_token_cast_to_fp8(torch.randn(K, K)), torch.tensor([0, 1]).int().repeat_interleave(128)
-    of_groups, lengths, sums = torch.zeros(K, N).bfloat16(), [2, M - 2], (torch.zeros(2, K, N), torch.ones(2, K, N))
-    dense, grads = 2 * M * N * K, 2 * N * 32 * K
+    of_groups, lengths, sums = torch.zeros(K, N).bfloat16(), [2, m - 2], (torch.zeros(2, K, N), torch.ones(2, K, N))
+    of_rows = ("scaled_grouped_gemm", a, rows, groups[2], torch.rand(2, N), offs)
+    mxfp4 = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8), torch.full((N, K // 32), 127, dtype=torch.uint8)
+    packed = deep_tile.pack_weight(*mxfp4)
+    dense, grads = 2 * m * N * K, 2 * N * 32 * K
     return {
         "fp8_gemm": of("fp8_gemm", *fp8, flops=dense),
         "fp8_gemm to out": of("fp8_gemm", *fp8, product, flops=dense),
         "fp8_gemm, finished": of("fp8_gemm", *fp8, bias=torch.randn(N), activation="swiglu", flops=dense),
         "gemm": of("gemm", x, wide, flops=dense),
         "gemm, added": of("gemm", x, wide, product, accumulate=True, flops=dense),
+        "gemm of a wide weight": of("gemm", x, w, out_dtype=torch.float32, flops=None),
         "int8_gemm": of("int8_gemm", integers[0], a_scale, integers[1], b_scale, flops=dense),
         "scaled_gemm": of("scaled_gemm", a, rows, b, columns, fast_accum=False, flops=dense),
         "fp8_wgrad": of("fp8_wgrad", *gradients, torch.ones(N, 32), flops=grads),
         "fp8_grouped_wgrad": of("fp8_grouped_wgrad", *gradients, tokens, torch.ones(2, N, 32), flops=grads),
         "fp8_grouped_gemm": of("fp8_grouped_gemm", *groups, offs, flops=dense),
         "fp8_grouped_gemm of a batch": of("fp8_grouped_gemm", *batch, flops=dense),
+        "fp8_grouped_gemm to out": of("fp8_grouped_gemm", *groups, offs, product, flops=dense),
         "grouped_gemm": of("grouped_gemm", x, torch.stack([wide, wide]), offs, flops=dense),
-        "scaled_grouped_gemm": of("scaled_grouped_gemm", a, rows, groups[2], torch.rand(2, N), offs, flops=dense),
-        "fp8_linear": of("fp8_linear", x.view(2, 3, K), b, b_scale, torch.randn(N), flops=dense),
+        "scaled_grouped_gemm": of(*of_rows, flops=dense),
+        "scaled_grouped_gemm to out": of(*of_rows, product.half(), fast_accum=False, flops=dense),
+        "packed_gemm": of("packed_gemm", a, a_scale, *packed, flops=dense),
+        "packed_grouped_gemm": of("packed_grouped_gemm", a, a_scale, *(y[None] for y in packed), offs[1:], flops=dense),
+        "thin_gemm": of("thin_gemm", x, w, flops=None),
+        "thin_gemm to out": of("thin_gemm", x, w, total, flops=None),
+        "prenorm_gemm to out": of("prenorm_gemm", x, w, None, torch.zeros(2, m), num_splits=2, flops=None),
+        "fp8_linear": of("fp8_linear", x.view(2, m // 2, K), b, b_scale, torch.randn(N), flops=dense),
         "fp8_linear to out": of("fp8_linear", x, b, b_scale, None, product, flops=dense),
         "fp8_linear of a wide weight": of("fp8_linear", x, wide, flops=dense),
         "fp8_linear of a pair": of("fp8_linear", (a, a_scale), b, b_scale, flops=None),
         "fp8_gemm_cast": of("fp8_gemm_cast", *fp8, flops=dense),
         "fp8_gemm_cast to out": of("fp8_gemm_cast", *fp8, product.to(FP8), flops=None),
         "per_token_cast_to_fp8": of("per_token_cast_to_fp8", x.double(), scale_layout="row"),
-        "per_token_cast_to_fp8 to out": of("per_token_cast_to_fp8", x, out=torch.zeros(M, K).to(FP8), flops=None),
+        "per_token_cast_to_fp8 to out": of("per_token_cast_to_fp8", x, out=torch.zeros(m, K).to(FP8), flops=None),
         "per_token_cast_to_fp8 by rows": of("per_token_cast_to_fp8", x, rows=torch.tensor([1, -1, 0])),
         "per_block_cast_to_fp8": of("per_block_cast_to_fp8", w),
         "per_block_cast_to_fp8 to out": of("per_block_cast_to_fp8", w, out=torch.zeros(N, K).to(FP8), flops=None),
         "quantize_weight": of("quantize_weight", w),
         "transposed_cast_to_fp8": of("transposed_cast_to_fp8", w, offs=torch.tensor([N], dtype=torch.int32)),
-        "transposed_cast_to_fp8 to out": of("transposed_cast_to_fp8", x, out=torch.zeros(K, M).to(FP8), flops=None),
+        "transposed_cast_to_fp8 to out": of("transposed_cast_to_fp8", x, out=torch.zeros(K, m).to(FP8), flops=None),
+        "per_token_cast_to_fp8 by rows to out": of(
+            *("per_token_cast_to_fp8", x), rows=torch.tensor([1, -1, 0]), scale_out=torch.zeros(3, 2), flops=None
+        ),
+        "cast_both": of("cast_both", x, round_scale="pow2", offs=torch.tensor([m], dtype=torch.int32)),
+        "cast_both of blocks": of("cast_both", x, blocks=True, exact="reciprocal"),
+        "cast_both by rows": of("cast_both", x, rows=torch.arange(5, dtype=torch.int32)),
+        "cast_weight": of("cast_weight", w, amax_floor=1e-3),
+        "cast_weight of experts": of("cast_weight", torch.stack([w, 2 * w])),
+        "transpose_fp8": of("transpose_fp8", a),
+        "swiglu_gradient_cast_both": of("swiglu_gradient_cast_both", x[:, :128], x, share=rows[:, 0], flops=None),
         "silu_mul_cast_to_fp8": of("silu_mul_cast_to_fp8", x, offs=offs, limit=7.0),
-        "silu_mul_cast_to_fp8 to out": of("silu_mul_cast_to_fp8", x, scale_out=torch.zeros(M, 1), flops=None),
+        "silu_mul_cast_to_fp8 to out": of("silu_mul_cast_to_fp8", x, scale_out=torch.zeros(m, 1), flops=None),
+        "silu_mul_cast_to_fp8 of counts to out": of(
+            *("silu_mul_cast_to_fp8", x.view(2, m // 2, K)),
+            **{"counts": torch.tensor([m, m]).int(), "out": torch.zeros(2, m // 2, 128).to(FP8), "flops": None},
+        ),
         "combine": of("combine", x, weights, index),
         "combine to out": of("combine", x, weights, index, torch.zeros(4, K).bfloat16()),
         "sort_by_expert": of("sort_by_expert", chosen, 4, alignment=128),
@@ -143,15 +169,20 @@ def calls() -> dict[str, Call]:
 
 
 CALLS = (*calls(),)
+ONE_OP = [name for name, call in calls().items() if call.flops is not None or "to out" in name]
 
 
-def on(device: str, name: str) -> Call:
+def on(device: str, name: str, m: int = M) -> Call:
     """With tensors of its own, in the strides that they had."""
 
     def copy(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
-    return calls()[name].made(copy)
+    return calls(m)[name].made(copy)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1).clone().view(torch.uint8)
 
 
 def layouts(results: list[torch.Tensor]) -> list[tuple]:
@@ -168,11 +199,20 @@ def assert_same(results, wanted: list[torch.Tensor]) -> None:
 class Watching(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.calls = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.append(str(function))
+        self.calls.append((function, args, kwargs or {}))
         return function(*args, **(kwargs or {}))
+
+    @property
+    def seen(self) -> list[str]:
+        return [str(function) for function, *_ in self.calls]
+
+    @property
+    def ops(self) -> list[tuple]:
+        """Of the package, with what each was given."""
+        return [call for call in self.calls if call[0].namespace == "deep_tile"]
 
 
 # ---- checks, of calls on any device
@@ -195,6 +235,29 @@ def check_tracer(name: str, device: str, trace: Callable[[Callable, list], Calla
     traced = trace(call.traceable(), call.tensors)
     results = traced(*on(device, name).tensors)
     assert_same(tensors_in(results), wanted)
+
+
+def check_compiled(name: str, device: str) -> None:
+    """One graph serves every number of rows and gives what eager calls give, strides too."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(calls()[name].function, backend=counter, fullgraph=True, dynamic=True)
+    counts = []
+    for m in (M, 3 * M, 5 * M):
+        call, eager = on(device, name, m), on(device, name, m)
+        made, wanted = fast(*call.arguments, **call.keywords), eager.function(*eager.arguments, **eager.keywords)
+        assert_same(tensors_in(made), tensors_in(wanted))
+        assert type(made) is type(wanted)
+        counts.append(counter.frame_count)
+    assert counts == [counts[0]] * 3
+
+
+def op_of(name: str, device: str) -> tuple:
+    """The op that a call is, and what it is given: tensors of its own."""
+    with Watching() as mode:
+        on(device, name)()
+    op, arguments, keywords = mode.ops[-1]
+    return op, *pytree.tree_map_only(torch.Tensor, torch.clone, (arguments, keywords))
 
 
 TRACERS = {
@@ -223,6 +286,33 @@ def test_modes_see_ops(name):
 @pytest.mark.parametrize("name", CALLS)
 def test_tracers_see_ops(name, tracer):
     check_tracer(name, "cpu", TRACERS[tracer])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_as_eager(name):
+    check_compiled(name, "cpu")
+
+
+@pytest.mark.parametrize("name", ONE_OP)
+def test_opcheck(name):
+    """But for its test_schema, which compares FP8 tensors: torch has no such kernel on the CPU. On a GPU it runs."""
+    for test in ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"):
+        torch.library.opcheck(*op_of(name, "cpu"), test_utils=test)
+
+
+@pytest.mark.parametrize("name", ONE_OP)
+def test_ops_write_to_their_targets_alone(name):
+    op, arguments, keywords = op_of(name, "cpu")
+    given = {argument.name: x for argument, x in zip(op._schema.arguments, arguments, strict=False)} | keywords
+    written = {argument.name for argument in op._schema.arguments if argument.alias_info}
+    for key in written:  # which a call has written to
+        given[key].copy_(torch.zeros(given[key].shape))
+    before = {key: x.clone() for key, x in given.items() if isinstance(x, torch.Tensor)}
+    result = op(*arguments, **keywords)
+    changed = {key for key, x in before.items() if not torch.equal(bits(x), bits(given[key]))}
+    assert changed == written and (result is None) == bool(written)
+    assert {torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides} <= {*op.tags}
+    assert torch.Tag.cudagraph_unsafe not in op.tags
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -381,32 +471,44 @@ except AttributeError as error:
     assert done.stdout == "module 'deep_tile.compat' has no attribute 'another'\n"
 
 
-# ---- what is written to
+# ---- gradients
 
-TARGETS = ("out", "scale_out")
+OF_WEIGHTS = ("per_block_cast_to_fp8", "quantize_weight", "cast_weight")
+"""Which are cast without a gradient."""
 
 
 @pytest.mark.parametrize(
-    ("name", "target"),
-    [
-        *((f"{kind}_cast_to_fp8", x) for kind in ("per_token", "per_block", "transposed", "silu_mul") for x in TARGETS),
-        ("combine", "out"),
-    ],
+    "name", [name for name in ONE_OP if not name.startswith(("gemm", "fp8_linear", "transpose", *OF_WEIGHTS))]
 )
-def test_no_gradient_is_dropped_of_what_is_written_to(name, target):
-    """By the function, by its op and on fakes; refused as products refuse theirs."""
-    call = on("cpu", name)
-    results = dict(zip(TARGETS, call(), strict=False))
-    given = call.made(torch.clone).keywords | {key: torch.zeros_like(x) for key, x in results.items()}
-    given[target].requires_grad_()
-    op = getattr(OPS, name).out
-    for_op = {key: x for key, x in given.items() if key not in ONLY_ALLOCATING}
-    for run in (lambda: call.function(*call.arguments, **given), lambda: op(*call.arguments, **for_op)):
-        with pytest.raises(RuntimeError, match=f"^{target} requires a gradient"):
-            run()
-        with Watching(), pytest.raises(RuntimeError, match=f"^{target} requires a gradient"):
-            run()
-        assert not given[target].any()
-    with torch.no_grad():
-        call.function(*call.arguments, **given)
-    assert_same([x.detach() for x in (given[key] for key in results)], [*results.values()])
+def test_no_gradient_is_dropped(name):
+    """Of whichever tensor, targets among them, by the function, by its op, under a mode and of fakes."""
+    op, arguments, keywords = op_of(name, "cpu")
+    given = {argument.name: x for argument, x in zip(op._schema.arguments, arguments, strict=False)} | keywords
+    for key, x in given.items():
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            x.requires_grad_()
+            with pytest.raises(RuntimeError, match=rf"(?s)^{key} requires a gradient, and .*(detach|[Tt]o train)"):
+                op(**given)
+            with Watching(), pytest.raises(RuntimeError, match=f"^{key} requires a gradient"):
+                op(**given)
+            with FakeTensorMode() as mode, pytest.raises(RuntimeError, match=f"^{key} requires a gradient"):
+                op(**pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
+            with torch.no_grad():
+                op(**given)
+            x.requires_grad_(False)
+    for at, x in enumerate(on("cpu", name).tensors):
+        if x.is_floating_point():
+            count = iter(range(99))
+            call = on("cpu", name).made(lambda x, at=at, count=count: x.requires_grad_() if next(count) == at else x)
+            with pytest.raises(RuntimeError, match="requires a gradient, and"):
+                call()
+            with torch.no_grad():
+                call()
+
+
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_weights_are_cast_without_a_gradient(name):
+    call = on("cpu", name).made(torch.Tensor.requires_grad_)
+    fast = torch.compile(call.function, backend="aot_eager", fullgraph=True)
+    for made in (call(), tensors_in(fast(*call.arguments, **call.keywords))):
+        assert not any(x.requires_grad for x in made)

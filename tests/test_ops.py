@@ -1,7 +1,6 @@
 """torch.ops.deep_tile on the CPU: what torch.compile, torch.export and others make of the package's functions."""
 
 import io
-import math
 import re
 import subprocess
 import sys
@@ -49,20 +48,6 @@ def operands(m: int, n: int = N, k: int = 304) -> list[torch.Tensor]:
     return [x.clone(memory_format=torch.contiguous_format) for x in make_operands(m, n, k)]
 
 
-def group_operands(*rows: int) -> list[torch.Tensor]:
-    """The same of two groups, for `a` [*rows, k], of which all rows are a group's; the bounds last."""
-    a, a_scale, b, b_scale = operands(math.prod(rows))
-    shaped = [x.view(*rows, x.shape[-1]) for x in (a, a_scale)]
-    bounds = [rows[1]] * 2 if len(rows) == 2 else [2, rows[0]]
-    return [*shaped, *(torch.stack([x, x]) for x in (b, b_scale)), torch.tensor(bounds, dtype=torch.int32)]
-
-
-def unscaled_groups(rows: int) -> list[torch.Tensor]:
-    """Two groups of rows in BF16, and their bounds."""
-    a, b = torch.randn(rows, 304).bfloat16(), torch.randn(2, N, 304).bfloat16()
-    return [a, b, torch.tensor([2, rows], dtype=torch.int32)]
-
-
 def same(x: torch.Tensor, y: torch.Tensor) -> bool:
     """In values and in strides."""
     values = [z.contiguous().view(torch.uint8) for z in (x, y)]
@@ -76,14 +61,6 @@ def compiled(function, backend: str = "aot_eager", **how):
 
 
 # ---- torch.compile
-
-
-def test_a_product_is_one_graph_for_every_m():
-    product, counter = compiled(fp8_gemm, dynamic=True)
-    for m in TOKENS:
-        given = operands(m)
-        assert same(product(*given), fp8_gemm(*given))
-    assert counter.frame_count == 1
 
 
 def layer(x: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
@@ -133,14 +110,6 @@ def test_casts_write_to_what_they_are_given(cast, targets):
     for got, right, name in zip(written(x, given), wanted, ("out", "scale_out"), strict=True):
         assert torch.equal(got.float(), right.float())
         assert name not in given or got is given[name]
-
-
-def test_dequantize_is_traced():
-    fast, counter = compiled(dequantize, dynamic=True)
-    for m in TOKENS:
-        given = operands(m)[:2]
-        assert same(fast(*given), dequantize(*given))
-    assert counter.frame_count == 1
 
 
 def test_a_number_of_tokens_that_the_data_decide():
@@ -214,41 +183,6 @@ def test_supports_is_traced():
 
 
 # ---- gradients
-
-
-@pytest.mark.parametrize("name", ["a", "a_scale", "b", "b_scale", "out"])
-def test_no_gradient_of_a_product_is_dropped(name):
-    given = dict(zip(("a", "a_scale", "b", "b_scale"), operands(5), strict=True))
-    given["out"] = torch.full((5, N), 7, dtype=torch.bfloat16)
-    wanted = fp8_gemm(**given | {"out": None})
-    given[name].requires_grad_()
-    without_out = {key: x for key, x in given.items() if key != "out"}
-    calls = [lambda: OPS.fp8_gemm.out(**given), lambda: compiled(fp8_gemm)[0](**given)]
-    if name != "out":
-        calls += [lambda: OPS.fp8_gemm(**without_out), lambda: compiled(fp8_gemm)[0](**without_out)]
-    for call in calls:
-        with pytest.raises(Exception, match=rf"{name} requires a gradient.*deep_tile.fp8_linear"):
-            call()
-        assert (given["out"] == 7).all()
-    with torch.no_grad():
-        assert same(compiled(fp8_gemm)[0](**given), wanted)
-        assert same(OPS.fp8_gemm(**without_out), wanted)
-        assert same(compiled(fp8_gemm)[0](**without_out), wanted)
-
-
-def test_no_gradient_of_a_token_cast_is_dropped():
-    x = torch.randn(5, K, requires_grad=True)
-    for call in (OPS.per_token_cast_to_fp8, compiled(per_token_cast_to_fp8)[0]):
-        with pytest.raises(Exception, match="x requires a gradient, and per_token_cast_to_fp8 has none"):
-            call(x)
-        with torch.no_grad():
-            assert same(call(x)[0], per_token_cast_to_fp8(x)[0])
-
-
-def test_weights_are_cast_without_a_gradient():
-    w = torch.nn.Parameter(torch.randn(N, K))
-    for call in (per_block_cast_to_fp8, OPS.per_block_cast_to_fp8, compiled(per_block_cast_to_fp8)[0]):
-        assert not any(x.requires_grad for x in call(w))
 
 
 def test_gradients_pass_beside_a_product():
@@ -328,16 +262,6 @@ def test_ops_are_seen_by_make_fx(mode):
 
 def fakes(given: list[torch.Tensor], mode: FakeTensorMode) -> list[torch.Tensor]:
     return [mode.from_tensor(x) for x in given]
-
-
-def test_a_fake_product_is_like_a_real_one():
-    given = operands(5)
-    wanted = fp8_gemm(*given)
-    with FakeTensorMode() as mode:
-        fake = OPS.fp8_gemm(*fakes(given, mode))
-    meta = OPS.fp8_gemm(*(x.to("meta") for x in given))
-    for x, device in ((fake, "cpu"), (meta, "meta")):
-        assert (x.shape, x.stride(), x.dtype, x.device.type) == (wanted.shape, wanted.stride(), wanted.dtype, device)
 
 
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
@@ -488,96 +412,7 @@ def test_an_unknown_layout_is_refused_alike():
     )
 
 
-# ---- the ops themselves
-
-SAMPLES = {
-    "fp8_gemm.default": lambda: (operands(5), {"pdl": False}),
-    "fp8_gemm.out": lambda: (operands(5), {"out": torch.zeros(5, N, dtype=torch.bfloat16)}),
-    "fp8_grouped_gemm.default": lambda: (group_operands(5), {"alignment": 2, "expected_rows": 3}),
-    "fp8_grouped_gemm.out": lambda: (
-        group_operands(2, 5),
-        {"out": torch.zeros(2, 5, N, dtype=torch.bfloat16)},
-    ),
-    "grouped_gemm.default": lambda: (unscaled_groups(5), {"out_dtype": torch.float32}),
-    "grouped_gemm.out": lambda: (unscaled_groups(5), {"out": torch.zeros(5, N, dtype=torch.bfloat16)}),
-    "scaled_grouped_gemm.default": lambda: (group_operands(2, 5), {"fast_accum": False}),
-    "scaled_grouped_gemm.out": lambda: (group_operands(5), {"out": torch.zeros(5, N, dtype=torch.float16)}),
-    "per_token_cast_to_fp8.default": lambda: ([torch.randn(5, K)], {"scale_layout": "m_aligned"}),
-    "per_token_cast_to_fp8.out": lambda: (
-        [torch.randn(5, K)],
-        {"out": torch.zeros(5, K).to(FP8), "scale_out": torch.zeros(5, 3)},
-    ),
-    "per_token_cast_rows_to_fp8.default": lambda: (
-        [torch.randn(5, K)],
-        {"rows": torch.tensor([4, 0, -1]), "offs": torch.tensor([1, 3], dtype=torch.int32)},
-    ),
-    "per_token_cast_rows_to_fp8.out": lambda: (
-        [torch.randn(2, 5, K)],
-        {
-            "counts": torch.tensor([4, 5], dtype=torch.int32),
-            "out": torch.zeros(2, 5, K).to(FP8),
-            "scale_out": torch.zeros(2, 5, 3),
-        },
-    ),
-    "transposed_cast_to_fp8.default": lambda: (
-        [torch.randn(300, 130)],
-        {"offs": torch.tensor([7, 300], dtype=torch.int32), "scale_layout": "row"},
-    ),
-    "transposed_cast_to_fp8.out": lambda: (
-        [torch.randn(5, 130)],
-        {"rows": torch.tensor([4, 0, -1]), "out": torch.zeros(130, 3).to(FP8), "scale_out": torch.zeros(130, 1)},
-    ),
-    "silu_mul_cast_to_fp8.default": lambda: (
-        [torch.randn(5, 2 * K).bfloat16()],
-        {"limit": 7.0, "offs": torch.tensor([5], dtype=torch.int32), "scale_layout": "m"},
-    ),
-    "silu_mul_cast_to_fp8.out": lambda: (
-        [torch.randn(5, 2 * K).half()],
-        {"alpha": 1.702, "beta": 1.0, "out": torch.zeros(5, K).to(FP8), "scale_out": torch.zeros(5, 3)},
-    ),
-    "combine.default": lambda: ([torch.randn(9, K).bfloat16(), torch.rand(5, 2), torch.randint(0, 9, (5, 2))], {}),
-    "combine.out": lambda: (
-        [torch.randn(9, K).bfloat16(), torch.rand(5, 2), torch.randint(0, 9, (5, 2))],
-        {"out": torch.zeros(5, K).bfloat16()},
-    ),
-    "sort_by_expert.default": lambda: ([torch.randint(-1, 5, (7, 3))], {"experts": 4, "alignment": 16}),
-    "per_block_cast_to_fp8.default": lambda: ([torch.randn(N, K)], {"round_scale": "pow2"}),
-    "per_block_cast_to_fp8.out": lambda: (
-        [torch.randn(N, K)],
-        {"out": torch.zeros(N, K).to(FP8), "scale_out": torch.zeros(2, 3)},
-    ),
-}
-
-
-def overload(name: str) -> torch._ops.OpOverload:
-    packet, _, which = name.partition(".")
-    return getattr(getattr(OPS, packet), which)
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-def test_opcheck(name):
-    """But for its test_schema, which multiplies FP8 tensors: torch has no such kernel on the CPU. On a GPU it runs."""
-    args, keywords = SAMPLES[name]()
-    for test in ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"):
-        torch.library.opcheck(overload(name), tuple(args), keywords, test_utils=test)
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-def test_ops_write_to_their_targets_alone(name):
-    args, keywords = SAMPLES[name]()
-    read = [*args, *(x for key, x in keywords.items() if isinstance(x, torch.Tensor) and "out" not in key)]
-    before = [x.clone() for x in read]
-    result = overload(name)(*args, **keywords)
-    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(read, before, strict=True))
-    assert (result is None) == name.endswith(".out")
-    assert all((target.float() != 0).any() for target in keywords.values() if isinstance(target, torch.Tensor))
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-def test_tags(name):
-    tags = overload(name).tags
-    assert {torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides} <= set(tags)
-    assert torch.Tag.cudagraph_unsafe not in tags
+# ---- eager calls
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

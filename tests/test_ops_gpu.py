@@ -6,8 +6,8 @@ What tracers make of the functions, test_ops.py covers without a GPU.
 import pytest
 import torch
 from helpers import make_operands
-from test_modes import CALLS, TRACERS, check_modes, check_tracer, on
-from test_ops import SAMPLES, TOKENS, K, Layer, N, fresh_compiler, layer, overload, same  # noqa: F401
+from test_modes import CALLS, ONE_OP, TRACERS, check_compiled, check_modes, check_tracer, on, op_of
+from test_ops import TOKENS, K, Layer, N, fresh_compiler, layer, same  # noqa: F401
 from torch._dynamo.utils import counters
 
 from deep_tile import fp8_gemm, per_block_cast_to_fp8, per_token_cast_to_fp8, precompile
@@ -106,20 +106,22 @@ def test_export():
         assert same(program.module()(x), module(x))
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", ONE_OP)
 @pytest.mark.parametrize(
     "test", ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
 )
 def test_opcheck(name, test):
-    args, keywords = SAMPLES[name]()
-    args = tuple(x.cuda() for x in args)
-    keywords = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in keywords.items()}
     try:
-        torch.library.opcheck(overload(name), args, keywords, test_utils=test)
+        torch.library.opcheck(*op_of(name, "cuda"), test_utils=test)
     except Exception as error:
         if test != "test_schema" or "not implemented for 'Float8_e4m3fn'" not in str(error):
             raise
         pytest.skip(f"test_schema compares FP8 tensors by what this torch lacks: {error}")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_as_eager(name):
+    check_compiled(name, "cuda")
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from formats import draw
+from formats import NAMES_OF_PACKED, draw
 
 import deep_tile
-from deep_tile import pack_weight, packed, packed_gemm, packed_grouped_gemm, to_blocks, unpack_weight
+from deep_tile import cast as kernels
+from deep_tile import pack_weight, packed, packed_gemm, packed_grouped_gemm, plan, to_blocks, unpack_weight
 from deep_tile.kinds import EVERY_KIND, PACKED
+from deep_tile.problem import GemmProblem, Groups
+from deep_tile.select import choose
 
 FORMATS = [*PACKED]
 each_format = pytest.mark.parametrize("name", FORMATS)
@@ -15,7 +18,7 @@ SHAPES = [(16, 32), (48, 352), (3, 144, 256), (2, 1, 16, 2880 // 5)]
 
 def drawn(name, shape, spread=4):
     """A weight, its scale and keywords; no scale of NVFP4 is negative."""
-    weight, scale, arguments, _ = draw(name, shape, spread_of_scales=spread)
+    weight, scale, arguments, _ = draw(NAMES_OF_PACKED[name], shape, spread_of_scales=spread)
     return weight, scale, arguments
 
 
@@ -64,10 +67,10 @@ def test_nvfp4_becomes_elements_times_their_scales_rounded_once():
 def test_product_is_that_of_the_fp8_weight(name, k):
     weight, scale, arguments = drawn(name, (48, k))
     b, (a, a_scale) = pack_weight(weight, scale, **arguments), cast(5, k)
-    wide = packed.as_fp8(*b, k=k)
-    assert torch.equal(packed_gemm(a, a_scale, *b), deep_tile.fp8_gemm(a, a_scale, wide, b.scale))
+    wide, call = packed.as_fp8(*b, k=k), deep_tile.scaled_gemm if name == "int4" else deep_tile.fp8_gemm
+    assert torch.equal(packed_gemm(a, a_scale, *b), call(a, a_scale, wide, b.scale))
     bias = torch.randn(48).bfloat16()
-    finished = deep_tile.fp8_gemm(a, a_scale, wide, b.scale, bias=bias, activation="silu")
+    finished = call(a, a_scale, wide, b.scale, bias=bias, activation="silu")
     assert torch.equal(packed_gemm(a, a_scale, *b, bias=bias, activation="silu"), finished)
 
 
@@ -78,13 +81,56 @@ def test_grouped_product_is_that_of_the_fp8_weights(name):
     offs = torch.tensor([4, 4, 11], dtype=torch.int32)
     out, wanted = torch.zeros(2, 12, 32, dtype=torch.bfloat16)
     packed_grouped_gemm(a, a_scale, *b, offs, out)
-    deep_tile.fp8_grouped_gemm(a, a_scale, packed.as_fp8(*b, k=160), b.scale, offs, wanted)
+    wide = packed.as_fp8(*b, k=160)
+    if name == "int4":
+        for group, (begin, end) in enumerate([(0, 4), (4, 4), (4, 11)]):
+            one = wide[group], b.scale[group]
+            wanted[begin:end] = deep_tile.scaled_gemm(a[begin:end], a_scale[begin:end], *one)
+        assert torch.equal(out, wanted)
+        return
+    deep_tile.fp8_grouped_gemm(a, a_scale, wide, b.scale, offs, wanted)
     assert torch.equal(out, wanted)
     a, a_scale, counts = a.view(3, 4, 160), a_scale.reshape(3, 4, 2), torch.tensor([4, 0, 2], dtype=torch.int32)
     out, wanted = torch.zeros(2, 3, 4, 32, dtype=torch.bfloat16)
     packed_grouped_gemm(a, a_scale, *b, out=out, counts=counts)
-    deep_tile.fp8_grouped_gemm(a, a_scale, packed.as_fp8(*b, k=160), b.scale, out=wanted, counts=counts)
+    deep_tile.fp8_grouped_gemm(a, a_scale, wide, b.scale, out=wanted, counts=counts)
     assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("columns", [32, 64, 128])
+def test_int4_becomes_its_integers_and_each_rows_scale_that_of_a_k_block(columns):
+    weight, _, arguments, _ = draw(f"int4_{columns}", (32, 288))
+    scale = torch.rand(32, 3).repeat_interleave(128 // columns, 1)[:, : -(-288 // columns)].bfloat16()
+    b = pack_weight(weight, scale, **arguments)
+    values = torch.stack([weight & 15, weight >> 4], -1).flatten(1).int()
+    values = torch.where(values > 7, values - 16, values)
+    assert torch.equal(packed.as_fp8(*b, k=288).float() * 256, values.float())
+    assert torch.equal(b.scale, scale[:, :: 128 // columns].float() * 256) and b.scale.stride() == (1, 32)
+
+
+def test_nibbles_of_integers_become_bytes_of_e4m3():
+    """By the kernel's arithmetic, four bytes at once."""
+    codes = torch.arange(16, dtype=torch.uint8)
+    weight = codes.view(-1, 2)[:, 0] | codes.view(-1, 2)[:, 1] << 4
+    b = pack_weight(weight.repeat(16, 2), torch.ones(16, 1), format="int4_128")
+    words = b.weight.flatten()[:8].view(torch.int32).long() & 0xFFFFFFFF
+    halves = torch.stack([words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F], 1)
+    made = (halves + (halves & 0x01010101) * 0x81).to(torch.int32).flatten()
+    values = made.view(torch.uint8).view(torch.float8_e4m3fn).float() * 256
+    assert values.tolist() == [*range(8), *range(-8, 0)]
+
+
+def test_int4_whose_scales_differ_within_128_is_refused():
+    weight, scale, arguments, _ = draw("int4_32", (16, 288))
+    scale = torch.ones_like(scale)
+    scale[3, 6] = 1.5
+    with pytest.raises(ValueError, match=r"differ, first at \[3, 1\].*to_blocks"):
+        pack_weight(weight, scale, **arguments)
+    scale[:, 8] = 2  # alone in its K block
+    scale[3, 6] = 1
+    assert pack_weight(weight, scale, **arguments).scale[0].tolist() == [256, 256, 512]
+    with pytest.raises(ValueError, match="beyond"):
+        pack_weight(weight, scale * 2.0**121, **arguments)
 
 
 def test_scales_of_wider_dtypes_are_taken_where_they_are_powers_of_two():
@@ -170,24 +216,30 @@ def test_bad_operands_are_refused(place, change, error, match):
         packed_grouped_gemm(*groups)
 
 
-def test_gradients_are_refused():
-    a, a_scale, b, b_scale = operands()
-    with pytest.raises(RuntimeError, match="packed_gemm has none"):
-        packed_gemm(a, a_scale.requires_grad_(), b, b_scale)
-    with torch.no_grad():
-        packed_gemm(a, a_scale, b, b_scale)
-
-
 @each_format
 def test_kind_reads_fewer_bytes(name):
-    assert EVERY_KIND[name].b_bytes == {"mxfp4": 17 / 32, "nvfp4": 18 / 32}[name]
+    assert EVERY_KIND[name].b_bytes == {"mxfp4": 17 / 32, "nvfp4": 18 / 32, "int4": 1 / 2}[name]
     assert EVERY_KIND["fp8"].b_bytes == 1
 
 
-def test_ops_are_traced():
-    a, a_scale, b, b_scale = operands()
-    traced = torch.compile(packed_gemm, backend="eager", fullgraph=True, dynamic=True)
-    assert torch.equal(traced(a, a_scale, b, b_scale), packed_gemm(a, a_scale, b, b_scale))
-    groups = (a, a_scale, b[None], b_scale[None], torch.tensor([3], dtype=torch.int32))
-    traced = torch.compile(packed_grouped_gemm, backend="eager", fullgraph=True, dynamic=True)
-    assert torch.equal(traced(*groups)[:3], packed_grouped_gemm(*groups)[:3])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_weight_is_unpacked_for_many_rows_alone(name):
+    problem = GemmProblem(4096, 2112, 7168, kind=name)
+    assert choose.unpacks(problem) and not choose.unpacks(problem._replace(m=256))
+    assert not choose.unpacks(problem._replace(n=50_000)) and not choose.unpacks(problem._replace(m=512))
+    groups = problem._replace(m=16_384, groups=Groups("offs", 8, 2048))
+    assert choose.unpacks(groups) == (name != "int4")
+    assert not choose.unpacks(groups._replace(groups=Groups("offs", 64, 256)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_kernels_of_large_products_are_made_ready_too(monkeypatch, name):
+    loaded, unpacking = [], []
+    monkeypatch.setattr(plan, "load_kernels", lambda configs, *_: loaded.extend(configs))
+    monkeypatch.setattr(kernels, "load_kernels", lambda device, workers, kernels: unpacking.extend(kernels))
+    deep_tile.precompile([(2112, 7168, 4096)], kind=name)
+    assert {config.kind for config in loaded} == {name, choose.in_fp8(GemmProblem(1, 16, 16, kind=name)).kind}
+    assert unpacking == [kernels.UNPACK[name]]
+    loaded.clear()
+    deep_tile.precompile([(2112, 7168, 4096)], kind=name, grouping="offs")
+    assert {config.kind for config in loaded} == {name, *(() if name == "int4" else ("fp8",))}

@@ -46,7 +46,8 @@ from orders import explore, prove, walk
 from protocol import CLUSTER_BARRIER, Block, Launch, together
 from sanitize import CASES, GROUPS, Case
 
-from deep_tile.config import PAIRED_TILES, SMEM_LIMIT_BYTES, GemmConfig, round_up
+from deep_tile.config import PAIRED_TILES, SMEM_LIMIT_BYTES, UNIT_ROWS, GemmConfig, round_up
+from deep_tile.kinds import PACKED
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.groups import grouped_configs
@@ -129,6 +130,9 @@ FAMILIES = {
     "multicast of b": Case(GemmConfig(64, 16, 2, 2, 1), 64, 16, 384, 2),
     "multicast of a": Case(GemmConfig(64, 16, 2, 1, 2), 64, 32, 384, 2),
     "blocks without scales": Case(GemmConfig(128, 64, 2, kind="fp8_rows_promoted"), 128, 128, 384, 1),
+    "packed b": Case(GemmConfig(64, 64, 2, b_stages=2, kind="mxfp4"), 64, 112, 384, 1),
+    "packed b, two scale blocks": Case(GemmConfig(64, 32, 2, scale_blocks=2, b_stages=2, kind="nvfp4"), 64, 48, 700, 1),
+    "packed b, two warpgroups": Case(GemmConfig(128, 64, 2, b_stages=2, kind="mxfp4"), 128, 64, 256, 1),
     "two chunks without scales": Case(GemmConfig(128, 256, 2, kind="fp8_rows_promoted"), 128, 512, 384, 1),
 }
 """A product of each kind of kernel that is small enough for all of its states to be visited."""
@@ -137,6 +141,7 @@ GROUP_FAMILIES = {
     "groups of rows": of_rows(GemmConfig(64, 16, 2, grouping="offs"), (3, 0, 70), 16, 256, 1),
     "rows of their own": of_rows(GemmConfig(64, 16, 2, grouping="counts", tma_store=False), (70, 3), 16, 256, 1),
     "rows, two warpgroups": of_rows(GemmConfig(128, 64, 2, grouping="offs"), (5, 100), 64, 128, 1),
+    "rows, packed b": of_rows(GemmConfig(64, 64, 2, b_stages=2, kind="mxfp4", grouping="offs"), (3, 0, 70), 64, 256, 1),
     "rows, no tiles": of_rows(GemmConfig(64, 16, 2, grouping="offs"), (0, 0), 16, 256, 1),
     "along K": along_k(GemmConfig(64, 16, 2, **GRADIENTS), (128, 0, 300), 64, 16, 1),
     "along K, two warpgroups": along_k(GemmConfig(128, 64, 2, **GRADIENTS), (200, 0), 128, 64, 1),
@@ -201,7 +206,7 @@ def grouped_launches(config: GemmConfig, warps: int) -> Iterator[Launch]:
     """Few blocks with many tiles, then more blocks than tiles; odd numbers of tiles in clusters, empty groups, groups
     that end anywhere in a tile, little K and more than the stages hold."""
     block_m, block_n, much = config.block_m, config.block_n, config.block_k * (config.stages + 2) - 17
-    n = (config.cluster_n + 1) * block_n - 3
+    n = (config.cluster_n + 1) * block_n - (UNIT_ROWS if config.is_packed else 3)
     for num_sms, k in ((2 * config.cluster, much), (50 * config.cluster, 5)):
         options = {"bulk_scales": k == much, "warps": warps}
         if config.by_k:
@@ -217,7 +222,7 @@ def launches(config: GemmConfig, warps: int) -> Iterator[Launch]:
         yield from grouped_launches(config, warps)
         return
     m, n = (config.cluster_m + 1) * config.block_m - 5, (config.cluster_n + 1) * config.block_n - 3
-    num_sms = config.cluster
+    n, num_sms = n // UNIT_ROWS * UNIT_ROWS if config.is_packed else n, config.cluster
     little, much = 5, config.block_k * (config.stages + 2) - 17
     if config.split_k > 1:
         much = config.block_k * (config.split_k * (config.stages + 1) + 1) - 17
@@ -229,7 +234,7 @@ def launches(config: GemmConfig, warps: int) -> Iterator[Launch]:
         problem = GemmProblem(m, n, k, num_sms)
         yield Launch(config, problem, bulk_scales=k == much, early_b=k == little, warps=warps)
     whole = round_up(much, runs_k(config))
-    if not config.resident_b or whole == much:
+    if config.product.scaling == "blocks" and (not config.resident_b or whole == much):
         yield Launch(config, GemmProblem(m, n, whole, num_sms), in_runs=True, warps=warps)
 
 
@@ -237,6 +242,15 @@ def launches(config: GemmConfig, warps: int) -> Iterator[Launch]:
 def test_every_order_of_every_default_config(tma_store):
     for config in some(default_configs(tma_store)):
         for launched in launches(config, warps=1 if tma_store else 4):
+            assert check(launched) > 30, config.name
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_every_order_of_packed_configs(kind):
+    """Of warps one by one, and of those that act alike."""
+    every = (*default_configs(True, kind), *grouped_configs("offs", kind=kind), *grouped_configs("counts", kind=kind))
+    for number, config in enumerate(some(every[::2])):
+        for launched in launches(config, warps=1 if number % 2 else 4):
             assert check(launched) > 30, config.name
 
 
@@ -429,6 +443,7 @@ PAIR = Case(GemmConfig(128, 64, 2), 128, 128, 384, 1)
 MULTICAST = Case(GemmConfig(64, 16, 2, 2, 1), 128, 16, 384, 2)
 ROWS = GemmConfig(64, 16, 2, grouping="offs")
 SPLIT = Case(GemmConfig(64, 32, 2, split_k=2), 64, 64, 256, 2)
+UNITS = Case(GemmConfig(64, 64, 2, b_stages=2, kind="mxfp4"), 64, 64, 1024, 1)
 
 FAULTS = {
     "an arrival too few": Seeded(DEADLOCK, launch(PAIR), in_program("math 1", once(Arrive, "empty", arrivals=-1))),
@@ -507,6 +522,26 @@ FAULTS = {
         ARRIVALS,
         launch(Case(GemmConfig(64, 16, 4, b_stages=2), 64, 32, 256, 1)),
         in_program("operands", without(lambda o: is_at(o, Wait, "column empty"))),
+    ),
+    "units given back before they have been read": Seeded(
+        OVERWRITTEN,
+        launch(UNITS),
+        in_program("converter", without(lambda o: isinstance(o, Join) and o.group == "unit read")),
+    ),
+    "a converted slot published without a fence": Seeded(
+        UNWRITTEN,
+        launch(UNITS),
+        in_program("converter", without(lambda o: isinstance(o, Join) and o.group == "slot write")),
+    ),
+    "a slot converted before its WGMMAs are over": Seeded(
+        OVERWRITTEN, launch(UNITS), in_program("converter", without(lambda o: is_at(o, Wait, "slot empty")))
+    ),
+    "a slot given back before its WGMMAs are over": Seeded(
+        OVERWRITTEN, launch(UNITS), in_program("math", released_before("WGMMA", "slot empty"))
+    ),
+    "one slot": Seeded(DEADLOCK, launch(UNITS._replace(config=altered(UNITS.config, b_stages=1, b_slots=1)))),
+    "units announced beyond the matrix": Seeded(
+        BYTES, launch(UNITS), in_program("units", once(Arrive, "units full", expected_bytes=1088))
     ),
     "an odd tile count of a group in clusters, nobody for the overhang": Seeded(
         BYTES, along_k(GemmConfig(64, 16, 2, 2, 1, **GRADIENTS), (384,), 150, 16, 2, launch=WithoutOverhang)
@@ -618,26 +653,26 @@ def test_the_proof_refuses_whatever_goes_wrong_in_some_order(family):
 
 SYNCHRONIZING_CALLS = {
     "bar_arrive": 6,
-    "bar_sync": 7,
+    "bar_sync": 8,
     "barrier_cluster_arrive_relaxed": 2,
     "barrier_cluster_wait": 1,
     "cp_async": 2,
     "cp_async_bulk_commit_group": 2,
-    "cp_async_bulk_load": 2,
+    "cp_async_bulk_load": 3,
     "cp_async_bulk_tensor_load": 3,
     "cp_async_bulk_tensor_load_multicast": 2,
     "cp_async_bulk_tensor_store": 1,
     "cp_async_bulk_wait_group_read": 2,
     "cp_async_mbarrier_arrive_noinc": 2,
-    "fence_proxy_async": 2,
-    "mbarrier_arrive": 4,
+    "fence_proxy_async": 4,
+    "mbarrier_arrive": 6,
     "mbarrier_arrive_cluster": 2,
-    "mbarrier_arrive_expect_tx": 3,
-    "mbarrier_init": 7,
+    "mbarrier_arrive_expect_tx": 4,
+    "mbarrier_init": 8,
     "setmaxnreg_dec": 1,
     "setmaxnreg_inc": 1,
     "st_async": 1,
-    "wait": 10,
+    "wait": 14,
     "wgmma_commit_group": 2,
     "wgmma_wait_group": 3,
 }
@@ -646,8 +681,7 @@ SYNCHRONIZING_CALLS = {
 The model is of FP8 products with scales of blocks, with groups and without. Of tensor loads the second is that of an
 operand of two halves, the third and the second with multicast are those of operands that lie along their rows, and the
 second bulk load is that of a scale for each column: the same arrival announces all of them. The other WGMMAs are those
-of accumulate.cuh, which gives a stage back when all but the latest group have ended, as the model's loops do. One
-mbarrier, one arrival and one wait are of a packed `b`, whose roles the model has not.
+of accumulate.cuh, which gives a stage back when all but the latest group have ended, as the model's loops do.
 """
 
 
@@ -655,15 +689,21 @@ def test_the_kernel_synchronizes_where_the_model_does():
     """Where this fails, somebody has changed how warps meet: tests/protocol.py has to follow, then these numbers."""
     streaming = {"formats", "quantize", "sort"}
     others = streaming | {"memory", "ptx", "pipeline", "watch"}  # the operations themselves, the debug build
-    others |= {"keys", "logits", "packed_b", "terms", "thin"}  # main loops with models of their own, and one without
+    others |= {"keys", "logits", "terms", "thin"}  # main loops with models of their own, and one without
     text = "".join(path.read_text() for path in sorted(HEADERS.glob("*.cuh")) if path.stem not in others)
     calls = re.findall(r"\b(\w+)(?:<[^;()]*>)?\(", re.sub(r"//.*", "", text))
     assert {name: calls.count(name) for name in SYNCHRONIZING_CALLS} == SYNCHRONIZING_CALLS
     barriers = re.findall(r"mbarrier_init\([^;]*?\),\s+([^;]+)\);", text)
     scales = "(config.has_scales() ? warp_threads : 0)"
     slots = "config.packed_b() ? config.converter_warps : 1", "math_warps * (config.packed_b() ? 1 : warp_threads)"
-    counts = [f"1 + {scales}", slots[0], "math_warps * (warp_threads + peers)", "config.converter_warps", slots[1]]
-    assert barriers == [*counts, "1", "4 * (config.split_k - 1)"]
+    counts = [
+        f"1 + {scales}",
+        slots[0],
+        "math_warps * (warp_threads + peers)",
+        "config.converter_warps * warp_threads",
+        slots[1],
+    ]
+    assert barriers == [*counts, "1", "4 * (config.split_k - 1)", "1"]  # the last is that of units, full
 
 
 def sweep() -> int:

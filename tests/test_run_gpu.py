@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import run_gpu
@@ -12,8 +11,6 @@ import sanitize
 
 from deep_tile import cast
 from deep_tile.select.groups import all_grouped_configs
-
-ROOT = Path(__file__).parent.parent
 
 OUTCOMES = """
 import pytest

@@ -7,8 +7,10 @@ import threading
 from collections.abc import Iterator
 from itertools import count
 from random import Random
+from types import SimpleNamespace
 
 import campaign
+import changes
 import fuzz_groups
 import fuzz_kinds
 import jobs
@@ -19,6 +21,7 @@ from campaign import CLEAN, FAILED, HANG, WRONG, OperandPool
 from jobs import REPEATS, GemmJob, GroupJob, KindJob, Spec
 from strategies import USUAL, Limits, draw_configs, family
 from stress import CASES, Sizes, config_named, draw_groups, draw_kind, draw_spec, split_specs
+from test_fuzz import Left, exits  # noqa: F401
 
 from deep_tile import jit, plan
 from deep_tile.config import ceil_div
@@ -27,15 +30,7 @@ from deep_tile.problem import GemmProblem
 from deep_tile.select.defaults import default_configs
 from deep_tile.select.schedule import cluster_slots, cluster_tiles, grid_size
 
-pytestmark = pytest.mark.about(
-    "tests/*fuzz*.py",
-    "tests/stress.py",
-    "tests/jobs.py",
-    "tests/campaign.py",
-    "tests/strategies.py",
-    "tests/expected*.py",
-    "tests/helpers.py",
-)
+pytestmark = pytest.mark.about(*changes.OF_FUZZERS)
 
 NUM_SMS = 132
 SMALL = Sizes(side=256, k=300, out=1 << 12)
@@ -327,16 +322,6 @@ def test_groups_and_kinds_alone(run):
     assert any(":" in name for name in report["families"])
 
 
-def test_products_of_all_sorts_take_turns(monkeypatch, run):
-    sorts = []
-    monkeypatch.setattr(stress.Stress, "job", lambda self, drawn, graph: sorts.append(type(drawn)))
-    monkeypatch.setattr(stress.Stress, "run", lambda self, scenario: sorts.append(None))
-    monkeypatch.setattr(stress, "run_cases", lambda *arguments: None)
-    run("--products", "fp8", "groups", "kinds")
-    drawn = [sort for sort in sorts if sort]
-    assert drawn[:6] == [Spec, fuzz_groups.Draw, fuzz_kinds.Draw] * 2 and len(drawn) > 100
-
-
 def test_products_that_differ_beside_noise_are_found(run, damage):
     damage(lambda out, number: out.view(torch.int16)[0, 0].add_(1) if number > 100 and number % 8 == 0 else None)
     status, report = run()
@@ -367,10 +352,6 @@ def test_too_few_calls_are_a_finding(run, short_splits):
     assert (status, report["ok"], report["found"]) == (WRONG, False, {"too few calls": 2})
 
 
-class Left(Exception):
-    """Instead of the end of the process."""
-
-
 @pytest.mark.parametrize(
     ("error", "status", "kind"),
     [
@@ -379,14 +360,10 @@ class Left(Exception):
     ],
     ids=["hang", "failure"],
 )
-def test_what_a_thread_meets_ends_the_run(error, status, kind, run, monkeypatch, tmp_path):
-    def leave(status):
-        raise Left(status)
-
+def test_what_a_thread_meets_ends_the_run(error, status, kind, run, exits, monkeypatch, tmp_path):  # noqa: F811
     def meet(self):
         raise error
 
-    monkeypatch.setattr(campaign.os, "_exit", leave)
     monkeypatch.setattr(jobs.Job, "repeat", meet)
     with pytest.raises(Left, match=f"^{status}$"):
         run()
@@ -419,23 +396,8 @@ class PretendedGraph:
         self._log.append("replay")
 
 
-class PretendedStream:
-    def __init__(self, priority=0):
-        pass
-
-    def wait_stream(self, other):
-        pass
-
-    def synchronize(self):
-        pass
-
-
-class PretendedEvent:
-    def record(self):
-        pass
-
-    def query(self):
-        return True
+def pretended_stream(priority=0):
+    return SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
 
 
 class PretendedSpin(stress.Memory):
@@ -456,11 +418,11 @@ def pretended_gpu(monkeypatch) -> list[str]:
     monkeypatch.setattr(stress, "MEMORY_BYTES", 1 << 10)
     monkeypatch.setattr(plan, "load_kernel", lambda config, device: None)
     cuda = {
-        "Stream": PretendedStream,
-        "Event": PretendedEvent,
+        "Stream": pretended_stream,
+        "Event": lambda: SimpleNamespace(record=lambda: None, query=lambda: True),
         "CUDAGraph": lambda: PretendedGraph(log),
         "stream": lambda stream: contextlib.nullcontext(),
-        "current_stream": PretendedStream,
+        "current_stream": pretended_stream,
         "current_device": lambda: 0,
         "synchronize": lambda: None,
     }
@@ -474,11 +436,3 @@ def test_graphs_are_captured_and_replayed(run, pretended_gpu):
     assert status == CLEAN and report["products"] > 0
     assert re.fullmatch(r"(?:begin end |replay )*", " ".join(pretended_gpu) + " ")
     assert pretended_gpu.count("begin") >= 4 and pretended_gpu.count("replay") > 0
-
-
-def test_a_job_that_is_a_graph_is_replayed(pool, pretended_gpu):
-    job = GemmJob(SPEC, pool, Random(1), "cpu")
-    job.prepare(graph=True)
-    for _ in range(3):
-        job.repeat()
-    assert pretended_gpu == ["begin", "end", "replay", "replay", "replay"] and job.calls == 3 * REPEATS

@@ -607,6 +607,31 @@ def test_a_model_learns_as_in_full_precision():
     assert full < 0.5 * losses["full"][0] and fp8 == pytest.approx(full, rel=0.05)
 
 
+def test_weights_that_fsdp_shall_gather_train_before_it():
+    """They are parameters over the same memory, and what they are copied to, and loaded from, too; weights that layers
+    share stay shared."""
+    torch.manual_seed(0)
+    model, x = small_model(), torch.randn(9, 72)
+    model.append(copy.copy(model[0]))
+    wanted = gradients_of(model[:3], x)
+    other = deep_tile.train.gather_fp8(copy.deepcopy(model))
+    assert other[3].weight is other[0].weight and type(other[0].weight) is not nn.Parameter
+    assert all(map(same_bits, gradients_of(other[:3], x), wanted))
+    copied = copy.deepcopy(other)
+    copied.load_state_dict(model.state_dict())
+    assert type(copied[0].weight) is type(other[0].weight)
+    optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
+    optimizer.step()
+    assert not torch.equal(other[0].weight, model[0].weight)
+
+
+def test_what_fsdp_cannot_gather_in_fp8():
+    with pytest.raises(ValueError, match="model has no deep_tile.train.Linear; convert it first"):
+        deep_tile.train.gather_fp8(nn.Linear(8, 8))
+    with pytest.raises(ValueError, match="a weight is a Shard; call gather_fp8 before the model is sharded"):
+        deep_tile.train.gather_fp8(deep_tile.train.gather_fp8(small_model()))
+
+
 # ---- what is refused
 
 
@@ -692,8 +717,9 @@ def test_lists_that_are_refused():
 
 def test_predictions_know_the_host():
     """A small layer gains on the GPU alone, a large one in eager mode, too."""
-    small, large = (8192, 2048, 2048), (8192, 4096, 4096)
+    small, middle, large = (4096, 2048, 2048), (8192, 2048, 2048), (8192, 4096, 4096)
     assert predict(*small).pays and not predict(*small, eager=True).pays
+    assert predict(*middle, eager=True).pays  # its passes are a call each
     assert predict(*large) == predict(*large, eager=True) and predict(*large).pays
 
 
@@ -726,7 +752,18 @@ def test_gradients_are_there_once():
 
 def test_names_are_public():
     """Functions, not the modules that they are named as."""
-    names = {"Linear", "Recipe", "convert", "experts", "linear", "linears", "mlp", "precompile", "predict"}
+    names = {
+        "Linear",
+        "Recipe",
+        "convert",
+        "experts",
+        "gather_fp8",
+        "linear",
+        "linears",
+        "mlp",
+        "precompile",
+        "predict",
+    }
     assert {*deep_tile.train.__all__} == names and all(callable(getattr(deep_tile.train, name)) for name in names)
 
 
@@ -745,8 +782,8 @@ def test_precompile_makes_ready_what_a_step_chooses(monkeypatch, recipe, dtype, 
     convert(model, lambda name, layer: True, recipe=recipe)
     if main_grad is not None:
         model[0].weight.main_grad = torch.zeros(1152, 384, dtype=main_grad)
-    monkeypatch.setattr(deep_tile.plan, "load_kernels", lambda configs, *_: None)
-    monkeypatch.setattr(deep_tile.cast, "load_kernels", lambda *_: loaded.append("casts"))
+    monkeypatch.setattr(deep_tile.plan, "load_kernels", lambda *_, **__: None)
+    monkeypatch.setattr(deep_tile.cast, "load_kernels", lambda *_, **__: loaded.append("casts"))
     made = set(deep_tile.train.precompile(model, 640).configs)
     x = GemmProblem(640, 1152, 384, bias={torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype])
     wanted = [x]
@@ -765,8 +802,8 @@ def test_precompile_knows_gated_mlps(monkeypatch):
     model.gate_proj, model.up_proj = (nn.Linear(384, 1152, bias=False, dtype=torch.bfloat16) for _ in range(2))
     model.down_proj, model.act_fn = nn.Linear(1152, 384, bias=False, dtype=torch.bfloat16), nn.SiLU()
     convert(model, lambda name, layer: True)
-    monkeypatch.setattr(deep_tile.plan, "load_kernels", lambda configs, *_: None)
-    monkeypatch.setattr(deep_tile.cast, "load_kernels", lambda *_: None)
+    monkeypatch.setattr(deep_tile.plan, "load_kernels", lambda *_, **__: None)
+    monkeypatch.setattr(deep_tile.cast, "load_kernels", lambda *_, **__: None)
     made = set(deep_tile.train.precompile(model, 640).configs)
     problems = [GemmProblem(640, 1152, 384), GemmProblem(640, 384, 1152), GemmProblem(640, 384, 1152, accumulate=True)]
     assert {deep_tile.plan.config_for(problem) for problem in problems} <= made

@@ -1,15 +1,16 @@
 """`deep_tile.train` on a GPU: the CPU's definition for odd shapes, steps as CUDA graphs, gradients of any scale."""
 
 import copy
+import sys
 
 import pytest
 import torch
 from helpers import same_bits
-from test_train import ALL, RECIPES, defined, make_layer, stepped, trained
+from test_train import ALL, RECIPES, assert_all_equal, defined, make_layer, stepped, trained
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deep_tile.train import Recipe, casts, convert, linear, linears
+from deep_tile.train import Recipe, casts, convert, linear, linears, sizes
 
 pytestmark = pytest.mark.gpu
 
@@ -17,6 +18,16 @@ WIDE = [torch.bfloat16, torch.float16, torch.float32]
 EACH_RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=range(len(RECIPES)))
 SUMMED = 5e-3
 """Relative error of sums that are added in another order and then rounded, perhaps to the neighbour."""
+
+
+@pytest.fixture
+def in_turn(monkeypatch):
+    """Small layers, too, are made call by call, with casts that are kept."""
+    checked = sys.modules["deep_tile.train.linear"]._checked
+    monkeypatch.setattr(sizes, "MOST_PRODUCTS", 0)
+    checked.clear()
+    yield
+    checked.clear()
 
 
 def assert_near(got, wanted, names=("y", "dx", "dw", "dbias")):
@@ -46,6 +57,24 @@ def test_products_are_those_of_public_calls(recipe):
     got, wanted = trained(linear, *layer, recipe=recipe), defined(*layer, recipe)
     assert same_bits(got[0], wanted[0]) and same_bits(got[1], wanted[1])
     assert_near(got, wanted)
+
+
+@EACH_RECIPE
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize(("shape", "n"), [((2, 5, 200), 130), ((1, 1), 1), ((300, 1024), 96)], ids=str)
+def test_small_layers_are_those_made_call_by_call(shape, n, dtype, recipe, request):
+    """Bit for bit, also as a CUDA graph."""
+    layer = make_layer(shape, n, dtype, device="cuda")
+    got = trained(linear, *layer, recipe=recipe)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = trained(linear, *layer, recipe=recipe)
+    graph.replay()
+    replayed = [each.clone() for each in replayed]
+    request.getfixturevalue("in_turn")
+    wanted = trained(linear, *layer, recipe=recipe)
+    assert_all_equal(got, wanted)
+    assert_all_equal(replayed, wanted)
 
 
 @EACH_RECIPE
@@ -152,6 +181,7 @@ def test_graphs_of_a_step(captured):
     assert all(map(same_bits, *results))
 
 
+@pytest.mark.usefixtures("in_turn")
 def test_an_optimiser_in_a_graph_has_no_casts_kept():
     weight = stepped(make_layer((64, 256), 256, torch.float32, device="cuda")[1])
     x, bias, dy = (make_layer((64, 256), 256, torch.float32, device="cuda")[i] for i in (0, 2, 3))

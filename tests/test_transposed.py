@@ -233,30 +233,6 @@ def test_refused(device, change, error, message):
     assert (guarded.out.view(torch.uint8) == POISON).all() and (scale == 7).all()
 
 
-def test_gradients_are_refused():
-    x = torch.ones(3, 4, requires_grad=True)
-    with pytest.raises(RuntimeError, match="x requires a gradient, and transposed_cast_to_fp8 has none: .* x.detach"):
-        transposed_cast_to_fp8(x)
-    with torch.no_grad():
-        transposed_cast_to_fp8(x)
-
-
-@EACH_DEVICE
-def test_compiled_as_eager(device):
-    x, offs = matrix(300, 136, device=device), torch.tensor([100, 300], dtype=torch.int32, device=device)
-
-    def both(x, offs):
-        out, scale = transposed_cast_to_fp8(x, round_scale="pow2")
-        given = {"out": torch.zeros_like(out), "scale_out": torch.zeros_like(scale)}
-        transposed_cast_to_fp8(x, offs=offs, **given)
-        return out, scale, *given.values()
-
-    compiled = torch.compile(both, fullgraph=True, dynamic=True, backend="aot_eager")
-    got, wanted = on_cpu(*compiled(x, offs)), on_cpu(*both(x, offs))
-    assert_same(got[:2], wanted[:2])
-    assert_same(got[2:], wanted[2:])
-
-
 @pytest.mark.gpu
 def test_capture_needs_a_loaded_kernel_and_nothing_else():
     x = matrix(513, 264, device="cuda")

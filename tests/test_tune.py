@@ -10,7 +10,7 @@ import torch
 import deep_tile
 from deep_tile import plan, settings
 from deep_tile.config import GemmConfig
-from deep_tile.kinds import FAMILIES, QUANTIZED
+from deep_tile.kinds import FAMILIES, PACKED, QUANTIZED
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select import cost, tuned
 from deep_tile.select.choose import (
@@ -334,6 +334,8 @@ LITTLE = {
         for output in dict.fromkeys((kind.output, "fp16"))
         if kind.name != "fp8"
     },
+    **{name: GemmProblem(17, 144, 272, kind=name) for name in PACKED},
+    "int4 offs": GemmProblem(5 * 30, 144, 272, kind="int4", groups=Groups("offs", 5, 30)),
     "offs": GemmProblem(5 * 30, 133, 272, groups=Groups("offs", 5, 30)),
     "counts": GemmProblem(40, 133, 272, groups=Groups("counts", 5, 30)),
     "k_offs": GemmProblem(

@@ -15,11 +15,12 @@ import torch
 from deep_tile import linear
 from deep_tile.integrations.transformers_blocks import rebase
 from deep_tile.integrations.transformers_experts import experts_forward
+from deep_tile.integrations.transformers_packed import pack
 from deep_tile.integrations.transformers_weights import operands, takes
 from deep_tile.options import check_one
 from deep_tile.quantize import DEEP_GEMM_AMAX_FLOOR
 
-__all__ = ["install", "rebase", "uninstall"]
+__all__ = ["install", "pack", "rebase", "uninstall"]
 
 _MODULE = "transformers.integrations.finegrained_fp8"
 

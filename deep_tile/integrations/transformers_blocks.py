@@ -50,7 +50,7 @@ def rebase(model: torch.nn.Module, *, max_error: float = blocks.MAX_ERROR) -> di
         found = [*_formats(layer, client)]
         if found:
             reports |= _rebase_layer(f"{name}." if name else "", layer, dict(found), max_error)
-        left |= layer.block_size is None or tuple(layer.block_size) != WEIGHT_BLOCK or _is_packed(layer, client)
+        left |= layer.block_size is None or tuple(layer.block_size) != WEIGHT_BLOCK or is_packed(layer, client)
     if reports and not left:
         _describe(model)
     return reports
@@ -63,7 +63,7 @@ def _formats(layer: torch.nn.Module, client) -> Iterator[tuple[str, str]]:
     rows = layer.weight.shape[0] // layer.n_groups if isinstance(layer, client.FP8GroupedLinear) else 0
     if layer.activation_scheme != "dynamic" or rows % SCALE_BLOCK:
         return
-    if _is_packed(layer, client):
+    if is_packed(layer, client):
         yield from ((name, "mxfp4") for name in names)
     elif size in _BLOCKS and all(getattr(layer, name).dtype == FP8_DTYPE for name in names):
         yield from ((name, _BLOCKS[size]) for name in names)
@@ -74,7 +74,7 @@ def _names(layer: torch.nn.Module, client) -> list[str]:
     return [name for name in names if isinstance(getattr(layer, name, None), torch.Tensor)]
 
 
-def _is_packed(layer: torch.nn.Module, client) -> bool:
+def is_packed(layer: torch.nn.Module, client) -> bool:
     return all(getattr(layer, name).dtype == torch.int8 for name in _names(layer, client))
 
 

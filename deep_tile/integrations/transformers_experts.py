@@ -28,13 +28,13 @@ def experts_forward(original: Callable, exact: str, client: ModuleType) -> Calla
         self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         wants_gradient = torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)
-        is_ours = type(self) is client.FP8Experts and _takes_layer(self, hidden_states) and _is_gated_by(silu, self)
+        is_ours = type(self) is client.FP8Experts and _takes_layer(self, hidden_states) and is_gated_by(silu, self)
         if wants_gradient or not is_ours:
             return original(self, hidden_states, top_k_index, top_k_weights)
         rows, offs, index = experts.sort_by_expert(top_k_index, self.num_experts)
         x, x_scale = quantize.per_token_cast_to_fp8(hidden_states, rows=rows, offs=offs, **cast)
         gate_up = grouped.fp8_grouped_gemm(x, x_scale, *operands(self.gate_up_proj, self.gate_up_proj_scale_inv), offs)
-        h, h_scale = experts.silu_mul_cast_to_fp8(gate_up, offs=offs, **cast, **_gating(self))
+        h, h_scale = experts.silu_mul_cast_to_fp8(gate_up, offs=offs, **cast, **gating(self))
         out = grouped.fp8_grouped_gemm(h, h_scale, *operands(self.down_proj, self.down_proj_scale_inv), offs)
         if top_k_weights.dtype not in (torch.float32, torch.bfloat16):
             top_k_weights = top_k_weights.float()
@@ -43,14 +43,14 @@ def experts_forward(original: Callable, exact: str, client: ModuleType) -> Calla
     return forward
 
 
-def _is_gated_by(silu: tuple[type, ...], layer: torch.nn.Module) -> bool:
+def is_gated_by(silu: tuple[type, ...], layer: torch.nn.Module) -> bool:
     """Whether the gate is the function in `silu_mul_cast_to_fp8`. An activation with an alpha is a SiLU, whatever
     `act_fn` is."""
     is_silu = layer.swiglu_alpha is not None or isinstance(layer.act_fn, silu)
     return getattr(layer, "gate_softcap", None) is None and is_silu  # which some releases do not have
 
 
-def _gating(layer: torch.nn.Module) -> dict[str, float]:
+def gating(layer: torch.nn.Module) -> dict[str, float]:
     """Parameters for `silu_mul_cast_to_fp8`: gpt-oss's activation has an alpha and adds 1 to up."""
     limit = {} if layer.limit is None else {"limit": float(layer.limit)}
     return limit if layer.swiglu_alpha is None else {**limit, "alpha": float(layer.swiglu_alpha), "beta": 1.0}

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypedDict
 from rich.console import Console
 
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, check_sizes, round_up
-from deep_tile.kinds import GROUPINGS, KINDS, RESULTS
+from deep_tile.kinds import EVERY_KIND, GROUPINGS, RESULTS
 from deep_tile.method.report import Row, table
 from deep_tile.method.roofline import fitting
 from deep_tile.problem import GemmProblem, Groups
@@ -55,7 +55,8 @@ def derivation(
 
 def checked_kind(grouping: str, kind: str) -> str:
     """The kind, if supported for this grouping; for gradients "fp8" means fp8_1x128."""
-    known = ["fp8"] if grouping == "k_offs" else [name for name, one in KINDS.items() if one.scaling != "row_blocks"]
+    of_rows = [name for name, one in EVERY_KIND.items() if one.scaling != "row_blocks" or one.packing]
+    known = ["fp8"] if grouping == "k_offs" else of_rows
     if kind not in known:
         raise ValueError(f"kind is {kind!r}; with grouping {grouping!r} pass one of {', '.join(known)}")
     return kind
@@ -68,7 +69,7 @@ def grouped_problem(groups: Groups, n: int, k: int, num_sms: int, kind: str = "f
         added = {"kind": "fp8_1x128", "output": "fp32", "accumulate": True}
         return GemmProblem(n, k, every, num_sms, tma_store=k % 4 == 0, groups=groups, **added)
     total = every if groups.layout == "offs" else groups.expected_rows
-    output = KINDS[kind].output
+    output = EVERY_KIND[kind].output
     tma_store = n * RESULTS[output].bytes % 16 == 0
     return GemmProblem(total, n, k, num_sms, tma_store, kind=kind, output=output, groups=groups)
 

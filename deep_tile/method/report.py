@@ -18,7 +18,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from deep_tile.config import check_sizes
-from deep_tile.kinds import ACTIVATIONS, BIASES, GATE_COLUMNS, KINDS, LAYOUTS, OUTPUTS, RAW
+from deep_tile.kinds import ACTIVATIONS, BIASES, EVERY_KIND, GATE_COLUMNS, LAYOUTS, OUTPUTS, RAW
 from deep_tile.method.roofline import Candidate, Derivation, derive, judged
 from deep_tile.problem import GemmProblem
 from deep_tile.select import cost, schedule, tuned
@@ -90,14 +90,20 @@ def derivation(
 
 def _made(problem: GemmProblem, kind: str, output: str | None, bias: str, activation: str, layout: str) -> GemmProblem:
     """Kind, output, epilogue and layout of a problem that has kernels."""
-    known = {"dtype": KINDS, "output": (None, *OUTPUTS), "bias": BIASES, "activation": ACTIVATIONS, "layout": LAYOUTS}
+    known = {
+        "dtype": EVERY_KIND,
+        "output": (None, *OUTPUTS),
+        "bias": BIASES,
+        "activation": ACTIVATIONS,
+        "layout": LAYOUTS,
+    }
     for (name, names), value in zip(known.items(), (kind, output, bias, activation, layout), strict=True):
         if value not in names:
             wanted = ", ".join(filter(None, names))
             raise ValueError(f"{name} is {value!r}; formats, finishes and layouts are explained for {wanted}")
-    if layout not in KINDS[kind].layouts:
+    if layout not in EVERY_KIND[kind].layouts:
         raise ValueError(f"layout is {layout!r}; operands of {kind} lie along k, as 'nt' says")
-    output = output or KINDS[kind].output
+    output = output or EVERY_KIND[kind].output
     if output == RAW and (bias, activation) != ("none", "none"):
         raise ValueError(f"results are {output}, and a bias or an activation is given; pass output fp32")
     if activation == "swiglu" and problem.n % (2 * GATE_COLUMNS):
@@ -207,7 +213,7 @@ def components(derived: Derivation) -> list[tuple[str, float]]:
 def _name(derived: Derivation, candidate: Candidate) -> str:
     """The kernel's, or the tile's where there is no kernel."""
     tile = candidate.tile
-    if derived.dtype in KINDS:
+    if derived.dtype in EVERY_KIND:
         return candidate.config.name
     return f"{derived.dtype}_{tile.block_m}x{tile.block_n}x{tile.block_k}_s{tile.stages}"
 
@@ -239,7 +245,7 @@ def _estimate_text(estimate: Estimate) -> str:
 def measurement(derived: Derivation) -> Measured | None:
     """The newest stored measurement of the choice on this problem and GPU, if any."""
     config, problem, gpu = derived.choice.config, derived.problem, derived.hardware
-    if derived.dtype not in KINDS or problem.num_sms != gpu.num_sms:
+    if derived.dtype not in EVERY_KIND or problem.num_sms != gpu.num_sms:
         return None
     stored = _stored()
     key = bucket_key(judged(problem, derived.dtype))
@@ -307,7 +313,7 @@ def _notes(derived: Derivation) -> Iterable[str]:
         )
     if gpu.smem_bytes < gpus.H200.smem_bytes:
         yield "Kernels whose stages do not fit are shown with fewer, and with the times that they take with all."
-    if derived.dtype not in KINDS:
+    if derived.dtype not in EVERY_KIND:
         yield f"There is no {derived.dtype} kernel; times are those of FP8 tiles whose stages have as many bytes."
         return
     if not cost.is_measured(derived.dtype):
@@ -376,7 +382,7 @@ def _candidate_table(derived: Derivation, shown: list[Candidate]) -> Table:
     title = f"{len(shown)} of {len(derived.candidates)} candidates, by predicted time"
     columns = ("us", "over best", "bound by", "waves", "full", "registers", "KiB/stage", "stages", "FLOP/byte L2")
     spare = ("FLOP/byte L2", "KiB/stage", "stages", "registers", "full")
-    made = table("config" if derived.dtype in KINDS else "tile", *columns, title=title, spare=spare)
+    made = table("config" if derived.dtype in EVERY_KIND else "tile", *columns, title=title, spare=spare)
     best_us = shown[0].estimate.time_us
     for candidate in shown:
         _, tile, estimate = candidate

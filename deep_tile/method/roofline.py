@@ -12,7 +12,7 @@ from math import gcd
 from typing import NamedTuple, TypeVar
 
 from deep_tile.config import MMA_M, SCALE_BLOCK, GemmConfig, check_sizes
-from deep_tile.kinds import KINDS
+from deep_tile.kinds import EVERY_KIND
 from deep_tile.method.other_kernels import derive_attention, derive_convolution
 from deep_tile.problem import GemmProblem
 from deep_tile.select import choose, cost
@@ -150,8 +150,8 @@ def derive(
 ) -> Derivation:
     """Walk the tiles through the walls and rank the kernels that are left by their predicted time.
 
-    Dtypes without a kind in `kinds.KINDS` have no kernels here. They are judged by the FP8 kernel with equally large
-    stages: a 128-byte K block keeps the tensor cores busy equally long in every dtype.
+    Dtypes without a kind in `kinds.EVERY_KIND` have no kernels here. They are judged by the FP8 kernel with equally
+    large stages: a 128-byte K block keeps the tensor cores busy equally long in every dtype.
 
     Args:
         problem: m, n, k and the SMs to use, at most the hardware's.
@@ -168,7 +168,7 @@ def derive(
     hardware.peak(dtype)
     bucket = choose.bucketed(judged(problem, dtype))
     ranked = choose.candidates(bucket, hardware, choose.tuned_choice(bucket, tuned))
-    if dtype not in KINDS:
+    if dtype not in EVERY_KIND:
         ranked = [(estimate, config) for estimate, config in ranked if config.cluster == config.scale_blocks == 1]
         ranked.sort(key=lambda pair: pair[0].time_us)
     candidates = [Candidate(config, tile, estimate) for estimate, config, tile in fitting(ranked, dtype, hardware)]
@@ -187,7 +187,7 @@ def fitting(
     """
     possible, refused = [], []
     for predicted, config in ranked:
-        made = within(config, hardware.smem_bytes) if dtype in KINDS else config
+        made = within(config, hardware.smem_bytes) if dtype in EVERY_KIND else config
         try:
             possible.append((predicted, made, _passing(_config_tile(made, dtype, hardware))))
         except ValueError as error:
@@ -209,9 +209,9 @@ def _passing(made: Tile) -> Tile:
 
 def judged(problem: GemmProblem, dtype: str) -> GemmProblem:
     """The problem whose kernels stand for `dtype`: that kind's, or FP8's with equally many K bytes."""
-    if dtype not in KINDS:
+    if dtype not in EVERY_KIND:
         return problem._replace(k=problem.k * operand_bytes_of(dtype))
-    return problem if dtype == problem.kind else problem._replace(kind=dtype, output=KINDS[dtype].output)
+    return problem if dtype == problem.kind else problem._replace(kind=dtype, output=EVERY_KIND[dtype].output)
 
 
 def problem_walls(problem: GemmProblem, hardware: Hardware = H200, dtype: str = "fp8") -> tuple[Wall, ...]:
@@ -290,7 +290,7 @@ def tile_of(config: GemmConfig, hardware: Hardware = H200) -> Tile:
 
 
 def _config_tile(config: GemmConfig, dtype: str, hardware: Hardware) -> Tile:
-    if dtype not in KINDS:
+    if dtype not in EVERY_KIND:
         return tile(config.block_m, config.block_n, config.block_k // operand_bytes_of(dtype), dtype, hardware)
     fixed_bytes = config.smem_bytes - config.stages * config.stage_bytes
     return _tile(
@@ -360,8 +360,10 @@ def _rejection(block_m: int, block_n: int, dtype: str, hardware: Hardware) -> Re
 
 def _smallest(block_m: int, block_n: int, dtype: str, hardware: Hardware) -> Tile:
     """Raises ValueError where no kernel multiplies such tiles: its own register wall is Hopper's."""
-    if dtype in KINDS:
-        return _config_tile(GemmConfig(block_m, block_n, 2, store_buffers=1, kind=dtype), dtype, hardware)
+    if dtype in EVERY_KIND:
+        slots = 2 if EVERY_KIND[dtype].packing else 0
+        smallest = GemmConfig(block_m, block_n, 2, store_buffers=1, b_stages=slots, kind=dtype)
+        return _config_tile(smallest, dtype, hardware)
     return _plain_tile(block_m, block_n, SCALE_BLOCK // operand_bytes_of(dtype), dtype, hardware, stages=2)
 
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 
-from deep_tile.config import GemmConfig, ceil_div, round_up
+from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
 from deep_tile.kinds import QUANTIZED
 from deep_tile.problem import GemmProblem, Groups
-from deep_tile.select.cost import Estimate, calibration, chained_cast_us, estimate, times_us
+from deep_tile.select.cost import Estimate, calibration, chained_cast_us, estimate, times_us, unpack_us
 from deep_tile.select.defaults import default_configs, finished, quantized
 from deep_tile.select.groups import configs_of, ranked
 from deep_tile.select.hardware import H200, Hardware
@@ -197,6 +197,43 @@ def casts_apart(bucket: GemmProblem) -> bool:
     plain = without_cast(bucket)
     apart_us = estimate(choose_bucket(plain), plain).time_us + chained_cast_us(plain)
     return apart_us < together[0][0].time_us
+
+
+LEAST_UNPACKED = 512
+"""Rows of a product, or of a group in the mean: of fewer, unpacking takes longer than it saves."""
+
+MOST_UNPACKED_BYTES = 1 << 28
+"""Of a weight in FP8: more would surprise who has packed it."""
+
+
+@lru_cache(maxsize=4_096)
+def _unpacks(problem: GemmProblem) -> bool:
+    if problem.groups is not None:
+        apart_us, packed_us = (ranked(of)[0][0] for of in (in_fp8(problem), problem))
+    else:
+        apart_us, packed_us = (min(known.time_us for known, _ in candidates(of)) for of in (in_fp8(problem), problem))
+    elements = problem.n * problem.k * (problem.groups.count if problem.groups else 1)
+    return unpack_us(elements, problem.product.b_bytes) + apart_us < packed_us
+
+
+def in_fp8(problem: GemmProblem) -> GemmProblem:
+    """That of the weight unpacked."""
+    return problem._replace(kind="fp8_1x128" if problem.product.scaling == "row_blocks" else "fp8")
+
+
+def unpacks(problem: GemmProblem) -> bool:
+    """Whether a product of a packed weight is predicted to take less time if the weight is first made FP8 in memory.
+
+    Never of more bytes than `MOST_UNPACKED_BYTES`; with scales of rows only where they cannot be taken for others, and
+    without groups.
+    """
+    by_columns, groups = problem.product.scaling == "row_blocks", problem.groups
+    if by_columns and (groups is not None or problem.k <= SCALE_BLOCK):
+        return False
+    rows, count = (problem.m, 1) if groups is None else (groups.expected_rows, groups.count)
+    if rows < LEAST_UNPACKED or count * problem.n * problem.k > MOST_UNPACKED_BYTES:
+        return False
+    return _unpacks(bucketed(problem) if groups is None else _bucketed_groups(problem))
 
 
 @lru_cache(maxsize=4_096)

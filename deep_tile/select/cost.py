@@ -27,7 +27,7 @@ TIMES = Path(__file__).parent / "times"
 """Written by benchmarks/calibrate.py."""
 
 
-LIKE = {"int8_rows": "fp8_rows", "int8_unscaled": "fp8_rows", "fp16": "bf16"}
+LIKE = {"int8_rows": "fp8_rows", "int8_unscaled": "fp8_rows", "fp16": "bf16", "int4": "fp8_1x128"}
 """Unmeasured families and the measured ones with equal element size and accumulation that stand for them."""
 
 
@@ -48,6 +48,15 @@ PACKED_BLOCK_US = {
 }
 """Time per K block of a packed weight, by tile and scale blocks: the conversion, which hides WGMMA. Measured with 1 to
 512 rows by 4096x7168, alone and in 8 groups (H100, 2026-11-26)."""
+
+
+UNPACK_US, UNPACK_TBPS = 2.7, 1.86
+"""Launch time and bandwidth, reads and writes, of the kernel that unpacks a weight to FP8: weights with 15 to 235
+million elements, when a store wrote 16 bytes of each line (H100, 2026-11-26)."""
+
+
+def unpack_us(elements: int, b_bytes: float) -> float:
+    return UNPACK_US + elements * (1 + b_bytes) / UNPACK_TBPS / 1e6
 
 
 class TileTimes(NamedTuple):
@@ -137,7 +146,7 @@ def tile_times(config: GemmConfig, hardware: Hardware = H200) -> TileTimes:
     on_h200 = next(filter(None, measured), TileTimes(1.2 * tensor_us, 2.0))
     if config.is_packed:
         tile = config.block_m, config.block_n, config.scale_blocks
-        on_h200 = on_h200._replace(block_us=PACKED_BLOCK_US.get(tile, 2 * tensor_us))
+        on_h200 = on_h200._replace(block_us=max(PACKED_BLOCK_US.get(tile, 2 * tensor_us), on_h200.block_us))
     slower_clock = H200.clock_mhz / hardware.clock_mhz
     block_us = max(0.0, block_tensor_us(config, hardware) + (on_h200.block_us - tensor_us) * slower_clock)
     tile_us = on_h200.tile_us + (BOX_CAST_US * config.boxes if config.quantizes else 0)

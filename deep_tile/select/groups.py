@@ -64,7 +64,8 @@ def grouped_configs(
         )
     options = {"kind": kind, "output": output or EVERY_KIND[kind].output, "grouping": layout, "layout": operands}
     if EVERY_KIND[kind].packing:
-        tiles = [tile for tile in _PACKED_TILES if not _packed_spills(*tile[:2], options["output"], tma_store)]
+        of = EVERY_KIND[kind], options["output"], tma_store
+        tiles = [tile for tile in _PACKED_TILES if not _packed_spills(*tile[:2], *of)]
         return packed_configs(tiles, tma_store=tma_store, **options)
     return tuple(
         deepest_config(block_m, block_n, tma_store, scale_blocks=scale_blocks, **options)
@@ -81,9 +82,10 @@ def _spills(block_m: int, block_n: int, kind: Kind, output: str, tma_store: bool
     return (late and (block_m, block_n) == (128, 256)) or (wide and (block_m, block_n) == (128, 192))
 
 
-def _packed_spills(block_m: int, block_n: int, output: str, tma_store: bool) -> bool:
-    """The same beside converter warps, for the widest tile."""
-    return block_m * block_n > 128 * 128 and (RESULTS[output].bytes == 4 or not tma_store)
+def _packed_spills(block_m: int, block_n: int, kind: Kind, output: str, tma_store: bool) -> bool:
+    """The same beside converter warps, for the widest tile: also with column scales."""
+    crowded = RESULTS[output].bytes == 4 or not tma_store or kind.scaling == "row_blocks"
+    return block_m * block_n > 128 * 128 and crowded
 
 
 def configs_of(problem: GemmProblem) -> tuple[GemmConfig, ...]:

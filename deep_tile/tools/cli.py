@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 import deep_tile
-from deep_tile.kinds import ACTIVATIONS, BIASES, FAMILIES, GROUPINGS, KINDS, LAYOUTS, OUTPUTS, RAW
+from deep_tile.kinds import ACTIVATIONS, BIASES, EVERY_KIND, FAMILIES, GROUPINGS, LAYOUTS, OUTPUTS, PACKED, RAW
 from deep_tile.method import groups, report
 from deep_tile.progress import track_progress
 from deep_tile.select.choose import bucket_key
@@ -145,7 +145,7 @@ def tune(options: argparse.Namespace) -> int:
 
 def _shapes_to_tune(options: argparse.Namespace) -> list[tuple[int, ...]]:
     """(m, n, k) from the command line and the file; for a weight [n, k], several m."""
-    outputs = KINDS[options.kind].outputs
+    outputs = EVERY_KIND[options.kind].outputs
     if options.output not in (None, *outputs):
         options.refuse(f"results of {options.kind} are {', '.join(outputs)}; --output is {options.output}")
     if options.grouping is not None:
@@ -232,7 +232,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--groups", type=positive, metavar="G", help="of a grouped product: how many groups")
     _add_grouping(command, default=_GROUPINGS[0])
     command.add_argument(
-        "--dtype", choices=dict.fromkeys((*DTYPE_BYTES, *KINDS)), default="fp8", help="or kind; default: %(default)s"
+        "--dtype",
+        choices=dict.fromkeys((*DTYPE_BYTES, *EVERY_KIND)),
+        default="fp8",
+        help="or kind; default: %(default)s",
     )
     command.add_argument("--num-sms", type=positive, help="SMs to use; default: all of the hardware's")
     command.add_argument("--output", choices=OUTPUTS, help="format of the result; default: the kind's")
@@ -281,7 +284,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "with a line MxNxK for each product"
     command.add_argument("--shapes", type=_shapes_file, default=[], metavar="FILE", help=text)
     text = "of the product; those of other FP8 formats share its results; default: %(default)s"
-    command.add_argument("--kind", choices=FAMILIES, default="fp8", help=text)
+    command.add_argument("--kind", choices=(*FAMILIES, *PACKED), default="fp8", help=text)
     command.add_argument("--output", choices=(*OUTPUTS, RAW), help="format of the result; default: the kind's")
     command.add_argument("--wide", action="store_true", help="also other numbers of stages and store buffers")
     command.add_argument("--groups", type=positive, metavar="G", help="of grouped products: how many groups")

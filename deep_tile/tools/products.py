@@ -70,10 +70,26 @@ def operands_of(kind: Kind, shape: tuple[int, int, int], device: str, seed: int 
         blocks = ceil_div(k, SCALE_BLOCK) if kind.block_scales else 1
         return (torch.rand(blocks, rows, generator=generator, device=device).t() + 0.5) / size
 
+    if kind.packing:
+        return [matrix(m, kind.a), scale(m), *_packed(kind, n, k, generator)]
     a, b = matrix(m, kind.a), matrix(n, kind.b)
     if kind.scaling == "none":
         return [a, b]
     return [a, scale(m), b, scale(ceil_div(n, SCALE_BLOCK) if kind.scaling == "blocks" else n)]
+
+
+def _packed(kind: Kind, n: int, k: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """A packed weight of any codes, of which rows are padded with zeros up to whole groups."""
+    import torch
+
+    group = kind.packing.group
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=generator, device=generator.device)
+    scale = torch.rand(n, ceil_div(k, group), generator=generator, device=generator.device) + 0.5
+    if kind.name == "int4":
+        return deep_tile.pack_weight(codes, scale, format="int4_128")
+    if kind.name == "nvfp4":
+        return deep_tile.pack_weight(codes, scale.to(torch.float8_e4m3fn), format="nvfp4", global_scale=1.0)
+    return deep_tile.pack_weight(codes, torch.exp2(scale.mul(8).round()), format="mxfp4")
 
 
 def empty_out(kind: Kind, operands: list[torch.Tensor], output: str | None = None) -> torch.Tensor:
@@ -87,6 +103,8 @@ def empty_out(kind: Kind, operands: list[torch.Tensor], output: str | None = Non
 def multiply(
     kind: Kind, operands: list[torch.Tensor], out: torch.Tensor, config: GemmConfig | None = None
 ) -> torch.Tensor:
+    if kind.packing:
+        return deep_tile.packed_gemm(*operands, out, config=config)
     if kind.scaling == "none":
         return deep_tile.gemm(*operands, out, config=config)
     if kind.name == "int8":
@@ -98,6 +116,8 @@ def multiply_groups(kind: Kind, operands: tuple[torch.Tensor, ...], **keywords: 
     """A row-grouped GEMM; bounds and the rest by keyword."""
     if kind.name == "fp8":
         return deep_tile.fp8_grouped_gemm(*operands, **keywords)
+    if kind.packing:
+        return deep_tile.packed_grouped_gemm(*operands, **keywords)
     if kind.scaling == "none":
         return deep_tile.grouped_gemm(*operands, **keywords)
     return deep_tile.scaled_grouped_gemm(*operands, fast_accum=kind.scaling != "promoted_rows", **keywords)
@@ -105,6 +125,10 @@ def multiply_groups(kind: Kind, operands: tuple[torch.Tensor, ...], **keywords: 
 
 def exact_product_of(kind: Kind, operands: list[torch.Tensor]) -> torch.Tensor:
     """In float64, as `exact_product`."""
+    if kind.packing:
+        from deep_tile import packed
+
+        operands = [*operands[:2], packed.as_fp8(*operands[2:], k=operands[0].shape[1]), operands[3]]
     if kind.scaling == "none":
         return operands[0].double() @ operands[1].double().t()
     return exact_product(*operands, b_rows=SCALE_BLOCK if kind.scaling == "blocks" else 1)

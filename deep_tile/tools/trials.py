@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from deep_tile.config import SCALE_BLOCK, GemmConfig, ceil_div, round_up
-from deep_tile.dense import REFERENCES, fp8_gemm
+from deep_tile.dense import REFERENCES, fp8_gemm, unpacked
 from deep_tile.kinds import RESULTS
 from deep_tile.problem import GemmProblem
 from deep_tile.quantize import FP8_DTYPE, per_block_cast_to_fp8, per_token_cast_to_fp8
@@ -101,7 +101,7 @@ def _rows(problem: GemmProblem, generator: torch.Generator) -> Trial:
     if by_counts:
         *of_rows, out = (x.unflatten(0, (len(sizes), -1)) for x in (*of_rows, out))
     expected = torch.empty_like(out, dtype=torch.float64)
-    grouped_reference(REFERENCES[kind.scaling], (*of_rows, *of_groups), expected, bounds)
+    grouped_reference(REFERENCES[kind.scaling], unpacked((*of_rows, *of_groups)), expected, bounds)
     given = {"counts" if by_counts else "offs": bounds, "out": out}
     living = torch.arange(out.shape[1], device=out.device) < bounds[:, None] if by_counts else slice(None)
     return Trial(

@@ -15,8 +15,8 @@ import torch
 
 from deep_tile import plan
 from deep_tile.api import supports
-from deep_tile.config import GemmConfig, round_up
-from deep_tile.kinds import KINDS, RESULTS
+from deep_tile.config import UNIT_ROWS, GemmConfig, round_up
+from deep_tile.kinds import EVERY_KIND, RESULTS
 from deep_tile.method.groups import checked_kind, grouped_problem
 from deep_tile.problem import GemmProblem, Groups
 from deep_tile.select import tuned
@@ -148,7 +148,7 @@ def variants(config: GemmConfig) -> list[GemmConfig]:
 
 def _bucket(m: int, n: int, k: int, kind: str = "fp8", output: str | None = None) -> GemmProblem:
     _check(f"shape {m}x{n}x{k}", m, n, k, kind)
-    num_sms, output = _properties().multi_processor_count, output or KINDS[kind].output
+    num_sms, output = _properties().multi_processor_count, output or EVERY_KIND[kind].output
     tma_store = n * RESULTS[output].bytes % ALIGNMENT_BYTES == 0
     return bucketed(GemmProblem(m, n, k, num_sms, tma_store, kind=kind, output=output))
 
@@ -161,8 +161,11 @@ def _group_bucket(layout: str, count: int, rows: int, n: int, k: int, kind: str 
 
 def _check(what: str, m: int, n: int, k: int, kind: str = "fp8") -> None:
     """Raises ValueError for unsupported sizes. FP8 rows are padded, as casts do."""
-    row = round_up(k, ALIGNMENT_BYTES) if kind == "fp8" else k
-    dtype = getattr(torch, KINDS[kind].a.dtype)
+    packing = EVERY_KIND[kind].packing
+    row = round_up(k, ALIGNMENT_BYTES) if kind == "fp8" or packing else k
+    if packing and (n % UNIT_ROWS or k % 2):
+        raise ValueError(f"{what}: weights of kind {kind!r} have a multiple of {UNIT_ROWS} rows, and an even k")
+    dtype = getattr(torch, EVERY_KIND[kind].a.dtype)
     supported, reason = supports(m, n, k, dtype=dtype, a_stride=row, b_stride=row)
     if not supported or not min(m, n, k):
         raise ValueError(f"{what}: {reason if not supported else 'sizes must be positive'}")

@@ -11,14 +11,16 @@ from collections.abc import Sequence
 import torch
 
 from deep_tile import dense
+from deep_tile.train import joined
 from deep_tile.train.casts import cast_gradient, cast_shared, rows_of, with_aligned_rows
 from deep_tile.train.products import WIDE, added, cast_forward, dgrad, main_grad_of, wgrad
 from deep_tile.train.recipe import Recipe, check_tensors, require
 
 _FP8 = Recipe()
 
-_checked: set = set()
-"""Arguments that have passed the checks, as `check_once` sees them: 3 us, where the checks take 20."""
+_checked: dict[tuple, joined.Layer | None] = {}
+"""Arguments that have passed the checks, as `check_once` sees them: 3 us, where the checks take 20; with a single small
+layer's `Layer`."""
 
 _MOST_CHECKED = 4096
 
@@ -50,7 +52,7 @@ def linear(
         ValueError: shapes or devices do not fit.
         RuntimeError: as for `fp8_gemm`.
     """
-    return linears(x, (weight,), (bias,), recipe=recipe)[0]
+    return _linears(x, (weight,), (bias,), recipe)[0]
 
 
 def linears(
@@ -72,13 +74,16 @@ def linears(
     Raises:
         As `linear`.
     """
-    require(recipe)
     biases = (None,) * len(weights) if biases is None else tuple(biases)
-    if torch.compiler.is_compiling():
-        check(x, weights, biases)
-    else:
-        check_once(x, weights, biases)
+    return _linears(x, tuple(weights), biases, recipe)
+
+
+def _linears(x, weights: tuple, biases: tuple, recipe: Recipe) -> tuple[torch.Tensor, ...]:
+    require(recipe)
+    layer = check_once(x, weights, biases, recipe)
     x = in_autocast_dtype(x)
+    if layer is not None and joined.trains(x, weights[0]):
+        return (joined.Joined.apply(x, weights[0], biases[0], layer),)
     wants_weights = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     codes = cast_shared(x, recipe, along_tokens=wants_weights and recipe.wgrad != "bf16")
     if any(hasattr(weight, "main_grad") for weight in weights):
@@ -88,8 +93,8 @@ def linears(
 
 def in_autocast_dtype(x: torch.Tensor) -> torch.Tensor:
     """`x`, in autocast's dtype where that is on. Compilers trace no other way to ask."""
-    kind = x.device.type
-    if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
+    kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else None
+    if kind is not None and torch.is_autocast_enabled(kind):
         return x.to(torch.get_autocast_dtype(kind))
     return x
 
@@ -113,7 +118,9 @@ class _Linears(torch.autograd.Function):
         for weight, bias in zip(weights, biases, strict=True):
             b, b_scale, kept = cast_forward(weight, recipe, wants_x)
             y = dense.fp8_gemm(a, a_scale, b, b_scale, out_dtype=x.dtype, bias=bias)
-            results.append(y.view(*x.shape[:-1], weight.shape[0]))
+            results.append(
+                torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
+            )  # which FSDP2 does not warn of
             saved += kept
         ctx.save_for_backward(*saved)
         ctx.recipe, ctx.shape, ctx.dtype = recipe, x.shape, x.dtype
@@ -149,23 +156,30 @@ def _wide(dy: torch.Tensor, weight: torch.Tensor, dx: torch.Tensor | None) -> to
     return product if dx is None else dx.add_(product)
 
 
-def check_once(x, weights, biases) -> None:
-    """Check arguments unless equal ones have passed before, by all properties that `check` reads."""
+def check_once(x, weights, biases, recipe: Recipe) -> joined.Layer | None:
+    """Check arguments unless equal ones have passed before, by all properties that `check` reads.
+
+    Returns:
+        What calls of a small layer have in common, or None.
+    """
+    if torch.compiler.is_compiling():
+        check(x, weights, biases)
+        return None
     try:
-        layers = zip(weights, biases, strict=True)
-        seen = (x.dtype, x.device, x.dim(), x.shape[-1], *(_numbers(each) for layer in layers for each in layer))
-        if seen in _checked and torch._C._functorch.peek_interpreter_stack() is None:
-            return
+        seen = (x.dtype, x.shape, x.get_device(), x.is_cpu, recipe.options)
+        for each in (*weights, *biases):
+            seen += (None,) if each is None else (each.dtype, each.shape, each.get_device(), each.is_cpu)
+        layer = _checked.get(seen, _checked)
+        if layer is not _checked and torch._C._functorch.peek_interpreter_stack() is None:
+            return layer
     except Exception:  # not a tensor: the checks name it
         seen = None
     check(x, weights, biases)
     if len(_checked) >= _MOST_CHECKED:
         _checked.clear()
-    _checked.add(seen)
-
-
-def _numbers(x: torch.Tensor | None) -> tuple | None:
-    return None if x is None else (x.dtype, x.device, x.shape)
+    is_small = len(weights) == 1 and joined.takes(x, weights[0], recipe)
+    layer = _checked[seen] = joined.layer_of(x.shape, len(weights[0]), recipe.options) if is_small else None
+    return layer
 
 
 def check(x, weights, biases) -> None:

@@ -52,7 +52,7 @@ def mlp(
     """
     require(recipe)
     first = (w_gate_up,) if isinstance(w_gate_up, torch.Tensor) else tuple(w_gate_up)
-    _check(x, first, w_down)
+    _check(x, first, w_down, recipe)
     is_fp8 = recipe.dgrad == "fp8" and recipe.wgrad != "bf16"
     if not is_fp8 or len(first) == 2 and w_down.shape[1] % SCALE_BLOCK:
         made = linears(x, first, recipe=recipe)
@@ -92,7 +92,7 @@ class _Mlp(torch.autograd.Function):
             ctx.save_for_backward(at, at_scale, *keep(gate_up, recipe), *saved, *kept)
         ctx.recipe, ctx.shape, ctx.dtype = recipe, x.shape, x.dtype
         ctx.targets = [(weight.dtype, main_grad_of(weight)) for weight in weights]
-        return y.view(*x.shape[:-1], last.shape[0])
+        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], last.shape[0]))  # as linear.py has it
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -117,10 +117,10 @@ class _Mlp(torch.autograd.Function):
         return None if dx is None else dx.view(ctx.shape), *(None,) * (_FIRST - 1), *gradients
 
 
-def _check(x, first: tuple, w_down) -> None:
+def _check(x, first: tuple, w_down, recipe: Recipe) -> None:
     if len(first) not in (1, 2):
         raise ValueError(f"w_gate_up holds {len(first)} weights; pass one [2f, k], or those of gates and of ups")
-    check_once(x, first, (None,) * len(first))
+    check_once(x, first, (None,) * len(first), recipe)
     check_tensors({"w_down": WIDE, "x": WIDE}, x=x, w_down=w_down)
     shapes = [list(weight.shape) for weight in first]
     inner = w_down.shape[-1]

@@ -6,6 +6,7 @@ from deep_tile.problem import GemmProblem
 from deep_tile.select.choose import choose
 from deep_tile.select.cost import estimate, launch_time
 from deep_tile.select.hardware import H200
+from deep_tile.train.sizes import is_small
 
 _CAST_SHARE = 0.8
 """Share of a copy's bandwidth that `cast_both` and `cast_weight` reach: 0.77 to 0.87 (H100, 2026-11-25)."""
@@ -14,8 +15,9 @@ _TORCH_SHARE = 0.9
 """torch's time for a BF16 GEMM as a share of the model's: 0.88 to 0.95 in six layers (H100, 2026-11-25)."""
 
 
-_BF16_HOST_US, _FP8_HOST_US = 100, 360
-"""Host time to enqueue a layer's two passes in eager mode (H100, 2026-11-26)."""
+_BF16_HOST_US, _JOINED_HOST_US, _FP8_HOST_US = 140, 150, 360
+"""Host time to enqueue a layer's two passes in eager mode: in BF16, 119 to 162, of a small layer (joined.py), 130 to
+167, of others, 270 to 425 (H100, 2026-11-26)."""
 
 
 class Prediction(NamedTuple):
@@ -47,7 +49,8 @@ def predict(tokens: int, n: int, k: int, *, eager: bool = False) -> Prediction:
     read_and_written = 4 * (tokens * k + tokens * n + n * k)
     casts = read_and_written / (H200.hbm_tbps * _CAST_SHARE) / 1e6 + 3 * launch_time()
     if eager:
-        return Prediction(max(bf16, _BF16_HOST_US), max(fp8 + casts, _FP8_HOST_US))
+        host = _JOINED_HOST_US if is_small(tokens, n, k) else _FP8_HOST_US
+        return Prediction(max(bf16, _BF16_HOST_US), max(fp8 + casts, host))
     return Prediction(bf16, fp8 + casts)
 
 

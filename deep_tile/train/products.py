@@ -6,6 +6,7 @@ import torch
 
 from deep_tile import both, dense, quantize
 from deep_tile.train.casts import cast_once, with_aligned_rows
+from deep_tile.train.gathered import Gathered, Shard
 from deep_tile.train.recipe import Recipe
 
 WIDE = (torch.bfloat16, torch.float16, torch.float32)
@@ -13,6 +14,10 @@ WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
 def cast_forward(weight: torch.Tensor, recipe: Recipe, wants_x: bool) -> tuple[torch.Tensor, torch.Tensor, list]:
     """A weight (or experts' weights) for the forward GEMM, and for dgrad: codes and scale, or the weight itself."""
+    if isinstance(weight, Gathered):
+        return weight.b, weight.b_scale, [weight if wants_x else None, None]
+    if isinstance(weight, Shard):
+        weight = weight.plain()
     if wants_x and recipe.dgrad == "fp8" and not recipe.recast:
         made = cast_once(weight, recipe)
         return made.b, made.b_scale, [made.bt, made.b_scale]
@@ -26,6 +31,8 @@ def cast_backward(kept: list, recipe: Recipe) -> tuple[torch.Tensor, torch.Tenso
     weight, scale = kept
     if scale is not None:
         return with_aligned_rows(weight), scale.mT
+    if isinstance(weight, Gathered):
+        return weight.transposed()
     made = both.cast_weight(weight.detach(), **recipe.cast)
     return made.bt, made.bt_scale
 
@@ -74,11 +81,11 @@ def main_grad_of(weight: torch.Tensor) -> MainGrad | None:
 def wgrad(operands: tuple, dtype: torch.dtype, main_grad: MainGrad | None) -> torch.Tensor | None:
     """`dy^T @ x` from codes and scales along tokens, perhaps added to `main_grad`."""
     if main_grad is not None:
-        _product_along_tokens(operands, main_grad.grad, accumulate=True)
+        _multiply_along_tokens(operands, main_grad.grad, accumulate=True)
         return main_grad.placeholder(dtype)
     dy, _, x, _ = operands
     dw = torch.empty(dy.shape[0], x.shape[0], dtype=written_dtype(dtype), device=dy.device)
-    return _product_along_tokens(operands, dw, accumulate=False).to(dtype)
+    return _multiply_along_tokens(operands, dw, accumulate=False).to(dtype)
 
 
 def added(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, main_grad: MainGrad | None) -> torch.Tensor | None:
@@ -95,10 +102,14 @@ def written_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32
 
 
-def _product_along_tokens(operands: tuple, out: torch.Tensor, accumulate: bool) -> torch.Tensor:
-    """wgrad for dy and x with scales along tokens; x has scales per column or per 128 columns."""
-    x, x_scale = operands[2:]
-    if x_scale.shape[0] == x.shape[0] > 1:
+def product_along_tokens(x: torch.Tensor, x_scale: torch.Tensor) -> dense.Dense:
+    """The call that multiplies dy along tokens by x: scales of x are of its columns, or of 128 of them."""
+    return dense.FP8_WGRAD if x_scale.shape[0] == x.shape[0] > 1 else dense.SCALED_GEMM
+
+
+def _multiply_along_tokens(operands: tuple, out: torch.Tensor, accumulate: bool) -> torch.Tensor:
+    """Of dy and x with their scales."""
+    if product_along_tokens(*operands[2:]) is dense.FP8_WGRAD:
         return dense.fp8_wgrad(*operands, out, accumulate=accumulate)
     return dense.scaled_gemm(*operands, out=out, accumulate=accumulate)
 

@@ -30,7 +30,7 @@ class Recipe:
             other weights' memory is then free for activations.
         keep_weights: cast a weight once per optimiser step instead of in every forward pass; both directions are kept
             between steps. Only for weights that a torch.optim.Optimizer in this process steps itself, outside
-            torch.compile and CUDA graphs.
+            torch.compile and CUDA graphs. Small layers cast in every pass: looking for a cast takes longer.
     """
 
     dgrad: str = "fp8"
@@ -46,6 +46,8 @@ class Recipe:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
         quantize.check_options(quantize.Options(SCALE_BLOCK, **self.cast))
+        # A key: fields of a dataclass are hashed in Python.
+        object.__setattr__(self, "options", (self.dgrad, self.wgrad, self.recast, self.amax_floor, self.round_scale))
 
     @property
     def cast(self) -> dict[str, object]:

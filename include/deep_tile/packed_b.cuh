@@ -3,43 +3,12 @@
 // Memory holds `b` in units, 16 rows by one K block: four columns, each with 16 bytes per row (32 codes); then one byte
 // per group scale, row by row (packed.py packs). A tile's units for one K block are contiguous, so one bulk copy
 // fetches them.
-//
-// A table entry holds e4m3(magnitude * group scale) for a code's eight magnitudes. A code's three bits select a byte,
-// four codes per PRMT; signs are ORed in. In a word with eight codes, nibble i holds code i's magnitude in its low
-// bits; the nibbles' top bits hold the signs for codes 4, 0, 5, 1, 6, 2, 7, 3, so that a shift aligns four signs with
-// four bytes.
 #pragma once
 
-#include "formats.cuh"
+#include "fourbit.cuh"
 #include "scheduler.cuh"
 
 namespace deep_tile {
-
-// e2m1 magnitudes, by their three bits.
-__device__ __forceinline__ float magnitude(int code) {
-    return code < 2 ? code * 0.5f : (1 << (code / 2 - 1)) * (1.0f + code % 2 * 0.5f);
-}
-
-__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
-
-// Tables for e2m1 in groups of 32: an entry per scale byte, a signed exponent relative to the block's scale. Products
-// too large for e4m3 occur only for zero elements; too small ones become zero.
-struct PowerTables {
-    static __device__ __forceinline__ float scale(int byte) {
-        return power_of_two(min(max(static_cast<signed char>(byte), -100), 100));
-    }
-};
-
-// Tables for e2m1 in groups of 16: with an eighth of each e4m3 scale, so that all products fit e4m3.
-struct E4M3Tables {
-    static __device__ __forceinline__ float scale(int byte) {
-        const int exponent = byte / 8 % 16, fraction = byte % 8;
-        return exponent == 0 ? fraction * power_of_two(-12) : (8 + fraction) * power_of_two(exponent - 13);
-    }
-};
-
-template <GemmConfig config>
-using Tables = typename Conditional<config.b_group == 32, PowerTables, E4M3Tables>::type;
 
 // Units per tile and K block.
 template <GemmConfig config>
@@ -112,16 +81,7 @@ class Converter {
    public:
     __device__ __forceinline__ Converter(SharedStorage<config>& smem, int warp)
         : smem_(smem), warp_(warp), to_(ptx::smem_address(&smem.b[0][warp * unit_rows * k_block_bytes]) + piece_offset()) {
-        for (int table = warp * warp_threads + threadIdx.x % warp_threads; table < packed_tables; table += threads) {
-            const float scale = Tables<config>::scale(table);
-            float products[8];
-#pragma unroll
-            for (int code = 0; code < 8; ++code) products[code] = magnitude(code) * scale;
-            const u32 low = pack_e4m3({products[0], products[1], products[2], products[3]});
-            const u32 high = pack_e4m3({products[4], products[5], products[6], products[7]});
-            smem_.packed.tables[table] = static_cast<u64>(high) << 32 | low;
-        }
-        ptx::bar_sync(tables_barrier, threads);
+        if constexpr (has_tables) write_tables();
     }
 
     // Reads a stage's first batch.
@@ -140,14 +100,14 @@ class Converter {
     static constexpr int threads = config.converter_warps * warp_threads;
     static constexpr int units = config.block_n / unit_rows;  // per K block
     static constexpr int all_units = config.scale_blocks * units;
-    static constexpr bool has_room = config.math_warpgroups == 1 || config.b_group == 32;  // in registers
+    static constexpr bool has_room = config.math_warpgroups == 1 || config.b_group >= 32;  // in registers
     static constexpr int batch_units = all_units > config.converter_warps && has_room ? 2 : 1;
     static constexpr int slot_bytes = config.block_n * config.k_bytes;
     static constexpr int batch_step = batch_units * config.converter_warps;
     static constexpr int columns = 4;                   // with 32 codes each, per K block
     static constexpr int column_bytes = 16;             // per row
-    static constexpr int groups = 32 / config.b_group;  // per column
-    static constexpr u32 magnitudes = 0x77777777, signs = 0x80808080;
+    static constexpr bool has_tables = config.b_group < scale_block;
+    static constexpr int groups = has_tables ? 32 / config.b_group : 0;  // per column
 
     static __device__ __forceinline__ int row() { return threadIdx.x % unit_rows; }
     static __device__ __forceinline__ int first_column() { return threadIdx.x % warp_threads / unit_rows * 2; }
@@ -159,6 +119,13 @@ class Converter {
     }
     static __device__ __forceinline__ u32 piece_offset() {
         return row() * k_block_bytes + ((2 * first_column() ^ row() % 8) << 4);
+    }
+
+    __device__ __forceinline__ void write_tables() {
+        for (int table = warp_ * warp_threads + threadIdx.x % warp_threads; table < packed_tables; table += threads) {
+            smem_.packed.tables[table] = table_of<config.b_group>(table);
+        }
+        ptx::bar_sync(tables_barrier, threads);
     }
 
     template <int first>
@@ -178,7 +145,7 @@ class Converter {
 #pragma unroll
         for (int i = 0; i < batch_units; ++i) {
             const u32 unit = from + i * config.converter_warps * config.b_unit_bytes;
-            scales[i] = ptx::ld_shared<Bits>(unit + scales_offset());
+            if constexpr (has_tables) scales[i] = ptx::ld_shared<Bits>(unit + scales_offset());
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 codes_[i][j] = ptx::ld_shared_v4(unit + codes_offset() + j * unit_rows * column_bytes);
@@ -202,30 +169,24 @@ class Converter {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const uint4 codes = codes_[i][j];
+                const int last = has_tables ? groups - 1 : 0;
                 write_piece(to ^ 2 * j << 4, codes.x, codes.y, tables_[i][j * groups]);
-                write_piece(to ^ 2 * j + 1 << 4, codes.z, codes.w, tables_[i][j * groups + groups - 1]);
+                write_piece(to ^ 2 * j + 1 << 4, codes.z, codes.w, tables_[i][j * groups + last]);
             }
         }
     }
 
     // Writes 16 row elements, one piece of the 128-byte swizzle.
     __device__ __forceinline__ void write_piece(u32 to, u32 low, u32 high, uint2 table) const {
-        const uint2 first = eight(low, table), last = eight(high, table);
+        const uint2 first = eight_elements<config.b_group>(low, table), last = eight_elements<config.b_group>(high, table);
         ptx::st_shared_v4(to, first.x, first.y, last.x, last.y);
-    }
-
-    // Eight elements. Hidden from the compiler, both selectors take one mask.
-    static __device__ __forceinline__ uint2 eight(u32 codes, uint2 table) {
-        const u32 selectors = ptx::opaque(static_cast<int>(codes & magnitudes));
-        return {__byte_perm(table.x, table.y, selectors) | (codes & signs),
-                __byte_perm(table.x, table.y, selectors >> 16) | (codes << 4 & signs)};
     }
 
     SharedStorage<config>& smem_;
     const int warp_;
     u32 to_;                                // this lane's first piece in the current slot
     uint4 codes_[batch_units][2];           // the batch in registers: two columns per unit
-    uint2 tables_[batch_units][2 * groups];
+    uint2 tables_[batch_units][has_tables ? 2 * groups : 1];
 };
 
 // Runs one converter warp over all stages of this CTA's tiles.

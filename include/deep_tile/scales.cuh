@@ -69,7 +69,10 @@ class ScaleReader {
             a_[i] = sizeof(float) * (row * params.a_scale_stride_m + first_k * params.a_scale_stride_k);
             if constexpr (config.row_groups()) a_[i] += sizeof(float) * tile.group * params.a_scale_group_stride;
         }
-        if constexpr (config.row_groups()) b_[0] += sizeof(float) * tile.group * params.b_scale_group_stride;
+        if constexpr (config.row_groups()) {
+#pragma unroll
+            for (int i = 0; i < slots_per_lane; ++i) b_[i] += sizeof(float) * tile.group * params.b_scale_group_stride;
+        }
     }
 
     // Copies this step's scales to a stage and moves to the warp's next step; blocks beyond the matrix get zeros.

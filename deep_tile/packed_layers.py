@@ -1,0 +1,284 @@
+"""Layers of models whose weights have 4 bits: `PackedLinear` and `PackedExperts`, which nn.py has.
+
+Called by users and by what brings deep_tile into engines. Invariant: weights and their scales stay in the dtypes that
+`packed.pack_weight` gave them, whatever a model is converted to; all parameters are frozen.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from deep_tile import blocks, dense, experts, grouped, packed, quantize
+from deep_tile.config import SCALE_BLOCK, UNIT_ROWS, as_int, ceil_div
+from deep_tile.kinds import PACKED
+from deep_tile.quantize import WEIGHT_BLOCK, scale_shape
+
+
+class _Layer(torch.nn.Module):
+    """Of packed weights, each a parameter [..., n, bytes] and its `_scale` by that name."""
+
+    def _give(self, name: str, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
+        of_bias = "bias" if name == "weight" else f"{name}_bias"
+        for one, x in ((name, weight), (f"{name}_scale", scale), (of_bias, bias)):
+            frozen = None if x is None else torch.nn.Parameter(x.detach(), requires_grad=False)
+            self.register_parameter(one, frozen)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "_Layer":
+        """Every conversion and move of torch.nn.Module ends here."""
+        scales = [x for name, x in self.named_parameters(recurse=False) if name.endswith("_scale")]
+
+        def keep_dtype(x: torch.Tensor) -> torch.Tensor:
+            changed = fn(x)
+            is_cast = any(x is one for one in scales) and changed.dtype != x.dtype
+            return x.to(changed.device) if is_cast else changed
+
+        return super()._apply(keep_dtype, recurse)
+
+
+class PackedLinear(_Layer):
+    """`torch.nn.Linear` with a weight of 4 bits: its input is cast to FP8 and multiplied by `packed_gemm`.
+
+    Gradients are refused. `state_dict()` has the weight as kernels read it, and is loaded into a layer of the same
+    sizes and format.
+
+    Attributes:
+        weight, weight_scale: a `Packed`, of [out_features, in_features].
+        bias: [out_features], or None.
+        options: keywords for `packed_gemm`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        format: str = "mxfp4",
+        **options: Any,
+    ):
+        """Args are those of `torch.nn.Linear`; `format` is "mxfp4", "nvfp4" or "int4", and `dtype` the bias's. The
+        weight is zero, to be loaded from a `state_dict()`; `from_codes` makes a layer of a checkpoint's weight.
+        """
+        super().__init__()
+        self.in_features, self.out_features, self.options = in_features, out_features, options
+        weight, scale = _zeros((out_features, in_features), format, device)
+        self._give("weight", weight, scale, torch.zeros(out_features, device=device, dtype=dtype) if bias else None)
+
+    @classmethod
+    def from_codes(
+        cls,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        format: str | None = None,
+        global_scale: torch.Tensor | float | None = None,
+        max_error: float = blocks.MAX_ERROR,
+        **options: Any,
+    ) -> "PackedLinear":
+        """The layer of a weight [n, k] as checkpoints have it.
+
+        Args:
+            weight, scale, format, global_scale, max_error: as for `pack_weight`.
+            bias: [n], or None.
+            options: keywords for `packed_gemm`.
+
+        Raises:
+            TypeError, ValueError: as `pack_weight`; or the weight is no matrix.
+        """
+        made = packed.pack_weight(weight, scale, format=format, global_scale=global_scale, max_error=max_error)
+        if made.weight.dim() != 2:
+            raise ValueError(
+                f"weight is {list(weight.shape)}, of {made.weight.shape[0]} matrices; pass one, [n, k / 2]"
+            )
+        layer = cls(0, 0, bias=False, device="meta", **options)
+        layer.in_features, layer.out_features = _k_of(weight, scale), made.weight.shape[0]
+        layer._give("weight", *made, bias)
+        return layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of x [..., in_features] in bfloat16, float16 or float32, [..., out_features] in its dtype."""
+        a, a_scale = quantize.per_token_cast_to_fp8(x.reshape(-1, x.shape[-1]))
+        options = {"bias": self.bias, "out_dtype": x.dtype} | self.options
+        out = dense.packed_gemm(a, a_scale, self.weight, self.weight_scale, **options)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def extra_repr(self) -> str:
+        name = packed.name_of(self.weight, self.in_features)
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, weight={name}"
+
+
+class PackedExperts(_Layer):
+    """Experts whose weights have 4 bits: rows sorted by expert, two grouped products with the gated activation between
+    them, and the weighted sum of each token's results.
+
+    h = gate * sigmoid(alpha * gate) * (up + beta), as `silu_mul_cast_to_fp8` has it. Nothing waits for the GPU, so that
+    a CUDA graph holds for every choice. Gradients are refused.
+
+    Attributes:
+        gate_up, gate_up_scale: a `Packed`, of [g, 2 * width, hidden]: rows of gates, then as many of up.
+        down, down_scale: a `Packed`, of [g, hidden, width].
+        gate_up_bias, down_bias: [g, 2 * width] and [g, hidden], or None.
+        limit, alpha, beta: as for `silu_mul_cast_to_fp8`.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden: int,
+        width: int,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        format: str = "mxfp4",
+        limit: float | None = None,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ):
+        """Weights and biases, in `dtype`, are zero, to be loaded from a `state_dict()`; `from_codes` makes a layer of a
+        checkpoint's weights."""
+        super().__init__()
+        self.gating = {"limit": limit, "alpha": alpha, "beta": beta}
+        for name, shape in (("gate_up", (num_experts, 2 * width, hidden)), ("down", (num_experts, hidden, width))):
+            of_bias = torch.zeros(shape[:2], device=device, dtype=dtype) if bias else None
+            self._give(name, *_zeros(shape, format, device), of_bias)
+
+    @classmethod
+    def from_codes(
+        cls,
+        gate_up: torch.Tensor,
+        gate_up_scale: torch.Tensor,
+        down: torch.Tensor,
+        down_scale: torch.Tensor,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        *,
+        format: str | None = None,
+        global_scales: tuple[torch.Tensor | float, torch.Tensor | float] | None = None,
+        max_error: float = blocks.MAX_ERROR,
+        interleaved: bool = False,
+        limit: float | None = None,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> "PackedExperts":
+        """The layer of weights as checkpoints have them.
+
+        Args:
+            gate_up, gate_up_scale: of [g, 2 * width, hidden], as for `pack_weight`.
+            down, down_scale: of [g, hidden, width].
+            gate_up_bias, down_bias: [g, 2 * width] and [g, hidden], or None.
+            format, max_error: as for `pack_weight`.
+            global_scales: of NVFP4, both weights' `global_scale`.
+            interleaved: rows of gates and of up alternate, as in gpt-oss.
+            limit, alpha, beta: as for `silu_mul_cast_to_fp8`; 7, 1.702 and 1 in gpt-oss.
+
+        Raises:
+            TypeError, ValueError: as `pack_weight`; or the weights are not those of experts.
+        """
+        layer = cls(0, 0, 0, device="meta", limit=limit, alpha=alpha, beta=beta)
+        if interleaved:
+            gate_up, gate_up_scale = _halves(gate_up), _halves(gate_up_scale)
+            gate_up_bias = None if gate_up_bias is None else _halves(gate_up_bias)
+        given = (("gate_up", gate_up, gate_up_scale, gate_up_bias), ("down", down, down_scale, down_bias))
+        for (name, weight, scale, bias), factor in zip(given, global_scales or (None, None), strict=True):
+            made = packed.pack_weight(weight, scale, format=format, global_scale=factor, max_error=max_error)
+            layer._give(name, *made, bias)
+        _check_experts(layer)
+        return layer
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """What the experts make of each token.
+
+        Args:
+            x: [t, hidden] bfloat16 or float16.
+            chosen: [t, top_k], as for `sort_by_expert`.
+            shares: [t, top_k], with which each expert's result is multiplied.
+
+        Returns:
+            [t, hidden] in `x`'s dtype, summed up in FP32.
+        """
+        rows, offs, index = experts.sort_by_expert(chosen, self.gate_up.shape[0])
+        a, a_scale = quantize.per_token_cast_to_fp8(x, rows=rows, offs=offs)
+        y = grouped.packed_grouped_gemm(a, a_scale, self.gate_up, self.gate_up_scale, offs)
+        y = _with_bias(y, self.gate_up_bias, offs)
+        h, h_scale = experts.silu_mul_cast_to_fp8(y, offs=offs, **self.gating)
+        y = grouped.packed_grouped_gemm(h, h_scale, self.down, self.down_scale, offs)
+        y = _with_bias(y, self.down_bias, offs)
+        shares = shares if shares.dtype in (torch.float32, torch.bfloat16) else shares.float()
+        return experts.combine(y, shares, index).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        (count, hidden, _), width = self.down.shape, self.gate_up.shape[1] // 2
+        return f"num_experts={count}, hidden={hidden}, width={width}, bias={self.down_bias is not None}"
+
+
+def products(model: torch.nn.Module, out_dtype: torch.dtype) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+    """Of each product that a model's layers make: (n, k), and keywords of `precompile`.
+
+    Args:
+        out_dtype: of linear layers' results, unless a layer has another.
+    """
+    for layer in model.modules():
+        if isinstance(layer, PackedLinear):
+            keywords = {"out_dtype": layer.options.get("out_dtype") or out_dtype}
+            keywords["bias"] = None if layer.bias is None else layer.bias.dtype
+            keywords |= {name: layer.options[name] for name in ("num_sms", "batch_invariant") if name in layer.options}
+            yield _product(layer.weight, layer.in_features, keywords)
+        elif isinstance(layer, PackedExperts):
+            yield _product(layer.gate_up, layer.down.shape[1], {"grouping": "offs"})
+            yield _product(layer.down, layer.gate_up.shape[1] // 2, {"grouping": "offs"})
+
+
+def _product(weight: torch.Tensor, k: int, keywords: dict[str, Any]) -> tuple[tuple[int, int], dict[str, Any]]:
+    return (weight.shape[-2], k), {"kind": packed.name_of(weight, k), **keywords}
+
+
+def _zeros(shape: tuple[int, ...], format: str, device: torch.device | str | None) -> packed.Packed:
+    """A packed weight [..., n, k] of zeros."""
+    if format not in PACKED:
+        raise ValueError(f"format is {format!r}; packed are {', '.join(map(repr, PACKED))}")
+    if any(as_int(size) is None or size < 0 for size in shape):
+        raise ValueError(f"sizes are {shape}; pass how many there are, as ints")
+    *leading, n, k = shape
+    if n % UNIT_ROWS:
+        raise ValueError(f"a weight has {n} rows; they are packed by {UNIT_ROWS}: add rows of zeros")
+    kind, k_blocks = PACKED[format], ceil_div(k, SCALE_BLOCK)
+    of_scale = (n, k_blocks) if kind.scaling == "row_blocks" else scale_shape((n, k), WEIGHT_BLOCK)
+    weight = torch.zeros(*leading, n, k_blocks * kind.packing.row_bytes, dtype=torch.uint8, device=device)
+    return packed.Packed(weight, torch.zeros(*leading, *of_scale, device=device))
+
+
+def _k_of(weight: torch.Tensor, scale: torch.Tensor) -> int:
+    """Elements of a row, whose packs may have a dimension of their own."""
+    in_packs = weight.shape[:-1] == scale.shape
+    return 2 * weight.shape[-1] * (weight.shape[-2] if in_packs else 1)
+
+
+def _halves(x: torch.Tensor) -> torch.Tensor:
+    """Of rows [g, 2 * n, ...] that alternate, those of the one, then those of the other."""
+    return torch.cat([x[:, ::2], x[:, 1::2]], 1)
+
+
+def _check_experts(layer: PackedExperts) -> None:
+    shapes = [list(x.shape) for x in (layer.gate_up, layer.down)]
+    if layer.gate_up.dim() != 3 or layer.down.dim() != 3 or shapes[0][0] != shapes[1][0] or shapes[0][1] % 2:
+        raise ValueError(
+            f"gate_up and down are {shapes} when packed; they must be of [g, 2 * width, k] and [g, n, width]"
+        )
+    for bias, weight in ((layer.gate_up_bias, layer.gate_up), (layer.down_bias, layer.down)):
+        if bias is not None and bias.shape != weight.shape[:2]:
+            raise ValueError(f"a bias is {list(bias.shape)}; its weight has {list(weight.shape[:2])} experts and rows")
+    packed.name_of(layer.down, layer.gate_up.shape[1] // 2)
+
+
+def _with_bias(y: torch.Tensor, bias: torch.Tensor | None, offs: torch.Tensor) -> torch.Tensor:
+    """The same with each row's expert's bias; rows of no expert have whatever they had."""
+    if bias is None:
+        return y
+    expert = torch.searchsorted(offs, torch.arange(len(y), device=y.device, dtype=offs.dtype), right=True)
+    return y.add_(bias.index_select(0, expert.clamp_(max=len(bias) - 1)))

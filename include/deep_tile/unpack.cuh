@@ -1,0 +1,57 @@
+// A packed weight as FP8: what large products multiply with, which would wait for the converter warps (packed_b.cuh).
+//
+// deep_tile/cast.py launches it; packed.as_fp8 is the definition, equal in every bit. A warp takes a unit: eight lanes have
+// the pieces of 16 codes of a row, and write a line of it.
+#pragma once
+
+#include "fourbit.cuh"
+
+namespace deep_tile {
+
+// Unpacks a unit at `from` to the rows at `to`, with tables of its groups. All is read before the first is written.
+template <int group>
+__device__ __forceinline__ void unpack_unit(const u8* from, u8* to, i64 row_bytes, const uint2* tables) {
+    constexpr int rows_at_once = warp_threads / 8, passes = unit_rows / rows_at_once;
+    constexpr int columns = 4, column_bytes = 16, scales_at = columns * unit_rows * column_bytes;
+    const int lane = threadIdx.x % warp_threads, piece = lane % 8, column = piece / 2, half = piece % 2;
+    uint2 codes[passes], table[passes] = {};
+#pragma unroll
+    for (int i = 0; i < passes; ++i) {
+        const int row = i * rows_at_once + lane / 8;
+        codes[i] = reinterpret_cast<const uint2*>(from)[(column * unit_rows + row) * 2 + half];
+        if constexpr (group < scale_block) {
+            constexpr int groups = scale_block / group;
+            table[i] = tables[from[scales_at + row * groups + piece * groups / 8]];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < passes; ++i) {
+        const int row = i * rows_at_once + lane / 8;
+        const uint2 a = eight_elements<group>(codes[i].x, table[i]), b = eight_elements<group>(codes[i].y, table[i]);
+        reinterpret_cast<uint4*>(to + row * row_bytes)[piece] = {a.x, a.y, b.x, b.y};
+    }
+}
+
+// The next launch reads what this one writes, and is no programmatic one: it starts at the end of this.
+template <int group>
+__device__ __forceinline__ void unpack(const UnpackParams& params) {
+    constexpr int unit_bytes = unit_rows * (scale_block / 2 + (group < scale_block ? scale_block / group : 0));
+    take_turn();
+    __shared__ u64 tables[group < scale_block ? packed_tables : 1];
+    if constexpr (group < scale_block) {
+        for (int table = threadIdx.x; table < packed_tables; table += blockDim.x) tables[table] = table_of<group>(table);
+        __syncthreads();
+    }
+    const u32 warps = blockDim.x / warp_threads;
+    const i64 row_bytes = i64{params.k_blocks} * scale_block;
+    for (u32 unit = blockIdx.x * warps + threadIdx.x / warp_threads; unit < params.units; unit += gridDim.x * warps) {
+        const u32 block = unit / params.row_units, row_unit = unit % params.row_units;
+        const u32 matrix = block / params.k_blocks, k_block = block % params.k_blocks;
+        const i64 first_row = (i64{matrix} * params.row_units + row_unit) * unit_rows;
+        unpack_unit<group>(static_cast<const u8*>(params.weight) + i64{unit} * unit_bytes,
+                           static_cast<u8*>(params.out) + first_row * row_bytes + k_block * scale_block, row_bytes,
+                           reinterpret_cast<const uint2*>(tables));
+    }
+}
+
+}  // namespace deep_tile

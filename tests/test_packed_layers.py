@@ -1,0 +1,149 @@
+"""Layers of packed weights: what they compute, how they are moved, saved and loaded, and what they refuse."""
+
+import pytest
+import torch
+from formats import NAMES_OF_PACKED, draw
+
+import deep_tile
+from deep_tile import nn, packed
+from deep_tile.kinds import PACKED
+from deep_tile.reference import relative_error
+
+each_format = pytest.mark.parametrize("name", PACKED)
+
+
+def drawn(name, shape):
+    """What `from_codes` takes, and keywords."""
+    weight, scale, arguments, _ = draw(NAMES_OF_PACKED[name], shape)
+    return (weight, scale), arguments
+
+
+def linear(name="mxfp4", n=48, k=352, **options):
+    given, arguments = drawn(name, (n, k))
+    return nn.PackedLinear.from_codes(*given, torch.randn(n).bfloat16(), **arguments, **options)
+
+
+def make_experts(name="mxfp4", count=4, hidden=160, width=48, interleaved=False):
+    gate_up, arguments = drawn(name, (count, 2 * width, hidden))
+    down, more = drawn(name, (count, hidden, width))
+    factors = (arguments.pop("global_scale"), more["global_scale"]) if name == "nvfp4" else None
+    biases = torch.randn(count, 2 * width).bfloat16(), torch.randn(count, hidden).bfloat16()
+    gating = {"limit": 7.0, "alpha": 1.702, "beta": 1.0}
+    options = {**arguments, "global_scales": factors, "interleaved": interleaved, **gating}
+    return nn.PackedExperts.from_codes(*gate_up, *down, *biases, **options)
+
+
+@each_format
+@pytest.mark.parametrize("rows", [(3,), (2, 5), (0,)], ids=str)
+def test_linear_is_cast_and_product(name, rows):
+    layer, x = linear(name), torch.randn(*rows, 352).bfloat16()
+    a, a_scale = deep_tile.per_token_cast_to_fp8(x.view(-1, 352))
+    wanted = deep_tile.packed_gemm(a, a_scale, layer.weight, layer.weight_scale, bias=layer.bias)
+    assert layer.weight.requires_grad is False and layer(x).dtype == x.dtype
+    assert torch.equal(layer(x), wanted.view(*rows, 48)) and layer(x.float()).dtype == torch.float32
+    assert f"in_features=352, out_features=48, bias=True, weight={name}" in repr(layer)
+
+
+def test_a_linear_has_the_products_options():
+    layer, x = linear(activation="silu"), torch.randn(3, 352).bfloat16()
+    plain = linear()
+    plain.load_state_dict(layer.state_dict())
+    assert not torch.equal(layer(x), plain(x))
+
+
+@each_format
+def test_layers_are_saved_loaded_and_converted(name):
+    layer, x = linear(name), torch.randn(3, 352).bfloat16()
+    other = nn.PackedLinear(352, 48, format=name, dtype=torch.bfloat16)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x))
+    other.half().to(torch.float64)
+    assert other.weight.dtype == torch.uint8 and other.weight_scale.dtype == torch.float32
+    assert other.bias.dtype == torch.float64 and torch.equal(other.weight_scale, layer.weight_scale)
+    experts = make_experts(name)
+    more = nn.PackedExperts(4, 160, 48, bias=True, dtype=torch.bfloat16, format=name, **experts.gating)
+    more.load_state_dict(experts.state_dict())
+    assert all(torch.equal(one, two) for one, two in zip(more.parameters(), experts.parameters(), strict=True))
+
+
+@each_format
+def test_experts_are_those_in_turn(name):
+    layer = make_experts(name)
+    x, shares = torch.randn(9, 160).bfloat16(), torch.rand(9, 2)
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(9)])
+    chosen[4, 1] = -1
+    out, wanted = layer(x, chosen, shares), torch.zeros(9, 160, dtype=torch.float64)
+    for expert in range(4):
+
+        def product(x, of, expert=expert):
+            a, a_scale = deep_tile.per_token_cast_to_fp8(x)
+            weight, scale, bias = (getattr(layer, of + end)[expert] for end in ("", "_scale", "_bias"))
+            return deep_tile.packed_gemm(a, a_scale, weight, scale) + bias
+
+        token, j = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = product(x[token], "gate_up").float().chunk(2, 1)
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        h = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        wanted.index_add_(0, token, product(h, "down").double() * shares[token, j, None])
+    assert out.dtype == x.dtype and relative_error(out, wanted) < 0.02
+    assert "num_experts=4, hidden=160, width=48, bias=True" in repr(layer)
+
+
+def test_rows_that_alternate_are_put_in_order():
+    torch.manual_seed(3)
+    alternating = make_experts(interleaved=True)
+    torch.manual_seed(3)
+    plain = make_experts()
+    back = [packed.unpack_weight(layer.gate_up, layer.gate_up_scale, 160) for layer in (alternating, plain)]
+    for one, two in zip(back[0][:2], back[1][:2], strict=True):
+        one, two = one.view(torch.uint8), two.view(torch.uint8)
+        assert torch.equal(one, torch.cat([two[:, ::2], two[:, 1::2]], 1))
+    assert torch.equal(alternating.gate_up_bias[:, :48], plain.gate_up_bias[:, ::2])
+
+
+def test_kernels_are_made_ready():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(nn.PackedLinear(512, 256, bias=False), nn.PackedExperts(4, 512, 256, format="int4"))
+    calls = [*nn.packed_layers.products(model, torch.bfloat16)]
+    assert calls == [
+        ((256, 512), {"kind": "mxfp4", "out_dtype": torch.bfloat16, "bias": None}),
+        ((512, 512), {"kind": "int4", "grouping": "offs"}),
+        ((512, 256), {"kind": "int4", "grouping": "offs"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: nn.PackedLinear(64, 24), ValueError, "24 rows"),
+        (lambda: nn.PackedLinear(64, 32, format="int8"), ValueError, "format is 'int8'"),
+        (lambda: nn.PackedLinear(64.5, 32), ValueError, "as ints"),
+        (lambda: nn.PackedLinear.from_codes(*drawn("mxfp4", (2, 16, 64))[0]), ValueError, "2 matrices"),
+        (
+            lambda: nn.PackedExperts.from_codes(*drawn("mxfp4", (2, 32, 64))[0], *drawn("mxfp4", (3, 64, 32))[0]),
+            ValueError,
+            "must be of",
+        ),
+        (
+            lambda: nn.PackedExperts.from_codes(*drawn("mxfp4", (2, 32, 64))[0], *drawn("mxfp4", (2, 64, 288))[0]),
+            ValueError,
+            "pack_weight",
+        ),
+        (
+            lambda: nn.PackedExperts.from_codes(
+                *drawn("mxfp4", (2, 32, 64))[0], *drawn("mxfp4", (2, 64, 32))[0], torch.zeros(2, 31)
+            ),
+            ValueError,
+            "a bias is",
+        ),
+    ],
+    ids=["rows", "format", "sizes", "matrices", "experts", "width", "bias"],
+)
+def test_what_is_no_layer_is_refused(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_gradients_are_refused():
+    with pytest.raises(RuntimeError, match="gradient"):
+        linear()(torch.randn(3, 352, requires_grad=True))
